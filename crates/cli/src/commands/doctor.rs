@@ -1,0 +1,33 @@
+//! `plimsoll doctor`: the machine, its limits, and how fast it is.
+
+use serde_json::json;
+
+use crate::args::DoctorArgs;
+use crate::failure::Failure;
+use crate::session::{Engine, resident_bytes};
+
+pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
+    let engine = Engine::start(None)?;
+    let overhead = resident_bytes();
+    if args.json {
+        let document = json!({
+            "hardware": engine.hardware,
+            "kernels": engine.isa.to_string(),
+            "threads": engine.pool.threads(),
+            "rates": engine.rates,
+            "overhead_bytes": overhead,
+        });
+        println!("{}", serde_json::to_string_pretty(&document)?);
+        return Ok(());
+    }
+    println!("{}", engine.hardware);
+    println!("Kernels    {}, {} threads", engine.isa, engine.pool.threads());
+    println!(
+        "Measured   matrix products {:.0} GFLOP/s in f32, {:.0} in bf16; memory {:.0} GB/s",
+        engine.rates.matmul_f32 / 1e9,
+        engine.rates.matmul_bf16 / 1e9,
+        engine.rates.memory_bandwidth / 1e9
+    );
+    println!("Overhead   {} outside any arena", plimsoll_memory::ByteSize(overhead));
+    Ok(())
+}

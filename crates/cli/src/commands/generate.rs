@@ -1,0 +1,78 @@
+//! `plimsoll generate`: continues a prompt.
+
+use std::io::Write;
+
+use plimsoll_generate::{Sampler, SamplerSettings, generate};
+use plimsoll_plan::DryRun;
+use plimsoll_step::{DecodeSettings, Decoder};
+use plimsoll_train::TrainError;
+use serde_json::json;
+
+use crate::args::GenerateArgs;
+use crate::failure::Failure;
+use crate::session::{Engine, inference_precision, model_with_weights};
+
+/// Tokens of a prompt that are taken in one pass.
+const PROMPT_CHUNK_TOKENS: u64 = 512;
+
+pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
+    let precision = inference_precision(&args.dtype)?;
+    if !(args.temperature.is_finite() && args.temperature >= 0.0) {
+        return Err(Failure::usage("--temperature must be 0 or more"));
+    }
+    let files = model_with_weights(&args.model, "generate from")?;
+    let spec = files.spec().clone();
+    let tokenizer = files.tokenizer()?;
+    let prompt = tokenizer.encode(&args.prompt)?;
+    let engine = Engine::start(args.threads)?;
+    let context = (prompt.len() + args.max_tokens).max(1) as u64;
+    let settings = DecodeSettings { precision, context, prompt_chunk_tokens: PROMPT_CHUNK_TOKENS };
+    let dry_run = DryRun::generation(&spec, settings, prompt.len() as u64)?;
+    let device = engine.device(&dry_run, args.memory)?;
+    let end_tokens = if args.ignore_eos { Vec::new() } else { spec.eos_tokens.clone() };
+    let mut decoder = Decoder::new(&device, spec, settings)?;
+    decoder.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
+
+    let mut sampler = Sampler::new(SamplerSettings { temperature: args.temperature, seed: args.seed });
+    let mut stream = tokenizer.decode_stream();
+    let mut out = std::io::stdout();
+    let mut failed = None;
+    if !args.json {
+        write!(out, "{}", args.prompt)?;
+    }
+    let generated =
+        generate(&mut decoder, &mut sampler, &prompt, args.max_tokens, &end_tokens, |token| {
+            if args.json {
+                return true;
+            }
+            let shown = match stream.step(token) {
+                Ok(Some(text)) => write!(out, "{text}").and_then(|()| out.flush()).map_err(Failure::from),
+                Ok(None) => Ok(()),
+                Err(error) => Err(error.into()),
+            };
+            failed = shown.err();
+            failed.is_none()
+        })?;
+    if let Some(failure) = failed {
+        return Err(failure);
+    }
+    let rate = generated.tokens.len().saturating_sub(1) as f64 / generated.decode_seconds.max(f64::MIN_POSITIVE);
+    if args.json {
+        let document = json!({
+            "prompt_tokens": prompt,
+            "tokens": generated.tokens,
+            "text": tokenizer.decode(&generated.tokens)?,
+            "tokens_per_second": rate,
+        });
+        println!("{document}");
+    } else {
+        println!();
+        eprintln!(
+            "{} tokens at {rate:.1} tokens/s after a prompt of {} in {:.2} s",
+            generated.tokens.len(),
+            prompt.len(),
+            generated.prompt_seconds
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,9 @@
+//! One file a command.
+
+pub mod config;
+pub mod doctor;
+pub mod eval;
+pub mod generate;
+pub mod inspect;
+pub mod plan;
+pub mod train;

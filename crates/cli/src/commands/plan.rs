@@ -1,0 +1,144 @@
+//! `plimsoll plan`: what a training run needs, before anything is loaded.
+
+use plimsoll_memory::{ByteSize, Tag};
+use plimsoll_plan::{ModelOrigin, TrainingPlan};
+
+use crate::args::PlanArgs;
+use crate::failure::Failure;
+use crate::row;
+use crate::session::{Engine, load_config};
+use crate::table;
+
+pub fn run(args: &PlanArgs) -> Result<(), Failure> {
+    let config = load_config(&args.source)?;
+    let origin = ModelOrigin::find(&config)?;
+    // The run will have it in memory, so that its memory belongs to the plan.
+    let _tokenizer = match &origin {
+        ModelOrigin::Files(files) => files.tokenizer().ok(),
+        ModelOrigin::Catalogue(_) | ModelOrigin::Scratch(..) => None,
+    };
+    let engine = Engine::start(None)?;
+    let machine = engine.machine(plimsoll_train::host_bytes_per_token(&config));
+    let plan = TrainingPlan::new(&config, origin.spec(), &machine)?;
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&plan.to_json())?);
+    } else {
+        print!("{}", describe(&plan));
+        if !plan.fits() {
+            print!("\n{}", remedies(&plan));
+        }
+    }
+    Ok(())
+}
+
+/// The plan for people.
+pub fn describe(plan: &TrainingPlan) -> String {
+    let settings = &plan.choice.settings;
+    let precision = settings.precision;
+    let master = if precision.master_weights { ", f32 master weights" } else { "" };
+    let mut out = format!(
+        "{}: {}, {} parameters, {} layers of width {}\n",
+        plan.spec.name,
+        plan.spec.architecture,
+        count(plan.spec.parameter_count()),
+        plan.spec.num_layers,
+        plan.spec.hidden_size
+    );
+    out.push_str(&format!(
+        "step: {} x {} tokens x {} accumulated, {} weights{master}, {} gradients, checkpointing {}, logits of {} tokens at once\n\n",
+        settings.batch_size,
+        settings.sequence_length,
+        plan.choice.accumulation,
+        precision.weights,
+        precision.gradients,
+        checkpointing(plan),
+        settings.loss_chunk_tokens
+    ));
+    let at_peak = plan.at_peak();
+    let mut rows: Vec<Vec<String>> =
+        at_peak.iter().map(|(tag, bytes)| row![words(tag), ByteSize(bytes), share(bytes, plan)]).collect();
+    let gaps = plan.choice.dry_run.at_peak().gaps();
+    if gaps > 0 {
+        rows.push(row!["gaps", ByteSize(gaps), share(gaps, plan)]);
+    }
+    rows.push(row!["overhead (outside the arena)", ByteSize(plan.overhead_bytes), share(plan.overhead_bytes, plan)]);
+    rows.push(row!["in all", ByteSize(plan.process_bytes()), share(plan.process_bytes(), plan)]);
+    rows.push(row!["load line", ByteSize(plan.device_budget), ""]);
+    out.push_str(&table::render(&rows));
+    let (phase, layer) = plan.peak_place();
+    let place = layer.map_or(format!("in the {phase} phase"), |l| format!("in the {phase} pass of layer {l}"));
+    let time = &plan.choice.time;
+    out.push_str(&format!(
+        "\nthe peak is {place}; a layer holds {} there\nabout {} a step, {:.0} tokens/s on this machine\n{}\n",
+        per_layer(plan),
+        seconds(time.step_seconds),
+        time.tokens_per_second,
+        if plan.fits() { "fits" } else { "does NOT fit" }
+    ));
+    out
+}
+
+/// What would fit instead.
+pub fn remedies(plan: &TrainingPlan) -> String {
+    let fitting: Vec<_> = plan.alternatives.iter().filter(|a| a.fits).collect();
+    if fitting.is_empty() {
+        let least = plan.alternatives.iter().map(|a| a.peak_bytes).min().unwrap_or(plan.peak_bytes());
+        return format!(
+            "nothing short of a smaller model would fit: the lightest setting needs {}\n",
+            ByteSize(least + plan.overhead_bytes)
+        );
+    }
+    let mut rows = vec![row!["what would fit", "in all", "tokens/s"]];
+    for alternative in fitting {
+        rows.push(row![
+            alternative.change.iter().map(|c| format!("--set {c}")).collect::<Vec<_>>().join(" "),
+            ByteSize(alternative.peak_bytes + plan.overhead_bytes),
+            format!("{:.0}", alternative.tokens_per_second)
+        ]);
+    }
+    table::render(&rows)
+}
+
+fn checkpointing(plan: &TrainingPlan) -> &'static str {
+    match plan.choice.settings.checkpointing {
+        plimsoll_step::Checkpointing::None => "none",
+        plimsoll_step::Checkpointing::Full => "full",
+    }
+}
+
+/// Bytes of a middle layer at the peak, by tag.
+fn per_layer(plan: &TrainingPlan) -> String {
+    let middle = plan.spec.num_layers / 2;
+    let layers = plan.layers();
+    let Some(layer) = layers.iter().find(|l| l.layer == Some(middle)) else { return "nothing".to_owned() };
+    let parts: Vec<String> =
+        layer.by_tag.iter().map(|(tag, bytes)| format!("{} {}", words(*tag), ByteSize(*bytes))).collect();
+    parts.join(", ")
+}
+
+fn words(tag: Tag) -> String {
+    tag.name().replace('_', " ")
+}
+
+fn share(bytes: u64, plan: &TrainingPlan) -> String {
+    format!("{:.1} %", 100.0 * bytes as f64 / plan.process_bytes().max(1) as f64)
+}
+
+/// A count with three figures: 134.5M.
+fn count(n: u64) -> String {
+    match n {
+        0..1_000_000 => n.to_string(),
+        1_000_000..1_000_000_000 => format!("{:.1}M", n as f64 / 1e6),
+        _ => format!("{:.1}B", n as f64 / 1e9),
+    }
+}
+
+/// A duration for people.
+pub fn seconds(s: f64) -> String {
+    match s {
+        s if s < 1.0 => format!("{:.0} ms", 1000.0 * s),
+        s if s < 120.0 => format!("{s:.1} s"),
+        s if s < 7200.0 => format!("{:.0} min", s / 60.0),
+        s => format!("{:.1} h", s / 3600.0),
+    }
+}

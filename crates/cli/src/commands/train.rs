@@ -1,0 +1,77 @@
+//! `plimsoll train`: plan, print the plan, refuse what does not fit, train.
+
+use plimsoll_memory::ByteSize;
+use plimsoll_train::{Prepared, StopFlag, TrainingOutcome};
+
+use crate::args::TrainArgs;
+use crate::commands::plan::{describe, remedies};
+use crate::failure::Failure;
+use crate::progress::TrainingProgress;
+use crate::row;
+use crate::session::{Engine, load_config};
+use crate::table;
+
+pub fn run(args: &TrainArgs) -> Result<(), Failure> {
+    let config = load_config(&args.source)?;
+    let stop = StopFlag::new();
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        // A second signal ends the program at once.
+        signal_hook::flag::register_conditional_shutdown(signal, 130, stop.shared())?;
+        signal_hook::flag::register(signal, stop.shared())?;
+    }
+    let prepared = Prepared::new(config, args.resume)?;
+    let engine = Engine::start(args.threads)?;
+    let plan = prepared.plan(&engine.machine(prepared.host_bytes_per_token()))?;
+    if !args.json {
+        print!("{}", describe(&plan));
+    }
+    if !plan.fits() {
+        return Err(Failure::does_not_fit(format!(
+            "the plan needs {} and the load line is {}\n{}",
+            ByteSize(plan.process_bytes()),
+            ByteSize(plan.device_budget),
+            remedies(&plan)
+        )));
+    }
+    let available = engine.memory_limit();
+    if plan.process_bytes() > available.0 {
+        return Err(Failure::does_not_fit(format!(
+            "the plan needs {}, within the load line of {}, but this machine has only {available} to give",
+            ByteSize(plan.process_bytes()),
+            ByteSize(plan.device_budget)
+        )));
+    }
+    let device = plimsoll_device::Cpu::with_pool(std::sync::Arc::clone(&engine.pool), engine.isa, plan.peak_bytes())?;
+    let logging_steps = plan.config.output.logging_steps();
+    let mut progress = TrainingProgress::new(logging_steps, plan.device_budget, plan.overhead_bytes, args.json);
+    let outcome = prepared.run(&device, &plan, &mut progress, stop)?;
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&outcome.report)?);
+    } else {
+        print!("\n{}", summary(&outcome));
+        println!("everything is in {}", plan.config.output.dir().display());
+    }
+    Ok(())
+}
+
+/// Planned against measured.
+fn summary(outcome: &TrainingOutcome) -> String {
+    let report = &outcome.report;
+    let (planned, measured) = (&report.planned, &report.measured);
+    let rows = [
+        row!["", "planned", "measured"],
+        row!["arena", ByteSize(planned.device_peak_bytes), ByteSize(measured.device_peak_bytes)],
+        row!["process", ByteSize(planned.process_bytes), ByteSize(measured.process_peak_rss_bytes)],
+        row![
+            "step",
+            crate::commands::plan::seconds(planned.step_seconds),
+            crate::commands::plan::seconds(measured.step_seconds_median)
+        ],
+        row![
+            "tokens/s",
+            format!("{:.0}", planned.tokens_per_second),
+            format!("{:.0}", report.tokens_per_second_median)
+        ],
+    ];
+    table::render(&rows)
+}

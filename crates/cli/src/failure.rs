@@ -1,0 +1,107 @@
+//! Every error, rendered once, with its exit code: 0 done, 2 bad usage or configuration, 3 does not fit, 1 else.
+
+use std::fmt;
+
+use plimsoll_data::DataError;
+use plimsoll_device::DeviceError;
+use plimsoll_generate::GenerateError;
+use plimsoll_model::tokenizer::TokenizerError;
+use plimsoll_model::{ModelError, SaveError};
+use plimsoll_plan::OriginError;
+use plimsoll_plan::config::ConfigError;
+use plimsoll_step::StepError;
+use plimsoll_train::TrainError;
+
+/// Exit code of wrong arguments and configurations.
+pub const USAGE: u8 = 2;
+/// Exit code of plans that do not fit.
+pub const DOES_NOT_FIT: u8 = 3;
+/// Exit code of everything else.
+pub const OTHER: u8 = 1;
+
+/// What ends the program before its time.
+#[derive(Debug)]
+pub struct Failure {
+    message: String,
+    exit_code: u8,
+}
+
+impl Failure {
+    /// A wrong argument or configuration.
+    pub fn usage(message: impl Into<String>) -> Failure {
+        Failure { message: message.into(), exit_code: USAGE }
+    }
+
+    /// A plan that does not fit its budget.
+    pub fn does_not_fit(message: impl Into<String>) -> Failure {
+        Failure { message: message.into(), exit_code: DOES_NOT_FIT }
+    }
+
+    /// Anything else.
+    pub fn other(message: impl Into<String>) -> Failure {
+        Failure { message: message.into(), exit_code: OTHER }
+    }
+
+    /// The program's exit code.
+    pub fn exit_code(&self) -> u8 {
+        self.exit_code
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+macro_rules! failure_from {
+    ($($error:ty => $code:expr),* $(,)?) => {
+        $(impl From<$error> for Failure {
+            fn from(error: $error) -> Failure {
+                Failure { message: error.to_string(), exit_code: $code }
+            }
+        })*
+    };
+}
+
+failure_from! {
+    ConfigError => USAGE,
+    OriginError => USAGE,
+    ModelError => OTHER,
+    TokenizerError => OTHER,
+    DataError => OTHER,
+    SaveError => OTHER,
+    GenerateError => OTHER,
+    serde_json::Error => OTHER,
+    std::io::Error => OTHER,
+}
+
+impl From<DeviceError> for Failure {
+    fn from(error: DeviceError) -> Failure {
+        let exit_code = match error {
+            DeviceError::OutOfMemory(_) | DeviceError::Reservation(_) => DOES_NOT_FIT,
+            _ => OTHER,
+        };
+        Failure { message: error.to_string(), exit_code }
+    }
+}
+
+impl From<StepError> for Failure {
+    fn from(error: StepError) -> Failure {
+        match error {
+            StepError::Device(error) => error.into(),
+            other => Failure::other(other.to_string()),
+        }
+    }
+}
+
+impl From<TrainError> for Failure {
+    fn from(error: TrainError) -> Failure {
+        match error {
+            TrainError::Step(error) => error.into(),
+            TrainError::Device(error) => error.into(),
+            error @ TrainError::OutputInUse { .. } => Failure::usage(error.to_string()),
+            other => Failure::other(other.to_string()),
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! Progress for people: a bar on a terminal, plain lines elsewhere, nothing beside a JSON document.
+
+use std::io::IsTerminal;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use plimsoll_memory::ByteSize;
+use plimsoll_train::{Event, Observer, StepMetrics};
+
+/// Off a terminal there is a line after at most this time.
+const LINE_EVERY: Duration = Duration::from_secs(30);
+
+/// A bar that counts `what`; hidden beside JSON and off a terminal.
+pub fn counter(length: u64, what: &str, quiet: bool) -> ProgressBar {
+    if quiet || !std::io::stderr().is_terminal() {
+        return ProgressBar::with_draw_target(Some(length), ProgressDrawTarget::hidden());
+    }
+    let style = ProgressStyle::with_template(&format!("{{bar:40}} {{pos}}/{{len}} {what}, {{eta}} left"))
+        .unwrap_or_else(|_| ProgressStyle::default_bar());
+    ProgressBar::new(length).with_style(style)
+}
+
+/// Shows a training run.
+pub struct TrainingProgress {
+    bar: Option<ProgressBar>,
+    total_steps: u64,
+    logging_steps: u64,
+    load_line: u64,
+    overhead: u64,
+    quiet: bool,
+    last_line: Instant,
+    first_step: Option<u64>,
+    begun: Instant,
+}
+
+impl TrainingProgress {
+    /// A display for a run whose memory is held against `load_line` bytes, `overhead` of them outside the arena.
+    pub fn new(logging_steps: u64, load_line: u64, overhead: u64, quiet: bool) -> TrainingProgress {
+        TrainingProgress {
+            bar: None,
+            total_steps: 0,
+            logging_steps,
+            load_line,
+            overhead,
+            quiet,
+            last_line: Instant::now(),
+            first_step: None,
+            begun: Instant::now(),
+        }
+    }
+
+    fn say(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.println(text),
+            None if !self.quiet => println!("{text}"),
+            None => {}
+        }
+    }
+
+    fn step(&mut self, metrics: &StepMetrics) {
+        let first = *self.first_step.get_or_insert(metrics.step);
+        let memory = format!(
+            "{} of {}",
+            ByteSize(metrics.memory.device_peak_bytes + self.overhead),
+            ByteSize(self.load_line)
+        );
+        let text = format!(
+            "loss {:.4}  {:.0} tokens/s  memory {memory}",
+            metrics.loss, metrics.tokens_per_second
+        );
+        if let Some(bar) = &self.bar {
+            bar.set_message(text);
+            bar.set_position(metrics.step);
+            return;
+        }
+        let due = metrics.step.is_multiple_of(self.logging_steps.max(1))
+            || metrics.step == self.total_steps
+            || metrics.step == first
+            || self.last_line.elapsed() > LINE_EVERY;
+        if due {
+            self.last_line = Instant::now();
+            let done = (metrics.step - first + 1) as f64;
+            let left = self.begun.elapsed().as_secs_f64() / done * (self.total_steps - metrics.step) as f64;
+            self.say(&format!(
+                "step {}/{}  {text}  lr {:.2e}  grad norm {:.3}  {} left",
+                metrics.step,
+                self.total_steps,
+                metrics.lr,
+                metrics.grad_norm,
+                crate::commands::plan::seconds(left)
+            ));
+        }
+    }
+
+    fn saved(&self, path: &Path) {
+        self.say(&format!("saved {}", path.display()));
+    }
+}
+
+impl Observer for TrainingProgress {
+    fn event(&mut self, event: Event<'_>) {
+        match event {
+            Event::Started { steps_done, total_steps, data_tokens } => {
+                self.total_steps = total_steps;
+                self.begun = Instant::now();
+                self.say(&format!("training on {data_tokens} tokens, step {} of {total_steps} is next", steps_done + 1));
+                if !self.quiet && std::io::stderr().is_terminal() {
+                    let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {eta} left")
+                        .unwrap_or_else(|_| ProgressStyle::default_bar());
+                    let bar = ProgressBar::new(total_steps).with_style(style).with_position(steps_done);
+                    bar.reset_eta();
+                    self.bar = Some(bar);
+                }
+            }
+            Event::Step(metrics) => {
+                self.step(metrics);
+                if metrics.step == self.total_steps
+                    && let Some(bar) = self.bar.take()
+                {
+                    bar.finish();
+                }
+            }
+            Event::Validated { step, loss } => {
+                self.say(&format!("step {step}: validation loss {loss:.4}, perplexity {:.3}", loss.exp()));
+            }
+            Event::Saved(path) => self.saved(path),
+            Event::Stopping { step } => {
+                self.say(&format!("asked to stop: saving after step {step}; --resume goes on from there"));
+            }
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! What several commands begin with: the configuration, the machine, a device of the planned size.
+
+use std::sync::Arc;
+
+use plimsoll_device::cpu::{Isa, MachineRates, Pool, SCRATCH_BYTES};
+use plimsoll_device::{Cpu, DType};
+use plimsoll_memory::ByteSize;
+use plimsoll_plan::config::RawConfig;
+use plimsoll_plan::hardware::{Hardware, process_memory};
+use plimsoll_plan::{DryRun, Machine, ModelOrigin, Rates};
+use plimsoll_step::Precision;
+
+use crate::args::ConfigSource;
+use crate::failure::Failure;
+
+/// Transcendental evaluations take about this many products' worth of time.
+const FLOPS_PER_EXP: f64 = 100.0;
+
+/// The configuration of a command line: the file, then the flags, then every `--set`.
+pub fn load_config(source: &ConfigSource) -> Result<RawConfig, Failure> {
+    let mut config = match &source.config {
+        Some(path) => RawConfig::from_file(path)?,
+        None => RawConfig::default(),
+    };
+    for (key, flag, value) in [
+        ("model.path", "--model", &source.model),
+        ("training.batch_size", "--batch-size", &source.batch_size),
+        ("data.sequence_length", "--sequence-length", &source.sequence_length),
+        ("memory.device_budget", "--budget", &source.budget),
+        ("training.mixed_precision", "--mixed-precision", &source.mixed_precision),
+        ("training.gradient_checkpointing", "--gradient-checkpointing", &source.gradient_checkpointing),
+    ] {
+        if let Some(value) = value {
+            config.apply_override(key, value, &format!("{flag} {value}"))?;
+        }
+    }
+    for assignment in &source.set {
+        config.apply_set(assignment)?;
+    }
+    config.validate()?;
+    Ok(config)
+}
+
+/// The threads and kernels of this machine, and what it can do.
+pub struct Engine {
+    pub hardware: Hardware,
+    pub pool: Arc<Pool>,
+    pub isa: Isa,
+    pub rates: Rates,
+}
+
+impl Engine {
+    /// Starts the pool and measures the machine.
+    pub fn start(threads: Option<usize>) -> Result<Engine, Failure> {
+        let hardware = Hardware::detect();
+        let isa = Isa::detect();
+        let threads = threads.unwrap_or(hardware.cpu.threads);
+        if threads == 0 {
+            return Err(Failure::usage("--threads must be at least 1"));
+        }
+        let pool = Pool::new(threads, SCRATCH_BYTES).map_err(|e| Failure::other(e.to_string()))?;
+        let measured = MachineRates::measure(&pool, isa);
+        let rates = Rates {
+            matmul_f32: measured.matmul_f32,
+            matmul_bf16: measured.matmul_bf16,
+            memory_bandwidth: measured.memory_bandwidth,
+            exps: measured.matmul_f32 / FLOPS_PER_EXP,
+        };
+        Ok(Engine { hardware, pool: Arc::new(pool), isa, rates })
+    }
+
+    /// What the planner needs to know; to be asked when everything but the arena is in memory.
+    pub fn machine(&self, host_bytes_per_token: u64) -> Machine {
+        Machine {
+            rates: self.rates,
+            memory_limit: self.memory_limit().0,
+            overhead_bytes: resident_bytes(),
+            host_bytes_per_token,
+        }
+    }
+
+    /// Memory that this process may use.
+    pub fn memory_limit(&self) -> ByteSize {
+        // Where the system says nothing, whatever is asked for is tried.
+        self.hardware.memory.free.or(self.hardware.memory.limit).unwrap_or(ByteSize(u64::MAX / 2))
+    }
+
+    /// A device with an arena of just the planned size, if that keeps to `limit`.
+    pub fn device(&self, dry_run: &DryRun, limit: Option<ByteSize>) -> Result<Cpu, Failure> {
+        let need = dry_run.peak_bytes().saturating_add(resident_bytes());
+        let limit = limit.unwrap_or_else(|| self.memory_limit());
+        if need > limit.0 {
+            return Err(Failure::does_not_fit(format!(
+                "this needs {}, the limit is {limit}; {} of it are the model and its working memory",
+                ByteSize(need),
+                ByteSize(dry_run.peak_bytes())
+            )));
+        }
+        Ok(Cpu::with_pool(Arc::clone(&self.pool), self.isa, dry_run.peak_bytes())?)
+    }
+}
+
+/// The process's resident set now; 0 where the system does not show it.
+pub fn resident_bytes() -> u64 {
+    process_memory().and_then(|m| m.resident).map_or(0, |size| size.0)
+}
+
+/// Storage types for inference.
+pub fn inference_precision(dtype: &str) -> Result<Precision, Failure> {
+    match dtype {
+        "f32" | "fp32" | "float32" => Ok(Precision::F32),
+        "bf16" | "bfloat16" => Ok(Precision { weights: DType::Bf16, activations: DType::Bf16, ..Precision::F32 }),
+        other => Err(Failure::usage(format!("--dtype {other}: must be f32 or bf16"))),
+    }
+}
+
+/// A model with weights, to be used for `purpose`.
+pub fn model_with_weights(
+    path: &str,
+    purpose: &'static str,
+) -> Result<Box<plimsoll_model::ModelFiles>, Failure> {
+    match ModelOrigin::from_path_or_name(path)? {
+        ModelOrigin::Files(files) => Ok(files),
+        ModelOrigin::Catalogue(spec) | ModelOrigin::Scratch(spec, _) => {
+            Err(plimsoll_plan::OriginError::NoWeights { name: spec.name.clone(), purpose }.into())
+        }
+    }
+}

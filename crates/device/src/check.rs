@@ -1,0 +1,294 @@
+//! What each operation reads and writes, and which tensors it refuses.
+
+use plimsoll_memory::Arena;
+
+use crate::{AttentionShape, DType, DeviceError, Op, Tensor};
+
+/// What an operation reads and writes, for the checks and the cost.
+#[derive(Default)]
+pub(crate) struct Access<'a> {
+    pub reads: Vec<&'a Tensor>,
+    pub writes: Vec<&'a Tensor>,
+    /// Pairs (write, read) that may be the same memory.
+    pub in_place: Vec<(&'a Tensor, &'a Tensor)>,
+}
+
+impl<'a> Op<'a> {
+    pub(crate) fn access(&self) -> Access<'a> {
+        let (reads, writes, in_place) = match *self {
+            Op::Fill { out, .. } => (vec![], vec![out], vec![]),
+            Op::Cast { x, out, .. } => (vec![x], vec![out], vec![]),
+            Op::Add { a, b, out } => (vec![a, b], vec![out], vec![(out, a), (out, b)]),
+            Op::Scale { x, .. } => (vec![x], vec![x], vec![(x, x)]),
+            Op::Embedding { tokens, table, out } => (vec![tokens, table], vec![out], vec![]),
+            Op::EmbeddingBackward { tokens, dout, dtable } => (vec![tokens, dout], vec![dtable], vec![]),
+            Op::RmsNorm { x, weight, out, rstd, .. } => (vec![x, weight], vec![out, rstd], vec![]),
+            Op::RmsNormBackward { x, weight, rstd, dout, dx, dweight, .. } => {
+                (vec![x, weight, rstd, dout], vec![dx, dweight], vec![])
+            }
+            Op::LayerNorm { x, weight, bias, out, mean, rstd, .. } => {
+                (vec![x, weight, bias], vec![out, mean, rstd], vec![])
+            }
+            Op::LayerNormBackward { x, weight, mean, rstd, dout, dx, dweight, dbias, .. } => {
+                (vec![x, weight, mean, rstd, dout], vec![dx, dweight, dbias], vec![])
+            }
+            Op::Linear { x, weight, bias, out, .. } => {
+                (vec![x, weight].into_iter().chain(bias).collect(), vec![out], vec![])
+            }
+            Op::LinearBackwardInput { dout, weight, dx, .. } => (vec![dout, weight], vec![dx], vec![]),
+            Op::LinearBackwardWeight { dout, x, dweight, .. } => (vec![dout, x], vec![dweight], vec![]),
+            Op::BiasBackward { dout, dbias, .. } => (vec![dout], vec![dbias], vec![]),
+            Op::Rope { x, positions, cos, sin, .. } => (vec![x, positions, cos, sin], vec![x], vec![(x, x)]),
+            Op::Attention { q, k, v, out, lse, .. } => (vec![q, k, v], vec![out, lse], vec![]),
+            Op::AttentionBackward { q, k, v, out, lse, dout, delta, dq, dk, dv, .. } => {
+                (vec![q, k, v, out, lse, dout], vec![delta, dq, dk, dv], vec![])
+            }
+            Op::Gated { gate, up, out, .. } => (vec![gate, up], vec![out], vec![(out, gate), (out, up)]),
+            Op::GatedBackward { gate, up, dout, dgate, dup, .. } => (
+                vec![gate, up, dout],
+                vec![dgate, dup],
+                vec![(dgate, gate), (dup, up), (dgate, dout), (dup, dout)],
+            ),
+            Op::Activate { x, out, .. } => (vec![x], vec![out], vec![(out, x)]),
+            Op::ActivateBackward { x, dout, dx, .. } => (vec![x, dout], vec![dx], vec![(dx, x), (dx, dout)]),
+            Op::CrossEntropy { logits, targets, losses, .. } => {
+                (vec![logits, targets], vec![logits, losses], vec![(logits, logits)])
+            }
+            Op::SumSquares { x, out } => (vec![x], vec![out], vec![]),
+            Op::AdamW { param, master, grad, m, v, .. } => {
+                let state: Vec<&Tensor> = [param, m, v].into_iter().chain(master).collect();
+                let in_place = state.iter().map(|t| (*t, *t)).collect();
+                (state.iter().copied().chain([grad]).collect(), state, in_place)
+            }
+        };
+        Access { reads, writes, in_place }
+    }
+
+    /// Refuses tensors of another arena, of wrong types or shapes, and outputs that overlap what they must not.
+    pub fn check(&self, arena: &Arena) -> Result<(), DeviceError> {
+        let fail = |reason: String| Err(DeviceError::Mismatch { op: self.name(), reason });
+        let access = self.access();
+        for tensor in access.reads.iter().chain(&access.writes) {
+            if !tensor.is_in(arena) {
+                return fail(format!("{tensor:?} belongs to another arena"));
+            }
+        }
+        for (i, out) in access.writes.iter().enumerate() {
+            if let Some(twin) = access.writes[i + 1..].iter().find(|other| out.overlaps(other)) {
+                return fail(format!("outputs {out:?} and {twin:?} overlap"));
+            }
+            for read in &access.reads {
+                let allowed = out.same_memory(read)
+                    && access.in_place.iter().any(|(w, r)| w.same_memory(out) && r.same_memory(read));
+                if out.overlaps(read) && !allowed {
+                    return fail(format!("output {out:?} overlaps input {read:?}"));
+                }
+            }
+        }
+        match self.mismatch() {
+            Some(reason) => fail(reason),
+            None => Ok(()),
+        }
+    }
+
+    /// The first thing about types and shapes that does not fit.
+    fn mismatch(&self) -> Option<String> {
+        let mut check = Mismatch(None);
+        match *self {
+            Op::Fill { out, .. } => check.float(out),
+            Op::Cast { x, out, .. } => {
+                check.same_size(x, out);
+                let u32s = [x, out].map(|t| t.dtype() == DType::U32);
+                check.that(u32s[0] == u32s[1], || format!("{x:?} and {out:?}: u32 casts only to itself"));
+                check.that(out.dtype().block_elements() == 1 && x.dtype().block_elements() == 1, || {
+                    format!("{x:?} to {out:?}: block types are not cast")
+                });
+            }
+            Op::Add { a, b, out } => {
+                [a, b, out].into_iter().for_each(|t| check.float(t));
+                check.same_size(a, out);
+                check.same_size(b, out);
+            }
+            Op::Scale { x, .. } => check.float(x),
+            Op::Embedding { tokens, table, out: rows } | Op::EmbeddingBackward { tokens, dout: rows, dtable: table } => {
+                check.u32(tokens);
+                [table, rows].into_iter().for_each(|t| check.float(t));
+                check.size(rows, tokens.elements(), table.columns());
+            }
+            Op::RmsNorm { x, weight, out, rstd, .. } => {
+                [x, weight, out].into_iter().for_each(|t| check.float(t));
+                check.same_size(x, out);
+                check.vector(weight, x.columns());
+                check.f32_vector(rstd, x.rows());
+            }
+            Op::RmsNormBackward { x, weight, rstd, dout, dx, dweight, .. } => {
+                [x, weight, dout, dx, dweight].into_iter().for_each(|t| check.float(t));
+                check.same_size(x, dout);
+                check.same_size(x, dx);
+                check.vector(weight, x.columns());
+                check.vector(dweight, x.columns());
+                check.f32_vector(rstd, x.rows());
+            }
+            Op::LayerNorm { x, weight, bias, out, mean, rstd, .. } => {
+                [x, weight, bias, out].into_iter().for_each(|t| check.float(t));
+                check.same_size(x, out);
+                [weight, bias].into_iter().for_each(|t| check.vector(t, x.columns()));
+                [mean, rstd].into_iter().for_each(|t| check.f32_vector(t, x.rows()));
+            }
+            Op::LayerNormBackward { x, weight, mean, rstd, dout, dx, dweight, dbias, .. } => {
+                [x, weight, dout, dx, dweight, dbias].into_iter().for_each(|t| check.float(t));
+                check.same_size(x, dout);
+                check.same_size(x, dx);
+                [weight, dweight, dbias].into_iter().for_each(|t| check.vector(t, x.columns()));
+                [mean, rstd].into_iter().for_each(|t| check.f32_vector(t, x.rows()));
+            }
+            Op::Linear { x, weight, bias, out, .. } => {
+                [x, out].into_iter().for_each(|t| check.float(t));
+                check.weight(weight);
+                check.linear(x, weight, out);
+                if let Some(bias) = bias {
+                    check.float(bias);
+                    check.vector(bias, weight.rows());
+                }
+            }
+            Op::LinearBackwardInput { dout, weight, dx, .. } => {
+                [dout, dx].into_iter().for_each(|t| check.float(t));
+                check.weight(weight);
+                check.linear(dx, weight, dout);
+            }
+            Op::LinearBackwardWeight { dout, x, dweight, .. } => {
+                [dout, x, dweight].into_iter().for_each(|t| check.float(t));
+                check.linear(x, dweight, dout);
+            }
+            Op::BiasBackward { dout, dbias, .. } => {
+                [dout, dbias].into_iter().for_each(|t| check.float(t));
+                check.vector(dbias, dout.columns());
+            }
+            Op::Rope { x, positions, cos, sin, .. } => {
+                check.float(x);
+                check.u32(positions);
+                check.vector(positions, x.rows());
+                check.same_size(cos, sin);
+                [cos, sin].into_iter().for_each(|t| check.f32(t));
+                let head_dim = 2 * cos.columns();
+                check.that(x.columns().is_multiple_of(head_dim), || {
+                    format!("{x:?} is not whole heads of {head_dim}")
+                });
+            }
+            Op::Attention { q, k, v, out, lse, shape, .. } => {
+                [q, k, v, out].into_iter().for_each(|t| check.float(t));
+                check.attention(q, k, v, shape);
+                check.same_size(q, out);
+                check.f32_vector(lse, shape.batch * shape.heads * shape.q_len);
+            }
+            Op::AttentionBackward { q, k, v, out, lse, dout, delta, dq, dk, dv, shape, .. } => {
+                [q, k, v, out, dout, dq, dk, dv].into_iter().for_each(|t| check.float(t));
+                check.attention(q, k, v, shape);
+                [out, dout, dq].into_iter().for_each(|t| check.same_size(q, t));
+                [dk, dv].into_iter().for_each(|t| check.same_size(k, t));
+                [lse, delta].into_iter().for_each(|t| check.f32_vector(t, shape.batch * shape.heads * shape.q_len));
+                check.that(shape.kv_len == shape.q_len && shape.kv_capacity == shape.q_len, || {
+                    format!("{shape:?}: the backward pass takes whole sequences")
+                });
+            }
+            Op::Gated { gate, up, out, .. } => {
+                [gate, up, out].into_iter().for_each(|t| check.float(t));
+                [up, out].into_iter().for_each(|t| check.same_size(gate, t));
+            }
+            Op::GatedBackward { gate, up, dout, dgate, dup, .. } => {
+                [gate, up, dout, dgate, dup].into_iter().for_each(|t| check.float(t));
+                [up, dout, dgate, dup].into_iter().for_each(|t| check.same_size(gate, t));
+            }
+            Op::Activate { x, out, .. } => {
+                [x, out].into_iter().for_each(|t| check.float(t));
+                check.same_size(x, out);
+            }
+            Op::ActivateBackward { x, dout, dx, .. } => {
+                [x, dout, dx].into_iter().for_each(|t| check.float(t));
+                [dout, dx].into_iter().for_each(|t| check.same_size(x, t));
+            }
+            Op::CrossEntropy { logits, targets, losses, .. } => {
+                check.f32(logits);
+                check.u32(targets);
+                check.vector(targets, logits.rows());
+                check.f32_vector(losses, logits.rows());
+            }
+            Op::SumSquares { x, out } => {
+                check.float(x);
+                check.f32_vector(out, 1);
+            }
+            Op::AdamW { param, master, grad, m, v, .. } => {
+                [param, grad].into_iter().for_each(|t| check.float(t));
+                for state in [m, v].into_iter().chain(master) {
+                    check.f32(state);
+                    check.same_size(param, state);
+                }
+                check.same_size(param, grad);
+            }
+        }
+        check.0
+    }
+}
+
+/// Collects the first complaint.
+struct Mismatch(Option<String>);
+
+impl Mismatch {
+    fn that(&mut self, holds: bool, complaint: impl FnOnce() -> String) {
+        if !holds && self.0.is_none() {
+            self.0 = Some(complaint());
+        }
+    }
+
+    fn float(&mut self, t: &Tensor) {
+        self.that(matches!(t.dtype(), DType::F32 | DType::Bf16), || format!("{t:?} is not f32 or bf16"));
+    }
+
+    fn weight(&mut self, t: &Tensor) {
+        self.that(t.dtype() != DType::U32, || format!("{t:?} is no weight"));
+    }
+
+    fn f32(&mut self, t: &Tensor) {
+        self.that(t.dtype() == DType::F32, || format!("{t:?} is not f32"));
+    }
+
+    fn u32(&mut self, t: &Tensor) {
+        self.that(t.dtype() == DType::U32, || format!("{t:?} is not u32"));
+    }
+
+    fn same_size(&mut self, a: &Tensor, b: &Tensor) {
+        let same = a.elements() == b.elements() && a.columns() == b.columns();
+        self.that(same, || format!("{a:?} and {b:?} differ in shape"));
+    }
+
+    fn size(&mut self, t: &Tensor, rows: u64, columns: u64) {
+        self.that(t.rows() == rows && t.columns() == columns, || format!("{t:?} is not [{rows}, {columns}]"));
+    }
+
+    fn vector(&mut self, t: &Tensor, n: u64) {
+        self.that(t.elements() == n, || format!("{t:?} does not have {n} elements"));
+    }
+
+    fn f32_vector(&mut self, t: &Tensor, n: u64) {
+        self.f32(t);
+        self.vector(t, n);
+    }
+
+    fn linear(&mut self, x: &Tensor, weight: &Tensor, out: &Tensor) {
+        let fits = x.columns() == weight.columns() && out.columns() == weight.rows() && x.rows() == out.rows();
+        self.that(fits, || format!("{x:?} times {weight:?} does not give {out:?}"));
+    }
+
+    fn attention(&mut self, q: &Tensor, k: &Tensor, v: &Tensor, shape: AttentionShape) {
+        self.that(
+            shape.kv_heads > 0
+                && shape.heads.is_multiple_of(shape.kv_heads)
+                && shape.q_len <= shape.kv_len
+                && shape.kv_len <= shape.kv_capacity,
+            || format!("{shape:?} is impossible"),
+        );
+        self.size(q, shape.batch * shape.q_len, shape.heads * shape.head_dim);
+        self.size(k, shape.batch * shape.kv_capacity, shape.kv_heads * shape.head_dim);
+        self.same_size(k, v);
+    }
+}

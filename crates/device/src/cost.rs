@@ -1,0 +1,122 @@
+//! What operations cost: arithmetic and bytes moved. The planner turns a tally into time.
+
+use crate::{Compute, Op, Tensor};
+
+/// The cost of one operation.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Floating-point operations of matrix products, and the precision in which they run.
+    pub matmul: Option<(Compute, u64)>,
+    /// Floating-point operations in attention (its products run on tiles, in `matmul`'s precision or f32).
+    pub attention: Option<(Compute, u64)>,
+    /// Bytes read and written.
+    pub bytes: u64,
+    /// Transcendental evaluations (exp and the like).
+    pub exps: u64,
+}
+
+/// Costs added up.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Tally {
+    /// Number of operations.
+    pub operations: u64,
+    /// Matrix-product FLOPs in f32.
+    pub matmul_f32: u64,
+    /// Matrix-product FLOPs in bf16.
+    pub matmul_bf16: u64,
+    /// Attention FLOPs in f32.
+    pub attention_f32: u64,
+    /// Attention FLOPs in bf16.
+    pub attention_bf16: u64,
+    /// Bytes moved by operations that are not matrix products.
+    pub bytes: u64,
+    /// Bytes moved by matrix products.
+    pub matmul_bytes: u64,
+    /// Transcendental evaluations.
+    pub exps: u64,
+}
+
+impl Tally {
+    /// Adds one operation.
+    pub fn add(&mut self, cost: Cost) {
+        self.operations += 1;
+        match cost.matmul {
+            Some((Compute::F32, flops)) => self.matmul_f32 += flops,
+            Some((Compute::Bf16, flops)) => self.matmul_bf16 += flops,
+            None => {}
+        }
+        match cost.attention {
+            Some((Compute::F32, flops)) => self.attention_f32 += flops,
+            Some((Compute::Bf16, flops)) => self.attention_bf16 += flops,
+            None => {}
+        }
+        if cost.matmul.is_some() {
+            self.matmul_bytes += cost.bytes;
+        } else {
+            self.bytes += cost.bytes;
+        }
+        self.exps += cost.exps;
+    }
+
+    /// Both together.
+    pub fn plus(self, other: Tally) -> Tally {
+        self.combine(other, u64::saturating_add)
+    }
+
+    /// What is left of this tally without `other`, which must be a part of it.
+    pub fn less(self, other: Tally) -> Tally {
+        self.combine(other, u64::saturating_sub)
+    }
+
+    fn combine(self, other: Tally, with: impl Fn(u64, u64) -> u64) -> Tally {
+        Tally {
+            operations: with(self.operations, other.operations),
+            matmul_f32: with(self.matmul_f32, other.matmul_f32),
+            matmul_bf16: with(self.matmul_bf16, other.matmul_bf16),
+            attention_f32: with(self.attention_f32, other.attention_f32),
+            attention_bf16: with(self.attention_bf16, other.attention_bf16),
+            bytes: with(self.bytes, other.bytes),
+            matmul_bytes: with(self.matmul_bytes, other.matmul_bytes),
+            exps: with(self.exps, other.exps),
+        }
+    }
+
+    /// All floating-point operations of matrix products and attention.
+    pub fn flops(&self) -> u64 {
+        self.matmul_f32 + self.matmul_bf16 + self.attention_f32 + self.attention_bf16
+    }
+}
+
+impl Op<'_> {
+    /// Arithmetic and bytes of this operation.
+    pub fn cost(&self) -> Cost {
+        let access = self.access();
+        let bytes = access.reads.iter().chain(&access.writes).map(|t| t.bytes()).sum();
+        let product = |out: &Tensor, inner: u64, compute| Some((compute, 2 * out.elements() * inner));
+        let mut cost = Cost { bytes, ..Cost::default() };
+        match *self {
+            Op::Linear { x, out, compute, .. } => cost.matmul = product(out, x.columns(), compute),
+            Op::LinearBackwardInput { dout, dx, compute, .. } => cost.matmul = product(dx, dout.columns(), compute),
+            Op::LinearBackwardWeight { dout, dweight, compute, .. } => {
+                cost.matmul = product(dweight, dout.rows(), compute);
+            }
+            Op::Attention { shape, compute, .. } => {
+                cost.attention = Some((compute, 4 * shape.score_count() * shape.head_dim));
+                cost.exps = shape.score_count();
+            }
+            Op::AttentionBackward { shape, compute, .. } => {
+                cost.attention = Some((compute, 10 * shape.score_count() * shape.head_dim));
+                cost.exps = shape.score_count();
+            }
+            Op::Gated { gate, .. } | Op::GatedBackward { gate, .. } => cost.exps = gate.elements(),
+            Op::Activate { x, .. } | Op::ActivateBackward { x, .. } => cost.exps = x.elements(),
+            Op::CrossEntropy { logits, .. } => cost.exps = logits.elements(),
+            // Only the looked-up rows of the table move.
+            Op::Embedding { tokens, out: rows, .. } | Op::EmbeddingBackward { tokens, dout: rows, .. } => {
+                cost.bytes = tokens.bytes() + 2 * rows.bytes();
+            }
+            _ => {}
+        }
+        cost
+    }
+}

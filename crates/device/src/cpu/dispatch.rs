@@ -1,0 +1,318 @@
+//! From operations on tensors to kernels on slices.
+
+use std::cell::RefCell;
+use std::num::NonZero;
+use std::sync::Arc;
+
+use plimsoll_memory::{Arena, Reservation, Tier};
+
+use super::kernels::column_sums::MAX_PARTIAL_COLUMNS;
+use super::kernels::rope::Angles;
+use super::kernels::{
+    Exec, Simd, activation, adamw, cast, column_sums, cross_entropy, elementwise, embedding, layer_norm,
+    plain_attention, rms_norm, rope, sum_squares,
+};
+use super::slices::Slices;
+use super::{Isa, Pool, matmul};
+use crate::{Compute, DType, Device, DeviceError, IGNORED_TARGET, Op, Rounding, Tensor};
+
+/// Bytes for partial sums and sort keys: what kernels need beside the arena and the threads' scratch.
+const WORKSPACE_BYTES: usize = MAX_PARTIAL_COLUMNS * size_of::<f32>();
+
+/// How a [`Cpu`] is to work. The default is all cores and the best instructions.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CpuOptions {
+    /// Threads, the caller's included; all cores where `None`.
+    pub threads: Option<usize>,
+    /// Instruction set; the best there is where `None`, or where the machine lacks the one given.
+    pub isa: Option<Isa>,
+}
+
+/// The CPU as a device: an arena in RAM and threads to compute.
+///
+/// One thread at a time may use it: it is not `Sync`.
+pub struct Cpu {
+    arena: Arena,
+    memory: RefCell<Memory>,
+    pool: Arc<Pool>,
+    simd: Simd,
+}
+
+/// Borrowed to read by [`Device::read`], to write by all else, so that no slice lent out is written beside.
+struct Memory {
+    /// Behind the arena.
+    arena: Reservation,
+    workspace: Reservation,
+}
+
+impl Cpu {
+    /// A device with an arena of `arena_bytes` and threads of its own.
+    pub fn new(arena_bytes: u64, options: CpuOptions) -> Result<Cpu, DeviceError> {
+        let cores = || std::thread::available_parallelism().map_or(1, NonZero::get);
+        let threads = options.threads.unwrap_or_else(cores);
+        let pool = Pool::new(threads, Cpu::SCRATCH_BYTES)?;
+        Cpu::with_pool(Arc::new(pool), options.isa.unwrap_or_else(Isa::detect), arena_bytes)
+    }
+
+    /// A device that shares its threads with others. The pool's scratch must be of [`Cpu::SCRATCH_BYTES`] at least.
+    pub fn with_pool(pool: Arc<Pool>, isa: Isa, arena_bytes: u64) -> Result<Cpu, DeviceError> {
+        let memory = Memory {
+            arena: Reservation::new(arena_bytes)?,
+            workspace: Reservation::new(WORKSPACE_BYTES as u64)?,
+        };
+        let arena = Arena::new(Tier::Device, arena_bytes);
+        Ok(Cpu { arena, memory: RefCell::new(memory), pool, simd: Simd::new(isa) })
+    }
+
+    /// Scratch that each thread of a shared pool needs, in bytes.
+    pub const SCRATCH_BYTES: usize = matmul::SCRATCH_BYTES;
+
+    /// Number of threads, the caller's included.
+    pub fn threads(&self) -> usize {
+        self.pool.threads()
+    }
+
+    /// The instruction set in use.
+    pub fn isa(&self) -> Isa {
+        self.simd.isa()
+    }
+
+    /// The pool, to share with another device.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
+    /// The tensor's place in memory, or an error where it belongs to another arena.
+    fn place(&self, tensor: &Tensor, op: &'static str, memory: &Memory) -> Result<(*mut u8, usize), DeviceError> {
+        if !tensor.is_in(&self.arena) {
+            return Err(DeviceError::Mismatch { op, reason: format!("{tensor:?} belongs to another arena") });
+        }
+        let range = tensor.range();
+        Ok((memory.arena.as_ptr().wrapping_add(range.start as usize), (range.end - range.start) as usize))
+    }
+}
+
+/// The device's memory is lent to a closure that asks for more of it.
+fn lent(op: &'static str) -> DeviceError {
+    DeviceError::Mismatch { op, reason: "called from inside this device's `read` or `write`".to_owned() }
+}
+
+impl Device for Cpu {
+    fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    fn run(&self, op: Op<'_>) -> Result<(), DeviceError> {
+        op.check(&self.arena)?;
+        let mut memory = self.memory.try_borrow_mut().map_err(|_| lent(op.name()))?;
+        let memory = &mut *memory;
+        // SAFETY: the reservation is as large as the arena, aligned to 2 MiB, and borrowed until the end of this
+        // function. `check` has found every tensor in the arena and no output overlapping another tensor, but for
+        // what may be in place: there the kernel is given the output alone, by `Slices::input` or as its only operand.
+        let slices = unsafe { Slices::new(memory.arena.as_ptr()) };
+        // SAFETY: the workspace is as long, aligned to 2 MiB, borrowed as above and used by nothing else.
+        let workspace: &mut [u64] = unsafe {
+            std::slice::from_raw_parts_mut(memory.workspace.as_ptr().cast(), WORKSPACE_BYTES / size_of::<u64>())
+        };
+        self.compute(op, slices, workspace)
+    }
+
+    fn write(&self, out: &Tensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
+        let memory = self.memory.try_borrow_mut().map_err(|_| lent("write"))?;
+        let (start, bytes) = self.place(out, "write", &memory)?;
+        // SAFETY: the tensor lies in the arena behind which the reservation stands, and the mutable borrow keeps
+        // every other use of it away.
+        fill(unsafe { std::slice::from_raw_parts_mut(start, bytes) });
+        Ok(())
+    }
+
+    fn read(&self, x: &Tensor, look: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
+        let memory = self.memory.try_borrow().map_err(|_| lent("read"))?;
+        let (start, bytes) = self.place(x, "read", &memory)?;
+        // SAFETY: as in `write`; the borrow keeps writers away.
+        look(unsafe { std::slice::from_raw_parts(start, bytes) });
+        Ok(())
+    }
+}
+
+impl Cpu {
+    /// Calls the operation's kernel. The operation has been checked.
+    fn compute(&self, op: Op<'_>, t: Slices<'_>, workspace: &mut [u64]) -> Result<(), DeviceError> {
+        let exec = Exec { pool: &self.pool, simd: self.simd };
+        let name = op.name();
+        match op {
+            Op::Fill { out, value } => elementwise::fill(exec, t.floats_mut(out), value),
+            Op::Cast { x, out, .. } if x.dtype() == DType::U32 => cast::copy_u32(exec, t.u32s(x), t.u32s_mut(out)),
+            Op::Cast { x, out, rounding } => {
+                if out.dtype() == DType::F16 && matches!(rounding, Rounding::Stochastic { .. }) {
+                    let reason = format!("{out:?}: stochastic rounding is to bf16 alone");
+                    return Err(DeviceError::Mismatch { op: name, reason });
+                }
+                cast::cast(exec, t.floats(x), t.floats_mut(out), rounding);
+            }
+            Op::Add { a, b, out } => {
+                elementwise::add(exec, t.input(a, &[out]), t.input(b, &[out]), t.floats_mut(out));
+            }
+            Op::Scale { x, factor } => elementwise::scale(exec, t.floats_mut(x), factor),
+
+            Op::Embedding { tokens, table, out } => {
+                below(name, tokens, t.u32s(tokens), table.rows(), table)?;
+                embedding::embedding(exec, t.u32s(tokens), t.floats(table), t.floats_mut(out));
+            }
+            Op::EmbeddingBackward { tokens, dout, dtable } => {
+                below(name, tokens, t.u32s(tokens), dtable.rows(), dtable)?;
+                embedding::embedding_backward(
+                    exec,
+                    t.u32s(tokens),
+                    t.floats(dout),
+                    t.floats_mut(dtable),
+                    workspace,
+                );
+            }
+
+            Op::RmsNorm { x, weight, epsilon, out, rstd } => {
+                let (out, rstd) = (t.floats_mut(out), t.f32s_mut(rstd));
+                rms_norm::rms_norm(exec, t.floats(x), t.floats(weight), epsilon, out, rstd);
+            }
+            Op::RmsNormBackward { x, weight, rstd, dout, dx, dweight, accumulate_weight } => {
+                fits_workspace(name, dweight, 1)?;
+                rms_norm::rms_norm_backward(
+                    exec,
+                    t.floats(x),
+                    t.floats(weight),
+                    t.f32s(rstd),
+                    t.floats(dout),
+                    t.floats_mut(dx),
+                    t.floats_mut(dweight),
+                    accumulate_weight,
+                    bytemuck::cast_slice_mut(workspace),
+                );
+            }
+            Op::LayerNorm { x, weight, bias, epsilon, out, mean, rstd } => layer_norm::layer_norm(
+                exec,
+                t.floats(x),
+                t.floats(weight),
+                t.floats(bias),
+                epsilon,
+                t.floats_mut(out),
+                t.f32s_mut(mean),
+                t.f32s_mut(rstd),
+            ),
+            Op::LayerNormBackward { x, weight, mean, rstd, dout, dx, dweight, dbias, accumulate_weight } => {
+                fits_workspace(name, dweight, 2)?;
+                layer_norm::layer_norm_backward(
+                    exec,
+                    t.floats(x),
+                    t.floats(weight),
+                    [t.f32s(mean), t.f32s(rstd)],
+                    t.floats(dout),
+                    t.floats_mut(dx),
+                    [t.floats_mut(dweight), t.floats_mut(dbias)],
+                    accumulate_weight,
+                    bytemuck::cast_slice_mut(workspace),
+                );
+            }
+
+            Op::Linear { x, weight, bias, out, accumulate, compute } => {
+                if let Some(bias) = bias {
+                    elementwise::add_rows(exec, t.floats(bias), t.floats_mut(out), accumulate);
+                }
+                let accumulate = accumulate || bias.is_some();
+                self.matmul(compute, t.matrix(x), t.transposed(weight), t.output(out), accumulate);
+            }
+            Op::LinearBackwardInput { dout, weight, dx, accumulate, compute } => {
+                self.matmul(compute, t.matrix(dout), t.matrix(weight), t.output(dx), accumulate);
+            }
+            Op::LinearBackwardWeight { dout, x, dweight, accumulate, compute } => {
+                self.matmul(compute, t.transposed(dout), t.matrix(x), t.output(dweight), accumulate);
+            }
+            Op::BiasBackward { dout, dbias, accumulate } => {
+                fits_workspace(name, dbias, 1)?;
+                let partials = bytemuck::cast_slice_mut(workspace);
+                column_sums::bias_backward(exec, t.floats(dout), t.floats_mut(dbias), accumulate, partials);
+            }
+
+            Op::Rope { x, positions, cos, sin, inverse } => {
+                below(name, positions, t.u32s(positions), cos.rows(), cos)?;
+                let angles = Angles { cos: t.f32s(cos), sin: t.f32s(sin), pairs: cos.columns() as usize };
+                rope::rope(exec, t.floats_mut(x), t.u32s(positions), angles, inverse);
+            }
+            Op::Attention { q, k, v, out, lse, shape, .. } => {
+                let (out, lse) = (t.floats_mut(out), t.f32s_mut(lse));
+                plain_attention::forward(exec, [q, k, v].map(|x| t.floats(x)), out, lse, shape);
+            }
+            Op::AttentionBackward { q, k, v, out, lse, dout, dq, dk, dv, shape, .. } => {
+                let inputs = [q, k, v, out, dout].map(|x| t.floats(x));
+                let gradients = [dq, dk, dv].map(|x| t.floats_mut(x));
+                plain_attention::backward(exec, inputs, t.f32s(lse), gradients, shape);
+            }
+
+            Op::Gated { gate, up, out, activation } => {
+                let (gate, up) = (t.input(gate, &[out]), t.input(up, &[out]));
+                activation::gated(exec, gate, up, t.floats_mut(out), activation);
+            }
+            Op::GatedBackward { gate, up, dout, dgate, dup, activation } => {
+                let [gate, up, dout] = [gate, up, dout].map(|x| t.input(x, &[dgate, dup]));
+                let (dgate, dup) = (t.floats_mut(dgate), t.floats_mut(dup));
+                activation::gated_backward(exec, gate, up, dout, dgate, dup, activation);
+            }
+            Op::Activate { x, out, activation } => {
+                activation::activate(exec, t.input(x, &[out]), t.floats_mut(out), activation);
+            }
+            Op::ActivateBackward { x, dout, dx, activation } => {
+                let (x, dout) = (t.input(x, &[dx]), t.input(dout, &[dx]));
+                activation::activate_backward(exec, x, dout, t.floats_mut(dx), activation);
+            }
+
+            Op::CrossEntropy { logits, targets, losses, gradient_scale } => {
+                below(name, targets, t.u32s(targets), logits.columns(), logits)?;
+                let (logits, losses) = (t.f32s_mut(logits), t.f32s_mut(losses));
+                cross_entropy::cross_entropy(exec, logits, t.u32s(targets), losses, gradient_scale);
+            }
+
+            Op::SumSquares { x, out } => {
+                let sum = sum_squares::sum_squares(exec, t.floats(x), bytemuck::cast_slice_mut(workspace));
+                t.f32s_mut(out).fill(sum as f32);
+            }
+            Op::AdamW { param, master, grad, m, v, hyper, rounding } => {
+                let (param, master) = (t.floats_mut(param), master.map(|master| t.f32s_mut(master)));
+                let moments = [t.f32s_mut(m), t.f32s_mut(v)];
+                adamw::adamw(exec, param, master, t.floats(grad), moments, hyper, rounding);
+            }
+        }
+        Ok(())
+    }
+
+    fn matmul(&self, compute: Compute, a: matmul::Operand, b: matmul::Operand, c: matmul::Output, accumulate: bool) {
+        // SAFETY: the matrices are tensors of an operation whose check found the shapes to fit and the output to
+        // overlap no input; the memory is borrowed for the operation.
+        unsafe { matmul::matmul(&self.pool, self.isa(), compute, a, b, c, accumulate) }
+    }
+}
+
+/// Refuses numbers that are not below `limit`, the rows or columns of `of`. Ignored targets pass.
+fn below(
+    op: &'static str,
+    tensor: &Tensor,
+    numbers: &[u32],
+    limit: u64,
+    of: &Tensor,
+) -> Result<(), DeviceError> {
+    let ignored = |number: u32| op == "cross_entropy" && number == IGNORED_TARGET;
+    match numbers.iter().position(|&number| u64::from(number) >= limit && !ignored(number)) {
+        None => Ok(()),
+        Some(place) => {
+            let reason = format!("{tensor:?} has {} at {place}: outside {of:?}", numbers[place]);
+            Err(DeviceError::Mismatch { op, reason })
+        }
+    }
+}
+
+/// Refuses sums over rows of more columns than the workspace holds.
+fn fits_workspace(op: &'static str, sums: &Tensor, count: u64) -> Result<(), DeviceError> {
+    let most = MAX_PARTIAL_COLUMNS as u64 / count;
+    if sums.elements() <= most {
+        return Ok(());
+    }
+    Err(DeviceError::Mismatch { op, reason: format!("{sums:?} has more than {most} columns") })
+}

@@ -1,0 +1,24 @@
+//! Conversion between stored types.
+
+use super::split::{Shared, SharedFloats, for_each_part};
+use super::storage::{Floats, FloatsMut};
+use super::{Exec, PIECE};
+use crate::Rounding;
+
+/// out = x. Stochastic rounding is to bf16 alone.
+pub(in crate::cpu) fn cast(exec: Exec<'_>, x: Floats<'_>, out: FloatsMut<'_>, rounding: Rounding) {
+    let tasks = out.len().div_ceil(PIECE);
+    for_each_part(exec, tasks, SharedFloats::new(out, PIECE), |task, mut out, _| {
+        let first = task * PIECE;
+        let x = x.slice(first..first + out.len());
+        out.convert(exec.simd, x, rounding, first);
+    });
+}
+
+/// out = x for integers.
+pub(in crate::cpu) fn copy_u32(exec: Exec<'_>, x: &[u32], out: &mut [u32]) {
+    let tasks = out.len().div_ceil(PIECE);
+    for_each_part(exec, tasks, Shared::new(out, PIECE), |task, out, _| {
+        out.copy_from_slice(&x[task * PIECE..][..out.len()]);
+    });
+}

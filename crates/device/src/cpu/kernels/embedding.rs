@@ -1,0 +1,75 @@
+//! Looking token embeddings up, and adding their gradients up.
+
+use super::column_sums::add_assign;
+use super::split::{SharedFloats, Split, for_each_part};
+use super::storage::{Tile, tiles};
+use super::{Exec, Floats, FloatsMut, rows_per_task};
+use crate::Rounding;
+
+/// out[n] = table[tokens[n]]; table [V, H], out [N, H], every token below V.
+pub(in crate::cpu) fn embedding(exec: Exec<'_>, tokens: &[u32], table: Floats<'_>, out: FloatsMut<'_>) {
+    let columns = out.len() / tokens.len().max(1);
+    let task_rows = rows_per_task(columns);
+    let tasks = tokens.len().div_ceil(task_rows);
+    for_each_part(exec, tasks, SharedFloats::new(out, task_rows * columns), |task, mut out, _| {
+        for (row, &token) in tokens.iter().skip(task * task_rows).take(task_rows).enumerate() {
+            let embedding = table.row(token as usize, columns);
+            out.row(row, columns).convert(exec.simd, embedding, Rounding::Nearest, 0);
+        }
+    });
+}
+
+/// dtable[tokens[n]] += dout[n], every token below V.
+///
+/// The tokens are sorted, the places of each in order, so that a row of the table is one task's, and is rounded once
+/// for all its places. `order` holds the sorted places; more tokens than fit are taken in several rounds.
+pub(in crate::cpu) fn embedding_backward(
+    exec: Exec<'_>,
+    tokens: &[u32],
+    dout: Floats<'_>,
+    dtable: FloatsMut<'_>,
+    order: &mut [u64],
+) {
+    let columns = dout.len() / tokens.len().max(1);
+    let dtable = SharedFloats::new(dtable, columns);
+    for (round, tokens) in tokens.chunks(order.len().max(1)).enumerate() {
+        let first = round * order.len();
+        let order = &mut order[..tokens.len()];
+        for (place, (key, token)) in order.iter_mut().zip(tokens).enumerate() {
+            *key = u64::from(*token) << 32 | place as u64;
+        }
+        order.sort_unstable();
+        add_sorted(exec, order, dout.slice(first * columns..(first + tokens.len()) * columns), &dtable, columns);
+    }
+}
+
+/// Adds rows of `dout` to rows of the table; `order` holds pairs (token, row of dout), sorted.
+fn add_sorted(exec: Exec<'_>, order: &[u64], dout: Floats<'_>, dtable: &SharedFloats<'_>, columns: usize) {
+    let token = |key: u64| key >> 32;
+    let task_rows = rows_per_task(columns);
+    exec.pool.run(order.len().div_ceil(task_rows), &|task, _| {
+        let [mut dout_tile, mut dtable_tile] = Tile::array();
+        // This task's are the tokens whose first place lies in its range.
+        let mut start = task * task_rows;
+        let end = order.len().min(start + task_rows);
+        while start < end && start > 0 && token(order[start]) == token(order[start - 1]) {
+            start += 1;
+        }
+        while start < end {
+            let same = order[start..].iter().take_while(|key| token(**key) == token(order[start])).count();
+            let places = &order[start..start + same];
+            // SAFETY: the places of one token are neighbours in the sorted order, and the task in whose range the
+            // first of them lies is the only one that takes this row.
+            let mut dtable = unsafe { dtable.part(token(order[start]) as usize) };
+            for range in tiles(columns) {
+                let sum = dtable.current(exec.simd, range.clone(), &mut dtable_tile);
+                for place in places {
+                    let dout = dout.row((*place & 0xffff_ffff) as usize, columns);
+                    add_assign(exec.simd, dout.load(exec.simd, range.clone(), &mut dout_tile), sum);
+                }
+                dtable.store(exec.simd, range, &dtable_tile);
+            }
+            start += same;
+        }
+    });
+}

@@ -1,0 +1,43 @@
+//! Every kernel but matrix products and attention. Kernels work on slices and know no tensors.
+//!
+//! All compute in f32 whatever the storage. Tasks are cut by the size of the work alone and sums are combined in a
+//! fixed order, so that the results are the same bits for any number of threads.
+
+pub(super) mod activation;
+pub(super) mod adamw;
+pub(super) mod cast;
+pub(super) mod column_sums;
+pub(super) mod cross_entropy;
+pub(super) mod elementwise;
+pub(super) mod embedding;
+pub(super) mod layer_norm;
+mod math;
+pub(super) mod plain_attention;
+pub(super) mod rms_norm;
+pub(super) mod rope;
+mod rounding;
+mod simd;
+mod split;
+mod storage;
+pub(super) mod sum_squares;
+
+pub(super) use elementwise::Input;
+pub(super) use simd::Simd;
+pub(super) use storage::{Floats, FloatsMut};
+
+use super::Pool;
+
+/// What a kernel runs on.
+#[derive(Clone, Copy)]
+pub(super) struct Exec<'a> {
+    pub pool: &'a Pool,
+    pub simd: Simd,
+}
+
+/// Elements of one task of an element-wise kernel: enough to be worth handing out, few enough to spread.
+const PIECE: usize = 16 * 1024;
+
+/// Rows of one task of a row-wise kernel.
+fn rows_per_task(columns: usize) -> usize {
+    (PIECE / columns.max(1)).max(1)
+}

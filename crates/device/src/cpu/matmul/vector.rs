@@ -1,0 +1,437 @@
+//! A vector of f32 lanes on each instruction set: what packing, the tile kernel and the dot products are written in.
+//!
+//! Every method is inlined into a function that is compiled for the instruction set; on its own it would be slow.
+
+use std::fmt::Debug;
+
+/// The most lanes of any vector here.
+pub(super) const MAX_LANES: usize = 16;
+
+/// One register of f32 values.
+///
+/// # Safety
+/// For every method: the machine has the instruction set, and pointers are valid for the lanes named.
+pub(super) trait Vector: Copy + Debug {
+    /// Values in one vector; divides 16.
+    const LANES: usize;
+
+    unsafe fn splat(x: f32) -> Self;
+    unsafe fn load(p: *const f32) -> Self;
+    unsafe fn store(self, p: *mut f32);
+    /// Past the caches, where the instruction set can; `p` is aligned to the vector.
+    unsafe fn stream(self, p: *mut f32);
+    /// self + a * b, with one rounding except on the portable path.
+    unsafe fn plus_product(self, a: Self, b: Self) -> Self;
+    unsafe fn plus(self, other: Self) -> Self;
+    unsafe fn times(self, other: Self) -> Self;
+    /// LANES bf16 values.
+    unsafe fn load_bf16(p: *const u16) -> Self;
+    /// LANES f16 values.
+    unsafe fn load_f16(p: *const u16) -> Self;
+    /// LANES signed bytes.
+    unsafe fn load_i8(p: *const i8) -> Self;
+    /// The low (`HIGH` false) or high halves of LANES bytes: 0 to 15.
+    unsafe fn load_nibbles<const HIGH: bool>(p: *const u8) -> Self;
+    /// Each lane rounded to bf16, to nearest even.
+    unsafe fn round_bf16(self) -> Self;
+    /// Each lane as bf16, rounded to nearest even.
+    unsafe fn store_bf16(self, p: *mut u16);
+    /// `rows[i]` lane j becomes `rows[j]` lane i, over LANES rows.
+    unsafe fn transpose(rows: &mut [Self; MAX_LANES]);
+}
+
+/// bf16 bits of `x`, to nearest even; NaN stays NaN.
+#[inline(always)]
+pub(super) fn bf16_bits(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+    let quiet_nan = bits >> 16 | 0x40;
+    (if x.is_nan() { quiet_nan } else { rounded }) as u16
+}
+
+/// Plain Rust: four lanes, which compilers map onto any 128-bit unit.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(16))]
+pub(super) struct Portable([f32; 4]);
+
+impl Portable {
+    #[inline(always)]
+    fn zip(self, other: Portable, f: impl Fn(f32, f32) -> f32) -> Portable {
+        Portable(std::array::from_fn(|i| f(self.0[i], other.0[i])))
+    }
+
+    #[inline(always)]
+    unsafe fn widen<T: Copy>(p: *const T, f: impl Fn(T) -> f32) -> Portable {
+        // SAFETY: four values at `p`.
+        Portable(std::array::from_fn(|i| f(unsafe { p.add(i).read_unaligned() })))
+    }
+}
+
+// SAFETY comments below: each method's contract says that its pointer holds LANES values.
+impl Vector for Portable {
+    const LANES: usize = 4;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self {
+        Portable([x; 4])
+    }
+
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self {
+        // SAFETY: as the trait says.
+        unsafe { Self::widen(p, |x| x) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32) {
+        // SAFETY: as the trait says.
+        unsafe { p.cast::<[f32; 4]>().write_unaligned(self.0) }
+    }
+
+    #[inline(always)]
+    unsafe fn stream(self, p: *mut f32) {
+        // SAFETY: as the trait says.
+        unsafe { self.store(p) }
+    }
+
+    #[inline(always)]
+    unsafe fn plus_product(self, a: Self, b: Self) -> Self {
+        // Elsewhere a fused multiply-add is a library call.
+        if cfg!(target_arch = "aarch64") {
+            Portable(std::array::from_fn(|i| a.0[i].mul_add(b.0[i], self.0[i])))
+        } else {
+            self.zip(a.zip(b, |a, b| a * b), |sum, product| sum + product)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn plus(self, other: Self) -> Self {
+        self.zip(other, |a, b| a + b)
+    }
+
+    #[inline(always)]
+    unsafe fn times(self, other: Self) -> Self {
+        self.zip(other, |a, b| a * b)
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self {
+        // SAFETY: as the trait says.
+        unsafe { Self::widen(p, |bits| f32::from_bits(u32::from(bits) << 16)) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> Self {
+        // SAFETY: as the trait says.
+        unsafe { Self::widen(p, |bits| half::f16::from_bits(bits).to_f32()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> Self {
+        // SAFETY: as the trait says.
+        unsafe { Self::widen(p, f32::from) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_nibbles<const HIGH: bool>(p: *const u8) -> Self {
+        // SAFETY: as the trait says.
+        unsafe { Self::widen(p, |byte| f32::from(if HIGH { byte >> 4 } else { byte & 15 })) }
+    }
+
+    #[inline(always)]
+    unsafe fn round_bf16(self) -> Self {
+        Portable(self.0.map(|x| f32::from_bits(u32::from(bf16_bits(x)) << 16)))
+    }
+
+    #[inline(always)]
+    unsafe fn store_bf16(self, p: *mut u16) {
+        // SAFETY: as the trait says.
+        unsafe { p.cast::<[u16; 4]>().write_unaligned(self.0.map(bf16_bits)) }
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
+        let old = *rows;
+        for (i, row) in rows.iter_mut().take(4).enumerate() {
+            *row = Portable(std::array::from_fn(|j| old[j].0[i]));
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use x86::{Avx2, Avx512};
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::{MAX_LANES, Vector};
+    use std::arch::x86_64::*;
+
+    /// 256-bit registers with FMA and F16C.
+    #[derive(Clone, Copy, Debug)]
+    pub(in super::super) struct Avx2(pub __m256);
+
+    impl Avx2 {
+        /// The bits of each lane, rounded so that the upper half is the bf16 value.
+        #[inline(always)]
+        unsafe fn bf16_in_upper_half(self) -> __m256i {
+            // SAFETY: registers only.
+            unsafe {
+                let bits = _mm256_castps_si256(self.0);
+                let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+                let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+                let quiet_nan = _mm256_or_si256(bits, _mm256_set1_epi32(0x40_0000));
+                let is_nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(self.0, self.0));
+                _mm256_blendv_epi8(rounded, quiet_nan, is_nan)
+            }
+        }
+    }
+
+    // SAFETY (all methods): the pointers hold LANES values, as the trait says; the rest is registers only.
+    #[allow(clippy::undocumented_unsafe_blocks)]
+    impl Vector for Avx2 {
+        const LANES: usize = 8;
+
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            unsafe { Avx2(_mm256_set1_ps(x)) }
+        }
+
+        #[inline(always)]
+        unsafe fn load(p: *const f32) -> Self {
+            unsafe { Avx2(_mm256_loadu_ps(p)) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, p: *mut f32) {
+            unsafe { _mm256_storeu_ps(p, self.0) }
+        }
+
+        #[inline(always)]
+        unsafe fn stream(self, p: *mut f32) {
+            unsafe { _mm256_stream_ps(p, self.0) }
+        }
+
+        #[inline(always)]
+        unsafe fn plus_product(self, a: Self, b: Self) -> Self {
+            unsafe { Avx2(_mm256_fmadd_ps(a.0, b.0, self.0)) }
+        }
+
+        #[inline(always)]
+        unsafe fn plus(self, other: Self) -> Self {
+            unsafe { Avx2(_mm256_add_ps(self.0, other.0)) }
+        }
+
+        #[inline(always)]
+        unsafe fn times(self, other: Self) -> Self {
+            unsafe { Avx2(_mm256_mul_ps(self.0, other.0)) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_bf16(p: *const u16) -> Self {
+            unsafe {
+                let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+                Avx2(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_f16(p: *const u16) -> Self {
+            unsafe { Avx2(_mm256_cvtph_ps(_mm_loadu_si128(p.cast()))) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_i8(p: *const i8) -> Self {
+            unsafe { Avx2(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())))) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_nibbles<const HIGH: bool>(p: *const u8) -> Self {
+            unsafe {
+                let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
+                let codes = if HIGH {
+                    _mm256_srli_epi32::<4>(bytes)
+                } else {
+                    _mm256_and_si256(bytes, _mm256_set1_epi32(15))
+                };
+                Avx2(_mm256_cvtepi32_ps(codes))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn round_bf16(self) -> Self {
+            unsafe {
+                let upper = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+                Avx2(_mm256_castsi256_ps(_mm256_and_si256(self.bf16_in_upper_half(), upper)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn store_bf16(self, p: *mut u16) {
+            unsafe {
+                let words = _mm256_srli_epi32::<16>(self.bf16_in_upper_half());
+                let packed = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(words, words));
+                _mm_storeu_si128(p.cast(), _mm256_castsi256_si128(packed));
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
+            unsafe {
+                let r = |i: usize| rows[i].0;
+                let low = [0, 2, 4, 6].map(|i| _mm256_unpacklo_ps(r(i), r(i + 1)));
+                let high = [0, 2, 4, 6].map(|i| _mm256_unpackhi_ps(r(i), r(i + 1)));
+                // quads[q][h] holds columns q and q + 4 of rows 4 h to 4 h + 3.
+                let quad = |h: usize| {
+                    let (l0, l1, h0, h1) = (low[2 * h], low[2 * h + 1], high[2 * h], high[2 * h + 1]);
+                    [
+                        _mm256_shuffle_ps::<0x44>(l0, l1),
+                        _mm256_shuffle_ps::<0xee>(l0, l1),
+                        _mm256_shuffle_ps::<0x44>(h0, h1),
+                        _mm256_shuffle_ps::<0xee>(h0, h1),
+                    ]
+                };
+                let (upper, lower) = (quad(0), quad(1));
+                for q in 0..4 {
+                    rows[q] = Avx2(_mm256_permute2f128_ps::<0x20>(upper[q], lower[q]));
+                    rows[q + 4] = Avx2(_mm256_permute2f128_ps::<0x31>(upper[q], lower[q]));
+                }
+            }
+        }
+    }
+
+    /// 512-bit registers.
+    #[derive(Clone, Copy, Debug)]
+    pub(in super::super) struct Avx512(pub __m512);
+
+    impl Avx512 {
+        #[inline(always)]
+        unsafe fn bf16_in_upper_half(self) -> __m512i {
+            // SAFETY: registers only.
+            unsafe {
+                let bits = _mm512_castps_si512(self.0);
+                let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+                let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+                let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
+                _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x40_0000))
+            }
+        }
+    }
+
+    // SAFETY (all methods): the pointers hold LANES values, as the trait says; the rest is registers only.
+    #[allow(clippy::undocumented_unsafe_blocks)]
+    impl Vector for Avx512 {
+        const LANES: usize = 16;
+
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            unsafe { Avx512(_mm512_set1_ps(x)) }
+        }
+
+        #[inline(always)]
+        unsafe fn load(p: *const f32) -> Self {
+            unsafe { Avx512(_mm512_loadu_ps(p)) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, p: *mut f32) {
+            unsafe { _mm512_storeu_ps(p, self.0) }
+        }
+
+        #[inline(always)]
+        unsafe fn stream(self, p: *mut f32) {
+            unsafe { _mm512_stream_ps(p, self.0) }
+        }
+
+        #[inline(always)]
+        unsafe fn plus_product(self, a: Self, b: Self) -> Self {
+            unsafe { Avx512(_mm512_fmadd_ps(a.0, b.0, self.0)) }
+        }
+
+        #[inline(always)]
+        unsafe fn plus(self, other: Self) -> Self {
+            unsafe { Avx512(_mm512_add_ps(self.0, other.0)) }
+        }
+
+        #[inline(always)]
+        unsafe fn times(self, other: Self) -> Self {
+            unsafe { Avx512(_mm512_mul_ps(self.0, other.0)) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_bf16(p: *const u16) -> Self {
+            unsafe {
+                let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+                Avx512(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_f16(p: *const u16) -> Self {
+            unsafe { Avx512(_mm512_cvtph_ps(_mm256_loadu_si256(p.cast()))) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_i8(p: *const i8) -> Self {
+            unsafe { Avx512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())))) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_nibbles<const HIGH: bool>(p: *const u8) -> Self {
+            unsafe {
+                let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
+                let codes = if HIGH {
+                    _mm512_srli_epi32::<4>(bytes)
+                } else {
+                    _mm512_and_si512(bytes, _mm512_set1_epi32(15))
+                };
+                Avx512(_mm512_cvtepi32_ps(codes))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn round_bf16(self) -> Self {
+            unsafe {
+                let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+                Avx512(_mm512_castsi512_ps(_mm512_and_si512(self.bf16_in_upper_half(), upper)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn store_bf16(self, p: *mut u16) {
+            unsafe {
+                let words = _mm512_srli_epi32::<16>(self.bf16_in_upper_half());
+                _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(words));
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
+            unsafe {
+                let mut t = rows.map(|row| row.0);
+                // Inside 128-bit lanes: quads of four rows, t[4 g + q] holding columns q, q + 4, q + 8, q + 12.
+                for g in 0..4 {
+                    let [a, b, c, d] = [t[4 * g], t[4 * g + 1], t[4 * g + 2], t[4 * g + 3]];
+                    let ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b));
+                    let cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
+                    t[4 * g] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+                    t[4 * g + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+                    let ab = _mm512_castps_pd(_mm512_unpackhi_ps(a, b));
+                    let cd = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+                    t[4 * g + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+                    t[4 * g + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+                }
+                // Across lanes: column 4 l + q is lane l of t[q], t[4 + q], t[8 + q], t[12 + q].
+                for q in 0..4 {
+                    let even_01 = _mm512_shuffle_f32x4::<0x88>(t[q], t[4 + q]);
+                    let odd_01 = _mm512_shuffle_f32x4::<0xdd>(t[q], t[4 + q]);
+                    let even_23 = _mm512_shuffle_f32x4::<0x88>(t[8 + q], t[12 + q]);
+                    let odd_23 = _mm512_shuffle_f32x4::<0xdd>(t[8 + q], t[12 + q]);
+                    rows[q] = Avx512(_mm512_shuffle_f32x4::<0x88>(even_01, even_23));
+                    rows[4 + q] = Avx512(_mm512_shuffle_f32x4::<0x88>(odd_01, odd_23));
+                    rows[8 + q] = Avx512(_mm512_shuffle_f32x4::<0xdd>(even_01, even_23));
+                    rows[12 + q] = Avx512(_mm512_shuffle_f32x4::<0xdd>(odd_01, odd_23));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! The seam between the step program and what it runs on.
+
+use plimsoll_memory::{Arena, OutOfMemory, Tag};
+
+use crate::{DType, Op, Shape, Tensor};
+
+/// What a device can fail with.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// The arena is full.
+    #[error(transparent)]
+    OutOfMemory(#[from] OutOfMemory),
+    /// The OS gave no memory.
+    #[error(transparent)]
+    Reservation(#[from] plimsoll_memory::ReservationError),
+    /// A tensor of that size cannot be.
+    #[error("{name}: a tensor of shape {shape:?} and type {dtype} cannot be made")]
+    ImpossibleTensor {
+        /// The tensor's name.
+        name: &'static str,
+        /// The sizes asked for.
+        shape: Vec<u64>,
+        /// The element type asked for.
+        dtype: DType,
+    },
+    /// An operation was given tensors that do not fit together: a programming error.
+    #[error("{op}: {reason}")]
+    Mismatch {
+        /// The operation.
+        op: &'static str,
+        /// Which tensors, and why not.
+        reason: String,
+    },
+}
+
+/// Something that carries out the operations of a step in memory of its own.
+pub trait Device {
+    /// The arena that all tensors of this device live in.
+    fn arena(&self) -> &Arena;
+
+    /// Carries out one operation.
+    fn run(&self, op: Op<'_>) -> Result<(), DeviceError>;
+
+    /// Lets `fill` write the tensor's bytes. A device without memory does not call it.
+    fn write(&self, out: &Tensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError>;
+
+    /// Lets `look` read the tensor's bytes. A device without memory does not call it.
+    fn read(&self, x: &Tensor, look: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError>;
+
+    /// A new tensor; its contents are whatever was there.
+    fn alloc(&self, dtype: DType, sizes: &[u64], tag: Tag, name: &'static str) -> Result<Tensor, DeviceError> {
+        let fail = || DeviceError::ImpossibleTensor { name, shape: sizes.to_vec(), dtype };
+        let shape = Shape::new(sizes).ok_or_else(fail)?;
+        let bytes = dtype.bytes_for(shape.elements()).ok_or_else(fail)?;
+        let block = self.arena().alloc(bytes, tag, name)?;
+        Tensor::new(block, dtype, shape).ok_or_else(fail)
+    }
+
+    /// Copies an f32 tensor out. Zeros from a device without memory.
+    fn read_f32(&self, x: &Tensor) -> Result<Vec<f32>, DeviceError> {
+        if x.dtype() != DType::F32 {
+            return Err(DeviceError::Mismatch { op: "read_f32", reason: format!("{x:?} is not f32") });
+        }
+        let mut values = vec![0.0; x.elements() as usize];
+        self.read(x, &mut |bytes| bytemuck::cast_slice_mut(&mut values).copy_from_slice(bytes))?;
+        Ok(values)
+    }
+
+    /// Copies token ids or positions in.
+    fn write_u32(&self, out: &Tensor, values: &[u32]) -> Result<(), DeviceError> {
+        if out.dtype() != DType::U32 || out.elements() != values.len() as u64 {
+            let reason = format!("{out:?} cannot take {} u32 values", values.len());
+            return Err(DeviceError::Mismatch { op: "write_u32", reason });
+        }
+        self.write(out, &mut |bytes| bytes.copy_from_slice(bytemuck::cast_slice(values)))
+    }
+}

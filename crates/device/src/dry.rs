@@ -1,0 +1,58 @@
+//! The device of the plan: allocates from the same arena type with no memory behind it, checks every operation
+//! and adds up what it would cost.
+
+use std::cell::RefCell;
+
+use plimsoll_memory::{Arena, Tier};
+
+use crate::{Device, DeviceError, Op, Tally, Tensor};
+
+/// A device without memory.
+#[derive(Debug)]
+pub struct Dry {
+    arena: Arena,
+    tally: RefCell<Tally>,
+}
+
+impl Dry {
+    /// A dry device with an arena that has no end and records every event.
+    pub fn new() -> Dry {
+        Dry { arena: Arena::unbounded(Tier::Device), tally: RefCell::default() }
+    }
+
+    /// What the operations so far would cost.
+    pub fn tally(&self) -> Tally {
+        *self.tally.borrow()
+    }
+
+    /// The tally so far, and a fresh one from here on.
+    pub fn take_tally(&self) -> Tally {
+        self.tally.take()
+    }
+}
+
+impl Default for Dry {
+    fn default() -> Self {
+        Dry::new()
+    }
+}
+
+impl Device for Dry {
+    fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    fn run(&self, op: Op<'_>) -> Result<(), DeviceError> {
+        op.check(&self.arena)?;
+        self.tally.borrow_mut().add(op.cost());
+        Ok(())
+    }
+
+    fn write(&self, _: &Tensor, _: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn read(&self, _: &Tensor, _: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
+        Ok(())
+    }
+}

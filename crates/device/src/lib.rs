@@ -1,0 +1,22 @@
+//! Dtypes, tensors, the operations of a step, and the devices that carry them out.
+//!
+//! An operation is a value ([`Op`]): what it reads, what it writes, what it costs and whether its shapes fit
+//! are said once, for every device. A [`Device`] carries it out: [`Dry`] counts it, [`Cpu`] computes it.
+//! This crate knows no model and no training.
+
+mod check;
+mod cost;
+pub mod cpu;
+mod device;
+mod dry;
+mod dtype;
+mod op;
+mod tensor;
+
+pub use cost::{Cost, Tally};
+pub use cpu::{Cpu, CpuOptions};
+pub use device::{Device, DeviceError};
+pub use dry::Dry;
+pub use dtype::DType;
+pub use op::{AdamW, AttentionShape, Compute, Glu, IGNORED_TARGET, Op, Rounding};
+pub use tensor::{Shape, Tensor};

@@ -1,0 +1,263 @@
+//! The operations of a step, as values: what each reads and writes, which shapes fit, and what it costs.
+//!
+//! Shapes: N tokens, H hidden size, O and I a linear's outputs and inputs, V vocabulary, D head size.
+//! Float tensors are f32 or bf16, each by itself, unless said otherwise; kernels compute in f32.
+//! "in place" lists which output may be the same memory as which input; nothing else may overlap.
+
+use crate::Tensor;
+
+/// A target that does not count in the loss.
+pub const IGNORED_TARGET: u32 = u32::MAX;
+
+/// The precision in which a matrix product multiplies; sums are always f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Compute {
+    /// Operands as f32.
+    F32,
+    /// Operands rounded to bf16.
+    Bf16,
+}
+
+/// How an f32 result becomes a narrower type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rounding {
+    /// To nearest, ties to even.
+    Nearest,
+    /// Up with the probability of what is cut off; random numbers come from the seed and the element's index.
+    Stochastic {
+        /// Seed; the same seed gives the same bits.
+        seed: u64,
+    },
+}
+
+/// The non-linearity of a feed-forward part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Glu {
+    /// x * sigmoid(x)
+    Silu,
+    /// x * Phi(x), with erf
+    Gelu,
+    /// The tanh approximation of GELU
+    GeluTanh,
+}
+
+/// The geometry of causal attention with grouped heads.
+///
+/// q and out are `[batch * q_len, heads * head_dim]`; k and v are `[batch * kv_capacity, kv_heads * head_dim]`, of
+/// which the first `kv_len` rows of each sequence count. Query i sits at position `kv_len - q_len + i` and sees the
+/// positions up to its own. Query head h reads kv head `h / (heads / kv_heads)`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionShape {
+    /// Sequences.
+    pub batch: u64,
+    /// Queries of each sequence.
+    pub q_len: u64,
+    /// Keys and values of each sequence.
+    pub kv_len: u64,
+    /// Rows between one sequence's keys and the next one's.
+    pub kv_capacity: u64,
+    /// Query heads.
+    pub heads: u64,
+    /// Key and value heads.
+    pub kv_heads: u64,
+    /// Width of a head.
+    pub head_dim: u64,
+    /// Factor on the scores, usually 1 / sqrt(head_dim).
+    pub scale: f32,
+}
+
+/// The numbers of one AdamW update (Loshchilov and Hutter 2019, as PyTorch computes it).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamW {
+    /// Learning rate of this step.
+    pub lr: f32,
+    /// Decay of the first moment.
+    pub beta1: f32,
+    /// Decay of the second moment.
+    pub beta2: f32,
+    /// Added to the root of the second moment.
+    pub epsilon: f32,
+    /// Decoupled weight decay.
+    pub weight_decay: f32,
+    /// 1-based number of the step, for bias correction.
+    pub step: u64,
+    /// Factor on the gradient (the clipping coefficient).
+    pub grad_scale: f32,
+}
+
+/// One operation. Field names are explained in each variant.
+#[allow(missing_docs)]
+#[derive(Clone, Copy, Debug)]
+pub enum Op<'a> {
+    /// out = value
+    Fill { out: &'a Tensor, value: f32 },
+    /// out = x, converted; any plain types, `U32` only to itself.
+    Cast { x: &'a Tensor, out: &'a Tensor, rounding: Rounding },
+    /// out = a + b. In place: out = a or out = b.
+    Add { a: &'a Tensor, b: &'a Tensor, out: &'a Tensor },
+    /// x *= factor
+    Scale { x: &'a Tensor, factor: f32 },
+
+    /// out[n] = table[tokens[n]]; tokens u32 [N], table [V, H], out [N, H]. A token outside the table is an error.
+    Embedding { tokens: &'a Tensor, table: &'a Tensor, out: &'a Tensor },
+    /// dtable[tokens[n]] += dout[n], in token order.
+    EmbeddingBackward { tokens: &'a Tensor, dout: &'a Tensor, dtable: &'a Tensor },
+
+    /// RMSNorm (Zhang and Sennrich 2019): out = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + epsilon).
+    /// x, out [N, H]; weight [H]; rstd f32 [N].
+    RmsNorm { x: &'a Tensor, weight: &'a Tensor, epsilon: f32, out: &'a Tensor, rstd: &'a Tensor },
+    /// dx += ..., dweight += ... (or = where `accumulate_weight` is false).
+    RmsNormBackward {
+        x: &'a Tensor,
+        weight: &'a Tensor,
+        rstd: &'a Tensor,
+        dout: &'a Tensor,
+        dx: &'a Tensor,
+        dweight: &'a Tensor,
+        accumulate_weight: bool,
+    },
+    /// LayerNorm (Ba et al. 2016): out = (x - mean) * rstd * weight + bias; mean, rstd f32 [N].
+    LayerNorm {
+        x: &'a Tensor,
+        weight: &'a Tensor,
+        bias: &'a Tensor,
+        epsilon: f32,
+        out: &'a Tensor,
+        mean: &'a Tensor,
+        rstd: &'a Tensor,
+    },
+    /// dx += ..., dweight and dbias as `accumulate_weight` says.
+    LayerNormBackward {
+        x: &'a Tensor,
+        weight: &'a Tensor,
+        mean: &'a Tensor,
+        rstd: &'a Tensor,
+        dout: &'a Tensor,
+        dx: &'a Tensor,
+        dweight: &'a Tensor,
+        dbias: &'a Tensor,
+        accumulate_weight: bool,
+    },
+
+    /// out (+)= x weight^T + bias; x [N, I], weight [O, I], bias [O], out [N, O].
+    Linear {
+        x: &'a Tensor,
+        weight: &'a Tensor,
+        bias: Option<&'a Tensor>,
+        out: &'a Tensor,
+        accumulate: bool,
+        compute: Compute,
+    },
+    /// dx (+)= dout weight; dout [N, O], weight [O, I], dx [N, I].
+    LinearBackwardInput { dout: &'a Tensor, weight: &'a Tensor, dx: &'a Tensor, accumulate: bool, compute: Compute },
+    /// dweight (+)= dout^T x; dout [N, O], x [N, I], dweight [O, I].
+    LinearBackwardWeight { dout: &'a Tensor, x: &'a Tensor, dweight: &'a Tensor, accumulate: bool, compute: Compute },
+    /// dbias (+)= sum over rows of dout; dout [N, O], dbias [O].
+    BiasBackward { dout: &'a Tensor, dbias: &'a Tensor, accumulate: bool },
+
+    /// Rotates pairs (i, i + D/2) of every head of x [N, heads * D] in place by the angle of its position:
+    /// row n uses row `positions[n]` of cos and sin, both f32 [P, D/2]. `inverse` rotates back: it is the backward pass.
+    Rope { x: &'a Tensor, positions: &'a Tensor, cos: &'a Tensor, sin: &'a Tensor, inverse: bool },
+
+    /// Causal attention by tiles with an online softmax (FlashAttention-2, Dao 2023). lse f32 [batch, heads, q_len] is
+    /// the log of the sum of the exponentials of each row's scaled scores.
+    Attention {
+        q: &'a Tensor,
+        k: &'a Tensor,
+        v: &'a Tensor,
+        out: &'a Tensor,
+        lse: &'a Tensor,
+        shape: AttentionShape,
+        compute: Compute,
+    },
+    /// dq, dk, dv = gradients. `delta` f32 [batch, heads, q_len] is workspace. Needs kv_capacity = kv_len = q_len.
+    AttentionBackward {
+        q: &'a Tensor,
+        k: &'a Tensor,
+        v: &'a Tensor,
+        out: &'a Tensor,
+        lse: &'a Tensor,
+        dout: &'a Tensor,
+        delta: &'a Tensor,
+        dq: &'a Tensor,
+        dk: &'a Tensor,
+        dv: &'a Tensor,
+        shape: AttentionShape,
+        compute: Compute,
+    },
+
+    /// out = act(gate) * up, all [N, I]. In place: out = gate or out = up.
+    Gated { gate: &'a Tensor, up: &'a Tensor, out: &'a Tensor, activation: Glu },
+    /// dgate, dup from dout. In place: dgate = gate, dup = up, and either may be dout's memory.
+    GatedBackward {
+        gate: &'a Tensor,
+        up: &'a Tensor,
+        dout: &'a Tensor,
+        dgate: &'a Tensor,
+        dup: &'a Tensor,
+        activation: Glu,
+    },
+    /// out = act(x). In place: out = x.
+    Activate { x: &'a Tensor, out: &'a Tensor, activation: Glu },
+    /// dx = dout * act'(x). In place: dx = x or dx = dout.
+    ActivateBackward { x: &'a Tensor, dout: &'a Tensor, dx: &'a Tensor, activation: Glu },
+
+    /// losses[n] = -ln softmax(logits[n])[targets[n]], 0 for ignored targets; logits f32 [N, V], losses f32 [N].
+    /// With `gradient_scale`, logits becomes (softmax - onehot) * scale in place, 0 for ignored targets.
+    CrossEntropy { logits: &'a Tensor, targets: &'a Tensor, losses: &'a Tensor, gradient_scale: Option<f32> },
+
+    /// out[0] = sum of squares of x; out f32 [1]. Summed in f64 over pieces of a fixed size, in order.
+    SumSquares { x: &'a Tensor, out: &'a Tensor },
+    /// One AdamW update of a parameter; m, v f32. With `master` (f32) the update happens there and param gets it rounded;
+    /// without, param itself is updated, narrow types with `rounding`.
+    AdamW {
+        param: &'a Tensor,
+        master: Option<&'a Tensor>,
+        grad: &'a Tensor,
+        m: &'a Tensor,
+        v: &'a Tensor,
+        hyper: AdamW,
+        rounding: Rounding,
+    },
+}
+
+impl Op<'_> {
+    /// The operation's name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Op::Fill { .. } => "fill",
+            Op::Cast { .. } => "cast",
+            Op::Add { .. } => "add",
+            Op::Scale { .. } => "scale",
+            Op::Embedding { .. } => "embedding",
+            Op::EmbeddingBackward { .. } => "embedding_backward",
+            Op::RmsNorm { .. } => "rms_norm",
+            Op::RmsNormBackward { .. } => "rms_norm_backward",
+            Op::LayerNorm { .. } => "layer_norm",
+            Op::LayerNormBackward { .. } => "layer_norm_backward",
+            Op::Linear { .. } => "linear",
+            Op::LinearBackwardInput { .. } => "linear_backward_input",
+            Op::LinearBackwardWeight { .. } => "linear_backward_weight",
+            Op::BiasBackward { .. } => "bias_backward",
+            Op::Rope { .. } => "rope",
+            Op::Attention { .. } => "attention",
+            Op::AttentionBackward { .. } => "attention_backward",
+            Op::Gated { .. } => "gated",
+            Op::GatedBackward { .. } => "gated_backward",
+            Op::Activate { .. } => "activate",
+            Op::ActivateBackward { .. } => "activate_backward",
+            Op::CrossEntropy { .. } => "cross_entropy",
+            Op::SumSquares { .. } => "sum_squares",
+            Op::AdamW { .. } => "adamw",
+        }
+    }
+}
+
+impl AttentionShape {
+    /// Number of (query, key) pairs that see each other, over all heads.
+    pub fn score_count(&self) -> u64 {
+        let before = self.kv_len.saturating_sub(self.q_len);
+        let pairs = self.q_len * before + self.q_len * (self.q_len + 1) / 2;
+        self.batch * self.heads * pairs
+    }
+}

@@ -1,0 +1,148 @@
+//! A tensor: a typed, shaped, contiguous view of a block of an arena. It owns no device and computes nothing.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use plimsoll_memory::{Arena, Block};
+
+use crate::DType;
+
+/// Sizes from the slowest dimension to the fastest; at most four.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Shape {
+    dims: [u64; 4],
+    rank: u8,
+}
+
+impl Shape {
+    /// A shape from its sizes; `None` for more than four or when the number of elements overflows.
+    pub fn new(sizes: &[u64]) -> Option<Shape> {
+        if sizes.len() > 4 {
+            return None;
+        }
+        sizes.iter().try_fold(1u64, |product, n| product.checked_mul(*n))?;
+        let mut dims = [1; 4];
+        dims[..sizes.len()].copy_from_slice(sizes);
+        Some(Shape { dims, rank: sizes.len() as u8 })
+    }
+
+    /// The sizes.
+    pub fn dims(&self) -> &[u64] {
+        &self.dims[..usize::from(self.rank)]
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> u64 {
+        self.dims().iter().product()
+    }
+
+    /// The last size: the width of a row. 1 for a scalar.
+    pub fn columns(&self) -> u64 {
+        self.dims().last().copied().unwrap_or(1)
+    }
+
+    /// The product of all sizes but the last.
+    pub fn rows(&self) -> u64 {
+        self.dims().split_last().map_or(1, |(_, rest)| rest.iter().product())
+    }
+}
+
+impl fmt::Debug for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.dims())
+    }
+}
+
+/// A view of arena memory. Clones share the block; the last one to go gives it back.
+#[derive(Clone)]
+pub struct Tensor {
+    block: Arc<Block>,
+    /// Where the view starts, in bytes from the block's start.
+    start: u64,
+    shape: Shape,
+    dtype: DType,
+}
+
+impl Tensor {
+    /// The whole of `block` as a tensor. `None` where the block is too small for the shape.
+    pub fn new(block: Block, dtype: DType, shape: Shape) -> Option<Tensor> {
+        let needed = dtype.bytes_for(shape.elements())?;
+        (needed <= block.size()).then(|| Tensor { block: Arc::new(block), start: 0, shape, dtype })
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The shape.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> u64 {
+        self.shape.elements()
+    }
+
+    /// Width of a row.
+    pub fn columns(&self) -> u64 {
+        self.shape.columns()
+    }
+
+    /// Number of rows: the product of all sizes but the last.
+    pub fn rows(&self) -> u64 {
+        self.shape.rows()
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> u64 {
+        // Both were checked when the tensor was made.
+        self.dtype.bytes_for(self.elements()).unwrap_or(0)
+    }
+
+    /// Rows `range` of this tensor, as `[range.len(), columns]`. `None` outside the tensor.
+    pub fn slice_rows(&self, range: Range<u64>) -> Option<Tensor> {
+        if range.start > range.end || range.end > self.rows() {
+            return None;
+        }
+        let row = self.dtype.bytes_for(self.columns())?;
+        let shape = Shape::new(&[range.end - range.start, self.columns()])?;
+        Some(Tensor { start: self.start + range.start * row, shape, ..self.clone() })
+    }
+
+    /// The same elements under another shape. `None` where the number of elements differs.
+    pub fn reshape(&self, sizes: &[u64]) -> Option<Tensor> {
+        let shape = Shape::new(sizes)?;
+        (shape.elements() == self.elements()).then(|| Tensor { shape, ..self.clone() })
+    }
+
+    /// Byte range in the arena.
+    pub fn range(&self) -> Range<u64> {
+        let start = self.block.offset() + self.start;
+        start..start + self.bytes()
+    }
+
+    /// Whether this tensor lives in `arena`.
+    pub fn is_in(&self, arena: &Arena) -> bool {
+        self.block.is_in(arena)
+    }
+
+    /// Whether the two share any byte.
+    pub fn overlaps(&self, other: &Tensor) -> bool {
+        let (a, b) = (self.range(), other.range());
+        a.start < b.end && b.start < a.end
+    }
+
+    /// Whether the two are the same bytes.
+    pub fn same_memory(&self, other: &Tensor) -> bool {
+        self.range() == other.range()
+    }
+}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}{:?}", self.block.name(), self.dtype, self.shape)
+    }
+}

@@ -1,0 +1,7 @@
+//! Text from a model: sampling over a [`Decoder`](plimsoll_step::Decoder)'s logits. It knows nothing of training.
+
+mod generate;
+mod sampler;
+
+pub use generate::{GenerateError, Generated, generate};
+pub use sampler::{Sampler, SamplerSettings};

@@ -1,0 +1,282 @@
+//! A deterministic arena: offsets in one address range, handed out best fit and given back on drop.
+//!
+//! The arena deals in offsets only; whether memory stands behind them (a [`Reservation`](crate::Reservation),
+//! GPU memory, or nothing, in a dry run) is the device's affair. The same sequence of requests gives
+//! the same offsets and the same high-water mark everywhere: that is what makes a plan exact.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::ledger::{Ledger, Phase, Tag, TagBytes};
+use crate::{ByteSize, Tier};
+
+/// Offsets and sizes are multiples of this: a cache line, and the width of the widest vector.
+const ALIGNMENT: u64 = 64;
+
+/// A request that the arena could not meet.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{tier} memory is used up: {name} ({tag}) asks for {}, {} of {} are in use and the largest free piece is {}",
+    ByteSize(*.requested), ByteSize(.live.total()), ByteSize(*.capacity), ByteSize(*.largest_free)
+)]
+pub struct OutOfMemory {
+    /// The tier that is full.
+    pub tier: Tier,
+    /// Bytes asked for.
+    pub requested: u64,
+    /// Under which tag.
+    pub tag: Tag,
+    /// The allocation's name.
+    pub name: &'static str,
+    /// The arena's size.
+    pub capacity: u64,
+    /// The largest piece that could have been had.
+    pub largest_free: u64,
+    /// What holds the memory.
+    pub live: Box<TagBytes>,
+}
+
+/// A handle on an arena; clones share it.
+#[derive(Clone, Debug)]
+pub struct Arena {
+    shared: Arc<Mutex<Inner>>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    tier: Tier,
+    capacity: u64,
+    /// Free ranges, offset to size, coalesced.
+    free: BTreeMap<u64, u64>,
+    ledger: Ledger,
+}
+
+impl Arena {
+    /// An arena of `capacity` bytes.
+    pub fn new(tier: Tier, capacity: u64) -> Arena {
+        Arena::with_ledger(tier, capacity, Ledger::default())
+    }
+
+    /// An arena without an end, which records every event: what a dry run uses.
+    pub fn unbounded(tier: Tier) -> Arena {
+        Arena::with_ledger(tier, u64::MAX / 2, Ledger::recording())
+    }
+
+    fn with_ledger(tier: Tier, capacity: u64, ledger: Ledger) -> Arena {
+        let capacity = capacity / ALIGNMENT * ALIGNMENT;
+        let free = if capacity > 0 { BTreeMap::from([(0, capacity)]) } else { BTreeMap::new() };
+        Arena { shared: Arc::new(Mutex::new(Inner { tier, capacity, free, ledger })) }
+    }
+
+    /// Takes `bytes` (rounded up to the alignment). They come back when the block is dropped.
+    pub fn alloc(&self, bytes: u64, tag: Tag, name: &'static str) -> Result<Block, OutOfMemory> {
+        let size = bytes.max(1).div_ceil(ALIGNMENT) * ALIGNMENT;
+        let mut inner = self.lock();
+        let offset = inner.take(size, tag, name)?;
+        let owner = inner.ledger.layer();
+        Ok(Block { arena: self.clone(), offset, size, tag, name, owner })
+    }
+
+    /// Labels what follows with a phase and a layer.
+    pub fn enter(&self, phase: Phase, layer: Option<u32>) {
+        self.lock().ledger.enter(phase, layer);
+    }
+
+    /// The arena's size in bytes.
+    pub fn capacity(&self) -> u64 {
+        self.lock().capacity
+    }
+
+    /// The highest end of any allocation so far: the memory that the work has needed.
+    pub fn high_water(&self) -> u64 {
+        self.lock().ledger.at_peak().peak
+    }
+
+    /// A copy of the ledger as it stands.
+    pub fn ledger(&self) -> Ledger {
+        self.lock().ledger.clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        // A panic elsewhere leaves the maps whole: every change below is complete or not begun.
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    fn take(&mut self, size: u64, tag: Tag, name: &'static str) -> Result<u64, OutOfMemory> {
+        // Best fit, the lowest offset among equals.
+        let best = self
+            .free
+            .iter()
+            .filter(|(_, free)| **free >= size)
+            .min_by_key(|(offset, free)| (**free, **offset))
+            .map(|(offset, free)| (*offset, *free));
+        let Some((offset, free)) = best else {
+            return Err(OutOfMemory {
+                tier: self.tier,
+                requested: size,
+                tag,
+                name,
+                capacity: self.capacity,
+                largest_free: self.free.values().copied().max().unwrap_or(0),
+                live: Box::new(self.ledger.live()),
+            });
+        };
+        self.free.remove(&offset);
+        if free > size {
+            self.free.insert(offset + size, free - size);
+        }
+        self.ledger.took(tag, name, size, offset + size);
+        Ok(offset)
+    }
+
+    fn give_back(&mut self, mut offset: u64, mut size: u64) {
+        if let Some((&before, &before_size)) = self.free.range(..offset).next_back()
+            && before + before_size == offset
+        {
+            self.free.remove(&before);
+            (offset, size) = (before, size + before_size);
+        }
+        if let Some(after_size) = self.free.remove(&(offset + size)) {
+            size += after_size;
+        }
+        self.free.insert(offset, size);
+    }
+}
+
+/// A piece of an arena. Dropping it gives the piece back.
+#[derive(Debug)]
+pub struct Block {
+    arena: Arena,
+    offset: u64,
+    size: u64,
+    tag: Tag,
+    name: &'static str,
+    /// The layer in whose scope it was taken.
+    owner: Option<u32>,
+}
+
+impl Block {
+    /// Where the piece starts, in bytes from the arena's start.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// The piece's size in bytes (the request, rounded up).
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// What it is for.
+    pub fn tag(&self) -> Tag {
+        self.tag
+    }
+
+    /// The name it was asked for under.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Whether the piece belongs to `arena`.
+    pub fn is_in(&self, arena: &Arena) -> bool {
+        Arc::ptr_eq(&self.arena.shared, &arena.shared)
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        let mut inner = self.arena.lock();
+        inner.give_back(self.offset, self.size);
+        inner.ledger.gave_back(self.tag, self.name, self.owner, self.size);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn arena(capacity: u64) -> Arena {
+        Arena::new(Tier::Device, capacity)
+    }
+
+    #[test]
+    fn blocks_are_reused_and_the_peak_stays() {
+        let arena = arena(1024);
+        let a = arena.alloc(100, Tag::Weights, "a").unwrap();
+        let b = arena.alloc(64, Tag::Activations, "b").unwrap();
+        assert_eq!((a.offset(), a.size(), b.offset()), (0, 128, 128));
+        drop(a);
+        let c = arena.alloc(1, Tag::Logits, "c").unwrap();
+        assert_eq!(c.offset(), 0);
+        assert_eq!(arena.high_water(), 192);
+        let at_peak = arena.ledger().at_peak().clone();
+        assert_eq!((at_peak.by_tag.get(Tag::Weights), at_peak.gaps()), (128, 0));
+    }
+
+    #[test]
+    fn going_over_is_an_error_that_says_who_holds_what() {
+        let arena = arena(256);
+        let _held = arena.alloc(200, Tag::Weights, "w").unwrap();
+        let error = arena.alloc(65, Tag::Logits, "logits").unwrap_err();
+        assert_eq!((error.requested, error.largest_free), (128, 0));
+        assert_eq!(error.live.get(Tag::Weights), 256);
+        assert_eq!(
+            error.to_string(),
+            "device memory is used up: logits (logits) asks for 128 B, 256 B of 256 B are in use and the largest free piece is 0 B"
+        );
+    }
+
+    #[test]
+    fn events_replay_to_the_live_set() {
+        let arena = Arena::unbounded(Tier::Device);
+        arena.enter(Phase::Forward, Some(3));
+        let block = arena.alloc(640, Tag::Activations, "q").unwrap();
+        drop(block);
+        let ledger = arena.ledger();
+        let deltas: Vec<i64> = ledger.events().iter().map(|e| e.delta).collect();
+        assert_eq!(deltas, [640, -640]);
+        assert_eq!(ledger.events()[0].layer, Some(3));
+        assert_eq!(ledger.live().total(), 0);
+    }
+
+    #[test]
+    fn memory_belongs_to_the_layer_that_took_it() {
+        let arena = Arena::unbounded(Tier::Device);
+        arena.enter(Phase::Forward, Some(0));
+        let first = arena.alloc(64, Tag::Activations, "x").unwrap();
+        arena.enter(Phase::Forward, Some(1));
+        drop(first);
+        let _second = arena.alloc(128, Tag::Attention, "q").unwrap();
+        let by_layer = arena.ledger().at_peak_by_layer();
+        assert_eq!(by_layer[&Some(0)].total(), 0);
+        assert_eq!(by_layer[&Some(1)].get(Tag::Attention), 128);
+    }
+
+    proptest! {
+        /// Live blocks never overlap, the ledger's total is their sum, and what is given back is whole again.
+        #[test]
+        fn random_traffic_keeps_the_books(steps in prop::collection::vec((any::<bool>(), 1u64..500, 0usize..8), 1..200)) {
+            let arena = arena(16 << 10);
+            let mut held: Vec<Block> = Vec::new();
+            for (take, size, which) in steps {
+                if take {
+                    if let Ok(block) = arena.alloc(size, Tag::Workspace, "x") {
+                        for other in &held {
+                            prop_assert!(block.offset() + block.size() <= other.offset() || other.offset() + other.size() <= block.offset());
+                        }
+                        held.push(block);
+                    }
+                } else if !held.is_empty() {
+                    let index = which % held.len();
+                    held.swap_remove(index);
+                }
+                prop_assert_eq!(arena.ledger().live().total(), held.iter().map(Block::size).sum::<u64>());
+            }
+            held.clear();
+            let whole = arena.alloc(16 << 10, Tag::Workspace, "all");
+            prop_assert!(whole.is_ok());
+        }
+    }
+}

@@ -1,0 +1,36 @@
+//! Bytes, tiers, budgets, arenas and the ledger.
+//!
+//! This crate knows how much memory there is, who holds it and what for. It does not know what a
+//! tensor is, nor what a model is.
+
+mod arena;
+mod bytes;
+mod ledger;
+mod reservation;
+
+pub use arena::{Arena, Block, OutOfMemory};
+pub use bytes::{ByteSize, ParseByteSizeError};
+pub use ledger::{AtPeak, Event, Ledger, Phase, Tag, TagBytes};
+pub use reservation::{Reservation, ReservationError};
+
+/// Where memory lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Tier {
+    /// GPU memory, or the RAM working set on a CPU machine.
+    Device,
+    /// RAM outside the working set (pinned for a GPU).
+    Host,
+    /// Files.
+    Disk,
+}
+
+impl std::fmt::Display for Tier {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Tier::Device => "device",
+            Tier::Host => "host",
+            Tier::Disk => "disk",
+        })
+    }
+}

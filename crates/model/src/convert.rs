@@ -1,0 +1,275 @@
+//! Stored numbers to computed ones: every stored type (plain or in blocks) to f32, bf16 or f16.
+//!
+//! Works on whole runs of elements through a small buffer of f32 on the stack, so that each pair of types needs
+//! a decoder and an encoder and no loop of its own. Block layouts are ggml's (`ggml-common.h`). Rounding is to
+//! nearest, ties to even; what lies outside f16's range becomes infinite.
+
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+use plimsoll_device::DType;
+
+/// Elements converted at a time: whole blocks of every type, few enough to stay in the first cache.
+const CHUNK: usize = 256;
+
+/// Types or lengths that do not fit together.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ConversionError {
+    /// There is no such conversion.
+    #[error("{from} cannot be converted to {to}")]
+    Unsupported {
+        /// The stored type.
+        from: DType,
+        /// The type asked for.
+        to: DType,
+    },
+    /// The number of elements differs.
+    #[error("{source_bytes} bytes of {from} do not hold the elements of {out_bytes} bytes of {to}")]
+    Length {
+        /// The stored type.
+        from: DType,
+        /// Bytes that hold it.
+        source_bytes: usize,
+        /// The type asked for.
+        to: DType,
+        /// Bytes to fill.
+        out_bytes: usize,
+    },
+}
+
+/// Converts the elements in `source` to `to` in `out`. Both are in the machine's order of bytes where they are
+/// plain numbers in `out`, and little-endian in `source`, as files are.
+pub fn convert(from: DType, source: &[u8], to: DType, out: &mut [u8]) -> Result<(), ConversionError> {
+    let (Some(decode), Some(encode)) = (decoder(from), encoder(to)) else {
+        return Err(ConversionError::Unsupported { from, to });
+    };
+    let out_size = to.block_bytes() as usize;
+    let elements = out.len() / out_size;
+    if !out.len().is_multiple_of(out_size) || from.bytes_for(elements as u64) != Some(source.len() as u64) {
+        return Err(ConversionError::Length { from, source_bytes: source.len(), to, out_bytes: out.len() });
+    }
+    if from == to && cfg!(target_endian = "little") {
+        out.copy_from_slice(source);
+        return Ok(());
+    }
+    let mut values = [0.0f32; CHUNK];
+    let source_chunk = CHUNK / from.block_elements() as usize * from.block_bytes() as usize;
+    for (source, out) in source.chunks(source_chunk).zip(out.chunks_mut(CHUNK * out_size)) {
+        let values = &mut values[..out.len() / out_size];
+        decode(source, values);
+        encode(values, out);
+    }
+    Ok(())
+}
+
+/// Writes f32 values as `to` (f32, bf16 or f16), in the machine's order of bytes.
+pub(crate) fn encode(values: &[f32], to: DType, out: &mut [u8]) -> Result<(), ConversionError> {
+    match encoder(to) {
+        Some(encode) if to.bytes_for(values.len() as u64) == Some(out.len() as u64) => {
+            for (values, out) in values.chunks(CHUNK).zip(out.chunks_mut(CHUNK * to.block_bytes() as usize)) {
+                encode(values, out);
+            }
+            Ok(())
+        }
+        Some(_) => Err(ConversionError::Length {
+            from: DType::F32,
+            source_bytes: values.len() * 4,
+            to,
+            out_bytes: out.len(),
+        }),
+        None => Err(ConversionError::Unsupported { from: DType::F32, to }),
+    }
+}
+
+/// `decode(source, values)`: `source` holds exactly the elements of `values`, at most `CHUNK`.
+fn decoder(from: DType) -> Option<fn(&[u8], &mut [f32])> {
+    match from {
+        DType::F32 => Some(decode_f32),
+        DType::Bf16 => Some(decode_bf16),
+        DType::F16 => Some(decode_f16),
+        DType::Q8_0 => Some(decode_q8_0),
+        DType::Q4_0 => Some(decode_q4_0),
+        DType::Q4_1 => Some(decode_q4_1),
+        DType::U32 => None,
+    }
+}
+
+/// `encode(values, out)`: at most `CHUNK` values, `out` just large enough.
+fn encoder(to: DType) -> Option<fn(&[f32], &mut [u8])> {
+    match to {
+        DType::F32 => Some(encode_f32),
+        DType::Bf16 => Some(encode_bf16),
+        DType::F16 => Some(encode_f16),
+        DType::U32 | DType::Q8_0 | DType::Q4_0 | DType::Q4_1 => None,
+    }
+}
+
+fn decode_f32(source: &[u8], values: &mut [f32]) {
+    for (bytes, value) in source.as_chunks::<4>().0.iter().zip(values) {
+        *value = f32::from_le_bytes(*bytes);
+    }
+}
+
+fn decode_bf16(source: &[u8], values: &mut [f32]) {
+    for (bytes, value) in source.as_chunks::<2>().0.iter().zip(values) {
+        *value = f32::from_bits(u32::from(u16::from_le_bytes(*bytes)) << 16);
+    }
+}
+
+fn decode_f16(source: &[u8], values: &mut [f32]) {
+    let mut halves = [f16::ZERO; CHUNK];
+    for (bytes, half) in source.as_chunks::<2>().0.iter().zip(&mut halves) {
+        *half = f16::from_le_bytes(*bytes);
+    }
+    halves[..values.len()].convert_to_f32_slice(values);
+}
+
+fn decode_q8_0(source: &[u8], values: &mut [f32]) {
+    for (block, values) in source.as_chunks::<34>().0.iter().zip(values.as_chunks_mut::<32>().0) {
+        let [d0, d1, codes @ ..] = block;
+        let scale = f16::from_le_bytes([*d0, *d1]).to_f32();
+        for (code, value) in codes.iter().zip(values) {
+            *value = f32::from(code.cast_signed()) * scale;
+        }
+    }
+}
+
+fn decode_q4_0(source: &[u8], values: &mut [f32]) {
+    for (block, values) in source.as_chunks::<18>().0.iter().zip(values.as_chunks_mut::<32>().0) {
+        let [d0, d1, codes @ ..] = block;
+        let scale = f16::from_le_bytes([*d0, *d1]).to_f32();
+        let (low, high) = values.split_at_mut(16);
+        for ((code, low), high) in codes.iter().zip(low).zip(high) {
+            *low = (f32::from(code & 15) - 8.0) * scale;
+            *high = (f32::from(code >> 4) - 8.0) * scale;
+        }
+    }
+}
+
+fn decode_q4_1(source: &[u8], values: &mut [f32]) {
+    for (block, values) in source.as_chunks::<20>().0.iter().zip(values.as_chunks_mut::<32>().0) {
+        let [d0, d1, m0, m1, codes @ ..] = block;
+        let scale = f16::from_le_bytes([*d0, *d1]).to_f32();
+        let minimum = f16::from_le_bytes([*m0, *m1]).to_f32();
+        let (low, high) = values.split_at_mut(16);
+        for ((code, low), high) in codes.iter().zip(low).zip(high) {
+            *low = f32::from(code & 15) * scale + minimum;
+            *high = f32::from(code >> 4) * scale + minimum;
+        }
+    }
+}
+
+fn encode_f32(values: &[f32], out: &mut [u8]) {
+    for (value, bytes) in values.iter().zip(out.as_chunks_mut::<4>().0) {
+        *bytes = value.to_ne_bytes();
+    }
+}
+
+fn encode_bf16(values: &[f32], out: &mut [u8]) {
+    for (value, bytes) in values.iter().zip(out.as_chunks_mut::<2>().0) {
+        let bits = value.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
+        // A NaN must not round to infinity: it is cut off and made quiet instead.
+        let bits = if value.is_nan() { bits | 0x0040_0000 } else { rounded };
+        *bytes = ((bits >> 16) as u16).to_ne_bytes();
+    }
+}
+
+fn encode_f16(values: &[f32], out: &mut [u8]) {
+    let mut halves = [f16::ZERO; CHUNK];
+    let halves = &mut halves[..values.len()];
+    halves.convert_from_f32_slice(values);
+    for (half, bytes) in halves.iter().zip(out.as_chunks_mut::<2>().0) {
+        *bytes = half.to_ne_bytes();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn f32s(bytes: &[u8]) -> Vec<f32> {
+        bytes.as_chunks::<4>().0.iter().map(|b| f32::from_ne_bytes(*b)).collect()
+    }
+
+    /// Every bf16 and f16 bit pattern decodes to the same number as by the reference crate, and comes back.
+    #[test]
+    fn sixteen_bit_types_are_exact_both_ways() {
+        let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+        for (dtype, reference) in [
+            (DType::Bf16, (|b| half::bf16::from_bits(b).to_f32()) as fn(u16) -> f32),
+            (DType::F16, |b| f16::from_bits(b).to_f32()),
+        ] {
+            let mut wide = vec![0; all.len() * 2];
+            convert(dtype, &all, DType::F32, &mut wide).unwrap();
+            let values = f32s(&wide);
+            for (bits, value) in (0..=u16::MAX).zip(&values) {
+                assert!(value.to_bits() == reference(bits).to_bits() || value.is_nan(), "{dtype} {bits:#x}");
+            }
+            let mut back = vec![0; all.len()];
+            encode(&values, dtype, &mut back).unwrap();
+            for ((before, after), value) in all.chunks(2).zip(back.chunks(2)).zip(&values) {
+                assert!(before == after || value.is_nan(), "{dtype} {before:?} {after:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn bf16_rounds_to_nearest_even_and_keeps_nan() {
+        let check = |bits: u32, expected: u16| {
+            let mut out = [0; 2];
+            encode(&[f32::from_bits(bits)], DType::Bf16, &mut out).unwrap();
+            assert_eq!(u16::from_ne_bytes(out), expected, "{bits:#x}");
+        };
+        check(0x3f80_0000, 0x3f80);
+        check(0x3f80_8000, 0x3f80);
+        check(0x3f81_8000, 0x3f82);
+        check(0x3f80_8001, 0x3f81);
+        check(0x7f7f_ffff, 0x7f80);
+        check(0x7f80_0000, 0x7f80);
+        check(0x7f80_0001, 0x7fc0);
+        check(0xffff_ffff, 0xffff);
+        check(0x0000_8001, 0x0001);
+    }
+
+    /// A block written by hand, to f32, and to bf16 through f32.
+    #[test]
+    fn blocks_follow_the_format() {
+        let check = |dtype, block: &[u8], value_at: fn(usize) -> f32| {
+            // 9 blocks: more than one chunk, with a rest.
+            let source = block.repeat(9);
+            let mut out = vec![0; 9 * 32 * 4];
+            convert(dtype, &source, DType::F32, &mut out).unwrap();
+            let expected: Vec<f32> = (0..9 * 32).map(|i| value_at(i % 32)).collect();
+            assert_eq!(f32s(&out), expected, "{dtype}");
+            let mut narrow = vec![0; 9 * 32 * 2];
+            convert(dtype, &source, DType::Bf16, &mut narrow).unwrap();
+            let mut twice = vec![0; 9 * 32 * 2];
+            convert(DType::F32, &out, DType::Bf16, &mut twice).unwrap();
+            assert_eq!(narrow, twice, "{dtype}");
+        };
+        let half = f16::from_f32(0.5).to_le_bytes();
+        let minus_two = f16::from_f32(-2.0).to_le_bytes();
+        let nibbles: Vec<u8> = (0..16).map(|j| j | (15 - j) << 4).collect();
+        check(DType::Q4_0, &[&half[..], &nibbles].concat(), |i| {
+            ((if i < 16 { i } else { 31 - i }) as f32 - 8.0) * 0.5
+        });
+        check(DType::Q4_1, &[&half[..], &minus_two, &nibbles].concat(), |i| {
+            (if i < 16 { i } else { 31 - i }) as f32 * 0.5 - 2.0
+        });
+        let codes: Vec<u8> = (0..32i16).map(|j| (j * 8 - 127) as i8 as u8).collect();
+        check(DType::Q8_0, &[&half[..], &codes].concat(), |i| (i as f32 * 8.0 - 127.0) * 0.5);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let check = |from, source: usize, to, out: usize| {
+            assert!(convert(from, &vec![0; source], to, &mut vec![0; out]).is_err(), "{from} {source} {to} {out}");
+        };
+        check(DType::F32, 8, DType::F32, 4);
+        check(DType::F32, 4, DType::F32, 3);
+        check(DType::Q8_0, 34, DType::F32, 124);
+        check(DType::Q8_0, 33, DType::F32, 128);
+        check(DType::F32, 128, DType::Q8_0, 34);
+        check(DType::U32, 4, DType::F32, 4);
+    }
+}

@@ -1,0 +1,212 @@
+//! Hugging Face's `config.json` and `generation_config.json` to a model's shape, and back.
+//!
+//! Reads the Llama family with the keys of old files (`rope_theta`, `rope_scaling`) and of new ones
+//! (`rope_parameters`). A key that is null counts as absent. What a key could say that the shape has no words
+//! for is refused by name, never ignored. Weights are left to `source`.
+
+mod keys;
+mod rope;
+mod write;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+pub use write::{config_json, generation_config_json};
+
+use crate::spec::{
+    Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, SpecError,
+};
+use keys::Keys;
+
+/// The file's name in a model's folder.
+pub const CONFIG_NAME: &str = "config.json";
+/// The name of the file with further end-of-sequence tokens.
+pub const GENERATION_CONFIG_NAME: &str = "generation_config.json";
+
+/// Values of `model_type` that are read.
+pub const SUPPORTED_MODEL_TYPES: [&str; 1] = ["llama"];
+
+/// A configuration that cannot be used. Names the file and the key.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The system refused.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Its answer.
+        source: io::Error,
+    },
+    /// Far longer than any configuration.
+    #[error("{}: has {len} bytes; a configuration has at most {limit}", path.display())]
+    TooLong {
+        /// The file.
+        path: PathBuf,
+        /// Its length.
+        len: u64,
+        /// The longest that is read.
+        limit: u64,
+    },
+    /// No JSON object.
+    #[error("{}: {source}", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+    /// A key is missing or its value cannot be used.
+    #[error("{}: {key}: {reason}", path.display())]
+    Key {
+        /// The file.
+        path: PathBuf,
+        /// The key, with dots where it is nested.
+        key: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A family of models that is not supported.
+    #[error(
+        "{}: model_type {found:?} is not supported; supported: {} (nearest: {nearest:?})",
+        path.display(), SUPPORTED_MODEL_TYPES.join(", ")
+    )]
+    UnsupportedModelType {
+        /// The file.
+        path: PathBuf,
+        /// What it says.
+        found: String,
+        /// The supported type that is most like it.
+        nearest: &'static str,
+    },
+    /// The sizes cannot be.
+    #[error("{}: {source}", path.display())]
+    Spec {
+        /// The file.
+        path: PathBuf,
+        /// Which one.
+        source: SpecError,
+    },
+}
+
+/// The shape of the model in a folder, by its `config.json`; `generation_config.json` may add end-of-sequence
+/// tokens.
+pub fn read_config(folder: &Path, name: String) -> Result<ModelSpec, ConfigError> {
+    let config = Keys::read(&folder.join(CONFIG_NAME))?;
+    let mut spec = model_spec(&config, name)?;
+    let generation = folder.join(GENERATION_CONFIG_NAME);
+    if generation.is_file() {
+        for token in token_ids(&Keys::read(&generation)?, "eos_token_id", spec.vocab_size)? {
+            if !spec.eos_tokens.contains(&token) {
+                spec.eos_tokens.push(token);
+            }
+        }
+    }
+    Ok(spec)
+}
+
+/// The shape that the text of a `config.json` describes; `path` is for errors.
+pub fn parse_config(path: &Path, text: &str, name: String) -> Result<ModelSpec, ConfigError> {
+    model_spec(&Keys::parse(path, text)?, name)
+}
+
+fn model_spec(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {
+    let model_type = config.require("model_type", config.str("model_type")?)?;
+    if !SUPPORTED_MODEL_TYPES.contains(&model_type) {
+        return Err(ConfigError::UnsupportedModelType {
+            path: config.path().to_owned(),
+            found: model_type.to_owned(),
+            nearest: nearest_model_type(model_type),
+        });
+    }
+    if let Some(quantization) = config.object("quantization_config")? {
+        let method = quantization.str("quant_method")?.unwrap_or("an unnamed method").to_owned();
+        let reason = format!("the weights are quantised by {method}; use the original weights");
+        return Err(config.refuse("quantization_config", reason));
+    }
+    let hidden_size = config.require_u64("hidden_size")?;
+    let heads = config.require_u64("num_attention_heads")?;
+    let head_dim = match config.u64("head_dim")? {
+        Some(head_dim) => head_dim,
+        None if heads > 0 && hidden_size.is_multiple_of(heads) => hidden_size / heads,
+        None => {
+            let reason = format!("{heads} does not divide hidden_size {hidden_size}, and there is no head_dim");
+            return Err(config.refuse("num_attention_heads", reason));
+        }
+    };
+    let layers = config.require_u64("num_hidden_layers")?;
+    let num_layers = u32::try_from(layers)
+        .map_err(|_| config.refuse("num_hidden_layers", format!("{layers} is beyond any model")))?;
+    let vocab_size = config.require_u64("vocab_size")?;
+    let max_position_embeddings = config.u64("max_position_embeddings")?.unwrap_or(2048);
+    let attention_bias = config.bool("attention_bias")?.unwrap_or(false);
+    let spec = ModelSpec {
+        name,
+        architecture: model_type.to_owned(),
+        vocab_size,
+        hidden_size,
+        num_layers,
+        attention: AttentionSpec {
+            heads,
+            kv_heads: config.u64("num_key_value_heads")?.unwrap_or(heads),
+            head_dim,
+            qkv_bias: attention_bias,
+            output_bias: attention_bias,
+            rope: rope::read(config, max_position_embeddings)?,
+        },
+        mlp: MlpSpec {
+            intermediate_size: config.require_u64("intermediate_size")?,
+            activation: activation(config)?,
+            gated: true,
+            bias: config.bool("mlp_bias")?.unwrap_or(false),
+        },
+        norm: NormSpec { kind: NormKind::Rms, epsilon: config.f64("rms_norm_eps")?.unwrap_or(1e-6) },
+        tie_word_embeddings: config.bool("tie_word_embeddings")?.unwrap_or(false),
+        max_position_embeddings,
+        initializer_range: config.f64("initializer_range")?.unwrap_or(0.02),
+        bos_token: token_ids(config, "bos_token_id", vocab_size)?.first().copied(),
+        eos_tokens: token_ids(config, "eos_token_id", vocab_size)?,
+    };
+    spec.check().map_err(|source| ConfigError::Spec { path: config.path().to_owned(), source })?;
+    Ok(spec)
+}
+
+fn activation(config: &Keys) -> Result<Activation, ConfigError> {
+    match config.str("hidden_act")? {
+        None | Some("silu" | "swish") => Ok(Activation::Silu),
+        Some("gelu") => Ok(Activation::Gelu),
+        Some("gelu_new" | "gelu_pytorch_tanh" | "gelu_fast") => Ok(Activation::GeluTanh),
+        Some(other) => {
+            let reason = format!("{other:?} is not supported; supported: silu, gelu, gelu_pytorch_tanh");
+            Err(config.refuse("hidden_act", reason))
+        }
+    }
+}
+
+/// A key that holds a token id, a list of them, or nothing. Negative ids mean none.
+fn token_ids(config: &Keys, key: &str, vocab_size: u64) -> Result<Vec<u32>, ConfigError> {
+    let mut tokens = Vec::new();
+    for id in config.integers(key)? {
+        match u32::try_from(id) {
+            Ok(token) if u64::from(token) < vocab_size => {
+                if !tokens.contains(&token) {
+                    tokens.push(token);
+                }
+            }
+            Err(_) if id < 0 => {}
+            _ => {
+                let reason = format!("{id} is outside the vocabulary of {vocab_size} tokens");
+                return Err(config.refuse(key, reason));
+            }
+        }
+    }
+    Ok(tokens)
+}
+
+fn nearest_model_type(found: &str) -> &'static str {
+    let found = found.to_lowercase();
+    let [first, ..] = SUPPORTED_MODEL_TYPES;
+    SUPPORTED_MODEL_TYPES
+        .into_iter()
+        .max_by(|a, b| strsim::jaro_winkler(a, &found).total_cmp(&strsim::jaro_winkler(b, &found)))
+        .unwrap_or(first)
+}

@@ -1,0 +1,202 @@
+//! Rotary embedding in `config.json`: `rope_theta` with `rope_scaling`, or both in `rope_parameters`.
+//!
+//! Kinds and defaults are those of transformers' `modeling_rope_utils`.
+
+use serde_json::{Map, Value, json};
+
+use super::ConfigError;
+use super::keys::Keys;
+use crate::spec::{ModelSpec, RopeScaling, RopeSpec};
+
+const DEFAULT_THETA: f64 = 10_000.0;
+
+/// The factors of a Llama 3.1 or 3.2 model: (low, high, original context).
+const LLAMA3: (f64, f64, f64) = (1.0, 4.0, 8192.0);
+
+pub(super) fn read(config: &Keys, max_positions: u64) -> Result<RopeSpec, ConfigError> {
+    let parameters = match config.object("rope_parameters")? {
+        Some(parameters) => Some(parameters),
+        None => config.object("rope_scaling")?,
+    };
+    let nested_theta = match &parameters {
+        Some(parameters) => parameters.f64("rope_theta")?,
+        None => None,
+    };
+    let theta = match nested_theta {
+        Some(theta) => theta,
+        None => config.f64("rope_theta")?.unwrap_or(DEFAULT_THETA),
+    };
+    for keys in [Some(config), parameters.as_ref()].into_iter().flatten() {
+        if let Some(partial) = keys.f64("partial_rotary_factor")?
+            && partial != 1.0
+        {
+            let reason = format!("{partial} is not supported; heads are rotated as a whole (1.0)");
+            return Err(keys.refuse("partial_rotary_factor", reason));
+        }
+    }
+    let scaling = match &parameters {
+        Some(parameters) => read_scaling(config, parameters, max_positions as f64)?,
+        None => RopeScaling::None,
+    };
+    Ok(RopeSpec { theta, scaling })
+}
+
+fn read_scaling(config: &Keys, rope: &Keys, max_positions: f64) -> Result<RopeScaling, ConfigError> {
+    let kind = match rope.str("rope_type")? {
+        Some(kind) => kind,
+        // The key of files before 2024; new files without a kind mean the plain one.
+        None => rope.str("type")?.unwrap_or("default"),
+    };
+    let original = match rope.f64("original_max_position_embeddings")? {
+        Some(original) => Some(original),
+        None => config.f64("original_max_position_embeddings")?,
+    };
+    match kind {
+        "default" => Ok(RopeScaling::None),
+        "linear" => Ok(RopeScaling::Linear { factor: rope.require_f64("factor")? }),
+        "dynamic" => Ok(RopeScaling::Dynamic {
+            factor: rope.require_f64("factor")?,
+            max_position_embeddings: original.unwrap_or(max_positions),
+        }),
+        "llama3" => Ok(RopeScaling::Llama3 {
+            factor: rope.require_f64("factor")?,
+            low_freq_factor: rope.require_f64("low_freq_factor")?,
+            high_freq_factor: rope.require_f64("high_freq_factor")?,
+            original_max_position_embeddings: rope.require("original_max_position_embeddings", original)?,
+        }),
+        "yarn" => read_yarn(rope, original.unwrap_or(max_positions)),
+        "longrope" | "su" => {
+            let original = original.unwrap_or(max_positions);
+            let factor = match rope.f64("factor")? {
+                Some(factor) => factor,
+                None => max_positions / original,
+            };
+            let stretched = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / original.ln()).sqrt() };
+            Ok(RopeScaling::LongRope {
+                short_factor: rope.require("short_factor", rope.f64s("short_factor")?)?,
+                long_factor: rope.require("long_factor", rope.f64s("long_factor")?)?,
+                attention_factor: rope.f64("attention_factor")?.unwrap_or(stretched),
+                original_max_position_embeddings: original,
+            })
+        }
+        other => {
+            let reason = format!(
+                "{other:?} is not supported; supported: default, linear, dynamic, llama3, yarn, longrope"
+            );
+            Err(rope.refuse("rope_type", reason))
+        }
+    }
+}
+
+fn read_yarn(rope: &Keys, original: f64) -> Result<RopeScaling, ConfigError> {
+    if rope.bool("truncate")? == Some(false) {
+        return Err(rope.refuse("truncate", "false is not supported".to_owned()));
+    }
+    let factor = rope.require_f64("factor")?;
+    let scale = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
+    let attention_factor = match (rope.f64("attention_factor")?, rope.f64("mscale")?, rope.f64("mscale_all_dim")?) {
+        (Some(given), _, _) => given,
+        (None, Some(mscale), Some(all)) if mscale != 0.0 && all != 0.0 => scale(mscale) / scale(all),
+        _ => scale(1.0),
+    };
+    Ok(RopeScaling::Yarn {
+        factor,
+        attention_factor,
+        beta_fast: rope.f64("beta_fast")?.unwrap_or(32.0),
+        beta_slow: rope.f64("beta_slow")?.unwrap_or(1.0),
+        original_max_position_embeddings: original,
+    })
+}
+
+/// The `rope_scaling` object, or null.
+pub(super) fn write_scaling(spec: &ModelSpec) -> Value {
+    match &spec.attention.rope.scaling {
+        RopeScaling::None => Value::Null,
+        RopeScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),
+        RopeScaling::Dynamic { factor, max_position_embeddings } => {
+            let mut object = Map::new();
+            object.insert("rope_type".into(), "dynamic".into());
+            object.insert("factor".into(), json!(factor));
+            if *max_position_embeddings != spec.max_position_embeddings as f64 {
+                object.insert("original_max_position_embeddings".into(), whole(*max_position_embeddings));
+            }
+            Value::Object(object)
+        }
+        RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position_embeddings,
+        } => json!({
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low_freq_factor,
+            "high_freq_factor": high_freq_factor,
+            "original_max_position_embeddings": whole(*original_max_position_embeddings),
+        }),
+        RopeScaling::Yarn {
+            factor,
+            attention_factor,
+            beta_fast,
+            beta_slow,
+            original_max_position_embeddings,
+        } => json!({
+            "rope_type": "yarn",
+            "factor": factor,
+            "attention_factor": attention_factor,
+            "beta_fast": beta_fast,
+            "beta_slow": beta_slow,
+            "original_max_position_embeddings": whole(*original_max_position_embeddings),
+        }),
+        RopeScaling::LongRope {
+            short_factor,
+            long_factor,
+            attention_factor,
+            original_max_position_embeddings,
+        } => json!({
+            "rope_type": "longrope",
+            "short_factor": short_factor,
+            "long_factor": long_factor,
+            "factor": spec.max_position_embeddings as f64 / original_max_position_embeddings,
+            "attention_factor": attention_factor,
+            "original_max_position_embeddings": whole(*original_max_position_embeddings),
+        }),
+        RopeScaling::PerFrequency { factors } => per_frequency(spec, factors),
+    }
+}
+
+/// Factors by frequency are Llama 3's where they follow its rule; any others are LongRoPE with the same factors
+/// for short and long contexts and attention left alone.
+fn per_frequency(spec: &ModelSpec, factors: &[f64]) -> Value {
+    let (low, high, original) = LLAMA3;
+    let factor = factors.iter().copied().fold(1.0, f64::max).round();
+    let theta = spec.attention.rope.theta;
+    let rule = |i: usize| {
+        let wavelength = std::f64::consts::TAU * theta.powf(2.0 * i as f64 / spec.attention.head_dim as f64);
+        let smooth = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0);
+        1.0 / ((1.0 - smooth) / factor + smooth)
+    };
+    let follows = |(i, given): (usize, &f64)| (given / rule(i) - 1.0).abs() < 1e-4;
+    if factor > 1.0 && factors.iter().enumerate().all(follows) {
+        return json!({
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": whole(original),
+        });
+    }
+    json!({
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": spec.max_position_embeddings,
+    })
+}
+
+/// Lengths are written as whole numbers, which is what readers expect.
+fn whole(value: f64) -> Value {
+    if value.fract() == 0.0 && (0.0..1e15).contains(&value) { json!(value as u64) } else { json!(value) }
+}

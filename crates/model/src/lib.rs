@@ -1,0 +1,23 @@
+//! Architectures as data, the parameter inventory, file formats, tokenizers.
+//!
+//! This crate knows what a model is and how it is stored. It does not know how a step runs.
+
+#![deny(unsafe_code)]
+
+pub mod convert;
+mod file_map;
+pub mod gguf;
+pub mod hf_config;
+pub mod parameters;
+pub mod safetensors;
+pub mod save;
+mod save_error;
+pub mod source;
+pub mod spec;
+
+pub use parameters::{BlockId, Initialisation, Parameter, ParameterKind, Role};
+pub use save::{SaveError, SaveWriter};
+pub use source::{Format, ModelError, ModelFiles, RowOrder, StoredView, WeightSource};
+pub use spec::{
+    Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, RopeScaling, RopeSpec, SpecError,
+};

@@ -1,0 +1,208 @@
+//! The parameter inventory: every weight of a model with its name, role, block and shape.
+//!
+//! Names are those of Hugging Face checkpoints. Formats map their own names to these.
+
+use crate::spec::{ModelSpec, NormKind};
+
+/// The unit in which weights are gathered, updated and released.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum BlockId {
+    /// The token embedding (and with it a tied head).
+    Embedding,
+    /// One transformer block.
+    Layer(u32),
+    /// The final norm and an untied head.
+    Head,
+}
+
+/// What a parameter does in its block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[allow(missing_docs)]
+pub enum Role {
+    TokenEmbedding,
+    AttentionNorm,
+    AttentionNormBias,
+    QProj,
+    KProj,
+    VProj,
+    OProj,
+    QBias,
+    KBias,
+    VBias,
+    OBias,
+    MlpNorm,
+    MlpNormBias,
+    GateProj,
+    UpProj,
+    DownProj,
+    GateBias,
+    UpBias,
+    DownBias,
+    FinalNorm,
+    FinalNormBias,
+    LmHead,
+}
+
+/// What matters to optimizers and formats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ParameterKind {
+    /// A linear's matrix, `[out, in]`.
+    Matrix,
+    /// The embedding, `[vocab, hidden]`.
+    Embedding,
+    /// A norm's weight.
+    Norm,
+    /// A bias.
+    Bias,
+}
+
+/// How a parameter starts in training from scratch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Initialisation {
+    /// Normal with this standard deviation.
+    Normal(f64),
+    /// All ones.
+    Ones,
+    /// All zeros.
+    Zeros,
+}
+
+/// One parameter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Parameter {
+    /// Its Hugging Face name, `model.layers.0.self_attn.q_proj.weight`.
+    pub name: String,
+    /// The block that it belongs to.
+    pub block: BlockId,
+    /// Its place in the block.
+    pub role: Role,
+    /// `[out, in]` for matrices, `[n]` for norms and biases.
+    pub shape: Vec<u64>,
+}
+
+impl Role {
+    /// The parameter's kind.
+    pub fn kind(self) -> ParameterKind {
+        match self {
+            Role::TokenEmbedding => ParameterKind::Embedding,
+            Role::QProj
+            | Role::KProj
+            | Role::VProj
+            | Role::OProj
+            | Role::GateProj
+            | Role::UpProj
+            | Role::DownProj
+            | Role::LmHead => ParameterKind::Matrix,
+            Role::AttentionNorm | Role::MlpNorm | Role::FinalNorm => ParameterKind::Norm,
+            Role::AttentionNormBias
+            | Role::QBias
+            | Role::KBias
+            | Role::VBias
+            | Role::OBias
+            | Role::MlpNormBias
+            | Role::GateBias
+            | Role::UpBias
+            | Role::DownBias
+            | Role::FinalNormBias => ParameterKind::Bias,
+        }
+    }
+}
+
+impl Parameter {
+    /// Number of elements.
+    pub fn elements(&self) -> u64 {
+        self.shape.iter().product()
+    }
+
+    /// How it starts in training from scratch: GPT-2's and Llama's usual choice.
+    pub fn initialisation(&self, spec: &ModelSpec) -> Initialisation {
+        match self.role.kind() {
+            ParameterKind::Matrix | ParameterKind::Embedding => {
+                Initialisation::Normal(spec.initializer_range)
+            }
+            ParameterKind::Norm => Initialisation::Ones,
+            ParameterKind::Bias => Initialisation::Zeros,
+        }
+    }
+}
+
+impl ModelSpec {
+    /// All parameters: the embedding, the blocks in order, the head.
+    pub fn parameters(&self) -> Vec<Parameter> {
+        let mut all = self.block_parameters(BlockId::Embedding);
+        for layer in 0..self.num_layers {
+            all.extend(self.block_parameters(BlockId::Layer(layer)));
+        }
+        all.extend(self.block_parameters(BlockId::Head));
+        all
+    }
+
+    /// The blocks, in the order of the forward pass.
+    pub fn blocks(&self) -> impl DoubleEndedIterator<Item = BlockId> + use<> {
+        std::iter::once(BlockId::Embedding)
+            .chain((0..self.num_layers).map(BlockId::Layer))
+            .chain(std::iter::once(BlockId::Head))
+    }
+
+    /// The parameters of one block.
+    pub fn block_parameters(&self, block: BlockId) -> Vec<Parameter> {
+        let mut list = Vec::new();
+        let mut add = |name: String, role, shape: &[u64]| {
+            list.push(Parameter { name, block, role, shape: shape.to_vec() });
+        };
+        let hidden = self.hidden_size;
+        let layer_norm = self.norm.kind == NormKind::Layer;
+        match block {
+            BlockId::Embedding => {
+                add("model.embed_tokens.weight".into(), Role::TokenEmbedding, &[self.vocab_size, hidden]);
+            }
+            BlockId::Layer(i) => {
+                let (q, kv) = (self.q_size(), self.kv_size());
+                let inner = self.mlp.intermediate_size;
+                let name = |rest: &str| format!("model.layers.{i}.{rest}");
+                add(name("input_layernorm.weight"), Role::AttentionNorm, &[hidden]);
+                if layer_norm {
+                    add(name("input_layernorm.bias"), Role::AttentionNormBias, &[hidden]);
+                }
+                for (part, weight, bias, out) in [
+                    ("q_proj", Role::QProj, Role::QBias, q),
+                    ("k_proj", Role::KProj, Role::KBias, kv),
+                    ("v_proj", Role::VProj, Role::VBias, kv),
+                ] {
+                    add(name(&format!("self_attn.{part}.weight")), weight, &[out, hidden]);
+                    if self.attention.qkv_bias {
+                        add(name(&format!("self_attn.{part}.bias")), bias, &[out]);
+                    }
+                }
+                add(name("self_attn.o_proj.weight"), Role::OProj, &[hidden, q]);
+                if self.attention.output_bias {
+                    add(name("self_attn.o_proj.bias"), Role::OBias, &[hidden]);
+                }
+                add(name("post_attention_layernorm.weight"), Role::MlpNorm, &[hidden]);
+                if layer_norm {
+                    add(name("post_attention_layernorm.bias"), Role::MlpNormBias, &[hidden]);
+                }
+                let gate = self.mlp.gated.then_some(("gate_proj", Role::GateProj, Role::GateBias, inner, hidden));
+                for (part, weight, bias, out, inp) in gate.into_iter().chain([
+                    ("up_proj", Role::UpProj, Role::UpBias, inner, hidden),
+                    ("down_proj", Role::DownProj, Role::DownBias, hidden, inner),
+                ]) {
+                    add(name(&format!("mlp.{part}.weight")), weight, &[out, inp]);
+                    if self.mlp.bias {
+                        add(name(&format!("mlp.{part}.bias")), bias, &[out]);
+                    }
+                }
+            }
+            BlockId::Head => {
+                add("model.norm.weight".into(), Role::FinalNorm, &[hidden]);
+                if layer_norm {
+                    add("model.norm.bias".into(), Role::FinalNormBias, &[hidden]);
+                }
+                if !self.tie_word_embeddings {
+                    add("lm_head.weight".into(), Role::LmHead, &[self.vocab_size, hidden]);
+                }
+            }
+        }
+        list
+    }
+}

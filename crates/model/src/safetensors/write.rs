@@ -1,0 +1,146 @@
+//! Writing a safetensors file by streaming: the header first, since all sizes are known, then one tensor after
+//! the other from a callback, so that memory does not grow with the file.
+//!
+//! The file appears whole or not at all: it is written aside, synced, and renamed.
+
+use std::io::{self, BufWriter, Write};
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+
+use super::StoredDType;
+use crate::save_error::SaveError;
+
+/// Callers may write in small pieces; the system gets larger ones.
+const BUFFER: usize = 256 << 10;
+
+/// A tensor that is to be written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewTensor {
+    /// Its name, unique in the file.
+    pub name: String,
+    /// Its element type.
+    pub dtype: StoredDType,
+    /// Its sizes, the slowest first.
+    pub shape: Vec<u64>,
+}
+
+/// Writes `tensors` to `path`, which is replaced if it is there; its folder must exist. Returns the file's size.
+///
+/// `fill` is asked for each tensor's little-endian bytes in turn, in the file's order: that of `tensors`, except
+/// that wider element types come before narrower ones, which keeps every tensor aligned for other readers. An
+/// error of `fill` ends the writing and comes back as [`SaveError::Io`].
+pub fn write_tensors(
+    path: &Path,
+    metadata: &[(&str, &str)],
+    tensors: &[NewTensor],
+    mut fill: impl FnMut(&NewTensor, &mut dyn Write) -> io::Result<()>,
+) -> Result<u64, SaveError> {
+    let mut order: Vec<&NewTensor> = tensors.iter().collect();
+    order.sort_by_key(|tensor| std::cmp::Reverse(tensor.dtype.bits()));
+    let (header, sizes) = header(path, metadata, &order)?;
+
+    let io = |action| move |source| SaveError::io(action, path, source);
+    let folder = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let aside = new_file_builder()
+        .prefix(".writing-")
+        .tempfile_in(folder)
+        .map_err(|source| SaveError::io("create a file in", folder, source))?;
+    let mut out = BufWriter::with_capacity(BUFFER, aside);
+    out.write_all(&header).map_err(io("write"))?;
+    for (tensor, size) in order.iter().zip(&sizes) {
+        let mut counted = Counted { inner: &mut out, left: *size, exceeded: false };
+        let filled = fill(tensor, &mut counted);
+        let (left, exceeded) = (counted.left, counted.exceeded);
+        if exceeded || (filled.is_ok() && left > 0) {
+            let tensor = tensor.name.clone();
+            return Err(SaveError::Length { path: path.to_owned(), tensor, expected: *size, missing: left });
+        }
+        filled.map_err(io("write"))?;
+    }
+    let aside = out.into_inner().map_err(|error| SaveError::io("write", path, error.into_error()))?;
+    aside.as_file().sync_all().map_err(io("write"))?;
+    aside.persist(path).map_err(|error| SaveError::io("rename a file to", path, error.error))?;
+    sync_folder(folder);
+    Ok(header.len() as u64 + sizes.iter().sum::<u64>())
+}
+
+/// Temporary files get the permissions that any new file gets; by themselves they would be the owner's alone.
+pub(crate) fn new_file_builder() -> tempfile::Builder<'static, 'static> {
+    let mut builder = tempfile::Builder::new();
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    builder
+}
+
+/// Makes renames in a folder durable. Some file systems cannot, and the files themselves are already synced.
+pub(crate) fn sync_folder(folder: &Path) {
+    if let Ok(folder) = std::fs::File::open(folder) {
+        let _ = folder.sync_all();
+    }
+}
+
+/// The length prefix and the JSON, padded so that data starts at a multiple of 8, and each tensor's bytes.
+fn header(
+    path: &Path,
+    metadata: &[(&str, &str)],
+    order: &[&NewTensor],
+) -> Result<(Vec<u8>, Vec<u64>), SaveError> {
+    let fail = |tensor: &NewTensor, reason: &'static str| SaveError::Tensor {
+        path: path.to_owned(),
+        tensor: tensor.name.clone(),
+        reason,
+    };
+    let mut entries = Map::new();
+    if !metadata.is_empty() {
+        let pairs = metadata.iter().map(|(key, value)| (key.to_string(), Value::from(*value)));
+        entries.insert("__metadata__".to_owned(), Value::Object(pairs.collect()));
+    }
+    let mut sizes = Vec::with_capacity(order.len());
+    let mut begin = 0u64;
+    for tensor in order {
+        let size = tensor.dtype.bytes_for(&tensor.shape).ok_or_else(|| fail(tensor, "its size overflows"))?;
+        let end = begin.checked_add(size).ok_or_else(|| fail(tensor, "the file's size overflows"))?;
+        let entry = json!({
+            "dtype": tensor.dtype.name(),
+            "shape": tensor.shape,
+            "data_offsets": [begin, end],
+        });
+        if tensor.name == "__metadata__" || entries.insert(tensor.name.clone(), entry).is_some() {
+            return Err(fail(tensor, "its name is taken"));
+        }
+        sizes.push(size);
+        begin = end;
+    }
+    let mut json = Value::Object(entries).to_string().into_bytes();
+    json.resize(json.len().next_multiple_of(8), b' ');
+    let mut header = (json.len() as u64).to_le_bytes().to_vec();
+    header.append(&mut json);
+    Ok((header, sizes))
+}
+
+/// Lets through just as many bytes as a tensor has.
+struct Counted<'a, W> {
+    inner: &'a mut W,
+    left: u64,
+    exceeded: bool,
+}
+
+impl<W: Write> Write for Counted<'_, W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if bytes.len() as u64 > self.left {
+            self.exceeded = true;
+            return Err(io::Error::other("more bytes than the tensor has"));
+        }
+        let written = self.inner.write(bytes)?;
+        self.left -= written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
+    }
+}

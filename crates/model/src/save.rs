@@ -1,0 +1,216 @@
+//! Saving a model as a Hugging Face folder that `transformers` loads as it is.
+//!
+//! Weights are streamed one parameter at a time from a callback, so memory does not grow with the model. All
+//! files are written aside in a folder of their own and moved into place when all are complete and synced; after
+//! an error nothing of them is left. The tokenizer's files are left to `tokenizer`.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use plimsoll_device::DType;
+use serde_json::json;
+
+use crate::hf_config::{CONFIG_NAME, GENERATION_CONFIG_NAME, config_json, generation_config_json};
+use crate::parameters::Parameter;
+use crate::safetensors::{INDEX_NAME, NewTensor, SINGLE_NAME, StoredDType, sync_folder, write_tensors};
+pub use crate::save_error::SaveError;
+use crate::spec::ModelSpec;
+
+/// The size of a weights file above which a further one is begun.
+pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
+
+/// What `transformers` marks its own files with.
+const METADATA: [(&str, &str); 1] = [("format", "pt")];
+
+/// Writes a model's folder.
+#[derive(Clone, Debug)]
+pub struct SaveWriter<'a> {
+    spec: &'a ModelSpec,
+    dtype: DType,
+    shard_bytes: u64,
+}
+
+impl<'a> SaveWriter<'a> {
+    /// A writer of that model's weights as `dtype`: f32, bf16 or f16.
+    pub fn new(spec: &'a ModelSpec, dtype: DType) -> SaveWriter<'a> {
+        SaveWriter { spec, dtype, shard_bytes: DEFAULT_SHARD_BYTES }
+    }
+
+    /// Begins a further file where one would get more bytes of weights than this. A parameter is never cut, so
+    /// that a larger one makes a larger file.
+    pub fn shard_bytes(self, shard_bytes: u64) -> SaveWriter<'a> {
+        SaveWriter { shard_bytes, ..self }
+    }
+
+    /// Writes `config.json`, `generation_config.json`, and the weights into `folder`, which is made if it is not
+    /// there; files of these names are replaced. Returns the bytes written.
+    ///
+    /// `weights` is asked for every parameter in the order of [`ModelSpec::parameters`], and writes its
+    /// little-endian values in the writer's type, row by row.
+    pub fn write(
+        &self,
+        folder: &Path,
+        mut weights: impl FnMut(&Parameter, &mut dyn Write) -> io::Result<()>,
+    ) -> Result<u64, SaveError> {
+        let config = config_json(self.spec, self.dtype)?;
+        let staging = Staging::new(folder)?;
+        let mut bytes = staging.write(CONFIG_NAME, &config)?;
+        bytes += staging.write(GENERATION_CONFIG_NAME, &generation_config_json(self.spec))?;
+
+        let shards = self.shards();
+        let names = shard_names(shards.len());
+        for (name, parameters) in names.iter().zip(&shards) {
+            let tensors = self.tensors(parameters)?;
+            let mut next = parameters.iter();
+            bytes += write_tensors(&staging.path(name), &METADATA, &tensors, |_, out| {
+                // All have one type, so the file's order is the parameters'.
+                next.next().map_or(Ok(()), |parameter| weights(parameter, out))
+            })?;
+        }
+        if names.len() > 1 {
+            bytes += staging.write(INDEX_NAME, &self.index(&names, &shards))?;
+        }
+        staging.commit(folder, &names)?;
+        Ok(bytes)
+    }
+
+    /// The parameters of each file.
+    fn shards(&self) -> Vec<Vec<Parameter>> {
+        let mut shards: Vec<Vec<Parameter>> = vec![Vec::new()];
+        let mut filled = 0u64;
+        for parameter in self.spec.parameters() {
+            let size = self.bytes(&parameter);
+            if filled > 0 && filled.saturating_add(size) > self.shard_bytes {
+                shards.push(Vec::new());
+                filled = 0;
+            }
+            filled += size;
+            if let Some(shard) = shards.last_mut() {
+                shard.push(parameter);
+            }
+        }
+        shards
+    }
+
+    fn bytes(&self, parameter: &Parameter) -> u64 {
+        parameter.elements() * self.dtype.block_bytes()
+    }
+
+    fn tensors(&self, parameters: &[Parameter]) -> Result<Vec<NewTensor>, SaveError> {
+        let dtype = StoredDType::from_device(self.dtype).ok_or_else(|| SaveError::Inexpressible {
+            model: self.spec.name.clone(),
+            target: "safetensors",
+            reason: format!("weights cannot be stored as {}", self.dtype),
+        })?;
+        let tensor =
+            |parameter: &Parameter| NewTensor { name: parameter.name.clone(), dtype, shape: parameter.shape.clone() };
+        Ok(parameters.iter().map(tensor).collect())
+    }
+
+    fn index(&self, names: &[String], shards: &[Vec<Parameter>]) -> String {
+        let parameters = || shards.iter().zip(names).flat_map(|(shard, name)| shard.iter().map(move |p| (p, name)));
+        let total: u64 = parameters().map(|(parameter, _)| self.bytes(parameter)).sum();
+        let weight_map: BTreeMap<&str, &str> =
+            parameters().map(|(parameter, name)| (parameter.name.as_str(), name.as_str())).collect();
+        let index = json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
+        format!("{index:#}\n")
+    }
+}
+
+/// `model.safetensors`, or `model-00001-of-00003.safetensors` and so on.
+fn shard_names(count: usize) -> Vec<String> {
+    match count {
+        1 => vec![SINGLE_NAME.to_owned()],
+        _ => (1..=count).map(|i| format!("model-{i:05}-of-{count:05}.safetensors")).collect(),
+    }
+}
+
+/// Whether a file holds weights in one of the forms that [`SaveWriter`] writes.
+fn is_weights(name: &str) -> bool {
+    let shard = name.strip_prefix("model-").and_then(|rest| rest.strip_suffix(".safetensors"));
+    name == SINGLE_NAME || name == INDEX_NAME || shard.is_some_and(|shard| shard.contains("-of-"))
+}
+
+/// A hidden folder that files are written to; it goes away with everything in it unless it is committed.
+struct Staging {
+    folder: tempfile::TempDir,
+    /// Whether the folder that is being saved to is new and so can be had by one rename.
+    replaces: bool,
+}
+
+impl Staging {
+    fn new(folder: &Path) -> Result<Staging, SaveError> {
+        let replaces = !folder.exists();
+        let place = if replaces {
+            let parent = parent(folder);
+            std::fs::create_dir_all(parent).map_err(|source| SaveError::io("create", parent, source))?;
+            parent
+        } else {
+            folder
+        };
+        let mut builder = tempfile::Builder::new();
+        #[cfg(unix)]
+        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
+        let staging = builder
+            .prefix(".saving-")
+            .tempdir_in(place)
+            .map_err(|source| SaveError::io("create a folder in", place, source))?;
+        Ok(Staging { folder: staging, replaces })
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// A small text file, synced. Returns its size.
+    fn write(&self, name: &str, text: &str) -> Result<u64, SaveError> {
+        let path = self.path(name);
+        let write = || {
+            let mut file = std::fs::File::create_new(&path)?;
+            file.write_all(text.as_bytes())?;
+            file.sync_all()
+        };
+        write().map_err(|source| SaveError::io("write", &path, source))?;
+        Ok(text.len() as u64)
+    }
+
+    /// Moves everything into place: by one rename where the folder is new, else file by file.
+    fn commit(self, folder: &Path, weights: &[String]) -> Result<(), SaveError> {
+        let staged = self.folder.path();
+        sync_folder(staged);
+        if self.replaces {
+            std::fs::rename(staged, folder).map_err(|source| SaveError::io("rename a folder to", folder, source))?;
+            sync_folder(parent(folder));
+            return Ok(());
+        }
+        let list = |path: &Path| -> io::Result<Vec<std::ffi::OsString>> {
+            std::fs::read_dir(path)?.map(|entry| Ok(entry?.file_name())).collect()
+        };
+        for name in list(staged).map_err(|source| SaveError::io("list", staged, source))? {
+            let target = folder.join(&name);
+            std::fs::rename(staged.join(&name), &target)
+                .map_err(|source| SaveError::io("rename a file to", &target, source))?;
+        }
+        // Weights of an earlier save in the other form would be loaded instead of these.
+        for name in list(folder).map_err(|source| SaveError::io("list", folder, source))? {
+            let is_ours = |name: &str| weights.iter().any(|w| w == name) || (weights.len() > 1 && name == INDEX_NAME);
+            if let Some(name) = name.to_str()
+                && is_weights(name)
+                && !is_ours(name)
+            {
+                let stale = folder.join(name);
+                std::fs::remove_file(&stale).map_err(|source| SaveError::io("remove", &stale, source))?;
+            }
+        }
+        sync_folder(folder);
+        Ok(())
+    }
+}
+
+fn parent(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}

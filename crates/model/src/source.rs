@@ -1,0 +1,160 @@
+//! A model's files, whatever their format: its shape, and its weights read into the caller's memory.
+//!
+//! [`ModelFiles::open`] takes a Hugging Face folder, a single `.safetensors` file with its `config.json` beside it,
+//! or a GGUF file. Everything that can be wrong with the files is found when they are opened; reading a parameter
+//! afterwards converts it run by run from the memory map straight into the caller's bytes, and gives the file's
+//! pages back to the system as it goes.
+
+mod error;
+mod inventory;
+mod open;
+mod read;
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use plimsoll_device::DType;
+
+pub use error::{ModelError, NameList};
+
+use crate::file_map::FileMap;
+use crate::parameters::Parameter;
+use crate::spec::ModelSpec;
+
+/// How a model is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// One safetensors file or several, with a `config.json`.
+    Safetensors,
+    /// A GGUF file.
+    Gguf,
+}
+
+/// The order of a stored matrix's rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowOrder {
+    /// As the parameter has them.
+    Natural,
+    /// In every head of `head_dim` rows, row `2 i + a` holds the parameter's row `a * head_dim / 2 + i`.
+    Interleaved {
+        /// Rows of a head.
+        head_dim: u64,
+    },
+}
+
+impl RowOrder {
+    /// Where the parameter's row is stored.
+    pub fn stored_row(self, row: u64) -> u64 {
+        match self {
+            RowOrder::Natural => row,
+            RowOrder::Interleaved { head_dim } => {
+                let (head, within) = (row / head_dim, row % head_dim);
+                let half = head_dim / 2;
+                head * head_dim + 2 * (within % half) + within / half
+            }
+        }
+    }
+}
+
+/// A parameter as it is stored.
+#[derive(Clone, Copy, Debug)]
+pub struct StoredView<'a> {
+    /// Its bytes, little-endian, aligned to nothing.
+    pub bytes: &'a [u8],
+    /// Their type.
+    pub dtype: DType,
+    /// The order of its rows.
+    pub rows: RowOrder,
+}
+
+/// Where a parameter is stored.
+#[derive(Debug)]
+struct Place {
+    file: usize,
+    bytes: Range<usize>,
+    dtype: DType,
+    shape: Vec<u64>,
+    rows: RowOrder,
+}
+
+/// The weights of a model that was opened: every parameter of its shape is there, in that parameter's shape.
+#[derive(Debug)]
+pub struct WeightSource {
+    path: PathBuf,
+    files: Vec<FileMap>,
+    places: HashMap<String, Place>,
+}
+
+/// An opened model.
+#[derive(Debug)]
+pub struct ModelFiles {
+    path: PathBuf,
+    format: Format,
+    spec: ModelSpec,
+    weights: WeightSource,
+}
+
+impl ModelFiles {
+    /// What was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// How the model is stored.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// The model's shape.
+    pub fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    /// The weights.
+    pub fn weights(&self) -> &WeightSource {
+        &self.weights
+    }
+}
+
+impl WeightSource {
+    /// How a parameter is stored.
+    pub fn stored_dtype(&self, parameter: &Parameter) -> Result<DType, ModelError> {
+        Ok(self.place(parameter)?.dtype)
+    }
+
+    /// Bytes of all parameters as stored.
+    pub fn stored_bytes(&self) -> u64 {
+        self.places.values().map(|place| place.bytes.len() as u64).sum()
+    }
+
+    /// A parameter as stored. Its pages stay in memory after they are read until [`WeightSource::release`].
+    pub fn view(&self, parameter: &Parameter) -> Result<StoredView<'_>, ModelError> {
+        let place = self.place(parameter)?;
+        Ok(StoredView { bytes: self.bytes(place), dtype: place.dtype, rows: place.rows })
+    }
+
+    /// Gives a parameter's pages in the file back to the system; they can be read again.
+    pub fn release(&self, parameter: &Parameter) -> Result<(), ModelError> {
+        let place = self.place(parameter)?;
+        if let Some(file) = self.files.get(place.file) {
+            file.release(place.bytes.clone());
+        }
+        Ok(())
+    }
+
+    fn bytes(&self, place: &Place) -> &[u8] {
+        self.files.get(place.file).and_then(|file| file.bytes().get(place.bytes.clone())).unwrap_or_default()
+    }
+
+    /// The parameter's place, if it is one of the opened model's.
+    fn place(&self, parameter: &Parameter) -> Result<&Place, ModelError> {
+        self.places.get(&parameter.name).filter(|place| place.shape == parameter.shape).ok_or_else(|| {
+            ModelError::NoSuchParameter {
+                path: self.path.clone(),
+                tensor: parameter.name.clone(),
+                shape: parameter.shape.clone(),
+            }
+        })
+    }
+}

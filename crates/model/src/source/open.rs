@@ -1,0 +1,152 @@
+//! Opening a model: which format a path has, its shape, and the shape checked against the weights.
+
+use std::path::{Path, PathBuf};
+
+use super::inventory::{Candidate, Inventory};
+use super::{Format, ModelError, ModelFiles, RowOrder};
+use crate::file_map::FileMap;
+use crate::gguf::GgufFile;
+use crate::gguf::llama::{self, StoredName};
+use crate::hf_config::{self, CONFIG_NAME};
+use crate::safetensors::{INDEX_NAME, SINGLE_NAME, SafetensorsSet};
+use crate::spec::ModelSpec;
+
+/// Weights in Python's pickle format, which runs code when it is read.
+const PICKLES: [&str; 4] =
+    ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt"];
+
+impl ModelFiles {
+    /// Opens a Hugging Face folder, a `.safetensors` file with `config.json` beside it, or a GGUF file, and checks
+    /// that shape and weights belong together.
+    pub fn open(path: &Path) -> Result<ModelFiles, ModelError> {
+        let io = |source| ModelError::Io { path: path.to_owned(), source };
+        let fail = |reason: &str| ModelError::NotAModel { path: path.to_owned(), reason: reason.to_owned() };
+        if std::fs::metadata(path).map_err(io)?.is_dir() {
+            return open_folder(path);
+        }
+        match path.extension().and_then(|extension| extension.to_str()) {
+            Some("gguf") => open_gguf(path),
+            Some("safetensors") => {
+                open_safetensors(path, parent(path), SafetensorsSet::single(path)?)
+            }
+            Some("json") => Err(fail("is one file of a model; give the folder that it is in")),
+            Some("bin" | "pt" | "pth" | "ckpt") => Err(fail(PICKLE_REASON)),
+            // A file of another name is told by its first bytes.
+            _ if starts_with(path, b"GGUF").map_err(io)? => open_gguf(path),
+            _ => Err(fail("is no model: give a Hugging Face folder, a .safetensors file or a .gguf file")),
+        }
+    }
+}
+
+const PICKLE_REASON: &str = "the weights are in PyTorch's pickle format, which can run code when it is read, so that \
+     it is not; convert them: load the model with transformers and save_pretrained() it as safetensors";
+
+fn open_folder(folder: &Path) -> Result<ModelFiles, ModelError> {
+    let fail = |reason: String| ModelError::NotAModel { path: folder.to_owned(), reason };
+    let (index, single) = (folder.join(INDEX_NAME), folder.join(SINGLE_NAME));
+    let (file, indexed) = if single.is_file() {
+        (single, false)
+    } else if index.is_file() {
+        (index, true)
+    } else if let Some(pickle) = PICKLES.iter().find(|name| folder.join(name).exists()) {
+        return Err(fail(format!("has no {SINGLE_NAME}, only {pickle}: {PICKLE_REASON}")));
+    } else if let Some(gguf) = first_gguf(folder) {
+        return Err(fail(format!("has no {SINGLE_NAME}; give the GGUF file itself: {}", gguf.display())));
+    } else {
+        return Err(fail(format!("is no model's folder: it has neither {SINGLE_NAME} nor {INDEX_NAME}")));
+    };
+    let set = if indexed { SafetensorsSet::indexed(&file)? } else { SafetensorsSet::single(&file)? };
+    open_safetensors(folder, folder, set)
+}
+
+fn open_safetensors(path: &Path, folder: &Path, set: SafetensorsSet) -> Result<ModelFiles, ModelError> {
+    let config = folder.join(CONFIG_NAME);
+    if !config.is_file() {
+        return Err(ModelError::NotAModel {
+            path: path.to_owned(),
+            reason: format!("there is no {CONFIG_NAME} beside the weights, which tells the model's shape"),
+        });
+    }
+    let spec = hf_config::read_config(folder, name_of(path))?;
+    // A checkpoint of the bare model, without a head, has no prefix.
+    let prefixed = set.files().iter().any(|file| file.tensors().iter().any(|t| t.name.starts_with("model.")));
+    let mut inventory = Inventory::new(path, config.display().to_string());
+    for (file, opened) in set.files().iter().enumerate() {
+        for tensor in opened.tensors() {
+            let name = if prefixed { tensor.name.clone() } else { format!("model.{}", tensor.name) };
+            if is_no_parameter(&tensor.name, &spec) {
+                continue;
+            }
+            let dtype = tensor.dtype.device().filter(|dtype| dtype.is_float());
+            inventory.add(name, Candidate {
+                tensor: tensor.name.clone(),
+                file,
+                bytes: tensor.bytes.clone(),
+                dtype: dtype.ok_or(tensor.dtype.name()),
+                shape: tensor.shape.clone(),
+                rows: RowOrder::Natural,
+            });
+        }
+    }
+    let files = set.into_files().into_iter().map(|file| file.into_map()).collect();
+    let weights = inventory.match_with(&spec, files)?;
+    Ok(ModelFiles { path: path.to_owned(), format: Format::Safetensors, spec, weights })
+}
+
+fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
+    let file = GgufFile::open(path)?;
+    let spec = llama::model_spec(&file, name_of(path))?;
+    let head_dim = spec.attention.head_dim;
+    let mut inventory = Inventory::new(path, "the file's metadata".to_owned());
+    for tensor in file.tensors() {
+        if llama::is_no_parameter(&tensor.name) {
+            continue;
+        }
+        let stored = llama::parameter_name(&tensor.name);
+        let rows = match &stored {
+            Some(StoredName { interleaved: true, .. }) => RowOrder::Interleaved { head_dim },
+            _ => RowOrder::Natural,
+        };
+        let name = stored.map_or_else(|| tensor.name.clone(), |stored| stored.name);
+        inventory.add(name, Candidate {
+            tensor: tensor.name.clone(),
+            file: 0,
+            bytes: tensor.bytes.clone(),
+            dtype: Ok(tensor.dtype),
+            shape: tensor.shape.clone(),
+            rows,
+        });
+    }
+    file.release();
+    let weights = inventory.match_with(&spec, vec![file.into_map()])?;
+    Ok(ModelFiles { path: path.to_owned(), format: Format::Gguf, spec, weights })
+}
+
+/// Buffers that old versions of transformers saved, and the copy of a tied head.
+fn is_no_parameter(tensor: &str, spec: &ModelSpec) -> bool {
+    tensor.ends_with("rotary_emb.inv_freq") || (spec.tie_word_embeddings && tensor == "lm_head.weight")
+}
+
+fn parent(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// The folder's name, or the file's without its extension.
+fn name_of(path: &Path) -> String {
+    let full = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let name = if path.is_dir() { full.file_name() } else { full.file_stem() };
+    name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
+fn starts_with(path: &Path, magic: &[u8; 4]) -> std::io::Result<bool> {
+    let file = FileMap::open(path)?;
+    Ok(file.bytes().starts_with(magic))
+}
+
+fn first_gguf(folder: &Path) -> Option<PathBuf> {
+    let entries = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path());
+    entries.filter(|path| path.extension().is_some_and(|extension| extension == "gguf")).min()
+}

@@ -1,0 +1,86 @@
+//! Reading a parameter: converted from the file's map into the caller's bytes, without a second copy.
+
+use plimsoll_device::DType;
+
+use super::{ModelError, Place, RowOrder, WeightSource};
+use crate::convert::{ConversionError, convert};
+use crate::file_map::FileMap;
+use crate::parameters::Parameter;
+
+/// Bytes of the file that are read before their pages are given back. Bounds what reading adds to the resident
+/// set, and is large enough that giving back costs nothing to speak of. Holds whole blocks of every type
+/// (a multiple of their sizes 4, 2, 34, 18 and 20).
+const STRIPE: usize = 3060 * 512;
+
+impl WeightSource {
+    /// Writes a parameter's values into `out` as `dtype` (f32, bf16 or f16; to nearest, ties to even), row by row in
+    /// the parameter's own order. `out` has just its bytes, `dtype.bytes_for(parameter.elements())`.
+    pub fn read_into(&self, parameter: &Parameter, dtype: DType, out: &mut [u8]) -> Result<(), ModelError> {
+        let place = self.place(parameter)?;
+        let Some(file) = self.files.get(place.file) else { return Ok(()) };
+        let read = match place.rows {
+            RowOrder::Natural => read_plain(file, place, dtype, out),
+            RowOrder::Interleaved { head_dim } => read_heads(file, place, head_dim, dtype, out),
+        };
+        read.map_err(|source| ModelError::Conversion {
+            path: self.path.clone(),
+            tensor: parameter.name.clone(),
+            dtype,
+            source,
+        })
+    }
+}
+
+/// The elements in order, a stripe at a time.
+fn read_plain(file: &FileMap, place: &Place, to: DType, out: &mut [u8]) -> Result<(), ConversionError> {
+    let bytes = &file.bytes()[place.bytes.clone()];
+    check_length(place, bytes, to, out)?;
+    let stripe_elements = STRIPE / place.dtype.block_bytes() as usize * place.dtype.block_elements() as usize;
+    let stripe_out = stripe_elements * to.block_bytes() as usize;
+    let mut start = place.bytes.start;
+    for (bytes, out) in bytes.chunks(STRIPE).zip(out.chunks_mut(stripe_out)) {
+        convert(place.dtype, bytes, to, out)?;
+        file.release(start..start + bytes.len());
+        start += bytes.len();
+    }
+    Ok(())
+}
+
+/// The rows of every head put back in order, a head at a time.
+fn read_heads(
+    file: &FileMap,
+    place: &Place,
+    head_dim: u64,
+    to: DType,
+    out: &mut [u8],
+) -> Result<(), ConversionError> {
+    let bytes = &file.bytes()[place.bytes.clone()];
+    check_length(place, bytes, to, out)?;
+    let rows = place.shape.first().copied().unwrap_or(1).max(1) as usize;
+    let (row_bytes, row_out) = (bytes.len() / rows, out.len() / rows);
+    let mut released = place.bytes.start;
+    for (row, out) in out.chunks_exact_mut(row_out.max(1)).enumerate() {
+        let stored = place.rows.stored_row(row as u64) as usize;
+        convert(place.dtype, &bytes[stored * row_bytes..(stored + 1) * row_bytes], to, out)?;
+        let head_start = place.bytes.start + row / head_dim as usize * head_dim as usize * row_bytes;
+        if head_start - released > STRIPE {
+            file.release(released..head_start);
+            released = head_start;
+        }
+    }
+    file.release(released..place.bytes.end);
+    Ok(())
+}
+
+/// Refuses a type that is not computed on, and bytes that are too few or too many, before any is written.
+fn check_length(place: &Place, bytes: &[u8], to: DType, out: &[u8]) -> Result<(), ConversionError> {
+    if !to.is_float() {
+        return Err(ConversionError::Unsupported { from: place.dtype, to });
+    }
+    let elements = place.shape.iter().product();
+    if to.bytes_for(elements) != Some(out.len() as u64) {
+        let (from, source_bytes) = (place.dtype, bytes.len());
+        return Err(ConversionError::Length { from, source_bytes, to, out_bytes: out.len() });
+    }
+    Ok(())
+}

@@ -1,0 +1,188 @@
+//! What this version does not have: one table of settings that are refused, each with the reason and the nearest
+//! legal setting.
+
+/// Settings that are refused.
+pub(super) struct Refusal {
+    keys: &'static [&'static str],
+    values: Values,
+    pub reason: &'static str,
+    pub instead: &'static str,
+}
+
+enum Values {
+    /// These words.
+    Words(&'static [&'static str]),
+    /// Every value but this one.
+    AllBut(&'static str),
+}
+
+use Values::{AllBut, Words};
+
+static REFUSALS: &[Refusal] = &[
+    Refusal {
+        keys: &["model.from_scratch.architecture"],
+        values: Words(&[
+            "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "phi3", "olmo2", "mixtral",
+        ]),
+        reason: "only the Llama family is trained from scratch",
+        instead: "llama",
+    },
+    Refusal {
+        keys: &["data.format"],
+        values: Words(&["chat", "instruction", "tokens", "parquet"]),
+        reason: "data are text files, or JSONL files with a text field",
+        instead: "text",
+    },
+    Refusal {
+        keys: &["training.method"],
+        values: Words(&["lora", "qlora", "dora", "adapter"]),
+        reason: "adapters cannot be trained yet",
+        instead: "full",
+    },
+    Refusal {
+        keys: &["training.mixed_precision"],
+        values: Words(&["fp16", "f16", "float16", "half", "fp8", "float8", "e4m3", "e5m2"]),
+        reason: "it needs loss or tensor scaling",
+        instead: "bf16, which needs none",
+    },
+    Refusal {
+        keys: &["training.gradient_dtype"],
+        values: Words(&["fp16", "f16", "float16", "fp8", "int8"]),
+        reason: "gradients are kept in 32-bit floats or bfloat16",
+        instead: "bf16 or f32",
+    },
+    Refusal {
+        keys: &["training.optimizer"],
+        values: Words(&[
+            "adam",
+            "adamw_bf16",
+            "adamw_8bit",
+            "adamw_bnb_8bit",
+            "paged_adamw_8bit",
+            "adam_mini",
+            "lion",
+            "lion_8bit",
+            "adafactor",
+            "sgd",
+            "adalomo",
+            "lomo",
+            "galore",
+            "apollo",
+            "muon",
+        ]),
+        reason: "AdamW is the one optimizer",
+        instead: "adamw",
+    },
+    Refusal {
+        keys: &["training.optimizer"],
+        values: Words(&["adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"]),
+        reason: "there is one AdamW and it is fused",
+        instead: "adamw",
+    },
+    Refusal {
+        keys: &["training.lr_schedule"],
+        values: Words(&["constant_with_warmup"]),
+        reason: "every schedule has a warm-up",
+        instead: "constant with training.warmup_steps",
+    },
+    Refusal {
+        keys: &["training.lr_schedule"],
+        values: Words(&["cosine_with_min_lr"]),
+        reason: "every schedule has a minimum",
+        instead: "cosine with training.min_lr_ratio",
+    },
+    Refusal {
+        keys: &["training.lr_schedule"],
+        values: Words(&["cosine_with_restarts", "polynomial", "inverse_sqrt", "warmup_stable_decay", "wsd"]),
+        reason: "the schedules are constant, linear and cosine",
+        instead: "cosine",
+    },
+    Refusal {
+        keys: &["training.gradient_checkpointing"],
+        values: Words(&["every", "sqrt", "ratio", "selective"]),
+        reason: "checkpointing is all or nothing",
+        instead: "none, full or auto",
+    },
+    Refusal {
+        keys: &["training.gradient_checkpointing"],
+        values: Words(&["true", "unsloth"]),
+        reason: "the form of checkpointing is given by name",
+        instead: "full",
+    },
+    Refusal {
+        keys: &["training.gradient_checkpointing"],
+        values: Words(&["false"]),
+        reason: "the form of checkpointing is given by name",
+        instead: "none",
+    },
+    Refusal {
+        keys: &["training.activation_compression"],
+        values: Words(&["int8", "int4", "fp8", "bf16"]),
+        reason: "activations are kept as they are",
+        instead: "none",
+    },
+    Refusal {
+        keys: &["training.attention"],
+        values: Words(&[
+            "standard",
+            "eager",
+            "sdpa",
+            "flash_attention_2",
+            "flash_attention_3",
+            "xformers",
+            "sliding_window",
+            "block_sparse",
+        ]),
+        reason: "attention is tiled, with every earlier token in view",
+        instead: "flash",
+    },
+    Refusal {
+        keys: &[
+            "memory.offload.optimizer",
+            "memory.offload.parameters",
+            "memory.offload.activations",
+            "memory.offload.gradients",
+        ],
+        values: Words(&["host", "cpu", "disk", "nvme"]),
+        reason: "everything stays on the device",
+        instead: "device",
+    },
+    Refusal {
+        keys: &["parallel.zero_stage"],
+        values: AllBut("0"),
+        reason: "one process trains",
+        instead: "0",
+    },
+    Refusal {
+        keys: &["parallel.sharding_strategy"],
+        values: Words(&["full_shard", "shard_grad_op", "hybrid_shard", "zero1", "zero2", "zero3"]),
+        reason: "one process trains",
+        instead: "none",
+    },
+    Refusal {
+        keys: &["parallel.data_parallel", "parallel.tensor_parallel", "parallel.pipeline_parallel"],
+        values: AllBut("1"),
+        reason: "one process trains",
+        instead: "1",
+    },
+];
+
+/// Why a value, written as `word`, is refused for a key; `None` if it is not in the table.
+pub(super) fn refusal(key: &str, word: &str) -> Option<&'static Refusal> {
+    REFUSALS.iter().filter(|refusal| refusal.keys.contains(&key)).find(|refusal| match refusal.values {
+        Words(words) => words.iter().any(|refused| refused.eq_ignore_ascii_case(word)),
+        AllBut(legal) => word != legal,
+    })
+}
+
+/// Every key and word of the table that is a word.
+#[cfg(test)]
+pub(super) fn refused_words() -> impl Iterator<Item = (&'static str, &'static str)> {
+    REFUSALS.iter().flat_map(|refusal| {
+        let words = match refusal.values {
+            Words(words) => words,
+            AllBut(_) => &[],
+        };
+        refusal.keys.iter().flat_map(move |key| words.iter().map(move |word| (*key, *word)))
+    })
+}

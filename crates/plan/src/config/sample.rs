@@ -1,0 +1,120 @@
+//! Random configurations for the property tests.
+
+use std::path::PathBuf;
+
+use plimsoll_memory::ByteSize;
+
+use super::place::Origins;
+use super::{
+    Auto, DataConfig, MemoryConfig, ModelConfig, OutputConfig, ParallelConfig, Paths, RawConfig,
+    TokenizerSource, TrainingConfig,
+};
+
+/// Random words (SplitMix64), and a text to take strings from.
+pub(super) struct Source<'a> {
+    state: u64,
+    texts: &'a [String],
+}
+
+impl<'a> Source<'a> {
+    pub fn new(seed: u64, texts: &'a [String]) -> Source<'a> {
+        Source { state: seed, texts }
+    }
+
+    fn next(&mut self) -> u64 {
+        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn pick<T: Clone>(&mut self, choices: &[T]) -> T {
+        let index = self.next() % choices.len() as u64;
+        choices[index as usize].clone()
+    }
+}
+
+pub(super) trait Sample {
+    fn sample(source: &mut Source<'_>) -> Self;
+}
+
+impl<T: Sample> Sample for Option<T> {
+    fn sample(source: &mut Source<'_>) -> Self {
+        (!source.next().is_multiple_of(3)).then(|| T::sample(source))
+    }
+}
+
+impl<T: Sample> Sample for Auto<T> {
+    fn sample(source: &mut Source<'_>) -> Self {
+        if source.next().is_multiple_of(3) { Auto::Auto } else { Auto::Set(T::sample(source)) }
+    }
+}
+
+impl Sample for u64 {
+    fn sample(source: &mut Source<'_>) -> Self {
+        let shift = source.next() % 64;
+        source.next() >> shift
+    }
+}
+
+impl Sample for f64 {
+    fn sample(source: &mut Source<'_>) -> Self {
+        let value = f64::from_bits(source.next());
+        if value.is_finite() { value } else { 5e-5 }
+    }
+}
+
+impl Sample for bool {
+    fn sample(source: &mut Source<'_>) -> Self {
+        source.next().is_multiple_of(2)
+    }
+}
+
+impl Sample for ByteSize {
+    fn sample(source: &mut Source<'_>) -> Self {
+        ByteSize(u64::sample(source))
+    }
+}
+
+impl Sample for String {
+    fn sample(source: &mut Source<'_>) -> Self {
+        source.pick(source.texts)
+    }
+}
+
+impl Sample for PathBuf {
+    fn sample(source: &mut Source<'_>) -> Self {
+        PathBuf::from(String::sample(source))
+    }
+}
+
+impl Sample for Paths {
+    fn sample(source: &mut Source<'_>) -> Self {
+        let count = 1 + source.next() % 3;
+        Paths::several((0..count).map(|_| String::sample(source)).collect()).unwrap()
+    }
+}
+
+impl Sample for TokenizerSource {
+    fn sample(source: &mut Source<'_>) -> Self {
+        match PathBuf::sample(source) {
+            path if path.as_os_str() == "byte-level" => TokenizerSource::ByteLevel,
+            path => TokenizerSource::Folder(path),
+        }
+    }
+}
+
+impl Sample for RawConfig {
+    fn sample(source: &mut Source<'_>) -> Self {
+        RawConfig {
+            model: ModelConfig::sample(source),
+            data: DataConfig::sample(source),
+            training: TrainingConfig::sample(source),
+            memory: MemoryConfig::sample(source),
+            parallel: ParallelConfig::sample(source),
+            output: OutputConfig::sample(source),
+            origins: Origins::default(),
+        }
+    }
+}

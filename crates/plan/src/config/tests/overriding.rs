@@ -1,0 +1,74 @@
+//! The command line over the file.
+
+use super::*;
+
+#[test]
+fn assignments_go_over_the_file() {
+    let check = |file: &str, assignments: &[&str], expected: &str| {
+        let mut config = read(file);
+        for assignment in assignments {
+            config.apply_set(assignment).unwrap_or_else(|e| panic!("{e}"));
+        }
+        assert_eq!(config, read(expected), "{file} {assignments:?}");
+    };
+    check("model: x", &["training.batch_size=4"], "model: x\ntraining: {batch_size: 4}");
+    check("training: {seed: 1}", &["training.seed=2", "training.seed=3"], "training: {seed: 3}");
+    check("model: x\ntraining: {seed: 1}", &["training.seed="], "model: x");
+    check("model: x\ntraining: {seed: 1}", &["training.seed=null"], "model: x");
+    check(
+        "model: x",
+        &["memory={device_budget: 1GiB, offload: {optimizer: device}}"],
+        "model: x\nmemory: {device_budget: 1GiB, offload.optimizer: device}",
+    );
+    check("model: x", &[" data.train = [a.txt, b.txt]"], "model: x\ndata: {train: [a.txt, b.txt]}");
+    check("model: x", &["data.train=*.txt"], "model: x\ndata: {train: '*.txt'}");
+    check("model: x", &["output.dir=a=b"], "model: x\noutput: {dir: a=b}");
+    check("model: x", &["model=y"], "model: y");
+    check("model: x\ntraining: {epochs: 3}", &["training.steps=5"], "model: x\ntraining: {steps: 5}");
+    check("model: x\ntraining: {epochs: 3}", &["training.steps=null"], "model: x\ntraining: {epochs: 3}");
+    check("model: {from_scratch: {hidden_size: 8, head_dim: 2}}", &["model=y"], "model: y");
+    check("model: x", &["model.from_scratch={hidden_size: 8}"], "model: {from_scratch: {hidden_size: 8}}");
+
+    let mut both = read("model: x");
+    both.apply_set("training.steps=5").unwrap();
+    both.apply_set("training.epochs=1").unwrap();
+    assert_eq!(
+        both.validate().unwrap_err().to_string(),
+        "training.steps and training.epochs exclude each other; remove one of them\n  training.steps: 5  (--set training.steps=5)\n  training.epochs: 1  (--set training.epochs=1)"
+    );
+}
+
+#[test]
+fn bad_assignments_are_named_and_change_nothing() {
+    for (assignment, expected) in [
+        (
+            "training.batch_size",
+            "--set training.batch_size: there is no '=' in it; write KEY=VALUE, for example --set training.batch_size=4",
+        ),
+        (
+            "=4",
+            "--set =4: there is no key before the '='; write KEY=VALUE, for example --set training.batch_size=4",
+        ),
+        ("batch_size=4", "--set batch_size=4: unknown key 'batch_size'; did you mean 'training.batch_size'?"),
+        (
+            "training.batch_size=four",
+            "--set training.batch_size=four: training.batch_size: expected whole number | auto, got 'four'",
+        ),
+        ("training.batch_size=[", "--set training.batch_size=[: not valid YAML: unclosed bracket '['"),
+        (
+            "training=4",
+            "--set training=4: training: expected a mapping of method, steps, epochs, batch_size, gradient_accumulation_steps, effective_batch_size, mixed_precision, master_weights, gradient_dtype, optimizer, learning_rate, adam_beta1, adam_beta2, adam_epsilon, weight_decay, decay_norms_and_biases, lr_schedule, warmup_steps, min_lr_ratio, max_gradient_norm, gradient_checkpointing, activation_compression, attention, loss_chunk_tokens, seed, got the number 4",
+        ),
+        (
+            "memory={device_budget: 1GiB, host_bugdet: 1}",
+            "--set memory={device_budget: 1GiB, host_bugdet: 1}: unknown key 'memory.host_bugdet'; did you mean 'memory.host_budget'?",
+        ),
+    ] {
+        let mut config = read("model: x");
+        assert_eq!(config.apply_set(assignment).unwrap_err().to_string(), expected);
+        assert_eq!(config, read("model: x"), "{assignment}");
+    }
+    let mut config = read("model: x");
+    let error = config.apply_override("training.batch_size", "four", "--batch-size four").unwrap_err();
+    assert!(error.to_string().starts_with("--batch-size four: training.batch_size: expected"), "{error}");
+}

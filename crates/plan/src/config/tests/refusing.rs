@@ -1,0 +1,293 @@
+//! What is refused, and what is said then.
+
+use super::*;
+
+#[test]
+fn unknown_keys_are_answered_with_the_nearest() {
+    for (written, meant) in [
+        ("training: {batchsize: 4}", "training.batch_size"),
+        ("training: {BatchSize: 4}", "training.batch_size"),
+        ("training: {batch-size: 4}", "training.batch_size"),
+        ("training: {btach_size: 4}", "training.batch_size"),
+        ("batch_size: 4", "training.batch_size"),
+        ("data: {learning_rate: 1}", "training.learning_rate"),
+        ("per_device_train_batch_size: 4", "training.batch_size"),
+        ("training: {num_train_epochs: 4}", "training.epochs"),
+        ("training: {max_seq_length: 4}", "data.sequence_length"),
+        ("bf16: true", "training.mixed_precision: bf16"),
+        ("training: {lr: 1}", "training.learning_rate"),
+        ("training: {lr_scheduler_type: cosine}", "training.lr_schedule"),
+        ("trainning: {batch_size: 4}", "training"),
+        ("memory: {offlaod: {}}", "memory.offload"),
+        ("memory: {offload: {optimiser: device}}", "memory.offload.optimizer"),
+        ("model: {from_scratch: {n_embd: 4}}", "model.from_scratch.hidden_size"),
+        ("output: {final_modle: true}", "output.final_model"),
+        ("training: {seeed: 1}", "training.seed"),
+        ("data: {seeed: 1}", "data.seed"),
+    ] {
+        let message = message(written);
+        let tail = format!("; did you mean '{meant}'?");
+        assert!(message.lines().next().unwrap().ends_with(&tail), "{written}\n{message}");
+    }
+    check(
+        "model: x\ntraining:\n  batchsize: 4\n",
+        "config.yaml:3:3: unknown key 'training.batchsize'; did you mean 'training.batch_size'?\n   |\n 3 |   batchsize: 4\n   |   ^^^^^^^^^",
+    );
+    check_line(
+        "training: {quux_frobnication: 1}",
+        "config.yaml:1:12: unknown key 'training.quux_frobnication'",
+    );
+    check_line("'': 1", "config.yaml:1:1: unknown key ''");
+}
+
+#[test]
+fn wrong_values_are_answered_with_what_is_expected() {
+    check(
+        "training: {batch_size: four}",
+        "config.yaml:1:24: training.batch_size: expected whole number | auto, got 'four'\n   |\n 1 | training: {batch_size: four}\n   |                        ^^^^",
+    );
+    for (written, expected) in [
+        (
+            "training: {batch_size: 2.5}",
+            "training.batch_size: expected whole number | auto, got the number 2.5",
+        ),
+        ("training: {steps: -1}", "training.steps: expected whole number, got the number -1"),
+        (
+            "training: {steps: 99999999999999999999}",
+            "training.steps: expected whole number, got the number 1e20",
+        ),
+        ("training: {steps: auto}", "training.steps: expected whole number, got 'auto'"),
+        ("training: {learning_rate: .nan}", "training.learning_rate: expected number, got the number NaN"),
+        ("training: {learning_rate: 1e999}", "training.learning_rate: expected number, got the number inf"),
+        ("training: {learning_rate: '5e-5'}", "training.learning_rate: expected number, got '5e-5'"),
+        ("data: {packing: yes}", "data.packing: expected true | false, got 'yes'"),
+        ("data: {packing: 1}", "data.packing: expected true | false, got the number 1"),
+        (
+            "memory: {device_budget: 24Gigs}",
+            "memory.device_budget: expected size (24GiB, 512MB, or a number of bytes) | auto, got '24Gigs': unknown unit",
+        ),
+        (
+            "memory: {device_budget: 99999999999999GiB}",
+            "memory.device_budget: expected size (24GiB, 512MB, or a number of bytes) | auto, got '99999999999999GiB': it is too large",
+        ),
+        (
+            "training: {lr_schedule: cosin}",
+            "training.lr_schedule: expected constant | linear | cosine, got 'cosin'; did you mean 'cosine'?",
+        ),
+        (
+            "data: {train: []}",
+            "data.train: expected path, glob or folder, or a list of them, got an empty list",
+        ),
+        (
+            "data: {train: [a, [b]]}",
+            "data.train: expected path, glob or folder, or a list of them, got a list of 1",
+        ),
+        ("output: {dir: ''}", "output.dir: expected path, got an empty text"),
+        ("output: {dir: \"a\\0b\"}", "output.dir: expected path, got a text with a NUL character"),
+        (
+            "output: x",
+            "output: expected a mapping of dir, save_steps, save_total_limit, logging_steps, eval_steps, final_model, got 'x'",
+        ),
+        ("model: [a]", "model: expected a mapping of path, from_scratch, got a list of 1"),
+        (
+            "- a",
+            "the document: expected a mapping of model, data, training, memory, parallel, output, got a list of 1",
+        ),
+        (
+            "text",
+            "the document: expected a mapping of model, data, training, memory, parallel, output, got 'text'",
+        ),
+        (
+            "model: \"\\e[31m\"\ndata: {text_field: [\"\\e\"]}",
+            "data.text_field: expected text, got a list of 1",
+        ),
+    ] {
+        let message = message(written);
+        let first = message.lines().next().unwrap();
+        let (_, said) = first.split_once(": ").unwrap();
+        assert_eq!(said, expected, "{written}");
+    }
+}
+
+#[test]
+fn texts_that_are_no_configuration_are_refused() {
+    for (text, expected) in [
+        ("", "config.yaml: the configuration is empty; it needs at least 'model: PATH'"),
+        ("# nothing\n", "config.yaml: the configuration is empty; it needs at least 'model: PATH'"),
+        ("model: a\nmodel: b", "config.yaml:2:1: 'model' is set a second time; remove one of the two"),
+        (
+            "training: {seed: 1}\ntraining.seed: 2",
+            "config.yaml:2:1: 'training.seed' is set a second time; remove one of the two",
+        ),
+        (
+            "model: a\n---\nmodel: b",
+            "config.yaml:3:1: a second document begins here; a configuration is one document",
+        ),
+        ("model: a: b", "config.yaml:1:9: not valid YAML: mapping values are not allowed in this context"),
+        (
+            "data: {train: *.txt}",
+            "config.yaml:1:15: '*' refers to an anchor that does not exist; put text that starts with '*' in quotes",
+        ),
+        (
+            "model: \"a\\x1\"",
+            "config.yaml:1:8: not valid YAML: while parsing a quoted scalar, did not find expected hexadecimal number",
+        ),
+    ] {
+        check_line(text, expected);
+    }
+}
+
+#[test]
+fn hostile_texts_are_bounded() {
+    let bomb = (1..12).fold("a0: &a0 [x, x, x, x, x, x, x, x, x]\n".to_owned(), |text, level| {
+        let below = format!("*a{}", level - 1);
+        format!("{text}a{level}: &a{level} [{}]\n", vec![below; 9].join(", "))
+    });
+    let deep_blocks = (0..500).map(|depth| format!("{}a:\n", " ".repeat(depth))).collect::<String>();
+    for text in [bomb, deep_blocks, "[".repeat(100_000), "- ".repeat(100_000), "a: 1\nb: 1\n".repeat(40_000)]
+    {
+        let message = message(&text);
+        assert!(message.starts_with("config.yaml:") && message.len() < 10_000, "{message}");
+    }
+    check_line(
+        &" ".repeat((1 << 20) + 1),
+        "config.yaml: longer than 1048576 bytes; is this a configuration file?",
+    );
+    let many = (0..1000).map(|n| format!("key{n}: {n}\n")).collect::<String>();
+    assert_eq!(message(&many).matches("unknown key").count(), 20);
+    let long = message(&format!("training: {{seed: {}}}", "x".repeat(100_000)));
+    assert!(long.len() < 1000, "{long}");
+}
+
+#[test]
+fn bytes_that_are_not_utf8_are_refused_with_their_place() {
+    let error = RawConfig::from_slice(b"model: a\ndata: \xff", "config.yaml").unwrap_err();
+    assert_eq!(error.to_string(), "config.yaml:2:7: not valid UTF-8; save the file as UTF-8 text");
+}
+
+#[test]
+fn all_that_is_wrong_is_said_at_once() {
+    let message = message("training: {batchsize: 4, steps: x}\nbf16: true\n");
+    assert_eq!(message.matches("config.yaml:").count(), 3, "{message}");
+}
+
+#[test]
+fn what_this_version_does_not_have_is_refused_with_the_nearest() {
+    check(
+        "model: x\ntraining: {method: lora}",
+        "config.yaml:2:20: training.method: lora is not available in this version: adapters cannot be trained yet; use full\n   |\n 2 | training: {method: lora}\n   |                    ^^^^",
+    );
+    for (written, expected) in [
+        (
+            "training: {gradient_checkpointing: {every: 2}}",
+            "training.gradient_checkpointing: every is not available in this version: checkpointing is all or nothing; use none, full or auto",
+        ),
+        (
+            "training: {gradient_checkpointing: sqrt}",
+            "training.gradient_checkpointing: sqrt is not available in this version: checkpointing is all or nothing; use none, full or auto",
+        ),
+        (
+            "training: {gradient_checkpointing: true}",
+            "training.gradient_checkpointing: true is not available in this version: the form of checkpointing is given by name; use full",
+        ),
+        (
+            "training: {mixed_precision: fp16}",
+            "training.mixed_precision: fp16 is not available in this version: it needs loss or tensor scaling; use bf16, which needs none",
+        ),
+        (
+            "memory: {offload: {optimizer: host}}",
+            "memory.offload.optimizer: host is not available in this version: everything stays on the device; use device",
+        ),
+        (
+            "parallel: {zero_stage: 3}",
+            "parallel.zero_stage: 3 is not available in this version: one process trains; use 0",
+        ),
+        (
+            "parallel: {tensor_parallel: 2}",
+            "parallel.tensor_parallel: 2 is not available in this version: one process trains; use 1",
+        ),
+    ] {
+        let message = message(&format!("model: x\n{written}"));
+        let (_, said) = message.lines().next().unwrap().split_once(": ").unwrap();
+        assert_eq!(said, expected, "{written}");
+    }
+    for (key, word) in availability::refused_words() {
+        let message = RawConfig::from_overrides([format!("{key}={word}").as_str()]).unwrap_err().to_string();
+        assert!(message.contains("is not available in this version"), "{message}");
+    }
+}
+
+#[test]
+fn values_out_of_range_are_refused() {
+    for (written, expected) in [
+        ("training.learning_rate=0", "training.learning_rate: must be above 0, got 0.0"),
+        ("training.adam_beta1=1", "training.adam_beta1: must be 0 or more and below 1, got 1.0"),
+        ("training.adam_beta2=-0.1", "training.adam_beta2: must be 0 or more and below 1, got -0.1"),
+        ("training.weight_decay=-1", "training.weight_decay: must be 0 or more, got -1.0"),
+        ("training.min_lr_ratio=1.5", "training.min_lr_ratio: must be 0 to 1, got 1.5"),
+        ("training.batch_size=0", "training.batch_size: must be 1 to 16777216, got 0"),
+        ("training.epochs=0", "training.epochs: must be above 0, got 0.0"),
+        ("data.sequence_length=1", "data.sequence_length: must be 2 to 16777216, got 1"),
+        ("memory.warning_threshold=0", "memory.warning_threshold: must be above 0, at most 1, got 0.0"),
+    ] {
+        let error = RawConfig::from_overrides(["model=x", written]).unwrap().validate().unwrap_err();
+        assert_eq!(error.to_string(), format!("--set {written}: {expected}"));
+    }
+}
+
+#[test]
+fn contradictions_are_refused_with_both_places() {
+    check(
+        "model: x\ntraining:\n  steps: 3\n  epochs: 0.5\n",
+        "training.steps and training.epochs exclude each other; remove one of them\n  training.steps: 3  (config.yaml:3:10)\n  training.epochs: 0.5  (config.yaml:4:11)",
+    );
+    for (written, expected) in [
+        (
+            "training: {steps: 1}",
+            "'model' is not set: name a model (model: PATH) or give the sizes of one (model: {from_scratch: ...})",
+        ),
+        (
+            "model: {path: a, from_scratch: {hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 1}}",
+            "model.path and model.from_scratch exclude each other; remove one of them",
+        ),
+        (
+            "model: {from_scratch: {hidden_size: 8, intermediate_size: 8, num_attention_heads: 1}}",
+            "'model.from_scratch.num_hidden_layers' is not set: a model from scratch needs hidden_size, intermediate_size, num_hidden_layers and num_attention_heads",
+        ),
+        (
+            "model: {from_scratch: {hidden_size: 10, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 4}}",
+            "hidden_size is not a multiple of num_attention_heads; set hidden_size to 12, or set head_dim",
+        ),
+        (
+            "model: {from_scratch: {hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 4, num_key_value_heads: 3}}",
+            "num_key_value_heads does not divide num_attention_heads; 4 always does, and 1",
+        ),
+        (
+            "model: x\ntraining: {batch_size: 2, gradient_accumulation_steps: 4, effective_batch_size: 9}",
+            "batch_size x gradient_accumulation_steps is not effective_batch_size: 2 x 4 is not 9; any two of them give the third: remove one",
+        ),
+        (
+            "model: x\ntraining: {batch_size: 3, effective_batch_size: 8}",
+            "effective_batch_size 8 is not a multiple of batch_size 3; the next multiple is 9",
+        ),
+        (
+            "model: x\ntraining: {mixed_precision: f32, master_weights: f32}",
+            "f32 weights need no f32 master weights behind them; set training.master_weights to none or auto",
+        ),
+        (
+            "model: x\ntraining: {mixed_precision: f32, gradient_dtype: bf16}",
+            "gradients are kept in bf16 only where weights and activations are; set training.gradient_dtype to f32 or auto, or training.mixed_precision to bf16",
+        ),
+        (
+            "model: x\nmemory: {warning_threshold: 0.99}",
+            "the thresholds do not rise from warning to critical to emergency; put them in that order",
+        ),
+        (
+            "model: x\noutput: {eval_steps: 10}",
+            "there is nothing to validate on; set data.validation, or remove output.eval_steps",
+        ),
+    ] {
+        check_line(written, expected);
+    }
+    check("model: x\ntraining: {mixed_precision: bf16, master_weights: f32, gradient_dtype: bf16}", "ok");
+}

@@ -1,0 +1,164 @@
+//! `training`: how long, with what batch, in which precision and by which optimizer.
+
+use super::section::section;
+use super::value::{Auto, choice};
+
+section! {
+    /// How the model is trained.
+    pub struct TrainingConfig at "training" {
+        /// Which weights are trained.
+        method: Method = Method::Full;
+        /// Optimizer steps. Excludes epochs.
+        steps: u64, "none; epochs decide", AT_LEAST_ONE;
+        /// Passes over the training data; fractions are allowed. Excludes steps.
+        epochs: f64, "1, if steps are not given either", POSITIVE;
+        /// Sequences in one forward and backward pass (the micro-batch).
+        batch_size: Auto<u64> = Auto::Auto, COUNT;
+        /// Passes whose gradients are summed before the optimizer steps.
+        gradient_accumulation_steps: Auto<u64> = Auto::Auto, COUNT;
+        /// Sequences in an optimizer step: batch_size x gradient_accumulation_steps. Any two give the third.
+        effective_batch_size: Auto<u64>, "the product of the other two", COUNT;
+        /// The type that products are computed in and activations are kept in.
+        mixed_precision: Auto<MixedPrecision> = Auto::Auto;
+        /// Whether f32 weights stand behind bf16 ones; without them updates are rounded stochastically.
+        master_weights: Auto<MasterWeights> = Auto::Auto;
+        /// The type that gradients of weights are kept in.
+        gradient_dtype: Auto<GradientDtype> = Auto::Auto;
+        /// The optimizer.
+        optimizer: Optimizer = Optimizer::AdamW;
+        /// The peak learning rate.
+        learning_rate: f64 = 5e-5, POSITIVE;
+        /// Decay of the optimizer's first moment.
+        adam_beta1: f64 = 0.9, BELOW_ONE;
+        /// Decay of the optimizer's second moment.
+        adam_beta2: f64 = 0.999, BELOW_ONE;
+        /// Added to the root of the second moment.
+        adam_epsilon: f64 = 1e-8, POSITIVE;
+        /// Decoupled weight decay.
+        weight_decay: f64 = 0.01, NOT_NEGATIVE;
+        /// Whether norms and biases decay too.
+        decay_norms_and_biases: bool = false;
+        /// How the learning rate goes on after the warm-up.
+        lr_schedule: LrSchedule = LrSchedule::Linear;
+        /// Steps over which the learning rate rises from 0 to its peak.
+        warmup_steps: u64 = 0;
+        /// The learning rate at the end, as a share of the peak.
+        min_lr_ratio: f64 = 0.0, FRACTION;
+        /// Gradients are scaled so that their global norm is at most this; 0: they are not.
+        max_gradient_norm: f64 = 1.0, NOT_NEGATIVE;
+        /// What the backward pass computes again: nothing, or all but the inputs of the blocks.
+        gradient_checkpointing: Auto<GradientCheckpointing> = Auto::Auto;
+        /// How saved activations are compressed.
+        activation_compression: ActivationCompression = ActivationCompression::None;
+        /// The attention algorithm.
+        attention: Auto<Attention> = Auto::Auto;
+        /// Logits of at most this many tokens exist at once.
+        loss_chunk_tokens: Auto<u64> = Auto::Auto, COUNT;
+        /// Seed of everything that is drawn at random.
+        seed: u64 = 42;
+    }
+}
+
+choice! {
+    /// Which weights are trained.
+    pub enum Method {
+        /// All of them.
+        Full = "full",
+    }
+}
+
+choice! {
+    /// The type that products are computed in and activations are kept in.
+    pub enum MixedPrecision {
+        /// 32-bit floats throughout.
+        F32 = "f32" | "fp32" | "float32",
+        /// bfloat16 weights and activations.
+        Bf16 = "bf16" | "bfloat16",
+    }
+}
+
+choice! {
+    /// The weights that the optimizer updates, where the model's own are in bf16.
+    pub enum MasterWeights {
+        /// A copy in f32.
+        F32 = "f32" | "fp32" | "float32",
+        /// The bf16 weights themselves, rounded stochastically.
+        None = "none",
+    }
+}
+
+choice! {
+    /// The type that gradients of weights are kept in.
+    pub enum GradientDtype {
+        /// 32-bit floats.
+        F32 = "f32" | "fp32" | "float32",
+        /// bfloat16.
+        Bf16 = "bf16" | "bfloat16",
+    }
+}
+
+choice! {
+    /// The optimizer.
+    pub enum Optimizer {
+        /// Adam with decoupled weight decay (Loshchilov and Hutter 2019).
+        AdamW = "adamw",
+    }
+}
+
+choice! {
+    /// How the learning rate goes on after the warm-up.
+    pub enum LrSchedule {
+        /// It stays.
+        Constant = "constant",
+        /// It falls evenly.
+        Linear = "linear",
+        /// It falls as half a cosine.
+        Cosine = "cosine",
+    }
+}
+
+choice! {
+    /// What the backward pass computes again.
+    pub enum GradientCheckpointing {
+        /// Nothing: all activations are kept.
+        None = "none",
+        /// All but the inputs of the blocks.
+        Full = "full",
+    }
+}
+
+choice! {
+    /// How saved activations are compressed.
+    pub enum ActivationCompression {
+        /// Not at all.
+        None = "none",
+    }
+}
+
+choice! {
+    /// The attention algorithm.
+    pub enum Attention {
+        /// Tiled with an online softmax: memory grows with the sequence, not its square.
+        Flash = "flash",
+    }
+}
+
+/// How long to train.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum TrainingLength {
+    /// Optimizer steps.
+    Steps(u64),
+    /// Passes over the training data.
+    Epochs(f64),
+}
+
+impl TrainingConfig {
+    /// How long to train: the steps or the epochs that were given, or one epoch.
+    pub fn length(&self) -> TrainingLength {
+        match (self.steps, self.epochs) {
+            (Some(steps), _) => TrainingLength::Steps(steps),
+            (None, Some(epochs)) => TrainingLength::Epochs(epochs),
+            (None, None) => TrainingLength::Epochs(1.0),
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! Checks of a whole configuration: ranges, what this version does not have, and keys that contradict each other.
+//! Whether files exist and models fit is left to those who open and plan them.
+
+use super::{
+    Auto, ConfigError, ConflictingKey, Entry, GradientDtype, MasterWeights, MixedPrecision, Paths, RawConfig,
+    availability, is_unset,
+};
+
+impl RawConfig {
+    /// Refuses what cannot work whatever the model and the machine.
+    ///
+    /// # Errors
+    /// Everything that is wrong, [`ConfigError::Several`] if there is more than one thing.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let mut errors = Vec::new();
+        self.check_values(&mut errors);
+        self.check_model(&mut errors);
+        self.check_training(&mut errors);
+        self.check_memory(&mut errors);
+        self.check_output(&mut errors);
+        ConfigError::collect(errors)
+    }
+
+    /// The training data.
+    ///
+    /// # Errors
+    /// [`ConfigError::Missing`] if there is none.
+    pub fn training_data(&self) -> Result<&Paths, ConfigError> {
+        self.data.train.as_ref().ok_or_else(|| ConfigError::Missing {
+            key: "data.train",
+            remedy: "name the text or JSONL files to train on, for example data: {train: corpus.txt}"
+                .to_owned(),
+        })
+    }
+
+    /// Each value by itself.
+    fn check_values(&self, errors: &mut Vec<ConfigError>) {
+        self.visit(&mut |entry: Entry| {
+            let Some(value) = entry.value else { return };
+            let place = self.place(entry.path).cloned();
+            if let (Some(bounds), Some(number)) = (entry.bounds, value.number)
+                && !(bounds.hold)(number)
+            {
+                errors.push(ConfigError::OutOfRange {
+                    place,
+                    key: entry.path,
+                    value: value.text,
+                    range: bounds.words,
+                });
+            } else if let Some(refusal) = availability::refusal(entry.path, &value.text) {
+                errors.push(ConfigError::Unavailable {
+                    place,
+                    key: entry.path.to_owned(),
+                    value: value.text,
+                    reason: refusal.reason,
+                    instead: refusal.instead,
+                });
+            }
+        });
+    }
+
+    fn check_model(&self, errors: &mut Vec<ConfigError>) {
+        let model = &self.model;
+        let scratch = &model.from_scratch;
+        if is_unset(scratch) {
+            if model.path.is_none() {
+                errors.push(ConfigError::Missing {
+                    key: "model",
+                    remedy:
+                        "name a model (model: PATH) or give the sizes of one (model: {from_scratch: ...})"
+                            .to_owned(),
+                });
+            }
+            return;
+        }
+        if let Some(path) = &model.path {
+            errors.push(ConfigError::Conflict {
+                keys: vec![self.conflicting("model.path", path)],
+                reason: "model.path and model.from_scratch exclude each other".to_owned(),
+                remedy: "remove one of them".to_owned(),
+            });
+        }
+        for (key, value) in [
+            ("model.from_scratch.hidden_size", scratch.hidden_size),
+            ("model.from_scratch.intermediate_size", scratch.intermediate_size),
+            ("model.from_scratch.num_hidden_layers", scratch.num_hidden_layers),
+            ("model.from_scratch.num_attention_heads", scratch.num_attention_heads),
+        ] {
+            if value.is_none() {
+                errors.push(ConfigError::Missing {
+                    key,
+                    remedy:
+                        "a model from scratch needs hidden_size, intermediate_size, num_hidden_layers and \
+                             num_attention_heads"
+                            .to_owned(),
+                });
+            }
+        }
+        let (Some(hidden), Some(heads)) = (scratch.hidden_size, scratch.num_attention_heads) else { return };
+        if scratch.head_dim.is_none() && heads > 0 && !hidden.is_multiple_of(heads) {
+            errors.push(ConfigError::Conflict {
+                keys: vec![
+                    self.conflicting("model.from_scratch.hidden_size", hidden),
+                    self.conflicting("model.from_scratch.num_attention_heads", heads),
+                ],
+                reason: "hidden_size is not a multiple of num_attention_heads".to_owned(),
+                remedy: match hidden.checked_next_multiple_of(heads) {
+                    Some(nearest) => format!("set hidden_size to {nearest}, or set head_dim"),
+                    None => "set head_dim".to_owned(),
+                },
+            });
+        }
+        if let Some(kv_heads) = scratch.num_key_value_heads
+            && kv_heads > 0
+            && !heads.is_multiple_of(kv_heads)
+        {
+            errors.push(ConfigError::Conflict {
+                keys: vec![
+                    self.conflicting("model.from_scratch.num_attention_heads", heads),
+                    self.conflicting("model.from_scratch.num_key_value_heads", kv_heads),
+                ],
+                reason: "num_key_value_heads does not divide num_attention_heads".to_owned(),
+                remedy: format!("{heads} always does, and 1"),
+            });
+        }
+    }
+
+    fn check_training(&self, errors: &mut Vec<ConfigError>) {
+        let training = &self.training;
+        if let (Some(steps), Some(epochs)) = (training.steps, training.epochs) {
+            errors.push(ConfigError::Conflict {
+                keys: vec![
+                    self.conflicting("training.steps", steps),
+                    self.conflicting("training.epochs", epochs),
+                ],
+                reason: "training.steps and training.epochs exclude each other".to_owned(),
+                remedy: "remove one of them".to_owned(),
+            });
+        }
+        if let Err(error) = self.batch_settings() {
+            errors.push(error);
+        }
+        if training.mixed_precision() != Auto::Set(MixedPrecision::F32) {
+            return;
+        }
+        let precision = self.conflicting("training.mixed_precision", MixedPrecision::F32);
+        if let Some(Auto::Set(master @ MasterWeights::F32)) = training.master_weights {
+            errors.push(ConfigError::Conflict {
+                keys: vec![precision.clone(), self.conflicting("training.master_weights", master)],
+                reason: "f32 weights need no f32 master weights behind them".to_owned(),
+                remedy: "set training.master_weights to none or auto".to_owned(),
+            });
+        }
+        if let Some(Auto::Set(gradients @ GradientDtype::Bf16)) = training.gradient_dtype {
+            errors.push(ConfigError::Conflict {
+                keys: vec![precision, self.conflicting("training.gradient_dtype", gradients)],
+                reason: "gradients are kept in bf16 only where weights and activations are".to_owned(),
+                remedy: "set training.gradient_dtype to f32 or auto, or training.mixed_precision to bf16"
+                    .to_owned(),
+            });
+        }
+    }
+
+    fn check_memory(&self, errors: &mut Vec<ConfigError>) {
+        let memory = &self.memory;
+        let rising = [
+            ("memory.warning_threshold", memory.warning_threshold()),
+            ("memory.critical_threshold", memory.critical_threshold()),
+            ("memory.emergency_threshold", memory.emergency_threshold()),
+        ];
+        if !rising.is_sorted_by(|(_, lower), (_, higher)| lower <= higher) {
+            errors.push(ConfigError::Conflict {
+                keys: rising.into_iter().map(|(key, value)| self.conflicting(key, value)).collect(),
+                reason: "the thresholds do not rise from warning to critical to emergency".to_owned(),
+                remedy: "put them in that order".to_owned(),
+            });
+        }
+    }
+
+    fn check_output(&self, errors: &mut Vec<ConfigError>) {
+        if self.output.eval_steps() > 0 && self.data.validation.is_none() {
+            errors.push(ConfigError::Conflict {
+                keys: vec![self.conflicting("output.eval_steps", self.output.eval_steps())],
+                reason: "there is nothing to validate on".to_owned(),
+                remedy: "set data.validation, or remove output.eval_steps".to_owned(),
+            });
+        }
+    }
+
+    pub(super) fn conflicting(&self, key: &'static str, value: impl ToString) -> ConflictingKey {
+        ConflictingKey { key, value: value.to_string(), place: self.place(key).cloned() }
+    }
+}

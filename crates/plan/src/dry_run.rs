@@ -1,0 +1,90 @@
+//! Runs the step program dry: the exact memory of a job and its arithmetic, in milliseconds.
+
+use plimsoll_device::{Device, Dry, IGNORED_TARGET, Tally};
+use plimsoll_memory::{AtPeak, Ledger, TagBytes};
+use plimsoll_model::ModelSpec;
+use plimsoll_parallel::Solo;
+use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError, StepSettings, Trainer};
+
+/// What a dry run found out.
+#[derive(Clone, Debug)]
+pub struct DryRun {
+    /// The device arena's ledger after the job: peak, breakdown, every event.
+    pub ledger: Ledger,
+    /// Arithmetic of one step, evaluation pass or generated token.
+    pub tally: Tally,
+}
+
+impl DryRun {
+    /// One optimizer step of `accumulation` micro-batches.
+    pub fn training(spec: &ModelSpec, settings: &StepSettings, accumulation: u64) -> Result<DryRun, StepError> {
+        let dry = Dry::new();
+        let mut trainer = Trainer::new(&dry, spec.clone(), settings.clone(), &Solo)?;
+        let n = (settings.batch_size * settings.sequence_length) as usize;
+        let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
+        let micro_batch = MicroBatch { tokens: &tokens, targets: &targets };
+        dry.take_tally();
+        // The second micro-batch adds to the gradients where the first one wrote them; all later ones are like it.
+        trainer.accumulate(&[micro_batch])?;
+        let first = dry.take_tally();
+        let mut step = first;
+        if accumulation > 1 {
+            trainer.accumulate(&[micro_batch, micro_batch])?;
+            let later = dry.take_tally().less(first);
+            (1..accumulation).for_each(|_| step = step.plus(later));
+        }
+        trainer.step(&[micro_batch], 0.0)?;
+        let step = step.plus(dry.take_tally().less(first));
+        Ok(DryRun { ledger: dry.arena().ledger(), tally: step })
+    }
+
+    /// One evaluation pass over `batch_size` sequences of `length` tokens.
+    pub fn evaluation(
+        spec: &ModelSpec,
+        precision: Precision,
+        batch_size: u64,
+        length: u64,
+        loss_chunk_tokens: u64,
+    ) -> Result<DryRun, StepError> {
+        let dry = Dry::new();
+        let mut evaluator = Evaluator::new(&dry, spec.clone(), precision, length, loss_chunk_tokens)?;
+        let n = (batch_size * length) as usize;
+        let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
+        dry.take_tally();
+        evaluator.losses(batch_size, &MicroBatch { tokens: &tokens, targets: &targets })?;
+        Ok(DryRun { ledger: dry.arena().ledger(), tally: dry.tally() })
+    }
+
+    /// A prompt of `prompt_tokens` and a token after it; the tally is that of the token.
+    pub fn generation(
+        spec: &ModelSpec,
+        settings: DecodeSettings,
+        prompt_tokens: u64,
+    ) -> Result<DryRun, StepError> {
+        let dry = Dry::new();
+        let mut decoder = Decoder::new(&dry, spec.clone(), settings)?;
+        let prompt = prompt_tokens.clamp(1, settings.context.max(1));
+        decoder.append(&vec![0; prompt as usize])?;
+        let mut tally = dry.take_tally();
+        if prompt < settings.context {
+            decoder.append(&[0])?;
+            tally = dry.take_tally();
+        }
+        Ok(DryRun { ledger: dry.arena().ledger(), tally })
+    }
+
+    /// Bytes of arena that the job needs.
+    pub fn peak_bytes(&self) -> u64 {
+        self.ledger.at_peak().peak
+    }
+
+    /// What was live at the peak.
+    pub fn at_peak(&self) -> &AtPeak {
+        self.ledger.at_peak()
+    }
+
+    /// Live bytes by tag at the peak.
+    pub fn tags_at_peak(&self) -> TagBytes {
+        self.at_peak().by_tag
+    }
+}

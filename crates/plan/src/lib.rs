@@ -1,0 +1,18 @@
+//! Configuration, hardware, and planning: the step program is run dry for every candidate, and the plan says what
+//! every byte is for, how long a step takes, and what else could be done. It does not know how kernels work.
+
+mod advice;
+pub mod config;
+mod dry_run;
+pub mod hardware;
+mod origin;
+mod resolve;
+mod time;
+mod training_plan;
+
+pub use advice::Alternative;
+pub use dry_run::DryRun;
+pub use origin::{ModelOrigin, OriginError};
+pub use resolve::{Choice, Limits, loss_chunk_tokens};
+pub use time::{Rates, TimeEstimate};
+pub use training_plan::{LayerBytes, Machine, TrainingPlan, tags_json};

@@ -1,0 +1,207 @@
+//! From what the user wrote to what will run: every `auto` decided by dry-running a short list of candidates and
+//! taking the fastest that fits.
+
+use plimsoll_device::DType;
+use plimsoll_model::ModelSpec;
+use plimsoll_step::{AdamWSettings, Checkpointing, GradientClipping, Precision, StepError, StepSettings};
+
+use crate::config::{Auto, GradientCheckpointing, GradientDtype, MasterWeights, MixedPrecision, RawConfig, TrainingConfig};
+use crate::dry_run::DryRun;
+use crate::time::{Rates, TimeEstimate};
+
+/// Sequences of an optimizer step where the user names none.
+const DEFAULT_EFFECTIVE_BATCH: u64 = 8;
+
+/// Logits of a chunk take about this much where the user does not say.
+const LOGITS_BYTES: u64 = 64 << 20;
+
+/// Choices within this share of the fastest one count as equally fast; the smallest of them is taken.
+const AS_FAST: f64 = 1.01;
+
+/// A training step with nothing left to decide, and what the dry run says of it.
+#[derive(Clone, Debug)]
+pub struct Choice {
+    /// The step.
+    pub settings: StepSettings,
+    /// Micro-batches of an optimizer step.
+    pub accumulation: u64,
+    /// Its memory and arithmetic.
+    pub dry_run: DryRun,
+    /// Its time.
+    pub time: TimeEstimate,
+}
+
+/// What a plan must keep to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limits {
+    /// Bytes of the device budget that are left for the arena.
+    pub arena_bytes: u64,
+    /// Bytes of them that automatic choices may fill.
+    pub target_bytes: u64,
+}
+
+impl Choice {
+    /// Runs a step dry.
+    pub fn new(spec: &ModelSpec, settings: StepSettings, accumulation: u64, rates: &Rates) -> Result<Choice, StepError> {
+        let dry_run = DryRun::training(spec, &settings, accumulation)?;
+        let tokens = settings.batch_size * settings.sequence_length * accumulation;
+        let time = rates.estimate(&dry_run.tally, tokens);
+        Ok(Choice { settings, accumulation, dry_run, time })
+    }
+
+    /// Bytes of arena that the step needs.
+    pub fn peak_bytes(&self) -> u64 {
+        self.dry_run.peak_bytes()
+    }
+}
+
+/// Decides every `auto` of the step. Where nothing fits, the smallest candidate comes back: it does not fit either.
+pub fn choose(config: &RawConfig, spec: &ModelSpec, rates: &Rates, limits: Limits) -> Result<Choice, StepError> {
+    let mut smallest: Option<Choice> = None;
+    // A precision that loses nothing is preferred to one that does, however fast.
+    for precision in precisions(&config.training) {
+        let mut candidates = Vec::new();
+        for checkpointing in checkpointings(&config.training) {
+            for (batch_size, accumulation) in batches(&config.training) {
+                let settings = step_settings(config, spec, precision, checkpointing, batch_size);
+                candidates.push(Choice::new(spec, settings, accumulation, rates)?);
+            }
+        }
+        for limit in [limits.target_bytes, limits.arena_bytes] {
+            if let Some(index) = fastest(&candidates, limit) {
+                return Ok(candidates.swap_remove(index));
+            }
+        }
+        smallest = candidates.into_iter().chain(smallest).min_by_key(Choice::peak_bytes);
+    }
+    // Every list above has at least one entry.
+    smallest.ok_or(StepError::BatchShape { got: 0, batch_size: 0, sequence_length: 0 })
+}
+
+/// The fastest that fits; among equally fast ones the smallest.
+fn fastest(candidates: &[Choice], limit: u64) -> Option<usize> {
+    let per_token = |c: &Choice| 1.0 / c.time.tokens_per_second;
+    let fitting = || candidates.iter().enumerate().filter(|(_, c)| c.peak_bytes() <= limit);
+    let best = fitting().map(|(_, c)| per_token(c)).min_by(f64::total_cmp)?;
+    fitting().filter(|(_, c)| per_token(c) <= best * AS_FAST).min_by_key(|(_, c)| c.peak_bytes()).map(|(i, _)| i)
+}
+
+fn precisions(training: &TrainingConfig) -> Vec<Precision> {
+    let gradients = |default| match training.gradient_dtype().set() {
+        Some(GradientDtype::F32) => DType::F32,
+        Some(GradientDtype::Bf16) => DType::Bf16,
+        None => default,
+    };
+    let f32 = Precision { gradients: gradients(DType::F32), ..Precision::F32 };
+    let bf16 = |master_weights| Precision {
+        weights: DType::Bf16,
+        activations: DType::Bf16,
+        gradients: gradients(if master_weights { DType::F32 } else { DType::Bf16 }),
+        master_weights,
+    };
+    // Without masters updates are rounded stochastically: that is for the user to choose.
+    let masters = training.master_weights().set() != Some(MasterWeights::None);
+    match training.mixed_precision().set() {
+        Some(MixedPrecision::F32) => vec![f32],
+        Some(MixedPrecision::Bf16) => vec![bf16(masters)],
+        None => vec![f32, bf16(masters)],
+    }
+}
+
+fn checkpointings(training: &TrainingConfig) -> Vec<Checkpointing> {
+    match training.gradient_checkpointing().set() {
+        Some(GradientCheckpointing::None) => vec![Checkpointing::None],
+        Some(GradientCheckpointing::Full) => vec![Checkpointing::Full],
+        None => vec![Checkpointing::None, Checkpointing::Full],
+    }
+}
+
+/// Pairs of batch size and accumulation that the user's words leave open.
+fn batches(training: &TrainingConfig) -> Vec<(u64, u64)> {
+    let batch_size = training.batch_size().set();
+    let accumulation = training.gradient_accumulation_steps().set();
+    let effective = training.effective_batch_size.and_then(Auto::set);
+    match (batch_size, accumulation, effective) {
+        (Some(b), Some(a), _) => vec![(b, a)],
+        (Some(b), None, None) => vec![(b, 1)],
+        (Some(b), None, Some(e)) => vec![(b, (e / b).max(1))],
+        (None, Some(a), Some(e)) => vec![((e / a).max(1), a)],
+        (None, Some(a), None) => powers_of_two(DEFAULT_EFFECTIVE_BATCH).map(|b| (b, a)).collect(),
+        (None, None, effective) => {
+            let effective = effective.unwrap_or(DEFAULT_EFFECTIVE_BATCH);
+            let splits = powers_of_two(effective).chain([effective]).filter(|b| effective.is_multiple_of(*b));
+            let mut splits: Vec<_> = splits.map(|b| (b, effective / b)).collect();
+            splits.dedup();
+            splits
+        }
+    }
+}
+
+fn powers_of_two(most: u64) -> impl Iterator<Item = u64> {
+    (0..6).map(|power| 1 << power).take_while(move |n| *n <= most)
+}
+
+pub(crate) fn step_settings(
+    config: &RawConfig,
+    spec: &ModelSpec,
+    precision: Precision,
+    checkpointing: Checkpointing,
+    batch_size: u64,
+) -> StepSettings {
+    let training = &config.training;
+    let sequence_length = config.data.sequence_length();
+    let clip = training.max_gradient_norm();
+    StepSettings {
+        batch_size,
+        sequence_length,
+        precision,
+        checkpointing,
+        loss_chunk_tokens: training
+            .loss_chunk_tokens()
+            .set()
+            .unwrap_or_else(|| loss_chunk_tokens(spec.vocab_size, batch_size * sequence_length)),
+        optimizer: AdamWSettings {
+            beta1: training.adam_beta1(),
+            beta2: training.adam_beta2(),
+            epsilon: training.adam_epsilon(),
+            weight_decay: training.weight_decay(),
+            decay_norms_and_biases: training.decay_norms_and_biases(),
+        },
+        clipping: if clip > 0.0 { GradientClipping::GlobalNorm(clip) } else { GradientClipping::None },
+        seed: training.seed(),
+    }
+}
+
+/// Tokens of a chunk whose logits take about [`LOGITS_BYTES`]: a power of two, so that products stay on whole tiles.
+pub fn loss_chunk_tokens(vocab_size: u64, tokens: u64) -> u64 {
+    let most = (LOGITS_BYTES / (4 * vocab_size.max(1))).max(16);
+    let power = 1 << (63 - most.leading_zeros());
+    tokens.min(power).max(1)
+}
+
+/// The configuration with every `auto` of the step replaced by what was chosen: it can be run again.
+pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
+    let mut resolved = config.clone();
+    let Precision { weights, gradients, master_weights, .. } = choice.settings.precision;
+    let narrow = weights == DType::Bf16;
+    let training = &mut resolved.training;
+    training.batch_size = Some(Auto::Set(choice.settings.batch_size));
+    training.gradient_accumulation_steps = Some(Auto::Set(choice.accumulation));
+    training.effective_batch_size = Some(Auto::Set(choice.settings.batch_size * choice.accumulation));
+    training.mixed_precision = Some(Auto::Set(if narrow { MixedPrecision::Bf16 } else { MixedPrecision::F32 }));
+    training.master_weights = narrow.then_some(Auto::Set(match master_weights {
+        true => MasterWeights::F32,
+        false => MasterWeights::None,
+    }));
+    training.gradient_dtype = Some(Auto::Set(match gradients {
+        DType::Bf16 => GradientDtype::Bf16,
+        _ => GradientDtype::F32,
+    }));
+    training.gradient_checkpointing = Some(Auto::Set(match choice.settings.checkpointing {
+        Checkpointing::None => GradientCheckpointing::None,
+        Checkpointing::Full => GradientCheckpointing::Full,
+    }));
+    training.loss_chunk_tokens = Some(Auto::Set(choice.settings.loss_chunk_tokens));
+    training.attention = Some(Auto::Set(crate::config::Attention::Flash));
+    resolved
+}

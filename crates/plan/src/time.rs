@@ -1,0 +1,50 @@
+//! How long a step takes: its arithmetic and bytes against what the machine was measured to do.
+
+use plimsoll_device::Tally;
+use serde::Serialize;
+
+/// What a machine does, as measured or as told.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Rates {
+    /// f32 matrix products, FLOP/s.
+    pub matmul_f32: f64,
+    /// bf16 matrix products, FLOP/s.
+    pub matmul_bf16: f64,
+    /// Memory, bytes/s.
+    pub memory_bandwidth: f64,
+    /// exp and the like, evaluations/s.
+    pub exps: f64,
+}
+
+/// Share of the product rate that attention reaches on its smaller tiles.
+const ATTENTION_EFFICIENCY: f64 = 0.6;
+
+/// An estimate.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct TimeEstimate {
+    /// Seconds of one optimizer step.
+    pub step_seconds: f64,
+    /// Tokens of a step over that time.
+    pub tokens_per_second: f64,
+    /// Floating-point operations of a step's matrix products and attention.
+    pub flops_per_step: u64,
+}
+
+impl Rates {
+    /// The time of a tally that handles `tokens` tokens.
+    pub fn estimate(&self, tally: &Tally, tokens: u64) -> TimeEstimate {
+        let product = |flops: u64, rate: f64| flops as f64 / rate.max(1.0);
+        let matmul = product(tally.matmul_f32, self.matmul_f32) + product(tally.matmul_bf16, self.matmul_bf16);
+        let attention = product(tally.attention_f32, self.matmul_f32 * ATTENTION_EFFICIENCY)
+            + product(tally.attention_bf16, self.matmul_bf16 * ATTENTION_EFFICIENCY);
+        // Products overlap their own traffic unless they are all traffic, as in decoding.
+        let matmul = matmul.max(product(tally.matmul_bytes, self.memory_bandwidth));
+        let rest = product(tally.bytes, self.memory_bandwidth) + product(tally.exps, self.exps);
+        let step_seconds = matmul + attention + rest;
+        TimeEstimate {
+            step_seconds,
+            tokens_per_second: tokens as f64 / step_seconds.max(f64::MIN_POSITIVE),
+            flops_per_step: tally.flops(),
+        }
+    }
+}

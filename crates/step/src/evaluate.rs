@@ -1,0 +1,91 @@
+//! The loss of given tokens, forward only.
+
+use plimsoll_device::{DType, Device};
+use plimsoll_memory::{Phase, Tag};
+use plimsoll_model::{BlockId, ModelSpec, Parameter};
+
+use crate::block;
+use crate::head::{self, Head};
+use crate::inputs::{Inputs, embed};
+use crate::rope::RopeTable;
+use crate::settings::{MicroBatch, Precision};
+use crate::store::{ResidentStore, WeightStore};
+use crate::StepError;
+
+/// A forward pass over whole sequences, whatever holds the weights.
+pub(crate) struct Evaluation<'a, D: Device> {
+    pub device: &'a D,
+    pub spec: &'a ModelSpec,
+    pub precision: Precision,
+    pub rope: &'a RopeTable,
+    pub loss_chunk_tokens: u64,
+}
+
+impl<D: Device> Evaluation<'_, D> {
+    /// Sum of token losses and number of targets of `batch_size` sequences of equal length.
+    pub fn run(
+        &self,
+        store: &mut dyn WeightStore,
+        batch_size: u64,
+        micro_batch: &MicroBatch<'_>,
+    ) -> Result<(f64, u64), StepError> {
+        let arena = self.device.arena();
+        arena.enter(Phase::Forward, None);
+        let length = micro_batch.tokens.len() as u64 / batch_size.max(1);
+        let inputs = Inputs::upload(self.device, self.spec, batch_size, length, micro_batch)?;
+        let ctx = inputs.context(self.device, self.spec, self.precision, self.rope);
+        let mut x = embed(&ctx, store, &inputs.tokens)?;
+        for layer in 0..self.spec.num_layers {
+            arena.enter(Phase::Forward, Some(layer));
+            let weights = store.gather(BlockId::Layer(layer))?;
+            x = block::infer(&ctx, &weights, x, |qkv| Ok((qkv.k.clone(), qkv.v.clone())))?;
+            store.release(BlockId::Layer(layer));
+        }
+        arena.enter(Phase::Loss, None);
+        let head = Head::gather(store, self.spec.tie_word_embeddings)?;
+        head::loss(&ctx, &head, &x, &inputs.targets, &inputs.losses, self.loss_chunk_tokens)?;
+        head.release(store);
+        Ok((inputs.sum_of_losses(self.device)?, micro_batch.target_count()))
+    }
+}
+
+/// A model that is only measured: weights and nothing else.
+pub struct Evaluator<'a, D: Device> {
+    device: &'a D,
+    spec: ModelSpec,
+    precision: Precision,
+    loss_chunk_tokens: u64,
+    weights: ResidentStore,
+    rope: RopeTable,
+}
+
+impl<'a, D: Device> Evaluator<'a, D> {
+    /// Takes memory for the weights and for sequences of up to `longest` tokens.
+    pub fn new(
+        device: &'a D,
+        spec: ModelSpec,
+        precision: Precision,
+        longest: u64,
+        loss_chunk_tokens: u64,
+    ) -> Result<Self, StepError> {
+        let weights = ResidentStore::allocate(device, &spec, precision.weights, Tag::Weights)?;
+        device.arena().enter(Phase::Setup, None);
+        let rope = RopeTable::new(device, &spec.attention.rope, spec.attention.head_dim, longest)?;
+        Ok(Evaluator { device, spec, precision, loss_chunk_tokens, weights, rope })
+    }
+
+    /// Sets every weight; `fill` writes a parameter's values in the given type and is not called on a dry device.
+    pub fn load<E: From<StepError>>(
+        &mut self,
+        fill: impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.weights.load(self.device, &self.spec, fill)
+    }
+
+    /// Sum of token losses and number of targets of `batch_size` sequences of equal length.
+    pub fn losses(&mut self, batch_size: u64, micro_batch: &MicroBatch<'_>) -> Result<(f64, u64), StepError> {
+        let Evaluator { device, precision, loss_chunk_tokens, .. } = *self;
+        let pass = Evaluation { device, spec: &self.spec, precision, rope: &self.rope, loss_chunk_tokens };
+        pass.run(&mut self.weights, batch_size, micro_batch)
+    }
+}

@@ -1,0 +1,150 @@
+//! The end of the model: final norm, head, and the loss, taken in chunks of tokens, forward and backward together.
+//! Logits of one chunk exist at a time; their gradients overwrite them.
+
+use plimsoll_device::{DType, Device, Op, Tensor};
+use plimsoll_memory::Tag;
+use plimsoll_model::{BlockId, Role};
+
+use crate::context::Context;
+use crate::gradients::Gradients;
+use crate::linear::Linear;
+use crate::norm::Norm;
+use crate::store::{BlockWeights, WeightStore};
+use crate::StepError;
+
+/// The weights of the head: its own norm and either its own matrix or the embedding's.
+pub(crate) struct Head {
+    own: BlockWeights,
+    tied: Option<BlockWeights>,
+}
+
+impl Head {
+    /// Gathers the head's block and, where the head is tied, the embedding's.
+    pub fn gather(store: &mut dyn WeightStore, tied: bool) -> Result<Head, StepError> {
+        let own = store.gather(BlockId::Head)?;
+        let tied = if tied { Some(store.gather(BlockId::Embedding)?) } else { None };
+        Ok(Head { own, tied })
+    }
+
+    /// Gives the blocks back.
+    pub fn release(self, store: &mut dyn WeightStore) {
+        store.release(BlockId::Head);
+        if self.tied.is_some() {
+            store.release(BlockId::Embedding);
+        }
+    }
+
+    /// The final norm.
+    pub fn norm(&self, epsilon: f64) -> Result<Norm<'_>, StepError> {
+        self.own.norm(Role::FinalNorm, Role::FinalNormBias, epsilon)
+    }
+
+    /// The projection to logits.
+    pub fn linear(&self) -> Result<Linear<'_>, StepError> {
+        let (weights, role) = match &self.tied {
+            Some(embedding) => (embedding, Role::TokenEmbedding),
+            None => (&self.own, Role::LmHead),
+        };
+        Ok(Linear { block: weights.block(), role, weight: weights.get(role)?, bias_role: role, bias: None })
+    }
+}
+
+/// losses f32 [N] of x [N, H] against targets u32 [N]. Nothing is kept.
+pub(crate) fn loss<D: Device>(
+    ctx: &Context<'_, D>,
+    head: &Head,
+    x: &Tensor,
+    targets: &Tensor,
+    losses: &Tensor,
+    chunk_tokens: u64,
+) -> Result<(), StepError> {
+    let normed = head.norm(ctx.spec.norm.epsilon)?.forward(ctx.device, x)?;
+    for_each_chunk(ctx, &head.linear()?, &normed.out, targets, losses, chunk_tokens, |chunk| {
+        ctx.device.run(chunk.cross_entropy(None))?;
+        Ok(())
+    })
+}
+
+/// As [`loss`], and the backward pass with it: returns the gradient of x, for a loss multiplied by `scale`.
+pub(crate) fn loss_and_backward<D: Device>(
+    ctx: &Context<'_, D>,
+    head: &Head,
+    x: &Tensor,
+    targets: &Tensor,
+    losses: &Tensor,
+    chunk_tokens: u64,
+    scale: f32,
+    gradients: &mut Gradients,
+) -> Result<Tensor, StepError> {
+    let norm = head.norm(ctx.spec.norm.epsilon)?;
+    let linear = head.linear()?;
+    let normed = norm.forward(ctx.device, x)?;
+    for_each_chunk(ctx, &linear, &normed.out, targets, losses, chunk_tokens, |chunk| {
+        ctx.device.run(chunk.cross_entropy(Some(scale)))?;
+        linear.backward_weight(ctx.device, gradients, &chunk.logits, &chunk.normed, ctx.compute)?;
+        // The normed chunk has served; its gradient takes its place.
+        linear.backward_input(ctx.device, &chunk.logits, &chunk.normed, false, ctx.compute)
+    })?;
+    let dx = ctx.device.alloc(ctx.activations, &[x.rows(), x.columns()], Tag::Activations, "dresidual")?;
+    ctx.device.run(Op::Fill { out: &dx, value: 0.0 })?;
+    norm.backward(ctx.device, gradients, x, &normed.statistics, &normed.out, &dx)?;
+    Ok(dx)
+}
+
+struct Chunk {
+    /// [n, H]
+    normed: Tensor,
+    /// f32 [n, V]
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+}
+
+impl Chunk {
+    fn cross_entropy(&self, gradient_scale: Option<f32>) -> Op<'_> {
+        Op::CrossEntropy { logits: &self.logits, targets: &self.targets, losses: &self.losses, gradient_scale }
+    }
+}
+
+fn for_each_chunk<D: Device>(
+    ctx: &Context<'_, D>,
+    linear: &Linear<'_>,
+    normed: &Tensor,
+    targets: &Tensor,
+    losses: &Tensor,
+    chunk_tokens: u64,
+    mut body: impl FnMut(&Chunk) -> Result<(), StepError>,
+) -> Result<(), StepError> {
+    let tokens = normed.rows();
+    let chunk_tokens = chunk_tokens.clamp(1, tokens.max(1));
+    let buffer = ctx.device.alloc(DType::F32, &[chunk_tokens, linear.outputs()], Tag::Logits, "logits")?;
+    let targets = column(targets)?;
+    let losses = column(losses)?;
+    let mut start = 0;
+    while start < tokens {
+        let end = (start + chunk_tokens).min(tokens);
+        let chunk = Chunk {
+            normed: rows(normed, start, end)?,
+            logits: rows(&buffer, 0, end - start)?,
+            targets: rows(&targets, start, end)?,
+            losses: rows(&losses, start, end)?,
+        };
+        linear.forward(ctx.device, &chunk.normed, &chunk.logits, false, ctx.compute)?;
+        body(&chunk)?;
+        start = end;
+    }
+    Ok(())
+}
+
+/// Rows `start..end` of a tensor.
+pub(crate) fn rows(x: &Tensor, start: u64, end: u64) -> Result<Tensor, StepError> {
+    x.slice_rows(start..end).ok_or_else(|| mismatch("slice_rows", x))
+}
+
+fn column(x: &Tensor) -> Result<Tensor, StepError> {
+    x.reshape(&[x.elements(), 1]).ok_or_else(|| mismatch("reshape", x))
+}
+
+fn mismatch(op: &'static str, x: &Tensor) -> StepError {
+    plimsoll_device::DeviceError::Mismatch { op, reason: format!("{x:?} cannot be cut so") }.into()
+}

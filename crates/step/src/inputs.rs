@@ -1,0 +1,109 @@
+//! The tokens of one pass in device memory, and the residual stream's beginning.
+
+use plimsoll_device::{DType, Device, IGNORED_TARGET, Op, Tensor};
+use plimsoll_memory::Tag;
+use plimsoll_model::{BlockId, ModelSpec, Role};
+
+use crate::context::{Context, attention_shape};
+use crate::rope::RopeTable;
+use crate::settings::{MicroBatch, Precision};
+use crate::store::WeightStore;
+use crate::StepError;
+
+/// One pass's tokens, u32 [N] each, and the place of its losses, f32 [N].
+pub(crate) struct Inputs {
+    pub tokens: Tensor,
+    pub targets: Tensor,
+    pub losses: Tensor,
+    positions: Tensor,
+    batch_size: u64,
+    sequence_length: u64,
+}
+
+impl Inputs {
+    /// Copies a micro-batch of `batch_size` sequences of `sequence_length` tokens to the device.
+    pub fn upload<D: Device>(
+        device: &D,
+        spec: &ModelSpec,
+        batch_size: u64,
+        sequence_length: u64,
+        micro_batch: &MicroBatch<'_>,
+    ) -> Result<Inputs, StepError> {
+        let n = batch_size * sequence_length;
+        for given in [micro_batch.tokens, micro_batch.targets] {
+            if given.len() as u64 != n {
+                return Err(StepError::BatchShape { got: given.len(), batch_size, sequence_length });
+            }
+        }
+        check_tokens(spec, micro_batch.tokens)?;
+        check_tokens(spec, micro_batch.targets)?;
+        let alloc = |name| device.alloc(DType::U32, &[n], Tag::Data, name);
+        let (tokens, targets) = (alloc("tokens")?, alloc("targets")?);
+        device.write_u32(&tokens, micro_batch.tokens)?;
+        device.write_u32(&targets, micro_batch.targets)?;
+        let positions = positions(device, batch_size, sequence_length, 0)?;
+        let losses = device.alloc(DType::F32, &[n], Tag::Data, "losses")?;
+        Ok(Inputs { tokens, targets, losses, positions, batch_size, sequence_length })
+    }
+
+    /// The context of blocks that see these tokens and no others.
+    pub fn context<'a, D: Device>(
+        &'a self,
+        device: &'a D,
+        spec: &'a ModelSpec,
+        precision: Precision,
+        rope: &'a RopeTable,
+    ) -> Context<'a, D> {
+        let length = self.sequence_length;
+        Context {
+            device,
+            spec,
+            activations: precision.activations,
+            compute: precision.compute(),
+            rope,
+            positions: &self.positions,
+            attention: attention_shape(spec, self.batch_size, length, 0, length),
+        }
+    }
+
+    /// The sum of the token losses, in the order of the tokens.
+    pub fn sum_of_losses<D: Device>(&self, device: &D) -> Result<f64, StepError> {
+        Ok(device.read_f32(&self.losses)?.into_iter().map(f64::from).sum())
+    }
+}
+
+/// Refuses tokens that the embedding has no row for.
+pub(crate) fn check_tokens(spec: &ModelSpec, tokens: &[u32]) -> Result<(), StepError> {
+    let outside = |t: &&u32| u64::from(**t) >= spec.vocab_size && **t != IGNORED_TARGET;
+    match tokens.iter().find(outside) {
+        Some(token) => Err(StepError::TokenOutsideVocabulary { token: *token, vocab_size: spec.vocab_size }),
+        None => Ok(()),
+    }
+}
+
+/// Positions `past..past + length` for every sequence, u32 [batch * length].
+pub(crate) fn positions<D: Device>(device: &D, batch: u64, length: u64, past: u64) -> Result<Tensor, StepError> {
+    let positions = device.alloc(DType::U32, &[batch * length], Tag::Data, "positions")?;
+    device.write(&positions, &mut |bytes| {
+        for (i, cell) in (0..).zip(bytes.chunks_exact_mut(4)) {
+            let position: u64 = past + i % length;
+            cell.copy_from_slice(&(position as u32).to_ne_bytes());
+        }
+    })?;
+    Ok(positions)
+}
+
+/// The embeddings of `tokens` [N, H].
+pub(crate) fn embed<D: Device>(
+    ctx: &Context<'_, D>,
+    store: &mut dyn WeightStore,
+    tokens: &Tensor,
+) -> Result<Tensor, StepError> {
+    let weights = store.gather(BlockId::Embedding)?;
+    let table = weights.get(Role::TokenEmbedding)?;
+    let sizes = [tokens.elements(), ctx.spec.hidden_size];
+    let out = ctx.device.alloc(ctx.activations, &sizes, Tag::Activations, "residual")?;
+    ctx.device.run(Op::Embedding { tokens, table, out: &out })?;
+    store.release(BlockId::Embedding);
+    Ok(out)
+}

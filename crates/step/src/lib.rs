@@ -1,0 +1,30 @@
+//! The step program: one transformer step with explicit forward and backward functions, block by block.
+//!
+//! It is written once, generic over the [`Device`](plimsoll_device::Device): run on the dry device it is the plan,
+//! on the CPU it is the training. Read it from [`Trainer::step`] down. It knows no files and no command line.
+
+mod block;
+mod context;
+mod decode;
+mod error;
+mod evaluate;
+mod gradients;
+mod head;
+mod inputs;
+mod linear;
+mod norm;
+mod optimizer;
+mod policy;
+mod rope;
+mod settings;
+mod store;
+mod trainer;
+
+pub use decode::{DecodeSettings, Decoder};
+pub use error::StepError;
+pub use evaluate::Evaluator;
+pub use optimizer::OptimizerState;
+pub use policy::{Checkpointing, LayerPolicy, Save, SavePolicy};
+pub use settings::{AdamWSettings, GradientClipping, MicroBatch, Precision, StepSettings};
+pub use store::{BlockWeights, ResidentStore, WeightStore};
+pub use trainer::{NamedTensor, StateKind, StepOutcome, Trainer};

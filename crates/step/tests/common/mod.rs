@@ -1,0 +1,172 @@
+//! A tiny model with every kind of shape that matters: grouped heads, odd widths, more layers than one.
+
+#![allow(dead_code)]
+
+use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry, IGNORED_TARGET};
+use plimsoll_model::{
+    Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, Parameter, ParameterKind, RopeScaling,
+    RopeSpec,
+};
+use plimsoll_parallel::Solo;
+use plimsoll_step::{
+    AdamWSettings, Checkpointing, GradientClipping, MicroBatch, Precision, StepError, StepSettings, Trainer,
+};
+
+pub const VOCAB: u32 = 61;
+
+/// Llama's block.
+pub fn llama() -> ModelSpec {
+    ModelSpec {
+        name: "tiny".into(),
+        architecture: "llama".into(),
+        vocab_size: u64::from(VOCAB),
+        hidden_size: 24,
+        num_layers: 3,
+        attention: AttentionSpec {
+            heads: 4,
+            kv_heads: 2,
+            head_dim: 6,
+            qkv_bias: false,
+            output_bias: false,
+            rope: RopeSpec { theta: 10_000.0, scaling: RopeScaling::None },
+        },
+        mlp: MlpSpec { intermediate_size: 40, activation: Activation::Silu, gated: true, bias: false },
+        norm: NormSpec { kind: NormKind::Rms, epsilon: 1e-5 },
+        tie_word_embeddings: true,
+        max_position_embeddings: 64,
+        initializer_range: 0.2,
+        bos_token: None,
+        eos_tokens: vec![],
+    }
+}
+
+/// The block's other side: LayerNorm, biases everywhere, no gate, a head of its own.
+pub fn biased() -> ModelSpec {
+    let base = llama();
+    ModelSpec {
+        attention: AttentionSpec { qkv_bias: true, output_bias: true, ..base.attention },
+        mlp: MlpSpec { activation: Activation::GeluTanh, gated: false, bias: true, ..base.mlp },
+        norm: NormSpec { kind: NormKind::Layer, ..base.norm },
+        tie_word_embeddings: false,
+        ..base
+    }
+}
+
+pub fn settings(batch_size: u64, sequence_length: u64) -> StepSettings {
+    StepSettings {
+        batch_size,
+        sequence_length,
+        precision: Precision::F32,
+        checkpointing: Checkpointing::None,
+        loss_chunk_tokens: 10,
+        optimizer: AdamWSettings::default(),
+        clipping: GradientClipping::GlobalNorm(1.0),
+        seed: 3,
+    }
+}
+
+pub const BF16_WITH_MASTERS: Precision = Precision {
+    weights: DType::Bf16,
+    activations: DType::Bf16,
+    gradients: DType::F32,
+    master_weights: true,
+};
+
+pub const PURE_BF16: Precision =
+    Precision { gradients: DType::Bf16, master_weights: false, ..BF16_WITH_MASTERS };
+
+/// Numbers that look random and depend on nothing but the seed.
+pub fn noise(seed: u64) -> impl FnMut() -> f64 {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 11) as f64 / (1u64 << 53) as f64 - 0.5
+    }
+}
+
+/// The value of every weight.
+pub fn values(parameter: &Parameter) -> Vec<f32> {
+    let seed = parameter.name.bytes().fold(7u64, |h, b| h.wrapping_mul(31).wrapping_add(u64::from(b)));
+    let mut noise = noise(seed);
+    let norm = parameter.role.kind() == ParameterKind::Norm;
+    (0..parameter.elements()).map(|_| if norm { 1.0 + 0.2 * noise() } else { 0.6 * noise() } as f32).collect()
+}
+
+pub fn write_values(values: &[f32], dtype: DType, out: &mut [u8]) {
+    match dtype {
+        DType::Bf16 => {
+            for (cell, v) in out.chunks_exact_mut(2).zip(values) {
+                cell.copy_from_slice(&half::bf16::from_f32(*v).to_ne_bytes());
+            }
+        }
+        _ => {
+            for (cell, v) in out.chunks_exact_mut(4).zip(values) {
+                cell.copy_from_slice(&v.to_ne_bytes());
+            }
+        }
+    }
+}
+
+/// Tokens and the targets that follow from them: position i predicts token i + 1.
+pub fn tokens(seed: u64, sequences: u64, length: u64) -> (Vec<u32>, Vec<u32>) {
+    let mut noise = noise(seed);
+    let tokens: Vec<u32> =
+        (0..sequences * length).map(|_| ((noise() + 0.5) * f64::from(VOCAB)) as u32 % VOCAB).collect();
+    let targets = (0..tokens.len())
+        .map(|i| if (i + 1) % length as usize == 0 { IGNORED_TARGET } else { tokens[i + 1] })
+        .collect();
+    (tokens, targets)
+}
+
+pub fn planned_peak(spec: &ModelSpec, settings: &StepSettings, micro_batches: usize) -> u64 {
+    let dry = Dry::new();
+    let mut trainer = Trainer::new(&dry, spec.clone(), settings.clone(), &Solo).unwrap();
+    let n = (settings.batch_size * settings.sequence_length) as usize;
+    let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
+    let batch = MicroBatch { tokens: &tokens, targets: &targets };
+    trainer.step(&vec![batch; micro_batches], 1e-3).unwrap();
+    dry.arena().high_water()
+}
+
+/// A device of just the planned size.
+pub fn device(spec: &ModelSpec, settings: &StepSettings, threads: usize) -> Cpu {
+    Cpu::new(planned_peak(spec, settings, 2), CpuOptions { threads: Some(threads), isa: None }).unwrap()
+}
+
+pub fn trainer<'a>(device: &'a Cpu, spec: &ModelSpec, settings: &StepSettings) -> Trainer<'a, Cpu> {
+    let mut trainer = Trainer::new(device, spec.clone(), settings.clone(), &Solo).unwrap();
+    trainer
+        .load::<StepError>(|p, dtype, out| {
+            write_values(&values(p), dtype, out);
+            Ok(())
+        })
+        .unwrap();
+    trainer
+}
+
+/// Bytes of every tensor of the training state, and the losses of `steps` steps of two micro-batches each.
+pub fn train(spec: &ModelSpec, settings: &StepSettings, threads: usize, steps: u64) -> (Vec<f64>, Vec<Vec<u8>>) {
+    let device = device(spec, settings, threads);
+    let mut trainer = trainer(&device, spec, settings);
+    let losses = (0..steps).map(|step| one_step(&mut trainer, settings, step)).collect();
+    (losses, state(&device, &trainer))
+}
+
+pub fn one_step(trainer: &mut Trainer<'_, Cpu>, settings: &StepSettings, step: u64) -> f64 {
+    let (batch, length) = (settings.batch_size, settings.sequence_length);
+    let halves: Vec<_> = (0..2).map(|half| tokens(100 + 2 * step + half, batch, length)).collect();
+    let batches: Vec<MicroBatch<'_>> =
+        halves.iter().map(|(tokens, targets)| MicroBatch { tokens, targets }).collect();
+    trainer.step(&batches, 1e-2).unwrap().loss
+}
+
+pub fn state(device: &Cpu, trainer: &Trainer<'_, Cpu>) -> Vec<Vec<u8>> {
+    let bytes = |tensor: &plimsoll_device::Tensor| {
+        let mut copy = Vec::new();
+        device.read(tensor, &mut |bytes| copy = bytes.to_vec()).unwrap();
+        copy
+    };
+    trainer.state().unwrap().iter().map(|named| bytes(&named.tensor)).collect()
+}

@@ -1,0 +1,235 @@
+//! Checkpoints: folders `checkpoint-N` that are whole or absent, from which a run continues to the same bits.
+//!
+//! A checkpoint holds the model as an HF folder, `optimizer.safetensors` (`NAME.exp_avg`, `NAME.exp_avg_sq`,
+//! `NAME.master`) and `trainer_state.json`. It is written under another name, synced, and renamed.
+
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use plimsoll_device::{DType, Device, Tensor};
+use plimsoll_model::{NewTensor, SafetensorsFile, StoredDType, write_tensors};
+use plimsoll_step::{NamedTensor, StateKind, Trainer};
+use serde::{Deserialize, Serialize};
+
+use crate::TrainError;
+
+/// Where a run stands.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TrainerState {
+    /// Version of this layout.
+    pub version: u32,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Training windows consumed since the beginning.
+    pub windows: u64,
+    /// Tokens seen.
+    pub tokens: u64,
+    /// What the data was, so that a resumed run sees the same.
+    pub data: String,
+}
+
+/// The layout that this version writes.
+pub(crate) const VERSION: u32 = 1;
+
+const PREFIX: &str = "checkpoint-";
+const OPTIMIZER: &str = "optimizer.safetensors";
+const STATE: &str = "trainer_state.json";
+
+/// A whole checkpoint on disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Checkpoint {
+    /// Its folder.
+    pub path: PathBuf,
+    /// Optimizer steps done.
+    pub step: u64,
+}
+
+impl Checkpoint {
+    /// The whole checkpoints of a run, oldest first. Half-written ones have another name and are not among them.
+    pub fn list(run: &Path) -> Result<Vec<Checkpoint>, TrainError> {
+        let entries = match std::fs::read_dir(run) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(e) => return Err(TrainError::io("list", run, e)),
+        };
+        let mut found = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(|e| TrainError::io("list", run, e))?;
+            let name = entry.file_name();
+            let step = name.to_str().and_then(|n| n.strip_prefix(PREFIX)).and_then(|n| n.parse().ok());
+            if let Some(step) = step {
+                found.push(Checkpoint { path: entry.path(), step });
+            }
+        }
+        found.sort_by_key(|c| c.step);
+        Ok(found)
+    }
+
+    /// Writes a checkpoint of `trainer` into the run's folder. `save_model` writes the model's files.
+    pub fn write<D: Device>(
+        run: &Path,
+        state: &TrainerState,
+        device: &D,
+        trainer: &Trainer<'_, D>,
+        save_model: impl FnOnce(&Path) -> Result<(), TrainError>,
+    ) -> Result<Checkpoint, TrainError> {
+        let path = run.join(format!("{PREFIX}{}", state.step));
+        // Dropped on any failure, and with it what was written.
+        let aside = tempfile::Builder::new()
+            .prefix(".writing-checkpoint-")
+            .tempdir_in(run)
+            .map_err(|e| TrainError::io("create a folder in", run, e))?;
+        save_model(aside.path())?;
+        let tensors: Vec<NamedTensor> =
+            trainer.state()?.into_iter().filter(|t| t.kind != StateKind::Weight).collect();
+        write_named(&aside.path().join(OPTIMIZER), device, &tensors)?;
+        let json = serde_json::to_vec_pretty(state)
+            .map_err(|e| TrainError::io("write", aside.path(), io::Error::other(e)))?;
+        crate::write_whole(&aside.path().join(STATE), &json)?;
+        make_public(aside.path());
+        let old = run.join(format!(".old-{PREFIX}{}", state.step));
+        if path.exists() {
+            // A resumed run may come by the same step again.
+            std::fs::rename(&path, &old).map_err(|e| TrainError::io("replace", &path, e))?;
+        }
+        let aside = aside.keep();
+        std::fs::rename(&aside, &path).map_err(|e| TrainError::io("rename a folder to", &path, e))?;
+        sync_folder(run);
+        if old.exists() {
+            std::fs::remove_dir_all(&old).map_err(|e| TrainError::io("remove", &old, e))?;
+        }
+        Ok(Checkpoint { path, step: state.step })
+    }
+
+    /// The run's position at this checkpoint.
+    pub fn state(&self) -> Result<TrainerState, TrainError> {
+        let path = self.path.join(STATE);
+        let bytes = std::fs::read(&path).map_err(|e| TrainError::io("read", &path, e))?;
+        let state: TrainerState = serde_json::from_slice(&bytes)
+            .map_err(|e| TrainError::Checkpoint { path: path.clone(), reason: e.to_string() })?;
+        if state.version != VERSION {
+            let reason = format!(
+                "it was written by another version (layout {}, this one reads {VERSION}); start a new run from its model instead",
+                state.version
+            );
+            return Err(TrainError::Checkpoint { path, reason });
+        }
+        Ok(state)
+    }
+
+    /// Reads moments and masters back into `trainer`. Weights are the model folder's.
+    pub fn read_optimizer<D: Device>(&self, device: &D, trainer: &Trainer<'_, D>) -> Result<(), TrainError> {
+        let path = self.path.join(OPTIMIZER);
+        let file = SafetensorsFile::open(&path)?;
+        let wanted: Vec<NamedTensor> =
+            trainer.state()?.into_iter().filter(|t| t.kind != StateKind::Weight).collect();
+        if file.tensors().len() != wanted.len() {
+            let reason = format!(
+                "it holds {} tensors, the run needs {}; was the checkpoint written with other training.master_weights?",
+                file.tensors().len(),
+                wanted.len()
+            );
+            return Err(TrainError::Checkpoint { path, reason });
+        }
+        for named in wanted {
+            let name = stored_name(&named);
+            let fail = |reason: String| TrainError::Checkpoint { path: path.clone(), reason };
+            let stored = file.tensor(&name).ok_or_else(|| fail(format!("it has no {name}")))?;
+            let bytes = file.bytes(&name).ok_or_else(|| fail(format!("it has no {name}")))?;
+            if stored.dtype != stored_dtype(named.tensor.dtype()) || bytes.len() as u64 != named.tensor.bytes() {
+                let want = named.tensor.shape();
+                return Err(fail(format!("{name} is {:?}, the run needs {want:?}", stored.shape)));
+            }
+            device.write(&named.tensor, &mut |out| out.copy_from_slice(bytes))?;
+            file.release(stored);
+        }
+        Ok(())
+    }
+}
+
+/// Removes the oldest checkpoints beyond `limit`, and what killed runs left half-written.
+pub(crate) fn tidy(run: &Path, limit: Option<u64>) -> Result<(), TrainError> {
+    let all = Checkpoint::list(run)?;
+    let surplus = limit.map_or(0, |limit| all.len().saturating_sub(limit.max(1) as usize));
+    for checkpoint in &all[..surplus] {
+        std::fs::remove_dir_all(&checkpoint.path).map_err(|e| TrainError::io("remove", &checkpoint.path, e))?;
+    }
+    Ok(())
+}
+
+/// Removes what a killed run left behind under its working names.
+pub(crate) fn sweep(run: &Path) -> Result<(), TrainError> {
+    let entries = std::fs::read_dir(run).map_err(|e| TrainError::io("list", run, e))?;
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let Some(name) = name.to_str() else { continue };
+        let path = entry.path();
+        if name.starts_with(".writing-") || name.starts_with(".old-checkpoint-") {
+            let removed = if path.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
+            removed.map_err(|e| TrainError::io("remove", &path, e))?;
+        }
+    }
+    Ok(())
+}
+
+fn write_named<D: Device>(path: &Path, device: &D, tensors: &[NamedTensor]) -> Result<(), TrainError> {
+    let new: Vec<NewTensor> = tensors
+        .iter()
+        .map(|t| NewTensor {
+            name: stored_name(t),
+            dtype: stored_dtype(t.tensor.dtype()),
+            shape: t.tensor.shape().dims().to_vec(),
+        })
+        .collect();
+    let by_name: std::collections::HashMap<String, &Tensor> =
+        tensors.iter().map(|t| (stored_name(t), &t.tensor)).collect();
+    write_tensors(path, &[("format", "pt")], &new, |tensor, out| match by_name.get(&tensor.name) {
+        Some(tensor) => copy_out(device, tensor, out),
+        None => Err(io::Error::other("no such tensor")),
+    })?;
+    Ok(())
+}
+
+/// Writes a tensor's bytes as they are.
+pub(crate) fn copy_out<D: Device>(device: &D, tensor: &Tensor, out: &mut dyn Write) -> io::Result<()> {
+    let mut outcome = Ok(());
+    device.read(tensor, &mut |bytes| outcome = out.write_all(bytes)).map_err(io::Error::other)?;
+    outcome
+}
+
+fn stored_name(tensor: &NamedTensor) -> String {
+    let suffix = match tensor.kind {
+        StateKind::Weight => "weight",
+        StateKind::Master => "master",
+        StateKind::FirstMoment => "exp_avg",
+        StateKind::SecondMoment => "exp_avg_sq",
+    };
+    format!("{}.{suffix}", tensor.name)
+}
+
+pub(crate) fn stored_dtype(dtype: DType) -> StoredDType {
+    match dtype {
+        DType::Bf16 => StoredDType::Bf16,
+        DType::F16 => StoredDType::F16,
+        _ => StoredDType::F32,
+    }
+}
+
+/// Temporary folders are the owner's alone; a checkpoint has the permissions of any other folder.
+fn make_public(path: &Path) {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        // Where this is refused the checkpoint stays private, which loses nothing.
+        let _ = std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755));
+    }
+    #[cfg(not(unix))]
+    let _ = path;
+}
+
+fn sync_folder(folder: &Path) {
+    if let Ok(folder) = std::fs::File::open(folder) {
+        // Some file systems cannot sync folders; the files themselves are already synced.
+        let _ = folder.sync_all();
+    }
+}

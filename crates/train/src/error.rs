@@ -1,0 +1,81 @@
+//! What can end a run.
+
+use std::path::{Path, PathBuf};
+
+use plimsoll_data::DataError;
+use plimsoll_device::DeviceError;
+use plimsoll_model::{ModelError, SafetensorsError, SaveError};
+use plimsoll_step::StepError;
+
+/// A run that could not start or go on.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// The step failed.
+    #[error(transparent)]
+    Step(#[from] StepError),
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The data could not be read.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// The model could not be read.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// A file of a checkpoint or the final model could not be written.
+    #[error(transparent)]
+    Save(#[from] SaveError),
+    /// A file of a checkpoint could not be read.
+    #[error(transparent)]
+    Safetensors(#[from] SafetensorsError),
+    /// The OS refused.
+    #[error("could not {action} {}: {source}{}", .path.display(), remedy(.source))]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// On which file or folder.
+        path: PathBuf,
+        /// The OS's answer.
+        source: std::io::Error,
+    },
+    /// A checkpoint that does not belong to this run, or is damaged.
+    #[error("{}: {reason}", .path.display())]
+    Checkpoint {
+        /// The checkpoint or its file.
+        path: PathBuf,
+        /// What does not fit, and what to do.
+        reason: String,
+    },
+    /// The output folder already holds a run, and the run was not asked to resume.
+    #[error("{} already holds a run; add --resume to continue it, or choose another output.dir", .path.display())]
+    OutputInUse {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The weights went bad; everything up to the last checkpoint is kept.
+    #[error("step {step}: {source}")]
+    NotFinite {
+        /// 1-based number of the step.
+        step: u64,
+        /// What came out.
+        source: StepError,
+    },
+}
+
+impl TrainError {
+    pub(crate) fn io(action: &'static str, path: &Path, source: std::io::Error) -> TrainError {
+        TrainError::Io { action, path: path.to_owned(), source }
+    }
+}
+
+fn remedy(error: &std::io::Error) -> &'static str {
+    match error.kind() {
+        std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
+            "; free some space or choose another output.dir, then --resume"
+        }
+        std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem => {
+            "; choose an output.dir that you may write to"
+        }
+        _ => "",
+    }
+}

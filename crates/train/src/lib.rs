@@ -1,0 +1,35 @@
+//! The training loop: schedules, checkpoints, metrics, reports. It knows no terminal: it tells an [`Observer`].
+
+mod checkpoint;
+mod error;
+mod metrics;
+mod observer;
+mod report;
+mod run;
+mod schedule;
+mod stop;
+
+pub use checkpoint::{Checkpoint, TrainerState};
+pub use error::TrainError;
+pub use metrics::{MemoryMetrics, StepMetrics};
+pub use observer::{Event, Observer};
+pub use report::{Measured, Planned, Report};
+pub use run::{Connections, RunSettings, TrainingOutcome, run};
+pub use schedule::{Decay, Schedule};
+pub use stop::StopFlag;
+
+use std::io::Write;
+use std::path::Path;
+
+/// Replaces a file whole: written aside, synced, renamed.
+fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let write = || -> std::io::Result<()> {
+        let mut aside = tempfile::Builder::new().prefix(".writing-").tempfile_in(folder)?;
+        aside.write_all(bytes)?;
+        aside.as_file().sync_all()?;
+        aside.persist(path).map_err(|e| e.error)?;
+        Ok(())
+    };
+    write().map_err(|e| TrainError::io("write", path, e))
+}

@@ -1,0 +1,137 @@
+//! `metrics.jsonl`: one line per optimizer step, whole lines only, continued or cut back when a run resumes.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::TrainError;
+
+/// One optimizer step.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StepMetrics {
+    /// 1-based number of the step.
+    pub step: u64,
+    /// Mean loss over the step's target tokens, before the update.
+    pub loss: f64,
+    /// Global gradient norm before clipping.
+    pub grad_norm: f64,
+    /// Learning rate.
+    pub lr: f64,
+    /// Tokens seen since the beginning of the run.
+    pub tokens: u64,
+    /// Tokens of this step over its time.
+    pub tokens_per_second: f64,
+    /// Sequences of the step, over all micro-batches.
+    pub batch_size: u64,
+    /// Memory.
+    pub memory: MemoryMetrics,
+    /// Mean loss on the validation data, where the step measured it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub validation_loss: Option<f64>,
+}
+
+/// Memory during a step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct MemoryMetrics {
+    /// High-water mark of the device arena so far.
+    pub device_peak_bytes: u64,
+    /// Bytes of host memory held by the data pipeline.
+    pub host_peak_bytes: u64,
+    /// Bytes of offloaded state on disk.
+    pub disk_bytes: u64,
+    /// Resident set of the process now.
+    pub process_rss_bytes: u64,
+}
+
+/// The file, open for appending.
+#[derive(Debug)]
+pub struct MetricsFile {
+    path: PathBuf,
+    file: File,
+}
+
+impl MetricsFile {
+    /// A new file, or one whose lines after `steps_done` are dropped, if `steps_done` is not 0.
+    pub fn open(folder: &Path, steps_done: u64) -> Result<MetricsFile, TrainError> {
+        let path = folder.join("metrics.jsonl");
+        let kept = if steps_done == 0 { Vec::new() } else { lines_up_to(&path, steps_done)? };
+        crate::write_whole(&path, &kept)?;
+        let file = OpenOptions::new().append(true).open(&path).map_err(|e| TrainError::io("open", &path, e))?;
+        Ok(MetricsFile { path, file })
+    }
+
+    /// Appends one step.
+    pub fn append(&mut self, metrics: &StepMetrics) -> Result<(), TrainError> {
+        let mut line = serde_json::to_vec(metrics)
+            .map_err(|e| TrainError::io("write", &self.path, std::io::Error::other(e)))?;
+        line.push(b'\n');
+        self.file.write_all(&line).map_err(|e| TrainError::io("write", &self.path, e))
+    }
+}
+
+/// The file's whole lines whose step is at most `last`; nothing if there is no file.
+fn lines_up_to(path: &Path, last: u64) -> Result<Vec<u8>, TrainError> {
+    #[derive(Deserialize)]
+    struct Numbered {
+        step: u64,
+    }
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(TrainError::io("open", path, e)),
+    };
+    let mut kept = Vec::new();
+    for line in BufReader::new(file).split(b'\n') {
+        let line = line.map_err(|e| TrainError::io("read", path, e))?;
+        // A line that a killed run left unfinished belongs to no step.
+        if serde_json::from_slice::<Numbered>(&line).is_ok_and(|n| n.step <= last) {
+            kept.extend_from_slice(&line);
+            kept.push(b'\n');
+        }
+    }
+    Ok(kept)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn metrics(step: u64) -> StepMetrics {
+        StepMetrics {
+            step,
+            loss: 1.5,
+            grad_norm: 2.0,
+            lr: 1e-3,
+            tokens: 64 * step,
+            tokens_per_second: 100.0,
+            batch_size: 2,
+            memory: MemoryMetrics {
+                device_peak_bytes: 1,
+                host_peak_bytes: 2,
+                disk_bytes: 0,
+                process_rss_bytes: 3,
+            },
+            validation_loss: None,
+        }
+    }
+
+    #[test]
+    fn a_resumed_run_continues_where_its_checkpoint_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut file = MetricsFile::open(folder.path(), 0).unwrap();
+        (1..=3).for_each(|step| file.append(&metrics(step)).unwrap());
+        std::fs::write(&path, [std::fs::read(&path).unwrap(), b"{\"step\":4,\"lo".to_vec()].concat()).unwrap();
+        let mut file = MetricsFile::open(folder.path(), 2).unwrap();
+        file.append(&metrics(3)).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let steps: Vec<u64> = text
+            .lines()
+            .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["step"].as_u64().unwrap())
+            .collect();
+        assert_eq!(steps, [1, 2, 3]);
+        assert!(text.starts_with(r#"{"step":1,"loss":1.5,"grad_norm":2.0,"lr":0.001,"tokens":64,"#), "{text}");
+    }
+}

@@ -1,0 +1,46 @@
+//! What a run tells whoever watches it.
+
+use std::path::Path;
+
+use crate::StepMetrics;
+
+/// Something happened in a run.
+#[derive(Clone, Debug)]
+pub enum Event<'a> {
+    /// Training begins, after `steps_done` steps of an earlier part of the run.
+    Started {
+        /// Steps done before.
+        steps_done: u64,
+        /// Steps of the whole run.
+        total_steps: u64,
+        /// Tokens of the training data.
+        data_tokens: u64,
+    },
+    /// A step was taken.
+    Step(&'a StepMetrics),
+    /// The validation loss was measured.
+    Validated {
+        /// After this step.
+        step: u64,
+        /// Mean loss over the validation targets.
+        loss: f64,
+    },
+    /// A checkpoint is on disk, whole.
+    Saved(&'a Path),
+    /// The run ends before its time, on request.
+    Stopping {
+        /// After this step.
+        step: u64,
+    },
+}
+
+/// Watches a run.
+pub trait Observer {
+    /// Called from the training thread, between steps.
+    fn event(&mut self, event: Event<'_>);
+}
+
+/// Watches nothing.
+impl Observer for () {
+    fn event(&mut self, _: Event<'_>) {}
+}

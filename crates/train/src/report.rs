@@ -1,0 +1,89 @@
+//! `report.json`: what was planned against what was measured.
+
+use std::path::Path;
+
+use serde::Serialize;
+
+use crate::TrainError;
+
+/// What the plan said.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Planned {
+    /// High-water mark of the device arena.
+    pub device_peak_bytes: u64,
+    /// Everything outside the arena.
+    pub overhead_bytes: u64,
+    /// Both together: what the process should take.
+    pub process_bytes: u64,
+    /// Time of an optimizer step.
+    pub step_seconds: f64,
+    /// Tokens of a step over that time.
+    pub tokens_per_second: f64,
+}
+
+/// What came out.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Measured {
+    /// High-water mark of the device arena.
+    pub device_peak_bytes: u64,
+    /// Highest resident set of the process, as the kernel saw it.
+    pub process_peak_rss_bytes: u64,
+    /// Median time of an optimizer step.
+    pub step_seconds_median: f64,
+}
+
+/// The report of a run.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    /// What the plan said.
+    pub planned: Planned,
+    /// What came out.
+    pub measured: Measured,
+    /// Median over the steps of this part of the run.
+    pub tokens_per_second_median: f64,
+    /// Optimizer steps of the whole run so far.
+    pub steps: u64,
+    /// Tokens of the whole run so far.
+    pub tokens: u64,
+    /// Loss of the first and the last step of this part of the run.
+    pub first_loss: Option<f64>,
+    /// See `first_loss`.
+    pub last_loss: Option<f64>,
+    /// Last validation loss.
+    pub validation_loss: Option<f64>,
+    /// Whether the run came to its end or was stopped before.
+    pub finished: bool,
+    /// Seconds of training in this part of the run.
+    pub seconds: f64,
+}
+
+impl Report {
+    /// Writes `report.json` into the run's folder.
+    pub fn write(&self, run: &Path) -> Result<(), TrainError> {
+        let path = run.join("report.json");
+        let json = serde_json::to_vec_pretty(self)
+            .map_err(|e| TrainError::io("write", &path, std::io::Error::other(e)))?;
+        crate::write_whole(&path, &json)
+    }
+}
+
+/// The middle value; the mean of the two middle ones for an even number; 0 for none.
+pub(crate) fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    match sorted.len() {
+        0 => 0.0,
+        n if n % 2 == 1 => sorted[n / 2],
+        n => 0.5 * (sorted[n / 2 - 1] + sorted[n / 2]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::median;
+
+    #[test]
+    fn medians() {
+        assert_eq!([median(&[]), median(&[3.0]), median(&[4.0, 1.0]), median(&[9.0, 1.0, 2.0])], [0.0, 3.0, 2.5, 2.0]);
+    }
+}

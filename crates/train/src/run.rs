@@ -1,0 +1,234 @@
+//! The loop: batches in, steps, validation, checkpoints, and at the end the model and the report.
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use plimsoll_data::Batch;
+use plimsoll_device::Device;
+use plimsoll_step::{MicroBatch, StepError, Trainer};
+
+use crate::checkpoint::{Checkpoint, TrainerState, VERSION, sweep, tidy};
+use crate::metrics::{MemoryMetrics, MetricsFile, StepMetrics};
+use crate::report::{Measured, Planned, Report, median};
+use crate::{Event, Observer, Schedule, StopFlag, TrainError};
+
+/// How a run is conducted; the step itself is set up already.
+#[derive(Clone, Debug)]
+pub struct RunSettings {
+    /// The run's folder.
+    pub output: PathBuf,
+    /// Learning rates and length.
+    pub schedule: Schedule,
+    /// Micro-batches of an optimizer step.
+    pub accumulation: u64,
+    /// Steps between checkpoints.
+    pub save_steps: Option<u64>,
+    /// Checkpoints that are kept.
+    pub save_total_limit: Option<u64>,
+    /// Steps between measurements of the validation loss.
+    pub eval_steps: Option<u64>,
+    /// Whether the final model is written.
+    pub final_model: bool,
+    /// Identity of the data.
+    pub data_identity: String,
+    /// Tokens of the training data.
+    pub data_tokens: u64,
+    /// Host memory of the data pipeline.
+    pub host_bytes: u64,
+    /// The plan's numbers.
+    pub planned: Planned,
+}
+
+/// The run's connections to the rest: where batches come from, how the model is saved, who watches.
+pub struct Connections<'c, 'a, D: Device> {
+    /// Gives the next micro-batch; there is always one.
+    pub next_batch: &'c mut dyn FnMut() -> Result<Batch, TrainError>,
+    /// Measures the mean validation loss, where there is validation data.
+    pub validate: Option<&'c mut dyn FnMut(&mut Trainer<'a, D>) -> Result<f64, TrainError>>,
+    /// Writes the model's files into a folder.
+    pub save_model: &'c dyn Fn(&Trainer<'a, D>, &Path) -> Result<(), TrainError>,
+    /// Resident set of the process: now, and the highest so far.
+    pub process_memory: &'c dyn Fn() -> (u64, u64),
+    /// Watches the run.
+    pub observer: &'c mut dyn Observer,
+    /// Ends the run early.
+    pub stop: StopFlag,
+}
+
+/// How a run ended.
+#[derive(Clone, Debug)]
+pub struct TrainingOutcome {
+    /// The report, as written.
+    pub report: Report,
+    /// The last checkpoint written by this part of the run.
+    pub checkpoint: Option<PathBuf>,
+}
+
+/// Trains until the schedule ends or somebody asks to stop. `start` is where an earlier part of the run stood.
+pub fn run<'a, D: Device>(
+    device: &'a D,
+    trainer: &mut Trainer<'a, D>,
+    settings: &RunSettings,
+    start: Option<TrainerState>,
+    mut with: Connections<'_, 'a, D>,
+) -> Result<TrainingOutcome, TrainError> {
+    let begun = Instant::now();
+    sweep(&settings.output)?;
+    let mut progress = Progress::new(settings, start);
+    trainer.set_steps_done(progress.state.step);
+    let mut metrics_file = MetricsFile::open(&settings.output, progress.state.step)?;
+    with.observer.event(Event::Started {
+        steps_done: progress.state.step,
+        total_steps: settings.schedule.total_steps,
+        data_tokens: settings.data_tokens,
+    });
+    let total = settings.schedule.total_steps;
+    while progress.state.step < total && !with.stop.is_raised() {
+        let mut metrics = one_step(device, trainer, settings, &mut progress, &mut with)?;
+        let step = progress.state.step;
+        if is_due(settings.eval_steps, step, total)
+            && let Some(validate) = &mut with.validate
+        {
+            let loss = validate(trainer)?;
+            metrics.validation_loss = Some(loss);
+            progress.validation_loss = Some(loss);
+            with.observer.event(Event::Validated { step, loss });
+        }
+        metrics_file.append(&metrics)?;
+        with.observer.event(Event::Step(&metrics));
+        let stopping = with.stop.is_raised() && step < total;
+        if stopping {
+            with.observer.event(Event::Stopping { step });
+        }
+        if stopping || settings.save_steps.is_some_and(|n| n > 0 && step.is_multiple_of(n)) {
+            progress.save(device, trainer, settings, &mut with)?;
+        }
+    }
+    let finished = progress.state.step >= total;
+    if finished && settings.final_model {
+        (with.save_model)(trainer, &settings.output)?;
+        with.observer.event(Event::Saved(&settings.output));
+    }
+    let report = progress.report(device, settings, &with, finished, begun.elapsed().as_secs_f64());
+    report.write(&settings.output)?;
+    Ok(TrainingOutcome { report, checkpoint: progress.checkpoint.map(|c| c.path) })
+}
+
+/// Takes one optimizer step and describes it.
+fn one_step<'a, D: Device>(
+    device: &D,
+    trainer: &mut Trainer<'a, D>,
+    settings: &RunSettings,
+    progress: &mut Progress,
+    with: &mut Connections<'_, 'a, D>,
+) -> Result<StepMetrics, TrainError> {
+    let begun = Instant::now();
+    let batches = (0..settings.accumulation).map(|_| (with.next_batch)()).collect::<Result<Vec<Batch>, _>>()?;
+    let micro_batches: Vec<MicroBatch<'_>> =
+        batches.iter().map(|b| MicroBatch { tokens: &b.tokens, targets: &b.targets }).collect();
+    let lr = settings.schedule.lr(progress.state.step);
+    let step = progress.state.step + 1;
+    let outcome = trainer.step(&micro_batches, lr).map_err(|source| match source {
+        StepError::NotFinite { .. } => TrainError::NotFinite { step, source },
+        other => other.into(),
+    })?;
+    let seconds = begun.elapsed().as_secs_f64();
+    let tokens: u64 = batches.iter().map(|b| b.tokens.len() as u64).sum();
+    let sequences = trainer.settings().batch_size * settings.accumulation;
+    progress.state.step = step;
+    progress.state.windows += sequences;
+    progress.state.tokens += tokens;
+    progress.seconds.push(seconds);
+    progress.tokens_per_second.push(tokens as f64 / seconds);
+    progress.first_loss.get_or_insert(outcome.loss);
+    progress.last_loss = Some(outcome.loss);
+    Ok(StepMetrics {
+        step,
+        loss: outcome.loss,
+        grad_norm: outcome.grad_norm,
+        lr,
+        tokens: progress.state.tokens,
+        tokens_per_second: tokens as f64 / seconds,
+        batch_size: sequences,
+        memory: MemoryMetrics {
+            device_peak_bytes: device.arena().high_water(),
+            host_peak_bytes: settings.host_bytes,
+            disk_bytes: 0,
+            process_rss_bytes: (with.process_memory)().0,
+        },
+        validation_loss: None,
+    })
+}
+
+/// Whether something that happens every `every` steps, and at the end, happens after `step`.
+fn is_due(every: Option<u64>, step: u64, total: u64) -> bool {
+    step == total || every.is_some_and(|n| n > 0 && step.is_multiple_of(n))
+}
+
+/// What the loop carries from step to step.
+struct Progress {
+    state: TrainerState,
+    seconds: Vec<f64>,
+    tokens_per_second: Vec<f64>,
+    first_loss: Option<f64>,
+    last_loss: Option<f64>,
+    validation_loss: Option<f64>,
+    checkpoint: Option<Checkpoint>,
+}
+
+impl Progress {
+    fn new(settings: &RunSettings, start: Option<TrainerState>) -> Progress {
+        let data = settings.data_identity.clone();
+        let state = start.unwrap_or(TrainerState { version: VERSION, step: 0, windows: 0, tokens: 0, data });
+        Progress {
+            state,
+            seconds: Vec::new(),
+            tokens_per_second: Vec::new(),
+            first_loss: None,
+            last_loss: None,
+            validation_loss: None,
+            checkpoint: None,
+        }
+    }
+
+    fn save<'a, D: Device>(
+        &mut self,
+        device: &D,
+        trainer: &Trainer<'a, D>,
+        settings: &RunSettings,
+        with: &mut Connections<'_, 'a, D>,
+    ) -> Result<(), TrainError> {
+        let save_model = |folder: &Path| (with.save_model)(trainer, folder);
+        let checkpoint = Checkpoint::write(&settings.output, &self.state, device, trainer, save_model)?;
+        tidy(&settings.output, settings.save_total_limit)?;
+        with.observer.event(Event::Saved(&checkpoint.path));
+        self.checkpoint = Some(checkpoint);
+        Ok(())
+    }
+
+    fn report<D: Device>(
+        &self,
+        device: &D,
+        settings: &RunSettings,
+        with: &Connections<'_, '_, D>,
+        finished: bool,
+        seconds: f64,
+    ) -> Report {
+        Report {
+            planned: settings.planned,
+            measured: Measured {
+                device_peak_bytes: device.arena().high_water(),
+                process_peak_rss_bytes: (with.process_memory)().1,
+                step_seconds_median: median(&self.seconds),
+            },
+            tokens_per_second_median: median(&self.tokens_per_second),
+            steps: self.state.step,
+            tokens: self.state.tokens,
+            first_loss: self.first_loss,
+            last_loss: self.last_loss,
+            validation_loss: self.validation_loss,
+            finished,
+            seconds,
+        }
+    }
+}
