@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_device::cpu::{Isa, MachineRates, Pool, SCRATCH_BYTES};
+use plimsoll_device::cpu::{Isa, MachineRates, Pool};
 use plimsoll_device::{Cpu, DType};
 use plimsoll_memory::ByteSize;
 use plimsoll_plan::config::RawConfig;
@@ -58,7 +58,7 @@ impl Engine {
         if threads == 0 {
             return Err(Failure::usage("--threads must be at least 1"));
         }
-        let pool = Pool::new(threads, SCRATCH_BYTES).map_err(|e| Failure::other(e.to_string()))?;
+        let pool = Pool::new(threads, Cpu::SCRATCH_BYTES).map_err(|e| Failure::other(e.to_string()))?;
         let measured = MachineRates::measure(&pool, isa);
         let rates = Rates {
             matmul_f32: measured.matmul_f32,

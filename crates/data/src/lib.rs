@@ -1,1 +1,16 @@
-//! placeholder
+//! Texts to tokens to batches: files are read and tokenised once into a token file, from which windows are read as
+//! training asks for them. This crate does not know what a step does with a batch.
+
+mod batches;
+mod dataset;
+mod documents;
+mod error;
+mod evaluation;
+mod files;
+mod order;
+mod token_file;
+
+pub use batches::{Batch, Batches, IGNORED_TARGET, targets};
+pub use dataset::{Dataset, DatasetOptions};
+pub use error::DataError;
+pub use evaluation::EvalWindows;

@@ -4,19 +4,23 @@
 
 #![deny(unsafe_code)]
 
+pub mod catalogue;
 pub mod convert;
 mod file_map;
 pub mod gguf;
 pub mod hf_config;
+pub mod init;
 pub mod parameters;
 pub mod safetensors;
 pub mod save;
 mod save_error;
 pub mod source;
 pub mod spec;
+pub mod tokenizer;
 
 pub use parameters::{BlockId, Initialisation, Parameter, ParameterKind, Role};
 pub use save::{SaveError, SaveWriter};
+pub use safetensors::{NewTensor, SafetensorsError, SafetensorsFile, StoredDType, write_tensors};
 pub use source::{Format, ModelError, ModelFiles, RowOrder, StoredView, WeightSource};
 pub use spec::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, RopeScaling, RopeSpec, SpecError,

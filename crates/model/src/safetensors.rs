@@ -18,7 +18,7 @@ use std::path::Path;
 pub use dtype::StoredDType;
 pub use error::{HeaderProblem, IndexProblem, SafetensorsError, TensorProblem};
 pub use sharded::{INDEX_NAME, SINGLE_NAME, SafetensorsSet};
-pub(crate) use write::sync_folder;
+pub(crate) use write::{new_file_builder, sync_folder};
 pub use write::{NewTensor, write_tensors};
 
 use crate::file_map::FileMap;

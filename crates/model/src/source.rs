@@ -9,6 +9,7 @@ mod error;
 mod inventory;
 mod open;
 mod read;
+mod tokenizer;
 
 use std::collections::HashMap;
 use std::ops::Range;

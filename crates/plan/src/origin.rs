@@ -95,7 +95,7 @@ impl ModelOrigin {
         }
         let need = |value: Option<u64>, key| value.ok_or(OriginError::MissingSize { key });
         let tokenizer = match sizes.tokenizer() {
-            TokenizerSource::ByteLevel => Tokenizer::byte_level(),
+            TokenizerSource::ByteLevel => Tokenizer::byte_level()?,
             TokenizerSource::Folder(folder) => Tokenizer::from_hf_dir(&folder)?,
         };
         let hidden_size = need(sizes.hidden_size, "hidden_size")?;

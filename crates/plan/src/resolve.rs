@@ -92,7 +92,8 @@ fn precisions(training: &TrainingConfig) -> Vec<Precision> {
         Some(GradientDtype::Bf16) => DType::Bf16,
         None => default,
     };
-    let f32 = Precision { gradients: gradients(DType::F32), ..Precision::F32 };
+    // f32 weights have f32 gradients: `validate` refuses anything else where it was written.
+    let f32 = Precision::F32;
     let bf16 = |master_weights| Precision {
         weights: DType::Bf16,
         activations: DType::Bf16,

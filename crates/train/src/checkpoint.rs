@@ -207,12 +207,8 @@ fn stored_name(tensor: &NamedTensor) -> String {
     format!("{}.{suffix}", tensor.name)
 }
 
-pub(crate) fn stored_dtype(dtype: DType) -> StoredDType {
-    match dtype {
-        DType::Bf16 => StoredDType::Bf16,
-        DType::F16 => StoredDType::F16,
-        _ => StoredDType::F32,
-    }
+fn stored_dtype(dtype: DType) -> StoredDType {
+    StoredDType::from_device(dtype).unwrap_or(StoredDType::F32)
 }
 
 /// Temporary folders are the owner's alone; a checkpoint has the permissions of any other folder.

@@ -4,7 +4,11 @@ use std::path::{Path, PathBuf};
 
 use plimsoll_data::DataError;
 use plimsoll_device::DeviceError;
+use plimsoll_model::convert::ConversionError;
+use plimsoll_model::tokenizer::TokenizerError;
 use plimsoll_model::{ModelError, SafetensorsError, SaveError};
+use plimsoll_plan::OriginError;
+use plimsoll_plan::config::ConfigError;
 use plimsoll_step::StepError;
 
 /// A run that could not start or go on.
@@ -19,9 +23,21 @@ pub enum TrainError {
     /// The data could not be read.
     #[error(transparent)]
     Data(#[from] DataError),
+    /// The configuration is wrong.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The model could not be found.
+    #[error(transparent)]
+    Origin(#[from] OriginError),
     /// The model could not be read.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// The tokenizer could not be written.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// Weights could not be drawn.
+    #[error(transparent)]
+    Init(#[from] ConversionError),
     /// A file of a checkpoint or the final model could not be written.
     #[error(transparent)]
     Save(#[from] SaveError),

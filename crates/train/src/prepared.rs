@@ -1,10 +1,9 @@
 //! From a configuration to a run: opens the model, reads the data, plans, and starts the loop.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use plimsoll_data::{Batches, Dataset, DatasetOptions};
-use plimsoll_device::{DType, Device};
-use plimsoll_memory::ByteSize;
+use plimsoll_data::{Batches, Dataset, DatasetOptions, targets};
+use plimsoll_device::Device;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{ModelFiles, SaveWriter, init};
 use plimsoll_parallel::Solo;
@@ -34,8 +33,8 @@ pub struct Prepared {
 pub fn host_bytes_per_token(config: &RawConfig) -> u64 {
     // A batch holds a token and a target of 4 bytes each; as many are ready as the pipeline works ahead, one is being
     // made and the step holds its own.
-    let ahead = if config.data.num_workers().set() == Some(0) { 0 } else { config.data.prefetch_factor() + 1 };
-    8 * (ahead + 1)
+    let ahead = batches_ahead(config) as u64;
+    8 * (if ahead == 0 { 1 } else { ahead + 2 })
 }
 
 impl Prepared {
@@ -53,17 +52,17 @@ impl Prepared {
         };
         let output = config.output.dir();
         let resumed = open_output(&output, resume)?;
-        let options = |patterns: Vec<String>, shuffle| DatasetOptions {
-            patterns,
+        let options = |patterns: &[String], shuffle| DatasetOptions {
+            patterns: patterns.to_vec(),
             text_field: config.data.text_field(),
             append_eos: config.data.append_eos(),
             sequence_length: config.data.sequence_length(),
             shuffle,
-            seed: config.data.seed.unwrap_or(config.training.seed()),
         };
-        let train = Dataset::open(options(train_paths, config.data.shuffle()), &tokenizer, &output)?;
+        let order = config.data.shuffle().then(|| config.data.seed.unwrap_or(config.training.seed()));
+        let train = Dataset::open(&options(&train_paths, order), &tokenizer, &output)?;
         let validation = match &config.data.validation {
-            Some(paths) => Some(Dataset::open(options(paths.patterns().to_vec(), false), &tokenizer, &output)?),
+            Some(paths) => Some(Dataset::open(&options(paths.patterns(), None), &tokenizer, &output)?),
             None => None,
         };
         if let Some((checkpoint, state)) = &resumed
@@ -94,31 +93,27 @@ impl Prepared {
         stop: StopFlag,
     ) -> Result<TrainingOutcome, TrainError> {
         let output = plan.config.output.dir();
-        let yaml = plan.config.to_yaml()?;
-        crate::write_whole(&output.join(CONFIG_FILE), yaml.as_bytes())?;
+        crate::write_whole(&output.join(CONFIG_FILE), plan.config.to_yaml()?.as_bytes())?;
+        if plan.config.memory.profile() {
+            crate::report::write_timeline(&output, &plan.choice.dry_run.ledger)?;
+        }
         let settings = self.run_settings(plan, &output);
         let mut trainer = Trainer::new(device, plan.spec.clone(), plan.choice.settings.clone(), &Solo)?;
         self.load(device, &mut trainer)?;
 
-        let batch_size = plan.choice.settings.batch_size as usize;
-        let data = &plan.config.data;
-        let ahead = if data.num_workers().set() == Some(0) { 0 } else { data.prefetch_factor() as usize };
-        let start = self.resumed.map(|(_, state)| state);
-        let windows = start.as_ref().map_or(0, |state| state.windows);
-        let mut batches = Batches::start(self.train, batch_size, ahead, windows)?;
+        let Prepared { tokenizer, train, validation, resumed, .. } = self;
+        let batch_size = plan.choice.settings.batch_size;
+        let start = resumed.map(|(_, state)| state);
+        let position = start.as_ref().map_or(0, |state| state.windows);
+        let mut batches = Batches::start(train, batch_size, batches_ahead(&plan.config), position)?;
         let mut next_batch = || Ok(batches.next_batch()?);
-        let mut validate = |trainer: &mut Trainer<'_, D>, set: &Dataset| validation_loss(trainer, set, batch_size);
-        let mut validation = self.validation;
-        let mut measure = |trainer: &mut Trainer<'_, D>| match &mut validation {
-            Some(set) => validate(trainer, set),
-            None => Ok(f64::NAN),
+        let mut measure = |trainer: &mut Trainer<'_, D>| match &validation {
+            Some(dataset) => validation_loss(trainer, dataset, batch_size).map(Some),
+            None => Ok(None),
         };
-        let has_validation = plan.config.data.validation.is_some();
-        let tokenizer = &self.tokenizer;
-        let spec = &plan.spec;
         let dtype = plan.choice.settings.precision.weights;
         let save_model = |trainer: &Trainer<'_, D>, folder: &Path| -> Result<(), TrainError> {
-            SaveWriter::new(spec, dtype).write(folder, |parameter, out| {
+            SaveWriter::new(&plan.spec, dtype).write(folder, |parameter, out| {
                 let tensor = trainer.weight(parameter).map_err(std::io::Error::other)?;
                 copy_out(device, tensor, out)
             })?;
@@ -130,7 +125,7 @@ impl Prepared {
         };
         let connections = Connections {
             next_batch: &mut next_batch,
-            validate: if has_validation { Some(&mut measure) } else { None },
+            validate: &mut measure,
             save_model: &save_model,
             process_memory: &process_memory,
             observer,
@@ -138,4 +133,108 @@ impl Prepared {
         };
         run(device, &mut trainer, &settings, start, connections)
     }
+
+    /// Sets the weights: from the checkpoint, from the model's files, or drawn at random.
+    fn load<D: Device>(&self, device: &D, trainer: &mut Trainer<'_, D>) -> Result<(), TrainError> {
+        if let Some((checkpoint, _)) = &self.resumed {
+            let files = ModelFiles::open(&checkpoint.path)?;
+            trainer.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
+            return checkpoint.read_optimizer(device, trainer);
+        }
+        match &self.origin {
+            ModelOrigin::Files(files) => {
+                trainer.load(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))
+            }
+            ModelOrigin::Scratch(spec, _) | ModelOrigin::Catalogue(spec) => {
+                let seed = self.config.training.seed();
+                trainer.load(|p, dtype, out| Ok(init::fill(p, spec, seed, dtype, out)?))
+            }
+        }
+    }
+
+    fn run_settings(&self, plan: &TrainingPlan, output: &Path) -> RunSettings {
+        let training = &plan.config.training;
+        let sequences = plan.choice.settings.batch_size * plan.choice.accumulation;
+        let total_steps = match training.length() {
+            TrainingLength::Steps(steps) => steps,
+            TrainingLength::Epochs(epochs) => {
+                ((epochs * self.train.windows() as f64 / sequences as f64).ceil() as u64).max(1)
+            }
+        };
+        let every = |steps: u64| (steps > 0).then_some(steps);
+        let time = &plan.choice.time;
+        RunSettings {
+            output: output.to_owned(),
+            schedule: Schedule {
+                learning_rate: training.learning_rate(),
+                decay: match training.lr_schedule() {
+                    LrSchedule::Constant => Decay::Constant,
+                    LrSchedule::Linear => Decay::Linear,
+                    LrSchedule::Cosine => Decay::Cosine,
+                },
+                warmup_steps: training.warmup_steps(),
+                total_steps,
+                min_lr_ratio: training.min_lr_ratio(),
+            },
+            accumulation: plan.choice.accumulation,
+            save_steps: every(plan.config.output.save_steps()),
+            save_total_limit: Some(plan.config.output.save_total_limit()),
+            eval_steps: every(plan.config.output.eval_steps()),
+            final_model: plan.config.output.final_model(),
+            data_identity: self.train.identity(),
+            data_tokens: self.train.tokens(),
+            host_bytes: plan.host_bytes,
+            planned: Planned {
+                device_peak_bytes: plan.peak_bytes(),
+                overhead_bytes: plan.overhead_bytes,
+                process_bytes: plan.process_bytes(),
+                step_seconds: time.step_seconds,
+                tokens_per_second: time.tokens_per_second,
+            },
+        }
+    }
+}
+
+/// Mean loss over all windows of a data set.
+fn validation_loss<D: Device>(
+    trainer: &mut Trainer<'_, D>,
+    dataset: &Dataset,
+    batch_size: u64,
+) -> Result<f64, TrainError> {
+    let length = dataset.sequence_length() as usize;
+    let (mut sum, mut count) = (0.0, 0);
+    let mut tokens = Vec::new();
+    let mut first = 0;
+    while first < dataset.windows() {
+        let end = (first + batch_size).min(dataset.windows());
+        tokens.clear();
+        (first..end).try_for_each(|window| dataset.read_window(window, &mut tokens))?;
+        let targets = targets(&tokens, length);
+        let (loss, n) = trainer.evaluate(end - first, &MicroBatch { tokens: &tokens, targets: &targets })?;
+        (sum, count, first) = (sum + loss, count + n, end);
+    }
+    Ok(sum / count.max(1) as f64)
+}
+
+/// Batches that the pipeline makes before they are asked for.
+fn batches_ahead(config: &RawConfig) -> usize {
+    if config.data.num_workers().set() == Some(0) { 0 } else { config.data.prefetch_factor() as usize }
+}
+
+/// Makes the output folder. One that holds a run is continued from its last checkpoint, or refused.
+fn open_output(output: &Path, resume: bool) -> Result<Option<(Checkpoint, TrainerState)>, TrainError> {
+    std::fs::create_dir_all(output).map_err(|e| TrainError::io("create", output, e))?;
+    let last = Checkpoint::list(output)?.pop();
+    if resume {
+        let checkpoint = last.ok_or_else(|| TrainError::Checkpoint {
+            path: output.to_owned(),
+            reason: "there is no checkpoint to resume from; start without --resume".to_owned(),
+        })?;
+        let state = checkpoint.state()?;
+        return Ok(Some((checkpoint, state)));
+    }
+    if last.is_some() || output.join("metrics.jsonl").exists() {
+        return Err(TrainError::OutputInUse { path: output.to_owned() });
+    }
+    Ok(None)
 }

@@ -67,6 +67,14 @@ impl Report {
     }
 }
 
+/// Writes `memory_timeline.json`: every allocation and release of the planned step, in order.
+pub(crate) fn write_timeline(run: &Path, ledger: &plimsoll_memory::Ledger) -> Result<(), TrainError> {
+    let path = run.join("memory_timeline.json");
+    let json = serde_json::to_vec(ledger.events())
+        .map_err(|e| TrainError::io("write", &path, std::io::Error::other(e)))?;
+    crate::write_whole(&path, &json)
+}
+
 /// The middle value; the mean of the two middle ones for an even number; 0 for none.
 pub(crate) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();

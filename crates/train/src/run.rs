@@ -43,8 +43,8 @@ pub struct RunSettings {
 pub struct Connections<'c, 'a, D: Device> {
     /// Gives the next micro-batch; there is always one.
     pub next_batch: &'c mut dyn FnMut() -> Result<Batch, TrainError>,
-    /// Measures the mean validation loss, where there is validation data.
-    pub validate: Option<&'c mut dyn FnMut(&mut Trainer<'a, D>) -> Result<f64, TrainError>>,
+    /// Measures the mean validation loss; `None` where there is no validation data.
+    pub validate: &'c mut dyn FnMut(&mut Trainer<'a, D>) -> Result<Option<f64>, TrainError>,
     /// Writes the model's files into a folder.
     pub save_model: &'c dyn Fn(&Trainer<'a, D>, &Path) -> Result<(), TrainError>,
     /// Resident set of the process: now, and the highest so far.
@@ -87,9 +87,8 @@ pub fn run<'a, D: Device>(
         let mut metrics = one_step(device, trainer, settings, &mut progress, &mut with)?;
         let step = progress.state.step;
         if is_due(settings.eval_steps, step, total)
-            && let Some(validate) = &mut with.validate
+            && let Some(loss) = (with.validate)(trainer)?
         {
-            let loss = validate(trainer)?;
             metrics.validation_loss = Some(loss);
             progress.validation_loss = Some(loss);
             with.observer.event(Event::Validated { step, loss });

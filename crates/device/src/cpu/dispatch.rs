@@ -9,8 +9,8 @@ use plimsoll_memory::{Arena, Reservation, Tier};
 use super::kernels::column_sums::MAX_PARTIAL_COLUMNS;
 use super::kernels::rope::Angles;
 use super::kernels::{
-    Exec, Simd, activation, adamw, cast, column_sums, cross_entropy, elementwise, embedding, layer_norm,
-    plain_attention, rms_norm, rope, sum_squares,
+    Exec, Simd, activation, adamw, attention, cast, column_sums, cross_entropy, elementwise, embedding, layer_norm,
+    rms_norm, rope, sum_squares,
 };
 use super::slices::Slices;
 use super::{Isa, Pool, matmul};
@@ -65,7 +65,7 @@ impl Cpu {
     }
 
     /// Scratch that each thread of a shared pool needs, in bytes.
-    pub const SCRATCH_BYTES: usize = matmul::SCRATCH_BYTES;
+    pub const SCRATCH_BYTES: usize = attention::SCRATCH_BYTES;
 
     /// Number of threads, the caller's included.
     pub fn threads(&self) -> usize {
@@ -156,11 +156,11 @@ impl Cpu {
             Op::Scale { x, factor } => elementwise::scale(exec, t.floats_mut(x), factor),
 
             Op::Embedding { tokens, table, out } => {
-                below(name, tokens, t.u32s(tokens), table.rows(), table)?;
+                in_table(name, "token", t.u32s(tokens), table.rows(), table)?;
                 embedding::embedding(exec, t.u32s(tokens), t.floats(table), t.floats_mut(out));
             }
             Op::EmbeddingBackward { tokens, dout, dtable } => {
-                below(name, tokens, t.u32s(tokens), dtable.rows(), dtable)?;
+                in_table(name, "token", t.u32s(tokens), dtable.rows(), dtable)?;
                 embedding::embedding_backward(
                     exec,
                     t.u32s(tokens),
@@ -233,18 +233,19 @@ impl Cpu {
             }
 
             Op::Rope { x, positions, cos, sin, inverse } => {
-                below(name, positions, t.u32s(positions), cos.rows(), cos)?;
+                in_table(name, "position", t.u32s(positions), cos.rows(), cos)?;
                 let angles = Angles { cos: t.f32s(cos), sin: t.f32s(sin), pairs: cos.columns() as usize };
                 rope::rope(exec, t.floats_mut(x), t.u32s(positions), angles, inverse);
             }
-            Op::Attention { q, k, v, out, lse, shape, .. } => {
+            Op::Attention { q, k, v, out, lse, shape, compute } => {
                 let (out, lse) = (t.floats_mut(out), t.f32s_mut(lse));
-                plain_attention::forward(exec, [q, k, v].map(|x| t.floats(x)), out, lse, shape);
+                attention::forward(exec, [q, k, v].map(|x| t.floats(x)), out, lse, shape, compute);
             }
-            Op::AttentionBackward { q, k, v, out, lse, dout, dq, dk, dv, shape, .. } => {
+            Op::AttentionBackward { q, k, v, out, lse, dout, delta, dq, dk, dv, shape, compute } => {
                 let inputs = [q, k, v, out, dout].map(|x| t.floats(x));
                 let gradients = [dq, dk, dv].map(|x| t.floats_mut(x));
-                plain_attention::backward(exec, inputs, t.f32s(lse), gradients, shape);
+                let (lse, delta) = (t.f32s(lse), t.f32s_mut(delta));
+                attention::backward(exec, inputs, lse, delta, gradients, shape, compute);
             }
 
             Op::Gated { gate, up, out, activation } => {
@@ -265,7 +266,7 @@ impl Cpu {
             }
 
             Op::CrossEntropy { logits, targets, losses, gradient_scale } => {
-                below(name, targets, t.u32s(targets), logits.columns(), logits)?;
+                in_table(name, "target", t.u32s(targets), logits.columns(), logits)?;
                 let (logits, losses) = (t.f32s_mut(logits), t.f32s_mut(losses));
                 cross_entropy::cross_entropy(exec, logits, t.u32s(targets), losses, gradient_scale);
             }
@@ -290,19 +291,19 @@ impl Cpu {
     }
 }
 
-/// Refuses numbers that are not below `limit`, the rows or columns of `of`. Ignored targets pass.
-fn below(
+/// Refuses numbers that are not below `limit`, the rows or columns of `table`. Ignored targets pass.
+fn in_table(
     op: &'static str,
-    tensor: &Tensor,
+    what: &str,
     numbers: &[u32],
     limit: u64,
-    of: &Tensor,
+    table: &Tensor,
 ) -> Result<(), DeviceError> {
-    let ignored = |number: u32| op == "cross_entropy" && number == IGNORED_TARGET;
+    let ignored = |number: u32| what == "target" && number == IGNORED_TARGET;
     match numbers.iter().position(|&number| u64::from(number) >= limit && !ignored(number)) {
         None => Ok(()),
         Some(place) => {
-            let reason = format!("{tensor:?} has {} at {place}: outside {of:?}", numbers[place]);
+            let reason = format!("{what} {} at {place} is outside {table:?}", numbers[place]);
             Err(DeviceError::Mismatch { op, reason })
         }
     }

@@ -7,8 +7,10 @@ pub mod isa;
 mod kernels;
 pub mod matmul;
 pub mod pool;
+mod rates;
 mod slices;
 
 pub use dispatch::{Cpu, CpuOptions};
 pub use isa::Isa;
 pub use pool::Pool;
+pub use rates::MachineRates;

@@ -1,24 +1,29 @@
 //! A fork-join pool: one caller, pinned workers, tasks taken in order from a shared counter.
 //!
-//! Which worker takes which task is left to chance; kernels cut their work into tasks by its size alone, never by
-//! the number of threads, so that the results are the same bits however many there are.
+//! Which worker takes which task is left to chance; kernels cut their work so that it cannot matter to the results,
+//! which are the same bits however many threads there are.
+//!
+//! Jobs follow each other within microseconds, so workers look out for the next one for a while before they sleep;
+//! locks are only taken on the way to sleep and back.
 
 use std::any::Any;
+use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use plimsoll_memory::{Reservation, ReservationError};
 
-/// How long a worker looks for the next job before it goes to sleep.
-const SPINS: u32 = 4000;
+/// How often a thread looks for what it waits for before it goes to sleep: some 50 to 100 microseconds.
+const SPINS: u32 = 8000;
 
 /// A pool of threads with a scratch buffer each. Dropping it joins them.
 pub struct Pool {
     shared: Arc<Shared>,
     /// One per thread; the caller's is the first.
     scratch: Vec<Reservation>,
+    common: Reservation,
     workers: Vec<JoinHandle<()>>,
     caller: Mutex<()>,
 }
@@ -29,23 +34,29 @@ pub struct Worker<'a> {
     pub scratch: &'a mut [u8],
 }
 
+/// The right to run jobs on a pool: one holder at a time.
+pub struct Session<'a> {
+    pool: &'a Pool,
+    _caller: MutexGuard<'a, ()>,
+}
+
 type Body<'a> = dyn Fn(usize, &mut Worker<'_>) + Sync + 'a;
 
 struct Shared {
-    state: Mutex<State>,
-    wake: Condvar,
-    finished: Condvar,
-    /// Number of the newest job, for spinning without the lock.
+    /// Written by the caller while no worker runs, before `newest` moves on; read by workers after they have seen it move.
+    job: UnsafeCell<Option<Job>>,
+    /// Number of the newest job.
     newest: AtomicUsize,
     next_task: AtomicUsize,
-}
-
-struct State {
-    job: Option<Job>,
-    number: usize,
-    running: usize,
-    panic: Option<Box<dyn Any + Send>>,
-    closing: bool,
+    /// Workers that have not finished the newest job.
+    running: AtomicUsize,
+    closing: AtomicBool,
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+    /// Held between the last look at what is waited for and going to sleep, and by whoever wakes.
+    sleep: Mutex<()>,
+    /// Threads that sleep or are about to.
+    sleepers: AtomicUsize,
+    wake: Condvar,
 }
 
 #[derive(Clone, Copy)]
@@ -54,14 +65,13 @@ struct Job {
     tasks: usize,
 }
 
-// SAFETY: the pointer is only followed between the job's start and its end, while `run` keeps the closure alive.
-unsafe impl Send for Job {}
+// SAFETY: the job's pointer is only followed between the job's start and its end, while `run` keeps the closure alive;
+// the cell is written only while no worker reads it, as its comment says.
+unsafe impl Send for Shared {}
+// SAFETY: as above.
+unsafe impl Sync for Shared {}
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes tasks until none is left.
     fn work(&self, body: &Body<'_>, tasks: usize, scratch: &mut [u8]) {
         loop {
@@ -72,33 +82,71 @@ impl Shared {
             body(task, &mut Worker { scratch });
         }
     }
+
+    /// Returns when `done` holds: soon after, if it takes long.
+    fn wait_until(&self, done: impl Fn() -> bool) {
+        for _ in 0..SPINS {
+            if done() {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+        let mut guard = lock(&self.sleep);
+        // Whoever makes `done` hold looks at `sleepers` afterwards: one of the two sees the other's change.
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        while !done() {
+            guard = self.wake.wait(guard).unwrap_or_else(PoisonError::into_inner);
+        }
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// To be called after a change that somebody may wait for.
+    fn wake_sleepers(&self) {
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
+            drop(lock(&self.sleep));
+            self.wake.notify_all();
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Pool {
+    /// Size of the buffer that all threads share, in bytes. Pages that no kernel touches are never committed.
+    pub const COMMON_BYTES: usize = 6 << 20;
+
     /// A pool of `threads` threads, the caller's included, each with `scratch_bytes` of scratch.
+    ///
+    /// Its memory is `threads` times that, and [`COMMON_BYTES`](Self::COMMON_BYTES) once.
     pub fn new(threads: usize, scratch_bytes: usize) -> Result<Pool, ReservationError> {
         let threads = threads.max(1);
         let scratch = (0..threads)
             .map(|_| Reservation::new(scratch_bytes as u64))
             .collect::<Result<Vec<_>, _>>()?;
+        let common = Reservation::new(Self::COMMON_BYTES as u64)?;
         let shared = Arc::new(Shared {
-            state: Mutex::new(State { job: None, number: 0, running: 0, panic: None, closing: false }),
-            wake: Condvar::new(),
-            finished: Condvar::new(),
+            job: UnsafeCell::new(None),
             newest: AtomicUsize::new(0),
             next_task: AtomicUsize::new(0),
+            running: AtomicUsize::new(0),
+            closing: AtomicBool::new(false),
+            panic: Mutex::new(None),
+            sleep: Mutex::new(()),
+            sleepers: AtomicUsize::new(0),
+            wake: Condvar::new(),
         });
         let cores = allowed_cores();
         if threads > 1 {
-            pin(&cores, 0);
+            pin(cores, 0);
         }
         let mut workers = Vec::new();
         for index in 1..threads {
             let shared = Arc::clone(&shared);
-            let cores = cores.clone();
             let scratch = ScratchPointer(scratch[index].as_ptr(), scratch[index].len());
             let thread = std::thread::Builder::new().name(format!("plimsoll-{index}")).spawn(move || {
-                pin(&cores, index);
+                pin(cores, index);
                 // SAFETY: the reservation outlives the worker, which `Pool::drop` joins first, and only this
                 // worker uses it.
                 let scratch = unsafe { scratch.slice() };
@@ -110,7 +158,7 @@ impl Pool {
                 Err(_) => break,
             }
         }
-        Ok(Pool { shared, scratch, workers, caller: Mutex::new(()) })
+        Ok(Pool { shared, scratch, common, workers, caller: Mutex::new(()) })
     }
 
     /// Number of threads, the caller's included.
@@ -118,45 +166,52 @@ impl Pool {
         self.workers.len() + 1
     }
 
+    /// Waits for the pool and takes it, for several jobs in a row.
+    pub fn session(&self) -> Session<'_> {
+        Session { pool: self, _caller: lock(&self.caller) }
+    }
+
     /// Runs `body(task, worker)` for every task in `0..tasks` and returns when all are done.
     ///
     /// A panic in a task is raised again here, after the others have ended.
     pub fn run(&self, tasks: usize, body: &Body<'_>) {
-        let _one_caller = self.caller.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = ScratchPointer(self.scratch[0].as_ptr(), self.scratch[0].len());
-        // SAFETY: the first reservation is the caller's, and the lock above admits one caller at a time.
+        self.session().run(tasks, body);
+    }
+}
+
+impl Session<'_> {
+    /// Number of threads, the caller's included.
+    pub fn threads(&self) -> usize {
+        self.pool.threads()
+    }
+
+    /// The buffer that all threads share, 2 MiB aligned, of [`Pool::COMMON_BYTES`]. It belongs to this session; the
+    /// tasks of its jobs order their accesses among themselves.
+    pub fn common(&mut self) -> *mut u8 {
+        self.pool.common.as_ptr()
+    }
+
+    /// As [`Pool::run`].
+    pub fn run(&mut self, tasks: usize, body: &Body<'_>) {
+        let Pool { shared, scratch, workers, .. } = self.pool;
+        let own = ScratchPointer(scratch[0].as_ptr(), scratch[0].len());
+        // SAFETY: the first reservation is the caller's, and the session admits one caller at a time.
         let own = unsafe { own.slice() };
-        self.shared.next_task.store(0, Ordering::Relaxed);
-        if tasks <= 1 || self.workers.is_empty() {
-            self.shared.work(body, tasks, own);
+        shared.next_task.store(0, Ordering::Relaxed);
+        if tasks <= 1 || workers.is_empty() {
+            shared.work(body, tasks, own);
             return;
         }
         // SAFETY: only the lifetime changes; every worker is done with the pointer before this function returns.
         let body_pointer: *const Body<'static> = unsafe { std::mem::transmute(std::ptr::from_ref(body)) };
-        {
-            let mut state = self.shared.lock();
-            state.job = Some(Job { body: body_pointer, tasks });
-            state.number += 1;
-            state.running = self.workers.len();
-            self.shared.newest.store(state.number, Ordering::Release);
-        }
-        self.shared.wake.notify_all();
-        let outcome = catch_unwind(AssertUnwindSafe(|| self.shared.work(body, tasks, own)));
-        let mut spins = 0;
-        let mut state = self.shared.lock();
-        while state.running > 0 {
-            if spins < SPINS {
-                spins += 1;
-                drop(state);
-                std::hint::spin_loop();
-                state = self.shared.lock();
-            } else {
-                state = self.shared.finished.wait(state).unwrap_or_else(PoisonError::into_inner);
-            }
-        }
-        state.job = None;
-        let panic = state.panic.take();
-        drop(state);
+        // SAFETY: no worker runs, so none reads the cell before `newest` moves.
+        unsafe { *shared.job.get() = Some(Job { body: body_pointer, tasks }) };
+        shared.running.store(workers.len(), Ordering::Relaxed);
+        shared.newest.fetch_add(1, Ordering::SeqCst);
+        shared.wake_sleepers();
+        let outcome = catch_unwind(AssertUnwindSafe(|| shared.work(body, tasks, own)));
+        shared.wait_until(|| shared.running.load(Ordering::SeqCst) == 0);
+        let panic = lock(&shared.panic).take();
         if let Some(payload) = outcome.err().or(panic) {
             resume_unwind(payload);
         }
@@ -165,13 +220,9 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        {
-            let mut state = self.shared.lock();
-            state.closing = true;
-            state.number += 1;
-            self.shared.newest.store(state.number, Ordering::Release);
-        }
-        self.shared.wake.notify_all();
+        self.shared.closing.store(true, Ordering::Relaxed);
+        self.shared.newest.fetch_add(1, Ordering::SeqCst);
+        self.shared.wake_sleepers();
         for worker in self.workers.drain(..) {
             // A worker's panic was already raised in `run`.
             let _ = worker.join();
@@ -182,33 +233,22 @@ impl Drop for Pool {
 fn worker_loop(shared: &Shared, scratch: &mut [u8]) {
     let mut seen = 0;
     loop {
-        let mut spins = 0;
-        while shared.newest.load(Ordering::Acquire) == seen && spins < SPINS {
-            spins += 1;
-            std::hint::spin_loop();
+        shared.wait_until(|| shared.newest.load(Ordering::SeqCst) != seen);
+        // Jobs come one at a time, each after the end of the one before.
+        seen += 1;
+        if shared.closing.load(Ordering::Relaxed) {
+            return;
         }
-        let job = {
-            let mut state = shared.lock();
-            while state.number == seen {
-                state = shared.wake.wait(state).unwrap_or_else(PoisonError::into_inner);
-            }
-            seen = state.number;
-            if state.closing {
-                return;
-            }
-            state.job
-        };
-        let Some(job) = job else { continue };
-        // SAFETY: `run` keeps the closure alive until `running` is 0, which is only set below.
+        // SAFETY: the job was written before `newest` moved, and the next one is written after `running` is 0.
+        let Some(job) = (unsafe { *shared.job.get() }) else { continue };
+        // SAFETY: `run` keeps the closure alive until `running` is 0.
         let body = unsafe { &*job.body };
         let outcome = catch_unwind(AssertUnwindSafe(|| shared.work(body, job.tasks, scratch)));
-        let mut state = shared.lock();
         if let Err(payload) = outcome {
-            state.panic.get_or_insert(payload);
+            lock(&shared.panic).get_or_insert(payload);
         }
-        state.running -= 1;
-        if state.running == 0 {
-            shared.finished.notify_one();
+        if shared.running.fetch_sub(1, Ordering::SeqCst) == 1 {
+            shared.wake_sleepers();
         }
     }
 }
@@ -227,17 +267,19 @@ impl ScratchPointer {
     }
 }
 
-/// The cores that this process may use.
+/// The cores that this process may use. Found once, before the first pool pins its caller: a pinned thread no longer
+/// knows what it was allowed before.
 #[cfg(target_os = "linux")]
-fn allowed_cores() -> Vec<usize> {
+fn allowed_cores() -> &'static [usize] {
+    static CORES: std::sync::OnceLock<Vec<usize>> = std::sync::OnceLock::new();
     // SAFETY: the set is plain data that the call fills in; its size is passed.
-    unsafe {
+    CORES.get_or_init(|| unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
         if libc::sched_getaffinity(0, std::mem::size_of::<libc::cpu_set_t>(), &mut set) != 0 {
             return Vec::new();
         }
         (0..libc::CPU_SETSIZE as usize).filter(|core| libc::CPU_ISSET(*core, &set)).collect()
-    }
+    })
 }
 
 /// Pins the calling thread to the `index`-th allowed core; without success it stays where it is.
@@ -253,8 +295,8 @@ fn pin(cores: &[usize], index: usize) {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn allowed_cores() -> Vec<usize> {
-    Vec::new()
+fn allowed_cores() -> &'static [usize] {
+    &[]
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -288,5 +330,18 @@ mod tests {
             sum.fetch_add(task, Ordering::Relaxed);
         });
         assert_eq!(sum.load(Ordering::Relaxed), 6);
+    }
+
+    #[test]
+    fn sleeping_workers_wake_for_the_next_job() {
+        let pool = Pool::new(3, 64).unwrap();
+        for _ in 0..20 {
+            std::thread::sleep(std::time::Duration::from_millis(2));
+            let sum = AtomicUsize::new(0);
+            pool.run(64, &|task, _| {
+                sum.fetch_add(task, Ordering::Relaxed);
+            });
+            assert_eq!(sum.load(Ordering::Relaxed), 64 * 63 / 2);
+        }
     }
 }

@@ -31,6 +31,9 @@ pub enum ModelError {
     /// The GGUF file is wrong.
     #[error(transparent)]
     Gguf(#[from] GgufError),
+    /// The tokenizer is missing or unusable.
+    #[error(transparent)]
+    Tokenizer(#[from] crate::tokenizer::TokenizerError),
     /// The path holds no model.
     #[error("{}: {reason}", path.display())]
     NotAModel {

@@ -127,7 +127,7 @@ fn is_no_parameter(tensor: &str, spec: &ModelSpec) -> bool {
     tensor.ends_with("rotary_emb.inv_freq") || (spec.tie_word_embeddings && tensor == "lm_head.weight")
 }
 
-fn parent(path: &Path) -> &Path {
+pub(super) fn parent(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),

@@ -1,7 +1,7 @@
 //! SiLU, GELU and GELU's tanh approximation, alone and gated, forward and backward.
 
 use super::elementwise::{Input, for_each_tile};
-use super::math::{normal, sigmoid};
+use super::math::{normal, sigmoid, sigmoids};
 use super::simd::{mul_add, per_isa};
 use super::{Exec, FloatsMut};
 use crate::Glu;
@@ -78,8 +78,8 @@ impl Activation for Silu {
 
     #[inline(always)]
     fn value_and_slope<const FMA: bool>(x: f32) -> (f32, f32) {
-        let s = sigmoid::<FMA>(x);
-        (x * s, s * mul_add::<FMA>(x, 1.0 - s, 1.0))
+        let (s, rest) = sigmoids::<FMA>(x);
+        (x * s, s * mul_add::<FMA>(x, rest, 1.0))
     }
 }
 
@@ -112,9 +112,9 @@ impl Activation for GeluTanh {
 
     #[inline(always)]
     fn value_and_slope<const FMA: bool>(x: f32) -> (f32, f32) {
-        let s = sigmoid::<FMA>(TWICE_ROOT * x * mul_add::<FMA>(CUBIC * x, x, 1.0));
+        let (s, rest) = sigmoids::<FMA>(TWICE_ROOT * x * mul_add::<FMA>(CUBIC * x, x, 1.0));
         let inner = TWICE_ROOT * mul_add::<FMA>(3.0 * CUBIC * x, x, 1.0);
-        (x * s, s * mul_add::<FMA>(x * (1.0 - s), inner, 1.0))
+        (x * s, s * mul_add::<FMA>(x * rest, inner, 1.0))
     }
 }
 

@@ -3,7 +3,7 @@
 use super::column_sums::{RowPieces, add_partials};
 use super::simd::{LANES, mul_add, per_isa, sum_lanes};
 use super::split::{Shared, SharedFloats, for_each_part};
-use super::storage::{Tile, tiles};
+use super::storage::{Tile, buffers, tiles};
 use super::{Exec, Floats, FloatsMut, rows_per_task};
 
 /// out = (x - mean) * rstd * weight + bias; x, out [N, H], weight, bias [H], mean, rstd [N].
@@ -24,10 +24,13 @@ pub(in crate::cpu) fn layer_norm(
         SharedFloats::new(out, task_rows * columns),
         [Shared::new(mean, task_rows), Shared::new(rstd, task_rows)],
     );
-    for_each_part(exec, tasks, outputs, |task, (mut out, [mean, rstd]), _| {
+    for_each_part(exec, tasks, outputs, |task, (mut out, [mean, rstd]), worker| {
+        let [x_buffer, weight_buffer, bias_buffer] = buffers(worker.scratch, columns);
+        let weight = weight.widened(exec.simd, weight_buffer);
+        let bias = bias.widened(exec.simd, bias_buffer);
         let [mut x_tile, mut weight_tile, mut bias_tile, mut out_tile] = Tile::array();
         for (row, (mean, rstd)) in mean.iter_mut().zip(rstd).enumerate() {
-            let x = x.row(task * task_rows + row, columns);
+            let x = x.row(task * task_rows + row, columns).widened(exec.simd, x_buffer);
             let mut sum = 0.0;
             for range in tiles(columns) {
                 sum += row_sum(exec.simd, x.load(exec.simd, range, &mut x_tile));
@@ -69,13 +72,16 @@ pub(in crate::cpu) fn layer_norm_backward(
     let pieces = RowPieces::new(rstd.len(), 2 * columns);
     let partials = &mut partials[..pieces.count * 2 * columns];
     let outputs = (SharedFloats::new(dx, pieces.rows * columns), Shared::new(partials, 2 * columns));
-    for_each_part(exec, pieces.count, outputs, |piece, (mut dx, partial), _| {
+    for_each_part(exec, pieces.count, outputs, |piece, (mut dx, partial), worker| {
+        let [x_buffer, weight_buffer, dout_buffer] = buffers(worker.scratch, columns);
+        let weight = weight.widened(exec.simd, weight_buffer);
         partial.fill(0.0);
         let (dweight, dbias) = partial.split_at_mut(columns);
         let [mut x_tile, mut weight_tile, mut dout_tile, mut dx_tile] = Tile::array();
         let first = piece * pieces.rows;
         for (row, (&mean, &rstd)) in mean.iter().zip(rstd).skip(first).take(pieces.rows).enumerate() {
-            let (x, dout) = (x.row(first + row, columns), dout.row(first + row, columns));
+            let x = x.row(first + row, columns).widened(exec.simd, x_buffer);
+            let dout = dout.row(first + row, columns).widened(exec.simd, dout_buffer);
             let mut sums = [0.0; 2];
             for range in tiles(columns) {
                 let x = x.load(exec.simd, range.clone(), &mut x_tile);
@@ -85,8 +91,7 @@ pub(in crate::cpu) fn layer_norm_backward(
                 sums = [sums[0] + tile[0], sums[1] + tile[1]];
             }
             let n = columns as f32;
-            // What is taken off every element, and off each in proportion to its distance from the mean.
-            let (shift, pull) = (-rstd * sums[0] / n, -rstd * rstd * rstd * sums[1] / n);
+            let (mean_g, pull) = (sums[0] / n, rstd * rstd * sums[1] / n);
             let mut dx = dx.row(row, columns);
             for range in tiles(columns) {
                 let x = x.load(exec.simd, range.clone(), &mut x_tile);
@@ -94,7 +99,7 @@ pub(in crate::cpu) fn layer_norm_backward(
                 let dout = dout.load(exec.simd, range.clone(), &mut dout_tile);
                 let dx_row = dx.current(exec.simd, range.clone(), &mut dx_tile);
                 let (dweight, dbias) = (&mut dweight[range.clone()], &mut dbias[range.clone()]);
-                backward_tile(exec.simd, x, weight, dout, [mean, rstd, shift, pull], dx_row, dweight, dbias);
+                backward_tile(exec.simd, x, weight, dout, [mean, rstd, mean_g, pull], dx_row, dweight, dbias);
                 dx.store(exec.simd, range, &dx_tile);
             }
         }
@@ -186,7 +191,7 @@ fn gradient_sums_body<const FMA: bool>(x: &[f32], weight: &[f32], dout: &[f32], 
 }
 
 per_isa! {
-    /// dx += rstd * weight * dout + shift + pull * (x - mean), dweight += dout * (x - mean) * rstd, dbias += dout
+    /// dx += rstd * (g - mean_g - pull * (x - mean)) with g = dout * weight, dweight += dout * (x - mean) * rstd, dbias += dout
     fn backward_tile(
         x: &[f32],
         weight: &[f32],
@@ -203,16 +208,17 @@ fn backward_body<const FMA: bool>(
     x: &[f32],
     weight: &[f32],
     dout: &[f32],
-    [mean, rstd, shift, pull]: [f32; 4],
+    [mean, rstd, mean_g, pull]: [f32; 4],
     dx: &mut [f32],
     dweight: &mut [f32],
     dbias: &mut [f32],
 ) {
     let gradients = dx.iter_mut().zip(dweight).zip(dbias);
     for ((((dx, dweight), dbias), x), (weight, dout)) in gradients.zip(x).zip(weight.iter().zip(dout)) {
-        let (distance, scaled) = (x - mean, dout * rstd);
-        *dx += mul_add::<FMA>(scaled, *weight, mul_add::<FMA>(pull, distance, shift));
-        *dweight = mul_add::<FMA>(scaled, distance, *dweight);
+        let distance = x - mean;
+        let g = dout * weight;
+        *dx = mul_add::<FMA>(rstd, mul_add::<FMA>(-pull, distance, g - mean_g), *dx);
+        *dweight = mul_add::<FMA>(dout * rstd, distance, *dweight);
         *dbias += dout;
     }
 }

@@ -5,6 +5,7 @@
 
 pub(super) mod activation;
 pub(super) mod adamw;
+pub(super) mod attention;
 pub(super) mod cast;
 pub(super) mod column_sums;
 pub(super) mod cross_entropy;
@@ -12,7 +13,6 @@ pub(super) mod elementwise;
 pub(super) mod embedding;
 pub(super) mod layer_norm;
 mod math;
-pub(super) mod plain_attention;
 pub(super) mod rms_norm;
 pub(super) mod rope;
 mod rounding;

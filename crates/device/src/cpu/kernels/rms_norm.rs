@@ -3,7 +3,7 @@
 use super::column_sums::{RowPieces, add_partials};
 use super::simd::{LANES, mul_add, per_isa, sum_lanes};
 use super::split::{Shared, SharedFloats, for_each_part};
-use super::storage::{Tile, tiles};
+use super::storage::{Tile, buffers, tiles};
 use super::{Exec, Floats, FloatsMut, rows_per_task};
 
 /// out = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + epsilon); x, out [N, H], weight [H], rstd [N].
@@ -19,10 +19,12 @@ pub(in crate::cpu) fn rms_norm(
     let task_rows = rows_per_task(columns);
     let tasks = rstd.len().div_ceil(task_rows);
     let outputs = (SharedFloats::new(out, task_rows * columns), Shared::new(rstd, task_rows));
-    for_each_part(exec, tasks, outputs, |task, (mut out, rstd), _| {
+    for_each_part(exec, tasks, outputs, |task, (mut out, rstd), worker| {
+        let [x_buffer, weight_buffer] = buffers(worker.scratch, columns);
+        let weight = weight.widened(exec.simd, weight_buffer);
         let [mut x_tile, mut weight_tile, mut out_tile] = Tile::array();
         for (row, rstd) in rstd.iter_mut().enumerate() {
-            let x = x.row(task * task_rows + row, columns);
+            let x = x.row(task * task_rows + row, columns).widened(exec.simd, x_buffer);
             let mut squares = 0.0;
             for range in tiles(columns) {
                 squares += sum_of_squares(exec.simd, x.load(exec.simd, range, &mut x_tile));
@@ -56,12 +58,15 @@ pub(in crate::cpu) fn rms_norm_backward(
     let pieces = RowPieces::new(rstd.len(), columns);
     let partials = &mut partials[..pieces.count * columns];
     let outputs = (SharedFloats::new(dx, pieces.rows * columns), Shared::new(partials, columns));
-    for_each_part(exec, pieces.count, outputs, |piece, (mut dx, dweight), _| {
+    for_each_part(exec, pieces.count, outputs, |piece, (mut dx, dweight), worker| {
+        let [x_buffer, weight_buffer, dout_buffer] = buffers(worker.scratch, columns);
+        let weight = weight.widened(exec.simd, weight_buffer);
         dweight.fill(0.0);
         let [mut x_tile, mut weight_tile, mut dout_tile, mut dx_tile] = Tile::array();
         let first = piece * pieces.rows;
         for (row, &rstd) in rstd.iter().skip(first).take(pieces.rows).enumerate() {
-            let (x, dout) = (x.row(first + row, columns), dout.row(first + row, columns));
+            let x = x.row(first + row, columns).widened(exec.simd, x_buffer);
+            let dout = dout.row(first + row, columns).widened(exec.simd, dout_buffer);
             let mut dot = 0.0;
             for range in tiles(columns) {
                 let x = x.load(exec.simd, range.clone(), &mut x_tile);

@@ -2,11 +2,47 @@
 
 use half::bf16;
 
-use super::simd::per_isa;
+use super::simd::{Simd, per_isa};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::Isa;
+
+/// To nearest, ties to even; NaNs stay NaNs. The instruction for it takes subnormal numbers for zero.
+pub(super) fn narrow_nearest(simd: Simd, x: &[f32], out: &mut [bf16]) {
+    #[cfg(target_arch = "x86_64")]
+    if simd.isa() == Isa::Avx512Bf16 {
+        // SAFETY: a `Simd` is only made of an instruction set that this machine has.
+        return unsafe { narrow_by_instruction(x, out) };
+    }
+    narrow_in_integers(simd, x, out);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn narrow_by_instruction(x: &[f32], out: &mut [bf16]) {
+    use std::arch::x86_64::{__m256i, _mm256_storeu_si256, _mm512_cvtneps_pbh, _mm512_loadu_ps};
+
+    let (mut xs, mut outs) = (x.chunks_exact(16), out.chunks_exact_mut(16));
+    for (x, out) in (&mut xs).zip(&mut outs) {
+        // SAFETY: both chunks are of 16 elements, and any bits of 256 are 16 bf16.
+        unsafe {
+            let narrow = _mm512_cvtneps_pbh(_mm512_loadu_ps(x.as_ptr()));
+            _mm256_storeu_si256(out.as_mut_ptr().cast(), std::mem::transmute::<_, __m256i>(narrow));
+        }
+    }
+    let (x, out) = (xs.remainder(), outs.into_remainder());
+    let mut last = [0.0; 16];
+    last[..x.len()].copy_from_slice(x);
+    let mut narrow = [bf16::ZERO; 16];
+    // SAFETY: as above.
+    unsafe {
+        let value = _mm512_cvtneps_pbh(_mm512_loadu_ps(last.as_ptr()));
+        _mm256_storeu_si256(narrow.as_mut_ptr().cast(), std::mem::transmute::<_, __m256i>(value));
+    }
+    out.copy_from_slice(&narrow[..out.len()]);
+}
 
 per_isa! {
-    /// To nearest, ties to even; NaNs stay NaNs.
-    pub(super) fn narrow_nearest(x: &[f32], out: &mut [bf16]) = narrow_nearest_body
+    fn narrow_in_integers(x: &[f32], out: &mut [bf16]) = narrow_nearest_body
 }
 
 #[inline(always)]

@@ -31,6 +31,17 @@ pub(super) fn tiles(n: usize) -> impl Iterator<Item = Range<usize>> {
     (0..n).step_by(TILE).map(move |start| start..n.min(start + TILE))
 }
 
+/// Cuts a thread's scratch into `N` buffers of `len` elements, empty ones where it is too short for all.
+pub(super) fn buffers<const N: usize>(scratch: &mut [u8], len: usize) -> [&mut [f32]; N] {
+    let mut rest: &mut [f32] = bytemuck::try_cast_slice_mut(scratch).unwrap_or_default();
+    let len = if len.saturating_mul(N) <= rest.len() { len } else { 0 };
+    std::array::from_fn(|_| {
+        let (buffer, others) = std::mem::take(&mut rest).split_at_mut(len);
+        rest = others;
+        buffer
+    })
+}
+
 /// Elements to read.
 #[derive(Clone, Copy)]
 pub(in crate::cpu) enum Floats<'a> {
@@ -66,6 +77,20 @@ impl<'a> Floats<'a> {
             Floats::F32(x) => Floats::F32(&x[range]),
             Floats::Bf16(x) => Floats::Bf16(&x[range]),
             Floats::F16(x) => Floats::F16(&x[range]),
+        }
+    }
+
+    /// The same elements, widened once and for all where `buffer` has room for them.
+    pub fn widened<'t>(self, simd: Simd, buffer: &'t mut [f32]) -> Floats<'t>
+    where
+        'a: 't,
+    {
+        match buffer.get_mut(..self.len()) {
+            Some(buffer) if !matches!(self, Floats::F32(_)) => {
+                self.copy_to(simd, 0..buffer.len(), buffer);
+                Floats::F32(buffer)
+            }
+            _ => self,
         }
     }
 

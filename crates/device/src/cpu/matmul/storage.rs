@@ -1,6 +1,6 @@
 //! Reading elements of every storage type as vectors of f32; block types are dequantised on the way.
 
-use half::f16;
+
 
 use super::vector::Vector;
 use crate::DType;
@@ -12,6 +12,9 @@ use crate::DType;
 pub(super) trait Storage {
     /// `V::LANES` elements from element `index` on.
     unsafe fn load<V: Vector>(data: *const u8, index: usize) -> V;
+
+    /// Bytes from the start to element `index`, or to its block.
+    fn offset(index: usize) -> usize;
 
     /// Where the bits of `load` in bf16 can be had as they are: the address of element `index`.
     #[inline(always)]
@@ -29,6 +32,11 @@ pub(super) struct Q4_1;
 
 impl Storage for F32 {
     #[inline(always)]
+    fn offset(index: usize) -> usize {
+        4 * index
+    }
+
+    #[inline(always)]
     unsafe fn load<V: Vector>(data: *const u8, index: usize) -> V {
         // SAFETY: as the trait says.
         unsafe { V::load(data.cast::<f32>().add(index)) }
@@ -36,6 +44,11 @@ impl Storage for F32 {
 }
 
 impl Storage for Bf16 {
+    #[inline(always)]
+    fn offset(index: usize) -> usize {
+        2 * index
+    }
+
     #[inline(always)]
     unsafe fn load<V: Vector>(data: *const u8, index: usize) -> V {
         // SAFETY: as the trait says.
@@ -49,6 +62,11 @@ impl Storage for Bf16 {
 }
 
 impl Storage for F16 {
+    #[inline(always)]
+    fn offset(index: usize) -> usize {
+        2 * index
+    }
+
     #[inline(always)]
     unsafe fn load<V: Vector>(data: *const u8, index: usize) -> V {
         // SAFETY: as the trait says.
@@ -86,6 +104,11 @@ fn f16_bits_to_f32(bits: u16) -> f32 {
 
 impl Storage for Q8_0 {
     #[inline(always)]
+    fn offset(index: usize) -> usize {
+        index / BLOCK * 34
+    }
+
+    #[inline(always)]
     unsafe fn load<V: Vector>(data: *const u8, index: usize) -> V {
         // SAFETY: a block is a scale and 32 codes, and `LANES` divides 32.
         unsafe {
@@ -106,6 +129,11 @@ unsafe fn nibbles<V: Vector>(codes: *const u8, at: usize) -> V {
 
 impl Storage for Q4_0 {
     #[inline(always)]
+    fn offset(index: usize) -> usize {
+        index / BLOCK * 18
+    }
+
+    #[inline(always)]
     unsafe fn load<V: Vector>(data: *const u8, index: usize) -> V {
         // SAFETY: a block is a scale and 16 bytes of codes.
         unsafe {
@@ -116,6 +144,11 @@ impl Storage for Q4_0 {
 }
 
 impl Storage for Q4_1 {
+    #[inline(always)]
+    fn offset(index: usize) -> usize {
+        index / BLOCK * 20
+    }
+
     #[inline(always)]
     unsafe fn load<V: Vector>(data: *const u8, index: usize) -> V {
         // SAFETY: a block is a scale, a minimum and 16 bytes of codes.

@@ -49,6 +49,12 @@ pub(super) fn bf16_bits(x: f32) -> u16 {
     (if x.is_nan() { quiet_nan } else { rounded }) as u16
 }
 
+/// The value of bf16 bits.
+#[inline(always)]
+pub(super) fn bf16_value(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
 /// Plain Rust: four lanes, which compilers map onto any 128-bit unit.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(16))]
@@ -117,7 +123,7 @@ impl Vector for Portable {
     #[inline(always)]
     unsafe fn load_bf16(p: *const u16) -> Self {
         // SAFETY: as the trait says.
-        unsafe { Self::widen(p, |bits| f32::from_bits(u32::from(bits) << 16)) }
+        unsafe { Self::widen(p, bf16_value) }
     }
 
     #[inline(always)]
@@ -140,7 +146,7 @@ impl Vector for Portable {
 
     #[inline(always)]
     unsafe fn round_bf16(self) -> Self {
-        Portable(self.0.map(|x| f32::from_bits(u32::from(bf16_bits(x)) << 16)))
+        Portable(self.0.map(|x| bf16_value(bf16_bits(x))))
     }
 
     #[inline(always)]

@@ -1,0 +1,157 @@
+//! The documents of a file: the whole of a text file, or a field of every line of a JSONL file.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::DataError;
+use crate::files::{DataFile, Kind};
+
+/// The longest line that is read; a longer one is no document but a mistake.
+const LONGEST_LINE: u64 = 256 << 20;
+
+const BYTE_ORDER_MARK: &str = "\u{feff}";
+
+/// Calls `each` with every document of a file, in order. Empty documents are passed over.
+pub fn for_each(
+    file: &DataFile,
+    text_field: &str,
+    each: &mut dyn FnMut(&str) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    match file.kind {
+        Kind::Text => {
+            let text = read_text(&file.path)?;
+            if text.is_empty() { Ok(()) } else { each(&text) }
+        }
+        Kind::JsonLines => json_lines(&file.path, text_field, each),
+    }
+}
+
+/// A text file, without a byte-order mark.
+pub fn read_text(path: &Path) -> Result<String, DataError> {
+    let bytes = std::fs::read(path).map_err(DataError::io("read", path))?;
+    let mut text = String::from_utf8(bytes).map_err(|e| DataError::NotUtf8 {
+        path: path.to_owned(),
+        offset: e.utf8_error().valid_up_to() as u64,
+    })?;
+    if text.starts_with(BYTE_ORDER_MARK) {
+        text.drain(..BYTE_ORDER_MARK.len());
+    }
+    Ok(text)
+}
+
+fn json_lines(
+    path: &Path,
+    text_field: &str,
+    each: &mut dyn FnMut(&str) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    let file = File::open(path).map_err(DataError::io("open", path))?;
+    let mut reader = BufReader::new(file);
+    let mut bytes = Vec::new();
+    let mut before = 0u64;
+    for line in 1.. {
+        bytes.clear();
+        let read = (&mut reader)
+            .take(LONGEST_LINE + 1)
+            .read_until(b'\n', &mut bytes)
+            .map_err(DataError::io("read", path))?;
+        if read == 0 {
+            return Ok(());
+        }
+        let fail = |reason: String| DataError::Line { path: path.to_owned(), line, reason };
+        if read as u64 > LONGEST_LINE {
+            return Err(fail(format!("longer than {} MiB", LONGEST_LINE >> 20)));
+        }
+        let text = std::str::from_utf8(&bytes).map_err(|e| DataError::NotUtf8 {
+            path: path.to_owned(),
+            offset: before + e.valid_up_to() as u64,
+        })?;
+        before += read as u64;
+        let text = if line == 1 { text.trim_start_matches(BYTE_ORDER_MARK) } else { text };
+        if text.trim().is_empty() {
+            continue;
+        }
+        let document = document(text, text_field).map_err(fail)?;
+        if !document.is_empty() {
+            each(&document)?;
+        }
+    }
+    Ok(())
+}
+
+/// The text of one line.
+fn document(line: &str, text_field: &str) -> Result<String, String> {
+    let value: Value = serde_json::from_str(line).map_err(|e| format!("not JSON: {e}"))?;
+    let Value::Object(mut object) = value else {
+        return Err(format!("not an object with a {text_field:?} field"));
+    };
+    match object.remove(text_field) {
+        Some(Value::String(text)) => Ok(text),
+        Some(_) => Err(format!("the field {text_field:?} is not a text")),
+        None => {
+            let keys: Vec<String> = object.keys().take(12).map(|k| format!("{k:?}")).collect();
+            Err(format!("no field {text_field:?}; it has {}; set data.text_field to one of them", keys.join(", ")))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn documents(content: &[u8], kind: Kind) -> Result<Vec<String>, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("data");
+        std::fs::write(&path, content).unwrap();
+        let mut all = Vec::new();
+        let outcome = for_each(&DataFile { path, kind }, "text", &mut |text| {
+            all.push(text.to_owned());
+            Ok(())
+        });
+        match outcome {
+            Ok(()) => Ok(all),
+            Err(e) => Err(e.to_string().rsplit_once("data: ").unwrap().1.to_owned()),
+        }
+    }
+
+    #[test]
+    fn a_text_file_is_one_document() {
+        assert_eq!(documents("\u{feff}a\r\nb".as_bytes(), Kind::Text).unwrap(), ["a\r\nb"]);
+        assert_eq!(documents(b"", Kind::Text).unwrap(), [""; 0]);
+        assert_eq!(documents(b"ab\xff", Kind::Text).unwrap_err(), "not UTF-8 at byte 2; convert the file to UTF-8");
+    }
+
+    #[test]
+    fn every_line_is_a_document() {
+        let good = b"{\"text\":\"one\"}\n\n{\"x\":1,\"text\":\"two\\n\"}\r\n{\"text\":\"\"}";
+        assert_eq!(documents(good, Kind::JsonLines).unwrap(), ["one", "two\n"]);
+        for (bad, words) in [
+            (&b"{\"text\":\"one\"}\n{\"text\":"[..], "line 2: not JSON: EOF while parsing a value at line 1 column 8"),
+            (b"[1]", "line 1: not an object with a \"text\" field"),
+            (b"{\"text\":3}", "line 1: the field \"text\" is not a text"),
+            (
+                b"{\"content\":\"x\"}",
+                "line 1: no field \"text\"; it has \"content\"; set data.text_field to one of them",
+            ),
+            (b"{\"text\":\"a\"}\n\xff\n", "not UTF-8 at byte 13; convert the file to UTF-8"),
+        ] {
+            assert_eq!(documents(bad, Kind::JsonLines).unwrap_err(), words);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_documents_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = documents(&bytes, Kind::JsonLines);
+        }
+
+        #[test]
+        fn texts_survive_json(texts in prop::collection::vec(".{1,20}", 1..6)) {
+            let lines: String = texts.iter().map(|t| format!("{}\n", serde_json::json!({ "text": t }))).collect();
+            prop_assert_eq!(documents(lines.as_bytes(), Kind::JsonLines).unwrap(), texts);
+        }
+    }
+}

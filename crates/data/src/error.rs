@@ -1,0 +1,87 @@
+//! What can be wrong with data.
+
+use std::path::{Path, PathBuf};
+
+use plimsoll_model::tokenizer::TokenizerError;
+
+/// Data that cannot be trained or evaluated on.
+#[derive(Debug, thiserror::Error)]
+pub enum DataError {
+    /// The OS refused.
+    #[error("could not {action} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// On which file or folder.
+        path: PathBuf,
+        /// The answer.
+        source: std::io::Error,
+    },
+    /// A pattern that is none.
+    #[error("data: {pattern:?} is not a file, a folder or a pattern: {reason}")]
+    Pattern {
+        /// What was written.
+        pattern: String,
+        /// Why not.
+        reason: String,
+    },
+    /// A pattern that nothing matches.
+    #[error("data: nothing matches {pattern:?}; give a text or JSONL file, a folder of them, or a pattern such as data/*.txt")]
+    NothingFound {
+        /// What was written.
+        pattern: String,
+    },
+    /// A file whose name does not say what it holds.
+    #[error("{}: not a kind of file that is known; .txt, .text and .md are text, .jsonl and .ndjson have a document a line", path.display())]
+    UnknownKind {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Bytes that are no text.
+    #[error("{}: not UTF-8 at byte {offset}; convert the file to UTF-8", path.display())]
+    NotUtf8 {
+        /// The file.
+        path: PathBuf,
+        /// Where the first bad byte is, from 0.
+        offset: u64,
+    },
+    /// A line that is no document.
+    #[error("{}: line {line}: {reason}", path.display())]
+    Line {
+        /// The file.
+        path: PathBuf,
+        /// From 1.
+        line: u64,
+        /// What is wrong, and what was expected.
+        reason: String,
+    },
+    /// A text that has nothing in it.
+    #[error("{}: there is no text in it", path.display())]
+    Empty {
+        /// The file, or the first of several.
+        path: PathBuf,
+    },
+    /// Less text than one sequence.
+    #[error("the data has {tokens} tokens, fewer than one sequence of {sequence_length}; add text or set data.sequence_length={tokens} or less")]
+    TooShort {
+        /// Tokens in all.
+        tokens: u64,
+        /// Tokens wanted.
+        sequence_length: u64,
+    },
+    /// Documents without a token to put between them.
+    #[error("the data has several documents, but the tokenizer names no end-of-text token to put between them")]
+    NoEndOfText,
+    /// The tokenizer refused.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// The background thread is gone without a word.
+    #[error("the thread that prepares batches ended unexpectedly")]
+    WorkerGone,
+}
+
+impl DataError {
+    pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> DataError {
+        move |source| DataError::Io { action, path: path.to_owned(), source }
+    }
+}

@@ -1,0 +1,119 @@
+//! From what the user wrote (files, folders, patterns) to a list of files, always in the same order.
+
+use std::path::{Path, PathBuf};
+
+use crate::DataError;
+
+/// What a file holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// One document.
+    Text,
+    /// One JSON document a line.
+    JsonLines,
+}
+
+/// A file to read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DataFile {
+    pub path: PathBuf,
+    pub kind: Kind,
+}
+
+/// The files that the patterns stand for: in the order of the patterns, within a folder or a pattern by name.
+pub fn expand(patterns: &[String]) -> Result<Vec<DataFile>, DataError> {
+    let mut files = Vec::new();
+    for pattern in patterns {
+        let path = Path::new(pattern);
+        let before = files.len();
+        if path.is_dir() {
+            folder(path, &mut files)?;
+        } else if path.exists() {
+            // A file that was named is text unless its name says otherwise.
+            files.push(DataFile { path: path.to_owned(), kind: kind(path).unwrap_or(Kind::Text) });
+        } else {
+            matches(pattern, &mut files)?;
+        }
+        if files.len() == before {
+            return Err(DataError::NothingFound { pattern: pattern.clone() });
+        }
+    }
+    Ok(files)
+}
+
+fn matches(pattern: &str, files: &mut Vec<DataFile>) -> Result<(), DataError> {
+    let fail = |reason: String| DataError::Pattern { pattern: pattern.to_owned(), reason };
+    let mut found = Vec::new();
+    let as_in_shells = glob::MatchOptions { require_literal_leading_dot: true, ..Default::default() };
+    for entry in glob::glob_with(pattern, as_in_shells).map_err(|e| fail(e.to_string()))? {
+        let path = entry.map_err(|e| fail(e.to_string()))?;
+        if path.is_file() {
+            found.push(path);
+        }
+    }
+    found.sort();
+    for path in found {
+        let kind = kind(&path).ok_or_else(|| DataError::UnknownKind { path: path.clone() })?;
+        files.push(DataFile { path, kind });
+    }
+    Ok(())
+}
+
+/// Files below a folder whose names say that they hold text; others, and hidden ones, are left alone.
+fn folder(path: &Path, files: &mut Vec<DataFile>) -> Result<(), DataError> {
+    let mut entries = std::fs::read_dir(path)
+        .and_then(|entries| entries.map(|e| e.map(|e| e.path())).collect::<Result<Vec<_>, _>>())
+        .map_err(DataError::io("list", path))?;
+    entries.sort();
+    for entry in entries {
+        let hidden = entry.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
+        if hidden {
+            continue;
+        }
+        // A link to a folder could lead back here.
+        if entry.is_dir() && !entry.is_symlink() {
+            folder(&entry, files)?;
+        } else if let (true, Some(kind)) = (entry.is_file(), kind(&entry)) {
+            files.push(DataFile { path: entry, kind });
+        }
+    }
+    Ok(())
+}
+
+fn kind(path: &Path) -> Option<Kind> {
+    match path.extension()?.to_str()?.to_ascii_lowercase().as_str() {
+        "txt" | "text" | "md" => Some(Kind::Text),
+        "jsonl" | "ndjson" => Some(Kind::JsonLines),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_stand_for_files_in_a_fixed_order() {
+        let root = tempfile::tempdir().unwrap();
+        for name in ["b.txt", "a.jsonl", "sub/c.md", "image.png", ".hidden.txt", "plain"] {
+            let path = root.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, "x").unwrap();
+        }
+        let check = |patterns: &[&str], expected: &[&str]| {
+            let patterns: Vec<String> =
+                patterns.iter().map(|p| root.path().join(p).to_str().unwrap().to_owned()).collect();
+            let files = expand(&patterns).unwrap();
+            let names: Vec<String> = files
+                .iter()
+                .map(|f| f.path.strip_prefix(root.path()).unwrap().display().to_string())
+                .collect();
+            assert_eq!(names, expected);
+        };
+        check(&[""], &["a.jsonl", "b.txt", "sub/c.md"]);
+        check(&["*.txt", "sub"], &["b.txt", "sub/c.md"]);
+        check(&["plain", "a.jsonl"], &["plain", "a.jsonl"]);
+        let missing = root.path().join("*.csv").to_str().unwrap().to_owned();
+        assert!(matches!(expand(&[missing]), Err(DataError::NothingFound { .. })));
+    }
+}

@@ -1,0 +1,83 @@
+//! Tokens on disk: u32 little-endian, one after the other, in an unlinked temporary file. Memory does not grow with the
+//! data, and nothing is left behind however the run ends.
+
+use std::fs::File;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+use crate::DataError;
+
+/// Tokens being written.
+pub struct TokenWriter {
+    file: BufWriter<File>,
+    folder: std::path::PathBuf,
+    tokens: u64,
+    hasher: DefaultHasher,
+}
+
+/// Tokens written.
+#[derive(Debug)]
+pub struct TokenFile {
+    file: File,
+    folder: std::path::PathBuf,
+    tokens: u64,
+    hash: u64,
+}
+
+impl TokenWriter {
+    /// A file in `folder`, readable by its owner alone and without a name.
+    pub fn new(folder: &Path) -> Result<TokenWriter, DataError> {
+        let file = tempfile::tempfile_in(folder).map_err(DataError::io("create a temporary file in", folder))?;
+        Ok(TokenWriter {
+            file: BufWriter::new(file),
+            folder: folder.to_owned(),
+            tokens: 0,
+            hasher: DefaultHasher::new(),
+        })
+    }
+
+    /// Appends tokens.
+    pub fn append(&mut self, tokens: &[u32]) -> Result<(), DataError> {
+        for token in tokens {
+            token.hash(&mut self.hasher);
+            self.file
+                .write_all(&token.to_le_bytes())
+                .map_err(DataError::io("write the tokens to a temporary file in", &self.folder))?;
+        }
+        self.tokens += tokens.len() as u64;
+        Ok(())
+    }
+
+    /// Ends the writing.
+    pub fn finish(self) -> Result<TokenFile, DataError> {
+        let file = self
+            .file
+            .into_inner()
+            .map_err(|e| DataError::Io { action: "write the tokens to a temporary file in", path: self.folder.clone(), source: e.into_error() })?;
+        Ok(TokenFile { file, folder: self.folder, tokens: self.tokens, hash: self.hasher.finish() })
+    }
+}
+
+impl TokenFile {
+    /// Number of tokens.
+    pub fn len(&self) -> u64 {
+        self.tokens
+    }
+
+    /// A number that differs where the tokens do.
+    pub fn hash(&self) -> u64 {
+        self.hash
+    }
+
+    /// Appends the `count` tokens from `start` on to `out`; they must be inside the file.
+    pub fn read(&self, start: u64, count: usize, out: &mut Vec<u32>) -> Result<(), DataError> {
+        use std::os::unix::fs::FileExt;
+        let mut bytes = vec![0; 4 * count];
+        self.file
+            .read_exact_at(&mut bytes, 4 * start)
+            .map_err(DataError::io("read the tokens from a temporary file in", &self.folder))?;
+        out.extend(bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+        Ok(())
+    }
+}

@@ -1,0 +1,214 @@
+//! The speed of every kernel but matrix products and attention, as a ratio to a copy of as many bytes.
+//!
+//! `cargo run --release -p plimsoll-device --example kernel_bench [threads] [isa]`, the last one of `portable`, `avx2`
+//! and `avx512`. Each kernel runs in turn with a copy; what is printed are medians. Bytes are those that the operation
+//! reads and writes by its shapes, so a kernel that reads its input twice, or whose outputs have to be fetched before
+//! they are written, can stay under 1 without doing anything wrong.
+
+use std::time::Instant;
+
+use plimsoll_device::cpu::Isa;
+use plimsoll_device::{AdamW, Cpu, CpuOptions, DType, Device, DeviceError, Glu, Op, Rounding, Tensor};
+use plimsoll_memory::Tag;
+
+const ROUNDS: usize = 15;
+
+fn main() -> Result<(), DeviceError> {
+    let mut arguments = std::env::args().skip(1);
+    let threads = arguments.next().and_then(|n| n.parse().ok());
+    let isa = arguments.next().and_then(|name| match name.as_str() {
+        "portable" => Some(Isa::Portable),
+        "avx2" => Some(Isa::Avx2),
+        "avx512" => Some(Isa::Avx512),
+        _ => None,
+    });
+    let bench = Bench { cpu: Cpu::new(3 << 30, CpuOptions { threads, isa })? };
+    println!("{} threads, {}", bench.cpu.threads(), bench.cpu.isa());
+    println!("{:34} {:>14} {:>9} {:>9} {:>9} {:>7}", "kernel", "shape", "ms", "GB/s", "copy GB/s", "ratio");
+    for dtype in [DType::F32, DType::Bf16] {
+        for [n, h] in [[2048, 576], [8192, 4096]] {
+            bench.activations(dtype, n, h)?;
+        }
+        bench.optimizer(dtype, 32 << 20)?;
+    }
+    bench.cross_entropy(512, 49_152)
+}
+
+struct Bench {
+    cpu: Cpu,
+}
+
+impl Bench {
+    /// A tensor of small numbers.
+    fn tensor(&self, dtype: DType, sizes: &[u64]) -> Result<Tensor, DeviceError> {
+        let tensor = self.cpu.alloc(dtype, sizes, Tag::Workspace, "bench")?;
+        let source = self.cpu.alloc(DType::F32, sizes, Tag::Workspace, "bench")?;
+        self.cpu.write(&source, &mut |bytes| {
+            for (i, x) in bytes.chunks_exact_mut(4).enumerate() {
+                let value = (i as u32).wrapping_mul(2_654_435_761) as f32 / u32::MAX as f32 - 0.5;
+                x.copy_from_slice(&value.to_ne_bytes());
+            }
+        })?;
+        self.cpu.run(Op::Cast { x: &source, out: &tensor, rounding: Rounding::Nearest })?;
+        Ok(tensor)
+    }
+
+    fn u32s(&self, values: impl Iterator<Item = u32>) -> Result<Tensor, DeviceError> {
+        let values: Vec<u32> = values.collect();
+        let tensor = self.cpu.alloc(DType::U32, &[values.len() as u64], Tag::Workspace, "bench")?;
+        self.cpu.write_u32(&tensor, &values)?;
+        Ok(tensor)
+    }
+
+    /// Times the operation and a copy of half as many bytes as it moves, by turns.
+    fn time(&self, label: &str, op: Op<'_>) -> Result<(), DeviceError> {
+        let bytes = op.cost().bytes;
+        let [from, to] = [0, 1].map(|_| self.tensor(DType::F32, &[bytes / 8]));
+        let (from, to) = (from?, to?);
+        let copy = Op::Cast { x: &from, out: &to, rounding: Rounding::Nearest };
+        let mut seconds = [vec![], vec![]];
+        for _ in 0..ROUNDS {
+            for (op, seconds) in [op, copy].into_iter().zip(&mut seconds) {
+                let start = Instant::now();
+                self.cpu.run(op)?;
+                seconds.push(start.elapsed().as_secs_f64());
+            }
+        }
+        let [kernel, copy] = seconds.map(|mut seconds| {
+            seconds.sort_by(f64::total_cmp);
+            seconds[ROUNDS / 2]
+        });
+        let rate = |seconds| bytes as f64 / seconds / 1e9;
+        let shape = label.rsplit_once(" of ").map_or("", |(_, shape)| shape);
+        println!(
+            "{:34} {shape:>14} {:9.3} {:9.1} {:9.1} {:7.2}",
+            label.trim_end_matches(shape).trim_end_matches(" of "),
+            kernel * 1e3,
+            rate(kernel),
+            rate(copy),
+            copy / kernel
+        );
+        Ok(())
+    }
+
+    fn activations(&self, dtype: DType, n: u64, h: u64) -> Result<(), DeviceError> {
+        let matrix = || self.tensor(dtype, &[n, h]);
+        let (x, y, z) = (matrix()?, matrix()?, matrix()?);
+        let (weight, bias) = (self.tensor(dtype, &[h])?, self.tensor(dtype, &[h])?);
+        let (mean, rstd) = (self.tensor(DType::F32, &[n])?, self.tensor(DType::F32, &[n])?);
+        let label = |name| format!("{name} {dtype} of {n}x{h}");
+        let activation = Glu::Silu;
+        self.time(&label("fill"), Op::Fill { out: &x, value: 0.5 })?;
+        self.time(&label("scale"), Op::Scale { x: &x, factor: 1.0 })?;
+        self.time(&label("add"), Op::Add { a: &x, b: &y, out: &z })?;
+        self.time(&label("add in place"), Op::Add { a: &x, b: &y, out: &x })?;
+        let other = self.tensor(if dtype == DType::F32 { DType::Bf16 } else { DType::F32 }, &[n, h])?;
+        self.time(&label("cast from"), Op::Cast { x: &x, out: &other, rounding: Rounding::Nearest })?;
+        if dtype == DType::F32 {
+            let rounding = Rounding::Stochastic { seed: 1 };
+            self.time(&label("cast, stochastic, from"), Op::Cast { x: &x, out: &other, rounding })?;
+        }
+        drop(other);
+        self.time(&label("rms_norm"), Op::RmsNorm { x: &x, weight: &weight, epsilon: 1e-5, out: &y, rstd: &rstd })?;
+        self.time(&label("rms_norm_backward"), Op::RmsNormBackward {
+            x: &x,
+            weight: &weight,
+            rstd: &rstd,
+            dout: &y,
+            dx: &z,
+            dweight: &bias,
+            accumulate_weight: true,
+        })?;
+        self.time(&label("layer_norm"), Op::LayerNorm {
+            x: &x,
+            weight: &weight,
+            bias: &bias,
+            epsilon: 1e-5,
+            out: &y,
+            mean: &mean,
+            rstd: &rstd,
+        })?;
+        let dbias = self.tensor(dtype, &[h])?;
+        self.time(&label("layer_norm_backward"), Op::LayerNormBackward {
+            x: &x,
+            weight: &weight,
+            mean: &mean,
+            rstd: &rstd,
+            dout: &y,
+            dx: &z,
+            dweight: &bias,
+            dbias: &dbias,
+            accumulate_weight: true,
+        })?;
+        self.time(&label("bias_backward"), Op::BiasBackward { dout: &x, dbias: &dbias, accumulate: false })?;
+        for (name, activation) in [("swiglu", Glu::Silu), ("geglu", Glu::Gelu), ("geglu, tanh,", Glu::GeluTanh)] {
+            self.time(&label(name), Op::Gated { gate: &x, up: &y, out: &z, activation })?;
+        }
+        self.time(&label("gelu"), Op::Activate { x: &x, out: &y, activation: Glu::Gelu })?;
+        let dgate = matrix()?;
+        self.time(&label("swiglu backward"), Op::GatedBackward {
+            gate: &x,
+            up: &y,
+            dout: &z,
+            dgate: &dgate,
+            dup: &z,
+            activation,
+        })?;
+        drop(dgate);
+        let positions = self.u32s((0..n as u32).map(|i| i % 512))?;
+        let (cos, sin) = (self.tensor(DType::F32, &[512, 32])?, self.tensor(DType::F32, &[512, 32])?);
+        self.time(&label("rope"), Op::Rope { x: &x, positions: &positions, cos: &cos, sin: &sin, inverse: false })?;
+        let tokens = self.u32s((0..n as u32).map(|i| i.wrapping_mul(2_654_435_761) % 10_000))?;
+        let table = self.tensor(dtype, &[10_000, h])?;
+        self.time(&label("embedding"), Op::Embedding { tokens: &tokens, table: &table, out: &x })?;
+        self.time(&label("embedding_backward"), Op::EmbeddingBackward { tokens: &tokens, dout: &y, dtable: &table })?;
+        let sum = self.tensor(DType::F32, &[1])?;
+        self.time(&label("sum_squares"), Op::SumSquares { x: &x, out: &sum })
+    }
+
+    fn optimizer(&self, dtype: DType, n: u64) -> Result<(), DeviceError> {
+        let (param, grad) = (self.tensor(dtype, &[n])?, self.tensor(dtype, &[n])?);
+        let [m, v, master] = [0, 1, 2].map(|_| self.tensor(DType::F32, &[n]));
+        let (m, v, master) = (m?, v?, master?);
+        self.cpu.run(Op::Fill { out: &v, value: 0.1 })?;
+        let hyper = AdamW {
+            lr: 1e-5,
+            beta1: 0.9,
+            beta2: 0.999,
+            epsilon: 1e-8,
+            weight_decay: 0.1,
+            step: 10,
+            grad_scale: 1.0,
+        };
+        let adamw = |master, rounding| Op::AdamW {
+            param: &param,
+            master,
+            grad: &grad,
+            m: &m,
+            v: &v,
+            hyper,
+            rounding,
+        };
+        let stochastic = Rounding::Stochastic { seed: 1 };
+        self.time(&format!("adamw {dtype} of {n}"), adamw(None, Rounding::Nearest))?;
+        if dtype == DType::Bf16 {
+            self.time(&format!("adamw, stochastic, {dtype} of {n}"), adamw(None, stochastic))?;
+            self.time(&format!("adamw with f32 master {dtype} of {n}"), adamw(Some(&master), Rounding::Nearest))?;
+        }
+        Ok(())
+    }
+
+    fn cross_entropy(&self, n: u64, v: u64) -> Result<(), DeviceError> {
+        let logits = self.tensor(DType::F32, &[n, v])?;
+        let losses = self.tensor(DType::F32, &[n])?;
+        let targets = self.u32s((0..n as u32).map(|i| i * 97 % v as u32))?;
+        let op = |gradient_scale| Op::CrossEntropy {
+            logits: &logits,
+            targets: &targets,
+            losses: &losses,
+            gradient_scale,
+        };
+        self.time(&format!("cross_entropy of {n}x{v}"), op(None))?;
+        self.time(&format!("cross_entropy with gradient of {n}x{v}"), op(Some(1.0)))
+    }
+}

@@ -1,0 +1,239 @@
+//! Packing: lines of a matrix become panels in the order in which the tile kernel reads them.
+//!
+//! A *line* is a row of A or a column of B: what is multiplied and summed along k. A panel holds `width` lines; its
+//! unit u of line l lies at `u * width + l`. Conversion, dequantisation and rounding happen here.
+
+use std::ops::Range;
+
+use super::engine::{Engine, MAX_ALONG};
+use super::storage::{self, BLOCK, Storage};
+use super::vector::{MAX_LANES, Vector};
+use super::Operand;
+use super::tile::{Area, prefetch};
+use crate::DType;
+
+/// An operand seen as lines along k.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Lines {
+    pub data: *const u8,
+    pub dtype: DType,
+    pub count: usize,
+    pub stride: usize,
+    pub k_stride: usize,
+}
+
+// SAFETY: plain memory that is only read while a product runs.
+unsafe impl Sync for Lines {}
+
+impl Lines {
+    pub fn rows_of(a: Operand) -> Lines {
+        Lines { data: a.data, dtype: a.dtype, count: a.rows, stride: a.row_stride, k_stride: a.column_stride }
+    }
+
+    pub fn columns_of(b: Operand) -> Lines {
+        Lines { data: b.data, dtype: b.dtype, count: b.columns, stride: b.column_stride, k_stride: b.row_stride }
+    }
+
+    /// Where the elements of `lines` and `k` lie.
+    pub fn area(self, lines: Range<usize>, k: Range<usize>) -> Area {
+        let bytes = |elements: usize| self.dtype.bytes_for(elements as u64).unwrap_or(0) as usize;
+        let data = self.data.wrapping_add(bytes(lines.start * self.stride + k.start * self.k_stride));
+        let (rows, columns, stride) =
+            if self.k_stride == 1 { (lines.len(), k.len(), self.stride) } else { (k.len(), lines.len(), self.k_stride) };
+        Area { data, rows, row_bytes: bytes(columns), stride: bytes(stride) }
+    }
+}
+
+/// Where panels go.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Panels {
+    pub data: *mut f32,
+    /// Lines in a panel.
+    pub width: usize,
+    /// Units from one panel to the next: at least `units * width + MAX_LANES`, which leaves room for whole vectors.
+    pub stride: usize,
+}
+
+const AHEAD_ALONG: usize = 256;
+const AHEAD_ACROSS: usize = 8192;
+
+/// Packs the lines of `lines`, of which the first begins a panel, with their k in `k`. Lines of the last panel that
+/// do not exist are not written.
+///
+/// # Safety
+/// The machine has the engine's instruction set; the operand and the panels are valid. `k` begins on a multiple of
+/// [`BLOCK`] elements.
+#[inline(always)]
+pub(super) unsafe fn pack<E: Engine>(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
+    // SAFETY (all calls): as for this function.
+    unsafe {
+        match from.dtype {
+            DType::F32 => pack_stored::<E, storage::F32>(from, lines, k, to),
+            DType::Bf16 => pack_stored::<E, storage::Bf16>(from, lines, k, to),
+            DType::F16 => pack_stored::<E, storage::F16>(from, lines, k, to),
+            DType::Q8_0 => pack_stored::<E, storage::Q8_0>(from, lines, k, to),
+            DType::Q4_0 => pack_stored::<E, storage::Q4_0>(from, lines, k, to),
+            DType::Q4_1 => pack_stored::<E, storage::Q4_1>(from, lines, k, to),
+            DType::U32 => {}
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn pack_stored<E: Engine, S: Storage>(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
+    let lanes = E::V::LANES;
+    let blocks = from.dtype.block_elements() > 1;
+    let aligned = |x: usize, to: usize| !blocks || x.is_multiple_of(to);
+    // SAFETY (all calls): as for this function.
+    unsafe {
+        if from.k_stride == 1 && aligned(from.stride, BLOCK) {
+            pack_along::<E, S>(from, lines, k, to);
+        } else if from.stride == 1
+            && aligned(from.k_stride, BLOCK)
+            && aligned(to.width, lanes)
+            && aligned(from.count, BLOCK)
+        {
+            pack_across::<E, S>(from, lines, k, to);
+        } else {
+            pack_any::<E>(from, lines, k, to);
+        }
+    }
+}
+
+/// k is contiguous in memory: vectors along k, transposed in registers.
+#[inline(always)]
+unsafe fn pack_along<E: Engine, S: Storage>(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
+    let lanes = E::V::LANES;
+    let whole = lanes * E::K_PER_UNIT;
+    let mut panel = to.data;
+    for first in lines.clone().step_by(to.width) {
+        for group in (0..to.width).step_by(lanes) {
+            let start = first + group;
+            let valid = lines.end.min(first + to.width).saturating_sub(start).min(lanes);
+            if valid == 0 {
+                break;
+            }
+            let mut k_at = k.start;
+            while k_at < k.end {
+                let left = k.end - k_at;
+                // SAFETY: lines `start..start + valid` and k from `k_at` on exist; the panel has room for whole
+                // vectors after its last unit.
+                unsafe {
+                    let mut vectors = [E::V::splat(0.0); MAX_LANES];
+                    let base = start * from.stride + k_at;
+                    for i in 0..lanes {
+                        prefetch(from.data.wrapping_add(S::offset(base + i * from.stride) + AHEAD_ALONG));
+                    }
+                    if left >= whole && valid == lanes {
+                        for (i, vector) in vectors.iter_mut().enumerate().take(lanes) {
+                            *vector = E::along::<S>(from.data, base + i * from.stride);
+                        }
+                    } else if left >= whole {
+                        for (i, vector) in vectors.iter_mut().enumerate().take(valid) {
+                            *vector = E::along::<S>(from.data, base + i * from.stride);
+                        }
+                    } else {
+                        for (i, vector) in vectors.iter_mut().enumerate().take(valid) {
+                            *vector = along_end::<E>(from, base + i * from.stride, left);
+                        }
+                    }
+                    E::V::transpose(&mut vectors);
+                    let units = left.min(whole).div_ceil(E::K_PER_UNIT);
+                    let out = panel.add((k_at - k.start) / E::K_PER_UNIT * to.width + group);
+                    if units == lanes {
+                        for (i, vector) in vectors.iter().enumerate().take(lanes) {
+                            vector.store(out.add(i * to.width));
+                        }
+                    } else {
+                        for (i, vector) in vectors.iter().enumerate().take(units) {
+                            vector.store(out.add(i * to.width));
+                        }
+                    }
+                }
+                k_at += whole;
+            }
+        }
+        panel = panel.wrapping_add(to.stride);
+    }
+}
+
+/// The units of the `left` elements from `index` on, fewer than a vector; zero after them.
+#[inline(always)]
+unsafe fn along_end<E: Engine>(from: Lines, index: usize, left: usize) -> E::V {
+    let mut values = [0.0f32; MAX_ALONG];
+    for (i, value) in values.iter_mut().enumerate().take(left) {
+        // SAFETY: the elements exist.
+        *value = unsafe { storage::element(from.dtype, from.data, index + i) };
+    }
+    // SAFETY: the array holds a vector of units.
+    unsafe { E::along::<storage::F32>(values.as_ptr().cast(), 0) }
+}
+
+/// Lines are neighbours in memory: vectors across them, one unit at a time.
+#[inline(always)]
+unsafe fn pack_across<E: Engine, S: Storage>(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
+    let lanes = E::V::LANES;
+    // Panels whose vectors all lie inside the matrix.
+    let vectors_end = |first: usize| first + to.width.next_multiple_of(lanes);
+    let whole_panels = lines.clone().step_by(to.width).take_while(|first| vectors_end(*first) <= from.count).count();
+    let ends = lines.start + whole_panels * to.width;
+    let ahead = (AHEAD_ACROSS / (S::offset(lines.len()) + 64)).max(2);
+    for (unit, k_at) in k.clone().step_by(E::K_PER_UNIT).enumerate() {
+        let row = k_at * from.k_stride;
+        let second = (k_at + 1 < k.end).then_some(row + from.k_stride);
+        // SAFETY: rows of k exist, vectors of whole panels lie inside them, and panels have room for whole vectors.
+        unsafe {
+            let mut out = to.data.add(unit * to.width);
+            let mut first = lines.start;
+            for value in 0..E::K_PER_UNIT {
+                let row = (k_at + value + ahead) * from.k_stride;
+                let (mut p, end) = (S::offset(row + lines.start), S::offset(row + lines.end));
+                while p < end {
+                    prefetch(from.data.wrapping_add(p));
+                    p += 64;
+                }
+            }
+            while first < ends {
+                for group in (0..to.width).step_by(lanes) {
+                    let at = first + group;
+                    E::across::<S>(from.data, row + at, second.map(|row| row + at)).store(out.add(group));
+                }
+                first += to.width;
+                out = out.wrapping_add(to.stride);
+            }
+        }
+    }
+    if ends < lines.end {
+        let to = Panels { data: to.data.wrapping_add(whole_panels * to.stride), ..to };
+        // SAFETY: as for this function.
+        unsafe { pack_any::<E>(from, ends..lines.end, k, to) }
+    }
+}
+
+/// Any strides, element by element.
+#[inline(always)]
+unsafe fn pack_any<E: Engine>(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
+    let lanes = E::V::LANES;
+    let mut panel = to.data;
+    for first in lines.clone().step_by(to.width) {
+        let end = lines.end.min(first + to.width);
+        for (unit, k_at) in k.clone().step_by(E::K_PER_UNIT).enumerate() {
+            for group in (first..end).step_by(lanes) {
+                let mut values = [[0.0f32; MAX_LANES]; 2];
+                for (i, values) in values.iter_mut().enumerate().take(k.end.min(k_at + E::K_PER_UNIT) - k_at) {
+                    for (line, value) in (group..end).zip(values).take(lanes) {
+                        let index = line * from.stride + (k_at + i) * from.k_stride;
+                        // SAFETY: the element exists.
+                        *value = unsafe { storage::element(from.dtype, from.data, index) };
+                    }
+                }
+                // SAFETY: the arrays hold a vector each; the panel has room for whole vectors.
+                unsafe {
+                    let units = E::across::<storage::F32>(values.as_ptr().cast(), 0, Some(MAX_LANES));
+                    units.store(panel.add(unit * to.width + group - first));
+                }
+            }
+        }
+        panel = panel.wrapping_add(to.stride);
+    }
+}

@@ -1,0 +1,87 @@
+//! What this machine does: the rates that the planner turns arithmetic into time with, measured in a few hundredths of a
+//! second.
+
+use std::time::{Duration, Instant};
+
+use super::matmul::{Operand, Output, matmul};
+use super::{Isa, Pool};
+use crate::{Compute, DType};
+
+/// Rates of a machine, with all threads of a pool.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MachineRates {
+    /// f32 matrix products, FLOP/s.
+    pub matmul_f32: f64,
+    /// bf16 matrix products, FLOP/s.
+    pub matmul_bf16: f64,
+    /// Memory read and written, bytes/s.
+    pub memory_bandwidth: f64,
+}
+
+/// Size of the products: large enough to be past the start-up costs, small enough for the time.
+const M: usize = 384;
+const K: usize = 512;
+const N: usize = 768;
+
+/// Bytes copied in one measurement of the bandwidth, more than caches hold.
+const COPY_BYTES: usize = 32 << 20;
+
+impl MachineRates {
+    /// Measures: the best of a few products of each precision, and of a few copies.
+    pub fn measure(pool: &Pool, isa: Isa) -> MachineRates {
+        MachineRates {
+            matmul_f32: product_rate(pool, isa, Compute::F32),
+            matmul_bf16: product_rate(pool, isa, Compute::Bf16),
+            memory_bandwidth: copy_rate(pool),
+        }
+    }
+}
+
+fn best_of(times: usize, mut body: impl FnMut()) -> Duration {
+    // The first one warms up.
+    body();
+    let time = |body: &mut dyn FnMut()| {
+        let begun = Instant::now();
+        body();
+        begun.elapsed()
+    };
+    (0..times).map(|_| time(&mut body)).min().unwrap_or(Duration::MAX).max(Duration::from_nanos(1))
+}
+
+fn product_rate(pool: &Pool, isa: Isa, compute: Compute) -> f64 {
+    let a = vec![1.0f32; M * K];
+    let b = vec![1.0f32; N * K];
+    let mut c = vec![0.0f32; M * N];
+    let a = Operand {
+        data: a.as_ptr().cast(),
+        dtype: DType::F32,
+        rows: M,
+        columns: K,
+        row_stride: K,
+        column_stride: 1,
+    };
+    let b = Operand { data: b.as_ptr().cast(), rows: K, columns: N, row_stride: 1, column_stride: K, ..a };
+    let c = Output { data: c.as_mut_ptr().cast(), dtype: DType::F32, rows: M, columns: N, row_stride: N };
+    let time = best_of(3, || {
+        // SAFETY: the vectors have the sizes described and are three different ones.
+        unsafe { matmul(pool, isa, compute, a, b, c, false) }
+    });
+    (2 * M * N * K) as f64 / time.as_secs_f64()
+}
+
+fn copy_rate(pool: &Pool) -> f64 {
+    let from = vec![1u8; COPY_BYTES];
+    let mut to = vec![0u8; COPY_BYTES];
+    let pieces = 4 * pool.threads();
+    let size = COPY_BYTES.div_ceil(pieces);
+    let targets: Vec<std::sync::Mutex<&mut [u8]>> = to.chunks_mut(size).map(std::sync::Mutex::new).collect();
+    let time = best_of(2, || {
+        pool.run(targets.len(), &|piece, _| {
+            if let (Ok(mut target), Some(source)) = (targets[piece].lock(), from.chunks(size).nth(piece)) {
+                target.copy_from_slice(source);
+            }
+        });
+    });
+    // Each byte is read once and written once.
+    (2 * COPY_BYTES) as f64 / time.as_secs_f64()
+}

@@ -1,0 +1,207 @@
+//! SiLU, GELU and its tanh approximation, alone and gated; rotary embedding.
+
+use plimsoll_device::{DType, Glu, Op, Tensor};
+
+use crate::harness::{Expected, Operand, check, check_gradient, check_in_place, noise, storages};
+use crate::reference::{act, act_slope};
+
+const SIZES: [usize; 5] = [1, 7, 63, 1000, 20_000];
+const ALL: [Glu; 3] = [Glu::Silu, Glu::Gelu, Glu::GeluTanh];
+
+/// Of a value, or of the typical one: a few units in the last place.
+const TOLERANCE: f64 = 4e-7;
+
+#[test]
+fn activate() {
+    for ([x, out], activation) in storages().flat_map(|types| ALL.map(|a| (types, a))) {
+        for n in SIZES {
+            let operands = [Operand::new(x, &[n], noise(1).map(|x| 8.0 * x)), Operand::garbage(out, &[n])];
+            let values = operands[0].values.iter().map(|x| act(activation, *x)).collect();
+            check(
+                &format!("{activation:?} {n} {x} {out}"),
+                &operands,
+                |t| Op::Activate { x: &t[0], out: &t[1], activation },
+                &[Expected { operand: 1, values, tolerance: TOLERANCE }],
+            );
+        }
+    }
+}
+
+/// The tails, where little is left of the value: relative errors.
+#[test]
+fn activate_far_out() {
+    for activation in ALL {
+        for x in (-100..100).map(|x| f64::from(x) / 8.0) {
+            let operands = [Operand::new(DType::F32, &[1], [x]), Operand::garbage(DType::F32, &[1])];
+            check(
+                &format!("{activation:?} of {x}"),
+                &operands,
+                |t| Op::Activate { x: &t[0], out: &t[1], activation },
+                &[Expected { operand: 1, values: vec![act(activation, x)], tolerance: 2e-5 }],
+            );
+        }
+    }
+}
+
+#[test]
+fn activate_of_special_values() {
+    for activation in ALL {
+        let x = [f64::NAN, 0.0, -0.0, 1e30, -1e30, 3e38];
+        let values = vec![f64::NAN, 0.0, 0.0, 1e30, 0.0, 3e38];
+        let operands = [Operand::new(DType::F32, &[6], x), Operand::garbage(DType::F32, &[6])];
+        let expected = Expected { operand: 1, values, tolerance: TOLERANCE };
+        let label = format!("{activation:?}");
+        check(&label, &operands, |t| Op::Activate { x: &t[0], out: &t[1], activation }, &[expected]);
+    }
+}
+
+#[test]
+fn activate_backward() {
+    for ([x, dout, dx], activation) in storages().flat_map(|types| ALL.map(|a| (types, a))) {
+        for n in SIZES {
+            let operands = [
+                Operand::new(x, &[n], noise(1).map(|x| 8.0 * x)),
+                Operand::new(dout, &[n], noise(2)),
+                Operand::garbage(dx, &[n]),
+            ];
+            let [xs, douts, _] = operands.each_ref().map(|o| &o.values);
+            let values = xs.iter().zip(douts).map(|(x, dout)| dout * act_slope(activation, *x)).collect();
+            check(
+                &format!("{activation:?} {n} {x} {dout} {dx}"),
+                &operands,
+                |t| Op::ActivateBackward { x: &t[0], dout: &t[1], dx: &t[2], activation },
+                &[Expected { operand: 2, values, tolerance: 4.0 * TOLERANCE }],
+            );
+        }
+    }
+}
+
+#[test]
+fn gated() {
+    for ([gate, up, out], activation) in storages().flat_map(|types| ALL.map(|a| (types, a))) {
+        for n in SIZES {
+            let operands = [
+                Operand::new(gate, &[n], noise(1).map(|x| 8.0 * x)),
+                Operand::new(up, &[n], noise(2)),
+                Operand::garbage(out, &[n]),
+            ];
+            let [gates, ups, _] = operands.each_ref().map(|o| &o.values);
+            let values = gates.iter().zip(ups).map(|(gate, up)| act(activation, *gate) * up).collect();
+            check(
+                &format!("{activation:?} {n} {gate} {up} {out}"),
+                &operands,
+                |t| Op::Gated { gate: &t[0], up: &t[1], out: &t[2], activation },
+                &[Expected { operand: 2, values, tolerance: TOLERANCE }],
+            );
+        }
+    }
+}
+
+#[test]
+fn gated_backward() {
+    for (types, activation) in storages().flat_map(|types| ALL.map(|a| (types, a))) {
+        let [gate, up, dout, dgate, dup] = types;
+        for n in [7, 1000, 17_000] {
+            let operands = [
+                Operand::new(gate, &[n], noise(1).map(|x| 8.0 * x)),
+                Operand::new(up, &[n], noise(2)),
+                Operand::new(dout, &[n], noise(3)),
+                Operand::garbage(dgate, &[n]),
+                Operand::garbage(dup, &[n]),
+            ];
+            let [gates, ups, douts, ..] = operands.each_ref().map(|o| &o.values);
+            let dgates = (0..n).map(|i| douts[i] * ups[i] * act_slope(activation, gates[i])).collect();
+            let dups = (0..n).map(|i| douts[i] * act(activation, gates[i])).collect();
+            check(
+                &format!("{activation:?} {n} {types:?}"),
+                &operands,
+                |t| Op::GatedBackward {
+                    gate: &t[0],
+                    up: &t[1],
+                    dout: &t[2],
+                    dgate: &t[3],
+                    dup: &t[4],
+                    activation,
+                },
+                &[
+                    Expected { operand: 3, values: dgates, tolerance: 4.0 * TOLERANCE },
+                    Expected { operand: 4, values: dups, tolerance: TOLERANCE },
+                ],
+            );
+        }
+    }
+}
+
+#[test]
+fn in_place() {
+    let n = 2500;
+    let activation = Glu::Silu;
+    for [a, b, c] in storages() {
+        let label = format!("{a} {b} {c}");
+        let inputs =
+            [Operand::new(a, &[n], noise(1)), Operand::new(b, &[n], noise(2)), Operand::new(c, &[n], noise(3))];
+        let with = |out| [inputs.to_vec(), vec![Operand::garbage(out, &[n])]].concat();
+        check_in_place(
+            &label,
+            (&with(a), &|t| Op::Gated { gate: &t[0], up: &t[1], out: &t[3], activation }, 3),
+            (&inputs, &|t| Op::Gated { gate: &t[0], up: &t[1], out: &t[0], activation }, 0),
+        );
+        check_in_place(
+            &label,
+            (&with(b), &|t| Op::Gated { gate: &t[0], up: &t[1], out: &t[3], activation }, 3),
+            (&inputs, &|t| Op::Gated { gate: &t[0], up: &t[1], out: &t[1], activation }, 1),
+        );
+        check_in_place(
+            &label,
+            (&with(a), &|t| Op::Activate { x: &t[0], out: &t[3], activation }, 3),
+            (&inputs, &|t| Op::Activate { x: &t[0], out: &t[0], activation }, 0),
+        );
+        for (out, operand) in [(0, a), (1, b)] {
+            check_in_place(
+                &label,
+                (&with(operand), &|t| Op::ActivateBackward { x: &t[0], dout: &t[1], dx: &t[3], activation }, 3),
+                (
+                    &inputs,
+                    &|t| Op::ActivateBackward { x: &t[0], dout: &t[1], dx: &t[out], activation },
+                    out,
+                ),
+            );
+        }
+        // (dgate, dup) in the places of (gate, up), (dout, up) and (gate, dout).
+        for (dgate, dup) in [(0, 1), (2, 1), (0, 2)] {
+            let types = [a, b, c];
+            let apart = [
+                inputs.to_vec(),
+                vec![Operand::garbage(types[dgate], &[n]), Operand::garbage(types[dup], &[n])],
+            ]
+            .concat();
+            for (apart_at, at) in [(3, dgate), (4, dup)] {
+                check_in_place(
+                    &label,
+                    (&apart, &|t| swiglu_backward(t, 3, 4), apart_at),
+                    (&inputs, &|t| swiglu_backward(t, dgate, dup), at),
+                );
+            }
+        }
+    }
+}
+
+fn swiglu_backward(t: &[Tensor], dgate: usize, dup: usize) -> Op<'_> {
+    Op::GatedBackward {
+        gate: &t[0],
+        up: &t[1],
+        dout: &t[2],
+        dgate: &t[dgate],
+        dup: &t[dup],
+        activation: Glu::Silu,
+    }
+}
+
+#[test]
+fn the_reference_slopes_are_derivatives() {
+    for activation in ALL {
+        let x: Vec<f64> = (-40..40).map(|x| f64::from(x) / 8.0 + 0.01).collect();
+        let slopes: Vec<f64> = x.iter().map(|x| act_slope(activation, *x)).collect();
+        check_gradient(&format!("{activation:?}"), &x, &slopes, |x| x.iter().map(|x| act(activation, *x)).sum());
+    }
+}

@@ -1,0 +1,117 @@
+//! Token embeddings and rotary position embeddings.
+
+use plimsoll_device::{DType, Op};
+
+use crate::harness::{Expected, Operand, check, check_gradient, noise, refusal, storages};
+use crate::reference;
+
+const VOCABULARY: usize = 11;
+
+fn tokens(n: usize) -> Vec<u32> {
+    // A few tokens make most of a text.
+    noise(9).take(n).map(|x| (x.powi(3).abs() * VOCABULARY as f64) as u32).collect()
+}
+
+#[test]
+fn embedding() {
+    for ([table, out], [n, h]) in storages().flat_map(|t| [[0, 4], [1, 1], [7, 63], [100, 576]].map(|s| (t, s))) {
+        let tokens = tokens(n);
+        let table_operand = Operand::new(table, &[VOCABULARY, h], noise(1));
+        let values = tokens.iter().flat_map(|t| table_operand.values[*t as usize * h..][..h].to_vec()).collect();
+        let operands = [Operand::u32s(&tokens), table_operand, Operand::garbage(out, &[n, h])];
+        check(
+            &format!("{n} {h} {table} {out}"),
+            &operands,
+            |t| Op::Embedding { tokens: &t[0], table: &t[1], out: &t[2] },
+            &[Expected { operand: 2, values, tolerance: 0.0 }],
+        );
+    }
+}
+
+#[test]
+fn embedding_backward() {
+    for ([dout, dtable], [n, h]) in storages().flat_map(|t| [[0, 4], [1, 1], [7, 63], [300, 576]].map(|s| (t, s))) {
+        let tokens = tokens(n);
+        let operands = [
+            Operand::u32s(&tokens),
+            Operand::new(dout, &[n, h], noise(1)),
+            Operand::new(dtable, &[VOCABULARY, h], noise(2)),
+        ];
+        let mut values = operands[2].values.clone();
+        for (row, token) in operands[1].values.chunks(h).zip(&tokens) {
+            let sum = &mut values[*token as usize * h..][..h];
+            sum.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+        }
+        check(
+            &format!("{n} {h} {dout} {dtable}"),
+            &operands,
+            |t| Op::EmbeddingBackward { tokens: &t[0], dout: &t[1], dtable: &t[2] },
+            &[Expected { operand: 2, values, tolerance: 2e-6 }],
+        );
+    }
+}
+
+#[test]
+fn tokens_outside_the_table_are_refused() {
+    let operands = [
+        Operand::u32s(&[3, 11]),
+        Operand::new(DType::F32, &[VOCABULARY, 2], noise(1)),
+        Operand::new(DType::F32, &[2, 2], noise(1)),
+    ];
+    let forward = refusal(&operands, |t| Op::Embedding { tokens: &t[0], table: &t[1], out: &t[2] });
+    assert_eq!(forward, "embedding: token 11 at 1 is outside operand f32[11, 2]");
+    let backward = refusal(&operands, |t| Op::EmbeddingBackward { tokens: &t[0], dout: &t[2], dtable: &t[1] });
+    assert_eq!(backward, "embedding_backward: token 11 at 1 is outside operand f32[11, 2]");
+}
+
+const POSITIONS: usize = 50;
+
+fn angles(pairs: usize) -> [Operand; 2] {
+    let angle = |i: usize| (i / pairs) as f64 * 0.3f64.powi((i % pairs) as i32);
+    let table = |f: fn(f64) -> f64| (0..POSITIONS * pairs).map(move |i| f(angle(i)));
+    [f64::cos, f64::sin].map(|f| Operand::new(DType::F32, &[POSITIONS, pairs], table(f)))
+}
+
+#[test]
+fn rope() {
+    for ([dtype], [n, heads, pairs]) in storages().flat_map(|t| [[1, 1, 1], [5, 3, 7], [100, 9, 32]].map(|s| (t, s))) {
+        for inverse in [false, true] {
+            let positions: Vec<u32> = (0..n).map(|i| (i * 7 % POSITIONS) as u32).collect();
+            let [cos, sin] = angles(pairs);
+            let columns = heads * 2 * pairs;
+            let x = Operand::new(dtype, &[n, columns], noise(1));
+            let values =
+                reference::rope(&x.values, columns, &positions, &cos.values, &sin.values, pairs, inverse);
+            check(
+                &format!("{n} {heads} {pairs} {dtype} {inverse}"),
+                &[x, Operand::u32s(&positions), cos, sin],
+                |t| Op::Rope { x: &t[0], positions: &t[1], cos: &t[2], sin: &t[3], inverse },
+                &[Expected { operand: 0, values, tolerance: 2e-7 }],
+            );
+        }
+    }
+}
+
+#[test]
+fn turning_back_is_the_gradient() {
+    let [cos, sin] = angles(3);
+    let turn = |x: &[f64], inverse| reference::rope(x, 12, &[4], &cos.values, &sin.values, 3, inverse);
+    let x: Vec<f64> = noise(1).take(12).collect();
+    let dout: Vec<f64> = noise(2).take(12).collect();
+    let dot = |out: Vec<f64>| out.iter().zip(&dout).map(|(a, b)| a * b).sum::<f64>();
+    check_gradient("rope", &x, &turn(&dout, true), |x| dot(turn(x, false)));
+}
+
+#[test]
+fn positions_outside_the_table_are_refused() {
+    let [cos, sin] = angles(2);
+    let operands = [Operand::new(DType::F32, &[2, 4], noise(1)), Operand::u32s(&[0, 50]), cos, sin];
+    let refusal = refusal(&operands, |t| Op::Rope {
+        x: &t[0],
+        positions: &t[1],
+        cos: &t[2],
+        sin: &t[3],
+        inverse: false,
+    });
+    assert_eq!(refusal, "rope: position 50 at 1 is outside operand f32[50, 2]");
+}

@@ -1,0 +1,197 @@
+//! Runs an operation on every instruction set and with one, two and three threads, and compares what it wrote.
+
+use std::cell::OnceCell;
+use std::sync::Arc;
+
+use half::{bf16, f16};
+use plimsoll_device::cpu::{Isa, Pool};
+use plimsoll_device::{Cpu, DType, Device, DeviceError, Op, Tensor};
+use plimsoll_memory::Tag;
+
+/// A tensor's type, sizes and values; the values are what remains of those given once they are stored.
+#[derive(Clone)]
+pub struct Operand {
+    dtype: DType,
+    sizes: Vec<u64>,
+    pub values: Vec<f64>,
+}
+
+impl Operand {
+    pub fn new(dtype: DType, sizes: &[usize], values: impl IntoIterator<Item = f64>) -> Operand {
+        let values: Vec<f64> = values.into_iter().take(sizes.iter().product()).collect();
+        let values = decode(dtype, &encode(dtype, &values));
+        Operand { dtype, sizes: sizes.iter().map(|n| *n as u64).collect(), values }
+    }
+
+    pub fn u32s(values: &[u32]) -> Operand {
+        Operand::new(DType::U32, &[values.len()], values.iter().map(|x| f64::from(*x)))
+    }
+
+    /// To be written: what is in it does not count.
+    pub fn garbage(dtype: DType, sizes: &[usize]) -> Operand {
+        Operand::new(dtype, sizes, std::iter::repeat(f64::NAN))
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        encode(self.dtype, &self.values)
+    }
+}
+
+/// What the operand of that number must hold afterwards.
+pub struct Expected {
+    pub operand: usize,
+    pub values: Vec<f64>,
+    /// Of the value, or of the root mean square of all values where that is larger; the rounding of a narrow type
+    /// comes on top.
+    pub tolerance: f64,
+}
+
+/// Checks the operation on every instruction set and number of threads: what it must write, that it writes nothing
+/// else, and that the number of threads does not change a bit.
+pub fn check(
+    label: &str,
+    operands: &[Operand],
+    op: impl for<'a> Fn(&'a [Tensor]) -> Op<'a>,
+    expected: &[Expected],
+) {
+    for isa in Isa::available() {
+        let alone = run(isa, 1, operands, &op).unwrap_or_else(|error| panic!("{label}, {isa}: {error}"));
+        for threads in [2, 3] {
+            let together = run(isa, threads, operands, &op).unwrap();
+            assert!(together == alone, "{label}, {isa}: {threads} threads give other bits than one");
+        }
+        for (number, operand) in operands.iter().enumerate() {
+            match expected.iter().find(|e| e.operand == number) {
+                Some(e) => {
+                    let got = decode(operand.dtype, &alone[number]);
+                    compare(&format!("{label}, {isa}, operand {number}"), operand.dtype, &got, e);
+                }
+                None => assert!(operand.bytes() == alone[number], "{label}, {isa}: operand {number} was written"),
+            }
+        }
+    }
+}
+
+/// Checks that the first operation gives the same bits in its operand `out` as the second in its own.
+pub fn check_in_place<'f>(
+    label: &str,
+    apart: (&[Operand], &'f dyn for<'a> Fn(&'a [Tensor]) -> Op<'a>, usize),
+    in_place: (&[Operand], &'f dyn for<'a> Fn(&'a [Tensor]) -> Op<'a>, usize),
+) {
+    for isa in Isa::available() {
+        let want = run(isa, 2, apart.0, apart.1).unwrap();
+        let got = run(isa, 2, in_place.0, in_place.1).unwrap_or_else(|error| panic!("{label}: {error}"));
+        assert!(want[apart.2] == got[in_place.2], "{label}, {isa}: in place gives other bits");
+    }
+}
+
+/// The message with which the operation is refused.
+pub fn refusal(operands: &[Operand], op: impl for<'a> Fn(&'a [Tensor]) -> Op<'a>) -> String {
+    match run(Isa::detect(), 2, operands, &op) {
+        Ok(_) => "accepted".to_owned(),
+        Err(error) => error.to_string(),
+    }
+}
+
+/// The bytes of every operand after the operation.
+pub fn run(
+    isa: Isa,
+    threads: usize,
+    operands: &[Operand],
+    op: &dyn for<'a> Fn(&'a [Tensor]) -> Op<'a>,
+) -> Result<Vec<Vec<u8>>, DeviceError> {
+    let bytes: usize = operands.iter().map(|x| x.bytes().len() + 64).sum();
+    let cpu = Cpu::with_pool(pool(threads), isa, bytes as u64 + 64).unwrap();
+    let mut tensors = Vec::new();
+    for operand in operands {
+        let tensor = cpu.alloc(operand.dtype, &operand.sizes, Tag::Workspace, "operand").unwrap();
+        cpu.write(&tensor, &mut |out| out.copy_from_slice(&operand.bytes())).unwrap();
+        tensors.push(tensor);
+    }
+    cpu.run(op(&tensors))?;
+    let mut results = Vec::new();
+    for tensor in &tensors {
+        cpu.read(tensor, &mut |x| results.push(x.to_vec())).unwrap();
+    }
+    Ok(results)
+}
+
+fn pool(threads: usize) -> Arc<Pool> {
+    thread_local!(static POOLS: [OnceCell<Arc<Pool>>; 4] = const { [const { OnceCell::new() }; 4] });
+    let new = || Arc::new(Pool::new(threads, Cpu::SCRATCH_BYTES).unwrap());
+    POOLS.with(|pools| Arc::clone(pools[threads].get_or_init(new)))
+}
+
+fn compare(label: &str, dtype: DType, got: &[f64], expected: &Expected) {
+    let want = &expected.values;
+    assert_eq!(got.len(), want.len(), "{label}: number of elements");
+    let finite = want.iter().filter(|x| x.is_finite());
+    let typical = (finite.map(|x| x * x).sum::<f64>() / want.len() as f64).sqrt();
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        let smallest = f64::from(f32::MIN_POSITIVE);
+        let allowed = expected.tolerance * want.abs().max(typical) + half_step(dtype) * want.abs() + smallest;
+        let same = got == want || (got.is_nan() && want.is_nan()) || (got - want).abs() <= allowed;
+        assert!(same, "{label}, element {i}: {got:e} instead of {want:e}, allowed is {allowed:e}");
+    }
+}
+
+/// The largest relative error of rounding to nearest.
+fn half_step(dtype: DType) -> f64 {
+    match dtype {
+        DType::Bf16 => f64::from(bf16::EPSILON) / 2.0,
+        DType::F16 => f64::from(f16::EPSILON) / 2.0,
+        _ => f64::from(f32::EPSILON) / 2.0,
+    }
+}
+
+fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
+    let each = |x: &f64| match dtype {
+        DType::F32 => (*x as f32).to_ne_bytes().to_vec(),
+        DType::Bf16 => bf16::from_f32(*x as f32).to_ne_bytes().to_vec(),
+        DType::F16 => f16::from_f32(*x as f32).to_ne_bytes().to_vec(),
+        DType::U32 => (*x as u32).to_ne_bytes().to_vec(),
+        other => panic!("{other} is not plain"),
+    };
+    values.iter().flat_map(each).collect()
+}
+
+pub fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
+    match dtype {
+        DType::F32 => bytes.chunks_exact(4).map(|b| f64::from(f32::from_ne_bytes(b.try_into().unwrap()))).collect(),
+        DType::Bf16 => bytes.chunks_exact(2).map(|b| bf16::from_ne_bytes(b.try_into().unwrap()).to_f64()).collect(),
+        DType::F16 => bytes.chunks_exact(2).map(|b| f16::from_ne_bytes(b.try_into().unwrap()).to_f64()).collect(),
+        DType::U32 => bytes.chunks_exact(4).map(|b| f64::from(u32::from_ne_bytes(b.try_into().unwrap()))).collect(),
+        other => panic!("{other} is not plain"),
+    }
+}
+
+/// Every way of storing `N` tensors as f32 or bf16.
+pub fn storages<const N: usize>() -> impl Iterator<Item = [DType; N]> {
+    (0..1usize << N).map(|bits| std::array::from_fn(|i| [DType::F32, DType::Bf16][bits >> i & 1]))
+}
+
+/// Numbers between -1 and 1, the same for the same seed (SplitMix64).
+pub fn noise(seed: u64) -> impl Iterator<Item = f64> {
+    let mut state = seed;
+    std::iter::repeat_with(move || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 52) as f64 - 1.0
+    })
+}
+
+/// Checks a gradient of `loss` against central differences.
+pub fn check_gradient(label: &str, x: &[f64], gradient: &[f64], loss: impl Fn(&[f64]) -> f64) {
+    let step = 1e-5;
+    for i in 0..x.len() {
+        let at = |shift: f64| {
+            let mut moved = x.to_vec();
+            moved[i] += shift;
+            loss(&moved)
+        };
+        let difference = (at(step) - at(-step)) / (2.0 * step);
+        let error = (difference - gradient[i]).abs();
+        assert!(error < 1e-7 * (1.0 + difference.abs()), "{label}, {i}: {} against {difference}", gradient[i]);
+    }
+}

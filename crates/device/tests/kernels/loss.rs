@@ -1,0 +1,107 @@
+//! Cross-entropy and the sum of squares.
+
+use plimsoll_device::cpu::Isa;
+use plimsoll_device::{DType, IGNORED_TARGET, Op, Tensor};
+
+use crate::harness::{Expected, Operand, check, check_gradient, noise, refusal, run, storages};
+use crate::reference;
+
+fn operands(n: usize, v: usize, spread: f64) -> [Operand; 3] {
+    let mut targets: Vec<u32> = (0..n).map(|i| (i * 37 % v) as u32).collect();
+    if n > 2 {
+        targets[1] = IGNORED_TARGET;
+    }
+    [
+        Operand::new(DType::F32, &[n, v], noise(1).map(|x| x * spread)),
+        Operand::u32s(&targets),
+        Operand::garbage(DType::F32, &[n]),
+    ]
+}
+
+fn op(t: &[Tensor], gradient_scale: Option<f32>) -> Op<'_> {
+    Op::CrossEntropy { logits: &t[0], targets: &t[1], losses: &t[2], gradient_scale }
+}
+
+#[test]
+fn cross_entropy() {
+    for [n, v] in [[1, 1], [5, 7], [3, 63], [100, 576], [4, 1000], [2, 49_152]] {
+        for spread in [1.0, 30.0] {
+            let operands = operands(n, v, spread);
+            let targets: Vec<u32> = operands[1].values.iter().map(|t| *t as u32).collect();
+            let (losses, gradient) = reference::cross_entropy(&operands[0].values, v, &targets, 0.125);
+            let label = format!("{n} {v} {spread}");
+            let losses = || Expected { operand: 2, values: losses.clone(), tolerance: 1e-6 };
+            check(&label, &operands, |t| op(t, None), &[losses()]);
+            let gradient = Expected { operand: 0, values: gradient, tolerance: 2e-6 };
+            check(&label, &operands, |t| op(t, Some(0.125)), &[losses(), gradient]);
+        }
+    }
+}
+
+#[test]
+fn the_loss_is_the_same_with_and_without_the_gradient_and_alone() {
+    let [logits, targets, losses] = operands(5, 3000, 10.0);
+    let alone = [
+        Operand::new(DType::F32, &[1, 3000], logits.values[2 * 3000..].to_vec()),
+        Operand::u32s(&[targets.values[2] as u32]),
+        Operand::garbage(DType::F32, &[1]),
+    ];
+    for isa in Isa::available() {
+        let losses_of = |operands: &[Operand], scale| run(isa, 1, operands, &|t| op(t, scale)).unwrap()[2].clone();
+        let all = [logits.clone(), targets.clone(), losses.clone()];
+        assert_eq!(losses_of(&all, None), losses_of(&all, Some(1.0)), "{isa}");
+        assert_eq!(losses_of(&all, None)[8..12], losses_of(&alone, None), "{isa}");
+    }
+}
+
+#[test]
+fn infinitely_unlikely_tokens_have_no_gradient() {
+    let operands = [
+        Operand::new(DType::F32, &[1, 4], [f64::NEG_INFINITY, 2.0, 2.0, f64::NEG_INFINITY]),
+        Operand::u32s(&[1]),
+        Operand::garbage(DType::F32, &[1]),
+    ];
+    check(
+        "masked",
+        &operands,
+        |t| op(t, Some(1.0)),
+        &[
+            Expected { operand: 0, values: vec![0.0, -0.5, 0.5, 0.0], tolerance: 1e-7 },
+            Expected { operand: 2, values: vec![2f64.ln()], tolerance: 1e-7 },
+        ],
+    );
+}
+
+#[test]
+fn targets_outside_the_vocabulary_are_refused() {
+    let operands = [
+        Operand::new(DType::F32, &[3, 4], noise(1)),
+        Operand::u32s(&[3, IGNORED_TARGET, 4]),
+        Operand::garbage(DType::F32, &[3]),
+    ];
+    let refusal = refusal(&operands, |t| op(t, None));
+    assert_eq!(refusal, "cross_entropy: target 4 at 2 is outside operand f32[3, 4]");
+}
+
+#[test]
+fn the_reference_gradient_is_a_derivative() {
+    let logits: Vec<f64> = noise(1).take(12).collect();
+    let targets = [1, IGNORED_TARGET, 3];
+    let gradient = reference::cross_entropy(&logits, 4, &targets, 0.5).1;
+    let loss = |x: &[f64]| 0.5 * reference::cross_entropy(x, 4, &targets, 0.5).0.iter().sum::<f64>();
+    check_gradient("cross-entropy", &logits, &gradient, loss);
+}
+
+#[test]
+fn sum_squares() {
+    for ([dtype], n) in storages().flat_map(|t| [0, 1, 7, 63, 1000, 300_000].map(|n| (t, n))) {
+        let operands = [Operand::new(dtype, &[n], noise(1)), Operand::garbage(DType::F32, &[1])];
+        let sum = operands[0].values.iter().map(|x| x * x).sum();
+        check(
+            &format!("{dtype} {n}"),
+            &operands,
+            |t| Op::SumSquares { x: &t[0], out: &t[1] },
+            &[Expected { operand: 1, values: vec![sum], tolerance: 0.0 }],
+        );
+    }
+}

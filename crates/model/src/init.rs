@@ -1,0 +1,71 @@
+//! First values of a model that is trained from scratch: the usual initialisations, from counter-based random numbers
+//! that depend on the seed, the parameter's name and the element's index, and on nothing else.
+
+use plimsoll_device::DType;
+
+use crate::convert::{ConversionError, encode};
+use crate::parameters::{Initialisation, Parameter};
+use crate::spec::ModelSpec;
+
+/// Values made at a time.
+const CHUNK: usize = 256;
+
+/// Writes a parameter's first values as `dtype` (f32, bf16 or f16) into `out`, which has their size.
+pub fn fill(
+    parameter: &Parameter,
+    spec: &ModelSpec,
+    seed: u64,
+    dtype: DType,
+    out: &mut [u8],
+) -> Result<(), ConversionError> {
+    let key = parameter.name.bytes().fold(mix(seed), |key, byte| mix(key ^ u64::from(byte)));
+    let mut values = [0.0f32; CHUNK];
+    let chunk_bytes = CHUNK * dtype.block_bytes() as usize;
+    for (number, out) in out.chunks_mut(chunk_bytes).enumerate() {
+        let values = &mut values[..out.len() / dtype.block_bytes() as usize];
+        match parameter.initialisation(spec) {
+            Initialisation::Ones => values.fill(1.0),
+            Initialisation::Zeros => values.fill(0.0),
+            Initialisation::Normal(deviation) => {
+                for (i, value) in values.iter_mut().enumerate() {
+                    *value = (deviation * normal(key, (number * CHUNK + i) as u64)) as f32;
+                }
+            }
+        }
+        encode(values, dtype, out)?;
+    }
+    Ok(())
+}
+
+/// The `index`-th number of a standard normal distribution (Box and Muller 1958).
+fn normal(key: u64, index: u64) -> f64 {
+    let bits = mix(key ^ mix(index));
+    // Two independent numbers in (0, 1] and [0, 1).
+    let radius = ((bits >> 32) + 1) as f64 / 4_294_967_296.0;
+    let turn = (bits & 0xffff_ffff) as f64 / 4_294_967_296.0;
+    (-2.0 * radius.ln()).sqrt() * (std::f64::consts::TAU * turn).cos()
+}
+
+/// SplitMix64's finaliser.
+fn mix(value: u64) -> u64 {
+    let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::normal;
+
+    #[test]
+    fn numbers_are_standard_normal() {
+        let n = 100_000u64;
+        let moments = (0..n).map(|i| normal(7, i)).fold([0.0; 4], |[a, b, c, d], x| {
+            [a + x, b + x * x, c + x.powi(3), d + x.powi(4)]
+        });
+        for (moment, expected) in moments.iter().zip([0.0, 1.0, 0.0, 3.0]) {
+            assert!((moment / n as f64 - expected).abs() < 0.08, "{moments:?}");
+        }
+    }
+}

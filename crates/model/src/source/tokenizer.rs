@@ -1,0 +1,65 @@
+//! The tokenizer that comes with a model's files.
+
+use super::{Format, ModelError, ModelFiles};
+use crate::gguf::{GgufError, GgufFile, Metadata};
+use crate::tokenizer::{GgufTokenizerFields, Tokenizer, TokenizerError};
+
+impl ModelFiles {
+    /// Reads the tokenizer: from the GGUF itself, or from `tokenizer.json` beside the weights.
+    ///
+    /// # Errors
+    /// It is missing or unusable, or knows more tokens than the model has embeddings.
+    pub fn tokenizer(&self) -> Result<Tokenizer, ModelError> {
+        let tokenizer = match self.format {
+            Format::Gguf => {
+                let file = GgufFile::open(&self.path)?;
+                let fields = fields(&file.metadata())?;
+                file.release();
+                Tokenizer::from_gguf(&fields, &self.path.display().to_string())?
+            }
+            Format::Safetensors => {
+                let folder = if self.path.is_dir() { self.path.as_path() } else { super::open::parent(&self.path) };
+                Tokenizer::from_hf_dir(folder)?
+            }
+        };
+        let (known, rows) = (tokenizer.vocab_size() as u64, self.spec.vocab_size);
+        if known > rows {
+            return Err(TokenizerError::Invalid {
+                origin: self.path.display().to_string(),
+                reason: format!("it knows {known} tokens, the model has embeddings for {rows}; it belongs to another model"),
+            }
+            .into());
+        }
+        Ok(tokenizer)
+    }
+}
+
+fn fields(metadata: &Metadata<'_>) -> Result<GgufTokenizerFields, GgufError> {
+    let texts = |key: &str| -> Result<Vec<String>, GgufError> {
+        Ok(metadata.strings(key)?.unwrap_or_default().into_iter().map(str::to_owned).collect())
+    };
+    let text = |key: &str| -> Result<Option<String>, GgufError> { Ok(metadata.str(key)?.map(str::to_owned)) };
+    let id = |key: &str| -> Result<Option<u32>, GgufError> {
+        match metadata.u64(key)? {
+            Some(id) => u32::try_from(id)
+                .map(Some)
+                .map_err(|_| metadata.refuse(key, format!("{id} is no token id"))),
+            None => Ok(None),
+        }
+    };
+    let model = text("tokenizer.ggml.model")?;
+    Ok(GgufTokenizerFields {
+        model: metadata.require("tokenizer.ggml.model", model)?,
+        pre: text("tokenizer.ggml.pre")?,
+        tokens: texts("tokenizer.ggml.tokens")?,
+        scores: metadata.f32s("tokenizer.ggml.scores")?.unwrap_or_default(),
+        token_types: metadata.integers("tokenizer.ggml.token_type")?.unwrap_or_default(),
+        merges: texts("tokenizer.ggml.merges")?,
+        bos: id("tokenizer.ggml.bos_token_id")?,
+        eos: id("tokenizer.ggml.eos_token_id")?,
+        unknown: id("tokenizer.ggml.unknown_token_id")?,
+        padding: id("tokenizer.ggml.padding_token_id")?,
+        add_space_prefix: metadata.bool("tokenizer.ggml.add_space_prefix")?,
+        chat_template: text("tokenizer.chat_template")?,
+    })
+}

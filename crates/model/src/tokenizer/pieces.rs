@@ -1,0 +1,71 @@
+//! Cutting long texts where no token can span the cut.
+//!
+//! In byte-level tokenizers a regular expression splits the text first, and tokens stay inside its matches. In none of
+//! the expressions in use does a match go on from a letter into white space, and none looks back; so a cut between
+//! the two gives the same matches on both sides. Added tokens are matched before that: they must not hold white space.
+
+use tokenizers::{PreTokenizerWrapper, Tokenizer as Engine};
+
+/// Texts are cut into pieces of about this many bytes.
+pub const PIECE_BYTES: usize = 32 << 10;
+
+/// Whether cutting leaves all tokens as they are.
+pub fn may_be_cut(engine: &Engine) -> bool {
+    let byte_level = match engine.get_pre_tokenizer() {
+        Some(PreTokenizerWrapper::ByteLevel(level)) => !level.add_prefix_space,
+        Some(PreTokenizerWrapper::Sequence(sequence)) => {
+            let parts: &[PreTokenizerWrapper] = sequence.as_ref();
+            parts.iter().any(|p| matches!(p, PreTokenizerWrapper::ByteLevel(level) if !level.add_prefix_space))
+        }
+        _ => false,
+    };
+    let added = engine.get_added_vocabulary().get_added_tokens_decoder();
+    byte_level
+        && engine.get_normalizer().is_none()
+        && added.values().all(|t| !t.lstrip && !t.rstrip && !t.content.contains(char::is_whitespace))
+}
+
+/// The text in pieces that end at the first fitting place after `most` bytes.
+pub fn cut(text: &str, most: usize) -> impl Iterator<Item = &str> {
+    let mut rest = text;
+    std::iter::from_fn(move || {
+        if rest.is_empty() {
+            return None;
+        }
+        let (piece, after) = rest.split_at(end_of_piece(rest, most));
+        rest = after;
+        Some(piece)
+    })
+}
+
+fn end_of_piece(text: &str, most: usize) -> usize {
+    if text.len() <= most {
+        return text.len();
+    }
+    let start = text.floor_char_boundary(most);
+    let mut after_letter = false;
+    for (offset, c) in text[start..].char_indices() {
+        if after_letter && c == ' ' {
+            return start + offset;
+        }
+        after_letter = c.is_alphabetic();
+    }
+    text.len()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn pieces_are_the_text(text in "[ a-z\\n\\p{L}.1]{0,200}", most in 1usize..50) {
+            let pieces: Vec<&str> = cut(&text, most).collect();
+            prop_assert_eq!(pieces.concat(), text);
+            for (left, right) in pieces.iter().zip(pieces.iter().skip(1)) {
+                prop_assert!(left.ends_with(char::is_alphabetic) && right.starts_with(' '));
+            }
+        }
+    }
+}
