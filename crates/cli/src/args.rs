@@ -125,9 +125,9 @@ pub struct GenerateArgs {
     /// Seed of the draws
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
-    /// Go on after an end-of-sequence token
+    /// Stop before an end-of-sequence token instead of going on through it
     #[arg(long)]
-    pub ignore_eos: bool,
+    pub stop_at_eos: bool,
     /// Type of weights and activations: f32 or bf16
     #[arg(long, default_value = "f32")]
     pub dtype: String,

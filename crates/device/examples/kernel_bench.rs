@@ -101,7 +101,7 @@ impl Bench {
         self.time(&label("fill"), Op::Fill { out: &x, value: 0.5 })?;
         self.time(&label("scale"), Op::Scale { x: &x, factor: 1.0 })?;
         self.time(&label("add"), Op::Add { a: &x, b: &y, out: &z })?;
-        self.time(&label("add in place"), Op::Add { a: &x, b: &y, out: &x })?;
+        self.time(&label("add in place"), Op::Add { a: &z, b: &y, out: &z })?;
         let other = self.tensor(if dtype == DType::F32 { DType::Bf16 } else { DType::F32 }, &[n, h])?;
         self.time(&label("cast from"), Op::Cast { x: &x, out: &other, rounding: Rounding::Nearest })?;
         if dtype == DType::F32 {
@@ -109,59 +109,75 @@ impl Bench {
             self.time(&label("cast, stochastic, from"), Op::Cast { x: &x, out: &other, rounding })?;
         }
         drop(other);
-        self.time(&label("rms_norm"), Op::RmsNorm { x: &x, weight: &weight, epsilon: 1e-5, out: &y, rstd: &rstd })?;
-        self.time(&label("rms_norm_backward"), Op::RmsNormBackward {
-            x: &x,
-            weight: &weight,
-            rstd: &rstd,
-            dout: &y,
-            dx: &z,
-            dweight: &bias,
-            accumulate_weight: true,
-        })?;
-        self.time(&label("layer_norm"), Op::LayerNorm {
-            x: &x,
-            weight: &weight,
-            bias: &bias,
-            epsilon: 1e-5,
-            out: &y,
-            mean: &mean,
-            rstd: &rstd,
-        })?;
+        self.time(
+            &label("rms_norm"),
+            Op::RmsNorm { x: &x, weight: &weight, epsilon: 1e-5, out: &y, rstd: &rstd },
+        )?;
+        self.time(
+            &label("rms_norm_backward"),
+            Op::RmsNormBackward {
+                x: &x,
+                weight: &weight,
+                rstd: &rstd,
+                dout: &y,
+                dx: &z,
+                dweight: &bias,
+                accumulate_weight: true,
+            },
+        )?;
+        self.time(
+            &label("layer_norm"),
+            Op::LayerNorm {
+                x: &x,
+                weight: &weight,
+                bias: &bias,
+                epsilon: 1e-5,
+                out: &y,
+                mean: &mean,
+                rstd: &rstd,
+            },
+        )?;
         let dbias = self.tensor(dtype, &[h])?;
-        self.time(&label("layer_norm_backward"), Op::LayerNormBackward {
-            x: &x,
-            weight: &weight,
-            mean: &mean,
-            rstd: &rstd,
-            dout: &y,
-            dx: &z,
-            dweight: &bias,
-            dbias: &dbias,
-            accumulate_weight: true,
-        })?;
+        self.time(
+            &label("layer_norm_backward"),
+            Op::LayerNormBackward {
+                x: &x,
+                weight: &weight,
+                mean: &mean,
+                rstd: &rstd,
+                dout: &y,
+                dx: &z,
+                dweight: &bias,
+                dbias: &dbias,
+                accumulate_weight: true,
+            },
+        )?;
         self.time(&label("bias_backward"), Op::BiasBackward { dout: &x, dbias: &dbias, accumulate: false })?;
-        for (name, activation) in [("swiglu", Glu::Silu), ("geglu", Glu::Gelu), ("geglu, tanh,", Glu::GeluTanh)] {
+        for (name, activation) in
+            [("swiglu", Glu::Silu), ("geglu", Glu::Gelu), ("geglu, tanh,", Glu::GeluTanh)]
+        {
             self.time(&label(name), Op::Gated { gate: &x, up: &y, out: &z, activation })?;
         }
         self.time(&label("gelu"), Op::Activate { x: &x, out: &y, activation: Glu::Gelu })?;
-        let dgate = matrix()?;
-        self.time(&label("swiglu backward"), Op::GatedBackward {
-            gate: &x,
-            up: &y,
-            dout: &z,
-            dgate: &dgate,
-            dup: &z,
-            activation,
-        })?;
+        let (dgate, dup) = (matrix()?, matrix()?);
+        self.time(
+            &label("swiglu backward"),
+            Op::GatedBackward { gate: &x, up: &y, dout: &z, dgate: &dgate, dup: &dup, activation },
+        )?;
         drop(dgate);
         let positions = self.u32s((0..n as u32).map(|i| i % 512))?;
         let (cos, sin) = (self.tensor(DType::F32, &[512, 32])?, self.tensor(DType::F32, &[512, 32])?);
-        self.time(&label("rope"), Op::Rope { x: &x, positions: &positions, cos: &cos, sin: &sin, inverse: false })?;
+        self.time(
+            &label("rope"),
+            Op::Rope { x: &x, positions: &positions, cos: &cos, sin: &sin, inverse: false },
+        )?;
         let tokens = self.u32s((0..n as u32).map(|i| i.wrapping_mul(2_654_435_761) % 10_000))?;
         let table = self.tensor(dtype, &[10_000, h])?;
         self.time(&label("embedding"), Op::Embedding { tokens: &tokens, table: &table, out: &x })?;
-        self.time(&label("embedding_backward"), Op::EmbeddingBackward { tokens: &tokens, dout: &y, dtable: &table })?;
+        self.time(
+            &label("embedding_backward"),
+            Op::EmbeddingBackward { tokens: &tokens, dout: &y, dtable: &table },
+        )?;
         let sum = self.tensor(DType::F32, &[1])?;
         self.time(&label("sum_squares"), Op::SumSquares { x: &x, out: &sum })
     }
@@ -193,7 +209,10 @@ impl Bench {
         self.time(&format!("adamw {dtype} of {n}"), adamw(None, Rounding::Nearest))?;
         if dtype == DType::Bf16 {
             self.time(&format!("adamw, stochastic, {dtype} of {n}"), adamw(None, stochastic))?;
-            self.time(&format!("adamw with f32 master {dtype} of {n}"), adamw(Some(&master), Rounding::Nearest))?;
+            self.time(
+                &format!("adamw with f32 master {dtype} of {n}"),
+                adamw(Some(&master), Rounding::Nearest),
+            )?;
         }
         Ok(())
     }

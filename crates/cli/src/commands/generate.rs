@@ -29,7 +29,7 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     let settings = DecodeSettings { precision, context, prompt_chunk_tokens: PROMPT_CHUNK_TOKENS };
     let dry_run = DryRun::generation(&spec, settings, prompt.len() as u64)?;
     let device = engine.device(&dry_run, args.memory)?;
-    let end_tokens = if args.ignore_eos { Vec::new() } else { spec.eos_tokens.clone() };
+    let end_tokens = if args.stop_at_eos { spec.eos_tokens.clone() } else { Vec::new() };
     let mut decoder = Decoder::new(&device, spec, settings)?;
     decoder.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
 

@@ -9,12 +9,12 @@ use plimsoll_memory::{Arena, Reservation, Tier};
 use super::kernels::column_sums::MAX_PARTIAL_COLUMNS;
 use super::kernels::rope::Angles;
 use super::kernels::{
-    Exec, Simd, activation, adamw, attention, cast, column_sums, cross_entropy, elementwise, embedding, layer_norm,
-    rms_norm, rope, sum_squares,
+    Exec, Simd, activation, adamw, attention, cast, column_sums, cross_entropy, elementwise, embedding,
+    layer_norm, rms_norm, rope, sum_squares,
 };
 use super::slices::Slices;
 use super::{Isa, Pool, matmul};
-use crate::{Compute, DType, Device, DeviceError, IGNORED_TARGET, Op, Rounding, Tensor};
+use crate::{Compute, DType, Device, DeviceError, IGNORED_TARGET, Op, Tensor};
 
 /// Bytes for partial sums and sort keys: what kernels need beside the arena and the threads' scratch.
 const WORKSPACE_BYTES: usize = MAX_PARTIAL_COLUMNS * size_of::<f32>();
@@ -83,7 +83,12 @@ impl Cpu {
     }
 
     /// The tensor's place in memory, or an error where it belongs to another arena.
-    fn place(&self, tensor: &Tensor, op: &'static str, memory: &Memory) -> Result<(*mut u8, usize), DeviceError> {
+    fn place(
+        &self,
+        tensor: &Tensor,
+        op: &'static str,
+        memory: &Memory,
+    ) -> Result<(*mut u8, usize), DeviceError> {
         if !tensor.is_in(&self.arena) {
             return Err(DeviceError::Mismatch { op, reason: format!("{tensor:?} belongs to another arena") });
         }
@@ -112,7 +117,10 @@ impl Device for Cpu {
         let slices = unsafe { Slices::new(memory.arena.as_ptr()) };
         // SAFETY: the workspace is as long, aligned to 2 MiB, borrowed as above and used by nothing else.
         let workspace: &mut [u64] = unsafe {
-            std::slice::from_raw_parts_mut(memory.workspace.as_ptr().cast(), WORKSPACE_BYTES / size_of::<u64>())
+            std::slice::from_raw_parts_mut(
+                memory.workspace.as_ptr().cast(),
+                WORKSPACE_BYTES / size_of::<u64>(),
+            )
         };
         self.compute(op, slices, workspace)
     }
@@ -142,14 +150,10 @@ impl Cpu {
         let name = op.name();
         match op {
             Op::Fill { out, value } => elementwise::fill(exec, t.floats_mut(out), value),
-            Op::Cast { x, out, .. } if x.dtype() == DType::U32 => cast::copy_u32(exec, t.u32s(x), t.u32s_mut(out)),
-            Op::Cast { x, out, rounding } => {
-                if out.dtype() == DType::F16 && matches!(rounding, Rounding::Stochastic { .. }) {
-                    let reason = format!("{out:?}: stochastic rounding is to bf16 alone");
-                    return Err(DeviceError::Mismatch { op: name, reason });
-                }
-                cast::cast(exec, t.floats(x), t.floats_mut(out), rounding);
+            Op::Cast { x, out, .. } if x.dtype() == DType::U32 => {
+                cast::copy_u32(exec, t.u32s(x), t.u32s_mut(out))
             }
+            Op::Cast { x, out, rounding } => cast::cast(exec, t.floats(x), t.floats_mut(out), rounding),
             Op::Add { a, b, out } => {
                 elementwise::add(exec, t.input(a, &[out]), t.input(b, &[out]), t.floats_mut(out));
             }
@@ -227,7 +231,6 @@ impl Cpu {
                 self.matmul(compute, t.transposed(dout), t.matrix(x), t.output(dweight), accumulate);
             }
             Op::BiasBackward { dout, dbias, accumulate } => {
-                fits_workspace(name, dbias, 1)?;
                 let partials = bytemuck::cast_slice_mut(workspace);
                 column_sums::bias_backward(exec, t.floats(dout), t.floats_mut(dbias), accumulate, partials);
             }
@@ -284,7 +287,14 @@ impl Cpu {
         Ok(())
     }
 
-    fn matmul(&self, compute: Compute, a: matmul::Operand, b: matmul::Operand, c: matmul::Output, accumulate: bool) {
+    fn matmul(
+        &self,
+        compute: Compute,
+        a: matmul::Operand,
+        b: matmul::Operand,
+        c: matmul::Output,
+        accumulate: bool,
+    ) {
         // SAFETY: the matrices are tensors of an operation whose check found the shapes to fit and the output to
         // overlap no input; the memory is borrowed for the operation.
         unsafe { matmul::matmul(&self.pool, self.isa(), compute, a, b, c, accumulate) }

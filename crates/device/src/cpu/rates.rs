@@ -1,6 +1,7 @@
 //! What this machine does: the rates that the planner turns arithmetic into time with, measured in a few hundredths of a
 //! second.
 
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use super::matmul::{Operand, Output, matmul};
@@ -23,8 +24,8 @@ const M: usize = 384;
 const K: usize = 512;
 const N: usize = 768;
 
-/// Bytes copied in one measurement of the bandwidth, more than caches hold.
-const COPY_BYTES: usize = 32 << 20;
+/// Bytes updated in one measurement of the bandwidth: more than most caches hold, and less than a small job takes.
+const COPY_BYTES: usize = 24 << 20;
 
 impl MachineRates {
     /// Measures: the best of a few products of each precision, and of a few copies.
@@ -69,16 +70,16 @@ fn product_rate(pool: &Pool, isa: Isa, compute: Compute) -> f64 {
     (2 * M * N * K) as f64 / time.as_secs_f64()
 }
 
+/// Reads and writes one buffer in place.
 fn copy_rate(pool: &Pool) -> f64 {
-    let from = vec![1u8; COPY_BYTES];
-    let mut to = vec![0u8; COPY_BYTES];
+    let mut buffer = vec![1.0f32; COPY_BYTES / 4];
     let pieces = 4 * pool.threads();
-    let size = COPY_BYTES.div_ceil(pieces);
-    let targets: Vec<std::sync::Mutex<&mut [u8]>> = to.chunks_mut(size).map(std::sync::Mutex::new).collect();
+    let parts: Vec<Mutex<&mut [f32]>> =
+        buffer.chunks_mut((COPY_BYTES / 4).div_ceil(pieces)).map(Mutex::new).collect();
     let time = best_of(2, || {
-        pool.run(targets.len(), &|piece, _| {
-            if let (Ok(mut target), Some(source)) = (targets[piece].lock(), from.chunks(size).nth(piece)) {
-                target.copy_from_slice(source);
+        pool.run(parts.len(), &|piece, _| {
+            if let Ok(mut part) = parts[piece].lock() {
+                part.iter_mut().for_each(|value| *value = 0.5 + 0.5 * *value);
             }
         });
     });

@@ -26,7 +26,7 @@ impl<'a> Slices<'a> {
 
     /// The tensor's first byte.
     fn start(self, tensor: &Tensor) -> *mut u8 {
-        // The arena lies in the address space, so its offsets fit. SAFETY: the offset lies in the arena.
+        // SAFETY: the offset lies in the arena, which lies in the address space, so that it fits a usize.
         unsafe { self.base.add(tensor.range().start as usize) }
     }
 

@@ -138,8 +138,11 @@ fn in_place() {
     let activation = Glu::Silu;
     for [a, b, c] in storages() {
         let label = format!("{a} {b} {c}");
-        let inputs =
-            [Operand::new(a, &[n], noise(1)), Operand::new(b, &[n], noise(2)), Operand::new(c, &[n], noise(3))];
+        let inputs = [
+            Operand::new(a, &[n], noise(1)),
+            Operand::new(b, &[n], noise(2)),
+            Operand::new(c, &[n], noise(3)),
+        ];
         let with = |out| [inputs.to_vec(), vec![Operand::garbage(out, &[n])]].concat();
         check_in_place(
             &label,
@@ -159,12 +162,12 @@ fn in_place() {
         for (out, operand) in [(0, a), (1, b)] {
             check_in_place(
                 &label,
-                (&with(operand), &|t| Op::ActivateBackward { x: &t[0], dout: &t[1], dx: &t[3], activation }, 3),
                 (
-                    &inputs,
-                    &|t| Op::ActivateBackward { x: &t[0], dout: &t[1], dx: &t[out], activation },
-                    out,
+                    &with(operand),
+                    &|t| Op::ActivateBackward { x: &t[0], dout: &t[1], dx: &t[3], activation },
+                    3,
                 ),
+                (&inputs, &|t| Op::ActivateBackward { x: &t[0], dout: &t[1], dx: &t[out], activation }, out),
             );
         }
         // (dgate, dup) in the places of (gate, up), (dout, up) and (gate, dout).
@@ -202,6 +205,8 @@ fn the_reference_slopes_are_derivatives() {
     for activation in ALL {
         let x: Vec<f64> = (-40..40).map(|x| f64::from(x) / 8.0 + 0.01).collect();
         let slopes: Vec<f64> = x.iter().map(|x| act_slope(activation, *x)).collect();
-        check_gradient(&format!("{activation:?}"), &x, &slopes, |x| x.iter().map(|x| act(activation, *x)).sum());
+        check_gradient(&format!("{activation:?}"), &x, &slopes, |x| {
+            x.iter().map(|x| act(activation, *x)).sum()
+        });
     }
 }

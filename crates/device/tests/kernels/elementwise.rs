@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use plimsoll_device::cpu::Isa;
 use plimsoll_device::{DType, Op, Rounding, Tensor};
 
-use crate::harness::{Expected, Operand, check, check_in_place, decode, noise, refusal, run, storages};
+use crate::harness::{Expected, Operand, check, check_in_place, decode, noise, run, storages};
 
 const SIZES: [usize; 7] = [0, 1, 7, 63, 576, 1000, 40_000];
 
@@ -31,7 +31,12 @@ fn add() {
             ];
             let values = operands[0].values.iter().zip(&operands[1].values).map(|(a, b)| a + b).collect();
             let expected = Expected { operand: 2, values, tolerance: 0.0 };
-            check(&format!("{a} {b} {out} {n}"), &operands, |t| Op::Add { a: &t[0], b: &t[1], out: &t[2] }, &[expected]);
+            check(
+                &format!("{a} {b} {out} {n}"),
+                &operands,
+                |t| Op::Add { a: &t[0], b: &t[1], out: &t[2] },
+                &[expected],
+            );
         }
     }
 }
@@ -124,9 +129,11 @@ fn cast_of_special_values() {
         for isa in Isa::available() {
             let got = decode(to, &run(isa, 1, &operands, &cast_nearest).unwrap()[1]);
             for (x, got) in special.iter().zip(got) {
-                let want = if to == DType::Bf16 { bf16::from_f32(*x).to_f64() } else { f16::from_f32(*x).to_f64() };
+                let want =
+                    if to == DType::Bf16 { bf16::from_f32(*x).to_f64() } else { f16::from_f32(*x).to_f64() };
                 // The bf16 instruction takes subnormal numbers for zero.
-                let want = if want.abs() < f64::from(f32::MIN_POSITIVE) && got == 0.0 { 0.0 * want } else { want };
+                let want =
+                    if want.abs() < f64::from(f32::MIN_POSITIVE) && got == 0.0 { 0.0 * want } else { want };
                 let same = got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan());
                 assert!(same, "{isa}: {x:e} becomes {got:e} instead of {want:e}");
             }
@@ -137,43 +144,49 @@ fn cast_of_special_values() {
 #[test]
 fn stochastic_rounding_is_right_on_average_and_repeats_with_the_seed() {
     let n = 100_000;
-    let x = 1.0 + 0.3 / 128.0;
-    let operands = [Operand::new(DType::F32, &[n], vec![x; n]), Operand::garbage(DType::Bf16, &[n])];
-    let rounded = |seed, isa, threads| {
-        let results = run(isa, threads, &operands, &|t| cast_stochastic(t, seed));
-        decode(DType::Bf16, &results.unwrap()[1])
-    };
-    let first = rounded(1, Isa::detect(), 1);
-    let up = first.iter().filter(|y| **y > 1.0).count() as f64 / n as f64;
-    assert!(first.iter().all(|y| *y == 1.0 || *y == 1.0 + 1.0 / 128.0));
-    assert!((up - 0.3).abs() < 0.006, "{up} were rounded up");
-    for isa in Isa::available() {
-        assert_eq!(first, rounded(1, isa, 2), "{isa}");
+    // 0.3 of the way from one number to the next, the last from one subnormal number to the next.
+    let cases = [
+        (DType::Bf16, 1.0, 1.0 / 128.0),
+        (DType::Bf16, -3.0, -1.0 / 64.0),
+        (DType::F16, 1.0, 1.0 / 1024.0),
+        (DType::F16, -6e-8 * 0.993_410_7, -5.960_464_5e-8),
+    ];
+    for (to, lower, step) in cases {
+        let lower = Operand::new(to, &[1], [lower]).values[0];
+        let x = lower + 0.3 * step;
+        let operands = [Operand::new(DType::F32, &[n], vec![x; n]), Operand::garbage(to, &[n])];
+        let rounded = |seed, isa, threads| {
+            let results = run(isa, threads, &operands, &|t| cast_stochastic(t, seed));
+            decode(to, &results.unwrap()[1])
+        };
+        let first = rounded(1, Isa::detect(), 1);
+        let up = first.iter().filter(|y| **y != lower).count() as f64 / n as f64;
+        let next = Operand::new(to, &[1], [lower + step]).values[0];
+        assert!(first.iter().all(|y| *y == lower || *y == next), "{to} {lower}");
+        assert!((up - 0.3).abs() < 0.006, "{to} {lower}: {up} were rounded away from zero");
+        for isa in Isa::available() {
+            assert_eq!(first, rounded(1, isa, 2), "{isa}");
+        }
+        let second = rounded(2, Isa::detect(), 1);
+        let agree = first.iter().zip(&second).filter(|(a, b)| a == b).count() as f64 / n as f64;
+        assert!((agree - 0.58).abs() < 0.01, "{to} {lower}: two seeds agree in {agree}");
     }
-    let second = rounded(2, Isa::detect(), 1);
-    let agree = first.iter().zip(&second).filter(|(a, b)| a == b).count() as f64 / n as f64;
-    assert!((agree - 0.58).abs() < 0.01, "two seeds agree in {agree}");
 }
 
 #[test]
 fn stochastic_rounding_keeps_what_is_exact() {
-    let special = [0.0, 1.0, -2.5, f64::INFINITY, f64::NEG_INFINITY, f64::NAN];
-    let operands = [Operand::new(DType::F32, &[6], special), Operand::garbage(DType::Bf16, &[6])];
-    for isa in Isa::available() {
-        let results = run(isa, 1, &operands, &|t| cast_stochastic(t, 7));
-        let got = decode(DType::Bf16, &results.unwrap()[1]);
-        assert_eq!(got[..5], special[..5], "{isa}");
-        assert!(got[5].is_nan(), "{isa}");
+    for to in [DType::Bf16, DType::F16] {
+        let special = [0.0, 1.0, -2.5, f64::INFINITY, f64::NEG_INFINITY, f64::NAN];
+        let operands = [Operand::new(DType::F32, &[6], special), Operand::garbage(to, &[6])];
+        for isa in Isa::available() {
+            let results = run(isa, 1, &operands, &|t| cast_stochastic(t, 7));
+            let got = decode(to, &results.unwrap()[1]);
+            assert_eq!(got[..5], special[..5], "{isa}");
+            assert!(got[5].is_nan(), "{isa}");
+        }
     }
 }
 
 fn cast_stochastic(t: &[Tensor], seed: u64) -> Op<'_> {
     Op::Cast { x: &t[0], out: &t[1], rounding: Rounding::Stochastic { seed } }
-}
-
-#[test]
-fn stochastic_rounding_to_f16_is_refused() {
-    let operands = [Operand::new(DType::F32, &[1], [1.0]), Operand::garbage(DType::F16, &[1])];
-    let refusal = refusal(&operands, |t| cast_stochastic(t, 1));
-    assert_eq!(refusal, "cast: operand f16[1]: stochastic rounding is to bf16 alone");
 }

@@ -14,10 +14,13 @@ fn tokens(n: usize) -> Vec<u32> {
 
 #[test]
 fn embedding() {
-    for ([table, out], [n, h]) in storages().flat_map(|t| [[0, 4], [1, 1], [7, 63], [100, 576]].map(|s| (t, s))) {
+    for ([table, out], [n, h]) in
+        storages().flat_map(|t| [[0, 4], [1, 1], [7, 63], [100, 576]].map(|s| (t, s)))
+    {
         let tokens = tokens(n);
         let table_operand = Operand::new(table, &[VOCABULARY, h], noise(1));
-        let values = tokens.iter().flat_map(|t| table_operand.values[*t as usize * h..][..h].to_vec()).collect();
+        let values =
+            tokens.iter().flat_map(|t| table_operand.values[*t as usize * h..][..h].to_vec()).collect();
         let operands = [Operand::u32s(&tokens), table_operand, Operand::garbage(out, &[n, h])];
         check(
             &format!("{n} {h} {table} {out}"),
@@ -30,7 +33,9 @@ fn embedding() {
 
 #[test]
 fn embedding_backward() {
-    for ([dout, dtable], [n, h]) in storages().flat_map(|t| [[0, 4], [1, 1], [7, 63], [300, 576]].map(|s| (t, s))) {
+    for ([dout, dtable], [n, h]) in
+        storages().flat_map(|t| [[0, 4], [1, 1], [7, 63], [300, 576]].map(|s| (t, s)))
+    {
         let tokens = tokens(n);
         let operands = [
             Operand::u32s(&tokens),
@@ -60,7 +65,8 @@ fn tokens_outside_the_table_are_refused() {
     ];
     let forward = refusal(&operands, |t| Op::Embedding { tokens: &t[0], table: &t[1], out: &t[2] });
     assert_eq!(forward, "embedding: token 11 at 1 is outside operand f32[11, 2]");
-    let backward = refusal(&operands, |t| Op::EmbeddingBackward { tokens: &t[0], dout: &t[2], dtable: &t[1] });
+    let backward =
+        refusal(&operands, |t| Op::EmbeddingBackward { tokens: &t[0], dout: &t[2], dtable: &t[1] });
     assert_eq!(backward, "embedding_backward: token 11 at 1 is outside operand f32[11, 2]");
 }
 
@@ -74,7 +80,9 @@ fn angles(pairs: usize) -> [Operand; 2] {
 
 #[test]
 fn rope() {
-    for ([dtype], [n, heads, pairs]) in storages().flat_map(|t| [[1, 1, 1], [5, 3, 7], [100, 9, 32]].map(|s| (t, s))) {
+    for ([dtype], [n, heads, pairs]) in
+        storages().flat_map(|t| [[1, 1, 1], [5, 3, 7], [100, 9, 32]].map(|s| (t, s)))
+    {
         for inverse in [false, true] {
             let positions: Vec<u32> = (0..n).map(|i| (i * 7 % POSITIONS) as u32).collect();
             let [cos, sin] = angles(pairs);

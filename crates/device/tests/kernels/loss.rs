@@ -47,7 +47,8 @@ fn the_loss_is_the_same_with_and_without_the_gradient_and_alone() {
         Operand::garbage(DType::F32, &[1]),
     ];
     for isa in Isa::available() {
-        let losses_of = |operands: &[Operand], scale| run(isa, 1, operands, &|t| op(t, scale)).unwrap()[2].clone();
+        let losses_of =
+            |operands: &[Operand], scale| run(isa, 1, operands, &|t| op(t, scale)).unwrap()[2].clone();
         let all = [logits.clone(), targets.clone(), losses.clone()];
         assert_eq!(losses_of(&all, None), losses_of(&all, Some(1.0)), "{isa}");
         assert_eq!(losses_of(&all, None)[8..12], losses_of(&alone, None), "{isa}");

@@ -1,9 +1,10 @@
-//! Every kernel but matrix products and attention, against plain f64 versions written for reading.
+//! Every kernel but attention, against plain f64 versions written for reading.
 
 mod activations;
 mod elementwise;
 mod embeddings;
 mod harness;
+mod linear;
 mod loss;
 mod norms;
 mod optimizer;

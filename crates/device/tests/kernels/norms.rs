@@ -1,8 +1,9 @@
 //! RMSNorm, LayerNorm, and the sums over rows behind their gradients.
 
+use plimsoll_device::cpu::Isa;
 use plimsoll_device::{DType, Op};
 
-use crate::harness::{Expected, Operand, check, check_gradient, noise, storages};
+use crate::harness::{Expected, MakeOp, Operand, check, check_gradient, decode, noise, run, storages};
 use crate::reference;
 
 const SHAPES: [[usize; 2]; 8] = [[0, 5], [1, 1], [3, 7], [5, 63], [70, 20], [4, 576], [2, 1000], [3, 2500]];
@@ -10,7 +11,8 @@ const EPSILON: f32 = 1e-5;
 
 #[test]
 fn rms_norm() {
-    for ([n, h], [x, weight, out]) in SHAPES.iter().flat_map(|shape| storages().map(|types| (*shape, types))) {
+    for ([n, h], [x, weight, out]) in SHAPES.iter().flat_map(|shape| storages().map(|types| (*shape, types)))
+    {
         let operands = [
             Operand::new(x, &[n, h], noise(1).map(|x| 3.0 * x)),
             Operand::new(weight, &[h], noise(2)),
@@ -165,6 +167,30 @@ fn bias_backward() {
                 &[accumulated(1, &operands[1].values, sums, accumulate)],
             );
         }
+    }
+}
+
+/// A row's results do not depend on how many rows there are: what decoding gives is what a whole sequence gives.
+#[test]
+fn a_row_alone() {
+    let (n, h) = (40, 1100);
+    for ([x, weight, out], isa) in storages().flat_map(|types| Isa::available().map(move |isa| (types, isa)))
+    {
+        let rows = Operand::new(x, &[n, h], noise(1));
+        let last = rows.values[(n - 1) * h..].to_vec();
+        let result = |x: Operand, n: usize| {
+            let operands = [
+                x,
+                Operand::new(weight, &[h], noise(2)),
+                Operand::garbage(out, &[n, h]),
+                Operand::garbage(DType::F32, &[n]),
+            ];
+            let op: MakeOp<'_> =
+                &|t| Op::RmsNorm { x: &t[0], weight: &t[1], epsilon: EPSILON, out: &t[2], rstd: &t[3] };
+            decode(out, &run(isa, 2, &operands, op).unwrap()[2])
+        };
+        let alone = result(Operand::new(x, &[1, h], last), 1);
+        assert!(result(rows, n)[(n - 1) * h..] == alone, "{x} {weight} {out}, {isa}");
     }
 }
 

@@ -6,15 +6,8 @@ use plimsoll_device::{AdamW, DType, Op, Rounding, Tensor};
 use crate::harness::{Expected, Operand, check, decode, noise, run, storages};
 use crate::reference;
 
-const HYPER: AdamW = AdamW {
-    lr: 1e-3,
-    beta1: 0.9,
-    beta2: 0.999,
-    epsilon: 1e-8,
-    weight_decay: 0.1,
-    step: 3,
-    grad_scale: 0.5,
-};
+const HYPER: AdamW =
+    AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.1, step: 3, grad_scale: 0.5 };
 
 /// Parameter, gradient, first and second moment, master weights.
 fn operands(n: usize, param: DType, grad: DType) -> [Operand; 5] {
@@ -44,8 +37,7 @@ fn adamw() {
             let before = if with_master { master } else { params };
             let [after, m, v] = reference::adamw(&hyper, [0.9, 0.999], before, grads, m, v);
             let expect = |operand, values, tolerance| Expected { operand, values, tolerance };
-            let mut expected =
-                vec![expect(0, after.clone(), 3e-7), expect(2, m, 3e-7), expect(3, v, 3e-7)];
+            let mut expected = vec![expect(0, after.clone(), 3e-7), expect(2, m, 3e-7), expect(3, v, 3e-7)];
             if with_master {
                 expected.push(expect(4, after, 3e-7));
             }

@@ -175,7 +175,8 @@ pub fn adamw(
         let v = betas[1] * v[i] + (1.0 - betas[1]) * g * g;
         let m_hat = m / (1.0 - betas[0].powf(hyper.step as f64));
         let v_hat = v / (1.0 - betas[1].powf(hyper.step as f64));
-        params.push(param[i] - lr * decay * param[i] - lr * m_hat / (v_hat.sqrt() + f64::from(hyper.epsilon)));
+        params
+            .push(param[i] - lr * decay * param[i] - lr * m_hat / (v_hat.sqrt() + f64::from(hyper.epsilon)));
         ms.push(m);
         vs.push(v);
     }

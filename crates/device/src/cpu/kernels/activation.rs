@@ -33,7 +33,13 @@ pub(in crate::cpu) fn activate_backward(
 }
 
 /// out = act(gate) * up
-pub(in crate::cpu) fn gated(exec: Exec<'_>, gate: Input<'_>, up: Input<'_>, out: FloatsMut<'_>, activation: Glu) {
+pub(in crate::cpu) fn gated(
+    exec: Exec<'_>,
+    gate: Input<'_>,
+    up: Input<'_>,
+    out: FloatsMut<'_>,
+    activation: Glu,
+) {
     let tile = match activation {
         Glu::Silu => gated_tile::<Silu>,
         Glu::Gelu => gated_tile::<Gelu>,
@@ -101,7 +107,7 @@ impl Activation for Gelu {
 struct GeluTanh;
 
 /// 2 sqrt(2 / pi): (1 + tanh u) / 2 is sigmoid(2 u).
-const TWICE_ROOT: f32 = 1.595_769_1;
+const TWICE_ROOT: f32 = 1.595_769_2;
 const CUBIC: f32 = 0.044_715;
 
 impl Activation for GeluTanh {

@@ -86,7 +86,13 @@ per_isa! {
 
 /// Without fused multiply-adds: the same bits for every instruction set.
 #[inline(always)]
-fn update_body<const FMA: bool>(param: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32], factors: Factors) {
+fn update_body<const FMA: bool>(
+    param: &mut [f32],
+    grad: &[f32],
+    m: &mut [f32],
+    v: &mut [f32],
+    factors: Factors,
+) {
     for (((param, grad), m), v) in param.iter_mut().zip(grad).zip(m).zip(v) {
         let grad = grad * factors.grad_scale;
         *m += factors.one_less_beta1 * (grad - *m);

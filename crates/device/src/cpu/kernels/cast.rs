@@ -5,7 +5,7 @@ use super::storage::{Floats, FloatsMut};
 use super::{Exec, PIECE};
 use crate::Rounding;
 
-/// out = x. Stochastic rounding is to bf16 alone.
+/// out = x
 pub(in crate::cpu) fn cast(exec: Exec<'_>, x: Floats<'_>, out: FloatsMut<'_>, rounding: Rounding) {
     let tasks = out.len().div_ceil(PIECE);
     for_each_part(exec, tasks, SharedFloats::new(out, PIECE), |task, mut out, _| {

@@ -3,7 +3,7 @@
 
 use super::simd::per_isa;
 use super::split::{Shared, SharedFloats, for_each_part};
-use super::storage::{TILE, Tile};
+use super::storage::{TILE, Tile, spans};
 use super::{Exec, Floats, FloatsMut};
 
 /// Columns of partial sums that the workspace holds.
@@ -29,30 +29,35 @@ impl RowPieces {
     }
 }
 
-/// dbias (+)= sum over the rows of dout. `partials` has room for [`MAX_PARTIAL_COLUMNS`].
+/// dbias (+)= sum over the rows of dout. `partials` has room for [`MAX_PARTIAL_COLUMNS`]; more columns are taken by
+/// turns.
 pub(in crate::cpu) fn bias_backward(
     exec: Exec<'_>,
     dout: Floats<'_>,
-    dbias: FloatsMut<'_>,
+    mut dbias: FloatsMut<'_>,
     accumulate: bool,
     partials: &mut [f32],
 ) {
     let columns = dbias.len();
     let rows = dout.len() / columns.max(1);
-    let pieces = RowPieces::new(rows, columns);
-    let partials = &mut partials[..pieces.count * columns];
-    for_each_part(exec, pieces.count, Shared::new(partials, columns), |piece, partial, _| {
-        partial.fill(0.0);
-        let mut tile = Tile::new();
-        for row in piece * pieces.rows..rows.min((piece + 1) * pieces.rows) {
-            let dout = dout.row(row, columns);
-            for range in super::storage::tiles(columns) {
-                let dout = dout.load(exec.simd, range.clone(), &mut tile);
-                add_assign(exec.simd, dout, &mut partial[range]);
+    for first in (0..columns).step_by(MAX_PARTIAL_COLUMNS) {
+        let block = first..columns.min(first + MAX_PARTIAL_COLUMNS);
+        let width = block.len();
+        let pieces = RowPieces::new(rows, width);
+        let partials = &mut partials[..pieces.count * width];
+        for_each_part(exec, pieces.count, Shared::new(partials, width), |piece, partial, _| {
+            partial.fill(0.0);
+            let mut tile = Tile::new();
+            for row in piece * pieces.rows..rows.min((piece + 1) * pieces.rows) {
+                let dout = dout.row(row, columns).slice(block.clone());
+                for range in spans([dout], width) {
+                    let dout = dout.load(exec.simd, range.clone(), &mut tile);
+                    add_assign(exec.simd, dout, &mut partial[range]);
+                }
             }
-        }
-    });
-    add_partials(exec, partials, columns, 0, dbias, accumulate);
+        });
+        add_partials(exec, partials, width, 0, dbias.slice(block), accumulate);
+    }
 }
 
 /// out (+)= the sum of the partial sums, in order. Each piece's begin at a multiple of `stride`; those for `out` at

@@ -39,7 +39,13 @@ pub(in crate::cpu) fn embedding_backward(
             *key = u64::from(*token) << 32 | place as u64;
         }
         order.sort_unstable();
-        add_sorted(exec, order, dout.slice(first * columns..(first + tokens.len()) * columns), &dtable, columns);
+        add_sorted(
+            exec,
+            order,
+            dout.slice(first * columns..(first + tokens.len()) * columns),
+            &dtable,
+            columns,
+        );
     }
 }
 

@@ -3,7 +3,7 @@
 use super::column_sums::{RowPieces, add_partials};
 use super::simd::{LANES, mul_add, per_isa, sum_lanes};
 use super::split::{Shared, SharedFloats, for_each_part};
-use super::storage::{Tile, buffers, tiles};
+use super::storage::{Tile, buffers, spans, tiles};
 use super::{Exec, Floats, FloatsMut, rows_per_task};
 
 /// out = (x - mean) * rstd * weight + bias; x, out [N, H], weight, bias [H], mean, rstd [N].
@@ -32,12 +32,12 @@ pub(in crate::cpu) fn layer_norm(
         for (row, (mean, rstd)) in mean.iter_mut().zip(rstd).enumerate() {
             let x = x.row(task * task_rows + row, columns).widened(exec.simd, x_buffer);
             let mut sum = 0.0;
-            for range in tiles(columns) {
+            for range in spans([x], columns) {
                 sum += row_sum(exec.simd, x.load(exec.simd, range, &mut x_tile));
             }
             *mean = sum / columns as f32;
             let mut squares = 0.0;
-            for range in tiles(columns) {
+            for range in spans([x], columns) {
                 squares += squared_distance(exec.simd, x.load(exec.simd, range, &mut x_tile), *mean);
             }
             *rstd = 1.0 / (squares / columns as f32 + epsilon).sqrt();
@@ -83,7 +83,7 @@ pub(in crate::cpu) fn layer_norm_backward(
             let x = x.row(first + row, columns).widened(exec.simd, x_buffer);
             let dout = dout.row(first + row, columns).widened(exec.simd, dout_buffer);
             let mut sums = [0.0; 2];
-            for range in tiles(columns) {
+            for range in spans([x, weight, dout], columns) {
                 let x = x.load(exec.simd, range.clone(), &mut x_tile);
                 let weight = weight.load(exec.simd, range.clone(), &mut weight_tile);
                 let dout = dout.load(exec.simd, range, &mut dout_tile);

@@ -5,16 +5,17 @@
 
 use super::simd::mul_add;
 
-/// e^x, held at e^88.3 above 88.3 and at 0 below -86.9, which keeps results and their reciprocals normal numbers.
+/// e^x, held at e^87.3 above 87.3 and at 0 below -86.9, which keeps results and their reciprocals normal numbers
+/// (others are slow).
 /// NaN for NaN. Relative error of the fit 1.1e-8.
 #[inline(always)]
 pub(super) fn exp<const FMA: bool>(x: f32) -> f32 {
     // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
     const MAGIC: f32 = 12_582_912.0;
     // ln 2 in two parts, the first with trailing zeros so that its products with small integers are exact.
-    const LN2_HIGH: f32 = 0.693_359_375;
+    const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
-    let held = if x > 88.3 { 88.3 } else { x };
+    let held = if x > 87.3 { 87.3 } else { x };
     let shifted = mul_add::<FMA>(held, std::f32::consts::LOG2_E, MAGIC);
     let n = shifted - MAGIC;
     let r = mul_add::<FMA>(n, -LN2_LOW, mul_add::<FMA>(n, -LN2_HIGH, held));
@@ -28,7 +29,7 @@ pub(super) fn exp<const FMA: bool>(x: f32) -> f32 {
     if x < -86.9 { 0.0 } else { scaled }
 }
 
-/// 1 / (1 + e^-x); 0 below -88.3, so that its product with any number there is.
+/// 1 / (1 + e^-x); 0 below -87.3, so that its product with any number there is.
 #[inline(always)]
 pub(super) fn sigmoid<const FMA: bool>(x: f32) -> f32 {
     sigmoids::<FMA>(x).0
@@ -39,7 +40,7 @@ pub(super) fn sigmoid<const FMA: bool>(x: f32) -> f32 {
 pub(super) fn sigmoids<const FMA: bool>(x: f32) -> (f32, f32) {
     let e = exp::<FMA>(-x);
     let s = 1.0 / (1.0 + e);
-    (if x < -88.3 { 0.0 } else { s }, e * s)
+    (if x < -87.3 { 0.0 } else { s }, e * s)
 }
 
 /// The normal distribution's cumulative function (1 + erf(x / sqrt 2)) / 2, and its density.
@@ -88,7 +89,7 @@ mod tests {
     #[test]
     fn errors_are_a_few_units() {
         for exp in [exp::<false>, exp::<true>] {
-            check(-86.8..88.3, 2.0, exp, f64::exp);
+            check(-86.8..87.3, 2.0, exp, f64::exp);
             check(-1.0..1.0, 2.0, exp, f64::exp);
         }
         for sigmoid in [sigmoid::<false>, sigmoid::<true>] {
@@ -96,7 +97,12 @@ mod tests {
         }
         check(-80.0..80.0, 4.0, |x| sigmoids::<false>(x).1, |x| 1.0 / (1.0 + x.exp()));
         // The rounding of x^2 grows with it.
-        check(-5.0..5.0, 16.0, |x| normal::<false>(x).1, |x| (-x * x / 2.0).exp() / std::f64::consts::TAU.sqrt());
+        check(
+            -5.0..5.0,
+            16.0,
+            |x| normal::<false>(x).1,
+            |x| (-x * x / 2.0).exp() / std::f64::consts::TAU.sqrt(),
+        );
     }
 
     #[test]
@@ -105,7 +111,7 @@ mod tests {
             assert_eq!(exp(0.0), 1.0);
             assert_eq!(exp(f32::NEG_INFINITY), 0.0);
             assert_eq!(exp(-1e30), 0.0);
-            assert_eq!(exp(f32::INFINITY), exp(88.3));
+            assert_eq!(exp(f32::INFINITY), exp(87.3));
             assert!(exp(f32::NAN).is_nan() && exp(-f32::NAN).is_nan());
         }
         assert_eq!(sigmoids::<false>(-1e30), (0.0, 1.0 + f32::EPSILON));

@@ -1,4 +1,4 @@
-//! Every kernel but matrix products and attention. Kernels work on slices and know no tensors.
+//! Every kernel but matrix products. Kernels work on slices and know no tensors.
 //!
 //! All compute in f32 whatever the storage. Tasks are cut by the size of the work alone and sums are combined in a
 //! fixed order, so that the results are the same bits for any number of threads.

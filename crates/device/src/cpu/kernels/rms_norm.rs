@@ -3,7 +3,7 @@
 use super::column_sums::{RowPieces, add_partials};
 use super::simd::{LANES, mul_add, per_isa, sum_lanes};
 use super::split::{Shared, SharedFloats, for_each_part};
-use super::storage::{Tile, buffers, tiles};
+use super::storage::{Tile, buffers, spans, tiles};
 use super::{Exec, Floats, FloatsMut, rows_per_task};
 
 /// out = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + epsilon); x, out [N, H], weight [H], rstd [N].
@@ -26,7 +26,7 @@ pub(in crate::cpu) fn rms_norm(
         for (row, rstd) in rstd.iter_mut().enumerate() {
             let x = x.row(task * task_rows + row, columns).widened(exec.simd, x_buffer);
             let mut squares = 0.0;
-            for range in tiles(columns) {
+            for range in spans([x], columns) {
                 squares += sum_of_squares(exec.simd, x.load(exec.simd, range, &mut x_tile));
             }
             *rstd = 1.0 / (squares / columns as f32 + epsilon).sqrt();
@@ -68,7 +68,7 @@ pub(in crate::cpu) fn rms_norm_backward(
             let x = x.row(first + row, columns).widened(exec.simd, x_buffer);
             let dout = dout.row(first + row, columns).widened(exec.simd, dout_buffer);
             let mut dot = 0.0;
-            for range in tiles(columns) {
+            for range in spans([x, weight, dout], columns) {
                 let x = x.load(exec.simd, range.clone(), &mut x_tile);
                 let weight = weight.load(exec.simd, range.clone(), &mut weight_tile);
                 let dout = dout.load(exec.simd, range, &mut dout_tile);

@@ -18,7 +18,13 @@ pub(in crate::cpu) struct Angles<'a> {
 
 /// Rotates every head of x [N, heads * D] in place by the angles of its row's position, all of which are below P;
 /// back where `inverse`.
-pub(in crate::cpu) fn rope(exec: Exec<'_>, x: FloatsMut<'_>, positions: &[u32], angles: Angles<'_>, inverse: bool) {
+pub(in crate::cpu) fn rope(
+    exec: Exec<'_>,
+    x: FloatsMut<'_>,
+    positions: &[u32],
+    angles: Angles<'_>,
+    inverse: bool,
+) {
     if angles.pairs == 0 {
         return;
     }

@@ -1,6 +1,6 @@
-//! f32 to bf16: to nearest, or stochastically with random bits from the seed and the element's index.
+//! f32 to bf16, and stochastically to f16: random bits come from the seed and the element's index.
 
-use half::bf16;
+use half::{bf16, f16};
 
 use super::simd::{Simd, per_isa};
 #[cfg(target_arch = "x86_64")]
@@ -19,14 +19,14 @@ pub(super) fn narrow_nearest(simd: Simd, x: &[f32], out: &mut [bf16]) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn narrow_by_instruction(x: &[f32], out: &mut [bf16]) {
-    use std::arch::x86_64::{__m256i, _mm256_storeu_si256, _mm512_cvtneps_pbh, _mm512_loadu_ps};
+    use std::arch::x86_64::{__m256bh, __m256i, _mm256_storeu_si256, _mm512_cvtneps_pbh, _mm512_loadu_ps};
 
     let (mut xs, mut outs) = (x.chunks_exact(16), out.chunks_exact_mut(16));
     for (x, out) in (&mut xs).zip(&mut outs) {
         // SAFETY: both chunks are of 16 elements, and any bits of 256 are 16 bf16.
         unsafe {
             let narrow = _mm512_cvtneps_pbh(_mm512_loadu_ps(x.as_ptr()));
-            _mm256_storeu_si256(out.as_mut_ptr().cast(), std::mem::transmute::<_, __m256i>(narrow));
+            _mm256_storeu_si256(out.as_mut_ptr().cast(), std::mem::transmute::<__m256bh, __m256i>(narrow));
         }
     }
     let (x, out) = (xs.remainder(), outs.into_remainder());
@@ -36,7 +36,7 @@ fn narrow_by_instruction(x: &[f32], out: &mut [bf16]) {
     // SAFETY: as above.
     unsafe {
         let value = _mm512_cvtneps_pbh(_mm512_loadu_ps(last.as_ptr()));
-        _mm256_storeu_si256(narrow.as_mut_ptr().cast(), std::mem::transmute::<_, __m256i>(value));
+        _mm256_storeu_si256(narrow.as_mut_ptr().cast(), std::mem::transmute::<__m256bh, __m256i>(value));
     }
     out.copy_from_slice(&narrow[..out.len()]);
 }
@@ -111,4 +111,24 @@ fn narrow_stochastic_body<const FMA: bool>(x: &[f32], out: &mut [bf16], dither: 
     for (i, (out, x)) in out.iter_mut().zip(x).enumerate() {
         *out = cut(*x, x.to_bits().wrapping_add(dither.bits(i as u32)));
     }
+}
+
+/// The same to f16.
+pub(super) fn narrow_stochastic_f16(x: &[f32], out: &mut [f16], dither: Dither) {
+    for (i, (out, x)) in out.iter_mut().zip(x).enumerate() {
+        *out = to_f16_stochastic(*x, dither.bits(i as u32));
+    }
+}
+
+fn to_f16_stochastic(x: f32, random: u32) -> f16 {
+    if x.abs() < f32::from(f16::MIN_POSITIVE) {
+        // Subnormal numbers of f16 are whole multiples of the smallest.
+        let steps = x.abs() / f32::from(f16::MIN_POSITIVE_SUBNORMAL) + random as f32 / 65536.0;
+        return f16::from_bits(steps as u16).copysign(f16::from_f32(x));
+    }
+    if !x.is_finite() {
+        return f16::from_f32(x);
+    }
+    const CUT: u32 = (1 << 13) - 1;
+    f16::from_f32(f32::from_bits((x.to_bits() + (random & CUT)) & !CUT))
 }

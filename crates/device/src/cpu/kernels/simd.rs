@@ -30,16 +30,19 @@ pub(super) fn mul_add<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
 pub(super) const LANES: usize = 32;
 
 /// Adds the lanes up pairwise.
-#[inline(always)]
-pub(super) fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
-    let mut width = LANES / 2;
-    while width > 0 {
-        for i in 0..width {
-            lanes[i] += lanes[i + width];
-        }
-        width /= 2;
+///
+/// A call, for the compiler then keeps the lanes of the loops before it in whole vectors: it has to store them in order.
+#[inline(never)]
+pub(super) fn sum_lanes(lanes: [f32; LANES]) -> f32 {
+    let mut sums = [0.0; 8];
+    for i in 0..8 {
+        sums[i] = (lanes[i] + lanes[i + 16]) + (lanes[i + 8] + lanes[i + 24]);
     }
-    lanes[0]
+    let mut halves = [0.0; 4];
+    for i in 0..4 {
+        halves[i] = sums[i] + sums[i + 4];
+    }
+    (halves[0] + halves[2]) + (halves[1] + halves[3])
 }
 
 /// Declares a function `name(simd, arguments)` that runs `body::<FMA>(arguments)` compiled for the instruction set.

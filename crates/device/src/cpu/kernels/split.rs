@@ -2,8 +2,8 @@
 
 use std::marker::PhantomData;
 
-use super::storage::FloatsMut;
 use super::Exec;
+use super::storage::FloatsMut;
 use crate::cpu::pool::Worker;
 
 /// Something to write of which each task gets a part of its own.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use super::rounding::{Dither, narrow_nearest, narrow_stochastic};
+use super::rounding::{Dither, narrow_nearest, narrow_stochastic, narrow_stochastic_f16};
 use super::simd::{Simd, per_isa};
 use crate::Rounding;
 
@@ -28,7 +28,11 @@ impl Tile {
 
 /// The ranges of at most [`TILE`] elements that `0..n` falls into.
 pub(super) fn tiles(n: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..n).step_by(TILE).map(move |start| start..n.min(start + TILE))
+    pieces(n, TILE)
+}
+
+fn pieces(n: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..n).step_by(most).map(move |start| start..n.min(start + most))
 }
 
 /// Cuts a thread's scratch into `N` buffers of `len` elements, empty ones where it is too short for all.
@@ -40,6 +44,15 @@ pub(super) fn buffers<const N: usize>(scratch: &mut [u8], len: usize) -> [&mut [
         rest = others;
         buffer
     })
+}
+
+/// Ranges in which to read rows of `columns` elements: all at once where no input has to be widened, else tiles.
+pub(super) fn spans<const N: usize>(
+    inputs: [Floats<'_>; N],
+    columns: usize,
+) -> impl Iterator<Item = Range<usize>> {
+    let plain = inputs.iter().all(|x| matches!(x, Floats::F32(_)));
+    pieces(columns, if plain { columns.max(1) } else { TILE })
 }
 
 /// Elements to read.
@@ -175,14 +188,23 @@ impl<'a> FloatsMut<'a> {
     }
 
     /// Assigns `values` to the elements of `range`, the first of which has index `first` in the whole tensor.
-    /// Stochastic rounding is to bf16 alone.
-    pub fn assign(&mut self, simd: Simd, range: Range<usize>, values: &[f32], rounding: Rounding, first: usize) {
+    pub fn assign(
+        &mut self,
+        simd: Simd,
+        range: Range<usize>,
+        values: &[f32],
+        rounding: Rounding,
+        first: usize,
+    ) {
         match (self, rounding) {
             (FloatsMut::F32(x), _) => x[range].copy_from_slice(values),
             (FloatsMut::Bf16(x), Rounding::Stochastic { seed }) => {
                 narrow_stochastic(simd, values, &mut x[range], Dither::new(seed, first as u64));
             }
-            (other, Rounding::Nearest | Rounding::Stochastic { .. }) => other.narrow(simd, range, values),
+            (FloatsMut::F16(x), Rounding::Stochastic { seed }) => {
+                narrow_stochastic_f16(values, &mut x[range], Dither::new(seed, first as u64));
+            }
+            (other, Rounding::Nearest) => other.narrow(simd, range, values),
         }
     }
 

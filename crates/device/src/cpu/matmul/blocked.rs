@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::Output;
+use super::few_rows::row_units;
 use super::kernels::Kernels;
 use super::pack::{Lines, Panels};
 use super::tile::{Area, Block, Finish, Sums};
@@ -16,9 +17,14 @@ use crate::DType;
 use crate::cpu::pool::Session;
 
 /// Units of k in a block at most: C is read and written once for each block.
-const MAX_UNITS: usize = 1024;
+const MAX_UNITS: usize = 768;
 /// Size of a packed strip at most, so that it stays in the second-level cache.
 const STRIP_BYTES: usize = 384 << 10;
+
+const FEW_ROWS: usize = 8;
+const FEW_ROWS_TASK_BYTES: usize = 32 << 10;
+struct Shared(*const f32);
+unsafe impl Sync for Shared {}
 
 /// The threads that work on a product, and their memory.
 pub(super) trait Crew {
@@ -134,6 +140,10 @@ impl Product {
     /// Operands and C are valid and C overlaps neither.
     pub unsafe fn run(&self, crew: &mut impl Crew) {
         let kernels = self.kernels;
+        if self.has_few_rows(crew) {
+            // SAFETY: as for this function.
+            return unsafe { self.run_few_rows(crew) };
+        }
         let share_a = self.a.count < self.b.count;
         let (shared, strips) = if share_a { (self.a, self.b) } else { (self.b, self.a) };
         let (shared_width, strip_width) =
@@ -184,6 +194,29 @@ impl Product {
                 }
             }
         }
+    }
+
+    fn has_few_rows(&self, crew: &mut impl Crew) -> bool {
+        let blocks = self.b.dtype.block_elements() as usize;
+        let units = row_units(self.k, self.kernels.k_per_unit);
+        self.a.count <= FEW_ROWS
+            && self.k > 0
+            && self.b.k_stride == 1
+            && self.b.stride.is_multiple_of(blocks)
+            && self.a.count * units * 4 <= crew.common().1
+    }
+
+    unsafe fn run_few_rows(&self, crew: &mut impl Crew) {
+        let rows = crew.common().0.cast::<f32>();
+        unsafe { (self.kernels.pack_rows)(self.a, self.k, rows) };
+        let bytes = self.b.dtype.bytes_for((self.b.stride) as u64).unwrap_or(0) as usize;
+        let shared = Shared(rows);
+        let per_task = (FEW_ROWS_TASK_BYTES / bytes.max(1)).max(1).next_multiple_of(4);
+        crew.run(self.b.count.div_ceil(per_task), &|task, _, _| {
+            let shared = &shared;
+            let columns = task * per_task..self.b.count.min((task + 1) * per_task);
+            unsafe { (self.kernels.multiply_columns)(shared.0, self.b, self.k, self.c, self.accumulate, columns) };
+        });
     }
 
     /// Where the sums of one block of k start from and go to, from the chunk's first row and column on.

@@ -5,7 +5,9 @@ use std::ops::Range;
 #[cfg(target_arch = "x86_64")]
 use super::engine::Pairs;
 use super::engine::{Engine, Rounded, Single};
+use super::few_rows;
 use super::pack::{self, Lines, Panels};
+use super::Output;
 use super::tile::{self, Block, Tile};
 use super::vector::{Portable, Vector};
 #[cfg(target_arch = "x86_64")]
@@ -27,6 +29,10 @@ pub(super) struct Kernels {
     pub k_per_unit: usize,
     pub pack: unsafe fn(Lines, Range<usize>, Range<usize>, Panels),
     pub multiply: unsafe fn(&Block),
+    /// Rows of A for `multiply_columns`: the rows, the values of k, the place for them.
+    pub pack_rows: unsafe fn(Lines, usize, *mut f32),
+    /// Packed rows of A times columns of B: those rows, B, the values of k, C, whether to accumulate, the columns.
+    pub multiply_columns: unsafe fn(*const f32, Lines, usize, Output, bool, Range<usize>),
 }
 
 impl Kernels {
@@ -61,6 +67,8 @@ macro_rules! kernels {
                 k_per_unit: <$engine as Engine>::K_PER_UNIT,
                 pack,
                 multiply,
+                pack_rows,
+                multiply_columns,
             };
 
             $(#[target_feature(enable = $features)])?
@@ -73,6 +81,25 @@ macro_rules! kernels {
             unsafe fn multiply(block: &Block) {
                 // SAFETY: as above.
                 unsafe { tile::multiply::<$engine>(block, $height, KERNELS.columns, tile) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            unsafe fn pack_rows(a: Lines, k: usize, to: *mut f32) {
+                // SAFETY: as above.
+                unsafe { few_rows::pack_rows::<$engine>(a, k, to) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            unsafe fn multiply_columns(
+                a: *const f32,
+                b: Lines,
+                k: usize,
+                c: Output,
+                accumulate: bool,
+                columns: Range<usize>,
+            ) {
+                // SAFETY: as above.
+                unsafe { few_rows::multiply_columns::<$engine>(a, b, k, c, accumulate, columns) }
             }
 
             $(#[target_feature(enable = $features)])?

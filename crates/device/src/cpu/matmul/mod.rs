@@ -2,6 +2,7 @@
 
 mod blocked;
 mod engine;
+mod few_rows;
 mod kernels;
 mod pack;
 mod storage;

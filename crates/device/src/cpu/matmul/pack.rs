@@ -159,7 +159,7 @@ unsafe fn pack_along<E: Engine, S: Storage>(from: Lines, lines: Range<usize>, k:
 
 /// The units of the `left` elements from `index` on, fewer than a vector; zero after them.
 #[inline(always)]
-unsafe fn along_end<E: Engine>(from: Lines, index: usize, left: usize) -> E::V {
+pub(super) unsafe fn along_end<E: Engine>(from: Lines, index: usize, left: usize) -> E::V {
     let mut values = [0.0f32; MAX_ALONG];
     for (i, value) in values.iter_mut().enumerate().take(left) {
         // SAFETY: the elements exist.

@@ -200,6 +200,8 @@ unsafe fn nibble(codes: *const u8, at: usize) -> f32 {
 
 #[cfg(test)]
 mod tests {
+    use half::f16;
+
     use super::*;
 
     #[test]

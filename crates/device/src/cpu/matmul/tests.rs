@@ -1,1 +1,349 @@
-//! tests
+//! Every kernel against a plain product in f64.
+
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+use super::storage::element;
+use super::{Operand, Output, SCRATCH_BYTES, matmul, matmul_serial};
+use crate::cpu::{Isa, Pool};
+use crate::{Compute, DType};
+
+const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+const BLOCKS: [DType; 3] = [DType::Q8_0, DType::Q4_0, DType::Q4_1];
+
+/// A matrix with memory of its own.
+struct Matrix {
+    bytes: Vec<u8>,
+    view: Operand,
+}
+
+/// How a matrix lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Layout {
+    Rows,
+    Columns,
+    /// Rows apart from each other, elements too.
+    Scattered,
+}
+
+/// A reproducible sequence of values around zero.
+struct Noise(u64);
+
+impl Noise {
+    fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        self.0 >> 33
+    }
+
+    fn value(&mut self) -> f32 {
+        (self.bits() as f32 / (1u64 << 30) as f32 - 1.0) * 2.0
+    }
+}
+
+impl Matrix {
+    /// Of a block type, the contiguous dimension is filled up to whole blocks, which the view leaves out.
+    fn new(dtype: DType, layout: Layout, rows: usize, columns: usize, seed: u64) -> Matrix {
+        let block = dtype.block_elements() as usize;
+        let (row_stride, column_stride, elements) = match layout {
+            Layout::Rows => {
+                let stride = (columns + 3 * (seed as usize % 2)).next_multiple_of(block);
+                (stride, 1, rows * stride)
+            }
+            Layout::Columns => {
+                let stride = (rows + 3 * (seed as usize % 2)).next_multiple_of(block);
+                (1, stride, columns * stride)
+            }
+            Layout::Scattered => (3 * columns + 2, 3, rows * (3 * columns + 2)),
+        };
+        let mut noise = Noise(seed);
+        let mut bytes = Vec::new();
+        for _ in 0..elements.div_ceil(block) {
+            match dtype {
+                DType::F32 => bytes.extend(noise.value().to_le_bytes()),
+                DType::Bf16 => bytes.extend(bf16::from_f32(noise.value()).to_le_bytes()),
+                DType::F16 => bytes.extend(f16::from_f32(noise.value()).to_le_bytes()),
+                _ => {
+                    let codes = match dtype {
+                        DType::Q8_0 => 32,
+                        _ => 16,
+                    };
+                    let scales = dtype.block_bytes() as usize - codes;
+                    for _ in 0..scales / 2 {
+                        bytes.extend(f16::from_f32(noise.value() / 16.0).to_le_bytes());
+                    }
+                    bytes.extend((0..codes).map(|_| noise.bits() as u8));
+                }
+            }
+        }
+        let view = Operand { data: bytes.as_ptr(), dtype, rows, columns, row_stride, column_stride };
+        Matrix { bytes, view }
+    }
+
+    fn get(&self, i: usize, j: usize) -> f32 {
+        let index = i * self.view.row_stride + j * self.view.column_stride;
+        let block = self.view.dtype.block_elements() as usize;
+        assert!((index / block + 1) * self.view.dtype.block_bytes() as usize <= self.bytes.len());
+        // SAFETY: just checked.
+        unsafe { element(self.view.dtype, self.bytes.as_ptr(), index) }
+    }
+}
+
+/// A product to compute.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    compute: Compute,
+    a: (DType, Layout),
+    b: (DType, Layout),
+    c: DType,
+    accumulate: bool,
+    m: usize,
+    k: usize,
+    n: usize,
+}
+
+impl Case {
+    fn operands(&self) -> (Matrix, Matrix) {
+        let a = Matrix::new(self.a.0, self.a.1, self.m, self.k, 2 + self.k as u64);
+        let b = Matrix::new(self.b.0, self.b.1, self.k, self.n, 3 + self.n as u64);
+        (a, b)
+    }
+
+    /// C before the product: rows somewhat apart, a value in every place.
+    fn before(&self) -> (Vec<u8>, usize) {
+        let stride = self.n + 5;
+        let mut noise = Noise(7);
+        let mut bytes = Vec::new();
+        for _ in 0..self.m * stride {
+            match self.c {
+                DType::Bf16 => bytes.extend(bf16::from_f32(noise.value()).to_le_bytes()),
+                _ => bytes.extend(noise.value().to_le_bytes()),
+            }
+        }
+        (bytes, stride)
+    }
+
+    /// C after the product, as it lies in memory.
+    fn run(&self, a: Operand, b: Operand, run: impl FnOnce(Operand, Operand, Output)) -> Vec<u8> {
+        let (mut bytes, row_stride) = self.before();
+        run(a, b, Output { data: bytes.as_mut_ptr(), dtype: self.c, rows: self.m, columns: self.n, row_stride });
+        bytes
+    }
+
+    fn on(&self, pool: &Pool, isa: Isa, a: Operand, b: Operand) -> Vec<u8> {
+        self.run(a, b, |a, b, c| {
+            // SAFETY: the matrices own their memory, and C is another.
+            unsafe { matmul(pool, isa, self.compute, a, b, c, self.accumulate) }
+        })
+    }
+
+    fn alone(&self, isa: Isa, a: Operand, b: Operand, scratch: &mut [u8]) -> Vec<u8> {
+        self.run(a, b, |a, b, c| {
+            // SAFETY: as above.
+            unsafe { matmul_serial(isa, self.compute, a, b, c, self.accumulate, scratch) }
+        })
+    }
+
+    /// Compares some places of C, and all places beside it, with what they should be.
+    fn verify(&self, isa: Isa, a: &Matrix, b: &Matrix, got: &[u8]) {
+        let (before, stride) = self.before();
+        let read = |bytes: &[u8], at: usize| match self.c {
+            DType::Bf16 => f64::from(bf16::from_le_bytes([bytes[2 * at], bytes[2 * at + 1]])),
+            _ => f64::from(f32::from_le_bytes(bytes[4 * at..4 * at + 4].try_into().unwrap())),
+        };
+        let round = |x: f32| match self.compute {
+            Compute::F32 => f64::from(x),
+            Compute::Bf16 => bf16::from_f32(x).to_f64(),
+        };
+        let every = (self.m * self.n * self.k / 2_000_000).max(1);
+        for i in 0..self.m {
+            for j in 0..stride {
+                let (old, value) = (read(&before, i * stride + j), read(got, i * stride + j));
+                if j >= self.n {
+                    assert_eq!(old, value, "{isa} {self:?}: wrote beside C at {i}, {j}");
+                    continue;
+                }
+                if !(i * self.n + j).is_multiple_of(every) {
+                    continue;
+                }
+                let (mut sum, mut size) = (0.0, 0.0);
+                for k in 0..self.k {
+                    let product = round(a.get(i, k)) * round(b.get(k, j));
+                    sum += product;
+                    size += product.abs();
+                }
+                if self.accumulate {
+                    sum += old;
+                    size += old.abs();
+                }
+                // Each multiply-add rounds once or twice, relative to a partial sum of at most `size`.
+                let mut tolerance = (2.0 * self.k as f64 + 2.0) * f64::from(f32::EPSILON) * size;
+                if self.c == DType::Bf16 {
+                    tolerance += sum.abs() / 256.0;
+                }
+                assert!(
+                    (value - sum).abs() <= tolerance,
+                    "{isa} {self:?} at {i}, {j}: {value} is not {sum} within {tolerance}"
+                );
+            }
+        }
+    }
+}
+
+/// Computes a case on every instruction set, alone and on several threads; the bits must not depend on them.
+fn check(case: Case, pools: &[Pool], scratch: &mut [u8]) {
+    let (a, b) = case.operands();
+    for isa in Isa::available() {
+        let first = case.alone(isa, a.view, b.view, scratch);
+        case.verify(isa, &a, &b, &first);
+        for pool in pools {
+            let again = case.on(pool, isa, a.view, b.view);
+            assert!(first == again, "{isa} {case:?}: other bits on {} threads", pool.threads());
+        }
+    }
+}
+
+fn pools(threads: impl IntoIterator<Item = usize>) -> Vec<Pool> {
+    threads.into_iter().map(|n| Pool::new(n, SCRATCH_BYTES).unwrap()).collect()
+}
+
+#[test]
+fn every_storage_and_layout() {
+    let pools = pools([2]);
+    let mut scratch = vec![0; SCRATCH_BYTES];
+    let layouts = [Layout::Rows, Layout::Columns, Layout::Scattered];
+    for compute in [Compute::F32, Compute::Bf16] {
+        for (m, k, n) in [(1, 64, 96), (3, 32, 64), (19, 64, 96), (37, 70, 45), (15, 1, 33), (5, 0, 7), (0, 5, 3)] {
+            let mut run = |a, b, c, accumulate| {
+                check(Case { compute, a, b, c, accumulate, m, k, n }, &pools, &mut scratch);
+            };
+            for c in [DType::F32, DType::Bf16] {
+                for accumulate in [false, true] {
+                    for a in layouts {
+                        for b in layouts {
+                            run((DType::F32, a), (DType::F32, b), c, accumulate);
+                        }
+                    }
+                    for a in FLOATS {
+                        for b in FLOATS {
+                            run((a, Layout::Rows), (b, Layout::Columns), c, accumulate);
+                            run((a, Layout::Columns), (b, Layout::Rows), c, accumulate);
+                        }
+                        for b in BLOCKS {
+                            for layout in [Layout::Rows, Layout::Columns] {
+                                run((a, Layout::Rows), (b, layout), c, accumulate);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Several blocks of k, chunks of the shared operand, partial sums, strips of all lengths, edges everywhere.
+#[test]
+fn large() {
+    let pools = pools([1, 3]);
+    let mut scratch = vec![0; SCRATCH_BYTES];
+    let rows = |dtype| (dtype, Layout::Rows);
+    let columns = |dtype| (dtype, Layout::Columns);
+    let (compute, accumulate) = (Compute::Bf16, true);
+    let small = [
+        Case { compute, a: rows(DType::Bf16), b: columns(DType::Bf16), c: DType::Bf16, accumulate, m: 33, k: 5003, n: 61 },
+        Case { compute, a: columns(DType::F32), b: rows(DType::Bf16), c: DType::Bf16, accumulate: false, m: 61, k: 4100, n: 33 },
+        Case { compute, a: rows(DType::F32), b: columns(DType::Q4_1), c: DType::F32, accumulate, m: 40, k: 2560, n: 70 },
+    ];
+    for case in small {
+        check(case, &pools, &mut scratch);
+        check(Case { compute: Compute::F32, ..case }, &pools, &mut scratch);
+    }
+    let isa = Isa::detect();
+    let large = [
+        Case { compute, a: rows(DType::F32), b: columns(DType::F32), c: DType::Bf16, accumulate, m: 1100, k: 2100, n: 700 },
+        Case { compute, a: rows(DType::F32), b: columns(DType::F32), c: DType::F32, accumulate, m: 1700, k: 600, n: 2501 },
+    ];
+    for case in large {
+        let (a, b) = case.operands();
+        let first = case.on(&pools[1], isa, a.view, b.view);
+        case.verify(isa, &a, &b, &first);
+        assert!(first == case.on(&pools[0], isa, a.view, b.view), "{case:?}: other bits on one thread");
+    }
+}
+
+/// A row of C has the same bits whatever other rows are computed with it, and an f32 C the same wherever k is cut.
+#[test]
+fn parts_give_the_bits_of_the_whole() {
+    let mut scratch = vec![0; SCRATCH_BYTES];
+    for isa in Isa::available() {
+        for (compute, b_layout, m, cut) in [
+            (Compute::F32, Layout::Columns, 70, 31),
+            (Compute::Bf16, Layout::Columns, 70, 31),
+            (Compute::F32, Layout::Columns, 9, 3),
+            (Compute::F32, Layout::Rows, 41, 2),
+            (Compute::Bf16, Layout::Rows, 41, 2),
+        ] {
+            let case = Case {
+                compute,
+                a: (DType::F32, Layout::Rows),
+                b: (DType::F32, b_layout),
+                c: DType::F32,
+                accumulate: false,
+                m,
+                k: 1800,
+                n: 50,
+            };
+            let (a, b) = case.operands();
+            let whole = case.alone(isa, a.view, b.view, &mut scratch);
+            let by_rows = case.run(a.view, b.view, |a, b, c| {
+                for (from, to) in [(0, cut), (cut, m)] {
+                    let a = Operand { data: a.data.wrapping_add(from * a.row_stride * 4), rows: to - from, ..a };
+                    let c = Output { data: c.data.wrapping_add(from * c.row_stride * 4), rows: to - from, ..c };
+                    // SAFETY: parts of matrices that own their memory.
+                    unsafe { matmul_serial(isa, compute, a, b, c, false, &mut scratch) };
+                }
+            });
+            assert!(whole == by_rows, "{isa} {case:?} cut after row {cut}");
+            if b_layout == Layout::Columns && m < 20 {
+                continue;
+            }
+            let by_k = case.run(a.view, b.view, |a, b, c| {
+                for (from, to) in [(0, 418), (418, 1800)] {
+                    let start = |x: Operand, stride| x.data.wrapping_add(from * stride * 4);
+                    let a = Operand { data: start(a, a.column_stride), columns: to - from, ..a };
+                    let b = Operand { data: start(b, b.row_stride), rows: to - from, ..b };
+                    // SAFETY: as above.
+                    unsafe { matmul_serial(isa, compute, a, b, c, from > 0, &mut scratch) };
+                }
+            });
+            assert!(whole == by_k, "{isa} {case:?} cut along k");
+        }
+    }
+}
+
+fn any_case() -> impl Strategy<Value = Case> {
+    let float = || prop::sample::select(FLOATS.to_vec());
+    let layout = || prop::sample::select(vec![Layout::Rows, Layout::Columns, Layout::Scattered]);
+    let b = prop_oneof![
+        (float(), layout()),
+        (prop::sample::select(BLOCKS.to_vec()), prop::sample::select(vec![Layout::Rows, Layout::Columns])),
+    ];
+    let kind = (any::<bool>(), (float(), layout()), b, any::<bool>(), any::<bool>());
+    (kind, 1..70usize, 1..70usize, 1..70usize).prop_map(|((rounded, a, b, narrow, accumulate), m, k, n)| Case {
+        compute: if rounded { Compute::Bf16 } else { Compute::F32 },
+        a,
+        b,
+        c: if narrow { DType::Bf16 } else { DType::F32 },
+        accumulate,
+        m,
+        k,
+        n,
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+    #[test]
+    fn any_shape(case in any_case()) {
+        check(case, &pools([1, 2]), &mut vec![0; SCRATCH_BYTES]);
+    }
+}

@@ -24,6 +24,8 @@ pub(super) trait Vector: Copy + Debug {
     unsafe fn plus_product(self, a: Self, b: Self) -> Self;
     unsafe fn plus(self, other: Self) -> Self;
     unsafe fn times(self, other: Self) -> Self;
+    /// All lanes added up, halves first.
+    unsafe fn sum(self) -> f32;
     /// LANES bf16 values.
     unsafe fn load_bf16(p: *const u16) -> Self;
     /// LANES f16 values.
@@ -118,6 +120,12 @@ impl Vector for Portable {
     #[inline(always)]
     unsafe fn times(self, other: Self) -> Self {
         self.zip(other, |a, b| a * b)
+    }
+
+    #[inline(always)]
+    unsafe fn sum(self) -> f32 {
+        let [a, b, c, d] = self.0;
+        (a + c) + (b + d)
     }
 
     #[inline(always)]
@@ -230,6 +238,15 @@ mod x86 {
         #[inline(always)]
         unsafe fn times(self, other: Self) -> Self {
             unsafe { Avx2(_mm256_mul_ps(self.0, other.0)) }
+        }
+
+        #[inline(always)]
+        unsafe fn sum(self) -> f32 {
+            unsafe {
+                let four = _mm_add_ps(_mm256_castps256_ps128(self.0), _mm256_extractf128_ps::<1>(self.0));
+                let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+                _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+            }
         }
 
         #[inline(always)]
@@ -361,6 +378,15 @@ mod x86 {
         #[inline(always)]
         unsafe fn times(self, other: Self) -> Self {
             unsafe { Avx512(_mm512_mul_ps(self.0, other.0)) }
+        }
+
+        #[inline(always)]
+        unsafe fn sum(self) -> f32 {
+            unsafe {
+                let upper = _mm512_shuffle_f32x4::<0b1110>(self.0, self.0);
+                let eight = _mm512_castps512_ps256(_mm512_add_ps(self.0, upper));
+                super::Vector::sum(Avx2(eight))
+            }
         }
 
         #[inline(always)]

@@ -1,0 +1,112 @@
+//! The three products of a linear layer, and its bias: that each is made of the right matrices.
+
+use plimsoll_device::{Compute, DType, Op};
+
+use crate::harness::{Expected, Operand, check, noise, storages};
+
+/// Tokens, inputs, outputs.
+const SHAPES: [[usize; 3]; 3] = [[1, 1, 1], [5, 7, 3], [33, 40, 50]];
+
+/// a [m, k] times b [k, n].
+fn product(a: &[f64], b: &[f64], [m, k, n]: [usize; 3]) -> Vec<f64> {
+    let element = |i: usize, j: usize| (0..k).map(|l| a[i * k + l] * b[l * n + j]).sum();
+    (0..m * n).map(|at| element(at / n, at % n)).collect()
+}
+
+fn transposed(x: &[f64], columns: usize) -> Vec<f64> {
+    let rows = x.len() / columns;
+    (0..x.len()).map(|at| x[at % rows * columns + at / rows]).collect()
+}
+
+fn expect(operand: usize, product: Vec<f64>, before: &[f64], accumulate: bool) -> Expected {
+    let base = |i: usize| if accumulate { before[i] } else { 0.0 };
+    let values = product.iter().enumerate().map(|(i, x)| x + base(i)).collect();
+    Expected { operand, values, tolerance: 2e-6 }
+}
+
+#[test]
+fn forward() {
+    for ([n, i, o], [x, weight, bias, out]) in SHAPES.iter().flat_map(|s| storages().map(|t| (*s, t))) {
+        for (with_bias, accumulate) in [(false, false), (false, true), (true, false), (true, true)] {
+            let operands = [
+                Operand::new(x, &[n, i], noise(1)),
+                Operand::new(weight, &[o, i], noise(2)),
+                Operand::new(bias, &[o], noise(3)),
+                Operand::new(out, &[n, o], noise(4)),
+            ];
+            let [xs, weights, biases, before] = operands.each_ref().map(|operand| &operand.values);
+            let mut result = product(xs, &transposed(weights, i), [n, i, o]);
+            if with_bias {
+                result.iter_mut().enumerate().for_each(|(at, x)| *x += biases[at % o]);
+            }
+            let mut expected = expect(3, result, before, accumulate);
+            // A narrow output is rounded once more, when the bias has been added.
+            expected.tolerance += if with_bias && out == DType::Bf16 { 0.01 } else { 0.0 };
+            check(
+                &format!("{n} {i} {o} {x} {weight} {bias} {out} {with_bias} {accumulate}"),
+                &operands,
+                |t| Op::Linear {
+                    x: &t[0],
+                    weight: &t[1],
+                    bias: with_bias.then(|| &t[2]),
+                    out: &t[3],
+                    accumulate,
+                    compute: Compute::F32,
+                },
+                &[expected],
+            );
+        }
+    }
+}
+
+#[test]
+fn backward_input() {
+    for ([n, i, o], [dout, weight, dx]) in SHAPES.iter().flat_map(|s| storages().map(|t| (*s, t))) {
+        for accumulate in [false, true] {
+            let operands = [
+                Operand::new(dout, &[n, o], noise(1)),
+                Operand::new(weight, &[o, i], noise(2)),
+                Operand::new(dx, &[n, i], noise(3)),
+            ];
+            let [douts, weights, before] = operands.each_ref().map(|operand| &operand.values);
+            check(
+                &format!("{n} {i} {o} {dout} {weight} {dx} {accumulate}"),
+                &operands,
+                |t| Op::LinearBackwardInput {
+                    dout: &t[0],
+                    weight: &t[1],
+                    dx: &t[2],
+                    accumulate,
+                    compute: Compute::F32,
+                },
+                &[expect(2, product(douts, weights, [n, o, i]), before, accumulate)],
+            );
+        }
+    }
+}
+
+#[test]
+fn backward_weight() {
+    for ([n, i, o], [dout, x, dweight]) in SHAPES.iter().flat_map(|s| storages().map(|t| (*s, t))) {
+        for accumulate in [false, true] {
+            let operands = [
+                Operand::new(dout, &[n, o], noise(1)),
+                Operand::new(x, &[n, i], noise(2)),
+                Operand::new(dweight, &[o, i], noise(3)),
+            ];
+            let [douts, xs, before] = operands.each_ref().map(|operand| &operand.values);
+            check(
+                &format!("{n} {i} {o} {dout} {x} {dweight} {accumulate}"),
+                &operands,
+                |t| Op::LinearBackwardWeight {
+                    dout: &t[0],
+                    x: &t[1],
+                    dweight: &t[2],
+                    accumulate,
+                    compute: Compute::F32,
+                },
+                &[expect(2, product(&transposed(douts, o), xs, [o, n, i]), before, accumulate)],
+            );
+        }
+    }
+}

@@ -1,0 +1,300 @@
+//! What operations refuse: the same on every device, before anything is computed.
+
+use plimsoll_device::{
+    AdamW, AttentionShape, Compute, Cpu, CpuOptions, DType, Device, Dry, Glu, Op, Rounding, Shape, Tensor,
+};
+use plimsoll_memory::Tag;
+
+use DType::{Bf16, F16, F32, Q8_0, U32};
+
+fn tensor(device: &impl Device, dtype: DType, sizes: &[u64]) -> Tensor {
+    device.alloc(dtype, sizes, Tag::Workspace, "t").unwrap()
+}
+
+/// The complaint about the operation on tensors of these types and sizes; "" where there is none. The dry device and
+/// the CPU must agree.
+fn complaint(tensors: &[(DType, &[u64])], op: impl for<'a> Fn(&'a [Tensor]) -> Op<'a>) -> String {
+    let (dry, cpu) = (Dry::new(), cpu());
+    let run = |device: &dyn Fn(Op<'_>) -> Result<(), plimsoll_device::DeviceError>, t: &[Tensor]| {
+        device(op(t)).err().map_or(String::new(), |error| error.to_string())
+    };
+    let dry_tensors: Vec<Tensor> = tensors.iter().map(|(dtype, sizes)| tensor(&dry, *dtype, sizes)).collect();
+    let cpu_tensors: Vec<Tensor> = tensors.iter().map(|(dtype, sizes)| tensor(&cpu, *dtype, sizes)).collect();
+    let said = run(&|op| dry.run(op), &dry_tensors);
+    assert_eq!(said, run(&|op| cpu.run(op), &cpu_tensors), "the dry device and the CPU differ");
+    said
+}
+
+fn cpu() -> Cpu {
+    Cpu::new(1 << 20, CpuOptions { threads: Some(1), isa: None }).unwrap()
+}
+
+#[test]
+fn types() {
+    let add = |a, b, out| {
+        complaint(&[(a, &[4]), (b, &[4]), (out, &[4])], |t| Op::Add { a: &t[0], b: &t[1], out: &t[2] })
+    };
+    assert_eq!(add(F32, Bf16, F32), "");
+    assert_eq!(add(F32, U32, F32), "add: t u32[4] is not f32 or bf16");
+    assert_eq!(add(F16, F32, F32), "add: t f16[4] is not f32 or bf16");
+
+    let cast = |x, out| {
+        complaint(&[(x, &[32]), (out, &[32])], |t| Op::Cast {
+            x: &t[0],
+            out: &t[1],
+            rounding: Rounding::Nearest,
+        })
+    };
+    assert_eq!(cast(F16, Bf16), "");
+    assert_eq!(cast(U32, U32), "");
+    assert_eq!(cast(U32, F32), "cast: t u32[32] and t f32[32]: u32 casts only to itself");
+    assert_eq!(cast(Q8_0, F32), "cast: t q8_0[32] to t f32[32]: block types are not cast");
+
+    let tokens = complaint(&[(F32, &[2]), (F32, &[5, 4]), (F32, &[2, 4])], |t| Op::Embedding {
+        tokens: &t[0],
+        table: &t[1],
+        out: &t[2],
+    });
+    assert_eq!(tokens, "embedding: t f32[2] is not u32");
+    let logits = complaint(&[(Bf16, &[2, 4]), (U32, &[2]), (F32, &[2])], |t| Op::CrossEntropy {
+        logits: &t[0],
+        targets: &t[1],
+        losses: &t[2],
+        gradient_scale: None,
+    });
+    assert_eq!(logits, "cross_entropy: t bf16[2, 4] is not f32");
+}
+
+#[test]
+fn shapes() {
+    let activate = |x: &[u64], out: &[u64]| {
+        complaint(&[(F32, x), (F32, out)], |t| Op::Activate { x: &t[0], out: &t[1], activation: Glu::Silu })
+    };
+    assert_eq!(activate(&[2, 6], &[2, 6]), "");
+    assert_eq!(activate(&[2, 6], &[2, 7]), "activate: t f32[2, 6] and t f32[2, 7] differ in shape");
+    assert_eq!(activate(&[2, 6], &[3, 4]), "activate: t f32[2, 6] and t f32[3, 4] differ in shape");
+
+    let norm = |weight: &[u64], rstd: &[u64]| {
+        complaint(&[(F32, &[2, 6]), (F32, weight), (F32, &[2, 6]), (F32, rstd)], |t| Op::RmsNorm {
+            x: &t[0],
+            weight: &t[1],
+            epsilon: 1e-5,
+            out: &t[2],
+            rstd: &t[3],
+        })
+    };
+    assert_eq!(norm(&[6], &[2]), "");
+    assert_eq!(norm(&[5], &[2]), "rms_norm: t f32[5] does not have 6 elements");
+    assert_eq!(norm(&[6], &[3]), "rms_norm: t f32[3] does not have 2 elements");
+
+    let embedding = |table: &[u64], out: &[u64]| {
+        complaint(&[(U32, &[2]), (F32, table), (F32, out)], |t| Op::EmbeddingBackward {
+            tokens: &t[0],
+            dout: &t[2],
+            dtable: &t[1],
+        })
+    };
+    assert_eq!(embedding(&[1, 4], &[3, 4]), "embedding_backward: t f32[3, 4] is not [2, 4]");
+    assert_eq!(embedding(&[1, 4], &[2, 5]), "embedding_backward: t f32[2, 5] is not [2, 4]");
+
+    let rope = |x: &[u64], angles: &[u64]| {
+        complaint(&[(F32, x), (U32, &[2]), (F32, angles), (F32, angles)], |t| Op::Rope {
+            x: &t[0],
+            positions: &t[1],
+            cos: &t[2],
+            sin: &t[3],
+            inverse: false,
+        })
+    };
+    assert_eq!(rope(&[2, 12], &[1, 4]), "rope: t f32[2, 12] is not whole heads of 8");
+    assert_eq!(rope(&[3, 8], &[1, 4]), "rope: t u32[2] does not have 3 elements");
+
+    let linear = |x: &[u64], weight: &[u64], out: &[u64]| {
+        complaint(&[(F32, x), (F32, weight), (F32, out)], |t| Op::Linear {
+            x: &t[0],
+            weight: &t[1],
+            bias: None,
+            out: &t[2],
+            accumulate: false,
+            compute: Compute::F32,
+        })
+    };
+    assert_eq!(linear(&[2, 3], &[4, 3], &[2, 4]), "");
+    let message = "linear: t f32[2, 3] times t f32[3, 4] does not give t f32[2, 4]";
+    assert_eq!(linear(&[2, 3], &[3, 4], &[2, 4]), message);
+
+    let adamw = |m: &[u64]| {
+        complaint(&[(Bf16, &[4]), (F32, &[4]), (F32, m), (F32, &[4])], |t| Op::AdamW {
+            param: &t[0],
+            master: None,
+            grad: &t[1],
+            m: &t[2],
+            v: &t[3],
+            hyper: AdamW {
+                lr: 1e-3,
+                beta1: 0.9,
+                beta2: 0.999,
+                epsilon: 1e-8,
+                weight_decay: 0.0,
+                step: 1,
+                grad_scale: 1.0,
+            },
+            rounding: Rounding::Nearest,
+        })
+    };
+    assert_eq!(adamw(&[3]), "adamw: t bf16[4] and t f32[3] differ in shape");
+}
+
+#[test]
+fn attention() {
+    let shape = AttentionShape {
+        batch: 1,
+        q_len: 2,
+        kv_len: 2,
+        kv_capacity: 2,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 8,
+        scale: 1.0,
+    };
+    let attention = |shape: AttentionShape, kv: &[u64]| {
+        complaint(&[(F32, &[2, 32]), (F32, kv), (F32, kv), (F32, &[2, 32]), (F32, &[1, 4, 2])], |t| {
+            Op::Attention {
+                q: &t[0],
+                k: &t[1],
+                v: &t[2],
+                out: &t[3],
+                lse: &t[4],
+                shape,
+                compute: Compute::F32,
+            }
+        })
+    };
+    assert_eq!(attention(shape, &[2, 16]), "");
+    assert_eq!(attention(shape, &[2, 32]), "attention: t f32[2, 32] is not [2, 16]");
+    let impossible = AttentionShape { kv_heads: 3, ..shape };
+    assert_eq!(attention(impossible, &[2, 24]), format!("attention: {impossible:?} is impossible"));
+    let impossible = AttentionShape { q_len: 2, kv_len: 1, kv_capacity: 1, ..shape };
+    assert_eq!(attention(impossible, &[1, 16]), format!("attention: {impossible:?} is impossible"));
+}
+
+#[test]
+fn overlaps() {
+    let cpu = cpu();
+    let said = |op: Op<'_>| cpu.run(op).err().map_or(String::new(), |error| error.to_string());
+    let (x, y) = (tensor(&cpu, F32, &[8, 4]), tensor(&cpu, F32, &[8, 4]));
+    let rows = |tensor: &Tensor, rows| tensor.slice_rows(rows).unwrap();
+    let rounding = Rounding::Nearest;
+
+    // The same memory where that is allowed, and not where it is not.
+    assert_eq!(said(Op::Add { a: &x, b: &y, out: &x }), "");
+    assert_eq!(said(Op::Add { a: &x, b: &x, out: &x }), "");
+    let copy = said(Op::Cast { x: &x, out: &x, rounding });
+    assert_eq!(copy, "cast: output t f32[8, 4] overlaps input t f32[8, 4]");
+    // A part of the memory is never allowed.
+    let (upper, lower) = (rows(&x, 0..5), rows(&x, 3..8));
+    let add = said(Op::Add { a: &upper, b: &rows(&y, 0..5), out: &lower });
+    assert_eq!(add, "add: output t f32[5, 4] overlaps input t f32[5, 4]");
+    assert_eq!(said(Op::Cast { x: &rows(&x, 0..4), out: &rows(&x, 4..8), rounding }), "");
+    // The same bytes as another type: half as many elements.
+    let narrow = tensor(&cpu, Bf16, &[8, 4]);
+    assert_eq!(said(Op::Cast { x: &x, out: &narrow, rounding }), "");
+
+    let statistics = [tensor(&cpu, F32, &[8]), tensor(&cpu, F32, &[8])];
+    let weight = tensor(&cpu, F32, &[4]);
+    let layer_norm = said(Op::LayerNorm {
+        x: &x,
+        weight: &weight,
+        bias: &weight,
+        epsilon: 1e-5,
+        out: &y,
+        mean: &statistics[0],
+        rstd: &statistics[0],
+    });
+    assert_eq!(layer_norm, "layer_norm: outputs t f32[8] and t f32[8] overlap");
+    let gate = tensor(&cpu, F32, &[8, 4]);
+    let activation = Glu::Silu;
+    let backward =
+        |dgate, dup| said(Op::GatedBackward { gate: &gate, up: &x, dout: &y, dgate, dup, activation });
+    assert_eq!(backward(&gate, &x), "");
+    assert_eq!(backward(&y, &x), "");
+    assert_eq!(backward(&gate, &y), "");
+    assert_eq!(backward(&y, &y), "gated_backward: outputs t f32[8, 4] and t f32[8, 4] overlap");
+    let crossed = "gated_backward: output t f32[8, 4] overlaps input t f32[8, 4]";
+    assert_eq!(backward(&x, &gate), crossed);
+}
+
+#[test]
+fn other_arenas() {
+    let (here, there) = (cpu(), cpu());
+    let (x, y) = (tensor(&here, F32, &[4]), tensor(&there, F32, &[4]));
+    let op = Op::Cast { x: &x, out: &y, rounding: Rounding::Nearest };
+    assert_eq!(here.run(op).unwrap_err().to_string(), "cast: t f32[4] belongs to another arena");
+    assert_eq!(
+        here.read(&y, &mut |_| {}).unwrap_err().to_string(),
+        "read: t f32[4] belongs to another arena"
+    );
+    assert_eq!(
+        here.write(&y, &mut |_| {}).unwrap_err().to_string(),
+        "write: t f32[4] belongs to another arena"
+    );
+}
+
+#[test]
+fn memory_that_is_lent_out() {
+    let cpu = cpu();
+    let x = tensor(&cpu, F32, &[4]);
+    let fill = Op::Fill { out: &x, value: 1.0 };
+    let refused = |result: Result<(), plimsoll_device::DeviceError>, op| {
+        let message = format!("{op}: called from inside this device's `read` or `write`");
+        assert_eq!(result.unwrap_err().to_string(), message);
+    };
+    cpu.write(&x, &mut |_| {
+        refused(cpu.run(fill), "fill");
+        refused(cpu.read(&x, &mut |_| {}), "read");
+        refused(cpu.write(&x, &mut |_| {}), "write");
+    })
+    .unwrap();
+    cpu.read(&x, &mut |_| {
+        refused(cpu.run(fill), "fill");
+        refused(cpu.write(&x, &mut |_| {}), "write");
+        cpu.read(&x, &mut |_| {}).unwrap();
+    })
+    .unwrap();
+    cpu.run(fill).unwrap();
+    assert_eq!(cpu.read_f32(&x).unwrap(), [1.0; 4]);
+}
+
+#[test]
+fn tensors_that_cannot_be() {
+    let cpu = cpu();
+    let alloc = |dtype, sizes: &[u64]| cpu.alloc(dtype, sizes, Tag::Weights, "w").unwrap_err().to_string();
+    let message = "w: a tensor of shape [4611686018427387904, 8] and type f32 cannot be made";
+    assert_eq!(alloc(F32, &[1 << 62, 8]), message);
+    assert_eq!(alloc(Q8_0, &[33]), "w: a tensor of shape [33] and type q8_0 cannot be made");
+    assert_eq!(
+        alloc(F32, &[1, 1, 1, 1, 1]),
+        "w: a tensor of shape [1, 1, 1, 1, 1] and type f32 cannot be made"
+    );
+    assert!(alloc(F32, &[1 << 20]).starts_with("device memory is used up: w (weights) asks for"));
+    assert_eq!(Shape::new(&[2, 3]).unwrap().elements(), 6);
+}
+
+#[test]
+fn more_columns_than_sums_have_room_for() {
+    let cpu = Cpu::new(8 << 20, CpuOptions { threads: Some(1), isa: None }).unwrap();
+    let (row, vector) = (tensor(&cpu, F32, &[1, 270_000]), || tensor(&cpu, F32, &[270_000]));
+    let (dx, weight, dweight) = (tensor(&cpu, F32, &[1, 270_000]), vector(), vector());
+    let rstd = tensor(&cpu, F32, &[1]);
+    let op = Op::RmsNormBackward {
+        x: &row,
+        weight: &weight,
+        rstd: &rstd,
+        dout: &row,
+        dx: &dx,
+        dweight: &dweight,
+        accumulate_weight: false,
+    };
+    let message = "rms_norm_backward: t f32[270000] has more than 262144 columns";
+    assert_eq!(cpu.run(op).unwrap_err().to_string(), message);
+}
