@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-enum { ITERATIONS = 4000000, ROUNDS = 15 };
+enum { ITERATIONS = 2000000, ROUNDS = 100 };
 static volatile float sink;
 
 static double now(void) {
@@ -25,24 +25,25 @@ static double now(void) {
 #define COUNT 12
 #define EACH(OP) OP(0) OP(1) OP(2) OP(3) OP(4) OP(5) OP(6) OP(7) OP(8) OP(9) OP(10) OP(11)
 #define DECLARE(i) acc##i = x,
-/* The empty asm hides the values from the optimiser, and keeps them in registers. */
-#define LOOP(TYPE, SET, REGISTER, OPERATION, KEEP)                                                                 \
-    TYPE x = SET, EACH(DECLARE) hidden = x;                                                                        \
+/* The empty asm hides a value from the optimiser, and keeps it in a register. */
+#define HIDE256(i) __asm__ volatile("" : "+x"(acc##i));
+#define HIDE512(i) __asm__ volatile("" : "+v"(acc##i));
+#define LOOP(TYPE, SET, HIDE, OPERATION)                                                                           \
+    TYPE x = SET, EACH(DECLARE) acc_x = x;                                                                         \
+    EACH(HIDE)                                                                                                     \
     for (int i = 0; i < ITERATIONS; i++) {                                                                         \
-        __asm__ volatile("" : "+" REGISTER(hidden));                                                               \
+        HIDE(_x)                                                                                                   \
         EACH(OPERATION)                                                                                            \
     }                                                                                                              \
-    EACH(KEEP)
-#define KEEP256(i) __asm__ volatile("" : : "x"(acc##i));
-#define KEEP512(i) __asm__ volatile("" : : "v"(acc##i));
-#define FMA256(i) acc##i = _mm256_fmadd_ps(hidden, hidden, acc##i);
-#define FMA512(i) acc##i = _mm512_fmadd_ps(hidden, hidden, acc##i);
-#define DOT512(i) acc##i = _mm512_dpbf16_ps(acc##i, (__m512bh)hidden, (__m512bh)hidden);
+    EACH(HIDE)
+#define FMA256(i) acc##i = _mm256_fmadd_ps(acc_x, acc_x, acc##i);
+#define FMA512(i) acc##i = _mm512_fmadd_ps(acc_x, acc_x, acc##i);
+#define DOT512(i) acc##i = _mm512_dpbf16_ps(acc##i, (__m512bh)acc_x, (__m512bh)acc_x);
 
-__attribute__((target("avx2,fma"))) static void fma256(void) { LOOP(__m256, _mm256_set1_ps(1e-9f), "x", FMA256, KEEP256) }
-__attribute__((target("avx512f"))) static void fma512(void) { LOOP(__m512, _mm512_set1_ps(1e-9f), "v", FMA512, KEEP512) }
+__attribute__((target("avx2,fma"))) static void fma256(void) { LOOP(__m256, _mm256_set1_ps(1e-9f), HIDE256, FMA256) }
+__attribute__((target("avx512f"))) static void fma512(void) { LOOP(__m512, _mm512_set1_ps(1e-9f), HIDE512, FMA512) }
 __attribute__((target("avx512f,avx512bf16"))) static void dot512(void) {
-    LOOP(__m512, _mm512_set1_ps(1e-9f), "v", DOT512, KEEP512)
+    LOOP(__m512, _mm512_set1_ps(1e-9f), HIDE512, DOT512)
 }
 #endif
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use plimsoll_memory::ByteSize;
-use plimsoll_train::{Event, Observer, StepMetrics};
+use plimsoll_train::{Event, MemoryLevel, Observer, StepMetrics};
 
 /// Off a terminal there is a line after at most this time.
 const LINE_EVERY: Duration = Duration::from_secs(30);
@@ -65,10 +65,8 @@ impl TrainingProgress {
             ByteSize(metrics.memory.device_peak_bytes + self.overhead),
             ByteSize(self.load_line)
         );
-        let text = format!(
-            "loss {:.4}  {:.0} tokens/s  memory {memory}",
-            metrics.loss, metrics.tokens_per_second
-        );
+        let text =
+            format!("loss {:.4}  {:.0} tokens/s  memory {memory}", metrics.loss, metrics.tokens_per_second);
         if let Some(bar) = &self.bar {
             bar.set_message(text);
             bar.set_position(metrics.step);
@@ -104,7 +102,10 @@ impl Observer for TrainingProgress {
             Event::Started { steps_done, total_steps, data_tokens } => {
                 self.total_steps = total_steps;
                 self.begun = Instant::now();
-                self.say(&format!("training on {data_tokens} tokens, step {} of {total_steps} is next", steps_done + 1));
+                self.say(&format!(
+                    "training on {data_tokens} tokens, step {} of {total_steps} is next",
+                    steps_done + 1
+                ));
                 if !self.quiet && std::io::stderr().is_terminal() {
                     let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {eta} left")
                         .unwrap_or_else(|_| ProgressStyle::default_bar());
@@ -125,6 +126,18 @@ impl Observer for TrainingProgress {
                 self.say(&format!("step {step}: validation loss {loss:.4}, perplexity {:.3}", loss.exp()));
             }
             Event::Saved(path) => self.saved(path),
+            Event::MemoryHigh { step, level, process_bytes, budget_bytes } => {
+                let words = match level {
+                    MemoryLevel::Emergency => "at the load line, saving",
+                    MemoryLevel::Critical => "critically near the load line",
+                    MemoryLevel::Warning | MemoryLevel::Normal => "near the load line",
+                };
+                self.say(&format!(
+                    "step {step}: memory is {words}: {} of {}",
+                    ByteSize(process_bytes),
+                    ByteSize(budget_bytes)
+                ));
+            }
             Event::Stopping { step } => {
                 self.say(&format!("asked to stop: saving after step {step}; --resume goes on from there"));
             }

@@ -109,7 +109,9 @@ pub fn resident_bytes() -> u64 {
 pub fn inference_precision(dtype: &str) -> Result<Precision, Failure> {
     match dtype {
         "f32" | "fp32" | "float32" => Ok(Precision::F32),
-        "bf16" | "bfloat16" => Ok(Precision { weights: DType::Bf16, activations: DType::Bf16, ..Precision::F32 }),
+        "bf16" | "bfloat16" => {
+            Ok(Precision { weights: DType::Bf16, activations: DType::Bf16, ..Precision::F32 })
+        }
         other => Err(Failure::usage(format!("--dtype {other}: must be f32 or bf16"))),
     }
 }

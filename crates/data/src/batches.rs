@@ -48,7 +48,12 @@ struct Maker {
 impl Batches {
     /// Batches of `batch_size` windows, the first `position` windows left out. Up to `ahead` batches are made before they
     /// are asked for, by a thread of its own; with 0 the caller's thread makes them.
-    pub fn start(dataset: Dataset, batch_size: u64, ahead: usize, position: u64) -> Result<Batches, DataError> {
+    pub fn start(
+        dataset: Dataset,
+        batch_size: u64,
+        ahead: usize,
+        position: u64,
+    ) -> Result<Batches, DataError> {
         let mut maker = Maker { dataset, batch_size, position };
         if ahead == 0 {
             return Ok(Batches { source: Source::Direct(maker) });
@@ -121,6 +126,7 @@ mod tests {
             patterns: vec![path.to_str().unwrap().to_owned()],
             text_field: "text".to_owned(),
             append_eos: false,
+            buffer_bytes: 64,
             sequence_length,
             shuffle,
         };
@@ -161,6 +167,7 @@ mod tests {
             patterns: vec![path.to_str().unwrap().to_owned()],
             text_field: "text".to_owned(),
             append_eos: true,
+            buffer_bytes: 64,
             sequence_length: 5,
             shuffle: None,
         };
@@ -184,7 +191,9 @@ mod tests {
         let identity = |text, length, shuffle| dataset(text, length, shuffle).unwrap().identity();
         let base = identity("abcdef", 3, None);
         assert_eq!(base, identity("abcdef", 3, None));
-        for other in [identity("abcdeg", 3, None), identity("abcdef", 2, None), identity("abcdef", 3, Some(1))] {
+        for other in
+            [identity("abcdeg", 3, None), identity("abcdef", 2, None), identity("abcdef", 3, Some(1))]
+        {
             assert_ne!(base, other);
         }
     }

@@ -20,6 +20,8 @@ pub struct DatasetOptions {
     pub text_field: String,
     /// Whether an end-of-text token follows the last document too.
     pub append_eos: bool,
+    /// Bytes between a file with a document a line and the tokenizer.
+    pub buffer_bytes: usize,
     /// Tokens of a window.
     pub sequence_length: u64,
     /// Seed of the order of windows; `None` takes them as they come.
@@ -36,13 +38,17 @@ pub struct Dataset {
 
 impl Dataset {
     /// Reads and tokenises the files. Tokens are kept in an unnamed file in `folder`.
-    pub fn open(options: &DatasetOptions, tokenizer: &Tokenizer, folder: &Path) -> Result<Dataset, DataError> {
+    pub fn open(
+        options: &DatasetOptions,
+        tokenizer: &Tokenizer,
+        folder: &Path,
+    ) -> Result<Dataset, DataError> {
         let files = expand(&options.patterns)?;
         let mut writer = TokenWriter::new(folder)?;
         let end = tokenizer.eos_token();
         let mut documents = 0u64;
         for file in &files {
-            documents::for_each(file, &options.text_field, &mut |text| {
+            documents::for_each(file, &options.text_field, options.buffer_bytes, &mut |text| {
                 if documents > 0 {
                     writer.append(&[end.ok_or(DataError::NoEndOfText)?])?;
                 }
@@ -83,7 +89,12 @@ impl Dataset {
     /// A text that differs where the windows or their order do, for runs that are resumed.
     pub fn identity(&self) -> String {
         let order = self.shuffle.map_or("in order".to_owned(), |seed| format!("shuffled by {seed}"));
-        format!("{:016x}, {} tokens, windows of {}, {order}", self.tokens.hash(), self.tokens.len(), self.sequence_length)
+        format!(
+            "{:016x}, {} tokens, windows of {}, {order}",
+            self.tokens.hash(),
+            self.tokens.len(),
+            self.sequence_length
+        )
     }
 
     /// Appends the window that is the `position`-th since the beginning of training; after the last one they begin anew.

@@ -14,10 +14,12 @@ const LONGEST_LINE: u64 = 256 << 20;
 
 const BYTE_ORDER_MARK: &str = "\u{feff}";
 
-/// Calls `each` with every document of a file, in order. Empty documents are passed over.
+/// Calls `each` with every document of a file, in order. Empty documents are passed over. Files with a document a line
+/// are read through a buffer of `buffer_bytes`.
 pub fn for_each(
     file: &DataFile,
     text_field: &str,
+    buffer_bytes: usize,
     each: &mut dyn FnMut(&str) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     match file.kind {
@@ -25,7 +27,7 @@ pub fn for_each(
             let text = read_text(&file.path)?;
             if text.is_empty() { Ok(()) } else { each(&text) }
         }
-        Kind::JsonLines => json_lines(&file.path, text_field, each),
+        Kind::JsonLines => json_lines(&file.path, text_field, buffer_bytes, each),
     }
 }
 
@@ -45,10 +47,11 @@ pub fn read_text(path: &Path) -> Result<String, DataError> {
 fn json_lines(
     path: &Path,
     text_field: &str,
+    buffer_bytes: usize,
     each: &mut dyn FnMut(&str) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let file = File::open(path).map_err(DataError::io("open", path))?;
-    let mut reader = BufReader::new(file);
+    let mut reader = BufReader::with_capacity(buffer_bytes.max(1), file);
     let mut bytes = Vec::new();
     let mut before = 0u64;
     for line in 1.. {
@@ -92,7 +95,10 @@ fn document(line: &str, text_field: &str) -> Result<String, String> {
         Some(_) => Err(format!("the field {text_field:?} is not a text")),
         None => {
             let keys: Vec<String> = object.keys().take(12).map(|k| format!("{k:?}")).collect();
-            Err(format!("no field {text_field:?}; it has {}; set data.text_field to one of them", keys.join(", ")))
+            Err(format!(
+                "no field {text_field:?}; it has {}; set data.text_field to one of them",
+                keys.join(", ")
+            ))
         }
     }
 }
@@ -107,7 +113,7 @@ mod tests {
         let path = folder.path().join("data");
         std::fs::write(&path, content).unwrap();
         let mut all = Vec::new();
-        let outcome = for_each(&DataFile { path, kind }, "text", &mut |text| {
+        let outcome = for_each(&DataFile { path, kind }, "text", 7, &mut |text| {
             all.push(text.to_owned());
             Ok(())
         });
@@ -121,7 +127,10 @@ mod tests {
     fn a_text_file_is_one_document() {
         assert_eq!(documents("\u{feff}a\r\nb".as_bytes(), Kind::Text).unwrap(), ["a\r\nb"]);
         assert_eq!(documents(b"", Kind::Text).unwrap(), [""; 0]);
-        assert_eq!(documents(b"ab\xff", Kind::Text).unwrap_err(), "not UTF-8 at byte 2; convert the file to UTF-8");
+        assert_eq!(
+            documents(b"ab\xff", Kind::Text).unwrap_err(),
+            "not UTF-8 at byte 2; convert the file to UTF-8"
+        );
     }
 
     #[test]
@@ -129,7 +138,10 @@ mod tests {
         let good = b"{\"text\":\"one\"}\n\n{\"x\":1,\"text\":\"two\\n\"}\r\n{\"text\":\"\"}";
         assert_eq!(documents(good, Kind::JsonLines).unwrap(), ["one", "two\n"]);
         for (bad, words) in [
-            (&b"{\"text\":\"one\"}\n{\"text\":"[..], "line 2: not JSON: EOF while parsing a value at line 1 column 8"),
+            (
+                &b"{\"text\":\"one\"}\n{\"text\":"[..],
+                "line 2: not JSON: EOF while parsing a value at line 1 column 8",
+            ),
             (b"[1]", "line 1: not an object with a \"text\" field"),
             (b"{\"text\":3}", "line 1: the field \"text\" is not a text"),
             (

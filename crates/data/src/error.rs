@@ -26,7 +26,9 @@ pub enum DataError {
         reason: String,
     },
     /// A pattern that nothing matches.
-    #[error("data: nothing matches {pattern:?}; give a text or JSONL file, a folder of them, or a pattern such as data/*.txt")]
+    #[error(
+        "data: nothing matches {pattern:?}; give a text or JSONL file, a folder of them, or a pattern such as data/*.txt"
+    )]
     NothingFound {
         /// What was written.
         pattern: String,
@@ -62,7 +64,9 @@ pub enum DataError {
         path: PathBuf,
     },
     /// Less text than one sequence.
-    #[error("the data has {tokens} tokens, fewer than one sequence of {sequence_length}; add text or set data.sequence_length={tokens} or less")]
+    #[error(
+        "the data has {tokens} tokens, fewer than one sequence of {sequence_length}; add text or set data.sequence_length={tokens} or less"
+    )]
     TooShort {
         /// Tokens in all.
         tokens: u64,
@@ -70,7 +74,9 @@ pub enum DataError {
         sequence_length: u64,
     },
     /// Documents without a token to put between them.
-    #[error("the data has several documents, but the tokenizer names no end-of-text token to put between them")]
+    #[error(
+        "the data has several documents, but the tokenizer names no end-of-text token to put between them"
+    )]
     NoEndOfText,
     /// The tokenizer refused.
     #[error(transparent)]

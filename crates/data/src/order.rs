@@ -49,7 +49,8 @@ mod tests {
 
     #[test]
     fn epochs_differ_and_so_do_seeds() {
-        let epoch = |number: u64, seed| (0..50).map(|i| window(50 * number + i, 50, Some(seed))).collect::<Vec<_>>();
+        let epoch =
+            |number: u64, seed| (0..50).map(|i| window(50 * number + i, 50, Some(seed))).collect::<Vec<_>>();
         assert_ne!(epoch(0, 1), epoch(1, 1));
         assert_ne!(epoch(0, 1), epoch(0, 2));
         assert_ne!(epoch(0, 1), (0..50).collect::<Vec<_>>());

@@ -28,7 +28,8 @@ pub struct TokenFile {
 impl TokenWriter {
     /// A file in `folder`, readable by its owner alone and without a name.
     pub fn new(folder: &Path) -> Result<TokenWriter, DataError> {
-        let file = tempfile::tempfile_in(folder).map_err(DataError::io("create a temporary file in", folder))?;
+        let file =
+            tempfile::tempfile_in(folder).map_err(DataError::io("create a temporary file in", folder))?;
         Ok(TokenWriter {
             file: BufWriter::new(file),
             folder: folder.to_owned(),
@@ -51,10 +52,11 @@ impl TokenWriter {
 
     /// Ends the writing.
     pub fn finish(self) -> Result<TokenFile, DataError> {
-        let file = self
-            .file
-            .into_inner()
-            .map_err(|e| DataError::Io { action: "write the tokens to a temporary file in", path: self.folder.clone(), source: e.into_error() })?;
+        let file = self.file.into_inner().map_err(|e| DataError::Io {
+            action: "write the tokens to a temporary file in",
+            path: self.folder.clone(),
+            source: e.into_error(),
+        })?;
         Ok(TokenFile { file, folder: self.folder, tokens: self.tokens, hash: self.hasher.finish() })
     }
 }

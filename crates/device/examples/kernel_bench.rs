@@ -164,7 +164,6 @@ impl Bench {
             &label("swiglu backward"),
             Op::GatedBackward { gate: &x, up: &y, dout: &z, dgate: &dgate, dup: &dup, activation },
         )?;
-        drop(dgate);
         let positions = self.u32s((0..n as u32).map(|i| i % 512))?;
         let (cos, sin) = (self.tensor(DType::F32, &[512, 32])?, self.tensor(DType::F32, &[512, 32])?);
         self.time(

@@ -110,7 +110,8 @@ impl<'a> Op<'a> {
                 check.same_size(b, out);
             }
             Op::Scale { x, .. } => check.float(x),
-            Op::Embedding { tokens, table, out: rows } | Op::EmbeddingBackward { tokens, dout: rows, dtable: table } => {
+            Op::Embedding { tokens, table, out: rows }
+            | Op::EmbeddingBackward { tokens, dout: rows, dtable: table } => {
                 check.u32(tokens);
                 [table, rows].into_iter().for_each(|t| check.float(t));
                 check.size(rows, tokens.elements(), table.columns());
@@ -186,7 +187,9 @@ impl<'a> Op<'a> {
                 check.attention(q, k, v, shape);
                 [out, dout, dq].into_iter().for_each(|t| check.same_size(q, t));
                 [dk, dv].into_iter().for_each(|t| check.same_size(k, t));
-                [lse, delta].into_iter().for_each(|t| check.f32_vector(t, shape.batch * shape.heads * shape.q_len));
+                [lse, delta]
+                    .into_iter()
+                    .for_each(|t| check.f32_vector(t, shape.batch * shape.heads * shape.q_len));
                 check.that(shape.kv_len == shape.q_len && shape.kv_capacity == shape.q_len, || {
                     format!("{shape:?}: the backward pass takes whole sequences")
                 });
@@ -275,7 +278,8 @@ impl Mismatch {
     }
 
     fn linear(&mut self, x: &Tensor, weight: &Tensor, out: &Tensor) {
-        let fits = x.columns() == weight.columns() && out.columns() == weight.rows() && x.rows() == out.rows();
+        let fits =
+            x.columns() == weight.columns() && out.columns() == weight.rows() && x.rows() == out.rows();
         self.that(fits, || format!("{x:?} times {weight:?} does not give {out:?}"));
     }
 

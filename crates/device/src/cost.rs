@@ -96,7 +96,9 @@ impl Op<'_> {
         let mut cost = Cost { bytes, ..Cost::default() };
         match *self {
             Op::Linear { x, out, compute, .. } => cost.matmul = product(out, x.columns(), compute),
-            Op::LinearBackwardInput { dout, dx, compute, .. } => cost.matmul = product(dx, dout.columns(), compute),
+            Op::LinearBackwardInput { dout, dx, compute, .. } => {
+                cost.matmul = product(dx, dout.columns(), compute)
+            }
             Op::LinearBackwardWeight { dout, dweight, compute, .. } => {
                 cost.matmul = product(dweight, dout.rows(), compute);
             }

@@ -48,7 +48,13 @@ pub trait Device {
     fn read(&self, x: &Tensor, look: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError>;
 
     /// A new tensor; its contents are whatever was there.
-    fn alloc(&self, dtype: DType, sizes: &[u64], tag: Tag, name: &'static str) -> Result<Tensor, DeviceError> {
+    fn alloc(
+        &self,
+        dtype: DType,
+        sizes: &[u64],
+        tag: Tag,
+        name: &'static str,
+    ) -> Result<Tensor, DeviceError> {
         let fail = || DeviceError::ImpossibleTensor { name, shape: sizes.to_vec(), dtype };
         let shape = Shape::new(sizes).ok_or_else(fail)?;
         let bytes = dtype.bytes_for(shape.elements()).ok_or_else(fail)?;

@@ -149,9 +149,21 @@ pub enum Op<'a> {
         compute: Compute,
     },
     /// dx (+)= dout weight; dout [N, O], weight [O, I], dx [N, I].
-    LinearBackwardInput { dout: &'a Tensor, weight: &'a Tensor, dx: &'a Tensor, accumulate: bool, compute: Compute },
+    LinearBackwardInput {
+        dout: &'a Tensor,
+        weight: &'a Tensor,
+        dx: &'a Tensor,
+        accumulate: bool,
+        compute: Compute,
+    },
     /// dweight (+)= dout^T x; dout [N, O], x [N, I], dweight [O, I].
-    LinearBackwardWeight { dout: &'a Tensor, x: &'a Tensor, dweight: &'a Tensor, accumulate: bool, compute: Compute },
+    LinearBackwardWeight {
+        dout: &'a Tensor,
+        x: &'a Tensor,
+        dweight: &'a Tensor,
+        accumulate: bool,
+        compute: Compute,
+    },
     /// dbias (+)= sum over rows of dout; dout [N, O], dbias [O].
     BiasBackward { dout: &'a Tensor, dbias: &'a Tensor, accumulate: bool },
 

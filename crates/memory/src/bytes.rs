@@ -44,9 +44,8 @@ impl FromStr for ByteSize {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let fail = |reason| ParseByteSizeError { text: text.to_owned(), reason };
         let trimmed = text.trim();
-        let split = trimmed
-            .find(|c: char| !(c.is_ascii_digit() || c == '.' || c == '_'))
-            .unwrap_or(trimmed.len());
+        let split =
+            trimmed.find(|c: char| !(c.is_ascii_digit() || c == '.' || c == '_')).unwrap_or(trimmed.len());
         let (number, unit) = trimmed.split_at(split);
         let number = number.replace('_', "");
         if number.is_empty() {

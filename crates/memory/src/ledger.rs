@@ -193,8 +193,7 @@ impl Ledger {
         self.live.add(tag, bytes);
         let raised = end > self.at_peak.peak;
         if raised {
-            self.at_peak =
-                AtPeak { peak: end, by_tag: self.live, phase: self.phase, layer: self.layer };
+            self.at_peak = AtPeak { peak: end, by_tag: self.live, phase: self.phase, layer: self.layer };
         }
         self.record(tag, name, self.layer, bytes as i64, raised);
     }

@@ -80,8 +80,11 @@ pub(crate) fn encode(values: &[f32], to: DType, out: &mut [u8]) -> Result<(), Co
     }
 }
 
+type Decoder = fn(&[u8], &mut [f32]);
+type Encoder = fn(&[f32], &mut [u8]);
+
 /// `decode(source, values)`: `source` holds exactly the elements of `values`, at most `CHUNK`.
-fn decoder(from: DType) -> Option<fn(&[u8], &mut [f32])> {
+fn decoder(from: DType) -> Option<Decoder> {
     match from {
         DType::F32 => Some(decode_f32),
         DType::Bf16 => Some(decode_bf16),
@@ -94,7 +97,7 @@ fn decoder(from: DType) -> Option<fn(&[u8], &mut [f32])> {
 }
 
 /// `encode(values, out)`: at most `CHUNK` values, `out` just large enough.
-fn encoder(to: DType) -> Option<fn(&[f32], &mut [u8])> {
+fn encoder(to: DType) -> Option<Encoder> {
     match to {
         DType::F32 => Some(encode_f32),
         DType::Bf16 => Some(encode_bf16),
@@ -263,7 +266,10 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_refused() {
         let check = |from, source: usize, to, out: usize| {
-            assert!(convert(from, &vec![0; source], to, &mut vec![0; out]).is_err(), "{from} {source} {to} {out}");
+            assert!(
+                convert(from, &vec![0; source], to, &mut vec![0; out]).is_err(),
+                "{from} {source} {to} {out}"
+            );
         };
         check(DType::F32, 8, DType::F32, 4);
         check(DType::F32, 4, DType::F32, 3);

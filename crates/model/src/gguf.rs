@@ -37,8 +37,7 @@ pub struct GgufFile {
 impl GgufFile {
     /// Maps the file and checks its header.
     pub fn open(path: &Path) -> Result<GgufFile, GgufError> {
-        let map =
-            FileMap::open(path).map_err(|source| GgufError::Io { path: path.to_owned(), source })?;
+        let map = FileMap::open(path).map_err(|source| GgufError::Io { path: path.to_owned(), source })?;
         let mut cursor = Cursor::new(path, map.bytes());
         let version = read_version(&mut cursor)?;
         let tensor_count = cursor.u64(Place::Header("tensor_count"))?;

@@ -13,9 +13,7 @@ use std::path::{Path, PathBuf};
 
 pub use write::{config_json, generation_config_json};
 
-use crate::spec::{
-    Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, SpecError,
-};
+use crate::spec::{Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, SpecError};
 use keys::Keys;
 
 /// The file's name in a model's folder.
@@ -129,7 +127,8 @@ fn model_spec(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {
         Some(head_dim) => head_dim,
         None if heads > 0 && hidden_size.is_multiple_of(heads) => hidden_size / heads,
         None => {
-            let reason = format!("{heads} does not divide hidden_size {hidden_size}, and there is no head_dim");
+            let reason =
+                format!("{heads} does not divide hidden_size {hidden_size}, and there is no head_dim");
             return Err(config.refuse("num_attention_heads", reason));
         }
     };

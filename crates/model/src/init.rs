@@ -61,9 +61,9 @@ mod tests {
     #[test]
     fn numbers_are_standard_normal() {
         let n = 100_000u64;
-        let moments = (0..n).map(|i| normal(7, i)).fold([0.0; 4], |[a, b, c, d], x| {
-            [a + x, b + x * x, c + x.powi(3), d + x.powi(4)]
-        });
+        let moments = (0..n)
+            .map(|i| normal(7, i))
+            .fold([0.0; 4], |[a, b, c, d], x| [a + x, b + x * x, c + x.powi(3), d + x.powi(4)]);
         for (moment, expected) in moments.iter().zip([0.0, 1.0, 0.0, 3.0]) {
             assert!((moment / n as f64 - expected).abs() < 0.08, "{moments:?}");
         }

@@ -19,8 +19,8 @@ pub mod spec;
 pub mod tokenizer;
 
 pub use parameters::{BlockId, Initialisation, Parameter, ParameterKind, Role};
-pub use save::{SaveError, SaveWriter};
 pub use safetensors::{NewTensor, SafetensorsError, SafetensorsFile, StoredDType, write_tensors};
+pub use save::{SaveError, SaveWriter};
 pub use source::{Format, ModelError, ModelFiles, RowOrder, StoredView, WeightSource};
 pub use spec::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, RopeScaling, RopeSpec, SpecError,

@@ -182,7 +182,8 @@ impl ModelSpec {
                 if layer_norm {
                     add(name("post_attention_layernorm.bias"), Role::MlpNormBias, &[hidden]);
                 }
-                let gate = self.mlp.gated.then_some(("gate_proj", Role::GateProj, Role::GateBias, inner, hidden));
+                let gate =
+                    self.mlp.gated.then_some(("gate_proj", Role::GateProj, Role::GateBias, inner, hidden));
                 for (part, weight, bias, out, inp) in gate.into_iter().chain([
                     ("up_proj", Role::UpProj, Role::UpBias, inner, hidden),
                     ("down_proj", Role::DownProj, Role::DownBias, hidden, inner),

@@ -18,8 +18,8 @@ use std::path::Path;
 pub use dtype::StoredDType;
 pub use error::{HeaderProblem, IndexProblem, SafetensorsError, TensorProblem};
 pub use sharded::{INDEX_NAME, SINGLE_NAME, SafetensorsSet};
-pub(crate) use write::{new_file_builder, sync_folder};
 pub use write::{NewTensor, write_tensors};
+pub(crate) use write::{new_file_builder, sync_folder};
 
 use crate::file_map::FileMap;
 
@@ -49,8 +49,8 @@ pub struct SafetensorsFile {
 impl SafetensorsFile {
     /// Maps the file and checks its header.
     pub fn open(path: &Path) -> Result<SafetensorsFile, SafetensorsError> {
-        let map = FileMap::open(path)
-            .map_err(|source| SafetensorsError::Io { path: path.to_owned(), source })?;
+        let map =
+            FileMap::open(path).map_err(|source| SafetensorsError::Io { path: path.to_owned(), source })?;
         let header = header::parse(path, map.bytes())?;
         map.release_all();
         let by_name = header.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();

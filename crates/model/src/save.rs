@@ -103,13 +103,17 @@ impl<'a> SaveWriter<'a> {
             target: "safetensors",
             reason: format!("weights cannot be stored as {}", self.dtype),
         })?;
-        let tensor =
-            |parameter: &Parameter| NewTensor { name: parameter.name.clone(), dtype, shape: parameter.shape.clone() };
+        let tensor = |parameter: &Parameter| NewTensor {
+            name: parameter.name.clone(),
+            dtype,
+            shape: parameter.shape.clone(),
+        };
         Ok(parameters.iter().map(tensor).collect())
     }
 
     fn index(&self, names: &[String], shards: &[Vec<Parameter>]) -> String {
-        let parameters = || shards.iter().zip(names).flat_map(|(shard, name)| shard.iter().map(move |p| (p, name)));
+        let parameters =
+            || shards.iter().zip(names).flat_map(|(shard, name)| shard.iter().map(move |p| (p, name)));
         let total: u64 = parameters().map(|(parameter, _)| self.bytes(parameter)).sum();
         let weight_map: BTreeMap<&str, &str> =
             parameters().map(|(parameter, name)| (parameter.name.as_str(), name.as_str())).collect();
@@ -180,7 +184,8 @@ impl Staging {
         let staged = self.folder.path();
         sync_folder(staged);
         if self.replaces {
-            std::fs::rename(staged, folder).map_err(|source| SaveError::io("rename a folder to", folder, source))?;
+            std::fs::rename(staged, folder)
+                .map_err(|source| SaveError::io("rename a folder to", folder, source))?;
             sync_folder(parent(folder));
             return Ok(());
         }
@@ -194,7 +199,8 @@ impl Staging {
         }
         // Weights of an earlier save in the other form would be loaded instead of these.
         for name in list(folder).map_err(|source| SaveError::io("list", folder, source))? {
-            let is_ours = |name: &str| weights.iter().any(|w| w == name) || (weights.len() > 1 && name == INDEX_NAME);
+            let is_ours =
+                |name: &str| weights.iter().any(|w| w == name) || (weights.len() > 1 && name == INDEX_NAME);
             if let Some(name) = name.to_str()
                 && is_weights(name)
                 && !is_ours(name)

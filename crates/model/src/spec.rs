@@ -262,7 +262,10 @@ impl ModelSpec {
             return fail("head_dim", format_args!("{head_dim} is larger than 512"));
         }
         if !(self.norm.epsilon.is_finite() && self.norm.epsilon >= 0.0) {
-            return fail("rms_norm_eps", format_args!("{} is not a small positive number", self.norm.epsilon));
+            return fail(
+                "rms_norm_eps",
+                format_args!("{} is not a small positive number", self.norm.epsilon),
+            );
         }
         if !(self.attention.rope.theta.is_finite() && self.attention.rope.theta > 0.0) {
             return fail("rope_theta", format_args!("{} is not positive", self.attention.rope.theta));
@@ -278,7 +281,10 @@ impl ModelSpec {
         let layers = u128::from(self.num_layers) * elements(BlockId::Layer(0));
         let total = elements(BlockId::Embedding) + layers + elements(BlockId::Head);
         if total > MAX_PARAMETERS {
-            return fail("hidden_size", format_args!("makes a model of {total} parameters, beyond any computer"));
+            return fail(
+                "hidden_size",
+                format_args!("makes a model of {total} parameters, beyond any computer"),
+            );
         }
         Ok(())
     }

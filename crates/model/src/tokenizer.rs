@@ -93,9 +93,11 @@ impl Tokenizer {
         let engine = Engine::from_bytes(text.as_bytes()).map_err(|e| TokenizerError::invalid(origin, e))?;
         let size = fields.tokens.len() as u64;
         let inside = |key: &'static str, id: Option<u32>| match id {
-            Some(id) if u64::from(id) >= size => {
-                Err(TokenizerError::Field { origin: origin.to_owned(), key, reason: format!("{id} is not below {size}") })
-            }
+            Some(id) if u64::from(id) >= size => Err(TokenizerError::Field {
+                origin: origin.to_owned(),
+                key,
+                reason: format!("{id} is not below {size}"),
+            }),
             id => Ok(id),
         };
         let specials = Specials {
@@ -142,11 +144,9 @@ impl Tokenizer {
     ) -> Result<(), E> {
         let most = if self.shared.cuttable { pieces::PIECE_BYTES } else { usize::MAX };
         for piece in pieces::cut(text, most) {
-            let encoding = self
-                .shared
-                .engine
-                .encode_fast(piece, false)
-                .map_err(|e| TokenizerError::Encode { origin: self.shared.origin.clone(), reason: e.to_string() })?;
+            let encoding = self.shared.engine.encode_fast(piece, false).map_err(|e| {
+                TokenizerError::Encode { origin: self.shared.origin.clone(), reason: e.to_string() }
+            })?;
             sink(encoding.get_ids())?;
         }
         Ok(())
@@ -242,9 +242,8 @@ impl DecodeStream<'_> {
 /// A file's JSON, or an empty document where there is no file.
 fn optional_json(path: &Path) -> Result<Value, TokenizerError> {
     match std::fs::read(path) {
-        Ok(bytes) => {
-            serde_json::from_slice(&bytes).map_err(|e| TokenizerError::invalid(&path.display().to_string(), e))
-        }
+        Ok(bytes) => serde_json::from_slice(&bytes)
+            .map_err(|e| TokenizerError::invalid(&path.display().to_string(), e)),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
         Err(source) => Err(TokenizerError::Io { path: path.to_owned(), source }),
     }

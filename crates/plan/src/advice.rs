@@ -65,7 +65,8 @@ fn changes(choice: &Choice) -> Vec<Change> {
     let effective = base.batch_size * choice.accumulation;
     let single = vec![set("batch_size", &1), set("gradient_accumulation_steps", &effective)];
     let with_single = |s: &StepSettings| StepSettings { batch_size: 1, ..s.clone() };
-    let pure = vec![set("mixed_precision", &"bf16"), set("master_weights", &"none"), set("gradient_dtype", &"bf16")];
+    let pure =
+        vec![set("mixed_precision", &"bf16"), set("master_weights", &"none"), set("gradient_dtype", &"bf16")];
     let with_pure = |s: &StepSettings| StepSettings {
         precision: Precision {
             weights: DType::Bf16,
@@ -91,7 +92,11 @@ fn changes(choice: &Choice) -> Vec<Change> {
             ..s.clone()
         };
         add(&[&shorter], with_shorter(base), accumulation);
-        add(&[&pure, &full, &single, &shorter], with_shorter(&with_pure(&with_full(&with_single(base)))), effective);
+        add(
+            &[&pure, &full, &single, &shorter],
+            with_shorter(&with_pure(&with_full(&with_single(base)))),
+            effective,
+        );
     }
     list
 }

@@ -4,7 +4,9 @@ use plimsoll_device::{Device, Dry, IGNORED_TARGET, Tally};
 use plimsoll_memory::{AtPeak, Ledger, TagBytes};
 use plimsoll_model::ModelSpec;
 use plimsoll_parallel::Solo;
-use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError, StepSettings, Trainer};
+use plimsoll_step::{
+    DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError, StepSettings, Trainer,
+};
 
 /// What a dry run found out.
 #[derive(Clone, Debug)]
@@ -17,7 +19,11 @@ pub struct DryRun {
 
 impl DryRun {
     /// One optimizer step of `accumulation` micro-batches.
-    pub fn training(spec: &ModelSpec, settings: &StepSettings, accumulation: u64) -> Result<DryRun, StepError> {
+    pub fn training(
+        spec: &ModelSpec,
+        settings: &StepSettings,
+        accumulation: u64,
+    ) -> Result<DryRun, StepError> {
         let dry = Dry::new();
         let mut trainer = Trainer::new(&dry, spec.clone(), settings.clone(), &Solo)?;
         let n = (settings.batch_size * settings.sequence_length) as usize;

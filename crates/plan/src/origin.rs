@@ -41,7 +41,9 @@ pub enum OriginError {
         key: &'static str,
     },
     /// Neither a file nor a name.
-    #[error("no model: set model.path to a folder, a .gguf file or a name of the catalogue, or model.from_scratch to its sizes")]
+    #[error(
+        "no model: set model.path to a folder, a .gguf file or a name of the catalogue, or model.from_scratch to its sizes"
+    )]
     NoModel,
     /// A name that nothing has.
     #[error("{name} is neither a file or folder here nor a name of the catalogue{}", suggestion(.nearest))]
@@ -52,7 +54,9 @@ pub enum OriginError {
         nearest: Vec<String>,
     },
     /// A name of the catalogue where weights are needed.
-    #[error("{name} is in the catalogue by its dimensions only, which is enough to plan; to {purpose} it, set model.path to its folder or .gguf file")]
+    #[error(
+        "{name} is in the catalogue by its dimensions only, which is enough to plan; to {purpose} it, set model.path to its folder or .gguf file"
+    )]
     NoWeights {
         /// The model.
         name: String,

@@ -5,7 +5,9 @@ use plimsoll_device::DType;
 use plimsoll_model::ModelSpec;
 use plimsoll_step::{AdamWSettings, Checkpointing, GradientClipping, Precision, StepError, StepSettings};
 
-use crate::config::{Auto, GradientCheckpointing, GradientDtype, MasterWeights, MixedPrecision, RawConfig, TrainingConfig};
+use crate::config::{
+    Auto, GradientCheckpointing, GradientDtype, MasterWeights, MixedPrecision, RawConfig, TrainingConfig,
+};
 use crate::dry_run::DryRun;
 use crate::time::{Rates, TimeEstimate};
 
@@ -42,7 +44,12 @@ pub struct Limits {
 
 impl Choice {
     /// Runs a step dry.
-    pub fn new(spec: &ModelSpec, settings: StepSettings, accumulation: u64, rates: &Rates) -> Result<Choice, StepError> {
+    pub fn new(
+        spec: &ModelSpec,
+        settings: StepSettings,
+        accumulation: u64,
+        rates: &Rates,
+    ) -> Result<Choice, StepError> {
         let dry_run = DryRun::training(spec, &settings, accumulation)?;
         let tokens = settings.batch_size * settings.sequence_length * accumulation;
         let time = rates.estimate(&dry_run.tally, tokens);
@@ -56,7 +63,12 @@ impl Choice {
 }
 
 /// Decides every `auto` of the step. Where nothing fits, the smallest candidate comes back: it does not fit either.
-pub fn choose(config: &RawConfig, spec: &ModelSpec, rates: &Rates, limits: Limits) -> Result<Choice, StepError> {
+pub fn choose(
+    config: &RawConfig,
+    spec: &ModelSpec,
+    rates: &Rates,
+    limits: Limits,
+) -> Result<Choice, StepError> {
     let mut smallest: Option<Choice> = None;
     // A precision that loses nothing is preferred to one that does, however fast.
     for precision in precisions(&config.training) {
@@ -83,7 +95,10 @@ fn fastest(candidates: &[Choice], limit: u64) -> Option<usize> {
     let per_token = |c: &Choice| 1.0 / c.time.tokens_per_second;
     let fitting = || candidates.iter().enumerate().filter(|(_, c)| c.peak_bytes() <= limit);
     let best = fitting().map(|(_, c)| per_token(c)).min_by(f64::total_cmp)?;
-    fitting().filter(|(_, c)| per_token(c) <= best * AS_FAST).min_by_key(|(_, c)| c.peak_bytes()).map(|(i, _)| i)
+    fitting()
+        .filter(|(_, c)| per_token(c) <= best * AS_FAST)
+        .min_by_key(|(_, c)| c.peak_bytes())
+        .map(|(i, _)| i)
 }
 
 fn precisions(training: &TrainingConfig) -> Vec<Precision> {
@@ -189,7 +204,8 @@ pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
     training.batch_size = Some(Auto::Set(choice.settings.batch_size));
     training.gradient_accumulation_steps = Some(Auto::Set(choice.accumulation));
     training.effective_batch_size = Some(Auto::Set(choice.settings.batch_size * choice.accumulation));
-    training.mixed_precision = Some(Auto::Set(if narrow { MixedPrecision::Bf16 } else { MixedPrecision::F32 }));
+    training.mixed_precision =
+        Some(Auto::Set(if narrow { MixedPrecision::Bf16 } else { MixedPrecision::F32 }));
     training.master_weights = narrow.then_some(Auto::Set(match master_weights {
         true => MasterWeights::F32,
         false => MasterWeights::None,

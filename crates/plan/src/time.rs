@@ -19,6 +19,9 @@ pub struct Rates {
 /// Share of the product rate that attention reaches on its smaller tiles.
 const ATTENTION_EFFICIENCY: f64 = 0.6;
 
+/// Starting an operation and waiting for all threads takes about this long, whatever its size.
+const SECONDS_PER_OPERATION: f64 = 3e-5;
+
 /// An estimate.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct TimeEstimate {
@@ -34,13 +37,15 @@ impl Rates {
     /// The time of a tally that handles `tokens` tokens.
     pub fn estimate(&self, tally: &Tally, tokens: u64) -> TimeEstimate {
         let product = |flops: u64, rate: f64| flops as f64 / rate.max(1.0);
-        let matmul = product(tally.matmul_f32, self.matmul_f32) + product(tally.matmul_bf16, self.matmul_bf16);
+        let matmul =
+            product(tally.matmul_f32, self.matmul_f32) + product(tally.matmul_bf16, self.matmul_bf16);
         let attention = product(tally.attention_f32, self.matmul_f32 * ATTENTION_EFFICIENCY)
             + product(tally.attention_bf16, self.matmul_bf16 * ATTENTION_EFFICIENCY);
         // Products overlap their own traffic unless they are all traffic, as in decoding.
         let matmul = matmul.max(product(tally.matmul_bytes, self.memory_bandwidth));
         let rest = product(tally.bytes, self.memory_bandwidth) + product(tally.exps, self.exps);
-        let step_seconds = matmul + attention + rest;
+        let starts = tally.operations as f64 * SECONDS_PER_OPERATION;
+        let step_seconds = matmul + attention + rest + starts;
         TimeEstimate {
             step_seconds,
             tokens_per_second: tokens as f64 / step_seconds.max(f64::MIN_POSITIVE),

@@ -93,7 +93,11 @@ impl TrainingPlan {
 
     /// Whether it keeps to the budget.
     pub fn fits(&self) -> bool {
-        self.process_bytes() <= self.device_budget
+        let host = match self.config.memory.host_budget() {
+            Auto::Set(size) => self.host_bytes <= size.0,
+            Auto::Auto => true,
+        };
+        host && self.process_bytes() <= self.device_budget
     }
 
     /// Live bytes by tag at the peak.
@@ -110,7 +114,10 @@ impl TrainingPlan {
     /// Live bytes at the peak by layer.
     pub fn layers(&self) -> Vec<LayerBytes> {
         let by_layer = self.choice.dry_run.ledger.at_peak_by_layer();
-        by_layer.into_iter().map(|(layer, tags)| LayerBytes { layer, by_tag: tags.iter().collect() }).collect()
+        by_layer
+            .into_iter()
+            .map(|(layer, tags)| LayerBytes { layer, by_tag: tags.iter().collect() })
+            .collect()
     }
 
     /// The document of `plan --json`.

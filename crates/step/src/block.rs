@@ -8,12 +8,12 @@ use plimsoll_device::{DType, Device, Op, Rounding, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::Role;
 
+use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
 use crate::norm::{Norm, Normed};
 use crate::policy::LayerPolicy;
 use crate::store::BlockWeights;
-use crate::StepError;
 
 /// What the backward pass will need; what is `None` is recomputed first.
 pub(crate) struct Saved {
@@ -235,7 +235,8 @@ fn attention_backward<D: Device>(
 ) -> Result<Tensor, StepError> {
     let rows = dx.rows();
     let device = ctx.device;
-    let alloc = |like: &Tensor, name| device.alloc(ctx.activations, &[rows, like.columns()], Tag::Attention, name);
+    let alloc =
+        |like: &Tensor, name| device.alloc(ctx.activations, &[rows, like.columns()], Tag::Attention, name);
     let o_proj = weights.linear(Role::OProj, Role::OBias)?;
     o_proj.backward_weight(device, gradients, dx, &attended.out, ctx.compute)?;
     let dout = alloc(&attended.out, "dattention")?;
@@ -275,7 +276,10 @@ fn attention_backward<D: Device>(
     dnormed.ok_or(StepError::MissingWeight { block: weights.block(), role: Role::QProj })
 }
 
-fn attention_norm<'w, D: Device>(ctx: &Context<'_, D>, weights: &'w BlockWeights) -> Result<Norm<'w>, StepError> {
+fn attention_norm<'w, D: Device>(
+    ctx: &Context<'_, D>,
+    weights: &'w BlockWeights,
+) -> Result<Norm<'w>, StepError> {
     weights.norm(Role::AttentionNorm, Role::AttentionNormBias, ctx.spec.norm.epsilon)
 }
 
@@ -283,10 +287,15 @@ fn mlp_norm<'w, D: Device>(ctx: &Context<'_, D>, weights: &'w BlockWeights) -> R
     weights.norm(Role::MlpNorm, Role::MlpNormBias, ctx.spec.norm.epsilon)
 }
 
-fn project_qkv<D: Device>(ctx: &Context<'_, D>, weights: &BlockWeights, normed: &Tensor) -> Result<Qkv, StepError> {
+fn project_qkv<D: Device>(
+    ctx: &Context<'_, D>,
+    weights: &BlockWeights,
+    normed: &Tensor,
+) -> Result<Qkv, StepError> {
     let project = |weight, bias, name| -> Result<Tensor, StepError> {
         let linear = weights.linear(weight, bias)?;
-        let out = ctx.device.alloc(ctx.activations, &[normed.rows(), linear.outputs()], Tag::Attention, name)?;
+        let out =
+            ctx.device.alloc(ctx.activations, &[normed.rows(), linear.outputs()], Tag::Attention, name)?;
         linear.forward(ctx.device, normed, &out, false, ctx.compute)?;
         Ok(out)
     };
@@ -306,8 +315,10 @@ fn rotate<D: Device>(ctx: &Context<'_, D>, x: &Tensor, inverse: bool) -> Result<
 
 fn attend<D: Device>(ctx: &Context<'_, D>, qkv: &Qkv) -> Result<Attended, StepError> {
     let shape = ctx.attention;
-    let out = ctx.device.alloc(ctx.activations, &[qkv.q.rows(), qkv.q.columns()], Tag::Attention, "attention")?;
-    let lse = ctx.device.alloc(DType::F32, &[shape.batch, shape.heads, shape.q_len], Tag::Attention, "lse")?;
+    let out =
+        ctx.device.alloc(ctx.activations, &[qkv.q.rows(), qkv.q.columns()], Tag::Attention, "attention")?;
+    let lse =
+        ctx.device.alloc(DType::F32, &[shape.batch, shape.heads, shape.q_len], Tag::Attention, "lse")?;
     let Qkv { q, k, v } = qkv;
     ctx.device.run(Op::Attention { q, k, v, out: &out, lse: &lse, shape, compute: ctx.compute })?;
     Ok(Attended { out, lse })
@@ -326,7 +337,11 @@ fn add_attention<D: Device>(
     Ok(middle)
 }
 
-fn project_inner<D: Device>(ctx: &Context<'_, D>, weights: &BlockWeights, normed: &Tensor) -> Result<Inner, StepError> {
+fn project_inner<D: Device>(
+    ctx: &Context<'_, D>,
+    weights: &BlockWeights,
+    normed: &Tensor,
+) -> Result<Inner, StepError> {
     let project = |weight, bias, name| -> Result<Tensor, StepError> {
         let linear = weights.linear(weight, bias)?;
         let out = activation_tensor(ctx, normed.rows(), linear.outputs(), name)?;

@@ -30,7 +30,13 @@ impl<D: Device> Context<'_, D> {
 }
 
 /// The geometry of `batch` sequences of `q_len` new tokens after `past` old ones.
-pub(crate) fn attention_shape(spec: &ModelSpec, batch: u64, q_len: u64, past: u64, capacity: u64) -> AttentionShape {
+pub(crate) fn attention_shape(
+    spec: &ModelSpec,
+    batch: u64,
+    q_len: u64,
+    past: u64,
+    capacity: u64,
+) -> AttentionShape {
     let attention = &spec.attention;
     AttentionShape {
         batch,

@@ -4,6 +4,7 @@ use plimsoll_device::{DType, Device, Op, Rounding, Tensor};
 use plimsoll_memory::{Phase, Tag};
 use plimsoll_model::{BlockId, ModelSpec, Parameter};
 
+use crate::StepError;
 use crate::block;
 use crate::context::{Context, attention_shape};
 use crate::head::{Head, rows};
@@ -11,7 +12,6 @@ use crate::inputs::{check_tokens, embed, positions};
 use crate::rope::RopeTable;
 use crate::settings::Precision;
 use crate::store::{ResidentStore, WeightStore};
-use crate::StepError;
 
 /// What decoding needs to know beforehand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -134,7 +134,13 @@ impl<'a, D: Device> Decoder<'a, D> {
         let head = Head::gather(&mut self.weights, self.spec.tie_word_embeddings)?;
         let normed = head.norm(self.spec.norm.epsilon)?.forward(self.device, &last)?;
         let logits = self.device.alloc(DType::F32, &[1, self.spec.vocab_size], Tag::Logits, "logits")?;
-        head.linear()?.forward(self.device, &normed.out, &logits, false, self.settings.precision.compute())?;
+        head.linear()?.forward(
+            self.device,
+            &normed.out,
+            &logits,
+            false,
+            self.settings.precision.compute(),
+        )?;
         head.release(&mut self.weights);
         Ok(self.device.read_f32(&logits)?)
     }

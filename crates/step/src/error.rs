@@ -35,7 +35,9 @@ pub enum StepError {
         sequence_length: u64,
     },
     /// A token that the model does not know.
-    #[error("token {token} is outside the vocabulary of {vocab_size}; the tokenizer belongs to another model")]
+    #[error(
+        "token {token} is outside the vocabulary of {vocab_size}; the tokenizer belongs to another model"
+    )]
     TokenOutsideVocabulary {
         /// The token.
         token: u32,
@@ -43,7 +45,9 @@ pub enum StepError {
         vocab_size: u64,
     },
     /// The loss or the gradient is not a number; weights are as they were before the step.
-    #[error("the step gave loss {loss} and gradient norm {grad_norm}; the weights were not changed. A lower learning rate or gradient clipping may help")]
+    #[error(
+        "the step gave loss {loss} and gradient norm {grad_norm}; the weights were not changed. A lower learning rate or gradient clipping may help"
+    )]
     NotFinite {
         /// Mean loss of the step.
         loss: f64,

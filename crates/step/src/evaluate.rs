@@ -4,13 +4,13 @@ use plimsoll_device::{DType, Device};
 use plimsoll_memory::{Phase, Tag};
 use plimsoll_model::{BlockId, ModelSpec, Parameter};
 
+use crate::StepError;
 use crate::block;
 use crate::head::{self, Head};
 use crate::inputs::{Inputs, embed};
 use crate::rope::RopeTable;
 use crate::settings::{MicroBatch, Precision};
 use crate::store::{ResidentStore, WeightStore};
-use crate::StepError;
 
 /// A forward pass over whole sequences, whatever holds the weights.
 pub(crate) struct Evaluation<'a, D: Device> {

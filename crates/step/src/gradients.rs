@@ -24,7 +24,11 @@ struct Slot {
 
 impl Gradients {
     /// Takes memory for the gradients of all weights.
-    pub fn allocate<D: Device>(device: &D, spec: &ModelSpec, precision: Precision) -> Result<Self, StepError> {
+    pub fn allocate<D: Device>(
+        device: &D,
+        spec: &ModelSpec,
+        precision: Precision,
+    ) -> Result<Self, StepError> {
         let mut slots = HashMap::new();
         for p in spec.parameters() {
             device.arena().enter(Phase::Setup, layer_of(p.block));
@@ -47,7 +51,12 @@ impl Gradients {
     }
 
     /// Where a gradient goes by scattered addition: zeroed if nothing is there yet.
-    pub fn scatter_target<D: Device>(&mut self, device: &D, block: BlockId, role: Role) -> Result<Tensor, StepError> {
+    pub fn scatter_target<D: Device>(
+        &mut self,
+        device: &D,
+        block: BlockId,
+        role: Role,
+    ) -> Result<Tensor, StepError> {
         let (gradient, accumulate) = self.target(block, role)?;
         if !accumulate {
             device.run(Op::Fill { out: &gradient, value: 0.0 })?;

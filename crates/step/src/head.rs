@@ -5,12 +5,12 @@ use plimsoll_device::{DType, Device, Op, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Role};
 
+use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
 use crate::linear::Linear;
 use crate::norm::Norm;
 use crate::store::{BlockWeights, WeightStore};
-use crate::StepError;
 
 /// The weights of the head: its own norm and either its own matrix or the embedding's.
 pub(crate) struct Head {
@@ -102,7 +102,12 @@ struct Chunk {
 
 impl Chunk {
     fn cross_entropy(&self, gradient_scale: Option<f32>) -> Op<'_> {
-        Op::CrossEntropy { logits: &self.logits, targets: &self.targets, losses: &self.losses, gradient_scale }
+        Op::CrossEntropy {
+            logits: &self.logits,
+            targets: &self.targets,
+            losses: &self.losses,
+            gradient_scale,
+        }
     }
 }
 

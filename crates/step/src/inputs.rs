@@ -4,11 +4,11 @@ use plimsoll_device::{DType, Device, IGNORED_TARGET, Op, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, ModelSpec, Role};
 
+use crate::StepError;
 use crate::context::{Context, attention_shape};
 use crate::rope::RopeTable;
 use crate::settings::{MicroBatch, Precision};
 use crate::store::WeightStore;
-use crate::StepError;
 
 /// One pass's tokens, u32 [N] each, and the place of its losses, f32 [N].
 pub(crate) struct Inputs {
@@ -82,7 +82,12 @@ pub(crate) fn check_tokens(spec: &ModelSpec, tokens: &[u32]) -> Result<(), StepE
 }
 
 /// Positions `past..past + length` for every sequence, u32 [batch * length].
-pub(crate) fn positions<D: Device>(device: &D, batch: u64, length: u64, past: u64) -> Result<Tensor, StepError> {
+pub(crate) fn positions<D: Device>(
+    device: &D,
+    batch: u64,
+    length: u64,
+    past: u64,
+) -> Result<Tensor, StepError> {
     let positions = device.alloc(DType::U32, &[batch * length], Tag::Data, "positions")?;
     device.write(&positions, &mut |bytes| {
         for (i, cell) in (0..).zip(bytes.chunks_exact_mut(4)) {

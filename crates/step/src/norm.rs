@@ -48,7 +48,15 @@ impl Norm<'_> {
             }
             Some(bias) => {
                 let mean = device.alloc(DType::F32, &[rows], Tag::Activations, "norm.mean")?;
-                device.run(Op::LayerNorm { x, weight, bias, epsilon, out: &out, mean: &mean, rstd: &rstd })?;
+                device.run(Op::LayerNorm {
+                    x,
+                    weight,
+                    bias,
+                    epsilon,
+                    out: &out,
+                    mean: &mean,
+                    rstd: &rstd,
+                })?;
                 Some(mean)
             }
         };
@@ -68,12 +76,22 @@ impl Norm<'_> {
         let (dweight, accumulate_weight) = gradients.target(self.block, self.role)?;
         let (weight, rstd, dweight) = (self.weight, &statistics.rstd, &dweight);
         match &statistics.mean {
-            None => device.run(Op::RmsNormBackward { x, weight, rstd, dout, dx, dweight, accumulate_weight })?,
+            None => {
+                device.run(Op::RmsNormBackward { x, weight, rstd, dout, dx, dweight, accumulate_weight })?
+            }
             Some(mean) => {
                 let (dbias, _) = gradients.target(self.block, self.bias_role)?;
                 let dbias = &dbias;
                 device.run(Op::LayerNormBackward {
-                    x, weight, mean, rstd, dout, dx, dweight, dbias, accumulate_weight,
+                    x,
+                    weight,
+                    mean,
+                    rstd,
+                    dout,
+                    dx,
+                    dweight,
+                    dbias,
+                    accumulate_weight,
                 })?;
             }
         }

@@ -6,10 +6,10 @@ use plimsoll_device::{AdamW, DType, Device, Op, Rounding, Tensor};
 use plimsoll_memory::{Phase, Tag};
 use plimsoll_model::{BlockId, ModelSpec, Parameter, ParameterKind, Role};
 
+use crate::StepError;
 use crate::gradients::Gradients;
 use crate::settings::AdamWSettings;
 use crate::store::{BlockWeights, layer_of, role_name};
-use crate::StepError;
 
 /// State of one parameter, f32 of the parameter's shape each.
 #[derive(Clone, Debug)]

@@ -17,7 +17,12 @@ pub(crate) struct RopeTable {
 
 impl RopeTable {
     /// The table for positions `0..positions`.
-    pub fn new<D: Device>(device: &D, rope: &RopeSpec, head_dim: u64, positions: u64) -> Result<Self, StepError> {
+    pub fn new<D: Device>(
+        device: &D,
+        rope: &RopeSpec,
+        head_dim: u64,
+        positions: u64,
+    ) -> Result<Self, StepError> {
         let sizes = [positions, head_dim / 2];
         let cos = device.alloc(DType::F32, &sizes, Tag::Workspace, "rope.cos")?;
         let sin = device.alloc(DType::F32, &sizes, Tag::Workspace, "rope.sin")?;
@@ -52,7 +57,12 @@ pub(crate) fn frequencies(rope: &RopeSpec, head_dim: u64, length: u64) -> (Vec<f
             let growth = factor * length / max_position_embeddings - (factor - 1.0);
             (as_f32(&mut plain(rope.theta * growth.powf(d / (d - 2.0)))), 1.0)
         }
-        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
+        RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position_embeddings,
+        } => {
             let scaled = |f: f64| {
                 let wavelength = TAU / f;
                 if wavelength > original_max_position_embeddings / low_freq_factor {
@@ -67,7 +77,13 @@ pub(crate) fn frequencies(rope: &RopeSpec, head_dim: u64, length: u64) -> (Vec<f
             };
             (as_f32(&mut plain(rope.theta).map(scaled)), 1.0)
         }
-        RopeScaling::Yarn { factor, attention_factor, beta_fast, beta_slow, original_max_position_embeddings } => {
+        RopeScaling::Yarn {
+            factor,
+            attention_factor,
+            beta_fast,
+            beta_slow,
+            original_max_position_embeddings,
+        } => {
             // The dimension whose wavelength makes `rotations` turns within the original context.
             let dimension = |rotations: f64| {
                 d * (original_max_position_embeddings / (rotations * TAU)).ln() / (2.0 * rope.theta.ln())
@@ -81,7 +97,12 @@ pub(crate) fn frequencies(rope: &RopeSpec, head_dim: u64, length: u64) -> (Vec<f
             };
             (as_f32(&mut plain(rope.theta).enumerate().map(blended)), *attention_factor)
         }
-        RopeScaling::LongRope { short_factor, long_factor, attention_factor, original_max_position_embeddings } => {
+        RopeScaling::LongRope {
+            short_factor,
+            long_factor,
+            attention_factor,
+            original_max_position_embeddings,
+        } => {
             let factors =
                 if length as f64 > *original_max_position_embeddings { long_factor } else { short_factor };
             let one_by_one = plain(rope.theta).zip(factors).map(|(f, factor)| f / factor);
@@ -103,7 +124,11 @@ mod tests {
         let rope = RopeSpec { theta: 10_000.0, scaling };
         let (frequencies, factor) = frequencies(&rope, 8, length);
         assert_eq!(frequencies.len(), 4);
-        assert!((f64::from(frequencies[index]) / expected - 1.0).abs() < 1e-6, "{} {expected}", frequencies[index]);
+        assert!(
+            (f64::from(frequencies[index]) / expected - 1.0).abs() < 1e-6,
+            "{} {expected}",
+            frequencies[index]
+        );
         assert_eq!(factor, magnitude);
     }
 

@@ -7,9 +7,9 @@ use plimsoll_device::{DType, Device, DeviceError, Tensor};
 use plimsoll_memory::{Phase, Tag};
 use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
 
+use crate::StepError;
 use crate::linear::Linear;
 use crate::norm::Norm;
-use crate::StepError;
 
 /// The weights of one block, for as long as the step works on it.
 #[derive(Clone, Debug)]
@@ -40,12 +40,25 @@ impl BlockWeights {
     }
 
     pub(crate) fn linear(&self, weight: Role, bias: Role) -> Result<Linear<'_>, StepError> {
-        Ok(Linear { block: self.block, role: weight, weight: self.get(weight)?, bias_role: bias, bias: self.find(bias) })
+        Ok(Linear {
+            block: self.block,
+            role: weight,
+            weight: self.get(weight)?,
+            bias_role: bias,
+            bias: self.find(bias),
+        })
     }
 
     pub(crate) fn norm(&self, weight: Role, bias: Role, epsilon: f64) -> Result<Norm<'_>, StepError> {
         let epsilon = epsilon as f32;
-        Ok(Norm { block: self.block, role: weight, weight: self.get(weight)?, bias_role: bias, bias: self.find(bias), epsilon })
+        Ok(Norm {
+            block: self.block,
+            role: weight,
+            weight: self.get(weight)?,
+            bias_role: bias,
+            bias: self.find(bias),
+            epsilon,
+        })
     }
 }
 
@@ -66,7 +79,12 @@ pub struct ResidentStore {
 
 impl ResidentStore {
     /// Takes memory for all weights of the model; their values are to be written by the caller.
-    pub fn allocate<D: Device>(device: &D, spec: &ModelSpec, dtype: DType, tag: Tag) -> Result<Self, StepError> {
+    pub fn allocate<D: Device>(
+        device: &D,
+        spec: &ModelSpec,
+        dtype: DType,
+        tag: Tag,
+    ) -> Result<Self, StepError> {
         spec.check()?;
         let mut blocks = HashMap::new();
         for block in spec.blocks() {

@@ -1,21 +1,21 @@
 //! The training step, top-down: `step -> forward_backward -> block::forward ... block::backward -> update`.
 
-use plimsoll_device::{Device, Op, Rounding, Tensor, DType};
+use plimsoll_device::{DType, Device, Op, Rounding, Tensor};
 use plimsoll_memory::{Phase, Tag};
 use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
 use plimsoll_parallel::Communicator;
 
+use crate::StepError;
 use crate::block;
 use crate::evaluate::Evaluation;
 use crate::gradients::Gradients;
-use crate::inputs::{Inputs, embed};
 use crate::head::{self, Head, rows};
+use crate::inputs::{Inputs, embed};
 use crate::optimizer::{Optimizer, Update};
 use crate::policy::SavePolicy;
 use crate::rope::RopeTable;
 use crate::settings::{GradientClipping, MicroBatch, StepSettings};
 use crate::store::{BlockWeights, ResidentStore, WeightStore};
-use crate::StepError;
 
 /// A model in training: weights, gradients, optimizer states, and the step that moves them.
 pub struct Trainer<'a, D: Device> {
@@ -84,7 +84,8 @@ impl<'a, D: Device> Trainer<'a, D> {
         let gradients = Gradients::allocate(device, &spec, precision)?;
         device.arena().enter(Phase::Setup, None);
         let parameters = spec.parameters();
-        let rope = RopeTable::new(device, &spec.attention.rope, spec.attention.head_dim, settings.sequence_length)?;
+        let rope =
+            RopeTable::new(device, &spec.attention.rope, spec.attention.head_dim, settings.sequence_length)?;
         let squared_norms =
             device.alloc(DType::F32, &[parameters.len() as u64, 1], Tag::Workspace, "grad_norm")?;
         let policy = SavePolicy::new(settings.checkpointing, spec.num_layers);
@@ -231,7 +232,14 @@ impl<'a, D: Device> Trainer<'a, D> {
         let head = Head::gather(&mut self.weights, spec.tie_word_embeddings)?;
         let Inputs { targets, losses, .. } = &inputs;
         let dx = head::loss_and_backward(
-            &ctx, &head, &x, targets, losses, loss_chunk_tokens, scale, &mut self.gradients,
+            &ctx,
+            &head,
+            &x,
+            targets,
+            losses,
+            loss_chunk_tokens,
+            scale,
+            &mut self.gradients,
         )?;
         head.release(&mut self.weights);
         drop(x);
@@ -251,10 +259,20 @@ impl<'a, D: Device> Trainer<'a, D> {
 
     /// Sum of token losses and number of targets of a batch of at most the step's shape; weights and gradients stay
     /// as they are.
-    pub fn evaluate(&mut self, batch_size: u64, micro_batch: &MicroBatch<'_>) -> Result<(f64, u64), StepError> {
+    pub fn evaluate(
+        &mut self,
+        batch_size: u64,
+        micro_batch: &MicroBatch<'_>,
+    ) -> Result<(f64, u64), StepError> {
         let StepSettings { loss_chunk_tokens, precision, .. } = self.settings;
         let store = &mut self.weights;
-        let pass = Evaluation { device: self.device, spec: &self.spec, precision, rope: &self.rope, loss_chunk_tokens };
+        let pass = Evaluation {
+            device: self.device,
+            spec: &self.spec,
+            precision,
+            rope: &self.rope,
+            loss_chunk_tokens,
+        };
         pass.run(store, batch_size, micro_batch)
     }
 

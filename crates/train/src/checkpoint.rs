@@ -136,7 +136,9 @@ impl Checkpoint {
             let fail = |reason: String| TrainError::Checkpoint { path: path.clone(), reason };
             let stored = file.tensor(&name).ok_or_else(|| fail(format!("it has no {name}")))?;
             let bytes = file.bytes(&name).ok_or_else(|| fail(format!("it has no {name}")))?;
-            if stored.dtype != stored_dtype(named.tensor.dtype()) || bytes.len() as u64 != named.tensor.bytes() {
+            if stored.dtype != stored_dtype(named.tensor.dtype())
+                || bytes.len() as u64 != named.tensor.bytes()
+            {
                 let want = named.tensor.shape();
                 return Err(fail(format!("{name} is {:?}, the run needs {want:?}", stored.shape)));
             }
@@ -152,7 +154,8 @@ pub(crate) fn tidy(run: &Path, limit: Option<u64>) -> Result<(), TrainError> {
     let all = Checkpoint::list(run)?;
     let surplus = limit.map_or(0, |limit| all.len().saturating_sub(limit.max(1) as usize));
     for checkpoint in &all[..surplus] {
-        std::fs::remove_dir_all(&checkpoint.path).map_err(|e| TrainError::io("remove", &checkpoint.path, e))?;
+        std::fs::remove_dir_all(&checkpoint.path)
+            .map_err(|e| TrainError::io("remove", &checkpoint.path, e))?;
     }
     Ok(())
 }
@@ -165,7 +168,8 @@ pub(crate) fn sweep(run: &Path) -> Result<(), TrainError> {
         let Some(name) = name.to_str() else { continue };
         let path = entry.path();
         if name.starts_with(".writing-") || name.starts_with(".old-checkpoint-") {
-            let removed = if path.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
+            let removed =
+                if path.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
             removed.map_err(|e| TrainError::io("remove", &path, e))?;
         }
     }

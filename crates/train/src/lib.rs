@@ -13,10 +13,10 @@ mod stop;
 pub use checkpoint::{Checkpoint, TrainerState};
 pub use error::TrainError;
 pub use metrics::{MemoryMetrics, StepMetrics};
-pub use observer::{Event, Observer};
+pub use observer::{Event, MemoryLevel, Observer};
 pub use prepared::{Prepared, host_bytes_per_token};
 pub use report::{Measured, Planned, Report};
-pub use run::{Connections, RunSettings, TrainingOutcome, run};
+pub use run::{Connections, RunSettings, SaveModel, Thresholds, TrainingOutcome, Validate, run};
 pub use schedule::{Decay, Schedule};
 pub use stop::StopFlag;
 
@@ -27,7 +27,11 @@ use std::path::Path;
 fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let write = || -> std::io::Result<()> {
-        let mut aside = tempfile::Builder::new().prefix(".writing-").tempfile_in(folder)?;
+        let mut builder = tempfile::Builder::new();
+        // Temporary files are the owner's alone; this one is to have the permissions of any new file.
+        #[cfg(unix)]
+        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+        let mut aside = builder.prefix(".writing-").tempfile_in(folder)?;
         aside.write_all(bytes)?;
         aside.as_file().sync_all()?;
         aside.persist(path).map_err(|e| e.error)?;

@@ -58,7 +58,8 @@ impl MetricsFile {
         let path = folder.join("metrics.jsonl");
         let kept = if steps_done == 0 { Vec::new() } else { lines_up_to(&path, steps_done)? };
         crate::write_whole(&path, &kept)?;
-        let file = OpenOptions::new().append(true).open(&path).map_err(|e| TrainError::io("open", &path, e))?;
+        let file =
+            OpenOptions::new().append(true).open(&path).map_err(|e| TrainError::io("open", &path, e))?;
         Ok(MetricsFile { path, file })
     }
 
@@ -123,7 +124,8 @@ mod tests {
         let path = folder.path().join("metrics.jsonl");
         let mut file = MetricsFile::open(folder.path(), 0).unwrap();
         (1..=3).for_each(|step| file.append(&metrics(step)).unwrap());
-        std::fs::write(&path, [std::fs::read(&path).unwrap(), b"{\"step\":4,\"lo".to_vec()].concat()).unwrap();
+        std::fs::write(&path, [std::fs::read(&path).unwrap(), b"{\"step\":4,\"lo".to_vec()].concat())
+            .unwrap();
         let mut file = MetricsFile::open(folder.path(), 2).unwrap();
         file.append(&metrics(3)).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
@@ -132,6 +134,9 @@ mod tests {
             .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["step"].as_u64().unwrap())
             .collect();
         assert_eq!(steps, [1, 2, 3]);
-        assert!(text.starts_with(r#"{"step":1,"loss":1.5,"grad_norm":2.0,"lr":0.001,"tokens":64,"#), "{text}");
+        assert!(
+            text.starts_with(r#"{"step":1,"loss":1.5,"grad_norm":2.0,"lr":0.001,"tokens":64,"#),
+            "{text}"
+        );
     }
 }

@@ -27,11 +27,35 @@ pub enum Event<'a> {
     },
     /// A checkpoint is on disk, whole.
     Saved(&'a Path),
+    /// The process's memory has come near the load line.
+    MemoryHigh {
+        /// After this step.
+        step: u64,
+        /// How near.
+        level: MemoryLevel,
+        /// Resident set of the process in bytes.
+        process_bytes: u64,
+        /// The load line in bytes.
+        budget_bytes: u64,
+    },
     /// The run ends before its time, on request.
     Stopping {
         /// After this step.
         step: u64,
     },
+}
+
+/// How near to the load line memory is: the thresholds of the configuration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum MemoryLevel {
+    /// Below all thresholds.
+    Normal,
+    /// `memory.warning_threshold`
+    Warning,
+    /// `memory.critical_threshold`
+    Critical,
+    /// `memory.emergency_threshold`: the run saves a checkpoint, in case the system ends it.
+    Emergency,
 }
 
 /// Watches a run.

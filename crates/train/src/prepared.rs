@@ -13,8 +13,11 @@ use plimsoll_plan::{Machine, ModelOrigin, OriginError, TrainingPlan};
 use plimsoll_step::{MicroBatch, Trainer};
 
 use crate::checkpoint::{Checkpoint, TrainerState, copy_out};
-use crate::run::{Connections, RunSettings, TrainingOutcome, run};
+use crate::run::{Connections, RunSettings, Thresholds, TrainingOutcome, run};
 use crate::{Decay, Observer, Planned, Schedule, StopFlag, TrainError};
+
+/// Bytes between a file with a document a line and the tokenizer, where the user does not say.
+const DEFAULT_BUFFER: usize = 64 << 10;
 
 /// The configuration as it was resolved, saved with the run.
 const CONFIG_FILE: &str = "plimsoll.yaml";
@@ -52,10 +55,12 @@ impl Prepared {
         };
         let output = config.output.dir();
         let resumed = open_output(&output, resume)?;
+        let buffer_bytes = config.data.buffer_size().set().map_or(DEFAULT_BUFFER, |size| size.0 as usize);
         let options = |patterns: &[String], shuffle| DatasetOptions {
             patterns: patterns.to_vec(),
             text_field: config.data.text_field(),
             append_eos: config.data.append_eos(),
+            buffer_bytes,
             sequence_length: config.data.sequence_length(),
             shuffle,
         };
@@ -184,6 +189,13 @@ impl Prepared {
             data_identity: self.train.identity(),
             data_tokens: self.train.tokens(),
             host_bytes: plan.host_bytes,
+            device_budget: plan.device_budget,
+            thresholds: Thresholds {
+                warning: plan.config.memory.warning_threshold(),
+                critical: plan.config.memory.critical_threshold(),
+                emergency: plan.config.memory.emergency_threshold(),
+            },
+            silent: plan.config.memory.silent_mode(),
             planned: Planned {
                 device_peak_bytes: plan.peak_bytes(),
                 overhead_bytes: plan.overhead_bytes,

@@ -92,6 +92,9 @@ mod tests {
 
     #[test]
     fn medians() {
-        assert_eq!([median(&[]), median(&[3.0]), median(&[4.0, 1.0]), median(&[9.0, 1.0, 2.0])], [0.0, 3.0, 2.5, 2.0]);
+        assert_eq!(
+            [median(&[]), median(&[3.0]), median(&[4.0, 1.0]), median(&[9.0, 1.0, 2.0])],
+            [0.0, 3.0, 2.5, 2.0]
+        );
     }
 }

@@ -10,7 +10,7 @@ use plimsoll_step::{MicroBatch, StepError, Trainer};
 use crate::checkpoint::{Checkpoint, TrainerState, VERSION, sweep, tidy};
 use crate::metrics::{MemoryMetrics, MetricsFile, StepMetrics};
 use crate::report::{Measured, Planned, Report, median};
-use crate::{Event, Observer, Schedule, StopFlag, TrainError};
+use crate::{Event, MemoryLevel, Observer, Schedule, StopFlag, TrainError};
 
 /// How a run is conducted; the step itself is set up already.
 #[derive(Clone, Debug)]
@@ -35,18 +35,53 @@ pub struct RunSettings {
     pub data_tokens: u64,
     /// Host memory of the data pipeline.
     pub host_bytes: u64,
+    /// The load line in bytes.
+    pub device_budget: u64,
+    /// Shares of it from which on memory is called high.
+    pub thresholds: Thresholds,
+    /// Whether nothing is said about memory.
+    pub silent: bool,
     /// The plan's numbers.
     pub planned: Planned,
 }
+
+/// Shares of the load line.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Thresholds {
+    /// A word is said.
+    pub warning: f64,
+    /// A louder one.
+    pub critical: f64,
+    /// The run saves itself.
+    pub emergency: f64,
+}
+
+impl Thresholds {
+    /// The level of a share.
+    fn level(&self, share: f64) -> MemoryLevel {
+        match share {
+            s if s >= self.emergency => MemoryLevel::Emergency,
+            s if s >= self.critical => MemoryLevel::Critical,
+            s if s >= self.warning => MemoryLevel::Warning,
+            _ => MemoryLevel::Normal,
+        }
+    }
+}
+
+/// Measures a validation loss.
+pub type Validate<'c, 'a, D> = dyn FnMut(&mut Trainer<'a, D>) -> Result<Option<f64>, TrainError> + 'c;
+
+/// Writes a model's files into a folder.
+pub type SaveModel<'c, 'a, D> = dyn Fn(&Trainer<'a, D>, &Path) -> Result<(), TrainError> + 'c;
 
 /// The run's connections to the rest: where batches come from, how the model is saved, who watches.
 pub struct Connections<'c, 'a, D: Device> {
     /// Gives the next micro-batch; there is always one.
     pub next_batch: &'c mut dyn FnMut() -> Result<Batch, TrainError>,
     /// Measures the mean validation loss; `None` where there is no validation data.
-    pub validate: &'c mut dyn FnMut(&mut Trainer<'a, D>) -> Result<Option<f64>, TrainError>,
+    pub validate: &'c mut Validate<'c, 'a, D>,
     /// Writes the model's files into a folder.
-    pub save_model: &'c dyn Fn(&Trainer<'a, D>, &Path) -> Result<(), TrainError>,
+    pub save_model: &'c SaveModel<'c, 'a, D>,
     /// Resident set of the process: now, and the highest so far.
     pub process_memory: &'c dyn Fn() -> (u64, u64),
     /// Watches the run.
@@ -95,11 +130,12 @@ pub fn run<'a, D: Device>(
         }
         metrics_file.append(&metrics)?;
         with.observer.event(Event::Step(&metrics));
+        let rescue = progress.watch_memory(settings, &metrics, &mut with);
         let stopping = with.stop.is_raised() && step < total;
         if stopping {
             with.observer.event(Event::Stopping { step });
         }
-        if stopping || settings.save_steps.is_some_and(|n| n > 0 && step.is_multiple_of(n)) {
+        if stopping || rescue || settings.save_steps.is_some_and(|n| n > 0 && step.is_multiple_of(n)) {
             progress.save(device, trainer, settings, &mut with)?;
         }
     }
@@ -122,7 +158,8 @@ fn one_step<'a, D: Device>(
     with: &mut Connections<'_, 'a, D>,
 ) -> Result<StepMetrics, TrainError> {
     let begun = Instant::now();
-    let batches = (0..settings.accumulation).map(|_| (with.next_batch)()).collect::<Result<Vec<Batch>, _>>()?;
+    let batches =
+        (0..settings.accumulation).map(|_| (with.next_batch)()).collect::<Result<Vec<Batch>, _>>()?;
     let micro_batches: Vec<MicroBatch<'_>> =
         batches.iter().map(|b| MicroBatch { tokens: &b.tokens, targets: &b.targets }).collect();
     let lr = settings.schedule.lr(progress.state.step);
@@ -173,6 +210,7 @@ struct Progress {
     last_loss: Option<f64>,
     validation_loss: Option<f64>,
     checkpoint: Option<Checkpoint>,
+    memory_level: MemoryLevel,
 }
 
 impl Progress {
@@ -187,7 +225,25 @@ impl Progress {
             last_loss: None,
             validation_loss: None,
             checkpoint: None,
+            memory_level: MemoryLevel::Normal,
         }
+    }
+
+    /// Says when memory has risen to another level; whether it is time to save because of it.
+    fn watch_memory<D: Device>(
+        &mut self,
+        settings: &RunSettings,
+        metrics: &StepMetrics,
+        with: &mut Connections<'_, '_, D>,
+    ) -> bool {
+        let (process_bytes, budget_bytes) = (metrics.memory.process_rss_bytes, settings.device_budget);
+        let level = settings.thresholds.level(process_bytes as f64 / budget_bytes.max(1) as f64);
+        let risen = level > self.memory_level;
+        self.memory_level = level;
+        if risen && !settings.silent {
+            with.observer.event(Event::MemoryHigh { step: metrics.step, level, process_bytes, budget_bytes });
+        }
+        risen && level == MemoryLevel::Emergency
     }
 
     fn save<'a, D: Device>(

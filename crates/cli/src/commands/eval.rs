@@ -41,9 +41,12 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
     while next < windows.len() {
         // Windows of one length go together; only the last may be shorter.
         let length = windows.window(next).len();
-        let together =
-            (next..windows.len()).take(most as usize).take_while(|i| windows.window(*i).len() == length).count();
-        let tokens: Vec<u32> = (next..next + together).flat_map(|i| windows.window(i).iter().copied()).collect();
+        let together = (next..windows.len())
+            .take(most as usize)
+            .take_while(|i| windows.window(*i).len() == length)
+            .count();
+        let tokens: Vec<u32> =
+            (next..next + together).flat_map(|i| windows.window(i).iter().copied()).collect();
         let labels = plimsoll_data::targets(&tokens, length);
         let batch = MicroBatch { tokens: &tokens, targets: &labels };
         let (sum, count) = evaluator.losses(together as u64, &batch)?;

@@ -40,23 +40,23 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     if !args.json {
         write!(out, "{}", args.prompt)?;
     }
-    let generated =
-        generate(&mut decoder, &mut sampler, &prompt, args.max_tokens, &end_tokens, |token| {
-            if args.json {
-                return true;
-            }
-            let shown = match stream.step(token) {
-                Ok(Some(text)) => write!(out, "{text}").and_then(|()| out.flush()).map_err(Failure::from),
-                Ok(None) => Ok(()),
-                Err(error) => Err(error.into()),
-            };
-            failed = shown.err();
-            failed.is_none()
-        })?;
+    let generated = generate(&mut decoder, &mut sampler, &prompt, args.max_tokens, &end_tokens, |token| {
+        if args.json {
+            return true;
+        }
+        let shown = match stream.step(token) {
+            Ok(Some(text)) => write!(out, "{text}").and_then(|()| out.flush()).map_err(Failure::from),
+            Ok(None) => Ok(()),
+            Err(error) => Err(error.into()),
+        };
+        failed = shown.err();
+        failed.is_none()
+    })?;
     if let Some(failure) = failed {
         return Err(failure);
     }
-    let rate = generated.tokens.len().saturating_sub(1) as f64 / generated.decode_seconds.max(f64::MIN_POSITIVE);
+    let rate =
+        generated.tokens.len().saturating_sub(1) as f64 / generated.decode_seconds.max(f64::MIN_POSITIVE);
     if args.json {
         let document = json!({
             "prompt_tokens": prompt,

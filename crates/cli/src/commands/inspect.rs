@@ -63,7 +63,13 @@ pub fn run(args: &InspectArgs) -> Result<(), Failure> {
         row!["layers", spec.num_layers],
         row!["hidden size", spec.hidden_size],
         row!["inner size", spec.mlp.intermediate_size],
-        row!["heads", format!("{} of {}, {} for keys and values", attention.heads, attention.head_dim, attention.kv_heads)],
+        row![
+            "heads",
+            format!(
+                "{} of {}, {} for keys and values",
+                attention.heads, attention.head_dim, attention.kv_heads
+            )
+        ],
         row!["vocabulary", spec.vocab_size],
         row!["context", spec.max_position_embeddings],
         row!["head", if spec.tie_word_embeddings { "tied to the embedding" } else { "its own" }],

@@ -45,7 +45,7 @@ pub fn describe(plan: &TrainingPlan) -> String {
         plan.spec.hidden_size
     );
     out.push_str(&format!(
-        "step: {} x {} tokens x {} accumulated, {} weights{master}, {} gradients, checkpointing {}, logits of {} tokens at once\n\n",
+        "step: {} x {} tokens, {} accumulated; {} weights{master}, {} gradients, checkpointing {}; logits of {} tokens at once\n\n",
         settings.batch_size,
         settings.sequence_length,
         plan.choice.accumulation,
@@ -61,12 +61,17 @@ pub fn describe(plan: &TrainingPlan) -> String {
     if gaps > 0 {
         rows.push(row!["gaps", ByteSize(gaps), share(gaps, plan)]);
     }
-    rows.push(row!["overhead (outside the arena)", ByteSize(plan.overhead_bytes), share(plan.overhead_bytes, plan)]);
+    rows.push(row![
+        "overhead (outside the arena)",
+        ByteSize(plan.overhead_bytes),
+        share(plan.overhead_bytes, plan)
+    ]);
     rows.push(row!["in all", ByteSize(plan.process_bytes()), share(plan.process_bytes(), plan)]);
     rows.push(row!["load line", ByteSize(plan.device_budget), ""]);
     out.push_str(&table::render(&rows));
     let (phase, layer) = plan.peak_place();
-    let place = layer.map_or(format!("in the {phase} phase"), |l| format!("in the {phase} pass of layer {l}"));
+    let place =
+        layer.map_or(format!("in the {phase} phase"), |l| format!("in the {phase} pass of layer {l}"));
     let time = &plan.choice.time;
     out.push_str(&format!(
         "\nthe peak is {place}; a layer holds {} there\nabout {} a step, {:.0} tokens/s on this machine\n{}\n",

@@ -41,9 +41,11 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
             ByteSize(plan.device_budget)
         )));
     }
-    let device = plimsoll_device::Cpu::with_pool(std::sync::Arc::clone(&engine.pool), engine.isa, plan.peak_bytes())?;
+    let device =
+        plimsoll_device::Cpu::with_pool(std::sync::Arc::clone(&engine.pool), engine.isa, plan.peak_bytes())?;
     let logging_steps = plan.config.output.logging_steps();
-    let mut progress = TrainingProgress::new(logging_steps, plan.device_budget, plan.overhead_bytes, args.json);
+    let mut progress =
+        TrainingProgress::new(logging_steps, plan.device_budget, plan.overhead_bytes, args.json);
     let outcome = prepared.run(&device, &plan, &mut progress, stop)?;
     if args.json {
         println!("{}", serde_json::to_string_pretty(&outcome.report)?);

@@ -122,9 +122,8 @@ impl Pool {
     /// Its memory is `threads` times that, and [`COMMON_BYTES`](Self::COMMON_BYTES) once.
     pub fn new(threads: usize, scratch_bytes: usize) -> Result<Pool, ReservationError> {
         let threads = threads.max(1);
-        let scratch = (0..threads)
-            .map(|_| Reservation::new(scratch_bytes as u64))
-            .collect::<Result<Vec<_>, _>>()?;
+        let scratch =
+            (0..threads).map(|_| Reservation::new(scratch_bytes as u64)).collect::<Result<Vec<_>, _>>()?;
         let common = Reservation::new(Self::COMMON_BYTES as u64)?;
         let shared = Arc::new(Shared {
             job: UnsafeCell::new(None),

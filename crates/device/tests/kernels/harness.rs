@@ -143,7 +143,8 @@ fn compare(label: &str, dtype: DType, got: &[f64], expected: &Expected) {
     let finite = want.iter().filter(|x| x.is_finite());
     let typical = (finite.map(|x| x * x).sum::<f64>() / want.len() as f64).sqrt();
     for (i, (got, want)) in got.iter().zip(want).enumerate() {
-        let smallest = f64::from(f32::MIN_POSITIVE);
+        // What is nearly too small for a normal number may become 0.
+        let smallest = 16.0 * f64::from(f32::MIN_POSITIVE);
         let allowed = expected.tolerance * want.abs().max(typical) + half_step(dtype) * want.abs() + smallest;
         let same = got == want || (got.is_nan() && want.is_nan()) || (got - want).abs() <= allowed;
         assert!(same, "{label}, element {i}: {got:e} instead of {want:e}, allowed is {allowed:e}");

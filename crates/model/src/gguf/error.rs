@@ -133,7 +133,9 @@ pub enum GgufTensorProblem {
     UnsupportedType(String),
     #[error("its offset {offset} is not a multiple of the file's alignment {alignment}")]
     Unaligned { offset: u64, alignment: u64 },
-    #[error("its {size} bytes at offset {offset} end outside the data section of {available} bytes; the file is cut short, fetch it again")]
+    #[error(
+        "its {size} bytes at offset {offset} end outside the data section of {available} bytes; the file is cut short, fetch it again"
+    )]
     OutsideFile { offset: u64, size: u64, available: u64 },
     #[error("its bytes overlap those of {other:?}")]
     Overlap { other: String },

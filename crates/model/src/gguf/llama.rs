@@ -8,9 +8,7 @@ use plimsoll_device::DType;
 
 use super::{GgufError, GgufFile, GgufTensor, GgufTensorProblem, Metadata, ValueType};
 use crate::convert::convert;
-use crate::spec::{
-    Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, RopeScaling, RopeSpec,
-};
+use crate::spec::{Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, RopeScaling, RopeSpec};
 
 const ARCHITECTURE: &str = "llama";
 
@@ -57,7 +55,9 @@ pub(crate) fn parameter_name(tensor: &str) -> Option<StoredName> {
 /// Tensors that are no parameters: the rotary factors, which the model's shape has taken in, and frequencies
 /// that very old converters kept.
 pub(crate) fn is_no_parameter(tensor: &str) -> bool {
-    tensor == ROPE_FACTORS || tensor.ends_with(".attn_rot_embd") || tensor.ends_with(".attention.rotary_emb.inv_freq")
+    tensor == ROPE_FACTORS
+        || tensor.ends_with(".attn_rot_embd")
+        || tensor.ends_with(".attention.rotary_emb.inv_freq")
 }
 
 /// The model's shape.
@@ -70,7 +70,9 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
     }
     let keys = Keys { metadata };
     if keys.u64("expert_count")?.unwrap_or(0) > 0 {
-        return Err(keys.refuse("expert_count", "says a mixture of experts, which is not supported".to_owned()));
+        return Err(
+            keys.refuse("expert_count", "says a mixture of experts, which is not supported".to_owned())
+        );
     }
     let hidden_size = keys.require_u64("embedding_length")?;
     let heads = keys.require_u64("attention.head_count")?;
@@ -201,7 +203,8 @@ fn rope_scaling(file: &GgufFile, keys: &Keys<'_>, head_dim: u64) -> Result<RopeS
     };
     let Some(tensor) = file.tensor(ROPE_FACTORS) else { return Ok(scaling) };
     if scaling != RopeScaling::None {
-        let reason = format!("asks for scaling, and so does the tensor {ROPE_FACTORS:?}; only one is supported");
+        let reason =
+            format!("asks for scaling, and so does the tensor {ROPE_FACTORS:?}; only one is supported");
         return Err(keys.refuse("rope.scaling.type", reason));
     }
     if tensor.dtype != DType::F32 || tensor.shape != [head_dim / 2] {
@@ -240,9 +243,7 @@ fn token_id(metadata: &Metadata<'_>, key: &str, vocab_size: u64) -> Result<Optio
 /// The end of text, and the end of a turn and of a message where they are other tokens.
 fn eos_tokens(metadata: &Metadata<'_>, vocab_size: u64) -> Result<Vec<u32>, GgufError> {
     let mut tokens = Vec::new();
-    for key in
-        ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"]
-    {
+    for key in ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"] {
         if let Some(id) = token_id(metadata, key, vocab_size)?
             && !tokens.contains(&id)
         {

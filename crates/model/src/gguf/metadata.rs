@@ -164,7 +164,8 @@ fn read_entry(cursor: &mut Cursor<'_>, key: &str) -> Result<MetadataEntry, GgufE
 fn read_type(cursor: &mut Cursor<'_>, place: Place<'_>) -> Result<ValueType, GgufError> {
     let offset = cursor.position();
     let id = cursor.u32(place)?;
-    ValueType::from_id(id).ok_or_else(|| cursor.malformed(offset, place, format!("has the unknown type {id}")))
+    ValueType::from_id(id)
+        .ok_or_else(|| cursor.malformed(offset, place, format!("has the unknown type {id}")))
 }
 
 fn read_scalar(cursor: &mut Cursor<'_>, kind: ValueType, place: Place<'_>) -> Result<Value, GgufError> {
@@ -184,7 +185,9 @@ fn read_scalar(cursor: &mut Cursor<'_>, kind: ValueType, place: Place<'_>) -> Re
             match cursor.array(place)? {
                 [0] => Value::Bool(false),
                 [1] => Value::Bool(true),
-                [other] => return Err(cursor.malformed(offset, place, format!("is no truth value: {other}"))),
+                [other] => {
+                    return Err(cursor.malformed(offset, place, format!("is no truth value: {other}")));
+                }
             }
         }
         ValueType::String | ValueType::Array => {
@@ -249,7 +252,9 @@ impl<'a> Metadata<'a> {
     pub fn str(&self, key: &str) -> Result<Option<&'a str>, GgufError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match entry.value {
-            Value::String => Cursor::at(self.path, self.bytes, entry.offset).string(Place::Value(key)).map(Some),
+            Value::String => {
+                Cursor::at(self.path, self.bytes, entry.offset).string(Place::Value(key)).map(Some)
+            }
             _ => Err(self.wrong_type(entry, "a string")),
         }
     }

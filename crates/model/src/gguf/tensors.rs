@@ -114,7 +114,8 @@ fn read_info(cursor: &mut Cursor<'_>, index: u64, alignment: u64) -> Result<Info
     let type_id = cursor.u32(place)?;
     let offset = cursor.u64(place)?;
 
-    let dtype = stored_type(type_id).map_err(|name| fail(cursor, GgufTensorProblem::UnsupportedType(name)))?;
+    let dtype =
+        stored_type(type_id).map_err(|name| fail(cursor, GgufTensorProblem::UnsupportedType(name)))?;
     let elements = shape.iter().try_fold(1u64, |product, size| product.checked_mul(*size));
     let elements = elements.filter(|elements| *elements > 0);
     let Some(elements) = elements else {

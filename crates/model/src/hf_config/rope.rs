@@ -94,11 +94,12 @@ fn read_yarn(rope: &Keys, original: f64) -> Result<RopeScaling, ConfigError> {
     }
     let factor = rope.require_f64("factor")?;
     let scale = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
-    let attention_factor = match (rope.f64("attention_factor")?, rope.f64("mscale")?, rope.f64("mscale_all_dim")?) {
-        (Some(given), _, _) => given,
-        (None, Some(mscale), Some(all)) if mscale != 0.0 && all != 0.0 => scale(mscale) / scale(all),
-        _ => scale(1.0),
-    };
+    let attention_factor =
+        match (rope.f64("attention_factor")?, rope.f64("mscale")?, rope.f64("mscale_all_dim")?) {
+            (Some(given), _, _) => given,
+            (None, Some(mscale), Some(all)) if mscale != 0.0 && all != 0.0 => scale(mscale) / scale(all),
+            _ => scale(1.0),
+        };
     Ok(RopeScaling::Yarn {
         factor,
         attention_factor,

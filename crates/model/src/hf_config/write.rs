@@ -12,11 +12,7 @@ const TARGET: &str = "LlamaForCausalLM";
 /// The text of a `config.json` for weights stored as `dtype`.
 pub fn config_json(spec: &ModelSpec, dtype: DType) -> Result<String, SaveError> {
     let fail = |reason: &str| {
-        Err(SaveError::Inexpressible {
-            model: spec.name.clone(),
-            target: TARGET,
-            reason: reason.to_owned(),
-        })
+        Err(SaveError::Inexpressible { model: spec.name.clone(), target: TARGET, reason: reason.to_owned() })
     };
     if spec.architecture != "llama" {
         return fail(&format!("it is a {:?} model", spec.architecture));

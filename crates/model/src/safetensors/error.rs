@@ -53,11 +53,15 @@ pub enum HeaderProblem {
          the file is cut short (fetch it again) or is not a safetensors file"
     )]
     BeyondFile { header: u64, available: usize },
-    #[error("byte 0: the header is said to have {header} bytes, more than the {limit} that the format allows")]
+    #[error(
+        "byte 0: the header is said to have {header} bytes, more than the {limit} that the format allows"
+    )]
     TooLong { header: u64, limit: u64 },
     #[error("header, line {line} column {column}: {reason}")]
     Json { line: usize, column: usize, reason: String },
-    #[error("has {extra} bytes after the last tensor; the header does not belong to this file, fetch it again")]
+    #[error(
+        "has {extra} bytes after the last tensor; the header does not belong to this file, fetch it again"
+    )]
     Trailing { extra: u64 },
 }
 

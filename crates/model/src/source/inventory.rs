@@ -61,8 +61,7 @@ impl Inventory {
                 let shape_from = self.shape_from;
                 return Err(ModelError::Shape { path: path(), tensor, found, expected, shape_from });
             }
-            let dtype =
-                dtype.map_err(|stored| ModelError::StoredType { path: path(), tensor, stored })?;
+            let dtype = dtype.map_err(|stored| ModelError::StoredType { path: path(), tensor, stored })?;
             places.insert(parameter.name, Place { file, bytes, dtype, shape, rows });
         }
         let mut left_over: Vec<String> = self.candidates.into_values().map(|c| c.tensor).collect();

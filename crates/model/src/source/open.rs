@@ -26,9 +26,7 @@ impl ModelFiles {
         }
         match path.extension().and_then(|extension| extension.to_str()) {
             Some("gguf") => open_gguf(path),
-            Some("safetensors") => {
-                open_safetensors(path, parent(path), SafetensorsSet::single(path)?)
-            }
+            Some("safetensors") => open_safetensors(path, parent(path), SafetensorsSet::single(path)?),
             Some("json") => Err(fail("is one file of a model; give the folder that it is in")),
             Some("bin" | "pt" | "pth" | "ckpt") => Err(fail(PICKLE_REASON)),
             // A file of another name is told by its first bytes.
@@ -78,14 +76,17 @@ fn open_safetensors(path: &Path, folder: &Path, set: SafetensorsSet) -> Result<M
                 continue;
             }
             let dtype = tensor.dtype.device().filter(|dtype| dtype.is_float());
-            inventory.add(name, Candidate {
-                tensor: tensor.name.clone(),
-                file,
-                bytes: tensor.bytes.clone(),
-                dtype: dtype.ok_or(tensor.dtype.name()),
-                shape: tensor.shape.clone(),
-                rows: RowOrder::Natural,
-            });
+            inventory.add(
+                name,
+                Candidate {
+                    tensor: tensor.name.clone(),
+                    file,
+                    bytes: tensor.bytes.clone(),
+                    dtype: dtype.ok_or(tensor.dtype.name()),
+                    shape: tensor.shape.clone(),
+                    rows: RowOrder::Natural,
+                },
+            );
         }
     }
     let files = set.into_files().into_iter().map(|file| file.into_map()).collect();
@@ -108,14 +109,17 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
             _ => RowOrder::Natural,
         };
         let name = stored.map_or_else(|| tensor.name.clone(), |stored| stored.name);
-        inventory.add(name, Candidate {
-            tensor: tensor.name.clone(),
-            file: 0,
-            bytes: tensor.bytes.clone(),
-            dtype: Ok(tensor.dtype),
-            shape: tensor.shape.clone(),
-            rows,
-        });
+        inventory.add(
+            name,
+            Candidate {
+                tensor: tensor.name.clone(),
+                file: 0,
+                bytes: tensor.bytes.clone(),
+                dtype: Ok(tensor.dtype),
+                shape: tensor.shape.clone(),
+                rows,
+            },
+        );
     }
     file.release();
     let weights = inventory.match_with(&spec, vec![file.into_map()])?;

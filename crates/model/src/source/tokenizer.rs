@@ -18,7 +18,8 @@ impl ModelFiles {
                 Tokenizer::from_gguf(&fields, &self.path.display().to_string())?
             }
             Format::Safetensors => {
-                let folder = if self.path.is_dir() { self.path.as_path() } else { super::open::parent(&self.path) };
+                let folder =
+                    if self.path.is_dir() { self.path.as_path() } else { super::open::parent(&self.path) };
                 Tokenizer::from_hf_dir(folder)?
             }
         };
@@ -41,9 +42,9 @@ fn fields(metadata: &Metadata<'_>) -> Result<GgufTokenizerFields, GgufError> {
     let text = |key: &str| -> Result<Option<String>, GgufError> { Ok(metadata.str(key)?.map(str::to_owned)) };
     let id = |key: &str| -> Result<Option<u32>, GgufError> {
         match metadata.u64(key)? {
-            Some(id) => u32::try_from(id)
-                .map(Some)
-                .map_err(|_| metadata.refuse(key, format!("{id} is no token id"))),
+            Some(id) => {
+                u32::try_from(id).map(Some).map_err(|_| metadata.refuse(key, format!("{id} is no token id")))
+            }
             None => Ok(None),
         }
     };

@@ -62,9 +62,10 @@ pub fn tokenizer_json(fields: &GgufTokenizerFields, origin: &str) -> Result<Valu
     if count == 0 {
         return Err(fail("tokenizer.ggml.tokens", "the vocabulary is empty".to_owned()));
     }
-    for (key, length) in
-        [("tokenizer.ggml.token_type", fields.token_types.len()), ("tokenizer.ggml.scores", fields.scores.len())]
-    {
+    for (key, length) in [
+        ("tokenizer.ggml.token_type", fields.token_types.len()),
+        ("tokenizer.ggml.scores", fields.scores.len()),
+    ] {
         if length != 0 && length != count {
             return Err(fail(key, format!("{length} entries for {count} tokens")));
         }
@@ -72,7 +73,10 @@ pub fn tokenizer_json(fields: &GgufTokenizerFields, origin: &str) -> Result<Valu
     let mut vocab = Map::with_capacity(count);
     for (id, token) in fields.tokens.iter().enumerate() {
         if let Some(first) = vocab.insert(token.clone(), id.into()) {
-            return Err(fail("tokenizer.ggml.tokens", format!("token {id} {token:?} is token {first} already")));
+            return Err(fail(
+                "tokenizer.ggml.tokens",
+                format!("token {id} {token:?} is token {first} already"),
+            ));
         }
     }
     let kind = |id: usize| fields.token_types.get(id).copied().unwrap_or(1);
@@ -83,14 +87,18 @@ pub fn tokenizer_json(fields: &GgufTokenizerFields, origin: &str) -> Result<Valu
     let unknown = fields.unknown.and_then(|id| fields.tokens.get(id as usize)).cloned();
     let (normalizer, pre_tokenizer, decoder, model) = match fields.model.as_str() {
         "gpt2" => {
-            let merges = given_merges(fields, &vocab).map_err(|reason| fail("tokenizer.ggml.merges", reason))?;
+            let merges =
+                given_merges(fields, &vocab).map_err(|reason| fail("tokenizer.ggml.merges", reason))?;
             let pre = fields.pre.as_deref().unwrap_or("default");
             let split = pre_tokenizer(pre).map_err(|reason| fail("tokenizer.ggml.pre", reason))?;
             (Value::Null, split, byte_level(true), bpe(vocab.into(), merges, None, false))
         }
         "llama" => {
             if fields.scores.is_empty() {
-                return Err(fail("tokenizer.ggml.scores", "a SentencePiece vocabulary needs them".to_owned()));
+                return Err(fail(
+                    "tokenizer.ggml.scores",
+                    "a SentencePiece vocabulary needs them".to_owned(),
+                ));
             }
             let prefix = fields.add_space_prefix.unwrap_or(true);
             let merges = merges_from_scores(fields);
@@ -98,7 +106,9 @@ pub fn tokenizer_json(fields: &GgufTokenizerFields, origin: &str) -> Result<Valu
             (sentence_piece_normalizer(prefix), Value::Null, sentence_piece_decoder(prefix), model)
         }
         other => {
-            let reason = format!("{other:?} is not supported; gpt2 (byte-level BPE) and llama (SentencePiece BPE) are");
+            let reason = format!(
+                "{other:?} is not supported; gpt2 (byte-level BPE) and llama (SentencePiece BPE) are"
+            );
             return Err(fail("tokenizer.ggml.model", reason));
         }
     };
@@ -150,9 +160,7 @@ pub(super) fn bpe(vocab: Value, merges: Vec<Value>, unknown: Option<String>, byt
 }
 
 fn pre_tokenizer(pre: &str) -> Result<Value, String> {
-    let sequence = |first: Value, use_regex| {
-        json!({ "type": "Sequence", "pretokenizers": [first, byte_level(use_regex)] })
-    };
+    let sequence = |first: Value, use_regex| json!({ "type": "Sequence", "pretokenizers": [first, byte_level(use_regex)] });
     let split = |pattern: &str| {
         let by_regex = json!({
             "type": "Split", "pattern": { "Regex": pattern }, "behavior": "Isolated", "invert": false,
@@ -161,7 +169,9 @@ fn pre_tokenizer(pre: &str) -> Result<Value, String> {
     };
     match pre {
         _ if GPT2_LIKE.contains(&pre) => Ok(byte_level(true)),
-        _ if SINGLE_DIGITS.contains(&pre) => Ok(sequence(json!({ "type": "Digits", "individual_digits": true }), true)),
+        _ if SINGLE_DIGITS.contains(&pre) => {
+            Ok(sequence(json!({ "type": "Digits", "individual_digits": true }), true))
+        }
         _ if LLAMA3_LIKE.contains(&pre) => Ok(split(LLAMA3_PATTERN)),
         _ if QWEN2_LIKE.contains(&pre) => Ok(split(QWEN2_PATTERN)),
         _ => {
@@ -192,7 +202,8 @@ fn given_merges(fields: &GgufTokenizerFields, vocab: &Map<String, Value>) -> Res
 
 /// Every way to split a token into two others is a merge; better scores of the whole come first.
 fn merges_from_scores(fields: &GgufTokenizerFields) -> Vec<Value> {
-    let ids: HashMap<&str, usize> = fields.tokens.iter().enumerate().map(|(id, t)| (t.as_str(), id)).collect();
+    let ids: HashMap<&str, usize> =
+        fields.tokens.iter().enumerate().map(|(id, t)| (t.as_str(), id)).collect();
     let mut merges: Vec<(f32, usize, usize, usize)> = Vec::new();
     for (id, token) in fields.tokens.iter().enumerate() {
         let mut local: Vec<(usize, usize)> = token
@@ -213,7 +224,9 @@ fn merges_from_scores(fields: &GgufTokenizerFields) -> Vec<Value> {
 fn sentence_piece_normalizer(prefix: bool) -> Value {
     let replace = json!({ "type": "Replace", "pattern": { "String": " " }, "content": "▁" });
     match prefix {
-        true => json!({ "type": "Sequence", "normalizers": [{ "type": "Prepend", "prepend": "▁" }, replace] }),
+        true => {
+            json!({ "type": "Sequence", "normalizers": [{ "type": "Prepend", "prepend": "▁" }, replace] })
+        }
         false => replace,
     }
 }

@@ -15,7 +15,9 @@ pub fn may_be_cut(engine: &Engine) -> bool {
         Some(PreTokenizerWrapper::ByteLevel(level)) => !level.add_prefix_space,
         Some(PreTokenizerWrapper::Sequence(sequence)) => {
             let parts: &[PreTokenizerWrapper] = sequence.as_ref();
-            parts.iter().any(|p| matches!(p, PreTokenizerWrapper::ByteLevel(level) if !level.add_prefix_space))
+            parts
+                .iter()
+                .any(|p| matches!(p, PreTokenizerWrapper::ByteLevel(level) if !level.add_prefix_space))
         }
         _ => false,
     };
@@ -62,7 +64,7 @@ mod tests {
         #[test]
         fn pieces_are_the_text(text in "[ a-z\\n\\p{L}.1]{0,200}", most in 1usize..50) {
             let pieces: Vec<&str> = cut(&text, most).collect();
-            prop_assert_eq!(pieces.concat(), text);
+            prop_assert_eq!(pieces.concat(), text.as_str());
             for (left, right) in pieces.iter().zip(pieces.iter().skip(1)) {
                 prop_assert!(left.ends_with(char::is_alphabetic) && right.starts_with(' '));
             }

@@ -13,8 +13,11 @@ impl Tokenizer {
     /// Writes `tokenizer.json`, `tokenizer_config.json` and `special_tokens_map.json` into an existing folder; each file
     /// is whole or absent.
     pub fn save(&self, folder: &Path) -> Result<(), TokenizerError> {
-        let document =
-            self.shared.engine.to_string(false).map_err(|e| TokenizerError::invalid(&self.shared.origin, e))?;
+        let document = self
+            .shared
+            .engine
+            .to_string(false)
+            .map_err(|e| TokenizerError::invalid(&self.shared.origin, e))?;
         write(folder, "tokenizer.json", &document)?;
         let special = self.special_tokens();
         let mut config = Map::new();
@@ -34,7 +37,11 @@ impl Tokenizer {
     }
 
     fn special_tokens(&self) -> Map<String, Value> {
-        let named = [("bos_token", self.bos_token()), ("eos_token", self.eos_token()), ("pad_token", self.pad_token())];
+        let named = [
+            ("bos_token", self.bos_token()),
+            ("eos_token", self.eos_token()),
+            ("pad_token", self.pad_token()),
+        ];
         named
             .into_iter()
             .filter_map(|(key, id)| Some((key.to_owned(), json!(self.id_to_token(id?)?))))

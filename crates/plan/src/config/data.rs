@@ -26,13 +26,13 @@ section! {
         shuffle: bool = true;
         /// Seed of that order.
         seed: u64, "training.seed";
-        /// Background threads that read and tokenise; 0: the training thread does it.
+        /// Threads that make batches in the background; 0: the training thread makes them.
         num_workers: Auto<u64> = Auto::Auto, WORKERS;
-        /// Batches that each worker prepares ahead.
+        /// Batches that are made ahead of their use.
         prefetch_factor: u64 = 2, AT_LEAST_ONE;
-        /// Memory for text that was read and not yet tokenised.
+        /// Memory between the files and the tokenizer, for files with a document a line; auto: 64KiB.
         buffer_size: Auto<ByteSize> = Auto::Auto, AT_LEAST_ONE;
-        /// Whether workers live on from one epoch to the next.
+        /// Whether the worker lives on from one epoch to the next.
         persistent_workers: bool = true;
     }
 }

@@ -9,7 +9,7 @@ section! {
     pub struct OutputConfig at "output" {
         /// The folder that everything is written to.
         dir: PathBuf = PathBuf::from("plimsoll-output");
-        /// Optimizer steps from one checkpoint to the next; 0: none but the last.
+        /// Optimizer steps from one checkpoint to the next; 0: only when a run is stopped.
         save_steps: u64 = 500;
         /// Checkpoints that are kept; older ones are removed.
         save_total_limit: u64 = 2, AT_LEAST_ONE;

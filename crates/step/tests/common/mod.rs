@@ -65,12 +65,8 @@ pub fn settings(batch_size: u64, sequence_length: u64) -> StepSettings {
     }
 }
 
-pub const BF16_WITH_MASTERS: Precision = Precision {
-    weights: DType::Bf16,
-    activations: DType::Bf16,
-    gradients: DType::F32,
-    master_weights: true,
-};
+pub const BF16_WITH_MASTERS: Precision =
+    Precision { weights: DType::Bf16, activations: DType::Bf16, gradients: DType::F32, master_weights: true };
 
 pub const PURE_BF16: Precision =
     Precision { gradients: DType::Bf16, master_weights: false, ..BF16_WITH_MASTERS };
@@ -147,7 +143,12 @@ pub fn trainer<'a>(device: &'a Cpu, spec: &ModelSpec, settings: &StepSettings) -
 }
 
 /// Bytes of every tensor of the training state, and the losses of `steps` steps of two micro-batches each.
-pub fn train(spec: &ModelSpec, settings: &StepSettings, threads: usize, steps: u64) -> (Vec<f64>, Vec<Vec<u8>>) {
+pub fn train(
+    spec: &ModelSpec,
+    settings: &StepSettings,
+    threads: usize,
+    steps: u64,
+) -> (Vec<f64>, Vec<Vec<u8>>) {
     let device = device(spec, settings, threads);
     let mut trainer = trainer(&device, spec, settings);
     let losses = (0..steps).map(|step| one_step(&mut trainer, settings, step)).collect();

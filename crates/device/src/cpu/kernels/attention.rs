@@ -32,8 +32,6 @@ pub(in crate::cpu) const SCRATCH_BYTES: usize =
 struct Rows {
     data: *const u8,
     dtype: DType,
-    /// Elements from one row to the next.
-    stride: usize,
 }
 
 // SAFETY: it stands for a shared slice of plain numbers.
@@ -44,20 +42,19 @@ unsafe impl Sync for Rows {}
 struct RowsMut {
     data: *mut u8,
     dtype: DType,
-    stride: usize,
 }
 
 // SAFETY: it stands for an exclusive slice whose disjoint parts go to different tasks.
 unsafe impl Sync for RowsMut {}
 
 impl Rows {
-    fn new(x: Floats<'_>, stride: usize) -> Rows {
+    fn new(x: Floats<'_>) -> Rows {
         let (data, dtype) = match x {
             Floats::F32(x) => (x.as_ptr().cast(), DType::F32),
             Floats::Bf16(x) => (x.as_ptr().cast(), DType::Bf16),
             Floats::F16(x) => (x.as_ptr().cast(), DType::F16),
         };
-        Rows { data, dtype, stride }
+        Rows { data, dtype }
     }
 
     /// `rows` rows of `columns` elements from element `start` on, `stride` elements apart.
@@ -68,13 +65,13 @@ impl Rows {
 }
 
 impl RowsMut {
-    fn new(x: FloatsMut<'_>, stride: usize) -> RowsMut {
+    fn new(x: FloatsMut<'_>) -> RowsMut {
         let (data, dtype) = match x {
             FloatsMut::F32(x) => (x.as_mut_ptr().cast(), DType::F32),
             FloatsMut::Bf16(x) => (x.as_mut_ptr().cast(), DType::Bf16),
             FloatsMut::F16(x) => (x.as_mut_ptr().cast(), DType::F16),
         };
-        RowsMut { data, dtype, stride }
+        RowsMut { data, dtype }
     }
 
     /// Writes values from element `start` on, times `factor`.
@@ -87,7 +84,9 @@ impl RowsMut {
         // SAFETY: the caller vouches for the range; rows are aligned for their type as the tensor is.
         let mut out = unsafe {
             match self.dtype {
-                DType::Bf16 => FloatsMut::Bf16(std::slice::from_raw_parts_mut(data.cast::<bf16>(), values.len())),
+                DType::Bf16 => {
+                    FloatsMut::Bf16(std::slice::from_raw_parts_mut(data.cast::<bf16>(), values.len()))
+                }
                 DType::F16 => FloatsMut::F16(std::slice::from_raw_parts_mut(data.cast(), values.len())),
                 _ => FloatsMut::F32(std::slice::from_raw_parts_mut(data.cast(), values.len())),
             }
@@ -113,7 +112,14 @@ fn tile(data: &mut [f32], rows: usize, columns: usize) -> Output {
 
 fn tile_operand(data: &[f32], rows: usize, columns: usize) -> Operand {
     debug_assert!(rows * columns <= data.len());
-    Operand { data: data.as_ptr().cast(), dtype: DType::F32, rows, columns, row_stride: columns, column_stride: 1 }
+    Operand {
+        data: data.as_ptr().cast(),
+        dtype: DType::F32,
+        rows,
+        columns,
+        row_stride: columns,
+        column_stride: 1,
+    }
 }
 
 /// A thread's scratch in parts.
@@ -199,7 +205,8 @@ impl Geometry {
     fn query_task(&self, task: usize) -> Block {
         let outer = self.batch * (self.heads / self.together);
         let block = self.query_blocks() - 1 - task / outer;
-        let (batch, head) = ((task % outer) / (self.heads / self.together), task % (self.heads / self.together));
+        let (batch, head) =
+            ((task % outer) / (self.heads / self.together), task % (self.heads / self.together));
         self.block(batch, head * self.together, block)
     }
 
@@ -254,9 +261,9 @@ pub(in crate::cpu) fn forward(
     if g.d == 0 || g.d > MAX_HEAD_DIM {
         return;
     }
-    let q = Rows::new(q, g.heads * g.d);
-    let [k, v] = [k, v].map(|x| Rows::new(x, g.kv_stride()));
-    let out = RowsMut::new(out, g.heads * g.d);
+    let q = Rows::new(q);
+    let [k, v] = [k, v].map(Rows::new);
+    let out = RowsMut::new(out);
     let lse = Shared::new(lse, 1);
     exec.pool.run(g.query_tasks(), &|task, worker| {
         let block = g.query_task(task);
@@ -274,7 +281,15 @@ pub(in crate::cpu) fn forward(
             // SAFETY: the operands lie in slices that outlive this call, the tile in scratch.
             unsafe {
                 let c = tile(scores, rows, keys);
-                matmul_serial(exec.simd.isa(), compute, queries, transposed(key_rows), c, false, scratch.matmul);
+                matmul_serial(
+                    exec.simd.isa(),
+                    compute,
+                    queries,
+                    transposed(key_rows),
+                    c,
+                    false,
+                    scratch.matmul,
+                );
             }
             for (row, scores) in scores.chunks_exact_mut(keys).enumerate() {
                 let (seen, unseen) = scores.split_at_mut(block.visible(row, &range));
@@ -325,10 +340,10 @@ pub(in crate::cpu) fn backward(
         return;
     }
     deltas(exec, out, dout, delta, g);
-    let [q, dout] = [q, dout].map(|x| Rows::new(x, g.heads * g.d));
-    let [k, v] = [k, v].map(|x| Rows::new(x, g.kv_stride()));
-    let dq = RowsMut::new(dq, g.heads * g.d);
-    let [dk, dv] = [dk, dv].map(|x| RowsMut::new(x, g.kv_stride()));
+    let [q, dout] = [q, dout].map(Rows::new);
+    let [k, v] = [k, v].map(Rows::new);
+    let dq = RowsMut::new(dq);
+    let [dk, dv] = [dk, dv].map(RowsMut::new);
     let pass = Backward { exec, compute, g, q, k, v, dout, lse, delta };
 
     exec.pool.run(g.query_tasks(), &|task, worker| {
@@ -337,7 +352,8 @@ pub(in crate::cpu) fn backward(
         let (rows, d) = (block.rows, g.d);
         for (number, range) in block.tiles().enumerate() {
             pass.score_gradients(&block, &range, &mut scratch);
-            let keys = k.operand(block.keys_start + range.start * g.kv_stride(), range.len(), d, g.kv_stride());
+            let keys =
+                k.operand(block.keys_start + range.start * g.kv_stride(), range.len(), d, g.kv_stride());
             // SAFETY: the operands lie in slices that outlive this call, the tiles in disjoint parts of scratch.
             unsafe {
                 let ds = tile_operand(&scratch.other[..rows * range.len()], rows, range.len());
@@ -418,10 +434,28 @@ impl Backward<'_> {
         let douts = self.dout.operand(block.start, rows, g.d, block.stride);
         // SAFETY: the operands lie in slices that outlive this call, the tiles in disjoint parts of scratch.
         unsafe {
-            matmul_serial(isa, self.compute, queries, key_rows, tile(scores, rows, keys), false, scratch.matmul);
-            matmul_serial(isa, self.compute, douts, value_rows, tile(other, rows, keys), false, scratch.matmul);
+            matmul_serial(
+                isa,
+                self.compute,
+                queries,
+                key_rows,
+                tile(scores, rows, keys),
+                false,
+                scratch.matmul,
+            );
+            matmul_serial(
+                isa,
+                self.compute,
+                douts,
+                value_rows,
+                tile(other, rows, keys),
+                false,
+                scratch.matmul,
+            );
         }
-        for (row, (scores, other)) in scores.chunks_exact_mut(keys).zip(other.chunks_exact_mut(keys)).enumerate() {
+        for (row, (scores, other)) in
+            scores.chunks_exact_mut(keys).zip(other.chunks_exact_mut(keys)).enumerate()
+        {
             let visible = block.visible(row, range);
             let (seen, unseen) = scores.split_at_mut(visible);
             let (gradients, nothing) = other.split_at_mut(visible);

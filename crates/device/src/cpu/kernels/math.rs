@@ -5,9 +5,8 @@
 
 use super::simd::mul_add;
 
-/// e^x, held at e^87.3 above 87.3 and at 0 below -86.9, which keeps results and their reciprocals normal numbers
-/// (others are slow).
-/// NaN for NaN. Relative error of the fit 1.1e-8.
+/// e^x, held at e^87.3 above 87.3 and at 0 below -86.9: results and their reciprocals are normal numbers, for others
+/// are slow. NaN for NaN. Relative error of the fit 1.1e-8.
 #[inline(always)]
 pub(super) fn exp<const FMA: bool>(x: f32) -> f32 {
     // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
@@ -114,7 +113,7 @@ mod tests {
             assert_eq!(exp(f32::INFINITY), exp(87.3));
             assert!(exp(f32::NAN).is_nan() && exp(-f32::NAN).is_nan());
         }
-        assert_eq!(sigmoids::<false>(-1e30), (0.0, 1.0 + f32::EPSILON));
+        assert_eq!(sigmoids::<false>(-1e30), (0.0, 1.0));
         assert_eq!(sigmoids::<false>(1e30), (1.0, 0.0));
         assert_eq!(normal::<false>(-1e30), (0.0, 0.0));
         assert_eq!(normal::<false>(1e30), (1.0, 0.0));

@@ -19,26 +19,31 @@ pub(super) fn narrow_nearest(simd: Simd, x: &[f32], out: &mut [bf16]) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn narrow_by_instruction(x: &[f32], out: &mut [bf16]) {
+    let (xs, last_x) = x.as_chunks();
+    let (outs, last_out) = out.as_chunks_mut();
+    for (x, out) in xs.iter().zip(outs) {
+        narrow_sixteen(x, out);
+    }
+    if !last_x.is_empty() {
+        let (mut x, mut out) = ([0.0; 16], [bf16::ZERO; 16]);
+        x[..last_x.len()].copy_from_slice(last_x);
+        narrow_sixteen(&x, &mut out);
+        last_out.copy_from_slice(&out[..last_out.len()]);
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+fn narrow_sixteen(x: &[f32; 16], out: &mut [bf16; 16]) {
     use std::arch::x86_64::{__m256bh, __m256i, _mm256_storeu_si256, _mm512_cvtneps_pbh, _mm512_loadu_ps};
 
-    let (mut xs, mut outs) = (x.chunks_exact(16), out.chunks_exact_mut(16));
-    for (x, out) in (&mut xs).zip(&mut outs) {
-        // SAFETY: both chunks are of 16 elements, and any bits of 256 are 16 bf16.
-        unsafe {
-            let narrow = _mm512_cvtneps_pbh(_mm512_loadu_ps(x.as_ptr()));
-            _mm256_storeu_si256(out.as_mut_ptr().cast(), std::mem::transmute::<__m256bh, __m256i>(narrow));
-        }
-    }
-    let (x, out) = (xs.remainder(), outs.into_remainder());
-    let mut last = [0.0; 16];
-    last[..x.len()].copy_from_slice(x);
-    let mut narrow = [bf16::ZERO; 16];
-    // SAFETY: as above.
+    // SAFETY: both pointers are to 16 elements, and the two vector types are of 256 plain bits.
     unsafe {
-        let value = _mm512_cvtneps_pbh(_mm512_loadu_ps(last.as_ptr()));
-        _mm256_storeu_si256(narrow.as_mut_ptr().cast(), std::mem::transmute::<__m256bh, __m256i>(value));
+        let narrow = _mm512_cvtneps_pbh(_mm512_loadu_ps(x.as_ptr()));
+        let bits = std::mem::transmute::<__m256bh, __m256i>(narrow);
+        _mm256_storeu_si256(out.as_mut_ptr().cast(), bits);
     }
-    out.copy_from_slice(&narrow[..out.len()]);
 }
 
 per_isa! {

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::Output;
-use super::few_rows::row_units;
+use super::few_rows::{Columns, padded_rows, row_units};
 use super::kernels::Kernels;
 use super::pack::{Lines, Panels};
 use super::tile::{Area, Block, Finish, Sums};
@@ -21,9 +21,15 @@ const MAX_UNITS: usize = 768;
 /// Size of a packed strip at most, so that it stays in the second-level cache.
 const STRIP_BYTES: usize = 384 << 10;
 
-const FEW_ROWS: usize = 8;
+/// Products of at most this many rows go over B once, unpacked: decoding.
+const FEW_ROWS: usize = 16;
+/// Bytes of B that one task of such a product takes.
 const FEW_ROWS_TASK_BYTES: usize = 32 << 10;
+
+/// Packed rows that all tasks read.
 struct Shared(*const f32);
+
+// SAFETY: the rows are complete before any task reads them, and nobody writes them meanwhile.
 unsafe impl Sync for Shared {}
 
 /// The threads that work on a product, and their memory.
@@ -128,9 +134,6 @@ struct Cuts {
     /// Panels of the shared operand that one packing task takes.
     group: usize,
     packing_tasks: usize,
-    /// Panels in a strip at most.
-    longest: usize,
-    threads: usize,
     /// Ranges that the shared chunk is cut into, where there are too few strips for the threads.
     ranges: usize,
 }
@@ -172,7 +175,8 @@ impl Product {
             let shared_end = shared.count.min(shared_start + shared_chunk);
             for strips_start in (0..strips.count).step_by(strips_chunk.max(1)) {
                 let strips_end = strips.count.min(strips_start + strips_chunk);
-                let (row, column) = if share_a { (shared_start, strips_start) } else { (strips_start, shared_start) };
+                let (row, column) =
+                    if share_a { (shared_start, strips_start) } else { (strips_start, shared_start) };
                 let columns = if share_a { strips_end - strips_start } else { shared_end - shared_start };
                 for block in 0..blocks {
                     let k = (block * k_block, self.k.min((block + 1) * k_block));
@@ -186,9 +190,7 @@ impl Product {
                         units: (k.1 - k.0).div_ceil(kernels.k_per_unit),
                         packed,
                         sums,
-                        cuts: Cuts {
-                            group: 0, packing_tasks: 0, longest: 0, threads: crew.threads(), ranges: 1
-                        },
+                        cuts: Cuts { group: 0, packing_tasks: 0, ranges: 1 },
                     };
                     round.run(crew);
                 }
@@ -203,11 +205,12 @@ impl Product {
             && self.k > 0
             && self.b.k_stride == 1
             && self.b.stride.is_multiple_of(blocks)
-            && self.a.count * units * 4 <= crew.common().1
+            && padded_rows(self.a.count) * units * 4 <= crew.common().1
     }
 
     unsafe fn run_few_rows(&self, crew: &mut impl Crew) {
         let rows = crew.common().0.cast::<f32>();
+        // SAFETY: `has_few_rows` has found the common memory large enough for the packed rows.
         unsafe { (self.kernels.pack_rows)(self.a, self.k, rows) };
         let bytes = self.b.dtype.bytes_for((self.b.stride) as u64).unwrap_or(0) as usize;
         let shared = Shared(rows);
@@ -215,7 +218,17 @@ impl Product {
         crew.run(self.b.count.div_ceil(per_task), &|task, _, _| {
             let shared = &shared;
             let columns = task * per_task..self.b.count.min((task + 1) * per_task);
-            unsafe { (self.kernels.multiply_columns)(shared.0, self.b, self.k, self.c, self.accumulate, columns) };
+            let task = Columns {
+                rows: shared.0,
+                b: self.b,
+                k: self.k,
+                c: self.c,
+                accumulate: self.accumulate,
+                start: columns.start,
+                end: columns.end,
+            };
+            // SAFETY: operands and C are valid as for this function; tasks have columns of their own.
+            unsafe { (self.kernels.multiply_columns)(&task) };
         });
     }
 
@@ -234,13 +247,25 @@ impl Product {
             (DType::Bf16, true) => Finish::AddBf16,
             _ => Finish::F32,
         };
-        let c = Sums { start: std::ptr::null(), start_stride: row_stride, out: data, out_stride: row_stride, finish }
-            .at(row, column);
+        let c = Sums {
+            start: std::ptr::null(),
+            start_stride: row_stride,
+            out: data,
+            out_stride: row_stride,
+            finish,
+        }
+        .at(row, column);
         match partial {
             Some((buffer, columns)) => {
                 let start = if block > 0 { buffer.cast_const().cast() } else { std::ptr::null() };
                 if block + 1 < blocks {
-                    Sums { start, start_stride: columns, out: buffer, out_stride: columns, finish: Finish::F32 }
+                    Sums {
+                        start,
+                        start_stride: columns,
+                        out: buffer,
+                        out_stride: columns,
+                        finish: Finish::F32,
+                    }
                 } else {
                     Sums { start, start_stride: columns, ..c }
                 }
@@ -273,13 +298,7 @@ impl Round<'_> {
         } else {
             (4 * threads).div_ceil(strip_panels.max(1)).min(shared_panels).max(1)
         };
-        self.cuts = Cuts {
-            group,
-            packing_tasks: shared_panels.div_ceil(group),
-            longest: usize::MAX,
-            threads,
-            ranges,
-        };
+        self.cuts = Cuts { group, packing_tasks: shared_panels.div_ceil(group), ranges };
         let _ = kernels;
         let strips = self.strip_list(strip_panels, threads);
         let packed = AtomicUsize::new(0);
@@ -299,6 +318,7 @@ impl Round<'_> {
                     let l = self.strips.0 + na * width..self.strips.1.min(self.strips.0 + nb * width);
                     from.area(l, self.k.0..self.k.1)
                 });
+                // SAFETY: a thread's scratch holds a strip, and tasks have strips of their own.
                 unsafe { self.multiply(a..b, task % ranges, scratch.cast(), bytes, &packed, ahead) };
             }
         });
@@ -332,7 +352,9 @@ impl Round<'_> {
     fn strip(&self, index: usize, panels: usize, threads: usize) -> (usize, usize) {
         let mut left = panels;
         for _ in 0..index {
-            if left == 0 { break; }
+            if left == 0 {
+                break;
+            }
             left -= self.next_len(left, threads);
         }
         let start = panels - left;
@@ -346,10 +368,19 @@ impl Round<'_> {
         let start = self.shared.0 + task * self.cuts.group * width;
         let end = self.shared.1.min(start + self.cuts.group * width);
         let to = Panels { data: self.packed.wrapping_add(task * self.cuts.group * stride), width, stride };
+        // SAFETY: the lines lie in the operand, and the panels' memory holds them.
         unsafe { (self.product.kernels.pack)(from, start..end, self.k.0..self.k.1, to) };
     }
 
-    unsafe fn multiply(&self, panels: Range<usize>, range: usize, scratch: *mut f32, bytes: usize, packed: &AtomicUsize, ahead: Option<Area>) {
+    unsafe fn multiply(
+        &self,
+        panels: Range<usize>,
+        range: usize,
+        scratch: *mut f32,
+        bytes: usize,
+        packed: &AtomicUsize,
+        ahead: Option<Area>,
+    ) {
         let (_, from) = self.operands();
         let (shared_width, width) = self.widths();
         let stride = panel_stride(width, self.units);
@@ -357,27 +388,54 @@ impl Round<'_> {
         let end = self.strips.1.min(self.strips.0 + panels.end * width);
         debug_assert!(panels.len() * stride * 4 <= bytes);
         let to = Panels { data: scratch, width, stride };
+        // SAFETY: the lines lie in the operand, and the panels' memory holds them.
         unsafe { (self.product.kernels.pack)(from, start..end, self.k.0..self.k.1, to) };
         let mut n = 0;
         while packed.load(Ordering::Acquire) < self.cuts.packing_tasks {
             n += 1;
-            if n > 10000 { std::thread::yield_now(); } else { std::hint::spin_loop(); }
+            if n > 10000 {
+                std::thread::yield_now();
+            } else {
+                std::hint::spin_loop();
+            }
         }
         let shared_panels = (self.shared.1 - self.shared.0).div_ceil(shared_width);
         let per = shared_panels.div_ceil(self.cuts.ranges);
         let s0 = (range * per).min(shared_panels);
         let s1 = ((range + 1) * per).min(shared_panels);
-        let shared_lines = (self.shared.1 - self.shared.0).min(s1 * shared_width) - (self.shared.0 - self.shared.0 + s0 * shared_width).min(self.shared.1 - self.shared.0);
+        let shared_lines = (self.shared.1 - self.shared.0).min(s1 * shared_width)
+            - (s0 * shared_width).min(self.shared.1 - self.shared.0);
         let shared_stride = panel_stride(shared_width, self.units);
         let shared_ptr = self.packed.wrapping_add(s0 * shared_stride);
         let strip_off = start - self.strips.0;
         let block = if self.share_a {
-            Block { a: shared_ptr, a_stride: shared_stride, b: scratch, b_stride: stride, units: self.units, rows: shared_lines, columns: end - start,
-              sums: self.sums.at(s0 * shared_width, strip_off), b_outer: false, ahead }
+            Block {
+                a: shared_ptr,
+                a_stride: shared_stride,
+                b: scratch,
+                b_stride: stride,
+                units: self.units,
+                rows: shared_lines,
+                columns: end - start,
+                sums: self.sums.at(s0 * shared_width, strip_off),
+                b_outer: false,
+                ahead,
+            }
         } else {
-            Block { a: scratch, a_stride: stride, b: shared_ptr, b_stride: shared_stride, units: self.units, rows: end - start, columns: shared_lines,
-              sums: self.sums.at(strip_off, s0 * shared_width), b_outer: true, ahead }
+            Block {
+                a: scratch,
+                a_stride: stride,
+                b: shared_ptr,
+                b_stride: shared_stride,
+                units: self.units,
+                rows: end - start,
+                columns: shared_lines,
+                sums: self.sums.at(strip_off, s0 * shared_width),
+                b_outer: true,
+                ahead,
+            }
         };
+        // SAFETY: both sides are packed, and the sums of this block are this task's alone.
         unsafe { (self.product.kernels.multiply)(&block) };
     }
 }

@@ -100,8 +100,8 @@ mod pairs {
             let order = _mm512_add_epi32(
                 _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                 _mm512_setr_epi32(
-                    0x10_0000, 0x11_0000, 0x12_0000, 0x13_0000, 0x14_0000, 0x15_0000, 0x16_0000, 0x17_0000, 0x18_0000,
-                    0x19_0000, 0x1a_0000, 0x1b_0000, 0x1c_0000, 0x1d_0000, 0x1e_0000, 0x1f_0000,
+                    0x10_0000, 0x11_0000, 0x12_0000, 0x13_0000, 0x14_0000, 0x15_0000, 0x16_0000, 0x17_0000,
+                    0x18_0000, 0x19_0000, 0x1a_0000, 0x1b_0000, 0x1c_0000, 0x1d_0000, 0x1e_0000, 0x1f_0000,
                 ),
             );
             Avx512(_mm512_castsi512_ps(_mm512_permutexvar_epi16(order, words)))
@@ -155,7 +155,10 @@ mod pairs {
 
         #[inline(always)]
         unsafe fn multiply_add(sum: Avx512, a: Avx512, b: Avx512) -> Avx512 {
-            unsafe { Avx512(_mm512_dpbf16_ps(sum.0, std::mem::transmute(a.0), std::mem::transmute(b.0))) }
+            // SAFETY: both types are 64 bytes of plain bits.
+            let pairs = |x| unsafe { std::mem::transmute::<__m512, __m512bh>(x) };
+            // SAFETY: the instruction set was found at start-up.
+            unsafe { Avx512(_mm512_dpbf16_ps(sum.0, pairs(a.0), pairs(b.0))) }
         }
     }
 }

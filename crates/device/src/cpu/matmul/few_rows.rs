@@ -4,20 +4,14 @@
 //! of C is a dot product whose partial sums lie in the lanes of one vector; its order does not depend on the number of
 //! rows, but it is another order than that of the blocked product.
 
-use std::ops::Range;
-
 use super::Output;
-use super::engine::{Engine, MAX_ALONG};
+use super::engine::Engine;
 use super::pack::{Lines, along_end};
-use super::storage::{self, Storage};
+use super::storage::{self, BLOCK, Storage};
 use super::tile::prefetch;
 use super::vector::{MAX_LANES, Vector, bf16_bits, bf16_value};
 use crate::DType;
 
-/// Columns of B that are read side by side.
-const COLUMNS: usize = 4;
-/// Rows of A that share one reading of B's columns; further ones find them in the first-level cache.
-const ROWS: usize = 4;
 /// How far ahead of its use B is fetched, in bytes.
 const AHEAD: usize = 4096;
 
@@ -26,7 +20,17 @@ pub(super) fn row_units(k: usize, k_per_unit: usize) -> usize {
     k.div_ceil(k_per_unit).next_multiple_of(MAX_LANES)
 }
 
-/// Packs rows of A one after the other, [`row_units`] each, zero after their end.
+/// Packed rows for `rows` rows of A: what the kernels take at a time.
+pub(super) fn padded_rows(rows: usize) -> usize {
+    match rows {
+        0..=2 => rows,
+        3..=4 => 4,
+        _ => rows.next_multiple_of(8),
+    }
+}
+
+/// Packs rows of A one after the other, [`row_units`] each, zero after their end; then rows of zeros up to
+/// [`padded_rows`].
 ///
 /// # Safety
 /// The machine has the engine's instruction set, the operand is valid and `to` has room for its rows.
@@ -35,13 +39,13 @@ pub(super) unsafe fn pack_rows<E: Engine>(a: Lines, k: usize, to: *mut f32) {
     let lanes = E::V::LANES;
     let whole = lanes * E::K_PER_UNIT;
     let units = row_units(k, E::K_PER_UNIT);
-    for row in 0..a.count {
+    for row in 0..padded_rows(a.count) {
         for unit in (0..units).step_by(lanes) {
             let k_at = unit * E::K_PER_UNIT;
             let index = row * a.stride + k_at * a.k_stride;
             // SAFETY: what is read lies before the row's end, what is written inside the packed row.
             unsafe {
-                let vector = if k_at >= k {
+                let vector = if k_at >= k || row >= a.count {
                     E::V::splat(0.0)
                 } else if a.k_stride == 1 && k - k_at >= whole && a.dtype == DType::F32 {
                     E::along::<storage::F32>(a.data, index)
@@ -56,69 +60,51 @@ pub(super) unsafe fn pack_rows<E: Engine>(a: Lines, k: usize, to: *mut f32) {
     }
 }
 
-/// The part of C that lies in `columns`: packed rows of A times those columns of B.
-///
-/// # Safety
-/// The machine has the engine's instruction set, `a` is what [`pack_rows`] made of `c.rows` rows, B's columns are
-/// contiguous along k, whole blocks if its type has blocks, and C is valid.
-#[inline(always)]
-pub(super) unsafe fn multiply_columns<E: Engine>(
-    a: *const f32,
-    b: Lines,
-    k: usize,
-    c: Output,
-    accumulate: bool,
-    columns: Range<usize>,
-) {
-    // SAFETY (all calls): as for this function.
-    unsafe {
-        match b.dtype {
-            DType::F32 => multiply_stored::<E, storage::F32>(a, b, k, c, accumulate, columns),
-            DType::Bf16 => multiply_stored::<E, storage::Bf16>(a, b, k, c, accumulate, columns),
-            DType::F16 => multiply_stored::<E, storage::F16>(a, b, k, c, accumulate, columns),
-            DType::Q8_0 => multiply_stored::<E, storage::Q8_0>(a, b, k, c, accumulate, columns),
-            DType::Q4_0 => multiply_stored::<E, storage::Q4_0>(a, b, k, c, accumulate, columns),
-            DType::Q4_1 => multiply_stored::<E, storage::Q4_1>(a, b, k, c, accumulate, columns),
-            DType::U32 => {}
-        }
-    }
+/// Some columns of C to be computed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Columns {
+    /// What [`pack_rows`] made of A.
+    pub rows: *const f32,
+    /// Columns of B, contiguous along k; whole blocks if its type has blocks.
+    pub b: Lines,
+    pub k: usize,
+    pub c: Output,
+    pub accumulate: bool,
+    pub start: usize,
+    pub end: usize,
 }
 
+/// Computes columns of C, `N` at a time; `R` rows share one reading of them, and further rows find them in the
+/// first-level cache.
+///
+/// # Safety
+/// The machine has the engine's instruction set, B is stored as `S`, operands and C are valid, and packed rows are
+/// a multiple of `R`.
 #[inline(always)]
-unsafe fn multiply_stored<E: Engine, S: Storage>(
-    a: *const f32,
-    b: Lines,
-    k: usize,
-    c: Output,
-    accumulate: bool,
-    columns: Range<usize>,
-) {
-    let units = row_units(k, E::K_PER_UNIT);
-    for column in columns.clone().step_by(COLUMNS) {
-        let count = COLUMNS.min(columns.end - column);
-        for row in (0..c.rows).step_by(ROWS) {
+pub(super) unsafe fn multiply_columns<E: Engine, S: Storage, const R: usize, const N: usize>(task: &Columns) {
+    let Columns { c, start, end, .. } = *task;
+    let units = row_units(task.k, E::K_PER_UNIT);
+    for column in (start..end).step_by(N) {
+        let count = N.min(end - column);
+        for row in (0..c.rows).step_by(R) {
             // SAFETY: rows and columns exist.
             unsafe {
-                let a = a.add(row * units);
-                let mut sums = [[0.0; COLUMNS]; ROWS];
-                match (c.rows - row, count) {
-                    (1, COLUMNS) => dot::<E, S, 1, COLUMNS>(a, b, k, column, &mut sums),
-                    (2, COLUMNS) => dot::<E, S, 2, COLUMNS>(a, b, k, column, &mut sums),
-                    (3, COLUMNS) => dot::<E, S, 3, COLUMNS>(a, b, k, column, &mut sums),
-                    (_, COLUMNS) => dot::<E, S, 4, COLUMNS>(a, b, k, column, &mut sums),
-                    (rows, _) => {
-                        for i in 0..rows.min(ROWS) {
-                            for j in 0..count {
-                                let mut sum = [[0.0; COLUMNS]; ROWS];
-                                dot::<E, S, 1, 1>(a.add(i * units), b, k, column + j, &mut sum);
-                                sums[i][j] = sum[0][0];
-                            }
+                let rows = task.rows.add(row * units);
+                let mut sums = [[0.0; N]; R];
+                if count == N {
+                    dot::<E, S, R, N>(rows, task.b, task.k, column, &mut sums);
+                } else {
+                    for j in 0..count {
+                        let mut sum = [[0.0; 1]; R];
+                        dot::<E, S, R, 1>(rows, task.b, task.k, column + j, &mut sum);
+                        for (sums, [sum]) in sums.iter_mut().zip(sum) {
+                            sums[j] = sum;
                         }
                     }
                 }
                 for (i, sums) in sums.iter().enumerate().take(c.rows - row) {
                     for (j, sum) in sums.iter().enumerate().take(count) {
-                        put(c, row + i, column + j, *sum, accumulate);
+                        put(c, row + i, column + j, *sum, task.accumulate);
                     }
                 }
             }
@@ -126,50 +112,78 @@ unsafe fn multiply_stored<E: Engine, S: Storage>(
     }
 }
 
-/// Dot products of `R` packed rows with `C` columns from `column` on.
+/// Dot products of `R` packed rows with `N` columns from `column` on.
 #[inline(always)]
-unsafe fn dot<E: Engine, S: Storage, const R: usize, const C: usize>(
-    a: *const f32,
+unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
+    rows: *const f32,
     b: Lines,
     k: usize,
     column: usize,
-    out: &mut [[f32; COLUMNS]; ROWS],
+    out: &mut [[f32; N]; R],
 ) {
-    let lanes = E::V::LANES;
-    let whole = lanes * E::K_PER_UNIT;
+    let whole = E::V::LANES * E::K_PER_UNIT;
     let units = row_units(k, E::K_PER_UNIT);
-    let first = column * b.stride;
+    let block_bytes = S::offset(BLOCK);
     // SAFETY: the columns hold `k` values, the packed rows `units` units.
     unsafe {
-        let mut sums = [[E::V::splat(0.0); C]; R];
-        let mut k_at = 0;
-        while k - k_at >= whole {
-            let mut columns = [E::V::splat(0.0); C];
-            for (j, column) in columns.iter_mut().enumerate() {
-                let index = first + j * b.stride + k_at;
-                prefetch(b.data.wrapping_add(S::offset(index) + AHEAD));
-                *column = E::along::<S>(b.data, index);
+        let mut sums = [[E::V::splat(0.0); N]; R];
+        let mut columns = [b.data; N];
+        for (j, data) in columns.iter_mut().enumerate() {
+            *data = b.data.add(S::offset((column + j) * b.stride));
+        }
+        let mut row = rows;
+        // A block of a quantised type at a time, so that its scale is read once.
+        for _ in 0..k / BLOCK {
+            for part in (0..BLOCK).step_by(whole) {
+                step::<E, S, R, N>(&mut sums, row.add(part / E::K_PER_UNIT), units, &columns, part);
             }
-            for (i, sums) in sums.iter_mut().enumerate() {
-                let row = E::V::load(a.add(i * units + k_at / E::K_PER_UNIT));
-                for (sum, column) in sums.iter_mut().zip(columns) {
-                    *sum = E::multiply_add(*sum, row, column);
+            for data in &mut columns {
+                prefetch(data.wrapping_add(AHEAD));
+                *data = data.add(block_bytes);
+            }
+            row = row.add(BLOCK / E::K_PER_UNIT);
+        }
+        let left = k % BLOCK;
+        for part in (0..left).step_by(whole) {
+            if left - part >= whole {
+                step::<E, S, R, N>(&mut sums, row.add(part / E::K_PER_UNIT), units, &columns, part);
+                continue;
+            }
+            for (j, data) in columns.iter().enumerate() {
+                let end = along_end::<E>(Lines { data: *data, ..b }, part, left - part);
+                for (i, sums) in sums.iter_mut().enumerate() {
+                    let row = E::V::load(row.add(i * units + part / E::K_PER_UNIT));
+                    sums[j] = E::multiply_add(sums[j], row, end);
                 }
             }
-            k_at += whole;
         }
-        if k_at < k {
-            for (i, sums) in sums.iter_mut().enumerate() {
-                let row = E::V::load(a.add(i * units + k_at / E::K_PER_UNIT));
-                for (j, sum) in sums.iter_mut().enumerate() {
-                    let column = along_end::<E>(b, first + j * b.stride + k_at, k - k_at);
-                    *sum = E::multiply_add(*sum, row, column);
-                }
-            }
-        }
-        for (out, sums) in out.iter_mut().zip(sums) {
+        for (out, sums) in out.iter_mut().zip(&sums) {
             for (out, sum) in out.iter_mut().zip(sums) {
                 *out = sum.sum();
+            }
+        }
+    }
+}
+
+/// One vector of each row and column: `part` elements into the columns' blocks.
+#[inline(always)]
+unsafe fn step<E: Engine, S: Storage, const R: usize, const N: usize>(
+    sums: &mut [[E::V; N]; R],
+    rows: *const f32,
+    units: usize,
+    columns: &[*const u8; N],
+    part: usize,
+) {
+    // SAFETY: the caller's rows and columns hold a vector from here.
+    unsafe {
+        let mut vectors = [E::V::splat(0.0); N];
+        for (vector, data) in vectors.iter_mut().zip(columns) {
+            *vector = E::along::<S>(*data, part);
+        }
+        for (i, sums) in sums.iter_mut().enumerate() {
+            let row = E::V::load(rows.add(i * units));
+            for (sum, vector) in sums.iter_mut().zip(vectors) {
+                *sum = E::multiply_add(*sum, row, vector);
             }
         }
     }
@@ -191,5 +205,3 @@ unsafe fn put(c: Output, row: usize, column: usize, sum: f32, accumulate: bool) 
         }
     }
 }
-
-const _: () = assert!(MAX_ALONG >= MAX_LANES);

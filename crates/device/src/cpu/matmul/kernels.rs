@@ -5,15 +5,15 @@ use std::ops::Range;
 #[cfg(target_arch = "x86_64")]
 use super::engine::Pairs;
 use super::engine::{Engine, Rounded, Single};
-use super::few_rows;
+use super::few_rows::{self, Columns};
 use super::pack::{self, Lines, Panels};
-use super::Output;
+use super::storage::{self, Storage};
 use super::tile::{self, Block, Tile};
-use super::vector::{Portable, Vector};
 #[cfg(target_arch = "x86_64")]
 use super::vector::{Avx2, Avx512};
-use crate::Compute;
+use super::vector::{Portable, Vector};
 use crate::cpu::Isa;
+use crate::{Compute, DType};
 
 /// What blocking needs to know and to call.
 ///
@@ -31,8 +31,7 @@ pub(super) struct Kernels {
     pub multiply: unsafe fn(&Block),
     /// Rows of A for `multiply_columns`: the rows, the values of k, the place for them.
     pub pack_rows: unsafe fn(Lines, usize, *mut f32),
-    /// Packed rows of A times columns of B: those rows, B, the values of k, C, whether to accumulate, the columns.
-    pub multiply_columns: unsafe fn(*const f32, Lines, usize, Output, bool, Range<usize>),
+    pub multiply_columns: unsafe fn(&Columns),
 }
 
 impl Kernels {
@@ -55,6 +54,21 @@ impl Kernels {
     }
 }
 
+/// Calls a function with the storage type of `dtype` in the place of `[]`.
+macro_rules! by_storage {
+    ($dtype:expr, $function:ident::<[] $(, $parameter:tt)*>($($argument:expr),*)) => {
+        match $dtype {
+            DType::F32 => $function::<storage::F32 $(, $parameter)*>($($argument),*),
+            DType::Bf16 => $function::<storage::Bf16 $(, $parameter)*>($($argument),*),
+            DType::F16 => $function::<storage::F16 $(, $parameter)*>($($argument),*),
+            DType::Q8_0 => $function::<storage::Q8_0 $(, $parameter)*>($($argument),*),
+            DType::Q4_0 => $function::<storage::Q4_0 $(, $parameter)*>($($argument),*),
+            DType::Q4_1 => $function::<storage::Q4_1 $(, $parameter)*>($($argument),*),
+            DType::U32 => {}
+        }
+    };
+}
+
 /// Defines a module with the table of an engine. `rows` counts up to the rows of a whole tile.
 macro_rules! kernels {
     ($module:ident, $engine:ty, [$($rows:literal),*] of $height:literal, $vectors:literal $(, $features:literal)?) => {
@@ -73,8 +87,15 @@ macro_rules! kernels {
 
             $(#[target_feature(enable = $features)])?
             unsafe fn pack(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
+                // SAFETY: as above.
+                unsafe { by_storage!(from.dtype, stored_pack::<[]>(from, lines, k, to)) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            #[inline(never)]
+            unsafe fn stored_pack<S: Storage>(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
                 // SAFETY: the caller vouches for the operands, this function's attribute for the instruction set.
-                unsafe { pack::pack::<$engine>(from, lines, k, to) }
+                unsafe { pack::pack::<$engine, S>(from, lines, k, to) }
             }
 
             $(#[target_feature(enable = $features)])?
@@ -90,16 +111,23 @@ macro_rules! kernels {
             }
 
             $(#[target_feature(enable = $features)])?
-            unsafe fn multiply_columns(
-                a: *const f32,
-                b: Lines,
-                k: usize,
-                c: Output,
-                accumulate: bool,
-                columns: Range<usize>,
-            ) {
+            unsafe fn multiply_columns(task: &Columns) {
+                // SAFETY: as above; these are the counts that `padded_rows` fills up to.
+                unsafe {
+                    match task.c.rows {
+                        0..=1 => by_storage!(task.b.dtype, stored_columns::<[], 1, 4>(task)),
+                        2 => by_storage!(task.b.dtype, stored_columns::<[], 2, 4>(task)),
+                        3..=4 => by_storage!(task.b.dtype, stored_columns::<[], 4, 4>(task)),
+                        _ => by_storage!(task.b.dtype, stored_columns::<[], 8, 2>(task)),
+                    }
+                }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            #[inline(never)]
+            unsafe fn stored_columns<S: Storage, const R: usize, const N: usize>(task: &Columns) {
                 // SAFETY: as above.
-                unsafe { few_rows::multiply_columns::<$engine>(a, b, k, c, accumulate, columns) }
+                unsafe { few_rows::multiply_columns::<$engine, S, R, N>(task) }
             }
 
             $(#[target_feature(enable = $features)])?

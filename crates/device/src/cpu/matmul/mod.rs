@@ -49,7 +49,15 @@ pub const SCRATCH_BYTES: usize = 1 << 20;
 ///
 /// # Safety
 /// The pointers are valid for the matrices described, and C overlaps neither A nor B.
-pub unsafe fn matmul(pool: &Pool, isa: Isa, compute: Compute, a: Operand, b: Operand, c: Output, accumulate: bool) {
+pub unsafe fn matmul(
+    pool: &Pool,
+    isa: Isa,
+    compute: Compute,
+    a: Operand,
+    b: Operand,
+    c: Output,
+    accumulate: bool,
+) {
     // SAFETY: as for this function.
     unsafe { run(&mut Everybody(pool.session()), isa, compute, a, b, c, accumulate) }
 }

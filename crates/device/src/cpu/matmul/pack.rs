@@ -5,11 +5,11 @@
 
 use std::ops::Range;
 
+use super::Operand;
 use super::engine::{Engine, MAX_ALONG};
 use super::storage::{self, BLOCK, Storage};
-use super::vector::{MAX_LANES, Vector};
-use super::Operand;
 use super::tile::{Area, prefetch};
+use super::vector::{MAX_LANES, Vector};
 use crate::DType;
 
 /// An operand seen as lines along k.
@@ -31,15 +31,24 @@ impl Lines {
     }
 
     pub fn columns_of(b: Operand) -> Lines {
-        Lines { data: b.data, dtype: b.dtype, count: b.columns, stride: b.column_stride, k_stride: b.row_stride }
+        Lines {
+            data: b.data,
+            dtype: b.dtype,
+            count: b.columns,
+            stride: b.column_stride,
+            k_stride: b.row_stride,
+        }
     }
 
     /// Where the elements of `lines` and `k` lie.
     pub fn area(self, lines: Range<usize>, k: Range<usize>) -> Area {
         let bytes = |elements: usize| self.dtype.bytes_for(elements as u64).unwrap_or(0) as usize;
         let data = self.data.wrapping_add(bytes(lines.start * self.stride + k.start * self.k_stride));
-        let (rows, columns, stride) =
-            if self.k_stride == 1 { (lines.len(), k.len(), self.stride) } else { (k.len(), lines.len(), self.k_stride) };
+        let (rows, columns, stride) = if self.k_stride == 1 {
+            (lines.len(), k.len(), self.stride)
+        } else {
+            (k.len(), lines.len(), self.k_stride)
+        };
         Area { data, rows, row_bytes: bytes(columns), stride: bytes(stride) }
     }
 }
@@ -64,27 +73,16 @@ const AHEAD_ACROSS: usize = 8192;
 /// The machine has the engine's instruction set; the operand and the panels are valid. `k` begins on a multiple of
 /// [`BLOCK`] elements.
 #[inline(always)]
-pub(super) unsafe fn pack<E: Engine>(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
-    // SAFETY (all calls): as for this function.
-    unsafe {
-        match from.dtype {
-            DType::F32 => pack_stored::<E, storage::F32>(from, lines, k, to),
-            DType::Bf16 => pack_stored::<E, storage::Bf16>(from, lines, k, to),
-            DType::F16 => pack_stored::<E, storage::F16>(from, lines, k, to),
-            DType::Q8_0 => pack_stored::<E, storage::Q8_0>(from, lines, k, to),
-            DType::Q4_0 => pack_stored::<E, storage::Q4_0>(from, lines, k, to),
-            DType::Q4_1 => pack_stored::<E, storage::Q4_1>(from, lines, k, to),
-            DType::U32 => {}
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn pack_stored<E: Engine, S: Storage>(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
+pub(super) unsafe fn pack<E: Engine, S: Storage>(
+    from: Lines,
+    lines: Range<usize>,
+    k: Range<usize>,
+    to: Panels,
+) {
     let lanes = E::V::LANES;
     let blocks = from.dtype.block_elements() > 1;
     let aligned = |x: usize, to: usize| !blocks || x.is_multiple_of(to);
-    // SAFETY (all calls): as for this function.
+    // SAFETY: as for this function, in all calls.
     unsafe {
         if from.k_stride == 1 && aligned(from.stride, BLOCK) {
             pack_along::<E, S>(from, lines, k, to);
@@ -157,13 +155,13 @@ unsafe fn pack_along<E: Engine, S: Storage>(from: Lines, lines: Range<usize>, k:
     }
 }
 
-/// The units of the `left` elements from `index` on, fewer than a vector; zero after them.
+/// A vector of the units of `left` values of k from element `index` on, with any stride; zero after them.
 #[inline(always)]
 pub(super) unsafe fn along_end<E: Engine>(from: Lines, index: usize, left: usize) -> E::V {
     let mut values = [0.0f32; MAX_ALONG];
     for (i, value) in values.iter_mut().enumerate().take(left) {
         // SAFETY: the elements exist.
-        *value = unsafe { storage::element(from.dtype, from.data, index + i) };
+        *value = unsafe { storage::element(from.dtype, from.data, index + i * from.k_stride) };
     }
     // SAFETY: the array holds a vector of units.
     unsafe { E::along::<storage::F32>(values.as_ptr().cast(), 0) }
@@ -175,7 +173,8 @@ unsafe fn pack_across<E: Engine, S: Storage>(from: Lines, lines: Range<usize>, k
     let lanes = E::V::LANES;
     // Panels whose vectors all lie inside the matrix.
     let vectors_end = |first: usize| first + to.width.next_multiple_of(lanes);
-    let whole_panels = lines.clone().step_by(to.width).take_while(|first| vectors_end(*first) <= from.count).count();
+    let whole_panels =
+        lines.clone().step_by(to.width).take_while(|first| vectors_end(*first) <= from.count).count();
     let ends = lines.start + whole_panels * to.width;
     let ahead = (AHEAD_ACROSS / (S::offset(lines.len()) + 64)).max(2);
     for (unit, k_at) in k.clone().step_by(E::K_PER_UNIT).enumerate() {
@@ -220,7 +219,8 @@ unsafe fn pack_any<E: Engine>(from: Lines, lines: Range<usize>, k: Range<usize>,
         for (unit, k_at) in k.clone().step_by(E::K_PER_UNIT).enumerate() {
             for group in (first..end).step_by(lanes) {
                 let mut values = [[0.0f32; MAX_LANES]; 2];
-                for (i, values) in values.iter_mut().enumerate().take(k.end.min(k_at + E::K_PER_UNIT) - k_at) {
+                for (i, values) in values.iter_mut().enumerate().take(k.end.min(k_at + E::K_PER_UNIT) - k_at)
+                {
                     for (line, value) in (group..end).zip(values).take(lanes) {
                         let index = line * from.stride + (k_at + i) * from.k_stride;
                         // SAFETY: the element exists.

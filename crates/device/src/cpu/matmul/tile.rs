@@ -90,7 +90,8 @@ struct Runs {
 impl Runs {
     /// Along the rows or across them, whichever gives each run a tile at least; nothing where neither does.
     fn new(area: Option<Area>, tiles: usize) -> Runs {
-        let nothing = Runs { data: std::ptr::null(), run_stride: 0, line_stride: 0, tiles_per_run: 1, lines: 0 };
+        let nothing =
+            Runs { data: std::ptr::null(), run_stride: 0, line_stride: 0, tiles_per_run: 1, lines: 0 };
         let Some(Area { data, rows, row_bytes, stride }) = area else { return nothing };
         let columns = row_bytes.div_ceil(LINE);
         let along = rows <= tiles;

@@ -18,8 +18,6 @@ pub(super) trait Vector: Copy + Debug {
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(p: *const f32) -> Self;
     unsafe fn store(self, p: *mut f32);
-    /// Past the caches, where the instruction set can; `p` is aligned to the vector.
-    unsafe fn stream(self, p: *mut f32);
     /// self + a * b, with one rounding except on the portable path.
     unsafe fn plus_product(self, a: Self, b: Self) -> Self;
     unsafe fn plus(self, other: Self) -> Self;
@@ -32,8 +30,10 @@ pub(super) trait Vector: Copy + Debug {
     unsafe fn load_f16(p: *const u16) -> Self;
     /// LANES signed bytes.
     unsafe fn load_i8(p: *const i8) -> Self;
-    /// The low (`HIGH` false) or high halves of LANES bytes: 0 to 15.
-    unsafe fn load_nibbles<const HIGH: bool>(p: *const u8) -> Self;
+    /// code * scale + minimum for the low (`HIGH` false) or high halves of LANES bytes: codes 0 to 15.
+    unsafe fn load_nibbles<const HIGH: bool>(p: *const u8, scale: Self, minimum: Self) -> Self;
+    /// Two f16 values in a row, each in every lane of a vector.
+    unsafe fn splat_two_f16(p: *const u8) -> (Self, Self);
     /// Each lane rounded to bf16, to nearest even.
     unsafe fn round_bf16(self) -> Self;
     /// Each lane as bf16, rounded to nearest even.
@@ -55,6 +55,17 @@ pub(super) fn bf16_bits(x: f32) -> u16 {
 #[inline(always)]
 pub(super) fn bf16_value(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
+}
+
+/// The value of f16 bits, found without a table or a branch.
+#[inline(always)]
+pub(super) fn f16_value(bits: u16) -> f32 {
+    let sign = u32::from(bits & 0x8000) << 16;
+    let magnitude = u32::from(bits & 0x7fff) << 13;
+    // Moves the exponent's bias from 15 to 127; subnormals come out right too.
+    let scaled = f32::from_bits(magnitude) * f32::from_bits((127 + 127 - 15) << 23);
+    let infinite_or_nan = if magnitude >= 0x7c00 << 13 { 0x7f80_0000 } else { 0 };
+    f32::from_bits(scaled.to_bits() | infinite_or_nan | sign)
 }
 
 /// Plain Rust: four lanes, which compilers map onto any 128-bit unit.
@@ -97,12 +108,6 @@ impl Vector for Portable {
     }
 
     #[inline(always)]
-    unsafe fn stream(self, p: *mut f32) {
-        // SAFETY: as the trait says.
-        unsafe { self.store(p) }
-    }
-
-    #[inline(always)]
     unsafe fn plus_product(self, a: Self, b: Self) -> Self {
         // Elsewhere a fused multiply-add is a library call.
         if cfg!(target_arch = "aarch64") {
@@ -137,7 +142,7 @@ impl Vector for Portable {
     #[inline(always)]
     unsafe fn load_f16(p: *const u16) -> Self {
         // SAFETY: as the trait says.
-        unsafe { Self::widen(p, |bits| half::f16::from_bits(bits).to_f32()) }
+        unsafe { Self::widen(p, f16_value) }
     }
 
     #[inline(always)]
@@ -147,9 +152,19 @@ impl Vector for Portable {
     }
 
     #[inline(always)]
-    unsafe fn load_nibbles<const HIGH: bool>(p: *const u8) -> Self {
+    unsafe fn load_nibbles<const HIGH: bool>(p: *const u8, scale: Self, minimum: Self) -> Self {
         // SAFETY: as the trait says.
-        unsafe { Self::widen(p, |byte| f32::from(if HIGH { byte >> 4 } else { byte & 15 })) }
+        unsafe {
+            let codes = Self::widen(p, |byte| f32::from(if HIGH { byte >> 4 } else { byte & 15 }));
+            minimum.plus_product(codes, scale)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn splat_two_f16(p: *const u8) -> (Self, Self) {
+        // SAFETY: as the trait says.
+        let [first, second] = unsafe { p.cast::<[u16; 2]>().read_unaligned() };
+        (Portable([f16_value(first); 4]), Portable([f16_value(second); 4]))
     }
 
     #[inline(always)]
@@ -221,11 +236,6 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn stream(self, p: *mut f32) {
-            unsafe { _mm256_stream_ps(p, self.0) }
-        }
-
-        #[inline(always)]
         unsafe fn plus_product(self, a: Self, b: Self) -> Self {
             unsafe { Avx2(_mm256_fmadd_ps(a.0, b.0, self.0)) }
         }
@@ -268,7 +278,7 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn load_nibbles<const HIGH: bool>(p: *const u8) -> Self {
+        unsafe fn load_nibbles<const HIGH: bool>(p: *const u8, scale: Self, minimum: Self) -> Self {
             unsafe {
                 let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
                 let codes = if HIGH {
@@ -276,7 +286,15 @@ mod x86 {
                 } else {
                     _mm256_and_si256(bytes, _mm256_set1_epi32(15))
                 };
-                Avx2(_mm256_cvtepi32_ps(codes))
+                minimum.plus_product(Avx2(_mm256_cvtepi32_ps(codes)), scale)
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn splat_two_f16(p: *const u8) -> (Self, Self) {
+            unsafe {
+                let both = _mm_cvtph_ps(_mm_loadu_si32(p));
+                (Avx2(_mm256_broadcastss_ps(both)), Avx2(_mm256_broadcastss_ps(_mm_movehdup_ps(both))))
             }
         }
 
@@ -361,11 +379,6 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn stream(self, p: *mut f32) {
-            unsafe { _mm512_stream_ps(p, self.0) }
-        }
-
-        #[inline(always)]
         unsafe fn plus_product(self, a: Self, b: Self) -> Self {
             unsafe { Avx512(_mm512_fmadd_ps(a.0, b.0, self.0)) }
         }
@@ -408,15 +421,25 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn load_nibbles<const HIGH: bool>(p: *const u8) -> Self {
+        unsafe fn load_nibbles<const HIGH: bool>(p: *const u8, scale: Self, minimum: Self) -> Self {
             unsafe {
+                // All sixteen values, to be looked up: the two halves of a block's bytes share them.
+                let codes = Avx512(_mm512_setr_ps(
+                    0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0,
+                ));
+                let values = minimum.plus_product(codes, scale);
                 let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
-                let codes = if HIGH {
-                    _mm512_srli_epi32::<4>(bytes)
-                } else {
-                    _mm512_and_si512(bytes, _mm512_set1_epi32(15))
-                };
-                Avx512(_mm512_cvtepi32_ps(codes))
+                // Only the lowest four bits of an index count.
+                let index = if HIGH { _mm512_srli_epi32::<4>(bytes) } else { bytes };
+                Avx512(_mm512_permutexvar_ps(index, values.0))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn splat_two_f16(p: *const u8) -> (Self, Self) {
+            unsafe {
+                let both = _mm_cvtph_ps(_mm_loadu_si32(p));
+                (Avx512(_mm512_broadcastss_ps(both)), Avx512(_mm512_broadcastss_ps(_mm_movehdup_ps(both))))
             }
         }
 
@@ -463,6 +486,28 @@ mod x86 {
                     rows[8 + q] = Avx512(_mm512_shuffle_f32x4::<0xdd>(even_01, even_23));
                     rows[12 + q] = Avx512(_mm512_shuffle_f32x4::<0xdd>(odd_01, odd_23));
                 }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_16_bit_float() {
+        for bits in 0..=u16::MAX {
+            let same = |ours: f32, theirs: f32| {
+                ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan()
+            };
+            assert!(same(f16_value(bits), half::f16::from_bits(bits).to_f32()), "f16 {bits:#x}");
+            let value = half::bf16::from_bits(bits).to_f32();
+            assert!(same(bf16_value(bits), value), "bf16 {bits:#x}");
+            for between in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let x = f32::from_bits(value.to_bits() | between);
+                let (ours, theirs) = (bf16_value(bf16_bits(x)), half::bf16::from_f32(x).to_f32());
+                assert!(same(ours, theirs), "{x} to bf16");
             }
         }
     }

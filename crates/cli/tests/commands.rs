@@ -1,0 +1,232 @@
+//! The program as a user runs it: exit codes, JSON, files, resuming, stopping.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn plimsoll(folder: &Path, arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_plimsoll")).current_dir(folder).args(arguments).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Runs a command that must succeed; its standard output.
+fn ok(folder: &Path, arguments: &[&str]) -> String {
+    let output = plimsoll(folder, arguments);
+    assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// Runs a command that must fail with that code; its standard error.
+fn fails(folder: &Path, code: i32, arguments: &[&str]) -> String {
+    let output = plimsoll(folder, arguments);
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {error}");
+    error
+}
+
+const CONFIG: &str = "
+model:
+  from_scratch: {hidden_size: 16, intermediate_size: 24, num_hidden_layers: 2, num_attention_heads: 2}
+data: {train: text.txt, validation: text.txt, sequence_length: 12}
+training: {steps: 6, batch_size: 2, gradient_accumulation_steps: 2, learning_rate: 1e-2}
+memory: {device_budget: 256MiB}
+output: {dir: out, save_steps: 2, save_total_limit: 9, eval_steps: 3}
+";
+
+fn folder() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let words: String = (0..200).map(|i| format!("word{} ", i * 7 % 23)).collect();
+    std::fs::write(folder.path().join("text.txt"), words).unwrap();
+    std::fs::write(folder.path().join("c.yaml"), CONFIG).unwrap();
+    folder
+}
+
+fn json(path: PathBuf) -> Value {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+#[test]
+fn a_run_leaves_its_metrics_report_checkpoints_and_model() {
+    let folder = folder();
+    let out = folder.path().join("out");
+    ok(folder.path(), &["train", "c.yaml"]);
+    let report = json(out.join("report.json"));
+    assert_eq!(report["planned"]["device_peak_bytes"], report["measured"]["device_peak_bytes"]);
+    let metrics = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+    let lines: Vec<Value> = metrics.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    assert_eq!(lines.len(), 6);
+    for key in ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "batch_size", "memory"] {
+        assert!(lines.iter().all(|l| !l[key].is_null()), "{key}");
+    }
+    assert_eq!(
+        (&lines[5]["step"], &lines[5]["tokens"], &lines[5]["batch_size"]),
+        (&6.into(), &288.into(), &4.into())
+    );
+    for key in ["device_peak_bytes", "host_peak_bytes", "disk_bytes", "process_rss_bytes"] {
+        assert!(lines[0]["memory"][key].is_u64(), "{key}");
+    }
+    for name in [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "plimsoll.yaml",
+        "checkpoint-6/optimizer.safetensors",
+    ] {
+        assert!(out.join(name).exists(), "{name}");
+    }
+    // The model can be used, and the resolved configuration can be run again, to the same losses.
+    let eval: Value = serde_json::from_str(&ok(
+        folder.path(),
+        &["eval", "--model", "out", "--data", "text.txt", "--sequence-length", "12", "--json"],
+    ))
+    .unwrap();
+    assert!(eval["loss"].as_f64().unwrap() < lines[0]["loss"].as_f64().unwrap());
+    let generated: Value = serde_json::from_str(&ok(
+        folder.path(),
+        &[
+            "generate",
+            "--model",
+            "out",
+            "--prompt",
+            "word",
+            "--max-tokens",
+            "5",
+            "--temperature",
+            "0",
+            "--json",
+        ],
+    ))
+    .unwrap();
+    assert_eq!(generated["tokens"].as_array().unwrap().len(), 5);
+    ok(folder.path(), &["train", "out/plimsoll.yaml", "--set", "output.dir=again"]);
+    assert_eq!(losses(&folder.path().join("again")), losses(&out));
+    let inspected: Value = serde_json::from_str(&ok(folder.path(), &["inspect", "out", "--json"])).unwrap();
+    assert_eq!(inspected["hidden_size"], 16);
+}
+
+fn losses(run: &Path) -> Vec<String> {
+    let metrics = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+    let value = |line: &str| serde_json::from_str::<Value>(line).unwrap();
+    metrics.lines().map(value).map(|v| format!("{} {} {}", v["step"], v["loss"], v["grad_norm"])).collect()
+}
+
+#[test]
+fn a_resumed_run_has_the_bits_of_an_unbroken_one() {
+    for precision in ["f32", "bf16"] {
+        let folder = folder();
+        let set = format!("training.mixed_precision={precision}");
+        ok(folder.path(), &["train", "c.yaml", "--set", &set]);
+        // The same again, from the checkpoint after step 2.
+        let (out, other) = (folder.path().join("out"), folder.path().join("other"));
+        ok(folder.path(), &["train", "c.yaml", "--set", &set, "--set", "output.dir=other"]);
+        for step in [4, 6] {
+            std::fs::remove_dir_all(other.join(format!("checkpoint-{step}"))).unwrap();
+        }
+        ok(folder.path(), &["train", "c.yaml", "--set", &set, "--set", "output.dir=other", "--resume"]);
+        assert_eq!(losses(&other), losses(&out));
+        for name in ["model.safetensors", "checkpoint-6/optimizer.safetensors"] {
+            assert!(
+                std::fs::read(out.join(name)).unwrap() == std::fs::read(other.join(name)).unwrap(),
+                "{name}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_run_is_not_overwritten_and_other_data_is_not_resumed() {
+    let folder = folder();
+    ok(folder.path(), &["train", "c.yaml"]);
+    assert!(fails(folder.path(), 2, &["train", "c.yaml"]).contains("--resume"));
+    std::fs::write(folder.path().join("text.txt"), "other words ".repeat(100)).unwrap();
+    let error = fails(folder.path(), 1, &["train", "c.yaml", "--resume"]);
+    assert!(error.contains("checkpoint-6") && error.contains("data"), "{error}");
+}
+
+#[test]
+fn a_plan_says_what_is_asked_of_it_and_train_refuses_what_does_not_fit() {
+    let folder = folder();
+    let plan: Value = serde_json::from_str(&ok(folder.path(), &["plan", "c.yaml", "--json"])).unwrap();
+    assert_eq!(plan["fits"], true);
+    let device = &plan["memory"]["device"];
+    let at_peak: u64 = device["at_peak"].as_object().unwrap().values().map(|v| v.as_u64().unwrap()).sum();
+    assert_eq!(at_peak, device["peak_bytes"].as_u64().unwrap());
+    assert_eq!(device["budget_bytes"], 256 << 20);
+    assert!(plan["time"]["step_seconds"].as_f64().unwrap() > 0.0);
+    assert_eq!(plan["config"]["training"]["gradient_checkpointing"], "none");
+
+    let error = fails(folder.path(), 3, &["train", "c.yaml", "--set", "memory.device_budget=1MiB"]);
+    assert!(error.contains("load line"), "{error}");
+    assert!(!folder.path().join("out").join("metrics.jsonl").exists());
+
+    let named = [
+        "plan",
+        "--model",
+        "llama-3.1-405b",
+        "--batch-size",
+        "1",
+        "--sequence-length",
+        "512",
+        "--budget",
+        "80GiB",
+    ];
+    assert!(ok(folder.path(), &named).contains("does NOT fit"));
+}
+
+#[test]
+fn wrong_input_is_named_with_its_place_and_exit_code() {
+    let folder = folder();
+    let path = folder.path();
+    std::fs::write(path.join("bad.yaml"), "training:\n  batchsize: 4\n").unwrap();
+    std::fs::write(path.join("binary.txt"), b"abc\xff\xfe").unwrap();
+    std::fs::write(path.join("empty.txt"), b"").unwrap();
+    std::fs::write(path.join("broken.gguf"), b"GGUF\x03\0\0\0\xff\xff\xff\xff\xff\xff\xff\x7f").unwrap();
+    std::fs::write(path.join("file"), b"").unwrap();
+    let train = |set: &'static str| vec!["train", "c.yaml", "--set", set];
+    for (code, arguments, words) in [
+        (2, vec!["train", "bad.yaml"], vec!["bad.yaml", "2", "batch_size"]),
+        (2, vec!["train", "missing.yaml"], vec!["missing.yaml"]),
+        (2, vec!["train", "c.yaml", "--set", "training.batch_siz=3"], vec!["training.batch_size"]),
+        (2, vec!["plan", "--model", "smollm2-153m"], vec!["smollm2-135m"]),
+        (2, vec!["frobnicate"], vec!["frobnicate"]),
+        (1, train("data.train=nothing.txt"), vec!["nothing.txt"]),
+        (1, train("data.train=binary.txt"), vec!["binary.txt", "byte 3"]),
+        (1, train("data.train=empty.txt"), vec!["empty.txt"]),
+        (1, train("data.sequence_length=99999"), vec!["99999", "tokens"]),
+        (1, train("output.dir=file/below"), vec!["file/below"]),
+        (2, train("model.from_scratch.num_attention_heads=3"), vec!["num_attention_heads"]),
+        (2, vec!["eval", "--model", "broken.gguf", "--data", "text.txt"], vec!["broken.gguf"]),
+    ] {
+        let error = fails(path, code, &arguments);
+        for word in words {
+            assert!(error.contains(word), "{arguments:?}: {error:?} has no {word:?}");
+        }
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_signal_ends_the_run_after_its_step_with_a_checkpoint() {
+    let folder = folder();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+        .current_dir(folder.path())
+        .args(["train", "c.yaml", "--set", "training.steps=1000000", "--set", "output.save_steps=0"])
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let metrics = folder.path().join("out/metrics.jsonl");
+    while !std::fs::read_to_string(&metrics).is_ok_and(|t| t.lines().count() > 2) {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        assert!(child.try_wait().unwrap().is_none(), "ended by itself");
+    }
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+    assert!(child.wait().unwrap().success());
+    let steps = std::fs::read_to_string(&metrics).unwrap().lines().count();
+    assert!(folder.path().join(format!("out/checkpoint-{steps}/trainer_state.json")).exists());
+    let report = json(folder.path().join("out/report.json"));
+    assert_eq!(report["finished"], false);
+}

@@ -1,0 +1,169 @@
+//! The real model against PyTorch's values. It is fetched by `examples/get-smollm2`; without it these tests say so and
+//! check nothing.
+
+use std::path::PathBuf;
+
+use plimsoll_data::{EvalWindows, IGNORED_TARGET, targets};
+use plimsoll_device::{Cpu, CpuOptions, Device};
+use plimsoll_model::{ModelError, ModelFiles};
+use plimsoll_parallel::Solo;
+use plimsoll_plan::DryRun;
+use plimsoll_step::{
+    AdamWSettings, Checkpointing, DecodeSettings, Decoder, Evaluator, GradientClipping, MicroBatch,
+    Precision, StepError, StepSettings, Trainer,
+};
+use serde_json::Value;
+
+/// The model and the reference, or a reason on standard error.
+fn model() -> Option<(ModelFiles, Value)> {
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    let path = root.join("../../models/SmolLM2-135M-Instruct.Q4_1.gguf");
+    if !path.exists() {
+        eprintln!("skipped: {} is not there; examples/get-smollm2 fetches it", path.display());
+        return None;
+    }
+    let reference = std::fs::read(root.join("tests/data/smollm2.json")).unwrap();
+    Some((ModelFiles::open(&path).unwrap(), serde_json::from_slice(&reference).unwrap()))
+}
+
+fn ids(value: &Value) -> Vec<u32> {
+    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+}
+
+fn load(
+    files: &ModelFiles,
+) -> impl FnMut(&plimsoll_model::Parameter, plimsoll_device::DType, &mut [u8]) -> Result<(), Failure> {
+    |p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?)
+}
+
+#[derive(Debug)]
+#[allow(dead_code)]
+enum Failure {
+    Step(StepError),
+    Model(ModelError),
+}
+
+impl From<StepError> for Failure {
+    fn from(error: StepError) -> Failure {
+        Failure::Step(error)
+    }
+}
+
+impl From<ModelError> for Failure {
+    fn from(error: ModelError) -> Failure {
+        Failure::Model(error)
+    }
+}
+
+fn cpu(bytes: u64) -> Cpu {
+    Cpu::new(bytes, CpuOptions::default()).unwrap()
+}
+
+#[test]
+fn token_ids_are_identical() {
+    let Some((files, reference)) = model() else { return };
+    let tokenizer = files.tokenizer().unwrap();
+    for case in reference["tokenizer_cases"].as_array().unwrap() {
+        let text = case["text"].as_str().unwrap();
+        assert_eq!(tokenizer.encode(text).unwrap(), ids(&case["ids"]), "{text:?}");
+    }
+    assert_eq!(tokenizer.encode(reference["text"].as_str().unwrap()).unwrap(), ids(&reference["token_ids"]));
+    // Saved and read again it is the same.
+    let folder = tempfile::tempdir().unwrap();
+    tokenizer.save(folder.path()).unwrap();
+    let again = plimsoll_model::tokenizer::Tokenizer::from_hf_dir(folder.path()).unwrap();
+    assert_eq!(again.encode(reference["text"].as_str().unwrap()).unwrap(), ids(&reference["token_ids"]));
+    assert_eq!((again.bos_token(), again.eos_tokens()), (tokenizer.bos_token(), tokenizer.eos_tokens()));
+}
+
+#[test]
+fn the_loss_of_a_text_is_that_of_the_reference() {
+    let Some((files, reference)) = model() else { return };
+    let tokens = ids(&reference["token_ids"]);
+    let spec = files.spec().clone();
+    let dry = DryRun::evaluation(&spec, Precision::F32, 1, 512, 512).unwrap();
+    let device = cpu(dry.peak_bytes());
+    let mut evaluator = Evaluator::new(&device, spec, Precision::F32, 512, 512).unwrap();
+    evaluator.load(load(&files)).unwrap();
+    let windows = EvalWindows::new(tokens, 512);
+    let (mut sum, mut count) = (0.0, 0);
+    for i in 0..windows.len() {
+        let tokens = windows.window(i);
+        let targets = targets(tokens, tokens.len());
+        let (loss, n) = evaluator.losses(1, &MicroBatch { tokens, targets: &targets }).unwrap();
+        (sum, count) = (sum + loss, count + n);
+    }
+    let expected = reference["mean_loss_windows_512"].as_f64().unwrap();
+    assert_eq!(count, 4819);
+    assert!((sum / count as f64 - expected).abs() < 2e-4, "{} {expected}", sum / count as f64);
+    assert_eq!(device.arena().high_water(), dry.peak_bytes());
+}
+
+#[test]
+fn gradients_and_steps_are_those_of_the_reference() {
+    let Some((files, reference)) = model() else { return };
+    let n = reference["step_tokens"].as_u64().unwrap() as usize;
+    let tokens = &ids(&reference["token_ids"])[..n];
+    let mut labels = tokens[1..].to_vec();
+    labels.push(IGNORED_TARGET);
+    let batch = MicroBatch { tokens, targets: &labels };
+    let settings = StepSettings {
+        batch_size: 1,
+        sequence_length: n as u64,
+        precision: Precision::F32,
+        checkpointing: Checkpointing::Full,
+        loss_chunk_tokens: 64,
+        optimizer: AdamWSettings { decay_norms_and_biases: true, ..AdamWSettings::default() },
+        clipping: GradientClipping::GlobalNorm(1.0),
+        seed: 0,
+    };
+    let spec = files.spec().clone();
+    let dry = DryRun::training(&spec, &settings, 1).unwrap();
+    let device = cpu(dry.peak_bytes());
+    let mut trainer = Trainer::new(&device, spec.clone(), settings, &Solo).unwrap();
+    trainer.load(load(&files)).unwrap();
+    trainer.accumulate(&[batch]).unwrap();
+    let mut far = Vec::new();
+    for p in spec.parameters() {
+        let gradient = device.read_f32(trainer.gradient(&p).unwrap()).unwrap();
+        let norm = gradient.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+        let error = (norm / reference["gradient_norms"][&p.name].as_f64().unwrap() - 1.0).abs();
+        assert!(error < GRADIENT_NORM_BOUND, "{}: {error:e}", p.name);
+        if error > 1e-3 {
+            far.push(p.name);
+        }
+    }
+    assert!(far.len() <= 1, "{far:?}");
+    for (i, expected) in reference["loss_per_step"].as_array().unwrap()[..5].iter().enumerate() {
+        let outcome = trainer.step(&[batch], 1e-5).unwrap();
+        assert!((outcome.loss - expected.as_f64().unwrap()).abs() < 2e-3, "{i}: {} {expected}", outcome.loss);
+        let norm = reference["grad_global_norm_per_step"][i].as_f64().unwrap();
+        assert!((outcome.grad_norm / norm - 1.0).abs() < 1e-3, "{i}: {} {norm}", outcome.grad_norm);
+    }
+    assert_eq!(device.arena().high_water(), dry.peak_bytes());
+}
+
+/// The reference's own gradient run is 7.6e-6 away in its loss from its other values, which this step meets to 5e-7; one
+/// norm's gradient (layer 28, after attention) is 1.4e-3 away, all others less than 1e-3.
+const GRADIENT_NORM_BOUND: f64 = 2e-3;
+
+#[test]
+fn greedy_continuations_are_identical() {
+    let Some((files, reference)) = model() else { return };
+    let spec = files.spec().clone();
+    let settings = DecodeSettings { precision: Precision::F32, context: 128, prompt_chunk_tokens: 512 };
+    let device = cpu(DryRun::generation(&spec, settings, 100).unwrap().peak_bytes());
+    let mut decoder = Decoder::new(&device, spec, settings).unwrap();
+    decoder.load(load(&files)).unwrap();
+    for case in reference["greedy"].as_array().unwrap() {
+        decoder.truncate(0);
+        let expected = ids(&case["output_ids"]);
+        let mut sampler =
+            plimsoll_generate::Sampler::new(plimsoll_generate::SamplerSettings { temperature: 0.0, seed: 0 });
+        let prompt = ids(&case["prompt_ids"]);
+        let generated =
+            plimsoll_generate::generate(&mut decoder, &mut sampler, &prompt, expected.len(), &[], |_| true)
+                .unwrap();
+        assert_eq!(generated.tokens, expected, "{}", case["prompt"]);
+    }
+}
