@@ -38,6 +38,16 @@ pub fn load_config(source: &ConfigSource) -> Result<RawConfig, Failure> {
         config.apply_set(assignment)?;
     }
     config.validate()?;
+    for (key, value) in [
+        ("data.packing", config.data.packing()),
+        ("data.persistent_workers", config.data.persistent_workers()),
+    ] {
+        if !value {
+            return Err(Failure::usage(format!(
+                "{key}: false is not available in this version; leave it true"
+            )));
+        }
+    }
     Ok(config)
 }
 

@@ -34,18 +34,6 @@ static REFUSALS: &[Refusal] = &[
         instead: "text",
     },
     Refusal {
-        keys: &["data.packing"],
-        values: Words(&["false"]),
-        reason: "documents are joined and cut into full sequences",
-        instead: "true",
-    },
-    Refusal {
-        keys: &["data.persistent_workers"],
-        values: Words(&["false"]),
-        reason: "the worker lives as long as the run",
-        instead: "true",
-    },
-    Refusal {
         keys: &["training.method"],
         values: Words(&["lora", "qlora", "dora", "adapter"]),
         reason: "adapters cannot be trained yet",
