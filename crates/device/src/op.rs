@@ -98,13 +98,13 @@ pub enum Op<'a> {
     /// x *= factor
     Scale { x: &'a Tensor, factor: f32 },
 
-    /// out[n] = table[tokens[n]]; tokens u32 [N], table [V, H], out [N, H]. A token outside the table is an error.
+    /// `out[n] = table[tokens[n]]`; tokens u32 `[N]`, table `[V, H]`, out `[N, H]`. A token outside the table is an error.
     Embedding { tokens: &'a Tensor, table: &'a Tensor, out: &'a Tensor },
-    /// dtable[tokens[n]] += dout[n], in token order.
+    /// `dtable[tokens[n]] += dout[n]`, in token order.
     EmbeddingBackward { tokens: &'a Tensor, dout: &'a Tensor, dtable: &'a Tensor },
 
     /// RMSNorm (Zhang and Sennrich 2019): out = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + epsilon).
-    /// x, out [N, H]; weight [H]; rstd f32 [N].
+    /// x, out `[N, H]`; weight `[H]`; rstd f32 `[N]`.
     RmsNorm { x: &'a Tensor, weight: &'a Tensor, epsilon: f32, out: &'a Tensor, rstd: &'a Tensor },
     /// dx += ..., dweight += ... (or = where `accumulate_weight` is false).
     RmsNormBackward {
@@ -116,7 +116,7 @@ pub enum Op<'a> {
         dweight: &'a Tensor,
         accumulate_weight: bool,
     },
-    /// LayerNorm (Ba et al. 2016): out = (x - mean) * rstd * weight + bias; mean, rstd f32 [N].
+    /// LayerNorm (Ba et al. 2016): out = (x - mean) * rstd * weight + bias; mean, rstd f32 `[N]`.
     LayerNorm {
         x: &'a Tensor,
         weight: &'a Tensor,
@@ -139,7 +139,7 @@ pub enum Op<'a> {
         accumulate_weight: bool,
     },
 
-    /// out (+)= x weight^T + bias; x [N, I], weight [O, I], bias [O], out [N, O].
+    /// out (+)= x weight^T + bias; x `[N, I]`, weight `[O, I]`, bias `[O]`, out `[N, O]`.
     Linear {
         x: &'a Tensor,
         weight: &'a Tensor,
@@ -148,7 +148,7 @@ pub enum Op<'a> {
         accumulate: bool,
         compute: Compute,
     },
-    /// dx (+)= dout weight; dout [N, O], weight [O, I], dx [N, I].
+    /// dx (+)= dout weight; dout `[N, O]`, weight `[O, I]`, dx `[N, I]`.
     LinearBackwardInput {
         dout: &'a Tensor,
         weight: &'a Tensor,
@@ -156,7 +156,7 @@ pub enum Op<'a> {
         accumulate: bool,
         compute: Compute,
     },
-    /// dweight (+)= dout^T x; dout [N, O], x [N, I], dweight [O, I].
+    /// dweight (+)= dout^T x; dout `[N, O]`, x `[N, I]`, dweight `[O, I]`.
     LinearBackwardWeight {
         dout: &'a Tensor,
         x: &'a Tensor,
@@ -164,14 +164,14 @@ pub enum Op<'a> {
         accumulate: bool,
         compute: Compute,
     },
-    /// dbias (+)= sum over rows of dout; dout [N, O], dbias [O].
+    /// dbias (+)= sum over rows of dout; dout `[N, O]`, dbias `[O]`.
     BiasBackward { dout: &'a Tensor, dbias: &'a Tensor, accumulate: bool },
 
-    /// Rotates pairs (i, i + D/2) of every head of x [N, heads * D] in place by the angle of its position:
-    /// row n uses row `positions[n]` of cos and sin, both f32 [P, D/2]. `inverse` rotates back: it is the backward pass.
+    /// Rotates pairs (i, i + D/2) of every head of x `[N, heads * D]` in place by the angle of its position:
+    /// row n uses row `positions[n]` of cos and sin, both f32 `[P, D/2]`. `inverse` rotates back: it is the backward pass.
     Rope { x: &'a Tensor, positions: &'a Tensor, cos: &'a Tensor, sin: &'a Tensor, inverse: bool },
 
-    /// Causal attention by tiles with an online softmax (FlashAttention-2, Dao 2023). lse f32 [batch, heads, q_len] is
+    /// Causal attention by tiles with an online softmax (FlashAttention-2, Dao 2023). lse f32 `[batch, heads, q_len]` is
     /// the log of the sum of the exponentials of each row's scaled scores.
     Attention {
         q: &'a Tensor,
@@ -182,7 +182,7 @@ pub enum Op<'a> {
         shape: AttentionShape,
         compute: Compute,
     },
-    /// dq, dk, dv = gradients. `delta` f32 [batch, heads, q_len] is workspace. Needs kv_capacity = kv_len = q_len.
+    /// dq, dk, dv = gradients. `delta` f32 `[batch, heads, q_len]` is workspace. Needs kv_capacity = kv_len = q_len.
     AttentionBackward {
         q: &'a Tensor,
         k: &'a Tensor,
@@ -198,7 +198,7 @@ pub enum Op<'a> {
         compute: Compute,
     },
 
-    /// out = act(gate) * up, all [N, I]. In place: out = gate or out = up.
+    /// out = act(gate) * up, all `[N, I]`. In place: out = gate or out = up.
     Gated { gate: &'a Tensor, up: &'a Tensor, out: &'a Tensor, activation: Glu },
     /// dgate, dup from dout. In place: dgate = gate, dup = up, and either may be dout's memory.
     GatedBackward {
@@ -214,11 +214,11 @@ pub enum Op<'a> {
     /// dx = dout * act'(x). In place: dx = x or dx = dout.
     ActivateBackward { x: &'a Tensor, dout: &'a Tensor, dx: &'a Tensor, activation: Glu },
 
-    /// losses[n] = -ln softmax(logits[n])[targets[n]], 0 for ignored targets; logits f32 [N, V], losses f32 [N].
+    /// `losses[n] = -ln softmax(logits[n])[targets[n]]`, 0 for ignored targets; logits f32 `[N, V]`, losses f32 `[N]`.
     /// With `gradient_scale`, logits becomes (softmax - onehot) * scale in place, 0 for ignored targets.
     CrossEntropy { logits: &'a Tensor, targets: &'a Tensor, losses: &'a Tensor, gradient_scale: Option<f32> },
 
-    /// out[0] = sum of squares of x; out f32 [1]. Summed in f64 over pieces of a fixed size, in order.
+    /// `out[0]` = sum of squares of x; out f32 `[1]`. Summed in f64 over pieces of a fixed size, in order.
     SumSquares { x: &'a Tensor, out: &'a Tensor },
     /// One AdamW update of a parameter; m, v f32. With `master` (f32) the update happens there and param gets it rounded;
     /// without, param itself is updated, narrow types with `rounding`.

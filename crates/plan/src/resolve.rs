@@ -188,7 +188,7 @@ pub(crate) fn step_settings(
     }
 }
 
-/// Tokens of a chunk whose logits take about [`LOGITS_BYTES`]: a power of two, so that products stay on whole tiles.
+/// Tokens of a chunk whose logits take about 64 MiB: a power of two, so that products stay on whole tiles.
 pub fn loss_chunk_tokens(vocab_size: u64, tokens: u64) -> u64 {
     let most = (LOGITS_BYTES / (4 * vocab_size.max(1))).max(16);
     let power = 1 << (63 - most.leading_zeros());

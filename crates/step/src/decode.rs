@@ -75,7 +75,7 @@ impl<'a, D: Device> Decoder<'a, D> {
         self.length = self.length.min(length);
     }
 
-    /// Appends `tokens` (at least one) and returns the logits [V] of what follows the last of them.
+    /// Appends `tokens` (at least one) and returns the logits `[V]` of what follows the last of them.
     pub fn append(&mut self, tokens: &[u32]) -> Result<Vec<f32>, StepError> {
         check_tokens(&self.spec, tokens)?;
         let wanted = self.length + tokens.len() as u64;

@@ -4,16 +4,62 @@
 //! of C is a dot product whose partial sums lie in the lanes of one vector; its order does not depend on the number of
 //! rows, but it is another order than that of the blocked product.
 
-use super::Output;
+use super::crew::Crew;
 use super::engine::Engine;
 use super::pack::{Lines, along_end};
 use super::storage::{self, BLOCK, Storage};
-use super::tile::prefetch;
+use super::tile::{LINE, prefetch};
 use super::vector::{MAX_LANES, Vector, bf16_bits, bf16_value};
+use super::{Output, Product};
 use crate::DType;
 
-/// How far ahead of its use B is fetched, in bytes.
-const AHEAD: usize = 4096;
+/// Rows of A at most: with more of them it pays to pack B.
+const MAX_ROWS: usize = 24;
+/// Bytes of B that a task streams, about.
+const TASK_BYTES: usize = 32 << 10;
+/// How far ahead of its use B is fetched, in bytes at least.
+const AHEAD: usize = 2048;
+
+/// Bytes of a packed row at most.
+const MAX_ROW_BYTES: usize = 512 << 10;
+
+/// Whether this is the way to compute a product.
+pub(super) fn suits(product: &Product) -> bool {
+    let Product { kernels, a, b, k, .. } = *product;
+    a.count <= MAX_ROWS
+        && k > 0
+        && a.dtype.block_elements() == 1
+        && row_units(k, kernels.k_per_unit) * size_of::<f32>() <= MAX_ROW_BYTES
+        && b.k_stride == 1
+        && b.stride.is_multiple_of(b.dtype.block_elements() as usize)
+}
+
+/// Computes a product that this suits.
+///
+/// # Safety
+/// Operands and C are valid, and C overlaps neither.
+pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
+    let Product { kernels, a, b, k, c, accumulate } = *product;
+    let common = crew.common();
+    let row_bytes = row_units(k, kernels.k_per_unit) * size_of::<f32>();
+    let fits = |rows: &usize| padded_rows(*rows) * row_bytes <= common.bytes;
+    let group = [MAX_ROWS, 16, 8, 4, 2].into_iter().find(fits).unwrap_or(1);
+    let column_bytes = b.dtype.bytes_for(b.stride as u64).unwrap_or(0) as usize;
+    let each = (TASK_BYTES / column_bytes.max(1)).max(1).next_multiple_of(4);
+    for first in (0..a.count).step_by(group) {
+        let a = a.part(first..a.count.min(first + group));
+        let c_bytes = c.dtype.block_bytes() as usize;
+        let c = Output { data: c.data.wrapping_add(first * c.row_stride * c_bytes), rows: a.count, ..c };
+        let rows = common.start.cast::<f32>();
+        // SAFETY: the rows fit in the common memory, which no task uses yet.
+        unsafe { (kernels.pack_rows)(a, k, rows) };
+        let all = Columns { rows, b, k, c, accumulate, start: 0, end: b.count };
+        crew.run(b.count.div_ceil(each), &|task, _| {
+            // SAFETY: no other task has these columns of C, and the rows stay as they are.
+            unsafe { (kernels.multiply_columns)(&all.part(task * each, each)) };
+        });
+    }
+}
 
 /// Units of a packed row of `k` values: whole vectors.
 pub(super) fn row_units(k: usize, k_per_unit: usize) -> usize {
@@ -74,6 +120,16 @@ pub(super) struct Columns {
     pub end: usize,
 }
 
+// SAFETY: rows and B are only read, and each task writes columns of its own.
+unsafe impl Sync for Columns {}
+
+impl Columns {
+    /// `count` columns from `start` on, or as many as there are.
+    fn part(&self, start: usize, count: usize) -> Columns {
+        Columns { start, end: self.end.min(start + count), ..*self }
+    }
+}
+
 /// Computes columns of C, `N` at a time; `R` rows share one reading of them, and further rows find them in the
 /// first-level cache.
 ///
@@ -124,6 +180,9 @@ unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
     let whole = E::V::LANES * E::K_PER_UNIT;
     let units = row_units(k, E::K_PER_UNIT);
     let block_bytes = S::offset(BLOCK);
+    // The same place in columns to come.
+    let together = S::offset(N * b.stride).max(1);
+    let ahead = AHEAD.div_ceil(together) * together;
     // SAFETY: the columns hold `k` values, the packed rows `units` units.
     unsafe {
         let mut sums = [[E::V::splat(0.0); N]; R];
@@ -138,7 +197,9 @@ unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
                 step::<E, S, R, N>(&mut sums, row.add(part / E::K_PER_UNIT), units, &columns, part);
             }
             for data in &mut columns {
-                prefetch(data.wrapping_add(AHEAD));
+                for line in (0..block_bytes).step_by(LINE) {
+                    prefetch(data.wrapping_add(ahead + line));
+                }
                 *data = data.add(block_bytes);
             }
             row = row.add(BLOCK / E::K_PER_UNIT);

@@ -87,14 +87,14 @@ macro_rules! kernels {
 
             $(#[target_feature(enable = $features)])?
             unsafe fn pack(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
-                // SAFETY: as above.
+                // SAFETY: the caller vouches for the operands, this function's attribute for the instruction set.
                 unsafe { by_storage!(from.dtype, stored_pack::<[]>(from, lines, k, to)) }
             }
 
             $(#[target_feature(enable = $features)])?
             #[inline(never)]
             unsafe fn stored_pack<S: Storage>(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
-                // SAFETY: the caller vouches for the operands, this function's attribute for the instruction set.
+                // SAFETY: as above.
                 unsafe { pack::pack::<$engine, S>(from, lines, k, to) }
             }
 

@@ -1,6 +1,7 @@
 //! Matrix products: C (+)= A B with any strides and storage types, f32 sums.
 
 mod blocked;
+mod crew;
 mod engine;
 mod few_rows;
 mod kernels;
@@ -12,11 +13,10 @@ mod tile;
 mod vector;
 
 use super::{Isa, Pool};
-use blocked::{Alone, Crew, Everybody, Product};
+use crate::{Compute, DType};
+use crew::{Alone, Crew, Everybody};
 use kernels::Kernels;
 use pack::Lines;
-
-use crate::{Compute, DType};
 
 /// A matrix to read: element (i, j) lies at `data + (i * row_stride + j * column_stride)` elements of `dtype`.
 /// A transposed matrix is the same memory with the strides exchanged.
@@ -47,8 +47,15 @@ pub const SCRATCH_BYTES: usize = 1 << 20;
 
 /// C = A B, or C += A B where `accumulate`, on all threads of the pool.
 ///
+/// What the bits of the result do not depend on: the number of threads; the other rows and columns computed with an
+/// element, as long as A has more than 24 rows or at most 24 in both cases, or B is not contiguous along k; and, where C
+/// is f32 and A has more than 24 rows, the cuts of k: a product over parts of k, the later ones accumulated, is the
+/// product over the whole. A bf16 C is rounded once, to nearest even, after the old value was added. f32 products of
+/// more than 24 rows are the same on AVX2 and AVX-512.
+///
 /// # Safety
-/// The pointers are valid for the matrices described, and C overlaps neither A nor B.
+/// The pointers are valid for the matrices described, of block types whole blocks along the contiguous dimension, C
+/// overlaps neither A nor B, and the pool's threads have [`SCRATCH_BYTES`] of scratch.
 pub unsafe fn matmul(
     pool: &Pool,
     isa: Isa,
@@ -62,7 +69,10 @@ pub unsafe fn matmul(
     unsafe { run(&mut Everybody(pool.session()), isa, compute, a, b, c, accumulate) }
 }
 
-/// The same on the calling thread alone, for tiles inside other kernels.
+/// The same, to the bit, on the calling thread alone: for tiles inside other kernels.
+///
+/// # Panics
+/// With less than [`SCRATCH_BYTES`] of scratch.
 ///
 /// # Safety
 /// As for [`matmul`].
@@ -79,6 +89,21 @@ pub unsafe fn matmul_serial(
     unsafe { run(&mut Alone::new(scratch), isa, compute, a, b, c, accumulate) }
 }
 
+/// A product to compute.
+#[derive(Clone, Copy)]
+struct Product {
+    kernels: &'static Kernels,
+    /// Rows of A.
+    a: Lines,
+    /// Columns of B.
+    b: Lines,
+    k: usize,
+    c: Output,
+    accumulate: bool,
+}
+
+/// # Safety
+/// As for [`matmul`].
 unsafe fn run(
     crew: &mut impl Crew,
     isa: Isa,
@@ -88,14 +113,14 @@ unsafe fn run(
     c: Output,
     accumulate: bool,
 ) {
-    let product = Product {
-        kernels: Kernels::new(isa, compute),
-        a: Lines::rows_of(a),
-        b: Lines::columns_of(b),
-        k: a.columns,
-        c,
-        accumulate,
-    };
-    // SAFETY: as for this function.
-    unsafe { product.run(crew) }
+    let kernels = Kernels::new(isa, compute);
+    let product =
+        Product { kernels, a: Lines::rows_of(a), b: Lines::columns_of(b), k: a.columns, c, accumulate };
+    if few_rows::suits(&product) {
+        // SAFETY: as for this function.
+        unsafe { few_rows::run(&product, crew) }
+    } else {
+        // SAFETY: as for this function.
+        unsafe { blocked::run(&product, crew) }
+    }
 }

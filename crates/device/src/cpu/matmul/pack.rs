@@ -40,6 +40,12 @@ impl Lines {
         }
     }
 
+    /// Some of the lines.
+    pub fn part(self, lines: Range<usize>) -> Lines {
+        let bytes = self.dtype.bytes_for((lines.start * self.stride) as u64).unwrap_or(0) as usize;
+        Lines { data: self.data.wrapping_add(bytes), count: lines.len(), ..self }
+    }
+
     /// Where the elements of `lines` and `k` lie.
     pub fn area(self, lines: Range<usize>, k: Range<usize>) -> Area {
         let bytes = |elements: usize| self.dtype.bytes_for(elements as u64).unwrap_or(0) as usize;
@@ -63,6 +69,7 @@ pub(super) struct Panels {
     pub stride: usize,
 }
 
+/// How far ahead of its use an operand is fetched, in bytes: along each of its lines, and over whole rows of k.
 const AHEAD_ALONG: usize = 256;
 const AHEAD_ACROSS: usize = 8192;
 

@@ -318,6 +318,7 @@ fn large() {
         let first = case.on(&pools[1], isa, a.view, b.view);
         case.verify(isa, &a, &b, &first);
         assert!(first == case.on(&pools[0], isa, a.view, b.view), "{case:?}: other bits on one thread");
+        assert!(first == case.alone(isa, a.view, b.view, &mut scratch), "{case:?}: other bits alone");
     }
 }
 

@@ -112,7 +112,7 @@ impl Runs {
 }
 
 /// Bytes of a cache line.
-const LINE: usize = 64;
+pub(super) const LINE: usize = 64;
 
 /// A tile in f32.
 #[derive(Clone, Copy)]
