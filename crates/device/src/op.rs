@@ -64,6 +64,10 @@ pub struct AttentionShape {
     pub head_dim: u64,
     /// Factor on the scores, usually 1 / sqrt(head_dim).
     pub scale: f32,
+    /// Sliding window: a query sees this many positions at most, its own included. All that came before where `None`.
+    pub window: Option<u64>,
+    /// Scores become cap * tanh(score / cap) before the softmax (Gemma 2).
+    pub soft_cap: Option<f32>,
 }
 
 /// The numbers of one AdamW update (Loshchilov and Hutter 2019, as PyTorch computes it).
@@ -182,7 +186,8 @@ pub enum Op<'a> {
         shape: AttentionShape,
         compute: Compute,
     },
-    /// dq, dk, dv = gradients. `delta` f32 `[batch, heads, q_len]` is workspace. Needs kv_capacity = kv_len = q_len.
+    /// dq, dk, dv = gradients. `delta` f32 `[batch, heads, q_len]` is workspace, and so is `sums`, f32 with an element
+    /// for each of dq's, dk's and dv's, without which all three are f32. Needs kv_capacity = kv_len = q_len.
     AttentionBackward {
         q: &'a Tensor,
         k: &'a Tensor,
@@ -191,6 +196,7 @@ pub enum Op<'a> {
         lse: &'a Tensor,
         dout: &'a Tensor,
         delta: &'a Tensor,
+        sums: Option<&'a Tensor>,
         dq: &'a Tensor,
         dk: &'a Tensor,
         dv: &'a Tensor,
@@ -269,7 +275,11 @@ impl AttentionShape {
     /// Number of (query, key) pairs that see each other, over all heads.
     pub fn score_count(&self) -> u64 {
         let before = self.kv_len.saturating_sub(self.q_len);
-        let pairs = self.q_len * before + self.q_len * (self.q_len + 1) / 2;
+        let window = self.window.unwrap_or(u64::MAX);
+        // Queries that do not fill the window yet see one more key each than the one before.
+        let growing = window.saturating_sub(before).min(self.q_len);
+        let full = self.q_len - growing;
+        let pairs = growing * before + growing * (growing + 1) / 2 + full * window.min(self.kv_len);
         self.batch * self.heads * pairs
     }
 }

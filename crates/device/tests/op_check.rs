@@ -156,6 +156,8 @@ fn attention() {
         kv_heads: 2,
         head_dim: 8,
         scale: 1.0,
+        window: None,
+        soft_cap: None,
     };
     let attention = |shape: AttentionShape, kv: &[u64]| {
         complaint(&[(F32, &[2, 32]), (F32, kv), (F32, kv), (F32, &[2, 32]), (F32, &[1, 4, 2])], |t| {

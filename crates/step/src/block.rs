@@ -243,6 +243,13 @@ fn attention_backward<D: Device>(
     o_proj.backward_input(device, dx, &dout, false, ctx.compute)?;
     let (dq, dk, dv) = (alloc(&qkv.q, "dq")?, alloc(&qkv.k, "dk")?, alloc(&qkv.v, "dv")?);
     let delta = device.alloc(DType::F32, attended.lse.shape().dims(), Tag::Attention, "delta")?;
+    let sums = match ctx.activations {
+        DType::F32 => None,
+        _ => {
+            let elements = dq.elements() + dk.elements() + dv.elements();
+            Some(device.alloc(DType::F32, &[elements], Tag::Workspace, "dqkv.sums")?)
+        }
+    };
     device.run(Op::AttentionBackward {
         q: &qkv.q,
         k: &qkv.k,
@@ -251,13 +258,14 @@ fn attention_backward<D: Device>(
         lse: &attended.lse,
         dout: &dout,
         delta: &delta,
+        sums: sums.as_ref(),
         dq: &dq,
         dk: &dk,
         dv: &dv,
         shape: ctx.attention,
         compute: ctx.compute,
     })?;
-    drop((delta, dout, attended, qkv));
+    drop((delta, sums, dout, attended, qkv));
     rotate(ctx, &dq, true)?;
     rotate(ctx, &dk, true)?;
     let mut dnormed = None;

@@ -47,5 +47,7 @@ pub(crate) fn attention_shape(
         kv_heads: attention.kv_heads,
         head_dim: attention.head_dim,
         scale: (1.0 / (attention.head_dim as f64).sqrt()) as f32,
+        window: None,
+        soft_cap: None,
     }
 }

@@ -244,11 +244,11 @@ impl Cpu {
                 let (out, lse) = (t.floats_mut(out), t.f32s_mut(lse));
                 attention::forward(exec, [q, k, v].map(|x| t.floats(x)), out, lse, shape, compute);
             }
-            Op::AttentionBackward { q, k, v, out, lse, dout, delta, dq, dk, dv, shape, compute } => {
+            Op::AttentionBackward { q, k, v, out, lse, dout, delta, sums, dq, dk, dv, shape, compute } => {
                 let inputs = [q, k, v, out, dout].map(|x| t.floats(x));
                 let gradients = [dq, dk, dv].map(|x| t.floats_mut(x));
-                let (lse, delta) = (t.f32s(lse), t.f32s_mut(delta));
-                attention::backward(exec, inputs, lse, delta, gradients, shape, compute);
+                let (lse, delta, sums) = (t.f32s(lse), t.f32s_mut(delta), sums.map(|x| t.f32s_mut(x)));
+                attention::backward(exec, inputs, lse, delta, gradients, sums, shape, compute);
             }
 
             Op::Gated { gate, up, out, activation } => {
