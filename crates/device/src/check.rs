@@ -166,15 +166,17 @@ impl<'a> Op<'a> {
                 [dout, dbias].into_iter().for_each(|t| check.float(t));
                 check.vector(dbias, dout.columns());
             }
-            Op::Rope { x, positions, cos, sin, .. } => {
+            Op::Rope { x, positions, cos, sin, head_dim, .. } => {
                 check.float(x);
                 check.u32(positions);
                 check.vector(positions, x.rows());
                 check.same_size(cos, sin);
                 [cos, sin].into_iter().for_each(|t| check.f32(t));
-                let head_dim = 2 * cos.columns();
-                check.that(x.columns().is_multiple_of(head_dim), || {
+                check.that(head_dim > 0 && x.columns().is_multiple_of(head_dim), || {
                     format!("{x:?} is not whole heads of {head_dim}")
+                });
+                check.that(2 * cos.columns() <= head_dim, || {
+                    format!("{cos:?} has more pairs than a head of {head_dim}")
                 });
             }
             Op::Attention { q, k, v, out, lse, shape, .. } => {

@@ -4,8 +4,7 @@ use std::path::Path;
 
 use plimsoll_device::DType;
 use plimsoll_model::{
-    Activation, AttentionSpec, MlpSpec, ModelFiles, ModelSpec, NormKind, NormSpec, RopeScaling, RopeSpec,
-    SaveWriter, init,
+    Activation, AttentionSpec, MlpSpec, ModelFiles, ModelSpec, NormSpec, RopeSpec, SaveWriter, init,
 };
 use proptest::prelude::*;
 
@@ -16,16 +15,11 @@ fn spec() -> ModelSpec {
         vocab_size: 7,
         hidden_size: 8,
         num_layers: 1,
-        attention: AttentionSpec {
-            heads: 2,
-            kv_heads: 1,
-            head_dim: 4,
-            qkv_bias: false,
-            output_bias: false,
-            rope: RopeSpec { theta: 10_000.0, scaling: RopeScaling::None },
-        },
+        attention: AttentionSpec::plain(2, 1, 4, RopeSpec::plain(4, 10_000.0)),
         mlp: MlpSpec { intermediate_size: 12, activation: Activation::Silu, gated: true, bias: false },
-        norm: NormSpec { kind: NormKind::Rms, epsilon: 1e-5 },
+        norm: NormSpec::rms(1e-5),
+        embedding_scale: None,
+        logit_soft_cap: None,
         tie_word_embeddings: false,
         max_position_embeddings: 32,
         initializer_range: 0.02,

@@ -6,6 +6,7 @@
 mod block;
 mod context;
 mod decode;
+mod embedding;
 mod error;
 mod evaluate;
 mod gradients;
