@@ -14,6 +14,7 @@ pub mod parameters;
 pub mod safetensors;
 pub mod save;
 mod save_error;
+mod shown;
 pub mod source;
 pub mod spec;
 pub mod tokenizer;

@@ -38,7 +38,7 @@ pub enum SaveError {
         tensor: String,
         /// Bytes by its type and shape.
         expected: u64,
-        /// Bytes that did not come.
+        /// Bytes that did not come; 0 where there were too many.
         missing: u64,
     },
     /// The model has a trait that the target format has no words for.

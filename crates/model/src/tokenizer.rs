@@ -30,6 +30,7 @@ struct Shared {
     /// What errors call it: a file's name.
     origin: String,
     specials: Specials,
+    vocab_size: usize,
     /// Whether long texts may be cut after a letter and before white space without changing any token.
     cuttable: bool,
 }
@@ -100,6 +101,7 @@ impl Tokenizer {
             }),
             id => Ok(id),
         };
+        inside("tokenizer.ggml.unknown_token_id", fields.unknown)?;
         let specials = Specials {
             bos: inside("tokenizer.ggml.bos_token_id", fields.bos)?,
             eos: inside("tokenizer.ggml.eos_token_id", fields.eos)?.into_iter().collect(),
@@ -120,9 +122,15 @@ impl Tokenizer {
         Ok(Tokenizer::new(engine, origin.to_owned(), specials))
     }
 
-    fn new(engine: Engine, origin: String, specials: Specials) -> Tokenizer {
+    fn new(mut engine: Engine, origin: String, specials: Specials) -> Tokenizer {
+        // A tokenizer saved during training keeps the truncation of its batches, which would cut documents silently.
+        engine.with_padding(None);
+        // Only a truncation that is set can be refused.
+        let _ = engine.with_truncation(None);
         let cuttable = pieces::may_be_cut(&engine);
-        Tokenizer { shared: Arc::new(Shared { engine, origin, specials, cuttable }) }
+        // Ids need not be dense, so their number does not tell the greatest.
+        let vocab_size = engine.get_vocab(true).values().max().map_or(0, |id| *id as usize + 1);
+        Tokenizer { shared: Arc::new(Shared { engine, origin, specials, vocab_size, cuttable }) }
     }
 
     /// The ids of a text. No special token is added; those written in the text are recognised.
@@ -165,9 +173,9 @@ impl Tokenizer {
         DecodeStream { tokenizer: self, inner: self.shared.engine.decode_stream(true) }
     }
 
-    /// Number of tokens, added ones included.
+    /// Rows that an embedding needs for all tokens, added ones included: one more than the greatest id.
     pub fn vocab_size(&self) -> usize {
-        self.shared.engine.get_vocab_size(true)
+        self.shared.vocab_size
     }
 
     /// Beginning-of-sequence token.

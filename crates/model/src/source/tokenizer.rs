@@ -1,6 +1,7 @@
 //! The tokenizer that comes with a model's files.
 
 use super::{Format, ModelError, ModelFiles};
+use crate::gguf::llama::token_id;
 use crate::gguf::{GgufError, GgufFile, Metadata};
 use crate::tokenizer::{GgufTokenizerFields, Tokenizer, TokenizerError};
 
@@ -13,7 +14,7 @@ impl ModelFiles {
         let tokenizer = match self.format {
             Format::Gguf => {
                 let file = GgufFile::open(&self.path)?;
-                let fields = fields(&file.metadata())?;
+                let fields = fields(&file.metadata(), self.spec.vocab_size)?;
                 file.release();
                 Tokenizer::from_gguf(&fields, &self.path.display().to_string())?
             }
@@ -27,7 +28,7 @@ impl ModelFiles {
         if known > rows {
             return Err(TokenizerError::Invalid {
                 origin: self.path.display().to_string(),
-                reason: format!("it knows {known} tokens, the model has embeddings for {rows}; it belongs to another model"),
+                reason: format!("its tokens have ids up to {}, but the model has embeddings for {rows} only; it belongs to another model", known - 1),
             }
             .into());
         }
@@ -35,19 +36,12 @@ impl ModelFiles {
     }
 }
 
-fn fields(metadata: &Metadata<'_>) -> Result<GgufTokenizerFields, GgufError> {
+fn fields(metadata: &Metadata<'_>, vocab_size: u64) -> Result<GgufTokenizerFields, GgufError> {
     let texts = |key: &str| -> Result<Vec<String>, GgufError> {
         Ok(metadata.strings(key)?.unwrap_or_default().into_iter().map(str::to_owned).collect())
     };
     let text = |key: &str| -> Result<Option<String>, GgufError> { Ok(metadata.str(key)?.map(str::to_owned)) };
-    let id = |key: &str| -> Result<Option<u32>, GgufError> {
-        match metadata.u64(key)? {
-            Some(id) => {
-                u32::try_from(id).map(Some).map_err(|_| metadata.refuse(key, format!("{id} is no token id")))
-            }
-            None => Ok(None),
-        }
-    };
+    let id = |key: &str| token_id(metadata, key, vocab_size);
     let model = text("tokenizer.ggml.model")?;
     Ok(GgufTokenizerFields {
         model: metadata.require("tokenizer.ggml.model", model)?,

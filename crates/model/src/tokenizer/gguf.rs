@@ -190,6 +190,9 @@ fn given_merges(fields: &GgufTokenizerFields, vocab: &Map<String, Value>) -> Res
         let Some((left, right)) = parts.map(|(left, right)| (left, &right[1..])) else {
             return Err(format!("merge {number} {merge:?} is not two tokens with a space between them"));
         };
+        if right.is_empty() {
+            return Err(format!("merge {number} {merge:?} has nothing after its space"));
+        }
         for part in [left, right, &format!("{left}{right}")] {
             if !vocab.contains_key(part) {
                 return Err(format!("merge {number} {merge:?} needs {part:?}, which is not a token"));
