@@ -6,6 +6,7 @@
 mod byte_level;
 mod error;
 pub mod gguf;
+mod guard;
 mod pieces;
 mod save;
 
@@ -17,6 +18,9 @@ use tokenizers::Tokenizer as Engine;
 
 pub use error::TokenizerError;
 pub use gguf::GgufTokenizerFields;
+
+use crate::shown::short_reason;
+use guard::guarded;
 
 /// A tokenizer. Clones share it.
 #[derive(Clone, Debug)]
@@ -55,7 +59,7 @@ impl Tokenizer {
         let io = |source| TokenizerError::Io { path: path.clone(), source };
         let bytes = std::fs::read(&path).map_err(io)?;
         let origin = path.display().to_string();
-        let engine = Engine::from_bytes(&bytes).map_err(|e| TokenizerError::invalid(&origin, e))?;
+        let engine = load(&bytes, &origin)?;
         drop(bytes);
         let config = optional_json(&folder.join("tokenizer_config.json"))?;
         let generation = optional_json(&folder.join("generation_config.json"))?;
@@ -91,7 +95,7 @@ impl Tokenizer {
         let document = gguf::tokenizer_json(fields, origin)?;
         let text = document.to_string();
         drop(document);
-        let engine = Engine::from_bytes(text.as_bytes()).map_err(|e| TokenizerError::invalid(origin, e))?;
+        let engine = load(text.as_bytes(), origin)?;
         let size = fields.tokens.len() as u64;
         let inside = |key: &'static str, id: Option<u32>| match id {
             Some(id) if u64::from(id) >= size => Err(TokenizerError::Field {
@@ -116,7 +120,7 @@ impl Tokenizer {
     pub fn byte_level() -> Result<Tokenizer, TokenizerError> {
         let origin = "the built-in byte tokenizer";
         let text = byte_level::tokenizer_json().to_string();
-        let engine = Engine::from_bytes(text.as_bytes()).map_err(|e| TokenizerError::invalid(origin, e))?;
+        let engine = load(text.as_bytes(), origin)?;
         let end = engine.token_to_id(byte_level::END_OF_TEXT);
         let specials = Specials { bos: end, eos: end.into_iter().collect(), pad: end, ..Specials::default() };
         Ok(Tokenizer::new(engine, origin.to_owned(), specials))
@@ -152,9 +156,8 @@ impl Tokenizer {
     ) -> Result<(), E> {
         let most = if self.shared.cuttable { pieces::PIECE_BYTES } else { usize::MAX };
         for piece in pieces::cut(text, most) {
-            let encoding = self.shared.engine.encode_fast(piece, false).map_err(|e| {
-                TokenizerError::Encode { origin: self.shared.origin.clone(), reason: e.to_string() }
-            })?;
+            let encoding = guarded(|| self.shared.engine.encode_fast(piece, false))
+                .map_err(|reason| TokenizerError::Encode { origin: self.shared.origin.clone(), reason })?;
             sink(encoding.get_ids())?;
         }
         Ok(())
@@ -165,7 +168,7 @@ impl Tokenizer {
         if let Some(id) = ids.iter().find(|id| self.id_to_token(**id).is_none()) {
             return Err(self.unknown_id(*id));
         }
-        self.shared.engine.decode(ids, true).map_err(|e| self.undecodable(&e.to_string()))
+        guarded(|| self.shared.engine.decode(ids, true)).map_err(|reason| self.undecodable(reason))
     }
 
     /// Decodes one token at a time, never a part of a character.
@@ -217,8 +220,8 @@ impl Tokenizer {
         TokenizerError::UnknownId { origin: self.shared.origin.clone(), id, size: self.vocab_size() }
     }
 
-    fn undecodable(&self, reason: &str) -> TokenizerError {
-        TokenizerError::Decode { origin: self.shared.origin.clone(), reason: reason.to_owned() }
+    fn undecodable(&self, reason: String) -> TokenizerError {
+        TokenizerError::Decode { origin: self.shared.origin.clone(), reason }
     }
 }
 
@@ -243,8 +246,13 @@ impl DecodeStream<'_> {
         if self.tokenizer.id_to_token(id).is_none() {
             return Err(self.tokenizer.unknown_id(id));
         }
-        self.inner.step(id).map_err(|e| self.tokenizer.undecodable(&e.to_string()))
+        guarded(|| self.inner.step(id)).map_err(|reason| self.tokenizer.undecodable(reason))
     }
+}
+
+fn load(document: &[u8], origin: &str) -> Result<Engine, TokenizerError> {
+    guarded(|| Engine::from_bytes(document))
+        .map_err(|reason| TokenizerError::invalid(origin, short_reason(&reason)))
 }
 
 /// A file's JSON, or an empty document where there is no file.

@@ -37,19 +37,25 @@ impl ModelFiles {
 }
 
 fn fields(metadata: &Metadata<'_>, vocab_size: u64) -> Result<GgufTokenizerFields, GgufError> {
-    let texts = |key: &str| -> Result<Vec<String>, GgufError> {
-        Ok(metadata.strings(key)?.unwrap_or_default().into_iter().map(str::to_owned).collect())
+    let texts = |key: &str| -> Result<Option<Vec<String>>, GgufError> {
+        Ok(metadata.strings(key)?.map(|list| list.into_iter().map(str::to_owned).collect()))
     };
     let text = |key: &str| -> Result<Option<String>, GgufError> { Ok(metadata.str(key)?.map(str::to_owned)) };
     let id = |key: &str| token_id(metadata, key, vocab_size);
-    let model = text("tokenizer.ggml.model")?;
+    let model = metadata.require("tokenizer.ggml.model", text("tokenizer.ggml.model")?)?;
+    let tokens = metadata.require("tokenizer.ggml.tokens", texts("tokenizer.ggml.tokens")?)?;
+    let merges = texts("tokenizer.ggml.merges")?;
+    if model == "gpt2" {
+        // Without them every text would silently become single bytes.
+        metadata.require("tokenizer.ggml.merges", merges.as_ref())?;
+    }
     Ok(GgufTokenizerFields {
-        model: metadata.require("tokenizer.ggml.model", model)?,
+        model,
         pre: text("tokenizer.ggml.pre")?,
-        tokens: texts("tokenizer.ggml.tokens")?,
+        tokens,
         scores: metadata.f32s("tokenizer.ggml.scores")?.unwrap_or_default(),
         token_types: metadata.integers("tokenizer.ggml.token_type")?.unwrap_or_default(),
-        merges: texts("tokenizer.ggml.merges")?,
+        merges: merges.unwrap_or_default(),
         bos: id("tokenizer.ggml.bos_token_id")?,
         eos: id("tokenizer.ggml.eos_token_id")?,
         unknown: id("tokenizer.ggml.unknown_token_id")?,

@@ -187,12 +187,10 @@ fn given_merges(fields: &GgufTokenizerFields, vocab: &Map<String, Value>) -> Res
     for (number, merge) in fields.merges.iter().enumerate() {
         // A part may itself begin with a space, never both: the separator is the first space after a character.
         let parts = merge.char_indices().skip(1).find(|(_, c)| *c == ' ').map(|(at, _)| merge.split_at(at));
-        let Some((left, right)) = parts.map(|(left, right)| (left, &right[1..])) else {
+        let parts = parts.map(|(left, right)| (left, &right[1..]));
+        let Some((left, right)) = parts.filter(|(_, right)| !right.is_empty()) else {
             return Err(format!("merge {number} {merge:?} is not two tokens with a space between them"));
         };
-        if right.is_empty() {
-            return Err(format!("merge {number} {merge:?} has nothing after its space"));
-        }
         for part in [left, right, &format!("{left}{right}")] {
             if !vocab.contains_key(part) {
                 return Err(format!("merge {number} {merge:?} needs {part:?}, which is not a token"));

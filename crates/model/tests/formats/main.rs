@@ -9,3 +9,4 @@ mod round_trip;
 mod safetensors;
 mod save;
 mod support;
+mod tokenizer;
