@@ -2,6 +2,8 @@
 //!
 //! This crate reads arguments, shows what the libraries say, and renders errors. Everything else is delegated.
 
+#![forbid(unsafe_code)]
+
 mod args;
 mod commands;
 mod failure;

@@ -1,6 +1,8 @@
 //! Texts to tokens to batches: files are read and tokenised once into a token file, from which windows are read as
 //! training asks for them. This crate does not know what a step does with a batch.
 
+#![forbid(unsafe_code)]
+
 mod batches;
 mod dataset;
 mod documents;

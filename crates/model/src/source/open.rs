@@ -2,9 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use plimsoll_memory::FileMap;
+
 use super::inventory::{Candidate, Inventory};
 use super::{Format, ModelError, ModelFiles, RowOrder};
-use crate::file_map::FileMap;
 use crate::gguf::GgufFile;
 use crate::gguf::llama;
 use crate::hf_config::{self, CONFIG_NAME};

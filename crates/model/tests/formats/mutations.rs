@@ -90,7 +90,7 @@ fn exercise(path: &Path, model: &Path) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig::with_cases(600))]
 
     #[test]
     fn damaged_gguf(damages in proptest::collection::vec(damage(), 1..4), quantised in any::<bool>()) {

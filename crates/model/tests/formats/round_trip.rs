@@ -111,6 +111,12 @@ proptest! {
         }
     }
 
+}
+
+proptest! {
+    // Every case writes and syncs several files.
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
     #[test]
     fn models(spec in model(), dtype in prop::sample::select(vec![DType::F32, DType::Bf16, DType::F16]), shard in 500u64..50_000) {
         let folder = tempfile::tempdir().unwrap();

@@ -159,7 +159,9 @@ proptest! {
             prop_assert_eq!(&tokenizer.decode(&ids).unwrap(), &text);
             let mut stream = tokenizer.decode_stream();
             let streamed: String = ids.iter().filter_map(|id| stream.step(*id).unwrap()).collect();
-            prop_assert_eq!(&streamed, &text);
+            // An incomplete character looks like a replacement character, so one at the end is held back.
+            prop_assert!(text.starts_with(&streamed), "{:?} of {:?}", streamed, text);
+            prop_assert!(streamed == text || text.ends_with('\u{fffd}'), "{:?} of {:?}", streamed, text);
         }
     }
 }
