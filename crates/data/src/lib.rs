@@ -14,5 +14,6 @@ mod token_file;
 
 pub use batches::{Batch, Batches, IGNORED_TARGET, targets};
 pub use dataset::{Dataset, DatasetOptions};
+pub use documents::json_lines;
 pub use error::DataError;
 pub use evaluation::EvalWindows;
