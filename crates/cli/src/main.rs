@@ -12,10 +12,13 @@ mod session;
 mod table;
 
 use std::process::ExitCode;
+#[cfg(unix)]
+use std::sync::{Arc, atomic::AtomicBool};
 
 use clap::Parser;
 
 use args::{Arguments, Command};
+use failure::Failure;
 
 fn main() -> ExitCode {
     let arguments = match Arguments::try_parse() {
@@ -29,7 +32,21 @@ fn main() -> ExitCode {
             };
         }
     };
-    let outcome = match &arguments.command {
+    match run(&arguments.command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("error: {failure}");
+            ExitCode::from(failure.exit_code())
+        }
+    }
+}
+
+fn run(command: &Command) -> Result<(), Failure> {
+    // A file that grows beyond `ulimit -f` is an error to report, as a full disk is; by default the signal would end
+    // the process and leave its temporary files behind.
+    #[cfg(unix)]
+    signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
+    match command {
         Command::Plan(args) => commands::plan::run(args),
         Command::Train(args) => commands::train::run(args),
         Command::Eval(args) => commands::eval::run(args),
@@ -37,12 +54,5 @@ fn main() -> ExitCode {
         Command::Inspect(args) => commands::inspect::run(args),
         Command::Doctor(args) => commands::doctor::run(args),
         Command::Config(args) => commands::config::run(args),
-    };
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => {
-            eprintln!("error: {failure}");
-            ExitCode::from(failure.exit_code())
-        }
     }
 }

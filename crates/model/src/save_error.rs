@@ -65,6 +65,9 @@ fn remedy(error: &io::Error) -> &'static str {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             "; free some space or choose another output folder"
         }
+        io::ErrorKind::FileTooLarge => {
+            "; raise `ulimit -f`, or choose an output folder on another file system"
+        }
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
             "; choose an output folder that you may write to"
         }
