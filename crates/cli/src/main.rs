@@ -7,10 +7,12 @@
 mod args;
 mod commands;
 mod failure;
+mod output;
 mod progress;
 mod session;
 mod table;
 
+use std::io::Write;
 use std::process::ExitCode;
 #[cfg(unix)]
 use std::sync::{Arc, atomic::AtomicBool};
@@ -35,7 +37,10 @@ fn main() -> ExitCode {
     match run(&arguments.command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("error: {failure}");
+            if !failure.is_silent() {
+                // Where standard error is closed too, the exit code says the rest.
+                let _ = writeln!(std::io::stderr(), "error: {failure}");
+            }
             ExitCode::from(failure.exit_code())
         }
     }

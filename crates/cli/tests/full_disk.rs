@@ -109,6 +109,26 @@ fn a_failed_checkpoint_leaves_the_earlier_ones_and_the_model_whole() {
 }
 
 #[test]
+fn output_that_cannot_be_written_is_an_error_and_no_reason_to_stop_a_run() {
+    let folder = folder();
+    if !Path::new("/dev/full").exists() {
+        println!("skipped: this system has no /dev/full");
+        return;
+    }
+    let output = shell(folder.path(), r#"exec "$0" "$@" > /dev/full"#, &["config"]);
+    check_contains(&error(&output), &["could not write to standard output", "No space left"]);
+    let output = shell(folder.path(), r#"exec "$0" "$@" > /dev/full"#, &["train", "c.yaml"]);
+    check_contains(&error(&output), &["could not write to standard output"]);
+    assert!(folder.path().join("out/model.safetensors").exists());
+    // Nobody reads standard error, so that the exit code has to say it.
+    assert_eq!(shell(folder.path(), r#"exec "$0" "$@" 2> /dev/full"#, &["plan"]).status.code(), Some(2));
+
+    // A reader that has seen enough.
+    let output = shell(folder.path(), r#"{ "$0" "$@"; echo "code $?" >&2; } | true"#, &["config"]);
+    assert_eq!(text(&output.stderr), "code 0\n");
+}
+
+#[test]
 fn what_a_killed_run_left_is_swept_away() {
     let folder = folder();
     let left = folder.path().join("out/.saving-killed");
