@@ -131,8 +131,11 @@ fn model_spec(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {
         let reason = format!("the weights are quantised by {method}; use the original weights");
         return Err(config.refuse("quantization_config", reason));
     }
-    let spec = families::read(config, model_type, name)?;
+    let mut spec = families::read(config, model_type, name)?;
     spec.check().map_err(|source| ConfigError::Spec { path: config.path().to_owned(), source })?;
+    // After the sizes: an impossible vocabulary is the error to name, not the ids outside it.
+    spec.bos_token = token_ids(config, "bos_token_id", spec.vocab_size)?.first().copied();
+    spec.eos_tokens = token_ids(config, "eos_token_id", spec.vocab_size)?;
     Ok(spec)
 }
 

@@ -6,6 +6,7 @@
 mod byte_level;
 mod error;
 pub mod gguf;
+mod guard;
 mod pieces;
 mod save;
 
@@ -17,6 +18,9 @@ use tokenizers::Tokenizer as Engine;
 
 pub use error::TokenizerError;
 pub use gguf::GgufTokenizerFields;
+
+use crate::shown::short_reason;
+use guard::guarded;
 
 /// A tokenizer. Clones share it.
 #[derive(Clone, Debug)]
@@ -30,6 +34,7 @@ struct Shared {
     /// What errors call it: a file's name.
     origin: String,
     specials: Specials,
+    vocab_size: usize,
     /// Whether long texts may be cut after a letter and before white space without changing any token.
     cuttable: bool,
 }
@@ -54,7 +59,7 @@ impl Tokenizer {
         let io = |source| TokenizerError::Io { path: path.clone(), source };
         let bytes = std::fs::read(&path).map_err(io)?;
         let origin = path.display().to_string();
-        let engine = Engine::from_bytes(&bytes).map_err(|e| TokenizerError::invalid(&origin, e))?;
+        let engine = load(&bytes, &origin)?;
         drop(bytes);
         let config = optional_json(&folder.join("tokenizer_config.json"))?;
         let generation = optional_json(&folder.join("generation_config.json"))?;
@@ -90,7 +95,7 @@ impl Tokenizer {
         let document = gguf::tokenizer_json(fields, origin)?;
         let text = document.to_string();
         drop(document);
-        let engine = Engine::from_bytes(text.as_bytes()).map_err(|e| TokenizerError::invalid(origin, e))?;
+        let engine = load(text.as_bytes(), origin)?;
         let size = fields.tokens.len() as u64;
         let inside = |key: &'static str, id: Option<u32>| match id {
             Some(id) if u64::from(id) >= size => Err(TokenizerError::Field {
@@ -100,6 +105,7 @@ impl Tokenizer {
             }),
             id => Ok(id),
         };
+        inside("tokenizer.ggml.unknown_token_id", fields.unknown)?;
         let specials = Specials {
             bos: inside("tokenizer.ggml.bos_token_id", fields.bos)?,
             eos: inside("tokenizer.ggml.eos_token_id", fields.eos)?.into_iter().collect(),
@@ -114,15 +120,21 @@ impl Tokenizer {
     pub fn byte_level() -> Result<Tokenizer, TokenizerError> {
         let origin = "the built-in byte tokenizer";
         let text = byte_level::tokenizer_json().to_string();
-        let engine = Engine::from_bytes(text.as_bytes()).map_err(|e| TokenizerError::invalid(origin, e))?;
+        let engine = load(text.as_bytes(), origin)?;
         let end = engine.token_to_id(byte_level::END_OF_TEXT);
         let specials = Specials { bos: end, eos: end.into_iter().collect(), pad: end, ..Specials::default() };
         Ok(Tokenizer::new(engine, origin.to_owned(), specials))
     }
 
-    fn new(engine: Engine, origin: String, specials: Specials) -> Tokenizer {
+    fn new(mut engine: Engine, origin: String, specials: Specials) -> Tokenizer {
+        // A tokenizer saved during training keeps the truncation of its batches, which would cut documents silently.
+        engine.with_padding(None);
+        // Only a truncation that is set can be refused.
+        let _ = engine.with_truncation(None);
         let cuttable = pieces::may_be_cut(&engine);
-        Tokenizer { shared: Arc::new(Shared { engine, origin, specials, cuttable }) }
+        // Ids need not be dense, so their number does not tell the greatest.
+        let vocab_size = engine.get_vocab(true).values().max().map_or(0, |id| *id as usize + 1);
+        Tokenizer { shared: Arc::new(Shared { engine, origin, specials, vocab_size, cuttable }) }
     }
 
     /// The ids of a text. No special token is added; those written in the text are recognised.
@@ -144,9 +156,8 @@ impl Tokenizer {
     ) -> Result<(), E> {
         let most = if self.shared.cuttable { pieces::PIECE_BYTES } else { usize::MAX };
         for piece in pieces::cut(text, most) {
-            let encoding = self.shared.engine.encode_fast(piece, false).map_err(|e| {
-                TokenizerError::Encode { origin: self.shared.origin.clone(), reason: e.to_string() }
-            })?;
+            let encoding = guarded(|| self.shared.engine.encode_fast(piece, false))
+                .map_err(|reason| TokenizerError::Encode { origin: self.shared.origin.clone(), reason })?;
             sink(encoding.get_ids())?;
         }
         Ok(())
@@ -157,7 +168,7 @@ impl Tokenizer {
         if let Some(id) = ids.iter().find(|id| self.id_to_token(**id).is_none()) {
             return Err(self.unknown_id(*id));
         }
-        self.shared.engine.decode(ids, true).map_err(|e| self.undecodable(&e.to_string()))
+        guarded(|| self.shared.engine.decode(ids, true)).map_err(|reason| self.undecodable(reason))
     }
 
     /// Decodes one token at a time, never a part of a character.
@@ -165,9 +176,9 @@ impl Tokenizer {
         DecodeStream { tokenizer: self, inner: self.shared.engine.decode_stream(true) }
     }
 
-    /// Number of tokens, added ones included.
+    /// Rows that an embedding needs for all tokens, added ones included: one more than the greatest id.
     pub fn vocab_size(&self) -> usize {
-        self.shared.engine.get_vocab_size(true)
+        self.shared.vocab_size
     }
 
     /// Beginning-of-sequence token.
@@ -209,8 +220,8 @@ impl Tokenizer {
         TokenizerError::UnknownId { origin: self.shared.origin.clone(), id, size: self.vocab_size() }
     }
 
-    fn undecodable(&self, reason: &str) -> TokenizerError {
-        TokenizerError::Decode { origin: self.shared.origin.clone(), reason: reason.to_owned() }
+    fn undecodable(&self, reason: String) -> TokenizerError {
+        TokenizerError::Decode { origin: self.shared.origin.clone(), reason }
     }
 }
 
@@ -235,8 +246,13 @@ impl DecodeStream<'_> {
         if self.tokenizer.id_to_token(id).is_none() {
             return Err(self.tokenizer.unknown_id(id));
         }
-        self.inner.step(id).map_err(|e| self.tokenizer.undecodable(&e.to_string()))
+        guarded(|| self.inner.step(id)).map_err(|reason| self.tokenizer.undecodable(reason))
     }
+}
+
+fn load(document: &[u8], origin: &str) -> Result<Engine, TokenizerError> {
+    guarded(|| Engine::from_bytes(document))
+        .map_err(|reason| TokenizerError::invalid(origin, short_reason(&reason)))
 }
 
 /// A file's JSON, or an empty document where there is no file.

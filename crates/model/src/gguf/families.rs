@@ -4,6 +4,7 @@ use plimsoll_device::DType;
 
 use super::{GgufError, GgufFile, GgufTensor, GgufTensorProblem, Metadata, ValueType};
 use crate::convert::convert;
+use crate::shown::Shown;
 use crate::spec::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, QkNorm, RopeScaling,
     RopeSpec, SlidingWindow,
@@ -38,6 +39,21 @@ pub(crate) fn is_no_parameter(tensor: &str, spec: &ModelSpec) -> bool {
         || tensor.ends_with(".attn_rot_embd")
         || tensor.ends_with(".attention.rotary_emb.inv_freq")
         || (spec.tie_word_embeddings && tensor == "output.weight")
+}
+
+/// Refuses a tensor of a block type whose rows are not whole blocks, where rows must be told apart: in matrices, and in
+/// biases that are reordered or cut.
+pub(crate) fn check_rows(file: &GgufFile, tensor: &GgufTensor) -> Result<(), GgufError> {
+    let columns = tensor.shape.iter().skip(1).product::<u64>();
+    if tensor.shape.len() < 2 && !tensor.name.contains(".attn_q") && !tensor.name.contains(".attn_k") {
+        return Ok(());
+    }
+    if columns.is_multiple_of(tensor.dtype.block_elements()) {
+        return Ok(());
+    }
+    let problem = GgufTensorProblem::PartialBlocks { columns, dtype: tensor.dtype.name() };
+    let (path, offset) = (file.path().to_owned(), tensor.info_offset);
+    Err(GgufError::Tensor { path, offset, tensor: tensor.name.clone(), problem })
 }
 
 /// The model's shape.
@@ -248,7 +264,7 @@ fn rope_scaling(file: &GgufFile, keys: &Keys<'_>, dims: u64) -> Result<RopeScali
             }
         }
         Some(other) => {
-            let reason = format!("is {other:?}; supported are none, linear, yarn and longrope");
+            let reason = format!("is {}; supported are none, linear, yarn and longrope", Shown(other));
             return Err(keys.refuse("rope.scaling.type", reason));
         }
     };
@@ -288,8 +304,12 @@ fn rope_factors(file: &GgufFile, tensor: &GgufTensor, dims: u64) -> Result<Vec<f
     Ok(factors.into_iter().map(f64::from).collect())
 }
 
-/// The id of a special token; absent, or -1 for none.
-fn token_id(metadata: &Metadata<'_>, key: &str, vocab_size: u64) -> Result<Option<u32>, GgufError> {
+/// The id of a special token below `vocab_size`; absent, or -1 for none.
+pub(crate) fn token_id(
+    metadata: &Metadata<'_>,
+    key: &str,
+    vocab_size: u64,
+) -> Result<Option<u32>, GgufError> {
     let Some(entry) = metadata.get(key) else { return Ok(None) };
     let none = match entry.kind {
         ValueType::I32 | ValueType::I64 => entry.value == super::Value::Signed(-1),

@@ -1,12 +1,12 @@
 //! What the configuration of each family means. Keys and defaults are those of transformers' configuration classes.
 
 use super::keys::Keys;
-use super::{ConfigError, rope, token_ids};
+use super::{ConfigError, rope};
 use crate::spec::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, QkNorm, SlidingWindow,
 };
 
-/// The shape, not checked yet. `model_type` is a supported one.
+/// The shape without its special tokens, not checked yet. `model_type` is a supported one.
 pub(super) fn read(config: &Keys, model_type: &str, name: String) -> Result<ModelSpec, ConfigError> {
     if model_type == "gpt2" {
         return read_gpt2(config, name);
@@ -85,8 +85,8 @@ pub(super) fn read(config: &Keys, model_type: &str, name: String) -> Result<Mode
         tie_word_embeddings: config.bool("tie_word_embeddings")?.unwrap_or(gemma),
         max_position_embeddings,
         initializer_range: config.f64("initializer_range")?.unwrap_or(0.02),
-        bos_token: token_ids(config, "bos_token_id", vocab_size)?.first().copied(),
-        eos_tokens: token_ids(config, "eos_token_id", vocab_size)?,
+        bos_token: None,
+        eos_tokens: Vec::new(),
     })
 }
 
@@ -144,8 +144,8 @@ fn read_gpt2(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {
         tie_word_embeddings: config.bool("tie_word_embeddings")?.unwrap_or(true),
         max_position_embeddings: config.u64("n_positions")?.unwrap_or(1024),
         initializer_range: config.f64("initializer_range")?.unwrap_or(0.02),
-        bos_token: token_ids(config, "bos_token_id", vocab_size)?.first().copied(),
-        eos_tokens: token_ids(config, "eos_token_id", vocab_size)?,
+        bos_token: None,
+        eos_tokens: Vec::new(),
     })
 }
 

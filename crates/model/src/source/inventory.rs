@@ -5,9 +5,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use plimsoll_device::DType;
+use plimsoll_memory::FileMap;
 
 use super::{ModelError, NameList, Place, RowOrder, WeightSource};
-use crate::file_map::FileMap;
 use crate::layout::StoredTensor;
 use crate::parameters::BlockId;
 use crate::spec::ModelSpec;

@@ -2,9 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use plimsoll_memory::FileMap;
+
 use super::inventory::{Candidate, Inventory};
 use super::{Format, ModelError, ModelFiles};
-use crate::file_map::FileMap;
 use crate::gguf::{GgufFile, families, gguf_block};
 use crate::hf_config::{self, CONFIG_NAME};
 use crate::layout::{hf_block, hf_prefix};
@@ -102,6 +103,7 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
         if families::is_no_parameter(&tensor.name, &spec) {
             continue;
         }
+        families::check_rows(&file, tensor)?;
         inventory.add(
             tensor.name.clone(),
             Candidate {

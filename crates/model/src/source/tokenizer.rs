@@ -1,6 +1,7 @@
 //! The tokenizer that comes with a model's files.
 
 use super::{Format, ModelError, ModelFiles};
+use crate::gguf::families::token_id;
 use crate::gguf::{GgufError, GgufFile, Metadata};
 use crate::tokenizer::{GgufTokenizerFields, Tokenizer, TokenizerError};
 
@@ -13,7 +14,7 @@ impl ModelFiles {
         let tokenizer = match self.format {
             Format::Gguf => {
                 let file = GgufFile::open(&self.path)?;
-                let fields = fields(&file.metadata())?;
+                let fields = fields(&file.metadata(), self.spec.vocab_size)?;
                 file.release();
                 Tokenizer::from_gguf(&fields, &self.path.display().to_string())?
             }
@@ -27,7 +28,7 @@ impl ModelFiles {
         if known > rows {
             return Err(TokenizerError::Invalid {
                 origin: self.path.display().to_string(),
-                reason: format!("it knows {known} tokens, the model has embeddings for {rows}; it belongs to another model"),
+                reason: format!("its tokens have ids up to {}, but the model has embeddings for {rows} only; it belongs to another model", known - 1),
             }
             .into());
         }
@@ -35,27 +36,26 @@ impl ModelFiles {
     }
 }
 
-fn fields(metadata: &Metadata<'_>) -> Result<GgufTokenizerFields, GgufError> {
-    let texts = |key: &str| -> Result<Vec<String>, GgufError> {
-        Ok(metadata.strings(key)?.unwrap_or_default().into_iter().map(str::to_owned).collect())
+fn fields(metadata: &Metadata<'_>, vocab_size: u64) -> Result<GgufTokenizerFields, GgufError> {
+    let texts = |key: &str| -> Result<Option<Vec<String>>, GgufError> {
+        Ok(metadata.strings(key)?.map(|list| list.into_iter().map(str::to_owned).collect()))
     };
     let text = |key: &str| -> Result<Option<String>, GgufError> { Ok(metadata.str(key)?.map(str::to_owned)) };
-    let id = |key: &str| -> Result<Option<u32>, GgufError> {
-        match metadata.u64(key)? {
-            Some(id) => {
-                u32::try_from(id).map(Some).map_err(|_| metadata.refuse(key, format!("{id} is no token id")))
-            }
-            None => Ok(None),
-        }
-    };
-    let model = text("tokenizer.ggml.model")?;
+    let id = |key: &str| token_id(metadata, key, vocab_size);
+    let model = metadata.require("tokenizer.ggml.model", text("tokenizer.ggml.model")?)?;
+    let tokens = metadata.require("tokenizer.ggml.tokens", texts("tokenizer.ggml.tokens")?)?;
+    let merges = texts("tokenizer.ggml.merges")?;
+    if model == "gpt2" {
+        // Without them every text would silently become single bytes.
+        metadata.require("tokenizer.ggml.merges", merges.as_ref())?;
+    }
     Ok(GgufTokenizerFields {
-        model: metadata.require("tokenizer.ggml.model", model)?,
+        model,
         pre: text("tokenizer.ggml.pre")?,
-        tokens: texts("tokenizer.ggml.tokens")?,
+        tokens,
         scores: metadata.f32s("tokenizer.ggml.scores")?.unwrap_or_default(),
         token_types: metadata.integers("tokenizer.ggml.token_type")?.unwrap_or_default(),
-        merges: texts("tokenizer.ggml.merges")?,
+        merges: merges.unwrap_or_default(),
         bos: id("tokenizer.ggml.bos_token_id")?,
         eos: id("tokenizer.ggml.eos_token_id")?,
         unknown: id("tokenizer.ggml.unknown_token_id")?,

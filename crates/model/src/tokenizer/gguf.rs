@@ -187,7 +187,8 @@ fn given_merges(fields: &GgufTokenizerFields, vocab: &Map<String, Value>) -> Res
     for (number, merge) in fields.merges.iter().enumerate() {
         // A part may itself begin with a space, never both: the separator is the first space after a character.
         let parts = merge.char_indices().skip(1).find(|(_, c)| *c == ' ').map(|(at, _)| merge.split_at(at));
-        let Some((left, right)) = parts.map(|(left, right)| (left, &right[1..])) else {
+        let parts = parts.map(|(left, right)| (left, &right[1..]));
+        let Some((left, right)) = parts.filter(|(_, right)| !right.is_empty()) else {
             return Err(format!("merge {number} {merge:?} is not two tokens with a space between them"));
         };
         for part in [left, right, &format!("{left}{right}")] {
