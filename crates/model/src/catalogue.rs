@@ -1,7 +1,21 @@
 //! The dimensions of well-known models, from their published `config.json`, so that plans can be made with no file at
-//! hand. Dense decoders that one block of [`ModelSpec`] expresses in full; weights are not here.
+//! hand. Each becomes the configuration that it has and is read as that. Weights are not here.
 
-use crate::spec::{Activation, AttentionSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec};
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+
+use crate::hf_config::parse_config;
+use crate::spec::ModelSpec;
+
+/// Models of one family.
+struct Group {
+    /// Hugging Face's `model_type`.
+    model_type: &'static str,
+    /// What else their `config.json` says, a JSON object.
+    extra: &'static str,
+    entries: &'static [Entry],
+}
 
 /// One model: sizes as `config.json` has them.
 struct Entry {
@@ -9,7 +23,7 @@ struct Entry {
     vocab: u64,
     hidden: u64,
     inner: u64,
-    layers: u32,
+    layers: u64,
     heads: u64,
     kv_heads: u64,
     context: u64,
@@ -19,12 +33,17 @@ struct Entry {
 
 /// Head tied to the embedding.
 const TIED: u8 = 1;
-/// Biases on q, k and v.
-const QKV_BIAS: u8 = 2;
 /// Heads of 128, whatever hidden / heads is.
-const HEAD_128: u8 = 4;
+const HEAD_128: u8 = 2;
 /// Heads of 256.
-const HEAD_256: u8 = 8;
+const HEAD_256: u8 = 4;
+
+const LLAMA_3_1: &str = r#"{"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}"#;
+const LLAMA_3_2: &str = r#"{"rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}"#;
+const GEMMA_3_LARGE: &str = r#"{"rms_norm_eps": 1e-6, "sliding_window": 1024,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0}}"#;
 
 #[allow(clippy::too_many_arguments)]
 const fn entry(
@@ -35,69 +54,187 @@ const fn entry(
     theta: f64,
     traits: u8,
 ) -> Entry {
-    Entry { name, vocab, hidden, inner, layers: layers as u32, heads, kv_heads, context, theta, traits }
+    Entry { name, vocab, hidden, inner, layers, heads, kv_heads, context, theta, traits }
 }
 
 #[rustfmt::skip]
-const MODELS: &[Entry] = &[
-    entry("huggingfacetb/smollm-135m",           [ 49152,   576,  1536,  30], [  9,  3],   2048, 1e4, TIED),
-    entry("huggingfacetb/smollm-360m",           [ 49152,   960,  2560,  32], [ 15,  5],   2048, 1e4, TIED),
-    entry("huggingfacetb/smollm-1.7b",           [ 49152,  2048,  8192,  24], [ 32, 32],   2048, 1e4, TIED),
-    entry("huggingfacetb/smollm2-135m",          [ 49152,   576,  1536,  30], [  9,  3],   8192, 1e5, TIED),
-    entry("huggingfacetb/smollm2-360m",          [ 49152,   960,  2560,  32], [ 15,  5],   8192, 1e5, TIED),
-    entry("huggingfacetb/smollm2-1.7b",          [ 49152,  2048,  8192,  24], [ 32, 32],   8192, 1.3e5, TIED),
-    entry("tinyllama/tinyllama-1.1b",            [ 32000,  2048,  5632,  22], [ 32,  4],   2048, 1e4, 0),
-    entry("meta-llama/llama-1-7b",               [ 32000,  4096, 11008,  32], [ 32, 32],   2048, 1e4, 0),
-    entry("meta-llama/llama-1-13b",              [ 32000,  5120, 13824,  40], [ 40, 40],   2048, 1e4, 0),
-    entry("meta-llama/llama-1-30b",              [ 32000,  6656, 17920,  60], [ 52, 52],   2048, 1e4, 0),
-    entry("meta-llama/llama-1-65b",              [ 32000,  8192, 22016,  80], [ 64, 64],   2048, 1e4, 0),
-    entry("meta-llama/llama-2-7b",               [ 32000,  4096, 11008,  32], [ 32, 32],   4096, 1e4, 0),
-    entry("meta-llama/llama-2-13b",              [ 32000,  5120, 13824,  40], [ 40, 40],   4096, 1e4, 0),
-    entry("meta-llama/llama-2-70b",              [ 32000,  8192, 28672,  80], [ 64,  8],   4096, 1e4, 0),
-    entry("meta-llama/meta-llama-3-8b",          [128256,  4096, 14336,  32], [ 32,  8],   8192, 5e5, 0),
-    entry("meta-llama/meta-llama-3-70b",         [128256,  8192, 28672,  80], [ 64,  8],   8192, 5e5, 0),
-    entry("meta-llama/llama-3.1-8b",             [128256,  4096, 14336,  32], [ 32,  8], 131072, 5e5, 0),
-    entry("meta-llama/llama-3.1-70b",            [128256,  8192, 28672,  80], [ 64,  8], 131072, 5e5, 0),
-    entry("meta-llama/llama-3.1-405b",           [128256, 16384, 53248, 126], [128,  8], 131072, 5e5, 0),
-    entry("meta-llama/llama-3.2-1b",             [128256,  2048,  8192,  16], [ 32,  8], 131072, 5e5, TIED),
-    entry("meta-llama/llama-3.2-3b",             [128256,  3072,  8192,  28], [ 24,  8], 131072, 5e5, TIED),
-    entry("meta-llama/llama-3.3-70b",            [128256,  8192, 28672,  80], [ 64,  8], 131072, 5e5, 0),
-    entry("codellama/codellama-7b",              [ 32016,  4096, 11008,  32], [ 32, 32],  16384, 1e6, 0),
-    entry("codellama/codellama-13b",             [ 32016,  5120, 13824,  40], [ 40, 40],  16384, 1e6, 0),
-    entry("codellama/codellama-34b",             [ 32000,  8192, 22016,  48], [ 64,  8],  16384, 1e6, 0),
-    entry("lmsys/vicuna-7b-v1.5",                [ 32000,  4096, 11008,  32], [ 32, 32],   4096, 1e4, 0),
-    entry("lmsys/vicuna-13b-v1.5",               [ 32000,  5120, 13824,  40], [ 40, 40],   4096, 1e4, 0),
-    entry("openlm-research/open_llama_3b",       [ 32000,  3200,  8640,  26], [ 32, 32],   2048, 1e4, 0),
-    entry("mistralai/mistral-7b-v0.1",           [ 32000,  4096, 14336,  32], [ 32,  8],  32768, 1e4, 0),
-    entry("mistralai/mistral-7b-v0.3",           [ 32768,  4096, 14336,  32], [ 32,  8],  32768, 1e6, 0),
-    entry("mistralai/mistral-nemo-12b",          [131072,  5120, 14336,  40], [ 32,  8], 131072, 1e6, HEAD_128),
-    entry("mistralai/mistral-small-24b",         [131072,  5120, 32768,  40], [ 32,  8],  32768, 1e8, HEAD_128),
-    entry("mistralai/mistral-large-123b",        [ 32768, 12288, 28672,  88], [ 96,  8], 131072, 1e6, 0),
-    entry("qwen/qwen2-0.5b",                     [151936,   896,  4864,  24], [ 14,  2], 131072, 1e6, TIED | QKV_BIAS),
-    entry("qwen/qwen2-1.5b",                     [151936,  1536,  8960,  28], [ 12,  2], 131072, 1e6, TIED | QKV_BIAS),
-    entry("qwen/qwen2-7b",                       [152064,  3584, 18944,  28], [ 28,  4], 131072, 1e6, QKV_BIAS),
-    entry("qwen/qwen2-72b",                      [152064,  8192, 29568,  80], [ 64,  8], 131072, 1e6, QKV_BIAS),
-    entry("qwen/qwen2.5-0.5b",                   [151936,   896,  4864,  24], [ 14,  2],  32768, 1e6, TIED | QKV_BIAS),
-    entry("qwen/qwen2.5-1.5b",                   [151936,  1536,  8960,  28], [ 12,  2],  32768, 1e6, TIED | QKV_BIAS),
-    entry("qwen/qwen2.5-3b",                     [151936,  2048, 11008,  36], [ 16,  2],  32768, 1e6, TIED | QKV_BIAS),
-    entry("qwen/qwen2.5-7b",                     [152064,  3584, 18944,  28], [ 28,  4], 131072, 1e6, QKV_BIAS),
-    entry("qwen/qwen2.5-14b",                    [152064,  5120, 13824,  48], [ 40,  8], 131072, 1e6, QKV_BIAS),
-    entry("qwen/qwen2.5-32b",                    [152064,  5120, 27648,  64], [ 40,  8], 131072, 1e6, QKV_BIAS),
-    entry("qwen/qwen2.5-72b",                    [152064,  8192, 29568,  80], [ 64,  8], 131072, 1e6, QKV_BIAS),
-    entry("01-ai/yi-6b",                         [ 64000,  4096, 11008,  32], [ 32,  4],   4096, 5e6, 0),
-    entry("01-ai/yi-9b",                         [ 64000,  4096, 11008,  48], [ 32,  4],   4096, 1e4, 0),
-    entry("01-ai/yi-34b",                        [ 64000,  7168, 20480,  60], [ 56,  8],   4096, 5e6, 0),
-    entry("deepseek-ai/deepseek-llm-7b",         [102400,  4096, 11008,  30], [ 32, 32],   4096, 1e4, 0),
-    entry("deepseek-ai/deepseek-llm-67b",        [102400,  8192, 22016,  95], [ 64,  8],   4096, 1e4, 0),
-    entry("deepseek-ai/deepseek-coder-1.3b",     [ 32256,  2048,  5504,  24], [ 16, 16],  16384, 1e5, 0),
-    entry("deepseek-ai/deepseek-coder-6.7b",     [ 32256,  4096, 11008,  32], [ 32, 32],  16384, 1e5, 0),
-    entry("deepseek-ai/deepseek-coder-33b",      [ 32256,  7168, 19200,  62], [ 56,  8],  16384, 1e5, 0),
-    entry("tiiuae/falcon3-1b",                   [131072,  2048,  8192,  18], [  8,  4],   4096, 1e6, HEAD_256),
-    entry("tiiuae/falcon3-7b",                   [131072,  3072, 23040,  28], [ 12,  4],  32768, 1e6, HEAD_256),
-    entry("tiiuae/falcon3-10b",                  [131072,  3072, 23040,  40], [ 12,  4],  32768, 1e6, HEAD_256),
-    entry("microsoft/phi-3-mini",                [ 32064,  3072,  8192,  32], [ 32, 32],   4096, 1e4, 0),
-    entry("microsoft/phi-3-medium",              [ 32064,  5120, 17920,  40], [ 40, 10],   4096, 1e4, 0),
-    entry("upstage/solar-10.7b",                 [ 32000,  4096, 14336,  48], [ 32,  8],   4096, 1e4, 0),
+const GROUPS: &[Group] = &[
+    Group {
+        model_type: "llama",
+        extra: "{}",
+        entries: &[
+            entry("huggingfacetb/smollm-135m",             [ 49152,   576,  1536,  30], [  9,  3],   2048, 1e4, TIED),
+            entry("huggingfacetb/smollm-360m",             [ 49152,   960,  2560,  32], [ 15,  5],   2048, 1e4, TIED),
+            entry("huggingfacetb/smollm-1.7b",             [ 49152,  2048,  8192,  24], [ 32, 32],   2048, 1e4, TIED),
+            entry("huggingfacetb/smollm2-135m",            [ 49152,   576,  1536,  30], [  9,  3],   8192, 1e5, TIED),
+            entry("huggingfacetb/smollm2-360m",            [ 49152,   960,  2560,  32], [ 15,  5],   8192, 1e5, TIED),
+            entry("huggingfacetb/smollm2-1.7b",            [ 49152,  2048,  8192,  24], [ 32, 32],   8192, 1.3e5, TIED),
+            entry("tinyllama/tinyllama-1.1b",              [ 32000,  2048,  5632,  22], [ 32,  4],   2048, 1e4, 0),
+            entry("meta-llama/llama-1-7b",                 [ 32000,  4096, 11008,  32], [ 32, 32],   2048, 1e4, 0),
+            entry("meta-llama/llama-1-13b",                [ 32000,  5120, 13824,  40], [ 40, 40],   2048, 1e4, 0),
+            entry("meta-llama/llama-1-30b",                [ 32000,  6656, 17920,  60], [ 52, 52],   2048, 1e4, 0),
+            entry("meta-llama/llama-1-65b",                [ 32000,  8192, 22016,  80], [ 64, 64],   2048, 1e4, 0),
+            entry("meta-llama/llama-2-7b",                 [ 32000,  4096, 11008,  32], [ 32, 32],   4096, 1e4, 0),
+            entry("meta-llama/llama-2-13b",                [ 32000,  5120, 13824,  40], [ 40, 40],   4096, 1e4, 0),
+            entry("meta-llama/llama-2-70b",                [ 32000,  8192, 28672,  80], [ 64,  8],   4096, 1e4, 0),
+            entry("meta-llama/meta-llama-3-8b",            [128256,  4096, 14336,  32], [ 32,  8],   8192, 5e5, 0),
+            entry("meta-llama/meta-llama-3-70b",           [128256,  8192, 28672,  80], [ 64,  8],   8192, 5e5, 0),
+            entry("codellama/codellama-7b",                [ 32016,  4096, 11008,  32], [ 32, 32],  16384, 1e6, 0),
+            entry("codellama/codellama-13b",               [ 32016,  5120, 13824,  40], [ 40, 40],  16384, 1e6, 0),
+            entry("codellama/codellama-34b",               [ 32000,  8192, 22016,  48], [ 64,  8],  16384, 1e6, 0),
+            entry("lmsys/vicuna-7b-v1.5",                  [ 32000,  4096, 11008,  32], [ 32, 32],   4096, 1e4, 0),
+            entry("lmsys/vicuna-13b-v1.5",                 [ 32000,  5120, 13824,  40], [ 40, 40],   4096, 1e4, 0),
+            entry("openlm-research/open_llama_3b",         [ 32000,  3200,  8640,  26], [ 32, 32],   2048, 1e4, 0),
+            entry("01-ai/yi-6b",                           [ 64000,  4096, 11008,  32], [ 32,  4],   4096, 5e6, 0),
+            entry("01-ai/yi-9b",                           [ 64000,  4096, 11008,  48], [ 32,  4],   4096, 1e4, 0),
+            entry("01-ai/yi-34b",                          [ 64000,  7168, 20480,  60], [ 56,  8],   4096, 5e6, 0),
+            entry("deepseek-ai/deepseek-llm-7b",           [102400,  4096, 11008,  30], [ 32, 32],   4096, 1e4, 0),
+            entry("deepseek-ai/deepseek-llm-67b",          [102400,  8192, 22016,  95], [ 64,  8],   4096, 1e4, 0),
+            entry("tiiuae/falcon3-1b",                     [131072,  2048,  8192,  18], [  8,  4],   4096, 1e6, HEAD_256),
+            entry("tiiuae/falcon3-7b",                     [131072,  3072, 23040,  28], [ 12,  4],  32768, 1e6, HEAD_256),
+            entry("tiiuae/falcon3-10b",                    [131072,  3072, 23040,  40], [ 12,  4],  32768, 1e6, HEAD_256),
+            entry("upstage/solar-10.7b",                   [ 32000,  4096, 14336,  48], [ 32,  8],   4096, 1e4, 0),
+        ],
+    },
+    Group {
+        model_type: "llama",
+        extra: LLAMA_3_1,
+        entries: &[
+            entry("meta-llama/llama-3.1-8b",               [128256,  4096, 14336,  32], [ 32,  8], 131072, 5e5, 0),
+            entry("meta-llama/llama-3.1-70b",              [128256,  8192, 28672,  80], [ 64,  8], 131072, 5e5, 0),
+            entry("meta-llama/llama-3.1-405b",             [128256, 16384, 53248, 126], [128,  8], 131072, 5e5, 0),
+            entry("meta-llama/llama-3.3-70b",              [128256,  8192, 28672,  80], [ 64,  8], 131072, 5e5, 0),
+        ],
+    },
+    Group {
+        model_type: "llama",
+        extra: LLAMA_3_2,
+        entries: &[
+            entry("meta-llama/llama-3.2-1b",               [128256,  2048,  8192,  16], [ 32,  8], 131072, 5e5, TIED),
+            entry("meta-llama/llama-3.2-3b",               [128256,  3072,  8192,  28], [ 24,  8], 131072, 5e5, TIED),
+        ],
+    },
+    Group {
+        model_type: "llama",
+        extra: r#"{"rope_scaling": {"type": "linear", "factor": 4.0}}"#,
+        entries: &[
+            entry("deepseek-ai/deepseek-coder-1.3b",       [ 32256,  2048,  5504,  24], [ 16, 16],  16384, 1e5, 0),
+            entry("deepseek-ai/deepseek-coder-6.7b",       [ 32256,  4096, 11008,  32], [ 32, 32],  16384, 1e5, 0),
+            entry("deepseek-ai/deepseek-coder-33b",        [ 32256,  7168, 19200,  62], [ 56,  8],  16384, 1e5, 0),
+        ],
+    },
+    Group {
+        model_type: "mistral",
+        extra: r#"{"sliding_window": 4096}"#,
+        entries: &[
+            entry("mistralai/mistral-7b-v0.1",             [ 32000,  4096, 14336,  32], [ 32,  8],  32768, 1e4, 0),
+        ],
+    },
+    Group {
+        model_type: "mistral",
+        extra: r#"{"sliding_window": null}"#,
+        entries: &[
+            entry("mistralai/mistral-7b-v0.3",             [ 32768,  4096, 14336,  32], [ 32,  8],  32768, 1e6, 0),
+            entry("mistralai/mistral-nemo-12b",            [131072,  5120, 14336,  40], [ 32,  8], 131072, 1e6, HEAD_128),
+            entry("mistralai/mistral-small-24b",           [131072,  5120, 32768,  40], [ 32,  8],  32768, 1e8, HEAD_128),
+            entry("mistralai/mistral-large-123b",          [ 32768, 12288, 28672,  88], [ 96,  8], 131072, 1e6, 0),
+        ],
+    },
+    Group {
+        model_type: "qwen2",
+        extra: r#"{"rms_norm_eps": 1e-6}"#,
+        entries: &[
+            entry("qwen/qwen2-0.5b",                       [151936,   896,  4864,  24], [ 14,  2], 131072, 1e6, TIED),
+            entry("qwen/qwen2-1.5b",                       [151936,  1536,  8960,  28], [ 12,  2], 131072, 1e6, TIED),
+            entry("qwen/qwen2-7b",                         [152064,  3584, 18944,  28], [ 28,  4], 131072, 1e6, 0),
+            entry("qwen/qwen2-72b",                        [152064,  8192, 29568,  80], [ 64,  8], 131072, 1e6, 0),
+            entry("qwen/qwen2.5-0.5b",                     [151936,   896,  4864,  24], [ 14,  2],  32768, 1e6, TIED),
+            entry("qwen/qwen2.5-1.5b",                     [151936,  1536,  8960,  28], [ 12,  2],  32768, 1e6, TIED),
+            entry("qwen/qwen2.5-3b",                       [151936,  2048, 11008,  36], [ 16,  2],  32768, 1e6, TIED),
+            entry("qwen/qwen2.5-7b",                       [152064,  3584, 18944,  28], [ 28,  4], 131072, 1e6, 0),
+            entry("qwen/qwen2.5-14b",                      [152064,  5120, 13824,  48], [ 40,  8], 131072, 1e6, 0),
+            entry("qwen/qwen2.5-32b",                      [152064,  5120, 27648,  64], [ 40,  8], 131072, 1e6, 0),
+            entry("qwen/qwen2.5-72b",                      [152064,  8192, 29568,  80], [ 64,  8], 131072, 1e6, 0),
+        ],
+    },
+    Group {
+        model_type: "phi3",
+        extra: r#"{"sliding_window": 2047}"#,
+        entries: &[
+            entry("microsoft/phi-3-mini",                  [ 32064,  3072,  8192,  32], [ 32, 32],   4096, 1e4, 0),
+            entry("microsoft/phi-3-medium",                [ 32064,  5120, 17920,  40], [ 40, 10],   4096, 1e4, 0),
+        ],
+    },
+    Group {
+        model_type: "qwen3",
+        extra: r#"{"rms_norm_eps": 1e-6}"#,
+        entries: &[
+            entry("qwen/qwen3-0.6b",                       [151936,  1024,  3072,  28], [ 16,  8],  40960, 1e6, TIED | HEAD_128),
+            entry("qwen/qwen3-1.7b",                       [151936,  2048,  6144,  28], [ 16,  8],  40960, 1e6, TIED | HEAD_128),
+            entry("qwen/qwen3-4b",                         [151936,  2560,  9728,  36], [ 32,  8],  40960, 1e6, TIED | HEAD_128),
+            entry("qwen/qwen3-8b",                         [151936,  4096, 12288,  36], [ 32,  8],  40960, 1e6, HEAD_128),
+            entry("qwen/qwen3-14b",                        [151936,  5120, 17408,  40], [ 40,  8],  40960, 1e6, HEAD_128),
+            entry("qwen/qwen3-32b",                        [151936,  5120, 25600,  64], [ 64,  8],  40960, 1e6, HEAD_128),
+        ],
+    },
+    Group {
+        model_type: "gemma",
+        extra: r#"{"rms_norm_eps": 1e-6}"#,
+        entries: &[
+            entry("google/gemma-2b",                       [256000,  2048, 16384,  18], [  8,  1],   8192, 1e4, TIED | HEAD_256),
+            entry("google/gemma-7b",                       [256000,  3072, 24576,  28], [ 16, 16],   8192, 1e4, TIED | HEAD_256),
+        ],
+    },
+    Group {
+        model_type: "gemma2",
+        extra: r#"{"rms_norm_eps": 1e-6}"#,
+        entries: &[
+            entry("google/gemma-2-2b",                     [256000,  2304,  9216,  26], [  8,  4],   8192, 1e4, TIED | HEAD_256),
+            entry("google/gemma-2-9b",                     [256000,  3584, 14336,  42], [ 16,  8],   8192, 1e4, TIED | HEAD_256),
+        ],
+    },
+    Group {
+        model_type: "gemma2",
+        extra: r#"{"rms_norm_eps": 1e-6, "query_pre_attn_scalar": 144}"#,
+        entries: &[
+            entry("google/gemma-2-27b",                    [256000,  4608, 36864,  46], [ 32, 16],   8192, 1e4, TIED | HEAD_128),
+        ],
+    },
+    Group {
+        model_type: "gemma3_text",
+        extra: r#"{"rms_norm_eps": 1e-6, "sliding_window": 512}"#,
+        entries: &[
+            entry("google/gemma-3-270m",                   [262144,   640,  2048,  18], [  4,  1],  32768, 1e6, TIED | HEAD_256),
+            entry("google/gemma-3-1b",                     [262144,  1152,  6912,  26], [  4,  1],  32768, 1e6, TIED | HEAD_256),
+        ],
+    },
+    Group {
+        model_type: "gemma3_text",
+        extra: GEMMA_3_LARGE,
+        entries: &[
+            entry("google/gemma-3-4b",                     [262208,  2560, 10240,  34], [  8,  4], 131072, 1e6, TIED | HEAD_256),
+            entry("google/gemma-3-12b",                    [262208,  3840, 15360,  48], [ 16,  8], 131072, 1e6, TIED | HEAD_256),
+        ],
+    },
+    Group {
+        model_type: "gpt2",
+        extra: "{}",
+        entries: &[
+            entry("openai-community/gpt2",                 [ 50257,   768,  3072,  12], [ 12, 12],   1024, 1e4, TIED),
+            entry("openai-community/gpt2-medium",          [ 50257,  1024,  4096,  24], [ 16, 16],   1024, 1e4, TIED),
+            entry("openai-community/gpt2-large",           [ 50257,  1280,  5120,  36], [ 20, 20],   1024, 1e4, TIED),
+            entry("openai-community/gpt2-xl",              [ 50257,  1600,  6400,  48], [ 25, 25],   1024, 1e4, TIED),
+        ],
+    },
+    Group {
+        model_type: "olmo2",
+        extra: r#"{"rms_norm_eps": 1e-6}"#,
+        entries: &[
+            entry("allenai/olmo-2-1b",                     [100352,  2048,  8192,  16], [ 16, 16],   4096, 5e5, 0),
+            entry("allenai/olmo-2-7b",                     [100352,  4096, 11008,  32], [ 32, 32],   4096, 5e5, 0),
+            entry("allenai/olmo-2-13b",                    [100352,  5120, 13824,  40], [ 40, 40],   4096, 5e5, 0),
+        ],
+    },
 ];
 
 /// Endings that say what a model was tuned for; its dimensions are the same.
@@ -108,49 +245,57 @@ impl Entry {
         self.name.rsplit('/').next().unwrap_or(self.name)
     }
 
-    fn spec(&self) -> ModelSpec {
+    /// The `config.json` that the model has, as far as it matters.
+    fn config(&self, group: &Group) -> Map<String, Value> {
         let has = |flag| self.traits & flag != 0;
-        let head_dim = match () {
-            () if has(HEAD_128) => 128,
-            () if has(HEAD_256) => 256,
-            () => self.hidden / self.heads,
+        let sizes = if group.model_type == "gpt2" {
+            json!({
+                "n_embd": self.hidden,
+                "n_inner": self.inner,
+                "n_layer": self.layers,
+                "n_head": self.heads,
+                "n_positions": self.context,
+            })
+        } else {
+            json!({
+                "hidden_size": self.hidden,
+                "intermediate_size": self.inner,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.kv_heads,
+                "head_dim": match () {
+                    () if has(HEAD_128) => 128,
+                    () if has(HEAD_256) => 256,
+                    () => self.hidden / self.heads,
+                },
+                "max_position_embeddings": self.context,
+                "rope_theta": self.theta,
+                "rms_norm_eps": 1e-5,
+            })
         };
-        ModelSpec {
-            name: self.short_name().to_owned(),
-            architecture: if has(QKV_BIAS) { "qwen2" } else { "llama" }.to_owned(),
-            vocab_size: self.vocab,
-            hidden_size: self.hidden,
-            num_layers: self.layers,
-            attention: AttentionSpec {
-                qkv_bias: has(QKV_BIAS),
-                ..AttentionSpec::plain(
-                    self.heads,
-                    self.kv_heads,
-                    head_dim,
-                    RopeSpec::plain(head_dim, self.theta),
-                )
-            },
-            mlp: MlpSpec {
-                intermediate_size: self.inner,
-                activation: Activation::Silu,
-                gated: true,
-                bias: false,
-            },
-            norm: NormSpec::rms(1e-5),
-            embedding_scale: None,
-            logit_soft_cap: None,
-            tie_word_embeddings: has(TIED),
-            max_position_embeddings: self.context,
-            initializer_range: 0.02,
-            bos_token: None,
-            eos_tokens: Vec::new(),
-        }
+        let common = json!({
+            "model_type": group.model_type,
+            "vocab_size": self.vocab,
+            "tie_word_embeddings": has(TIED),
+        });
+        let extra = serde_json::from_str(group.extra).unwrap_or_default();
+        [sizes, common, extra].into_iter().filter_map(|part| part.as_object().cloned()).flatten().collect()
     }
+
+    /// The shape; a test makes every one.
+    fn spec(&self, group: &Group) -> Option<ModelSpec> {
+        let text = Value::Object(self.config(group)).to_string();
+        parse_config(Path::new(self.name), &text, self.short_name().to_owned()).ok()
+    }
+}
+
+fn models() -> impl Iterator<Item = (&'static Group, &'static Entry)> {
+    GROUPS.iter().flat_map(|group| group.entries.iter().map(move |entry| (group, entry)))
 }
 
 /// The names of all models, `organisation/model`, in lower case.
 pub fn names() -> impl Iterator<Item = &'static str> {
-    MODELS.iter().map(|entry| entry.name)
+    models().map(|(_, entry)| entry.name)
 }
 
 /// The model of that name: with or without its organisation, in any case, with or without an ending such as `-Instruct`.
@@ -160,10 +305,9 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 pub fn find(name: &str) -> Result<ModelSpec, Vec<String>> {
     let mut wanted = name.trim().to_ascii_lowercase();
     loop {
-        if let Some(entry) =
-            MODELS.iter().find(|e| e.name == wanted || plain(e.short_name()) == plain(&wanted))
-        {
-            return Ok(entry.spec());
+        let found = models().find(|(_, e)| e.name == wanted || plain(e.short_name()) == plain(&wanted));
+        if let Some(spec) = found.and_then(|(group, entry)| entry.spec(group)) {
+            return Ok(spec);
         }
         match SUFFIXES.iter().find_map(|suffix| wanted.strip_suffix(suffix)) {
             Some(shorter) => wanted = shorter.to_owned(),
@@ -172,7 +316,7 @@ pub fn find(name: &str) -> Result<ModelSpec, Vec<String>> {
     }
     let wanted = plain(wanted.rsplit('/').next().unwrap_or(&wanted));
     let mut ranked: Vec<(usize, &str)> =
-        MODELS.iter().map(|e| (distance(&plain(e.short_name()), &wanted), e.short_name())).collect();
+        models().map(|(_, e)| (distance(&plain(e.short_name()), &wanted), e.short_name())).collect();
     ranked.sort();
     Err(ranked.into_iter().take(3).filter(|(d, _)| *d <= 4).map(|(_, name)| name.to_owned()).collect())
 }
@@ -207,10 +351,11 @@ mod tests {
 
     #[test]
     fn every_entry_is_a_possible_model_of_about_the_size_in_its_name() {
-        assert!(MODELS.len() >= 45);
-        for entry in MODELS {
-            let spec = entry.spec();
-            spec.check().unwrap();
+        assert!(models().count() >= 80);
+        for (group, entry) in models() {
+            assert!(serde_json::from_str::<Map<String, Value>>(group.extra).is_ok(), "{}", group.extra);
+            let spec = entry.spec(group).unwrap_or_else(|| panic!("{}", entry.name));
+            assert_eq!(spec.architecture, group.model_type);
             let size = entry
                 .name
                 .split(['-', '_'])
@@ -260,6 +405,23 @@ mod tests {
             ("qwen2.5-32b", 32_763_876_352),
             ("qwen2.5-72b", 72_706_203_648),
             ("phi-3-mini", 3_821_079_552),
+            ("gpt2", 124_439_808),
+            ("gpt2-medium", 354_823_168),
+            ("gpt2-large", 774_030_080),
+            ("gpt2-xl", 1_557_611_200),
+            ("gemma-2b", 2_506_172_416),
+            ("gemma-7b", 8_537_680_896),
+            ("gemma-2-2b", 2_614_341_888),
+            ("gemma-2-9b", 9_241_705_984),
+            ("gemma-2-27b", 27_227_128_320),
+            ("gemma-3-270m", 268_098_176),
+            ("gemma-3-1b", 999_885_952),
+            ("qwen3-0.6b", 596_049_920),
+            ("qwen3-1.7b", 1_720_574_976),
+            ("qwen3-4b", 4_022_468_096),
+            ("qwen3-8b", 8_190_735_360),
+            ("qwen3-14b", 14_768_307_200),
+            ("qwen3-32b", 32_762_123_264),
         ] {
             assert_eq!(find(name).unwrap().parameter_count(), count, "{name}");
         }
