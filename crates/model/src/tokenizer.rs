@@ -4,17 +4,23 @@
 //! once made from ([`gguf`]), so that there is one way from files to ids, and saving is writing that document.
 
 mod byte_level;
+mod chat;
+mod decode;
+mod encode;
 mod error;
 pub mod gguf;
+mod hf;
 mod pieces;
 mod save;
+mod specials;
 
-use std::path::Path;
 use std::sync::Arc;
 
-use serde_json::Value;
 use tokenizers::Tokenizer as Engine;
 
+pub use chat::ChatTemplates;
+pub use decode::{SpecialTokens, StreamDecoder};
+pub use encode::EncodeOptions;
 pub use error::TokenizerError;
 pub use gguf::GgufTokenizerFields;
 
@@ -30,6 +36,10 @@ struct Shared {
     /// What errors call it: a file's name.
     origin: String,
     specials: Specials,
+    /// What encoding with special tokens adds.
+    around: specials::Around,
+    hidden: encode::Hidden,
+    decoding: decode::Decoding,
     /// Whether long texts may be cut after a letter and before white space without changing any token.
     cuttable: bool,
 }
@@ -40,48 +50,11 @@ struct Specials {
     bos: Option<u32>,
     eos: Vec<u32>,
     pad: Option<u32>,
-    chat_template: Option<String>,
+    chat_templates: ChatTemplates,
     model_max_length: Option<u64>,
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` of a Hugging Face folder and what other files there say of special tokens.
-    ///
-    /// # Errors
-    /// The file is missing, is no tokenizer, or names special tokens that it does not have.
-    pub fn from_hf_dir(folder: &Path) -> Result<Tokenizer, TokenizerError> {
-        let path = folder.join("tokenizer.json");
-        let io = |source| TokenizerError::Io { path: path.clone(), source };
-        let bytes = std::fs::read(&path).map_err(io)?;
-        let origin = path.display().to_string();
-        let engine = Engine::from_bytes(&bytes).map_err(|e| TokenizerError::invalid(&origin, e))?;
-        drop(bytes);
-        let config = optional_json(&folder.join("tokenizer_config.json"))?;
-        let generation = optional_json(&folder.join("generation_config.json"))?;
-        let named = |key: &str| token_text(config.get(key)).and_then(|text| engine.token_to_id(&text));
-        let numbered = |key: &str| match generation.get(key) {
-            Some(Value::Array(list)) => list.iter().filter_map(token_id).collect(),
-            Some(value) => token_id(value).into_iter().collect(),
-            None => Vec::new(),
-        };
-        let mut eos: Vec<u32> = named("eos_token").into_iter().collect();
-        for id in numbered("eos_token_id") {
-            if !eos.contains(&id) {
-                eos.push(id);
-            }
-        }
-        let template_file = std::fs::read_to_string(folder.join("chat_template.jinja")).ok();
-        let specials = Specials {
-            bos: named("bos_token").or_else(|| numbered("bos_token_id").first().copied()),
-            eos,
-            pad: named("pad_token"),
-            chat_template: template_file
-                .or_else(|| config.get("chat_template").and_then(Value::as_str).map(str::to_owned)),
-            model_max_length: config.get("model_max_length").and_then(Value::as_u64),
-        };
-        Ok(Tokenizer::new(engine, origin, specials))
-    }
-
     /// The tokenizer that a GGUF's metadata describes.
     ///
     /// # Errors
@@ -91,23 +64,23 @@ impl Tokenizer {
         let text = document.to_string();
         drop(document);
         let engine = Engine::from_bytes(text.as_bytes()).map_err(|e| TokenizerError::invalid(origin, e))?;
-        let size = fields.tokens.len() as u64;
-        let inside = |key: &'static str, id: Option<u32>| match id {
-            Some(id) if u64::from(id) >= size => Err(TokenizerError::Field {
-                origin: origin.to_owned(),
-                key,
-                reason: format!("{id} is not below {size}"),
-            }),
-            id => Ok(id),
-        };
+        let mut eos: Vec<u32> = Vec::new();
+        for id in fields.ends().into_iter().filter_map(|(_, id)| id) {
+            if !eos.contains(&id) {
+                eos.push(id);
+            }
+        }
         let specials = Specials {
-            bos: inside("tokenizer.ggml.bos_token_id", fields.bos)?,
-            eos: inside("tokenizer.ggml.eos_token_id", fields.eos)?.into_iter().collect(),
-            pad: inside("tokenizer.ggml.padding_token_id", fields.padding)?,
-            chat_template: fields.chat_template.clone(),
+            bos: fields.bos,
+            eos,
+            pad: fields.padding,
+            chat_templates: ChatTemplates::new(
+                fields.chat_template.clone(),
+                fields.named_chat_templates.clone(),
+            ),
             model_max_length: None,
         };
-        Ok(Tokenizer::new(engine, origin.to_owned(), specials))
+        Tokenizer::new(engine, origin.to_owned(), specials)
     }
 
     /// The built-in tokenizer: a token for every byte, and `<|endoftext|>`.
@@ -117,52 +90,42 @@ impl Tokenizer {
         let engine = Engine::from_bytes(text.as_bytes()).map_err(|e| TokenizerError::invalid(origin, e))?;
         let end = engine.token_to_id(byte_level::END_OF_TEXT);
         let specials = Specials { bos: end, eos: end.into_iter().collect(), pad: end, ..Specials::default() };
-        Ok(Tokenizer::new(engine, origin.to_owned(), specials))
+        Tokenizer::new(engine, origin.to_owned(), specials)
     }
 
-    fn new(engine: Engine, origin: String, specials: Specials) -> Tokenizer {
+    fn new(engine: Engine, origin: String, specials: Specials) -> Result<Tokenizer, TokenizerError> {
+        let around = specials::Around::of(&engine).map_err(|e| TokenizerError::invalid(&origin, e))?;
+        let (hidden, decoding) = (encode::Hidden::of(&engine), decode::Decoding::of(&engine));
         let cuttable = pieces::may_be_cut(&engine);
-        Tokenizer { shared: Arc::new(Shared { engine, origin, specials, cuttable }) }
-    }
-
-    /// The ids of a text. No special token is added; those written in the text are recognised.
-    pub fn encode(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
-        let mut ids = Vec::new();
-        self.encode_document::<TokenizerError>(text, &mut |piece| {
-            ids.extend_from_slice(piece);
-            Ok(())
-        })?;
-        Ok(ids)
-    }
-
-    /// As [`encode`](Self::encode), piece by piece, so that the memory of long texts stays bounded where the
-    /// tokenizer can be cut: byte-level ones can; others take the text as a whole.
-    pub fn encode_document<E: From<TokenizerError>>(
-        &self,
-        text: &str,
-        sink: &mut dyn FnMut(&[u32]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let most = if self.shared.cuttable { pieces::PIECE_BYTES } else { usize::MAX };
-        for piece in pieces::cut(text, most) {
-            let encoding = self.shared.engine.encode_fast(piece, false).map_err(|e| {
-                TokenizerError::Encode { origin: self.shared.origin.clone(), reason: e.to_string() }
-            })?;
-            sink(encoding.get_ids())?;
-        }
-        Ok(())
+        let shared = Shared { engine, origin, specials, around, hidden, decoding, cuttable };
+        Ok(Tokenizer { shared: Arc::new(shared) })
     }
 
     /// The text of ids, special tokens left out.
+    ///
+    /// # Errors
+    /// The vocabulary has no such token.
     pub fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
-        if let Some(id) = ids.iter().find(|id| self.id_to_token(**id).is_none()) {
-            return Err(self.unknown_id(*id));
+        self.decode_with(ids, SpecialTokens::Skip)
+    }
+
+    /// The text of ids.
+    ///
+    /// # Errors
+    /// The vocabulary has no such token.
+    pub fn decode_with(&self, ids: &[u32], special: SpecialTokens) -> Result<String, TokenizerError> {
+        let mut stream = self.stream_decoder(special);
+        let mut text = String::new();
+        for id in ids {
+            text.push_str(&stream.push(*id)?);
         }
-        self.shared.engine.decode(ids, true).map_err(|e| self.undecodable(&e.to_string()))
+        text.push_str(&stream.finish()?);
+        Ok(text)
     }
 
     /// Decodes one token at a time, never a part of a character.
-    pub fn decode_stream(&self) -> DecodeStream<'_> {
-        DecodeStream { tokenizer: self, inner: self.shared.engine.decode_stream(true) }
+    pub fn stream_decoder(&self, special: SpecialTokens) -> StreamDecoder<'_> {
+        StreamDecoder::new(self, special)
     }
 
     /// Number of tokens, added ones included.
@@ -190,9 +153,14 @@ impl Tokenizer {
         self.shared.specials.pad
     }
 
-    /// The chat template (Jinja), where there is one.
-    pub fn chat_template(&self) -> Option<&str> {
-        self.shared.specials.chat_template.as_deref()
+    /// The tokens that encoding with special tokens puts before and after a text.
+    pub fn special_tokens_around(&self) -> (&[u32], &[u32]) {
+        (&self.shared.around.before, &self.shared.around.after)
+    }
+
+    /// The chat templates (Jinja sources).
+    pub fn chat_templates(&self) -> &ChatTemplates {
+        &self.shared.specials.chat_templates
     }
 
     /// The id of a token.
@@ -212,49 +180,4 @@ impl Tokenizer {
     fn undecodable(&self, reason: &str) -> TokenizerError {
         TokenizerError::Decode { origin: self.shared.origin.clone(), reason: reason.to_owned() }
     }
-}
-
-type InnerStream<'a> = tokenizers::tokenizer::DecodeStream<
-    'a,
-    tokenizers::ModelWrapper,
-    tokenizers::NormalizerWrapper,
-    tokenizers::PreTokenizerWrapper,
-    tokenizers::PostProcessorWrapper,
-    tokenizers::DecoderWrapper,
->;
-
-/// Text as tokens come in.
-pub struct DecodeStream<'a> {
-    tokenizer: &'a Tokenizer,
-    inner: InnerStream<'a>,
-}
-
-impl DecodeStream<'_> {
-    /// What the token adds to the text; `None` while a character is incomplete.
-    pub fn step(&mut self, id: u32) -> Result<Option<String>, TokenizerError> {
-        if self.tokenizer.id_to_token(id).is_none() {
-            return Err(self.tokenizer.unknown_id(id));
-        }
-        self.inner.step(id).map_err(|e| self.tokenizer.undecodable(&e.to_string()))
-    }
-}
-
-/// A file's JSON, or an empty document where there is no file.
-fn optional_json(path: &Path) -> Result<Value, TokenizerError> {
-    match std::fs::read(path) {
-        Ok(bytes) => serde_json::from_slice(&bytes)
-            .map_err(|e| TokenizerError::invalid(&path.display().to_string(), e)),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
-        Err(source) => Err(TokenizerError::Io { path: path.to_owned(), source }),
-    }
-}
-
-/// A special token as configurations write it: its text, or an object that has it.
-fn token_text(value: Option<&Value>) -> Option<String> {
-    let value = value?;
-    value.as_str().or_else(|| value.get("content")?.as_str()).map(str::to_owned)
-}
-
-fn token_id(value: &Value) -> Option<u32> {
-    value.as_u64().and_then(|id| u32::try_from(id).ok())
 }

@@ -3,6 +3,7 @@
 use std::io::Write;
 
 use plimsoll_generate::{Sampler, SamplerSettings, generate};
+use plimsoll_model::tokenizer::SpecialTokens;
 use plimsoll_plan::DryRun;
 use plimsoll_step::{DecodeSettings, Decoder};
 use plimsoll_train::TrainError;
@@ -34,7 +35,7 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     decoder.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
 
     let mut sampler = Sampler::new(SamplerSettings { temperature: args.temperature, seed: args.seed });
-    let mut stream = tokenizer.decode_stream();
+    let mut stream = tokenizer.stream_decoder(SpecialTokens::Skip);
     let mut out = std::io::stdout();
     let mut failed = None;
     if !args.json {
@@ -44,9 +45,8 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
         if args.json {
             return true;
         }
-        let shown = match stream.step(token) {
-            Ok(Some(text)) => write!(out, "{text}").and_then(|()| out.flush()).map_err(Failure::from),
-            Ok(None) => Ok(()),
+        let shown = match stream.push(token) {
+            Ok(text) => write!(out, "{text}").and_then(|()| out.flush()).map_err(Failure::from),
             Err(error) => Err(error.into()),
         };
         failed = shown.err();
@@ -66,7 +66,7 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
         });
         println!("{document}");
     } else {
-        println!();
+        println!("{}", stream.finish()?);
         eprintln!(
             "{} tokens at {rate:.1} tokens/s after a prompt of {} in {:.2} s",
             generated.tokens.len(),
