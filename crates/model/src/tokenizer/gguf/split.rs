@@ -191,3 +191,69 @@ impl Splitting {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use tokenizers::PreTokenizerWrapper;
+    use tokenizers::tokenizer::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
+
+    use super::*;
+
+    /// Kind to texts, each in the pieces that Python's `regex` module finds with the same expressions.
+    const PIECES: &str = include_str!("../../../tests/data/splits.json");
+
+    fn pieces(way: &Splitting, text: &str) -> Vec<String> {
+        let pre_tokenizer: PreTokenizerWrapper = serde_json::from_value(way.pre_tokenizer()).unwrap();
+        let mut split = PreTokenizedString::from(text);
+        pre_tokenizer.pre_tokenize(&mut split).unwrap();
+        let places = split.get_splits(OffsetReferential::Original, OffsetType::Byte);
+        places.into_iter().map(|(_, (start, end), _)| text[start..end].to_owned()).collect()
+    }
+
+    #[test]
+    fn texts_are_split_as_the_expressions_say() {
+        let kinds: BTreeMap<String, Vec<Vec<String>>> = serde_json::from_str(PIECES).unwrap();
+        for (kind, texts) in &kinds {
+            let way = by_name(kind).unwrap();
+            for expected in texts {
+                assert_eq!(&pieces(way, &expected.concat()), expected, "{kind}");
+            }
+        }
+        let untested = SPLITTINGS.iter().filter(|s| !s.names.iter().any(|n| kinds.contains_key(*n)));
+        let untested: Vec<&str> = untested.map(|s| s.names[0]).collect();
+        // Other defaults for the same expression as a kind that is tested.
+        assert_eq!(untested, ["glm4", "dbrx"]);
+    }
+
+    #[test]
+    fn names_are_unique_and_unknown_ones_get_a_hint() {
+        let mut names: Vec<&str> = SPLITTINGS.iter().flat_map(|s| s.names).copied().collect();
+        let count = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), count);
+        let error = by_name("qwen3").err().unwrap();
+        assert!(
+            error.contains("\"qwen3\"") && error.contains("\"qwen2\"") || error.contains("\"qwen35\""),
+            "{error}"
+        );
+    }
+
+    /// Cutting a text after a letter and before a space changes no piece, for the kinds that say so.
+    #[test]
+    fn word_by_word_expressions_can_be_cut_between_words() {
+        let kinds: BTreeMap<String, Vec<Vec<String>>> = serde_json::from_str(PIECES).unwrap();
+        let text: Vec<String> = kinds["gpt-2"].iter().map(|pieces| pieces.concat()).collect();
+        let text = text.join(" ");
+        for way in SPLITTINGS.iter().filter(|way| way.patterns.iter().any(|p| is_word_by_word(p))) {
+            let whole = pieces(way, &text);
+            let mut parts = Vec::new();
+            for part in crate::tokenizer::pieces::cut(&text, 8) {
+                parts.extend(pieces(way, part));
+            }
+            assert_eq!(whole, parts, "{:?}", way.names);
+        }
+    }
+}

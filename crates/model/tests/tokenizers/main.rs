@@ -1,0 +1,7 @@
+//! Tokenizers of every kind, with vocabularies small enough to follow by hand.
+
+mod hostile;
+mod kinds;
+mod special_tokens;
+mod streams;
+mod vocabularies;
