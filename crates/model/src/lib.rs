@@ -5,6 +5,7 @@
 #![deny(unsafe_code)]
 
 pub mod catalogue;
+pub mod chat_template;
 pub mod convert;
 mod file_map;
 pub mod gguf;

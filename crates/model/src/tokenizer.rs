@@ -163,6 +163,11 @@ impl Tokenizer {
         &self.shared.specials.chat_templates
     }
 
+    /// What errors call it: the file that it came from.
+    pub fn origin(&self) -> &str {
+        &self.shared.origin
+    }
+
     /// The id of a token.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.shared.engine.token_to_id(token)

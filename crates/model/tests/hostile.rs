@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use plimsoll_device::DType;
+use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{
     Activation, AttentionSpec, MlpSpec, ModelFiles, ModelSpec, NormKind, NormSpec, RopeScaling, RopeSpec,
     SaveWriter, init,
@@ -169,6 +170,18 @@ fn what_is_wrong_is_named() {
         &["model-00002"],
     );
     check(wrong_width, &["mlp", "12", "16"]);
+}
+
+#[test]
+fn a_vocabulary_larger_than_the_embedding() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model");
+    save(&path, u64::MAX);
+    Tokenizer::byte_level().unwrap().save(&path).unwrap();
+    let error = ModelFiles::open(&path).unwrap().tokenizer().unwrap_err().to_string();
+    for word in ["model", "257 tokens", "7", "another model"] {
+        assert!(error.contains(word), "{error:?} has no {word:?}");
+    }
 }
 
 fn wrong_width(path: &Path) {

@@ -7,7 +7,7 @@ use tokenizers::Tokenizer as Engine;
 
 use super::chat::ChatTemplates;
 use super::gguf::check_charsmap;
-use super::specials::{Around, set_around};
+use super::specials::{Around, set_around, token_id};
 use super::{Specials, Tokenizer, TokenizerError};
 
 impl Tokenizer {
@@ -23,9 +23,9 @@ impl Tokenizer {
         let io = |source| TokenizerError::Io { path: path.clone(), source };
         let bytes = std::fs::read(&path).map_err(io)?;
         let origin = path.display().to_string();
+        check_document(&bytes).map_err(|reason| TokenizerError::invalid(&origin, reason))?;
         let mut engine = Engine::from_bytes(&bytes).map_err(|e| TokenizerError::invalid(&origin, e))?;
         drop(bytes);
-        check_normalizer(&engine).map_err(|reason| TokenizerError::invalid(&origin, reason))?;
         // Meant for batches of a fixed size; here a text is all of its tokens.
         engine.with_truncation(None).map_err(|e| TokenizerError::invalid(&origin, e))?;
         engine.with_padding(None);
@@ -89,7 +89,7 @@ fn asked_around(
     if bos.is_none() && eos.is_none() {
         return Ok(None);
     }
-    let mut around = Around::of(engine).map_err(|e| ("post_processor", e.to_string()))?;
+    let mut around = Around::of(engine).map_err(|reason| ("add_bos_token", reason))?;
     let eos_token = specials.eos.first().copied();
     for (key, asked, token, place) in [
         ("bos_token", bos, specials.bos, &mut around.before),
@@ -108,10 +108,23 @@ fn asked_around(
     Ok(Some(around))
 }
 
-/// A character map of a normalizer is walked before the engine uses it.
-fn check_normalizer(engine: &Engine) -> Result<(), String> {
-    let Some(normalizer) = engine.get_normalizer() else { return Ok(()) };
-    let mut waiting = vec![serde_json::to_value(normalizer).map_err(|e| e.to_string())?];
+/// The parts of `tokenizer.json` that are looked at here: the engine takes it for granted that they are whole JSON.
+#[derive(serde::Deserialize)]
+struct Document {
+    #[serde(default)]
+    normalizer: Value,
+    #[serde(default, rename = "pre_tokenizer")]
+    _pre_tokenizer: Value,
+    #[serde(default, rename = "post_processor")]
+    _post_processor: Value,
+    #[serde(default, rename = "decoder")]
+    _decoder: Value,
+}
+
+/// Finds what the engine would trust: parts that are no whole JSON, and character maps that lead out of themselves.
+fn check_document(document: &[u8]) -> Result<(), String> {
+    let document: Document = serde_json::from_slice(document).map_err(|e| e.to_string())?;
+    let mut waiting = vec![document.normalizer];
     while let Some(step) = waiting.pop() {
         if let Some(map) = step.get("precompiled_charsmap").and_then(Value::as_str) {
             let bytes = base64_bytes(map).ok_or("precompiled_charsmap: no base64")?;
@@ -158,8 +171,4 @@ pub(super) fn optional_json(path: &Path) -> Result<Value, TokenizerError> {
 fn token_text(value: Option<&Value>) -> Option<String> {
     let value = value?;
     value.as_str().or_else(|| value.get("content")?.as_str()).map(str::to_owned)
-}
-
-fn token_id(value: &Value) -> Option<u32> {
-    value.as_u64().and_then(|id| u32::try_from(id).ok())
 }

@@ -4,8 +4,7 @@
 //! `add_eos_token`, these decide instead, as for the tokenizer classes of `transformers` that know them.
 
 use serde_json::{Map, Value, json};
-use tokenizers::tokenizer::{PostProcessor, Token};
-use tokenizers::{Encoding, PostProcessorWrapper, Tokenizer as Engine};
+use tokenizers::{PostProcessorWrapper, Tokenizer as Engine};
 
 /// What encoding with special tokens adds.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -14,19 +13,59 @@ pub struct Around {
     pub after: Vec<u32>,
 }
 
-/// An id that stands for the text; vocabularies are far smaller.
-const TEXT: u32 = u32::MAX;
-
 impl Around {
-    /// What the engine's post-processor adds.
-    pub fn of(engine: &Engine) -> tokenizers::Result<Around> {
-        let Some(processor) = engine.get_post_processor() else { return Ok(Around::default()) };
-        let text = Encoding::from_tokens(vec![Token::new(TEXT, String::new(), (0, 0))], 0);
-        let whole = processor.process(text, None, true)?;
-        let mut parts = whole.get_ids().splitn(2, |id| *id == TEXT);
-        let (before, after) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
-        Ok(Around { before: before.to_vec(), after: after.to_vec() })
+    /// What the engine's post-processor adds. It is read, not run: the engine trusts that its parts fit together.
+    pub fn of(engine: &Engine) -> Result<Around, String> {
+        match engine.get_post_processor() {
+            Some(processor) => described(&serde_json::to_value(processor).map_err(|e| e.to_string())?),
+            None => Ok(Around::default()),
+        }
     }
+}
+
+/// What a post-processor adds, from its description in `tokenizer.json`.
+fn described(processor: &Value) -> Result<Around, String> {
+    match processor.get("type").and_then(Value::as_str) {
+        Some("ByteLevel") => Ok(Around::default()),
+        Some("BertProcessing" | "RobertaProcessing") => {
+            let token = |key: &str| {
+                let id = processor.get(key).and_then(|pair| token_id(pair.get(1)?));
+                id.ok_or_else(|| format!("post_processor: {key} is no pair of a token and its id"))
+            };
+            Ok(Around { before: vec![token("cls")?], after: vec![token("sep")?] })
+        }
+        Some("Sequence") => {
+            let mut around = Around::default();
+            for step in processor.get("processors").and_then(Value::as_array).into_iter().flatten() {
+                let outer = described(step)?;
+                around.before.splice(0..0, outer.before);
+                around.after.extend(outer.after);
+            }
+            Ok(around)
+        }
+        Some("TemplateProcessing") => template(processor),
+        other => Err(format!("post_processor: the kind {other:?} is unknown")),
+    }
+}
+
+fn template(processor: &Value) -> Result<Around, String> {
+    let mut around = Around::default();
+    let mut after_text = false;
+    for piece in processor.get("single").and_then(Value::as_array).into_iter().flatten() {
+        let Some(name) = piece.pointer("/SpecialToken/id").and_then(Value::as_str) else {
+            after_text = true;
+            continue;
+        };
+        let ids = processor.get("special_tokens").and_then(|all| all.get(name)?.get("ids")?.as_array());
+        let ids: Option<Vec<u32>> = ids.and_then(|ids| ids.iter().map(token_id).collect());
+        let place = if after_text { &mut around.after } else { &mut around.before };
+        place.extend(ids.ok_or_else(|| format!("post_processor: {name:?} is not among its special tokens"))?);
+    }
+    Ok(around)
+}
+
+pub fn token_id(value: &Value) -> Option<u32> {
+    value.as_u64().and_then(|id| u32::try_from(id).ok())
 }
 
 /// Makes the engine add exactly these.

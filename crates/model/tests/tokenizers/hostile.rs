@@ -126,6 +126,32 @@ fn character_maps_that_lead_out_of_themselves() {
     check_map(&whole, &["UTF-8"]);
 }
 
+/// A map that makes "A" an "a": the root's children begin at 256, the value of "A" is at 512.
+#[test]
+fn a_whole_character_map_is_used() {
+    let mut units = vec![0u32; 768];
+    let a = usize::from(b'A');
+    units[0] = 256 << 10;
+    units[256 ^ a] = (a | 1 << 8 | (256 ^ a ^ 512) << 10) as u32;
+    units[512] = 1 << 31;
+    let size = 4 * units.len() as u32;
+    let units = units.iter().flat_map(|unit| unit.to_le_bytes());
+    let map: Vec<u8> = size.to_le_bytes().into_iter().chain(units).chain(*b"a\0").collect();
+    let fields = GgufTokenizerFields { precompiled_charsmap: map, ..unigram() };
+    let tokenizer = Tokenizer::from_gguf(&fields, "map").unwrap();
+    assert_eq!(tokenizer.encode("AbcA").unwrap(), tokenizer.encode("abca").unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    tokenizer.save(folder.path()).unwrap();
+    let saved = Tokenizer::from_hf_dir(folder.path()).unwrap();
+    assert_eq!(saved.encode("AbcA").unwrap(), tokenizer.encode("abca").unwrap());
+    // The same map, spoilt in the saved file.
+    let file = folder.path().join("tokenizer.json");
+    let text = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, text.replacen("AAwAAAAABA", "AAwAA//8BA", 1)).unwrap();
+    let error = Tokenizer::from_hf_dir(folder.path()).unwrap_err().to_string();
+    assert!(error.contains("tokenizer.json") && error.contains("precompiled_charsmap"), "{error}");
+}
+
 /// Empty tokens keep their place and never come out of a text.
 #[test]
 fn empty_tokens_are_named() {
@@ -259,5 +285,33 @@ proptest! {
         let units = units.iter().flat_map(|unit| unit.to_le_bytes());
         let map: Vec<u8> = size.to_le_bytes().into_iter().chain(units).chain(texts).collect();
         used_or_refused(&GgufTokenizerFields { precompiled_charsmap: map, ..unigram() }, &text)?;
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    #[test]
+    fn a_spoilt_tokenizer_json_is_read_or_refused(
+        kind in 0usize..4, changes in prop::collection::vec((any::<prop::sample::Index>(), 0u8..128), 0..4),
+        text in "[abcthe <s>]{0,12}|\\PC{0,8}",
+    ) {
+        let folder = tempfile::tempdir().unwrap();
+        Tokenizer::from_gguf(&every_kind()[kind], "whole").unwrap().save(folder.path()).unwrap();
+        let file = folder.path().join("tokenizer.json");
+        let mut bytes = std::fs::read(&file).unwrap();
+        for (place, value) in changes {
+            let place = place.index(bytes.len());
+            bytes[place] = value;
+        }
+        std::fs::write(&file, bytes).unwrap();
+        match Tokenizer::from_hf_dir(folder.path()) {
+            Ok(tokenizer) => {
+                if let Ok(ids) = tokenizer.encode(&text) {
+                    tokenizer.decode(&ids).unwrap();
+                }
+            }
+            Err(error) => prop_assert!(error.to_string().contains("tokenizer"), "{}", error),
+        }
     }
 }
