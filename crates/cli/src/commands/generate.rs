@@ -18,9 +18,8 @@ const PROMPT_CHUNK_TOKENS: u64 = 512;
 
 pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     let precision = inference_precision(&args.dtype)?;
-    if !(args.temperature.is_finite() && args.temperature >= 0.0) {
-        return Err(Failure::usage("--temperature must be 0 or more"));
-    }
+    let settings = SamplerSettings { temperature: args.temperature, seed: args.seed, ..Default::default() };
+    let mut sampler = Sampler::new(&settings).map_err(|e| Failure::usage(e.to_string()))?;
     let files = model_with_weights(&args.model, "generate from")?;
     let spec = files.spec().clone();
     let tokenizer = files.tokenizer()?;
@@ -34,7 +33,6 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     let mut decoder = Decoder::new(&device, spec, settings)?;
     decoder.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
 
-    let mut sampler = Sampler::new(SamplerSettings { temperature: args.temperature, seed: args.seed });
     let mut stream = tokenizer.stream_decoder(SpecialTokens::Skip);
     let mut out = std::io::stdout();
     let mut failed = None;
