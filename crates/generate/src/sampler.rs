@@ -1,7 +1,8 @@
 //! From logits to a token: a chain of steps that change and drop candidates, then a draw.
 //!
-//! The order is llama.cpp's: bias, penalties, top-k, typical, top-p, min-p, temperature, draw. In `transformers` the
-//! temperature comes before the steps that drop candidates; [`Sampler::of_steps`] takes any order.
+//! The order is llama.cpp's: bias, penalties, top-k, typical, top-p, min-p, temperature, draw. In
+//! `transformers` the temperature comes before the steps that drop candidates; [`Sampler::of_steps`] takes
+//! any order.
 
 mod candidates;
 mod error;
@@ -115,8 +116,8 @@ impl Sampler {
         self.history.extend(tokens);
     }
 
-    /// The next token for these logits, one a token; the first of the likeliest ones where several are equal and the
-    /// temperature is 0. Logits that are no number count as minus infinity. `None` for no logits.
+    /// The next token for these logits, one a token; the first of the likeliest ones where several are equal
+    /// and the temperature is 0. Logits that are no number count as minus infinity. `None` for no logits.
     pub fn sample(&mut self, logits: &[f32]) -> Option<u32> {
         let mut candidates = Candidates::new(logits);
         for step in &self.steps {

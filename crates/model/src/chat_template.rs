@@ -1,10 +1,11 @@
 //! Chat templates: from messages to the text that a model was trained on, by the model's own Jinja template.
 //!
-//! The templates are written for `transformers`: Jinja with `trim_blocks`, `lstrip_blocks` and loop controls, Python's methods
-//! of strings, lists and dictionaries, and the functions `raise_exception` and `strftime_now`. The `{% generation %}` blocks
-//! that mark what the assistant said are allowed and do nothing. Two things are more lenient than in Python: a loop over `none` is
-//! empty, and nothing is ever escaped for HTML. A template reads no files, cannot loop for ever, and
-//! cannot write without end; only the texts that it makes on the way and does not write are not bounded.
+//! The templates are written for `transformers`: Jinja with `trim_blocks`, `lstrip_blocks` and loop controls,
+//! Python's methods of strings, lists and dictionaries, and the functions `raise_exception` and
+//! `strftime_now`. The `{% generation %}` blocks that mark what the assistant said are allowed and do
+//! nothing. Two things are more lenient than in Python: a loop over `none` is empty, and nothing is ever
+//! escaped for HTML. A template reads no files, cannot loop for ever, and cannot write without end; only the
+//! texts that it makes on the way and does not write are not bounded.
 //!
 //! The text holds its special tokens: encode it with them recognised and none added
 //! ([`EncodeOptions::default`](crate::tokenizer::EncodeOptions)).
@@ -76,8 +77,8 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Reads a template. `special_tokens` are the variables with which it writes the tokens around messages: `bos_token`,
-    /// `eos_token`. `origin` is what errors call it.
+    /// Reads a template. `special_tokens` are the variables with which it writes the tokens around messages:
+    /// `bos_token`, `eos_token`. `origin` is what errors call it.
     ///
     /// # Errors
     /// The source is no Jinja template; the line is named.
@@ -130,17 +131,13 @@ impl Tokenizer {
     /// There is none of that name, or no default among several, or it is no Jinja template.
     pub fn chat_template(&self, name: Option<&str>) -> Result<Option<ChatTemplate>, ChatTemplateError> {
         let templates = self.chat_templates();
-        if name.is_none() && templates.names().next().is_none() {
+        if name.is_none() && templates.iter().next().is_none() {
             return Ok(None);
         }
-        let source = match name {
-            Some(name) => templates.source(name),
-            None => templates.default_source(),
-        };
-        let source = source.ok_or_else(|| ChatTemplateError::Missing {
+        let template = templates.get(name).ok_or_else(|| ChatTemplateError::Missing {
             origin: self.origin().to_owned(),
             name: name.unwrap_or("default").to_owned(),
-            known: templates.names().collect::<Vec<_>>().join(", "),
+            known: templates.iter().map(|known| known.name.as_str()).collect::<Vec<_>>().join(", "),
         })?;
         let special = [
             ("bos_token", self.bos_token()),
@@ -150,7 +147,7 @@ impl Tokenizer {
         let special = special
             .into_iter()
             .filter_map(|(name, id)| Some((name.to_owned(), Json::String(self.id_to_token(id?)?))));
-        ChatTemplate::new(source, special.collect(), self.origin()).map(Some)
+        ChatTemplate::new(&template.source, special.collect(), &template.origin).map(Some)
     }
 }
 

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use tokenizers::Tokenizer as Engine;
 
-pub use chat::ChatTemplates;
+pub use chat::{ChatTemplateSource, ChatTemplates};
 pub use decode::{SpecialTokens, StreamDecoder};
 pub use encode::EncodeOptions;
 pub use error::TokenizerError;
@@ -76,7 +76,8 @@ impl Tokenizer {
             pad: fields.padding,
             chat_templates: ChatTemplates::new(
                 fields.chat_template.clone(),
-                fields.named_chat_templates.clone(),
+                &fields.named_chat_templates,
+                origin,
             ),
             model_max_length: None,
         };

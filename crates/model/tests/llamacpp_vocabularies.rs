@@ -1,4 +1,5 @@
-//! The vocabularies that llama.cpp tests with, and what it makes of its test texts: `examples/get-vocabs` fetches them.
+//! The vocabularies that llama.cpp tests with, and what it makes of its test texts: `examples/get-vocabs`
+//! fetches them.
 
 use std::path::{Path, PathBuf};
 

@@ -57,7 +57,8 @@ impl Candidates {
         self.all.sort_unstable_by(likelier);
     }
 
-    /// Sorts the candidates, the lowest `key` first, and keeps the first ones that together have the probability `mass`.
+    /// Sorts the candidates, the lowest `key` first, and keeps the first ones that together have the
+    /// probability `mass`.
     pub fn keep_mass_by(&mut self, mass: f64, key: impl Fn(f64) -> f64) {
         let probabilities = self.probabilities();
         let mut sorted: Vec<(f64, f64, Candidate)> =
@@ -85,7 +86,8 @@ impl Candidates {
         }
     }
 
-    /// Softmax, in the candidates' order. Infinite logits share all of it; where all are minus infinity, all are alike.
+    /// Softmax, in the candidates' order. Infinite logits share all of it; where all are minus infinity, all
+    /// are alike.
     pub fn probabilities(&self) -> Vec<f64> {
         let best = self.best().map_or(0.0, |best| best.logit);
         let weight = |candidate: &Candidate| match best.is_finite() {

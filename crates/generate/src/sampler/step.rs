@@ -24,11 +24,11 @@ pub enum SamplerStep {
     },
     /// Keeps this many of the likeliest tokens (Fan et al. 2018); 0 keeps all. Of equal ones the lower tokens stay.
     TopK(usize),
-    /// Keeps the tokens whose information is nearest to the distribution's entropy, until they have this probability
-    /// together (Meister et al. 2022, locally typical sampling); 1 keeps all.
+    /// Keeps the tokens whose information is nearest to the distribution's entropy, until they have this
+    /// probability together (Meister et al. 2022, locally typical sampling); 1 keeps all.
     Typical(f64),
-    /// Keeps the likeliest tokens until they have this probability together (Holtzman et al. 2020, nucleus sampling);
-    /// 1 keeps all.
+    /// Keeps the likeliest tokens until they have this probability together (Holtzman et al. 2020, nucleus
+    /// sampling); 1 keeps all.
     TopP(f64),
     /// Keeps the tokens that have at least this share of the likeliest one's probability (Nguyen et al. 2024); 0
     /// keeps all.

@@ -114,7 +114,8 @@ fn min_p_is_a_share_of_the_best() {
     assert_eq!(tokens(SamplerStep::MinP(0.0), &[0.0, f32::NEG_INFINITY]), [0, 1]);
 }
 
-/// Meister et al.: of one likely and many unlikely tokens, the unlikely ones carry about as much as is to be expected.
+/// Meister et al.: of one likely and many unlikely tokens, the unlikely ones carry about as much as is to be
+/// expected.
 #[test]
 fn typical_keeps_what_is_nearest_to_the_entropy() {
     let logits = logits(&[0.4, 0.2, 0.2, 0.19, 0.01]);

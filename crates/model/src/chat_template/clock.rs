@@ -89,8 +89,8 @@ struct Date {
 }
 
 impl Date {
-    /// Days since 1970-01-01. Hinnant, "chrono-Compatible Low-Level Date Algorithms": years begin in March, so that the
-    /// day that a leap year adds is its last.
+    /// Days since 1970-01-01. Hinnant, "chrono-Compatible Low-Level Date Algorithms": years begin in March,
+    /// so that the day that a leap year adds is its last.
     fn of_day(days: i64) -> Date {
         let since_era = days.saturating_add(719_468);
         let era = since_era.div_euclid(146_097);

@@ -84,8 +84,8 @@ fn to_json(value: Value, indent: Option<Value>, options: Kwargs) -> Result<Strin
     Ok(dumps(&document, &layout))
 }
 
-/// `{% generation %}` and its end are tags of `transformers`' own, around what the assistant says. They become a condition that
-/// always holds, which leaves text and white space as they are.
+/// `{% generation %}` and its end are tags of `transformers`' own, around what the assistant says. They
+/// become a condition that always holds, which leaves text and white space as they are.
 pub fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

@@ -1,8 +1,8 @@
 //! Ids to text: what bytes a token stands for, and text out of bytes as they come.
 //!
-//! Bytes that are no UTF-8 become U+FFFD, one for each longest part that could have begun a character (Unicode, chapter
-//! 3.9), whichever way the tokens cut them. Hugging Face's byte-fallback decoder differs there alone: it replaces every
-//! byte of a run that has an invalid one.
+//! Bytes that are no UTF-8 become U+FFFD, one for each longest part that could have begun a character
+//! (Unicode, chapter 3.9), whichever way the tokens cut them. Hugging Face's byte-fallback decoder differs
+//! there alone: it replaces every byte of a run that has an invalid one.
 
 use serde_json::Value;
 use tokenizers::{DecoderWrapper, Tokenizer as Engine};
@@ -37,7 +37,8 @@ impl Decoding {
     }
 }
 
-/// The row of decoders that SentencePiece's vocabularies come with: `▁` to space, bytes, all in one, and perhaps one space off.
+/// The row of decoders that SentencePiece's vocabularies come with: `▁` to space, bytes, all in one, and
+/// perhaps one space off.
 fn sentence_piece(decoder: &Value) -> Option<Decoding> {
     let steps = decoder.get("decoders")?.as_array()?;
     let kind = |step: &Value| step.get("type").and_then(Value::as_str).map(str::to_owned);
@@ -73,8 +74,8 @@ pub enum SpecialTokens {
 
 /// Text as tokens come in: only whole characters, and all of them once [`finish`](Self::finish) was called.
 ///
-/// The pieces together are [`Tokenizer::decode_with`] of all tokens. Of a tokenizer whose decoder is neither byte-level nor
-/// SentencePiece's, the text comes as a whole at the end.
+/// The pieces together are [`Tokenizer::decode_with`] of all tokens. Of a tokenizer whose decoder is neither
+/// byte-level nor SentencePiece's, the text comes as a whole at the end.
 #[derive(Clone, Debug)]
 pub struct StreamDecoder<'a> {
     tokenizer: &'a Tokenizer,

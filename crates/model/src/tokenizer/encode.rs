@@ -9,11 +9,11 @@ use super::{Tokenizer, TokenizerError, pieces};
 /// How a text is encoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EncodeOptions {
-    /// Whether the tokens that the model expects around a text are added (beginning, end of sequence). A chat template
-    /// writes them itself.
+    /// Whether the tokens that the model expects around a text are added (beginning, end of sequence). A chat
+    /// template writes them itself.
     pub add_special: bool,
-    /// Whether special tokens written in the text (`<|im_end|>`) are recognised. They should not be in text from users.
-    /// Tokens that the vocabulary adds without calling them special are recognised always.
+    /// Whether special tokens written in the text (`<|im_end|>`) are recognised. They should not be in text
+    /// from users. Tokens that the vocabulary adds without calling them special are recognised always.
     pub parse_special: bool,
 }
 
@@ -117,8 +117,8 @@ impl Tokenizer {
     }
 }
 
-/// The piece cut after the first character of every special token's text, and of every byte token's, so that the model
-/// cannot find them.
+/// The piece cut after the first character of every special token's text, and of every byte token's, so that
+/// the model cannot find them.
 fn apart(piece: &NormalizedString, specials: &[String], bytes: bool) -> Vec<NormalizedString> {
     let text = piece.get();
     let mut cuts = vec![0, text.len()];

@@ -1,9 +1,9 @@
 //! From a GGUF's `tokenizer.ggml.*` metadata to the `tokenizer.json` it came from.
 //!
-//! `gpt2` is byte-level BPE, split first as `tokenizer.ggml.pre` says; `llama` and `gemma4` are SentencePiece's BPE, with
-//! scores or with merges; `t5` is SentencePiece's unigram model. Token types are llama.cpp's: 1 normal, 2 unknown,
-//! 3 control, 4 user defined, 5 unused, 6 byte; any other counts as normal. An empty token, which no text can hold, is
-//! called `[EMPTY_id]` as llama.cpp does.
+//! `gpt2` is byte-level BPE, split first as `tokenizer.ggml.pre` says; `llama` and `gemma4` are
+//! SentencePiece's BPE, with scores or with merges; `t5` is SentencePiece's unigram model. Token types are
+//! llama.cpp's: 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte; any other counts as normal.
+//! An empty token, which no text can hold, is called `[EMPTY_id]` as llama.cpp does.
 
 mod byte_level_bpe;
 mod charsmap;

@@ -11,10 +11,11 @@ use super::specials::{Around, set_around, token_id};
 use super::{Specials, Tokenizer, TokenizerError};
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` of a Hugging Face folder and what other files there say of special tokens and of chats.
+    /// Reads `tokenizer.json` of a Hugging Face folder and what other files there say of special tokens and
+    /// of chats.
     ///
-    /// Encoding with special tokens adds what the post-processor of `tokenizer.json` does; where `tokenizer_config.json`
-    /// has `add_bos_token` or `add_eos_token`, these decide instead.
+    /// Encoding with special tokens adds what the post-processor of `tokenizer.json` does; where
+    /// `tokenizer_config.json` has `add_bos_token` or `add_eos_token`, these decide instead.
     ///
     /// # Errors
     /// A file is missing or unusable, or asks for special tokens that there are not.

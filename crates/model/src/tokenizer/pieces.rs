@@ -1,9 +1,10 @@
 //! Cutting long texts where no token can span the cut.
 //!
-//! In byte-level tokenizers a regular expression splits the text first, and tokens stay inside its matches. In none of
-//! the expressions known here does a match go on from a letter into white space, and none looks back; so a cut between
-//! the two gives the same matches on both sides. Added tokens are matched before that: they must not hold white space.
-//! Where the expression is not known, a long text is tokenised as a whole: there are tokenizers whose tokens span words.
+//! In byte-level tokenizers a regular expression splits the text first, and tokens stay inside its matches.
+//! In none of the expressions known here does a match go on from a letter into white space, and none looks
+//! back; so a cut between the two gives the same matches on both sides. Added tokens are matched before that:
+//! they must not hold white space. Where the expression is not known, a long text is tokenised as a whole:
+//! there are tokenizers whose tokens span words.
 
 use serde_json::Value;
 use tokenizers::{PreTokenizerWrapper, Tokenizer as Engine};

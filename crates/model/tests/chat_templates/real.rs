@@ -1,8 +1,9 @@
 //! The templates that llama.cpp keeps: `examples/get-vocabs` fetches them.
 //!
-//! `data/chat_template_hashes.json` has, for each template and each chat of `data/chats.json`, the FNV-1a hash (64 bits) of the text that
-//! Jinja 3.1 with `transformers`' settings makes of it, `refused` where the template raises. Not compared are
-//! `error`, where Jinja fails (loops over `none`, variables that are not given), and `escaped`, where it escapes for HTML.
+//! `data/chat_template_hashes.json` has, for each template and each chat of `data/chats.json`, the FNV-1a
+//! hash (64 bits) of the text that Jinja 3.1 with `transformers`' settings makes of it, `refused` where the
+//! template raises. Not compared are `error`, where Jinja fails (loops over `none`, variables that are not
+//! given), and `escaped`, where it escapes for HTML.
 
 use std::collections::BTreeMap;
 use std::path::Path;

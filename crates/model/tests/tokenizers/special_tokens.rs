@@ -85,7 +85,11 @@ fn saving_keeps_everything() {
         }
         assert_eq!(after.special_tokens_around(), before.special_tokens_around());
         assert_eq!(after.eos_token(), before.eos_token());
-        assert_eq!(after.chat_templates(), before.chat_templates());
+        let templates = |t: &Tokenizer| {
+            t.chat_templates().iter().map(|t| (t.name.clone(), t.source.clone())).collect::<Vec<_>>()
+        };
+        assert_eq!(templates(&after), templates(&before));
+        assert_eq!(templates(&after)[1], ("tool_use".to_owned(), "other one".to_owned()));
     }
 }
 
@@ -128,19 +132,24 @@ fn wrong_configurations_are_named() {
 #[test]
 fn templates_are_found_where_they_are_kept() {
     let dir = tempfile::tempdir().unwrap();
-    folder(
-        dir.path(),
-        json!({ "chat_template": [{ "name": "default", "template": "a" }, { "name": "rag", "template": "b" }] }),
-    );
-    let templates = Tokenizer::from_hf_dir(dir.path()).unwrap().chat_templates().clone();
-    assert_eq!((templates.default_source(), templates.source("rag")), (Some("a"), Some("b")));
-    assert_eq!(templates.names().collect::<Vec<_>>(), ["default", "rag"]);
-    // A file of its own counts more.
-    std::fs::write(dir.path().join("chat_template.jinja"), "c").unwrap();
-    let templates = Tokenizer::from_hf_dir(dir.path()).unwrap().chat_templates().clone();
-    assert_eq!((templates.default_source(), templates.source("rag")), (Some("c"), None));
+    let check_found = |name: Option<&str>, expected: Option<(&str, &str)>| {
+        let tokenizer = Tokenizer::from_hf_dir(dir.path()).unwrap();
+        let found = tokenizer.chat_templates().get(name);
+        assert_eq!(found.map(|t| t.source.as_str()), expected.map(|(source, _)| source));
+        if let (Some(found), Some((_, file))) = (found, expected) {
+            assert!(found.origin.ends_with(file), "{}", found.origin);
+        }
+    };
+    let config = ["default", "rag"].map(|name| json!({ "name": name, "template": format!("the {name}") }));
+    folder(dir.path(), json!({ "chat_template": config }));
+    check_found(None, Some(("the default", "tokenizer_config.json")));
+    check_found(Some("rag"), Some(("the rag", "tokenizer_config.json")));
+    check_found(Some("other"), None);
+    // Files of their own count more.
+    std::fs::write(dir.path().join("chat_template.jinja"), "file").unwrap();
+    check_found(None, Some(("file", "chat_template.jinja")));
+    check_found(Some("rag"), None);
     std::fs::create_dir(dir.path().join("additional_chat_templates")).unwrap();
-    std::fs::write(dir.path().join("additional_chat_templates/tool_use.jinja"), "d").unwrap();
-    let templates = Tokenizer::from_hf_dir(dir.path()).unwrap().chat_templates().clone();
-    assert_eq!((templates.default_source(), templates.source("tool_use")), (Some("c"), Some("d")));
+    std::fs::write(dir.path().join("additional_chat_templates/tool_use.jinja"), "tools").unwrap();
+    check_found(Some("tool_use"), Some(("tools", "tool_use.jinja")));
 }

@@ -1,5 +1,5 @@
-//! SentencePiece's compiled character map: the length of a double array in bytes, the array (a trie over UTF-8, little
-//! endian u32, as `darts-clone` writes it), and the replacements, each ended by a zero byte.
+//! SentencePiece's compiled character map: the length of a double array in bytes, the array (a trie over
+//! UTF-8, little endian u32, as `darts-clone` writes it), and the replacements, each ended by a zero byte.
 //!
 //! The engine walks the array without looking where an entry leads; a map from a stranger is walked here first.
 

@@ -54,8 +54,8 @@ pub fn listed(fields: &GgufTokenizerFields, vocab: Map<String, Value>) -> Result
     })
 }
 
-/// Every way to split a token into two others is a merge; better scores of the whole come first. Control, unknown and byte
-/// tokens never come out of text.
+/// Every way to split a token into two others is a merge; better scores of the whole come first. Control,
+/// unknown and byte tokens never come out of text.
 fn merges_from_scores(fields: &GgufTokenizerFields) -> Vec<Value> {
     let from_text = |id: usize| !matches!(fields.token_type(id), UNKNOWN | CONTROL | BYTE);
     let ids: HashMap<&str, usize> = (fields.tokens.iter().enumerate())

@@ -1,8 +1,8 @@
 //! The ways byte-level BPE vocabularies split text before merging: `tokenizer.ggml.pre`.
 //!
-//! Each kind is a row of regular expressions, applied one after the other to what the ones before left: matches and
-//! the text between them both become pieces. The expressions are those of the models' own `tokenizer.json`; the names
-//! are llama.cpp's.
+//! Each kind is a row of regular expressions, applied one after the other to what the ones before left:
+//! matches and the text between them both become pieces. The expressions are those of the models' own
+//! `tokenizer.json`; the names are llama.cpp's.
 
 use serde_json::{Value, json};
 
@@ -165,8 +165,8 @@ pub fn by_name(name: &str) -> Result<&'static Splitting, String> {
     ))
 }
 
-/// Whether the expression is known to part a letter from a space after it, whatever the text, so that a text may be cut
-/// there.
+/// Whether the expression is known to part a letter from a space after it, whatever the text, so that a text
+/// may be cut there.
 pub fn is_word_by_word(pattern: &str) -> bool {
     WORD_BY_WORD.contains(&pattern)
 }
