@@ -1,5 +1,8 @@
 //! SentencePiece's unigram model (`t5`): the likeliest way to cut a text into tokens, their scores being logarithms
 //! of probabilities. Kudo 2018, "Subword Regularization".
+//!
+//! Character maps are read as Hugging Face's engine does, which drops a combining mark after a character that the map
+//! replaces; SentencePiece keeps it.
 
 use serde_json::{Value, json};
 
