@@ -43,6 +43,16 @@ impl Failure {
         Failure { message: message.into(), exit_code: OTHER }
     }
 
+    /// Nothing to say: nobody reads the output any more.
+    pub fn silent() -> Failure {
+        Failure { message: String::new(), exit_code: 0 }
+    }
+
+    /// Whether there is nothing to say.
+    pub fn is_silent(&self) -> bool {
+        self.message.is_empty()
+    }
+
     /// The program's exit code.
     pub fn exit_code(&self) -> u8 {
         self.exit_code

@@ -2,18 +2,25 @@
 //!
 //! This crate reads arguments, shows what the libraries say, and renders errors. Everything else is delegated.
 
+#![forbid(unsafe_code)]
+
 mod args;
 mod commands;
 mod failure;
+mod output;
 mod progress;
 mod session;
 mod table;
 
+use std::io::Write;
 use std::process::ExitCode;
+#[cfg(unix)]
+use std::sync::{Arc, atomic::AtomicBool};
 
 use clap::Parser;
 
 use args::{Arguments, Command};
+use failure::Failure;
 
 fn main() -> ExitCode {
     let arguments = match Arguments::try_parse() {
@@ -27,7 +34,24 @@ fn main() -> ExitCode {
             };
         }
     };
-    let outcome = match &arguments.command {
+    match run(&arguments.command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            if !failure.is_silent() {
+                // Where standard error is closed too, the exit code says the rest.
+                let _ = writeln!(std::io::stderr(), "error: {failure}");
+            }
+            ExitCode::from(failure.exit_code())
+        }
+    }
+}
+
+fn run(command: &Command) -> Result<(), Failure> {
+    // A file that grows beyond `ulimit -f` is an error to report, as a full disk is; by default the signal would end
+    // the process and leave its temporary files behind.
+    #[cfg(unix)]
+    signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
+    match command {
         Command::Plan(args) => commands::plan::run(args),
         Command::Train(args) => commands::train::run(args),
         Command::Eval(args) => commands::eval::run(args),
@@ -35,12 +59,5 @@ fn main() -> ExitCode {
         Command::Inspect(args) => commands::inspect::run(args),
         Command::Doctor(args) => commands::doctor::run(args),
         Command::Config(args) => commands::config::run(args),
-    };
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => {
-            eprintln!("error: {failure}");
-            ExitCode::from(failure.exit_code())
-        }
     }
 }

@@ -1,6 +1,6 @@
 //! Progress for people: a bar on a terminal, plain lines elsewhere, nothing beside a JSON document.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -53,7 +53,8 @@ impl TrainingProgress {
     fn say(&self, text: &str) {
         match &self.bar {
             Some(bar) => bar.println(text),
-            None if !self.quiet => println!("{text}"),
+            // A run goes on where nobody reads its output any more.
+            None if !self.quiet => drop(writeln!(std::io::stdout(), "{text}")),
             None => {}
         }
     }

@@ -27,7 +27,11 @@ pub fn for_each(
             let text = read_text(&file.path)?;
             if text.is_empty() { Ok(()) } else { each(&text) }
         }
-        Kind::JsonLines => json_lines(&file.path, text_field, buffer_bytes, each),
+        Kind::JsonLines => {
+            let opened = File::open(&file.path).map_err(DataError::io("open", &file.path))?;
+            let mut reader = BufReader::with_capacity(buffer_bytes.max(1), opened);
+            json_lines(&mut reader, &file.path, text_field, each)
+        }
     }
 }
 
@@ -44,19 +48,24 @@ pub fn read_text(path: &Path) -> Result<String, DataError> {
     Ok(text)
 }
 
-fn json_lines(
+/// Calls `each` with the text of every line of JSON Lines, in order: a line is an object with the text in its field
+/// `text_field`. Empty lines and empty texts are passed over, and so is a byte-order mark at the start. Holds one line
+/// in memory.
+///
+/// # Errors
+/// [`DataError`] with `path`, which is only for messages, and the line or byte: a line that is not JSON, has no such
+/// text, is not UTF-8 or longer than 256 MiB; or whatever `each` answers.
+pub fn json_lines(
+    reader: &mut dyn BufRead,
     path: &Path,
     text_field: &str,
-    buffer_bytes: usize,
     each: &mut dyn FnMut(&str) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    let file = File::open(path).map_err(DataError::io("open", path))?;
-    let mut reader = BufReader::with_capacity(buffer_bytes.max(1), file);
     let mut bytes = Vec::new();
     let mut before = 0u64;
     for line in 1.. {
         bytes.clear();
-        let read = (&mut reader)
+        let read = (&mut *reader)
             .take(LONGEST_LINE + 1)
             .read_until(b'\n', &mut bytes)
             .map_err(DataError::io("read", path))?;

@@ -8,7 +8,7 @@ use plimsoll_model::tokenizer::TokenizerError;
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
     /// The OS refused.
-    #[error("could not {action} {}: {source}", path.display())]
+    #[error("could not {action} {}: {source}{}", path.display(), remedy(source))]
     Io {
         /// What was tried.
         action: &'static str,
@@ -89,5 +89,17 @@ pub enum DataError {
 impl DataError {
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> DataError {
         move |source| DataError::Io { action, path: path.to_owned(), source }
+    }
+}
+
+/// What to do about the system's answer, where that is known: the tokens are all that is written here.
+fn remedy(error: &std::io::Error) -> &'static str {
+    use std::io::ErrorKind;
+    match error.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+            "; the tokens of all texts take 4 bytes each: free some space or choose another output.dir"
+        }
+        ErrorKind::FileTooLarge => "; raise `ulimit -f`, or choose an output.dir on another file system",
+        _ => "",
     }
 }

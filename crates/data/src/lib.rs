@@ -1,6 +1,8 @@
 //! Texts to tokens to batches: files are read and tokenised once into a token file, from which windows are read as
 //! training asks for them. This crate does not know what a step does with a batch.
 
+#![forbid(unsafe_code)]
+
 mod batches;
 mod dataset;
 mod documents;
@@ -12,5 +14,6 @@ mod token_file;
 
 pub use batches::{Batch, Batches, IGNORED_TARGET, targets};
 pub use dataset::{Dataset, DatasetOptions};
+pub use documents::json_lines;
 pub use error::DataError;
 pub use evaluation::EvalWindows;

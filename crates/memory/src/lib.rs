@@ -5,11 +5,13 @@
 
 mod arena;
 mod bytes;
+mod file_map;
 mod ledger;
 mod reservation;
 
 pub use arena::{Arena, Block, OutOfMemory};
 pub use bytes::{ByteSize, ParseByteSizeError};
+pub use file_map::FileMap;
 pub use ledger::{AtPeak, Event, Ledger, Phase, Tag, TagBytes};
 pub use reservation::{Reservation, ReservationError};
 

@@ -13,11 +13,12 @@ mod tensors;
 use std::collections::HashMap;
 use std::path::Path;
 
+use plimsoll_memory::FileMap;
+
 pub use error::{GgufError, GgufTensorProblem};
 pub use metadata::{Metadata, MetadataEntry, Value, ValueType};
 pub use tensors::GgufTensor;
 
-use crate::file_map::FileMap;
 use cursor::{Cursor, Place};
 
 const MAGIC: [u8; 4] = *b"GGUF";

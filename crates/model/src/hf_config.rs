@@ -138,7 +138,7 @@ fn model_spec(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {
     let vocab_size = config.require_u64("vocab_size")?;
     let max_position_embeddings = config.u64("max_position_embeddings")?.unwrap_or(2048);
     let attention_bias = config.bool("attention_bias")?.unwrap_or(false);
-    let spec = ModelSpec {
+    let mut spec = ModelSpec {
         name,
         architecture: model_type.to_owned(),
         vocab_size,
@@ -162,10 +162,13 @@ fn model_spec(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {
         tie_word_embeddings: config.bool("tie_word_embeddings")?.unwrap_or(false),
         max_position_embeddings,
         initializer_range: config.f64("initializer_range")?.unwrap_or(0.02),
-        bos_token: token_ids(config, "bos_token_id", vocab_size)?.first().copied(),
-        eos_tokens: token_ids(config, "eos_token_id", vocab_size)?,
+        bos_token: None,
+        eos_tokens: Vec::new(),
     };
     spec.check().map_err(|source| ConfigError::Spec { path: config.path().to_owned(), source })?;
+    // After the sizes: an impossible vocabulary is the error to name, not the ids outside it.
+    spec.bos_token = token_ids(config, "bos_token_id", vocab_size)?.first().copied();
+    spec.eos_tokens = token_ids(config, "eos_token_id", vocab_size)?;
     Ok(spec)
 }
 

@@ -2,12 +2,11 @@
 //!
 //! This crate knows what a model is and how it is stored. It does not know how a step runs.
 
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
 pub mod catalogue;
 pub mod chat_template;
 pub mod convert;
-mod file_map;
 pub mod gguf;
 pub mod hf_config;
 pub mod init;
@@ -15,6 +14,7 @@ pub mod parameters;
 pub mod safetensors;
 pub mod save;
 mod save_error;
+mod shown;
 pub mod source;
 pub mod spec;
 pub mod tokenizer;

@@ -15,13 +15,13 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 
+use plimsoll_memory::FileMap;
+
 pub use dtype::StoredDType;
 pub use error::{HeaderProblem, IndexProblem, SafetensorsError, TensorProblem};
 pub use sharded::{INDEX_NAME, SINGLE_NAME, SafetensorsSet};
 pub use write::{NewTensor, write_tensors};
 pub(crate) use write::{new_file_builder, sync_folder};
-
-use crate::file_map::FileMap;
 
 /// A tensor in a safetensors file.
 #[derive(Clone, Debug, PartialEq, Eq)]

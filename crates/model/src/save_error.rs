@@ -38,7 +38,7 @@ pub enum SaveError {
         tensor: String,
         /// Bytes by its type and shape.
         expected: u64,
-        /// Bytes that did not come.
+        /// Bytes that did not come; 0 where there were too many.
         missing: u64,
     },
     /// The model has a trait that the target format has no words for.
@@ -64,6 +64,9 @@ fn remedy(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             "; free some space or choose another output folder"
+        }
+        io::ErrorKind::FileTooLarge => {
+            "; raise `ulimit -f`, or choose an output folder on another file system"
         }
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
             "; choose an output folder that you may write to"

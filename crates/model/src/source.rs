@@ -16,10 +16,10 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use plimsoll_device::DType;
+use plimsoll_memory::FileMap;
 
 pub use error::{ModelError, NameList};
 
-use crate::file_map::FileMap;
 use crate::parameters::Parameter;
 use crate::spec::ModelSpec;
 

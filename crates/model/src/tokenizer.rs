@@ -9,6 +9,7 @@ mod decode;
 mod encode;
 mod error;
 pub mod gguf;
+mod guard;
 mod hf;
 mod pieces;
 mod save;
@@ -23,6 +24,9 @@ pub use decode::{SpecialTokens, StreamDecoder};
 pub use encode::EncodeOptions;
 pub use error::TokenizerError;
 pub use gguf::GgufTokenizerFields;
+
+use crate::shown::short_reason;
+use guard::guarded;
 
 /// A tokenizer. Clones share it.
 #[derive(Clone, Debug)]
@@ -39,6 +43,7 @@ struct Shared {
     /// What encoding with special tokens adds.
     around: specials::Around,
     hidden: encode::Hidden,
+    vocab_size: usize,
     decoding: decode::Decoding,
     /// Whether long texts may be cut after a letter and before white space without changing any token.
     cuttable: bool,
@@ -63,7 +68,7 @@ impl Tokenizer {
         let document = gguf::tokenizer_json(fields, origin)?;
         let text = document.to_string();
         drop(document);
-        let engine = Engine::from_bytes(text.as_bytes()).map_err(|e| TokenizerError::invalid(origin, e))?;
+        let engine = load(text.as_bytes(), origin)?;
         let mut eos: Vec<u32> = Vec::new();
         for id in fields.ends().into_iter().filter_map(|(_, id)| id) {
             if !eos.contains(&id) {
@@ -88,17 +93,22 @@ impl Tokenizer {
     pub fn byte_level() -> Result<Tokenizer, TokenizerError> {
         let origin = "the built-in byte tokenizer";
         let text = byte_level::tokenizer_json().to_string();
-        let engine = Engine::from_bytes(text.as_bytes()).map_err(|e| TokenizerError::invalid(origin, e))?;
+        let engine = load(text.as_bytes(), origin)?;
         let end = engine.token_to_id(byte_level::END_OF_TEXT);
         let specials = Specials { bos: end, eos: end.into_iter().collect(), pad: end, ..Specials::default() };
         Tokenizer::new(engine, origin.to_owned(), specials)
     }
 
-    fn new(engine: Engine, origin: String, specials: Specials) -> Result<Tokenizer, TokenizerError> {
+    fn new(mut engine: Engine, origin: String, specials: Specials) -> Result<Tokenizer, TokenizerError> {
+        // A tokenizer saved during training keeps the truncation of its batches, which would cut documents.
+        engine.with_padding(None);
+        engine.with_truncation(None).map_err(|e| TokenizerError::invalid(&origin, e))?;
+        // Ids need not be dense, so their number does not tell the greatest.
+        let vocab_size = engine.get_vocab(true).values().max().map_or(0, |id| *id as usize + 1);
         let around = specials::Around::of(&engine).map_err(|e| TokenizerError::invalid(&origin, e))?;
         let (hidden, decoding) = (encode::Hidden::of(&engine), decode::Decoding::of(&engine));
         let cuttable = pieces::may_be_cut(&engine);
-        let shared = Shared { engine, origin, specials, around, hidden, decoding, cuttable };
+        let shared = Shared { engine, origin, specials, around, hidden, vocab_size, decoding, cuttable };
         Ok(Tokenizer { shared: Arc::new(shared) })
     }
 
@@ -129,9 +139,9 @@ impl Tokenizer {
         StreamDecoder::new(self, special)
     }
 
-    /// Number of tokens, added ones included.
+    /// Rows that an embedding needs for all tokens, added ones included: one more than the greatest id.
     pub fn vocab_size(&self) -> usize {
-        self.shared.engine.get_vocab_size(true)
+        self.shared.vocab_size
     }
 
     /// Beginning-of-sequence token.
@@ -183,7 +193,13 @@ impl Tokenizer {
         TokenizerError::UnknownId { origin: self.shared.origin.clone(), id, size: self.vocab_size() }
     }
 
-    fn undecodable(&self, reason: &str) -> TokenizerError {
-        TokenizerError::Decode { origin: self.shared.origin.clone(), reason: reason.to_owned() }
+    fn undecodable(&self, reason: String) -> TokenizerError {
+        TokenizerError::Decode { origin: self.shared.origin.clone(), reason }
     }
+}
+
+/// The engine of a `tokenizer.json`.
+fn load(document: &[u8], origin: &str) -> Result<Engine, TokenizerError> {
+    guarded(|| Engine::from_bytes(document))
+        .map_err(|reason| TokenizerError::invalid(origin, short_reason(&reason)))
 }

@@ -3,6 +3,8 @@
 //! The step program speaks to a [`Communicator`] wherever ranks would have to agree, so that a program for one
 //! rank is a program for many. This version runs one process: [`Solo`].
 
+#![forbid(unsafe_code)]
+
 use plimsoll_device::{DeviceError, Tensor};
 
 /// A group of ranks that hold parts of one run.

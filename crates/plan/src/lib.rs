@@ -1,6 +1,8 @@
 //! Configuration, hardware, and planning: the step program is run dry for every candidate, and the plan says what
 //! every byte is for, how long a step takes, and what else could be done. It does not know how kernels work.
 
+#![forbid(unsafe_code)]
+
 mod advice;
 pub mod config;
 mod dry_run;

@@ -3,6 +3,8 @@
 //! It is written once, generic over the [`Device`](plimsoll_device::Device): run on the dry device it is the plan,
 //! on the CPU it is the training. Read it from [`Trainer::step`] down. It knows no files and no command line.
 
+#![forbid(unsafe_code)]
+
 mod block;
 mod context;
 mod decode;

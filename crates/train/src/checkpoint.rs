@@ -167,7 +167,7 @@ pub(crate) fn sweep(run: &Path) -> Result<(), TrainError> {
         let name = entry.file_name();
         let Some(name) = name.to_str() else { continue };
         let path = entry.path();
-        if name.starts_with(".writing-") || name.starts_with(".old-checkpoint-") {
+        if [".writing-", ".saving-", ".old-checkpoint-"].iter().any(|prefix| name.starts_with(prefix)) {
             let removed =
                 if path.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
             removed.map_err(|e| TrainError::io("remove", &path, e))?;

@@ -89,6 +89,7 @@ fn remedy(error: &std::io::Error) -> &'static str {
         std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
             "; free some space or choose another output.dir, then --resume"
         }
+        std::io::ErrorKind::FileTooLarge => "; raise `ulimit -f` or choose another output.dir, then --resume",
         std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem => {
             "; choose an output.dir that you may write to"
         }

@@ -1,5 +1,7 @@
 //! The training loop: schedules, checkpoints, metrics, reports. It knows no terminal: it tells an [`Observer`].
 
+#![forbid(unsafe_code)]
+
 mod checkpoint;
 mod error;
 mod metrics;

@@ -2,14 +2,15 @@
 
 use crate::args::ConfigArgs;
 use crate::failure::Failure;
+use crate::output::outln;
 
 pub fn run(args: &ConfigArgs) -> Result<(), Failure> {
     let keys = plimsoll_plan::config::keys();
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&keys)?);
+        outln!("{}", serde_json::to_string_pretty(&keys)?)?;
     } else {
         for key in keys {
-            println!("{key}");
+            outln!("{key}")?;
         }
     }
     Ok(())

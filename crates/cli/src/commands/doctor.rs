@@ -4,6 +4,7 @@ use serde_json::json;
 
 use crate::args::DoctorArgs;
 use crate::failure::Failure;
+use crate::output::outln;
 use crate::session::{Engine, resident_bytes};
 
 pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
@@ -17,17 +18,17 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
             "rates": engine.rates,
             "overhead_bytes": overhead,
         });
-        println!("{}", serde_json::to_string_pretty(&document)?);
+        outln!("{}", serde_json::to_string_pretty(&document)?)?;
         return Ok(());
     }
-    println!("{}", engine.hardware);
-    println!("Kernels    {}, {} threads", engine.isa, engine.pool.threads());
-    println!(
+    outln!("{}", engine.hardware)?;
+    outln!("Kernels    {}, {} threads", engine.isa, engine.pool.threads())?;
+    outln!(
         "Measured   matrix products {:.0} GFLOP/s in f32, {:.0} in bf16; memory {:.0} GB/s",
         engine.rates.matmul_f32 / 1e9,
         engine.rates.matmul_bf16 / 1e9,
         engine.rates.memory_bandwidth / 1e9
-    );
-    println!("Overhead   {} outside any arena", plimsoll_memory::ByteSize(overhead));
+    )?;
+    outln!("Overhead   {} outside any arena", plimsoll_memory::ByteSize(overhead))?;
     Ok(())
 }

@@ -9,6 +9,7 @@ use serde_json::json;
 
 use crate::args::EvalArgs;
 use crate::failure::Failure;
+use crate::output::outln;
 use crate::progress;
 use crate::session::{Engine, inference_precision, model_with_weights};
 
@@ -58,9 +59,9 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
     bar.finish_and_clear();
     let mean = loss / targets.max(1) as f64;
     if args.json {
-        println!("{}", json!({ "tokens": targets, "loss": mean, "perplexity": mean.exp() }));
+        outln!("{}", json!({ "tokens": targets, "loss": mean, "perplexity": mean.exp() }))?;
     } else {
-        println!("loss {mean:.6}, perplexity {:.4}, over {targets} tokens", mean.exp());
+        outln!("loss {mean:.6}, perplexity {:.4}, over {targets} tokens", mean.exp())?;
     }
     Ok(())
 }

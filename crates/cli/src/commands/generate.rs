@@ -12,6 +12,7 @@ use serde_json::json;
 
 use crate::args::GenerateArgs;
 use crate::failure::Failure;
+use crate::output::outln;
 use crate::session::{Engine, inference_precision, model_with_weights};
 
 /// Tokens of a prompt that are taken in one pass.
@@ -69,9 +70,9 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
             "text": tokenizer.decode(&generated.tokens)?,
             "tokens_per_second": rate,
         });
-        println!("{document}");
+        outln!("{document}")?;
     } else {
-        println!("{}", stream.finish()?);
+        outln!("{}", stream.finish()?)?;
         eprintln!(
             "{} tokens at {rate:.1} tokens/s after a prompt of {} in {:.2} s",
             generated.tokens.len(),

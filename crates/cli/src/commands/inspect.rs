@@ -8,6 +8,7 @@ use serde_json::json;
 
 use crate::args::InspectArgs;
 use crate::failure::Failure;
+use crate::output::{out, outln};
 use crate::row;
 use crate::table;
 
@@ -51,7 +52,7 @@ pub fn run(args: &InspectArgs) -> Result<(), Failure> {
             "eos_tokens": spec.eos_tokens,
             "tensors": parameters.iter().map(|p| p.name.as_str()).collect::<Vec<_>>(),
         });
-        println!("{}", serde_json::to_string_pretty(&document)?);
+        outln!("{}", serde_json::to_string_pretty(&document)?)?;
         return Ok(());
     }
     let mut rows = vec![
@@ -80,6 +81,6 @@ pub fn run(args: &InspectArgs) -> Result<(), Failure> {
     for (dtype, n) in dtypes {
         rows.push(row![format!("  as {dtype}"), n]);
     }
-    print!("{}", table::render(&rows));
+    out!("{}", table::render(&rows))?;
     Ok(())
 }

@@ -5,6 +5,7 @@ use plimsoll_plan::{ModelOrigin, TrainingPlan};
 
 use crate::args::PlanArgs;
 use crate::failure::Failure;
+use crate::output::{out, outln};
 use crate::row;
 use crate::session::{Engine, load_config};
 use crate::table;
@@ -21,11 +22,11 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let machine = engine.machine(plimsoll_train::host_bytes_per_token(&config));
     let plan = TrainingPlan::new(&config, origin.spec(), &machine)?;
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&plan.to_json())?);
+        outln!("{}", serde_json::to_string_pretty(&plan.to_json())?)?;
     } else {
-        print!("{}", describe(&plan));
+        out!("{}", describe(&plan))?;
         if !plan.fits() {
-            print!("\n{}", remedies(&plan));
+            out!("\n{}", remedies(&plan))?;
         }
     }
     Ok(())

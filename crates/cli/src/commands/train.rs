@@ -6,6 +6,7 @@ use plimsoll_train::{Prepared, StopFlag, TrainingOutcome};
 use crate::args::TrainArgs;
 use crate::commands::plan::{describe, remedies};
 use crate::failure::Failure;
+use crate::output::{out, outln};
 use crate::progress::TrainingProgress;
 use crate::row;
 use crate::session::{Engine, load_config};
@@ -23,7 +24,8 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     let engine = Engine::start(args.threads)?;
     let plan = prepared.plan(&engine.machine(prepared.host_bytes_per_token()))?;
     if !args.json {
-        print!("{}", describe(&plan));
+        // What cannot be shown is no reason not to train.
+        let _ = out!("{}", describe(&plan));
     }
     if !plan.fits() {
         return Err(Failure::does_not_fit(format!(
@@ -48,10 +50,10 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
         TrainingProgress::new(logging_steps, plan.device_budget, plan.overhead_bytes, args.json);
     let outcome = prepared.run(&device, &plan, &mut progress, stop)?;
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&outcome.report)?);
+        outln!("{}", serde_json::to_string_pretty(&outcome.report)?)?;
     } else {
-        print!("\n{}", summary(&outcome));
-        println!("everything is in {}", plan.config.output.dir().display());
+        out!("\n{}", summary(&outcome))?;
+        outln!("everything is in {}", plan.config.output.dir().display())?;
     }
     Ok(())
 }

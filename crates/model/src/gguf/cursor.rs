@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::Path;
 
 use super::GgufError;
+use crate::shown::Shown;
 
 /// What is being read, for errors.
 #[derive(Clone, Copy)]
@@ -20,9 +21,9 @@ impl fmt::Display for Place<'_> {
         match self {
             Place::Header(field) => write!(f, "the header's {field}"),
             Place::Key(index) => write!(f, "metadata key number {index}"),
-            Place::Value(key) => write!(f, "the value of metadata key {key:?}"),
+            Place::Value(key) => write!(f, "the value of metadata key {}", Shown(key)),
             Place::TensorName(index) => write!(f, "the name of tensor number {index}"),
-            Place::TensorInfo(name) => write!(f, "the description of tensor {name:?}"),
+            Place::TensorInfo(name) => write!(f, "the description of tensor {}", Shown(name)),
         }
     }
 }
@@ -61,12 +62,23 @@ impl<'a> Cursor<'a> {
         GgufError::Malformed { path: self.path.to_owned(), offset, place: place.to_string(), reason }
     }
 
-    /// Refuses a count of things of at least `each` bytes that cannot fit in what is left of the file.
-    pub(super) fn check_count(&self, count: u64, each: u64, place: Place<'_>) -> Result<(), GgufError> {
+    /// Refuses a count of things of at least `each` bytes that cannot fit in what is left of the file, or that is
+    /// above `most`.
+    pub(super) fn check_count(
+        &self,
+        count: u64,
+        each: u64,
+        place: Place<'_>,
+        most: u64,
+    ) -> Result<(), GgufError> {
         let available = (self.bytes.len() - self.at) as u64;
         if count > available / each {
             let needed = count.saturating_mul(each);
             return Err(self.truncated(place, needed, available));
+        }
+        if count > most {
+            let reason = format!("has {count} entries, beyond any model (at most {most})");
+            return Err(self.malformed(self.at, place, reason));
         }
         Ok(())
     }

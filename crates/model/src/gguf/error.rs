@@ -3,6 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::shown::Shown;
+
 /// A GGUF file that cannot be read. Names the file and the byte, key or tensor.
 #[derive(Debug, thiserror::Error)]
 pub enum GgufError {
@@ -80,7 +82,7 @@ pub enum GgufError {
         reason: String,
     },
     /// A tensor that cannot be used.
-    #[error("{}: byte {offset}: tensor {tensor:?}: {problem}", path.display())]
+    #[error("{}: byte {offset}: tensor {}: {problem}", path.display(), Shown(tensor))]
     Tensor {
         /// The file.
         path: PathBuf,
@@ -93,8 +95,8 @@ pub enum GgufError {
     },
     /// A model of another family.
     #[error(
-        "{}: metadata key general.architecture is {found:?}, which is not supported; \
-         supported are GGUF models of architecture \"llama\"", path.display()
+        "{}: metadata key general.architecture is {}, which is not supported; \
+         supported are GGUF models of architecture \"llama\"", path.display(), Shown(found)
     )]
     Architecture {
         /// The file.
@@ -137,7 +139,7 @@ pub enum GgufTensorProblem {
         "its {size} bytes at offset {offset} end outside the data section of {available} bytes; the file is cut short, fetch it again"
     )]
     OutsideFile { offset: u64, size: u64, available: u64 },
-    #[error("its bytes overlap those of {other:?}")]
+    #[error("its bytes overlap those of {}", Shown(other))]
     Overlap { other: String },
     #[error("{gap} bytes before it belong to no tensor")]
     Gap { gap: u64 },

@@ -8,6 +8,8 @@ use plimsoll_device::DType;
 
 use super::{GgufError, GgufFile, GgufTensor, GgufTensorProblem, Metadata, ValueType};
 use crate::convert::convert;
+use crate::shown::Shown;
+use crate::source::RowOrder;
 use crate::spec::{Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, RopeScaling, RopeSpec};
 
 const ARCHITECTURE: &str = "llama";
@@ -50,6 +52,25 @@ pub(crate) fn parameter_name(tensor: &str) -> Option<StoredName> {
     // Parsed and printed again, so that "blk.007" does not pass for a name of layer 7.
     let number: u32 = layer.parse().ok().filter(|n: &u32| n.to_string() == layer)?;
     Some(StoredName { name: format!("model.layers.{number}.{part}.{kind}"), interleaved })
+}
+
+/// The order of a tensor's rows, which can only be put right if no block of its type holds parts of two rows.
+pub(crate) fn row_order(
+    file: &GgufFile,
+    tensor: &GgufTensor,
+    interleaved: bool,
+    head_dim: u64,
+) -> Result<RowOrder, GgufError> {
+    if !interleaved {
+        return Ok(RowOrder::Natural);
+    }
+    let columns = tensor.shape.iter().skip(1).product::<u64>();
+    if !columns.is_multiple_of(tensor.dtype.block_elements()) {
+        let problem = GgufTensorProblem::PartialBlocks { columns, dtype: tensor.dtype.name() };
+        let (path, offset) = (file.path().to_owned(), tensor.info_offset);
+        return Err(GgufError::Tensor { path, offset, tensor: tensor.name.clone(), problem });
+    }
+    Ok(RowOrder::Interleaved { head_dim })
 }
 
 /// Tensors that are no parameters: the rotary factors, which the model's shape has taken in, and frequencies
@@ -197,7 +218,7 @@ fn rope_scaling(file: &GgufFile, keys: &Keys<'_>, head_dim: u64) -> Result<RopeS
             }
         }
         Some(other) => {
-            let reason = format!("is {other:?}; supported are none, linear and yarn");
+            let reason = format!("is {}; supported are none, linear and yarn", Shown(other));
             return Err(keys.refuse("rope.scaling.type", reason));
         }
     };
@@ -222,8 +243,12 @@ fn rope_scaling(file: &GgufFile, keys: &Keys<'_>, head_dim: u64) -> Result<RopeS
     Ok(RopeScaling::PerFrequency { factors: factors.into_iter().map(f64::from).collect() })
 }
 
-/// The id of a special token; absent, or -1 for none.
-fn token_id(metadata: &Metadata<'_>, key: &str, vocab_size: u64) -> Result<Option<u32>, GgufError> {
+/// The id of a special token below `vocab_size`; absent, or -1 for none.
+pub(crate) fn token_id(
+    metadata: &Metadata<'_>,
+    key: &str,
+    vocab_size: u64,
+) -> Result<Option<u32>, GgufError> {
     let Some(entry) = metadata.get(key) else { return Ok(None) };
     let none = match entry.kind {
         ValueType::I32 | ValueType::I64 => entry.value == super::Value::Signed(-1),

@@ -8,9 +8,13 @@ use std::path::Path;
 
 use super::GgufError;
 use super::cursor::{Cursor, Place};
+use crate::shown::Shown;
 
 /// Longest key that the format allows.
 const MAX_KEY: usize = u16::MAX as usize;
+
+/// More keys than any model has; bounds what a hostile file can make a reader allocate.
+const MAX_ENTRIES: u64 = 1 << 20;
 
 /// Alignment of data where `general.alignment` is absent.
 const DEFAULT_ALIGNMENT: u64 = 32;
@@ -108,7 +112,7 @@ pub(super) fn read(
     count: u64,
 ) -> Result<(Vec<MetadataEntry>, HashMap<String, usize>), GgufError> {
     // A key's length, a type, and a value of at least one byte.
-    cursor.check_count(count, 8 + 4 + 1, Place::Header("metadata"))?;
+    cursor.check_count(count, 8 + 4 + 1, Place::Header("metadata"), MAX_ENTRIES)?;
     let mut entries = Vec::new();
     let mut by_key = HashMap::new();
     for index in 0..count {
@@ -120,7 +124,7 @@ pub(super) fn read(
         }
         let entry = read_entry(cursor, key)?;
         if by_key.insert(key.to_owned(), entries.len()).is_some() {
-            return Err(cursor.malformed(start, Place::Key(index), format!("repeats {key:?}")));
+            return Err(cursor.malformed(start, Place::Key(index), format!("repeats {}", Shown(key))));
         }
         entries.push(entry);
     }
@@ -139,7 +143,7 @@ fn read_entry(cursor: &mut Cursor<'_>, key: &str) -> Result<MetadataEntry, GgufE
         ValueType::Array => {
             let element = read_type(cursor, place)?;
             let count = cursor.u64(place)?;
-            cursor.check_count(count, element.min_bytes(), place)?;
+            cursor.check_count(count, element.min_bytes(), place, u64::MAX)?;
             offset = cursor.position();
             match element {
                 ValueType::Array => {

@@ -11,6 +11,9 @@ use super::{GgufError, GgufTensorProblem};
 /// Dimensions that ggml has at most.
 const MAX_DIMENSIONS: u32 = 4;
 
+/// More than any model has; bounds what a hostile file can make a reader allocate.
+const MAX_TENSORS: u64 = 1 << 20;
+
 /// A tensor in a GGUF file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GgufTensor {
@@ -40,7 +43,7 @@ pub(super) fn read(
     alignment: u64,
 ) -> Result<Vec<GgufTensor>, GgufError> {
     // A name's length, a number of dimensions, a type and an offset.
-    cursor.check_count(count, 8 + 4 + 4 + 8, Place::Header("tensor list"))?;
+    cursor.check_count(count, 8 + 4 + 4 + 8, Place::Header("tensor list"), MAX_TENSORS)?;
     let mut infos = Vec::new();
     for index in 0..count {
         infos.push(read_info(cursor, index, alignment)?);

@@ -3,6 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::shown::Shown;
+
 /// A safetensors file or index that cannot be read. Names the file and the tensor or the place in it.
 #[derive(Debug, thiserror::Error)]
 pub enum SafetensorsError {
@@ -23,7 +25,7 @@ pub enum SafetensorsError {
         problem: HeaderProblem,
     },
     /// The header's entry of one tensor is wrong.
-    #[error("{}: tensor {tensor:?}: {problem}", path.display())]
+    #[error("{}: tensor {}: {problem}", path.display(), Shown(tensor))]
     Tensor {
         /// The file.
         path: PathBuf,
@@ -86,7 +88,7 @@ pub enum TensorProblem {
          the file is cut short, fetch it again"
     )]
     OutsideFile { end: u64, available: u64 },
-    #[error("its bytes overlap those of {other:?}")]
+    #[error("its bytes overlap those of {}", Shown(other))]
     Overlap { other: String },
     #[error("{gap} bytes before it belong to no tensor")]
     Gap { gap: u64 },
@@ -102,14 +104,21 @@ pub enum IndexProblem {
     TooLong { len: u64, limit: u64 },
     #[error("weight_map lists no tensor")]
     Empty,
-    #[error("tensor {tensor:?} is listed twice, in {first:?} and in {second:?}")]
+    #[error("tensor {} is listed twice, in {} and in {}", Shown(tensor), Shown(first), Shown(second))]
     ListedTwice { tensor: String, first: String, second: String },
-    #[error("tensor {tensor:?} points to {shard:?}, which is not a file name in this folder")]
+    #[error("tensor {} points to {}, which is not a file name in this folder", Shown(tensor), Shown(shard))]
     OutsideFolder { tensor: String, shard: String },
-    #[error("{} of {of} shards are missing from the folder: {}; fetch them", missing.len(), missing.join(", "))]
+    #[error("{} of {of} shards are missing from the folder: {}; fetch them", missing.len(), first_shards(missing))]
     MissingShards { missing: Vec<String>, of: usize },
-    #[error("tensor {tensor:?} is said to be in {shard:?}, which does not hold it")]
+    #[error("tensor {} is said to be in {}, which does not hold it", Shown(tensor), Shown(shard))]
     NotInShard { tensor: String, shard: String },
-    #[error("tensor {tensor:?} is in two shards, {first:?} and {second:?}")]
+    #[error("tensor {} is in two shards, {} and {}", Shown(tensor), Shown(first), Shown(second))]
     InTwoShards { tensor: String, first: String, second: String },
+}
+
+/// The first few names.
+fn first_shards(missing: &[String]) -> String {
+    const FEW: usize = 6;
+    let names: Vec<String> = missing.iter().take(FEW).map(|name| Shown(name).to_string()).collect();
+    names.join(", ") + if missing.len() > FEW { ", ..." } else { "" }
 }

@@ -11,6 +11,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess,
 
 use super::pairs::Pairs;
 use super::{HeaderProblem, SafetensorsError, StoredDType, StoredTensor, TensorProblem};
+use crate::shown::short_reason;
 
 /// The longest header that the format's own implementation takes.
 const MAX_HEADER: u64 = 100_000_000;
@@ -49,21 +50,21 @@ pub(super) fn parse(path: &Path, file: &[u8]) -> Result<Header, SafetensorsError
             Some(tensor) => SafetensorsError::Tensor {
                 path: path.to_owned(),
                 tensor,
-                problem: TensorProblem::Malformed(error.to_string()),
+                problem: TensorProblem::Malformed(short_reason(&error.to_string())),
             },
             None => fail(HeaderProblem::Json { line, column, reason: without_place(&error) }),
         });
     }
     let data_start = 8 + json.len();
     let tensors = check_tensors(path, raw.tensors, data_start, data.len() as u64)?;
-    Ok(Header { metadata: raw.metadata, tensors })
+    Ok(Header { metadata: raw.metadata.unwrap_or_default(), tensors })
 }
 
 /// An error's message without serde_json's own mention of line and column.
 pub(super) fn without_place(error: &serde_json::Error) -> String {
     let message = error.to_string();
     let place = format!(" at line {} column {}", error.line(), error.column());
-    message.strip_suffix(&place).unwrap_or(&message).to_owned()
+    short_reason(message.strip_suffix(&place).unwrap_or(&message))
 }
 
 /// Checks every entry by itself, then that together they cover the data section exactly.
@@ -142,7 +143,7 @@ fn check_entry(entry: &RawTensor, available: u64) -> Result<(StoredDType, u64, u
 /// The header as written, duplicates kept so that they can be refused.
 #[derive(Default)]
 struct RawHeader {
-    metadata: Vec<(String, String)>,
+    metadata: Option<Vec<(String, String)>>,
     tensors: Vec<(String, RawTensor)>,
     /// The tensor whose entry is being read.
     entry: Option<String>,
@@ -175,7 +176,9 @@ impl<'de> Visitor<'de> for &mut RawHeader {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
         while let Some(name) = map.next_key::<String>()? {
             if name == "__metadata__" {
-                self.metadata = map.next_value::<Pairs>()?.0;
+                if self.metadata.replace(map.next_value::<Pairs>()?.0).is_some() {
+                    return Err(A::Error::custom("__metadata__ is there twice"));
+                }
                 continue;
             }
             self.entry = Some(name);

@@ -57,7 +57,8 @@ pub fn write_tensors(
         let (left, exceeded) = (counted.left, counted.exceeded);
         if exceeded || (filled.is_ok() && left > 0) {
             let tensor = tensor.name.clone();
-            return Err(SaveError::Length { path: path.to_owned(), tensor, expected: *size, missing: left });
+            let missing = if exceeded { 0 } else { left };
+            return Err(SaveError::Length { path: path.to_owned(), tensor, expected: *size, missing });
         }
         filled.map_err(io("write"))?;
     }

@@ -10,6 +10,7 @@ use crate::convert::ConversionError;
 use crate::gguf::GgufError;
 use crate::hf_config::ConfigError;
 use crate::safetensors::SafetensorsError;
+use crate::shown::Shown;
 
 /// A model that cannot be opened or read. Names the file and the tensor, key or place.
 #[derive(Debug, thiserror::Error)]
@@ -64,8 +65,8 @@ pub enum ModelError {
     },
     /// The shape and the weights contradict each other.
     #[error(
-        "{}: tensor {tensor:?} has shape {found:?}, but {shape_from} makes it {expected:?}; \
-         the two do not belong together", path.display()
+        "{}: tensor {} has shape {found:?}, but {shape_from} makes it {expected:?}; \
+         the two do not belong together", path.display(), Shown(tensor)
     )]
     Shape {
         /// The file with the tensor.
@@ -81,8 +82,8 @@ pub enum ModelError {
     },
     /// A parameter is stored in a type that is no weight's.
     #[error(
-        "{}: tensor {tensor:?} is stored as {stored}, which is not supported for weights; \
-         supported: F32, BF16, F16", path.display()
+        "{}: tensor {} is stored as {stored}, which is not supported for weights; \
+         supported: F32, BF16, F16", path.display(), Shown(tensor)
     )]
     StoredType {
         /// The file.
@@ -141,7 +142,7 @@ impl fmt::Display for NameList {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} tensor{}: ", self.count, if self.count == 1 { "" } else { "s" })?;
         for (i, name) in self.first.iter().enumerate() {
-            write!(f, "{}{}", if i == 0 { "" } else { ", " }, name.escape_debug())?;
+            write!(f, "{}{:#}", if i == 0 { "" } else { ", " }, Shown(name))?;
         }
         if self.count > self.first.len() as u64 { f.write_str(", ...") } else { Ok(()) }
     }

@@ -5,9 +5,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use plimsoll_device::DType;
+use plimsoll_memory::FileMap;
 
 use super::{ModelError, NameList, Place, RowOrder, WeightSource};
-use crate::file_map::FileMap;
 use crate::spec::ModelSpec;
 
 /// A tensor that may be a parameter.

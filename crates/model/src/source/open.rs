@@ -2,11 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
+use plimsoll_memory::FileMap;
+
 use super::inventory::{Candidate, Inventory};
 use super::{Format, ModelError, ModelFiles, RowOrder};
-use crate::file_map::FileMap;
 use crate::gguf::GgufFile;
-use crate::gguf::llama::{self, StoredName};
+use crate::gguf::llama;
 use crate::hf_config::{self, CONFIG_NAME};
 use crate::safetensors::{INDEX_NAME, SINGLE_NAME, SafetensorsSet};
 use crate::spec::ModelSpec;
@@ -104,10 +105,8 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
             continue;
         }
         let stored = llama::parameter_name(&tensor.name);
-        let rows = match &stored {
-            Some(StoredName { interleaved: true, .. }) => RowOrder::Interleaved { head_dim },
-            _ => RowOrder::Natural,
-        };
+        let interleaved = stored.as_ref().is_some_and(|stored| stored.interleaved);
+        let rows = llama::row_order(&file, tensor, interleaved, head_dim)?;
         let name = stored.map_or_else(|| tensor.name.clone(), |stored| stored.name);
         inventory.add(
             name,

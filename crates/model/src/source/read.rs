@@ -1,10 +1,10 @@
 //! Reading a parameter: converted from the file's map into the caller's bytes, without a second copy.
 
 use plimsoll_device::DType;
+use plimsoll_memory::FileMap;
 
 use super::{ModelError, Place, RowOrder, WeightSource};
 use crate::convert::{ConversionError, convert};
-use crate::file_map::FileMap;
 use crate::parameters::Parameter;
 
 /// Bytes of the file that are read before their pages are given back. Bounds what reading adds to the resident

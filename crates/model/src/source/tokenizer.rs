@@ -24,7 +24,7 @@ impl ModelFiles {
         if known > rows {
             return Err(TokenizerError::Invalid {
                 origin: self.path.display().to_string(),
-                reason: format!("it knows {known} tokens, the model has embeddings for {rows}; it belongs to another model"),
+                reason: format!("its tokens have ids up to {}, but the model has embeddings for {rows} only; it belongs to another model", known - 1),
             }
             .into());
         }
@@ -46,8 +46,8 @@ impl Tokenizer {
 }
 
 fn fields(metadata: &Metadata<'_>) -> Result<GgufTokenizerFields, GgufError> {
-    let texts = |key: &str| -> Result<Vec<String>, GgufError> {
-        Ok(metadata.strings(key)?.unwrap_or_default().into_iter().map(str::to_owned).collect())
+    let texts = |key: &str| -> Result<Option<Vec<String>>, GgufError> {
+        Ok(metadata.strings(key)?.map(|list| list.into_iter().map(str::to_owned).collect()))
     };
     let text = |key: &str| -> Result<Option<String>, GgufError> { Ok(metadata.str(key)?.map(str::to_owned)) };
     let id = |key: &str| -> Result<Option<u32>, GgufError> {
@@ -61,17 +61,23 @@ fn fields(metadata: &Metadata<'_>) -> Result<GgufTokenizerFields, GgufError> {
             None => Ok(None),
         }
     };
-    let model = text("tokenizer.ggml.model")?;
+    let model = metadata.require("tokenizer.ggml.model", text("tokenizer.ggml.model")?)?;
+    let tokens = metadata.require("tokenizer.ggml.tokens", texts("tokenizer.ggml.tokens")?)?;
+    let merges = texts("tokenizer.ggml.merges")?;
+    if matches!(model.as_str(), "gpt2" | "gemma4") {
+        // Without them every text would silently become single bytes.
+        metadata.require("tokenizer.ggml.merges", merges.as_ref())?;
+    }
     let charsmap = metadata.integers("tokenizer.ggml.precompiled_charsmap")?.unwrap_or_default();
     // Stored as signed or unsigned bytes; the bits count.
     let precompiled_charsmap = charsmap.into_iter().map(|byte| byte as u8).collect();
     Ok(GgufTokenizerFields {
-        model: metadata.require("tokenizer.ggml.model", model)?,
+        model,
         pre: text("tokenizer.ggml.pre")?,
-        tokens: texts("tokenizer.ggml.tokens")?,
+        tokens,
         scores: metadata.f32s("tokenizer.ggml.scores")?.unwrap_or_default(),
         token_types: metadata.integers("tokenizer.ggml.token_type")?.unwrap_or_default(),
-        merges: texts("tokenizer.ggml.merges")?,
+        merges: merges.unwrap_or_default(),
         bos: id("tokenizer.ggml.bos_token_id")?,
         eos: id("tokenizer.ggml.eos_token_id")?,
         eot: id("tokenizer.ggml.eot_token_id")?,

@@ -8,6 +8,7 @@ use serde_json::Value;
 use tokenizers::{DecoderWrapper, Tokenizer as Engine};
 
 use super::byte_level::char_byte;
+use super::guard::guarded;
 use super::{Tokenizer, TokenizerError};
 
 /// How tokens become bytes.
@@ -132,8 +133,8 @@ impl<'a> StreamDecoder<'a> {
     pub fn finish(self) -> Result<String, TokenizerError> {
         if self.tokenizer.shared.decoding == Decoding::Engine {
             let skip = self.special == SpecialTokens::Skip;
-            return (self.tokenizer.shared.engine.decode(&self.tokens, skip))
-                .map_err(|e| self.tokenizer.undecodable(&e.to_string()));
+            return guarded(|| self.tokenizer.shared.engine.decode(&self.tokens, skip))
+                .map_err(|reason| self.tokenizer.undecodable(reason));
         }
         Ok(String::from_utf8_lossy(&self.held).into_owned())
     }

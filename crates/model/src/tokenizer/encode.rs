@@ -4,6 +4,7 @@ use tokenizers::tokenizer::normalizer::Range;
 use tokenizers::tokenizer::{Model, NormalizedString, OffsetType, PreTokenizer};
 use tokenizers::{AddedVocabulary, ModelWrapper, Tokenizer as Engine};
 
+use super::guard::guarded;
 use super::{Tokenizer, TokenizerError, pieces};
 
 /// How a text is encoded.
@@ -90,10 +91,8 @@ impl Tokenizer {
     ) -> Result<(), E> {
         let most = if self.shared.cuttable { pieces::PIECE_BYTES } else { usize::MAX };
         for piece in pieces::cut(text, most) {
-            let ids = self.encode_piece(piece, parse_special).map_err(|e| TokenizerError::Encode {
-                origin: self.shared.origin.clone(),
-                reason: e.to_string(),
-            })?;
+            let ids = guarded(|| self.encode_piece(piece, parse_special))
+                .map_err(|reason| TokenizerError::Encode { origin: self.shared.origin.clone(), reason })?;
             sink(&ids)?;
         }
         Ok(())

@@ -119,8 +119,8 @@ pub fn tokenizer_json(fields: &GgufTokenizerFields, origin: &str) -> Result<Valu
 
 fn document(fields: &GgufTokenizerFields) -> Result<Value, Problem> {
     check_lengths(fields)?;
-    check_ids(fields)?;
     let vocab = vocabulary(fields)?;
+    check_ids(fields)?;
     let parts = match fields.model.as_str() {
         "gpt2" if matches!(fields.pre.as_deref(), Some("gemma4" | "sarvam-moe")) => {
             sentence_piece::listed(fields, vocab)?
@@ -227,7 +227,7 @@ fn unsupported(model: &str) -> String {
         _ => "is unknown",
     };
     format!(
-        "{model:?} {known}. Supported are gpt2 (byte-level BPE), llama and gemma4 (SentencePiece BPE) and t5 (SentencePiece \
+        "{model:?} is not supported: it {known}. Supported are gpt2 (byte-level BPE), llama and gemma4 (SentencePiece BPE) and t5 (SentencePiece \
          unigram)"
     )
 }

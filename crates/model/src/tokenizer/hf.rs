@@ -8,7 +8,8 @@ use tokenizers::Tokenizer as Engine;
 use super::chat::ChatTemplates;
 use super::gguf::check_charsmap;
 use super::specials::{Around, set_around, token_id};
-use super::{Specials, Tokenizer, TokenizerError};
+use super::{Specials, Tokenizer, TokenizerError, load};
+use crate::shown::short_reason;
 
 impl Tokenizer {
     /// Reads `tokenizer.json` of a Hugging Face folder and what other files there say of special tokens and
@@ -24,12 +25,9 @@ impl Tokenizer {
         let io = |source| TokenizerError::Io { path: path.clone(), source };
         let bytes = std::fs::read(&path).map_err(io)?;
         let origin = path.display().to_string();
-        check_document(&bytes).map_err(|reason| TokenizerError::invalid(&origin, reason))?;
-        let mut engine = Engine::from_bytes(&bytes).map_err(|e| TokenizerError::invalid(&origin, e))?;
+        check_document(&bytes).map_err(|reason| TokenizerError::invalid(&origin, short_reason(&reason)))?;
+        let mut engine = load(&bytes, &origin)?;
         drop(bytes);
-        // Meant for batches of a fixed size; here a text is all of its tokens.
-        engine.with_truncation(None).map_err(|e| TokenizerError::invalid(&origin, e))?;
-        engine.with_padding(None);
 
         let config = optional_json(&folder.join("tokenizer_config.json"))?;
         let generation = optional_json(&folder.join("generation_config.json"))?;

@@ -1,0 +1,28 @@
+//! Standard output: what cannot be written there is an error with an exit code, where `println!` would panic.
+
+use std::fmt;
+use std::io::{self, Write};
+
+use crate::failure::Failure;
+
+/// Prints like `print!`; an error where standard output is closed or its disk is full.
+macro_rules! out {
+    ($($argument:tt)*) => { $crate::output::write(format_args!($($argument)*)) };
+}
+
+/// Prints a line like `println!`; an error as in [`out!`].
+macro_rules! outln {
+    () => { $crate::output::write(format_args!("\n")) };
+    ($($argument:tt)*) => { $crate::output::write(format_args!("{}\n", format_args!($($argument)*))) };
+}
+
+pub(crate) use {out, outln};
+
+pub fn write(text: fmt::Arguments<'_>) -> Result<(), Failure> {
+    let mut stdout = io::stdout().lock();
+    stdout.write_fmt(text).and_then(|()| stdout.flush()).map_err(|error| match error.kind() {
+        // `plimsoll config | head`: whoever read has seen enough.
+        io::ErrorKind::BrokenPipe => Failure::silent(),
+        _ => Failure::other(format!("could not write to standard output: {error}")),
+    })
+}

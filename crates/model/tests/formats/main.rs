@@ -1,0 +1,12 @@
+//! File formats end to end: what is written is read back, and what is damaged is refused with the file's name and
+//! the place in it.
+
+mod gguf;
+mod hf_config;
+mod mutations;
+mod open;
+mod round_trip;
+mod safetensors;
+mod save;
+mod support;
+mod tokenizer;
