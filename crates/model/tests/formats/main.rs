@@ -9,4 +9,5 @@ mod round_trip;
 mod safetensors;
 mod save;
 mod support;
-mod tokenizer;
+mod tokenizer_gguf;
+mod tokenizer_json;
