@@ -111,13 +111,14 @@ impl Bench {
         drop(other);
         self.time(
             &label("rms_norm"),
-            Op::RmsNorm { x: &x, weight: &weight, epsilon: 1e-5, out: &y, rstd: &rstd },
+            Op::RmsNorm { x: &x, weight: &weight, weight_offset: 0.0, epsilon: 1e-5, out: &y, rstd: &rstd },
         )?;
         self.time(
             &label("rms_norm_backward"),
             Op::RmsNormBackward {
                 x: &x,
                 weight: &weight,
+                weight_offset: 0.0,
                 rstd: &rstd,
                 dout: &y,
                 dx: &z,
@@ -168,7 +169,7 @@ impl Bench {
         let (cos, sin) = (self.tensor(DType::F32, &[512, 32])?, self.tensor(DType::F32, &[512, 32])?);
         self.time(
             &label("rope"),
-            Op::Rope { x: &x, positions: &positions, cos: &cos, sin: &sin, inverse: false },
+            Op::Rope { x: &x, positions: &positions, cos: &cos, sin: &sin, head_dim: 64, inverse: false },
         )?;
         let tokens = self.u32s((0..n as u32).map(|i| i.wrapping_mul(2_654_435_761) % 10_000))?;
         let table = self.tensor(dtype, &[10_000, h])?;
@@ -224,6 +225,7 @@ impl Bench {
             logits: &logits,
             targets: &targets,
             losses: &losses,
+            soft_cap: None,
             gradient_scale,
         };
         self.time(&format!("cross_entropy of {n}x{v}"), op(None))?;

@@ -40,8 +40,9 @@ impl<'a> Op<'a> {
             Op::BiasBackward { dout, dbias, .. } => (vec![dout], vec![dbias], vec![]),
             Op::Rope { x, positions, cos, sin, .. } => (vec![x, positions, cos, sin], vec![x], vec![(x, x)]),
             Op::Attention { q, k, v, out, lse, .. } => (vec![q, k, v], vec![out, lse], vec![]),
-            Op::AttentionBackward { q, k, v, out, lse, dout, delta, dq, dk, dv, .. } => {
-                (vec![q, k, v, out, lse, dout], vec![delta, dq, dk, dv], vec![])
+            Op::AttentionBackward { q, k, v, out, lse, dout, delta, sums, dq, dk, dv, .. } => {
+                let writes = [delta, dq, dk, dv].into_iter().chain(sums).collect();
+                (vec![q, k, v, out, lse, dout], writes, vec![])
             }
             Op::Gated { gate, up, out, .. } => (vec![gate, up], vec![out], vec![(out, gate), (out, up)]),
             Op::GatedBackward { gate, up, dout, dgate, dup, .. } => (
@@ -165,15 +166,17 @@ impl<'a> Op<'a> {
                 [dout, dbias].into_iter().for_each(|t| check.float(t));
                 check.vector(dbias, dout.columns());
             }
-            Op::Rope { x, positions, cos, sin, .. } => {
+            Op::Rope { x, positions, cos, sin, head_dim, .. } => {
                 check.float(x);
                 check.u32(positions);
                 check.vector(positions, x.rows());
                 check.same_size(cos, sin);
                 [cos, sin].into_iter().for_each(|t| check.f32(t));
-                let head_dim = 2 * cos.columns();
-                check.that(x.columns().is_multiple_of(head_dim), || {
+                check.that(head_dim > 0 && x.columns().is_multiple_of(head_dim), || {
                     format!("{x:?} is not whole heads of {head_dim}")
+                });
+                check.that(2 * cos.columns() <= head_dim, || {
+                    format!("{cos:?} has more pairs than a head of {head_dim}")
                 });
             }
             Op::Attention { q, k, v, out, lse, shape, .. } => {
@@ -182,7 +185,7 @@ impl<'a> Op<'a> {
                 check.same_size(q, out);
                 check.f32_vector(lse, shape.batch * shape.heads * shape.q_len);
             }
-            Op::AttentionBackward { q, k, v, out, lse, dout, delta, dq, dk, dv, shape, .. } => {
+            Op::AttentionBackward { q, k, v, out, lse, dout, delta, sums, dq, dk, dv, shape, .. } => {
                 [q, k, v, out, dout, dq, dk, dv].into_iter().for_each(|t| check.float(t));
                 check.attention(q, k, v, shape);
                 [out, dout, dq].into_iter().for_each(|t| check.same_size(q, t));
@@ -190,6 +193,12 @@ impl<'a> Op<'a> {
                 [lse, delta]
                     .into_iter()
                     .for_each(|t| check.f32_vector(t, shape.batch * shape.heads * shape.q_len));
+                match sums {
+                    Some(sums) => check.f32_vector(sums, dq.elements() + dk.elements() + dv.elements()),
+                    None => check.that([dq, dk, dv].iter().all(|t| t.dtype() == DType::F32), || {
+                        "gradients that are not f32 need sums".to_owned()
+                    }),
+                }
                 check.that(shape.kv_len == shape.q_len && shape.kv_capacity == shape.q_len, || {
                     format!("{shape:?}: the backward pass takes whole sequences")
                 });
@@ -288,7 +297,9 @@ impl Mismatch {
             shape.kv_heads > 0
                 && shape.heads.is_multiple_of(shape.kv_heads)
                 && shape.q_len <= shape.kv_len
-                && shape.kv_len <= shape.kv_capacity,
+                && shape.kv_len <= shape.kv_capacity
+                && shape.window != Some(0)
+                && shape.soft_cap.is_none_or(|cap| cap > 0.0),
             || format!("{shape:?} is impossible"),
         );
         self.size(q, shape.batch * shape.q_len, shape.heads * shape.head_dim);

@@ -64,6 +64,10 @@ pub struct AttentionShape {
     pub head_dim: u64,
     /// Factor on the scores, usually 1 / sqrt(head_dim).
     pub scale: f32,
+    /// Sliding window: a query sees this many positions at most, its own included. All that came before where `None`.
+    pub window: Option<u64>,
+    /// Scores become cap * tanh(score / cap) before the softmax (Gemma 2).
+    pub soft_cap: Option<f32>,
 }
 
 /// The numbers of one AdamW update (Loshchilov and Hutter 2019, as PyTorch computes it).
@@ -103,13 +107,21 @@ pub enum Op<'a> {
     /// `dtable[tokens[n]] += dout[n]`, in token order.
     EmbeddingBackward { tokens: &'a Tensor, dout: &'a Tensor, dtable: &'a Tensor },
 
-    /// RMSNorm (Zhang and Sennrich 2019): out = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + epsilon).
+    /// RMSNorm (Zhang and Sennrich 2019): out = x * rstd * (weight_offset + weight), rstd = 1 / sqrt(mean(x^2) + epsilon).
     /// x, out `[N, H]`; weight `[H]`; rstd f32 `[N]`.
-    RmsNorm { x: &'a Tensor, weight: &'a Tensor, epsilon: f32, out: &'a Tensor, rstd: &'a Tensor },
+    RmsNorm {
+        x: &'a Tensor,
+        weight: &'a Tensor,
+        weight_offset: f32,
+        epsilon: f32,
+        out: &'a Tensor,
+        rstd: &'a Tensor,
+    },
     /// dx += ..., dweight += ... (or = where `accumulate_weight` is false).
     RmsNormBackward {
         x: &'a Tensor,
         weight: &'a Tensor,
+        weight_offset: f32,
         rstd: &'a Tensor,
         dout: &'a Tensor,
         dx: &'a Tensor,
@@ -167,9 +179,17 @@ pub enum Op<'a> {
     /// dbias (+)= sum over rows of dout; dout `[N, O]`, dbias `[O]`.
     BiasBackward { dout: &'a Tensor, dbias: &'a Tensor, accumulate: bool },
 
-    /// Rotates pairs (i, i + D/2) of every head of x `[N, heads * D]` in place by the angle of its position:
-    /// row n uses row `positions[n]` of cos and sin, both f32 `[P, D/2]`. `inverse` rotates back: it is the backward pass.
-    Rope { x: &'a Tensor, positions: &'a Tensor, cos: &'a Tensor, sin: &'a Tensor, inverse: bool },
+    /// Rotates pairs (i, i + R/2) of the first R values of every head of x `[N, heads * head_dim]` in place by the angle
+    /// of its position: row n uses row `positions[n]` of cos and sin, both f32 `[P, R/2]`. `inverse` rotates back: it is
+    /// the backward pass.
+    Rope {
+        x: &'a Tensor,
+        positions: &'a Tensor,
+        cos: &'a Tensor,
+        sin: &'a Tensor,
+        head_dim: u64,
+        inverse: bool,
+    },
 
     /// Causal attention by tiles with an online softmax (FlashAttention-2, Dao 2023). lse f32 `[batch, heads, q_len]` is
     /// the log of the sum of the exponentials of each row's scaled scores.
@@ -182,7 +202,8 @@ pub enum Op<'a> {
         shape: AttentionShape,
         compute: Compute,
     },
-    /// dq, dk, dv = gradients. `delta` f32 `[batch, heads, q_len]` is workspace. Needs kv_capacity = kv_len = q_len.
+    /// dq, dk, dv = gradients. `delta` f32 `[batch, heads, q_len]` is workspace, and so is `sums`, f32 with an element
+    /// for each of dq's, dk's and dv's, without which all three are f32. Needs kv_capacity = kv_len = q_len.
     AttentionBackward {
         q: &'a Tensor,
         k: &'a Tensor,
@@ -191,6 +212,7 @@ pub enum Op<'a> {
         lse: &'a Tensor,
         dout: &'a Tensor,
         delta: &'a Tensor,
+        sums: Option<&'a Tensor>,
         dq: &'a Tensor,
         dk: &'a Tensor,
         dv: &'a Tensor,
@@ -215,8 +237,15 @@ pub enum Op<'a> {
     ActivateBackward { x: &'a Tensor, dout: &'a Tensor, dx: &'a Tensor, activation: Glu },
 
     /// `losses[n] = -ln softmax(logits[n])[targets[n]]`, 0 for ignored targets; logits f32 `[N, V]`, losses f32 `[N]`.
-    /// With `gradient_scale`, logits becomes (softmax - onehot) * scale in place, 0 for ignored targets.
-    CrossEntropy { logits: &'a Tensor, targets: &'a Tensor, losses: &'a Tensor, gradient_scale: Option<f32> },
+    /// With `gradient_scale`, logits becomes the gradient times scale in place, (softmax - onehot) * scale, 0 for ignored
+    /// targets. With `soft_cap` logits are cap * tanh(logits / cap) first, and so is the gradient that of the uncapped.
+    CrossEntropy {
+        logits: &'a Tensor,
+        targets: &'a Tensor,
+        losses: &'a Tensor,
+        soft_cap: Option<f32>,
+        gradient_scale: Option<f32>,
+    },
 
     /// `out[0]` = sum of squares of x; out f32 `[1]`. Summed in f64 over pieces of a fixed size, in order.
     SumSquares { x: &'a Tensor, out: &'a Tensor },
@@ -269,7 +298,11 @@ impl AttentionShape {
     /// Number of (query, key) pairs that see each other, over all heads.
     pub fn score_count(&self) -> u64 {
         let before = self.kv_len.saturating_sub(self.q_len);
-        let pairs = self.q_len * before + self.q_len * (self.q_len + 1) / 2;
+        let window = self.window.unwrap_or(u64::MAX);
+        // Queries that do not fill the window yet see one more key each than the one before.
+        let growing = window.saturating_sub(before).min(self.q_len);
+        let full = self.q_len - growing;
+        let pairs = growing * before + growing * (growing + 1) / 2 + full * window.min(self.kv_len);
         self.batch * self.heads * pairs
     }
 }

@@ -60,6 +60,7 @@ fn types() {
         logits: &t[0],
         targets: &t[1],
         losses: &t[2],
+        soft_cap: None,
         gradient_scale: None,
     });
     assert_eq!(logits, "cross_entropy: t bf16[2, 4] is not f32");
@@ -78,6 +79,7 @@ fn shapes() {
         complaint(&[(F32, &[2, 6]), (F32, weight), (F32, &[2, 6]), (F32, rstd)], |t| Op::RmsNorm {
             x: &t[0],
             weight: &t[1],
+            weight_offset: 0.0,
             epsilon: 1e-5,
             out: &t[2],
             rstd: &t[3],
@@ -103,6 +105,7 @@ fn shapes() {
             positions: &t[1],
             cos: &t[2],
             sin: &t[3],
+            head_dim: 8,
             inverse: false,
         })
     };
@@ -156,6 +159,8 @@ fn attention() {
         kv_heads: 2,
         head_dim: 8,
         scale: 1.0,
+        window: None,
+        soft_cap: None,
     };
     let attention = |shape: AttentionShape, kv: &[u64]| {
         complaint(&[(F32, &[2, 32]), (F32, kv), (F32, kv), (F32, &[2, 32]), (F32, &[1, 4, 2])], |t| {
@@ -289,6 +294,7 @@ fn more_columns_than_sums_have_room_for() {
     let op = Op::RmsNormBackward {
         x: &row,
         weight: &weight,
+        weight_offset: 0.0,
         rstd: &rstd,
         dout: &row,
         dx: &dx,

@@ -106,11 +106,14 @@ impl Arena {
 impl Inner {
     fn take(&mut self, size: u64, tag: Tag, name: &'static str) -> Result<u64, OutOfMemory> {
         // Best fit, the lowest offset among equals.
+        // The piece at the end counts as endless, whatever the capacity: an arena of just the size that a dry run found
+        // then hands out the very same offsets as the dry run's.
+        let length = |offset: u64, free: u64| if offset + free == self.capacity { u64::MAX } else { free };
         let best = self
             .free
             .iter()
             .filter(|(_, free)| **free >= size)
-            .min_by_key(|(offset, free)| (**free, **offset))
+            .min_by_key(|(offset, free)| (length(**offset, **free), **offset))
             .map(|(offset, free)| (*offset, *free));
         let Some((offset, free)) = best else {
             return Err(OutOfMemory {
@@ -199,6 +202,20 @@ mod tests {
 
     fn arena(capacity: u64) -> Arena {
         Arena::new(Tier::Device, capacity)
+    }
+
+    /// A hole is taken before the end, even where the end is the smaller piece.
+    #[test]
+    fn the_capacity_changes_no_offset() {
+        let offsets = |capacity| {
+            let arena = Arena::new(Tier::Device, capacity);
+            let alloc = |size| arena.alloc(size, Tag::Workspace, "x").unwrap();
+            let (first, second) = (alloc(640), alloc(64));
+            drop(first);
+            let third = alloc(128);
+            [second.offset(), third.offset()]
+        };
+        assert_eq!(offsets(640 + 64 + 128), offsets(1 << 40));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The dimensions of well-known models, from their published `config.json`, so that plans can be made with no file at
 //! hand. Dense decoders that one block of [`ModelSpec`] expresses in full; weights are not here.
 
-use crate::spec::{Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, RopeScaling, RopeSpec};
+use crate::spec::{Activation, AttentionSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec};
 
 /// One model: sizes as `config.json` has them.
 struct Entry {
@@ -122,12 +122,13 @@ impl Entry {
             hidden_size: self.hidden,
             num_layers: self.layers,
             attention: AttentionSpec {
-                heads: self.heads,
-                kv_heads: self.kv_heads,
-                head_dim,
                 qkv_bias: has(QKV_BIAS),
-                output_bias: false,
-                rope: RopeSpec { theta: self.theta, scaling: RopeScaling::None },
+                ..AttentionSpec::plain(
+                    self.heads,
+                    self.kv_heads,
+                    head_dim,
+                    RopeSpec::plain(head_dim, self.theta),
+                )
             },
             mlp: MlpSpec {
                 intermediate_size: self.inner,
@@ -135,7 +136,9 @@ impl Entry {
                 gated: true,
                 bias: false,
             },
-            norm: NormSpec { kind: NormKind::Rms, epsilon: 1e-5 },
+            norm: NormSpec::rms(1e-5),
+            embedding_scale: None,
+            logit_soft_cap: None,
             tie_word_embeddings: has(TIED),
             max_position_embeddings: self.context,
             initializer_range: 0.02,

@@ -1,12 +1,13 @@
 //! The GGUF format, versions 2 and 3, through a memory map: metadata and tensor infos, all bounds checked.
 //!
-//! [`GgufFile`] knows the container alone; `llama` gives metadata and tensor names their meaning, `tokenizer`
+//! [`GgufFile`] knows the container alone; `families` and `layout` give metadata and tensor names their meaning, `tokenizer`
 //! hands out the vocabulary. Decoding block types is left to `convert`.
 //! Format: ggml's `docs/gguf.md`.
 
 mod cursor;
 mod error;
-pub(crate) mod llama;
+pub(crate) mod families;
+mod layout;
 mod metadata;
 mod tensors;
 
@@ -16,6 +17,7 @@ use std::path::Path;
 use plimsoll_memory::FileMap;
 
 pub use error::{GgufError, GgufTensorProblem};
+pub(crate) use layout::gguf_block;
 pub use metadata::{Metadata, MetadataEntry, Value, ValueType};
 pub use tensors::GgufTensor;
 

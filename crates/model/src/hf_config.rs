@@ -1,9 +1,10 @@
 //! Hugging Face's `config.json` and `generation_config.json` to a model's shape, and back.
 //!
-//! Reads the Llama family with the keys of old files (`rope_theta`, `rope_scaling`) and of new ones
+//! Reads the families of `families` with the keys of old files (`rope_theta`, `rope_scaling`) and of new ones
 //! (`rope_parameters`). A key that is null counts as absent. What a key could say that the shape has no words
 //! for is refused by name, never ignored. Weights are left to `source`.
 
+mod families;
 mod keys;
 mod rope;
 mod write;
@@ -13,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 pub use write::{config_json, generation_config_json};
 
-use crate::spec::{Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, SpecError};
+use crate::spec::{ModelSpec, SpecError};
 use keys::Keys;
 
 /// The file's name in a model's folder.
@@ -22,7 +23,8 @@ pub const CONFIG_NAME: &str = "config.json";
 pub const GENERATION_CONFIG_NAME: &str = "generation_config.json";
 
 /// Values of `model_type` that are read.
-pub const SUPPORTED_MODEL_TYPES: [&str; 1] = ["llama"];
+pub const SUPPORTED_MODEL_TYPES: [&str; 10] =
+    ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "phi3", "olmo2"];
 
 /// A configuration that cannot be used. Names the file and the key.
 #[derive(Debug, thiserror::Error)]
@@ -109,11 +111,19 @@ pub fn parse_config(path: &Path, text: &str, name: String) -> Result<ModelSpec, 
 
 fn model_spec(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {
     let model_type = config.require("model_type", config.str("model_type")?)?;
+    // The language model of a multimodal one is configured inside.
+    if let ("gemma3", Some(text)) = (model_type, config.object("text_config")?) {
+        let reason = format!(
+            "is multimodal; its language model alone is supported: save that with transformers ({})",
+            text.str("model_type")?.unwrap_or("gemma3_text")
+        );
+        return Err(config.refuse("model_type", reason));
+    }
     if !SUPPORTED_MODEL_TYPES.contains(&model_type) {
         return Err(ConfigError::UnsupportedModelType {
             path: config.path().to_owned(),
             found: model_type.to_owned(),
-            nearest: nearest_model_type(model_type),
+            nearest: nearest(model_type, &SUPPORTED_MODEL_TYPES),
         });
     }
     if let Some(quantization) = config.object("quantization_config")? {
@@ -121,67 +131,12 @@ fn model_spec(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {
         let reason = format!("the weights are quantised by {method}; use the original weights");
         return Err(config.refuse("quantization_config", reason));
     }
-    let hidden_size = config.require_u64("hidden_size")?;
-    let heads = config.require_u64("num_attention_heads")?;
-    let head_dim = match config.u64("head_dim")? {
-        Some(head_dim) => head_dim,
-        None if heads > 0 && hidden_size.is_multiple_of(heads) => hidden_size / heads,
-        None => {
-            let reason =
-                format!("{heads} does not divide hidden_size {hidden_size}, and there is no head_dim");
-            return Err(config.refuse("num_attention_heads", reason));
-        }
-    };
-    let layers = config.require_u64("num_hidden_layers")?;
-    let num_layers = u32::try_from(layers)
-        .map_err(|_| config.refuse("num_hidden_layers", format!("{layers} is beyond any model")))?;
-    let vocab_size = config.require_u64("vocab_size")?;
-    let max_position_embeddings = config.u64("max_position_embeddings")?.unwrap_or(2048);
-    let attention_bias = config.bool("attention_bias")?.unwrap_or(false);
-    let mut spec = ModelSpec {
-        name,
-        architecture: model_type.to_owned(),
-        vocab_size,
-        hidden_size,
-        num_layers,
-        attention: AttentionSpec {
-            heads,
-            kv_heads: config.u64("num_key_value_heads")?.unwrap_or(heads),
-            head_dim,
-            qkv_bias: attention_bias,
-            output_bias: attention_bias,
-            rope: rope::read(config, max_position_embeddings)?,
-        },
-        mlp: MlpSpec {
-            intermediate_size: config.require_u64("intermediate_size")?,
-            activation: activation(config)?,
-            gated: true,
-            bias: config.bool("mlp_bias")?.unwrap_or(false),
-        },
-        norm: NormSpec { kind: NormKind::Rms, epsilon: config.f64("rms_norm_eps")?.unwrap_or(1e-6) },
-        tie_word_embeddings: config.bool("tie_word_embeddings")?.unwrap_or(false),
-        max_position_embeddings,
-        initializer_range: config.f64("initializer_range")?.unwrap_or(0.02),
-        bos_token: None,
-        eos_tokens: Vec::new(),
-    };
+    let mut spec = families::read(config, model_type, name)?;
     spec.check().map_err(|source| ConfigError::Spec { path: config.path().to_owned(), source })?;
     // After the sizes: an impossible vocabulary is the error to name, not the ids outside it.
-    spec.bos_token = token_ids(config, "bos_token_id", vocab_size)?.first().copied();
-    spec.eos_tokens = token_ids(config, "eos_token_id", vocab_size)?;
+    spec.bos_token = token_ids(config, "bos_token_id", spec.vocab_size)?.first().copied();
+    spec.eos_tokens = token_ids(config, "eos_token_id", spec.vocab_size)?;
     Ok(spec)
-}
-
-fn activation(config: &Keys) -> Result<Activation, ConfigError> {
-    match config.str("hidden_act")? {
-        None | Some("silu" | "swish") => Ok(Activation::Silu),
-        Some("gelu") => Ok(Activation::Gelu),
-        Some("gelu_new" | "gelu_pytorch_tanh" | "gelu_fast") => Ok(Activation::GeluTanh),
-        Some(other) => {
-            let reason = format!("{other:?} is not supported; supported: silu, gelu, gelu_pytorch_tanh");
-            Err(config.refuse("hidden_act", reason))
-        }
-    }
 }
 
 /// A key that holds a token id, a list of them, or nothing. Negative ids mean none.
@@ -204,11 +159,9 @@ fn token_ids(config: &Keys, key: &str, vocab_size: u64) -> Result<Vec<u32>, Conf
     Ok(tokens)
 }
 
-fn nearest_model_type(found: &str) -> &'static str {
+/// The supported name that is most like the one found.
+pub(crate) fn nearest(found: &str, supported: &[&'static str]) -> &'static str {
     let found = found.to_lowercase();
-    let [first, ..] = SUPPORTED_MODEL_TYPES;
-    SUPPORTED_MODEL_TYPES
-        .into_iter()
-        .max_by(|a, b| strsim::jaro_winkler(a, &found).total_cmp(&strsim::jaro_winkler(b, &found)))
-        .unwrap_or(first)
+    let likeness = |name: &&'static str| strsim::jaro_winkler(name, &found);
+    supported.iter().copied().max_by(|a, b| likeness(a).total_cmp(&likeness(b))).unwrap_or("llama")
 }

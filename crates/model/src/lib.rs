@@ -10,6 +10,7 @@ pub mod convert;
 pub mod gguf;
 pub mod hf_config;
 pub mod init;
+mod layout;
 pub mod parameters;
 pub mod safetensors;
 pub mod save;
@@ -24,5 +25,6 @@ pub use safetensors::{NewTensor, SafetensorsError, SafetensorsFile, StoredDType,
 pub use save::{SaveError, SaveWriter};
 pub use source::{Format, ModelError, ModelFiles, RowOrder, StoredView, WeightSource};
 pub use spec::{
-    Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, RopeScaling, RopeSpec, SpecError,
+    Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, QkNorm, RopeScaling,
+    RopeSpec, SlidingWindow, SpecError,
 };

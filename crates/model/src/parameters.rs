@@ -1,8 +1,9 @@
 //! The parameter inventory: every weight of a model with its name, role, block and shape.
 //!
-//! Names are those of Hugging Face checkpoints. Formats map their own names to these.
+//! Names are those of Hugging Face's Llama, and of the family that brought a parameter where Llama has none. Families
+//! whose files use other names, or store several parameters as one tensor, are mapped in `layout`, GGUF's in `gguf::layout`.
 
-use crate::spec::{ModelSpec, NormKind};
+use crate::spec::{ModelSpec, NormKind, QkNorm};
 
 /// The unit in which weights are gathered, updated and released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -20,6 +21,7 @@ pub enum BlockId {
 #[allow(missing_docs)]
 pub enum Role {
     TokenEmbedding,
+    PositionEmbedding,
     AttentionNorm,
     AttentionNormBias,
     QProj,
@@ -30,6 +32,9 @@ pub enum Role {
     KBias,
     VBias,
     OBias,
+    QNorm,
+    KNorm,
+    PostAttentionNorm,
     MlpNorm,
     MlpNormBias,
     GateProj,
@@ -38,6 +43,7 @@ pub enum Role {
     GateBias,
     UpBias,
     DownBias,
+    PostMlpNorm,
     FinalNorm,
     FinalNormBias,
     LmHead,
@@ -48,7 +54,7 @@ pub enum Role {
 pub enum ParameterKind {
     /// A linear's matrix, `[out, in]`.
     Matrix,
-    /// The embedding, `[vocab, hidden]`.
+    /// An embedding, `[vocab or positions, hidden]`.
     Embedding,
     /// A norm's weight.
     Norm,
@@ -84,7 +90,7 @@ impl Role {
     /// The parameter's kind.
     pub fn kind(self) -> ParameterKind {
         match self {
-            Role::TokenEmbedding => ParameterKind::Embedding,
+            Role::TokenEmbedding | Role::PositionEmbedding => ParameterKind::Embedding,
             Role::QProj
             | Role::KProj
             | Role::VProj
@@ -93,7 +99,13 @@ impl Role {
             | Role::UpProj
             | Role::DownProj
             | Role::LmHead => ParameterKind::Matrix,
-            Role::AttentionNorm | Role::MlpNorm | Role::FinalNorm => ParameterKind::Norm,
+            Role::AttentionNorm
+            | Role::QNorm
+            | Role::KNorm
+            | Role::PostAttentionNorm
+            | Role::MlpNorm
+            | Role::PostMlpNorm
+            | Role::FinalNorm => ParameterKind::Norm,
             Role::AttentionNormBias
             | Role::QBias
             | Role::KBias
@@ -105,6 +117,13 @@ impl Role {
             | Role::DownBias
             | Role::FinalNormBias => ParameterKind::Bias,
         }
+    }
+}
+
+impl Role {
+    /// Whether it is the matrix of a linear in a transformer block.
+    pub fn is_block_matrix(self) -> bool {
+        self.kind() == ParameterKind::Matrix && self != Role::LmHead
     }
 }
 
@@ -120,6 +139,7 @@ impl Parameter {
             ParameterKind::Matrix | ParameterKind::Embedding => {
                 Initialisation::Normal(spec.initializer_range)
             }
+            ParameterKind::Norm if spec.norm.one_plus_weight => Initialisation::Zeros,
             ParameterKind::Norm => Initialisation::Ones,
             ParameterKind::Bias => Initialisation::Zeros,
         }
@@ -155,12 +175,19 @@ impl ModelSpec {
         match block {
             BlockId::Embedding => {
                 add("model.embed_tokens.weight".into(), Role::TokenEmbedding, &[self.vocab_size, hidden]);
+                if self.attention.rope.is_none() {
+                    let positions = self.max_position_embeddings;
+                    add("model.embed_positions.weight".into(), Role::PositionEmbedding, &[positions, hidden]);
+                }
             }
             BlockId::Layer(i) => {
                 let (q, kv) = (self.q_size(), self.kv_size());
                 let inner = self.mlp.intermediate_size;
                 let name = |rest: &str| format!("model.layers.{i}.{rest}");
-                add(name("input_layernorm.weight"), Role::AttentionNorm, &[hidden]);
+                let (before, after) = (self.norm.placement.before(), self.norm.placement.after());
+                if before {
+                    add(name("input_layernorm.weight"), Role::AttentionNorm, &[hidden]);
+                }
                 if layer_norm {
                     add(name("input_layernorm.bias"), Role::AttentionNormBias, &[hidden]);
                 }
@@ -174,11 +201,23 @@ impl ModelSpec {
                         add(name(&format!("self_attn.{part}.bias")), bias, &[out]);
                     }
                 }
+                if let Some(kind) = self.attention.qk_norm {
+                    let width = |whole| if kind == QkNorm::Whole { whole } else { self.attention.head_dim };
+                    add(name("self_attn.q_norm.weight"), Role::QNorm, &[width(q)]);
+                    add(name("self_attn.k_norm.weight"), Role::KNorm, &[width(kv)]);
+                }
                 add(name("self_attn.o_proj.weight"), Role::OProj, &[hidden, q]);
                 if self.attention.output_bias {
                     add(name("self_attn.o_proj.bias"), Role::OBias, &[hidden]);
                 }
-                add(name("post_attention_layernorm.weight"), Role::MlpNorm, &[hidden]);
+                // Llama's name for the norm before the feed-forward part says where it stands.
+                if after {
+                    add(name("post_attention_layernorm.weight"), Role::PostAttentionNorm, &[hidden]);
+                }
+                if before {
+                    let own = if after { "pre_feedforward_layernorm" } else { "post_attention_layernorm" };
+                    add(name(&format!("{own}.weight")), Role::MlpNorm, &[hidden]);
+                }
                 if layer_norm {
                     add(name("post_attention_layernorm.bias"), Role::MlpNormBias, &[hidden]);
                 }
@@ -192,6 +231,9 @@ impl ModelSpec {
                     if self.mlp.bias {
                         add(name(&format!("mlp.{part}.bias")), bias, &[out]);
                     }
+                }
+                if after {
+                    add(name("post_feedforward_layernorm.weight"), Role::PostMlpNorm, &[hidden]);
                 }
             }
             BlockId::Head => {

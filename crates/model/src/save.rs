@@ -12,9 +12,11 @@ use plimsoll_device::DType;
 use serde_json::json;
 
 use crate::hf_config::{CONFIG_NAME, GENERATION_CONFIG_NAME, config_json, generation_config_json};
+use crate::layout::{StoredTensor, hf_block};
 use crate::parameters::Parameter;
 use crate::safetensors::{INDEX_NAME, NewTensor, SINGLE_NAME, StoredDType, sync_folder, write_tensors};
 pub use crate::save_error::SaveError;
+use crate::source::RowOrder;
 use crate::spec::ModelSpec;
 
 /// The size of a weights file above which a further one is begun.
@@ -46,8 +48,8 @@ impl<'a> SaveWriter<'a> {
     /// Writes `config.json`, `generation_config.json`, and the weights into `folder`, which is made if it is not
     /// there; files of these names are replaced. Returns the bytes written.
     ///
-    /// `weights` is asked for every parameter in the order of [`ModelSpec::parameters`], and writes its
-    /// little-endian values in the writer's type, row by row.
+    /// `weights` is asked for every parameter once, block by block, and writes its little-endian values in the writer's
+    /// type, row by row. Where a family stores matrices transposed, one of them at a time is kept in memory.
     pub fn write(
         &self,
         folder: &Path,
@@ -60,12 +62,12 @@ impl<'a> SaveWriter<'a> {
 
         let shards = self.shards();
         let names = shard_names(shards.len());
-        for (name, parameters) in names.iter().zip(&shards) {
-            let tensors = self.tensors(parameters)?;
-            let mut next = parameters.iter();
-            bytes += write_tensors(&staging.path(name), &METADATA, &tensors, |_, out| {
-                // All have one type, so the file's order is the parameters'.
-                next.next().map_or(Ok(()), |parameter| weights(parameter, out))
+        for (name, tensors) in names.iter().zip(&shards) {
+            let headers = self.headers(tensors)?;
+            let mut next = tensors.iter();
+            bytes += write_tensors(&staging.path(name), &METADATA, &headers, |_, out| {
+                // All have one type, so the file's order is theirs.
+                next.next().map_or(Ok(()), |tensor| self.write_tensor(tensor, out, &mut weights))
             })?;
         }
         if names.len() > 1 {
@@ -75,19 +77,47 @@ impl<'a> SaveWriter<'a> {
         Ok(bytes)
     }
 
-    /// The parameters of each file.
-    fn shards(&self) -> Vec<Vec<Parameter>> {
-        let mut shards: Vec<Vec<Parameter>> = vec![Vec::new()];
+    /// Writes a tensor part by part.
+    fn write_tensor(
+        &self,
+        tensor: &StoredTensor,
+        out: &mut dyn Write,
+        weights: &mut impl FnMut(&Parameter, &mut dyn Write) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let RowOrder::Transposed { total, .. } = tensor.rows else {
+            return tensor.parts.iter().try_for_each(|part| weights(part, out));
+        };
+        let size = self.dtype.block_bytes() as usize;
+        let columns = tensor.parts.first().and_then(|part| part.shape.get(1)).copied().unwrap_or(1) as usize;
+        let mut stored = vec![0; total as usize * columns * size];
+        let mut first = 0;
+        for part in &tensor.parts {
+            let mut rows = Vec::with_capacity(self.bytes(part) as usize);
+            weights(part, &mut rows)?;
+            for row in rows.chunks_exact(columns * size) {
+                for (column, value) in row.chunks_exact(size).enumerate() {
+                    let at = (column * total as usize + first) * size;
+                    stored[at..at + size].copy_from_slice(value);
+                }
+                first += 1;
+            }
+        }
+        out.write_all(&stored)
+    }
+
+    /// The tensors of each file.
+    fn shards(&self) -> Vec<Vec<StoredTensor>> {
+        let mut shards: Vec<Vec<StoredTensor>> = vec![Vec::new()];
         let mut filled = 0u64;
-        for parameter in self.spec.parameters() {
-            let size = self.bytes(&parameter);
+        for tensor in self.spec.blocks().flat_map(|block| hf_block(self.spec, block)) {
+            let size = self.tensor_bytes(&tensor);
             if filled > 0 && filled.saturating_add(size) > self.shard_bytes {
                 shards.push(Vec::new());
                 filled = 0;
             }
             filled += size;
             if let Some(shard) = shards.last_mut() {
-                shard.push(parameter);
+                shard.push(tensor);
             }
         }
         shards
@@ -97,26 +127,27 @@ impl<'a> SaveWriter<'a> {
         parameter.elements() * self.dtype.block_bytes()
     }
 
-    fn tensors(&self, parameters: &[Parameter]) -> Result<Vec<NewTensor>, SaveError> {
+    fn tensor_bytes(&self, tensor: &StoredTensor) -> u64 {
+        tensor.parts.iter().map(|part| self.bytes(part)).sum()
+    }
+
+    fn headers(&self, tensors: &[StoredTensor]) -> Result<Vec<NewTensor>, SaveError> {
         let dtype = StoredDType::from_device(self.dtype).ok_or_else(|| SaveError::Inexpressible {
             model: self.spec.name.clone(),
             target: "safetensors",
             reason: format!("weights cannot be stored as {}", self.dtype),
         })?;
-        let tensor = |parameter: &Parameter| NewTensor {
-            name: parameter.name.clone(),
-            dtype,
-            shape: parameter.shape.clone(),
-        };
-        Ok(parameters.iter().map(tensor).collect())
+        let header =
+            |tensor: &StoredTensor| NewTensor { name: tensor.name.clone(), dtype, shape: tensor.shape() };
+        Ok(tensors.iter().map(header).collect())
     }
 
-    fn index(&self, names: &[String], shards: &[Vec<Parameter>]) -> String {
-        let parameters =
-            || shards.iter().zip(names).flat_map(|(shard, name)| shard.iter().map(move |p| (p, name)));
-        let total: u64 = parameters().map(|(parameter, _)| self.bytes(parameter)).sum();
+    fn index(&self, names: &[String], shards: &[Vec<StoredTensor>]) -> String {
+        let tensors =
+            || shards.iter().zip(names).flat_map(|(shard, name)| shard.iter().map(move |t| (t, name)));
+        let total: u64 = tensors().map(|(tensor, _)| self.tensor_bytes(tensor)).sum();
         let weight_map: BTreeMap<&str, &str> =
-            parameters().map(|(parameter, name)| (parameter.name.as_str(), name.as_str())).collect();
+            tensors().map(|(tensor, name)| (tensor.name.as_str(), name.as_str())).collect();
         let index = json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
         format!("{index:#}\n")
     }

@@ -42,13 +42,21 @@ pub enum RowOrder {
         /// Rows of a head.
         head_dim: u64,
     },
+    /// As columns `first..` of a matrix of `total` columns: `[in, out]` instead of `[out, in]`.
+    Transposed {
+        /// Columns of the stored matrix.
+        total: u64,
+        /// The column that is the parameter's first row.
+        first: u64,
+    },
 }
 
 impl RowOrder {
-    /// Where the parameter's row is stored.
+    /// Where the parameter's row is stored, as a row or as a column.
     pub fn stored_row(self, row: u64) -> u64 {
         match self {
             RowOrder::Natural => row,
+            RowOrder::Transposed { first, .. } => first + row,
             RowOrder::Interleaved { head_dim } => {
                 let (head, within) = (row / head_dim, row % head_dim);
                 let half = head_dim / 2;
@@ -67,6 +75,8 @@ pub struct StoredView<'a> {
     pub dtype: DType,
     /// The order of its rows.
     pub rows: RowOrder,
+    /// Whether 1 + the parameter is stored.
+    pub plus_one: bool,
 }
 
 /// Where a parameter is stored.
@@ -77,6 +87,8 @@ struct Place {
     dtype: DType,
     shape: Vec<u64>,
     rows: RowOrder,
+    /// Whether 1 + the parameter is stored.
+    plus_one: bool,
 }
 
 /// The weights of a model that was opened: every parameter of its shape is there, in that parameter's shape.
@@ -132,7 +144,8 @@ impl WeightSource {
     /// A parameter as stored. Its pages stay in memory after they are read until [`WeightSource::release`].
     pub fn view(&self, parameter: &Parameter) -> Result<StoredView<'_>, ModelError> {
         let place = self.place(parameter)?;
-        Ok(StoredView { bytes: self.bytes(place), dtype: place.dtype, rows: place.rows })
+        let Place { dtype, rows, plus_one, .. } = *place;
+        Ok(StoredView { bytes: self.bytes(place), dtype, rows, plus_one })
     }
 
     /// Gives a parameter's pages in the file back to the system; they can be read again.

@@ -27,8 +27,12 @@ pub struct ModelSpec {
     pub attention: AttentionSpec,
     /// Feed-forward part of every block.
     pub mlp: MlpSpec,
-    /// Normalisation before attention, before the feed-forward part, and before the head.
+    /// Normalisation in the blocks and before the head.
     pub norm: NormSpec,
+    /// Factor on the token embeddings (Gemma: sqrt(hidden_size)).
+    pub embedding_scale: Option<f64>,
+    /// Logits become cap * tanh(logit / cap).
+    pub logit_soft_cap: Option<f64>,
     /// Whether the head uses the embedding's matrix.
     pub tie_word_embeddings: bool,
     /// The longest sequence that the model was made for.
@@ -54,13 +58,43 @@ pub struct AttentionSpec {
     pub qkv_bias: bool,
     /// Whether the output projection has a bias.
     pub output_bias: bool,
-    /// Rotary position embedding.
-    pub rope: RopeSpec,
+    /// Normalisation of queries and keys before they are rotated.
+    pub qk_norm: Option<QkNorm>,
+    /// Rotary position embedding; without it, learned positions are added to the token embedding.
+    pub rope: Option<RopeSpec>,
+    /// That of the layers with a sliding window, where it is another (Gemma 3).
+    pub local_rope: Option<RopeSpec>,
+    /// Layers that see a part of the past only.
+    pub sliding_window: Option<SlidingWindow>,
+    /// Factor on the scores; 1 / sqrt(head_dim) where `None`.
+    pub scale: Option<f64>,
+    /// Scores become cap * tanh(score / cap).
+    pub soft_cap: Option<f64>,
 }
 
-/// Rotary position embedding, "rotate half" layout (dimension i is paired with i + dim/2).
+/// What of queries and keys an RMSNorm of their own sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorm {
+    /// Each head by itself, with one weight for all heads (Qwen 3, Gemma 3).
+    PerHead,
+    /// All heads of a token together (OLMo 2).
+    Whole,
+}
+
+/// A window over the past.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SlidingWindow {
+    /// Positions that a token sees, its own included.
+    pub size: u64,
+    /// For each layer whether it has the window.
+    pub layers: Vec<bool>,
+}
+
+/// Rotary position embedding, "rotate half" layout (dimension i is paired with i + dims/2).
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeSpec {
+    /// Dimensions of a head that are rotated, its first ones.
+    pub dims: u64,
     /// Base of the frequencies.
     pub theta: f64,
     /// How positions beyond the original context are treated.
@@ -136,6 +170,33 @@ pub struct NormSpec {
     pub kind: NormKind,
     /// Added to the variance.
     pub epsilon: f64,
+    /// Whether an RMSNorm multiplies by 1 + weight instead of weight, those of queries and keys too (Gemma).
+    pub one_plus_weight: bool,
+    /// Where norms stand in a block.
+    pub placement: NormPlacement,
+}
+
+/// Where the norms of a block stand. The final norm is always there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormPlacement {
+    /// Before attention and before the feed-forward part (Llama).
+    Before,
+    /// After either, before its sum with the residual stream (OLMo 2).
+    After,
+    /// Both (Gemma 2 and 3).
+    Around,
+}
+
+impl NormPlacement {
+    /// Whether there are norms before the parts.
+    pub fn before(self) -> bool {
+        self != NormPlacement::After
+    }
+
+    /// Whether there are norms after the parts.
+    pub fn after(self) -> bool {
+        self != NormPlacement::Before
+    }
 }
 
 /// The kinds of normalisation.
@@ -158,6 +219,19 @@ pub struct SpecError {
 }
 
 impl RopeScaling {
+    /// The context that the model was trained with before it was stretched, where the rule depends on it.
+    pub fn original_context(&self) -> Option<f64> {
+        match self {
+            RopeScaling::Dynamic { max_position_embeddings, .. } => Some(*max_position_embeddings),
+            RopeScaling::Llama3 { original_max_position_embeddings, .. }
+            | RopeScaling::Yarn { original_max_position_embeddings, .. }
+            | RopeScaling::LongRope { original_max_position_embeddings, .. } => {
+                Some(*original_max_position_embeddings)
+            }
+            RopeScaling::None | RopeScaling::Linear { .. } | RopeScaling::PerFrequency { .. } => None,
+        }
+    }
+
     /// What is wrong with the numbers, for heads of `pairs` rotated pairs.
     fn problem(&self, pairs: u64) -> Option<String> {
         let (numbers, lists): (Vec<f64>, Vec<&[f64]>) = match self {
@@ -210,6 +284,61 @@ impl RopeScaling {
     }
 }
 
+impl RopeSpec {
+    /// Plain rotation of whole heads.
+    pub fn plain(head_dim: u64, theta: f64) -> RopeSpec {
+        RopeSpec { dims: head_dim, theta, scaling: RopeScaling::None }
+    }
+
+    fn check(&self, head_dim: u64) -> Result<(), SpecError> {
+        let fail = |key, reason| Err(SpecError { key, reason });
+        if self.dims == 0 || self.dims > head_dim || !self.dims.is_multiple_of(2) {
+            let reason =
+                format!("{} dimensions of heads of {head_dim} cannot be rotated in pairs", self.dims);
+            return fail("partial_rotary_factor", reason);
+        }
+        if !(self.theta.is_finite() && self.theta > 0.0) {
+            return fail("rope_theta", format!("{} is not positive", self.theta));
+        }
+        match self.scaling.problem(self.dims / 2) {
+            Some(reason) => fail("rope_scaling", reason),
+            None => Ok(()),
+        }
+    }
+}
+
+impl AttentionSpec {
+    /// Plain causal attention without biases, every head rotated as a whole.
+    pub fn plain(heads: u64, kv_heads: u64, head_dim: u64, rope: RopeSpec) -> AttentionSpec {
+        AttentionSpec {
+            heads,
+            kv_heads,
+            head_dim,
+            qkv_bias: false,
+            output_bias: false,
+            qk_norm: None,
+            rope: Some(rope),
+            local_rope: None,
+            sliding_window: None,
+            scale: None,
+            soft_cap: None,
+        }
+    }
+
+    /// Positions that a token of a layer sees, its own included; `None` for all before it.
+    pub fn window(&self, layer: u32) -> Option<u64> {
+        let window = self.sliding_window.as_ref()?;
+        window.layers.get(layer as usize).copied().unwrap_or(false).then_some(window.size)
+    }
+}
+
+impl NormSpec {
+    /// RMSNorm before either part of a block.
+    pub fn rms(epsilon: f64) -> NormSpec {
+        NormSpec { kind: NormKind::Rms, epsilon, one_plus_weight: false, placement: NormPlacement::Before }
+    }
+}
+
 impl ModelSpec {
     /// Width of the query projection's output.
     pub fn q_size(&self) -> u64 {
@@ -255,9 +384,6 @@ impl ModelSpec {
                 format_args!("{kv_heads} does not divide num_attention_heads {heads}"),
             );
         }
-        if !head_dim.is_multiple_of(2) {
-            return fail("head_dim", format_args!("{head_dim} is odd; rotary embedding needs pairs"));
-        }
         if head_dim > 512 {
             return fail("head_dim", format_args!("{head_dim} is larger than 512"));
         }
@@ -267,11 +393,31 @@ impl ModelSpec {
                 format_args!("{} is not a small positive number", self.norm.epsilon),
             );
         }
-        if !(self.attention.rope.theta.is_finite() && self.attention.rope.theta > 0.0) {
-            return fail("rope_theta", format_args!("{} is not positive", self.attention.rope.theta));
+        let attention = &self.attention;
+        for rope in [&attention.rope, &attention.local_rope].into_iter().flatten() {
+            rope.check(head_dim)?;
         }
-        if let Some(reason) = self.attention.rope.scaling.problem(head_dim / 2) {
-            return fail("rope_scaling", format_args!("{reason}"));
+        if let Some(window) = &attention.sliding_window {
+            if window.size == 0 {
+                return fail("sliding_window", format_args!("must be at least 1"));
+            }
+            if window.layers.len() != self.num_layers as usize {
+                let (given, layers) = (window.layers.len(), self.num_layers);
+                return fail("layer_types", format_args!("tells of {given} layers; the model has {layers}"));
+            }
+        }
+        for (key, number) in [
+            ("query_pre_attn_scalar", attention.scale),
+            ("attn_logit_softcapping", attention.soft_cap),
+            ("final_logit_softcapping", self.logit_soft_cap),
+            ("hidden_size", self.embedding_scale),
+        ] {
+            if let Some(number) = number.filter(|number| !(number.is_finite() && *number > 0.0)) {
+                return fail(key, format_args!("{number} is not positive"));
+            }
+        }
+        if self.norm.kind == NormKind::Layer && (self.norm.one_plus_weight || self.norm.placement.after()) {
+            return fail("model_type", format_args!("LayerNorm stands before the parts of a block only"));
         }
         // Sizes are added up in u64 everywhere else; a layer stands for all of them.
         let elements = |block| -> u128 {

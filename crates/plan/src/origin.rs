@@ -5,8 +5,7 @@ use std::path::{Path, PathBuf};
 use plimsoll_model::catalogue;
 use plimsoll_model::tokenizer::{Tokenizer, TokenizerError};
 use plimsoll_model::{
-    Activation, AttentionSpec, MlpSpec, ModelError, ModelFiles, ModelSpec, NormKind, NormSpec, RopeScaling,
-    RopeSpec, SpecError,
+    Activation, AttentionSpec, MlpSpec, ModelError, ModelFiles, ModelSpec, NormSpec, RopeSpec, SpecError,
 };
 
 use crate::config::{RawConfig, TokenizerSource};
@@ -114,27 +113,28 @@ impl ModelOrigin {
             let reason = format!("{heads} does not divide hidden_size {hidden_size}; set head_dim");
             return Err(SpecError { key: "num_attention_heads", reason }.into());
         }
+        let head_dim = sizes.head_dim.unwrap_or(hidden_size / heads.max(1));
         let spec = ModelSpec {
             name: "from scratch".to_owned(),
             architecture: sizes.architecture().name().to_owned(),
             vocab_size,
             hidden_size,
             num_layers: u32::try_from(layers).unwrap_or(u32::MAX),
-            attention: AttentionSpec {
+            attention: AttentionSpec::plain(
                 heads,
-                kv_heads: sizes.num_key_value_heads.unwrap_or(heads),
-                head_dim: sizes.head_dim.unwrap_or(hidden_size / heads.max(1)),
-                qkv_bias: false,
-                output_bias: false,
-                rope: RopeSpec { theta: sizes.rope_theta(), scaling: RopeScaling::None },
-            },
+                sizes.num_key_value_heads.unwrap_or(heads),
+                head_dim,
+                RopeSpec::plain(head_dim, sizes.rope_theta()),
+            ),
             mlp: MlpSpec {
                 intermediate_size: need(sizes.intermediate_size, "intermediate_size")?,
                 activation: Activation::Silu,
                 gated: true,
                 bias: false,
             },
-            norm: NormSpec { kind: NormKind::Rms, epsilon: sizes.rms_norm_eps() },
+            norm: NormSpec::rms(sizes.rms_norm_eps()),
+            embedding_scale: None,
+            logit_soft_cap: None,
             tie_word_embeddings: sizes.tie_word_embeddings(),
             max_position_embeddings: sizes.max_position_embeddings.unwrap_or(config.data.sequence_length()),
             initializer_range: sizes.initializer_range(),

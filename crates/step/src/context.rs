@@ -3,22 +3,36 @@
 use plimsoll_device::{AttentionShape, Compute, DType, Device, Glu, Tensor};
 use plimsoll_model::{Activation, ModelSpec};
 
-use crate::rope::RopeTable;
+use crate::rope::{RopeTable, RopeTables};
 
-/// Shared by all blocks of a pass. N = batch * q_len tokens.
+/// What a block needs to know of its pass. N = batch * q_len tokens.
 pub(crate) struct Context<'a, D: Device> {
     pub device: &'a D,
     pub spec: &'a ModelSpec,
     /// Type of the residual stream and of saved activations.
     pub activations: DType,
     pub compute: Compute,
-    pub rope: &'a RopeTable,
+    pub ropes: &'a RopeTables,
+    /// The rotation of this layer.
+    pub rope: Option<&'a RopeTable>,
     /// u32 [N]: the position of every token in its sequence.
     pub positions: &'a Tensor,
     pub attention: AttentionShape,
 }
 
-impl<D: Device> Context<'_, D> {
+impl<'a, D: Device> Context<'a, D> {
+    /// The same for a layer: its window and its rotation.
+    pub fn layer(&self, layer: u32) -> Context<'a, D> {
+        let window = self.spec.attention.window(layer);
+        let attention = AttentionShape { window, ..self.attention };
+        Context { rope: self.ropes.of(window.is_some()), attention, ..*self }
+    }
+
+    /// The cap on logits.
+    pub fn logit_soft_cap(&self) -> Option<f32> {
+        self.spec.logit_soft_cap.map(|cap| cap as f32)
+    }
+
     /// The activation function of the feed-forward part.
     pub fn activation(&self) -> Glu {
         match self.spec.mlp.activation {
@@ -46,6 +60,8 @@ pub(crate) fn attention_shape(
         heads: attention.heads,
         kv_heads: attention.kv_heads,
         head_dim: attention.head_dim,
-        scale: (1.0 / (attention.head_dim as f64).sqrt()) as f32,
+        scale: attention.scale.unwrap_or_else(|| (attention.head_dim as f64).powf(-0.5)) as f32,
+        window: None,
+        soft_cap: attention.soft_cap.map(|cap| cap as f32),
     }
 }

@@ -7,9 +7,10 @@ use plimsoll_model::{BlockId, ModelSpec, Parameter};
 use crate::StepError;
 use crate::block;
 use crate::context::{Context, attention_shape};
+use crate::embedding;
 use crate::head::{Head, rows};
-use crate::inputs::{check_tokens, embed, positions};
-use crate::rope::RopeTable;
+use crate::inputs::{check_tokens, positions};
+use crate::rope::RopeTables;
 use crate::settings::Precision;
 use crate::store::{ResidentStore, WeightStore};
 
@@ -30,7 +31,7 @@ pub struct Decoder<'a, D: Device> {
     spec: ModelSpec,
     settings: DecodeSettings,
     weights: ResidentStore,
-    rope: RopeTable,
+    ropes: RopeTables,
     /// Keys and values of every layer, [context, KV] each.
     cache: Vec<(Tensor, Tensor)>,
     length: u64,
@@ -48,8 +49,8 @@ impl<'a, D: Device> Decoder<'a, D> {
             cache.push((alloc("k")?, alloc("v")?));
         }
         device.arena().enter(Phase::Setup, None);
-        let rope = RopeTable::new(device, &spec.attention.rope, spec.attention.head_dim, settings.context)?;
-        Ok(Decoder { device, spec, settings, weights, rope, cache, length: 0 })
+        let ropes = RopeTables::new(device, &spec, settings.context)?;
+        Ok(Decoder { device, spec, settings, weights, ropes, cache, length: 0 })
     }
 
     /// Sets every weight; `fill` writes a parameter's values in the given type and is not called on a dry device.
@@ -107,15 +108,16 @@ impl<'a, D: Device> Decoder<'a, D> {
             spec: &self.spec,
             activations: self.settings.precision.activations,
             compute: self.settings.precision.compute(),
-            rope: &self.rope,
+            ropes: &self.ropes,
+            rope: self.ropes.of(false),
             positions: &positions,
             attention: attention_shape(&self.spec, 1, n, past, self.settings.context),
         };
-        let mut x = embed(&ctx, &mut self.weights, &ids)?;
+        let mut x = embedding::forward(&ctx, &mut self.weights, &ids)?;
         for (layer, (keys, values)) in (0..).zip(&self.cache) {
             arena.enter(Phase::Generate, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
-            x = block::infer(&ctx, &weights, x, |qkv| {
+            x = block::infer(&ctx.layer(layer), &weights, x, |qkv| {
                 for (new, cache) in [(&qkv.k, keys), (&qkv.v, values)] {
                     let out = rows(cache, past, past + n)?;
                     device.run(Op::Cast { x: new, out: &out, rounding: Rounding::Nearest })?;
@@ -132,7 +134,7 @@ impl<'a, D: Device> Decoder<'a, D> {
         self.device.arena().enter(Phase::Generate, None);
         let last = rows(x, x.rows() - 1, x.rows())?;
         let head = Head::gather(&mut self.weights, self.spec.tie_word_embeddings)?;
-        let normed = head.norm(self.spec.norm.epsilon)?.forward(self.device, &last)?;
+        let normed = head.norm(&self.spec.norm)?.forward(self.device, &last)?;
         let logits = self.device.alloc(DType::F32, &[1, self.spec.vocab_size], Tag::Logits, "logits")?;
         head.linear()?.forward(
             self.device,
@@ -142,6 +144,10 @@ impl<'a, D: Device> Decoder<'a, D> {
             self.settings.precision.compute(),
         )?;
         head.release(&mut self.weights);
-        Ok(self.device.read_f32(&logits)?)
+        let mut logits = self.device.read_f32(&logits)?;
+        if let Some(cap) = self.spec.logit_soft_cap {
+            logits.iter_mut().for_each(|x| *x = (cap * (f64::from(*x) / cap).tanh()) as f32);
+        }
+        Ok(logits)
     }
 }

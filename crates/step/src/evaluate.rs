@@ -6,9 +6,10 @@ use plimsoll_model::{BlockId, ModelSpec, Parameter};
 
 use crate::StepError;
 use crate::block;
+use crate::embedding;
 use crate::head::{self, Head};
-use crate::inputs::{Inputs, embed};
-use crate::rope::RopeTable;
+use crate::inputs::Inputs;
+use crate::rope::RopeTables;
 use crate::settings::{MicroBatch, Precision};
 use crate::store::{ResidentStore, WeightStore};
 
@@ -17,7 +18,7 @@ pub(crate) struct Evaluation<'a, D: Device> {
     pub device: &'a D,
     pub spec: &'a ModelSpec,
     pub precision: Precision,
-    pub rope: &'a RopeTable,
+    pub ropes: &'a RopeTables,
     pub loss_chunk_tokens: u64,
 }
 
@@ -33,12 +34,12 @@ impl<D: Device> Evaluation<'_, D> {
         arena.enter(Phase::Forward, None);
         let length = micro_batch.tokens.len() as u64 / batch_size.max(1);
         let inputs = Inputs::upload(self.device, self.spec, batch_size, length, micro_batch)?;
-        let ctx = inputs.context(self.device, self.spec, self.precision, self.rope);
-        let mut x = embed(&ctx, store, &inputs.tokens)?;
+        let ctx = inputs.context(self.device, self.spec, self.precision, self.ropes);
+        let mut x = embedding::forward(&ctx, store, &inputs.tokens)?;
         for layer in 0..self.spec.num_layers {
             arena.enter(Phase::Forward, Some(layer));
             let weights = store.gather(BlockId::Layer(layer))?;
-            x = block::infer(&ctx, &weights, x, |qkv| Ok((qkv.k.clone(), qkv.v.clone())))?;
+            x = block::infer(&ctx.layer(layer), &weights, x, |qkv| Ok((qkv.k.clone(), qkv.v.clone())))?;
             store.release(BlockId::Layer(layer));
         }
         arena.enter(Phase::Loss, None);
@@ -56,7 +57,7 @@ pub struct Evaluator<'a, D: Device> {
     precision: Precision,
     loss_chunk_tokens: u64,
     weights: ResidentStore,
-    rope: RopeTable,
+    ropes: RopeTables,
 }
 
 impl<'a, D: Device> Evaluator<'a, D> {
@@ -70,8 +71,8 @@ impl<'a, D: Device> Evaluator<'a, D> {
     ) -> Result<Self, StepError> {
         let weights = ResidentStore::allocate(device, &spec, precision.weights, Tag::Weights)?;
         device.arena().enter(Phase::Setup, None);
-        let rope = RopeTable::new(device, &spec.attention.rope, spec.attention.head_dim, longest)?;
-        Ok(Evaluator { device, spec, precision, loss_chunk_tokens, weights, rope })
+        let ropes = RopeTables::new(device, &spec, longest)?;
+        Ok(Evaluator { device, spec, precision, loss_chunk_tokens, weights, ropes })
     }
 
     /// Sets every weight; `fill` writes a parameter's values in the given type and is not called on a dry device.
@@ -85,7 +86,7 @@ impl<'a, D: Device> Evaluator<'a, D> {
     /// Sum of token losses and number of targets of `batch_size` sequences of equal length.
     pub fn losses(&mut self, batch_size: u64, micro_batch: &MicroBatch<'_>) -> Result<(f64, u64), StepError> {
         let Evaluator { device, precision, loss_chunk_tokens, .. } = *self;
-        let pass = Evaluation { device, spec: &self.spec, precision, rope: &self.rope, loss_chunk_tokens };
+        let pass = Evaluation { device, spec: &self.spec, precision, ropes: &self.ropes, loss_chunk_tokens };
         pass.run(&mut self.weights, batch_size, micro_batch)
     }
 }

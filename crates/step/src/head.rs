@@ -3,7 +3,7 @@
 
 use plimsoll_device::{DType, Device, Op, Tensor};
 use plimsoll_memory::Tag;
-use plimsoll_model::{BlockId, Role};
+use plimsoll_model::{BlockId, NormSpec, Role};
 
 use crate::StepError;
 use crate::context::Context;
@@ -35,8 +35,8 @@ impl Head {
     }
 
     /// The final norm.
-    pub fn norm(&self, epsilon: f64) -> Result<Norm<'_>, StepError> {
-        self.own.norm(Role::FinalNorm, Role::FinalNormBias, epsilon)
+    pub fn norm(&self, spec: &NormSpec) -> Result<Norm<'_>, StepError> {
+        self.own.norm(Role::FinalNorm, Some(Role::FinalNormBias), spec)
     }
 
     /// The projection to logits.
@@ -58,9 +58,9 @@ pub(crate) fn loss<D: Device>(
     losses: &Tensor,
     chunk_tokens: u64,
 ) -> Result<(), StepError> {
-    let normed = head.norm(ctx.spec.norm.epsilon)?.forward(ctx.device, x)?;
+    let normed = head.norm(&ctx.spec.norm)?.forward(ctx.device, x)?;
     for_each_chunk(ctx, &head.linear()?, &normed.out, targets, losses, chunk_tokens, |chunk| {
-        ctx.device.run(chunk.cross_entropy(None))?;
+        ctx.device.run(chunk.cross_entropy(ctx.logit_soft_cap(), None))?;
         Ok(())
     })
 }
@@ -76,18 +76,20 @@ pub(crate) fn loss_and_backward<D: Device>(
     scale: f32,
     gradients: &mut Gradients,
 ) -> Result<Tensor, StepError> {
-    let norm = head.norm(ctx.spec.norm.epsilon)?;
+    let norm = head.norm(&ctx.spec.norm)?;
     let linear = head.linear()?;
     let normed = norm.forward(ctx.device, x)?;
     for_each_chunk(ctx, &linear, &normed.out, targets, losses, chunk_tokens, |chunk| {
-        ctx.device.run(chunk.cross_entropy(Some(scale)))?;
+        ctx.device.run(chunk.cross_entropy(ctx.logit_soft_cap(), Some(scale)))?;
         linear.backward_weight(ctx.device, gradients, &chunk.logits, &chunk.normed, ctx.compute)?;
         // The normed chunk has served; its gradient takes its place.
         linear.backward_input(ctx.device, &chunk.logits, &chunk.normed, false, ctx.compute)
     })?;
     let dx = ctx.device.alloc(ctx.activations, &[x.rows(), x.columns()], Tag::Activations, "dresidual")?;
     ctx.device.run(Op::Fill { out: &dx, value: 0.0 })?;
-    norm.backward(ctx.device, gradients, x, &normed.statistics, &normed.out, &dx)?;
+    if let Some(statistics) = &normed.statistics {
+        norm.backward(ctx.device, gradients, x, statistics, &normed.out, &dx)?;
+    }
     Ok(dx)
 }
 
@@ -101,11 +103,12 @@ struct Chunk {
 }
 
 impl Chunk {
-    fn cross_entropy(&self, gradient_scale: Option<f32>) -> Op<'_> {
+    fn cross_entropy(&self, soft_cap: Option<f32>, gradient_scale: Option<f32>) -> Op<'_> {
         Op::CrossEntropy {
             logits: &self.logits,
             targets: &self.targets,
             losses: &self.losses,
+            soft_cap,
             gradient_scale,
         }
     }
@@ -147,7 +150,12 @@ pub(crate) fn rows(x: &Tensor, start: u64, end: u64) -> Result<Tensor, StepError
 }
 
 fn column(x: &Tensor) -> Result<Tensor, StepError> {
-    x.reshape(&[x.elements(), 1]).ok_or_else(|| mismatch("reshape", x))
+    reshaped(x, &[x.elements(), 1])
+}
+
+/// The same memory in another shape.
+pub(crate) fn reshaped(x: &Tensor, sizes: &[u64]) -> Result<Tensor, StepError> {
+    x.reshape(sizes).ok_or_else(|| mismatch("reshape", x))
 }
 
 fn mismatch(op: &'static str, x: &Tensor) -> StepError {

@@ -1,14 +1,13 @@
-//! The tokens of one pass in device memory, and the residual stream's beginning.
+//! The tokens of one pass in device memory.
 
-use plimsoll_device::{DType, Device, IGNORED_TARGET, Op, Tensor};
+use plimsoll_device::{DType, Device, IGNORED_TARGET, Tensor};
 use plimsoll_memory::Tag;
-use plimsoll_model::{BlockId, ModelSpec, Role};
+use plimsoll_model::ModelSpec;
 
 use crate::StepError;
 use crate::context::{Context, attention_shape};
-use crate::rope::RopeTable;
+use crate::rope::RopeTables;
 use crate::settings::{MicroBatch, Precision};
-use crate::store::WeightStore;
 
 /// One pass's tokens, u32 [N] each, and the place of its losses, f32 [N].
 pub(crate) struct Inputs {
@@ -52,7 +51,7 @@ impl Inputs {
         device: &'a D,
         spec: &'a ModelSpec,
         precision: Precision,
-        rope: &'a RopeTable,
+        ropes: &'a RopeTables,
     ) -> Context<'a, D> {
         let length = self.sequence_length;
         Context {
@@ -60,7 +59,8 @@ impl Inputs {
             spec,
             activations: precision.activations,
             compute: precision.compute(),
-            rope,
+            ropes,
+            rope: ropes.of(false),
             positions: &self.positions,
             attention: attention_shape(spec, self.batch_size, length, 0, length),
         }
@@ -96,19 +96,4 @@ pub(crate) fn positions<D: Device>(
         }
     })?;
     Ok(positions)
-}
-
-/// The embeddings of `tokens` [N, H].
-pub(crate) fn embed<D: Device>(
-    ctx: &Context<'_, D>,
-    store: &mut dyn WeightStore,
-    tokens: &Tensor,
-) -> Result<Tensor, StepError> {
-    let weights = store.gather(BlockId::Embedding)?;
-    let table = weights.get(Role::TokenEmbedding)?;
-    let sizes = [tokens.elements(), ctx.spec.hidden_size];
-    let out = ctx.device.alloc(ctx.activations, &sizes, Tag::Activations, "residual")?;
-    ctx.device.run(Op::Embedding { tokens, table, out: &out })?;
-    store.release(BlockId::Embedding);
-    Ok(out)
 }

@@ -8,6 +8,7 @@
 mod block;
 mod context;
 mod decode;
+mod embedding;
 mod error;
 mod evaluate;
 mod gradients;

@@ -13,10 +13,11 @@ pub(crate) struct Norm<'a> {
     pub role: Role,
     /// [H]
     pub weight: &'a Tensor,
-    pub bias_role: Role,
     /// [H]; its presence makes this a LayerNorm.
-    pub bias: Option<&'a Tensor>,
+    pub bias: Option<(Role, &'a Tensor)>,
     pub epsilon: f32,
+    /// Added to the weight of an RMSNorm.
+    pub weight_offset: f32,
 }
 
 /// A norm's output and the statistics that its backward pass needs.
@@ -24,7 +25,8 @@ pub(crate) struct Norm<'a> {
 pub(crate) struct Normed {
     /// [N, H]
     pub out: Tensor,
-    pub statistics: Statistics,
+    /// None where nothing was normalised.
+    pub statistics: Option<Statistics>,
 }
 
 /// f32 [N] each.
@@ -38,15 +40,15 @@ impl Norm<'_> {
     /// Normalises x [N, H].
     pub fn forward<D: Device>(&self, device: &D, x: &Tensor) -> Result<Normed, StepError> {
         let rows = x.rows();
-        let out = device.alloc(x.dtype(), &[rows, x.columns()], Tag::Activations, "norm")?;
+        let out = device.alloc(x.dtype(), x.shape().dims(), Tag::Activations, "norm")?;
         let rstd = device.alloc(DType::F32, &[rows], Tag::Activations, "norm.rstd")?;
-        let (weight, epsilon) = (self.weight, self.epsilon);
+        let Norm { weight, epsilon, weight_offset, .. } = *self;
         let mean = match self.bias {
             None => {
-                device.run(Op::RmsNorm { x, weight, epsilon, out: &out, rstd: &rstd })?;
+                device.run(Op::RmsNorm { x, weight, weight_offset, epsilon, out: &out, rstd: &rstd })?;
                 None
             }
-            Some(bias) => {
+            Some((_, bias)) => {
                 let mean = device.alloc(DType::F32, &[rows], Tag::Activations, "norm.mean")?;
                 device.run(Op::LayerNorm {
                     x,
@@ -60,7 +62,7 @@ impl Norm<'_> {
                 Some(mean)
             }
         };
-        Ok(Normed { out, statistics: Statistics { mean, rstd } })
+        Ok(Normed { out, statistics: Some(Statistics { mean, rstd }) })
     }
 
     /// dx += gradient through the norm; the gradients of its weights are added to theirs.
@@ -75,12 +77,9 @@ impl Norm<'_> {
     ) -> Result<(), StepError> {
         let (dweight, accumulate_weight) = gradients.target(self.block, self.role)?;
         let (weight, rstd, dweight) = (self.weight, &statistics.rstd, &dweight);
-        match &statistics.mean {
-            None => {
-                device.run(Op::RmsNormBackward { x, weight, rstd, dout, dx, dweight, accumulate_weight })?
-            }
-            Some(mean) => {
-                let (dbias, _) = gradients.target(self.block, self.bias_role)?;
+        match (&statistics.mean, self.bias) {
+            (Some(mean), Some((bias_role, _))) => {
+                let (dbias, _) = gradients.target(self.block, bias_role)?;
                 let dbias = &dbias;
                 device.run(Op::LayerNormBackward {
                     x,
@@ -94,6 +93,16 @@ impl Norm<'_> {
                     accumulate_weight,
                 })?;
             }
+            _ => device.run(Op::RmsNormBackward {
+                x,
+                weight,
+                weight_offset: self.weight_offset,
+                rstd,
+                dout,
+                dx,
+                dweight,
+                accumulate_weight,
+            })?,
         }
         Ok(())
     }

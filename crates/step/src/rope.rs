@@ -4,11 +4,36 @@ use std::f64::consts::TAU;
 
 use plimsoll_device::{DType, Device, Tensor};
 use plimsoll_memory::Tag;
-use plimsoll_model::{RopeScaling, RopeSpec};
+use plimsoll_model::{ModelSpec, RopeScaling, RopeSpec};
 
 use crate::StepError;
 
-/// cos and sin of every position and frequency, f32 [positions, head_dim / 2] each.
+/// The tables of a model: none where positions are learned, a second one where layers with a window have their own.
+#[derive(Debug)]
+pub(crate) struct RopeTables {
+    global: Option<RopeTable>,
+    local: Option<RopeTable>,
+}
+
+impl RopeTables {
+    /// The tables for positions `0..positions`.
+    pub fn new<D: Device>(device: &D, spec: &ModelSpec, positions: u64) -> Result<Self, StepError> {
+        let table = |rope: &Option<RopeSpec>| -> Result<Option<RopeTable>, StepError> {
+            rope.as_ref().map(|rope| RopeTable::new(device, rope, positions)).transpose()
+        };
+        Ok(RopeTables { global: table(&spec.attention.rope)?, local: table(&spec.attention.local_rope)? })
+    }
+
+    /// The table of layers with or without a window.
+    pub fn of(&self, windowed: bool) -> Option<&RopeTable> {
+        match &self.local {
+            Some(local) if windowed => Some(local),
+            _ => self.global.as_ref(),
+        }
+    }
+}
+
+/// cos and sin of every position and frequency, f32 [positions, dims / 2] each.
 #[derive(Debug)]
 pub(crate) struct RopeTable {
     pub cos: Tensor,
@@ -17,16 +42,11 @@ pub(crate) struct RopeTable {
 
 impl RopeTable {
     /// The table for positions `0..positions`.
-    pub fn new<D: Device>(
-        device: &D,
-        rope: &RopeSpec,
-        head_dim: u64,
-        positions: u64,
-    ) -> Result<Self, StepError> {
-        let sizes = [positions, head_dim / 2];
+    pub fn new<D: Device>(device: &D, rope: &RopeSpec, positions: u64) -> Result<Self, StepError> {
+        let sizes = [positions, rope.dims / 2];
         let cos = device.alloc(DType::F32, &sizes, Tag::Workspace, "rope.cos")?;
         let sin = device.alloc(DType::F32, &sizes, Tag::Workspace, "rope.sin")?;
-        let (frequencies, magnitude) = frequencies(rope, head_dim, positions);
+        let (frequencies, magnitude) = frequencies(rope, positions);
         for (table, function) in [(&cos, f64::cos as fn(f64) -> f64), (&sin, f64::sin)] {
             device.write(table, &mut |bytes| {
                 let rows = bytes.chunks_exact_mut(4 * frequencies.len().max(1));
@@ -44,9 +64,9 @@ impl RopeTable {
 }
 
 /// Inverse frequencies of the pairs, and the factor on cos and sin. `length` is the longest sequence in use.
-pub(crate) fn frequencies(rope: &RopeSpec, head_dim: u64, length: u64) -> (Vec<f32>, f64) {
-    let d = head_dim as f64;
-    let pairs = head_dim / 2;
+pub(crate) fn frequencies(rope: &RopeSpec, length: u64) -> (Vec<f32>, f64) {
+    let d = rope.dims as f64;
+    let pairs = rope.dims / 2;
     let plain = |base: f64| (0..pairs).map(move |i| 1.0 / base.powf(2.0 * i as f64 / d));
     let as_f32 = |list: &mut dyn Iterator<Item = f64>| list.map(|f| f as f32).collect::<Vec<f32>>();
     match &rope.scaling {
@@ -121,8 +141,8 @@ mod tests {
 
     /// Expected inverse frequencies were computed by hand from the published rules.
     fn check(scaling: RopeScaling, length: u64, index: usize, expected: f64, magnitude: f64) {
-        let rope = RopeSpec { theta: 10_000.0, scaling };
-        let (frequencies, factor) = frequencies(&rope, 8, length);
+        let rope = RopeSpec { dims: 8, theta: 10_000.0, scaling };
+        let (frequencies, factor) = frequencies(&rope, length);
         assert_eq!(frequencies.len(), 4);
         assert!(
             (f64::from(frequencies[index]) / expected - 1.0).abs() < 1e-6,

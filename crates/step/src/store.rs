@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use plimsoll_device::{DType, Device, DeviceError, Tensor};
 use plimsoll_memory::{Phase, Tag};
-use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
+use plimsoll_model::{BlockId, ModelSpec, NormSpec, Parameter, Role};
 
 use crate::StepError;
 use crate::linear::Linear;
@@ -49,15 +49,29 @@ impl BlockWeights {
         })
     }
 
-    pub(crate) fn norm(&self, weight: Role, bias: Role, epsilon: f64) -> Result<Norm<'_>, StepError> {
-        let epsilon = epsilon as f32;
+    /// A norm that the block may have.
+    pub(crate) fn optional_norm(
+        &self,
+        weight: Role,
+        bias: Option<Role>,
+        spec: &NormSpec,
+    ) -> Result<Option<Norm<'_>>, StepError> {
+        self.find(weight).map(|_| self.norm(weight, bias, spec)).transpose()
+    }
+
+    pub(crate) fn norm(
+        &self,
+        weight: Role,
+        bias: Option<Role>,
+        spec: &NormSpec,
+    ) -> Result<Norm<'_>, StepError> {
         Ok(Norm {
             block: self.block,
             role: weight,
             weight: self.get(weight)?,
-            bias_role: bias,
-            bias: self.find(bias),
-            epsilon,
+            bias: bias.and_then(|role| Some((role, self.find(role)?))),
+            epsilon: spec.epsilon as f32,
+            weight_offset: if spec.one_plus_weight { 1.0 } else { 0.0 },
         })
     }
 }
@@ -145,12 +159,17 @@ pub(crate) fn layer_of(block: BlockId) -> Option<u32> {
 pub(crate) fn role_name(role: Role) -> &'static str {
     match role {
         Role::TokenEmbedding => "embed_tokens",
+        Role::PositionEmbedding => "embed_positions",
         Role::AttentionNorm | Role::AttentionNormBias => "input_layernorm",
         Role::QProj | Role::QBias => "q_proj",
         Role::KProj | Role::KBias => "k_proj",
         Role::VProj | Role::VBias => "v_proj",
         Role::OProj | Role::OBias => "o_proj",
-        Role::MlpNorm | Role::MlpNormBias => "post_attention_layernorm",
+        Role::QNorm => "q_norm",
+        Role::KNorm => "k_norm",
+        Role::PostAttentionNorm => "attention_out_layernorm",
+        Role::MlpNorm | Role::MlpNormBias => "mlp_layernorm",
+        Role::PostMlpNorm => "mlp_out_layernorm",
         Role::GateProj | Role::GateBias => "gate_proj",
         Role::UpProj | Role::UpBias => "up_proj",
         Role::DownProj | Role::DownBias => "down_proj",

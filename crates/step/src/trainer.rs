@@ -2,18 +2,19 @@
 
 use plimsoll_device::{DType, Device, Op, Rounding, Tensor};
 use plimsoll_memory::{Phase, Tag};
-use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
+use plimsoll_model::{BlockId, ModelSpec, Parameter};
 use plimsoll_parallel::Communicator;
 
 use crate::StepError;
 use crate::block;
+use crate::embedding;
 use crate::evaluate::Evaluation;
 use crate::gradients::Gradients;
 use crate::head::{self, Head, rows};
-use crate::inputs::{Inputs, embed};
+use crate::inputs::Inputs;
 use crate::optimizer::{Optimizer, Update};
 use crate::policy::SavePolicy;
-use crate::rope::RopeTable;
+use crate::rope::RopeTables;
 use crate::settings::{GradientClipping, MicroBatch, StepSettings};
 use crate::store::{BlockWeights, ResidentStore, WeightStore};
 
@@ -28,7 +29,7 @@ pub struct Trainer<'a, D: Device> {
     weights: ResidentStore,
     gradients: Gradients,
     optimizer: Optimizer,
-    rope: RopeTable,
+    ropes: RopeTables,
     /// f32 [parameters, 1]: where the squared norms of the gradients meet.
     squared_norms: Tensor,
     steps_done: u64,
@@ -84,8 +85,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         let gradients = Gradients::allocate(device, &spec, precision)?;
         device.arena().enter(Phase::Setup, None);
         let parameters = spec.parameters();
-        let rope =
-            RopeTable::new(device, &spec.attention.rope, spec.attention.head_dim, settings.sequence_length)?;
+        let ropes = RopeTables::new(device, &spec, settings.sequence_length)?;
         let squared_norms =
             device.alloc(DType::F32, &[parameters.len() as u64, 1], Tag::Workspace, "grad_norm")?;
         let policy = SavePolicy::new(settings.checkpointing, spec.num_layers);
@@ -99,7 +99,7 @@ impl<'a, D: Device> Trainer<'a, D> {
             weights,
             gradients,
             optimizer,
-            rope,
+            ropes,
             squared_norms,
             steps_done: 0,
         })
@@ -216,13 +216,13 @@ impl<'a, D: Device> Trainer<'a, D> {
         let arena = device.arena();
         arena.enter(Phase::Forward, None);
         let inputs = Inputs::upload(device, spec, batch_size, sequence_length, micro_batch)?;
-        let ctx = inputs.context(device, spec, precision, &self.rope);
-        let mut x = embed(&ctx, &mut self.weights, &inputs.tokens)?;
+        let ctx = inputs.context(device, spec, precision, &self.ropes);
+        let mut x = embedding::forward(&ctx, &mut self.weights, &inputs.tokens)?;
         let mut kept = Vec::with_capacity(spec.num_layers as usize);
         for layer in 0..spec.num_layers {
             arena.enter(Phase::Forward, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
-            let (out, saved) = block::forward(&ctx, &weights, self.policy.layer(layer), x)?;
+            let (out, saved) = block::forward(&ctx.layer(layer), &weights, self.policy.layer(layer), x)?;
             self.weights.release(BlockId::Layer(layer));
             kept.push(saved);
             x = out;
@@ -248,12 +248,11 @@ impl<'a, D: Device> Trainer<'a, D> {
             let layer = kept.len() as u32;
             arena.enter(Phase::Backward, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
-            block::backward(&ctx, &weights, saved, &dx, &mut self.gradients)?;
+            block::backward(&ctx.layer(layer), &weights, saved, &dx, &mut self.gradients)?;
             self.weights.release(BlockId::Layer(layer));
         }
         arena.enter(Phase::Backward, None);
-        let dtable = self.gradients.scatter_target(device, BlockId::Embedding, Role::TokenEmbedding)?;
-        device.run(Op::EmbeddingBackward { tokens: &inputs.tokens, dout: &dx, dtable: &dtable })?;
+        embedding::backward(&ctx, &inputs.tokens, &dx, &mut self.gradients)?;
         inputs.sum_of_losses(device)
     }
 
@@ -270,7 +269,7 @@ impl<'a, D: Device> Trainer<'a, D> {
             device: self.device,
             spec: &self.spec,
             precision,
-            rope: &self.rope,
+            ropes: &self.ropes,
             loss_chunk_tokens,
         };
         pass.run(store, batch_size, micro_batch)

@@ -4,10 +4,11 @@ mod common;
 
 use common::*;
 use plimsoll_device::{Cpu, CpuOptions, Device, Dry, IGNORED_TARGET};
+use plimsoll_model::ModelSpec;
 use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError};
 
-fn decoder<'a, D: Device>(device: &'a D, settings: DecodeSettings) -> Decoder<'a, D> {
-    let mut decoder = Decoder::new(device, llama(), settings).unwrap();
+fn decoder<D: Device>(device: &D, spec: ModelSpec, settings: DecodeSettings) -> Decoder<'_, D> {
+    let mut decoder = Decoder::new(device, spec, settings).unwrap();
     decoder
         .load::<StepError>(|p, dtype, out| {
             write_values(&values(p), dtype, out);
@@ -33,24 +34,27 @@ fn loss(logits: &[f32], target: u32) -> f64 {
 
 #[test]
 fn token_by_token_gives_the_losses_of_the_whole() {
-    let (tokens, _) = tokens(4, 1, 16);
-    let device = device();
-    let mut evaluator = Evaluator::new(&device, llama(), Precision::F32, 16, 16).unwrap();
-    evaluator
-        .load::<StepError>(|p, dtype, out| {
-            write_values(&values(p), dtype, out);
-            Ok(())
-        })
-        .unwrap();
-    let other = self::device();
-    let mut one = decoder(&other, settings(5));
-    for last in 1..16 {
-        let mut targets = vec![IGNORED_TARGET; 16];
-        targets[last - 1] = tokens[last];
-        let (sum, count) = evaluator.losses(1, &MicroBatch { tokens: &tokens, targets: &targets }).unwrap();
-        assert_eq!(count, 1);
-        let logits = one.append(&tokens[last - 1..last]).unwrap();
-        assert!((loss(&logits, tokens[last]) - sum).abs() < 1e-4, "{last}");
+    for spec in families() {
+        let (tokens, _) = tokens(4, 1, 16);
+        let device = device();
+        let mut evaluator = Evaluator::new(&device, spec.clone(), Precision::F32, 16, 16).unwrap();
+        evaluator
+            .load::<StepError>(|p, dtype, out| {
+                write_values(&values(p), dtype, out);
+                Ok(())
+            })
+            .unwrap();
+        let other = self::device();
+        let mut one = decoder(&other, spec, settings(5));
+        for last in 1..16 {
+            let mut targets = vec![IGNORED_TARGET; 16];
+            targets[last - 1] = tokens[last];
+            let batch = MicroBatch { tokens: &tokens, targets: &targets };
+            let (sum, count) = evaluator.losses(1, &batch).unwrap();
+            assert_eq!(count, 1);
+            let logits = one.append(&tokens[last - 1..last]).unwrap();
+            assert!((loss(&logits, tokens[last]) - sum).abs() < 1e-4, "{last}");
+        }
     }
 }
 
@@ -59,7 +63,7 @@ fn prompts_in_chunks_give_the_same_next_token() {
     let (tokens, _) = tokens(6, 1, 17);
     let logits = |chunk| {
         let device = device();
-        decoder(&device, settings(chunk)).append(&tokens).unwrap()
+        decoder(&device, llama(), settings(chunk)).append(&tokens).unwrap()
     };
     let whole = logits(17);
     for chunk in [1, 2, 5, 16] {
@@ -72,7 +76,7 @@ fn prompts_in_chunks_give_the_same_next_token() {
 #[test]
 fn the_context_ends_with_an_error_and_can_be_cut_back() {
     let device = device();
-    let mut decoder = decoder(&device, settings(8));
+    let mut decoder = decoder(&device, llama(), settings(8));
     let first = decoder.append(&[1, 2, 3]).unwrap();
     let error = decoder.append(&[0; 18]).unwrap_err().to_string();
     assert_eq!(error, "21 tokens do not fit the context of 20");
@@ -87,7 +91,7 @@ fn planned_and_measured_peaks_are_equal() {
     planned.append(&[0; 11]).unwrap();
     planned.append(&[0]).unwrap();
     let device = device();
-    let mut real = decoder(&device, settings(8));
+    let mut real = decoder(&device, llama(), settings(8));
     real.append(&[5; 11]).unwrap();
     real.append(&[7]).unwrap();
     assert_eq!(device.arena().high_water(), dry.arena().high_water());

@@ -4,12 +4,12 @@ mod common;
 
 use common::*;
 use plimsoll_device::Device;
-use plimsoll_model::ModelSpec;
+use plimsoll_model::{ModelSpec, Role};
 use plimsoll_step::{Checkpointing, GradientClipping, MicroBatch, Precision, StepSettings};
 
 fn every_case() -> Vec<(ModelSpec, StepSettings)> {
     let mut cases = Vec::new();
-    for spec in [llama(), biased()] {
+    for spec in families() {
         for precision in [Precision::F32, BF16_WITH_MASTERS, PURE_BF16] {
             for checkpointing in [Checkpointing::None, Checkpointing::Full] {
                 cases.push((spec.clone(), StepSettings { precision, checkpointing, ..settings(2, 9) }));
@@ -64,7 +64,7 @@ fn training_learns_in_every_precision() {
 
 #[test]
 fn narrow_precision_stays_near_f32() {
-    for spec in [llama(), biased()] {
+    for spec in families() {
         let loss = |precision| train(&spec, &StepSettings { precision, ..settings(2, 9) }, 2, 1).0[0];
         let exact = loss(Precision::F32);
         for precision in [BF16_WITH_MASTERS, PURE_BF16] {
@@ -75,7 +75,7 @@ fn narrow_precision_stays_near_f32() {
 
 #[test]
 fn micro_batches_add_up_to_the_large_batch() {
-    for spec in [llama(), biased()] {
+    for spec in families() {
         let (tokens, targets) = tokens(5, 4, 9);
         let gradients = |parts: usize| {
             let settings = settings(4 / parts as u64, 9);
@@ -100,7 +100,7 @@ fn micro_batches_add_up_to_the_large_batch() {
         let (sum, parts) = gradients(4);
         assert!((loss - sum).abs() < 1e-6);
         for (a, b) in whole.iter().flatten().zip(parts.iter().flatten()) {
-            assert!((a - b).abs() < 1e-6 + 1e-4 * a.abs(), "{a} {b}");
+            assert!((a - b).abs() < 4e-6 + 1e-4 * a.abs(), "{a} {b}");
         }
     }
 }
@@ -108,7 +108,7 @@ fn micro_batches_add_up_to_the_large_batch() {
 /// The derivative along the gradient is the gradient's squared norm.
 #[test]
 fn gradients_are_derivatives_of_the_loss() {
-    for spec in [llama(), biased()] {
+    for spec in families() {
         let settings = StepSettings { clipping: GradientClipping::None, ..settings(1, 12) };
         let (tokens, targets) = tokens(9, 1, 12);
         let batch = MicroBatch { tokens: &tokens, targets: &targets };
@@ -118,6 +118,11 @@ fn gradients_are_derivatives_of_the_loss() {
             trainer.accumulate(&[batch]).unwrap();
             let gradient = device.read_f32(trainer.gradient(&p).unwrap()).unwrap();
             let square: f64 = gradient.iter().map(|g| f64::from(*g).powi(2)).sum();
+            // A bias of the keys alone changes no probability where nothing is rotated.
+            if square < 1e-12 {
+                assert!(p.role == Role::KBias && spec.attention.rope.is_none(), "{}: {square}", p.name);
+                continue;
+            }
             let size = 2e-3 / square.sqrt();
             let mut loss_at = |distance: f64| {
                 trainer

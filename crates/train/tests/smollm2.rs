@@ -123,17 +123,13 @@ fn gradients_and_steps_are_those_of_the_reference() {
     let mut trainer = Trainer::new(&device, spec.clone(), settings, &Solo).unwrap();
     trainer.load(load(&files)).unwrap();
     trainer.accumulate(&[batch]).unwrap();
-    let mut far = Vec::new();
     for p in spec.parameters() {
         let gradient = device.read_f32(trainer.gradient(&p).unwrap()).unwrap();
         let norm = gradient.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
         let error = (norm / reference["gradient_norms"][&p.name].as_f64().unwrap() - 1.0).abs();
-        assert!(error < GRADIENT_NORM_BOUND, "{}: {error:e}", p.name);
-        if error > 1e-3 {
-            far.push(p.name);
-        }
+        // The reference itself, computed in f32, is up to 3.1e-4 from the same in f64.
+        assert!(error < 5e-4, "{}: {error:e}", p.name);
     }
-    assert!(far.len() <= 2, "{far:?}");
     for (i, expected) in reference["loss_per_step"].as_array().unwrap()[..5].iter().enumerate() {
         let outcome = trainer.step(&[batch], 1e-5).unwrap();
         assert!((outcome.loss - expected.as_f64().unwrap()).abs() < 2e-3, "{i}: {} {expected}", outcome.loss);
@@ -142,11 +138,6 @@ fn gradients_and_steps_are_those_of_the_reference() {
     }
     assert_eq!(device.arena().high_water(), dry.peak_bytes());
 }
-
-/// All but two of the 272 norms are within 1e-3 of the reference. Those two, the last layers' norms after attention, where a
-/// few tokens with a very large residual stream cancel, are between 1e-3 and this; PyTorch in f64 is 3e-4 from the
-/// reference there.
-const GRADIENT_NORM_BOUND: f64 = 2e-3;
 
 #[test]
 fn greedy_continuations_are_identical() {

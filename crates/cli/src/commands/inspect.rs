@@ -46,7 +46,7 @@ pub fn run(args: &InspectArgs) -> Result<(), Failure> {
             "num_attention_heads": attention.heads,
             "num_key_value_heads": attention.kv_heads,
             "head_dim": attention.head_dim,
-            "rope_theta": attention.rope.theta,
+            "rope_theta": attention.rope.as_ref().map(|rope| rope.theta),
             "max_position_embeddings": spec.max_position_embeddings,
             "tie_word_embeddings": spec.tie_word_embeddings,
             "eos_tokens": spec.eos_tokens,

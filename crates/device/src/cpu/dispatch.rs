@@ -7,6 +7,7 @@ use std::sync::Arc;
 use plimsoll_memory::{Arena, Reservation, Tier};
 
 use super::kernels::column_sums::MAX_PARTIAL_COLUMNS;
+use super::kernels::rms_norm::Weight;
 use super::kernels::rope::Angles;
 use super::kernels::{
     Exec, Simd, activation, adamw, attention, cast, column_sums, cross_entropy, elementwise, embedding,
@@ -174,16 +175,17 @@ impl Cpu {
                 );
             }
 
-            Op::RmsNorm { x, weight, epsilon, out, rstd } => {
+            Op::RmsNorm { x, weight, weight_offset, epsilon, out, rstd } => {
                 let (out, rstd) = (t.floats_mut(out), t.f32s_mut(rstd));
-                rms_norm::rms_norm(exec, t.floats(x), t.floats(weight), epsilon, out, rstd);
+                let weight = Weight { values: t.floats(weight), offset: weight_offset };
+                rms_norm::rms_norm(exec, t.floats(x), weight, epsilon, out, rstd);
             }
-            Op::RmsNormBackward { x, weight, rstd, dout, dx, dweight, accumulate_weight } => {
+            Op::RmsNormBackward { x, weight, weight_offset, rstd, dout, dx, dweight, accumulate_weight } => {
                 fits_workspace(name, dweight, 1)?;
                 rms_norm::rms_norm_backward(
                     exec,
                     t.floats(x),
-                    t.floats(weight),
+                    Weight { values: t.floats(weight), offset: weight_offset },
                     t.f32s(rstd),
                     t.floats(dout),
                     t.floats_mut(dx),
@@ -235,20 +237,21 @@ impl Cpu {
                 column_sums::bias_backward(exec, t.floats(dout), t.floats_mut(dbias), accumulate, partials);
             }
 
-            Op::Rope { x, positions, cos, sin, inverse } => {
+            Op::Rope { x, positions, cos, sin, head_dim, inverse } => {
                 in_table(name, "position", t.u32s(positions), cos.rows(), cos)?;
                 let angles = Angles { cos: t.f32s(cos), sin: t.f32s(sin), pairs: cos.columns() as usize };
-                rope::rope(exec, t.floats_mut(x), t.u32s(positions), angles, inverse);
+                let head_dim = head_dim as usize;
+                rope::rope(exec, t.floats_mut(x), t.u32s(positions), angles, head_dim, inverse);
             }
             Op::Attention { q, k, v, out, lse, shape, compute } => {
                 let (out, lse) = (t.floats_mut(out), t.f32s_mut(lse));
                 attention::forward(exec, [q, k, v].map(|x| t.floats(x)), out, lse, shape, compute);
             }
-            Op::AttentionBackward { q, k, v, out, lse, dout, delta, dq, dk, dv, shape, compute } => {
+            Op::AttentionBackward { q, k, v, out, lse, dout, delta, sums, dq, dk, dv, shape, compute } => {
                 let inputs = [q, k, v, out, dout].map(|x| t.floats(x));
                 let gradients = [dq, dk, dv].map(|x| t.floats_mut(x));
-                let (lse, delta) = (t.f32s(lse), t.f32s_mut(delta));
-                attention::backward(exec, inputs, lse, delta, gradients, shape, compute);
+                let (lse, delta, sums) = (t.f32s(lse), t.f32s_mut(delta), sums.map(|x| t.f32s_mut(x)));
+                attention::backward(exec, inputs, lse, delta, gradients, sums, shape, compute);
             }
 
             Op::Gated { gate, up, out, activation } => {
@@ -268,10 +271,10 @@ impl Cpu {
                 activation::activate_backward(exec, x, dout, t.floats_mut(dx), activation);
             }
 
-            Op::CrossEntropy { logits, targets, losses, gradient_scale } => {
+            Op::CrossEntropy { logits, targets, losses, soft_cap, gradient_scale } => {
                 in_table(name, "target", t.u32s(targets), logits.columns(), logits)?;
                 let (logits, losses) = (t.f32s_mut(logits), t.f32s_mut(losses));
-                cross_entropy::cross_entropy(exec, logits, t.u32s(targets), losses, gradient_scale);
+                cross_entropy::cross_entropy(exec, logits, t.u32s(targets), losses, soft_cap, gradient_scale);
             }
 
             Op::SumSquares { x, out } => {

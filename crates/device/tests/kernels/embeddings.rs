@@ -93,11 +93,41 @@ fn rope() {
             check(
                 &format!("{n} {heads} {pairs} {dtype} {inverse}"),
                 &[x, Operand::u32s(&positions), cos, sin],
-                |t| Op::Rope { x: &t[0], positions: &t[1], cos: &t[2], sin: &t[3], inverse },
+                |t| Op::Rope {
+                    x: &t[0],
+                    positions: &t[1],
+                    cos: &t[2],
+                    sin: &t[3],
+                    head_dim: 2 * pairs as u64,
+                    inverse,
+                },
                 &[Expected { operand: 0, values, tolerance: 2e-7 }],
             );
         }
     }
+}
+
+/// Only the first values of each head turn where there are fewer angles.
+#[test]
+fn partial_rope() {
+    let (n, heads, pairs, head_dim) = (5, 3, 2, 10);
+    let positions: Vec<u32> = (0..n as u32).map(|i| i * 7).collect();
+    let [cos, sin] = angles(pairs);
+    let x = Operand::new(DType::F32, &[n, heads * head_dim], noise(1));
+    let mut values = x.values.clone();
+    for (head, position) in values.chunks_mut(head_dim).zip(positions.iter().flat_map(|p| [*p; 3])) {
+        let width = 2 * pairs;
+        let turned =
+            reference::rope(&head[..width], width, &[position], &cos.values, &sin.values, pairs, false);
+        head[..width].copy_from_slice(&turned);
+    }
+    let head_dim = head_dim as u64;
+    check(
+        "partial",
+        &[x, Operand::u32s(&positions), cos, sin],
+        |t| Op::Rope { x: &t[0], positions: &t[1], cos: &t[2], sin: &t[3], head_dim, inverse: false },
+        &[Expected { operand: 0, values, tolerance: 2e-7 }],
+    );
 }
 
 #[test]
@@ -119,6 +149,7 @@ fn positions_outside_the_table_are_refused() {
         positions: &t[1],
         cos: &t[2],
         sin: &t[3],
+        head_dim: 4,
         inverse: false,
     });
     assert_eq!(refusal, "rope: position 50 at 1 is outside operand f32[50, 2]");

@@ -19,7 +19,11 @@ fn operands(n: usize, v: usize, spread: f64) -> [Operand; 3] {
 }
 
 fn op(t: &[Tensor], gradient_scale: Option<f32>) -> Op<'_> {
-    Op::CrossEntropy { logits: &t[0], targets: &t[1], losses: &t[2], gradient_scale }
+    capped_op(t, None, gradient_scale)
+}
+
+fn capped_op(t: &[Tensor], soft_cap: Option<f32>, gradient_scale: Option<f32>) -> Op<'_> {
+    Op::CrossEntropy { logits: &t[0], targets: &t[1], losses: &t[2], soft_cap, gradient_scale }
 }
 
 #[test]
@@ -36,6 +40,42 @@ fn cross_entropy() {
             check(&label, &operands, |t| op(t, Some(0.125)), &[losses(), gradient]);
         }
     }
+}
+
+#[test]
+fn capped_cross_entropy() {
+    for ([n, v], cap) in [([1, 1], 1.0), ([5, 7], 2.0), ([4, 1000], 30.0)] {
+        let operands = operands(n, v, 3.0);
+        let targets: Vec<u32> = operands[1].values.iter().map(|t| *t as u32).collect();
+        let capped: Vec<f64> = operands[0].values.iter().map(|x| cap * (x / cap).tanh()).collect();
+        let (losses, mut gradient) = reference::cross_entropy(&capped, v, &targets, 0.125);
+        gradient.iter_mut().zip(&capped).for_each(|(g, x)| *g *= 1.0 - (x / cap).powi(2));
+        let soft_cap = Some(cap as f32);
+        let losses = || Expected { operand: 2, values: losses.clone(), tolerance: 2e-6 };
+        let gradient = Expected { operand: 0, values: gradient, tolerance: 4e-6 };
+        check(
+            &format!("{n} {v} {cap}"),
+            &operands,
+            |t| capped_op(t, soft_cap, Some(0.125)),
+            &[losses(), gradient],
+        );
+        let capped = Expected {
+            operand: 0,
+            values: capped_or_ignored(&operands[0].values, &targets, cap),
+            tolerance: 4e-6,
+        };
+        check(&format!("{n} {v} {cap}"), &operands, |t| capped_op(t, soft_cap, None), &[losses(), capped]);
+    }
+}
+
+/// Without a gradient the logits are left capped, those of ignored targets as they were.
+fn capped_or_ignored(logits: &[f64], targets: &[u32], cap: f64) -> Vec<f64> {
+    let columns = logits.len() / targets.len();
+    let row = |(row, target): (&[f64], &u32)| -> Vec<f64> {
+        let ignored = *target == IGNORED_TARGET;
+        row.iter().map(|x| if ignored { *x } else { cap * (x / cap).tanh() }).collect()
+    };
+    logits.chunks(columns).zip(targets).flat_map(row).collect()
 }
 
 #[test]

@@ -1,6 +1,7 @@
-//! Every kernel but attention, against plain f64 versions written for reading.
+//! Every kernel against plain f64 versions written for reading.
 
 mod activations;
+mod attention;
 mod elementwise;
 mod embeddings;
 mod harness;

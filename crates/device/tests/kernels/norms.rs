@@ -9,6 +9,10 @@ use crate::reference;
 const SHAPES: [[usize; 2]; 8] = [[0, 5], [1, 1], [3, 7], [5, 63], [70, 20], [4, 576], [2, 1000], [3, 2500]];
 const EPSILON: f32 = 1e-5;
 
+fn offset(weight: &[f64], offset: f32) -> Vec<f64> {
+    weight.iter().map(|w| w + f64::from(offset)).collect()
+}
+
 #[test]
 fn rms_norm() {
     for ([n, h], [x, weight, out]) in SHAPES.iter().flat_map(|shape| storages().map(|types| (*shape, types)))
@@ -19,11 +23,21 @@ fn rms_norm() {
             Operand::garbage(out, &[n, h]),
             Operand::garbage(DType::F32, &[n]),
         ];
-        let (y, rstd) = reference::rms_norm(&operands[0].values, &operands[1].values, EPSILON.into());
+        // Gemma's norms multiply by 1 + weight.
+        let weight_offset = if h % 2 == 0 { 1.0 } else { 0.0 };
+        let factors = offset(&operands[1].values, weight_offset);
+        let (y, rstd) = reference::rms_norm(&operands[0].values, &factors, EPSILON.into());
         check(
             &format!("{n} {h} {x} {weight} {out}"),
             &operands,
-            |t| Op::RmsNorm { x: &t[0], weight: &t[1], epsilon: EPSILON, out: &t[2], rstd: &t[3] },
+            |t| Op::RmsNorm {
+                x: &t[0],
+                weight: &t[1],
+                weight_offset,
+                epsilon: EPSILON,
+                out: &t[2],
+                rstd: &t[3],
+            },
             &[
                 Expected { operand: 2, values: y, tolerance: 1e-6 },
                 Expected { operand: 3, values: rstd, tolerance: 1e-6 },
@@ -49,13 +63,15 @@ fn rms_norm_backward() {
                 Operand::new(dweight, &[h], noise(5)),
             ];
             let [x, weight, rstd, dout, base_dx, base_dweight] = operands.each_ref().map(|o| &o.values);
-            let (dx, dweight) = reference::rms_norm_backward(x, weight, rstd, dout);
+            let weight_offset = if h % 2 == 0 { 1.0 } else { 0.0 };
+            let (dx, dweight) = reference::rms_norm_backward(x, &offset(weight, weight_offset), rstd, dout);
             check(
                 &format!("{n} {h} {types:?} {accumulate_weight}"),
                 &operands,
                 |t| Op::RmsNormBackward {
                     x: &t[0],
                     weight: &t[1],
+                    weight_offset,
                     rstd: &t[2],
                     dout: &t[3],
                     dx: &t[4],
@@ -185,8 +201,14 @@ fn a_row_alone() {
                 Operand::garbage(out, &[n, h]),
                 Operand::garbage(DType::F32, &[n]),
             ];
-            let op: MakeOp<'_> =
-                &|t| Op::RmsNorm { x: &t[0], weight: &t[1], epsilon: EPSILON, out: &t[2], rstd: &t[3] };
+            let op: MakeOp<'_> = &|t| Op::RmsNorm {
+                x: &t[0],
+                weight: &t[1],
+                weight_offset: 0.0,
+                epsilon: EPSILON,
+                out: &t[2],
+                rstd: &t[3],
+            };
             decode(out, &run(isa, 2, &operands, op).unwrap()[2])
         };
         let alone = result(Operand::new(x, &[1, h], last), 1);

@@ -95,14 +95,18 @@ pub enum GgufError {
     },
     /// A model of another family.
     #[error(
-        "{}: metadata key general.architecture is {}, which is not supported; \
-         supported are GGUF models of architecture \"llama\"", path.display(), Shown(found)
+        "{}: metadata key general.architecture is {}, which is not supported; supported: {supported} \
+         (nearest: {nearest:?})", path.display(), Shown(found)
     )]
     Architecture {
         /// The file.
         path: PathBuf,
-        /// The family.
+        /// What it says.
         found: String,
+        /// What could stand there.
+        supported: String,
+        /// The supported one that is most like it.
+        nearest: &'static str,
     },
     /// The metadata describe a shape that cannot be.
     #[error("{}: {source}", path.display())]

@@ -90,6 +90,15 @@ impl Keys {
         self.typed(key, "a list of numbers", |value| value.as_array()?.iter().map(Value::as_f64).collect())
     }
 
+    pub(super) fn strings(&self, key: &str) -> Result<Option<Vec<&str>>, ConfigError> {
+        self.typed(key, "a list of strings", |value| value.as_array()?.iter().map(Value::as_str).collect())
+    }
+
+    /// Whether the key is there, even if it is null.
+    pub(super) fn has(&self, key: &str) -> bool {
+        self.object.contains_key(key)
+    }
+
     /// One integer or a list of them; an empty list where the key is absent.
     pub(super) fn integers(&self, key: &str) -> Result<Vec<i64>, ConfigError> {
         let read = |value: &Value| match value {

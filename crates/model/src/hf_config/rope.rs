@@ -10,35 +10,66 @@ use crate::spec::{ModelSpec, RopeScaling, RopeSpec};
 
 const DEFAULT_THETA: f64 = 10_000.0;
 
+/// Of Gemma 3's layers without a window.
+const GEMMA3_THETA: f64 = 1_000_000.0;
+
 /// The factors of a Llama 3.1 or 3.2 model: (low, high, original context).
 const LLAMA3: (f64, f64, f64) = (1.0, 4.0, 8192.0);
 
-pub(super) fn read(config: &Keys, max_positions: u64) -> Result<RopeSpec, ConfigError> {
+/// The rotation of all layers, and where `local` that of layers with a window: Gemma 3 has the base of these in
+/// `rope_local_base_freq`, or an object for either kind of layer in `rope_parameters`.
+pub(super) fn read(
+    config: &Keys,
+    head_dim: u64,
+    max_positions: u64,
+    local: bool,
+) -> Result<(RopeSpec, Option<RopeSpec>), ConfigError> {
     let parameters = match config.object("rope_parameters")? {
         Some(parameters) => Some(parameters),
         None => config.object("rope_scaling")?,
     };
-    let nested_theta = match &parameters {
+    let (global, sliding) = match &parameters {
+        Some(both) => (both.object("full_attention")?, both.object("sliding_attention")?),
+        None => (None, None),
+    };
+    let usual = if local { GEMMA3_THETA } else { DEFAULT_THETA };
+    let global = global.or(parameters);
+    let global = read_one(config, global.as_ref(), "rope_theta", usual, head_dim, max_positions)?;
+    if !local {
+        return Ok((global, None));
+    }
+    let key = "rope_local_base_freq";
+    let local = read_one(config, sliding.as_ref(), key, DEFAULT_THETA, head_dim, max_positions)?;
+    Ok((global, Some(local)))
+}
+
+/// A rotation by its object, if there is one, and the key of its base outside.
+fn read_one(
+    config: &Keys,
+    parameters: Option<&Keys>,
+    theta_key: &str,
+    usual_theta: f64,
+    head_dim: u64,
+    max_positions: u64,
+) -> Result<RopeSpec, ConfigError> {
+    let nested_theta = match parameters {
         Some(parameters) => parameters.f64("rope_theta")?,
         None => None,
     };
     let theta = match nested_theta {
         Some(theta) => theta,
-        None => config.f64("rope_theta")?.unwrap_or(DEFAULT_THETA),
+        None => config.f64(theta_key)?.unwrap_or(usual_theta),
     };
-    for keys in [Some(config), parameters.as_ref()].into_iter().flatten() {
-        if let Some(partial) = keys.f64("partial_rotary_factor")?
-            && partial != 1.0
-        {
-            let reason = format!("{partial} is not supported; heads are rotated as a whole (1.0)");
-            return Err(keys.refuse("partial_rotary_factor", reason));
-        }
+    let mut partial = 1.0;
+    for keys in [Some(config), parameters].into_iter().flatten() {
+        partial = keys.f64("partial_rotary_factor")?.unwrap_or(partial);
     }
-    let scaling = match &parameters {
+    let dims = (head_dim as f64 * partial) as u64;
+    let scaling = match parameters {
         Some(parameters) => read_scaling(config, parameters, max_positions as f64)?,
         None => RopeScaling::None,
     };
-    Ok(RopeSpec { theta, scaling })
+    Ok(RopeSpec { dims, theta, scaling })
 }
 
 fn read_scaling(config: &Keys, rope: &Keys, max_positions: f64) -> Result<RopeScaling, ConfigError> {
@@ -110,8 +141,8 @@ fn read_yarn(rope: &Keys, original: f64) -> Result<RopeScaling, ConfigError> {
 }
 
 /// The `rope_scaling` object, or null.
-pub(super) fn write_scaling(spec: &ModelSpec) -> Value {
-    match &spec.attention.rope.scaling {
+pub(super) fn write_scaling(spec: &ModelSpec, rope: &RopeSpec) -> Value {
+    match &rope.scaling {
         RopeScaling::None => Value::Null,
         RopeScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),
         RopeScaling::Dynamic { factor, max_position_embeddings } => {
@@ -162,18 +193,18 @@ pub(super) fn write_scaling(spec: &ModelSpec) -> Value {
             "attention_factor": attention_factor,
             "original_max_position_embeddings": whole(*original_max_position_embeddings),
         }),
-        RopeScaling::PerFrequency { factors } => per_frequency(spec, factors),
+        RopeScaling::PerFrequency { factors } => per_frequency(spec, rope, factors),
     }
 }
 
 /// Factors by frequency are Llama 3's where they follow its rule; any others are LongRoPE with the same factors
 /// for short and long contexts and attention left alone.
-fn per_frequency(spec: &ModelSpec, factors: &[f64]) -> Value {
+fn per_frequency(spec: &ModelSpec, rope: &RopeSpec, factors: &[f64]) -> Value {
     let (low, high, original) = LLAMA3;
     let factor = factors.iter().copied().fold(1.0, f64::max).round();
-    let theta = spec.attention.rope.theta;
+    let theta = rope.theta;
     let rule = |i: usize| {
-        let wavelength = std::f64::consts::TAU * theta.powf(2.0 * i as f64 / spec.attention.head_dim as f64);
+        let wavelength = std::f64::consts::TAU * theta.powf(2.0 * i as f64 / rope.dims as f64);
         let smooth = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0);
         1.0 / ((1.0 - smooth) / factor + smooth)
     };

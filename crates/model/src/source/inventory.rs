@@ -8,9 +8,11 @@ use plimsoll_device::DType;
 use plimsoll_memory::FileMap;
 
 use super::{ModelError, NameList, Place, RowOrder, WeightSource};
+use crate::layout::StoredTensor;
+use crate::parameters::BlockId;
 use crate::spec::ModelSpec;
 
-/// A tensor that may be a parameter.
+/// A tensor that may hold parameters.
 pub(super) struct Candidate {
     /// Its name in its file.
     pub tensor: String,
@@ -19,10 +21,9 @@ pub(super) struct Candidate {
     /// Its type, or the name of one that no weight can have.
     pub dtype: Result<DType, &'static str>,
     pub shape: Vec<u64>,
-    pub rows: RowOrder,
 }
 
-/// The tensors, by the name of the parameter that each would be.
+/// The tensors, by the name that the layout gives them.
 pub(super) struct Inventory {
     path: PathBuf,
     shape_from: String,
@@ -35,34 +36,38 @@ impl Inventory {
         Inventory { path: path.to_owned(), shape_from, candidates: HashMap::new() }
     }
 
-    pub(super) fn add(&mut self, parameter: String, candidate: Candidate) {
-        self.candidates.insert(parameter, candidate);
+    pub(super) fn add(&mut self, name: String, candidate: Candidate) {
+        self.candidates.insert(name, candidate);
     }
 
     /// All parameters' places, once none is missing, none is left over, and all have the right shape and type.
+    /// `layout` says what the files store of a block.
     ///
     /// The shape may claim more layers than the files have tensors, so nothing here grows with it.
     pub(super) fn match_with(
         mut self,
         spec: &ModelSpec,
+        layout: fn(&ModelSpec, BlockId) -> Vec<StoredTensor>,
         files: Vec<FileMap>,
     ) -> Result<WeightSource, ModelError> {
         let mut places = HashMap::new();
         let mut missing = NameList::default();
-        for parameter in spec.blocks().flat_map(|block| spec.block_parameters(block)) {
-            let Some(candidate) = self.candidates.remove(&parameter.name) else {
-                missing.push(parameter.name);
+        for stored in spec.blocks().flat_map(|block| layout(spec, block)) {
+            let Some(candidate) = self.candidates.remove(&stored.name) else {
+                missing.push(stored.name);
                 continue;
             };
-            let Candidate { tensor, file, bytes, dtype, shape, rows } = candidate;
+            let Candidate { tensor, file, bytes, dtype, shape } = candidate;
             let path = || files.get(file).map_or(&*self.path, FileMap::path).to_owned();
-            if shape != parameter.shape {
-                let (found, expected) = (shape, parameter.shape);
+            if shape != stored.shape() {
+                let (found, expected) = (shape, stored.shape());
                 let shape_from = self.shape_from;
                 return Err(ModelError::Shape { path: path(), tensor, found, expected, shape_from });
             }
             let dtype = dtype.map_err(|stored| ModelError::StoredType { path: path(), tensor, stored })?;
-            places.insert(parameter.name, Place { file, bytes, dtype, shape, rows });
+            for (name, place) in parts(stored, file, bytes, dtype) {
+                places.insert(name, place);
+            }
         }
         let mut left_over: Vec<String> = self.candidates.into_values().map(|c| c.tensor).collect();
         left_over.sort_unstable();
@@ -78,4 +83,30 @@ impl Inventory {
         }
         Ok(WeightSource { path, files, places })
     }
+}
+
+/// The place of every parameter in a stored tensor.
+fn parts(
+    stored: StoredTensor,
+    file: usize,
+    bytes: Range<usize>,
+    dtype: DType,
+) -> impl Iterator<Item = (String, Place)> {
+    let StoredTensor { parts, rows, plus_one, .. } = stored;
+    let total: u64 = parts.iter().map(|part| part.shape.first().copied().unwrap_or(1)).sum();
+    let row_bytes = bytes.len() / total.max(1) as usize;
+    let mut first = 0;
+    parts.into_iter().map(move |part| {
+        let count = part.shape.first().copied().unwrap_or(1);
+        let (bytes, rows) = match rows {
+            // Columns lie all over the tensor.
+            RowOrder::Transposed { total, .. } => (bytes.clone(), RowOrder::Transposed { total, first }),
+            other => {
+                let start = bytes.start + first as usize * row_bytes;
+                (start..start + count as usize * row_bytes, other)
+            }
+        };
+        first += count;
+        (part.name, Place { file, bytes, dtype, shape: part.shape, rows, plus_one })
+    })
 }

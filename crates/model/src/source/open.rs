@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use plimsoll_memory::FileMap;
 
 use super::inventory::{Candidate, Inventory};
-use super::{Format, ModelError, ModelFiles, RowOrder};
-use crate::gguf::GgufFile;
-use crate::gguf::llama;
+use super::{Format, ModelError, ModelFiles};
+use crate::gguf::{GgufFile, families, gguf_block};
 use crate::hf_config::{self, CONFIG_NAME};
+use crate::layout::{hf_block, hf_prefix};
 use crate::safetensors::{INDEX_NAME, SINGLE_NAME, SafetensorsSet};
 use crate::spec::ModelSpec;
 
@@ -68,11 +68,12 @@ fn open_safetensors(path: &Path, folder: &Path, set: SafetensorsSet) -> Result<M
     }
     let spec = hf_config::read_config(folder, name_of(path))?;
     // A checkpoint of the bare model, without a head, has no prefix.
-    let prefixed = set.files().iter().any(|file| file.tensors().iter().any(|t| t.name.starts_with("model.")));
+    let prefix = hf_prefix(&spec);
+    let prefixed = set.files().iter().any(|file| file.tensors().iter().any(|t| t.name.starts_with(prefix)));
     let mut inventory = Inventory::new(path, config.display().to_string());
     for (file, opened) in set.files().iter().enumerate() {
         for tensor in opened.tensors() {
-            let name = if prefixed { tensor.name.clone() } else { format!("model.{}", tensor.name) };
+            let name = if prefixed { tensor.name.clone() } else { format!("{prefix}{}", tensor.name) };
             if is_no_parameter(&tensor.name, &spec) {
                 continue;
             }
@@ -85,48 +86,46 @@ fn open_safetensors(path: &Path, folder: &Path, set: SafetensorsSet) -> Result<M
                     bytes: tensor.bytes.clone(),
                     dtype: dtype.ok_or(tensor.dtype.name()),
                     shape: tensor.shape.clone(),
-                    rows: RowOrder::Natural,
                 },
             );
         }
     }
     let files = set.into_files().into_iter().map(|file| file.into_map()).collect();
-    let weights = inventory.match_with(&spec, files)?;
+    let weights = inventory.match_with(&spec, hf_block, files)?;
     Ok(ModelFiles { path: path.to_owned(), format: Format::Safetensors, spec, weights })
 }
 
 fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
     let file = GgufFile::open(path)?;
-    let spec = llama::model_spec(&file, name_of(path))?;
-    let head_dim = spec.attention.head_dim;
+    let spec = families::model_spec(&file, name_of(path))?;
     let mut inventory = Inventory::new(path, "the file's metadata".to_owned());
     for tensor in file.tensors() {
-        if llama::is_no_parameter(&tensor.name) {
+        if families::is_no_parameter(&tensor.name, &spec) {
             continue;
         }
-        let stored = llama::parameter_name(&tensor.name);
-        let interleaved = stored.as_ref().is_some_and(|stored| stored.interleaved);
-        let rows = llama::row_order(&file, tensor, interleaved, head_dim)?;
-        let name = stored.map_or_else(|| tensor.name.clone(), |stored| stored.name);
+        families::check_rows(&file, tensor)?;
         inventory.add(
-            name,
+            tensor.name.clone(),
             Candidate {
                 tensor: tensor.name.clone(),
                 file: 0,
                 bytes: tensor.bytes.clone(),
                 dtype: Ok(tensor.dtype),
                 shape: tensor.shape.clone(),
-                rows,
             },
         );
     }
     file.release();
-    let weights = inventory.match_with(&spec, vec![file.into_map()])?;
+    let weights = inventory.match_with(&spec, gguf_block, vec![file.into_map()])?;
     Ok(ModelFiles { path: path.to_owned(), format: Format::Gguf, spec, weights })
 }
 
 /// Buffers that old versions of transformers saved, and the copy of a tied head.
 fn is_no_parameter(tensor: &str, spec: &ModelSpec) -> bool {
+    let mask = tensor.ends_with(".attn.bias") || tensor.ends_with(".attn.masked_bias");
+    if spec.architecture == "gpt2" && mask {
+        return true;
+    }
     tensor.ends_with("rotary_emb.inv_freq") || (spec.tie_word_embeddings && tensor == "lm_head.weight")
 }
 

@@ -4,7 +4,7 @@ use plimsoll_device::DType;
 use plimsoll_memory::FileMap;
 
 use super::{ModelError, Place, RowOrder, WeightSource};
-use crate::convert::{ConversionError, convert};
+use crate::convert::{ConversionError, convert, encode};
 use crate::parameters::Parameter;
 
 /// Bytes of the file that are read before their pages are given back. Bounds what reading adds to the resident
@@ -19,8 +19,14 @@ impl WeightSource {
         let place = self.place(parameter)?;
         let Some(file) = self.files.get(place.file) else { return Ok(()) };
         let read = match place.rows {
-            RowOrder::Natural => read_plain(file, place, dtype, out),
+            RowOrder::Natural if !place.plus_one => read_plain(file, place, dtype, out),
+            RowOrder::Natural => Ok(()),
             RowOrder::Interleaved { head_dim } => read_heads(file, place, head_dim, dtype, out),
+            RowOrder::Transposed { total, first } => read_columns(file, place, [total, first], dtype, out),
+        };
+        let read = match place.plus_one {
+            true => read.and_then(|()| read_less_one(file, place, dtype, out)),
+            false => read,
         };
         read.map_err(|source| ModelError::Conversion {
             path: self.path.clone(),
@@ -43,6 +49,47 @@ fn read_plain(file: &FileMap, place: &Place, to: DType, out: &mut [u8]) -> Resul
         file.release(start..start + bytes.len());
         start += bytes.len();
     }
+    Ok(())
+}
+
+/// A stored 1 + x, less 1.
+fn read_less_one(file: &FileMap, place: &Place, to: DType, out: &mut [u8]) -> Result<(), ConversionError> {
+    let bytes = &file.bytes()[place.bytes.clone()];
+    check_length(place, bytes, to, out)?;
+    let mut values = vec![0.0f32; place.shape.iter().product::<u64>() as usize];
+    convert(place.dtype, bytes, DType::F32, bytemuck::cast_slice_mut(&mut values))?;
+    values.iter_mut().for_each(|value| *value -= 1.0);
+    encode(&values, to, out)
+}
+
+/// Columns `first..` of a matrix of `total` columns, as rows.
+fn read_columns(
+    file: &FileMap,
+    place: &Place,
+    [total, first]: [u64; 2],
+    to: DType,
+    out: &mut [u8],
+) -> Result<(), ConversionError> {
+    let bytes = &file.bytes()[place.bytes.clone()];
+    if !to.is_float() || place.dtype.block_elements() != 1 {
+        return Err(ConversionError::Unsupported { from: place.dtype, to });
+    }
+    let rows = place.shape.first().copied().unwrap_or(1) as usize;
+    let columns = place.shape.get(1).copied().unwrap_or(1) as usize;
+    let (from_size, to_size) = (place.dtype.block_bytes() as usize, to.block_bytes() as usize);
+    if bytes.len() != columns * total as usize * from_size || out.len() != rows * columns * to_size {
+        let (from, source_bytes) = (place.dtype, bytes.len());
+        return Err(ConversionError::Length { from, source_bytes, to, out_bytes: out.len() });
+    }
+    let mut line = vec![0; rows * to_size];
+    for (column, stored) in bytes.chunks_exact(total as usize * from_size).enumerate() {
+        let own = &stored[first as usize * from_size..][..rows * from_size];
+        convert(place.dtype, own, to, &mut line)?;
+        for (value, row) in line.chunks_exact(to_size).zip(out.chunks_exact_mut(columns * to_size)) {
+            row[column * to_size..][..to_size].copy_from_slice(value);
+        }
+    }
+    file.release(place.bytes.clone());
     Ok(())
 }
 

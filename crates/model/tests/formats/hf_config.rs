@@ -4,7 +4,7 @@ use std::path::Path;
 
 use plimsoll_device::DType;
 use plimsoll_model::hf_config::{config_json, parse_config};
-use plimsoll_model::{Activation, ModelSpec, RopeScaling};
+use plimsoll_model::{Activation, ModelSpec, RopeScaling, RopeSpec};
 use serde_json::{Map, Value, json};
 
 use crate::support::tiny_spec;
@@ -40,24 +40,26 @@ fn old_and_new_keys_mean_the_same() {
     );
     check(json!({ "rope_parameters": null, "dtype": "float32" }), |_| ());
     check(json!({ "num_key_value_heads": null }), |spec| spec.attention.kv_heads = 4);
-    check(json!({ "rope_theta": 5e5 }), |spec| spec.attention.rope.theta = 5e5);
+    check(json!({ "rope_theta": 5e5 }), |spec| spec.attention.rope.as_mut().unwrap().theta = 5e5);
     check(json!({ "rope_parameters": { "rope_type": "default", "rope_theta": 5e5 } }), |spec| {
-        spec.attention.rope.theta = 5e5;
+        spec.attention.rope.as_mut().unwrap().theta = 5e5;
     });
     check(json!({ "rope_theta": 5e5, "rope_parameters": { "rope_type": "linear", "factor": 2 } }), |spec| {
-        spec.attention.rope.theta = 5e5;
-        spec.attention.rope.scaling = RopeScaling::Linear { factor: 2.0 };
+        spec.attention.rope.as_mut().unwrap().theta = 5e5;
+        spec.attention.rope.as_mut().unwrap().scaling = RopeScaling::Linear { factor: 2.0 };
     });
     check(json!({ "rope_scaling": { "type": "linear", "factor": 2.0 } }), |spec| {
-        spec.attention.rope.scaling = RopeScaling::Linear { factor: 2.0 };
+        spec.attention.rope.as_mut().unwrap().scaling = RopeScaling::Linear { factor: 2.0 };
     });
     check(json!({ "rope_scaling": { "type": "dynamic", "factor": 2.0 } }), |spec| {
-        spec.attention.rope.scaling = RopeScaling::Dynamic { factor: 2.0, max_position_embeddings: 256.0 };
+        spec.attention.rope.as_mut().unwrap().scaling =
+            RopeScaling::Dynamic { factor: 2.0, max_position_embeddings: 256.0 };
     });
     check(
         json!({ "head_dim": 32, "attention_bias": true, "mlp_bias": true, "hidden_act": "gelu_new" }),
         |spec| {
             spec.attention.head_dim = 32;
+            spec.attention.rope.as_mut().unwrap().dims = 32;
             (spec.attention.qkv_bias, spec.attention.output_bias, spec.mlp.bias) = (true, true, true);
             spec.mlp.activation = Activation::GeluTanh;
         },
@@ -83,7 +85,7 @@ fn what_is_wrong_is_named() {
     check(json!({ "hidden_size": 66 }), "4 does not divide hidden_size 66");
     check(json!({ "num_attention_heads": 0 }), "num_attention_heads");
     check(json!({ "num_key_value_heads": 3 }), "num_key_value_heads");
-    check(json!({ "head_dim": 15 }), "head_dim: 15 is odd");
+    check(json!({ "head_dim": 15 }), "15 dimensions of heads of 15 cannot be rotated in pairs");
     check(json!({ "num_hidden_layers": 1u64 << 40 }), "beyond any model");
     check(json!({ "hidden_size": 1u64 << 28, "vocab_size": 1u64 << 28, "head_dim": 16 }), "beyond any");
     check(json!({ "hidden_act": "relu" }), "hidden_act: \"relu\" is not supported");
@@ -91,7 +93,7 @@ fn what_is_wrong_is_named() {
     check(json!({ "eos_token_id": 96 }), "eos_token_id: 96 is outside the vocabulary of 96");
     check(json!({ "eos_token_id": "</s>" }), "eos_token_id");
     check(json!({ "rope_theta": 0 }), "rope_theta");
-    check(json!({ "partial_rotary_factor": 0.5 }), "partial_rotary_factor: 0.5");
+    check(json!({ "partial_rotary_factor": 1.5 }), "partial_rotary_factor: 24 dimensions of heads of 16");
     check(json!({ "rope_scaling": 3 }), "rope_scaling: 3 is not an object");
     check(
         json!({ "rope_scaling": { "type": "mrope" } }),
@@ -123,7 +125,10 @@ fn what_is_written_is_read_back() {
     check(&|spec| (spec.eos_tokens, spec.bos_token) = (vec![], None));
     check(&|spec| spec.eos_tokens = vec![3, 4]);
     check(&|spec| (spec.attention.qkv_bias, spec.attention.output_bias, spec.mlp.bias) = (true, true, true));
-    check(&|spec| (spec.attention.head_dim, spec.tie_word_embeddings) = (32, false));
+    check(&|spec| {
+        spec.attention.rope.as_mut().unwrap().dims = 32;
+        (spec.attention.head_dim, spec.tie_word_embeddings) = (32, false);
+    });
     for activation in [Activation::Gelu, Activation::GeluTanh] {
         check(&|spec| spec.mlp.activation = activation);
     }
@@ -147,7 +152,7 @@ fn what_is_written_is_read_back() {
             original_max_position_embeddings: 64.0,
         },
     ] {
-        check(&|spec| spec.attention.rope.scaling = scaling.clone());
+        check(&|spec| spec.attention.rope.as_mut().unwrap().scaling = scaling.clone());
     }
 }
 
@@ -165,11 +170,12 @@ fn llama3(factor: f64) -> RopeScaling {
 fn factors_by_frequency_are_written_in_words_that_exist() {
     let written = |factors: &[f64]| {
         let mut spec = tiny_spec();
-        spec.attention.head_dim = 2 * factors.len() as u64;
-        spec.attention.rope.theta = 5e5;
-        spec.attention.rope.scaling = RopeScaling::PerFrequency { factors: factors.to_vec() };
+        let head_dim = 2 * factors.len() as u64;
+        spec.attention.head_dim = head_dim;
+        let scaling = RopeScaling::PerFrequency { factors: factors.to_vec() };
+        spec.attention.rope = Some(RopeSpec { dims: head_dim, theta: 5e5, scaling });
         let text = config_json(&spec, DType::F32).unwrap();
-        parse_config(Path::new("c"), &text, String::new()).unwrap().attention.rope.scaling
+        parse_config(Path::new("c"), &text, String::new()).unwrap().attention.rope.unwrap().scaling
     };
     let exact: Vec<f64> = (0..32)
         .map(|i| {
@@ -196,16 +202,17 @@ fn factors_by_frequency_are_written_in_words_that_exist() {
 }
 
 #[test]
-fn a_shape_that_no_llama_has_is_not_written() {
+fn a_shape_that_the_family_has_no_words_for_is_not_written() {
     let check = |change: fn(&mut ModelSpec), expected: &str| {
         let mut spec = tiny_spec();
         change(&mut spec);
         let error = config_json(&spec, DType::F32).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     };
-    check(|spec| spec.architecture = "gemma".to_owned(), "\"gemma\" model");
-    check(|spec| spec.mlp.gated = false, "no gate");
-    check(|spec| spec.attention.qkv_bias = true, "only some");
+    check(|spec| spec.architecture = "mamba".to_owned(), "\"mamba\" model");
+    check(|spec| spec.architecture = "gemma".to_owned(), "GemmaForCausalLM: its configuration has no words");
+    check(|spec| spec.mlp.gated = false, "this model's feed-forward part");
+    check(|spec| spec.attention.qkv_bias = true, "this model's attention");
     assert!(config_json(&tiny_spec(), DType::Q8_0).is_err());
 }
 

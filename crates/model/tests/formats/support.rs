@@ -6,8 +6,7 @@ use std::path::Path;
 use half::f16;
 use plimsoll_device::DType;
 use plimsoll_model::{
-    Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, Parameter, RopeScaling, RopeSpec,
-    SaveWriter, init,
+    Activation, AttentionSpec, MlpSpec, ModelSpec, NormSpec, Parameter, RopeSpec, SaveWriter, init,
 };
 
 /// A Llama of 2 layers: hidden 64, 4 heads of 16 with 2 for keys and values, vocabulary 96.
@@ -18,16 +17,11 @@ pub fn tiny_spec() -> ModelSpec {
         vocab_size: 96,
         hidden_size: 64,
         num_layers: 2,
-        attention: AttentionSpec {
-            heads: 4,
-            kv_heads: 2,
-            head_dim: 16,
-            qkv_bias: false,
-            output_bias: false,
-            rope: RopeSpec { theta: 10_000.0, scaling: RopeScaling::None },
-        },
+        attention: AttentionSpec::plain(4, 2, 16, RopeSpec::plain(16, 10_000.0)),
         mlp: MlpSpec { intermediate_size: 128, activation: Activation::Silu, gated: true, bias: false },
-        norm: NormSpec { kind: NormKind::Rms, epsilon: 1e-5 },
+        norm: NormSpec::rms(1e-5),
+        embedding_scale: None,
+        logit_soft_cap: None,
         tie_word_embeddings: true,
         max_position_embeddings: 256,
         initializer_range: 0.02,

@@ -4,8 +4,8 @@
 
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry, IGNORED_TARGET};
 use plimsoll_model::{
-    Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, Parameter, ParameterKind, RopeScaling,
-    RopeSpec,
+    Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, Parameter,
+    ParameterKind, QkNorm, RopeSpec, SlidingWindow,
 };
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
@@ -22,16 +22,11 @@ pub fn llama() -> ModelSpec {
         vocab_size: u64::from(VOCAB),
         hidden_size: 24,
         num_layers: 3,
-        attention: AttentionSpec {
-            heads: 4,
-            kv_heads: 2,
-            head_dim: 6,
-            qkv_bias: false,
-            output_bias: false,
-            rope: RopeSpec { theta: 10_000.0, scaling: RopeScaling::None },
-        },
+        attention: AttentionSpec::plain(4, 2, 6, RopeSpec::plain(6, 10_000.0)),
         mlp: MlpSpec { intermediate_size: 40, activation: Activation::Silu, gated: true, bias: false },
-        norm: NormSpec { kind: NormKind::Rms, epsilon: 1e-5 },
+        norm: NormSpec::rms(1e-5),
+        embedding_scale: None,
+        logit_soft_cap: None,
         tie_word_embeddings: true,
         max_position_embeddings: 64,
         initializer_range: 0.2,
@@ -50,6 +45,57 @@ pub fn biased() -> ModelSpec {
         tie_word_embeddings: false,
         ..base
     }
+}
+
+/// Gemma 3's block: norms around both parts, 1 + weight, heads normalised, alternating windows, two rotations, and
+/// Gemma 2's caps.
+pub fn gemma() -> ModelSpec {
+    let base = llama();
+    ModelSpec {
+        attention: AttentionSpec {
+            qk_norm: Some(QkNorm::PerHead),
+            local_rope: Some(RopeSpec::plain(6, 100.0)),
+            sliding_window: Some(SlidingWindow { size: 3, layers: vec![true, false, true] }),
+            scale: Some(0.3),
+            soft_cap: Some(2.0),
+            ..base.attention
+        },
+        mlp: MlpSpec { activation: Activation::GeluTanh, ..base.mlp },
+        norm: NormSpec { one_plus_weight: true, placement: NormPlacement::Around, ..base.norm },
+        embedding_scale: Some(4.9),
+        logit_soft_cap: Some(3.0),
+        ..base
+    }
+}
+
+/// OLMo 2's block: norms after both parts, heads normalised together; and heads rotated in part.
+pub fn olmo() -> ModelSpec {
+    let base = llama();
+    ModelSpec {
+        attention: AttentionSpec {
+            qk_norm: Some(QkNorm::Whole),
+            rope: Some(RopeSpec { dims: 4, ..RopeSpec::plain(6, 1000.0) }),
+            ..base.attention
+        },
+        norm: NormSpec { placement: NormPlacement::After, ..base.norm },
+        tie_word_embeddings: false,
+        ..base
+    }
+}
+
+/// GPT-2's: learned positions.
+pub fn gpt2() -> ModelSpec {
+    let base = biased();
+    ModelSpec {
+        attention: AttentionSpec { rope: None, kv_heads: 4, ..base.attention },
+        tie_word_embeddings: true,
+        ..base
+    }
+}
+
+/// A block of every kind.
+pub fn families() -> [ModelSpec; 5] {
+    [llama(), biased(), gemma(), olmo(), gpt2()]
 }
 
 pub fn settings(batch_size: u64, sequence_length: u64) -> StepSettings {

@@ -1,6 +1,6 @@
 //! Softmax cross-entropy, with the gradient in place of the logits.
 
-use super::math::exp;
+use super::math::{exp, tanh};
 use super::simd::{LANES, per_isa, sum_lanes};
 use super::split::{Shared, for_each_part};
 use super::storage::tiles;
@@ -8,12 +8,14 @@ use super::{Exec, rows_per_task};
 use crate::IGNORED_TARGET;
 
 /// losses[n] = -ln softmax(logits[n])[targets[n]], 0 for ignored targets; logits [N, V], every other target below V.
-/// With `gradient_scale`, logits becomes (softmax - onehot) * scale, 0 for ignored targets.
+/// With `gradient_scale`, logits becomes (softmax - onehot) * scale, 0 for ignored targets. With `soft_cap` logits are
+/// cap * tanh(logits / cap) before that, and the gradient is that of the uncapped.
 pub(in crate::cpu) fn cross_entropy(
     exec: Exec<'_>,
     logits: &mut [f32],
     targets: &[u32],
     losses: &mut [f32],
+    soft_cap: Option<f32>,
     gradient_scale: Option<f32>,
 ) {
     let columns = logits.len() / targets.len().max(1);
@@ -23,7 +25,11 @@ pub(in crate::cpu) fn cross_entropy(
     for_each_part(exec, tasks, outputs, |task, (logits, losses), _| {
         for (row, loss) in losses.iter_mut().enumerate() {
             let logits = &mut logits[row * columns..(row + 1) * columns];
-            *loss = row_loss(exec, logits, targets[task * task_rows + row], gradient_scale);
+            let target = targets[task * task_rows + row];
+            *loss = match soft_cap {
+                None => row_loss(exec, logits, target, gradient_scale),
+                Some(cap) => capped_row_loss(exec, logits, target, cap, gradient_scale),
+            };
         }
     });
 }
@@ -51,6 +57,55 @@ fn row_loss(exec: Exec<'_>, logits: &mut [f32], target: u32, gradient_scale: Opt
         logits[target] -= scale;
     }
     (sum.ln() - above) as f32
+}
+
+/// The same of capped logits, which keep their capped values until the gradient's slope has been taken from them.
+fn capped_row_loss(
+    exec: Exec<'_>,
+    logits: &mut [f32],
+    target: u32,
+    cap: f32,
+    gradient_scale: Option<f32>,
+) -> f32 {
+    if target == IGNORED_TARGET {
+        return row_loss(exec, logits, target, gradient_scale);
+    }
+    soft_cap(exec.simd, logits, cap);
+    let loss = row_loss(exec, logits, target, None);
+    if let Some(scale) = gradient_scale {
+        let target = target as usize;
+        // ln of the sum of the exponentials, from the loss and the target's own logit.
+        let lse = loss + logits[target];
+        let slope = 1.0 - (logits[target] / cap) * (logits[target] / cap);
+        capped_gradient(exec.simd, logits, lse, cap, scale);
+        logits[target] -= scale * slope;
+    }
+    loss
+}
+
+per_isa! {
+    /// x = cap tanh(x / cap)
+    fn soft_cap(x: &mut [f32], cap: f32) = soft_cap_body
+}
+
+#[inline(always)]
+fn soft_cap_body<const FMA: bool>(x: &mut [f32], cap: f32) {
+    for x in x {
+        *x = cap * tanh::<FMA>(*x / cap);
+    }
+}
+
+per_isa! {
+    /// x = e^(x - lse) (1 - (x / cap)^2) scale
+    fn capped_gradient(x: &mut [f32], lse: f32, cap: f32, scale: f32) = capped_gradient_body
+}
+
+#[inline(always)]
+fn capped_gradient_body<const FMA: bool>(x: &mut [f32], lse: f32, cap: f32, scale: f32) {
+    for x in x {
+        let t = *x / cap;
+        *x = exp::<FMA>(*x - lse) * (1.0 - t * t) * scale;
+    }
 }
 
 per_isa! {

@@ -42,6 +42,19 @@ pub(super) fn sigmoids<const FMA: bool>(x: f32) -> (f32, f32) {
     (if x < -87.3 { 0.0 } else { s }, e * s)
 }
 
+/// Hyperbolic tangent: its Taylor polynomial up to 0.3, where the other form would cancel, with an error below 4e-9.
+#[inline(always)]
+pub(super) fn tanh<const FMA: bool>(x: f32) -> f32 {
+    let square = x * x;
+    let mut p = -1382.0 / 155_925.0;
+    for coefficient in [62.0 / 2835.0, -17.0 / 315.0, 2.0 / 15.0, -1.0 / 3.0] {
+        p = mul_add::<FMA>(p, square, coefficient);
+    }
+    let near = mul_add::<FMA>(p * square, x, x);
+    let (up, down) = sigmoids::<FMA>(2.0 * x);
+    if square < 0.09 { near } else { up - down }
+}
+
 /// The normal distribution's cumulative function (1 + erf(x / sqrt 2)) / 2, and its density.
 ///
 /// The upper tail is density times a polynomial in 1 / (1 + 0.3 |x|); relative error of the fit 4.4e-9 up to |x| = 15.

@@ -6,15 +6,23 @@ use super::split::{Shared, SharedFloats, for_each_part};
 use super::storage::{Tile, buffers, spans, tiles};
 use super::{Exec, Floats, FloatsMut, rows_per_task};
 
+/// A norm's weight [H], with a constant that is added to it where it is used: 1 for Gemma's.
+#[derive(Clone, Copy)]
+pub(in crate::cpu) struct Weight<'a> {
+    pub values: Floats<'a>,
+    pub offset: f32,
+}
+
 /// out = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + epsilon); x, out [N, H], weight [H], rstd [N].
 pub(in crate::cpu) fn rms_norm(
     exec: Exec<'_>,
     x: Floats<'_>,
-    weight: Floats<'_>,
+    weight: Weight<'_>,
     epsilon: f32,
     out: FloatsMut<'_>,
     rstd: &mut [f32],
 ) {
+    let Weight { values: weight, offset } = weight;
     let columns = weight.len();
     let task_rows = rows_per_task(columns);
     let tasks = rstd.len().div_ceil(task_rows);
@@ -34,7 +42,7 @@ pub(in crate::cpu) fn rms_norm(
             for range in tiles(columns) {
                 let x = x.load(exec.simd, range.clone(), &mut x_tile);
                 let weight = weight.load(exec.simd, range.clone(), &mut weight_tile);
-                normalize(exec.simd, x, weight, *rstd, out.target(range.clone(), &mut out_tile));
+                normalize(exec.simd, x, weight, [*rstd, offset], out.target(range.clone(), &mut out_tile));
                 out.store(exec.simd, range, &out_tile);
             }
         }
@@ -46,7 +54,7 @@ pub(in crate::cpu) fn rms_norm(
 pub(in crate::cpu) fn rms_norm_backward(
     exec: Exec<'_>,
     x: Floats<'_>,
-    weight: Floats<'_>,
+    weight: Weight<'_>,
     rstd: &[f32],
     dout: Floats<'_>,
     dx: FloatsMut<'_>,
@@ -54,6 +62,7 @@ pub(in crate::cpu) fn rms_norm_backward(
     accumulate_weight: bool,
     partials: &mut [f32],
 ) {
+    let Weight { values: weight, offset } = weight;
     let columns = weight.len();
     let pieces = RowPieces::new(rstd.len(), columns);
     let partials = &mut partials[..pieces.count * columns];
@@ -72,7 +81,7 @@ pub(in crate::cpu) fn rms_norm_backward(
                 let x = x.load(exec.simd, range.clone(), &mut x_tile);
                 let weight = weight.load(exec.simd, range.clone(), &mut weight_tile);
                 let dout = dout.load(exec.simd, range, &mut dout_tile);
-                dot += weighted_dot(exec.simd, x, weight, dout);
+                dot += weighted_dot(exec.simd, x, weight, offset, dout);
             }
             let pull = -rstd * rstd * rstd * dot / columns as f32;
             let mut dx = dx.row(row, columns);
@@ -81,7 +90,8 @@ pub(in crate::cpu) fn rms_norm_backward(
                 let weight = weight.load(exec.simd, range.clone(), &mut weight_tile);
                 let dout = dout.load(exec.simd, range.clone(), &mut dout_tile);
                 let dx_row = dx.current(exec.simd, range.clone(), &mut dx_tile);
-                backward_tile(exec.simd, x, weight, dout, [rstd, pull], dx_row, &mut dweight[range.clone()]);
+                let factors = [rstd, pull, offset];
+                backward_tile(exec.simd, x, weight, dout, factors, dx_row, &mut dweight[range.clone()]);
                 dx.store(exec.simd, range, &dx_tile);
             }
         }
@@ -110,44 +120,44 @@ fn sum_of_squares_body<const FMA: bool>(x: &[f32]) -> f32 {
 }
 
 per_isa! {
-    fn normalize(x: &[f32], weight: &[f32], rstd: f32, out: &mut [f32]) = normalize_body
+    fn normalize(x: &[f32], weight: &[f32], rstd_and_offset: [f32; 2], out: &mut [f32]) = normalize_body
 }
 
 #[inline(always)]
-fn normalize_body<const FMA: bool>(x: &[f32], weight: &[f32], rstd: f32, out: &mut [f32]) {
+fn normalize_body<const FMA: bool>(x: &[f32], weight: &[f32], [rstd, offset]: [f32; 2], out: &mut [f32]) {
     for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
-        *out = x * rstd * weight;
+        *out = x * rstd * (weight + offset);
     }
 }
 
 per_isa! {
-    /// The sum of x * weight * dout.
-    fn weighted_dot(x: &[f32], weight: &[f32], dout: &[f32]) -> f32 = weighted_dot_body
+    /// The sum of x * (weight + offset) * dout.
+    fn weighted_dot(x: &[f32], weight: &[f32], offset: f32, dout: &[f32]) -> f32 = weighted_dot_body
 }
 
 #[inline(always)]
-fn weighted_dot_body<const FMA: bool>(x: &[f32], weight: &[f32], dout: &[f32]) -> f32 {
+fn weighted_dot_body<const FMA: bool>(x: &[f32], weight: &[f32], offset: f32, dout: &[f32]) -> f32 {
     let mut sums = [0.0; LANES];
     let (xs, weights, douts) = (x.chunks_exact(LANES), weight.chunks_exact(LANES), dout.chunks_exact(LANES));
     let rest = xs.remainder().iter().zip(weights.remainder()).zip(douts.remainder());
     for (sum, ((x, weight), dout)) in sums.iter_mut().zip(rest) {
-        *sum = x * weight * dout;
+        *sum = x * (weight + offset) * dout;
     }
     for ((x, weight), dout) in xs.zip(weights).zip(douts) {
         for lane in 0..LANES {
-            sums[lane] = mul_add::<FMA>(x[lane] * weight[lane], dout[lane], sums[lane]);
+            sums[lane] = mul_add::<FMA>(x[lane] * (weight[lane] + offset), dout[lane], sums[lane]);
         }
     }
     sum_lanes(sums)
 }
 
 per_isa! {
-    /// dx += rstd * weight * dout + pull * x, dweight += dout * x * rstd
+    /// dx += rstd * (weight + offset) * dout + pull * x, dweight += dout * x * rstd
     fn backward_tile(
         x: &[f32],
         weight: &[f32],
         dout: &[f32],
-        rstd_and_pull: [f32; 2],
+        rstd_pull_and_offset: [f32; 3],
         dx: &mut [f32],
         dweight: &mut [f32],
     ) = backward_body
@@ -158,13 +168,13 @@ fn backward_body<const FMA: bool>(
     x: &[f32],
     weight: &[f32],
     dout: &[f32],
-    [rstd, pull]: [f32; 2],
+    [rstd, pull, offset]: [f32; 3],
     dx: &mut [f32],
     dweight: &mut [f32],
 ) {
     for ((((dx, dweight), x), weight), dout) in dx.iter_mut().zip(dweight).zip(x).zip(weight).zip(dout) {
         let scaled = dout * rstd;
-        *dx += mul_add::<FMA>(scaled, *weight, pull * x);
+        *dx += mul_add::<FMA>(scaled, *weight + offset, pull * x);
         *dweight = mul_add::<FMA>(scaled, *x, *dweight);
     }
 }

@@ -7,22 +7,23 @@ use super::simd::{mul_add, per_isa};
 use super::split::{SharedFloats, for_each_part};
 use super::{Exec, FloatsMut, rows_per_task};
 
-/// Cosines and sines [P, D/2] of the angles of P positions.
+/// Cosines and sines [P, R/2] of the angles of P positions.
 #[derive(Clone, Copy)]
 pub(in crate::cpu) struct Angles<'a> {
     pub cos: &'a [f32],
     pub sin: &'a [f32],
-    /// D/2
+    /// R/2
     pub pairs: usize,
 }
 
-/// Rotates every head of x [N, heads * D] in place by the angles of its row's position, all of which are below P;
-/// back where `inverse`.
+/// Rotates the first R values of every head of x [N, heads * head_dim] in place by the angles of its row's position,
+/// all of which are below P; back where `inverse`.
 pub(in crate::cpu) fn rope(
     exec: Exec<'_>,
     x: FloatsMut<'_>,
     positions: &[u32],
     angles: Angles<'_>,
+    head_dim: usize,
     inverse: bool,
 ) {
     if angles.pairs == 0 {
@@ -37,9 +38,9 @@ pub(in crate::cpu) fn rope(
             let at = position as usize * angles.pairs;
             let (cos, sin) = (&angles.cos[at..at + angles.pairs], &angles.sin[at..at + angles.pairs]);
             match x.row(row, columns) {
-                FloatsMut::F32(x) => rotate(exec.simd, x, cos, sin, sign),
-                FloatsMut::Bf16(x) => rotate(exec.simd, x, cos, sin, sign),
-                FloatsMut::F16(x) => rotate(exec.simd, x, cos, sin, sign),
+                FloatsMut::F32(x) => rotate(exec.simd, x, cos, sin, head_dim, sign),
+                FloatsMut::Bf16(x) => rotate(exec.simd, x, cos, sin, head_dim, sign),
+                FloatsMut::F16(x) => rotate(exec.simd, x, cos, sin, head_dim, sign),
             }
         }
     });
@@ -89,12 +90,18 @@ impl Element for f16 {
 
 per_isa! {
     /// Rotates each head of a row.
-    fn rotate<E: Element>(x: &mut [E], cos: &[f32], sin: &[f32], sign: f32) = rotate_body
+    fn rotate<E: Element>(x: &mut [E], cos: &[f32], sin: &[f32], head_dim: usize, sign: f32) = rotate_body
 }
 
 #[inline(always)]
-fn rotate_body<E: Element, const FMA: bool>(x: &mut [E], cos: &[f32], sin: &[f32], sign: f32) {
-    for head in x.chunks_exact_mut(2 * cos.len()) {
+fn rotate_body<E: Element, const FMA: bool>(
+    x: &mut [E],
+    cos: &[f32],
+    sin: &[f32],
+    head_dim: usize,
+    sign: f32,
+) {
+    for head in x.chunks_exact_mut(head_dim) {
         let (lower, upper) = head.split_at_mut(cos.len());
         for (((a, b), cos), sin) in lower.iter_mut().zip(upper).zip(cos).zip(sin) {
             let (x, y, sin) = (a.widen(), b.widen(), sin * sign);

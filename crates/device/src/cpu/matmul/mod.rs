@@ -48,10 +48,9 @@ pub const SCRATCH_BYTES: usize = 1 << 20;
 /// C = A B, or C += A B where `accumulate`, on all threads of the pool.
 ///
 /// What the bits of the result do not depend on: the number of threads; the other rows and columns computed with an
-/// element, as long as A has more than 24 rows or at most 24 in both cases, or B is not contiguous along k; and, where C
-/// is f32 and A has more than 24 rows, the cuts of k: a product over parts of k, the later ones accumulated, is the
-/// product over the whole. A bf16 C is rounded once, to nearest even, after the old value was added. f32 products of
-/// more than 24 rows are the same on AVX2 and AVX-512.
+/// element, as long as A has more than 24 rows or at most 24 in both cases, or B is not contiguous along k. Sums are made
+/// of chains of at most 256 additions, so that their error does not grow with k. A bf16 C is rounded once, to nearest
+/// even, after the old value was added. f32 products of more than 24 rows are the same on AVX2 and AVX-512.
 ///
 /// # Safety
 /// The pointers are valid for the matrices described, of block types whole blocks along the contiguous dimension, C

@@ -4,6 +4,7 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 
 use super::storage::element;
+use super::tile::CHAIN;
 use super::{Operand, Output, SCRATCH_BYTES, matmul, matmul_serial};
 use crate::cpu::{Isa, Pool};
 use crate::{Compute, DType};
@@ -179,8 +180,10 @@ impl Case {
                     sum += old;
                     size += old.abs();
                 }
-                // Each multiply-add rounds once or twice, relative to a partial sum of at most `size`.
-                let mut tolerance = (2.0 * self.k as f64 + 2.0) * f64::from(f32::EPSILON) * size;
+                // Each multiply-add rounds once or twice, relative to a partial sum of at most `size`; so does each
+                // addition of a chain.
+                let additions = self.k.min(2 * CHAIN) + self.k / CHAIN;
+                let mut tolerance = (2.0 * additions as f64 + 2.0) * f64::from(f32::EPSILON) * size;
                 if self.c == DType::Bf16 {
                     tolerance += sum.abs() / 256.0;
                 }
@@ -322,9 +325,9 @@ fn large() {
     }
 }
 
-/// A row of C has the same bits whatever other rows are computed with it, and an f32 C the same wherever k is cut.
+/// A row of C has the same bits whatever other rows are computed with it.
 #[test]
-fn parts_give_the_bits_of_the_whole() {
+fn rows_do_not_depend_on_each_other() {
     let mut scratch = vec![0; SCRATCH_BYTES];
     for isa in Isa::available() {
         for (compute, b_layout, m, cut) in [
@@ -357,19 +360,6 @@ fn parts_give_the_bits_of_the_whole() {
                 }
             });
             assert!(whole == by_rows, "{isa} {case:?} cut after row {cut}");
-            if b_layout == Layout::Columns && m < 20 {
-                continue;
-            }
-            let by_k = case.run(a.view, b.view, |a, b, c| {
-                for (from, to) in [(0, 418), (418, 1800)] {
-                    let start = |x: Operand, stride| x.data.wrapping_add(from * stride * 4);
-                    let a = Operand { data: start(a, a.column_stride), columns: to - from, ..a };
-                    let b = Operand { data: start(b, b.row_stride), rows: to - from, ..b };
-                    // SAFETY: as above.
-                    unsafe { matmul_serial(isa, compute, a, b, c, from > 0, &mut scratch) };
-                }
-            });
-            assert!(whole == by_k, "{isa} {case:?} cut along k");
         }
     }
 }

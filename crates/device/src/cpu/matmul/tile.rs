@@ -239,9 +239,15 @@ unsafe fn buffered_tile<E: Engine>(
     }
 }
 
+/// Units of k in a chain of additions at most. A sum of n terms in one f32 chain is wrong by up to n roundings, each as
+/// large as the largest partial sum's: where one term is huge, as in the residual stream of real models, gradients
+/// were off in the third digit. A sum of chains is wrong by a chain's length and their number.
+pub(super) const CHAIN: usize = 256;
+
 /// Rows `ROWS` of a panel of A that is `HEIGHT` wide, times `NV` vectors of a panel of B.
 ///
-/// Each sum is one chain of multiply-adds in the order of k that goes on from `start`: the same bits wherever k is cut.
+/// Units are cut into chains of even length, each a row of multiply-adds in the order of k that begins with zero; its
+/// sum is added to what `start` and the chains before it gave.
 ///
 /// # Safety
 /// The machine has the engine's instruction set and the tile is valid.
@@ -249,19 +255,14 @@ unsafe fn buffered_tile<E: Engine>(
 pub(super) unsafe fn kernel<E: Engine, const ROWS: usize, const HEIGHT: usize, const NV: usize>(tile: &Tile) {
     let lanes = E::V::LANES;
     let Tile { mut a, mut b, units, start, start_stride, out, out_stride, mut next, mut later, .. } = *tile;
+    let chains = units.div_ceil(CHAIN).max(1);
+    let length = units.div_ceil(chains);
     // SAFETY: panels hold `units` units of `HEIGHT` and `NV * lanes` lines, the tile has `ROWS` by `NV * lanes`
     // values at `start`, where that is not null, and at `out`.
     unsafe {
         let mut sums = [[E::V::splat(0.0); NV]; ROWS];
-        if !start.is_null() {
-            for (i, row) in sums.iter_mut().enumerate() {
-                for (j, sum) in row.iter_mut().enumerate() {
-                    *sum = E::V::load(start.add(i * start_stride + j * lanes));
-                }
-            }
-        }
         // One row of the next tile for each of the first units, so that the fetches do not pile up.
-        let fetching = units.min(ROWS);
+        let fetching = length.min(ROWS);
         for _ in 0..fetching {
             for part in 0..(NV * lanes * 4).div_ceil(LINE) {
                 prefetch(next.wrapping_add(part * LINE));
@@ -271,7 +272,7 @@ pub(super) unsafe fn kernel<E: Engine, const ROWS: usize, const HEIGHT: usize, c
             a = a.add(HEIGHT);
             b = b.add(NV * lanes);
         }
-        let fetching_later = tile.later_lines.min(units - fetching);
+        let fetching_later = tile.later_lines.min(length - fetching);
         for _ in 0..fetching_later {
             prefetch_later(later);
             later = later.wrapping_add(tile.later_stride);
@@ -279,14 +280,40 @@ pub(super) unsafe fn kernel<E: Engine, const ROWS: usize, const HEIGHT: usize, c
             a = a.add(HEIGHT);
             b = b.add(NV * lanes);
         }
-        for _ in fetching + fetching_later..units {
+        for _ in fetching + fetching_later..length {
             one_unit::<E, ROWS, NV>(&mut sums, a, b);
             a = a.add(HEIGHT);
             b = b.add(NV * lanes);
         }
-        for (i, row) in sums.iter().enumerate() {
-            for (j, sum) in row.iter().enumerate() {
-                sum.store(out.add(i * out_stride + j * lanes));
+        finish_chain(&mut sums, (start, start_stride), (out, out_stride));
+        for chain in 1..chains {
+            for _ in chain * length..units.min((chain + 1) * length) {
+                one_unit::<E, ROWS, NV>(&mut sums, a, b);
+                a = a.add(HEIGHT);
+                b = b.add(NV * lanes);
+            }
+            finish_chain(&mut sums, (out.cast_const(), out_stride), (out, out_stride));
+        }
+    }
+}
+
+/// Stores what is at `start`, if that is not null, plus `sums`, which become zero.
+#[inline(always)]
+unsafe fn finish_chain<V: Vector, const ROWS: usize, const NV: usize>(
+    sums: &mut [[V; NV]; ROWS],
+    (start, start_stride): (*const f32, usize),
+    (out, out_stride): (*mut f32, usize),
+) {
+    // SAFETY: the caller's tile has `ROWS` by `NV` vectors there.
+    unsafe {
+        for (i, row) in sums.iter_mut().enumerate() {
+            for (j, sum) in row.iter_mut().enumerate() {
+                let mut total = *sum;
+                if !start.is_null() {
+                    total = V::load(start.add(i * start_stride + j * V::LANES)).plus(total);
+                }
+                total.store(out.add(i * out_stride + j * V::LANES));
+                *sum = V::splat(0.0);
             }
         }
     }

@@ -1,0 +1,78 @@
+//! Which GGUF tensors hold the parameters of a block.
+//!
+//! Converters for llama.cpp reorder the rows of q and k of `llama` models within every head, because it rotates
+//! neighbouring pairs (2i, 2i + 1) of these where Hugging Face rotates (i, i + dims / 2); and they store the norms of
+//! Gemma as 1 + weight.
+
+use crate::layout::{StoredTensor, fuse};
+use crate::parameters::{BlockId, Parameter, ParameterKind, Role};
+use crate::source::RowOrder;
+use crate::spec::ModelSpec;
+
+/// What a GGUF file stores of a block.
+pub(crate) fn gguf_block(spec: &ModelSpec, block: BlockId) -> Vec<StoredTensor> {
+    let parameters = spec.block_parameters(block);
+    let mut tensors = match spec.architecture.as_str() {
+        "gpt2" | "phi3" => fuse(parameters, fused_name, false),
+        _ => fuse(parameters, plain_name, false),
+    };
+    for tensor in &mut tensors {
+        let is = |roles: &[Role]| tensor.parts.iter().all(|part| roles.contains(&part.role));
+        if spec.architecture == "llama" && is(&[Role::QProj, Role::KProj, Role::QBias, Role::KBias]) {
+            tensor.rows = RowOrder::Interleaved { head_dim: spec.attention.head_dim };
+        }
+        tensor.plus_one = spec.norm.one_plus_weight
+            && tensor.parts.iter().all(|part| part.role.kind() == ParameterKind::Norm);
+    }
+    tensors
+}
+
+fn fused_name(parameter: &Parameter) -> String {
+    let part = match parameter.role {
+        Role::QProj | Role::KProj | Role::VProj => "attn_qkv.weight",
+        Role::QBias | Role::KBias | Role::VBias => "attn_qkv.bias",
+        Role::GateProj | Role::UpProj => "ffn_up.weight",
+        _ => return plain_name(parameter),
+    };
+    in_layer(parameter, part)
+}
+
+fn plain_name(parameter: &Parameter) -> String {
+    let part = match parameter.role {
+        Role::TokenEmbedding => return "token_embd.weight".into(),
+        Role::PositionEmbedding => return "position_embd.weight".into(),
+        Role::FinalNorm => return "output_norm.weight".into(),
+        Role::FinalNormBias => return "output_norm.bias".into(),
+        Role::LmHead => return "output.weight".into(),
+        Role::AttentionNorm => "attn_norm.weight",
+        Role::AttentionNormBias => "attn_norm.bias",
+        Role::QProj => "attn_q.weight",
+        Role::KProj => "attn_k.weight",
+        Role::VProj => "attn_v.weight",
+        Role::OProj => "attn_output.weight",
+        Role::QBias => "attn_q.bias",
+        Role::KBias => "attn_k.bias",
+        Role::VBias => "attn_v.bias",
+        Role::OBias => "attn_output.bias",
+        Role::QNorm => "attn_q_norm.weight",
+        Role::KNorm => "attn_k_norm.weight",
+        Role::PostAttentionNorm => "post_attention_norm.weight",
+        Role::MlpNorm => "ffn_norm.weight",
+        Role::MlpNormBias => "ffn_norm.bias",
+        Role::GateProj => "ffn_gate.weight",
+        Role::UpProj => "ffn_up.weight",
+        Role::DownProj => "ffn_down.weight",
+        Role::GateBias => "ffn_gate.bias",
+        Role::UpBias => "ffn_up.bias",
+        Role::DownBias => "ffn_down.bias",
+        Role::PostMlpNorm => "post_ffw_norm.weight",
+    };
+    in_layer(parameter, part)
+}
+
+fn in_layer(parameter: &Parameter, part: &str) -> String {
+    match parameter.block {
+        BlockId::Layer(i) => format!("blk.{i}.{part}"),
+        BlockId::Embedding | BlockId::Head => part.to_owned(),
+    }
+}

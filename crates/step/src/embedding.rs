@@ -1,0 +1,55 @@
+//! The beginning of the residual stream: token embeddings, scaled where the family does so, and learned positions where
+//! it has them.
+
+use plimsoll_device::{Device, Op, Tensor};
+use plimsoll_memory::Tag;
+use plimsoll_model::{BlockId, Role};
+
+use crate::StepError;
+use crate::context::Context;
+use crate::gradients::Gradients;
+use crate::store::WeightStore;
+
+/// The embeddings [N, H] of `tokens` at the context's positions.
+pub(crate) fn forward<D: Device>(
+    ctx: &Context<'_, D>,
+    store: &mut dyn WeightStore,
+    tokens: &Tensor,
+) -> Result<Tensor, StepError> {
+    let weights = store.gather(BlockId::Embedding)?;
+    let sizes = [tokens.elements(), ctx.spec.hidden_size];
+    let alloc = |name| ctx.device.alloc(ctx.activations, &sizes, Tag::Activations, name);
+    let out = alloc("residual")?;
+    ctx.device.run(Op::Embedding { tokens, table: weights.get(Role::TokenEmbedding)?, out: &out })?;
+    if let Some(factor) = ctx.spec.embedding_scale {
+        ctx.device.run(Op::Scale { x: &out, factor: factor as f32 })?;
+    }
+    if let Some(table) = weights.find(Role::PositionEmbedding) {
+        let positions = alloc("positions")?;
+        ctx.device.run(Op::Embedding { tokens: ctx.positions, table, out: &positions })?;
+        ctx.device.run(Op::Add { a: &out, b: &positions, out: &out })?;
+    }
+    store.release(BlockId::Embedding);
+    Ok(out)
+}
+
+/// Adds the gradient of the embeddings, dx [N, H], to that of their tables; dx is scaled on the way.
+pub(crate) fn backward<D: Device>(
+    ctx: &Context<'_, D>,
+    tokens: &Tensor,
+    dx: &Tensor,
+    gradients: &mut Gradients,
+) -> Result<(), StepError> {
+    let mut scatter = |tokens: &Tensor, role| -> Result<(), StepError> {
+        let dtable = gradients.scatter_target(ctx.device, BlockId::Embedding, role)?;
+        ctx.device.run(Op::EmbeddingBackward { tokens, dout: dx, dtable: &dtable })?;
+        Ok(())
+    };
+    if ctx.spec.attention.rope.is_none() {
+        scatter(ctx.positions, Role::PositionEmbedding)?;
+    }
+    if let Some(factor) = ctx.spec.embedding_scale {
+        ctx.device.run(Op::Scale { x: dx, factor: factor as f32 })?;
+    }
+    scatter(tokens, Role::TokenEmbedding)
+}
