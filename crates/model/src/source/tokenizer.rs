@@ -72,6 +72,7 @@ fn fields(metadata: &Metadata<'_>) -> Result<GgufTokenizerFields, GgufError> {
     // Stored as signed or unsigned bytes; the bits count.
     let precompiled_charsmap = charsmap.into_iter().map(|byte| byte as u8).collect();
     Ok(GgufTokenizerFields {
+        model_name: text("general.name")?,
         model,
         pre: text("tokenizer.ggml.pre")?,
         tokens,

@@ -21,6 +21,8 @@ pub(super) use split::is_word_by_word;
 /// The tokenizer's part of a GGUF's metadata.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GgufTokenizerFields {
+    /// `general.name`: what some models' added tokens do to the text around them is known by it alone.
+    pub model_name: Option<String>,
     /// `tokenizer.ggml.model`
     pub model: String,
     /// `tokenizer.ggml.pre`
@@ -65,6 +67,14 @@ impl GgufTokenizerFields {
     /// A token's type; normal where there are none.
     fn token_type(&self, id: usize) -> i64 {
         self.token_types.get(id).copied().unwrap_or(1)
+    }
+
+    /// Whether white space after an added token belongs to it. No metadata says so; as in llama.cpp, Phi-3's do by
+    /// the model's name.
+    fn strips_after(&self, token: &str) -> bool {
+        let name = self.model_name.as_deref().unwrap_or_default().to_lowercase();
+        let phi3 = self.model == "llama" && (name.contains("phi-3") || name.contains("phi3"));
+        phi3 && !["<unk>", "<s>", "<|endoftext|>"].contains(&token)
     }
 
     /// The tokens that end a sequence, each with its key.
@@ -135,7 +145,11 @@ fn document(fields: &GgufTokenizerFields) -> Result<Value, Problem> {
         .filter(|(id, token)| {
             !token.is_empty() && matches!(fields.token_type(*id), UNKNOWN | CONTROL | USER_DEFINED)
         })
-        .map(|(id, token)| added_token(id, token, fields.token_type(id) != USER_DEFINED))
+        .map(|(id, token)| {
+            let mut added = added_token(id, token, fields.token_type(id) != USER_DEFINED);
+            added["rstrip"] = fields.strips_after(token).into();
+            added
+        })
         .collect();
     let bos =
         added_by_encode(fields, "tokenizer.ggml.bos_token_id", fields.bos, fields.add_bos, parts.add_bos)?;

@@ -58,6 +58,18 @@ fn special_tokens_in_a_text_can_be_left_alone() {
 }
 
 #[test]
+fn white_space_after_phi_3s_tokens_is_theirs() {
+    let fields = GgufTokenizerFields { model_name: Some("Phi-3 mini".into()), ..scored() };
+    check(
+        &tokenizer(&fields),
+        EncodeOptions::default(),
+        "</s>\n a<s> a",
+        &["</s>", "▁", "a", "<s>", "▁▁", "a"],
+    );
+    check(&tokenizer(&scored()), EncodeOptions::default(), "</s> a", &["</s>", "▁▁", "a"]);
+}
+
+#[test]
 fn saving_keeps_everything() {
     for fields in every_kind() {
         let fields = GgufTokenizerFields {
