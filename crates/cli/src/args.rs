@@ -1,9 +1,13 @@
 //! The command line, each flag in one place together with its help.
 
+mod sampling;
+
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 use plimsoll_memory::ByteSize;
+
+pub use sampling::SamplingArgs;
 
 /// Train, fine-tune and run language models in the memory you have.
 #[derive(Debug, Parser)]
@@ -119,12 +123,14 @@ pub struct GenerateArgs {
     /// New tokens at most
     #[arg(long, default_value_t = 128)]
     pub max_tokens: usize,
-    /// 0 takes the likeliest token; 1 draws from the model's distribution
-    #[arg(long, default_value_t = 0.0)]
-    pub temperature: f64,
-    /// Seed of the draws
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
+    /// Take the prompt as what a user says, in the model's chat template, and stop where the answer ends
+    #[arg(long)]
+    pub chat: bool,
+    /// What the system says first in the chat
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    pub system: Option<String>,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
     /// Stop before an end-of-sequence token instead of going on through it
     #[arg(long)]
     pub stop_at_eos: bool,

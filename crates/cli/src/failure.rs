@@ -4,7 +4,8 @@ use std::fmt;
 
 use plimsoll_data::DataError;
 use plimsoll_device::DeviceError;
-use plimsoll_generate::GenerateError;
+use plimsoll_generate::{GenerateError, SamplerError};
+use plimsoll_model::chat_template::ChatTemplateError;
 use plimsoll_model::tokenizer::TokenizerError;
 use plimsoll_model::{ModelError, SaveError};
 use plimsoll_plan::OriginError;
@@ -77,8 +78,10 @@ macro_rules! failure_from {
 failure_from! {
     ConfigError => USAGE,
     OriginError => USAGE,
+    SamplerError => USAGE,
     ModelError => OTHER,
     TokenizerError => OTHER,
+    ChatTemplateError => OTHER,
     DataError => OTHER,
     SaveError => OTHER,
     GenerateError => OTHER,

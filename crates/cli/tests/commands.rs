@@ -108,6 +108,35 @@ fn a_run_leaves_its_metrics_report_checkpoints_and_model() {
     assert_eq!(inspected["hidden_size"], 16);
 }
 
+#[test]
+fn a_prompt_can_be_a_chat_and_draws_have_settings() {
+    let folder = folder();
+    ok(folder.path(), &["train", "c.yaml"]);
+    let generate = |more: &[&'static str]| -> Vec<&str> {
+        [&["generate", "--model", "out", "--prompt", "word", "--max-tokens", "3", "--json"], more].concat()
+    };
+    let error = fails(folder.path(), 2, &generate(&["--chat"]));
+    assert!(error.contains("no chat template"), "{error}");
+    let template = folder.path().join("out/chat_template.jinja");
+    std::fs::write(&template, "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}").unwrap();
+    let chat: Value =
+        serde_json::from_str(&ok(folder.path(), &generate(&["--chat", "--system", "no"]))).unwrap();
+    let bytes: Vec<u64> = "system:no;user:word;".bytes().map(u64::from).collect();
+    assert_eq!(chat["prompt_tokens"], Value::from(bytes));
+    std::fs::write(template, "{{ raise_exception('not this') }}").unwrap();
+    let error = fails(folder.path(), 1, &generate(&["--chat"]));
+    assert!(error.contains("chat_template.jinja") && error.contains("not this"), "{error}");
+    // One token alone is left to draw.
+    let drawn: Value = serde_json::from_str(&ok(
+        folder.path(),
+        &generate(&["--temperature", "2", "--top-k", "1", "--logit-bias", "65=1000"]),
+    ))
+    .unwrap();
+    assert_eq!(drawn["text"], "AAA");
+    let error = fails(folder.path(), 2, &generate(&["--top-p", "0"]));
+    assert!(error.contains("top_p is 0"), "{error}");
+}
+
 fn losses(run: &Path) -> Vec<String> {
     let metrics = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
     let value = |line: &str| serde_json::from_str::<Value>(line).unwrap();

@@ -42,6 +42,7 @@ pub fn generate<D: Device>(
         return Err(GenerateError::EmptyPrompt);
     }
     let begun = Instant::now();
+    sampler.observe(prompt);
     let mut logits = decoder.append(prompt)?;
     let prompt_seconds = begun.elapsed().as_secs_f64();
     let begun = Instant::now();
@@ -52,6 +53,7 @@ pub fn generate<D: Device>(
             break;
         }
         tokens.push(token);
+        sampler.observe(&[token]);
         if !each(token) || tokens.len() == max_tokens {
             break;
         }

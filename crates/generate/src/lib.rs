@@ -6,4 +6,4 @@ mod generate;
 mod sampler;
 
 pub use generate::{GenerateError, Generated, generate};
-pub use sampler::{Sampler, SamplerSettings};
+pub use sampler::{Sampler, SamplerError, SamplerSettings, SamplerStep};

@@ -1,101 +1,146 @@
-//! From logits to a token.
+//! From logits to a token: a chain of steps that change and drop candidates, then a draw.
+//!
+//! The order is llama.cpp's: bias, penalties, top-k, typical, top-p, min-p, temperature, draw. In
+//! `transformers` the temperature comes before the steps that drop candidates; [`Sampler::of_steps`] takes
+//! any order.
 
-/// How tokens are drawn.
-#[derive(Clone, Copy, Debug, PartialEq)]
+mod candidates;
+mod error;
+mod history;
+mod step;
+#[cfg(test)]
+mod tests;
+
+use candidates::Candidates;
+pub use error::SamplerError;
+use history::History;
+pub use step::SamplerStep;
+
+/// How tokens are drawn. The default takes the likeliest token.
+#[derive(Clone, Debug, PartialEq)]
 pub struct SamplerSettings {
     /// 0 takes the likeliest token; 1 draws from the model's own distribution; more flattens it.
     pub temperature: f64,
+    /// Only this many of the likeliest tokens; 0 for all.
+    pub top_k: usize,
+    /// Only the likeliest tokens that together have this probability; 1 for all.
+    pub top_p: f64,
+    /// Only tokens with at least this share of the likeliest one's probability; 0 for all.
+    pub min_p: f64,
+    /// Only the tokens that are about as likely as is to be expected, together of this probability; 1 for all.
+    pub typical_p: f64,
+    /// Makes tokens that were there less likely: logits above 0 are divided by it, others multiplied; 1 for none.
+    pub repetition_penalty: f64,
+    /// Taken from the logit of every token that was there; 0 for none.
+    pub presence_penalty: f64,
+    /// Taken from a token's logit for every time that it was there; 0 for none.
+    pub frequency_penalty: f64,
+    /// The last tokens, of the prompt and drawn ones, that count for the penalties; `None` for all.
+    pub penalty_last_n: Option<usize>,
+    /// Added to tokens' logits; minus infinity forbids a token.
+    pub logit_bias: Vec<(u32, f32)>,
     /// Seed of the draws.
     pub seed: u64,
+}
+
+impl Default for SamplerSettings {
+    fn default() -> SamplerSettings {
+        SamplerSettings {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            typical_p: 1.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            penalty_last_n: None,
+            logit_bias: Vec::new(),
+            seed: 0,
+        }
+    }
+}
+
+impl SamplerSettings {
+    /// The steps that do something, in order.
+    pub fn steps(&self) -> Vec<SamplerStep> {
+        let penalties = SamplerStep::Penalties {
+            repetition: self.repetition_penalty,
+            presence: self.presence_penalty,
+            frequency: self.frequency_penalty,
+            last_n: self.penalty_last_n,
+        };
+        let all = [
+            SamplerStep::LogitBias(self.logit_bias.clone()),
+            penalties,
+            SamplerStep::TopK(self.top_k),
+            SamplerStep::Typical(self.typical_p),
+            SamplerStep::TopP(self.top_p),
+            SamplerStep::MinP(self.min_p),
+            SamplerStep::Temperature(self.temperature),
+        ];
+        all.into_iter().filter(|step| !step.does_nothing()).collect()
+    }
 }
 
 /// Draws tokens. The same seed and the same logits give the same tokens.
 #[derive(Clone, Debug)]
 pub struct Sampler {
-    settings: SamplerSettings,
+    steps: Vec<SamplerStep>,
+    history: History,
+    seed: u64,
     draws: u64,
 }
 
 impl Sampler {
     /// A sampler at the beginning of its random numbers.
-    pub fn new(settings: SamplerSettings) -> Sampler {
-        Sampler { settings, draws: 0 }
+    ///
+    /// # Errors
+    /// A setting is outside of its range.
+    pub fn new(settings: &SamplerSettings) -> Result<Sampler, SamplerError> {
+        Sampler::of_steps(settings.steps(), settings.seed)
     }
 
-    /// The next token for these logits; the first of the likeliest ones where several are equal. `None` for none.
+    /// A sampler with steps in an order of one's own; without a temperature it draws from the model's distribution.
+    ///
+    /// # Errors
+    /// A step's number is outside of its range.
+    pub fn of_steps(steps: Vec<SamplerStep>, seed: u64) -> Result<Sampler, SamplerError> {
+        steps.iter().try_for_each(SamplerStep::check)?;
+        let history = History::new(steps.iter().filter_map(SamplerStep::remembers).reduce(longer));
+        Ok(Sampler { steps, history, seed, draws: 0 })
+    }
+
+    /// Tells the sampler of tokens that count for penalties: the prompt, and tokens that were drawn and kept.
+    pub fn observe(&mut self, tokens: &[u32]) {
+        self.history.extend(tokens);
+    }
+
+    /// The next token for these logits, one a token; the first of the likeliest ones where several are equal
+    /// and the temperature is 0. Logits that are no number count as minus infinity. `None` for no logits.
     pub fn sample(&mut self, logits: &[f32]) -> Option<u32> {
-        if self.settings.temperature <= 0.0 {
-            return argmax(logits);
+        let mut candidates = Candidates::new(logits);
+        for step in &self.steps {
+            step.apply(&mut candidates, &self.history);
         }
-        let best = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
-        let weights: Vec<f64> =
-            logits.iter().map(|l| ((f64::from(*l) - best) / self.settings.temperature).exp()).collect();
-        let total: f64 = weights.iter().sum();
-        if !total.is_finite() {
-            return argmax(logits);
+        if let Some(only) = candidates.only() {
+            return Some(only);
         }
-        let mut left = self.uniform() * total;
-        for (token, weight) in (0..).zip(&weights) {
-            left -= weight;
-            if left < 0.0 {
-                return Some(token);
-            }
-        }
-        argmax(logits)
+        let draw = self.uniform();
+        candidates.draw(draw)
     }
 
     /// A number in [0, 1): SplitMix64 over seed and number of the draw.
     fn uniform(&mut self) -> f64 {
-        self.draws += 1;
-        let mut z = self.settings.seed.wrapping_add(self.draws.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        self.draws = self.draws.wrapping_add(1);
+        let mut z = self.seed.wrapping_add(self.draws.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
     }
 }
 
-fn argmax(logits: &[f32]) -> Option<u32> {
-    let mut best: Option<(u32, f32)> = None;
-    for (token, logit) in (0..).zip(logits) {
-        if best.is_none_or(|(_, highest)| *logit > highest) {
-            best = Some((token, *logit));
-        }
-    }
-    best.map(|(token, _)| token)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn sampler(temperature: f64, seed: u64) -> Sampler {
-        Sampler::new(SamplerSettings { temperature, seed })
-    }
-
-    #[test]
-    fn temperature_zero_takes_the_first_of_the_likeliest() {
-        assert_eq!(sampler(0.0, 1).sample(&[0.0, 3.0, 3.0, -1.0]), Some(1));
-        assert_eq!(sampler(0.0, 1).sample(&[]), None);
-    }
-
-    #[test]
-    fn draws_follow_the_distribution_and_the_seed() {
-        let logits = [0.0, (3.0f32).ln(), f32::NEG_INFINITY];
-        let draw = |seed| {
-            let mut sampler = sampler(1.0, seed);
-            (0..4000).map(|_| sampler.sample(&logits).unwrap()).collect::<Vec<_>>()
-        };
-        let tokens = draw(7);
-        assert_eq!(tokens, draw(7));
-        assert_ne!(tokens, draw(8));
-        let ones = tokens.iter().filter(|t| **t == 1).count();
-        assert!((2850..3150).contains(&ones), "{ones}");
-        assert!(!tokens.contains(&2));
-    }
-
-    #[test]
-    fn a_low_temperature_sharpens() {
-        let mut sampler = sampler(0.05, 3);
-        assert!((0..200).all(|_| sampler.sample(&[0.0, 1.0]) == Some(1)));
-    }
+/// The longer of two memories; `None` for all that was ever there.
+fn longer(left: Option<usize>, right: Option<usize>) -> Option<usize> {
+    Some(left?.max(right?))
 }

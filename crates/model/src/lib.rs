@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod catalogue;
+pub mod chat_template;
 pub mod convert;
 pub mod gguf;
 pub mod hf_config;

@@ -150,8 +150,7 @@ fn greedy_continuations_are_identical() {
     for case in reference["greedy"].as_array().unwrap() {
         decoder.truncate(0);
         let expected = ids(&case["output_ids"]);
-        let mut sampler =
-            plimsoll_generate::Sampler::new(plimsoll_generate::SamplerSettings { temperature: 0.0, seed: 0 });
+        let mut sampler = plimsoll_generate::Sampler::new(&Default::default()).unwrap();
         let prompt = ids(&case["prompt_ids"]);
         let generated =
             plimsoll_generate::generate(&mut decoder, &mut sampler, &prompt, expected.len(), &[], |_| true)

@@ -2,7 +2,9 @@
 
 use std::io::Write;
 
-use plimsoll_generate::{Sampler, SamplerSettings, generate};
+use plimsoll_generate::{Sampler, generate};
+use plimsoll_model::chat_template::{ChatMessage, ChatOptions};
+use plimsoll_model::tokenizer::{SpecialTokens, Tokenizer};
 use plimsoll_plan::DryRun;
 use plimsoll_step::{DecodeSettings, Decoder};
 use plimsoll_train::TrainError;
@@ -18,36 +20,39 @@ const PROMPT_CHUNK_TOKENS: u64 = 512;
 
 pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     let precision = inference_precision(&args.dtype)?;
-    if !(args.temperature.is_finite() && args.temperature >= 0.0) {
-        return Err(Failure::usage("--temperature must be 0 or more"));
-    }
+    let mut sampler = Sampler::new(&args.sampling.settings())?;
     let files = model_with_weights(&args.model, "generate from")?;
     let spec = files.spec().clone();
     let tokenizer = files.tokenizer()?;
-    let prompt = tokenizer.encode(&args.prompt)?;
+    let text = match args.chat {
+        true => chat_text(&tokenizer, args)?,
+        false => args.prompt.clone(),
+    };
+    let prompt = tokenizer.encode(&text)?;
     let engine = Engine::start(args.threads)?;
     let context = (prompt.len() + args.max_tokens).max(1) as u64;
     let settings = DecodeSettings { precision, context, prompt_chunk_tokens: PROMPT_CHUNK_TOKENS };
     let dry_run = DryRun::generation(&spec, settings, prompt.len() as u64)?;
     let device = engine.device(&dry_run, args.memory)?;
-    let end_tokens = if args.stop_at_eos { spec.eos_tokens.clone() } else { Vec::new() };
+    let end_tokens = match args.stop_at_eos || args.chat {
+        true => [&spec.eos_tokens, tokenizer.eos_tokens()].concat(),
+        false => Vec::new(),
+    };
     let mut decoder = Decoder::new(&device, spec, settings)?;
     decoder.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
 
-    let mut sampler = Sampler::new(SamplerSettings { temperature: args.temperature, seed: args.seed });
-    let mut stream = tokenizer.decode_stream();
+    let mut stream = tokenizer.stream_decoder(SpecialTokens::Skip);
     let mut out = std::io::stdout();
     let mut failed = None;
-    if !args.json {
+    if !args.json && !args.chat {
         write!(out, "{}", args.prompt)?;
     }
     let generated = generate(&mut decoder, &mut sampler, &prompt, args.max_tokens, &end_tokens, |token| {
         if args.json {
             return true;
         }
-        let shown = match stream.step(token) {
-            Ok(Some(text)) => write!(out, "{text}").and_then(|()| out.flush()).map_err(Failure::from),
-            Ok(None) => Ok(()),
+        let shown = match stream.push(token) {
+            Ok(text) => write!(out, "{text}").and_then(|()| out.flush()).map_err(Failure::from),
             Err(error) => Err(error.into()),
         };
         failed = shown.err();
@@ -67,7 +72,7 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
         });
         outln!("{document}")?;
     } else {
-        outln!()?;
+        outln!("{}", stream.finish()?)?;
         eprintln!(
             "{} tokens at {rate:.1} tokens/s after a prompt of {} in {:.2} s",
             generated.tokens.len(),
@@ -76,4 +81,15 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
         );
     }
     Ok(())
+}
+
+/// The prompt as a user's message, up to where the assistant's begins.
+fn chat_text(tokenizer: &Tokenizer, args: &GenerateArgs) -> Result<String, Failure> {
+    let template = tokenizer.chat_template(None)?.ok_or_else(|| {
+        Failure::usage(format!("{} has no chat template; leave --chat out", tokenizer.origin()))
+    })?;
+    let system = args.system.iter().map(|text| ChatMessage::new("system", text));
+    let messages: Vec<ChatMessage> = system.chain([ChatMessage::new("user", &args.prompt)]).collect();
+    let options = ChatOptions { add_generation_prompt: true, ..ChatOptions::default() };
+    Ok(template.render(&messages, &options)?)
 }

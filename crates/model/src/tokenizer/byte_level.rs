@@ -19,17 +19,45 @@ pub fn tokenizer_json() -> Value {
         "pre_tokenizer": super::gguf::byte_level(true),
         "post_processor": null,
         "decoder": super::gguf::byte_level(true),
-        "model": super::gguf::bpe(vocab.into(), Vec::new(), None, false),
+        "model": super::gguf::bpe(vocab.into(), Vec::new(), None, false, false),
     })
 }
 
 /// The printable character that stands for a byte in byte-level vocabularies (GPT-2's table): itself where it is
 /// printable, else the next one from U+0100 on.
 fn byte_char(byte: u8) -> char {
-    let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
-    if printable(byte) {
+    if is_printable(byte) {
         return char::from(byte);
     }
-    let before = (0..byte).filter(|b| !printable(*b)).count() as u32;
-    char::from_u32(0x100 + before).unwrap_or(char::REPLACEMENT_CHARACTER)
+    let before = (0..byte).filter(|b| !is_printable(*b)).count() as u32;
+    char::from_u32(FIRST_STAND_IN + before).unwrap_or(char::REPLACEMENT_CHARACTER)
+}
+
+/// The byte that a character stands for; none for a character that stands for no byte.
+pub fn char_byte(character: char) -> Option<u8> {
+    match u8::try_from(u32::from(character)) {
+        Ok(byte) => is_printable(byte).then_some(byte),
+        Err(_) => {
+            let place = u32::from(character).checked_sub(FIRST_STAND_IN)?;
+            (0..=255u8).filter(|b| !is_printable(*b)).nth(place as usize)
+        }
+    }
+}
+
+const FIRST_STAND_IN: u32 = 0x100;
+
+fn is_printable(byte: u8) -> bool {
+    matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn characters_stand_for_their_bytes() {
+        assert!((0..=255u8).all(|byte| char_byte(byte_char(byte)) == Some(byte)));
+        assert_eq!([' ', '\u{ad}', '\u{144}', '中'].map(char_byte), [None; 4]);
+        assert_eq!((byte_char(b' '), byte_char(b'\n')), ('Ġ', 'Ċ'));
+    }
 }

@@ -1,18 +1,28 @@
 //! From a GGUF's `tokenizer.ggml.*` metadata to the `tokenizer.json` it came from.
 //!
-//! `gpt2` is byte-level BPE, split first as `tokenizer.ggml.pre` says; `llama` is SentencePiece's BPE with scores and
-//! byte fallback, whose merges are found from the scores as `transformers` does. Token types are llama.cpp's:
-//! 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte.
+//! `gpt2` is byte-level BPE, split first as `tokenizer.ggml.pre` says; `llama` and `gemma4` are
+//! SentencePiece's BPE, with scores or with merges; `t5` is SentencePiece's unigram model. Token types are
+//! llama.cpp's: 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte; any other counts as normal.
+//! An empty token, which no text can hold, is called `[EMPTY_id]` as llama.cpp does.
 
-use std::collections::HashMap;
+mod byte_level_bpe;
+mod charsmap;
+mod sentence_piece;
+mod split;
+mod unigram;
 
 use serde_json::{Map, Value, json};
 
 use super::TokenizerError;
+use super::specials::template_processing;
+pub(super) use charsmap::check as check_charsmap;
+pub(super) use split::is_word_by_word;
 
 /// The tokenizer's part of a GGUF's metadata.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GgufTokenizerFields {
+    /// `general.name`: what some models' added tokens do to the text around them is known by it alone.
+    pub model_name: Option<String>,
     /// `tokenizer.ggml.model`
     pub model: String,
     /// `tokenizer.ggml.pre`
@@ -29,100 +39,218 @@ pub struct GgufTokenizerFields {
     pub bos: Option<u32>,
     /// `tokenizer.ggml.eos_token_id`
     pub eos: Option<u32>,
+    /// `tokenizer.ggml.eot_token_id`: ends a turn.
+    pub eot: Option<u32>,
+    /// `tokenizer.ggml.eom_token_id`: ends a message.
+    pub eom: Option<u32>,
     /// `tokenizer.ggml.unknown_token_id`
     pub unknown: Option<u32>,
     /// `tokenizer.ggml.padding_token_id`
     pub padding: Option<u32>,
+    /// `tokenizer.ggml.add_bos_token`
+    pub add_bos: Option<bool>,
+    /// `tokenizer.ggml.add_eos_token`
+    pub add_eos: Option<bool>,
     /// `tokenizer.ggml.add_space_prefix`
     pub add_space_prefix: Option<bool>,
+    /// `tokenizer.ggml.remove_extra_whitespaces`
+    pub remove_extra_whitespaces: Option<bool>,
+    /// `tokenizer.ggml.precompiled_charsmap`; empty where absent.
+    pub precompiled_charsmap: Vec<u8>,
     /// `tokenizer.chat_template`
     pub chat_template: Option<String>,
+    /// `tokenizer.chat_template.NAME`: name and template.
+    pub named_chat_templates: Vec<(String, String)>,
+}
+
+impl GgufTokenizerFields {
+    /// A token's type; normal where there are none.
+    fn token_type(&self, id: usize) -> i64 {
+        self.token_types.get(id).copied().unwrap_or(1)
+    }
+
+    /// Whether white space after an added token belongs to it. No metadata says so; as in llama.cpp, Phi-3's do by
+    /// the model's name.
+    fn strips_after(&self, token: &str) -> bool {
+        let name = self.model_name.as_deref().unwrap_or_default().to_lowercase();
+        let phi3 = self.model == "llama" && (name.contains("phi-3") || name.contains("phi3"));
+        phi3 && !["<unk>", "<s>", "<|endoftext|>"].contains(&token)
+    }
+
+    /// The tokens that end a sequence, each with its key.
+    pub(super) fn ends(&self) -> [(&'static str, Option<u32>); 3] {
+        [
+            ("tokenizer.ggml.eos_token_id", self.eos),
+            ("tokenizer.ggml.eot_token_id", self.eot),
+            ("tokenizer.ggml.eom_token_id", self.eom),
+        ]
+    }
 }
 
 const UNKNOWN: i64 = 2;
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
+const BYTE: i64 = 6;
 
-/// Names of `tokenizer.ggml.pre` that split as GPT-2 does.
-const GPT2_LIKE: &[&str] = &["gpt-2", "gpt2", "default", "phi-2", "olmo", "mpt", "exaone4"];
-/// Those that take single digits first.
-const SINGLE_DIGITS: &[&str] = &["smollm", "starcoder", "refact", "command-r", "codeshell"];
-/// Those that split as Llama 3 does.
-const LLAMA3_LIKE: &[&str] = &["llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"];
-/// Those that split as Qwen 2 does.
-const QWEN2_LIKE: &[&str] = &["qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"];
+/// What is wrong, and under which key.
+struct Problem {
+    key: &'static str,
+    reason: String,
+}
 
-const LLAMA3_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const QWEN2_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+impl Problem {
+    fn new(key: &'static str, reason: String) -> Problem {
+        Problem { key, reason }
+    }
+}
+
+/// What the kinds of tokenizer differ in.
+struct TokenizerParts {
+    normalizer: Value,
+    pre_tokenizer: Value,
+    decoder: Value,
+    model: Value,
+    /// Whether `bos` and `eos` are added where the file does not say.
+    add_bos: bool,
+    add_eos: bool,
+}
 
 /// The document for `tokenizers`. `origin` is what errors call the file.
+///
+/// # Errors
+/// The kind is not supported, an id is outside of the vocabulary, or lists contradict each other; the key is named.
 pub fn tokenizer_json(fields: &GgufTokenizerFields, origin: &str) -> Result<Value, TokenizerError> {
-    let fail = |key, reason: String| TokenizerError::Field { origin: origin.to_owned(), key, reason };
+    document(fields).map_err(|Problem { key, reason }| TokenizerError::Field {
+        origin: origin.to_owned(),
+        key,
+        reason,
+    })
+}
+
+fn document(fields: &GgufTokenizerFields) -> Result<Value, Problem> {
+    check_lengths(fields)?;
+    let vocab = vocabulary(fields)?;
+    check_ids(fields)?;
+    let parts = match fields.model.as_str() {
+        "gpt2" if matches!(fields.pre.as_deref(), Some("gemma4" | "sarvam-moe")) => {
+            sentence_piece::listed(fields, vocab)?
+        }
+        "gpt2" => byte_level_bpe::parts(fields, vocab)?,
+        "llama" => sentence_piece::scored(fields, vocab)?,
+        "gemma4" => sentence_piece::listed(fields, vocab)?,
+        "t5" => unigram::parts(fields)?,
+        other => return Err(Problem::new("tokenizer.ggml.model", unsupported(other))),
+    };
+    let added: Vec<Value> = (fields.tokens.iter().enumerate())
+        .filter(|(id, token)| {
+            !token.is_empty() && matches!(fields.token_type(*id), UNKNOWN | CONTROL | USER_DEFINED)
+        })
+        .map(|(id, token)| {
+            let mut added = added_token(id, token, fields.token_type(id) != USER_DEFINED);
+            added["rstrip"] = fields.strips_after(token).into();
+            added
+        })
+        .collect();
+    let bos =
+        added_by_encode(fields, "tokenizer.ggml.bos_token_id", fields.bos, fields.add_bos, parts.add_bos)?;
+    let eos =
+        added_by_encode(fields, "tokenizer.ggml.eos_token_id", fields.eos, fields.add_eos, parts.add_eos)?;
+    Ok(json!({
+        "version": "1.0",
+        "truncation": null,
+        "padding": null,
+        "added_tokens": added,
+        "normalizer": parts.normalizer,
+        "pre_tokenizer": parts.pre_tokenizer,
+        "post_processor": template_processing(bos.as_slice(), eos.as_slice()),
+        "decoder": parts.decoder,
+        "model": parts.model,
+    }))
+}
+
+fn check_lengths(fields: &GgufTokenizerFields) -> Result<(), Problem> {
     let count = fields.tokens.len();
     if count == 0 {
-        return Err(fail("tokenizer.ggml.tokens", "the vocabulary is empty".to_owned()));
+        return Err(Problem::new("tokenizer.ggml.tokens", "the vocabulary is empty".to_owned()));
     }
     for (key, length) in [
         ("tokenizer.ggml.token_type", fields.token_types.len()),
         ("tokenizer.ggml.scores", fields.scores.len()),
     ] {
         if length != 0 && length != count {
-            return Err(fail(key, format!("{length} entries for {count} tokens")));
+            return Err(Problem::new(key, format!("{length} entries for {count} tokens")));
         }
     }
-    let mut vocab = Map::with_capacity(count);
+    Ok(())
+}
+
+fn check_ids(fields: &GgufTokenizerFields) -> Result<(), Problem> {
+    let others = [
+        ("tokenizer.ggml.bos_token_id", fields.bos),
+        ("tokenizer.ggml.unknown_token_id", fields.unknown),
+        ("tokenizer.ggml.padding_token_id", fields.padding),
+    ];
+    for (key, id) in others.into_iter().chain(fields.ends()) {
+        if let Some(id) = id.filter(|id| *id as usize >= fields.tokens.len()) {
+            return Err(Problem::new(key, format!("{id} is not below {}", fields.tokens.len())));
+        }
+    }
+    Ok(())
+}
+
+fn vocabulary(fields: &GgufTokenizerFields) -> Result<Map<String, Value>, Problem> {
+    let mut vocab = Map::with_capacity(fields.tokens.len());
     for (id, token) in fields.tokens.iter().enumerate() {
-        if let Some(first) = vocab.insert(token.clone(), id.into()) {
-            return Err(fail(
-                "tokenizer.ggml.tokens",
-                format!("token {id} {token:?} is token {first} already"),
-            ));
+        let name = if token.is_empty() { format!("[EMPTY_{id}]") } else { token.clone() };
+        if let Some(first) = vocab.insert(name, id.into()) {
+            let reason = format!("token {id} {token:?} is token {first} already");
+            return Err(Problem::new("tokenizer.ggml.tokens", reason));
         }
     }
-    let kind = |id: usize| fields.token_types.get(id).copied().unwrap_or(1);
-    let added: Vec<Value> = (fields.tokens.iter().enumerate())
-        .filter(|(id, _)| matches!(kind(*id), UNKNOWN | CONTROL | USER_DEFINED))
-        .map(|(id, token)| added_token(id, token, kind(id) != USER_DEFINED))
-        .collect();
-    let unknown = fields.unknown.and_then(|id| fields.tokens.get(id as usize)).cloned();
-    let (normalizer, pre_tokenizer, decoder, model) = match fields.model.as_str() {
-        "gpt2" => {
-            let merges =
-                given_merges(fields, &vocab).map_err(|reason| fail("tokenizer.ggml.merges", reason))?;
-            let pre = fields.pre.as_deref().unwrap_or("default");
-            let split = pre_tokenizer(pre).map_err(|reason| fail("tokenizer.ggml.pre", reason))?;
-            (Value::Null, split, byte_level(true), bpe(vocab.into(), merges, None, false))
-        }
-        "llama" => {
-            if fields.scores.is_empty() {
-                return Err(fail(
-                    "tokenizer.ggml.scores",
-                    "a SentencePiece vocabulary needs them".to_owned(),
-                ));
-            }
-            let prefix = fields.add_space_prefix.unwrap_or(true);
-            let merges = merges_from_scores(fields);
-            let model = bpe(vocab.into(), merges, unknown, true);
-            (sentence_piece_normalizer(prefix), Value::Null, sentence_piece_decoder(prefix), model)
-        }
-        other => {
-            let reason = format!(
-                "{other:?} is not supported; gpt2 (byte-level BPE) and llama (SentencePiece BPE) are"
-            );
-            return Err(fail("tokenizer.ggml.model", reason));
-        }
+    Ok(vocab)
+}
+
+/// A token that encoding adds, if it does: asked for, or usual for the kind and there.
+fn added_by_encode(
+    fields: &GgufTokenizerFields,
+    key: &'static str,
+    id: Option<u32>,
+    asked: Option<bool>,
+    usual: bool,
+) -> Result<Option<(u32, String)>, Problem> {
+    let token = id.and_then(|id| Some((id, fields.tokens.get(id as usize)?.clone())));
+    match (asked, token) {
+        (Some(true), None) => Err(Problem::new(
+            key,
+            "is missing, though the file says that the token is to be added".to_owned(),
+        )),
+        (Some(true), token) => Ok(token),
+        (None, token) if usual => Ok(token),
+        _ => Ok(None),
+    }
+}
+
+/// Why a kind is refused.
+fn unsupported(model: &str) -> String {
+    let known = match model {
+        "bert" => "is WordPiece, the tokenizer of encoders; nearest is t5 (SentencePiece unigram)",
+        "rwkv" => "takes the longest token at each place; nearest is gpt2 (byte-level BPE)",
+        "plamo2" => "is PLaMo-2's table-driven unigram model; nearest is t5 (SentencePiece unigram)",
+        "whitespace" | "hybriddna" => "splits at white space alone; nearest is gpt2 (byte-level BPE)",
+        "no_vocab" | "none" => "says that the file has no vocabulary; nearest is gpt2 (byte-level BPE)",
+        _ => "is unknown",
     };
-    Ok(json!({
-        "version": "1.0",
-        "truncation": null,
-        "padding": null,
-        "added_tokens": added,
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": null,
-        "decoder": decoder,
-        "model": model,
-    }))
+    format!(
+        "{model:?} is not supported: it {known}. Supported are gpt2 (byte-level BPE), llama and gemma4 (SentencePiece BPE) and t5 (SentencePiece \
+         unigram)"
+    )
+}
+
+/// The text of the unknown token: the one named, or the first of that type.
+fn unknown_token(fields: &GgufTokenizerFields) -> Option<String> {
+    let by_type = || (0..fields.tokens.len()).find(|id| fields.token_type(*id) == UNKNOWN);
+    let id = fields.unknown.map(|id| id as usize).or_else(by_type)?;
+    fields.tokens.get(id).filter(|token| !token.is_empty()).cloned()
 }
 
 /// An entry of `added_tokens`.
@@ -144,7 +272,13 @@ pub(super) fn byte_level(use_regex: bool) -> Value {
 }
 
 /// A BPE model.
-pub(super) fn bpe(vocab: Value, merges: Vec<Value>, unknown: Option<String>, byte_fallback: bool) -> Value {
+pub(super) fn bpe(
+    vocab: Value,
+    merges: Vec<Value>,
+    unknown: Option<String>,
+    byte_fallback: bool,
+    ignore_merges: bool,
+) -> Value {
     json!({
         "type": "BPE",
         "dropout": null,
@@ -153,93 +287,8 @@ pub(super) fn bpe(vocab: Value, merges: Vec<Value>, unknown: Option<String>, byt
         "end_of_word_suffix": null,
         "fuse_unk": byte_fallback,
         "byte_fallback": byte_fallback,
-        "ignore_merges": false,
+        "ignore_merges": ignore_merges,
         "vocab": vocab,
         "merges": merges,
     })
-}
-
-fn pre_tokenizer(pre: &str) -> Result<Value, String> {
-    let sequence = |first: Value, use_regex| json!({ "type": "Sequence", "pretokenizers": [first, byte_level(use_regex)] });
-    let split = |pattern: &str| {
-        let by_regex = json!({
-            "type": "Split", "pattern": { "Regex": pattern }, "behavior": "Isolated", "invert": false,
-        });
-        sequence(by_regex, false)
-    };
-    match pre {
-        _ if GPT2_LIKE.contains(&pre) => Ok(byte_level(true)),
-        _ if SINGLE_DIGITS.contains(&pre) => {
-            Ok(sequence(json!({ "type": "Digits", "individual_digits": true }), true))
-        }
-        _ if LLAMA3_LIKE.contains(&pre) => Ok(split(LLAMA3_PATTERN)),
-        _ if QWEN2_LIKE.contains(&pre) => Ok(split(QWEN2_PATTERN)),
-        _ => {
-            let known = [GPT2_LIKE, SINGLE_DIGITS, LLAMA3_LIKE, QWEN2_LIKE].concat().join(", ");
-            Err(format!("{pre:?} is not a known way to split text; known are {known}"))
-        }
-    }
-}
-
-/// The merges of the file, each checked: both parts and the whole are tokens.
-fn given_merges(fields: &GgufTokenizerFields, vocab: &Map<String, Value>) -> Result<Vec<Value>, String> {
-    let mut merges = Vec::with_capacity(fields.merges.len());
-    for (number, merge) in fields.merges.iter().enumerate() {
-        // A part may itself begin with a space, never both: the separator is the first space after a character.
-        let parts = merge.char_indices().skip(1).find(|(_, c)| *c == ' ').map(|(at, _)| merge.split_at(at));
-        let parts = parts.map(|(left, right)| (left, &right[1..]));
-        let Some((left, right)) = parts.filter(|(_, right)| !right.is_empty()) else {
-            return Err(format!("merge {number} {merge:?} is not two tokens with a space between them"));
-        };
-        for part in [left, right, &format!("{left}{right}")] {
-            if !vocab.contains_key(part) {
-                return Err(format!("merge {number} {merge:?} needs {part:?}, which is not a token"));
-            }
-        }
-        merges.push(json!([left, right]));
-    }
-    Ok(merges)
-}
-
-/// Every way to split a token into two others is a merge; better scores of the whole come first.
-fn merges_from_scores(fields: &GgufTokenizerFields) -> Vec<Value> {
-    let ids: HashMap<&str, usize> =
-        fields.tokens.iter().enumerate().map(|(id, t)| (t.as_str(), id)).collect();
-    let mut merges: Vec<(f32, usize, usize, usize)> = Vec::new();
-    for (id, token) in fields.tokens.iter().enumerate() {
-        let mut local: Vec<(usize, usize)> = token
-            .char_indices()
-            .skip(1)
-            .filter_map(|(at, _)| {
-                let (left, right) = token.split_at(at);
-                Some((*ids.get(left)?, *ids.get(right)?))
-            })
-            .collect();
-        local.sort_unstable();
-        merges.extend(local.into_iter().map(|(left, right)| (fields.scores[id], id, left, right)));
-    }
-    merges.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
-    merges.into_iter().map(|(_, _, left, right)| json!([fields.tokens[left], fields.tokens[right]])).collect()
-}
-
-fn sentence_piece_normalizer(prefix: bool) -> Value {
-    let replace = json!({ "type": "Replace", "pattern": { "String": " " }, "content": "▁" });
-    match prefix {
-        true => {
-            json!({ "type": "Sequence", "normalizers": [{ "type": "Prepend", "prepend": "▁" }, replace] })
-        }
-        false => replace,
-    }
-}
-
-fn sentence_piece_decoder(prefix: bool) -> Value {
-    let mut steps = vec![
-        json!({ "type": "Replace", "pattern": { "String": "▁" }, "content": " " }),
-        json!({ "type": "ByteFallback" }),
-        json!({ "type": "Fuse" }),
-    ];
-    if prefix {
-        steps.push(json!({ "type": "Strip", "content": " ", "start": 1, "stop": 0 }));
-    }
-    json!({ "type": "Sequence", "decoders": steps })
 }

@@ -1,30 +1,58 @@
 //! Cutting long texts where no token can span the cut.
 //!
-//! In byte-level tokenizers a regular expression splits the text first, and tokens stay inside its matches. In none of
-//! the expressions in use does a match go on from a letter into white space, and none looks back; so a cut between
-//! the two gives the same matches on both sides. Added tokens are matched before that: they must not hold white space.
+//! In byte-level tokenizers a regular expression splits the text first, and tokens stay inside its matches.
+//! In none of the expressions known here does a match go on from a letter into white space, and none looks
+//! back; so a cut between the two gives the same matches on both sides. Added tokens are matched before that:
+//! they must not hold white space. Where the expression is not known, a long text is tokenised as a whole:
+//! there are tokenizers whose tokens span words.
 
+use serde_json::Value;
 use tokenizers::{PreTokenizerWrapper, Tokenizer as Engine};
+
+use super::gguf::is_word_by_word;
 
 /// Texts are cut into pieces of about this many bytes.
 pub const PIECE_BYTES: usize = 32 << 10;
 
 /// Whether cutting leaves all tokens as they are.
 pub fn may_be_cut(engine: &Engine) -> bool {
-    let byte_level = match engine.get_pre_tokenizer() {
-        Some(PreTokenizerWrapper::ByteLevel(level)) => !level.add_prefix_space,
-        Some(PreTokenizerWrapper::Sequence(sequence)) => {
-            let parts: &[PreTokenizerWrapper] = sequence.as_ref();
-            parts
-                .iter()
-                .any(|p| matches!(p, PreTokenizerWrapper::ByteLevel(level) if !level.add_prefix_space))
-        }
-        _ => false,
+    let steps = match engine.get_pre_tokenizer() {
+        Some(PreTokenizerWrapper::Sequence(sequence)) => sequence.as_ref(),
+        Some(only) => std::slice::from_ref(only),
+        None => &[],
     };
     let added = engine.get_added_vocabulary().get_added_tokens_decoder();
-    byte_level
+    steps.iter().all(is_local)
+        && steps.iter().any(parts_words)
         && engine.get_normalizer().is_none()
         && added.values().all(|t| !t.lstrip && !t.rstrip && !t.content.contains(char::is_whitespace))
+}
+
+/// Whether what the step does at a place depends on the text around it alone.
+fn is_local(step: &PreTokenizerWrapper) -> bool {
+    match step {
+        PreTokenizerWrapper::ByteLevel(level) => !level.add_prefix_space,
+        PreTokenizerWrapper::Split(_)
+        | PreTokenizerWrapper::Digits(_)
+        | PreTokenizerWrapper::Punctuation(_) => true,
+        _ => false,
+    }
+}
+
+/// Whether a letter and a space after it are in different pieces after the step.
+fn parts_words(step: &PreTokenizerWrapper) -> bool {
+    match step {
+        PreTokenizerWrapper::ByteLevel(level) => level.use_regex,
+        PreTokenizerWrapper::Split(split) => {
+            let described = serde_json::to_value(split).unwrap_or_default();
+            let pattern = described.pointer("/pattern/Regex").and_then(Value::as_str);
+            let each_match_apart = described.get("behavior").and_then(Value::as_str) == Some("Isolated");
+            each_match_apart
+                && described.get("invert") == Some(&false.into())
+                && pattern.is_some_and(is_word_by_word)
+        }
+        _ => false,
+    }
 }
 
 /// The text in pieces that end at the first fitting place after `most` bytes.

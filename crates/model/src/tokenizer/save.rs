@@ -27,8 +27,8 @@ impl Tokenizer {
             config.insert("model_max_length".to_owned(), length.into());
         }
         config.extend(special.clone());
-        if let Some(template) = &self.shared.specials.chat_template {
-            config.insert("chat_template".to_owned(), template.as_str().into());
+        if let Some(templates) = self.shared.specials.chat_templates.to_config() {
+            config.insert("chat_template".to_owned(), templates);
         }
         write(folder, "tokenizer_config.json", &format!("{:#}\n", Value::Object(config)))?;
         write(folder, "special_tokens_map.json", &format!("{:#}\n", Value::Object(special)))?;

@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use plimsoll_model::ModelFiles;
-use plimsoll_model::tokenizer::Tokenizer;
+use plimsoll_model::tokenizer::{SpecialTokens, Tokenizer};
 use proptest::prelude::*;
 
 use crate::support::{Gguf, Stored, tiny_gguf, tiny_spec, write_file};
@@ -155,11 +155,9 @@ proptest! {
         for tokenizer in tokenizers {
             let ids = tokenizer.encode(&text).unwrap();
             prop_assert_eq!(&tokenizer.decode(&ids).unwrap(), &text);
-            let mut stream = tokenizer.decode_stream();
-            let streamed: String = ids.iter().filter_map(|id| stream.step(*id).unwrap()).collect();
-            // An incomplete character looks like a replacement character, so one at the end is held back.
-            prop_assert!(text.starts_with(&streamed), "{:?} of {:?}", streamed, text);
-            prop_assert!(streamed == text || text.ends_with('\u{fffd}'), "{:?} of {:?}", streamed, text);
+            let mut stream = tokenizer.stream_decoder(SpecialTokens::Skip);
+            let streamed: String = ids.iter().map(|id| stream.push(*id).unwrap()).collect();
+            prop_assert_eq!(streamed, text.as_str());
         }
     }
 }

@@ -1,0 +1,171 @@
+//! Chat templates: from messages to the text that a model was trained on, by the model's own Jinja template.
+//!
+//! The templates are written for `transformers`: Jinja with `trim_blocks`, `lstrip_blocks` and loop controls,
+//! Python's methods of strings, lists and dictionaries, and the functions `raise_exception` and
+//! `strftime_now`. The `{% generation %}` blocks that mark what the assistant said are allowed and do
+//! nothing. Two things are more lenient than in Python: a loop over `none` is empty, and nothing is ever
+//! escaped for HTML. A template reads no files, cannot loop for ever, and cannot write without end; only the
+//! texts that it makes on the way and does not write are not bounded.
+//!
+//! The text holds its special tokens: encode it with them recognised and none added
+//! ([`EncodeOptions::default`](crate::tokenizer::EncodeOptions)).
+
+mod clock;
+mod error;
+mod functions;
+mod json;
+
+use std::io::Write;
+use std::time::SystemTime;
+
+use minijinja::Environment;
+use minijinja::value::{Serde, Value};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value as Json};
+
+pub use error::ChatTemplateError;
+
+use crate::tokenizer::Tokenizer;
+
+/// Instructions that a template may take; those in use take some hundreds a message.
+const FUEL: u64 = 10_000_000;
+/// Bytes that a template may write.
+const MAX_TEXT_BYTES: usize = 1 << 30;
+/// What the template is called in its environment.
+const NAME: &str = "chat_template";
+
+/// A message of a chat, with whatever else its template knows (`tool_calls`, `name`).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ChatMessage {
+    /// `system`, `user`, `assistant`, or another that the template knows.
+    pub role: String,
+    /// What was said: mostly a text.
+    pub content: Json,
+    /// The message's other keys.
+    #[serde(flatten)]
+    pub more: Map<String, Json>,
+}
+
+impl ChatMessage {
+    /// A message that is a text.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> ChatMessage {
+        ChatMessage { role: role.into(), content: Json::String(content.into()), more: Map::new() }
+    }
+}
+
+/// What a template is rendered with, besides the messages.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ChatOptions {
+    /// Whether the text ends with the beginning of the assistant's next message.
+    pub add_generation_prompt: bool,
+    /// The tools that the model may call: a list of JSON schemas.
+    pub tools: Option<Json>,
+    /// Other variables that the template knows (`enable_thinking`).
+    pub variables: Map<String, Json>,
+    /// What `strftime_now` takes for now; the clock where there is none. In UTC.
+    pub now: Option<SystemTime>,
+}
+
+/// A chat template, read and ready.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    /// What errors call it: a file's name.
+    origin: String,
+    /// `bos_token`, `eos_token` and the like, by name.
+    special_tokens: Map<String, Json>,
+}
+
+impl ChatTemplate {
+    /// Reads a template. `special_tokens` are the variables with which it writes the tokens around messages:
+    /// `bos_token`, `eos_token`. `origin` is what errors call it.
+    ///
+    /// # Errors
+    /// The source is no Jinja template; the line is named.
+    pub fn new(
+        source: &str,
+        special_tokens: Map<String, Json>,
+        origin: &str,
+    ) -> Result<ChatTemplate, ChatTemplateError> {
+        let mut environment = functions::environment(FUEL);
+        let source = functions::without_generation_tags(&source.replace("\r\n", "\n"));
+        (environment.add_template_owned(NAME, source)).map_err(|e| ChatTemplateError::new(origin, &e))?;
+        Ok(ChatTemplate { environment, origin: origin.to_owned(), special_tokens })
+    }
+
+    /// The text of a chat.
+    ///
+    /// # Errors
+    /// The template refuses the messages, uses what there is not, or takes too long; its line is named.
+    pub fn render(
+        &self,
+        messages: &[ChatMessage],
+        options: &ChatOptions,
+    ) -> Result<String, ChatTemplateError> {
+        let failed = |e: minijinja::Error| ChatTemplateError::new(&self.origin, &e);
+        let mut variables = self.special_tokens.clone();
+        variables.extend(options.variables.clone());
+        variables.insert("add_generation_prompt".to_owned(), options.add_generation_prompt.into());
+        variables.insert("tools".to_owned(), options.tools.clone().unwrap_or(Json::Null));
+        variables.entry("documents").or_insert(Json::Null);
+        let now = options.now.unwrap_or_else(SystemTime::now);
+        let functions =
+            [("messages", Value::from(Serde(messages))), ("strftime_now", functions::strftime_now(now))];
+        let variables = variables.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value))));
+        let context = Value::from_pairs(variables.chain(functions));
+        let template = self.environment.get_template(NAME).map_err(failed)?;
+        let mut text = Bounded { bytes: Vec::new() };
+        template.render_captured_to(context, &mut text).map_err(failed)?;
+        String::from_utf8(text.bytes).map_err(|e| ChatTemplateError::Render {
+            origin: self.origin.clone(),
+            line: 0,
+            reason: e.to_string(),
+        })
+    }
+}
+
+impl Tokenizer {
+    /// The chat template of a name, or the default one; `None` where the tokenizer has no template of its own.
+    ///
+    /// # Errors
+    /// There is none of that name, or no default among several, or it is no Jinja template.
+    pub fn chat_template(&self, name: Option<&str>) -> Result<Option<ChatTemplate>, ChatTemplateError> {
+        let templates = self.chat_templates();
+        if name.is_none() && templates.iter().next().is_none() {
+            return Ok(None);
+        }
+        let template = templates.get(name).ok_or_else(|| ChatTemplateError::Missing {
+            origin: self.origin().to_owned(),
+            name: name.unwrap_or("default").to_owned(),
+            known: templates.iter().map(|known| known.name.as_str()).collect::<Vec<_>>().join(", "),
+        })?;
+        let special = [
+            ("bos_token", self.bos_token()),
+            ("eos_token", self.eos_token()),
+            ("pad_token", self.pad_token()),
+        ];
+        let special = special
+            .into_iter()
+            .filter_map(|(name, id)| Some((name.to_owned(), Json::String(self.id_to_token(id?)?))));
+        ChatTemplate::new(&template.source, special.collect(), &template.origin).map(Some)
+    }
+}
+
+/// A text that may not grow for ever.
+struct Bounded {
+    bytes: Vec<u8>,
+}
+
+impl Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if bytes.len() > MAX_TEXT_BYTES.saturating_sub(self.bytes.len()) {
+            return Err(std::io::Error::other(format!("the text is longer than {MAX_TEXT_BYTES} bytes")));
+        }
+        self.bytes.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,107 @@
+//! What `transformers` adds to Jinja for chat templates.
+
+use std::time::SystemTime;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Value, ValueKind};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, UndefinedBehavior};
+use minijinja_contrib::pycompat::unknown_method_callback;
+
+use super::clock::format_time;
+use super::error::Raised;
+use super::json::{Layout, dumps};
+
+/// Jinja as templates expect it.
+pub fn environment(fuel: u64) -> Environment<'static> {
+    let mut environment = Environment::new();
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    // Only delimiters can be wrong, and these are Jinja's own.
+    environment.set_syntax(syntax.unwrap_or_default());
+    environment.set_undefined_behavior(UndefinedBehavior::Lenient);
+    environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_unknown_method_callback(unknown_method_callback);
+    environment.set_fuel(Some(fuel));
+    environment.add_function("raise_exception", raise_exception);
+    environment.add_filter("tojson", to_json);
+    environment.add_test("iterable", is_iterable);
+    environment.add_test("sequence", is_sequence);
+    environment
+}
+
+/// As in Python: nothing can be taken from `none`, characters from a text, keys from a mapping.
+fn is_iterable(value: &Value) -> bool {
+    use ValueKind::{Iterable, Map, Seq, String, Undefined};
+    matches!(value.kind(), Undefined | String | Seq | Map | Iterable)
+}
+
+/// As in Python: what has a length and items, so that texts and mappings are sequences, too.
+fn is_sequence(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map)
+}
+
+fn raise_exception(message: String) -> Result<Value, Error> {
+    Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
+}
+
+/// `strftime_now(format)` for a given time.
+pub fn strftime_now(now: SystemTime) -> Value {
+    Value::from_function(move |format: &str| {
+        format_time(format, now).map_err(|reason| Error::new(ErrorKind::InvalidOperation, reason))
+    })
+}
+
+/// Python's `json.dumps` as `transformers` calls it: nothing escaped for HTML, nor beyond ASCII.
+fn to_json(value: Value, indent: Option<Value>, options: Kwargs) -> Result<String, Error> {
+    let indent: Option<Value> = match indent {
+        Some(indent) => Some(indent),
+        None => options.get("indent")?,
+    };
+    let indent = indent.filter(|indent| !indent.is_none());
+    let separators: Option<Vec<String>> = options.get("separators")?;
+    let layout = Layout {
+        indent: match indent {
+            Some(indent) => {
+                let width = indent.as_usize().filter(|width| *width <= 64);
+                let wrong =
+                    || Error::new(ErrorKind::InvalidOperation, "tojson: indent is no number up to 64");
+                Some(width.ok_or_else(wrong)?)
+            }
+            None => None,
+        },
+        separators: match separators.as_deref() {
+            Some([item, key]) => Some((item.clone(), key.clone())),
+            Some(_) => {
+                return Err(Error::new(ErrorKind::InvalidOperation, "tojson: separators are two texts"));
+            }
+            None => None,
+        },
+        sort_keys: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
+        ascii: options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
+    };
+    options.assert_all_used()?;
+    let document = serde_json::to_value(&value)
+        .map_err(|e| Error::new(ErrorKind::BadSerialization, "tojson").with_source(e))?;
+    Ok(dumps(&document, &layout))
+}
+
+/// `{% generation %}` and its end are tags of `transformers`' own, around what the assistant says. They
+/// become a condition that always holds, which leaves text and white space as they are.
+pub fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(at) = rest.find("{%") {
+        let (before, tag) = rest.split_at(at);
+        out.push_str(before);
+        let Some(length) = tag.find("%}").map(|end| end + 2) else { break };
+        let (tag, after) = tag.split_at(length);
+        let name = tag.trim_start_matches("{%").trim_end_matches("%}").trim_matches(['-', '+']).trim();
+        match name {
+            "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
+            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
+            _ => out.push_str(tag),
+        }
+        rest = after;
+    }
+    out.push_str(rest);
+    out
+}

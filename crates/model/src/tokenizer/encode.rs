@@ -1,0 +1,138 @@
+//! Text to ids: whether special tokens are added around it, and whether those written in it are recognised.
+
+use tokenizers::tokenizer::normalizer::Range;
+use tokenizers::tokenizer::{Model, NormalizedString, OffsetType, PreTokenizer};
+use tokenizers::{AddedVocabulary, ModelWrapper, Tokenizer as Engine};
+
+use super::guard::guarded;
+use super::{Tokenizer, TokenizerError, pieces};
+
+/// How a text is encoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EncodeOptions {
+    /// Whether the tokens that the model expects around a text are added (beginning, end of sequence). A chat
+    /// template writes them itself.
+    pub add_special: bool,
+    /// Whether special tokens written in the text (`<|im_end|>`) are recognised. They should not be in text
+    /// from users. Tokens that the vocabulary adds without calling them special are recognised always.
+    pub parse_special: bool,
+}
+
+impl Default for EncodeOptions {
+    /// Nothing is added, and what is written is recognised.
+    fn default() -> EncodeOptions {
+        EncodeOptions { add_special: false, parse_special: true }
+    }
+}
+
+/// The texts of a vocabulary that the engine would find in a text though they do not stand for it.
+#[derive(Debug)]
+pub struct Hidden {
+    /// The added tokens, with special ones to be left alone.
+    plain: AddedVocabulary,
+    /// Special tokens that are in a unigram model's table, where their text would be found as well.
+    specials: Vec<String>,
+    /// Whether the model's table has tokens for bytes.
+    bytes: bool,
+}
+
+impl Hidden {
+    pub fn of(engine: &Engine) -> Hidden {
+        let mut plain = engine.get_added_vocabulary().clone();
+        plain.set_encode_special_tokens(true);
+        let unigram = match engine.get_model() {
+            ModelWrapper::Unigram(unigram) => Some(unigram),
+            _ => None,
+        };
+        let special = plain.get_added_tokens_decoder().values().filter(|token| token.special);
+        let specials = special.map(|token| token.content.clone()).filter(|_| unigram.is_some()).collect();
+        Hidden { specials, bytes: unigram.is_some_and(|u| u.byte_fallback()), plain }
+    }
+}
+
+impl Tokenizer {
+    /// The ids of a text. No special token is added; those written in the text are recognised.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+        self.encode_with(text, EncodeOptions::default())
+    }
+
+    /// The ids of a text.
+    pub fn encode_with(&self, text: &str, options: EncodeOptions) -> Result<Vec<u32>, TokenizerError> {
+        let around = &self.shared.around;
+        let mut ids = Vec::new();
+        if options.add_special {
+            ids.extend_from_slice(&around.before);
+        }
+        self.encode_pieces::<TokenizerError>(text, options.parse_special, &mut |piece| {
+            ids.extend_from_slice(piece);
+            Ok(())
+        })?;
+        if options.add_special {
+            ids.extend_from_slice(&around.after);
+        }
+        Ok(ids)
+    }
+
+    /// As [`encode`](Self::encode), piece by piece, so that the memory of long texts stays bounded where the
+    /// tokenizer can be cut: byte-level ones can; others take the text as a whole.
+    pub fn encode_document<E: From<TokenizerError>>(
+        &self,
+        text: &str,
+        sink: &mut dyn FnMut(&[u32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.encode_pieces(text, true, sink)
+    }
+
+    fn encode_pieces<E: From<TokenizerError>>(
+        &self,
+        text: &str,
+        parse_special: bool,
+        sink: &mut dyn FnMut(&[u32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let most = if self.shared.cuttable { pieces::PIECE_BYTES } else { usize::MAX };
+        for piece in pieces::cut(text, most) {
+            let ids = guarded(|| self.encode_piece(piece, parse_special))
+                .map_err(|reason| TokenizerError::Encode { origin: self.shared.origin.clone(), reason })?;
+            sink(&ids)?;
+        }
+        Ok(())
+    }
+
+    /// The engine's steps one by one: added tokens, normalizer, pre-tokenizer, model.
+    fn encode_piece(&self, text: &str, parse_special: bool) -> tokenizers::Result<Vec<u32>> {
+        let (engine, hidden) = (&self.shared.engine, &self.shared.hidden);
+        let added = if parse_special { engine.get_added_vocabulary() } else { &hidden.plain };
+        let mut pieces = added.extract_and_normalize(engine.get_normalizer(), text);
+        if let Some(pre_tokenizer) = engine.get_pre_tokenizer() {
+            pre_tokenizer.pre_tokenize(&mut pieces)?;
+        }
+        let specials: &[String] = if parse_special { &[] } else { &hidden.specials };
+        if hidden.bytes || !specials.is_empty() {
+            pieces.split(|_, piece| Ok(apart(&piece, specials, hidden.bytes)))?;
+        }
+        let model = engine.get_model();
+        pieces.tokenize(|piece| model.tokenize(piece.get()))?;
+        Ok(pieces.into_encoding(None, 0, OffsetType::None)?.get_ids().to_vec())
+    }
+}
+
+/// The piece cut after the first character of every special token's text, and of every byte token's, so that
+/// the model cannot find them.
+fn apart(piece: &NormalizedString, specials: &[String], bytes: bool) -> Vec<NormalizedString> {
+    let text = piece.get();
+    let mut cuts = vec![0, text.len()];
+    for special in specials {
+        if let Some(first) = special.chars().next() {
+            cuts.extend(text.match_indices(special.as_str()).map(|(at, _)| at + first.len_utf8()));
+        }
+    }
+    if bytes {
+        let is_byte =
+            |at: usize| text.get(at..at + 6).is_some_and(|token| super::decode::byte_token(token).is_some());
+        cuts.extend(text.match_indices("<0x").filter(|(at, _)| is_byte(*at)).map(|(at, _)| at + 1));
+    }
+    cuts.sort_unstable();
+    cuts.dedup();
+    let ends = cuts.iter().skip(1);
+    cuts.iter().zip(ends).filter_map(|(start, end)| piece.slice(Range::Normalized(*start..*end))).collect()
+}
