@@ -3,6 +3,7 @@
 use std::io::Write;
 
 use plimsoll_generate::{Sampler, SamplerSettings, generate};
+use plimsoll_model::Parameter;
 use plimsoll_plan::DryRun;
 use plimsoll_step::{DecodeSettings, Decoder};
 use plimsoll_train::TrainError;
@@ -27,10 +28,11 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     let engine = Engine::start(args.threads)?;
     let context = (prompt.len() + args.max_tokens).max(1) as u64;
     let settings = DecodeSettings { precision, context, prompt_chunk_tokens: PROMPT_CHUNK_TOKENS };
-    let dry_run = DryRun::generation(&spec, settings, prompt.len() as u64)?;
+    let weight_types = |p: &Parameter| files.weights().inference_dtype(p, precision.weights);
+    let dry_run = DryRun::generation(&spec, settings, &weight_types, prompt.len() as u64)?;
     let device = engine.device(&dry_run, args.memory)?;
     let end_tokens = if args.stop_at_eos { spec.eos_tokens.clone() } else { Vec::new() };
-    let mut decoder = Decoder::new(&device, spec, settings)?;
+    let mut decoder = Decoder::with_weight_types(&device, spec, settings, &weight_types)?;
     decoder.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
 
     let mut sampler = Sampler::new(SamplerSettings { temperature: args.temperature, seed: args.seed });
