@@ -98,7 +98,7 @@ pub struct EvalArgs {
     /// Tokens of a window; each is scored alone
     #[arg(long, default_value_t = 512)]
     pub sequence_length: u64,
-    /// Type of weights and activations: f32 or bf16
+    /// Type of activations, f32 or bf16; matrices stay as they are stored unless this takes less room
     #[arg(long, default_value = "f32")]
     pub dtype: String,
     /// Memory that may be used, for example 2GiB
@@ -134,7 +134,7 @@ pub struct GenerateArgs {
     /// Stop before an end-of-sequence token instead of going on through it
     #[arg(long)]
     pub stop_at_eos: bool,
-    /// Type of weights and activations: f32 or bf16
+    /// Type of activations, f32 or bf16; matrices stay as they are stored unless this takes less room
     #[arg(long, default_value = "f32")]
     pub dtype: String,
     /// Memory that may be used, for example 1GiB

@@ -116,7 +116,7 @@ impl Bench {
     fn decoding(&self) -> Result<(), Box<dyn Error>> {
         println!("decoding, 134.5 million weights: ms a step and GB/s of weights, by sequences");
         let shapes: Vec<[usize; 2]> = (0..30).flat_map(|_| BLOCK).chain([[576, 49_152]]).collect();
-        for dtype in [DType::F32, DType::Bf16, DType::Q8_0, DType::Q4_1] {
+        for dtype in DType::ALL.into_iter().filter(|dtype| *dtype != DType::U32) {
             let weights = shapes
                 .iter()
                 .map(|[inputs, outputs]| Matrix::new(dtype, *outputs, *inputs))

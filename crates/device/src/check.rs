@@ -111,8 +111,13 @@ impl<'a> Op<'a> {
                 check.same_size(b, out);
             }
             Op::Scale { x, .. } => check.float(x),
-            Op::Embedding { tokens, table, out: rows }
-            | Op::EmbeddingBackward { tokens, dout: rows, dtable: table } => {
+            Op::Embedding { tokens, table, out } => {
+                check.u32(tokens);
+                check.weight(table);
+                check.float(out);
+                check.size(out, tokens.elements(), table.columns());
+            }
+            Op::EmbeddingBackward { tokens, dout: rows, dtable: table } => {
                 check.u32(tokens);
                 [table, rows].into_iter().for_each(|t| check.float(t));
                 check.size(rows, tokens.elements(), table.columns());
@@ -258,6 +263,10 @@ impl Mismatch {
 
     fn weight(&mut self, t: &Tensor) {
         self.that(t.dtype() != DType::U32, || format!("{t:?} is no weight"));
+        let block = t.dtype().block_elements();
+        self.that(t.columns().is_multiple_of(block), || {
+            format!("{t:?}: rows are not whole blocks of {block}")
+        });
     }
 
     fn f32(&mut self, t: &Tensor) {

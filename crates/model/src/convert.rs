@@ -1,12 +1,13 @@
 //! Stored numbers to computed ones: every stored type (plain or in blocks) to f32, bf16 or f16.
 //!
 //! Works on whole runs of elements through a small buffer of f32 on the stack, so that each pair of types needs
-//! a decoder and an encoder and no loop of its own. Block layouts are ggml's (`ggml-common.h`). Rounding is to
+//! a decoder and an encoder and no loop of its own. Blocks are decoded by the device. Rounding is to
 //! nearest, ties to even; what lies outside f16's range becomes infinite.
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use plimsoll_device::DType;
+use plimsoll_device::cpu::{Isa, dequantize};
 
 /// Elements converted at a time: whole blocks of every type, few enough to stay in the first cache.
 const CHUNK: usize = 256;
@@ -37,25 +38,28 @@ pub enum ConversionError {
 }
 
 /// Converts the elements in `source` to `to` in `out`. Both are in the machine's order of bytes where they are
-/// plain numbers in `out`, and little-endian in `source`, as files are.
+/// plain numbers in `out`, and little-endian in `source`, as files are. Blocks can be decoded, or copied as they are.
 pub fn convert(from: DType, source: &[u8], to: DType, out: &mut [u8]) -> Result<(), ConversionError> {
-    let (Some(decode), Some(encode)) = (decoder(from), encoder(to)) else {
-        return Err(ConversionError::Unsupported { from, to });
+    let copied = from == to && (from.is_block() || from.is_float() && cfg!(target_endian = "little"));
+    let encode = match encoder(to) {
+        Some(encode) if from != DType::U32 => Some(encode),
+        None if copied => None,
+        _ => return Err(ConversionError::Unsupported { from, to }),
     };
     let out_size = to.block_bytes() as usize;
-    let elements = out.len() / out_size;
-    if !out.len().is_multiple_of(out_size) || from.bytes_for(elements as u64) != Some(source.len() as u64) {
+    let elements = (out.len() / out_size) as u64 * to.block_elements();
+    if !out.len().is_multiple_of(out_size) || from.bytes_for(elements) != Some(source.len() as u64) {
         return Err(ConversionError::Length { from, source_bytes: source.len(), to, out_bytes: out.len() });
     }
-    if from == to && cfg!(target_endian = "little") {
+    let Some(encode) = encode.filter(|_| !copied) else {
         out.copy_from_slice(source);
         return Ok(());
-    }
+    };
     let mut values = [0.0f32; CHUNK];
     let source_chunk = CHUNK / from.block_elements() as usize * from.block_bytes() as usize;
     for (source, out) in source.chunks(source_chunk).zip(out.chunks_mut(CHUNK * out_size)) {
         let values = &mut values[..out.len() / out_size];
-        decode(source, values);
+        decode(from, source, values);
         encode(values, out);
     }
     Ok(())
@@ -80,19 +84,15 @@ pub(crate) fn encode(values: &[f32], to: DType, out: &mut [u8]) -> Result<(), Co
     }
 }
 
-type Decoder = fn(&[u8], &mut [f32]);
 type Encoder = fn(&[f32], &mut [u8]);
 
-/// `decode(source, values)`: `source` holds exactly the elements of `values`, at most `CHUNK`.
-fn decoder(from: DType) -> Option<Decoder> {
+/// `source` holds exactly the elements of `values`, at most `CHUNK`.
+fn decode(from: DType, source: &[u8], values: &mut [f32]) {
     match from {
-        DType::F32 => Some(decode_f32),
-        DType::Bf16 => Some(decode_bf16),
-        DType::F16 => Some(decode_f16),
-        DType::Q8_0 => Some(decode_q8_0),
-        DType::Q4_0 => Some(decode_q4_0),
-        DType::Q4_1 => Some(decode_q4_1),
-        DType::U32 => None,
+        DType::F32 => decode_f32(source, values),
+        DType::Bf16 => decode_bf16(source, values),
+        DType::F16 => decode_f16(source, values),
+        _ => decode_blocks(from, source, values),
     }
 }
 
@@ -102,7 +102,7 @@ fn encoder(to: DType) -> Option<Encoder> {
         DType::F32 => Some(encode_f32),
         DType::Bf16 => Some(encode_bf16),
         DType::F16 => Some(encode_f16),
-        DType::U32 | DType::Q8_0 | DType::Q4_0 | DType::Q4_1 => None,
+        _ => None,
     }
 }
 
@@ -126,39 +126,10 @@ fn decode_f16(source: &[u8], values: &mut [f32]) {
     halves[..values.len()].convert_to_f32_slice(values);
 }
 
-fn decode_q8_0(source: &[u8], values: &mut [f32]) {
-    for (block, values) in source.as_chunks::<34>().0.iter().zip(values.as_chunks_mut::<32>().0) {
-        let [d0, d1, codes @ ..] = block;
-        let scale = f16::from_le_bytes([*d0, *d1]).to_f32();
-        for (code, value) in codes.iter().zip(values) {
-            *value = f32::from(code.cast_signed()) * scale;
-        }
-    }
-}
-
-fn decode_q4_0(source: &[u8], values: &mut [f32]) {
-    for (block, values) in source.as_chunks::<18>().0.iter().zip(values.as_chunks_mut::<32>().0) {
-        let [d0, d1, codes @ ..] = block;
-        let scale = f16::from_le_bytes([*d0, *d1]).to_f32();
-        let (low, high) = values.split_at_mut(16);
-        for ((code, low), high) in codes.iter().zip(low).zip(high) {
-            *low = (f32::from(code & 15) - 8.0) * scale;
-            *high = (f32::from(code >> 4) - 8.0) * scale;
-        }
-    }
-}
-
-fn decode_q4_1(source: &[u8], values: &mut [f32]) {
-    for (block, values) in source.as_chunks::<20>().0.iter().zip(values.as_chunks_mut::<32>().0) {
-        let [d0, d1, m0, m1, codes @ ..] = block;
-        let scale = f16::from_le_bytes([*d0, *d1]).to_f32();
-        let minimum = f16::from_le_bytes([*m0, *m1]).to_f32();
-        let (low, high) = values.split_at_mut(16);
-        for ((code, low), high) in codes.iter().zip(low).zip(high) {
-            *low = f32::from(code & 15) * scale + minimum;
-            *high = f32::from(code >> 4) * scale + minimum;
-        }
-    }
+/// Blocks, by the very code that computes with them.
+fn decode_blocks(from: DType, source: &[u8], values: &mut [f32]) {
+    let done = dequantize(Isa::detect(), from, source, values);
+    debug_assert!(done.is_some(), "a chunk is whole blocks");
 }
 
 fn encode_f32(values: &[f32], out: &mut [u8]) {
@@ -264,6 +235,24 @@ mod tests {
     }
 
     #[test]
+    fn blocks_of_every_type_are_decoded_or_kept() {
+        for dtype in DType::ALL.into_iter().filter(|dtype| dtype.is_block()) {
+            // More than one chunk, with a rest.
+            let elements = 3 * 256;
+            let source: Vec<u8> =
+                (0..dtype.bytes_for(elements).unwrap()).map(|i| (i * 37 % 61) as u8).collect();
+            let mut kept = vec![0; source.len()];
+            convert(dtype, &source, dtype, &mut kept).unwrap();
+            assert_eq!(kept, source, "{dtype}");
+            let mut out = vec![0; elements as usize * 4];
+            convert(dtype, &source, DType::F32, &mut out).unwrap();
+            let mut expected = vec![0.0; elements as usize];
+            dequantize(Isa::Portable, dtype, &source, &mut expected).unwrap();
+            assert_eq!(f32s(&out), expected, "{dtype}");
+        }
+    }
+
+    #[test]
     fn what_does_not_fit_is_refused() {
         let check = |from, source: usize, to, out: usize| {
             assert!(
@@ -276,6 +265,9 @@ mod tests {
         check(DType::Q8_0, 34, DType::F32, 124);
         check(DType::Q8_0, 33, DType::F32, 128);
         check(DType::F32, 128, DType::Q8_0, 34);
+        check(DType::Q4K, 144, DType::Q5K, 176);
+        check(DType::Q4K, 144, DType::Q4K, 143);
+        check(DType::Q4K, 288, DType::Q4K, 144);
         check(DType::U32, 4, DType::F32, 4);
     }
 }

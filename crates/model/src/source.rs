@@ -136,6 +136,19 @@ impl WeightSource {
         Ok(self.place(parameter)?.dtype)
     }
 
+    /// The type in which a parameter is best kept to be computed with and not changed: a matrix as it is stored, so that
+    /// no copy of it is converted, unless `widest` takes less room; everything else as `widest`.
+    pub fn inference_dtype(&self, parameter: &Parameter, widest: DType) -> DType {
+        let stored = self.place(parameter).map(|place| place.dtype);
+        match stored {
+            Ok(stored) if parameter.shape.len() == 2 && stored != DType::U32 => {
+                let bytes = |dtype: DType| dtype.bytes_for(parameter.elements());
+                if bytes(stored) <= bytes(widest) { stored } else { widest }
+            }
+            _ => widest,
+        }
+    }
+
     /// Bytes of all parameters as stored.
     pub fn stored_bytes(&self) -> u64 {
         self.places.values().map(|place| place.bytes.len() as u64).sum()

@@ -40,7 +40,17 @@ pub struct Decoder<'a, D: Device> {
 impl<'a, D: Device> Decoder<'a, D> {
     /// Takes memory for the weights and the cache.
     pub fn new(device: &'a D, spec: ModelSpec, settings: DecodeSettings) -> Result<Self, StepError> {
-        let weights = ResidentStore::allocate(device, &spec, settings.precision.weights, Tag::Weights)?;
+        Self::with_weight_types(device, spec, settings, &|_| settings.precision.weights)
+    }
+
+    /// The same with a type for each weight, as by [`ResidentStore::allocate_typed`].
+    pub fn with_weight_types(
+        device: &'a D,
+        spec: ModelSpec,
+        settings: DecodeSettings,
+        weight_types: &dyn Fn(&Parameter) -> DType,
+    ) -> Result<Self, StepError> {
+        let weights = ResidentStore::allocate_typed(device, &spec, weight_types, Tag::Weights)?;
         let sizes = [settings.context, spec.kv_size()];
         let mut cache = Vec::new();
         for layer in 0..spec.num_layers {

@@ -69,7 +69,19 @@ impl<'a, D: Device> Evaluator<'a, D> {
         longest: u64,
         loss_chunk_tokens: u64,
     ) -> Result<Self, StepError> {
-        let weights = ResidentStore::allocate(device, &spec, precision.weights, Tag::Weights)?;
+        Self::with_weight_types(device, spec, precision, &|_| precision.weights, longest, loss_chunk_tokens)
+    }
+
+    /// The same with a type for each weight, as by [`ResidentStore::allocate_typed`].
+    pub fn with_weight_types(
+        device: &'a D,
+        spec: ModelSpec,
+        precision: Precision,
+        weight_types: &dyn Fn(&Parameter) -> DType,
+        longest: u64,
+        loss_chunk_tokens: u64,
+    ) -> Result<Self, StepError> {
+        let weights = ResidentStore::allocate_typed(device, &spec, weight_types, Tag::Weights)?;
         device.arena().enter(Phase::Setup, None);
         let ropes = RopeTables::new(device, &spec, longest)?;
         Ok(Evaluator { device, spec, precision, loss_chunk_tokens, weights, ropes })

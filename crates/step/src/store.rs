@@ -92,11 +92,22 @@ pub struct ResidentStore {
 }
 
 impl ResidentStore {
-    /// Takes memory for all weights of the model; their values are to be written by the caller.
+    /// Takes memory for all weights of the model, in one type; their values are to be written by the caller.
     pub fn allocate<D: Device>(
         device: &D,
         spec: &ModelSpec,
         dtype: DType,
+        tag: Tag,
+    ) -> Result<Self, StepError> {
+        ResidentStore::allocate_typed(device, spec, &|_| dtype, tag)
+    }
+
+    /// The same with a type for each weight, which may be one of blocks where nothing but products and the embedding
+    /// read it.
+    pub fn allocate_typed<D: Device>(
+        device: &D,
+        spec: &ModelSpec,
+        weight_types: &dyn Fn(&Parameter) -> DType,
         tag: Tag,
     ) -> Result<Self, StepError> {
         spec.check()?;
@@ -106,7 +117,7 @@ impl ResidentStore {
             let tensors = spec
                 .block_parameters(block)
                 .into_iter()
-                .map(|p| Ok((p.role, device.alloc(dtype, &p.shape, tag, role_name(p.role))?)))
+                .map(|p| Ok((p.role, device.alloc(weight_types(&p), &p.shape, tag, role_name(p.role))?)))
                 .collect::<Result<Vec<_>, DeviceError>>()?;
             blocks.insert(block, BlockWeights::new(block, tensors));
         }

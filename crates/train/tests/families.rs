@@ -105,7 +105,7 @@ fn greedy_continuations_are_those_of_pytorch() {
         let prompt = reference["prompt_tokens"].as_u64().unwrap() as usize;
         for prompt_chunk_tokens in [4, 512] {
             let settings = DecodeSettings { precision: Precision::F32, context: 32, prompt_chunk_tokens };
-            let device = cpu(DryRun::generation(&spec, settings, 16).unwrap().peak_bytes());
+            let device = cpu(DryRun::generation(&spec, settings, &|_| DType::F32, 16).unwrap().peak_bytes());
             let mut decoder = Decoder::new(&device, spec.clone(), settings).unwrap();
             decoder.load(load(&files)).unwrap();
             let mut logits = decoder.append(&tokens[..prompt]).unwrap();

@@ -4,8 +4,8 @@
 use std::path::PathBuf;
 
 use plimsoll_data::{EvalWindows, IGNORED_TARGET, targets};
-use plimsoll_device::{Cpu, CpuOptions, Device};
-use plimsoll_model::{ModelError, ModelFiles};
+use plimsoll_device::{Cpu, CpuOptions, DType, Device};
+use plimsoll_model::{ModelError, ModelFiles, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
 use plimsoll_step::{
@@ -81,9 +81,11 @@ fn the_loss_of_a_text_is_that_of_the_reference() {
     let Some((files, reference)) = model() else { return };
     let tokens = ids(&reference["token_ids"]);
     let spec = files.spec().clone();
-    let dry = DryRun::evaluation(&spec, Precision::F32, 1, 512, 512).unwrap();
+    let types = |p: &Parameter| files.weights().inference_dtype(p, DType::F32);
+    let dry = DryRun::evaluation(&spec, Precision::F32, &types, 1, 512, 512).unwrap();
     let device = cpu(dry.peak_bytes());
-    let mut evaluator = Evaluator::new(&device, spec, Precision::F32, 512, 512).unwrap();
+    let mut evaluator =
+        Evaluator::with_weight_types(&device, spec, Precision::F32, &types, 512, 512).unwrap();
     evaluator.load(load(&files)).unwrap();
     let windows = EvalWindows::new(tokens, 512);
     let (mut sum, mut count) = (0.0, 0);
@@ -144,8 +146,9 @@ fn greedy_continuations_are_identical() {
     let Some((files, reference)) = model() else { return };
     let spec = files.spec().clone();
     let settings = DecodeSettings { precision: Precision::F32, context: 128, prompt_chunk_tokens: 512 };
-    let device = cpu(DryRun::generation(&spec, settings, 100).unwrap().peak_bytes());
-    let mut decoder = Decoder::new(&device, spec, settings).unwrap();
+    let types = |p: &Parameter| files.weights().inference_dtype(p, DType::F32);
+    let device = cpu(DryRun::generation(&spec, settings, &types, 100).unwrap().peak_bytes());
+    let mut decoder = Decoder::with_weight_types(&device, spec, settings, &types).unwrap();
     decoder.load(load(&files)).unwrap();
     for case in reference["greedy"].as_array().unwrap() {
         decoder.truncate(0);

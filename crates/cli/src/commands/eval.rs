@@ -1,6 +1,7 @@
 //! `plimsoll eval`: the mean loss of a text, window by window, each window scored alone.
 
 use plimsoll_data::EvalWindows;
+use plimsoll_model::Parameter;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_plan::{DryRun, loss_chunk_tokens};
 use plimsoll_step::{Evaluator, MicroBatch};
@@ -31,9 +32,11 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
     let longest = windows.longest() as u64;
     let most = (TOKENS_PER_PASS / longest.max(1)).clamp(1, windows.len().max(1) as u64);
     let chunk = loss_chunk_tokens(spec.vocab_size, most * longest);
-    let dry_run = DryRun::evaluation(&spec, precision, most, longest, chunk)?;
+    let weight_types = |p: &Parameter| files.weights().inference_dtype(p, precision.weights);
+    let dry_run = DryRun::evaluation(&spec, precision, &weight_types, most, longest, chunk)?;
     let device = engine.device(&dry_run, args.memory)?;
-    let mut evaluator = Evaluator::new(&device, spec, precision, longest, chunk)?;
+    let mut evaluator =
+        Evaluator::with_weight_types(&device, spec, precision, &weight_types, longest, chunk)?;
     evaluator.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
 
     let bar = progress::counter(windows.len() as u64, "windows", args.json);

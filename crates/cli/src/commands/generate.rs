@@ -3,6 +3,7 @@
 use std::io::Write;
 
 use plimsoll_generate::{Sampler, generate};
+use plimsoll_model::Parameter;
 use plimsoll_model::chat_template::{ChatMessage, ChatOptions};
 use plimsoll_model::tokenizer::{SpecialTokens, Tokenizer};
 use plimsoll_plan::DryRun;
@@ -32,13 +33,14 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     let engine = Engine::start(args.threads)?;
     let context = (prompt.len() + args.max_tokens).max(1) as u64;
     let settings = DecodeSettings { precision, context, prompt_chunk_tokens: PROMPT_CHUNK_TOKENS };
-    let dry_run = DryRun::generation(&spec, settings, prompt.len() as u64)?;
+    let weight_types = |p: &Parameter| files.weights().inference_dtype(p, precision.weights);
+    let dry_run = DryRun::generation(&spec, settings, &weight_types, prompt.len() as u64)?;
     let device = engine.device(&dry_run, args.memory)?;
     let end_tokens = match args.stop_at_eos || args.chat {
         true => [&spec.eos_tokens, tokenizer.eos_tokens()].concat(),
         false => Vec::new(),
     };
-    let mut decoder = Decoder::new(&device, spec, settings)?;
+    let mut decoder = Decoder::with_weight_types(&device, spec, settings, &weight_types)?;
     decoder.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
 
     let mut stream = tokenizer.stream_decoder(SpecialTokens::Skip);

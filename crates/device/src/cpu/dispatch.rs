@@ -162,7 +162,7 @@ impl Cpu {
 
             Op::Embedding { tokens, table, out } => {
                 in_table(name, "token", t.u32s(tokens), table.rows(), table)?;
-                embedding::embedding(exec, t.u32s(tokens), t.floats(table), t.floats_mut(out));
+                embedding::embedding(exec, t.u32s(tokens), t.bytes(table), table.dtype(), t.floats_mut(out));
             }
             Op::EmbeddingBackward { tokens, dout, dtable } => {
                 in_table(name, "token", t.u32s(tokens), dtable.rows(), dtable)?;

@@ -12,5 +12,6 @@ mod slices;
 
 pub use dispatch::{Cpu, CpuOptions};
 pub use isa::Isa;
+pub use matmul::dequantize;
 pub use pool::Pool;
 pub use rates::MachineRates;

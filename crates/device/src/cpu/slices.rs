@@ -43,6 +43,12 @@ impl<'a> Slices<'a> {
         unsafe { std::slice::from_raw_parts_mut(self.start(tensor).cast(), tensor.elements() as usize) }
     }
 
+    /// A tensor's bytes, of any type.
+    pub fn bytes(self, tensor: &Tensor) -> &'a [u8] {
+        // SAFETY: as in `slice`.
+        unsafe { std::slice::from_raw_parts(self.start(tensor), tensor.bytes() as usize) }
+    }
+
     pub fn u32s(self, tensor: &Tensor) -> &'a [u32] {
         self.slice(tensor)
     }
@@ -65,7 +71,7 @@ impl<'a> Slices<'a> {
             DType::F32 => Floats::F32(self.slice(tensor)),
             DType::Bf16 => Floats::Bf16(self.slice::<bf16>(tensor)),
             DType::F16 => Floats::F16(self.slice::<f16>(tensor)),
-            DType::U32 | DType::Q8_0 | DType::Q4_0 | DType::Q4_1 => Floats::F32(&[]),
+            _ => Floats::F32(&[]),
         }
     }
 
@@ -75,7 +81,7 @@ impl<'a> Slices<'a> {
             DType::F32 => FloatsMut::F32(self.slice_mut(tensor)),
             DType::Bf16 => FloatsMut::Bf16(self.slice_mut::<bf16>(tensor)),
             DType::F16 => FloatsMut::F16(self.slice_mut::<f16>(tensor)),
-            DType::U32 | DType::Q8_0 | DType::Q4_0 | DType::Q4_1 => FloatsMut::F32(&mut []),
+            _ => FloatsMut::F32(&mut []),
         }
     }
 

@@ -133,7 +133,8 @@ pub enum GgufTensorProblem {
     #[error("rows of {columns} elements are no whole number of {dtype} blocks")]
     PartialBlocks { columns: u64, dtype: &'static str },
     #[error(
-        "is stored as {0}, which is not supported; supported are F32, F16, BF16, Q8_0, Q4_0 and Q4_1 \
+        "is stored as {0}, which is not supported; supported are F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, \
+         Q2_K to Q6_K, Q8_K, IQ4_NL and MXFP4 \
          (requantise the file, or use the original safetensors)"
     )]
     UnsupportedType(String),

@@ -84,7 +84,7 @@ impl StoredDType {
             DType::Bf16 => Some(StoredDType::BF16),
             DType::F16 => Some(StoredDType::F16),
             DType::U32 => Some(StoredDType::U32),
-            DType::Q8_0 | DType::Q4_0 | DType::Q4_1 => None,
+            _ => None,
         }
     }
 }

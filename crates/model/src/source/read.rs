@@ -8,13 +8,13 @@ use crate::convert::{ConversionError, convert, encode};
 use crate::parameters::Parameter;
 
 /// Bytes of the file that are read before their pages are given back. Bounds what reading adds to the resident
-/// set, and is large enough that giving back costs nothing to speak of. Holds whole blocks of every type
-/// (a multiple of their sizes 4, 2, 34, 18 and 20).
-const STRIPE: usize = 3060 * 512;
+/// set, and is large enough that giving back costs nothing to speak of.
+const STRIPE: usize = 3 << 19;
 
 impl WeightSource {
-    /// Writes a parameter's values into `out` as `dtype` (f32, bf16 or f16; to nearest, ties to even), row by row in
-    /// the parameter's own order. `out` has just its bytes, `dtype.bytes_for(parameter.elements())`.
+    /// Writes a parameter's values into `out` as `dtype`, row by row in the parameter's own order: f32, bf16 or f16, to
+    /// nearest, ties to even, or blocks as they are stored. `out` has just its bytes,
+    /// `dtype.bytes_for(parameter.elements())`.
     pub fn read_into(&self, parameter: &Parameter, dtype: DType, out: &mut [u8]) -> Result<(), ModelError> {
         let place = self.place(parameter)?;
         let Some(file) = self.files.get(place.file) else { return Ok(()) };
@@ -41,10 +41,14 @@ impl WeightSource {
 fn read_plain(file: &FileMap, place: &Place, to: DType, out: &mut [u8]) -> Result<(), ConversionError> {
     let bytes = &file.bytes()[place.bytes.clone()];
     check_length(place, bytes, to, out)?;
-    let stripe_elements = STRIPE / place.dtype.block_bytes() as usize * place.dtype.block_elements() as usize;
-    let stripe_out = stripe_elements * to.block_bytes() as usize;
+    let (from_bytes, from_elements) =
+        (place.dtype.block_bytes() as usize, place.dtype.block_elements() as usize);
+    // Whole blocks: those of `to` are single elements or the same ones.
+    let blocks = STRIPE / from_bytes;
+    let stripe = blocks * from_bytes;
+    let stripe_out = blocks * from_elements / to.block_elements() as usize * to.block_bytes() as usize;
     let mut start = place.bytes.start;
-    for (bytes, out) in bytes.chunks(STRIPE).zip(out.chunks_mut(stripe_out)) {
+    for (bytes, out) in bytes.chunks(stripe).zip(out.chunks_mut(stripe_out)) {
         convert(place.dtype, bytes, to, out)?;
         file.release(start..start + bytes.len());
         start += bytes.len();
@@ -121,7 +125,7 @@ fn read_heads(
 
 /// Refuses a type that is not computed on, and bytes that are too few or too many, before any is written.
 fn check_length(place: &Place, bytes: &[u8], to: DType, out: &[u8]) -> Result<(), ConversionError> {
-    if !to.is_float() {
+    if !to.is_float() && to != place.dtype {
         return Err(ConversionError::Unsupported { from: place.dtype, to });
     }
     let elements = place.shape.iter().product();

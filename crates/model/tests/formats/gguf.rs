@@ -170,7 +170,7 @@ fn lying_tensors_are_refused() {
     refused(&extra(&[16, 4], 8, 68), "no whole number of q8_0 blocks");
     refused(&extra(&[u64::MAX, 32], 8, 68), "impossible shape");
     refused(&extra(&[1 << 63], 0, 0), "impossible shape");
-    refused(&extra(&[256], 12, 144), "stored as Q4_K, which is not supported");
+    refused(&extra(&[256], 16, 66), "stored as IQ2_XXS, which is not supported");
     refused(&extra(&[256], 99, 144), "unknown type 99");
     refused(&good().tensor("output_norm.weight", &[64], 0, vec![0; 256]).bytes(), "is in the file twice");
     refused(&extra(&[16], 0, 64), "the weights have 1 tensor: extra");

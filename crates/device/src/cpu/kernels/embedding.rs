@@ -4,17 +4,35 @@ use super::column_sums::add_assign;
 use super::split::{SharedFloats, Split, for_each_part};
 use super::storage::{Tile, tiles};
 use super::{Exec, Floats, FloatsMut, rows_per_task};
-use crate::Rounding;
+use crate::DType;
+use crate::cpu::matmul::dequantize;
 
-/// out[n] = table[tokens[n]]; table [V, H], out [N, H], every token below V.
-pub(in crate::cpu) fn embedding(exec: Exec<'_>, tokens: &[u32], table: Floats<'_>, out: FloatsMut<'_>) {
+/// out[n] = table[tokens[n]]; table [V, H] as it is stored, rows whole blocks of `dtype`, out [N, H], every token below V.
+pub(in crate::cpu) fn embedding(
+    exec: Exec<'_>,
+    tokens: &[u32],
+    table: &[u8],
+    dtype: DType,
+    out: FloatsMut<'_>,
+) {
     let columns = out.len() / tokens.len().max(1);
+    let stored = |elements: usize| dtype.bytes_for(elements as u64).unwrap_or(0) as usize;
+    let row_bytes = stored(columns);
     let task_rows = rows_per_task(columns);
     let tasks = tokens.len().div_ceil(task_rows);
     for_each_part(exec, tasks, SharedFloats::new(out, task_rows * columns), |task, mut out, _| {
+        let mut tile = Tile::new();
         for (row, &token) in tokens.iter().skip(task * task_rows).take(task_rows).enumerate() {
-            let embedding = table.row(token as usize, columns);
-            out.row(row, columns).convert(exec.simd, embedding, Rounding::Nearest, 0);
+            let embedding = &table[token as usize * row_bytes..][..row_bytes];
+            let mut out = out.row(row, columns);
+            for range in tiles(columns) {
+                let values = out.target(range.clone(), &mut tile);
+                // Tiles are whole blocks, rows too.
+                let from = &embedding[stored(range.start)..stored(range.end)];
+                let done = dequantize(exec.simd.isa(), dtype, from, values);
+                debug_assert!(done.is_some());
+                out.store(exec.simd, range, &tile);
+            }
         }
     });
 }

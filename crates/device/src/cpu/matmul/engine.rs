@@ -1,6 +1,6 @@
 //! How one instruction set and precision multiplies: the unit that panels are made of and its multiply-add.
 
-use super::storage::Storage;
+use super::storage::{At, Elements, Storage};
 use super::vector::{MAX_LANES, Vector};
 
 /// A vector type with a meaning for its 32-bit lanes. A *unit* is one lane: one value of k in f32 or two in bf16.
@@ -12,8 +12,8 @@ pub(super) trait Engine {
     /// Values of k in one unit.
     const K_PER_UNIT: usize;
 
-    /// `LANES` units that follow each other along k, from element `index` on, where k is contiguous.
-    unsafe fn along<S: Storage>(data: *const u8, index: usize) -> Self::V;
+    /// `LANES` units that follow each other along k, where k is contiguous.
+    unsafe fn along(from: impl Elements<Self::V>) -> Self::V;
 
     /// One unit each of `LANES` neighbours, where k is strided: the element `index` and those after it, and for a
     /// second value of k those at `second`; `None` where k ends after the first.
@@ -36,13 +36,13 @@ impl<V: Vector> Engine for Single<V> {
     const K_PER_UNIT: usize = 1;
 
     #[inline(always)]
-    unsafe fn along<S: Storage>(data: *const u8, index: usize) -> V {
-        unsafe { S::load(data, index) }
+    unsafe fn along(from: impl Elements<V>) -> V {
+        unsafe { from.load(0) }
     }
 
     #[inline(always)]
     unsafe fn across<S: Storage>(data: *const u8, index: usize, _: Option<usize>) -> V {
-        unsafe { S::load(data, index) }
+        unsafe { At::<S>::new(data, index).load(0) }
     }
 
     #[inline(always)]
@@ -57,16 +57,16 @@ impl<V: Vector> Engine for Rounded<V> {
     const K_PER_UNIT: usize = 1;
 
     #[inline(always)]
-    unsafe fn along<S: Storage>(data: *const u8, index: usize) -> V {
+    unsafe fn along(from: impl Elements<V>) -> V {
         unsafe {
-            let x: V = S::load(data, index);
-            if S::bf16_at(data, index).is_some() { x } else { x.round_bf16() }
+            let x = from.load(0);
+            if from.bf16().is_some() { x } else { x.round_bf16() }
         }
     }
 
     #[inline(always)]
     unsafe fn across<S: Storage>(data: *const u8, index: usize, _: Option<usize>) -> V {
-        unsafe { Self::along::<S>(data, index) }
+        unsafe { Self::along(At::<S>::new(data, index)) }
     }
 
     #[inline(always)]
@@ -86,7 +86,7 @@ mod pairs {
     use std::arch::x86_64::*;
 
     use super::Engine;
-    use crate::cpu::matmul::storage::Storage;
+    use crate::cpu::matmul::storage::{At, Elements, Storage};
     use crate::cpu::matmul::vector::Avx512;
 
     /// Operands as pairs of bf16, for the dot-product instruction of AVX-512 BF16.
@@ -121,12 +121,12 @@ mod pairs {
         const K_PER_UNIT: usize = 2;
 
         #[inline(always)]
-        unsafe fn along<S: Storage>(data: *const u8, index: usize) -> Avx512 {
+        unsafe fn along(from: impl Elements<Avx512>) -> Avx512 {
             unsafe {
-                match S::bf16_at(data, index) {
+                match from.bf16() {
                     Some(p) => Avx512(_mm512_loadu_ps(p.cast())),
                     None => {
-                        let (low, high) = (S::load(data, index), S::load(data, index + 16));
+                        let (low, high) = (from.load(0), from.load(16));
                         Avx512(_mm512_castsi512_ps(narrow(low, high)))
                     }
                 }
@@ -136,17 +136,19 @@ mod pairs {
         #[inline(always)]
         unsafe fn across<S: Storage>(data: *const u8, index: usize, second: Option<usize>) -> Avx512 {
             unsafe {
-                if let Some(p) = S::bf16_at(data, index) {
+                let from = |index| At::<S>::new(data, index);
+                let bf16 = |index| Elements::<Avx512>::bf16(&from(index));
+                if let Some(p) = bf16(index) {
                     let first = _mm256_loadu_si256(p.cast());
-                    let other = match second.and_then(|index| S::bf16_at(data, index)) {
+                    let other = match second.and_then(bf16) {
                         Some(p) => _mm256_loadu_si256(p.cast()),
                         None => _mm256_setzero_si256(),
                     };
                     return interleave(_mm512_inserti64x4::<1>(_mm512_castsi256_si512(first), other));
                 }
-                let first = S::load(data, index);
+                let first = from(index).load(0);
                 let other = match second {
-                    Some(index) => S::load(data, index),
+                    Some(index) => from(index).load(0),
                     None => Avx512(_mm512_setzero_ps()),
                 };
                 interleave(narrow(first, other))

@@ -7,7 +7,7 @@
 use super::crew::Crew;
 use super::engine::Engine;
 use super::pack::{Lines, along_end};
-use super::storage::{self, BLOCK, Storage};
+use super::storage::{self, At, GROUP, InBlock, Storage};
 use super::tile::{LINE, prefetch};
 use super::vector::{MAX_LANES, Vector, bf16_bits, bf16_value};
 use super::{Output, Product};
@@ -94,9 +94,9 @@ pub(super) unsafe fn pack_rows<E: Engine>(a: Lines, k: usize, to: *mut f32) {
                 let vector = if k_at >= k || row >= a.count {
                     E::V::splat(0.0)
                 } else if a.k_stride == 1 && k - k_at >= whole && a.dtype == DType::F32 {
-                    E::along::<storage::F32>(a.data, index)
+                    E::along(At::<storage::F32>::new(a.data, index))
                 } else if a.k_stride == 1 && k - k_at >= whole && a.dtype == DType::Bf16 {
-                    E::along::<storage::Bf16>(a.data, index)
+                    E::along(At::<storage::Bf16>::new(a.data, index))
                 } else {
                     along_end::<E>(a, index, (k - k_at).min(whole))
                 };
@@ -179,7 +179,8 @@ unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
 ) {
     let whole = E::V::LANES * E::K_PER_UNIT;
     let units = row_units(k, E::K_PER_UNIT);
-    let block_bytes = S::offset(BLOCK);
+    let block = S::BLOCK.max(GROUP);
+    let block_bytes = S::offset(block);
     // The same place in columns to come.
     let together = S::offset(N * b.stride).max(1);
     let ahead = AHEAD.div_ceil(together) * together;
@@ -191,10 +192,21 @@ unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
             *data = b.data.add(S::offset((column + j) * b.stride));
         }
         let mut row = rows;
-        // A block of a quantised type at a time, so that its scale is read once.
-        for _ in 0..k / BLOCK {
-            for part in (0..BLOCK).step_by(whole) {
-                step::<E, S, R, N>(&mut sums, row.add(part / E::K_PER_UNIT), units, &columns, part);
+        // A block of a quantised type at a time, so that its scales are read once.
+        for _ in 0..k / block {
+            let mut scales = [S::scales::<E::V>(columns[0]); N];
+            for (scales, data) in scales.iter_mut().zip(&columns).skip(1) {
+                *scales = S::scales(*data);
+            }
+            for start in (0..block).step_by(S::SPAN) {
+                for part in (0..S::SPAN).step_by(whole) {
+                    let at = start + part;
+                    let mut vectors = [E::V::splat(0.0); N];
+                    for ((vector, data), scales) in vectors.iter_mut().zip(columns).zip(&scales) {
+                        *vector = E::along(InBlock::<E::V, S> { block: data, at, scales });
+                    }
+                    add_products::<E, R, N>(&mut sums, row.add(at / E::K_PER_UNIT), units, vectors);
+                }
             }
             for data in &mut columns {
                 for line in (0..block_bytes).step_by(LINE) {
@@ -202,21 +214,19 @@ unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
                 }
                 *data = data.add(block_bytes);
             }
-            row = row.add(BLOCK / E::K_PER_UNIT);
+            row = row.add(block / E::K_PER_UNIT);
         }
-        let left = k % BLOCK;
-        for part in (0..left).step_by(whole) {
-            if left - part >= whole {
-                step::<E, S, R, N>(&mut sums, row.add(part / E::K_PER_UNIT), units, &columns, part);
-                continue;
+        let left = k % block;
+        for at in (0..left).step_by(whole) {
+            let mut vectors = [E::V::splat(0.0); N];
+            for (vector, data) in vectors.iter_mut().zip(columns) {
+                *vector = if left - at >= whole {
+                    E::along(At::<S>::new(data, at))
+                } else {
+                    along_end::<E>(Lines { data, ..b }, at, left - at)
+                };
             }
-            for (j, data) in columns.iter().enumerate() {
-                let end = along_end::<E>(Lines { data: *data, ..b }, part, left - part);
-                for (i, sums) in sums.iter_mut().enumerate() {
-                    let row = E::V::load(row.add(i * units + part / E::K_PER_UNIT));
-                    sums[j] = E::multiply_add(sums[j], row, end);
-                }
-            }
+            add_products::<E, R, N>(&mut sums, row.add(at / E::K_PER_UNIT), units, vectors);
         }
         for (out, sums) in out.iter_mut().zip(&sums) {
             for (out, sum) in out.iter_mut().zip(sums) {
@@ -226,25 +236,20 @@ unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
     }
 }
 
-/// One vector of each row and column: `part` elements into the columns' blocks.
+/// Adds the products of a vector of each row and column.
 #[inline(always)]
-unsafe fn step<E: Engine, S: Storage, const R: usize, const N: usize>(
+unsafe fn add_products<E: Engine, const R: usize, const N: usize>(
     sums: &mut [[E::V; N]; R],
     rows: *const f32,
     units: usize,
-    columns: &[*const u8; N],
-    part: usize,
+    columns: [E::V; N],
 ) {
-    // SAFETY: the caller's rows and columns hold a vector from here.
-    unsafe {
-        let mut vectors = [E::V::splat(0.0); N];
-        for (vector, data) in vectors.iter_mut().zip(columns) {
-            *vector = E::along::<S>(*data, part);
-        }
-        for (i, sums) in sums.iter_mut().enumerate() {
+    for (i, sums) in sums.iter_mut().enumerate() {
+        // SAFETY: the caller's rows hold a vector from here.
+        unsafe {
             let row = E::V::load(rows.add(i * units));
-            for (sum, vector) in sums.iter_mut().zip(vectors) {
-                *sum = E::multiply_add(*sum, row, vector);
+            for (sum, column) in sums.iter_mut().zip(columns) {
+                *sum = E::multiply_add(*sum, row, column);
             }
         }
     }

@@ -7,7 +7,7 @@ use super::engine::Pairs;
 use super::engine::{Engine, Rounded, Single};
 use super::few_rows::{self, Columns};
 use super::pack::{self, Lines, Panels};
-use super::storage::{self, Storage};
+use super::storage::{self, Storage, by_storage};
 use super::tile::{self, Block, Tile};
 #[cfg(target_arch = "x86_64")]
 use super::vector::{Avx2, Avx512};
@@ -32,6 +32,8 @@ pub(super) struct Kernels {
     /// Rows of A for `multiply_columns`: the rows, the values of k, the place for them.
     pub pack_rows: unsafe fn(Lines, usize, *mut f32),
     pub multiply_columns: unsafe fn(&Columns),
+    /// Elements of a type, from the first block on, as f32: the pointer, their number, the place for them.
+    pub dequantize: unsafe fn(DType, *const u8, usize, *mut f32),
 }
 
 impl Kernels {
@@ -54,21 +56,6 @@ impl Kernels {
     }
 }
 
-/// Calls a function with the storage type of `dtype` in the place of `[]`.
-macro_rules! by_storage {
-    ($dtype:expr, $function:ident::<[] $(, $parameter:tt)*>($($argument:expr),*)) => {
-        match $dtype {
-            DType::F32 => $function::<storage::F32 $(, $parameter)*>($($argument),*),
-            DType::Bf16 => $function::<storage::Bf16 $(, $parameter)*>($($argument),*),
-            DType::F16 => $function::<storage::F16 $(, $parameter)*>($($argument),*),
-            DType::Q8_0 => $function::<storage::Q8_0 $(, $parameter)*>($($argument),*),
-            DType::Q4_0 => $function::<storage::Q4_0 $(, $parameter)*>($($argument),*),
-            DType::Q4_1 => $function::<storage::Q4_1 $(, $parameter)*>($($argument),*),
-            DType::U32 => {}
-        }
-    };
-}
-
 /// Defines a module with the table of an engine. `rows` counts up to the rows of a whole tile.
 macro_rules! kernels {
     ($module:ident, $engine:ty, [$($rows:literal),*] of $height:literal, $vectors:literal $(, $features:literal)?) => {
@@ -83,7 +70,21 @@ macro_rules! kernels {
                 multiply,
                 pack_rows,
                 multiply_columns,
+                dequantize,
             };
+
+            $(#[target_feature(enable = $features)])?
+            unsafe fn dequantize(dtype: DType, data: *const u8, count: usize, out: *mut f32) {
+                // SAFETY: the caller vouches for the pointers, this function's attribute for the instruction set.
+                unsafe { by_storage!(dtype, stored_dequantize::<[]>(data, count, out)) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            #[inline(never)]
+            unsafe fn stored_dequantize<S: Storage>(data: *const u8, count: usize, out: *mut f32) {
+                // SAFETY: as above.
+                unsafe { storage::dequantize::<<$engine as Engine>::V, S>(data, count, out) }
+            }
 
             $(#[target_feature(enable = $features)])?
             unsafe fn pack(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {

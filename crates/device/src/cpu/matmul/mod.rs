@@ -88,6 +88,20 @@ pub unsafe fn matmul_serial(
     unsafe { run(&mut Alone::new(scratch), isa, compute, a, b, c, accumulate) }
 }
 
+/// The elements of `stored`, as f32: what products compute with.
+///
+/// `None`, and nothing done, where `stored` does not hold exactly the elements of `out`, in whole blocks, or is of a
+/// type that is no weight.
+pub fn dequantize(isa: Isa, dtype: DType, stored: &[u8], out: &mut [f32]) -> Option<()> {
+    if dtype == DType::U32 || dtype.bytes_for(out.len() as u64) != Some(stored.len() as u64) {
+        return None;
+    }
+    let kernels = Kernels::new(isa, Compute::F32);
+    // SAFETY: the source holds as many elements as there is room for, and the table's instruction set is there.
+    unsafe { (kernels.dequantize)(dtype, stored.as_ptr(), out.len(), out.as_mut_ptr()) };
+    Some(())
+}
+
 /// A product to compute.
 #[derive(Clone, Copy)]
 struct Product {

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use super::Operand;
 use super::engine::{Engine, MAX_ALONG};
-use super::storage::{self, BLOCK, Storage};
+use super::storage::{self, At, GROUP, Storage};
 use super::tile::{Area, prefetch};
 use super::vector::{MAX_LANES, Vector};
 use crate::DType;
@@ -46,9 +46,10 @@ impl Lines {
         Lines { data: self.data.wrapping_add(bytes), count: lines.len(), ..self }
     }
 
-    /// Where the elements of `lines` and `k` lie.
+    /// Where the elements of `lines` and `k` lie, beginning with the block of the first one.
     pub fn area(self, lines: Range<usize>, k: Range<usize>) -> Area {
-        let bytes = |elements: usize| self.dtype.bytes_for(elements as u64).unwrap_or(0) as usize;
+        let (block, block_bytes) = (self.dtype.block_elements() as usize, self.dtype.block_bytes() as usize);
+        let bytes = |elements: usize| elements / block * block_bytes;
         let data = self.data.wrapping_add(bytes(lines.start * self.stride + k.start * self.k_stride));
         let (rows, columns, stride) = if self.k_stride == 1 {
             (lines.len(), k.len(), self.stride)
@@ -78,7 +79,7 @@ const AHEAD_ACROSS: usize = 8192;
 ///
 /// # Safety
 /// The machine has the engine's instruction set; the operand and the panels are valid. `k` begins on a multiple of
-/// [`BLOCK`] elements.
+/// [`GROUP`] elements.
 #[inline(always)]
 pub(super) unsafe fn pack<E: Engine, S: Storage>(
     from: Lines,
@@ -87,16 +88,16 @@ pub(super) unsafe fn pack<E: Engine, S: Storage>(
     to: Panels,
 ) {
     let lanes = E::V::LANES;
-    let blocks = from.dtype.block_elements() > 1;
+    let blocks = S::BLOCK > 1;
     let aligned = |x: usize, to: usize| !blocks || x.is_multiple_of(to);
     // SAFETY: as for this function, in all calls.
     unsafe {
-        if from.k_stride == 1 && aligned(from.stride, BLOCK) {
+        if from.k_stride == 1 && aligned(from.stride, S::BLOCK) {
             pack_along::<E, S>(from, lines, k, to);
         } else if from.stride == 1
-            && aligned(from.k_stride, BLOCK)
+            && aligned(from.k_stride, S::BLOCK)
             && aligned(to.width, lanes)
-            && aligned(from.count, BLOCK)
+            && aligned(from.count, GROUP)
         {
             pack_across::<E, S>(from, lines, k, to);
         } else {
@@ -131,11 +132,11 @@ unsafe fn pack_along<E: Engine, S: Storage>(from: Lines, lines: Range<usize>, k:
                     }
                     if left >= whole && valid == lanes {
                         for (i, vector) in vectors.iter_mut().enumerate().take(lanes) {
-                            *vector = E::along::<S>(from.data, base + i * from.stride);
+                            *vector = E::along(At::<S>::new(from.data, base + i * from.stride));
                         }
                     } else if left >= whole {
                         for (i, vector) in vectors.iter_mut().enumerate().take(valid) {
-                            *vector = E::along::<S>(from.data, base + i * from.stride);
+                            *vector = E::along(At::<S>::new(from.data, base + i * from.stride));
                         }
                     } else {
                         for (i, vector) in vectors.iter_mut().enumerate().take(valid) {
@@ -171,7 +172,7 @@ pub(super) unsafe fn along_end<E: Engine>(from: Lines, index: usize, left: usize
         *value = unsafe { storage::element(from.dtype, from.data, index + i * from.k_stride) };
     }
     // SAFETY: the array holds a vector of units.
-    unsafe { E::along::<storage::F32>(values.as_ptr().cast(), 0) }
+    unsafe { E::along(At::<storage::F32>::new(values.as_ptr().cast(), 0)) }
 }
 
 /// Lines are neighbours in memory: vectors across them, one unit at a time.

@@ -1,185 +1,244 @@
 //! Reading elements of every storage type as vectors of f32; block types are dequantised on the way.
+//!
+//! This is the one place that knows how blocks are laid out: packing, dot products, embeddings and conversions all
+//! read through [`Storage`]. Layouts are those of ggml (`ggml-common.h`).
 
-use super::vector::{Vector, bf16_value, f16_value};
+mod blocks;
+mod super_blocks;
+#[cfg(test)]
+pub(super) mod tests;
+
+use std::marker::PhantomData;
+
+use super::vector::{MAX_LANES, Portable, Vector, bf16_value, f16_value};
 use crate::DType;
+
+pub(super) use blocks::{Iq4Nl, Mxfp4, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+pub(super) use super_blocks::{Q2K, Q3K, Q4K, Q5K, Q6K, Q8K};
+
+/// Elements that are taken together even of plain types; divides every block of a quantised type.
+pub(super) const GROUP: usize = 32;
 
 /// A storage type.
 ///
 /// # Safety
-/// For every method: `data` holds the elements named. Of a block type, `index` is a multiple of `V::LANES`.
+/// For every method: the pointer holds the whole block, or of a plain type the elements named. Of a block type, `at`
+/// is a multiple of `V::LANES` inside the block.
 pub(super) trait Storage {
-    /// `V::LANES` elements from element `index` on.
-    unsafe fn load<V: Vector>(data: *const u8, index: usize) -> V;
+    /// Elements of a block: 1 of plain types.
+    const BLOCK: usize;
+    /// Bytes of a block.
+    const BYTES: usize;
+    /// Elements after which the arrangement inside a block repeats, what a loop over a block is unrolled to.
+    const SPAN: usize = GROUP;
+    /// What is read once for all elements of a block.
+    type Scales<V: Vector>: Copy;
+
+    unsafe fn scales<V: Vector>(block: *const u8) -> Self::Scales<V>;
+
+    /// `V::LANES` elements from `at` on.
+    unsafe fn load<V: Vector>(block: *const u8, at: usize, scales: &Self::Scales<V>) -> V;
+
+    /// The same where no more of the block is wanted.
+    #[inline(always)]
+    unsafe fn load_alone<V: Vector>(block: *const u8, at: usize) -> V {
+        // SAFETY: as the trait says.
+        unsafe { Self::load(block, at, &Self::scales(block)) }
+    }
+
+    /// Where the bits of `load` in bf16 can be had as they are: the address of element `at`.
+    #[inline(always)]
+    fn bf16_at(_block: *const u8, _at: usize) -> Option<*const u16> {
+        None
+    }
 
     /// Bytes from the start to element `index`, or to its block.
-    fn offset(index: usize) -> usize;
-
-    /// Where the bits of `load` in bf16 can be had as they are: the address of element `index`.
     #[inline(always)]
-    fn bf16_at(_data: *const u8, _index: usize) -> Option<*const u16> {
-        None
+    fn offset(index: usize) -> usize {
+        index / Self::BLOCK * Self::BYTES
+    }
+}
+
+/// Elements that follow each other, to be read a vector at a time.
+///
+/// # Safety
+/// Of `load`: the elements exist; `after` is a multiple of `V::LANES`.
+pub(super) trait Elements<V> {
+    /// `V::LANES` elements, `after` elements from the first one.
+    unsafe fn load(&self, after: usize) -> V;
+
+    /// As [`Storage::bf16_at`], of the first one.
+    fn bf16(&self) -> Option<*const u16>;
+}
+
+/// Elements from number `index` on, wherever their blocks begin.
+pub(super) struct At<S> {
+    data: *const u8,
+    index: usize,
+    storage: PhantomData<S>,
+}
+
+impl<S: Storage> At<S> {
+    #[inline(always)]
+    pub fn new(data: *const u8, index: usize) -> Self {
+        At { data, index, storage: PhantomData }
+    }
+}
+
+impl<V: Vector, S: Storage> Elements<V> for At<S> {
+    #[inline(always)]
+    unsafe fn load(&self, after: usize) -> V {
+        let index = self.index + after;
+        // SAFETY: the caller vouches for the elements, and a block lies whole in memory.
+        unsafe { S::load_alone(self.data.add(S::offset(index)), index % S::BLOCK) }
+    }
+
+    #[inline(always)]
+    fn bf16(&self) -> Option<*const u16> {
+        S::bf16_at(self.data.wrapping_add(S::offset(self.index)), self.index % S::BLOCK)
+    }
+}
+
+/// Elements of a block whose scales have been read.
+pub(super) struct InBlock<'a, V: Vector, S: Storage> {
+    pub block: *const u8,
+    pub at: usize,
+    pub scales: &'a S::Scales<V>,
+}
+
+impl<V: Vector, S: Storage> Elements<V> for InBlock<'_, V, S> {
+    #[inline(always)]
+    unsafe fn load(&self, after: usize) -> V {
+        // SAFETY: the caller vouches for the elements.
+        unsafe { S::load(self.block, self.at + after, self.scales) }
+    }
+
+    #[inline(always)]
+    fn bf16(&self) -> Option<*const u16> {
+        S::bf16_at(self.block, self.at)
     }
 }
 
 pub(super) struct F32;
 pub(super) struct Bf16;
 pub(super) struct F16;
-pub(super) struct Q8_0;
-pub(super) struct Q4_0;
-pub(super) struct Q4_1;
 
-impl Storage for F32 {
-    #[inline(always)]
-    fn offset(index: usize) -> usize {
-        4 * index
-    }
+/// A type whose elements are vectors as they are: `$load` of `V` reads them from a pointer to `$element`.
+macro_rules! plain {
+    ($storage:ident, $element:ty, $load:ident $(, $bf16_at:item)?) => {
+        impl Storage for $storage {
+            const BLOCK: usize = 1;
+            const BYTES: usize = size_of::<$element>();
+            type Scales<V: Vector> = ();
 
-    #[inline(always)]
-    unsafe fn load<V: Vector>(data: *const u8, index: usize) -> V {
-        // SAFETY: as the trait says.
-        unsafe { V::load(data.cast::<f32>().add(index)) }
-    }
-}
+            #[inline(always)]
+            unsafe fn scales<V: Vector>(_: *const u8) {}
 
-impl Storage for Bf16 {
-    #[inline(always)]
-    fn offset(index: usize) -> usize {
-        2 * index
-    }
+            #[inline(always)]
+            unsafe fn load<V: Vector>(data: *const u8, at: usize, (): &()) -> V {
+                // SAFETY: as the trait says.
+                unsafe { V::$load(data.cast::<$element>().add(at)) }
+            }
 
-    #[inline(always)]
-    unsafe fn load<V: Vector>(data: *const u8, index: usize) -> V {
-        // SAFETY: as the trait says.
-        unsafe { V::load_bf16(data.cast::<u16>().add(index)) }
-    }
-
-    #[inline(always)]
-    fn bf16_at(data: *const u8, index: usize) -> Option<*const u16> {
-        Some(data.cast::<u16>().wrapping_add(index))
-    }
-}
-
-impl Storage for F16 {
-    #[inline(always)]
-    fn offset(index: usize) -> usize {
-        2 * index
-    }
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(data: *const u8, index: usize) -> V {
-        // SAFETY: as the trait says.
-        unsafe { V::load_f16(data.cast::<u16>().add(index)) }
-    }
-}
-
-/// The block that element `index` lies in, of `bytes` bytes, and its place there.
-#[inline(always)]
-unsafe fn block(data: *const u8, index: usize, bytes: usize) -> (*const u8, usize) {
-    // SAFETY: the block holds an element that the caller may read.
-    (unsafe { data.add(index / BLOCK * bytes) }, index % BLOCK)
-}
-
-/// Elements of a block of the quantised types.
-pub(super) const BLOCK: usize = 32;
-
-impl Storage for Q8_0 {
-    #[inline(always)]
-    fn offset(index: usize) -> usize {
-        index / BLOCK * 34
-    }
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(data: *const u8, index: usize) -> V {
-        // SAFETY: a block is a scale and 32 codes, and `LANES` divides 32.
-        unsafe {
-            let (block, at) = block(data, index, 34);
-            V::load_i8(block.add(2 + at).cast()).times(V::splat_two_f16(block).0)
+            $(#[inline(always)] $bf16_at)?
         }
-    }
+    };
 }
 
-/// Codes of a block of 4-bit codes: the low halves of its 16 bytes are the first 16 elements. Products with the scale
-/// are exact, 11 bits by 4, so that it makes no difference whether the sum is fused.
-#[inline(always)]
-unsafe fn nibbles<V: Vector>(codes: *const u8, at: usize, scale: V, minimum: V) -> V {
-    // SAFETY: the caller's pointer holds 16 bytes and `LANES` divides 16.
-    unsafe {
-        if at < 16 {
-            V::load_nibbles::<false>(codes.add(at), scale, minimum)
-        } else {
-            V::load_nibbles::<true>(codes.add(at - 16), scale, minimum)
+plain!(F32, f32, load);
+plain!(F16, u16, load_f16);
+plain!(
+    Bf16,
+    u16,
+    load_bf16,
+    fn bf16_at(data: *const u8, at: usize) -> Option<*const u16> {
+        Some(data.cast::<u16>().wrapping_add(at))
+    }
+);
+
+/// Calls a function with the storage type of `dtype` in the place of `[]`; nothing for what is no number to compute with.
+macro_rules! by_storage {
+    ($dtype:expr, $function:ident::<[] $(, $parameter:tt)*>($($argument:expr),*)) => {
+        match $dtype {
+            DType::F32 => $function::<storage::F32 $(, $parameter)*>($($argument),*),
+            DType::Bf16 => $function::<storage::Bf16 $(, $parameter)*>($($argument),*),
+            DType::F16 => $function::<storage::F16 $(, $parameter)*>($($argument),*),
+            DType::Q8_0 => $function::<storage::Q8_0 $(, $parameter)*>($($argument),*),
+            DType::Q4_0 => $function::<storage::Q4_0 $(, $parameter)*>($($argument),*),
+            DType::Q4_1 => $function::<storage::Q4_1 $(, $parameter)*>($($argument),*),
+            DType::Q5_0 => $function::<storage::Q5_0 $(, $parameter)*>($($argument),*),
+            DType::Q5_1 => $function::<storage::Q5_1 $(, $parameter)*>($($argument),*),
+            DType::Q2K => $function::<storage::Q2K $(, $parameter)*>($($argument),*),
+            DType::Q3K => $function::<storage::Q3K $(, $parameter)*>($($argument),*),
+            DType::Q4K => $function::<storage::Q4K $(, $parameter)*>($($argument),*),
+            DType::Q5K => $function::<storage::Q5K $(, $parameter)*>($($argument),*),
+            DType::Q6K => $function::<storage::Q6K $(, $parameter)*>($($argument),*),
+            DType::Q8K => $function::<storage::Q8K $(, $parameter)*>($($argument),*),
+            DType::Iq4Nl => $function::<storage::Iq4Nl $(, $parameter)*>($($argument),*),
+            DType::Mxfp4 => $function::<storage::Mxfp4 $(, $parameter)*>($($argument),*),
+            DType::U32 => Default::default(),
         }
-    }
+    };
 }
-
-impl Storage for Q4_0 {
-    #[inline(always)]
-    fn offset(index: usize) -> usize {
-        index / BLOCK * 18
-    }
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(data: *const u8, index: usize) -> V {
-        // SAFETY: a block is a scale and 16 bytes of codes.
-        unsafe {
-            let (block, at) = block(data, index, 18);
-            let (scale, _) = V::splat_two_f16(block);
-            nibbles(block.add(2), at, scale, scale.times(V::splat(-8.0)))
-        }
-    }
-}
-
-impl Storage for Q4_1 {
-    #[inline(always)]
-    fn offset(index: usize) -> usize {
-        index / BLOCK * 20
-    }
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(data: *const u8, index: usize) -> V {
-        // SAFETY: a block is a scale, a minimum and 16 bytes of codes.
-        unsafe {
-            let (block, at) = block(data, index, 20);
-            let (scale, minimum) = V::splat_two_f16(block);
-            nibbles(block.add(4), at, scale, minimum)
-        }
-    }
-}
+pub(super) use by_storage;
 
 /// One element, of any type.
 ///
 /// # Safety
-/// `data` holds element `index`.
+/// `data` holds element `index`, and its whole block.
 pub(super) unsafe fn element(dtype: DType, data: *const u8, index: usize) -> f32 {
-    let half = |p: *const u8| {
-        // SAFETY: inside the block, which holds an element that the caller may read.
-        f16_value(unsafe { p.cast::<u16>().read_unaligned() })
-    };
-    // SAFETY: the caller vouches for the element, and a block lies whole in memory.
+    use super::storage;
+    // SAFETY: the caller vouches for the element.
     unsafe {
         match dtype {
             DType::F32 => *data.cast::<f32>().add(index),
             DType::Bf16 => bf16_value(*data.cast::<u16>().add(index)),
-            DType::F16 => half(data.add(2 * index)),
+            DType::F16 => f16_value(*data.cast::<u16>().add(index)),
             DType::U32 => *data.cast::<u32>().add(index) as f32,
-            DType::Q8_0 => {
-                let (block, at) = block(data, index, 34);
-                half(block) * f32::from(*block.add(2 + at).cast::<i8>())
-            }
-            DType::Q4_0 => {
-                let (block, at) = block(data, index, 18);
-                half(block) * (nibble(block.add(2), at) - 8.0)
-            }
-            DType::Q4_1 => {
-                let (block, at) = block(data, index, 20);
-                half(block) * nibble(block.add(4), at) + half(block.add(2))
-            }
+            _ => by_storage!(dtype, block_element::<[]>(data, index)),
         }
     }
 }
 
-unsafe fn nibble(codes: *const u8, at: usize) -> f32 {
-    // SAFETY: the caller's pointer holds 16 bytes.
-    let byte = unsafe { *codes.add(at % 16) };
-    f32::from(if at < 16 { byte & 15 } else { byte >> 4 })
+unsafe fn block_element<S: Storage>(data: *const u8, index: usize) -> f32 {
+    let first = index / Portable::LANES * Portable::LANES;
+    let mut lanes = [0.0; Portable::LANES];
+    // SAFETY: the block is there, and what is read begins at a multiple of the lanes.
+    unsafe { Elements::<Portable>::load(&At::<S>::new(data, first), 0).store(lanes.as_mut_ptr()) };
+    lanes[index - first]
+}
+
+/// `count` elements from the first block on, as f32.
+///
+/// # Safety
+/// The machine has the vector's instruction set, the elements exist and `out` has room for them.
+#[inline(always)]
+pub(super) unsafe fn dequantize<V: Vector, S: Storage>(data: *const u8, count: usize, out: *mut f32) {
+    let (mut block, mut out) = (data, out);
+    let step = S::BLOCK.max(GROUP);
+    // SAFETY: as for this function.
+    unsafe {
+        for _ in 0..count / step {
+            let scales = S::scales::<V>(block);
+            for start in (0..step).step_by(S::SPAN) {
+                for part in (0..S::SPAN).step_by(V::LANES) {
+                    S::load(block, start + part, &scales).store(out.add(start + part));
+                }
+            }
+            block = block.add(S::offset(step));
+            out = out.add(step);
+        }
+        for index in 0..count % step {
+            *out.add(index) = if S::BLOCK > 1 {
+                block_element::<S>(block, index)
+            } else {
+                // A plain element, with nothing after it that a vector might be loaded from.
+                let mut bytes = [0u8; size_of::<f32>() * MAX_LANES];
+                std::ptr::copy_nonoverlapping(block.add(S::offset(index)), bytes.as_mut_ptr(), S::BYTES);
+                let mut values = [0.0; MAX_LANES];
+                S::load_alone::<V>(bytes.as_ptr(), 0).store(values.as_mut_ptr());
+                values[0]
+            };
+        }
+    }
 }

@@ -4,13 +4,17 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 
 use super::storage::element;
+use super::storage::tests::random_block;
 use super::tile::CHAIN;
 use super::{Operand, Output, SCRATCH_BYTES, matmul, matmul_serial};
 use crate::cpu::{Isa, Pool};
 use crate::{Compute, DType};
 
 const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
-const BLOCKS: [DType; 3] = [DType::Q8_0, DType::Q4_0, DType::Q4_1];
+
+fn block_types() -> impl Iterator<Item = DType> {
+    DType::ALL.into_iter().filter(|dtype| dtype.is_block())
+}
 
 /// A matrix with memory of its own.
 struct Matrix {
@@ -63,17 +67,7 @@ impl Matrix {
                 DType::F32 => bytes.extend(noise.value().to_le_bytes()),
                 DType::Bf16 => bytes.extend(bf16::from_f32(noise.value()).to_le_bytes()),
                 DType::F16 => bytes.extend(f16::from_f32(noise.value()).to_le_bytes()),
-                _ => {
-                    let codes = match dtype {
-                        DType::Q8_0 => 32,
-                        _ => 16,
-                    };
-                    let scales = dtype.block_bytes() as usize - codes;
-                    for _ in 0..scales / 2 {
-                        bytes.extend(f16::from_f32(noise.value() / 16.0).to_le_bytes());
-                    }
-                    bytes.extend((0..codes).map(|_| noise.bits() as u8));
-                }
+                _ => bytes.extend(random_block(dtype, || noise.bits() as u8)),
             }
         }
         let view = Operand { data: bytes.as_ptr(), dtype, rows, columns, row_stride, column_stride };
@@ -237,12 +231,38 @@ fn every_storage_and_layout() {
                             run((a, Layout::Rows), (b, Layout::Columns), c, accumulate);
                             run((a, Layout::Columns), (b, Layout::Rows), c, accumulate);
                         }
-                        for b in BLOCKS {
+                        for b in block_types() {
                             for layout in [Layout::Rows, Layout::Columns] {
                                 run((a, Layout::Rows), (b, layout), c, accumulate);
                             }
                         }
                     }
+                }
+            }
+        }
+    }
+}
+
+/// Blocks of 256 elements: whole ones, a rest, and rows that begin anywhere in memory.
+#[test]
+fn whole_blocks_and_a_rest() {
+    let pools = pools([2]);
+    let mut scratch = vec![0; SCRATCH_BYTES];
+    for b in block_types() {
+        for compute in [Compute::F32, Compute::Bf16] {
+            for (m, k, n) in [(1, 512, 13), (2, 256, 6), (4, 300, 5), (7, 777, 9), (33, 800, 40)] {
+                for layout in [Layout::Rows, Layout::Columns] {
+                    let case = Case {
+                        compute,
+                        a: (DType::F32, Layout::Rows),
+                        b: (b, layout),
+                        c: DType::F32,
+                        accumulate: false,
+                        m,
+                        k,
+                        n,
+                    };
+                    check(case, &pools, &mut scratch);
                 }
             }
         }
@@ -369,7 +389,10 @@ fn any_case() -> impl Strategy<Value = Case> {
     let layout = || prop::sample::select(vec![Layout::Rows, Layout::Columns, Layout::Scattered]);
     let b = prop_oneof![
         (float(), layout()),
-        (prop::sample::select(BLOCKS.to_vec()), prop::sample::select(vec![Layout::Rows, Layout::Columns])),
+        (
+            prop::sample::select(block_types().collect::<Vec<_>>()),
+            prop::sample::select(vec![Layout::Rows, Layout::Columns])
+        ),
     ];
     let kind = (any::<bool>(), (float(), layout()), b, any::<bool>(), any::<bool>());
     (kind, 1..70usize, 1..70usize, 1..70usize).prop_map(|((rounded, a, b, narrow, accumulate), m, k, n)| {

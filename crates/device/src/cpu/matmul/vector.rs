@@ -14,6 +14,8 @@ pub(super) const MAX_LANES: usize = 16;
 pub(super) trait Vector: Copy + Debug {
     /// Values in one vector; divides 16.
     const LANES: usize;
+    /// LANES integers of 32 bits.
+    type Codes: Copy;
 
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(p: *const f32) -> Self;
@@ -30,8 +32,23 @@ pub(super) trait Vector: Copy + Debug {
     unsafe fn load_f16(p: *const u16) -> Self;
     /// LANES signed bytes.
     unsafe fn load_i8(p: *const i8) -> Self;
-    /// code * scale + minimum for the low (`HIGH` false) or high halves of LANES bytes: codes 0 to 15.
-    unsafe fn load_nibbles<const HIGH: bool>(p: *const u8, scale: Self, minimum: Self) -> Self;
+    /// LANES bytes, as numbers from 0 on.
+    unsafe fn codes(p: *const u8) -> Self::Codes;
+    /// codes >> by
+    unsafe fn shift_right(codes: Self::Codes, by: u32) -> Self::Codes;
+    /// (codes & mask) << by
+    unsafe fn bits(codes: Self::Codes, mask: u32, by: u32) -> Self::Codes;
+    /// a | b
+    unsafe fn either(a: Self::Codes, b: Self::Codes) -> Self::Codes;
+    /// 16 in lanes whose bit of `bits` is set, the first lane's being the lowest.
+    unsafe fn sixteens(bits: u32) -> Self::Codes;
+    unsafe fn from_codes(codes: Self::Codes) -> Self;
+    /// code * scale + minimum, of each code the lowest four bits, the others being anything.
+    unsafe fn scaled_nibbles(codes: Self::Codes, scale: Self, minimum: Self) -> Self;
+    /// table[code], of each code the lowest four bits, the others being anything.
+    unsafe fn look_up(codes: Self::Codes, table: &[f32; 16]) -> Self;
+    /// Two f16 values in a row.
+    unsafe fn two_f16(p: *const u8) -> [f32; 2];
     /// Two f16 values in a row, each in every lane of a vector.
     unsafe fn splat_two_f16(p: *const u8) -> (Self, Self);
     /// Each lane rounded to bf16, to nearest even.
@@ -89,6 +106,7 @@ impl Portable {
 // SAFETY comments below: each method's contract says that its pointer holds LANES values.
 impl Vector for Portable {
     const LANES: usize = 4;
+    type Codes = [u32; 4];
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
@@ -152,12 +170,51 @@ impl Vector for Portable {
     }
 
     #[inline(always)]
-    unsafe fn load_nibbles<const HIGH: bool>(p: *const u8, scale: Self, minimum: Self) -> Self {
+    unsafe fn codes(p: *const u8) -> [u32; 4] {
         // SAFETY: as the trait says.
-        unsafe {
-            let codes = Self::widen(p, |byte| f32::from(if HIGH { byte >> 4 } else { byte & 15 }));
-            minimum.plus_product(codes, scale)
-        }
+        std::array::from_fn(|i| u32::from(unsafe { *p.add(i) }))
+    }
+
+    #[inline(always)]
+    unsafe fn shift_right(codes: [u32; 4], by: u32) -> [u32; 4] {
+        codes.map(|code| code >> by)
+    }
+
+    #[inline(always)]
+    unsafe fn bits(codes: [u32; 4], mask: u32, by: u32) -> [u32; 4] {
+        codes.map(|code| (code & mask) << by)
+    }
+
+    #[inline(always)]
+    unsafe fn either(a: [u32; 4], b: [u32; 4]) -> [u32; 4] {
+        std::array::from_fn(|i| a[i] | b[i])
+    }
+
+    #[inline(always)]
+    unsafe fn sixteens(bits: u32) -> [u32; 4] {
+        std::array::from_fn(|i| (bits >> i & 1) << 4)
+    }
+
+    #[inline(always)]
+    unsafe fn from_codes(codes: [u32; 4]) -> Self {
+        Portable(codes.map(|code| code as i32 as f32))
+    }
+
+    #[inline(always)]
+    unsafe fn scaled_nibbles(codes: [u32; 4], scale: Self, minimum: Self) -> Self {
+        // SAFETY: no pointers.
+        unsafe { minimum.plus_product(Self::from_codes(codes.map(|code| code & 15)), scale) }
+    }
+
+    #[inline(always)]
+    unsafe fn look_up(codes: [u32; 4], table: &[f32; 16]) -> Self {
+        Portable(codes.map(|code| table[code as usize & 15]))
+    }
+
+    #[inline(always)]
+    unsafe fn two_f16(p: *const u8) -> [f32; 2] {
+        // SAFETY: as the trait says.
+        unsafe { p.cast::<[u16; 2]>().read_unaligned() }.map(f16_value)
     }
 
     #[inline(always)]
@@ -219,6 +276,7 @@ mod x86 {
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Vector for Avx2 {
         const LANES: usize = 8;
+        type Codes = __m256i;
 
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {
@@ -278,15 +336,66 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn load_nibbles<const HIGH: bool>(p: *const u8, scale: Self, minimum: Self) -> Self {
+        unsafe fn codes(p: *const u8) -> __m256i {
+            unsafe { _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn shift_right(codes: __m256i, by: u32) -> __m256i {
+            unsafe { _mm256_srl_epi32(codes, _mm_cvtsi32_si128(by as i32)) }
+        }
+
+        #[inline(always)]
+        unsafe fn bits(codes: __m256i, mask: u32, by: u32) -> __m256i {
             unsafe {
-                let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
-                let codes = if HIGH {
-                    _mm256_srli_epi32::<4>(bytes)
-                } else {
-                    _mm256_and_si256(bytes, _mm256_set1_epi32(15))
-                };
+                let kept = _mm256_and_si256(codes, _mm256_set1_epi32(mask as i32));
+                _mm256_sll_epi32(kept, _mm_cvtsi32_si128(by as i32))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn either(a: __m256i, b: __m256i) -> __m256i {
+            unsafe { _mm256_or_si256(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn sixteens(bits: u32) -> __m256i {
+            unsafe {
+                // Each lane's bit is moved to place 4.
+                let places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+                let moved = _mm256_srlv_epi32(_mm256_set1_epi32((bits << 4) as i32), places);
+                _mm256_and_si256(moved, _mm256_set1_epi32(16))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn from_codes(codes: __m256i) -> Self {
+            unsafe { Avx2(_mm256_cvtepi32_ps(codes)) }
+        }
+
+        #[inline(always)]
+        unsafe fn scaled_nibbles(codes: __m256i, scale: Self, minimum: Self) -> Self {
+            unsafe {
+                let codes = _mm256_and_si256(codes, _mm256_set1_epi32(15));
                 minimum.plus_product(Avx2(_mm256_cvtepi32_ps(codes)), scale)
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn look_up(codes: __m256i, table: &[f32; 16]) -> Self {
+            unsafe {
+                let low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.as_ptr()), codes);
+                let high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.as_ptr().add(8)), codes);
+                let upper_half = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(codes));
+                Avx2(_mm256_blendv_ps(low, high, upper_half))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn two_f16(p: *const u8) -> [f32; 2] {
+            unsafe {
+                let both = _mm_cvtph_ps(_mm_loadu_si32(p));
+                [_mm_cvtss_f32(both), _mm_cvtss_f32(_mm_movehdup_ps(both))]
             }
         }
 
@@ -362,6 +471,7 @@ mod x86 {
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Vector for Avx512 {
         const LANES: usize = 16;
+        type Codes = __m512i;
 
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {
@@ -421,18 +531,59 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn load_nibbles<const HIGH: bool>(p: *const u8, scale: Self, minimum: Self) -> Self {
+        unsafe fn codes(p: *const u8) -> __m512i {
+            unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn shift_right(codes: __m512i, by: u32) -> __m512i {
+            unsafe { _mm512_srl_epi32(codes, _mm_cvtsi32_si128(by as i32)) }
+        }
+
+        #[inline(always)]
+        unsafe fn bits(codes: __m512i, mask: u32, by: u32) -> __m512i {
             unsafe {
-                // All sixteen values, to be looked up: the two halves of a block's bytes share them.
-                let codes = Avx512(_mm512_setr_ps(
+                let kept = _mm512_and_si512(codes, _mm512_set1_epi32(mask as i32));
+                _mm512_sll_epi32(kept, _mm_cvtsi32_si128(by as i32))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn either(a: __m512i, b: __m512i) -> __m512i {
+            unsafe { _mm512_or_si512(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn sixteens(bits: u32) -> __m512i {
+            unsafe { _mm512_maskz_set1_epi32(bits as u16, 16) }
+        }
+
+        #[inline(always)]
+        unsafe fn from_codes(codes: __m512i) -> Self {
+            unsafe { Avx512(_mm512_cvtepi32_ps(codes)) }
+        }
+
+        #[inline(always)]
+        unsafe fn scaled_nibbles(codes: __m512i, scale: Self, minimum: Self) -> Self {
+            unsafe {
+                // All sixteen values, to be looked up: the vectors of a block share them.
+                let all = Avx512(_mm512_setr_ps(
                     0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0,
                 ));
-                let values = minimum.plus_product(codes, scale);
-                let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
+                let values = minimum.plus_product(all, scale);
                 // Only the lowest four bits of an index count.
-                let index = if HIGH { _mm512_srli_epi32::<4>(bytes) } else { bytes };
-                Avx512(_mm512_permutexvar_ps(index, values.0))
+                Avx512(_mm512_permutexvar_ps(codes, values.0))
             }
+        }
+
+        #[inline(always)]
+        unsafe fn look_up(codes: __m512i, table: &[f32; 16]) -> Self {
+            unsafe { Avx512(_mm512_permutexvar_ps(codes, _mm512_loadu_ps(table.as_ptr()))) }
+        }
+
+        #[inline(always)]
+        unsafe fn two_f16(p: *const u8) -> [f32; 2] {
+            unsafe { Avx2::two_f16(p) }
         }
 
         #[inline(always)]
