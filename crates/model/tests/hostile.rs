@@ -171,6 +171,27 @@ fn what_is_wrong_is_named() {
     check(wrong_width, &["mlp", "12", "16"]);
 }
 
+/// The type of one tensor of a file whose rows are 8 elements, changed: rows that are no whole blocks are refused with
+/// the tensor's name, whatever the type.
+#[test]
+fn rows_of_part_of_a_block_are_named() {
+    let name = b"blk.0.attn_q.weight";
+    // Two sizes: the count and 8 bytes each come between name and type.
+    let to_type = name.len() + 4 + 2 * 8;
+    for type_id in [2u8, 3, 6, 7, 8, 10, 11, 12, 13, 14, 15, 20, 39] {
+        let mut bytes = gguf();
+        let at = bytes.windows(name.len()).position(|window| window == name).unwrap();
+        bytes[at + to_type] = type_id;
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("model.gguf");
+        std::fs::write(&file, bytes).unwrap();
+        let error = read(&file).unwrap_err();
+        for word in ["blk.0.attn_q.weight", "rows of 8 elements"] {
+            assert!(error.contains(word), "{type_id}: {error:?} has no {word:?}");
+        }
+    }
+}
+
 fn wrong_width(path: &Path) {
     let file = path.join("config.json");
     let text = std::fs::read_to_string(&file).unwrap();
