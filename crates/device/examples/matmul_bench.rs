@@ -1,8 +1,8 @@
 //! The speed of matrix products over the shapes of a training step, as a share of what the cores' multipliers can do,
 //! and of a decoding step over a whole small model's weights, in bytes a second.
 //!
-//! `cargo run --release -p plimsoll-device --example matmul_bench [threads] [isa]`, the last one of `portable`, `avx2`,
-//! `avx512` and `avx512bf16`. The peak is measured in the same run by a loop of multiply-adds that touches no memory.
+//! `cargo run --release -p plimsoll-device --example matmul_bench [threads] [isa] [decoding]`, the instruction set one of
+//! `portable`, `avx2`, `avx512` and `avx512bf16`; with the last word there is no training. The peak is measured in the same run by a loop of multiply-adds that touches no memory.
 //! Numbers are medians; y = x W^T is `fwd`, dx = dy W is `dx`, dW = dy^T x is `dw`.
 
 use std::error::Error;
@@ -48,7 +48,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let isa = isa.min(Isa::detect());
     let bench = Bench { pool: Pool::new(threads, SCRATCH_BYTES)?, isa };
-    bench.training()?;
+    if arguments.next().as_deref() != Some("decoding") {
+        bench.training()?;
+    }
     bench.decoding()
 }
 
@@ -116,6 +118,8 @@ impl Bench {
     fn decoding(&self) -> Result<(), Box<dyn Error>> {
         println!("decoding, 134.5 million weights: ms a step and GB/s of weights, by sequences");
         let shapes: Vec<[usize; 2]> = (0..30).flat_map(|_| BLOCK).chain([[576, 49_152]]).collect();
+        // Whole blocks of every type.
+        let shapes = shapes.into_iter().map(|[i, o]| [i.next_multiple_of(256), o]).collect::<Vec<_>>();
         for dtype in DType::ALL.into_iter().filter(|dtype| *dtype != DType::U32) {
             let weights = shapes
                 .iter()

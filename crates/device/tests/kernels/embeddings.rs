@@ -1,5 +1,6 @@
 //! Token embeddings and rotary position embeddings.
 
+use plimsoll_device::cpu::{Isa, dequantize};
 use plimsoll_device::{DType, Op};
 
 use crate::harness::{Expected, Operand, check, check_gradient, noise, refusal, storages};
@@ -28,6 +29,33 @@ fn embedding() {
             |t| Op::Embedding { tokens: &t[0], table: &t[1], out: &t[2] },
             &[Expected { operand: 2, values, tolerance: 0.0 }],
         );
+    }
+}
+
+/// Rows of blocks come out as `dequantize` has them; other tokens' rows are not read.
+#[test]
+fn embedding_of_blocks() {
+    for dtype in DType::ALL.into_iter().filter(|dtype| dtype.is_block()) {
+        for h in [256, 1280] {
+            let bytes = dtype.bytes_for((VOCABULARY * h) as u64).unwrap();
+            let bytes: Vec<u8> = (0..bytes).map(|i| (i * 37 % 61) as u8).collect();
+            let mut table = vec![0.0; VOCABULARY * h];
+            dequantize(Isa::Portable, dtype, &bytes, &mut table).unwrap();
+            let sizes = vec![VOCABULARY as u64, h as u64];
+            let table_operand = Operand { dtype, sizes, values: Vec::new(), bytes };
+            let tokens = tokens(40);
+            let values = tokens
+                .iter()
+                .flat_map(|t| table[*t as usize * h..][..h].iter().map(|x| f64::from(*x)))
+                .collect();
+            let operands = [Operand::u32s(&tokens), table_operand, Operand::garbage(DType::F32, &[40, h])];
+            check(
+                &format!("{dtype} {h}"),
+                &operands,
+                |t| Op::Embedding { tokens: &t[0], table: &t[1], out: &t[2] },
+                &[Expected { operand: 2, values, tolerance: 0.0 }],
+            );
+        }
     }
 }
 

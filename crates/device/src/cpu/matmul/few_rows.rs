@@ -138,6 +138,19 @@ impl Columns {
 /// a multiple of `R`.
 #[inline(always)]
 pub(super) unsafe fn multiply_columns<E: Engine, S: Storage, const R: usize, const N: usize>(task: &Columns) {
+    // SAFETY: as for this function.
+    unsafe {
+        if S::SPAN > 2 * GROUP {
+            // A long loop body: with fewer columns it is still unrolled.
+            some_columns::<E, S, R, 2>(task);
+        } else {
+            some_columns::<E, S, R, N>(task);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn some_columns<E: Engine, S: Storage, const R: usize, const N: usize>(task: &Columns) {
     let Columns { c, start, end, .. } = *task;
     let units = row_units(task.k, E::K_PER_UNIT);
     for column in (start..end).step_by(N) {

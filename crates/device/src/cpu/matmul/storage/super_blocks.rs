@@ -11,7 +11,8 @@ const BLOCK: usize = 256;
 /// Groups of a block at most.
 const MAX_GROUPS: usize = 16;
 
-/// Scales and minima of a block's groups.
+/// Scales and minima of a block's groups. They are filled by loops, which become vector code of the caller's instruction
+/// set; `map` would be a call.
 #[derive(Clone, Copy)]
 pub(in super::super) struct GroupScales {
     scales: [f32; MAX_GROUPS],
@@ -33,8 +34,12 @@ impl GroupScales {
     /// scale = d * `scales`, minimum = `zero` * scale.
     #[inline(always)]
     fn signed(d: f32, scales: [i8; 16], zero: f32) -> GroupScales {
-        let scales = scales.map(|scale| d * f32::from(scale));
-        GroupScales { scales, minima: scales.map(|scale| zero * scale) }
+        let mut all = GroupScales { scales: [0.0; MAX_GROUPS], minima: [0.0; MAX_GROUPS] };
+        for i in 0..MAX_GROUPS {
+            all.scales[i] = d * f32::from(scales[i]);
+            all.minima[i] = zero * all.scales[i];
+        }
+        all
     }
 }
 
@@ -134,10 +139,12 @@ impl SuperBlock for Q2K {
         unsafe {
             let [d, dmin] = V::two_f16(block.add(80));
             let bytes = block.cast::<[u8; 16]>().read();
-            GroupScales {
-                scales: bytes.map(|byte| d * f32::from(byte & 15)),
-                minima: bytes.map(|byte| -dmin * f32::from(byte >> 4)),
+            let mut all = GroupScales { scales: [0.0; MAX_GROUPS], minima: [0.0; MAX_GROUPS] };
+            for i in 0..MAX_GROUPS {
+                all.scales[i] = d * f32::from(bytes[i] & 15);
+                all.minima[i] = -dmin * f32::from(bytes[i] >> 4);
             }
+            all
         }
     }
 
@@ -278,7 +285,7 @@ impl SuperBlock for Q4K {
 impl SuperBlock for Q5K {
     const BYTES: usize = 176;
     const GROUP: usize = 32;
-    const SPAN: usize = 64;
+    const SPAN: usize = 256;
 
     #[inline(always)]
     unsafe fn group_scales<V: Vector>(block: *const u8) -> GroupScales {
