@@ -137,6 +137,9 @@ pub struct GenerateArgs {
     /// Type of activations, f32 or bf16; matrices stay as they are stored unless this takes less room
     #[arg(long, default_value = "f32")]
     pub dtype: String,
+    /// Type of the key-value cache, f32 or bf16; by default that of the activations
+    #[arg(long, value_name = "TYPE")]
+    pub kv_cache: Option<String>,
     /// Memory that may be used, for example 1GiB
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<ByteSize>,

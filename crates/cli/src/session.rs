@@ -126,6 +126,16 @@ pub fn inference_precision(dtype: &str) -> Result<Precision, Failure> {
     }
 }
 
+/// The type of the key-value cache, if one is named.
+pub fn cache_type(name: Option<&str>) -> Result<Option<DType>, Failure> {
+    match name {
+        None => Ok(None),
+        Some("f32" | "fp32" | "float32") => Ok(Some(DType::F32)),
+        Some("bf16" | "bfloat16") => Ok(Some(DType::Bf16)),
+        Some(other) => Err(Failure::usage(format!("--kv-cache {other}: must be f32 or bf16"))),
+    }
+}
+
 /// A model with weights, to be used for `purpose`.
 pub fn model_with_weights(
     path: &str,

@@ -17,8 +17,10 @@ use crate::store::{ResidentStore, WeightStore};
 /// What decoding needs to know beforehand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DecodeSettings {
-    /// Storage types; the cache has that of the activations.
+    /// Storage types.
     pub precision: Precision,
+    /// Type of the cache: f32 or bf16. Keys and values are rounded to it, to nearest.
+    pub cache: DType,
     /// Tokens that the cache holds.
     pub context: u64,
     /// Tokens of the prompt that are taken in one pass.
@@ -55,7 +57,7 @@ impl<'a, D: Device> Decoder<'a, D> {
         let mut cache = Vec::new();
         for layer in 0..spec.num_layers {
             device.arena().enter(Phase::Setup, Some(layer));
-            let alloc = |name| device.alloc(settings.precision.activations, &sizes, Tag::KvCache, name);
+            let alloc = |name| device.alloc(settings.cache, &sizes, Tag::KvCache, name);
             cache.push((alloc("k")?, alloc("v")?));
         }
         device.arena().enter(Phase::Setup, None);

@@ -3,7 +3,7 @@
 mod common;
 
 use common::*;
-use plimsoll_device::{Cpu, CpuOptions, Device, Dry, IGNORED_TARGET};
+use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry, IGNORED_TARGET};
 use plimsoll_model::ModelSpec;
 use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError};
 
@@ -19,7 +19,7 @@ fn decoder<D: Device>(device: &D, spec: ModelSpec, settings: DecodeSettings) -> 
 }
 
 fn settings(prompt_chunk_tokens: u64) -> DecodeSettings {
-    DecodeSettings { precision: Precision::F32, context: 20, prompt_chunk_tokens }
+    DecodeSettings { precision: Precision::F32, cache: DType::F32, context: 20, prompt_chunk_tokens }
 }
 
 fn device() -> Cpu {
@@ -56,6 +56,29 @@ fn token_by_token_gives_the_losses_of_the_whole() {
             assert!((loss(&logits, tokens[last]) - sum).abs() < 1e-4, "{last}");
         }
     }
+}
+
+/// A narrow cache moves a token's loss a little, and plans what it takes.
+#[test]
+fn a_narrow_cache_stays_near_f32() {
+    let (tokens, _) = tokens(4, 1, 16);
+    let losses = |cache| {
+        let settings = DecodeSettings { cache, ..settings(5) };
+        let dry = Dry::new();
+        let _planned = Decoder::new(&dry, llama(), settings).unwrap();
+        let device = device();
+        let mut decoder = decoder(&device, llama(), settings);
+        let live = device.arena().ledger().live().total();
+        assert_eq!(live, dry.arena().ledger().live().total());
+        let loss = |pair: &[u32]| loss(&decoder.append(&pair[..1]).unwrap(), pair[1]);
+        (live, tokens.windows(2).map(loss).collect::<Vec<_>>())
+    };
+    let (wide, exact) = losses(DType::F32);
+    let (narrow, rounded) = losses(DType::Bf16);
+    // Three layers of 20 keys and values of 12, in half the bytes, rounded up to lines of 64.
+    assert_eq!(wide - narrow, 3 * 2 * (20 * 12 * 4 - 512));
+    assert_ne!(exact, rounded);
+    assert!(exact.iter().zip(&rounded).all(|(a, b)| (a - b).abs() < 0.1), "{exact:?} {rounded:?}");
 }
 
 #[test]

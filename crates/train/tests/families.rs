@@ -104,7 +104,8 @@ fn greedy_continuations_are_those_of_pytorch() {
         let (tokens, greedy) = (ids(&reference["tokens"]), ids(&reference["greedy"]));
         let prompt = reference["prompt_tokens"].as_u64().unwrap() as usize;
         for prompt_chunk_tokens in [4, 512] {
-            let settings = DecodeSettings { precision: Precision::F32, context: 32, prompt_chunk_tokens };
+            let (precision, cache, context) = (Precision::F32, DType::F32, 32);
+            let settings = DecodeSettings { precision, cache, context, prompt_chunk_tokens };
             let device = cpu(DryRun::generation(&spec, settings, &|_| DType::F32, 16).unwrap().peak_bytes());
             let mut decoder = Decoder::new(&device, spec.clone(), settings).unwrap();
             decoder.load(load(&files)).unwrap();

@@ -145,7 +145,8 @@ fn gradients_and_steps_are_those_of_the_reference() {
 fn greedy_continuations_are_identical() {
     let Some((files, reference)) = model() else { return };
     let spec = files.spec().clone();
-    let settings = DecodeSettings { precision: Precision::F32, context: 128, prompt_chunk_tokens: 512 };
+    let (precision, cache) = (Precision::F32, DType::F32);
+    let settings = DecodeSettings { precision, cache, context: 128, prompt_chunk_tokens: 512 };
     let types = |p: &Parameter| files.weights().inference_dtype(p, DType::F32);
     let device = cpu(DryRun::generation(&spec, settings, &types, 100).unwrap().peak_bytes());
     let mut decoder = Decoder::with_weight_types(&device, spec, settings, &types).unwrap();
