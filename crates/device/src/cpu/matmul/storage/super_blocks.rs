@@ -35,9 +35,9 @@ impl GroupScales {
     #[inline(always)]
     fn signed(d: f32, scales: [i8; 16], zero: f32) -> GroupScales {
         let mut all = GroupScales { scales: [0.0; MAX_GROUPS], minima: [0.0; MAX_GROUPS] };
-        for i in 0..MAX_GROUPS {
-            all.scales[i] = d * f32::from(scales[i]);
-            all.minima[i] = zero * all.scales[i];
+        for ((out, minimum), scale) in all.scales.iter_mut().zip(&mut all.minima).zip(scales) {
+            *out = d * f32::from(scale);
+            *minimum = zero * *out;
         }
         all
     }
@@ -140,9 +140,9 @@ impl SuperBlock for Q2K {
             let [d, dmin] = V::two_f16(block.add(80));
             let bytes = block.cast::<[u8; 16]>().read();
             let mut all = GroupScales { scales: [0.0; MAX_GROUPS], minima: [0.0; MAX_GROUPS] };
-            for i in 0..MAX_GROUPS {
-                all.scales[i] = d * f32::from(bytes[i] & 15);
-                all.minima[i] = -dmin * f32::from(bytes[i] >> 4);
+            for ((scale, minimum), byte) in all.scales.iter_mut().zip(&mut all.minima).zip(bytes) {
+                *scale = d * f32::from(byte & 15);
+                *minimum = -dmin * f32::from(byte >> 4);
             }
             all
         }
