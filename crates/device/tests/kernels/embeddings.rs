@@ -41,8 +41,7 @@ fn embedding_of_blocks() {
             let bytes: Vec<u8> = (0..bytes).map(|i| (i * 37 % 61) as u8).collect();
             let mut table = vec![0.0; VOCABULARY * h];
             dequantize(Isa::Portable, dtype, &bytes, &mut table).unwrap();
-            let sizes = vec![VOCABULARY as u64, h as u64];
-            let table_operand = Operand { dtype, sizes, values: Vec::new(), bytes };
+            let table_operand = Operand::blocks(dtype, &[VOCABULARY, h], bytes);
             let tokens = tokens(40);
             let values = tokens
                 .iter()

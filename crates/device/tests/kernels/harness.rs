@@ -26,6 +26,11 @@ impl Operand {
         Operand { dtype, sizes: sizes.iter().map(|n| *n as u64).collect(), values, bytes }
     }
 
+    /// Blocks, which are only read.
+    pub fn blocks(dtype: DType, sizes: &[usize], bytes: Vec<u8>) -> Operand {
+        Operand { dtype, sizes: sizes.iter().map(|n| *n as u64).collect(), values: Vec::new(), bytes }
+    }
+
     pub fn u32s(values: &[u32]) -> Operand {
         Operand::new(DType::U32, &[values.len()], values.iter().map(|x| f64::from(*x)))
     }

@@ -35,9 +35,9 @@ impl GroupScales {
     #[inline(always)]
     fn signed(d: f32, scales: [i8; 16], zero: f32) -> GroupScales {
         let mut all = GroupScales { scales: [0.0; MAX_GROUPS], minima: [0.0; MAX_GROUPS] };
-        for ((scale, minimum), stored) in all.scales.iter_mut().zip(&mut all.minima).zip(scales) {
-            *scale = d * f32::from(stored);
-            *minimum = zero * *scale;
+        for ((out, minimum), scale) in all.scales.iter_mut().zip(&mut all.minima).zip(scales) {
+            *out = d * f32::from(scale);
+            *minimum = zero * *out;
         }
         all
     }
