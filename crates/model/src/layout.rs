@@ -26,7 +26,7 @@ impl StoredTensor {
 
     /// Rows of all parts together.
     pub fn total_rows(&self) -> u64 {
-        self.parts.iter().map(|part| part.shape.first().copied().unwrap_or(1)).sum()
+        self.parts.iter().map(Parameter::rows).sum()
     }
 
     /// The shape in the file.

@@ -128,6 +128,11 @@ impl Role {
 }
 
 impl Parameter {
+    /// Rows of a matrix, elements of a vector.
+    pub fn rows(&self) -> u64 {
+        self.shape.first().copied().unwrap_or(1)
+    }
+
     /// Number of elements.
     pub fn elements(&self) -> u64 {
         self.shape.iter().product()

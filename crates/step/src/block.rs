@@ -126,7 +126,8 @@ pub(crate) fn infer<D: Device>(
     let inner = project_inner(ctx, weights, &normed.out)?;
     drop(normed);
     let activation = activate_in_place(ctx, inner)?;
-    Ok(add_mlp(ctx, weights, &stream.clone(), Some(stream), &activation)?.stream)
+    let down = weights.linear(Role::DownProj, Role::DownBias)?;
+    Ok(add_part(ctx, &down, mlp_out_norm(ctx, weights)?, &activation, stream)?.stream)
 }
 
 impl Saved {

@@ -41,17 +41,14 @@ pub(crate) fn is_no_parameter(tensor: &str, spec: &ModelSpec) -> bool {
         || (spec.tie_word_embeddings && tensor == "output.weight")
 }
 
-/// Refuses a tensor of a block type whose rows are not whole blocks, where rows must be told apart: in matrices, and in
-/// biases that are reordered or cut.
-pub(crate) fn check_rows(file: &GgufFile, tensor: &GgufTensor) -> Result<(), GgufError> {
-    let columns = tensor.shape.iter().skip(1).product::<u64>();
-    if tensor.shape.len() < 2 && !tensor.name.contains(".attn_q") && !tensor.name.contains(".attn_k") {
+/// Refuses a bias of q or k, or of both and v, in blocks: it is reordered or cut, which takes single elements. Rows of
+/// matrices are whole blocks, or the file would not have been opened.
+pub(crate) fn check_bias(file: &GgufFile, tensor: &GgufTensor) -> Result<(), GgufError> {
+    let taken_apart = tensor.name.contains(".attn_q") || tensor.name.contains(".attn_k");
+    if tensor.shape.len() != 1 || !taken_apart || !tensor.dtype.is_block() {
         return Ok(());
     }
-    if columns.is_multiple_of(tensor.dtype.block_elements()) {
-        return Ok(());
-    }
-    let problem = GgufTensorProblem::PartialBlocks { columns, dtype: tensor.dtype.name() };
+    let problem = GgufTensorProblem::PartialBlocks { columns: 1, dtype: tensor.dtype.name() };
     let (path, offset) = (file.path().to_owned(), tensor.info_offset);
     Err(GgufError::Tensor { path, offset, tensor: tensor.name.clone(), problem })
 }

@@ -92,12 +92,11 @@ fn parts(
     bytes: Range<usize>,
     dtype: DType,
 ) -> impl Iterator<Item = (String, Place)> {
+    let row_bytes = bytes.len() / stored.total_rows().max(1) as usize;
     let StoredTensor { parts, rows, plus_one, .. } = stored;
-    let total: u64 = parts.iter().map(|part| part.shape.first().copied().unwrap_or(1)).sum();
-    let row_bytes = bytes.len() / total.max(1) as usize;
     let mut first = 0;
     parts.into_iter().map(move |part| {
-        let count = part.shape.first().copied().unwrap_or(1);
+        let count = part.rows();
         let (bytes, rows) = match rows {
             // Columns lie all over the tensor.
             RowOrder::Transposed { total, .. } => (bytes.clone(), RowOrder::Transposed { total, first }),

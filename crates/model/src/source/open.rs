@@ -103,7 +103,7 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
         if families::is_no_parameter(&tensor.name, &spec) {
             continue;
         }
-        families::check_rows(&file, tensor)?;
+        families::check_bias(&file, tensor)?;
         inventory.add(
             tensor.name.clone(),
             Candidate {

@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::math::{exp, tanh};
+use super::math::exp;
 use super::simd::{LANES, per_isa, sum_lanes};
 use super::split::{Shared, Split};
 use super::{Exec, Floats, FloatsMut, Simd};
@@ -296,18 +296,5 @@ per_isa! {
 fn multiply_body<const FMA: bool>(x: &mut [f32], factor: f32) {
     for value in x {
         *value *= factor;
-    }
-}
-
-per_isa! {
-    /// x = cap tanh(x * scale / cap) in place.
-    fn soft_cap(x: &mut [f32], scale: f32, cap: f32) = soft_cap_body
-}
-
-#[inline(always)]
-fn soft_cap_body<const FMA: bool>(x: &mut [f32], scale: f32, cap: f32) {
-    let factor = scale / cap;
-    for value in x {
-        *value = cap * tanh::<FMA>(*value * factor);
     }
 }

@@ -1,7 +1,8 @@
 //! Softmax cross-entropy, with the gradient in place of the logits.
 
-use super::math::{exp, tanh};
+use super::math::exp;
 use super::simd::{LANES, per_isa, sum_lanes};
+use super::soft_cap::soft_cap;
 use super::split::{Shared, for_each_part};
 use super::storage::tiles;
 use super::{Exec, rows_per_task};
@@ -70,7 +71,7 @@ fn capped_row_loss(
     if target == IGNORED_TARGET {
         return row_loss(exec, logits, target, gradient_scale);
     }
-    soft_cap(exec.simd, logits, cap);
+    soft_cap(exec.simd, logits, 1.0, cap);
     let loss = row_loss(exec, logits, target, None);
     if let Some(scale) = gradient_scale {
         let target = target as usize;
@@ -81,18 +82,6 @@ fn capped_row_loss(
         logits[target] -= scale * slope;
     }
     loss
-}
-
-per_isa! {
-    /// x = cap tanh(x / cap)
-    fn soft_cap(x: &mut [f32], cap: f32) = soft_cap_body
-}
-
-#[inline(always)]
-fn soft_cap_body<const FMA: bool>(x: &mut [f32], cap: f32) {
-    for x in x {
-        *x = cap * tanh::<FMA>(*x / cap);
-    }
 }
 
 per_isa! {

@@ -17,6 +17,7 @@ pub(super) mod rms_norm;
 pub(super) mod rope;
 mod rounding;
 mod simd;
+mod soft_cap;
 mod split;
 mod storage;
 pub(super) mod sum_squares;

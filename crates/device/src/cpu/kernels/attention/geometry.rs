@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
-use super::{KEYS, QUERIES, soft_cap};
+use super::{KEYS, QUERIES};
 use crate::AttentionShape;
 use crate::cpu::kernels::Simd;
+use crate::cpu::kernels::soft_cap::soft_cap;
 
 /// The shape as indices.
 #[derive(Clone, Copy)]
