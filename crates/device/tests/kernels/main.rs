@@ -5,6 +5,7 @@ mod attention;
 mod elementwise;
 mod embeddings;
 mod harness;
+mod int8;
 mod linear;
 mod loss;
 mod norms;
