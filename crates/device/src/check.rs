@@ -267,7 +267,7 @@ impl Mismatch {
     }
 
     fn float(&mut self, t: &Tensor) {
-        self.that(matches!(t.dtype(), DType::F32 | DType::Bf16), || format!("{t:?} is not f32 or bf16"));
+        self.that(t.dtype().is_float(), || format!("{t:?} is not f32, bf16 or f16"));
     }
 
     fn weight(&mut self, t: &Tensor) {

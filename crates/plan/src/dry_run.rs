@@ -31,16 +31,18 @@ impl DryRun {
         let micro_batch = MicroBatch { tokens: &tokens, targets: &targets };
         dry.take_tally();
         // The second micro-batch adds to the gradients where the first one wrote them; all later ones are like it.
-        trainer.accumulate(&[micro_batch])?;
+        // The first step of a run may do more than the others: clipping by the norm of the step before it.
+        trainer.step(&[micro_batch], 0.0)?;
+        dry.take_tally();
+        trainer.step(&[micro_batch], 0.0)?;
         let first = dry.take_tally();
         let mut step = first;
         if accumulation > 1 {
-            trainer.accumulate(&[micro_batch, micro_batch])?;
+            trainer.step(&[micro_batch, micro_batch], 0.0)?;
             let later = dry.take_tally().less(first);
             (1..accumulation).for_each(|_| step = step.plus(later));
         }
-        trainer.step(&[micro_batch], 0.0)?;
-        let step = step.plus(dry.take_tally().less(first));
+        trainer.evaluate(settings.batch_size, &micro_batch)?;
         Ok(DryRun { ledger: dry.arena().ledger(), tally: step })
     }
 

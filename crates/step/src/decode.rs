@@ -124,6 +124,7 @@ impl<'a, D: Device> Decoder<'a, D> {
             rope: self.ropes.of(false),
             positions: &positions,
             attention: attention_shape(&self.spec, 1, n, past, self.settings.context),
+            mlp_chunk_tokens: None,
         };
         let mut x = embedding::forward(&ctx, &mut self.weights, &ids)?;
         for (layer, (keys, values)) in (0..).zip(&self.cache) {

@@ -110,14 +110,11 @@ fn gradients_and_steps_are_those_of_the_reference() {
     labels.push(IGNORED_TARGET);
     let batch = MicroBatch { tokens, targets: &labels };
     let settings = StepSettings {
-        batch_size: 1,
-        sequence_length: n as u64,
-        precision: Precision::F32,
         checkpointing: Checkpointing::Full,
         loss_chunk_tokens: 64,
         optimizer: AdamWSettings { decay_norms_and_biases: true, ..AdamWSettings::default() },
         clipping: GradientClipping::GlobalNorm(1.0),
-        seed: 0,
+        ..StepSettings::new(1, n as u64)
     };
     let spec = files.spec().clone();
     let dry = DryRun::training(&spec, &settings, 1).unwrap();
