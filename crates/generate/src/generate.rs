@@ -100,7 +100,8 @@ impl Generated {
 
 impl<D: Device> Session<'_, D> {
     /// Continues `prompt`. `on_text` sees the text as it comes, never a part of a character or of a stop string;
-    /// `interrupted` is asked after every token and between the passes of a long prompt.
+    /// `interrupted` is asked after every token and between the passes of a long prompt. Rows of the head beyond the
+    /// tokenizer's vocabulary, which many models have to fill up a round number, are never drawn.
     ///
     /// # Errors
     /// As of [`Session::prefill`]; or those of `on_text`.
@@ -146,7 +147,8 @@ impl<D: Device> Session<'_, D> {
             if let Some(last) = out.tokens.last() {
                 logits = self.append(&[*last])?;
             }
-            let token = sampler.sample(&logits).ok_or(GenerateError::NoLogits)?;
+            let known = logits.get(..tokenizer.vocab_size()).unwrap_or(&logits);
+            let token = sampler.sample(known).ok_or(GenerateError::NoLogits)?;
             if limits.stop_tokens.contains(&token) {
                 break StopReason::StopToken(token);
             }

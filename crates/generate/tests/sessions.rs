@@ -40,13 +40,16 @@ fn device() -> Cpu {
 }
 
 fn session(device: &Cpu) -> Session<'_, Cpu> {
+    session_of(device, spec())
+}
+
+fn session_of(device: &Cpu, spec: ModelSpec) -> Session<'_, Cpu> {
     let settings = DecodeSettings {
         precision: Precision::F32,
         cache: DType::F32,
         context: CONTEXT as u64,
         prompt_chunk_tokens: 7,
     };
-    let spec = spec();
     let mut decoder = Decoder::new(device, spec.clone(), settings).unwrap();
     decoder
         .load::<StepError>(|parameter, dtype, out| {
@@ -214,6 +217,18 @@ fn an_interrupted_prompt_and_an_interrupted_answer_keep_what_was_done() {
     let third = after(100, &limits(5));
     assert_eq!((third.reused_tokens, third.stop_reason), (prompt.len(), StopReason::MaxTokens));
     assert_eq!(third.tokens[..2], second.tokens);
+}
+
+#[test]
+fn rows_that_have_no_token_are_never_drawn() {
+    let device = device();
+    let mut session = session_of(&device, ModelSpec { vocab_size: 300, ..spec() });
+    let settings = SamplerSettings { logit_bias: vec![(299, 1e9), (66, 1e6)], ..SamplerSettings::default() };
+    let mut sampler = Sampler::new(&settings).unwrap();
+    let tokenizer = Tokenizer::byte_level().unwrap();
+    let show = |_: &str| Ok::<(), GenerateError>(());
+    let generated = session.generate(&tokenizer, &[1, 2], &mut sampler, &limits(3), &|| false, show).unwrap();
+    assert_eq!(generated.text, "BBB");
 }
 
 fn template(source: &str) -> ChatTemplate {

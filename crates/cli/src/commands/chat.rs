@@ -107,8 +107,9 @@ pub fn run(args: &ChatArgs) -> Result<(), Failure> {
 /// The context and what it needs. Where none is asked for: the usual one, or the largest that memory allows.
 fn planned(model: &Inference, engine: &Engine) -> Result<(usize, DryRun), Failure> {
     let wanted = model.asked_context().unwrap_or_else(|| model.trained_context().min(USUAL_CONTEXT)).max(1);
-    let room = model.room(engine);
     let plan = model.plan(wanted, wanted)?;
+    // Asked after the largest dry run, which takes memory of its own.
+    let room = model.room(engine);
     if plan.peak_bytes() <= room {
         return Ok((wanted, plan));
     }
