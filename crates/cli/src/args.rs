@@ -126,7 +126,7 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub inference: InferenceArgs,
     /// Text to continue; - reads it from standard input, without its last line break
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    #[arg(long, value_name = "TEXT")]
     pub prompt: Option<String>,
     /// File of prompts: one a line, or with the ending .jsonl an object a line with a text called prompt. Empty lines
     /// are left out. Prints an object a line, as --json does for one prompt
