@@ -4,7 +4,7 @@ use std::fmt;
 
 use plimsoll_data::DataError;
 use plimsoll_device::DeviceError;
-use plimsoll_generate::{GenerateError, SamplerError};
+use plimsoll_generate::{ConversationError, GenerateError, SamplerError};
 use plimsoll_model::chat_template::ChatTemplateError;
 use plimsoll_model::tokenizer::TokenizerError;
 use plimsoll_model::{ModelError, SaveError};
@@ -84,7 +84,6 @@ failure_from! {
     ChatTemplateError => OTHER,
     DataError => OTHER,
     SaveError => OTHER,
-    GenerateError => OTHER,
     serde_json::Error => OTHER,
     std::io::Error => OTHER,
 }
@@ -103,6 +102,27 @@ impl From<StepError> for Failure {
     fn from(error: StepError) -> Failure {
         match error {
             StepError::Device(error) => error.into(),
+            other => Failure::other(other.to_string()),
+        }
+    }
+}
+
+impl From<GenerateError> for Failure {
+    fn from(error: GenerateError) -> Failure {
+        match error {
+            GenerateError::Step(error) => error.into(),
+            error @ (GenerateError::EmptyPrompt | GenerateError::PromptTooLong { .. }) => {
+                Failure::usage(error.to_string())
+            }
+            other => Failure::other(other.to_string()),
+        }
+    }
+}
+
+impl From<ConversationError> for Failure {
+    fn from(error: ConversationError) -> Failure {
+        match error {
+            error @ ConversationError::TooLong { .. } => Failure::usage(error.to_string()),
             other => Failure::other(other.to_string()),
         }
     }
