@@ -69,6 +69,22 @@ impl DryRun {
         Ok(DryRun { ledger: dry.arena().ledger(), tally: dry.tally() })
     }
 
+    /// The losses of a sequence as long as the context, in chunks that read each other from the cache.
+    pub fn cached_evaluation(
+        spec: &ModelSpec,
+        settings: DecodeSettings,
+        weight_types: &dyn Fn(&Parameter) -> DType,
+        loss_chunk_tokens: u64,
+    ) -> Result<DryRun, StepError> {
+        let dry = Dry::new();
+        let mut decoder = Decoder::with_weight_types(&dry, spec.clone(), settings, weight_types)?;
+        let n = settings.context as usize;
+        let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
+        dry.take_tally();
+        decoder.append_losses(&MicroBatch { tokens: &tokens, targets: &targets }, loss_chunk_tokens)?;
+        Ok(DryRun { ledger: dry.arena().ledger(), tally: dry.tally() })
+    }
+
     /// A prompt of `prompt_tokens` and a token after it, with a type for each weight; the tally is that of the token.
     pub fn generation(
         spec: &ModelSpec,
