@@ -281,8 +281,11 @@ unsafe fn stored_add_weighted<V: Vector, S: Storage, const R: usize>(task: &Weig
                     rows.fetch::<S>(j + AHEAD);
                 }
                 let row = rows.row::<S>(j);
-                let elements: [V; COLUMN_VECTORS] =
-                    std::array::from_fn(|c| At::<S>::new(row, start + c * V::LANES).load(0));
+                // No closure: one that is not inlined loses the instruction set.
+                let mut elements = [V::splat(0.0); COLUMN_VECTORS];
+                for (c, elements) in elements.iter_mut().enumerate() {
+                    *elements = At::<S>::new(row, start + c * V::LANES).load(0);
+                }
                 for (i, held) in held.iter_mut().enumerate() {
                     let weight = V::splat(*weights.add(i * weight_stride + j));
                     for (held, elements) in held.iter_mut().zip(elements) {
