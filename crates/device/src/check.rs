@@ -56,6 +56,8 @@ impl<'a> Op<'a> {
             Op::CrossEntropy { logits, targets, losses, .. } => {
                 (vec![logits, targets], vec![logits, losses], vec![(logits, logits)])
             }
+            Op::QuantizeInt8 { x, codes, scales, .. } => (vec![x], vec![codes, scales], vec![]),
+            Op::DequantizeInt8 { codes, scales, out, .. } => (vec![codes, scales], vec![out], vec![]),
             Op::SumSquares { x, out } => (vec![x], vec![out], vec![]),
             Op::AdamW { param, master, grad, m, v, .. } => {
                 let state: Vec<&Tensor> = [param, m, v].into_iter().chain(master).collect();
@@ -102,9 +104,8 @@ impl<'a> Op<'a> {
                 check.same_size(x, out);
                 let u32s = [x, out].map(|t| t.dtype() == DType::U32);
                 check.that(u32s[0] == u32s[1], || format!("{x:?} and {out:?}: u32 casts only to itself"));
-                check.that(out.dtype().block_elements() == 1 && x.dtype().block_elements() == 1, || {
-                    format!("{x:?} to {out:?}: block types are not cast")
-                });
+                let codes = |t: &Tensor| t.dtype().is_block() || t.dtype() == DType::I8;
+                check.that(!codes(x) && !codes(out), || format!("{x:?} to {out:?}: codes are not cast"));
             }
             Op::Add { a, b, out } => {
                 [a, b, out].into_iter().for_each(|t| check.float(t));
@@ -243,6 +244,14 @@ impl<'a> Op<'a> {
                 check.vector(targets, logits.rows());
                 check.f32_vector(losses, logits.rows());
             }
+            Op::QuantizeInt8 { x, codes, scales, block }
+            | Op::DequantizeInt8 { out: x, codes, scales, block } => {
+                check.float(x);
+                check.that(codes.dtype() == DType::I8, || format!("{codes:?} is not i8"));
+                check.same_size(x, codes);
+                check.that(block > 0, || "runs of no elements".to_owned());
+                check.f32_vector(scales, x.elements().div_ceil(block.max(1)));
+            }
             Op::SumSquares { x, out } => {
                 check.float(x);
                 check.f32_vector(out, 1);
@@ -275,7 +284,7 @@ impl Mismatch {
     }
 
     fn weight(&mut self, t: &Tensor) {
-        self.that(t.dtype() != DType::U32, || format!("{t:?} is no weight"));
+        self.that(!matches!(t.dtype(), DType::U32 | DType::I8), || format!("{t:?} is no weight"));
         let block = t.dtype().block_elements();
         self.that(t.columns().is_multiple_of(block), || {
             format!("{t:?}: rows are not whole blocks of {block}")

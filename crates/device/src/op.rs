@@ -255,6 +255,12 @@ pub enum Op<'a> {
         gradient_scale: Option<f32>,
     },
 
+    /// codes = x over its scale, rounded; scales f32 `[ceil(elements / block)]`, one for each run of `block` elements of x
+    /// in their order in memory. codes i8 of x's shape.
+    QuantizeInt8 { x: &'a Tensor, codes: &'a Tensor, scales: &'a Tensor, block: u64 },
+    /// out = codes times their scales: what [`Op::QuantizeInt8`] left of x, wrong by half a scale at most.
+    DequantizeInt8 { codes: &'a Tensor, scales: &'a Tensor, block: u64, out: &'a Tensor },
+
     /// `out[0]` = sum of squares of x; out f32 `[1]`. Summed in f64 over pieces of a fixed size, in order.
     SumSquares { x: &'a Tensor, out: &'a Tensor },
     /// One AdamW update of a parameter; m, v f32. With `master` (f32) the update happens there and param gets it rounded;
@@ -297,6 +303,8 @@ impl Op<'_> {
             Op::Activate { .. } => "activate",
             Op::ActivateBackward { .. } => "activate_backward",
             Op::CrossEntropy { .. } => "cross_entropy",
+            Op::QuantizeInt8 { .. } => "quantize_int8",
+            Op::DequantizeInt8 { .. } => "dequantize_int8",
             Op::SumSquares { .. } => "sum_squares",
             Op::AdamW { .. } => "adamw",
         }

@@ -104,6 +104,26 @@ impl DryRun {
         Ok(DryRun { ledger: dry.arena().ledger(), tally })
     }
 
+    /// The peak of [`generation`](Self::generation) alone, in a time that does not grow with the prompt: passes of one
+    /// length take the same memory.
+    pub fn generation_peak(
+        spec: &ModelSpec,
+        settings: DecodeSettings,
+        weight_types: &dyn Fn(&Parameter) -> DType,
+        prompt_tokens: u64,
+    ) -> Result<u64, StepError> {
+        let dry = Dry::new();
+        let mut decoder = Decoder::with_weight_types(&dry, spec.clone(), settings, weight_types)?;
+        let prompt = prompt_tokens.clamp(1, settings.context.max(1));
+        let chunk = settings.prompt_chunk_tokens.max(1);
+        for pass in [prompt.min(chunk), prompt % chunk, 1] {
+            if pass > 0 && decoder.len() + pass <= settings.context {
+                decoder.append(&vec![0; pass as usize])?;
+            }
+        }
+        Ok(dry.arena().high_water())
+    }
+
     /// Bytes of arena that the job needs.
     pub fn peak_bytes(&self) -> u64 {
         self.ledger.at_peak().peak

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use plimsoll_data::{EvalWindows, IGNORED_TARGET, targets};
 use plimsoll_device::{Cpu, CpuOptions, DType, Device};
+use plimsoll_generate::{GenerateError, Limits, Sampler, SamplerSettings, Session};
 use plimsoll_model::{ModelError, ModelFiles, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
@@ -151,14 +152,16 @@ fn greedy_continuations_are_identical() {
     let device = cpu(DryRun::generation(&spec, settings, &types, 100).unwrap().peak_bytes());
     let mut decoder = Decoder::with_weight_types(&device, spec, settings, &types).unwrap();
     decoder.load(load(&files)).unwrap();
+    let tokenizer = files.tokenizer().unwrap();
+    let mut session = Session::new(decoder, &settings);
     for case in reference["greedy"].as_array().unwrap() {
-        decoder.truncate(0);
         let expected = ids(&case["output_ids"]);
-        let mut sampler = plimsoll_generate::Sampler::new(&Default::default()).unwrap();
+        let mut sampler = Sampler::new(&SamplerSettings::default()).unwrap();
+        let limits = Limits { max_tokens: expected.len(), ..Limits::default() };
         let prompt = ids(&case["prompt_ids"]);
+        let show = |_: &str| Ok::<(), GenerateError>(());
         let generated =
-            plimsoll_generate::generate(&mut decoder, &mut sampler, &prompt, expected.len(), &[], |_| true)
-                .unwrap();
+            session.generate(&tokenizer, &prompt, &mut sampler, &limits, &|| false, show).unwrap();
         assert_eq!(generated.tokens, expected, "{}", case["prompt"]);
     }
 }

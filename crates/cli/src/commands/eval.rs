@@ -2,8 +2,8 @@
 
 use plimsoll_data::EvalWindows;
 use plimsoll_device::DType;
-use plimsoll_model::{ModelFiles, Parameter};
 use plimsoll_model::tokenizer::Tokenizer;
+use plimsoll_model::{ModelFiles, Parameter};
 use plimsoll_plan::{DryRun, loss_chunk_tokens};
 use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision};
 use plimsoll_train::TrainError;
@@ -59,8 +59,14 @@ fn whole_windows(
     let weight_types = |p: &Parameter| files.weights().inference_dtype(p, precision.weights);
     let dry_run = DryRun::evaluation(files.spec(), precision, &weight_types, most, longest, chunk)?;
     let device = engine.device(&dry_run, args.memory)?;
-    let mut evaluator =
-        Evaluator::with_weight_types(&device, files.spec().clone(), precision, &weight_types, longest, chunk)?;
+    let mut evaluator = Evaluator::with_weight_types(
+        &device,
+        files.spec().clone(),
+        precision,
+        &weight_types,
+        longest,
+        chunk,
+    )?;
     evaluator.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
 
     let bar = progress::counter(windows.len() as u64, "windows", args.json);

@@ -63,6 +63,14 @@ impl<'a> Slices<'a> {
         self.slice_mut(tensor)
     }
 
+    pub fn i8s(self, tensor: &Tensor) -> &'a [i8] {
+        self.slice(tensor)
+    }
+
+    pub fn i8s_mut(self, tensor: &Tensor) -> &'a mut [i8] {
+        self.slice_mut(tensor)
+    }
+
     pub fn f32s(self, tensor: &Tensor) -> &'a [f32] {
         self.slice(tensor)
     }

@@ -61,7 +61,11 @@ pub fn decoding_shapes() -> Vec<AttentionShape> {
     // Many queries to a key, heads wider than a vector, several pieces of positions and more than are aligned.
     all.push(shape(1, [1, 1000, 1000], [10, 2, 70]));
     all.push(shape(2, [1, 9000, 9000], [3, 1, 2]));
-    all.push(AttentionShape { soft_cap: Some(0.7), window: Some(500), ..shape(1, [1, 640, 700], [9, 3, 64]) });
+    all.push(AttentionShape {
+        soft_cap: Some(0.7),
+        window: Some(500),
+        ..shape(1, [1, 640, 700], [9, 3, 64])
+    });
     all
 }
 

@@ -62,9 +62,12 @@ fn half_step(dtype: DType) -> f64 {
 fn rows_are_rounded_and_go_round() {
     for dtype in TYPES {
         for stored in [DType::F32, DType::Bf16] {
-            for ([heads, d], rows, n, first) in
-                [([3, 64], 40, 40, 0), ([2, 6], 7, 5, 4), ([1, 40], 9, 3, 1_000_000_007), ([9, 256], 40, 17, 30)]
-            {
+            for ([heads, d], rows, n, first) in [
+                ([3, 64], 40, 40, 0),
+                ([2, 6], 7, 5, 4),
+                ([1, 40], 9, 3, 1_000_000_007),
+                ([9, 256], 40, 17, 30),
+            ] {
                 let x = Operand::new(stored, &[n, heads * d], noise(7).map(|x| 5.0 * x + 1.0));
                 let got = values(dtype, &written(dtype, &x, rows, [heads, d], first), d);
                 for row in 0..n {

@@ -6,6 +6,7 @@ mod cache;
 mod elementwise;
 mod embeddings;
 mod harness;
+mod int8;
 mod linear;
 mod loss;
 mod norms;

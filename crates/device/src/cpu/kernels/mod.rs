@@ -12,6 +12,7 @@ pub(super) mod column_sums;
 pub(super) mod cross_entropy;
 pub(super) mod elementwise;
 pub(super) mod embedding;
+pub(super) mod int8;
 pub(super) mod layer_norm;
 mod math;
 pub(super) mod rms_norm;

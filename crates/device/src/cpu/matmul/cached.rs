@@ -5,9 +5,9 @@
 
 use super::storage::{self, At, Elements, Storage};
 use super::tile::{LINE, prefetch};
-use super::vector::{MAX_LANES, Portable, Vector};
 #[cfg(target_arch = "x86_64")]
 use super::vector::{Avx2, Avx512};
+use super::vector::{MAX_LANES, Portable, Vector};
 use crate::DType;
 use crate::cpu::Isa;
 

@@ -128,14 +128,19 @@ impl Decode<'_> {
             let [scores] = buffers(scratch, MAX_TOGETHER * (MAX_POSITIONS + 2 * PADDED));
             let (scores, rest) = scores.split_at_mut(MAX_TOGETHER * MAX_POSITIONS);
             let (queries, sums) = rest.split_at_mut(MAX_TOGETHER * PADDED);
-            [&mut scores[..count * positions.len()], &mut queries[..count * stride], &mut sums[..count * stride]]
+            [
+                &mut scores[..count * positions.len()],
+                &mut queries[..count * stride],
+                &mut sums[..count * stride],
+            ]
         };
         for (i, query) in queries.chunks_exact_mut(stride).enumerate() {
             let start = block.start + i * g.d;
             self.q.copy_to(simd, start..start + g.d, &mut query[..g.d]);
             query[g.d..].fill(0.0);
         }
-        for (range, rows) in self.rows(self.k, &positions, |at| g.key(batch, block.kv_head, at), g.k_stride()) {
+        for (range, rows) in self.rows(self.k, &positions, |at| g.key(batch, block.kv_head, at), g.k_stride())
+        {
             let scores = &mut scores[range.start..];
             // SAFETY: the positions' rows exist, of a type that the operation's check has found to be for caches.
             unsafe { dots(simd.isa(), queries, stride, rows, scores, positions.len()) };
@@ -150,7 +155,8 @@ impl Decode<'_> {
             let total = exponentials(simd, scores, scale, shift);
             part[..2].copy_from_slice(&[max, total]);
         }
-        for (range, rows) in self.rows(self.v, &positions, |at| g.value(batch, block.kv_head, at), g.v_stride())
+        for (range, rows) in
+            self.rows(self.v, &positions, |at| g.value(batch, block.kv_head, at), g.v_stride())
         {
             let weights = &scores[range.start..];
             // SAFETY: as above.
