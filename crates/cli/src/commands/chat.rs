@@ -110,7 +110,7 @@ fn planned(model: &Inference, engine: &Engine) -> Result<GenerationPlan, Failure
     if let Some(asked) = model.asked_context() {
         return model.plan(engine, asked..=asked, None);
     }
-    let usual = model.trained_context().min(USUAL_CONTEXT).max(1);
+    let usual = model.trained_context().clamp(1, USUAL_CONTEXT);
     let plan = model.plan(engine, SMALLEST_CONTEXT.min(usual)..=usual, None)?;
     if plan.settings.context < usual as u64 {
         eprintln!("memory allows a context of {} tokens", plan.settings.context);
