@@ -109,6 +109,10 @@ pub struct EvalArgs {
     /// Type of activations, f32 or bf16; matrices stay as they are stored unless this takes less room
     #[arg(long, default_value = "f32")]
     pub dtype: String,
+    /// Score every window as generation would see it: through a key-value cache of this type (f32, bf16, f16, int8 or
+    /// int4)
+    #[arg(long, value_name = "TYPE")]
+    pub kv_cache: Option<String>,
     /// Memory that may be used, for example 2GiB
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<ByteSize>,

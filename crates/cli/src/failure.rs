@@ -8,8 +8,8 @@ use plimsoll_generate::{ConversationError, GenerateError, SamplerError};
 use plimsoll_model::chat_template::ChatTemplateError;
 use plimsoll_model::tokenizer::TokenizerError;
 use plimsoll_model::{ModelError, SaveError};
-use plimsoll_plan::OriginError;
 use plimsoll_plan::config::ConfigError;
+use plimsoll_plan::{GenerationPlanError, OriginError};
 use plimsoll_step::StepError;
 use plimsoll_train::TrainError;
 
@@ -102,6 +102,7 @@ impl From<StepError> for Failure {
     fn from(error: StepError) -> Failure {
         match error {
             StepError::Device(error) => error.into(),
+            error @ StepError::CacheType { .. } => Failure::usage(error.to_string()),
             other => Failure::other(other.to_string()),
         }
     }
@@ -124,6 +125,15 @@ impl From<ConversationError> for Failure {
         match error {
             error @ ConversationError::TooLong { .. } => Failure::usage(error.to_string()),
             other => Failure::other(other.to_string()),
+        }
+    }
+}
+
+impl From<GenerationPlanError> for Failure {
+    fn from(error: GenerationPlanError) -> Failure {
+        match error {
+            GenerationPlanError::Step(error) => error.into(),
+            error @ GenerationPlanError::DoesNotFit(_) => Failure::does_not_fit(error.to_string()),
         }
     }
 }

@@ -1,27 +1,27 @@
 //! A model that is to answer: its files, what it is planned to need, and a session with its weights.
 
-use plimsoll_device::{Cpu, DType, Device, Dry};
+use std::ops::RangeInclusive;
+
+use plimsoll_device::{Cpu, DType};
 use plimsoll_generate::Session;
-use plimsoll_memory::ByteSize;
+use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{ModelFiles, ModelSpec, Parameter};
-use plimsoll_plan::DryRun;
-use plimsoll_step::{DecodeSettings, Decoder, Precision};
+use plimsoll_plan::{GenerationPlan, GenerationRequest};
+use plimsoll_step::{Decoder, Precision};
 use plimsoll_train::TrainError;
 
 use crate::args::InferenceArgs;
 use crate::failure::Failure;
 use crate::session::{Engine, cache_type, inference_precision, model_with_weights, resident_bytes};
 
-/// Tokens of a prompt that are taken in one pass.
-const PROMPT_CHUNK_TOKENS: u64 = 512;
-
 /// A model's files and how it is to be computed.
 pub struct Inference {
     files: Box<ModelFiles>,
     pub tokenizer: Tokenizer,
     precision: Precision,
-    cache: DType,
+    /// What `--kv-cache` says.
+    cache: Option<DType>,
     memory: Option<ByteSize>,
     threads: Option<usize>,
     /// What `--context` says.
@@ -32,7 +32,7 @@ impl Inference {
     /// Reads everything but the weights. `purpose` says what they are for.
     pub fn open(args: &InferenceArgs, purpose: &'static str) -> Result<Inference, Failure> {
         let precision = inference_precision(&args.dtype)?;
-        let cache = cache_type(args.kv_cache.as_deref())?.unwrap_or(precision.activations);
+        let cache = cache_type(args.kv_cache.as_deref())?;
         let files = model_with_weights(&args.model, purpose)?;
         let tokenizer = files.tokenizer()?;
         let inference = Inference {
@@ -86,49 +86,42 @@ impl Inference {
         Engine::start(self.threads)
     }
 
-    /// What a session of `context` tokens needs for prompts of up to `longest`, found by taking the passes of such a
-    /// prompt, and a token after it, on a device without memory. Shorter passes need less.
-    pub fn plan(&self, context: usize, longest: usize) -> Result<DryRun, Failure> {
-        let dry = Dry::new();
-        let mut session = Session::new(self.decoder(&dry, context)?, &self.settings(context));
-        session.prefill(&vec![0; longest], &|| false)?;
-        let mut tally = dry.take_tally();
-        if longest < context {
-            session.append(&[0])?;
-            tally = dry.take_tally();
-        }
-        Ok(DryRun { ledger: dry.arena().ledger(), tally })
+    /// What a session needs for a context in the range, and for prompts of up to `longest` tokens where that is known:
+    /// the largest context that fits. Shorter passes need less.
+    pub fn plan(
+        &self,
+        engine: &Engine,
+        context: RangeInclusive<usize>,
+        longest: Option<usize>,
+    ) -> Result<GenerationPlan, Failure> {
+        // What the tokenizer's building left over is no part of what generation needs.
+        release_free_heap();
+        let request = GenerationRequest {
+            spec: self.spec(),
+            precision: self.precision,
+            weight_types: &|p| self.weight_type(p),
+            prompt_tokens: longest.map(|n| n as u64),
+            context: *context.start() as u64..=*context.end() as u64,
+            cache: self.cache,
+            room: self.memory.unwrap_or_else(|| engine.memory_limit()).0.saturating_sub(resident_bytes()),
+        };
+        Ok(GenerationPlan::resolve(&request)?)
     }
 
-    /// A device with the memory that was planned, if that is allowed.
-    pub fn device(&self, engine: &Engine, plan: &DryRun) -> Result<Cpu, Failure> {
-        engine.device(plan, self.memory)
-    }
-
-    /// Memory that the plan may take, beside what the process has already.
-    pub fn room(&self, engine: &Engine) -> u64 {
-        self.memory.unwrap_or_else(|| engine.memory_limit()).0.saturating_sub(resident_bytes())
+    /// A device with the memory that was planned.
+    pub fn device(&self, engine: &Engine, plan: &GenerationPlan) -> Result<Cpu, Failure> {
+        engine.device(&plan.dry_run, self.memory)
     }
 
     /// A session with the model's weights.
-    pub fn session<'d>(&self, device: &'d Cpu, context: usize) -> Result<Session<'d, Cpu>, Failure> {
-        let mut decoder = self.decoder(device, context)?;
+    pub fn session<'d>(&self, device: &'d Cpu, plan: &GenerationPlan) -> Result<Session<'d, Cpu>, Failure> {
+        let types = |p: &Parameter| self.weight_type(p);
+        let mut decoder = Decoder::with_weight_types(device, self.spec().clone(), plan.settings, &types)?;
         decoder.load::<TrainError>(|p, dtype, out| Ok(self.files.weights().read_into(p, dtype, out)?))?;
-        Ok(Session::new(decoder, &self.settings(context)))
+        Ok(Session::new(decoder, &plan.settings))
     }
 
-    fn decoder<'d, D: Device>(&self, device: &'d D, context: usize) -> Result<Decoder<'d, D>, Failure> {
-        let weight_types = |p: &Parameter| self.files.weights().inference_dtype(p, self.precision.weights);
-        let settings = self.settings(context);
-        Ok(Decoder::with_weight_types(device, self.spec().clone(), settings, &weight_types)?)
-    }
-
-    fn settings(&self, context: usize) -> DecodeSettings {
-        DecodeSettings {
-            precision: self.precision,
-            cache: self.cache,
-            context: context as u64,
-            prompt_chunk_tokens: PROMPT_CHUNK_TOKENS,
-        }
+    fn weight_type(&self, parameter: &Parameter) -> DType {
+        self.files.weights().inference_dtype(parameter, self.precision.weights)
     }
 }

@@ -6,6 +6,7 @@
 mod advice;
 pub mod config;
 mod dry_run;
+mod generation;
 pub mod hardware;
 mod origin;
 mod resolve;
@@ -14,6 +15,7 @@ mod training_plan;
 
 pub use advice::Alternative;
 pub use dry_run::DryRun;
+pub use generation::{CacheContext, DoesNotFit, GenerationPlan, GenerationPlanError, GenerationRequest};
 pub use origin::{ModelOrigin, OriginError};
 pub use resolve::{Choice, Limits, loss_chunk_tokens};
 pub use time::{Rates, TimeEstimate};

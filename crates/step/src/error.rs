@@ -1,6 +1,6 @@
 //! What can go wrong in a step.
 
-use plimsoll_device::DeviceError;
+use plimsoll_device::{DType, DeviceError};
 use plimsoll_model::{BlockId, Role, SpecError};
 use plimsoll_parallel::CommunicationError;
 
@@ -65,6 +65,12 @@ pub enum StepError {
     NotFiniteWithin {
         /// The block.
         block: BlockId,
+    },
+    /// A type that keys and values are not cached in.
+    #[error("keys and values cannot be cached as {dtype}; f32, bf16, f16, q8_0, q4_0 and q4_1 can hold them")]
+    CacheType {
+        /// The type asked for.
+        dtype: DType,
     },
     /// The key-value cache is full.
     #[error("{wanted} tokens do not fit the context of {capacity}")]

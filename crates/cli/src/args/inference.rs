@@ -17,10 +17,12 @@ pub struct InferenceArgs {
     /// Type of activations, f32 or bf16; matrices stay as they are stored unless this takes less room
     #[arg(long, default_value = "f32")]
     pub dtype: String,
-    /// Type of the key-value cache, f32 or bf16; by default that of the activations
+    /// Type of the key-value cache: f32, bf16, f16, int8 or int4. By default f32 for up to 32 MiB of cache, f16 beyond,
+    /// and int8 where only that fits
     #[arg(long, value_name = "TYPE")]
     pub kv_cache: Option<String>,
-    /// Memory that may be used, for example 1GiB
+    /// Memory that the process may use, for example 1GiB: weights, cache and workspace are planned to keep to it, and the
+    /// context is as large as fits unless --context is given
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<ByteSize>,
     /// Threads; by default one a core that may be used. The results do not depend on it

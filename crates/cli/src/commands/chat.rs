@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use plimsoll_generate::{Conversation, Sampler};
 use plimsoll_memory::ByteSize;
-use plimsoll_plan::DryRun;
+use plimsoll_plan::GenerationPlan;
 
 use crate::args::ChatArgs;
 use crate::chat_format::ChatFormat;
@@ -74,25 +74,26 @@ pub fn run(args: &ChatArgs) -> Result<(), Failure> {
 
     let interrupts = Interrupts::listen()?;
     let engine = model.start()?;
-    let (context, plan) = planned(&model, &engine)?;
+    let plan = planned(&model, &engine)?;
+    let context = usize::try_from(plan.settings.context).unwrap_or(usize::MAX);
     if least >= context {
         return Err(Failure::usage(format!(
             "the context of {context} tokens is too small: the template and the system message alone take {least}; give more with --context or --memory"
         )));
     }
     let device = model.device(&engine, &plan)?;
-    let session = model.session(&device, context)?;
+    let session = model.session(&device, &plan)?;
     let console = Console { json: args.json };
     let input = Input::new(!args.json, if args.no_history { None } else { history_file() })?;
     if input.is_interactive() && !args.json {
-        let peak = ByteSize(plan.peak_bytes());
+        let peak = ByteSize(plan.dry_run.peak_bytes());
         let name = &model.spec().name;
         eprintln!("{name}, context {context} tokens, {peak} planned. /help lists the commands, Ctrl-D ends.");
     }
     Talk {
         model: &model,
         template: format.template,
-        plan,
+        plan: plan.dry_run,
         session,
         conversation,
         settings,
@@ -105,58 +106,14 @@ pub fn run(args: &ChatArgs) -> Result<(), Failure> {
 }
 
 /// The context and what it needs. Where none is asked for: the usual one, or the largest that memory allows.
-fn planned(model: &Inference, engine: &Engine) -> Result<(usize, DryRun), Failure> {
-    let wanted = model.asked_context().unwrap_or_else(|| model.trained_context().min(USUAL_CONTEXT)).max(1);
-    let plan = model.plan(wanted, wanted)?;
-    // Asked after the largest dry run, which takes memory of its own.
-    let room = model.room(engine);
-    if plan.peak_bytes() <= room {
-        return Ok((wanted, plan));
+fn planned(model: &Inference, engine: &Engine) -> Result<GenerationPlan, Failure> {
+    if let Some(asked) = model.asked_context() {
+        return model.plan(engine, asked..=asked, None);
     }
-    let largest = largest_context(wanted, |context| Ok(model.plan(context, context)?.peak_bytes() <= room))?;
-    match (largest, model.asked_context()) {
-        (Some(context), None) => {
-            eprintln!("memory allows a context of {context} tokens");
-            Ok((context, model.plan(context, context)?))
-        }
-        (Some(context), Some(_)) => Err(Failure::does_not_fit(format!(
-            "a context of {wanted} tokens needs {} beside the program, and {} may be used; --context {context} would fit",
-            ByteSize(plan.peak_bytes()),
-            ByteSize(room)
-        ))),
-        (None, _) => Err(Failure::does_not_fit(format!(
-            "the model with a context of {} tokens needs {} beside the program, and {} may be used; a smaller type of weights or --kv-cache may help",
-            SMALLEST_CONTEXT.min(wanted),
-            ByteSize(model.plan(SMALLEST_CONTEXT.min(wanted), 1)?.peak_bytes()),
-            ByteSize(room)
-        ))),
+    let usual = model.trained_context().clamp(1, USUAL_CONTEXT);
+    let plan = model.plan(engine, SMALLEST_CONTEXT.min(usual)..=usual, None)?;
+    if plan.settings.context < usual as u64 {
+        eprintln!("memory allows a context of {} tokens", plan.settings.context);
     }
-}
-
-/// The largest context below `wanted` that fits, in steps of [`SMALLEST_CONTEXT`]; `None` where not even one step does.
-fn largest_context(
-    wanted: usize,
-    fits: impl Fn(usize) -> Result<bool, Failure>,
-) -> Result<Option<usize>, Failure> {
-    let (mut low, mut high) = (0, wanted.div_ceil(SMALLEST_CONTEXT));
-    while low + 1 < high {
-        let middle = low.midpoint(high);
-        match fits(middle * SMALLEST_CONTEXT)? {
-            true => low = middle,
-            false => high = middle,
-        }
-    }
-    Ok(Some(low * SMALLEST_CONTEXT).filter(|context| *context > 0))
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn the_largest_context_that_fits_is_found() {
-        for (wanted, most, found) in
-            [(4096, 1000, Some(960)), (4096, 63, None), (100, 64, Some(64)), (4096, 4095, Some(4032))]
-        {
-            assert_eq!(super::largest_context(wanted, |context| Ok(context <= most)).unwrap(), found);
-        }
-    }
+    Ok(plan)
 }

@@ -47,9 +47,17 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max().unwrap_or(0);
     let context = context(&model, longest, args.max_tokens);
     let engine = model.start()?;
-    let plan = model.plan(context, longest)?;
+    // A context that was not asked for gives way where memory is short.
+    let least = match model.asked_context() {
+        Some(_) => context,
+        None => context.min(longest.saturating_add(args.max_tokens.min(1))),
+    };
+    let plan = model.plan(&engine, least..=context, Some(longest))?;
+    if plan.settings.context < context as u64 {
+        eprintln!("memory allows a context of {} tokens instead of {context}", plan.settings.context);
+    }
     let device = model.device(&engine, &plan)?;
-    let session = model.session(&device, context)?;
+    let session = model.session(&device, &plan)?;
     let mut run = Run { args, model: &model, settings, limits, session };
     if args.prompts.is_some() {
         return run.every(&prompts);
