@@ -7,6 +7,7 @@
 mod args;
 mod commands;
 mod failure;
+mod models;
 mod output;
 mod progress;
 mod session;

@@ -13,8 +13,9 @@ use serde_json::json;
 
 use crate::args::GenerateArgs;
 use crate::failure::Failure;
+use crate::models;
 use crate::output::outln;
-use crate::session::{Engine, cache_type, inference_precision, model_with_weights};
+use crate::session::{Engine, cache_type, inference_precision};
 
 /// Tokens of a prompt that are taken in one pass.
 const PROMPT_CHUNK_TOKENS: u64 = 512;
@@ -22,7 +23,7 @@ const PROMPT_CHUNK_TOKENS: u64 = 512;
 pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     let precision = inference_precision(&args.dtype)?;
     let mut sampler = Sampler::new(&args.sampling.settings())?;
-    let files = model_with_weights(&args.model, "generate from")?;
+    let files = models::with_weights(&args.model, "generate from", args.json)?;
     let spec = files.spec().clone();
     let tokenizer = files.tokenizer()?;
     let text = match args.chat {
