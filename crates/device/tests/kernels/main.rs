@@ -2,6 +2,7 @@
 
 mod activations;
 mod attention;
+mod dequantize;
 mod elementwise;
 mod embeddings;
 mod harness;
