@@ -102,7 +102,10 @@ pub enum HubError {
         pickles: bool,
     },
     /// The cache does not have it and nobody may be asked.
-    #[error("{id}: {}; the cache {} lacks {}", if *.offline { "HF_HUB_OFFLINE is set; fetch it once without" } else { "the hub cannot be reached" }, .cache.display(), .missing.join(", "))]
+    #[error(
+        "{id}: there is no such file or folder here, HF_HUB_OFFLINE is set, and the cache {} lacks {}; fetch it once \
+         without HF_HUB_OFFLINE", .cache.display(), .missing.join(", ")
+    )]
     NotCached {
         /// The model.
         id: String,
@@ -110,11 +113,12 @@ pub enum HubError {
         cache: PathBuf,
         /// What it lacks.
         missing: Vec<String>,
-        /// Whether that is what the user asked for.
-        offline: bool,
     },
     /// The hub cannot be reached, and the cache does not have the model.
-    #[error("{id}: cannot reach {url}: {reason}; the cache {} lacks {}. Check the network and HF_ENDPOINT, or give a folder or file", .cache.display(), .missing.join(", "))]
+    #[error(
+        "{id}: there is no such file or folder here, and {url} cannot be reached: {reason}; the cache {} lacks {}. \
+         Check the network and HF_ENDPOINT, or give a folder or file", .cache.display(), .missing.join(", ")
+    )]
     Unreachable {
         /// The model.
         id: String,

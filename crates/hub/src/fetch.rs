@@ -51,7 +51,6 @@ impl Hub {
                 id: id.to_string(),
                 cache: self.settings.cache.clone(),
                 missing,
-                offline: true,
             });
         }
         let remote = Remote::new(&self.settings, id)?;

@@ -108,7 +108,7 @@ fn an_unreachable_hub_is_no_obstacle_to_what_is_there() {
     assert_eq!(setup.fetch_with("org/name", &mut told).unwrap(), folder);
     assert!(told.unreachable);
     let error = setup.fetch("org/other").unwrap_err().to_string();
-    assert!(error.contains("cannot reach") && error.contains("HF_ENDPOINT"), "{error}");
+    assert!(error.contains("cannot be reached") && error.contains("HF_ENDPOINT"), "{error}");
 }
 
 #[test]

@@ -33,7 +33,7 @@ pub fn render(report: &Report, whole_template: bool) -> String {
         section(&format!("chat template {}", clean(&template.name)), lines(&template.source, whole_template));
     }
     section("metadata", metadata(report));
-    section("needs (without the program itself, about 30 MiB)", needs(report));
+    section("needs (by dry runs; the program itself comes on top)", needs(report));
     section("tensors", tensors(report));
     section("notes", report.notes.iter().map(|note| format!("  {note}\n")).collect());
     out
@@ -87,7 +87,9 @@ fn groups(report: &Report) -> String {
 }
 
 fn storage(report: &Report) -> String {
-    let Some(storage) = &report.storage else { return String::new() };
+    let Some(storage) = report.storage.as_ref().filter(|storage| !storage.dtypes.is_empty()) else {
+        return String::new();
+    };
     let mut rows = vec![row!["", "tensors", "parameters", "bytes", "bits/parameter"]];
     let (mut tensors, mut parameters) = (0, 0u64);
     for dtype in &storage.dtypes {
