@@ -78,10 +78,11 @@ fn merges_with_holes_and_cycles_are_refused() {
     };
     refused(json!([["h", "i"]]), &[], "hi");
     refused(json!([["h", "nowhere"]]), &["hnowhere"], "nowhere");
-    refused(json!(["h i x"]), &["hi"], "merge");
+    refused(json!(["h i x"]), &["hi"], "Merges");
     // A part without text gives the token itself again.
     refused(json!([["h", ""]]), &[""], "merge");
-    refused(json!([["", "h"]]), &[""], "merge");
+    refused(json!([["", "h"]]), &[""], "merge 0 has a part without text");
+    refused(json!(["h "]), &[""], "merge");
     refused(json!([["", ""]]), &[""], "merge");
     let tokenizer = with(json!([["h", "i"], ["h", "i"]]), &["hi"]).unwrap();
     assert_eq!(tokenizer.encode("hi").unwrap(), [260]);
