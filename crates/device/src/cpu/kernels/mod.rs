@@ -4,7 +4,6 @@
 //! fixed order, so that the results are the same bits for any number of threads.
 
 pub(super) mod activation;
-pub(super) mod adamw;
 pub(super) mod attention;
 pub(super) mod cast;
 pub(super) mod column_sums;
@@ -14,6 +13,7 @@ pub(super) mod embedding;
 pub(super) mod int8;
 pub(super) mod layer_norm;
 mod math;
+pub(super) mod random;
 pub(super) mod rms_norm;
 pub(super) mod rope;
 mod rounding;
@@ -21,7 +21,9 @@ mod simd;
 mod soft_cap;
 mod split;
 mod storage;
+pub(super) mod subspace;
 pub(super) mod sum_squares;
+pub(super) mod update;
 
 pub(super) use elementwise::Input;
 pub(super) use simd::Simd;
