@@ -49,7 +49,7 @@ fn types() {
     assert_eq!(cast(F16, Bf16), "");
     assert_eq!(cast(U32, U32), "");
     assert_eq!(cast(U32, F32), "cast: t u32[32] and t f32[32]: u32 casts only to itself");
-    assert_eq!(cast(Q8_0, F32), "cast: t q8_0[32] to t f32[32]: block types are not cast");
+    assert_eq!(cast(Q8_0, F32), "cast: t q8_0[32] to t f32[32]: codes are not cast");
 
     let tokens = complaint(&[(F32, &[2]), (F32, &[5, 4]), (F32, &[2, 4])], |t| Op::Embedding {
         tokens: &t[0],

@@ -7,6 +7,7 @@ mod advice;
 pub mod config;
 mod dry_run;
 pub mod hardware;
+mod optimizer;
 mod origin;
 mod resolve;
 mod time;
@@ -14,6 +15,7 @@ mod training_plan;
 
 pub use advice::Alternative;
 pub use dry_run::DryRun;
+pub use optimizer::optimizer_settings;
 pub use origin::{ModelOrigin, OriginError};
 pub use resolve::{Choice, Limits, loss_chunk_tokens};
 pub use time::{Rates, TimeEstimate};

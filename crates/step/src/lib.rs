@@ -26,8 +26,11 @@ mod trainer;
 pub use decode::{DecodeSettings, Decoder};
 pub use error::StepError;
 pub use evaluate::Evaluator;
-pub use optimizer::OptimizerState;
+pub use optimizer::{
+    AdafactorSettings, AdamSettings, ApolloChannels, EightBit, LionSettings, LowRankSettings, OptimizerKind,
+    OptimizerSettings, OptimizerState, ParameterGroup, SgdSettings, StateKind,
+};
 pub use policy::{Checkpointing, LayerPolicy, Save, SavePolicy};
-pub use settings::{AdamWSettings, GradientClipping, MicroBatch, Precision, StepSettings};
+pub use settings::{GradientClipping, MicroBatch, Precision, StepSettings};
 pub use store::{BlockWeights, ResidentStore, WeightStore};
-pub use trainer::{NamedTensor, StateKind, StepOutcome, Trainer};
+pub use trainer::{NamedTensor, StepOutcome, Trainer};

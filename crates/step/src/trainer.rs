@@ -12,7 +12,7 @@ use crate::evaluate::Evaluation;
 use crate::gradients::Gradients;
 use crate::head::{self, Head, rows};
 use crate::inputs::Inputs;
-use crate::optimizer::{Optimizer, Update};
+use crate::optimizer::{Optimizer, StateKind, Update};
 use crate::policy::SavePolicy;
 use crate::rope::RopeTables;
 use crate::settings::{GradientClipping, MicroBatch, StepSettings};
@@ -46,19 +46,6 @@ pub struct StepOutcome {
     pub targets: u64,
 }
 
-/// What a tensor of the training state is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StateKind {
-    /// A weight as the products read it.
-    Weight,
-    /// Its f32 master.
-    Master,
-    /// AdamW's first moment.
-    FirstMoment,
-    /// AdamW's second moment.
-    SecondMoment,
-}
-
 /// One tensor of the training state.
 #[derive(Clone, Debug)]
 pub struct NamedTensor {
@@ -81,7 +68,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         let precision = settings.precision;
         let weights = ResidentStore::allocate(device, &spec, precision.weights, Tag::Weights)?;
         let optimizer =
-            Optimizer::allocate(device, &spec, settings.optimizer, precision.master_weights, settings.seed)?;
+            Optimizer::allocate(device, &spec, &settings.optimizer, precision.master_weights, settings.seed)?;
         let gradients = Gradients::allocate(device, &spec, precision)?;
         device.arena().enter(Phase::Setup, None);
         let parameters = spec.parameters();
@@ -133,7 +120,7 @@ impl<'a, D: Device> Trainer<'a, D> {
     ) -> Result<(), E> {
         for p in &self.parameters {
             let weight = self.weights.tensor(p)?;
-            let master = self.optimizer.state(p.block, p.role)?.master.as_ref();
+            let master = self.optimizer.state(p.block, p.role)?.master();
             let target = master.unwrap_or(weight);
             let mut outcome = Ok(());
             self.device
@@ -157,11 +144,7 @@ impl<'a, D: Device> Trainer<'a, D> {
                 all.push(NamedTensor { name: p.name.clone(), kind, tensor: tensor.clone() });
             };
             add(StateKind::Weight, self.weights.tensor(p)?);
-            add(StateKind::FirstMoment, &state.m);
-            add(StateKind::SecondMoment, &state.v);
-            if let Some(master) = &state.master {
-                add(StateKind::Master, master);
-            }
+            state.tensors().iter().for_each(|(kind, tensor)| add(*kind, tensor));
         }
         Ok(all)
     }

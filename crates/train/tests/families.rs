@@ -10,7 +10,7 @@ use plimsoll_model::{ModelFiles, Parameter, SaveWriter};
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
 use plimsoll_step::{
-    AdamWSettings, Checkpointing, DecodeSettings, Decoder, GradientClipping, MicroBatch, Precision,
+    Checkpointing, DecodeSettings, Decoder, GradientClipping, MicroBatch, OptimizerSettings, Precision,
     StepError, StepSettings, Trainer,
 };
 use serde_json::Value;
@@ -60,7 +60,7 @@ fn losses_and_gradients_are_those_of_pytorch() {
                 precision: Precision::F32,
                 checkpointing,
                 loss_chunk_tokens: 7,
-                optimizer: AdamWSettings::default(),
+                optimizer: OptimizerSettings::default(),
                 clipping: GradientClipping::None,
                 seed: 0,
             };

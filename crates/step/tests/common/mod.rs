@@ -9,7 +9,8 @@ use plimsoll_model::{
 };
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
-    AdamWSettings, Checkpointing, GradientClipping, MicroBatch, Precision, StepError, StepSettings, Trainer,
+    Checkpointing, GradientClipping, MicroBatch, OptimizerSettings, Precision, StepError, StepSettings,
+    Trainer,
 };
 
 pub const VOCAB: u32 = 61;
@@ -105,7 +106,7 @@ pub fn settings(batch_size: u64, sequence_length: u64) -> StepSettings {
         precision: Precision::F32,
         checkpointing: Checkpointing::None,
         loss_chunk_tokens: 10,
-        optimizer: AdamWSettings::default(),
+        optimizer: OptimizerSettings::default(),
         clipping: GradientClipping::GlobalNorm(1.0),
         seed: 3,
     }

@@ -1,14 +1,12 @@
 //! AdamW and Lion with block-wise 8-bit states, in the order of operations of bitsandbytes' kernels, without fusing:
 //! codes are then the same on every instruction set.
 
-use super::dynamic_map::{DynamicMap, SIGNED, UNSIGNED};
+use super::dynamic_map::{BLOCK, DynamicMap, SIGNED, UNSIGNED};
 use super::{FLAT, Weights, update};
-use crate::cpu::kernels::Exec;
 use crate::cpu::kernels::simd::per_isa;
 use crate::cpu::kernels::split::Shared;
-use crate::{Adam, BLOCK_8BIT, Lion};
-
-const BLOCK: usize = BLOCK_8BIT as usize;
+use crate::cpu::kernels::{Exec, Simd};
+use crate::{Adam, Lion};
 
 /// An 8-bit state to update: a code for each element, a scale for each block.
 pub(in crate::cpu) struct CodesMut<'a> {
@@ -96,33 +94,40 @@ struct LionFactors {
     decay: f32,
 }
 
-per_isa! {
-    fn adam_block(
-        param: &mut [f32],
-        grad: &[f32],
-        m: &mut [u8],
-        v: &mut [u8],
-        absmax: [&mut f32; 2],
-        factors: AdamFactors,
-    ) = adam_block_body
-}
-
-/// A gradient that is not finite leaves the weight and empties the states.
-#[inline(always)]
-fn adam_block_body<const FMA: bool>(
+/// Updates a block of AdamW's.
+fn adam_block(
+    simd: Simd,
     param: &mut [f32],
     grad: &[f32],
     m: &mut [u8],
     v: &mut [u8],
     [m_max, v_max]: [&mut f32; 2],
-    f: AdamFactors,
+    factors: AdamFactors,
 ) {
     let (mut first, mut second) = ([0.0; BLOCK], [0.0; BLOCK]);
-    decode(&SIGNED, m, *m_max, &mut first);
-    decode(&UNSIGNED, v, *v_max, &mut second);
-    let n = param.len().min(BLOCK);
-    let (first, second) = (&mut first[..n], &mut second[..n]);
-    for (((param, grad), s1), s2) in param.iter_mut().zip(grad).zip(&mut *first).zip(&mut *second) {
+    decode(simd, &SIGNED, m, *m_max, &mut first);
+    decode(simd, &UNSIGNED, v, *v_max, &mut second);
+    adam_step(simd, param, grad, &mut first, &mut second, factors);
+    let n = param.len();
+    *m_max = encode(simd, &SIGNED, &mut first, n, m, 255);
+    *v_max = encode(simd, &UNSIGNED, &mut second, n, v, 0);
+}
+
+per_isa! {
+    fn adam_step(param: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32], factors: AdamFactors)
+        = adam_step_body
+}
+
+/// A gradient that is not finite leaves the weight and empties the states.
+#[inline(always)]
+fn adam_step_body<const FMA: bool>(
+    param: &mut [f32],
+    grad: &[f32],
+    m: &mut [f32],
+    v: &mut [f32],
+    f: AdamFactors,
+) {
+    for (((param, grad), s1), s2) in param.iter_mut().zip(grad).zip(m).zip(v) {
         let good = grad.is_finite();
         let g = grad * f.grad_scale;
         let new2 = *s2 * f.beta2 + f.less2 * g * g;
@@ -132,32 +137,30 @@ fn adam_block_body<const FMA: bool>(
         let stepped = (*param + f.step_size * (new1 / (new2.sqrt() + f.epsilon))) * f.decay;
         *param = if good { stepped } else { *param };
     }
-    *m_max = encode(&SIGNED, first, m, 255);
-    *v_max = encode(&UNSIGNED, second, v, 0);
 }
 
-per_isa! {
-    fn lion_block(
-        param: &mut [f32],
-        grad: &[f32],
-        m: &mut [u8],
-        absmax: &mut f32,
-        factors: LionFactors,
-    ) = lion_block_body
-}
-
-#[inline(always)]
-fn lion_block_body<const FMA: bool>(
+/// Updates a block of Lion's.
+fn lion_block(
+    simd: Simd,
     param: &mut [f32],
     grad: &[f32],
     m: &mut [u8],
     absmax: &mut f32,
-    f: LionFactors,
+    factors: LionFactors,
 ) {
     let mut first = [0.0; BLOCK];
-    decode(&SIGNED, m, *absmax, &mut first);
-    let first = &mut first[..param.len().min(BLOCK)];
-    for ((param, grad), s1) in param.iter_mut().zip(grad).zip(&mut *first) {
+    decode(simd, &SIGNED, m, *absmax, &mut first);
+    lion_step(simd, param, grad, &mut first, factors);
+    *absmax = encode(simd, &SIGNED, &mut first, param.len(), m, 255);
+}
+
+per_isa! {
+    fn lion_step(param: &mut [f32], grad: &[f32], m: &mut [f32], factors: LionFactors) = lion_step_body
+}
+
+#[inline(always)]
+fn lion_step_body<const FMA: bool>(param: &mut [f32], grad: &[f32], m: &mut [f32], f: LionFactors) {
+    for ((param, grad), s1) in param.iter_mut().zip(grad).zip(m) {
         let good = grad.is_finite();
         let g = grad * f.grad_scale;
         let between = *s1 * f.beta1 + f.less1 * g;
@@ -165,34 +168,56 @@ fn lion_block_body<const FMA: bool>(
         *param = if good { *param * f.decay - by } else { *param };
         *s1 = if good { *s1 * f.beta2 + f.less2 * g } else { 0.0 };
     }
-    *absmax = encode(&SIGNED, first, m, 255);
 }
 
-#[inline(always)]
-fn decode(map: &DynamicMap, codes: &[u8], absmax: f32, out: &mut [f32; BLOCK]) {
-    for (out, code) in out.iter_mut().zip(codes) {
-        *out = map.decode(*code) * absmax;
+/// The values of up to a block of codes.
+fn decode(simd: Simd, map: &DynamicMap, codes: &[u8], absmax: f32, out: &mut [f32; BLOCK]) {
+    match codes.try_into() {
+        Ok(codes) => map.decode_block(simd, codes, absmax, out),
+        Err(_) => {
+            let mut whole = [0; BLOCK];
+            whole[..codes.len()].copy_from_slice(codes);
+            map.decode_block(simd, &whole, absmax, out);
+        }
     }
 }
 
-/// Codes of x over its largest magnitude, which is returned; `of_zeros` where there are only zeros, whose quotient is
-/// not a number: the code that bitsandbytes' search then ends at.
+/// Codes of the first `n` of x over their largest magnitude, which is returned; `of_zeros` where there are only zeros,
+/// whose quotient is not a number: the code that bitsandbytes' search then ends at.
+fn encode(
+    simd: Simd,
+    map: &DynamicMap,
+    x: &mut [f32; BLOCK],
+    n: usize,
+    codes: &mut [u8],
+    of_zeros: u8,
+) -> f32 {
+    x[n..].fill(0.0);
+    let absmax = normalize(simd, x);
+    if absmax == 0.0 {
+        codes.fill(of_zeros);
+    } else if let Ok(codes) = (&mut *codes).try_into() {
+        map.encode_block(simd, x, codes);
+    } else {
+        let mut whole = [0; BLOCK];
+        map.encode_block(simd, x, &mut whole);
+        codes.copy_from_slice(&whole[..codes.len()]);
+    }
+    absmax
+}
+
+per_isa! {
+    /// Divides by the largest magnitude, which is returned, where it is not 0.
+    fn normalize(x: &mut [f32; BLOCK]) -> f32 = normalize_body
+}
+
 #[inline(always)]
-fn encode(map: &DynamicMap, x: &[f32], codes: &mut [u8], of_zeros: u8) -> f32 {
+fn normalize_body<const FMA: bool>(x: &mut [f32; BLOCK]) -> f32 {
     // Magnitudes are in the order of their bits.
     let largest = x.iter().fold(0, |most, x| most.max(x.to_bits() & 0x7fff_ffff));
     let absmax = f32::from_bits(largest);
-    if largest == 0 {
-        codes.fill(of_zeros);
-        return absmax;
-    }
-    let (mut shares, mut buckets) = ([0.0; BLOCK], [0; BLOCK]);
-    for ((share, bucket), x) in shares.iter_mut().zip(&mut buckets).zip(x) {
-        *share = x / absmax;
-        *bucket = DynamicMap::bucket(*share);
-    }
-    for ((code, share), bucket) in codes.iter_mut().zip(&shares).zip(&buckets) {
-        *code = map.encode(*share, *bucket);
+    if largest != 0 {
+        x.iter_mut().for_each(|x| *x /= absmax);
     }
     absmax
 }
