@@ -24,6 +24,8 @@ mod low_rank;
 mod settings;
 mod sgd;
 mod state;
+#[cfg(test)]
+mod tests;
 
 pub use settings::{
     AdafactorSettings, AdamSettings, ApolloChannels, EightBit, LionSettings, LowRankSettings, OptimizerKind,
