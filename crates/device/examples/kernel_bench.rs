@@ -68,8 +68,8 @@ impl Bench {
         Ok(tensor)
     }
 
-    /// Times the operation and a copy of half as many bytes as it moves, by turns; the operation's median in seconds.
-    fn time(&self, label: &str, op: Op<'_>) -> Result<f64, DeviceError> {
+    /// Times the operation and a copy of half as many bytes as it moves, by turns.
+    fn time(&self, label: &str, op: Op<'_>) -> Result<(), DeviceError> {
         let bytes = op.cost().bytes;
         let [from, to] = [0, 1].map(|_| self.tensor(DType::F32, &[bytes / 8]));
         let (from, to) = (from?, to?);
@@ -96,7 +96,21 @@ impl Bench {
             rate(copy),
             copy / kernel
         );
-        Ok(kernel)
+        Ok(())
+    }
+
+    /// Times two operations by turns: the median of the first one's time over the second one's right after it.
+    fn compare(&self, label: &str, op: Op<'_>, baseline: Op<'_>) -> Result<(), DeviceError> {
+        let seconds = |op| -> Result<f64, DeviceError> {
+            let start = Instant::now();
+            self.cpu.run(op)?;
+            Ok(start.elapsed().as_secs_f64())
+        };
+        let ratio = |_| Ok(seconds(op)? / seconds(baseline)?);
+        let mut ratios = (0..ROUNDS).map(ratio).collect::<Result<Vec<f64>, DeviceError>>()?;
+        ratios.sort_by(f64::total_cmp);
+        println!("{label:34} {:>14} {:9.2}", "", ratios[ROUNDS / 2]);
+        Ok(())
     }
 
     fn activations(&self, dtype: DType, n: u64, h: u64) -> Result<(), DeviceError> {
@@ -187,8 +201,7 @@ impl Bench {
             Op::EmbeddingBackward { tokens: &tokens, dout: &y, dtable: &table },
         )?;
         let sum = self.tensor(DType::F32, &[1])?;
-        self.time(&label("sum_squares"), Op::SumSquares { x: &x, out: &sum })?;
-        Ok(())
+        self.time(&label("sum_squares"), Op::SumSquares { x: &x, out: &sum })
     }
 
     fn optimizer(&self, dtype: DType, n: u64) -> Result<(), DeviceError> {
@@ -202,7 +215,7 @@ impl Bench {
         };
         let (nearest, stochastic) = (Rounding::Nearest, Rounding::Stochastic { seed: 1 });
         let adamw = Rule::AdamW { m: &m, v: &v, hyper };
-        let f32 = self.time(&format!("adamw {dtype} of {n}"), step(None, nearest, adamw))?;
+        self.time(&format!("adamw {dtype} of {n}"), step(None, nearest, adamw))?;
         if dtype == DType::Bf16 {
             self.time(&format!("adamw, stochastic, {dtype} of {n}"), step(None, stochastic, adamw))?;
             self.time(&format!("adamw with f32 master {dtype} of {n}"), step(Some(&master), nearest, adamw))?;
@@ -215,13 +228,12 @@ impl Bench {
         [&m_codes, &v_codes, &m_max, &v_max].into_iter().try_for_each(zero)?;
         let (m8, v8) = (Codes { codes: &m_codes, absmax: &m_max }, Codes { codes: &v_codes, absmax: &v_max });
         let adamw_8bit = step(None, stochastic, Rule::AdamW8bit { m: m8, v: v8, hyper });
-        let bytes = self.time(&format!("adamw_8bit {dtype} of {n}"), adamw_8bit)?;
-        println!("{:34} {:>14} {:9.2}", "  its time over adamw's", "", bytes / f32);
+        self.time(&format!("adamw_8bit {dtype} of {n}"), adamw_8bit)?;
+        self.compare("  its time over adamw's", adamw_8bit, step(None, nearest, adamw))?;
         let lion = Lion { lr: 1e-5, beta1: 0.9, beta2: 0.99, weight_decay: 0.1 };
         self.time(&format!("lion {dtype} of {n}"), step(None, nearest, Rule::Lion { m: &m, hyper: lion }))?;
         let lion_8bit = Rule::Lion8bit { m: m8, hyper: lion };
-        self.time(&format!("lion_8bit {dtype} of {n}"), step(None, nearest, lion_8bit))?;
-        Ok(())
+        self.time(&format!("lion_8bit {dtype} of {n}"), step(None, nearest, lion_8bit))
     }
 
     fn cross_entropy(&self, n: u64, v: u64) -> Result<(), DeviceError> {
@@ -236,7 +248,6 @@ impl Bench {
             gradient_scale,
         };
         self.time(&format!("cross_entropy of {n}x{v}"), op(None))?;
-        self.time(&format!("cross_entropy with gradient of {n}x{v}"), op(Some(1.0)))?;
-        Ok(())
+        self.time(&format!("cross_entropy with gradient of {n}x{v}"), op(Some(1.0)))
     }
 }
