@@ -35,7 +35,7 @@ pub(super) fn update<D: Device>(
     };
     let device = job.device;
     let projection = job.workspace(&shape.projection(), "projection")?;
-    let seed = mix(job.own_seed, (job.step - 1) / settings.update_proj_gap.max(1));
+    let seed = mix(job.own_seed, job.step.saturating_sub(1) / settings.update_proj_gap.max(1));
     let std = (settings.rank as f64).powf(-0.5) as f32;
     device.run(Op::RandomNormal { out: &projection, std, seed })?;
     let low = job.project(shape, &projection)?;

@@ -37,7 +37,7 @@ pub(super) fn update<D: Device>(job: &Job<'_, D>, settings: &LowRankSettings) ->
         return update_plain(job, settings.adam);
     };
     let projection = job.state(StateKind::Projection)?;
-    if (job.step - 1).is_multiple_of(settings.update_proj_gap.max(1)) {
+    if job.step.saturating_sub(1).is_multiple_of(settings.update_proj_gap.max(1)) {
         find_projection(job, shape, projection)?;
     }
     let low = job.project(shape, projection)?;
