@@ -5,8 +5,10 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod chat_format;
 mod commands;
 mod failure;
+mod inference;
 mod output;
 mod progress;
 mod session;
@@ -56,6 +58,7 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Train(args) => commands::train::run(args),
         Command::Eval(args) => commands::eval::run(args),
         Command::Generate(args) => commands::generate::run(args),
+        Command::Chat(args) => commands::chat::run(args),
         Command::Inspect(args) => commands::inspect::run(args),
         Command::Doctor(args) => commands::doctor::run(args),
         Command::Config(args) => commands::config::run(args),

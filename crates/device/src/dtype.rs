@@ -119,6 +119,16 @@ impl DType {
         self.block_elements() > 1
     }
 
+    /// Whether keys and values may be cached in it.
+    pub fn is_cache(self) -> bool {
+        self.is_float() || matches!(self, DType::Q8_0 | DType::Q4_0 | DType::Q4_1)
+    }
+
+    /// Elements that a head of `head_dim` takes in a cache of this type: whole blocks.
+    pub fn cached_columns(self, head_dim: u64) -> u64 {
+        head_dim.div_ceil(self.block_elements()).saturating_mul(self.block_elements())
+    }
+
     /// The name used in configurations and reports.
     pub fn name(self) -> &'static str {
         match self {

@@ -21,6 +21,7 @@ mod optimizer;
 mod output;
 mod parallel;
 mod place;
+mod policies;
 mod section;
 mod training;
 mod validate;
@@ -41,10 +42,11 @@ pub use optimizer::{Optimizer, OptimizerOptions, ParameterGroup, ParameterGroups
 pub use output::OutputConfig;
 pub use parallel::{ParallelConfig, ShardingStrategy};
 pub use place::Place;
+pub use policies::{ActivationCompression, GradientCheckpointing};
 pub use section::KeyDoc;
 pub use training::{
-    ActivationCompression, Attention, GradientCheckpointing, GradientDtype, LearningRateScaling, LrSchedule,
-    MasterWeights, Method, MixedPrecision, TrainingConfig, TrainingLength,
+    Attention, GradientDtype, InBackwardClipping, LearningRateScaling, LrSchedule, MasterWeights, Method,
+    MixedPrecision, TrainingConfig, TrainingLength,
 };
 pub use value::{Auto, Paths};
 

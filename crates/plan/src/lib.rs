@@ -6,6 +6,7 @@
 mod advice;
 pub mod config;
 mod dry_run;
+mod generation;
 pub mod hardware;
 mod optimizer;
 mod origin;
@@ -15,6 +16,7 @@ mod training_plan;
 
 pub use advice::Alternative;
 pub use dry_run::DryRun;
+pub use generation::{CacheContext, DoesNotFit, GenerationPlan, GenerationPlanError, GenerationRequest};
 pub use optimizer::optimizer_settings;
 pub use origin::{ModelOrigin, OriginError};
 pub use resolve::{Choice, Limits, loss_chunk_tokens};

@@ -30,7 +30,9 @@ pub use optimizer::{
     AdafactorSettings, AdamSettings, ApolloChannels, EightBit, LionSettings, LowRankSettings, OptimizerKind,
     OptimizerSettings, OptimizerState, ParameterGroup, SgdSettings, StateKind,
 };
-pub use policy::{Checkpointing, LayerPolicy, Save, SavePolicy};
-pub use settings::{GradientClipping, MicroBatch, Precision, StepSettings};
+pub use policy::{Checkpointing, Compression, Group, Groups, LayerPolicy, Save, SavePolicy};
+pub use settings::{
+    GradientClipping, LossScaling, MicroBatch, NormSource, Precision, StepSettings, UpdateTiming,
+};
 pub use store::{BlockWeights, ResidentStore, WeightStore};
-pub use trainer::{NamedTensor, StepOutcome, Trainer};
+pub use trainer::{LossScale, NamedTensor, StepOutcome, StepProgress, Trainer};

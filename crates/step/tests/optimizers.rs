@@ -6,7 +6,7 @@ use common::*;
 use plimsoll_device::{Cpu, Device};
 use plimsoll_step::{
     AdafactorSettings, AdamSettings, ApolloChannels, EightBit, LionSettings, LowRankSettings, MicroBatch,
-    OptimizerKind, OptimizerSettings, Precision, SgdSettings, StepSettings, Trainer,
+    OptimizerKind, OptimizerSettings, Precision, SgdSettings, StepProgress, StepSettings, Trainer,
 };
 
 /// Every optimizer, with a learning rate at which the tiny model learns.
@@ -84,18 +84,18 @@ fn the_plan_is_the_step_run_dry() {
 fn threads_and_interruptions_change_no_bit() {
     for (settings, lr) in cases() {
         let run = |threads, parts: &[usize]| {
-            let mut kept: Option<(u64, Vec<Vec<u8>>)> = None;
+            let mut kept: Option<(StepProgress, Vec<Vec<u8>>)> = None;
             for part in parts {
                 let device = device(&spec(), &settings, threads);
                 let mut trainer = trainer(&device, &spec(), &settings);
-                if let Some((steps, bytes)) = &kept {
+                if let Some((progress, bytes)) = &kept {
                     for (named, bytes) in trainer.state().unwrap().iter().zip(bytes) {
                         device.write(&named.tensor, &mut |out| out.copy_from_slice(bytes)).unwrap();
                     }
-                    trainer.set_steps_done(*steps);
+                    trainer.resume(*progress);
                 }
                 steps(&mut trainer, lr, *part);
-                kept = Some((trainer.steps_done(), state(&device, &trainer)));
+                kept = Some((trainer.progress(), state(&device, &trainer)));
             }
             kept
         };

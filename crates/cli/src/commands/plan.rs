@@ -1,6 +1,7 @@
 //! `plimsoll plan`: what a training run needs, before anything is loaded.
 
 use plimsoll_memory::{ByteSize, Tag};
+use plimsoll_plan::config::GradientCheckpointing;
 use plimsoll_plan::{ModelOrigin, TrainingPlan};
 
 use crate::args::PlanArgs;
@@ -110,11 +111,8 @@ pub fn remedies(plan: &TrainingPlan) -> String {
     table::render(&rows)
 }
 
-fn checkpointing(plan: &TrainingPlan) -> &'static str {
-    match plan.choice.settings.checkpointing {
-        plimsoll_step::Checkpointing::None => "none",
-        plimsoll_step::Checkpointing::Full => "full",
-    }
+fn checkpointing(plan: &TrainingPlan) -> String {
+    GradientCheckpointing::Form(plan.choice.settings.checkpointing).to_string()
 }
 
 /// Bytes of a middle layer at the peak, by tag.

@@ -10,7 +10,7 @@ use super::kernels::column_sums::MAX_PARTIAL_COLUMNS;
 use super::kernels::rms_norm::Weight;
 use super::kernels::rope::Angles;
 use super::kernels::{
-    Exec, Simd, activation, attention, cast, column_sums, cross_entropy, elementwise, embedding, int8,
+    Exec, Simd, activation, attention, cache, cast, column_sums, cross_entropy, elementwise, embedding, int8,
     layer_norm, random, rms_norm, rope, subspace, sum_squares, update,
 };
 use super::slices::Slices;
@@ -243,9 +243,19 @@ impl Cpu {
                 let head_dim = head_dim as usize;
                 rope::rope(exec, t.floats_mut(x), t.u32s(positions), angles, head_dim, inverse);
             }
+            Op::WriteCache { x, cache, first, head_dim } => {
+                let to = cache::Cache {
+                    dtype: cache.dtype(),
+                    rows: cache.rows() as usize,
+                    bytes: t.bytes_mut(cache),
+                };
+                cache::write(exec, t.floats(x), to, x.rows() as usize, first, head_dim as usize);
+            }
             Op::Attention { q, k, v, out, lse, shape, compute } => {
+                let cached = [k, v].map(|x| (t.bytes(x), x.dtype()));
                 let (out, lse) = (t.floats_mut(out), t.f32s_mut(lse));
-                attention::forward(exec, [q, k, v].map(|x| t.floats(x)), out, lse, shape, compute);
+                let workspace = bytemuck::cast_slice_mut(workspace);
+                attention::forward(exec, t.floats(q), cached, out, lse, shape, compute, workspace);
             }
             Op::AttentionBackward { q, k, v, out, lse, dout, delta, sums, dq, dk, dv, shape, compute } => {
                 let inputs = [q, k, v, out, dout].map(|x| t.floats(x));

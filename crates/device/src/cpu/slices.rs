@@ -49,6 +49,12 @@ impl<'a> Slices<'a> {
         unsafe { std::slice::from_raw_parts(self.start(tensor), tensor.bytes() as usize) }
     }
 
+    /// A tensor's bytes, of any type, to write.
+    pub fn bytes_mut(self, tensor: &Tensor) -> &'a mut [u8] {
+        // SAFETY: as in `slice_mut`.
+        unsafe { std::slice::from_raw_parts_mut(self.start(tensor), tensor.bytes() as usize) }
+    }
+
     pub fn u32s(self, tensor: &Tensor) -> &'a [u32] {
         self.slice(tensor)
     }

@@ -2,6 +2,7 @@
 
 mod activations;
 mod attention;
+mod cache;
 mod elementwise;
 mod embeddings;
 mod harness;

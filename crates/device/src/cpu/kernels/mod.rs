@@ -5,6 +5,7 @@
 
 pub(super) mod activation;
 pub(super) mod attention;
+pub(super) mod cache;
 pub(super) mod cast;
 pub(super) mod column_sums;
 pub(super) mod cross_entropy;

@@ -1,6 +1,7 @@
 //! Matrix products: C (+)= A B with any strides and storage types, f32 sums.
 
 mod blocked;
+pub(super) mod cached;
 mod crew;
 mod engine;
 mod few_rows;
