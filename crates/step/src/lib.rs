@@ -19,6 +19,7 @@ mod norm;
 mod optimizer;
 mod policy;
 mod rope;
+mod seed;
 mod settings;
 mod store;
 mod trainer;
