@@ -25,7 +25,7 @@ mod store;
 mod trainer;
 
 pub use decode::{DecodeSettings, Decoder};
-pub use error::StepError;
+pub use error::{StepError, block_name};
 pub use evaluate::Evaluator;
 pub use optimizer::{
     AdafactorSettings, AdamSettings, ApolloChannels, EightBit, LionSettings, LowRankSettings, OptimizerKind,
