@@ -4,6 +4,7 @@
 //! are said once, for every device. A [`Device`] carries it out: [`Dry`] counts it, [`Cpu`] computes it.
 //! This crate knows no model and no training.
 
+mod attention_shape;
 mod check;
 mod cost;
 pub mod cpu;
@@ -13,10 +14,11 @@ mod dtype;
 mod op;
 mod tensor;
 
+pub use attention_shape::{AttentionShape, BlockSparse};
 pub use cost::{Cost, Tally};
 pub use cpu::{Cpu, CpuOptions};
 pub use device::{Device, DeviceError};
 pub use dry::Dry;
 pub use dtype::DType;
-pub use op::{AdamW, AttentionShape, Compute, Glu, IGNORED_TARGET, Op, Rounding};
+pub use op::{AdamW, Compute, Glu, IGNORED_TARGET, Op, Rounding};
 pub use tensor::{Shape, Tensor};

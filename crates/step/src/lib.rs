@@ -23,14 +23,16 @@ mod settings;
 mod store;
 mod trainer;
 
+pub use plimsoll_device::BlockSparse;
+
 pub use decode::{DecodeSettings, Decoder};
 pub use error::StepError;
 pub use evaluate::Evaluator;
 pub use optimizer::OptimizerState;
 pub use policy::{Checkpointing, Compression, Group, Groups, LayerPolicy, Save, SavePolicy};
 pub use settings::{
-    AdamWSettings, GradientClipping, LossScaling, MicroBatch, NormSource, Precision, StepSettings,
-    UpdateTiming,
+    AdamWSettings, AttentionKind, GradientClipping, LossScaling, MicroBatch, NormSource, Precision,
+    StepSettings, UpdateTiming,
 };
 pub use store::{BlockWeights, ResidentStore, WeightStore};
 pub use trainer::{LossScale, NamedTensor, StateKind, StepOutcome, StepProgress, Trainer};
