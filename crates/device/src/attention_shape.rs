@@ -98,8 +98,11 @@ mod tests {
     use super::*;
 
     fn shape(length: u64, window: Option<u64>, sparse: Option<[u64; 3]>) -> AttentionShape {
-        let pattern =
-            |[block, local_blocks, global_blocks]| BlockSparse { block, local_blocks, global_blocks };
+        let pattern = |[block, local_blocks, global_blocks]: [u64; 3]| BlockSparse {
+            block,
+            local_blocks,
+            global_blocks,
+        };
         AttentionShape {
             batch: 1,
             q_len: length,
