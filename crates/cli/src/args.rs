@@ -51,7 +51,7 @@ pub struct ConfigSource {
     /// Change one key, for example training.batch_size=4 (may be repeated)
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub set: Vec<String>,
-    /// Model: a folder, a .gguf file, or a name such as smollm2-135m (model.path)
+    /// Model: a folder, a .gguf file, a hub id such as org/name, or a name such as smollm2-135m (model.path)
     #[arg(long, value_name = "MODEL")]
     pub model: Option<String>,
     /// Sequences of a micro-batch (training.batch_size)
@@ -97,7 +97,7 @@ pub struct TrainArgs {
 
 #[derive(Debug, Args)]
 pub struct EvalArgs {
-    /// Model: a folder or a .gguf file
+    /// Model: a folder, a .gguf file, or a hub id: org/name, org/name:file.gguf, org/name@revision
     #[arg(long)]
     pub model: String,
     /// Text file
@@ -165,8 +165,14 @@ pub struct GenerateArgs {
 
 #[derive(Debug, Args)]
 pub struct InspectArgs {
-    /// A model's folder or file
-    pub path: PathBuf,
+    /// A folder or file of a model, an adapter, a tokenizer, a checkpoint or a run; a hub id; or a name of the catalogue
+    pub path: String,
+    /// List every tensor
+    #[arg(long)]
+    pub tensors: bool,
+    /// Show chat templates as a whole
+    #[arg(long)]
+    pub template: bool,
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub json: bool,

@@ -5,6 +5,7 @@ use std::fmt;
 use plimsoll_data::DataError;
 use plimsoll_device::DeviceError;
 use plimsoll_generate::{ConversationError, GenerateError, SamplerError};
+use plimsoll_hub::HubError;
 use plimsoll_model::chat_template::ChatTemplateError;
 use plimsoll_model::tokenizer::TokenizerError;
 use plimsoll_model::{ModelError, SaveError};
@@ -92,6 +93,20 @@ impl From<DeviceError> for Failure {
     fn from(error: DeviceError) -> Failure {
         let exit_code = match error {
             DeviceError::OutOfMemory(_) | DeviceError::Reservation(_) => DOES_NOT_FIT,
+            _ => OTHER,
+        };
+        Failure { message: error.to_string(), exit_code }
+    }
+}
+
+impl From<HubError> for Failure {
+    fn from(error: HubError) -> Failure {
+        let exit_code = match error {
+            HubError::Setting { .. }
+            | HubError::NoSuchModel { .. }
+            | HubError::NoSuchRevision { .. }
+            | HubError::NoSuchFile { .. }
+            | HubError::SeveralGguf { .. } => USAGE,
             _ => OTHER,
         };
         Failure { message: error.to_string(), exit_code }

@@ -13,7 +13,8 @@ use plimsoll_train::TrainError;
 
 use crate::args::InferenceArgs;
 use crate::failure::Failure;
-use crate::session::{Engine, cache_type, inference_precision, model_with_weights, resident_bytes};
+use crate::models;
+use crate::session::{Engine, cache_type, inference_precision, resident_bytes};
 
 /// A model's files and how it is to be computed.
 pub struct Inference {
@@ -29,11 +30,12 @@ pub struct Inference {
 }
 
 impl Inference {
-    /// Reads everything but the weights. `purpose` says what they are for.
-    pub fn open(args: &InferenceArgs, purpose: &'static str) -> Result<Inference, Failure> {
+    /// Reads everything but the weights. `purpose` says what they are for; a model of the hub is
+    /// fetched without a word where `quiet`.
+    pub fn open(args: &InferenceArgs, purpose: &'static str, quiet: bool) -> Result<Inference, Failure> {
         let precision = inference_precision(&args.dtype)?;
         let cache = cache_type(args.kv_cache.as_deref())?;
-        let files = model_with_weights(&args.model, purpose)?;
+        let files = models::with_weights(&args.model, purpose, quiet)?;
         let tokenizer = files.tokenizer()?;
         let inference = Inference {
             files,

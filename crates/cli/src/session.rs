@@ -7,7 +7,7 @@ use plimsoll_device::{Cpu, DType};
 use plimsoll_memory::ByteSize;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::hardware::{Hardware, process_memory};
-use plimsoll_plan::{DryRun, Machine, ModelOrigin, Rates};
+use plimsoll_plan::{DryRun, Machine, Rates};
 use plimsoll_step::Precision;
 
 use crate::args::ConfigSource;
@@ -142,17 +142,4 @@ pub fn cache_type(name: Option<&str>) -> Result<Option<DType>, Failure> {
             )));
         }
     }))
-}
-
-/// A model with weights, to be used for `purpose`.
-pub fn model_with_weights(
-    path: &str,
-    purpose: &'static str,
-) -> Result<Box<plimsoll_model::ModelFiles>, Failure> {
-    match ModelOrigin::from_path_or_name(path)? {
-        ModelOrigin::Files(files) => Ok(files),
-        ModelOrigin::Catalogue(spec) | ModelOrigin::Scratch(spec, _) => {
-            Err(plimsoll_plan::OriginError::NoWeights { name: spec.name.clone(), purpose }.into())
-        }
-    }
 }

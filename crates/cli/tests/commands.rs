@@ -271,3 +271,75 @@ fn a_signal_ends_the_run_after_its_step_with_a_checkpoint() {
     let report = json(folder.path().join("out/report.json"));
     assert_eq!(report["finished"], false);
 }
+
+/// With every optimizer a run that is continued from a checkpoint ends with the bits of one that was not interrupted:
+/// states, quantised ones too, and weights.
+#[test]
+fn every_optimizer_resumes_to_the_same_bits() {
+    let folder = folder();
+    for (optimizer, options) in [
+        ("adamw_bf16", "{}"),
+        ("adamw_8bit", "{embedding_bits: 8}"),
+        ("adam_mini", "{}"),
+        ("lion", "{}"),
+        ("lion_8bit", "{embedding_bits: 8}"),
+        ("adafactor", "{relative_step: false, beta1: 0.9}"),
+        ("adalomo", "{}"),
+        ("sgd", "{}"),
+        ("sgd", "{momentum: 0.9}"),
+        ("galore", "{rank: 4, update_proj_gap: 3}"),
+        ("apollo", "{rank: 4, update_proj_gap: 3}"),
+    ] {
+        let settings = [
+            format!("training.optimizer={optimizer}"),
+            format!("training.optimizer_options={options}"),
+            "training.steps=4".to_owned(),
+            "training.mixed_precision=bf16".to_owned(),
+            "training.master_weights=none".to_owned(),
+        ];
+        let mut arguments = vec!["train", "c.yaml"];
+        settings.iter().for_each(|setting| arguments.extend(["--set", setting]));
+        let out = folder.path().join("out");
+        let files = || {
+            ["model.safetensors", "checkpoint-4/optimizer.safetensors"]
+                .map(|name| std::fs::read(out.join(name)).unwrap())
+        };
+        ok(folder.path(), &arguments);
+        let whole = files();
+        std::fs::remove_dir_all(out.join("checkpoint-4")).unwrap();
+        arguments.push("--resume");
+        ok(folder.path(), &arguments);
+        assert!(files() == whole, "{optimizer} {options}");
+        std::fs::remove_dir_all(out).unwrap();
+    }
+}
+
+#[test]
+fn another_optimizer_than_the_checkpoints_is_refused() {
+    let folder = folder();
+    ok(folder.path(), &["train", "c.yaml", "--set", "training.steps=2"]);
+    let resume =
+        |optimizer: &str| plimsoll(folder.path(), &["train", "c.yaml", "--resume", "--set", optimizer]);
+    let refused = text(&resume("training.optimizer=lion").stderr);
+    let words =
+        "it holds the states of training.optimizer adamw, the configuration says lion; set it to adamw";
+    assert!(refused.contains(words), "{refused}");
+    assert!(resume("training.optimizer=adamw").status.success());
+}
+
+#[test]
+fn the_plan_says_what_an_optimizer_keeps() {
+    let folder = folder();
+    let bytes = |optimizer: &str| {
+        let set = format!("training.optimizer={optimizer}");
+        let plan: Value =
+            serde_json::from_str(&ok(folder.path(), &["plan", "c.yaml", "--json", "--set", &set])).unwrap();
+        assert_eq!(plan["optimizer"]["name"], optimizer);
+        plan["optimizer"]["state_bytes_per_parameter"].as_f64().unwrap()
+    };
+    assert!((bytes("adamw") - 8.0).abs() < 0.5);
+    assert!((bytes("adamw_bf16") - 4.0).abs() < 0.5);
+    assert!((bytes("lion") - 4.0).abs() < 0.5);
+    assert!(bytes("adafactor") < 1.0);
+    assert_eq!(bytes("sgd"), 0.0);
+}

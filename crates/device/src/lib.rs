@@ -13,6 +13,7 @@ mod dry;
 mod dtype;
 mod op;
 mod tensor;
+mod update;
 
 pub use attention_shape::{AttentionShape, BlockSparse};
 pub use cost::{Cost, Tally};
@@ -20,5 +21,8 @@ pub use cpu::{Cpu, CpuOptions};
 pub use device::{Device, DeviceError};
 pub use dry::Dry;
 pub use dtype::DType;
-pub use op::{AdamW, Compute, Glu, IGNORED_TARGET, Op, Rounding};
+pub use op::{Compute, Glu, IGNORED_TARGET, Op, Rounding};
 pub use tensor::{Shape, Tensor};
+pub use update::{
+    Adafactor, Adam, Apollo, BLOCK_8BIT, Channels, Codes, Lion, Rule, SecondMoment, Sgd, Update,
+};

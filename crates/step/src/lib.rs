@@ -28,11 +28,14 @@ pub use plimsoll_device::BlockSparse;
 pub use decode::{DecodeSettings, Decoder};
 pub use error::StepError;
 pub use evaluate::Evaluator;
-pub use optimizer::OptimizerState;
+pub use optimizer::{
+    AdafactorSettings, AdamSettings, ApolloChannels, EightBit, LionSettings, LowRankSettings, OptimizerKind,
+    OptimizerSettings, OptimizerState, ParameterGroup, SgdSettings, StateKind,
+};
 pub use policy::{Checkpointing, Compression, Group, Groups, LayerPolicy, Save, SavePolicy};
 pub use settings::{
-    AdamWSettings, AttentionKind, GradientClipping, LossScaling, MicroBatch, NormSource, Precision,
-    StepSettings, UpdateTiming,
+    AttentionKind, GradientClipping, LossScaling, MicroBatch, NormSource, Precision, StepSettings,
+    UpdateTiming,
 };
 pub use store::{BlockWeights, ResidentStore, WeightStore};
-pub use trainer::{LossScale, NamedTensor, StateKind, StepOutcome, StepProgress, Trainer};
+pub use trainer::{LossScale, NamedTensor, StepOutcome, StepProgress, Trainer};

@@ -17,7 +17,7 @@ use crate::evaluate::Evaluation;
 use crate::gradients::Gradients;
 use crate::head::{self, Head, rows};
 use crate::inputs::Inputs;
-use crate::optimizer::{Optimizer, Update};
+use crate::optimizer::{Optimizer, StateKind, Update};
 use crate::policy::{LayerPolicy, Save, SavePolicy};
 use crate::rope::RopeTables;
 use crate::settings::{GradientClipping, LossScaling, MicroBatch, NormSource, StepSettings, UpdateTiming};
@@ -121,19 +121,6 @@ pub struct StepOutcome {
     pub skipped: bool,
 }
 
-/// What a tensor of the training state is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StateKind {
-    /// A weight as the products read it.
-    Weight,
-    /// Its f32 master.
-    Master,
-    /// AdamW's first moment.
-    FirstMoment,
-    /// AdamW's second moment.
-    SecondMoment,
-}
-
 /// One tensor of the training state.
 #[derive(Clone, Debug)]
 pub struct NamedTensor {
@@ -156,7 +143,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         let precision = settings.precision;
         let weights = ResidentStore::allocate(device, &spec, precision.weights, Tag::Weights)?;
         let optimizer =
-            Optimizer::allocate(device, &spec, settings.optimizer, precision.master_weights, settings.seed)?;
+            Optimizer::allocate(device, &spec, &settings.optimizer, precision.master_weights, settings.seed)?;
         let gradients = Gradients::new(&spec, precision.gradients);
         device.arena().enter(Phase::Setup, None);
         let parameters = spec.parameters();
@@ -212,7 +199,7 @@ impl<'a, D: Device> Trainer<'a, D> {
     ) -> Result<(), E> {
         for p in &self.parameters {
             let weight = self.weights.tensor(p)?;
-            let master = self.optimizer.state(p.block, p.role)?.master.as_ref();
+            let master = self.optimizer.state(p.block, p.role)?.master();
             let target = master.unwrap_or(weight);
             let mut outcome = Ok(());
             self.device
@@ -236,11 +223,7 @@ impl<'a, D: Device> Trainer<'a, D> {
                 all.push(NamedTensor { name: p.name.clone(), kind, tensor: tensor.clone() });
             };
             add(StateKind::Weight, self.weights.tensor(p)?);
-            add(StateKind::FirstMoment, &state.m);
-            add(StateKind::SecondMoment, &state.v);
-            if let Some(master) = &state.master {
-                add(StateKind::Master, master);
-            }
+            state.tensors().iter().for_each(|(kind, tensor)| add(*kind, tensor));
         }
         Ok(all)
     }

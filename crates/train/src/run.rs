@@ -31,6 +31,8 @@ pub struct RunSettings {
     pub final_model: bool,
     /// Identity of the data.
     pub data_identity: String,
+    /// Name of the optimizer.
+    pub optimizer: String,
     /// Tokens of the training data.
     pub data_tokens: u64,
     /// Host memory of the data pipeline.
@@ -221,6 +223,7 @@ struct Progress {
 impl Progress {
     fn new(settings: &RunSettings, start: Option<TrainerState>) -> Progress {
         let data = settings.data_identity.clone();
+        let optimizer = settings.optimizer.clone();
         let state = start.unwrap_or(TrainerState {
             version: VERSION,
             step: 0,
@@ -230,6 +233,7 @@ impl Progress {
             windows: 0,
             tokens: 0,
             data,
+            optimizer,
         });
         Progress {
             state,

@@ -8,7 +8,7 @@ const MOST_TOKENS: usize = 1 << 24;
 
 #[derive(Debug, Args)]
 pub struct InferenceArgs {
-    /// Model: a folder or a .gguf file
+    /// Model: a folder, a .gguf file, or a hub id: org/name, org/name:file.gguf, org/name@revision
     #[arg(long)]
     pub model: String,
     /// Tokens that prompt and answers may have together; by default what the model was made for

@@ -62,7 +62,7 @@ impl Interrupts {
 pub fn run(args: &ChatArgs) -> Result<(), Failure> {
     let settings = args.sampling.settings();
     Sampler::new(&settings)?;
-    let model = Inference::open(&args.inference, "talk with")?;
+    let model = Inference::open(&args.inference, "talk with", args.json)?;
     let format = ChatFormat::new(&model.tokenizer, args.chat_template.as_deref(), &model.end_tokens())?;
     let max_tokens = args.max_tokens.unwrap_or(usize::MAX);
     let limits = args.stopping.limits(&model.tokenizer, max_tokens, format.ends)?;

@@ -11,9 +11,10 @@ use serde_json::json;
 
 use crate::args::EvalArgs;
 use crate::failure::Failure;
+use crate::models;
 use crate::output::outln;
 use crate::progress;
-use crate::session::{Engine, cache_type, inference_precision, model_with_weights};
+use crate::session::{Engine, cache_type, inference_precision};
 
 /// Windows are taken together up to about this many tokens.
 const TOKENS_PER_PASS: u64 = 2048;
@@ -26,7 +27,7 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
     if args.sequence_length < 2 {
         return Err(Failure::usage("--sequence-length must be at least 2: the first token is context"));
     }
-    let files = model_with_weights(&args.model, "evaluate")?;
+    let files = models::with_weights(&args.model, "evaluate", args.json)?;
     let windows = {
         let tokenizer: Tokenizer = files.tokenizer()?;
         EvalWindows::read(&args.data, &tokenizer, args.sequence_length as usize)?

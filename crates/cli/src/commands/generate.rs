@@ -23,7 +23,7 @@ struct Prompt {
 pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     let settings = args.sampling.settings();
     Sampler::new(&settings)?;
-    let model = Inference::open(&args.inference, "generate from")?;
+    let model = Inference::open(&args.inference, "generate from", args.json)?;
     let end_tokens = if args.stop_at_eos || args.chat { model.end_tokens() } else { Vec::new() };
     let format = match args.chat {
         true => Some(ChatFormat::new(&model.tokenizer, args.chat_template.as_deref(), &end_tokens)?),

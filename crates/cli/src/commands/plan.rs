@@ -6,6 +6,7 @@ use plimsoll_plan::{ModelOrigin, TrainingPlan};
 
 use crate::args::PlanArgs;
 use crate::failure::Failure;
+use crate::models::{self, Need};
 use crate::output::{out, outln};
 use crate::row;
 use crate::session::{Engine, load_config};
@@ -13,7 +14,7 @@ use crate::table;
 
 pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let config = load_config(&args.source)?;
-    let origin = ModelOrigin::find(&config)?;
+    let origin = models::origin(&config, Need::Shape, args.json)?;
     // The run will have it in memory, so that its memory belongs to the plan.
     let _tokenizer = match &origin {
         ModelOrigin::Files(files) => files.tokenizer().ok(),
@@ -47,7 +48,7 @@ pub fn describe(plan: &TrainingPlan) -> String {
         plan.spec.hidden_size
     );
     out.push_str(&format!(
-        "step: {} x {} tokens, {} accumulated; {} weights{master}, {} gradients, checkpointing {}; logits of {} tokens at once\n\n",
+        "step: {} x {} tokens, {} accumulated; {} weights{master}, {} gradients, checkpointing {}; logits of {} tokens at once\n",
         settings.batch_size,
         settings.sequence_length,
         plan.choice.accumulation,
@@ -57,6 +58,11 @@ pub fn describe(plan: &TrainingPlan) -> String {
         settings.loss_chunk_tokens
     ));
     let at_peak = plan.at_peak();
+    out.push_str(&format!(
+        "optimizer {}: {:.3} bytes of state a parameter\n\n",
+        plan.config.training.optimizer(),
+        plan.state_bytes_per_parameter()
+    ));
     let mut rows: Vec<Vec<String>> =
         at_peak.iter().map(|(tag, bytes)| row![words(tag), ByteSize(bytes), share(bytes, plan)]).collect();
     let gaps = plan.choice.dry_run.at_peak().gaps();
@@ -129,7 +135,7 @@ fn share(bytes: u64, plan: &TrainingPlan) -> String {
 }
 
 /// A count with three figures: 134.5M.
-fn count(n: u64) -> String {
+pub fn count(n: u64) -> String {
     match n {
         0..1_000_000 => n.to_string(),
         1_000_000..1_000_000_000 => format!("{:.1}M", n as f64 / 1e6),

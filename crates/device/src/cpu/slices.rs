@@ -71,6 +71,10 @@ impl<'a> Slices<'a> {
         self.slice_mut(tensor)
     }
 
+    pub fn u8s_mut(self, tensor: &Tensor) -> &'a mut [u8] {
+        self.slice_mut(tensor)
+    }
+
     pub fn f32s(self, tensor: &Tensor) -> &'a [f32] {
         self.slice(tensor)
     }

@@ -3,6 +3,7 @@
 mod activations;
 mod attention;
 mod cache;
+mod dequantize;
 mod elementwise;
 mod embeddings;
 mod harness;

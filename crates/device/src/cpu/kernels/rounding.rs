@@ -89,10 +89,16 @@ impl Dither {
         Dither { keys: [z as u32, (z >> 32) as u32], first: first as u32 }
     }
 
+    /// 32 random bits for the `i`-th element of the run.
+    #[inline(always)]
+    pub fn word(self, i: u32) -> u32 {
+        mix(mix(self.first.wrapping_add(i) ^ self.keys[0]).wrapping_add(self.keys[1]))
+    }
+
     /// 16 random bits for the `i`-th element of the run.
     #[inline(always)]
     fn bits(self, i: u32) -> u32 {
-        mix(mix(self.first.wrapping_add(i) ^ self.keys[0]).wrapping_add(self.keys[1])) >> 16
+        self.word(i) >> 16
     }
 }
 

@@ -96,7 +96,9 @@ fn defined(dtype: DType, block: &[u8], i: usize) -> f64 {
             let scale = f32::from_le_bytes([block[0], block[1], block[2], block[3]]);
             f64::from(scale) * signed(4 + i)
         }
-        DType::F32 | DType::Bf16 | DType::F16 | DType::U32 | DType::I8 => unreachable!("no block type"),
+        DType::F32 | DType::Bf16 | DType::F16 | DType::U32 | DType::I8 | DType::U8 => {
+            unreachable!("no block type")
+        }
     }
 }
 
@@ -177,5 +179,6 @@ fn what_does_not_fit_is_refused() {
     refused(DType::Q8_0, 34, 31);
     refused(DType::U32, 4, 1);
     refused(DType::I8, 1, 1);
+    refused(DType::U8, 1, 1);
     refused(DType::F32, 8, 1);
 }
