@@ -8,7 +8,8 @@ use crate::{DataError, Dataset};
 /// The target of a position that predicts nothing.
 pub const IGNORED_TARGET: u32 = u32::MAX;
 
-/// Some windows, one after the other: position i of a window predicts its token i + 1, the last one nothing.
+/// Some windows, one after the other: position i of a window predicts its token i + 1, the last one nothing; nor does the
+/// end of a document where documents are told apart.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
     /// Token ids.
@@ -107,7 +108,11 @@ impl Maker {
             self.dataset.read_window(self.position, &mut tokens)?;
             self.position += 1;
         }
-        let targets = targets(&tokens, length);
+        let mut targets = targets(&tokens, length);
+        if let Some(end) = self.dataset.document_end() {
+            let ends = targets.iter_mut().zip(&tokens).filter(|(_, token)| **token == end);
+            ends.for_each(|(target, _)| *target = IGNORED_TARGET);
+        }
         Ok(Batch { tokens, targets })
     }
 }
@@ -129,6 +134,7 @@ mod tests {
             buffer_bytes: 64,
             sequence_length,
             shuffle,
+            document_mask: false,
         };
         Dataset::open(&options, &Tokenizer::byte_level().unwrap(), folder.path())
     }
@@ -158,8 +164,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn documents_are_joined_by_the_end_of_text_token() {
+    fn two_documents(document_mask: bool) -> Dataset {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("data.jsonl");
         std::fs::write(&path, "{\"text\":\"ab\"}\n{\"text\":\"c\"}\n").unwrap();
@@ -170,10 +175,28 @@ mod tests {
             buffer_bytes: 64,
             sequence_length: 5,
             shuffle: None,
+            document_mask,
         };
-        let dataset = Dataset::open(&options, &Tokenizer::byte_level().unwrap(), folder.path()).unwrap();
-        assert_eq!((dataset.tokens(), dataset.windows()), (5, 1));
-        assert_eq!(first(dataset, 1, 0, 0, 1)[0].tokens, [97, 98, 256, 99, 256]);
+        Dataset::open(&options, &Tokenizer::byte_level().unwrap(), folder.path()).unwrap()
+    }
+
+    #[test]
+    fn documents_are_joined_by_the_end_of_text_token() {
+        let dataset = two_documents(false);
+        assert_eq!((dataset.tokens(), dataset.windows(), dataset.document_end()), (5, 1, None));
+        let batch = &first(dataset, 1, 0, 0, 1)[0];
+        assert_eq!(batch.tokens, [97, 98, 256, 99, 256]);
+        assert_eq!(batch.targets, [98, 256, 99, 256, IGNORED_TARGET]);
+    }
+
+    #[test]
+    fn the_end_of_a_document_that_is_told_apart_predicts_nothing() {
+        let (joined, apart) = (two_documents(false), two_documents(true));
+        assert_ne!(joined.identity(), apart.identity());
+        assert_eq!(apart.document_end(), Some(256));
+        let batch = &first(apart, 1, 0, 0, 1)[0];
+        assert_eq!(batch.tokens, [97, 98, 256, 99, 256]);
+        assert_eq!(batch.targets, [98, 256, IGNORED_TARGET, 256, IGNORED_TARGET]);
     }
 
     #[test]

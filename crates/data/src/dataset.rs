@@ -26,6 +26,8 @@ pub struct DatasetOptions {
     pub sequence_length: u64,
     /// Seed of the order of windows; `None` takes them as they come.
     pub shuffle: Option<u64>,
+    /// Whether documents of a window are told apart: the end of one does not predict the beginning of the next.
+    pub document_mask: bool,
 }
 
 /// A data set.
@@ -34,6 +36,7 @@ pub struct Dataset {
     tokens: TokenFile,
     sequence_length: u64,
     shuffle: Option<u64>,
+    document_end: Option<u32>,
 }
 
 impl Dataset {
@@ -63,12 +66,16 @@ impl Dataset {
         if options.append_eos {
             writer.append(&[end.ok_or(DataError::NoEndOfText)?])?;
         }
+        let document_end = match options.document_mask {
+            true => Some(end.ok_or(DataError::NoEndOfText)?),
+            false => None,
+        };
         let tokens = writer.finish()?;
         let sequence_length = options.sequence_length;
         if tokens.len() < sequence_length || sequence_length == 0 {
             return Err(DataError::TooShort { tokens: tokens.len(), sequence_length });
         }
-        Ok(Dataset { tokens, sequence_length, shuffle: options.shuffle })
+        Ok(Dataset { tokens, sequence_length, shuffle: options.shuffle, document_end })
     }
 
     /// Tokens in all.
@@ -81,6 +88,11 @@ impl Dataset {
         self.sequence_length
     }
 
+    /// The token that ends a document, where documents are told apart.
+    pub fn document_end(&self) -> Option<u32> {
+        self.document_end
+    }
+
     /// Whole windows: an epoch.
     pub fn windows(&self) -> u64 {
         self.tokens.len() / self.sequence_length
@@ -89,8 +101,9 @@ impl Dataset {
     /// A text that differs where the windows or their order do, for runs that are resumed.
     pub fn identity(&self) -> String {
         let order = self.shuffle.map_or("in order".to_owned(), |seed| format!("shuffled by {seed}"));
+        let documents = if self.document_end.is_some() { ", documents apart" } else { "" };
         format!(
-            "{:016x}, {} tokens, windows of {}, {order}",
+            "{:016x}, {} tokens, windows of {}, {order}{documents}",
             self.tokens.hash(),
             self.tokens.len(),
             self.sequence_length

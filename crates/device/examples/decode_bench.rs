@@ -69,6 +69,7 @@ fn tokens(cpu: &Cpu, dtype: DType, positions: u64) -> Result<Vec<f64>, DeviceErr
         head_dim: HEAD_DIM,
         scale: 0.125,
         window: None,
+        block_sparse: None,
         soft_cap: None,
     };
     (0..TOKENS)
@@ -77,7 +78,17 @@ fn tokens(cpu: &Cpu, dtype: DType, positions: u64) -> Result<Vec<f64>, DeviceErr
             for layer in caches.chunks_exact(2) {
                 let (k, v) = (&layer[0], &layer[1]);
                 let compute = Compute::F32;
-                cpu.run(Op::Attention { q: &q, k, v, out: &out, lse: &lse, shape, compute })?;
+                cpu.run(Op::Attention {
+                    q: &q,
+                    k,
+                    v,
+                    documents: None,
+                    out: &out,
+                    lse: &lse,
+                    probabilities: None,
+                    shape,
+                    compute,
+                })?;
             }
             Ok(begun.elapsed().as_secs_f64())
         })

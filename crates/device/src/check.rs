@@ -40,10 +40,29 @@ impl<'a> Op<'a> {
             Op::BiasBackward { dout, dbias, .. } => (vec![dout], vec![dbias], vec![]),
             Op::Rope { x, positions, cos, sin, .. } => (vec![x, positions, cos, sin], vec![x], vec![(x, x)]),
             Op::WriteCache { x, cache, .. } => (vec![x], vec![cache], vec![]),
-            Op::Attention { q, k, v, out, lse, .. } => (vec![q, k, v], vec![out, lse], vec![]),
-            Op::AttentionBackward { q, k, v, out, lse, dout, delta, sums, dq, dk, dv, .. } => {
+            Op::Attention { q, k, v, documents, out, lse, probabilities, .. } => {
+                let reads = [q, k, v].into_iter().chain(documents).collect();
+                (reads, [out, lse].into_iter().chain(probabilities).collect(), vec![])
+            }
+            Op::AttentionBackward {
+                q,
+                k,
+                v,
+                documents,
+                out,
+                lse,
+                probabilities,
+                dout,
+                delta,
+                sums,
+                dq,
+                dk,
+                dv,
+                ..
+            } => {
+                let reads = [q, k, v, out, lse, dout].into_iter().chain(documents).chain(probabilities);
                 let writes = [delta, dq, dk, dv].into_iter().chain(sums).collect();
-                (vec![q, k, v, out, lse, dout], writes, vec![])
+                (reads.collect(), writes, vec![])
             }
             Op::Gated { gate, up, out, .. } => (vec![gate, up], vec![out], vec![(out, gate), (out, up)]),
             Op::GatedBackward { gate, up, dout, dgate, dup, .. } => (
@@ -201,14 +220,32 @@ impl<'a> Op<'a> {
                 let heads = x.columns() / head_dim.max(1);
                 check.size(cache, cache.rows(), heads * cached_columns(cache, head_dim));
             }
-            Op::Attention { q, k, v, out, lse, shape, .. } => {
+            Op::Attention { q, k, v, documents, out, lse, probabilities, shape, .. } => {
+                check.masks(documents, probabilities, shape);
                 [q, out].into_iter().for_each(|t| check.float(t));
                 [k, v].into_iter().for_each(|t| check.cached(t));
                 check.attention(q, k, v, shape);
                 check.same_size(q, out);
                 check.f32_vector(lse, shape.batch * shape.heads * shape.q_len);
             }
-            Op::AttentionBackward { q, k, v, out, lse, dout, delta, sums, dq, dk, dv, shape, .. } => {
+            Op::AttentionBackward {
+                q,
+                k,
+                v,
+                documents,
+                out,
+                lse,
+                probabilities,
+                dout,
+                delta,
+                sums,
+                dq,
+                dk,
+                dv,
+                shape,
+                ..
+            } => {
+                check.masks(documents, probabilities, shape);
                 [q, k, v, out, dout, dq, dk, dv].into_iter().for_each(|t| check.float(t));
                 check.attention(q, k, v, shape);
                 check.same_size(k, v);
@@ -346,6 +383,7 @@ impl Mismatch {
                 && shape.q_len <= shape.kv_len
                 && shape.kv_len - shape.first_seen() <= shape.kv_capacity
                 && shape.window != Some(0)
+                && shape.block_sparse.is_none_or(|sparse| sparse.block > 0 && sparse.local_blocks > 0)
                 && shape.soft_cap.is_none_or(|cap| cap > 0.0),
             || format!("{shape:?} is impossible"),
         );
@@ -353,6 +391,16 @@ impl Mismatch {
         for cached in [k, v] {
             let columns = shape.kv_heads * cached_columns(cached, shape.head_dim);
             self.size(cached, shape.batch * shape.kv_capacity, columns);
+        }
+    }
+
+    fn masks(&mut self, documents: Option<&Tensor>, probabilities: Option<&Tensor>, shape: AttentionShape) {
+        if let Some(documents) = documents {
+            self.u32(documents);
+            self.vector(documents, shape.batch * shape.q_len);
+        }
+        if let Some(probabilities) = probabilities {
+            self.f32_vector(probabilities, shape.batch * shape.heads * shape.q_len * shape.kv_len);
         }
     }
 

@@ -102,16 +102,19 @@ impl Op<'_> {
             Op::LinearBackwardWeight { dout, dweight, compute, .. } => {
                 cost.matmul = product(dweight, dout.rows(), compute);
             }
-            Op::Attention { q, k, v, shape, compute, .. } => {
+            Op::Attention { q, k, v, probabilities, shape, compute, .. } => {
                 let seen = (shape.kv_len - shape.first_seen()).min(shape.kv_capacity);
                 let share = |t: &Tensor| t.bytes() / shape.kv_capacity.max(1) * seen;
-                cost.bytes = 2 * q.bytes() + share(k) + share(v);
+                let written = probabilities.map_or(0, Tensor::bytes);
+                cost.bytes = 2 * q.bytes() + share(k) + share(v) + written;
                 cost.attention = Some((compute, 4 * shape.score_count() * shape.head_dim));
                 cost.exps = shape.score_count();
             }
-            Op::AttentionBackward { shape, compute, .. } => {
-                cost.attention = Some((compute, 10 * shape.score_count() * shape.head_dim));
-                cost.exps = shape.score_count();
+            Op::AttentionBackward { probabilities, shape, compute, .. } => {
+                // Five products, of which kept probabilities save the first.
+                let products = if probabilities.is_some() { 4 } else { 5 };
+                cost.attention = Some((compute, 2 * products * shape.score_count() * shape.head_dim));
+                cost.exps = if probabilities.is_some() { 0 } else { shape.score_count() };
             }
             Op::Gated { gate, .. } | Op::GatedBackward { gate, .. } => cost.exps = gate.elements(),
             Op::Activate { x, .. } | Op::ActivateBackward { x, .. } => cost.exps = x.elements(),

@@ -4,6 +4,7 @@
 //! are said once, for every device. A [`Device`] carries it out: [`Dry`] counts it, [`Cpu`] computes it.
 //! This crate knows no model and no training.
 
+mod attention_shape;
 mod check;
 mod cost;
 pub mod cpu;
@@ -14,12 +15,13 @@ mod op;
 mod tensor;
 mod update;
 
+pub use attention_shape::{AttentionShape, BlockSparse};
 pub use cost::{Cost, Tally};
 pub use cpu::{Cpu, CpuOptions};
 pub use device::{Device, DeviceError};
 pub use dry::Dry;
 pub use dtype::DType;
-pub use op::{AttentionShape, Compute, Glu, IGNORED_TARGET, Op, Rounding};
+pub use op::{Compute, Glu, IGNORED_TARGET, Op, Rounding};
 pub use tensor::{Shape, Tensor};
 pub use update::{
     Adafactor, Adam, Apollo, BLOCK_8BIT, Channels, Codes, Lion, Rule, SecondMoment, Sgd, Update,

@@ -4,7 +4,7 @@
 //! Float tensors are f32 or bf16, each by itself, unless said otherwise; kernels compute in f32.
 //! "in place" lists which output may be the same memory as which input; nothing else may overlap.
 
-use crate::{Adam, Channels, Tensor, Update};
+use crate::{Adam, AttentionShape, Channels, Tensor, Update};
 
 /// A target that does not count in the loss.
 pub const IGNORED_TARGET: u32 = u32::MAX;
@@ -39,37 +39,6 @@ pub enum Glu {
     Gelu,
     /// The tanh approximation of GELU
     GeluTanh,
-}
-
-/// The geometry of causal attention with grouped heads.
-///
-/// q and out are `[batch * q_len, heads * head_dim]`; k and v are `[batch * kv_capacity, kv_heads * D']`, D' being
-/// `head_dim` filled up to whole blocks of their type. Position p of a sequence lies in row `p % kv_capacity` of its
-/// rows. Query i sits at position `kv_len - q_len + i` and sees the positions up to its own; all that it sees must
-/// still be there, so that only a window lets `kv_len` be more than `kv_capacity`. Query head h reads kv head
-/// `h / (heads / kv_heads)`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttentionShape {
-    /// Sequences.
-    pub batch: u64,
-    /// Queries of each sequence.
-    pub q_len: u64,
-    /// Positions of each sequence so far, those of the queries included.
-    pub kv_len: u64,
-    /// Rows of each sequence's keys.
-    pub kv_capacity: u64,
-    /// Query heads.
-    pub heads: u64,
-    /// Key and value heads.
-    pub kv_heads: u64,
-    /// Width of a head.
-    pub head_dim: u64,
-    /// Factor on the scores, usually 1 / sqrt(head_dim).
-    pub scale: f32,
-    /// Sliding window: a query sees this many positions at most, its own included. All that came before where `None`.
-    pub window: Option<u64>,
-    /// Scores become cap * tanh(score / cap) before the softmax (Gemma 2).
-    pub soft_cap: Option<f32>,
 }
 
 /// One operation. Field names are explained in each variant.
@@ -183,24 +152,31 @@ pub enum Op<'a> {
 
     /// Causal attention by tiles with an online softmax (FlashAttention-2, Dao 2023). lse f32 `[batch, heads, q_len]` is
     /// the log of the sum of the exponentials of each row's scaled scores. k and v may be of any type that
-    /// [`WriteCache`](Op::WriteCache) writes; they are read as they are stored.
+    /// [`WriteCache`](Op::WriteCache) writes; they are read as they are stored. `documents` u32 `[batch * q_len]` is the
+    /// first position that each query sees, whatever else the shape lets it see. With `probabilities`, f32
+    /// `[batch, heads, q_len, kv_len]`, rows of scores are written out there and normalised, 0 where nothing is seen.
     Attention {
         q: &'a Tensor,
         k: &'a Tensor,
         v: &'a Tensor,
+        documents: Option<&'a Tensor>,
         out: &'a Tensor,
         lse: &'a Tensor,
+        probabilities: Option<&'a Tensor>,
         shape: AttentionShape,
         compute: Compute,
     },
     /// dq, dk, dv = gradients. `delta` f32 `[batch, heads, q_len]` is workspace, and so is `sums`, f32 with an element
-    /// for each of dq's, dk's and dv's, without which all three are f32. Needs kv_capacity = kv_len = q_len.
+    /// for each of dq's, dk's and dv's, without which all three are f32. Needs kv_capacity = kv_len = q_len. With
+    /// `probabilities` they are read, without they are computed again tile by tile.
     AttentionBackward {
         q: &'a Tensor,
         k: &'a Tensor,
         v: &'a Tensor,
+        documents: Option<&'a Tensor>,
         out: &'a Tensor,
         lse: &'a Tensor,
+        probabilities: Option<&'a Tensor>,
         dout: &'a Tensor,
         delta: &'a Tensor,
         sums: Option<&'a Tensor>,
@@ -302,24 +278,5 @@ impl Op<'_> {
             Op::Orthonormalize { .. } => "orthonormalize",
             Op::Eigenvectors { .. } => "eigenvectors",
         }
-    }
-}
-
-impl AttentionShape {
-    /// The lowest position that any query sees.
-    pub fn first_seen(&self) -> u64 {
-        let first_query = self.kv_len.saturating_sub(self.q_len);
-        self.window.map_or(0, |window| (first_query + 1).saturating_sub(window))
-    }
-
-    /// Number of (query, key) pairs that see each other, over all heads.
-    pub fn score_count(&self) -> u64 {
-        let before = self.kv_len.saturating_sub(self.q_len);
-        let window = self.window.unwrap_or(u64::MAX);
-        // Queries that do not fill the window yet see one more key each than the one before.
-        let growing = window.saturating_sub(before).min(self.q_len);
-        let full = self.q_len - growing;
-        let pairs = growing * before + growing * (growing + 1) / 2 + full * window.min(self.kv_len);
-        self.batch * self.heads * pairs
     }
 }

@@ -214,6 +214,7 @@ fn attention() {
         head_dim: 8,
         scale: 1.0,
         window: None,
+        block_sparse: None,
         soft_cap: None,
     };
     let attention = |shape: AttentionShape, kv: &[u64]| {
@@ -222,6 +223,8 @@ fn attention() {
                 q: &t[0],
                 k: &t[1],
                 v: &t[2],
+                documents: None,
+                probabilities: None,
                 out: &t[3],
                 lse: &t[4],
                 shape,

@@ -8,6 +8,7 @@
 //! Relative paths are relative to the current directory, whether they stand in a file or on the command
 //! line; `~` is not expanded.
 
+mod attention;
 mod availability;
 mod batch;
 mod data;
@@ -32,6 +33,7 @@ mod sample;
 #[cfg(test)]
 mod tests;
 
+pub use attention::Attention;
 pub use batch::BatchSettings;
 pub use data::{DataConfig, DataFormat};
 pub use error::{ConfigError, ConflictingKey};
@@ -45,7 +47,7 @@ pub use place::Place;
 pub use policies::{ActivationCompression, GradientCheckpointing};
 pub use section::KeyDoc;
 pub use training::{
-    Attention, GradientDtype, InBackwardClipping, LearningRateScaling, LrSchedule, MasterWeights, Method,
+    GradientDtype, InBackwardClipping, LearningRateScaling, LrSchedule, MasterWeights, Method,
     MixedPrecision, NotFinite, TrainingConfig, TrainingLength,
 };
 pub use value::{Auto, Paths};

@@ -4,13 +4,13 @@
 use plimsoll_device::DType;
 use plimsoll_model::ModelSpec;
 use plimsoll_step::{
-    Checkpointing, GradientClipping, Group, LossScaling, NormSource, Precision, StepError, StepSettings,
-    UpdateTiming,
+    AttentionKind, Checkpointing, GradientClipping, Group, LossScaling, NormSource, Precision, StepError,
+    StepSettings, UpdateTiming,
 };
 
 use crate::config::{
-    Auto, GradientCheckpointing, GradientDtype, InBackwardClipping, MasterWeights, MixedPrecision, RawConfig,
-    TrainingConfig,
+    Attention, Auto, GradientCheckpointing, GradientDtype, InBackwardClipping, MasterWeights, MixedPrecision,
+    RawConfig, TrainingConfig,
 };
 use crate::dry_run::DryRun;
 use crate::optimizer::optimizer_settings;
@@ -203,6 +203,9 @@ pub(crate) fn step_settings(
         precision,
         checkpointing,
         compression: training.activation_compression().0,
+        attention: training.attention().set().map_or(AttentionKind::Flash, |attention| attention.0),
+        // Which token it is says the tokenizer, when there is one; the plan is the same for each.
+        document_end: config.data.document_mask().then(|| spec.eos_tokens.first().copied().unwrap_or(0)),
         mlp_chunk_tokens: training.mlp_chunk_tokens,
         loss_chunk_tokens: training
             .loss_chunk_tokens()
@@ -257,6 +260,6 @@ pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
     training.gradient_checkpointing =
         Some(Auto::Set(GradientCheckpointing::Form(choice.settings.checkpointing)));
     training.loss_chunk_tokens = Some(Auto::Set(choice.settings.loss_chunk_tokens));
-    training.attention = Some(Auto::Set(crate::config::Attention::Flash));
+    training.attention = Some(Auto::Set(Attention(choice.settings.attention)));
     resolved
 }

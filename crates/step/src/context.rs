@@ -4,6 +4,7 @@ use plimsoll_device::{AttentionShape, Compute, DType, Device, Glu, Tensor};
 use plimsoll_model::{Activation, ModelSpec};
 
 use crate::rope::{RopeTable, RopeTables};
+use crate::settings::AttentionKind;
 
 /// What a block needs to know of its pass. N = batch * q_len tokens.
 pub(crate) struct Context<'a, D: Device> {
@@ -15,9 +16,12 @@ pub(crate) struct Context<'a, D: Device> {
     pub ropes: &'a RopeTables,
     /// The rotation of this layer.
     pub rope: Option<&'a RopeTable>,
-    /// u32 [N]: the position of every token in its sequence.
+    /// u32 [N]: the position of every token in its sequence or document.
     pub positions: &'a Tensor,
+    /// u32 [N]: the position in its sequence of the first token of every token's document, where there are documents.
+    pub documents: Option<&'a Tensor>,
     pub attention: AttentionShape,
+    pub attention_kind: AttentionKind,
     /// The feed-forward part takes this many tokens at a time, where it does not take all.
     pub mlp_chunk_tokens: Option<u64>,
 }
@@ -25,9 +29,15 @@ pub(crate) struct Context<'a, D: Device> {
 impl<'a, D: Device> Context<'a, D> {
     /// The same for a layer: its window and its rotation.
     pub fn layer(&self, layer: u32) -> Context<'a, D> {
-        let window = self.spec.attention.window(layer);
-        let attention = AttentionShape { window, ..self.attention };
-        Context { rope: self.ropes.of(window.is_some()), attention, ..*self }
+        let own = self.spec.attention.window(layer);
+        let (asked, block_sparse) = match self.attention_kind {
+            AttentionKind::Flash | AttentionKind::Standard => (None, None),
+            AttentionKind::SlidingWindow(window) => (Some(window), None),
+            AttentionKind::BlockSparse(pattern) => (None, Some(pattern)),
+        };
+        let window = own.into_iter().chain(asked).min();
+        let attention = AttentionShape { window, block_sparse, ..self.attention };
+        Context { rope: self.ropes.of(own.is_some()), attention, ..*self }
     }
 
     /// Tokens of a chunk of the feed-forward part, if `tokens` are taken in chunks.
@@ -69,6 +79,7 @@ pub(crate) fn attention_shape(
         head_dim: attention.head_dim,
         scale: attention.scale.unwrap_or_else(|| (attention.head_dim as f64).powf(-0.5)) as f32,
         window: None,
+        block_sparse: None,
         soft_cap: attention.soft_cap.map(|cap| cap as f32),
     }
 }

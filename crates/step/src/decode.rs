@@ -14,7 +14,7 @@ use crate::embedding;
 use crate::head::{self, Head, rows};
 use crate::inputs::{check_tokens, positions};
 use crate::rope::RopeTables;
-use crate::settings::{MicroBatch, Precision};
+use crate::settings::{AttentionKind, MicroBatch, Precision};
 use crate::store::{ResidentStore, WeightStore};
 use cache::KvCache;
 
@@ -226,7 +226,9 @@ fn context<'c, D: Device>(
         ropes,
         rope: ropes.of(false),
         positions,
+        documents: None,
         attention: attention_shape(spec, 1, positions.elements(), past, settings.context),
+        attention_kind: AttentionKind::Flash,
         mlp_chunk_tokens: None,
     }
 }

@@ -10,7 +10,7 @@ use crate::embedding;
 use crate::head::{self, Head};
 use crate::inputs::Inputs;
 use crate::rope::RopeTables;
-use crate::settings::{MicroBatch, Precision};
+use crate::settings::{AttentionKind, MicroBatch, Precision};
 use crate::store::{ResidentStore, WeightStore};
 
 /// A forward pass over whole sequences, whatever holds the weights.
@@ -34,8 +34,15 @@ impl<D: Device> Evaluation<'_, D> {
         let arena = self.device.arena();
         arena.enter(Phase::Forward, None);
         let length = micro_batch.tokens.len() as u64 / batch_size.max(1);
-        let inputs = Inputs::upload(self.device, self.spec, batch_size, length, micro_batch)?;
-        let ctx = inputs.context(self.device, self.spec, self.precision, self.ropes, self.mlp_chunk_tokens);
+        let inputs = Inputs::upload(self.device, self.spec, batch_size, length, None, micro_batch)?;
+        let ctx = inputs.context(
+            self.device,
+            self.spec,
+            self.precision,
+            self.ropes,
+            AttentionKind::Flash,
+            self.mlp_chunk_tokens,
+        );
         let mut x = embedding::forward(&ctx, store, &inputs.tokens)?;
         for layer in 0..self.spec.num_layers {
             arena.enter(Phase::Forward, Some(layer));

@@ -7,7 +7,7 @@ use plimsoll_model::ModelSpec;
 use crate::StepError;
 use crate::context::{Context, attention_shape};
 use crate::rope::RopeTables;
-use crate::settings::{MicroBatch, Precision};
+use crate::settings::{AttentionKind, MicroBatch, Precision};
 
 /// One pass's tokens, u32 [N] each, and the place of its losses, f32 [N].
 pub(crate) struct Inputs {
@@ -15,17 +15,21 @@ pub(crate) struct Inputs {
     pub targets: Tensor,
     pub losses: Tensor,
     positions: Tensor,
+    /// Where each token's document begins, if documents are told apart.
+    documents: Option<Tensor>,
     batch_size: u64,
     sequence_length: u64,
 }
 
 impl Inputs {
-    /// Copies a micro-batch of `batch_size` sequences of `sequence_length` tokens to the device.
+    /// Copies a micro-batch of `batch_size` sequences of `sequence_length` tokens to the device. With `document_end`
+    /// every document has positions of its own and is told apart from the others.
     pub fn upload<D: Device>(
         device: &D,
         spec: &ModelSpec,
         batch_size: u64,
         sequence_length: u64,
+        document_end: Option<u32>,
         micro_batch: &MicroBatch<'_>,
     ) -> Result<Inputs, StepError> {
         let n = batch_size * sequence_length;
@@ -40,9 +44,20 @@ impl Inputs {
         let (tokens, targets) = (alloc("tokens")?, alloc("targets")?);
         device.write_u32(&tokens, micro_batch.tokens)?;
         device.write_u32(&targets, micro_batch.targets)?;
-        let positions = positions(device, batch_size, sequence_length, 0)?;
+        let (positions, documents) = match document_end {
+            None => (positions(device, batch_size, sequence_length, 0)?, None),
+            Some(end) => {
+                let (positions, documents) = (alloc("positions")?, alloc("documents")?);
+                let starts = document_starts(micro_batch.tokens, sequence_length, end);
+                let within: Vec<u32> =
+                    (0..).zip(&starts).map(|(i, start)| (i % sequence_length) as u32 - start).collect();
+                device.write_u32(&positions, &within)?;
+                device.write_u32(&documents, &starts)?;
+                (positions, Some(documents))
+            }
+        };
         let losses = device.alloc(DType::F32, &[n], Tag::Data, "losses")?;
-        Ok(Inputs { tokens, targets, losses, positions, batch_size, sequence_length })
+        Ok(Inputs { tokens, targets, losses, positions, documents, batch_size, sequence_length })
     }
 
     /// The context of blocks that see these tokens and no others.
@@ -52,6 +67,7 @@ impl Inputs {
         spec: &'a ModelSpec,
         precision: Precision,
         ropes: &'a RopeTables,
+        attention_kind: AttentionKind,
         mlp_chunk_tokens: Option<u64>,
     ) -> Context<'a, D> {
         let length = self.sequence_length;
@@ -63,7 +79,9 @@ impl Inputs {
             ropes,
             rope: ropes.of(false),
             positions: &self.positions,
+            documents: self.documents.as_ref(),
             attention: attention_shape(spec, self.batch_size, length, 0, length),
+            attention_kind,
             mlp_chunk_tokens,
         }
     }
@@ -83,6 +101,22 @@ pub(crate) fn check_tokens(spec: &ModelSpec, tokens: &[u32]) -> Result<(), StepE
     }
 }
 
+/// For every token of the sequences, the place in its sequence where its document begins: `end` is a document's last
+/// token, and a sequence begins one of its own.
+fn document_starts(tokens: &[u32], sequence_length: u64, end: u32) -> Vec<u32> {
+    let mut starts = Vec::with_capacity(tokens.len());
+    for sequence in tokens.chunks(sequence_length.max(1) as usize) {
+        let mut start = 0;
+        for (i, token) in (1..).zip(sequence) {
+            starts.push(start);
+            if *token == end {
+                start = i;
+            }
+        }
+    }
+    starts
+}
+
 /// Positions `past..past + length` for every sequence, u32 [batch * length].
 pub(crate) fn positions<D: Device>(
     device: &D,
@@ -98,4 +132,16 @@ pub(crate) fn positions<D: Device>(
         }
     })?;
     Ok(positions)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::document_starts;
+
+    #[test]
+    fn documents_begin_after_an_end_and_with_a_sequence() {
+        let starts = |tokens: &[u32]| document_starts(tokens, 5, 9);
+        assert_eq!(starts(&[1, 9, 2, 3, 9, 4, 5, 9, 9, 6]), [0, 0, 2, 2, 2, 0, 0, 0, 3, 4]);
+        assert_eq!(starts(&[1, 2, 3, 4, 5]), [0; 5]);
+    }
 }

@@ -24,6 +24,8 @@ mod settings;
 mod store;
 mod trainer;
 
+pub use plimsoll_device::BlockSparse;
+
 pub use decode::{DecodeSettings, Decoder};
 pub use error::{StepError, block_name};
 pub use evaluate::Evaluator;
@@ -33,7 +35,8 @@ pub use optimizer::{
 };
 pub use policy::{Checkpointing, Compression, Group, Groups, LayerPolicy, Save, SavePolicy};
 pub use settings::{
-    GradientClipping, LossScaling, MicroBatch, NormSource, Precision, StepSettings, UpdateTiming,
+    AttentionKind, GradientClipping, LossScaling, MicroBatch, NormSource, Precision, StepSettings,
+    UpdateTiming,
 };
 pub use store::{BlockWeights, ResidentStore, WeightStore};
 pub use trainer::{LossScale, NamedTensor, StepOutcome, StepProgress, Trainer};

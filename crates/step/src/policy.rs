@@ -29,7 +29,7 @@ pub struct LayerPolicy {
     pub norms: Save,
     /// Queries, keys and values.
     pub qkv: Save,
-    /// The attention's output and log-sum-exp.
+    /// The attention's output and log-sum-exp, and its probabilities where scores are written out.
     pub attention: Save,
     /// The residual stream between attention and feed-forward part.
     pub middle: Save,

@@ -1,6 +1,6 @@
 //! What a step is asked to do: precision, batch, policies and numbers. All of it decided; nothing is `auto` here.
 
-use plimsoll_device::{Compute, DType};
+use plimsoll_device::{BlockSparse, Compute, DType};
 
 use crate::{Checkpointing, Compression, OptimizerSettings};
 
@@ -88,6 +88,20 @@ impl Default for LossScaling {
     }
 }
 
+/// How a training step attends. A model's own windows stay under each of them: the narrower one counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AttentionKind {
+    /// In tiles, whose scores are computed again in the backward pass: memory grows with the sequence.
+    Flash,
+    /// All scores written out; their softmax is kept as the checkpointing policy says, in f32: memory grows with the
+    /// square of the sequence.
+    Standard,
+    /// As `Flash`; a token sees this many at most, itself included.
+    SlidingWindow(u64),
+    /// As `Flash`; a token sees the blocks of a pattern.
+    BlockSparse(BlockSparse),
+}
+
 /// Everything that shapes a training step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepSettings {
@@ -101,6 +115,11 @@ pub struct StepSettings {
     pub checkpointing: Checkpointing,
     /// How what is kept for the backward pass is compressed.
     pub compression: Compression,
+    /// How tokens attend to each other in training; evaluation and decoding know the model's own attention alone.
+    pub attention: AttentionKind,
+    /// The token that ends a document, where documents of a sequence must not attend to each other: the token after it
+    /// is at position 0 and sees nothing before itself. `None` takes a sequence as one document.
+    pub document_end: Option<u32>,
     /// The feed-forward parts take at most this many tokens at once and keep nothing; all at once where `None`.
     pub mlp_chunk_tokens: Option<u64>,
     /// Logits of at most this many tokens exist at once.
@@ -126,6 +145,8 @@ impl StepSettings {
             precision: Precision::F32,
             checkpointing: Checkpointing::None,
             compression: Compression::None,
+            attention: AttentionKind::Flash,
+            document_end: None,
             mlp_chunk_tokens: None,
             loss_chunk_tokens: batch_size * sequence_length,
             optimizer: OptimizerSettings::default(),

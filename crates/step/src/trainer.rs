@@ -346,13 +346,20 @@ impl<'a, D: Device> Trainer<'a, D> {
         finish: Option<Finish>,
     ) -> Result<f64, StepError> {
         let StepSettings {
-            batch_size, sequence_length, loss_chunk_tokens, mlp_chunk_tokens, precision, ..
+            batch_size,
+            sequence_length,
+            loss_chunk_tokens,
+            mlp_chunk_tokens,
+            precision,
+            attention,
+            document_end,
+            ..
         } = self.settings;
         let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), Rc::clone(&self.ropes));
         let arena = device.arena();
         arena.enter(Phase::Forward, None);
-        let inputs = Inputs::upload(device, &spec, batch_size, sequence_length, micro_batch)?;
-        let ctx = inputs.context(device, &spec, precision, &ropes, mlp_chunk_tokens);
+        let inputs = Inputs::upload(device, &spec, batch_size, sequence_length, document_end, micro_batch)?;
+        let ctx = inputs.context(device, &spec, precision, &ropes, attention, mlp_chunk_tokens);
         let mut x = embedding::forward(&ctx, &mut self.weights, &inputs.tokens)?;
         let mut kept = Vec::new();
         let segments: Vec<Range<u32>> = self.policy.segments().collect();
@@ -502,8 +509,8 @@ impl<'a, D: Device> Trainer<'a, D> {
         Ok(())
     }
 
-    /// Sum of token losses and number of targets of a batch of at most the step's shape; weights and gradients stay
-    /// as they are.
+    /// Sum of token losses and number of targets of a batch of at most the step's shape, with the model's own attention
+    /// over whole sequences; weights and gradients stay as they are.
     pub fn evaluate(
         &mut self,
         batch_size: u64,
@@ -563,11 +570,19 @@ impl<'a, D: Device> Trainer<'a, D> {
     /// The first block, in the order of the forward pass, whose output for a micro-batch is not finite. Weights and
     /// gradients stay as they are.
     pub fn first_bad_output(&mut self, micro_batch: &MicroBatch<'_>) -> Result<Option<BlockId>, StepError> {
-        let StepSettings { batch_size, sequence_length, mlp_chunk_tokens, precision, .. } = self.settings;
+        let StepSettings {
+            batch_size,
+            sequence_length,
+            mlp_chunk_tokens,
+            precision,
+            attention,
+            document_end,
+            ..
+        } = self.settings;
         let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), Rc::clone(&self.ropes));
         device.arena().enter(Phase::Forward, None);
-        let inputs = Inputs::upload(device, &spec, batch_size, sequence_length, micro_batch)?;
-        let ctx = inputs.context(device, &spec, precision, &ropes, mlp_chunk_tokens);
+        let inputs = Inputs::upload(device, &spec, batch_size, sequence_length, document_end, micro_batch)?;
+        let ctx = inputs.context(device, &spec, precision, &ropes, attention, mlp_chunk_tokens);
         let mut x = embedding::forward(&ctx, &mut self.weights, &inputs.tokens)?;
         let square = rows(&self.squared_norms, 0, 1)?;
         let finite = |x: &Tensor| -> Result<bool, StepError> {

@@ -5,8 +5,8 @@ mod common;
 use common::*;
 use plimsoll_device::Device;
 use plimsoll_step::{
-    Checkpointing, Compression, GradientClipping, Group, LossScaling, MicroBatch, NormSource, Precision,
-    StepSettings, UpdateTiming,
+    AttentionKind, BlockSparse, Checkpointing, Compression, GradientClipping, Group, LossScaling, MicroBatch,
+    NormSource, Precision, StepSettings, UpdateTiming,
 };
 
 fn every_checkpointing() -> Vec<Checkpointing> {
@@ -42,6 +42,33 @@ fn lossless(base: &StepSettings) -> Vec<StepSettings> {
     all
 }
 
+/// The same settings with every other kind of attention, and with documents.
+fn attentions(base: &StepSettings) -> Vec<StepSettings> {
+    let sparse = AttentionKind::BlockSparse(BlockSparse { block: 2, local_blocks: 2, global_blocks: 1 });
+    // A token that there is.
+    let document_end = Some(tokens(100, base.batch_size, base.sequence_length).0[3]);
+    let kinds = [AttentionKind::Standard, AttentionKind::SlidingWindow(4), sparse];
+    let mut all: Vec<StepSettings> =
+        kinds.into_iter().map(|attention| StepSettings { attention, ..base.clone() }).collect();
+    for attention in [AttentionKind::Flash, AttentionKind::Standard, sparse] {
+        all.push(StepSettings { attention, document_end, ..base.clone() });
+    }
+    all
+}
+
+/// The policies that treat attention in different ways.
+fn about_attention(base: &StepSettings) -> Vec<StepSettings> {
+    let groups = |groups: &[Group]| Checkpointing::Selective(groups.iter().copied().collect());
+    let forms = [
+        Checkpointing::None,
+        Checkpointing::Full,
+        Checkpointing::Every(2),
+        groups(&[Group::Attention]),
+        groups(&[Group::Qkv, Group::Norms]),
+    ];
+    forms.into_iter().map(|checkpointing| StepSettings { checkpointing, ..base.clone() }).collect()
+}
+
 /// Settings that change the result, each beside what it must stay near to.
 fn lossy(base: &StepSettings) -> Vec<StepSettings> {
     let mut all = Vec::new();
@@ -53,6 +80,9 @@ fn lossy(base: &StepSettings) -> Vec<StepSettings> {
                 ..base.clone()
             });
         }
+    }
+    for compression in [Compression::None, Compression::Int8 { block: 64 }] {
+        all.push(StepSettings { attention: AttentionKind::Standard, compression, ..base.clone() });
     }
     for checkpointing in [Checkpointing::None, Checkpointing::Full] {
         all.push(StepSettings { mlp_chunk_tokens: Some(5), checkpointing, ..base.clone() });
@@ -70,7 +100,12 @@ fn the_plan_knows_every_policy() {
     for spec in families() {
         for precision in precisions() {
             let base = StepSettings { precision, ..settings(2, 9) };
-            for settings in lossless(&base).into_iter().chain(lossy(&base)) {
+            let attentions = attentions(&base);
+            let packed = attentions
+                .iter()
+                .map(|base| StepSettings { compression: Compression::Int8 { block: 16 }, ..base.clone() });
+            let attentions = attentions.iter().flat_map(about_attention).chain(packed);
+            for settings in lossless(&base).into_iter().chain(lossy(&base)).chain(attentions) {
                 let planned = planned_peak(&spec, &settings, 2);
                 let device = device(&spec, &settings, 2);
                 let mut trainer = trainer(&device, &spec, &settings);
@@ -95,6 +130,12 @@ fn moving_and_recomputing_change_no_bit() {
             for settings in lossless(&base) {
                 let want = if settings.clipping == base.clipping { &plain } else { &plain_unclipped };
                 assert!(train(&spec, &settings, 2, 3) == *want, "{settings:?}");
+            }
+            for base in attentions(&base) {
+                let plain = train(&spec, &base, 3, 2);
+                for settings in about_attention(&base) {
+                    assert!(train(&spec, &settings, 2, 2) == plain, "{settings:?}");
+                }
             }
         }
     }

@@ -10,7 +10,7 @@ use plimsoll_parallel::Solo;
 use plimsoll_plan::config::{LrSchedule, NotFinite, RawConfig, TrainingLength};
 use plimsoll_plan::hardware::process_memory;
 use plimsoll_plan::{Machine, ModelOrigin, OriginError, TrainingPlan};
-use plimsoll_step::{MicroBatch, Trainer};
+use plimsoll_step::{MicroBatch, StepSettings, Trainer};
 
 use crate::checkpoint::{Checkpoint, TrainerState, copy_out};
 use crate::run::{Connections, RunSettings, Thresholds, TrainingOutcome, run};
@@ -62,18 +62,21 @@ impl Prepared {
         let output = config.output.dir();
         let resumed = open_output(&output, resume)?;
         let buffer_bytes = config.data.buffer_size().set().map_or(DEFAULT_BUFFER, |size| size.0 as usize);
-        let options = |patterns: &[String], shuffle| DatasetOptions {
+        let options = |patterns: &[String], shuffle, document_mask| DatasetOptions {
             patterns: patterns.to_vec(),
             text_field: config.data.text_field(),
             append_eos: config.data.append_eos(),
             buffer_bytes,
             sequence_length: config.data.sequence_length(),
             shuffle,
+            document_mask,
         };
         let order = config.data.shuffle().then(|| config.data.seed.unwrap_or(config.training.seed()));
-        let train = Dataset::open(&options(&train_paths, order), &tokenizer, &output)?;
+        let train =
+            Dataset::open(&options(&train_paths, order, config.data.document_mask()), &tokenizer, &output)?;
         let validation = match &config.data.validation {
-            Some(paths) => Some(Dataset::open(&options(paths.patterns(), None), &tokenizer, &output)?),
+            // Measured with the model's own attention, as evaluation does.
+            Some(paths) => Some(Dataset::open(&options(paths.patterns(), None, false), &tokenizer, &output)?),
             None => None,
         };
         if let Some((checkpoint, state)) = &resumed
@@ -119,7 +122,9 @@ impl Prepared {
             crate::report::write_timeline(&output, &plan.choice.dry_run.ledger)?;
         }
         let settings = self.run_settings(plan, &output);
-        let mut trainer = Trainer::new(device, plan.spec.clone(), plan.choice.settings.clone(), &Solo)?;
+        let document_end = self.train.document_end();
+        let step = StepSettings { document_end, ..plan.choice.settings.clone() };
+        let mut trainer = Trainer::new(device, plan.spec.clone(), step, &Solo)?;
         self.load(device, &mut trainer)?;
 
         let Prepared { tokenizer, train, validation, resumed, .. } = self;

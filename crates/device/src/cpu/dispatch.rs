@@ -253,17 +253,37 @@ impl Cpu {
                 };
                 cache::write(exec, t.floats(x), to, x.rows() as usize, first, head_dim as usize);
             }
-            Op::Attention { q, k, v, out, lse, shape, compute } => {
+            Op::Attention { q, k, v, documents, out, lse, probabilities, shape, compute } => {
                 let cached = [k, v].map(|x| (t.bytes(x), x.dtype()));
                 let (out, lse) = (t.floats_mut(out), t.f32s_mut(lse));
+                let probabilities = probabilities.map(|x| t.f32s_mut(x));
+                let g = attention::Geometry::new(shape, documents.map(|x| t.u32s(x)));
                 let workspace = bytemuck::cast_slice_mut(workspace);
-                attention::forward(exec, t.floats(q), cached, out, lse, shape, compute, workspace);
+                attention::forward(exec, t.floats(q), cached, out, lse, probabilities, g, compute, workspace);
             }
-            Op::AttentionBackward { q, k, v, out, lse, dout, delta, sums, dq, dk, dv, shape, compute } => {
+            Op::AttentionBackward {
+                q,
+                k,
+                v,
+                documents,
+                out,
+                lse,
+                probabilities,
+                dout,
+                delta,
+                sums,
+                dq,
+                dk,
+                dv,
+                shape,
+                compute,
+            } => {
                 let inputs = [q, k, v, out, dout].map(|x| t.floats(x));
                 let gradients = [dq, dk, dv].map(|x| t.floats_mut(x));
                 let (lse, delta, sums) = (t.f32s(lse), t.f32s_mut(delta), sums.map(|x| t.f32s_mut(x)));
-                attention::backward(exec, inputs, lse, delta, gradients, sums, shape, compute);
+                let probabilities = probabilities.map(|x| t.f32s(x));
+                let g = attention::Geometry::new(shape, documents.map(|x| t.u32s(x)));
+                attention::backward(exec, inputs, lse, delta, gradients, sums, probabilities, g, compute);
             }
 
             Op::Gated { gate, up, out, activation } => {

@@ -122,7 +122,7 @@ fn attention_reads_what_is_stored() {
             let ((k, k_stored), (v, v_stored)) = (cached(2, 24.0 / d.max(8) as f64), cached(3, 1.0));
             let sizes = [s.batch * s.q_len, s.heads * s.head_dim].map(|n| n as usize);
             let q = Operand::new(DType::F32, &sizes, noise(1).map(|x| 3.0 * x));
-            let (out, lse) = forward(&s, &q.values, &k, &v);
+            let (out, lse) = forward(&s, &[], [&q.values, &k, &v]);
             let statistics = [s.batch, s.heads, s.q_len].map(|n| n as usize);
             let operands = [
                 q,
@@ -140,7 +140,17 @@ fn attention_reads_what_is_stored() {
             check(
                 &format!("{s:?} {dtype}"),
                 &operands,
-                |t| Op::Attention { q: &t[0], k: &t[1], v: &t[2], out: &t[3], lse: &t[4], shape: s, compute },
+                |t| Op::Attention {
+                    q: &t[0],
+                    k: &t[1],
+                    v: &t[2],
+                    documents: None,
+                    out: &t[3],
+                    lse: &t[4],
+                    probabilities: None,
+                    shape: s,
+                    compute,
+                },
                 &expected,
             );
         }

@@ -125,17 +125,20 @@ static REFUSALS: &[Refusal] = &[
     },
     Refusal {
         keys: &["training.attention"],
-        values: Words(&[
-            "standard",
-            "eager",
-            "sdpa",
-            "flash_attention_2",
-            "flash_attention_3",
-            "xformers",
-            "sliding_window",
-            "block_sparse",
-        ]),
-        reason: "attention is tiled, with every earlier token in view",
+        values: Words(&["sliding_window", "block_sparse"]),
+        reason: "it has an argument",
+        instead: "{sliding_window: 256} or {block_sparse: {block: 64, local_blocks: 4, global_blocks: 1}}",
+    },
+    Refusal {
+        keys: &["training.attention"],
+        values: Words(&["eager", "math"]),
+        reason: "scores that are written out are asked for by another name",
+        instead: "standard",
+    },
+    Refusal {
+        keys: &["training.attention"],
+        values: Words(&["sdpa", "flash_attention_2", "flash_attention_3", "xformers"]),
+        reason: "there is one tiled attention",
         instead: "flash",
     },
     Refusal {

@@ -22,6 +22,8 @@ section! {
         sequence_length: u64 = 512, TWO_TOKENS;
         /// Whether documents are joined and cut into full sequences.
         packing: bool = true;
+        /// Whether documents in one sequence are told apart: each has positions of its own and sees nothing of the others.
+        document_mask: bool = false;
         /// Whether sequences are drawn in a random order.
         shuffle: bool = true;
         /// Seed of that order.

@@ -248,7 +248,9 @@ impl<'a> Layer<'a> {
         };
         if let Err(mismatch) = outcome {
             let place = self.document.place(mismatch.location);
-            let refusal = input.word().and_then(|word| Some((word, availability::refusal(path, word)?)));
+            // A mapping has an argument: what is wrong is that, and not the word.
+            let word = input.word().filter(|_| !matches!(node.value, Yaml::Map(_)));
+            let refusal = word.and_then(|word| Some((word, availability::refusal(path, word)?)));
             self.errors.push(match refusal {
                 Some((word, refusal)) => ConfigError::Unavailable {
                     place: Some(place),

@@ -138,7 +138,7 @@ impl Serialize for ActivationCompression {
 }
 
 /// The word, and its argument if it has one.
-fn tagged<T: ConfigValue>(input: Input<'_>) -> Result<(&str, Option<Input<'_>>), Mismatch> {
+pub(super) fn tagged<T: ConfigValue>(input: Input<'_>) -> Result<(&str, Option<Input<'_>>), Mismatch> {
     match &input.node.value {
         Yaml::Text(word) => Ok((word, None)),
         Yaml::Map(entries) => match entries.as_slice() {
@@ -149,7 +149,7 @@ fn tagged<T: ConfigValue>(input: Input<'_>) -> Result<(&str, Option<Input<'_>>),
     }
 }
 
-fn one_entry<S: Serializer, T: Serialize + ?Sized>(
+pub(super) fn one_entry<S: Serializer, T: Serialize + ?Sized>(
     serializer: S,
     key: &str,
     value: &T,

@@ -2,6 +2,7 @@
 
 use plimsoll_step::Compression;
 
+use super::attention::Attention;
 use super::optimizer::{Optimizer, OptimizerOptions, ParameterGroups};
 use super::policies::{ActivationCompression, GradientCheckpointing};
 use super::section::section;
@@ -66,7 +67,7 @@ section! {
         gradient_checkpointing: Auto<GradientCheckpointing> = Auto::Auto;
         /// How saved activations are compressed.
         activation_compression: ActivationCompression = ActivationCompression(Compression::None);
-        /// The attention algorithm.
+        /// How tokens attend to each other in training.
         attention: Auto<Attention> = Auto::Auto;
         /// Logits of at most this many tokens exist at once.
         loss_chunk_tokens: Auto<u64> = Auto::Auto, COUNT;
@@ -182,14 +183,6 @@ choice! {
         PreviousNorm = "previous_norm",
         /// From a backward pass of its own: exact, for twice the time.
         SecondBackward = "second_backward",
-    }
-}
-
-choice! {
-    /// The attention algorithm.
-    pub enum Attention {
-        /// Tiled with an online softmax: memory grows with the sequence, not its square.
-        Flash = "flash",
     }
 }
 

@@ -1,6 +1,8 @@
 //! Checks of a whole configuration: ranges, what this version does not have, and keys that contradict each other.
 //! Whether files exist and models fit is left to those who open and plan them.
 
+use plimsoll_step::{AttentionKind, BlockSparse};
+
 use super::{
     Auto, ConfigError, ConflictingKey, Entry, GradientDtype, LearningRateScaling, MasterWeights,
     MixedPrecision, Paths, RawConfig, availability, is_unset,
@@ -163,6 +165,7 @@ impl RawConfig {
         }
         self.check_in_backward(errors);
         self.check_fp16(errors);
+        self.check_block_sparse(errors);
         if training.mixed_precision() != Auto::Set(MixedPrecision::F32) {
             return;
         }
@@ -205,6 +208,29 @@ impl RawConfig {
                     .to_owned(),
             });
         }
+    }
+
+    fn check_block_sparse(&self, errors: &mut Vec<ConfigError>) {
+        let length = self.data.sequence_length();
+        let Auto::Set(attention) = self.training.attention() else { return };
+        let AttentionKind::BlockSparse(BlockSparse { block, .. }) = attention.0 else { return };
+        if block == 0 || length.is_multiple_of(block) {
+            return;
+        }
+        let below = length / block * block;
+        let nearest = match below.checked_add(block) {
+            Some(above) if below == 0 || above - length < length - below => above,
+            _ => below,
+        };
+        let divisor = (1..=block.min(length)).rev().find(|block| length.is_multiple_of(*block)).unwrap_or(1);
+        errors.push(ConfigError::Conflict {
+            keys: vec![
+                self.conflicting("training.attention", attention),
+                self.conflicting("data.sequence_length", length),
+            ],
+            reason: format!("a sequence of {length} tokens is not whole blocks of {block}"),
+            remedy: format!("set data.sequence_length to {nearest}, or the block to {divisor}"),
+        });
     }
 
     fn check_in_backward(&self, errors: &mut Vec<ConfigError>) {

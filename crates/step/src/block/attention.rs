@@ -12,6 +12,7 @@ use crate::gradients::Gradients;
 use crate::head::reshaped;
 use crate::norm::{Norm, Normed};
 use crate::rope::RopeTable;
+use crate::settings::AttentionKind;
 use crate::store::BlockWeights;
 
 /// Queries, keys and values of the normed input.
@@ -91,9 +92,26 @@ pub(super) fn attend<D: Device>(ctx: &Context<'_, D>, qkv: &Qkv) -> Result<Atten
         ctx.device.alloc(ctx.activations, &[qkv.q.rows(), qkv.q.columns()], Tag::Attention, "attention")?;
     let lse =
         ctx.device.alloc(DType::F32, &[shape.batch, shape.heads, shape.q_len], Tag::Attention, "lse")?;
+    let probabilities = match ctx.attention_kind {
+        AttentionKind::Standard => {
+            let sizes = [shape.batch, shape.heads, shape.q_len, shape.kv_len];
+            Some(ctx.device.alloc(DType::F32, &sizes, Tag::Attention, "probabilities")?)
+        }
+        _ => None,
+    };
     let Qkv { q, k, v, .. } = qkv;
-    ctx.device.run(Op::Attention { q, k, v, out: &out, lse: &lse, shape, compute: ctx.compute })?;
-    Ok(Attended { out, lse })
+    ctx.device.run(Op::Attention {
+        q,
+        k,
+        v,
+        documents: ctx.documents,
+        out: &out,
+        lse: &lse,
+        probabilities: probabilities.as_ref(),
+        shape,
+        compute: ctx.compute,
+    })?;
+    Ok(Attended { out, lse, probabilities })
 }
 
 /// out (+)= output projection of what attention gave.
@@ -139,8 +157,10 @@ pub(super) fn backward<D: Device>(
         q: &qkv.q,
         k: &qkv.k,
         v: &qkv.v,
+        documents: ctx.documents,
         out: &attended.out,
         lse: &attended.lse,
+        probabilities: attended.probabilities.as_ref(),
         dout: &dout,
         delta: &delta,
         sums: sums.as_ref(),

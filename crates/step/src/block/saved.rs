@@ -66,11 +66,13 @@ pub(crate) struct Summed {
     pub raw: Option<Raw>,
 }
 
-/// The attention's output `[N, Q]` and log-sum-exp `[batch, heads, q_len]`.
+/// The attention's output `[N, Q]` and log-sum-exp `[batch, heads, q_len]`, and its probabilities
+/// `[batch, heads, q_len, kv_len]` where scores are written out.
 #[derive(Clone)]
 pub(crate) struct Attended {
     pub out: Tensor,
     pub lse: Tensor,
+    pub probabilities: Option<Tensor>,
 }
 
 /// Outputs of the gate (where there is one) and up projections `[N, I]`.
@@ -120,7 +122,7 @@ impl Activations for Summed {
 
 impl Activations for Attended {
     fn tensors(&mut self) -> Vec<&mut Tensor> {
-        vec![&mut self.out]
+        [&mut self.out].into_iter().chain(&mut self.probabilities).collect()
     }
 }
 

@@ -1,12 +1,14 @@
 //! Causal attention by tiles (FlashAttention-2, Dao 2023): memory grows with the sequence, not its square.
 //!
 //! Forward: a task is a block of queries of one head, which goes over the keys it sees with an online softmax; a single
-//! query of each head is `decode`'s affair. The backward pass is in `backward`, where heads, blocks and what they see are
-//! in `geometry`. Products of tiles are matrix products like all others. Keys and values are read as they are stored.
+//! query of each head is `decode`'s affair, scores that are written out `standard`'s. The backward pass is in `backward`,
+//! where heads, blocks and what they see are in `geometry`. Products of tiles are matrix products like all others. Keys
+//! and values are read as they are stored.
 
 mod backward;
 mod decode;
 mod geometry;
+mod standard;
 
 use std::ops::Range;
 
@@ -17,10 +19,10 @@ use super::simd::{LANES, per_isa, sum_lanes};
 use super::split::{Shared, Split};
 use super::{Exec, Floats, FloatsMut, Simd};
 use crate::cpu::matmul::{Operand, Output, SCRATCH_BYTES as MATMUL_SCRATCH_BYTES, matmul_serial};
-use crate::{AttentionShape, Compute, DType};
+use crate::{Compute, DType};
 
 pub(in crate::cpu) use backward::backward;
-use geometry::Geometry;
+pub(in crate::cpu) use geometry::Geometry;
 
 /// Queries of a block.
 const QUERIES: usize = 128;
@@ -134,13 +136,17 @@ impl RowsMut {
     }
 }
 
-/// The part of a row that is seen; the rest becomes 0.
-fn only(row: &mut [f32], seen: Range<usize>) -> &mut [f32] {
-    let (before, rest) = row.split_at_mut(seen.start);
-    let (seen, after) = rest.split_at_mut(seen.len());
-    before.fill(0.0);
-    after.fill(0.0);
-    seen
+/// The parts of a row that are seen, in order; the rest becomes 0.
+fn only(row: &mut [f32], [first, second]: [Range<usize>; 2]) -> [&mut [f32]; 2] {
+    // An empty range may lie anywhere.
+    let first = if first.is_empty() { second.start..second.start } else { first };
+    let second = if second.is_empty() { first.end..first.end } else { second };
+    let (row, after) = row.split_at_mut(second.end);
+    let (row, second) = row.split_at_mut(second.start);
+    let (row, between) = row.split_at_mut(first.end);
+    let (before, first) = row.split_at_mut(first.start);
+    [before, between, after].into_iter().for_each(|unseen| unseen.fill(0.0));
+    [first, second]
 }
 
 fn transposed(x: Operand) -> Operand {
@@ -196,23 +202,28 @@ impl Scratch<'_> {
     }
 }
 
-/// out [batch * q_len, heads * D] and lse [batch, heads, q_len] from q and from k and v as they are stored.
-/// `workspace` is for the parts of single queries.
+/// out [batch * q_len, heads * D] and lse [batch, heads, q_len] from q and from k and v as they are stored, and the
+/// probabilities [batch, heads, q_len, kv_len] where they are asked for. `workspace` is for the parts of single queries.
+#[allow(clippy::too_many_arguments)]
 pub(in crate::cpu) fn forward(
     exec: Exec<'_>,
     q: Floats<'_>,
     [k, v]: [(&[u8], DType); 2],
     out: FloatsMut<'_>,
     lse: &mut [f32],
-    shape: AttentionShape,
+    probabilities: Option<&mut [f32]>,
+    g: Geometry<'_>,
     compute: Compute,
     workspace: &mut [f32],
 ) {
-    let g = Geometry::new(shape).cached(k.1, v.1);
+    let g = g.cached(k.1, v.1);
     if g.d == 0 || g.d > MAX_HEAD_DIM {
         return;
     }
     let [k, v] = [k, v].map(|(bytes, dtype)| Rows::stored(bytes, dtype));
+    if let Some(probabilities) = probabilities {
+        return standard::forward(exec, q, [k, v], out, lse, probabilities, g, compute);
+    }
     if let Some(parts) = decode::Parts::of(&g, workspace) {
         return decode::forward(exec, q, [k, v], out, lse, g, parts);
     }
@@ -247,12 +258,17 @@ pub(in crate::cpu) fn forward(
             }
             for (row, scores) in scores.chunks_exact_mut(keys).enumerate() {
                 let seen = only(scores, g.visible(&block, row, &range));
-                let scale = g.cap_scores(exec.simd, seen);
-                let higher = (row_max(exec.simd, seen) * scale).max(max[row]);
+                let [first, second] = seen;
+                let scale = g.cap_scores(exec.simd, first);
+                g.cap_scores(exec.simd, second);
+                let highest = row_max(exec.simd, first).max(row_max(exec.simd, second));
+                let higher = (highest * scale).max(max[row]);
                 // A row whose every score is -inf, or that holds a NaN, keeps what its scores make of it.
                 let shift = if higher == f32::NEG_INFINITY { 0.0 } else { higher };
                 let fade = if max[row] == f32::NEG_INFINITY { 0.0 } else { (max[row] - shift).exp() };
-                total[row] = total[row] * fade + exponentials(exec.simd, seen, scale, shift);
+                let sum = exponentials(exec.simd, first, scale, shift)
+                    + exponentials(exec.simd, second, scale, shift);
+                total[row] = total[row] * fade + sum;
                 if fade != 1.0 {
                     multiply(exec.simd, &mut sums[row * d..(row + 1) * d], fade);
                 }

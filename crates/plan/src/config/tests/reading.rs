@@ -175,6 +175,44 @@ fn checkpointing_and_compression_have_arguments() {
 }
 
 #[test]
+fn attention_has_arguments() {
+    use plimsoll_step::{AttentionKind, BlockSparse};
+    let pattern = |global_blocks| BlockSparse { block: 64, local_blocks: 4, global_blocks };
+    for (text, expected) in [
+        ("flash", AttentionKind::Flash),
+        ("standard", AttentionKind::Standard),
+        ("{sliding_window: 256}", AttentionKind::SlidingWindow(256)),
+        (
+            "{block_sparse: {block: 64, local_blocks: 4, global_blocks: 1}}",
+            AttentionKind::BlockSparse(pattern(1)),
+        ),
+        ("{block_sparse: {block: 64, local_blocks: 4}}", AttentionKind::BlockSparse(pattern(0))),
+    ] {
+        let config = read(&format!("training: {{ attention: {text} }}"));
+        assert_eq!(config.training.attention(), Auto::Set(Attention(expected)));
+        assert_eq!(read(&config.to_yaml().unwrap()), config);
+    }
+    for (wrong, said) in [
+        ("{sliding_window: 0}", "a window of 0, where 1 is the least: a token sees itself"),
+        ("{sliding_window: wide}", "'wide'"),
+        ("{block_sparse: {block: 64, local_blocks: 0}}", "local_blocks of 0, where 1 is the least"),
+        ("{block_sparse: {block: 0, local_blocks: 1}}", "block of 0, where 1 is the least"),
+        ("{block_sparse: {block: 64}}", "a pattern without local_blocks"),
+        ("{block_sparse: {block: 64, local_blocks: 1, window: 3}}", "a pattern with 'window'"),
+        ("{block_sparse: 64}", "the number 64"),
+        ("{flash: 2}", "expected flash | standard"),
+        ("sliding_window", "it has an argument; use {sliding_window: 256}"),
+        ("eager", "use standard"),
+        ("sdpa", "use flash"),
+    ] {
+        let set = format!("training.attention={wrong}");
+        let read = RawConfig::from_overrides(["model=x", &set]);
+        let error = read.and_then(|config| config.validate()).unwrap_err().to_string();
+        assert!(error.contains("training.attention") && error.contains(said), "{error}");
+    }
+}
+
+#[test]
 fn updates_in_the_backward_pass_need_a_norm_to_clip_by() {
     let validate = |text: &str| {
         let model = "model: m\ndata: {train: t}\n";

@@ -279,6 +279,10 @@ fn contradictions_are_refused_with_both_places() {
             "the thresholds do not rise from warning to critical to emergency; put them in that order",
         ),
         (
+            "model: x\ndata: {sequence_length: 500}\ntraining: {attention: {block_sparse: {block: 64, local_blocks: 2}}}",
+            "a sequence of 500 tokens is not whole blocks of 64; set data.sequence_length to 512, or the block to 50",
+        ),
+        (
             "model: x\noutput: {eval_steps: 10}",
             "there is nothing to validate on; set data.validation, or remove output.eval_steps",
         ),

@@ -25,10 +25,10 @@ pub(in crate::cpu) fn backward(
     delta: &mut [f32],
     gradients: [FloatsMut<'_>; 3],
     sums: Option<&mut [f32]>,
-    shape: AttentionShape,
+    probabilities: Option<&[f32]>,
+    g: Geometry<'_>,
     compute: Compute,
 ) {
-    let g = Geometry::new(shape);
     if g.d == 0 || g.d > MAX_HEAD_DIM {
         return;
     }
@@ -36,7 +36,7 @@ pub(in crate::cpu) fn backward(
     let [q, k, v, dout] = [q, k, v, dout].map(Rows::new);
     let run = |[dq, dk, dv]: [&mut [f32]; 3]| {
         let [dq, dk, dv] = [dq, dk, dv].map(|x| RowsMut::new(FloatsMut::F32(x)));
-        Backward { exec, compute, g, q, k, v, dout, lse, delta, dq, dk, dv }.run();
+        Backward { exec, compute, g, q, k, v, dout, lse, delta, probabilities, dq, dk, dv }.run();
     };
     match (gradients, sums) {
         ([FloatsMut::F32(dq), FloatsMut::F32(dk), FloatsMut::F32(dv)], _) => run([dq, dk, dv]),
@@ -57,13 +57,15 @@ pub(in crate::cpu) fn backward(
 struct Backward<'a> {
     exec: Exec<'a>,
     compute: Compute,
-    g: Geometry,
+    g: Geometry<'a>,
     q: Rows,
     k: Rows,
     v: Rows,
     dout: Rows,
     lse: &'a [f32],
     delta: &'a [f32],
+    /// [batch, heads, q_len, kv_len], where they were kept.
+    probabilities: Option<&'a [f32]>,
     dq: RowsMut,
     dk: RowsMut,
     dv: RowsMut,
@@ -106,10 +108,14 @@ impl Backward<'_> {
         for head in kv_head * g.group()..(kv_head + 1) * g.group() {
             for start in section(queries).step_by(QUERIES) {
                 let block = g.block(batch, head, start);
-                let (seen, section) = (g.keys(&block), section(keys));
-                let range = seen.start.max(section.start)..seen.end.min(section.end);
-                if !range.is_empty() {
-                    self.tile(&block, &range, !first, scratch);
+                let section = section(keys);
+                let mut accumulate = !first;
+                for seen in g.keys(&block) {
+                    let range = seen.start.max(section.start)..seen.end.min(section.end);
+                    if !range.is_empty() {
+                        self.tile(&block, &range, accumulate, scratch);
+                        accumulate = true;
+                    }
                 }
             }
         }
@@ -138,7 +144,7 @@ impl Backward<'_> {
         }
     }
 
-    /// The tile's probabilities P into `scores` and the gradients of its products q k^T into `other`, both
+    /// The tile's probabilities P, computed or as they were kept, into `scores` and the gradients of its products q k^T into `other`, both
     /// [rows, keys].
     fn score_gradients(&self, block: &Block, range: &Range<usize>, scratch: &mut Scratch<'_>) {
         let (g, rows, keys) = (self.g, block.rows, range.len());
@@ -152,30 +158,58 @@ impl Backward<'_> {
         let (scores_out, other_out) = (tile(scores, rows, keys), tile(other, rows, keys));
         // SAFETY: the operands lie in slices that outlive this call, the tiles in disjoint parts of scratch.
         unsafe {
-            matmul_serial(isa, self.compute, queries, key_rows, scores_out, false, scratch.matmul);
+            if self.probabilities.is_none() {
+                matmul_serial(isa, self.compute, queries, key_rows, scores_out, false, scratch.matmul);
+            }
             matmul_serial(isa, self.compute, douts, value_rows, other_out, false, scratch.matmul);
         }
         for (row, (scores, other)) in
             scores.chunks_exact_mut(keys).zip(other.chunks_exact_mut(keys)).enumerate()
         {
             let visible = g.visible(block, row, range);
+            let statistic = block.statistics + row;
+            let (lse, delta) = (self.lse[statistic], self.delta[statistic]);
+            if let Some(probabilities) = self.probabilities {
+                let start = statistic * g.kv_len + range.start;
+                scores.copy_from_slice(&probabilities[start..start + keys]);
+            }
             let (seen, gradients) = (only(scores, visible.clone()), only(other, visible));
-            let (lse, delta) = (self.lse[block.statistics + row], self.delta[block.statistics + row]);
-            let scale = g.cap_scores(simd, seen);
-            if let Some(cap) = g.soft_cap() {
-                capped_gradients(simd, seen, gradients, delta, cap);
-                exponentials(simd, seen, scale, lse);
-                softmax_gradients(simd, seen, gradients, 0.0, g.scale);
-            } else {
-                exponentials(simd, seen, scale, lse);
-                softmax_gradients(simd, seen, gradients, delta, g.scale);
+            for (seen, gradients) in seen.into_iter().zip(gradients) {
+                if self.probabilities.is_some() {
+                    if let Some(cap) = g.soft_cap() {
+                        kept_slopes(seen, gradients, [lse, delta], cap);
+                        softmax_gradients(simd, seen, gradients, 0.0, g.scale);
+                    } else {
+                        softmax_gradients(simd, seen, gradients, delta, g.scale);
+                    }
+                    continue;
+                }
+                let scale = g.cap_scores(simd, seen);
+                if let Some(cap) = g.soft_cap() {
+                    capped_gradients(simd, seen, gradients, delta, cap);
+                    exponentials(simd, seen, scale, lse);
+                    softmax_gradients(simd, seen, gradients, 0.0, g.scale);
+                } else {
+                    exponentials(simd, seen, scale, lse);
+                    softmax_gradients(simd, seen, gradients, delta, g.scale);
+                }
             }
         }
     }
 }
 
+/// The same as [`capped_gradients`] from probabilities: a capped score is the logarithm of its own, plus the row's
+/// log-sum-exp.
+fn kept_slopes(probabilities: &[f32], gradients: &mut [f32], [lse, delta]: [f32; 2], cap: f32) {
+    for (gradient, p) in gradients.iter_mut().zip(probabilities) {
+        // One that is 0 has no part in the gradient, whatever its score was.
+        let t = if *p > 0.0 { ((p.ln() + lse) / cap).clamp(-1.0, 1.0) } else { 1.0 };
+        *gradient = (*gradient - delta) * (1.0 - t * t);
+    }
+}
+
 /// delta of every head of every row: the sum over D of dout * out.
-fn deltas(exec: Exec<'_>, out: Floats<'_>, dout: Floats<'_>, delta: &mut [f32], g: Geometry) {
+fn deltas(exec: Exec<'_>, out: Floats<'_>, dout: Floats<'_>, delta: &mut [f32], g: Geometry<'_>) {
     let delta = Shared::new(delta, g.q_len);
     exec.pool.run(g.batch * g.heads, &|task, _| {
         // SAFETY: the pool runs each task once.

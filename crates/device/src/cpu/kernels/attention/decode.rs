@@ -39,12 +39,12 @@ pub(super) struct Parts<'a> {
 }
 
 impl<'a> Parts<'a> {
-    /// `None` for more than one query of a head, or where there is no room.
-    pub fn of(g: &Geometry, workspace: &'a mut [f32]) -> Option<Parts<'a>> {
-        if g.q_len != 1 || g.heads == 0 {
+    /// `None` for more than one query of a head, for patterns that only training has, or where there is no room.
+    pub fn of(g: &Geometry<'_>, workspace: &'a mut [f32]) -> Option<Parts<'a>> {
+        if g.q_len != 1 || g.heads == 0 || !g.is_contiguous() {
             return None;
         }
-        let seen = g.keys(&g.block(0, 0, 0));
+        let [_, seen] = g.keys(&g.block(0, 0, 0));
         let part = g.batch * g.heads * (2 + g.d);
         // Aligned pieces may be one more than the positions fill.
         let most = (workspace.len() / part.max(1)).min(MAX_PIECES).checked_sub(1).filter(|most| *most > 0)?;
@@ -61,7 +61,7 @@ pub(super) fn forward(
     [k, v]: [Rows; 2],
     out: FloatsMut<'_>,
     lse: &mut [f32],
-    g: Geometry,
+    g: Geometry<'_>,
     parts: Parts<'_>,
 ) {
     let Parts { values, positions, first, pieces } = parts;
@@ -102,7 +102,7 @@ pub(super) fn forward(
 
 struct Decode<'a> {
     exec: Exec<'a>,
-    g: Geometry,
+    g: Geometry<'a>,
     q: Floats<'a>,
     k: Rows,
     v: Rows,
@@ -121,7 +121,7 @@ impl Decode<'_> {
         let (g, simd) = (self.g, self.exec.simd);
         let count = parts.iter().flatten().count();
         let block = g.block(batch, head, 0);
-        let seen = g.keys(&block);
+        let [_, seen] = g.keys(&block);
         let positions = positions.start.max(seen.start)..positions.end.min(seen.end);
         let stride = g.d.next_multiple_of(32);
         let [scores, queries, sums] = {

@@ -9,7 +9,8 @@ use crate::{AttentionShape, DType};
 
 /// The shape as indices.
 #[derive(Clone, Copy)]
-pub(super) struct Geometry {
+pub(in crate::cpu) struct Geometry<'a> {
+    shape: AttentionShape,
     pub batch: usize,
     pub q_len: usize,
     pub kv_len: usize,
@@ -21,13 +22,13 @@ pub(super) struct Geometry {
     k_columns: usize,
     v_columns: usize,
     pub scale: f32,
-    /// Keys that a query sees at most, its own position included.
-    window: usize,
     soft_cap: Option<f32>,
+    /// The first position that each query sees, where there are documents.
+    documents: Option<&'a [u32]>,
 }
 
 /// Queries that are handled together: consecutive positions of one head.
-pub(super) struct Block {
+pub(in crate::cpu) struct Block {
     /// Element of the first row.
     pub start: usize,
     pub rows: usize,
@@ -38,11 +39,14 @@ pub(super) struct Block {
     pub kv_head: usize,
     /// Position of the first row.
     position: usize,
+    /// Number of the first row among the queries of all sequences.
+    query: usize,
 }
 
-impl Geometry {
-    pub fn new(s: AttentionShape) -> Geometry {
+impl<'a> Geometry<'a> {
+    pub fn new(s: AttentionShape, documents: Option<&'a [u32]>) -> Geometry<'a> {
         Geometry {
+            shape: s,
             batch: s.batch as usize,
             q_len: s.q_len as usize,
             kv_len: s.kv_len as usize,
@@ -53,13 +57,13 @@ impl Geometry {
             k_columns: s.head_dim as usize,
             v_columns: s.head_dim as usize,
             scale: s.scale,
-            window: s.window.map_or(usize::MAX, |window| window as usize),
             soft_cap: s.soft_cap,
+            documents,
         }
     }
 
     /// The same with k and v of these types.
-    pub fn cached(self, k: DType, v: DType) -> Geometry {
+    pub fn cached(self, k: DType, v: DType) -> Geometry<'a> {
         let [k_columns, v_columns] = [k, v].map(|dtype| dtype.cached_columns(self.d as u64) as usize);
         Geometry { k_columns, v_columns, ..self }
     }
@@ -92,6 +96,7 @@ impl Geometry {
             batch,
             kv_head: head / self.group(),
             position: self.kv_len - self.q_len + first,
+            query: batch * self.q_len + first,
         }
     }
 
@@ -132,33 +137,59 @@ impl Geometry {
         positions.end.min(positions.start.saturating_add(most)).min(wrap)
     }
 
-    /// Keys that some row of the block sees.
-    pub fn keys(&self, block: &Block) -> Range<usize> {
-        let last = block.position + block.rows.max(1) - 1;
-        (block.position + 1).saturating_sub(self.window)..last + 1
+    /// What a row of the block sees: two ranges in order, of which the first may be empty.
+    fn seen(&self, block: &Block, row: usize) -> [Range<usize>; 2] {
+        let first = self.documents.and_then(|first| first.get(block.query + row)).copied().unwrap_or(0);
+        let seen = self.shape.seen((block.position + row) as u64, u64::from(first));
+        seen.map(|range| range.start as usize..range.end as usize)
     }
 
-    /// Which of the keys in `range` a row sees, counted from the first of them.
-    pub fn visible(&self, block: &Block, row: usize, range: &Range<usize>) -> Range<usize> {
-        let position = block.position + row;
+    /// Keys that some row of the block sees, between others that none may see: two ranges in order, of which the first
+    /// may be empty.
+    pub fn keys(&self, block: &Block) -> [Range<usize>; 2] {
+        let hull = |a: Range<usize>, b: Range<usize>| match (a.is_empty(), b.is_empty()) {
+            (true, _) => b,
+            (_, true) => a,
+            _ => a.start.min(b.start)..a.end.max(b.end),
+        };
+        let rows = (0..block.rows).map(|row| self.seen(block, row));
+        let [global, local] = rows.fold([0..0, 0..0], |[global, local], row| {
+            let [global_of_row, local_of_row] = row;
+            [hull(global, global_of_row), hull(local, local_of_row)]
+        });
+        if global.is_empty() || global.end < local.start {
+            [global, local]
+        } else {
+            [0..0, hull(global, local)]
+        }
+    }
+
+    /// Which of the keys in `range` a row sees, counted from the first of them: two ranges in order.
+    pub fn visible(&self, block: &Block, row: usize, range: &Range<usize>) -> [Range<usize>; 2] {
         let within = |key: usize| key.clamp(range.start, range.end) - range.start;
-        within((position + 1).saturating_sub(self.window))..within(position + 1)
+        self.seen(block, row).map(|seen| within(seen.start)..within(seen.end))
     }
 
     /// The tiles of keys that the block sees.
-    pub fn tiles(self, block: &Block) -> impl Iterator<Item = Range<usize>> + use<> {
-        let mut left = self.keys(block);
-        std::iter::from_fn(move || {
-            let end = self.piece_end(&left, KEYS);
-            let tile = left.start..end;
-            left.start = end;
-            (!tile.is_empty()).then_some(tile)
+    pub fn tiles(self, block: &Block) -> impl Iterator<Item = Range<usize>> + use<'a> {
+        self.keys(block).into_iter().flat_map(move |mut left| {
+            std::iter::from_fn(move || {
+                let end = self.piece_end(&left, KEYS);
+                let tile = left.start..end;
+                left.start = end;
+                (!tile.is_empty()).then_some(tile)
+            })
         })
     }
 
-    /// Whether a query sees a key that is at least `distance` positions before it.
+    /// Whether a query may see a key that is at least `distance` positions before it.
     pub fn reaches(&self, distance: usize) -> bool {
-        distance < self.window
+        (distance as u64) < self.shape.reach()
+    }
+
+    /// Whether a query sees the keys of one range whatever its document.
+    pub fn is_contiguous(&self) -> bool {
+        self.documents.is_none() && self.shape.block_sparse.is_none()
     }
 
     pub fn soft_cap(&self) -> Option<f32> {
