@@ -225,6 +225,13 @@ pub static TECHNIQUES: &[Technique] = &[
         rung: true,
     },
     Technique {
+        name: "adamw_8bit_embeddings",
+        group: Group::Optimizer,
+        what: "The same with the embeddings' moments in 8 bits too.",
+        set: &["training.optimizer=adamw_8bit", "training.optimizer_options.embedding_bits=8"],
+        rung: true,
+    },
+    Technique {
         name: "adamw_bf16",
         group: Group::Optimizer,
         what: "Both moments in bf16, rounded stochastically.",
