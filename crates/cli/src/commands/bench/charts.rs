@@ -67,6 +67,7 @@ pub fn ladder(report: &MemoryReport) -> Result<String, Failure> {
             .configure_mesh()
             .disable_y_mesh()
             .y_labels(0)
+            .max_light_lines(1)
             .light_line_style(WHITE)
             .bold_line_style(RGBColor(215, 215, 215))
             .x_label_formatter(&|x| format!("{x:.2} GiB"))
@@ -136,6 +137,7 @@ pub fn checkpointing(report: &MemoryReport) -> Result<Option<String>, Failure> {
         let clock = if trained { "measured" } else { "planned" };
         chart
             .configure_mesh()
+            .max_light_lines(1)
             .light_line_style(WHITE)
             .bold_line_style(RGBColor(215, 215, 215))
             .x_desc(format!("time of a step over that without checkpointing ({clock})"))
@@ -231,11 +233,15 @@ fn percent(change: f64) -> String {
     format!("  {:+.0} %", 100.0 * change)
 }
 
-/// The colours that occur, on a line.
+/// The colours that can be seen, on a line.
 fn legend(area: &Area<'_>, rungs: &[Rung], y: i32) -> Result<(), Failure> {
+    /// A pixel or so.
+    const VISIBLE: f64 = 1.0 / 800.0;
+    let largest = rungs.iter().map(|rung| rung.planned.peak_bytes).max().unwrap_or(0) as f64;
     let mut names: Vec<&String> = Vec::new();
     for tags in rungs.iter().filter_map(|rung| rung.planned.at_peak.as_object()) {
-        names.extend(tags.keys());
+        let seen = tags.iter().filter(|(_, bytes)| bytes.as_f64().unwrap_or(0.0) > VISIBLE * largest);
+        names.extend(seen.map(|(name, _)| name));
     }
     let known = |name: &str| COLOURS.iter().position(|(tag, _)| tag.name() == name);
     names.sort_by_key(|name| (known(name).unwrap_or(COLOURS.len()), name.as_str()));
