@@ -46,7 +46,7 @@ pub use policies::{ActivationCompression, GradientCheckpointing};
 pub use section::KeyDoc;
 pub use training::{
     Attention, GradientDtype, InBackwardClipping, LearningRateScaling, LrSchedule, MasterWeights, Method,
-    MixedPrecision, TrainingConfig, TrainingLength,
+    MixedPrecision, NotFinite, TrainingConfig, TrainingLength,
 };
 pub use value::{Auto, Paths};
 

@@ -19,12 +19,13 @@ mod norm;
 mod optimizer;
 mod policy;
 mod rope;
+mod seed;
 mod settings;
 mod store;
 mod trainer;
 
 pub use decode::{DecodeSettings, Decoder};
-pub use error::StepError;
+pub use error::{StepError, block_name};
 pub use evaluate::Evaluator;
 pub use optimizer::{
     AdafactorSettings, AdamSettings, ApolloChannels, EightBit, LionSettings, LowRankSettings, OptimizerKind,
