@@ -1,5 +1,6 @@
 //! The command line, each flag in one place together with its help.
 
+mod bench;
 mod chat;
 mod inference;
 mod sampling;
@@ -10,6 +11,7 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Args, Parser, Subcommand};
 use plimsoll_memory::ByteSize;
 
+pub use bench::{Bench, BenchArgs, BenchMemoryArgs};
 pub use chat::ChatArgs;
 pub use inference::InferenceArgs;
 pub use sampling::SamplingArgs;
@@ -35,6 +37,8 @@ pub enum Command {
     Generate(GenerateArgs),
     /// Talk with a model
     Chat(ChatArgs),
+    /// Measure what techniques save and what they cost
+    Bench(BenchArgs),
     /// Show what a model's files hold
     Inspect(InspectArgs),
     /// Show what this machine has and what of it may be used

@@ -60,6 +60,7 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Eval(args) => commands::eval::run(args),
         Command::Generate(args) => commands::generate::run(args),
         Command::Chat(args) => commands::chat::run(args),
+        Command::Bench(args) => commands::bench::run(args),
         Command::Inspect(args) => commands::inspect::run(args),
         Command::Doctor(args) => commands::doctor::run(args),
         Command::Config(args) => commands::config::run(args),

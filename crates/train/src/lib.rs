@@ -28,7 +28,10 @@ use std::io::Write;
 use std::path::Path;
 
 /// Replaces a file whole: written aside, synced, renamed.
-fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
+///
+/// # Errors
+/// [`TrainError`] with the file, if its folder is missing or full, for example.
+pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let write = || -> std::io::Result<()> {
         let mut builder = tempfile::Builder::new();

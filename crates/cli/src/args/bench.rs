@@ -1,0 +1,59 @@
+//! The flags of `plimsoll bench`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    pub bench: Bench,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Bench {
+    /// Train a few steps with each memory technique, and compare: one after the other, and each alone
+    ///
+    /// Every setting is trained by a process of its own, one at a time, so that the resident set is that setting's.
+    /// docs/techniques.md explains the techniques and the JSON document.
+    Memory(BenchMemoryArgs),
+}
+
+#[derive(Debug, Args)]
+pub struct BenchMemoryArgs {
+    /// Configuration file (YAML) for what no flag here says
+    pub config: Option<PathBuf>,
+    /// Change one key of the baseline that every technique is compared with (may be repeated)
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+    /// Model; by default models/SmolLM2-135M-Instruct.Q4_1.gguf, which examples/get-smollm2 fetches
+    #[arg(long, value_name = "MODEL")]
+    pub model: Option<String>,
+    /// Text to train on; by default examples/data/shakespeare.txt
+    #[arg(long, value_name = "FILE")]
+    pub data: Option<PathBuf>,
+    /// Optimizer steps of each setting
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
+    pub steps: u64,
+    /// Sequences of a step
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=65_536))]
+    pub batch_size: u64,
+    /// Tokens of a sequence
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u64).range(2..=16_777_216))]
+    pub sequence_length: u64,
+    /// These techniques alone, by their names in the table
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    pub only: Vec<String>,
+    /// Plan and train nothing
+    #[arg(long)]
+    pub plan_only: bool,
+    /// Threads; by default one a core that may be used. The results do not depend on it
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Write memory.json, memory.md and the pictures memory-ladder.svg and checkpointing.svg into this folder
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Print one JSON document and nothing else
+    #[arg(long)]
+    pub json: bool,
+}

@@ -1,0 +1,118 @@
+//! `plimsoll bench memory` on a tiny model: planned peaks are measured ones for every technique, and the pictures are
+//! whole.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+const MODEL: &str = "model.from_scratch={hidden_size: 16, intermediate_size: 24, num_hidden_layers: 4, num_attention_heads: 2}";
+
+fn bench(folder: &Path, arguments: &[&str]) -> Output {
+    let words: String = (0..200).map(|i| format!("word{} ", i * 7 % 23)).collect();
+    std::fs::write(folder.join("text.txt"), words).unwrap();
+    Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+        .current_dir(folder)
+        .args(["bench", "memory", "--set", MODEL, "--batch-size", "2", "--sequence-length", "12"])
+        .args(["--threads", "1", "--data", "text.txt"])
+        .args(arguments)
+        .output()
+        .unwrap()
+}
+
+fn document(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn names(rungs: &Value) -> Vec<&str> {
+    rungs.as_array().unwrap().iter().map(|rung| rung["name"].as_str().unwrap()).collect()
+}
+
+/// A document of elements that each end, in order, with texts that hold no bare markup.
+fn well_formed(svg: &str) {
+    let mut open = Vec::new();
+    let mut rest = svg;
+    while let Some(start) = rest.find('<') {
+        let end = start + rest[start..].find('>').unwrap();
+        let tag = &rest[start + 1..end];
+        match (tag.strip_prefix('/'), tag.ends_with('/') || tag.starts_with(['?', '!'])) {
+            (Some(name), _) => assert_eq!(open.pop(), Some(name.trim())),
+            (None, true) => {}
+            (None, false) => open.push(tag.split_whitespace().next().unwrap()),
+        }
+        assert_eq!(tag.matches('"').count() % 2, 0, "{tag}");
+        rest = &rest[end + 1..];
+    }
+    assert!(open.is_empty() && svg.contains("<svg"), "{open:?}");
+    assert!(!svg.contains("NaN") && !svg.contains("inf\""));
+}
+
+#[test]
+fn every_technique_takes_what_was_planned_and_pictures_are_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = bench(folder.path(), &["--steps", "2", "--json", "--out", "out"]);
+    let report = document(&output);
+    let (ladder, alone) = (&report["ladder"], &report["alone"]);
+    let rungs = || ladder.as_array().unwrap().iter().chain(alone.as_array().unwrap());
+    assert!(rungs().count() > 30);
+    for rung in rungs() {
+        let name = &rung["name"];
+        assert!(rung["error"].is_null(), "{name}: {}", rung["error"]);
+        assert_eq!(rung["planned"]["peak_bytes"], rung["measured"]["peak_bytes"], "{name}");
+        assert!(rung["measured"]["process_rss_bytes"].as_u64().unwrap() > 0, "{name}");
+        assert_eq!(rung["measured"]["losses"].as_array().unwrap().len(), 2, "{name}");
+        let by_tag: u64 =
+            rung["planned"]["at_peak"].as_object().unwrap().values().map(|b| b.as_u64().unwrap()).sum();
+        assert_eq!(rung["planned"]["peak_bytes"], by_tag, "{name}");
+    }
+    // The rungs are the techniques that have a place in the ladder, in the order in which they are tried alone.
+    let (ladder, alone) = (names(ladder), names(alone));
+    assert_eq!(ladder[0], "baseline");
+    let places: Vec<_> = ladder[1..].iter().map(|name| alone.iter().position(|n| n == name)).collect();
+    assert!(places.len() > 5 && places.iter().all(Option::is_some) && places.is_sorted(), "{ladder:?}");
+    // What only computes again changes nothing.
+    let checkpoints = rungs().filter(|rung| rung["group"] == "checkpointing");
+    assert!(checkpoints.clone().count() > 5);
+    checkpoints.for_each(|rung| assert_eq!(rung["measured"]["same_losses"], true, "{}", rung["name"]));
+
+    let file = |name: &str| std::fs::read_to_string(folder.path().join("out").join(name)).unwrap();
+    assert_eq!(serde_json::from_str::<Value>(&file("memory.json")).unwrap(), report);
+    for name in ["memory-ladder.svg", "checkpointing.svg"] {
+        well_formed(&file(name));
+    }
+    assert!(ladder.iter().all(|name| file("memory-ladder.svg").contains(name)));
+    assert!(file("memory.md").contains("| checkpoint_full |"));
+}
+
+#[test]
+fn plans_need_no_training_and_techniques_can_be_chosen() {
+    let folder = tempfile::tempdir().unwrap();
+    let only = ["--plan-only", "--only", "in_backward,checkpoint_full,sgd", "--json"];
+    let report = document(&bench(folder.path(), &only));
+    assert_eq!(names(&report["ladder"]), ["baseline", "checkpoint_full", "in_backward"]);
+    assert_eq!(names(&report["alone"]), ["checkpoint_full", "in_backward", "sgd"]);
+    assert!(report["ladder"][0]["measured"].is_null());
+    let table = bench(folder.path(), &["--plan-only"]);
+    assert!(String::from_utf8_lossy(&table.stdout).contains("each alone"));
+
+    let wrong = bench(folder.path(), &["--only", "magic"]);
+    assert_eq!(wrong.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&wrong.stderr).contains("checkpoint_full"));
+}
+
+#[test]
+fn what_does_not_fit_is_said_and_a_model_without_weights_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = bench(folder.path(), &["--set", "memory.device_budget=1KiB", "--only", "sgd"]);
+    assert_eq!(output.status.code(), Some(1));
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(error.contains("the baseline: does not fit"), "{error}");
+    let output = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+        .current_dir(folder.path())
+        .args(["bench", "memory"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("examples/get-smollm2"));
+}
