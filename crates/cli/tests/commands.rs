@@ -343,3 +343,51 @@ fn the_plan_says_what_an_optimizer_keeps() {
     assert!(bytes("adafactor") < 1.0);
     assert_eq!(bytes("sgd"), 0.0);
 }
+
+#[test]
+fn a_loss_that_is_no_number_ends_the_run_with_a_diagnostic_and_keeps_checkpoints() {
+    let folder = folder();
+    let out = folder.path().join("out");
+    let wild = ["train", "c.yaml", "--set", "training.learning_rate=1e30", "--set", "output.save_steps=1"];
+    let error = fails(folder.path(), 1, &wild);
+    assert!(error.contains("step 2") && error.contains("diagnostic.json"), "{error}");
+    let diagnostic = json(out.join("diagnostic.json"));
+    assert_eq!(diagnostic["step"], 2);
+    assert_eq!(diagnostic["first_bad_output"]["micro_batch"], 0);
+    assert!(diagnostic["first_bad_output"]["block"].is_string(), "{diagnostic}");
+    // The last good one is still there, and no later one.
+    assert!(out.join("checkpoint-1/trainer_state.json").exists() && !out.join("checkpoint-2").exists());
+    // Skipping does not go on for ever.
+    let skip = [&wild[..], &["--set", "training.not_finite=skip", "--set", "training.steps=40"]].concat();
+    std::fs::remove_dir_all(&out).unwrap();
+    let error = fails(folder.path(), 1, &skip);
+    assert!(error.contains("step 12"), "{error}");
+    let metrics = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+    assert_eq!(metrics.matches("\"skipped\":true").count(), 10, "{metrics}");
+}
+
+#[test]
+fn memory_techniques_compose_and_their_plans_are_exact() {
+    for settings in [
+        vec!["training.gradient_checkpointing=sqrt", "training.activation_compression=int8"],
+        vec!["training.gradient_checkpointing={selective: [norms, swiglu]}", "training.mlp_chunk_tokens=8"],
+        vec![
+            "training.optimizer_in_backward=true",
+            "training.in_backward_clipping=previous_norm",
+            "training.gradient_accumulation_steps=1",
+            "training.mixed_precision=bf16",
+            "training.master_weights=none",
+            "training.optimizer=adamw_8bit",
+        ],
+        vec!["training.mixed_precision=fp16", "training.gradient_checkpointing={ratio: 0.5}"],
+        vec!["training.gradient_checkpointing={auto: 1MiB}"],
+    ] {
+        let folder = folder();
+        let mut arguments = vec!["train", "c.yaml"];
+        arguments.extend(settings.iter().flat_map(|s| ["--set", *s]));
+        ok(folder.path(), &arguments);
+        let report = json(folder.path().join("out/report.json"));
+        let (planned, measured) = (&report["planned"], &report["measured"]);
+        assert_eq!(planned["device_peak_bytes"], measured["device_peak_bytes"], "{settings:?}");
+    }
+}

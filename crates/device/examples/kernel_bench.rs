@@ -198,7 +198,7 @@ impl Bench {
         self.time(&label("embedding"), Op::Embedding { tokens: &tokens, table: &table, out: &x })?;
         self.time(
             &label("embedding_backward"),
-            Op::EmbeddingBackward { tokens: &tokens, dout: &y, dtable: &table },
+            Op::EmbeddingBackward { tokens: &tokens, dout: &y, dtable: &table, rounding: Rounding::Nearest },
         )?;
         let sum = self.tensor(DType::F32, &[1])?;
         self.time(&label("sum_squares"), Op::SumSquares { x: &x, out: &sum })

@@ -21,7 +21,7 @@ impl<'a> Op<'a> {
             Op::Add { a, b, out } => (vec![a, b], vec![out], vec![(out, a), (out, b)]),
             Op::Scale { x, .. } => (vec![x], vec![x], vec![(x, x)]),
             Op::Embedding { tokens, table, out } => (vec![tokens, table], vec![out], vec![]),
-            Op::EmbeddingBackward { tokens, dout, dtable } => (vec![tokens, dout], vec![dtable], vec![]),
+            Op::EmbeddingBackward { tokens, dout, dtable, .. } => (vec![tokens, dout], vec![dtable], vec![]),
             Op::RmsNorm { x, weight, out, rstd, .. } => (vec![x, weight], vec![out, rstd], vec![]),
             Op::RmsNormBackward { x, weight, rstd, dout, dx, dweight, .. } => {
                 (vec![x, weight, rstd, dout], vec![dx, dweight], vec![])
@@ -143,7 +143,7 @@ impl<'a> Op<'a> {
                 check.float(out);
                 check.size(out, tokens.elements(), table.columns());
             }
-            Op::EmbeddingBackward { tokens, dout: rows, dtable: table } => {
+            Op::EmbeddingBackward { tokens, dout: rows, dtable: table, .. } => {
                 check.u32(tokens);
                 [table, rows].into_iter().for_each(|t| check.float(t));
                 check.size(rows, tokens.elements(), table.columns());

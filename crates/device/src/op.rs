@@ -56,8 +56,8 @@ pub enum Op<'a> {
 
     /// `out[n] = table[tokens[n]]`; tokens u32 `[N]`, table `[V, H]`, out `[N, H]`. A token outside the table is an error.
     Embedding { tokens: &'a Tensor, table: &'a Tensor, out: &'a Tensor },
-    /// `dtable[tokens[n]] += dout[n]`, in token order.
-    EmbeddingBackward { tokens: &'a Tensor, dout: &'a Tensor, dtable: &'a Tensor },
+    /// `dtable[tokens[n]] += dout[n]`, in token order; `rounding` is that of a narrow dtable's sums.
+    EmbeddingBackward { tokens: &'a Tensor, dout: &'a Tensor, dtable: &'a Tensor, rounding: Rounding },
 
     /// RMSNorm (Zhang and Sennrich 2019): out = x * rstd * (weight_offset + weight), rstd = 1 / sqrt(mean(x^2) + epsilon).
     /// x, out `[N, H]`; weight `[H]`; rstd f32 `[N]`.
@@ -120,12 +120,14 @@ pub enum Op<'a> {
         accumulate: bool,
         compute: Compute,
     },
-    /// dweight (+)= dout^T x; dout `[N, O]`, x `[N, I]`, dweight `[O, I]`.
+    /// dweight (+)= dout^T x; dout `[N, O]`, x `[N, I]`, dweight `[O, I]`. `rounding` is that of sums with what a bf16
+    /// dweight held before.
     LinearBackwardWeight {
         dout: &'a Tensor,
         x: &'a Tensor,
         dweight: &'a Tensor,
         accumulate: bool,
+        rounding: Rounding,
         compute: Compute,
     },
     /// dbias (+)= sum over rows of dout; dout `[N, O]`, dbias `[O]`.

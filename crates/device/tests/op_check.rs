@@ -95,6 +95,7 @@ fn shapes() {
             tokens: &t[0],
             dout: &t[2],
             dtable: &t[1],
+            rounding: plimsoll_device::Rounding::Nearest,
         })
     };
     assert_eq!(embedding(&[1, 4], &[3, 4]), "embedding_backward: t f32[3, 4] is not [2, 4]");

@@ -48,7 +48,7 @@ pub use policies::{ActivationCompression, GradientCheckpointing};
 pub use section::KeyDoc;
 pub use training::{
     GradientDtype, InBackwardClipping, LearningRateScaling, LrSchedule, MasterWeights, Method,
-    MixedPrecision, TrainingConfig, TrainingLength,
+    MixedPrecision, NotFinite, TrainingConfig, TrainingLength,
 };
 pub use value::{Auto, Paths};
 

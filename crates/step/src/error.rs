@@ -91,7 +91,7 @@ pub enum StepError {
 }
 
 /// A block in words.
-pub(crate) fn block_name(block: BlockId) -> String {
+pub fn block_name(block: BlockId) -> String {
     match block {
         BlockId::Embedding => "the embedding".to_owned(),
         BlockId::Head => "the head".to_owned(),

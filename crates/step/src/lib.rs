@@ -19,6 +19,7 @@ mod norm;
 mod optimizer;
 mod policy;
 mod rope;
+mod seed;
 mod settings;
 mod store;
 mod trainer;
@@ -26,7 +27,7 @@ mod trainer;
 pub use plimsoll_device::BlockSparse;
 
 pub use decode::{DecodeSettings, Decoder};
-pub use error::StepError;
+pub use error::{StepError, block_name};
 pub use evaluate::Evaluator;
 pub use optimizer::{
     AdafactorSettings, AdamSettings, ApolloChannels, EightBit, LionSettings, LowRankSettings, OptimizerKind,

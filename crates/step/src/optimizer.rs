@@ -11,6 +11,7 @@ use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
 
 use crate::StepError;
 use crate::gradients::Gradients;
+use crate::seed::{mix, parameter_number};
 use crate::store::{BlockWeights, layer_of};
 
 mod adafactor;
@@ -136,7 +137,7 @@ impl Optimizer {
         update: Update,
     ) -> Result<(), StepError> {
         let Slot { state, lr_scale, weight_decay } = self.slot(parameter.block, parameter.role)?;
-        let own_seed = mix(self.seed, (block_number(parameter.block) << 8) + parameter.role as u64);
+        let own_seed = mix(self.seed, parameter_number(parameter.block, parameter.role));
         let job = Job {
             device,
             parameter,
@@ -216,20 +217,4 @@ impl<'a, D: Device> Job<'a, D> {
 fn decay_after_step(lr: f64, weight_decay: f64) -> (f64, f64) {
     let shorter = lr * (1.0 - lr * weight_decay);
     (shorter, if shorter == 0.0 { 0.0 } else { lr * weight_decay / shorter })
-}
-
-fn block_number(block: BlockId) -> u64 {
-    match block {
-        BlockId::Embedding => 0,
-        BlockId::Head => 1,
-        BlockId::Layer(i) => 2 + u64::from(i),
-    }
-}
-
-/// SplitMix64's finaliser over a sum: well-mixed seeds from counters.
-fn mix(a: u64, b: u64) -> u64 {
-    let mut z = a.wrapping_add(b.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }

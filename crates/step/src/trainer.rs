@@ -20,6 +20,7 @@ use crate::inputs::Inputs;
 use crate::optimizer::{Optimizer, StateKind, Update};
 use crate::policy::{LayerPolicy, Save, SavePolicy};
 use crate::rope::RopeTables;
+use crate::seed::mix;
 use crate::settings::{GradientClipping, LossScaling, MicroBatch, NormSource, StepSettings, UpdateTiming};
 use crate::store::{BlockWeights, ResidentStore, WeightStore};
 
@@ -323,7 +324,7 @@ impl<'a, D: Device> Trainer<'a, D> {
 
     /// All micro-batches forward and backward; `finish` is what the last one does with complete gradients.
     fn pass(&mut self, micro_batches: &[MicroBatch<'_>], finish: Finish) -> Result<(f64, u64), StepError> {
-        self.gradients.clear();
+        self.gradients.begin(mix(self.settings.seed, self.progress.steps));
         let own: u64 = micro_batches.iter().map(MicroBatch::target_count).sum();
         let targets = self.communicator.sum(own as f64)?;
         let scale = if targets > 0.0 { 1.0 / targets } else { 0.0 };

@@ -7,7 +7,7 @@ use plimsoll_device::Device;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{ModelFiles, SaveWriter, init};
 use plimsoll_parallel::Solo;
-use plimsoll_plan::config::{LrSchedule, RawConfig, TrainingLength};
+use plimsoll_plan::config::{LrSchedule, NotFinite, RawConfig, TrainingLength};
 use plimsoll_plan::hardware::process_memory;
 use plimsoll_plan::{Machine, ModelOrigin, OriginError, TrainingPlan};
 use plimsoll_step::{MicroBatch, StepSettings, Trainer};
@@ -193,6 +193,7 @@ impl Prepared {
             output: output.to_owned(),
             schedule: schedule(&plan.config, sequences, total_steps),
             accumulation: plan.choice.accumulation,
+            skip_not_finite: training.not_finite() == NotFinite::Skip,
             save_steps: every(plan.config.output.save_steps()),
             save_total_limit: Some(plan.config.output.save_total_limit()),
             eval_steps: every(plan.config.output.eval_steps()),

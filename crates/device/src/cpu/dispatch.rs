@@ -164,13 +164,14 @@ impl Cpu {
                 in_table(name, "token", t.u32s(tokens), table.rows(), table)?;
                 embedding::embedding(exec, t.u32s(tokens), t.bytes(table), table.dtype(), t.floats_mut(out));
             }
-            Op::EmbeddingBackward { tokens, dout, dtable } => {
+            Op::EmbeddingBackward { tokens, dout, dtable, rounding } => {
                 in_table(name, "token", t.u32s(tokens), dtable.rows(), dtable)?;
                 embedding::embedding_backward(
                     exec,
                     t.u32s(tokens),
                     t.floats(dout),
                     t.floats_mut(dtable),
+                    rounding,
                     workspace,
                 );
             }
@@ -229,8 +230,9 @@ impl Cpu {
             Op::LinearBackwardInput { dout, weight, dx, accumulate, compute } => {
                 self.matmul(compute, t.matrix(dout), t.matrix(weight), t.output(dx), accumulate);
             }
-            Op::LinearBackwardWeight { dout, x, dweight, accumulate, compute } => {
-                self.matmul(compute, t.transposed(dout), t.matrix(x), t.output(dweight), accumulate);
+            Op::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute } => {
+                let sums = t.sums(dweight, rounding);
+                self.matmul(compute, t.transposed(dout), t.matrix(x), sums, accumulate);
             }
             Op::BiasBackward { dout, dbias, accumulate } => {
                 let partials = bytemuck::cast_slice_mut(workspace);

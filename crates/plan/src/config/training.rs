@@ -61,6 +61,8 @@ section! {
         min_lr_ratio: f64 = 0.0, FRACTION;
         /// Gradients are scaled so that their global norm is at most this; 0: they are not.
         max_gradient_norm: f64 = 1.0, NOT_NEGATIVE;
+        /// What happens when a step's loss or gradients are not finite.
+        not_finite: NotFinite = NotFinite::Stop;
         /// What the backward pass computes again instead of keeping it.
         gradient_checkpointing: Auto<GradientCheckpointing> = Auto::Auto;
         /// How saved activations are compressed.
@@ -161,6 +163,16 @@ impl LearningRateScaling {
             LearningRateScaling::Linear => ratio,
             LearningRateScaling::Sqrt => ratio.sqrt(),
         }
+    }
+}
+
+choice! {
+    /// What happens when a step's loss or gradients are not finite.
+    pub enum NotFinite {
+        /// The run ends with an error and a diagnostic; checkpoints stay as they are.
+        Stop = "stop",
+        /// The step is left out, ten in a row at most.
+        Skip = "skip",
     }
 }
 

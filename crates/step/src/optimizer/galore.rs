@@ -137,5 +137,12 @@ fn find_projection<D: Device>(
     let turn = job.workspace(&[count, shape.rank], "subspace_turn")?;
     device.run(Op::Eigenvectors { matrix: &matrix, vectors: &vectors, out: &turn })?;
     let (dout, x) = if shape.is_tall() { (&turn, &basis) } else { (&basis, &turn) };
-    Ok(device.run(Op::LinearBackwardWeight { dout, x, dweight: projection, accumulate, compute })?)
+    Ok(device.run(Op::LinearBackwardWeight {
+        dout,
+        x,
+        dweight: projection,
+        accumulate,
+        rounding: Rounding::Nearest,
+        compute,
+    })?)
 }

@@ -3,7 +3,7 @@
 //! Of a tall matrix's gradient `[M, N]`, M at least N, the rows are projected: low = G P^T `[M, R]`, P `[R, N]`. Of a wide
 //! one's, the columns: low = P^T G `[R, N]`, P `[M, R]`. Other parameters, and those of a lower rank, have AdamW's states.
 
-use plimsoll_device::{Adam, Compute, DType, Device, Op, Tensor};
+use plimsoll_device::{Adam, Compute, DType, Device, Op, Rounding, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::Parameter;
 
@@ -76,7 +76,14 @@ impl<D: Device> Job<'_, D> {
         self.device.run(if shape.is_tall() {
             Op::Linear { x: self.grad, weight: projection, bias: None, out: &low, accumulate, compute }
         } else {
-            Op::LinearBackwardWeight { dout: projection, x: self.grad, dweight: &low, accumulate, compute }
+            Op::LinearBackwardWeight {
+                dout: projection,
+                x: self.grad,
+                dweight: &low,
+                accumulate,
+                rounding: Rounding::Nearest,
+                compute,
+            }
         })?;
         if self.grad_scale != 1.0 {
             self.device.run(Op::Scale { x: &low, factor: self.grad_scale })?;

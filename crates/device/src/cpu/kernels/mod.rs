@@ -27,6 +27,7 @@ pub(super) mod sum_squares;
 pub(super) mod update;
 
 pub(super) use elementwise::Input;
+pub(super) use rounding::Dither;
 pub(super) use simd::Simd;
 pub(super) use storage::{Floats, FloatsMut};
 

@@ -72,7 +72,7 @@ fn wrong_values_are_answered_with_what_is_expected() {
         ),
         (
             "training: {lr_schedule: cosin}",
-            "training.lr_schedule: expected constant | linear | cosine, got 'cosin'; did you mean 'cosine'?",
+            "training.lr_schedule: expected constant | linear | cosine | inverse_sqrt | wsd, got 'cosin'; did you mean 'cosine'?",
         ),
         (
             "data: {train: []}",
