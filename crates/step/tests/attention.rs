@@ -15,10 +15,12 @@ fn sparse(block: u64, local_blocks: u64, global_blocks: u64) -> AttentionKind {
     AttentionKind::BlockSparse(BlockSparse { block, local_blocks, global_blocks })
 }
 
-/// Same losses and states up to rounding; AdamW makes steps of the learning rate of the smallest gradients.
-fn near(a: &(Vec<f64>, Vec<Vec<u8>>), b: &(Vec<f64>, Vec<Vec<u8>>), label: &str) {
-    for (a, b) in a.0.iter().zip(&b.0) {
-        assert!((a / b - 1.0).abs() < 1e-5, "{label}: {a} and {b}");
+/// The same loss up to rounding before the first update. After it they are merely near: AdamW makes whole steps of
+/// gradients that are only rounding.
+fn near(a: &[f64], b: &[f64], label: &str) {
+    for (step, (x, y)) in a.iter().zip(b).enumerate() {
+        let tolerance = if step == 0 { 1e-5 } else { 2e-3 };
+        assert!((x / y - 1.0).abs() < tolerance, "{label}: {a:?} and {b:?}");
     }
 }
 
@@ -38,8 +40,9 @@ fn masks_that_hide_nothing_change_no_bit() {
 #[test]
 fn scores_written_out_give_the_same_loss() {
     for spec in families() {
-        let flash = train(&spec, &with(AttentionKind::Flash), 2, 3);
-        near(&train(&spec, &with(AttentionKind::Standard), 2, 3), &flash, &spec.architecture);
+        let (flash, _) = train(&spec, &with(AttentionKind::Flash), 2, 3);
+        let (standard, _) = train(&spec, &with(AttentionKind::Standard), 2, 3);
+        near(&standard, &flash, &format!("{spec:?}"));
     }
 }
 
@@ -87,9 +90,7 @@ fn packed_documents_train_as_if_alone() {
             let joined = steps(&spec, &settings(1, 10, None));
             // Blocks are counted from the beginning of the sequence: the second document has other ones.
             if attention != sparse(3, 1, 0) {
-                for (a, b) in alone.iter().zip(&packed) {
-                    assert!((a / b - 1.0).abs() < 1e-5, "{attention:?}: {alone:?} and {packed:?}");
-                }
+                near(&alone, &packed, &format!("{attention:?}"));
             }
             assert!((joined[0] / packed[0] - 1.0).abs() > 1e-4, "{attention:?}: {joined:?} and {packed:?}");
         }
