@@ -7,6 +7,7 @@ pub mod isa;
 mod kernels;
 pub mod matmul;
 pub mod pool;
+pub mod quantize;
 mod rates;
 mod slices;
 
