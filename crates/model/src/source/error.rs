@@ -93,6 +93,16 @@ pub enum ModelError {
         /// Its type.
         stored: &'static str,
     },
+    /// The tensors of a matrix that a quantising library packed do not make one.
+    #[error("{}: tensor {}: {reason}", path.display(), Shown(tensor))]
+    Packed {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A parameter of another model was asked for: a programming error.
     #[error("{}: holds no parameter {tensor:?} of shape {shape:?}", path.display())]
     NoSuchParameter {
