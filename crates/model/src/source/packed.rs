@@ -62,7 +62,14 @@ fn word(bytes: &[u8], index: usize) -> u32 {
 #[derive(Clone, Debug)]
 pub(super) enum StoredMagnitudes {
     F32(Span),
-    Coded { codes: Span, factors: Span, block: usize, offset: f32 },
+    /// Places in a map, which in files of other versions of PyTorch may differ in last bits from this engine's.
+    Coded {
+        codes: Span,
+        factors: Span,
+        block: usize,
+        offset: f32,
+        map: Box<[f32; 256]>,
+    },
 }
 
 /// How a matrix is stored.
@@ -111,7 +118,8 @@ impl Packed {
             Packing::FourBit { kind, block, magnitudes, .. } if block.is_multiple_of(four_bit::BLOCK) => {
                 let same = *block == four_bit::BLOCK;
                 let doubly = same
-                    && matches!(magnitudes, StoredMagnitudes::Coded { block, .. } if *block == four_bit::NESTED_BLOCK);
+                    && matches!(magnitudes, StoredMagnitudes::Coded { block, map, .. }
+                        if *block == four_bit::NESTED_BLOCK && **map == SIGNED_DYNAMIC_MAP);
                 kind.dtype(doubly)
             }
             Packing::EightBit { .. } if self.columns.is_multiple_of(64) => DType::Int8,
@@ -199,11 +207,11 @@ impl Packed {
     fn decoded(&self, files: &[FileMap], magnitudes: &StoredMagnitudes) -> Vec<f32> {
         match magnitudes {
             StoredMagnitudes::F32(span) => span.floats(files),
-            StoredMagnitudes::Coded { codes, factors, block, offset } => {
+            StoredMagnitudes::Coded { codes, factors, block, offset, map } => {
                 let factors = factors.floats(files);
                 let one = |(i, code): (usize, &u8)| {
                     let factor = factors.get(i / block).copied().unwrap_or(0.0);
-                    SIGNED_DYNAMIC_MAP[usize::from(*code)] * factor + offset
+                    map[usize::from(*code)] * factor + offset
                 };
                 codes.of(files).iter().enumerate().map(one).collect()
             }
@@ -218,10 +226,10 @@ impl Packed {
                 let first = rows.start * self.columns;
                 let magnitude = |index: usize| match magnitudes {
                     StoredMagnitudes::F32(span) => span.float(span.of(files), index),
-                    StoredMagnitudes::Coded { codes, factors, block, offset } => {
+                    StoredMagnitudes::Coded { codes, factors, block, offset, map } => {
                         let code = codes.of(files).get(index).copied().unwrap_or(0);
                         let factor = factors.float(factors.of(files), index / block);
-                        SIGNED_DYNAMIC_MAP[usize::from(code)] * factor + offset
+                        map[usize::from(code)] * factor + offset
                     }
                 };
                 let mut current = (usize::MAX, 0.0);

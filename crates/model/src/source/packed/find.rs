@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use plimsoll_device::cpu::quantize::SIGNED_DYNAMIC_MAP;
 use plimsoll_device::cpu::quantize::four_bit::FourBit;
 use serde::Deserialize;
 
@@ -170,7 +169,11 @@ impl<'a> Tensors<'a> {
         }
         let map_name = format!("{weight}.quant_map");
         let map = self.exactly(&map_name, state_name, &[StoredDType::F32], 16)?;
-        self.check_map(&map_name, &map, kind.values())?;
+        let bytes = self.bytes(&map);
+        if !kind.values().iter().enumerate().all(|(i, value)| map.float(bytes, i) == *value) {
+            let reason = "is not the table of its type; tables of one's own are not supported";
+            return Err(self.fail(&map_name, reason));
+        }
         let blocks = elements.div_ceil(state.blocksize);
         let name = format!("{weight}.absmax");
         let magnitudes = match state.nested_blocksize {
@@ -188,8 +191,9 @@ impl<'a> Tensors<'a> {
                     self.exactly(&factors, state_name, &[StoredDType::F32], blocks.div_ceil(block))?;
                 let map_name = format!("{weight}.nested_quant_map");
                 let map = self.exactly(&map_name, state_name, &[StoredDType::F32], 256)?;
-                self.check_map(&map_name, &map, &SIGNED_DYNAMIC_MAP)?;
-                StoredMagnitudes::Coded { codes, factors, block, offset }
+                let bytes = self.bytes(&map);
+                let map = Box::new(std::array::from_fn(|i| map.float(bytes, i)));
+                StoredMagnitudes::Coded { codes, factors, block, offset, map }
             }
         };
         Ok(Packed {
@@ -197,17 +201,6 @@ impl<'a> Tensors<'a> {
             rows,
             columns,
         })
-    }
-
-    /// Refuses a table that is another than the library's own, but for the last bit.
-    fn check_map(&self, name: &str, span: &Span, values: &[f32]) -> Result<(), ModelError> {
-        let bytes = self.bytes(span);
-        let same =
-            |(i, value): (usize, &f32)| (span.float(bytes, i) - value).abs() <= value.abs() * f32::EPSILON;
-        if values.iter().enumerate().all(same) {
-            return Ok(());
-        }
-        Err(self.fail(name, "is not the table of its type; tables of one's own are not supported"))
     }
 
     fn eight_bit(&mut self, linear: &str, magnitudes: &str) -> Result<Packed, ModelError> {
