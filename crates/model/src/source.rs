@@ -10,7 +10,7 @@ mod inventory;
 mod open;
 mod packed;
 mod read;
-mod rows;
+pub(crate) mod rows;
 mod tokenizer;
 
 use std::collections::HashMap;

@@ -102,9 +102,13 @@ pub(super) fn int8_scale(magnitude: f32) -> f32 {
 }
 
 pub(super) fn int8_scaled(values: &[f32], scale: f32, out: &mut [u8]) {
-    let by = inverse(scale);
     let (head, codes) = out.split_at_mut(4);
     head.copy_from_slice(&scale.to_le_bytes());
+    int8_codes(values, scale, codes);
+}
+
+pub(super) fn int8_codes(values: &[f32], scale: f32, codes: &mut [u8]) {
+    let by = inverse(scale);
     for (value, code) in values.iter().zip(codes) {
         *code = ((value * by).round_ties_even().clamp(-127.0, 127.0) as i8).cast_unsigned();
     }

@@ -74,6 +74,27 @@ pub fn quantize_rows(values: &[f32], columns: usize, out: &mut [u8], magnitudes:
     Some(())
 }
 
+/// The codes alone of rows of `columns` values, each with the scale of its row, and each row's largest magnitude.
+///
+/// `None`, and nothing done, where sizes do not fit.
+pub fn quantize_rows_codes(
+    values: &[f32],
+    columns: usize,
+    codes: &mut [u8],
+    magnitudes: &mut [f32],
+) -> Option<()> {
+    if columns == 0 || values.len() != columns * magnitudes.len() || codes.len() != values.len() {
+        return None;
+    }
+    for ((row, codes), magnitude) in
+        values.chunks_exact(columns).zip(codes.chunks_exact_mut(columns)).zip(magnitudes)
+    {
+        *magnitude = blocks::largest(row);
+        blocks::int8_codes(row, blocks::int8_scale(*magnitude), codes);
+    }
+    Some(())
+}
+
 /// The factor from a row's largest magnitude to the scale of its 8-bit codes.
 pub fn int8_scale(magnitude: f32) -> f32 {
     blocks::int8_scale(magnitude)
