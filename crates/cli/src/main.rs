@@ -56,6 +56,8 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Train(args) => commands::train::run(args),
         Command::Eval(args) => commands::eval::run(args),
         Command::Generate(args) => commands::generate::run(args),
+        Command::Convert(args) => commands::convert::run(args),
+        Command::Merge(args) => commands::merge::run(args),
         Command::Inspect(args) => commands::inspect::run(args),
         Command::Doctor(args) => commands::doctor::run(args),
         Command::Config(args) => commands::config::run(args),

@@ -12,7 +12,7 @@ use crate::args::EvalArgs;
 use crate::failure::Failure;
 use crate::output::outln;
 use crate::progress;
-use crate::session::{Engine, inference_precision, model_with_weights};
+use crate::session::{Engine, inference_precision, model_with_weights, quantized_type, weight_type};
 
 /// Windows are taken together up to about this many tokens.
 const TOKENS_PER_PASS: u64 = 2048;
@@ -32,7 +32,8 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
     let longest = windows.longest() as u64;
     let most = (TOKENS_PER_PASS / longest.max(1)).clamp(1, windows.len().max(1) as u64);
     let chunk = loss_chunk_tokens(spec.vocab_size, most * longest);
-    let weight_types = |p: &Parameter| files.weights().inference_dtype(p, precision.weights);
+    let quantized = quantized_type(args.quantize.as_deref())?;
+    let weight_types = |p: &Parameter| weight_type(&files, p, precision.weights, quantized);
     let dry_run = DryRun::evaluation(&spec, precision, &weight_types, most, longest, chunk)?;
     let device = engine.device(&dry_run, args.memory)?;
     let mut evaluator =

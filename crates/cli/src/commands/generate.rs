@@ -14,7 +14,9 @@ use serde_json::json;
 use crate::args::GenerateArgs;
 use crate::failure::Failure;
 use crate::output::outln;
-use crate::session::{Engine, cache_type, inference_precision, model_with_weights};
+use crate::session::{
+    Engine, cache_type, inference_precision, model_with_weights, quantized_type, weight_type,
+};
 
 /// Tokens of a prompt that are taken in one pass.
 const PROMPT_CHUNK_TOKENS: u64 = 512;
@@ -34,7 +36,8 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     let context = (prompt.len() + args.max_tokens).max(1) as u64;
     let cache = cache_type(args.kv_cache.as_deref())?.unwrap_or(precision.activations);
     let settings = DecodeSettings { precision, cache, context, prompt_chunk_tokens: PROMPT_CHUNK_TOKENS };
-    let weight_types = |p: &Parameter| files.weights().inference_dtype(p, precision.weights);
+    let quantized = quantized_type(args.quantize.as_deref())?;
+    let weight_types = |p: &Parameter| weight_type(&files, p, precision.weights, quantized);
     let dry_run = DryRun::generation(&spec, settings, &weight_types, prompt.len() as u64)?;
     let device = engine.device(&dry_run, args.memory)?;
     let end_tokens = match args.stop_at_eos || args.chat {

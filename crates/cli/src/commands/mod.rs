@@ -1,9 +1,11 @@
 //! One file a command.
 
 pub mod config;
+pub mod convert;
 pub mod doctor;
 pub mod eval;
 pub mod generate;
 pub mod inspect;
+pub mod merge;
 pub mod plan;
 pub mod train;
