@@ -1,13 +1,19 @@
 //! The command line, each flag in one place together with its help.
 
+mod chat;
+mod inference;
 mod sampling;
+mod stopping;
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{ArgGroup, Args, Parser, Subcommand};
 use plimsoll_memory::ByteSize;
 
+pub use chat::ChatArgs;
+pub use inference::InferenceArgs;
 pub use sampling::SamplingArgs;
+pub use stopping::StoppingArgs;
 
 /// Train, fine-tune and run language models in the memory you have.
 #[derive(Debug, Parser)]
@@ -25,8 +31,10 @@ pub enum Command {
     Train(TrainArgs),
     /// Measure a model's loss on a text
     Eval(EvalArgs),
-    /// Continue a prompt
+    /// Continue a prompt, or many
     Generate(GenerateArgs),
+    /// Talk with a model
+    Chat(ChatArgs),
     /// Change a model's format or type: Hugging Face to GGUF and back, or quantise it
     Convert(ConvertArgs),
     /// Write a model with an adapter in its weights
@@ -47,7 +55,7 @@ pub struct ConfigSource {
     /// Change one key, for example training.batch_size=4 (may be repeated)
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub set: Vec<String>,
-    /// Model: a folder, a .gguf file, or a name such as smollm2-135m (model.path)
+    /// Model: a folder, a .gguf file, a hub id such as org/name, or a name such as smollm2-135m (model.path)
     #[arg(long, value_name = "MODEL")]
     pub model: Option<String>,
     /// Sequences of a micro-batch (training.batch_size)
@@ -93,7 +101,7 @@ pub struct TrainArgs {
 
 #[derive(Debug, Args)]
 pub struct EvalArgs {
-    /// Model: a folder or a .gguf file
+    /// Model: a folder, a .gguf file, or a hub id: org/name, org/name:file.gguf, org/name@revision
     #[arg(long)]
     pub model: String,
     /// Text file
@@ -108,6 +116,10 @@ pub struct EvalArgs {
     /// Quantise the linears while loading: nf4, fp4, int8, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k or q6_k
     #[arg(long, value_name = "TYPE")]
     pub quantize: Option<String>,
+    /// Score every window as generation would see it: through a key-value cache of this type (f32, bf16, f16, int8 or
+    /// int4)
+    #[arg(long, value_name = "TYPE")]
+    pub kv_cache: Option<String>,
     /// Memory that may be used, for example 2GiB
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<ByteSize>,
@@ -120,42 +132,39 @@ pub struct EvalArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(group(ArgGroup::new("input").required(true).args(["prompt", "prompts"])))]
 pub struct GenerateArgs {
-    /// Model: a folder or a .gguf file
-    #[arg(long)]
-    pub model: String,
-    /// Text to continue
-    #[arg(long)]
-    pub prompt: String,
+    #[command(flatten)]
+    pub inference: InferenceArgs,
+    /// Text to continue; - reads it from standard input, without its last line break
+    #[arg(long, value_name = "TEXT")]
+    pub prompt: Option<String>,
+    /// File of prompts: one a line, or with the ending .jsonl an object a line with a text called prompt. Empty lines
+    /// are left out. Prints an object a line, as --json does for one prompt
+    #[arg(long, value_name = "FILE")]
+    pub prompts: Option<PathBuf>,
     /// New tokens at most
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = inference::tokens)]
     pub max_tokens: usize,
+    /// Answers to a prompt, the first with the seed that was given, each other with the next one
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    pub samples: u64,
     /// Take the prompt as what a user says, in the model's chat template, and stop where the answer ends
     #[arg(long)]
     pub chat: bool,
     /// What the system says first in the chat
     #[arg(long, value_name = "TEXT", requires = "chat")]
     pub system: Option<String>,
+    /// Chat template to use instead of the model's: a Jinja file, or plain for `User:` and `Assistant:` before lines
+    #[arg(long, value_name = "FILE", requires = "chat")]
+    pub chat_template: Option<String>,
     #[command(flatten)]
     pub sampling: SamplingArgs,
+    #[command(flatten)]
+    pub stopping: StoppingArgs,
     /// Stop before an end-of-sequence token instead of going on through it
     #[arg(long)]
     pub stop_at_eos: bool,
-    /// Type of activations, f32 or bf16; matrices stay as they are stored unless this takes less room
-    #[arg(long, default_value = "f32")]
-    pub dtype: String,
-    /// Type of the key-value cache, f32 or bf16; by default that of the activations
-    #[arg(long, value_name = "TYPE")]
-    pub kv_cache: Option<String>,
-    /// Quantise the linears while loading: nf4, fp4, int8, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k or q6_k
-    #[arg(long, value_name = "TYPE")]
-    pub quantize: Option<String>,
-    /// Memory that may be used, for example 1GiB
-    #[arg(long, value_name = "SIZE")]
-    pub memory: Option<ByteSize>,
-    /// Threads; by default one a core that may be used. The results do not depend on it
-    #[arg(long, value_name = "N")]
-    pub threads: Option<usize>,
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub json: bool,
@@ -205,8 +214,14 @@ pub struct MergeArgs {
 
 #[derive(Debug, Args)]
 pub struct InspectArgs {
-    /// A model's folder or file
-    pub path: PathBuf,
+    /// A folder or file of a model, an adapter, a tokenizer, a checkpoint or a run; a hub id; or a name of the catalogue
+    pub path: String,
+    /// List every tensor
+    #[arg(long)]
+    pub tensors: bool,
+    /// Show chat templates as a whole
+    #[arg(long)]
+    pub template: bool,
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub json: bool,

@@ -4,12 +4,13 @@ use std::fmt;
 
 use plimsoll_data::DataError;
 use plimsoll_device::DeviceError;
-use plimsoll_generate::{GenerateError, SamplerError};
+use plimsoll_generate::{ConversationError, GenerateError, SamplerError};
+use plimsoll_hub::HubError;
 use plimsoll_model::chat_template::ChatTemplateError;
 use plimsoll_model::tokenizer::TokenizerError;
 use plimsoll_model::{ModelError, SaveError};
-use plimsoll_plan::OriginError;
 use plimsoll_plan::config::ConfigError;
+use plimsoll_plan::{GenerationPlanError, OriginError};
 use plimsoll_step::StepError;
 use plimsoll_train::TrainError;
 
@@ -84,7 +85,6 @@ failure_from! {
     ChatTemplateError => OTHER,
     DataError => OTHER,
     SaveError => OTHER,
-    GenerateError => OTHER,
     serde_json::Error => OTHER,
     std::io::Error => OTHER,
 }
@@ -99,11 +99,56 @@ impl From<DeviceError> for Failure {
     }
 }
 
+impl From<HubError> for Failure {
+    fn from(error: HubError) -> Failure {
+        let exit_code = match error {
+            HubError::Setting { .. }
+            | HubError::NoSuchModel { .. }
+            | HubError::NoSuchRevision { .. }
+            | HubError::NoSuchFile { .. }
+            | HubError::SeveralGguf { .. } => USAGE,
+            _ => OTHER,
+        };
+        Failure { message: error.to_string(), exit_code }
+    }
+}
+
 impl From<StepError> for Failure {
     fn from(error: StepError) -> Failure {
         match error {
             StepError::Device(error) => error.into(),
+            error @ StepError::CacheType { .. } => Failure::usage(error.to_string()),
             other => Failure::other(other.to_string()),
+        }
+    }
+}
+
+impl From<GenerateError> for Failure {
+    fn from(error: GenerateError) -> Failure {
+        match error {
+            GenerateError::Step(error) => error.into(),
+            error @ (GenerateError::EmptyPrompt | GenerateError::PromptTooLong { .. }) => {
+                Failure::usage(error.to_string())
+            }
+            other => Failure::other(other.to_string()),
+        }
+    }
+}
+
+impl From<ConversationError> for Failure {
+    fn from(error: ConversationError) -> Failure {
+        match error {
+            error @ ConversationError::TooLong { .. } => Failure::usage(error.to_string()),
+            other => Failure::other(other.to_string()),
+        }
+    }
+}
+
+impl From<GenerationPlanError> for Failure {
+    fn from(error: GenerationPlanError) -> Failure {
+        match error {
+            GenerationPlanError::Step(error) => error.into(),
+            error @ GenerationPlanError::DoesNotFit(_) => Failure::does_not_fit(error.to_string()),
         }
     }
 }

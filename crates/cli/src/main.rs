@@ -5,8 +5,11 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod chat_format;
 mod commands;
 mod failure;
+mod inference;
+mod models;
 mod output;
 mod progress;
 mod session;
@@ -56,6 +59,7 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Train(args) => commands::train::run(args),
         Command::Eval(args) => commands::eval::run(args),
         Command::Generate(args) => commands::generate::run(args),
+        Command::Chat(args) => commands::chat::run(args),
         Command::Convert(args) => commands::convert::run(args),
         Command::Merge(args) => commands::merge::run(args),
         Command::Inspect(args) => commands::inspect::run(args),

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use plimsoll_hub::HubId;
 use plimsoll_memory::ByteSize;
 use plimsoll_train::{Event, MemoryLevel, Observer, StepMetrics};
 
@@ -141,6 +142,84 @@ impl Observer for TrainingProgress {
             }
             Event::Stopping { step } => {
                 self.say(&format!("asked to stop: saving after step {step}; --resume goes on from there"));
+            }
+        }
+    }
+}
+
+/// Shows files that are fetched; on standard error, since commands print their results on the other.
+pub struct FetchProgress {
+    model: String,
+    bar: ProgressBar,
+    lines: bool,
+    begun: Instant,
+    bytes: u64,
+}
+
+impl FetchProgress {
+    /// A display for one model.
+    pub fn new(id: &HubId, quiet: bool) -> FetchProgress {
+        FetchProgress {
+            model: id.to_string(),
+            bar: ProgressBar::hidden(),
+            lines: !quiet,
+            begun: Instant::now(),
+            bytes: 0,
+        }
+    }
+
+    fn say(&self, text: &str) {
+        if !self.bar.is_hidden() {
+            self.bar.println(text);
+        } else if self.lines {
+            // A fetch goes on where nobody reads.
+            drop(writeln!(std::io::stderr(), "{text}"));
+        }
+    }
+}
+
+impl plimsoll_hub::Progress for FetchProgress {
+    fn event(&mut self, event: plimsoll_hub::Event<'_>) {
+        use plimsoll_hub::Event;
+        match event {
+            Event::Started { files, bytes, already } => {
+                let plural = if files == 1 { "" } else { "s" };
+                let kept = match already {
+                    0 => String::new(),
+                    bytes => format!(", {} of them here already", ByteSize(bytes)),
+                };
+                self.say(&format!(
+                    "fetching {}: {files} file{plural}, {}{kept}",
+                    self.model,
+                    ByteSize(bytes)
+                ));
+                (self.begun, self.bytes) = (Instant::now(), bytes);
+                if self.lines && std::io::stderr().is_terminal() {
+                    let style = ProgressStyle::with_template(
+                        "{bar:30} {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left  {msg}",
+                    );
+                    self.bar = ProgressBar::new(bytes)
+                        .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+                }
+            }
+            Event::File { name } => self.bar.set_message(name.to_owned()),
+            Event::Bytes(n) if n >= 0 => self.bar.inc(n.unsigned_abs()),
+            Event::Bytes(n) => {
+                self.bar.set_position(self.bar.position().saturating_sub(n.unsigned_abs()));
+            }
+            Event::Waiting { name } => self.say(&format!("waiting: another process fetches {name}")),
+            Event::Retrying { name, reason, pause } => {
+                self.say(&format!("{name}: {reason}; again in {:.1} s", pause.as_secs_f64()));
+            }
+            Event::Unreachable { reason, snapshot } => {
+                self.say(&format!("the hub cannot be reached ({reason}); using {}", snapshot.display()));
+            }
+            Event::Done => {
+                self.bar.finish_and_clear();
+                self.bar = ProgressBar::hidden();
+                let seconds = self.begun.elapsed().as_secs_f64();
+                let (bytes, time) = (ByteSize(self.bytes), crate::commands::plan::seconds(seconds));
+                self.say(&format!("fetched {bytes} in {time}"));
             }
         }
     }

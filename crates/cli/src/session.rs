@@ -9,7 +9,7 @@ use plimsoll_memory::ByteSize;
 use plimsoll_model::{ModelFiles, Parameter};
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::hardware::{Hardware, process_memory};
-use plimsoll_plan::{DryRun, Machine, ModelOrigin, Rates};
+use plimsoll_plan::{DryRun, Machine, Rates};
 use plimsoll_step::Precision;
 
 use crate::args::ConfigSource;
@@ -155,23 +155,18 @@ pub fn weight_type(files: &ModelFiles, p: &Parameter, widest: DType, quantized: 
 
 /// The type of the key-value cache, if one is named.
 pub fn cache_type(name: Option<&str>) -> Result<Option<DType>, Failure> {
-    match name {
-        None => Ok(None),
-        Some("f32" | "fp32" | "float32") => Ok(Some(DType::F32)),
-        Some("bf16" | "bfloat16") => Ok(Some(DType::Bf16)),
-        Some(other) => Err(Failure::usage(format!("--kv-cache {other}: must be f32 or bf16"))),
-    }
-}
-
-/// A model with weights, to be used for `purpose`.
-pub fn model_with_weights(
-    path: &str,
-    purpose: &'static str,
-) -> Result<Box<plimsoll_model::ModelFiles>, Failure> {
-    match ModelOrigin::from_path_or_name(path)? {
-        ModelOrigin::Files(files) => Ok(files),
-        ModelOrigin::Catalogue(spec) | ModelOrigin::Scratch(spec, _) => {
-            Err(plimsoll_plan::OriginError::NoWeights { name: spec.name.clone(), purpose }.into())
+    Ok(Some(match name {
+        None => return Ok(None),
+        Some("f32" | "fp32" | "float32") => DType::F32,
+        Some("bf16" | "bfloat16") => DType::Bf16,
+        Some("f16" | "fp16" | "float16") => DType::F16,
+        Some("int8" | "q8_0") => DType::Q8_0,
+        Some("int4" | "q4_1") => DType::Q4_1,
+        Some("q4_0") => DType::Q4_0,
+        Some(other) => {
+            return Err(Failure::usage(format!(
+                "--kv-cache {other}: must be f32, bf16, f16, int8 (q8_0), int4 (q4_1) or q4_0"
+            )));
         }
-    }
+    }))
 }

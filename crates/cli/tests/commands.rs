@@ -113,7 +113,19 @@ fn a_prompt_can_be_a_chat_and_draws_have_settings() {
     let folder = folder();
     ok(folder.path(), &["train", "c.yaml"]);
     let generate = |more: &[&'static str]| -> Vec<&str> {
-        [&["generate", "--model", "out", "--prompt", "word", "--max-tokens", "3", "--json"], more].concat()
+        let usual = [
+            "generate",
+            "--model",
+            "out",
+            "--prompt",
+            "word",
+            "--max-tokens",
+            "3",
+            "--context",
+            "64",
+            "--json",
+        ];
+        [usual.as_slice(), more].concat()
     };
     let error = fails(folder.path(), 2, &generate(&["--chat"]));
     assert!(error.contains("no chat template"), "{error}");

@@ -39,6 +39,7 @@ impl<'a> Op<'a> {
             Op::LinearBackwardWeight { dout, x, dweight, .. } => (vec![dout, x], vec![dweight], vec![]),
             Op::BiasBackward { dout, dbias, .. } => (vec![dout], vec![dbias], vec![]),
             Op::Rope { x, positions, cos, sin, .. } => (vec![x, positions, cos, sin], vec![x], vec![(x, x)]),
+            Op::WriteCache { x, cache, .. } => (vec![x], vec![cache], vec![]),
             Op::Attention { q, k, v, out, lse, .. } => (vec![q, k, v], vec![out, lse], vec![]),
             Op::AttentionBackward { q, k, v, out, lse, dout, delta, sums, dq, dk, dv, .. } => {
                 let writes = [delta, dq, dk, dv].into_iter().chain(sums).collect();
@@ -55,6 +56,8 @@ impl<'a> Op<'a> {
             Op::CrossEntropy { logits, targets, losses, .. } => {
                 (vec![logits, targets], vec![logits, losses], vec![(logits, logits)])
             }
+            Op::QuantizeInt8 { x, codes, scales, .. } => (vec![x], vec![codes, scales], vec![]),
+            Op::DequantizeInt8 { codes, scales, out, .. } => (vec![codes, scales], vec![out], vec![]),
             Op::SumSquares { x, out } => (vec![x], vec![out], vec![]),
             Op::AdamW { param, master, grad, m, v, .. } => {
                 let state: Vec<&Tensor> = [param, m, v].into_iter().chain(master).collect();
@@ -101,9 +104,8 @@ impl<'a> Op<'a> {
                 check.same_size(x, out);
                 let u32s = [x, out].map(|t| t.dtype() == DType::U32);
                 check.that(u32s[0] == u32s[1], || format!("{x:?} and {out:?}: u32 casts only to itself"));
-                check.that(out.dtype().block_elements() == 1 && x.dtype().block_elements() == 1, || {
-                    format!("{x:?} to {out:?}: block types are not cast")
-                });
+                let codes = |t: &Tensor| t.dtype().is_block() || t.dtype() == DType::I8;
+                check.that(!codes(x) && !codes(out), || format!("{x:?} to {out:?}: codes are not cast"));
             }
             Op::Add { a, b, out } => {
                 [a, b, out].into_iter().for_each(|t| check.float(t));
@@ -184,8 +186,19 @@ impl<'a> Op<'a> {
                     format!("{cos:?} has more pairs than a head of {head_dim}")
                 });
             }
+            Op::WriteCache { x, cache, head_dim, .. } => {
+                check.float(x);
+                check.cached(cache);
+                check.that(head_dim > 0 && x.columns().is_multiple_of(head_dim), || {
+                    format!("{x:?} is not whole heads of {head_dim}")
+                });
+                check.that(x.rows() <= cache.rows(), || format!("{x:?} has more rows than {cache:?}"));
+                let heads = x.columns() / head_dim.max(1);
+                check.size(cache, cache.rows(), heads * cached_columns(cache, head_dim));
+            }
             Op::Attention { q, k, v, out, lse, shape, .. } => {
-                [q, k, v, out].into_iter().for_each(|t| check.float(t));
+                [q, out].into_iter().for_each(|t| check.float(t));
+                [k, v].into_iter().for_each(|t| check.cached(t));
                 check.attention(q, k, v, shape);
                 check.same_size(q, out);
                 check.f32_vector(lse, shape.batch * shape.heads * shape.q_len);
@@ -193,6 +206,7 @@ impl<'a> Op<'a> {
             Op::AttentionBackward { q, k, v, out, lse, dout, delta, sums, dq, dk, dv, shape, .. } => {
                 [q, k, v, out, dout, dq, dk, dv].into_iter().for_each(|t| check.float(t));
                 check.attention(q, k, v, shape);
+                check.same_size(k, v);
                 [out, dout, dq].into_iter().for_each(|t| check.same_size(q, t));
                 [dk, dv].into_iter().for_each(|t| check.same_size(k, t));
                 [lse, delta]
@@ -230,6 +244,14 @@ impl<'a> Op<'a> {
                 check.vector(targets, logits.rows());
                 check.f32_vector(losses, logits.rows());
             }
+            Op::QuantizeInt8 { x, codes, scales, block }
+            | Op::DequantizeInt8 { out: x, codes, scales, block } => {
+                check.float(x);
+                check.that(codes.dtype() == DType::I8, || format!("{codes:?} is not i8"));
+                check.same_size(x, codes);
+                check.that(block > 0, || "runs of no elements".to_owned());
+                check.f32_vector(scales, x.elements().div_ceil(block.max(1)));
+            }
             Op::SumSquares { x, out } => {
                 check.float(x);
                 check.f32_vector(out, 1);
@@ -258,11 +280,11 @@ impl Mismatch {
     }
 
     fn float(&mut self, t: &Tensor) {
-        self.that(matches!(t.dtype(), DType::F32 | DType::Bf16), || format!("{t:?} is not f32 or bf16"));
+        self.that(t.dtype().is_float(), || format!("{t:?} is not f32, bf16 or f16"));
     }
 
     fn weight(&mut self, t: &Tensor) {
-        self.that(t.dtype() != DType::U32, || format!("{t:?} is no weight"));
+        self.that(!matches!(t.dtype(), DType::U32 | DType::I8), || format!("{t:?} is no weight"));
         let block = t.dtype().row_multiple();
         self.that(t.columns().is_multiple_of(block), || {
             format!("{t:?}: rows are not whole blocks of {block}")
@@ -313,13 +335,24 @@ impl Mismatch {
             shape.kv_heads > 0
                 && shape.heads.is_multiple_of(shape.kv_heads)
                 && shape.q_len <= shape.kv_len
-                && shape.kv_len <= shape.kv_capacity
+                && shape.kv_len - shape.first_seen() <= shape.kv_capacity
                 && shape.window != Some(0)
                 && shape.soft_cap.is_none_or(|cap| cap > 0.0),
             || format!("{shape:?} is impossible"),
         );
         self.size(q, shape.batch * shape.q_len, shape.heads * shape.head_dim);
-        self.size(k, shape.batch * shape.kv_capacity, shape.kv_heads * shape.head_dim);
-        self.same_size(k, v);
+        for cached in [k, v] {
+            let columns = shape.kv_heads * cached_columns(cached, shape.head_dim);
+            self.size(cached, shape.batch * shape.kv_capacity, columns);
+        }
     }
+
+    fn cached(&mut self, t: &Tensor) {
+        self.that(t.dtype().is_cache(), || format!("{t:?} is of no type for keys and values"));
+    }
+}
+
+/// Elements of a head of `head_dim` in a cache: whole blocks.
+fn cached_columns(cache: &Tensor, head_dim: u64) -> u64 {
+    cache.dtype().cached_columns(head_dim)
 }

@@ -102,7 +102,10 @@ impl Op<'_> {
             Op::LinearBackwardWeight { dout, dweight, compute, .. } => {
                 cost.matmul = product(dweight, dout.rows(), compute);
             }
-            Op::Attention { shape, compute, .. } => {
+            Op::Attention { q, k, v, shape, compute, .. } => {
+                let seen = (shape.kv_len - shape.first_seen()).min(shape.kv_capacity);
+                let share = |t: &Tensor| t.bytes() / shape.kv_capacity.max(1) * seen;
+                cost.bytes = 2 * q.bytes() + share(k) + share(v);
                 cost.attention = Some((compute, 4 * shape.score_count() * shape.head_dim));
                 cost.exps = shape.score_count();
             }
@@ -113,6 +116,11 @@ impl Op<'_> {
             Op::Gated { gate, .. } | Op::GatedBackward { gate, .. } => cost.exps = gate.elements(),
             Op::Activate { x, .. } | Op::ActivateBackward { x, .. } => cost.exps = x.elements(),
             Op::CrossEntropy { logits, .. } => cost.exps = logits.elements(),
+            // Only the rows that are written move.
+            Op::WriteCache { x, cache, .. } => {
+                let row = cache.bytes() / cache.rows().max(1);
+                cost.bytes = x.bytes() + x.rows() * row;
+            }
             // Only the looked-up rows of the table move.
             Op::Embedding { tokens, out: rows, .. } | Op::EmbeddingBackward { tokens, dout: rows, .. } => {
                 cost.bytes = tokens.bytes() + 2 * rows.bytes();

@@ -15,6 +15,8 @@ pub enum DType {
     F16,
     /// Token ids and positions.
     U32,
+    /// Signed 8-bit codes whose scales are a tensor of their own.
+    I8,
     /// GGUF: blocks of 32, f16 scale, 8-bit signed codes (34 bytes).
     Q8_0,
     /// GGUF: blocks of 32, f16 scale, 4-bit codes less 8 (18 bytes).
@@ -62,11 +64,12 @@ const FACTOR_BYTES: u64 = 8;
 
 impl DType {
     /// Every type.
-    pub const ALL: [DType; 22] = [
+    pub const ALL: [DType; 23] = [
         DType::F32,
         DType::Bf16,
         DType::F16,
         DType::U32,
+        DType::I8,
         DType::Q8_0,
         DType::Q4_0,
         DType::Q4_1,
@@ -90,7 +93,7 @@ impl DType {
     /// Elements in one block: 1 for plain types.
     pub fn block_elements(self) -> u64 {
         match self {
-            DType::F32 | DType::Bf16 | DType::F16 | DType::U32 => 1,
+            DType::F32 | DType::Bf16 | DType::F16 | DType::U32 | DType::I8 => 1,
             DType::Q8_0 | DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 => 32,
             DType::Iq4Nl | DType::Mxfp4 => 32,
             DType::Nf4 | DType::Fp4 | DType::Nf4F32 | DType::Fp4F32 | DType::Int8 => 64,
@@ -117,6 +120,7 @@ impl DType {
         match self {
             DType::F32 | DType::U32 => 4,
             DType::Bf16 | DType::F16 => 2,
+            DType::I8 => 1,
             DType::Q8_0 => 34,
             DType::Q4_0 | DType::Iq4Nl => 18,
             DType::Q4_1 => 20,
@@ -160,6 +164,16 @@ impl DType {
         self.block_elements() > 1
     }
 
+    /// Whether keys and values may be cached in it.
+    pub fn is_cache(self) -> bool {
+        self.is_float() || matches!(self, DType::Q8_0 | DType::Q4_0 | DType::Q4_1)
+    }
+
+    /// Elements that a head of `head_dim` takes in a cache of this type: whole blocks.
+    pub fn cached_columns(self, head_dim: u64) -> u64 {
+        head_dim.div_ceil(self.block_elements()).saturating_mul(self.block_elements())
+    }
+
     /// The name used in configurations and reports.
     pub fn name(self) -> &'static str {
         match self {
@@ -167,6 +181,7 @@ impl DType {
             DType::Bf16 => "bf16",
             DType::F16 => "f16",
             DType::U32 => "u32",
+            DType::I8 => "i8",
             DType::Q8_0 => "q8_0",
             DType::Q4_0 => "q4_0",
             DType::Q4_1 => "q4_1",

@@ -43,18 +43,20 @@ pub enum Glu {
 
 /// The geometry of causal attention with grouped heads.
 ///
-/// q and out are `[batch * q_len, heads * head_dim]`; k and v are `[batch * kv_capacity, kv_heads * head_dim]`, of
-/// which the first `kv_len` rows of each sequence count. Query i sits at position `kv_len - q_len + i` and sees the
-/// positions up to its own. Query head h reads kv head `h / (heads / kv_heads)`.
+/// q and out are `[batch * q_len, heads * head_dim]`; k and v are `[batch * kv_capacity, kv_heads * D']`, D' being
+/// `head_dim` filled up to whole blocks of their type. Position p of a sequence lies in row `p % kv_capacity` of its
+/// rows. Query i sits at position `kv_len - q_len + i` and sees the positions up to its own; all that it sees must
+/// still be there, so that only a window lets `kv_len` be more than `kv_capacity`. Query head h reads kv head
+/// `h / (heads / kv_heads)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionShape {
     /// Sequences.
     pub batch: u64,
     /// Queries of each sequence.
     pub q_len: u64,
-    /// Keys and values of each sequence.
+    /// Positions of each sequence so far, those of the queries included.
     pub kv_len: u64,
-    /// Rows between one sequence's keys and the next one's.
+    /// Rows of each sequence's keys.
     pub kv_capacity: u64,
     /// Query heads.
     pub heads: u64,
@@ -191,8 +193,14 @@ pub enum Op<'a> {
         inverse: bool,
     },
 
+    /// Puts keys or values into a cache: row `(first + n) % C` of cache = row n of x, rounded to the cache's type, to
+    /// nearest. x `[N, heads * head_dim]`, N at most C; cache `[C, heads * D']` of a plain type, Q8_0, Q4_0 or Q4_1, D'
+    /// being `head_dim` filled up with zeros to whole blocks.
+    WriteCache { x: &'a Tensor, cache: &'a Tensor, first: u64, head_dim: u64 },
+
     /// Causal attention by tiles with an online softmax (FlashAttention-2, Dao 2023). lse f32 `[batch, heads, q_len]` is
-    /// the log of the sum of the exponentials of each row's scaled scores.
+    /// the log of the sum of the exponentials of each row's scaled scores. k and v may be of any type that
+    /// [`WriteCache`](Op::WriteCache) writes; they are read as they are stored.
     Attention {
         q: &'a Tensor,
         k: &'a Tensor,
@@ -247,6 +255,12 @@ pub enum Op<'a> {
         gradient_scale: Option<f32>,
     },
 
+    /// codes = x over its scale, rounded; scales f32 `[ceil(elements / block)]`, one for each run of `block` elements of x
+    /// in their order in memory. codes i8 of x's shape.
+    QuantizeInt8 { x: &'a Tensor, codes: &'a Tensor, scales: &'a Tensor, block: u64 },
+    /// out = codes times their scales: what [`Op::QuantizeInt8`] left of x, wrong by half a scale at most.
+    DequantizeInt8 { codes: &'a Tensor, scales: &'a Tensor, block: u64, out: &'a Tensor },
+
     /// `out[0]` = sum of squares of x; out f32 `[1]`. Summed in f64 over pieces of a fixed size, in order.
     SumSquares { x: &'a Tensor, out: &'a Tensor },
     /// One AdamW update of a parameter; m, v f32. With `master` (f32) the update happens there and param gets it rounded;
@@ -281,6 +295,7 @@ impl Op<'_> {
             Op::LinearBackwardWeight { .. } => "linear_backward_weight",
             Op::BiasBackward { .. } => "bias_backward",
             Op::Rope { .. } => "rope",
+            Op::WriteCache { .. } => "write_cache",
             Op::Attention { .. } => "attention",
             Op::AttentionBackward { .. } => "attention_backward",
             Op::Gated { .. } => "gated",
@@ -288,6 +303,8 @@ impl Op<'_> {
             Op::Activate { .. } => "activate",
             Op::ActivateBackward { .. } => "activate_backward",
             Op::CrossEntropy { .. } => "cross_entropy",
+            Op::QuantizeInt8 { .. } => "quantize_int8",
+            Op::DequantizeInt8 { .. } => "dequantize_int8",
             Op::SumSquares { .. } => "sum_squares",
             Op::AdamW { .. } => "adamw",
         }
@@ -295,6 +312,12 @@ impl Op<'_> {
 }
 
 impl AttentionShape {
+    /// The lowest position that any query sees.
+    pub fn first_seen(&self) -> u64 {
+        let first_query = self.kv_len.saturating_sub(self.q_len);
+        self.window.map_or(0, |window| (first_query + 1).saturating_sub(window))
+    }
+
     /// Number of (query, key) pairs that see each other, over all heads.
     pub fn score_count(&self) -> u64 {
         let before = self.kv_len.saturating_sub(self.q_len);

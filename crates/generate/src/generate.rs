@@ -1,11 +1,12 @@
-//! The loop: prompt in, tokens out, until an end token or a limit.
+//! The loop: prompt in, text out, until something ends it.
 
 use std::time::Instant;
 
 use plimsoll_device::Device;
-use plimsoll_step::{Decoder, StepError};
+use plimsoll_model::tokenizer::{SpecialTokens, Tokenizer, TokenizerError};
+use plimsoll_step::StepError;
 
-use crate::Sampler;
+use crate::{Sampler, Session, StopStrings};
 
 /// A generation that could not go on.
 #[derive(Debug, thiserror::Error)]
@@ -13,51 +14,160 @@ pub enum GenerateError {
     /// The step failed.
     #[error(transparent)]
     Step(#[from] StepError),
+    /// Tokens have no text.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
     /// There is nothing to continue.
     #[error("the prompt has no tokens; give at least one character")]
     EmptyPrompt,
+    /// More than the cache holds.
+    #[error(
+        "the prompt has {tokens} tokens and the context holds {context}; shorten the prompt or enlarge the context"
+    )]
+    PromptTooLong {
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Tokens that the context holds.
+        context: usize,
+    },
+    /// A model whose vocabulary is empty.
+    #[error("the model gave no logits; its vocabulary is empty")]
+    NoLogits,
+}
+
+/// What ends an answer, besides the end of the context.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Limits {
+    /// New tokens at most.
+    pub max_tokens: usize,
+    /// Tokens before which the answer ends.
+    pub stop_tokens: Vec<u32>,
+    /// Texts before which it ends.
+    pub stop_strings: StopStrings,
+}
+
+/// What ended an answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StopReason {
+    /// This stop token came.
+    StopToken(u32),
+    /// This stop string came.
+    StopString(String),
+    /// It has as many tokens as it may have.
+    MaxTokens,
+    /// Prompt and answer fill the context.
+    Context,
+    /// Somebody wanted it to end.
+    Interrupted,
+}
+
+impl StopReason {
+    /// A word for it: `stop_token`, `stop_string`, `max_tokens`, `context`, `interrupted`.
+    pub fn name(&self) -> &'static str {
+        match self {
+            StopReason::StopToken(_) => "stop_token",
+            StopReason::StopString(_) => "stop_string",
+            StopReason::MaxTokens => "max_tokens",
+            StopReason::Context => "context",
+            StopReason::Interrupted => "interrupted",
+        }
+    }
 }
 
 /// What came out.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Generated {
-    /// New tokens, an end token not among them.
+    /// New tokens: a stop token is not among them, those that a stop string is made of are.
     pub tokens: Vec<u32>,
-    /// Seconds from the first new token to the last one.
-    pub decode_seconds: f64,
+    /// Their text up to the stop string, special tokens left out.
+    pub text: String,
+    /// Why there are no more.
+    pub stop_reason: StopReason,
+    /// How many of the prompt's tokens were in the cache already.
+    pub reused_tokens: usize,
     /// Seconds that the prompt took.
     pub prompt_seconds: f64,
+    /// Seconds from the first new token to the last one.
+    pub decode_seconds: f64,
 }
 
-/// Continues `prompt` by at most `max_tokens` tokens. `each` sees every token as it comes and may end it by `false`.
-pub fn generate<D: Device>(
-    decoder: &mut Decoder<'_, D>,
-    sampler: &mut Sampler,
-    prompt: &[u32],
-    max_tokens: usize,
-    end_tokens: &[u32],
-    mut each: impl FnMut(u32) -> bool,
-) -> Result<Generated, GenerateError> {
-    if prompt.is_empty() {
-        return Err(GenerateError::EmptyPrompt);
+impl Generated {
+    /// Speed after the first token, which is the prompt's.
+    pub fn tokens_per_second(&self) -> f64 {
+        self.tokens.len().saturating_sub(1) as f64 / self.decode_seconds.max(f64::MIN_POSITIVE)
     }
-    let begun = Instant::now();
-    sampler.observe(prompt);
-    let mut logits = decoder.append(prompt)?;
-    let prompt_seconds = begun.elapsed().as_secs_f64();
-    let begun = Instant::now();
-    let mut tokens = Vec::new();
-    while tokens.len() < max_tokens {
-        let Some(token) = sampler.sample(&logits) else { break };
-        if end_tokens.contains(&token) {
-            break;
+}
+
+impl<D: Device> Session<'_, D> {
+    /// Continues `prompt`. `on_text` sees the text as it comes, never a part of a character or of a stop string;
+    /// `interrupted` is asked after every token and between the passes of a long prompt. Rows of the head beyond the
+    /// tokenizer's vocabulary, which many models have to fill up a round number, are never drawn.
+    ///
+    /// # Errors
+    /// As of [`Session::prefill`]; or those of `on_text`.
+    pub fn generate<E: From<GenerateError>>(
+        &mut self,
+        tokenizer: &Tokenizer,
+        prompt: &[u32],
+        sampler: &mut Sampler,
+        limits: &Limits,
+        interrupted: &dyn Fn() -> bool,
+        mut on_text: impl FnMut(&str) -> Result<(), E>,
+    ) -> Result<Generated, E> {
+        let begun = Instant::now();
+        let prefill = self.prefill(prompt, interrupted)?;
+        let mut out = Generated {
+            tokens: Vec::new(),
+            text: String::new(),
+            stop_reason: StopReason::Interrupted,
+            reused_tokens: prefill.reused,
+            prompt_seconds: begun.elapsed().as_secs_f64(),
+            decode_seconds: 0.0,
+        };
+        let Some(mut logits) = prefill.logits else { return Ok(out) };
+        sampler.observe(prompt);
+        let mut characters = tokenizer.stream_decoder(SpecialTokens::Skip);
+        let mut certain = limits.stop_strings.stream();
+        let mut show = |text: &mut String, piece: &str| -> Result<(), E> {
+            text.push_str(piece);
+            if piece.is_empty() { Ok(()) } else { on_text(piece) }
+        };
+        let room = self.context().saturating_sub(prompt.len());
+        let begun = Instant::now();
+        out.stop_reason = loop {
+            if out.tokens.len() >= limits.max_tokens {
+                break StopReason::MaxTokens;
+            }
+            if out.tokens.len() >= room {
+                break StopReason::Context;
+            }
+            if interrupted() {
+                break StopReason::Interrupted;
+            }
+            if let Some(last) = out.tokens.last() {
+                logits = self.append(&[*last])?;
+            }
+            let known = logits.get(..tokenizer.vocab_size()).unwrap_or(&logits);
+            let token = sampler.sample(known).ok_or(GenerateError::NoLogits)?;
+            if limits.stop_tokens.contains(&token) {
+                break StopReason::StopToken(token);
+            }
+            out.tokens.push(token);
+            sampler.observe(&[token]);
+            let piece = certain.push(&characters.push(token).map_err(GenerateError::from)?);
+            show(&mut out.text, &piece)?;
+            if let Some(stop) = certain.found() {
+                break StopReason::StopString(stop.to_owned());
+            }
+        };
+        out.decode_seconds = begun.elapsed().as_secs_f64();
+        // The rest may hold a stop string, too: some tokenizers give all of their text at the end.
+        let rest = certain.push(&characters.finish().map_err(GenerateError::from)?);
+        show(&mut out.text, &rest)?;
+        if let (Some(stop), false) = (certain.found(), matches!(out.stop_reason, StopReason::StopString(_))) {
+            out.stop_reason = StopReason::StopString(stop.to_owned());
         }
-        tokens.push(token);
-        sampler.observe(&[token]);
-        if !each(token) || tokens.len() == max_tokens {
-            break;
-        }
-        logits = decoder.append(&[token])?;
+        show(&mut out.text, &certain.finish())?;
+        Ok(out)
     }
-    Ok(Generated { tokens, decode_seconds: begun.elapsed().as_secs_f64(), prompt_seconds })
 }

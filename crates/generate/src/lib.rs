@@ -1,9 +1,16 @@
-//! Text from a model: sampling over a [`Decoder`](plimsoll_step::Decoder)'s logits. It knows nothing of training.
+//! Text from a model: sampling over a [`Decoder`](plimsoll_step::Decoder)'s logits, what ends an answer, and
+//! conversations whose turns share a cache. It knows nothing of training and of terminals.
 
 #![forbid(unsafe_code)]
 
+mod conversation;
 mod generate;
 mod sampler;
+mod session;
+mod stop;
 
-pub use generate::{GenerateError, Generated, generate};
-pub use sampler::{Sampler, SamplerError, SamplerSettings, SamplerStep};
+pub use conversation::{Conversation, ConversationError, Prompt, Turn};
+pub use generate::{GenerateError, Generated, Limits, StopReason};
+pub use sampler::{Sampler, SamplerError, SamplerSettings, SamplerStep, SettingError};
+pub use session::{Prefill, Session};
+pub use stop::{EmptyStopString, StopStream, StopStrings};

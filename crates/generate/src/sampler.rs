@@ -7,6 +7,7 @@
 mod candidates;
 mod error;
 mod history;
+mod setting;
 mod step;
 #[cfg(test)]
 mod tests;
@@ -14,6 +15,7 @@ mod tests;
 use candidates::Candidates;
 pub use error::SamplerError;
 use history::History;
+pub use setting::SettingError;
 pub use step::SamplerStep;
 
 /// How tokens are drawn. The default takes the likeliest token.

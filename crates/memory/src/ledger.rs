@@ -174,6 +174,8 @@ impl AtPeak {
 #[derive(Clone, Debug, Default)]
 pub struct Ledger {
     live: TagBytes,
+    /// The most that was ever live under each tag.
+    most: TagBytes,
     at_peak: AtPeak,
     phase: Phase,
     layer: Option<u32>,
@@ -191,6 +193,7 @@ impl Ledger {
 
     pub(crate) fn took(&mut self, tag: Tag, name: &'static str, bytes: u64, end: u64) {
         self.live.add(tag, bytes);
+        self.most.0[tag as usize] = self.most.get(tag).max(self.live.get(tag));
         let raised = end > self.at_peak.peak;
         if raised {
             self.at_peak = AtPeak { peak: end, by_tag: self.live, phase: self.phase, layer: self.layer };
@@ -217,6 +220,11 @@ impl Ledger {
     /// Live bytes by tag, now.
     pub fn live(&self) -> TagBytes {
         self.live
+    }
+
+    /// The most bytes that were ever live under a tag, at the peak or not.
+    pub fn most(&self, tag: Tag) -> u64 {
+        self.most.get(tag)
     }
 
     /// What was live at the high-water mark.

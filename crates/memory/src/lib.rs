@@ -6,12 +6,14 @@
 mod arena;
 mod bytes;
 mod file_map;
+mod heap;
 mod ledger;
 mod reservation;
 
 pub use arena::{Arena, Block, OutOfMemory};
 pub use bytes::{ByteSize, ParseByteSizeError};
 pub use file_map::FileMap;
+pub use heap::release_free_heap;
 pub use ledger::{AtPeak, Event, Ledger, Phase, Tag, TagBytes};
 pub use reservation::{Reservation, ReservationError};
 

@@ -139,6 +139,14 @@ impl Tokenizer {
             name: name.unwrap_or("default").to_owned(),
             known: templates.iter().map(|known| known.name.as_str()).collect::<Vec<_>>().join(", "),
         })?;
+        self.chat_template_from(&template.source, &template.origin).map(Some)
+    }
+
+    /// A chat template of somebody else, written with this tokenizer's special tokens. `origin` is what errors call it.
+    ///
+    /// # Errors
+    /// The source is no Jinja template.
+    pub fn chat_template_from(&self, source: &str, origin: &str) -> Result<ChatTemplate, ChatTemplateError> {
         let special = [
             ("bos_token", self.bos_token()),
             ("eos_token", self.eos_token()),
@@ -147,7 +155,7 @@ impl Tokenizer {
         let special = special
             .into_iter()
             .filter_map(|(name, id)| Some((name.to_owned(), Json::String(self.id_to_token(id?)?))));
-        ChatTemplate::new(&template.source, special.collect(), &template.origin).map(Some)
+        ChatTemplate::new(source, special.collect(), origin)
     }
 }
 

@@ -23,7 +23,7 @@ pub mod tokenizer;
 pub mod transcode;
 
 pub use adapter::{Adapter, AdapterConfig, AdapterError};
-pub use parameters::{BlockId, Initialisation, Parameter, ParameterKind, Role};
+pub use parameters::{BlockId, Initialisation, Parameter, ParameterGroup, ParameterKind, Role};
 pub use safetensors::{NewTensor, SafetensorsError, SafetensorsFile, StoredDType, write_tensors};
 pub use save::{SaveError, SaveWriter};
 pub use source::{Format, ModelError, ModelFiles, RowOrder, StoredView, WeightSource};

@@ -120,7 +120,67 @@ impl Role {
     }
 }
 
+/// The part of a model that a parameter belongs to, for counting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ParameterGroup {
+    /// Tokens and positions to vectors.
+    Embedding,
+    /// The linears of attention.
+    Attention,
+    /// The linears of the feed-forward part.
+    FeedForward,
+    /// Norms, of queries and keys too.
+    Norms,
+    /// Vectors to logits, where that is not the embedding again.
+    Head,
+}
+
+impl ParameterGroup {
+    /// As reports call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            ParameterGroup::Embedding => "embedding",
+            ParameterGroup::Attention => "attention",
+            ParameterGroup::FeedForward => "feed_forward",
+            ParameterGroup::Norms => "norms",
+            ParameterGroup::Head => "head",
+        }
+    }
+}
+
 impl Role {
+    /// The part of the model that it belongs to.
+    pub fn group(self) -> ParameterGroup {
+        match self {
+            Role::TokenEmbedding | Role::PositionEmbedding => ParameterGroup::Embedding,
+            Role::QProj
+            | Role::KProj
+            | Role::VProj
+            | Role::OProj
+            | Role::QBias
+            | Role::KBias
+            | Role::VBias
+            | Role::OBias => ParameterGroup::Attention,
+            Role::GateProj
+            | Role::UpProj
+            | Role::DownProj
+            | Role::GateBias
+            | Role::UpBias
+            | Role::DownBias => ParameterGroup::FeedForward,
+            Role::LmHead => ParameterGroup::Head,
+            Role::AttentionNorm
+            | Role::AttentionNormBias
+            | Role::QNorm
+            | Role::KNorm
+            | Role::PostAttentionNorm
+            | Role::MlpNorm
+            | Role::MlpNormBias
+            | Role::PostMlpNorm
+            | Role::FinalNorm
+            | Role::FinalNormBias => ParameterGroup::Norms,
+        }
+    }
+
     /// Whether it is the matrix of a linear in a transformer block.
     pub fn is_block_matrix(self) -> bool {
         self.kind() == ParameterKind::Matrix && self != Role::LmHead

@@ -6,6 +6,7 @@
 mod byte_level;
 mod chat;
 mod decode;
+mod describe;
 mod encode;
 mod error;
 pub mod gguf;
@@ -22,6 +23,7 @@ use tokenizers::Tokenizer as Engine;
 
 pub use chat::{ChatTemplateSource, ChatTemplates};
 pub use decode::{SpecialTokens, StreamDecoder};
+pub use describe::{SpecialToken, TokenizerKind};
 pub use encode::EncodeOptions;
 pub use error::TokenizerError;
 pub use gguf::GgufTokenizerFields;

@@ -20,6 +20,7 @@ mod model;
 mod output;
 mod parallel;
 mod place;
+mod policies;
 mod section;
 mod training;
 mod validate;
@@ -39,10 +40,11 @@ pub use model::{Architecture, FromScratchConfig, ModelConfig, TokenizerSource};
 pub use output::OutputConfig;
 pub use parallel::{ParallelConfig, ShardingStrategy};
 pub use place::Place;
+pub use policies::{ActivationCompression, GradientCheckpointing};
 pub use section::KeyDoc;
 pub use training::{
-    ActivationCompression, Attention, GradientCheckpointing, GradientDtype, LrSchedule, MasterWeights,
-    Method, MixedPrecision, Optimizer, TrainingConfig, TrainingLength,
+    Attention, GradientDtype, InBackwardClipping, LrSchedule, MasterWeights, Method, MixedPrecision,
+    Optimizer, TrainingConfig, TrainingLength,
 };
 pub use value::{Auto, Paths};
 

@@ -31,16 +31,18 @@ impl DryRun {
         let micro_batch = MicroBatch { tokens: &tokens, targets: &targets };
         dry.take_tally();
         // The second micro-batch adds to the gradients where the first one wrote them; all later ones are like it.
-        trainer.accumulate(&[micro_batch])?;
+        // The first step of a run may do more than the others: clipping by the norm of the step before it.
+        trainer.step(&[micro_batch], 0.0)?;
+        dry.take_tally();
+        trainer.step(&[micro_batch], 0.0)?;
         let first = dry.take_tally();
         let mut step = first;
         if accumulation > 1 {
-            trainer.accumulate(&[micro_batch, micro_batch])?;
+            trainer.step(&[micro_batch, micro_batch], 0.0)?;
             let later = dry.take_tally().less(first);
             (1..accumulation).for_each(|_| step = step.plus(later));
         }
-        trainer.step(&[micro_batch], 0.0)?;
-        let step = step.plus(dry.take_tally().less(first));
+        trainer.evaluate(settings.batch_size, &micro_batch)?;
         Ok(DryRun { ledger: dry.arena().ledger(), tally: step })
     }
 
@@ -69,6 +71,22 @@ impl DryRun {
         Ok(DryRun { ledger: dry.arena().ledger(), tally: dry.tally() })
     }
 
+    /// The losses of a sequence as long as the context, in chunks that read each other from the cache.
+    pub fn cached_evaluation(
+        spec: &ModelSpec,
+        settings: DecodeSettings,
+        weight_types: &dyn Fn(&Parameter) -> DType,
+        loss_chunk_tokens: u64,
+    ) -> Result<DryRun, StepError> {
+        let dry = Dry::new();
+        let mut decoder = Decoder::with_weight_types(&dry, spec.clone(), settings, weight_types)?;
+        let n = settings.context as usize;
+        let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
+        dry.take_tally();
+        decoder.append_losses(&MicroBatch { tokens: &tokens, targets: &targets }, loss_chunk_tokens)?;
+        Ok(DryRun { ledger: dry.arena().ledger(), tally: dry.tally() })
+    }
+
     /// A prompt of `prompt_tokens` and a token after it, with a type for each weight; the tally is that of the token.
     pub fn generation(
         spec: &ModelSpec,
@@ -86,6 +104,26 @@ impl DryRun {
             tally = dry.take_tally();
         }
         Ok(DryRun { ledger: dry.arena().ledger(), tally })
+    }
+
+    /// The peak of [`generation`](Self::generation) alone, in a time that does not grow with the prompt: passes of one
+    /// length take the same memory.
+    pub fn generation_peak(
+        spec: &ModelSpec,
+        settings: DecodeSettings,
+        weight_types: &dyn Fn(&Parameter) -> DType,
+        prompt_tokens: u64,
+    ) -> Result<u64, StepError> {
+        let dry = Dry::new();
+        let mut decoder = Decoder::with_weight_types(&dry, spec.clone(), settings, weight_types)?;
+        let prompt = prompt_tokens.clamp(1, settings.context.max(1));
+        let chunk = settings.prompt_chunk_tokens.max(1);
+        for pass in [prompt.min(chunk), prompt % chunk, 1] {
+            if pass > 0 && decoder.len() + pass <= settings.context {
+                decoder.append(&vec![0; pass as usize])?;
+            }
+        }
+        Ok(dry.arena().high_water())
     }
 
     /// Bytes of arena that the job needs.

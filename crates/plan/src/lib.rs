@@ -6,7 +6,9 @@
 mod advice;
 pub mod config;
 mod dry_run;
+mod generation;
 pub mod hardware;
+mod needs;
 mod origin;
 mod resolve;
 mod time;
@@ -14,6 +16,8 @@ mod training_plan;
 
 pub use advice::Alternative;
 pub use dry_run::DryRun;
+pub use generation::{CacheContext, DoesNotFit, GenerationPlan, GenerationPlanError, GenerationRequest};
+pub use needs::{Need, needs};
 pub use origin::{ModelOrigin, OriginError};
 pub use resolve::{Choice, Limits, loss_chunk_tokens};
 pub use time::{Rates, TimeEstimate};

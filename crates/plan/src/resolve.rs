@@ -3,10 +3,14 @@
 
 use plimsoll_device::DType;
 use plimsoll_model::ModelSpec;
-use plimsoll_step::{AdamWSettings, Checkpointing, GradientClipping, Precision, StepError, StepSettings};
+use plimsoll_step::{
+    AdamWSettings, Checkpointing, GradientClipping, Group, LossScaling, NormSource, Precision, StepError,
+    StepSettings, UpdateTiming,
+};
 
 use crate::config::{
-    Auto, GradientCheckpointing, GradientDtype, MasterWeights, MixedPrecision, RawConfig, TrainingConfig,
+    Auto, GradientCheckpointing, GradientDtype, InBackwardClipping, MasterWeights, MixedPrecision, RawConfig,
+    TrainingConfig,
 };
 use crate::dry_run::DryRun;
 use crate::time::{Rates, TimeEstimate};
@@ -70,6 +74,10 @@ pub fn choose(
     limits: Limits,
 ) -> Result<Choice, StepError> {
     let mut smallest: Option<Choice> = None;
+    let within = match config.training.gradient_checkpointing().set() {
+        Some(GradientCheckpointing::Within(size)) => size.0,
+        _ => u64::MAX,
+    };
     // A precision that loses nothing is preferred to one that does, however fast.
     for precision in precisions(&config.training) {
         let mut candidates = Vec::new();
@@ -80,6 +88,7 @@ pub fn choose(
             }
         }
         for limit in [limits.target_bytes, limits.arena_bytes] {
+            let limit = limit.min(within);
             if let Some(index) = fastest(&candidates, limit) {
                 return Ok(candidates.swap_remove(index));
             }
@@ -120,16 +129,36 @@ fn precisions(training: &TrainingConfig) -> Vec<Precision> {
     match training.mixed_precision().set() {
         Some(MixedPrecision::F32) => vec![f32],
         Some(MixedPrecision::Bf16) => vec![bf16(masters)],
+        // Updates of half a step's rounding vanish in f16: there are always masters.
+        Some(MixedPrecision::Fp16) => vec![Precision { gradients: gradients(DType::F32), ..Precision::F16 }],
         None => vec![f32, bf16(masters)],
     }
 }
 
 fn checkpointings(training: &TrainingConfig) -> Vec<Checkpointing> {
     match training.gradient_checkpointing().set() {
-        Some(GradientCheckpointing::None) => vec![Checkpointing::None],
-        Some(GradientCheckpointing::Full) => vec![Checkpointing::Full],
-        None => vec![Checkpointing::None, Checkpointing::Full],
+        Some(GradientCheckpointing::Form(form)) => vec![form],
+        Some(GradientCheckpointing::Within(_)) => every_checkpointing(),
+        None => {
+            // The cheapest work for a byte first, a group more each time.
+            let groups = |n| Checkpointing::Selective(Group::ALL.into_iter().take(n).collect());
+            let none = [Checkpointing::None];
+            let some = (2..Group::ALL.len()).map(groups);
+            none.into_iter().chain(some).chain([Checkpointing::Full, Checkpointing::Sqrt]).collect()
+        }
     }
+}
+
+/// Every set of groups, and the forms that keep still less.
+fn every_checkpointing() -> Vec<Checkpointing> {
+    let groups = Group::ALL.into_iter().filter(|group| *group != Group::Block);
+    let sets = (1u32..32).map(|set| {
+        let members = groups.clone().enumerate().filter(|(i, _)| set & (1 << i) != 0);
+        Checkpointing::Selective(members.map(|(_, group)| group).collect())
+    });
+    let whole = [Checkpointing::None, Checkpointing::Full, Checkpointing::Sqrt];
+    let every = [2, 3, 4, 8].map(Checkpointing::Every);
+    whole.into_iter().chain(every).chain(sets).collect()
 }
 
 /// Pairs of batch size and accumulation that the user's words leave open.
@@ -172,6 +201,8 @@ pub(crate) fn step_settings(
         sequence_length,
         precision,
         checkpointing,
+        compression: training.activation_compression().0,
+        mlp_chunk_tokens: training.mlp_chunk_tokens,
         loss_chunk_tokens: training
             .loss_chunk_tokens()
             .set()
@@ -184,6 +215,17 @@ pub(crate) fn step_settings(
             decay_norms_and_biases: training.decay_norms_and_biases(),
         },
         clipping: if clip > 0.0 { GradientClipping::GlobalNorm(clip) } else { GradientClipping::None },
+        loss_scaling: (precision.activations == DType::F16).then(LossScaling::default),
+        update: match (training.optimizer_in_backward(), training.in_backward_clipping) {
+            (false, _) => UpdateTiming::AfterBackward,
+            (true, Some(InBackwardClipping::PreviousNorm)) => {
+                UpdateTiming::InBackward(NormSource::PreviousStep)
+            }
+            // Without clipping the norm is only reported: `validate` has seen to the rest.
+            (true, Some(InBackwardClipping::SecondBackward) | None) => {
+                UpdateTiming::InBackward(NormSource::SecondBackward)
+            }
+        },
         seed: training.seed(),
     }
 }
@@ -199,13 +241,16 @@ pub fn loss_chunk_tokens(vocab_size: u64, tokens: u64) -> u64 {
 pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
     let mut resolved = config.clone();
     let Precision { weights, gradients, master_weights, .. } = choice.settings.precision;
-    let narrow = weights == DType::Bf16;
+    let narrow = weights != DType::F32;
     let training = &mut resolved.training;
     training.batch_size = Some(Auto::Set(choice.settings.batch_size));
     training.gradient_accumulation_steps = Some(Auto::Set(choice.accumulation));
     training.effective_batch_size = Some(Auto::Set(choice.settings.batch_size * choice.accumulation));
-    training.mixed_precision =
-        Some(Auto::Set(if narrow { MixedPrecision::Bf16 } else { MixedPrecision::F32 }));
+    training.mixed_precision = Some(Auto::Set(match weights {
+        DType::Bf16 => MixedPrecision::Bf16,
+        DType::F16 => MixedPrecision::Fp16,
+        _ => MixedPrecision::F32,
+    }));
     training.master_weights = narrow.then_some(Auto::Set(match master_weights {
         true => MasterWeights::F32,
         false => MasterWeights::None,
@@ -214,10 +259,8 @@ pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
         DType::Bf16 => GradientDtype::Bf16,
         _ => GradientDtype::F32,
     }));
-    training.gradient_checkpointing = Some(Auto::Set(match choice.settings.checkpointing {
-        Checkpointing::None => GradientCheckpointing::None,
-        Checkpointing::Full => GradientCheckpointing::Full,
-    }));
+    training.gradient_checkpointing =
+        Some(Auto::Set(GradientCheckpointing::Form(choice.settings.checkpointing)));
     training.loss_chunk_tokens = Some(Auto::Set(choice.settings.loss_chunk_tokens));
     training.attention = Some(Auto::Set(crate::config::Attention::Flash));
     resolved

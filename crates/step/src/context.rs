@@ -18,6 +18,8 @@ pub(crate) struct Context<'a, D: Device> {
     /// u32 [N]: the position of every token in its sequence.
     pub positions: &'a Tensor,
     pub attention: AttentionShape,
+    /// The feed-forward part takes this many tokens at a time, where it does not take all.
+    pub mlp_chunk_tokens: Option<u64>,
 }
 
 impl<'a, D: Device> Context<'a, D> {
@@ -26,6 +28,11 @@ impl<'a, D: Device> Context<'a, D> {
         let window = self.spec.attention.window(layer);
         let attention = AttentionShape { window, ..self.attention };
         Context { rope: self.ropes.of(window.is_some()), attention, ..*self }
+    }
+
+    /// Tokens of a chunk of the feed-forward part, if `tokens` are taken in chunks.
+    pub fn mlp_chunk(&self, tokens: u64) -> Option<u64> {
+        self.mlp_chunk_tokens.filter(|chunk| *chunk < tokens)
     }
 
     /// The cap on logits.

@@ -1,6 +1,9 @@
-//! Decoding with a key-value cache: tokens in, the next token's logits out. Sampling is somebody else's affair.
+//! Decoding with a key-value cache: tokens in, the next token's logits out, or their losses. Sampling is somebody else's
+//! affair.
 
-use plimsoll_device::{DType, Device, Op, Rounding, Tensor};
+mod cache;
+
+use plimsoll_device::{AttentionShape, DType, Device, Tensor};
 use plimsoll_memory::{Phase, Tag};
 use plimsoll_model::{BlockId, ModelSpec, Parameter};
 
@@ -8,22 +11,23 @@ use crate::StepError;
 use crate::block;
 use crate::context::{Context, attention_shape};
 use crate::embedding;
-use crate::head::{Head, rows};
+use crate::head::{self, Head, rows};
 use crate::inputs::{check_tokens, positions};
 use crate::rope::RopeTables;
-use crate::settings::Precision;
+use crate::settings::{MicroBatch, Precision};
 use crate::store::{ResidentStore, WeightStore};
+use cache::KvCache;
 
 /// What decoding needs to know beforehand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DecodeSettings {
     /// Storage types.
     pub precision: Precision,
-    /// Type of the cache: f32 or bf16. Keys and values are rounded to it, to nearest.
+    /// Type of the cache: f32, bf16, f16, Q8_0, Q4_0 or Q4_1. Keys and values are rounded to it, to nearest.
     pub cache: DType,
-    /// Tokens that the cache holds.
+    /// Positions of a sequence at most.
     pub context: u64,
-    /// Tokens of the prompt that are taken in one pass.
+    /// Tokens of the prompt that are taken in one pass. Layers with a sliding window hold their window and these.
     pub prompt_chunk_tokens: u64,
 }
 
@@ -34,9 +38,10 @@ pub struct Decoder<'a, D: Device> {
     settings: DecodeSettings,
     weights: ResidentStore,
     ropes: RopeTables,
-    /// Keys and values of every layer, [context, KV] each.
-    cache: Vec<(Tensor, Tensor)>,
+    cache: KvCache,
     length: u64,
+    /// The longest that the sequence has been since it was empty: older positions of a window are gone.
+    written: u64,
 }
 
 impl<'a, D: Device> Decoder<'a, D> {
@@ -53,16 +58,10 @@ impl<'a, D: Device> Decoder<'a, D> {
         weight_types: &dyn Fn(&Parameter) -> DType,
     ) -> Result<Self, StepError> {
         let weights = ResidentStore::allocate_typed(device, &spec, weight_types, Tag::Weights)?;
-        let sizes = [settings.context, spec.kv_size()];
-        let mut cache = Vec::new();
-        for layer in 0..spec.num_layers {
-            device.arena().enter(Phase::Setup, Some(layer));
-            let alloc = |name| device.alloc(settings.cache, &sizes, Tag::KvCache, name);
-            cache.push((alloc("k")?, alloc("v")?));
-        }
-        device.arena().enter(Phase::Setup, None);
+        let cache =
+            KvCache::new(device, &spec, settings.cache, settings.context, settings.prompt_chunk_tokens)?;
         let ropes = RopeTables::new(device, &spec, settings.context)?;
-        Ok(Decoder { device, spec, settings, weights, ropes, cache, length: 0 })
+        Ok(Decoder { device, spec, settings, weights, ropes, cache, length: 0, written: 0 })
     }
 
     /// Sets every weight; `fill` writes a parameter's values in the given type and is not called on a dry device.
@@ -83,20 +82,23 @@ impl<'a, D: Device> Decoder<'a, D> {
         self.length == 0
     }
 
-    /// Forgets all tokens but the first `length`.
-    pub fn truncate(&mut self, length: u64) {
-        self.length = self.length.min(length);
+    /// Forgets tokens from the end until at most `length` are left, and returns how many are. It forgets them all where
+    /// what the next token would see of them is gone, which only happens to layers with a sliding window.
+    pub fn truncate(&mut self, length: u64) -> u64 {
+        if length < self.length {
+            self.length = if self.cache.holds(length, self.written) { length } else { 0 };
+        }
+        if self.length == 0 {
+            self.written = 0;
+        }
+        self.length
     }
 
     /// Appends `tokens` (at least one) and returns the logits `[V]` of what follows the last of them.
     pub fn append(&mut self, tokens: &[u32]) -> Result<Vec<f32>, StepError> {
-        check_tokens(&self.spec, tokens)?;
-        let wanted = self.length + tokens.len() as u64;
-        if wanted > self.settings.context {
-            return Err(StepError::ContextFull { wanted, capacity: self.settings.context });
-        }
+        self.check_room(tokens)?;
         let mut logits = Vec::new();
-        let mut chunks = tokens.chunks(self.settings.prompt_chunk_tokens.max(1) as usize).peekable();
+        let mut chunks = tokens.chunks(self.chunk_tokens()).peekable();
         while let Some(chunk) = chunks.next() {
             let x = self.forward(chunk)?;
             if chunks.peek().is_none() {
@@ -104,6 +106,42 @@ impl<'a, D: Device> Decoder<'a, D> {
             }
         }
         Ok(logits)
+    }
+
+    /// Appends the tokens of one sequence and returns the sum of their losses against the targets and the number of
+    /// targets. Logits of `loss_chunk_tokens` tokens exist at a time.
+    pub fn append_losses(
+        &mut self,
+        sequence: &MicroBatch<'_>,
+        loss_chunk_tokens: u64,
+    ) -> Result<(f64, u64), StepError> {
+        let MicroBatch { tokens, targets } = *sequence;
+        if targets.len() != tokens.len() {
+            let (got, sequence_length) = (targets.len(), tokens.len() as u64);
+            return Err(StepError::BatchShape { got, batch_size: 1, sequence_length });
+        }
+        self.check_room(tokens)?;
+        check_tokens(&self.spec, targets)?;
+        let mut sum = 0.0;
+        let chunk = self.chunk_tokens();
+        for (tokens, targets) in tokens.chunks(chunk).zip(targets.chunks(chunk)) {
+            let x = self.forward(tokens)?;
+            sum += self.losses(&x, targets, loss_chunk_tokens)?;
+        }
+        Ok((sum, sequence.target_count()))
+    }
+
+    fn check_room(&self, tokens: &[u32]) -> Result<(), StepError> {
+        check_tokens(&self.spec, tokens)?;
+        let wanted = self.length + tokens.len() as u64;
+        if wanted > self.settings.context {
+            return Err(StepError::ContextFull { wanted, capacity: self.settings.context });
+        }
+        Ok(())
+    }
+
+    fn chunk_tokens(&self) -> usize {
+        self.settings.prompt_chunk_tokens.max(1) as usize
     }
 
     /// The residual stream [n, H] after the last block, for `n` tokens that are put into the cache.
@@ -115,31 +153,38 @@ impl<'a, D: Device> Decoder<'a, D> {
         let ids = device.alloc(DType::U32, &[n], Tag::Data, "tokens")?;
         device.write_u32(&ids, tokens)?;
         let positions = positions(device, 1, n, past)?;
-        let ctx = Context {
-            device,
-            spec: &self.spec,
-            activations: self.settings.precision.activations,
-            compute: self.settings.precision.compute(),
-            ropes: &self.ropes,
-            rope: self.ropes.of(false),
-            positions: &positions,
-            attention: attention_shape(&self.spec, 1, n, past, self.settings.context),
-        };
+        let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions, past);
         let mut x = embedding::forward(&ctx, &mut self.weights, &ids)?;
-        for (layer, (keys, values)) in (0..).zip(&self.cache) {
+        for (layer, cache) in (0..).zip(self.cache.layers()) {
             arena.enter(Phase::Generate, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
-            x = block::infer(&ctx.layer(layer), &weights, x, |qkv| {
-                for (new, cache) in [(&qkv.k, keys), (&qkv.v, values)] {
-                    let out = rows(cache, past, past + n)?;
-                    device.run(Op::Cast { x: new, out: &out, rounding: Rounding::Nearest })?;
-                }
-                Ok((keys.clone(), values.clone()))
+            let mut ctx = ctx.layer(layer);
+            ctx.attention = AttentionShape { kv_capacity: cache.capacity(), ..ctx.attention };
+            x = block::infer(&ctx, &weights, x, |qkv| {
+                cache.write(device, &qkv.k, &qkv.v, past)?;
+                Ok((cache.keys.clone(), cache.values.clone()))
             })?;
             self.weights.release(BlockId::Layer(layer));
         }
         self.length += n;
+        self.written = self.written.max(self.length);
         Ok(x)
+    }
+
+    /// The sum of the losses of a chunk whose residual stream is `x`.
+    fn losses(&mut self, x: &Tensor, targets: &[u32], loss_chunk_tokens: u64) -> Result<f64, StepError> {
+        let device = self.device;
+        device.arena().enter(Phase::Loss, None);
+        let labels = device.alloc(DType::U32, &[x.rows()], Tag::Data, "targets")?;
+        device.write_u32(&labels, targets)?;
+        let losses = device.alloc(DType::F32, &[x.rows()], Tag::Data, "losses")?;
+        let head = Head::gather(&mut self.weights, self.spec.tie_word_embeddings)?;
+        let past = self.length - x.rows();
+        let positions = positions(device, 1, x.rows(), past)?;
+        let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions, past);
+        head::loss(&ctx, &head, x, &labels, &losses, loss_chunk_tokens)?;
+        head.release(&mut self.weights);
+        Ok(device.read_f32(&losses)?.into_iter().map(f64::from).sum())
     }
 
     fn logits(&mut self, x: &Tensor) -> Result<Vec<f32>, StepError> {
@@ -161,5 +206,27 @@ impl<'a, D: Device> Decoder<'a, D> {
             logits.iter_mut().for_each(|x| *x = (cap * (f64::from(*x) / cap).tanh()) as f32);
         }
         Ok(logits)
+    }
+}
+
+/// What blocks need to know of the tokens at `positions`, which come after `past` others.
+fn context<'c, D: Device>(
+    device: &'c D,
+    spec: &'c ModelSpec,
+    settings: &DecodeSettings,
+    ropes: &'c RopeTables,
+    positions: &'c Tensor,
+    past: u64,
+) -> Context<'c, D> {
+    Context {
+        device,
+        spec,
+        activations: settings.precision.activations,
+        compute: settings.precision.compute(),
+        ropes,
+        rope: ropes.of(false),
+        positions,
+        attention: attention_shape(spec, 1, positions.elements(), past, settings.context),
+        mlp_chunk_tokens: None,
     }
 }

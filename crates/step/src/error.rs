@@ -1,6 +1,6 @@
 //! What can go wrong in a step.
 
-use plimsoll_device::DeviceError;
+use plimsoll_device::{DType, DeviceError};
 use plimsoll_model::{BlockId, Role, SpecError};
 use plimsoll_parallel::CommunicationError;
 
@@ -46,13 +46,31 @@ pub enum StepError {
     },
     /// The loss or the gradient is not a number; weights are as they were before the step.
     #[error(
-        "the step gave loss {loss} and gradient norm {grad_norm}; the weights were not changed. A lower learning rate or gradient clipping may help"
+        "the step gave loss {loss} and gradient norm {grad_norm}{}; the weights were not changed. A lower learning rate or gradient clipping may help",
+        first_seen(*.block)
     )]
     NotFinite {
         /// Mean loss of the step.
         loss: f64,
         /// Global gradient norm.
         grad_norm: f64,
+        /// The first block of the backward pass whose gradients were not finite, where the loss was.
+        block: Option<BlockId>,
+    },
+    /// A gradient is not a number in a step that updates blocks within the backward pass.
+    #[error(
+        "the gradients of {} are not finite, and the blocks after it are updated already: go on from the last checkpoint, with a lower learning rate or updates after the backward pass",
+        block_name(*.block)
+    )]
+    NotFiniteWithin {
+        /// The block.
+        block: BlockId,
+    },
+    /// A type that keys and values are not cached in.
+    #[error("keys and values cannot be cached as {dtype}; f32, bf16, f16, q8_0, q4_0 and q4_1 can hold them")]
+    CacheType {
+        /// The type asked for.
+        dtype: DType,
     },
     /// The key-value cache is full.
     #[error("{wanted} tokens do not fit the context of {capacity}")]
@@ -62,4 +80,17 @@ pub enum StepError {
         /// Size of the cache.
         capacity: u64,
     },
+}
+
+/// A block in words.
+pub(crate) fn block_name(block: BlockId) -> String {
+    match block {
+        BlockId::Embedding => "the embedding".to_owned(),
+        BlockId::Head => "the head".to_owned(),
+        BlockId::Layer(layer) => format!("layer {layer}"),
+    }
+}
+
+fn first_seen(block: Option<BlockId>) -> String {
+    block.map(|block| format!(", first in the gradients of {}", block_name(block))).unwrap_or_default()
 }

@@ -20,6 +20,7 @@ pub(crate) struct Evaluation<'a, D: Device> {
     pub precision: Precision,
     pub ropes: &'a RopeTables,
     pub loss_chunk_tokens: u64,
+    pub mlp_chunk_tokens: Option<u64>,
 }
 
 impl<D: Device> Evaluation<'_, D> {
@@ -34,7 +35,7 @@ impl<D: Device> Evaluation<'_, D> {
         arena.enter(Phase::Forward, None);
         let length = micro_batch.tokens.len() as u64 / batch_size.max(1);
         let inputs = Inputs::upload(self.device, self.spec, batch_size, length, micro_batch)?;
-        let ctx = inputs.context(self.device, self.spec, self.precision, self.ropes);
+        let ctx = inputs.context(self.device, self.spec, self.precision, self.ropes, self.mlp_chunk_tokens);
         let mut x = embedding::forward(&ctx, store, &inputs.tokens)?;
         for layer in 0..self.spec.num_layers {
             arena.enter(Phase::Forward, Some(layer));
@@ -98,7 +99,8 @@ impl<'a, D: Device> Evaluator<'a, D> {
     /// Sum of token losses and number of targets of `batch_size` sequences of equal length.
     pub fn losses(&mut self, batch_size: u64, micro_batch: &MicroBatch<'_>) -> Result<(f64, u64), StepError> {
         let Evaluator { device, precision, loss_chunk_tokens, .. } = *self;
-        let pass = Evaluation { device, spec: &self.spec, precision, ropes: &self.ropes, loss_chunk_tokens };
+        let (spec, ropes) = (&self.spec, &self.ropes);
+        let pass = Evaluation { device, spec, precision, ropes, loss_chunk_tokens, mlp_chunk_tokens: None };
         pass.run(&mut self.weights, batch_size, micro_batch)
     }
 }

@@ -1,53 +1,55 @@
-//! Gradients of the weights. The first micro-batch of a step writes them, later ones add: there is no zeroing pass.
+//! Gradients of the weights. A gradient takes memory when the backward pass first writes it, and gives it back when it
+//! has served: before the backward pass there are none, and no zeroing pass is needed.
 
 use std::collections::HashMap;
 
-use plimsoll_device::{Device, Op, Tensor};
-use plimsoll_memory::{Phase, Tag};
+use plimsoll_device::{DType, Device, Op, Tensor};
+use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, ModelSpec, Role};
 
-use crate::store::{layer_of, role_name};
-use crate::{Precision, StepError};
+use crate::StepError;
+use crate::store::role_name;
 
-/// All gradients, resident.
+/// The gradients that exist at the moment.
 #[derive(Debug)]
 pub(crate) struct Gradients {
-    slots: HashMap<(BlockId, Role), Slot>,
-}
-
-#[derive(Debug)]
-struct Slot {
-    gradient: Tensor,
-    /// Whether this step has put anything into it yet.
-    written: bool,
+    dtype: DType,
+    shapes: HashMap<(BlockId, Role), Vec<u64>>,
+    tensors: HashMap<(BlockId, Role), Tensor>,
 }
 
 impl Gradients {
-    /// Takes memory for the gradients of all weights.
-    pub fn allocate<D: Device>(
-        device: &D,
-        spec: &ModelSpec,
-        precision: Precision,
-    ) -> Result<Self, StepError> {
-        let mut slots = HashMap::new();
-        for p in spec.parameters() {
-            device.arena().enter(Phase::Setup, layer_of(p.block));
-            let gradient = device.alloc(precision.gradients, &p.shape, Tag::Gradients, role_name(p.role))?;
-            slots.insert((p.block, p.role), Slot { gradient, written: false });
-        }
-        Ok(Gradients { slots })
+    /// No gradients yet, for the weights of a model.
+    pub fn new(spec: &ModelSpec, dtype: DType) -> Self {
+        let shapes = spec.parameters().into_iter().map(|p| ((p.block, p.role), p.shape)).collect();
+        Gradients { dtype, shapes, tensors: HashMap::new() }
     }
 
-    /// Starts a step: whatever is there counts no more.
-    pub fn begin(&mut self) {
-        self.slots.values_mut().for_each(|slot| slot.written = false);
+    /// Gives all gradients back.
+    pub fn clear(&mut self) {
+        self.tensors.clear();
+    }
+
+    /// Gives one gradient back.
+    pub fn release(&mut self, block: BlockId, role: Role) {
+        self.tensors.remove(&(block, role));
     }
 
     /// Where a gradient goes, and whether it is to be added to what is there.
-    pub fn target(&mut self, block: BlockId, role: Role) -> Result<(Tensor, bool), StepError> {
-        let slot = self.slots.get_mut(&(block, role)).ok_or(StepError::MissingWeight { block, role })?;
-        let accumulate = std::mem::replace(&mut slot.written, true);
-        Ok((slot.gradient.clone(), accumulate))
+    pub fn target<D: Device>(
+        &mut self,
+        device: &D,
+        block: BlockId,
+        role: Role,
+    ) -> Result<(Tensor, bool), StepError> {
+        let key = (block, role);
+        if let Some(gradient) = self.tensors.get(&key) {
+            return Ok((gradient.clone(), true));
+        }
+        let shape = self.shapes.get(&key).ok_or(StepError::MissingWeight { block, role })?;
+        let gradient = device.alloc(self.dtype, shape, Tag::Gradients, role_name(role))?;
+        self.tensors.insert(key, gradient.clone());
+        Ok((gradient, false))
     }
 
     /// Where a gradient goes by scattered addition: zeroed if nothing is there yet.
@@ -57,16 +59,15 @@ impl Gradients {
         block: BlockId,
         role: Role,
     ) -> Result<Tensor, StepError> {
-        let (gradient, accumulate) = self.target(block, role)?;
+        let (gradient, accumulate) = self.target(device, block, role)?;
         if !accumulate {
             device.run(Op::Fill { out: &gradient, value: 0.0 })?;
         }
         Ok(gradient)
     }
 
-    /// A finished gradient.
+    /// A gradient that the backward pass has written.
     pub fn get(&self, block: BlockId, role: Role) -> Result<&Tensor, StepError> {
-        let missing = StepError::MissingWeight { block, role };
-        self.slots.get(&(block, role)).map(|slot| &slot.gradient).ok_or(missing)
+        self.tensors.get(&(block, role)).ok_or(StepError::MissingWeight { block, role })
     }
 }

@@ -52,6 +52,7 @@ impl Inputs {
         spec: &'a ModelSpec,
         precision: Precision,
         ropes: &'a RopeTables,
+        mlp_chunk_tokens: Option<u64>,
     ) -> Context<'a, D> {
         let length = self.sequence_length;
         Context {
@@ -63,6 +64,7 @@ impl Inputs {
             rope: ropes.of(false),
             positions: &self.positions,
             attention: attention_shape(spec, self.batch_size, length, 0, length),
+            mlp_chunk_tokens,
         }
     }
 

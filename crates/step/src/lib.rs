@@ -27,7 +27,10 @@ pub use decode::{DecodeSettings, Decoder};
 pub use error::StepError;
 pub use evaluate::Evaluator;
 pub use optimizer::OptimizerState;
-pub use policy::{Checkpointing, LayerPolicy, Save, SavePolicy};
-pub use settings::{AdamWSettings, GradientClipping, MicroBatch, Precision, StepSettings};
+pub use policy::{Checkpointing, Compression, Group, Groups, LayerPolicy, Save, SavePolicy};
+pub use settings::{
+    AdamWSettings, GradientClipping, LossScaling, MicroBatch, NormSource, Precision, StepSettings,
+    UpdateTiming,
+};
 pub use store::{BlockWeights, ResidentStore, WeightStore};
-pub use trainer::{NamedTensor, StateKind, StepOutcome, Trainer};
+pub use trainer::{LossScale, NamedTensor, StateKind, StepOutcome, StepProgress, Trainer};

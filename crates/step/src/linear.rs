@@ -63,10 +63,10 @@ impl Linear<'_> {
         x: &Tensor,
         compute: Compute,
     ) -> Result<(), StepError> {
-        let (dweight, accumulate) = gradients.target(self.block, self.role)?;
+        let (dweight, accumulate) = gradients.target(device, self.block, self.role)?;
         device.run(Op::LinearBackwardWeight { dout, x, dweight: &dweight, accumulate, compute })?;
         if self.bias.is_some() {
-            let (dbias, accumulate) = gradients.target(self.block, self.bias_role)?;
+            let (dbias, accumulate) = gradients.target(device, self.block, self.bias_role)?;
             device.run(Op::BiasBackward { dout, dbias: &dbias, accumulate })?;
         }
         Ok(())

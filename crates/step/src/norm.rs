@@ -75,11 +75,11 @@ impl Norm<'_> {
         dout: &Tensor,
         dx: &Tensor,
     ) -> Result<(), StepError> {
-        let (dweight, accumulate_weight) = gradients.target(self.block, self.role)?;
+        let (dweight, accumulate_weight) = gradients.target(device, self.block, self.role)?;
         let (weight, rstd, dweight) = (self.weight, &statistics.rstd, &dweight);
         match (&statistics.mean, self.bias) {
             (Some(mean), Some((bias_role, _))) => {
-                let (dbias, _) = gradients.target(self.block, bias_role)?;
+                let (dbias, _) = gradients.target(device, self.block, bias_role)?;
                 let dbias = &dbias;
                 device.run(Op::LayerNormBackward {
                     x,

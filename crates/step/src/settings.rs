@@ -2,7 +2,7 @@
 
 use plimsoll_device::{Compute, DType};
 
-use crate::Checkpointing;
+use crate::{Checkpointing, Compression};
 
 /// Storage types of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,9 +26,17 @@ impl Precision {
         master_weights: false,
     };
 
-    /// The precision of matrix products.
+    /// f16 weights and activations behind f32 master weights; for use with a [`LossScaling`].
+    pub const F16: Precision = Precision {
+        weights: DType::F16,
+        activations: DType::F16,
+        gradients: DType::F32,
+        master_weights: true,
+    };
+
+    /// The precision of matrix products; f16 operands are multiplied as they are, in f32.
     pub fn compute(&self) -> Compute {
-        if self.activations == DType::F32 { Compute::F32 } else { Compute::Bf16 }
+        if self.activations == DType::Bf16 { Compute::Bf16 } else { Compute::F32 }
     }
 }
 
@@ -39,6 +47,45 @@ pub enum GradientClipping {
     None,
     /// Scaled so that their global norm is at most this.
     GlobalNorm(f64),
+}
+
+/// When weights are updated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum UpdateTiming {
+    /// When all gradients are known.
+    AfterBackward,
+    /// Block by block within the backward pass, as soon as the block's gradients are known; then they are given back.
+    /// Where gradients are clipped their norm has to come from elsewhere.
+    InBackward(NormSource),
+}
+
+/// Where an update within the backward pass takes the global gradient norm from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormSource {
+    /// The step before; the first step takes a second backward pass.
+    PreviousStep,
+    /// A backward pass of its own, before the one that updates: the same bits as updating after the backward pass.
+    SecondBackward,
+}
+
+/// Dynamic scaling of the loss, so that small gradients do not vanish in f16 (Micikevicius et al. 2018), with the
+/// defaults of PyTorch's `GradScaler`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossScaling {
+    /// The scale of the first step.
+    pub initial: f64,
+    /// The scale is multiplied by this after `growth_interval` good steps in a row.
+    pub growth: f64,
+    /// See `growth`.
+    pub growth_interval: u64,
+    /// The scale is multiplied by this after a step whose gradients overflowed, which is skipped.
+    pub backoff: f64,
+}
+
+impl Default for LossScaling {
+    fn default() -> Self {
+        LossScaling { initial: 65_536.0, growth: 2.0, growth_interval: 2000, backoff: 0.5 }
+    }
 }
 
 /// Settings of AdamW that do not change from step to step.
@@ -79,14 +126,42 @@ pub struct StepSettings {
     pub precision: Precision,
     /// What the backward pass recomputes.
     pub checkpointing: Checkpointing,
+    /// How what is kept for the backward pass is compressed.
+    pub compression: Compression,
+    /// The feed-forward parts take at most this many tokens at once and keep nothing; all at once where `None`.
+    pub mlp_chunk_tokens: Option<u64>,
     /// Logits of at most this many tokens exist at once.
     pub loss_chunk_tokens: u64,
     /// The optimizer.
     pub optimizer: AdamWSettings,
     /// Clipping.
     pub clipping: GradientClipping,
+    /// When weights are updated.
+    pub update: UpdateTiming,
+    /// Scaling of the loss, for f16. Updates come after the backward pass then.
+    pub loss_scaling: Option<LossScaling>,
     /// Seed of stochastic rounding.
     pub seed: u64,
+}
+
+impl StepSettings {
+    /// A plain step in f32: nothing is recomputed, compressed, clipped or scaled, and all logits exist at once.
+    pub fn new(batch_size: u64, sequence_length: u64) -> StepSettings {
+        StepSettings {
+            batch_size,
+            sequence_length,
+            precision: Precision::F32,
+            checkpointing: Checkpointing::None,
+            compression: Compression::None,
+            mlp_chunk_tokens: None,
+            loss_chunk_tokens: batch_size * sequence_length,
+            optimizer: AdamWSettings::default(),
+            clipping: GradientClipping::None,
+            update: UpdateTiming::AfterBackward,
+            loss_scaling: None,
+            seed: 0,
+        }
+    }
 }
 
 /// One forward and backward pass's worth of tokens, sequence after sequence.

@@ -1,27 +1,32 @@
 //! The training step, top-down: `step -> forward_backward -> block::forward ... block::backward -> update`.
 
+use std::collections::HashMap;
+use std::ops::Range;
+use std::rc::Rc;
+
 use plimsoll_device::{DType, Device, Op, Rounding, Tensor};
 use plimsoll_memory::{Phase, Tag};
-use plimsoll_model::{BlockId, ModelSpec, Parameter};
+use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
 use plimsoll_parallel::Communicator;
 
 use crate::StepError;
-use crate::block;
+use crate::block::{self, Held, Saved};
+use crate::context::Context;
 use crate::embedding;
 use crate::evaluate::Evaluation;
 use crate::gradients::Gradients;
 use crate::head::{self, Head, rows};
 use crate::inputs::Inputs;
 use crate::optimizer::{Optimizer, Update};
-use crate::policy::SavePolicy;
+use crate::policy::{LayerPolicy, Save, SavePolicy};
 use crate::rope::RopeTables;
-use crate::settings::{GradientClipping, MicroBatch, StepSettings};
+use crate::settings::{GradientClipping, LossScaling, MicroBatch, NormSource, StepSettings, UpdateTiming};
 use crate::store::{BlockWeights, ResidentStore, WeightStore};
 
 /// A model in training: weights, gradients, optimizer states, and the step that moves them.
 pub struct Trainer<'a, D: Device> {
     device: &'a D,
-    spec: ModelSpec,
+    spec: Rc<ModelSpec>,
     settings: StepSettings,
     policy: SavePolicy,
     parameters: Vec<Parameter>,
@@ -29,10 +34,78 @@ pub struct Trainer<'a, D: Device> {
     weights: ResidentStore,
     gradients: Gradients,
     optimizer: Optimizer,
-    ropes: RopeTables,
-    /// f32 [parameters, 1]: where the squared norms of the gradients meet.
+    ropes: Rc<RopeTables>,
+    /// f32 `[parameters, 1]`: where the squared norms of the gradients meet, and the row of each.
+    norm_rows: HashMap<(BlockId, Role), u64>,
     squared_norms: Tensor,
-    steps_done: u64,
+    progress: StepProgress,
+}
+
+/// How far training has come, as far as the step itself needs to know.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepProgress {
+    /// Optimizer steps taken.
+    pub steps: u64,
+    /// The global gradient norm of the last one.
+    pub grad_norm: Option<f64>,
+    /// How the loss is scaled, if it is.
+    pub loss_scale: Option<LossScale>,
+}
+
+/// The state of a dynamic loss scale.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossScale {
+    /// The factor on the loss.
+    pub scale: f64,
+    /// Good steps since it last changed.
+    pub good_steps: u64,
+    /// Steps skipped in all because their gradients overflowed.
+    pub skipped_steps: u64,
+}
+
+impl LossScale {
+    /// The smallest scale: gradients that overflow unscaled are not the scale's fault.
+    const SMALLEST: f64 = 1.0;
+
+    fn new(scaling: LossScaling) -> LossScale {
+        LossScale { scale: scaling.initial, good_steps: 0, skipped_steps: 0 }
+    }
+
+    /// After a step whose gradients were finite.
+    fn grow(&mut self, scaling: LossScaling) {
+        self.good_steps += 1;
+        if self.good_steps >= scaling.growth_interval {
+            *self = LossScale { scale: self.scale * scaling.growth, good_steps: 0, ..*self };
+        }
+    }
+
+    /// After a step whose gradients overflowed; `false` where the scale cannot get smaller.
+    fn back_off(&mut self, scaling: LossScaling) -> bool {
+        let smaller = self.scale * scaling.backoff;
+        let possible = self.scale > Self::SMALLEST;
+        let skipped_steps = self.skipped_steps + u64::from(possible);
+        *self = LossScale { scale: smaller.max(Self::SMALLEST), good_steps: 0, skipped_steps };
+        possible
+    }
+}
+
+/// What happens to the gradients of a block when they are complete.
+#[derive(Clone, Copy)]
+enum Finish {
+    /// They stay.
+    Keep,
+    /// Their norms are taken, and they are given back.
+    Measure,
+    /// Their norms are taken, the block is updated, and they are given back.
+    Update(Update),
+}
+
+/// What a pass left of a segment of blocks.
+enum Segment {
+    /// The activations of this one.
+    Block(u32, Box<Saved>),
+    /// The input of the first of these blocks.
+    Blocks(Range<u32>, Held<Tensor>),
 }
 
 /// What a step gave.
@@ -44,6 +117,8 @@ pub struct StepOutcome {
     pub grad_norm: f64,
     /// Target tokens.
     pub targets: u64,
+    /// Whether the update was left out because the scaled gradients overflowed.
+    pub skipped: bool,
 }
 
 /// What a tensor of the training state is.
@@ -82,18 +157,22 @@ impl<'a, D: Device> Trainer<'a, D> {
         let weights = ResidentStore::allocate(device, &spec, precision.weights, Tag::Weights)?;
         let optimizer =
             Optimizer::allocate(device, &spec, settings.optimizer, precision.master_weights, settings.seed)?;
-        let gradients = Gradients::allocate(device, &spec, precision)?;
+        let gradients = Gradients::new(&spec, precision.gradients);
         device.arena().enter(Phase::Setup, None);
         let parameters = spec.parameters();
-        let ropes = RopeTables::new(device, &spec, settings.sequence_length)?;
+        let ropes = Rc::new(RopeTables::new(device, &spec, settings.sequence_length)?);
         let squared_norms =
             device.alloc(DType::F32, &[parameters.len() as u64, 1], Tag::Workspace, "grad_norm")?;
-        let policy = SavePolicy::new(settings.checkpointing, spec.num_layers);
+        let loss_scale = settings.loss_scaling.map(LossScale::new);
+        let progress = StepProgress { loss_scale, ..StepProgress::default() };
+        let norm_rows = parameters.iter().map(|p| (p.block, p.role)).zip(0..).collect();
+        let policy = SavePolicy::new(settings.checkpointing, settings.compression, spec.num_layers);
         Ok(Trainer {
             device,
-            spec,
+            spec: Rc::new(spec),
             settings,
             policy,
+            norm_rows,
             parameters,
             communicator,
             weights,
@@ -101,7 +180,7 @@ impl<'a, D: Device> Trainer<'a, D> {
             optimizer,
             ropes,
             squared_norms,
-            steps_done: 0,
+            progress,
         })
     }
 
@@ -115,14 +194,14 @@ impl<'a, D: Device> Trainer<'a, D> {
         &self.settings
     }
 
-    /// Optimizer steps taken.
-    pub fn steps_done(&self) -> u64 {
-        self.steps_done
+    /// How far training has come.
+    pub fn progress(&self) -> StepProgress {
+        self.progress
     }
 
-    /// Continues after this many steps, with a state that was written into [`Trainer::state`]'s tensors.
-    pub fn set_steps_done(&mut self, steps: u64) {
-        self.steps_done = steps;
+    /// Continues from where an earlier part stood, with a state that was written into [`Trainer::state`]'s tensors.
+    pub fn resume(&mut self, progress: StepProgress) {
+        self.progress = progress;
     }
 
     /// Sets every weight. `fill` writes a parameter's values in the given type; it is not called on a dry device.
@@ -171,60 +250,131 @@ impl<'a, D: Device> Trainer<'a, D> {
         self.weights.tensor(parameter)
     }
 
-    /// A gradient, as the last [`Trainer::accumulate`] or [`Trainer::step`] left it.
+    /// A gradient, as the last [`Trainer::accumulate`] left it.
     pub fn gradient(&self, parameter: &Parameter) -> Result<&Tensor, StepError> {
         self.gradients.get(parameter.block, parameter.role)
     }
 
     /// One optimizer step over `micro_batches`, which together are one batch.
     pub fn step(&mut self, micro_batches: &[MicroBatch<'_>], lr: f64) -> Result<StepOutcome, StepError> {
-        let (loss, targets) = self.accumulate(micro_batches)?;
-        self.device.arena().enter(Phase::Optimizer, None);
-        let grad_norm = self.global_norm()?;
-        if !(loss.is_finite() && grad_norm.is_finite()) {
-            return Err(StepError::NotFinite { loss, grad_norm });
-        }
-        let grad_scale = match self.settings.clipping {
-            GradientClipping::None => 1.0,
-            GradientClipping::GlobalNorm(most) => (most / (grad_norm + 1e-6)).min(1.0),
+        let outcome = match self.settings.update {
+            UpdateTiming::AfterBackward => self.step_after_backward(micro_batches, lr),
+            UpdateTiming::InBackward(source) => self.step_in_backward(micro_batches, lr, source),
         };
-        self.update(Update { lr, grad_scale, step: self.steps_done + 1 })?;
-        self.steps_done += 1;
-        Ok(StepOutcome { loss, grad_norm, targets })
+        self.gradients.clear();
+        let outcome = outcome?;
+        if !outcome.skipped {
+            self.progress.steps += 1;
+            self.progress.grad_norm = Some(outcome.grad_norm);
+        }
+        Ok(outcome)
     }
 
-    /// The gradients of the mean loss over all target tokens of `micro_batches`; returns that loss and their number.
+    fn step_after_backward(
+        &mut self,
+        micro_batches: &[MicroBatch<'_>],
+        lr: f64,
+    ) -> Result<StepOutcome, StepError> {
+        let (loss, targets) = self.accumulate(micro_batches)?;
+        self.device.arena().enter(Phase::Optimizer, None);
+        for p in &self.parameters {
+            self.measure(p)?;
+        }
+        let grad_norm = self.global_norm()?;
+        if let (Some(scaling), Some(scale)) = (self.settings.loss_scaling, &mut self.progress.loss_scale)
+            && !grad_norm.is_finite()
+            && scale.back_off(scaling)
+        {
+            return Ok(StepOutcome { loss, grad_norm, targets, skipped: true });
+        }
+        self.check_finite(loss, grad_norm)?;
+        let update = self.next_update(lr, Some(grad_norm));
+        for block in self.spec.blocks() {
+            self.update(block, update)?;
+        }
+        if let (Some(scaling), Some(scale)) = (self.settings.loss_scaling, &mut self.progress.loss_scale) {
+            scale.grow(scaling);
+        }
+        Ok(StepOutcome { loss, grad_norm, targets, skipped: false })
+    }
+
+    fn step_in_backward(
+        &mut self,
+        micro_batches: &[MicroBatch<'_>],
+        lr: f64,
+        source: NormSource,
+    ) -> Result<StepOutcome, StepError> {
+        let before = match (self.settings.clipping, source, self.progress.grad_norm) {
+            (GradientClipping::None, ..) => None,
+            (_, NormSource::PreviousStep, Some(norm)) => Some(norm),
+            (_, NormSource::SecondBackward, _) | (_, NormSource::PreviousStep, None) => {
+                let (loss, _) = self.pass(micro_batches, Finish::Measure)?;
+                let norm = self.global_norm()?;
+                self.check_finite(loss, norm)?;
+                Some(norm)
+            }
+        };
+        let update = self.next_update(lr, before);
+        let (loss, targets) = self.pass(micro_batches, Finish::Update(update))?;
+        Ok(StepOutcome { loss, grad_norm: self.global_norm()?, targets, skipped: false })
+    }
+
+    /// The numbers of the next update, clipped by a gradient norm where there is one.
+    fn next_update(&self, lr: f64, grad_norm: Option<f64>) -> Update {
+        let clip = match (self.settings.clipping, grad_norm) {
+            (GradientClipping::GlobalNorm(most), Some(norm)) => (most / (norm + 1e-6)).min(1.0),
+            _ => 1.0,
+        };
+        Update { lr, grad_scale: clip / self.loss_scale(), step: self.progress.steps + 1 }
+    }
+
+    /// The factor on the loss of the next step.
+    fn loss_scale(&self) -> f64 {
+        self.progress.loss_scale.map_or(1.0, |loss_scale| loss_scale.scale)
+    }
+
+    /// The gradients of the mean loss, scaled where it is, over all target tokens of `micro_batches`; returns that loss and their number.
     pub fn accumulate(&mut self, micro_batches: &[MicroBatch<'_>]) -> Result<(f64, u64), StepError> {
-        self.gradients.begin();
+        self.pass(micro_batches, Finish::Keep)
+    }
+
+    /// All micro-batches forward and backward; `finish` is what the last one does with complete gradients.
+    fn pass(&mut self, micro_batches: &[MicroBatch<'_>], finish: Finish) -> Result<(f64, u64), StepError> {
+        self.gradients.clear();
         let own: u64 = micro_batches.iter().map(MicroBatch::target_count).sum();
         let targets = self.communicator.sum(own as f64)?;
         let scale = if targets > 0.0 { 1.0 / targets } else { 0.0 };
         let mut sum = 0.0;
-        for micro_batch in micro_batches {
-            sum += self.forward_backward(micro_batch, scale as f32)?;
-        }
-        for p in &self.parameters {
-            self.communicator.all_reduce(self.gradients.get(p.block, p.role)?)?;
+        for (i, micro_batch) in micro_batches.iter().enumerate() {
+            let last = i + 1 == micro_batches.len();
+            let gradient_scale = (scale * self.loss_scale()) as f32;
+            sum += self.forward_backward(micro_batch, gradient_scale, last.then_some(finish))?;
         }
         Ok((self.communicator.sum(sum)? * scale, targets as u64))
     }
 
-    /// One micro-batch forward and backward; returns the sum of its token losses.
-    fn forward_backward(&mut self, micro_batch: &MicroBatch<'_>, scale: f32) -> Result<f64, StepError> {
-        let StepSettings { batch_size, sequence_length, loss_chunk_tokens, precision, .. } = self.settings;
-        let (device, spec) = (self.device, &self.spec);
+    /// One micro-batch forward and backward; returns the sum of its token losses. `finish` is `None` where more
+    /// micro-batches will add to the gradients.
+    fn forward_backward(
+        &mut self,
+        micro_batch: &MicroBatch<'_>,
+        scale: f32,
+        finish: Option<Finish>,
+    ) -> Result<f64, StepError> {
+        let StepSettings {
+            batch_size, sequence_length, loss_chunk_tokens, mlp_chunk_tokens, precision, ..
+        } = self.settings;
+        let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), Rc::clone(&self.ropes));
         let arena = device.arena();
         arena.enter(Phase::Forward, None);
-        let inputs = Inputs::upload(device, spec, batch_size, sequence_length, micro_batch)?;
-        let ctx = inputs.context(device, spec, precision, &self.ropes);
+        let inputs = Inputs::upload(device, &spec, batch_size, sequence_length, micro_batch)?;
+        let ctx = inputs.context(device, &spec, precision, &ropes, mlp_chunk_tokens);
         let mut x = embedding::forward(&ctx, &mut self.weights, &inputs.tokens)?;
-        let mut kept = Vec::with_capacity(spec.num_layers as usize);
-        for layer in 0..spec.num_layers {
-            arena.enter(Phase::Forward, Some(layer));
-            let weights = self.weights.gather(BlockId::Layer(layer))?;
-            let (out, saved) = block::forward(&ctx.layer(layer), &weights, self.policy.layer(layer), x)?;
-            self.weights.release(BlockId::Layer(layer));
-            kept.push(saved);
+        let mut kept = Vec::new();
+        let segments: Vec<Range<u32>> = self.policy.segments().collect();
+        for blocks in segments {
+            let (out, segment) = self.forward_segment(&ctx, blocks, x)?;
+            kept.push(segment);
             x = out;
         }
 
@@ -243,17 +393,129 @@ impl<'a, D: Device> Trainer<'a, D> {
         )?;
         head.release(&mut self.weights);
         drop(x);
+        let loss = inputs.sum_of_losses(device)?;
+        if matches!(finish, Some(Finish::Update(_))) {
+            // After this the weights change: what is wrong must be found before.
+            self.check_finite(loss, 0.0)?;
+        }
+        self.finish(BlockId::Head, finish)?;
 
-        while let Some(saved) = kept.pop() {
-            let layer = kept.len() as u32;
-            arena.enter(Phase::Backward, Some(layer));
-            let weights = self.weights.gather(BlockId::Layer(layer))?;
-            block::backward(&ctx.layer(layer), &weights, saved, &dx, &mut self.gradients)?;
-            self.weights.release(BlockId::Layer(layer));
+        while let Some(segment) = kept.pop() {
+            self.backward_segment(&ctx, segment, &dx, finish)?;
         }
         arena.enter(Phase::Backward, None);
         embedding::backward(&ctx, &inputs.tokens, &dx, &mut self.gradients)?;
-        inputs.sum_of_losses(device)
+        drop(dx);
+        self.finish(BlockId::Embedding, finish)?;
+        Ok(loss)
+    }
+
+    /// A segment of blocks forward: one block keeps what its policy says, several keep their input.
+    fn forward_segment(
+        &mut self,
+        ctx: &Context<'_, D>,
+        blocks: Range<u32>,
+        mut x: Tensor,
+    ) -> Result<(Tensor, Segment), StepError> {
+        if blocks.len() == 1 {
+            let policy = self.policy.layer(blocks.start);
+            let (out, saved) = self.forward_block(ctx, Phase::Forward, blocks.start, policy, x)?;
+            return Ok((out, Segment::Block(blocks.start, Box::new(saved))));
+        }
+        let input = x.clone();
+        for layer in blocks.clone() {
+            let policy = LayerPolicy::all(Save::Recompute);
+            x = self.forward_block(ctx, Phase::Forward, layer, policy, x)?.0;
+        }
+        let save = self.policy.layer(blocks.start).input;
+        Ok((x, Segment::Blocks(blocks, Held::new(ctx, save, input)?)))
+    }
+
+    fn forward_block(
+        &mut self,
+        ctx: &Context<'_, D>,
+        phase: Phase,
+        layer: u32,
+        policy: LayerPolicy,
+        x: Tensor,
+    ) -> Result<(Tensor, Saved), StepError> {
+        ctx.device.arena().enter(phase, Some(layer));
+        let weights = self.weights.gather(BlockId::Layer(layer))?;
+        let out = block::forward(&ctx.layer(layer), &weights, policy, x);
+        self.weights.release(BlockId::Layer(layer));
+        out
+    }
+
+    /// A segment backward; a segment of several blocks runs forward again first, for the inputs of its blocks.
+    fn backward_segment(
+        &mut self,
+        ctx: &Context<'_, D>,
+        segment: Segment,
+        dx: &Tensor,
+        finish: Option<Finish>,
+    ) -> Result<(), StepError> {
+        let (blocks, input) = match segment {
+            Segment::Block(layer, saved) => return self.backward_block(ctx, layer, *saved, dx, finish),
+            Segment::Blocks(blocks, input) => (blocks, input),
+        };
+        let missing =
+            || Err(StepError::MissingWeight { block: BlockId::Layer(blocks.start), role: Role::QProj });
+        let mut x = input.restore(ctx, missing)?;
+        let mut inputs = vec![x.clone()];
+        for layer in blocks.start..blocks.end.saturating_sub(1) {
+            let policy = LayerPolicy::all(Save::Recompute);
+            x = self.forward_block(ctx, Phase::Backward, layer, policy, x)?.0;
+            inputs.push(x.clone());
+        }
+        drop(x);
+        for layer in blocks.rev() {
+            if let Some(input) = inputs.pop() {
+                self.backward_block(ctx, layer, Saved::only(input), dx, finish)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn backward_block(
+        &mut self,
+        ctx: &Context<'_, D>,
+        layer: u32,
+        saved: Saved,
+        dx: &Tensor,
+        finish: Option<Finish>,
+    ) -> Result<(), StepError> {
+        let block = BlockId::Layer(layer);
+        ctx.device.arena().enter(Phase::Backward, Some(layer));
+        let weights = self.weights.gather(block)?;
+        let done = block::backward(&ctx.layer(layer), &weights, saved, dx, &mut self.gradients);
+        self.weights.release(block);
+        done?;
+        self.finish(block, finish)
+    }
+
+    /// Does with the complete gradients of a block what is to be done.
+    fn finish(&mut self, block: BlockId, finish: Option<Finish>) -> Result<(), StepError> {
+        let Some(finish) = finish else { return Ok(()) };
+        let parameters = self.spec.block_parameters(block);
+        for p in &parameters {
+            self.communicator.all_reduce(self.gradients.get(p.block, p.role)?)?;
+        }
+        if let Finish::Keep = finish {
+            return Ok(());
+        }
+        for p in &parameters {
+            self.measure(p)?;
+        }
+        if let Finish::Update(update) = finish {
+            if self.first_bad_gradient(&[block])?.is_some() {
+                return Err(StepError::NotFiniteWithin { block });
+            }
+            self.update(block, update)?;
+        }
+        for p in &parameters {
+            self.gradients.release(p.block, p.role);
+        }
+        Ok(())
     }
 
     /// Sum of token losses and number of targets of a batch of at most the step's shape; weights and gradients stay
@@ -263,7 +525,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         batch_size: u64,
         micro_batch: &MicroBatch<'_>,
     ) -> Result<(f64, u64), StepError> {
-        let StepSettings { loss_chunk_tokens, precision, .. } = self.settings;
+        let StepSettings { loss_chunk_tokens, mlp_chunk_tokens, precision, .. } = self.settings;
         let store = &mut self.weights;
         let pass = Evaluation {
             device: self.device,
@@ -271,27 +533,82 @@ impl<'a, D: Device> Trainer<'a, D> {
             precision,
             ropes: &self.ropes,
             loss_chunk_tokens,
+            mlp_chunk_tokens,
         };
         pass.run(store, batch_size, micro_batch)
     }
 
-    /// The norm of all gradients together.
-    fn global_norm(&self) -> Result<f64, StepError> {
-        for (i, p) in (0..).zip(&self.parameters) {
-            let out = rows(&self.squared_norms, i, i + 1)?;
-            self.device.run(Op::SumSquares { x: self.gradients.get(p.block, p.role)?, out: &out })?;
-        }
-        let squares = self.device.read_f32(&self.squared_norms)?;
-        Ok(squares.into_iter().map(f64::from).sum::<f64>().sqrt())
+    /// Takes the squared norm of a parameter's gradient.
+    fn measure(&self, parameter: &Parameter) -> Result<(), StepError> {
+        let (block, role) = (parameter.block, parameter.role);
+        let row = *self.norm_rows.get(&(block, role)).ok_or(StepError::MissingWeight { block, role })?;
+        let out = rows(&self.squared_norms, row, row + 1)?;
+        let x = self.gradients.get(block, role)?;
+        Ok(self.device.run(Op::SumSquares { x, out: &out })?)
     }
 
-    fn update(&mut self, update: Update) -> Result<(), StepError> {
-        for block in self.spec.blocks() {
-            let weights: BlockWeights = self.weights.gather(block)?;
-            let parameters = self.spec.block_parameters(block);
-            self.optimizer.update_block(self.device, &weights, &parameters, &self.gradients, update)?;
-            self.weights.release(block);
+    /// The norm of all unscaled gradients together, of which the squared norms have been taken.
+    fn global_norm(&self) -> Result<f64, StepError> {
+        let squares = self.device.read_f32(&self.squared_norms)?;
+        Ok(squares.into_iter().map(f64::from).sum::<f64>().sqrt() / self.loss_scale())
+    }
+
+    /// The first of `blocks` whose gradients have a squared norm that is not finite.
+    fn first_bad_gradient(&self, blocks: &[BlockId]) -> Result<Option<BlockId>, StepError> {
+        let squares = self.device.read_f32(&self.squared_norms)?;
+        let bad = |block: &&BlockId| {
+            let mut own = self.norm_rows.iter().filter(|((b, _), _)| b == *block);
+            own.any(|(_, row)| squares.get(*row as usize).is_some_and(|x| !x.is_finite()))
+        };
+        Ok(blocks.iter().find(bad).copied())
+    }
+
+    /// Refuses numbers that no update may be made of.
+    fn check_finite(&self, loss: f64, grad_norm: f64) -> Result<(), StepError> {
+        if loss.is_finite() && grad_norm.is_finite() {
+            return Ok(());
         }
-        Ok(())
+        // In the order of the backward pass: the first one had it from the loss or made it itself.
+        let layers = (0..self.spec.num_layers).rev().map(BlockId::Layer);
+        let order: Vec<BlockId> =
+            [BlockId::Head].into_iter().chain(layers).chain([BlockId::Embedding]).collect();
+        let block = if loss.is_finite() { self.first_bad_gradient(&order)? } else { None };
+        Err(StepError::NotFinite { loss, grad_norm, block })
+    }
+
+    /// The first block, in the order of the forward pass, whose output for a micro-batch is not finite. Weights and
+    /// gradients stay as they are.
+    pub fn first_bad_output(&mut self, micro_batch: &MicroBatch<'_>) -> Result<Option<BlockId>, StepError> {
+        let StepSettings { batch_size, sequence_length, mlp_chunk_tokens, precision, .. } = self.settings;
+        let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), Rc::clone(&self.ropes));
+        device.arena().enter(Phase::Forward, None);
+        let inputs = Inputs::upload(device, &spec, batch_size, sequence_length, micro_batch)?;
+        let ctx = inputs.context(device, &spec, precision, &ropes, mlp_chunk_tokens);
+        let mut x = embedding::forward(&ctx, &mut self.weights, &inputs.tokens)?;
+        let square = rows(&self.squared_norms, 0, 1)?;
+        let finite = |x: &Tensor| -> Result<bool, StepError> {
+            device.run(Op::SumSquares { x, out: &square })?;
+            Ok(device.read_f32(&square)?.iter().all(|square| square.is_finite()))
+        };
+        if !finite(&x)? {
+            return Ok(Some(BlockId::Embedding));
+        }
+        for layer in 0..spec.num_layers {
+            let policy = LayerPolicy::all(Save::Recompute);
+            x = self.forward_block(&ctx, Phase::Forward, layer, policy, x)?.0;
+            if !finite(&x)? {
+                return Ok(Some(BlockId::Layer(layer)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Updates a block's weights from its gradients.
+    fn update(&mut self, block: BlockId, update: Update) -> Result<(), StepError> {
+        let weights: BlockWeights = self.weights.gather(block)?;
+        let parameters = self.spec.block_parameters(block);
+        let done = self.optimizer.update_block(self.device, &weights, &parameters, &self.gradients, update);
+        self.weights.release(block);
+        done
     }
 }

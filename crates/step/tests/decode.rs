@@ -4,7 +4,8 @@ mod common;
 
 use common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry, IGNORED_TARGET};
-use plimsoll_model::ModelSpec;
+use plimsoll_memory::Tag;
+use plimsoll_model::{ModelSpec, SlidingWindow};
 use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError};
 
 fn decoder<D: Device>(device: &D, spec: ModelSpec, settings: DecodeSettings) -> Decoder<'_, D> {
@@ -75,6 +76,7 @@ fn a_narrow_cache_stays_near_f32() {
     };
     let (wide, exact) = losses(DType::F32);
     let (narrow, rounded) = losses(DType::Bf16);
+    assert_eq!(losses(DType::F16).0, narrow);
     // Three layers of 20 keys and values of 12, in half the bytes, rounded up to lines of 64.
     assert_eq!(wide - narrow, 3 * 2 * (20 * 12 * 4 - 512));
     assert_ne!(exact, rounded);
@@ -105,6 +107,95 @@ fn the_context_ends_with_an_error_and_can_be_cut_back() {
     assert_eq!(error, "21 tokens do not fit the context of 20");
     decoder.truncate(2);
     assert_eq!(decoder.append(&[3]).unwrap(), first);
+}
+
+/// A llama whose first and last layer see six positions.
+fn windowed(size: u64) -> ModelSpec {
+    let mut spec = llama();
+    spec.attention.sliding_window = Some(SlidingWindow { size, layers: vec![true, false, true] });
+    spec
+}
+
+fn greedy(logits: &[f32]) -> u32 {
+    (0..).zip(logits).max_by(|a, b| a.1.total_cmp(b.1)).unwrap().0
+}
+
+/// A context that a chunk fills holds every position of every layer; shorter chunks make windows forget.
+#[test]
+fn a_window_forgets_and_says_the_same() {
+    let (tokens, _) = tokens(8, 1, 40);
+    for cache in [DType::F32, DType::F16, DType::Q8_0, DType::Q4_1] {
+        let run = |chunk: u64| {
+            let dry = Dry::new();
+            let settings = DecodeSettings { cache, context: 100, ..settings(chunk) };
+            let _planned = Decoder::new(&dry, windowed(6), settings).unwrap();
+            let device = device();
+            let mut decoder = decoder(&device, windowed(6), settings);
+            let bytes = device.arena().ledger().live().get(Tag::KvCache);
+            assert_eq!(bytes, dry.arena().ledger().live().get(Tag::KvCache));
+            let mut logits = Vec::new();
+            for pass in tokens.chunks(chunk.min(3) as usize) {
+                logits = decoder.append(pass).unwrap();
+            }
+            let mut said = Vec::new();
+            for _ in 0..30 {
+                said.push(greedy(&logits));
+                logits = decoder.append(&said[said.len() - 1..]).unwrap();
+            }
+            (bytes, said, logits)
+        };
+        let (all, expected, last) = run(100);
+        let (few, said, logits) = run(3);
+        assert_eq!(said, expected, "{cache}");
+        assert!(last.iter().zip(&logits).all(|(a, b)| (a - b).abs() < 1e-4), "{cache}");
+        // Keys and values of two layers, of 6 + 3 - 1 positions instead of 100.
+        let row = cache.bytes_for(2 * cache.cached_columns(6)).unwrap();
+        let rounded = |rows: u64| (rows * row).next_multiple_of(64);
+        assert_eq!(all - few, 4 * (rounded(100) - rounded(8)), "{cache}");
+    }
+}
+
+#[test]
+fn what_a_window_forgot_cannot_be_gone_back_to() {
+    let (tokens, _) = tokens(8, 1, 20);
+    let settings = DecodeSettings { context: 30, ..settings(4) };
+    let device = device();
+    let mut decoder = decoder(&device, windowed(6), settings);
+    let first = decoder.append(&tokens[..10]).unwrap();
+    decoder.append(&tokens[10..13]).unwrap();
+    // Positions 4 to 12 are there: what position 9 sees begins at 4.
+    assert_eq!(decoder.truncate(9), 9);
+    let again = decoder.append(&tokens[9..10]).unwrap();
+    assert!(first.iter().zip(&again).all(|(a, b)| (a - b).abs() < 1e-4));
+    assert_eq!(decoder.truncate(8), 0);
+    assert!(decoder.is_empty());
+    let again = decoder.append(&tokens[..10]).unwrap();
+    assert!(first.iter().zip(&again).all(|(a, b)| (a - b).abs() < 1e-4));
+}
+
+/// Losses through the cache, in chunks, are those of the whole sequence, and plan what they take.
+#[test]
+fn losses_through_the_cache_are_those_of_the_whole() {
+    for spec in families() {
+        let (tokens, targets) = tokens(4, 1, 16);
+        let batch = MicroBatch { tokens: &tokens, targets: &targets };
+        let device = device();
+        let mut evaluator = Evaluator::new(&device, spec.clone(), Precision::F32, 16, 16).unwrap();
+        evaluator
+            .load::<StepError>(|p, dtype, out| {
+                write_values(&values(p), dtype, out);
+                Ok(())
+            })
+            .unwrap();
+        let (whole, count) = evaluator.losses(1, &batch).unwrap();
+        let dry = Dry::new();
+        Decoder::new(&dry, spec.clone(), settings(5)).unwrap().append_losses(&batch, 3).unwrap();
+        let other = self::device();
+        let mut decoder = decoder(&other, spec, settings(5));
+        let (sum, targets) = decoder.append_losses(&batch, 3).unwrap();
+        assert_eq!((targets, other.arena().high_water()), (count, dry.arena().high_water()));
+        assert!((sum - whole).abs() < 1e-3, "{sum} {whole}");
+    }
 }
 
 #[test]

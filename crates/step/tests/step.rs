@@ -7,6 +7,7 @@ use plimsoll_device::Device;
 use plimsoll_model::{ModelSpec, Role};
 use plimsoll_step::{Checkpointing, GradientClipping, MicroBatch, Precision, StepSettings};
 
+/// Every family in every precision, with everything kept and with everything recomputed.
 fn every_case() -> Vec<(ModelSpec, StepSettings)> {
     let mut cases = Vec::new();
     for spec in families() {
@@ -30,16 +31,6 @@ fn the_plan_is_the_step_run_dry() {
         let planned = planned_peak(&spec, &settings, 2);
         assert_eq!(device.arena().high_water(), planned, "{settings:?}");
         assert_eq!(device.arena().capacity(), planned, "{settings:?}");
-    }
-}
-
-#[test]
-fn checkpointing_changes_no_bit() {
-    for (spec, full) in every_case() {
-        if full.checkpointing == Checkpointing::Full {
-            let none = StepSettings { checkpointing: Checkpointing::None, ..full.clone() };
-            assert!(train(&spec, &full, 2, 3) == train(&spec, &none, 2, 3), "{full:?}");
-        }
     }
 }
 

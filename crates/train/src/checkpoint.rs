@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use plimsoll_device::{DType, Device, Tensor};
 use plimsoll_model::{NewTensor, SafetensorsFile, StoredDType, write_tensors};
-use plimsoll_step::{NamedTensor, StateKind, Trainer};
+use plimsoll_step::{LossScale, NamedTensor, StateKind, StepProgress, Trainer};
 use serde::{Deserialize, Serialize};
 
 use crate::TrainError;
@@ -20,6 +20,12 @@ pub struct TrainerState {
     pub version: u32,
     /// Optimizer steps done.
     pub step: u64,
+    /// Updates of the weights: steps less those that were skipped.
+    pub updates: u64,
+    /// Global gradient norm of the last update.
+    pub grad_norm: Option<f64>,
+    /// The loss scale, where there is one.
+    pub loss_scale: Option<LossScaleState>,
     /// Training windows consumed since the beginning.
     pub windows: u64,
     /// Tokens seen.
@@ -28,8 +34,40 @@ pub struct TrainerState {
     pub data: String,
 }
 
+/// A dynamic loss scale: see [`LossScale`].
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct LossScaleState {
+    pub scale: f64,
+    pub good_steps: u64,
+    pub skipped_steps: u64,
+}
+
+impl TrainerState {
+    /// What the step itself needs to continue from here.
+    pub(crate) fn progress(&self, fresh: StepProgress) -> StepProgress {
+        let loss_scale = self.loss_scale.map(|LossScaleState { scale, good_steps, skipped_steps }| {
+            LossScale { scale, good_steps, skipped_steps }
+        });
+        StepProgress {
+            steps: self.updates,
+            grad_norm: self.grad_norm,
+            loss_scale: fresh.loss_scale.and(loss_scale).or(fresh.loss_scale),
+        }
+    }
+
+    /// Takes over where the step stands.
+    pub(crate) fn take(&mut self, progress: StepProgress) {
+        self.updates = progress.steps;
+        self.grad_norm = progress.grad_norm;
+        self.loss_scale = progress.loss_scale.map(|LossScale { scale, good_steps, skipped_steps }| {
+            LossScaleState { scale, good_steps, skipped_steps }
+        });
+    }
+}
+
 /// The layout that this version writes.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 
 const PREFIX: &str = "checkpoint-";
 const OPTIMIZER: &str = "optimizer.safetensors";

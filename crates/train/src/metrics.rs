@@ -17,6 +17,12 @@ pub struct StepMetrics {
     pub loss: f64,
     /// Global gradient norm before clipping.
     pub grad_norm: f64,
+    /// Whether the update was left out because the scaled gradients overflowed; the norm is not a number then.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub skipped: bool,
+    /// The factor on the loss of the next step, where there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<f64>,
     /// Learning rate.
     pub lr: f64,
     /// Tokens seen since the beginning of the run.
@@ -104,6 +110,8 @@ mod tests {
             step,
             loss: 1.5,
             grad_norm: 2.0,
+            skipped: false,
+            loss_scale: None,
             lr: 1e-3,
             tokens: 64 * step,
             tokens_per_second: 100.0,

@@ -44,8 +44,14 @@ impl Prepared {
     /// Opens the model and reads the data. The output folder is made; one that holds a run is refused unless it is to
     /// be continued.
     pub fn new(config: RawConfig, resume: bool) -> Result<Prepared, TrainError> {
-        let train_paths = config.training_data()?.patterns().to_vec();
+        config.training_data()?;
         let origin = ModelOrigin::find(&config)?;
+        Prepared::with_model(config, origin, resume)
+    }
+
+    /// As [`Prepared::new`] with a model that was found already, wherever it came from.
+    pub fn with_model(config: RawConfig, origin: ModelOrigin, resume: bool) -> Result<Prepared, TrainError> {
+        let train_paths = config.training_data()?.patterns().to_vec();
         let tokenizer = match &origin {
             ModelOrigin::Files(files) => files.tokenizer()?,
             ModelOrigin::Scratch(_, tokenizer) => (**tokenizer).clone(),

@@ -110,7 +110,7 @@ pub fn run<'a, D: Device>(
     let begun = Instant::now();
     sweep(&settings.output)?;
     let mut progress = Progress::new(settings, start);
-    trainer.set_steps_done(progress.state.step);
+    trainer.resume(progress.state.progress(trainer.progress()));
     let mut metrics_file = MetricsFile::open(&settings.output, progress.state.step)?;
     with.observer.event(Event::Started {
         steps_done: progress.state.step,
@@ -165,13 +165,16 @@ fn one_step<'a, D: Device>(
     let lr = settings.schedule.lr(progress.state.step);
     let step = progress.state.step + 1;
     let outcome = trainer.step(&micro_batches, lr).map_err(|source| match source {
-        StepError::NotFinite { .. } => TrainError::NotFinite { step, source },
+        StepError::NotFinite { .. } | StepError::NotFiniteWithin { .. } => {
+            TrainError::NotFinite { step, source }
+        }
         other => other.into(),
     })?;
     let seconds = begun.elapsed().as_secs_f64();
     let tokens: u64 = batches.iter().map(|b| b.tokens.len() as u64).sum();
     let sequences = trainer.settings().batch_size * settings.accumulation;
     progress.state.step = step;
+    progress.state.take(trainer.progress());
     progress.state.windows += sequences;
     progress.state.tokens += tokens;
     progress.seconds.push(seconds);
@@ -182,6 +185,8 @@ fn one_step<'a, D: Device>(
         step,
         loss: outcome.loss,
         grad_norm: outcome.grad_norm,
+        skipped: outcome.skipped,
+        loss_scale: trainer.progress().loss_scale.map(|loss_scale| loss_scale.scale),
         lr,
         tokens: progress.state.tokens,
         tokens_per_second: tokens as f64 / seconds,
@@ -216,7 +221,16 @@ struct Progress {
 impl Progress {
     fn new(settings: &RunSettings, start: Option<TrainerState>) -> Progress {
         let data = settings.data_identity.clone();
-        let state = start.unwrap_or(TrainerState { version: VERSION, step: 0, windows: 0, tokens: 0, data });
+        let state = start.unwrap_or(TrainerState {
+            version: VERSION,
+            step: 0,
+            updates: 0,
+            grad_norm: None,
+            loss_scale: None,
+            windows: 0,
+            tokens: 0,
+            data,
+        });
         Progress {
             state,
             seconds: Vec::new(),

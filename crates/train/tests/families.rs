@@ -10,8 +10,7 @@ use plimsoll_model::{ModelFiles, Parameter, SaveWriter};
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
 use plimsoll_step::{
-    AdamWSettings, Checkpointing, DecodeSettings, Decoder, GradientClipping, MicroBatch, Precision,
-    StepError, StepSettings, Trainer,
+    Checkpointing, DecodeSettings, Decoder, MicroBatch, Precision, StepError, StepSettings, Trainer,
 };
 use serde_json::Value;
 
@@ -55,14 +54,9 @@ fn losses_and_gradients_are_those_of_pytorch() {
         targets.push(IGNORED_TARGET);
         for checkpointing in [Checkpointing::None, Checkpointing::Full] {
             let settings = StepSettings {
-                batch_size: 1,
-                sequence_length: tokens.len() as u64,
-                precision: Precision::F32,
                 checkpointing,
                 loss_chunk_tokens: 7,
-                optimizer: AdamWSettings::default(),
-                clipping: GradientClipping::None,
-                seed: 0,
+                ..StepSettings::new(1, tokens.len() as u64)
             };
             let dry = DryRun::training(&spec, &settings, 1).unwrap();
             let device = cpu(dry.peak_bytes());

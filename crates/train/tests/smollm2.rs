@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use plimsoll_data::{EvalWindows, IGNORED_TARGET, targets};
 use plimsoll_device::{Cpu, CpuOptions, DType, Device};
+use plimsoll_generate::{GenerateError, Limits, Sampler, SamplerSettings, Session};
 use plimsoll_model::{ModelError, ModelFiles, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
@@ -110,14 +111,11 @@ fn gradients_and_steps_are_those_of_the_reference() {
     labels.push(IGNORED_TARGET);
     let batch = MicroBatch { tokens, targets: &labels };
     let settings = StepSettings {
-        batch_size: 1,
-        sequence_length: n as u64,
-        precision: Precision::F32,
         checkpointing: Checkpointing::Full,
         loss_chunk_tokens: 64,
         optimizer: AdamWSettings { decay_norms_and_biases: true, ..AdamWSettings::default() },
         clipping: GradientClipping::GlobalNorm(1.0),
-        seed: 0,
+        ..StepSettings::new(1, n as u64)
     };
     let spec = files.spec().clone();
     let dry = DryRun::training(&spec, &settings, 1).unwrap();
@@ -151,14 +149,16 @@ fn greedy_continuations_are_identical() {
     let device = cpu(DryRun::generation(&spec, settings, &types, 100).unwrap().peak_bytes());
     let mut decoder = Decoder::with_weight_types(&device, spec, settings, &types).unwrap();
     decoder.load(load(&files)).unwrap();
+    let tokenizer = files.tokenizer().unwrap();
+    let mut session = Session::new(decoder, &settings);
     for case in reference["greedy"].as_array().unwrap() {
-        decoder.truncate(0);
         let expected = ids(&case["output_ids"]);
-        let mut sampler = plimsoll_generate::Sampler::new(&Default::default()).unwrap();
+        let mut sampler = Sampler::new(&SamplerSettings::default()).unwrap();
+        let limits = Limits { max_tokens: expected.len(), ..Limits::default() };
         let prompt = ids(&case["prompt_ids"]);
+        let show = |_: &str| Ok::<(), GenerateError>(());
         let generated =
-            plimsoll_generate::generate(&mut decoder, &mut sampler, &prompt, expected.len(), &[], |_| true)
-                .unwrap();
+            session.generate(&tokenizer, &prompt, &mut sampler, &limits, &|| false, show).unwrap();
         assert_eq!(generated.tokens, expected, "{}", case["prompt"]);
     }
 }

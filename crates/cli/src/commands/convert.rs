@@ -9,12 +9,12 @@ use serde_json::json;
 
 use crate::args::{ConvertArgs, OutputArgs};
 use crate::failure::Failure;
+use crate::models;
 use crate::output::outln;
 use crate::progress;
-use crate::session::model_with_weights;
 
 pub fn run(args: &ConvertArgs) -> Result<(), Failure> {
-    let files = model_with_weights(&args.model, "convert")?;
+    let files = models::with_weights(&args.model, "convert", args.output.json)?;
     write(&files, files.weights(), &args.output)
 }
 

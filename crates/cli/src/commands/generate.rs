@@ -1,101 +1,232 @@
-//! `plimsoll generate`: continues a prompt.
+//! `plimsoll generate`: continues a prompt, once or more often, or every prompt of a file.
 
-use std::io::Write;
+mod prompts;
 
-use plimsoll_generate::{Sampler, generate};
-use plimsoll_model::Parameter;
+use plimsoll_device::Cpu;
+use plimsoll_generate::{Generated, Limits, Sampler, SamplerSettings, Session, StopReason};
 use plimsoll_model::chat_template::{ChatMessage, ChatOptions};
-use plimsoll_model::tokenizer::{SpecialTokens, Tokenizer};
-use plimsoll_plan::DryRun;
-use plimsoll_step::{DecodeSettings, Decoder};
-use plimsoll_train::TrainError;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::args::GenerateArgs;
+use crate::chat_format::ChatFormat;
 use crate::failure::Failure;
-use crate::output::outln;
-use crate::session::{
-    Engine, cache_type, inference_precision, model_with_weights, quantized_type, weight_type,
-};
+use crate::inference::Inference;
+use crate::output::{out, outln};
+use prompts::PromptText;
 
-/// Tokens of a prompt that are taken in one pass.
-const PROMPT_CHUNK_TOKENS: u64 = 512;
-
-pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
-    let precision = inference_precision(&args.dtype)?;
-    let mut sampler = Sampler::new(&args.sampling.settings())?;
-    let files = model_with_weights(&args.model, "generate from")?;
-    let spec = files.spec().clone();
-    let tokenizer = files.tokenizer()?;
-    let text = match args.chat {
-        true => chat_text(&tokenizer, args)?,
-        false => args.prompt.clone(),
-    };
-    let prompt = tokenizer.encode(&text)?;
-    let engine = Engine::start(args.threads)?;
-    let context = (prompt.len() + args.max_tokens).max(1) as u64;
-    let cache = cache_type(args.kv_cache.as_deref())?.unwrap_or(precision.activations);
-    let settings = DecodeSettings { precision, cache, context, prompt_chunk_tokens: PROMPT_CHUNK_TOKENS };
-    let quantized = quantized_type(args.quantize.as_deref())?;
-    let weight_types = |p: &Parameter| weight_type(&files, p, precision.weights, quantized);
-    let dry_run = DryRun::generation(&spec, settings, &weight_types, prompt.len() as u64)?;
-    let device = engine.device(&dry_run, args.memory)?;
-    let end_tokens = match args.stop_at_eos || args.chat {
-        true => [&spec.eos_tokens, tokenizer.eos_tokens()].concat(),
-        false => Vec::new(),
-    };
-    let mut decoder = Decoder::with_weight_types(&device, spec, settings, &weight_types)?;
-    decoder.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
-
-    let mut stream = tokenizer.stream_decoder(SpecialTokens::Skip);
-    let mut out = std::io::stdout();
-    let mut failed = None;
-    if !args.json && !args.chat {
-        write!(out, "{}", args.prompt)?;
-    }
-    let generated = generate(&mut decoder, &mut sampler, &prompt, args.max_tokens, &end_tokens, |token| {
-        if args.json {
-            return true;
-        }
-        let shown = match stream.push(token) {
-            Ok(text) => write!(out, "{text}").and_then(|()| out.flush()).map_err(Failure::from),
-            Err(error) => Err(error.into()),
-        };
-        failed = shown.err();
-        failed.is_none()
-    })?;
-    if let Some(failure) = failed {
-        return Err(failure);
-    }
-    let rate =
-        generated.tokens.len().saturating_sub(1) as f64 / generated.decode_seconds.max(f64::MIN_POSITIVE);
-    if args.json {
-        let document = json!({
-            "prompt_tokens": prompt,
-            "tokens": generated.tokens,
-            "text": tokenizer.decode(&generated.tokens)?,
-            "tokens_per_second": rate,
-        });
-        outln!("{document}")?;
-    } else {
-        outln!("{}", stream.finish()?)?;
-        eprintln!(
-            "{} tokens at {rate:.1} tokens/s after a prompt of {} in {:.2} s",
-            generated.tokens.len(),
-            prompt.len(),
-            generated.prompt_seconds
-        );
-    }
-    Ok(())
+/// A prompt as text and as tokens.
+struct Prompt {
+    text: String,
+    tokens: Vec<u32>,
 }
 
-/// The prompt as a user's message, up to where the assistant's begins.
-fn chat_text(tokenizer: &Tokenizer, args: &GenerateArgs) -> Result<String, Failure> {
-    let template = tokenizer.chat_template(None)?.ok_or_else(|| {
-        Failure::usage(format!("{} has no chat template; leave --chat out", tokenizer.origin()))
-    })?;
-    let system = args.system.iter().map(|text| ChatMessage::new("system", text));
-    let messages: Vec<ChatMessage> = system.chain([ChatMessage::new("user", &args.prompt)]).collect();
-    let options = ChatOptions { add_generation_prompt: true, ..ChatOptions::default() };
-    Ok(template.render(&messages, &options)?)
+pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
+    let settings = args.sampling.settings();
+    Sampler::new(&settings)?;
+    let model = Inference::open(&args.inference, "generate from", args.json)?;
+    let end_tokens = if args.stop_at_eos || args.chat { model.end_tokens() } else { Vec::new() };
+    let format = match args.chat {
+        true => Some(ChatFormat::new(&model.tokenizer, args.chat_template.as_deref(), &end_tokens)?),
+        false => None,
+    };
+    let ends = match &format {
+        Some(format) => format.ends.clone(),
+        None => Limits { stop_tokens: end_tokens, ..Limits::default() },
+    };
+    let limits = args.stopping.limits(&model.tokenizer, args.max_tokens, ends)?;
+    let texts = match (&args.prompt, &args.prompts) {
+        (Some(prompt), _) => vec![prompts::one(prompt)?],
+        (None, Some(path)) => prompts::many(path)?,
+        (None, None) => return Err(Failure::usage("give --prompt TEXT or --prompts FILE")),
+    };
+    let prompts: Vec<Prompt> = texts
+        .into_iter()
+        .map(|text| tokens_of(text, &model, format.as_ref(), args))
+        .collect::<Result<_, _>>()?;
+
+    let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max().unwrap_or(0);
+    let context = context(&model, longest, args.max_tokens);
+    let engine = model.start()?;
+    // A context that was not asked for gives way where memory is short.
+    let least = match model.asked_context() {
+        Some(_) => context,
+        None => context.min(longest.saturating_add(args.max_tokens.min(1))),
+    };
+    let plan = model.plan(&engine, least..=context, Some(longest))?;
+    if plan.settings.context < context as u64 {
+        eprintln!("memory allows a context of {} tokens instead of {context}", plan.settings.context);
+    }
+    let device = model.device(&engine, &plan)?;
+    let session = model.session(&device, &plan)?;
+    let mut run = Run { args, model: &model, settings, limits, session };
+    if args.prompts.is_some() {
+        return run.every(&prompts);
+    }
+    prompts.iter().try_for_each(|prompt| if args.json { run.document(prompt) } else { run.show(prompt) })
+}
+
+/// The tokens of a prompt; an error where there are none, or more than the context holds.
+fn tokens_of(
+    prompt: PromptText,
+    model: &Inference,
+    format: Option<&ChatFormat>,
+    args: &GenerateArgs,
+) -> Result<Prompt, Failure> {
+    let PromptText { place, text } = prompt;
+    let tokens = match format {
+        Some(format) => {
+            let system = args.system.iter().map(|text| ChatMessage::new("system", text.as_str()));
+            let messages: Vec<ChatMessage> =
+                system.chain([ChatMessage::new("user", text.as_str())]).collect();
+            let options = ChatOptions { add_generation_prompt: true, ..ChatOptions::default() };
+            model.tokenizer.encode(&format.template.render(&messages, &options)?)?
+        }
+        None => model.tokenizer.encode(&text)?,
+    };
+    if tokens.is_empty() {
+        return Err(Failure::usage(format!(
+            "{place}the prompt is empty; give at least one character to continue, or --chat for an answer to nothing"
+        )));
+    }
+    let most = model.asked_context().unwrap_or(model.trained_context());
+    if tokens.len().saturating_add(args.max_tokens.min(1)) > most {
+        let origin = match model.asked_context() {
+            Some(_) => "that --context gives it",
+            None => "that the model was made for",
+        };
+        let remedy = match model.has_learned_positions() {
+            true => "shorten the prompt",
+            false => "shorten the prompt, or give more with --context",
+        };
+        return Err(Failure::usage(format!(
+            "{place}the prompt has {} tokens, and with an answer it does not fit the context of {most} {origin}; {remedy}",
+            tokens.len()
+        )));
+    }
+    Ok(Prompt { text, tokens })
+}
+
+/// Tokens of the longest prompt with its answer: within what was asked for or has positions; else an answer may go on
+/// beyond what the model was made for.
+fn context(model: &Inference, longest: usize, max_tokens: usize) -> usize {
+    let wanted = longest.saturating_add(max_tokens).max(1);
+    match (model.asked_context(), model.has_learned_positions()) {
+        (Some(most), _) => wanted.min(most),
+        (None, true) => wanted.min(model.trained_context()),
+        (None, false) => wanted,
+    }
+}
+
+/// What is the same for all prompts.
+struct Run<'r> {
+    args: &'r GenerateArgs,
+    model: &'r Inference,
+    settings: SamplerSettings,
+    limits: Limits,
+    session: Session<'r, Cpu>,
+}
+
+impl Run<'_> {
+    fn seed(&self, sample: u64) -> u64 {
+        self.settings.seed.wrapping_add(sample)
+    }
+
+    fn sample(
+        &mut self,
+        prompt: &Prompt,
+        sample: u64,
+        on_text: impl FnMut(&str) -> Result<(), Failure>,
+    ) -> Result<Generated, Failure> {
+        let settings = SamplerSettings { seed: self.seed(sample), ..self.settings.clone() };
+        let (tokenizer, mut sampler) = (&self.model.tokenizer, Sampler::new(&settings)?);
+        self.session.generate(tokenizer, &prompt.tokens, &mut sampler, &self.limits, &|| false, on_text)
+    }
+
+    /// One prompt for people: the text as it comes.
+    fn show(&mut self, prompt: &Prompt) -> Result<(), Failure> {
+        for sample in 0..self.args.samples {
+            if self.args.samples > 1 {
+                outln!("--- sample {} of {}, seed {}", sample + 1, self.args.samples, self.seed(sample))?;
+            }
+            if !self.args.chat {
+                out!("{}", prompt.text)?;
+            }
+            let generated = self.sample(prompt, sample, |text| out!("{text}"))?;
+            outln!()?;
+            eprintln!(
+                "{} tokens at {:.1} tokens/s after a prompt of {} in {:.2} s{}",
+                generated.tokens.len(),
+                generated.tokens_per_second(),
+                prompt.tokens.len(),
+                generated.prompt_seconds,
+                match &generated.stop_reason {
+                    StopReason::Context =>
+                        format!("; the context of {} tokens is full", self.session.context()),
+                    _ => String::new(),
+                }
+            );
+        }
+        Ok(())
+    }
+
+    /// One prompt as one JSON document.
+    fn document(&mut self, prompt: &Prompt) -> Result<(), Failure> {
+        let document = self.described(prompt)?;
+        outln!("{document}")
+    }
+
+    /// Every prompt of a file: an object a line as they are done, or one JSON document.
+    fn every(&mut self, prompts: &[Prompt]) -> Result<(), Failure> {
+        let mut all = Vec::new();
+        for prompt in prompts {
+            let mut document = json!({ "prompt": prompt.text });
+            merge(&mut document, self.described(prompt)?);
+            match self.args.json {
+                true => all.push(document),
+                false => outln!("{document}")?,
+            }
+        }
+        if self.args.json {
+            outln!("{}", Value::from(all))?;
+        }
+        Ok(())
+    }
+
+    /// The first sample's fields, and all of them in `samples` where there are more.
+    fn described(&mut self, prompt: &Prompt) -> Result<Value, Failure> {
+        let mut samples = Vec::new();
+        for sample in 0..self.args.samples {
+            let generated = self.sample(prompt, sample, |_| Ok(()))?;
+            let mut document = json!({
+                "tokens": generated.tokens,
+                "text": generated.text,
+                "tokens_per_second": generated.tokens_per_second(),
+                "stop_reason": generated.stop_reason.name(),
+                "reused_tokens": generated.reused_tokens,
+                "prompt_seconds": generated.prompt_seconds,
+                "seed": self.seed(sample),
+            });
+            match generated.stop_reason {
+                StopReason::StopString(stop) => merge(&mut document, json!({ "stop": stop })),
+                StopReason::StopToken(stop) => merge(&mut document, json!({ "stop": stop })),
+                _ => {}
+            }
+            samples.push(document);
+        }
+        let mut document = json!({ "prompt_tokens": prompt.tokens });
+        if let Some(first) = samples.first() {
+            merge(&mut document, first.clone());
+        }
+        if samples.len() > 1 {
+            merge(&mut document, json!({ "samples": samples }));
+        }
+        Ok(document)
+    }
+}
+
+/// Adds an object's fields to another.
+fn merge(into: &mut Value, fields: Value) {
+    if let (Value::Object(into), Value::Object(fields)) = (into, fields) {
+        into.extend(fields);
+    }
 }

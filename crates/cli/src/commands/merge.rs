@@ -5,11 +5,11 @@ use plimsoll_model::Adapter;
 use super::convert;
 use crate::args::MergeArgs;
 use crate::failure::Failure;
+use crate::models;
 use crate::output::outln;
-use crate::session::model_with_weights;
 
 pub fn run(args: &MergeArgs) -> Result<(), Failure> {
-    let files = model_with_weights(&args.model, "merge")?;
+    let files = models::with_weights(&args.model, "merge", args.output.json)?;
     let adapter =
         Adapter::open(&args.adapter, files.spec()).map_err(|error| Failure::other(error.to_string()))?;
     let unknown = &adapter.config().unknown;

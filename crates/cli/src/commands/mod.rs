@@ -1,5 +1,6 @@
 //! One file a command.
 
+pub mod chat;
 pub mod config;
 pub mod convert;
 pub mod doctor;

@@ -1,10 +1,12 @@
 //! `plimsoll plan`: what a training run needs, before anything is loaded.
 
 use plimsoll_memory::{ByteSize, Tag};
+use plimsoll_plan::config::GradientCheckpointing;
 use plimsoll_plan::{ModelOrigin, TrainingPlan};
 
 use crate::args::PlanArgs;
 use crate::failure::Failure;
+use crate::models::{self, Need};
 use crate::output::{out, outln};
 use crate::row;
 use crate::session::{Engine, load_config};
@@ -12,7 +14,7 @@ use crate::table;
 
 pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let config = load_config(&args.source)?;
-    let origin = ModelOrigin::find(&config)?;
+    let origin = models::origin(&config, Need::Shape, args.json)?;
     // The run will have it in memory, so that its memory belongs to the plan.
     let _tokenizer = match &origin {
         ModelOrigin::Files(files) => files.tokenizer().ok(),
@@ -105,11 +107,8 @@ pub fn remedies(plan: &TrainingPlan) -> String {
     table::render(&rows)
 }
 
-fn checkpointing(plan: &TrainingPlan) -> &'static str {
-    match plan.choice.settings.checkpointing {
-        plimsoll_step::Checkpointing::None => "none",
-        plimsoll_step::Checkpointing::Full => "full",
-    }
+fn checkpointing(plan: &TrainingPlan) -> String {
+    GradientCheckpointing::Form(plan.choice.settings.checkpointing).to_string()
 }
 
 /// Bytes of a middle layer at the peak, by tag.
@@ -131,7 +130,7 @@ fn share(bytes: u64, plan: &TrainingPlan) -> String {
 }
 
 /// A count with three figures: 134.5M.
-fn count(n: u64) -> String {
+pub fn count(n: u64) -> String {
     match n {
         0..1_000_000 => n.to_string(),
         1_000_000..1_000_000_000 => format!("{:.1}M", n as f64 / 1e6),

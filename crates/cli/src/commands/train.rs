@@ -6,6 +6,7 @@ use plimsoll_train::{Prepared, StopFlag, TrainingOutcome};
 use crate::args::TrainArgs;
 use crate::commands::plan::{describe, remedies};
 use crate::failure::Failure;
+use crate::models::{self, Need};
 use crate::output::{out, outln};
 use crate::progress::TrainingProgress;
 use crate::row;
@@ -20,7 +21,9 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
         signal_hook::flag::register_conditional_shutdown(signal, 130, stop.shared())?;
         signal_hook::flag::register(signal, stop.shared())?;
     }
-    let prepared = Prepared::new(config, args.resume)?;
+    config.training_data()?;
+    let origin = models::origin(&config, Need::Files, args.json)?;
+    let prepared = Prepared::with_model(config, origin, args.resume)?;
     let engine = Engine::start(args.threads)?;
     let plan = prepared.plan(&engine.machine(prepared.host_bytes_per_token()))?;
     if !args.json {

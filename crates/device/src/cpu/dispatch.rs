@@ -10,8 +10,8 @@ use super::kernels::column_sums::MAX_PARTIAL_COLUMNS;
 use super::kernels::rms_norm::Weight;
 use super::kernels::rope::Angles;
 use super::kernels::{
-    Exec, Simd, activation, adamw, attention, cast, column_sums, cross_entropy, elementwise, embedding,
-    layer_norm, rms_norm, rope, sum_squares,
+    Exec, Simd, activation, adamw, attention, cache, cast, column_sums, cross_entropy, elementwise,
+    embedding, int8, layer_norm, rms_norm, rope, sum_squares,
 };
 use super::slices::Slices;
 use super::{Isa, Pool, matmul};
@@ -243,9 +243,19 @@ impl Cpu {
                 let head_dim = head_dim as usize;
                 rope::rope(exec, t.floats_mut(x), t.u32s(positions), angles, head_dim, inverse);
             }
+            Op::WriteCache { x, cache, first, head_dim } => {
+                let to = cache::Cache {
+                    dtype: cache.dtype(),
+                    rows: cache.rows() as usize,
+                    bytes: t.bytes_mut(cache),
+                };
+                cache::write(exec, t.floats(x), to, x.rows() as usize, first, head_dim as usize);
+            }
             Op::Attention { q, k, v, out, lse, shape, compute } => {
+                let cached = [k, v].map(|x| (t.bytes(x), x.dtype()));
                 let (out, lse) = (t.floats_mut(out), t.f32s_mut(lse));
-                attention::forward(exec, [q, k, v].map(|x| t.floats(x)), out, lse, shape, compute);
+                let workspace = bytemuck::cast_slice_mut(workspace);
+                attention::forward(exec, t.floats(q), cached, out, lse, shape, compute, workspace);
             }
             Op::AttentionBackward { q, k, v, out, lse, dout, delta, sums, dq, dk, dv, shape, compute } => {
                 let inputs = [q, k, v, out, dout].map(|x| t.floats(x));
@@ -275,6 +285,15 @@ impl Cpu {
                 in_table(name, "target", t.u32s(targets), logits.columns(), logits)?;
                 let (logits, losses) = (t.f32s_mut(logits), t.f32s_mut(losses));
                 cross_entropy::cross_entropy(exec, logits, t.u32s(targets), losses, soft_cap, gradient_scale);
+            }
+
+            Op::QuantizeInt8 { x, codes, scales, block } => {
+                let (codes, scales) = (t.i8s_mut(codes), t.f32s_mut(scales));
+                int8::quantize(exec, t.floats(x), codes, scales, block as usize);
+            }
+            Op::DequantizeInt8 { codes, scales, block, out } => {
+                let (codes, scales) = (t.i8s(codes), t.f32s(scales));
+                int8::dequantize(exec, codes, scales, block as usize, t.floats_mut(out));
             }
 
             Op::SumSquares { x, out } => {

@@ -49,11 +49,25 @@ impl<'a> Slices<'a> {
         unsafe { std::slice::from_raw_parts(self.start(tensor), tensor.bytes() as usize) }
     }
 
+    /// A tensor's bytes, of any type, to write.
+    pub fn bytes_mut(self, tensor: &Tensor) -> &'a mut [u8] {
+        // SAFETY: as in `slice_mut`.
+        unsafe { std::slice::from_raw_parts_mut(self.start(tensor), tensor.bytes() as usize) }
+    }
+
     pub fn u32s(self, tensor: &Tensor) -> &'a [u32] {
         self.slice(tensor)
     }
 
     pub fn u32s_mut(self, tensor: &Tensor) -> &'a mut [u32] {
+        self.slice_mut(tensor)
+    }
+
+    pub fn i8s(self, tensor: &Tensor) -> &'a [i8] {
+        self.slice(tensor)
+    }
+
+    pub fn i8s_mut(self, tensor: &Tensor) -> &'a mut [i8] {
         self.slice_mut(tensor)
     }
 

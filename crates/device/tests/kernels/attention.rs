@@ -4,7 +4,7 @@ use plimsoll_device::{AttentionShape, Compute, DType, Op};
 
 use crate::harness::{Expected, Operand, check, check_gradient, noise, refusal};
 
-fn shape(
+pub fn shape(
     batch: u64,
     [q_len, kv_len, kv_capacity]: [u64; 3],
     [heads, kv_heads, d]: [u64; 3],
@@ -43,7 +43,7 @@ fn shapes() -> Vec<AttentionShape> {
 }
 
 /// What only inference has: more keys than queries, room for more.
-fn decoding_shapes() -> Vec<AttentionShape> {
+pub fn decoding_shapes() -> Vec<AttentionShape> {
     let mut all = vec![
         shape(2, [1, 1, 9], [6, 2, 4]),
         shape(1, [1, 700, 800], [8, 1, 16]),
@@ -53,7 +53,19 @@ fn decoding_shapes() -> Vec<AttentionShape> {
     for window in [1, 40, 300] {
         all.push(AttentionShape { window: Some(window), ..shape(1, [1, 700, 800], [4, 1, 4]) });
         all.push(AttentionShape { window: Some(window), ..shape(1, [140, 600, 600], [2, 1, 4]) });
+        // Positions that lie where older ones did.
+        let capacity = window + 140;
+        all.push(AttentionShape { window: Some(window), ..shape(1, [1, 700, capacity], [4, 1, 4]) });
+        all.push(AttentionShape { window: Some(window), ..shape(2, [140, 900, capacity], [2, 1, 4]) });
     }
+    // Many queries to a key, heads wider than a vector, several pieces of positions and more than are aligned.
+    all.push(shape(1, [1, 1000, 1000], [10, 2, 70]));
+    all.push(shape(2, [1, 9000, 9000], [3, 1, 2]));
+    all.push(AttentionShape {
+        soft_cap: Some(0.7),
+        window: Some(500),
+        ..shape(1, [1, 640, 700], [9, 3, 64])
+    });
     all
 }
 
@@ -63,7 +75,8 @@ fn query(s: &AttentionShape, batch: u64, i: u64, head: u64, t: u64) -> usize {
 }
 
 fn key(s: &AttentionShape, batch: u64, j: u64, head: u64, t: u64) -> usize {
-    (((batch * s.kv_capacity + j) * s.kv_heads + head / (s.heads / s.kv_heads)) * s.head_dim + t) as usize
+    let row = batch * s.kv_capacity + j % s.kv_capacity;
+    ((row * s.kv_heads + head / (s.heads / s.kv_heads)) * s.head_dim + t) as usize
 }
 
 /// The keys that a query sees.
@@ -100,7 +113,7 @@ fn for_each_row(
 }
 
 /// Output and log-sum-exp.
-fn forward(s: &AttentionShape, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
+pub fn forward(s: &AttentionShape, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let (mut out, mut all_lse) = (vec![0.0; q.len()], Vec::new());
     for_each_row(s, q, k, |[batch, head, i], lse, row| {
         all_lse.push(lse);

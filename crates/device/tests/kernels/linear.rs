@@ -110,3 +110,32 @@ fn backward_weight() {
         }
     }
 }
+
+#[test]
+fn half_precision_operands_and_outputs() {
+    let [n, i, o] = [33, 40, 50];
+    for accumulate in [false, true] {
+        for rows in [1, n] {
+            let operands = [
+                Operand::new(DType::F16, &[rows, i], noise(1)),
+                Operand::new(DType::F16, &[o, i], noise(2)),
+                Operand::new(DType::F16, &[rows, o], noise(3)),
+            ];
+            let [x, weight, before] = operands.each_ref().map(|operand| &operand.values);
+            let expected = expect(2, product(x, &transposed(weight, i), [rows, i, o]), before, accumulate);
+            check(
+                &format!("f16, {rows} rows, {accumulate}"),
+                &operands,
+                |t| Op::Linear {
+                    x: &t[0],
+                    weight: &t[1],
+                    bias: None,
+                    out: &t[2],
+                    accumulate,
+                    compute: Compute::F32,
+                },
+                &[expected],
+            );
+        }
+    }
+}

@@ -2,9 +2,12 @@
 
 mod activations;
 mod attention;
+mod cache;
+mod dequantize;
 mod elementwise;
 mod embeddings;
 mod harness;
+mod int8;
 mod linear;
 mod loss;
 mod norms;

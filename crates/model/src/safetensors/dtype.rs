@@ -84,6 +84,7 @@ impl StoredDType {
             DType::Bf16 => Some(StoredDType::BF16),
             DType::F16 => Some(StoredDType::F16),
             DType::U32 => Some(StoredDType::U32),
+            DType::I8 => Some(StoredDType::I8),
             _ => None,
         }
     }

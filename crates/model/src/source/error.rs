@@ -44,7 +44,10 @@ pub enum ModelError {
         reason: String,
     },
     /// Parameters that the shape has are not in the files.
-    #[error("{}: the weights lack {tensors}, which {shape_from} asks for", path.display())]
+    #[error(
+        "{}: the weights lack {tensors}, which {shape_from} asks for; they are of another family or size, or not \
+         whole: take the configuration that came with them", path.display()
+    )]
     MissingTensors {
         /// The weights.
         path: PathBuf,
@@ -54,7 +57,10 @@ pub enum ModelError {
         shape_from: String,
     },
     /// Tensors that the shape does not have are in the files; to leave them out would change what the model says.
-    #[error("{}: the weights have {tensors}, which {shape_from} does not account for", path.display())]
+    #[error(
+        "{}: the weights have {tensors}, which {shape_from} does not account for; they are of another family or \
+         size: take the configuration that came with them", path.display()
+    )]
     UnexpectedTensors {
         /// The weights.
         path: PathBuf,

@@ -151,11 +151,23 @@ pub(super) fn parent(path: &Path) -> &Path {
     }
 }
 
-/// The folder's name, or the file's without its extension.
+/// The folder's name, or the file's without its extension; of a folder in the hub's cache the model's.
 fn name_of(path: &Path) -> String {
     let full = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    if path.is_dir()
+        && let Some(name) = hub_name(&full)
+    {
+        return name.to_owned();
+    }
     let name = if path.is_dir() { full.file_name() } else { full.file_stem() };
     name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
+/// `name` in `models--org--name/snapshots/COMMIT`.
+fn hub_name(snapshot: &Path) -> Option<&str> {
+    let snapshots = snapshot.parent().filter(|folder| folder.ends_with("snapshots"))?;
+    let repo = snapshots.parent()?.file_name()?.to_str()?;
+    repo.strip_prefix("models--").map(|id| id.rsplit_once("--").map_or(id, |(_, name)| name))
 }
 
 fn starts_with(path: &Path, magic: &[u8; 4]) -> std::io::Result<bool> {

@@ -118,6 +118,52 @@ struct Document {
     _post_processor: Value,
     #[serde(default, rename = "decoder")]
     _decoder: Value,
+    #[serde(default, rename = "model")]
+    _model: Option<ModelPart>,
+}
+
+/// The part of `model` that is looked at.
+#[derive(serde::Deserialize)]
+struct ModelPart {
+    #[serde(default, rename = "merges")]
+    _merges: Option<Merges>,
+}
+
+/// A list of merges, both parts of each with text: one without would give the other part itself, again and again.
+struct Merges;
+
+impl<'de> serde::Deserialize<'de> for Merges {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Merges, D::Error> {
+        deserializer.deserialize_seq(MergesVisitor)
+    }
+}
+
+struct MergesVisitor;
+
+impl<'de> serde::de::Visitor<'de> for MergesVisitor {
+    type Value = Merges;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("a list of merges")
+    }
+
+    fn visit_seq<A: serde::de::SeqAccess<'de>>(self, mut list: A) -> Result<Merges, A::Error> {
+        let mut number = 0u64;
+        while let Some(merge) = list.next_element::<Value>()? {
+            let empty = match &merge {
+                Value::Array(parts) => parts.iter().any(|part| part.as_str() == Some("")),
+                Value::String(pair) => pair.starts_with(' ') || pair.ends_with(' '),
+                _ => false,
+            };
+            if empty {
+                return Err(serde::de::Error::custom(format_args!(
+                    "merge {number} has a part without text, so that it leads back to itself"
+                )));
+            }
+            number += 1;
+        }
+        Ok(Merges)
+    }
 }
 
 /// Finds what the engine would trust: parts that are no whole JSON, and character maps that lead out of themselves.

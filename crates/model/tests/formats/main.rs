@@ -1,6 +1,7 @@
 //! File formats end to end: what is written is read back, and what is damaged is refused with the file's name and
 //! the place in it.
 
+mod bad_input;
 mod gguf;
 mod hf_config;
 mod mutations;

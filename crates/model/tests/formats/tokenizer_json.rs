@@ -61,6 +61,33 @@ fn truncation_and_padding_of_the_file_are_not_applied() {
     assert_eq!(tokenizer.encode("hi").unwrap().len(), 2);
 }
 
+/// A merge that leads to a token that is not there, and merges that would go on for ever.
+#[test]
+fn merges_with_holes_and_cycles_are_refused() {
+    let with = |merges: Value, more: &'static [&'static str]| {
+        hugging_face(|document| {
+            for (i, token) in more.iter().enumerate() {
+                document["model"]["vocab"][token] = (260 + i).into();
+            }
+            document["model"]["merges"] = merges;
+        })
+    };
+    let refused = |merges: Value, more: &'static [&'static str], expected: &str| {
+        let error = with(merges, more).expect_err(expected);
+        assert!(error.contains(expected) && error.contains("tokenizer.json"), "{error}");
+    };
+    refused(json!([["h", "i"]]), &[], "hi");
+    refused(json!([["h", "nowhere"]]), &["hnowhere"], "nowhere");
+    refused(json!(["h i x"]), &["hi"], "Merges");
+    // A part without text gives the token itself again.
+    refused(json!([["h", ""]]), &[""], "merge");
+    refused(json!([["", "h"]]), &[""], "merge 0 has a part without text");
+    refused(json!(["h "]), &[""], "merge");
+    refused(json!([["", ""]]), &[""], "merge");
+    let tokenizer = with(json!([["h", "i"], ["h", "i"]]), &["hi"]).unwrap();
+    assert_eq!(tokenizer.encode("hi").unwrap(), [260]);
+}
+
 /// The engine indexes with this number unchecked.
 #[test]
 fn what_the_engine_panics_at_is_an_error() {

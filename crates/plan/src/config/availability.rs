@@ -41,8 +41,8 @@ static REFUSALS: &[Refusal] = &[
     },
     Refusal {
         keys: &["training.mixed_precision"],
-        values: Words(&["fp16", "f16", "float16", "half", "fp8", "float8", "e4m3", "e5m2"]),
-        reason: "it needs loss or tensor scaling",
+        values: Words(&["fp8", "float8", "e4m3", "e5m2"]),
+        reason: "its tensors are not scaled yet",
         instead: "bf16, which needs none",
     },
     Refusal {
@@ -99,9 +99,9 @@ static REFUSALS: &[Refusal] = &[
     },
     Refusal {
         keys: &["training.gradient_checkpointing"],
-        values: Words(&["every", "sqrt", "ratio", "selective"]),
-        reason: "checkpointing is all or nothing",
-        instead: "none, full or auto",
+        values: Words(&["every", "ratio", "selective"]),
+        reason: "it has an argument",
+        instead: "{every: 4}, {ratio: 0.5} or {selective: [norms, swiglu]}",
     },
     Refusal {
         keys: &["training.gradient_checkpointing"],
@@ -117,9 +117,9 @@ static REFUSALS: &[Refusal] = &[
     },
     Refusal {
         keys: &["training.activation_compression"],
-        values: Words(&["int8", "int4", "fp8", "bf16"]),
-        reason: "activations are kept as they are",
-        instead: "none",
+        values: Words(&["int4", "fp8", "bf16", "8bit"]),
+        reason: "activations are kept as they are or as 8-bit codes",
+        instead: "int8",
     },
     Refusal {
         keys: &["training.attention"],

@@ -123,7 +123,7 @@ const FOREIGN: &[(&str, &str)] = &[
     ("torch_dtype", "training.mixed_precision"),
     ("bf16", "training.mixed_precision: bf16"),
     ("pure_bf16", "training.master_weights: none"),
-    ("fp16", "training.mixed_precision: bf16"),
+    ("fp16", "training.mixed_precision: fp16"),
     ("fp32", "training.mixed_precision: f32"),
     ("optim", "training.optimizer"),
     ("lr", "training.learning_rate"),

@@ -1,5 +1,8 @@
 //! `training`: how long, with what batch, in which precision and by which optimizer.
 
+use plimsoll_step::Compression;
+
+use super::policies::{ActivationCompression, GradientCheckpointing};
 use super::section::section;
 use super::value::{Auto, choice};
 
@@ -46,14 +49,20 @@ section! {
         min_lr_ratio: f64 = 0.0, FRACTION;
         /// Gradients are scaled so that their global norm is at most this; 0: they are not.
         max_gradient_norm: f64 = 1.0, NOT_NEGATIVE;
-        /// What the backward pass computes again: nothing, or all but the inputs of the blocks.
+        /// What the backward pass computes again instead of keeping it.
         gradient_checkpointing: Auto<GradientCheckpointing> = Auto::Auto;
         /// How saved activations are compressed.
-        activation_compression: ActivationCompression = ActivationCompression::None;
+        activation_compression: ActivationCompression = ActivationCompression(Compression::None);
         /// The attention algorithm.
         attention: Auto<Attention> = Auto::Auto;
         /// Logits of at most this many tokens exist at once.
         loss_chunk_tokens: Auto<u64> = Auto::Auto, COUNT;
+        /// The feed-forward parts take at most this many tokens at once, and compute them again in the backward pass.
+        mlp_chunk_tokens: u64, "all tokens at once", COUNT;
+        /// Whether a block is updated, and its gradients given back, as soon as they are known.
+        optimizer_in_backward: bool = false;
+        /// Where updates in the backward pass take the gradient norm from that they are clipped by.
+        in_backward_clipping: InBackwardClipping, "none: set it, or max_gradient_norm to 0";
         /// Seed of everything that is drawn at random.
         seed: u64 = 42;
     }
@@ -74,6 +83,8 @@ choice! {
         F32 = "f32" | "fp32" | "float32",
         /// bfloat16 weights and activations.
         Bf16 = "bf16" | "bfloat16",
+        /// 16-bit floats with f32 master weights and a loss that is scaled as gradients allow.
+        Fp16 = "fp16" | "f16" | "float16" | "half",
     }
 }
 
@@ -118,20 +129,12 @@ choice! {
 }
 
 choice! {
-    /// What the backward pass computes again.
-    pub enum GradientCheckpointing {
-        /// Nothing: all activations are kept.
-        None = "none",
-        /// All but the inputs of the blocks.
-        Full = "full",
-    }
-}
-
-choice! {
-    /// How saved activations are compressed.
-    pub enum ActivationCompression {
-        /// Not at all.
-        None = "none",
+    /// Where updates in the backward pass take the gradient norm from that they are clipped by.
+    pub enum InBackwardClipping {
+        /// From the step before; the first step takes a second backward pass.
+        PreviousNorm = "previous_norm",
+        /// From a backward pass of its own: exact, for twice the time.
+        SecondBackward = "second_backward",
     }
 }
 

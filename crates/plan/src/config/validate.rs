@@ -140,6 +140,8 @@ impl RawConfig {
         if let Err(error) = self.batch_settings() {
             errors.push(error);
         }
+        self.check_in_backward(errors);
+        self.check_fp16(errors);
         if training.mixed_precision() != Auto::Set(MixedPrecision::F32) {
             return;
         }
@@ -158,6 +160,53 @@ impl RawConfig {
                 remedy: "set training.gradient_dtype to f32 or auto, or training.mixed_precision to bf16"
                     .to_owned(),
             });
+        }
+    }
+
+    fn check_fp16(&self, errors: &mut Vec<ConfigError>) {
+        let training = &self.training;
+        if training.mixed_precision() != Auto::Set(MixedPrecision::Fp16) {
+            return;
+        }
+        let precision = self.conflicting("training.mixed_precision", MixedPrecision::Fp16);
+        if training.optimizer_in_backward() {
+            errors.push(ConfigError::Conflict {
+                keys: vec![precision.clone(), self.conflicting("training.optimizer_in_backward", true)],
+                reason: "a step whose scaled gradients overflow is skipped, which is known only when all are there".to_owned(),
+                remedy: "set training.mixed_precision to bf16, which needs no scale, or training.optimizer_in_backward to false".to_owned(),
+            });
+        }
+        if let Some(Auto::Set(masters @ MasterWeights::None)) = training.master_weights {
+            errors.push(ConfigError::Conflict {
+                keys: vec![precision, self.conflicting("training.master_weights", masters)],
+                reason: "fp16 weights are updated behind f32 master weights".to_owned(),
+                remedy: "set training.master_weights to f32 or auto, or training.mixed_precision to bf16"
+                    .to_owned(),
+            });
+        }
+    }
+
+    fn check_in_backward(&self, errors: &mut Vec<ConfigError>) {
+        let training = &self.training;
+        let clip = training.max_gradient_norm();
+        match (training.optimizer_in_backward(), training.in_backward_clipping) {
+            (true, None) if clip > 0.0 => errors.push(ConfigError::Conflict {
+                keys: vec![
+                    self.conflicting("training.optimizer_in_backward", true),
+                    self.conflicting("training.max_gradient_norm", clip),
+                ],
+                reason: "a block is updated before the norm of all gradients is known, so that clipping needs a norm from elsewhere".to_owned(),
+                remedy: "set training.in_backward_clipping to previous_norm (the step before's) or to second_backward (exact, for twice the time), or training.max_gradient_norm to 0".to_owned(),
+            }),
+            (false, Some(mode)) => errors.push(ConfigError::Conflict {
+                keys: vec![
+                    self.conflicting("training.in_backward_clipping", mode),
+                    self.conflicting("training.optimizer_in_backward", false),
+                ],
+                reason: "gradients are clipped by their own norm unless the optimizer works in the backward pass".to_owned(),
+                remedy: "set training.optimizer_in_backward to true, or remove training.in_backward_clipping".to_owned(),
+            }),
+            _ => {}
         }
     }
 

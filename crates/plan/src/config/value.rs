@@ -114,11 +114,11 @@ pub(super) fn show<T: ConfigValue>(value: &T) -> Shown {
     Shown { text: value.text(), number: value.number() }
 }
 
-fn mismatch<T: ConfigValue>(input: Input<'_>) -> Mismatch {
+pub(super) fn mismatch<T: ConfigValue>(input: Input<'_>) -> Mismatch {
     because::<T>(input, input.describe())
 }
 
-fn because<T: ConfigValue>(input: Input<'_>, got: String) -> Mismatch {
+pub(super) fn because<T: ConfigValue>(input: Input<'_>, got: String) -> Mismatch {
     Mismatch { expected: T::describe(), got, location: input.node.referenced }
 }
 

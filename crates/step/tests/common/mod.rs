@@ -8,9 +8,7 @@ use plimsoll_model::{
     ParameterKind, QkNorm, RopeSpec, SlidingWindow,
 };
 use plimsoll_parallel::Solo;
-use plimsoll_step::{
-    AdamWSettings, Checkpointing, GradientClipping, MicroBatch, Precision, StepError, StepSettings, Trainer,
-};
+use plimsoll_step::{GradientClipping, MicroBatch, Precision, StepError, StepSettings, Trainer};
 
 pub const VOCAB: u32 = 61;
 
@@ -100,14 +98,10 @@ pub fn families() -> [ModelSpec; 5] {
 
 pub fn settings(batch_size: u64, sequence_length: u64) -> StepSettings {
     StepSettings {
-        batch_size,
-        sequence_length,
-        precision: Precision::F32,
-        checkpointing: Checkpointing::None,
         loss_chunk_tokens: 10,
-        optimizer: AdamWSettings::default(),
         clipping: GradientClipping::GlobalNorm(1.0),
         seed: 3,
+        ..StepSettings::new(batch_size, sequence_length)
     }
 }
 
@@ -141,6 +135,11 @@ pub fn write_values(values: &[f32], dtype: DType, out: &mut [u8]) {
         DType::Bf16 => {
             for (cell, v) in out.chunks_exact_mut(2).zip(values) {
                 cell.copy_from_slice(&half::bf16::from_f32(*v).to_ne_bytes());
+            }
+        }
+        DType::F16 => {
+            for (cell, v) in out.chunks_exact_mut(2).zip(values) {
+                cell.copy_from_slice(&half::f16::from_f32(*v).to_ne_bytes());
             }
         }
         _ => {

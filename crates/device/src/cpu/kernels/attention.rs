@@ -1,10 +1,11 @@
 //! Causal attention by tiles (FlashAttention-2, Dao 2023): memory grows with the sequence, not its square.
 //!
-//! Forward: a task is a block of queries of one head, which goes over the keys it sees with an online softmax. The
-//! backward pass is in `backward`, where heads, blocks and what they see are in `geometry`. Products of tiles are matrix
-//! products like all others.
+//! Forward: a task is a block of queries of one head, which goes over the keys it sees with an online softmax; a single
+//! query of each head is `decode`'s affair. The backward pass is in `backward`, where heads, blocks and what they see are
+//! in `geometry`. Products of tiles are matrix products like all others. Keys and values are read as they are stored.
 
 mod backward;
+mod decode;
 mod geometry;
 
 use std::ops::Range;
@@ -32,7 +33,7 @@ const MAX_HEAD_DIM: usize = 512;
 pub(in crate::cpu) const SCRATCH_BYTES: usize =
     4 * (2 * QUERIES * KEYS + QUERIES * MAX_HEAD_DIM) + MATMUL_SCRATCH_BYTES;
 
-/// Rows of all heads, to read: f32 or bf16.
+/// Rows of all heads, to read.
 #[derive(Clone, Copy)]
 struct Rows {
     data: *const u8,
@@ -62,10 +63,27 @@ impl Rows {
         Rows { data, dtype }
     }
 
+    /// Rows of any type, whole blocks each.
+    fn stored(bytes: &[u8], dtype: DType) -> Rows {
+        Rows { data: bytes.as_ptr(), dtype }
+    }
+
+    /// Where element `index` lies, or its block begins.
+    fn at(self, index: usize) -> *const u8 {
+        let block = self.dtype.block_elements() as usize;
+        self.data.wrapping_add(index / block * self.dtype.block_bytes() as usize)
+    }
+
     /// `rows` rows of `columns` elements from element `start` on, `stride` elements apart.
     fn operand(self, start: usize, rows: usize, columns: usize, stride: usize) -> Operand {
-        let data = self.data.wrapping_add(start * self.dtype.block_bytes() as usize);
-        Operand { data, dtype: self.dtype, rows, columns, row_stride: stride, column_stride: 1 }
+        Operand {
+            data: self.at(start),
+            dtype: self.dtype,
+            rows,
+            columns,
+            row_stride: stride,
+            column_stride: 1,
+        }
     }
 }
 
@@ -171,21 +189,27 @@ impl Scratch<'_> {
     }
 }
 
-/// out [batch * q_len, heads * D] and lse [batch, heads, q_len] from q, k and v.
+/// out [batch * q_len, heads * D] and lse [batch, heads, q_len] from q and from k and v as they are stored.
+/// `workspace` is for the parts of single queries.
 pub(in crate::cpu) fn forward(
     exec: Exec<'_>,
-    [q, k, v]: [Floats<'_>; 3],
+    q: Floats<'_>,
+    [k, v]: [(&[u8], DType); 2],
     out: FloatsMut<'_>,
     lse: &mut [f32],
     shape: AttentionShape,
     compute: Compute,
+    workspace: &mut [f32],
 ) {
-    let g = Geometry::new(shape);
+    let g = Geometry::new(shape).cached(k.1, v.1);
     if g.d == 0 || g.d > MAX_HEAD_DIM {
         return;
     }
+    let [k, v] = [k, v].map(|(bytes, dtype)| Rows::stored(bytes, dtype));
+    if let Some(parts) = decode::Parts::of(&g, workspace) {
+        return decode::forward(exec, q, [k, v], out, lse, g, parts);
+    }
     let q = Rows::new(q);
-    let [k, v] = [k, v].map(Rows::new);
     let out = RowsMut::new(out);
     let lse = Shared::new(lse, 1);
     exec.pool.run(g.query_tasks(), &|task, worker| {
@@ -197,9 +221,9 @@ pub(in crate::cpu) fn forward(
         let (mut max, mut total) = ([f32::NEG_INFINITY; QUERIES], [0.0f32; QUERIES]);
         for range in g.tiles(&block) {
             let keys = range.len();
-            let at = block.keys_start + range.start * g.kv_stride();
-            let queries = q.operand(block.start, rows, d, block.stride);
-            let key_rows = k.operand(at, keys, d, g.kv_stride());
+            let queries = q.operand(block.start, rows, d, g.q_stride());
+            let at = g.key(block.batch, block.kv_head, range.start);
+            let key_rows = k.operand(at, keys, d, g.k_stride());
             let scores = &mut scratch.scores[..rows * keys];
             // SAFETY: the operands lie in slices that outlive this call, the tile in scratch.
             unsafe {
@@ -227,7 +251,8 @@ pub(in crate::cpu) fn forward(
                 }
                 max[row] = higher;
             }
-            let value_rows = v.operand(at, keys, d, g.kv_stride());
+            let at = g.value(block.batch, block.kv_head, range.start);
+            let value_rows = v.operand(at, keys, d, g.v_stride());
             // SAFETY: as above.
             unsafe {
                 let p = tile_operand(scores, rows, keys);
@@ -238,7 +263,7 @@ pub(in crate::cpu) fn forward(
         for (row, sums) in sums.chunks_exact_mut(d).enumerate() {
             // SAFETY: each row of each head is written by one task, and so is its statistic.
             unsafe {
-                out.write(exec.simd, block.start + row * block.stride, sums, 1.0 / total[row]);
+                out.write(exec.simd, block.start + row * g.q_stride(), sums, 1.0 / total[row]);
                 if let Some(lse) = lse.part(block.statistics + row).first_mut() {
                     *lse = max[row] + total[row].ln();
                 }

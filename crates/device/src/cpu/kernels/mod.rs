@@ -6,11 +6,13 @@
 pub(super) mod activation;
 pub(super) mod adamw;
 pub(super) mod attention;
+pub(super) mod cache;
 pub(super) mod cast;
 pub(super) mod column_sums;
 pub(super) mod cross_entropy;
 pub(super) mod elementwise;
 pub(super) mod embedding;
+pub(super) mod int8;
 pub(super) mod layer_norm;
 mod math;
 pub(super) mod rms_norm;

@@ -79,8 +79,8 @@ pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
     let k_block = k.div_ceil(k_blocks).next_multiple_of(32);
     let panel = panel_stride(shared.width, k_block.div_ceil(kernels.k_per_unit));
 
-    // A bf16 C cannot hold the sums from one block of k to the next.
-    let beside = c.dtype == DType::Bf16 && k > k_block;
+    // A narrow C cannot hold the sums from one block of k to the next.
+    let beside = c.dtype != DType::F32 && k > k_block;
     let common = crew.common();
     let beside_bytes = if beside { common.bytes / 3 / 64 * 64 } else { 0 };
     let packed = common.start.wrapping_add(beside_bytes).cast::<f32>();
@@ -133,6 +133,8 @@ fn sums(product: &Product, place: &Place<'_>, beside: Option<Memory>) -> Sums {
     let finish = match (c.dtype, product.accumulate) {
         (DType::Bf16, false) => Finish::Bf16,
         (DType::Bf16, true) => Finish::AddBf16,
+        (DType::F16, false) => Finish::F16,
+        (DType::F16, true) => Finish::AddF16,
         _ => Finish::F32,
     };
     let whole =

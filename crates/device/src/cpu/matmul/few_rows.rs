@@ -9,7 +9,7 @@ use super::engine::Engine;
 use super::pack::{Lines, along_end};
 use super::storage::{self, At, GROUP, InBlock, Storage};
 use super::tile::{LINE, prefetch};
-use super::vector::{MAX_LANES, Vector, bf16_bits, bf16_value};
+use super::vector::{MAX_LANES, Vector, bf16_bits, bf16_value, f16_bits, f16_value};
 use super::{Output, Product};
 use crate::DType;
 
@@ -275,13 +275,20 @@ unsafe fn put(c: Output, row: usize, column: usize, sum: f32, accumulate: bool) 
     let at = row * c.row_stride + column;
     // SAFETY: the caller's row and column lie in C.
     unsafe {
-        if c.dtype == DType::Bf16 {
-            let out = c.data.cast::<u16>().add(at);
-            let old = if accumulate { bf16_value(*out) } else { 0.0 };
-            *out = bf16_bits(old + sum);
-        } else {
-            let out = c.data.cast::<f32>().add(at);
-            *out = if accumulate { *out + sum } else { sum };
+        let narrow = c.data.cast::<u16>().add(at);
+        match c.dtype {
+            DType::Bf16 => {
+                let old = if accumulate { bf16_value(*narrow) } else { 0.0 };
+                *narrow = bf16_bits(old + sum);
+            }
+            DType::F16 => {
+                let old = if accumulate { f16_value(*narrow) } else { 0.0 };
+                *narrow = f16_bits(old + sum);
+            }
+            _ => {
+                let out = c.data.cast::<f32>().add(at);
+                *out = if accumulate { *out + sum } else { sum };
+            }
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Matrix products: C (+)= A B with any strides and storage types, f32 sums.
 
 mod blocked;
+pub(super) mod cached;
 mod crew;
 mod engine;
 mod few_rows;
@@ -93,7 +94,9 @@ pub unsafe fn matmul_serial(
 /// `None`, and nothing done, where `stored` does not hold exactly the elements of `out`, in whole blocks, or is of a
 /// type that is no weight.
 pub fn dequantize(isa: Isa, dtype: DType, stored: &[u8], out: &mut [f32]) -> Option<()> {
-    if dtype == DType::U32 || dtype.bytes_for(out.len() as u64) != Some(stored.len() as u64) {
+    if matches!(dtype, DType::U32 | DType::I8)
+        || dtype.bytes_for(out.len() as u64) != Some(stored.len() as u64)
+    {
         return None;
     }
     let kernels = Kernels::new(isa, Compute::F32);

@@ -1,7 +1,7 @@
 //! The tile kernel: a few rows by a few vectors of C in registers, over all k of a pair of panels.
 
 use super::engine::Engine;
-use super::vector::{Vector, bf16_bits, bf16_value};
+use super::vector::{Vector, bf16_bits, bf16_value, f16_bits, f16_value};
 
 /// What becomes of a tile's sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,6 +12,10 @@ pub(super) enum Finish {
     Bf16,
     /// Added to the bf16 values there, then rounded.
     AddBf16,
+    /// Rounded to f16.
+    F16,
+    /// Added to the f16 values there, then rounded.
+    AddF16,
 }
 
 impl Finish {
@@ -221,6 +225,13 @@ unsafe fn buffered_tile<E: Engine>(
                 continue;
             }
             let out = tile.out.cast::<u16>().add(i * tile.out_stride);
+            if matches!(finish, Finish::F16 | Finish::AddF16) {
+                for j in 0..columns {
+                    let old = if finish == Finish::AddF16 { f16_value(*out.add(j)) } else { 0.0 };
+                    *out.add(j) = f16_bits(old + *sums.add(j));
+                }
+                continue;
+            }
             for j in (0..columns).step_by(lanes) {
                 if columns - j >= lanes {
                     let mut sum = E::V::load(sums.add(j));

@@ -80,6 +80,12 @@ pub(super) fn bf16_value(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
+/// f16 bits of `x`, to nearest even; NaN stays NaN, and what is too large becomes infinite.
+#[inline(always)]
+pub(super) fn f16_bits(x: f32) -> u16 {
+    half::f16::from_f32(x).to_bits()
+}
+
 /// The value of f16 bits, found without a table or a branch.
 #[inline(always)]
 pub(super) fn f16_value(bits: u16) -> f32 {

@@ -56,8 +56,8 @@ fn bad_assignments_are_named_and_change_nothing() {
         ),
         ("training.batch_size=[", "--set training.batch_size=[: not valid YAML: unclosed bracket '['"),
         (
-            "training=4",
-            "--set training=4: training: expected a mapping of method, steps, epochs, batch_size, gradient_accumulation_steps, effective_batch_size, mixed_precision, master_weights, gradient_dtype, optimizer, learning_rate, adam_beta1, adam_beta2, adam_epsilon, weight_decay, decay_norms_and_biases, lr_schedule, warmup_steps, min_lr_ratio, max_gradient_norm, gradient_checkpointing, activation_compression, attention, loss_chunk_tokens, seed, got the number 4",
+            "parallel=4",
+            "--set parallel=4: parallel: expected a mapping of zero_stage, sharding_strategy, data_parallel, tensor_parallel, pipeline_parallel, got the number 4",
         ),
         (
             "memory={device_budget: 1GiB, host_bugdet: 1}",

@@ -33,7 +33,10 @@ output: { dir: 2024, save_steps: 0 }
     assert_eq!(config.training.gradient_accumulation_steps, None);
     assert_eq!(config.training.learning_rate(), 3e-4);
     assert_eq!(config.training.mixed_precision(), Auto::Set(MixedPrecision::Bf16));
-    assert_eq!(config.training.gradient_checkpointing(), Auto::Set(GradientCheckpointing::Full));
+    assert_eq!(
+        config.training.gradient_checkpointing(),
+        Auto::Set(GradientCheckpointing::Form(plimsoll_step::Checkpointing::Full))
+    );
     assert_eq!(config.training.adam_beta2(), 0.999);
     assert_eq!(config.memory.device_budget(), Auto::Set(ByteSize(4 << 30)));
     assert_eq!(config.memory.offload.optimizer(), Auto::Set(OffloadTarget::Device));
@@ -107,28 +110,12 @@ fn defaults_in_the_listing_can_be_written_or_are_described() {
         of("memory.offload.optimizer"),
         "memory.offload.optimizer: device | auto  (default: auto)\n    Optimizer states and master weights."
     );
-    let described: Vec<&str> = keys
-        .iter()
-        .filter(|key| RawConfig::from_overrides([format!("{}={}", key.path, key.default).as_str()]).is_err())
-        .map(|key| key.path)
-        .collect();
-    assert_eq!(
-        described,
-        [
-            "model.from_scratch.vocab_size",
-            "model.from_scratch.hidden_size",
-            "model.from_scratch.intermediate_size",
-            "model.from_scratch.num_hidden_layers",
-            "model.from_scratch.num_attention_heads",
-            "model.from_scratch.num_key_value_heads",
-            "model.from_scratch.head_dim",
-            "model.from_scratch.max_position_embeddings",
-            "data.seed",
-            "training.steps",
-            "training.epochs",
-            "training.effective_batch_size",
-        ]
-    );
+    // A default that cannot be written says in words what happens: more than one word.
+    for key in &keys {
+        let written = RawConfig::from_overrides([format!("{}={}", key.path, key.default).as_str()]);
+        let words = key.default.contains([' ', '_', '.']);
+        assert!(written.is_ok() || words, "{key}");
+    }
     assert!(keys.iter().all(|key| !key.help.is_empty() && key.help.ends_with('.')));
     for target in keys::foreign_targets() {
         assert!(keys.iter().any(|key| key.path == target), "{target}");
@@ -151,4 +138,52 @@ fn written_configurations_leave_out_what_is_not_set() {
             "memory": {"device_budget": 2147483648u64},
         })
     );
+}
+
+#[test]
+fn checkpointing_and_compression_have_arguments() {
+    use plimsoll_step::{Checkpointing, Compression, Group};
+    let form = |text: &str| {
+        let config = read(&format!("training: {{ gradient_checkpointing: {text} }}"));
+        config.training.gradient_checkpointing().set().unwrap()
+    };
+    let selective = Checkpointing::Selective([Group::Norms, Group::Swiglu].into_iter().collect());
+    for (text, expected) in [
+        ("none", Checkpointing::None),
+        ("sqrt", Checkpointing::Sqrt),
+        ("{every: 4}", Checkpointing::Every(4)),
+        ("{ratio: 0.5}", Checkpointing::Ratio(0.5)),
+        ("{selective: [norms, swiglu]}", selective),
+    ] {
+        assert_eq!(form(text), GradientCheckpointing::Form(expected));
+        assert_eq!(form(text).to_string().replace("swiglu, norms", "norms, swiglu"), text);
+    }
+    assert_eq!(form("{auto: 2GiB}"), GradientCheckpointing::Within(ByteSize(2 << 30)));
+    for (text, block) in [("int8", 256), ("{int8: 64}", 64), ("{int8: tensor}", u64::MAX)] {
+        let config = read(&format!("training: {{ activation_compression: {text} }}"));
+        assert_eq!(config.training.activation_compression().0, Compression::Int8 { block });
+    }
+    let mut config = RawConfig::default();
+    config.apply_set("training.gradient_checkpointing={every: 3}").unwrap();
+    config.apply_set("training.gradient_checkpointing=every: 5").unwrap();
+    let five = GradientCheckpointing::Form(Checkpointing::Every(5));
+    assert_eq!(config.training.gradient_checkpointing(), Auto::Set(five));
+    for wrong in ["{every: 0}", "{ratio: 2}", "{selective: []}", "{selective: [mlp]}", "every", "{sqrt: 2}"] {
+        let error = config.apply_set(&format!("training.gradient_checkpointing={wrong}")).unwrap_err();
+        assert!(error.to_string().contains("gradient_checkpointing"), "{error}");
+    }
+}
+
+#[test]
+fn updates_in_the_backward_pass_need_a_norm_to_clip_by() {
+    let validate = |text: &str| {
+        let model = "model: m\ndata: {train: t}\n";
+        read(&format!("{model}training: {{ {text} }}")).validate().map_err(|e| e.to_string())
+    };
+    let error = validate("optimizer_in_backward: true").unwrap_err();
+    assert!(error.contains("previous_norm") && error.contains("second_backward"), "{error}");
+    validate("optimizer_in_backward: true, max_gradient_norm: 0").unwrap();
+    validate("optimizer_in_backward: true, in_backward_clipping: previous_norm").unwrap();
+    let error = validate("in_backward_clipping: previous_norm").unwrap_err();
+    assert!(error.contains("optimizer_in_backward"), "{error}");
 }

@@ -179,20 +179,16 @@ fn what_this_version_does_not_have_is_refused_with_the_nearest() {
     );
     for (written, expected) in [
         (
-            "training: {gradient_checkpointing: {every: 2}}",
-            "training.gradient_checkpointing: every is not available in this version: checkpointing is all or nothing; use none, full or auto",
-        ),
-        (
-            "training: {gradient_checkpointing: sqrt}",
-            "training.gradient_checkpointing: sqrt is not available in this version: checkpointing is all or nothing; use none, full or auto",
+            "training: {gradient_checkpointing: every}",
+            "training.gradient_checkpointing: every is not available in this version: it has an argument; use {every: 4}, {ratio: 0.5} or {selective: [norms, swiglu]}",
         ),
         (
             "training: {gradient_checkpointing: true}",
             "training.gradient_checkpointing: true is not available in this version: the form of checkpointing is given by name; use full",
         ),
         (
-            "training: {mixed_precision: fp16}",
-            "training.mixed_precision: fp16 is not available in this version: it needs loss or tensor scaling; use bf16, which needs none",
+            "training: {mixed_precision: fp8}",
+            "training.mixed_precision: fp8 is not available in this version: its tensors are not scaled yet; use bf16, which needs none",
         ),
         (
             "memory: {offload: {optimizer: host}}",

@@ -28,7 +28,7 @@ pub(in crate::cpu) fn backward(
     shape: AttentionShape,
     compute: Compute,
 ) {
-    let g = Geometry::new(shape).by_head();
+    let g = Geometry::new(shape);
     if g.d == 0 || g.d > MAX_HEAD_DIM {
         return;
     }
@@ -119,15 +119,15 @@ impl Backward<'_> {
     fn tile(&self, block: &Block, range: &Range<usize>, accumulate: bool, scratch: &mut Scratch<'_>) {
         self.score_gradients(block, range, scratch);
         let (g, rows, keys) = (self.g, block.rows, range.len());
-        let at = block.keys_start + range.start * g.kv_stride();
-        let queries = self.q.operand(block.start, rows, g.d, block.stride);
-        let douts = self.dout.operand(block.start, rows, g.d, block.stride);
-        let key_rows = self.k.operand(at, keys, g.d, g.kv_stride());
+        let at = g.key(block.batch, block.kv_head, range.start);
+        let queries = self.q.operand(block.start, rows, g.d, g.q_stride());
+        let douts = self.dout.operand(block.start, rows, g.d, g.q_stride());
+        let key_rows = self.k.operand(at, keys, g.d, g.k_stride());
         let p = tile_operand(&scratch.scores[..rows * keys], rows, keys);
         let ds = tile_operand(&scratch.other[..rows * keys], rows, keys);
-        let dq = self.dq.output(block.start, rows, g.d, block.stride);
-        let dk = self.dk.output(at, keys, g.d, g.kv_stride());
-        let dv = self.dv.output(at, keys, g.d, g.kv_stride());
+        let dq = self.dq.output(block.start, rows, g.d, g.q_stride());
+        let dk = self.dk.output(at, keys, g.d, g.k_stride());
+        let dv = self.dv.output(at, keys, g.d, g.k_stride());
         let isa = self.exec.simd.isa();
         // SAFETY: the operands lie in slices that outlive this call and in scratch, and no other task has these rows
         // of the gradients in this phase.
@@ -142,13 +142,13 @@ impl Backward<'_> {
     /// [rows, keys].
     fn score_gradients(&self, block: &Block, range: &Range<usize>, scratch: &mut Scratch<'_>) {
         let (g, rows, keys) = (self.g, block.rows, range.len());
-        let at = block.keys_start + range.start * g.kv_stride();
+        let at = g.key(block.batch, block.kv_head, range.start);
         let (isa, simd) = (self.exec.simd.isa(), self.exec.simd);
         let (scores, other) = (&mut scratch.scores[..rows * keys], &mut scratch.other[..rows * keys]);
-        let key_rows = transposed(self.k.operand(at, keys, g.d, g.kv_stride()));
-        let value_rows = transposed(self.v.operand(at, keys, g.d, g.kv_stride()));
-        let queries = self.q.operand(block.start, rows, g.d, block.stride);
-        let douts = self.dout.operand(block.start, rows, g.d, block.stride);
+        let key_rows = transposed(self.k.operand(at, keys, g.d, g.k_stride()));
+        let value_rows = transposed(self.v.operand(at, keys, g.d, g.k_stride()));
+        let queries = self.q.operand(block.start, rows, g.d, g.q_stride());
+        let douts = self.dout.operand(block.start, rows, g.d, g.q_stride());
         let (scores_out, other_out) = (tile(scores, rows, keys), tile(other, rows, keys));
         // SAFETY: the operands lie in slices that outlive this call, the tiles in disjoint parts of scratch.
         unsafe {

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use super::{KEYS, QUERIES};
-use crate::AttentionShape;
 use crate::cpu::kernels::Simd;
 use crate::cpu::kernels::soft_cap::soft_cap;
+use crate::{AttentionShape, DType};
 
 /// The shape as indices.
 #[derive(Clone, Copy)]
@@ -17,32 +17,31 @@ pub(super) struct Geometry {
     pub heads: usize,
     pub kv_heads: usize,
     pub d: usize,
+    /// Elements that a head takes in k and v: whole blocks of their types.
+    k_columns: usize,
+    v_columns: usize,
     pub scale: f32,
     /// Keys that a query sees at most, its own position included.
     window: usize,
     soft_cap: Option<f32>,
-    /// Consecutive query heads that a block takes together: all of a group where there is one query, else one.
-    together: usize,
 }
 
-/// Queries that are handled together: consecutive positions of one head, or one position of a group of heads.
+/// Queries that are handled together: consecutive positions of one head.
 pub(super) struct Block {
-    /// Element of the first row, and elements from one to the next.
+    /// Element of the first row.
     pub start: usize,
-    pub stride: usize,
     pub rows: usize,
     /// Index of the first row's log-sum-exp; the others follow.
     pub statistics: usize,
-    /// Element of the first key.
-    pub keys_start: usize,
-    /// Position of the first row, and whether the others are further on.
+    /// Whose keys it sees.
+    pub batch: usize,
+    pub kv_head: usize,
+    /// Position of the first row.
     position: usize,
-    consecutive: bool,
 }
 
 impl Geometry {
     pub fn new(s: AttentionShape) -> Geometry {
-        let group = (s.heads / s.kv_heads.max(1)) as usize;
         Geometry {
             batch: s.batch as usize,
             q_len: s.q_len as usize,
@@ -51,16 +50,18 @@ impl Geometry {
             heads: s.heads as usize,
             kv_heads: s.kv_heads as usize,
             d: s.head_dim as usize,
+            k_columns: s.head_dim as usize,
+            v_columns: s.head_dim as usize,
             scale: s.scale,
             window: s.window.map_or(usize::MAX, |window| window as usize),
             soft_cap: s.soft_cap,
-            together: if s.q_len == 1 && group <= QUERIES { group } else { 1 },
         }
     }
 
-    /// The same with blocks of one head, even for single queries.
-    pub fn by_head(self) -> Geometry {
-        Geometry { together: 1, ..self }
+    /// The same with k and v of these types.
+    pub fn cached(self, k: DType, v: DType) -> Geometry {
+        let [k_columns, v_columns] = [k, v].map(|dtype| dtype.cached_columns(self.d as u64) as usize);
+        Geometry { k_columns, v_columns, ..self }
     }
 
     pub fn group(&self) -> usize {
@@ -72,35 +73,41 @@ impl Geometry {
     }
 
     pub fn query_tasks(&self) -> usize {
-        self.batch * (self.heads / self.together) * self.query_blocks()
+        self.batch * self.heads * self.query_blocks()
     }
 
     /// The block of a task; blocks that see most come first.
     pub fn query_task(&self, task: usize) -> Block {
-        let units = self.heads / self.together;
-        let outer = self.batch * units;
+        let outer = self.batch * self.heads;
         let block = self.query_blocks() - 1 - task / outer;
-        let (batch, unit) = ((task % outer) / units, task % units);
-        self.block(batch, unit * self.together, block * QUERIES)
+        self.block(task % outer / self.heads, task % self.heads, block * QUERIES)
     }
 
     /// The block whose first row is query number `first`.
     pub fn block(&self, batch: usize, head: usize, first: usize) -> Block {
-        let many = self.together > 1;
         Block {
             start: ((batch * self.q_len + first) * self.heads + head) * self.d,
-            stride: if many { self.d } else { self.q_stride() },
-            rows: if many { self.together } else { QUERIES.min(self.q_len - first) },
+            rows: QUERIES.min(self.q_len - first),
             statistics: (batch * self.heads + head) * self.q_len + first,
-            keys_start: self.key(batch, head / self.group(), 0),
+            batch,
+            kv_head: head / self.group(),
             position: self.kv_len - self.q_len + first,
-            consecutive: !many,
         }
     }
 
-    /// Element of a key or value.
+    /// Row of a key or value; heads are as many places along the row.
+    fn row(&self, batch: usize, position: usize) -> usize {
+        batch * self.kv_capacity + position % self.kv_capacity.max(1)
+    }
+
+    /// Element of a key.
     pub fn key(&self, batch: usize, kv_head: usize, position: usize) -> usize {
-        ((batch * self.kv_capacity + position) * self.kv_heads + kv_head) * self.d
+        (self.row(batch, position) * self.kv_heads + kv_head) * self.k_columns
+    }
+
+    /// Element of a value.
+    pub fn value(&self, batch: usize, kv_head: usize, position: usize) -> usize {
+        (self.row(batch, position) * self.kv_heads + kv_head) * self.v_columns
     }
 
     /// Elements from a query to the next one of its head.
@@ -109,27 +116,44 @@ impl Geometry {
     }
 
     /// Elements from a key to the next one of its head.
-    pub fn kv_stride(&self) -> usize {
-        self.kv_heads * self.d
+    pub fn k_stride(&self) -> usize {
+        self.kv_heads * self.k_columns
+    }
+
+    /// Elements from a value to the next one of its head.
+    pub fn v_stride(&self) -> usize {
+        self.kv_heads * self.v_columns
+    }
+
+    /// The end of a piece of `positions` whose rows follow each other, `most` of them at most.
+    pub fn piece_end(&self, positions: &Range<usize>, most: usize) -> usize {
+        let capacity = self.kv_capacity.max(1);
+        let wrap = (positions.start / capacity + 1) * capacity;
+        positions.end.min(positions.start.saturating_add(most)).min(wrap)
     }
 
     /// Keys that some row of the block sees.
     pub fn keys(&self, block: &Block) -> Range<usize> {
-        let last = block.position + if block.consecutive { block.rows.max(1) - 1 } else { 0 };
+        let last = block.position + block.rows.max(1) - 1;
         (block.position + 1).saturating_sub(self.window)..last + 1
     }
 
     /// Which of the keys in `range` a row sees, counted from the first of them.
     pub fn visible(&self, block: &Block, row: usize, range: &Range<usize>) -> Range<usize> {
-        let position = block.position + if block.consecutive { row } else { 0 };
+        let position = block.position + row;
         let within = |key: usize| key.clamp(range.start, range.end) - range.start;
         within((position + 1).saturating_sub(self.window))..within(position + 1)
     }
 
     /// The tiles of keys that the block sees.
-    pub fn tiles(&self, block: &Block) -> impl Iterator<Item = Range<usize>> + use<> {
-        let keys = self.keys(block);
-        keys.clone().step_by(KEYS).map(move |start| start..keys.end.min(start + KEYS))
+    pub fn tiles(self, block: &Block) -> impl Iterator<Item = Range<usize>> + use<> {
+        let mut left = self.keys(block);
+        std::iter::from_fn(move || {
+            let end = self.piece_end(&left, KEYS);
+            let tile = left.start..end;
+            left.start = end;
+            (!tile.is_empty()).then_some(tile)
+        })
     }
 
     /// Whether a query sees a key that is at least `distance` positions before it.

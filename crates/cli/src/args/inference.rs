@@ -1,0 +1,42 @@
+//! Which model answers, and within what: the flags that `generate` and `chat` share.
+
+use clap::Args;
+use plimsoll_memory::ByteSize;
+
+/// More tokens than any model's context.
+const MOST_TOKENS: usize = 1 << 24;
+
+#[derive(Debug, Args)]
+pub struct InferenceArgs {
+    /// Model: a folder, a .gguf file, or a hub id: org/name, org/name:file.gguf, org/name@revision
+    #[arg(long)]
+    pub model: String,
+    /// Tokens that prompt and answers may have together; by default what the model was made for
+    #[arg(long, value_name = "N", value_parser = tokens)]
+    pub context: Option<usize>,
+    /// Type of activations, f32 or bf16; matrices stay as they are stored unless this takes less room
+    #[arg(long, default_value = "f32")]
+    pub dtype: String,
+    /// Quantise the linears while loading: nf4, fp4, int8, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k or q6_k
+    #[arg(long, value_name = "TYPE")]
+    pub quantize: Option<String>,
+    /// Type of the key-value cache: f32, bf16, f16, int8 or int4. By default f32 for up to 32 MiB of cache, f16 beyond,
+    /// and int8 where only that fits
+    #[arg(long, value_name = "TYPE")]
+    pub kv_cache: Option<String>,
+    /// Memory that the process may use, for example 1GiB: weights, cache and workspace are planned to keep to it, and the
+    /// context is as large as fits unless --context is given
+    #[arg(long, value_name = "SIZE")]
+    pub memory: Option<ByteSize>,
+    /// Threads; by default one a core that may be used. The results do not depend on it
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+}
+
+/// A number of tokens.
+pub fn tokens(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(tokens) if tokens <= MOST_TOKENS => Ok(tokens),
+        _ => Err(format!("give a number of tokens, at most {MOST_TOKENS}")),
+    }
+}

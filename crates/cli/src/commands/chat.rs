@@ -1,0 +1,119 @@
+//! `plimsoll chat`: a conversation with a model, line by line.
+
+mod command;
+mod console;
+mod input;
+mod storage;
+mod talk;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use plimsoll_generate::{Conversation, Sampler};
+use plimsoll_memory::ByteSize;
+use plimsoll_plan::GenerationPlan;
+
+use crate::args::ChatArgs;
+use crate::chat_format::ChatFormat;
+use crate::failure::Failure;
+use crate::inference::Inference;
+use crate::session::Engine;
+use console::Console;
+use input::{Input, history_file};
+use talk::Talk;
+
+/// The context where none is asked for, if the model was made for as much and memory allows it.
+const USUAL_CONTEXT: usize = 4096;
+/// No chat begins with less room than this unless it is asked to.
+const SMALLEST_CONTEXT: usize = 64;
+
+/// Ctrl-C: ends the program while nothing is answered, and an answer else.
+#[derive(Clone, Debug)]
+pub struct Interrupts {
+    raised: Arc<AtomicBool>,
+    idle: Arc<AtomicBool>,
+}
+
+impl Interrupts {
+    fn listen() -> Result<Interrupts, Failure> {
+        let interrupts = Interrupts { raised: Arc::default(), idle: Arc::new(AtomicBool::new(true)) };
+        let signal = signal_hook::consts::SIGINT;
+        signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&interrupts.idle))?;
+        signal_hook::flag::register(signal, Arc::clone(&interrupts.raised))?;
+        Ok(interrupts)
+    }
+
+    /// From here on Ctrl-C ends the answer.
+    fn begin_answer(&self) {
+        self.raised.store(false, Ordering::Relaxed);
+        self.idle.store(false, Ordering::Relaxed);
+    }
+
+    /// From here on it ends the program.
+    fn end_answer(&self) {
+        self.idle.store(true, Ordering::Relaxed);
+    }
+
+    fn is_raised(&self) -> bool {
+        self.raised.load(Ordering::Relaxed)
+    }
+}
+
+pub fn run(args: &ChatArgs) -> Result<(), Failure> {
+    let settings = args.sampling.settings();
+    Sampler::new(&settings)?;
+    let model = Inference::open(&args.inference, "talk with", args.json)?;
+    let format = ChatFormat::new(&model.tokenizer, args.chat_template.as_deref(), &model.end_tokens())?;
+    let max_tokens = args.max_tokens.unwrap_or(usize::MAX);
+    let limits = args.stopping.limits(&model.tokenizer, max_tokens, format.ends)?;
+    let conversation = Conversation::new(args.system.clone());
+    // A template that cannot be used is known before the weights are read.
+    let mut tried = conversation.clone();
+    tried.ask("?");
+    let least = tried.prompt(&format.template, &model.tokenizer, usize::MAX, 0)?.tokens.len();
+
+    let interrupts = Interrupts::listen()?;
+    let engine = model.start()?;
+    let plan = planned(&model, &engine)?;
+    let context = usize::try_from(plan.settings.context).unwrap_or(usize::MAX);
+    if least >= context {
+        return Err(Failure::usage(format!(
+            "the context of {context} tokens is too small: the template and the system message alone take {least}; give more with --context or --memory"
+        )));
+    }
+    let device = model.device(&engine, &plan)?;
+    let session = model.session(&device, &plan)?;
+    let console = Console { json: args.json };
+    let input = Input::new(!args.json, if args.no_history { None } else { history_file() })?;
+    if input.is_interactive() && !args.json {
+        let peak = ByteSize(plan.dry_run.peak_bytes());
+        let name = &model.spec().name;
+        eprintln!("{name}, context {context} tokens, {peak} planned. /help lists the commands, Ctrl-D ends.");
+    }
+    Talk {
+        model: &model,
+        template: format.template,
+        plan: plan.dry_run,
+        session,
+        conversation,
+        settings,
+        limits,
+        answers: 0,
+        interrupts,
+        console,
+    }
+    .run(input)
+}
+
+/// The context and what it needs. Where none is asked for: the usual one, or the largest that memory allows.
+fn planned(model: &Inference, engine: &Engine) -> Result<GenerationPlan, Failure> {
+    if let Some(asked) = model.asked_context() {
+        return model.plan(engine, asked..=asked, None);
+    }
+    let usual = model.trained_context().clamp(1, USUAL_CONTEXT);
+    let plan = model.plan(engine, SMALLEST_CONTEXT.min(usual)..=usual, None)?;
+    if plan.settings.context < usual as u64 {
+        eprintln!("memory allows a context of {} tokens", plan.settings.context);
+    }
+    Ok(plan)
+}

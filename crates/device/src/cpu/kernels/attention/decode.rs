@@ -1,0 +1,205 @@
+//! Attention of one query of each head, which is what a decoding step has: time is what the cache takes to arrive.
+//!
+//! A task is a piece of the positions and a kv head; the query heads of the group share its reading of keys and values.
+//! Every piece leaves its maximum, the sum of its exponentials and the weighted sum of its values, which are then put
+//! together in the order of the positions. Pieces are cut by the shape alone. (Split over the keys: "Flash-Decoding",
+//! Dao, Haziza, Massa, Sizov 2023.)
+
+use std::ops::Range;
+
+use super::geometry::Geometry;
+use super::{MAX_HEAD_DIM, Rows, RowsMut, exponentials, row_max};
+use crate::cpu::kernels::split::{Shared, Split};
+use crate::cpu::kernels::storage::buffers;
+use crate::cpu::kernels::{Exec, Floats, FloatsMut};
+use crate::cpu::matmul::cached::{CachedRows, MAX_TOGETHER, add_weighted, dots};
+
+/// Positions of a piece, where there are not too many pieces.
+const POSITIONS: usize = 128;
+/// Pieces at most.
+const MAX_PIECES: usize = 64;
+/// Positions of a piece at most: their scores lie in a thread's scratch.
+const MAX_POSITIONS: usize = 16 * 1024;
+/// Elements of a query, a sum or a part in scratch: whole groups of 32.
+const PADDED: usize = MAX_HEAD_DIM;
+/// Heads whose parts one task puts together.
+const HEADS_TOGETHER: usize = 16;
+
+const _: () = assert!(4 * MAX_TOGETHER * (MAX_POSITIONS + 2 * PADDED) <= super::SCRATCH_BYTES);
+
+/// Where the pieces leave what they found: for each query head of each sequence and each piece its maximum, its sum of
+/// exponentials and its weighted sum of values.
+pub(super) struct Parts<'a> {
+    values: &'a mut [f32],
+    /// Positions of a piece.
+    positions: usize,
+    /// Number of the first piece, and how many there are.
+    first: usize,
+    pieces: usize,
+}
+
+impl<'a> Parts<'a> {
+    /// `None` for more than one query of a head, or where there is no room.
+    pub fn of(g: &Geometry, workspace: &'a mut [f32]) -> Option<Parts<'a>> {
+        if g.q_len != 1 || g.heads == 0 {
+            return None;
+        }
+        let seen = g.keys(&g.block(0, 0, 0));
+        let part = g.batch * g.heads * (2 + g.d);
+        // Aligned pieces may be one more than the positions fill.
+        let most = (workspace.len() / part.max(1)).min(MAX_PIECES).checked_sub(1).filter(|most| *most > 0)?;
+        let positions = seen.len().div_ceil(most).next_multiple_of(POSITIONS);
+        let (first, end) = (seen.start / positions, seen.end.div_ceil(positions));
+        let values = workspace.get_mut(..part * (end - first))?;
+        (positions <= MAX_POSITIONS).then_some(Parts { values, positions, first, pieces: end - first })
+    }
+}
+
+pub(super) fn forward(
+    exec: Exec<'_>,
+    q: Floats<'_>,
+    [k, v]: [Rows; 2],
+    out: FloatsMut<'_>,
+    lse: &mut [f32],
+    g: Geometry,
+    parts: Parts<'_>,
+) {
+    let Parts { values, positions, first, pieces } = parts;
+    let part = 2 + g.d;
+    let decode = Decode { exec, g, q, k, v };
+    let shared = Shared::new(values, part);
+    let units = g.batch * g.kv_heads;
+    exec.pool.run(units * pieces, &|task, worker| {
+        let (unit, piece) = (task % units, task / units);
+        let (batch, kv_head) = (unit / g.kv_heads, unit % g.kv_heads);
+        let start = (first + piece) * positions;
+        for head in (kv_head * g.group()..(kv_head + 1) * g.group()).step_by(MAX_TOGETHER) {
+            let count = MAX_TOGETHER.min((kv_head + 1) * g.group() - head);
+            let index = |i: usize| (batch * g.heads + head + i) * pieces + piece;
+            // SAFETY: every part of every head is written by one task.
+            let parts = std::array::from_fn(|i| (i < count).then(|| unsafe { shared.part(index(i)) }));
+            decode.piece(batch, head, start..start + positions, parts, worker.scratch);
+        }
+    });
+    let (rows, out, lse) = (g.batch * g.heads, RowsMut::new(out), Shared::new(lse, 1));
+    let values = &*values;
+    exec.pool.run(rows.div_ceil(HEADS_TOGETHER), &|task, _| {
+        let mut sum = [0.0; MAX_HEAD_DIM];
+        for row in (task * HEADS_TOGETHER..rows).take(HEADS_TOGETHER) {
+            let sum = &mut sum[..g.d];
+            let parts = &values[row * pieces * part..(row + 1) * pieces * part];
+            let (max, total) = put_together(parts, sum);
+            // SAFETY: each row is written by one task, and so is its statistic.
+            unsafe {
+                out.write(exec.simd, row * g.d, sum, 1.0 / total);
+                if let Some(lse) = lse.part(row).first_mut() {
+                    *lse = max + total.ln();
+                }
+            }
+        }
+    });
+}
+
+struct Decode<'a> {
+    exec: Exec<'a>,
+    g: Geometry,
+    q: Floats<'a>,
+    k: Rows,
+    v: Rows,
+}
+
+impl Decode<'_> {
+    /// What the query heads from `head` on, as many as there are parts, find in a piece of the positions.
+    fn piece(
+        &self,
+        batch: usize,
+        head: usize,
+        positions: Range<usize>,
+        mut parts: [Option<&mut [f32]>; MAX_TOGETHER],
+        scratch: &mut [u8],
+    ) {
+        let (g, simd) = (self.g, self.exec.simd);
+        let count = parts.iter().flatten().count();
+        let block = g.block(batch, head, 0);
+        let seen = g.keys(&block);
+        let positions = positions.start.max(seen.start)..positions.end.min(seen.end);
+        let stride = g.d.next_multiple_of(32);
+        let [scores, queries, sums] = {
+            let [scores] = buffers(scratch, MAX_TOGETHER * (MAX_POSITIONS + 2 * PADDED));
+            let (scores, rest) = scores.split_at_mut(MAX_TOGETHER * MAX_POSITIONS);
+            let (queries, sums) = rest.split_at_mut(MAX_TOGETHER * PADDED);
+            [
+                &mut scores[..count * positions.len()],
+                &mut queries[..count * stride],
+                &mut sums[..count * stride],
+            ]
+        };
+        for (i, query) in queries.chunks_exact_mut(stride).enumerate() {
+            let start = block.start + i * g.d;
+            self.q.copy_to(simd, start..start + g.d, &mut query[..g.d]);
+            query[g.d..].fill(0.0);
+        }
+        for (range, rows) in self.rows(self.k, &positions, |at| g.key(batch, block.kv_head, at), g.k_stride())
+        {
+            let scores = &mut scores[range.start..];
+            // SAFETY: the positions' rows exist, of a type that the operation's check has found to be for caches.
+            unsafe { dots(simd.isa(), queries, stride, rows, scores, positions.len()) };
+        }
+        sums.fill(0.0);
+        for (i, part) in parts.iter_mut().flatten().enumerate() {
+            let scores = &mut scores[i * positions.len()..(i + 1) * positions.len()];
+            let scale = g.cap_scores(simd, scores);
+            let max = row_max(simd, scores) * scale;
+            // A row whose every score is -inf, or that holds a NaN, keeps what its scores make of it.
+            let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
+            let total = exponentials(simd, scores, scale, shift);
+            part[..2].copy_from_slice(&[max, total]);
+        }
+        for (range, rows) in
+            self.rows(self.v, &positions, |at| g.value(batch, block.kv_head, at), g.v_stride())
+        {
+            let weights = &scores[range.start..];
+            // SAFETY: as above.
+            unsafe { add_weighted(simd.isa(), weights, positions.len(), rows, sums, stride) };
+        }
+        for (part, sum) in parts.iter_mut().flatten().zip(sums.chunks_exact(stride)) {
+            part[2..].copy_from_slice(&sum[..g.d]);
+        }
+    }
+
+    /// The rows of `positions` in runs that follow each other, each with its place among them.
+    fn rows(
+        &self,
+        stored: Rows,
+        positions: &Range<usize>,
+        element: impl Fn(usize) -> usize,
+        stride: usize,
+    ) -> impl Iterator<Item = (Range<usize>, CachedRows)> {
+        let (g, begin) = (self.g, positions.start);
+        let mut left = positions.clone();
+        std::iter::from_fn(move || {
+            let run = left.start..g.piece_end(&left, usize::MAX);
+            left.start = run.end;
+            let data = stored.at(element(run.start));
+            let rows = CachedRows { data, dtype: stored.dtype, rows: run.len(), columns: g.d, stride };
+            (!run.is_empty()).then(|| (run.start - begin..run.end - begin, rows))
+        })
+    }
+}
+
+/// The maximum and the sum of exponentials of a head's parts; `sum` becomes the weighted sum of its values.
+fn put_together(parts: &[f32], sum: &mut [f32]) -> (f32, f32) {
+    let part = 2 + sum.len();
+    let max = parts.chunks_exact(part).map(|part| part[0]).fold(f32::NEG_INFINITY, f32::max);
+    let mut total = 0.0;
+    sum.fill(0.0);
+    for part in parts.chunks_exact(part) {
+        // A piece of nothing but -inf counts for nothing; what is NaN stays so.
+        let fade = if part[0] == f32::NEG_INFINITY { 0.0 } else { (part[0] - max).exp() };
+        total += part[1] * fade;
+        for (sum, value) in sum.iter_mut().zip(&part[2..]) {
+            *sum += value * fade;
+        }
+    }
+    (max, total)
+}

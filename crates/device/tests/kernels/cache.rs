@@ -1,0 +1,166 @@
+//! Caches of keys and values: what is written into them, and attention that reads them as they are stored.
+
+use plimsoll_device::cpu::{Isa, dequantize};
+use plimsoll_device::{AttentionShape, Compute, DType, Op};
+
+use crate::attention::{decoding_shapes, forward, shape};
+use crate::harness::{Expected, Operand, check, decode, noise, refusal, run};
+
+const TYPES: [DType; 6] = [DType::F32, DType::Bf16, DType::F16, DType::Q8_0, DType::Q4_0, DType::Q4_1];
+
+/// The bytes of a cache of `rows` rows of heads with `x` in it from row `first` on; and what was there before.
+fn written(dtype: DType, x: &Operand, rows: usize, [heads, d]: [usize; 2], first: u64) -> Vec<u8> {
+    let cache = zeros(dtype, rows, heads, d);
+    let operands = [x.clone(), cache];
+    let op = |isa, threads| {
+        run(isa, threads, &operands, &|t| Op::WriteCache {
+            x: &t[0],
+            cache: &t[1],
+            first,
+            head_dim: d as u64,
+        })
+    };
+    let bytes = op(Isa::detect(), 1).unwrap().remove(1);
+    for threads in [2, 3] {
+        assert_eq!(op(Isa::detect(), threads).unwrap()[1], bytes, "{dtype}: {threads} threads");
+    }
+    bytes
+}
+
+fn zeros(dtype: DType, rows: usize, heads: usize, d: usize) -> Operand {
+    let columns = heads * dtype.cached_columns(d as u64) as usize;
+    let bytes = dtype.bytes_for((rows * columns) as u64).unwrap() as usize;
+    Operand::blocks(dtype, &[rows, columns], vec![0; bytes])
+}
+
+/// The values of a cache, without what fills heads up.
+fn values(dtype: DType, bytes: &[u8], d: usize) -> Vec<f64> {
+    if dtype.is_float() {
+        return decode(dtype, bytes);
+    }
+    let columns = dtype.cached_columns(d as u64) as usize;
+    let blocks = bytes.len() / dtype.block_bytes() as usize;
+    let mut all = vec![0.0; blocks * dtype.block_elements() as usize];
+    dequantize(Isa::Portable, dtype, bytes, &mut all).unwrap();
+    all.chunks_exact(columns).flat_map(|head| head[..d].iter().map(|x| f64::from(*x))).collect()
+}
+
+/// Half a step of a block's codes, as a share of the largest magnitude or the range in it.
+fn half_step(dtype: DType) -> f64 {
+    match dtype {
+        DType::Q8_0 => 0.5 / 127.0,
+        // The end without a counterpart is a whole step away.
+        DType::Q4_0 => 1.0 / 8.0,
+        DType::Q4_1 => 2.0 * 0.5 / 15.0,
+        DType::F16 => f64::powi(2.0, -11),
+        DType::Bf16 => f64::powi(2.0, -8),
+        _ => 0.0,
+    }
+}
+
+#[test]
+fn rows_are_rounded_and_go_round() {
+    for dtype in TYPES {
+        for stored in [DType::F32, DType::Bf16] {
+            for ([heads, d], rows, n, first) in [
+                ([3, 64], 40, 40, 0),
+                ([2, 6], 7, 5, 4),
+                ([1, 40], 9, 3, 1_000_000_007),
+                ([9, 256], 40, 17, 30),
+            ] {
+                let x = Operand::new(stored, &[n, heads * d], noise(7).map(|x| 5.0 * x + 1.0));
+                let got = values(dtype, &written(dtype, &x, rows, [heads, d], first), d);
+                for row in 0..n {
+                    let at = (first as usize + row) % rows;
+                    for (i, want) in x.values[row * heads * d..(row + 1) * heads * d].iter().enumerate() {
+                        let got = got[at * heads * d + i];
+                        let allowed = 1.01 * half_step(dtype) * 6.0;
+                        assert!((got - want).abs() <= allowed, "{dtype}, row {row}, {i}: {got} {want}");
+                    }
+                }
+                let written: Vec<usize> = (0..n).map(|row| (first as usize + row) % rows).collect();
+                for row in (0..rows).filter(|row| !written.contains(row)) {
+                    assert!(got[row * heads * d..(row + 1) * heads * d].iter().all(|x| *x == 0.0), "{dtype}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn odd_numbers_are_kept_or_stay_odd() {
+    for dtype in TYPES {
+        let row = |x: f64| {
+            let x = Operand::new(DType::F32, &[1, 32], (0..32).map(|i| if i == 5 { x } else { 0.25 }));
+            values(dtype, &written(dtype, &x, 1, [1, 32], 0), 32)
+        };
+        assert!(row(0.25).iter().all(|x| (x - 0.25).abs() < 0.002), "{dtype}: {:?}", row(0.25));
+        assert!(row(f64::NAN)[5].is_nan(), "{dtype}");
+        assert!(!row(f64::INFINITY)[5].is_finite(), "{dtype}");
+        // A scale of f16 is held at the largest one.
+        assert!(row(1e30)[5] > 60000.0, "{dtype}");
+    }
+}
+
+#[test]
+fn attention_reads_what_is_stored() {
+    let wide = |q_len, window| {
+        let capacity = if window { 300 } else { 500 };
+        AttentionShape { window: window.then_some(200), ..shape(1, [q_len, 500, capacity], [9, 3, 64]) }
+    };
+    let more = [wide(1, false), wide(1, true), wide(90, false), wide(90, true)];
+    for s in decoding_shapes().into_iter().chain(more) {
+        for dtype in &TYPES[2..] {
+            let (rows, d) = ((s.batch * s.kv_capacity) as usize, s.head_dim as usize);
+            let heads = s.kv_heads as usize;
+            let cached = |seed, factor| {
+                let x = Operand::new(DType::F32, &[rows, heads * d], noise(seed).map(|x| factor * x));
+                let bytes = written(*dtype, &x, rows, [heads, d], 0);
+                let columns = heads * dtype.cached_columns(d as u64) as usize;
+                (values(*dtype, &bytes, d), Operand::blocks(*dtype, &[rows, columns], bytes))
+            };
+            let ((k, k_stored), (v, v_stored)) = (cached(2, 24.0 / d.max(8) as f64), cached(3, 1.0));
+            let sizes = [s.batch * s.q_len, s.heads * s.head_dim].map(|n| n as usize);
+            let q = Operand::new(DType::F32, &sizes, noise(1).map(|x| 3.0 * x));
+            let (out, lse) = forward(&s, &q.values, &k, &v);
+            let statistics = [s.batch, s.heads, s.q_len].map(|n| n as usize);
+            let operands = [
+                q,
+                k_stored,
+                v_stored,
+                Operand::garbage(DType::F32, &sizes),
+                Operand::garbage(DType::F32, &statistics),
+            ];
+            let tolerance = 6e-6;
+            let expected = [
+                Expected { operand: 3, values: out, tolerance },
+                Expected { operand: 4, values: lse, tolerance },
+            ];
+            let compute = Compute::F32;
+            check(
+                &format!("{s:?} {dtype}"),
+                &operands,
+                |t| Op::Attention { q: &t[0], k: &t[1], v: &t[2], out: &t[3], lse: &t[4], shape: s, compute },
+                &expected,
+            );
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let x = Operand::new(DType::F32, &[3, 8], noise(1));
+    let write = |cache, head_dim| {
+        refusal(&[x.clone(), cache], |t| Op::WriteCache { x: &t[0], cache: &t[1], first: 0, head_dim })
+    };
+    assert_eq!(write(zeros(DType::Q8_0, 3, 2, 4), 4), "accepted");
+    for (cache, head_dim) in [
+        (zeros(DType::Q8_0, 2, 2, 4), 4),
+        (zeros(DType::Q8_0, 3, 1, 4), 4),
+        (zeros(DType::Q5_0, 3, 2, 4), 4),
+        (zeros(DType::F32, 3, 2, 4), 3),
+        (zeros(DType::F32, 3, 2, 4), 0),
+    ] {
+        assert!(write(cache, head_dim).starts_with("write_cache: "));
+    }
+}

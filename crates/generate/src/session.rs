@@ -1,0 +1,122 @@
+//! A decoder that knows which tokens are in its cache, so that what two prompts begin with is computed once.
+
+use plimsoll_device::Device;
+use plimsoll_step::{DecodeSettings, Decoder};
+
+use crate::GenerateError;
+
+/// A decoder with a cache for one sequence at a time.
+pub struct Session<'a, D: Device> {
+    decoder: Decoder<'a, D>,
+    context: usize,
+    pass_tokens: usize,
+    /// The tokens in the cache, one a position.
+    cached: Vec<u32>,
+    /// What follows the prompt that was read last, as long as the prompt is in the cache.
+    after_prompt: Option<AfterPrompt>,
+}
+
+/// The logits that a prompt ended with: further samples of it begin with them.
+struct AfterPrompt {
+    length: usize,
+    logits: Vec<f32>,
+}
+
+/// A prompt that is in the cache.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Prefill {
+    /// Logits `[V]` of what follows it; `None` where reading it was interrupted.
+    pub logits: Option<Vec<f32>>,
+    /// How many of its tokens were in the cache already.
+    pub reused: usize,
+}
+
+impl<'a, D: Device> Session<'a, D> {
+    /// A session with an empty cache, of a decoder that was made with these settings.
+    pub fn new(mut decoder: Decoder<'a, D>, settings: &DecodeSettings) -> Session<'a, D> {
+        decoder.truncate(0);
+        let tokens = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+        Session {
+            decoder,
+            context: tokens(settings.context),
+            pass_tokens: tokens(settings.prompt_chunk_tokens).max(1),
+            cached: Vec::new(),
+            after_prompt: None,
+        }
+    }
+
+    /// Tokens that prompt and answer may have together.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// The tokens in the cache.
+    pub fn cached(&self) -> &[u32] {
+        &self.cached
+    }
+
+    /// Puts a prompt into the cache, where only what it does not begin with already is computed. Between two passes
+    /// `interrupted` is asked; what was computed until then stays in the cache.
+    ///
+    /// # Errors
+    /// The prompt is empty or longer than the context, has a token that the model does not know, or the step fails.
+    pub fn prefill(
+        &mut self,
+        prompt: &[u32],
+        interrupted: &dyn Fn() -> bool,
+    ) -> Result<Prefill, GenerateError> {
+        let (tokens, context) = (prompt.len(), self.context);
+        let Some(before_last) = tokens.checked_sub(1) else { return Err(GenerateError::EmptyPrompt) };
+        if tokens > context {
+            return Err(GenerateError::PromptTooLong { tokens, context });
+        }
+        let common = prompt.iter().zip(&self.cached).take_while(|(new, old)| new == old).count();
+        if common == tokens {
+            self.go_back_to(tokens);
+            if let Some(after) = self.after_prompt.as_ref().filter(|after| after.length == tokens) {
+                return Ok(Prefill { logits: Some(after.logits.clone()), reused: tokens });
+            }
+        }
+        // The last token is computed again where what follows it is not known any more.
+        self.go_back_to(common.min(before_last));
+        let reused = self.cached.len();
+        let mut logits = Vec::new();
+        for pass in prompt.get(reused..).unwrap_or_default().chunks(self.pass_tokens) {
+            if interrupted() {
+                return Ok(Prefill { logits: None, reused });
+            }
+            logits = self.append(pass)?;
+        }
+        self.after_prompt = Some(AfterPrompt { length: tokens, logits: logits.clone() });
+        Ok(Prefill { logits: Some(logits), reused })
+    }
+
+    /// Appends tokens to the cache; the logits `[V]` of what follows them.
+    ///
+    /// # Errors
+    /// The context is full, the model does not know a token, or the step fails; then the cache is as it was.
+    pub fn append(&mut self, tokens: &[u32]) -> Result<Vec<f32>, GenerateError> {
+        match self.decoder.append(tokens) {
+            Ok(logits) => {
+                self.cached.extend_from_slice(tokens);
+                Ok(logits)
+            }
+            Err(error) => {
+                self.go_back_to(self.cached.len());
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Forgets all tokens.
+    pub fn clear(&mut self) {
+        self.go_back_to(0);
+    }
+
+    /// Forgets all tokens but the first `length`, or more where the cache cannot go back that far.
+    fn go_back_to(&mut self, length: usize) {
+        self.decoder.truncate(length as u64);
+        self.cached.truncate(usize::try_from(self.decoder.len()).unwrap_or(usize::MAX));
+        self.after_prompt.take_if(|after| after.length > self.cached.len());
+    }
+}

@@ -1,0 +1,320 @@
+//! Planning generation: the cache's type, the context and the length of a pass that memory allows. Every answer, the
+//! advice included, is found by dry runs of the decoder.
+
+use std::fmt;
+use std::ops::RangeInclusive;
+
+use plimsoll_device::DType;
+use plimsoll_memory::{ByteSize, Tag};
+use plimsoll_model::{ModelSpec, Parameter};
+use plimsoll_step::{DecodeSettings, Precision, StepError};
+
+use crate::DryRun;
+
+/// Tokens of a pass over the prompt, the fastest first.
+const CHUNKS: [u64; 3] = [256, 64, 16];
+
+/// An f32 cache up to this size is not worth a loss of precision, however small.
+const SMALL_CACHE: u64 = 32 << 20;
+
+/// Contexts that are tried are multiples of this, or the ends of what was asked for.
+const CONTEXT_STEP: u64 = 64;
+
+/// What is to be generated, and in how much memory.
+#[derive(Clone)]
+pub struct GenerationRequest<'a> {
+    /// The model.
+    pub spec: &'a ModelSpec,
+    /// Storage types.
+    pub precision: Precision,
+    /// The type of each weight.
+    pub weight_types: &'a dyn Fn(&Parameter) -> DType,
+    /// Tokens of the longest prompt; one as long as the context where `None`.
+    pub prompt_tokens: Option<u64>,
+    /// The least context that will do, and the most that can be used.
+    pub context: RangeInclusive<u64>,
+    /// The type of the cache. Where `None`, f32 for a small cache, f16 for a larger one, and 8 bits where only they fit;
+    /// with bf16 activations bf16 or 8 bits.
+    pub cache: Option<DType>,
+    /// Bytes that weights, cache and workspace may take.
+    pub room: u64,
+}
+
+/// A context, a type of cache and a length of passes that fit.
+#[derive(Clone, Debug)]
+pub struct GenerationPlan {
+    /// What to make the decoder with.
+    pub settings: DecodeSettings,
+    /// What it will need.
+    pub dry_run: DryRun,
+}
+
+/// Why there is no plan.
+#[derive(Debug, thiserror::Error)]
+pub enum GenerationPlanError {
+    /// The model cannot be run so.
+    #[error(transparent)]
+    Step(#[from] StepError),
+    /// It needs more memory than there is.
+    #[error(transparent)]
+    DoesNotFit(#[from] Box<DoesNotFit>),
+}
+
+/// What was asked for does not fit; and what would.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub struct DoesNotFit {
+    /// The context that was asked for.
+    pub context: u64,
+    /// The cache that was tried last.
+    pub cache: DType,
+    /// Bytes that they need with the shortest passes.
+    pub needed: u64,
+    /// Bytes of weights among them.
+    pub weights: u64,
+    /// Bytes that there are.
+    pub room: u64,
+    /// The largest contexts that fit, by the cache's type.
+    pub possible: Vec<CacheContext>,
+}
+
+/// A context that fits with a type of cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheContext {
+    /// The cache's type.
+    pub cache: DType,
+    /// Tokens.
+    pub context: u64,
+}
+
+impl fmt::Display for DoesNotFit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let DoesNotFit { context, cache, needed, weights, room, possible } = self;
+        write!(
+            f,
+            "a context of {context} tokens with a cache in {} needs {} beside the program, and {} may be used; ",
+            cache_name(*cache),
+            ByteSize(*needed),
+            ByteSize(*room)
+        )?;
+        if possible.is_empty() {
+            return write!(
+                f,
+                "no context fits, for the weights alone take {}: a model of a smaller type or size is needed",
+                ByteSize(*weights)
+            );
+        }
+        f.write_str("what fits: ")?;
+        for (i, CacheContext { cache, context }) in possible.iter().enumerate() {
+            let comma = if i > 0 { ", " } else { "" };
+            write!(f, "{comma}--context {context} --kv-cache {}", cache_name(*cache))?;
+        }
+        Ok(())
+    }
+}
+
+/// What the command line calls a type of cache.
+fn cache_name(cache: DType) -> &'static str {
+    match cache {
+        DType::Q8_0 => "int8",
+        DType::Q4_1 => "int4",
+        other => other.name(),
+    }
+}
+
+impl GenerationPlan {
+    /// The first type of cache with which the most context fits, or else the largest context that fits.
+    pub fn resolve(request: &GenerationRequest<'_>) -> Result<GenerationPlan, GenerationPlanError> {
+        let (least, most) = (*request.context.start(), *request.context.end());
+        let caches = request.caches(most)?;
+        for cache in &caches {
+            if let Some(settings) = request.fitting(*cache, most)? {
+                return request.plan(settings);
+            }
+        }
+        let cache = caches.last().copied().unwrap_or(DType::F32);
+        if least < most
+            && let Some(context) = request.largest_context(cache, least, most)?
+            && let Some(settings) = request.fitting(cache, context)?
+        {
+            return request.plan(settings);
+        }
+        let mut possible = Vec::new();
+        for cache in [DType::F16, DType::Q8_0, DType::Q4_1] {
+            let context =
+                request.largest_context(cache, 1, request.spec.max_position_embeddings.max(most))?;
+            possible.extend(context.map(|context| CacheContext { cache, context }));
+        }
+        let settings = request.settings(cache, least, CHUNKS[CHUNKS.len() - 1]);
+        let dry_run = request.plan(settings)?.dry_run;
+        Err(Box::new(DoesNotFit {
+            context: least,
+            cache,
+            needed: dry_run.peak_bytes(),
+            weights: dry_run.ledger.live().get(Tag::Weights).max(dry_run.tags_at_peak().get(Tag::Weights)),
+            room: request.room,
+            possible,
+        })
+        .into())
+    }
+}
+
+impl GenerationRequest<'_> {
+    /// The types of cache to try, in order.
+    fn caches(&self, context: u64) -> Result<Vec<DType>, StepError> {
+        if let Some(cache) = self.cache {
+            return Ok(vec![cache]);
+        }
+        if self.precision.activations == DType::Bf16 {
+            return Ok(vec![DType::Bf16, DType::Q8_0]);
+        }
+        let settings = self.settings(DType::F32, context, 1);
+        let dry_run = DryRun::generation(self.spec, settings, self.weight_types, 1)?;
+        let small = dry_run.tags_at_peak().get(Tag::KvCache) <= SMALL_CACHE;
+        let exact = small.then_some(DType::F32);
+        Ok(exact.into_iter().chain([DType::F16, DType::Q8_0]).collect())
+    }
+
+    fn settings(&self, cache: DType, context: u64, chunk: u64) -> DecodeSettings {
+        DecodeSettings { precision: self.precision, cache, context, prompt_chunk_tokens: chunk }
+    }
+
+    fn prompt(&self, context: u64) -> u64 {
+        self.prompt_tokens.unwrap_or(context)
+    }
+
+    /// The settings with the longest passes that fit.
+    fn fitting(&self, cache: DType, context: u64) -> Result<Option<DecodeSettings>, StepError> {
+        for chunk in CHUNKS {
+            let settings = self.settings(cache, context, chunk);
+            let prompt = self.prompt(context);
+            if DryRun::generation_peak(self.spec, settings, self.weight_types, prompt)? <= self.room {
+                return Ok(Some(settings));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The largest context from `least` to `most` that fits.
+    fn largest_context(&self, cache: DType, least: u64, most: u64) -> Result<Option<u64>, StepError> {
+        if self.fitting(cache, most)?.is_some() {
+            return Ok(Some(most));
+        }
+        // In steps; `low` fits, `high` does not.
+        let (mut low, mut high) = (least / CONTEXT_STEP, most.div_ceil(CONTEXT_STEP));
+        while low + 1 < high {
+            let middle = low.midpoint(high);
+            match self.fitting(cache, middle * CONTEXT_STEP)? {
+                Some(_) => low = middle,
+                None => high = middle,
+            }
+        }
+        let largest = (low * CONTEXT_STEP).max(least);
+        Ok(self.fitting(cache, largest)?.map(|settings| settings.context))
+    }
+
+    fn plan(&self, settings: DecodeSettings) -> Result<GenerationPlan, GenerationPlanError> {
+        let prompt = self.prompt(settings.context);
+        let dry_run = DryRun::generation(self.spec, settings, self.weight_types, prompt)?;
+        Ok(GenerationPlan { settings, dry_run })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use plimsoll_model::catalogue;
+
+    fn request<'a>(spec: &'a ModelSpec, context: RangeInclusive<u64>, room: u64) -> GenerationRequest<'a> {
+        GenerationRequest {
+            spec,
+            precision: Precision::F32,
+            weight_types: &|_| DType::F32,
+            prompt_tokens: None,
+            context,
+            cache: None,
+            room,
+        }
+    }
+
+    fn smollm2() -> ModelSpec {
+        catalogue::find("smollm2-135m").unwrap()
+    }
+
+    #[test]
+    fn a_small_cache_is_exact_and_a_large_one_f16() {
+        let spec = smollm2();
+        let cache = |context| {
+            let plan = GenerationPlan::resolve(&request(&spec, context..=context, 4 << 30)).unwrap();
+            assert_eq!(plan.settings.context, context);
+            plan.settings.cache
+        };
+        assert_eq!((cache(64), cache(2048)), (DType::F32, DType::F16));
+    }
+
+    #[test]
+    fn less_room_makes_passes_shorter_then_the_cache_and_then_the_context() {
+        let spec = smollm2();
+        let whole = GenerationPlan::resolve(&request(&spec, 2048..=2048, 4 << 30)).unwrap();
+        let mut before = (whole.settings.prompt_chunk_tokens, whole.settings.cache);
+        let mut seen = vec![before];
+        let mut room = whole.dry_run.peak_bytes();
+        let error = loop {
+            room -= 1 << 20;
+            match GenerationPlan::resolve(&request(&spec, 2048..=2048, room)) {
+                Ok(plan) => {
+                    assert!(plan.dry_run.peak_bytes() <= room);
+                    let now = (plan.settings.prompt_chunk_tokens, plan.settings.cache);
+                    if now != before {
+                        seen.push(now);
+                        before = now;
+                    }
+                }
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(seen.first(), Some(&(256, DType::F16)));
+        assert_eq!(seen.last(), Some(&(16, DType::Q8_0)));
+        let GenerationPlanError::DoesNotFit(error) = error else { panic!("{error}") };
+        assert_eq!((error.context, error.cache, error.room), (2048, DType::Q8_0, room));
+        assert!(error.needed > room && error.weights < room);
+        let contexts: Vec<u64> = error.possible.iter().map(|possible| possible.context).collect();
+        assert!(contexts.is_sorted() && contexts.len() == 3 && contexts[2] > 2048, "{error}");
+        // What is said to fit does, and no step more.
+        for CacheContext { cache, context } in error.possible {
+            let fits = |context| {
+                let request =
+                    GenerationRequest { cache: Some(cache), ..request(&spec, context..=context, room) };
+                GenerationPlan::resolve(&request).is_ok()
+            };
+            assert!(fits(context) && !fits(context + CONTEXT_STEP), "{cache} {context}");
+        }
+        // Where less will do, the context is what gives way.
+        let plan = GenerationPlan::resolve(&request(&spec, 1..=2048, room)).unwrap();
+        assert!(plan.settings.context < 2048 && plan.settings.cache == DType::Q8_0);
+    }
+
+    #[test]
+    fn a_model_that_does_not_fit_at_all_is_called_so() {
+        let spec = smollm2();
+        let error = GenerationPlan::resolve(&request(&spec, 1..=2048, 100 << 20)).unwrap_err().to_string();
+        assert!(error.contains("no context fits") && error.contains("weights alone"), "{error}");
+    }
+
+    #[test]
+    fn the_quick_peak_is_the_peak() {
+        for name in ["smollm2-135m", "gemma-3-1b"] {
+            let spec = catalogue::find(name).unwrap();
+            for (prompt, context, chunk) in [(100, 128, 16), (64, 64, 64), (1, 1, 8), (1500, 1600, 512)] {
+                let settings = DecodeSettings {
+                    precision: Precision::F32,
+                    cache: DType::F16,
+                    context,
+                    prompt_chunk_tokens: chunk,
+                };
+                let types = |_: &Parameter| DType::F32;
+                let quick = DryRun::generation_peak(&spec, settings, &types, prompt).unwrap();
+                assert_eq!(quick, DryRun::generation(&spec, settings, &types, prompt).unwrap().peak_bytes());
+            }
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! The attention part: projections, norms of heads, rotation, attention itself.
+
+use plimsoll_device::{DType, Device, Op, Tensor};
+use plimsoll_memory::Tag;
+use plimsoll_model::Role;
+
+use super::parts::{activation_tensor, zeroed};
+use super::saved::{Attended, Qkv, Raw};
+use crate::StepError;
+use crate::context::Context;
+use crate::gradients::Gradients;
+use crate::head::reshaped;
+use crate::norm::{Norm, Normed};
+use crate::rope::RopeTable;
+use crate::store::BlockWeights;
+
+/// Queries, keys and values of the normed input.
+pub(super) fn project_qkv<D: Device>(
+    ctx: &Context<'_, D>,
+    weights: &BlockWeights,
+    normed: &Tensor,
+) -> Result<Qkv, StepError> {
+    let project = |weight, bias, name| -> Result<Tensor, StepError> {
+        let linear = weights.linear(weight, bias)?;
+        let out =
+            ctx.device.alloc(ctx.activations, &[normed.rows(), linear.outputs()], Tag::Attention, name)?;
+        linear.forward(ctx.device, normed, &out, false, ctx.compute)?;
+        Ok(out)
+    };
+    let mut q = project(Role::QProj, Role::QBias, "q")?;
+    let mut k = project(Role::KProj, Role::KBias, "k")?;
+    let v = project(Role::VProj, Role::VBias, "v")?;
+    let mut raw = None;
+    if ctx.spec.attention.qk_norm.is_some() {
+        let (normed_q, raw_q) = normalise_heads(ctx, weights, Role::QNorm, q)?;
+        let (normed_k, raw_k) = normalise_heads(ctx, weights, Role::KNorm, k)?;
+        (q, k, raw) = (normed_q, normed_k, Some([raw_q, raw_k]));
+    }
+    rotate(ctx, &q, false)?;
+    rotate(ctx, &k, false)?;
+    Ok(Qkv { q, k, v, raw })
+}
+
+/// x [N, heads * D] with every head, or all heads of a token, normalised; and x itself.
+fn normalise_heads<D: Device>(
+    ctx: &Context<'_, D>,
+    weights: &BlockWeights,
+    role: Role,
+    x: Tensor,
+) -> Result<(Tensor, Raw), StepError> {
+    let norm = weights.norm(role, None, &ctx.spec.norm)?;
+    let rows = in_rows(&x, &norm)?;
+    let Normed { out, statistics } = norm.forward(ctx.device, &rows)?;
+    let missing = StepError::MissingWeight { block: norm.block, role };
+    Ok((reshaped(&out, x.shape().dims())?, Raw { x, statistics: statistics.ok_or(missing)? }))
+}
+
+/// The gradient of x from that of [`normalise_heads`].
+fn heads_norm_backward<D: Device>(
+    ctx: &Context<'_, D>,
+    weights: &BlockWeights,
+    role: Role,
+    raw: Raw,
+    dout: &Tensor,
+    gradients: &mut Gradients,
+) -> Result<Tensor, StepError> {
+    let norm = weights.norm(role, None, &ctx.spec.norm)?;
+    let dx = zeroed(ctx, &raw.x, "dheads")?;
+    let [x, dout, dx_rows] = [in_rows(&raw.x, &norm)?, in_rows(dout, &norm)?, in_rows(&dx, &norm)?];
+    norm.backward(ctx.device, gradients, &x, &raw.statistics, &dout, &dx_rows)?;
+    Ok(dx)
+}
+
+/// A tensor as rows of the norm's width.
+fn in_rows(x: &Tensor, norm: &Norm<'_>) -> Result<Tensor, StepError> {
+    let width = norm.weight.elements().max(1);
+    reshaped(x, &[x.elements() / width, width])
+}
+
+fn rotate<D: Device>(ctx: &Context<'_, D>, x: &Tensor, inverse: bool) -> Result<(), StepError> {
+    let Some(RopeTable { cos, sin }) = ctx.rope else { return Ok(()) };
+    let head_dim = ctx.attention.head_dim;
+    ctx.device.run(Op::Rope { x, positions: ctx.positions, cos, sin, head_dim, inverse })?;
+    Ok(())
+}
+
+/// Attention of the queries over the keys and values.
+pub(super) fn attend<D: Device>(ctx: &Context<'_, D>, qkv: &Qkv) -> Result<Attended, StepError> {
+    let shape = ctx.attention;
+    let out =
+        ctx.device.alloc(ctx.activations, &[qkv.q.rows(), qkv.q.columns()], Tag::Attention, "attention")?;
+    let lse =
+        ctx.device.alloc(DType::F32, &[shape.batch, shape.heads, shape.q_len], Tag::Attention, "lse")?;
+    let Qkv { q, k, v, .. } = qkv;
+    ctx.device.run(Op::Attention { q, k, v, out: &out, lse: &lse, shape, compute: ctx.compute })?;
+    Ok(Attended { out, lse })
+}
+
+/// out (+)= output projection of what attention gave.
+pub(super) fn project_out<D: Device>(
+    ctx: &Context<'_, D>,
+    weights: &BlockWeights,
+    attended: &Tensor,
+    out: &Tensor,
+    accumulate: bool,
+) -> Result<(), StepError> {
+    let o_proj = weights.linear(Role::OProj, Role::OBias)?;
+    o_proj.forward(ctx.device, attended, out, accumulate, ctx.compute)
+}
+
+/// Returns the gradient of the attention's normed input `[N, H]`.
+pub(super) fn backward<D: Device>(
+    ctx: &Context<'_, D>,
+    weights: &BlockWeights,
+    qkv: Qkv,
+    attended: Attended,
+    normed: &Tensor,
+    dx: &Tensor,
+    gradients: &mut Gradients,
+) -> Result<Tensor, StepError> {
+    let rows = dx.rows();
+    let device = ctx.device;
+    let alloc =
+        |like: &Tensor, name| device.alloc(ctx.activations, &[rows, like.columns()], Tag::Attention, name);
+    let o_proj = weights.linear(Role::OProj, Role::OBias)?;
+    o_proj.backward_weight(device, gradients, dx, &attended.out, ctx.compute)?;
+    let dout = alloc(&attended.out, "dattention")?;
+    o_proj.backward_input(device, dx, &dout, false, ctx.compute)?;
+    let (dq, dk, dv) = (alloc(&qkv.q, "dq")?, alloc(&qkv.k, "dk")?, alloc(&qkv.v, "dv")?);
+    let delta = device.alloc(DType::F32, attended.lse.shape().dims(), Tag::Attention, "delta")?;
+    let sums = match ctx.activations {
+        DType::F32 => None,
+        _ => {
+            let elements = dq.elements() + dk.elements() + dv.elements();
+            Some(device.alloc(DType::F32, &[elements], Tag::Workspace, "dqkv.sums")?)
+        }
+    };
+    device.run(Op::AttentionBackward {
+        q: &qkv.q,
+        k: &qkv.k,
+        v: &qkv.v,
+        out: &attended.out,
+        lse: &attended.lse,
+        dout: &dout,
+        delta: &delta,
+        sums: sums.as_ref(),
+        dq: &dq,
+        dk: &dk,
+        dv: &dv,
+        shape: ctx.attention,
+        compute: ctx.compute,
+    })?;
+    let raw = qkv.raw;
+    drop((delta, sums, dout, attended, qkv.q, qkv.k, qkv.v));
+    rotate(ctx, &dq, true)?;
+    rotate(ctx, &dk, true)?;
+    let [dq, dk] = match raw {
+        None => [dq, dk],
+        Some([q, k]) => [
+            heads_norm_backward(ctx, weights, Role::QNorm, q, &dq, gradients)?,
+            heads_norm_backward(ctx, weights, Role::KNorm, k, &dk, gradients)?,
+        ],
+    };
+    let mut dnormed = None;
+    for (gradient, weight, bias) in
+        [(dq, Role::QProj, Role::QBias), (dk, Role::KProj, Role::KBias), (dv, Role::VProj, Role::VBias)]
+    {
+        let linear = weights.linear(weight, bias)?;
+        linear.backward_weight(device, gradients, &gradient, normed, ctx.compute)?;
+        let (out, accumulate) = match dnormed.take() {
+            Some(out) => (out, true),
+            None => (activation_tensor(ctx, rows, linear.inputs(), "dnorm")?, false),
+        };
+        linear.backward_input(device, &gradient, &out, accumulate, ctx.compute)?;
+        dnormed = Some(out);
+    }
+    dnormed.ok_or(StepError::MissingWeight { block: weights.block(), role: Role::QProj })
+}

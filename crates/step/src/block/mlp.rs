@@ -1,0 +1,169 @@
+//! The feed-forward part: gate and up projections, activation, down projection; whole or in chunks of tokens.
+
+use plimsoll_device::{Device, Op, Tensor};
+use plimsoll_model::Role;
+
+use super::parts::activation_tensor;
+use super::saved::Inner;
+use crate::StepError;
+use crate::context::Context;
+use crate::gradients::Gradients;
+use crate::head::rows;
+use crate::store::BlockWeights;
+
+/// Gate and up projections of the normed input.
+pub(super) fn project_inner<D: Device>(
+    ctx: &Context<'_, D>,
+    weights: &BlockWeights,
+    normed: &Tensor,
+) -> Result<Inner, StepError> {
+    let project = |weight, bias, name| -> Result<Tensor, StepError> {
+        let linear = weights.linear(weight, bias)?;
+        let out = activation_tensor(ctx, normed.rows(), linear.outputs(), name)?;
+        linear.forward(ctx.device, normed, &out, false, ctx.compute)?;
+        Ok(out)
+    };
+    let gate = match ctx.spec.mlp.gated {
+        true => Some(project(Role::GateProj, Role::GateBias, "gate")?),
+        false => None,
+    };
+    Ok(Inner { gate, up: project(Role::UpProj, Role::UpBias, "up")? })
+}
+
+/// The activation in memory of its own.
+pub(super) fn activate<D: Device>(ctx: &Context<'_, D>, inner: &Inner) -> Result<Tensor, StepError> {
+    let out = activation_tensor(ctx, inner.up.rows(), inner.up.columns(), "activation")?;
+    activate_into(ctx, inner, &out)?;
+    Ok(out)
+}
+
+/// The activation in the memory of its input.
+pub(super) fn activate_in_place<D: Device>(ctx: &Context<'_, D>, inner: Inner) -> Result<Tensor, StepError> {
+    activate_into(ctx, &inner, &inner.up)?;
+    Ok(inner.up)
+}
+
+fn activate_into<D: Device>(ctx: &Context<'_, D>, inner: &Inner, out: &Tensor) -> Result<(), StepError> {
+    let activation = ctx.activation();
+    ctx.device.run(match &inner.gate {
+        Some(gate) => Op::Gated { gate, up: &inner.up, out, activation },
+        None => Op::Activate { x: &inner.up, out, activation },
+    })?;
+    Ok(())
+}
+
+/// out (+)= down projection of the activation.
+pub(super) fn project_down<D: Device>(
+    ctx: &Context<'_, D>,
+    weights: &BlockWeights,
+    activation: &Tensor,
+    out: &Tensor,
+    accumulate: bool,
+) -> Result<(), StepError> {
+    let down = weights.linear(Role::DownProj, Role::DownBias)?;
+    down.forward(ctx.device, activation, out, accumulate, ctx.compute)
+}
+
+/// out (+)= the whole part, of which nothing is kept: only a chunk of tokens is `[., I]` wide at a time.
+pub(super) fn in_chunks<D: Device>(
+    ctx: &Context<'_, D>,
+    weights: &BlockWeights,
+    chunk: u64,
+    normed: &Tensor,
+    out: &Tensor,
+    accumulate: bool,
+) -> Result<(), StepError> {
+    for (start, end) in chunks(normed.rows(), chunk) {
+        let inner = project_inner(ctx, weights, &rows(normed, start, end)?)?;
+        let activation = activate_in_place(ctx, inner)?;
+        project_down(ctx, weights, &activation, &rows(out, start, end)?, accumulate)?;
+    }
+    Ok(())
+}
+
+/// Returns the gradient of the part's normed input `[N, H]`; weight gradients are added.
+pub(super) fn backward<D: Device>(
+    ctx: &Context<'_, D>,
+    weights: &BlockWeights,
+    inner: Inner,
+    activation: Tensor,
+    normed: &Tensor,
+    dout: &Tensor,
+    gradients: &mut Gradients,
+) -> Result<Tensor, StepError> {
+    let place = || activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm");
+    backward_into(ctx, weights, inner, activation, normed, dout, place, gradients)
+}
+
+/// As [`backward`], a chunk of tokens at a time, each computed again first.
+pub(super) fn backward_in_chunks<D: Device>(
+    ctx: &Context<'_, D>,
+    weights: &BlockWeights,
+    chunk: u64,
+    normed: &Tensor,
+    dout: &Tensor,
+    gradients: &mut Gradients,
+) -> Result<Tensor, StepError> {
+    let dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
+    for (start, end) in chunks(normed.rows(), chunk) {
+        let normed = rows(normed, start, end)?;
+        let inner = project_inner(ctx, weights, &normed)?;
+        let activation = activate(ctx, &inner)?;
+        let dout = rows(dout, start, end)?;
+        let place = || rows(&dnormed, start, end);
+        backward_into(ctx, weights, inner, activation, &normed, &dout, place, gradients)?;
+    }
+    Ok(dnormed)
+}
+
+fn chunks(tokens: u64, chunk: u64) -> impl Iterator<Item = (u64, u64)> {
+    let chunk = chunk.max(1);
+    (0..tokens.div_ceil(chunk)).map(move |i| (i * chunk, tokens.min((i + 1) * chunk)))
+}
+
+fn backward_into<D: Device>(
+    ctx: &Context<'_, D>,
+    weights: &BlockWeights,
+    inner: Inner,
+    activation: Tensor,
+    normed: &Tensor,
+    dout: &Tensor,
+    dnormed: impl FnOnce() -> Result<Tensor, StepError>,
+    gradients: &mut Gradients,
+) -> Result<Tensor, StepError> {
+    let down = weights.linear(Role::DownProj, Role::DownBias)?;
+    down.backward_weight(ctx.device, gradients, dout, &activation, ctx.compute)?;
+    // The activation has served; its gradient takes its place.
+    let dactivation = activation;
+    down.backward_input(ctx.device, dout, &dactivation, false, ctx.compute)?;
+    let Inner { gate, up } = inner;
+    // The gradients overwrite the activations that they are the gradients of.
+    ctx.device.run(match &gate {
+        Some(gate) => Op::GatedBackward {
+            gate,
+            up: &up,
+            dout: &dactivation,
+            dgate: gate,
+            dup: &up,
+            activation: ctx.activation(),
+        },
+        None => Op::ActivateBackward { x: &up, dout: &dactivation, dx: &up, activation: ctx.activation() },
+    })?;
+    drop(dactivation);
+    let up_proj = weights.linear(Role::UpProj, Role::UpBias)?;
+    let gated = match gate {
+        Some(gate) => Some((weights.linear(Role::GateProj, Role::GateBias)?, gate)),
+        None => None,
+    };
+    if let Some((gate_proj, dgate)) = &gated {
+        gate_proj.backward_weight(ctx.device, gradients, dgate, normed, ctx.compute)?;
+    }
+    up_proj.backward_weight(ctx.device, gradients, &up, normed, ctx.compute)?;
+    let dnormed = dnormed()?;
+    let accumulate = gated.is_some();
+    if let Some((gate_proj, dgate)) = gated {
+        gate_proj.backward_input(ctx.device, &dgate, &dnormed, false, ctx.compute)?;
+    }
+    up_proj.backward_input(ctx.device, &up, &dnormed, accumulate, ctx.compute)?;
+    Ok(dnormed)
+}

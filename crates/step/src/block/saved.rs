@@ -1,0 +1,198 @@
+//! What the forward pass leaves for the backward pass, and how it is held meanwhile.
+
+use plimsoll_device::{DType, Device, Op, Tensor};
+use plimsoll_memory::Tag;
+
+use crate::StepError;
+use crate::context::Context;
+use crate::norm::{Normed, Statistics};
+use crate::policy::Save;
+
+/// What the backward pass of a block will need.
+pub(crate) struct Saved {
+    /// The block's input `[N, H]`.
+    pub input: Held<Tensor>,
+    pub attention_norm: Held<Normed>,
+    pub qkv: Held<Qkv>,
+    pub attention: Held<Attended>,
+    /// The residual stream after attention.
+    pub middle: Held<Summed>,
+    pub mlp_norm: Held<Normed>,
+    pub inner: Held<Inner>,
+    /// The input of the down projection `[N, I]`.
+    pub activation: Held<Tensor>,
+    /// What the norm after the feed-forward part saw.
+    pub mlp_out: Held<Raw>,
+}
+
+impl Saved {
+    /// The input alone: everything else is computed again.
+    pub fn only(input: Tensor) -> Saved {
+        Saved {
+            input: Held::Plain(input),
+            attention_norm: Held::Dropped,
+            qkv: Held::Dropped,
+            attention: Held::Dropped,
+            middle: Held::Dropped,
+            mlp_norm: Held::Dropped,
+            inner: Held::Dropped,
+            activation: Held::Dropped,
+            mlp_out: Held::Dropped,
+        }
+    }
+}
+
+/// Queries `[N, Q]`, keys and values `[N, KV]`, normalised and rotated.
+#[derive(Clone)]
+pub(crate) struct Qkv {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    /// What the norms of queries and keys saw, where there are any.
+    pub raw: Option<[Raw; 2]>,
+}
+
+/// The input of a norm that is not the residual stream, and its statistics.
+#[derive(Clone)]
+pub(crate) struct Raw {
+    pub x: Tensor,
+    pub statistics: Statistics,
+}
+
+/// The residual stream `[N, H]` after a part was added, and what the norm after the part saw.
+#[derive(Clone)]
+pub(crate) struct Summed {
+    pub stream: Tensor,
+    pub raw: Option<Raw>,
+}
+
+/// The attention's output `[N, Q]` and log-sum-exp `[batch, heads, q_len]`.
+#[derive(Clone)]
+pub(crate) struct Attended {
+    pub out: Tensor,
+    pub lse: Tensor,
+}
+
+/// Outputs of the gate (where there is one) and up projections `[N, I]`.
+#[derive(Clone)]
+pub(crate) struct Inner {
+    pub gate: Option<Tensor>,
+    pub up: Tensor,
+}
+
+/// A group of activations with one fate.
+pub(crate) trait Activations {
+    /// The tensors that are worth compressing, always in the same order.
+    fn tensors(&mut self) -> Vec<&mut Tensor>;
+}
+
+impl Activations for Tensor {
+    fn tensors(&mut self) -> Vec<&mut Tensor> {
+        vec![self]
+    }
+}
+
+impl Activations for Normed {
+    fn tensors(&mut self) -> Vec<&mut Tensor> {
+        vec![&mut self.out]
+    }
+}
+
+impl Activations for Raw {
+    fn tensors(&mut self) -> Vec<&mut Tensor> {
+        vec![&mut self.x]
+    }
+}
+
+impl Activations for Qkv {
+    fn tensors(&mut self) -> Vec<&mut Tensor> {
+        let raw = self.raw.iter_mut().flatten().map(|raw| &mut raw.x);
+        [&mut self.q, &mut self.k, &mut self.v].into_iter().chain(raw).collect()
+    }
+}
+
+impl Activations for Summed {
+    fn tensors(&mut self) -> Vec<&mut Tensor> {
+        let raw = self.raw.iter_mut().map(|raw| &mut raw.x);
+        [&mut self.stream].into_iter().chain(raw).collect()
+    }
+}
+
+impl Activations for Attended {
+    fn tensors(&mut self) -> Vec<&mut Tensor> {
+        vec![&mut self.out]
+    }
+}
+
+impl Activations for Inner {
+    fn tensors(&mut self) -> Vec<&mut Tensor> {
+        self.gate.iter_mut().chain([&mut self.up]).collect()
+    }
+}
+
+/// A group of activations between forward and backward.
+pub(crate) enum Held<T> {
+    /// It will be computed again.
+    Dropped,
+    Plain(T),
+    /// Codes stand in the place of the tensors.
+    Int8(T, Vec<Packing>),
+}
+
+/// What turns codes back into a tensor.
+pub(crate) struct Packing {
+    scales: Tensor,
+    block: u64,
+    dtype: DType,
+}
+
+impl<T: Activations> Held<T> {
+    /// Treats a group as the policy says.
+    pub fn new<D: Device>(ctx: &Context<'_, D>, save: Save, mut value: T) -> Result<Held<T>, StepError> {
+        let Save::Int8 { block } = save else {
+            return Ok(if save == Save::Keep { Held::Plain(value) } else { Held::Dropped });
+        };
+        let mut packings = Vec::new();
+        for tensor in value.tensors() {
+            let device = ctx.device;
+            let block = block.clamp(1, tensor.elements().max(1));
+            let codes = device.alloc(DType::I8, tensor.shape().dims(), Tag::Activations, "codes")?;
+            let runs = tensor.elements().div_ceil(block);
+            let scales = device.alloc(DType::F32, &[runs], Tag::Activations, "codes.scales")?;
+            device.run(Op::QuantizeInt8 { x: tensor, codes: &codes, scales: &scales, block })?;
+            packings.push(Packing { scales, block, dtype: tensor.dtype() });
+            *tensor = codes;
+        }
+        Ok(Held::Int8(value, packings))
+    }
+
+    /// The group as it was, or as `compute` makes it again.
+    pub fn restore<D: Device>(
+        self,
+        ctx: &Context<'_, D>,
+        compute: impl FnOnce() -> Result<T, StepError>,
+    ) -> Result<T, StepError> {
+        match self {
+            Held::Dropped => compute(),
+            Held::Plain(value) => Ok(value),
+            Held::Int8(mut value, packings) => {
+                for (tensor, Packing { scales, block, dtype }) in value.tensors().into_iter().zip(packings) {
+                    let dims = tensor.shape();
+                    let out = ctx.device.alloc(dtype, dims.dims(), Tag::Activations, "restored")?;
+                    ctx.device.run(Op::DequantizeInt8 {
+                        codes: tensor,
+                        scales: &scales,
+                        block,
+                        out: &out,
+                    })?;
+                    *tensor = out;
+                }
+                Ok(value)
+            }
+        }
+    }
+
+    pub fn is_dropped(&self) -> bool {
+        matches!(self, Held::Dropped)
+    }
+}
