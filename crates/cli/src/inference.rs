@@ -14,9 +14,7 @@ use plimsoll_train::TrainError;
 use crate::args::InferenceArgs;
 use crate::failure::Failure;
 use crate::models;
-use crate::session::{
-    Engine, cache_type, inference_precision, quantized_type, resident_bytes, weight_type,
-};
+use crate::session::{Engine, cache_type, inference_precision, quantized_type, resident_bytes, weight_type};
 
 /// A model's files and how it is to be computed.
 pub struct Inference {

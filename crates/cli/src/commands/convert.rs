@@ -58,32 +58,13 @@ pub fn write(files: &ModelFiles, source: &dyn RowSource, args: &OutputArgs) -> R
         writer = writer.shard_bytes(size.0);
     }
     let mut notes = Vec::new();
-    // What is missing may be left out; what is there is carried over or refused.
-    let missing = |error: &ModelError| {
-        let text = error.to_string();
-        text.contains("No such file") || text.contains("is missing")
-    };
     let bytes = match target {
         Target::Gguf(dtype) => {
-            let tokenizer = match files.tokenizer_fields() {
-                Ok(fields) => Some(fields),
-                Err(error) if missing(&error) => {
-                    notes.push(format!("the tokenizer is left out: {error}"));
-                    None
-                }
-                Err(error) => return Err(error.into()),
-            };
+            let tokenizer = unless_missing(files.tokenizer_fields(), &mut notes)?;
             writer.write_gguf(&args.output, dtype, tokenizer.as_ref())?
         }
         _ => {
-            let tokenizer = match files.tokenizer() {
-                Ok(tokenizer) => Some(tokenizer),
-                Err(error) if missing(&error) => {
-                    notes.push(format!("the tokenizer is left out: {error}"));
-                    None
-                }
-                Err(error) => return Err(error.into()),
-            };
+            let tokenizer = unless_missing(files.tokenizer(), &mut notes)?;
             let bytes = writer.write_folder(&args.output, target)?;
             if let Some(tokenizer) = tokenizer {
                 tokenizer.save(&args.output).map_err(ModelError::from)?;
@@ -109,4 +90,19 @@ pub fn write(files: &ModelFiles, source: &dyn RowSource, args: &OutputArgs) -> R
         )?;
     }
     Ok(())
+}
+
+/// A tokenizer that is not there is left out with a note; one that is there is carried over or refused.
+fn unless_missing<T>(
+    tokenizer: Result<T, ModelError>,
+    notes: &mut Vec<String>,
+) -> Result<Option<T>, Failure> {
+    match tokenizer {
+        Ok(tokenizer) => Ok(Some(tokenizer)),
+        Err(error) if error.is_missing_tokenizer() => {
+            notes.push(format!("the tokenizer is left out: {error}"));
+            Ok(None)
+        }
+        Err(error) => Err(error.into()),
+    }
 }

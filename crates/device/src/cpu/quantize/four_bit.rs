@@ -83,8 +83,7 @@ impl Magnitudes {
         if !doubly {
             return Magnitudes::F32(magnitudes);
         }
-        let sum: f64 = magnitudes.iter().map(|x| f64::from(*x)).sum();
-        let offset = (sum / magnitudes.len().max(1) as f64) as f32;
+        let offset = super::mean::mean(&magnitudes);
         let mut codes = Vec::with_capacity(magnitudes.len());
         let mut factors = Vec::with_capacity(magnitudes.len().div_ceil(NESTED_BLOCK));
         for block in magnitudes.chunks(NESTED_BLOCK) {

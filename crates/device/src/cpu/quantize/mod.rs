@@ -6,6 +6,7 @@
 mod blocks;
 pub mod four_bit;
 mod k_quants;
+mod mean;
 mod tables;
 #[cfg(test)]
 mod tests;
