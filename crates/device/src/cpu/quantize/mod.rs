@@ -106,8 +106,11 @@ pub fn can_quantize(dtype: DType) -> bool {
     FourBit::of(dtype).is_some() || quantizer(dtype).is_some()
 }
 
+/// Writes values as blocks.
+type Quantizer = fn(&[f32], &mut [u8]);
+
 /// What writes one block.
-fn quantizer(dtype: DType) -> Option<fn(&[f32], &mut [u8])> {
+fn quantizer(dtype: DType) -> Option<Quantizer> {
     match dtype {
         DType::Q8_0 => Some(blocks::q8_0),
         DType::Q4_0 => Some(blocks::q4_0),

@@ -64,7 +64,7 @@ fn threads_change_nothing() {
 /// What a stored 4-bit tensor means, after the definition, element by element.
 fn defined(kind: FourBit, codes: &[u8], magnitudes: &[f32], i: usize) -> f32 {
     let pair = codes[i / 2];
-    let code = if i % 2 == 0 { pair >> 4 } else { pair & 15 };
+    let code = if i.is_multiple_of(2) { pair >> 4 } else { pair & 15 };
     kind.values()[usize::from(code)] * magnitudes[i / BLOCK]
 }
 
