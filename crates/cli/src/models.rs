@@ -40,7 +40,7 @@ pub fn with_weights(model: &str, purpose: &'static str, quiet: bool) -> Result<B
 
 fn find(model: &str, need: Need, quiet: bool) -> Result<ModelOrigin, Failure> {
     match locate(model, need, quiet)? {
-        Some(path) => Ok(ModelOrigin::Files(Box::new(ModelFiles::open(&path)?))),
+        Some(path) => Ok(ModelOrigin::Files(Box::new(ModelFiles::open(&path).map_err(OriginError::from)?))),
         None => Ok(ModelOrigin::from_path_or_name(model)?),
     }
 }

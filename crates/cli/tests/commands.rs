@@ -271,3 +271,123 @@ fn a_signal_ends_the_run_after_its_step_with_a_checkpoint() {
     let report = json(folder.path().join("out/report.json"));
     assert_eq!(report["finished"], false);
 }
+
+/// With every optimizer a run that is continued from a checkpoint ends with the bits of one that was not interrupted:
+/// states, quantised ones too, and weights.
+#[test]
+fn every_optimizer_resumes_to_the_same_bits() {
+    let folder = folder();
+    for (optimizer, options) in [
+        ("adamw_bf16", "{}"),
+        ("adamw_8bit", "{embedding_bits: 8}"),
+        ("adam_mini", "{}"),
+        ("lion", "{}"),
+        ("lion_8bit", "{embedding_bits: 8}"),
+        ("adafactor", "{relative_step: false, beta1: 0.9}"),
+        ("adalomo", "{}"),
+        ("sgd", "{}"),
+        ("sgd", "{momentum: 0.9}"),
+        ("galore", "{rank: 4, update_proj_gap: 3}"),
+        ("apollo", "{rank: 4, update_proj_gap: 3}"),
+    ] {
+        let settings = [
+            format!("training.optimizer={optimizer}"),
+            format!("training.optimizer_options={options}"),
+            "training.steps=4".to_owned(),
+            "training.mixed_precision=bf16".to_owned(),
+            "training.master_weights=none".to_owned(),
+        ];
+        let mut arguments = vec!["train", "c.yaml"];
+        settings.iter().for_each(|setting| arguments.extend(["--set", setting]));
+        let out = folder.path().join("out");
+        let files = || {
+            ["model.safetensors", "checkpoint-4/optimizer.safetensors"]
+                .map(|name| std::fs::read(out.join(name)).unwrap())
+        };
+        ok(folder.path(), &arguments);
+        let whole = files();
+        std::fs::remove_dir_all(out.join("checkpoint-4")).unwrap();
+        arguments.push("--resume");
+        ok(folder.path(), &arguments);
+        assert!(files() == whole, "{optimizer} {options}");
+        std::fs::remove_dir_all(out).unwrap();
+    }
+}
+
+#[test]
+fn another_optimizer_than_the_checkpoints_is_refused() {
+    let folder = folder();
+    ok(folder.path(), &["train", "c.yaml", "--set", "training.steps=2"]);
+    let resume =
+        |optimizer: &str| plimsoll(folder.path(), &["train", "c.yaml", "--resume", "--set", optimizer]);
+    let refused = text(&resume("training.optimizer=lion").stderr);
+    let words =
+        "it holds the states of training.optimizer adamw, the configuration says lion; set it to adamw";
+    assert!(refused.contains(words), "{refused}");
+    assert!(resume("training.optimizer=adamw").status.success());
+}
+
+#[test]
+fn the_plan_says_what_an_optimizer_keeps() {
+    let folder = folder();
+    let bytes = |optimizer: &str| {
+        let set = format!("training.optimizer={optimizer}");
+        let plan: Value =
+            serde_json::from_str(&ok(folder.path(), &["plan", "c.yaml", "--json", "--set", &set])).unwrap();
+        assert_eq!(plan["optimizer"]["name"], optimizer);
+        plan["optimizer"]["state_bytes_per_parameter"].as_f64().unwrap()
+    };
+    assert!((bytes("adamw") - 8.0).abs() < 0.5);
+    assert!((bytes("adamw_bf16") - 4.0).abs() < 0.5);
+    assert!((bytes("lion") - 4.0).abs() < 0.5);
+    assert!(bytes("adafactor") < 1.0);
+    assert_eq!(bytes("sgd"), 0.0);
+}
+
+#[test]
+fn a_loss_that_is_no_number_ends_the_run_with_a_diagnostic_and_keeps_checkpoints() {
+    let folder = folder();
+    let out = folder.path().join("out");
+    let wild = ["train", "c.yaml", "--set", "training.learning_rate=1e30", "--set", "output.save_steps=1"];
+    let error = fails(folder.path(), 1, &wild);
+    assert!(error.contains("step 2") && error.contains("diagnostic.json"), "{error}");
+    let diagnostic = json(out.join("diagnostic.json"));
+    assert_eq!(diagnostic["step"], 2);
+    assert_eq!(diagnostic["first_bad_output"]["micro_batch"], 0);
+    assert!(diagnostic["first_bad_output"]["block"].is_string(), "{diagnostic}");
+    // The last good one is still there, and no later one.
+    assert!(out.join("checkpoint-1/trainer_state.json").exists() && !out.join("checkpoint-2").exists());
+    // Skipping does not go on for ever.
+    let skip = [&wild[..], &["--set", "training.not_finite=skip", "--set", "training.steps=40"]].concat();
+    std::fs::remove_dir_all(&out).unwrap();
+    let error = fails(folder.path(), 1, &skip);
+    assert!(error.contains("step 12"), "{error}");
+    let metrics = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+    assert_eq!(metrics.matches("\"skipped\":true").count(), 10, "{metrics}");
+}
+
+#[test]
+fn memory_techniques_compose_and_their_plans_are_exact() {
+    for settings in [
+        vec!["training.gradient_checkpointing=sqrt", "training.activation_compression=int8"],
+        vec!["training.gradient_checkpointing={selective: [norms, swiglu]}", "training.mlp_chunk_tokens=8"],
+        vec![
+            "training.optimizer_in_backward=true",
+            "training.in_backward_clipping=previous_norm",
+            "training.gradient_accumulation_steps=1",
+            "training.mixed_precision=bf16",
+            "training.master_weights=none",
+            "training.optimizer=adamw_8bit",
+        ],
+        vec!["training.mixed_precision=fp16", "training.gradient_checkpointing={ratio: 0.5}"],
+        vec!["training.gradient_checkpointing={auto: 1MiB}"],
+    ] {
+        let folder = folder();
+        let mut arguments = vec!["train", "c.yaml"];
+        arguments.extend(settings.iter().flat_map(|s| ["--set", *s]));
+        ok(folder.path(), &arguments);
+        let report = json(folder.path().join("out/report.json"));
+        let (planned, measured) = (&report["planned"], &report["measured"]);
+        assert_eq!(planned["device_peak_bytes"], measured["device_peak_bytes"], "{settings:?}");
+    }
+}

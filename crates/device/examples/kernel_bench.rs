@@ -1,14 +1,17 @@
 //! The speed of every kernel but matrix products and attention, as a ratio to a copy of as many bytes.
 //!
-//! `cargo run --release -p plimsoll-device --example kernel_bench [threads] [isa]`, the last one of `portable`, `avx2`
-//! and `avx512`. Each kernel runs in turn with a copy; what is printed are medians. Bytes are those that the operation
+//! `cargo run --release -p plimsoll-device --example kernel_bench [threads] [isa] [optimizers]`, the isa one of
+//! `portable`, `avx2`, `avx512` and `best`; the last word leaves out all but optimizers. Each kernel runs in turn with a copy; what is printed are medians. Bytes are those that the operation
 //! reads and writes by its shapes, so a kernel that reads its input twice, or whose outputs have to be fetched before
 //! they are written, can stay under 1 without doing anything wrong.
 
 use std::time::Instant;
 
 use plimsoll_device::cpu::Isa;
-use plimsoll_device::{AdamW, Cpu, CpuOptions, DType, Device, DeviceError, Glu, Op, Rounding, Tensor};
+use plimsoll_device::{
+    Adam, BLOCK_8BIT, Codes, Cpu, CpuOptions, DType, Device, DeviceError, Glu, Lion, Op, Rounding, Rule,
+    Tensor, Update,
+};
 use plimsoll_memory::Tag;
 
 const ROUNDS: usize = 15;
@@ -22,16 +25,21 @@ fn main() -> Result<(), DeviceError> {
         "avx512" => Some(Isa::Avx512),
         _ => None,
     });
+    let only_optimizers = arguments.next().is_some_and(|kernels| kernels == "optimizers");
     let bench = Bench { cpu: Cpu::new(3 << 30, CpuOptions { threads, isa })? };
     println!("{} threads, {}", bench.cpu.threads(), bench.cpu.isa());
     println!("{:34} {:>14} {:>9} {:>9} {:>9} {:>7}", "kernel", "shape", "ms", "GB/s", "copy GB/s", "ratio");
     for dtype in [DType::F32, DType::Bf16] {
+        if only_optimizers {
+            bench.optimizer(dtype, 32 << 20)?;
+            continue;
+        }
         for [n, h] in [[2048, 576], [8192, 4096]] {
             bench.activations(dtype, n, h)?;
         }
         bench.optimizer(dtype, 32 << 20)?;
     }
-    bench.cross_entropy(512, 49_152)
+    if only_optimizers { Ok(()) } else { bench.cross_entropy(512, 49_152) }
 }
 
 struct Bench {
@@ -88,6 +96,20 @@ impl Bench {
             rate(copy),
             copy / kernel
         );
+        Ok(())
+    }
+
+    /// Times two operations by turns: the median of the first one's time over the second one's right after it.
+    fn compare(&self, label: &str, op: Op<'_>, baseline: Op<'_>) -> Result<(), DeviceError> {
+        let seconds = |op| -> Result<f64, DeviceError> {
+            let start = Instant::now();
+            self.cpu.run(op)?;
+            Ok(start.elapsed().as_secs_f64())
+        };
+        let ratio = |_| Ok(seconds(op)? / seconds(baseline)?);
+        let mut ratios = (0..ROUNDS).map(ratio).collect::<Result<Vec<f64>, DeviceError>>()?;
+        ratios.sort_by(f64::total_cmp);
+        println!("{label:34} {:>14} {:9.2}", "", ratios[ROUNDS / 2]);
         Ok(())
     }
 
@@ -176,7 +198,7 @@ impl Bench {
         self.time(&label("embedding"), Op::Embedding { tokens: &tokens, table: &table, out: &x })?;
         self.time(
             &label("embedding_backward"),
-            Op::EmbeddingBackward { tokens: &tokens, dout: &y, dtable: &table },
+            Op::EmbeddingBackward { tokens: &tokens, dout: &y, dtable: &table, rounding: Rounding::Nearest },
         )?;
         let sum = self.tensor(DType::F32, &[1])?;
         self.time(&label("sum_squares"), Op::SumSquares { x: &x, out: &sum })
@@ -187,34 +209,31 @@ impl Bench {
         let [m, v, master] = [0, 1, 2].map(|_| self.tensor(DType::F32, &[n]));
         let (m, v, master) = (m?, v?, master?);
         self.cpu.run(Op::Fill { out: &v, value: 0.1 })?;
-        let hyper = AdamW {
-            lr: 1e-5,
-            beta1: 0.9,
-            beta2: 0.999,
-            epsilon: 1e-8,
-            weight_decay: 0.1,
-            step: 10,
-            grad_scale: 1.0,
+        let hyper = Adam { lr: 1e-5, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.1, step: 10 };
+        let step = |master, rounding, rule| {
+            Op::Update(Update { param: &param, master, grad: &grad, grad_scale: 1.0, rounding, rule })
         };
-        let adamw = |master, rounding| Op::AdamW {
-            param: &param,
-            master,
-            grad: &grad,
-            m: &m,
-            v: &v,
-            hyper,
-            rounding,
-        };
-        let stochastic = Rounding::Stochastic { seed: 1 };
-        self.time(&format!("adamw {dtype} of {n}"), adamw(None, Rounding::Nearest))?;
+        let (nearest, stochastic) = (Rounding::Nearest, Rounding::Stochastic { seed: 1 });
+        let adamw = Rule::AdamW { m: &m, v: &v, hyper };
+        self.time(&format!("adamw {dtype} of {n}"), step(None, nearest, adamw))?;
         if dtype == DType::Bf16 {
-            self.time(&format!("adamw, stochastic, {dtype} of {n}"), adamw(None, stochastic))?;
-            self.time(
-                &format!("adamw with f32 master {dtype} of {n}"),
-                adamw(Some(&master), Rounding::Nearest),
-            )?;
+            self.time(&format!("adamw, stochastic, {dtype} of {n}"), step(None, stochastic, adamw))?;
+            self.time(&format!("adamw with f32 master {dtype} of {n}"), step(Some(&master), nearest, adamw))?;
         }
-        Ok(())
+        let [m_codes, v_codes] = [0, 1].map(|_| self.cpu.alloc(DType::U8, &[n], Tag::Workspace, "bench"));
+        let (m_codes, v_codes) = (m_codes?, v_codes?);
+        let blocks = [n.div_ceil(BLOCK_8BIT)];
+        let (m_max, v_max) = (self.tensor(DType::F32, &blocks)?, self.tensor(DType::F32, &blocks)?);
+        let zero = |t| self.cpu.write(t, &mut |bytes| bytes.fill(0));
+        [&m_codes, &v_codes, &m_max, &v_max].into_iter().try_for_each(zero)?;
+        let (m8, v8) = (Codes { codes: &m_codes, absmax: &m_max }, Codes { codes: &v_codes, absmax: &v_max });
+        let adamw_8bit = step(None, stochastic, Rule::AdamW8bit { m: m8, v: v8, hyper });
+        self.time(&format!("adamw_8bit {dtype} of {n}"), adamw_8bit)?;
+        self.compare("  its time over adamw's", adamw_8bit, step(None, nearest, adamw))?;
+        let lion = Lion { lr: 1e-5, beta1: 0.9, beta2: 0.99, weight_decay: 0.1 };
+        self.time(&format!("lion {dtype} of {n}"), step(None, nearest, Rule::Lion { m: &m, hyper: lion }))?;
+        let lion_8bit = Rule::Lion8bit { m: m8, hyper: lion };
+        self.time(&format!("lion_8bit {dtype} of {n}"), step(None, nearest, lion_8bit))
     }
 
     fn cross_entropy(&self, n: u64, v: u64) -> Result<(), DeviceError> {

@@ -232,7 +232,7 @@ impl Matrix {
 
     fn output(&self) -> Output {
         let Matrix { dtype, rows, columns, .. } = *self;
-        Output { data: self.memory.as_ptr(), dtype, rows, columns, row_stride: columns }
+        Output { data: self.memory.as_ptr(), dtype, rows, columns, row_stride: columns, dither: None }
     }
 }
 

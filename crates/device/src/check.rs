@@ -21,7 +21,7 @@ impl<'a> Op<'a> {
             Op::Add { a, b, out } => (vec![a, b], vec![out], vec![(out, a), (out, b)]),
             Op::Scale { x, .. } => (vec![x], vec![x], vec![(x, x)]),
             Op::Embedding { tokens, table, out } => (vec![tokens, table], vec![out], vec![]),
-            Op::EmbeddingBackward { tokens, dout, dtable } => (vec![tokens, dout], vec![dtable], vec![]),
+            Op::EmbeddingBackward { tokens, dout, dtable, .. } => (vec![tokens, dout], vec![dtable], vec![]),
             Op::RmsNorm { x, weight, out, rstd, .. } => (vec![x, weight], vec![out, rstd], vec![]),
             Op::RmsNormBackward { x, weight, rstd, dout, dx, dweight, .. } => {
                 (vec![x, weight, rstd, dout], vec![dx, dweight], vec![])
@@ -59,10 +59,15 @@ impl<'a> Op<'a> {
             Op::QuantizeInt8 { x, codes, scales, .. } => (vec![x], vec![codes, scales], vec![]),
             Op::DequantizeInt8 { codes, scales, out, .. } => (vec![codes, scales], vec![out], vec![]),
             Op::SumSquares { x, out } => (vec![x], vec![out], vec![]),
-            Op::AdamW { param, master, grad, m, v, .. } => {
-                let state: Vec<&Tensor> = [param, m, v].into_iter().chain(master).collect();
-                let in_place = state.iter().map(|t| (*t, *t)).collect();
-                (state.iter().copied().chain([grad]).collect(), state, in_place)
+            Op::Update(update) => return update.access(),
+            Op::AdamDirection { grad, m, v, out, .. } => {
+                (vec![grad, m, v], vec![m, v, out], vec![(m, m), (v, v), (out, grad)])
+            }
+            Op::NormRatios { a, b, out, .. } => (vec![a, b], vec![out], vec![]),
+            Op::RandomNormal { out, .. } => (vec![], vec![out], vec![]),
+            Op::Orthonormalize { x } => (vec![x], vec![x], vec![(x, x)]),
+            Op::Eigenvectors { matrix, vectors, out } => {
+                (vec![matrix], vec![matrix, vectors, out], vec![(matrix, matrix)])
             }
         };
         Access { reads, writes, in_place }
@@ -104,7 +109,7 @@ impl<'a> Op<'a> {
                 check.same_size(x, out);
                 let u32s = [x, out].map(|t| t.dtype() == DType::U32);
                 check.that(u32s[0] == u32s[1], || format!("{x:?} and {out:?}: u32 casts only to itself"));
-                let codes = |t: &Tensor| t.dtype().is_block() || t.dtype() == DType::I8;
+                let codes = |t: &Tensor| t.dtype().is_block() || matches!(t.dtype(), DType::I8 | DType::U8);
                 check.that(!codes(x) && !codes(out), || format!("{x:?} to {out:?}: codes are not cast"));
             }
             Op::Add { a, b, out } => {
@@ -119,7 +124,7 @@ impl<'a> Op<'a> {
                 check.float(out);
                 check.size(out, tokens.elements(), table.columns());
             }
-            Op::EmbeddingBackward { tokens, dout: rows, dtable: table } => {
+            Op::EmbeddingBackward { tokens, dout: rows, dtable: table, .. } => {
                 check.u32(tokens);
                 [table, rows].into_iter().for_each(|t| check.float(t));
                 check.size(rows, tokens.elements(), table.columns());
@@ -256,13 +261,24 @@ impl<'a> Op<'a> {
                 check.float(x);
                 check.f32_vector(out, 1);
             }
-            Op::AdamW { param, master, grad, m, v, .. } => {
-                [param, grad].into_iter().for_each(|t| check.float(t));
-                for state in [m, v].into_iter().chain(master) {
-                    check.f32(state);
-                    check.same_size(param, state);
-                }
-                check.same_size(param, grad);
+            Op::Update(ref update) => update.check(&mut check),
+            Op::AdamDirection { grad, m, v, out, .. } => {
+                [grad, m, v, out].into_iter().for_each(|t| check.f32(t));
+                [m, v, out].into_iter().for_each(|t| check.same_size(grad, t));
+            }
+            Op::NormRatios { a, b, out, channels, .. } => {
+                [a, b].into_iter().for_each(|t| check.f32(t));
+                check.same_size(a, b);
+                check.f32_vector(out, channels.count(a));
+            }
+            Op::RandomNormal { out: x, .. } | Op::Orthonormalize { x } => check.f32(x),
+            Op::Eigenvectors { matrix, vectors, out } => {
+                let n = matrix.rows();
+                [matrix, vectors, out].into_iter().for_each(|t| check.f32(t));
+                [matrix, vectors].into_iter().for_each(|t| check.size(t, n, n));
+                check.that(out.rows() == n && out.columns() <= n, || {
+                    format!("{out:?} is not columns of {matrix:?}")
+                });
             }
         }
         check.0
@@ -270,21 +286,21 @@ impl<'a> Op<'a> {
 }
 
 /// Collects the first complaint.
-struct Mismatch(Option<String>);
+pub(crate) struct Mismatch(Option<String>);
 
 impl Mismatch {
-    fn that(&mut self, holds: bool, complaint: impl FnOnce() -> String) {
+    pub(crate) fn that(&mut self, holds: bool, complaint: impl FnOnce() -> String) {
         if !holds && self.0.is_none() {
             self.0 = Some(complaint());
         }
     }
 
-    fn float(&mut self, t: &Tensor) {
+    pub(crate) fn float(&mut self, t: &Tensor) {
         self.that(t.dtype().is_float(), || format!("{t:?} is not f32, bf16 or f16"));
     }
 
     fn weight(&mut self, t: &Tensor) {
-        self.that(!matches!(t.dtype(), DType::U32 | DType::I8), || format!("{t:?} is no weight"));
+        self.that(!matches!(t.dtype(), DType::U32 | DType::I8 | DType::U8), || format!("{t:?} is no weight"));
         let block = t.dtype().row_multiple();
         self.that(t.columns().is_multiple_of(block), || {
             format!("{t:?}: rows are not whole blocks of {block}")
@@ -298,7 +314,7 @@ impl Mismatch {
         self.that(rows, || format!("{t:?}: rows cannot be read one by one"));
     }
 
-    fn f32(&mut self, t: &Tensor) {
+    pub(crate) fn f32(&mut self, t: &Tensor) {
         self.that(t.dtype() == DType::F32, || format!("{t:?} is not f32"));
     }
 
@@ -306,7 +322,7 @@ impl Mismatch {
         self.that(t.dtype() == DType::U32, || format!("{t:?} is not u32"));
     }
 
-    fn same_size(&mut self, a: &Tensor, b: &Tensor) {
+    pub(crate) fn same_size(&mut self, a: &Tensor, b: &Tensor) {
         let same = a.elements() == b.elements() && a.columns() == b.columns();
         self.that(same, || format!("{a:?} and {b:?} differ in shape"));
     }
@@ -319,7 +335,7 @@ impl Mismatch {
         self.that(t.elements() == n, || format!("{t:?} does not have {n} elements"));
     }
 
-    fn f32_vector(&mut self, t: &Tensor, n: u64) {
+    pub(crate) fn f32_vector(&mut self, t: &Tensor, n: u64) {
         self.f32(t);
         self.vector(t, n);
     }

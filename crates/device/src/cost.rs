@@ -125,6 +125,18 @@ impl Op<'_> {
             Op::Embedding { tokens, out: rows, .. } | Op::EmbeddingBackward { tokens, dout: rows, .. } => {
                 cost.bytes = tokens.bytes() + 2 * rows.bytes();
             }
+            Op::Update(update) => cost.bytes += update.further_bytes(),
+            Op::NormRatios { a, b, .. } => cost.bytes = a.bytes() + b.bytes(),
+            // A logarithm and a cosine for every element.
+            Op::RandomNormal { out, .. } => cost.exps = 2 * out.elements(),
+            // Twice, a product and a multiple of each row for each row before it.
+            Op::Orthonormalize { x } => {
+                cost.matmul = Some((Compute::F32, 4 * x.rows() * x.elements()));
+            }
+            // Some eight sweeps, each of which rotates every pair of rows and columns, and vectors.
+            Op::Eigenvectors { matrix, .. } => {
+                cost.matmul = Some((Compute::F32, 8 * 9 * matrix.rows() * matrix.elements()));
+            }
             _ => {}
         }
         cost

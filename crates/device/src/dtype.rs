@@ -17,6 +17,8 @@ pub enum DType {
     U32,
     /// Signed 8-bit codes whose scales are a tensor of their own.
     I8,
+    /// 8-bit places in a table, whose scales are a tensor of their own.
+    U8,
     /// GGUF: blocks of 32, f16 scale, 8-bit signed codes (34 bytes).
     Q8_0,
     /// GGUF: blocks of 32, f16 scale, 4-bit codes less 8 (18 bytes).
@@ -64,12 +66,13 @@ const FACTOR_BYTES: u64 = 8;
 
 impl DType {
     /// Every type.
-    pub const ALL: [DType; 23] = [
+    pub const ALL: [DType; 24] = [
         DType::F32,
         DType::Bf16,
         DType::F16,
         DType::U32,
         DType::I8,
+        DType::U8,
         DType::Q8_0,
         DType::Q4_0,
         DType::Q4_1,
@@ -93,7 +96,7 @@ impl DType {
     /// Elements in one block: 1 for plain types.
     pub fn block_elements(self) -> u64 {
         match self {
-            DType::F32 | DType::Bf16 | DType::F16 | DType::U32 | DType::I8 => 1,
+            DType::F32 | DType::Bf16 | DType::F16 | DType::U32 | DType::I8 | DType::U8 => 1,
             DType::Q8_0 | DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 => 32,
             DType::Iq4Nl | DType::Mxfp4 => 32,
             DType::Nf4 | DType::Fp4 | DType::Nf4F32 | DType::Fp4F32 | DType::Int8 => 64,
@@ -120,7 +123,7 @@ impl DType {
         match self {
             DType::F32 | DType::U32 => 4,
             DType::Bf16 | DType::F16 => 2,
-            DType::I8 => 1,
+            DType::I8 | DType::U8 => 1,
             DType::Q8_0 => 34,
             DType::Q4_0 | DType::Iq4Nl => 18,
             DType::Q4_1 => 20,
@@ -182,6 +185,7 @@ impl DType {
             DType::F16 => "f16",
             DType::U32 => "u32",
             DType::I8 => "i8",
+            DType::U8 => "u8",
             DType::Q8_0 => "q8_0",
             DType::Q4_0 => "q4_0",
             DType::Q4_1 => "q4_1",

@@ -12,11 +12,15 @@ mod dry;
 mod dtype;
 mod op;
 mod tensor;
+mod update;
 
 pub use cost::{Cost, Tally};
 pub use cpu::{Cpu, CpuOptions};
 pub use device::{Device, DeviceError};
 pub use dry::Dry;
 pub use dtype::DType;
-pub use op::{AdamW, AttentionShape, Compute, Glu, IGNORED_TARGET, Op, Rounding};
+pub use op::{AttentionShape, Compute, Glu, IGNORED_TARGET, Op, Rounding};
 pub use tensor::{Shape, Tensor};
+pub use update::{
+    Adafactor, Adam, Apollo, BLOCK_8BIT, Channels, Codes, Lion, Rule, SecondMoment, Sgd, Update,
+};

@@ -4,7 +4,7 @@
 //! Float tensors are f32 or bf16, each by itself, unless said otherwise; kernels compute in f32.
 //! "in place" lists which output may be the same memory as which input; nothing else may overlap.
 
-use crate::Tensor;
+use crate::{Adam, Channels, Tensor, Update};
 
 /// A target that does not count in the loss.
 pub const IGNORED_TARGET: u32 = u32::MAX;
@@ -72,25 +72,6 @@ pub struct AttentionShape {
     pub soft_cap: Option<f32>,
 }
 
-/// The numbers of one AdamW update (Loshchilov and Hutter 2019, as PyTorch computes it).
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AdamW {
-    /// Learning rate of this step.
-    pub lr: f32,
-    /// Decay of the first moment.
-    pub beta1: f32,
-    /// Decay of the second moment.
-    pub beta2: f32,
-    /// Added to the root of the second moment.
-    pub epsilon: f32,
-    /// Decoupled weight decay.
-    pub weight_decay: f32,
-    /// 1-based number of the step, for bias correction.
-    pub step: u64,
-    /// Factor on the gradient (the clipping coefficient).
-    pub grad_scale: f32,
-}
-
 /// One operation. Field names are explained in each variant.
 #[allow(missing_docs)]
 #[derive(Clone, Copy, Debug)]
@@ -106,8 +87,8 @@ pub enum Op<'a> {
 
     /// `out[n] = table[tokens[n]]`; tokens u32 `[N]`, table `[V, H]`, out `[N, H]`. A token outside the table is an error.
     Embedding { tokens: &'a Tensor, table: &'a Tensor, out: &'a Tensor },
-    /// `dtable[tokens[n]] += dout[n]`, in token order.
-    EmbeddingBackward { tokens: &'a Tensor, dout: &'a Tensor, dtable: &'a Tensor },
+    /// `dtable[tokens[n]] += dout[n]`, in token order; `rounding` is that of a narrow dtable's sums.
+    EmbeddingBackward { tokens: &'a Tensor, dout: &'a Tensor, dtable: &'a Tensor, rounding: Rounding },
 
     /// RMSNorm (Zhang and Sennrich 2019): out = x * rstd * (weight_offset + weight), rstd = 1 / sqrt(mean(x^2) + epsilon).
     /// x, out `[N, H]`; weight `[H]`; rstd f32 `[N]`.
@@ -170,12 +151,14 @@ pub enum Op<'a> {
         accumulate: bool,
         compute: Compute,
     },
-    /// dweight (+)= dout^T x; dout `[N, O]`, x `[N, I]`, dweight `[O, I]`.
+    /// dweight (+)= dout^T x; dout `[N, O]`, x `[N, I]`, dweight `[O, I]`. `rounding` is that of sums with what a bf16
+    /// dweight held before.
     LinearBackwardWeight {
         dout: &'a Tensor,
         x: &'a Tensor,
         dweight: &'a Tensor,
         accumulate: bool,
+        rounding: Rounding,
         compute: Compute,
     },
     /// dbias (+)= sum over rows of dout; dout `[N, O]`, dbias `[O]`.
@@ -263,17 +246,23 @@ pub enum Op<'a> {
 
     /// `out[0]` = sum of squares of x; out f32 `[1]`. Summed in f64 over pieces of a fixed size, in order.
     SumSquares { x: &'a Tensor, out: &'a Tensor },
-    /// One AdamW update of a parameter; m, v f32. With `master` (f32) the update happens there and param gets it rounded;
-    /// without, param itself is updated, narrow types with `rounding`.
-    AdamW {
-        param: &'a Tensor,
-        master: Option<&'a Tensor>,
-        grad: &'a Tensor,
-        m: &'a Tensor,
-        v: &'a Tensor,
-        hyper: AdamW,
-        rounding: Rounding,
-    },
+    /// One step of an optimizer on a parameter: see [`Update`].
+    Update(Update<'a>),
+    /// Adam's direction in place of the gradient: m and v move towards grad, out = m / (sqrt(v) + epsilon). All f32 of
+    /// one shape. The learning rate, the bias corrections and the decay of `hyper` are left to the update. In place:
+    /// out = grad.
+    AdamDirection { grad: &'a Tensor, m: &'a Tensor, v: &'a Tensor, out: &'a Tensor, hyper: Adam },
+    /// `out[c]` = |a| / (|b| + epsilon) over the elements of each channel; a, b f32, out f32, one for each channel.
+    NormRatios { a: &'a Tensor, b: &'a Tensor, out: &'a Tensor, channels: Channels, epsilon: f32 },
+    /// out f32 = normal random numbers of mean 0, from the seed and the element's index.
+    RandomNormal { out: &'a Tensor, std: f32, seed: u64 },
+    /// Makes the rows of x f32 `[K, N]` orthonormal in place, each within the span of itself and those before it, by
+    /// modified Gram-Schmidt, twice. A row that depends on those before it becomes 0.
+    Orthonormalize { x: &'a Tensor },
+    /// The first K columns of out f32 `[N, K]` are unit eigenvectors of the symmetric matrix f32 `[N, N]`, for its K
+    /// largest eigenvalues in falling order, by Jacobi's cyclic method. The matrix is destroyed; `vectors` f32 `[N, N]`
+    /// is workspace.
+    Eigenvectors { matrix: &'a Tensor, vectors: &'a Tensor, out: &'a Tensor },
 }
 
 impl Op<'_> {
@@ -306,7 +295,12 @@ impl Op<'_> {
             Op::QuantizeInt8 { .. } => "quantize_int8",
             Op::DequantizeInt8 { .. } => "dequantize_int8",
             Op::SumSquares { .. } => "sum_squares",
-            Op::AdamW { .. } => "adamw",
+            Op::Update(update) => update.name(),
+            Op::AdamDirection { .. } => "adam_direction",
+            Op::NormRatios { .. } => "norm_ratios",
+            Op::RandomNormal { .. } => "random_normal",
+            Op::Orthonormalize { .. } => "orthonormalize",
+            Op::Eigenvectors { .. } => "eigenvectors",
         }
     }
 }

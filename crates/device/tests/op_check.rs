@@ -1,11 +1,12 @@
 //! What operations refuse: the same on every device, before anything is computed.
 
 use plimsoll_device::{
-    AdamW, AttentionShape, Compute, Cpu, CpuOptions, DType, Device, Dry, Glu, Op, Rounding, Shape, Tensor,
+    Adafactor, Adam, AttentionShape, Channels, Codes, Compute, Cpu, CpuOptions, DType, Device, Dry, Glu,
+    Lion, Op, Rounding, Rule, SecondMoment, Shape, Tensor, Update,
 };
 use plimsoll_memory::Tag;
 
-use DType::{Bf16, F16, F32, Q8_0, U32};
+use DType::{Bf16, F16, F32, Q8_0, U8, U32};
 
 fn tensor(device: &impl Device, dtype: DType, sizes: &[u64]) -> Tensor {
     device.alloc(dtype, sizes, Tag::Workspace, "t").unwrap()
@@ -94,6 +95,7 @@ fn shapes() {
             tokens: &t[0],
             dout: &t[2],
             dtable: &t[1],
+            rounding: plimsoll_device::Rounding::Nearest,
         })
     };
     assert_eq!(embedding(&[1, 4], &[3, 4]), "embedding_backward: t f32[3, 4] is not [2, 4]");
@@ -127,25 +129,77 @@ fn shapes() {
     assert_eq!(linear(&[2, 3], &[3, 4], &[2, 4]), message);
 
     let adamw = |m: &[u64]| {
-        complaint(&[(Bf16, &[4]), (F32, &[4]), (F32, m), (F32, &[4])], |t| Op::AdamW {
-            param: &t[0],
-            master: None,
-            grad: &t[1],
-            m: &t[2],
-            v: &t[3],
-            hyper: AdamW {
-                lr: 1e-3,
-                beta1: 0.9,
-                beta2: 0.999,
-                epsilon: 1e-8,
-                weight_decay: 0.0,
-                step: 1,
-                grad_scale: 1.0,
-            },
-            rounding: Rounding::Nearest,
+        let hyper = Adam { lr: 1e-3, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.0, step: 1 };
+        complaint(&[(Bf16, &[4]), (F32, &[4]), (F32, m), (F32, &[4])], |t| {
+            update(&t[0], &t[1], Rule::AdamW { m: &t[2], v: &t[3], hyper })
         })
     };
     assert_eq!(adamw(&[3]), "adamw: t bf16[4] and t f32[3] differ in shape");
+}
+
+fn update<'a>(param: &'a Tensor, grad: &'a Tensor, rule: Rule<'a>) -> Op<'a> {
+    Op::Update(Update { param, master: None, grad, grad_scale: 1.0, rounding: Rounding::Nearest, rule })
+}
+
+#[test]
+fn optimizers() {
+    let hyper = Lion { lr: 1e-3, beta1: 0.9, beta2: 0.99, weight_decay: 0.0 };
+    let lion_8bit = |codes, absmax: &[u64]| {
+        complaint(&[(F32, &[257]), (F32, &[257]), (codes, &[257]), (F32, absmax)], |t| {
+            update(&t[0], &t[1], Rule::Lion8bit { m: Codes { codes: &t[2], absmax: &t[3] }, hyper })
+        })
+    };
+    assert_eq!(lion_8bit(U8, &[2]), "");
+    assert_eq!(lion_8bit(F32, &[2]), "lion_8bit: t f32[257] is not u8");
+    assert_eq!(lion_8bit(U8, &[1]), "lion_8bit: t f32[1] does not have 2 elements");
+
+    let adam = Adam { lr: 1e-3, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.0, step: 1 };
+    let adam_mini = |runs: &[u64]| {
+        complaint(&[(F32, &[6]), (F32, &[6]), (F32, &[6]), (F32, runs)], |t| {
+            update(&t[0], &t[1], Rule::AdamMini { m: &t[2], v: &t[3], hyper: adam })
+        })
+    };
+    assert_eq!(adam_mini(&[3]), "");
+    assert_eq!(adam_mini(&[4]), "adam_mini: t f32[6] does not fall into 4 equal runs");
+
+    let adafactor = |rows: &[u64]| {
+        complaint(&[(F32, &[2, 3]), (F32, &[2, 3]), (F32, rows), (F32, &[3])], |t| {
+            let hyper = Adafactor {
+                lr: 1e-3,
+                beta2: 0.5,
+                beta1: 0.0,
+                epsilon: 1e-30,
+                scale_by_parameter: None,
+                clip_threshold: 1.0,
+                weight_decay: 0.0,
+            };
+            let second = SecondMoment::Factored { rows: &t[2], columns: &t[3] };
+            update(&t[0], &t[1], Rule::Adafactor { second, m: None, hyper })
+        })
+    };
+    assert_eq!(adafactor(&[2]), "");
+    assert_eq!(adafactor(&[3]), "adafactor: t f32[3] does not have 2 elements");
+
+    let eigen = |out: &[u64]| {
+        complaint(&[(F32, &[3, 3]), (F32, &[3, 3]), (F32, out)], |t| Op::Eigenvectors {
+            matrix: &t[0],
+            vectors: &t[1],
+            out: &t[2],
+        })
+    };
+    assert_eq!(eigen(&[3, 2]), "");
+    assert_eq!(eigen(&[3, 4]), "eigenvectors: t f32[3, 4] is not columns of t f32[3, 3]");
+    let ratios = |out: &[u64]| {
+        complaint(&[(F32, &[2, 3]), (F32, &[2, 3]), (F32, out)], |t| Op::NormRatios {
+            a: &t[0],
+            b: &t[1],
+            out: &t[2],
+            channels: Channels::Columns,
+            epsilon: 1e-8,
+        })
+    };
+    assert_eq!(ratios(&[3]), "");
+    assert_eq!(ratios(&[2]), "norm_ratios: t f32[2] does not have 3 elements");
 }
 
 #[test]

@@ -17,6 +17,7 @@ mod keys;
 mod load;
 mod memory;
 mod model;
+mod optimizer;
 mod output;
 mod parallel;
 mod place;
@@ -37,14 +38,15 @@ pub use error::{ConfigError, ConflictingKey};
 pub use keys::keys;
 pub use memory::{MemoryConfig, OffloadConfig, OffloadTarget};
 pub use model::{Architecture, FromScratchConfig, ModelConfig, TokenizerSource};
+pub use optimizer::{Optimizer, OptimizerOptions, ParameterGroup, ParameterGroups, ScaleType};
 pub use output::OutputConfig;
 pub use parallel::{ParallelConfig, ShardingStrategy};
 pub use place::Place;
 pub use policies::{ActivationCompression, GradientCheckpointing};
 pub use section::KeyDoc;
 pub use training::{
-    Attention, GradientDtype, InBackwardClipping, LrSchedule, MasterWeights, Method, MixedPrecision,
-    Optimizer, TrainingConfig, TrainingLength,
+    Attention, GradientDtype, InBackwardClipping, LearningRateScaling, LrSchedule, MasterWeights, Method,
+    MixedPrecision, NotFinite, TrainingConfig, TrainingLength,
 };
 pub use value::{Auto, Paths};
 

@@ -118,10 +118,11 @@ impl DryRun {
         let mut decoder = Decoder::with_weight_types(&dry, spec.clone(), settings, weight_types)?;
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
         let chunk = settings.prompt_chunk_tokens.max(1);
-        for pass in [prompt.min(chunk), prompt % chunk, 1] {
-            if pass > 0 && decoder.len() + pass <= settings.context {
-                decoder.append(&vec![0; pass as usize])?;
-            }
+        // A whole pass and what is left after the last whole one; logits come after the last pass alone.
+        let passes = if prompt > chunk { chunk + prompt % chunk } else { prompt };
+        decoder.append(&vec![0; passes as usize])?;
+        if prompt < settings.context {
+            decoder.append(&[0])?;
         }
         Ok(dry.arena().high_water())
     }

@@ -4,8 +4,8 @@
 use plimsoll_device::DType;
 use plimsoll_model::ModelSpec;
 use plimsoll_step::{
-    AdamWSettings, Checkpointing, GradientClipping, Group, LossScaling, NormSource, Precision, StepError,
-    StepSettings, UpdateTiming,
+    Checkpointing, GradientClipping, Group, LossScaling, NormSource, Precision, StepError, StepSettings,
+    UpdateTiming,
 };
 
 use crate::config::{
@@ -13,6 +13,7 @@ use crate::config::{
     TrainingConfig,
 };
 use crate::dry_run::DryRun;
+use crate::optimizer::optimizer_settings;
 use crate::time::{Rates, TimeEstimate};
 
 /// Sequences of an optimizer step where the user names none.
@@ -207,13 +208,7 @@ pub(crate) fn step_settings(
             .loss_chunk_tokens()
             .set()
             .unwrap_or_else(|| loss_chunk_tokens(spec.vocab_size, batch_size * sequence_length)),
-        optimizer: AdamWSettings {
-            beta1: training.adam_beta1(),
-            beta2: training.adam_beta2(),
-            epsilon: training.adam_epsilon(),
-            weight_decay: training.weight_decay(),
-            decay_norms_and_biases: training.decay_norms_and_biases(),
-        },
+        optimizer: optimizer_settings(training),
         clipping: if clip > 0.0 { GradientClipping::GlobalNorm(clip) } else { GradientClipping::None },
         loss_scaling: (precision.activations == DType::F16).then(LossScaling::default),
         update: match (training.optimizer_in_backward(), training.in_backward_clipping) {

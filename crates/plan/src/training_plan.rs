@@ -105,6 +105,12 @@ impl TrainingPlan {
         self.choice.dry_run.tags_at_peak()
     }
 
+    /// Bytes of optimizer states, which live all the time, for each parameter; master weights are not among them.
+    pub fn state_bytes_per_parameter(&self) -> f64 {
+        let states = self.at_peak().get(Tag::Optimizer);
+        states as f64 / self.spec.parameter_count().max(1) as f64
+    }
+
     /// Where in the step the peak is.
     pub fn peak_place(&self) -> (Phase, Option<u32>) {
         let at_peak = self.choice.dry_run.at_peak();
@@ -133,6 +139,11 @@ impl TrainingPlan {
                 "trainable_parameters": parameters,
             },
             "config": self.config,
+            "optimizer": {
+                "name": self.config.training.optimizer(),
+                "state_bytes": self.at_peak().get(Tag::Optimizer),
+                "state_bytes_per_parameter": self.state_bytes_per_parameter(),
+            },
             "fits": self.fits(),
             "memory": {
                 "device": {

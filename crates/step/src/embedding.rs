@@ -42,7 +42,8 @@ pub(crate) fn backward<D: Device>(
 ) -> Result<(), StepError> {
     let mut scatter = |tokens: &Tensor, role| -> Result<(), StepError> {
         let dtable = gradients.scatter_target(ctx.device, BlockId::Embedding, role)?;
-        ctx.device.run(Op::EmbeddingBackward { tokens, dout: dx, dtable: &dtable })?;
+        let rounding = gradients.rounding(BlockId::Embedding, role);
+        ctx.device.run(Op::EmbeddingBackward { tokens, dout: dx, dtable: &dtable, rounding })?;
         Ok(())
     };
     if ctx.spec.attention.rope.is_none() {

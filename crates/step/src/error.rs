@@ -24,6 +24,14 @@ pub enum StepError {
         /// The weight.
         role: Role,
     },
+    /// A parameter group that is empty.
+    #[error(
+        "training.parameter_groups: no parameter of the model has a name like '{pattern}'; `plimsoll inspect` lists the names, and * stands for any text"
+    )]
+    EmptyGroup {
+        /// The group's pattern.
+        pattern: String,
+    },
     /// A batch of another shape than the step was made for.
     #[error("a micro-batch of {got} tokens was given to a step made for {batch_size} x {sequence_length}")]
     BatchShape {
@@ -83,7 +91,7 @@ pub enum StepError {
 }
 
 /// A block in words.
-pub(crate) fn block_name(block: BlockId) -> String {
+pub fn block_name(block: BlockId) -> String {
     match block {
         BlockId::Embedding => "the embedding".to_owned(),
         BlockId::Head => "the head".to_owned(),

@@ -3,11 +3,12 @@
 
 use std::collections::HashMap;
 
-use plimsoll_device::{DType, Device, Op, Tensor};
+use plimsoll_device::{DType, Device, Op, Rounding, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, ModelSpec, Role};
 
 use crate::StepError;
+use crate::seed::{mix, parameter_number};
 use crate::store::role_name;
 
 /// The gradients that exist at the moment.
@@ -15,14 +16,29 @@ use crate::store::role_name;
 pub(crate) struct Gradients {
     dtype: DType,
     shapes: HashMap<(BlockId, Role), Vec<u64>>,
-    tensors: HashMap<(BlockId, Role), Tensor>,
+    tensors: HashMap<(BlockId, Role), Written>,
+    seed: u64,
+}
+
+#[derive(Debug)]
+struct Written {
+    gradient: Tensor,
+    /// How often something was added to it.
+    times: u64,
 }
 
 impl Gradients {
     /// No gradients yet, for the weights of a model.
     pub fn new(spec: &ModelSpec, dtype: DType) -> Self {
         let shapes = spec.parameters().into_iter().map(|p| ((p.block, p.role), p.shape)).collect();
-        Gradients { dtype, shapes, tensors: HashMap::new() }
+        Gradients { dtype, shapes, tensors: HashMap::new(), seed: 0 }
+    }
+
+    /// Gives all gradients back and starts a pass. Sums in narrow gradients are rounded stochastically by `seed`, so that
+    /// what is small beside the sum is not lost: twice the same pass gives the same bits.
+    pub fn begin(&mut self, seed: u64) {
+        self.clear();
+        self.seed = seed;
     }
 
     /// Gives all gradients back.
@@ -43,12 +59,15 @@ impl Gradients {
         role: Role,
     ) -> Result<(Tensor, bool), StepError> {
         let key = (block, role);
-        if let Some(gradient) = self.tensors.get(&key) {
-            return Ok((gradient.clone(), true));
+        if let Some(written) = self.tensors.get_mut(&key) {
+            written.times += 1;
+            return Ok((written.gradient.clone(), true));
         }
         let shape = self.shapes.get(&key).ok_or(StepError::MissingWeight { block, role })?;
-        let gradient = device.alloc(self.dtype, shape, Tag::Gradients, role_name(role))?;
-        self.tensors.insert(key, gradient.clone());
+        // Vectors are too small to save anything on, and many sums end in each of their elements.
+        let dtype = if shape.len() < 2 { DType::F32 } else { self.dtype };
+        let gradient = device.alloc(dtype, shape, Tag::Gradients, role_name(role))?;
+        self.tensors.insert(key, Written { gradient: gradient.clone(), times: 0 });
         Ok((gradient, false))
     }
 
@@ -66,8 +85,16 @@ impl Gradients {
         Ok(gradient)
     }
 
+    /// The rounding of what is now added to a gradient.
+    pub fn rounding(&self, block: BlockId, role: Role) -> Rounding {
+        let times = self.tensors.get(&(block, role)).map_or(0, |written| written.times);
+        let seed = mix(mix(self.seed, times), parameter_number(block, role));
+        Rounding::Stochastic { seed }
+    }
+
     /// A gradient that the backward pass has written.
     pub fn get(&self, block: BlockId, role: Role) -> Result<&Tensor, StepError> {
-        self.tensors.get(&(block, role)).ok_or(StepError::MissingWeight { block, role })
+        let written = self.tensors.get(&(block, role)).ok_or(StepError::MissingWeight { block, role })?;
+        Ok(&written.gradient)
     }
 }

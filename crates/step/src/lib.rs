@@ -19,18 +19,21 @@ mod norm;
 mod optimizer;
 mod policy;
 mod rope;
+mod seed;
 mod settings;
 mod store;
 mod trainer;
 
 pub use decode::{DecodeSettings, Decoder};
-pub use error::StepError;
+pub use error::{StepError, block_name};
 pub use evaluate::Evaluator;
-pub use optimizer::OptimizerState;
+pub use optimizer::{
+    AdafactorSettings, AdamSettings, ApolloChannels, EightBit, LionSettings, LowRankSettings, OptimizerKind,
+    OptimizerSettings, OptimizerState, ParameterGroup, SgdSettings, StateKind,
+};
 pub use policy::{Checkpointing, Compression, Group, Groups, LayerPolicy, Save, SavePolicy};
 pub use settings::{
-    AdamWSettings, GradientClipping, LossScaling, MicroBatch, NormSource, Precision, StepSettings,
-    UpdateTiming,
+    GradientClipping, LossScaling, MicroBatch, NormSource, Precision, StepSettings, UpdateTiming,
 };
 pub use store::{BlockWeights, ResidentStore, WeightStore};
-pub use trainer::{LossScale, NamedTensor, StateKind, StepOutcome, StepProgress, Trainer};
+pub use trainer::{LossScale, NamedTensor, StepOutcome, StepProgress, Trainer};

@@ -64,7 +64,8 @@ impl Linear<'_> {
         compute: Compute,
     ) -> Result<(), StepError> {
         let (dweight, accumulate) = gradients.target(device, self.block, self.role)?;
-        device.run(Op::LinearBackwardWeight { dout, x, dweight: &dweight, accumulate, compute })?;
+        let rounding = gradients.rounding(self.block, self.role);
+        device.run(Op::LinearBackwardWeight { dout, x, dweight: &dweight, accumulate, rounding, compute })?;
         if self.bias.is_some() {
             let (dbias, accumulate) = gradients.target(device, self.block, self.bias_role)?;
             device.run(Op::BiasBackward { dout, dbias: &dbias, accumulate })?;

@@ -2,7 +2,7 @@
 
 use plimsoll_device::{Compute, DType};
 
-use crate::{Checkpointing, Compression};
+use crate::{Checkpointing, Compression, OptimizerSettings};
 
 /// Storage types of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,33 +88,6 @@ impl Default for LossScaling {
     }
 }
 
-/// Settings of AdamW that do not change from step to step.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AdamWSettings {
-    /// Decay of the first moment.
-    pub beta1: f64,
-    /// Decay of the second moment.
-    pub beta2: f64,
-    /// Added to the root of the second moment.
-    pub epsilon: f64,
-    /// Decoupled weight decay of matrices and the embedding.
-    pub weight_decay: f64,
-    /// Whether norms and biases decay too.
-    pub decay_norms_and_biases: bool,
-}
-
-impl Default for AdamWSettings {
-    fn default() -> Self {
-        AdamWSettings {
-            beta1: 0.9,
-            beta2: 0.999,
-            epsilon: 1e-8,
-            weight_decay: 0.01,
-            decay_norms_and_biases: false,
-        }
-    }
-}
-
 /// Everything that shapes a training step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepSettings {
@@ -133,7 +106,7 @@ pub struct StepSettings {
     /// Logits of at most this many tokens exist at once.
     pub loss_chunk_tokens: u64,
     /// The optimizer.
-    pub optimizer: AdamWSettings,
+    pub optimizer: OptimizerSettings,
     /// Clipping.
     pub clipping: GradientClipping,
     /// When weights are updated.
@@ -155,7 +128,7 @@ impl StepSettings {
             compression: Compression::None,
             mlp_chunk_tokens: None,
             loss_chunk_tokens: batch_size * sequence_length,
-            optimizer: AdamWSettings::default(),
+            optimizer: OptimizerSettings::default(),
             clipping: GradientClipping::None,
             update: UpdateTiming::AfterBackward,
             loss_scaling: None,

@@ -17,9 +17,10 @@ use crate::evaluate::Evaluation;
 use crate::gradients::Gradients;
 use crate::head::{self, Head, rows};
 use crate::inputs::Inputs;
-use crate::optimizer::{Optimizer, Update};
+use crate::optimizer::{Optimizer, StateKind, Update};
 use crate::policy::{LayerPolicy, Save, SavePolicy};
 use crate::rope::RopeTables;
+use crate::seed::mix;
 use crate::settings::{GradientClipping, LossScaling, MicroBatch, NormSource, StepSettings, UpdateTiming};
 use crate::store::{BlockWeights, ResidentStore, WeightStore};
 
@@ -121,19 +122,6 @@ pub struct StepOutcome {
     pub skipped: bool,
 }
 
-/// What a tensor of the training state is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StateKind {
-    /// A weight as the products read it.
-    Weight,
-    /// Its f32 master.
-    Master,
-    /// AdamW's first moment.
-    FirstMoment,
-    /// AdamW's second moment.
-    SecondMoment,
-}
-
 /// One tensor of the training state.
 #[derive(Clone, Debug)]
 pub struct NamedTensor {
@@ -156,7 +144,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         let precision = settings.precision;
         let weights = ResidentStore::allocate(device, &spec, precision.weights, Tag::Weights)?;
         let optimizer =
-            Optimizer::allocate(device, &spec, settings.optimizer, precision.master_weights, settings.seed)?;
+            Optimizer::allocate(device, &spec, &settings.optimizer, precision.master_weights, settings.seed)?;
         let gradients = Gradients::new(&spec, precision.gradients);
         device.arena().enter(Phase::Setup, None);
         let parameters = spec.parameters();
@@ -212,7 +200,7 @@ impl<'a, D: Device> Trainer<'a, D> {
     ) -> Result<(), E> {
         for p in &self.parameters {
             let weight = self.weights.tensor(p)?;
-            let master = self.optimizer.state(p.block, p.role)?.master.as_ref();
+            let master = self.optimizer.state(p.block, p.role)?.master();
             let target = master.unwrap_or(weight);
             let mut outcome = Ok(());
             self.device
@@ -236,11 +224,7 @@ impl<'a, D: Device> Trainer<'a, D> {
                 all.push(NamedTensor { name: p.name.clone(), kind, tensor: tensor.clone() });
             };
             add(StateKind::Weight, self.weights.tensor(p)?);
-            add(StateKind::FirstMoment, &state.m);
-            add(StateKind::SecondMoment, &state.v);
-            if let Some(master) = &state.master {
-                add(StateKind::Master, master);
-            }
+            state.tensors().iter().for_each(|(kind, tensor)| add(*kind, tensor));
         }
         Ok(all)
     }
@@ -340,7 +324,7 @@ impl<'a, D: Device> Trainer<'a, D> {
 
     /// All micro-batches forward and backward; `finish` is what the last one does with complete gradients.
     fn pass(&mut self, micro_batches: &[MicroBatch<'_>], finish: Finish) -> Result<(f64, u64), StepError> {
-        self.gradients.clear();
+        self.gradients.begin(mix(self.settings.seed, self.progress.steps));
         let own: u64 = micro_batches.iter().map(MicroBatch::target_count).sum();
         let targets = self.communicator.sum(own as f64)?;
         let scale = if targets > 0.0 { 1.0 / targets } else { 0.0 };

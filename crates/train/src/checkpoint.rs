@@ -1,7 +1,7 @@
 //! Checkpoints: folders `checkpoint-N` that are whole or absent, from which a run continues to the same bits.
 //!
-//! A checkpoint holds the model as an HF folder, `optimizer.safetensors` (`NAME.exp_avg`, `NAME.exp_avg_sq`,
-//! `NAME.master`) and `trainer_state.json`. It is written under another name, synced, and renamed.
+//! A checkpoint holds the model as an HF folder, `optimizer.safetensors` (`NAME.exp_avg`, `NAME.master` and whatever else
+//! the optimizer remembers, bytes as they are) and `trainer_state.json`. It is written under another name, synced, and renamed.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -32,6 +32,14 @@ pub struct TrainerState {
     pub tokens: u64,
     /// What the data was, so that a resumed run sees the same.
     pub data: String,
+    /// The optimizer whose states these are.
+    #[serde(default = "first_optimizer")]
+    pub optimizer: String,
+}
+
+/// The one optimizer that there was when states did not name theirs.
+fn first_optimizer() -> String {
+    "adamw".to_owned()
 }
 
 /// A dynamic loss scale: see [`LossScale`].
@@ -163,7 +171,7 @@ impl Checkpoint {
             trainer.state()?.into_iter().filter(|t| t.kind != StateKind::Weight).collect();
         if file.tensors().len() != wanted.len() {
             let reason = format!(
-                "it holds {} tensors, the run needs {}; was the checkpoint written with other training.master_weights?",
+                "it holds {} tensors, the run needs {}; was it written with other training.master_weights or training.optimizer_options? Its run's plimsoll.yaml says",
                 file.tensors().len(),
                 wanted.len()
             );
@@ -240,13 +248,7 @@ pub(crate) fn copy_out<D: Device>(device: &D, tensor: &Tensor, out: &mut dyn Wri
 }
 
 fn stored_name(tensor: &NamedTensor) -> String {
-    let suffix = match tensor.kind {
-        StateKind::Weight => "weight",
-        StateKind::Master => "master",
-        StateKind::FirstMoment => "exp_avg",
-        StateKind::SecondMoment => "exp_avg_sq",
-    };
-    format!("{}.{suffix}", tensor.name)
+    format!("{}.{}", tensor.name, tensor.kind.suffix())
 }
 
 fn stored_dtype(dtype: DType) -> StoredDType {

@@ -69,12 +69,14 @@ pub enum TrainError {
         path: PathBuf,
     },
     /// The weights went bad; everything up to the last checkpoint is kept.
-    #[error("step {step}: {source}")]
+    #[error("step {step}: {source}. What is known of it is in {}", .diagnostic.display())]
     NotFinite {
         /// 1-based number of the step.
         step: u64,
         /// What came out.
         source: StepError,
+        /// The file that says more.
+        diagnostic: PathBuf,
     },
 }
 

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod checkpoint;
+mod diagnostic;
 mod error;
 mod metrics;
 mod observer;
@@ -13,6 +14,7 @@ mod schedule;
 mod stop;
 
 pub use checkpoint::{Checkpoint, TrainerState};
+pub use diagnostic::{BadOutput, Diagnostic};
 pub use error::TrainError;
 pub use metrics::{MemoryMetrics, StepMetrics};
 pub use observer::{Event, MemoryLevel, Observer};

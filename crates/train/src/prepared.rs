@@ -7,7 +7,7 @@ use plimsoll_device::Device;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{ModelFiles, SaveWriter, init};
 use plimsoll_parallel::Solo;
-use plimsoll_plan::config::{LrSchedule, RawConfig, TrainingLength};
+use plimsoll_plan::config::{LrSchedule, NotFinite, RawConfig, TrainingLength};
 use plimsoll_plan::hardware::process_memory;
 use plimsoll_plan::{Machine, ModelOrigin, OriginError, TrainingPlan};
 use plimsoll_step::{MicroBatch, Trainer};
@@ -80,6 +80,16 @@ impl Prepared {
             && state.data != train.identity()
         {
             let reason = "the training data, the tokenizer or the way they are cut has changed since it was written; restore them or start a new run from its model".to_owned();
+            return Err(TrainError::Checkpoint { path: checkpoint.path.clone(), reason });
+        }
+        let optimizer = config.training.optimizer().name();
+        if let Some((checkpoint, state)) = &resumed
+            && state.optimizer != optimizer
+        {
+            let reason = format!(
+                "it holds the states of training.optimizer {}, the configuration says {optimizer}; set it to {0}, or start a new run from the checkpoint as the model",
+                state.optimizer
+            );
             return Err(TrainError::Checkpoint { path: checkpoint.path.clone(), reason });
         }
         Ok(Prepared { config, origin, tokenizer, train, validation, resumed })
@@ -176,23 +186,15 @@ impl Prepared {
         let time = &plan.choice.time;
         RunSettings {
             output: output.to_owned(),
-            schedule: Schedule {
-                learning_rate: training.learning_rate(),
-                decay: match training.lr_schedule() {
-                    LrSchedule::Constant => Decay::Constant,
-                    LrSchedule::Linear => Decay::Linear,
-                    LrSchedule::Cosine => Decay::Cosine,
-                },
-                warmup_steps: training.warmup_steps(),
-                total_steps,
-                min_lr_ratio: training.min_lr_ratio(),
-            },
+            schedule: schedule(&plan.config, sequences, total_steps),
             accumulation: plan.choice.accumulation,
+            skip_not_finite: training.not_finite() == NotFinite::Skip,
             save_steps: every(plan.config.output.save_steps()),
             save_total_limit: Some(plan.config.output.save_total_limit()),
             eval_steps: every(plan.config.output.eval_steps()),
             final_model: plan.config.output.final_model(),
             data_identity: self.train.identity(),
+            optimizer: training.optimizer().to_string(),
             data_tokens: self.train.tokens(),
             host_bytes: plan.host_bytes,
             device_budget: plan.device_budget,
@@ -210,6 +212,31 @@ impl Prepared {
                 tokens_per_second: time.tokens_per_second,
             },
         }
+    }
+}
+
+/// The learning rates of a run of `total_steps` steps of `sequences` sequences each.
+fn schedule(config: &RawConfig, sequences: u64, total_steps: u64) -> Schedule {
+    let training = &config.training;
+    let reference = training.reference_batch_size.unwrap_or(sequences);
+    let warmup = training.warmup_ratio.map(|ratio| (ratio * total_steps as f64).ceil() as u64);
+    let options = &training.optimizer_options;
+    Schedule {
+        learning_rate: training.learning_rate()
+            * training.learning_rate_scaling().factor(sequences, reference),
+        decay: match training.lr_schedule() {
+            _ if config.relative_step() => {
+                Decay::Relative { warmup_init: options.warmup_init.unwrap_or(false) }
+            }
+            LrSchedule::Constant => Decay::Constant,
+            LrSchedule::Linear => Decay::Linear,
+            LrSchedule::Cosine => Decay::Cosine,
+            LrSchedule::InverseSqrt => Decay::InverseSqrt,
+            LrSchedule::Wsd => Decay::StableThenLinear { decay_ratio: training.decay_ratio() },
+        },
+        warmup_steps: warmup.unwrap_or(training.warmup_steps()),
+        total_steps,
+        min_lr_ratio: training.min_lr_ratio(),
     }
 }
 

@@ -5,12 +5,16 @@ use std::time::Instant;
 
 use plimsoll_data::Batch;
 use plimsoll_device::Device;
-use plimsoll_step::{MicroBatch, StepError, Trainer};
+use plimsoll_step::{MicroBatch, StepError, StepOutcome, Trainer};
 
 use crate::checkpoint::{Checkpoint, TrainerState, VERSION, sweep, tidy};
+use crate::diagnostic::Diagnostic;
 use crate::metrics::{MemoryMetrics, MetricsFile, StepMetrics};
 use crate::report::{Measured, Planned, Report, median};
 use crate::{Event, MemoryLevel, Observer, Schedule, StopFlag, TrainError};
+
+/// Steps that may be skipped one after the other: a model that gives nothing but these is lost.
+const MOST_SKIPPED: u64 = 10;
 
 /// How a run is conducted; the step itself is set up already.
 #[derive(Clone, Debug)]
@@ -29,8 +33,12 @@ pub struct RunSettings {
     pub eval_steps: Option<u64>,
     /// Whether the final model is written.
     pub final_model: bool,
+    /// Whether a step whose loss or gradients are not finite is skipped instead of ending the run.
+    pub skip_not_finite: bool,
     /// Identity of the data.
     pub data_identity: String,
+    /// Name of the optimizer.
+    pub optimizer: String,
     /// Tokens of the training data.
     pub data_tokens: u64,
     /// Host memory of the data pipeline.
@@ -164,12 +172,24 @@ fn one_step<'a, D: Device>(
         batches.iter().map(|b| MicroBatch { tokens: &b.tokens, targets: &b.targets }).collect();
     let lr = settings.schedule.lr(progress.state.step);
     let step = progress.state.step + 1;
-    let outcome = trainer.step(&micro_batches, lr).map_err(|source| match source {
-        StepError::NotFinite { .. } | StepError::NotFiniteWithin { .. } => {
-            TrainError::NotFinite { step, source }
+    let outcome = match trainer.step(&micro_batches, lr) {
+        Ok(outcome) => outcome,
+        Err(error @ (StepError::NotFinite { .. } | StepError::NotFiniteWithin { .. })) => {
+            let place = (step, lr, progress.state.windows);
+            let diagnostic = Diagnostic::of_step(trainer, &micro_batches, place, &error);
+            let path = diagnostic.write(&settings.output)?;
+            match error {
+                StepError::NotFinite { loss, grad_norm, .. }
+                    if settings.skip_not_finite && progress.skipped_in_a_row < MOST_SKIPPED =>
+                {
+                    StepOutcome { loss, grad_norm, targets: 0, skipped: true }
+                }
+                source => return Err(TrainError::NotFinite { step, source, diagnostic: path }),
+            }
         }
-        other => other.into(),
-    })?;
+        Err(other) => return Err(other.into()),
+    };
+    progress.skipped_in_a_row = if outcome.skipped { progress.skipped_in_a_row + 1 } else { 0 };
     let seconds = begun.elapsed().as_secs_f64();
     let tokens: u64 = batches.iter().map(|b| b.tokens.len() as u64).sum();
     let sequences = trainer.settings().batch_size * settings.accumulation;
@@ -179,8 +199,10 @@ fn one_step<'a, D: Device>(
     progress.state.tokens += tokens;
     progress.seconds.push(seconds);
     progress.tokens_per_second.push(tokens as f64 / seconds);
-    progress.first_loss.get_or_insert(outcome.loss);
-    progress.last_loss = Some(outcome.loss);
+    if outcome.loss.is_finite() {
+        progress.first_loss.get_or_insert(outcome.loss);
+        progress.last_loss = Some(outcome.loss);
+    }
     Ok(StepMetrics {
         step,
         loss: outcome.loss,
@@ -215,12 +237,14 @@ struct Progress {
     last_loss: Option<f64>,
     validation_loss: Option<f64>,
     checkpoint: Option<Checkpoint>,
+    skipped_in_a_row: u64,
     memory_level: MemoryLevel,
 }
 
 impl Progress {
     fn new(settings: &RunSettings, start: Option<TrainerState>) -> Progress {
         let data = settings.data_identity.clone();
+        let optimizer = settings.optimizer.clone();
         let state = start.unwrap_or(TrainerState {
             version: VERSION,
             step: 0,
@@ -230,6 +254,7 @@ impl Progress {
             windows: 0,
             tokens: 0,
             data,
+            optimizer,
         });
         Progress {
             state,
@@ -239,6 +264,7 @@ impl Progress {
             last_loss: None,
             validation_loss: None,
             checkpoint: None,
+            skipped_in_a_row: 0,
             memory_level: MemoryLevel::Normal,
         }
     }

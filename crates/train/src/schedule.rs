@@ -1,7 +1,7 @@
-//! The learning rate of every step: warm-up, then constant, linear or cosine decay.
+//! The learning rate of every step: warm-up, then a decay, or Adafactor's own.
 
 /// The shape of the decay after warm-up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Decay {
     /// The peak rate to the end.
     Constant,
@@ -9,6 +9,25 @@ pub enum Decay {
     Linear,
     /// Along half a cosine to the floor (Loshchilov and Hutter 2017, without restarts).
     Cosine,
+    /// With the inverse square root of the step (Vaswani et al. 2017), not below the floor. It begins as if the warm-up,
+    /// or [`Decay::STEPS_WITHOUT_WARMUP`] where there is none, had been steps of it.
+    InverseSqrt,
+    /// Warmup-stable-decay (Hu et al. 2024, MiniCPM): the peak rate, then in a straight line to the floor over the last
+    /// steps.
+    StableThenLinear {
+        /// The last steps as a share of all.
+        decay_ratio: f64,
+    },
+    /// Adafactor's relative step (Shazeer and Stern 2018): min(0.01, 1 / sqrt(step)), whatever the peak rate.
+    Relative {
+        /// Whether 0.01 is 1e-6 times the step.
+        warmup_init: bool,
+    },
+}
+
+impl Decay {
+    /// Where the inverse square root begins without a warm-up (transformers).
+    pub const STEPS_WITHOUT_WARMUP: u64 = 10_000;
 }
 
 /// A learning-rate schedule.
@@ -29,15 +48,34 @@ pub struct Schedule {
 impl Schedule {
     /// The learning rate of the step after `steps_done` steps.
     pub fn lr(&self, steps_done: u64) -> f64 {
+        if let Decay::Relative { warmup_init } = self.decay {
+            let step = (steps_done + 1) as f64;
+            return step.powf(-0.5).min(if warmup_init { 1e-6 * step } else { 1e-2 });
+        }
         if steps_done < self.warmup_steps {
             return self.learning_rate * (steps_done + 1) as f64 / self.warmup_steps as f64;
         }
-        let decaying = self.total_steps.saturating_sub(self.warmup_steps).max(1) as f64;
-        let progress = ((steps_done - self.warmup_steps) as f64 / decaying).min(1.0);
+        let after = steps_done - self.warmup_steps;
+        let fall = |first: u64| {
+            let falling = self.total_steps.saturating_sub(first).max(1) as f64;
+            (steps_done.saturating_sub(first) as f64 / falling).min(1.0)
+        };
         let share = match self.decay {
-            Decay::Constant => return self.learning_rate,
-            Decay::Linear => 1.0 - progress,
-            Decay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
+            Decay::Constant | Decay::Relative { .. } => return self.learning_rate,
+            Decay::Linear => 1.0 - fall(self.warmup_steps),
+            Decay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * fall(self.warmup_steps)).cos()),
+            Decay::InverseSqrt => {
+                let scale = match self.warmup_steps {
+                    0 => Decay::STEPS_WITHOUT_WARMUP,
+                    steps => steps,
+                } as f64;
+                let share = (scale / (scale + after as f64)).sqrt();
+                return self.learning_rate * share.max(self.min_lr_ratio);
+            }
+            Decay::StableThenLinear { decay_ratio } => {
+                let last = (decay_ratio * self.total_steps as f64).ceil() as u64;
+                1.0 - fall(self.total_steps.saturating_sub(last).max(self.warmup_steps))
+            }
         };
         self.learning_rate * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * share)
     }
@@ -61,6 +99,27 @@ mod tests {
         check(Decay::Linear, 0.2, &[0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]);
         let half = 0.5 * (1.0 + std::f64::consts::FRAC_1_SQRT_2);
         check(Decay::Cosine, 0.0, &[0.5, 1.0, 1.0, half, 0.5, 1.0 - half, 0.0]);
+        let root = |x: f64| x.sqrt();
+        check(
+            Decay::InverseSqrt,
+            0.0,
+            &[0.5, 1.0, 1.0, root(2.0 / 3.0), root(0.5), root(0.4), root(1.0 / 3.0)],
+        );
+        check(Decay::InverseSqrt, 0.9, &[0.5, 1.0, 1.0, 0.9, 0.9]);
+        let wsd = Decay::StableThenLinear { decay_ratio: 0.5 };
+        check(wsd, 0.0, &[0.5, 1.0, 1.0, 1.0, 2.0 / 3.0, 1.0 / 3.0, 0.0]);
+        check(Decay::StableThenLinear { decay_ratio: 0.0 }, 0.0, &[0.5, 1.0, 1.0, 1.0, 1.0, 1.0]);
+        check(Decay::StableThenLinear { decay_ratio: 1.0 }, 0.0, &[0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]);
+        check(Decay::Relative { warmup_init: false }, 0.0, &[0.01; 6]);
+        check(Decay::Relative { warmup_init: true }, 0.0, &[1e-6, 2e-6, 3e-6]);
+        let late = Schedule {
+            learning_rate: 1.0,
+            decay: Decay::Relative { warmup_init: false },
+            warmup_steps: 0,
+            total_steps: 40_000,
+            min_lr_ratio: 0.0,
+        };
+        assert_eq!(late.lr(39_999), 0.005);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use plimsoll_model::{ModelError, ModelFiles, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
 use plimsoll_step::{
-    AdamWSettings, Checkpointing, DecodeSettings, Decoder, Evaluator, GradientClipping, MicroBatch,
+    Checkpointing, DecodeSettings, Decoder, Evaluator, GradientClipping, MicroBatch, OptimizerSettings,
     Precision, StepError, StepSettings, Trainer,
 };
 use serde_json::Value;
@@ -113,7 +113,7 @@ fn gradients_and_steps_are_those_of_the_reference() {
     let settings = StepSettings {
         checkpointing: Checkpointing::Full,
         loss_chunk_tokens: 64,
-        optimizer: AdamWSettings { decay_norms_and_biases: true, ..AdamWSettings::default() },
+        optimizer: OptimizerSettings { decay_norms_and_biases: true, ..OptimizerSettings::default() },
         clipping: GradientClipping::GlobalNorm(1.0),
         ..StepSettings::new(1, n as u64)
     };

@@ -48,7 +48,7 @@ pub fn describe(plan: &TrainingPlan) -> String {
         plan.spec.hidden_size
     );
     out.push_str(&format!(
-        "step: {} x {} tokens, {} accumulated; {} weights{master}, {} gradients, checkpointing {}; logits of {} tokens at once\n\n",
+        "step: {} x {} tokens, {} accumulated; {} weights{master}, {} gradients, checkpointing {}; logits of {} tokens at once\n",
         settings.batch_size,
         settings.sequence_length,
         plan.choice.accumulation,
@@ -58,6 +58,11 @@ pub fn describe(plan: &TrainingPlan) -> String {
         settings.loss_chunk_tokens
     ));
     let at_peak = plan.at_peak();
+    out.push_str(&format!(
+        "optimizer {}: {:.3} bytes of state a parameter\n\n",
+        plan.config.training.optimizer(),
+        plan.state_bytes_per_parameter()
+    ));
     let mut rows: Vec<Vec<String>> =
         at_peak.iter().map(|(tag, bytes)| row![words(tag), ByteSize(bytes), share(bytes, plan)]).collect();
     let gaps = plan.choice.dry_run.at_peak().gaps();

@@ -10,11 +10,11 @@ use super::kernels::column_sums::MAX_PARTIAL_COLUMNS;
 use super::kernels::rms_norm::Weight;
 use super::kernels::rope::Angles;
 use super::kernels::{
-    Exec, Simd, activation, adamw, attention, cache, cast, column_sums, cross_entropy, elementwise,
-    embedding, int8, layer_norm, rms_norm, rope, sum_squares,
+    Exec, Simd, activation, attention, cache, cast, column_sums, cross_entropy, elementwise, embedding, int8,
+    layer_norm, random, rms_norm, rope, subspace, sum_squares, update,
 };
 use super::slices::Slices;
-use super::{Isa, Pool, matmul};
+use super::{Isa, Pool, matmul, optimizer};
 use crate::{Compute, DType, Device, DeviceError, IGNORED_TARGET, Op, Tensor};
 
 /// Bytes for partial sums and sort keys: what kernels need beside the arena and the threads' scratch.
@@ -164,13 +164,14 @@ impl Cpu {
                 in_table(name, "token", t.u32s(tokens), table.rows(), table)?;
                 embedding::embedding(exec, t.u32s(tokens), t.bytes(table), table.dtype(), t.floats_mut(out));
             }
-            Op::EmbeddingBackward { tokens, dout, dtable } => {
+            Op::EmbeddingBackward { tokens, dout, dtable, rounding } => {
                 in_table(name, "token", t.u32s(tokens), dtable.rows(), dtable)?;
                 embedding::embedding_backward(
                     exec,
                     t.u32s(tokens),
                     t.floats(dout),
                     t.floats_mut(dtable),
+                    rounding,
                     workspace,
                 );
             }
@@ -229,8 +230,9 @@ impl Cpu {
             Op::LinearBackwardInput { dout, weight, dx, accumulate, compute } => {
                 self.matmul(compute, t.matrix(dout), t.matrix(weight), t.output(dx), accumulate);
             }
-            Op::LinearBackwardWeight { dout, x, dweight, accumulate, compute } => {
-                self.matmul(compute, t.transposed(dout), t.matrix(x), t.output(dweight), accumulate);
+            Op::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute } => {
+                let sums = t.sums(dweight, rounding);
+                self.matmul(compute, t.transposed(dout), t.matrix(x), sums, accumulate);
             }
             Op::BiasBackward { dout, dbias, accumulate } => {
                 let partials = bytemuck::cast_slice_mut(workspace);
@@ -300,10 +302,31 @@ impl Cpu {
                 let sum = sum_squares::sum_squares(exec, t.floats(x), bytemuck::cast_slice_mut(workspace));
                 t.f32s_mut(out).fill(sum as f32);
             }
-            Op::AdamW { param, master, grad, m, v, hyper, rounding } => {
-                let (param, master) = (t.floats_mut(param), master.map(|master| t.f32s_mut(master)));
-                let moments = [t.f32s_mut(m), t.f32s_mut(v)];
-                adamw::adamw(exec, param, master, t.floats(grad), moments, hyper, rounding);
+            Op::Update(ref step) => optimizer::update(exec, t, step, bytemuck::cast_slice_mut(workspace)),
+            Op::AdamDirection { grad, m, v, out, hyper } => {
+                let (m, v) = (t.f32s_mut(m), t.f32s_mut(v));
+                update::adam_direction(exec, t.input(grad, &[out]), m, v, t.floats_mut(out), hyper);
+            }
+            Op::NormRatios { a, b, out, channels, epsilon } => {
+                let (columns, out) = (a.columns() as usize, t.f32s_mut(out));
+                let partials = bytemuck::cast_slice_mut(workspace);
+                update::norm_ratios(
+                    exec,
+                    [t.floats(a), t.floats(b)],
+                    columns,
+                    out,
+                    channels,
+                    epsilon,
+                    partials,
+                );
+            }
+            Op::RandomNormal { out, std, seed } => random::random_normal(exec, t.f32s_mut(out), std, seed),
+            Op::Orthonormalize { x } => {
+                subspace::orthonormalize(exec, t.f32s_mut(x), x.columns() as usize);
+            }
+            Op::Eigenvectors { matrix, vectors, out } => {
+                let n = matrix.rows() as usize;
+                subspace::eigenvectors(exec, t.f32s_mut(matrix), t.f32s_mut(vectors), t.f32s_mut(out), n);
             }
         }
         Ok(())

@@ -6,6 +6,7 @@ mod dispatch;
 pub mod isa;
 mod kernels;
 pub mod matmul;
+mod optimizer;
 pub mod pool;
 pub mod quantize;
 mod rates;

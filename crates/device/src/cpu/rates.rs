@@ -62,7 +62,8 @@ fn product_rate(pool: &Pool, isa: Isa, compute: Compute) -> f64 {
         column_stride: 1,
     };
     let b = Operand { data: b.as_ptr().cast(), rows: K, columns: N, row_stride: 1, column_stride: K, ..a };
-    let c = Output { data: c.as_mut_ptr().cast(), dtype: DType::F32, rows: M, columns: N, row_stride: N };
+    let (data, dtype) = (c.as_mut_ptr().cast(), DType::F32);
+    let c = Output { data, dtype, rows: M, columns: N, row_stride: N, dither: None };
     let time = best_of(3, || {
         // SAFETY: the vectors have the sizes described and are three different ones.
         unsafe { matmul(pool, isa, compute, a, b, c, false) }

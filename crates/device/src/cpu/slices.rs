@@ -5,8 +5,8 @@ use std::marker::PhantomData;
 use half::{bf16, f16};
 
 use super::kernels::{Floats, FloatsMut, Input};
-use super::matmul::{Operand, Output};
-use crate::{DType, Tensor};
+use super::matmul::{Dithered, Operand, Output};
+use crate::{DType, Rounding, Tensor};
 
 /// The memory behind an arena, for the time of one operation.
 #[derive(Clone, Copy)]
@@ -71,6 +71,10 @@ impl<'a> Slices<'a> {
         self.slice_mut(tensor)
     }
 
+    pub fn u8s_mut(self, tensor: &Tensor) -> &'a mut [u8] {
+        self.slice_mut(tensor)
+    }
+
     pub fn f32s(self, tensor: &Tensor) -> &'a [f32] {
         self.slice(tensor)
     }
@@ -130,6 +134,18 @@ impl<'a> Slices<'a> {
     /// A tensor as a matrix to write.
     pub fn output(self, tensor: &Tensor) -> Output {
         let (rows, columns) = (tensor.rows() as usize, tensor.columns() as usize);
-        Output { data: self.start(tensor), dtype: tensor.dtype(), rows, columns, row_stride: columns }
+        let (data, dtype) = (self.start(tensor), tensor.dtype());
+        Output { data, dtype, rows, columns, row_stride: columns, dither: None }
+    }
+
+    /// The same, to be added to with this rounding.
+    pub fn sums(self, tensor: &Tensor, rounding: Rounding) -> Output {
+        let output = self.output(tensor);
+        match rounding {
+            Rounding::Nearest => output,
+            Rounding::Stochastic { seed } => {
+                Output { dither: Some(Dithered { seed, base: output.data.addr() }), ..output }
+            }
+        }
     }
 }

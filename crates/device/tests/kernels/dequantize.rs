@@ -33,7 +33,7 @@ proptest! {
             (state >> 56) as u8
         }).collect();
         let stored = &bytes[shift..];
-        let weight = !matches!(dtype, DType::U32 | DType::I8);
+        let weight = !matches!(dtype, DType::U32 | DType::I8 | DType::U8);
         let mut first: Option<Vec<f32>> = None;
         for isa in Isa::available() {
             let mut out = vec![UNTOUCHED; GUARD + elements + GUARD];

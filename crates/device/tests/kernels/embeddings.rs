@@ -1,7 +1,7 @@
 //! Token embeddings and rotary position embeddings.
 
 use plimsoll_device::cpu::{Isa, dequantize};
-use plimsoll_device::{DType, Op};
+use plimsoll_device::{DType, Op, Rounding};
 
 use crate::harness::{Expected, Operand, check, check_gradient, noise, refusal, storages};
 use crate::reference;
@@ -77,7 +77,12 @@ fn embedding_backward() {
         check(
             &format!("{n} {h} {dout} {dtable}"),
             &operands,
-            |t| Op::EmbeddingBackward { tokens: &t[0], dout: &t[1], dtable: &t[2] },
+            |t| Op::EmbeddingBackward {
+                tokens: &t[0],
+                dout: &t[1],
+                dtable: &t[2],
+                rounding: Rounding::Nearest,
+            },
             &[Expected { operand: 2, values, tolerance: 2e-6 }],
         );
     }
@@ -92,8 +97,12 @@ fn tokens_outside_the_table_are_refused() {
     ];
     let forward = refusal(&operands, |t| Op::Embedding { tokens: &t[0], table: &t[1], out: &t[2] });
     assert_eq!(forward, "embedding: token 11 at 1 is outside operand f32[11, 2]");
-    let backward =
-        refusal(&operands, |t| Op::EmbeddingBackward { tokens: &t[0], dout: &t[2], dtable: &t[1] });
+    let backward = refusal(&operands, |t| Op::EmbeddingBackward {
+        tokens: &t[0],
+        dout: &t[2],
+        dtable: &t[1],
+        rounding: Rounding::Nearest,
+    });
     assert_eq!(backward, "embedding_backward: token 11 at 1 is outside operand f32[11, 2]");
 }
 

@@ -172,6 +172,7 @@ fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
         DType::F16 => values.iter().flat_map(|x| f16::from_f32(*x as f32).to_ne_bytes()).collect(),
         DType::U32 => values.iter().flat_map(|x| (*x as u32).to_ne_bytes()).collect(),
         DType::I8 => values.iter().map(|x| *x as i8 as u8).collect(),
+        DType::U8 => values.iter().map(|x| *x as u8).collect(),
         other => panic!("{other} is not plain"),
     }
 }
@@ -191,6 +192,7 @@ pub fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
             bytes.chunks_exact(4).map(|b| f64::from(u32::from_ne_bytes(b.try_into().unwrap()))).collect()
         }
         DType::I8 => bytes.iter().map(|b| f64::from(*b as i8)).collect(),
+        DType::U8 => bytes.iter().map(|b| f64::from(*b)).collect(),
         other => panic!("{other} is not plain"),
     }
 }

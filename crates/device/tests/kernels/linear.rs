@@ -1,6 +1,6 @@
 //! The three products of a linear layer, and its bias: that each is made of the right matrices.
 
-use plimsoll_device::{Compute, DType, Op};
+use plimsoll_device::{Compute, DType, Op, Rounding};
 
 use crate::harness::{Expected, Operand, check, noise, storages};
 
@@ -103,6 +103,7 @@ fn backward_weight() {
                     x: &t[1],
                     dweight: &t[2],
                     accumulate,
+                    rounding: Rounding::Nearest,
                     compute: Compute::F32,
                 },
                 &[expect(2, product(&transposed(douts, o), xs, [o, n, i]), before, accumulate)],
@@ -137,5 +138,38 @@ fn half_precision_operands_and_outputs() {
                 &[expected],
             );
         }
+    }
+}
+
+/// Terms too small for bf16 beside the sum add up all the same, on average.
+#[test]
+fn small_terms_are_not_lost_in_narrow_sums() {
+    let [n, i, o] = [40, 48, 64];
+    let operands = [
+        Operand::new(DType::F32, &[n, o], std::iter::repeat(1.0)),
+        Operand::new(DType::F32, &[n, i], std::iter::repeat(1e-4)),
+        Operand::new(DType::Bf16, &[o, i], std::iter::repeat(4.0)),
+    ];
+    let mean = |rounding| {
+        let op: crate::harness::MakeOp<'_> = &|t| Op::LinearBackwardWeight {
+            dout: &t[0],
+            x: &t[1],
+            dweight: &t[2],
+            accumulate: true,
+            rounding,
+            compute: Compute::F32,
+        };
+        let mut sums = Vec::new();
+        for isa in plimsoll_device::cpu::Isa::available() {
+            let alone = crate::harness::run(isa, 1, &operands, op).unwrap();
+            assert!(alone == crate::harness::run(isa, 3, &operands, op).unwrap());
+            let values = crate::harness::decode(DType::Bf16, &alone[2]);
+            sums.push(values.iter().sum::<f64>() / values.len() as f64);
+        }
+        sums
+    };
+    assert!(mean(Rounding::Nearest).iter().all(|mean| *mean == 4.0));
+    for mean in mean(Rounding::Stochastic { seed: 5 }) {
+        assert!((mean - 4.004).abs() < 6e-4, "{mean}");
     }
 }

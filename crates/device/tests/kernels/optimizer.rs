@@ -1,13 +1,12 @@
 //! AdamW.
 
 use plimsoll_device::cpu::Isa;
-use plimsoll_device::{AdamW, DType, Op, Rounding, Tensor};
+use plimsoll_device::{Adam, DType, Op, Rounding, Rule, Tensor, Update};
 
 use crate::harness::{Expected, Operand, check, decode, noise, run, storages};
 use crate::reference;
 
-const HYPER: AdamW =
-    AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.1, step: 3, grad_scale: 0.5 };
+const HYPER: Adam = Adam { lr: 1e-3, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.1, step: 3 };
 
 /// Parameter, gradient, first and second moment, master weights.
 fn operands(n: usize, param: DType, grad: DType) -> [Operand; 5] {
@@ -22,9 +21,10 @@ fn operands(n: usize, param: DType, grad: DType) -> [Operand; 5] {
     ]
 }
 
-fn op(t: &[Tensor], with_master: bool, hyper: AdamW, rounding: Rounding) -> Op<'_> {
+fn op(t: &[Tensor], with_master: bool, hyper: Adam, grad_scale: f32, rounding: Rounding) -> Op<'_> {
     let master = with_master.then(|| &t[4]);
-    Op::AdamW { param: &t[0], master, grad: &t[1], m: &t[2], v: &t[3], hyper, rounding }
+    let rule = Rule::AdamW { m: &t[2], v: &t[3], hyper };
+    Op::Update(Update { param: &t[0], master, grad: &t[1], grad_scale, rounding, rule })
 }
 
 #[test]
@@ -32,10 +32,10 @@ fn adamw() {
     for ([param, grad], n) in storages().flat_map(|t| [1, 7, 63, 1000, 40_000].map(|n| (t, n))) {
         for (with_master, step) in [(false, 1), (true, 3), (false, 1000)] {
             let operands = operands(n, param, grad);
-            let hyper = AdamW { step, ..HYPER };
+            let hyper = Adam { step, ..HYPER };
             let [params, grads, m, v, master] = operands.each_ref().map(|o| &o.values);
             let before = if with_master { master } else { params };
-            let [after, m, v] = reference::adamw(&hyper, [0.9, 0.999], before, grads, m, v);
+            let [after, m, v] = reference::adamw(&hyper, 0.5, before, grads, m, v);
             let expect = |operand, values, tolerance| Expected { operand, values, tolerance };
             let mut expected = vec![expect(0, after.clone(), 3e-7), expect(2, m, 3e-7), expect(3, v, 3e-7)];
             if with_master {
@@ -44,7 +44,7 @@ fn adamw() {
             check(
                 &format!("{n} {param} {grad} {with_master} {step}"),
                 &operands,
-                |t| op(t, with_master, hyper, Rounding::Nearest),
+                |t| op(t, with_master, hyper, 0.5, Rounding::Nearest),
                 &expected,
             );
         }
@@ -70,10 +70,10 @@ fn as_pytorch_does() {
     for isa in Isa::available() {
         let mut state = [start.to_vec(), vec![0.0; 6], vec![0.0; 6]];
         for (step, grad) in (1..).zip(grads) {
-            let hyper = AdamW { step, grad_scale: 1.0, ..HYPER };
+            let hyper = Adam { step, ..HYPER };
             let [param, m, v] = state;
             let operands = [param, grad.to_vec(), m, v].map(|x| Operand::new(DType::F32, &[6], x));
-            let after = run(isa, 1, &operands, &|t| op(t, false, hyper, Rounding::Nearest)).unwrap();
+            let after = run(isa, 1, &operands, &|t| op(t, false, hyper, 1.0, Rounding::Nearest)).unwrap();
             state = [0, 2, 3].map(|i| decode(DType::F32, &after[i]));
         }
         for (got, want) in state.iter().zip(pytorch) {
@@ -90,7 +90,7 @@ fn as_pytorch_does() {
 fn moments_fade_to_zero() {
     let operands = [0.5, 0.0, 1e-38, 1.1e-38].map(|x| Operand::new(DType::F32, &[40], [x; 40]));
     for isa in Isa::available() {
-        let after = run(isa, 1, &operands, &|t| op(t, false, HYPER, Rounding::Nearest)).unwrap();
+        let after = run(isa, 1, &operands, &|t| op(t, false, HYPER, 0.5, Rounding::Nearest)).unwrap();
         assert_eq!(decode(DType::F32, &after[2]), [0.0; 40], "{isa}");
         assert_eq!(decode(DType::F32, &after[3]), [0.0; 40], "{isa}");
     }
@@ -100,7 +100,7 @@ fn moments_fade_to_zero() {
 #[test]
 fn stochastic_rounding_keeps_small_steps() {
     let n = 50_000;
-    let hyper = AdamW { lr: 1e-4, weight_decay: 0.0, grad_scale: 1.0, step: 1, ..HYPER };
+    let hyper = Adam { lr: 1e-4, weight_decay: 0.0, step: 1, ..HYPER };
     let constant = |dtype, x: f64| Operand::new(dtype, &[n], vec![x; n]);
     let operands = [
         constant(DType::Bf16, 1.0),
@@ -109,7 +109,7 @@ fn stochastic_rounding_keeps_small_steps() {
         constant(DType::F32, 0.0),
     ];
     let mean = |isa, rounding| {
-        let after = run(isa, 2, &operands, &|t| op(t, false, hyper, rounding)).unwrap();
+        let after = run(isa, 2, &operands, &|t| op(t, false, hyper, 1.0, rounding)).unwrap();
         decode(DType::Bf16, &after[0]).iter().sum::<f64>() / n as f64
     };
     for isa in Isa::available() {

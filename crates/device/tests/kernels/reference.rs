@@ -160,23 +160,22 @@ pub fn cross_entropy(logits: &[f64], vocabulary: usize, targets: &[u32], scale: 
 
 /// Parameters, first and second moments after one step of AdamW (Loshchilov and Hutter 2019, algorithm 2).
 pub fn adamw(
-    hyper: &plimsoll_device::AdamW,
-    betas: [f64; 2],
+    hyper: &plimsoll_device::Adam,
+    grad_scale: f64,
     param: &[f64],
     grad: &[f64],
     m: &[f64],
     v: &[f64],
 ) -> [Vec<f64>; 3] {
-    let (lr, decay) = (f64::from(hyper.lr), f64::from(hyper.weight_decay));
+    let plimsoll_device::Adam { lr, beta1, beta2, epsilon, weight_decay, step } = *hyper;
     let [mut params, mut ms, mut vs] = [vec![], vec![], vec![]];
     for i in 0..param.len() {
-        let g = grad[i] * f64::from(hyper.grad_scale);
-        let m = betas[0] * m[i] + (1.0 - betas[0]) * g;
-        let v = betas[1] * v[i] + (1.0 - betas[1]) * g * g;
-        let m_hat = m / (1.0 - betas[0].powf(hyper.step as f64));
-        let v_hat = v / (1.0 - betas[1].powf(hyper.step as f64));
-        params
-            .push(param[i] - lr * decay * param[i] - lr * m_hat / (v_hat.sqrt() + f64::from(hyper.epsilon)));
+        let g = grad[i] * grad_scale;
+        let m = beta1 * m[i] + (1.0 - beta1) * g;
+        let v = beta2 * v[i] + (1.0 - beta2) * g * g;
+        let m_hat = m / (1.0 - beta1.powf(step as f64));
+        let v_hat = v / (1.0 - beta2.powf(step as f64));
+        params.push(param[i] - lr * weight_decay * param[i] - lr * m_hat / (v_hat.sqrt() + epsilon));
         ms.push(m);
         vs.push(v);
     }

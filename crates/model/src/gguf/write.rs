@@ -57,9 +57,14 @@ pub fn ggml_type(dtype: DType) -> Option<u32> {
         DType::Iq4Nl => Some(20),
         DType::Bf16 => Some(30),
         DType::Mxfp4 => Some(39),
-        DType::U32 | DType::I8 | DType::Nf4 | DType::Fp4 | DType::Nf4F32 | DType::Fp4F32 | DType::Int8 => {
-            None
-        }
+        DType::U32
+        | DType::I8
+        | DType::U8
+        | DType::Nf4
+        | DType::Fp4
+        | DType::Nf4F32
+        | DType::Fp4F32
+        | DType::Int8 => None,
     }
 }
 

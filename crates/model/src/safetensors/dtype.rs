@@ -85,6 +85,7 @@ impl StoredDType {
             DType::F16 => Some(StoredDType::F16),
             DType::U32 => Some(StoredDType::U32),
             DType::I8 => Some(StoredDType::I8),
+            DType::U8 => Some(StoredDType::U8),
             _ => None,
         }
     }

@@ -143,7 +143,7 @@ impl WeightSource {
             return Ok(());
         }
         let fail = |source| self.conversion(parameter, to, source);
-        if !to.is_float() && !(can_quantize(to) && place.columns().is_multiple_of(to.row_multiple())) {
+        if !(to.is_float() || can_quantize(to) && place.columns().is_multiple_of(to.row_multiple())) {
             return Err(fail(ConversionError::Unsupported { from: place.dtype, to }));
         }
         if to.bytes_for(parameter.elements()) != Some(out.len() as u64) {

@@ -138,7 +138,6 @@ const FOREIGN: &[(&str, &str)] = &[
     ("lr_scheduler_type", "training.lr_schedule"),
     ("lr_scheduler", "training.lr_schedule"),
     ("scheduler", "training.lr_schedule"),
-    ("warmup_ratio", "training.warmup_steps"),
     ("warmup_iters", "training.warmup_steps"),
     ("warmup", "training.warmup_steps"),
     ("max_grad_norm", "training.max_gradient_norm"),

@@ -17,8 +17,11 @@ const MOST_ERRORS: usize = 20;
 
 /// Keys and sections of which only one can be set: setting one on the command line unsets the other that a file
 /// has set.
-const RIVALS: &[(&str, &str)] =
-    &[("training.steps", "training.epochs"), ("model.path", "model.from_scratch")];
+const RIVALS: &[(&str, &str)] = &[
+    ("training.steps", "training.epochs"),
+    ("training.warmup_steps", "training.warmup_ratio"),
+    ("model.path", "model.from_scratch"),
+];
 
 impl RawConfig {
     /// Reads a YAML or JSON file of at most 1 MiB.

@@ -6,8 +6,8 @@ use plimsoll_memory::ByteSize;
 
 use super::place::Origins;
 use super::{
-    Auto, DataConfig, MemoryConfig, ModelConfig, OutputConfig, ParallelConfig, Paths, RawConfig,
-    TokenizerSource, TrainingConfig,
+    Auto, DataConfig, MemoryConfig, ModelConfig, OutputConfig, ParallelConfig, ParameterGroup,
+    ParameterGroups, Paths, RawConfig, TokenizerSource, TrainingConfig,
 };
 
 /// Random words (SplitMix64), and a text to take strings from.
@@ -102,6 +102,23 @@ impl Sample for TokenizerSource {
             path if path.as_os_str() == "byte-level" => TokenizerSource::ByteLevel,
             path => TokenizerSource::Folder(path),
         }
+    }
+}
+
+impl Sample for ParameterGroups {
+    fn sample(source: &mut Source<'_>) -> Self {
+        let patterns = ["*.mlp.*", "model.layers.?.self_attn.q_proj.weight", "[a-c]*"];
+        let count = source.next() % 3;
+        let group = |_| {
+            let rate = (source.next().is_multiple_of(2)).then_some(1e-4);
+            ParameterGroup {
+                pattern: source.pick(&patterns).to_owned(),
+                learning_rate: rate,
+                learning_rate_scale: if rate.is_none() { Some(0.1) } else { None },
+                weight_decay: source.next().is_multiple_of(2).then_some(0.0),
+            }
+        };
+        ParameterGroups::new((0..count).map(group).collect())
     }
 }
 

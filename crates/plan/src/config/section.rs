@@ -44,6 +44,8 @@ pub(super) static POSITIVE: Bounds = Bounds { words: "above 0", hold: |v| v > 0.
 pub(super) static NOT_NEGATIVE: Bounds = Bounds { words: "0 or more", hold: |v| v >= 0.0 };
 pub(super) static BELOW_ONE: Bounds =
     Bounds { words: "0 or more and below 1", hold: |v| (0.0..1.0).contains(&v) };
+pub(super) static NEGATIVE: Bounds = Bounds { words: "below 0", hold: |v| v < 0.0 };
+pub(super) static BITS_8_OR_32: Bounds = Bounds { words: "8 or 32", hold: |v| v == 8.0 || v == 32.0 };
 pub(super) static FRACTION: Bounds = Bounds { words: "0 to 1", hold: |v| (0.0..=1.0).contains(&v) };
 pub(super) static SHARE: Bounds = Bounds { words: "above 0, at most 1", hold: |v| v > 0.0 && v <= 1.0 };
 

@@ -2,6 +2,7 @@
 
 use plimsoll_step::Compression;
 
+use super::optimizer::{Optimizer, OptimizerOptions, ParameterGroups};
 use super::policies::{ActivationCompression, GradientCheckpointing};
 use super::section::section;
 use super::value::{Auto, choice};
@@ -31,13 +32,19 @@ section! {
         optimizer: Optimizer = Optimizer::AdamW;
         /// The peak learning rate.
         learning_rate: f64 = 5e-5, POSITIVE;
-        /// Decay of the optimizer's first moment.
+        /// How the learning rate, meant for reference_batch_size, follows the effective batch.
+        learning_rate_scaling: LearningRateScaling = LearningRateScaling::None;
+        /// The effective batch that the learning rate is meant for.
+        reference_batch_size: u64, "none; required with learning_rate_scaling", COUNT;
+        /// Parameters with numbers of their own, by patterns of their names; the first that matches counts.
+        parameter_groups: ParameterGroups, "none";
+        /// Decay of the first moment in the optimizers of the Adam family.
         adam_beta1: f64 = 0.9, BELOW_ONE;
-        /// Decay of the optimizer's second moment.
+        /// Decay of the second moment in the optimizers of the Adam family.
         adam_beta2: f64 = 0.999, BELOW_ONE;
-        /// Added to the root of the second moment.
-        adam_epsilon: f64 = 1e-8, POSITIVE;
-        /// Decoupled weight decay.
+        /// Added to the root of the second moment in the optimizers of the Adam family.
+        adam_epsilon: f64, "1e-8; GaLore and APOLLO 1e-6", POSITIVE;
+        /// Weight decay; decoupled, but for SGD.
         weight_decay: f64 = 0.01, NOT_NEGATIVE;
         /// Whether norms and biases decay too.
         decay_norms_and_biases: bool = false;
@@ -45,10 +52,16 @@ section! {
         lr_schedule: LrSchedule = LrSchedule::Linear;
         /// Steps over which the learning rate rises from 0 to its peak.
         warmup_steps: u64 = 0;
+        /// The same as a share of all steps. Excludes warmup_steps.
+        warmup_ratio: f64, "none; warmup_steps decide", FRACTION;
+        /// Share of all steps over which the wsd schedule falls at the end.
+        decay_ratio: f64 = 0.1, FRACTION;
         /// The learning rate at the end, as a share of the peak.
         min_lr_ratio: f64 = 0.0, FRACTION;
         /// Gradients are scaled so that their global norm is at most this; 0: they are not.
         max_gradient_norm: f64 = 1.0, NOT_NEGATIVE;
+        /// What happens when a step's loss or gradients are not finite.
+        not_finite: NotFinite = NotFinite::Stop;
         /// What the backward pass computes again instead of keeping it.
         gradient_checkpointing: Auto<GradientCheckpointing> = Auto::Auto;
         /// How saved activations are compressed.
@@ -65,6 +78,10 @@ section! {
         in_backward_clipping: InBackwardClipping, "none: set it, or max_gradient_norm to 0";
         /// Seed of everything that is drawn at random.
         seed: u64 = 42;
+    }
+    sections {
+        /// What the optimizer has beyond Adam's numbers.
+        optimizer_options: OptimizerOptions;
     }
 }
 
@@ -109,14 +126,6 @@ choice! {
 }
 
 choice! {
-    /// The optimizer.
-    pub enum Optimizer {
-        /// Adam with decoupled weight decay (Loshchilov and Hutter 2019).
-        AdamW = "adamw",
-    }
-}
-
-choice! {
     /// How the learning rate goes on after the warm-up.
     pub enum LrSchedule {
         /// It stays.
@@ -125,6 +134,44 @@ choice! {
         Linear = "linear",
         /// It falls as half a cosine.
         Cosine = "cosine",
+        /// It falls with the root of the step.
+        InverseSqrt = "inverse_sqrt",
+        /// It stays, and falls evenly at the end (warmup-stable-decay).
+        Wsd = "wsd" | "warmup_stable_decay",
+    }
+}
+
+choice! {
+    /// How the learning rate follows the effective batch.
+    pub enum LearningRateScaling {
+        /// Not at all.
+        None = "none",
+        /// In proportion (Goyal et al. 2017).
+        Linear = "linear",
+        /// With its root.
+        Sqrt = "sqrt",
+    }
+}
+
+impl LearningRateScaling {
+    /// The factor on a learning rate that is meant for another batch.
+    pub fn factor(self, batch: u64, reference: u64) -> f64 {
+        let ratio = batch as f64 / reference.max(1) as f64;
+        match self {
+            LearningRateScaling::None => 1.0,
+            LearningRateScaling::Linear => ratio,
+            LearningRateScaling::Sqrt => ratio.sqrt(),
+        }
+    }
+}
+
+choice! {
+    /// What happens when a step's loss or gradients are not finite.
+    pub enum NotFinite {
+        /// The run ends with an error and a diagnostic; checkpoints stay as they are.
+        Stop = "stop",
+        /// The step is left out, ten in a row at most.
+        Skip = "skip",
     }
 }
 

@@ -2,8 +2,8 @@
 //! Whether files exist and models fit is left to those who open and plan them.
 
 use super::{
-    Auto, ConfigError, ConflictingKey, Entry, GradientDtype, MasterWeights, MixedPrecision, Paths, RawConfig,
-    availability, is_unset,
+    Auto, ConfigError, ConflictingKey, Entry, GradientDtype, LearningRateScaling, MasterWeights,
+    MixedPrecision, Paths, RawConfig, availability, is_unset,
 };
 
 impl RawConfig {
@@ -137,6 +137,27 @@ impl RawConfig {
                 remedy: "remove one of them".to_owned(),
             });
         }
+        if let (Some(steps), Some(ratio)) = (training.warmup_steps, training.warmup_ratio) {
+            errors.push(ConfigError::Conflict {
+                keys: vec![
+                    self.conflicting("training.warmup_steps", steps),
+                    self.conflicting("training.warmup_ratio", ratio),
+                ],
+                reason: "training.warmup_steps and training.warmup_ratio exclude each other".to_owned(),
+                remedy: "remove one of them".to_owned(),
+            });
+        }
+        if training.learning_rate_scaling() != LearningRateScaling::None
+            && training.reference_batch_size.is_none()
+        {
+            errors.push(ConfigError::Missing {
+                key: "training.reference_batch_size",
+                remedy:
+                    "with learning_rate_scaling, name the effective batch that the learning rate is meant for"
+                        .to_owned(),
+            });
+        }
+        self.check_optimizer(errors);
         if let Err(error) = self.batch_settings() {
             errors.push(error);
         }

@@ -100,7 +100,7 @@ impl RowsMut {
     /// `rows` rows of `columns` f32 elements from element `start` on, `stride` elements apart.
     fn output(self, start: usize, rows: usize, columns: usize, stride: usize) -> Output {
         let data = self.data.wrapping_add(start * self.dtype.block_bytes() as usize);
-        Output { data, dtype: self.dtype, rows, columns, row_stride: stride }
+        Output { data, dtype: self.dtype, rows, columns, row_stride: stride, dither: None }
     }
 
     /// Makes `count` elements from element `start` on zero.
@@ -155,7 +155,14 @@ fn transposed(x: Operand) -> Operand {
 
 fn tile(data: &mut [f32], rows: usize, columns: usize) -> Output {
     debug_assert!(rows * columns <= data.len());
-    Output { data: data.as_mut_ptr().cast(), dtype: DType::F32, rows, columns, row_stride: columns }
+    Output {
+        data: data.as_mut_ptr().cast(),
+        dtype: DType::F32,
+        rows,
+        columns,
+        row_stride: columns,
+        dither: None,
+    }
 }
 
 fn tile_operand(data: &[f32], rows: usize, columns: usize) -> Operand {

@@ -4,8 +4,8 @@ use super::column_sums::add_assign;
 use super::split::{SharedFloats, Split, for_each_part};
 use super::storage::{Tile, tiles};
 use super::{Exec, Floats, FloatsMut, rows_per_task};
-use crate::DType;
 use crate::cpu::matmul::dequantize;
+use crate::{DType, Rounding};
 
 /// out[n] = table[tokens[n]]; table [V, H] as it is stored, rows whole blocks of `dtype`, out [N, H], every token below V.
 pub(in crate::cpu) fn embedding(
@@ -46,6 +46,7 @@ pub(in crate::cpu) fn embedding_backward(
     tokens: &[u32],
     dout: Floats<'_>,
     dtable: FloatsMut<'_>,
+    rounding: Rounding,
     order: &mut [u64],
 ) {
     let columns = dout.len() / tokens.len().max(1);
@@ -62,13 +63,21 @@ pub(in crate::cpu) fn embedding_backward(
             order,
             dout.slice(first * columns..(first + tokens.len()) * columns),
             &dtable,
+            rounding,
             columns,
         );
     }
 }
 
 /// Adds rows of `dout` to rows of the table; `order` holds pairs (token, row of dout), sorted.
-fn add_sorted(exec: Exec<'_>, order: &[u64], dout: Floats<'_>, dtable: &SharedFloats<'_>, columns: usize) {
+fn add_sorted(
+    exec: Exec<'_>,
+    order: &[u64],
+    dout: Floats<'_>,
+    dtable: &SharedFloats<'_>,
+    rounding: Rounding,
+    columns: usize,
+) {
     let token = |key: u64| key >> 32;
     let task_rows = rows_per_task(columns);
     exec.pool.run(order.len().div_ceil(task_rows), &|task, _| {
@@ -91,7 +100,12 @@ fn add_sorted(exec: Exec<'_>, order: &[u64], dout: Floats<'_>, dtable: &SharedFl
                     let dout = dout.row((*place & 0xffff_ffff) as usize, columns);
                     add_assign(exec.simd, dout.load(exec.simd, range.clone(), &mut dout_tile), sum);
                 }
-                dtable.store(exec.simd, range, &dtable_tile);
+                // f32 sums were made in place.
+                if !matches!(dtable, FloatsMut::F32(_)) {
+                    let place = token(order[start]) as usize * columns + range.start;
+                    let sums = &dtable_tile.0[..range.len()];
+                    dtable.assign(exec.simd, range, sums, rounding, place);
+                }
             }
             start += same;
         }

@@ -4,7 +4,6 @@
 //! fixed order, so that the results are the same bits for any number of threads.
 
 pub(super) mod activation;
-pub(super) mod adamw;
 pub(super) mod attention;
 pub(super) mod cache;
 pub(super) mod cast;
@@ -15,6 +14,7 @@ pub(super) mod embedding;
 pub(super) mod int8;
 pub(super) mod layer_norm;
 mod math;
+pub(super) mod random;
 pub(super) mod rms_norm;
 pub(super) mod rope;
 mod rounding;
@@ -22,9 +22,12 @@ mod simd;
 mod soft_cap;
 mod split;
 mod storage;
+pub(super) mod subspace;
 pub(super) mod sum_squares;
+pub(super) mod update;
 
 pub(super) use elementwise::Input;
+pub(super) use rounding::Dither;
 pub(super) use simd::Simd;
 pub(super) use storage::{Floats, FloatsMut};
 

@@ -73,7 +73,7 @@ fn cut(x: f32, rounded: u32) -> bf16 {
 
 /// Where the random bits of a run of elements come from.
 #[derive(Clone, Copy)]
-pub(super) struct Dither {
+pub(in crate::cpu) struct Dither {
     keys: [u32; 2],
     first: u32,
 }
@@ -89,10 +89,22 @@ impl Dither {
         Dither { keys: [z as u32, (z >> 32) as u32], first: first as u32 }
     }
 
+    /// 32 random bits for the `i`-th element of the run.
+    #[inline(always)]
+    pub fn word(self, i: u32) -> u32 {
+        mix(mix(self.first.wrapping_add(i) ^ self.keys[0]).wrapping_add(self.keys[1]))
+    }
+
+    /// The value of the `i`-th element of the run as bf16, away from zero with the probability of what is cut off.
+    #[inline(always)]
+    pub fn bf16(self, x: f32, i: u32) -> bf16 {
+        cut(x, x.to_bits().wrapping_add(self.bits(i)))
+    }
+
     /// 16 random bits for the `i`-th element of the run.
     #[inline(always)]
     fn bits(self, i: u32) -> u32 {
-        mix(mix(self.first.wrapping_add(i) ^ self.keys[0]).wrapping_add(self.keys[1])) >> 16
+        self.word(i) >> 16
     }
 }
 
@@ -114,7 +126,7 @@ per_isa! {
 #[inline(always)]
 fn narrow_stochastic_body<const FMA: bool>(x: &[f32], out: &mut [bf16], dither: Dither) {
     for (i, (out, x)) in out.iter_mut().zip(x).enumerate() {
-        *out = cut(*x, x.to_bits().wrapping_add(dither.bits(i as u32)));
+        *out = dither.bf16(*x, i as u32);
     }
 }
 

@@ -159,6 +159,26 @@ impl<'a> FloatsMut<'a> {
         self.target(range, tile)
     }
 
+    /// Lets `change` rewrite the elements of `range` as f32, where they lie or in `tile`, and stores what it left. The
+    /// first of them has index `first` in the whole tensor.
+    pub fn modify(
+        &mut self,
+        simd: Simd,
+        range: Range<usize>,
+        tile: &mut Tile,
+        rounding: Rounding,
+        first: usize,
+        change: impl FnOnce(&mut [f32]),
+    ) {
+        if let FloatsMut::F32(x) = self {
+            return change(&mut x[range]);
+        }
+        let values = &mut tile.0[..range.len()];
+        self.as_floats().copy_to(simd, range.clone(), values);
+        change(values);
+        self.assign(simd, range, values, rounding, first);
+    }
+
     /// The elements of `range`.
     pub fn slice(&mut self, range: Range<usize>) -> FloatsMut<'_> {
         match self {

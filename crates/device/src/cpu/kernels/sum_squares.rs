@@ -29,7 +29,8 @@ pub(in crate::cpu) fn sum_squares(exec: Exec<'_>, x: Floats<'_>, partials: &mut 
 }
 
 per_isa! {
-    fn squares(x: &[f32]) -> f64 = squares_body
+    /// The sum of squares, in f64.
+    pub(super) fn squares(x: &[f32]) -> f64 = squares_body
 }
 
 #[inline(always)]

@@ -132,7 +132,7 @@ fn sums(product: &Product, place: &Place<'_>, beside: Option<Memory>) -> Sums {
     let c = product.c;
     let finish = match (c.dtype, product.accumulate) {
         (DType::Bf16, false) => Finish::Bf16,
-        (DType::Bf16, true) => Finish::AddBf16,
+        (DType::Bf16, true) => c.dither.map_or(Finish::AddBf16, Finish::AddBf16Dithered),
         (DType::F16, false) => Finish::F16,
         (DType::F16, true) => Finish::AddF16,
         _ => Finish::F32,

@@ -10,8 +10,9 @@ use super::pack::{Lines, along_end};
 use super::storage::{self, At, GROUP, InBlock, Storage};
 use super::tile::{LINE, prefetch};
 use super::vector::{MAX_LANES, Vector, bf16_bits, bf16_value, f16_bits, f16_value};
-use super::{Output, Product};
+use super::{Dithered, Output, Product};
 use crate::DType;
+use crate::cpu::kernels::Dither;
 
 /// Rows of A at most: with more of them it pays to pack B.
 const MAX_ROWS: usize = 24;
@@ -279,7 +280,13 @@ unsafe fn put(c: Output, row: usize, column: usize, sum: f32, accumulate: bool) 
         match c.dtype {
             DType::Bf16 => {
                 let old = if accumulate { bf16_value(*narrow) } else { 0.0 };
-                *narrow = bf16_bits(old + sum);
+                *narrow = match c.dither {
+                    Some(Dithered { seed, base }) if accumulate => {
+                        let place = (narrow.addr() - base) as u64 / 2;
+                        Dither::new(seed, place).bf16(old + sum, 0).to_bits()
+                    }
+                    _ => bf16_bits(old + sum),
+                };
             }
             DType::F16 => {
                 let old = if accumulate { f16_value(*narrow) } else { 0.0 };

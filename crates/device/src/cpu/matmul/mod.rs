@@ -41,6 +41,17 @@ pub struct Output {
     pub rows: usize,
     pub columns: usize,
     pub row_stride: usize,
+    /// How a bf16 C is rounded after the old value was added; to nearest where `None`.
+    pub dither: Option<Dithered>,
+}
+
+/// Stochastic rounding of sums: random bits come from the seed and the element's place in its tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Dithered {
+    pub seed: u64,
+    /// Address of the tensor's first element.
+    pub base: usize,
 }
 
 /// Bytes that [`matmul`] needs of each worker's scratch and [`matmul_serial`] of the caller's.
@@ -94,7 +105,7 @@ pub unsafe fn matmul_serial(
 /// `None`, and nothing done, where `stored` does not hold exactly the elements of `out`, in whole blocks, or is of a
 /// type that is no weight.
 pub fn dequantize(isa: Isa, dtype: DType, stored: &[u8], out: &mut [f32]) -> Option<()> {
-    if matches!(dtype, DType::U32 | DType::I8)
+    if matches!(dtype, DType::U32 | DType::I8 | DType::U8)
         || dtype.bytes_for(out.len() as u64) != Some(stored.len() as u64)
     {
         return None;

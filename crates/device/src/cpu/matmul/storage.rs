@@ -264,7 +264,7 @@ macro_rules! by_storage {
             DType::Nf4F32 => $function::<storage::Quantized<storage::NormalFloat> $(, $parameter)*>($($argument),*),
             DType::Fp4F32 => $function::<storage::Quantized<storage::Float> $(, $parameter)*>($($argument),*),
             DType::Int8 => $function::<storage::Int8 $(, $parameter)*>($($argument),*),
-            DType::U32 | DType::I8 => Default::default(),
+            DType::U32 | DType::I8 | DType::U8 => Default::default(),
         }
     };
 }
@@ -284,6 +284,7 @@ pub(super) unsafe fn element(dtype: DType, data: *const u8, index: usize) -> f32
             DType::F16 => f16_value(*data.cast::<u16>().add(index)),
             DType::U32 => *data.cast::<u32>().add(index) as f32,
             DType::I8 => f32::from(*data.cast::<i8>().add(index)),
+            DType::U8 => f32::from(*data.add(index)),
             _ => by_storage!(dtype, block_element::<[]>(data, index)),
         }
     }

@@ -127,7 +127,14 @@ impl Case {
         run(
             a,
             b,
-            Output { data: bytes.as_mut_ptr(), dtype: self.c, rows: self.m, columns: self.n, row_stride },
+            Output {
+                data: bytes.as_mut_ptr(),
+                dtype: self.c,
+                rows: self.m,
+                columns: self.n,
+                row_stride,
+                dither: None,
+            },
         );
         bytes
     }

@@ -1,7 +1,9 @@
 //! The tile kernel: a few rows by a few vectors of C in registers, over all k of a pair of panels.
 
+use super::Dithered;
 use super::engine::Engine;
 use super::vector::{Vector, bf16_bits, bf16_value, f16_bits, f16_value};
+use crate::cpu::kernels::Dither;
 
 /// What becomes of a tile's sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,6 +14,8 @@ pub(super) enum Finish {
     Bf16,
     /// Added to the bf16 values there, then rounded.
     AddBf16,
+    /// Added to the bf16 values there, then rounded stochastically.
+    AddBf16Dithered(Dithered),
     /// Rounded to f16.
     F16,
     /// Added to the f16 values there, then rounded.
@@ -225,6 +229,14 @@ unsafe fn buffered_tile<E: Engine>(
                 continue;
             }
             let out = tile.out.cast::<u16>().add(i * tile.out_stride);
+            if let Finish::AddBf16Dithered(Dithered { seed, base }) = finish {
+                let dither = Dither::new(seed, (out.addr() - base) as u64 / 2);
+                for j in 0..columns {
+                    let sum = bf16_value(*out.add(j)) + *sums.add(j);
+                    *out.add(j) = dither.bf16(sum, j as u32).to_bits();
+                }
+                continue;
+            }
             if matches!(finish, Finish::F16 | Finish::AddF16) {
                 for j in 0..columns {
                     let old = if finish == Finish::AddF16 { f16_value(*out.add(j)) } else { 0.0 };

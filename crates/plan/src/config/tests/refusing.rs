@@ -72,7 +72,7 @@ fn wrong_values_are_answered_with_what_is_expected() {
         ),
         (
             "training: {lr_schedule: cosin}",
-            "training.lr_schedule: expected constant | linear | cosine, got 'cosin'; did you mean 'cosine'?",
+            "training.lr_schedule: expected constant | linear | cosine | inverse_sqrt | wsd, got 'cosin'; did you mean 'cosine'?",
         ),
         (
             "data: {train: []}",
@@ -286,4 +286,49 @@ fn contradictions_are_refused_with_both_places() {
         check_line(written, expected);
     }
     check("model: x\ntraining: {mixed_precision: bf16, master_weights: f32, gradient_dtype: bf16}", "ok");
+}
+
+#[test]
+fn optimizers_and_their_options() {
+    let training = |text: &str| format!("model: x\ntraining: {{{text}}}");
+    for good in [
+        "optimizer: adamw_8bit, optimizer_options: {embedding_bits: 8}",
+        "optimizer: lion, optimizer_options: {beta1: 0.95, beta2: 0.98}",
+        "optimizer: adafactor",
+        "optimizer: adafactor, learning_rate: 1e-3, lr_schedule: constant",
+        "optimizer: adafactor, optimizer_options: {scale_parameter: false, relative_step: false}",
+        "optimizer: sgd, optimizer_options: {momentum: 0.9, nesterov: true}",
+        "optimizer: apollo, optimizer_options: {rank: 1, scale_type: tensor}",
+        "lr_schedule: wsd, warmup_ratio: 0.1, decay_ratio: 0.2",
+        "learning_rate_scaling: sqrt, reference_batch_size: 32",
+        "parameter_groups: [{pattern: '*.mlp.*', learning_rate: 1e-4}, {pattern: 'lm_head*', weight_decay: 0}]",
+    ] {
+        check(&training(good), "ok");
+    }
+    for (bad, words) in [
+        (
+            "optimizer: lion, optimizer_options: {rank: 4}",
+            "lion has no option rank; remove it; lion knows beta1, beta2",
+        ),
+        ("optimizer_options: {momentum: 0.9}", "adamw has no option momentum"),
+        ("optimizer: adamw_8bit, optimizer_options: {embedding_bits: 16}", "must be 8 or 32, got 16"),
+        (
+            "optimizer: adafactor, learning_rate: 1e-3, optimizer_options: {relative_step: true}",
+            "with relative steps Adafactor has a learning rate of its own",
+        ),
+        ("optimizer: sgd, optimizer_options: {nesterov: true}", "needs a momentum and no dampening"),
+        ("warmup_ratio: 0.1, warmup_steps: 3", "exclude each other"),
+        ("learning_rate_scaling: linear", "training.reference_batch_size"),
+        ("parameter_groups: [{learning_rate: 1e-4}]", "a group without a pattern"),
+        ("parameter_groups: [{pattern: '[', weight_decay: 0}]", "the pattern '['"),
+        (
+            "parameter_groups: [{pattern: 'x', learning_rate: 1, learning_rate_scale: 2}]",
+            "both learning_rate and",
+        ),
+        ("parameter_groups: [{pattern: 'x', lr: 1}]", "the key 'lr'"),
+        ("optimizer: muon", "muon is not available in this version"),
+    ] {
+        let message = message(&training(bad));
+        assert!(message.contains(words), "{bad}: {message}");
+    }
 }

@@ -1,0 +1,46 @@
+//! Adam-mini (Zhang et al. 2024), in the partition of its package since version 1.1: a second moment for each head of
+//! the query and key projections, for each output row of the other matrices, for each token of embeddings, and one for
+//! a norm. Biases have ordinary Adam.
+
+use plimsoll_device::{DType, Device, Rule};
+use plimsoll_model::{Parameter, ParameterKind, Role};
+
+use super::state::{NewState, StateKind};
+use super::{AdamSettings, Job, adamw};
+use crate::StepError;
+
+pub(super) fn allocate<D: Device>(new: &mut NewState<'_, D>, head_dim: u64) -> Result<(), StepError> {
+    match runs(new.parameter, head_dim) {
+        None => adamw::allocate(new, DType::F32),
+        Some(runs) => {
+            new.like_parameter(StateKind::FirstMoment, DType::F32)?;
+            new.zeros(StateKind::SecondMoment, DType::F32, &[runs])
+        }
+    }
+}
+
+pub(super) fn update<D: Device>(job: &Job<'_, D>, adam: AdamSettings) -> Result<(), StepError> {
+    if is_bias(job.parameter) {
+        return adamw::update(job, adam);
+    }
+    job.run(Rule::AdamMini {
+        m: job.state(StateKind::FirstMoment)?,
+        v: job.state(StateKind::SecondMoment)?,
+        hyper: adamw::numbers(job, adam),
+    })
+}
+
+/// Runs of elements that share a second moment; `None` where each has its own.
+fn runs(p: &Parameter, head_dim: u64) -> Option<u64> {
+    if is_bias(p) {
+        return None;
+    }
+    let rows = if p.shape.len() > 1 { p.shape[0] } else { 1 };
+    let by_head =
+        matches!(p.role, Role::QProj | Role::KProj) && head_dim > 0 && rows.is_multiple_of(head_dim);
+    Some(if by_head { rows / head_dim } else { rows })
+}
+
+fn is_bias(p: &Parameter) -> bool {
+    p.role.kind() == ParameterKind::Bias
+}

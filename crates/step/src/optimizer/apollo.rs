@@ -1,0 +1,63 @@
+//! APOLLO (Zhu et al. 2024): Adam in a random space of few dimensions says how much to scale each channel of the
+//! gradient, or all of it (APOLLO-Mini). The projection is made anew from its seed at every step, and not kept.
+
+use plimsoll_device::{Apollo, Channels, DType, Device, Op, Rule};
+
+use super::low_rank::{Projected, allocate_moments, update_plain};
+use super::state::{NewState, StateKind};
+use super::{ApolloChannels, Job, LowRankSettings, adamw, mix};
+use crate::StepError;
+
+/// Added to the projected gradient's norm.
+const EPSILON: f32 = 1e-8;
+
+/// The scaled gradient's norm grows by this factor at most in a step (Fira, Chen et al. 2024).
+const GROWTH_LIMIT: f64 = 1.01;
+
+pub(super) fn allocate<D: Device>(
+    new: &mut NewState<'_, D>,
+    settings: &LowRankSettings,
+) -> Result<(), StepError> {
+    allocate_moments(new, settings.rank)?;
+    match Projected::of(new.parameter, settings.rank) {
+        Some(_) => new.zeros(StateKind::UpdateNorm, DType::F32, &[1]),
+        None => Ok(()),
+    }
+}
+
+pub(super) fn update<D: Device>(
+    job: &Job<'_, D>,
+    settings: &LowRankSettings,
+    channels: ApolloChannels,
+) -> Result<(), StepError> {
+    let Some(shape) = Projected::of(job.parameter, settings.rank) else {
+        return update_plain(job, settings.adam);
+    };
+    let device = job.device;
+    let projection = job.workspace(&shape.projection(), "projection")?;
+    let seed = mix(job.own_seed, job.step.saturating_sub(1) / settings.update_proj_gap.max(1));
+    let std = (settings.rank as f64).powf(-0.5) as f32;
+    device.run(Op::RandomNormal { out: &projection, std, seed })?;
+    let low = job.project(shape, &projection)?;
+    drop(projection);
+
+    let direction = job.workspace(&shape.low(), "direction")?;
+    let hyper = adamw::numbers(job, settings.adam);
+    device.run(Op::AdamDirection {
+        grad: &low,
+        m: job.state(StateKind::FirstMoment)?,
+        v: job.state(StateKind::SecondMoment)?,
+        out: &direction,
+        hyper,
+    })?;
+    let (channels, count) = match channels {
+        ApolloChannels::Tensor => (Channels::Whole, 1),
+        ApolloChannels::Channel if shape.is_tall() => (Channels::Rows, shape.rows),
+        ApolloChannels::Channel => (Channels::Columns, shape.columns),
+    };
+    let ratios = job.workspace(&[count], "channel_scales")?;
+    device.run(Op::NormRatios { a: &direction, b: &low, out: &ratios, channels, epsilon: EPSILON })?;
+    let lr = job.corrected_lr(&hyper) * settings.scale.sqrt();
+    let hyper = Apollo { lr, decay: job.lr * job.weight_decay, growth_limit: GROWTH_LIMIT };
+    job.run(Rule::Apollo { ratios: &ratios, channels, norm: job.state(StateKind::UpdateNorm)?, hyper })
+}

@@ -1,0 +1,127 @@
+//! What an optimizer remembers of a parameter.
+
+use plimsoll_device::{Codes, DType, Device, Op, Tensor};
+use plimsoll_memory::Tag;
+use plimsoll_model::Parameter;
+
+use crate::StepError;
+use crate::store::role_name;
+
+/// What a tensor of the training state is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum StateKind {
+    /// A weight as the products read it.
+    Weight,
+    /// Its f32 master.
+    Master,
+    /// First moment or momentum; codes in an 8-bit optimizer.
+    FirstMoment,
+    /// Second moment; codes in an 8-bit optimizer, one number for a run of elements in Adam-mini.
+    SecondMoment,
+    /// Largest magnitude of each block of the first moment's codes.
+    FirstMomentAbsmax,
+    /// Largest magnitude of each block of the second moment's codes.
+    SecondMomentAbsmax,
+    /// Means of the second moment over rows.
+    SecondMomentRows,
+    /// Means of the second moment over columns.
+    SecondMomentColumns,
+    /// Where gradients are projected to.
+    Projection,
+    /// Norm of the last update.
+    UpdateNorm,
+}
+
+impl StateKind {
+    /// What a checkpoint calls it, after the parameter's name.
+    pub fn suffix(self) -> &'static str {
+        match self {
+            StateKind::Weight => "weight",
+            StateKind::Master => "master",
+            StateKind::FirstMoment => "exp_avg",
+            StateKind::SecondMoment => "exp_avg_sq",
+            StateKind::FirstMomentAbsmax => "exp_avg_absmax",
+            StateKind::SecondMomentAbsmax => "exp_avg_sq_absmax",
+            StateKind::SecondMomentRows => "exp_avg_sq_row",
+            StateKind::SecondMomentColumns => "exp_avg_sq_col",
+            StateKind::Projection => "projection",
+            StateKind::UpdateNorm => "update_norm",
+        }
+    }
+}
+
+/// State of one parameter.
+#[derive(Clone, Debug, Default)]
+pub struct OptimizerState {
+    tensors: Vec<(StateKind, Tensor)>,
+}
+
+impl OptimizerState {
+    /// Every tensor, the master included.
+    pub fn tensors(&self) -> &[(StateKind, Tensor)] {
+        &self.tensors
+    }
+
+    /// One of them, if the state has it.
+    pub fn find(&self, kind: StateKind) -> Option<&Tensor> {
+        self.tensors.iter().find(|(k, _)| *k == kind).map(|(_, tensor)| tensor)
+    }
+
+    /// The f32 weights behind the parameter's.
+    pub fn master(&self) -> Option<&Tensor> {
+        self.find(StateKind::Master)
+    }
+}
+
+/// Makes the state of one parameter.
+pub(super) struct NewState<'a, D: Device> {
+    pub device: &'a D,
+    pub parameter: &'a Parameter,
+    state: OptimizerState,
+}
+
+impl<'a, D: Device> NewState<'a, D> {
+    pub fn new(device: &'a D, parameter: &'a Parameter) -> Self {
+        NewState { device, parameter, state: OptimizerState::default() }
+    }
+
+    fn alloc(&mut self, kind: StateKind, dtype: DType, shape: &[u64]) -> Result<Tensor, StepError> {
+        let tag = if kind == StateKind::Master { Tag::MasterWeights } else { Tag::Optimizer };
+        let tensor = self.device.alloc(dtype, shape, tag, role_name(self.parameter.role))?;
+        self.state.tensors.push((kind, tensor.clone()));
+        Ok(tensor)
+    }
+
+    /// A float tensor of zeros.
+    pub fn zeros(&mut self, kind: StateKind, dtype: DType, shape: &[u64]) -> Result<(), StepError> {
+        let tensor = self.alloc(kind, dtype, shape)?;
+        Ok(self.device.run(Op::Fill { out: &tensor, value: 0.0 })?)
+    }
+
+    /// A tensor of zeros of the parameter's shape.
+    pub fn like_parameter(&mut self, kind: StateKind, dtype: DType) -> Result<(), StepError> {
+        self.zeros(kind, dtype, &self.parameter.shape)
+    }
+
+    /// An 8-bit tensor of the parameter's shape whose blocks are all zero.
+    pub fn codes(&mut self, kind: StateKind, absmax: StateKind) -> Result<(), StepError> {
+        let codes = self.alloc(kind, DType::U8, &self.parameter.shape)?;
+        self.device.write(&codes, &mut |bytes| bytes.fill(0))?;
+        let blocks = self.parameter.elements().div_ceil(plimsoll_device::BLOCK_8BIT);
+        self.zeros(absmax, DType::F32, &[blocks])
+    }
+
+    /// The master weights, to be written by the caller.
+    pub fn master(&mut self) -> Result<(), StepError> {
+        self.alloc(StateKind::Master, DType::F32, &self.parameter.shape).map(|_| ())
+    }
+
+    pub fn done(self) -> OptimizerState {
+        self.state
+    }
+}
+
+/// An 8-bit state of a parameter.
+pub(super) fn codes(state: &OptimizerState, codes: StateKind, absmax: StateKind) -> Option<Codes<'_>> {
+    Some(Codes { codes: state.find(codes)?, absmax: state.find(absmax)? })
+}
