@@ -39,6 +39,10 @@ pub enum Command {
     Chat(ChatArgs),
     /// Measure what techniques save and what they cost
     Bench(BenchArgs),
+    /// Change a model's format or type: Hugging Face to GGUF and back, or quantise it
+    Convert(ConvertArgs),
+    /// Write a model with an adapter in its weights
+    Merge(MergeArgs),
     /// Show what a model's files hold
     Inspect(InspectArgs),
     /// Show what this machine has and what of it may be used
@@ -113,6 +117,9 @@ pub struct EvalArgs {
     /// Type of activations, f32 or bf16; matrices stay as they are stored unless this takes less room
     #[arg(long, default_value = "f32")]
     pub dtype: String,
+    /// Quantise the linears while loading: nf4, fp4, int8, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k or q6_k
+    #[arg(long, value_name = "TYPE")]
+    pub quantize: Option<String>,
     /// Score every window as generation would see it: through a key-value cache of this type (f32, bf16, f16, int8 or
     /// int4)
     #[arg(long, value_name = "TYPE")]
@@ -165,6 +172,48 @@ pub struct GenerateArgs {
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub json: bool,
+}
+
+/// How a model is written.
+#[derive(Debug, Args)]
+pub struct OutputArgs {
+    /// Where to: a name that ends with .gguf, or a folder in Hugging Face's format
+    #[arg(long)]
+    pub output: PathBuf,
+    /// Type of the matrices: f32, bf16, f16; in a folder nf4, fp4 and int8 as bitsandbytes has them (nf4_f32 and fp4_f32
+    /// without double quantisation); in a GGUF q8_0, q5_0, q5_1, q4_0, q4_1, q4_k and q6_k
+    #[arg(long, default_value = "bf16")]
+    pub dtype: String,
+    /// Begin a further file of a folder where one would get larger, for example 5GB
+    #[arg(long, value_name = "SIZE")]
+    pub max_shard_size: Option<ByteSize>,
+    /// Replace an output that is there
+    #[arg(long)]
+    pub force: bool,
+    /// Print one JSON document and nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ConvertArgs {
+    /// Model: a folder, a .safetensors or a .gguf file
+    #[arg(long)]
+    pub model: String,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct MergeArgs {
+    /// Base model: a folder, a .safetensors or a .gguf file
+    #[arg(long)]
+    pub model: String,
+    /// Adapter's folder, as PEFT writes it
+    #[arg(long, value_name = "DIR")]
+    pub adapter: PathBuf,
+    #[command(flatten)]
+    pub output: OutputArgs,
 }
 
 #[derive(Debug, Args)]

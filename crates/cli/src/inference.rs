@@ -14,13 +14,15 @@ use plimsoll_train::TrainError;
 use crate::args::InferenceArgs;
 use crate::failure::Failure;
 use crate::models;
-use crate::session::{Engine, cache_type, inference_precision, resident_bytes};
+use crate::session::{Engine, cache_type, inference_precision, quantized_type, resident_bytes, weight_type};
 
 /// A model's files and how it is to be computed.
 pub struct Inference {
     files: Box<ModelFiles>,
     pub tokenizer: Tokenizer,
     precision: Precision,
+    /// What `--quantize` says.
+    quantized: Option<DType>,
     /// What `--kv-cache` says.
     cache: Option<DType>,
     memory: Option<ByteSize>,
@@ -34,6 +36,7 @@ impl Inference {
     /// fetched without a word where `quiet`.
     pub fn open(args: &InferenceArgs, purpose: &'static str, quiet: bool) -> Result<Inference, Failure> {
         let precision = inference_precision(&args.dtype)?;
+        let quantized = quantized_type(args.quantize.as_deref())?;
         let cache = cache_type(args.kv_cache.as_deref())?;
         let files = models::with_weights(&args.model, purpose, quiet)?;
         let tokenizer = files.tokenizer()?;
@@ -41,6 +44,7 @@ impl Inference {
             files,
             tokenizer,
             precision,
+            quantized,
             cache,
             memory: args.memory,
             threads: args.threads,
@@ -124,6 +128,6 @@ impl Inference {
     }
 
     fn weight_type(&self, parameter: &Parameter) -> DType {
-        self.files.weights().inference_dtype(parameter, self.precision.weights)
+        weight_type(&self.files, parameter, self.precision.weights, self.quantized)
     }
 }

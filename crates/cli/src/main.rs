@@ -61,6 +61,8 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Generate(args) => commands::generate::run(args),
         Command::Chat(args) => commands::chat::run(args),
         Command::Bench(args) => commands::bench::run(args),
+        Command::Convert(args) => commands::convert::run(args),
+        Command::Merge(args) => commands::merge::run(args),
         Command::Inspect(args) => commands::inspect::run(args),
         Command::Doctor(args) => commands::doctor::run(args),
         Command::Config(args) => commands::config::run(args),

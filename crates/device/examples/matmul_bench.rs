@@ -2,7 +2,8 @@
 //! and of a decoding step over a whole small model's weights, in bytes a second.
 //!
 //! `cargo run --release -p plimsoll-device --example matmul_bench [threads] [isa] [decoding]`, the instruction set one of
-//! `portable`, `avx2`, `avx512` and `avx512bf16`; with the last word there is no training. The peak is measured in the same run by a loop of multiply-adds that touches no memory.
+//! `portable`, `avx2`, `avx512` and `avx512bf16`; with the last word there is no training, with `frozen` in its place there
+//! are only products of a batch with frozen weights of every type. The peak is measured in the same run by a loop of multiply-adds that touches no memory.
 //! Numbers are medians; y = x W^T is `fwd`, dx = dy W is `dx`, dW = dy^T x is `dw`.
 
 use std::error::Error;
@@ -48,10 +49,14 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let isa = isa.min(Isa::detect());
     let bench = Bench { pool: Pool::new(threads, SCRATCH_BYTES)?, isa };
-    if arguments.next().as_deref() != Some("decoding") {
-        bench.training()?;
+    match arguments.next().as_deref() {
+        Some("frozen") => bench.frozen(),
+        Some("decoding") => bench.decoding(),
+        _ => {
+            bench.training()?;
+            bench.decoding()
+        }
     }
-    bench.decoding()
 }
 
 struct Bench {
@@ -112,6 +117,44 @@ impl Bench {
             unsafe { matmul(&self.pool, self.isa, compute, a, b, c, false) }
         });
         Ok((2 * tokens * inputs * outputs) as f64 / seconds)
+    }
+
+    /// y = x W^T and dx = dy W of 512 tokens with weights of every type, as parts of the speed with bf16 ones.
+    fn frozen(&self) -> Result<(), Box<dyn Error>> {
+        const SHAPES: [[usize; 3]; 4] =
+            [[512, 576, 576], [512, 576, 1536], [512, 1536, 576], [512, 4096, 4096]];
+        println!("512 tokens, GFLOP/s and as a part of that with bf16 weights: fwd, dx of each shape");
+        let mut first = Vec::new();
+        for dtype in [DType::Bf16].into_iter().chain(DType::ALL.into_iter().filter(|dtype| dtype.is_block()))
+        {
+            print!("{dtype:8}");
+            let mut rates = Vec::new();
+            for [tokens, inputs, outputs] in SHAPES {
+                // Whole blocks of every type.
+                let inputs = if dtype.row_multiple() == 256 { inputs.next_multiple_of(256) } else { inputs };
+                let x = Matrix::new(DType::Bf16, tokens, inputs)?;
+                let weight = Matrix::new(dtype, outputs, inputs)?;
+                let y = Matrix::new(DType::Bf16, tokens, outputs)?;
+                for (a, b, c) in [
+                    (x.operand(), weight.transposed(), y.output()),
+                    (y.operand(), weight.operand(), x.output()),
+                ] {
+                    let seconds = median(|| {
+                        // SAFETY: three different matrices of the sizes described.
+                        unsafe { matmul(&self.pool, self.isa, Compute::Bf16, a, b, c, false) }
+                    });
+                    let rate = (2 * tokens * inputs * outputs) as f64 / seconds;
+                    let part = first.get(rates.len()).map_or(1.0, |first| rate / first);
+                    print!("  {:5.0} {part:.2}", rate / 1e9);
+                    rates.push(rate);
+                }
+            }
+            println!();
+            if first.is_empty() {
+                first = rates;
+            }
+        }
+        Ok(())
     }
 
     /// All matrix products of a decoding step, for some numbers of sequences.

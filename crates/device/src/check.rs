@@ -139,7 +139,7 @@ impl<'a> Op<'a> {
             Op::Scale { x, .. } => check.float(x),
             Op::Embedding { tokens, table, out } => {
                 check.u32(tokens);
-                check.weight(table);
+                check.table(table);
                 check.float(out);
                 check.size(out, tokens.elements(), table.columns());
             }
@@ -338,10 +338,17 @@ impl Mismatch {
 
     fn weight(&mut self, t: &Tensor) {
         self.that(!matches!(t.dtype(), DType::U32 | DType::I8 | DType::U8), || format!("{t:?} is no weight"));
-        let block = t.dtype().block_elements();
+        let block = t.dtype().row_multiple();
         self.that(t.columns().is_multiple_of(block), || {
             format!("{t:?}: rows are not whole blocks of {block}")
         });
+    }
+
+    /// A weight whose rows are read one by one.
+    fn table(&mut self, t: &Tensor) {
+        self.weight(t);
+        let rows = t.dtype().has_rows() && t.columns().is_multiple_of(t.dtype().block_elements());
+        self.that(rows, || format!("{t:?}: rows cannot be read one by one"));
     }
 
     pub(crate) fn f32(&mut self, t: &Tensor) {

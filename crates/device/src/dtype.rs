@@ -4,8 +4,9 @@ use std::fmt;
 
 /// How the elements of a tensor are stored.
 ///
-/// The block types are ggml's (`ggml-common.h`); a weight in one of them is only read. Blocks of 256 elements hold
-/// scales of 16 or 32 elements each, which are themselves a few bits times the block's f16 scale.
+/// A weight in blocks is only read. The GGUF types are ggml's (`ggml-common.h`); their blocks of 256 elements hold
+/// scales of 16 or 32 elements each, which are themselves a few bits times the block's f16 scale. The other ones mean
+/// what bitsandbytes means by these names (QLoRA, Dettmers et al. 2023), laid out for this engine's kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]
 pub enum DType {
@@ -44,11 +45,28 @@ pub enum DType {
     Iq4Nl,
     /// GGUF: blocks of 32, 8-bit power of two as the scale, 4-bit floats E2M1 (17 bytes).
     Mxfp4,
+    /// 4-bit NormalFloat, doubly quantised: blocks of 64 elements of the flat matrix with an 8-bit code of their largest
+    /// magnitude (33 bytes); before every 256 blocks two f32, the factor and the offset of these codes.
+    Nf4,
+    /// The same with 4-bit floats.
+    Fp4,
+    /// 4-bit NormalFloat: blocks of 64 elements of the flat matrix with their largest magnitude in f32 (36 bytes).
+    Nf4F32,
+    /// The same with 4-bit floats.
+    Fp4F32,
+    /// Blocks of 64 with an f32 scale and 8-bit signed codes (68 bytes). Scales of whole rows are written to each of a
+    /// row's blocks.
+    Int8,
 }
+
+/// Blocks of [`DType::Nf4`] and [`DType::Fp4`] that share a factor and an offset.
+const BLOCKS_PER_FACTOR: u64 = 256;
+/// Bytes of factor and offset.
+const FACTOR_BYTES: u64 = 8;
 
 impl DType {
     /// Every type.
-    pub const ALL: [DType; 19] = [
+    pub const ALL: [DType; 24] = [
         DType::F32,
         DType::Bf16,
         DType::F16,
@@ -68,6 +86,11 @@ impl DType {
         DType::Q8K,
         DType::Iq4Nl,
         DType::Mxfp4,
+        DType::Nf4,
+        DType::Fp4,
+        DType::Nf4F32,
+        DType::Fp4F32,
+        DType::Int8,
     ];
 
     /// Elements in one block: 1 for plain types.
@@ -76,11 +99,26 @@ impl DType {
             DType::F32 | DType::Bf16 | DType::F16 | DType::U32 | DType::I8 | DType::U8 => 1,
             DType::Q8_0 | DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 => 32,
             DType::Iq4Nl | DType::Mxfp4 => 32,
+            DType::Nf4 | DType::Fp4 | DType::Nf4F32 | DType::Fp4F32 | DType::Int8 => 64,
             DType::Q2K | DType::Q3K | DType::Q4K | DType::Q5K | DType::Q6K | DType::Q8K => 256,
         }
     }
 
-    /// Bytes of one block.
+    /// What the width of a matrix has to be a multiple of. The 4-bit types of bitsandbytes are blocks of the flat matrix,
+    /// whatever its rows, and its last block may be cut short.
+    pub fn row_multiple(self) -> u64 {
+        match self {
+            DType::Nf4 | DType::Fp4 | DType::Nf4F32 | DType::Fp4F32 => 1,
+            _ => self.block_elements(),
+        }
+    }
+
+    /// Whether rows of whole blocks can be had by themselves: not where factors are shared by blocks of several rows.
+    pub fn has_rows(self) -> bool {
+        !matches!(self, DType::Nf4 | DType::Fp4)
+    }
+
+    /// Bytes of one block, without factors that several blocks share.
     pub fn block_bytes(self) -> u64 {
         match self {
             DType::F32 | DType::U32 => 4,
@@ -98,15 +136,25 @@ impl DType {
             DType::Q6K => 210,
             DType::Q8K => 292,
             DType::Mxfp4 => 17,
+            DType::Nf4 | DType::Fp4 => 33,
+            DType::Nf4F32 | DType::Fp4F32 => 36,
+            DType::Int8 => 68,
         }
     }
 
-    /// Bytes of `elements` elements, or `None` on overflow or where they are not whole blocks.
+    /// Bytes of `elements` elements, or `None` on overflow or where they are not whole blocks but have to be.
     pub fn bytes_for(self, elements: u64) -> Option<u64> {
-        if !elements.is_multiple_of(self.block_elements()) {
+        if !elements.is_multiple_of(self.row_multiple()) {
             return None;
         }
-        (elements / self.block_elements()).checked_mul(self.block_bytes())
+        let blocks = elements.div_ceil(self.block_elements());
+        let shared = if self.has_rows() { 0 } else { blocks.div_ceil(BLOCKS_PER_FACTOR) * FACTOR_BYTES };
+        blocks.checked_mul(self.block_bytes())?.checked_add(shared)
+    }
+
+    /// Elements that come with everything needed to read them, wherever such a run of a tensor lies in memory.
+    pub fn run_elements(self) -> u64 {
+        if self.has_rows() { self.block_elements() } else { self.block_elements() * BLOCKS_PER_FACTOR }
     }
 
     /// Whether it is a floating-point type that kernels compute on directly.
@@ -151,6 +199,11 @@ impl DType {
             DType::Q8K => "q8_k",
             DType::Iq4Nl => "iq4_nl",
             DType::Mxfp4 => "mxfp4",
+            DType::Nf4 => "nf4",
+            DType::Fp4 => "fp4",
+            DType::Nf4F32 => "nf4_f32",
+            DType::Fp4F32 => "fp4_f32",
+            DType::Int8 => "int8",
         }
     }
 }
@@ -158,5 +211,24 @@ impl DType {
 impl fmt::Display for DType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn doubly_quantised_weights_take_little_more_than_four_bits() {
+        for matrix in [[576, 576], [192, 576], [1536, 576], [4096, 4096], [11008, 4096]] {
+            let elements: u64 = matrix.iter().product();
+            let bits = DType::Nf4.bytes_for(elements).unwrap() as f64 * 8.0 / elements as f64;
+            assert!(bits < 4.13, "{matrix:?} takes {bits} bits an element");
+        }
+        assert_eq!(DType::Nf4.bytes_for(16384), Some(256 * 33 + 8));
+        assert_eq!(DType::Nf4.bytes_for(16385), Some(257 * 33 + 16));
+        assert_eq!(DType::Nf4.bytes_for(1), Some(41));
+        assert_eq!(DType::Fp4F32.bytes_for(65), Some(72));
+        assert_eq!(DType::Int8.bytes_for(65), None);
     }
 }

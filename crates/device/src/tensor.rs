@@ -102,9 +102,13 @@ impl Tensor {
         self.dtype.bytes_for(self.elements()).unwrap_or(0)
     }
 
-    /// Rows `range` of this tensor, as `[range.len(), columns]`. `None` outside the tensor.
+    /// Rows `range` of this tensor, as `[range.len(), columns]`. `None` outside the tensor, and where no row can be had
+    /// by itself ([`DType::has_rows`]) or rows are not whole blocks.
     pub fn slice_rows(&self, range: Range<u64>) -> Option<Tensor> {
         if range.start > range.end || range.end > self.rows() {
+            return None;
+        }
+        if !self.dtype.has_rows() || !self.columns().is_multiple_of(self.dtype.block_elements()) {
             return None;
         }
         let row = self.dtype.bytes_for(self.columns())?;

@@ -47,7 +47,15 @@ pub fn convert(from: DType, source: &[u8], to: DType, out: &mut [u8]) -> Result<
         _ => return Err(ConversionError::Unsupported { from, to }),
     };
     let out_size = to.block_bytes() as usize;
-    let elements = (out.len() / out_size) as u64 * to.block_elements();
+    if copied && to.is_block() {
+        if out.len() != source.len() {
+            let (source_bytes, out_bytes) = (source.len(), out.len());
+            return Err(ConversionError::Length { from, source_bytes, to, out_bytes });
+        }
+        out.copy_from_slice(source);
+        return Ok(());
+    }
+    let elements = (out.len() / out_size) as u64;
     if !out.len().is_multiple_of(out_size) || from.bytes_for(elements) != Some(source.len() as u64) {
         return Err(ConversionError::Length { from, source_bytes: source.len(), to, out_bytes: out.len() });
     }
@@ -56,11 +64,36 @@ pub fn convert(from: DType, source: &[u8], to: DType, out: &mut [u8]) -> Result<
         return Ok(());
     };
     let mut values = [0.0f32; CHUNK];
+    if !from.has_rows() {
+        return convert_runs(from, source, elements as usize, out, out_size, encode);
+    }
     let source_chunk = CHUNK / from.block_elements() as usize * from.block_bytes() as usize;
     for (source, out) in source.chunks(source_chunk).zip(out.chunks_mut(CHUNK * out_size)) {
         let values = &mut values[..out.len() / out_size];
         decode(from, source, values);
         encode(values, out);
+    }
+    Ok(())
+}
+
+/// The same of blocks that share factors, a run of them at a time.
+fn convert_runs(
+    from: DType,
+    source: &[u8],
+    elements: usize,
+    out: &mut [u8],
+    out_size: usize,
+    encode: Encoder,
+) -> Result<(), ConversionError> {
+    let run = from.run_elements() as usize;
+    let run_bytes = from.bytes_for(run as u64).unwrap_or(0).max(1) as usize;
+    let mut values = vec![0.0; run.min(elements)];
+    for (source, out) in source.chunks(run_bytes).zip(out.chunks_mut(run * out_size)) {
+        let values = &mut values[..out.len() / out_size];
+        decode_blocks(from, source, values);
+        for (values, out) in values.chunks(CHUNK).zip(out.chunks_mut(CHUNK * out_size)) {
+            encode(values, out);
+        }
     }
     Ok(())
 }

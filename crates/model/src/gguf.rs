@@ -5,21 +5,25 @@
 //! Format: ggml's `docs/gguf.md`.
 
 mod cursor;
+mod describe;
 mod error;
 pub(crate) mod families;
 mod layout;
 mod metadata;
 mod tensors;
+mod write;
 
 use std::collections::HashMap;
 use std::path::Path;
 
 use plimsoll_memory::FileMap;
 
+pub(crate) use describe::{ROPE_FACTORS, describe, describe_tokenizer};
 pub use error::{GgufError, GgufTensorProblem};
 pub(crate) use layout::gguf_block;
 pub use metadata::{Metadata, MetadataEntry, Value, ValueType};
 pub use tensors::GgufTensor;
+pub use write::{GgufValue, NewGgufTensor, ggml_type, write_gguf};
 
 use cursor::{Cursor, Place};
 

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 
 pub use write::{config_json, generation_config_json};
 
+use crate::shown::Shown;
 use crate::spec::{ModelSpec, SpecError};
 use keys::Keys;
 
@@ -109,6 +110,72 @@ pub fn parse_config(path: &Path, text: &str, name: String) -> Result<ModelSpec, 
     model_spec(&Keys::parse(path, text)?, name)
 }
 
+/// How a checkpoint's linears are packed, by the `quantization_config` of its `config.json`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Quantization {
+    /// bitsandbytes, 4 or 8 bits: the tensors say which.
+    BitsAndBytes,
+    /// GPTQ.
+    Gptq {
+        /// Bits of a code.
+        bits: usize,
+        /// Whether zero points are stored as they are, and not less 1.
+        second_version: bool,
+    },
+    /// AWQ, 4 bits, arranged for matrix products.
+    Awq,
+}
+
+/// The packing of the checkpoint in a folder, if any.
+pub(crate) fn read_quantization(folder: &Path) -> Result<Option<Quantization>, ConfigError> {
+    quantization(&Keys::read(&folder.join(CONFIG_NAME))?)
+}
+
+fn quantization(config: &Keys) -> Result<Option<Quantization>, ConfigError> {
+    let Some(keys) = config.object("quantization_config")? else { return Ok(None) };
+    let method = match keys.str("quant_method")? {
+        Some(method) => method,
+        // Old versions of transformers wrote no method.
+        None if keys.has("load_in_4bit") || keys.has("load_in_8bit") => "bitsandbytes",
+        None => "an unnamed method",
+    };
+    match method {
+        "bitsandbytes" => Ok(Some(Quantization::BitsAndBytes)),
+        "gptq" => {
+            let bits = keys.require_u64("bits")?;
+            if ![2, 4, 8].contains(&bits) {
+                return Err(keys.refuse("bits", format!("is {bits}; 2, 4 and 8 are supported")));
+            }
+            let second_version = match keys.str("checkpoint_format")? {
+                None | Some("gptq") => false,
+                Some("gptq_v2") => true,
+                Some(other) => {
+                    let reason = format!("is {}; gptq and gptq_v2 are supported", Shown(other));
+                    return Err(keys.refuse("checkpoint_format", reason));
+                }
+            };
+            Ok(Some(Quantization::Gptq { bits: bits as usize, second_version }))
+        }
+        "awq" => {
+            let bits = keys.u64("bits")?.unwrap_or(4);
+            if bits != 4 {
+                return Err(keys.refuse("bits", format!("is {bits}; AWQ is supported with 4")));
+            }
+            match keys.str("version")?.map(str::to_lowercase).as_deref() {
+                None | Some("gemm") => Ok(Some(Quantization::Awq)),
+                Some(other) => Err(keys.refuse("version", format!("is {}; gemm is supported", Shown(other)))),
+            }
+        }
+        other => {
+            let reason = format!(
+                "the weights are quantised by {}; bitsandbytes, gptq and awq are read; use the original weights",
+                Shown(other)
+            );
+            Err(config.refuse("quantization_config", reason))
+        }
+    }
+}
+
 fn model_spec(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {
     let model_type = config.require("model_type", config.str("model_type")?)?;
     // The language model of a multimodal one is configured inside.
@@ -126,11 +193,7 @@ fn model_spec(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {
             nearest: nearest(model_type, &SUPPORTED_MODEL_TYPES),
         });
     }
-    if let Some(quantization) = config.object("quantization_config")? {
-        let method = quantization.str("quant_method")?.unwrap_or("an unnamed method").to_owned();
-        let reason = format!("the weights are quantised by {method}; use the original weights");
-        return Err(config.refuse("quantization_config", reason));
-    }
+    quantization(config)?;
     let mut spec = families::read(config, model_type, name)?;
     spec.check().map_err(|source| ConfigError::Spec { path: config.path().to_owned(), source })?;
     // After the sizes: an impossible vocabulary is the error to name, not the ids outside it.

@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod adapter;
 pub mod catalogue;
 pub mod chat_template;
 pub mod convert;
@@ -19,7 +20,9 @@ mod shown;
 pub mod source;
 pub mod spec;
 pub mod tokenizer;
+pub mod transcode;
 
+pub use adapter::{Adapter, AdapterConfig, AdapterError};
 pub use parameters::{BlockId, Initialisation, Parameter, ParameterGroup, ParameterKind, Role};
 pub use safetensors::{NewTensor, SafetensorsError, SafetensorsFile, StoredDType, write_tensors};
 pub use save::{SaveError, SaveWriter};
@@ -28,3 +31,4 @@ pub use spec::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, QkNorm, RopeScaling,
     RopeSpec, SlidingWindow, SpecError,
 };
+pub use transcode::{RowSource, Target, Transcoder};

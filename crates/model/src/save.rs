@@ -23,7 +23,7 @@ use crate::spec::ModelSpec;
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
 /// What `transformers` marks its own files with.
-const METADATA: [(&str, &str); 1] = [("format", "pt")];
+pub(crate) const METADATA: [(&str, &str); 1] = [("format", "pt")];
 
 /// Writes a model's folder.
 #[derive(Clone, Debug)]
@@ -60,7 +60,7 @@ impl<'a> SaveWriter<'a> {
         let mut bytes = staging.write(CONFIG_NAME, &config)?;
         bytes += staging.write(GENERATION_CONFIG_NAME, &generation_config_json(self.spec))?;
 
-        let shards = self.shards();
+        let shards = self.shards(|tensor| self.tensor_bytes(tensor));
         let names = shard_names(shards.len());
         for (name, tensors) in names.iter().zip(&shards) {
             let headers = self.headers(tensors)?;
@@ -71,7 +71,11 @@ impl<'a> SaveWriter<'a> {
             })?;
         }
         if names.len() > 1 {
-            bytes += staging.write(INDEX_NAME, &self.index(&names, &shards))?;
+            let files = names.iter().zip(&shards);
+            let tensors = files.flat_map(|(name, shard)| {
+                shard.iter().map(move |t| (t.name.as_str(), name.as_str(), self.tensor_bytes(t)))
+            });
+            bytes += staging.write(INDEX_NAME, &index(tensors))?;
         }
         staging.commit(folder, &names)?;
         Ok(bytes)
@@ -106,11 +110,11 @@ impl<'a> SaveWriter<'a> {
     }
 
     /// The tensors of each file.
-    fn shards(&self) -> Vec<Vec<StoredTensor>> {
+    pub(crate) fn shards(&self, bytes: impl Fn(&StoredTensor) -> u64) -> Vec<Vec<StoredTensor>> {
         let mut shards: Vec<Vec<StoredTensor>> = vec![Vec::new()];
         let mut filled = 0u64;
         for tensor in self.spec.blocks().flat_map(|block| hf_block(self.spec, block)) {
-            let size = self.tensor_bytes(&tensor);
+            let size = bytes(&tensor);
             if filled > 0 && filled.saturating_add(size) > self.shard_bytes {
                 shards.push(Vec::new());
                 filled = 0;
@@ -127,7 +131,7 @@ impl<'a> SaveWriter<'a> {
         parameter.elements() * self.dtype.block_bytes()
     }
 
-    fn tensor_bytes(&self, tensor: &StoredTensor) -> u64 {
+    pub(crate) fn tensor_bytes(&self, tensor: &StoredTensor) -> u64 {
         tensor.parts.iter().map(|part| self.bytes(part)).sum()
     }
 
@@ -141,20 +145,22 @@ impl<'a> SaveWriter<'a> {
             |tensor: &StoredTensor| NewTensor { name: tensor.name.clone(), dtype, shape: tensor.shape() };
         Ok(tensors.iter().map(header).collect())
     }
+}
 
-    fn index(&self, names: &[String], shards: &[Vec<StoredTensor>]) -> String {
-        let tensors =
-            || shards.iter().zip(names).flat_map(|(shard, name)| shard.iter().map(move |t| (t, name)));
-        let total: u64 = tensors().map(|(tensor, _)| self.tensor_bytes(tensor)).sum();
-        let weight_map: BTreeMap<&str, &str> =
-            tensors().map(|(tensor, name)| (tensor.name.as_str(), name.as_str())).collect();
-        let index = json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
-        format!("{index:#}\n")
+/// The index of tensors: the name, the file and the bytes of each.
+pub(crate) fn index<'t>(tensors: impl Iterator<Item = (&'t str, &'t str, u64)>) -> String {
+    let mut total = 0;
+    let mut weight_map: BTreeMap<&str, &str> = BTreeMap::new();
+    for (tensor, file, bytes) in tensors {
+        total += bytes;
+        weight_map.insert(tensor, file);
     }
+    let index = json!({ "metadata": { "total_size": total }, "weight_map": weight_map });
+    format!("{index:#}\n")
 }
 
 /// `model.safetensors`, or `model-00001-of-00003.safetensors` and so on.
-fn shard_names(count: usize) -> Vec<String> {
+pub(crate) fn shard_names(count: usize) -> Vec<String> {
     match count {
         1 => vec![SINGLE_NAME.to_owned()],
         _ => (1..=count).map(|i| format!("model-{i:05}-of-{count:05}.safetensors")).collect(),
@@ -168,14 +174,14 @@ fn is_weights(name: &str) -> bool {
 }
 
 /// A hidden folder that files are written to; it goes away with everything in it unless it is committed.
-struct Staging {
+pub(crate) struct Staging {
     folder: tempfile::TempDir,
     /// Whether the folder that is being saved to is new and so can be had by one rename.
     replaces: bool,
 }
 
 impl Staging {
-    fn new(folder: &Path) -> Result<Staging, SaveError> {
+    pub(crate) fn new(folder: &Path) -> Result<Staging, SaveError> {
         let replaces = !folder.exists();
         let place = if replaces {
             let parent = parent(folder);
@@ -194,12 +200,12 @@ impl Staging {
         Ok(Staging { folder: staging, replaces })
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
     /// A small text file, synced. Returns its size.
-    fn write(&self, name: &str, text: &str) -> Result<u64, SaveError> {
+    pub(crate) fn write(&self, name: &str, text: &str) -> Result<u64, SaveError> {
         let path = self.path(name);
         let write = || {
             let mut file = std::fs::File::create_new(&path)?;
@@ -211,7 +217,7 @@ impl Staging {
     }
 
     /// Moves everything into place: by one rename where the folder is new, else file by file.
-    fn commit(self, folder: &Path, weights: &[String]) -> Result<(), SaveError> {
+    pub(crate) fn commit(self, folder: &Path, weights: &[String]) -> Result<(), SaveError> {
         let staged = self.folder.path();
         sync_folder(staged);
         if self.replaces {

@@ -8,12 +8,15 @@
 mod error;
 mod inventory;
 mod open;
+mod packed;
 mod read;
+pub(crate) mod rows;
 mod tokenizer;
 
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use plimsoll_device::DType;
 use plimsoll_memory::FileMap;
@@ -22,6 +25,7 @@ pub use error::{ModelError, NameList};
 
 use crate::parameters::Parameter;
 use crate::spec::ModelSpec;
+use packed::Packed;
 
 /// How a model is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,6 +93,30 @@ struct Place {
     rows: RowOrder,
     /// Whether 1 + the parameter is stored.
     plus_one: bool,
+    /// Where it is packed in several tensors: `bytes` are those of its codes.
+    packed: Option<PackedRows>,
+}
+
+/// Rows of a packed matrix, from `first` on.
+#[derive(Clone, Debug)]
+struct PackedRows {
+    matrix: Arc<Packed>,
+    first: usize,
+}
+
+impl Place {
+    fn rows(&self) -> u64 {
+        self.shape.first().copied().unwrap_or(1)
+    }
+
+    fn columns(&self) -> u64 {
+        self.shape.get(1).copied().unwrap_or(1)
+    }
+
+    /// Whether a packed matrix is this parameter alone, so that it can be kept as it is.
+    fn is_whole(&self, packed: &PackedRows) -> bool {
+        packed.matrix.rows as u64 == self.rows()
+    }
 }
 
 /// The weights of a model that was opened: every parameter of its shape is there, in that parameter's shape.
@@ -139,7 +167,10 @@ impl WeightSource {
     /// The type in which a parameter is best kept to be computed with and not changed: a matrix as it is stored, so that
     /// no copy of it is converted, unless `widest` takes less room; everything else as `widest`.
     pub fn inference_dtype(&self, parameter: &Parameter, widest: DType) -> DType {
-        let stored = self.place(parameter).map(|place| place.dtype);
+        let stored = self.place(parameter).map(|place| match &place.packed {
+            Some(packed) if !place.is_whole(packed) => widest,
+            _ => place.dtype,
+        });
         match stored {
             Ok(stored) if parameter.shape.len() == 2 && stored != DType::U32 => {
                 let bytes = |dtype: DType| dtype.bytes_for(parameter.elements());
@@ -151,21 +182,35 @@ impl WeightSource {
 
     /// Bytes of all parameters as stored.
     pub fn stored_bytes(&self) -> u64 {
-        self.places.values().map(|place| place.bytes.len() as u64).sum()
+        let bytes = |place: &Place| match &place.packed {
+            None => place.bytes.len() as u64,
+            Some(packed) if packed.first == 0 => packed.matrix.stored_bytes(),
+            Some(_) => 0,
+        };
+        self.places.values().map(bytes).sum()
     }
 
-    /// A parameter as stored. Its pages stay in memory after they are read until [`WeightSource::release`].
+    /// A parameter as stored, if it is one tensor. Its pages stay in memory after they are read until [`WeightSource::release`].
     pub fn view(&self, parameter: &Parameter) -> Result<StoredView<'_>, ModelError> {
         let place = self.place(parameter)?;
         let Place { dtype, rows, plus_one, .. } = *place;
+        if place.packed.is_some() {
+            return Err(ModelError::Packed {
+                path: self.path.clone(),
+                tensor: parameter.name.clone(),
+                reason: "is packed in several tensors and has no view; read it instead".to_owned(),
+            });
+        }
         Ok(StoredView { bytes: self.bytes(place), dtype, rows, plus_one })
     }
 
     /// Gives a parameter's pages in the file back to the system; they can be read again.
     pub fn release(&self, parameter: &Parameter) -> Result<(), ModelError> {
         let place = self.place(parameter)?;
-        if let Some(file) = self.files.get(place.file) {
-            file.release(place.bytes.clone());
+        match (&place.packed, self.files.get(place.file)) {
+            (Some(packed), _) => packed.matrix.release(&self.files),
+            (None, Some(file)) => file.release(place.bytes.clone()),
+            (None, None) => {}
         }
         Ok(())
     }

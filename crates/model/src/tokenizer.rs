@@ -15,6 +15,7 @@ mod hf;
 mod pieces;
 mod save;
 mod specials;
+mod to_gguf;
 
 use std::sync::Arc;
 

@@ -17,6 +17,9 @@ pub struct InferenceArgs {
     /// Type of activations, f32 or bf16; matrices stay as they are stored unless this takes less room
     #[arg(long, default_value = "f32")]
     pub dtype: String,
+    /// Quantise the linears while loading: nf4, fp4, int8, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k or q6_k
+    #[arg(long, value_name = "TYPE")]
+    pub quantize: Option<String>,
     /// Type of the key-value cache: f32, bf16, f16, int8 or int4. By default f32 for up to 32 MiB of cache, f16 beyond,
     /// and int8 where only that fits
     #[arg(long, value_name = "TYPE")]

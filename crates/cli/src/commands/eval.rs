@@ -14,7 +14,7 @@ use crate::failure::Failure;
 use crate::models;
 use crate::output::outln;
 use crate::progress;
-use crate::session::{Engine, cache_type, inference_precision};
+use crate::session::{Engine, cache_type, inference_precision, quantized_type, weight_type};
 
 /// Windows are taken together up to about this many tokens.
 const TOKENS_PER_PASS: u64 = 2048;
@@ -24,6 +24,7 @@ const CACHED_CHUNK_TOKENS: u64 = 128;
 
 pub fn run(args: &EvalArgs) -> Result<(), Failure> {
     let precision = inference_precision(&args.dtype)?;
+    let quantized = quantized_type(args.quantize.as_deref())?;
     if args.sequence_length < 2 {
         return Err(Failure::usage("--sequence-length must be at least 2: the first token is context"));
     }
@@ -32,10 +33,11 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
         let tokenizer: Tokenizer = files.tokenizer()?;
         EvalWindows::read(&args.data, &tokenizer, args.sequence_length as usize)?
     };
+    let model = Evaluated { files, precision, quantized };
     let engine = Engine::start(args.threads)?;
     let (loss, targets) = match cache_type(args.kv_cache.as_deref())? {
-        None => whole_windows(args, &files, &engine, precision, &windows)?,
-        Some(cache) => through_the_cache(args, &files, &engine, precision, cache, &windows)?,
+        None => whole_windows(args, &engine, &model, &windows)?,
+        Some(cache) => through_the_cache(args, &engine, &model, cache, &windows)?,
     };
     let mean = loss / targets.max(1) as f64;
     if args.json {
@@ -46,18 +48,32 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
     Ok(())
 }
 
+/// What is evaluated, and in which types.
+struct Evaluated {
+    files: Box<ModelFiles>,
+    precision: Precision,
+    /// What `--quantize` says.
+    quantized: Option<DType>,
+}
+
+impl Evaluated {
+    fn weight_type(&self, p: &Parameter) -> DType {
+        weight_type(&self.files, p, self.precision.weights, self.quantized)
+    }
+}
+
 /// The sum of the losses and their number, every window at once.
 fn whole_windows(
     args: &EvalArgs,
-    files: &ModelFiles,
     engine: &Engine,
-    precision: Precision,
+    model: &Evaluated,
     windows: &EvalWindows,
 ) -> Result<(f64, u64), Failure> {
+    let (files, precision) = (&model.files, model.precision);
     let longest = windows.longest() as u64;
     let most = (TOKENS_PER_PASS / longest.max(1)).clamp(1, windows.len().max(1) as u64);
     let chunk = loss_chunk_tokens(files.spec().vocab_size, most * longest);
-    let weight_types = |p: &Parameter| files.weights().inference_dtype(p, precision.weights);
+    let weight_types = |p: &Parameter| model.weight_type(p);
     let dry_run = DryRun::evaluation(files.spec(), precision, &weight_types, most, longest, chunk)?;
     let device = engine.device(&dry_run, args.memory)?;
     let mut evaluator = Evaluator::with_weight_types(
@@ -97,15 +113,15 @@ fn whole_windows(
 /// The same token by token's way: each window in chunks that read the others from a cache.
 fn through_the_cache(
     args: &EvalArgs,
-    files: &ModelFiles,
     engine: &Engine,
-    precision: Precision,
+    model: &Evaluated,
     cache: DType,
     windows: &EvalWindows,
 ) -> Result<(f64, u64), Failure> {
+    let (files, precision) = (&model.files, model.precision);
     let context = windows.longest().max(1) as u64;
     let settings = DecodeSettings { precision, cache, context, prompt_chunk_tokens: CACHED_CHUNK_TOKENS };
-    let weight_types = |p: &Parameter| files.weights().inference_dtype(p, precision.weights);
+    let weight_types = |p: &Parameter| model.weight_type(p);
     let chunk = loss_chunk_tokens(files.spec().vocab_size, CACHED_CHUNK_TOKENS);
     let dry_run = DryRun::cached_evaluation(files.spec(), settings, &weight_types, chunk)?;
     let device = engine.device(&dry_run, args.memory)?;

@@ -3,9 +3,11 @@
 pub mod bench;
 pub mod chat;
 pub mod config;
+pub mod convert;
 pub mod doctor;
 pub mod eval;
 pub mod generate;
 pub mod inspect;
+pub mod merge;
 pub mod plan;
 pub mod train;

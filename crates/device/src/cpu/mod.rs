@@ -8,6 +8,7 @@ mod kernels;
 pub mod matmul;
 mod optimizer;
 pub mod pool;
+pub mod quantize;
 mod rates;
 mod slices;
 

@@ -11,7 +11,7 @@ use crate::spec::{
 };
 
 /// Values of `general.architecture` that are read, and Hugging Face's `model_type` of each.
-const ARCHITECTURES: [(&str, &str); 9] = [
+pub(super) const ARCHITECTURES: [(&str, &str); 9] = [
     ("llama", "llama"),
     ("qwen2", "qwen2"),
     ("qwen3", "qwen3"),

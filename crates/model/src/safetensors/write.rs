@@ -34,11 +34,21 @@ pub fn write_tensors(
     path: &Path,
     metadata: &[(&str, &str)],
     tensors: &[NewTensor],
-    mut fill: impl FnMut(&NewTensor, &mut dyn Write) -> io::Result<()>,
+    fill: impl FnMut(&NewTensor, &mut dyn Write) -> io::Result<()>,
 ) -> Result<u64, SaveError> {
     let mut order: Vec<&NewTensor> = tensors.iter().collect();
     order.sort_by_key(|tensor| std::cmp::Reverse(tensor.dtype.bits()));
-    let (header, sizes) = header(path, metadata, &order)?;
+    write_in_order(path, metadata, &order, fill)
+}
+
+/// The same in the given order, in which the caller sees to the alignment.
+pub(crate) fn write_in_order(
+    path: &Path,
+    metadata: &[(&str, &str)],
+    order: &[&NewTensor],
+    mut fill: impl FnMut(&NewTensor, &mut dyn Write) -> io::Result<()>,
+) -> Result<u64, SaveError> {
+    let (header, sizes) = header(path, metadata, order)?;
 
     let io = |action| move |source| SaveError::io(action, path, source);
     let folder = match path.parent() {

@@ -11,6 +11,7 @@ use crate::gguf::GgufError;
 use crate::hf_config::ConfigError;
 use crate::safetensors::SafetensorsError;
 use crate::shown::Shown;
+use crate::tokenizer::TokenizerError;
 
 /// A model that cannot be opened or read. Names the file and the tensor, key or place.
 #[derive(Debug, thiserror::Error)]
@@ -34,7 +35,7 @@ pub enum ModelError {
     Gguf(#[from] GgufError),
     /// The tokenizer is missing or unusable.
     #[error(transparent)]
-    Tokenizer(#[from] crate::tokenizer::TokenizerError),
+    Tokenizer(#[from] TokenizerError),
     /// The path holds no model.
     #[error("{}: {reason}", path.display())]
     NotAModel {
@@ -99,6 +100,16 @@ pub enum ModelError {
         /// Its type.
         stored: &'static str,
     },
+    /// The tensors of a matrix that a quantising library packed do not make one.
+    #[error("{}: tensor {}: {reason}", path.display(), Shown(tensor))]
+    Packed {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A parameter of another model was asked for: a programming error.
     #[error("{}: holds no parameter {tensor:?} of shape {shape:?}", path.display())]
     NoSuchParameter {
@@ -121,6 +132,19 @@ pub enum ModelError {
         /// What does not fit.
         source: ConversionError,
     },
+}
+
+impl ModelError {
+    /// Whether it says that a model comes without a tokenizer: no `tokenizer.json` beside it, no tokenizer in its GGUF.
+    pub fn is_missing_tokenizer(&self) -> bool {
+        match self {
+            ModelError::Tokenizer(TokenizerError::Io { path, source }) => {
+                source.kind() == io::ErrorKind::NotFound && path.ends_with("tokenizer.json")
+            }
+            ModelError::Gguf(GgufError::MissingKey { key, .. }) => key == "tokenizer.ggml.model",
+            _ => false,
+        }
+    }
 }
 
 /// A list of names of which the first few are kept, and how many there are.

@@ -3,11 +3,13 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use plimsoll_device::DType;
 use plimsoll_memory::FileMap;
 
-use super::{ModelError, NameList, Place, RowOrder, WeightSource};
+use super::packed::Packed;
+use super::{ModelError, NameList, PackedRows, Place, RowOrder, WeightSource};
 use crate::layout::StoredTensor;
 use crate::parameters::BlockId;
 use crate::spec::ModelSpec;
@@ -21,6 +23,8 @@ pub(super) struct Candidate {
     /// Its type, or the name of one that no weight can have.
     pub dtype: Result<DType, &'static str>,
     pub shape: Vec<u64>,
+    /// Where it is packed in several tensors, how; file and bytes are then those of one of them.
+    pub packed: Option<Packed>,
 }
 
 /// The tensors, by the name that the layout gives them.
@@ -57,15 +61,21 @@ impl Inventory {
                 missing.push(stored.name);
                 continue;
             };
-            let Candidate { tensor, file, bytes, dtype, shape } = candidate;
+            let Candidate { tensor, file, bytes, dtype, shape, packed } = candidate;
             let path = || files.get(file).map_or(&*self.path, FileMap::path).to_owned();
             if shape != stored.shape() {
                 let (found, expected) = (shape, stored.shape());
                 let shape_from = self.shape_from;
                 return Err(ModelError::Shape { path: path(), tensor, found, expected, shape_from });
             }
+            let packed = packed.map(Arc::new);
+            if packed.is_some() && stored.rows != RowOrder::Natural {
+                let (path, reason) =
+                    (path(), "is packed, which is not supported where matrices are transposed".into());
+                return Err(ModelError::Packed { path, tensor, reason });
+            }
             let dtype = dtype.map_err(|stored| ModelError::StoredType { path: path(), tensor, stored })?;
-            for (name, place) in parts(stored, file, bytes, dtype) {
+            for (name, place) in parts(stored, file, bytes, dtype, packed) {
                 places.insert(name, place);
             }
         }
@@ -91,13 +101,16 @@ fn parts(
     file: usize,
     bytes: Range<usize>,
     dtype: DType,
+    packed: Option<Arc<Packed>>,
 ) -> impl Iterator<Item = (String, Place)> {
     let row_bytes = bytes.len() / stored.total_rows().max(1) as usize;
     let StoredTensor { parts, rows, plus_one, .. } = stored;
     let mut first = 0;
     parts.into_iter().map(move |part| {
         let count = part.rows();
+        let part_of = packed.clone().map(|matrix| PackedRows { matrix, first: first as usize });
         let (bytes, rows) = match rows {
+            _ if part_of.is_some() => (bytes.clone(), rows),
             // Columns lie all over the tensor.
             RowOrder::Transposed { total, .. } => (bytes.clone(), RowOrder::Transposed { total, first }),
             other => {
@@ -106,6 +119,6 @@ fn parts(
             }
         };
         first += count;
-        (part.name, Place { file, bytes, dtype, shape: part.shape, rows, plus_one })
+        (part.name, Place { file, bytes, dtype, shape: part.shape, rows, plus_one, packed: part_of })
     })
 }

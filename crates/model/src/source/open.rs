@@ -1,10 +1,12 @@
 //! Opening a model: which format a path has, its shape, and the shape checked against the weights.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use plimsoll_memory::FileMap;
 
 use super::inventory::{Candidate, Inventory};
+use super::packed::{self, Found, Span};
 use super::{Format, ModelError, ModelFiles};
 use crate::gguf::{GgufFile, families, gguf_block};
 use crate::hf_config::{self, CONFIG_NAME};
@@ -71,21 +73,33 @@ fn open_safetensors(path: &Path, folder: &Path, set: SafetensorsSet) -> Result<M
     let prefix = hf_prefix(&spec);
     let prefixed = set.files().iter().any(|file| file.tensors().iter().any(|t| t.name.starts_with(prefix)));
     let mut inventory = Inventory::new(path, config.display().to_string());
+    let named = |tensor: &str| if prefixed { tensor.to_owned() } else { format!("{prefix}{tensor}") };
+    let (packed, taken) = match hf_config::read_quantization(folder)? {
+        Some(quantization) => packed::find(set.files(), &quantization)?,
+        None => Default::default(),
+    };
+    let taken: HashSet<String> = taken.into_iter().collect();
+    for Found { name, packed } in packed {
+        let shape = vec![packed.rows as u64, packed.columns as u64];
+        let (dtype, Span { file, bytes, .. }) = (Ok(packed.dtype()), packed.codes().clone());
+        let packed = Some(packed);
+        inventory.add(named(&name), Candidate { tensor: name, file, bytes, dtype, shape, packed });
+    }
     for (file, opened) in set.files().iter().enumerate() {
         for tensor in opened.tensors() {
-            let name = if prefixed { tensor.name.clone() } else { format!("{prefix}{}", tensor.name) };
-            if is_no_parameter(&tensor.name, &spec) {
+            if is_no_parameter(&tensor.name, &spec) || taken.contains(&tensor.name) {
                 continue;
             }
             let dtype = tensor.dtype.device().filter(|dtype| dtype.is_float());
             inventory.add(
-                name,
+                named(&tensor.name),
                 Candidate {
                     tensor: tensor.name.clone(),
                     file,
                     bytes: tensor.bytes.clone(),
                     dtype: dtype.ok_or(tensor.dtype.name()),
                     shape: tensor.shape.clone(),
+                    packed: None,
                 },
             );
         }
@@ -112,6 +126,7 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
                 bytes: tensor.bytes.clone(),
                 dtype: Ok(tensor.dtype),
                 shape: tensor.shape.clone(),
+                packed: None,
             },
         );
     }

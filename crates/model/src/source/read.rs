@@ -13,11 +13,14 @@ const STRIPE: usize = 3 << 19;
 
 impl WeightSource {
     /// Writes a parameter's values into `out` as `dtype`, row by row in the parameter's own order: f32, bf16 or f16, to
-    /// nearest, ties to even, or blocks as they are stored. `out` has just its bytes,
-    /// `dtype.bytes_for(parameter.elements())`.
+    /// nearest, ties to even; blocks as they are stored; or quantised as it is read, a matrix whose rows are whole blocks.
+    /// `out` has just its bytes, `dtype.bytes_for(parameter.elements())`.
     pub fn read_into(&self, parameter: &Parameter, dtype: DType, out: &mut [u8]) -> Result<(), ModelError> {
         let place = self.place(parameter)?;
         let Some(file) = self.files.get(place.file) else { return Ok(()) };
+        if place.packed.is_some() || (dtype.is_block() && dtype != place.dtype) {
+            return self.read_by_rows(parameter, place, dtype, out);
+        }
         let read = match place.rows {
             RowOrder::Natural if !place.plus_one => read_plain(file, place, dtype, out),
             RowOrder::Natural => Ok(()),

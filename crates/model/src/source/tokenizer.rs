@@ -32,6 +32,24 @@ impl ModelFiles {
     }
 }
 
+impl ModelFiles {
+    /// The tokenizer as GGUF metadata: the file's own, or made from `tokenizer.json`.
+    ///
+    /// # Errors
+    /// It is missing or unusable, or GGUF has no words for it.
+    pub fn tokenizer_fields(&self) -> Result<GgufTokenizerFields, ModelError> {
+        match self.format {
+            Format::Gguf => {
+                let file = GgufFile::open(&self.path)?;
+                let fields = fields(&file.metadata())?;
+                file.release();
+                Ok(fields)
+            }
+            Format::Safetensors => Ok(self.tokenizer()?.to_gguf()?),
+        }
+    }
+}
+
 impl Tokenizer {
     /// The tokenizer in a GGUF, whatever model is in it, or none.
     ///

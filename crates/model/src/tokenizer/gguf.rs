@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 use super::TokenizerError;
 use super::specials::template_processing;
 pub(super) use charsmap::check as check_charsmap;
-pub(super) use split::is_word_by_word;
+pub(super) use split::{is_word_by_word, name_of as split_name};
 
 /// The tokenizer's part of a GGUF's metadata.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -106,7 +106,7 @@ fn what_is_wrong_is_named() {
     );
     let lists = json!({ "type": "longrope", "short_factor": [1.0], "long_factor": [1.0], "factor": 2.0 });
     check(json!({ "rope_scaling": lists }), "1 factors for the 8 frequencies");
-    check(json!({ "quantization_config": { "quant_method": "gptq" } }), "quantised by gptq");
+    check(json!({ "quantization_config": { "quant_method": "gptq" } }), "bits: is missing");
     for text in ["", "{", "[]", "{\"model_type\": NaN}"] {
         let error = parse_config(Path::new("config.json"), text, String::new()).unwrap_err().to_string();
         assert!(error.contains("config.json") && error.contains("line 1"), "{error}");

@@ -194,50 +194,51 @@ unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
     let whole = E::V::LANES * E::K_PER_UNIT;
     let units = row_units(k, E::K_PER_UNIT);
     let block = S::BLOCK.max(GROUP);
-    let block_bytes = S::offset(block);
+    let block_bytes = S::offset(block).max(1);
     // The same place in columns to come.
     let together = S::offset(N * b.stride).max(1);
     let ahead = AHEAD.div_ceil(together) * together;
     // SAFETY: the columns hold `k` values, the packed rows `units` units.
     unsafe {
         let mut sums = [[E::V::splat(0.0); N]; R];
-        let mut columns = [b.data; N];
-        for (j, data) in columns.iter_mut().enumerate() {
-            *data = b.data.add(S::offset((column + j) * b.stride));
+        let mut columns = [S::place(b.data, column * b.stride); N];
+        for (j, place) in columns.iter_mut().enumerate().skip(1) {
+            *place = S::place(b.data, (column + j) * b.stride);
         }
         let mut row = rows;
         // A block of a quantised type at a time, so that its scales are read once.
         for _ in 0..k / block {
             let mut scales = [S::scales::<E::V>(columns[0]); N];
-            for (scales, data) in scales.iter_mut().zip(&columns).skip(1) {
-                *scales = S::scales(*data);
+            for (scales, place) in scales.iter_mut().zip(&columns).skip(1) {
+                *scales = S::scales(*place);
             }
             for start in (0..block).step_by(S::SPAN) {
                 for part in (0..S::SPAN).step_by(whole) {
                     let at = start + part;
                     let mut vectors = [E::V::splat(0.0); N];
-                    for ((vector, data), scales) in vectors.iter_mut().zip(columns).zip(&scales) {
-                        *vector = E::along(InBlock::<E::V, S> { block: data, at, scales });
+                    for ((vector, block), scales) in vectors.iter_mut().zip(columns).zip(&scales) {
+                        *vector = E::along(InBlock::<E::V, S> { block, at, scales });
                     }
                     add_products::<E, R, N>(&mut sums, row.add(at / E::K_PER_UNIT), units, vectors);
                 }
             }
-            for data in &mut columns {
+            for place in &mut columns {
                 for line in (0..block_bytes).step_by(LINE) {
-                    prefetch(data.wrapping_add(ahead + line));
+                    prefetch(S::address(*place).wrapping_add(ahead + line));
                 }
-                *data = data.add(block_bytes);
+                *place = S::next(*place);
             }
             row = row.add(block / E::K_PER_UNIT);
         }
         let left = k % block;
         for at in (0..left).step_by(whole) {
             let mut vectors = [E::V::splat(0.0); N];
-            for (vector, data) in vectors.iter_mut().zip(columns) {
+            for (j, vector) in vectors.iter_mut().enumerate() {
+                let index = (column + j) * b.stride + k - left + at;
                 *vector = if left - at >= whole {
-                    E::along(At::<S>::new(data, at))
+                    E::along(At::<S>::new(b.data, index))
                 } else {
-                    along_end::<E>(Lines { data, ..b }, at, left - at)
+                    along_end::<E>(b, index, left - at)
                 };
             }
             add_products::<E, R, N>(&mut sums, row.add(at / E::K_PER_UNIT), units, vectors);

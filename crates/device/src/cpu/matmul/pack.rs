@@ -40,9 +40,10 @@ impl Lines {
         }
     }
 
-    /// Some of the lines.
+    /// Some of the lines, of a plain type.
     pub fn part(self, lines: Range<usize>) -> Lines {
-        let bytes = self.dtype.bytes_for((lines.start * self.stride) as u64).unwrap_or(0) as usize;
+        debug_assert!(!self.dtype.is_block());
+        let bytes = lines.start * self.stride * self.dtype.block_bytes() as usize;
         Lines { data: self.data.wrapping_add(bytes), count: lines.len(), ..self }
     }
 
@@ -92,10 +93,11 @@ pub(super) unsafe fn pack<E: Engine, S: Storage>(
     let aligned = |x: usize, to: usize| !blocks || x.is_multiple_of(to);
     // SAFETY: as for this function, in all calls.
     unsafe {
-        if from.k_stride == 1 && aligned(from.stride, S::BLOCK) {
+        // Vectors begin at multiples of their lanes, and so lie in one block each.
+        if from.k_stride == 1 && aligned(from.stride, lanes) {
             pack_along::<E, S>(from, lines, k, to);
         } else if from.stride == 1
-            && aligned(from.k_stride, S::BLOCK)
+            && aligned(from.k_stride, lanes)
             && aligned(to.width, lanes)
             && aligned(from.count, GROUP)
         {

@@ -1,9 +1,10 @@
 //! Reading elements of every storage type as vectors of f32; block types are dequantised on the way.
 //!
 //! This is the one place that knows how blocks are laid out: packing, dot products, embeddings and conversions all
-//! read through [`Storage`]. Layouts are those of ggml (`ggml-common.h`).
+//! read through [`Storage`]. Layouts of GGUF types are those of ggml (`ggml-common.h`).
 
 mod blocks;
+mod normal_float;
 mod super_blocks;
 #[cfg(test)]
 pub(super) mod tests;
@@ -13,7 +14,8 @@ use std::marker::PhantomData;
 use super::vector::{MAX_LANES, Portable, Vector, bf16_value, f16_value};
 use crate::DType;
 
-pub(super) use blocks::{Iq4Nl, Mxfp4, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+pub(super) use blocks::{Int8, Iq4Nl, Mxfp4, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+pub(super) use normal_float::{DoublyQuantized, Float, NormalFloat, Quantized};
 pub(super) use super_blocks::{Q2K, Q3K, Q4K, Q5K, Q6K, Q8K};
 
 /// Elements that are taken together even of plain types; divides every block of a quantised type.
@@ -22,40 +24,120 @@ pub(super) const GROUP: usize = 32;
 /// A storage type.
 ///
 /// # Safety
-/// For every method: the pointer holds the whole block, or of a plain type the elements named. Of a block type, `at`
-/// is a multiple of `V::LANES` inside the block.
+/// For every method but `offset`: the place is that of a block that lies whole in memory, or of a plain type holds the
+/// elements named. Of a block type, `at` is a multiple of `V::LANES` inside the block.
 pub(super) trait Storage {
     /// Elements of a block: 1 of plain types.
     const BLOCK: usize;
+    /// Elements after which the arrangement inside a block repeats, what a loop over a block is unrolled to.
+    const SPAN: usize;
+    /// Where a block is, and what it shares with others.
+    type Place: Copy;
+    /// What is read once for all elements of a block.
+    type Scales<V: Vector>: Copy;
+
+    /// The block of element `index` of the tensor at `data`.
+    unsafe fn place(data: *const u8, index: usize) -> Self::Place;
+
+    /// The place after the next block, or after [`GROUP`] elements of a plain type. It may lie behind the last one.
+    unsafe fn next(place: Self::Place) -> Self::Place;
+
+    /// Where it begins, to be fetched.
+    fn address(place: Self::Place) -> *const u8;
+
+    unsafe fn scales<V: Vector>(place: Self::Place) -> Self::Scales<V>;
+
+    /// `V::LANES` elements from `at` on.
+    unsafe fn load<V: Vector>(place: Self::Place, at: usize, scales: &Self::Scales<V>) -> V;
+
+    /// The same where no more of the block is wanted.
+    unsafe fn load_alone<V: Vector>(place: Self::Place, at: usize) -> V;
+
+    /// Where the bits of `load` in bf16 can be had as they are: the address of element `at`.
+    fn bf16_at(place: Self::Place, at: usize) -> Option<*const u16>;
+
+    /// Bytes from the start to element `index`, or to its block; about, to fetch it, where blocks share factors.
+    fn offset(index: usize) -> usize;
+}
+
+/// A storage type whose blocks need nothing but themselves, one after the other.
+///
+/// # Safety
+/// For every method: the pointer holds the whole block, or of a plain type the elements named. Of a block type, `at`
+/// is a multiple of `V::LANES` inside the block.
+pub(super) trait Blocks {
+    /// As [`Storage::BLOCK`].
+    const BLOCK: usize;
     /// Bytes of a block.
     const BYTES: usize;
-    /// Elements after which the arrangement inside a block repeats, what a loop over a block is unrolled to.
+    /// As [`Storage::SPAN`].
     const SPAN: usize = GROUP;
-    /// What is read once for all elements of a block.
+    /// As [`Storage::Scales`].
     type Scales<V: Vector>: Copy;
 
     unsafe fn scales<V: Vector>(block: *const u8) -> Self::Scales<V>;
 
-    /// `V::LANES` elements from `at` on.
     unsafe fn load<V: Vector>(block: *const u8, at: usize, scales: &Self::Scales<V>) -> V;
 
-    /// The same where no more of the block is wanted.
     #[inline(always)]
     unsafe fn load_alone<V: Vector>(block: *const u8, at: usize) -> V {
         // SAFETY: as the trait says.
         unsafe { Self::load(block, at, &Self::scales(block)) }
     }
 
-    /// Where the bits of `load` in bf16 can be had as they are: the address of element `at`.
     #[inline(always)]
     fn bf16_at(_block: *const u8, _at: usize) -> Option<*const u16> {
         None
     }
+}
 
-    /// Bytes from the start to element `index`, or to its block.
+impl<T: Blocks> Storage for T {
+    const BLOCK: usize = <T as Blocks>::BLOCK;
+    const SPAN: usize = <T as Blocks>::SPAN;
+    type Place = *const u8;
+    type Scales<V: Vector> = <T as Blocks>::Scales<V>;
+
+    #[inline(always)]
+    unsafe fn place(data: *const u8, index: usize) -> *const u8 {
+        data.wrapping_add(Self::offset(index))
+    }
+
+    #[inline(always)]
+    unsafe fn next(place: *const u8) -> *const u8 {
+        place.wrapping_add(Self::offset(<T as Blocks>::BLOCK.max(GROUP)))
+    }
+
+    #[inline(always)]
+    fn address(place: *const u8) -> *const u8 {
+        place
+    }
+
+    #[inline(always)]
+    unsafe fn scales<V: Vector>(place: *const u8) -> Self::Scales<V> {
+        // SAFETY: as the trait says.
+        unsafe { <T as Blocks>::scales(place) }
+    }
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(place: *const u8, at: usize, scales: &Self::Scales<V>) -> V {
+        // SAFETY: as the trait says.
+        unsafe { <T as Blocks>::load(place, at, scales) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_alone<V: Vector>(place: *const u8, at: usize) -> V {
+        // SAFETY: as the trait says.
+        unsafe { <T as Blocks>::load_alone(place, at) }
+    }
+
+    #[inline(always)]
+    fn bf16_at(place: *const u8, at: usize) -> Option<*const u16> {
+        <T as Blocks>::bf16_at(place, at)
+    }
+
     #[inline(always)]
     fn offset(index: usize) -> usize {
-        index / Self::BLOCK * Self::BYTES
+        index / <T as Blocks>::BLOCK * <T as Blocks>::BYTES
     }
 }
 
@@ -90,18 +172,19 @@ impl<V: Vector, S: Storage> Elements<V> for At<S> {
     unsafe fn load(&self, after: usize) -> V {
         let index = self.index + after;
         // SAFETY: the caller vouches for the elements, and a block lies whole in memory.
-        unsafe { S::load_alone(self.data.add(S::offset(index)), index % S::BLOCK) }
+        unsafe { S::load_alone(S::place(self.data, index), index % S::BLOCK) }
     }
 
     #[inline(always)]
     fn bf16(&self) -> Option<*const u16> {
-        S::bf16_at(self.data.wrapping_add(S::offset(self.index)), self.index % S::BLOCK)
+        // SAFETY: the caller of `new` vouches for the element.
+        S::bf16_at(unsafe { S::place(self.data, self.index) }, self.index % S::BLOCK)
     }
 }
 
 /// Elements of a block whose scales have been read.
 pub(super) struct InBlock<'a, V: Vector, S: Storage> {
-    pub block: *const u8,
+    pub block: S::Place,
     pub at: usize,
     pub scales: &'a S::Scales<V>,
 }
@@ -126,7 +209,7 @@ pub(super) struct F16;
 /// A type whose elements are vectors as they are: `$load` of `V` reads them from a pointer to `$element`.
 macro_rules! plain {
     ($storage:ident, $element:ty, $load:ident $(, $bf16_at:item)?) => {
-        impl Storage for $storage {
+        impl Blocks for $storage {
             const BLOCK: usize = 1;
             const BYTES: usize = size_of::<$element>();
             type Scales<V: Vector> = ();
@@ -176,6 +259,11 @@ macro_rules! by_storage {
             DType::Q8K => $function::<storage::Q8K $(, $parameter)*>($($argument),*),
             DType::Iq4Nl => $function::<storage::Iq4Nl $(, $parameter)*>($($argument),*),
             DType::Mxfp4 => $function::<storage::Mxfp4 $(, $parameter)*>($($argument),*),
+            DType::Nf4 => $function::<storage::DoublyQuantized<storage::NormalFloat> $(, $parameter)*>($($argument),*),
+            DType::Fp4 => $function::<storage::DoublyQuantized<storage::Float> $(, $parameter)*>($($argument),*),
+            DType::Nf4F32 => $function::<storage::Quantized<storage::NormalFloat> $(, $parameter)*>($($argument),*),
+            DType::Fp4F32 => $function::<storage::Quantized<storage::Float> $(, $parameter)*>($($argument),*),
+            DType::Int8 => $function::<storage::Int8 $(, $parameter)*>($($argument),*),
             DType::U32 | DType::I8 | DType::U8 => Default::default(),
         }
     };
@@ -216,29 +304,32 @@ unsafe fn block_element<S: Storage>(data: *const u8, index: usize) -> f32 {
 /// The machine has the vector's instruction set, the elements exist and `out` has room for them.
 #[inline(always)]
 pub(super) unsafe fn dequantize<V: Vector, S: Storage>(data: *const u8, count: usize, out: *mut f32) {
-    let (mut block, mut out) = (data, out);
+    let mut out = out;
     let step = S::BLOCK.max(GROUP);
     // SAFETY: as for this function.
     unsafe {
+        let mut place = S::place(data, 0);
         for _ in 0..count / step {
-            let scales = S::scales::<V>(block);
+            let scales = S::scales::<V>(place);
             for start in (0..step).step_by(S::SPAN) {
                 for part in (0..S::SPAN).step_by(V::LANES) {
-                    S::load(block, start + part, &scales).store(out.add(start + part));
+                    S::load(place, start + part, &scales).store(out.add(start + part));
                 }
             }
-            block = block.add(S::offset(step));
+            place = S::next(place);
             out = out.add(step);
         }
+        let done = count / step * step;
         for index in 0..count % step {
             *out.add(index) = if S::BLOCK > 1 {
-                block_element::<S>(block, index)
+                block_element::<S>(data, done + index)
             } else {
                 // A plain element, with nothing after it that a vector might be loaded from.
                 let mut bytes = [0u8; size_of::<f32>() * MAX_LANES];
-                std::ptr::copy_nonoverlapping(block.add(S::offset(index)), bytes.as_mut_ptr(), S::BYTES);
+                let element = data.add(S::offset(done + index));
+                std::ptr::copy_nonoverlapping(element, bytes.as_mut_ptr(), S::offset(1));
                 let mut values = [0.0; MAX_LANES];
-                S::load_alone::<V>(bytes.as_ptr(), 0).store(values.as_mut_ptr());
+                S::load_alone::<V>(S::place(bytes.as_ptr(), 0), 0).store(values.as_mut_ptr());
                 values[0]
             };
         }

@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 
 use super::storage::element;
-use super::storage::tests::random_block;
+use super::storage::tests::random_blocks;
 use super::tile::CHAIN;
 use super::{Operand, Output, SCRATCH_BYTES, matmul, matmul_serial};
 use crate::cpu::{Isa, Pool};
@@ -48,14 +48,14 @@ impl Noise {
 impl Matrix {
     /// Of a block type, the contiguous dimension is filled up to whole blocks, which the view leaves out.
     fn new(dtype: DType, layout: Layout, rows: usize, columns: usize, seed: u64) -> Matrix {
-        let block = dtype.block_elements() as usize;
+        let (block, multiple) = (dtype.block_elements() as usize, dtype.row_multiple() as usize);
         let (row_stride, column_stride, elements) = match layout {
             Layout::Rows => {
-                let stride = (columns + 3 * (seed as usize % 2)).next_multiple_of(block);
+                let stride = (columns + 3 * (seed as usize % 2)).next_multiple_of(multiple);
                 (stride, 1, rows * stride)
             }
             Layout::Columns => {
-                let stride = (rows + 3 * (seed as usize % 2)).next_multiple_of(block);
+                let stride = (rows + 3 * (seed as usize % 2)).next_multiple_of(multiple);
                 (1, stride, columns * stride)
             }
             Layout::Scattered => (3 * columns + 2, 3, rows * (3 * columns + 2)),
@@ -67,8 +67,11 @@ impl Matrix {
                 DType::F32 => bytes.extend(noise.value().to_le_bytes()),
                 DType::Bf16 => bytes.extend(bf16::from_f32(noise.value()).to_le_bytes()),
                 DType::F16 => bytes.extend(f16::from_f32(noise.value()).to_le_bytes()),
-                _ => bytes.extend(random_block(dtype, || noise.bits() as u8)),
+                _ => break,
             }
+        }
+        if dtype.is_block() {
+            bytes = random_blocks(dtype, elements.div_ceil(block), || noise.bits() as u8);
         }
         let view = Operand { data: bytes.as_ptr(), dtype, rows, columns, row_stride, column_stride };
         Matrix { bytes, view }
@@ -76,8 +79,9 @@ impl Matrix {
 
     fn get(&self, i: usize, j: usize) -> f32 {
         let index = i * self.view.row_stride + j * self.view.column_stride;
-        let block = self.view.dtype.block_elements() as usize;
-        assert!((index / block + 1) * self.view.dtype.block_bytes() as usize <= self.bytes.len());
+        let block = self.view.dtype.block_elements();
+        let whole = (index as u64 / block + 1) * block;
+        assert!(self.view.dtype.bytes_for(whole).unwrap() as usize <= self.bytes.len());
         // SAFETY: just checked.
         unsafe { element(self.view.dtype, self.bytes.as_ptr(), index) }
     }

@@ -16,6 +16,8 @@ pub(super) trait Vector: Copy + Debug {
     const LANES: usize;
     /// LANES integers of 32 bits.
     type Codes: Copy;
+    /// Sixteen values to choose from.
+    type Table: Copy;
 
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(p: *const f32) -> Self;
@@ -47,6 +49,10 @@ pub(super) trait Vector: Copy + Debug {
     unsafe fn scaled_nibbles(codes: Self::Codes, scale: Self, minimum: Self) -> Self;
     /// table[code], of each code the lowest four bits, the others being anything.
     unsafe fn look_up(codes: Self::Codes, table: &[f32; 16]) -> Self;
+    /// The values times a factor.
+    unsafe fn table(values: &[f32; 16], factor: f32) -> Self::Table;
+    /// table[code], of each code the lowest four bits, the others being anything.
+    unsafe fn choose(codes: Self::Codes, table: Self::Table) -> Self;
     /// Two f16 values in a row.
     unsafe fn two_f16(p: *const u8) -> [f32; 2];
     /// Two f16 values in a row, each in every lane of a vector.
@@ -113,6 +119,7 @@ impl Portable {
 impl Vector for Portable {
     const LANES: usize = 4;
     type Codes = [u32; 4];
+    type Table = [f32; 16];
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
@@ -218,6 +225,16 @@ impl Vector for Portable {
     }
 
     #[inline(always)]
+    unsafe fn table(values: &[f32; 16], factor: f32) -> [f32; 16] {
+        std::array::from_fn(|i| values[i] * factor)
+    }
+
+    #[inline(always)]
+    unsafe fn choose(codes: [u32; 4], table: [f32; 16]) -> Self {
+        Portable(codes.map(|code| table[code as usize & 15]))
+    }
+
+    #[inline(always)]
     unsafe fn two_f16(p: *const u8) -> [f32; 2] {
         // SAFETY: as the trait says.
         unsafe { p.cast::<[u16; 2]>().read_unaligned() }.map(f16_value)
@@ -283,6 +300,7 @@ mod x86 {
     impl Vector for Avx2 {
         const LANES: usize = 8;
         type Codes = __m256i;
+        type Table = [__m256; 2];
 
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {
@@ -398,6 +416,25 @@ mod x86 {
         }
 
         #[inline(always)]
+        unsafe fn table(values: &[f32; 16], factor: f32) -> [__m256; 2] {
+            unsafe {
+                let factor = _mm256_set1_ps(factor);
+                let half = |at| _mm256_mul_ps(_mm256_loadu_ps(values.as_ptr().add(at)), factor);
+                [half(0), half(8)]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn choose(codes: __m256i, [low, high]: [__m256; 2]) -> Self {
+            unsafe {
+                let low = _mm256_permutevar8x32_ps(low, codes);
+                let high = _mm256_permutevar8x32_ps(high, codes);
+                let upper_half = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(codes));
+                Avx2(_mm256_blendv_ps(low, high, upper_half))
+            }
+        }
+
+        #[inline(always)]
         unsafe fn two_f16(p: *const u8) -> [f32; 2] {
             unsafe {
                 let both = _mm_cvtph_ps(_mm_loadu_si32(p));
@@ -478,6 +515,7 @@ mod x86 {
     impl Vector for Avx512 {
         const LANES: usize = 16;
         type Codes = __m512i;
+        type Table = __m512;
 
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {
@@ -585,6 +623,17 @@ mod x86 {
         #[inline(always)]
         unsafe fn look_up(codes: __m512i, table: &[f32; 16]) -> Self {
             unsafe { Avx512(_mm512_permutexvar_ps(codes, _mm512_loadu_ps(table.as_ptr()))) }
+        }
+
+        #[inline(always)]
+        unsafe fn table(values: &[f32; 16], factor: f32) -> __m512 {
+            unsafe { _mm512_mul_ps(_mm512_loadu_ps(values.as_ptr()), _mm512_set1_ps(factor)) }
+        }
+
+        #[inline(always)]
+        unsafe fn choose(codes: __m512i, table: __m512) -> Self {
+            // Only the lowest four bits of an index count.
+            unsafe { Avx512(_mm512_permutexvar_ps(codes, table)) }
         }
 
         #[inline(always)]

@@ -165,6 +165,30 @@ pub fn by_name(name: &str) -> Result<&'static Splitting, String> {
     ))
 }
 
+/// A name of the way that a `pre_tokenizer` of a `tokenizer.json` splits.
+pub fn name_of(pre_tokenizer: &Value, ignore_merges: bool) -> Option<&'static str> {
+    let wanted = normal(pre_tokenizer);
+    let same = |way: &&Splitting| normal(&way.pre_tokenizer()) == wanted;
+    let fits: Vec<&Splitting> = SPLITTINGS.iter().filter(same).collect();
+    let best = fits.iter().find(|way| way.ignore_merges == ignore_merges).or(fits.first())?;
+    best.names.first().copied()
+}
+
+/// A `pre_tokenizer` without what makes no difference here: spellings of the same rule.
+fn normal(pre_tokenizer: &Value) -> Vec<String> {
+    let steps = match pre_tokenizer["pretokenizers"].as_array() {
+        Some(steps) => steps.clone(),
+        None => vec![pre_tokenizer.clone()],
+    };
+    let one = |step: &Value| match step["type"].as_str() {
+        Some("Split") => format!("split {}", step["pattern"]["Regex"].as_str().unwrap_or_default()),
+        Some("ByteLevel") => format!("bytes {}", step["use_regex"].as_bool().unwrap_or(true)),
+        Some("Digits") if step["individual_digits"].as_bool() == Some(true) => format!("split {DIGIT}"),
+        other => format!("{other:?} {step}"),
+    };
+    steps.iter().map(one).collect()
+}
+
 /// Whether the expression is known to part a letter from a space after it, whatever the text, so that a text
 /// may be cut there.
 pub fn is_word_by_word(pattern: &str) -> bool {

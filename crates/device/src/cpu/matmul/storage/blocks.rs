@@ -1,9 +1,9 @@
-//! Blocks of 32 elements with one scale and perhaps a minimum.
+//! Blocks of 32 or 64 elements with one scale and perhaps a minimum.
 //!
 //! A value is code * scale + minimum. The product is exact in f32 (an f16 has 11 bits, a code at most 8), so that it
 //! makes no difference whether the sum is fused.
 
-use super::{GROUP, Storage};
+use super::{Blocks, GROUP};
 use crate::cpu::matmul::vector::Vector;
 
 pub(in super::super) struct Q8_0;
@@ -13,8 +13,9 @@ pub(in super::super) struct Q5_0;
 pub(in super::super) struct Q5_1;
 pub(in super::super) struct Iq4Nl;
 pub(in super::super) struct Mxfp4;
+pub(in super::super) struct Int8;
 
-impl Storage for Q8_0 {
+impl Blocks for Q8_0 {
     const BLOCK: usize = GROUP;
     const BYTES: usize = 34;
     type Scales<V: Vector> = V;
@@ -53,7 +54,7 @@ unsafe fn five_bits<V: Vector>(fifth: *const u8, codes: *const u8, at: usize) ->
     }
 }
 
-impl Storage for Q4_0 {
+impl Blocks for Q4_0 {
     const BLOCK: usize = GROUP;
     const BYTES: usize = 18;
     type Scales<V: Vector> = (V, V);
@@ -74,7 +75,7 @@ impl Storage for Q4_0 {
     }
 }
 
-impl Storage for Q4_1 {
+impl Blocks for Q4_1 {
     const BLOCK: usize = GROUP;
     const BYTES: usize = 20;
     type Scales<V: Vector> = (V, V);
@@ -92,7 +93,7 @@ impl Storage for Q4_1 {
     }
 }
 
-impl Storage for Q5_0 {
+impl Blocks for Q5_0 {
     const BLOCK: usize = GROUP;
     const BYTES: usize = 22;
     type Scales<V: Vector> = (V, V);
@@ -116,7 +117,7 @@ impl Storage for Q5_0 {
     }
 }
 
-impl Storage for Q5_1 {
+impl Blocks for Q5_1 {
     const BLOCK: usize = GROUP;
     const BYTES: usize = 24;
     type Scales<V: Vector> = (V, V);
@@ -142,7 +143,7 @@ const IQ4_NL: [f32; 16] = [
     -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
 ];
 
-impl Storage for Iq4Nl {
+impl Blocks for Iq4Nl {
     const BLOCK: usize = GROUP;
     const BYTES: usize = 18;
     type Scales<V: Vector> = V;
@@ -175,7 +176,7 @@ fn half_e8m0(exponent: u8) -> f32 {
     f32::from_bits(bits)
 }
 
-impl Storage for Mxfp4 {
+impl Blocks for Mxfp4 {
     const BLOCK: usize = GROUP;
     const BYTES: usize = 17;
     type Scales<V: Vector> = V;
@@ -190,5 +191,24 @@ impl Storage for Mxfp4 {
     unsafe fn load<V: Vector>(block: *const u8, at: usize, scale: &V) -> V {
         // SAFETY: 16 bytes of codes follow the scale.
         unsafe { V::look_up(nibbles::<V>(block.add(1), at), &TWICE_E2M1).times(*scale) }
+    }
+}
+
+impl Blocks for Int8 {
+    const BLOCK: usize = 64;
+    const BYTES: usize = 68;
+    const SPAN: usize = 64;
+    type Scales<V: Vector> = V;
+
+    #[inline(always)]
+    unsafe fn scales<V: Vector>(block: *const u8) -> V {
+        // SAFETY: as the trait says.
+        unsafe { V::splat(f32::from_bits(u32::from_le(block.cast::<u32>().read_unaligned()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(block: *const u8, at: usize, scale: &V) -> V {
+        // SAFETY: 64 codes follow the scale.
+        unsafe { V::load_i8(block.add(4 + at).cast()).times(*scale) }
     }
 }

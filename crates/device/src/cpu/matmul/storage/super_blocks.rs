@@ -3,7 +3,7 @@
 //! A value is code * scale + minimum, scale and minimum exact products of an f16 and an integer of at most 8 bits. The
 //! product with the code is exact too (at most 24 bits), so that it makes no difference whether the sum is fused.
 
-use super::{GROUP, Storage};
+use super::{Blocks, GROUP};
 use crate::cpu::matmul::vector::Vector;
 
 /// Elements of a block.
@@ -51,7 +51,7 @@ trait SuperBlock {
     const BYTES: usize;
     /// Elements of a group.
     const GROUP: usize;
-    /// As [`Storage::SPAN`].
+    /// As [`Storage::SPAN`](super::Storage::SPAN).
     const SPAN: usize;
 
     unsafe fn group_scales<V: Vector>(block: *const u8) -> GroupScales;
@@ -70,7 +70,7 @@ trait SuperBlock {
     }
 }
 
-impl<T: SuperBlock> Storage for T {
+impl<T: SuperBlock> Blocks for T {
     const BLOCK: usize = BLOCK;
     const BYTES: usize = T::BYTES;
     const SPAN: usize = T::SPAN;
@@ -346,7 +346,7 @@ impl SuperBlock for Q6K {
     }
 }
 
-impl Storage for Q8K {
+impl Blocks for Q8K {
     const BLOCK: usize = BLOCK;
     const BYTES: usize = 292;
     const SPAN: usize = GROUP;

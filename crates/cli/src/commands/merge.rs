@@ -1,0 +1,20 @@
+//! `plimsoll merge`: a base model with an adapter in its weights, written a few rows at a time.
+
+use plimsoll_model::Adapter;
+
+use super::convert;
+use crate::args::MergeArgs;
+use crate::failure::Failure;
+use crate::models;
+use crate::output::outln;
+
+pub fn run(args: &MergeArgs) -> Result<(), Failure> {
+    let files = models::with_weights(&args.model, "merge", args.output.json)?;
+    let adapter =
+        Adapter::open(&args.adapter, files.spec()).map_err(|error| Failure::other(error.to_string()))?;
+    let unknown = &adapter.config().unknown;
+    if !unknown.is_empty() && !args.output.json {
+        outln!("note: the adapter's configuration has keys that are without effect: {}", unknown.join(", "))?;
+    }
+    convert::write(&files, &adapter.merged(files.spec(), files.weights()), &args.output)
+}

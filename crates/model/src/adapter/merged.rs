@@ -1,0 +1,80 @@
+//! A base model's rows with an adapter's product added, as they are read: merging without a second copy.
+
+use std::ops::Range;
+
+use super::{Adapter, LowRank, stored_place};
+use crate::parameters::Parameter;
+use crate::source::{ModelError, WeightSource};
+use crate::spec::ModelSpec;
+use crate::transcode::RowSource;
+
+/// A base model and an adapter.
+#[derive(Clone, Copy, Debug)]
+pub struct Merged<'a> {
+    spec: &'a ModelSpec,
+    base: &'a WeightSource,
+    adapter: &'a Adapter,
+}
+
+impl Adapter {
+    /// The weights of `base`, a model of the shape that the adapter was opened for, with the adapter in them.
+    pub fn merged<'a>(&'a self, spec: &'a ModelSpec, base: &'a WeightSource) -> Merged<'a> {
+        Merged { spec, base, adapter: self }
+    }
+}
+
+impl RowSource for Merged<'_> {
+    fn rows(&self, parameter: &Parameter, rows: Range<u64>, out: &mut [f32]) -> Result<(), ModelError> {
+        self.base.read_rows(parameter, rows.clone(), out)?;
+        let Some((name, first)) = stored_place(self.spec, parameter) else { return Ok(()) };
+        let columns = parameter.shape.get(1).copied().unwrap_or(1) as usize;
+        let stored = (first + rows.start) as usize;
+        if let Some(matrix) = self.adapter.replaced.get(&name) {
+            // Biases and matrices alike; a matrix stored transposed has other columns.
+            for (row, out) in (stored..).zip(out.chunks_exact_mut(columns.max(1))) {
+                if matrix.columns == columns {
+                    out.copy_from_slice(matrix.row(row));
+                } else {
+                    for (column, out) in out.iter_mut().enumerate() {
+                        *out = matrix.row(column).get(row).copied().unwrap_or(0.0);
+                    }
+                }
+            }
+        }
+        if let Some(low) = self.adapter.low_rank.get(&name) {
+            for (row, out) in (stored..).zip(out.chunks_exact_mut(columns.max(1))) {
+                low.add_to_row(row, out);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl LowRank {
+    /// Adds its part of row `row` of the weight to the row, and gives it DoRA's length.
+    pub fn add_to_row(&self, row: usize, out: &mut [f32]) {
+        if self.embedding {
+            for (column, out) in out.iter_mut().enumerate() {
+                let product: f32 =
+                    self.b.row(column).iter().enumerate().map(|(r, b)| b * at(self.a.row(r), row)).sum();
+                *out += self.scale * product;
+            }
+            return;
+        }
+        for (r, b) in self.b.row(row).iter().enumerate() {
+            let factor = self.scale * b;
+            for (out, a) in out.iter_mut().zip(self.a.row(r)) {
+                *out += factor * a;
+            }
+        }
+        if let Some(magnitudes) = &self.magnitudes {
+            let length = out.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+            let factor = if length > 0.0 { (f64::from(at(magnitudes, row)) / length) as f32 } else { 0.0 };
+            out.iter_mut().for_each(|x| *x *= factor);
+        }
+    }
+}
+
+fn at(values: &[f32], index: usize) -> f32 {
+    values.get(index).copied().unwrap_or(0.0)
+}

@@ -1,0 +1,235 @@
+//! A parameter's values row by row, whatever they are stored as: what converting, quantising and unpacking read.
+
+use std::ops::Range;
+use std::thread::available_parallelism;
+
+use plimsoll_device::DType;
+use plimsoll_device::cpu::quantize::four_bit::{self, FourBit, Magnitudes};
+use plimsoll_device::cpu::quantize::{can_quantize, quantize};
+
+use super::{ModelError, Place, RowOrder, WeightSource};
+use crate::convert::{ConversionError, convert, encode};
+use crate::parameters::Parameter;
+
+/// Values that are read at a time, about.
+const STRIPE: u64 = 1 << 20;
+
+/// Rows of a stripe, in whole `multiple`s but for the last one.
+pub(crate) fn stripes(rows: u64, columns: u64, multiple: u64) -> impl Iterator<Item = Range<u64>> {
+    let each = (STRIPE / columns.max(1)).max(1).next_multiple_of(multiple.max(1));
+    (0..rows.div_ceil(each)).map(move |i| i * each..rows.min((i + 1) * each))
+}
+
+/// Rows that are whole blocks of the flat matrix together.
+pub(crate) fn rows_of_whole_blocks(columns: u64) -> u64 {
+    let block = four_bit::BLOCK as u64;
+    // A power of two has the largest common divisor with what it is no multiple of in its factors of two.
+    block >> columns.trailing_zeros().min(block.trailing_zeros())
+}
+
+/// Threads for work on one stripe.
+pub(crate) fn threads() -> usize {
+    available_parallelism().map_or(1, |n| n.get())
+}
+
+impl WeightSource {
+    /// Writes the f32 values of `rows` of a parameter, in the parameter's own order, into `out`; a vector's elements are
+    /// rows. The file's pages that were read are given back.
+    ///
+    /// # Errors
+    /// The parameter is another model's, or rows and `out` are not of one size.
+    pub fn read_rows(
+        &self,
+        parameter: &Parameter,
+        rows: Range<u64>,
+        out: &mut [f32],
+    ) -> Result<(), ModelError> {
+        let place = self.place(parameter)?;
+        let count = rows.end.checked_sub(rows.start).and_then(|count| count.checked_mul(place.columns()));
+        if rows.end > place.rows() || count != Some(out.len() as u64) {
+            let source = ConversionError::Length {
+                from: place.dtype,
+                source_bytes: place.bytes.len(),
+                to: DType::F32,
+                out_bytes: size_of_val(out),
+            };
+            return Err(self.conversion(parameter, DType::F32, source));
+        }
+        if let Some(packed) = &place.packed {
+            let first = packed.first + rows.start as usize;
+            packed.matrix.read_rows(&self.files, first..first + (rows.end - rows.start) as usize, out);
+        } else {
+            self.read_stored_rows(place, rows, out)
+                .map_err(|source| self.conversion(parameter, DType::F32, source))?;
+        }
+        if place.plus_one {
+            out.iter_mut().for_each(|value| *value -= 1.0);
+        }
+        Ok(())
+    }
+
+    /// Rows of one tensor.
+    fn read_stored_rows(
+        &self,
+        place: &Place,
+        rows: Range<u64>,
+        out: &mut [f32],
+    ) -> Result<(), ConversionError> {
+        let Some(file) = self.files.get(place.file) else { return Ok(()) };
+        let bytes = self.bytes(place);
+        let columns = place.columns() as usize;
+        let row_bytes = bytes.len() / place.rows().max(1) as usize;
+        let read = |bytes: &[u8], out: &mut [f32]| {
+            convert(place.dtype, bytes, DType::F32, bytemuck::cast_slice_mut(out))
+        };
+        let missing = || ConversionError::Length {
+            from: place.dtype,
+            source_bytes: bytes.len(),
+            to: DType::F32,
+            out_bytes: size_of::<f32>(),
+        };
+        match place.rows {
+            RowOrder::Natural => {
+                let own = rows.start as usize * row_bytes..rows.end as usize * row_bytes;
+                read(bytes.get(own.clone()).ok_or_else(missing)?, out)?;
+                file.release(place.bytes.start + own.start..place.bytes.start + own.end);
+            }
+            RowOrder::Interleaved { head_dim } => {
+                for (row, out) in rows.clone().zip(out.chunks_exact_mut(columns.max(1))) {
+                    let stored = place.rows.stored_row(row) as usize;
+                    read(bytes.get(stored * row_bytes..(stored + 1) * row_bytes).ok_or_else(missing)?, out)?;
+                }
+                // Whole heads: what came before them is done with.
+                let done = rows.end / head_dim.max(1) * head_dim;
+                let start = rows.start / head_dim.max(1) * head_dim;
+                file.release(
+                    place.bytes.start + start as usize * row_bytes
+                        ..place.bytes.start + done as usize * row_bytes,
+                );
+            }
+            RowOrder::Transposed { total, first } => {
+                let size = place.dtype.block_bytes() as usize;
+                let count = (rows.end - rows.start) as usize;
+                let mut line = vec![0.0; count];
+                for (column, stored) in bytes.chunks_exact((total as usize * size).max(1)).enumerate() {
+                    let at = (first + rows.start) as usize * size;
+                    read(stored.get(at..at + count * size).ok_or_else(missing)?, &mut line)?;
+                    for (value, row) in line.iter().zip(out.chunks_exact_mut(columns.max(1))) {
+                        if let Some(out) = row.get_mut(column) {
+                            *out = *value;
+                        }
+                    }
+                }
+                file.release(place.bytes.clone());
+            }
+        }
+        Ok(())
+    }
+
+    /// The whole parameter, packed or to be quantised, a stripe at a time.
+    pub(super) fn read_by_rows(
+        &self,
+        parameter: &Parameter,
+        place: &Place,
+        to: DType,
+        out: &mut [u8],
+    ) -> Result<(), ModelError> {
+        if let Some(packed) = place.packed.as_ref().filter(|packed| place.is_whole(packed))
+            && to == place.dtype
+            && to.is_block()
+            && packed.matrix.keep(&self.files, out).is_some()
+        {
+            packed.matrix.release(&self.files);
+            return Ok(());
+        }
+        let fail = |source| self.conversion(parameter, to, source);
+        if !(to.is_float() || can_quantize(to) && place.columns().is_multiple_of(to.row_multiple())) {
+            return Err(fail(ConversionError::Unsupported { from: place.dtype, to }));
+        }
+        if to.bytes_for(parameter.elements()) != Some(out.len() as u64) {
+            let (from, source_bytes) = (place.dtype, place.bytes.len());
+            return Err(fail(ConversionError::Length { from, source_bytes, to, out_bytes: out.len() }));
+        }
+        if let Some(kind) = FourBit::of(to) {
+            let coded = FourBitMatrix::read(self, parameter, kind, !to.has_rows())?;
+            let elements = parameter.elements() as usize;
+            let arranged = four_bit::arrange(to, elements, &coded.codes, &coded.magnitudes, out);
+            debug_assert!(arranged.is_some());
+        } else {
+            let mut values = Vec::new();
+            let mut out = out;
+            for rows in stripes(place.rows(), place.columns(), 1) {
+                let count = (rows.end - rows.start) * place.columns();
+                values.resize(count as usize, 0.0);
+                self.read_rows(parameter, rows, &mut values)?;
+                let bytes = to.bytes_for(count).unwrap_or(0) as usize;
+                let (own, rest) = std::mem::take(&mut out).split_at_mut(bytes);
+                out = rest;
+                encode_stripe(&values, to, own).map_err(fail)?;
+            }
+        }
+        self.release(parameter)
+    }
+
+    fn conversion(&self, parameter: &Parameter, dtype: DType, source: ConversionError) -> ModelError {
+        ModelError::Conversion { path: self.path.clone(), tensor: parameter.name.clone(), dtype, source }
+    }
+}
+
+/// Values as `to`: plain, or blocks that need nothing but themselves.
+pub(crate) fn encode_stripe(values: &[f32], to: DType, out: &mut [u8]) -> Result<(), ConversionError> {
+    if to.is_float() {
+        return encode(values, to, out);
+    }
+    quantize(to, values, out, threads()).ok_or(ConversionError::Unsupported { from: DType::F32, to })
+}
+
+/// A matrix in 4 bits, as bitsandbytes has it in memory.
+pub(crate) struct FourBitMatrix {
+    /// Two to a byte.
+    pub codes: Vec<u8>,
+    pub magnitudes: Magnitudes,
+}
+
+impl FourBitMatrix {
+    /// Quantises a matrix, reading it once and a stripe at a time.
+    pub fn read(
+        source: &WeightSource,
+        parameter: &Parameter,
+        kind: FourBit,
+        doubly: bool,
+    ) -> Result<FourBitMatrix, ModelError> {
+        let columns = parameter.shape.get(1).copied().unwrap_or(1);
+        FourBitMatrix::of(parameter, kind, doubly, |rows, values| {
+            debug_assert_eq!(values.len() as u64, (rows.end - rows.start) * columns);
+            source.read_rows(parameter, rows, values)
+        })
+    }
+
+    /// The same of rows that come from a closure.
+    pub fn of<E>(
+        parameter: &Parameter,
+        kind: FourBit,
+        doubly: bool,
+        mut read: impl FnMut(Range<u64>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<FourBitMatrix, E> {
+        let columns = parameter.shape.get(1).copied().unwrap_or(1);
+        let elements = parameter.elements() as usize;
+        let mut codes = vec![0; elements.div_ceil(2)];
+        let mut magnitudes = vec![0.0; elements.div_ceil(four_bit::BLOCK)];
+        let mut values = Vec::new();
+        for rows in stripes(parameter.rows(), columns, rows_of_whole_blocks(columns)) {
+            let (start, count) =
+                ((rows.start * columns) as usize, ((rows.end - rows.start) * columns) as usize);
+            values.resize(count, 0.0);
+            read(rows, &mut values)?;
+            // A stripe begins on a block.
+            let (codes, magnitudes) = (&mut codes[start / 2..], &mut magnitudes[start / four_bit::BLOCK..]);
+            let (codes, magnitudes) =
+                (&mut codes[..count.div_ceil(2)], &mut magnitudes[..count.div_ceil(four_bit::BLOCK)]);
+            let coded = four_bit::code(kind, &values, codes, magnitudes, threads());
+            debug_assert!(coded.is_some());
+        }
+        Ok(FourBitMatrix { codes, magnitudes: Magnitudes::new(magnitudes, doubly) })
+    }
+}

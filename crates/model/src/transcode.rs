@@ -1,0 +1,208 @@
+//! A model from one format or type to another, a few rows at a time, so that memory does not grow with the model; with an
+//! adapter merged into it on the way, where the rows come from [`Adapter::merged`](crate::Adapter::merged).
+
+mod packed;
+
+use std::io::{self, Write};
+use std::ops::Range;
+use std::path::Path;
+
+use plimsoll_device::DType;
+use plimsoll_device::cpu::quantize::four_bit::FourBit;
+
+use crate::gguf::{
+    GgufValue, NewGgufTensor, ROPE_FACTORS, describe, describe_tokenizer, gguf_block, write_gguf,
+};
+use crate::layout::StoredTensor;
+use crate::parameters::{Parameter, ParameterKind, Role};
+use crate::save::{DEFAULT_SHARD_BYTES, SaveError, SaveWriter};
+use crate::source::rows::{encode_stripe, stripes};
+use crate::source::{ModelError, RowOrder, WeightSource};
+use crate::spec::ModelSpec;
+use crate::tokenizer::GgufTokenizerFields;
+
+/// Where a parameter's values come from.
+pub trait RowSource {
+    /// Writes the f32 values of some rows of a parameter into `out`, which has room for just them.
+    fn rows(&self, parameter: &Parameter, rows: Range<u64>, out: &mut [f32]) -> Result<(), ModelError>;
+}
+
+impl RowSource for WeightSource {
+    fn rows(&self, parameter: &Parameter, rows: Range<u64>, out: &mut [f32]) -> Result<(), ModelError> {
+        self.read_rows(parameter, rows, out)
+    }
+}
+
+/// What a model is converted to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// A Hugging Face folder in f32, bf16 or f16.
+    HuggingFace(DType),
+    /// A Hugging Face folder whose linears bitsandbytes has in 4 bits; the rest is bf16.
+    FourBit {
+        /// Which.
+        kind: FourBit,
+        /// Whether magnitudes are quantised in turn.
+        doubly: bool,
+    },
+    /// A Hugging Face folder whose linears bitsandbytes has in 8 bits, a scale for each row; the rest is bf16.
+    EightBit,
+    /// A GGUF file, its matrices in this type. Where rows are not whole blocks of it, in the next larger one that fits.
+    Gguf(DType),
+}
+
+/// Writes a model as a [`Target`].
+pub struct Transcoder<'a> {
+    spec: &'a ModelSpec,
+    source: &'a dyn RowSource,
+    shard_bytes: u64,
+    /// Told of values that were written, and how many there are.
+    progress: &'a mut dyn FnMut(u64, u64),
+    done: u64,
+}
+
+impl<'a> Transcoder<'a> {
+    /// Of a model of that shape, its values from `source`.
+    pub fn new(
+        spec: &'a ModelSpec,
+        source: &'a dyn RowSource,
+        progress: &'a mut dyn FnMut(u64, u64),
+    ) -> Transcoder<'a> {
+        Transcoder { spec, source, shard_bytes: DEFAULT_SHARD_BYTES, progress, done: 0 }
+    }
+
+    /// Begins a further file of a folder where one would get more bytes of weights than this.
+    pub fn shard_bytes(self, shard_bytes: u64) -> Transcoder<'a> {
+        Transcoder { shard_bytes, ..self }
+    }
+
+    /// Writes a folder's configuration and weights. The tokenizer's files are left to `tokenizer`. Returns the bytes.
+    pub fn write_folder(&mut self, folder: &Path, target: Target) -> Result<u64, SaveError> {
+        match target {
+            Target::HuggingFace(dtype) => SaveWriter::new(self.spec, dtype)
+                .shard_bytes(self.shard_bytes)
+                .write(folder, |parameter, out| self.stream(parameter, dtype, out)),
+            Target::FourBit { .. } | Target::EightBit => self.write_packed(folder, target),
+            Target::Gguf(_) => Err(SaveError::Inexpressible {
+                model: self.spec.name.clone(),
+                target: "a folder",
+                reason: "GGUF is one file".to_owned(),
+            }),
+        }
+    }
+
+    /// Writes a GGUF file with llama.cpp's tensor names, row order and metadata; `tokenizer` is carried over.
+    pub fn write_gguf(
+        &mut self,
+        path: &Path,
+        dtype: DType,
+        tokenizer: Option<&GgufTokenizerFields>,
+    ) -> Result<u64, SaveError> {
+        let (mut entries, factors) = describe(self.spec)?;
+        entries.push(("general.quantization_version".to_owned(), GgufValue::U32(2)));
+        entries.extend(tokenizer.into_iter().flat_map(describe_tokenizer));
+        // llama.cpp runs Mistral's models as Llama's, rows of q and k interleaved.
+        let mut layout = self.spec.clone();
+        if layout.architecture == "mistral" {
+            "llama".clone_into(&mut layout.architecture);
+        }
+        let stored: Vec<StoredTensor> =
+            layout.blocks().flat_map(|block| gguf_block(&layout, block)).collect();
+        let mut tensors = Vec::with_capacity(stored.len() + 1);
+        if !factors.is_empty() {
+            let shape = vec![factors.len() as u64];
+            tensors.push(NewGgufTensor { name: ROPE_FACTORS.to_owned(), dtype: DType::F32, shape });
+        }
+        let first = tensors.len();
+        tensors.extend(stored.iter().map(|tensor| {
+            let shape = tensor.shape();
+            NewGgufTensor { name: tensor.name.clone(), dtype: gguf_dtype(tensor, dtype), shape }
+        }));
+        let types: Vec<DType> = tensors.iter().map(|tensor| tensor.dtype).collect();
+        write_gguf(path, &entries, &tensors, |index, out| {
+            match index.checked_sub(first).and_then(|index| stored.get(index)) {
+                Some(tensor) => self.stream_stored(tensor, types[index], out),
+                None => factors.iter().try_for_each(|x| out.write_all(&x.to_le_bytes())),
+            }
+        })
+    }
+
+    /// A parameter's values in order.
+    fn stream(&mut self, parameter: &Parameter, dtype: DType, out: &mut dyn Write) -> io::Result<()> {
+        self.stream_rows(parameter, RowOrder::Natural, false, dtype, out)
+    }
+
+    /// A stored tensor's values, part after part.
+    fn stream_stored(&mut self, tensor: &StoredTensor, dtype: DType, out: &mut dyn Write) -> io::Result<()> {
+        tensor
+            .parts
+            .iter()
+            .try_for_each(|part| self.stream_rows(part, tensor.rows, tensor.plus_one, dtype, out))
+    }
+
+    fn stream_rows(
+        &mut self,
+        parameter: &Parameter,
+        order: RowOrder,
+        plus_one: bool,
+        dtype: DType,
+        out: &mut dyn Write,
+    ) -> io::Result<()> {
+        let columns = parameter.shape.get(1).copied().unwrap_or(1);
+        let head = match order {
+            RowOrder::Interleaved { head_dim } => head_dim,
+            _ => 1,
+        };
+        let (mut values, mut ordered, mut bytes) = (Vec::new(), Vec::new(), Vec::new());
+        for rows in stripes(parameter.rows(), columns, head) {
+            let first = rows.start;
+            let count = ((rows.end - rows.start) * columns) as usize;
+            values.resize(count, 0.0f32);
+            self.source.rows(parameter, rows, &mut values).map_err(io::Error::other)?;
+            if plus_one {
+                values.iter_mut().for_each(|value| *value += 1.0);
+            }
+            if head > 1 {
+                // Stripes are whole heads, inside which rows are moved.
+                ordered.resize(count, 0.0);
+                for (row, from) in (first..).zip(values.chunks_exact(columns.max(1) as usize)) {
+                    let at = ((order.stored_row(row) - first) * columns) as usize;
+                    if let Some(to) = ordered.get_mut(at..at + from.len()) {
+                        to.copy_from_slice(from);
+                    }
+                }
+                std::mem::swap(&mut values, &mut ordered);
+            }
+            bytes.resize(dtype.bytes_for(count as u64).unwrap_or(0) as usize, 0);
+            encode_stripe(&values, dtype, &mut bytes).map_err(io::Error::other)?;
+            out.write_all(&bytes)?;
+            self.advance(count as u64);
+        }
+        Ok(())
+    }
+
+    fn advance(&mut self, count: u64) {
+        self.done += count;
+        (self.progress)(self.done, self.spec.parameters().iter().map(Parameter::elements).sum());
+    }
+}
+
+/// The type of a GGUF's tensor where matrices are to be `wanted`: f32 for vectors, for which nothing else is read.
+fn gguf_dtype(tensor: &StoredTensor, wanted: DType) -> DType {
+    let role = tensor.parts.first().map(|part| part.role);
+    let matrix = role.is_some_and(|role| {
+        role != Role::PositionEmbedding && !matches!(role.kind(), ParameterKind::Norm | ParameterKind::Bias)
+    });
+    if !matrix {
+        return DType::F32;
+    }
+    let columns = tensor.shape().last().copied().unwrap_or(1);
+    let fits = |dtype: &DType| columns.is_multiple_of(dtype.row_multiple());
+    // As llama.cpp falls back.
+    let larger = match wanted {
+        DType::Q4K => DType::Q5_0,
+        DType::Q6K => DType::Q8_0,
+        other => other,
+    };
+    [wanted, larger].into_iter().find(fits).unwrap_or(DType::F16)
+}

@@ -1,0 +1,303 @@
+//! Folders as bitsandbytes writes them: linears in 4 or 8 bits, their state beside them.
+//!
+//! Tensors of one matrix follow each other, so that it is quantised once and forgotten; its state is padded with spaces
+//! to where the next one is aligned. Sizes are known before any value is, so the state has one length.
+
+use std::io::{self, Write};
+use std::path::Path;
+
+use plimsoll_device::DType;
+use plimsoll_device::cpu::quantize::SIGNED_DYNAMIC_MAP;
+use plimsoll_device::cpu::quantize::four_bit::{BLOCK, FourBit, Magnitudes, NESTED_BLOCK};
+use plimsoll_device::cpu::quantize::quantize_rows_codes;
+use serde_json::{Value, json};
+
+use super::{Target, Transcoder};
+use crate::hf_config::{CONFIG_NAME, GENERATION_CONFIG_NAME, config_json, generation_config_json};
+use crate::layout::StoredTensor;
+use crate::parameters::Parameter;
+use crate::safetensors::{INDEX_NAME, NewTensor, StoredDType, write_in_order};
+use crate::save::{METADATA, SaveError, SaveWriter, Staging, index, shard_names};
+use crate::source::RowOrder;
+use crate::source::rows::{FourBitMatrix, stripes};
+
+/// Bytes of a state, before padding: more than any takes.
+const STATE: u64 = 256;
+/// The type of everything that is not packed.
+const REST: DType = DType::Bf16;
+
+/// A tensor of a file and what is in it.
+struct Piece<'t> {
+    tensor: NewTensor,
+    of: &'t StoredTensor,
+    content: Content,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Content {
+    Plain,
+    Codes,
+    Magnitudes,
+    Factors,
+    Map,
+    NestedMap,
+    State,
+    RowCodes,
+    RowMagnitudes,
+}
+
+/// The matrix that is being written.
+enum Current {
+    Nothing,
+    FourBit(String, FourBitMatrix),
+    EightBit(String, Vec<u8>, Vec<f32>),
+}
+
+fn is_packed(tensor: &StoredTensor) -> bool {
+    tensor.rows == RowOrder::Natural && tensor.parts.iter().all(|part| part.role.is_block_matrix())
+}
+
+fn f32_bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+impl Transcoder<'_> {
+    pub(super) fn write_packed(&mut self, folder: &Path, target: Target) -> Result<u64, SaveError> {
+        let spec = self.spec;
+        let fail = |reason: &str| SaveError::Inexpressible {
+            model: spec.name.clone(),
+            target: "a bitsandbytes checkpoint",
+            reason: reason.to_owned(),
+        };
+        let mut config: Value = serde_json::from_str(&config_json(spec, REST)?)
+            .map_err(|error| fail(&format!("its configuration is no JSON: {error}")))?;
+        config["quantization_config"] = quantization_config(target);
+        let writer = SaveWriter::new(spec, REST).shard_bytes(self.shard_bytes);
+        let shards = writer.shards(|tensor| bytes(&pieces(tensor, target)));
+        if !shards.iter().flatten().any(is_packed) {
+            return Err(fail("its linears are stored transposed, which the library does not pack"));
+        }
+        let odd =
+            |tensor: &&StoredTensor| is_packed(tensor) && tensor.shape().iter().product::<u64>() % 4 != 0;
+        if let Some(tensor) = shards.iter().flatten().find(odd) {
+            return Err(fail(&format!(
+                "{} has {:?} elements, no multiple of 4",
+                tensor.name,
+                tensor.shape()
+            )));
+        }
+        let staging = Staging::new(folder)?;
+        let mut written = staging.write(CONFIG_NAME, &format!("{config:#}\n"))?;
+        written += staging.write(GENERATION_CONFIG_NAME, &generation_config_json(spec))?;
+        let names = shard_names(shards.len());
+        let mut listed = Vec::new();
+        for (name, shard) in names.iter().zip(&shards) {
+            let mut all: Vec<Piece<'_>> = shard.iter().flat_map(|tensor| pieces(tensor, target)).collect();
+            // Packed ones first, each a multiple of 8 bytes.
+            all.sort_by_key(|piece| piece.content == Content::Plain);
+            let order: Vec<&NewTensor> = all.iter().map(|piece| &piece.tensor).collect();
+            let mut next = all.iter();
+            let mut current = Current::Nothing;
+            written += write_in_order(&staging.path(name), &METADATA, &order, |_, out| match next.next() {
+                Some(piece) => self.write_piece(piece, target, &mut current, out),
+                None => Ok(()),
+            })?;
+            for piece in all {
+                let size = piece.tensor.dtype.bytes_for(&piece.tensor.shape).unwrap_or(0);
+                listed.push((piece.tensor.name, name.as_str(), size));
+            }
+        }
+        if names.len() > 1 {
+            let tensors = listed.iter().map(|(tensor, file, bytes)| (tensor.as_str(), *file, *bytes));
+            written += staging.write(INDEX_NAME, &index(tensors))?;
+        }
+        staging.commit(folder, &names)?;
+        Ok(written)
+    }
+
+    fn write_piece(
+        &mut self,
+        piece: &Piece<'_>,
+        target: Target,
+        current: &mut Current,
+        out: &mut dyn Write,
+    ) -> io::Result<()> {
+        if piece.content == Content::Plain {
+            return self.stream_stored(piece.of, REST, out);
+        }
+        // A fused tensor's parts are rows of one matrix.
+        let matrix = Parameter { shape: piece.of.shape(), ..first_part(piece.of)?.clone() };
+        let name = &piece.of.name;
+        if !matches!(&*current, Current::FourBit(of, _) | Current::EightBit(of, ..) if of == name) {
+            *current = match target {
+                Target::FourBit { kind, doubly } => {
+                    let read = |rows, values: &mut [f32]| self.read_fused(piece.of, rows, values);
+                    Current::FourBit(name.clone(), FourBitMatrix::of(&matrix, kind, doubly, read)?)
+                }
+                _ => {
+                    let (codes, magnitudes) = self.eight_bit(piece.of, &matrix)?;
+                    Current::EightBit(name.clone(), codes, magnitudes)
+                }
+            };
+            self.advance(matrix.elements());
+        }
+        match (&*current, piece.content) {
+            (Current::FourBit(_, coded), content) => {
+                let kind = match target {
+                    Target::FourBit { kind, .. } => kind,
+                    _ => FourBit::Nf4,
+                };
+                match (content, &coded.magnitudes) {
+                    (Content::Codes, _) => out.write_all(&coded.codes),
+                    (Content::Magnitudes, Magnitudes::F32(values)) => out.write_all(&f32_bytes(values)),
+                    (Content::Magnitudes, Magnitudes::Coded { codes, .. }) => out.write_all(codes),
+                    (Content::Factors, Magnitudes::Coded { factors, .. }) => {
+                        out.write_all(&f32_bytes(factors))
+                    }
+                    (Content::Map, _) => out.write_all(&f32_bytes(kind.values())),
+                    (Content::NestedMap, _) => out.write_all(&f32_bytes(&SIGNED_DYNAMIC_MAP)),
+                    (Content::State, magnitudes) => {
+                        let mut state = json!({
+                            "quant_type": name_of(kind), "blocksize": BLOCK, "dtype": "bfloat16", "shape": matrix.shape,
+                        });
+                        if let Magnitudes::Coded { offset, .. } = magnitudes {
+                            state["nested_blocksize"] = NESTED_BLOCK.into();
+                            state["nested_dtype"] = "float32".into();
+                            state["nested_offset"] = f64::from(*offset).into();
+                        }
+                        let mut text = state.to_string().into_bytes();
+                        let length = piece.tensor.shape.first().copied().unwrap_or(0) as usize;
+                        text.resize(length.max(text.len()), b' ');
+                        out.write_all(&text)
+                    }
+                    _ => Ok(()),
+                }
+            }
+            (Current::EightBit(_, codes, _), Content::RowCodes) => out.write_all(codes),
+            (Current::EightBit(_, _, magnitudes), Content::RowMagnitudes) => {
+                out.write_all(&f32_bytes(magnitudes))
+            }
+            (Current::EightBit(..), _) | (Current::Nothing, _) => Ok(()),
+        }
+    }
+
+    /// Rows of a tensor of several parts.
+    fn read_fused(
+        &mut self,
+        tensor: &StoredTensor,
+        rows: std::ops::Range<u64>,
+        values: &mut [f32],
+    ) -> io::Result<()> {
+        let columns = tensor.shape().get(1).copied().unwrap_or(1);
+        let (mut first, mut values) = (0, values);
+        for part in &tensor.parts {
+            let (start, end) = (rows.start.max(first), rows.end.min(first + part.rows()));
+            if start < end {
+                let count = ((end - start) * columns) as usize;
+                let (own, rest) = std::mem::take(&mut values).split_at_mut(count);
+                values = rest;
+                self.source.rows(part, start - first..end - first, own).map_err(io::Error::other)?;
+            }
+            first += part.rows();
+        }
+        Ok(())
+    }
+
+    fn eight_bit(&mut self, tensor: &StoredTensor, matrix: &Parameter) -> io::Result<(Vec<u8>, Vec<f32>)> {
+        let columns = matrix.shape.get(1).copied().unwrap_or(1);
+        let mut codes = vec![0; matrix.elements() as usize];
+        let mut magnitudes = vec![0.0; matrix.rows() as usize];
+        let mut values = Vec::new();
+        for rows in stripes(matrix.rows(), columns, 1) {
+            let own = rows.start as usize..rows.end as usize;
+            let codes = &mut codes[own.start * columns as usize..own.end * columns as usize];
+            values.resize(codes.len(), 0.0);
+            self.read_fused(tensor, rows, &mut values)?;
+            quantize_rows_codes(&values, columns as usize, codes, &mut magnitudes[own])
+                .ok_or_else(|| io::Error::other("rows and codes differ in size"))?;
+        }
+        Ok((codes, magnitudes))
+    }
+}
+
+fn first_part(tensor: &StoredTensor) -> io::Result<&Parameter> {
+    tensor.parts.first().ok_or_else(|| io::Error::other("a tensor without parameters"))
+}
+
+fn name_of(kind: FourBit) -> &'static str {
+    match kind {
+        FourBit::Nf4 => "nf4",
+        FourBit::Fp4 => "fp4",
+    }
+}
+
+fn quantization_config(target: Target) -> Value {
+    match target {
+        Target::FourBit { kind, doubly } => json!({
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": true,
+            "load_in_8bit": false,
+            "bnb_4bit_quant_type": name_of(kind),
+            "bnb_4bit_use_double_quant": doubly,
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "uint8",
+        }),
+        _ => json!({
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": false,
+            "load_in_8bit": true,
+            "llm_int8_threshold": 6.0,
+        }),
+    }
+}
+
+fn bytes(pieces: &[Piece<'_>]) -> u64 {
+    pieces.iter().map(|piece| piece.tensor.dtype.bytes_for(&piece.tensor.shape).unwrap_or(0)).sum()
+}
+
+/// The tensors of a file that hold one of the layout's.
+fn pieces(tensor: &StoredTensor, target: Target) -> Vec<Piece<'_>> {
+    let piece = |name: String, dtype, shape: Vec<u64>, content| Piece {
+        tensor: NewTensor { name, dtype, shape },
+        of: tensor,
+        content,
+    };
+    if !is_packed(tensor) {
+        return vec![piece(tensor.name.clone(), StoredDType::BF16, tensor.shape(), Content::Plain)];
+    }
+    let shape = tensor.shape();
+    let elements: u64 = shape.iter().product();
+    let name = |suffix: &str| format!("{}.{suffix}", tensor.name);
+    match target {
+        Target::FourBit { kind, doubly } => {
+            let (blocks, codes) = (elements.div_ceil(BLOCK as u64), elements.div_ceil(2));
+            let mut all = Vec::new();
+            let mut add = |name, dtype, shape, content| all.push(piece(name, dtype, shape, content));
+            let magnitudes = if doubly {
+                let factors = blocks.div_ceil(NESTED_BLOCK as u64);
+                add(name("nested_absmax"), StoredDType::F32, vec![factors], Content::Factors);
+                add(name("nested_quant_map"), StoredDType::F32, vec![256], Content::NestedMap);
+                (StoredDType::U8, blocks + 4 * factors)
+            } else {
+                (StoredDType::F32, 4 * blocks)
+            };
+            add(name("quant_map"), StoredDType::F32, vec![16], Content::Map);
+            add(name("absmax"), magnitudes.0, vec![blocks], Content::Magnitudes);
+            let others = magnitudes.1 + codes;
+            let state = STATE + others.next_multiple_of(8) - others;
+            let state_name = name(&format!("quant_state.bitsandbytes__{}", name_of(kind)));
+            add(state_name, StoredDType::U8, vec![state], Content::State);
+            add(tensor.name.clone(), StoredDType::U8, vec![codes, 1], Content::Codes);
+            all
+        }
+        _ => {
+            let linear = tensor.name.strip_suffix(".weight").unwrap_or(&tensor.name);
+            let rows = shape.first().copied().unwrap_or(1);
+            // Without a `weight_format` rows are as they are.
+            vec![
+                piece(format!("{linear}.SCB"), StoredDType::F32, vec![rows], Content::RowMagnitudes),
+                piece(tensor.name.clone(), StoredDType::I8, shape, Content::RowCodes),
+            ]
+        }
+    }
+}
