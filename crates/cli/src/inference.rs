@@ -6,23 +6,19 @@ use plimsoll_device::{Cpu, DType};
 use plimsoll_generate::Session;
 use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_model::tokenizer::Tokenizer;
-use plimsoll_model::{ModelFiles, ModelSpec, Parameter};
+use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_plan::{GenerationPlan, GenerationRequest};
-use plimsoll_step::{Decoder, Precision};
-use plimsoll_train::TrainError;
+use plimsoll_step::{Decoder, WeightStorage};
 
 use crate::args::InferenceArgs;
 use crate::failure::Failure;
-use crate::models;
-use crate::session::{Engine, cache_type, inference_precision, quantized_type, resident_bytes, weight_type};
+use crate::session::{Engine, cache_type, resident_bytes};
+use crate::weights::{WeightArgs, Weights};
 
 /// A model's files and how it is to be computed.
 pub struct Inference {
-    files: Box<ModelFiles>,
+    weights: Weights,
     pub tokenizer: Tokenizer,
-    precision: Precision,
-    /// What `--quantize` says.
-    quantized: Option<DType>,
     /// What `--kv-cache` says.
     cache: Option<DType>,
     memory: Option<ByteSize>,
@@ -35,16 +31,18 @@ impl Inference {
     /// Reads everything but the weights. `purpose` says what they are for; a model of the hub is
     /// fetched without a word where `quiet`.
     pub fn open(args: &InferenceArgs, purpose: &'static str, quiet: bool) -> Result<Inference, Failure> {
-        let precision = inference_precision(&args.dtype)?;
-        let quantized = quantized_type(args.quantize.as_deref())?;
         let cache = cache_type(args.kv_cache.as_deref())?;
-        let files = models::with_weights(&args.model, purpose, quiet)?;
-        let tokenizer = files.tokenizer()?;
+        let given = WeightArgs {
+            model: &args.model,
+            dtype: &args.dtype,
+            quantize: args.quantize.as_deref(),
+            adapter: &args.adapter,
+        };
+        let weights = Weights::open(given, purpose, quiet)?;
+        let tokenizer = weights.files.tokenizer()?;
         let inference = Inference {
-            files,
+            weights,
             tokenizer,
-            precision,
-            quantized,
             cache,
             memory: args.memory,
             threads: args.threads,
@@ -64,7 +62,7 @@ impl Inference {
     }
 
     pub fn spec(&self) -> &ModelSpec {
-        self.files.spec()
+        self.weights.spec()
     }
 
     /// All tokens that end a sequence, as the model's and its tokenizer's files have them.
@@ -104,8 +102,11 @@ impl Inference {
         release_free_heap();
         let request = GenerationRequest {
             spec: self.spec(),
-            precision: self.precision,
-            weight_types: &|p| self.weight_type(p),
+            precision: self.weights.precision,
+            storage: WeightStorage {
+                types: &|p| self.weights.weight_type(p),
+                adapters: self.weights.adapters(),
+            },
             prompt_tokens: longest.map(|n| n as u64),
             context: *context.start() as u64..=*context.end() as u64,
             cache: self.cache,
@@ -121,13 +122,10 @@ impl Inference {
 
     /// A session with the model's weights.
     pub fn session<'d>(&self, device: &'d Cpu, plan: &GenerationPlan) -> Result<Session<'d, Cpu>, Failure> {
-        let types = |p: &Parameter| self.weight_type(p);
-        let mut decoder = Decoder::with_weight_types(device, self.spec().clone(), plan.settings, &types)?;
-        decoder.load::<TrainError>(|p, dtype, out| Ok(self.files.weights().read_into(p, dtype, out)?))?;
+        let types = |p: &Parameter| self.weights.weight_type(p);
+        let storage = WeightStorage { types: &types, adapters: self.weights.adapters() };
+        let mut decoder = Decoder::with_storage(device, self.spec().clone(), plan.settings, storage)?;
+        decoder.load(|p, dtype, out| self.weights.read_into(p, dtype, out))?;
         Ok(Session::new(decoder, &plan.settings))
-    }
-
-    fn weight_type(&self, parameter: &Parameter) -> DType {
-        weight_type(&self.files, parameter, self.precision.weights, self.quantized)
     }
 }

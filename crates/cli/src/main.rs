@@ -14,6 +14,7 @@ mod output;
 mod progress;
 mod session;
 mod table;
+mod weights;
 
 use std::io::Write;
 use std::process::ExitCode;

@@ -6,7 +6,6 @@ use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::{Isa, MachineRates, Pool};
 use plimsoll_device::{Cpu, DType};
 use plimsoll_memory::ByteSize;
-use plimsoll_model::{ModelFiles, Parameter};
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::hardware::{Hardware, process_memory};
 use plimsoll_plan::{DryRun, Machine, Rates};
@@ -138,18 +137,6 @@ pub fn quantized_type(name: Option<&str>) -> Result<Option<DType>, Failure> {
             let names: Vec<&str> = DType::ALL.into_iter().filter(known).map(DType::name).collect();
             Err(Failure::usage(format!("--quantize {name}: must be one of {}", names.join(", "))))
         }
-    }
-}
-
-/// The type in which a weight is kept for inference: linears of the blocks as `quantized`, where their rows are whole
-/// blocks of it; all else as the files suggest.
-pub fn weight_type(files: &ModelFiles, p: &Parameter, widest: DType, quantized: Option<DType>) -> DType {
-    let columns = p.shape.last().copied().unwrap_or(1);
-    match quantized {
-        Some(dtype) if p.role.is_block_matrix() && columns.is_multiple_of(dtype.row_multiple()) => dtype,
-        Some(DType::Q4K) if p.role.is_block_matrix() && columns.is_multiple_of(32) => DType::Q5_0,
-        Some(DType::Q6K) if p.role.is_block_matrix() && columns.is_multiple_of(32) => DType::Q8_0,
-        _ => files.weights().inference_dtype(p, widest),
     }
 }
 

@@ -20,17 +20,19 @@ impl<'a> Op<'a> {
             Op::Cast { x, out, .. } => (vec![x], vec![out], vec![]),
             Op::Add { a, b, out } => (vec![a, b], vec![out], vec![(out, a), (out, b)]),
             Op::Scale { x, .. } => (vec![x], vec![x], vec![(x, x)]),
+            Op::Dropout { x, out, .. } => (vec![x], vec![out], vec![(out, x)]),
             Op::Embedding { tokens, table, out } => (vec![tokens, table], vec![out], vec![]),
             Op::EmbeddingBackward { tokens, dout, dtable, .. } => (vec![tokens, dout], vec![dtable], vec![]),
             Op::RmsNorm { x, weight, out, rstd, .. } => (vec![x, weight], vec![out, rstd], vec![]),
             Op::RmsNormBackward { x, weight, rstd, dout, dx, dweight, .. } => {
-                (vec![x, weight, rstd, dout], vec![dx, dweight], vec![])
+                (vec![x, weight, rstd, dout], [dx].into_iter().chain(dweight).collect(), vec![])
             }
             Op::LayerNorm { x, weight, bias, out, mean, rstd, .. } => {
                 (vec![x, weight, bias], vec![out, mean, rstd], vec![])
             }
             Op::LayerNormBackward { x, weight, mean, rstd, dout, dx, dweight, dbias, .. } => {
-                (vec![x, weight, mean, rstd, dout], vec![dx, dweight, dbias], vec![])
+                let writes = [dx].into_iter().chain(dweight).chain(dbias).collect();
+                (vec![x, weight, mean, rstd, dout], writes, vec![])
             }
             Op::Linear { x, weight, bias, out, .. } => {
                 (vec![x, weight].into_iter().chain(bias).collect(), vec![out], vec![])
@@ -137,6 +139,13 @@ impl<'a> Op<'a> {
                 check.same_size(b, out);
             }
             Op::Scale { x, .. } => check.float(x),
+            Op::Dropout { x, out, probability, .. } => {
+                [x, out].into_iter().for_each(|t| check.float(t));
+                check.same_size(x, out);
+                check.that((0.0..1.0).contains(&probability), || {
+                    format!("{probability} is no probability below 1")
+                });
+            }
             Op::Embedding { tokens, table, out } => {
                 check.u32(tokens);
                 check.table(table);
@@ -155,11 +164,10 @@ impl<'a> Op<'a> {
                 check.f32_vector(rstd, x.rows());
             }
             Op::RmsNormBackward { x, weight, rstd, dout, dx, dweight, .. } => {
-                [x, weight, dout, dx, dweight].into_iter().for_each(|t| check.float(t));
+                [x, weight, dout, dx].into_iter().chain(dweight).for_each(|t| check.float(t));
                 check.same_size(x, dout);
                 check.same_size(x, dx);
-                check.vector(weight, x.columns());
-                check.vector(dweight, x.columns());
+                [weight].into_iter().chain(dweight).for_each(|t| check.vector(t, x.columns()));
                 check.f32_vector(rstd, x.rows());
             }
             Op::LayerNorm { x, weight, bias, out, mean, rstd, .. } => {
@@ -169,10 +177,11 @@ impl<'a> Op<'a> {
                 [mean, rstd].into_iter().for_each(|t| check.f32_vector(t, x.rows()));
             }
             Op::LayerNormBackward { x, weight, mean, rstd, dout, dx, dweight, dbias, .. } => {
-                [x, weight, dout, dx, dweight, dbias].into_iter().for_each(|t| check.float(t));
+                let gradients = || dweight.into_iter().chain(dbias);
+                [x, weight, dout, dx].into_iter().chain(gradients()).for_each(|t| check.float(t));
                 check.same_size(x, dout);
                 check.same_size(x, dx);
-                [weight, dweight, dbias].into_iter().for_each(|t| check.vector(t, x.columns()));
+                [weight].into_iter().chain(gradients()).for_each(|t| check.vector(t, x.columns()));
                 [mean, rstd].into_iter().for_each(|t| check.f32_vector(t, x.rows()));
             }
             Op::Linear { x, weight, bias, out, .. } => {

@@ -53,6 +53,9 @@ pub enum Op<'a> {
     Add { a: &'a Tensor, b: &'a Tensor, out: &'a Tensor },
     /// x *= factor
     Scale { x: &'a Tensor, factor: f32 },
+    /// out (+)= x / (1 - probability) where an element is kept, 0 where it is dropped (Srivastava et al. 2014). Element i
+    /// is dropped by a random number from the seed and `first + i`. In place: out = x.
+    Dropout { x: &'a Tensor, out: &'a Tensor, probability: f32, seed: u64, first: u64, accumulate: bool },
 
     /// `out[n] = table[tokens[n]]`; tokens u32 `[N]`, table `[V, H]`, out `[N, H]`. A token outside the table is an error.
     Embedding { tokens: &'a Tensor, table: &'a Tensor, out: &'a Tensor },
@@ -69,7 +72,7 @@ pub enum Op<'a> {
         out: &'a Tensor,
         rstd: &'a Tensor,
     },
-    /// dx += ..., dweight += ... (or = where `accumulate_weight` is false).
+    /// dx += ..., dweight += ... (or = where `accumulate_weight` is false). Without a dweight none is written.
     RmsNormBackward {
         x: &'a Tensor,
         weight: &'a Tensor,
@@ -77,7 +80,7 @@ pub enum Op<'a> {
         rstd: &'a Tensor,
         dout: &'a Tensor,
         dx: &'a Tensor,
-        dweight: &'a Tensor,
+        dweight: Option<&'a Tensor>,
         accumulate_weight: bool,
     },
     /// LayerNorm (Ba et al. 2016): out = (x - mean) * rstd * weight + bias; mean, rstd f32 `[N]`.
@@ -90,7 +93,7 @@ pub enum Op<'a> {
         mean: &'a Tensor,
         rstd: &'a Tensor,
     },
-    /// dx += ..., dweight and dbias as `accumulate_weight` says.
+    /// dx += ..., dweight and dbias as `accumulate_weight` says, where they are wanted.
     LayerNormBackward {
         x: &'a Tensor,
         weight: &'a Tensor,
@@ -98,8 +101,8 @@ pub enum Op<'a> {
         rstd: &'a Tensor,
         dout: &'a Tensor,
         dx: &'a Tensor,
-        dweight: &'a Tensor,
-        dbias: &'a Tensor,
+        dweight: Option<&'a Tensor>,
+        dbias: Option<&'a Tensor>,
         accumulate_weight: bool,
     },
 
@@ -249,6 +252,7 @@ impl Op<'_> {
             Op::Cast { .. } => "cast",
             Op::Add { .. } => "add",
             Op::Scale { .. } => "scale",
+            Op::Dropout { .. } => "dropout",
             Op::Embedding { .. } => "embedding",
             Op::EmbeddingBackward { .. } => "embedding_backward",
             Op::RmsNorm { .. } => "rms_norm",

@@ -6,6 +6,7 @@
 
 mod config;
 mod error;
+mod layout;
 mod merged;
 
 use std::collections::BTreeMap;
@@ -13,6 +14,7 @@ use std::path::Path;
 
 pub use config::{AdapterBias, AdapterConfig, TargetModules};
 pub use error::AdapterError;
+pub use layout::{AdaptedModule, AdapterLayout, AdapterSet};
 pub use merged::Merged;
 
 use plimsoll_device::DType;

@@ -18,7 +18,7 @@ pub fn fill(
     dtype: DType,
     out: &mut [u8],
 ) -> Result<(), ConversionError> {
-    let key = parameter.name.bytes().fold(mix(seed), |key, byte| mix(key ^ u64::from(byte)));
+    let key = key(&parameter.name, seed);
     let mut values = [0.0f32; CHUNK];
     let chunk_bytes = CHUNK * dtype.block_bytes() as usize;
     for (number, out) in out.chunks_mut(chunk_bytes).enumerate() {
@@ -35,6 +35,23 @@ pub fn fill(
         encode(values, dtype, out)?;
     }
     Ok(())
+}
+
+/// Normal random numbers of mean 0 for a parameter.
+pub(crate) fn normal_values(name: &str, seed: u64, count: usize, deviation: f64) -> Vec<f32> {
+    let key = key(name, seed);
+    (0..count as u64).map(|i| (deviation * normal(key, i)) as f32).collect()
+}
+
+/// Random numbers between `-bound` and `bound` for a parameter.
+pub(crate) fn uniform_values(name: &str, seed: u64, count: usize, bound: f64) -> Vec<f32> {
+    let key = key(name, seed);
+    let unit = |i| (mix(key ^ mix(i)) >> 11) as f64 / (1u64 << 53) as f64;
+    (0..count as u64).map(|i| ((2.0 * unit(i) - 1.0) * bound) as f32).collect()
+}
+
+fn key(name: &str, seed: u64) -> u64 {
+    name.bytes().fold(mix(seed), |key, byte| mix(key ^ u64::from(byte)))
 }
 
 /// The `index`-th number of a standard normal distribution (Box and Muller 1958).

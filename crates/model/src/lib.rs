@@ -22,8 +22,10 @@ pub mod spec;
 pub mod tokenizer;
 pub mod transcode;
 
-pub use adapter::{Adapter, AdapterConfig, AdapterError};
-pub use parameters::{BlockId, Initialisation, Parameter, ParameterGroup, ParameterKind, Role};
+pub use adapter::{Adapter, AdapterConfig, AdapterError, AdapterLayout};
+pub use parameters::{
+    Adapted, BlockId, Initialisation, LoraPart, Parameter, ParameterGroup, ParameterKind, Role,
+};
 pub use safetensors::{NewTensor, SafetensorsError, SafetensorsFile, StoredDType, write_tensors};
 pub use save::{SaveError, SaveWriter};
 pub use source::{Format, ModelError, ModelFiles, RowOrder, StoredView, WeightSource};

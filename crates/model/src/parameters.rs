@@ -47,6 +47,67 @@ pub enum Role {
     FinalNorm,
     FinalNormBias,
     LmHead,
+    /// A part of the low-rank adapter of a weight.
+    Lora(LoraPart, Adapted),
+}
+
+/// A part of a low-rank adapter (Hu et al. 2021): the weight's change is `scale * B A`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum LoraPart {
+    /// `[r, in]`; of an embedding its transpose, `[vocabulary, r]`.
+    A,
+    /// `[out, r]`
+    B,
+    /// DoRA's lengths of the weight's rows, `[out]`.
+    Magnitude,
+}
+
+/// A weight that can have an adapter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[allow(missing_docs)]
+pub enum Adapted {
+    TokenEmbedding,
+    QProj,
+    KProj,
+    VProj,
+    OProj,
+    GateProj,
+    UpProj,
+    DownProj,
+    LmHead,
+}
+
+impl Adapted {
+    /// The one that a role is, if it can have an adapter.
+    pub fn of(role: Role) -> Option<Adapted> {
+        Some(match role {
+            Role::TokenEmbedding => Adapted::TokenEmbedding,
+            Role::QProj => Adapted::QProj,
+            Role::KProj => Adapted::KProj,
+            Role::VProj => Adapted::VProj,
+            Role::OProj => Adapted::OProj,
+            Role::GateProj => Adapted::GateProj,
+            Role::UpProj => Adapted::UpProj,
+            Role::DownProj => Adapted::DownProj,
+            Role::LmHead => Adapted::LmHead,
+            _ => return None,
+        })
+    }
+
+    /// Its role.
+    pub fn role(self) -> Role {
+        match self {
+            Adapted::TokenEmbedding => Role::TokenEmbedding,
+            Adapted::QProj => Role::QProj,
+            Adapted::KProj => Role::KProj,
+            Adapted::VProj => Role::VProj,
+            Adapted::OProj => Role::OProj,
+            Adapted::GateProj => Role::GateProj,
+            Adapted::UpProj => Role::UpProj,
+            Adapted::DownProj => Role::DownProj,
+            Adapted::LmHead => Role::LmHead,
+        }
+    }
 }
 
 /// What matters to optimizers and formats.
@@ -98,8 +159,10 @@ impl Role {
             | Role::GateProj
             | Role::UpProj
             | Role::DownProj
-            | Role::LmHead => ParameterKind::Matrix,
-            Role::AttentionNorm
+            | Role::LmHead
+            | Role::Lora(LoraPart::A | LoraPart::B, _) => ParameterKind::Matrix,
+            Role::Lora(LoraPart::Magnitude, _)
+            | Role::AttentionNorm
             | Role::QNorm
             | Role::KNorm
             | Role::PostAttentionNorm
@@ -133,6 +196,8 @@ pub enum ParameterGroup {
     Norms,
     /// Vectors to logits, where that is not the embedding again.
     Head,
+    /// Low-rank adapters.
+    Adapters,
 }
 
 impl ParameterGroup {
@@ -144,6 +209,7 @@ impl ParameterGroup {
             ParameterGroup::FeedForward => "feed_forward",
             ParameterGroup::Norms => "norms",
             ParameterGroup::Head => "head",
+            ParameterGroup::Adapters => "adapters",
         }
     }
 }
@@ -168,6 +234,7 @@ impl Role {
             | Role::UpBias
             | Role::DownBias => ParameterGroup::FeedForward,
             Role::LmHead => ParameterGroup::Head,
+            Role::Lora(..) => ParameterGroup::Adapters,
             Role::AttentionNorm
             | Role::AttentionNormBias
             | Role::QNorm
@@ -183,7 +250,7 @@ impl Role {
 
     /// Whether it is the matrix of a linear in a transformer block.
     pub fn is_block_matrix(self) -> bool {
-        self.kind() == ParameterKind::Matrix && self != Role::LmHead
+        self.kind() == ParameterKind::Matrix && !matches!(self, Role::LmHead | Role::Lora(..))
     }
 }
 

@@ -180,6 +180,11 @@ impl WeightSource {
         }
     }
 
+    /// The folder or file that they are in.
+    pub(crate) fn folder_or_file(&self) -> &Path {
+        &self.path
+    }
+
     /// Bytes of all parameters as stored.
     pub fn stored_bytes(&self) -> u64 {
         let bytes = |place: &Place| match &place.packed {

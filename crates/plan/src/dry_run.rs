@@ -1,11 +1,12 @@
 //! Runs the step program dry: the exact memory of a job and its arithmetic, in milliseconds.
 
-use plimsoll_device::{DType, Device, Dry, IGNORED_TARGET, Tally};
+use plimsoll_device::{Device, Dry, IGNORED_TARGET, Tally};
 use plimsoll_memory::{AtPeak, Ledger, TagBytes};
-use plimsoll_model::{ModelSpec, Parameter};
+use plimsoll_model::ModelSpec;
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
     DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError, StepSettings, Trainer,
+    WeightStorage,
 };
 
 /// What a dry run found out.
@@ -46,24 +47,18 @@ impl DryRun {
         Ok(DryRun { ledger: dry.arena().ledger(), tally: step })
     }
 
-    /// One evaluation pass over `batch_size` sequences of `length` tokens, with a type for each weight.
+    /// One evaluation pass over `batch_size` sequences of `length` tokens, with weights as `storage` says.
     pub fn evaluation(
         spec: &ModelSpec,
         precision: Precision,
-        weight_types: &dyn Fn(&Parameter) -> DType,
+        storage: WeightStorage<'_>,
         batch_size: u64,
         length: u64,
         loss_chunk_tokens: u64,
     ) -> Result<DryRun, StepError> {
         let dry = Dry::new();
-        let mut evaluator = Evaluator::with_weight_types(
-            &dry,
-            spec.clone(),
-            precision,
-            weight_types,
-            length,
-            loss_chunk_tokens,
-        )?;
+        let mut evaluator =
+            Evaluator::with_storage(&dry, spec.clone(), precision, storage, length, loss_chunk_tokens)?;
         let n = (batch_size * length) as usize;
         let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
         dry.take_tally();
@@ -75,11 +70,11 @@ impl DryRun {
     pub fn cached_evaluation(
         spec: &ModelSpec,
         settings: DecodeSettings,
-        weight_types: &dyn Fn(&Parameter) -> DType,
+        storage: WeightStorage<'_>,
         loss_chunk_tokens: u64,
     ) -> Result<DryRun, StepError> {
         let dry = Dry::new();
-        let mut decoder = Decoder::with_weight_types(&dry, spec.clone(), settings, weight_types)?;
+        let mut decoder = Decoder::with_storage(&dry, spec.clone(), settings, storage)?;
         let n = settings.context as usize;
         let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
         dry.take_tally();
@@ -87,15 +82,15 @@ impl DryRun {
         Ok(DryRun { ledger: dry.arena().ledger(), tally: dry.tally() })
     }
 
-    /// A prompt of `prompt_tokens` and a token after it, with a type for each weight; the tally is that of the token.
+    /// A prompt of `prompt_tokens` and a token after it, with weights as `storage` says; the tally is that of the token.
     pub fn generation(
         spec: &ModelSpec,
         settings: DecodeSettings,
-        weight_types: &dyn Fn(&Parameter) -> DType,
+        storage: WeightStorage<'_>,
         prompt_tokens: u64,
     ) -> Result<DryRun, StepError> {
         let dry = Dry::new();
-        let mut decoder = Decoder::with_weight_types(&dry, spec.clone(), settings, weight_types)?;
+        let mut decoder = Decoder::with_storage(&dry, spec.clone(), settings, storage)?;
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
         decoder.append(&vec![0; prompt as usize])?;
         let mut tally = dry.take_tally();
@@ -111,11 +106,11 @@ impl DryRun {
     pub fn generation_peak(
         spec: &ModelSpec,
         settings: DecodeSettings,
-        weight_types: &dyn Fn(&Parameter) -> DType,
+        storage: WeightStorage<'_>,
         prompt_tokens: u64,
     ) -> Result<u64, StepError> {
         let dry = Dry::new();
-        let mut decoder = Decoder::with_weight_types(&dry, spec.clone(), settings, weight_types)?;
+        let mut decoder = Decoder::with_storage(&dry, spec.clone(), settings, storage)?;
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
         let chunk = settings.prompt_chunk_tokens.max(1);
         // A whole pass and what is left after the last whole one; logits come after the last pass alone.

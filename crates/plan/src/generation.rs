@@ -6,8 +6,8 @@ use std::ops::RangeInclusive;
 
 use plimsoll_device::DType;
 use plimsoll_memory::{ByteSize, Tag};
-use plimsoll_model::{ModelSpec, Parameter};
-use plimsoll_step::{DecodeSettings, Precision, StepError};
+use plimsoll_model::ModelSpec;
+use plimsoll_step::{DecodeSettings, Precision, StepError, WeightStorage};
 
 use crate::DryRun;
 
@@ -27,8 +27,8 @@ pub struct GenerationRequest<'a> {
     pub spec: &'a ModelSpec,
     /// Storage types.
     pub precision: Precision,
-    /// The type of each weight.
-    pub weight_types: &'a dyn Fn(&Parameter) -> DType,
+    /// How weights are held.
+    pub storage: WeightStorage<'a>,
     /// Tokens of the longest prompt; one as long as the context where `None`.
     pub prompt_tokens: Option<u64>,
     /// The least context that will do, and the most that can be used.
@@ -168,7 +168,7 @@ impl GenerationRequest<'_> {
             return Ok(vec![DType::Bf16, DType::Q8_0]);
         }
         let settings = self.settings(DType::F32, context, 1);
-        let dry_run = DryRun::generation(self.spec, settings, self.weight_types, 1)?;
+        let dry_run = DryRun::generation(self.spec, settings, self.storage, 1)?;
         let small = dry_run.tags_at_peak().get(Tag::KvCache) <= SMALL_CACHE;
         let exact = small.then_some(DType::F32);
         Ok(exact.into_iter().chain([DType::F16, DType::Q8_0]).collect())
@@ -187,7 +187,7 @@ impl GenerationRequest<'_> {
         for chunk in CHUNKS {
             let settings = self.settings(cache, context, chunk);
             let prompt = self.prompt(context);
-            if DryRun::generation_peak(self.spec, settings, self.weight_types, prompt)? <= self.room {
+            if DryRun::generation_peak(self.spec, settings, self.storage, prompt)? <= self.room {
                 return Ok(Some(settings));
             }
         }
@@ -214,7 +214,7 @@ impl GenerationRequest<'_> {
 
     fn plan(&self, settings: DecodeSettings) -> Result<GenerationPlan, GenerationPlanError> {
         let prompt = self.prompt(settings.context);
-        let dry_run = DryRun::generation(self.spec, settings, self.weight_types, prompt)?;
+        let dry_run = DryRun::generation(self.spec, settings, self.storage, prompt)?;
         Ok(GenerationPlan { settings, dry_run })
     }
 }
@@ -228,7 +228,7 @@ mod tests {
         GenerationRequest {
             spec,
             precision: Precision::F32,
-            weight_types: &|_| DType::F32,
+            storage: WeightStorage::new(&|_| DType::F32),
             prompt_tokens: None,
             context,
             cache: None,

@@ -2,11 +2,12 @@
 
 use plimsoll_device::DType;
 use plimsoll_model::{ModelSpec, Parameter};
-use plimsoll_step::{Checkpointing, DecodeSettings, Precision, StepError};
+use plimsoll_step::{Checkpointing, DecodeSettings, Precision, StepError, TrainingMethod, WeightStorage};
 use serde::Serialize;
 
-use crate::config::RawConfig;
+use crate::config::{Method, RawConfig};
 use crate::dry_run::DryRun;
+use crate::method::training_method;
 use crate::resolve::step_settings;
 
 /// Tokens of a sequence, or of a context, unless the model is made for fewer.
@@ -45,17 +46,28 @@ pub fn needs(spec: &ModelSpec, weight_types: &dyn Fn(&Parameter) -> DType) -> Re
     let mut config = RawConfig::default();
     config.data.sequence_length = Some(tokens);
     let full = |precision, checkpointing| {
-        DryRun::training(spec, &step_settings(&config, spec, precision, checkpointing, 1), 1)
+        let method = &TrainingMethod::Full;
+        DryRun::training(spec, &step_settings(&config, spec, method, precision, checkpointing, 1), 1)
+    };
+    let adapters = |method| {
+        let mut config = config.clone();
+        config.training.method = Some(method);
+        let method = training_method(&config, spec, None)?;
+        let precision = Precision { gradients: DType::F32, master_weights: false, ..bf16 };
+        let settings = step_settings(&config, spec, &method, precision, Checkpointing::Full, 1);
+        DryRun::training(spec, &settings, 1)
     };
     let inference = |cache| {
         let precision = Precision::F32;
         let settings =
             DecodeSettings { precision, cache, context: tokens, prompt_chunk_tokens: PROMPT_CHUNK_TOKENS };
-        DryRun::generation(spec, settings, weight_types, tokens - 1)
+        DryRun::generation(spec, settings, WeightStorage::new(weight_types), tokens - 1)
     };
     let list = [
         ("full fine-tune", "f32", full(Precision::F32, Checkpointing::None)?),
         ("full fine-tune", "bf16, f32 master weights, checkpointing", full(bf16, Checkpointing::Full)?),
+        ("LoRA", "bf16, rank 16, all linears, checkpointing", adapters(Method::Lora)?),
+        ("QLoRA", "4-bit NF4, rank 16, all linears, checkpointing", adapters(Method::Qlora)?),
         ("inference", "weights as stored, f32 cache", inference(DType::F32)?),
         ("inference", "weights as stored, bf16 cache", inference(DType::Bf16)?),
     ];

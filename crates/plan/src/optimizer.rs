@@ -14,6 +14,10 @@ const LEAST_SCALE: f64 = 1e-3;
 /// The optimizer of a configuration.
 pub fn optimizer_settings(training: &TrainingConfig) -> OptimizerSettings {
     let groups = training.parameter_groups.as_ref().map_or(&[][..], |groups| groups.groups());
+    // LoRA+ (Hayou et al. 2024): B learns faster.
+    let ratio = training.lora.loraplus_lr_ratio();
+    let faster = Pattern::new("*lora*_B*").ok().filter(|_| ratio != 1.0);
+    let faster = faster.map(|pattern| ParameterGroup { pattern, lr_scale: ratio, weight_decay: None });
     OptimizerSettings {
         kind: kind(training),
         weight_decay: training.weight_decay(),
@@ -29,6 +33,7 @@ pub fn optimizer_settings(training: &TrainingConfig) -> OptimizerSettings {
                     weight_decay: group.weight_decay,
                 })
             })
+            .chain(faster)
             .collect(),
     }
 }

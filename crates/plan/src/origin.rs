@@ -6,6 +6,7 @@ use plimsoll_model::catalogue;
 use plimsoll_model::tokenizer::{Tokenizer, TokenizerError};
 use plimsoll_model::{
     Activation, AttentionSpec, MlpSpec, ModelError, ModelFiles, ModelSpec, NormSpec, RopeSpec, SpecError,
+    WeightSource,
 };
 
 use crate::config::{RawConfig, TokenizerSource};
@@ -77,6 +78,14 @@ impl ModelOrigin {
         match &config.model.path {
             Some(path) => ModelOrigin::from_path_or_name(path),
             None => ModelOrigin::from_scratch(config),
+        }
+    }
+
+    /// The weights, where files have them.
+    pub fn weights(&self) -> Option<&WeightSource> {
+        match self {
+            ModelOrigin::Files(files) => Some(files.weights()),
+            ModelOrigin::Catalogue(_) | ModelOrigin::Scratch(..) => None,
         }
     }
 

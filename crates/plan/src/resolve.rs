@@ -5,7 +5,7 @@ use plimsoll_device::DType;
 use plimsoll_model::ModelSpec;
 use plimsoll_step::{
     AttentionKind, Checkpointing, GradientClipping, Group, LossScaling, NormSource, Precision, StepError,
-    StepSettings, UpdateTiming,
+    StepSettings, TrainingMethod, UpdateTiming,
 };
 
 use crate::config::{
@@ -71,6 +71,7 @@ impl Choice {
 pub fn choose(
     config: &RawConfig,
     spec: &ModelSpec,
+    method: &TrainingMethod,
     rates: &Rates,
     limits: Limits,
 ) -> Result<Choice, StepError> {
@@ -80,11 +81,11 @@ pub fn choose(
         _ => u64::MAX,
     };
     // A precision that loses nothing is preferred to one that does, however fast.
-    for precision in precisions(&config.training) {
+    for precision in precisions(&config.training, method) {
         let mut candidates = Vec::new();
         for checkpointing in checkpointings(&config.training) {
             for (batch_size, accumulation) in batches(&config.training) {
-                let settings = step_settings(config, spec, precision, checkpointing, batch_size);
+                let settings = step_settings(config, spec, method, precision, checkpointing, batch_size);
                 candidates.push(Choice::new(spec, settings, accumulation, rates)?);
             }
         }
@@ -111,7 +112,7 @@ fn fastest(candidates: &[Choice], limit: u64) -> Option<usize> {
         .map(|(i, _)| i)
 }
 
-fn precisions(training: &TrainingConfig) -> Vec<Precision> {
+fn precisions(training: &TrainingConfig, method: &TrainingMethod) -> Vec<Precision> {
     let gradients = |default| match training.gradient_dtype().set() {
         Some(GradientDtype::F32) => DType::F32,
         Some(GradientDtype::Bf16) => DType::Bf16,
@@ -132,6 +133,8 @@ fn precisions(training: &TrainingConfig) -> Vec<Precision> {
         Some(MixedPrecision::Bf16) => vec![bf16(masters)],
         // Updates of half a step's rounding vanish in f16: there are always masters.
         Some(MixedPrecision::Fp16) => vec![Precision { gradients: gradients(DType::F32), ..Precision::F16 }],
+        // Beside weights of four bits, activations of 32 would save nothing.
+        None if method.adapters().is_some_and(|a| !a.weight_types.is_empty()) => vec![bf16(masters)],
         None => vec![f32, bf16(masters)],
     }
 }
@@ -190,6 +193,7 @@ fn powers_of_two(most: u64) -> impl Iterator<Item = u64> {
 pub(crate) fn step_settings(
     config: &RawConfig,
     spec: &ModelSpec,
+    method: &TrainingMethod,
     precision: Precision,
     checkpointing: Checkpointing,
     batch_size: u64,
@@ -224,6 +228,7 @@ pub(crate) fn step_settings(
                 UpdateTiming::InBackward(NormSource::SecondBackward)
             }
         },
+        method: method.clone(),
         seed: training.seed(),
     }
 }

@@ -3,13 +3,15 @@
 use std::collections::BTreeMap;
 
 use plimsoll_memory::{Phase, Tag, TagBytes};
-use plimsoll_model::ModelSpec;
+use plimsoll_model::{ModelSpec, Parameter, WeightSource};
 use plimsoll_step::StepError;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::advice::{Alternative, alternatives};
 use crate::config::{Auto, RawConfig};
+use crate::method::training_method;
+use crate::origin::ModelOrigin;
 use crate::resolve::{Choice, Limits, choose, resolved_config};
 use crate::time::Rates;
 
@@ -55,8 +57,26 @@ pub struct LayerBytes {
 }
 
 impl TrainingPlan {
-    /// Makes the plan.
+    /// Makes the plan for a model that is known by its shape alone.
     pub fn new(config: &RawConfig, spec: &ModelSpec, machine: &Machine) -> Result<TrainingPlan, StepError> {
+        TrainingPlan::with(config, spec, None, machine)
+    }
+
+    /// Makes the plan for a model, whose files say how frozen weights are stored.
+    pub fn for_model(
+        config: &RawConfig,
+        origin: &ModelOrigin,
+        machine: &Machine,
+    ) -> Result<TrainingPlan, StepError> {
+        TrainingPlan::with(config, origin.spec(), origin.weights(), machine)
+    }
+
+    fn with(
+        config: &RawConfig,
+        spec: &ModelSpec,
+        stored: Option<&WeightSource>,
+        machine: &Machine,
+    ) -> Result<TrainingPlan, StepError> {
         let device_budget = match config.memory.device_budget() {
             Auto::Set(size) => size.0,
             Auto::Auto => machine.memory_limit,
@@ -67,7 +87,8 @@ impl TrainingPlan {
             arena_bytes: device_budget.saturating_sub(overhead_bytes),
             target_bytes: target.saturating_sub(overhead_bytes),
         };
-        let choice = choose(config, spec, &machine.rates, limits)?;
+        let method = training_method(config, spec, stored)?;
+        let choice = choose(config, spec, &method, &machine.rates, limits)?;
         let alternatives = alternatives(spec, &choice, &machine.rates, limits)?;
         let tokens = choice.settings.batch_size * choice.settings.sequence_length;
         Ok(TrainingPlan {
@@ -105,10 +126,22 @@ impl TrainingPlan {
         self.choice.dry_run.tags_at_peak()
     }
 
-    /// Bytes of optimizer states, which live all the time, for each parameter; master weights are not among them.
+    /// Elements of what is trained.
+    pub fn trainable_parameters(&self) -> u64 {
+        self.choice.settings.method.trained(&self.spec).iter().map(Parameter::elements).sum()
+    }
+
+    /// Elements of the model and its adapters.
+    pub fn parameters(&self) -> u64 {
+        let adapters = self.choice.settings.method.adapters();
+        let own = adapters.map_or(&[][..], |adapters| adapters.layout.parameters());
+        self.spec.parameter_count() + own.iter().map(Parameter::elements).sum::<u64>()
+    }
+
+    /// Bytes of optimizer states, which live all the time, for each parameter that is trained; master weights are not among them.
     pub fn state_bytes_per_parameter(&self) -> f64 {
         let states = self.at_peak().get(Tag::Optimizer);
-        states as f64 / self.spec.parameter_count().max(1) as f64
+        states as f64 / self.trainable_parameters().max(1) as f64
     }
 
     /// Where in the step the peak is.
@@ -130,13 +163,13 @@ impl TrainingPlan {
     pub fn to_json(&self) -> Value {
         let time = &self.choice.time;
         let (phase, layer) = self.peak_place();
-        let parameters = self.spec.parameter_count();
+        let parameters = self.parameters();
         json!({
             "model": {
                 "name": self.spec.name,
                 "architecture": self.spec.architecture,
                 "parameters": parameters,
-                "trainable_parameters": parameters,
+                "trainable_parameters": self.trainable_parameters(),
             },
             "config": self.config,
             "optimizer": {

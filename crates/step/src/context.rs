@@ -3,6 +3,7 @@
 use plimsoll_device::{AttentionShape, Compute, DType, Device, Glu, Tensor};
 use plimsoll_model::{Activation, ModelSpec};
 
+use crate::adapter::Dropout;
 use crate::rope::{RopeTable, RopeTables};
 use crate::settings::AttentionKind;
 
@@ -24,6 +25,8 @@ pub(crate) struct Context<'a, D: Device> {
     pub attention_kind: AttentionKind,
     /// The feed-forward part takes this many tokens at a time, where it does not take all.
     pub mlp_chunk_tokens: Option<u64>,
+    /// What adapters drop of their inputs.
+    pub dropout: Option<Dropout>,
 }
 
 impl<'a, D: Device> Context<'a, D> {
@@ -38,6 +41,12 @@ impl<'a, D: Device> Context<'a, D> {
         let window = own.into_iter().chain(asked).min();
         let attention = AttentionShape { window, block_sparse, ..self.attention };
         Context { rope: self.ropes.of(own.is_some()), attention, ..*self }
+    }
+
+    /// The same for tokens from `row` on.
+    pub fn from_row(&self, row: u64) -> Context<'a, D> {
+        let dropout = self.dropout.map(|dropout| Dropout { first_row: row, ..dropout });
+        Context { dropout, ..*self }
     }
 
     /// Tokens of a chunk of the feed-forward part, if `tokens` are taken in chunks.

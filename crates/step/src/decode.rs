@@ -15,7 +15,7 @@ use crate::head::{self, Head, rows};
 use crate::inputs::{check_tokens, positions};
 use crate::rope::RopeTables;
 use crate::settings::{AttentionKind, MicroBatch, Precision};
-use crate::store::{ResidentStore, WeightStore};
+use crate::store::{ResidentStore, WeightStorage, WeightStore};
 use cache::KvCache;
 
 /// What decoding needs to know beforehand.
@@ -47,17 +47,17 @@ pub struct Decoder<'a, D: Device> {
 impl<'a, D: Device> Decoder<'a, D> {
     /// Takes memory for the weights and the cache.
     pub fn new(device: &'a D, spec: ModelSpec, settings: DecodeSettings) -> Result<Self, StepError> {
-        Self::with_weight_types(device, spec, settings, &|_| settings.precision.weights)
+        Self::with_storage(device, spec, settings, WeightStorage::new(&|_| settings.precision.weights))
     }
 
-    /// The same with a type for each weight, as by [`ResidentStore::allocate_typed`].
-    pub fn with_weight_types(
+    /// The same with a type for each weight, and with adapters.
+    pub fn with_storage(
         device: &'a D,
         spec: ModelSpec,
         settings: DecodeSettings,
-        weight_types: &dyn Fn(&Parameter) -> DType,
+        storage: WeightStorage<'_>,
     ) -> Result<Self, StepError> {
-        let weights = ResidentStore::allocate_typed(device, &spec, weight_types, Tag::Weights)?;
+        let weights = ResidentStore::allocate_typed(device, &spec, storage, Tag::Weights)?;
         let cache =
             KvCache::new(device, &spec, settings.cache, settings.context, settings.prompt_chunk_tokens)?;
         let ropes = RopeTables::new(device, &spec, settings.context)?;
@@ -69,7 +69,7 @@ impl<'a, D: Device> Decoder<'a, D> {
         &mut self,
         fill: impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.weights.load(self.device, &self.spec, fill)
+        self.weights.load(self.device, fill)
     }
 
     /// Tokens in the cache.
@@ -193,13 +193,10 @@ impl<'a, D: Device> Decoder<'a, D> {
         let head = Head::gather(&mut self.weights, self.spec.tie_word_embeddings)?;
         let normed = head.norm(&self.spec.norm)?.forward(self.device, &last)?;
         let logits = self.device.alloc(DType::F32, &[1, self.spec.vocab_size], Tag::Logits, "logits")?;
-        head.linear()?.forward(
-            self.device,
-            &normed.out,
-            &logits,
-            false,
-            self.settings.precision.compute(),
-        )?;
+        let last = self.length.saturating_sub(1);
+        let positions = positions(self.device, 1, 1, last)?;
+        let ctx = context(self.device, &self.spec, &self.settings, &self.ropes, &positions, last);
+        head.linear()?.forward(&ctx, &normed.out, &logits, false)?;
         head.release(&mut self.weights);
         let mut logits = self.device.read_f32(&logits)?;
         if let Some(cap) = self.spec.logit_soft_cap {
@@ -230,5 +227,6 @@ fn context<'c, D: Device>(
         attention: attention_shape(spec, 1, positions.elements(), past, settings.context),
         attention_kind: AttentionKind::Flash,
         mlp_chunk_tokens: None,
+        dropout: None,
     }
 }

@@ -8,7 +8,7 @@ use plimsoll_model::{BlockId, Role};
 use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
-use crate::store::WeightStore;
+use crate::store::{BlockWeights, WeightStore};
 
 /// The embeddings [N, H] of `tokens` at the context's positions.
 pub(crate) fn forward<D: Device>(
@@ -21,6 +21,9 @@ pub(crate) fn forward<D: Device>(
     let alloc = |name| ctx.device.alloc(ctx.activations, &sizes, Tag::Activations, name);
     let out = alloc("residual")?;
     ctx.device.run(Op::Embedding { tokens, table: weights.get(Role::TokenEmbedding)?, out: &out })?;
+    if let Some(adapter) = weights.adapter(Role::TokenEmbedding)? {
+        adapter.embed(ctx, tokens, &out)?;
+    }
     if let Some(factor) = ctx.spec.embedding_scale {
         ctx.device.run(Op::Scale { x: &out, factor: factor as f32 })?;
     }
@@ -33,24 +36,34 @@ pub(crate) fn forward<D: Device>(
     Ok(out)
 }
 
-/// Adds the gradient of the embeddings, dx [N, H], to that of their tables; dx is scaled on the way.
+/// Adds the gradient of the embeddings, dx [N, H], to that of their tables and adapter, where these are trained; dx is
+/// scaled on the way.
 pub(crate) fn backward<D: Device>(
     ctx: &Context<'_, D>,
+    weights: &BlockWeights,
     tokens: &Tensor,
     dx: &Tensor,
     gradients: &mut Gradients,
 ) -> Result<(), StepError> {
-    let mut scatter = |tokens: &Tensor, role| -> Result<(), StepError> {
+    let adapter = weights.adapter(Role::TokenEmbedding)?;
+    let scatter = |gradients: &mut Gradients, tokens: &Tensor, role| -> Result<(), StepError> {
+        if !gradients.wants(BlockId::Embedding, role) {
+            return Ok(());
+        }
         let dtable = gradients.scatter_target(ctx.device, BlockId::Embedding, role)?;
         let rounding = gradients.rounding(BlockId::Embedding, role);
         ctx.device.run(Op::EmbeddingBackward { tokens, dout: dx, dtable: &dtable, rounding })?;
         Ok(())
     };
     if ctx.spec.attention.rope.is_none() {
-        scatter(ctx.positions, Role::PositionEmbedding)?;
+        scatter(gradients, ctx.positions, Role::PositionEmbedding)?;
     }
     if let Some(factor) = ctx.spec.embedding_scale {
         ctx.device.run(Op::Scale { x: dx, factor: factor as f32 })?;
     }
-    scatter(tokens, Role::TokenEmbedding)
+    scatter(gradients, tokens, Role::TokenEmbedding)?;
+    match adapter {
+        Some(adapter) => adapter.embed_backward(ctx, gradients, tokens, dx),
+        None => Ok(()),
+    }
 }

@@ -1,7 +1,7 @@
 //! What can go wrong in a step.
 
 use plimsoll_device::{DType, DeviceError};
-use plimsoll_model::{BlockId, Role, SpecError};
+use plimsoll_model::{AdapterError, BlockId, Role, SpecError};
 use plimsoll_parallel::CommunicationError;
 
 /// A step that could not be taken.
@@ -16,6 +16,9 @@ pub enum StepError {
     /// The model's shape is impossible.
     #[error("the model cannot be built: {0}")]
     Spec(#[from] SpecError),
+    /// Adapters that the model cannot have.
+    #[error("training.lora: {0}")]
+    Adapter(#[from] Box<AdapterError>),
     /// A block was asked for a weight that it does not have: a programming error.
     #[error("block {block:?} has no {role:?}")]
     MissingWeight {

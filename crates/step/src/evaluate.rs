@@ -11,7 +11,7 @@ use crate::head::{self, Head};
 use crate::inputs::Inputs;
 use crate::rope::RopeTables;
 use crate::settings::{AttentionKind, MicroBatch, Precision};
-use crate::store::{ResidentStore, WeightStore};
+use crate::store::{ResidentStore, WeightStorage, WeightStore};
 
 /// A forward pass over whole sequences, whatever holds the weights.
 pub(crate) struct Evaluation<'a, D: Device> {
@@ -42,6 +42,7 @@ impl<D: Device> Evaluation<'_, D> {
             self.ropes,
             AttentionKind::Flash,
             self.mlp_chunk_tokens,
+            None,
         );
         let mut x = embedding::forward(&ctx, store, &inputs.tokens)?;
         for layer in 0..self.spec.num_layers {
@@ -77,19 +78,21 @@ impl<'a, D: Device> Evaluator<'a, D> {
         longest: u64,
         loss_chunk_tokens: u64,
     ) -> Result<Self, StepError> {
-        Self::with_weight_types(device, spec, precision, &|_| precision.weights, longest, loss_chunk_tokens)
+        let types = |_: &Parameter| precision.weights;
+        let storage = WeightStorage::new(&types);
+        Self::with_storage(device, spec, precision, storage, longest, loss_chunk_tokens)
     }
 
-    /// The same with a type for each weight, as by [`ResidentStore::allocate_typed`].
-    pub fn with_weight_types(
+    /// The same with a type for each weight, and with adapters.
+    pub fn with_storage(
         device: &'a D,
         spec: ModelSpec,
         precision: Precision,
-        weight_types: &dyn Fn(&Parameter) -> DType,
+        storage: WeightStorage<'_>,
         longest: u64,
         loss_chunk_tokens: u64,
     ) -> Result<Self, StepError> {
-        let weights = ResidentStore::allocate_typed(device, &spec, weight_types, Tag::Weights)?;
+        let weights = ResidentStore::allocate_typed(device, &spec, storage, Tag::Weights)?;
         device.arena().enter(Phase::Setup, None);
         let ropes = RopeTables::new(device, &spec, longest)?;
         Ok(Evaluator { device, spec, precision, loss_chunk_tokens, weights, ropes })
@@ -100,7 +103,7 @@ impl<'a, D: Device> Evaluator<'a, D> {
         &mut self,
         fill: impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.weights.load(self.device, &self.spec, fill)
+        self.weights.load(self.device, fill)
     }
 
     /// Sum of token losses and number of targets of `batch_size` sequences of equal length.

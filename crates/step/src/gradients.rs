@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use plimsoll_device::{DType, Device, Op, Rounding, Tensor};
 use plimsoll_memory::Tag;
-use plimsoll_model::{BlockId, ModelSpec, Role};
+use plimsoll_model::{BlockId, Parameter, Role};
 
 use crate::StepError;
 use crate::seed::{mix, parameter_number};
@@ -28,9 +28,9 @@ struct Written {
 }
 
 impl Gradients {
-    /// No gradients yet, for the weights of a model.
-    pub fn new(spec: &ModelSpec, dtype: DType) -> Self {
-        let shapes = spec.parameters().into_iter().map(|p| ((p.block, p.role), p.shape)).collect();
+    /// No gradients yet, for the parameters that are trained.
+    pub fn new(trained: &[Parameter], dtype: DType) -> Self {
+        let shapes = trained.iter().map(|p| ((p.block, p.role), p.shape.clone())).collect();
         Gradients { dtype, shapes, tensors: HashMap::new(), seed: 0 }
     }
 
@@ -44,6 +44,11 @@ impl Gradients {
     /// Gives all gradients back.
     pub fn clear(&mut self) {
         self.tensors.clear();
+    }
+
+    /// Whether a parameter is trained.
+    pub fn wants(&self, block: BlockId, role: Role) -> bool {
+        self.shapes.contains_key(&(block, role))
     }
 
     /// Gives one gradient back.

@@ -45,7 +45,10 @@ impl Head {
             Some(embedding) => (embedding, Role::TokenEmbedding),
             None => (&self.own, Role::LmHead),
         };
-        Ok(Linear { block: weights.block(), role, weight: weights.get(role)?, bias_role: role, bias: None })
+        // An embedding's adapter is none of the head's.
+        let adapter = if self.tied.is_some() { None } else { weights.adapter(role)? };
+        let (block, weight) = (weights.block(), weights.get(role)?);
+        Ok(Linear { block, role, weight, bias_role: role, bias: None, adapter })
     }
 }
 
@@ -81,9 +84,10 @@ pub(crate) fn loss_and_backward<D: Device>(
     let normed = norm.forward(ctx.device, x)?;
     for_each_chunk(ctx, &linear, &normed.out, targets, losses, chunk_tokens, |chunk| {
         ctx.device.run(chunk.cross_entropy(ctx.logit_soft_cap(), Some(scale)))?;
-        linear.backward_weight(ctx.device, gradients, &chunk.logits, &chunk.normed, ctx.compute)?;
+        let ctx = &ctx.from_row(chunk.first_row);
+        let through = linear.backward_weight(ctx, gradients, &chunk.logits, &chunk.normed)?;
         // The normed chunk has served; its gradient takes its place.
-        linear.backward_input(ctx.device, &chunk.logits, &chunk.normed, false, ctx.compute)
+        linear.backward_input(ctx, through, &chunk.logits, &chunk.normed, false)
     })?;
     let dx = ctx.device.alloc(ctx.activations, &[x.rows(), x.columns()], Tag::Activations, "dresidual")?;
     ctx.device.run(Op::Fill { out: &dx, value: 0.0 })?;
@@ -94,6 +98,7 @@ pub(crate) fn loss_and_backward<D: Device>(
 }
 
 struct Chunk {
+    first_row: u64,
     /// [n, H]
     normed: Tensor,
     /// f32 [n, V]
@@ -132,12 +137,13 @@ fn for_each_chunk<D: Device>(
     while start < tokens {
         let end = (start + chunk_tokens).min(tokens);
         let chunk = Chunk {
+            first_row: start,
             normed: rows(normed, start, end)?,
             logits: rows(&buffer, 0, end - start)?,
             targets: rows(&targets, start, end)?,
             losses: rows(&losses, start, end)?,
         };
-        linear.forward(ctx.device, &chunk.normed, &chunk.logits, false, ctx.compute)?;
+        linear.forward(&ctx.from_row(start), &chunk.normed, &chunk.logits, false)?;
         body(&chunk)?;
         start = end;
     }

@@ -5,6 +5,7 @@ use plimsoll_memory::Tag;
 use plimsoll_model::ModelSpec;
 
 use crate::StepError;
+use crate::adapter::Dropout;
 use crate::context::{Context, attention_shape};
 use crate::rope::RopeTables;
 use crate::settings::{AttentionKind, MicroBatch, Precision};
@@ -69,6 +70,7 @@ impl Inputs {
         ropes: &'a RopeTables,
         attention_kind: AttentionKind,
         mlp_chunk_tokens: Option<u64>,
+        dropout: Option<Dropout>,
     ) -> Context<'a, D> {
         let length = self.sequence_length;
         Context {
@@ -83,6 +85,7 @@ impl Inputs {
             attention: attention_shape(spec, self.batch_size, length, 0, length),
             attention_kind,
             mlp_chunk_tokens,
+            dropout,
         }
     }
 

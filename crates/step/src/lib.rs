@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+mod adapter;
 mod block;
 mod context;
 mod decode;
@@ -35,8 +36,8 @@ pub use optimizer::{
 };
 pub use policy::{Checkpointing, Compression, Group, Groups, LayerPolicy, Save, SavePolicy};
 pub use settings::{
-    AttentionKind, GradientClipping, LossScaling, MicroBatch, NormSource, Precision, StepSettings,
-    UpdateTiming,
+    Adapters, AttentionKind, GradientClipping, LossScaling, MicroBatch, NormSource, Precision, StepSettings,
+    TrainingMethod, UpdateTiming,
 };
-pub use store::{BlockWeights, ResidentStore, WeightStore};
+pub use store::{BlockWeights, ResidentStore, WeightStorage, WeightStore};
 pub use trainer::{LossScale, NamedTensor, StepOutcome, StepProgress, Trainer};

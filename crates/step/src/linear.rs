@@ -1,21 +1,31 @@
-//! A linear: a weight in some storage, an optional bias. y = x W^T + b.
+//! A linear: a weight in some storage, an optional bias, an optional low-rank adapter. y = x W^T + b + s (x A^T) B^T.
+//!
+//! What is not trained has no gradient: a frozen weight is read by the products, in whatever storage it is, and that
+//! is all.
 
-use plimsoll_device::{Compute, Device, Op, Tensor};
+use plimsoll_device::{Device, Op, Tensor};
 use plimsoll_model::{BlockId, Role};
 
 use crate::StepError;
+use crate::adapter::LowRank;
+use crate::context::Context;
 use crate::gradients::Gradients;
 
 /// A linear of a gathered block.
 pub(crate) struct Linear<'a> {
     pub block: BlockId,
     pub role: Role,
-    /// [O, I]
+    /// `[O, I]`
     pub weight: &'a Tensor,
     pub bias_role: Role,
-    /// [O]
+    /// `[O]`
     pub bias: Option<&'a Tensor>,
+    pub adapter: Option<LowRank<'a>>,
 }
+
+/// What the gradient of a linear's input needs of the gradients of its weights.
+#[must_use]
+pub(crate) struct Through(Option<Tensor>);
 
 impl Linear<'_> {
     /// Outputs of one token.
@@ -28,48 +38,56 @@ impl Linear<'_> {
         self.weight.columns()
     }
 
-    /// out (+)= x W^T + b; x [N, I], out [N, O].
+    /// out (+)= the linear of x; x `[N, I]`, out `[N, O]`.
     pub fn forward<D: Device>(
         &self,
-        device: &D,
+        ctx: &Context<'_, D>,
         x: &Tensor,
         out: &Tensor,
         accumulate: bool,
-        compute: Compute,
     ) -> Result<(), StepError> {
-        device.run(Op::Linear { x, weight: self.weight, bias: self.bias, out, accumulate, compute })?;
-        Ok(())
+        let (weight, bias, compute) = (self.weight, self.bias, ctx.compute);
+        ctx.device.run(Op::Linear { x, weight, bias, out, accumulate, compute })?;
+        match &self.adapter {
+            Some(adapter) => adapter.forward(ctx, x, out),
+            None => Ok(()),
+        }
     }
 
-    /// dx (+)= dout W; dout [N, O], dx [N, I].
-    pub fn backward_input<D: Device>(
-        &self,
-        device: &D,
-        dout: &Tensor,
-        dx: &Tensor,
-        accumulate: bool,
-        compute: Compute,
-    ) -> Result<(), StepError> {
-        device.run(Op::LinearBackwardInput { dout, weight: self.weight, dx, accumulate, compute })?;
-        Ok(())
-    }
-
-    /// Adds dout^T x to the weight's gradient and the sum of dout to the bias's.
+    /// Adds dout^T x to the weight's gradient and the sum of dout to the bias's, where they are trained, and to those
+    /// of the adapter.
     pub fn backward_weight<D: Device>(
         &self,
-        device: &D,
+        ctx: &Context<'_, D>,
         gradients: &mut Gradients,
         dout: &Tensor,
         x: &Tensor,
-        compute: Compute,
-    ) -> Result<(), StepError> {
-        let (dweight, accumulate) = gradients.target(device, self.block, self.role)?;
-        let rounding = gradients.rounding(self.block, self.role);
-        device.run(Op::LinearBackwardWeight { dout, x, dweight: &dweight, accumulate, rounding, compute })?;
-        if self.bias.is_some() {
-            let (dbias, accumulate) = gradients.target(device, self.block, self.bias_role)?;
-            device.run(Op::BiasBackward { dout, dbias: &dbias, accumulate })?;
+    ) -> Result<Through, StepError> {
+        if gradients.wants(self.block, self.role) {
+            gradients.add_product(ctx, self.block, self.role, dout, x)?;
         }
-        Ok(())
+        if self.bias.is_some() && gradients.wants(self.block, self.bias_role) {
+            let (dbias, accumulate) = gradients.target(ctx.device, self.block, self.bias_role)?;
+            ctx.device.run(Op::BiasBackward { dout, dbias: &dbias, accumulate })?;
+        }
+        let adapter = self.adapter.as_ref();
+        adapter.map(|adapter| adapter.backward_weights(ctx, gradients, dout, x)).transpose().map(Through)
+    }
+
+    /// dx (+)= dout W and what comes through the adapter; dout `[N, O]`, dx `[N, I]`, which may have been x.
+    pub fn backward_input<D: Device>(
+        &self,
+        ctx: &Context<'_, D>,
+        through: Through,
+        dout: &Tensor,
+        dx: &Tensor,
+        accumulate: bool,
+    ) -> Result<(), StepError> {
+        let (weight, compute) = (self.weight, ctx.compute);
+        ctx.device.run(Op::LinearBackwardInput { dout, weight, dx, accumulate, compute })?;
+        match (&self.adapter, through) {
+            (Some(adapter), Through(Some(dh))) => adapter.backward_input(ctx, &dh, dx),
+            _ => Ok(()),
+        }
     }
 }

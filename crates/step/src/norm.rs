@@ -75,12 +75,21 @@ impl Norm<'_> {
         dout: &Tensor,
         dx: &Tensor,
     ) -> Result<(), StepError> {
-        let (dweight, accumulate_weight) = gradients.target(device, self.block, self.role)?;
-        let (weight, rstd, dweight) = (self.weight, &statistics.rstd, &dweight);
+        let mut target = |role| -> Result<Option<(Tensor, bool)>, StepError> {
+            let wanted = gradients.wants(self.block, role);
+            wanted.then(|| gradients.target(device, self.block, role)).transpose()
+        };
+        let dweight = target(self.role)?;
+        let dbias = match self.bias {
+            Some((role, _)) => target(role)?,
+            None => None,
+        };
+        // Both are written by the same passes, and so are added to alike.
+        let accumulate_weight = dweight.iter().chain(&dbias).any(|(_, accumulate)| *accumulate);
+        let (dweight, dbias) = (dweight.as_ref().map(|(t, _)| t), dbias.as_ref().map(|(t, _)| t));
+        let (weight, rstd) = (self.weight, &statistics.rstd);
         match (&statistics.mean, self.bias) {
-            (Some(mean), Some((bias_role, _))) => {
-                let (dbias, _) = gradients.target(device, self.block, bias_role)?;
-                let dbias = &dbias;
+            (Some(mean), Some(_)) => {
                 device.run(Op::LayerNormBackward {
                     x,
                     weight,

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 
 use plimsoll_device::{DType, Device, Op, Rounding, Rule, Tensor};
 use plimsoll_memory::Phase;
-use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
+use plimsoll_model::{BlockId, Parameter, Role};
 
 use crate::StepError;
 use crate::gradients::Gradients;
@@ -63,23 +63,24 @@ pub(crate) struct Update {
 }
 
 impl Optimizer {
-    /// Takes memory for the states of all weights and sets them to those before the first step.
+    /// Takes memory for the states of all parameters that are trained and sets them to those before the first step.
     pub fn allocate<D: Device>(
         device: &D,
-        spec: &ModelSpec,
+        trained: &[Parameter],
+        head_dim: u64,
         settings: &OptimizerSettings,
-        master_weights: bool,
+        needs_master: &dyn Fn(&Parameter) -> bool,
         seed: u64,
     ) -> Result<Self, StepError> {
-        let parameters = spec.parameters();
+        let parameters = trained;
         for group in &settings.groups {
             if !parameters.iter().any(|p| group.pattern.matches(&p.name)) {
                 return Err(StepError::EmptyGroup { pattern: group.pattern.to_string() });
             }
         }
-        let (kind, head_dim) = (settings.kind, spec.attention.head_dim);
+        let kind = settings.kind;
         let mut slots = HashMap::new();
-        for p in &parameters {
+        for p in parameters {
             device.arena().enter(Phase::Setup, layer_of(p.block));
             let mut new = NewState::new(device, p);
             match kind {
@@ -94,7 +95,7 @@ impl Optimizer {
                 OptimizerKind::GaLore(s) => galore::allocate(&mut new, &s),
                 OptimizerKind::Apollo(s, _) => apollo::allocate(&mut new, &s),
             }?;
-            if master_weights {
+            if needs_master(p) {
                 new.master()?;
             }
             let (lr_scale, weight_decay) = settings.numbers_of(p);
@@ -105,6 +106,11 @@ impl Optimizer {
 
     fn slot(&self, block: BlockId, role: Role) -> Result<&Slot, StepError> {
         self.slots.get(&(block, role)).ok_or(StepError::MissingWeight { block, role })
+    }
+
+    /// The state of a parameter, if it is trained.
+    pub fn find(&self, block: BlockId, role: Role) -> Option<&OptimizerState> {
+        self.slots.get(&(block, role)).map(|slot| &slot.state)
     }
 
     /// The state of a parameter.

@@ -4,7 +4,42 @@ use plimsoll_model::{BlockId, Role};
 
 /// A number of its own for every parameter of a model.
 pub(crate) fn parameter_number(block: BlockId, role: Role) -> u64 {
-    block_number(block) << 8 | role as u64
+    block_number(block) << 8 | role_number(role)
+}
+
+/// The number of a role, the same for ever: runs must repeat.
+fn role_number(role: Role) -> u64 {
+    match role {
+        Role::TokenEmbedding => 0,
+        Role::PositionEmbedding => 1,
+        Role::AttentionNorm => 2,
+        Role::AttentionNormBias => 3,
+        Role::QProj => 4,
+        Role::KProj => 5,
+        Role::VProj => 6,
+        Role::OProj => 7,
+        Role::QBias => 8,
+        Role::KBias => 9,
+        Role::VBias => 10,
+        Role::OBias => 11,
+        Role::QNorm => 12,
+        Role::KNorm => 13,
+        Role::PostAttentionNorm => 14,
+        Role::MlpNorm => 15,
+        Role::MlpNormBias => 16,
+        Role::GateProj => 17,
+        Role::UpProj => 18,
+        Role::DownProj => 19,
+        Role::GateBias => 20,
+        Role::UpBias => 21,
+        Role::DownBias => 22,
+        Role::PostMlpNorm => 23,
+        Role::FinalNorm => 24,
+        Role::FinalNormBias => 25,
+        Role::LmHead => 26,
+        // Weights with adapters are below 32.
+        Role::Lora(part, adapted) => (1 + part as u64) << 5 | role_number(adapted.role()),
+    }
 }
 
 fn block_number(block: BlockId) -> u64 {

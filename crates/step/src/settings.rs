@@ -1,6 +1,10 @@
 //! What a step is asked to do: precision, batch, policies and numbers. All of it decided; nothing is `auto` here.
 
+use std::collections::HashMap;
+use std::sync::Arc;
+
 use plimsoll_device::{BlockSparse, Compute, DType};
+use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter, Role};
 
 use crate::{Checkpointing, Compression, OptimizerSettings};
 
@@ -132,8 +136,62 @@ pub struct StepSettings {
     pub update: UpdateTiming,
     /// Scaling of the loss, for f16. Updates come after the backward pass then.
     pub loss_scaling: Option<LossScaling>,
-    /// Seed of stochastic rounding.
+    /// What is trained.
+    pub method: TrainingMethod,
+    /// Seed of stochastic rounding and dropout.
     pub seed: u64,
+}
+
+/// Which weights a step trains.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TrainingMethod {
+    /// All of the model's.
+    Full,
+    /// Low-rank adapters (LoRA), in f32; the model's own weights are frozen.
+    Adapters(Arc<Adapters>),
+}
+
+/// Adapters in training, and the frozen weights beside them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Adapters {
+    /// Which tensors have one, and what else is trained.
+    pub layout: AdapterLayout,
+    /// Probability with which an element of an adapter's input is dropped.
+    pub dropout: f32,
+    /// Storage of weights that is not the precision's: blocks of quantised types.
+    pub weight_types: HashMap<(BlockId, Role), DType>,
+}
+
+impl TrainingMethod {
+    /// The adapters, if they are what is trained.
+    pub fn adapters(&self) -> Option<&Adapters> {
+        match self {
+            TrainingMethod::Full => None,
+            TrainingMethod::Adapters(adapters) => Some(adapters),
+        }
+    }
+
+    /// Everything that is trained, in the order of the blocks.
+    pub fn trained(&self, spec: &ModelSpec) -> Vec<Parameter> {
+        let all = spec.parameters();
+        let Some(adapters) = self.adapters() else { return all };
+        let layout = &adapters.layout;
+        let base = all.into_iter().filter(|p| layout.trains_base(p.block, p.role));
+        let mut trained: Vec<Parameter> = base.chain(layout.parameters().iter().cloned()).collect();
+        let order = |block| match block {
+            BlockId::Embedding => 0,
+            BlockId::Layer(i) => 1 + u64::from(i),
+            BlockId::Head => u64::MAX,
+        };
+        trained.sort_by_key(|p| order(p.block));
+        trained
+    }
+
+    /// The type that a weight of the model is stored in.
+    pub fn weight_type(&self, parameter: &Parameter, usual: DType) -> DType {
+        let own = self.adapters().and_then(|a| a.weight_types.get(&(parameter.block, parameter.role)));
+        own.copied().unwrap_or(usual)
+    }
 }
 
 impl StepSettings {
@@ -153,6 +211,7 @@ impl StepSettings {
             clipping: GradientClipping::None,
             update: UpdateTiming::AfterBackward,
             loss_scaling: None,
+            method: TrainingMethod::Full,
             seed: 0,
         }
     }

@@ -5,9 +5,10 @@ use std::collections::HashMap;
 
 use plimsoll_device::{DType, Device, DeviceError, Tensor};
 use plimsoll_memory::{Phase, Tag};
-use plimsoll_model::{BlockId, ModelSpec, NormSpec, Parameter, Role};
+use plimsoll_model::{Adapted, AdapterLayout, BlockId, LoraPart, ModelSpec, NormSpec, Parameter, Role};
 
 use crate::StepError;
+use crate::adapter::LowRank;
 use crate::linear::Linear;
 use crate::norm::Norm;
 
@@ -16,12 +17,34 @@ use crate::norm::Norm;
 pub struct BlockWeights {
     block: BlockId,
     tensors: Vec<(Role, Tensor)>,
+    /// Which weights have an adapter.
+    adapters: Vec<AdapterUse>,
+}
+
+/// A weight's adapter: linears of one stored tensor share A.
+#[derive(Clone, Copy, Debug)]
+struct AdapterUse {
+    of: Adapted,
+    a: Role,
+    scale: f32,
 }
 
 impl BlockWeights {
     /// Weights of a block, by role.
     pub fn new(block: BlockId, tensors: Vec<(Role, Tensor)>) -> BlockWeights {
-        BlockWeights { block, tensors }
+        BlockWeights { block, tensors, adapters: Vec::new() }
+    }
+
+    /// The adapter of a weight, if it has one.
+    pub(crate) fn adapter(&self, role: Role) -> Result<Option<LowRank<'_>>, StepError> {
+        let Some(AdapterUse { of, a, scale }) =
+            self.adapters.iter().find(|used| used.of.role() == role).copied()
+        else {
+            return Ok(None);
+        };
+        let b_role = Role::Lora(LoraPart::B, of);
+        let (a_role, a, b) = (a, self.get(a)?, self.get(b_role)?);
+        Ok(Some(LowRank { block: self.block, a_role, a, b_role, b, scale }))
     }
 
     /// The block that they belong to.
@@ -46,6 +69,7 @@ impl BlockWeights {
             weight: self.get(weight)?,
             bias_role: bias,
             bias: self.find(bias),
+            adapter: self.adapter(weight)?,
         })
     }
 
@@ -76,6 +100,22 @@ impl BlockWeights {
     }
 }
 
+/// How the weights of a model are held.
+#[derive(Clone, Copy)]
+pub struct WeightStorage<'a> {
+    /// The type of each: one of blocks where nothing but products and the embedding read it.
+    pub types: &'a dyn Fn(&Parameter) -> DType,
+    /// Adapters beside them, in f32.
+    pub adapters: Option<&'a AdapterLayout>,
+}
+
+impl<'a> WeightStorage<'a> {
+    /// Weights of these types, without adapters.
+    pub fn new(types: &'a dyn Fn(&Parameter) -> DType) -> Self {
+        WeightStorage { types, adapters: None }
+    }
+}
+
 /// A source of weights, block by block.
 pub trait WeightStore {
     /// Makes the block's weights available.
@@ -89,9 +129,16 @@ pub trait WeightStore {
 #[derive(Debug)]
 pub struct ResidentStore {
     blocks: HashMap<BlockId, BlockWeights>,
+    /// The model's and the adapters'.
+    parameters: Vec<Parameter>,
 }
 
 impl ResidentStore {
+    /// Everything that it holds: the model's parameters, then those of adapters.
+    pub fn parameters(&self) -> &[Parameter] {
+        &self.parameters
+    }
+
     /// Takes memory for all weights of the model, in one type; their values are to be written by the caller.
     pub fn allocate<D: Device>(
         device: &D,
@@ -99,43 +146,55 @@ impl ResidentStore {
         dtype: DType,
         tag: Tag,
     ) -> Result<Self, StepError> {
-        ResidentStore::allocate_typed(device, spec, &|_| dtype, tag)
+        ResidentStore::allocate_typed(device, spec, WeightStorage::new(&|_| dtype), tag)
     }
 
-    /// The same with a type for each weight, which may be one of blocks where nothing but products and the embedding
-    /// read it.
+    /// The same with a type for each weight, and with adapters.
     pub fn allocate_typed<D: Device>(
         device: &D,
         spec: &ModelSpec,
-        weight_types: &dyn Fn(&Parameter) -> DType,
+        storage: WeightStorage<'_>,
         tag: Tag,
     ) -> Result<Self, StepError> {
         spec.check()?;
+        let WeightStorage { types, adapters } = storage;
+        let adapter_parameters = adapters.map(AdapterLayout::parameters).unwrap_or_default();
+        let modules = adapters.map(AdapterLayout::modules).unwrap_or_default();
         let mut blocks = HashMap::new();
         for block in spec.blocks() {
             device.arena().enter(Phase::Setup, layer_of(block));
-            let tensors = spec
+            let mut tensors = spec
                 .block_parameters(block)
                 .into_iter()
-                .map(|p| Ok((p.role, device.alloc(weight_types(&p), &p.shape, tag, role_name(p.role))?)))
+                .map(|p| Ok((p.role, device.alloc(types(&p), &p.shape, tag, role_name(p.role))?)))
                 .collect::<Result<Vec<_>, DeviceError>>()?;
-            blocks.insert(block, BlockWeights::new(block, tensors));
+            for p in adapter_parameters.iter().filter(|p| p.block == block) {
+                let tensor = device.alloc(DType::F32, &p.shape, Tag::Adapters, role_name(p.role))?;
+                tensors.push((p.role, tensor));
+            }
+            let mut weights = BlockWeights::new(block, tensors);
+            for module in modules.iter().filter(|module| module.block == block) {
+                let Some(a) = module.a_role() else { continue };
+                let uses = module.parts.iter().map(|of| AdapterUse { of: *of, a, scale: module.scale });
+                weights.adapters.extend(uses);
+            }
+            blocks.insert(block, weights);
         }
-        Ok(ResidentStore { blocks })
+        let parameters = spec.parameters().into_iter().chain(adapter_parameters.iter().cloned()).collect();
+        Ok(ResidentStore { blocks, parameters })
     }
 
     /// Sets every weight; `fill` writes a parameter's values in the given type and is not called on a dry device.
     pub fn load<D: Device, E: From<StepError>>(
         &self,
         device: &D,
-        spec: &ModelSpec,
         mut fill: impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        for p in spec.parameters() {
-            let tensor = self.tensor(&p)?;
+        for p in &self.parameters {
+            let tensor = self.tensor(p)?;
             let mut outcome = Ok(());
             device
-                .write(tensor, &mut |bytes| outcome = fill(&p, tensor.dtype(), bytes))
+                .write(tensor, &mut |bytes| outcome = fill(p, tensor.dtype(), bytes))
                 .map_err(StepError::from)?;
             outcome?;
         }
@@ -186,5 +245,8 @@ pub(crate) fn role_name(role: Role) -> &'static str {
         Role::DownProj | Role::DownBias => "down_proj",
         Role::FinalNorm | Role::FinalNormBias => "norm",
         Role::LmHead => "lm_head",
+        Role::Lora(LoraPart::A, _) => "lora_A",
+        Role::Lora(LoraPart::B, _) => "lora_B",
+        Role::Lora(LoraPart::Magnitude, _) => "lora_magnitude_vector",
     }
 }

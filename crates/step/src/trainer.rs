@@ -10,6 +10,7 @@ use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
 use plimsoll_parallel::Communicator;
 
 use crate::StepError;
+use crate::adapter::Dropout;
 use crate::block::{self, Held, Saved};
 use crate::context::Context;
 use crate::embedding;
@@ -22,7 +23,10 @@ use crate::policy::{LayerPolicy, Save, SavePolicy};
 use crate::rope::RopeTables;
 use crate::seed::mix;
 use crate::settings::{GradientClipping, LossScaling, MicroBatch, NormSource, StepSettings, UpdateTiming};
-use crate::store::{BlockWeights, ResidentStore, WeightStore};
+use crate::store::{BlockWeights, ResidentStore, WeightStorage, WeightStore};
+
+/// Sets the seeds of dropout apart from others.
+const DROPOUT: u64 = 0xd309;
 
 /// A model in training: weights, gradients, optimizer states, and the step that moves them.
 pub struct Trainer<'a, D: Device> {
@@ -30,7 +34,8 @@ pub struct Trainer<'a, D: Device> {
     spec: Rc<ModelSpec>,
     settings: StepSettings,
     policy: SavePolicy,
-    parameters: Vec<Parameter>,
+    /// What is trained, in the order of the blocks.
+    trained: Vec<Parameter>,
     communicator: &'a dyn Communicator,
     weights: ResidentStore,
     gradients: Gradients,
@@ -142,18 +147,30 @@ impl<'a, D: Device> Trainer<'a, D> {
         communicator: &'a dyn Communicator,
     ) -> Result<Self, StepError> {
         let precision = settings.precision;
-        let weights = ResidentStore::allocate(device, &spec, precision.weights, Tag::Weights)?;
-        let optimizer =
-            Optimizer::allocate(device, &spec, &settings.optimizer, precision.master_weights, settings.seed)?;
-        let gradients = Gradients::new(&spec, precision.gradients);
+        let method = &settings.method;
+        let types = |p: &Parameter| method.weight_type(p, precision.weights);
+        let adapters = method.adapters().map(|adapters| &adapters.layout);
+        let storage = WeightStorage { types: &types, adapters };
+        let weights = ResidentStore::allocate_typed(device, &spec, storage, Tag::Weights)?;
+        let trained = method.trained(&spec);
+        // Adapters are in f32 themselves.
+        let needs_master = |p: &Parameter| precision.master_weights && !matches!(p.role, Role::Lora(..));
+        let optimizer = Optimizer::allocate(
+            device,
+            &trained,
+            spec.attention.head_dim,
+            &settings.optimizer,
+            &needs_master,
+            settings.seed,
+        )?;
+        let gradients = Gradients::new(&trained, precision.gradients);
         device.arena().enter(Phase::Setup, None);
-        let parameters = spec.parameters();
         let ropes = Rc::new(RopeTables::new(device, &spec, settings.sequence_length)?);
         let squared_norms =
-            device.alloc(DType::F32, &[parameters.len() as u64, 1], Tag::Workspace, "grad_norm")?;
+            device.alloc(DType::F32, &[trained.len().max(1) as u64, 1], Tag::Workspace, "grad_norm")?;
         let loss_scale = settings.loss_scaling.map(LossScale::new);
         let progress = StepProgress { loss_scale, ..StepProgress::default() };
-        let norm_rows = parameters.iter().map(|p| (p.block, p.role)).zip(0..).collect();
+        let norm_rows = trained.iter().map(|p| (p.block, p.role)).zip(0..).collect();
         let policy = SavePolicy::new(settings.checkpointing, settings.compression, spec.num_layers);
         Ok(Trainer {
             device,
@@ -161,7 +178,7 @@ impl<'a, D: Device> Trainer<'a, D> {
             settings,
             policy,
             norm_rows,
-            parameters,
+            trained,
             communicator,
             weights,
             gradients,
@@ -182,6 +199,11 @@ impl<'a, D: Device> Trainer<'a, D> {
         &self.settings
     }
 
+    /// What is trained, in the order of the blocks.
+    pub fn trained(&self) -> &[Parameter] {
+        &self.trained
+    }
+
     /// How far training has come.
     pub fn progress(&self) -> StepProgress {
         self.progress
@@ -192,15 +214,15 @@ impl<'a, D: Device> Trainer<'a, D> {
         self.progress = progress;
     }
 
-    /// Sets every weight. `fill` writes a parameter's values in the given type; it is not called on a dry device.
+    /// Sets every weight, those of adapters too. `fill` writes a parameter's values in the given type; it is not called on a dry device.
     /// With master weights it fills the master, and the weight is that, rounded.
     pub fn load<E: From<StepError>>(
         &mut self,
         mut fill: impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        for p in &self.parameters {
+        for p in self.weights.parameters() {
             let weight = self.weights.tensor(p)?;
-            let master = self.optimizer.state(p.block, p.role)?.master();
+            let master = self.optimizer.find(p.block, p.role).and_then(|state| state.master());
             let target = master.unwrap_or(weight);
             let mut outcome = Ok(());
             self.device
@@ -218,7 +240,7 @@ impl<'a, D: Device> Trainer<'a, D> {
     /// Every tensor that a run must keep to continue to the same bits.
     pub fn state(&self) -> Result<Vec<NamedTensor>, StepError> {
         let mut all = Vec::new();
-        for p in &self.parameters {
+        for p in &self.trained {
             let state = self.optimizer.state(p.block, p.role)?;
             let mut add = |kind, tensor: &Tensor| {
                 all.push(NamedTensor { name: p.name.clone(), kind, tensor: tensor.clone() });
@@ -232,6 +254,15 @@ impl<'a, D: Device> Trainer<'a, D> {
     /// A weight.
     pub fn weight(&self, parameter: &Parameter) -> Result<&Tensor, StepError> {
         self.weights.tensor(parameter)
+    }
+
+    /// A parameter's f32 master, or the weight itself where there is none.
+    pub fn master_or_weight(&self, parameter: &Parameter) -> Result<&Tensor, StepError> {
+        let state = self.optimizer.find(parameter.block, parameter.role);
+        match state.and_then(|state| state.master()) {
+            Some(master) => Ok(master),
+            None => self.weights.tensor(parameter),
+        }
     }
 
     /// A gradient, as the last [`Trainer::accumulate`] left it.
@@ -261,7 +292,7 @@ impl<'a, D: Device> Trainer<'a, D> {
     ) -> Result<StepOutcome, StepError> {
         let (loss, targets) = self.accumulate(micro_batches)?;
         self.device.arena().enter(Phase::Optimizer, None);
-        for p in &self.parameters {
+        for p in &self.trained {
             self.measure(p)?;
         }
         let grad_norm = self.global_norm()?;
@@ -332,9 +363,17 @@ impl<'a, D: Device> Trainer<'a, D> {
         for (i, micro_batch) in micro_batches.iter().enumerate() {
             let last = i + 1 == micro_batches.len();
             let gradient_scale = (scale * self.loss_scale()) as f32;
-            sum += self.forward_backward(micro_batch, gradient_scale, last.then_some(finish))?;
+            let dropout = self.dropout(i as u64);
+            sum += self.forward_backward(micro_batch, gradient_scale, dropout, last.then_some(finish))?;
         }
         Ok((self.communicator.sum(sum)? * scale, targets as u64))
+    }
+
+    /// What adapters drop in a micro-batch of this step.
+    fn dropout(&self, micro_batch: u64) -> Option<Dropout> {
+        let probability = self.settings.method.adapters().map_or(0.0, |adapters| adapters.dropout);
+        let seed = mix(mix(mix(self.settings.seed, DROPOUT), self.progress.steps), micro_batch);
+        (probability > 0.0).then_some(Dropout { probability, seed, first_row: 0 })
     }
 
     /// One micro-batch forward and backward; returns the sum of its token losses. `finish` is `None` where more
@@ -343,6 +382,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         &mut self,
         micro_batch: &MicroBatch<'_>,
         scale: f32,
+        dropout: Option<Dropout>,
         finish: Option<Finish>,
     ) -> Result<f64, StepError> {
         let StepSettings {
@@ -359,7 +399,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         let arena = device.arena();
         arena.enter(Phase::Forward, None);
         let inputs = Inputs::upload(device, &spec, batch_size, sequence_length, document_end, micro_batch)?;
-        let ctx = inputs.context(device, &spec, precision, &ropes, attention, mlp_chunk_tokens);
+        let ctx = inputs.context(device, &spec, precision, &ropes, attention, mlp_chunk_tokens, dropout);
         let mut x = embedding::forward(&ctx, &mut self.weights, &inputs.tokens)?;
         let mut kept = Vec::new();
         let segments: Vec<Range<u32>> = self.policy.segments().collect();
@@ -395,7 +435,11 @@ impl<'a, D: Device> Trainer<'a, D> {
             self.backward_segment(&ctx, segment, &dx, finish)?;
         }
         arena.enter(Phase::Backward, None);
-        embedding::backward(&ctx, &inputs.tokens, &dx, &mut self.gradients)?;
+        if self.trained.iter().any(|p| p.block == BlockId::Embedding) {
+            let weights = self.weights.gather(BlockId::Embedding)?;
+            embedding::backward(&ctx, &weights, &inputs.tokens, &dx, &mut self.gradients)?;
+            self.weights.release(BlockId::Embedding);
+        }
         drop(dx);
         self.finish(BlockId::Embedding, finish)?;
         Ok(loss)
@@ -487,7 +531,8 @@ impl<'a, D: Device> Trainer<'a, D> {
     /// Does with the complete gradients of a block what is to be done.
     fn finish(&mut self, block: BlockId, finish: Option<Finish>) -> Result<(), StepError> {
         let Some(finish) = finish else { return Ok(()) };
-        let parameters = self.spec.block_parameters(block);
+        let of_block = |p: &&Parameter| p.block == block;
+        let parameters: Vec<Parameter> = self.trained.iter().filter(of_block).cloned().collect();
         for p in &parameters {
             self.communicator.all_reduce(self.gradients.get(p.block, p.role)?)?;
         }
@@ -582,7 +627,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), Rc::clone(&self.ropes));
         device.arena().enter(Phase::Forward, None);
         let inputs = Inputs::upload(device, &spec, batch_size, sequence_length, document_end, micro_batch)?;
-        let ctx = inputs.context(device, &spec, precision, &ropes, attention, mlp_chunk_tokens);
+        let ctx = inputs.context(device, &spec, precision, &ropes, attention, mlp_chunk_tokens, None);
         let mut x = embedding::forward(&ctx, &mut self.weights, &inputs.tokens)?;
         let square = rows(&self.squared_norms, 0, 1)?;
         let finite = |x: &Tensor| -> Result<bool, StepError> {
@@ -605,7 +650,8 @@ impl<'a, D: Device> Trainer<'a, D> {
     /// Updates a block's weights from its gradients.
     fn update(&mut self, block: BlockId, update: Update) -> Result<(), StepError> {
         let weights: BlockWeights = self.weights.gather(block)?;
-        let parameters = self.spec.block_parameters(block);
+        let of_block = |p: &&Parameter| p.block == block;
+        let parameters: Vec<Parameter> = self.trained.iter().filter(of_block).cloned().collect();
         let done = self.optimizer.update_block(self.device, &weights, &parameters, &self.gradients, update);
         self.weights.release(block);
         done

@@ -6,7 +6,7 @@ use plimsoll_data::DataError;
 use plimsoll_device::DeviceError;
 use plimsoll_model::convert::ConversionError;
 use plimsoll_model::tokenizer::TokenizerError;
-use plimsoll_model::{ModelError, SafetensorsError, SaveError};
+use plimsoll_model::{AdapterError, ModelError, SafetensorsError, SaveError};
 use plimsoll_plan::OriginError;
 use plimsoll_plan::config::ConfigError;
 use plimsoll_step::StepError;
@@ -32,6 +32,9 @@ pub enum TrainError {
     /// The model could not be read.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// Adapters could not be read or written.
+    #[error(transparent)]
+    Adapter(#[from] AdapterError),
     /// The tokenizer could not be written.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),

@@ -4,8 +4,9 @@ use std::path::Path;
 
 use plimsoll_data::{Batches, Dataset, DatasetOptions, targets};
 use plimsoll_device::Device;
+use plimsoll_model::adapter::AdapterSet;
 use plimsoll_model::tokenizer::Tokenizer;
-use plimsoll_model::{ModelFiles, SaveWriter, init};
+use plimsoll_model::{AdapterLayout, ModelFiles, Parameter, Role, SaveWriter, WeightSource, init};
 use plimsoll_parallel::Solo;
 use plimsoll_plan::config::{LrSchedule, NotFinite, RawConfig, TrainingLength};
 use plimsoll_plan::hardware::process_memory;
@@ -105,7 +106,7 @@ impl Prepared {
 
     /// Plans the run for a machine.
     pub fn plan(&self, machine: &Machine) -> Result<TrainingPlan, TrainError> {
-        Ok(TrainingPlan::new(&self.config, self.origin.spec(), machine)?)
+        Ok(TrainingPlan::for_model(&self.config, &self.origin, machine)?)
     }
 
     /// Trains on a device whose arena has the plan's size.
@@ -125,7 +126,7 @@ impl Prepared {
         let document_end = self.train.document_end();
         let step = StepSettings { document_end, ..plan.choice.settings.clone() };
         let mut trainer = Trainer::new(device, plan.spec.clone(), step, &Solo)?;
-        self.load(device, &mut trainer)?;
+        self.load(device, &mut trainer, plan)?;
 
         let Prepared { tokenizer, train, validation, resumed, .. } = self;
         let batch_size = plan.choice.settings.batch_size;
@@ -139,6 +140,11 @@ impl Prepared {
         };
         let dtype = plan.choice.settings.precision.weights;
         let save_model = |trainer: &Trainer<'_, D>, folder: &Path| -> Result<(), TrainError> {
+            if let Some(adapters) = plan.choice.settings.method.adapters() {
+                let read = |p: &Parameter| read_f32(device, trainer, p).map_err(std::io::Error::other);
+                adapters.layout.write(folder, &plan.spec, read)?;
+                return Ok(tokenizer.save(folder)?);
+            }
             SaveWriter::new(&plan.spec, dtype).write(folder, |parameter, out| {
                 let tensor = trainer.weight(parameter).map_err(std::io::Error::other)?;
                 copy_out(device, tensor, out)
@@ -161,7 +167,16 @@ impl Prepared {
     }
 
     /// Sets the weights: from the checkpoint, from the model's files, or drawn at random.
-    fn load<D: Device>(&self, device: &D, trainer: &mut Trainer<'_, D>) -> Result<(), TrainError> {
+    fn load<D: Device>(
+        &self,
+        device: &D,
+        trainer: &mut Trainer<'_, D>,
+        plan: &TrainingPlan,
+    ) -> Result<(), TrainError> {
+        if let (Some(adapters), Some(base)) = (plan.choice.settings.method.adapters(), self.origin.weights())
+        {
+            return self.load_adapters(device, trainer, &adapters.layout, base);
+        }
         if let Some((checkpoint, _)) = &self.resumed {
             let files = ModelFiles::open(&checkpoint.path)?;
             trainer.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
@@ -176,6 +191,29 @@ impl Prepared {
                 trainer.load(|p, dtype, out| Ok(init::fill(p, spec, seed, dtype, out)?))
             }
         }
+    }
+
+    /// Sets the frozen weights from the model's files, and the adapters from the checkpoint or to their first values.
+    fn load_adapters<D: Device>(
+        &self,
+        device: &D,
+        trainer: &mut Trainer<'_, D>,
+        layout: &AdapterLayout,
+        base: &WeightSource,
+    ) -> Result<(), TrainError> {
+        let spec = self.origin.spec();
+        if let Some((checkpoint, _)) = &self.resumed {
+            let set = AdapterSet::for_layout(&checkpoint.path, spec, layout)?;
+            trainer.load::<TrainError>(|p, dtype, out| Ok(set.read_into(spec, base, p, dtype, out)?))?;
+            return checkpoint.read_optimizer(device, trainer);
+        }
+        let seed = self.config.training.seed();
+        trainer.load::<TrainError>(|p, dtype, out| {
+            if matches!(p.role, Role::Lora(..)) {
+                return Ok(layout.write_first_values(p, seed, dtype, out)?);
+            }
+            Ok(base.read_into(p, dtype, out)?)
+        })
     }
 
     fn run_settings(&self, plan: &TrainingPlan, output: &Path) -> RunSettings {
@@ -243,6 +281,15 @@ fn schedule(config: &RawConfig, sequences: u64, total_steps: u64) -> Schedule {
         total_steps,
         min_lr_ratio: training.min_lr_ratio(),
     }
+}
+
+/// A parameter's values: its master's, where it has one.
+fn read_f32<D: Device>(
+    device: &D,
+    trainer: &Trainer<'_, D>,
+    parameter: &Parameter,
+) -> Result<Vec<f32>, TrainError> {
+    Ok(device.read_f32(trainer.master_or_weight(parameter)?)?)
 }
 
 /// Mean loss over all windows of a data set.

@@ -17,6 +17,9 @@ pub struct InferenceArgs {
     /// Type of activations, f32 or bf16; matrices stay as they are stored unless this takes less room
     #[arg(long, default_value = "f32")]
     pub dtype: String,
+    /// Adapter to use: a PEFT folder, or DIR=WEIGHT; several are added up
+    #[arg(long, value_name = "DIR")]
+    pub adapter: Vec<String>,
     /// Quantise the linears while loading: nf4, fp4, int8, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k or q6_k
     #[arg(long, value_name = "TYPE")]
     pub quantize: Option<String>,

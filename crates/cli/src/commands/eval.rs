@@ -2,19 +2,18 @@
 
 use plimsoll_data::EvalWindows;
 use plimsoll_device::DType;
+use plimsoll_model::Parameter;
 use plimsoll_model::tokenizer::Tokenizer;
-use plimsoll_model::{ModelFiles, Parameter};
 use plimsoll_plan::{DryRun, loss_chunk_tokens};
-use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision};
-use plimsoll_train::TrainError;
+use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, WeightStorage};
 use serde_json::json;
 
 use crate::args::EvalArgs;
 use crate::failure::Failure;
-use crate::models;
 use crate::output::outln;
 use crate::progress;
-use crate::session::{Engine, cache_type, inference_precision, quantized_type, weight_type};
+use crate::session::{Engine, cache_type};
+use crate::weights::{WeightArgs, Weights};
 
 /// Windows are taken together up to about this many tokens.
 const TOKENS_PER_PASS: u64 = 2048;
@@ -23,17 +22,20 @@ const TOKENS_PER_PASS: u64 = 2048;
 const CACHED_CHUNK_TOKENS: u64 = 128;
 
 pub fn run(args: &EvalArgs) -> Result<(), Failure> {
-    let precision = inference_precision(&args.dtype)?;
-    let quantized = quantized_type(args.quantize.as_deref())?;
     if args.sequence_length < 2 {
         return Err(Failure::usage("--sequence-length must be at least 2: the first token is context"));
     }
-    let files = models::with_weights(&args.model, "evaluate", args.json)?;
+    let given = WeightArgs {
+        model: &args.model,
+        dtype: &args.dtype,
+        quantize: args.quantize.as_deref(),
+        adapter: &args.adapter,
+    };
+    let model = Weights::open(given, "evaluate", args.json)?;
     let windows = {
-        let tokenizer: Tokenizer = files.tokenizer()?;
+        let tokenizer: Tokenizer = model.files.tokenizer()?;
         EvalWindows::read(&args.data, &tokenizer, args.sequence_length as usize)?
     };
-    let model = Evaluated { files, precision, quantized };
     let engine = Engine::start(args.threads)?;
     let (loss, targets) = match cache_type(args.kv_cache.as_deref())? {
         None => whole_windows(args, &engine, &model, &windows)?,
@@ -48,43 +50,24 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What is evaluated, and in which types.
-struct Evaluated {
-    files: Box<ModelFiles>,
-    precision: Precision,
-    /// What `--quantize` says.
-    quantized: Option<DType>,
-}
-
-impl Evaluated {
-    fn weight_type(&self, p: &Parameter) -> DType {
-        weight_type(&self.files, p, self.precision.weights, self.quantized)
-    }
-}
-
 /// The sum of the losses and their number, every window at once.
 fn whole_windows(
     args: &EvalArgs,
     engine: &Engine,
-    model: &Evaluated,
+    model: &Weights,
     windows: &EvalWindows,
 ) -> Result<(f64, u64), Failure> {
     let (files, precision) = (&model.files, model.precision);
     let longest = windows.longest() as u64;
     let most = (TOKENS_PER_PASS / longest.max(1)).clamp(1, windows.len().max(1) as u64);
     let chunk = loss_chunk_tokens(files.spec().vocab_size, most * longest);
-    let weight_types = |p: &Parameter| model.weight_type(p);
-    let dry_run = DryRun::evaluation(files.spec(), precision, &weight_types, most, longest, chunk)?;
+    let types = |p: &Parameter| model.weight_type(p);
+    let storage = WeightStorage { types: &types, adapters: model.adapters() };
+    let dry_run = DryRun::evaluation(files.spec(), precision, storage, most, longest, chunk)?;
     let device = engine.device(&dry_run, args.memory)?;
-    let mut evaluator = Evaluator::with_weight_types(
-        &device,
-        files.spec().clone(),
-        precision,
-        &weight_types,
-        longest,
-        chunk,
-    )?;
-    evaluator.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
+    let mut evaluator =
+        Evaluator::with_storage(&device, files.spec().clone(), precision, storage, longest, chunk)?;
+    evaluator.load(|p, dtype, out| model.read_into(p, dtype, out))?;
 
     let bar = progress::counter(windows.len() as u64, "windows", args.json);
     let (mut loss, mut targets) = (0.0, 0);
@@ -114,19 +97,20 @@ fn whole_windows(
 fn through_the_cache(
     args: &EvalArgs,
     engine: &Engine,
-    model: &Evaluated,
+    model: &Weights,
     cache: DType,
     windows: &EvalWindows,
 ) -> Result<(f64, u64), Failure> {
     let (files, precision) = (&model.files, model.precision);
     let context = windows.longest().max(1) as u64;
     let settings = DecodeSettings { precision, cache, context, prompt_chunk_tokens: CACHED_CHUNK_TOKENS };
-    let weight_types = |p: &Parameter| model.weight_type(p);
+    let types = |p: &Parameter| model.weight_type(p);
+    let storage = WeightStorage { types: &types, adapters: model.adapters() };
     let chunk = loss_chunk_tokens(files.spec().vocab_size, CACHED_CHUNK_TOKENS);
-    let dry_run = DryRun::cached_evaluation(files.spec(), settings, &weight_types, chunk)?;
+    let dry_run = DryRun::cached_evaluation(files.spec(), settings, storage, chunk)?;
     let device = engine.device(&dry_run, args.memory)?;
-    let mut decoder = Decoder::with_weight_types(&device, files.spec().clone(), settings, &weight_types)?;
-    decoder.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
+    let mut decoder = Decoder::with_storage(&device, files.spec().clone(), settings, storage)?;
+    decoder.load(|p, dtype, out| model.read_into(p, dtype, out))?;
     let bar = progress::counter(windows.len() as u64, "windows", args.json);
     let (mut loss, mut targets) = (0.0, 0);
     for i in 0..windows.len() {

@@ -1,8 +1,11 @@
 //! `plimsoll plan`: what a training run needs, before anything is loaded.
 
+use std::collections::BTreeMap;
+
 use plimsoll_memory::{ByteSize, Tag};
 use plimsoll_plan::config::GradientCheckpointing;
 use plimsoll_plan::{ModelOrigin, TrainingPlan};
+use plimsoll_step::Adapters;
 
 use crate::args::PlanArgs;
 use crate::failure::Failure;
@@ -22,7 +25,7 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     };
     let engine = Engine::start(None)?;
     let machine = engine.machine(plimsoll_train::host_bytes_per_token(&config));
-    let plan = TrainingPlan::new(&config, origin.spec(), &machine)?;
+    let plan = TrainingPlan::for_model(&config, &origin, &machine)?;
     if args.json {
         outln!("{}", serde_json::to_string_pretty(&plan.to_json())?)?;
     } else {
@@ -34,6 +37,16 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The types of quantised weights, the most frequent first.
+fn frozen_types(adapters: &Adapters) -> String {
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    adapters.weight_types.values().for_each(|dtype| *counts.entry(dtype.name()).or_default() += 1);
+    let mut names: Vec<(&str, usize)> = counts.into_iter().collect();
+    names.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+    let names: Vec<&str> = names.into_iter().map(|(name, _)| name).collect();
+    if names.is_empty() { String::new() } else { format!(", quantised as {}", names.join(", ")) }
+}
+
 /// The plan for people.
 pub fn describe(plan: &TrainingPlan) -> String {
     let settings = &plan.choice.settings;
@@ -43,10 +56,21 @@ pub fn describe(plan: &TrainingPlan) -> String {
         "{}: {}, {} parameters, {} layers of width {}\n",
         plan.spec.name,
         plan.spec.architecture,
-        count(plan.spec.parameter_count()),
+        count(plan.parameters()),
         plan.spec.num_layers,
         plan.spec.hidden_size
     );
+    if let Some(adapters) = settings.method.adapters() {
+        let (trained, all) = (plan.trainable_parameters(), plan.parameters());
+        out.push_str(&format!(
+            "trained: {} of {} parameters, {:.3} %; adapters of {} modules beside frozen weights{}\n",
+            count(trained),
+            count(all),
+            100.0 * trained as f64 / all.max(1) as f64,
+            adapters.layout.modules().len(),
+            frozen_types(adapters),
+        ));
+    }
     out.push_str(&format!(
         "step: {} x {} tokens, {} accumulated; {} weights{master}, {} gradients, checkpointing {}; logits of {} tokens at once\n",
         settings.batch_size,

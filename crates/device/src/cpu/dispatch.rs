@@ -10,8 +10,8 @@ use super::kernels::column_sums::MAX_PARTIAL_COLUMNS;
 use super::kernels::rms_norm::Weight;
 use super::kernels::rope::Angles;
 use super::kernels::{
-    Exec, Simd, activation, attention, cache, cast, column_sums, cross_entropy, elementwise, embedding, int8,
-    layer_norm, random, rms_norm, rope, subspace, sum_squares, update,
+    Exec, Simd, activation, attention, cache, cast, column_sums, cross_entropy, dropout, elementwise,
+    embedding, int8, layer_norm, random, rms_norm, rope, subspace, sum_squares, update,
 };
 use super::slices::Slices;
 use super::{Isa, Pool, matmul, optimizer};
@@ -159,6 +159,10 @@ impl Cpu {
                 elementwise::add(exec, t.input(a, &[out]), t.input(b, &[out]), t.floats_mut(out));
             }
             Op::Scale { x, factor } => elementwise::scale(exec, t.floats_mut(x), factor),
+            Op::Dropout { x, out, probability, seed, first, accumulate } => {
+                let mask = dropout::Mask { probability, seed, first };
+                dropout::dropout(exec, t.input(x, &[out]), t.floats_mut(out), mask, accumulate);
+            }
 
             Op::Embedding { tokens, table, out } => {
                 in_table(name, "token", t.u32s(tokens), table.rows(), table)?;
@@ -182,7 +186,7 @@ impl Cpu {
                 rms_norm::rms_norm(exec, t.floats(x), weight, epsilon, out, rstd);
             }
             Op::RmsNormBackward { x, weight, weight_offset, rstd, dout, dx, dweight, accumulate_weight } => {
-                fits_workspace(name, dweight, 1)?;
+                fits_workspace(name, weight, 1)?;
                 rms_norm::rms_norm_backward(
                     exec,
                     t.floats(x),
@@ -190,7 +194,7 @@ impl Cpu {
                     t.f32s(rstd),
                     t.floats(dout),
                     t.floats_mut(dx),
-                    t.floats_mut(dweight),
+                    dweight.map(|dweight| t.floats_mut(dweight)),
                     accumulate_weight,
                     bytemuck::cast_slice_mut(workspace),
                 );
@@ -206,7 +210,7 @@ impl Cpu {
                 t.f32s_mut(rstd),
             ),
             Op::LayerNormBackward { x, weight, mean, rstd, dout, dx, dweight, dbias, accumulate_weight } => {
-                fits_workspace(name, dweight, 2)?;
+                fits_workspace(name, weight, 2)?;
                 layer_norm::layer_norm_backward(
                     exec,
                     t.floats(x),
@@ -214,7 +218,7 @@ impl Cpu {
                     [t.f32s(mean), t.f32s(rstd)],
                     t.floats(dout),
                     t.floats_mut(dx),
-                    [t.floats_mut(dweight), t.floats_mut(dbias)],
+                    [dweight, dbias].map(|gradient| gradient.map(|gradient| t.floats_mut(gradient))),
                     accumulate_weight,
                     bytemuck::cast_slice_mut(workspace),
                 );

@@ -70,6 +70,8 @@ pub struct AdapterConfig {
     pub bias: AdapterBias,
     /// Modules that were trained whole.
     pub modules_to_save: Vec<String>,
+    /// Whether A begins as normal random numbers, and not as Kaiming's uniform ones.
+    pub gaussian: bool,
     /// Whether the base's matrices are stored `[in, out]`.
     pub fan_in_fan_out: bool,
     /// The base model.
@@ -92,6 +94,7 @@ impl Default for AdapterConfig {
             use_dora: false,
             bias: AdapterBias::None,
             modules_to_save: Vec::new(),
+            gaussian: false,
             fan_in_fan_out: false,
             base_model: None,
             unknown: Vec::new(),
@@ -180,7 +183,7 @@ impl AdapterConfig {
             },
             "modules_to_save": (!self.modules_to_save.is_empty()).then_some(&self.modules_to_save),
             "fan_in_fan_out": self.fan_in_fan_out,
-            "init_lora_weights": true,
+            "init_lora_weights": if self.gaussian { json!("gaussian") } else { json!(true) },
         })
     }
 
@@ -194,6 +197,11 @@ impl AdapterConfig {
         let alpha = by_pattern(&self.alpha_pattern, module)?.copied().unwrap_or(self.alpha);
         let rank = rank.max(1) as f64;
         Ok((alpha / if self.use_rslora { rank.sqrt() } else { rank }) as f32)
+    }
+
+    /// Whether a pattern of `rank_pattern` or `alpha_pattern` is for a module.
+    pub fn pattern_matches(&self, pattern: &str, module: &str) -> bool {
+        expression(&module_pattern(pattern)).is_ok_and(|expression| expression.is_match(module))
     }
 
     /// Whether a linear with that name is adapted; `is_head` says that it is the model's head.
@@ -216,11 +224,15 @@ impl AdapterConfig {
 /// The value whose pattern is the module's name or its end.
 fn by_pattern<'v, T>(patterns: &'v BTreeMap<String, T>, module: &str) -> Result<Option<&'v T>, AdapterError> {
     for (pattern, value) in patterns {
-        if expression(&format!(r"^(?:.*\.)?(?:{pattern})$"))?.is_match(module) {
+        if expression(&module_pattern(pattern))?.is_match(module) {
             return Ok(Some(value));
         }
     }
     Ok(None)
+}
+
+fn module_pattern(pattern: &str) -> String {
+    format!(r"^(?:.*\.)?(?:{pattern})$")
 }
 
 fn expression(pattern: &str) -> Result<Regex, AdapterError> {
@@ -270,6 +282,7 @@ fn parse(text: &[u8]) -> Result<AdapterConfig, String> {
         use_rslora: truth("use_rslora")?,
         use_dora: truth("use_dora")?,
         fan_in_fan_out: truth("fan_in_fan_out")?,
+        gaussian: get("init_lora_weights").and_then(Value::as_str) == Some("gaussian"),
         base_model: get("base_model_name_or_path").and_then(|value| value.as_str().map(str::to_owned)),
         ..AdapterConfig::default()
     };

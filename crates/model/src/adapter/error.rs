@@ -36,6 +36,9 @@ pub enum AdapterError {
         /// What is wrong with it.
         reason: String,
     },
+    /// An adapter that a model cannot have.
+    #[error("{0}")]
+    Layout(String),
     /// The file of the weights is wrong.
     #[error(transparent)]
     Safetensors(#[from] SafetensorsError),

@@ -66,6 +66,8 @@ fn plain_name(parameter: &Parameter) -> String {
         Role::UpBias => "ffn_up.bias",
         Role::DownBias => "ffn_down.bias",
         Role::PostMlpNorm => "post_ffw_norm.weight",
+        // Adapters have files of their own.
+        Role::Lora(..) => return parameter.name.clone(),
     };
     in_layer(parameter, part)
 }

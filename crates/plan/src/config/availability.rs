@@ -35,9 +35,9 @@ static REFUSALS: &[Refusal] = &[
     },
     Refusal {
         keys: &["training.method"],
-        values: Words(&["lora", "qlora", "dora", "adapter"]),
-        reason: "adapters cannot be trained yet",
-        instead: "full",
+        values: Words(&["dora", "adapter", "adalora", "prefix", "ia3"]),
+        reason: "adapters are LoRA's",
+        instead: "lora or qlora",
     },
     Refusal {
         keys: &["training.mixed_precision"],

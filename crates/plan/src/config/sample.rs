@@ -2,12 +2,14 @@
 
 use std::path::PathBuf;
 
+use plimsoll_device::DType;
 use plimsoll_memory::ByteSize;
+use plimsoll_model::adapter::TargetModules;
 
 use super::place::Origins;
 use super::{
-    Auto, DataConfig, MemoryConfig, ModelConfig, OutputConfig, ParallelConfig, ParameterGroup,
-    ParameterGroups, Paths, RawConfig, TokenizerSource, TrainingConfig,
+    Auto, DataConfig, MemoryConfig, ModelConfig, Names, OutputConfig, ParallelConfig, ParameterGroup,
+    ParameterGroups, Paths, Patterns, Quantization, RawConfig, Targets, TokenizerSource, TrainingConfig,
 };
 
 /// Random words (SplitMix64), and a text to take strings from.
@@ -119,6 +121,38 @@ impl Sample for ParameterGroups {
             }
         };
         ParameterGroups::new((0..count).map(group).collect())
+    }
+}
+
+impl Sample for Names {
+    fn sample(source: &mut Source<'_>) -> Self {
+        Names(vec!["embed_tokens".to_owned(); 1 + (source.next() % 2) as usize])
+    }
+}
+
+impl Sample for Targets {
+    fn sample(source: &mut Source<'_>) -> Self {
+        let names = TargetModules::Names(vec!["q_proj".to_owned(), "self_attn.v_proj".to_owned()]);
+        let pattern = TargetModules::Pattern(r".*\.(q|k)_proj".to_owned());
+        Targets(source.pick(&[TargetModules::AllLinear, names, pattern]))
+    }
+}
+
+impl Sample for Patterns<u64> {
+    fn sample(source: &mut Source<'_>) -> Self {
+        Patterns([("q_proj".to_owned(), 1 + source.next() % 64)].into())
+    }
+}
+
+impl Sample for Patterns<f64> {
+    fn sample(source: &mut Source<'_>) -> Self {
+        Patterns([("layers.[0-3].mlp.up_proj".to_owned(), (1 + source.next() % 64) as f64)].into())
+    }
+}
+
+impl Sample for Quantization {
+    fn sample(source: &mut Source<'_>) -> Self {
+        source.pick(&[Quantization::None, Quantization::Stored, Quantization::As(DType::Nf4)])
     }
 }
 

@@ -3,6 +3,7 @@
 use plimsoll_step::Compression;
 
 use super::attention::Attention;
+use super::lora::{LoraOptions, Quantization};
 use super::optimizer::{Optimizer, OptimizerOptions, ParameterGroups};
 use super::policies::{ActivationCompression, GradientCheckpointing};
 use super::section::section;
@@ -13,6 +14,8 @@ section! {
     pub struct TrainingConfig at "training" {
         /// Which weights are trained.
         method: Method = Method::Full;
+        /// How the frozen linears beside adapters are stored.
+        quantization: Auto<Quantization> = Auto::Auto;
         /// Optimizer steps. Excludes epochs.
         steps: u64, "none; epochs decide", AT_LEAST_ONE;
         /// Passes over the training data; fractions are allowed. Excludes steps.
@@ -83,6 +86,8 @@ section! {
     sections {
         /// What the optimizer has beyond Adam's numbers.
         optimizer_options: OptimizerOptions;
+        /// The adapters of training.method lora and qlora.
+        lora: LoraOptions;
     }
 }
 
@@ -91,6 +96,10 @@ choice! {
     pub enum Method {
         /// All of them.
         Full = "full",
+        /// Low-rank adapters beside frozen weights (Hu et al. 2021).
+        Lora = "lora",
+        /// The same, the frozen weights in 4-bit NormalFloat unless quantization says otherwise (Dettmers et al. 2023).
+        Qlora = "qlora",
     }
 }
 

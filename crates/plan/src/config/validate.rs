@@ -160,6 +160,7 @@ impl RawConfig {
             });
         }
         self.check_optimizer(errors);
+        self.check_lora(errors);
         if let Err(error) = self.batch_settings() {
             errors.push(error);
         }

@@ -20,7 +20,7 @@ pub(super) fn project_inner<D: Device>(
     let project = |weight, bias, name| -> Result<Tensor, StepError> {
         let linear = weights.linear(weight, bias)?;
         let out = activation_tensor(ctx, normed.rows(), linear.outputs(), name)?;
-        linear.forward(ctx.device, normed, &out, false, ctx.compute)?;
+        linear.forward(ctx, normed, &out, false)?;
         Ok(out)
     };
     let gate = match ctx.spec.mlp.gated {
@@ -61,7 +61,7 @@ pub(super) fn project_down<D: Device>(
     accumulate: bool,
 ) -> Result<(), StepError> {
     let down = weights.linear(Role::DownProj, Role::DownBias)?;
-    down.forward(ctx.device, activation, out, accumulate, ctx.compute)
+    down.forward(ctx, activation, out, accumulate)
 }
 
 /// out (+)= the whole part, of which nothing is kept: only a chunk of tokens is `[., I]` wide at a time.
@@ -74,6 +74,7 @@ pub(super) fn in_chunks<D: Device>(
     accumulate: bool,
 ) -> Result<(), StepError> {
     for (start, end) in chunks(normed.rows(), chunk) {
+        let ctx = &ctx.from_row(start);
         let inner = project_inner(ctx, weights, &rows(normed, start, end)?)?;
         let activation = activate_in_place(ctx, inner)?;
         project_down(ctx, weights, &activation, &rows(out, start, end)?, accumulate)?;
@@ -106,6 +107,7 @@ pub(super) fn backward_in_chunks<D: Device>(
 ) -> Result<Tensor, StepError> {
     let dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
     for (start, end) in chunks(normed.rows(), chunk) {
+        let ctx = &ctx.from_row(start);
         let normed = rows(normed, start, end)?;
         let inner = project_inner(ctx, weights, &normed)?;
         let activation = activate(ctx, &inner)?;
@@ -132,10 +134,10 @@ fn backward_into<D: Device>(
     gradients: &mut Gradients,
 ) -> Result<Tensor, StepError> {
     let down = weights.linear(Role::DownProj, Role::DownBias)?;
-    down.backward_weight(ctx.device, gradients, dout, &activation, ctx.compute)?;
+    let through = down.backward_weight(ctx, gradients, dout, &activation)?;
     // The activation has served; its gradient takes its place.
     let dactivation = activation;
-    down.backward_input(ctx.device, dout, &dactivation, false, ctx.compute)?;
+    down.backward_input(ctx, through, dout, &dactivation, false)?;
     let Inner { gate, up } = inner;
     // The gradients overwrite the activations that they are the gradients of.
     ctx.device.run(match &gate {
@@ -155,15 +157,19 @@ fn backward_into<D: Device>(
         Some(gate) => Some((weights.linear(Role::GateProj, Role::GateBias)?, gate)),
         None => None,
     };
-    if let Some((gate_proj, dgate)) = &gated {
-        gate_proj.backward_weight(ctx.device, gradients, dgate, normed, ctx.compute)?;
-    }
-    up_proj.backward_weight(ctx.device, gradients, &up, normed, ctx.compute)?;
+    let gated = match gated {
+        Some((gate_proj, dgate)) => {
+            let through = gate_proj.backward_weight(ctx, gradients, &dgate, normed)?;
+            Some((gate_proj, dgate, through))
+        }
+        None => None,
+    };
+    let through_up = up_proj.backward_weight(ctx, gradients, &up, normed)?;
     let dnormed = dnormed()?;
     let accumulate = gated.is_some();
-    if let Some((gate_proj, dgate)) = gated {
-        gate_proj.backward_input(ctx.device, &dgate, &dnormed, false, ctx.compute)?;
+    if let Some((gate_proj, dgate, through)) = gated {
+        gate_proj.backward_input(ctx, through, &dgate, &dnormed, false)?;
     }
-    up_proj.backward_input(ctx.device, &up, &dnormed, accumulate, ctx.compute)?;
+    up_proj.backward_input(ctx, through_up, &up, &dnormed, accumulate)?;
     Ok(dnormed)
 }

@@ -64,7 +64,7 @@ pub(in crate::cpu) fn layer_norm_backward(
     [mean, rstd]: [&[f32]; 2],
     dout: Floats<'_>,
     dx: FloatsMut<'_>,
-    [dweight, dbias]: [FloatsMut<'_>; 2],
+    [dweight, dbias]: [Option<FloatsMut<'_>>; 2],
     accumulate_weight: bool,
     partials: &mut [f32],
 ) {
@@ -104,8 +104,11 @@ pub(in crate::cpu) fn layer_norm_backward(
             }
         }
     });
-    add_partials(exec, partials, 2 * columns, 0, dweight, accumulate_weight);
-    add_partials(exec, partials, 2 * columns, columns, dbias, accumulate_weight);
+    for (gradient, offset) in [(dweight, 0), (dbias, columns)] {
+        if let Some(gradient) = gradient {
+            add_partials(exec, partials, 2 * columns, offset, gradient, accumulate_weight);
+        }
+    }
 }
 
 per_isa! {

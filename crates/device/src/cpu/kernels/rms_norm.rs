@@ -58,7 +58,7 @@ pub(in crate::cpu) fn rms_norm_backward(
     rstd: &[f32],
     dout: Floats<'_>,
     dx: FloatsMut<'_>,
-    dweight: FloatsMut<'_>,
+    dweight: Option<FloatsMut<'_>>,
     accumulate_weight: bool,
     partials: &mut [f32],
 ) {
@@ -96,7 +96,9 @@ pub(in crate::cpu) fn rms_norm_backward(
             }
         }
     });
-    add_partials(exec, partials, columns, 0, dweight, accumulate_weight);
+    if let Some(dweight) = dweight {
+        add_partials(exec, partials, columns, 0, dweight, accumulate_weight);
+    }
 }
 
 per_isa! {

@@ -1,0 +1,101 @@
+//! The weights that a command answers or measures with: a model's files, the type that each is kept in, and adapters.
+
+use std::path::Path;
+
+use plimsoll_device::DType;
+use plimsoll_model::adapter::AdapterSet;
+use plimsoll_model::{AdapterLayout, ModelFiles, ModelSpec, Parameter};
+use plimsoll_plan::quantized_as;
+use plimsoll_step::Precision;
+use plimsoll_train::TrainError;
+
+use crate::failure::Failure;
+use crate::models;
+use crate::session::{inference_precision, quantized_type};
+
+/// What is read, and as what.
+pub struct Weights {
+    pub files: Box<ModelFiles>,
+    pub precision: Precision,
+    /// What `--quantize` says.
+    quantized: Option<DType>,
+    adapters: Option<AdapterSet>,
+}
+
+/// What the command line says of them.
+#[derive(Clone, Copy)]
+pub struct WeightArgs<'a> {
+    pub model: &'a str,
+    pub dtype: &'a str,
+    pub quantize: Option<&'a str>,
+    pub adapter: &'a [String],
+}
+
+impl Weights {
+    /// Opens the files and reads the adapters. `purpose` says what they are for; a model of the hub is fetched without a
+    /// word where `quiet`.
+    pub fn open(args: WeightArgs<'_>, purpose: &'static str, quiet: bool) -> Result<Weights, Failure> {
+        let precision = inference_precision(args.dtype)?;
+        let quantized = quantized_type(args.quantize)?;
+        let files = models::with_weights(args.model, purpose, quiet)?;
+        let adapters = match args.adapter {
+            [] => None,
+            given => {
+                let folders: Vec<(&Path, f32)> = given.iter().map(|text| folder_and_weight(text)).collect();
+                Some(AdapterSet::open(&folders, files.spec()).map_err(TrainError::from)?)
+            }
+        };
+        if let Some(set) = adapters.as_ref().filter(|_| !quiet) {
+            for (adapter, _) in set.adapters().iter().filter(|(a, _)| !a.config().unknown.is_empty()) {
+                let keys = adapter.config().unknown.join(", ");
+                eprintln!("note: adapter_config.json has keys that are not known here: {keys}");
+            }
+        }
+        Ok(Weights { files, precision, quantized, adapters })
+    }
+
+    pub fn spec(&self) -> &ModelSpec {
+        self.files.spec()
+    }
+
+    /// Which tensors have adapters.
+    pub fn adapters(&self) -> Option<&AdapterLayout> {
+        self.adapters.as_ref().map(AdapterSet::layout)
+    }
+
+    /// The type in which a weight is kept: linears of the blocks as `--quantize` says, where their rows are whole blocks
+    /// of it; all else as the files suggest.
+    pub fn weight_type(&self, p: &Parameter) -> DType {
+        let quantized = self.quantized.and_then(|dtype| quantized_as(p, dtype));
+        quantized.unwrap_or_else(|| self.files.weights().inference_dtype(p, self.precision.weights))
+    }
+
+    /// Writes a parameter's values.
+    pub fn read_into(&self, p: &Parameter, dtype: DType, out: &mut [u8]) -> Result<(), TrainError> {
+        let base = self.files.weights();
+        Ok(match &self.adapters {
+            Some(set) => set.read_into(self.spec(), base, p, dtype, out)?,
+            None => base.read_into(p, dtype, out)?,
+        })
+    }
+}
+
+/// `DIR` or `DIR=WEIGHT`.
+fn folder_and_weight(text: &str) -> (&Path, f32) {
+    let parts = text.rsplit_once('=').and_then(|(folder, weight)| Some((folder, weight.parse().ok()?)));
+    let (folder, weight) = parts.filter(|(_, weight): &(_, f32)| weight.is_finite()).unwrap_or((text, 1.0));
+    (Path::new(folder), weight)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_weight_is_a_number_after_the_last_equals_sign() {
+        assert_eq!(folder_and_weight("runs/a"), (Path::new("runs/a"), 1.0));
+        assert_eq!(folder_and_weight("runs/a=0.5"), (Path::new("runs/a"), 0.5));
+        assert_eq!(folder_and_weight("runs/x=y"), (Path::new("runs/x=y"), 1.0));
+        assert_eq!(folder_and_weight("runs/x=y=-1"), (Path::new("runs/x=y"), -1.0));
+    }
+}

@@ -1,0 +1,555 @@
+//! Which tensors of a model have an adapter, and the parameters that it consists of: what a step allocates, what a
+//! training run trains, and how that is written as PEFT's folder.
+//!
+//! An adapter belongs to a tensor as the family's checkpoints store it. Where that holds several linears (Phi-3's
+//! `qkv_proj`, GPT-2's `c_attn`) they share A, which bears the first one's role, and each has its own rows of B.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::Path;
+
+use plimsoll_device::DType;
+
+use super::{
+    ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, Adapter, AdapterBias, AdapterConfig, AdapterError, LowRank,
+    PREFIX,
+};
+use crate::convert::{ConversionError, encode};
+use crate::init;
+use crate::layout::{StoredTensor, hf_block};
+use crate::parameters::{Adapted, BlockId, LoraPart, Parameter, Role};
+use crate::safetensors::{NewTensor, StoredDType, write_tensors};
+use crate::source::{ModelError, RowOrder, WeightSource};
+use crate::spec::ModelSpec;
+use crate::transcode::RowSource;
+
+/// A tensor with an adapter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AdaptedModule {
+    /// Its name without `.weight`.
+    pub name: String,
+    /// Its block.
+    pub block: BlockId,
+    /// The linears in it, in the order of their rows.
+    pub parts: Vec<Adapted>,
+    /// Width of the product's middle.
+    pub rank: usize,
+    /// The factor on the product.
+    pub scale: f32,
+}
+
+impl AdaptedModule {
+    fn is_embedding(&self) -> bool {
+        self.parts == [Adapted::TokenEmbedding]
+    }
+
+    /// The role of A, which all parts share.
+    pub fn a_role(&self) -> Option<Role> {
+        self.parts.first().map(|part| Role::Lora(LoraPart::A, *part))
+    }
+}
+
+/// The adapters of a model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AdapterLayout {
+    config: AdapterConfig,
+    modules: Vec<AdaptedModule>,
+    parameters: Vec<Parameter>,
+    trained_base: Vec<Parameter>,
+}
+
+impl AdapterLayout {
+    /// The adapters that a configuration asks for.
+    ///
+    /// # Errors
+    /// A target, a pattern or a module to save matches nothing: the message lists what there is.
+    pub fn new(config: &AdapterConfig, spec: &ModelSpec) -> Result<AdapterLayout, AdapterError> {
+        let mut config = config.clone();
+        let stored: Vec<StoredTensor> = spec.blocks().flat_map(|block| hf_block(spec, block)).collect();
+        let mut modules = Vec::new();
+        for tensor in &stored {
+            let Some((name, block, parts)) = adaptable(tensor) else { continue };
+            let last = matches!(parts[..], [Adapted::TokenEmbedding | Adapted::LmHead]);
+            if config.targets(name, last)? {
+                let rank = config.rank_of(name)?;
+                let scale = config.scale(name, rank)?;
+                modules.push(AdaptedModule { name: name.to_owned(), block, parts, rank, scale });
+                config.fan_in_fan_out = matches!(tensor.rows, RowOrder::Transposed { .. });
+            }
+        }
+        check_targets(&config, &stored, &modules)?;
+        let trained_base = trained_base(&config, spec, &stored, &modules)?;
+        if config.use_dora && modules.iter().any(AdaptedModule::is_embedding) {
+            return Err(AdapterError::Layout("DoRA of an embedding is not supported: leave embed_tokens out of target_modules, or train it whole by modules_to_save".into()));
+        }
+        let parameters = parameters_of(spec, &modules, config.use_dora);
+        Ok(AdapterLayout { config, modules, parameters, trained_base })
+    }
+
+    /// The layout of adapters that were opened for one model, each with a weight: what each adds is added, so that
+    /// their ranks stand side by side.
+    ///
+    /// # Errors
+    /// Several of them where one has magnitudes (DoRA) or replaces tensors: their sum has no meaning.
+    pub fn of_adapters(adapters: &[(Adapter, f32)], spec: &ModelSpec) -> Result<AdapterLayout, AdapterError> {
+        let whole =
+            |a: &Adapter| !a.replaced().is_empty() || a.low_rank().values().any(|l| l.magnitudes.is_some());
+        if adapters.len() > 1 && adapters.iter().any(|(adapter, _)| whole(adapter)) {
+            return Err(AdapterError::Layout("adapters with DoRA's magnitudes, trained biases or whole modules cannot be added to others: use one of them alone, or merge them one after the other".into()));
+        }
+        let mut modules = Vec::new();
+        for tensor in spec.blocks().flat_map(|block| hf_block(spec, block)) {
+            let Some((name, block, parts)) = adaptable(&tensor) else { continue };
+            let of_it = adapters.iter().filter_map(|(adapter, _)| adapter.low_rank().get(&tensor.name));
+            let rank: usize = of_it.map(|low| low.a.rows).sum();
+            if rank > 0 {
+                modules.push(AdaptedModule { name: name.to_owned(), block, parts, rank, scale: 1.0 });
+            }
+        }
+        let config = adapters.first().map(|(adapter, _)| adapter.config().clone()).unwrap_or_default();
+        let dora = adapters.iter().any(|(a, _)| a.low_rank().values().any(|low| low.magnitudes.is_some()));
+        let parameters = parameters_of(spec, &modules, dora);
+        Ok(AdapterLayout { config, modules, parameters, trained_base: Vec::new() })
+    }
+
+    /// The configuration, as it will be written.
+    pub fn config(&self) -> &AdapterConfig {
+        &self.config
+    }
+
+    /// The tensors with adapters.
+    pub fn modules(&self) -> &[AdaptedModule] {
+        &self.modules
+    }
+
+    /// The adapters' own parameters, in the order of the blocks.
+    pub fn parameters(&self) -> &[Parameter] {
+        &self.parameters
+    }
+
+    /// Everything that is trained: the adapters, and what of the base model the configuration names.
+    pub fn trained(&self) -> impl Iterator<Item = &Parameter> {
+        self.parameters.iter().chain(&self.trained_base)
+    }
+
+    /// Whether a parameter of the base model is trained too.
+    pub fn trains_base(&self, block: BlockId, role: Role) -> bool {
+        self.trained_base.iter().any(|p| p.block == block && p.role == role)
+    }
+
+    /// Writes [`first_values`](Self::first_values) as `dtype` (f32, bf16 or f16) into `out`.
+    pub fn write_first_values(
+        &self,
+        parameter: &Parameter,
+        seed: u64,
+        dtype: DType,
+        out: &mut [u8],
+    ) -> Result<(), ConversionError> {
+        encode(&self.first_values(parameter, seed), dtype, out)
+    }
+
+    /// The first values of an adapter's parameter: A uniform within 1 / sqrt(in) as PEFT's Kaiming
+    /// initialisation, or normal with deviation 1 / r; B zero. Of an embedding A is zero and B normal.
+    pub fn first_values(&self, parameter: &Parameter, seed: u64) -> Vec<f32> {
+        let n = parameter.elements() as usize;
+        let Role::Lora(part, adapted) = parameter.role else { return vec![0.0; n] };
+        let embedding = adapted == Adapted::TokenEmbedding;
+        match (part, embedding) {
+            (LoraPart::A, false) if self.config.gaussian => {
+                let rank = parameter.rows().max(1) as f64;
+                init::normal_values(&parameter.name, seed, n, 1.0 / rank)
+            }
+            (LoraPart::A, false) => {
+                let inputs = parameter.shape.get(1).copied().unwrap_or(1).max(1) as f64;
+                init::uniform_values(&parameter.name, seed, n, 1.0 / inputs.sqrt())
+            }
+            (LoraPart::B, true) => init::normal_values(&parameter.name, seed, n, 1.0),
+            _ => vec![0.0; n],
+        }
+    }
+
+    /// Writes PEFT's folder; `values` gives a trained parameter's.
+    pub fn write(
+        &self,
+        folder: &Path,
+        spec: &ModelSpec,
+        mut values: impl FnMut(&Parameter) -> io::Result<Vec<f32>>,
+    ) -> Result<(), AdapterError> {
+        std::fs::create_dir_all(folder)
+            .map_err(|source| AdapterError::Io { path: folder.to_owned(), source })?;
+        let files = self.files_tensors(spec);
+        let headers: Vec<NewTensor> = files
+            .iter()
+            .map(|f| NewTensor { name: f.name.clone(), dtype: StoredDType::F32, shape: f.shape.clone() })
+            .collect();
+        let mut next = files.iter();
+        write_tensors(&folder.join(ADAPTER_WEIGHTS_NAME), &[("format", "pt")], &headers, |_, out| {
+            let Some(file) = next.next() else { return Ok(()) };
+            let mut whole = Vec::new();
+            for part in &file.parts {
+                whole.extend(values(part)?);
+            }
+            if file.transposed {
+                let (rows, columns) = (file.shape[0] as usize, file.shape[1] as usize);
+                whole = transposed(&whole, columns, rows);
+            }
+            whole.iter().try_for_each(|x| out.write_all(&x.to_le_bytes()))
+        })?;
+        self.config.write(&folder.join(ADAPTER_CONFIG_NAME))
+    }
+
+    fn files_tensors(&self, spec: &ModelSpec) -> Vec<FileTensor> {
+        let find = |block, role| self.parameters.iter().find(|p| p.block == block && p.role == role).cloned();
+        let mut files = Vec::new();
+        for module in &self.modules {
+            let embedding = module.is_embedding();
+            let of_part = |part: LoraPart, roles: &[Adapted]| -> Vec<Parameter> {
+                roles.iter().filter_map(|role| find(module.block, Role::Lora(part, *role))).collect()
+            };
+            let [a, b] = if embedding {
+                [".lora_embedding_A", ".lora_embedding_B"]
+            } else {
+                [".lora_A.weight", ".lora_B.weight"]
+            };
+            let first = &module.parts[..module.parts.len().min(1)];
+            for (suffix, parts, transposed) in [
+                (a, of_part(LoraPart::A, first), embedding),
+                (b, of_part(LoraPart::B, &module.parts), false),
+                (".lora_magnitude_vector", of_part(LoraPart::Magnitude, &module.parts), false),
+            ] {
+                if !parts.is_empty() {
+                    let name = format!("{PREFIX}{}{suffix}", module.name);
+                    files.push(FileTensor::new(name, parts, transposed));
+                }
+            }
+        }
+        for tensor in spec.blocks().flat_map(|block| hf_block(spec, block)) {
+            let trained = tensor.parts.iter().all(|p| self.trains_base(p.block, p.role));
+            if trained && !tensor.parts.is_empty() {
+                let transposed = matches!(tensor.rows, RowOrder::Transposed { .. });
+                let name = format!("{PREFIX}{}", tensor.name);
+                let mut file = FileTensor::new(name, tensor.parts, transposed);
+                if spec.tie_word_embeddings && file.parts[0].role == Role::TokenEmbedding {
+                    // The library would untie a trained embedding: the head is written as well.
+                    let head = FileTensor { name: format!("{PREFIX}lm_head.weight"), ..file.clone() };
+                    files.push(head);
+                }
+                file.transposed = transposed;
+                files.push(file);
+            }
+        }
+        files
+    }
+}
+
+/// A tensor of the adapter's file.
+#[derive(Clone, Debug)]
+struct FileTensor {
+    name: String,
+    shape: Vec<u64>,
+    parts: Vec<Parameter>,
+    transposed: bool,
+}
+
+impl FileTensor {
+    fn new(name: String, parts: Vec<Parameter>, transposed: bool) -> FileTensor {
+        let mut shape = vec![parts.iter().map(Parameter::rows).sum()];
+        shape.extend(parts.first().and_then(|part| part.shape.get(1)));
+        if transposed {
+            shape.reverse();
+        }
+        FileTensor { name, shape, parts, transposed }
+    }
+}
+
+/// `[columns, rows]` of `[rows, columns]`.
+fn transposed(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
+    let mut out = vec![0.0; values.len()];
+    for row in 0..rows {
+        for column in 0..columns {
+            out[column * rows + row] = values[row * columns + column];
+        }
+    }
+    out
+}
+
+/// A stored tensor's name without `.weight`, its block and its linears, if it can have an adapter.
+fn adaptable(tensor: &StoredTensor) -> Option<(&str, BlockId, Vec<Adapted>)> {
+    let name = tensor.name.strip_suffix(".weight")?;
+    let parts: Option<Vec<Adapted>> = tensor.parts.iter().map(|part| Adapted::of(part.role)).collect();
+    let block = tensor.parts.first()?.block;
+    Some((name, block, parts?))
+}
+
+fn parameters_of(spec: &ModelSpec, modules: &[AdaptedModule], dora: bool) -> Vec<Parameter> {
+    let mut parameters = Vec::new();
+    for module in modules {
+        let rank = module.rank as u64;
+        let base = spec.block_parameters(module.block);
+        let find = |part: &Adapted| base.iter().find(|p| p.role == part.role());
+        let embedding = module.is_embedding();
+        let mut add = |kind: LoraPart, part: Adapted, name: String, shape: Vec<u64>| {
+            parameters.push(Parameter { name, block: module.block, role: Role::Lora(kind, part), shape });
+        };
+        for (number, part) in module.parts.iter().enumerate() {
+            let Some(weight) = find(part) else { continue };
+            let (rows, columns) = (weight.rows(), weight.shape.get(1).copied().unwrap_or(1));
+            let name = &module.name;
+            // Parts of one tensor are told apart by their own names.
+            let own = match module.parts.len() {
+                1 => String::new(),
+                _ => format!(
+                    ".{}",
+                    weight.name.trim_end_matches(".weight").rsplit('.').next().unwrap_or_default()
+                ),
+            };
+            if embedding {
+                add(LoraPart::A, *part, format!("{name}.lora_embedding_A"), vec![rows, rank]);
+                add(LoraPart::B, *part, format!("{name}.lora_embedding_B"), vec![columns, rank]);
+                continue;
+            }
+            if number == 0 {
+                add(LoraPart::A, *part, format!("{name}.lora_A.weight"), vec![rank, columns]);
+            }
+            add(LoraPart::B, *part, format!("{name}.lora_B.weight{own}"), vec![rows, rank]);
+            if dora {
+                add(LoraPart::Magnitude, *part, format!("{name}.lora_magnitude_vector{own}"), vec![rows]);
+            }
+        }
+    }
+    parameters
+}
+
+/// The last parts of the names of what can have an adapter.
+fn choices(stored: &[StoredTensor]) -> String {
+    let names: BTreeSet<&str> =
+        stored.iter().filter_map(adaptable).filter_map(|(name, ..)| name.rsplit('.').next()).collect();
+    names.into_iter().collect::<Vec<_>>().join(", ")
+}
+
+fn check_targets(
+    config: &AdapterConfig,
+    stored: &[StoredTensor],
+    modules: &[AdaptedModule],
+) -> Result<(), AdapterError> {
+    use super::TargetModules::{AllLinear, Names, Pattern};
+    let nothing = |what: &str| {
+        let choices = choices(stored);
+        Err(AdapterError::Layout(format!(
+            "target_modules: {what} matches no tensor of the model; it has {choices}, or take all-linear"
+        )))
+    };
+    match &config.target_modules {
+        AllLinear => {}
+        Pattern(pattern) if modules.is_empty() => return nothing(&format!("{pattern:?}")),
+        Pattern(_) => {}
+        Names(names) if names.is_empty() => return nothing("an empty list"),
+        Names(names) => {
+            let matched = |name: &String| modules.iter().any(|module| ends_with_name(&module.name, name));
+            if let Some(name) = names.iter().find(|name| !matched(name)) {
+                return nothing(&format!("{name:?}"));
+            }
+        }
+    }
+    for (key, patterns) in [
+        ("rank_pattern", config.rank_pattern.keys().collect::<Vec<_>>()),
+        ("alpha_pattern", config.alpha_pattern.keys().collect()),
+    ] {
+        for pattern in patterns {
+            if !modules.iter().any(|module| config.pattern_matches(pattern, &module.name)) {
+                return Err(AdapterError::Layout(format!("{key}: {pattern:?} matches no adapted module")));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn ends_with_name(module: &str, name: &str) -> bool {
+    module.strip_suffix(name).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+}
+
+/// What of the base model is trained: the biases that are named, and whole modules.
+fn trained_base(
+    config: &AdapterConfig,
+    spec: &ModelSpec,
+    stored: &[StoredTensor],
+    modules: &[AdaptedModule],
+) -> Result<Vec<Parameter>, AdapterError> {
+    let mut whole: BTreeMap<&str, bool> =
+        config.modules_to_save.iter().map(|n| (n.as_str(), false)).collect();
+    let mut trained = Vec::new();
+    for tensor in stored {
+        let module = tensor.name.trim_end_matches(".weight").trim_end_matches(".bias");
+        let mut named = false;
+        for (name, found) in &mut whole {
+            // A tied head is the embedding.
+            let tied = *name == "lm_head"
+                && spec.tie_word_embeddings
+                && tensor.parts.iter().any(|part| part.role == Role::TokenEmbedding);
+            if ends_with_name(module, name) || tied {
+                (named, *found) = (true, true);
+            }
+        }
+        if named && modules.iter().any(|adapted| adapted.name == module) {
+            return Err(AdapterError::Layout(format!(
+                "{module} is in target_modules and in modules_to_save; name it in one of them"
+            )));
+        }
+        let of_adapted = modules.iter().any(|adapted| adapted.name == module);
+        let bias = match config.bias {
+            AdapterBias::None => false,
+            AdapterBias::All => tensor.name.ends_with(".bias"),
+            AdapterBias::LoraOnly => tensor.name.ends_with(".bias") && of_adapted,
+        };
+        if named || bias {
+            trained.extend(tensor.parts.iter().cloned());
+        }
+    }
+    match whole.iter().find(|(_, found)| !**found) {
+        Some((name, _)) => Err(AdapterError::Layout(format!(
+            "modules_to_save: {name:?} matches no module of the model; embed_tokens, lm_head and the names of norms do"
+        ))),
+        None => Ok(trained),
+    }
+}
+
+/// An adapter's values of the parameters of a layout.
+fn adapter_values(
+    adapters: &[(Adapter, f32)],
+    spec: &ModelSpec,
+    layout: &AdapterLayout,
+    parameter: &Parameter,
+) -> Vec<f32> {
+    let Role::Lora(kind, adapted) = parameter.role else { return Vec::new() };
+    let base = spec.block_parameters(parameter.block);
+    let place = base.iter().find(|p| p.role == adapted.role()).and_then(|p| super::stored_place(spec, p));
+    let Some((tensor, first)) = place else { return vec![0.0; parameter.elements() as usize] };
+    let scale = |low: &LowRank, weight: f32| {
+        let module = layout.modules.iter().find(|m| format!("{}.weight", m.name) == tensor);
+        low.scale * weight / module.map_or(1.0, |m| m.scale)
+    };
+    let lows: Vec<(&LowRank, f32)> = adapters
+        .iter()
+        .filter_map(|(adapter, weight)| Some((adapter.low_rank().get(&tensor)?, *weight)))
+        .collect();
+    let embedding = adapted == Adapted::TokenEmbedding;
+    match kind {
+        LoraPart::A if embedding => {
+            // [vocabulary, r]: the ranks of all of them side by side.
+            let rows = parameter.rows() as usize;
+            let mut values = Vec::with_capacity(parameter.elements() as usize);
+            for token in 0..rows {
+                for (low, _) in &lows {
+                    values.extend((0..low.a.rows).map(|r| low.a.row(r).get(token).copied().unwrap_or(0.0)));
+                }
+            }
+            values
+        }
+        LoraPart::A => lows.iter().flat_map(|(low, _)| low.a.values.iter().copied()).collect(),
+        LoraPart::B => {
+            let mut values = Vec::with_capacity(parameter.elements() as usize);
+            for row in first as usize..(first + parameter.rows()) as usize {
+                for (low, weight) in &lows {
+                    let scale = scale(low, *weight);
+                    // A factor of 1 leaves the bits alone.
+                    values.extend(low.b.row(row).iter().map(|b| if scale == 1.0 { *b } else { b * scale }));
+                }
+            }
+            values
+        }
+        LoraPart::Magnitude => {
+            let rows = first as usize..(first + parameter.rows()) as usize;
+            let magnitudes = lows.first().and_then(|(low, _)| low.magnitudes.as_ref());
+            magnitudes.and_then(|m| m.get(rows)).map(<[f32]>::to_vec).unwrap_or_default()
+        }
+    }
+}
+
+/// Adapters that were opened for one model, to be used together.
+#[derive(Clone, Debug)]
+pub struct AdapterSet {
+    adapters: Vec<(Adapter, f32)>,
+    layout: AdapterLayout,
+}
+
+impl AdapterSet {
+    /// Opens each folder, with its weight, for a model of that shape.
+    ///
+    /// # Errors
+    /// As [`Adapter::open`] and [`AdapterLayout::of_adapters`].
+    pub fn open(folders: &[(&Path, f32)], spec: &ModelSpec) -> Result<AdapterSet, AdapterError> {
+        let open = |(folder, weight): &(&Path, f32)| Ok((Adapter::open(folder, spec)?, *weight));
+        let adapters = folders.iter().map(open).collect::<Result<Vec<_>, AdapterError>>()?;
+        let layout = AdapterLayout::of_adapters(&adapters, spec)?;
+        Ok(AdapterSet { adapters, layout })
+    }
+
+    /// One folder, for a layout that is known: a run that goes on.
+    ///
+    /// # Errors
+    /// As [`Adapter::open`]; the adapter has other modules or ranks than the layout.
+    pub fn for_layout(
+        folder: &Path,
+        spec: &ModelSpec,
+        layout: &AdapterLayout,
+    ) -> Result<AdapterSet, AdapterError> {
+        let adapter = Adapter::open(folder, spec)?;
+        let module = |weight: &str| layout.modules.iter().find(|m| format!("{}.weight", m.name) == *weight);
+        let fits = adapter.low_rank().len() == layout.modules.len()
+            && adapter.low_rank().iter().all(|(weight, low)| {
+                module(weight).is_some_and(|m| m.rank == low.a.rows)
+                    && low.magnitudes.is_some() == layout.config.use_dora
+            });
+        if !fits {
+            return Err(AdapterError::Layout(format!(
+                "{} has other modules or ranks than training.lora asks for; its run's plimsoll.yaml says which",
+                folder.display()
+            )));
+        }
+        Ok(AdapterSet { adapters: vec![(adapter, 1.0)], layout: layout.clone() })
+    }
+
+    /// Which tensors have an adapter.
+    pub fn layout(&self) -> &AdapterLayout {
+        &self.layout
+    }
+
+    /// The adapters and their weights.
+    pub fn adapters(&self) -> &[(Adapter, f32)] {
+        &self.adapters
+    }
+
+    /// Writes a parameter's values as `dtype` into `out`: an adapter's own, a tensor that an adapter replaces, or else
+    /// what `base` has.
+    pub fn read_into(
+        &self,
+        spec: &ModelSpec,
+        base: &WeightSource,
+        parameter: &Parameter,
+        dtype: DType,
+        out: &mut [u8],
+    ) -> Result<(), ModelError> {
+        let wrong = |source| ModelError::Conversion {
+            path: base.folder_or_file().to_owned(),
+            tensor: parameter.name.clone(),
+            dtype,
+            source,
+        };
+        if matches!(parameter.role, Role::Lora(..)) {
+            let values = adapter_values(&self.adapters, spec, &self.layout, parameter);
+            return encode(&values, dtype, out).map_err(wrong);
+        }
+        let place = super::stored_place(spec, parameter);
+        let replaces = |(adapter, _): &&(Adapter, f32)| {
+            place.as_ref().is_some_and(|(name, _)| adapter.replaced().contains_key(name))
+        };
+        match self.adapters.iter().find(replaces) {
+            Some((adapter, _)) => {
+                let mut values = vec![0.0; parameter.elements() as usize];
+                adapter.merged(spec, base).rows(parameter, 0..parameter.rows(), &mut values)?;
+                encode(&values, dtype, out).map_err(wrong)
+            }
+            None => base.read_into(parameter, dtype, out),
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! Which weights are trained and how the others are stored: from `training.method`, `training.lora` and
+//! `training.quantization` to what the step is told.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use plimsoll_device::DType;
+use plimsoll_model::{AdapterLayout, ModelSpec, Parameter, WeightSource};
+use plimsoll_step::{Adapters, StepError, TrainingMethod};
+
+use crate::config::{Method, Quantization, RawConfig};
+
+/// What `config` trains of a model; `stored` is what its files hold, where they are at hand.
+pub(crate) fn training_method(
+    config: &RawConfig,
+    spec: &ModelSpec,
+    stored: Option<&WeightSource>,
+) -> Result<TrainingMethod, StepError> {
+    let training = &config.training;
+    if training.method() == Method::Full {
+        return Ok(TrainingMethod::Full);
+    }
+    let lora = training.lora.adapter_config(config.model.path.clone());
+    let layout = AdapterLayout::new(&lora, spec).map_err(Box::new)?;
+    let in_file = |p: &Parameter| -> Option<DType> {
+        let dtype = stored?.inference_dtype(p, DType::F32);
+        dtype.is_block().then_some(dtype)
+    };
+    let parameters = spec.parameters();
+    let quantization = training.quantization().set().unwrap_or_else(|| {
+        let packed = parameters.iter().any(|p| p.role.is_block_matrix() && in_file(p).is_some());
+        match training.method() {
+            Method::Qlora if !packed => Quantization::As(DType::Nf4),
+            _ => Quantization::Stored,
+        }
+    });
+    let weight_type = |p: &Parameter| match quantization {
+        Quantization::None => None,
+        Quantization::Stored => in_file(p),
+        Quantization::As(dtype) => quantized_as(p, dtype).or_else(|| in_file(p)),
+    };
+    let frozen = parameters.iter().filter(|p| !layout.trains_base(p.block, p.role));
+    let weight_types: HashMap<_, _> =
+        frozen.filter_map(|p| Some(((p.block, p.role), weight_type(p)?))).collect();
+    let dropout = training.lora.dropout() as f32;
+    Ok(TrainingMethod::Adapters(Arc::new(Adapters { layout, dropout, weight_types })))
+}
+
+/// What the matrix of a block's linear is stored as where it is to be quantised: the type, or the next wider one whose
+/// blocks its rows are whole numbers of. `None`: it is no such matrix, or too narrow.
+pub fn quantized_as(p: &Parameter, dtype: DType) -> Option<DType> {
+    if !p.role.is_block_matrix() {
+        return None;
+    }
+    let columns = p.shape.last().copied().unwrap_or(1);
+    let wider = match dtype {
+        DType::Q4K => Some(DType::Q5_0),
+        DType::Q6K => Some(DType::Q8_0),
+        _ => None,
+    };
+    [Some(dtype), wider].into_iter().flatten().find(|dtype| columns.is_multiple_of(dtype.row_multiple()))
+}

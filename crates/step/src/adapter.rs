@@ -1,0 +1,182 @@
+//! The low-rank adapter of a linear or an embedding (LoRA, Hu et al. 2021): beside y = x W^T comes s (x A^T) B^T. Nothing
+//! of the weight's size is made, forward or backward: what is `[N, r]` wide is computed again where it is needed.
+
+use plimsoll_device::{Device, Op, Rounding, Tensor};
+use plimsoll_memory::Tag;
+use plimsoll_model::{BlockId, Role};
+
+use crate::StepError;
+use crate::context::Context;
+use crate::gradients::Gradients;
+use crate::seed::{mix, parameter_number};
+
+/// Which inputs of adapters are dropped in a pass (Srivastava et al. 2014); masks are functions of the seed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Dropout {
+    pub probability: f32,
+    pub seed: u64,
+    /// The first token that a stage is given, where it is given a chunk of them.
+    pub first_row: u64,
+}
+
+/// An adapter of a gathered block.
+pub(crate) struct LowRank<'a> {
+    pub block: BlockId,
+    pub a_role: Role,
+    /// `[r, I]`; of an embedding `[V, r]`.
+    pub a: &'a Tensor,
+    pub b_role: Role,
+    /// `[O, r]`
+    pub b: &'a Tensor,
+    pub scale: f32,
+}
+
+impl LowRank<'_> {
+    /// out += s (x A^T) B^T; x `[N, I]`, out `[N, O]`.
+    pub fn forward<D: Device>(
+        &self,
+        ctx: &Context<'_, D>,
+        x: &Tensor,
+        out: &Tensor,
+    ) -> Result<(), StepError> {
+        let h = self.inner(ctx, x)?;
+        self.expand(ctx, &h, out)
+    }
+
+    /// Adds to the gradients of A and B; returns what the gradient of x needs, `[N, r]`.
+    pub fn backward_weights<D: Device>(
+        &self,
+        ctx: &Context<'_, D>,
+        gradients: &mut Gradients,
+        dout: &Tensor,
+        x: &Tensor,
+    ) -> Result<Tensor, StepError> {
+        let h = self.inner(ctx, x)?;
+        gradients.add_product(ctx, self.block, self.b_role, dout, &h)?;
+        drop(h);
+        let dh = self.inner_gradient(ctx, dout)?;
+        let dropped = self.dropped(ctx, x)?;
+        gradients.add_product(ctx, self.block, self.a_role, &dh, dropped.as_ref().unwrap_or(x))?;
+        Ok(dh)
+    }
+
+    /// dx += what comes through the adapter; `dh` is what [`backward_weights`](Self::backward_weights) returned.
+    pub fn backward_input<D: Device>(
+        &self,
+        ctx: &Context<'_, D>,
+        dh: &Tensor,
+        dx: &Tensor,
+    ) -> Result<(), StepError> {
+        let product = |dx: &Tensor, accumulate| {
+            let compute = ctx.compute;
+            ctx.device.run(Op::LinearBackwardInput { dout: dh, weight: self.a, dx, accumulate, compute })
+        };
+        let Some(dropout) = ctx.dropout else { return Ok(product(dx, true)?) };
+        let through = ctx.device.alloc(dx.dtype(), dx.shape().dims(), Tag::Activations, "lora.dx")?;
+        product(&through, false)?;
+        Ok(ctx.device.run(self.mask(dropout, &through, dx, true))?)
+    }
+
+    /// out += s A[tokens] B^T, of an embedding; out `[N, H]`.
+    pub fn embed<D: Device>(
+        &self,
+        ctx: &Context<'_, D>,
+        tokens: &Tensor,
+        out: &Tensor,
+    ) -> Result<(), StepError> {
+        let h = self.embedded(ctx, tokens)?;
+        self.expand(ctx, &h, out)
+    }
+
+    /// Adds to the gradients of an embedding's A and B.
+    pub fn embed_backward<D: Device>(
+        &self,
+        ctx: &Context<'_, D>,
+        gradients: &mut Gradients,
+        tokens: &Tensor,
+        dout: &Tensor,
+    ) -> Result<(), StepError> {
+        let h = self.embedded(ctx, tokens)?;
+        gradients.add_product(ctx, self.block, self.b_role, dout, &h)?;
+        drop(h);
+        let dh = self.inner_gradient(ctx, dout)?;
+        let dtable = gradients.scatter_target(ctx.device, self.block, self.a_role)?;
+        let rounding = gradients.rounding(self.block, self.a_role);
+        Ok(ctx.device.run(Op::EmbeddingBackward { tokens, dout: &dh, dtable: &dtable, rounding })?)
+    }
+
+    /// s x A^T `[N, r]`, of x with elements dropped.
+    fn inner<D: Device>(&self, ctx: &Context<'_, D>, x: &Tensor) -> Result<Tensor, StepError> {
+        let h = self.middle(ctx, x.rows(), self.a.rows())?;
+        let dropped = self.dropped(ctx, x)?;
+        let x = dropped.as_ref().unwrap_or(x);
+        let compute = ctx.compute;
+        ctx.device.run(Op::Linear { x, weight: self.a, bias: None, out: &h, accumulate: false, compute })?;
+        self.scaled(ctx, h)
+    }
+
+    fn embedded<D: Device>(&self, ctx: &Context<'_, D>, tokens: &Tensor) -> Result<Tensor, StepError> {
+        let h = self.middle(ctx, tokens.elements(), self.a.columns())?;
+        ctx.device.run(Op::Embedding { tokens, table: self.a, out: &h })?;
+        self.scaled(ctx, h)
+    }
+
+    /// s dout B `[N, r]`
+    fn inner_gradient<D: Device>(&self, ctx: &Context<'_, D>, dout: &Tensor) -> Result<Tensor, StepError> {
+        let dh = self.middle(ctx, dout.rows(), self.b.columns())?;
+        let compute = ctx.compute;
+        let op = Op::LinearBackwardInput { dout, weight: self.b, dx: &dh, accumulate: false, compute };
+        ctx.device.run(op)?;
+        self.scaled(ctx, dh)
+    }
+
+    /// out += h B^T
+    fn expand<D: Device>(&self, ctx: &Context<'_, D>, h: &Tensor, out: &Tensor) -> Result<(), StepError> {
+        let compute = ctx.compute;
+        let op = Op::Linear { x: h, weight: self.b, bias: None, out, accumulate: true, compute };
+        Ok(ctx.device.run(op)?)
+    }
+
+    fn middle<D: Device>(&self, ctx: &Context<'_, D>, rows: u64, rank: u64) -> Result<Tensor, StepError> {
+        Ok(ctx.device.alloc(ctx.activations, &[rows, rank], Tag::Activations, "lora")?)
+    }
+
+    fn scaled<D: Device>(&self, ctx: &Context<'_, D>, h: Tensor) -> Result<Tensor, StepError> {
+        if self.scale != 1.0 {
+            ctx.device.run(Op::Scale { x: &h, factor: self.scale })?;
+        }
+        Ok(h)
+    }
+
+    /// x with elements dropped, where any are.
+    fn dropped<D: Device>(&self, ctx: &Context<'_, D>, x: &Tensor) -> Result<Option<Tensor>, StepError> {
+        let Some(dropout) = ctx.dropout else { return Ok(None) };
+        let out = ctx.device.alloc(x.dtype(), x.shape().dims(), Tag::Activations, "lora.dropout")?;
+        ctx.device.run(self.mask(dropout, x, &out, false))?;
+        Ok(Some(out))
+    }
+
+    fn mask<'t>(&self, dropout: Dropout, x: &'t Tensor, out: &'t Tensor, accumulate: bool) -> Op<'t> {
+        // Linears that read the same input drop different elements of it.
+        let seed = mix(dropout.seed, parameter_number(self.block, self.b_role));
+        let first = dropout.first_row * x.columns();
+        Op::Dropout { x, out, probability: dropout.probability, seed, first, accumulate }
+    }
+}
+
+impl Gradients {
+    /// Adds dout^T x to a weight's gradient.
+    pub fn add_product<D: Device>(
+        &mut self,
+        ctx: &Context<'_, D>,
+        block: BlockId,
+        role: Role,
+        dout: &Tensor,
+        x: &Tensor,
+    ) -> Result<(), StepError> {
+        let (dweight, accumulate) = self.target(ctx.device, block, role)?;
+        let rounding: Rounding = self.rounding(block, role);
+        let (dweight, compute) = (&dweight, ctx.compute);
+        Ok(ctx.device.run(Op::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute })?)
+    }
+}
