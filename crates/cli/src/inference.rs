@@ -106,6 +106,7 @@ impl Inference {
             storage: WeightStorage {
                 types: &|p| self.weights.weight_type(p),
                 adapters: self.weights.adapters(),
+                trained: false,
             },
             prompt_tokens: longest.map(|n| n as u64),
             context: *context.start() as u64..=*context.end() as u64,
@@ -123,7 +124,7 @@ impl Inference {
     /// A session with the model's weights.
     pub fn session<'d>(&self, device: &'d Cpu, plan: &GenerationPlan) -> Result<Session<'d, Cpu>, Failure> {
         let types = |p: &Parameter| self.weights.weight_type(p);
-        let storage = WeightStorage { types: &types, adapters: self.weights.adapters() };
+        let storage = WeightStorage { types: &types, adapters: self.weights.adapters(), trained: false };
         let mut decoder = Decoder::with_storage(device, self.spec().clone(), plan.settings, storage)?;
         decoder.load(|p, dtype, out| self.weights.read_into(p, dtype, out))?;
         Ok(Session::new(decoder, &plan.settings))

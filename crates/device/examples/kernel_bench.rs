@@ -144,7 +144,7 @@ impl Bench {
                 rstd: &rstd,
                 dout: &y,
                 dx: &z,
-                dweight: &bias,
+                dweight: Some(&bias),
                 accumulate_weight: true,
             },
         )?;
@@ -170,8 +170,8 @@ impl Bench {
                 rstd: &rstd,
                 dout: &y,
                 dx: &z,
-                dweight: &bias,
-                dbias: &dbias,
+                dweight: Some(&bias),
+                dbias: Some(&dbias),
                 accumulate_weight: true,
             },
         )?;

@@ -77,6 +77,15 @@ impl<'a> Op<'a> {
             Op::CrossEntropy { logits, targets, losses, .. } => {
                 (vec![logits, targets], vec![logits, losses], vec![(logits, logits)])
             }
+            Op::RowSquares { x, out } => (vec![x], vec![out], vec![]),
+            Op::RowLengths { squares, cross, gram, b, lengths, .. } => {
+                (vec![squares, cross, gram, b], vec![lengths], vec![])
+            }
+            Op::ScaleColumns { x, factors, divisors, bias, out, .. } => {
+                let reads = [x, factors].into_iter().chain(divisors).chain(bias).collect();
+                (reads, vec![out], vec![])
+            }
+            Op::ColumnDots { a, b, divisors, out, .. } => (vec![a, b, divisors], vec![out], vec![]),
             Op::QuantizeInt8 { x, codes, scales, .. } => (vec![x], vec![codes, scales], vec![]),
             Op::DequantizeInt8 { codes, scales, out, .. } => (vec![codes, scales], vec![out], vec![]),
             Op::SumSquares { x, out } => (vec![x], vec![out], vec![]),
@@ -201,6 +210,28 @@ impl<'a> Op<'a> {
             Op::LinearBackwardWeight { dout, x, dweight, .. } => {
                 [dout, x, dweight].into_iter().for_each(|t| check.float(t));
                 check.linear(x, dweight, dout);
+            }
+            Op::RowSquares { x, out } => {
+                check.weight(x);
+                check.f32_vector(out, x.rows());
+            }
+            Op::RowLengths { squares, cross, gram, b, lengths, .. } => {
+                [cross, gram, b].into_iter().for_each(|t| check.f32(t));
+                [squares, lengths].into_iter().for_each(|t| check.f32_vector(t, b.rows()));
+                check.size(cross, b.columns(), b.rows());
+                check.size(gram, b.columns(), b.columns());
+            }
+            Op::ScaleColumns { x, factors, divisors, bias, out, .. } => {
+                [x, out].into_iter().chain(bias).for_each(|t| check.float(t));
+                check.same_size(x, out);
+                [factors].into_iter().chain(divisors).for_each(|t| check.f32_vector(t, x.columns()));
+                bias.into_iter().for_each(|t| check.vector(t, x.columns()));
+            }
+            Op::ColumnDots { a, b, divisors, out, .. } => {
+                [a, b, out].into_iter().for_each(|t| check.float(t));
+                check.same_size(a, b);
+                check.f32_vector(divisors, a.columns());
+                check.vector(out, a.columns());
             }
             Op::BiasBackward { dout, dbias, .. } => {
                 [dout, dbias].into_iter().for_each(|t| check.float(t));

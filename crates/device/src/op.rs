@@ -217,6 +217,30 @@ pub enum Op<'a> {
         gradient_scale: Option<f32>,
     },
 
+    /// `out[o]` = sum of squares of row o of x, which may be of any storage of weights; x `[O, I]`, out f32 `[O]`.
+    RowSquares { x: &'a Tensor, out: &'a Tensor },
+    /// `lengths[o]` = |W_o + scale B_o A|, the length of a row with its adapter, from `squares` = |W_o|^2, `cross` = A W^T
+    /// `[r, O]`, `gram` = A A^T `[r, r]` and b = B `[O, r]`. All f32.
+    RowLengths {
+        squares: &'a Tensor,
+        cross: &'a Tensor,
+        gram: &'a Tensor,
+        b: &'a Tensor,
+        scale: f32,
+        lengths: &'a Tensor,
+    },
+    /// `out[n, o]` (+)= `x[n, o] * factors[o] / divisors[o] + bias[o]`; x, out `[N, O]`; factors, divisors f32 `[O]`.
+    ScaleColumns {
+        x: &'a Tensor,
+        factors: &'a Tensor,
+        divisors: Option<&'a Tensor>,
+        bias: Option<&'a Tensor>,
+        out: &'a Tensor,
+        accumulate: bool,
+    },
+    /// `out[o]` (+)= sum over n of `a[n, o] * b[n, o]`, over `divisors[o]`; a, b `[N, O]`; divisors f32, out `[O]`.
+    ColumnDots { a: &'a Tensor, b: &'a Tensor, divisors: &'a Tensor, out: &'a Tensor, accumulate: bool },
+
     /// codes = x over its scale, rounded; scales f32 `[ceil(elements / block)]`, one for each run of `block` elements of x
     /// in their order in memory. codes i8 of x's shape.
     QuantizeInt8 { x: &'a Tensor, codes: &'a Tensor, scales: &'a Tensor, block: u64 },
@@ -272,6 +296,10 @@ impl Op<'_> {
             Op::Activate { .. } => "activate",
             Op::ActivateBackward { .. } => "activate_backward",
             Op::CrossEntropy { .. } => "cross_entropy",
+            Op::RowSquares { .. } => "row_squares",
+            Op::RowLengths { .. } => "row_lengths",
+            Op::ScaleColumns { .. } => "scale_columns",
+            Op::ColumnDots { .. } => "column_dots",
             Op::QuantizeInt8 { .. } => "quantize_int8",
             Op::DequantizeInt8 { .. } => "dequantize_int8",
             Op::SumSquares { .. } => "sum_squares",

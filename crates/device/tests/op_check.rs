@@ -355,7 +355,7 @@ fn more_columns_than_sums_have_room_for() {
         rstd: &rstd,
         dout: &row,
         dx: &dx,
-        dweight: &dweight,
+        dweight: Some(&dweight),
         accumulate_weight: false,
     };
     let message = "rms_norm_backward: t f32[270000] has more than 262144 columns";

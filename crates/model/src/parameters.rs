@@ -60,6 +60,8 @@ pub enum LoraPart {
     B,
     /// DoRA's lengths of the weight's rows, `[out]`.
     Magnitude,
+    /// The squared lengths of the frozen weight's own rows, `[out]`: no parameter, but what DoRA computes with.
+    Squares,
 }
 
 /// A weight that can have an adapter.
@@ -161,7 +163,7 @@ impl Role {
             | Role::DownProj
             | Role::LmHead
             | Role::Lora(LoraPart::A | LoraPart::B, _) => ParameterKind::Matrix,
-            Role::Lora(LoraPart::Magnitude, _)
+            Role::Lora(LoraPart::Magnitude | LoraPart::Squares, _)
             | Role::AttentionNorm
             | Role::QNorm
             | Role::KNorm

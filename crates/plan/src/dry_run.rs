@@ -1,8 +1,8 @@
 //! Runs the step program dry: the exact memory of a job and its arithmetic, in milliseconds.
 
-use plimsoll_device::{Device, Dry, IGNORED_TARGET, Tally};
+use plimsoll_device::{DType, Device, Dry, IGNORED_TARGET, Tally};
 use plimsoll_memory::{AtPeak, Ledger, TagBytes};
-use plimsoll_model::ModelSpec;
+use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
     DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError, StepSettings, Trainer,
@@ -27,6 +27,8 @@ impl DryRun {
     ) -> Result<DryRun, StepError> {
         let dry = Dry::new();
         let mut trainer = Trainer::new(&dry, spec.clone(), settings.clone(), &Solo)?;
+        trainer.load(nothing)?;
+        trainer.reset_magnitudes()?;
         let n = (settings.batch_size * settings.sequence_length) as usize;
         let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
         let micro_batch = MicroBatch { tokens: &tokens, targets: &targets };
@@ -75,6 +77,7 @@ impl DryRun {
     ) -> Result<DryRun, StepError> {
         let dry = Dry::new();
         let mut decoder = Decoder::with_storage(&dry, spec.clone(), settings, storage)?;
+        decoder.load(nothing)?;
         let n = settings.context as usize;
         let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
         dry.take_tally();
@@ -91,6 +94,7 @@ impl DryRun {
     ) -> Result<DryRun, StepError> {
         let dry = Dry::new();
         let mut decoder = Decoder::with_storage(&dry, spec.clone(), settings, storage)?;
+        decoder.load(nothing)?;
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
         decoder.append(&vec![0; prompt as usize])?;
         let mut tally = dry.take_tally();
@@ -111,6 +115,7 @@ impl DryRun {
     ) -> Result<u64, StepError> {
         let dry = Dry::new();
         let mut decoder = Decoder::with_storage(&dry, spec.clone(), settings, storage)?;
+        decoder.load(nothing)?;
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
         let chunk = settings.prompt_chunk_tokens.max(1);
         // A whole pass and what is left after the last whole one; logits come after the last pass alone.
@@ -136,4 +141,9 @@ impl DryRun {
     pub fn tags_at_peak(&self) -> TagBytes {
         self.at_peak().by_tag
     }
+}
+
+/// There is nothing to load on a dry device, but what follows the loading is run.
+fn nothing(_: &Parameter, _: DType, _: &mut [u8]) -> Result<(), StepError> {
+    Ok(())
 }

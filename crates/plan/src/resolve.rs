@@ -2,7 +2,7 @@
 //! taking the fastest that fits.
 
 use plimsoll_device::DType;
-use plimsoll_model::ModelSpec;
+use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
     AttentionKind, Checkpointing, GradientClipping, Group, LossScaling, NormSource, Precision, StepError,
     StepSettings, TrainingMethod, UpdateTiming,
@@ -118,21 +118,27 @@ fn precisions(training: &TrainingConfig, method: &TrainingMethod) -> Vec<Precisi
         Some(GradientDtype::Bf16) => DType::Bf16,
         None => default,
     };
+    // Adapters are in f32 themselves, and what is frozen needs no master.
+    let narrow = |p: &Parameter| !matches!(p.role, Role::Lora(..));
+    let trains_narrow = method.adapters().is_none_or(|adapters| adapters.layout.trained().any(narrow));
     // f32 weights have f32 gradients: `validate` refuses anything else where it was written.
     let f32 = Precision::F32;
     let bf16 = |master_weights| Precision {
         weights: DType::Bf16,
         activations: DType::Bf16,
-        gradients: gradients(if master_weights { DType::F32 } else { DType::Bf16 }),
+        gradients: gradients(if master_weights || !trains_narrow { DType::F32 } else { DType::Bf16 }),
         master_weights,
     };
     // Without masters updates are rounded stochastically: that is for the user to choose.
-    let masters = training.master_weights().set() != Some(MasterWeights::None);
+    let masters = training.master_weights().set() != Some(MasterWeights::None) && trains_narrow;
     match training.mixed_precision().set() {
         Some(MixedPrecision::F32) => vec![f32],
         Some(MixedPrecision::Bf16) => vec![bf16(masters)],
         // Updates of half a step's rounding vanish in f16: there are always masters.
-        Some(MixedPrecision::Fp16) => vec![Precision { gradients: gradients(DType::F32), ..Precision::F16 }],
+        Some(MixedPrecision::Fp16) => {
+            let gradients = gradients(DType::F32);
+            vec![Precision { gradients, master_weights: trains_narrow, ..Precision::F16 }]
+        }
         // Beside weights of four bits, activations of 32 would save nothing.
         None if method.adapters().is_some_and(|a| !a.weight_types.is_empty()) => vec![bf16(masters)],
         None => vec![f32, bf16(masters)],

@@ -29,9 +29,53 @@ pub(crate) struct LowRank<'a> {
     /// `[O, r]`
     pub b: &'a Tensor,
     pub scale: f32,
+    pub dora: Option<Dora<'a>>,
+}
+
+/// The lengths of the rows of a weight with its adapter (DoRA, Liu et al. 2024): y = m / c (W x + s B A x) with
+/// c = |W + s B A| row by row, which counts as a constant in the backward pass.
+#[derive(Clone, Copy)]
+pub(crate) struct Dora<'a> {
+    pub role: Role,
+    /// m `[O]`
+    pub magnitude: &'a Tensor,
+    /// |W|^2 row by row, `[O]`; without it the adapter no longer changes and m is m / c.
+    pub squares: Option<&'a Tensor>,
 }
 
 impl LowRank<'_> {
+    /// c `[O]`, where the adapter may have changed since it was last computed.
+    pub fn lengths<D: Device>(
+        &self,
+        ctx: &Context<'_, D>,
+        dora: Dora<'_>,
+        weight: &Tensor,
+    ) -> Result<Option<Tensor>, StepError> {
+        dora.squares.map(|squares| self.lengths_of(ctx.device, squares, weight)).transpose()
+    }
+
+    /// |W + s B A| row by row, `[O]`, from |W|^2.
+    pub fn lengths_of<D: Device>(
+        &self,
+        device: &D,
+        squares: &Tensor,
+        weight: &Tensor,
+    ) -> Result<Tensor, StepError> {
+        let (rank, outputs) = (self.a.rows(), weight.rows());
+        let alloc =
+            |sizes: &[u64], name| device.alloc(plimsoll_device::DType::F32, sizes, Tag::Workspace, name);
+        let cross = alloc(&[rank, outputs], "dora.cross")?;
+        let gram = alloc(&[rank, rank], "dora.gram")?;
+        for (weight, out) in [(weight, &cross), (self.a, &gram)] {
+            let compute = plimsoll_device::Compute::F32;
+            device.run(Op::Linear { x: self.a, weight, bias: None, out, accumulate: false, compute })?;
+        }
+        let lengths = alloc(&[outputs], "dora.lengths")?;
+        let (cross, gram, b, scale) = (&cross, &gram, self.b, self.scale);
+        device.run(Op::RowLengths { squares, cross, gram, b, scale, lengths: &lengths })?;
+        Ok(lengths)
+    }
+
     /// out += s (x A^T) B^T; x `[N, I]`, out `[N, O]`.
     pub fn forward<D: Device>(
         &self,

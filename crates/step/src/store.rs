@@ -3,12 +3,13 @@
 
 use std::collections::HashMap;
 
-use plimsoll_device::{DType, Device, DeviceError, Tensor};
+use plimsoll_device::{DType, Device, DeviceError, Op, Rounding, Tensor};
 use plimsoll_memory::{Phase, Tag};
 use plimsoll_model::{Adapted, AdapterLayout, BlockId, LoraPart, ModelSpec, NormSpec, Parameter, Role};
 
 use crate::StepError;
-use crate::adapter::LowRank;
+use crate::adapter::{Dora, LowRank};
+use crate::head::reshaped;
 use crate::linear::Linear;
 use crate::norm::Norm;
 
@@ -27,6 +28,7 @@ struct AdapterUse {
     of: Adapted,
     a: Role,
     scale: f32,
+    dora: bool,
 }
 
 impl BlockWeights {
@@ -37,14 +39,21 @@ impl BlockWeights {
 
     /// The adapter of a weight, if it has one.
     pub(crate) fn adapter(&self, role: Role) -> Result<Option<LowRank<'_>>, StepError> {
-        let Some(AdapterUse { of, a, scale }) =
+        let Some(AdapterUse { of, a, scale, dora }) =
             self.adapters.iter().find(|used| used.of.role() == role).copied()
         else {
             return Ok(None);
         };
         let b_role = Role::Lora(LoraPart::B, of);
+        let dora = if dora {
+            let role = Role::Lora(LoraPart::Magnitude, of);
+            let squares = self.find(Role::Lora(LoraPart::Squares, of));
+            Some(Dora { role, magnitude: self.get(role)?, squares })
+        } else {
+            None
+        };
         let (a_role, a, b) = (a, self.get(a)?, self.get(b_role)?);
-        Ok(Some(LowRank { block: self.block, a_role, a, b_role, b, scale }))
+        Ok(Some(LowRank { block: self.block, a_role, a, b_role, b, scale, dora }))
     }
 
     /// The block that they belong to.
@@ -107,12 +116,14 @@ pub struct WeightStorage<'a> {
     pub types: &'a dyn Fn(&Parameter) -> DType,
     /// Adapters beside them, in f32.
     pub adapters: Option<&'a AdapterLayout>,
+    /// Whether adapters change from step to step.
+    pub trained: bool,
 }
 
 impl<'a> WeightStorage<'a> {
     /// Weights of these types, without adapters.
     pub fn new(types: &'a dyn Fn(&Parameter) -> DType) -> Self {
-        WeightStorage { types, adapters: None }
+        WeightStorage { types, adapters: None, trained: false }
     }
 }
 
@@ -157,7 +168,7 @@ impl ResidentStore {
         tag: Tag,
     ) -> Result<Self, StepError> {
         spec.check()?;
-        let WeightStorage { types, adapters } = storage;
+        let WeightStorage { types, adapters, .. } = storage;
         let adapter_parameters = adapters.map(AdapterLayout::parameters).unwrap_or_default();
         let modules = adapters.map(AdapterLayout::modules).unwrap_or_default();
         let mut blocks = HashMap::new();
@@ -175,8 +186,15 @@ impl ResidentStore {
             let mut weights = BlockWeights::new(block, tensors);
             for module in modules.iter().filter(|module| module.block == block) {
                 let Some(a) = module.a_role() else { continue };
-                let uses = module.parts.iter().map(|of| AdapterUse { of: *of, a, scale: module.scale });
-                weights.adapters.extend(uses);
+                for of in &module.parts {
+                    let dora = weights.find(Role::Lora(LoraPart::Magnitude, *of)).is_some();
+                    weights.adapters.push(AdapterUse { of: *of, a, scale: module.scale, dora });
+                    if dora && storage.trained {
+                        let rows = weights.get(of.role())?.rows();
+                        let squares = device.alloc(DType::F32, &[rows], Tag::Adapters, "dora.squares")?;
+                        weights.tensors.push((Role::Lora(LoraPart::Squares, *of), squares));
+                    }
+                }
             }
             blocks.insert(block, weights);
         }
@@ -198,7 +216,62 @@ impl ResidentStore {
                 .map_err(StepError::from)?;
             outcome?;
         }
+        Ok(self.prepare(device)?)
+    }
+
+    /// Does once what adapters with lengths need of the weights, when all have their values.
+    pub fn prepare<D: Device>(&self, device: &D) -> Result<(), StepError> {
+        for (block, weights) in self.ordered() {
+            device.arena().enter(Phase::Setup, layer_of(block));
+            for used in weights.adapters.iter().filter(|used| used.dora) {
+                let weight = weights.get(used.of.role())?;
+                let Some(adapter) = weights.adapter(used.of.role())? else { continue };
+                let Some(dora) = adapter.dora else { continue };
+                if let Some(squares) = dora.squares {
+                    device.run(Op::RowSquares { x: weight, out: squares })?;
+                    continue;
+                }
+                let outputs = weight.rows();
+                let alloc = |name| device.alloc(DType::F32, &[1, outputs], Tag::Workspace, name);
+                let (squares, copy) = (alloc("dora.squares")?, alloc("dora.magnitude")?);
+                device.run(Op::RowSquares { x: weight, out: &squares })?;
+                let lengths = adapter.lengths_of(device, &squares, weight)?;
+                device.run(Op::Cast { x: dora.magnitude, out: &copy, rounding: Rounding::Nearest })?;
+                device.run(Op::Fill { out: &squares, value: 1.0 })?;
+                let out = reshaped(dora.magnitude, &[1, outputs])?;
+                device.run(Op::ScaleColumns {
+                    x: &squares,
+                    factors: &copy,
+                    divisors: Some(&lengths),
+                    bias: None,
+                    out: &out,
+                    accumulate: false,
+                })?;
+            }
+        }
         Ok(())
+    }
+
+    /// Sets the lengths of rows to those that the weights have with their adapters: where DoRA begins.
+    pub fn reset_magnitudes<D: Device>(&self, device: &D) -> Result<(), StepError> {
+        for (block, weights) in self.ordered() {
+            device.arena().enter(Phase::Setup, layer_of(block));
+            for used in weights.adapters.iter().filter(|used| used.dora) {
+                let weight = weights.get(used.of.role())?;
+                let Some(adapter) = weights.adapter(used.of.role())? else { continue };
+                if let Some(Dora { magnitude: out, squares: Some(squares), .. }) = adapter.dora {
+                    let x = &adapter.lengths_of(device, squares, weight)?;
+                    device.run(Op::Cast { x, out, rounding: Rounding::Nearest })?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn ordered(&self) -> impl Iterator<Item = (BlockId, &BlockWeights)> {
+        let mut blocks: Vec<_> = self.blocks.iter().map(|(block, weights)| (*block, weights)).collect();
+        blocks.sort_by_key(|(block, _)| *block);
+        blocks.into_iter()
     }
 
     /// The tensor of a parameter.
@@ -248,5 +321,6 @@ pub(crate) fn role_name(role: Role) -> &'static str {
         Role::Lora(LoraPart::A, _) => "lora_A",
         Role::Lora(LoraPart::B, _) => "lora_B",
         Role::Lora(LoraPart::Magnitude, _) => "lora_magnitude_vector",
+        Role::Lora(LoraPart::Squares, _) => "dora.squares",
     }
 }

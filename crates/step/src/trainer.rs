@@ -150,7 +150,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         let method = &settings.method;
         let types = |p: &Parameter| method.weight_type(p, precision.weights);
         let adapters = method.adapters().map(|adapters| &adapters.layout);
-        let storage = WeightStorage { types: &types, adapters };
+        let storage = WeightStorage { types: &types, adapters, trained: true };
         let weights = ResidentStore::allocate_typed(device, &spec, storage, Tag::Weights)?;
         let trained = method.trained(&spec);
         // Adapters are in f32 themselves.
@@ -234,7 +234,13 @@ impl<'a, D: Device> Trainer<'a, D> {
                 self.device.run(cast).map_err(StepError::from)?;
             }
         }
-        Ok(())
+        Ok(self.weights.prepare(self.device)?)
+    }
+
+    /// Sets the lengths of rows, where adapters have them (DoRA), to those that the loaded weights have: once, before
+    /// the first step.
+    pub fn reset_magnitudes(&mut self) -> Result<(), StepError> {
+        self.weights.reset_magnitudes(self.device)
     }
 
     /// Every tensor that a run must keep to continue to the same bits.

@@ -213,7 +213,8 @@ impl Prepared {
                 return Ok(layout.write_first_values(p, seed, dtype, out)?);
             }
             Ok(base.read_into(p, dtype, out)?)
-        })
+        })?;
+        Ok(trainer.reset_magnitudes()?)
     }
 
     fn run_settings(&self, plan: &TrainingPlan, output: &Path) -> RunSettings {

@@ -11,6 +11,7 @@ use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
 use plimsoll_step::{
     Checkpointing, DecodeSettings, Decoder, MicroBatch, Precision, StepError, StepSettings, Trainer,
+    WeightStorage,
 };
 use serde_json::Value;
 
@@ -100,7 +101,9 @@ fn greedy_continuations_are_those_of_pytorch() {
         for prompt_chunk_tokens in [4, 512] {
             let (precision, cache, context) = (Precision::F32, DType::F32, 32);
             let settings = DecodeSettings { precision, cache, context, prompt_chunk_tokens };
-            let device = cpu(DryRun::generation(&spec, settings, &|_| DType::F32, 16).unwrap().peak_bytes());
+            let device = cpu(DryRun::generation(&spec, settings, WeightStorage::new(&|_| DType::F32), 16)
+                .unwrap()
+                .peak_bytes());
             let mut decoder = Decoder::new(&device, spec.clone(), settings).unwrap();
             decoder.load(load(&files)).unwrap();
             let mut logits = decoder.append(&tokens[..prompt]).unwrap();

@@ -11,7 +11,7 @@ use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
 use plimsoll_step::{
     Checkpointing, DecodeSettings, Decoder, Evaluator, GradientClipping, MicroBatch, OptimizerSettings,
-    Precision, StepError, StepSettings, Trainer,
+    Precision, StepError, StepSettings, Trainer, WeightStorage,
 };
 use serde_json::Value;
 
@@ -83,10 +83,10 @@ fn the_loss_of_a_text_is_that_of_the_reference() {
     let tokens = ids(&reference["token_ids"]);
     let spec = files.spec().clone();
     let types = |p: &Parameter| files.weights().inference_dtype(p, DType::F32);
-    let dry = DryRun::evaluation(&spec, Precision::F32, &types, 1, 512, 512).unwrap();
+    let dry = DryRun::evaluation(&spec, Precision::F32, WeightStorage::new(&types), 1, 512, 512).unwrap();
     let device = cpu(dry.peak_bytes());
     let mut evaluator =
-        Evaluator::with_weight_types(&device, spec, Precision::F32, &types, 512, 512).unwrap();
+        Evaluator::with_storage(&device, spec, Precision::F32, WeightStorage::new(&types), 512, 512).unwrap();
     evaluator.load(load(&files)).unwrap();
     let windows = EvalWindows::new(tokens, 512);
     let (mut sum, mut count) = (0.0, 0);
@@ -146,8 +146,9 @@ fn greedy_continuations_are_identical() {
     let (precision, cache) = (Precision::F32, DType::F32);
     let settings = DecodeSettings { precision, cache, context: 128, prompt_chunk_tokens: 512 };
     let types = |p: &Parameter| files.weights().inference_dtype(p, DType::F32);
-    let device = cpu(DryRun::generation(&spec, settings, &types, 100).unwrap().peak_bytes());
-    let mut decoder = Decoder::with_weight_types(&device, spec, settings, &types).unwrap();
+    let device =
+        cpu(DryRun::generation(&spec, settings, WeightStorage::new(&types), 100).unwrap().peak_bytes());
+    let mut decoder = Decoder::with_storage(&device, spec, settings, WeightStorage::new(&types)).unwrap();
     decoder.load(load(&files)).unwrap();
     let tokenizer = files.tokenizer().unwrap();
     let mut session = Session::new(decoder, &settings);

@@ -62,7 +62,7 @@ fn whole_windows(
     let most = (TOKENS_PER_PASS / longest.max(1)).clamp(1, windows.len().max(1) as u64);
     let chunk = loss_chunk_tokens(files.spec().vocab_size, most * longest);
     let types = |p: &Parameter| model.weight_type(p);
-    let storage = WeightStorage { types: &types, adapters: model.adapters() };
+    let storage = WeightStorage { types: &types, adapters: model.adapters(), trained: false };
     let dry_run = DryRun::evaluation(files.spec(), precision, storage, most, longest, chunk)?;
     let device = engine.device(&dry_run, args.memory)?;
     let mut evaluator =
@@ -105,7 +105,7 @@ fn through_the_cache(
     let context = windows.longest().max(1) as u64;
     let settings = DecodeSettings { precision, cache, context, prompt_chunk_tokens: CACHED_CHUNK_TOKENS };
     let types = |p: &Parameter| model.weight_type(p);
-    let storage = WeightStorage { types: &types, adapters: model.adapters() };
+    let storage = WeightStorage { types: &types, adapters: model.adapters(), trained: false };
     let chunk = loss_chunk_tokens(files.spec().vocab_size, CACHED_CHUNK_TOKENS);
     let dry_run = DryRun::cached_evaluation(files.spec(), settings, storage, chunk)?;
     let device = engine.device(&dry_run, args.memory)?;

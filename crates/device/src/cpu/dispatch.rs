@@ -10,7 +10,7 @@ use super::kernels::column_sums::MAX_PARTIAL_COLUMNS;
 use super::kernels::rms_norm::Weight;
 use super::kernels::rope::Angles;
 use super::kernels::{
-    Exec, Simd, activation, attention, cache, cast, column_sums, cross_entropy, dropout, elementwise,
+    Exec, Simd, activation, attention, cache, cast, column_sums, cross_entropy, dora, dropout, elementwise,
     embedding, int8, layer_norm, random, rms_norm, rope, subspace, sum_squares, update,
 };
 use super::slices::Slices;
@@ -237,6 +237,26 @@ impl Cpu {
             Op::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute } => {
                 let sums = t.sums(dweight, rounding);
                 self.matmul(compute, t.transposed(dout), t.matrix(x), sums, accumulate);
+            }
+            Op::RowSquares { x, out } => {
+                dora::row_squares(exec, t.bytes(x), x.dtype(), t.f32s_mut(out), x.columns() as usize);
+            }
+            Op::RowLengths { squares, cross, gram, b, scale, lengths } => {
+                let [squares, cross, gram, b] = [squares, cross, gram, b].map(|tensor| t.f32s(tensor));
+                let of = dora::Sum { squares, cross, gram, b, scale };
+                dora::row_lengths(exec, of, t.f32s_mut(lengths));
+            }
+            Op::ScaleColumns { x, factors, divisors, bias, out, accumulate } => {
+                let divisors = divisors.map(|divisors| t.f32s(divisors));
+                let factors = dora::ColumnFactors { factors: t.f32s(factors), divisors };
+                let bias = bias.map(|bias| t.floats(bias));
+                dora::scale_columns(exec, t.floats(x), factors, bias, t.floats_mut(out), accumulate);
+            }
+            Op::ColumnDots { a, b, divisors, out, accumulate } => {
+                fits_workspace(name, divisors, 1)?;
+                let partials = bytemuck::cast_slice_mut(workspace);
+                let (a, b, divisors) = (t.floats(a), t.floats(b), t.f32s(divisors));
+                dora::column_dots(exec, a, b, divisors, t.floats_mut(out), accumulate, partials);
             }
             Op::BiasBackward { dout, dbias, accumulate } => {
                 let partials = bytemuck::cast_slice_mut(workspace);

@@ -1,6 +1,7 @@
 //! Every kernel against plain f64 versions written for reading.
 
 mod activations;
+mod adapters;
 mod attention;
 mod cache;
 mod dequantize;

@@ -75,7 +75,7 @@ fn rms_norm_backward() {
                     rstd: &t[2],
                     dout: &t[3],
                     dx: &t[4],
-                    dweight: &t[5],
+                    dweight: Some(&t[5]),
                     accumulate_weight,
                 },
                 &[
@@ -154,8 +154,8 @@ fn layer_norm_backward() {
                 rstd: &t[3],
                 dout: &t[4],
                 dx: &t[5],
-                dweight: &t[6],
-                dbias: &t[7],
+                dweight: Some(&t[6]),
+                dbias: Some(&t[7]),
                 accumulate_weight,
             },
             &[

@@ -21,7 +21,6 @@ use crate::parameters::{Adapted, BlockId, LoraPart, Parameter, Role};
 use crate::safetensors::{NewTensor, StoredDType, write_tensors};
 use crate::source::{ModelError, RowOrder, WeightSource};
 use crate::spec::ModelSpec;
-use crate::transcode::RowSource;
 
 /// A tensor with an adapter.
 #[derive(Clone, Debug, PartialEq)]
@@ -382,11 +381,11 @@ fn trained_base(
         let module = tensor.name.trim_end_matches(".weight").trim_end_matches(".bias");
         let mut named = false;
         for (name, found) in &mut whole {
-            // A tied head is the embedding.
+            // By what the name ends with, as PEFT does it. A tied head is the embedding.
             let tied = *name == "lm_head"
                 && spec.tie_word_embeddings
                 && tensor.parts.iter().any(|part| part.role == Role::TokenEmbedding);
-            if ends_with_name(module, name) || tied {
+            if module.ends_with(name) || tied {
                 (named, *found) = (true, true);
             }
         }
@@ -462,6 +461,7 @@ fn adapter_values(
             let magnitudes = lows.first().and_then(|(low, _)| low.magnitudes.as_ref());
             magnitudes.and_then(|m| m.get(rows)).map(<[f32]>::to_vec).unwrap_or_default()
         }
+        LoraPart::Squares => Vec::new(),
     }
 }
 
@@ -539,17 +539,14 @@ impl AdapterSet {
             let values = adapter_values(&self.adapters, spec, &self.layout, parameter);
             return encode(&values, dtype, out).map_err(wrong);
         }
-        let place = super::stored_place(spec, parameter);
-        let replaces = |(adapter, _): &&(Adapter, f32)| {
-            place.as_ref().is_some_and(|(name, _)| adapter.replaced().contains_key(name))
-        };
-        match self.adapters.iter().find(replaces) {
-            Some((adapter, _)) => {
-                let mut values = vec![0.0; parameter.elements() as usize];
-                adapter.merged(spec, base).rows(parameter, 0..parameter.rows(), &mut values)?;
-                encode(&values, dtype, out).map_err(wrong)
+        let name = super::stored_place(spec, parameter).map(|(name, _)| name).unwrap_or_default();
+        for (adapter, _) in self.adapters.iter().filter(|(adapter, _)| adapter.replaced().contains_key(&name))
+        {
+            let mut values = vec![0.0; parameter.elements() as usize];
+            if adapter.replace_rows(spec, parameter, 0..parameter.rows(), &mut values) {
+                return encode(&values, dtype, out).map_err(wrong);
             }
-            None => base.read_into(parameter, dtype, out),
         }
+        base.read_into(parameter, dtype, out)
     }
 }

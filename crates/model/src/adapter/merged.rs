@@ -23,24 +23,43 @@ impl Adapter {
     }
 }
 
-impl RowSource for Merged<'_> {
-    fn rows(&self, parameter: &Parameter, rows: Range<u64>, out: &mut [f32]) -> Result<(), ModelError> {
-        self.base.read_rows(parameter, rows.clone(), out)?;
-        let Some((name, first)) = stored_place(self.spec, parameter) else { return Ok(()) };
+impl Adapter {
+    /// Writes rows of a parameter that the adapter replaces; `false`, and nothing done, where it replaces none of it.
+    pub(crate) fn replace_rows(
+        &self,
+        spec: &ModelSpec,
+        parameter: &Parameter,
+        rows: Range<u64>,
+        out: &mut [f32],
+    ) -> bool {
+        let place = stored_place(spec, parameter);
+        let Some((matrix, first)) = place.and_then(|(name, first)| Some((self.replaced.get(&name)?, first)))
+        else {
+            return false;
+        };
         let columns = parameter.shape.get(1).copied().unwrap_or(1) as usize;
-        let stored = (first + rows.start) as usize;
-        if let Some(matrix) = self.adapter.replaced.get(&name) {
-            // Biases and matrices alike; a matrix stored transposed has other columns.
-            for (row, out) in (stored..).zip(out.chunks_exact_mut(columns.max(1))) {
-                if matrix.columns == columns {
-                    out.copy_from_slice(matrix.row(row));
-                } else {
-                    for (column, out) in out.iter_mut().enumerate() {
-                        *out = matrix.row(column).get(row).copied().unwrap_or(0.0);
-                    }
+        // Biases and matrices alike; a matrix stored transposed has other columns.
+        for (row, out) in ((first + rows.start) as usize..).zip(out.chunks_exact_mut(columns.max(1))) {
+            if matrix.columns == columns {
+                out.copy_from_slice(matrix.row(row));
+            } else {
+                for (column, out) in out.iter_mut().enumerate() {
+                    *out = matrix.row(column).get(row).copied().unwrap_or(0.0);
                 }
             }
         }
+        true
+    }
+}
+
+impl RowSource for Merged<'_> {
+    fn rows(&self, parameter: &Parameter, rows: Range<u64>, out: &mut [f32]) -> Result<(), ModelError> {
+        if !self.adapter.replace_rows(self.spec, parameter, rows.clone(), out) {
+            self.base.read_rows(parameter, rows.clone(), out)?;
+        }
+        let Some((name, first)) = stored_place(self.spec, parameter) else { return Ok(()) };
+        let columns = parameter.shape.get(1).copied().unwrap_or(1) as usize;
+        let stored = (first + rows.start) as usize;
         if let Some(low) = self.adapter.low_rank.get(&name) {
             for (row, out) in (stored..).zip(out.chunks_exact_mut(columns.max(1))) {
                 low.add_to_row(row, out);

@@ -56,6 +56,8 @@ section! {
         alpha_pattern: Patterns<f64>, "none";
         /// Whether the factor is alpha / sqrt(rank) instead (rsLoRA).
         use_rslora: bool = false;
+        /// Whether rows of adapted weights have lengths of their own, which are trained (DoRA).
+        use_dora: bool = false;
         /// Which biases are trained too.
         bias: LoraBias = LoraBias::None;
         /// Modules that are trained whole, such as embed_tokens or lm_head.
@@ -80,6 +82,7 @@ impl LoraOptions {
             rank_pattern: patterns.into_iter().map(|(pattern, rank)| (pattern, rank as usize)).collect(),
             alpha_pattern: self.alpha_pattern.clone().unwrap_or_default().0,
             use_rslora: self.use_rslora(),
+            use_dora: self.use_dora(),
             bias: match self.bias() {
                 LoraBias::None => AdapterBias::None,
                 LoraBias::All => AdapterBias::All,

@@ -9,6 +9,7 @@ pub(super) mod cache;
 pub(super) mod cast;
 pub(super) mod column_sums;
 pub(super) mod cross_entropy;
+pub(super) mod dora;
 pub(super) mod dropout;
 pub(super) mod elementwise;
 pub(super) mod embedding;

@@ -116,6 +116,27 @@ pub fn dequantize(isa: Isa, dtype: DType, stored: &[u8], out: &mut [f32]) -> Opt
     Some(())
 }
 
+/// Elements from `first` on of the `total` that `stored` holds, of any type; beginnings inside blocks are slower.
+///
+/// `None`, and nothing done, where `stored` holds another number of elements, or too few.
+pub(in crate::cpu) fn read_elements(
+    dtype: DType,
+    stored: &[u8],
+    total: usize,
+    first: usize,
+    out: &mut [f32],
+) -> Option<()> {
+    let end = first.checked_add(out.len())?;
+    if dtype.bytes_for(total as u64) != Some(stored.len() as u64) || end > total {
+        return None;
+    }
+    for (index, out) in (first..end).zip(out) {
+        // SAFETY: `stored` holds all blocks of `total` elements, of which this is one.
+        *out = unsafe { storage::element(dtype, stored.as_ptr(), index) };
+    }
+    Some(())
+}
+
 /// A product to compute.
 #[derive(Clone, Copy)]
 struct Product {
