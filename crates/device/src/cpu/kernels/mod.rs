@@ -11,6 +11,7 @@ pub(super) mod column_sums;
 pub(super) mod cross_entropy;
 pub(super) mod elementwise;
 pub(super) mod embedding;
+pub(super) mod fp8;
 pub(super) mod int8;
 pub(super) mod layer_norm;
 mod math;
