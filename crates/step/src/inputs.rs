@@ -6,6 +6,7 @@ use plimsoll_model::ModelSpec;
 
 use crate::StepError;
 use crate::context::{Context, attention_shape};
+use crate::linear::Multiply;
 use crate::rope::RopeTables;
 use crate::settings::{AttentionKind, MicroBatch, Precision};
 
@@ -76,6 +77,7 @@ impl Inputs {
             spec,
             activations: precision.activations,
             compute: precision.compute(),
+            linears: Multiply::of(precision),
             ropes,
             rope: ropes.of(false),
             positions: &self.positions,

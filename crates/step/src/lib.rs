@@ -35,7 +35,7 @@ pub use optimizer::{
 };
 pub use policy::{Checkpointing, Compression, Group, Groups, LayerPolicy, Save, SavePolicy};
 pub use settings::{
-    AttentionKind, GradientClipping, LossScaling, MicroBatch, NormSource, Precision, StepSettings,
+    AttentionKind, GradientClipping, Linears, LossScaling, MicroBatch, NormSource, Precision, StepSettings,
     UpdateTiming,
 };
 pub use store::{BlockWeights, ResidentStore, WeightStore};

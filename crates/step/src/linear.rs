@@ -1,10 +1,65 @@
 //! A linear: a weight in some storage, an optional bias. y = x W^T + b.
 
-use plimsoll_device::{Compute, Device, Op, Tensor};
+use plimsoll_device::{Compute, DType, Device, Op, Tensor};
+use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Role};
 
 use crate::StepError;
 use crate::gradients::Gradients;
+use crate::settings::{Linears, Precision};
+
+/// How operands are multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Multiply {
+    /// As they are, in this precision.
+    Plain(Compute),
+    /// In 8-bit floats.
+    Fp8,
+}
+
+impl Multiply {
+    /// The products of a block's linears.
+    pub fn of(precision: Precision) -> Multiply {
+        match precision.linears {
+            Linears::Plain => Multiply::Plain(precision.compute()),
+            Linears::Fp8 => Multiply::Fp8,
+        }
+    }
+
+    /// The tensor as it is multiplied: in 8-bit floats of `dtype`, unless it is stored in codes already.
+    pub fn operand<D: Device>(self, device: &D, x: &Tensor, dtype: DType) -> Result<Tensor, StepError> {
+        if self != Multiply::Fp8 || !x.dtype().is_float() {
+            return Ok(x.clone());
+        }
+        let out = device.alloc(dtype, x.shape().dims(), Tag::Activations, "fp8")?;
+        device.run(Op::QuantizeFp8 { x, out: &out })?;
+        Ok(out)
+    }
+
+    /// An input or a weight as it is multiplied.
+    pub fn input<D: Device>(self, device: &D, x: &Tensor) -> Result<Tensor, StepError> {
+        self.operand(device, x, DType::F8E4m3)
+    }
+
+    /// The gradient of an output as it is multiplied: of a wider range.
+    pub fn gradient<D: Device>(self, device: &D, dout: &Tensor) -> Result<Tensor, StepError> {
+        self.operand(device, dout, DType::F8E5m2)
+    }
+
+    /// 8-bit floats are bf16 numbers: their products are exact in bf16.
+    fn compute(self) -> Compute {
+        match self {
+            Multiply::Plain(compute) => compute,
+            Multiply::Fp8 => Compute::Bf16,
+        }
+    }
+}
+
+impl From<Compute> for Multiply {
+    fn from(compute: Compute) -> Multiply {
+        Multiply::Plain(compute)
+    }
+}
 
 /// A linear of a gathered block.
 pub(crate) struct Linear<'a> {
@@ -35,9 +90,12 @@ impl Linear<'_> {
         x: &Tensor,
         out: &Tensor,
         accumulate: bool,
-        compute: Compute,
+        multiply: impl Into<Multiply>,
     ) -> Result<(), StepError> {
-        device.run(Op::Linear { x, weight: self.weight, bias: self.bias, out, accumulate, compute })?;
+        let multiply = multiply.into();
+        let (x, weight) = (&multiply.input(device, x)?, &multiply.input(device, self.weight)?);
+        let compute = multiply.compute();
+        device.run(Op::Linear { x, weight, bias: self.bias, out, accumulate, compute })?;
         Ok(())
     }
 
@@ -48,9 +106,12 @@ impl Linear<'_> {
         dout: &Tensor,
         dx: &Tensor,
         accumulate: bool,
-        compute: Compute,
+        multiply: impl Into<Multiply>,
     ) -> Result<(), StepError> {
-        device.run(Op::LinearBackwardInput { dout, weight: self.weight, dx, accumulate, compute })?;
+        let multiply = multiply.into();
+        let (dout, weight) = (&multiply.gradient(device, dout)?, &multiply.input(device, self.weight)?);
+        let compute = multiply.compute();
+        device.run(Op::LinearBackwardInput { dout, weight, dx, accumulate, compute })?;
         Ok(())
     }
 
@@ -61,11 +122,20 @@ impl Linear<'_> {
         gradients: &mut Gradients,
         dout: &Tensor,
         x: &Tensor,
-        compute: Compute,
+        multiply: impl Into<Multiply>,
     ) -> Result<(), StepError> {
+        let multiply = multiply.into();
         let (dweight, accumulate) = gradients.target(device, self.block, self.role)?;
         let rounding = gradients.rounding(self.block, self.role);
-        device.run(Op::LinearBackwardWeight { dout, x, dweight: &dweight, accumulate, rounding, compute })?;
+        let (narrow, x) = (&multiply.gradient(device, dout)?, &multiply.input(device, x)?);
+        device.run(Op::LinearBackwardWeight {
+            dout: narrow,
+            x,
+            dweight: &dweight,
+            accumulate,
+            rounding,
+            compute: multiply.compute(),
+        })?;
         if self.bias.is_some() {
             let (dbias, accumulate) = gradients.target(device, self.block, self.bias_role)?;
             device.run(Op::BiasBackward { dout, dbias: &dbias, accumulate })?;

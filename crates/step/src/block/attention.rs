@@ -25,7 +25,7 @@ pub(super) fn project_qkv<D: Device>(
         let linear = weights.linear(weight, bias)?;
         let out =
             ctx.device.alloc(ctx.activations, &[normed.rows(), linear.outputs()], Tag::Attention, name)?;
-        linear.forward(ctx.device, normed, &out, false, ctx.compute)?;
+        linear.forward(ctx.device, normed, &out, false, ctx.linears)?;
         Ok(out)
     };
     let mut q = project(Role::QProj, Role::QBias, "q")?;
@@ -123,7 +123,7 @@ pub(super) fn project_out<D: Device>(
     accumulate: bool,
 ) -> Result<(), StepError> {
     let o_proj = weights.linear(Role::OProj, Role::OBias)?;
-    o_proj.forward(ctx.device, attended, out, accumulate, ctx.compute)
+    o_proj.forward(ctx.device, attended, out, accumulate, ctx.linears)
 }
 
 /// Returns the gradient of the attention's normed input `[N, H]`.
@@ -141,9 +141,9 @@ pub(super) fn backward<D: Device>(
     let alloc =
         |like: &Tensor, name| device.alloc(ctx.activations, &[rows, like.columns()], Tag::Attention, name);
     let o_proj = weights.linear(Role::OProj, Role::OBias)?;
-    o_proj.backward_weight(device, gradients, dx, &attended.out, ctx.compute)?;
+    o_proj.backward_weight(device, gradients, dx, &attended.out, ctx.linears)?;
     let dout = alloc(&attended.out, "dattention")?;
-    o_proj.backward_input(device, dx, &dout, false, ctx.compute)?;
+    o_proj.backward_input(device, dx, &dout, false, ctx.linears)?;
     let (dq, dk, dv) = (alloc(&qkv.q, "dq")?, alloc(&qkv.k, "dk")?, alloc(&qkv.v, "dv")?);
     let delta = device.alloc(DType::F32, attended.lse.shape().dims(), Tag::Attention, "delta")?;
     let sums = match ctx.activations {
@@ -186,12 +186,12 @@ pub(super) fn backward<D: Device>(
         [(dq, Role::QProj, Role::QBias), (dk, Role::KProj, Role::KBias), (dv, Role::VProj, Role::VBias)]
     {
         let linear = weights.linear(weight, bias)?;
-        linear.backward_weight(device, gradients, &gradient, normed, ctx.compute)?;
+        linear.backward_weight(device, gradients, &gradient, normed, ctx.linears)?;
         let (out, accumulate) = match dnormed.take() {
             Some(out) => (out, true),
             None => (activation_tensor(ctx, rows, linear.inputs(), "dnorm")?, false),
         };
-        linear.backward_input(device, &gradient, &out, accumulate, ctx.compute)?;
+        linear.backward_input(device, &gradient, &out, accumulate, ctx.linears)?;
         dnormed = Some(out);
     }
     dnormed.ok_or(StepError::MissingWeight { block: weights.block(), role: Role::QProj })

@@ -20,7 +20,7 @@ pub(super) fn project_inner<D: Device>(
     let project = |weight, bias, name| -> Result<Tensor, StepError> {
         let linear = weights.linear(weight, bias)?;
         let out = activation_tensor(ctx, normed.rows(), linear.outputs(), name)?;
-        linear.forward(ctx.device, normed, &out, false, ctx.compute)?;
+        linear.forward(ctx.device, normed, &out, false, ctx.linears)?;
         Ok(out)
     };
     let gate = match ctx.spec.mlp.gated {
@@ -34,13 +34,13 @@ pub(super) fn project_inner<D: Device>(
 pub(super) fn activate<D: Device>(ctx: &Context<'_, D>, inner: &Inner) -> Result<Tensor, StepError> {
     let out = activation_tensor(ctx, inner.up.rows(), inner.up.columns(), "activation")?;
     activate_into(ctx, inner, &out)?;
-    Ok(out)
+    ctx.linears.input(ctx.device, &out)
 }
 
 /// The activation in the memory of its input.
 pub(super) fn activate_in_place<D: Device>(ctx: &Context<'_, D>, inner: Inner) -> Result<Tensor, StepError> {
     activate_into(ctx, &inner, &inner.up)?;
-    Ok(inner.up)
+    ctx.linears.input(ctx.device, &inner.up)
 }
 
 fn activate_into<D: Device>(ctx: &Context<'_, D>, inner: &Inner, out: &Tensor) -> Result<(), StepError> {
@@ -61,7 +61,7 @@ pub(super) fn project_down<D: Device>(
     accumulate: bool,
 ) -> Result<(), StepError> {
     let down = weights.linear(Role::DownProj, Role::DownBias)?;
-    down.forward(ctx.device, activation, out, accumulate, ctx.compute)
+    down.forward(ctx.device, activation, out, accumulate, ctx.linears)
 }
 
 /// out (+)= the whole part, of which nothing is kept: only a chunk of tokens is `[., I]` wide at a time.
@@ -74,7 +74,8 @@ pub(super) fn in_chunks<D: Device>(
     accumulate: bool,
 ) -> Result<(), StepError> {
     for (start, end) in chunks(normed.rows(), chunk) {
-        let inner = project_inner(ctx, weights, &rows(normed, start, end)?)?;
+        let normed = ctx.linears.input(ctx.device, &rows(normed, start, end)?)?;
+        let inner = project_inner(ctx, weights, &normed)?;
         let activation = activate_in_place(ctx, inner)?;
         project_down(ctx, weights, &activation, &rows(out, start, end)?, accumulate)?;
     }
@@ -106,7 +107,7 @@ pub(super) fn backward_in_chunks<D: Device>(
 ) -> Result<Tensor, StepError> {
     let dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
     for (start, end) in chunks(normed.rows(), chunk) {
-        let normed = rows(normed, start, end)?;
+        let normed = ctx.linears.input(ctx.device, &rows(normed, start, end)?)?;
         let inner = project_inner(ctx, weights, &normed)?;
         let activation = activate(ctx, &inner)?;
         let dout = rows(dout, start, end)?;
@@ -132,10 +133,15 @@ fn backward_into<D: Device>(
     gradients: &mut Gradients,
 ) -> Result<Tensor, StepError> {
     let down = weights.linear(Role::DownProj, Role::DownBias)?;
-    down.backward_weight(ctx.device, gradients, dout, &activation, ctx.compute)?;
-    // The activation has served; its gradient takes its place.
-    let dactivation = activation;
-    down.backward_input(ctx.device, dout, &dactivation, false, ctx.compute)?;
+    down.backward_weight(ctx.device, gradients, dout, &activation, ctx.linears)?;
+    // The activation has served; its gradient takes its place, if that is wide enough.
+    let dactivation = if activation.dtype() == ctx.activations {
+        activation
+    } else {
+        drop(activation);
+        activation_tensor(ctx, dout.rows(), down.inputs(), "dactivation")?
+    };
+    down.backward_input(ctx.device, dout, &dactivation, false, ctx.linears)?;
     let Inner { gate, up } = inner;
     // The gradients overwrite the activations that they are the gradients of.
     ctx.device.run(match &gate {
@@ -156,14 +162,14 @@ fn backward_into<D: Device>(
         None => None,
     };
     if let Some((gate_proj, dgate)) = &gated {
-        gate_proj.backward_weight(ctx.device, gradients, dgate, normed, ctx.compute)?;
+        gate_proj.backward_weight(ctx.device, gradients, dgate, normed, ctx.linears)?;
     }
-    up_proj.backward_weight(ctx.device, gradients, &up, normed, ctx.compute)?;
+    up_proj.backward_weight(ctx.device, gradients, &up, normed, ctx.linears)?;
     let dnormed = dnormed()?;
     let accumulate = gated.is_some();
     if let Some((gate_proj, dgate)) = gated {
-        gate_proj.backward_input(ctx.device, &dgate, &dnormed, false, ctx.compute)?;
+        gate_proj.backward_input(ctx.device, &dgate, &dnormed, false, ctx.linears)?;
     }
-    up_proj.backward_input(ctx.device, &up, &dnormed, accumulate, ctx.compute)?;
+    up_proj.backward_input(ctx.device, &up, &dnormed, accumulate, ctx.linears)?;
     Ok(dnormed)
 }
