@@ -71,7 +71,7 @@ pub struct ConfigSource {
     /// Load line, for example 8GiB (memory.device_budget)
     #[arg(long, value_name = "SIZE")]
     pub budget: Option<String>,
-    /// f32 or bf16 (training.mixed_precision)
+    /// f32, bf16, fp16 or fp8 (training.mixed_precision)
     #[arg(long, value_name = "TYPE")]
     pub mixed_precision: Option<String>,
     /// none or full (training.gradient_checkpointing)

@@ -88,6 +88,7 @@ impl<'a> Op<'a> {
             Op::ColumnDots { a, b, divisors, out, .. } => (vec![a, b, divisors], vec![out], vec![]),
             Op::QuantizeInt8 { x, codes, scales, .. } => (vec![x], vec![codes, scales], vec![]),
             Op::DequantizeInt8 { codes, scales, out, .. } => (vec![codes, scales], vec![out], vec![]),
+            Op::QuantizeFp8 { x, out } => (vec![x], vec![out], vec![]),
             Op::SumSquares { x, out } => (vec![x], vec![out], vec![]),
             Op::Update(update) => return update.access(),
             Op::AdamDirection { grad, m, v, out, .. } => {
@@ -139,7 +140,7 @@ impl<'a> Op<'a> {
                 check.same_size(x, out);
                 let u32s = [x, out].map(|t| t.dtype() == DType::U32);
                 check.that(u32s[0] == u32s[1], || format!("{x:?} and {out:?}: u32 casts only to itself"));
-                let codes = |t: &Tensor| t.dtype().is_block() || matches!(t.dtype(), DType::I8 | DType::U8);
+                let codes = |t: &Tensor| !t.dtype().is_float() && t.dtype() != DType::U32;
                 check.that(!codes(x) && !codes(out), || format!("{x:?} to {out:?}: codes are not cast"));
             }
             Op::Add { a, b, out } => {
@@ -194,7 +195,8 @@ impl<'a> Op<'a> {
                 [mean, rstd].into_iter().for_each(|t| check.f32_vector(t, x.rows()));
             }
             Op::Linear { x, weight, bias, out, .. } => {
-                [x, out].into_iter().for_each(|t| check.float(t));
+                check.operand(x);
+                check.float(out);
                 check.weight(weight);
                 check.linear(x, weight, out);
                 if let Some(bias) = bias {
@@ -203,12 +205,14 @@ impl<'a> Op<'a> {
                 }
             }
             Op::LinearBackwardInput { dout, weight, dx, .. } => {
-                [dout, dx].into_iter().for_each(|t| check.float(t));
+                check.operand(dout);
+                check.float(dx);
                 check.weight(weight);
                 check.linear(dx, weight, dout);
             }
             Op::LinearBackwardWeight { dout, x, dweight, .. } => {
-                [dout, x, dweight].into_iter().for_each(|t| check.float(t));
+                [dout, x].into_iter().for_each(|t| check.operand(t));
+                check.float(dweight);
                 check.linear(x, dweight, dout);
             }
             Op::RowSquares { x, out } => {
@@ -334,6 +338,11 @@ impl<'a> Op<'a> {
                 check.that(block > 0, || "runs of no elements".to_owned());
                 check.f32_vector(scales, x.elements().div_ceil(block.max(1)));
             }
+            Op::QuantizeFp8 { x, out } => {
+                check.float(x);
+                check.that(out.dtype().is_fp8(), || format!("{out:?} is not e4m3 or e5m2"));
+                check.same_size(x, out);
+            }
             Op::SumSquares { x, out } => {
                 check.float(x);
                 check.f32_vector(out, 1);
@@ -376,8 +385,15 @@ impl Mismatch {
         self.that(t.dtype().is_float(), || format!("{t:?} is not f32, bf16 or f16"));
     }
 
+    /// What a product multiplies beside a weight.
+    fn operand(&mut self, t: &Tensor) {
+        self.that(t.dtype().is_float() || t.dtype().is_fp8(), || {
+            format!("{t:?} is not f32, bf16, f16, e4m3 or e5m2")
+        });
+    }
+
     fn weight(&mut self, t: &Tensor) {
-        self.that(!matches!(t.dtype(), DType::U32 | DType::I8 | DType::U8), || format!("{t:?} is no weight"));
+        self.that(t.dtype().is_weight() || t.dtype().is_fp8(), || format!("{t:?} is no weight"));
         let block = t.dtype().row_multiple();
         self.that(t.columns().is_multiple_of(block), || {
             format!("{t:?}: rows are not whole blocks of {block}")

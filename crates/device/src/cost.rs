@@ -129,6 +129,8 @@ impl Op<'_> {
                 cost.bytes = tokens.bytes() + 2 * rows.bytes();
             }
             Op::Update(update) => cost.bytes += update.further_bytes(),
+            // Once for the largest magnitude, once to round.
+            Op::QuantizeFp8 { x, .. } => cost.bytes += x.bytes(),
             Op::NormRatios { a, b, .. } => cost.bytes = a.bytes() + b.bytes(),
             // A logarithm and a cosine for every element.
             Op::RandomNormal { out, .. } => cost.exps = 2 * out.elements(),

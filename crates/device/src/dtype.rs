@@ -19,6 +19,12 @@ pub enum DType {
     I8,
     /// 8-bit places in a table, whose scales are a tensor of their own.
     U8,
+    /// 8-bit floats of 4 exponent and 3 mantissa bits, 448 at most, without infinity (Micikevicius et al. 2022, "FP8
+    /// formats for deep learning"). An f32 factor, a power of two, stands before the tensor's first element; all
+    /// elements are multiplied by it. Operands of products, made by [`Op::QuantizeFp8`](crate::Op::QuantizeFp8).
+    F8E4m3,
+    /// The same with 5 exponent and 2 mantissa bits, 57344 at most: the upper halves of f16.
+    F8E5m2,
     /// GGUF: blocks of 32, f16 scale, 8-bit signed codes (34 bytes).
     Q8_0,
     /// GGUF: blocks of 32, f16 scale, 4-bit codes less 8 (18 bytes).
@@ -63,16 +69,20 @@ pub enum DType {
 const BLOCKS_PER_FACTOR: u64 = 256;
 /// Bytes of factor and offset.
 const FACTOR_BYTES: u64 = 8;
+/// Bytes of the factor of 8-bit floats.
+pub(crate) const FP8_FACTOR_BYTES: u64 = 4;
 
 impl DType {
     /// Every type.
-    pub const ALL: [DType; 24] = [
+    pub const ALL: [DType; 26] = [
         DType::F32,
         DType::Bf16,
         DType::F16,
         DType::U32,
         DType::I8,
         DType::U8,
+        DType::F8E4m3,
+        DType::F8E5m2,
         DType::Q8_0,
         DType::Q4_0,
         DType::Q4_1,
@@ -97,6 +107,7 @@ impl DType {
     pub fn block_elements(self) -> u64 {
         match self {
             DType::F32 | DType::Bf16 | DType::F16 | DType::U32 | DType::I8 | DType::U8 => 1,
+            DType::F8E4m3 | DType::F8E5m2 => 1,
             DType::Q8_0 | DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 => 32,
             DType::Iq4Nl | DType::Mxfp4 => 32,
             DType::Nf4 | DType::Fp4 | DType::Nf4F32 | DType::Fp4F32 | DType::Int8 => 64,
@@ -113,9 +124,9 @@ impl DType {
         }
     }
 
-    /// Whether rows of whole blocks can be had by themselves: not where factors are shared by blocks of several rows.
+    /// Whether rows of whole blocks can be had by themselves: not where factors are shared by several rows.
     pub fn has_rows(self) -> bool {
-        !matches!(self, DType::Nf4 | DType::Fp4)
+        !matches!(self, DType::Nf4 | DType::Fp4) && !self.is_fp8()
     }
 
     /// Bytes of one block, without factors that several blocks share.
@@ -123,7 +134,7 @@ impl DType {
         match self {
             DType::F32 | DType::U32 => 4,
             DType::Bf16 | DType::F16 => 2,
-            DType::I8 | DType::U8 => 1,
+            DType::I8 | DType::U8 | DType::F8E4m3 | DType::F8E5m2 => 1,
             DType::Q8_0 => 34,
             DType::Q4_0 | DType::Iq4Nl => 18,
             DType::Q4_1 => 20,
@@ -148,13 +159,27 @@ impl DType {
             return None;
         }
         let blocks = elements.div_ceil(self.block_elements());
-        let shared = if self.has_rows() { 0 } else { blocks.div_ceil(BLOCKS_PER_FACTOR) * FACTOR_BYTES };
+        let shared = match self {
+            DType::Nf4 | DType::Fp4 => blocks.div_ceil(BLOCKS_PER_FACTOR) * FACTOR_BYTES,
+            DType::F8E4m3 | DType::F8E5m2 => FP8_FACTOR_BYTES,
+            _ => 0,
+        };
         blocks.checked_mul(self.block_bytes())?.checked_add(shared)
     }
 
-    /// Elements that come with everything needed to read them, wherever such a run of a tensor lies in memory.
+    /// Elements of a weight that come with everything needed to read them, wherever such a run of it lies in memory.
     pub fn run_elements(self) -> u64 {
         if self.has_rows() { self.block_elements() } else { self.block_elements() * BLOCKS_PER_FACTOR }
+    }
+
+    /// Whether weights may be kept in it: not in integers, nor in 8-bit floats, which a step makes of its weights.
+    pub fn is_weight(self) -> bool {
+        !matches!(self, DType::U32 | DType::I8 | DType::U8) && !self.is_fp8()
+    }
+
+    /// Whether it is one of 8-bit floats with a factor for the whole tensor.
+    pub fn is_fp8(self) -> bool {
+        matches!(self, DType::F8E4m3 | DType::F8E5m2)
     }
 
     /// Whether it is a floating-point type that kernels compute on directly.
@@ -186,6 +211,8 @@ impl DType {
             DType::U32 => "u32",
             DType::I8 => "i8",
             DType::U8 => "u8",
+            DType::F8E4m3 => "e4m3",
+            DType::F8E5m2 => "e5m2",
             DType::Q8_0 => "q8_0",
             DType::Q4_0 => "q4_0",
             DType::Q4_1 => "q4_1",
@@ -230,5 +257,6 @@ mod tests {
         assert_eq!(DType::Nf4.bytes_for(1), Some(41));
         assert_eq!(DType::Fp4F32.bytes_for(65), Some(72));
         assert_eq!(DType::Int8.bytes_for(65), None);
+        assert_eq!(DType::F8E4m3.bytes_for(65), Some(69));
     }
 }

@@ -106,7 +106,9 @@ pub enum Op<'a> {
         accumulate_weight: bool,
     },
 
-    /// out (+)= x weight^T + bias; x `[N, I]`, weight `[O, I]`, bias `[O]`, out `[N, O]`.
+    /// out (+)= x weight^T + bias; x `[N, I]`, weight `[O, I]`, bias `[O]`, out `[N, O]`. Here and in the two products
+    /// that follow, operands may be 8-bit floats: their values are bf16 numbers, so that [`Compute::Bf16`] multiplies
+    /// them exactly.
     Linear {
         x: &'a Tensor,
         weight: &'a Tensor,
@@ -247,6 +249,12 @@ pub enum Op<'a> {
     /// out = codes times their scales: what [`Op::QuantizeInt8`] left of x, wrong by half a scale at most.
     DequantizeInt8 { codes: &'a Tensor, scales: &'a Tensor, block: u64, out: &'a Tensor },
 
+    /// out = x in the 8-bit floats of out's type, to nearest even, with the smallest power of two as its factor that lets
+    /// the largest magnitude of x fit: just-in-time scaling of a tensor. A factor of that kind makes rounding the only
+    /// error, and quantising the result, or some rows of it, again gives the same numbers. Where a number of x is not
+    /// finite no number of out is one.
+    QuantizeFp8 { x: &'a Tensor, out: &'a Tensor },
+
     /// `out[0]` = sum of squares of x; out f32 `[1]`. Summed in f64 over pieces of a fixed size, in order.
     SumSquares { x: &'a Tensor, out: &'a Tensor },
     /// One step of an optimizer on a parameter: see [`Update`].
@@ -302,6 +310,7 @@ impl Op<'_> {
             Op::ColumnDots { .. } => "column_dots",
             Op::QuantizeInt8 { .. } => "quantize_int8",
             Op::DequantizeInt8 { .. } => "dequantize_int8",
+            Op::QuantizeFp8 { .. } => "quantize_fp8",
             Op::SumSquares { .. } => "sum_squares",
             Op::Update(update) => update.name(),
             Op::AdamDirection { .. } => "adam_direction",

@@ -42,7 +42,7 @@ pub enum ConversionError {
 pub fn convert(from: DType, source: &[u8], to: DType, out: &mut [u8]) -> Result<(), ConversionError> {
     let copied = from == to && (from.is_block() || from.is_float() && cfg!(target_endian = "little"));
     let encode = match encoder(to) {
-        Some(encode) if !matches!(from, DType::U32 | DType::I8 | DType::U8) => Some(encode),
+        Some(encode) if from.is_weight() => Some(encode),
         None if copied => None,
         _ => return Err(ConversionError::Unsupported { from, to }),
     };

@@ -72,7 +72,7 @@ fn changes(choice: &Choice) -> Vec<Change> {
             weights: DType::Bf16,
             activations: DType::Bf16,
             gradients: DType::Bf16,
-            master_weights: false,
+            ..Precision::F32
         },
         ..s.clone()
     };

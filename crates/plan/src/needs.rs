@@ -36,12 +36,8 @@ pub struct Need {
 /// # Errors
 /// The model cannot be run: its sizes overflow or contradict each other.
 pub fn needs(spec: &ModelSpec, weight_types: &dyn Fn(&Parameter) -> DType) -> Result<Vec<Need>, StepError> {
-    let bf16 = Precision {
-        weights: DType::Bf16,
-        activations: DType::Bf16,
-        gradients: DType::F32,
-        master_weights: true,
-    };
+    let bf16 =
+        Precision { weights: DType::Bf16, activations: DType::Bf16, master_weights: true, ..Precision::F32 };
     let tokens = TOKENS.min(spec.max_position_embeddings).max(2);
     let mut config = RawConfig::default();
     config.data.sequence_length = Some(tokens);

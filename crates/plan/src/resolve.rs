@@ -4,8 +4,8 @@
 use plimsoll_device::DType;
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
-    AttentionKind, Checkpointing, GradientClipping, Group, LossScaling, NormSource, Precision, StepError,
-    StepSettings, TrainingMethod, UpdateTiming,
+    AttentionKind, Checkpointing, GradientClipping, Group, Linears, LossScaling, NormSource, Precision,
+    StepError, StepSettings, TrainingMethod, UpdateTiming,
 };
 
 use crate::config::{
@@ -128,12 +128,19 @@ fn precisions(training: &TrainingConfig, method: &TrainingMethod) -> Vec<Precisi
         activations: DType::Bf16,
         gradients: gradients(if master_weights || !trains_narrow { DType::F32 } else { DType::Bf16 }),
         master_weights,
+        ..Precision::F32
+    };
+    // f32 weights are their own masters: no product of a block reads them as they are.
+    let fp8 = |master_weights| match master_weights {
+        true => Precision { gradients: gradients(DType::F32), ..Precision::FP8 },
+        false => Precision { linears: Linears::Fp8, ..bf16(false) },
     };
     // Without masters updates are rounded stochastically: that is for the user to choose.
     let masters = training.master_weights().set() != Some(MasterWeights::None) && trains_narrow;
     match training.mixed_precision().set() {
         Some(MixedPrecision::F32) => vec![f32],
         Some(MixedPrecision::Bf16) => vec![bf16(masters)],
+        Some(MixedPrecision::Fp8) => vec![fp8(masters)],
         // Updates of half a step's rounding vanish in f16: there are always masters.
         Some(MixedPrecision::Fp16) => {
             let gradients = gradients(DType::F32);
@@ -249,18 +256,20 @@ pub fn loss_chunk_tokens(vocab_size: u64, tokens: u64) -> u64 {
 /// The configuration with every `auto` of the step replaced by what was chosen: it can be run again.
 pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
     let mut resolved = config.clone();
-    let Precision { weights, gradients, master_weights, .. } = choice.settings.precision;
-    let narrow = weights != DType::F32;
+    let Precision { weights, gradients, master_weights, linears, .. } = choice.settings.precision;
+    let fp8 = linears == Linears::Fp8;
+    let narrow = fp8 || weights != DType::F32;
     let training = &mut resolved.training;
     training.batch_size = Some(Auto::Set(choice.settings.batch_size));
     training.gradient_accumulation_steps = Some(Auto::Set(choice.accumulation));
     training.effective_batch_size = Some(Auto::Set(choice.settings.batch_size * choice.accumulation));
     training.mixed_precision = Some(Auto::Set(match weights {
+        _ if fp8 => MixedPrecision::Fp8,
         DType::Bf16 => MixedPrecision::Bf16,
         DType::F16 => MixedPrecision::Fp16,
         _ => MixedPrecision::F32,
     }));
-    training.master_weights = narrow.then_some(Auto::Set(match master_weights {
+    training.master_weights = narrow.then_some(Auto::Set(match master_weights || weights == DType::F32 {
         true => MasterWeights::F32,
         false => MasterWeights::None,
     }));

@@ -1,7 +1,7 @@
 //! The low-rank adapter of a linear or an embedding (LoRA, Hu et al. 2021): beside y = x W^T comes s (x A^T) B^T. Nothing
 //! of the weight's size is made, forward or backward: what is `[N, r]` wide is computed again where it is needed.
 
-use plimsoll_device::{Device, Op, Rounding, Tensor};
+use plimsoll_device::{Compute, DType, Device, Op, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Role};
 
@@ -62,12 +62,11 @@ impl LowRank<'_> {
         weight: &Tensor,
     ) -> Result<Tensor, StepError> {
         let (rank, outputs) = (self.a.rows(), weight.rows());
-        let alloc =
-            |sizes: &[u64], name| device.alloc(plimsoll_device::DType::F32, sizes, Tag::Workspace, name);
+        let alloc = |sizes: &[u64], name| device.alloc(DType::F32, sizes, Tag::Workspace, name);
         let cross = alloc(&[rank, outputs], "dora.cross")?;
         let gram = alloc(&[rank, rank], "dora.gram")?;
         for (weight, out) in [(weight, &cross), (self.a, &gram)] {
-            let compute = plimsoll_device::Compute::F32;
+            let compute = Compute::F32;
             device.run(Op::Linear { x: self.a, weight, bias: None, out, accumulate: false, compute })?;
         }
         let lengths = alloc(&[outputs], "dora.lengths")?;
@@ -96,11 +95,12 @@ impl LowRank<'_> {
         x: &Tensor,
     ) -> Result<Tensor, StepError> {
         let h = self.inner(ctx, x)?;
-        gradients.add_product(ctx, self.block, self.b_role, dout, &h)?;
+        gradients.add_product(ctx.device, self.block, self.b_role, dout, &h, ctx.compute)?;
         drop(h);
         let dh = self.inner_gradient(ctx, dout)?;
         let dropped = self.dropped(ctx, x)?;
-        gradients.add_product(ctx, self.block, self.a_role, &dh, dropped.as_ref().unwrap_or(x))?;
+        let x = dropped.as_ref().unwrap_or(x);
+        gradients.add_product(ctx.device, self.block, self.a_role, &dh, x, ctx.compute)?;
         Ok(dh)
     }
 
@@ -141,7 +141,7 @@ impl LowRank<'_> {
         dout: &Tensor,
     ) -> Result<(), StepError> {
         let h = self.embedded(ctx, tokens)?;
-        gradients.add_product(ctx, self.block, self.b_role, dout, &h)?;
+        gradients.add_product(ctx.device, self.block, self.b_role, dout, &h, ctx.compute)?;
         drop(h);
         let dh = self.inner_gradient(ctx, dout)?;
         let dtable = gradients.scatter_target(ctx.device, self.block, self.a_role)?;
@@ -212,15 +212,15 @@ impl Gradients {
     /// Adds dout^T x to a weight's gradient.
     pub fn add_product<D: Device>(
         &mut self,
-        ctx: &Context<'_, D>,
+        device: &D,
         block: BlockId,
         role: Role,
         dout: &Tensor,
         x: &Tensor,
+        compute: Compute,
     ) -> Result<(), StepError> {
-        let (dweight, accumulate) = self.target(ctx.device, block, role)?;
-        let rounding: Rounding = self.rounding(block, role);
-        let (dweight, compute) = (&dweight, ctx.compute);
-        Ok(ctx.device.run(Op::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute })?)
+        let (dweight, accumulate) = self.target(device, block, role)?;
+        let (dweight, rounding) = (&dweight, self.rounding(block, role));
+        Ok(device.run(Op::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute })?)
     }
 }

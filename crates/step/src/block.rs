@@ -19,7 +19,7 @@ use crate::norm::Norm;
 use crate::policy::{LayerPolicy, Save};
 use crate::store::BlockWeights;
 
-use parts::{Stream, add_part, after_backward, before, before_backward, project_raw};
+use parts::{Stream, add_part, after_backward, before, before_backward, before_mlp, project_raw};
 
 pub(crate) use saved::{Held, Qkv, Saved};
 
@@ -46,7 +46,7 @@ pub(crate) fn forward<D: Device>(
     drop(x);
     let attention = Held::new(ctx, policy.attention, attended)?;
 
-    let normed = before(ctx, norms.mlp, &summed.stream)?;
+    let normed = before_mlp(ctx, norms.mlp, &summed.stream)?;
     let middle = Held::new(ctx, policy.middle, summed.clone())?;
     let stream = summed.stream;
     let shared = own_or_shared(policy.middle, &stream);
@@ -107,7 +107,7 @@ pub(crate) fn infer<D: Device>(
         attention::project_out(ctx, weights, &attended.out, out, accumulate)
     })?;
     drop(attended);
-    let normed = before(ctx, norms.mlp, &summed.stream)?;
+    let normed = before_mlp(ctx, norms.mlp, &summed.stream)?;
     let stream = Stream::Own(summed.stream);
     if let Some(chunk) = ctx.mlp_chunk(normed.out.rows()) {
         let out = add_part(ctx, norms.mlp_out, stream, "residual", |out, accumulate| {
@@ -155,7 +155,7 @@ pub(crate) fn backward<D: Device>(
             attention::project_out(ctx, weights, &attended.out, out, accumulate)
         })
     })?;
-    let normed = mlp_norm.restore(ctx, || before(ctx, norms()?.mlp, &middle.stream))?;
+    let normed = mlp_norm.restore(ctx, || before_mlp(ctx, norms()?.mlp, &middle.stream))?;
 
     let dnormed = match ctx.mlp_chunk(normed.out.rows()) {
         Some(chunk) => {

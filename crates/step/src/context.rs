@@ -4,6 +4,7 @@ use plimsoll_device::{AttentionShape, Compute, DType, Device, Glu, Tensor};
 use plimsoll_model::{Activation, ModelSpec};
 
 use crate::adapter::Dropout;
+use crate::linear::Multiply;
 use crate::rope::{RopeTable, RopeTables};
 use crate::settings::AttentionKind;
 
@@ -14,6 +15,8 @@ pub(crate) struct Context<'a, D: Device> {
     /// Type of the residual stream and of saved activations.
     pub activations: DType,
     pub compute: Compute,
+    /// The products of the blocks' linears.
+    pub linears: Multiply,
     pub ropes: &'a RopeTables,
     /// The rotation of this layer.
     pub rope: Option<&'a RopeTable>,

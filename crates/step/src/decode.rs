@@ -13,6 +13,7 @@ use crate::context::{Context, attention_shape};
 use crate::embedding;
 use crate::head::{self, Head, rows};
 use crate::inputs::{check_tokens, positions};
+use crate::linear::Multiply;
 use crate::rope::RopeTables;
 use crate::settings::{AttentionKind, MicroBatch, Precision};
 use crate::store::{ResidentStore, WeightStorage, WeightStore};
@@ -220,6 +221,7 @@ fn context<'c, D: Device>(
         spec,
         activations: settings.precision.activations,
         compute: settings.precision.compute(),
+        linears: Multiply::of(settings.precision),
         ropes,
         rope: ropes.of(false),
         positions,

@@ -7,6 +7,7 @@ use plimsoll_model::ModelSpec;
 use crate::StepError;
 use crate::adapter::Dropout;
 use crate::context::{Context, attention_shape};
+use crate::linear::Multiply;
 use crate::rope::RopeTables;
 use crate::settings::{AttentionKind, MicroBatch, Precision};
 
@@ -78,6 +79,7 @@ impl Inputs {
             spec,
             activations: precision.activations,
             compute: precision.compute(),
+            linears: Multiply::of(precision),
             ropes,
             rope: ropes.of(false),
             positions: &self.positions,

@@ -3,7 +3,7 @@
 //! What is not trained has no gradient: a frozen weight is read by the products, in whatever storage it is, and that
 //! is all.
 
-use plimsoll_device::{Device, Op, Tensor};
+use plimsoll_device::{Compute, DType, Device, Op, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Role};
 
@@ -11,6 +11,54 @@ use crate::StepError;
 use crate::adapter::{Dora, LowRank};
 use crate::context::Context;
 use crate::gradients::Gradients;
+use crate::settings::{Linears, Precision};
+
+/// How operands are multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Multiply {
+    /// As they are, in this precision.
+    Plain(Compute),
+    /// In 8-bit floats.
+    Fp8,
+}
+
+impl Multiply {
+    /// The products of a block's linears.
+    pub fn of(precision: Precision) -> Multiply {
+        match precision.linears {
+            Linears::Plain => Multiply::Plain(precision.compute()),
+            Linears::Fp8 => Multiply::Fp8,
+        }
+    }
+
+    /// The tensor as it is multiplied: in 8-bit floats of `dtype`, unless it is stored in codes already.
+    pub fn operand<D: Device>(self, device: &D, x: &Tensor, dtype: DType) -> Result<Tensor, StepError> {
+        if self != Multiply::Fp8 || !x.dtype().is_float() {
+            return Ok(x.clone());
+        }
+        let out = device.alloc(dtype, x.shape().dims(), Tag::Activations, "fp8")?;
+        device.run(Op::QuantizeFp8 { x, out: &out })?;
+        Ok(out)
+    }
+
+    /// An input or a weight as it is multiplied.
+    pub fn input<D: Device>(self, device: &D, x: &Tensor) -> Result<Tensor, StepError> {
+        self.operand(device, x, DType::F8E4m3)
+    }
+
+    /// The gradient of an output as it is multiplied: of a wider range.
+    pub fn gradient<D: Device>(self, device: &D, dout: &Tensor) -> Result<Tensor, StepError> {
+        self.operand(device, dout, DType::F8E5m2)
+    }
+
+    /// 8-bit floats are bf16 numbers: their products are exact in bf16.
+    fn compute(self) -> Compute {
+        match self {
+            Multiply::Plain(compute) => compute,
+            Multiply::Fp8 => Compute::Bf16,
+        }
+    }
+}
 
 /// A linear of a gathered block.
 pub(crate) struct Linear<'a> {
@@ -52,19 +100,39 @@ impl Linear<'_> {
         out: &Tensor,
         accumulate: bool,
     ) -> Result<(), StepError> {
-        let (weight, bias, compute) = (self.weight, self.bias, ctx.compute);
+        let bias = self.bias;
         if let Some((adapter, dora)) = self.dora() {
             let y = self.undirected(ctx, adapter, x)?;
-            let lengths = adapter.lengths(ctx, dora, weight)?;
+            let lengths = adapter.lengths(ctx, dora, self.weight)?;
             let (factors, divisors) = (dora.magnitude, lengths.as_ref());
             let x = &y;
             return Ok(ctx.device.run(Op::ScaleColumns { x, factors, divisors, bias, out, accumulate })?);
         }
-        ctx.device.run(Op::Linear { x, weight, bias, out, accumulate, compute })?;
+        self.product(ctx, x, bias, out, accumulate)?;
         match &self.adapter {
             Some(adapter) => adapter.forward(ctx, x, out),
             None => Ok(()),
         }
+    }
+
+    /// How its operands are multiplied: the head is no linear of a block.
+    fn multiply<D: Device>(&self, ctx: &Context<'_, D>) -> Multiply {
+        if self.role.is_block_matrix() { ctx.linears } else { Multiply::Plain(ctx.compute) }
+    }
+
+    /// out (+)= x W^T + b
+    fn product<D: Device>(
+        &self,
+        ctx: &Context<'_, D>,
+        x: &Tensor,
+        bias: Option<&Tensor>,
+        out: &Tensor,
+        accumulate: bool,
+    ) -> Result<(), StepError> {
+        let multiply = self.multiply(ctx);
+        let (x, weight) = (&multiply.input(ctx.device, x)?, &multiply.input(ctx.device, self.weight)?);
+        let compute = multiply.compute();
+        Ok(ctx.device.run(Op::Linear { x, weight, bias, out, accumulate, compute })?)
     }
 
     fn dora(&self) -> Option<(&LowRank<'_>, Dora<'_>)> {
@@ -80,9 +148,7 @@ impl Linear<'_> {
         x: &Tensor,
     ) -> Result<Tensor, StepError> {
         let y = ctx.device.alloc(ctx.activations, &[x.rows(), self.outputs()], Tag::Activations, "dora")?;
-        let (weight, compute) = (self.weight, ctx.compute);
-        let op = Op::Linear { x, weight, bias: None, out: &y, accumulate: false, compute };
-        ctx.device.run(op)?;
+        self.product(ctx, x, None, &y, false)?;
         adapter.forward(ctx, x, &y)?;
         Ok(y)
     }
@@ -97,7 +163,9 @@ impl Linear<'_> {
         x: &Tensor,
     ) -> Result<Through, StepError> {
         if gradients.wants(self.block, self.role) {
-            gradients.add_product(ctx, self.block, self.role, dout, x)?;
+            let multiply = self.multiply(ctx);
+            let (narrow, x) = (&multiply.gradient(ctx.device, dout)?, &multiply.input(ctx.device, x)?);
+            gradients.add_product(ctx.device, self.block, self.role, narrow, x, multiply.compute())?;
         }
         if self.bias.is_some() && gradients.wants(self.block, self.bias_role) {
             let (dbias, accumulate) = gradients.target(ctx.device, self.block, self.bias_role)?;
@@ -130,9 +198,12 @@ impl Linear<'_> {
         dx: &Tensor,
         accumulate: bool,
     ) -> Result<(), StepError> {
-        let (weight, compute) = (self.weight, ctx.compute);
         let dout = through.dout.as_ref().unwrap_or(dout);
-        ctx.device.run(Op::LinearBackwardInput { dout, weight, dx, accumulate, compute })?;
+        let multiply = self.multiply(ctx);
+        let (narrow, weight) =
+            (&multiply.gradient(ctx.device, dout)?, &multiply.input(ctx.device, self.weight)?);
+        let compute = multiply.compute();
+        ctx.device.run(Op::LinearBackwardInput { dout: narrow, weight, dx, accumulate, compute })?;
         match (&self.adapter, through.inner) {
             (Some(adapter), Some(dh)) => adapter.backward_input(ctx, &dh, dx),
             _ => Ok(()),

@@ -19,6 +19,18 @@ pub struct Precision {
     pub gradients: DType,
     /// Whether f32 master weights stand behind the weights.
     pub master_weights: bool,
+    /// How the linear layers of the blocks multiply.
+    pub linears: Linears,
+}
+
+/// How the linear layers of the blocks multiply. Sums are f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Linears {
+    /// As everything else does.
+    Plain,
+    /// In 8-bit floats, each operand scaled as a whole, just in time: inputs and weights in E4M3, gradients of outputs in
+    /// E5M2 (Micikevicius et al. 2022). What is kept only as an input of theirs is kept in E4M3.
+    Fp8,
 }
 
 impl Precision {
@@ -28,6 +40,17 @@ impl Precision {
         activations: DType::F32,
         gradients: DType::F32,
         master_weights: false,
+        linears: Linears::Plain,
+    };
+
+    /// 8-bit floats in the linear layers, bf16 beside them. The weights are f32 and masters of themselves: the 8-bit
+    /// ones are made of them when they are needed.
+    pub const FP8: Precision = Precision {
+        weights: DType::F32,
+        activations: DType::Bf16,
+        gradients: DType::F32,
+        master_weights: false,
+        linears: Linears::Fp8,
     };
 
     /// f16 weights and activations behind f32 master weights; for use with a [`LossScaling`].
@@ -36,9 +59,10 @@ impl Precision {
         activations: DType::F16,
         gradients: DType::F32,
         master_weights: true,
+        linears: Linears::Plain,
     };
 
-    /// The precision of matrix products; f16 operands are multiplied as they are, in f32.
+    /// The precision of matrix products but those of [`linears`](Precision::linears); f16 operands are multiplied as they are, in f32.
     pub fn compute(&self) -> Compute {
         if self.activations == DType::Bf16 { Compute::Bf16 } else { Compute::F32 }
     }

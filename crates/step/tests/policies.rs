@@ -91,8 +91,8 @@ fn lossy(base: &StepSettings) -> Vec<StepSettings> {
     all
 }
 
-fn precisions() -> [Precision; 4] {
-    [Precision::F32, BF16_WITH_MASTERS, PURE_BF16, Precision::F16]
+fn precisions() -> [Precision; 6] {
+    [Precision::F32, BF16_WITH_MASTERS, PURE_BF16, Precision::F16, Precision::FP8, PURE_FP8]
 }
 
 #[test]
@@ -155,7 +155,7 @@ fn lossy_policies_stay_near() {
                     let (a, b) = (mean(losses), mean(plain));
                     assert!((a / b - 1.0).abs() < 0.04, "{a} {b}, {settings:?}");
                 }
-                assert!(losses[11] < losses[0], "{settings:?}: {losses:?}");
+                assert!(mean(&losses[9..]) < mean(&losses[..3]), "{settings:?}: {losses:?}");
             }
         }
     }
@@ -193,6 +193,27 @@ fn each_policy_needs_less_memory() {
     let timing = UpdateTiming::InBackward(NormSource::SecondBackward);
     let full_base = StepSettings { checkpointing: Checkpointing::Full, ..base };
     assert!(planned(StepSettings { update: timing, ..full_base }) < full);
+}
+
+/// What only products read is kept in 8 bits: of a llama's block two normed inputs and the activation. And there is no
+/// second copy of the weights.
+#[test]
+fn eight_bit_floats_need_less_memory_than_bf16() {
+    let spec = plimsoll_model::ModelSpec { num_layers: 9, ..llama() };
+    let base = StepSettings { loss_chunk_tokens: 8, ..settings(8, 16) };
+    let planned = |precision, checkpointing| {
+        planned_peak(&spec, &StepSettings { precision, checkpointing, ..base.clone() }, 1)
+    };
+    let weights: u64 = spec.parameters().iter().map(|p| 2 * p.elements()).sum();
+    let tokens = base.batch_size * base.sequence_length;
+    let kept = 2 * spec.hidden_size + spec.mlp.intermediate_size;
+    for (fp8, bf16, saved) in [(Precision::FP8, BF16_WITH_MASTERS, weights), (PURE_FP8, PURE_BF16, 0)]
+        .map(|(a, b, weights)| (a, b, weights + tokens * kept * u64::from(spec.num_layers)))
+    {
+        let (less, more) = (planned(fp8, Checkpointing::None), planned(bf16, Checkpointing::None));
+        // The 8-bit operands of a product, and the ends of blocks of the arena, come on top.
+        assert!(less + saved / 2 < more, "{less} {more}, of which {saved}");
+    }
 }
 
 /// With updates in the backward pass no full set of gradients ever exists.

@@ -11,7 +11,7 @@ use super::kernels::rms_norm::Weight;
 use super::kernels::rope::Angles;
 use super::kernels::{
     Exec, Simd, activation, attention, cache, cast, column_sums, cross_entropy, dora, dropout, elementwise,
-    embedding, int8, layer_norm, random, rms_norm, rope, subspace, sum_squares, update,
+    embedding, fp8, int8, layer_norm, random, rms_norm, rope, subspace, sum_squares, update,
 };
 use super::slices::Slices;
 use super::{Isa, Pool, matmul, optimizer};
@@ -340,6 +340,11 @@ impl Cpu {
             Op::DequantizeInt8 { codes, scales, block, out } => {
                 let (codes, scales) = (t.i8s(codes), t.f32s(scales));
                 int8::dequantize(exec, codes, scales, block as usize, t.floats_mut(out));
+            }
+
+            Op::QuantizeFp8 { x, out } => {
+                let format = if out.dtype() == DType::F8E4m3 { fp8::E4M3 } else { fp8::E5M2 };
+                fp8::quantize(exec, t.floats(x), format, t.bytes_mut(out));
             }
 
             Op::SumSquares { x, out } => {

@@ -60,6 +60,8 @@ pub fn ggml_type(dtype: DType) -> Option<u32> {
         DType::U32
         | DType::I8
         | DType::U8
+        | DType::F8E4m3
+        | DType::F8E5m2
         | DType::Nf4
         | DType::Fp4
         | DType::Nf4F32

@@ -41,9 +41,9 @@ static REFUSALS: &[Refusal] = &[
     },
     Refusal {
         keys: &["training.mixed_precision"],
-        values: Words(&["fp8", "float8", "e4m3", "e5m2"]),
-        reason: "its tensors are not scaled yet",
-        instead: "bf16, which needs none",
+        values: Words(&["e4m3", "e5m2"]),
+        reason: "both formats are used: E4M3 for weights and activations, E5M2 for gradients",
+        instead: "fp8",
     },
     Refusal {
         keys: &["training.gradient_dtype"],

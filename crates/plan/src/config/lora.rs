@@ -255,6 +255,18 @@ impl RawConfig {
                     "set model.path, or training.method to full",
                 );
             }
+            let fp8 = training.mixed_precision() == super::Auto::Set(super::MixedPrecision::Fp8);
+            if fp8 && training.lora.dropout() > 0.0 {
+                let keys = vec![
+                    self.conflicting("training.mixed_precision", super::MixedPrecision::Fp8),
+                    self.conflicting("training.lora.dropout", training.lora.dropout()),
+                ];
+                conflict(
+                    keys,
+                    "inputs that are kept in 8 bits cannot be dropped from",
+                    "set training.lora.dropout to 0, or training.mixed_precision to bf16",
+                );
+            }
             return;
         }
         super::Section::visit(&training.lora, &mut |entry: Entry| {

@@ -28,7 +28,7 @@ section! {
         effective_batch_size: Auto<u64>, "the product of the other two", COUNT;
         /// The type that products are computed in and activations are kept in.
         mixed_precision: Auto<MixedPrecision> = Auto::Auto;
-        /// Whether f32 weights stand behind bf16 ones; without them updates are rounded stochastically.
+        /// Whether f32 weights stand behind narrower ones; without them updates are rounded stochastically.
         master_weights: Auto<MasterWeights> = Auto::Auto;
         /// The type that gradients of weights are kept in.
         gradient_dtype: Auto<GradientDtype> = Auto::Auto;
@@ -112,13 +112,15 @@ choice! {
         Bf16 = "bf16" | "bfloat16",
         /// 16-bit floats with f32 master weights and a loss that is scaled as gradients allow.
         Fp16 = "fp16" | "f16" | "float16" | "half",
+        /// bf16, with the products of the blocks' linear layers in 8-bit floats that are scaled just in time.
+        Fp8 = "fp8" | "float8",
     }
 }
 
 choice! {
-    /// The weights that the optimizer updates, where the model's own are in bf16.
+    /// The weights that the optimizer updates, where products read narrower ones.
     pub enum MasterWeights {
-        /// A copy in f32.
+        /// f32 ones: a copy, or with fp8, whose 8-bit weights are made when needed, the only ones.
         F32 = "f32" | "fp32" | "float32",
         /// The bf16 weights themselves, rounded stochastically.
         None = "none",

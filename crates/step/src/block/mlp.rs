@@ -34,13 +34,13 @@ pub(super) fn project_inner<D: Device>(
 pub(super) fn activate<D: Device>(ctx: &Context<'_, D>, inner: &Inner) -> Result<Tensor, StepError> {
     let out = activation_tensor(ctx, inner.up.rows(), inner.up.columns(), "activation")?;
     activate_into(ctx, inner, &out)?;
-    Ok(out)
+    ctx.linears.input(ctx.device, &out)
 }
 
 /// The activation in the memory of its input.
 pub(super) fn activate_in_place<D: Device>(ctx: &Context<'_, D>, inner: Inner) -> Result<Tensor, StepError> {
     activate_into(ctx, &inner, &inner.up)?;
-    Ok(inner.up)
+    ctx.linears.input(ctx.device, &inner.up)
 }
 
 fn activate_into<D: Device>(ctx: &Context<'_, D>, inner: &Inner, out: &Tensor) -> Result<(), StepError> {
@@ -75,7 +75,8 @@ pub(super) fn in_chunks<D: Device>(
 ) -> Result<(), StepError> {
     for (start, end) in chunks(normed.rows(), chunk) {
         let ctx = &ctx.from_row(start);
-        let inner = project_inner(ctx, weights, &rows(normed, start, end)?)?;
+        let normed = ctx.linears.input(ctx.device, &rows(normed, start, end)?)?;
+        let inner = project_inner(ctx, weights, &normed)?;
         let activation = activate_in_place(ctx, inner)?;
         project_down(ctx, weights, &activation, &rows(out, start, end)?, accumulate)?;
     }
@@ -108,7 +109,7 @@ pub(super) fn backward_in_chunks<D: Device>(
     let dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
     for (start, end) in chunks(normed.rows(), chunk) {
         let ctx = &ctx.from_row(start);
-        let normed = rows(normed, start, end)?;
+        let normed = ctx.linears.input(ctx.device, &rows(normed, start, end)?)?;
         let inner = project_inner(ctx, weights, &normed)?;
         let activation = activate(ctx, &inner)?;
         let dout = rows(dout, start, end)?;
@@ -135,8 +136,13 @@ fn backward_into<D: Device>(
 ) -> Result<Tensor, StepError> {
     let down = weights.linear(Role::DownProj, Role::DownBias)?;
     let through = down.backward_weight(ctx, gradients, dout, &activation)?;
-    // The activation has served; its gradient takes its place.
-    let dactivation = activation;
+    // The activation has served; its gradient takes its place, if that is wide enough.
+    let dactivation = if activation.dtype() == ctx.activations {
+        activation
+    } else {
+        drop(activation);
+        activation_tensor(ctx, dout.rows(), down.inputs(), "dactivation")?
+    };
     down.backward_input(ctx, through, dout, &dactivation, false)?;
     let Inner { gate, up } = inner;
     // The gradients overwrite the activations that they are the gradients of.

@@ -9,8 +9,29 @@ use crate::context::Context;
 use crate::gradients::Gradients;
 use crate::norm::{Norm, Normed};
 
-/// What a part of the block reads: the stream normalised, or as it is where no norm stands before the part.
+/// What a part of the block multiplies: the stream normalised, or as it is where no norm stands before the part.
 pub(super) fn before<D: Device>(
+    ctx: &Context<'_, D>,
+    norm: Option<Norm<'_>>,
+    stream: &Tensor,
+) -> Result<Normed, StepError> {
+    let Normed { out, statistics } = normalise(ctx, norm, stream)?;
+    Ok(Normed { out: ctx.linears.input(ctx.device, &out)?, statistics })
+}
+
+/// The same for the feed-forward part, whose chunks are each multiplied as a tensor of its own.
+pub(super) fn before_mlp<D: Device>(
+    ctx: &Context<'_, D>,
+    norm: Option<Norm<'_>>,
+    stream: &Tensor,
+) -> Result<Normed, StepError> {
+    match ctx.mlp_chunk(stream.rows()) {
+        Some(_) => normalise(ctx, norm, stream),
+        None => before(ctx, norm, stream),
+    }
+}
+
+fn normalise<D: Device>(
     ctx: &Context<'_, D>,
     norm: Option<Norm<'_>>,
     stream: &Tensor,

@@ -86,6 +86,11 @@ pub(crate) struct Inner {
 pub(crate) trait Activations {
     /// The tensors that are worth compressing, always in the same order.
     fn tensors(&mut self) -> Vec<&mut Tensor>;
+
+    /// Those of them that are not 8-bit codes from the start.
+    fn wide_tensors(&mut self) -> Vec<&mut Tensor> {
+        self.tensors().into_iter().filter(|tensor| !tensor.dtype().is_fp8()).collect()
+    }
 }
 
 impl Activations for Tensor {
@@ -155,7 +160,7 @@ impl<T: Activations> Held<T> {
             return Ok(if save == Save::Keep { Held::Plain(value) } else { Held::Dropped });
         };
         let mut packings = Vec::new();
-        for tensor in value.tensors() {
+        for tensor in value.wide_tensors() {
             let device = ctx.device;
             let block = block.clamp(1, tensor.elements().max(1));
             let codes = device.alloc(DType::I8, tensor.shape().dims(), Tag::Activations, "codes")?;
@@ -178,7 +183,9 @@ impl<T: Activations> Held<T> {
             Held::Dropped => compute(),
             Held::Plain(value) => Ok(value),
             Held::Int8(mut value, packings) => {
-                for (tensor, Packing { scales, block, dtype }) in value.tensors().into_iter().zip(packings) {
+                for (tensor, Packing { scales, block, dtype }) in
+                    value.wide_tensors().into_iter().zip(packings)
+                {
                     let dims = tensor.shape();
                     let out = ctx.device.alloc(dtype, dims.dims(), Tag::Activations, "restored")?;
                     ctx.device.run(Op::DequantizeInt8 {

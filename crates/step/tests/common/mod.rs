@@ -8,7 +8,7 @@ use plimsoll_model::{
     ParameterKind, QkNorm, RopeSpec, SlidingWindow,
 };
 use plimsoll_parallel::Solo;
-use plimsoll_step::{GradientClipping, MicroBatch, Precision, StepError, StepSettings, Trainer};
+use plimsoll_step::{GradientClipping, Linears, MicroBatch, Precision, StepError, StepSettings, Trainer};
 
 pub const VOCAB: u32 = 61;
 
@@ -106,10 +106,12 @@ pub fn settings(batch_size: u64, sequence_length: u64) -> StepSettings {
 }
 
 pub const BF16_WITH_MASTERS: Precision =
-    Precision { weights: DType::Bf16, activations: DType::Bf16, gradients: DType::F32, master_weights: true };
+    Precision { weights: DType::Bf16, activations: DType::Bf16, master_weights: true, ..Precision::F32 };
 
 pub const PURE_BF16: Precision =
     Precision { gradients: DType::Bf16, master_weights: false, ..BF16_WITH_MASTERS };
+
+pub const PURE_FP8: Precision = Precision { linears: Linears::Fp8, ..PURE_BF16 };
 
 /// Numbers that look random and depend on nothing but the seed.
 pub fn noise(seed: u64) -> impl FnMut() -> f64 {

@@ -72,6 +72,11 @@ fn find_scales(exec: Exec<'_>, x: Floats<'_>, scales: &mut [f32], block: usize) 
             }
         });
     }
+    scales.fill(largest_of_all(exec, x) / LARGEST);
+}
+
+/// The largest magnitude; not a number where one of them is none.
+pub(super) fn largest_of_all(exec: Exec<'_>, x: Floats<'_>) -> f32 {
     const PARTS: usize = 64;
     let mut parts = [0.0; PARTS];
     let width = x.len().div_ceil(PARTS).max(1);
@@ -79,7 +84,7 @@ fn find_scales(exec: Exec<'_>, x: Floats<'_>, scales: &mut [f32], block: usize) 
         let range = x.len().min(task * width)..x.len().min((task + 1) * width);
         part.fill(largest(exec, x, range));
     });
-    scales.fill(parts.iter().fold(0.0, |most, part| larger(most, *part)) / LARGEST);
+    parts.iter().fold(0.0, |most, part| larger(most, *part))
 }
 
 /// Calls `body(range, run)` for the pieces of runs that `first..first + n` falls into; ranges count from `first`.

@@ -29,7 +29,7 @@ pub(super) fn suits(product: &Product) -> bool {
     let Product { kernels, a, b, k, .. } = *product;
     a.count <= MAX_ROWS
         && k > 0
-        && a.dtype.block_elements() == 1
+        && a.dtype.is_float()
         && row_units(k, kernels.k_per_unit) * size_of::<f32>() <= MAX_ROW_BYTES
         && b.k_stride == 1
         && b.stride.is_multiple_of(b.dtype.block_elements() as usize)

@@ -105,9 +105,7 @@ pub unsafe fn matmul_serial(
 /// `None`, and nothing done, where `stored` does not hold exactly the elements of `out`, in whole blocks, or is of a
 /// type that is no weight.
 pub fn dequantize(isa: Isa, dtype: DType, stored: &[u8], out: &mut [f32]) -> Option<()> {
-    if matches!(dtype, DType::U32 | DType::I8 | DType::U8)
-        || dtype.bytes_for(out.len() as u64) != Some(stored.len() as u64)
-    {
+    if !dtype.is_weight() || dtype.bytes_for(out.len() as u64) != Some(stored.len() as u64) {
         return None;
     }
     let kernels = Kernels::new(isa, Compute::F32);

@@ -42,7 +42,7 @@ impl Lines {
 
     /// Some of the lines, of a plain type.
     pub fn part(self, lines: Range<usize>) -> Lines {
-        debug_assert!(!self.dtype.is_block());
+        debug_assert!(self.dtype.is_float());
         let bytes = lines.start * self.stride * self.dtype.block_bytes() as usize;
         Lines { data: self.data.wrapping_add(bytes), count: lines.len(), ..self }
     }

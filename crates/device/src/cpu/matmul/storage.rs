@@ -4,6 +4,7 @@
 //! read through [`Storage`]. Layouts of GGUF types are those of ggml (`ggml-common.h`).
 
 mod blocks;
+mod fp8;
 mod normal_float;
 mod super_blocks;
 #[cfg(test)]
@@ -15,6 +16,7 @@ use super::vector::{MAX_LANES, Portable, Vector, bf16_value, f16_value};
 use crate::DType;
 
 pub(super) use blocks::{Int8, Iq4Nl, Mxfp4, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+pub(super) use fp8::{E4m3, E5m2, Fp8};
 pub(super) use normal_float::{DoublyQuantized, Float, NormalFloat, Quantized};
 pub(super) use super_blocks::{Q2K, Q3K, Q4K, Q5K, Q6K, Q8K};
 
@@ -264,6 +266,8 @@ macro_rules! by_storage {
             DType::Nf4F32 => $function::<storage::Quantized<storage::NormalFloat> $(, $parameter)*>($($argument),*),
             DType::Fp4F32 => $function::<storage::Quantized<storage::Float> $(, $parameter)*>($($argument),*),
             DType::Int8 => $function::<storage::Int8 $(, $parameter)*>($($argument),*),
+            DType::F8E4m3 => $function::<storage::Fp8<storage::E4m3> $(, $parameter)*>($($argument),*),
+            DType::F8E5m2 => $function::<storage::Fp8<storage::E5m2> $(, $parameter)*>($($argument),*),
             DType::U32 | DType::I8 | DType::U8 => Default::default(),
         }
     };
@@ -285,6 +289,8 @@ pub(super) unsafe fn element(dtype: DType, data: *const u8, index: usize) -> f32
             DType::U32 => *data.cast::<u32>().add(index) as f32,
             DType::I8 => f32::from(*data.cast::<i8>().add(index)),
             DType::U8 => f32::from(*data.add(index)),
+            DType::F8E4m3 => Fp8::<E4m3>::element(data, index),
+            DType::F8E5m2 => Fp8::<E5m2>::element(data, index),
             _ => by_storage!(dtype, block_element::<[]>(data, index)),
         }
     }

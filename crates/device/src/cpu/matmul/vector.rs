@@ -32,6 +32,10 @@ pub(super) trait Vector: Copy + Debug {
     unsafe fn load_bf16(p: *const u16) -> Self;
     /// LANES f16 values.
     unsafe fn load_f16(p: *const u16) -> Self;
+    /// LANES 8-bit floats E4M3, each less by 2^8.
+    unsafe fn load_e4m3(p: *const u8) -> Self;
+    /// LANES 8-bit floats E5M2.
+    unsafe fn load_e5m2(p: *const u8) -> Self;
     /// LANES signed bytes.
     unsafe fn load_i8(p: *const i8) -> Self;
     /// LANES bytes, as numbers from 0 on.
@@ -95,6 +99,18 @@ pub(super) fn f16_value(bits: u16) -> f32 {
     let scaled = f32::from_bits(magnitude) * f32::from_bits((127 + 127 - 15) << 23);
     let infinite_or_nan = if magnitude >= 0x7c00 << 13 { 0x7f80_0000 } else { 0 };
     f32::from_bits(scaled.to_bits() | infinite_or_nan | sign)
+}
+
+/// The value of an 8-bit float E4M3 that is a number, less by 2^8: its exponent and mantissa in the places of an f16's.
+#[inline(always)]
+pub(super) fn e4m3_value(code: u8) -> f32 {
+    f16_value((u16::from(code & 0x80) << 8) | (u16::from(code & 0x7f) << 7))
+}
+
+/// The value of an 8-bit float E5M2: the upper half of an f16.
+#[inline(always)]
+pub(super) fn e5m2_value(code: u8) -> f32 {
+    f16_value(u16::from(code) << 8)
 }
 
 /// Plain Rust: four lanes, which compilers map onto any 128-bit unit.
@@ -174,6 +190,18 @@ impl Vector for Portable {
     unsafe fn load_f16(p: *const u16) -> Self {
         // SAFETY: as the trait says.
         unsafe { Self::widen(p, f16_value) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> Self {
+        // SAFETY: as the trait says.
+        unsafe { Self::widen(p, e4m3_value) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_e5m2(p: *const u8) -> Self {
+        // SAFETY: as the trait says.
+        unsafe { Self::widen(p, e5m2_value) }
     }
 
     #[inline(always)]
@@ -352,6 +380,23 @@ mod x86 {
         #[inline(always)]
         unsafe fn load_f16(p: *const u16) -> Self {
             unsafe { Avx2(_mm256_cvtph_ps(_mm_loadu_si128(p.cast()))) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_e4m3(p: *const u8) -> Self {
+            unsafe {
+                // Signs fill the upper bytes; the one above the exponent is cleared.
+                let codes = _mm_slli_epi16::<7>(_mm_cvtepi8_epi16(_mm_loadl_epi64(p.cast())));
+                Avx2(_mm256_cvtph_ps(_mm_and_si128(codes, _mm_set1_epi16(0xbf80_u16 as i16))))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_e5m2(p: *const u8) -> Self {
+            unsafe {
+                let codes = _mm_cvtepu8_epi16(_mm_loadl_epi64(p.cast()));
+                Avx2(_mm256_cvtph_ps(_mm_slli_epi16::<8>(codes)))
+            }
         }
 
         #[inline(always)]
@@ -567,6 +612,23 @@ mod x86 {
         #[inline(always)]
         unsafe fn load_f16(p: *const u16) -> Self {
             unsafe { Avx512(_mm512_cvtph_ps(_mm256_loadu_si256(p.cast()))) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_e4m3(p: *const u8) -> Self {
+            unsafe {
+                // As on AVX2.
+                let codes = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast())));
+                Avx512(_mm512_cvtph_ps(_mm256_and_si256(codes, _mm256_set1_epi16(0xbf80_u16 as i16))))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_e5m2(p: *const u8) -> Self {
+            unsafe {
+                let codes = _mm256_cvtepu8_epi16(_mm_loadu_si128(p.cast()));
+                Avx512(_mm512_cvtph_ps(_mm256_slli_epi16::<8>(codes)))
+            }
         }
 
         #[inline(always)]

@@ -187,8 +187,8 @@ fn what_this_version_does_not_have_is_refused_with_the_nearest() {
             "training.gradient_checkpointing: true is not available in this version: the form of checkpointing is given by name; use full",
         ),
         (
-            "training: {mixed_precision: fp8}",
-            "training.mixed_precision: fp8 is not available in this version: its tensors are not scaled yet; use bf16, which needs none",
+            "training: {mixed_precision: e4m3}",
+            "training.mixed_precision: e4m3 is not available in this version: both formats are used: E4M3 for weights and activations, E5M2 for gradients; use fp8",
         ),
         (
             "memory: {offload: {optimizer: host}}",

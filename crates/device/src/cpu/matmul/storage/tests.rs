@@ -123,7 +123,14 @@ fn defined(dtype: DType, block: &[u8], i: usize) -> f64 {
             f64::from(magnitude) * f64::from(values[nibble(4 + i % 32, i >= 32) as usize])
         }
         DType::Nf4 | DType::Fp4 => unreachable!("blocks that share factors"),
-        DType::F32 | DType::Bf16 | DType::F16 | DType::U32 | DType::I8 | DType::U8 => {
+        DType::F32
+        | DType::Bf16
+        | DType::F16
+        | DType::U32
+        | DType::I8
+        | DType::U8
+        | DType::F8E4m3
+        | DType::F8E5m2 => {
             unreachable!("no block type")
         }
     }
@@ -212,5 +219,6 @@ fn what_does_not_fit_is_refused() {
     refused(DType::U32, 4, 1);
     refused(DType::I8, 1, 1);
     refused(DType::U8, 1, 1);
+    refused(DType::F8E4m3, 5, 1);
     refused(DType::F32, 8, 1);
 }
