@@ -222,7 +222,7 @@ impl GenerationRequest<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use plimsoll_model::catalogue;
+    use plimsoll_model::{Parameter, catalogue};
 
     fn request<'a>(spec: &'a ModelSpec, context: RangeInclusive<u64>, room: u64) -> GenerationRequest<'a> {
         GenerationRequest {
@@ -312,8 +312,9 @@ mod tests {
                     prompt_chunk_tokens: chunk,
                 };
                 let types = |_: &Parameter| DType::F32;
-                let quick = DryRun::generation_peak(&spec, settings, &types, prompt).unwrap();
-                assert_eq!(quick, DryRun::generation(&spec, settings, &types, prompt).unwrap().peak_bytes());
+                let storage = WeightStorage::new(&types);
+                let quick = DryRun::generation_peak(&spec, settings, storage, prompt).unwrap();
+                assert_eq!(quick, DryRun::generation(&spec, settings, storage, prompt).unwrap().peak_bytes());
             }
         }
     }

@@ -47,7 +47,7 @@ impl<'a, D: Device> Context<'a, D> {
     }
 
     /// The same for tokens from `row` on.
-    pub fn from_row(&self, row: u64) -> Context<'a, D> {
+    pub fn at_row(&self, row: u64) -> Context<'a, D> {
         let dropout = self.dropout.map(|dropout| Dropout { first_row: row, ..dropout });
         Context { dropout, ..*self }
     }

@@ -84,7 +84,7 @@ pub(crate) fn loss_and_backward<D: Device>(
     let normed = norm.forward(ctx.device, x)?;
     for_each_chunk(ctx, &linear, &normed.out, targets, losses, chunk_tokens, |chunk| {
         ctx.device.run(chunk.cross_entropy(ctx.logit_soft_cap(), Some(scale)))?;
-        let ctx = &ctx.from_row(chunk.first_row);
+        let ctx = &ctx.at_row(chunk.first_row);
         let through = linear.backward_weight(ctx, gradients, &chunk.logits, &chunk.normed)?;
         // The normed chunk has served; its gradient takes its place.
         linear.backward_input(ctx, through, &chunk.logits, &chunk.normed, false)
@@ -143,7 +143,7 @@ fn for_each_chunk<D: Device>(
             targets: rows(&targets, start, end)?,
             losses: rows(&losses, start, end)?,
         };
-        linear.forward(&ctx.from_row(start), &chunk.normed, &chunk.logits, false)?;
+        linear.forward(&ctx.at_row(start), &chunk.normed, &chunk.logits, false)?;
         body(&chunk)?;
         start = end;
     }

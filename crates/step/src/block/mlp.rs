@@ -74,7 +74,7 @@ pub(super) fn in_chunks<D: Device>(
     accumulate: bool,
 ) -> Result<(), StepError> {
     for (start, end) in chunks(normed.rows(), chunk) {
-        let ctx = &ctx.from_row(start);
+        let ctx = &ctx.at_row(start);
         let normed = ctx.linears.input(ctx.device, &rows(normed, start, end)?)?;
         let inner = project_inner(ctx, weights, &normed)?;
         let activation = activate_in_place(ctx, inner)?;
@@ -108,7 +108,7 @@ pub(super) fn backward_in_chunks<D: Device>(
 ) -> Result<Tensor, StepError> {
     let dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
     for (start, end) in chunks(normed.rows(), chunk) {
-        let ctx = &ctx.from_row(start);
+        let ctx = &ctx.at_row(start);
         let normed = ctx.linears.input(ctx.device, &rows(normed, start, end)?)?;
         let inner = project_inner(ctx, weights, &normed)?;
         let activation = activate(ctx, &inner)?;

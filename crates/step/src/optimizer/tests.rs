@@ -78,7 +78,9 @@ fn bytes(device: &Cpu, tensor: &Tensor) -> Vec<u8> {
 /// Every parameter after five steps, with its state, in the order of [`NAMES`].
 fn five_steps(device: &Cpu, settings: &OptimizerSettings) -> Vec<(Parameter, Vec<f32>, OptimizerState)> {
     let spec = spec();
-    let optimizer = Optimizer::allocate(device, &spec, settings, false, 3).unwrap();
+    let optimizer =
+        Optimizer::allocate(device, &spec.parameters(), spec.attention.head_dim, settings, &|_| false, 3)
+            .unwrap();
     let tensor = |p: &Parameter| device.alloc(DType::F32, &p.shape, Tag::Weights, "test").unwrap();
     let parameters = spec.parameters();
     let named = NAMES.map(|name| parameters.iter().find(|p| p.name == name).unwrap().clone());
@@ -229,7 +231,9 @@ fn a_truncated_subspace_holds_the_gradient() {
     let (rank, device) = (6, device(2));
     let settings = settings(OptimizerKind::GaLore(low_rank(rank, 200, 0.25)));
     let spec = spec();
-    let optimizer = Optimizer::allocate(&device, &spec, &settings, false, 3).unwrap();
+    let optimizer =
+        Optimizer::allocate(&device, &spec.parameters(), spec.attention.head_dim, &settings, &|_| false, 3)
+            .unwrap();
     for p in spec.parameters().iter().filter(|p| p.name.contains("mlp.") && p.shape.len() == 2) {
         let (rows, columns) = (p.shape[0] as usize, p.shape[1] as usize);
         let (a, b) = (noise(1, 1, p.shape[0] * rank), noise(2, 1, p.shape[1] * rank));
@@ -289,6 +293,9 @@ fn groups_have_numbers_of_their_own() {
         assert_eq!(settings.numbers_of(&p), want, "{}", p.name);
     }
     let empty = OptimizerSettings { groups: vec![group("*.experts.*", 1.0, None)], ..settings };
-    let error = Optimizer::allocate(&device(1), &spec, &empty, false, 3).unwrap_err().to_string();
+    let error =
+        Optimizer::allocate(&device(1), &spec.parameters(), spec.attention.head_dim, &empty, &|_| false, 3)
+            .unwrap_err()
+            .to_string();
     assert!(error.contains("no parameter of the model has a name like '*.experts.*'"), "{error}");
 }
