@@ -89,7 +89,8 @@ mod tests {
         let spec = catalogue::find("smollm2-135m").unwrap();
         let needs = needs(&spec, &|_| DType::Bf16).unwrap();
         let peaks: Vec<u64> = needs.iter().map(|need| need.peak_bytes).collect();
-        assert!(peaks.is_sorted_by(|a, b| a > b), "{peaks:?}");
+        let (training, inference) = peaks.split_at(4);
+        assert!(training.is_sorted_by(|a, b| a > b) && inference.is_sorted_by(|a, b| a > b), "{peaks:?}");
         assert!(needs.iter().all(|need| need.tokens == 2048 && need.weight_bytes > 0));
     }
 }

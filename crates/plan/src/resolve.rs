@@ -20,7 +20,7 @@ use crate::time::{Rates, TimeEstimate};
 const DEFAULT_EFFECTIVE_BATCH: u64 = 8;
 
 /// Logits of a chunk take about this much where the user does not say.
-const LOGITS_BYTES: u64 = 64 << 20;
+const LOGITS_BYTES: u64 = 32 << 20;
 
 /// Choices within this share of the fastest one count as equally fast; the smallest of them is taken.
 const AS_FAST: f64 = 1.01;
@@ -246,7 +246,7 @@ pub(crate) fn step_settings(
     }
 }
 
-/// Tokens of a chunk whose logits take about 64 MiB: a power of two, so that products stay on whole tiles.
+/// Tokens of a chunk whose logits take about 32 MiB: a power of two, so that products stay on whole tiles.
 pub fn loss_chunk_tokens(vocab_size: u64, tokens: u64) -> u64 {
     let most = (LOGITS_BYTES / (4 * vocab_size.max(1))).max(16);
     let power = 1 << (63 - most.leading_zeros());

@@ -174,8 +174,8 @@ fn all_that_is_wrong_is_said_at_once() {
 #[test]
 fn what_this_version_does_not_have_is_refused_with_the_nearest() {
     check(
-        "model: x\ntraining: {method: lora}",
-        "config.yaml:2:20: training.method: lora is not available in this version: adapters cannot be trained yet; use full\n   |\n 2 | training: {method: lora}\n   |                    ^^^^",
+        "model: x\ntraining: {method: ia3}",
+        "config.yaml:2:20: training.method: ia3 is not available in this version: adapters are LoRA's; use lora or qlora\n   |\n 2 | training: {method: ia3}\n   |                    ^^^",
     );
     for (written, expected) in [
         (
@@ -335,4 +335,24 @@ fn optimizers_and_their_options() {
         let message = message(&training(bad));
         assert!(message.contains(words), "{bad}: {message}");
     }
+}
+
+#[test]
+fn adapters_and_quantised_weights_need_their_method() {
+    for (written, wrong) in [
+        ("training: {lora: {rank: 8}}", "training.lora.rank"),
+        ("training: {quantization: nf4}", "training.quantization"),
+        ("training: {method: qlora, mixed_precision: fp8, lora: {dropout: 0.1}}", "training.lora.dropout"),
+        ("training: {method: lora, lora: {rank: 0}}", "training.lora.rank"),
+        ("training: {method: lora, lora: {rank_pattern: {q_proj: 0}}}", "training.lora.rank_pattern"),
+        ("training: {method: lora, lora: {dropout: 1}}", "training.lora.dropout"),
+        ("training: {method: lora, quantization: nf5}", "training.quantization"),
+    ] {
+        let message = message(&format!("model: x\n{written}\n"));
+        assert!(message.contains(wrong), "{written}: {message}");
+    }
+    let message = message(
+        "training: {method: lora}\nmodel: {from_scratch: {hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 1}}\n",
+    );
+    assert!(message.contains("model.path"), "{message}");
 }
