@@ -44,8 +44,9 @@ pub(in crate::cpu) fn adamw_8bit(
         let codes = m.0[span.part.clone()].chunks_mut(BLOCK).zip(v.0[span.part.clone()].chunks_mut(BLOCK));
         let first = span.part.start / BLOCK;
         let scales = m.1[first..].iter_mut().zip(&mut v.1[first..]);
+        let mut states = [[0.0; BLOCK]; 2];
         for (((param, grad), (m, v)), (m_max, v_max)) in blocks.zip(codes).zip(scales) {
-            adam_block(exec.simd, param, grad, m, v, [m_max, v_max], factors);
+            adam_block(exec.simd, param, grad, m, v, [m_max, v_max], &mut states, factors);
         }
     });
 }
@@ -65,8 +66,9 @@ pub(in crate::cpu) fn lion_8bit(exec: Exec<'_>, weights: Weights<'_>, m: CodesMu
     update(exec, weights, FLAT, m.shared(), |(codes, absmax), span, param, grad| {
         let first = span.part.start / BLOCK;
         let states = codes[span.part].chunks_mut(BLOCK).zip(&mut absmax[first..]);
+        let mut state = [0.0; BLOCK];
         for ((param, grad), (m, max)) in param.chunks_mut(BLOCK).zip(grad.chunks(BLOCK)).zip(states) {
-            lion_block(exec.simd, param, grad, m, max, factors);
+            lion_block(exec.simd, param, grad, m, max, &mut state, factors);
         }
     });
 }
@@ -102,19 +104,20 @@ fn adam_block(
     m: &mut [u8],
     v: &mut [u8],
     [m_max, v_max]: [&mut f32; 2],
+    [first, second]: &mut [[f32; BLOCK]; 2],
     factors: AdamFactors,
 ) {
-    let (mut first, mut second) = ([0.0; BLOCK], [0.0; BLOCK]);
-    decode(simd, &SIGNED, m, *m_max, &mut first);
-    decode(simd, &UNSIGNED, v, *v_max, &mut second);
-    adam_step(simd, param, grad, &mut first, &mut second, factors);
+    decode(simd, &SIGNED, m, *m_max, first);
+    decode(simd, &UNSIGNED, v, *v_max, second);
     let n = param.len();
-    *m_max = encode(simd, &SIGNED, &mut first, n, m, 255);
-    *v_max = encode(simd, &UNSIGNED, &mut second, n, v, 0);
+    [*m_max, *v_max] = adam_step(simd, param, grad, &mut first[..n], &mut second[..n], factors);
+    encode(simd, &SIGNED, first, *m_max, m, 255);
+    encode(simd, &UNSIGNED, second, *v_max, v, 0);
 }
 
 per_isa! {
-    fn adam_step(param: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32], factors: AdamFactors)
+    /// Returns the largest magnitude of each state.
+    fn adam_step(param: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32], factors: AdamFactors) -> [f32; 2]
         = adam_step_body
 }
 
@@ -126,7 +129,8 @@ fn adam_step_body<const FMA: bool>(
     m: &mut [f32],
     v: &mut [f32],
     f: AdamFactors,
-) {
+) -> [f32; 2] {
+    let mut largest = [0; 2];
     for (((param, grad), s1), s2) in param.iter_mut().zip(grad).zip(m).zip(v) {
         let good = grad.is_finite();
         let g = grad * f.grad_scale;
@@ -136,7 +140,15 @@ fn adam_step_body<const FMA: bool>(
         *s1 = if good { new1 } else { 0.0 };
         let stepped = (*param + f.step_size * (new1 / (new2.sqrt() + f.epsilon))) * f.decay;
         *param = if good { stepped } else { *param };
+        largest = [largest[0].max(magnitude_bits(*s1)), largest[1].max(magnitude_bits(*s2))];
     }
+    largest.map(f32::from_bits)
+}
+
+/// In the order of the magnitudes.
+#[inline(always)]
+fn magnitude_bits(x: f32) -> u32 {
+    x.abs().to_bits()
 }
 
 /// Updates a block of Lion's.
@@ -146,20 +158,22 @@ fn lion_block(
     grad: &[f32],
     m: &mut [u8],
     absmax: &mut f32,
+    first: &mut [f32; BLOCK],
     factors: LionFactors,
 ) {
-    let mut first = [0.0; BLOCK];
-    decode(simd, &SIGNED, m, *absmax, &mut first);
-    lion_step(simd, param, grad, &mut first, factors);
-    *absmax = encode(simd, &SIGNED, &mut first, param.len(), m, 255);
+    decode(simd, &SIGNED, m, *absmax, first);
+    *absmax = lion_step(simd, param, grad, &mut first[..param.len()], factors);
+    encode(simd, &SIGNED, first, *absmax, m, 255);
 }
 
 per_isa! {
-    fn lion_step(param: &mut [f32], grad: &[f32], m: &mut [f32], factors: LionFactors) = lion_step_body
+    /// Returns the largest magnitude of the state.
+    fn lion_step(param: &mut [f32], grad: &[f32], m: &mut [f32], factors: LionFactors) -> f32 = lion_step_body
 }
 
 #[inline(always)]
-fn lion_step_body<const FMA: bool>(param: &mut [f32], grad: &[f32], m: &mut [f32], f: LionFactors) {
+fn lion_step_body<const FMA: bool>(param: &mut [f32], grad: &[f32], m: &mut [f32], f: LionFactors) -> f32 {
+    let mut largest = 0;
     for ((param, grad), s1) in param.iter_mut().zip(grad).zip(m) {
         let good = grad.is_finite();
         let g = grad * f.grad_scale;
@@ -167,11 +181,19 @@ fn lion_step_body<const FMA: bool>(param: &mut [f32], grad: &[f32], m: &mut [f32
         let by = if between == 0.0 { 0.0 } else { f.lr.copysign(between) };
         *param = if good { *param * f.decay - by } else { *param };
         *s1 = if good { *s1 * f.beta2 + f.less2 * g } else { 0.0 };
+        largest = largest.max(magnitude_bits(*s1));
     }
+    f32::from_bits(largest)
 }
 
 /// The values of up to a block of codes.
-fn decode(simd: Simd, map: &DynamicMap, codes: &[u8], absmax: f32, out: &mut [f32; BLOCK]) {
+fn decode<const SIGNED: bool>(
+    simd: Simd,
+    map: &DynamicMap<SIGNED>,
+    codes: &[u8],
+    absmax: f32,
+    out: &mut [f32; BLOCK],
+) {
     match codes.try_into() {
         Ok(codes) => map.decode_block(simd, codes, absmax, out),
         Err(_) => {
@@ -182,42 +204,23 @@ fn decode(simd: Simd, map: &DynamicMap, codes: &[u8], absmax: f32, out: &mut [f3
     }
 }
 
-/// Codes of the first `n` of x over their largest magnitude, which is returned; `of_zeros` where there are only zeros,
-/// whose quotient is not a number: the code that bitsandbytes' search then ends at.
-fn encode(
+/// Codes of as many of x, whose largest magnitude is given; `of_zeros` where there are only zeros, whose quotient is
+/// not a number: the code that bitsandbytes' search then ends at.
+fn encode<const SIGNED: bool>(
     simd: Simd,
-    map: &DynamicMap,
-    x: &mut [f32; BLOCK],
-    n: usize,
+    map: &DynamicMap<SIGNED>,
+    x: &[f32; BLOCK],
+    absmax: f32,
     codes: &mut [u8],
     of_zeros: u8,
-) -> f32 {
-    x[n..].fill(0.0);
-    let absmax = normalize(simd, x);
+) {
     if absmax == 0.0 {
         codes.fill(of_zeros);
     } else if let Ok(codes) = (&mut *codes).try_into() {
-        map.encode_block(simd, x, codes);
+        map.encode_block(simd, x, absmax, codes);
     } else {
         let mut whole = [0; BLOCK];
-        map.encode_block(simd, x, &mut whole);
+        map.encode_block(simd, x, absmax, &mut whole);
         codes.copy_from_slice(&whole[..codes.len()]);
     }
-    absmax
-}
-
-per_isa! {
-    /// Divides by the largest magnitude, which is returned, where it is not 0.
-    fn normalize(x: &mut [f32; BLOCK]) -> f32 = normalize_body
-}
-
-#[inline(always)]
-fn normalize_body<const FMA: bool>(x: &mut [f32; BLOCK]) -> f32 {
-    // Magnitudes are in the order of their bits.
-    let largest = x.iter().fold(0, |most, x| most.max(x.to_bits() & 0x7fff_ffff));
-    let absmax = f32::from_bits(largest);
-    if largest != 0 {
-        x.iter_mut().for_each(|x| *x /= absmax);
-    }
-    absmax
 }
