@@ -260,7 +260,7 @@ fn validation_loss<D: Device>(
         tokens.clear();
         (first..end).try_for_each(|window| dataset.read_window(window, &mut tokens))?;
         let targets = targets(&tokens, length);
-        let (loss, n) = trainer.evaluate(end - first, &MicroBatch { tokens: &tokens, targets: &targets })?;
+        let (loss, n) = trainer.evaluate(end - first, &MicroBatch::new(&tokens, &targets))?;
         (sum, count, first) = (sum + loss, count + n, end);
     }
     Ok(sum / count.max(1) as f64)

@@ -169,7 +169,7 @@ fn one_step<'a, D: Device>(
     let batches =
         (0..settings.accumulation).map(|_| (with.next_batch)()).collect::<Result<Vec<Batch>, _>>()?;
     let micro_batches: Vec<MicroBatch<'_>> =
-        batches.iter().map(|b| MicroBatch { tokens: &b.tokens, targets: &b.targets }).collect();
+        batches.iter().map(|b| MicroBatch::new(&b.tokens, &b.targets)).collect();
     let lr = settings.schedule.lr(progress.state.step);
     let step = progress.state.step + 1;
     let outcome = match trainer.step(&micro_batches, lr) {
