@@ -110,6 +110,11 @@ impl ChatTemplate {
         &self.origin
     }
 
+    /// Whether a name is written in it anywhere: what it never names it cannot write.
+    pub fn mentions(&self, name: &str) -> bool {
+        self.environment.get_template(NAME).is_ok_and(|template| template.source().contains(name))
+    }
+
     /// Whether it has `{% generation %}` blocks.
     pub fn marks_generation(&self) -> bool {
         self.marks_generation
