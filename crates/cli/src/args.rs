@@ -29,6 +29,8 @@ pub struct Arguments {
 pub enum Command {
     /// Say what a training run needs, what every byte is for, and how long a step takes
     Plan(PlanArgs),
+    /// Show what a model will read of chats and instructions, and which tokens of it are trained
+    Preview(PreviewArgs),
     /// Train a model, or fine-tune one
     Train(TrainArgs),
     /// Measure a model's loss on a text
@@ -84,6 +86,24 @@ pub struct PlanArgs {
     #[command(flatten)]
     pub source: ConfigSource,
     /// Print one JSON document and nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct PreviewArgs {
+    #[command(flatten)]
+    pub source: ConfigSource,
+    /// File of samples (data.train)
+    #[arg(long, value_name = "FILE")]
+    pub data: Option<String>,
+    /// chat or instruction (data.format)
+    #[arg(long, value_name = "FORMAT")]
+    pub format: Option<String>,
+    /// Samples to show; all are counted
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    pub samples: u64,
+    /// Print one JSON document and nothing else, with the ids and weights of all tokens of the samples shown
     #[arg(long)]
     pub json: bool,
 }

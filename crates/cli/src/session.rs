@@ -19,6 +19,14 @@ const FLOPS_PER_EXP: f64 = 100.0;
 
 /// The configuration of a command line: the file, then the flags, then every `--set`.
 pub fn load_config(source: &ConfigSource) -> Result<RawConfig, Failure> {
+    load_config_with(source, &[])
+}
+
+/// The same with further flags: the key that each sets, its name, and its value if it was given.
+pub fn load_config_with(
+    source: &ConfigSource,
+    further: &[(&str, &str, &Option<String>)],
+) -> Result<RawConfig, Failure> {
     let mut config = match &source.config {
         Some(path) => RawConfig::from_file(path)?,
         None => RawConfig::default(),
@@ -30,7 +38,10 @@ pub fn load_config(source: &ConfigSource) -> Result<RawConfig, Failure> {
         ("memory.device_budget", "--budget", &source.budget),
         ("training.mixed_precision", "--mixed-precision", &source.mixed_precision),
         ("training.gradient_checkpointing", "--gradient-checkpointing", &source.gradient_checkpointing),
-    ] {
+    ]
+    .iter()
+    .chain(further)
+    {
         if let Some(value) = value {
             config.apply_override(key, value, &format!("{flag} {value}"))?;
         }
@@ -39,15 +50,10 @@ pub fn load_config(source: &ConfigSource) -> Result<RawConfig, Failure> {
         config.apply_set(assignment)?;
     }
     config.validate()?;
-    for (key, value) in [
-        ("data.packing", config.data.packing()),
-        ("data.persistent_workers", config.data.persistent_workers()),
-    ] {
-        if !value {
-            return Err(Failure::usage(format!(
-                "{key}: false is not available in this version; leave it true"
-            )));
-        }
+    if !config.data.persistent_workers() {
+        return Err(Failure::usage(
+            "data.persistent_workers: false is not available in this version; leave it true",
+        ));
     }
     Ok(config)
 }

@@ -10,12 +10,16 @@ pub const IGNORED_TARGET: u32 = u32::MAX;
 
 /// Some windows, one after the other: position i of a window predicts its token i + 1, the last one nothing; nor does the
 /// end of a document where documents are told apart.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Batch {
     /// Token ids.
     pub tokens: Vec<u32>,
     /// What each position predicts.
     pub targets: Vec<u32>,
+    /// What each target counts in the loss; `None` where all count alike.
+    pub weights: Option<Vec<f32>>,
+    /// The place in its window where each token's sample begins, where samples share windows.
+    pub document_starts: Option<Vec<u32>>,
 }
 
 /// The targets of windows of `length` tokens each.
@@ -102,18 +106,9 @@ impl Drop for Batches {
 
 impl Maker {
     fn next(&mut self) -> Result<Batch, DataError> {
-        let length = self.dataset.sequence_length() as usize;
-        let mut tokens = Vec::with_capacity(self.batch_size as usize * length);
-        for _ in 0..self.batch_size {
-            self.dataset.read_window(self.position, &mut tokens)?;
-            self.position += 1;
-        }
-        let mut targets = targets(&tokens, length);
-        if let Some(end) = self.dataset.document_end() {
-            let ends = targets.iter_mut().zip(&tokens).filter(|(_, token)| **token == end);
-            ends.for_each(|(target, _)| *target = IGNORED_TARGET);
-        }
-        Ok(Batch { tokens, targets })
+        let batch = self.dataset.batch(self.position, self.batch_size)?;
+        self.position += self.batch_size;
+        Ok(batch)
     }
 }
 

@@ -1,15 +1,16 @@
-//! A data set: files tokenised into one stream of tokens, cut into windows of equal length.
-//!
-//! Documents are joined by the end-of-text token where there is more than one. A tail shorter than a window is left out.
+//! A data set: files tokenised into windows of equal length. Texts are one stream of tokens that is cut: documents are
+//! joined by the end-of-text token where there is more than one, and a tail shorter than a window is left out. Samples of
+//! chats are never cut in two.
 
 use std::path::Path;
 
 use plimsoll_model::tokenizer::Tokenizer;
 
-use crate::files::expand;
+use crate::chat::{SampleEncoder, SampleReport, SampleWindows, SampleWriter};
+use crate::files::{Wanted, expand};
 use crate::order;
 use crate::token_file::{TokenFile, TokenWriter};
-use crate::{DataError, documents};
+use crate::{Batch, DataError, IGNORED_TARGET, documents, targets};
 
 /// What a data set is made of, and how it is cut.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,10 +34,17 @@ pub struct DatasetOptions {
 /// A data set.
 #[derive(Debug)]
 pub struct Dataset {
-    tokens: TokenFile,
+    content: Content,
     sequence_length: u64,
     shuffle: Option<u64>,
-    document_end: Option<u32>,
+}
+
+#[derive(Debug)]
+enum Content {
+    /// One stream of tokens. With `document_end`, documents are told apart.
+    Texts { tokens: TokenFile, document_end: Option<u32> },
+    /// Samples in windows.
+    Samples { windows: SampleWindows, report: SampleReport },
 }
 
 impl Dataset {
@@ -46,7 +54,7 @@ impl Dataset {
         tokenizer: &Tokenizer,
         folder: &Path,
     ) -> Result<Dataset, DataError> {
-        let files = expand(&options.patterns)?;
+        let files = expand(&options.patterns, Wanted::Texts)?;
         let mut writer = TokenWriter::new(folder)?;
         let end = tokenizer.eos_token();
         let mut documents = 0u64;
@@ -75,12 +83,40 @@ impl Dataset {
         if tokens.len() < sequence_length || sequence_length == 0 {
             return Err(DataError::TooShort { tokens: tokens.len(), sequence_length });
         }
-        Ok(Dataset { tokens, sequence_length, shuffle: options.shuffle, document_end })
+        let content = Content::Texts { tokens, document_end };
+        Ok(Dataset { content, sequence_length, shuffle: options.shuffle })
+    }
+
+    /// Reads and encodes the samples of files, folders and patterns. Tokens are kept in unnamed files in `folder`;
+    /// `shuffle` is the seed of the windows' order.
+    pub fn open_samples(
+        patterns: &[String],
+        encoder: &SampleEncoder<'_>,
+        shuffle: Option<u64>,
+        folder: &Path,
+    ) -> Result<Dataset, DataError> {
+        let options = encoder.options();
+        let sequence_length = options.sequence_length;
+        let mut writer = SampleWriter::new(folder, sequence_length as usize, options.packing)?;
+        let report = encoder.for_each(patterns, &mut |_, sample| writer.add(sample))?;
+        let windows = writer.finish(encoder.padding())?;
+        Ok(Dataset { content: Content::Samples { windows, report }, sequence_length, shuffle })
+    }
+
+    /// What became of the samples, where there are some.
+    pub fn sample_report(&self) -> Option<&SampleReport> {
+        match &self.content {
+            Content::Texts { .. } => None,
+            Content::Samples { report, .. } => Some(report),
+        }
     }
 
     /// Tokens in all.
     pub fn tokens(&self) -> u64 {
-        self.tokens.len()
+        match &self.content {
+            Content::Texts { tokens, .. } => tokens.len(),
+            Content::Samples { windows, .. } => windows.tokens(),
+        }
     }
 
     /// Tokens of a window.
@@ -90,29 +126,57 @@ impl Dataset {
 
     /// The token that ends a document, where documents are told apart.
     pub fn document_end(&self) -> Option<u32> {
-        self.document_end
+        match &self.content {
+            Content::Texts { document_end, .. } => *document_end,
+            Content::Samples { .. } => None,
+        }
     }
 
     /// Whole windows: an epoch.
     pub fn windows(&self) -> u64 {
-        self.tokens.len() / self.sequence_length
+        match &self.content {
+            Content::Texts { tokens, .. } => tokens.len() / self.sequence_length.max(1),
+            Content::Samples { windows, .. } => windows.len(),
+        }
     }
 
     /// A text that differs where the windows or their order do, for runs that are resumed.
     pub fn identity(&self) -> String {
         let order = self.shuffle.map_or("in order".to_owned(), |seed| format!("shuffled by {seed}"));
-        let documents = if self.document_end.is_some() { ", documents apart" } else { "" };
-        format!(
-            "{:016x}, {} tokens, windows of {}, {order}{documents}",
-            self.tokens.hash(),
-            self.tokens.len(),
-            self.sequence_length
-        )
+        match &self.content {
+            Content::Texts { tokens, document_end } => {
+                let documents = if document_end.is_some() { ", documents apart" } else { "" };
+                format!(
+                    "{:016x}, {} tokens, windows of {}, {order}{documents}",
+                    tokens.hash(),
+                    tokens.len(),
+                    self.sequence_length
+                )
+            }
+            Content::Samples { windows, .. } => format!("{}, {order}", windows.identity()),
+        }
     }
 
-    /// Appends the window that is the `position`-th since the beginning of training; after the last one they begin anew.
-    pub fn read_window(&self, position: u64, out: &mut Vec<u32>) -> Result<(), DataError> {
-        let window = order::window(position, self.windows(), self.shuffle);
-        self.tokens.read(window * self.sequence_length, self.sequence_length as usize, out)
+    /// The `count` windows from the `position`-th since the beginning of training on; after the last one they begin anew.
+    pub fn batch(&self, position: u64, count: u64) -> Result<Batch, DataError> {
+        let length = self.sequence_length as usize;
+        let mut batch = Batch::default();
+        for position in position..position + count {
+            let window = order::window(position, self.windows(), self.shuffle);
+            match &self.content {
+                Content::Texts { tokens, .. } => {
+                    tokens.read(window * self.sequence_length, length, &mut batch.tokens)?;
+                }
+                Content::Samples { windows, .. } => windows.read(window, &mut batch)?,
+            }
+        }
+        if let Content::Texts { document_end, .. } = &self.content {
+            batch.targets = targets(&batch.tokens, length);
+            if let Some(end) = document_end {
+                let ends = batch.targets.iter_mut().zip(&batch.tokens).filter(|(_, token)| *token == end);
+                ends.for_each(|(target, _)| *target = IGNORED_TARGET);
+            }
+        }
+        Ok(batch)
     }
 }

@@ -1,4 +1,4 @@
-//! The documents of a file: the whole of a text file, or a field of every line of a JSONL file.
+//! The documents of a file: the whole of a text file, or a field of every record of a JSONL, JSON or Parquet file.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -8,9 +8,7 @@ use serde_json::Value;
 
 use crate::DataError;
 use crate::files::{DataFile, Kind};
-
-/// The longest line that is read; a longer one is no document but a mistake.
-const LONGEST_LINE: u64 = 256 << 20;
+use crate::records::{self, LARGEST_RECORD};
 
 const BYTE_ORDER_MARK: &str = "\u{feff}";
 
@@ -32,6 +30,10 @@ pub fn for_each(
             let mut reader = BufReader::with_capacity(buffer_bytes.max(1), opened);
             json_lines(&mut reader, &file.path, text_field, each)
         }
+        Kind::Json | Kind::Parquet => records::for_each(file, buffer_bytes, &mut |place, record| {
+            let text = text_of(record, text_field).map_err(|reason| records::broken(&place, reason))?;
+            if text.is_empty() { Ok(()) } else { each(&text) }
+        }),
     }
 }
 
@@ -61,20 +63,33 @@ pub fn json_lines(
     text_field: &str,
     each: &mut dyn FnMut(&str) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
+    lines(reader, path, &mut |line, text| {
+        let fail = |reason: String| DataError::Line { path: path.to_owned(), line, reason };
+        let document = document(text, text_field).map_err(fail)?;
+        if document.is_empty() { Ok(()) } else { each(&document) }
+    })
+}
+
+/// Calls `each` with every line that is not empty and its number, from 1. Holds one line in memory.
+pub fn lines(
+    reader: &mut dyn BufRead,
+    path: &Path,
+    each: &mut dyn FnMut(u64, &str) -> Result<(), DataError>,
+) -> Result<(), DataError> {
     let mut bytes = Vec::new();
     let mut before = 0u64;
     for line in 1.. {
         bytes.clear();
         let read = (&mut *reader)
-            .take(LONGEST_LINE + 1)
+            .take(LARGEST_RECORD + 1)
             .read_until(b'\n', &mut bytes)
             .map_err(DataError::io("read", path))?;
         if read == 0 {
             return Ok(());
         }
         let fail = |reason: String| DataError::Line { path: path.to_owned(), line, reason };
-        if read as u64 > LONGEST_LINE {
-            return Err(fail(format!("longer than {} MiB", LONGEST_LINE >> 20)));
+        if read as u64 > LARGEST_RECORD {
+            return Err(fail(format!("longer than {} MiB", LARGEST_RECORD >> 20)));
         }
         let text = std::str::from_utf8(&bytes).map_err(|e| DataError::NotUtf8 {
             path: path.to_owned(),
@@ -82,12 +97,8 @@ pub fn json_lines(
         })?;
         before += read as u64;
         let text = if line == 1 { text.trim_start_matches(BYTE_ORDER_MARK) } else { text };
-        if text.trim().is_empty() {
-            continue;
-        }
-        let document = document(text, text_field).map_err(fail)?;
-        if !document.is_empty() {
-            each(&document)?;
+        if !text.trim().is_empty() {
+            each(line, text)?;
         }
     }
     Ok(())
@@ -96,9 +107,14 @@ pub fn json_lines(
 /// The text of one line.
 fn document(line: &str, text_field: &str) -> Result<String, String> {
     let value: Value = serde_json::from_str(line).map_err(|e| format!("not JSON: {e}"))?;
-    let Value::Object(mut object) = value else {
-        return Err(format!("not an object with a {text_field:?} field"));
-    };
+    match value {
+        Value::Object(object) => text_of(object, text_field),
+        _ => Err(format!("not an object with a {text_field:?} field")),
+    }
+}
+
+/// The text of a record.
+fn text_of(mut object: records::Record, text_field: &str) -> Result<String, String> {
     match object.remove(text_field) {
         Some(Value::String(text)) => Ok(text),
         Some(_) => Err(format!("the field {text_field:?} is not a text")),

@@ -2,7 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use plimsoll_model::chat_template::ChatTemplateError;
 use plimsoll_model::tokenizer::TokenizerError;
+
+use crate::records::Place;
 
 /// Data that cannot be trained or evaluated on.
 #[derive(Debug, thiserror::Error)]
@@ -34,7 +37,7 @@ pub enum DataError {
         pattern: String,
     },
     /// A file whose name does not say what it holds.
-    #[error("{}: not a kind of file that is known; .txt, .text and .md are text, .jsonl and .ndjson have a document a line", path.display())]
+    #[error("{}: not a kind of file that is known; .txt, .text and .md are text, .jsonl and .ndjson have a record a line, .json is a list of records, .parquet a table", path.display())]
     UnknownKind {
         /// The file.
         path: PathBuf,
@@ -57,6 +60,59 @@ pub enum DataError {
         /// What is wrong, and what was expected.
         reason: String,
     },
+    /// A record that is none, or does not have the fields.
+    #[error("{place}: {reason}")]
+    Record {
+        /// Where it is.
+        place: Place,
+        /// What is wrong, and what was expected.
+        reason: String,
+    },
+    /// A file that is not what its name says.
+    #[error("{}: {reason}", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        reason: String,
+    },
+    /// A text where records are needed.
+    #[error("{}: chats and instructions are records: .jsonl, .ndjson, .json or .parquet; for running text set data.format=text", path.display())]
+    NoRecords {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A sample that is longer than a sequence, where that is not allowed.
+    #[error(
+        "{place}: {tokens} tokens, more than data.sequence_length={sequence_length}; raise it, or set data.truncation to right, left or drop"
+    )]
+    TooLong {
+        /// Where it is.
+        place: Place,
+        /// Its tokens.
+        tokens: usize,
+        /// Tokens that a sequence has.
+        sequence_length: u64,
+    },
+    /// Samples of which none can be trained on.
+    #[error("none of the {samples} samples can be trained on; {first}")]
+    NothingToTrain {
+        /// Samples in all.
+        samples: u64,
+        /// The first one, and why not.
+        first: String,
+    },
+    /// A model without a chat template, where one is needed.
+    #[error(
+        "{origin}: the model has no chat template; set data.chat_template to a Jinja file, or to alpaca for plain text with headings"
+    )]
+    NoChatTemplate {
+        /// What the tokenizer came from.
+        origin: String,
+    },
+    /// A chat template that is none.
+    #[error(transparent)]
+    ChatTemplate(#[from] ChatTemplateError),
     /// A text that has nothing in it.
     #[error("{}: there is no text in it", path.display())]
     Empty {
@@ -74,9 +130,7 @@ pub enum DataError {
         sequence_length: u64,
     },
     /// Documents without a token to put between them.
-    #[error(
-        "the data has several documents, but the tokenizer names no end-of-text token to put between them"
-    )]
+    #[error("the tokenizer names no end-of-text token, which goes between documents and after answers")]
     NoEndOfText,
     /// The tokenizer refused.
     #[error(transparent)]

@@ -11,6 +11,28 @@ pub enum Kind {
     Text,
     /// One JSON document a line.
     JsonLines,
+    /// A list of JSON records, or one after the other.
+    Json,
+    /// A table of the Apache Parquet format.
+    Parquet,
+}
+
+/// Which files of a folder are taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// Those of texts; `.json` is mostly something else there.
+    Texts,
+    /// Those of records.
+    Records,
+}
+
+impl Wanted {
+    fn takes(self, kind: Kind) -> bool {
+        match self {
+            Wanted::Texts => kind != Kind::Json,
+            Wanted::Records => kind != Kind::Text,
+        }
+    }
 }
 
 /// A file to read.
@@ -21,13 +43,13 @@ pub struct DataFile {
 }
 
 /// The files that the patterns stand for: in the order of the patterns, within a folder or a pattern by name.
-pub fn expand(patterns: &[String]) -> Result<Vec<DataFile>, DataError> {
+pub fn expand(patterns: &[String], wanted: Wanted) -> Result<Vec<DataFile>, DataError> {
     let mut files = Vec::new();
     for pattern in patterns {
         let path = Path::new(pattern);
         let before = files.len();
         if path.is_dir() {
-            folder(path, &mut files)?;
+            folder(path, wanted, &mut files)?;
         } else if path.exists() {
             // A file that was named is text unless its name says otherwise.
             files.push(DataFile { path: path.to_owned(), kind: kind(path).unwrap_or(Kind::Text) });
@@ -59,8 +81,8 @@ fn matches(pattern: &str, files: &mut Vec<DataFile>) -> Result<(), DataError> {
     Ok(())
 }
 
-/// Files below a folder whose names say that they hold text; others, and hidden ones, are left alone.
-fn folder(path: &Path, files: &mut Vec<DataFile>) -> Result<(), DataError> {
+/// Files below a folder whose names say that they hold what is wanted; others, and hidden ones, are left alone.
+fn folder(path: &Path, wanted: Wanted, files: &mut Vec<DataFile>) -> Result<(), DataError> {
     let mut entries = std::fs::read_dir(path)
         .and_then(|entries| entries.map(|e| e.map(|e| e.path())).collect::<Result<Vec<_>, _>>())
         .map_err(DataError::io("list", path))?;
@@ -72,8 +94,9 @@ fn folder(path: &Path, files: &mut Vec<DataFile>) -> Result<(), DataError> {
         }
         // A link to a folder could lead back here.
         if entry.is_dir() && !entry.is_symlink() {
-            folder(&entry, files)?;
-        } else if let (true, Some(kind)) = (entry.is_file(), kind(&entry)) {
+            folder(&entry, wanted, files)?;
+        } else if let (true, Some(kind)) = (entry.is_file(), kind(&entry).filter(|kind| wanted.takes(*kind)))
+        {
             files.push(DataFile { path: entry, kind });
         }
     }
@@ -84,6 +107,8 @@ fn kind(path: &Path) -> Option<Kind> {
     match path.extension()?.to_str()?.to_ascii_lowercase().as_str() {
         "txt" | "text" | "md" => Some(Kind::Text),
         "jsonl" | "ndjson" => Some(Kind::JsonLines),
+        "json" => Some(Kind::Json),
+        "parquet" => Some(Kind::Parquet),
         _ => None,
     }
 }
@@ -103,7 +128,7 @@ mod tests {
         let check = |patterns: &[&str], expected: &[&str]| {
             let patterns: Vec<String> =
                 patterns.iter().map(|p| root.path().join(p).to_str().unwrap().to_owned()).collect();
-            let files = expand(&patterns).unwrap();
+            let files = expand(&patterns, Wanted::Texts).unwrap();
             let names: Vec<String> = files
                 .iter()
                 .map(|f| f.path.strip_prefix(root.path()).unwrap().display().to_string())
@@ -113,7 +138,12 @@ mod tests {
         check(&[""], &["a.jsonl", "b.txt", "sub/c.md"]);
         check(&["*.txt", "sub"], &["b.txt", "sub/c.md"]);
         check(&["plain", "a.jsonl"], &["plain", "a.jsonl"]);
+        std::fs::write(root.path().join("c.json"), "[]").unwrap();
+        check(&[""], &["a.jsonl", "b.txt", "sub/c.md"]);
+        let all = [root.path().to_str().unwrap().to_owned()];
+        let kinds: Vec<Kind> = expand(&all, Wanted::Records).unwrap().iter().map(|f| f.kind).collect();
+        assert_eq!(kinds, [Kind::JsonLines, Kind::Json]);
         let missing = root.path().join("*.csv").to_str().unwrap().to_owned();
-        assert!(matches!(expand(&[missing]), Err(DataError::NothingFound { .. })));
+        assert!(matches!(expand(&[missing], Wanted::Texts), Err(DataError::NothingFound { .. })));
     }
 }

@@ -1,15 +1,17 @@
-//! Texts to tokens to batches: files are read and tokenised once into a token file, from which windows are read as
-//! training asks for them. This crate does not know what a step does with a batch.
+//! Texts and chats to tokens to batches: files are read and tokenised once into a token file, from which windows are
+//! read as training asks for them. This crate does not know what a step does with a batch.
 
 #![forbid(unsafe_code)]
 
 mod batches;
+pub mod chat;
 mod dataset;
 mod documents;
 mod error;
 mod evaluation;
 mod files;
 mod order;
+mod records;
 mod token_file;
 
 pub use batches::{Batch, Batches, IGNORED_TARGET, targets};
@@ -17,3 +19,4 @@ pub use dataset::{Dataset, DatasetOptions};
 pub use documents::json_lines;
 pub use error::DataError;
 pub use evaluation::EvalWindows;
+pub use records::{Place, Record};

@@ -50,6 +50,11 @@ impl TokenWriter {
         Ok(())
     }
 
+    /// Number of tokens so far.
+    pub fn len(&self) -> u64 {
+        self.tokens
+    }
+
     /// Ends the writing.
     pub fn finish(self) -> Result<TokenFile, DataError> {
         let file = self.file.into_inner().map_err(|e| DataError::Io {

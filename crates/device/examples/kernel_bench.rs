@@ -243,6 +243,7 @@ impl Bench {
         let op = |gradient_scale| Op::CrossEntropy {
             logits: &logits,
             targets: &targets,
+            weights: None,
             losses: &losses,
             soft_cap: None,
             gradient_scale,

@@ -74,8 +74,9 @@ impl<'a> Op<'a> {
             ),
             Op::Activate { x, out, .. } => (vec![x], vec![out], vec![(out, x)]),
             Op::ActivateBackward { x, dout, dx, .. } => (vec![x, dout], vec![dx], vec![(dx, x), (dx, dout)]),
-            Op::CrossEntropy { logits, targets, losses, .. } => {
-                (vec![logits, targets], vec![logits, losses], vec![(logits, logits)])
+            Op::CrossEntropy { logits, targets, weights, losses, .. } => {
+                let reads = [logits, targets].into_iter().chain(weights).collect();
+                (reads, vec![logits, losses], vec![(logits, logits)])
             }
             Op::RowSquares { x, out } => (vec![x], vec![out], vec![]),
             Op::RowLengths { squares, cross, gram, b, lengths, .. } => {
@@ -324,10 +325,11 @@ impl<'a> Op<'a> {
                 [x, dout, dx].into_iter().for_each(|t| check.float(t));
                 [dout, dx].into_iter().for_each(|t| check.same_size(x, t));
             }
-            Op::CrossEntropy { logits, targets, losses, .. } => {
+            Op::CrossEntropy { logits, targets, weights, losses, .. } => {
                 check.f32(logits);
                 check.u32(targets);
                 check.vector(targets, logits.rows());
+                weights.into_iter().for_each(|w| check.f32_vector(w, logits.rows()));
                 check.f32_vector(losses, logits.rows());
             }
             Op::QuantizeInt8 { x, codes, scales, block }

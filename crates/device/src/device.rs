@@ -80,4 +80,13 @@ pub trait Device {
         }
         self.write(out, &mut |bytes| bytes.copy_from_slice(bytemuck::cast_slice(values)))
     }
+
+    /// Copies f32 values in.
+    fn write_f32(&self, out: &Tensor, values: &[f32]) -> Result<(), DeviceError> {
+        if out.dtype() != DType::F32 || out.elements() != values.len() as u64 {
+            let reason = format!("{out:?} cannot take {} f32 values", values.len());
+            return Err(DeviceError::Mismatch { op: "write_f32", reason });
+        }
+        self.write(out, &mut |bytes| bytes.copy_from_slice(bytemuck::cast_slice(values)))
+    }
 }

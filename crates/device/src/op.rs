@@ -211,9 +211,11 @@ pub enum Op<'a> {
     /// `losses[n] = -ln softmax(logits[n])[targets[n]]`, 0 for ignored targets; logits f32 `[N, V]`, losses f32 `[N]`.
     /// With `gradient_scale`, logits becomes the gradient times scale in place, (softmax - onehot) * scale, 0 for ignored
     /// targets. With `soft_cap` logits are cap * tanh(logits / cap) first, and so is the gradient that of the uncapped.
+    /// With `weights`, f32 `[N]`, a row's loss and gradient are multiplied by its weight.
     CrossEntropy {
         logits: &'a Tensor,
         targets: &'a Tensor,
+        weights: Option<&'a Tensor>,
         losses: &'a Tensor,
         soft_cap: Option<f32>,
         gradient_scale: Option<f32>,

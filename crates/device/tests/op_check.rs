@@ -60,6 +60,7 @@ fn types() {
     let logits = complaint(&[(Bf16, &[2, 4]), (U32, &[2]), (F32, &[2])], |t| Op::CrossEntropy {
         logits: &t[0],
         targets: &t[1],
+        weights: None,
         losses: &t[2],
         soft_cap: None,
         gradient_scale: None,

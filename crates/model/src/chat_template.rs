@@ -2,8 +2,8 @@
 //!
 //! The templates are written for `transformers`: Jinja with `trim_blocks`, `lstrip_blocks` and loop controls,
 //! Python's methods of strings, lists and dictionaries, and the functions `raise_exception` and
-//! `strftime_now`. The `{% generation %}` blocks that mark what the assistant said are allowed and do
-//! nothing. Two things are more lenient than in Python: a loop over `none` is empty, and nothing is ever
+//! `strftime_now`. The `{% generation %}` blocks that mark what the assistant said change no text;
+//! [`ChatTemplate::render_marked`] says where they are. Two things are more lenient than in Python: a loop over `none` is empty, and nothing is ever
 //! escaped for HTML. A template reads no files, cannot loop for ever, and cannot write without end; only the
 //! texts that it makes on the way and does not write are not bounded.
 //!
@@ -16,6 +16,7 @@ mod functions;
 mod json;
 
 use std::io::Write;
+use std::ops::Range;
 use std::time::SystemTime;
 
 use minijinja::Environment;
@@ -74,6 +75,17 @@ pub struct ChatTemplate {
     origin: String,
     /// `bos_token`, `eos_token` and the like, by name.
     special_tokens: Map<String, Json>,
+    /// Whether it marks what the assistant says.
+    marks_generation: bool,
+}
+
+/// A chat's text and the parts of it in `{% generation %}` blocks, as bytes, in order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MarkedText {
+    /// The text, as [`ChatTemplate::render`] gives it.
+    pub text: String,
+    /// What the assistant says in it.
+    pub generated: Vec<Range<usize>>,
 }
 
 impl ChatTemplate {
@@ -88,9 +100,24 @@ impl ChatTemplate {
         origin: &str,
     ) -> Result<ChatTemplate, ChatTemplateError> {
         let mut environment = functions::environment(FUEL);
-        let source = functions::without_generation_tags(&source.replace("\r\n", "\n"));
+        let (source, marks_generation) = functions::mark_generation(&source.replace("\r\n", "\n"));
         (environment.add_template_owned(NAME, source)).map_err(|e| ChatTemplateError::new(origin, &e))?;
-        Ok(ChatTemplate { environment, origin: origin.to_owned(), special_tokens })
+        Ok(ChatTemplate { environment, origin: origin.to_owned(), special_tokens, marks_generation })
+    }
+
+    /// What errors call it: a file's name.
+    pub fn origin(&self) -> &str {
+        &self.origin
+    }
+
+    /// Whether a name is written in it anywhere: what it never names it cannot write.
+    pub fn mentions(&self, name: &str) -> bool {
+        self.environment.get_template(NAME).is_ok_and(|template| template.source().contains(name))
+    }
+
+    /// Whether it has `{% generation %}` blocks.
+    pub fn marks_generation(&self) -> bool {
+        self.marks_generation
     }
 
     /// The text of a chat.
@@ -102,12 +129,64 @@ impl ChatTemplate {
         messages: &[ChatMessage],
         options: &ChatOptions,
     ) -> Result<String, ChatTemplateError> {
+        self.render_with(messages, options, ["", ""])
+    }
+
+    /// The text of a chat, and where its `{% generation %}` blocks are.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::render`]; or the template changes a block's text after it was written.
+    pub fn render_marked(
+        &self,
+        messages: &[ChatMessage],
+        options: &ChatOptions,
+    ) -> Result<MarkedText, ChatTemplateError> {
+        // A template that writes the date must write the same one twice.
+        let now = Some(options.now.unwrap_or_else(SystemTime::now));
+        let options = ChatOptions { now, ..options.clone() };
+        let text = self.render(messages, &options)?;
+        // Two characters of private use that the text does not have, so that no message can pretend to be a mark.
+        let mut free = ('\u{f0000}'..='\u{ffffd}').filter(|c| !text.contains(*c));
+        let (Some(begins), Some(ends)) = (free.next(), free.next()) else {
+            return Err(self.unmarkable("the text has every character of private use"));
+        };
+        let marked = self.render_with(messages, &options, [&begins.to_string(), &ends.to_string()])?;
+        let (mut plain, mut open, mut generated) = (String::with_capacity(text.len()), None, Vec::new());
+        for c in marked.chars() {
+            if c == begins {
+                open = Some(plain.len());
+            } else if c != ends {
+                plain.push(c);
+            } else if let Some(start) = open.take() {
+                generated.push(start..plain.len());
+            }
+        }
+        if plain != text || open.is_some() {
+            return Err(self.unmarkable("its {% generation %} blocks are changed after they are written"));
+        }
+        Ok(MarkedText { text, generated })
+    }
+
+    fn unmarkable(&self, reason: &str) -> ChatTemplateError {
+        ChatTemplateError::Render { origin: self.origin.clone(), line: 0, reason: reason.to_owned() }
+    }
+
+    /// The text with something written where generation blocks begin and end.
+    fn render_with(
+        &self,
+        messages: &[ChatMessage],
+        options: &ChatOptions,
+        marks: [&str; 2],
+    ) -> Result<String, ChatTemplateError> {
         let failed = |e: minijinja::Error| ChatTemplateError::new(&self.origin, &e);
         let mut variables = self.special_tokens.clone();
         variables.extend(options.variables.clone());
         variables.insert("add_generation_prompt".to_owned(), options.add_generation_prompt.into());
         variables.insert("tools".to_owned(), options.tools.clone().unwrap_or(Json::Null));
         variables.entry("documents").or_insert(Json::Null);
+        for (name, mark) in functions::GENERATION_MARKS.into_iter().zip(marks) {
+            variables.insert(name.to_owned(), mark.into());
+        }
         let now = options.now.unwrap_or_else(SystemTime::now);
         let functions =
             [("messages", Value::from(Serde(messages))), ("strftime_now", functions::strftime_now(now))];

@@ -24,7 +24,7 @@ use tokenizers::Tokenizer as Engine;
 pub use chat::{ChatTemplateSource, ChatTemplates};
 pub use decode::{SpecialTokens, StreamDecoder};
 pub use describe::{SpecialToken, TokenizerKind};
-pub use encode::EncodeOptions;
+pub use encode::{EncodeOptions, EncodedText};
 pub use error::TokenizerError;
 pub use gguf::GgufTokenizerFields;
 

@@ -36,7 +36,7 @@ mod tests;
 
 pub use attention::Attention;
 pub use batch::BatchSettings;
-pub use data::{DataConfig, DataFormat};
+pub use data::{ColumnsConfig, DataConfig, DataFormat, TrainOn, Truncation};
 pub use error::{ConfigError, ConflictingKey};
 pub use keys::keys;
 pub use lora::{LoraBias, LoraInit, LoraOptions, Names, Patterns, Quantization, Targets};

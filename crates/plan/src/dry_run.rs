@@ -31,7 +31,13 @@ impl DryRun {
         trainer.reset_magnitudes()?;
         let n = (settings.batch_size * settings.sequence_length) as usize;
         let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
-        let micro_batch = MicroBatch { tokens: &tokens, targets: &targets };
+        let weights = settings.target_weights.then(|| vec![0.0; n]);
+        let micro_batch = MicroBatch {
+            tokens: &tokens,
+            targets: &targets,
+            weights: weights.as_deref(),
+            document_starts: settings.document_starts.then_some(&tokens),
+        };
         dry.take_tally();
         // The second micro-batch adds to the gradients where the first one wrote them; all later ones are like it.
         // The first step of a run may do more than the others: clipping by the norm of the step before it.
@@ -64,7 +70,7 @@ impl DryRun {
         let n = (batch_size * length) as usize;
         let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
         dry.take_tally();
-        evaluator.losses(batch_size, &MicroBatch { tokens: &tokens, targets: &targets })?;
+        evaluator.losses(batch_size, &MicroBatch::new(&tokens, &targets))?;
         Ok(DryRun { ledger: dry.arena().ledger(), tally: dry.tally() })
     }
 
@@ -81,7 +87,7 @@ impl DryRun {
         let n = settings.context as usize;
         let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
         dry.take_tally();
-        decoder.append_losses(&MicroBatch { tokens: &tokens, targets: &targets }, loss_chunk_tokens)?;
+        decoder.append_losses(&MicroBatch::new(&tokens, &targets), loss_chunk_tokens)?;
         Ok(DryRun { ledger: dry.arena().ledger(), tally: dry.tally() })
     }
 

@@ -222,7 +222,10 @@ pub(crate) fn step_settings(
         compression: training.activation_compression().0,
         attention: training.attention().set().map_or(AttentionKind::Flash, |attention| attention.0),
         // Which token it is says the tokenizer, when there is one; the plan is the same for each.
-        document_end: config.data.document_mask().then(|| spec.eos_tokens.first().copied().unwrap_or(0)),
+        document_end: (config.data.document_mask() && !config.data.has_samples())
+            .then(|| spec.eos_tokens.first().copied().unwrap_or(0)),
+        document_starts: config.data.has_samples() && config.data.packing(),
+        target_weights: config.data.has_samples(),
         mlp_chunk_tokens: training.mlp_chunk_tokens,
         loss_chunk_tokens: training
             .loss_chunk_tokens()

@@ -12,7 +12,7 @@ use crate::block;
 use crate::context::{Context, attention_shape};
 use crate::embedding;
 use crate::head::{self, Head, rows};
-use crate::inputs::{check_tokens, positions};
+use crate::inputs::{Labels, check_tokens, positions};
 use crate::linear::Multiply;
 use crate::rope::RopeTables;
 use crate::settings::{AttentionKind, MicroBatch, Precision};
@@ -116,7 +116,7 @@ impl<'a, D: Device> Decoder<'a, D> {
         sequence: &MicroBatch<'_>,
         loss_chunk_tokens: u64,
     ) -> Result<(f64, u64), StepError> {
-        let MicroBatch { tokens, targets } = *sequence;
+        let MicroBatch { tokens, targets, .. } = *sequence;
         if targets.len() != tokens.len() {
             let (got, sequence_length) = (targets.len(), tokens.len() as u64);
             return Err(StepError::BatchShape { got, batch_size: 1, sequence_length });
@@ -176,16 +176,17 @@ impl<'a, D: Device> Decoder<'a, D> {
     fn losses(&mut self, x: &Tensor, targets: &[u32], loss_chunk_tokens: u64) -> Result<f64, StepError> {
         let device = self.device;
         device.arena().enter(Phase::Loss, None);
-        let labels = device.alloc(DType::U32, &[x.rows()], Tag::Data, "targets")?;
-        device.write_u32(&labels, targets)?;
+        let wanted = device.alloc(DType::U32, &[x.rows()], Tag::Data, "targets")?;
+        device.write_u32(&wanted, targets)?;
         let losses = device.alloc(DType::F32, &[x.rows()], Tag::Data, "losses")?;
+        let labels = Labels { targets: wanted, losses, weights: None };
         let head = Head::gather(&mut self.weights, self.spec.tie_word_embeddings)?;
         let past = self.length - x.rows();
         let positions = positions(device, 1, x.rows(), past)?;
         let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions, past);
-        head::loss(&ctx, &head, x, &labels, &losses, loss_chunk_tokens)?;
+        head::loss(&ctx, &head, x, &labels, loss_chunk_tokens)?;
         head.release(&mut self.weights);
-        Ok(device.read_f32(&losses)?.into_iter().map(f64::from).sum())
+        Ok(device.read_f32(&labels.losses)?.into_iter().map(f64::from).sum())
     }
 
     fn logits(&mut self, x: &Tensor) -> Result<Vec<f32>, StepError> {

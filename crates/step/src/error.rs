@@ -45,6 +45,14 @@ pub enum StepError {
         /// Their length.
         sequence_length: u64,
     },
+    /// A document that starts after its own token: a programming error.
+    #[error("token {place} of a sequence is said to be of a document that starts at {start}, after it")]
+    DocumentStart {
+        /// The token's place in its sequence.
+        place: u32,
+        /// Where its document is said to start.
+        start: u32,
+    },
     /// A token that the model does not know.
     #[error(
         "token {token} is outside the vocabulary of {vocab_size}; the tokenizer belongs to another model"

@@ -24,7 +24,7 @@ pub(crate) struct Evaluation<'a, D: Device> {
 }
 
 impl<D: Device> Evaluation<'_, D> {
-    /// Sum of token losses and number of targets of `batch_size` sequences of equal length.
+    /// Sum of token losses, each by its weight, and number of targets of `batch_size` sequences of equal length.
     pub fn run(
         &self,
         store: &mut dyn WeightStore,
@@ -53,7 +53,7 @@ impl<D: Device> Evaluation<'_, D> {
         }
         arena.enter(Phase::Loss, None);
         let head = Head::gather(store, self.spec.tie_word_embeddings)?;
-        head::loss(&ctx, &head, &x, &inputs.targets, &inputs.losses, self.loss_chunk_tokens)?;
+        head::loss(&ctx, &head, &x, &inputs.labels, self.loss_chunk_tokens)?;
         head.release(store);
         Ok((inputs.sum_of_losses(self.device)?, micro_batch.target_count()))
     }

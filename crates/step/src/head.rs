@@ -8,6 +8,7 @@ use plimsoll_model::{BlockId, NormSpec, Role};
 use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
+use crate::inputs::Labels;
 use crate::linear::Linear;
 use crate::norm::Norm;
 use crate::store::{BlockWeights, WeightStore};
@@ -52,17 +53,16 @@ impl Head {
     }
 }
 
-/// losses f32 [N] of x [N, H] against targets u32 [N]. Nothing is kept.
+/// The losses of x [N, H] against its labels. Nothing is kept.
 pub(crate) fn loss<D: Device>(
     ctx: &Context<'_, D>,
     head: &Head,
     x: &Tensor,
-    targets: &Tensor,
-    losses: &Tensor,
+    labels: &Labels,
     chunk_tokens: u64,
 ) -> Result<(), StepError> {
     let normed = head.norm(&ctx.spec.norm)?.forward(ctx.device, x)?;
-    for_each_chunk(ctx, &head.linear()?, &normed.out, targets, losses, chunk_tokens, |chunk| {
+    for_each_chunk(ctx, &head.linear()?, &normed.out, labels, chunk_tokens, |chunk| {
         ctx.device.run(chunk.cross_entropy(ctx.logit_soft_cap(), None))?;
         Ok(())
     })
@@ -73,8 +73,7 @@ pub(crate) fn loss_and_backward<D: Device>(
     ctx: &Context<'_, D>,
     head: &Head,
     x: &Tensor,
-    targets: &Tensor,
-    losses: &Tensor,
+    labels: &Labels,
     chunk_tokens: u64,
     scale: f32,
     gradients: &mut Gradients,
@@ -82,7 +81,7 @@ pub(crate) fn loss_and_backward<D: Device>(
     let norm = head.norm(&ctx.spec.norm)?;
     let linear = head.linear()?;
     let normed = norm.forward(ctx.device, x)?;
-    for_each_chunk(ctx, &linear, &normed.out, targets, losses, chunk_tokens, |chunk| {
+    for_each_chunk(ctx, &linear, &normed.out, labels, chunk_tokens, |chunk| {
         ctx.device.run(chunk.cross_entropy(ctx.logit_soft_cap(), Some(scale)))?;
         let ctx = &ctx.at_row(chunk.first_row);
         let through = linear.backward_weight(ctx, gradients, &chunk.logits, &chunk.normed)?;
@@ -105,6 +104,7 @@ struct Chunk {
     logits: Tensor,
     targets: Tensor,
     losses: Tensor,
+    weights: Option<Tensor>,
 }
 
 impl Chunk {
@@ -112,6 +112,7 @@ impl Chunk {
         Op::CrossEntropy {
             logits: &self.logits,
             targets: &self.targets,
+            weights: self.weights.as_ref(),
             losses: &self.losses,
             soft_cap,
             gradient_scale,
@@ -123,16 +124,16 @@ fn for_each_chunk<D: Device>(
     ctx: &Context<'_, D>,
     linear: &Linear<'_>,
     normed: &Tensor,
-    targets: &Tensor,
-    losses: &Tensor,
+    labels: &Labels,
     chunk_tokens: u64,
     mut body: impl FnMut(&Chunk) -> Result<(), StepError>,
 ) -> Result<(), StepError> {
     let tokens = normed.rows();
     let chunk_tokens = chunk_tokens.clamp(1, tokens.max(1));
     let buffer = ctx.device.alloc(DType::F32, &[chunk_tokens, linear.outputs()], Tag::Logits, "logits")?;
-    let targets = column(targets)?;
-    let losses = column(losses)?;
+    let targets = column(&labels.targets)?;
+    let losses = column(&labels.losses)?;
+    let weights = labels.weights.as_ref().map(column).transpose()?;
     let mut start = 0;
     while start < tokens {
         let end = (start + chunk_tokens).min(tokens);
@@ -142,6 +143,7 @@ fn for_each_chunk<D: Device>(
             logits: rows(&buffer, 0, end - start)?,
             targets: rows(&targets, start, end)?,
             losses: rows(&losses, start, end)?,
+            weights: weights.as_ref().map(|weights| rows(weights, start, end)).transpose()?,
         };
         linear.forward(&ctx.at_row(start), &chunk.normed, &chunk.logits, false)?;
         body(&chunk)?;

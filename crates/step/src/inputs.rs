@@ -1,5 +1,7 @@
 //! The tokens of one pass in device memory.
 
+use std::borrow::Cow;
+
 use plimsoll_device::{DType, Device, IGNORED_TARGET, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::ModelSpec;
@@ -11,11 +13,20 @@ use crate::linear::Multiply;
 use crate::rope::RopeTables;
 use crate::settings::{AttentionKind, MicroBatch, Precision};
 
-/// One pass's tokens, u32 [N] each, and the place of its losses, f32 [N].
+/// What the loss of N tokens is computed against, and its place.
+pub(crate) struct Labels {
+    /// u32 [N]
+    pub targets: Tensor,
+    /// f32 [N]
+    pub losses: Tensor,
+    /// f32 [N], if targets do not count alike.
+    pub weights: Option<Tensor>,
+}
+
+/// One pass's tokens, u32 [N].
 pub(crate) struct Inputs {
     pub tokens: Tensor,
-    pub targets: Tensor,
-    pub losses: Tensor,
+    pub labels: Labels,
     positions: Tensor,
     /// Where each token's document begins, if documents are told apart.
     documents: Option<Tensor>,
@@ -24,8 +35,9 @@ pub(crate) struct Inputs {
 }
 
 impl Inputs {
-    /// Copies a micro-batch of `batch_size` sequences of `sequence_length` tokens to the device. With `document_end`
-    /// every document has positions of its own and is told apart from the others.
+    /// Copies a micro-batch of `batch_size` sequences of `sequence_length` tokens to the device. With `document_end`, or
+    /// where the micro-batch says itself where they start, every document has positions of its own and is told apart
+    /// from the others.
     pub fn upload<D: Device>(
         device: &D,
         spec: &ModelSpec,
@@ -35,31 +47,44 @@ impl Inputs {
         micro_batch: &MicroBatch<'_>,
     ) -> Result<Inputs, StepError> {
         let n = batch_size * sequence_length;
-        for given in [micro_batch.tokens, micro_batch.targets] {
-            if given.len() as u64 != n {
-                return Err(StepError::BatchShape { got: given.len(), batch_size, sequence_length });
+        let MicroBatch { tokens: ids, targets: wanted, weights: factors, document_starts } = *micro_batch;
+        let lengths = [ids, wanted].into_iter().chain(document_starts).map(<[u32]>::len);
+        for got in lengths.chain(factors.map(<[f32]>::len)) {
+            if got as u64 != n {
+                return Err(StepError::BatchShape { got, batch_size, sequence_length });
             }
         }
-        check_tokens(spec, micro_batch.tokens)?;
-        check_tokens(spec, micro_batch.targets)?;
+        check_tokens(spec, ids)?;
+        check_tokens(spec, wanted)?;
         let alloc = |name| device.alloc(DType::U32, &[n], Tag::Data, name);
         let (tokens, targets) = (alloc("tokens")?, alloc("targets")?);
-        device.write_u32(&tokens, micro_batch.tokens)?;
-        device.write_u32(&targets, micro_batch.targets)?;
-        let (positions, documents) = match document_end {
+        device.write_u32(&tokens, ids)?;
+        device.write_u32(&targets, wanted)?;
+        let starts: Option<Cow<'_, [u32]>> = match (document_starts, document_end) {
+            (Some(starts), _) => Some(starts.into()),
+            (None, Some(end)) => Some(starts_after(ids, sequence_length, end).into()),
+            (None, None) => None,
+        };
+        let (positions, documents) = match starts {
             None => (positions(device, batch_size, sequence_length, 0)?, None),
-            Some(end) => {
+            Some(starts) => {
                 let (positions, documents) = (alloc("positions")?, alloc("documents")?);
-                let starts = document_starts(micro_batch.tokens, sequence_length, end);
-                let within: Vec<u32> =
-                    (0..).zip(&starts).map(|(i, start)| (i % sequence_length) as u32 - start).collect();
-                device.write_u32(&positions, &within)?;
+                device.write_u32(&positions, &positions_within(&starts, sequence_length)?)?;
                 device.write_u32(&documents, &starts)?;
                 (positions, Some(documents))
             }
         };
         let losses = device.alloc(DType::F32, &[n], Tag::Data, "losses")?;
-        Ok(Inputs { tokens, targets, losses, positions, documents, batch_size, sequence_length })
+        let weights = match factors {
+            None => None,
+            Some(factors) => {
+                let weights = device.alloc(DType::F32, &[n], Tag::Data, "target_weights")?;
+                device.write_f32(&weights, factors)?;
+                Some(weights)
+            }
+        };
+        let labels = Labels { targets, losses, weights };
+        Ok(Inputs { tokens, labels, positions, documents, batch_size, sequence_length })
     }
 
     /// The context of blocks that see these tokens and no others.
@@ -93,7 +118,7 @@ impl Inputs {
 
     /// The sum of the token losses, in the order of the tokens.
     pub fn sum_of_losses<D: Device>(&self, device: &D) -> Result<f64, StepError> {
-        Ok(device.read_f32(&self.losses)?.into_iter().map(f64::from).sum())
+        Ok(device.read_f32(&self.labels.losses)?.into_iter().map(f64::from).sum())
     }
 }
 
@@ -108,7 +133,7 @@ pub(crate) fn check_tokens(spec: &ModelSpec, tokens: &[u32]) -> Result<(), StepE
 
 /// For every token of the sequences, the place in its sequence where its document begins: `end` is a document's last
 /// token, and a sequence begins one of its own.
-fn document_starts(tokens: &[u32], sequence_length: u64, end: u32) -> Vec<u32> {
+fn starts_after(tokens: &[u32], sequence_length: u64, end: u32) -> Vec<u32> {
     let mut starts = Vec::with_capacity(tokens.len());
     for sequence in tokens.chunks(sequence_length.max(1) as usize) {
         let mut start = 0;
@@ -120,6 +145,15 @@ fn document_starts(tokens: &[u32], sequence_length: u64, end: u32) -> Vec<u32> {
         }
     }
     starts
+}
+
+/// The position of every token in its document.
+fn positions_within(starts: &[u32], sequence_length: u64) -> Result<Vec<u32>, StepError> {
+    let within = |(i, start): (u64, &u32)| {
+        let place = (i % sequence_length.max(1)) as u32;
+        place.checked_sub(*start).ok_or(StepError::DocumentStart { place, start: *start })
+    };
+    (0..).zip(starts).map(within).collect()
 }
 
 /// Positions `past..past + length` for every sequence, u32 [batch * length].
@@ -141,12 +175,14 @@ pub(crate) fn positions<D: Device>(
 
 #[cfg(test)]
 mod tests {
-    use super::document_starts;
+    use super::{positions_within, starts_after};
 
     #[test]
     fn documents_begin_after_an_end_and_with_a_sequence() {
-        let starts = |tokens: &[u32]| document_starts(tokens, 5, 9);
+        let starts = |tokens: &[u32]| starts_after(tokens, 5, 9);
         assert_eq!(starts(&[1, 9, 2, 3, 9, 4, 5, 9, 9, 6]), [0, 0, 2, 2, 2, 0, 0, 0, 3, 4]);
         assert_eq!(starts(&[1, 2, 3, 4, 5]), [0; 5]);
+        assert_eq!(positions_within(&[0, 0, 2, 2, 4, 0], 5).unwrap(), [0, 1, 0, 1, 0, 0]);
+        assert!(positions_within(&[0, 2], 5).unwrap_err().to_string().contains("token 1"));
     }
 }

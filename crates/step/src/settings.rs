@@ -148,6 +148,10 @@ pub struct StepSettings {
     /// The token that ends a document, where documents of a sequence must not attend to each other: the token after it
     /// is at position 0 and sees nothing before itself. `None` takes a sequence as one document.
     pub document_end: Option<u32>,
+    /// Whether micro-batches say where documents start ([`MicroBatch::document_starts`]); what a plan counts with.
+    pub document_starts: bool,
+    /// Whether micro-batches weigh their targets ([`MicroBatch::weights`]); what a plan counts with.
+    pub target_weights: bool,
     /// The feed-forward parts take at most this many tokens at once and keep nothing; all at once where `None`.
     pub mlp_chunk_tokens: Option<u64>,
     /// Logits of at most this many tokens exist at once.
@@ -229,6 +233,8 @@ impl StepSettings {
             compression: Compression::None,
             attention: AttentionKind::Flash,
             document_end: None,
+            document_starts: false,
+            target_weights: false,
             mlp_chunk_tokens: None,
             loss_chunk_tokens: batch_size * sequence_length,
             optimizer: OptimizerSettings::default(),
@@ -248,11 +254,30 @@ pub struct MicroBatch<'a> {
     pub tokens: &'a [u32],
     /// What each position predicts; [`IGNORED_TARGET`](plimsoll_device::IGNORED_TARGET) where nothing.
     pub targets: &'a [u32],
+    /// What each target counts in the loss, which is `sum(weight * loss) / sum(weight)`; `None`: one each. 0 or more,
+    /// finite.
+    pub weights: Option<&'a [f32]>,
+    /// For every token the place in its sequence where its document begins: a token sees nothing before it, and
+    /// positions are counted from it. `None` leaves this to [`StepSettings::document_end`].
+    pub document_starts: Option<&'a [u32]>,
 }
 
-impl MicroBatch<'_> {
+impl<'a> MicroBatch<'a> {
+    /// Tokens and targets that count alike, in sequences of one document each.
+    pub fn new(tokens: &'a [u32], targets: &'a [u32]) -> MicroBatch<'a> {
+        MicroBatch { tokens, targets, weights: None, document_starts: None }
+    }
+
     /// Positions that count in the loss.
     pub fn target_count(&self) -> u64 {
         self.targets.iter().filter(|t| **t != plimsoll_device::IGNORED_TARGET).count() as u64
+    }
+
+    /// What they count in all: the sum of their weights, their number where there are none.
+    pub fn target_weight(&self) -> f64 {
+        let Some(weights) = self.weights else { return self.target_count() as f64 };
+        let counted = self.targets.iter().zip(weights);
+        let counted = counted.filter(|(target, _)| **target != plimsoll_device::IGNORED_TARGET);
+        counted.map(|(_, weight)| f64::from(*weight)).sum()
     }
 }

@@ -364,7 +364,8 @@ impl<'a, D: Device> Trainer<'a, D> {
         self.gradients.begin(mix(self.settings.seed, self.progress.steps));
         let own: u64 = micro_batches.iter().map(MicroBatch::target_count).sum();
         let targets = self.communicator.sum(own as f64)?;
-        let scale = if targets > 0.0 { 1.0 / targets } else { 0.0 };
+        let weight = self.communicator.sum(micro_batches.iter().map(MicroBatch::target_weight).sum())?;
+        let scale = if weight > 0.0 { 1.0 / weight } else { 0.0 };
         let mut sum = 0.0;
         for (i, micro_batch) in micro_batches.iter().enumerate() {
             let last = i + 1 == micro_batches.len();
@@ -417,13 +418,11 @@ impl<'a, D: Device> Trainer<'a, D> {
 
         arena.enter(Phase::Loss, None);
         let head = Head::gather(&mut self.weights, spec.tie_word_embeddings)?;
-        let Inputs { targets, losses, .. } = &inputs;
         let dx = head::loss_and_backward(
             &ctx,
             &head,
             &x,
-            targets,
-            losses,
+            &inputs.labels,
             loss_chunk_tokens,
             scale,
             &mut self.gradients,
@@ -560,8 +559,9 @@ impl<'a, D: Device> Trainer<'a, D> {
         Ok(())
     }
 
-    /// Sum of token losses and number of targets of a batch of at most the step's shape, with the model's own attention
-    /// over whole sequences; weights and gradients stay as they are.
+    /// Sum of token losses, each by its weight, and number of targets of a batch of at most the step's shape, with the
+    /// model's own attention over whole sequences, or documents where the batch says where they start; weights and
+    /// gradients stay as they are.
     pub fn evaluate(
         &mut self,
         batch_size: u64,

@@ -69,7 +69,7 @@ fn packed_documents_train_as_if_alone() {
     (tokens[4], tokens[9]) = (end, end);
     let mut targets: Vec<u32> = tokens[1..].iter().copied().chain([IGNORED_TARGET]).collect();
     targets[4] = IGNORED_TARGET;
-    let batch = MicroBatch { tokens: &tokens, targets: &targets };
+    let batch = MicroBatch::new(&tokens, &targets);
     let steps = |spec: &ModelSpec, settings: &StepSettings| -> Vec<f64> {
         let device = device(spec, settings, 2);
         let mut trainer = trainer(&device, spec, settings);
@@ -101,7 +101,7 @@ fn packed_documents_train_as_if_alone() {
 fn evaluation_knows_the_models_own_attention() {
     let spec = llama();
     let (tokens, targets) = tokens(1, 2, 9);
-    let batch = MicroBatch { tokens: &tokens, targets: &targets };
+    let batch = MicroBatch::new(&tokens, &targets);
     let loss = |settings: StepSettings| {
         let device = device(&spec, &settings, 2);
         trainer(&device, &spec, &settings).evaluate(2, &batch).unwrap().0

@@ -50,7 +50,7 @@ fn token_by_token_gives_the_losses_of_the_whole() {
         for last in 1..16 {
             let mut targets = vec![IGNORED_TARGET; 16];
             targets[last - 1] = tokens[last];
-            let batch = MicroBatch { tokens: &tokens, targets: &targets };
+            let batch = MicroBatch::new(&tokens, &targets);
             let (sum, count) = evaluator.losses(1, &batch).unwrap();
             assert_eq!(count, 1);
             let logits = one.append(&tokens[last - 1..last]).unwrap();
@@ -178,7 +178,7 @@ fn what_a_window_forgot_cannot_be_gone_back_to() {
 fn losses_through_the_cache_are_those_of_the_whole() {
     for spec in families() {
         let (tokens, targets) = tokens(4, 1, 16);
-        let batch = MicroBatch { tokens: &tokens, targets: &targets };
+        let batch = MicroBatch::new(&tokens, &targets);
         let device = device();
         let mut evaluator = Evaluator::new(&device, spec.clone(), Precision::F32, 16, 16).unwrap();
         evaluator

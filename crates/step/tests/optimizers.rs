@@ -66,7 +66,7 @@ fn cases() -> impl Iterator<Item = (StepSettings, f64)> {
 
 fn steps(trainer: &mut Trainer<'_, Cpu>, lr: f64, count: usize) -> Vec<f64> {
     let (tokens, targets) = tokens(7, 2, 9);
-    let batch = MicroBatch { tokens: &tokens, targets: &targets };
+    let batch = MicroBatch::new(&tokens, &targets);
     (0..count).map(|_| trainer.step(&[batch, batch], lr).unwrap().loss).collect()
 }
 

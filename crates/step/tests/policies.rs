@@ -229,7 +229,7 @@ fn updates_in_the_backward_pass_hold_one_block_of_gradients() {
     let mut trainer =
         plimsoll_step::Trainer::new(&dry, spec.clone(), settings, &plimsoll_parallel::Solo).unwrap();
     let (tokens, targets) = tokens(1, 1, 4);
-    trainer.step(&[MicroBatch { tokens: &tokens, targets: &targets }], 1e-3).unwrap();
+    trainer.step(&[MicroBatch::new(&tokens, &targets)], 1e-3).unwrap();
     let most = dry.arena().ledger().most(plimsoll_memory::Tag::Gradients);
     let largest = spec
         .blocks()
@@ -258,7 +258,7 @@ fn a_bad_gradient_stops_updates_before_its_block() {
             bytes.chunks_exact_mut(4).for_each(|x| x.copy_from_slice(&f32::MAX.to_ne_bytes()));
         })
         .unwrap();
-    let batch = MicroBatch { tokens: &[0, 1, 2, 3], targets: &[1, 2, 3, 0] };
+    let batch = MicroBatch::new(&[0, 1, 2, 3], &[1, 2, 3, 0]);
     let before = state(&device, &trainer);
     let error = trainer.step(&[batch], 1e-3).unwrap_err().to_string();
     assert!(error.contains("not finite") || error.contains("weights were not changed"), "{error}");
@@ -296,7 +296,7 @@ fn a_step_whose_scaled_gradients_overflow_is_skipped_and_the_scale_halved() {
     let device = device(&spec, &settings, 2);
     let mut trainer = trainer(&device, &spec, &settings);
     let (tokens, targets) = tokens(3, 1, 8);
-    let batch = MicroBatch { tokens: &tokens, targets: &targets };
+    let batch = MicroBatch::new(&tokens, &targets);
     let before = state(&device, &trainer);
     let outcome = trainer.step(&[batch], 1e-3).unwrap();
     assert!(outcome.skipped && outcome.loss.is_finite());

@@ -99,7 +99,7 @@ fn micro_batches_add_up_to_the_large_batch() {
             let batches: Vec<MicroBatch<'_>> = tokens
                 .chunks(size)
                 .zip(targets.chunks(size))
-                .map(|(tokens, targets)| MicroBatch { tokens, targets })
+                .map(|(tokens, targets)| MicroBatch::new(tokens, targets))
                 .collect();
             let (loss, count) = trainer.accumulate(&batches).unwrap();
             assert_eq!(count, 4 * 8);
@@ -125,7 +125,7 @@ fn gradients_are_derivatives_of_the_loss() {
     for spec in families() {
         let settings = StepSettings { clipping: GradientClipping::None, ..settings(1, 12) };
         let (tokens, targets) = tokens(9, 1, 12);
-        let batch = MicroBatch { tokens: &tokens, targets: &targets };
+        let batch = MicroBatch::new(&tokens, &targets);
         for p in spec.parameters() {
             let device = device(&spec, &settings, 2);
             let mut trainer = trainer(&device, &spec, &settings);
@@ -171,7 +171,7 @@ fn a_wrong_batch_or_token_is_refused_and_nothing_changes() {
         (vec![1, 2, 3, VOCAB], vec![1, 2, 3, 4], "token 61 is outside the vocabulary of 61"),
         (vec![1, 2, 3, 4], vec![1, 2, 3, 99], "token 99 is outside the vocabulary of 61"),
     ] {
-        let batch = MicroBatch { tokens: &tokens, targets: &targets };
+        let batch = MicroBatch::new(&tokens, &targets);
         let error = trainer.step(&[batch], 1e-3).unwrap_err().to_string();
         assert!(error.contains(words), "{error}");
     }
@@ -186,7 +186,7 @@ fn a_loss_that_is_not_a_number_leaves_the_weights_alone() {
     let poisoned = trainer.weight(&spec.parameters()[0]).unwrap().clone();
     device.write(&poisoned, &mut |bytes| bytes[..4].copy_from_slice(&f32::NAN.to_ne_bytes())).unwrap();
     let before = state(&device, &trainer);
-    let batch = MicroBatch { tokens: &[0, 1, 2, 3], targets: &[1, 2, 3, 0] };
+    let batch = MicroBatch::new(&[0, 1, 2, 3], &[1, 2, 3, 0]);
     let error = trainer.step(&[batch], 1e-3).unwrap_err().to_string();
     assert!(error.contains("the weights were not changed"), "{error}");
     assert!(before == state(&device, &trainer));

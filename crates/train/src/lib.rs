@@ -10,6 +10,7 @@ mod observer;
 mod prepared;
 mod report;
 mod run;
+mod samples;
 mod schedule;
 mod stop;
 
@@ -18,9 +19,10 @@ pub use diagnostic::{BadOutput, Diagnostic};
 pub use error::TrainError;
 pub use metrics::{MemoryMetrics, StepMetrics};
 pub use observer::{Event, MemoryLevel, Observer};
-pub use prepared::{Prepared, host_bytes_per_token};
+pub use prepared::{Prepared, host_bytes_per_token, tokenizer};
 pub use report::{Measured, Planned, Report};
 pub use run::{Connections, RunSettings, SaveModel, Thresholds, TrainingOutcome, Validate, run};
+pub use samples::sample_encoder;
 pub use schedule::{Decay, Schedule};
 pub use stop::StopFlag;
 

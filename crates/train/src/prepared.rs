@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use plimsoll_data::{Batches, Dataset, DatasetOptions, targets};
+use plimsoll_data::chat::SampleReport;
+use plimsoll_data::{Batches, Dataset, DatasetOptions};
 use plimsoll_device::Device;
 use plimsoll_model::adapter::AdapterSet;
 use plimsoll_model::tokenizer::Tokenizer;
@@ -11,10 +12,11 @@ use plimsoll_parallel::Solo;
 use plimsoll_plan::config::{LrSchedule, NotFinite, RawConfig, TrainingLength};
 use plimsoll_plan::hardware::process_memory;
 use plimsoll_plan::{Machine, ModelOrigin, OriginError, TrainingPlan};
-use plimsoll_step::{MicroBatch, StepSettings, Trainer};
+use plimsoll_step::{StepSettings, Trainer};
 
 use crate::checkpoint::{Checkpoint, TrainerState, copy_out};
-use crate::run::{Connections, RunSettings, Thresholds, TrainingOutcome, run};
+use crate::run::{Connections, RunSettings, Thresholds, TrainingOutcome, micro_batch, run};
+use crate::samples::sample_encoder;
 use crate::{Decay, Observer, Planned, Schedule, StopFlag, TrainError};
 
 /// Bytes between a file with a document a line and the tokenizer, where the user does not say.
@@ -35,10 +37,30 @@ pub struct Prepared {
 
 /// Host memory that the data pipeline holds for each token of a micro-batch.
 pub fn host_bytes_per_token(config: &RawConfig) -> u64 {
-    // A batch holds a token and a target of 4 bytes each; as many are ready as the pipeline works ahead, one is being
+    // A batch holds a token and a target of 4 bytes each, of samples a weight and a beginning as well; as many are ready as the pipeline works ahead, one is being
     // made and the step holds its own.
     let ahead = batches_ahead(config) as u64;
-    8 * (if ahead == 0 { 1 } else { ahead + 2 })
+    let bytes = if config.data.has_samples() { 16 } else { 8 };
+    bytes * (if ahead == 0 { 1 } else { ahead + 2 })
+}
+
+/// Bytes between files of records and their readers.
+pub(crate) fn buffer_bytes(config: &RawConfig) -> usize {
+    config.data.buffer_size().set().map_or(DEFAULT_BUFFER, |size| size.0 as usize)
+}
+
+/// The tokenizer that comes with a model.
+///
+/// # Errors
+/// The model is known by its dimensions alone, or its tokenizer cannot be read.
+pub fn tokenizer(origin: &ModelOrigin) -> Result<Tokenizer, TrainError> {
+    match origin {
+        ModelOrigin::Files(files) => Ok(files.tokenizer()?),
+        ModelOrigin::Scratch(_, tokenizer) => Ok((**tokenizer).clone()),
+        ModelOrigin::Catalogue(spec) => {
+            Err(OriginError::NoWeights { name: spec.name.clone(), purpose: "train" }.into())
+        }
+    }
 }
 
 impl Prepared {
@@ -53,33 +75,33 @@ impl Prepared {
     /// As [`Prepared::new`] with a model that was found already, wherever it came from.
     pub fn with_model(config: RawConfig, origin: ModelOrigin, resume: bool) -> Result<Prepared, TrainError> {
         let train_paths = config.training_data()?.patterns().to_vec();
-        let tokenizer = match &origin {
-            ModelOrigin::Files(files) => files.tokenizer()?,
-            ModelOrigin::Scratch(_, tokenizer) => (**tokenizer).clone(),
-            ModelOrigin::Catalogue(spec) => {
-                return Err(OriginError::NoWeights { name: spec.name.clone(), purpose: "train" }.into());
-            }
-        };
+        let tokenizer = tokenizer(&origin)?;
         let output = config.output.dir();
         let resumed = open_output(&output, resume)?;
-        let buffer_bytes = config.data.buffer_size().set().map_or(DEFAULT_BUFFER, |size| size.0 as usize);
-        let options = |patterns: &[String], shuffle, document_mask| DatasetOptions {
-            patterns: patterns.to_vec(),
-            text_field: config.data.text_field(),
-            append_eos: config.data.append_eos(),
-            buffer_bytes,
-            sequence_length: config.data.sequence_length(),
-            shuffle,
-            document_mask,
+        let encoder = sample_encoder(&config, &tokenizer)?;
+        let open = |patterns: &[String], shuffle, document_mask| {
+            if let Some(encoder) = &encoder {
+                return Dataset::open_samples(patterns, encoder, shuffle, &output);
+            }
+            let options = DatasetOptions {
+                patterns: patterns.to_vec(),
+                text_field: config.data.text_field(),
+                append_eos: config.data.append_eos(),
+                buffer_bytes: buffer_bytes(&config),
+                sequence_length: config.data.sequence_length(),
+                shuffle,
+                document_mask,
+            };
+            Dataset::open(&options, &tokenizer, &output)
         };
         let order = config.data.shuffle().then(|| config.data.seed.unwrap_or(config.training.seed()));
-        let train =
-            Dataset::open(&options(&train_paths, order, config.data.document_mask()), &tokenizer, &output)?;
+        let train = open(&train_paths, order, config.data.document_mask())?;
         let validation = match &config.data.validation {
-            // Measured with the model's own attention, as evaluation does.
-            Some(paths) => Some(Dataset::open(&options(paths.patterns(), None, false), &tokenizer, &output)?),
+            // Texts are measured with the model's own attention, as evaluation does.
+            Some(paths) => Some(open(paths.patterns(), None, false)?),
             None => None,
         };
+        drop(encoder);
         if let Some((checkpoint, state)) = &resumed
             && state.data != train.identity()
         {
@@ -97,6 +119,13 @@ impl Prepared {
             return Err(TrainError::Checkpoint { path: checkpoint.path.clone(), reason });
         }
         Ok(Prepared { config, origin, tokenizer, train, validation, resumed })
+    }
+
+    /// What became of the samples that are trained on, and of those that are validated on.
+    pub fn sample_reports(&self) -> impl Iterator<Item = (&'static str, &SampleReport)> {
+        let validation = self.validation.as_ref().map(|dataset| ("data.validation", dataset));
+        let all = [("data.train", &self.train)].into_iter().chain(validation);
+        all.filter_map(|(key, dataset)| Some((key, dataset.sample_report()?)))
     }
 
     /// Host memory of the data pipeline for each token of a micro-batch.
@@ -299,19 +328,16 @@ fn validation_loss<D: Device>(
     dataset: &Dataset,
     batch_size: u64,
 ) -> Result<f64, TrainError> {
-    let length = dataset.sequence_length() as usize;
-    let (mut sum, mut count) = (0.0, 0);
-    let mut tokens = Vec::new();
+    let (mut sum, mut weight) = (0.0, 0.0);
     let mut first = 0;
     while first < dataset.windows() {
         let end = (first + batch_size).min(dataset.windows());
-        tokens.clear();
-        (first..end).try_for_each(|window| dataset.read_window(window, &mut tokens))?;
-        let targets = targets(&tokens, length);
-        let (loss, n) = trainer.evaluate(end - first, &MicroBatch { tokens: &tokens, targets: &targets })?;
-        (sum, count, first) = (sum + loss, count + n, end);
+        let batch = dataset.batch(first, end - first)?;
+        let micro_batch = micro_batch(&batch);
+        let (loss, _) = trainer.evaluate(end - first, &micro_batch)?;
+        (sum, weight, first) = (sum + loss, weight + micro_batch.target_weight(), end);
     }
-    Ok(sum / count.max(1) as f64)
+    Ok(if weight > 0.0 { sum / weight } else { 0.0 })
 }
 
 /// Batches that the pipeline makes before they are asked for.

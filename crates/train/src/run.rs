@@ -168,8 +168,7 @@ fn one_step<'a, D: Device>(
     let begun = Instant::now();
     let batches =
         (0..settings.accumulation).map(|_| (with.next_batch)()).collect::<Result<Vec<Batch>, _>>()?;
-    let micro_batches: Vec<MicroBatch<'_>> =
-        batches.iter().map(|b| MicroBatch { tokens: &b.tokens, targets: &b.targets }).collect();
+    let micro_batches: Vec<MicroBatch<'_>> = batches.iter().map(micro_batch).collect();
     let lr = settings.schedule.lr(progress.state.step);
     let step = progress.state.step + 1;
     let outcome = match trainer.step(&micro_batches, lr) {
@@ -221,6 +220,16 @@ fn one_step<'a, D: Device>(
         },
         validation_loss: None,
     })
+}
+
+/// A batch as the step takes it.
+pub fn micro_batch(batch: &Batch) -> MicroBatch<'_> {
+    MicroBatch {
+        tokens: &batch.tokens,
+        targets: &batch.targets,
+        weights: batch.weights.as_deref(),
+        document_starts: batch.document_starts.as_deref(),
+    }
 }
 
 /// Whether something that happens every `every` steps, and at the end, happens after `step`.

@@ -51,7 +51,7 @@ impl Case {
     }
 
     fn batch(&self) -> MicroBatch<'_> {
-        MicroBatch { tokens: &self.tokens, targets: &self.targets }
+        MicroBatch::new(&self.tokens, &self.targets)
     }
 
     fn set(&self) -> AdapterSet {

@@ -63,7 +63,7 @@ fn losses_and_gradients_are_those_of_pytorch() {
             let device = cpu(dry.peak_bytes());
             let mut trainer = Trainer::new(&device, spec.clone(), settings, &Solo).unwrap();
             trainer.load(load(&files)).unwrap();
-            let batch = MicroBatch { tokens: &tokens, targets: &targets };
+            let batch = MicroBatch::new(&tokens, &targets);
             let (loss, _) = trainer.accumulate(&[batch]).unwrap();
             let wanted = reference["loss"].as_f64().unwrap();
             assert!((loss - wanted).abs() < 1e-5, "{}: loss {loss} instead of {wanted}", name(&folder));

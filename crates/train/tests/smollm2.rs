@@ -93,7 +93,7 @@ fn the_loss_of_a_text_is_that_of_the_reference() {
     for i in 0..windows.len() {
         let tokens = windows.window(i);
         let targets = targets(tokens, tokens.len());
-        let (loss, n) = evaluator.losses(1, &MicroBatch { tokens, targets: &targets }).unwrap();
+        let (loss, n) = evaluator.losses(1, &MicroBatch::new(tokens, &targets)).unwrap();
         (sum, count) = (sum + loss, count + n);
     }
     let expected = reference["mean_loss_windows_512"].as_f64().unwrap();
@@ -109,7 +109,7 @@ fn gradients_and_steps_are_those_of_the_reference() {
     let tokens = &ids(&reference["token_ids"])[..n];
     let mut labels = tokens[1..].to_vec();
     labels.push(IGNORED_TARGET);
-    let batch = MicroBatch { tokens, targets: &labels };
+    let batch = MicroBatch::new(tokens, &labels);
     let settings = StepSettings {
         checkpointing: Checkpointing::Full,
         loss_chunk_tokens: 64,

@@ -82,7 +82,7 @@ fn whole_windows(
         let tokens: Vec<u32> =
             (next..next + together).flat_map(|i| windows.window(i).iter().copied()).collect();
         let labels = plimsoll_data::targets(&tokens, length);
-        let batch = MicroBatch { tokens: &tokens, targets: &labels };
+        let batch = MicroBatch::new(&tokens, &labels);
         let (sum, count) = evaluator.losses(together as u64, &batch)?;
         loss += sum;
         targets += count;
@@ -117,7 +117,7 @@ fn through_the_cache(
         let tokens = windows.window(i);
         let labels = plimsoll_data::targets(tokens, tokens.len());
         decoder.truncate(0);
-        let (sum, count) = decoder.append_losses(&MicroBatch { tokens, targets: &labels }, chunk)?;
+        let (sum, count) = decoder.append_losses(&MicroBatch::new(tokens, &labels), chunk)?;
         loss += sum;
         targets += count;
         bar.inc(1);

@@ -10,4 +10,5 @@ pub mod generate;
 pub mod inspect;
 pub mod merge;
 pub mod plan;
+pub mod preview;
 pub mod train;

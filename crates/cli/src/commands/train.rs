@@ -24,6 +24,9 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     config.training_data()?;
     let origin = models::origin(&config, Need::Files, args.json)?;
     let prepared = Prepared::with_model(config, origin, args.resume)?;
+    for (key, report) in prepared.sample_reports().filter(|_| !args.json) {
+        let _ = outln!("{key}: {report}\n");
+    }
     let engine = Engine::start(args.threads)?;
     let plan = prepared.plan(&engine.machine(prepared.host_bytes_per_token()))?;
     if !args.json {

@@ -327,10 +327,19 @@ impl Cpu {
                 activation::activate_backward(exec, x, dout, t.floats_mut(dx), activation);
             }
 
-            Op::CrossEntropy { logits, targets, losses, soft_cap, gradient_scale } => {
+            Op::CrossEntropy { logits, targets, weights, losses, soft_cap, gradient_scale } => {
                 in_table(name, "target", t.u32s(targets), logits.columns(), logits)?;
                 let (logits, losses) = (t.f32s_mut(logits), t.f32s_mut(losses));
-                cross_entropy::cross_entropy(exec, logits, t.u32s(targets), losses, soft_cap, gradient_scale);
+                let (targets, weights) = (t.u32s(targets), weights.map(|x| t.f32s(x)));
+                cross_entropy::cross_entropy(
+                    exec,
+                    logits,
+                    targets,
+                    weights,
+                    losses,
+                    soft_cap,
+                    gradient_scale,
+                );
             }
 
             Op::QuantizeInt8 { x, codes, scales, block } => {

@@ -23,7 +23,37 @@ fn op(t: &[Tensor], gradient_scale: Option<f32>) -> Op<'_> {
 }
 
 fn capped_op(t: &[Tensor], soft_cap: Option<f32>, gradient_scale: Option<f32>) -> Op<'_> {
-    Op::CrossEntropy { logits: &t[0], targets: &t[1], losses: &t[2], soft_cap, gradient_scale }
+    // The fourth operand, where there is one, are weights.
+    let weights = t.get(3);
+    Op::CrossEntropy { logits: &t[0], targets: &t[1], weights, losses: &t[2], soft_cap, gradient_scale }
+}
+
+/// Every row by its weight, in f64; weights of one change no bit.
+#[test]
+fn weighted_cross_entropy() {
+    for [n, v] in [[1, 1], [5, 7], [100, 576], [4, 1000]] {
+        let [logits, targets, losses] = operands(n, v, 3.0);
+        let ids: Vec<u32> = targets.values.iter().map(|t| *t as u32).collect();
+        let weights: Vec<f64> = (0..n).map(|i| [0.25, 1.0, 0.0, 2.5, 1.0][i % 5]).collect();
+        let (mut expected, mut gradient) = reference::cross_entropy(&logits.values, v, &ids, 0.125);
+        expected.iter_mut().zip(&weights).for_each(|(loss, weight)| *loss *= weight);
+        gradient
+            .chunks_mut(v)
+            .zip(&weights)
+            .for_each(|(row, weight)| row.iter_mut().for_each(|g| *g *= weight));
+        let weighted = |weights: &[f64]| {
+            let weights = Operand::new(DType::F32, &[n], weights.to_vec());
+            [logits.clone(), targets.clone(), losses.clone(), weights]
+        };
+        let losses = Expected { operand: 2, values: expected, tolerance: 1e-6 };
+        let gradient = Expected { operand: 0, values: gradient, tolerance: 2e-6 };
+        check(&format!("{n} {v}"), &weighted(&weights), |t| op(t, Some(0.125)), &[losses, gradient]);
+        for isa in Isa::available() {
+            let ones = run(isa, 1, &weighted(&vec![1.0; n]), &|t| op(t, Some(0.125))).unwrap();
+            let none = run(isa, 1, &weighted(&vec![1.0; n])[..3], &|t| op(t, Some(0.125))).unwrap();
+            assert_eq!(ones[..3], none[..], "{isa}");
+        }
+    }
 }
 
 #[test]

@@ -84,24 +84,43 @@ fn to_json(value: Value, indent: Option<Value>, options: Kwargs) -> Result<Strin
     Ok(dumps(&document, &layout))
 }
 
-/// `{% generation %}` and its end are tags of `transformers`' own, around what the assistant says. They
-/// become a condition that always holds, which leaves text and white space as they are.
-pub fn without_generation_tags(source: &str) -> String {
+/// The variables that stand where a generation block begins and ends.
+pub const GENERATION_MARKS: [&str; 2] = ["generation_begins_here", "generation_ends_here"];
+
+/// `{% generation %}` and its end are tags of `transformers`' own, around what the assistant says. They become
+/// conditions that always hold, two each with one of [`GENERATION_MARKS`] between them: the outer one keeps the tag's
+/// white space on its left, the inner one that on its right, and where the marks are empty texts nothing is changed.
+/// Also says whether there were any.
+pub fn mark_generation(source: &str) -> (String, bool) {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
+    let mut any = false;
     while let Some(at) = rest.find("{%") {
         let (before, tag) = rest.split_at(at);
         out.push_str(before);
-        let Some(length) = tag.find("%}").map(|end| end + 2) else { break };
+        let Some(length) = tag.find("%}").map(|end| end + 2) else {
+            rest = tag;
+            break;
+        };
         let (tag, after) = tag.split_at(length);
-        let name = tag.trim_start_matches("{%").trim_end_matches("%}").trim_matches(['-', '+']).trim();
-        match name {
-            "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
-            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
-            _ => out.push_str(tag),
-        }
+        let inside = tag.get(2..length - 2).unwrap_or_default();
+        let [begins, ends] = GENERATION_MARKS;
+        let (mark, condition) = match inside.trim_matches(['-', '+']).trim() {
+            "generation" => (begins, "if true"),
+            "endgeneration" => (ends, "endif"),
+            _ => {
+                out.push_str(tag);
+                rest = after;
+                continue;
+            }
+        };
+        any = true;
+        let control = |end: Option<char>| end.filter(|c| matches!(c, '-' | '+')).map(String::from);
+        let left = control(inside.chars().next()).unwrap_or_default();
+        let right = control(inside.chars().next_back()).unwrap_or_default();
+        out.push_str(&format!("{{%{left} {condition} %}}{{{{ {mark} }}}}{{% {condition} {right}%}}"));
         rest = after;
     }
     out.push_str(rest);
-    out
+    (out, any)
 }

@@ -1,7 +1,7 @@
 //! Text to ids: whether special tokens are added around it, and whether those written in it are recognised.
 
 use tokenizers::tokenizer::normalizer::Range;
-use tokenizers::tokenizer::{Model, NormalizedString, OffsetType, PreTokenizer};
+use tokenizers::tokenizer::{Encoding, Model, NormalizedString, OffsetType, PreTokenizer};
 use tokenizers::{AddedVocabulary, ModelWrapper, Tokenizer as Engine};
 
 use super::guard::guarded;
@@ -23,6 +23,16 @@ impl Default for EncodeOptions {
     fn default() -> EncodeOptions {
         EncodeOptions { add_special: false, parse_special: true }
     }
+}
+
+/// A text's tokens and where each comes from.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EncodedText {
+    /// Token ids.
+    pub ids: Vec<u32>,
+    /// The bytes of the text that each token stands for. Tokens that share a character have the whole of it each; one
+    /// that a normaliser adds may have none.
+    pub offsets: Vec<std::ops::Range<usize>>,
 }
 
 /// The texts of a vocabulary that the engine would find in a text though they do not stand for it.
@@ -73,6 +83,23 @@ impl Tokenizer {
         Ok(ids)
     }
 
+    /// As [`encode`](Self::encode), with the place in the text that each token comes from.
+    ///
+    /// # Errors
+    /// As `encode`.
+    pub fn encode_with_offsets(&self, text: &str) -> Result<EncodedText, TokenizerError> {
+        let mut encoded = EncodedText::default();
+        let mut before = 0;
+        for piece in self.pieces(text) {
+            let tokens = self.encode_guarded(piece, true, OffsetType::Byte)?;
+            encoded.ids.extend_from_slice(tokens.get_ids());
+            let offsets = tokens.get_offsets().iter();
+            encoded.offsets.extend(offsets.map(|(start, end)| before + start..before + end));
+            before += piece.len();
+        }
+        Ok(encoded)
+    }
+
     /// As [`encode`](Self::encode), piece by piece, so that the memory of long texts stays bounded where the
     /// tokenizer can be cut: byte-level ones can; others take the text as a whole.
     pub fn encode_document<E: From<TokenizerError>>(
@@ -89,17 +116,34 @@ impl Tokenizer {
         parse_special: bool,
         sink: &mut dyn FnMut(&[u32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let most = if self.shared.cuttable { pieces::PIECE_BYTES } else { usize::MAX };
-        for piece in pieces::cut(text, most) {
-            let ids = guarded(|| self.encode_piece(piece, parse_special))
-                .map_err(|reason| TokenizerError::Encode { origin: self.shared.origin.clone(), reason })?;
-            sink(&ids)?;
+        for piece in self.pieces(text) {
+            sink(self.encode_guarded(piece, parse_special, OffsetType::None)?.get_ids())?;
         }
         Ok(())
     }
 
+    /// The text in parts that can be encoded alone.
+    fn pieces<'a>(&self, text: &'a str) -> impl Iterator<Item = &'a str> {
+        pieces::cut(text, if self.shared.cuttable { pieces::PIECE_BYTES } else { usize::MAX })
+    }
+
+    fn encode_guarded(
+        &self,
+        piece: &str,
+        parse_special: bool,
+        offsets: OffsetType,
+    ) -> Result<Encoding, TokenizerError> {
+        guarded(|| self.encode_piece(piece, parse_special, offsets))
+            .map_err(|reason| TokenizerError::Encode { origin: self.shared.origin.clone(), reason })
+    }
+
     /// The engine's steps one by one: added tokens, normalizer, pre-tokenizer, model.
-    fn encode_piece(&self, text: &str, parse_special: bool) -> tokenizers::Result<Vec<u32>> {
+    fn encode_piece(
+        &self,
+        text: &str,
+        parse_special: bool,
+        offsets: OffsetType,
+    ) -> tokenizers::Result<Encoding> {
         let (engine, hidden) = (&self.shared.engine, &self.shared.hidden);
         let added = if parse_special { engine.get_added_vocabulary() } else { &hidden.plain };
         let mut pieces = added.extract_and_normalize(engine.get_normalizer(), text);
@@ -112,7 +156,7 @@ impl Tokenizer {
         }
         let model = engine.get_model();
         pieces.tokenize(|piece| model.tokenize(piece.get()))?;
-        Ok(pieces.into_encoding(None, 0, OffsetType::None)?.get_ids().to_vec())
+        pieces.into_encoding(None, 0, offsets)
     }
 }
 

@@ -29,8 +29,26 @@ static REFUSALS: &[Refusal] = &[
     },
     Refusal {
         keys: &["data.format"],
-        values: Words(&["chat", "instruction", "tokens", "parquet"]),
-        reason: "data are text files, or JSONL files with a text field",
+        values: Words(&["sharegpt", "chatml", "messages", "openai", "conversational"]),
+        reason: "the shape of a chat is found by its fields",
+        instead: "chat",
+    },
+    Refusal {
+        keys: &["data.format"],
+        values: Words(&["alpaca", "prompt_completion", "completion"]),
+        reason: "the shape of a sample is found by its fields",
+        instead: "instruction",
+    },
+    Refusal {
+        keys: &["data.format"],
+        values: Words(&["json", "jsonl", "parquet", "csv"]),
+        reason: "what a file is says its name, .jsonl, .json or .parquet; the format is what it holds",
+        instead: "text, chat or instruction",
+    },
+    Refusal {
+        keys: &["data.format"],
+        values: Words(&["tokens"]),
+        reason: "data are texts, which are tokenised here",
         instead: "text",
     },
     Refusal {

@@ -1,4 +1,4 @@
-//! `data`: texts, and how they become batches.
+//! `data`: texts and samples, and how they become batches.
 
 use plimsoll_memory::ByteSize;
 
@@ -8,19 +8,25 @@ use super::value::{Auto, Paths, choice};
 section! {
     /// Texts, and how they become batches.
     pub struct DataConfig at "data" {
-        /// What is trained on: text or JSONL files.
+        /// What is trained on: files of text or of records.
         train: Paths, "none; required to train";
         /// What the validation loss is computed on.
         validation: Paths, "none; no validation";
-        /// What the files hold. A text file is one document; a JSONL file has one on each line.
+        /// What the files hold: running text, chats, or instructions with their answers. A text file is one document; every record of a JSONL, JSON or Parquet file is one, or a sample.
         format: DataFormat = DataFormat::Text;
-        /// The field of a JSONL line that holds its text.
+        /// The field of a record that holds its text.
         text_field: String = "text".to_owned();
         /// Whether an end-of-text token follows the last document too; between documents there always is one.
         append_eos: bool = false;
+        /// The template of chats and instructions: a Jinja file, or alpaca for plain text with headings.
+        chat_template: String, "the model's own; without one, chats are refused and instructions are alpaca";
+        /// Which tokens of a sample count in the loss: what the assistant says, or all.
+        train_on: TrainOn = TrainOn::Assistant;
+        /// What happens to a sample that is longer than a sequence: cut off on the right or on the left, dropped and counted, or an error.
+        truncation: Truncation = Truncation::Right;
         /// Tokens of a training sequence.
         sequence_length: u64 = 512, TWO_TOKENS;
-        /// Whether documents are joined and cut into full sequences.
+        /// Whether documents are joined and cut into full sequences, and samples share sequences; false: a sequence is one sample, filled up.
         packing: bool = true;
         /// Whether documents in one sequence are told apart: each has positions of its own and sees nothing of the others.
         document_mask: bool = false;
@@ -37,6 +43,45 @@ section! {
         /// Whether the worker lives on from one epoch to the next.
         persistent_workers: bool = true;
     }
+    sections {
+        /// The columns of samples where they are not called as usual.
+        columns: ColumnsConfig;
+    }
+}
+
+impl DataConfig {
+    /// Whether the files hold samples, chats or instructions, and not running text.
+    pub fn has_samples(&self) -> bool {
+        self.format() != DataFormat::Text
+    }
+}
+
+section! {
+    /// The columns of samples where they are not called as usual.
+    pub struct ColumnsConfig at "data.columns" {
+        /// The list of a chat's turns.
+        messages: String, "messages, conversations or conversation";
+        /// Who speaks in a turn.
+        role: String, "role or from";
+        /// What is said in a turn.
+        content: String, "content or value";
+        /// The question of an instruction.
+        instruction: String, "instruction";
+        /// What an instruction is about.
+        input: String, "input";
+        /// The answer to an instruction.
+        output: String, "output";
+        /// What the system says.
+        system: String, "system";
+        /// Earlier instructions with their answers, a list of pairs.
+        history: String, "history";
+        /// What comes before a completion.
+        prompt: String, "prompt";
+        /// What is trained after a prompt.
+        completion: String, "completion";
+        /// The tools that the assistant may call.
+        tools: String, "tools";
+    }
 }
 
 choice! {
@@ -44,5 +89,33 @@ choice! {
     pub enum DataFormat {
         /// Running text, or JSONL with a field of it.
         Text = "text",
+        /// Chats: lists of messages, ShareGPT's conversations, or what instructions may be.
+        Chat = "chat",
+        /// Instructions and answers: Alpaca's fields, prompts and completions, or what chats may be.
+        Instruction = "instruction",
+    }
+}
+
+choice! {
+    /// Which tokens of a sample count in the loss.
+    pub enum TrainOn {
+        /// What the assistant says.
+        Assistant = "assistant",
+        /// All of them.
+        All = "all",
+    }
+}
+
+choice! {
+    /// What happens to a sample that is longer than a sequence.
+    pub enum Truncation {
+        /// Its end is cut off.
+        Right = "right",
+        /// Its beginning is cut off.
+        Left = "left",
+        /// It is left out, and counted.
+        Drop = "drop",
+        /// It ends the run.
+        Error = "error",
     }
 }

@@ -17,6 +17,7 @@ impl RawConfig {
         let mut errors = Vec::new();
         self.check_values(&mut errors);
         self.check_model(&mut errors);
+        self.check_data(&mut errors);
         self.check_training(&mut errors);
         self.check_memory(&mut errors);
         self.check_output(&mut errors);
@@ -30,8 +31,7 @@ impl RawConfig {
     pub fn training_data(&self) -> Result<&Paths, ConfigError> {
         self.data.train.as_ref().ok_or_else(|| ConfigError::Missing {
             key: "data.train",
-            remedy: "name the text or JSONL files to train on, for example data: {train: corpus.txt}"
-                .to_owned(),
+            remedy: "name the files to train on, for example data: {train: corpus.txt}".to_owned(),
         })
     }
 
@@ -123,6 +123,26 @@ impl RawConfig {
                 ],
                 reason: "num_key_value_heads does not divide num_attention_heads".to_owned(),
                 remedy: format!("{heads} always does, and 1"),
+            });
+        }
+    }
+
+    fn check_data(&self, errors: &mut Vec<ConfigError>) {
+        let data = &self.data;
+        let format = self.conflicting("data.format", data.format());
+        if data.has_samples() {
+            if data.document_mask == Some(false) && data.packing() {
+                errors.push(ConfigError::Conflict {
+                    keys: vec![self.conflicting("data.document_mask", false), format],
+                    reason: "samples that share a sequence are always told apart".to_owned(),
+                    remedy: "remove data.document_mask, or set data.packing to false".to_owned(),
+                });
+            }
+        } else if !data.packing() {
+            errors.push(ConfigError::Conflict {
+                keys: vec![self.conflicting("data.packing", false), format],
+                reason: "running text is always joined and cut into full sequences".to_owned(),
+                remedy: "leave data.packing true; data.document_mask tells documents apart".to_owned(),
             });
         }
     }

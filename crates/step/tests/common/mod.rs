@@ -168,7 +168,12 @@ pub fn planned_peak(spec: &ModelSpec, settings: &StepSettings, micro_batches: us
     let mut trainer = Trainer::new(&dry, spec.clone(), settings.clone(), &Solo).unwrap();
     let n = (settings.batch_size * settings.sequence_length) as usize;
     let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
-    let batch = MicroBatch { tokens: &tokens, targets: &targets };
+    let weights = settings.target_weights.then(|| vec![0.0; n]);
+    let batch = MicroBatch {
+        weights: weights.as_deref(),
+        document_starts: settings.document_starts.then_some(&tokens),
+        ..MicroBatch::new(&tokens, &targets)
+    };
     trainer.step(&vec![batch; micro_batches], 1e-3).unwrap();
     dry.arena().high_water()
 }
@@ -206,7 +211,7 @@ pub fn one_step(trainer: &mut Trainer<'_, Cpu>, settings: &StepSettings, step: u
     let (batch, length) = (settings.batch_size, settings.sequence_length);
     let halves: Vec<_> = (0..2).map(|half| tokens(100 + 2 * step + half, batch, length)).collect();
     let batches: Vec<MicroBatch<'_>> =
-        halves.iter().map(|(tokens, targets)| MicroBatch { tokens, targets }).collect();
+        halves.iter().map(|(tokens, targets)| MicroBatch::new(tokens, targets)).collect();
     trainer.step(&batches, 1e-2).unwrap().loss
 }
 

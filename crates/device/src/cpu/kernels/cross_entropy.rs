@@ -10,11 +10,13 @@ use crate::IGNORED_TARGET;
 
 /// losses[n] = -ln softmax(logits[n])[targets[n]], 0 for ignored targets; logits [N, V], every other target below V.
 /// With `gradient_scale`, logits becomes (softmax - onehot) * scale, 0 for ignored targets. With `soft_cap` logits are
-/// cap * tanh(logits / cap) before that, and the gradient is that of the uncapped.
+/// cap * tanh(logits / cap) before that, and the gradient is that of the uncapped. With weights [N] a row's loss and
+/// gradient are multiplied by its weight.
 pub(in crate::cpu) fn cross_entropy(
     exec: Exec<'_>,
     logits: &mut [f32],
     targets: &[u32],
+    weights: Option<&[f32]>,
     losses: &mut [f32],
     soft_cap: Option<f32>,
     gradient_scale: Option<f32>,
@@ -27,10 +29,13 @@ pub(in crate::cpu) fn cross_entropy(
         for (row, loss) in losses.iter_mut().enumerate() {
             let logits = &mut logits[row * columns..(row + 1) * columns];
             let target = targets[task * task_rows + row];
-            *loss = match soft_cap {
+            let weight = weights.map_or(1.0, |weights| weights[task * task_rows + row]);
+            let gradient_scale = gradient_scale.map(|scale| scale * weight);
+            let unweighted = match soft_cap {
                 None => row_loss(exec, logits, target, gradient_scale),
                 Some(cap) => capped_row_loss(exec, logits, target, cap, gradient_scale),
             };
+            *loss = unweighted * weight;
         }
     });
 }

@@ -1,0 +1,162 @@
+//! The records of a file, one at a time: the lines of JSONL, the items of a JSON list, the rows of Parquet. Every one
+//! becomes a JSON object; a file is never held as a whole.
+
+mod json;
+mod parquet;
+
+use std::fmt;
+use std::fs::File;
+use std::io::BufReader;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use crate::DataError;
+use crate::documents::lines;
+use crate::files::{DataFile, Kind};
+
+/// The largest record that is read; a larger one is no record but a mistake.
+pub const LARGEST_RECORD: u64 = 256 << 20;
+
+/// A record's fields.
+pub type Record = Map<String, Value>;
+
+/// Where a record is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The file.
+    pub path: PathBuf,
+    /// What is counted: lines, records or rows.
+    pub unit: &'static str,
+    /// Its number, from 1.
+    pub number: u64,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {} {}", self.path.display(), self.unit, self.number)
+    }
+}
+
+/// Calls `each` with every record of a file, in order.
+pub fn for_each(
+    file: &DataFile,
+    buffer_bytes: usize,
+    each: &mut dyn FnMut(Place, Record) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    let place = |unit, number| Place { path: file.path.clone(), unit, number };
+    let open = || File::open(&file.path).map_err(DataError::io("open", &file.path));
+    match file.kind {
+        Kind::Text => Err(DataError::NoRecords { path: file.path.clone() }),
+        Kind::JsonLines => {
+            let mut reader = BufReader::with_capacity(buffer_bytes.max(1), open()?);
+            lines(&mut reader, &file.path, &mut |number, line| {
+                let place = place("line", number);
+                let value =
+                    serde_json::from_str(line).map_err(|e| broken(&place, format!("not JSON: {e}")))?;
+                let record = object(&place, value)?;
+                each(place, record)
+            })
+        }
+        Kind::Json => {
+            let mut reader = BufReader::with_capacity(buffer_bytes.max(16), open()?);
+            json::for_each(&mut reader, &file.path, &mut |number, value| {
+                let place = place("record", number);
+                let record = object(&place, value)?;
+                each(place, record)
+            })
+        }
+        Kind::Parquet => parquet::for_each(open()?, &file.path, &mut |number, value| {
+            let place = place("row", number);
+            let record = object(&place, value)?;
+            each(place, record)
+        }),
+    }
+}
+
+fn object(place: &Place, value: Value) -> Result<Record, DataError> {
+    match value {
+        Value::Object(record) => Ok(record),
+        _ => Err(broken(place, "not an object with fields".to_owned())),
+    }
+}
+
+/// An error at a place.
+pub fn broken(place: &Place, reason: String) -> DataError {
+    DataError::Record { place: place.clone(), reason }
+}
+
+/// An error of a whole file.
+pub fn unreadable(path: &Path, reason: String) -> DataError {
+    DataError::Unreadable { path: path.to_owned(), reason }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn read(content: &[u8], kind: Kind) -> Result<Vec<(u64, String)>, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("data");
+        std::fs::write(&path, content).unwrap();
+        let mut all = Vec::new();
+        for_each(&DataFile { path, kind }, 7, &mut |place, record| {
+            all.push((place.number, Value::Object(record).to_string()));
+            Ok(())
+        })
+        .map_err(|e| e.to_string().rsplit_once("data: ").unwrap().1.to_owned())?;
+        Ok(all)
+    }
+
+    #[test]
+    fn lists_lines_and_objects_in_a_row_are_records() {
+        let two = vec![(1, "{\"a\":1}".to_owned()), (2, "{\"b\":[2]}".to_owned())];
+        for (content, kind) in [
+            ("[{\"a\": 1}, {\"b\": [2]}]\n", Kind::Json),
+            ("\u{feff} [{\"a\": 1},\n{\"b\": [2]}]", Kind::Json),
+            ("{\"a\": 1}\n{\"b\": [2]}\n", Kind::Json),
+            ("{\n\"a\": 1}{\"b\":\n[2]}", Kind::Json),
+            ("{\"a\": 1}\n{\"b\": [2]}\n", Kind::JsonLines),
+        ] {
+            assert_eq!(read(content.as_bytes(), kind).unwrap(), two, "{content}");
+        }
+        assert_eq!(read(b"[]", Kind::Json).unwrap(), []);
+        assert_eq!(read(b"", Kind::Json).unwrap(), []);
+    }
+
+    #[test]
+    fn what_is_no_record_is_an_error_with_its_place() {
+        for (content, kind, words) in [
+            ("[{\"a\": 1}, 3]", Kind::Json, "record 2: not an object with fields"),
+            ("[{\"a\": 1}, {\"b\" 2}]", Kind::Json, "record 2: not JSON: expected `:` at line 1 column 17"),
+            ("[{\"a\": 1}", Kind::Json, "record 2: not JSON: EOF while parsing a list at line 1 column 9"),
+            ("[] {}", Kind::Json, "record 1: not JSON: trailing characters at line 1 column 4"),
+            ("7", Kind::Json, "record 1: not an object with fields"),
+            ("[1]\n", Kind::JsonLines, "line 1: not an object with fields"),
+            ("{}\n{", Kind::JsonLines, "line 2: not JSON: EOF while parsing an object at line 1 column 1"),
+        ] {
+            assert_eq!(read(content.as_bytes(), kind).unwrap_err(), words, "{content}");
+        }
+        let deep = "[".repeat(100_000);
+        assert!(read(deep.as_bytes(), Kind::Json).unwrap_err().contains("recursion limit"));
+        assert!(read(b"PAR1", Kind::Parquet).unwrap_err().contains("not readable as Parquet"));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_records_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            for kind in [Kind::Json, Kind::JsonLines, Kind::Parquet] {
+                let _ = read(&bytes, kind);
+            }
+        }
+
+        #[test]
+        fn texts_survive(texts in prop::collection::vec(".{0,20}", 0..6)) {
+            let list: Vec<Value> = texts.iter().map(|t| serde_json::json!({ "t": t })).collect();
+            let read = read(Value::Array(list.clone()).to_string().as_bytes(), Kind::Json).unwrap();
+            let expected: Vec<String> = list.iter().map(Value::to_string).collect();
+            prop_assert_eq!(read.into_iter().map(|(_, text)| text).collect::<Vec<_>>(), expected);
+        }
+    }
+}
