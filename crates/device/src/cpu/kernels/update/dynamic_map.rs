@@ -179,7 +179,8 @@ impl<const SIGNED: bool> DynamicMap<SIGNED> {
         let mut code = Self::ZERO as usize;
         while code < 255 {
             let middle = (values[code] + values[code + 1]) * 0.5;
-            limits[code - Self::ZERO as usize] = if code % 2 == 0 { middle } else { middle.next_down() };
+            limits[code - Self::ZERO as usize] =
+                if code.is_multiple_of(2) { middle } else { middle.next_down() };
             code += 1;
         }
         limits
@@ -255,8 +256,8 @@ mod avx512 {
         out: &mut [f32; BLOCK],
     ) {
         let scale = _mm512_set1_ps(scale);
-        // SAFETY: each table has 256 words, which eight registers hold.
         let [low, high] = [&map.halves[0], &map.halves[1]].map(|table| -> [__m512i; 8] {
+            // SAFETY: the table has 256 words, which eight registers hold.
             std::array::from_fn(|i| unsafe { _mm512_loadu_si512(table.as_ptr().add(32 * i).cast()) })
         });
         // Fours of codes in the order in which joining words within each quarter of a register brings them back.
