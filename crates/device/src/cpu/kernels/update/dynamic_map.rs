@@ -11,13 +11,16 @@
 use crate::cpu::Isa;
 use crate::cpu::kernels::Simd;
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+
 /// Upper halves of an f32 below this are one bucket: magnitudes below 2^-24, smaller than half of any value.
 const FIRST_BUCKET: u32 = (127 - 24) << 7;
 
 /// The upper half of 1.
 const LAST_BUCKET: u32 = 127 << 7;
 
-/// The upper halves of f32 from there to 1, and no more than an index of twelve bits tells apart.
+/// Room for the upper halves of f32 from there to 1: a power of two, so that no index needs a check.
 const BUCKETS: usize = 4096;
 
 /// Numbers that are coded at a time.
@@ -126,7 +129,7 @@ impl<const SIGNED: bool> DynamicMap<SIGNED> {
         }
     }
 
-    /// The code of the value nearest to x, which is -1 to 1; that of 0 where it is not a number.
+    /// The code of the value nearest to x, which is -1 to 1; one nearest to 0 where it is not a number.
     #[inline(always)]
     fn encode(&self, x: f32) -> u8 {
         let magnitude = x.abs();
@@ -179,7 +182,8 @@ impl<const SIGNED: bool> DynamicMap<SIGNED> {
         let mut code = Self::ZERO as usize;
         while code < 255 {
             let middle = (values[code] + values[code + 1]) * 0.5;
-            limits[code - Self::ZERO as usize] = if code % 2 == 0 { middle } else { middle.next_down() };
+            limits[code - Self::ZERO as usize] =
+                if code.is_multiple_of(2) { middle } else { middle.next_down() };
             code += 1;
         }
         limits
@@ -237,102 +241,6 @@ const fn octaves(ends: &[f32; 8]) -> Octaves {
         exponent += 1;
     }
     octaves
-}
-
-#[cfg(target_arch = "x86_64")]
-mod avx512 {
-    //! Whole vectors at a time. Tables are looked up by permuting registers, which is faster than gathering.
-
-    use std::arch::x86_64::*;
-
-    use super::{BLOCK, DOUBT, DynamicMap, FIRST_BUCKET};
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub fn decode<const SIGNED: bool>(
-        map: &DynamicMap<SIGNED>,
-        codes: &[u8; BLOCK],
-        scale: f32,
-        out: &mut [f32; BLOCK],
-    ) {
-        let scale = _mm512_set1_ps(scale);
-        // SAFETY: each table has 256 words, which eight registers hold.
-        let [low, high] = [&map.halves[0], &map.halves[1]].map(|table| -> [__m512i; 8] {
-            std::array::from_fn(|i| unsafe { _mm512_loadu_si512(table.as_ptr().add(32 * i).cast()) })
-        });
-        // Fours of codes in the order in which joining words within each quarter of a register brings them back.
-        let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-        for (codes, out) in codes.as_chunks::<32>().0.iter().zip(out.as_chunks_mut::<32>().0) {
-            // SAFETY: 32 codes.
-            let codes = unsafe { _mm256_loadu_si256(codes.as_ptr().cast()) };
-            let index = _mm512_cvtepu8_epi16(_mm256_permutevar8x32_epi32(codes, order));
-            let bit = |bit: i16| _mm512_test_epi16_mask(index, _mm512_set1_epi16(bit));
-            let (second, upper) = (bit(64), bit(128));
-            let look_up = |table: &[__m512i; 8]| {
-                let pair = |i: usize| _mm512_permutex2var_epi16(table[i], index, table[i + 1]);
-                let half = |i: usize| _mm512_mask_blend_epi16(second, pair(i), pair(i + 2));
-                _mm512_mask_blend_epi16(upper, half(0), half(4))
-            };
-            let (low, high) = (look_up(&low), look_up(&high));
-            let join = [_mm512_unpacklo_epi16(low, high), _mm512_unpackhi_epi16(low, high)];
-            for (values, out) in join.into_iter().zip(out.as_chunks_mut::<16>().0) {
-                let values = _mm512_mul_ps(_mm512_castsi512_ps(values), scale);
-                // SAFETY: sixteen elements.
-                unsafe { _mm512_storeu_ps(out.as_mut_ptr(), values) };
-            }
-        }
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub fn encode<const SIGNED: bool>(
-        map: &DynamicMap<SIGNED>,
-        x: &[f32; BLOCK],
-        absmax: f32,
-        codes: &mut [u8; BLOCK],
-    ) {
-        // SAFETY: the tables of octaves fill two registers each, those of lines one.
-        let (lines, ends, [scales, offsets, mosts]) = unsafe {
-            let line = map.octaves.line.as_ptr();
-            let end = map.octaves.end.as_ptr();
-            (
-                [_mm512_loadu_si512(line.cast()), _mm512_loadu_si512(line.add(16).cast())],
-                [_mm512_loadu_ps(end), _mm512_loadu_ps(end.add(16))],
-                [&map.lines.scale, &map.lines.offset, &map.lines.most]
-                    .map(|table| _mm512_loadu_ps(table.as_ptr())),
-            )
-        };
-        let absmax = _mm512_set1_ps(absmax);
-        let smallest = _mm512_castsi512_ps(_mm512_set1_epi32((FIRST_BUCKET << 16) as i32));
-        let (zero, one) = (_mm512_set1_epi32(i32::from(DynamicMap::<SIGNED>::ZERO)), _mm512_set1_epi32(1));
-        for (x, codes) in x.as_chunks::<16>().0.iter().zip(codes.as_chunks_mut::<16>().0) {
-            // SAFETY: sixteen elements.
-            let x = _mm512_div_ps(unsafe { _mm512_loadu_ps(x.as_ptr()) }, absmax);
-            let magnitude = _mm512_abs_ps(x);
-            let octave = _mm512_srli_epi32::<23>(_mm512_castps_si512(_mm512_max_ps(magnitude, smallest)));
-            let line = _mm512_permutex2var_epi32(lines[0], octave, lines[1]);
-            let end = _mm512_permutex2var_ps(ends[0], octave, ends[1]);
-            let beyond = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(magnitude, end);
-            let line = _mm512_mask_add_epi32(line, beyond, line, one);
-            let [scale, offset, most] =
-                [scales, offsets, mosts].map(|table| _mm512_permutexvar_ps(line, table));
-            let fraction = _mm512_min_ps(_mm512_fmadd_ps(magnitude, scale, offset), most);
-            let mut place = _mm512_cvttps_epi32(fraction);
-            let highest = _mm512_cvttps_epi32(_mm512_add_ps(fraction, _mm512_set1_ps(DOUBT)));
-            if _mm512_cmpneq_epi32_mask(place, highest) != 0 {
-                // SAFETY: places are from 0 to 255, as `most` bounds them.
-                let limit = unsafe { _mm512_i32gather_ps::<4>(place, map.limits.as_ptr()) };
-                let higher = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(magnitude, limit);
-                place = _mm512_mask_add_epi32(place, higher, place, one);
-            }
-            let mut code = _mm512_add_epi32(zero, place);
-            if SIGNED {
-                let negative = _mm512_movepi32_mask(_mm512_castps_si512(x));
-                let place = _mm512_min_epi32(_mm512_max_epi32(place, one), zero);
-                code = _mm512_mask_sub_epi32(code, negative, zero, place);
-            }
-            // SAFETY: sixteen elements.
-            unsafe { _mm_storeu_si128(codes.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(code)) };
-        }
-    }
 }
 
 #[cfg(test)]
