@@ -3,15 +3,21 @@
 mod common;
 
 use common::*;
-use plimsoll_device::Device;
+use plimsoll_device::{DType, Device};
 use plimsoll_model::{ModelSpec, Role};
 use plimsoll_step::{Checkpointing, GradientClipping, MicroBatch, Precision, StepSettings};
+
+/// Every precision: 8-bit floats with bf16 gradients too, which f32 weights have nowhere else.
+fn precisions() -> [Precision; 6] {
+    let narrow_gradients = Precision { gradients: DType::Bf16, ..Precision::FP8 };
+    [Precision::F32, BF16_WITH_MASTERS, PURE_BF16, Precision::FP8, PURE_FP8, narrow_gradients]
+}
 
 /// Every family in every precision, with everything kept and with everything recomputed.
 fn every_case() -> Vec<(ModelSpec, StepSettings)> {
     let mut cases = Vec::new();
     for spec in families() {
-        for precision in [Precision::F32, BF16_WITH_MASTERS, PURE_BF16, Precision::FP8, PURE_FP8] {
+        for precision in precisions() {
             for checkpointing in [Checkpointing::None, Checkpointing::Full] {
                 cases.push((spec.clone(), StepSettings { precision, checkpointing, ..settings(2, 9) }));
             }

@@ -4,7 +4,7 @@ use plimsoll_device::cpu::Isa;
 use plimsoll_device::{Compute, DType, Op, Rounding};
 use serde_json::Value;
 
-use crate::harness::{Expected, Operand, check, noise, refusal, run};
+use crate::harness::{Expected, MakeOp, Operand, check, decode, noise, refusal, run};
 
 fn fixtures() -> Value {
     serde_json::from_str(include_str!("../fixtures/fp8.json")).unwrap()
@@ -150,52 +150,48 @@ fn operands_are_read_as_they_are_stored() {
                 let values = Operand::new(DType::Bf16, &sizes, values(dtype, &stored));
                 (Operand::blocks(dtype, &sizes, stored), values)
             };
-            let pairs = [make(a, [n, i], 1), make(b, [o, i], 2), make(a, [n, o], 3)];
-            let [x, weight, dout] = pairs.each_ref().map(|pair| pair.0.clone());
-            let [plain_x, plain_weight, plain_dout] = pairs.each_ref().map(|pair| pair.1.clone());
-            let out = |sizes: &[usize]| Operand::new(DType::Bf16, sizes, noise(4));
-            let ops: [(_, _, _, fn(&[plimsoll_device::Tensor]) -> Op<'_>); 3] = [
-                ((x.clone(), weight.clone()), (plain_x.clone(), plain_weight.clone()), out(&[n, o]), |t| {
-                    Op::Linear {
-                        x: &t[0],
-                        weight: &t[1],
-                        bias: None,
-                        out: &t[2],
-                        accumulate: true,
-                        compute: Compute::Bf16,
+            let (x, weight, dout) = (make(a, [n, i], 1), make(b, [o, i], 2), make(a, [n, o], 3));
+            let compare =
+                |a: &(Operand, Operand), b: &(Operand, Operand), sizes: &[usize], op: MakeOp<'_>| {
+                    let out = Operand::new(DType::Bf16, sizes, noise(4));
+                    for isa in Isa::available() {
+                        let run = |a: &Operand, b: &Operand| {
+                            let operands = [a.clone(), b.clone(), out.clone()];
+                            decode(DType::Bf16, &run(isa, 2, &operands, op).unwrap()[2])
+                        };
+                        let (got, want) = (run(&a.0, &b.0), run(&a.1, &b.1));
+                        // Few rows of 8-bit floats are summed in another order than those of bf16.
+                        let near = |a: &f64, b: &f64| (a - b).abs() <= 0.01 * b.abs().max(1.0);
+                        assert!(
+                            if n > 24 { got == want } else { got.iter().zip(&want).all(|(a, b)| near(a, b)) },
+                            "{isa} {n} {i} {o}: {got:?} {want:?}"
+                        );
                     }
-                }),
-                ((dout.clone(), weight), (plain_dout.clone(), plain_weight), out(&[n, i]), |t| {
-                    Op::LinearBackwardInput {
-                        dout: &t[0],
-                        weight: &t[1],
-                        dx: &t[2],
-                        accumulate: true,
-                        compute: Compute::Bf16,
-                    }
-                }),
-                ((dout, x), (plain_dout, plain_x), out(&[o, i]), |t| Op::LinearBackwardWeight {
-                    dout: &t[0],
-                    x: &t[1],
-                    dweight: &t[2],
-                    accumulate: true,
-                    rounding: Rounding::Nearest,
-                    compute: Compute::Bf16,
-                }),
-            ];
-            for ((a, b), (plain_a, plain_b), out, op) in ops {
-                for isa in Isa::available() {
-                    let got = run(isa, 2, &[a.clone(), b.clone(), out.clone()], &op).unwrap();
-                    let want = run(isa, 2, &[plain_a.clone(), plain_b.clone(), out.clone()], &op).unwrap();
-                    // Few rows of 8-bit floats are summed in another order than those of bf16.
-                    let near = |a: &f64, b: &f64| (a - b).abs() <= 0.01 * b.abs().max(1.0);
-                    let [got, want] = [got, want].map(|x| crate::harness::decode(DType::Bf16, &x[2]));
-                    assert!(
-                        if n > 24 { got == want } else { got.iter().zip(&want).all(|(a, b)| near(a, b)) },
-                        "{isa} {n} {i} {o}: {got:?} {want:?}"
-                    );
-                }
-            }
+                };
+            let (accumulate, compute) = (true, Compute::Bf16);
+            compare(&x, &weight, &[n, o], &|t| Op::Linear {
+                x: &t[0],
+                weight: &t[1],
+                bias: None,
+                out: &t[2],
+                accumulate,
+                compute,
+            });
+            compare(&dout, &weight, &[n, i], &|t| Op::LinearBackwardInput {
+                dout: &t[0],
+                weight: &t[1],
+                dx: &t[2],
+                accumulate,
+                compute,
+            });
+            compare(&dout, &x, &[o, i], &|t| Op::LinearBackwardWeight {
+                dout: &t[0],
+                x: &t[1],
+                dweight: &t[2],
+                accumulate,
+                rounding: Rounding::Nearest,
+                compute,
+            });
         }
     }
 }
@@ -245,7 +241,7 @@ fn zeros_stay_zeros_and_what_is_not_finite_is_not_hidden() {
                 compute: Compute::Bf16,
             })
             .unwrap();
-            assert!(crate::harness::decode(DType::F32, &out[2]).iter().all(|x| x.is_nan()));
+            assert!(decode(DType::F32, &out[2]).iter().all(|x| x.is_nan()));
         }
     }
 }
