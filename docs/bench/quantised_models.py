@@ -3,7 +3,7 @@
 
     docs/bench/quantised_models.py crates/model/tests/data/quantised
 
-Needs torch, transformers, bitsandbytes and peft. Writes for each scheme a folder with config.json and model.safetensors as
+Needs torch, transformers, bitsandbytes and peft. With `adapters` as a second argument it makes the adapters alone. Writes for each scheme a folder with config.json and model.safetensors as
 the quantising libraries write them, and `expected.json`: of every dequantised matrix the FNV-1a hash (64 bits) of its f32
 bytes, or, where libraries round in between, some of its values. GPTQ and AWQ are packed here after their format. Adapters
 come with the merged weights' values. `crates/model/tests/quantised.rs` compares with these; it needs no Python.
@@ -149,35 +149,70 @@ SCHEMES = {
 }
 
 
-def adapters(model, target):
+GPT2 = dict(
+    vocab_size=24,
+    n_embd=16,
+    n_layer=1,
+    n_head=2,
+    n_positions=16,
+    n_inner=20,
+    initializer_range=0.2,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+def adapters(base, target):
     from peft import LoraConfig, get_peft_model
 
+    llama, gpt2 = transformers.LlamaForCausalLM, transformers.GPT2LMHeadModel
+    attention = dict(r=2, lora_alpha=4, target_modules=["q_proj", "k_proj"])
     kinds = {
-        "lora": dict(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]),
-        "patterns": dict(
-            r=2,
-            lora_alpha=4,
-            target_modules="all-linear",
-            use_rslora=True,
-            rank_pattern={"o_proj": 3},
-            alpha_pattern={"v_proj": 6},
+        "lora": (llama, dict(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])),
+        "patterns": (
+            llama,
+            dict(
+                r=2,
+                lora_alpha=4,
+                target_modules="all-linear",
+                use_rslora=True,
+                rank_pattern={"o_proj": 3},
+                alpha_pattern={"v_proj": 6},
+            ),
         ),
-        "dora": dict(r=2, lora_alpha=2, target_modules=["v_proj", "up_proj"], use_dora=True),
-        "embedding": dict(r=2, lora_alpha=4, target_modules=["embed_tokens", "k_proj"]),
+        "dora": (llama, dict(r=2, lora_alpha=2, target_modules=["v_proj", "up_proj"], use_dora=True)),
+        "embedding": (llama, dict(r=2, lora_alpha=4, target_modules=["embed_tokens", "k_proj"])),
+        "saved_norms": (llama, dict(modules_to_save=["input_layernorm", "norm"], **attention)),
+        "expression": (llama, dict(r=2, lora_alpha=3, target_modules=r".*\.0\.(self_attn|mlp)\.(v|gate)_proj")),
+        "gpt2": (gpt2, dict(r=2, lora_alpha=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, bias="all")),
+        "gpt2_dora": (
+            gpt2,
+            dict(r=2, lora_alpha=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, use_dora=True),
+        ),
     }
-    for name, kind in kinds.items():
+    for name, (family, kind) in kinds.items():
+        model = base if family is llama else target / "gpt2_base"
+        if not model.exists():
+            torch.manual_seed(3)
+            gpt2(transformers.GPT2Config(**GPT2)).save_pretrained(model)
         torch.manual_seed(len(name))
         config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **kind)
-        adapted = get_peft_model(transformers.LlamaForCausalLM.from_pretrained(model), config)
+        adapted = get_peft_model(family.from_pretrained(model), config)
+        with torch.no_grad():
+            for key, parameter in adapted.named_parameters():
+                if parameter.requires_grad and "lora_" not in key:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
         adapted.save_pretrained(target / name, safe_serialization=True)
         (target / name / "README.md").unlink(missing_ok=True)
         merged = adapted.merge_and_unload().state_dict()
-        values = {key: merged[key].flatten()[:40].tolist() for key in merged if "proj" in key or "embed" in key}
+        values = {key: merged[key].flatten()[:40].tolist() for key in merged}
         (target / name / "expected.json").write_text(json.dumps(values))
 
 
 def main():
     target = Path(sys.argv[1])
+    if sys.argv[2:] == ["adapters"]:
+        return adapters(target / "base", target / "adapters")
     torch.manual_seed(1)
     config = transformers.LlamaConfig(**SIZES)
     state = transformers.LlamaForCausalLM(config).state_dict()

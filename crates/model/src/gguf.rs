@@ -18,7 +18,7 @@ use std::path::Path;
 
 use plimsoll_memory::FileMap;
 
-pub(crate) use describe::{ROPE_FACTORS, describe, describe_tokenizer};
+pub(crate) use describe::{Description, describe, describe_tokenizer};
 pub use error::{GgufError, GgufTensorProblem};
 pub(crate) use layout::gguf_block;
 pub use metadata::{Metadata, MetadataEntry, Value, ValueType};

@@ -11,7 +11,7 @@ use plimsoll_device::DType;
 use plimsoll_device::cpu::quantize::four_bit::FourBit;
 
 use crate::gguf::{
-    GgufValue, NewGgufTensor, ROPE_FACTORS, describe, describe_tokenizer, gguf_block, write_gguf,
+    Description, GgufValue, NewGgufTensor, describe, describe_tokenizer, gguf_block, write_gguf,
 };
 use crate::layout::StoredTensor;
 use crate::parameters::{Parameter, ParameterKind, Role};
@@ -98,7 +98,7 @@ impl<'a> Transcoder<'a> {
         dtype: DType,
         tokenizer: Option<&GgufTokenizerFields>,
     ) -> Result<u64, SaveError> {
-        let (mut entries, factors) = describe(self.spec)?;
+        let Description { mut entries, factors } = describe(self.spec)?;
         entries.push(("general.quantization_version".to_owned(), GgufValue::U32(2)));
         entries.extend(tokenizer.into_iter().flat_map(describe_tokenizer));
         // llama.cpp runs Mistral's models as Llama's, rows of q and k interleaved.
@@ -108,22 +108,22 @@ impl<'a> Transcoder<'a> {
         }
         let stored: Vec<StoredTensor> =
             layout.blocks().flat_map(|block| gguf_block(&layout, block)).collect();
-        let mut tensors = Vec::with_capacity(stored.len() + 1);
-        if !factors.is_empty() {
-            let shape = vec![factors.len() as u64];
-            tensors.push(NewGgufTensor { name: ROPE_FACTORS.to_owned(), dtype: DType::F32, shape });
-        }
-        let first = tensors.len();
+        let mut tensors = Vec::with_capacity(stored.len() + factors.len());
+        tensors.extend(factors.iter().map(|(name, values)| {
+            let shape = vec![values.len() as u64];
+            NewGgufTensor { name: (*name).to_owned(), dtype: DType::F32, shape }
+        }));
         tensors.extend(stored.iter().map(|tensor| {
             let shape = tensor.shape();
             NewGgufTensor { name: tensor.name.clone(), dtype: gguf_dtype(tensor, dtype), shape }
         }));
         let types: Vec<DType> = tensors.iter().map(|tensor| tensor.dtype).collect();
-        write_gguf(path, &entries, &tensors, |index, out| {
-            match index.checked_sub(first).and_then(|index| stored.get(index)) {
+        write_gguf(path, &entries, &tensors, |index, out| match factors.get(index) {
+            Some((_, values)) => values.iter().try_for_each(|x| out.write_all(&x.to_le_bytes())),
+            None => match stored.get(index - factors.len()) {
                 Some(tensor) => self.stream_stored(tensor, types[index], out),
-                None => factors.iter().try_for_each(|x| out.write_all(&x.to_le_bytes())),
-            }
+                None => Ok(()),
+            },
         })
     }
 

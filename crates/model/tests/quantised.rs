@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use plimsoll_device::DType;
 use plimsoll_device::cpu::{Isa, dequantize};
-use plimsoll_model::{Adapter, ModelError, ModelFiles, Parameter, RowSource};
+use plimsoll_model::{ModelError, ModelFiles, Parameter};
 use proptest::prelude::*;
 use serde_json::Value;
 
@@ -108,34 +108,6 @@ fn quantising_on_reading_gives_the_same_bits() {
                 values
             };
             assert_eq!(values(&own), values(&theirs), "{scheme} {}", parameter.name);
-        }
-    }
-}
-
-/// Adapters that PEFT wrote, merged as it merges them.
-#[test]
-fn adapters_are_merged_as_by_peft() {
-    let base = ModelFiles::open(&data().join("base")).unwrap();
-    for kind in ["lora", "patterns", "dora", "embedding"] {
-        let folder = data().join("adapters").join(kind);
-        let adapter = Adapter::open(&folder, base.spec()).unwrap();
-        assert!(adapter.config().unknown.is_empty(), "{kind}: {:?}", adapter.config().unknown);
-        let expected: Value =
-            serde_json::from_slice(&std::fs::read(folder.join("expected.json")).unwrap()).unwrap();
-        let again = tempfile::tempdir().unwrap();
-        adapter.save(again.path()).unwrap();
-        let again = Adapter::open(again.path(), base.spec()).unwrap();
-        assert_eq!(again.low_rank(), adapter.low_rank(), "{kind}");
-        let merged = adapter.merged(base.spec(), base.weights());
-        for parameter in base.spec().parameters() {
-            let Some(expected) = expected.get(&parameter.name) else { continue };
-            let mut values = vec![0.0; parameter.elements() as usize];
-            merged.rows(&parameter, 0..parameter.rows(), &mut values).unwrap();
-            for (value, expected) in values.iter().zip(expected.as_array().unwrap()) {
-                let expected = expected.as_f64().unwrap() as f32;
-                let what = format!("{kind} {}: {value}, not {expected}", parameter.name);
-                assert!((value - expected).abs() <= 2e-6 * (1.0 + expected.abs()), "{what}");
-            }
         }
     }
 }

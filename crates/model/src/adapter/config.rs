@@ -308,6 +308,15 @@ fn parse(text: &[u8]) -> Result<AdapterConfig, String> {
     if let Some(list) = get("modules_to_save") {
         config.modules_to_save = strings("modules_to_save", list)?;
     }
+    // These change the base's weights before the training, which the file does not tell.
+    if let Some(start) = get("init_lora_weights").and_then(Value::as_str)
+        && ["pissa", "olora", "corda", "loftq", "lora_ga"].iter().any(|name| start.starts_with(name))
+    {
+        return Err(format!(
+            "init_lora_weights: {start:?} begins from another base than the one at hand; save the adapter again as plain \
+             LoRA (PEFT's path_initial_model_for_weight_conversion), or merge it with PEFT"
+        ));
+    }
     let says = |value: &Value| !matches!(value, Value::Null | Value::Bool(false));
     let empty = |value: &Value| {
         value.as_object().is_some_and(Map::is_empty) || value.as_array().is_some_and(Vec::is_empty)

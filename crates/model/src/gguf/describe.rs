@@ -1,25 +1,37 @@
-//! A model's shape and its tokenizer as GGUF metadata: the other way of `families`, with llama.cpp's keys.
+//! A model's shape and its tokenizer as GGUF metadata: the other way of `families`, with llama.cpp's keys. What the keys
+//! do not say, a shape must have as its family has it.
 
-use super::families::ARCHITECTURES;
+use super::families::{
+    ARCHITECTURES, ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, activation, attention_scale,
+    window_rhythm,
+};
 use super::write::GgufValue;
 use crate::save_error::SaveError;
 use crate::spec::{ModelSpec, NormKind, RopeScaling};
 use crate::tokenizer::GgufTokenizerFields;
 
-/// The tensor of rotary factors that a shape needs beside its parameters.
-pub(crate) const ROPE_FACTORS: &str = "rope_freqs.weight";
+/// A shape in GGUF's words.
+pub(crate) struct Description {
+    /// Metadata by key.
+    pub entries: Vec<(String, GgufValue)>,
+    /// Tensors that are no parameters, by name: the factors of rotary frequencies.
+    pub factors: Vec<(&'static str, Vec<f32>)>,
+}
 
-/// Metadata entries by key.
-pub(crate) type Entries = Vec<(String, GgufValue)>;
-
-/// The metadata of a shape, and the factors of its rotary frequencies where it has such.
-pub(crate) fn describe(spec: &ModelSpec) -> Result<(Entries, Vec<f32>), SaveError> {
+/// The metadata of a shape, and the tensors that belong to it.
+///
+/// # Errors
+/// The shape has a trait that a reader of the file would not find in it.
+pub(crate) fn describe(spec: &ModelSpec) -> Result<Description, SaveError> {
     let fail = |reason: String| SaveError::Inexpressible { model: spec.name.clone(), target: "GGUF", reason };
     // llama.cpp runs Mistral's models as Llama's.
     let family = if spec.architecture == "mistral" { "llama" } else { &spec.architecture };
     let Some((architecture, _)) = ARCHITECTURES.into_iter().find(|(_, ours)| *ours == family) else {
         return Err(fail(format!("it is a {:?} model", spec.architecture)));
     };
+    if let Some(reason) = unsaid(spec, family) {
+        return Err(fail(reason));
+    }
     let mut entries = vec![
         ("general.architecture".to_owned(), GgufValue::String(architecture.to_owned())),
         ("general.name".to_owned(), GgufValue::String(spec.name.clone())),
@@ -82,34 +94,81 @@ pub(crate) fn describe(spec: &ModelSpec) -> Result<(Entries, Vec<f32>), SaveErro
                 let original = *original_max_position_embeddings as u32;
                 set("rope.scaling.original_context_length", GgufValue::U32(original));
             }
-            RopeScaling::PerFrequency { factors: own } => factors = own.iter().map(|x| *x as f32).collect(),
+            RopeScaling::PerFrequency { factors: own } => factors.push((ROPE_FACTORS, to_f32(own))),
             RopeScaling::Llama3 {
                 factor,
                 low_freq_factor: low,
                 high_freq_factor: high,
                 original_max_position_embeddings: original,
             } => {
-                for i in 0..rope.dims / 2 {
+                let of = |i: u64| {
                     let frequency = rope.theta.powf(-(2.0 * i as f64) / rope.dims as f64);
                     let wavelength = 2.0 * std::f64::consts::PI / frequency;
-                    factors.push(if wavelength > original / low {
+                    if wavelength > original / low {
                         *factor as f32
                     } else if wavelength < original / high {
                         1.0
                     } else {
                         let smooth = (original / wavelength - low) / (high - low);
                         (1.0 / ((1.0 - smooth) / factor + smooth)) as f32
-                    });
-                }
+                    }
+                };
+                factors.push((ROPE_FACTORS, (0..rope.dims / 2).map(of).collect()));
             }
-            RopeScaling::Dynamic { .. } | RopeScaling::LongRope { .. } => {
-                return Err(fail(
-                    "its kind of rotary scaling has no words in GGUF, or is not written".to_owned(),
-                ));
+            // Without a type: the two tensors say it.
+            RopeScaling::LongRope {
+                short_factor,
+                long_factor,
+                attention_factor,
+                original_max_position_embeddings,
+            } => {
+                set("rope.scaling.attn_factor", GgufValue::F32(*attention_factor as f32));
+                let original = *original_max_position_embeddings as u32;
+                set("rope.scaling.original_context_length", GgufValue::U32(original));
+                factors.push((ROPE_FACTORS_LONG, to_f32(long_factor)));
+                factors.push((ROPE_FACTORS_SHORT, to_f32(short_factor)));
+            }
+            RopeScaling::Dynamic { .. } => {
+                return Err(fail("its rotary scaling, dynamic, has no words in GGUF".to_owned()));
             }
         }
     }
-    Ok((entries, factors))
+    Ok(Description { entries, factors })
+}
+
+fn to_f32(values: &[f64]) -> Vec<f32> {
+    values.iter().map(|x| *x as f32).collect()
+}
+
+/// What the family's files have no words for, if the shape has such a trait.
+fn unsaid(spec: &ModelSpec, family: &str) -> Option<String> {
+    let attention = &spec.attention;
+    let effective = attention.sliding_window.as_ref().filter(|w| w.size < spec.max_position_embeddings);
+    if let Some(window) = effective
+        && !window_rhythm(family)
+            .is_some_and(|slides| (0..).zip(&window.layers).all(|(i, slid)| slides(i) == *slid))
+    {
+        return Some(format!("a window of {} tokens in these layers has no words there", window.size));
+    }
+    let usual = |scale: Option<f64>| scale.unwrap_or((attention.head_dim as f64).powf(-0.5));
+    let read = attention_scale(family, spec.num_layers, spec.hidden_size, attention.heads);
+    if (usual(attention.scale) / usual(read) - 1.0).abs() > 1e-6 {
+        return Some("its factor on attention scores is not its family's, and has no words there".to_owned());
+    }
+    let capped = [attention.soft_cap, spec.logit_soft_cap].map(|cap| cap.is_some());
+    if capped != [family == "gemma2"; 2] {
+        return Some("soft caps other than its family's have no words there".to_owned());
+    }
+    if spec.mlp.activation != activation(family) {
+        return Some(format!("the activation {:?} is not its family's", spec.mlp.activation));
+    }
+    if family == "llama" && attention.rope.as_ref().is_some_and(|rope| rope.dims != attention.head_dim) {
+        return Some("only a part of each head is rotated".to_owned());
+    }
+    if family == "gpt2" && !spec.tie_word_embeddings {
+        return Some("its head is not the embedding".to_owned());
+    }
+    None
 }
 
 /// The metadata of a tokenizer.

@@ -25,9 +25,9 @@ pub(super) const ARCHITECTURES: [(&str, &str); 9] = [
 
 /// The tensor that holds one factor for every rotary frequency, and those for contexts up to the original one and
 /// beyond.
-const ROPE_FACTORS: &str = "rope_freqs.weight";
-const ROPE_FACTORS_SHORT: &str = "rope_factors_short.weight";
-const ROPE_FACTORS_LONG: &str = "rope_factors_long.weight";
+pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
+pub(super) const ROPE_FACTORS_SHORT: &str = "rope_factors_short.weight";
+pub(super) const ROPE_FACTORS_LONG: &str = "rope_factors_long.weight";
 
 /// Base of Gemma 3's layers with a window.
 const GEMMA3_LOCAL_THETA: f64 = 10_000.0;
@@ -112,11 +112,7 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
         attention.soft_cap = Some(keys.f64("attn_logit_softcapping")?.unwrap_or(50.0));
         logit_soft_cap = Some(keys.f64("final_logit_softcapping")?.unwrap_or(30.0));
     }
-    // The 27B models of both scale by the width that heads would have without a size of their own.
-    let largest = (family == "gemma2" && num_layers == 46) || (family == "gemma3_text" && num_layers == 62);
-    if largest && heads > 0 {
-        attention.scale = Some((hidden_size as f64 / heads as f64).powf(-0.5));
-    }
+    attention.scale = attention_scale(family, num_layers, hidden_size, heads);
     let spec = ModelSpec {
         name,
         architecture: family.to_owned(),
@@ -126,7 +122,7 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
         attention,
         mlp: MlpSpec {
             intermediate_size: keys.require_u64("feed_forward_length")?,
-            activation: if gemma || gpt2 { Activation::GeluTanh } else { Activation::Silu },
+            activation: activation(family),
             gated: !gpt2,
             bias: has("blk.0.ffn_down.bias"),
         },
@@ -157,19 +153,37 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
     Ok(spec)
 }
 
-/// Which layers see a part of the past only: the families that alternate do so in a known rhythm.
+/// The activation, which no key says.
+pub(super) fn activation(family: &str) -> Activation {
+    if family.starts_with("gemma") || family == "gpt2" { Activation::GeluTanh } else { Activation::Silu }
+}
+
+/// The factor on scores where it is not the usual one, which no key says either: the 27B models of Gemma 2 and 3 scale by
+/// the width that heads would have without a size of their own.
+pub(super) fn attention_scale(family: &str, num_layers: u32, hidden_size: u64, heads: u64) -> Option<f64> {
+    let largest = (family == "gemma2" && num_layers == 46) || (family == "gemma3_text" && num_layers == 62);
+    (largest && heads > 0).then(|| (hidden_size as f64 / heads as f64).powf(-0.5))
+}
+
+/// Whether a layer sees a part of the past only: the families that alternate do so in a known rhythm. `None` where files
+/// of the family have no windows.
+pub(super) fn window_rhythm(family: &str) -> Option<fn(u32) -> bool> {
+    match family {
+        "gemma2" => Some(|layer| layer % 2 == 0),
+        "gemma3_text" => Some(|layer| layer % 6 != 5),
+        "phi3" | "llama" => Some(|_| true),
+        _ => None,
+    }
+}
+
+/// The window, and which layers have it.
 fn sliding_window(
     keys: &Keys<'_>,
     family: &str,
     num_layers: u32,
 ) -> Result<Option<SlidingWindow>, GgufError> {
     let Some(size) = keys.u64("attention.sliding_window")?.filter(|size| *size > 0) else { return Ok(None) };
-    let slides: fn(u32) -> bool = match family {
-        "gemma2" => |layer| layer % 2 == 0,
-        "gemma3_text" => |layer| layer % 6 != 5,
-        "phi3" | "llama" => |_| true,
-        _ => return Ok(None),
-    };
+    let Some(slides) = window_rhythm(family) else { return Ok(None) };
     // More layers than any model has are refused later; this must not take their memory.
     let layers = (0..num_layers.min(1 << 16)).map(slides).collect();
     Ok(Some(SlidingWindow { size, layers }))

@@ -123,12 +123,16 @@ impl Magnitudes {
     }
 }
 
-/// The place of the nearest entry of the signed dynamic map, of two the lower one; the first for NaN, which equal
-/// magnitudes give, and whose factor is 0.
+/// The place in the signed dynamic map of a number between -1 and 1, as bitsandbytes' library for CPUs finds it: the number
+/// is rounded to one of 65536 even steps, and has the nearest entry to that. Very small ones may so get a neighbour of the
+/// nearest. The first place for NaN, which equal magnitudes give, and whose factor is 0.
 fn nearest(x: f32) -> u8 {
+    const STEPS: f32 = 65535.0;
     if x.is_nan() {
         return 0;
     }
+    let step = ((x + 1.0) * 0.5 * STEPS + 0.5).floor().clamp(0.0, STEPS);
+    let x = step / STEPS * 2.0 - 1.0;
     let above = SIGNED_DYNAMIC_MAP.partition_point(|entry| *entry < x).clamp(1, 255);
     let (low, high) = (SIGNED_DYNAMIC_MAP[above - 1], SIGNED_DYNAMIC_MAP[above]);
     // Differences of neighbours to a number between them.
@@ -236,5 +240,30 @@ fn halve(pairs: &[u8], out: &mut [u8]) {
         let (first, second) = (pair(i), pair(BLOCK / 4 + i));
         out[0] = first >> 4 | second & 0xf0;
         out[1] = first & 15 | second << 4;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::nearest;
+
+    /// What bitsandbytes 0.50 gives on CPUs, where that is not the nearest entry.
+    #[test]
+    fn places_in_the_map_are_those_of_bitsandbytes() {
+        for (x, place) in [
+            (-1.0, 0),
+            (-0.732_804, 18),
+            (0.184_385_5, 196),
+            (-8.869_6e-4, 112),
+            (-6.642_7e-6, 123),
+            (9.029_5e-6, 131),
+            (5.525_5e-5, 132),
+            (8.457_5e-5, 133),
+            (1.0, 255),
+            (1.000_000_1, 255),
+            (f32::NAN, 0),
+        ] {
+            assert_eq!(nearest(x), place, "{x}");
+        }
     }
 }

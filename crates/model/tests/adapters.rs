@@ -1,0 +1,145 @@
+//! Adapters that PEFT wrote, merged into their base, against what PEFT merges (`docs/bench/quantised_models.py` makes the
+//! files); and adapters that are damaged or belong elsewhere.
+
+use std::path::{Path, PathBuf};
+
+use plimsoll_device::DType;
+use plimsoll_model::{Adapter, ModelFiles, Parameter, SafetensorsFile, Target, Transcoder};
+use proptest::prelude::*;
+use serde_json::Value;
+
+fn data() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/quantised")
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(|b| f32::from_ne_bytes(b.try_into().unwrap())).collect()
+}
+
+fn read(files: &ModelFiles, parameter: &Parameter) -> Vec<f32> {
+    let mut bytes = vec![0; 4 * parameter.elements() as usize];
+    files.weights().read_into(parameter, DType::F32, &mut bytes).unwrap();
+    floats(&bytes)
+}
+
+/// Into folders and GGUF files.
+#[test]
+fn adapters_are_merged_as_by_peft() {
+    let place = tempfile::tempdir().unwrap();
+    for kind in ["lora", "patterns", "dora", "embedding", "saved_norms", "expression", "gpt2", "gpt2_dora"] {
+        let folder = data().join("adapters").join(kind);
+        let base = if kind.starts_with("gpt2") { "adapters/gpt2_base" } else { "base" };
+        let base = ModelFiles::open(&data().join(base)).unwrap();
+        let adapter = Adapter::open(&folder, base.spec()).unwrap();
+        assert!(adapter.config().unknown.is_empty(), "{kind}: {:?}", adapter.config().unknown);
+        let expected: Value =
+            serde_json::from_slice(&std::fs::read(folder.join("expected.json")).unwrap()).unwrap();
+        let again = tempfile::tempdir().unwrap();
+        adapter.save(again.path()).unwrap();
+        let again = Adapter::open(again.path(), base.spec()).unwrap();
+        assert_eq!(again.low_rank(), adapter.low_rank(), "{kind}");
+        assert_eq!(again.replaced(), adapter.replaced(), "{kind}");
+
+        let merged = adapter.merged(base.spec(), base.weights());
+        let (written, gguf) = (place.path().join(kind), place.path().join(format!("{kind}.gguf")));
+        Transcoder::new(base.spec(), &merged, &mut |_, _| {})
+            .write_folder(&written, Target::HuggingFace(DType::F32))
+            .unwrap();
+        let file = SafetensorsFile::open(&written.join("model.safetensors")).unwrap();
+        for tensor in file.tensors() {
+            let values = floats(file.bytes(&tensor.name).unwrap());
+            let expected = expected[&tensor.name].as_array().unwrap();
+            for (value, expected) in values.iter().zip(expected) {
+                let expected = expected.as_f64().unwrap() as f32;
+                let what = format!("{kind} {}: {value}, not {expected}", tensor.name);
+                assert!((value - expected).abs() <= 2e-6 * (1.0 + expected.abs()), "{what}");
+            }
+        }
+        Transcoder::new(base.spec(), &merged, &mut |_, _| {}).write_gguf(&gguf, DType::F32, None).unwrap();
+        let (written, gguf) = (ModelFiles::open(&written).unwrap(), ModelFiles::open(&gguf).unwrap());
+        for parameter in base.spec().parameters() {
+            let [one, other] = [&written, &gguf].map(|files| read(files, &parameter));
+            assert_eq!(one, other, "{kind} {}", parameter.name);
+        }
+    }
+}
+
+/// A copy of the adapter `lora` with its files changed.
+fn broken(change: impl FnOnce(&mut Value, &mut Vec<u8>)) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let from = data().join("adapters/lora");
+    let mut config: Value =
+        serde_json::from_slice(&std::fs::read(from.join("adapter_config.json")).unwrap()).unwrap();
+    let mut weights = std::fs::read(from.join("adapter_model.safetensors")).unwrap();
+    change(&mut config, &mut weights);
+    std::fs::write(folder.path().join("adapter_config.json"), config.to_string()).unwrap();
+    std::fs::write(folder.path().join("adapter_model.safetensors"), weights).unwrap();
+    folder
+}
+
+fn error(folder: &Path, base: &str) -> String {
+    let base = ModelFiles::open(&data().join(base)).unwrap();
+    Adapter::open(folder, base.spec()).unwrap_err().to_string()
+}
+
+fn replace(bytes: &mut [u8], from: &str, to: &str) {
+    assert_eq!(from.len(), to.len());
+    let at = bytes.windows(from.len()).position(|window| window == from.as_bytes()).unwrap();
+    bytes[at..at + to.len()].copy_from_slice(to.as_bytes());
+}
+
+#[test]
+fn adapters_of_another_model_and_damaged_ones_are_refused() {
+    let lora = data().join("adapters/lora");
+    assert!(error(&lora, "adapters/gpt2_base").contains("belongs to another"));
+    assert!(error(&data().join("adapters/gpt2"), "base").contains("belongs to another"));
+    for (key, value, told) in [
+        ("peft_type", Value::from("IA3"), "IA3"),
+        ("r", Value::from(0), "r: 0"),
+        ("lora_alpha", Value::from("much"), "lora_alpha"),
+        ("init_lora_weights", Value::from("pissa_niter_16"), "path_initial_model_for_weight_conversion"),
+        ("use_dora", Value::from(true), "magnitude vector"),
+        ("alpha_pattern", serde_json::json!({ "q_proj(": 3 }), "regular expression"),
+    ] {
+        let folder = broken(|config, _| config[key] = value);
+        let error = error(folder.path(), "base");
+        assert!(error.contains(told), "{key}: {error}");
+    }
+    let nan = broken(|_, weights| {
+        let last = weights.len() - 4;
+        weights[last..].copy_from_slice(&f32::NAN.to_le_bytes());
+    });
+    assert!(error(nan.path(), "base").contains("is NaN"), "{}", error(nan.path(), "base"));
+    let short = broken(|_, weights| weights.truncate(weights.len() - 100));
+    assert!(error(short.path(), "base").contains("adapter_model.safetensors"));
+    let other = broken(|_, weights| replace(weights, "q_proj.lora_A", "z_proj.lora_A"));
+    assert!(error(other.path(), "base").contains("z_proj"), "{}", error(other.path(), "base"));
+    let half = broken(|_, weights| replace(weights, "q_proj.lora_B.weight", "q_proj.lora_B.weighs"));
+    assert!(error(half.path(), "base").contains("lora_B"), "{}", error(half.path(), "base"));
+    let missing = tempfile::tempdir().unwrap();
+    assert!(error(missing.path(), "base").contains("adapter_config.json"));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+    /// Whatever the bytes are, opening and merging end with an answer.
+    #[test]
+    fn mutations_do_not_bring_it_down(
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), any::<bool>()), 1..6),
+    ) {
+        let folder = broken(|_, bytes| {
+            let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize + 8;
+            for (at, value, in_header) in changes {
+                let at = at.index(if in_header { header } else { bytes.len() });
+                bytes[at] = value;
+            }
+        });
+        let base = ModelFiles::open(&data().join("base")).unwrap();
+        if let Ok(adapter) = Adapter::open(folder.path(), base.spec()) {
+            let merged = adapter.merged(base.spec(), base.weights());
+            Transcoder::new(base.spec(), &merged, &mut |_, _| {})
+                .write_folder(&folder.path().join("merged"), Target::HuggingFace(DType::F32))
+                .unwrap();
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! The tiny models of every family through a GGUF file: its loss is PyTorch's (`docs/bench/tiny_models.py`), the folder
+//! that is made of it holds the very tensors, and what the format has no words for is refused.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use plimsoll_device::{Cpu, CpuOptions, DType, IGNORED_TARGET};
+use plimsoll_model::gguf::GgufFile;
+use plimsoll_model::{ModelFiles, SafetensorsFile, SaveError, Target, Transcoder};
+use plimsoll_parallel::Solo;
+use plimsoll_plan::DryRun;
+use plimsoll_step::{MicroBatch, StepSettings, Trainer};
+use serde_json::{Value, json};
+
+fn data() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/families")
+}
+
+/// A folder of the test's own with the family's model, keys of its configuration changed.
+fn changed(family: &str, keys: &Value, place: &Path) -> PathBuf {
+    let (from, to) = (data().join(family), place.join(family));
+    std::fs::create_dir(&to).unwrap();
+    let mut config: Value =
+        serde_json::from_slice(&std::fs::read(from.join("config.json")).unwrap()).unwrap();
+    config.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+    std::fs::write(to.join("config.json"), config.to_string()).unwrap();
+    std::fs::copy(from.join("model.safetensors"), to.join("model.safetensors")).unwrap();
+    to
+}
+
+fn expected(family: &str) -> Value {
+    serde_json::from_slice(&std::fs::read(data().join(family).join("expected.json")).unwrap()).unwrap()
+}
+
+fn loss(files: &ModelFiles, tokens: &[u32]) -> f64 {
+    let mut targets = tokens[1..].to_vec();
+    targets.push(IGNORED_TARGET);
+    let settings = StepSettings::new(1, tokens.len() as u64);
+    let dry = DryRun::training(files.spec(), &settings, 1).unwrap();
+    let device = Cpu::new(dry.peak_bytes(), CpuOptions { threads: Some(2), isa: None }).unwrap();
+    let mut trainer = Trainer::new(&device, files.spec().clone(), settings, &Solo).unwrap();
+    trainer
+        .load(|parameter, dtype, out| {
+            files.weights().read_into(parameter, dtype, out).unwrap();
+            Ok(())
+        })
+        .unwrap();
+    trainer.accumulate(&[MicroBatch { tokens, targets: &targets }]).unwrap().0
+}
+
+fn tensors(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let file = SafetensorsFile::open(&folder.join("model.safetensors")).unwrap();
+    file.tensors().iter().map(|t| (t.name.clone(), file.bytes(&t.name).unwrap().to_vec())).collect()
+}
+
+fn write_gguf(files: &ModelFiles, path: &Path, dtype: DType) -> Result<u64, SaveError> {
+    Transcoder::new(files.spec(), files.weights(), &mut |_, _| {}).write_gguf(path, dtype, None)
+}
+
+#[test]
+fn losses_are_kept_and_tensors_come_back() {
+    let place = tempfile::tempdir().unwrap();
+    let same = json!({});
+    for (family, keys) in [
+        ("llama", &same),
+        ("llama-biases", &same),
+        ("llama-linear", &same),
+        ("llama-llama3", &same),
+        ("llama-yarn", &same),
+        ("mistral", &same),
+        ("qwen2", &json!({ "use_sliding_window": false, "layer_types": null })),
+        ("qwen3", &same),
+        ("gemma", &same),
+        // What scores are divided by is the width of heads, as in all models but those of 27B.
+        ("gemma2", &json!({ "query_pre_attn_scalar": 8 })),
+        ("gemma3", &json!({ "query_pre_attn_scalar": 8 })),
+        ("gpt2", &same),
+        ("phi3", &same),
+        ("phi3-longrope", &same),
+        ("olmo2", &same),
+    ] {
+        let folder = changed(family, keys, place.path());
+        let (files, reference) = (ModelFiles::open(&folder).unwrap(), expected(family));
+        let tokens: Vec<u32> = serde_json::from_value(reference["tokens"].clone()).unwrap();
+        let wanted = if *keys == same { reference["loss"].as_f64().unwrap() } else { loss(&files, &tokens) };
+
+        let path = folder.join("model.gguf");
+        write_gguf(&files, &path, DType::F32).unwrap();
+        let through = ModelFiles::open(&path).unwrap();
+        let found = loss(&through, &tokens);
+        assert!((found - wanted).abs() < 1e-5, "{family}: loss {found} instead of {wanted}");
+
+        let back = folder.join("back");
+        Transcoder::new(through.spec(), through.weights(), &mut |_, _| {})
+            .write_folder(&back, Target::HuggingFace(DType::F32))
+            .unwrap();
+        let (first, last) = (tensors(&folder), tensors(&back));
+        assert_eq!(first.keys().collect::<Vec<_>>(), last.keys().collect::<Vec<_>>(), "{family}");
+        for (name, bytes) in &first {
+            let close = bytes.chunks_exact(4).zip(last[name].chunks_exact(4)).all(|(a, b)| {
+                let [a, b] = [a, b].map(|x| f32::from_le_bytes(x.try_into().unwrap()));
+                // Norms of Gemma are stored with 1 added, which rounds.
+                a == b || family.starts_with("gemma") && name.contains("norm") && (a - b).abs() < 2e-7
+            });
+            assert!(close && bytes.len() == last[name].len(), "{family} {name}");
+        }
+        let back = loss(&ModelFiles::open(&back).unwrap(), &tokens);
+        assert!((back - wanted).abs() < 1e-5, "{family}: loss {back} of the folder instead of {wanted}");
+    }
+}
+
+/// Tensors have the names of llama.cpp's own converter, and its orders of rows.
+#[test]
+fn names_and_orders_are_those_of_llama_cpp() {
+    let place = tempfile::tempdir().unwrap();
+    // An element of a tensor of the file, another of one of the folder, and what is added to the latter.
+    type Pair = ((&'static str, usize), (&'static str, usize), f32);
+    let of_llama: &[Pair] = &[
+        // Heads of 6 rows: rows 0 and 3 stand together, then 1 and 4. The second head's first row is the sixth.
+        (("blk.1.attn_q.weight", 24), ("model.layers.1.self_attn.q_proj.weight", 3 * 24), 0.0),
+        (("blk.1.attn_k.weight", 2 * 24 + 5), ("model.layers.1.self_attn.k_proj.weight", 24 + 5), 0.0),
+        (("blk.1.attn_q.weight", 6 * 24 + 1), ("model.layers.1.self_attn.q_proj.weight", 6 * 24 + 1), 0.0),
+        (("blk.1.attn_v.weight", 24), ("model.layers.1.self_attn.v_proj.weight", 24), 0.0),
+    ];
+    let of_gpt2: &[Pair] = &[
+        (("blk.1.attn_qkv.weight", 1), ("transformer.h.1.attn.c_attn.weight", 72), 0.0),
+        (("blk.1.ffn_down.weight", 1), ("transformer.h.1.mlp.c_proj.weight", 24), 0.0),
+        (("blk.1.ffn_norm.bias", 3), ("transformer.h.1.ln_2.bias", 3), 0.0),
+        (("position_embd.weight", 30), ("transformer.wpe.weight", 30), 0.0),
+    ];
+    let of_phi3: &[Pair] = &[
+        (("blk.1.attn_qkv.weight", 70), ("model.layers.1.self_attn.qkv_proj.weight", 70), 0.0),
+        (("blk.1.ffn_up.weight", 1000), ("model.layers.1.mlp.gate_up_proj.weight", 1000), 0.0),
+    ];
+    let of_gemma3: &[Pair] = &[
+        (("blk.1.attn_q.weight", 24), ("model.layers.1.self_attn.q_proj.weight", 24), 0.0),
+        (("blk.1.attn_q_norm.weight", 2), ("model.layers.1.self_attn.q_norm.weight", 2), 1.0),
+        (("blk.1.attn_k_norm.weight", 2), ("model.layers.1.self_attn.k_norm.weight", 2), 1.0),
+        (("blk.1.post_attention_norm.weight", 2), ("model.layers.1.post_attention_layernorm.weight", 2), 1.0),
+        (("blk.1.ffn_norm.weight", 2), ("model.layers.1.pre_feedforward_layernorm.weight", 2), 1.0),
+        (("blk.1.post_ffw_norm.weight", 2), ("model.layers.1.post_feedforward_layernorm.weight", 2), 1.0),
+        (("output_norm.weight", 2), ("model.norm.weight", 2), 1.0),
+    ];
+    let of_olmo2: &[Pair] = &[
+        (("blk.1.attn_k.weight", 24), ("model.layers.1.self_attn.k_proj.weight", 24), 0.0),
+        (("blk.1.attn_q_norm.weight", 20), ("model.layers.1.self_attn.q_norm.weight", 20), 0.0),
+        (("blk.1.post_attention_norm.weight", 2), ("model.layers.1.post_attention_layernorm.weight", 2), 0.0),
+        (("blk.1.post_ffw_norm.weight", 2), ("model.layers.1.post_feedforward_layernorm.weight", 2), 0.0),
+    ];
+    let usual_scale = json!({ "query_pre_attn_scalar": 8 });
+    for (family, keys, pairs) in [
+        ("llama", &json!({}), of_llama),
+        ("gpt2", &json!({}), of_gpt2),
+        ("phi3", &json!({}), of_phi3),
+        ("gemma3", &usual_scale, of_gemma3),
+        ("olmo2", &json!({}), of_olmo2),
+    ] {
+        let folder = changed(family, keys, place.path());
+        let files = ModelFiles::open(&folder).unwrap();
+        let path = folder.join("model.gguf");
+        write_gguf(&files, &path, DType::F32).unwrap();
+        let (file, stored) = (GgufFile::open(&path).unwrap(), tensors(&folder));
+        let at = |bytes: &[u8], index: usize| f32::from_le_bytes(bytes[4 * index..][..4].try_into().unwrap());
+        for ((ours, i), (theirs, j), more) in pairs {
+            let tensor = file.tensor(ours).unwrap_or_else(|| panic!("{family} has no {ours}"));
+            assert_eq!(at(file.bytes(tensor), *i), at(&stored[*theirs], *j) + more, "{family} {ours}");
+        }
+    }
+}
+
+#[test]
+fn what_gguf_has_no_words_for_is_refused() {
+    let place = tempfile::tempdir().unwrap();
+    for (family, keys, told) in [
+        ("llama-dynamic", json!({}), "dynamic"),
+        ("qwen2", json!({}), "window of 6"),
+        ("gemma2", json!({}), "factor on attention scores"),
+        ("gemma3", json!({ "query_pre_attn_scalar": 8, "final_logit_softcapping": 30.0 }), "soft caps"),
+        ("llama", json!({ "hidden_act": "gelu" }), "activation"),
+    ] {
+        let folder = changed(family, &keys, place.path());
+        let files = ModelFiles::open(&folder).unwrap();
+        let path = folder.join("model.gguf");
+        let error = write_gguf(&files, &path, DType::F32).unwrap_err().to_string();
+        assert!(error.contains(told), "{family}: {error}");
+        assert!(!path.exists(), "{family}");
+    }
+}
