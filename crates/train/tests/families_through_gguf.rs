@@ -45,7 +45,7 @@ fn loss(files: &ModelFiles, tokens: &[u32]) -> f64 {
             Ok(())
         })
         .unwrap();
-    trainer.accumulate(&[MicroBatch { tokens, targets: &targets }]).unwrap().0
+    trainer.accumulate(&[MicroBatch::new(tokens, &targets)]).unwrap().0
 }
 
 fn tensors(folder: &Path) -> BTreeMap<String, Vec<u8>> {
