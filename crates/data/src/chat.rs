@@ -1,6 +1,6 @@
-//! Chats and instructions: records to turns ([`fields`]), turns to text and the parts of it that are trained
-//! ([`render`]), text to tokens with a weight each ([`encoder`]), tokens to windows ([`windows`]). What cannot be
-//! trained on is left out, counted and reported ([`report`]).
+//! Chats and instructions: records to turns (`fields`), turns to text and the parts of it that are trained
+//! (`render`), text to tokens with a weight each (`encoder`), tokens to windows (`windows`). What cannot be
+//! trained on is left out, counted and reported (`report`).
 
 mod encoder;
 mod fields;

@@ -44,7 +44,7 @@ enum Content {
     /// One stream of tokens. With `document_end`, documents are told apart.
     Texts { tokens: TokenFile, document_end: Option<u32> },
     /// Samples in windows.
-    Samples { windows: SampleWindows, report: SampleReport },
+    Samples { windows: Box<SampleWindows>, report: SampleReport },
 }
 
 impl Dataset {
@@ -99,7 +99,7 @@ impl Dataset {
         let sequence_length = options.sequence_length;
         let mut writer = SampleWriter::new(folder, sequence_length as usize, options.packing)?;
         let report = encoder.for_each(patterns, &mut |_, sample| writer.add(sample))?;
-        let windows = writer.finish(encoder.padding())?;
+        let windows = Box::new(writer.finish(encoder.padding())?);
         Ok(Dataset { content: Content::Samples { windows, report }, sequence_length, shuffle })
     }
 
@@ -136,7 +136,7 @@ impl Dataset {
     pub fn windows(&self) -> u64 {
         match &self.content {
             Content::Texts { tokens, .. } => tokens.len() / self.sequence_length.max(1),
-            Content::Samples { windows, .. } => windows.len(),
+            Content::Samples { windows, .. } => windows.count(),
         }
     }
 

@@ -33,7 +33,7 @@ fn fixture() -> Value {
 
 fn encoder<'a>(tokenizer: &'a Tokenizer, template: &str, options: SampleOptions) -> SampleEncoder<'a> {
     let template = tokenizer.chat_template_from(template, "fixture").unwrap();
-    SampleEncoder::new(tokenizer, PromptTemplate::Chat(template), options).unwrap()
+    SampleEncoder::new(tokenizer, PromptTemplate::Chat(Box::new(template)), options).unwrap()
 }
 
 /// The same template without what marks the assistant's words.
@@ -195,4 +195,30 @@ fn rows_of_parquet_are_samples() {
     assert_eq!(texts, expected);
     assert_eq!((report.samples, report.kept), (7, 6));
     assert!(report.skipped[0].examples[0].contains("chats.parquet: row 7"));
+}
+
+#[test]
+fn damaged_parquet_is_an_error_or_other_samples() {
+    let (fixture, tokenizer) = (fixture(), tokenizer());
+    let encoder = encoder(&tokenizer, fixture["templates"]["chatml"].as_str().unwrap(), options());
+    let whole = std::fs::read(folder().join("chats.parquet")).unwrap();
+    let scratch = tempfile::tempdir().unwrap();
+    let path = scratch.path().join("damaged.parquet");
+    let patterns = [path.to_str().unwrap().to_owned()];
+    let read = |bytes: &[u8]| {
+        std::fs::write(&path, bytes).unwrap();
+        if let Err(error) = encoder.for_each(&patterns, &mut |_, _| Ok(())) {
+            assert!(!error.to_string().is_empty());
+        }
+    };
+    for i in 0..whole.len() {
+        for flip in [0x01, 0x80, 0xff] {
+            let mut damaged = whole.clone();
+            damaged[i] ^= flip;
+            read(&damaged);
+        }
+    }
+    for length in (0..whole.len()).step_by(7) {
+        read(&whole[..length]);
+    }
 }

@@ -64,10 +64,10 @@ fn template(config: &RawConfig, tokenizer: &Tokenizer) -> Result<PromptTemplate,
         Some(file) => {
             let source = std::fs::read_to_string(file)
                 .map_err(|e| TrainError::io("read data.chat_template", Path::new(file), e))?;
-            Ok(PromptTemplate::Chat(tokenizer.chat_template_from(&source, file).map_err(own)?))
+            Ok(PromptTemplate::Chat(Box::new(tokenizer.chat_template_from(&source, file).map_err(own)?)))
         }
         None => match tokenizer.chat_template(None).map_err(own)? {
-            Some(template) => Ok(PromptTemplate::Chat(template)),
+            Some(template) => Ok(PromptTemplate::Chat(Box::new(template))),
             None if config.data.format() == DataFormat::Instruction => Ok(PromptTemplate::Alpaca),
             None => Err(DataError::NoChatTemplate { origin: tokenizer.origin().to_owned() }.into()),
         },

@@ -67,7 +67,7 @@ pub enum Truncation {
 #[derive(Debug)]
 pub enum PromptTemplate {
     /// A chat template.
-    Chat(ChatTemplate),
+    Chat(Box<ChatTemplate>),
     /// Plain text with headings.
     Alpaca,
 }
@@ -140,7 +140,7 @@ impl<'a> SampleEncoder<'a> {
         let ends = tokenizer.eos_token().and_then(text);
         let (template, separate_input) = match template {
             // Chat templates take an instruction and its input as one message.
-            PromptTemplate::Chat(template) => (template, false),
+            PromptTemplate::Chat(template) => (*template, false),
             PromptTemplate::Alpaca if ends.is_none() => return Err(DataError::NoEndOfText),
             PromptTemplate::Alpaca => (tokenizer.chat_template_from(ALPACA, "the alpaca template")?, true),
         };

@@ -243,7 +243,10 @@ mod tests {
 
     #[test]
     fn turns_that_depend_on_what_follows_are_found_by_their_content() {
-        let thinking = CHATML.replace("m.content + ", "('[think]' if loop.last else '') + m.content + ");
+        let thinking = CHATML.replace(
+            "m.content + ",
+            "('[think]' if loop.last and m.role == 'assistant' else '') + m.content + ",
+        );
         assert_eq!(spans(&thinking, &TWO, TrainOn::Assistant).unwrap(), ["1*b</>\n", "1*[think]d</>\n"]);
     }
 

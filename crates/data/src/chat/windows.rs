@@ -131,7 +131,7 @@ impl SampleWriter {
 
 impl SampleWindows {
     /// Number of windows.
-    pub fn len(&self) -> u64 {
+    pub fn count(&self) -> u64 {
         self.windows
     }
 
@@ -218,7 +218,7 @@ mod tests {
 
     fn read(windows: &SampleWindows) -> Batch {
         let mut batch = Batch::default();
-        (0..windows.len()).for_each(|i| windows.read(i, &mut batch).unwrap());
+        (0..windows.count()).for_each(|i| windows.read(i, &mut batch).unwrap());
         batch
     }
 
@@ -250,7 +250,7 @@ mod tests {
         assert_eq!(batch.tokens, [4, 5, 6, 7, 8, 8, 1, 2, 3, 9, 9, 9]);
         assert_eq!(batch.targets, [NONE, 6, 7, NONE, 8, NONE, 2, 3, NONE, NONE, NONE, NONE]);
         assert_eq!(batch.document_starts.unwrap(), [0, 0, 0, 0, 4, 4, 0, 0, 0, 3, 3, 3]);
-        assert_eq!((windows.len(), windows.tokens()), (2, 9));
+        assert_eq!((windows.count(), windows.tokens()), (2, 9));
     }
 
     proptest! {
