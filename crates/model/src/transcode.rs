@@ -101,13 +101,8 @@ impl<'a> Transcoder<'a> {
         let Description { mut entries, factors } = describe(self.spec)?;
         entries.push(("general.quantization_version".to_owned(), GgufValue::U32(2)));
         entries.extend(tokenizer.into_iter().flat_map(describe_tokenizer));
-        // llama.cpp runs Mistral's models as Llama's, rows of q and k interleaved.
-        let mut layout = self.spec.clone();
-        if layout.architecture == "mistral" {
-            "llama".clone_into(&mut layout.architecture);
-        }
         let stored: Vec<StoredTensor> =
-            layout.blocks().flat_map(|block| gguf_block(&layout, block)).collect();
+            self.spec.blocks().flat_map(|block| gguf_block(self.spec, block)).collect();
         let mut tensors = Vec::with_capacity(stored.len() + factors.len());
         tensors.extend(factors.iter().map(|(name, values)| {
             let shape = vec![values.len() as u64];

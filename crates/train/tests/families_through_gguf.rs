@@ -9,7 +9,7 @@ use plimsoll_model::gguf::GgufFile;
 use plimsoll_model::{ModelFiles, SafetensorsFile, SaveError, Target, Transcoder};
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
-use plimsoll_step::{MicroBatch, StepSettings, Trainer};
+use plimsoll_step::{MicroBatch, StepError, StepSettings, Trainer};
 use serde_json::{Value, json};
 
 fn data() -> PathBuf {
@@ -42,7 +42,7 @@ fn loss(files: &ModelFiles, tokens: &[u32]) -> f64 {
     trainer
         .load(|parameter, dtype, out| {
             files.weights().read_into(parameter, dtype, out).unwrap();
-            Ok(())
+            Ok::<(), StepError>(())
         })
         .unwrap();
     trainer.accumulate(&[MicroBatch::new(tokens, &targets)]).unwrap().0

@@ -185,7 +185,9 @@ pub(crate) fn describe_tokenizer(fields: &GgufTokenizerFields) -> Vec<(String, G
     set("ggml.scores", (!fields.scores.is_empty()).then(|| GgufValue::F32s(fields.scores.clone())));
     let types: Vec<i32> = fields.token_types.iter().map(|kind| *kind as i32).collect();
     set("ggml.token_type", (!types.is_empty()).then_some(GgufValue::I32s(types)));
-    set("ggml.merges", list(&fields.merges));
+    // Readers of byte-level BPE want the key even where a vocabulary of single bytes has no merges.
+    let merges = fields.model == "gpt2" || !fields.merges.is_empty();
+    set("ggml.merges", merges.then(|| GgufValue::Strings(fields.merges.clone())));
     for (key, id) in [
         ("bos", fields.bos),
         ("eos", fields.eos),

@@ -113,9 +113,11 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
         logit_soft_cap = Some(keys.f64("final_logit_softcapping")?.unwrap_or(30.0));
     }
     attention.scale = attention_scale(family, num_layers, hidden_size, heads);
+    // Mistral's models are Llama's with a window.
+    let windowed = family == "llama" && attention.sliding_window.is_some();
     let spec = ModelSpec {
         name,
-        architecture: family.to_owned(),
+        architecture: if windowed { "mistral" } else { family }.to_owned(),
         vocab_size,
         hidden_size,
         num_layers,

@@ -1,8 +1,8 @@
 //! Which GGUF tensors hold the parameters of a block.
 //!
-//! Converters for llama.cpp reorder the rows of q and k of `llama` models within every head, because it rotates
-//! neighbouring pairs (2i, 2i + 1) of these where Hugging Face rotates (i, i + dims / 2); and they store the norms of
-//! Gemma as 1 + weight.
+//! Converters for llama.cpp reorder the rows of q and k of `llama` models, which Mistral's are too, within every head,
+//! because it rotates neighbouring pairs (2i, 2i + 1) of these where Hugging Face rotates (i, i + dims / 2); and they
+//! store the norms of Gemma as 1 + weight.
 
 use crate::layout::{StoredTensor, fuse};
 use crate::parameters::{BlockId, Parameter, ParameterKind, Role};
@@ -18,7 +18,9 @@ pub(crate) fn gguf_block(spec: &ModelSpec, block: BlockId) -> Vec<StoredTensor> 
     };
     for tensor in &mut tensors {
         let is = |roles: &[Role]| tensor.parts.iter().all(|part| roles.contains(&part.role));
-        if spec.architecture == "llama" && is(&[Role::QProj, Role::KProj, Role::QBias, Role::KBias]) {
+        if matches!(spec.architecture.as_str(), "llama" | "mistral")
+            && is(&[Role::QProj, Role::KProj, Role::QBias, Role::KBias])
+        {
             tensor.rows = RowOrder::Interleaved { head_dim: spec.attention.head_dim };
         }
         tensor.plus_one = spec.norm.one_plus_weight
