@@ -26,7 +26,7 @@ proptest! {
         dtype in any_dtype(), blocks in 0usize..9, shift in 0usize..5, seed in any::<u64>(),
     ) {
         let elements = blocks * dtype.block_elements() as usize;
-        let size = blocks * dtype.block_bytes() as usize;
+        let size = dtype.bytes_for(elements as u64).unwrap() as usize;
         let mut state = seed;
         let bytes: Vec<u8> = (0..shift + size).map(|_| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
