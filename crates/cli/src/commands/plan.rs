@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use plimsoll_memory::{ByteSize, Tag};
 use plimsoll_plan::config::GradientCheckpointing;
 use plimsoll_plan::{ModelOrigin, TrainingPlan};
-use plimsoll_step::Adapters;
+use plimsoll_step::{Adapters, Linears};
 
 use crate::args::PlanArgs;
 use crate::failure::Failure;
@@ -52,6 +52,7 @@ pub fn describe(plan: &TrainingPlan) -> String {
     let settings = &plan.choice.settings;
     let precision = settings.precision;
     let master = if precision.master_weights { ", f32 master weights" } else { "" };
+    let linears = if precision.linears == Linears::Fp8 { ", linear layers in 8-bit floats" } else { "" };
     let mut out = format!(
         "{}: {}, {} parameters, {} layers of width {}\n",
         plan.spec.name,
@@ -72,7 +73,7 @@ pub fn describe(plan: &TrainingPlan) -> String {
         ));
     }
     out.push_str(&format!(
-        "step: {} x {} tokens, {} accumulated; {} weights{master}, {} gradients, checkpointing {}; logits of {} tokens at once\n",
+        "step: {} x {} tokens, {} accumulated; {} weights{master}{linears}, {} gradients, checkpointing {}; logits of {} tokens at once\n",
         settings.batch_size,
         settings.sequence_length,
         plan.choice.accumulation,
