@@ -4,7 +4,7 @@ use std::path::Path;
 
 use plimsoll_device::DType;
 use plimsoll_model::adapter::AdapterSet;
-use plimsoll_model::{AdapterLayout, ModelFiles, ModelSpec, Parameter};
+use plimsoll_model::{AdapterLayout, ModelFiles, ModelSpec, Parameter, StreamPlan};
 use plimsoll_plan::quantized_as;
 use plimsoll_step::Precision;
 use plimsoll_train::TrainError;
@@ -68,6 +68,12 @@ impl Weights {
     pub fn weight_type(&self, p: &Parameter) -> DType {
         let quantized = self.quantized.and_then(|dtype| quantized_as(p, dtype));
         quantized.unwrap_or_else(|| self.files.weights().inference_dtype(p, self.precision.weights))
+    }
+
+    /// How weights can be brought from the files when they are needed.
+    pub fn stream_plan(&self) -> StreamPlan {
+        let changed = |p: &Parameter| self.adapters.as_ref().is_some_and(|set| set.replaces(self.spec(), p));
+        StreamPlan::new(self.spec(), self.files.weights(), &|p| self.weight_type(p), &changed)
     }
 
     /// Writes a parameter's values.

@@ -12,7 +12,7 @@ use plimsoll_memory::Region;
 
 use crate::file::DiskFile;
 use crate::request::{Job, Request, Ticket, lock};
-use crate::statistics::{Clock, IoStatistics};
+use crate::statistics::{Clock, IoMeter, IoStatistics};
 use crate::{ALIGNMENT, DiskError, pages};
 
 /// A worker's stack: system calls and the text of an error.
@@ -30,6 +30,13 @@ pub struct EngineSettings {
 impl Default for EngineSettings {
     fn default() -> Self {
         EngineSettings { queue_depth: 4, piece_bytes: 1 << 20 }
+    }
+}
+
+impl EngineSettings {
+    /// Memory that an engine takes at most, beside what is handed to it.
+    pub fn memory_bytes(&self) -> u64 {
+        (self.queue_depth.max(1) as u64).saturating_mul(STACK_BYTES as u64)
     }
 }
 
@@ -97,7 +104,12 @@ impl DiskEngine {
 
     /// Totals since the start.
     pub fn statistics(&self) -> IoStatistics {
-        lock(&self.shared.clock).totals()
+        self.meter().totals()
+    }
+
+    /// Something to look at the totals by when the engine is in other hands.
+    pub fn meter(&self) -> IoMeter {
+        IoMeter::new(Arc::clone(&self.shared.clock))
     }
 
     fn refuse(&self, region: Region, error: DiskError) -> Ticket {

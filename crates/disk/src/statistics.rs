@@ -1,6 +1,9 @@
 //! How much went to and from disks, how long that took, and how much of it somebody waited for.
 
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
+
+use crate::request::lock;
 
 /// Totals of an engine since it was started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
@@ -29,6 +32,21 @@ impl IoStatistics {
             io_seconds: (self.io_seconds - earlier.io_seconds).max(0.0),
             waited_seconds: (self.waited_seconds - earlier.waited_seconds).max(0.0),
         }
+    }
+}
+
+/// An engine's totals, to look at from anywhere.
+#[derive(Clone, Debug)]
+pub struct IoMeter(Arc<Mutex<Clock>>);
+
+impl IoMeter {
+    pub(crate) fn new(clock: Arc<Mutex<Clock>>) -> IoMeter {
+        IoMeter(clock)
+    }
+
+    /// What they are now.
+    pub fn totals(&self) -> IoStatistics {
+        lock(&self.0).totals()
     }
 }
 
