@@ -11,9 +11,9 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Args, Parser, Subcommand};
 use plimsoll_memory::ByteSize;
 
-pub use bench::{Bench, BenchArgs, BenchMemoryArgs};
+pub use bench::{Bench, BenchArgs, BenchDiskArgs, BenchMemoryArgs};
 pub use chat::ChatArgs;
-pub use inference::InferenceArgs;
+pub use inference::{DiskArgs, InferenceArgs};
 pub use sampling::SamplingArgs;
 pub use stopping::StoppingArgs;
 
@@ -147,9 +147,11 @@ pub struct EvalArgs {
     /// int4)
     #[arg(long, value_name = "TYPE")]
     pub kv_cache: Option<String>,
-    /// Memory that may be used, for example 2GiB
+    /// Memory that may be used, for example 2GiB; weights that do not fit are read when they are needed
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<ByteSize>,
+    #[command(flatten)]
+    pub disk: DiskArgs,
     /// Threads; by default one a core that may be used. The results do not depend on it
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,

@@ -4,6 +4,7 @@ use std::fmt;
 
 use plimsoll_data::DataError;
 use plimsoll_device::DeviceError;
+use plimsoll_disk::DiskError;
 use plimsoll_generate::{ConversationError, GenerateError, SamplerError};
 use plimsoll_hub::HubError;
 use plimsoll_model::chat_template::ChatTemplateError;
@@ -93,6 +94,16 @@ impl From<DeviceError> for Failure {
     fn from(error: DeviceError) -> Failure {
         let exit_code = match error {
             DeviceError::OutOfMemory(_) | DeviceError::Reservation(_) => DOES_NOT_FIT,
+            _ => OTHER,
+        };
+        Failure { message: error.to_string(), exit_code }
+    }
+}
+
+impl From<DiskError> for Failure {
+    fn from(error: DiskError) -> Failure {
+        let exit_code = match error {
+            DiskError::OverBudget { .. } | DiskError::Reservation(_) => DOES_NOT_FIT,
             _ => OTHER,
         };
         Failure { message: error.to_string(), exit_code }

@@ -6,18 +6,24 @@ use plimsoll_device::{Cpu, DType};
 use plimsoll_generate::Session;
 use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_model::tokenizer::Tokenizer;
-use plimsoll_model::{ModelSpec, Parameter};
+use plimsoll_model::{ModelSpec, Parameter, StreamPlan};
 use plimsoll_plan::{GenerationPlan, GenerationRequest};
 use plimsoll_step::{Decoder, WeightStorage};
 
-use crate::args::InferenceArgs;
+use crate::args::{DiskArgs, InferenceArgs};
 use crate::failure::Failure;
 use crate::session::{Engine, cache_type, resident_bytes};
+use crate::streaming::{self, Streaming};
 use crate::weights::{WeightArgs, Weights};
 
+/// How often a plan is made until it fits beside what planning leaves in memory.
+const PLANS: u32 = 3;
+
 /// A model's files and how it is to be computed.
-pub struct Inference {
+pub struct Inference<'a> {
     weights: Weights,
+    stream: StreamPlan,
+    disk: &'a DiskArgs,
     pub tokenizer: Tokenizer,
     /// What `--kv-cache` says.
     cache: Option<DType>,
@@ -27,10 +33,14 @@ pub struct Inference {
     asked_context: Option<usize>,
 }
 
-impl Inference {
+impl<'a> Inference<'a> {
     /// Reads everything but the weights. `purpose` says what they are for; a model of the hub is
     /// fetched without a word where `quiet`.
-    pub fn open(args: &InferenceArgs, purpose: &'static str, quiet: bool) -> Result<Inference, Failure> {
+    pub fn open(
+        args: &'a InferenceArgs,
+        purpose: &'static str,
+        quiet: bool,
+    ) -> Result<Inference<'a>, Failure> {
         let cache = cache_type(args.kv_cache.as_deref())?;
         let given = WeightArgs {
             model: &args.model,
@@ -41,6 +51,8 @@ impl Inference {
         let weights = Weights::open(given, purpose, quiet)?;
         let tokenizer = weights.files.tokenizer()?;
         let inference = Inference {
+            stream: weights.stream_plan(),
+            disk: &args.disk,
             weights,
             tokenizer,
             cache,
@@ -91,29 +103,44 @@ impl Inference {
     }
 
     /// What a session needs for a context in the range, and for prompts of up to `longest` tokens where that is known:
-    /// the largest context that fits. Shorter passes need less.
+    /// the largest context that fits. Shorter passes need less. Weights are left on disk where no context of `enough` fits
+    /// beside them.
     pub fn plan(
         &self,
         engine: &Engine,
         context: RangeInclusive<usize>,
         longest: Option<usize>,
+        enough: usize,
     ) -> Result<GenerationPlan, Failure> {
-        // What the tokenizer's building left over is no part of what generation needs.
-        release_free_heap();
-        let request = GenerationRequest {
-            spec: self.spec(),
-            precision: self.weights.precision,
-            storage: WeightStorage {
-                types: &|p| self.weights.weight_type(p),
-                adapters: self.weights.adapters(),
-                trained: false,
-            },
-            prompt_tokens: longest.map(|n| n as u64),
-            context: *context.start() as u64..=*context.end() as u64,
-            cache: self.cache,
-            room: self.memory.unwrap_or_else(|| engine.memory_limit()).0.saturating_sub(resident_bytes()),
-        };
-        Ok(GenerationPlan::resolve(&request)?)
+        let limit = self.memory.unwrap_or_else(|| engine.memory_limit()).0;
+        let mut attempts = 0;
+        loop {
+            // What the tokenizer's building and planning left over is no part of what generation needs.
+            release_free_heap();
+            let request = GenerationRequest {
+                spec: self.spec(),
+                precision: self.weights.precision,
+                storage: WeightStorage {
+                    types: &|p| self.weights.weight_type(p),
+                    adapters: self.weights.adapters(),
+                    trained: false,
+                    staging: None,
+                },
+                prompt_tokens: longest.map(|n| n as u64),
+                context: *context.start() as u64..=*context.end() as u64,
+                cache: self.cache,
+                room: limit.saturating_sub(resident_bytes()),
+                stream: self.weights.can_stream().then_some(&self.stream),
+                enough_context: enough as u64,
+            };
+            let plan = GenerationPlan::resolve(&request)?;
+            release_free_heap();
+            attempts += 1;
+            // A plan that fills its room leaves none for what planning itself has touched, which is the same next time.
+            if plan.dry_run.peak_bytes().saturating_add(resident_bytes()) <= limit || attempts == PLANS {
+                return Ok(plan);
+            }
+        }
     }
 
     /// A device with the memory that was planned.
@@ -121,12 +148,25 @@ impl Inference {
         engine.device(&plan.dry_run, self.memory)
     }
 
-    /// A session with the model's weights.
-    pub fn session<'d>(&self, device: &'d Cpu, plan: &GenerationPlan) -> Result<Session<'d, Cpu>, Failure> {
+    /// A session with the model's weights, and what is streamed of them.
+    pub fn session<'d>(
+        &self,
+        device: &'d Cpu,
+        plan: &GenerationPlan,
+    ) -> Result<(Session<'d, Cpu>, Option<Streaming>), Failure> {
+        // What has to be converted goes to disk while the device's memory is still untouched.
+        let opened =
+            plan.staging.as_ref().map(|s| streaming::open(&self.weights, &self.stream, s, self.disk));
         let types = |p: &Parameter| self.weights.weight_type(p);
-        let storage = WeightStorage { types: &types, adapters: self.weights.adapters(), trained: false };
+        let adapters = self.weights.adapters();
+        let storage =
+            WeightStorage { types: &types, adapters, trained: false, staging: plan.staging.as_ref() };
+        let (stream, streaming) = opened.transpose()?.unzip();
         let mut decoder = Decoder::with_storage(device, self.spec().clone(), plan.settings, storage)?;
         decoder.load(|p, dtype, out| self.weights.read_into(p, dtype, out))?;
-        Ok(Session::new(decoder, &plan.settings))
+        if let Some(stream) = stream {
+            decoder.stream_from(Box::new(stream));
+        }
+        Ok((Session::new(decoder, &plan.settings), streaming))
     }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use plimsoll_device::DType;
 use plimsoll_model::adapter::AdapterSet;
-use plimsoll_model::{AdapterLayout, ModelFiles, ModelSpec, Parameter};
+use plimsoll_model::{AdapterLayout, LoraPart, ModelFiles, ModelSpec, Parameter, Role, StreamPlan};
 use plimsoll_plan::quantized_as;
 use plimsoll_step::Precision;
 use plimsoll_train::TrainError;
@@ -68,6 +68,18 @@ impl Weights {
     pub fn weight_type(&self, p: &Parameter) -> DType {
         let quantized = self.quantized.and_then(|dtype| quantized_as(p, dtype));
         quantized.unwrap_or_else(|| self.files.weights().inference_dtype(p, self.precision.weights))
+    }
+
+    /// Whether weights need not all be in memory: lengths of rows (DoRA) are taken of all of them before the first token.
+    pub fn can_stream(&self) -> bool {
+        let lengths = |p: &Parameter| matches!(p.role, Role::Lora(LoraPart::Magnitude, _));
+        self.adapters.as_ref().is_none_or(|set| !set.layout().parameters().iter().any(lengths))
+    }
+
+    /// How weights can be brought from the files when they are needed.
+    pub fn stream_plan(&self) -> StreamPlan {
+        let changed = |p: &Parameter| self.adapters.as_ref().is_some_and(|set| set.replaces(self.spec(), p));
+        StreamPlan::new(self.spec(), self.files.weights(), &|p| self.weight_type(p), &changed)
     }
 
     /// Writes a parameter's values.

@@ -1,5 +1,5 @@
 //! `plimsoll bench memory` on a tiny model: planned peaks are measured ones for every technique, and the pictures are
-//! whole.
+//! whole. `plimsoll bench disk`: every way is measured, and nothing is left on the disk.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -115,4 +115,27 @@ fn what_does_not_fit_is_said_and_a_model_without_weights_is_refused() {
         .unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("examples/get-smollm2"));
+}
+
+#[test]
+fn disks_are_measured_in_every_way() {
+    let folder = tempfile::tempdir().unwrap();
+    let bench = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_plimsoll"));
+        command.args(["bench", "disk", "--size", "1MiB", "--path"]).arg(folder.path()).args(arguments);
+        command.output().unwrap()
+    };
+    let found = document(&bench(&["--json"]));
+    let ways = found["ways"].as_array().unwrap();
+    assert_eq!(ways.len(), 2 * 3 * 3);
+    for way in ways {
+        assert!(way["write_bytes_per_second"].as_f64().unwrap() > 0.0, "{way}");
+        assert!(way["read_bytes_per_second"].as_f64().unwrap() > 0.0, "{way}");
+        assert!(way["asked_for"] == "direct" || way["mode"] == "buffered", "{way}");
+    }
+    let table = String::from_utf8(bench(&[]).stdout).unwrap();
+    assert!(table.contains("queue depth") && table.lines().count() >= 20, "{table}");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    let missing = bench(&["--path", "no-such-folder"]);
+    assert!(!missing.status.success());
 }

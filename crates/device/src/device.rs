@@ -1,6 +1,6 @@
 //! The seam between the step program and what it runs on.
 
-use plimsoll_memory::{Arena, OutOfMemory, Tag};
+use plimsoll_memory::{Arena, OutOfMemory, Region, Tag};
 
 use crate::{DType, Op, Shape, Tensor};
 
@@ -33,6 +33,15 @@ pub enum DeviceError {
     },
 }
 
+/// What [`Device::lend`] gives.
+#[derive(Debug)]
+pub enum Lent {
+    /// The tensor's memory.
+    Memory(Region),
+    /// The tensor again, from a device without memory.
+    Nothing(Tensor),
+}
+
 /// Something that carries out the operations of a step in memory of its own.
 pub trait Device {
     /// The arena that all tensors of this device live in.
@@ -46,6 +55,19 @@ pub trait Device {
 
     /// Lets `look` read the tensor's bytes. A device without memory does not call it.
     fn read(&self, x: &Tensor, look: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError>;
+
+    /// Takes a tensor's memory out of the device's hands, so that another thread can fill it while the device works on
+    /// others. It stays taken in the arena; [`reclaim`](Self::reclaim) makes a tensor of it again.
+    ///
+    /// # Errors
+    /// The tensor belongs to another device, or others have views of its memory: then it is given up.
+    fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError>;
+
+    /// The whole block of memory that was lent as a tensor of [`DType::U8`].
+    ///
+    /// # Errors
+    /// The memory is not this device's, or parts of it are still elsewhere.
+    fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError>;
 
     /// A new tensor; its contents are whatever was there.
     fn alloc(

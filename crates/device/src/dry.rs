@@ -3,9 +3,9 @@
 
 use std::cell::RefCell;
 
-use plimsoll_memory::{Arena, Tier};
+use plimsoll_memory::{Arena, Region, Tier};
 
-use crate::{Device, DeviceError, Op, Tally, Tensor};
+use crate::{Device, DeviceError, Lent, Op, Tally, Tensor};
 
 /// A device without memory.
 #[derive(Debug)]
@@ -54,5 +54,14 @@ impl Device for Dry {
 
     fn read(&self, _: &Tensor, _: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
         Ok(())
+    }
+
+    fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
+        Ok(Lent::Nothing(tensor))
+    }
+
+    fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError> {
+        let reason = format!("{} bytes come from a device with memory", memory.len());
+        Err(DeviceError::Mismatch { op: "reclaim", reason })
     }
 }

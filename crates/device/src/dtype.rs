@@ -124,6 +124,12 @@ impl DType {
         }
     }
 
+    /// What the address of a tensor's first byte has to be a multiple of.
+    pub fn alignment(self) -> u64 {
+        // Blocks begin with scales of up to four bytes.
+        if self.is_block() { 4 } else { self.block_bytes() }
+    }
+
     /// Whether rows of whole blocks can be had by themselves: not where factors are shared by several rows.
     pub fn has_rows(self) -> bool {
         !matches!(self, DType::Nf4 | DType::Fp4) && !self.is_fp8()

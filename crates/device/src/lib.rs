@@ -18,7 +18,7 @@ mod update;
 pub use attention_shape::{AttentionShape, BlockSparse};
 pub use cost::{Cost, Tally};
 pub use cpu::{Cpu, CpuOptions};
-pub use device::{Device, DeviceError};
+pub use device::{Device, DeviceError, Lent};
 pub use dry::Dry;
 pub use dtype::DType;
 pub use op::{Compute, Glu, IGNORED_TARGET, Op, Rounding};

@@ -122,6 +122,32 @@ impl Tensor {
         (shape.elements() == self.elements()).then(|| Tensor { shape, ..self.clone() })
     }
 
+    /// The bytes from `start` on of a tensor of [`DType::U8`] as another tensor. `None` where they are too few, or where
+    /// the type cannot begin there ([`DType::alignment`]; arenas begin at multiples of all).
+    pub fn view(&self, start: u64, dtype: DType, sizes: &[u64]) -> Option<Tensor> {
+        let shape = Shape::new(sizes)?;
+        let end = start.checked_add(dtype.bytes_for(shape.elements())?)?;
+        let at = self.range().start + start;
+        let possible = self.dtype == DType::U8 && end <= self.bytes() && at.is_multiple_of(dtype.alignment());
+        possible.then(|| Tensor { start: self.start + start, shape, dtype, ..self.clone() })
+    }
+
+    /// Whether no other tensor is a view of the same block.
+    pub fn is_alone(&self) -> bool {
+        Arc::strong_count(&self.block) == 1
+    }
+
+    /// The block, where no other tensor is a view of it.
+    pub(crate) fn into_block(self) -> Result<Arc<Block>, Tensor> {
+        if self.is_alone() { Ok(self.block) } else { Err(self) }
+    }
+
+    /// The whole of a block, as bytes.
+    pub(crate) fn of_block(block: Arc<Block>) -> Option<Tensor> {
+        let shape = Shape::new(&[block.size()])?;
+        Some(Tensor { block, start: 0, shape, dtype: DType::U8 })
+    }
+
     /// Byte range in the arena.
     pub fn range(&self) -> Range<u64> {
         let start = self.block.offset() + self.start;

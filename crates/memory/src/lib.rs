@@ -8,6 +8,7 @@ mod bytes;
 mod file_map;
 mod heap;
 mod ledger;
+mod region;
 mod reservation;
 
 pub use arena::{Arena, Block, OutOfMemory};
@@ -15,6 +16,7 @@ pub use bytes::{ByteSize, ParseByteSizeError};
 pub use file_map::FileMap;
 pub use heap::release_free_heap;
 pub use ledger::{AtPeak, Event, Ledger, Phase, Tag, TagBytes};
+pub use region::Region;
 pub use reservation::{Reservation, ReservationError};
 
 /// Where memory lives.

@@ -19,6 +19,7 @@ mod save_error;
 mod shown;
 pub mod source;
 pub mod spec;
+pub mod stream;
 pub mod tokenizer;
 pub mod transcode;
 
@@ -33,4 +34,5 @@ pub use spec::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, QkNorm, RopeScaling,
     RopeSpec, SlidingWindow, SpecError,
 };
+pub use stream::{StagedBlock, StagedTensor, Staging, StreamPlan, WeightReader, WeightStream};
 pub use transcode::{RowSource, Target, Transcoder};

@@ -180,6 +180,19 @@ impl WeightSource {
         }
     }
 
+    /// The file and the place in it where a parameter's bytes are just those of a tensor of this type, if there are:
+    /// neither converted, nor in another order, nor packed.
+    pub fn stored_as(&self, parameter: &Parameter, dtype: DType) -> Option<(&Path, Range<u64>)> {
+        let place = self.place(parameter).ok()?;
+        let as_it_is = place.dtype == dtype
+            && place.packed.is_none()
+            && place.rows == RowOrder::Natural
+            && !place.plus_one
+            && (dtype.is_block() || cfg!(target_endian = "little"));
+        let file = self.files.get(place.file).filter(|_| as_it_is)?;
+        Some((file.path(), place.bytes.start as u64..place.bytes.end as u64))
+    }
+
     /// The folder or file that they are in.
     pub(crate) fn folder_or_file(&self) -> &Path {
         &self.path

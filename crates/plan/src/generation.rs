@@ -1,15 +1,15 @@
-//! Planning generation: the cache's type, the context and the length of a pass that memory allows. Every answer, the
-//! advice included, is found by dry runs of the decoder.
+//! Planning generation: the cache's type, the context, the length of a pass and the weights that stay in memory, as
+//! memory allows. Every answer, the advice included, is found by dry runs of the decoder.
 
 use std::fmt;
 use std::ops::RangeInclusive;
 
 use plimsoll_device::DType;
 use plimsoll_memory::{ByteSize, Tag};
-use plimsoll_model::ModelSpec;
+use plimsoll_model::{ModelSpec, Staging, StreamPlan};
 use plimsoll_step::{DecodeSettings, Precision, StepError, WeightStorage};
 
-use crate::DryRun;
+use crate::{DryRun, fitting_staging};
 
 /// Tokens of a pass over the prompt, the fastest first.
 const CHUNKS: [u64; 3] = [256, 64, 16];
@@ -38,6 +38,10 @@ pub struct GenerationRequest<'a> {
     pub cache: Option<DType>,
     /// Bytes that weights, cache and workspace may take.
     pub room: u64,
+    /// How weights could be brought from disk when they are needed, where that is allowed.
+    pub stream: Option<&'a StreamPlan>,
+    /// A context from which on it is better to have all weights in memory than more context.
+    pub enough_context: u64,
 }
 
 /// A context, a type of cache and a length of passes that fit.
@@ -45,6 +49,8 @@ pub struct GenerationRequest<'a> {
 pub struct GenerationPlan {
     /// What to make the decoder with.
     pub settings: DecodeSettings,
+    /// Which weights are brought when they are needed, where not all fit.
+    pub staging: Option<Staging>,
     /// What it will need.
     pub dry_run: DryRun,
 }
@@ -71,6 +77,8 @@ pub struct DoesNotFit {
     pub needed: u64,
     /// Bytes of weights among them.
     pub weights: u64,
+    /// Whether as many weights as possible were left on disk for that.
+    pub streamed: bool,
     /// Bytes that there are.
     pub room: u64,
     /// The largest contexts that fit, by the cache's type.
@@ -88,7 +96,7 @@ pub struct CacheContext {
 
 impl fmt::Display for DoesNotFit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let DoesNotFit { context, cache, needed, weights, room, possible } = self;
+        let DoesNotFit { context, cache, needed, weights, streamed, room, possible } = self;
         write!(
             f,
             "a context of {context} tokens with a cache in {} needs {} beside the program, and {} may be used; ",
@@ -97,9 +105,11 @@ impl fmt::Display for DoesNotFit {
             ByteSize(*room)
         )?;
         if possible.is_empty() {
+            let what =
+                if *streamed { "those weights that are in memory at a time" } else { "the weights alone" };
             return write!(
                 f,
-                "no context fits, for the weights alone take {}: a model of a smaller type or size is needed",
+                "no context fits, for {what} take {}: a model of a smaller type or size is needed",
                 ByteSize(*weights)
             );
         }
@@ -122,40 +132,63 @@ fn cache_name(cache: DType) -> &'static str {
 }
 
 impl GenerationPlan {
-    /// The first type of cache with which the most context fits, or else the largest context that fits.
+    /// The first type of cache with which the most context fits with all weights in memory, or a smaller context that is
+    /// enough; else the most context with weights on disk, as few of them as possible; or else the largest context that
+    /// fits.
     pub fn resolve(request: &GenerationRequest<'_>) -> Result<GenerationPlan, GenerationPlanError> {
         let (least, most) = (*request.context.start(), *request.context.end());
         let caches = request.caches(most)?;
-        for cache in &caches {
-            if let Some(settings) = request.fitting(*cache, most)? {
-                return request.plan(settings);
-            }
-        }
         let cache = caches.last().copied().unwrap_or(DType::F32);
-        if least < most
-            && let Some(context) = request.largest_context(cache, least, most)?
-            && let Some(settings) = request.fitting(cache, context)?
-        {
-            return request.plan(settings);
+        let enough = request.enough_context.clamp(least, most);
+        for (from, stream) in [(enough, None), (least, request.stream)] {
+            for cache in &caches {
+                if let Some(found) = request.fitting(*cache, most, stream)? {
+                    return request.plan(found);
+                }
+            }
+            // Without a choice every context is enough.
+            let from = if request.stream.is_some() { from } else { least };
+            if from < most
+                && let Some(context) = request.largest_context(cache, from, most, stream)?
+                && let Some(found) = request.fitting(cache, context, stream)?
+            {
+                return request.plan(found);
+            }
+            if request.stream.is_none() {
+                break;
+            }
         }
         let mut possible = Vec::new();
         for cache in [DType::F16, DType::Q8_0, DType::Q4_1] {
-            let context =
-                request.largest_context(cache, 1, request.spec.max_position_embeddings.max(most))?;
+            let most = request.spec.max_position_embeddings.max(most);
+            let context = request.largest_context(cache, 1, most, request.stream)?;
             possible.extend(context.map(|context| CacheContext { cache, context }));
         }
         let settings = request.settings(cache, least, CHUNKS[CHUNKS.len() - 1]);
-        let dry_run = request.plan(settings)?.dry_run;
-        Err(Box::new(DoesNotFit {
-            context: least,
-            cache,
-            needed: dry_run.peak_bytes(),
-            weights: dry_run.ledger.live().get(Tag::Weights).max(dry_run.tags_at_peak().get(Tag::Weights)),
-            room: request.room,
-            possible,
-        })
-        .into())
+        let all_staged = |head| request.stream.map(|stream| stream.staging(0, head, 2));
+        let tried = [all_staged(true), all_staged(false)];
+        let mut smallest: Option<GenerationPlan> = None;
+        for staging in tried {
+            let plan = request.plan(Found { settings, staging })?;
+            if smallest.as_ref().is_none_or(|best| plan.dry_run.peak_bytes() < best.dry_run.peak_bytes()) {
+                smallest = Some(plan);
+            }
+        }
+        let (needed, weights) = smallest.map_or((0, 0), |plan| {
+            let tags = plan.dry_run.tags_at_peak();
+            (plan.dry_run.peak_bytes(), tags.get(Tag::Weights) + tags.get(Tag::Staging))
+        });
+        let streamed = request.stream.is_some();
+        let context = least;
+        Err(Box::new(DoesNotFit { context, cache, needed, weights, streamed, room: request.room, possible })
+            .into())
     }
+}
+
+/// Settings that fit, with what has to be staged for that.
+struct Found {
+    settings: DecodeSettings,
+    staging: Option<Staging>,
 }
 
 impl GenerationRequest<'_> {
@@ -182,40 +215,65 @@ impl GenerationRequest<'_> {
         self.prompt_tokens.unwrap_or(context)
     }
 
-    /// The settings with the longest passes that fit.
-    fn fitting(&self, cache: DType, context: u64) -> Result<Option<DecodeSettings>, StepError> {
+    /// The settings with the longest passes that fit: with all weights in memory, or with weights on disk where there is
+    /// a `stream`.
+    fn fitting(
+        &self,
+        cache: DType,
+        context: u64,
+        stream: Option<&StreamPlan>,
+    ) -> Result<Option<Found>, StepError> {
         for chunk in CHUNKS {
             let settings = self.settings(cache, context, chunk);
-            let prompt = self.prompt(context);
-            if DryRun::generation_peak(self.spec, settings, self.storage, prompt)? <= self.room {
-                return Ok(Some(settings));
+            let peak = |staging: Option<&Staging>| {
+                let storage = WeightStorage { staging, ..self.storage };
+                DryRun::generation_peak(self.spec, settings, storage, self.prompt(context))
+            };
+            match stream {
+                None if peak(None)? <= self.room => return Ok(Some(Found { settings, staging: None })),
+                None => {}
+                Some(stream) => {
+                    let room = self.room.saturating_sub(stream.overhead_bytes());
+                    let staging = fitting_staging(stream, room, |staging| peak(Some(staging)))?;
+                    if staging.is_some() {
+                        return Ok(Some(Found { settings, staging }));
+                    }
+                }
             }
         }
         Ok(None)
     }
 
     /// The largest context from `least` to `most` that fits.
-    fn largest_context(&self, cache: DType, least: u64, most: u64) -> Result<Option<u64>, StepError> {
-        if self.fitting(cache, most)?.is_some() {
+    fn largest_context(
+        &self,
+        cache: DType,
+        least: u64,
+        most: u64,
+        stream: Option<&StreamPlan>,
+    ) -> Result<Option<u64>, StepError> {
+        if self.fitting(cache, most, stream)?.is_some() {
             return Ok(Some(most));
         }
         // In steps; `low` fits, `high` does not.
         let (mut low, mut high) = (least / CONTEXT_STEP, most.div_ceil(CONTEXT_STEP));
         while low + 1 < high {
             let middle = low.midpoint(high);
-            match self.fitting(cache, middle * CONTEXT_STEP)? {
+            match self.fitting(cache, middle * CONTEXT_STEP, stream)? {
                 Some(_) => low = middle,
                 None => high = middle,
             }
         }
         let largest = (low * CONTEXT_STEP).max(least);
-        Ok(self.fitting(cache, largest)?.map(|settings| settings.context))
+        Ok(self.fitting(cache, largest, stream)?.map(|found| found.settings.context))
     }
 
-    fn plan(&self, settings: DecodeSettings) -> Result<GenerationPlan, GenerationPlanError> {
+    fn plan(&self, found: Found) -> Result<GenerationPlan, GenerationPlanError> {
+        let Found { settings, staging } = found;
         let prompt = self.prompt(settings.context);
-        let dry_run = DryRun::generation(self.spec, settings, self.storage, prompt)?;
-        Ok(GenerationPlan { settings, dry_run })
+        let storage = WeightStorage { staging: staging.as_ref(), ..self.storage };
+        let dry_run = DryRun::generation(self.spec, settings, storage, prompt)?;
+        Ok(GenerationPlan { settings, staging, dry_run })
     }
 }
 
@@ -233,6 +291,8 @@ mod tests {
             context,
             cache: None,
             room,
+            stream: None,
+            enough_context: 1,
         }
     }
 

@@ -13,6 +13,7 @@ mod needs;
 mod optimizer;
 mod origin;
 mod resolve;
+mod streaming;
 mod time;
 mod training_plan;
 
@@ -24,5 +25,6 @@ pub use needs::{Need, needs};
 pub use optimizer::optimizer_settings;
 pub use origin::{ModelOrigin, OriginError};
 pub use resolve::{Choice, Limits, loss_chunk_tokens};
+pub use streaming::fitting_staging;
 pub use time::{Rates, TimeEstimate};
 pub use training_plan::{LayerBytes, Machine, TrainingPlan, tags_json};

@@ -5,7 +5,7 @@ mod cache;
 
 use plimsoll_device::{AttentionShape, DType, Device, Tensor};
 use plimsoll_memory::{Phase, Tag};
-use plimsoll_model::{BlockId, ModelSpec, Parameter};
+use plimsoll_model::{BlockId, ModelSpec, Parameter, WeightReader};
 
 use crate::StepError;
 use crate::block;
@@ -16,7 +16,7 @@ use crate::inputs::{Labels, check_tokens, positions};
 use crate::linear::Multiply;
 use crate::rope::RopeTables;
 use crate::settings::{AttentionKind, MicroBatch, Precision};
-use crate::store::{ResidentStore, WeightStorage, WeightStore};
+use crate::store::{StreamedStore, WeightStorage, WeightStore, blocks_of_pass};
 use cache::KvCache;
 
 /// What decoding needs to know beforehand.
@@ -37,7 +37,7 @@ pub struct Decoder<'a, D: Device> {
     device: &'a D,
     spec: ModelSpec,
     settings: DecodeSettings,
-    weights: ResidentStore,
+    weights: StreamedStore<'a, D>,
     ropes: RopeTables,
     cache: KvCache,
     length: u64,
@@ -58,19 +58,25 @@ impl<'a, D: Device> Decoder<'a, D> {
         settings: DecodeSettings,
         storage: WeightStorage<'_>,
     ) -> Result<Self, StepError> {
-        let weights = ResidentStore::allocate_typed(device, &spec, storage, Tag::Weights)?;
+        let weights = StreamedStore::allocate(device, &spec, storage, Tag::Weights)?;
         let cache =
             KvCache::new(device, &spec, settings.cache, settings.context, settings.prompt_chunk_tokens)?;
         let ropes = RopeTables::new(device, &spec, settings.context)?;
         Ok(Decoder { device, spec, settings, weights, ropes, cache, length: 0, written: 0 })
     }
 
-    /// Sets every weight; `fill` writes a parameter's values in the given type and is not called on a dry device.
+    /// Sets every weight that is not staged; `fill` writes a parameter's values in the given type and is not called on a
+    /// dry device.
     pub fn load<E: From<StepError>>(
         &mut self,
         fill: impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.weights.load(self.device, fill)
+        self.weights.load(fill)
+    }
+
+    /// Takes staged weights from here from now on.
+    pub fn stream_from(&mut self, reader: Box<dyn WeightReader>) {
+        self.weights.stream_from(reader);
     }
 
     /// Tokens in the cache.
@@ -101,8 +107,9 @@ impl<'a, D: Device> Decoder<'a, D> {
         let mut logits = Vec::new();
         let mut chunks = tokens.chunks(self.chunk_tokens()).peekable();
         while let Some(chunk) = chunks.next() {
-            let x = self.forward(chunk)?;
-            if chunks.peek().is_none() {
+            let last = chunks.peek().is_none();
+            let x = self.forward(chunk, last)?;
+            if last {
                 logits = self.logits(&x)?;
             }
         }
@@ -126,7 +133,7 @@ impl<'a, D: Device> Decoder<'a, D> {
         let mut sum = 0.0;
         let chunk = self.chunk_tokens();
         for (tokens, targets) in tokens.chunks(chunk).zip(targets.chunks(chunk)) {
-            let x = self.forward(tokens)?;
+            let x = self.forward(tokens, true)?;
             sum += self.losses(&x, targets, loss_chunk_tokens)?;
         }
         Ok((sum, sequence.target_count()))
@@ -145,8 +152,9 @@ impl<'a, D: Device> Decoder<'a, D> {
         self.settings.prompt_chunk_tokens.max(1) as usize
     }
 
-    /// The residual stream [n, H] after the last block, for `n` tokens that are put into the cache.
-    fn forward(&mut self, tokens: &[u32]) -> Result<Tensor, StepError> {
+    /// The residual stream [n, H] after the last block, for `n` tokens that are put into the cache; `with_head` where the
+    /// head comes next.
+    fn forward(&mut self, tokens: &[u32], with_head: bool) -> Result<Tensor, StepError> {
         let device = self.device;
         let (past, n) = (self.length, tokens.len() as u64);
         let arena = device.arena();
@@ -155,6 +163,7 @@ impl<'a, D: Device> Decoder<'a, D> {
         device.write_u32(&ids, tokens)?;
         let positions = positions(device, 1, n, past)?;
         let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions, past);
+        self.weights.announce(&blocks_of_pass(&self.spec, with_head))?;
         let mut x = embedding::forward(&ctx, &mut self.weights, &ids)?;
         for (layer, cache) in (0..).zip(self.cache.layers()) {
             arena.enter(Phase::Generate, Some(layer));

@@ -16,11 +16,12 @@ pub(crate) fn forward<D: Device>(
     store: &mut dyn WeightStore,
     tokens: &Tensor,
 ) -> Result<Tensor, StepError> {
-    let weights = store.gather(BlockId::Embedding)?;
+    let (weights, rows) = store.gather_embedding(tokens)?;
     let sizes = [tokens.elements(), ctx.spec.hidden_size];
     let alloc = |name| ctx.device.alloc(ctx.activations, &sizes, Tag::Activations, name);
     let out = alloc("residual")?;
-    ctx.device.run(Op::Embedding { tokens, table: weights.get(Role::TokenEmbedding)?, out: &out })?;
+    ctx.device.run(Op::Embedding { tokens: &rows, table: weights.get(Role::TokenEmbedding)?, out: &out })?;
+    drop(rows);
     if let Some(adapter) = weights.adapter(Role::TokenEmbedding)? {
         adapter.embed(ctx, tokens, &out)?;
     }

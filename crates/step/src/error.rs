@@ -1,6 +1,7 @@
 //! What can go wrong in a step.
 
 use plimsoll_device::{DType, DeviceError};
+use plimsoll_disk::DiskError;
 use plimsoll_model::{AdapterError, BlockId, Role, SpecError};
 use plimsoll_parallel::CommunicationError;
 
@@ -10,6 +11,9 @@ pub enum StepError {
     /// Memory ran out, or tensors did not fit.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// Weights could not be brought from their files.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
     /// Ranks could not agree.
     #[error(transparent)]
     Communication(#[from] CommunicationError),

@@ -2,7 +2,7 @@
 
 use plimsoll_device::{DType, Device};
 use plimsoll_memory::{Phase, Tag};
-use plimsoll_model::{BlockId, ModelSpec, Parameter};
+use plimsoll_model::{BlockId, ModelSpec, Parameter, WeightReader};
 
 use crate::StepError;
 use crate::block;
@@ -11,7 +11,7 @@ use crate::head::{self, Head};
 use crate::inputs::Inputs;
 use crate::rope::RopeTables;
 use crate::settings::{AttentionKind, MicroBatch, Precision};
-use crate::store::{ResidentStore, WeightStorage, WeightStore};
+use crate::store::{StreamedStore, WeightStorage, WeightStore, blocks_of_pass};
 
 /// A forward pass over whole sequences, whatever holds the weights.
 pub(crate) struct Evaluation<'a, D: Device> {
@@ -44,6 +44,7 @@ impl<D: Device> Evaluation<'_, D> {
             self.mlp_chunk_tokens,
             None,
         );
+        store.announce(&blocks_of_pass(self.spec, true))?;
         let mut x = embedding::forward(&ctx, store, &inputs.tokens)?;
         for layer in 0..self.spec.num_layers {
             arena.enter(Phase::Forward, Some(layer));
@@ -65,7 +66,7 @@ pub struct Evaluator<'a, D: Device> {
     spec: ModelSpec,
     precision: Precision,
     loss_chunk_tokens: u64,
-    weights: ResidentStore,
+    weights: StreamedStore<'a, D>,
     ropes: RopeTables,
 }
 
@@ -92,18 +93,24 @@ impl<'a, D: Device> Evaluator<'a, D> {
         longest: u64,
         loss_chunk_tokens: u64,
     ) -> Result<Self, StepError> {
-        let weights = ResidentStore::allocate_typed(device, &spec, storage, Tag::Weights)?;
+        let weights = StreamedStore::allocate(device, &spec, storage, Tag::Weights)?;
         device.arena().enter(Phase::Setup, None);
         let ropes = RopeTables::new(device, &spec, longest)?;
         Ok(Evaluator { device, spec, precision, loss_chunk_tokens, weights, ropes })
     }
 
-    /// Sets every weight; `fill` writes a parameter's values in the given type and is not called on a dry device.
+    /// Sets every weight that is not staged; `fill` writes a parameter's values in the given type and is not called on a
+    /// dry device.
     pub fn load<E: From<StepError>>(
         &mut self,
         fill: impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.weights.load(self.device, fill)
+        self.weights.load(fill)
+    }
+
+    /// Takes staged weights from here from now on.
+    pub fn stream_from(&mut self, reader: Box<dyn WeightReader>) {
+        self.weights.stream_from(reader);
     }
 
     /// Sum of token losses and number of targets of `batch_size` sequences of equal length.

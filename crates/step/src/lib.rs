@@ -39,5 +39,5 @@ pub use settings::{
     Adapters, AttentionKind, GradientClipping, Linears, LossScaling, MicroBatch, NormSource, Precision,
     StepSettings, TrainingMethod, UpdateTiming,
 };
-pub use store::{BlockWeights, ResidentStore, WeightStorage, WeightStore};
+pub use store::{BlockWeights, ResidentStore, StreamedStore, WeightStorage, WeightStore};
 pub use trainer::{LossScale, NamedTensor, StepOutcome, StepProgress, Trainer};

@@ -1,17 +1,23 @@
 //! Where weights are while a step runs. The step gathers a block, uses it, and releases it; whether the block was
 //! there all along, came from a file or from other ranks is the store's affair.
 
+mod streamed;
+
 use std::collections::HashMap;
 
 use plimsoll_device::{DType, Device, DeviceError, Op, Rounding, Tensor};
 use plimsoll_memory::{Phase, Tag};
-use plimsoll_model::{Adapted, AdapterLayout, BlockId, LoraPart, ModelSpec, NormSpec, Parameter, Role};
+use plimsoll_model::{
+    Adapted, AdapterLayout, BlockId, LoraPart, ModelSpec, NormSpec, Parameter, Role, Staging,
+};
 
 use crate::StepError;
 use crate::adapter::{Dora, LowRank};
 use crate::head::reshaped;
 use crate::linear::Linear;
 use crate::norm::Norm;
+
+pub use streamed::StreamedStore;
 
 /// The weights of one block, for as long as the step works on it.
 #[derive(Clone, Debug)]
@@ -118,12 +124,19 @@ pub struct WeightStorage<'a> {
     pub adapters: Option<&'a AdapterLayout>,
     /// Whether adapters change from step to step.
     pub trained: bool,
+    /// Which of them are brought when they are needed, where not all are in memory; for what changes no weight.
+    pub staging: Option<&'a Staging>,
 }
 
 impl<'a> WeightStorage<'a> {
     /// Weights of these types, without adapters.
     pub fn new(types: &'a dyn Fn(&Parameter) -> DType) -> Self {
-        WeightStorage { types, adapters: None, trained: false }
+        WeightStorage { types, adapters: None, trained: false, staging: None }
+    }
+
+    /// Whether a weight is in memory all the time.
+    fn is_resident(&self, parameter: &Parameter) -> bool {
+        self.staging.is_none_or(|staging| !staging.holds(parameter.block, parameter.role))
     }
 }
 
@@ -134,9 +147,28 @@ pub trait WeightStore {
 
     /// The step is done with the block for now.
     fn release(&mut self, block: BlockId);
+
+    /// The embedding's weights to look `tokens` up in, and the row of the table in which each is: the token itself where
+    /// the table is whole. To be released as a gathered block is.
+    fn gather_embedding(&mut self, tokens: &Tensor) -> Result<(BlockWeights, Tensor), StepError> {
+        Ok((self.gather(BlockId::Embedding)?, tokens.clone()))
+    }
+
+    /// The blocks that will be gathered next, in order: a store may bring them ahead of their use. No block of before is
+    /// in use any more.
+    fn announce(&mut self, _: &[BlockId]) -> Result<(), StepError> {
+        Ok(())
+    }
 }
 
-/// A store that has everything in the arena all the time.
+/// What a forward pass gathers, with the head if it comes to that, and what the next one begins with.
+pub(crate) fn blocks_of_pass(spec: &ModelSpec, with_head: bool) -> Vec<BlockId> {
+    let head = if spec.tie_word_embeddings { BlockId::Embedding } else { BlockId::Head };
+    let layers = (0..spec.num_layers).map(BlockId::Layer);
+    layers.chain(with_head.then_some(head)).chain([BlockId::Layer(0)]).collect()
+}
+
+/// A store that has everything in the arena all the time, but for what is staged.
 #[derive(Debug)]
 pub struct ResidentStore {
     blocks: HashMap<BlockId, BlockWeights>,
@@ -177,6 +209,7 @@ impl ResidentStore {
             let mut tensors = spec
                 .block_parameters(block)
                 .into_iter()
+                .filter(|p| storage.is_resident(p))
                 .map(|p| Ok((p.role, device.alloc(types(&p), &p.shape, tag, role_name(p.role))?)))
                 .collect::<Result<Vec<_>, DeviceError>>()?;
             for p in adapter_parameters.iter().filter(|p| p.block == block) {
@@ -198,7 +231,8 @@ impl ResidentStore {
             }
             blocks.insert(block, weights);
         }
-        let parameters = spec.parameters().into_iter().chain(adapter_parameters.iter().cloned()).collect();
+        let base = spec.parameters().into_iter().filter(|p| storage.is_resident(p));
+        let parameters = base.chain(adapter_parameters.iter().cloned()).collect();
         Ok(ResidentStore { blocks, parameters })
     }
 

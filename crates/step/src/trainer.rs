@@ -150,7 +150,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         let method = &settings.method;
         let types = |p: &Parameter| method.weight_type(p, precision.weights);
         let adapters = method.adapters().map(|adapters| &adapters.layout);
-        let storage = WeightStorage { types: &types, adapters, trained: true };
+        let storage = WeightStorage { types: &types, adapters, trained: true, staging: None };
         let weights = ResidentStore::allocate_typed(device, &spec, storage, Tag::Weights)?;
         let trained = method.trained(&spec);
         // Adapters are in f32 themselves.

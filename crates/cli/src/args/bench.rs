@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
+use plimsoll_memory::ByteSize;
 
 #[derive(Debug, Args)]
 pub struct BenchArgs {
@@ -17,6 +18,23 @@ pub enum Bench {
     /// Every setting is trained by a process of its own, one at a time, so that the resident set is that setting's.
     /// docs/techniques.md explains the techniques and the JSON document.
     Memory(BenchMemoryArgs),
+    /// Write and read a disk one after the other, directly and through the page cache, in blocks and queues of several sizes
+    ///
+    /// docs/disk.md explains the table and the JSON document.
+    Disk(BenchDiskArgs),
+}
+
+#[derive(Debug, Args)]
+pub struct BenchDiskArgs {
+    /// Folder on the disk; by default the system's for large temporary files
+    #[arg(long, value_name = "DIR")]
+    pub path: Option<PathBuf>,
+    /// Bytes to write and read each way
+    #[arg(long, value_name = "SIZE", default_value = "256MiB")]
+    pub size: ByteSize,
+    /// Print one JSON document and nothing else
+    #[arg(long)]
+    pub json: bool,
 }
 
 #[derive(Debug, Args)]

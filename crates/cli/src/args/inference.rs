@@ -1,5 +1,7 @@
 //! Which model answers, and within what: the flags that `generate` and `chat` share.
 
+use std::path::PathBuf;
+
 use clap::Args;
 use plimsoll_memory::ByteSize;
 
@@ -27,13 +29,27 @@ pub struct InferenceArgs {
     /// and int8 where only that fits
     #[arg(long, value_name = "TYPE")]
     pub kv_cache: Option<String>,
-    /// Memory that the process may use, for example 1GiB: weights, cache and workspace are planned to keep to it, and the
-    /// context is as large as fits unless --context is given
+    /// Memory that the process may use, for example 1GiB: weights, cache and workspace are planned to keep to it. Weights
+    /// that do not fit are read when they are needed; and the context is as large as fits unless --context is given
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<ByteSize>,
+    #[command(flatten)]
+    pub disk: DiskArgs,
     /// Threads; by default one a core that may be used. The results do not depend on it
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
+}
+
+/// Where weights go that do not fit in memory and are not in the model's files as they are computed with.
+#[derive(Debug, Args)]
+pub struct DiskArgs {
+    /// Folder for weights that do not fit in memory and have to be converted first; by default the system's for large
+    /// temporary files. Nothing is left there
+    #[arg(long, value_name = "DIR")]
+    pub disk_path: Option<PathBuf>,
+    /// Disk that they may use; by default all that is free
+    #[arg(long, value_name = "SIZE")]
+    pub disk_budget: Option<ByteSize>,
 }
 
 /// A number of tokens.

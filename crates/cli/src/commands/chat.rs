@@ -27,6 +27,9 @@ const USUAL_CONTEXT: usize = 4096;
 /// No chat begins with less room than this unless it is asked to.
 const SMALLEST_CONTEXT: usize = 64;
 
+/// With this part of the usual context an answer is better had fast, from weights in memory.
+const ENOUGH: usize = 4;
+
 /// Ctrl-C: ends the program while nothing is answered, and an answer else.
 #[derive(Clone, Debug)]
 pub struct Interrupts {
@@ -82,7 +85,7 @@ pub fn run(args: &ChatArgs) -> Result<(), Failure> {
         )));
     }
     let device = model.device(&engine, &plan)?;
-    let session = model.session(&device, &plan)?;
+    let (session, _) = model.session(&device, &plan)?;
     let console = Console { json: args.json };
     let input = Input::new(!args.json, if args.no_history { None } else { history_file() })?;
     if input.is_interactive() && !args.json {
@@ -106,12 +109,12 @@ pub fn run(args: &ChatArgs) -> Result<(), Failure> {
 }
 
 /// The context and what it needs. Where none is asked for: the usual one, or the largest that memory allows.
-fn planned(model: &Inference, engine: &Engine) -> Result<GenerationPlan, Failure> {
+fn planned(model: &Inference<'_>, engine: &Engine) -> Result<GenerationPlan, Failure> {
     if let Some(asked) = model.asked_context() {
-        return model.plan(engine, asked..=asked, None);
+        return model.plan(engine, asked..=asked, None, asked);
     }
     let usual = model.trained_context().clamp(1, USUAL_CONTEXT);
-    let plan = model.plan(engine, SMALLEST_CONTEXT.min(usual)..=usual, None)?;
+    let plan = model.plan(engine, SMALLEST_CONTEXT.min(usual)..=usual, None, usual / ENOUGH)?;
     if plan.settings.context < usual as u64 {
         eprintln!("memory allows a context of {} tokens", plan.settings.context);
     }

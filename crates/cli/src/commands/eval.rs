@@ -2,17 +2,18 @@
 
 use plimsoll_data::EvalWindows;
 use plimsoll_device::DType;
-use plimsoll_model::Parameter;
 use plimsoll_model::tokenizer::Tokenizer;
-use plimsoll_plan::{DryRun, loss_chunk_tokens};
-use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, WeightStorage};
+use plimsoll_model::{Parameter, Staging, WeightStream};
+use plimsoll_plan::{DryRun, fitting_staging, loss_chunk_tokens};
+use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, StepError, WeightStorage};
 use serde_json::json;
 
 use crate::args::EvalArgs;
 use crate::failure::Failure;
 use crate::output::outln;
 use crate::progress;
-use crate::session::{Engine, cache_type};
+use crate::session::{Engine, cache_type, resident_bytes};
+use crate::streaming::{self, Streaming};
 use crate::weights::{WeightArgs, Weights};
 
 /// Windows are taken together up to about this many tokens.
@@ -37,37 +38,89 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
         EvalWindows::read(&args.data, &tokenizer, args.sequence_length as usize)?
     };
     let engine = Engine::start(args.threads)?;
-    let (loss, targets) = match cache_type(args.kv_cache.as_deref())? {
+    let Evaluated { loss, targets, streaming } = match cache_type(args.kv_cache.as_deref())? {
         None => whole_windows(args, &engine, &model, &windows)?,
         Some(cache) => through_the_cache(args, &engine, &model, cache, &windows)?,
     };
     let mean = loss / targets.max(1) as f64;
     if args.json {
-        outln!("{}", json!({ "tokens": targets, "loss": mean, "perplexity": mean.exp() }))?;
+        let mut document = json!({ "tokens": targets, "loss": mean, "perplexity": mean.exp() });
+        if let Some(streaming) = streaming {
+            document["streaming"] = streaming.document();
+        }
+        outln!("{document}")?;
     } else {
         outln!("loss {mean:.6}, perplexity {:.4}, over {targets} tokens", mean.exp())?;
+        if let Some(streaming) = streaming {
+            streaming.report();
+        }
     }
     Ok(())
 }
 
-/// The sum of the losses and their number, every window at once.
+/// The sum of the losses and their number, and what was streamed for them.
+struct Evaluated {
+    loss: f64,
+    targets: u64,
+    streaming: Option<Streaming>,
+}
+
+/// The dry run that fits, with all weights in memory or with as many as there is room for.
+fn planned(
+    args: &EvalArgs,
+    engine: &Engine,
+    model: &Weights,
+    run: impl Fn(Option<&Staging>) -> Result<DryRun, StepError>,
+) -> Result<(DryRun, Option<Staging>), Failure> {
+    let whole = run(None)?;
+    let room = args.memory.unwrap_or_else(|| engine.memory_limit()).0.saturating_sub(resident_bytes());
+    if whole.peak_bytes() <= room || !model.can_stream() {
+        return Ok((whole, None));
+    }
+    let stream = model.stream_plan();
+    let room = room.saturating_sub(stream.overhead_bytes());
+    match fitting_staging(&stream, room, |staging| Ok(run(Some(staging))?.peak_bytes()))? {
+        Some(staging) => Ok((run(Some(&staging))?, Some(staging))),
+        None => Ok((whole, None)),
+    }
+}
+
+/// The weights of a staging, if there is one.
+fn opened(
+    args: &EvalArgs,
+    model: &Weights,
+    staging: Option<&Staging>,
+) -> Result<(Option<WeightStream>, Option<Streaming>), Failure> {
+    let open = |staging| streaming::open(model, &model.stream_plan(), staging, &args.disk);
+    Ok(staging.map(open).transpose()?.unzip())
+}
+
+/// Every window at once.
 fn whole_windows(
     args: &EvalArgs,
     engine: &Engine,
     model: &Weights,
     windows: &EvalWindows,
-) -> Result<(f64, u64), Failure> {
+) -> Result<Evaluated, Failure> {
     let (files, precision) = (&model.files, model.precision);
     let longest = windows.longest() as u64;
     let most = (TOKENS_PER_PASS / longest.max(1)).clamp(1, windows.len().max(1) as u64);
     let chunk = loss_chunk_tokens(files.spec().vocab_size, most * longest);
     let types = |p: &Parameter| model.weight_type(p);
-    let storage = WeightStorage { types: &types, adapters: model.adapters(), trained: false };
-    let dry_run = DryRun::evaluation(files.spec(), precision, storage, most, longest, chunk)?;
+    let storage = WeightStorage { types: &types, adapters: model.adapters(), trained: false, staging: None };
+    let (dry_run, staging) = planned(args, engine, model, |staging| {
+        let storage = WeightStorage { staging, ..storage };
+        DryRun::evaluation(files.spec(), precision, storage, most, longest, chunk)
+    })?;
+    let storage = WeightStorage { staging: staging.as_ref(), ..storage };
     let device = engine.device(&dry_run, args.memory)?;
+    let (stream, streaming) = opened(args, model, staging.as_ref())?;
     let mut evaluator =
         Evaluator::with_storage(&device, files.spec().clone(), precision, storage, longest, chunk)?;
     evaluator.load(|p, dtype, out| model.read_into(p, dtype, out))?;
+    if let Some(stream) = stream {
+        evaluator.stream_from(Box::new(stream));
+    }
 
     let bar = progress::counter(windows.len() as u64, "windows", args.json);
     let (mut loss, mut targets) = (0.0, 0);
@@ -90,7 +143,7 @@ fn whole_windows(
         bar.inc(together as u64);
     }
     bar.finish_and_clear();
-    Ok((loss, targets))
+    Ok(Evaluated { loss, targets, streaming })
 }
 
 /// The same token by token's way: each window in chunks that read the others from a cache.
@@ -100,17 +153,25 @@ fn through_the_cache(
     model: &Weights,
     cache: DType,
     windows: &EvalWindows,
-) -> Result<(f64, u64), Failure> {
+) -> Result<Evaluated, Failure> {
     let (files, precision) = (&model.files, model.precision);
     let context = windows.longest().max(1) as u64;
     let settings = DecodeSettings { precision, cache, context, prompt_chunk_tokens: CACHED_CHUNK_TOKENS };
     let types = |p: &Parameter| model.weight_type(p);
-    let storage = WeightStorage { types: &types, adapters: model.adapters(), trained: false };
+    let storage = WeightStorage { types: &types, adapters: model.adapters(), trained: false, staging: None };
     let chunk = loss_chunk_tokens(files.spec().vocab_size, CACHED_CHUNK_TOKENS);
-    let dry_run = DryRun::cached_evaluation(files.spec(), settings, storage, chunk)?;
+    let (dry_run, staging) = planned(args, engine, model, |staging| {
+        let storage = WeightStorage { staging, ..storage };
+        DryRun::cached_evaluation(files.spec(), settings, storage, chunk)
+    })?;
+    let storage = WeightStorage { staging: staging.as_ref(), ..storage };
     let device = engine.device(&dry_run, args.memory)?;
+    let (stream, streaming) = opened(args, model, staging.as_ref())?;
     let mut decoder = Decoder::with_storage(&device, files.spec().clone(), settings, storage)?;
     decoder.load(|p, dtype, out| model.read_into(p, dtype, out))?;
+    if let Some(stream) = stream {
+        decoder.stream_from(Box::new(stream));
+    }
     let bar = progress::counter(windows.len() as u64, "windows", args.json);
     let (mut loss, mut targets) = (0.0, 0);
     for i in 0..windows.len() {
@@ -123,5 +184,5 @@ fn through_the_cache(
         bar.inc(1);
     }
     bar.finish_and_clear();
-    Ok((loss, targets))
+    Ok(Evaluated { loss, targets, streaming })
 }

@@ -12,6 +12,7 @@ use crate::chat_format::ChatFormat;
 use crate::failure::Failure;
 use crate::inference::Inference;
 use crate::output::{out, outln};
+use crate::streaming::Streaming;
 use prompts::PromptText;
 
 /// A prompt as text and as tokens.
@@ -52,23 +53,27 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
         Some(_) => context,
         None => context.min(longest.saturating_add(args.max_tokens.min(1))),
     };
-    let plan = model.plan(&engine, least..=context, Some(longest))?;
+    let plan = model.plan(&engine, least..=context, Some(longest), context)?;
     if plan.settings.context < context as u64 {
         eprintln!("memory allows a context of {} tokens instead of {context}", plan.settings.context);
     }
     let device = model.device(&engine, &plan)?;
-    let session = model.session(&device, &plan)?;
-    let mut run = Run { args, model: &model, settings, limits, session };
+    let (session, streaming) = model.session(&device, &plan)?;
+    let mut run = Run { args, model: &model, settings, limits, session, streaming };
     if args.prompts.is_some() {
         return run.every(&prompts);
     }
-    prompts.iter().try_for_each(|prompt| if args.json { run.document(prompt) } else { run.show(prompt) })
+    prompts.iter().try_for_each(|prompt| if args.json { run.document(prompt) } else { run.show(prompt) })?;
+    if let Some(streaming) = run.streaming.filter(|_| !args.json) {
+        streaming.report();
+    }
+    Ok(())
 }
 
 /// The tokens of a prompt; an error where there are none, or more than the context holds.
 fn tokens_of(
     prompt: PromptText,
-    model: &Inference,
+    model: &Inference<'_>,
     format: Option<&ChatFormat>,
     args: &GenerateArgs,
 ) -> Result<Prompt, Failure> {
@@ -108,7 +113,7 @@ fn tokens_of(
 
 /// Tokens of the longest prompt with its answer: within what was asked for or has positions; else an answer may go on
 /// beyond what the model was made for.
-fn context(model: &Inference, longest: usize, max_tokens: usize) -> usize {
+fn context(model: &Inference<'_>, longest: usize, max_tokens: usize) -> usize {
     let wanted = longest.saturating_add(max_tokens).max(1);
     match (model.asked_context(), model.has_learned_positions()) {
         (Some(most), _) => wanted.min(most),
@@ -120,10 +125,11 @@ fn context(model: &Inference, longest: usize, max_tokens: usize) -> usize {
 /// What is the same for all prompts.
 struct Run<'r> {
     args: &'r GenerateArgs,
-    model: &'r Inference,
+    model: &'r Inference<'r>,
     settings: SamplerSettings,
     limits: Limits,
     session: Session<'r, Cpu>,
+    streaming: Option<Streaming>,
 }
 
 impl Run<'_> {
@@ -216,6 +222,9 @@ impl Run<'_> {
         let mut document = json!({ "prompt_tokens": prompt.tokens });
         if let Some(first) = samples.first() {
             merge(&mut document, first.clone());
+        }
+        if let Some(streaming) = &self.streaming {
+            merge(&mut document, json!({ "streaming": streaming.document() }));
         }
         if samples.len() > 1 {
             merge(&mut document, json!({ "samples": samples }));

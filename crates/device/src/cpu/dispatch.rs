@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::num::NonZero;
 use std::sync::Arc;
 
-use plimsoll_memory::{Arena, Reservation, Tier};
+use plimsoll_memory::{Arena, Region, Reservation, Tier};
 
 use super::kernels::column_sums::MAX_PARTIAL_COLUMNS;
 use super::kernels::rms_norm::Weight;
@@ -15,7 +15,7 @@ use super::kernels::{
 };
 use super::slices::Slices;
 use super::{Isa, Pool, matmul, optimizer};
-use crate::{Compute, DType, Device, DeviceError, IGNORED_TARGET, Op, Tensor};
+use crate::{Compute, DType, Device, DeviceError, IGNORED_TARGET, Lent, Op, Tensor};
 
 /// Bytes for partial sums and sort keys: what kernels need beside the arena and the threads' scratch.
 const WORKSPACE_BYTES: usize = MAX_PARTIAL_COLUMNS * size_of::<f32>();
@@ -41,8 +41,8 @@ pub struct Cpu {
 
 /// Borrowed to read by [`Device::read`], to write by all else, so that no slice lent out is written beside.
 struct Memory {
-    /// Behind the arena.
-    arena: Reservation,
+    /// Behind the arena. Regions of it may be lent to other threads; no tensor is a view of them then.
+    arena: Arc<Reservation>,
     workspace: Reservation,
 }
 
@@ -58,7 +58,7 @@ impl Cpu {
     /// A device that shares its threads with others. The pool's scratch must be of [`Cpu::SCRATCH_BYTES`] at least.
     pub fn with_pool(pool: Arc<Pool>, isa: Isa, arena_bytes: u64) -> Result<Cpu, DeviceError> {
         let memory = Memory {
-            arena: Reservation::new(arena_bytes)?,
+            arena: Arc::new(Reservation::new(arena_bytes)?),
             workspace: Reservation::new(WORKSPACE_BYTES as u64)?,
         };
         let arena = Arena::new(Tier::Device, arena_bytes);
@@ -113,7 +113,7 @@ impl Device for Cpu {
         let mut memory = self.memory.try_borrow_mut().map_err(|_| lent(op.name()))?;
         let memory = &mut *memory;
         // SAFETY: the reservation is as large as the arena, aligned to 2 MiB, and borrowed until the end of this
-        // function. `check` has found every tensor in the arena and no output overlapping another tensor, but for
+        // function; what is lent of it belongs to no tensor. `check` has found every tensor in the arena and no output overlapping another tensor, but for
         // what may be in place: there the kernel is given the output alone, by `Slices::input` or as its only operand.
         let slices = unsafe { Slices::new(memory.arena.as_ptr()) };
         // SAFETY: the workspace is as long, aligned to 2 MiB, borrowed as above and used by nothing else.
@@ -141,6 +141,29 @@ impl Device for Cpu {
         // SAFETY: as in `write`; the borrow keeps writers away.
         look(unsafe { std::slice::from_raw_parts(start, bytes) });
         Ok(())
+    }
+
+    fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
+        let refuse = |reason: String| DeviceError::Mismatch { op: "lend", reason };
+        if !tensor.is_in(&self.arena) {
+            return Err(refuse(format!("{tensor:?} belongs to another arena")));
+        }
+        let block =
+            tensor.into_block().map_err(|shared| refuse(format!("others have views of {shared:?}")))?;
+        // A borrow that is out keeps pointers into the arena alive, though not to this tensor, which is moved in here.
+        let memory = self.memory.try_borrow_mut().map_err(|_| lent("lend"))?;
+        // SAFETY: the block is of the arena that the reservation stands behind. No tensor is a view of it, as this
+        // handle of it is the only one, so that no operation can be asked to access its bytes until it is reclaimed.
+        let region = unsafe { Region::of_block(Arc::clone(&memory.arena), block) };
+        region.map(Lent::Memory).ok_or_else(|| refuse("the block lies outside the arena's memory".to_owned()))
+    }
+
+    fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError> {
+        let refuse = |reason: &str| DeviceError::Mismatch { op: "reclaim", reason: reason.to_owned() };
+        let block = memory.into_block(&self.arena).map_err(|_| {
+            refuse("the memory is not of this device's arena, or parts of it are still elsewhere")
+        })?;
+        Tensor::of_block(block).ok_or_else(|| refuse("a block of that size cannot be"))
     }
 }
 

@@ -17,8 +17,8 @@ pub(super) struct Slices<'a> {
 
 impl<'a> Slices<'a> {
     /// # Safety
-    /// `base` is the first of as many bytes as the arena has, aligned to its blocks, and nobody else uses them for
-    /// `'a`. Every tensor asked for lives in the arena. A tensor that is written is asked for once to write, and no
+    /// `base` is the first of as many bytes as the arena has, aligned to its blocks, and nobody else uses those of the
+    /// tensors asked for during `'a`. Every tensor asked for lives in the arena. A tensor that is written is asked for once to write, and no
     /// other tensor that is asked for shares a byte with it.
     pub unsafe fn new(base: *mut u8) -> Slices<'a> {
         Slices { base, life: PhantomData }

@@ -519,6 +519,15 @@ impl AdapterSet {
         &self.adapters
     }
 
+    /// Whether [`read_into`](Self::read_into) gives other values of a parameter than the base model's.
+    pub fn replaces(&self, spec: &ModelSpec, parameter: &Parameter) -> bool {
+        let place = super::stored_place(spec, parameter);
+        let replaces = |(adapter, _): &(Adapter, f32)| {
+            place.as_ref().is_some_and(|(name, _)| adapter.replaced().contains_key(name))
+        };
+        self.adapters.iter().any(replaces)
+    }
+
     /// Writes a parameter's values as `dtype` into `out`: an adapter's own, a tensor that an adapter replaces, or else
     /// what `base` has.
     pub fn read_into(

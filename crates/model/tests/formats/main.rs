@@ -9,6 +9,7 @@ mod open;
 mod round_trip;
 mod safetensors;
 mod save;
+mod stream;
 mod support;
 mod tokenizer_gguf;
 mod tokenizer_json;

@@ -22,7 +22,7 @@ const MAX_TOKENS: &str = "max_tokens";
 
 /// A conversation and all that answers it.
 pub struct Talk<'t> {
-    pub model: &'t Inference,
+    pub model: &'t Inference<'t>,
     pub template: ChatTemplate,
     pub plan: DryRun,
     pub session: Session<'t, Cpu>,
