@@ -12,12 +12,9 @@ use plimsoll_step::{Decoder, WeightStorage};
 
 use crate::args::{DiskArgs, InferenceArgs};
 use crate::failure::Failure;
-use crate::session::{Engine, cache_type, resident_bytes};
+use crate::session::{Engine, PLANS, cache_type, resident_bytes};
 use crate::streaming::{self, Streaming};
 use crate::weights::{WeightArgs, Weights};
-
-/// How often a plan is made until it fits beside what planning leaves in memory.
-const PLANS: u32 = 3;
 
 /// A model's files and how it is to be computed.
 pub struct Inference<'a> {

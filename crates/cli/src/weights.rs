@@ -85,11 +85,12 @@ impl Weights {
     /// Writes a parameter's values.
     pub fn read_into(&self, p: &Parameter, dtype: DType, out: &mut [u8]) -> Result<(), TrainError> {
         let base = self.files.weights();
-        match &self.adapters {
-            Some(set) => set.read_into(self.spec(), base, p, dtype, out)?,
-            None => base.read_into(p, dtype, out)?,
-        }
-        Ok(())
+        let read = match &self.adapters {
+            Some(set) => set.read_into(self.spec(), base, p, dtype, out),
+            None => base.read_into(p, dtype, out),
+        };
+        base.release_all();
+        Ok(read?)
     }
 }
 

@@ -13,6 +13,7 @@ use plimsoll_memory::Region;
 use crate::file::DiskFile;
 use crate::request::{Job, Request, Ticket, lock};
 use crate::statistics::{Clock, IoMeter, IoStatistics};
+use crate::system::run_on_all_cores_of_the_process;
 use crate::{ALIGNMENT, DiskError, pages};
 
 /// A worker's stack: system calls and the text of an error.
@@ -76,7 +77,11 @@ impl DiskEngine {
         for index in 0..settings.queue_depth.max(1) {
             let shared = Arc::clone(&engine.shared);
             let thread = std::thread::Builder::new().name(format!("disk-{index}")).stack_size(STACK_BYTES);
-            engine.workers.push(thread.spawn(move || shared.work()).map_err(DiskError::Thread)?);
+            let work = move || {
+                run_on_all_cores_of_the_process();
+                shared.work();
+            };
+            engine.workers.push(thread.spawn(work).map_err(DiskError::Thread)?);
         }
         Ok(engine)
     }

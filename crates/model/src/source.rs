@@ -233,6 +233,12 @@ impl WeightSource {
         Ok(())
     }
 
+    /// Gives all pages of the files back to the system: a system that maps them in large pieces keeps more of what was
+    /// read in memory than was asked for.
+    pub fn release_all(&self) {
+        self.files.iter().for_each(FileMap::release_all);
+    }
+
     fn bytes(&self, place: &Place) -> &[u8] {
         self.files.get(place.file).and_then(|file| file.bytes().get(place.bytes.clone())).unwrap_or_default()
     }

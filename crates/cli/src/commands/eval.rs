@@ -2,6 +2,7 @@
 
 use plimsoll_data::EvalWindows;
 use plimsoll_device::DType;
+use plimsoll_memory::release_free_heap;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{Parameter, Staging, WeightStream};
 use plimsoll_plan::{DryRun, fitting_staging, loss_chunk_tokens};
@@ -12,7 +13,7 @@ use crate::args::EvalArgs;
 use crate::failure::Failure;
 use crate::output::outln;
 use crate::progress;
-use crate::session::{Engine, cache_type, resident_bytes};
+use crate::session::{Engine, PLANS, cache_type, resident_bytes};
 use crate::streaming::{self, Streaming};
 use crate::weights::{WeightArgs, Weights};
 
@@ -72,16 +73,30 @@ fn planned(
     model: &Weights,
     run: impl Fn(Option<&Staging>) -> Result<DryRun, StepError>,
 ) -> Result<(DryRun, Option<Staging>), Failure> {
-    let whole = run(None)?;
-    let room = args.memory.unwrap_or_else(|| engine.memory_limit()).0.saturating_sub(resident_bytes());
-    if whole.peak_bytes() <= room || !model.can_stream() {
-        return Ok((whole, None));
-    }
+    let limit = args.memory.unwrap_or_else(|| engine.memory_limit()).0;
     let stream = model.stream_plan();
-    let room = room.saturating_sub(stream.overhead_bytes());
-    match fitting_staging(&stream, room, |staging| Ok(run(Some(staging))?.peak_bytes()))? {
-        Some(staging) => Ok((run(Some(&staging))?, Some(staging))),
-        None => Ok((whole, None)),
+    let mut attempts = 0;
+    loop {
+        let (mut plan, mut staging) = (run(None)?, None);
+        // What planning leaves behind is no part of what evaluation needs.
+        release_free_heap();
+        let room = limit.saturating_sub(resident_bytes());
+        if plan.peak_bytes() > room && model.can_stream() {
+            let room = room.saturating_sub(stream.overhead_bytes());
+            staging = fitting_staging(&stream, room, |staging| Ok(run(Some(staging))?.peak_bytes()))?;
+            if staging.is_some() {
+                plan = run(staging.as_ref())?;
+            }
+        }
+        release_free_heap();
+        attempts += 1;
+        // A plan that fills its room leaves none for what planning itself has touched, which is the same next time.
+        if staging.is_none()
+            || plan.peak_bytes().saturating_add(resident_bytes()) <= limit
+            || attempts == PLANS
+        {
+            return Ok((plan, staging));
+        }
     }
 }
 
