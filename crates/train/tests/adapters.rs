@@ -99,7 +99,7 @@ fn losses_are_those_of_pytorch() {
         let (set, spec) = (case.set(), case.spec());
         let length = case.tokens.len() as u64;
         let types = |_: &Parameter| DType::F32;
-        let storage = WeightStorage { types: &types, adapters: Some(set.layout()), trained: false };
+        let storage = WeightStorage { adapters: Some(set.layout()), ..WeightStorage::new(&types) };
         let dry = DryRun::evaluation(spec, Precision::F32, storage, 1, length, 64).unwrap();
         let device = cpu(dry.peak_bytes());
         let mut evaluator =
@@ -242,7 +242,7 @@ fn several_adapters_are_added_up() {
     let loss = |folders: &[(&Path, f32)]| {
         let set = AdapterSet::open(folders, spec).unwrap();
         let types = |_: &Parameter| DType::F32;
-        let storage = WeightStorage { types: &types, adapters: Some(set.layout()), trained: false };
+        let storage = WeightStorage { adapters: Some(set.layout()), ..WeightStorage::new(&types) };
         let device = cpu(1 << 24);
         let mut evaluator =
             Evaluator::with_storage(&device, spec.clone(), Precision::F32, storage, 64, 64).unwrap();
