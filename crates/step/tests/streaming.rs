@@ -145,7 +145,7 @@ fn losses<D: Device>(evaluator: &mut Evaluator<'_, D>) -> Vec<f64> {
     [(3, 2), (5, 1)]
         .map(|(seed, batch)| {
             let (tokens, targets) = tokens(seed, batch, 9);
-            evaluator.losses(batch, &MicroBatch { tokens: &tokens, targets: &targets }).unwrap().0
+            evaluator.losses(batch, &MicroBatch::new(&tokens, &targets)).unwrap().0
         })
         .to_vec()
 }
