@@ -160,6 +160,6 @@ fn layers_that_stay_are_spread_and_the_head_stays_if_asked() {
     let bytes = |resident| plan.staging(resident, true, 2).bytes_per_pass();
     assert!((0..10).all(|resident| bytes(resident) > bytes(resident + 1)));
     // What an adapter replaces is not what the file has.
-    assert_eq!(plan.spill_bytes(&plan.staging(0, true, 2)) > 0, true);
+    assert!(plan.spill_bytes(&plan.staging(0, true, 2)) > 0);
     assert_eq!(plan.spill_bytes(&plan.staging(10, true, 2)), 0);
 }
