@@ -26,20 +26,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from windows_loss import loss
+
 GGUF = ["f32", "bf16", "f16", "q8_0", "q6_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0"]
 FOLDERS = ["bf16", "f16", "nf4", "nf4_f32", "fp4", "fp4_f32", "int8"]
 PROMPT = "The capital of France is"
 failed = []
-
-
-def loss(model, windows):
-    total = count = 0
-    with torch.no_grad():
-        for window in windows:
-            log_p = torch.log_softmax(model(window[None]).logits[0, :-1].double(), dim=-1)
-            total -= log_p.gather(1, window[1:, None]).sum().item()
-            count += len(window) - 1
-    return total / count
 
 
 def load(path):

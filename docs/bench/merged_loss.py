@@ -20,15 +20,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-
-def loss(model, windows):
-    total = count = 0
-    with torch.no_grad():
-        for window in windows:
-            log_p = torch.log_softmax(model(window[None]).logits[0, :-1].double(), dim=-1)
-            total -= log_p.gather(1, window[1:, None]).sum().item()
-            count += len(window) - 1
-    return total / count
+from windows_loss import loss
 
 
 def main():

@@ -13,7 +13,7 @@ use plimsoll_memory::ByteSize;
 
 pub use bench::{Bench, BenchArgs, BenchDiskArgs, BenchMemoryArgs};
 pub use chat::ChatArgs;
-pub use inference::{DiskArgs, InferenceArgs};
+pub use inference::{DiskArgs, InferenceArgs, WeightArgs};
 pub use sampling::SamplingArgs;
 pub use stopping::StoppingArgs;
 
@@ -125,24 +125,14 @@ pub struct TrainArgs {
 
 #[derive(Debug, Args)]
 pub struct EvalArgs {
-    /// Model: a folder, a .gguf file, or a hub id: org/name, org/name:file.gguf, org/name@revision
-    #[arg(long)]
-    pub model: String,
+    #[command(flatten)]
+    pub weights: WeightArgs,
     /// Text file
     #[arg(long)]
     pub data: PathBuf,
     /// Tokens of a window; each is scored alone
     #[arg(long, default_value_t = 512)]
     pub sequence_length: u64,
-    /// Type of activations, f32 or bf16; matrices stay as they are stored unless this takes less room
-    #[arg(long, default_value = "f32")]
-    pub dtype: String,
-    /// Adapter to use: a PEFT folder, or DIR=WEIGHT; several are added up
-    #[arg(long, value_name = "DIR")]
-    pub adapter: Vec<String>,
-    /// Quantise the linears while loading: nf4, fp4, int8, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k or q6_k
-    #[arg(long, value_name = "TYPE")]
-    pub quantize: Option<String>,
     /// Score every window as generation would see it: through a key-value cache of this type (f32, bf16, f16, int8 or
     /// int4)
     #[arg(long, value_name = "TYPE")]

@@ -14,7 +14,7 @@ use crate::args::{DiskArgs, InferenceArgs};
 use crate::failure::Failure;
 use crate::session::{Engine, PLANS, cache_type, resident_bytes};
 use crate::streaming::{self, Streaming};
-use crate::weights::{WeightArgs, Weights};
+use crate::weights::Weights;
 
 /// A model's files and how it is to be computed.
 pub struct Inference<'a> {
@@ -39,13 +39,7 @@ impl<'a> Inference<'a> {
         quiet: bool,
     ) -> Result<Inference<'a>, Failure> {
         let cache = cache_type(args.kv_cache.as_deref())?;
-        let given = WeightArgs {
-            model: &args.model,
-            dtype: &args.dtype,
-            quantize: args.quantize.as_deref(),
-            adapter: &args.adapter,
-        };
-        let weights = Weights::open(given, purpose, quiet)?;
+        let weights = Weights::open(&args.weights, purpose, quiet)?;
         let tokenizer = weights.files.tokenizer()?;
         let inference = Inference {
             stream: weights.stream_plan(),

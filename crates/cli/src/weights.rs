@@ -9,6 +9,7 @@ use plimsoll_plan::quantized_as;
 use plimsoll_step::Precision;
 use plimsoll_train::TrainError;
 
+use crate::args::WeightArgs;
 use crate::failure::Failure;
 use crate::models;
 use crate::session::{inference_precision, quantized_type};
@@ -22,23 +23,14 @@ pub struct Weights {
     adapters: Option<AdapterSet>,
 }
 
-/// What the command line says of them.
-#[derive(Clone, Copy)]
-pub struct WeightArgs<'a> {
-    pub model: &'a str,
-    pub dtype: &'a str,
-    pub quantize: Option<&'a str>,
-    pub adapter: &'a [String],
-}
-
 impl Weights {
     /// Opens the files and reads the adapters. `purpose` says what they are for; a model of the hub is fetched without a
     /// word where `quiet`.
-    pub fn open(args: WeightArgs<'_>, purpose: &'static str, quiet: bool) -> Result<Weights, Failure> {
-        let precision = inference_precision(args.dtype)?;
-        let quantized = quantized_type(args.quantize)?;
-        let files = models::with_weights(args.model, purpose, quiet)?;
-        let adapters = match args.adapter {
+    pub fn open(args: &WeightArgs, purpose: &'static str, quiet: bool) -> Result<Weights, Failure> {
+        let precision = inference_precision(&args.dtype)?;
+        let quantized = quantized_type(args.quantize.as_deref())?;
+        let files = models::with_weights(&args.model, purpose, quiet)?;
+        let adapters = match args.adapter.as_slice() {
             [] => None,
             given => {
                 let folders: Vec<(&Path, f32)> = given.iter().map(|text| folder_and_weight(text)).collect();

@@ -8,14 +8,16 @@ mod config;
 mod error;
 mod layout;
 mod merged;
+mod set;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 pub use config::{AdapterBias, AdapterConfig, TargetModules};
 pub use error::AdapterError;
-pub use layout::{AdaptedModule, AdapterLayout, AdapterSet};
+pub use layout::{AdaptedModule, AdapterLayout};
 pub use merged::Merged;
+pub use set::AdapterSet;
 
 use plimsoll_device::DType;
 

@@ -207,20 +207,3 @@ impl LowRank<'_> {
         Op::Dropout { x, out, probability: dropout.probability, seed, first, accumulate }
     }
 }
-
-impl Gradients {
-    /// Adds dout^T x to a weight's gradient.
-    pub fn add_product<D: Device>(
-        &mut self,
-        device: &D,
-        block: BlockId,
-        role: Role,
-        dout: &Tensor,
-        x: &Tensor,
-        compute: Compute,
-    ) -> Result<(), StepError> {
-        let (dweight, accumulate) = self.target(device, block, role)?;
-        let (dweight, rounding) = (&dweight, self.rounding(block, role));
-        Ok(device.run(Op::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute })?)
-    }
-}

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use plimsoll_device::{DType, Device, Op, Rounding, Tensor};
+use plimsoll_device::{Compute, DType, Device, Op, Rounding, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Parameter, Role};
 
@@ -88,6 +88,21 @@ impl Gradients {
             device.run(Op::Fill { out: &gradient, value: 0.0 })?;
         }
         Ok(gradient)
+    }
+
+    /// Adds dout^T x to a weight's gradient.
+    pub fn add_product<D: Device>(
+        &mut self,
+        device: &D,
+        block: BlockId,
+        role: Role,
+        dout: &Tensor,
+        x: &Tensor,
+        compute: Compute,
+    ) -> Result<(), StepError> {
+        let (dweight, accumulate) = self.target(device, block, role)?;
+        let (dweight, rounding) = (&dweight, self.rounding(block, role));
+        Ok(device.run(Op::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute })?)
     }
 
     /// The rounding of what is now added to a gradient.

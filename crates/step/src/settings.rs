@@ -206,12 +206,7 @@ impl TrainingMethod {
         let layout = &adapters.layout;
         let base = all.into_iter().filter(|p| layout.trains_base(p.block, p.role));
         let mut trained: Vec<Parameter> = base.chain(layout.parameters().iter().cloned()).collect();
-        let order = |block| match block {
-            BlockId::Embedding => 0,
-            BlockId::Layer(i) => 1 + u64::from(i),
-            BlockId::Head => u64::MAX,
-        };
-        trained.sort_by_key(|p| order(p.block));
+        trained.sort_by_key(|p| p.block);
         trained
     }
 

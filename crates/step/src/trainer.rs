@@ -536,8 +536,7 @@ impl<'a, D: Device> Trainer<'a, D> {
     /// Does with the complete gradients of a block what is to be done.
     fn finish(&mut self, block: BlockId, finish: Option<Finish>) -> Result<(), StepError> {
         let Some(finish) = finish else { return Ok(()) };
-        let of_block = |p: &&Parameter| p.block == block;
-        let parameters: Vec<Parameter> = self.trained.iter().filter(of_block).cloned().collect();
+        let parameters = self.trained_of(block);
         for p in &parameters {
             self.communicator.all_reduce(self.gradients.get(p.block, p.role)?)?;
         }
@@ -653,11 +652,15 @@ impl<'a, D: Device> Trainer<'a, D> {
         Ok(None)
     }
 
+    /// What is trained of a block.
+    fn trained_of(&self, block: BlockId) -> Vec<Parameter> {
+        self.trained.iter().filter(|p| p.block == block).cloned().collect()
+    }
+
     /// Updates a block's weights from its gradients.
     fn update(&mut self, block: BlockId, update: Update) -> Result<(), StepError> {
         let weights: BlockWeights = self.weights.gather(block)?;
-        let of_block = |p: &&Parameter| p.block == block;
-        let parameters: Vec<Parameter> = self.trained.iter().filter(of_block).cloned().collect();
+        let parameters = self.trained_of(block);
         let done = self.optimizer.update_block(self.device, &weights, &parameters, &self.gradients, update);
         self.weights.release(block);
         done

@@ -1,4 +1,4 @@
-//! Which model answers, and within what: the flags that `generate` and `chat` share.
+//! Which model answers, and within what: the flags that `generate`, `chat` and `eval` share.
 
 use std::path::PathBuf;
 
@@ -8,14 +8,12 @@ use plimsoll_memory::ByteSize;
 /// More tokens than any model's context.
 const MOST_TOKENS: usize = 1 << 24;
 
+/// Which weights are computed with, and as what.
 #[derive(Debug, Args)]
-pub struct InferenceArgs {
+pub struct WeightArgs {
     /// Model: a folder, a .gguf file, or a hub id: org/name, org/name:file.gguf, org/name@revision
     #[arg(long)]
     pub model: String,
-    /// Tokens that prompt and answers may have together; by default what the model was made for
-    #[arg(long, value_name = "N", value_parser = tokens)]
-    pub context: Option<usize>,
     /// Type of activations, f32 or bf16; matrices stay as they are stored unless this takes less room
     #[arg(long, default_value = "f32")]
     pub dtype: String,
@@ -25,6 +23,15 @@ pub struct InferenceArgs {
     /// Quantise the linears while loading: nf4, fp4, int8, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k or q6_k
     #[arg(long, value_name = "TYPE")]
     pub quantize: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct InferenceArgs {
+    #[command(flatten)]
+    pub weights: WeightArgs,
+    /// Tokens that prompt and answers may have together; by default what the model was made for
+    #[arg(long, value_name = "N", value_parser = tokens)]
+    pub context: Option<usize>,
     /// Type of the key-value cache: f32, bf16, f16, int8 or int4. By default f32 for up to 32 MiB of cache, f16 beyond,
     /// and int8 where only that fits
     #[arg(long, value_name = "TYPE")]

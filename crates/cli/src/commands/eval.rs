@@ -15,7 +15,7 @@ use crate::output::outln;
 use crate::progress;
 use crate::session::{Engine, PLANS, cache_type, resident_bytes};
 use crate::streaming::{self, Streaming};
-use crate::weights::{WeightArgs, Weights};
+use crate::weights::Weights;
 
 /// Windows are taken together up to about this many tokens.
 const TOKENS_PER_PASS: u64 = 2048;
@@ -27,13 +27,7 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
     if args.sequence_length < 2 {
         return Err(Failure::usage("--sequence-length must be at least 2: the first token is context"));
     }
-    let given = WeightArgs {
-        model: &args.model,
-        dtype: &args.dtype,
-        quantize: args.quantize.as_deref(),
-        adapter: &args.adapter,
-    };
-    let model = Weights::open(given, "evaluate", args.json)?;
+    let model = Weights::open(&args.weights, "evaluate", args.json)?;
     let windows = {
         let tokenizer: Tokenizer = model.files.tokenizer()?;
         EvalWindows::read(&args.data, &tokenizer, args.sequence_length as usize)?

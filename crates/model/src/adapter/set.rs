@@ -1,0 +1,160 @@
+//! Adapters that were opened for one model, as the values of a layout's parameters: what a run that goes on, and what
+//! generation and evaluation, load.
+
+use std::path::Path;
+
+use plimsoll_device::DType;
+
+use super::{Adapter, AdapterError, AdapterLayout, LowRank};
+use crate::convert::encode;
+use crate::parameters::{Adapted, LoraPart, Parameter, Role};
+use crate::source::{ModelError, WeightSource};
+use crate::spec::ModelSpec;
+
+/// An adapter's values of the parameters of a layout.
+fn adapter_values(
+    adapters: &[(Adapter, f32)],
+    spec: &ModelSpec,
+    layout: &AdapterLayout,
+    parameter: &Parameter,
+) -> Vec<f32> {
+    let Role::Lora(kind, adapted) = parameter.role else { return Vec::new() };
+    let base = spec.block_parameters(parameter.block);
+    let place = base.iter().find(|p| p.role == adapted.role()).and_then(|p| super::stored_place(spec, p));
+    let Some((tensor, first)) = place else { return vec![0.0; parameter.elements() as usize] };
+    let scale = |low: &LowRank, weight: f32| {
+        let module = layout.modules().iter().find(|m| format!("{}.weight", m.name) == tensor);
+        low.scale * weight / module.map_or(1.0, |m| m.scale)
+    };
+    let lows: Vec<(&LowRank, f32)> = adapters
+        .iter()
+        .filter_map(|(adapter, weight)| Some((adapter.low_rank().get(&tensor)?, *weight)))
+        .collect();
+    let embedding = adapted == Adapted::TokenEmbedding;
+    match kind {
+        LoraPart::A if embedding => {
+            // [vocabulary, r]: the ranks of all of them side by side.
+            let rows = parameter.rows() as usize;
+            let mut values = Vec::with_capacity(parameter.elements() as usize);
+            for token in 0..rows {
+                for (low, _) in &lows {
+                    values.extend((0..low.a.rows).map(|r| low.a.row(r).get(token).copied().unwrap_or(0.0)));
+                }
+            }
+            values
+        }
+        LoraPart::A => lows.iter().flat_map(|(low, _)| low.a.values.iter().copied()).collect(),
+        LoraPart::B => {
+            let mut values = Vec::with_capacity(parameter.elements() as usize);
+            for row in first as usize..(first + parameter.rows()) as usize {
+                for (low, weight) in &lows {
+                    let scale = scale(low, *weight);
+                    // A factor of 1 leaves the bits alone.
+                    values.extend(low.b.row(row).iter().map(|b| if scale == 1.0 { *b } else { b * scale }));
+                }
+            }
+            values
+        }
+        LoraPart::Magnitude => {
+            let rows = first as usize..(first + parameter.rows()) as usize;
+            let magnitudes = lows.first().and_then(|(low, _)| low.magnitudes.as_ref());
+            magnitudes.and_then(|m| m.get(rows)).map(<[f32]>::to_vec).unwrap_or_default()
+        }
+        LoraPart::Squares => Vec::new(),
+    }
+}
+
+/// Adapters that were opened for one model, to be used together.
+#[derive(Clone, Debug)]
+pub struct AdapterSet {
+    adapters: Vec<(Adapter, f32)>,
+    layout: AdapterLayout,
+}
+
+impl AdapterSet {
+    /// Opens each folder, with its weight, for a model of that shape.
+    ///
+    /// # Errors
+    /// As [`Adapter::open`] and [`AdapterLayout::of_adapters`].
+    pub fn open(folders: &[(&Path, f32)], spec: &ModelSpec) -> Result<AdapterSet, AdapterError> {
+        let open = |(folder, weight): &(&Path, f32)| Ok((Adapter::open(folder, spec)?, *weight));
+        let adapters = folders.iter().map(open).collect::<Result<Vec<_>, AdapterError>>()?;
+        let layout = AdapterLayout::of_adapters(&adapters, spec)?;
+        Ok(AdapterSet { adapters, layout })
+    }
+
+    /// One folder, for a layout that is known: a run that goes on.
+    ///
+    /// # Errors
+    /// As [`Adapter::open`]; the adapter has other modules or ranks than the layout.
+    pub fn for_layout(
+        folder: &Path,
+        spec: &ModelSpec,
+        layout: &AdapterLayout,
+    ) -> Result<AdapterSet, AdapterError> {
+        let adapter = Adapter::open(folder, spec)?;
+        let module = |weight: &str| layout.modules().iter().find(|m| format!("{}.weight", m.name) == *weight);
+        let fits = adapter.low_rank().len() == layout.modules().len()
+            && adapter.low_rank().iter().all(|(weight, low)| {
+                module(weight).is_some_and(|m| m.rank == low.a.rows)
+                    && low.magnitudes.is_some() == layout.config().use_dora
+            });
+        if !fits {
+            return Err(AdapterError::Layout(format!(
+                "{} has other modules or ranks than training.lora asks for; its run's plimsoll.yaml says which",
+                folder.display()
+            )));
+        }
+        Ok(AdapterSet { adapters: vec![(adapter, 1.0)], layout: layout.clone() })
+    }
+
+    /// Which tensors have an adapter.
+    pub fn layout(&self) -> &AdapterLayout {
+        &self.layout
+    }
+
+    /// The adapters and their weights.
+    pub fn adapters(&self) -> &[(Adapter, f32)] {
+        &self.adapters
+    }
+
+    /// Whether [`read_into`](Self::read_into) gives other values of a parameter than the base model's.
+    pub fn replaces(&self, spec: &ModelSpec, parameter: &Parameter) -> bool {
+        let place = super::stored_place(spec, parameter);
+        let replaces = |(adapter, _): &(Adapter, f32)| {
+            place.as_ref().is_some_and(|(name, _)| adapter.replaced().contains_key(name))
+        };
+        self.adapters.iter().any(replaces)
+    }
+
+    /// Writes a parameter's values as `dtype` into `out`: an adapter's own, a tensor that an adapter replaces, or else
+    /// what `base` has.
+    pub fn read_into(
+        &self,
+        spec: &ModelSpec,
+        base: &WeightSource,
+        parameter: &Parameter,
+        dtype: DType,
+        out: &mut [u8],
+    ) -> Result<(), ModelError> {
+        let wrong = |source| ModelError::Conversion {
+            path: base.folder_or_file().to_owned(),
+            tensor: parameter.name.clone(),
+            dtype,
+            source,
+        };
+        if matches!(parameter.role, Role::Lora(..)) {
+            let values = adapter_values(&self.adapters, spec, &self.layout, parameter);
+            return encode(&values, dtype, out).map_err(wrong);
+        }
+        let name = super::stored_place(spec, parameter).map(|(name, _)| name).unwrap_or_default();
+        for (adapter, _) in self.adapters.iter().filter(|(adapter, _)| adapter.replaced().contains_key(&name))
+        {
+            let mut values = vec![0.0; parameter.elements() as usize];
+            if adapter.replace_rows(spec, parameter, 0..parameter.rows(), &mut values) {
+                return encode(&values, dtype, out).map_err(wrong);
+            }
+        }
+        base.read_into(parameter, dtype, out)
+    }
+}
