@@ -23,7 +23,7 @@ use plimsoll_device::DType;
 
 use crate::convert::convert;
 use crate::layout::hf_block;
-use crate::parameters::Parameter;
+use crate::parameters::{BlockId, Parameter};
 use crate::safetensors::{NewTensor, SafetensorsFile, StoredDType, write_tensors};
 use crate::spec::ModelSpec;
 
@@ -31,6 +31,8 @@ use crate::spec::ModelSpec;
 pub const ADAPTER_CONFIG_NAME: &str = "adapter_config.json";
 /// The weights' file.
 pub const ADAPTER_WEIGHTS_NAME: &str = "adapter_model.safetensors";
+/// The head's tensor.
+const HEAD: &str = "lm_head.weight";
 /// What every key begins with.
 const PREFIX: &str = "base_model.model.";
 
@@ -132,6 +134,17 @@ impl Adapter {
                 low_rank_of(&config, &weight, parts, &shapes).map_err(|reason| fail(&weight, reason))?;
             low_rank.insert(weight, found);
         }
+        if spec.tie_word_embeddings
+            && let Some(head) = replaced.remove(HEAD)
+        {
+            // An adapter that trained the embedding has its head as well: one matrix, as in the model.
+            let embedding = spec.block_parameters(BlockId::Embedding).first().map(|p| spec.hf_tensor_name(p));
+            if embedding.and_then(|name| replaced.get(&name)) != Some(&head) {
+                let reason =
+                    "it is another matrix than the embedding, and the model has one for both".to_owned();
+                return Err(fail(HEAD, reason));
+            }
+        }
         if low_rank.is_empty() && replaced.is_empty() {
             return Err(fail("", "the file holds no adapter".to_owned()));
         }
@@ -203,7 +216,12 @@ impl Adapter {
 /// The base model's tensors and their shapes, a tied head included.
 fn base_tensors(spec: &ModelSpec) -> BTreeMap<String, Vec<u64>> {
     let stored = spec.blocks().flat_map(|block| hf_block(spec, block));
-    stored.map(|tensor| (tensor.name.clone(), tensor.shape())).collect()
+    let mut shapes: BTreeMap<String, Vec<u64>> =
+        stored.map(|tensor| (tensor.name.clone(), tensor.shape())).collect();
+    if spec.tie_word_embeddings {
+        shapes.entry(HEAD.to_owned()).or_insert_with(|| vec![spec.vocab_size, spec.hidden_size]);
+    }
+    shapes
 }
 
 fn read_matrix(shape: &[u64], stored: StoredDType, bytes: &[u8]) -> Result<Matrix, String> {

@@ -254,3 +254,40 @@ fn several_adapters_are_added_up() {
     near("halves", loss(&[(folder, 0.5), (folder, 0.5)]), whole, 1e-4);
     assert!((loss(&[(folder, 0.5)]) - whole).abs() > 1e-3);
 }
+
+/// The library unties a trained embedding, so that the head is written as well; reading takes both for one.
+#[test]
+fn a_trained_embedding_of_a_tied_model_is_written_with_its_head_and_read_again() {
+    let cases = cases();
+    let case = cases.iter().find(|case| case.name == "llama").unwrap();
+    let spec = case.spec();
+    assert!(spec.tie_word_embeddings);
+    let config = plimsoll_model::AdapterConfig {
+        rank: 2,
+        modules_to_save: vec!["embed_tokens".to_owned()],
+        ..plimsoll_model::AdapterConfig::default()
+    };
+    let layout = AdapterLayout::new(&config, spec).unwrap();
+    let values = |p: &Parameter| (0..p.elements()).map(|i| i as f32 / 64.0).collect::<Vec<f32>>();
+    let folder = tempfile::tempdir().unwrap();
+    layout.write(folder.path(), spec, |p| Ok(values(p))).unwrap();
+    let set = AdapterSet::for_layout(folder.path(), spec, &layout).unwrap();
+    for p in layout.trained() {
+        let mut bytes = vec![0; 4 * p.elements() as usize];
+        set.read_into(spec, case.files.weights(), p, DType::F32, &mut bytes).unwrap();
+        let wanted: Vec<u8> = values(p).iter().flat_map(|x| x.to_ne_bytes()).collect();
+        assert!(bytes == wanted, "{}", p.name);
+    }
+    let path = folder.path().join("adapter_model.safetensors");
+    let file = plimsoll_model::SafetensorsFile::open(&path).unwrap();
+    let head = file.bytes("base_model.model.lm_head.weight").unwrap();
+    assert_eq!(Some(head), file.bytes("base_model.model.model.embed_tokens.weight"));
+    let place = head.as_ptr() as usize - file.bytes(&file.tensors()[0].name).unwrap().as_ptr() as usize;
+    drop(file);
+    let mut bytes = std::fs::read(&path).unwrap();
+    let begin = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    bytes[begin + place] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    let error = AdapterSet::open(&[(folder.path(), 1.0)], spec).unwrap_err().to_string();
+    assert!(error.contains("lm_head") && error.contains("embedding"), "{error}");
+}

@@ -11,7 +11,8 @@ use std::path::Path;
 use plimsoll_device::DType;
 
 use super::{
-    ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, Adapter, AdapterBias, AdapterConfig, AdapterError, PREFIX,
+    ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, Adapter, AdapterBias, AdapterConfig, AdapterError, HEAD,
+    PREFIX,
 };
 use crate::convert::{ConversionError, encode};
 use crate::init;
@@ -229,7 +230,7 @@ impl AdapterLayout {
                 let file = FileTensor::new(name, tensor.parts, transposed);
                 if spec.tie_word_embeddings && file.parts[0].role == Role::TokenEmbedding {
                     // The library would untie a trained embedding: the head is written as well.
-                    let head = FileTensor { name: format!("{PREFIX}lm_head.weight"), ..file.clone() };
+                    let head = FileTensor { name: format!("{PREFIX}{HEAD}"), ..file.clone() };
                     files.push(head);
                 }
                 files.push(file);
