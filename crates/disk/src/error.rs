@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use plimsoll_memory::{ByteSize, ReservationError};
+use plimsoll_memory::{ByteSize, OutOfMemory, ReservationError};
 
 /// A file that could not be opened, read or written. Names the file and the place.
 #[derive(Debug, thiserror::Error)]
@@ -74,6 +74,9 @@ pub enum DiskError {
         /// Bytes needed.
         needed: u64,
     },
+    /// A tier holds no more.
+    #[error(transparent)]
+    Tier(Box<OutOfMemory>),
     /// The engine was stopped before it came to this request.
     #[error("the disk engine was stopped")]
     Stopped,

@@ -16,6 +16,7 @@ mod request;
 mod spill;
 mod statistics;
 mod system;
+mod tiers;
 
 pub use buffers::BufferPool;
 pub use engine::{DiskEngine, EngineSettings};
@@ -26,6 +27,7 @@ pub use request::{Finished, Ticket};
 pub use spill::{SpillFile, SpillSettings, default_folder};
 pub use statistics::{IoMeter, IoStatistics};
 pub use system::is_in_memory;
+pub use tiers::{Home, LowerTiers, Transfer};
 
 use std::ops::Range;
 

@@ -1,6 +1,9 @@
 //! Runs the step program dry: the exact memory of a job and its arithmetic, in milliseconds.
 
+use std::sync::Arc;
+
 use plimsoll_device::{DType, Device, Dry, IGNORED_TARGET, Tally};
+use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{AtPeak, Ledger, TagBytes};
 use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_parallel::Solo;
@@ -14,6 +17,10 @@ use plimsoll_step::{
 pub struct DryRun {
     /// The device arena's ledger after the job: peak, breakdown, every event.
     pub ledger: Ledger,
+    /// What lives on the host meanwhile.
+    pub host: Ledger,
+    /// What lives on disk meanwhile.
+    pub disk: Ledger,
     /// Arithmetic of one step, evaluation pass or generated token.
     pub tally: Tally,
 }
@@ -26,7 +33,9 @@ impl DryRun {
         accumulation: u64,
     ) -> Result<DryRun, StepError> {
         let dry = Dry::new();
-        let mut trainer = Trainer::new(&dry, spec.clone(), settings.clone(), &Solo)?;
+        let tiers = Arc::new(LowerTiers::dry());
+        let (own, step) = (spec.clone(), settings.clone());
+        let mut trainer = Trainer::with_tiers(&dry, Arc::clone(&tiers), own, step, &Solo)?;
         trainer.load(nothing)?;
         trainer.reset_magnitudes()?;
         let n = (settings.batch_size * settings.sequence_length) as usize;
@@ -52,7 +61,8 @@ impl DryRun {
             (1..accumulation).for_each(|_| step = step.plus(later));
         }
         trainer.evaluate(settings.batch_size, &micro_batch)?;
-        Ok(DryRun { ledger: dry.arena().ledger(), tally: step })
+        let (host, disk) = (tiers.host().ledger(), tiers.disk().ledger());
+        Ok(DryRun { ledger: dry.arena().ledger(), host, disk, tally: step })
     }
 
     /// One evaluation pass over `batch_size` sequences of `length` tokens, with weights as `storage` says.
@@ -71,7 +81,7 @@ impl DryRun {
         let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
         dry.take_tally();
         evaluator.losses(batch_size, &MicroBatch::new(&tokens, &targets))?;
-        Ok(DryRun { ledger: dry.arena().ledger(), tally: dry.tally() })
+        Ok(DryRun::on_the_device(&dry, dry.tally()))
     }
 
     /// The losses of a sequence as long as the context, in chunks that read each other from the cache.
@@ -88,7 +98,7 @@ impl DryRun {
         let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
         dry.take_tally();
         decoder.append_losses(&MicroBatch::new(&tokens, &targets), loss_chunk_tokens)?;
-        Ok(DryRun { ledger: dry.arena().ledger(), tally: dry.tally() })
+        Ok(DryRun::on_the_device(&dry, dry.tally()))
     }
 
     /// A prompt of `prompt_tokens` and a token after it, with weights as `storage` says; the tally is that of the token.
@@ -108,7 +118,7 @@ impl DryRun {
             decoder.append(&[0])?;
             tally = dry.take_tally();
         }
-        Ok(DryRun { ledger: dry.arena().ledger(), tally })
+        Ok(DryRun::on_the_device(&dry, tally))
     }
 
     /// The peak of [`generation`](Self::generation) alone, in a time that does not grow with the prompt: passes of one
@@ -131,6 +141,21 @@ impl DryRun {
             decoder.append(&[0])?;
         }
         Ok(dry.arena().high_water())
+    }
+
+    fn on_the_device(dry: &Dry, tally: Tally) -> DryRun {
+        let (host, disk) = (Ledger::default(), Ledger::default());
+        DryRun { ledger: dry.arena().ledger(), host, disk, tally }
+    }
+
+    /// Bytes of host memory that the job needs beside the data pipeline's.
+    pub fn host_bytes(&self) -> u64 {
+        self.host.at_peak().peak
+    }
+
+    /// Bytes of disk that the job needs.
+    pub fn disk_bytes(&self) -> u64 {
+        self.disk.at_peak().peak
     }
 
     /// Bytes of arena that the job needs.

@@ -4,8 +4,8 @@
 use plimsoll_device::DType;
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
-    AttentionKind, Checkpointing, GradientClipping, Group, Linears, LossScaling, NormSource, Precision,
-    StepError, StepSettings, TrainingMethod, UpdateTiming,
+    AttentionKind, Checkpointing, GradientClipping, Group, Linears, LossScaling, NormSource, Offload,
+    Precision, StepError, StepSettings, TrainingMethod, UpdateTiming,
 };
 
 use crate::config::{
@@ -245,6 +245,7 @@ pub(crate) fn step_settings(
             }
         },
         method: method.clone(),
+        offload: Offload::NONE,
         seed: training.seed(),
     }
 }

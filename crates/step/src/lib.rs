@@ -36,8 +36,8 @@ pub use optimizer::{
 };
 pub use policy::{Checkpointing, Compression, Group, Groups, LayerPolicy, Save, SavePolicy};
 pub use settings::{
-    Adapters, AttentionKind, GradientClipping, Linears, LossScaling, MicroBatch, NormSource, Precision,
-    StepSettings, TrainingMethod, UpdateTiming,
+    Adapters, AttentionKind, GradientClipping, Linears, LossScaling, MicroBatch, NormSource, Offload,
+    Precision, StepSettings, TrainingMethod, UpdateTiming,
 };
 pub use store::{BlockWeights, ResidentStore, StreamedStore, WeightStorage, WeightStore};
 pub use trainer::{LossScale, NamedTensor, StepOutcome, StepProgress, Trainer};

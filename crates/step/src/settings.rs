@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use plimsoll_device::{BlockSparse, Compute, DType};
+use plimsoll_memory::Tier;
 use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter, Role};
 
 use crate::{Checkpointing, Compression, OptimizerSettings};
@@ -130,6 +131,34 @@ pub enum AttentionKind {
     BlockSparse(BlockSparse),
 }
 
+/// Where each kind of tensor lives between its uses. Whatever is said here changes no bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Offload {
+    /// Weights: the matrices of the layers, the embedding and the head.
+    pub parameters: Tier,
+    /// Gradients of these weights.
+    pub gradients: Tier,
+    /// Optimizer states and master weights of these weights.
+    pub optimizer: Tier,
+    /// What the forward pass keeps for the backward pass.
+    pub activations: Tier,
+}
+
+impl Offload {
+    /// Everything stays on the device.
+    pub const NONE: Offload = Offload {
+        parameters: Tier::Device,
+        gradients: Tier::Device,
+        optimizer: Tier::Device,
+        activations: Tier::Device,
+    };
+
+    /// Whether any kind of tensor lives on a tier.
+    pub fn uses(&self, tier: Tier) -> bool {
+        [self.parameters, self.gradients, self.optimizer, self.activations].contains(&tier)
+    }
+}
+
 /// Everything that shapes a training step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepSettings {
@@ -166,6 +195,8 @@ pub struct StepSettings {
     pub loss_scaling: Option<LossScaling>,
     /// What is trained.
     pub method: TrainingMethod,
+    /// Where tensors live between their uses.
+    pub offload: Offload,
     /// Seed of stochastic rounding and dropout.
     pub seed: u64,
 }
@@ -237,6 +268,7 @@ impl StepSettings {
             update: UpdateTiming::AfterBackward,
             loss_scaling: None,
             method: TrainingMethod::Full,
+            offload: Offload::NONE,
             seed: 0,
         }
     }

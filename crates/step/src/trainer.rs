@@ -3,8 +3,10 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use plimsoll_device::{DType, Device, Op, Rounding, Tensor};
+use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag};
 use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
 use plimsoll_parallel::Communicator;
@@ -37,6 +39,7 @@ pub struct Trainer<'a, D: Device> {
     /// What is trained, in the order of the blocks.
     trained: Vec<Parameter>,
     communicator: &'a dyn Communicator,
+    tiers: Arc<LowerTiers>,
     weights: ResidentStore,
     gradients: Gradients,
     optimizer: Optimizer,
@@ -139,9 +142,20 @@ pub struct NamedTensor {
 }
 
 impl<'a, D: Device> Trainer<'a, D> {
-    /// Takes all persistent memory. Weights are uninitialised until [`Trainer::load`]; moments are zero.
+    /// As [`Trainer::with_tiers`], for settings that offload nothing.
     pub fn new(
         device: &'a D,
+        spec: ModelSpec,
+        settings: StepSettings,
+        communicator: &'a dyn Communicator,
+    ) -> Result<Self, StepError> {
+        Trainer::with_tiers(device, Arc::new(LowerTiers::none()), spec, settings, communicator)
+    }
+
+    /// Takes all persistent memory, on the device and on the tiers below it. Weights are uninitialised until [`Trainer::load`]; moments are zero.
+    pub fn with_tiers(
+        device: &'a D,
+        tiers: Arc<LowerTiers>,
         spec: ModelSpec,
         settings: StepSettings,
         communicator: &'a dyn Communicator,
@@ -180,6 +194,7 @@ impl<'a, D: Device> Trainer<'a, D> {
             norm_rows,
             trained,
             communicator,
+            tiers,
             weights,
             gradients,
             optimizer,
@@ -187,6 +202,11 @@ impl<'a, D: Device> Trainer<'a, D> {
             squared_norms,
             progress,
         })
+    }
+
+    /// The tiers below the device.
+    pub fn tiers(&self) -> &LowerTiers {
+        &self.tiers
     }
 
     /// The model's shape.

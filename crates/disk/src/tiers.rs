@@ -1,0 +1,297 @@
+//! The tiers below the device: host memory and a private file on disk, each with an arena that says what lives where.
+//!
+//! A tensor that is not on the device has a [`Home`] in one of them. In a dry run there is nothing behind the homes, but
+//! the arenas are the same: what a plan finds is what a run takes, on every tier.
+
+use std::sync::{Mutex, PoisonError};
+
+use plimsoll_memory::{Arena, Block, OutOfMemory, Region, Tag, Tier};
+
+use crate::request::{Finished, Ticket};
+use crate::{
+    ALIGNMENT, DiskEngine, DiskError, DiskFile, EngineSettings, IoMeter, IoMode, SpillFile, SpillSettings,
+};
+
+/// Host memory and disk, as far as a job may use them.
+#[derive(Debug)]
+pub struct LowerTiers {
+    host: Arena,
+    disk: Arena,
+    /// `None` in a dry run.
+    backing: Option<Backing>,
+}
+
+#[derive(Debug)]
+struct Backing {
+    engine: DiskEngine,
+    spill: Option<SpillFile>,
+}
+
+/// Where a tensor lives between its uses: whole pages of a lower tier, given back on drop.
+#[derive(Debug)]
+pub struct Home {
+    block: Block,
+    bytes: u64,
+    /// The memory itself, of a home on the host.
+    memory: Option<Mutex<Region>>,
+}
+
+impl Home {
+    /// Bytes that it was taken for.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+/// Something on its way between the device and a home.
+#[derive(Debug)]
+#[must_use = "what is on its way has to be waited for"]
+pub struct Transfer(Way);
+
+#[derive(Debug)]
+enum Way {
+    Disk(Ticket),
+    /// Copied at once.
+    Host(Finished),
+}
+
+impl Transfer {
+    /// Waits until it has arrived and gives the device's memory back.
+    pub fn wait(self) -> Finished {
+        match self.0 {
+            Way::Disk(ticket) => ticket.wait(),
+            Way::Host(finished) => finished,
+        }
+    }
+}
+
+impl LowerTiers {
+    /// Tiers without an end and with nothing behind them.
+    pub fn dry() -> LowerTiers {
+        let arena = Arena::unbounded;
+        LowerTiers { host: arena(Tier::Host), disk: arena(Tier::Disk), backing: None }
+    }
+
+    /// Tiers of no size.
+    pub fn none() -> LowerTiers {
+        let arena = |tier| Arena::new(tier, 0);
+        LowerTiers { host: arena(Tier::Host), disk: arena(Tier::Disk), backing: None }
+    }
+
+    /// Tiers of these sizes. The room on disk is taken at once, so that a disk that is too full is found before anything
+    /// is computed.
+    ///
+    /// # Errors
+    /// The folder cannot be used, its disk is too full, or the budget is too small.
+    pub fn open(host_bytes: u64, disk_bytes: u64, settings: &SpillSettings) -> Result<LowerTiers, DiskError> {
+        let mut spill = None;
+        if disk_bytes > 0 {
+            let file = SpillFile::create(settings)?;
+            file.allocate(disk_bytes)?;
+            spill = Some(file);
+        }
+        let engine = DiskEngine::start(EngineSettings::default())?;
+        Ok(LowerTiers {
+            host: Arena::new(Tier::Host, host_bytes),
+            disk: Arena::new(Tier::Disk, disk_bytes),
+            backing: Some(Backing { engine, spill }),
+        })
+    }
+
+    /// What lives on the host.
+    pub fn host(&self) -> &Arena {
+        &self.host
+    }
+
+    /// What lives on disk.
+    pub fn disk(&self) -> &Arena {
+        &self.disk
+    }
+
+    /// What was read and written so far, and how much of it was waited for.
+    pub fn meter(&self) -> Option<IoMeter> {
+        self.backing.as_ref().map(|backing| backing.engine.meter())
+    }
+
+    /// The spill file where it can only be used through the page cache.
+    pub fn buffered_file(&self) -> Option<&DiskFile> {
+        let spill = self.backing.as_ref()?.spill.as_ref()?;
+        (spill.file().mode() == IoMode::Buffered).then(|| spill.file().as_ref())
+    }
+
+    /// A home of `bytes` bytes on a tier that is not the device.
+    ///
+    /// # Errors
+    /// The tier is full.
+    pub fn take(&self, tier: Tier, bytes: u64, tag: Tag, name: &'static str) -> Result<Home, DiskError> {
+        let pages = bytes.max(1).checked_next_multiple_of(ALIGNMENT).unwrap_or(u64::MAX);
+        let arena = if tier == Tier::Host { &self.host } else { &self.disk };
+        let block =
+            arena.alloc(pages, tag, name).map_err(|full: OutOfMemory| DiskError::Tier(Box::new(full)))?;
+        let memory = match (tier, &self.backing) {
+            (Tier::Host, Some(_)) => Some(Mutex::new(Region::new(pages)?)),
+            _ => None,
+        };
+        Ok(Home { block, bytes, memory })
+    }
+
+    /// Begins to bring what a home holds into memory that has room for its whole pages from its first aligned byte on.
+    pub fn bring(&self, home: &Home, into: Region) -> Transfer {
+        self.move_bytes(home, into, false)
+    }
+
+    /// Begins to send the pages of a buffer, from its first aligned byte on, home.
+    pub fn send(&self, home: &Home, from: Region) -> Transfer {
+        self.move_bytes(home, from, true)
+    }
+
+    fn move_bytes(&self, home: &Home, mut region: Region, home_wards: bool) -> Transfer {
+        if let Some(memory) = &home.memory {
+            let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+            let start = region.skip_to(ALIGNMENT as usize);
+            let outcome = copy(&mut memory, &mut region, start, home.bytes, home_wards);
+            return Transfer(Way::Host(Finished { region, outcome }));
+        }
+        let spill = self.backing.as_ref().and_then(|backing| Some((backing, backing.spill.as_ref()?)));
+        let Some((Backing { engine, .. }, spill)) = spill else {
+            return Transfer(Way::Host(Finished { region, outcome: Err(DiskError::Stopped) }));
+        };
+        let start = home.block.offset();
+        Transfer(Way::Disk(match home_wards {
+            true => engine.write_back(spill.file(), start, home.bytes, region),
+            false => engine.prefetch(spill.file(), start..start + home.bytes, region),
+        }))
+    }
+
+    /// Bytes `start..start + out.len()` of a home, now.
+    pub fn read_now(&self, home: &Home, start: u64, out: &mut [u8]) -> Result<(), DiskError> {
+        let mut pieces = [(home, start, out)];
+        self.read_all_now(&mut pieces)
+    }
+
+    /// Parts of homes, now, several at once where they are on disk.
+    pub fn read_all_now(&self, parts: &mut [(&Home, u64, &mut [u8])]) -> Result<(), DiskError> {
+        let mut reading = std::collections::VecDeque::new();
+        let mut failed = None;
+        for (home, start, out) in parts {
+            if let Some(memory) = &home.memory {
+                let memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+                let begin = usize::try_from(*start).unwrap_or(usize::MAX);
+                match memory.bytes().get(begin..begin.saturating_add(out.len())) {
+                    Some(bytes) => out.copy_from_slice(bytes),
+                    None => return Err(DiskError::Buffer { has: home.bytes, needed: *start }),
+                }
+                continue;
+            }
+            let spill = self.backing.as_ref().and_then(|backing| Some((backing, backing.spill.as_ref()?)));
+            let Some((Backing { engine, .. }, spill)) = spill else { return Err(DiskError::Stopped) };
+            let from = home.block.offset().saturating_add(*start);
+            let region = Region::new(out.len() as u64 + 2 * ALIGNMENT)?;
+            let ticket = engine.prefetch(spill.file(), from..from.saturating_add(out.len() as u64), region);
+            reading.push_back((ticket, out));
+            if reading.len() > AT_ONCE
+                && let Some((ticket, out)) = reading.pop_front()
+            {
+                arrive(ticket, out).unwrap_or_else(|error| failed = Some(error));
+            }
+        }
+        for (ticket, out) in reading {
+            arrive(ticket, out).unwrap_or_else(|error| failed = Some(error));
+        }
+        failed.map_or(Ok(()), Err)
+    }
+
+    /// Replaces bytes from `start`, a whole page's, on of a home, now.
+    pub fn write_now(&self, home: &Home, start: u64, bytes: &[u8]) -> Result<(), DiskError> {
+        if let Some(memory) = &home.memory {
+            let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+            let begin = usize::try_from(start).unwrap_or(usize::MAX);
+            let needed = start.saturating_add(bytes.len() as u64);
+            let has = home.bytes;
+            let out = memory.bytes_mut().get_mut(begin..begin.saturating_add(bytes.len()));
+            out.ok_or(DiskError::Buffer { has, needed })?.copy_from_slice(bytes);
+            return Ok(());
+        }
+        let spill = self.backing.as_ref().and_then(|backing| Some((backing, backing.spill.as_ref()?)));
+        let Some((Backing { engine, .. }, spill)) = spill else { return Err(DiskError::Stopped) };
+        let mut region = Region::new((bytes.len() as u64).next_multiple_of(ALIGNMENT))?;
+        if let Some(out) = region.bytes_mut().get_mut(..bytes.len()) {
+            out.copy_from_slice(bytes);
+        }
+        let offset = home.block.offset().saturating_add(start);
+        engine.write_back(spill.file(), offset, bytes.len() as u64, region).wait().outcome?;
+        Ok(())
+    }
+}
+
+/// Small reads under way at once.
+const AT_ONCE: usize = 16;
+
+fn arrive(ticket: Ticket, out: &mut [u8]) -> Result<(), DiskError> {
+    let finished = ticket.wait();
+    if let Ok(bytes) = finished.bytes()
+        && bytes.len() == out.len()
+    {
+        out.copy_from_slice(bytes);
+    }
+    finished.outcome.map(|_| ())
+}
+
+/// Between a home on the host and a buffer's bytes from `start` on.
+fn copy(
+    memory: &mut Region,
+    region: &mut Region,
+    start: usize,
+    bytes: u64,
+    home_wards: bool,
+) -> Result<std::ops::Range<usize>, DiskError> {
+    let has = region.len().saturating_sub(start) as u64;
+    let end = start.saturating_add(usize::try_from(bytes).unwrap_or(usize::MAX));
+    let too_small = || DiskError::Buffer { has, needed: bytes };
+    let length = end - start;
+    if home_wards {
+        let from = region.bytes().get(start..end).ok_or_else(too_small)?;
+        memory.bytes_mut().get_mut(..length).ok_or_else(too_small)?.copy_from_slice(from);
+    } else {
+        let from = memory.bytes().get(..length).ok_or_else(too_small)?;
+        region.bytes_mut().get_mut(start..end).ok_or_else(too_small)?.copy_from_slice(from);
+    }
+    Ok(start..end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(folder: &std::path::Path) -> SpillSettings {
+        SpillSettings { folder: folder.to_owned(), budget: None, direct: true }
+    }
+
+    #[test]
+    fn what_was_sent_home_comes_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let tiers = LowerTiers::open(1 << 20, 1 << 20, &settings(folder.path())).unwrap();
+        for tier in [Tier::Host, Tier::Disk] {
+            let first = tiers.take(tier, 5000, Tag::Weights, "a").unwrap();
+            let home = tiers.take(tier, 10_000, Tag::Weights, "b").unwrap();
+            let mut region = Region::new(16_384).unwrap();
+            (0..).zip(region.bytes_mut()).for_each(|(i, byte): (usize, _)| *byte = i as u8);
+            let sent = region.bytes().to_vec();
+            let back = tiers.send(&home, region).wait();
+            back.outcome.unwrap();
+            tiers.write_now(&first, 0, &[7; 5000]).unwrap();
+            let other = tiers.bring(&home, Region::new(16_384).unwrap()).wait();
+            assert_eq!(other.bytes().unwrap(), &sent[..10_000]);
+            let (mut row, mut second) = (vec![0; 100], vec![0; 3]);
+            let mut parts = [(&home, 4990, row.as_mut_slice()), (&first, 4997, second.as_mut_slice())];
+            tiers.read_all_now(&mut parts).unwrap();
+            assert_eq!(row, &sent[4990..5090]);
+            assert_eq!(second, [7; 3]);
+            assert!(tiers.take(tier, 2 << 20, Tag::Weights, "c").is_err());
+        }
+        assert_eq!([tiers.host().high_water(), tiers.disk().high_water()], [20_480; 2]);
+        let dry = LowerTiers::dry();
+        let home = dry.take(Tier::Disk, 5000, Tag::Weights, "a").unwrap();
+        assert_eq!((dry.disk().high_water(), home.bytes()), (8192, 5000));
+    }
+}
