@@ -5,7 +5,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use plimsoll_memory::{Arena, Block, OutOfMemory, Region, Tag, Tier};
+use plimsoll_memory::{Arena, Block, OutOfMemory, Phase, Region, Tag, Tier};
 
 use crate::request::{Finished, Ticket};
 use crate::{
@@ -56,6 +56,14 @@ enum Way {
 }
 
 impl Transfer {
+    /// Whether [`wait`](Self::wait) would return at once.
+    pub fn is_done(&self) -> bool {
+        match &self.0 {
+            Way::Disk(ticket) => ticket.is_done(),
+            Way::Host(_) => true,
+        }
+    }
+
     /// Waits until it has arrived and gives the device's memory back.
     pub fn wait(self) -> Finished {
         match self.0 {
@@ -96,6 +104,17 @@ impl LowerTiers {
             disk: Arena::new(Tier::Disk, disk_bytes),
             backing: Some(Backing { engine, spill }),
         })
+    }
+
+    /// Whether nothing is behind the homes.
+    pub fn is_dry(&self) -> bool {
+        self.backing.is_none()
+    }
+
+    /// Labels what is taken from now on with a phase and a layer.
+    pub fn enter(&self, phase: Phase, layer: Option<u32>) {
+        self.host.enter(phase, layer);
+        self.disk.enter(phase, layer);
     }
 
     /// What lives on the host.

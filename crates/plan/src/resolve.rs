@@ -246,6 +246,7 @@ pub(crate) fn step_settings(
         },
         method: method.clone(),
         offload: Offload::NONE,
+        micro_batches_per_pass: 1,
         seed: training.seed(),
     }
 }

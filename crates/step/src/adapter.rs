@@ -90,17 +90,17 @@ impl LowRank<'_> {
     pub fn backward_weights<D: Device>(
         &self,
         ctx: &Context<'_, D>,
-        gradients: &mut Gradients,
+        gradients: &mut Gradients<'_, D>,
         dout: &Tensor,
         x: &Tensor,
     ) -> Result<Tensor, StepError> {
         let h = self.inner(ctx, x)?;
-        gradients.add_product(ctx.device, self.block, self.b_role, dout, &h, ctx.compute)?;
+        gradients.add_product(self.block, self.b_role, dout, &h, ctx.compute)?;
         drop(h);
         let dh = self.inner_gradient(ctx, dout)?;
         let dropped = self.dropped(ctx, x)?;
         let x = dropped.as_ref().unwrap_or(x);
-        gradients.add_product(ctx.device, self.block, self.a_role, &dh, x, ctx.compute)?;
+        gradients.add_product(self.block, self.a_role, &dh, x, ctx.compute)?;
         Ok(dh)
     }
 
@@ -136,15 +136,15 @@ impl LowRank<'_> {
     pub fn embed_backward<D: Device>(
         &self,
         ctx: &Context<'_, D>,
-        gradients: &mut Gradients,
+        gradients: &mut Gradients<'_, D>,
         tokens: &Tensor,
         dout: &Tensor,
     ) -> Result<(), StepError> {
         let h = self.embedded(ctx, tokens)?;
-        gradients.add_product(ctx.device, self.block, self.b_role, dout, &h, ctx.compute)?;
+        gradients.add_product(self.block, self.b_role, dout, &h, ctx.compute)?;
         drop(h);
         let dh = self.inner_gradient(ctx, dout)?;
-        let dtable = gradients.scatter_target(ctx.device, self.block, self.a_role)?;
+        let dtable = gradients.scatter_target(self.block, self.a_role)?;
         let rounding = gradients.rounding(self.block, self.a_role);
         Ok(ctx.device.run(Op::EmbeddingBackward { tokens, dout: &dh, dtable: &dtable, rounding })?)
     }

@@ -6,6 +6,7 @@
 
 mod attention;
 mod mlp;
+mod mover;
 mod parts;
 mod saved;
 
@@ -21,6 +22,7 @@ use crate::store::BlockWeights;
 
 use parts::{Stream, add_part, after_backward, before, before_backward, before_mlp, project_raw};
 
+pub(crate) use mover::Mover;
 pub(crate) use saved::{Held, Qkv, Saved};
 
 /// x `[N, H]` through the block; the result and what was kept of the way.
@@ -130,7 +132,7 @@ pub(crate) fn backward<D: Device>(
     weights: &BlockWeights,
     saved: Saved,
     dx: &Tensor,
-    gradients: &mut Gradients,
+    gradients: &mut Gradients<'_, D>,
 ) -> Result<(), StepError> {
     let Saved { input, attention_norm, qkv, attention, middle, mlp_norm, inner, activation, mlp_out } = saved;
     let norms = || Norms::of(ctx, weights);

@@ -4,6 +4,7 @@ use plimsoll_device::{AttentionShape, Compute, DType, Device, Glu, Tensor};
 use plimsoll_model::{Activation, ModelSpec};
 
 use crate::adapter::Dropout;
+use crate::block::Mover;
 use crate::linear::Multiply;
 use crate::rope::{RopeTable, RopeTables};
 use crate::settings::AttentionKind;
@@ -30,6 +31,8 @@ pub(crate) struct Context<'a, D: Device> {
     pub mlp_chunk_tokens: Option<u64>,
     /// What adapters drop of their inputs.
     pub dropout: Option<Dropout>,
+    /// Takes what is kept for the backward pass to where it waits, where that is not the device.
+    pub away: Option<&'a Mover<'a, D>>,
 }
 
 impl<'a, D: Device> Context<'a, D> {

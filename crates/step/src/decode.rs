@@ -240,5 +240,6 @@ fn context<'c, D: Device>(
         attention_kind: AttentionKind::Flash,
         mlp_chunk_tokens: None,
         dropout: None,
+        away: None,
     }
 }

@@ -44,14 +44,16 @@ pub(crate) fn backward<D: Device>(
     weights: &BlockWeights,
     tokens: &Tensor,
     dx: &Tensor,
-    gradients: &mut Gradients,
+    gradients: &mut Gradients<'_, D>,
 ) -> Result<(), StepError> {
     let adapter = weights.adapter(Role::TokenEmbedding)?;
-    let scatter = |gradients: &mut Gradients, tokens: &Tensor, role| -> Result<(), StepError> {
-        if !gradients.wants(BlockId::Embedding, role) {
+    let scatter = |gradients: &mut Gradients<'_, D>, tokens: &Tensor, role| -> Result<(), StepError> {
+        // One that is written in pieces is the caller's affair.
+        let in_pieces = gradients.pieces(BlockId::Embedding, role).is_some();
+        if in_pieces || !gradients.wants(BlockId::Embedding, role) {
             return Ok(());
         }
-        let dtable = gradients.scatter_target(ctx.device, BlockId::Embedding, role)?;
+        let dtable = gradients.scatter_target(BlockId::Embedding, role)?;
         let rounding = gradients.rounding(BlockId::Embedding, role);
         ctx.device.run(Op::EmbeddingBackward { tokens, dout: dx, dtable: &dtable, rounding })?;
         Ok(())

@@ -1,37 +1,105 @@
 //! Gradients of the weights. A gradient takes memory when the backward pass first writes it, and gives it back when it
 //! has served: before the backward pass there are none, and no zeroing pass is needed.
+//!
+//! Those of matrices may live on a lower tier between their uses. Then they are in a buffer only while the step works on
+//! their layer, or on their piece of a table.
 
 use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
 
 use plimsoll_device::{Compute, DType, Device, Op, Rounding, Tensor};
-use plimsoll_memory::Tag;
+use plimsoll_disk::LowerTiers;
+use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, Parameter, Role};
 
 use crate::StepError;
+use crate::head::rows;
 use crate::seed::{mix, parameter_number};
-use crate::store::role_name;
+use crate::store::{layer_of, role_name};
+use crate::tier::{Homes, Parcel, Pieces, Pool, Unit, is_matrix};
+
+/// Buffers of gradients that live on a lower tier: one in use, one on its way or on its way back.
+const BUFFERS: usize = 2;
 
 /// The gradients that exist at the moment.
-#[derive(Debug)]
-pub(crate) struct Gradients {
+pub(crate) struct Gradients<'a, D: Device> {
+    device: &'a D,
     dtype: DType,
     shapes: HashMap<(BlockId, Role), Vec<u64>>,
     tensors: HashMap<(BlockId, Role), Written>,
     seed: u64,
+    away: Option<Away<'a, D>>,
 }
 
+/// A gradient that something was added to.
 #[derive(Debug)]
 struct Written {
-    gradient: Tensor,
+    /// `None` while it is not on the device.
+    gradient: Option<Tensor>,
     /// How often something was added to it.
     times: u64,
 }
 
-impl Gradients {
-    /// No gradients yet, for the parameters that are trained.
-    pub fn new(trained: &[Parameter], dtype: DType) -> Self {
+/// Gradients that live on a lower tier.
+struct Away<'a, D: Device> {
+    parcels: HashMap<Unit, Parcel<Role>>,
+    pool: Pool<'a, D, Unit>,
+    /// The pieces of tables.
+    pieces: HashMap<(BlockId, Role), Vec<Range<u64>>>,
+    /// The units whose gradients live there now.
+    exist: Vec<Unit>,
+}
+
+/// Where a gradient goes.
+pub(crate) struct Target {
+    pub tensor: Tensor,
+    /// Whether it is to be added to what is there.
+    pub accumulate: bool,
+    pub rounding: Rounding,
+}
+
+impl<'a, D: Device> Gradients<'a, D> {
+    /// No gradients yet, for the parameters that are trained; those of matrices live on `tier`.
+    pub fn new(
+        device: &'a D,
+        trained: &[Parameter],
+        dtype: DType,
+        (tiers, tier): (&Arc<LowerTiers>, Tier),
+        cut: Pieces,
+    ) -> Result<Self, StepError> {
         let shapes = trained.iter().map(|p| ((p.block, p.role), p.shape.clone())).collect();
-        Gradients { dtype, shapes, tensors: HashMap::new(), seed: 0 }
+        let mut gradients = Gradients { device, dtype, shapes, tensors: HashMap::new(), seed: 0, away: None };
+        if tier == Tier::Device {
+            return Ok(gradients);
+        }
+        let (mut parcels, mut pieces) = (HashMap::<Unit, Parcel<Role>>::new(), HashMap::new());
+        for p in trained.iter().filter(|p| is_matrix(p)) {
+            let columns = p.shape.get(1).copied().unwrap_or(1);
+            let cuts = cut.of(p);
+            for (piece, rows) in (0..).zip(&cuts) {
+                let parcel = parcels.entry(Unit { block: p.block, piece }).or_insert_with(Parcel::new);
+                parcel.add(p.role, dtype, &[rows.end - rows.start, columns]);
+            }
+            if layer_of(p.block).is_none() {
+                pieces.insert((p.block, p.role), cuts);
+            }
+        }
+        let mut units: Vec<Unit> = parcels.keys().copied().collect();
+        units.sort();
+        let mut homes = Homes::new(tiers);
+        for unit in units {
+            tiers.enter(Phase::Setup, layer_of(unit.block));
+            let bytes = parcels.get(&unit).map_or(0, Parcel::bytes);
+            homes.take(unit, tier, bytes, Tag::Gradients, "gradients")?;
+        }
+        if let Some(bytes) = parcels.values().map(Parcel::bytes).max() {
+            device.arena().enter(Phase::Setup, None);
+            let mut pool = Pool::new(device, bytes, BUFFERS.min(parcels.len()))?;
+            pool.carry_with(Box::new(homes));
+            gradients.away = Some(Away { parcels, pool, pieces, exist: Vec::new() });
+        }
+        Ok(gradients)
     }
 
     /// Gives all gradients back and starts a pass. Sums in narrow gradients are rounded stochastically by `seed`, so that
@@ -44,6 +112,9 @@ impl Gradients {
     /// Gives all gradients back.
     pub fn clear(&mut self) {
         self.tensors.clear();
+        if let Some(away) = &mut self.away {
+            away.exist.drain(..).for_each(|unit| away.pool.forget(unit));
+        }
     }
 
     /// Whether a parameter is trained.
@@ -56,65 +127,197 @@ impl Gradients {
         self.tensors.remove(&(block, role));
     }
 
-    /// Where a gradient goes, and whether it is to be added to what is there.
-    pub fn target<D: Device>(
+    /// The units whose gradients will be fetched next, in order.
+    pub fn announce(&mut self, units: &[Unit]) -> Result<(), StepError> {
+        let Some(Away { pool, exist, .. }) = &mut self.away else { return Ok(()) };
+        pool.announce(units.iter().copied().filter(|unit| exist.contains(unit)))
+    }
+
+    /// Has the gradients of a layer on the device: as they are, or room for them where there are none yet.
+    pub fn fetch(&mut self, block: BlockId) -> Result<(), StepError> {
+        let unit = Unit::whole(block);
+        let Some(buffer) = self.buffer_of(unit)? else { return Ok(()) };
+        let Some(away) = &self.away else { return Ok(()) };
+        let Some(parcel) = away.parcels.get(&unit) else { return Ok(()) };
+        for view in parcel.views(&buffer) {
+            let missing = StepError::MissingWeight { block, role: Role::TokenEmbedding };
+            let (role, tensor) = view.ok_or(missing)?;
+            let written = self.tensors.entry((block, *role));
+            written.or_insert(Written { gradient: None, times: 0 }).gradient = Some(tensor);
+        }
+        Ok(())
+    }
+
+    /// The buffer with a unit's gradients, or for them; `None` for a unit whose gradients are on the device.
+    fn buffer_of(&mut self, unit: Unit) -> Result<Option<Tensor>, StepError> {
+        let Some(Away { parcels, pool, exist, .. }) = &mut self.away else { return Ok(None) };
+        if !parcels.contains_key(&unit) {
+            return Ok(None);
+        }
+        let buffer = match exist.contains(&unit) {
+            true => pool.take(unit)?,
+            false => {
+                exist.push(unit);
+                pool.take_fresh(unit)?
+            }
+        };
+        let missing = StepError::MissingWeight { block: unit.block, role: Role::TokenEmbedding };
+        buffer.map(Some).ok_or(missing)
+    }
+
+    /// Sends the gradients of a layer to where they live; `served`: nobody needs them any more.
+    pub fn put_away(&mut self, block: BlockId, served: bool) -> Result<(), StepError> {
+        let Some(Away { parcels, .. }) = &self.away else { return Ok(()) };
+        let unit = Unit::whole(block);
+        if layer_of(block).is_none() || !parcels.contains_key(&unit) {
+            return Ok(());
+        }
+        for ((_, _), written) in self.tensors.iter_mut().filter(|((b, role), _)| {
+            *b == block && parcels.get(&unit).is_some_and(|p| p.tensors().iter().any(|t| t.key == *role))
+        }) {
+            written.gradient = None;
+        }
+        self.leave(unit, served)
+    }
+
+    fn leave(&mut self, unit: Unit, served: bool) -> Result<(), StepError> {
+        let Some(Away { pool, exist, .. }) = &mut self.away else { return Ok(()) };
+        if served {
+            pool.forget(unit);
+            exist.retain(|other| *other != unit);
+        } else {
+            pool.release(unit, true);
+        }
+        pool.advance()
+    }
+
+    /// The pieces of a table whose gradient lives on a lower tier.
+    pub fn pieces(&self, block: BlockId, role: Role) -> Option<Vec<Range<u64>>> {
+        self.away.as_ref()?.pieces.get(&(block, role)).cloned()
+    }
+
+    /// Where the gradient of some rows of a table goes that is written in pieces: for the `nth` time since
+    /// [`count_rows`](Self::count_rows). To be left by [`leave_rows`](Self::leave_rows).
+    pub fn rows_target(
         &mut self,
-        device: &D,
+        (block, role): (BlockId, Role),
+        piece: u32,
+        range: &Range<u64>,
+        nth: u64,
+    ) -> Result<Target, StepError> {
+        let times = nth + self.tensors.get(&(block, role)).map_or(0, |written| written.times);
+        let tensor = match self.piece(block, role, piece)? {
+            Some(tensor) => tensor,
+            None => rows(&self.whole(block, role)?, range.start, range.end)?,
+        };
+        let rounding = self.rounding_at(block, role, times, range.start * tensor.columns());
+        Ok(Target { tensor, accumulate: times > 0, rounding })
+    }
+
+    /// A whole gradient on the device.
+    fn whole(&mut self, block: BlockId, role: Role) -> Result<Tensor, StepError> {
+        if let Some(Written { gradient: Some(gradient), .. }) = self.tensors.get(&(block, role)) {
+            return Ok(gradient.clone());
+        }
+        let gradient = self.new_gradient(block, role)?;
+        self.tensors.insert((block, role), Written { gradient: Some(gradient.clone()), times: 0 });
+        Ok(gradient)
+    }
+
+    /// A piece of a gradient that lives on a lower tier, in its buffer.
+    fn piece(&mut self, block: BlockId, role: Role, piece: u32) -> Result<Option<Tensor>, StepError> {
+        let unit = Unit { block, piece };
+        let Some(buffer) = self.buffer_of(unit)? else { return Ok(None) };
+        let parcel = self.away.as_ref().and_then(|away| away.parcels.get(&unit));
+        let found = parcel.and_then(|p| p.views(&buffer).flatten().find(|(r, _)| **r == role));
+        found.map(|(_, tensor)| Some(tensor)).ok_or(StepError::MissingWeight { block, role })
+    }
+
+    /// All rows of a table were written `times` more times.
+    pub fn count_rows(&mut self, block: BlockId, role: Role, times: u64) {
+        let written = self.tensors.entry((block, role));
+        written.or_insert(Written { gradient: None, times: 0 }).times += times;
+    }
+
+    /// What was written of a piece, to read it. To be left by [`leave_rows`](Self::leave_rows).
+    pub fn get_rows(
+        &mut self,
         block: BlockId,
         role: Role,
-    ) -> Result<(Tensor, bool), StepError> {
-        let key = (block, role);
-        if let Some(written) = self.tensors.get_mut(&key) {
-            written.times += 1;
-            return Ok((written.gradient.clone(), true));
+        piece: u32,
+        range: &Range<u64>,
+    ) -> Result<Tensor, StepError> {
+        match self.piece(block, role, piece)? {
+            Some(tensor) => Ok(tensor),
+            None => rows(self.get(block, role)?, range.start, range.end),
         }
-        let shape = self.shapes.get(&key).ok_or(StepError::MissingWeight { block, role })?;
+    }
+
+    /// Done with a piece for now, whose tensors are gone.
+    pub fn leave_rows(&mut self, block: BlockId, piece: u32, served: bool) -> Result<(), StepError> {
+        let unit = Unit { block, piece };
+        match &self.away {
+            Some(away) if away.parcels.contains_key(&unit) => self.leave(unit, served),
+            _ => Ok(()),
+        }
+    }
+
+    fn new_gradient(&self, block: BlockId, role: Role) -> Result<Tensor, StepError> {
+        let shape = self.shapes.get(&(block, role)).ok_or(StepError::MissingWeight { block, role })?;
         // Vectors are too small to save anything on, and many sums end in each of their elements.
         let dtype = if shape.len() < 2 { DType::F32 } else { self.dtype };
-        let gradient = device.alloc(dtype, shape, Tag::Gradients, role_name(role))?;
-        self.tensors.insert(key, Written { gradient: gradient.clone(), times: 0 });
+        Ok(self.device.alloc(dtype, shape, Tag::Gradients, role_name(role))?)
+    }
+
+    /// Where a gradient goes, and whether it is to be added to what is there.
+    pub fn target(&mut self, block: BlockId, role: Role) -> Result<(Tensor, bool), StepError> {
+        let key = (block, role);
+        if let Some(Written { gradient: Some(gradient), times }) = self.tensors.get_mut(&key) {
+            *times += 1;
+            return Ok((gradient.clone(), *times > 1));
+        }
+        let gradient = self.new_gradient(block, role)?;
+        self.tensors.insert(key, Written { gradient: Some(gradient.clone()), times: 1 });
         Ok((gradient, false))
     }
 
     /// Where a gradient goes by scattered addition: zeroed if nothing is there yet.
-    pub fn scatter_target<D: Device>(
-        &mut self,
-        device: &D,
-        block: BlockId,
-        role: Role,
-    ) -> Result<Tensor, StepError> {
-        let (gradient, accumulate) = self.target(device, block, role)?;
+    pub fn scatter_target(&mut self, block: BlockId, role: Role) -> Result<Tensor, StepError> {
+        let (gradient, accumulate) = self.target(block, role)?;
         if !accumulate {
-            device.run(Op::Fill { out: &gradient, value: 0.0 })?;
+            self.device.run(Op::Fill { out: &gradient, value: 0.0 })?;
         }
         Ok(gradient)
     }
 
     /// Adds dout^T x to a weight's gradient.
-    pub fn add_product<D: Device>(
+    pub fn add_product(
         &mut self,
-        device: &D,
         block: BlockId,
         role: Role,
         dout: &Tensor,
         x: &Tensor,
         compute: Compute,
     ) -> Result<(), StepError> {
-        let (dweight, accumulate) = self.target(device, block, role)?;
+        let (dweight, accumulate) = self.target(block, role)?;
         let (dweight, rounding) = (&dweight, self.rounding(block, role));
-        Ok(device.run(Op::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute })?)
+        Ok(self.device.run(Op::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute })?)
     }
 
     /// The rounding of what is now added to a gradient.
     pub fn rounding(&self, block: BlockId, role: Role) -> Rounding {
-        let times = self.tensors.get(&(block, role)).map_or(0, |written| written.times);
-        let seed = mix(mix(self.seed, times), parameter_number(block, role));
-        Rounding::Stochastic { seed }
+        let times = self.tensors.get(&(block, role)).map_or(0, |written| written.times.saturating_sub(1));
+        self.rounding_at(block, role, times, 0)
     }
 
-    /// A gradient that the backward pass has written.
+    fn rounding_at(&self, block: BlockId, role: Role, times: u64, first: u64) -> Rounding {
+        let seed = mix(mix(self.seed, times), parameter_number(block, role));
+        Rounding::Stochastic { seed, first }
+    }
+
+    /// A gradient that the backward pass has written and that is on the device.
     pub fn get(&self, block: BlockId, role: Role) -> Result<&Tensor, StepError> {
-        let written = self.tensors.get(&(block, role)).ok_or(StepError::MissingWeight { block, role })?;
-        Ok(&written.gradient)
+        let written = self.tensors.get(&(block, role)).and_then(|written| written.gradient.as_ref());
+        written.ok_or(StepError::MissingWeight { block, role })
     }
 }

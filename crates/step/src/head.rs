@@ -1,6 +1,10 @@
 //! The end of the model: final norm, head, and the loss, taken in chunks of tokens, forward and backward together.
 //! Logits of one chunk exist at a time; their gradients overwrite them.
 
+mod pieces;
+
+use std::ops::Range;
+
 use plimsoll_device::{DType, Device, Op, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, NormSpec, Role};
@@ -10,7 +14,7 @@ use crate::context::Context;
 use crate::gradients::Gradients;
 use crate::inputs::Labels;
 use crate::linear::Linear;
-use crate::norm::Norm;
+use crate::norm::{Norm, Statistics};
 use crate::store::{BlockWeights, WeightStore};
 
 /// The weights of the head: its own norm and either its own matrix or the embedding's.
@@ -18,6 +22,8 @@ pub(crate) struct Head {
     own: BlockWeights,
     tied: Option<BlockWeights>,
 }
+
+pub(crate) use pieces::{HeadPiece, PiecedLoss};
 
 impl Head {
     /// Gathers the head's block and, where the head is tied, the embedding's.
@@ -33,6 +39,11 @@ impl Head {
         if self.tied.is_some() {
             store.release(BlockId::Embedding);
         }
+    }
+
+    /// Which table it is.
+    pub fn table(tied: bool) -> (BlockId, Role) {
+        if tied { (BlockId::Embedding, Role::TokenEmbedding) } else { (BlockId::Head, Role::LmHead) }
     }
 
     /// The final norm.
@@ -68,6 +79,27 @@ pub(crate) fn loss<D: Device>(
     })
 }
 
+/// As [`loss`], of a head whose table comes in pieces.
+pub(crate) fn loss_in_pieces<D: Device>(
+    ctx: &Context<'_, D>,
+    store: &mut dyn WeightStore,
+    x: &Tensor,
+    labels: &Labels,
+    chunk_tokens: u64,
+    (block, role): (BlockId, Role),
+    pieces: &[Range<u64>],
+) -> Result<(), StepError> {
+    let own = store.gather(BlockId::Head)?;
+    let norm = own.norm(Role::FinalNorm, Some(Role::FinalNormBias), &ctx.spec.norm)?;
+    let loss = PiecedLoss::begin(ctx, norm, x, labels, chunk_tokens, pieces)?;
+    for (piece, rows) in (0..).zip(pieces) {
+        let weight = &store.gather_piece(block, role, piece)?;
+        loss.add(ctx, HeadPiece { block, role, piece, rows, weight })?;
+        store.release_piece(block, piece, false);
+    }
+    loss.losses(ctx)
+}
+
 /// As [`loss`], and the backward pass with it: returns the gradient of x, for a loss multiplied by `scale`.
 pub(crate) fn loss_and_backward<D: Device>(
     ctx: &Context<'_, D>,
@@ -76,7 +108,7 @@ pub(crate) fn loss_and_backward<D: Device>(
     labels: &Labels,
     chunk_tokens: u64,
     scale: f32,
-    gradients: &mut Gradients,
+    gradients: &mut Gradients<'_, D>,
 ) -> Result<Tensor, StepError> {
     let norm = head.norm(&ctx.spec.norm)?;
     let linear = head.linear()?;
@@ -88,10 +120,22 @@ pub(crate) fn loss_and_backward<D: Device>(
         // The normed chunk has served; its gradient takes its place.
         linear.backward_input(ctx, through, &chunk.logits, &chunk.normed, false)
     })?;
+    through_norm(ctx, &norm, x, &normed.out, normed.statistics.as_ref(), gradients)
+}
+
+/// The gradient of x from that of its norm.
+fn through_norm<D: Device>(
+    ctx: &Context<'_, D>,
+    norm: &Norm<'_>,
+    x: &Tensor,
+    dnormed: &Tensor,
+    statistics: Option<&Statistics>,
+    gradients: &mut Gradients<'_, D>,
+) -> Result<Tensor, StepError> {
     let dx = ctx.device.alloc(ctx.activations, &[x.rows(), x.columns()], Tag::Activations, "dresidual")?;
     ctx.device.run(Op::Fill { out: &dx, value: 0.0 })?;
-    if let Some(statistics) = &normed.statistics {
-        norm.backward(ctx.device, gradients, x, statistics, &normed.out, &dx)?;
+    if let Some(statistics) = statistics {
+        norm.backward(ctx.device, gradients, x, statistics, dnormed, &dx)?;
     }
     Ok(dx)
 }

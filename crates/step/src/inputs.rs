@@ -113,6 +113,7 @@ impl Inputs {
             attention_kind,
             mlp_chunk_tokens,
             dropout,
+            away: None,
         }
     }
 

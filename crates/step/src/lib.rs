@@ -16,6 +16,7 @@ mod gradients;
 mod head;
 mod inputs;
 mod linear;
+mod loss_scale;
 mod norm;
 mod optimizer;
 mod policy;
@@ -23,6 +24,7 @@ mod rope;
 mod seed;
 mod settings;
 mod store;
+mod tier;
 mod trainer;
 
 pub use plimsoll_device::BlockSparse;
@@ -30,6 +32,7 @@ pub use plimsoll_device::BlockSparse;
 pub use decode::{DecodeSettings, Decoder};
 pub use error::{StepError, block_name};
 pub use evaluate::Evaluator;
+pub use loss_scale::LossScale;
 pub use optimizer::{
     AdafactorSettings, AdamSettings, ApolloChannels, EightBit, LionSettings, LowRankSettings, OptimizerKind,
     OptimizerSettings, OptimizerState, ParameterGroup, SgdSettings, StateKind,
@@ -40,4 +43,4 @@ pub use settings::{
     Precision, StepSettings, TrainingMethod, UpdateTiming,
 };
 pub use store::{BlockWeights, ResidentStore, StreamedStore, WeightStorage, WeightStore};
-pub use trainer::{LossScale, NamedTensor, StepOutcome, StepProgress, Trainer};
+pub use trainer::{NamedTensor, StepOutcome, StepProgress, Trainer};

@@ -158,17 +158,17 @@ impl Linear<'_> {
     pub fn backward_weight<D: Device>(
         &self,
         ctx: &Context<'_, D>,
-        gradients: &mut Gradients,
+        gradients: &mut Gradients<'_, D>,
         dout: &Tensor,
         x: &Tensor,
     ) -> Result<Through, StepError> {
         if gradients.wants(self.block, self.role) {
             let multiply = self.multiply(ctx);
             let (narrow, x) = (&multiply.gradient(ctx.device, dout)?, &multiply.input(ctx.device, x)?);
-            gradients.add_product(ctx.device, self.block, self.role, narrow, x, multiply.compute())?;
+            gradients.add_product(self.block, self.role, narrow, x, multiply.compute())?;
         }
         if self.bias.is_some() && gradients.wants(self.block, self.bias_role) {
-            let (dbias, accumulate) = gradients.target(ctx.device, self.block, self.bias_role)?;
+            let (dbias, accumulate) = gradients.target(self.block, self.bias_role)?;
             ctx.device.run(Op::BiasBackward { dout, dbias: &dbias, accumulate })?;
         }
         let Some(adapter) = &self.adapter else { return Ok(Through { inner: None, dout: None }) };
@@ -179,7 +179,7 @@ impl Linear<'_> {
         let y = self.undirected(ctx, adapter, x)?;
         let lengths = adapter.lengths(ctx, dora, self.weight)?;
         if let (Some(divisors), true) = (&lengths, gradients.wants(self.block, dora.role)) {
-            let (out, accumulate) = gradients.target(ctx.device, self.block, dora.role)?;
+            let (out, accumulate) = gradients.target(self.block, dora.role)?;
             ctx.device.run(Op::ColumnDots { a: dout, b: &y, divisors, out: &out, accumulate })?;
         }
         // The output has served; the gradient before the scaling takes its place.

@@ -69,7 +69,7 @@ impl Norm<'_> {
     pub fn backward<D: Device>(
         &self,
         device: &D,
-        gradients: &mut Gradients,
+        gradients: &mut Gradients<'_, D>,
         x: &Tensor,
         statistics: &Statistics,
         dout: &Tensor,
@@ -77,7 +77,7 @@ impl Norm<'_> {
     ) -> Result<(), StepError> {
         let mut target = |role| -> Result<Option<(Tensor, bool)>, StepError> {
             let wanted = gradients.wants(self.block, role);
-            wanted.then(|| gradients.target(device, self.block, role)).transpose()
+            wanted.then(|| gradients.target(self.block, role)).transpose()
         };
         let dweight = target(self.role)?;
         let dbias = match self.bias {

@@ -4,15 +4,18 @@
 //! gradient of another tensor.
 
 use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
 
 use plimsoll_device::{DType, Device, Op, Rounding, Rule, Tensor};
-use plimsoll_memory::Phase;
+use plimsoll_disk::{Home, LowerTiers};
+use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, Parameter, Role};
 
 use crate::StepError;
-use crate::gradients::Gradients;
 use crate::seed::{mix, parameter_number};
-use crate::store::{BlockWeights, layer_of};
+use crate::store::layer_of;
+use crate::tier::{Homes, Parcel, Pieces, Pool, is_matrix};
 
 mod adafactor;
 mod adam_mini;
@@ -36,12 +39,12 @@ pub use state::{OptimizerState, StateKind};
 
 use state::NewState;
 
-/// The optimizer's states, resident.
-#[derive(Debug)]
-pub(crate) struct Optimizer {
+/// The optimizer's states: on the device, or those of matrices in homes on a lower tier.
+pub(crate) struct Optimizer<'a, D: Device> {
     kind: OptimizerKind,
     slots: HashMap<(BlockId, Role), Slot>,
     seed: u64,
+    away: Option<Away<'a, D>>,
 }
 
 /// A parameter's state, and its numbers.
@@ -50,6 +53,42 @@ struct Slot {
     state: OptimizerState,
     lr_scale: f64,
     weight_decay: f64,
+}
+
+/// The states of a matrix, or of a piece of a table.
+type StateUnit = (BlockId, Role, u32);
+
+/// States that live on a lower tier.
+struct Away<'a, D: Device> {
+    tiers: Arc<LowerTiers>,
+    parcels: HashMap<StateUnit, Parcel<StateKind>>,
+    homes: HashMap<StateUnit, Arc<Home>>,
+    pool: Pool<'a, D, StateUnit>,
+}
+
+/// Buffers for states that live on a lower tier: one in use, one on its way and one on its way back.
+const BUFFERS: usize = 3;
+
+/// How states are held.
+#[derive(Clone, Copy)]
+pub(crate) struct StateStorage<'s> {
+    /// The tiers, and the one on which the states of matrices live.
+    pub tiers: &'s Arc<LowerTiers>,
+    pub tier: Tier,
+    /// How tables are cut there.
+    pub cut: Pieces,
+    /// Elements of a query head.
+    pub head_dim: u64,
+    /// Which weights have an f32 master.
+    pub needs_master: &'s dyn Fn(&Parameter) -> bool,
+    pub seed: u64,
+}
+
+/// Which rows of a parameter are updated.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rows<'s> {
+    pub piece: u32,
+    pub rows: &'s Range<u64>,
 }
 
 /// The numbers of one update.
@@ -62,46 +101,61 @@ pub(crate) struct Update {
     pub step: u64,
 }
 
-impl Optimizer {
+impl<'a, D: Device> Optimizer<'a, D> {
     /// Takes memory for the states of all parameters that are trained and sets them to those before the first step.
-    pub fn allocate<D: Device>(
-        device: &D,
+    pub fn allocate(
+        device: &'a D,
         trained: &[Parameter],
-        head_dim: u64,
         settings: &OptimizerSettings,
-        needs_master: &dyn Fn(&Parameter) -> bool,
-        seed: u64,
+        storage: StateStorage<'_>,
     ) -> Result<Self, StepError> {
-        let parameters = trained;
         for group in &settings.groups {
-            if !parameters.iter().any(|p| group.pattern.matches(&p.name)) {
+            if !trained.iter().any(|p| group.pattern.matches(&p.name)) {
                 return Err(StepError::EmptyGroup { pattern: group.pattern.to_string() });
             }
         }
         let kind = settings.kind;
+        let StateStorage { tiers, tier, cut, head_dim, needs_master, seed } = storage;
         let mut slots = HashMap::new();
-        for p in parameters {
+        let (mut parcels, mut homes) = (HashMap::new(), Homes::new(tiers));
+        for p in trained {
             device.arena().enter(Phase::Setup, layer_of(p.block));
-            let mut new = NewState::new(device, p);
-            match kind {
-                OptimizerKind::AdamW(_) => adamw::allocate(&mut new, DType::F32),
-                OptimizerKind::AdamWBf16(_) => adamw::allocate(&mut new, DType::Bf16),
-                OptimizerKind::AdamW8bit(_, bits) => eight_bit::allocate_adamw(&mut new, bits),
-                OptimizerKind::AdamMini(_) => adam_mini::allocate(&mut new, head_dim),
-                OptimizerKind::Lion(_) => lion::allocate(&mut new),
-                OptimizerKind::Lion8bit(_, bits) => eight_bit::allocate_lion(&mut new, bits),
-                OptimizerKind::Adafactor(s) | OptimizerKind::AdaLomo(s) => adafactor::allocate(&mut new, &s),
-                OptimizerKind::Sgd(s) => sgd::allocate(&mut new, &s),
-                OptimizerKind::GaLore(s) => galore::allocate(&mut new, &s),
-                OptimizerKind::Apollo(s, _) => apollo::allocate(&mut new, &s),
-            }?;
-            if needs_master(p) {
-                new.master()?;
+            tiers.enter(Phase::Setup, layer_of(p.block));
+            let mut state = OptimizerState::default();
+            if tier == Tier::Device || !is_matrix(p) {
+                state = new_state(device, p, kind, head_dim, needs_master(p))?;
+            } else {
+                for (piece, rows) in (0..).zip(cut.of(p)) {
+                    let first = new_state(device, &of_rows(p, &rows), kind, head_dim, needs_master(p))?;
+                    let unit = (p.block, p.role, piece);
+                    let mut parcel = Parcel::new();
+                    for (kind, tensor) in first.tensors() {
+                        parcel.add(*kind, tensor.dtype(), tensor.shape().dims());
+                    }
+                    if parcel.is_empty() {
+                        continue;
+                    }
+                    homes.take(unit, tier, parcel.bytes(), Tag::Optimizer, "states")?;
+                    for ((_, tensor), placed) in first.tensors().iter().zip(parcel.tensors()) {
+                        if let Some(home) = homes.get(unit) {
+                            send_now(device, tiers, home, placed.offset, tensor)?;
+                        }
+                    }
+                    parcels.insert(unit, parcel);
+                }
             }
             let (lr_scale, weight_decay) = settings.numbers_of(p);
-            slots.insert((p.block, p.role), Slot { state: new.done(), lr_scale, weight_decay });
+            slots.insert((p.block, p.role), Slot { state, lr_scale, weight_decay });
         }
-        Ok(Optimizer { kind, slots, seed })
+        let mut away = None;
+        if let Some(bytes) = parcels.values().map(Parcel::bytes).max() {
+            device.arena().enter(Phase::Setup, None);
+            let all = homes.all();
+            let mut pool = Pool::new(device, bytes, BUFFERS.min(parcels.len()))?;
+            pool.carry_with(Box::new(homes));
+            away = Some(Away { tiers: Arc::clone(tiers), parcels, homes: all, pool });
+        }
+        Ok(Optimizer { kind, slots, seed, away })
     }
 
     fn slot(&self, block: BlockId, role: Role) -> Result<&Slot, StepError> {
@@ -118,31 +172,98 @@ impl Optimizer {
         self.slot(block, role).map(|slot| &slot.state)
     }
 
-    /// Updates the weights of one block from their gradients.
-    pub fn update_block<D: Device>(
-        &self,
+    /// Whether any state of a parameter lives on a lower tier.
+    pub fn is_away(&self, block: BlockId, role: Role) -> bool {
+        self.away.as_ref().is_some_and(|away| away.parcels.contains_key(&(block, role, 0)))
+    }
+
+    /// The states that live on a lower tier: of which piece, where, and what they are.
+    pub fn at_home(&self, block: BlockId, role: Role) -> Vec<AwayState> {
+        let Some(away) = &self.away else { return Vec::new() };
+        let own = |piece: u32| {
+            let unit = (block, role, piece);
+            Some((away.parcels.get(&unit)?, away.homes.get(&unit)?))
+        };
+        let pieces = (0..).map_while(own).enumerate();
+        let states = pieces.flat_map(|(piece, (parcel, home))| {
+            parcel.tensors().iter().map(move |placed| AwayState {
+                piece,
+                kind: placed.key,
+                dtype: placed.dtype,
+                shape: placed.shape.clone(),
+                home: Arc::clone(home),
+                offset: placed.offset,
+            })
+        });
+        states.collect()
+    }
+
+    /// The parameters that will be updated next, in order, with the pieces that each has.
+    pub fn announce(&mut self, order: impl IntoIterator<Item = StateUnit>) -> Result<(), StepError> {
+        let Some(Away { parcels, pool, .. }) = &mut self.away else { return Ok(()) };
+        pool.announce(order.into_iter().filter(|unit| parcels.contains_key(unit)))
+    }
+
+    /// Moves on what is under way, without waiting.
+    pub fn advance(&mut self) -> Result<(), StepError> {
+        self.away.as_mut().map_or(Ok(()), |away| away.pool.advance())
+    }
+
+    /// Waits until every state is where it lives.
+    pub fn flush(&mut self) -> Result<(), StepError> {
+        self.away.as_mut().map_or(Ok(()), |away| away.pool.flush())
+    }
+
+    /// Updates one parameter, or the rows of it that `weight` and `grad` hold, from the gradient.
+    pub fn update(
+        &mut self,
         device: &D,
-        weights: &BlockWeights,
-        parameters: &[Parameter],
-        gradients: &Gradients,
+        parameter: &Parameter,
+        rows: Option<Rows<'_>>,
+        (weight, grad): (&Tensor, &Tensor),
         update: Update,
     ) -> Result<(), StepError> {
-        for p in parameters {
-            self.update(device, p, weights.get(p.role)?, gradients.get(p.block, p.role)?, update)?;
+        let unit = (parameter.block, parameter.role, rows.map_or(0, |rows| rows.piece));
+        let brought = match &mut self.away {
+            Some(Away { parcels, pool, .. }) => match parcels.get(&unit) {
+                Some(parcel) => Some(bring(pool, parcel, unit)?),
+                None => None,
+            },
+            None => None,
+        };
+        let was_brought = brought.is_some();
+        let own = self.slot(parameter.block, parameter.role)?;
+        let parts;
+        let state = match (&brought, rows) {
+            (Some(state), _) => state,
+            (None, Some(rows)) => {
+                parts = own.state.of_rows(parameter, rows.rows);
+                &parts
+            }
+            (None, None) => &own.state,
+        };
+        let part = rows.map(|rows| of_rows(parameter, rows.rows));
+        let first = rows.map_or(0, |rows| rows.rows.start * weight.columns());
+        self.run(device, part.as_ref().unwrap_or(parameter), first, (weight, grad, state), update)?;
+        if was_brought {
+            drop(brought);
+            if let Some(away) = &mut self.away {
+                away.pool.release(unit, true);
+                away.pool.advance()?;
+            }
         }
         Ok(())
     }
 
-    /// Updates one parameter from its gradient.
-    pub fn update<D: Device>(
+    fn run(
         &self,
         device: &D,
         parameter: &Parameter,
-        weight: &Tensor,
-        grad: &Tensor,
+        first: u64,
+        (weight, grad, state): (&Tensor, &Tensor, &OptimizerState),
         update: Update,
     ) -> Result<(), StepError> {
-        let Slot { state, lr_scale, weight_decay } = self.slot(parameter.block, parameter.role)?;
+        let Slot { lr_scale, weight_decay, .. } = self.slot(parameter.block, parameter.role)?;
         let own_seed = mix(self.seed, parameter_number(parameter.block, parameter.role));
         let job = Job {
             device,
@@ -155,6 +276,7 @@ impl Optimizer {
             grad_scale: update.grad_scale as f32,
             step: update.step,
             own_seed,
+            first,
         };
         match self.kind {
             OptimizerKind::AdamW(adam) | OptimizerKind::AdamWBf16(adam) => adamw::update(&job, adam),
@@ -168,6 +290,78 @@ impl Optimizer {
             OptimizerKind::Apollo(s, channels) => apollo::update(&job, &s, channels),
         }
     }
+}
+
+/// A state that lives on a lower tier.
+pub(crate) struct AwayState {
+    pub piece: usize,
+    pub kind: StateKind,
+    pub dtype: DType,
+    pub shape: Vec<u64>,
+    pub home: Arc<Home>,
+    /// In bytes from the home's beginning.
+    pub offset: u64,
+}
+
+/// The state of a parameter before its first step, on the device.
+fn new_state<D: Device>(
+    device: &D,
+    parameter: &Parameter,
+    kind: OptimizerKind,
+    head_dim: u64,
+    with_master: bool,
+) -> Result<OptimizerState, StepError> {
+    let mut new = NewState::new(device, parameter);
+    match kind {
+        OptimizerKind::AdamW(_) => adamw::allocate(&mut new, DType::F32),
+        OptimizerKind::AdamWBf16(_) => adamw::allocate(&mut new, DType::Bf16),
+        OptimizerKind::AdamW8bit(_, bits) => eight_bit::allocate_adamw(&mut new, bits),
+        OptimizerKind::AdamMini(_) => adam_mini::allocate(&mut new, head_dim),
+        OptimizerKind::Lion(_) => lion::allocate(&mut new),
+        OptimizerKind::Lion8bit(_, bits) => eight_bit::allocate_lion(&mut new, bits),
+        OptimizerKind::Adafactor(s) | OptimizerKind::AdaLomo(s) => adafactor::allocate(&mut new, &s),
+        OptimizerKind::Sgd(s) => sgd::allocate(&mut new, &s),
+        OptimizerKind::GaLore(s) => galore::allocate(&mut new, &s),
+        OptimizerKind::Apollo(s, _) => apollo::allocate(&mut new, &s),
+    }?;
+    if with_master {
+        new.master()?;
+    }
+    Ok(new.done())
+}
+
+/// The states in a buffer of the pool.
+fn bring<D: Device>(
+    pool: &mut Pool<'_, D, StateUnit>,
+    parcel: &Parcel<StateKind>,
+    unit: StateUnit,
+) -> Result<OptimizerState, StepError> {
+    let missing = || StepError::MissingWeight { block: unit.0, role: unit.1 };
+    let buffer = pool.take(unit)?.ok_or_else(missing)?;
+    let views = parcel.views(&buffer).map(|view| view.map(|(kind, tensor)| (*kind, tensor)));
+    Ok(OptimizerState::new(views.collect::<Option<Vec<_>>>().ok_or_else(missing)?))
+}
+
+/// Rows of a parameter, as a parameter.
+fn of_rows(parameter: &Parameter, rows: &Range<u64>) -> Parameter {
+    let mut part = parameter.clone();
+    if let Some(first) = part.shape.first_mut() {
+        *first = rows.end - rows.start;
+    }
+    part
+}
+
+/// Writes a tensor into a home, now. A dry run has none.
+fn send_now<D: Device>(
+    device: &D,
+    tiers: &LowerTiers,
+    home: &Home,
+    offset: u64,
+    tensor: &Tensor,
+) -> Result<(), StepError> {
+    let mut outcome = Ok(());
+    device.read(tensor, &mut |bytes| outcome = tiers.write_now(home, offset, bytes))?;
+    Ok(outcome?)
 }
 
 /// One parameter's step: what a rule is given.
@@ -184,6 +378,8 @@ struct Job<'a, D: Device> {
     step: u64,
     /// Of the parameter, the same at every step.
     own_seed: u64,
+    /// The first element of the parameter that is updated.
+    first: u64,
 }
 
 impl<'a, D: Device> Job<'a, D> {
@@ -212,7 +408,7 @@ impl<'a, D: Device> Job<'a, D> {
             master: self.state.master(),
             grad: self.grad,
             grad_scale: self.grad_scale,
-            rounding: Rounding::Stochastic { seed: self.seed() },
+            rounding: Rounding::Stochastic { seed: self.seed(), first: self.first },
             rule,
         }))?)
     }

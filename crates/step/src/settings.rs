@@ -197,6 +197,9 @@ pub struct StepSettings {
     pub method: TrainingMethod,
     /// Where tensors live between their uses.
     pub offload: Offload,
+    /// Micro-batches that go through a block before the next block's turn. More than one bring what is offloaded fewer
+    /// times and hold the activations of all; the gradient of a tied embedding is then summed in another order.
+    pub micro_batches_per_pass: u64,
     /// Seed of stochastic rounding and dropout.
     pub seed: u64,
 }
@@ -269,6 +272,7 @@ impl StepSettings {
             loss_scaling: None,
             method: TrainingMethod::Full,
             offload: Offload::NONE,
+            micro_batches_per_pass: 1,
             seed: 0,
         }
     }

@@ -4,6 +4,7 @@
 mod streamed;
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use plimsoll_device::{DType, Device, DeviceError, Op, Rounding, Tensor};
 use plimsoll_memory::{Phase, Tag};
@@ -60,6 +61,54 @@ impl BlockWeights {
         };
         let (a_role, a, b) = (a, self.get(a)?, self.get(b_role)?);
         Ok(Some(LowRank { block: self.block, a_role, a, b_role, b, scale, dora }))
+    }
+
+    /// Whether any of its adapters has lengths.
+    fn has_lengths(&self) -> bool {
+        self.adapters.iter().any(|used| used.dora)
+    }
+
+    /// Does once what adapters with lengths need of the weights, when all have their values.
+    fn prepare<D: Device>(&self, device: &D) -> Result<(), StepError> {
+        for used in self.adapters.iter().filter(|used| used.dora) {
+            let weight = self.get(used.of.role())?;
+            let Some(adapter) = self.adapter(used.of.role())? else { continue };
+            let Some(dora) = adapter.dora else { continue };
+            if let Some(squares) = dora.squares {
+                device.run(Op::RowSquares { x: weight, out: squares })?;
+                continue;
+            }
+            let outputs = weight.rows();
+            let alloc = |name| device.alloc(DType::F32, &[1, outputs], Tag::Workspace, name);
+            let (squares, copy) = (alloc("dora.squares")?, alloc("dora.magnitude")?);
+            device.run(Op::RowSquares { x: weight, out: &squares })?;
+            let lengths = adapter.lengths_of(device, &squares, weight)?;
+            device.run(Op::Cast { x: dora.magnitude, out: &copy, rounding: Rounding::Nearest })?;
+            device.run(Op::Fill { out: &squares, value: 1.0 })?;
+            let out = reshaped(dora.magnitude, &[1, outputs])?;
+            device.run(Op::ScaleColumns {
+                x: &squares,
+                factors: &copy,
+                divisors: Some(&lengths),
+                bias: None,
+                out: &out,
+                accumulate: false,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Sets the lengths of rows to those that the weights have with their adapters: where DoRA begins.
+    fn reset_magnitudes<D: Device>(&self, device: &D) -> Result<(), StepError> {
+        for used in self.adapters.iter().filter(|used| used.dora) {
+            let weight = self.get(used.of.role())?;
+            let Some(adapter) = self.adapter(used.of.role())? else { continue };
+            if let Some(Dora { magnitude: out, squares: Some(squares), .. }) = adapter.dora {
+                let x = &adapter.lengths_of(device, squares, weight)?;
+                device.run(Op::Cast { x, out, rounding: Rounding::Nearest })?;
+            }
+        }
+        Ok(())
     }
 
     /// The block that they belong to.
@@ -159,6 +208,19 @@ pub trait WeightStore {
     fn announce(&mut self, _: &[BlockId]) -> Result<(), StepError> {
         Ok(())
     }
+
+    /// The rows of each piece of a table that is gathered in pieces; `None` for one that comes with its block.
+    fn pieces(&self, _: BlockId, _: Role) -> Option<Vec<Range<u64>>> {
+        None
+    }
+
+    /// Makes a piece of such a table available.
+    fn gather_piece(&mut self, block: BlockId, role: Role, _: u32) -> Result<Tensor, StepError> {
+        Err(StepError::MissingWeight { block, role })
+    }
+
+    /// The step is done with the piece for now, and has changed it or not.
+    fn release_piece(&mut self, _: BlockId, _: u32, _changed: bool) {}
 }
 
 /// What a forward pass gathers, with the head if it comes to that, and what the next one begins with.
@@ -168,7 +230,7 @@ pub(crate) fn blocks_of_pass(spec: &ModelSpec, with_head: bool) -> Vec<BlockId> 
     layers.chain(with_head.then_some(head)).chain([BlockId::Layer(0)]).collect()
 }
 
-/// A store that has everything in the arena all the time, but for what is staged.
+/// What a store has in the arena all the time.
 #[derive(Debug)]
 pub struct ResidentStore {
     blocks: HashMap<BlockId, BlockWeights>,
@@ -199,6 +261,17 @@ impl ResidentStore {
         storage: WeightStorage<'_>,
         tag: Tag,
     ) -> Result<Self, StepError> {
+        ResidentStore::allocate_where(device, spec, storage, tag, &|p| storage.is_resident(p))
+    }
+
+    /// The same for those weights that are resident.
+    fn allocate_where<D: Device>(
+        device: &D,
+        spec: &ModelSpec,
+        storage: WeightStorage<'_>,
+        tag: Tag,
+        is_resident: &dyn Fn(&Parameter) -> bool,
+    ) -> Result<Self, StepError> {
         spec.check()?;
         let WeightStorage { types, adapters, .. } = storage;
         let adapter_parameters = adapters.map(AdapterLayout::parameters).unwrap_or_default();
@@ -209,7 +282,7 @@ impl ResidentStore {
             let mut tensors = spec
                 .block_parameters(block)
                 .into_iter()
-                .filter(|p| storage.is_resident(p))
+                .filter(is_resident)
                 .map(|p| Ok((p.role, device.alloc(types(&p), &p.shape, tag, role_name(p.role))?)))
                 .collect::<Result<Vec<_>, DeviceError>>()?;
             for p in adapter_parameters.iter().filter(|p| p.block == block) {
@@ -223,7 +296,7 @@ impl ResidentStore {
                     let dora = weights.find(Role::Lora(LoraPart::Magnitude, *of)).is_some();
                     weights.adapters.push(AdapterUse { of: *of, a, scale: module.scale, dora });
                     if dora && storage.trained {
-                        let rows = weights.get(of.role())?.rows();
+                        let rows = weights.get(Role::Lora(LoraPart::Magnitude, *of))?.elements();
                         let squares = device.alloc(DType::F32, &[rows], Tag::Adapters, "dora.squares")?;
                         weights.tensors.push((Role::Lora(LoraPart::Squares, *of), squares));
                     }
@@ -231,7 +304,7 @@ impl ResidentStore {
             }
             blocks.insert(block, weights);
         }
-        let base = spec.parameters().into_iter().filter(|p| storage.is_resident(p));
+        let base = spec.parameters().into_iter().filter(is_resident);
         let parameters = base.chain(adapter_parameters.iter().cloned()).collect();
         Ok(ResidentStore { blocks, parameters })
     }
@@ -250,62 +323,14 @@ impl ResidentStore {
                 .map_err(StepError::from)?;
             outcome?;
         }
-        Ok(self.prepare(device)?)
-    }
-
-    /// Does once what adapters with lengths need of the weights, when all have their values.
-    pub fn prepare<D: Device>(&self, device: &D) -> Result<(), StepError> {
-        for (block, weights) in self.ordered() {
-            device.arena().enter(Phase::Setup, layer_of(block));
-            for used in weights.adapters.iter().filter(|used| used.dora) {
-                let weight = weights.get(used.of.role())?;
-                let Some(adapter) = weights.adapter(used.of.role())? else { continue };
-                let Some(dora) = adapter.dora else { continue };
-                if let Some(squares) = dora.squares {
-                    device.run(Op::RowSquares { x: weight, out: squares })?;
-                    continue;
-                }
-                let outputs = weight.rows();
-                let alloc = |name| device.alloc(DType::F32, &[1, outputs], Tag::Workspace, name);
-                let (squares, copy) = (alloc("dora.squares")?, alloc("dora.magnitude")?);
-                device.run(Op::RowSquares { x: weight, out: &squares })?;
-                let lengths = adapter.lengths_of(device, &squares, weight)?;
-                device.run(Op::Cast { x: dora.magnitude, out: &copy, rounding: Rounding::Nearest })?;
-                device.run(Op::Fill { out: &squares, value: 1.0 })?;
-                let out = reshaped(dora.magnitude, &[1, outputs])?;
-                device.run(Op::ScaleColumns {
-                    x: &squares,
-                    factors: &copy,
-                    divisors: Some(&lengths),
-                    bias: None,
-                    out: &out,
-                    accumulate: false,
-                })?;
-            }
-        }
         Ok(())
     }
 
-    /// Sets the lengths of rows to those that the weights have with their adapters: where DoRA begins.
-    pub fn reset_magnitudes<D: Device>(&self, device: &D) -> Result<(), StepError> {
-        for (block, weights) in self.ordered() {
-            device.arena().enter(Phase::Setup, layer_of(block));
-            for used in weights.adapters.iter().filter(|used| used.dora) {
-                let weight = weights.get(used.of.role())?;
-                let Some(adapter) = weights.adapter(used.of.role())? else { continue };
-                if let Some(Dora { magnitude: out, squares: Some(squares), .. }) = adapter.dora {
-                    let x = &adapter.lengths_of(device, squares, weight)?;
-                    device.run(Op::Cast { x, out, rounding: Rounding::Nearest })?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn ordered(&self) -> impl Iterator<Item = (BlockId, &BlockWeights)> {
-        let mut blocks: Vec<_> = self.blocks.iter().map(|(block, weights)| (*block, weights)).collect();
-        blocks.sort_by_key(|(block, _)| *block);
-        blocks.into_iter()
+    /// The blocks, in order.
+    fn ordered(&self) -> Vec<BlockId> {
+        let mut blocks: Vec<_> = self.blocks.keys().copied().collect();
+        blocks.sort();
+        blocks
     }
 
     /// The tensor of a parameter.

@@ -63,7 +63,7 @@ fn heads_norm_backward<D: Device>(
     role: Role,
     raw: Raw,
     dout: &Tensor,
-    gradients: &mut Gradients,
+    gradients: &mut Gradients<'_, D>,
 ) -> Result<Tensor, StepError> {
     let norm = weights.norm(role, None, &ctx.spec.norm)?;
     let dx = zeroed(ctx, &raw.x, "dheads")?;
@@ -134,7 +134,7 @@ pub(super) fn backward<D: Device>(
     attended: Attended,
     normed: &Tensor,
     dx: &Tensor,
-    gradients: &mut Gradients,
+    gradients: &mut Gradients<'_, D>,
 ) -> Result<Tensor, StepError> {
     let rows = dx.rows();
     let device = ctx.device;

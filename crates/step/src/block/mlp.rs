@@ -91,7 +91,7 @@ pub(super) fn backward<D: Device>(
     activation: Tensor,
     normed: &Tensor,
     dout: &Tensor,
-    gradients: &mut Gradients,
+    gradients: &mut Gradients<'_, D>,
 ) -> Result<Tensor, StepError> {
     let place = || activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm");
     backward_into(ctx, weights, inner, activation, normed, dout, place, gradients)
@@ -104,7 +104,7 @@ pub(super) fn backward_in_chunks<D: Device>(
     chunk: u64,
     normed: &Tensor,
     dout: &Tensor,
-    gradients: &mut Gradients,
+    gradients: &mut Gradients<'_, D>,
 ) -> Result<Tensor, StepError> {
     let dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
     for (start, end) in chunks(normed.rows(), chunk) {
@@ -132,7 +132,7 @@ fn backward_into<D: Device>(
     normed: &Tensor,
     dout: &Tensor,
     dnormed: impl FnOnce() -> Result<Tensor, StepError>,
-    gradients: &mut Gradients,
+    gradients: &mut Gradients<'_, D>,
 ) -> Result<Tensor, StepError> {
     let down = weights.linear(Role::DownProj, Role::DownBias)?;
     let through = down.backward_weight(ctx, gradients, dout, &activation)?;

@@ -50,7 +50,7 @@ pub(super) fn before_backward<D: Device>(
     normed: Normed,
     dnormed: Tensor,
     dx: &Tensor,
-    gradients: &mut Gradients,
+    gradients: &mut Gradients<'_, D>,
 ) -> Result<(), StepError> {
     match (norm, normed.statistics) {
         (Some(norm), Some(statistics)) => {
@@ -123,7 +123,7 @@ pub(super) fn after_backward<D: Device>(
     norm: Option<Norm<'_>>,
     raw: Option<Raw>,
     dx: &Tensor,
-    gradients: &mut Gradients,
+    gradients: &mut Gradients<'_, D>,
 ) -> Result<Tensor, StepError> {
     let (Some(norm), Some(Raw { x, statistics })) = (norm, raw) else { return Ok(dx.clone()) };
     let draw = zeroed(ctx, &x, "dpart")?;

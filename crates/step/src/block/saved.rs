@@ -3,6 +3,7 @@
 use plimsoll_device::{DType, Device, Op, Tensor};
 use plimsoll_memory::Tag;
 
+use super::mover::{Mover, Stored};
 use crate::StepError;
 use crate::context::Context;
 use crate::norm::{Normed, Statistics};
@@ -26,6 +27,19 @@ pub(crate) struct Saved {
 }
 
 impl Saved {
+    /// Begins to bring back what is away.
+    pub fn fetch<D: Device>(&mut self, ctx: &Context<'_, D>) -> Result<(), StepError> {
+        self.input.fetch(ctx)?;
+        self.attention_norm.fetch(ctx)?;
+        self.qkv.fetch(ctx)?;
+        self.attention.fetch(ctx)?;
+        self.middle.fetch(ctx)?;
+        self.mlp_norm.fetch(ctx)?;
+        self.inner.fetch(ctx)?;
+        self.activation.fetch(ctx)?;
+        self.mlp_out.fetch(ctx)
+    }
+
     /// The input alone: everything else is computed again.
     pub fn only(input: Tensor) -> Saved {
         Saved {
@@ -144,6 +158,8 @@ pub(crate) enum Held<T> {
     Plain(T),
     /// Codes stand in the place of the tensors.
     Int8(T, Vec<Packing>),
+    /// The tensors, or their codes, wait on a lower tier.
+    Away(T, Vec<Option<Stored>>, Vec<Packing>),
 }
 
 /// What turns codes back into a tensor.
@@ -157,20 +173,59 @@ impl<T: Activations> Held<T> {
     /// Treats a group as the policy says.
     pub fn new<D: Device>(ctx: &Context<'_, D>, save: Save, mut value: T) -> Result<Held<T>, StepError> {
         let Save::Int8 { block } = save else {
-            return Ok(if save == Save::Keep { Held::Plain(value) } else { Held::Dropped });
+            return match (save, ctx.away) {
+                (Save::Keep, Some(mover)) => Held::send(mover, value),
+                (Save::Keep, None) => Ok(Held::Plain(value)),
+                _ => Ok(Held::Dropped),
+            };
         };
-        let mut packings = Vec::new();
+        let (mut packings, mut stored) = (Vec::new(), Vec::new());
         for tensor in value.wide_tensors() {
             let device = ctx.device;
             let block = block.clamp(1, tensor.elements().max(1));
-            let codes = device.alloc(DType::I8, tensor.shape().dims(), Tag::Activations, "codes")?;
+            let (mut buffer, codes) = match ctx.away {
+                Some(mover) => mover.new_tensor(DType::I8, tensor.shape()).map(|(b, t)| (Some(b), t))?,
+                None => {
+                    let sizes = tensor.shape();
+                    (None, device.alloc(DType::I8, sizes.dims(), Tag::Activations, "codes")?)
+                }
+            };
             let runs = tensor.elements().div_ceil(block);
             let scales = device.alloc(DType::F32, &[runs], Tag::Activations, "codes.scales")?;
             device.run(Op::QuantizeInt8 { x: tensor, codes: &codes, scales: &scales, block })?;
             packings.push(Packing { scales, block, dtype: tensor.dtype() });
-            *tensor = codes;
+            match (ctx.away, buffer.take()) {
+                (Some(mover), Some(buffer)) => {
+                    stored.push(Some(mover.send(buffer, codes)?));
+                    *tensor = mover.nothing();
+                }
+                _ => *tensor = codes,
+            }
         }
-        Ok(Held::Int8(value, packings))
+        Ok(if stored.is_empty() { Held::Int8(value, packings) } else { Held::Away(value, stored, packings) })
+    }
+
+    /// Sends the larger tensors away.
+    fn send<D: Device>(mover: &Mover<'_, D>, mut value: T) -> Result<Held<T>, StepError> {
+        let mut stored = Vec::new();
+        for tensor in value.wide_tensors() {
+            stored.push(None);
+            if mover.takes(tensor) {
+                *stored.last_mut().unwrap_or(&mut None) = Some(mover.send_copy(tensor)?);
+                *tensor = mover.nothing();
+            }
+        }
+        Ok(Held::Away(value, stored, Vec::new()))
+    }
+
+    /// Begins to bring the group back, if it is away.
+    pub fn fetch<D: Device>(&mut self, ctx: &Context<'_, D>) -> Result<(), StepError> {
+        if let (Held::Away(_, stored, _), Some(mover)) = (self, ctx.away) {
+            for stored in stored.iter_mut().flatten() {
+                mover.fetch(stored)?;
+            }
+        }
+        Ok(())
     }
 
     /// The group as it was, or as `compute` makes it again.
@@ -182,6 +237,15 @@ impl<T: Activations> Held<T> {
         match self {
             Held::Dropped => compute(),
             Held::Plain(value) => Ok(value),
+            Held::Away(mut value, stored, packings) => {
+                for (tensor, stored) in value.wide_tensors().into_iter().zip(stored) {
+                    if let (Some(stored), Some(mover)) = (stored, ctx.away) {
+                        *tensor = mover.take(stored)?;
+                    }
+                }
+                let held = if packings.is_empty() { Held::Plain(value) } else { Held::Int8(value, packings) };
+                held.restore(ctx, compute)
+            }
             Held::Int8(mut value, packings) => {
                 for (tensor, Packing { scales, block, dtype }) in
                     value.wide_tensors().into_iter().zip(packings)

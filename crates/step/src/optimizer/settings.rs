@@ -130,6 +130,25 @@ pub enum OptimizerKind {
     Apollo(LowRankSettings, ApolloChannels),
 }
 
+impl OptimizerKind {
+    /// Whether it treats every element of a table of the vocabulary, or every short run of them, by itself.
+    pub(crate) fn is_local(&self) -> bool {
+        match self {
+            OptimizerKind::AdamW(_)
+            | OptimizerKind::AdamWBf16(_)
+            | OptimizerKind::AdamW8bit(..)
+            | OptimizerKind::AdamMini(_)
+            | OptimizerKind::Lion(_)
+            | OptimizerKind::Lion8bit(..)
+            | OptimizerKind::Sgd(_) => true,
+            OptimizerKind::Adafactor(_)
+            | OptimizerKind::AdaLomo(_)
+            | OptimizerKind::GaLore(_)
+            | OptimizerKind::Apollo(..) => false,
+        }
+    }
+}
+
 /// What APOLLO scales as one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ApolloChannels {

@@ -1,6 +1,8 @@
 //! What an optimizer remembers of a parameter.
 
-use plimsoll_device::{Codes, DType, Device, Op, Tensor};
+use std::ops::Range;
+
+use plimsoll_device::{BLOCK_8BIT, Codes, DType, Device, Op, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::Parameter;
 
@@ -57,6 +59,30 @@ pub struct OptimizerState {
 }
 
 impl OptimizerState {
+    /// A state of these tensors.
+    pub(super) fn new(tensors: Vec<(StateKind, Tensor)>) -> OptimizerState {
+        OptimizerState { tensors }
+    }
+
+    /// The part of a parameter's state that belongs to some of its rows, of a rule that treats them by themselves.
+    pub(super) fn of_rows(&self, parameter: &Parameter, rows: &Range<u64>) -> OptimizerState {
+        let all = parameter.shape.first().copied().unwrap_or(1).max(1);
+        let part = |tensor: &Tensor| {
+            let mut sizes = tensor.shape().dims().to_vec();
+            if sizes.first() == Some(&all) {
+                let matrix = tensor.reshape(&[all, tensor.elements() / all])?;
+                sizes[0] = rows.end - rows.start;
+                return matrix.slice_rows(rows.clone())?.reshape(&sizes);
+            }
+            // One number for each block of elements; pieces are whole blocks.
+            let columns = parameter.elements() / all;
+            let block = |row: u64| (row * columns).div_ceil(BLOCK_8BIT);
+            let (start, end) = (block(rows.start), block(rows.end));
+            tensor.reshape(&[tensor.elements(), 1])?.slice_rows(start..end)?.reshape(&[end - start])
+        };
+        let tensors = self.tensors.iter().filter_map(|(kind, tensor)| Some((*kind, part(tensor)?)));
+        OptimizerState { tensors: tensors.collect() }
+    }
     /// Every tensor, the master included.
     pub fn tensors(&self) -> &[(StateKind, Tensor)] {
         &self.tensors
@@ -107,7 +133,7 @@ impl<'a, D: Device> NewState<'a, D> {
     pub fn codes(&mut self, kind: StateKind, absmax: StateKind) -> Result<(), StepError> {
         let codes = self.alloc(kind, DType::U8, &self.parameter.shape)?;
         self.device.write(&codes, &mut |bytes| bytes.fill(0))?;
-        let blocks = self.parameter.elements().div_ceil(plimsoll_device::BLOCK_8BIT);
+        let blocks = self.parameter.elements().div_ceil(BLOCK_8BIT);
         self.zeros(absmax, DType::F32, &[blocks])
     }
 

@@ -1,60 +1,106 @@
-//! A store that holds a few buffers for weights which do not all fit in memory, and has blocks brought into them ahead of
-//! their use.
+//! A store that has some of the weights in memory all the time and brings the others, ahead of their use, through a few
+//! buffers: from the model's files, or from homes on a lower tier, where they are sent again when they were changed.
 //!
-//! While the step works on one block the next is on its way into another buffer. Where blocks come from is the affair of a
-//! [`WeightReader`]. The buffers are taken once, so that a dry run finds the memory of the real one; the weights that
-//! come are those that a resident store would hold, bit for bit.
+//! The weights that come are those that a resident store would hold, bit for bit.
 
-use std::collections::{HashMap, VecDeque};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::Arc;
 
-use plimsoll_device::{DType, Device, Lent, Tensor};
-use plimsoll_disk::ALIGNMENT;
-use plimsoll_memory::{Phase, Tag};
+use plimsoll_device::{DType, Device, Tensor};
+use plimsoll_disk::{DiskError, Home, LowerTiers};
+use plimsoll_memory::{Phase, Region, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Parameter, Role, StagedBlock, WeightReader};
 
-use super::{BlockWeights, ResidentStore, WeightStorage, WeightStore};
+use super::{BlockWeights, ResidentStore, WeightStorage, WeightStore, layer_of};
 use crate::StepError;
+use crate::tier::{Carrier, Homes, Parcel, Pieces, Placed, Pool, Unit, is_matrix};
 
-/// Weights of which some may be staged.
+/// Buffers of weights that live on a lower tier: one in use and one on its way.
+const BUFFERS: usize = 2;
+
+/// Weights of which some may be away.
 pub struct StreamedStore<'a, D: Device> {
     device: &'a D,
     resident: ResidentStore,
-    blocks: HashMap<BlockId, StagedBlock>,
-    /// The table of which rows are brought, and its type.
+    parcels: HashMap<Unit, Parcel<Role>>,
+    /// The table of which the rows that are looked up are brought, and its type.
     table: Option<(Parameter, DType)>,
-    buffer_bytes: u64,
-    buffers: Vec<Buffer>,
-    /// Blocks that are to be gathered, the next one first.
-    upcoming: VecDeque<BlockId>,
-    reader: Option<Box<dyn WeightReader>>,
+    /// What lives on a lower tier, with its type and its pieces.
+    away: Vec<AwayParameter>,
+    pool: Pool<'a, D, Unit>,
+    rows: Option<Box<dyn Rows + 'a>>,
 }
 
-/// One staging buffer.
-enum Buffer {
-    Free(Tensor),
-    /// The block is on its way; on a device without memory the tensor stays here.
-    Coming(BlockId, Option<Tensor>),
-    /// The block is there, and in use until it is released.
-    There {
-        block: BlockId,
-        tensor: Tensor,
-        released: bool,
-    },
-    /// It failed with its memory elsewhere.
-    Lost,
+/// A parameter that lives on a lower tier.
+#[derive(Clone, Debug)]
+pub(crate) struct AwayParameter {
+    pub parameter: Parameter,
+    pub dtype: DType,
+    /// The rows of each piece; one for a matrix of a layer.
+    pub pieces: Vec<Range<u64>>,
+    /// The home of each piece, and where in it the piece begins.
+    pub homes: Vec<(Arc<Home>, u64)>,
 }
 
-impl Buffer {
-    fn block(&self) -> Option<BlockId> {
-        match self {
-            Buffer::Coming(block, _) | Buffer::There { block, .. } => Some(*block),
-            Buffer::Free(_) | Buffer::Lost => None,
+/// Reads rows of a table.
+trait Rows {
+    /// Writes rows into `out`, one after the other.
+    fn read(&mut self, table: Role, rows: &[u32], out: &mut [u8]) -> Result<(), DiskError>;
+}
+
+/// A reader of the model's files: a carrier of whole blocks, and of rows.
+struct FromFiles(Rc<RefCell<Box<dyn WeightReader>>>);
+
+impl Carrier<Unit> for FromFiles {
+    fn begin_read(&mut self, unit: Unit, memory: Region) {
+        self.0.borrow_mut().begin(unit.block, memory);
+    }
+
+    /// The model's files stay as they are: what does not change is not sent back.
+    fn begin_write(&mut self, _: Unit, _: Region) {}
+
+    fn is_done(&self, _: Unit) -> bool {
+        false
+    }
+
+    fn finish(&mut self, unit: Unit) -> Option<(Region, Result<(), DiskError>)> {
+        self.0.borrow_mut().finish(unit.block)
+    }
+}
+
+impl Rows for FromFiles {
+    fn read(&mut self, table: Role, rows: &[u32], out: &mut [u8]) -> Result<(), DiskError> {
+        self.0.borrow_mut().read_rows(table, rows, out)
+    }
+}
+
+/// Rows of a table in homes.
+struct FromHomes {
+    tiers: Arc<LowerTiers>,
+    table: AwayParameter,
+}
+
+impl Rows for FromHomes {
+    fn read(&mut self, _: Role, rows: &[u32], out: &mut [u8]) -> Result<(), DiskError> {
+        let AwayParameter { parameter, dtype, pieces, homes } = &self.table;
+        let columns = parameter.shape.get(1).copied().unwrap_or(1);
+        let row_bytes = dtype.bytes_for(columns).unwrap_or(0);
+        let chunks = out.chunks_exact_mut(usize::try_from(row_bytes).unwrap_or(usize::MAX).max(1));
+        let mut parts = Vec::with_capacity(rows.len());
+        for (row, out) in rows.iter().map(|row| u64::from(*row)).zip(chunks) {
+            let place = pieces.iter().zip(homes).find(|(rows, _)| rows.contains(&row));
+            let Some((piece, (home, start))) = place else { return Err(DiskError::Stopped) };
+            parts.push((home.as_ref(), start + (row - piece.start) * row_bytes, out));
         }
+        self.tiers.read_all_now(&mut parts)
     }
 }
 
 impl<'a, D: Device> StreamedStore<'a, D> {
-    /// Takes memory for the weights that stay, and for the buffers of those that do not.
+    /// Takes memory for the weights that stay, and for the buffers of those that are brought from files.
     pub fn allocate(
         device: &'a D,
         spec: &ModelSpec,
@@ -62,192 +108,197 @@ impl<'a, D: Device> StreamedStore<'a, D> {
         tag: Tag,
     ) -> Result<Self, StepError> {
         let resident = ResidentStore::allocate_typed(device, spec, storage, tag)?;
-        let mut store = StreamedStore {
-            device,
-            resident,
-            blocks: HashMap::new(),
-            table: None,
-            buffer_bytes: 0,
-            buffers: Vec::new(),
-            upcoming: VecDeque::new(),
-            reader: None,
-        };
+        device.arena().enter(Phase::Setup, None);
+        let (mut parcels, mut table, mut bytes, mut buffers) = (HashMap::new(), None, 0, 0);
         if let Some(staging) = storage.staging {
-            device.arena().enter(Phase::Setup, None);
-            // Memory of an arena may begin within a page.
-            store.buffer_bytes = staging.buffer_bytes().saturating_add(ALIGNMENT);
-            store.blocks = staging.blocks.iter().map(|staged| (staged.block, staged.clone())).collect();
-            store.table = staging.tables.first().cloned();
-            for _ in 0..staging.buffers {
-                let buffer = store.new_buffer()?;
-                store.buffers.push(Buffer::Free(buffer));
-            }
+            parcels.extend(staging.blocks.iter().map(|staged| (Unit::whole(staged.block), parcel(staged))));
+            table = staging.tables.first().cloned();
+            (bytes, buffers) = (staging.buffer_bytes(), staging.buffers);
         }
-        Ok(store)
+        let pool = Pool::new(device, bytes, buffers)?;
+        Ok(StreamedStore { device, resident, parcels, table, away: Vec::new(), pool, rows: None })
     }
 
-    /// Sets every weight that is not staged; `fill` writes a parameter's values in the given type and is not called on a
+    /// Takes memory for the small weights, homes on a lower tier for the matrices of the layers and the tables, and
+    /// buffers for these.
+    pub(crate) fn allocate_away(
+        device: &'a D,
+        spec: &ModelSpec,
+        storage: WeightStorage<'_>,
+        (tiers, tier): (&Arc<LowerTiers>, Tier),
+        cut: Pieces,
+    ) -> Result<Self, StepError> {
+        let stays = |p: &Parameter| !is_matrix(p);
+        let resident = ResidentStore::allocate_where(device, spec, storage, Tag::Weights, &stays)?;
+        let (mut homes, mut parcels, mut away) = (Homes::new(tiers), HashMap::new(), Vec::new());
+        let mut table = None;
+        for block in spec.blocks() {
+            tiers.enter(Phase::Setup, layer_of(block));
+            let matrices: Vec<Parameter> =
+                spec.block_parameters(block).into_iter().filter(is_matrix).collect();
+            let mut placed = Vec::new();
+            for p in &matrices {
+                let dtype = (storage.types)(p);
+                let columns = p.shape.get(1).copied().unwrap_or(1);
+                let divisible = dtype.has_rows() && columns.is_multiple_of(dtype.block_elements());
+                let rows = p.shape.first().copied().unwrap_or(1);
+                let pieces = if divisible { cut.of(p) } else { std::iter::once(0..rows).collect() };
+                for (piece, rows) in (0..).zip(&pieces) {
+                    let parcel: &mut Parcel<Role> =
+                        parcels.entry(Unit { block, piece }).or_insert_with(Parcel::new);
+                    placed.push((p.role, piece, parcel.bytes()));
+                    parcel.add(p.role, dtype, &[rows.end - rows.start, columns]);
+                }
+                if block == BlockId::Embedding && divisible {
+                    table = Some((p.clone(), dtype));
+                }
+                away.push(AwayParameter { parameter: p.clone(), dtype, pieces, homes: Vec::new() });
+            }
+            let mut units: Vec<Unit> = parcels.keys().filter(|unit| unit.block == block).copied().collect();
+            units.sort();
+            for unit in units {
+                let bytes = parcels.get(&unit).map_or(0, Parcel::bytes);
+                homes.take(unit, tier, bytes, Tag::Weights, "weights")?;
+            }
+            for parameter in away.iter_mut().filter(|away| away.parameter.block == block) {
+                let own = placed.iter().filter(|(role, ..)| *role == parameter.parameter.role);
+                parameter.homes = own
+                    .filter_map(|(_, piece, start)| {
+                        Some((Arc::clone(homes.get(Unit { block, piece: *piece })?), *start))
+                    })
+                    .collect();
+            }
+        }
+        device.arena().enter(Phase::Setup, None);
+        let bytes = parcels.values().map(Parcel::bytes).max().unwrap_or(0);
+        let mut pool = Pool::new(device, bytes, BUFFERS.min(parcels.len()))?;
+        pool.carry_with(Box::new(homes));
+        let of_table = away.iter().find(|away| {
+            table.as_ref().is_some_and(|(table, _)| table.role == away.parameter.role)
+                && away.parameter.block == BlockId::Embedding
+        });
+        let rows = of_table.map(|table| -> Box<dyn Rows + 'a> {
+            Box::new(FromHomes { tiers: Arc::clone(tiers), table: table.clone() })
+        });
+        Ok(StreamedStore { device, resident, parcels, table, away, pool, rows })
+    }
+
+    /// Sets every weight that is in memory; `fill` writes a parameter's values in the given type and is not called on a
     /// dry device.
     pub fn load<E: From<StepError>>(
-        &self,
+        &mut self,
         fill: impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.resident.load(self.device, fill)
+        self.resident.load(self.device, fill)?;
+        Ok(self.prepare()?)
+    }
+
+    /// Does once what adapters with lengths need of the weights, when all have their values.
+    pub(crate) fn prepare(&mut self) -> Result<(), StepError> {
+        self.for_each_with_lengths(|device, weights| weights.prepare(device))
+    }
+
+    /// Sets the lengths of rows to those that the weights have with their adapters: where DoRA begins.
+    pub(crate) fn reset_magnitudes(&mut self) -> Result<(), StepError> {
+        self.for_each_with_lengths(|device, weights| weights.reset_magnitudes(device))
+    }
+
+    fn for_each_with_lengths(
+        &mut self,
+        work: impl Fn(&D, &BlockWeights) -> Result<(), StepError>,
+    ) -> Result<(), StepError> {
+        for block in self.resident.ordered() {
+            if !self.resident.gather(block)?.has_lengths() {
+                continue;
+            }
+            self.device.arena().enter(Phase::Setup, layer_of(block));
+            let weights = self.gather(block)?;
+            work(self.device, &weights)?;
+            self.release(block);
+        }
+        Ok(())
     }
 
     /// Takes staged weights from here from now on. Until then buffers hold whatever was there.
     pub fn stream_from(&mut self, reader: Box<dyn WeightReader>) {
-        self.reader = Some(reader);
+        let reader = Rc::new(RefCell::new(reader));
+        self.pool.carry_with(Box::new(FromFiles(Rc::clone(&reader))));
+        self.rows = Some(Box::new(FromFiles(reader)));
     }
 
-    fn new_buffer(&self) -> Result<Tensor, StepError> {
-        Ok(self.device.alloc(DType::U8, &[self.buffer_bytes], Tag::Staging, "staging")?)
+    /// What it has in memory all the time.
+    pub(crate) fn resident(&self) -> &ResidentStore {
+        &self.resident
     }
 
-    /// Has as many of the upcoming blocks brought as there are buffers for.
-    fn bring_ahead(&mut self) -> Result<(), StepError> {
-        for place in 0..self.upcoming.len() {
-            let Some(block) = self.upcoming.get(place).copied() else { return Ok(()) };
-            if self.buffers.iter().any(|buffer| buffer.block() == Some(block)) {
-                continue;
-            }
-            let Some(free) = self.free_buffer(place)? else { return Ok(()) };
-            self.begin(free, block)?;
-        }
-        Ok(())
+    /// What lives on a lower tier.
+    pub(crate) fn away(&self) -> &[AwayParameter] {
+        &self.away
     }
 
-    /// A buffer whose block is done with, and is not needed again by the first `soon` of the upcoming ones.
-    fn free_buffer(&mut self, soon: usize) -> Result<Option<usize>, StepError> {
-        let needed = |block: &BlockId| self.upcoming.iter().take(soon).any(|upcoming| upcoming == block);
-        let usable = |buffer: &Buffer| match buffer {
-            Buffer::Free(_) | Buffer::Lost => true,
-            Buffer::There { block, tensor, released } => *released && tensor.is_alone() && !needed(block),
-            Buffer::Coming(..) => false,
-        };
-        Ok(self.buffers.iter().position(usable))
+    /// The step has changed a block and is done with it for now.
+    pub(crate) fn release_changed(&mut self, block: BlockId) {
+        self.pool.release(Unit::whole(block), true);
     }
 
-    /// Has a block brought into a buffer that is free.
-    fn begin(&mut self, index: usize, block: BlockId) -> Result<(), StepError> {
-        let Some(buffer) = self.buffers.get_mut(index) else { return Ok(()) };
-        let tensor = match std::mem::replace(buffer, Buffer::Lost) {
-            Buffer::Free(tensor) | Buffer::There { tensor, .. } | Buffer::Coming(_, Some(tensor)) => tensor,
-            Buffer::Lost | Buffer::Coming(_, None) => self.new_buffer()?,
-        };
-        let kept = match &mut self.reader {
-            None => Some(tensor),
-            Some(reader) => match self.device.lend(tensor)? {
-                Lent::Memory(memory) => {
-                    reader.begin(block, memory);
-                    None
-                }
-                Lent::Nothing(tensor) => Some(tensor),
-            },
-        };
-        if let Some(buffer) = self.buffers.get_mut(index) {
-            *buffer = Buffer::Coming(block, kept);
-        }
-        Ok(())
+    /// Moves on what is under way, without waiting.
+    pub(crate) fn advance(&mut self) -> Result<(), StepError> {
+        self.pool.advance()
     }
 
-    /// Waits until the block in a buffer is there.
-    fn finish(&mut self, index: usize) -> Result<(), StepError> {
-        let Some(buffer) = self.buffers.get_mut(index) else { return Ok(()) };
-        let Buffer::Coming(block, kept) = buffer else { return Ok(()) };
-        let block = *block;
-        let (tensor, outcome) = match (kept.take(), &mut self.reader) {
-            (Some(tensor), _) => (Some(tensor), Ok(())),
-            (None, Some(reader)) => match reader.finish(block) {
-                Some((memory, outcome)) => (Some(self.device.reclaim(memory)?), outcome),
-                None => (None, Ok(())),
-            },
-            (None, None) => (None, Ok(())),
-        };
-        *buffer = match (tensor, &outcome) {
-            (Some(tensor), Ok(())) => Buffer::There { block, tensor, released: false },
-            (Some(tensor), Err(_)) => Buffer::Free(tensor),
-            (None, _) => Buffer::Lost,
-        };
-        Ok(outcome?)
+    /// Waits until everything that was changed is where it lives.
+    pub(crate) fn flush(&mut self) -> Result<(), StepError> {
+        self.pool.flush()
     }
 
-    /// The staged weights of a block, brought now where they were not brought before.
-    fn bring(&mut self, block: BlockId) -> Result<(), StepError> {
-        let index = match self.buffers.iter().position(|buffer| buffer.block() == Some(block)) {
-            Some(index) => index,
-            None => {
-                let index = match self.free_buffer(0)? {
-                    Some(index) => Some(index),
-                    // What was brought ahead is not what is needed.
-                    None => self.buffers.iter().position(|buffer| matches!(buffer, Buffer::Coming(..))),
-                };
-                let missing = StepError::MissingWeight { block, role: Role::TokenEmbedding };
-                let index = index.ok_or(missing)?;
-                self.finish(index)?;
-                self.begin(index, block)?;
-                index
-            }
-        };
-        // Before waiting, so that the disk goes on with the next one at once.
-        self.bring_ahead()?;
-        self.finish(index)?;
-        if let Some(Buffer::There { released, .. }) = self.buffers.get_mut(index) {
-            *released = false;
-        }
-        if let Some(place) = self.upcoming.iter().position(|upcoming| *upcoming == block) {
-            self.upcoming.drain(..=place);
-        }
-        Ok(())
+    /// The units that will be gathered next, in order.
+    pub(crate) fn announce_units(&mut self, units: Vec<Unit>) -> Result<(), StepError> {
+        let parcels = &self.parcels;
+        self.pool.announce(units.into_iter().filter(|unit| parcels.contains_key(unit)))
     }
 
-    /// The weights in a buffer that holds a block.
-    fn views(&self, staged: &StagedBlock) -> Result<Vec<(Role, Tensor)>, StepError> {
-        let there = self.buffers.iter().find_map(|buffer| match buffer {
-            Buffer::There { block, tensor, .. } if *block == staged.block => Some(tensor),
-            _ => None,
-        });
-        let view = |role, view: Option<Tensor>| {
-            view.ok_or(StepError::MissingWeight { block: staged.block, role }).map(|view| (role, view))
-        };
-        let tensors = staged.tensors.iter().map(|placed| {
-            let found = there.and_then(|buffer| {
-                let start = buffer.range().start;
-                let first = start.next_multiple_of(ALIGNMENT) - start;
-                buffer.view(first + placed.offset, placed.dtype, &placed.parameter.shape)
-            });
-            view(placed.parameter.role, found)
-        });
-        tensors.collect()
+    /// The tensors of a unit, brought where they are not there.
+    fn bring(&mut self, unit: Unit) -> Result<Vec<(Role, Tensor)>, StepError> {
+        let Some(parcel) = self.parcels.get(&unit) else { return Ok(Vec::new()) };
+        let missing = |role| StepError::MissingWeight { block: unit.block, role };
+        let buffer = self.pool.take(unit)?.ok_or_else(|| missing(Role::TokenEmbedding))?;
+        let views = parcel.views(&buffer).zip(parcel.tensors());
+        views.map(|(view, placed)| view.map(|(r, t)| (*r, t)).ok_or_else(|| missing(placed.key))).collect()
     }
+}
+
+/// A block as it lies in its files.
+fn parcel(staged: &StagedBlock) -> Parcel<Role> {
+    let tensors = staged.tensors.iter().map(|tensor| Placed {
+        key: tensor.parameter.role,
+        dtype: tensor.dtype,
+        shape: tensor.parameter.shape.clone(),
+        offset: tensor.offset,
+    });
+    Parcel::placed(staged.bytes, tensors.collect())
 }
 
 impl<D: Device> WeightStore for StreamedStore<'_, D> {
     fn gather(&mut self, block: BlockId) -> Result<BlockWeights, StepError> {
         let mut weights = self.resident.gather(block)?;
-        if self.blocks.contains_key(&block) {
-            self.bring(block)?;
-            if let Some(staged) = self.blocks.get(&block) {
-                weights.tensors.extend(self.views(staged)?);
-            }
+        let in_pieces =
+            self.away.iter().any(|away| away.parameter.block == block) && layer_of(block).is_none();
+        if !in_pieces {
+            weights.tensors.extend(self.bring(Unit::whole(block))?);
         }
         Ok(weights)
     }
 
     fn release(&mut self, block: BlockId) {
-        for buffer in &mut self.buffers {
-            if let Buffer::There { block: held, released, .. } = buffer
-                && *held == block
-            {
-                *released = true;
-            }
-        }
+        self.pool.release(Unit::whole(block), false);
     }
 
     fn gather_embedding(&mut self, tokens: &Tensor) -> Result<(BlockWeights, Tensor), StepError> {
         let Some((table, dtype)) = &self.table else {
             return Ok((self.gather(BlockId::Embedding)?, tokens.clone()));
         };
+        // Rows come from where the table lives.
+        self.pool.flush()?;
         let mut weights = self.resident.gather(BlockId::Embedding)?;
         let (n, columns) = (tokens.elements(), table.shape.get(1).copied().unwrap_or(1));
         let device = self.device;
@@ -257,9 +308,9 @@ impl<D: Device> WeightStore for StreamedStore<'_, D> {
         device.read(tokens, &mut |bytes| {
             wanted = bytes.as_chunks::<4>().0.iter().map(|bytes| u32::from_ne_bytes(*bytes)).collect();
         })?;
-        if let Some(reader) = &mut self.reader {
+        if let Some(reader) = &mut self.rows {
             let mut outcome = Ok(());
-            device.write(&rows, &mut |out| outcome = reader.read_rows(table.role, &wanted, out))?;
+            device.write(&rows, &mut |out| outcome = reader.read(table.role, &wanted, out))?;
             outcome?;
         }
         let in_order: Vec<u32> = (0..u32::try_from(n).unwrap_or(u32::MAX)).collect();
@@ -269,12 +320,31 @@ impl<D: Device> WeightStore for StreamedStore<'_, D> {
     }
 
     fn announce(&mut self, blocks: &[BlockId]) -> Result<(), StepError> {
-        self.upcoming = blocks.iter().filter(|block| self.blocks.contains_key(block)).copied().collect();
-        for buffer in &mut self.buffers {
-            if let Buffer::There { released, .. } = buffer {
-                *released = true;
+        let mut units = Vec::new();
+        for block in blocks {
+            match self.away.iter().find(|a| a.parameter.block == *block && layer_of(*block).is_none()) {
+                Some(table) => {
+                    let pieces = 0..table.pieces.len() as u32;
+                    units.extend(pieces.map(|piece| Unit { block: *block, piece }));
+                }
+                None => units.push(Unit::whole(*block)),
             }
         }
-        self.bring_ahead()
+        self.announce_units(units)
+    }
+
+    fn pieces(&self, block: BlockId, role: Role) -> Option<Vec<Range<u64>>> {
+        let away = self.away.iter().find(|a| a.parameter.block == block && a.parameter.role == role)?;
+        layer_of(block).is_none().then(|| away.pieces.clone())
+    }
+
+    fn gather_piece(&mut self, block: BlockId, role: Role, piece: u32) -> Result<Tensor, StepError> {
+        let found = self.bring(Unit { block, piece })?;
+        let found = found.into_iter().find(|(r, _)| *r == role);
+        found.map(|(_, tensor)| tensor).ok_or(StepError::MissingWeight { block, role })
+    }
+
+    fn release_piece(&mut self, block: BlockId, piece: u32, changed: bool) {
+        self.pool.release(Unit { block, piece }, changed);
     }
 }

@@ -1,0 +1,208 @@
+//! The loss where the head's table comes a piece at a time: logits are made twice, once for the loss and once for the
+//! gradients, and never of more than some tokens and a piece of the vocabulary. The bits are those of the whole table.
+
+use std::ops::Range;
+
+use plimsoll_device::{DType, Device, Op, PIECE_ROWS, Tensor};
+use plimsoll_memory::Tag;
+use plimsoll_model::{BlockId, Role};
+
+use super::{column, rows};
+use crate::StepError;
+use crate::context::Context;
+use crate::gradients::Gradients;
+use crate::inputs::Labels;
+use crate::norm::{Norm, Normed};
+
+/// A loss under way.
+pub(crate) struct PiecedLoss<'a> {
+    norm: Norm<'a>,
+    x: &'a Tensor,
+    labels: &'a Labels,
+    normed: Normed,
+    chunk_tokens: u64,
+    /// f32 `[N, 2 R]`
+    runs: Tensor,
+    /// f32 `[N, 1]`
+    target_logits: Tensor,
+    /// f32 `[chunk, P]`
+    logits: Tensor,
+    /// The gradient of the normed tokens, f32 `[N, H]`.
+    dnormed: Option<Tensor>,
+}
+
+/// A piece of the head's table.
+#[derive(Clone, Copy)]
+pub(crate) struct HeadPiece<'p> {
+    pub block: BlockId,
+    pub role: Role,
+    pub piece: u32,
+    pub rows: &'p Range<u64>,
+    /// `[P, H]`
+    pub weight: &'p Tensor,
+}
+
+impl<'a> PiecedLoss<'a> {
+    /// Begins with x `[N, H]`, for pieces of a vocabulary of `vocab_size` tokens.
+    pub fn begin<D: Device>(
+        ctx: &Context<'_, D>,
+        norm: Norm<'a>,
+        x: &'a Tensor,
+        labels: &'a Labels,
+        chunk_tokens: u64,
+        pieces: &[Range<u64>],
+    ) -> Result<PiecedLoss<'a>, StepError> {
+        let device = ctx.device;
+        let normed = norm.forward(device, x)?;
+        let tokens = x.rows();
+        let chunk_tokens = chunk_tokens.clamp(1, tokens.max(1));
+        let runs: u64 = pieces.iter().map(|piece| (piece.end - piece.start).div_ceil(PIECE_ROWS)).sum();
+        let widest = pieces.iter().map(|piece| piece.end - piece.start).max().unwrap_or(1);
+        let alloc = |sizes: &[u64], tag, name| device.alloc(DType::F32, sizes, tag, name);
+        let runs = alloc(&[tokens, 2 * runs], Tag::Logits, "logits.runs")?;
+        let target_logits = alloc(&[tokens, 1], Tag::Logits, "logits.targets")?;
+        device.run(Op::Fill { out: &target_logits, value: 0.0 })?;
+        let logits = alloc(&[chunk_tokens, widest], Tag::Logits, "logits")?;
+        let dnormed = None;
+        Ok(PiecedLoss { norm, x, labels, normed, chunk_tokens, runs, target_logits, logits, dnormed })
+    }
+
+    /// The logits of a piece, for every chunk of tokens.
+    fn for_each_chunk<D: Device>(
+        &self,
+        ctx: &Context<'_, D>,
+        weight: &Tensor,
+        mut body: impl FnMut(&PieceChunk) -> Result<(), StepError>,
+    ) -> Result<(), StepError> {
+        let tokens = self.x.rows();
+        let (targets, weights) = (column(&self.labels.targets)?, self.labels.weights.as_ref());
+        let weights = weights.map(column).transpose()?;
+        let flat = column(&self.logits)?;
+        let (mut start, mut nth) = (0, 0);
+        while start < tokens {
+            let end = (start + self.chunk_tokens).min(tokens);
+            let (n, width) = (end - start, weight.rows());
+            let logits = super::reshaped(&rows(&flat, 0, n * width)?, &[n, width])?;
+            let chunk = PieceChunk {
+                nth,
+                normed: rows(&self.normed.out, start, end)?,
+                logits,
+                targets: super::reshaped(&rows(&targets, start, end)?, &[n])?,
+                weights: weights.as_ref().map(|weights| rows(weights, start, end)).transpose()?,
+                runs: rows(&self.runs, start, end)?,
+                target_logits: rows(&self.target_logits, start, end)?,
+                range: start..end,
+            };
+            let (x, out, compute) = (&chunk.normed, &chunk.logits, ctx.compute);
+            ctx.device.run(Op::Linear { x, weight, bias: None, out, accumulate: false, compute })?;
+            body(&chunk)?;
+            (start, nth) = (end, nth + 1);
+        }
+        Ok(())
+    }
+
+    /// Takes what a piece adds to the losses.
+    pub fn add<D: Device>(&self, ctx: &Context<'_, D>, piece: HeadPiece<'_>) -> Result<(), StepError> {
+        self.for_each_chunk(ctx, piece.weight, |chunk| {
+            Ok(ctx.device.run(Op::LogitRuns {
+                logits: &chunk.logits,
+                first_column: piece.rows.start,
+                targets: &chunk.targets,
+                soft_cap: ctx.logit_soft_cap(),
+                runs: &chunk.runs,
+                target_logits: &chunk.target_logits,
+            })?)
+        })
+    }
+
+    /// Writes the losses, when all pieces were added.
+    pub fn losses<D: Device>(&self, ctx: &Context<'_, D>) -> Result<(), StepError> {
+        Ok(ctx.device.run(Op::LossOfRuns {
+            runs: &self.runs,
+            target_logits: &self.target_logits,
+            targets: &self.labels.targets,
+            weights: self.labels.weights.as_ref(),
+            losses: &self.labels.losses,
+        })?)
+    }
+
+    /// The gradients of a piece and of its part of the input, for a loss multiplied by `scale`; the pieces in order.
+    /// `first` additions were made to the gradients of each piece in this pass before.
+    pub fn backward<D: Device>(
+        &mut self,
+        ctx: &Context<'_, D>,
+        gradients: &mut Gradients<'_, D>,
+        piece: HeadPiece<'_>,
+        scale: f32,
+        first: u64,
+    ) -> Result<(), StepError> {
+        let HeadPiece { block, role, rows: range, .. } = piece;
+        let dnormed = match &self.dnormed {
+            Some(dnormed) => dnormed.clone(),
+            None => {
+                let sizes = [self.x.rows(), self.x.columns()];
+                ctx.device.alloc(DType::F32, &sizes, Tag::Activations, "dnormed")?
+            }
+        };
+        let wanted = gradients.wants(block, role);
+        self.for_each_chunk(ctx, piece.weight, |chunk| {
+            let (device, compute, logits) = (ctx.device, ctx.compute, &chunk.logits);
+            device.run(Op::GradientOfRuns {
+                logits,
+                first_column: range.start,
+                targets: &chunk.targets,
+                weights: chunk.weights.as_ref(),
+                runs: &chunk.runs,
+                soft_cap: ctx.logit_soft_cap(),
+                gradient_scale: scale,
+            })?;
+            if wanted {
+                let target = gradients.rows_target((block, role), piece.piece, range, first + chunk.nth)?;
+                let (x, dweight) = (&chunk.normed, &target.tensor);
+                let (accumulate, rounding) = (target.accumulate, target.rounding);
+                let dout = logits;
+                device.run(Op::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute })?;
+            }
+            let dx = &rows(&dnormed, chunk.range.start, chunk.range.end)?;
+            let (dout, weight, accumulate) = (logits, piece.weight, range.start > 0);
+            Ok(device.run(Op::LinearBackwardInput { dout, weight, dx, accumulate, compute })?)
+        })?;
+        self.dnormed = Some(dnormed);
+        Ok(())
+    }
+
+    /// Times that the backward pass adds to the gradient of a piece.
+    pub fn additions(&self) -> u64 {
+        self.x.rows().div_ceil(self.chunk_tokens)
+    }
+
+    /// The gradient of x, when the backward pass has seen all pieces.
+    pub fn finish<D: Device>(
+        self,
+        ctx: &Context<'_, D>,
+        gradients: &mut Gradients<'_, D>,
+    ) -> Result<Tensor, StepError> {
+        let PiecedLoss { norm, x, normed, dnormed, runs, logits, target_logits, .. } = self;
+        drop((runs, logits, target_logits));
+        let Normed { out, statistics, .. } = normed;
+        if let Some(dnormed) = dnormed {
+            let rounding = plimsoll_device::Rounding::Nearest;
+            ctx.device.run(Op::Cast { x: &dnormed, out: &out, rounding })?;
+        }
+        super::through_norm(ctx, &norm, x, &out, statistics.as_ref(), gradients)
+    }
+}
+
+/// Some tokens and a piece of the vocabulary.
+struct PieceChunk {
+    nth: u64,
+    /// `[n, H]`
+    normed: Tensor,
+    /// f32 `[n, P]`
+    logits: Tensor,
+    targets: Tensor,
+    weights: Option<Tensor>,
+    runs: Tensor,
+    target_logits: Tensor,
+    range: Range<u64>,
+}

@@ -1,0 +1,73 @@
+//! Parcels that live on a tier below the device, each in a home of its own.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::sync::Arc;
+
+use plimsoll_disk::{DiskError, Finished, Home, LowerTiers, Transfer};
+use plimsoll_memory::{Region, Tag, Tier};
+
+use super::pool::Carrier;
+use crate::StepError;
+
+/// Where parcels live.
+#[derive(Debug)]
+pub(crate) struct Homes<K> {
+    tiers: Arc<LowerTiers>,
+    homes: HashMap<K, Arc<Home>>,
+    under_way: HashMap<K, Transfer>,
+}
+
+impl<K: Copy + Eq + Hash> Homes<K> {
+    /// No homes yet.
+    pub fn new(tiers: &Arc<LowerTiers>) -> Self {
+        Homes { tiers: Arc::clone(tiers), homes: HashMap::new(), under_way: HashMap::new() }
+    }
+
+    /// Takes a home for a parcel.
+    pub fn take(
+        &mut self,
+        key: K,
+        tier: Tier,
+        bytes: u64,
+        tag: Tag,
+        name: &'static str,
+    ) -> Result<(), StepError> {
+        let home = self.tiers.take(tier, bytes, tag, name)?;
+        self.homes.insert(key, Arc::new(home));
+        Ok(())
+    }
+
+    /// A parcel's home.
+    pub fn get(&self, key: K) -> Option<&Arc<Home>> {
+        self.homes.get(&key)
+    }
+
+    /// All homes, to be used beside the carrier.
+    pub fn all(&self) -> HashMap<K, Arc<Home>> {
+        self.homes.clone()
+    }
+}
+
+impl<K: Copy + Eq + Hash> Carrier<K> for Homes<K> {
+    fn begin_read(&mut self, key: K, memory: Region) {
+        if let Some(home) = self.homes.get(&key) {
+            self.under_way.insert(key, self.tiers.bring(home, memory));
+        }
+    }
+
+    fn begin_write(&mut self, key: K, memory: Region) {
+        if let Some(home) = self.homes.get(&key) {
+            self.under_way.insert(key, self.tiers.send(home, memory));
+        }
+    }
+
+    fn is_done(&self, key: K) -> bool {
+        self.under_way.get(&key).is_none_or(Transfer::is_done)
+    }
+
+    fn finish(&mut self, key: K) -> Option<(Region, Result<(), DiskError>)> {
+        let Finished { region, outcome } = self.under_way.remove(&key)?.wait();
+        Some((region, outcome.map(|_| ())))
+    }
+}

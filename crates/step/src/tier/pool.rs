@@ -1,0 +1,312 @@
+//! A few buffers through which parcels come and go: while the step works on one, the next is on its way into another and
+//! the one before on its way back.
+//!
+//! The buffers are tensors of the arena, taken once, so that a dry run finds the memory of the real one.
+
+use std::collections::VecDeque;
+
+use plimsoll_device::{Device, Lent, Tensor};
+use plimsoll_disk::DiskError;
+use plimsoll_memory::{Region, Tag};
+
+use super::parcel::buffer;
+use crate::StepError;
+
+/// Moves parcels between buffers and wherever they live.
+pub(crate) trait Carrier<K> {
+    /// Begins to bring a parcel into memory that has room for it from its first whole page on.
+    fn begin_read(&mut self, key: K, memory: Region);
+
+    /// Begins to send a parcel back.
+    fn begin_write(&mut self, key: K, memory: Region);
+
+    /// Whether [`finish`](Self::finish) would return at once.
+    fn is_done(&self, key: K) -> bool;
+
+    /// Waits until what was begun is done, and gives the memory back; `None` where nothing was begun.
+    fn finish(&mut self, key: K) -> Option<(Region, Result<(), DiskError>)>;
+}
+
+/// Buffers of one size.
+pub(crate) struct Pool<'a, D: Device, K> {
+    device: &'a D,
+    buffer_bytes: u64,
+    buffers: Vec<Buffer<K>>,
+    /// What will be taken, the next one first.
+    upcoming: VecDeque<K>,
+    carrier: Option<Box<dyn Carrier<K> + 'a>>,
+}
+
+/// One buffer.
+enum Buffer<K> {
+    Free(Tensor),
+    /// It is on its way, hither or back; on a device without memory the tensor stays here.
+    Moving {
+        key: K,
+        tensor: Option<Tensor>,
+        back: bool,
+    },
+    /// It is there, and in use until it is released.
+    There {
+        key: K,
+        tensor: Tensor,
+        released: bool,
+        changed: bool,
+    },
+    /// It failed with its memory elsewhere.
+    Lost,
+}
+
+impl<K: Copy + Eq> Buffer<K> {
+    fn key(&self) -> Option<K> {
+        match self {
+            Buffer::Moving { key, .. } | Buffer::There { key, .. } => Some(*key),
+            Buffer::Free(_) | Buffer::Lost => None,
+        }
+    }
+}
+
+impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
+    /// Takes memory for `count` buffers of parcels of up to `bytes` bytes.
+    pub fn new(device: &'a D, bytes: u64, count: usize) -> Result<Self, StepError> {
+        let mut pool = Pool {
+            device,
+            buffer_bytes: bytes,
+            buffers: Vec::new(),
+            upcoming: VecDeque::new(),
+            carrier: None,
+        };
+        for _ in 0..count {
+            let free = pool.new_buffer()?;
+            pool.buffers.push(Buffer::Free(free));
+        }
+        Ok(pool)
+    }
+
+    /// Takes parcels from here from now on. Until then buffers hold whatever was there.
+    pub fn carry_with(&mut self, carrier: Box<dyn Carrier<K> + 'a>) {
+        self.carrier = Some(carrier);
+    }
+
+    fn new_buffer(&self) -> Result<Tensor, StepError> {
+        buffer(self.device, self.buffer_bytes, Tag::Staging, "staging")
+    }
+
+    /// What will be taken next, in order. Nothing is in use any more.
+    pub fn announce(&mut self, keys: impl IntoIterator<Item = K>) -> Result<(), StepError> {
+        self.upcoming = keys.into_iter().collect();
+        for buffer in &mut self.buffers {
+            if let Buffer::There { released, .. } = buffer {
+                *released = true;
+            }
+        }
+        self.advance()
+    }
+
+    /// Sends back what was changed and is done with, and has as much brought as there are free buffers for. Waits for
+    /// nothing.
+    pub fn advance(&mut self) -> Result<(), StepError> {
+        for index in 0..self.buffers.len() {
+            self.send_back(index)?;
+            if let Some(Buffer::Moving { key, back: true, .. }) = self.buffers.get(index)
+                && self.carrier.as_ref().is_none_or(|carrier| carrier.is_done(*key))
+            {
+                self.finish(index)?;
+            }
+        }
+        for place in 0..self.upcoming.len() {
+            let Some(key) = self.upcoming.get(place).copied() else { return Ok(()) };
+            if self.buffers.iter().any(|buffer| buffer.key() == Some(key)) {
+                continue;
+            }
+            let Some(free) = self.free_buffer(place) else { return Ok(()) };
+            self.begin(free, key)?;
+        }
+        Ok(())
+    }
+
+    /// A buffer whose parcel is done with, and is not needed again by the first `soon` of the upcoming ones.
+    fn free_buffer(&self, soon: usize) -> Option<usize> {
+        let needed = |key: &K| self.upcoming.iter().take(soon).any(|upcoming| upcoming == key);
+        let usable = |buffer: &Buffer<K>| match buffer {
+            Buffer::Free(_) | Buffer::Lost => true,
+            Buffer::There { key, tensor, released, changed } => {
+                *released && !*changed && tensor.is_alone() && !needed(key)
+            }
+            Buffer::Moving { .. } => false,
+        };
+        self.buffers.iter().position(usable)
+    }
+
+    /// Takes the tensor out of a buffer that is not moving.
+    fn empty(&mut self, index: usize) -> Result<Option<Tensor>, StepError> {
+        let Some(buffer) = self.buffers.get_mut(index) else { return Ok(None) };
+        match std::mem::replace(buffer, Buffer::Lost) {
+            Buffer::Free(tensor) | Buffer::There { tensor, .. } => Ok(Some(tensor)),
+            Buffer::Moving { tensor: Some(tensor), .. } => Ok(Some(tensor)),
+            Buffer::Lost | Buffer::Moving { tensor: None, .. } => self.new_buffer().map(Some),
+        }
+    }
+
+    /// Has a parcel brought into a buffer that is free.
+    fn begin(&mut self, index: usize, key: K) -> Result<(), StepError> {
+        let Some(tensor) = self.empty(index)? else { return Ok(()) };
+        self.start(index, key, tensor, false)
+    }
+
+    /// Begins to send a buffer back if its parcel was changed and is done with.
+    fn send_back(&mut self, index: usize) -> Result<(), StepError> {
+        let key = match self.buffers.get(index) {
+            Some(Buffer::There { key, tensor, released: true, changed: true }) if tensor.is_alone() => *key,
+            _ => return Ok(()),
+        };
+        let Some(tensor) = self.empty(index)? else { return Ok(()) };
+        self.start(index, key, tensor, true)
+    }
+
+    fn start(&mut self, index: usize, key: K, tensor: Tensor, back: bool) -> Result<(), StepError> {
+        let kept = match &mut self.carrier {
+            None => Some(tensor),
+            Some(carrier) => match self.device.lend(tensor)? {
+                Lent::Memory(memory) => {
+                    match back {
+                        true => carrier.begin_write(key, memory),
+                        false => carrier.begin_read(key, memory),
+                    }
+                    None
+                }
+                Lent::Nothing(tensor) => Some(tensor),
+            },
+        };
+        if let Some(buffer) = self.buffers.get_mut(index) {
+            *buffer = Buffer::Moving { key, tensor: kept, back };
+        }
+        Ok(())
+    }
+
+    /// Waits until what moves in a buffer has arrived.
+    fn finish(&mut self, index: usize) -> Result<(), StepError> {
+        let Some(buffer) = self.buffers.get_mut(index) else { return Ok(()) };
+        let Buffer::Moving { key, tensor, back } = buffer else { return Ok(()) };
+        let (key, back) = (*key, *back);
+        let (tensor, outcome) = match (tensor.take(), &mut self.carrier) {
+            (Some(tensor), _) => (Some(tensor), Ok(())),
+            (None, Some(carrier)) => match carrier.finish(key) {
+                Some((memory, outcome)) => (Some(self.device.reclaim(memory)?), outcome),
+                None => (None, Ok(())),
+            },
+            (None, None) => (None, Ok(())),
+        };
+        *buffer = match (tensor, &outcome) {
+            (Some(tensor), Ok(())) => Buffer::There { key, tensor, released: back, changed: false },
+            (Some(tensor), Err(_)) => Buffer::Free(tensor),
+            (None, _) => Buffer::Lost,
+        };
+        Ok(outcome?)
+    }
+
+    /// A buffer to put a parcel in, waiting for one where none is free.
+    fn wait_for_buffer(&mut self) -> Result<Option<usize>, StepError> {
+        for index in 0..self.buffers.len() {
+            self.send_back(index)?;
+        }
+        if let Some(index) = self.free_buffer(0) {
+            return Ok(Some(index));
+        }
+        // What is on its way back first: what was brought ahead may still be wanted.
+        let moving = |back| {
+            let found = |buffer: &Buffer<K>| matches!(buffer, Buffer::Moving { back: b, .. } if *b == back);
+            self.buffers.iter().position(found)
+        };
+        let Some(index) = moving(true).or_else(|| moving(false)) else { return Ok(None) };
+        self.finish(index)?;
+        Ok(Some(index))
+    }
+
+    fn position(&self, key: K) -> Option<usize> {
+        self.buffers.iter().position(|buffer| buffer.key() == Some(key))
+    }
+
+    /// The buffer with a parcel in it, brought now where it was not brought before; `None` where there is no buffer.
+    pub fn take(&mut self, key: K) -> Result<Option<Tensor>, StepError> {
+        let index = match self.position(key) {
+            Some(index) => index,
+            None => {
+                let Some(index) = self.wait_for_buffer()? else { return Ok(None) };
+                self.begin(index, key)?;
+                index
+            }
+        };
+        // Before waiting, so that the disk goes on with the next one at once.
+        self.advance()?;
+        self.finish(index)?;
+        self.take_from(index, key)
+    }
+
+    /// A buffer for a parcel whose values do not matter, as they are written anew.
+    pub fn take_fresh(&mut self, key: K) -> Result<Option<Tensor>, StepError> {
+        let index = match self.position(key) {
+            Some(index) => {
+                self.finish(index)?;
+                index
+            }
+            None => {
+                let Some(index) = self.wait_for_buffer()? else { return Ok(None) };
+                let Some(tensor) = self.empty(index)? else { return Ok(None) };
+                if let Some(buffer) = self.buffers.get_mut(index) {
+                    *buffer = Buffer::There { key, tensor, released: false, changed: false };
+                }
+                index
+            }
+        };
+        self.take_from(index, key)
+    }
+
+    fn take_from(&mut self, index: usize, key: K) -> Result<Option<Tensor>, StepError> {
+        if let Some(place) = self.upcoming.iter().position(|upcoming| *upcoming == key) {
+            self.upcoming.drain(..=place);
+        }
+        Ok(match self.buffers.get_mut(index) {
+            Some(Buffer::There { key: held, tensor, released, .. }) if *held == key => {
+                *released = false;
+                Some(tensor.clone())
+            }
+            _ => None,
+        })
+    }
+
+    /// The step is done with a parcel for now; `changed`: it is sent back when all views of it are gone.
+    pub fn release(&mut self, key: K, changed: bool) {
+        for buffer in &mut self.buffers {
+            if let Buffer::There { key: held, released, changed: was, .. } = buffer
+                && *held == key
+            {
+                *released = true;
+                *was |= changed;
+            }
+        }
+    }
+
+    /// Forgets a parcel that nobody needs any more, wherever it lives.
+    pub fn forget(&mut self, key: K) {
+        for buffer in &mut self.buffers {
+            if let Buffer::There { key: held, .. } = buffer
+                && *held == key
+                && let Buffer::There { tensor, .. } = std::mem::replace(buffer, Buffer::Lost)
+            {
+                *buffer = Buffer::Free(tensor);
+            }
+        }
+    }
+
+    /// Waits until everything that was changed is where it lives.
+    pub fn flush(&mut self) -> Result<(), StepError> {
+        for index in 0..self.buffers.len() {
+            self.send_back(index)?;
+            if let Some(Buffer::Moving { back: true, .. }) = self.buffers.get(index) {
+                self.finish(index)?;
+            }
+        }
+        Ok(())
+    }
+}
