@@ -109,7 +109,7 @@ impl Gradients {
     pub fn rounding(&self, block: BlockId, role: Role) -> Rounding {
         let times = self.tensors.get(&(block, role)).map_or(0, |written| written.times);
         let seed = mix(mix(self.seed, times), parameter_number(block, role));
-        Rounding::Stochastic { seed }
+        Rounding::Stochastic { seed, first: 0 }
     }
 
     /// A gradient that the backward pass has written.

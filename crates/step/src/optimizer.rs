@@ -212,7 +212,7 @@ impl<'a, D: Device> Job<'a, D> {
             master: self.state.master(),
             grad: self.grad,
             grad_scale: self.grad_scale,
-            rounding: Rounding::Stochastic { seed: self.seed() },
+            rounding: Rounding::Stochastic { seed: self.seed(), first: 0 },
             rule,
         }))?)
     }
