@@ -127,7 +127,7 @@ impl Bench {
         let other = self.tensor(if dtype == DType::F32 { DType::Bf16 } else { DType::F32 }, &[n, h])?;
         self.time(&label("cast from"), Op::Cast { x: &x, out: &other, rounding: Rounding::Nearest })?;
         if dtype == DType::F32 {
-            let rounding = Rounding::Stochastic { seed: 1 };
+            let rounding = Rounding::Stochastic { seed: 1, first: 0 };
             self.time(&label("cast, stochastic, from"), Op::Cast { x: &x, out: &other, rounding })?;
         }
         drop(other);
@@ -198,7 +198,13 @@ impl Bench {
         self.time(&label("embedding"), Op::Embedding { tokens: &tokens, table: &table, out: &x })?;
         self.time(
             &label("embedding_backward"),
-            Op::EmbeddingBackward { tokens: &tokens, dout: &y, dtable: &table, rounding: Rounding::Nearest },
+            Op::EmbeddingBackward {
+                tokens: &tokens,
+                dout: &y,
+                dtable: &table,
+                first_row: 0,
+                rounding: Rounding::Nearest,
+            },
         )?;
         let sum = self.tensor(DType::F32, &[1])?;
         self.time(&label("sum_squares"), Op::SumSquares { x: &x, out: &sum })
@@ -213,7 +219,7 @@ impl Bench {
         let step = |master, rounding, rule| {
             Op::Update(Update { param: &param, master, grad: &grad, grad_scale: 1.0, rounding, rule })
         };
-        let (nearest, stochastic) = (Rounding::Nearest, Rounding::Stochastic { seed: 1 });
+        let (nearest, stochastic) = (Rounding::Nearest, Rounding::Stochastic { seed: 1, first: 0 });
         let adamw = Rule::AdamW { m: &m, v: &v, hyper };
         self.time(&format!("adamw {dtype} of {n}"), step(None, nearest, adamw))?;
         if dtype == DType::Bf16 {

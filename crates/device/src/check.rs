@@ -1,8 +1,10 @@
 //! What each operation reads and writes, and which tensors it refuses.
 
+use std::cmp::Ordering;
+
 use plimsoll_memory::Arena;
 
-use crate::{AttentionShape, DType, DeviceError, Op, Tensor};
+use crate::{AttentionShape, DType, DeviceError, Op, PIECE_ROWS, Tensor};
 
 /// What an operation reads and writes, for the checks and the cost.
 #[derive(Default)]
@@ -77,6 +79,17 @@ impl<'a> Op<'a> {
             Op::CrossEntropy { logits, targets, weights, losses, .. } => {
                 let reads = [logits, targets].into_iter().chain(weights).collect();
                 (reads, vec![logits, losses], vec![(logits, logits)])
+            }
+            Op::LogitRuns { logits, targets, runs, target_logits, .. } => {
+                (vec![logits, targets], vec![runs, target_logits], vec![])
+            }
+            Op::LossOfRuns { runs, target_logits, targets, weights, losses } => {
+                let reads = [runs, target_logits, targets].into_iter().chain(weights).collect();
+                (reads, vec![losses], vec![])
+            }
+            Op::GradientOfRuns { logits, targets, weights, runs, .. } => {
+                let reads = [logits, targets, runs].into_iter().chain(weights).collect();
+                (reads, vec![logits], vec![(logits, logits)])
             }
             Op::RowSquares { x, out } => (vec![x], vec![out], vec![]),
             Op::RowLengths { squares, cross, gram, b, lengths, .. } => {
@@ -163,8 +176,12 @@ impl<'a> Op<'a> {
                 check.float(out);
                 check.size(out, tokens.elements(), table.columns());
             }
-            Op::EmbeddingBackward { tokens, dout: rows, dtable: table, .. } => {
+            Op::EmbeddingBackward { tokens, dout: rows, dtable: table, first_row, .. } => {
                 check.u32(tokens);
+                let tokens_end = u64::from(u32::MAX) + 1;
+                check.that(first_row.checked_add(table.rows()).is_some_and(|end| end <= tokens_end), || {
+                    format!("{table:?}: from row {first_row} on there are rows that no token can have")
+                });
                 [table, rows].into_iter().for_each(|t| check.float(t));
                 check.size(rows, tokens.elements(), table.columns());
             }
@@ -332,6 +349,23 @@ impl<'a> Op<'a> {
                 weights.into_iter().for_each(|w| check.f32_vector(w, logits.rows()));
                 check.f32_vector(losses, logits.rows());
             }
+            Op::LogitRuns { logits, first_column, targets, runs, target_logits, .. } => {
+                check.runs(runs, targets);
+                check.piece_of_logits(logits, first_column, runs);
+                check.f32_vector(target_logits, runs.rows());
+            }
+            Op::LossOfRuns { runs, target_logits, targets, weights, losses } => {
+                check.runs(runs, targets);
+                [target_logits, losses]
+                    .into_iter()
+                    .chain(weights)
+                    .for_each(|t| check.f32_vector(t, runs.rows()));
+            }
+            Op::GradientOfRuns { logits, first_column, targets, weights, runs, .. } => {
+                check.runs(runs, targets);
+                check.piece_of_logits(logits, first_column, runs);
+                weights.into_iter().for_each(|w| check.f32_vector(w, runs.rows()));
+            }
             Op::QuantizeInt8 { x, codes, scales, block }
             | Op::DequantizeInt8 { out: x, codes, scales, block } => {
                 check.float(x);
@@ -439,6 +473,32 @@ impl Mismatch {
         let fits =
             x.columns() == weight.columns() && out.columns() == weight.rows() && x.rows() == out.rows();
         self.that(fits, || format!("{x:?} times {weight:?} does not give {out:?}"));
+    }
+
+    /// Runs of whole rows of logits, and the rows' targets.
+    fn runs(&mut self, runs: &Tensor, targets: &Tensor) {
+        self.f32(runs);
+        self.that(runs.columns() > 0 && runs.columns().is_multiple_of(2), || {
+            format!("{runs:?} is not pairs of largest logits and sums")
+        });
+        self.u32(targets);
+        self.vector(targets, runs.rows());
+    }
+
+    /// Some columns of the logits that `runs` are of: whole runs, or up to the last column.
+    fn piece_of_logits(&mut self, logits: &Tensor, first_column: u64, runs: &Tensor) {
+        self.f32(logits);
+        let piece = logits.columns();
+        self.that(logits.rows() == runs.rows(), || format!("{logits:?} and {runs:?} differ in rows"));
+        let fits = first_column.is_multiple_of(PIECE_ROWS)
+            && match (first_column / PIECE_ROWS + piece.div_ceil(PIECE_ROWS)).cmp(&(runs.columns() / 2)) {
+                Ordering::Less => piece.is_multiple_of(PIECE_ROWS),
+                Ordering::Equal => true,
+                Ordering::Greater => false,
+            };
+        self.that(fits, || {
+            format!("{logits:?} from column {first_column} on is not whole runs of {PIECE_ROWS} of those of {runs:?}")
+        });
     }
 
     fn attention(&mut self, q: &Tensor, k: &Tensor, v: &Tensor, shape: AttentionShape) {

@@ -1,6 +1,6 @@
 //! What operations cost: arithmetic and bytes moved. The planner turns a tally into time.
 
-use crate::{Compute, Op, Tensor};
+use crate::{Compute, Op, PIECE_ROWS, Tensor};
 
 /// The cost of one operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -118,7 +118,17 @@ impl Op<'_> {
             }
             Op::Gated { gate, .. } | Op::GatedBackward { gate, .. } => cost.exps = gate.elements(),
             Op::Activate { x, .. } | Op::ActivateBackward { x, .. } => cost.exps = x.elements(),
-            Op::CrossEntropy { logits, .. } => cost.exps = logits.elements(),
+            Op::CrossEntropy { logits, .. } | Op::GradientOfRuns { logits, .. } => {
+                cost.exps = logits.elements()
+            }
+            // Only the piece's runs are written.
+            Op::LogitRuns { logits, targets, target_logits, .. } => {
+                let runs = 2 * logits.rows() * logits.columns().div_ceil(PIECE_ROWS);
+                let written = runs * target_logits.dtype().block_bytes();
+                cost.bytes = logits.bytes() + targets.bytes() + target_logits.bytes() + written;
+                cost.exps = logits.elements();
+            }
+            Op::LossOfRuns { runs, .. } => cost.exps = runs.elements() / 2,
             // Only the rows that are written move.
             Op::WriteCache { x, cache, .. } => {
                 let row = cache.bytes() / cache.rows().max(1);

@@ -21,7 +21,7 @@ pub use cpu::{Cpu, CpuOptions};
 pub use device::{Device, DeviceError, Lent};
 pub use dry::Dry;
 pub use dtype::DType;
-pub use op::{Compute, Glu, IGNORED_TARGET, Op, Rounding};
+pub use op::{Compute, Glu, IGNORED_TARGET, Op, PIECE_ROWS, Rounding};
 pub use tensor::{Shape, Tensor};
 pub use update::{
     Adafactor, Adam, Apollo, BLOCK_8BIT, Channels, Codes, Lion, Rule, SecondMoment, Sgd, Update,

@@ -9,6 +9,11 @@ use crate::{Adam, AttentionShape, Channels, Tensor, Update};
 /// A target that does not count in the loss.
 pub const IGNORED_TARGET: u32 = u32::MAX;
 
+/// Rows of a table of which a piece has a multiple, but for the last piece: what is computed from such pieces, one after
+/// the other, has the bits of what is computed from the whole. That holds for products, the loss and its gradient,
+/// the gradient of a table and updates that take every element by itself.
+pub const PIECE_ROWS: u64 = 1024;
+
 /// The precision in which a matrix product multiplies; sums are always f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Compute {
@@ -23,10 +28,12 @@ pub enum Compute {
 pub enum Rounding {
     /// To nearest, ties to even.
     Nearest,
-    /// Up with the probability of what is cut off; random numbers come from the seed and the element's index.
+    /// Up with the probability of what is cut off. Element i is rounded by a random number from the seed and `first + i`.
     Stochastic {
         /// Seed; the same seed gives the same bits.
         seed: u64,
+        /// Place of the tensor's first element in what it is a piece of; 0 of a whole tensor.
+        first: u64,
     },
 }
 
@@ -59,8 +66,15 @@ pub enum Op<'a> {
 
     /// `out[n] = table[tokens[n]]`; tokens u32 `[N]`, table `[V, H]`, out `[N, H]`. A token outside the table is an error.
     Embedding { tokens: &'a Tensor, table: &'a Tensor, out: &'a Tensor },
-    /// `dtable[tokens[n]] += dout[n]`, in token order; `rounding` is that of a narrow dtable's sums.
-    EmbeddingBackward { tokens: &'a Tensor, dout: &'a Tensor, dtable: &'a Tensor, rounding: Rounding },
+    /// `dtable[tokens[n] - first_row] += dout[n]`, in token order; `rounding` is that of a narrow dtable's sums. dtable are
+    /// the table's rows from `first_row` on; tokens of other rows are left out.
+    EmbeddingBackward {
+        tokens: &'a Tensor,
+        dout: &'a Tensor,
+        dtable: &'a Tensor,
+        first_row: u64,
+        rounding: Rounding,
+    },
 
     /// RMSNorm (Zhang and Sennrich 2019): out = x * rstd * (weight_offset + weight), rstd = 1 / sqrt(mean(x^2) + epsilon).
     /// x, out `[N, H]`; weight `[H]`; rstd f32 `[N]`.
@@ -117,7 +131,9 @@ pub enum Op<'a> {
         accumulate: bool,
         compute: Compute,
     },
-    /// dx (+)= dout weight; dout `[N, O]`, weight `[O, I]`, dx `[N, I]`.
+    /// dx (+)= dout weight; dout `[N, O]`, weight `[O, I]`, dx `[N, I]`. From pieces of [`PIECE_ROWS`] of weight's rows, and
+    /// of dout's columns, an f32 dx gets the bits of the whole product, that of the first piece being assigned and those
+    /// of the others added; cast to a narrow type it is what the whole product writes to one.
     LinearBackwardInput {
         dout: &'a Tensor,
         weight: &'a Tensor,
@@ -212,6 +228,8 @@ pub enum Op<'a> {
     /// With `gradient_scale`, logits becomes the gradient times scale in place, (softmax - onehot) * scale, 0 for ignored
     /// targets. With `soft_cap` logits are cap * tanh(logits / cap) first, and so is the gradient that of the uncapped.
     /// With `weights`, f32 `[N]`, a row's loss and gradient are multiplied by its weight.
+    ///
+    /// The three operations that follow give the same bits from logits that are never there all at once.
     CrossEntropy {
         logits: &'a Tensor,
         targets: &'a Tensor,
@@ -219,6 +237,40 @@ pub enum Op<'a> {
         losses: &'a Tensor,
         soft_cap: Option<f32>,
         gradient_scale: Option<f32>,
+    },
+    /// What a piece of the logits adds to the loss. logits f32 `[N, P]` are the columns from `first_column` on, a multiple
+    /// of [`PIECE_ROWS`]; P is one too, unless the piece is the last. For every run of [`PIECE_ROWS`] columns,
+    /// `runs[n, 2 r]` = the largest logit and `runs[n, 2 r + 1]` = the sum of e^(logit - largest), 0 both for ignored
+    /// targets; runs f32 `[N, 2 R]`, R being those of the whole vocabulary, of which only the piece's are written.
+    /// `target_logits[n]`, f32 `[N]`, is written where the target lies in the piece. With `soft_cap` all is of the
+    /// capped logits.
+    LogitRuns {
+        logits: &'a Tensor,
+        first_column: u64,
+        targets: &'a Tensor,
+        soft_cap: Option<f32>,
+        runs: &'a Tensor,
+        target_logits: &'a Tensor,
+    },
+    /// losses f32 `[N]`, as [`CrossEntropy`](Op::CrossEntropy) gives them, from what [`LogitRuns`](Op::LogitRuns) wrote for
+    /// all pieces.
+    LossOfRuns {
+        runs: &'a Tensor,
+        target_logits: &'a Tensor,
+        targets: &'a Tensor,
+        weights: Option<&'a Tensor>,
+        losses: &'a Tensor,
+    },
+    /// logits, a piece as [`LogitRuns`](Op::LogitRuns) took it, become their gradient in place, as those of
+    /// [`CrossEntropy`](Op::CrossEntropy) do; runs are those of all pieces.
+    GradientOfRuns {
+        logits: &'a Tensor,
+        first_column: u64,
+        targets: &'a Tensor,
+        weights: Option<&'a Tensor>,
+        runs: &'a Tensor,
+        soft_cap: Option<f32>,
+        gradient_scale: f32,
     },
 
     /// `out[o]` = sum of squares of row o of x, which may be of any storage of weights; x `[O, I]`, out f32 `[O]`.
@@ -306,6 +358,9 @@ impl Op<'_> {
             Op::Activate { .. } => "activate",
             Op::ActivateBackward { .. } => "activate_backward",
             Op::CrossEntropy { .. } => "cross_entropy",
+            Op::LogitRuns { .. } => "logit_runs",
+            Op::LossOfRuns { .. } => "loss_of_runs",
+            Op::GradientOfRuns { .. } => "gradient_of_runs",
             Op::RowSquares { .. } => "row_squares",
             Op::RowLengths { .. } => "row_lengths",
             Op::ScaleColumns { .. } => "scale_columns",

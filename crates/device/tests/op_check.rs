@@ -96,6 +96,7 @@ fn shapes() {
             tokens: &t[0],
             dout: &t[2],
             dtable: &t[1],
+            first_row: 0,
             rounding: plimsoll_device::Rounding::Nearest,
         })
     };

@@ -146,7 +146,13 @@ impl LowRank<'_> {
         let dh = self.inner_gradient(ctx, dout)?;
         let dtable = gradients.scatter_target(self.block, self.a_role)?;
         let rounding = gradients.rounding(self.block, self.a_role);
-        Ok(ctx.device.run(Op::EmbeddingBackward { tokens, dout: &dh, dtable: &dtable, rounding })?)
+        Ok(ctx.device.run(Op::EmbeddingBackward {
+            tokens,
+            dout: &dh,
+            dtable: &dtable,
+            first_row: 0,
+            rounding,
+        })?)
     }
 
     /// s x A^T `[N, r]`, of x with elements dropped.

@@ -55,7 +55,13 @@ pub(crate) fn backward<D: Device>(
         }
         let dtable = gradients.scatter_target(BlockId::Embedding, role)?;
         let rounding = gradients.rounding(BlockId::Embedding, role);
-        ctx.device.run(Op::EmbeddingBackward { tokens, dout: dx, dtable: &dtable, rounding })?;
+        ctx.device.run(Op::EmbeddingBackward {
+            tokens,
+            dout: dx,
+            dtable: &dtable,
+            first_row: 0,
+            rounding,
+        })?;
         Ok(())
     };
     if ctx.spec.attention.rope.is_none() {

@@ -2,11 +2,13 @@
 
 use std::cell::RefCell;
 use std::num::NonZero;
+use std::ops::Range;
 use std::sync::Arc;
 
 use plimsoll_memory::{Arena, Region, Reservation, Tier};
 
 use super::kernels::column_sums::MAX_PARTIAL_COLUMNS;
+use super::kernels::cross_entropy::Labels;
 use super::kernels::rms_norm::Weight;
 use super::kernels::rope::Angles;
 use super::kernels::{
@@ -15,7 +17,7 @@ use super::kernels::{
 };
 use super::slices::Slices;
 use super::{Isa, Pool, matmul, optimizer};
-use crate::{Compute, DType, Device, DeviceError, IGNORED_TARGET, Lent, Op, Tensor};
+use crate::{Compute, DType, Device, DeviceError, IGNORED_TARGET, Lent, Op, PIECE_ROWS, Tensor};
 
 /// Bytes for partial sums and sort keys: what kernels need beside the arena and the threads' scratch.
 const WORKSPACE_BYTES: usize = MAX_PARTIAL_COLUMNS * size_of::<f32>();
@@ -191,13 +193,15 @@ impl Cpu {
                 in_table(name, "token", t.u32s(tokens), table.rows(), table)?;
                 embedding::embedding(exec, t.u32s(tokens), t.bytes(table), table.dtype(), t.floats_mut(out));
             }
-            Op::EmbeddingBackward { tokens, dout, dtable, rounding } => {
-                in_table(name, "token", t.u32s(tokens), dtable.rows(), dtable)?;
+            Op::EmbeddingBackward { tokens, dout, dtable, first_row, rounding } => {
+                // The check has found the last row to be below 2^32.
+                let rows = first_row..first_row + dtable.rows();
                 embedding::embedding_backward(
                     exec,
                     t.u32s(tokens),
                     t.floats(dout),
                     t.floats_mut(dtable),
+                    rows,
                     rounding,
                     workspace,
                 );
@@ -352,14 +356,49 @@ impl Cpu {
 
             Op::CrossEntropy { logits, targets, weights, losses, soft_cap, gradient_scale } => {
                 in_table(name, "target", t.u32s(targets), logits.columns(), logits)?;
+                if logits.columns() > cross_entropy::MAX_COLUMNS as u64 {
+                    let reason = format!("{logits:?} has more than {} columns", cross_entropy::MAX_COLUMNS);
+                    return Err(DeviceError::Mismatch { op: name, reason });
+                }
                 let (logits, losses) = (t.f32s_mut(logits), t.f32s_mut(losses));
-                let (targets, weights) = (t.u32s(targets), weights.map(|x| t.f32s(x)));
-                cross_entropy::cross_entropy(
+                let labels = labels(t, targets, weights);
+                cross_entropy::cross_entropy(exec, logits, labels, losses, soft_cap, gradient_scale);
+            }
+            Op::LogitRuns { logits, first_column, targets, soft_cap, runs, target_logits } => {
+                in_piece(name, t.u32s(targets), logits, first_column, runs)?;
+                let columns = columns(logits, first_column);
+                let (runs, target_logits) = (t.f32s_mut(runs), t.f32s_mut(target_logits));
+                let targets = t.u32s(targets);
+                cross_entropy::logit_runs(
+                    exec,
+                    t.f32s(logits),
+                    columns,
+                    targets,
+                    soft_cap,
+                    runs,
+                    target_logits,
+                );
+            }
+            Op::LossOfRuns { runs, target_logits, targets, weights, losses } => {
+                let labels = labels(t, targets, weights);
+                cross_entropy::loss_of_runs(
+                    exec,
+                    t.f32s(runs),
+                    t.f32s(target_logits),
+                    labels,
+                    t.f32s_mut(losses),
+                );
+            }
+            Op::GradientOfRuns { logits, first_column, targets, weights, runs, soft_cap, gradient_scale } => {
+                in_piece(name, t.u32s(targets), logits, first_column, runs)?;
+                let columns = columns(logits, first_column);
+                let (logits, labels) = (t.f32s_mut(logits), labels(t, targets, weights));
+                cross_entropy::gradient_of_runs(
                     exec,
                     logits,
-                    targets,
-                    weights,
-                    losses,
+                    columns,
+                    labels,
+                    t.f32s(runs),
                     soft_cap,
                     gradient_scale,
                 );
@@ -443,6 +482,28 @@ fn in_table(
             Err(DeviceError::Mismatch { op, reason })
         }
     }
+}
+
+/// Refuses targets outside the vocabulary, as far as the piece shows where that ends.
+fn in_piece(
+    op: &'static str,
+    targets: &[u32],
+    logits: &Tensor,
+    first_column: u64,
+    runs: &Tensor,
+) -> Result<(), DeviceError> {
+    let (end, most) = (first_column + logits.columns(), runs.columns() / 2 * PIECE_ROWS);
+    let is_last = end > most - PIECE_ROWS;
+    in_table(op, "target", targets, if is_last { end } else { most }, logits)
+}
+
+/// The columns of the vocabulary that a piece of the logits holds.
+fn columns(logits: &Tensor, first_column: u64) -> Range<usize> {
+    first_column as usize..(first_column + logits.columns()) as usize
+}
+
+fn labels<'a>(t: Slices<'a>, targets: &Tensor, weights: Option<&Tensor>) -> Labels<'a> {
+    Labels { targets: t.u32s(targets), weights: weights.map(|weights| t.f32s(weights)) }
 }
 
 /// Refuses sums over rows of more columns than the workspace holds.

@@ -143,8 +143,8 @@ impl<'a> Slices<'a> {
         let output = self.output(tensor);
         match rounding {
             Rounding::Nearest => output,
-            Rounding::Stochastic { seed } => {
-                Output { dither: Some(Dithered { seed, base: output.data.addr() }), ..output }
+            Rounding::Stochastic { seed, first } => {
+                Output { dither: Some(Dithered { seed, first, base: output.data.addr() }), ..output }
             }
         }
     }

@@ -188,5 +188,5 @@ fn stochastic_rounding_keeps_what_is_exact() {
 }
 
 fn cast_stochastic(t: &[Tensor], seed: u64) -> Op<'_> {
-    Op::Cast { x: &t[0], out: &t[1], rounding: Rounding::Stochastic { seed } }
+    Op::Cast { x: &t[0], out: &t[1], rounding: Rounding::Stochastic { seed, first: 0 } }
 }

@@ -14,4 +14,5 @@ mod linear;
 mod loss;
 mod norms;
 mod optimizer;
+mod pieces;
 mod reference;

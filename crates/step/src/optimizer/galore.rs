@@ -91,7 +91,7 @@ fn apply<D: Device>(
             master: master.as_ref(),
             grad: &chunk,
             grad_scale: 1.0,
-            rounding: Rounding::Stochastic { seed: mix(job.seed(), first) },
+            rounding: Rounding::Stochastic { seed: mix(job.seed(), first), first: 0 },
             rule: Rule::Sgd { m: None, hyper },
         }))?;
         first += rows;

@@ -1,5 +1,7 @@
 //! Looking token embeddings up, and adding their gradients up.
 
+use std::ops::Range;
+
 use super::column_sums::add_assign;
 use super::split::{SharedFloats, Split, for_each_part};
 use super::storage::{Tile, tiles};
@@ -37,7 +39,7 @@ pub(in crate::cpu) fn embedding(
     });
 }
 
-/// dtable[tokens[n]] += dout[n], every token below V.
+/// dtable[tokens[n] - first] += dout[n], dtable being the table's `rows` from the first on; other tokens are left out.
 ///
 /// The tokens are sorted, the places of each in order, so that a row of the table is one task's, and is rounded once
 /// for all its places. `order` holds the sorted places; more tokens than fit are taken in several rounds.
@@ -46,6 +48,7 @@ pub(in crate::cpu) fn embedding_backward(
     tokens: &[u32],
     dout: Floats<'_>,
     dtable: FloatsMut<'_>,
+    rows: Range<u64>,
     rounding: Rounding,
     order: &mut [u64],
 ) {
@@ -53,10 +56,14 @@ pub(in crate::cpu) fn embedding_backward(
     let dtable = SharedFloats::new(dtable, columns);
     for (round, tokens) in tokens.chunks(order.len().max(1)).enumerate() {
         let first = round * order.len();
-        let order = &mut order[..tokens.len()];
-        for (place, (key, token)) in order.iter_mut().zip(tokens).enumerate() {
-            *key = u64::from(*token) << 32 | place as u64;
+        let mut count = 0;
+        for (place, token) in tokens.iter().map(|token| u64::from(*token)).enumerate() {
+            if rows.contains(&token) {
+                order[count] = (token - rows.start) << 32 | place as u64;
+                count += 1;
+            }
         }
+        let order = &mut order[..count];
         order.sort_unstable();
         add_sorted(
             exec,
@@ -69,7 +76,7 @@ pub(in crate::cpu) fn embedding_backward(
     }
 }
 
-/// Adds rows of `dout` to rows of the table; `order` holds pairs (token, row of dout), sorted.
+/// Adds rows of `dout` to rows of `dtable`; `order` holds pairs (row of dtable, row of dout), sorted.
 fn add_sorted(
     exec: Exec<'_>,
     order: &[u64],

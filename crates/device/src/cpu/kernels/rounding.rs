@@ -1,12 +1,14 @@
 //! f32 to bf16, and stochastically to f16: random bits come from the seed and the element's index.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 
 use super::simd::{Simd, per_isa};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::Isa;
 
-/// To nearest, ties to even; NaNs stay NaNs. The instruction for it takes subnormal numbers for zero.
+/// To nearest, ties to even; NaNs stay NaNs.
 pub(super) fn narrow_nearest(simd: Simd, x: &[f32], out: &mut [bf16]) {
     #[cfg(target_arch = "x86_64")]
     if simd.isa() == Isa::Avx512Bf16 {
@@ -17,7 +19,7 @@ pub(super) fn narrow_nearest(simd: Simd, x: &[f32], out: &mut [bf16]) {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 fn narrow_by_instruction(x: &[f32], out: &mut [bf16]) {
     let (xs, last_x) = x.as_chunks();
     let (outs, last_out) = out.as_chunks_mut();
@@ -34,13 +36,21 @@ fn narrow_by_instruction(x: &[f32], out: &mut [bf16]) {
 
 #[cfg(target_arch = "x86_64")]
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 fn narrow_sixteen(x: &[f32; 16], out: &mut [bf16; 16]) {
-    use std::arch::x86_64::{__m256bh, __m256i, _mm256_storeu_si256, _mm512_cvtneps_pbh, _mm512_loadu_ps};
+    use std::arch::x86_64::{
+        __m256bh, __m256i, _mm256_storeu_si256, _mm512_cvtneps_pbh, _mm512_fpclass_ps_mask, _mm512_loadu_ps,
+    };
 
+    const SUBNORMAL: i32 = 0x20;
     // SAFETY: both pointers are to 16 elements, and the two vector types are of 256 plain bits.
     unsafe {
-        let narrow = _mm512_cvtneps_pbh(_mm512_loadu_ps(x.as_ptr()));
+        let wide = _mm512_loadu_ps(x.as_ptr());
+        // The instruction takes subnormal numbers for zero, which products that store bf16 do not.
+        if _mm512_fpclass_ps_mask::<SUBNORMAL>(wide) != 0 {
+            return narrow_nearest_body::<true>(x, out);
+        }
+        let narrow = _mm512_cvtneps_pbh(wide);
         let bits = std::mem::transmute::<__m256bh, __m256i>(narrow);
         _mm256_storeu_si256(out.as_mut_ptr().cast(), bits);
     }
@@ -87,6 +97,16 @@ impl Dither {
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^= z >> 31;
         Dither { keys: [z as u32, (z >> 32) as u32], first: first as u32 }
+    }
+
+    /// The runs that `len` elements from index `first` on fall into, with the range of each: two at most, as long as
+    /// there are no more than 2^32 elements.
+    pub fn runs(seed: u64, first: u64, len: usize) -> impl Iterator<Item = (Range<usize>, Dither)> {
+        let before = ((1 << 32) - u64::from(first as u32)).min(len as u64) as usize;
+        [0..before, before..len]
+            .into_iter()
+            .filter(|range| !range.is_empty())
+            .map(move |range| (range.clone(), Dither::new(seed, first.wrapping_add(range.start as u64))))
     }
 
     /// 32 random bits for the `i`-th element of the run.

@@ -218,13 +218,17 @@ impl<'a> FloatsMut<'a> {
     ) {
         match (self, rounding) {
             (FloatsMut::F32(x), _) => x[range].copy_from_slice(values),
-            (FloatsMut::Bf16(x), Rounding::Stochastic { seed }) => {
-                narrow_stochastic(simd, values, &mut x[range], Dither::new(seed, first as u64));
-            }
-            (FloatsMut::F16(x), Rounding::Stochastic { seed }) => {
-                narrow_stochastic_f16(values, &mut x[range], Dither::new(seed, first as u64));
-            }
             (other, Rounding::Nearest) => other.narrow(simd, range, values),
+            (other, Rounding::Stochastic { seed, first: of_tensor }) => {
+                for (part, dither) in Dither::runs(seed, of_tensor.wrapping_add(first as u64), values.len()) {
+                    let to = range.start + part.start..range.start + part.end;
+                    match other {
+                        FloatsMut::F32(_) => {}
+                        FloatsMut::Bf16(x) => narrow_stochastic(simd, &values[part], &mut x[to], dither),
+                        FloatsMut::F16(x) => narrow_stochastic_f16(&values[part], &mut x[to], dither),
+                    }
+                }
+            }
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! One operand, the one with fewer lines, is packed once into memory that all threads share, a chunk at a time and
 //! each task a few panels. The other is cut into strips; a strip is packed by the task that multiplies it with the
-//! whole chunk, straight before its use. No cut changes a result: each sum is one chain in the order of k.
+//! whole chunk, straight before its use. No cut changes a result: k is cut between the chains of the tile kernel.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,12 +11,19 @@ use super::Product;
 use super::crew::{Crew, Memory};
 use super::kernels::Kernels;
 use super::pack::{Lines, Panels};
-use super::tile::{Area, Block, Finish, Sums};
+use super::tile::{Area, Block, CHAIN, Finish, Sums};
 use super::vector::MAX_LANES;
-use crate::DType;
+use crate::{DType, PIECE_ROWS};
 
 /// Units of k in a block at most: C is read and written once for each block.
-const MAX_UNITS: usize = 768;
+const MAX_UNITS: usize = 3 * CHAIN;
+
+/// Values of k in a unit at most.
+const MAX_K_PER_UNIT: usize = 2;
+
+// A k that is cut into pieces is cut between two chains, and those are of whole blocks of quantised types.
+const _: () =
+    assert!((PIECE_ROWS as usize).is_multiple_of(CHAIN * MAX_K_PER_UNIT) && CHAIN.is_multiple_of(32));
 /// Size of a packed strip at most: with a panel of the other operand it stays in the second-level cache.
 pub(super) const STRIP_BYTES: usize = 384 << 10;
 /// Size of the panels that one packing task makes, about.
@@ -75,8 +82,9 @@ pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
     let (shared, strips) = if share_a { (a, b) } else { (b, a) };
 
     let k_blocks = k.div_ceil(MAX_UNITS * kernels.k_per_unit).max(1);
-    // Whole blocks of quantised types.
-    let k_block = k.div_ceil(k_blocks).next_multiple_of(32);
+    // Whole chains, which begin at the same k wherever k ends.
+    let whole = if k_blocks > 1 { CHAIN * kernels.k_per_unit } else { 32 };
+    let k_block = k.div_ceil(k_blocks).next_multiple_of(whole);
     let panel = panel_stride(shared.width, k_block.div_ceil(kernels.k_per_unit));
 
     // A narrow C cannot hold the sums from one block of k to the next.

@@ -281,8 +281,8 @@ unsafe fn put(c: Output, row: usize, column: usize, sum: f32, accumulate: bool) 
             DType::Bf16 => {
                 let old = if accumulate { bf16_value(*narrow) } else { 0.0 };
                 *narrow = match c.dither {
-                    Some(Dithered { seed, base }) if accumulate => {
-                        let place = (narrow.addr() - base) as u64 / 2;
+                    Some(Dithered { seed, first, base }) if accumulate => {
+                        let place = first.wrapping_add((narrow.addr() - base) as u64 / 2);
                         Dither::new(seed, place).bf16(old + sum, 0).to_bits()
                     }
                     _ => bf16_bits(old + sum),

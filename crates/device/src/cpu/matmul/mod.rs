@@ -45,11 +45,13 @@ pub struct Output {
     pub dither: Option<Dithered>,
 }
 
-/// Stochastic rounding of sums: random bits come from the seed and the element's place in its tensor.
+/// Stochastic rounding of sums: random bits come from the seed and the element's place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct Dithered {
     pub seed: u64,
+    /// Place of the matrix's first element in that of which it is a piece.
+    pub first: u64,
     /// Address of the tensor's first element.
     pub base: usize,
 }
@@ -61,8 +63,12 @@ pub const SCRATCH_BYTES: usize = 1 << 20;
 ///
 /// What the bits of the result do not depend on: the number of threads; the other rows and columns computed with an
 /// element, as long as A has more than 24 rows or at most 24 in both cases, or B is not contiguous along k. Sums are made
-/// of chains of at most 256 additions, so that their error does not grow with k. A bf16 C is rounded once, to nearest
-/// even, after the old value was added. f32 products of more than 24 rows are the same on AVX2 and AVX-512.
+/// of chains of 256 additions (of pairs, where the machine has an instruction for pairs of bf16), so that their error
+/// does not grow with k. A bf16 C is rounded once, to nearest even, after the old value was added. f32 products of more
+/// than 24 rows are the same on AVX2 and AVX-512.
+///
+/// A B that is not contiguous along k may be cut along it at multiples of [`PIECE_ROWS`](crate::PIECE_ROWS): the products
+/// of the pieces, added one after the other to an f32 C, give the bits of the whole.
 ///
 /// # Safety
 /// The pointers are valid for the matrices described, of block types whole blocks along the contiguous dimension, C

@@ -229,8 +229,8 @@ unsafe fn buffered_tile<E: Engine>(
                 continue;
             }
             let out = tile.out.cast::<u16>().add(i * tile.out_stride);
-            if let Finish::AddBf16Dithered(Dithered { seed, base }) = finish {
-                let dither = Dither::new(seed, (out.addr() - base) as u64 / 2);
+            if let Finish::AddBf16Dithered(Dithered { seed, first, base }) = finish {
+                let dither = Dither::new(seed, first.wrapping_add((out.addr() - base) as u64 / 2));
                 for j in 0..columns {
                     let sum = bf16_value(*out.add(j)) + *sums.add(j);
                     *out.add(j) = dither.bf16(sum, j as u32).to_bits();
@@ -262,15 +262,16 @@ unsafe fn buffered_tile<E: Engine>(
     }
 }
 
-/// Units of k in a chain of additions at most. A sum of n terms in one f32 chain is wrong by up to n roundings, each as
+/// Units of k in a chain of additions. A sum of n terms in one f32 chain is wrong by up to n roundings, each as
 /// large as the largest partial sum's: where one term is huge, as in the residual stream of real models, gradients
 /// were off in the third digit. A sum of chains is wrong by a chain's length and their number.
 pub(super) const CHAIN: usize = 256;
 
 /// Rows `ROWS` of a panel of A that is `HEIGHT` wide, times `NV` vectors of a panel of B.
 ///
-/// Units are cut into chains of even length, each a row of multiply-adds in the order of k that begins with zero; its
-/// sum is added to what `start` and the chains before it gave.
+/// Units are cut into chains of [`CHAIN`], the last one perhaps shorter, each a row of multiply-adds in the order of k
+/// that begins with zero; its sum is added to what `start` and the chains before it gave. Where chains begin does not
+/// depend on how many there are, so that units cut between two chains, into a sum that goes on, give the same bits.
 ///
 /// # Safety
 /// The machine has the engine's instruction set and the tile is valid.
@@ -279,7 +280,7 @@ pub(super) unsafe fn kernel<E: Engine, const ROWS: usize, const HEIGHT: usize, c
     let lanes = E::V::LANES;
     let Tile { mut a, mut b, units, start, start_stride, out, out_stride, mut next, mut later, .. } = *tile;
     let chains = units.div_ceil(CHAIN).max(1);
-    let length = units.div_ceil(chains);
+    let length = units.min(CHAIN);
     // SAFETY: panels hold `units` units of `HEIGHT` and `NV * lanes` lines, the tile has `ROWS` by `NV * lanes`
     // values at `start`, where that is not null, and at `out`.
     unsafe {
@@ -310,7 +311,7 @@ pub(super) unsafe fn kernel<E: Engine, const ROWS: usize, const HEIGHT: usize, c
         }
         finish_chain(&mut sums, (start, start_stride), (out, out_stride));
         for chain in 1..chains {
-            for _ in chain * length..units.min((chain + 1) * length) {
+            for _ in chain * CHAIN..units.min((chain + 1) * CHAIN) {
                 one_unit::<E, ROWS, NV>(&mut sums, a, b);
                 a = a.add(HEIGHT);
                 b = b.add(NV * lanes);

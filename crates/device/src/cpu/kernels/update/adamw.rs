@@ -28,8 +28,9 @@ impl Rounding {
     pub(super) fn stream(self, stream: u64) -> Rounding {
         match self {
             Rounding::Nearest => Rounding::Nearest,
-            Rounding::Stochastic { seed } => {
-                Rounding::Stochastic { seed: seed.wrapping_add(stream.wrapping_mul(0xd1b5_4a32_d192_ed03)) }
+            Rounding::Stochastic { seed, first } => {
+                let seed = seed.wrapping_add(stream.wrapping_mul(0xd1b5_4a32_d192_ed03));
+                Rounding::Stochastic { seed, first }
             }
         }
     }
