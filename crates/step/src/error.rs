@@ -2,6 +2,7 @@
 
 use plimsoll_device::{DType, DeviceError};
 use plimsoll_disk::DiskError;
+use plimsoll_model::convert::ConversionError;
 use plimsoll_model::{AdapterError, BlockId, Role, SpecError};
 use plimsoll_parallel::CommunicationError;
 
@@ -14,6 +15,9 @@ pub enum StepError {
     /// Weights could not be brought from their files.
     #[error(transparent)]
     Disk(#[from] DiskError),
+    /// Values could not be had in another type.
+    #[error(transparent)]
+    Conversion(#[from] ConversionError),
     /// Ranks could not agree.
     #[error(transparent)]
     Communication(#[from] CommunicationError),

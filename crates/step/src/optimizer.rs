@@ -60,7 +60,6 @@ type StateUnit = (BlockId, Role, u32);
 
 /// States that live on a lower tier.
 struct Away<'a, D: Device> {
-    tiers: Arc<LowerTiers>,
     parcels: HashMap<StateUnit, Parcel<StateKind>>,
     homes: HashMap<StateUnit, Arc<Home>>,
     pool: Pool<'a, D, StateUnit>,
@@ -153,7 +152,7 @@ impl<'a, D: Device> Optimizer<'a, D> {
             let all = homes.all();
             let mut pool = Pool::new(device, bytes, BUFFERS.min(parcels.len()))?;
             pool.carry_with(Box::new(homes));
-            away = Some(Away { tiers: Arc::clone(tiers), parcels, homes: all, pool });
+            away = Some(Away { parcels, homes: all, pool });
         }
         Ok(Optimizer { kind, slots, seed, away })
     }
@@ -202,11 +201,6 @@ impl<'a, D: Device> Optimizer<'a, D> {
     pub fn announce(&mut self, order: impl IntoIterator<Item = StateUnit>) -> Result<(), StepError> {
         let Some(Away { parcels, pool, .. }) = &mut self.away else { return Ok(()) };
         pool.announce(order.into_iter().filter(|unit| parcels.contains_key(unit)))
-    }
-
-    /// Moves on what is under way, without waiting.
-    pub fn advance(&mut self) -> Result<(), StepError> {
-        self.away.as_mut().map_or(Ok(()), |away| away.pool.advance())
     }
 
     /// Waits until every state is where it lives.

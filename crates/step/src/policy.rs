@@ -53,6 +53,11 @@ impl LayerPolicy {
         }
     }
 
+    /// Nothing is kept, not even the input: for a block that runs for its output alone.
+    pub fn nothing() -> LayerPolicy {
+        LayerPolicy { input: Save::Recompute, ..LayerPolicy::all(Save::Recompute) }
+    }
+
     /// Everything is kept but the groups named.
     pub fn without(groups: Groups) -> LayerPolicy {
         let mut policy = LayerPolicy::all(Save::Keep);

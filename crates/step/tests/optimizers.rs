@@ -90,12 +90,12 @@ fn threads_and_interruptions_change_no_bit() {
                 let mut trainer = trainer(&device, &spec(), &settings);
                 if let Some((progress, bytes)) = &kept {
                     for (named, bytes) in trainer.state().unwrap().iter().zip(bytes) {
-                        device.write(&named.tensor, &mut |out| out.copy_from_slice(bytes)).unwrap();
+                        trainer.write_state(named, &mut |out| out.copy_from_slice(bytes)).unwrap();
                     }
                     trainer.resume(*progress);
                 }
                 steps(&mut trainer, lr, *part);
-                kept = Some((trainer.progress(), state(&device, &trainer)));
+                kept = Some((trainer.progress(), state(&trainer)));
             }
             kept
         };

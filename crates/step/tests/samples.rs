@@ -14,7 +14,7 @@ fn steps(spec: &ModelSpec, settings: &StepSettings, batches: &[MicroBatch<'_>]) 
     let mut trainer = trainer(&device, spec, &settings);
     let losses = (0..4).map(|_| trainer.step(batches, 1e-3).unwrap().loss).collect();
     assert_eq!(device.arena().high_water(), planned_peak(spec, &settings, batches.len()));
-    (losses, state(&device, &trainer))
+    (losses, state(&trainer))
 }
 
 #[test]

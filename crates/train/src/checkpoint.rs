@@ -6,9 +6,9 @@
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use plimsoll_device::{DType, Device, Tensor};
+use plimsoll_device::{DType, Device};
 use plimsoll_model::{NewTensor, SafetensorsFile, StoredDType, write_tensors};
-use plimsoll_step::{LossScale, NamedTensor, StateKind, StepProgress, Trainer};
+use plimsoll_step::{LossScale, NamedTensor, StateKind, StepError, StepProgress, Trainer};
 use serde::{Deserialize, Serialize};
 
 use crate::TrainError;
@@ -115,7 +115,6 @@ impl Checkpoint {
     pub fn write<D: Device>(
         run: &Path,
         state: &TrainerState,
-        device: &D,
         trainer: &Trainer<'_, D>,
         save_model: impl FnOnce(&Path) -> Result<(), TrainError>,
     ) -> Result<Checkpoint, TrainError> {
@@ -128,7 +127,7 @@ impl Checkpoint {
         save_model(aside.path())?;
         let tensors: Vec<NamedTensor> =
             trainer.state()?.into_iter().filter(|t| t.kind != StateKind::Weight).collect();
-        write_named(&aside.path().join(OPTIMIZER), device, &tensors)?;
+        write_named(&aside.path().join(OPTIMIZER), trainer, &tensors)?;
         let json = serde_json::to_vec_pretty(state)
             .map_err(|e| TrainError::io("write", aside.path(), io::Error::other(e)))?;
         crate::write_whole(&aside.path().join(STATE), &json)?;
@@ -164,7 +163,7 @@ impl Checkpoint {
     }
 
     /// Reads moments and masters back into `trainer`. Weights are the model folder's.
-    pub fn read_optimizer<D: Device>(&self, device: &D, trainer: &Trainer<'_, D>) -> Result<(), TrainError> {
+    pub fn read_optimizer<D: Device>(&self, trainer: &mut Trainer<'_, D>) -> Result<(), TrainError> {
         let path = self.path.join(OPTIMIZER);
         let file = SafetensorsFile::open(&path)?;
         let wanted: Vec<NamedTensor> =
@@ -182,13 +181,16 @@ impl Checkpoint {
             let fail = |reason: String| TrainError::Checkpoint { path: path.clone(), reason };
             let stored = file.tensor(&name).ok_or_else(|| fail(format!("it has no {name}")))?;
             let bytes = file.bytes(&name).ok_or_else(|| fail(format!("it has no {name}")))?;
-            if stored.dtype != stored_dtype(named.tensor.dtype())
-                || bytes.len() as u64 != named.tensor.bytes()
-            {
-                let want = named.tensor.shape();
+            if stored.dtype != stored_dtype(named.dtype) || bytes.len() as u64 != named.bytes() {
+                let want = &named.shape;
                 return Err(fail(format!("{name} is {:?}, the run needs {want:?}", stored.shape)));
             }
-            device.write(&named.tensor, &mut |out| out.copy_from_slice(bytes))?;
+            let mut rest = bytes;
+            trainer.write_state(&named, &mut |out| {
+                let (part, later) = rest.split_at(out.len().min(rest.len()));
+                out.iter_mut().zip(part).for_each(|(out, byte)| *out = *byte);
+                rest = later;
+            })?;
             file.release(stored);
         }
         Ok(())
@@ -222,28 +224,36 @@ pub(crate) fn sweep(run: &Path) -> Result<(), TrainError> {
     Ok(())
 }
 
-fn write_named<D: Device>(path: &Path, device: &D, tensors: &[NamedTensor]) -> Result<(), TrainError> {
+fn write_named<D: Device>(
+    path: &Path,
+    trainer: &Trainer<'_, D>,
+    tensors: &[NamedTensor],
+) -> Result<(), TrainError> {
     let new: Vec<NewTensor> = tensors
         .iter()
-        .map(|t| NewTensor {
-            name: stored_name(t),
-            dtype: stored_dtype(t.tensor.dtype()),
-            shape: t.tensor.shape().dims().to_vec(),
-        })
+        .map(|t| NewTensor { name: stored_name(t), dtype: stored_dtype(t.dtype), shape: t.shape.clone() })
         .collect();
-    let by_name: std::collections::HashMap<String, &Tensor> =
-        tensors.iter().map(|t| (stored_name(t), &t.tensor)).collect();
+    let by_name: std::collections::HashMap<String, &NamedTensor> =
+        tensors.iter().map(|t| (stored_name(t), t)).collect();
     write_tensors(path, &[("format", "pt")], &new, |tensor, out| match by_name.get(&tensor.name) {
-        Some(tensor) => copy_out(device, tensor, out),
+        Some(named) => copy_out(|look| trainer.read_state(named, look), out),
         None => Err(io::Error::other("no such tensor")),
     })?;
     Ok(())
 }
 
-/// Writes a tensor's bytes as they are.
-pub(crate) fn copy_out<D: Device>(device: &D, tensor: &Tensor, out: &mut dyn Write) -> io::Result<()> {
+/// Writes bytes as they are shown, part by part.
+pub(crate) fn copy_out(
+    show: impl FnOnce(&mut dyn FnMut(&[u8])) -> Result<(), StepError>,
+    out: &mut dyn Write,
+) -> io::Result<()> {
     let mut outcome = Ok(());
-    device.read(tensor, &mut |bytes| outcome = out.write_all(bytes)).map_err(io::Error::other)?;
+    show(&mut |bytes| {
+        if outcome.is_ok() {
+            outcome = out.write_all(bytes);
+        }
+    })
+    .map_err(io::Error::other)?;
     outcome
 }
 

@@ -155,7 +155,7 @@ impl Prepared {
         let document_end = self.train.document_end();
         let step = StepSettings { document_end, ..plan.choice.settings.clone() };
         let mut trainer = Trainer::new(device, plan.spec.clone(), step, &Solo)?;
-        self.load(device, &mut trainer, plan)?;
+        self.load(&mut trainer, plan)?;
 
         let Prepared { tokenizer, train, validation, resumed, .. } = self;
         let batch_size = plan.choice.settings.batch_size;
@@ -170,14 +170,12 @@ impl Prepared {
         let dtype = plan.choice.settings.precision.weights;
         let save_model = |trainer: &Trainer<'_, D>, folder: &Path| -> Result<(), TrainError> {
             if let Some(adapters) = plan.choice.settings.method.adapters() {
-                let read = |p: &Parameter| read_f32(device, trainer, p).map_err(std::io::Error::other);
+                let read = |p: &Parameter| trainer.values(p).map_err(std::io::Error::other);
                 adapters.layout.write(folder, &plan.spec, read)?;
                 return Ok(tokenizer.save(folder)?);
             }
-            SaveWriter::new(&plan.spec, dtype).write(folder, |parameter, out| {
-                let tensor = trainer.weight(parameter).map_err(std::io::Error::other)?;
-                copy_out(device, tensor, out)
-            })?;
+            SaveWriter::new(&plan.spec, dtype)
+                .write(folder, |parameter, out| copy_out(|look| trainer.read_weight(parameter, look), out))?;
             Ok(tokenizer.save(folder)?)
         };
         let process_memory = || {
@@ -196,20 +194,15 @@ impl Prepared {
     }
 
     /// Sets the weights: from the checkpoint, from the model's files, or drawn at random.
-    fn load<D: Device>(
-        &self,
-        device: &D,
-        trainer: &mut Trainer<'_, D>,
-        plan: &TrainingPlan,
-    ) -> Result<(), TrainError> {
+    fn load<D: Device>(&self, trainer: &mut Trainer<'_, D>, plan: &TrainingPlan) -> Result<(), TrainError> {
         if let (Some(adapters), Some(base)) = (plan.choice.settings.method.adapters(), self.origin.weights())
         {
-            return self.load_adapters(device, trainer, &adapters.layout, base);
+            return self.load_adapters(trainer, &adapters.layout, base);
         }
         if let Some((checkpoint, _)) = &self.resumed {
             let files = ModelFiles::open(&checkpoint.path)?;
             trainer.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
-            return checkpoint.read_optimizer(device, trainer);
+            return checkpoint.read_optimizer(trainer);
         }
         match &self.origin {
             ModelOrigin::Files(files) => {
@@ -225,7 +218,6 @@ impl Prepared {
     /// Sets the frozen weights from the model's files, and the adapters from the checkpoint or to their first values.
     fn load_adapters<D: Device>(
         &self,
-        device: &D,
         trainer: &mut Trainer<'_, D>,
         layout: &AdapterLayout,
         base: &WeightSource,
@@ -234,7 +226,7 @@ impl Prepared {
         if let Some((checkpoint, _)) = &self.resumed {
             let set = AdapterSet::for_layout(&checkpoint.path, spec, layout)?;
             trainer.load::<TrainError>(|p, dtype, out| Ok(set.read_into(spec, base, p, dtype, out)?))?;
-            return checkpoint.read_optimizer(device, trainer);
+            return checkpoint.read_optimizer(trainer);
         }
         let seed = self.config.training.seed();
         trainer.load::<TrainError>(|p, dtype, out| {
@@ -311,15 +303,6 @@ fn schedule(config: &RawConfig, sequences: u64, total_steps: u64) -> Schedule {
         total_steps,
         min_lr_ratio: training.min_lr_ratio(),
     }
-}
-
-/// A parameter's values: its master's, where it has one.
-fn read_f32<D: Device>(
-    device: &D,
-    trainer: &Trainer<'_, D>,
-    parameter: &Parameter,
-) -> Result<Vec<f32>, TrainError> {
-    Ok(device.read_f32(trainer.master_or_weight(parameter)?)?)
 }
 
 /// Mean loss over all windows of a data set.

@@ -144,7 +144,7 @@ pub fn run<'a, D: Device>(
             with.observer.event(Event::Stopping { step });
         }
         if stopping || rescue || settings.save_steps.is_some_and(|n| n > 0 && step.is_multiple_of(n)) {
-            progress.save(device, trainer, settings, &mut with)?;
+            progress.save(trainer, settings, &mut with)?;
         }
     }
     let finished = progress.state.step >= total;
@@ -297,13 +297,12 @@ impl Progress {
 
     fn save<'a, D: Device>(
         &mut self,
-        device: &D,
         trainer: &Trainer<'a, D>,
         settings: &RunSettings,
         with: &mut Connections<'_, 'a, D>,
     ) -> Result<(), TrainError> {
         let save_model = |folder: &Path| (with.save_model)(trainer, folder);
-        let checkpoint = Checkpoint::write(&settings.output, &self.state, device, trainer, save_model)?;
+        let checkpoint = Checkpoint::write(&settings.output, &self.state, trainer, save_model)?;
         tidy(&settings.output, settings.save_total_limit)?;
         with.observer.event(Event::Saved(&checkpoint.path));
         self.checkpoint = Some(checkpoint);

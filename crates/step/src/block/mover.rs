@@ -22,12 +22,13 @@ pub(crate) struct Mover<'a, D: Device> {
     tier: Tier,
     /// Stands for what is away.
     nothing: Tensor,
-    leaving: RefCell<VecDeque<Moving>>,
+    /// With their homes, which are nobody else's before they have arrived.
+    leaving: RefCell<VecDeque<(Moving, Arc<Home>)>>,
 }
 
 /// A tensor that is away.
 pub(crate) struct Stored {
-    home: Home,
+    home: Arc<Home>,
     dtype: DType,
     shape: Shape,
     coming: Option<Moving>,
@@ -88,18 +89,18 @@ impl<'a, D: Device> Mover<'a, D> {
         while self.leaving.borrow().len() >= LEAVING {
             self.wait_for_one()?;
         }
-        let home = self.tiers.take(self.tier, bytes, Tag::Activations, "activation")?;
+        let home = Arc::new(self.tiers.take(self.tier, bytes, Tag::Activations, "activation")?);
         let moving = match self.device.lend(buffer)? {
             Lent::Memory(memory) => Moving::Under(self.tiers.send(&home, memory)),
             Lent::Nothing(tensor) => Moving::Dry(tensor),
         };
-        self.leaving.borrow_mut().push_back(moving);
+        self.leaving.borrow_mut().push_back((moving, Arc::clone(&home)));
         Ok(Stored { home, dtype, shape, coming: None })
     }
 
     fn wait_for_one(&self) -> Result<(), StepError> {
         let first = self.leaving.borrow_mut().pop_front();
-        first.map_or(Ok(()), |moving| self.arrived(moving).map(|_| ()))
+        first.map_or(Ok(()), |(moving, _)| self.arrived(moving).map(|_| ()))
     }
 
     /// Waits until everything that was sent has arrived.

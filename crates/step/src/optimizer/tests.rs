@@ -69,6 +69,22 @@ fn settings(kind: OptimizerKind) -> OptimizerSettings {
     OptimizerSettings { kind, weight_decay: 0.1, ..OptimizerSettings::default() }
 }
 
+fn optimizer<'a>(
+    device: &'a Cpu,
+    spec: &ModelSpec,
+    settings: &OptimizerSettings,
+) -> Result<Optimizer<'a, Cpu>, StepError> {
+    let storage = StateStorage {
+        tiers: &Arc::new(LowerTiers::none()),
+        tier: Tier::Device,
+        cut: Pieces::new(spec, &settings.kind),
+        head_dim: spec.attention.head_dim,
+        needs_master: &|_| false,
+        seed: 3,
+    };
+    Optimizer::allocate(device, &spec.parameters(), settings, storage)
+}
+
 fn bytes(device: &Cpu, tensor: &Tensor) -> Vec<u8> {
     let mut copy = Vec::new();
     device.read(tensor, &mut |bytes| copy = bytes.to_vec()).unwrap();
@@ -78,9 +94,7 @@ fn bytes(device: &Cpu, tensor: &Tensor) -> Vec<u8> {
 /// Every parameter after five steps, with its state, in the order of [`NAMES`].
 fn five_steps(device: &Cpu, settings: &OptimizerSettings) -> Vec<(Parameter, Vec<f32>, OptimizerState)> {
     let spec = spec();
-    let optimizer =
-        Optimizer::allocate(device, &spec.parameters(), spec.attention.head_dim, settings, &|_| false, 3)
-            .unwrap();
+    let mut optimizer = optimizer(device, &spec, settings).unwrap();
     let tensor = |p: &Parameter| device.alloc(DType::F32, &p.shape, Tag::Weights, "test").unwrap();
     let parameters = spec.parameters();
     let named = NAMES.map(|name| parameters.iter().find(|p| p.name == name).unwrap().clone());
@@ -92,7 +106,7 @@ fn five_steps(device: &Cpu, settings: &OptimizerSettings) -> Vec<(Parameter, Vec
             for step in 1..=5 {
                 write(device, &grad, &noise(number, step, p.elements()));
                 let update = Update { lr: LR, grad_scale: 1.0, step: u64::from(step) };
-                optimizer.update(device, &p, &weight, &grad, update).unwrap();
+                optimizer.update(device, &p, None, (&weight, &grad), update).unwrap();
             }
             let state = optimizer.state(p.block, p.role).unwrap().clone();
             (p, device.read_f32(&weight).unwrap(), state)
@@ -231,9 +245,7 @@ fn a_truncated_subspace_holds_the_gradient() {
     let (rank, device) = (6, device(2));
     let settings = settings(OptimizerKind::GaLore(low_rank(rank, 200, 0.25)));
     let spec = spec();
-    let optimizer =
-        Optimizer::allocate(&device, &spec.parameters(), spec.attention.head_dim, &settings, &|_| false, 3)
-            .unwrap();
+    let mut optimizer = optimizer(&device, &spec, &settings).unwrap();
     for p in spec.parameters().iter().filter(|p| p.name.contains("mlp.") && p.shape.len() == 2) {
         let (rows, columns) = (p.shape[0] as usize, p.shape[1] as usize);
         let (a, b) = (noise(1, 1, p.shape[0] * rank), noise(2, 1, p.shape[1] * rank));
@@ -247,7 +259,8 @@ fn a_truncated_subspace_holds_the_gradient() {
         let (weight, grad) = (tensor(), tensor());
         write(&device, &weight, &values);
         write(&device, &grad, &values);
-        optimizer.update(&device, p, &weight, &grad, Update { lr: LR, grad_scale: 1.0, step: 1 }).unwrap();
+        let update = Update { lr: LR, grad_scale: 1.0, step: 1 };
+        optimizer.update(&device, p, None, (&weight, &grad), update).unwrap();
         let projection = optimizer.state(p.block, p.role).unwrap().find(StateKind::Projection).unwrap();
         let projection = device.read_f32(projection).unwrap();
         // Rows of the projection, whichever way it lies.
@@ -293,9 +306,6 @@ fn groups_have_numbers_of_their_own() {
         assert_eq!(settings.numbers_of(&p), want, "{}", p.name);
     }
     let empty = OptimizerSettings { groups: vec![group("*.experts.*", 1.0, None)], ..settings };
-    let error =
-        Optimizer::allocate(&device(1), &spec.parameters(), spec.attention.head_dim, &empty, &|_| false, 3)
-            .unwrap_err()
-            .to_string();
+    let error = optimizer(&device(1), &spec, &empty).err().unwrap().to_string();
     assert!(error.contains("no parameter of the model has a name like '*.experts.*'"), "{error}");
 }

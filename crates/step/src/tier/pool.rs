@@ -237,6 +237,10 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
                 index
             }
         };
+        // In use from now on: nothing else is brought into its buffer.
+        if let Some(Buffer::There { released, .. }) = self.buffers.get_mut(index) {
+            *released = false;
+        }
         // Before waiting, so that the disk goes on with the next one at once.
         self.advance()?;
         self.finish(index)?;

@@ -17,7 +17,7 @@ use crate::embedding;
 use crate::evaluate::Evaluation;
 use crate::head::{self, Head, HeadPiece, PiecedLoss, rows};
 use crate::inputs::Inputs;
-use crate::policy::{LayerPolicy, Save};
+use crate::policy::LayerPolicy;
 use crate::rope::RopeTables;
 use crate::settings::{MicroBatch, StepSettings};
 use crate::store::WeightStore;
@@ -89,6 +89,7 @@ impl<'a, D: Device> Trainer<'a, D> {
             self.embedding_backward(ctx, inputs, dx)?;
         }
         self.finish(BlockId::Embedding, finish)?;
+        mover.map_or(Ok(()), |mover| mover.settle())?;
         Ok(loss)
     }
 
@@ -287,7 +288,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         }
         let input = x.clone();
         for layer in blocks.clone() {
-            let policy = LayerPolicy::all(Save::Recompute);
+            let policy = LayerPolicy::nothing();
             x = self.forward_block(ctx, Phase::Forward, layer, policy, x)?.0;
         }
         let save = self.policy.layer(blocks.start).input;
@@ -326,7 +327,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         let mut x = input.restore(ctx, missing)?;
         let mut inputs = vec![x.clone()];
         for layer in blocks.start..blocks.end.saturating_sub(1) {
-            let policy = LayerPolicy::all(Save::Recompute);
+            let policy = LayerPolicy::nothing();
             x = self.forward_block(ctx, Phase::Backward, layer, policy, x)?.0;
             inputs.push(x.clone());
         }
@@ -376,7 +377,7 @@ impl<'a, D: Device> Trainer<'a, D> {
             return Ok(Some(BlockId::Embedding));
         }
         for layer in 0..spec.num_layers {
-            let policy = LayerPolicy::all(Save::Recompute);
+            let policy = LayerPolicy::nothing();
             x = self.forward_block(&ctx, Phase::Forward, layer, policy, x)?.0;
             if !finite(&x)? {
                 return Ok(Some(BlockId::Layer(layer)));

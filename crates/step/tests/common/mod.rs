@@ -204,7 +204,7 @@ pub fn train(
     let device = device(spec, settings, threads);
     let mut trainer = trainer(&device, spec, settings);
     let losses = (0..steps).map(|step| one_step(&mut trainer, settings, step)).collect();
-    (losses, state(&device, &trainer))
+    (losses, state(&trainer))
 }
 
 pub fn one_step(trainer: &mut Trainer<'_, Cpu>, settings: &StepSettings, step: u64) -> f64 {
@@ -215,11 +215,11 @@ pub fn one_step(trainer: &mut Trainer<'_, Cpu>, settings: &StepSettings, step: u
     trainer.step(&batches, 1e-2).unwrap().loss
 }
 
-pub fn state(device: &Cpu, trainer: &Trainer<'_, Cpu>) -> Vec<Vec<u8>> {
-    let bytes = |tensor: &plimsoll_device::Tensor| {
+pub fn state(trainer: &Trainer<'_, Cpu>) -> Vec<Vec<u8>> {
+    let bytes = |named: &plimsoll_step::NamedTensor| {
         let mut copy = Vec::new();
-        device.read(tensor, &mut |bytes| copy = bytes.to_vec()).unwrap();
+        trainer.read_state(named, &mut |bytes| copy.extend_from_slice(bytes)).unwrap();
         copy
     };
-    trainer.state().unwrap().iter().map(|named| bytes(&named.tensor)).collect()
+    trainer.state().unwrap().iter().map(bytes).collect()
 }

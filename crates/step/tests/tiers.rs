@@ -1,0 +1,205 @@
+//! What lives on the host or on disk between its uses changes no bit, and takes what a dry run says on every tier.
+
+mod common;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use common::*;
+use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry};
+use plimsoll_disk::{LowerTiers, SpillSettings};
+use plimsoll_memory::Tier;
+use plimsoll_model::{ModelSpec, Parameter};
+use plimsoll_parallel::Solo;
+use plimsoll_step::{
+    AdafactorSettings, AdamSettings, Checkpointing, Compression, EightBit, GradientClipping, Group,
+    MicroBatch, NormSource, Offload, OptimizerKind, Precision, StepError, StepSettings, Trainer,
+    UpdateTiming,
+};
+
+/// Enough tokens for a table of several pieces, the last of them no multiple of anything.
+const TOKENS: u64 = 3101;
+
+fn large(spec: ModelSpec) -> ModelSpec {
+    ModelSpec { vocab_size: TOKENS, ..spec }
+}
+
+fn all_on(tier: Tier) -> Offload {
+    Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier }
+}
+
+/// Sequences that reach all pieces of the vocabulary.
+fn spread(seed: u64, settings: &StepSettings) -> (Vec<u32>, Vec<u32>) {
+    let (tokens, targets) = common::tokens(seed, settings.batch_size, settings.sequence_length);
+    let far = |token: u32| if token == u32::MAX { token } else { token * 509 % TOKENS as u32 };
+    (tokens.into_iter().map(far).collect(), targets.into_iter().map(far).collect())
+}
+
+#[derive(PartialEq)]
+struct Trained {
+    losses: Vec<f64>,
+    norms: Vec<f64>,
+    state: Vec<Vec<u8>>,
+}
+
+fn steps(
+    trainer: &mut Trainer<'_, impl Device>,
+    settings: &StepSettings,
+    count: u64,
+) -> (Vec<f64>, Vec<f64>) {
+    let mut results = (Vec::new(), Vec::new());
+    for step in 0..count {
+        let data: Vec<_> = (0..3).map(|i| spread(100 + 3 * step + i, settings)).collect();
+        let batches: Vec<_> = data.iter().map(|(tokens, targets)| MicroBatch::new(tokens, targets)).collect();
+        let outcome = trainer.step(&batches, 1e-2).unwrap();
+        results.0.push(outcome.loss);
+        results.1.push(outcome.grad_norm);
+    }
+    results
+}
+
+/// Peaks of the device, the host and the disk.
+fn planned(spec: &ModelSpec, settings: &StepSettings) -> [u64; 3] {
+    let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
+    let mut trainer =
+        Trainer::with_tiers(&dry, Arc::clone(&tiers), spec.clone(), settings.clone(), &Solo).unwrap();
+    trainer.load::<StepError>(|_, _, _| Ok(())).unwrap();
+    steps(&mut trainer, settings, 2);
+    [dry.arena().high_water(), tiers.host().high_water(), tiers.disk().high_water()]
+}
+
+fn fill(p: &Parameter, dtype: DType, out: &mut [u8]) -> Result<(), StepError> {
+    write_values(&values(p), dtype, out);
+    Ok(())
+}
+
+fn train_in(folder: &Path, spec: &ModelSpec, settings: &StepSettings) -> Trained {
+    let [device_bytes, host_bytes, disk_bytes] = planned(spec, settings);
+    let device = Cpu::new(device_bytes, CpuOptions { threads: Some(2), isa: None }).unwrap();
+    let spill = SpillSettings { folder: folder.to_owned(), budget: None, direct: true };
+    let tiers = Arc::new(LowerTiers::open(host_bytes, disk_bytes, &spill).unwrap());
+    let mut trainer =
+        Trainer::with_tiers(&device, Arc::clone(&tiers), spec.clone(), settings.clone(), &Solo).unwrap();
+    trainer.load(fill).unwrap();
+    let (losses, norms) = steps(&mut trainer, settings, 3);
+    assert_eq!(device.arena().high_water(), device_bytes);
+    assert_eq!([tiers.host().high_water(), tiers.disk().high_water()], [host_bytes, disk_bytes]);
+    let offload = settings.offload;
+    assert_eq!(host_bytes > 0, offload.uses(Tier::Host), "{offload:?}");
+    assert_eq!(disk_bytes > 0, offload.uses(Tier::Disk), "{offload:?}");
+    Trained { losses, norms, state: state(&trainer) }
+}
+
+/// Settings in which every kind of state, of update and of checkpointing appears.
+fn cases() -> Vec<StepSettings> {
+    let base = settings(4, 24);
+    let eight_bit = EightBit { embeddings: true };
+    let in_backward = |source| UpdateTiming::InBackward(source);
+    vec![
+        base.clone(),
+        StepSettings {
+            checkpointing: Checkpointing::Full,
+            update: in_backward(NormSource::PreviousStep),
+            ..base.clone()
+        },
+        StepSettings {
+            precision: PURE_BF16,
+            checkpointing: Checkpointing::Full,
+            optimizer: with(OptimizerKind::AdamW8bit(AdamSettings::default(), eight_bit)),
+            update: in_backward(NormSource::SecondBackward),
+            ..base.clone()
+        },
+        StepSettings {
+            precision: BF16_WITH_MASTERS,
+            checkpointing: Checkpointing::Every(2),
+            compression: Compression::Int8 { block: 32 },
+            ..base.clone()
+        },
+        StepSettings {
+            precision: Precision::F16,
+            loss_scaling: Some(Default::default()),
+            checkpointing: Checkpointing::Selective([Group::Norms, Group::Ffn].into_iter().collect()),
+            clipping: GradientClipping::None,
+            ..base.clone()
+        },
+        StepSettings { precision: PURE_FP8, optimizer: with(OptimizerKind::AdaLomo(ADALOMO)), ..base },
+    ]
+}
+
+const ADALOMO: AdafactorSettings = AdafactorSettings {
+    decay_rate: -0.8,
+    beta1: None,
+    epsilon: 1e-30,
+    scale_by_parameter: Some(1e-3),
+    clip_threshold: 1.0,
+};
+
+fn with(kind: OptimizerKind) -> plimsoll_step::OptimizerSettings {
+    plimsoll_step::OptimizerSettings { kind, ..Default::default() }
+}
+
+#[test]
+fn no_tier_changes_a_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    for spec in [llama(), olmo(), gemma()].map(large) {
+        for settings in cases() {
+            let resident = train_in(folder.path(), &spec, &settings);
+            for offload in [all_on(Tier::Disk), all_on(Tier::Host)] {
+                let settings = StepSettings { offload, ..settings.clone() };
+                let away = train_in(folder.path(), &spec, &settings);
+                assert_eq!(away.losses, resident.losses, "{} {settings:?}", spec.name);
+                assert_eq!(away.norms, resident.norms, "{} {settings:?}", spec.name);
+                assert!(away.state == resident.state, "{} {settings:?}", spec.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn each_kind_of_tensor_may_be_away_by_itself() {
+    let folder = tempfile::tempdir().unwrap();
+    let none = Offload::NONE;
+    let offloads = [
+        Offload { parameters: Tier::Disk, ..none },
+        Offload { gradients: Tier::Host, ..none },
+        Offload { optimizer: Tier::Disk, ..none },
+        Offload { activations: Tier::Disk, ..none },
+        Offload { parameters: Tier::Host, optimizer: Tier::Disk, ..none },
+    ];
+    for spec in [llama(), biased()].map(large) {
+        for settings in &cases()[..3] {
+            let resident = train_in(folder.path(), &spec, settings);
+            for offload in offloads {
+                let settings = StepSettings { offload, ..settings.clone() };
+                assert!(train_in(folder.path(), &spec, &settings) == resident, "{} {settings:?}", spec.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn memory_of_the_device_does_not_depend_on_depth() {
+    let peak = |layers, offload| {
+        let spec = ModelSpec { num_layers: layers, ..large(llama()) };
+        let checkpointing = Checkpointing::Full;
+        planned(&spec, &StepSettings { checkpointing, offload, ..settings(4, 24) })[0]
+    };
+    assert!(peak(12, Offload::NONE) > peak(6, Offload::NONE) + (1 << 17));
+    // Norms stay, with their gradients and states, and a page or so of what is in order.
+    assert!(peak(12, all_on(Tier::Disk)) < peak(6, all_on(Tier::Disk)) + (1 << 15));
+}
+
+/// Weights are brought once for all micro-batches then. A tied embedding's gradient has another order of additions.
+#[test]
+fn micro_batches_may_go_through_a_block_together() {
+    let folder = tempfile::tempdir().unwrap();
+    for spec in [olmo(), biased()].map(large) {
+        for settings in cases() {
+            let apart = train_in(folder.path(), &spec, &settings);
+            for (micro_batches_per_pass, offload) in [(2, Offload::NONE), (3, all_on(Tier::Disk))] {
+                let settings = StepSettings { micro_batches_per_pass, offload, ..settings.clone() };
+                assert!(train_in(folder.path(), &spec, &settings) == apart, "{settings:?}");
+            }
+        }
+    }
+}
