@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use plimsoll_data::DataError;
 use plimsoll_device::DeviceError;
+use plimsoll_disk::DiskError;
 use plimsoll_model::convert::ConversionError;
 use plimsoll_model::tokenizer::TokenizerError;
 use plimsoll_model::{AdapterError, ModelError, SafetensorsError, SaveError};
@@ -20,6 +21,9 @@ pub enum TrainError {
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// The tiers below the device could not be made.
+    #[error("memory.disk_path: {0}")]
+    Disk(#[from] DiskError),
     /// The data could not be read.
     #[error(transparent)]
     Data(#[from] DataError),

@@ -20,7 +20,7 @@ pub use error::TrainError;
 pub use metrics::{MemoryMetrics, StepMetrics};
 pub use observer::{Event, MemoryLevel, Observer};
 pub use prepared::{Prepared, host_bytes_per_token, tokenizer};
-pub use report::{Measured, Planned, Report};
+pub use report::{Io, Measured, Planned, Report};
 pub use run::{Connections, RunSettings, SaveModel, Thresholds, TrainingOutcome, Validate, run};
 pub use samples::sample_encoder;
 pub use schedule::{Decay, Schedule};

@@ -43,9 +43,9 @@ pub struct StepMetrics {
 pub struct MemoryMetrics {
     /// High-water mark of the device arena so far.
     pub device_peak_bytes: u64,
-    /// Bytes of host memory held by the data pipeline.
+    /// High-water mark of the host tier so far, and the data pipeline.
     pub host_peak_bytes: u64,
-    /// Bytes of offloaded state on disk.
+    /// High-water mark of the disk tier so far.
     pub disk_bytes: u64,
     /// Resident set of the process now.
     pub process_rss_bytes: u64,

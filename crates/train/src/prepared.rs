@@ -1,10 +1,12 @@
 //! From a configuration to a run: opens the model, reads the data, plans, and starts the loop.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use plimsoll_data::chat::SampleReport;
 use plimsoll_data::{Batches, Dataset, DatasetOptions};
 use plimsoll_device::Device;
+use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_model::adapter::AdapterSet;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{AdapterLayout, ModelFiles, Parameter, Role, SaveWriter, WeightSource, init};
@@ -128,9 +130,9 @@ impl Prepared {
         all.filter_map(|(key, dataset)| Some((key, dataset.sample_report()?)))
     }
 
-    /// Host memory of the data pipeline for each token of a micro-batch.
-    pub fn host_bytes_per_token(&self) -> u64 {
-        host_bytes_per_token(&self.config)
+    /// What the user wrote.
+    pub fn config(&self) -> &RawConfig {
+        &self.config
     }
 
     /// Plans the run for a machine.
@@ -154,7 +156,8 @@ impl Prepared {
         let settings = self.run_settings(plan, &output);
         let document_end = self.train.document_end();
         let step = StepSettings { document_end, ..plan.choice.settings.clone() };
-        let mut trainer = Trainer::new(device, plan.spec.clone(), step, &Solo)?;
+        let tiers = Arc::new(open_tiers(plan)?);
+        let mut trainer = Trainer::with_tiers(device, tiers, plan.spec.clone(), step, &Solo)?;
         self.load(device, &mut trainer, plan)?;
 
         let Prepared { tokenizer, train, validation, resumed, .. } = self;
@@ -269,8 +272,8 @@ impl Prepared {
             data_identity: self.train.identity(),
             optimizer: training.optimizer().to_string(),
             data_tokens: self.train.tokens(),
-            host_bytes: plan.host_bytes,
-            device_budget: plan.device_budget,
+            pipeline_bytes: plan.pipeline_bytes(),
+            load_line: plan.load_line.bytes,
             thresholds: Thresholds {
                 warning: plan.config.memory.warning_threshold(),
                 critical: plan.config.memory.critical_threshold(),
@@ -280,6 +283,8 @@ impl Prepared {
             planned: Planned {
                 device_peak_bytes: plan.peak_bytes(),
                 overhead_bytes: plan.overhead_bytes,
+                host_peak_bytes: plan.host_bytes(),
+                disk_bytes: plan.disk_bytes(),
                 process_bytes: plan.process_bytes(),
                 step_seconds: time.step_seconds,
                 tokens_per_second: time.tokens_per_second,
@@ -338,6 +343,17 @@ fn validation_loss<D: Device>(
         (sum, weight, first) = (sum + loss, weight + micro_batch.target_weight(), end);
     }
     Ok(if weight > 0.0 { sum / weight } else { 0.0 })
+}
+
+/// The tiers below the device, of the planned sizes.
+fn open_tiers(plan: &TrainingPlan) -> Result<LowerTiers, TrainError> {
+    let (host, disk) = (plan.choice.dry_run.host_bytes(), plan.disk_bytes());
+    if host == 0 && disk == 0 {
+        return Ok(LowerTiers::none());
+    }
+    let budget = plan.config.memory.disk_budget().set().map(|size| size.0);
+    let spill = SpillSettings { folder: plan.config.disk_path(), budget, direct: true };
+    Ok(LowerTiers::open(host, disk, &spill)?)
 }
 
 /// Batches that the pipeline makes before they are asked for.

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use plimsoll_disk::IoStatistics;
 use serde::Serialize;
 
 use crate::TrainError;
@@ -13,7 +14,11 @@ pub struct Planned {
     pub device_peak_bytes: u64,
     /// Everything outside the arena.
     pub overhead_bytes: u64,
-    /// Both together: what the process should take.
+    /// The host tier with the data pipeline.
+    pub host_peak_bytes: u64,
+    /// Bytes on disk.
+    pub disk_bytes: u64,
+    /// Arena, overhead and host tier together: what the process should take.
     pub process_bytes: u64,
     /// Time of an optimizer step.
     pub step_seconds: f64,
@@ -26,10 +31,36 @@ pub struct Planned {
 pub struct Measured {
     /// High-water mark of the device arena.
     pub device_peak_bytes: u64,
+    /// High-water mark of the host tier, and the data pipeline.
+    pub host_peak_bytes: u64,
+    /// High-water mark of the disk tier.
+    pub disk_bytes: u64,
     /// Highest resident set of the process, as the kernel saw it.
     pub process_peak_rss_bytes: u64,
     /// Median time of an optimizer step.
     pub step_seconds_median: f64,
+}
+
+/// What went between the device and the tiers below it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Io {
+    /// Bytes read.
+    pub bytes_read: u64,
+    /// Bytes written.
+    pub bytes_written: u64,
+    /// Seconds in which any request was under way.
+    pub io_seconds: f64,
+    /// Seconds for which the step waited for one.
+    pub waited_seconds: f64,
+    /// The share of the I/O's time in which nobody waited for it.
+    pub hidden_share: Option<f64>,
+}
+
+impl Io {
+    pub(crate) fn of(totals: IoStatistics) -> Io {
+        let IoStatistics { bytes_read, bytes_written, io_seconds, waited_seconds } = totals;
+        Io { bytes_read, bytes_written, io_seconds, waited_seconds, hidden_share: totals.hidden_share() }
+    }
 }
 
 /// The report of a run.
@@ -41,6 +72,8 @@ pub struct Report {
     pub measured: Measured,
     /// Median over the steps of this part of the run.
     pub tokens_per_second_median: f64,
+    /// What went to and from host and disk in this part of the run; `None` where everything stayed on the device.
+    pub io: Option<Io>,
     /// Optimizer steps of the whole run so far.
     pub steps: u64,
     /// Tokens of the whole run so far.

@@ -10,7 +10,7 @@ use plimsoll_step::{MicroBatch, StepError, StepOutcome, Trainer};
 use crate::checkpoint::{Checkpoint, TrainerState, VERSION, sweep, tidy};
 use crate::diagnostic::Diagnostic;
 use crate::metrics::{MemoryMetrics, MetricsFile, StepMetrics};
-use crate::report::{Measured, Planned, Report, median};
+use crate::report::{Io, Measured, Planned, Report, median};
 use crate::{Event, MemoryLevel, Observer, Schedule, StopFlag, TrainError};
 
 /// Steps that may be skipped one after the other: a model that gives nothing but these is lost.
@@ -42,9 +42,9 @@ pub struct RunSettings {
     /// Tokens of the training data.
     pub data_tokens: u64,
     /// Host memory of the data pipeline.
-    pub host_bytes: u64,
+    pub pipeline_bytes: u64,
     /// The load line in bytes.
-    pub device_budget: u64,
+    pub load_line: u64,
     /// Shares of it from which on memory is called high.
     pub thresholds: Thresholds,
     /// Whether nothing is said about memory.
@@ -152,7 +152,8 @@ pub fn run<'a, D: Device>(
         (with.save_model)(trainer, &settings.output)?;
         with.observer.event(Event::Saved(&settings.output));
     }
-    let report = progress.report(device, settings, &with, finished, begun.elapsed().as_secs_f64());
+    let seconds = begun.elapsed().as_secs_f64();
+    let report = progress.report((device, trainer), settings, &with, finished, seconds);
     report.write(&settings.output)?;
     Ok(TrainingOutcome { report, checkpoint: progress.checkpoint.map(|c| c.path) })
 }
@@ -214,8 +215,8 @@ fn one_step<'a, D: Device>(
         batch_size: sequences,
         memory: MemoryMetrics {
             device_peak_bytes: device.arena().high_water(),
-            host_peak_bytes: settings.host_bytes,
-            disk_bytes: 0,
+            host_peak_bytes: trainer.tiers().host().high_water() + settings.pipeline_bytes,
+            disk_bytes: trainer.tiers().disk().high_water(),
             process_rss_bytes: (with.process_memory)().0,
         },
         validation_loss: None,
@@ -285,7 +286,7 @@ impl Progress {
         metrics: &StepMetrics,
         with: &mut Connections<'_, '_, D>,
     ) -> bool {
-        let (process_bytes, budget_bytes) = (metrics.memory.process_rss_bytes, settings.device_budget);
+        let (process_bytes, budget_bytes) = (metrics.memory.process_rss_bytes, settings.load_line);
         let level = settings.thresholds.level(process_bytes as f64 / budget_bytes.max(1) as f64);
         let risen = level > self.memory_level;
         self.memory_level = level;
@@ -312,7 +313,7 @@ impl Progress {
 
     fn report<D: Device>(
         &self,
-        device: &D,
+        (device, trainer): (&D, &Trainer<'_, D>),
         settings: &RunSettings,
         with: &Connections<'_, '_, D>,
         finished: bool,
@@ -322,10 +323,13 @@ impl Progress {
             planned: settings.planned,
             measured: Measured {
                 device_peak_bytes: device.arena().high_water(),
+                host_peak_bytes: trainer.tiers().host().high_water() + settings.pipeline_bytes,
+                disk_bytes: trainer.tiers().disk().high_water(),
                 process_peak_rss_bytes: (with.process_memory)().1,
                 step_seconds_median: median(&self.seconds),
             },
             tokens_per_second_median: median(&self.tokens_per_second),
+            io: trainer.tiers().meter().map(|meter| Io::of(meter.totals())),
             steps: self.state.step,
             tokens: self.state.tokens,
             first_loss: self.first_loss,
