@@ -121,19 +121,11 @@ pub fn choose(
 ) -> Result<Choice, StepError> {
     let search = Search { config, spec, method, rates, limits };
     let mut smallest: Vec<Choice> = Vec::new();
-    let all = search.candidates(as_said(&config.memory.offload), &mut smallest)?;
-    if let Some(choice) = all {
-        return Ok(choice);
-    }
-    for offload in stages(&config.memory.offload) {
-        // Where the lightest form does not fit, no other will.
-        let lightest = search.lightest(offload)?;
-        if lightest.iter().any(|choice| limits.allow(choice))
-            && let Some(choice) = search.candidates(offload, &mut smallest)?
-        {
+    let said = as_said(&config.memory.offload);
+    for offload in std::iter::once(said).chain(stages(&config.memory.offload)) {
+        if let Some(choice) = search.candidates(offload, &mut smallest)? {
             return Ok(choice);
         }
-        smallest.extend(lightest);
     }
     // Every list has at least one entry; among equals the first is the one with the least offload.
     let nearest = smallest.into_iter().min_by_key(|choice| limits.distance(choice));
@@ -171,6 +163,13 @@ impl Search<'_> {
         };
         // A precision that loses nothing is preferred to one that does, however fast.
         for precision in precisions(training, self.method) {
+            let fits = |c: &Choice, room| c.peak_bytes() <= within && self.limits.allow_within(c, room);
+            // Where the lightest form does not fit, no other will.
+            let lightest = self.lightest(precision, offload)?;
+            if !lightest.iter().any(|choice| fits(choice, self.limits.room_bytes)) {
+                smallest.extend(lightest);
+                continue;
+            }
             let mut candidates = Vec::new();
             for checkpointing in checkpointings(training) {
                 for batch in batches(training) {
@@ -178,29 +177,25 @@ impl Search<'_> {
                 }
             }
             for room in [self.limits.target_bytes, self.limits.room_bytes] {
-                let fits = |c: &Choice| c.peak_bytes() <= within && self.limits.allow_within(c, room);
-                if let Some(index) = best(&candidates, fits) {
+                if let Some(index) = best(&candidates, |choice| fits(choice, room)) {
                     return Ok(Some(candidates.swap_remove(index)));
                 }
             }
-            smallest.extend(candidates.into_iter().min_by_key(|choice| self.limits.distance(choice)));
         }
         Ok(None)
     }
 
-    /// The lightest candidates with an offload: the shortest batch, and the two strongest forms of checkpointing.
-    fn lightest(&self, offload: Offload) -> Result<Vec<Choice>, StepError> {
+    /// The lightest candidates: the shortest batch, and the two strongest forms of checkpointing where it is left open.
+    fn lightest(&self, precision: Precision, offload: Offload) -> Result<Vec<Choice>, StepError> {
         let training = &self.config.training;
         let Some(batch) = batches(training).into_iter().min_by_key(|(size, _)| *size) else {
             return Ok(Vec::new());
         };
-        let mut lightest = Vec::new();
-        for precision in precisions(training, self.method) {
-            for checkpointing in checkpointings(training).into_iter().rev().take(2) {
-                lightest.push(self.candidate(precision, checkpointing, batch, offload)?);
-            }
+        let mut forms = checkpointings(training);
+        if forms.len() > 1 {
+            forms = vec![Checkpointing::Full, Checkpointing::Sqrt];
         }
-        Ok(lightest)
+        forms.into_iter().map(|form| self.candidate(precision, form, batch, offload)).collect()
     }
 }
 

@@ -70,11 +70,20 @@ pub enum TrainError {
         reason: String,
     },
     /// The output folder already holds a run, and the run was not asked to resume.
-    #[error("{} already holds a run; add --resume to continue it, or choose another output.dir", .path.display())]
+    #[error("{} already holds a run; {}", .path.display(), if *.resumable {
+        "add --resume to continue it, or choose another output.dir"
+    } else {
+        "it has finished and left no checkpoint to continue from; choose another output.dir"
+    })]
     OutputInUse {
         /// The folder.
         path: PathBuf,
+        /// Whether it has a checkpoint.
+        resumable: bool,
     },
+    /// A run was started without any plan: a programming error.
+    #[error("there is no plan to train by")]
+    NoPlan,
     /// The weights went bad; everything up to the last checkpoint is kept.
     #[error("step {step}: {source}. What is known of it is in {}", .diagnostic.display())]
     NotFinite {

@@ -33,6 +33,8 @@ pub struct StepMetrics {
     pub batch_size: u64,
     /// Memory.
     pub memory: MemoryMetrics,
+    /// The plan that the step was taken with: 0 for the one that the run began with, higher for those that need less memory.
+    pub rung: u64,
     /// Mean loss on the validation data, where the step measured it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_loss: Option<f64>,
@@ -122,6 +124,7 @@ mod tests {
                 disk_bytes: 0,
                 process_rss_bytes: 3,
             },
+            rung: 0,
             validation_loss: None,
         }
     }

@@ -16,10 +16,11 @@ use plimsoll_plan::hardware::process_memory;
 use plimsoll_plan::{Machine, ModelOrigin, OriginError, TrainingPlan};
 use plimsoll_step::{StepSettings, Trainer};
 
-use crate::checkpoint::{Checkpoint, TrainerState, copy_out};
-use crate::run::{Connections, RunSettings, Thresholds, TrainingOutcome, micro_batch, run};
+use crate::checkpoint::{Checkpoint, TrainerState, VERSION, copy_out};
+use crate::pressure::Change;
+use crate::run::{Connections, PartEnd, Progress, RunSettings, Thresholds, micro_batch, run};
 use crate::samples::sample_encoder;
-use crate::{Decay, Observer, Planned, Schedule, StopFlag, TrainError};
+use crate::{Decay, Observer, Planned, Report, Schedule, StopFlag, TrainError};
 
 /// Bytes between a file with a document a line and the tokenizer, where the user does not say.
 const DEFAULT_BUFFER: usize = 64 << 10;
@@ -32,9 +33,10 @@ pub struct Prepared {
     config: RawConfig,
     origin: ModelOrigin,
     tokenizer: Tokenizer,
-    train: Dataset,
+    train: Arc<Dataset>,
     validation: Option<Dataset>,
-    resumed: Option<(Checkpoint, TrainerState)>,
+    /// Where the run, or the next part of it, begins.
+    pub(crate) resumed: Option<(Checkpoint, TrainerState)>,
 }
 
 /// Host memory that the data pipeline holds for each token of a micro-batch.
@@ -97,7 +99,7 @@ impl Prepared {
             Dataset::open(&options, &tokenizer, &output)
         };
         let order = config.data.shuffle().then(|| config.data.seed.unwrap_or(config.training.seed()));
-        let train = open(&train_paths, order, config.data.document_mask())?;
+        let train = Arc::new(open(&train_paths, order, config.data.document_mask())?);
         let validation = match &config.data.validation {
             // Texts are measured with the model's own attention, as evaluation does.
             Some(paths) => Some(open(paths.patterns(), None, false)?),
@@ -126,7 +128,7 @@ impl Prepared {
     /// What became of the samples that are trained on, and of those that are validated on.
     pub fn sample_reports(&self) -> impl Iterator<Item = (&'static str, &SampleReport)> {
         let validation = self.validation.as_ref().map(|dataset| ("data.validation", dataset));
-        let all = [("data.train", &self.train)].into_iter().chain(validation);
+        let all = [("data.train", &*self.train)].into_iter().chain(validation);
         all.filter_map(|(key, dataset)| Some((key, dataset.sample_report()?)))
     }
 
@@ -140,19 +142,49 @@ impl Prepared {
         Ok(TrainingPlan::for_model(&self.config, &self.origin, machine)?)
     }
 
-    /// Trains on a device whose arena has the plan's size.
-    pub fn run<D: Device>(
-        self,
-        device: &D,
-        plan: &TrainingPlan,
-        observer: &mut dyn Observer,
-        stop: StopFlag,
-    ) -> Result<TrainingOutcome, TrainError> {
-        let output = plan.config.output.dir();
+    /// Writes what the run will do into its folder.
+    pub(crate) fn write_plan(&self, plan: &TrainingPlan, output: &Path) -> Result<(), TrainError> {
         crate::write_whole(&output.join(CONFIG_FILE), plan.config.to_yaml()?.as_bytes())?;
         if plan.config.memory.profile() {
-            crate::report::write_timeline(&output, &plan.choice.dry_run.ledger)?;
+            crate::report::write_timeline(output, &plan.choice.dry_run.ledger)?;
         }
+        Ok(())
+    }
+
+    /// Where the run, or the next part of it, begins.
+    pub(crate) fn start_state(&self) -> TrainerState {
+        match &self.resumed {
+            Some((_, state)) => state.clone(),
+            None => TrainerState {
+                version: VERSION,
+                step: 0,
+                updates: 0,
+                grad_norm: None,
+                loss_scale: None,
+                windows: 0,
+                tokens: 0,
+                data: self.train.identity(),
+                optimizer: self.config.training.optimizer().to_string(),
+            },
+        }
+    }
+
+    /// The checkpoint that the run, or this part of it, began at.
+    pub(crate) fn resumed_from(&self) -> Option<Checkpoint> {
+        self.resumed.as_ref().map(|(checkpoint, _)| checkpoint.clone())
+    }
+
+    /// Trains on one rung, on a device whose arena has the plan's size.
+    pub(crate) fn run_rung<D: Device>(
+        &self,
+        device: &D,
+        plan: &TrainingPlan,
+        progress: &mut Progress,
+        judge: &mut dyn FnMut() -> Option<Change>,
+        observer: &mut dyn Observer,
+        stop: StopFlag,
+    ) -> Result<PartEnd, TrainError> {
+        let output = plan.config.output.dir();
         let settings = self.run_settings(plan, &output);
         let document_end = self.train.document_end();
         let step = StepSettings { document_end, ..plan.choice.settings.clone() };
@@ -160,13 +192,12 @@ impl Prepared {
         let mut trainer = Trainer::with_tiers(device, tiers, plan.spec.clone(), step, &Solo)?;
         self.load(device, &mut trainer, plan)?;
 
-        let Prepared { tokenizer, train, validation, resumed, .. } = self;
+        let Prepared { tokenizer, train, validation, .. } = self;
         let batch_size = plan.choice.settings.batch_size;
-        let start = resumed.map(|(_, state)| state);
-        let position = start.as_ref().map_or(0, |state| state.windows);
-        let mut batches = Batches::start(train, batch_size, batches_ahead(&plan.config), position)?;
+        let ahead = batches_ahead(&plan.config);
+        let mut batches = Batches::start(Arc::clone(train), batch_size, ahead, progress.state.windows)?;
         let mut next_batch = || Ok(batches.next_batch()?);
-        let mut measure = |trainer: &mut Trainer<'_, D>| match &validation {
+        let mut measure = |trainer: &mut Trainer<'_, D>| match validation {
             Some(dataset) => validation_loss(trainer, dataset, batch_size).map(Some),
             None => Ok(None),
         };
@@ -192,10 +223,11 @@ impl Prepared {
             validate: &mut measure,
             save_model: &save_model,
             process_memory: &process_memory,
+            judge,
             observer,
             stop,
         };
-        run(device, &mut trainer, &settings, start, connections)
+        run(device, &mut trainer, &settings, progress, connections)
     }
 
     /// Sets the weights: from the checkpoint, from the model's files, or drawn at random.
@@ -269,8 +301,6 @@ impl Prepared {
             save_total_limit: Some(plan.config.output.save_total_limit()),
             eval_steps: every(plan.config.output.eval_steps()),
             final_model: plan.config.output.final_model(),
-            data_identity: self.train.identity(),
-            optimizer: training.optimizer().to_string(),
             data_tokens: self.train.tokens(),
             pipeline_bytes: plan.pipeline_bytes(),
             load_line: plan.load_line.bytes,
@@ -368,13 +398,14 @@ fn open_output(output: &Path, resume: bool) -> Result<Option<(Checkpoint, Traine
     if resume {
         let checkpoint = last.ok_or_else(|| TrainError::Checkpoint {
             path: output.to_owned(),
-            reason: "there is no checkpoint to resume from; start without --resume".to_owned(),
+            reason: "there is no checkpoint to resume from: the run ended before it wrote one. Start it again without --resume, which begins anew".to_owned(),
         })?;
         let state = checkpoint.state()?;
         return Ok(Some((checkpoint, state)));
     }
-    if last.is_some() || output.join("metrics.jsonl").exists() {
-        return Err(TrainError::OutputInUse { path: output.to_owned() });
+    // A run that ended before its first checkpoint has left nothing to lose.
+    if last.is_some() || Report::has_finished(output) {
+        return Err(TrainError::OutputInUse { path: output.to_owned(), resumable: last.is_some() });
     }
     Ok(None)
 }

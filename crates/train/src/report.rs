@@ -7,6 +7,8 @@ use serde::Serialize;
 
 use crate::TrainError;
 
+const FILE: &str = "report.json";
+
 /// What the plan said.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Planned {
@@ -61,6 +63,17 @@ impl Io {
         let IoStatistics { bytes_read, bytes_written, io_seconds, waited_seconds } = totals;
         Io { bytes_read, bytes_written, io_seconds, waited_seconds, hidden_share: totals.hidden_share() }
     }
+
+    /// With what an earlier part of the run moved.
+    pub(crate) fn and(self, earlier: Option<Io>) -> Io {
+        let Some(earlier) = earlier else { return self };
+        Io::of(IoStatistics {
+            bytes_read: self.bytes_read + earlier.bytes_read,
+            bytes_written: self.bytes_written + earlier.bytes_written,
+            io_seconds: self.io_seconds + earlier.io_seconds,
+            waited_seconds: self.waited_seconds + earlier.waited_seconds,
+        })
+    }
 }
 
 /// The report of a run.
@@ -74,6 +87,8 @@ pub struct Report {
     pub tokens_per_second_median: f64,
     /// What went to and from host and disk in this part of the run; `None` where everything stayed on the device.
     pub io: Option<Io>,
+    /// How often this part of the run went on with another plan because of memory.
+    pub rung_changes: u64,
     /// Optimizer steps of the whole run so far.
     pub steps: u64,
     /// Tokens of the whole run so far.
@@ -91,9 +106,16 @@ pub struct Report {
 }
 
 impl Report {
+    /// Whether a folder has the report of a run that came to its end.
+    pub(crate) fn has_finished(run: &Path) -> bool {
+        let report = std::fs::read(run.join(FILE)).ok();
+        let report = report.and_then(|bytes| serde_json::from_slice::<serde_json::Value>(&bytes).ok());
+        report.is_some_and(|report| report.get("finished") == Some(&serde_json::Value::Bool(true)))
+    }
+
     /// Writes `report.json` into the run's folder.
     pub fn write(&self, run: &Path) -> Result<(), TrainError> {
-        let path = run.join("report.json");
+        let path = run.join(FILE);
         let json = serde_json::to_vec_pretty(self)
             .map_err(|e| TrainError::io("write", &path, std::io::Error::other(e)))?;
         crate::write_whole(&path, &json)

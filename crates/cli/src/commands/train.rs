@@ -1,7 +1,10 @@
 //! `plimsoll train`: plan, print the plan, refuse what does not fit, train.
 
+use std::sync::Arc;
+
+use plimsoll_device::Cpu;
 use plimsoll_memory::ByteSize;
-use plimsoll_train::{Prepared, StopFlag, TrainingOutcome};
+use plimsoll_train::{MemoryReading, Prepared, StopFlag, Surroundings, TrainingOutcome};
 
 use crate::args::TrainArgs;
 use crate::commands::plan::{describe, misfits, remedies};
@@ -45,16 +48,17 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
             ByteSize(available)
         )));
     }
-    let device =
-        plimsoll_device::Cpu::with_pool(std::sync::Arc::clone(&engine.pool), engine.isa, plan.peak_bytes())?;
+    let ladder = if plan.config.memory.ladder() { plan.ladder()? } else { vec![plan.clone()] };
     let logging_steps = plan.config.output.logging_steps();
-    let mut progress = TrainingProgress::new(
-        logging_steps,
-        plan.load_line.bytes,
-        plan.process_bytes() - plan.peak_bytes(),
-        args.json,
-    );
-    let outcome = prepared.run(&device, &plan, &mut progress, stop)?;
+    let beside = plan.process_bytes() - plan.peak_bytes();
+    let mut progress = TrainingProgress::new(logging_steps, plan.load_line.bytes, beside, args.json);
+    let surroundings = Surroundings {
+        device: &mut |bytes| Cpu::with_pool(Arc::clone(&engine.pool), engine.isa, bytes),
+        memory: &mut MemoryReading::now,
+        observer: &mut progress,
+        stop,
+    };
+    let outcome = prepared.run(&ladder, surroundings)?;
     if args.json {
         outln!("{}", serde_json::to_string_pretty(&outcome.report)?)?;
     } else {

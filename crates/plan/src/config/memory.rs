@@ -30,6 +30,8 @@ section! {
         critical_threshold: f64 = 0.95, SHARE;
         /// The share of a budget in use at which the run saves itself.
         emergency_threshold: f64 = 0.98, SHARE;
+        /// Whether a run that memory is taken away from goes on with a plan that needs less, and back when there is room.
+        ladder: bool = true;
         /// Whether the timeline of allocations of a step is written to the output folder.
         profile: bool = false;
         /// Whether messages about memory are left out of the progress.
