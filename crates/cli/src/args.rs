@@ -70,9 +70,10 @@ pub struct ConfigSource {
     /// Tokens of a sequence (data.sequence_length)
     #[arg(long, value_name = "N")]
     pub sequence_length: Option<String>,
-    /// Load line, for example 8GiB (memory.device_budget)
-    #[arg(long, value_name = "SIZE")]
-    pub budget: Option<String>,
+    /// Load line: memory that the run may take, for example 8GiB; auto: what is free, less a margin. Never more than the
+    /// container and `ulimit` allow (memory.device_budget)
+    #[arg(long, alias = "budget", value_name = "SIZE")]
+    pub memory: Option<String>,
     /// f32, bf16, fp16 or fp8 (training.mixed_precision)
     #[arg(long, value_name = "TYPE")]
     pub mixed_precision: Option<String>,
@@ -85,6 +86,9 @@ pub struct ConfigSource {
 pub struct PlanArgs {
     #[command(flatten)]
     pub source: ConfigSource,
+    /// Plan for another machine: limits of this one do not count, only the budgets that are given
+    #[arg(long)]
+    pub elsewhere: bool,
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub json: bool,

@@ -169,6 +169,9 @@ impl From<TrainError> for Failure {
         match error {
             TrainError::Step(error) => error.into(),
             TrainError::Device(error) => error.into(),
+            TrainError::Disk(error @ (DiskError::OverBudget { .. } | DiskError::Full { .. })) => {
+                Failure::does_not_fit(format!("memory.disk_path: {error}"))
+            }
             error @ TrainError::OutputInUse { .. } => Failure::usage(error.to_string()),
             other => Failure::other(other.to_string()),
         }

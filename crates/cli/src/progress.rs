@@ -140,6 +140,10 @@ impl Observer for TrainingProgress {
                     ByteSize(budget_bytes)
                 ));
             }
+            Event::Rung { step, from, to, why, now } => {
+                let way = if to > from { "less" } else { "more" };
+                self.say(&format!("step {step}: going on with {way} memory: {why}; now {now}"));
+            }
             Event::Stopping { step } => {
                 self.say(&format!("asked to stop: saving after step {step}; --resume goes on from there"));
             }

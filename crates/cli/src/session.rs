@@ -7,8 +7,8 @@ use plimsoll_device::cpu::{Isa, MachineRates, Pool};
 use plimsoll_device::{Cpu, DType};
 use plimsoll_memory::ByteSize;
 use plimsoll_plan::config::RawConfig;
-use plimsoll_plan::hardware::{Hardware, process_memory};
-use plimsoll_plan::{DryRun, Machine, Rates};
+use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
+use plimsoll_plan::{DryRun, Machine, ProcessLimits, Rates};
 use plimsoll_step::Precision;
 
 use crate::args::ConfigSource;
@@ -38,7 +38,7 @@ pub fn load_config_with(
         ("model.path", "--model", &source.model),
         ("training.batch_size", "--batch-size", &source.batch_size),
         ("data.sequence_length", "--sequence-length", &source.sequence_length),
-        ("memory.device_budget", "--budget", &source.budget),
+        ("memory.device_budget", "--memory", &source.memory),
         ("training.mixed_precision", "--mixed-precision", &source.mixed_precision),
         ("training.gradient_checkpointing", "--gradient-checkpointing", &source.gradient_checkpointing),
     ]
@@ -90,12 +90,13 @@ impl Engine {
     }
 
     /// What the planner needs to know; to be asked when everything but the arena is in memory.
-    pub fn machine(&self, host_bytes_per_token: u64) -> Machine {
+    pub fn machine(&self, config: &RawConfig) -> Machine {
         Machine {
             rates: self.rates,
-            memory_limit: self.memory_limit().0,
+            limits: ProcessLimits::detect(),
             overhead_bytes: resident_bytes(),
-            host_bytes_per_token,
+            host_bytes_per_token: plimsoll_train::host_bytes_per_token(config),
+            disk_available: disk_space(&config.disk_path()).ok().map(|space| space.available.0),
         }
     }
 

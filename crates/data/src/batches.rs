@@ -1,5 +1,6 @@
 //! Batches of windows, made ahead of their use by a background thread.
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
 
@@ -45,7 +46,7 @@ enum Source {
 }
 
 struct Maker {
-    dataset: Dataset,
+    dataset: Arc<Dataset>,
     batch_size: u64,
     position: u64,
 }
@@ -54,12 +55,12 @@ impl Batches {
     /// Batches of `batch_size` windows, the first `position` windows left out. Up to `ahead` batches are made before they
     /// are asked for, by a thread of its own; with 0 the caller's thread makes them.
     pub fn start(
-        dataset: Dataset,
+        dataset: impl Into<Arc<Dataset>>,
         batch_size: u64,
         ahead: usize,
         position: u64,
     ) -> Result<Batches, DataError> {
-        let mut maker = Maker { dataset, batch_size, position };
+        let mut maker = Maker { dataset: dataset.into(), batch_size, position };
         if ahead == 0 {
             return Ok(Batches { source: Source::Direct(maker) });
         }

@@ -1,10 +1,12 @@
 //! What else could be done: single changes to a chosen step, each run dry.
 
 use plimsoll_device::DType;
+use plimsoll_memory::Tier;
 use plimsoll_model::ModelSpec;
 use plimsoll_step::{Checkpointing, Precision, StepError, StepSettings};
 use serde::Serialize;
 
+use crate::offload::Kind;
 use crate::resolve::{Choice, Limits};
 use crate::time::Rates;
 
@@ -15,6 +17,10 @@ pub struct Alternative {
     pub change: Vec<String>,
     /// Bytes of arena.
     pub peak_bytes: u64,
+    /// Bytes of the host tier with the data pipeline.
+    pub host_bytes: u64,
+    /// Bytes of disk.
+    pub disk_bytes: u64,
     /// Time of an optimizer step.
     pub step_seconds: f64,
     /// Tokens over that time.
@@ -37,9 +43,11 @@ pub fn alternatives(
             list.push(Alternative {
                 change,
                 peak_bytes: other.peak_bytes(),
+                host_bytes: limits.host_tier(&other),
+                disk_bytes: other.dry_run.disk_bytes(),
                 step_seconds: other.time.step_seconds,
                 tokens_per_second: other.time.tokens_per_second,
-                fits: other.peak_bytes() <= limits.arena_bytes,
+                fits: limits.allow(&other),
             });
         }
     }
@@ -83,6 +91,19 @@ fn changes(choice: &Choice) -> Vec<Change> {
     add(&[&pure], with_pure(base), accumulation);
     add(&[&pure, &full], with_pure(&with_full(base)), accumulation);
     add(&[&pure, &full, &single], with_pure(&with_full(&with_single(base))), effective);
+    // Everything that is still on the device goes to disk, a kind more each time.
+    let (mut words, mut offload) = (Vec::new(), base.offload);
+    for kind in Kind::IN_ORDER {
+        let tier = kind.tier_mut(&mut offload);
+        if *tier == Tier::Device {
+            *tier = Tier::Disk;
+            words.push(format!("memory.offload.{}=disk", kind.name()));
+            add(&[&words], StepSettings { offload, ..base.clone() }, accumulation);
+        }
+    }
+    let with_offload = |s: StepSettings| StepSettings { offload, ..s };
+    add(&[&full, &words], with_offload(with_full(base)), accumulation);
+    add(&[&full, &single, &words], with_offload(with_full(&with_single(base))), effective);
     if base.sequence_length >= 256 {
         let half = base.sequence_length / 2;
         let shorter = vec![format!("data.sequence_length={half}")];

@@ -2,6 +2,7 @@
 //! taking the fastest that fits.
 
 use plimsoll_device::DType;
+use plimsoll_memory::Tier;
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
     AttentionKind, Checkpointing, GradientClipping, Group, Linears, LossScaling, NormSource, Offload,
@@ -13,6 +14,7 @@ use crate::config::{
     RawConfig, TrainingConfig,
 };
 use crate::dry_run::DryRun;
+use crate::offload::{self, Kind, as_said, stages};
 use crate::optimizer::optimizer_settings;
 use crate::time::{Rates, TimeEstimate};
 
@@ -41,10 +43,51 @@ pub struct Choice {
 /// What a plan must keep to.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
-    /// Bytes of the device budget that are left for the arena.
-    pub arena_bytes: u64,
+    /// Bytes of the load line that are left for the arena; for the host tier and the data pipeline too, where these have
+    /// no budget of their own.
+    pub room_bytes: u64,
     /// Bytes of them that automatic choices may fill.
     pub target_bytes: u64,
+    /// The host tier's own budget.
+    pub host_bytes: Option<u64>,
+    /// Bytes that all of it together may take, beside the overhead.
+    pub memory_bytes: u64,
+    /// Bytes of disk.
+    pub disk_bytes: u64,
+    /// Bytes of the data pipeline for each token of a micro-batch.
+    pub pipeline_bytes_per_token: u64,
+}
+
+impl Limits {
+    /// Whether a step keeps to them.
+    pub fn allow(&self, choice: &Choice) -> bool {
+        self.allow_within(choice, self.room_bytes)
+    }
+
+    fn allow_within(&self, choice: &Choice, room: u64) -> bool {
+        let host = self.host_tier(choice);
+        let in_room = if self.host_bytes.is_none() { host } else { 0 };
+        choice.peak_bytes().saturating_add(in_room) <= room
+            && self.host_bytes.is_none_or(|budget| host <= budget)
+            && self.memory(choice) <= self.memory_bytes
+            && choice.dry_run.disk_bytes() <= self.disk_bytes
+    }
+
+    /// Bytes of the host tier with the data pipeline.
+    pub fn host_tier(&self, choice: &Choice) -> u64 {
+        let tokens = choice.settings.batch_size.saturating_mul(choice.settings.sequence_length);
+        choice.dry_run.host_bytes().saturating_add(tokens.saturating_mul(self.pipeline_bytes_per_token))
+    }
+
+    /// Bytes of memory beside the overhead.
+    pub fn memory(&self, choice: &Choice) -> u64 {
+        choice.peak_bytes().saturating_add(self.host_tier(choice))
+    }
+
+    /// How far from fitting, the nearest first: more memory is nearer than more disk.
+    fn distance(&self, choice: &Choice) -> (bool, u64) {
+        (choice.dry_run.disk_bytes() > self.disk_bytes, self.memory(choice))
+    }
 }
 
 impl Choice {
@@ -67,7 +110,8 @@ impl Choice {
     }
 }
 
-/// Decides every `auto` of the step. Where nothing fits, the smallest candidate comes back: it does not fit either.
+/// Decides every `auto` of the step. What the user left open stays on the device unless nothing fits then. Where nothing
+/// fits at all, the smallest candidate comes back: it does not fit either.
 pub fn choose(
     config: &RawConfig,
     spec: &ModelSpec,
@@ -75,41 +119,151 @@ pub fn choose(
     rates: &Rates,
     limits: Limits,
 ) -> Result<Choice, StepError> {
-    let mut smallest: Option<Choice> = None;
-    let within = match config.training.gradient_checkpointing().set() {
-        Some(GradientCheckpointing::Within(size)) => size.0,
-        _ => u64::MAX,
-    };
-    // A precision that loses nothing is preferred to one that does, however fast.
-    for precision in precisions(&config.training, method) {
-        let mut candidates = Vec::new();
-        for checkpointing in checkpointings(&config.training) {
-            for (batch_size, accumulation) in batches(&config.training) {
-                let settings = step_settings(config, spec, method, precision, checkpointing, batch_size);
-                candidates.push(Choice::new(spec, settings, accumulation, rates)?);
-            }
+    let search = Search { config, spec, method, rates, limits };
+    let mut smallest: Vec<Choice> = Vec::new();
+    let said = as_said(&config.memory.offload);
+    for offload in std::iter::once(said).chain(stages(&config.memory.offload)) {
+        if let Some(choice) = search.candidates(offload, &mut smallest)? {
+            return Ok(choice);
         }
-        for limit in [limits.target_bytes, limits.arena_bytes] {
-            let limit = limit.min(within);
-            if let Some(index) = fastest(&candidates, limit) {
-                return Ok(candidates.swap_remove(index));
-            }
-        }
-        smallest = candidates.into_iter().chain(smallest).min_by_key(Choice::peak_bytes);
     }
-    // Every list above has at least one entry.
-    smallest.ok_or(StepError::BatchShape { got: 0, batch_size: 0, sequence_length: 0 })
+    // Every list has at least one entry; among equals the first is the one with the least offload.
+    let nearest = smallest.into_iter().min_by_key(|choice| limits.distance(choice));
+    nearest.ok_or(StepError::BatchShape { got: 0, batch_size: 0, sequence_length: 0 })
 }
 
-/// The fastest that fits; among equally fast ones the smallest.
-fn fastest(candidates: &[Choice], limit: u64) -> Option<usize> {
+/// What a search for a step goes by.
+struct Search<'a> {
+    config: &'a RawConfig,
+    spec: &'a ModelSpec,
+    method: &'a TrainingMethod,
+    rates: &'a Rates,
+    limits: Limits,
+}
+
+impl Search<'_> {
+    fn candidate(
+        &self,
+        precision: Precision,
+        checkpointing: Checkpointing,
+        (batch_size, accumulation): (u64, u64),
+        offload: Offload,
+    ) -> Result<Choice, StepError> {
+        let settings =
+            step_settings(self.config, self.spec, self.method, precision, checkpointing, batch_size);
+        Choice::new(self.spec, StepSettings { offload, ..settings }, accumulation, self.rates)
+    }
+
+    /// The best of all candidates with an offload; where none fits, the smallest joins `smallest`.
+    fn candidates(&self, offload: Offload, smallest: &mut Vec<Choice>) -> Result<Option<Choice>, StepError> {
+        let training = &self.config.training;
+        let within = match training.gradient_checkpointing().set() {
+            Some(GradientCheckpointing::Within(size)) => size.0,
+            _ => u64::MAX,
+        };
+        // A precision that loses nothing is preferred to one that does, however fast.
+        for precision in precisions(training, self.method) {
+            let fits = |c: &Choice, room| c.peak_bytes() <= within && self.limits.allow_within(c, room);
+            // Where the lightest form does not fit, no other will.
+            let lightest = self.lightest(precision, offload)?;
+            if !lightest.iter().any(|choice| fits(choice, self.limits.room_bytes)) {
+                smallest.extend(lightest);
+                continue;
+            }
+            let mut candidates = Vec::new();
+            for checkpointing in checkpointings(training) {
+                for batch in batches(training) {
+                    candidates.push(self.candidate(precision, checkpointing, batch, offload)?);
+                }
+            }
+            for room in [self.limits.target_bytes, self.limits.room_bytes] {
+                if let Some(index) = best(&candidates, |choice| fits(choice, room)) {
+                    return Ok(Some(candidates.swap_remove(index)));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// The lightest candidates: the shortest batch, and the two strongest forms of checkpointing where it is left open.
+    fn lightest(&self, precision: Precision, offload: Offload) -> Result<Vec<Choice>, StepError> {
+        let training = &self.config.training;
+        let Some(batch) = batches(training).into_iter().min_by_key(|(size, _)| *size) else {
+            return Ok(Vec::new());
+        };
+        let mut forms = checkpointings(training);
+        if forms.len() > 1 {
+            forms = vec![Checkpointing::Full, Checkpointing::Sqrt];
+        }
+        forms.into_iter().map(|form| self.candidate(precision, form, batch, offload)).collect()
+    }
+}
+
+/// The fastest that fits; among equally fast ones the smallest. Where weights or gradients are brought from elsewhere in
+/// every pass, fewer passes come first: that traffic is not in the time.
+fn best(candidates: &[Choice], fits: impl Fn(&Choice) -> bool) -> Option<usize> {
     let per_token = |c: &Choice| 1.0 / c.time.tokens_per_second;
-    let fitting = || candidates.iter().enumerate().filter(|(_, c)| c.peak_bytes() <= limit);
-    let best = fitting().map(|(_, c)| per_token(c)).min_by(f64::total_cmp)?;
+    let passes = |c: &Choice| {
+        let Offload { parameters, gradients, .. } = c.settings.offload;
+        if (parameters, gradients) == (Tier::Device, Tier::Device) { 0 } else { c.accumulation }
+    };
+    let least = candidates.iter().filter(|c| fits(c)).map(passes).min()?;
+    let fitting = || candidates.iter().enumerate().filter(|(_, c)| fits(c) && passes(c) == least);
+    let fastest = fitting().map(|(_, c)| per_token(c)).min_by(f64::total_cmp)?;
     fitting()
-        .filter(|(_, c)| per_token(c) <= best * AS_FAST)
+        .filter(|(_, c)| per_token(c) <= fastest * AS_FAST)
         .min_by_key(|(_, c)| c.peak_bytes())
         .map(|(i, _)| i)
+}
+
+/// Steps that do the same as `choice` in less memory: everything but what they recompute, how many sequences they take at
+/// once and where tensors live stays. In the order in which they need less, the least last.
+///
+/// What the user fixed is not kept here: these are for when it no longer fits.
+pub fn lighter_choices(
+    spec: &ModelSpec,
+    choice: &Choice,
+    rates: &Rates,
+    limits: Limits,
+) -> Result<Vec<Choice>, StepError> {
+    let own = &choice.settings;
+    let effective = own.batch_size * choice.accumulation;
+    let sizes = powers_of_two(own.batch_size).chain([own.batch_size]);
+    let mut sizes: Vec<u64> = sizes.filter(|size| effective.is_multiple_of(*size)).collect();
+    sizes.dedup();
+    let groups = Checkpointing::Selective(Group::ALL.into_iter().take(3).collect());
+    let mut forms = vec![own.checkpointing];
+    forms.extend([groups, Checkpointing::Full, Checkpointing::Sqrt]);
+    let lighter = |checkpointing, batch_size, offload| {
+        let loss_chunk_tokens = own.loss_chunk_tokens.min(batch_size * own.sequence_length);
+        let settings = StepSettings { checkpointing, batch_size, offload, loss_chunk_tokens, ..own.clone() };
+        Choice::new(spec, settings, effective / batch_size, rates)
+    };
+    let mut all = Vec::new();
+    for checkpointing in forms {
+        for size in &sizes {
+            all.push(lighter(checkpointing, *size, own.offload)?);
+        }
+    }
+    let least = all.iter().map(|other| limits.memory(other)).min().unwrap_or(0);
+    let mut offload = own.offload;
+    for kind in Kind::IN_ORDER {
+        let tier = kind.tier_mut(&mut offload);
+        if *tier != Tier::Device {
+            continue;
+        }
+        *tier = Tier::Disk;
+        let further = lighter(Checkpointing::Full, 1, offload)?;
+        if limits.memory(&further) < least {
+            all.push(further);
+        }
+    }
+    all.retain(|other| {
+        limits.memory(other) < limits.memory(choice)
+            && other.dry_run.disk_bytes() <= limits.disk_bytes.max(choice.dry_run.disk_bytes())
+    });
+    all.sort_by_key(|other| std::cmp::Reverse(limits.memory(other)));
+    Ok(all)
 }
 
 fn precisions(training: &TrainingConfig, method: &TrainingMethod) -> Vec<Precision> {
@@ -264,6 +418,7 @@ pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
     let Precision { weights, gradients, master_weights, linears, .. } = choice.settings.precision;
     let fp8 = linears == Linears::Fp8;
     let narrow = fp8 || weights != DType::F32;
+    resolved.memory.offload = offload::resolved(choice.settings.offload);
     let training = &mut resolved.training;
     training.batch_size = Some(Auto::Set(choice.settings.batch_size));
     training.gradient_accumulation_steps = Some(Auto::Set(choice.accumulation));

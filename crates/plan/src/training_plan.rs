@@ -2,17 +2,18 @@
 
 use std::collections::BTreeMap;
 
-use plimsoll_memory::{Phase, Tag, TagBytes};
+use plimsoll_memory::{AtPeak, ByteSize, Phase, Tag, TagBytes};
 use plimsoll_model::{ModelSpec, Parameter, WeightSource};
 use plimsoll_step::StepError;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::advice::{Alternative, alternatives};
-use crate::config::{Auto, RawConfig};
+use crate::config::RawConfig;
+use crate::load_line::{LoadLine, ProcessLimits};
 use crate::method::training_method;
 use crate::origin::ModelOrigin;
-use crate::resolve::{Choice, Limits, choose, resolved_config};
+use crate::resolve::{Choice, Limits, choose, lighter_choices, resolved_config};
 use crate::time::Rates;
 
 /// What the plan is made for.
@@ -20,13 +21,18 @@ use crate::time::Rates;
 pub struct Machine {
     /// How fast it is.
     pub rates: Rates,
-    /// Memory that may be used where the configuration names no budget, in bytes.
-    pub memory_limit: u64,
+    /// What sets an end to this process.
+    pub limits: ProcessLimits,
     /// What lies outside the arena (program, threads, packing buffers, tokenizer), in bytes, as measured.
     pub overhead_bytes: u64,
     /// Host memory that the data pipeline will hold for a micro-batch of one token, in bytes.
     pub host_bytes_per_token: u64,
+    /// What is free on the disk of the spill file, in bytes; `None` where nobody knows.
+    pub disk_available: Option<u64>,
 }
+
+/// A rung of a ladder needs at most this share of the one above it.
+const RUNG: f64 = 0.85;
 
 /// A plan.
 #[derive(Clone, Debug)]
@@ -37,12 +43,15 @@ pub struct TrainingPlan {
     pub config: RawConfig,
     /// The step and its dry run.
     pub choice: Choice,
-    /// The device budget in bytes.
-    pub device_budget: u64,
+    /// The load line: what the device's arena and the overhead may take, and the host tier too, where that has no budget of
+    /// its own.
+    pub load_line: LoadLine,
     /// What lies outside the arena, in bytes.
     pub overhead_bytes: u64,
-    /// The data pipeline's memory in bytes.
-    pub host_bytes: u64,
+    /// What it keeps to.
+    pub limits: Limits,
+    /// The machine that it is made for.
+    pub machine: Machine,
     /// Other settings of the step that need less memory.
     pub alternatives: Vec<Alternative>,
 }
@@ -77,29 +86,63 @@ impl TrainingPlan {
         stored: Option<&WeightSource>,
         machine: &Machine,
     ) -> Result<TrainingPlan, StepError> {
-        let device_budget = match config.memory.device_budget() {
-            Auto::Set(size) => size.0,
-            Auto::Auto => machine.memory_limit,
-        };
-        let target = (device_budget as f64 * config.memory.target_utilization()) as u64;
+        let load_line = machine.limits.load_line(config.memory.device_budget().set().map(|size| size.0));
+        let target = (load_line.bytes as f64 * config.memory.target_utilization()) as u64;
         let overhead_bytes = machine.overhead_bytes;
+        let free = machine.disk_available.unwrap_or(u64::MAX);
         let limits = Limits {
-            arena_bytes: device_budget.saturating_sub(overhead_bytes),
+            room_bytes: load_line.bytes.saturating_sub(overhead_bytes),
             target_bytes: target.saturating_sub(overhead_bytes),
+            host_bytes: config.memory.host_budget().set().map(|size| size.0),
+            memory_bytes: machine
+                .limits
+                .enforced()
+                .map_or(u64::MAX, |line| line.bytes.saturating_sub(overhead_bytes)),
+            disk_bytes: config.memory.disk_budget().set().map_or(free, |size| size.0.min(free)),
+            pipeline_bytes_per_token: machine.host_bytes_per_token,
         };
         let method = training_method(config, spec, stored)?;
         let choice = choose(config, spec, &method, &machine.rates, limits)?;
         let alternatives = alternatives(spec, &choice, &machine.rates, limits)?;
-        let tokens = choice.settings.batch_size * choice.settings.sequence_length;
         Ok(TrainingPlan {
             spec: spec.clone(),
             config: resolved_config(config, &choice),
-            host_bytes: tokens * machine.host_bytes_per_token,
             choice,
-            device_budget,
+            load_line,
             overhead_bytes,
+            limits,
+            machine: *machine,
             alternatives,
         })
+    }
+
+    /// Plans that do the same in less memory, each smaller than the one before and this one the first: for when memory is
+    /// taken away from a run.
+    pub fn ladder(&self) -> Result<Vec<TrainingPlan>, StepError> {
+        let rates = &self.machine.rates;
+        let choices = lighter_choices(&self.spec, &self.choice, rates, self.limits)?;
+        let mut ladder = vec![self.clone()];
+        let mut left = choices.as_slice();
+        while let Some(smallest) = left.last() {
+            let least = self.limits.memory(smallest);
+            let above = ladder.last().map_or(u64::MAX, |plan| plan.limits.memory(&plan.choice));
+            let most = (above as f64 * RUNG) as u64;
+            // The fastest that is a whole rung smaller; where none is, the last rung is the smallest of all.
+            let next = left.iter().filter(|choice| self.limits.memory(choice) <= most);
+            let rate = |choice: &&Choice| choice.time.tokens_per_second;
+            let next = next.max_by(|a, b| rate(a).total_cmp(&rate(b))).cloned();
+            let Some(choice) = next.or_else(|| (least < above).then(|| smallest.clone())) else { break };
+            let memory = self.limits.memory(&choice);
+            ladder.push(TrainingPlan {
+                config: resolved_config(&self.config, &choice),
+                choice,
+                alternatives: Vec::new(),
+                ..self.clone()
+            });
+            let smaller = left.iter().position(|choice| self.limits.memory(choice) < memory);
+            left = smaller.and_then(|first| left.get(first..)).unwrap_or(&[]);
+        }
+        Ok(ladder)
     }
 
     /// Bytes of arena.
@@ -107,18 +150,87 @@ impl TrainingPlan {
         self.choice.peak_bytes()
     }
 
-    /// Bytes that the process takes in all.
-    pub fn process_bytes(&self) -> u64 {
-        self.peak_bytes().saturating_add(self.overhead_bytes)
+    /// Bytes of the data pipeline.
+    pub fn pipeline_bytes(&self) -> u64 {
+        self.host_bytes().saturating_sub(self.choice.dry_run.host_bytes())
     }
 
-    /// Whether it keeps to the budget.
+    /// Bytes of host memory: the tier below the device, and the data pipeline.
+    pub fn host_bytes(&self) -> u64 {
+        self.limits.host_tier(&self.choice)
+    }
+
+    /// Bytes of disk.
+    pub fn disk_bytes(&self) -> u64 {
+        self.choice.dry_run.disk_bytes()
+    }
+
+    /// Bytes of memory that the process takes in all.
+    pub fn process_bytes(&self) -> u64 {
+        self.limits.memory(&self.choice).saturating_add(self.overhead_bytes)
+    }
+
+    /// Whether it keeps to every budget.
     pub fn fits(&self) -> bool {
-        let host = match self.config.memory.host_budget() {
-            Auto::Set(size) => self.host_bytes <= size.0,
-            Auto::Auto => true,
-        };
-        host && self.process_bytes() <= self.device_budget
+        self.limits.allow(&self.choice)
+    }
+
+    /// The bytes that the load line is held against.
+    pub fn bytes_under_the_line(&self) -> u64 {
+        match self.limits.host_bytes {
+            None => self.process_bytes(),
+            Some(_) => self.peak_bytes().saturating_add(self.overhead_bytes),
+        }
+    }
+
+    /// Why it does not fit, every reason in a sentence of its own; none if it does.
+    pub fn misfits(&self) -> Vec<String> {
+        let mut reasons = Vec::new();
+        let need = self.bytes_under_the_line();
+        if need > self.load_line.bytes {
+            let LoadLine { bytes, by } = self.load_line;
+            reasons.push(format!(
+                "the plan needs {} of memory and the load line is {} ({by})",
+                ByteSize(need),
+                ByteSize(bytes)
+            ));
+        }
+        if let Some(budget) = self.limits.host_bytes.filter(|budget| self.host_bytes() > *budget) {
+            reasons.push(format!(
+                "the plan needs {} on the host and memory.host_budget is {}",
+                ByteSize(self.host_bytes()),
+                ByteSize(budget)
+            ));
+        }
+        let room = self.limits.memory_bytes.saturating_add(self.overhead_bytes);
+        if reasons.is_empty()
+            && let Some(line) = self.machine.limits.enforced().filter(|_| self.process_bytes() > room)
+        {
+            reasons.push(format!(
+                "device and host tier together need {} and {} leaves {}",
+                ByteSize(self.process_bytes()),
+                line.by,
+                ByteSize(line.bytes)
+            ));
+        }
+        if self.disk_bytes() > self.limits.disk_bytes {
+            let folder = self.config.disk_path();
+            let said = self.config.memory.disk_budget().set().is_some_and(|b| b.0 == self.limits.disk_bytes);
+            reasons.push(format!(
+                "the plan needs {} of disk in {} and {}",
+                ByteSize(self.disk_bytes()),
+                folder.display(),
+                if said {
+                    format!("memory.disk_budget is {}", ByteSize(self.limits.disk_bytes))
+                } else {
+                    format!(
+                        "{} are free there; free some, or set memory.disk_path",
+                        ByteSize(self.limits.disk_bytes)
+                    )
+                }
+            ));
+        }
+        reasons
     }
 
     /// Live bytes by tag at the peak.
@@ -159,6 +271,16 @@ impl TrainingPlan {
             .collect()
     }
 
+    fn disk_json(&self) -> Value {
+        let budget = self.config.memory.disk_budget().set().map(|size| size.0);
+        let mut disk = tier_json(budget, self.disk_bytes(), self.choice.dry_run.disk.at_peak(), 0);
+        if let Value::Object(map) = &mut disk {
+            map.insert("available_bytes".to_owned(), json!(self.machine.disk_available));
+            map.insert("path".to_owned(), json!(self.config.disk_path()));
+        }
+        disk
+    }
+
     /// The document of `plan --json`.
     pub fn to_json(&self) -> Value {
         let time = &self.choice.time;
@@ -180,7 +302,8 @@ impl TrainingPlan {
             "fits": self.fits(),
             "memory": {
                 "device": {
-                    "budget_bytes": self.device_budget,
+                    "budget_bytes": self.load_line.bytes,
+                    "limited_by": self.load_line.by,
                     "peak_bytes": self.peak_bytes(),
                     "overhead_bytes": self.overhead_bytes,
                     "at_peak": tags_json(&self.at_peak(), self.choice.dry_run.at_peak().gaps()),
@@ -188,8 +311,13 @@ impl TrainingPlan {
                     "peak_layer": layer,
                     "layers": self.layers(),
                 },
-                "host": tier_json(&self.config.memory.host_budget(), self.host_bytes),
-                "disk": tier_json(&self.config.memory.disk_budget(), 0),
+                "host": tier_json(
+                    self.limits.host_bytes,
+                    self.host_bytes(),
+                    self.choice.dry_run.host.at_peak(),
+                    self.pipeline_bytes(),
+                ),
+                "disk": self.disk_json(),
             },
             "time": {
                 "step_seconds": time.step_seconds,
@@ -201,6 +329,15 @@ impl TrainingPlan {
     }
 }
 
+/// A tier below the device; `data` bytes of it are the pipeline's.
+fn tier_json(budget: Option<u64>, peak_bytes: u64, at_peak: &AtPeak, data: u64) -> Value {
+    let mut by_tag = tags_json(&at_peak.by_tag, at_peak.gaps());
+    if let (Value::Object(map), true) = (&mut by_tag, data > 0) {
+        map.insert(Tag::Data.name().to_owned(), data.into());
+    }
+    json!({ "budget_bytes": budget, "peak_bytes": peak_bytes, "overhead_bytes": 0, "at_peak": by_tag })
+}
+
 /// Bytes by tag; gaps between allocations, where there are any, under a name of their own.
 pub fn tags_json(tags: &TagBytes, gaps: u64) -> Value {
     let mut map: Map<String, Value> = tags.iter().map(|(t, b)| (t.name().to_owned(), b.into())).collect();
@@ -208,12 +345,4 @@ pub fn tags_json(tags: &TagBytes, gaps: u64) -> Value {
         map.insert("gaps".to_owned(), gaps.into());
     }
     Value::Object(map)
-}
-
-fn tier_json(budget: &Auto<plimsoll_memory::ByteSize>, peak_bytes: u64) -> Value {
-    let budget_bytes = match budget {
-        Auto::Set(size) => Some(size.0),
-        Auto::Auto => None,
-    };
-    json!({ "budget_bytes": budget_bytes, "peak_bytes": peak_bytes, "overhead_bytes": 0, "at_peak": {"data": peak_bytes} })
 }

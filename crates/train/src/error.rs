@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use plimsoll_data::DataError;
 use plimsoll_device::DeviceError;
+use plimsoll_disk::DiskError;
 use plimsoll_model::convert::ConversionError;
 use plimsoll_model::tokenizer::TokenizerError;
 use plimsoll_model::{AdapterError, ModelError, SafetensorsError, SaveError};
@@ -20,6 +21,9 @@ pub enum TrainError {
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// The tiers below the device could not be made.
+    #[error("memory.disk_path: {0}")]
+    Disk(#[from] DiskError),
     /// The data could not be read.
     #[error(transparent)]
     Data(#[from] DataError),
@@ -66,11 +70,20 @@ pub enum TrainError {
         reason: String,
     },
     /// The output folder already holds a run, and the run was not asked to resume.
-    #[error("{} already holds a run; add --resume to continue it, or choose another output.dir", .path.display())]
+    #[error("{} already holds a run; {}", .path.display(), if *.resumable {
+        "add --resume to continue it, or choose another output.dir"
+    } else {
+        "it has finished and left no checkpoint to continue from; choose another output.dir"
+    })]
     OutputInUse {
         /// The folder.
         path: PathBuf,
+        /// Whether it has a checkpoint.
+        resumable: bool,
     },
+    /// A run was started without any plan: a programming error.
+    #[error("there is no plan to train by")]
+    NoPlan,
     /// The weights went bad; everything up to the last checkpoint is kept.
     #[error("step {step}: {source}. What is known of it is in {}", .diagnostic.display())]
     NotFinite {

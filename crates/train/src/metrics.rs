@@ -33,6 +33,8 @@ pub struct StepMetrics {
     pub batch_size: u64,
     /// Memory.
     pub memory: MemoryMetrics,
+    /// The plan that the step was taken with: 0 for the one that the run began with, higher for those that need less memory.
+    pub rung: u64,
     /// Mean loss on the validation data, where the step measured it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_loss: Option<f64>,
@@ -43,9 +45,9 @@ pub struct StepMetrics {
 pub struct MemoryMetrics {
     /// High-water mark of the device arena so far.
     pub device_peak_bytes: u64,
-    /// Bytes of host memory held by the data pipeline.
+    /// High-water mark of the host tier so far, and the data pipeline.
     pub host_peak_bytes: u64,
-    /// Bytes of offloaded state on disk.
+    /// High-water mark of the disk tier so far.
     pub disk_bytes: u64,
     /// Resident set of the process now.
     pub process_rss_bytes: u64,
@@ -122,6 +124,7 @@ mod tests {
                 disk_bytes: 0,
                 process_rss_bytes: 3,
             },
+            rung: 0,
             validation_loss: None,
         }
     }

@@ -38,6 +38,19 @@ pub enum Event<'a> {
         /// The load line in bytes.
         budget_bytes: u64,
     },
+    /// The run goes on with another plan: one that needs less memory, or again one that needs more.
+    Rung {
+        /// After this step.
+        step: u64,
+        /// The plan before: 0 is the one that the run began with.
+        from: usize,
+        /// The plan from now on.
+        to: usize,
+        /// Why.
+        why: &'a str,
+        /// What the plan from now on is, in a few words.
+        now: &'a str,
+    },
     /// The run ends before its time, on request.
     Stopping {
         /// After this step.

@@ -1,10 +1,12 @@
 //! From a configuration to a run: opens the model, reads the data, plans, and starts the loop.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use plimsoll_data::chat::SampleReport;
 use plimsoll_data::{Batches, Dataset, DatasetOptions};
 use plimsoll_device::Device;
+use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_model::adapter::AdapterSet;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{AdapterLayout, ModelFiles, Parameter, Role, SaveWriter, WeightSource, init};
@@ -14,10 +16,11 @@ use plimsoll_plan::hardware::process_memory;
 use plimsoll_plan::{Machine, ModelOrigin, OriginError, TrainingPlan};
 use plimsoll_step::{StepSettings, Trainer};
 
-use crate::checkpoint::{Checkpoint, TrainerState, copy_out};
-use crate::run::{Connections, RunSettings, Thresholds, TrainingOutcome, micro_batch, run};
+use crate::checkpoint::{Checkpoint, TrainerState, VERSION, copy_out};
+use crate::pressure::Change;
+use crate::run::{Connections, PartEnd, Progress, RunSettings, Thresholds, micro_batch, run};
 use crate::samples::sample_encoder;
-use crate::{Decay, Observer, Planned, Schedule, StopFlag, TrainError};
+use crate::{Decay, Observer, Planned, Report, Schedule, StopFlag, TrainError};
 
 /// Bytes between a file with a document a line and the tokenizer, where the user does not say.
 const DEFAULT_BUFFER: usize = 64 << 10;
@@ -30,9 +33,10 @@ pub struct Prepared {
     config: RawConfig,
     origin: ModelOrigin,
     tokenizer: Tokenizer,
-    train: Dataset,
+    train: Arc<Dataset>,
     validation: Option<Dataset>,
-    resumed: Option<(Checkpoint, TrainerState)>,
+    /// Where the run, or the next part of it, begins.
+    pub(crate) resumed: Option<(Checkpoint, TrainerState)>,
 }
 
 /// Host memory that the data pipeline holds for each token of a micro-batch.
@@ -95,7 +99,7 @@ impl Prepared {
             Dataset::open(&options, &tokenizer, &output)
         };
         let order = config.data.shuffle().then(|| config.data.seed.unwrap_or(config.training.seed()));
-        let train = open(&train_paths, order, config.data.document_mask())?;
+        let train = Arc::new(open(&train_paths, order, config.data.document_mask())?);
         let validation = match &config.data.validation {
             // Texts are measured with the model's own attention, as evaluation does.
             Some(paths) => Some(open(paths.patterns(), None, false)?),
@@ -124,13 +128,13 @@ impl Prepared {
     /// What became of the samples that are trained on, and of those that are validated on.
     pub fn sample_reports(&self) -> impl Iterator<Item = (&'static str, &SampleReport)> {
         let validation = self.validation.as_ref().map(|dataset| ("data.validation", dataset));
-        let all = [("data.train", &self.train)].into_iter().chain(validation);
+        let all = [("data.train", &*self.train)].into_iter().chain(validation);
         all.filter_map(|(key, dataset)| Some((key, dataset.sample_report()?)))
     }
 
-    /// Host memory of the data pipeline for each token of a micro-batch.
-    pub fn host_bytes_per_token(&self) -> u64 {
-        host_bytes_per_token(&self.config)
+    /// What the user wrote.
+    pub fn config(&self) -> &RawConfig {
+        &self.config
     }
 
     /// Plans the run for a machine.
@@ -138,32 +142,62 @@ impl Prepared {
         Ok(TrainingPlan::for_model(&self.config, &self.origin, machine)?)
     }
 
-    /// Trains on a device whose arena has the plan's size.
-    pub fn run<D: Device>(
-        self,
-        device: &D,
-        plan: &TrainingPlan,
-        observer: &mut dyn Observer,
-        stop: StopFlag,
-    ) -> Result<TrainingOutcome, TrainError> {
-        let output = plan.config.output.dir();
+    /// Writes what the run will do into its folder.
+    pub(crate) fn write_plan(&self, plan: &TrainingPlan, output: &Path) -> Result<(), TrainError> {
         crate::write_whole(&output.join(CONFIG_FILE), plan.config.to_yaml()?.as_bytes())?;
         if plan.config.memory.profile() {
-            crate::report::write_timeline(&output, &plan.choice.dry_run.ledger)?;
+            crate::report::write_timeline(output, &plan.choice.dry_run.ledger)?;
         }
+        Ok(())
+    }
+
+    /// Where the run, or the next part of it, begins.
+    pub(crate) fn start_state(&self) -> TrainerState {
+        match &self.resumed {
+            Some((_, state)) => state.clone(),
+            None => TrainerState {
+                version: VERSION,
+                step: 0,
+                updates: 0,
+                grad_norm: None,
+                loss_scale: None,
+                windows: 0,
+                tokens: 0,
+                data: self.train.identity(),
+                optimizer: self.config.training.optimizer().to_string(),
+            },
+        }
+    }
+
+    /// The checkpoint that the run, or this part of it, began at.
+    pub(crate) fn resumed_from(&self) -> Option<Checkpoint> {
+        self.resumed.as_ref().map(|(checkpoint, _)| checkpoint.clone())
+    }
+
+    /// Trains on one rung, on a device whose arena has the plan's size.
+    pub(crate) fn run_rung<D: Device>(
+        &self,
+        device: &D,
+        plan: &TrainingPlan,
+        progress: &mut Progress,
+        judge: &mut dyn FnMut() -> Option<Change>,
+        observer: &mut dyn Observer,
+        stop: StopFlag,
+    ) -> Result<PartEnd, TrainError> {
+        let output = plan.config.output.dir();
         let settings = self.run_settings(plan, &output);
         let document_end = self.train.document_end();
         let step = StepSettings { document_end, ..plan.choice.settings.clone() };
-        let mut trainer = Trainer::new(device, plan.spec.clone(), step, &Solo)?;
+        let tiers = Arc::new(open_tiers(plan)?);
+        let mut trainer = Trainer::with_tiers(device, tiers, plan.spec.clone(), step, &Solo)?;
         self.load(&mut trainer, plan)?;
 
-        let Prepared { tokenizer, train, validation, resumed, .. } = self;
+        let Prepared { tokenizer, train, validation, .. } = self;
         let batch_size = plan.choice.settings.batch_size;
-        let start = resumed.map(|(_, state)| state);
-        let position = start.as_ref().map_or(0, |state| state.windows);
-        let mut batches = Batches::start(train, batch_size, batches_ahead(&plan.config), position)?;
+        let ahead = batches_ahead(&plan.config);
+        let mut batches = Batches::start(Arc::clone(train), batch_size, ahead, progress.state.windows)?;
         let mut next_batch = || Ok(batches.next_batch()?);
-        let mut measure = |trainer: &mut Trainer<'_, D>| match &validation {
+        let mut measure = |trainer: &mut Trainer<'_, D>| match validation {
             Some(dataset) => validation_loss(trainer, dataset, batch_size).map(Some),
             None => Ok(None),
         };
@@ -187,10 +221,11 @@ impl Prepared {
             validate: &mut measure,
             save_model: &save_model,
             process_memory: &process_memory,
+            judge,
             observer,
             stop,
         };
-        run(device, &mut trainer, &settings, start, connections)
+        run(device, &mut trainer, &settings, progress, connections)
     }
 
     /// Sets the weights: from the checkpoint, from the model's files, or drawn at random.
@@ -258,11 +293,9 @@ impl Prepared {
             save_total_limit: Some(plan.config.output.save_total_limit()),
             eval_steps: every(plan.config.output.eval_steps()),
             final_model: plan.config.output.final_model(),
-            data_identity: self.train.identity(),
-            optimizer: training.optimizer().to_string(),
             data_tokens: self.train.tokens(),
-            host_bytes: plan.host_bytes,
-            device_budget: plan.device_budget,
+            pipeline_bytes: plan.pipeline_bytes(),
+            load_line: plan.load_line.bytes,
             thresholds: Thresholds {
                 warning: plan.config.memory.warning_threshold(),
                 critical: plan.config.memory.critical_threshold(),
@@ -272,6 +305,8 @@ impl Prepared {
             planned: Planned {
                 device_peak_bytes: plan.peak_bytes(),
                 overhead_bytes: plan.overhead_bytes,
+                host_peak_bytes: plan.host_bytes(),
+                disk_bytes: plan.disk_bytes(),
                 process_bytes: plan.process_bytes(),
                 step_seconds: time.step_seconds,
                 tokens_per_second: time.tokens_per_second,
@@ -323,6 +358,17 @@ fn validation_loss<D: Device>(
     Ok(if weight > 0.0 { sum / weight } else { 0.0 })
 }
 
+/// The tiers below the device, of the planned sizes.
+fn open_tiers(plan: &TrainingPlan) -> Result<LowerTiers, TrainError> {
+    let (host, disk) = (plan.choice.dry_run.host_bytes(), plan.disk_bytes());
+    if host == 0 && disk == 0 {
+        return Ok(LowerTiers::none());
+    }
+    let budget = plan.config.memory.disk_budget().set().map(|size| size.0);
+    let spill = SpillSettings { folder: plan.config.disk_path(), budget, direct: true };
+    Ok(LowerTiers::open(host, disk, &spill)?)
+}
+
 /// Batches that the pipeline makes before they are asked for.
 fn batches_ahead(config: &RawConfig) -> usize {
     if config.data.num_workers().set() == Some(0) { 0 } else { config.data.prefetch_factor() as usize }
@@ -335,13 +381,14 @@ fn open_output(output: &Path, resume: bool) -> Result<Option<(Checkpoint, Traine
     if resume {
         let checkpoint = last.ok_or_else(|| TrainError::Checkpoint {
             path: output.to_owned(),
-            reason: "there is no checkpoint to resume from; start without --resume".to_owned(),
+            reason: "there is no checkpoint to resume from: the run ended before it wrote one. Start it again without --resume, which begins anew".to_owned(),
         })?;
         let state = checkpoint.state()?;
         return Ok(Some((checkpoint, state)));
     }
-    if last.is_some() || output.join("metrics.jsonl").exists() {
-        return Err(TrainError::OutputInUse { path: output.to_owned() });
+    // A run that ended before its first checkpoint has left nothing to lose.
+    if last.is_some() || Report::has_finished(output) {
+        return Err(TrainError::OutputInUse { path: output.to_owned(), resumable: last.is_some() });
     }
     Ok(None)
 }

@@ -2,9 +2,12 @@
 
 use std::path::Path;
 
+use plimsoll_disk::IoStatistics;
 use serde::Serialize;
 
 use crate::TrainError;
+
+const FILE: &str = "report.json";
 
 /// What the plan said.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -13,7 +16,11 @@ pub struct Planned {
     pub device_peak_bytes: u64,
     /// Everything outside the arena.
     pub overhead_bytes: u64,
-    /// Both together: what the process should take.
+    /// The host tier with the data pipeline.
+    pub host_peak_bytes: u64,
+    /// Bytes on disk.
+    pub disk_bytes: u64,
+    /// Arena, overhead and host tier together: what the process should take.
     pub process_bytes: u64,
     /// Time of an optimizer step.
     pub step_seconds: f64,
@@ -26,10 +33,47 @@ pub struct Planned {
 pub struct Measured {
     /// High-water mark of the device arena.
     pub device_peak_bytes: u64,
+    /// High-water mark of the host tier, and the data pipeline.
+    pub host_peak_bytes: u64,
+    /// High-water mark of the disk tier.
+    pub disk_bytes: u64,
     /// Highest resident set of the process, as the kernel saw it.
     pub process_peak_rss_bytes: u64,
     /// Median time of an optimizer step.
     pub step_seconds_median: f64,
+}
+
+/// What went between the device and the tiers below it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Io {
+    /// Bytes read.
+    pub bytes_read: u64,
+    /// Bytes written.
+    pub bytes_written: u64,
+    /// Seconds in which any request was under way.
+    pub io_seconds: f64,
+    /// Seconds for which the step waited for one.
+    pub waited_seconds: f64,
+    /// The share of the I/O's time in which nobody waited for it.
+    pub hidden_share: Option<f64>,
+}
+
+impl Io {
+    pub(crate) fn of(totals: IoStatistics) -> Io {
+        let IoStatistics { bytes_read, bytes_written, io_seconds, waited_seconds } = totals;
+        Io { bytes_read, bytes_written, io_seconds, waited_seconds, hidden_share: totals.hidden_share() }
+    }
+
+    /// With what an earlier part of the run moved.
+    pub(crate) fn and(self, earlier: Option<Io>) -> Io {
+        let Some(earlier) = earlier else { return self };
+        Io::of(IoStatistics {
+            bytes_read: self.bytes_read + earlier.bytes_read,
+            bytes_written: self.bytes_written + earlier.bytes_written,
+            io_seconds: self.io_seconds + earlier.io_seconds,
+            waited_seconds: self.waited_seconds + earlier.waited_seconds,
+        })
+    }
 }
 
 /// The report of a run.
@@ -41,6 +85,10 @@ pub struct Report {
     pub measured: Measured,
     /// Median over the steps of this part of the run.
     pub tokens_per_second_median: f64,
+    /// What went to and from host and disk in this part of the run; `None` where everything stayed on the device.
+    pub io: Option<Io>,
+    /// How often this part of the run went on with another plan because of memory.
+    pub rung_changes: u64,
     /// Optimizer steps of the whole run so far.
     pub steps: u64,
     /// Tokens of the whole run so far.
@@ -58,9 +106,16 @@ pub struct Report {
 }
 
 impl Report {
+    /// Whether a folder has the report of a run that came to its end.
+    pub(crate) fn has_finished(run: &Path) -> bool {
+        let report = std::fs::read(run.join(FILE)).ok();
+        let report = report.and_then(|bytes| serde_json::from_slice::<serde_json::Value>(&bytes).ok());
+        report.is_some_and(|report| report.get("finished") == Some(&serde_json::Value::Bool(true)))
+    }
+
     /// Writes `report.json` into the run's folder.
     pub fn write(&self, run: &Path) -> Result<(), TrainError> {
-        let path = run.join("report.json");
+        let path = run.join(FILE);
         let json = serde_json::to_vec_pretty(self)
             .map_err(|e| TrainError::io("write", &path, std::io::Error::other(e)))?;
         crate::write_whole(&path, &json)

@@ -1,4 +1,5 @@
-//! The loop: batches in, steps, validation, checkpoints, and at the end the model and the report.
+//! The loop: batches in, steps, validation, checkpoints, and at the end the model and the report. A run goes through it once
+//! for every rung that it is on.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -7,10 +8,11 @@ use plimsoll_data::Batch;
 use plimsoll_device::Device;
 use plimsoll_step::{MicroBatch, StepError, StepOutcome, Trainer};
 
-use crate::checkpoint::{Checkpoint, TrainerState, VERSION, sweep, tidy};
+use crate::checkpoint::{Checkpoint, TrainerState, tidy};
 use crate::diagnostic::Diagnostic;
 use crate::metrics::{MemoryMetrics, MetricsFile, StepMetrics};
-use crate::report::{Measured, Planned, Report, median};
+use crate::pressure::Change;
+use crate::report::{Io, Measured, Planned, Report, median};
 use crate::{Event, MemoryLevel, Observer, Schedule, StopFlag, TrainError};
 
 /// Steps that may be skipped one after the other: a model that gives nothing but these is lost.
@@ -35,16 +37,12 @@ pub struct RunSettings {
     pub final_model: bool,
     /// Whether a step whose loss or gradients are not finite is skipped instead of ending the run.
     pub skip_not_finite: bool,
-    /// Identity of the data.
-    pub data_identity: String,
-    /// Name of the optimizer.
-    pub optimizer: String,
     /// Tokens of the training data.
     pub data_tokens: u64,
     /// Host memory of the data pipeline.
-    pub host_bytes: u64,
+    pub pipeline_bytes: u64,
     /// The load line in bytes.
-    pub device_budget: u64,
+    pub load_line: u64,
     /// Shares of it from which on memory is called high.
     pub thresholds: Thresholds,
     /// Whether nothing is said about memory.
@@ -83,7 +81,7 @@ pub type Validate<'c, 'a, D> = dyn FnMut(&mut Trainer<'a, D>) -> Result<Option<f
 pub type SaveModel<'c, 'a, D> = dyn Fn(&Trainer<'a, D>, &Path) -> Result<(), TrainError> + 'c;
 
 /// The run's connections to the rest: where batches come from, how the model is saved, who watches.
-pub struct Connections<'c, 'a, D: Device> {
+pub(crate) struct Connections<'c, 'a, D: Device> {
     /// Gives the next micro-batch; there is always one.
     pub next_batch: &'c mut dyn FnMut() -> Result<Batch, TrainError>,
     /// Measures the mean validation loss; `None` where there is no validation data.
@@ -92,6 +90,8 @@ pub struct Connections<'c, 'a, D: Device> {
     pub save_model: &'c SaveModel<'c, 'a, D>,
     /// Resident set of the process: now, and the highest so far.
     pub process_memory: &'c dyn Fn() -> (u64, u64),
+    /// Says at a step boundary whether the run has to go on with another plan.
+    pub judge: &'c mut dyn FnMut() -> Option<Change>,
     /// Watches the run.
     pub observer: &'c mut dyn Observer,
     /// Ends the run early.
@@ -107,27 +107,35 @@ pub struct TrainingOutcome {
     pub checkpoint: Option<PathBuf>,
 }
 
-/// Trains until the schedule ends or somebody asks to stop. `start` is where an earlier part of the run stood.
-pub fn run<'a, D: Device>(
+/// How a part of a run ended.
+pub(crate) enum PartEnd {
+    /// With the schedule, or because somebody asked to stop.
+    Done(Box<Report>),
+    /// With a checkpoint, for another rung to go on from.
+    Move(Change),
+}
+
+/// Trains until the schedule ends, somebody asks to stop, or the run has to change rungs.
+pub(crate) fn run<'a, D: Device>(
     device: &'a D,
     trainer: &mut Trainer<'a, D>,
     settings: &RunSettings,
-    start: Option<TrainerState>,
+    progress: &mut Progress,
     mut with: Connections<'_, 'a, D>,
-) -> Result<TrainingOutcome, TrainError> {
-    let begun = Instant::now();
-    sweep(&settings.output)?;
-    let mut progress = Progress::new(settings, start);
+) -> Result<PartEnd, TrainError> {
     trainer.resume(progress.state.progress(trainer.progress()));
     let mut metrics_file = MetricsFile::open(&settings.output, progress.state.step)?;
-    with.observer.event(Event::Started {
-        steps_done: progress.state.step,
-        total_steps: settings.schedule.total_steps,
-        data_tokens: settings.data_tokens,
-    });
+    if progress.planned.is_none() {
+        progress.planned = Some(settings.planned);
+        with.observer.event(Event::Started {
+            steps_done: progress.state.step,
+            total_steps: settings.schedule.total_steps,
+            data_tokens: settings.data_tokens,
+        });
+    }
     let total = settings.schedule.total_steps;
     while progress.state.step < total && !with.stop.is_raised() {
-        let mut metrics = one_step(device, trainer, settings, &mut progress, &mut with)?;
+        let mut metrics = one_step(device, trainer, settings, progress, &mut with)?;
         let step = progress.state.step;
         if is_due(settings.eval_steps, step, total)
             && let Some(loss) = (with.validate)(trainer)?
@@ -143,8 +151,14 @@ pub fn run<'a, D: Device>(
         if stopping {
             with.observer.event(Event::Stopping { step });
         }
-        if stopping || rescue || settings.save_steps.is_some_and(|n| n > 0 && step.is_multiple_of(n)) {
+        let change = if stopping || step >= total { None } else { (with.judge)() };
+        let due = settings.save_steps.is_some_and(|n| n > 0 && step.is_multiple_of(n));
+        if stopping || rescue || due || change.is_some() {
             progress.save(trainer, settings, &mut with)?;
+        }
+        if let Some(change) = change {
+            progress.note_tiers(device, trainer, settings);
+            return Ok(PartEnd::Move(change));
         }
     }
     let finished = progress.state.step >= total;
@@ -152,9 +166,10 @@ pub fn run<'a, D: Device>(
         (with.save_model)(trainer, &settings.output)?;
         with.observer.event(Event::Saved(&settings.output));
     }
-    let report = progress.report(device, settings, &with, finished, begun.elapsed().as_secs_f64());
+    progress.note_tiers(device, trainer, settings);
+    let report = progress.report(settings, &with, finished);
     report.write(&settings.output)?;
-    Ok(TrainingOutcome { report, checkpoint: progress.checkpoint.map(|c| c.path) })
+    Ok(PartEnd::Done(Box::new(report)))
 }
 
 /// Takes one optimizer step and describes it.
@@ -214,10 +229,11 @@ fn one_step<'a, D: Device>(
         batch_size: sequences,
         memory: MemoryMetrics {
             device_peak_bytes: device.arena().high_water(),
-            host_peak_bytes: settings.host_bytes,
-            disk_bytes: 0,
+            host_peak_bytes: trainer.tiers().host().high_water() + settings.pipeline_bytes,
+            disk_bytes: trainer.tiers().disk().high_water(),
             process_rss_bytes: (with.process_memory)().0,
         },
+        rung: progress.rung,
         validation_loss: None,
     })
 }
@@ -237,44 +253,69 @@ fn is_due(every: Option<u64>, step: u64, total: u64) -> bool {
     step == total || every.is_some_and(|n| n > 0 && step.is_multiple_of(n))
 }
 
-/// What the loop carries from step to step.
-struct Progress {
-    state: TrainerState,
+/// What a run carries from step to step, and from rung to rung.
+pub(crate) struct Progress {
+    pub state: TrainerState,
+    /// The last checkpoint that this process has written.
+    pub checkpoint: Option<Checkpoint>,
+    /// The rung that it is on.
+    pub rung: u64,
+    /// How often it has changed rungs.
+    pub rung_changes: u64,
+    begun: Instant,
     seconds: Vec<f64>,
     tokens_per_second: Vec<f64>,
     first_loss: Option<f64>,
     last_loss: Option<f64>,
     validation_loss: Option<f64>,
-    checkpoint: Option<Checkpoint>,
     skipped_in_a_row: u64,
     memory_level: MemoryLevel,
+    /// What the first rung's plan said.
+    planned: Option<Planned>,
+    device_peak: u64,
+    host_peak: u64,
+    disk_peak: u64,
+    io: Option<Io>,
 }
 
 impl Progress {
-    fn new(settings: &RunSettings, start: Option<TrainerState>) -> Progress {
-        let data = settings.data_identity.clone();
-        let optimizer = settings.optimizer.clone();
-        let state = start.unwrap_or(TrainerState {
-            version: VERSION,
-            step: 0,
-            updates: 0,
-            grad_norm: None,
-            loss_scale: None,
-            windows: 0,
-            tokens: 0,
-            data,
-            optimizer,
-        });
+    /// Begins at a state.
+    pub fn new(state: TrainerState) -> Progress {
         Progress {
             state,
+            checkpoint: None,
+            rung: 0,
+            rung_changes: 0,
+            begun: Instant::now(),
             seconds: Vec::new(),
             tokens_per_second: Vec::new(),
             first_loss: None,
             last_loss: None,
             validation_loss: None,
-            checkpoint: None,
             skipped_in_a_row: 0,
             memory_level: MemoryLevel::Normal,
+            planned: None,
+            device_peak: 0,
+            host_peak: 0,
+            disk_peak: 0,
+            io: None,
+        }
+    }
+
+    /// Stands at a state that was reached before.
+    pub fn go_back_to(&mut self, state: TrainerState) {
+        (self.state, self.skipped_in_a_row) = (state, 0);
+    }
+
+    /// Notes what a part of the run has taken of every tier.
+    fn note_tiers<D: Device>(&mut self, device: &D, trainer: &Trainer<'_, D>, settings: &RunSettings) {
+        let tiers = trainer.tiers();
+        let host = tiers.host().high_water() + settings.pipeline_bytes;
+        self.device_peak = self.device_peak.max(device.arena().high_water());
+        self.host_peak = self.host_peak.max(host);
+        self.disk_peak = self.disk_peak.max(tiers.disk().high_water());
+        if let Some(meter) = tiers.meter() {
+            self.io = Some(Io::of(meter.totals()).and(self.io));
         }
     }
 
@@ -285,7 +326,7 @@ impl Progress {
         metrics: &StepMetrics,
         with: &mut Connections<'_, '_, D>,
     ) -> bool {
-        let (process_bytes, budget_bytes) = (metrics.memory.process_rss_bytes, settings.device_budget);
+        let (process_bytes, budget_bytes) = (metrics.memory.process_rss_bytes, settings.load_line);
         let level = settings.thresholds.level(process_bytes as f64 / budget_bytes.max(1) as f64);
         let risen = level > self.memory_level;
         self.memory_level = level;
@@ -311,27 +352,29 @@ impl Progress {
 
     fn report<D: Device>(
         &self,
-        device: &D,
         settings: &RunSettings,
         with: &Connections<'_, '_, D>,
         finished: bool,
-        seconds: f64,
     ) -> Report {
         Report {
-            planned: settings.planned,
+            planned: self.planned.unwrap_or(settings.planned),
             measured: Measured {
-                device_peak_bytes: device.arena().high_water(),
+                device_peak_bytes: self.device_peak,
+                host_peak_bytes: self.host_peak,
+                disk_bytes: self.disk_peak,
                 process_peak_rss_bytes: (with.process_memory)().1,
                 step_seconds_median: median(&self.seconds),
             },
             tokens_per_second_median: median(&self.tokens_per_second),
+            io: self.io,
+            rung_changes: self.rung_changes,
             steps: self.state.step,
             tokens: self.state.tokens,
             first_loss: self.first_loss,
             last_loss: self.last_loss,
             validation_loss: self.validation_loss,
             finished,
-            seconds,
+            seconds: self.begun.elapsed().as_secs_f64(),
         }
     }
 }

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use plimsoll_memory::{ByteSize, Tag};
+use plimsoll_memory::{AtPeak, ByteSize, Tag};
 use plimsoll_plan::config::GradientCheckpointing;
-use plimsoll_plan::{ModelOrigin, TrainingPlan};
+use plimsoll_plan::{ModelOrigin, ProcessLimits, TrainingPlan};
 use plimsoll_step::{Adapters, Linears};
 
 use crate::args::PlanArgs;
@@ -24,14 +24,19 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         ModelOrigin::Catalogue(_) | ModelOrigin::Scratch(..) => None,
     };
     let engine = Engine::start(None)?;
-    let machine = engine.machine(plimsoll_train::host_bytes_per_token(&config));
+    let mut machine = engine.machine(&config);
+    // A model that is known by its dimensions alone is not trained here.
+    let named = matches!(origin, ModelOrigin::Catalogue(_)) && config.memory.device_budget().set().is_some();
+    if args.elsewhere || named {
+        (machine.limits, machine.disk_available) = (ProcessLimits::NONE, None);
+    }
     let plan = TrainingPlan::for_model(&config, &origin, &machine)?;
     if args.json {
         outln!("{}", serde_json::to_string_pretty(&plan.to_json())?)?;
     } else {
         out!("{}", describe(&plan))?;
         if !plan.fits() {
-            out!("\n{}", remedies(&plan))?;
+            out!("\n{}{}", misfits(&plan), remedies(&plan))?;
         }
     }
     Ok(())
@@ -53,14 +58,15 @@ pub fn describe(plan: &TrainingPlan) -> String {
     let precision = settings.precision;
     let master = if precision.master_weights { ", f32 master weights" } else { "" };
     let linears = if precision.linears == Linears::Fp8 { ", linear layers in 8-bit floats" } else { "" };
-    let mut out = format!(
+    let mut out = disk_needed(plan);
+    out.push_str(&format!(
         "{}: {}, {} parameters, {} layers of width {}\n",
         plan.spec.name,
         plan.spec.architecture,
         count(plan.parameters()),
         plan.spec.num_layers,
         plan.spec.hidden_size
-    );
+    ));
     if let Some(adapters) = settings.method.adapters() {
         let (trained, all) = (plan.trainable_parameters(), plan.parameters());
         out.push_str(&format!(
@@ -99,8 +105,21 @@ pub fn describe(plan: &TrainingPlan) -> String {
         ByteSize(plan.overhead_bytes),
         share(plan.overhead_bytes, plan)
     ]);
+    let host = &plan.choice.dry_run.host;
+    rows.extend(tier_rows("on the host: ", host.at_peak(), plan));
+    if plan.pipeline_bytes() > 0 {
+        rows.push(row!["data pipeline", ByteSize(plan.pipeline_bytes()), share(plan.pipeline_bytes(), plan)]);
+    }
     rows.push(row!["in all", ByteSize(plan.process_bytes()), share(plan.process_bytes(), plan)]);
-    rows.push(row!["load line", ByteSize(plan.device_budget), ""]);
+    if let Some(budget) = plan.limits.host_bytes {
+        rows.push(row!["of it on the host", ByteSize(plan.host_bytes()), ""]);
+        rows.push(row!["host budget", ByteSize(budget), ""]);
+    }
+    let line = plan.load_line;
+    rows.push(row![format!("load line ({})", line.by), ByteSize(line.bytes), ""]);
+    for row in tier_rows("on disk: ", plan.choice.dry_run.disk.at_peak(), plan) {
+        rows.push(row.into_iter().take(2).chain([String::new()]).collect());
+    }
     out.push_str(&table::render(&rows));
     let (phase, layer) = plan.peak_place();
     let place =
@@ -116,23 +135,58 @@ pub fn describe(plan: &TrainingPlan) -> String {
     out
 }
 
+/// The disk that the run takes and what is there, before everything else; nothing where it takes none.
+fn disk_needed(plan: &TrainingPlan) -> String {
+    if plan.disk_bytes() == 0 {
+        return String::new();
+    }
+    let free =
+        plan.machine.disk_available.map_or(String::new(), |b| format!(", {} are free there", ByteSize(b)));
+    let budget =
+        plan.config.memory.disk_budget().set().map_or(String::new(), |b| format!(", the budget is {b}"));
+    let folder = plan.config.disk_path();
+    format!("disk: {} in {}{free}{budget}\n", ByteSize(plan.disk_bytes()), folder.display())
+}
+
+/// What lives on a lower tier at its peak.
+fn tier_rows(place: &str, at_peak: &AtPeak, plan: &TrainingPlan) -> Vec<Vec<String>> {
+    let tags = at_peak.by_tag.iter().map(|(tag, bytes)| (words(tag), bytes));
+    let gaps = Some(("gaps".to_owned(), at_peak.gaps())).filter(|(_, bytes)| *bytes > 0);
+    let row =
+        |(name, bytes): (String, u64)| row![format!("{place}{name}"), ByteSize(bytes), share(bytes, plan)];
+    tags.chain(gaps).map(row).collect()
+}
+
+/// Why a plan does not fit, a line each.
+pub fn misfits(plan: &TrainingPlan) -> String {
+    plan.misfits().into_iter().map(|reason| reason + "\n").collect()
+}
+
 /// What would fit instead.
 pub fn remedies(plan: &TrainingPlan) -> String {
     let fitting: Vec<_> = plan.alternatives.iter().filter(|a| a.fits).collect();
     if fitting.is_empty() {
-        let least = plan.alternatives.iter().map(|a| a.peak_bytes).min().unwrap_or(plan.peak_bytes());
+        let needs = plan.alternatives.iter().map(|a| a.peak_bytes + a.host_bytes + plan.overhead_bytes);
         return format!(
             "nothing short of a smaller model would fit: the lightest setting needs {}\n",
-            ByteSize(least + plan.overhead_bytes)
+            ByteSize(needs.min().unwrap_or(u64::MAX).min(plan.process_bytes()))
         );
     }
+    let disk = fitting.iter().any(|alternative| alternative.disk_bytes > 0);
     let mut rows = vec![row!["what would fit", "in all", "tokens/s"]];
+    if disk {
+        rows[0].push("disk".to_owned());
+    }
     for alternative in fitting {
-        rows.push(row![
+        let mut row = row![
             alternative.change.iter().map(|c| format!("--set {c}")).collect::<Vec<_>>().join(" "),
-            ByteSize(alternative.peak_bytes + plan.overhead_bytes),
+            ByteSize(alternative.peak_bytes + alternative.host_bytes + plan.overhead_bytes),
             format!("{:.0}", alternative.tokens_per_second)
-        ]);
+        ];
+        if disk {
+            row.push(ByteSize(alternative.disk_bytes).to_string());
+        }
+        rows.push(row);
     }
     table::render(&rows)
 }

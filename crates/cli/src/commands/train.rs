@@ -1,10 +1,13 @@
 //! `plimsoll train`: plan, print the plan, refuse what does not fit, train.
 
+use std::sync::Arc;
+
+use plimsoll_device::Cpu;
 use plimsoll_memory::ByteSize;
-use plimsoll_train::{Prepared, StopFlag, TrainingOutcome};
+use plimsoll_train::{MemoryReading, Prepared, StopFlag, Surroundings, TrainingOutcome};
 
 use crate::args::TrainArgs;
-use crate::commands::plan::{describe, remedies};
+use crate::commands::plan::{describe, misfits, remedies};
 use crate::failure::Failure;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
@@ -28,33 +31,34 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
         let _ = outln!("{key}: {report}\n");
     }
     let engine = Engine::start(args.threads)?;
-    let plan = prepared.plan(&engine.machine(prepared.host_bytes_per_token()))?;
+    let plan = prepared.plan(&engine.machine(prepared.config()))?;
     if !args.json {
         // What cannot be shown is no reason not to train.
         let _ = out!("{}", describe(&plan));
     }
     if !plan.fits() {
+        return Err(Failure::does_not_fit(format!("{}{}", misfits(&plan), remedies(&plan))));
+    }
+    let limits = plan.machine.limits;
+    if let Some(available) = limits.available.filter(|available| plan.process_bytes() > *available) {
         return Err(Failure::does_not_fit(format!(
-            "the plan needs {} and the load line is {}\n{}",
+            "the plan needs {}, within the load line of {}, but this machine has only {} to give",
             ByteSize(plan.process_bytes()),
-            ByteSize(plan.device_budget),
-            remedies(&plan)
+            ByteSize(plan.load_line.bytes),
+            ByteSize(available)
         )));
     }
-    let available = engine.memory_limit();
-    if plan.process_bytes() > available.0 {
-        return Err(Failure::does_not_fit(format!(
-            "the plan needs {}, within the load line of {}, but this machine has only {available} to give",
-            ByteSize(plan.process_bytes()),
-            ByteSize(plan.device_budget)
-        )));
-    }
-    let device =
-        plimsoll_device::Cpu::with_pool(std::sync::Arc::clone(&engine.pool), engine.isa, plan.peak_bytes())?;
+    let ladder = if plan.config.memory.ladder() { plan.ladder()? } else { vec![plan.clone()] };
     let logging_steps = plan.config.output.logging_steps();
-    let mut progress =
-        TrainingProgress::new(logging_steps, plan.device_budget, plan.overhead_bytes, args.json);
-    let outcome = prepared.run(&device, &plan, &mut progress, stop)?;
+    let beside = plan.process_bytes() - plan.peak_bytes();
+    let mut progress = TrainingProgress::new(logging_steps, plan.load_line.bytes, beside, args.json);
+    let surroundings = Surroundings {
+        device: &mut |bytes| Cpu::with_pool(Arc::clone(&engine.pool), engine.isa, bytes),
+        memory: &mut MemoryReading::now,
+        observer: &mut progress,
+        stop,
+    };
+    let outcome = prepared.run(&ladder, surroundings)?;
     if args.json {
         outln!("{}", serde_json::to_string_pretty(&outcome.report)?)?;
     } else {
@@ -68,9 +72,11 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
 fn summary(outcome: &TrainingOutcome) -> String {
     let report = &outcome.report;
     let (planned, measured) = (&report.planned, &report.measured);
-    let rows = [
+    let mut rows = vec![
         row!["", "planned", "measured"],
         row!["arena", ByteSize(planned.device_peak_bytes), ByteSize(measured.device_peak_bytes)],
+        row!["host", ByteSize(planned.host_peak_bytes), ByteSize(measured.host_peak_bytes)],
+        row!["disk", ByteSize(planned.disk_bytes), ByteSize(measured.disk_bytes)],
         row!["process", ByteSize(planned.process_bytes), ByteSize(measured.process_peak_rss_bytes)],
         row![
             "step",
@@ -83,5 +89,11 @@ fn summary(outcome: &TrainingOutcome) -> String {
             format!("{:.0}", report.tokens_per_second_median)
         ],
     ];
-    table::render(&rows)
+    rows.retain(|row| row[0] != "disk" || planned.disk_bytes > 0 || measured.disk_bytes > 0);
+    let io = report.io.map(|io| {
+        let hidden =
+            io.hidden_share.map_or(String::new(), |s| format!(", {:.0} % of its time hidden", 100.0 * s));
+        format!("read {}, written {}{hidden}\n", ByteSize(io.bytes_read), ByteSize(io.bytes_written))
+    });
+    table::render(&rows) + &io.unwrap_or_default()
 }

@@ -160,17 +160,6 @@ static REFUSALS: &[Refusal] = &[
         instead: "flash",
     },
     Refusal {
-        keys: &[
-            "memory.offload.optimizer",
-            "memory.offload.parameters",
-            "memory.offload.activations",
-            "memory.offload.gradients",
-        ],
-        values: Words(&["host", "cpu", "disk", "nvme"]),
-        reason: "everything stays on the device",
-        instead: "device",
-    },
-    Refusal {
         keys: &["parallel.zero_stage"],
         values: AllBut("0"),
         reason: "one process trains",

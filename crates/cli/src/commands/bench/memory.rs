@@ -41,7 +41,7 @@ pub fn run(args: &BenchMemoryArgs) -> Result<(), Failure> {
         ModelOrigin::Catalogue(_) | ModelOrigin::Scratch(..) => None,
     };
     let engine = Engine::start(args.threads)?;
-    let machine = engine.machine(plimsoll_train::host_bytes_per_token(&base.config));
+    let machine = engine.machine(&base.config);
     let mut report = MemoryReport {
         model: origin.spec().name.clone(),
         parameters: origin.spec().parameter_count(),
@@ -175,7 +175,7 @@ impl Base {
             model,
             batch_size: None,
             sequence_length: None,
-            budget: None,
+            memory: None,
             mixed_precision: None,
             gradient_checkpointing: None,
         })?;

@@ -108,7 +108,7 @@ fn defaults_in_the_listing_can_be_written_or_are_described() {
     );
     assert_eq!(
         of("memory.offload.optimizer"),
-        "memory.offload.optimizer: device | auto  (default: auto)\n    Optimizer states and master weights."
+        "memory.offload.optimizer: device | host | disk | auto  (default: auto)\n    Optimizer states and master weights."
     );
     // A default that cannot be written says in words what happens: more than one word.
     for key in &keys {

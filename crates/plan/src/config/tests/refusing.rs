@@ -191,10 +191,6 @@ fn what_this_version_does_not_have_is_refused_with_the_nearest() {
             "training.mixed_precision: e4m3 is not available in this version: both formats are used: E4M3 for weights and activations, E5M2 for gradients; use fp8",
         ),
         (
-            "memory: {offload: {optimizer: host}}",
-            "memory.offload.optimizer: host is not available in this version: everything stays on the device; use device",
-        ),
-        (
             "parallel: {zero_stage: 3}",
             "parallel.zero_stage: 3 is not available in this version: one process trains; use 0",
         ),

@@ -1,0 +1,133 @@
+//! A run on a ladder of plans: down where memory is taken away, up where it comes back, again from the last good state where
+//! an allocation was refused.
+//!
+//! State goes from rung to rung through a checkpoint, the same way as to a run that is resumed: every rung begins with the
+//! bits that the one before it ended with.
+
+use std::collections::HashSet;
+
+use plimsoll_device::{Device, DeviceError};
+use plimsoll_disk::DiskError;
+use plimsoll_memory::release_free_heap;
+use plimsoll_plan::TrainingPlan;
+use plimsoll_plan::config::GradientCheckpointing;
+use plimsoll_step::StepError;
+
+use crate::checkpoint::{Checkpoint, sweep};
+use crate::pressure::{Change, MemoryReading, Pressure};
+use crate::run::{PartEnd, Progress, Thresholds, TrainingOutcome};
+use crate::{Event, Observer, Prepared, StopFlag, TrainError};
+
+/// What a run on a ladder needs from outside.
+pub struct Surroundings<'s, D> {
+    /// Makes a device whose arena has that many bytes.
+    pub device: &'s mut dyn FnMut(u64) -> Result<D, DeviceError>,
+    /// Reads how memory is, at every step boundary; [`MemoryReading::now`] but in tests.
+    pub memory: &'s mut dyn FnMut() -> MemoryReading,
+    /// Watches the run.
+    pub observer: &'s mut dyn Observer,
+    /// Ends the run early.
+    pub stop: StopFlag,
+}
+
+impl Prepared {
+    /// Trains as the first of `plans` says, and as one of the others while memory asks for it. The plans take the same
+    /// batches and end with the same model, but for the order of sums where batches are split.
+    ///
+    /// # Errors
+    /// Whatever ends the run. Memory that is refused does so on the last rung alone.
+    pub fn run<D: Device>(
+        mut self,
+        plans: &[TrainingPlan],
+        with: Surroundings<'_, D>,
+    ) -> Result<TrainingOutcome, TrainError> {
+        let Surroundings { device, memory, observer, stop } = with;
+        let Some(first) = plans.first() else { return Err(TrainError::NoPlan) };
+        let output = first.config.output.dir();
+        self.write_plan(first, &output)?;
+        sweep(&output)?;
+        let config = &first.config.memory;
+        let thresholds = Thresholds {
+            warning: config.warning_threshold(),
+            critical: config.critical_threshold(),
+            emergency: config.emergency_threshold(),
+        };
+        let needs = plans.iter().map(TrainingPlan::process_bytes).collect();
+        let mut pressure = Pressure::new(needs, first.load_line.bytes.max(first.process_bytes()), thresholds);
+        let mut progress = Progress::new(self.start_state());
+        let mut rung = 0;
+        // Rungs whose memory was refused once are not tried again.
+        let mut refused = HashSet::new();
+        loop {
+            let Some(plan) = plans.get(rung) else { return Err(TrainError::NoPlan) };
+            progress.rung = rung as u64;
+            let mut judge = || {
+                let change = pressure.judge(rung, &memory())?;
+                (!refused.contains(&change.to)).then_some(change)
+            };
+            let made = device(plan.peak_bytes()).map_err(TrainError::from);
+            let ended = made.and_then(|device| {
+                self.run_rung(&device, plan, &mut progress, &mut judge, observer, stop.clone())
+            });
+            // The arena is gone; what the heap holds without need would count against the next one.
+            release_free_heap();
+            let (change, checkpoint) = match ended {
+                Ok(PartEnd::Done(report)) => {
+                    let checkpoint = progress.checkpoint.map(|c| c.path);
+                    return Ok(TrainingOutcome { report: *report, checkpoint });
+                }
+                Ok(PartEnd::Move(change)) => (change, progress.checkpoint.clone()),
+                Err(error) if is_out_of_memory(&error) && rung + 1 < plans.len() => {
+                    refused.insert(rung);
+                    let back_to = progress.checkpoint.clone().or_else(|| self.resumed_from());
+                    (Change { to: rung + 1, why: format!("memory was refused: {error}") }, back_to)
+                }
+                Err(error) => return Err(error),
+            };
+            self.continue_from(checkpoint.as_ref())?;
+            progress.go_back_to(self.start_state());
+            progress.rung_changes += 1;
+            if let Some(next) = plans.get(change.to) {
+                let step = progress.state.step;
+                let Change { to, why } = change;
+                observer.event(Event::Rung { step, from: rung, to, why: &why, now: &describe(next) });
+            }
+            rung = change.to;
+        }
+    }
+
+    /// Sets where the next part of the run begins: at a checkpoint, or at the beginning.
+    fn continue_from(&mut self, checkpoint: Option<&Checkpoint>) -> Result<(), TrainError> {
+        self.resumed = match checkpoint {
+            Some(checkpoint) => Some((checkpoint.clone(), checkpoint.state()?)),
+            None => None,
+        };
+        Ok(())
+    }
+}
+
+/// A plan in a few words.
+fn describe(plan: &TrainingPlan) -> String {
+    let settings = &plan.choice.settings;
+    let away = if settings.offload == plimsoll_step::Offload::NONE { "" } else { ", offloading" };
+    format!(
+        "batch {} x {}, checkpointing {}{away}, {} in all",
+        settings.batch_size,
+        plan.choice.accumulation,
+        GradientCheckpointing::Form(settings.checkpointing),
+        plimsoll_memory::ByteSize(plan.process_bytes())
+    )
+}
+
+/// Whether memory was refused, by an arena or by the system.
+fn is_out_of_memory(error: &TrainError) -> bool {
+    let device =
+        |error: &DeviceError| matches!(error, DeviceError::OutOfMemory(_) | DeviceError::Reservation(_));
+    let disk = |error: &DiskError| matches!(error, DiskError::Reservation(_) | DiskError::Tier(_));
+    match error {
+        TrainError::Device(error) | TrainError::Step(StepError::Device(error)) => device(error),
+        TrainError::Disk(error) | TrainError::Step(StepError::Disk(error)) => disk(error),
+        TrainError::Io { source, .. } => source.kind() == std::io::ErrorKind::OutOfMemory,
+        _ => false,
+    }
+}

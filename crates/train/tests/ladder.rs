@@ -1,0 +1,226 @@
+//! A run that memory is taken away from: it steps down, climbs back, and ends with the model of a run that never moved.
+
+use std::cell::Cell;
+use std::path::Path;
+
+use plimsoll_device::{Cpu, CpuOptions, DeviceError};
+use plimsoll_memory::{OutOfMemory, Tag, TagBytes, Tier};
+use plimsoll_plan::config::RawConfig;
+use plimsoll_plan::{Machine, ProcessLimits, Rates, TrainingPlan};
+use plimsoll_train::{Event, MemoryReading, Observer, Prepared, StopFlag, Surroundings, TrainingOutcome};
+use serde_json::Value;
+
+const STEPS: u64 = 24;
+
+fn config(folder: &Path, out: &str, set: &[&str]) -> RawConfig {
+    let words: String = (0..400).map(|i| format!("word{} ", i * 7 % 23)).collect();
+    std::fs::write(folder.join("text.txt"), words).unwrap();
+    let text = format!(
+        "
+model:
+  from_scratch: {{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 4, num_attention_heads: 2}}
+data: {{train: '{}', sequence_length: 16}}
+training: {{steps: {STEPS}, effective_batch_size: 8, batch_size: 8, learning_rate: 1e-2, mixed_precision: f32}}
+memory: {{device_budget: 256MiB}}
+output: {{dir: '{}', save_steps: 0}}
+",
+        folder.join("text.txt").display(),
+        folder.join(out).display()
+    );
+    let mut config = RawConfig::from_str(&text, "test").unwrap();
+    set.iter().for_each(|assignment| config.apply_set(assignment).unwrap());
+    config
+}
+
+fn machine() -> Machine {
+    let rates = Rates { matmul_f32: 1e10, matmul_bf16: 1e10, memory_bandwidth: 1e10, exps: 1e8 };
+    Machine {
+        rates,
+        limits: ProcessLimits::NONE,
+        overhead_bytes: 0,
+        host_bytes_per_token: 32,
+        disk_available: None,
+    }
+}
+
+/// Notes the changes of rungs, and the steps that were taken on which.
+#[derive(Default)]
+struct Watcher {
+    moves: Vec<(u64, usize, usize)>,
+    whys: Vec<String>,
+    steps: u64,
+}
+
+impl Observer for Watcher {
+    fn event(&mut self, event: Event<'_>) {
+        match event {
+            Event::Rung { step, from, to, why, .. } => {
+                self.moves.push((step, from, to));
+                self.whys.push(why.to_owned());
+            }
+            Event::Step(metrics) => self.steps = metrics.step,
+            _ => {}
+        }
+    }
+}
+
+/// A run whose machine has what `free` says after each of its readings, on the rungs that `keep` keeps.
+fn run(
+    config: RawConfig,
+    keep: impl Fn(&TrainingPlan) -> bool,
+    free: &dyn Fn(u64, &[TrainingPlan]) -> u64,
+    refuse: &dyn Fn(u64, &[TrainingPlan]) -> bool,
+) -> (Watcher, TrainingOutcome, Vec<TrainingPlan>) {
+    let prepared = Prepared::new(config, false).unwrap();
+    let plan = prepared.plan(&machine()).unwrap();
+    assert!(plan.fits());
+    let ladder: Vec<TrainingPlan> = plan.ladder().unwrap().into_iter().filter(keep).collect();
+    let (mut watcher, readings) = (Watcher::default(), Cell::new(0));
+    let outcome = prepared
+        .run(
+            &ladder,
+            Surroundings {
+                device: &mut |bytes| {
+                    if refuse(bytes, &ladder) {
+                        return Err(refusal(bytes));
+                    }
+                    Cpu::new(bytes, CpuOptions::default())
+                },
+                memory: &mut || {
+                    readings.set(readings.get() + 1);
+                    let available = Some(free(readings.get(), &ladder));
+                    MemoryReading { own_bytes: 0, container_free: None, available }
+                },
+                observer: &mut watcher,
+                stop: StopFlag::new(),
+            },
+        )
+        .unwrap();
+    (watcher, outcome, ladder)
+}
+
+fn refusal(bytes: u64) -> DeviceError {
+    DeviceError::OutOfMemory(OutOfMemory {
+        tier: Tier::Device,
+        requested: bytes,
+        tag: Tag::Weights,
+        name: "test",
+        capacity: 0,
+        largest_free: 0,
+        live: Box::<TagBytes>::default(),
+    })
+}
+
+fn metrics(run: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn numbers(run: &Path, key: &str) -> Vec<f64> {
+    metrics(run).iter().map(|line| line[key].as_f64().unwrap()).collect()
+}
+
+const PLENTY: u64 = 1 << 40;
+
+fn never(_: u64, _: &[TrainingPlan]) -> bool {
+    false
+}
+
+/// Room for the last rung alone from the sixth step on, and for all from the twelfth.
+fn shrinking(step: u64, ladder: &[TrainingPlan]) -> u64 {
+    match step {
+        6..12 => ladder.last().unwrap().process_bytes() * 100 / 94,
+        _ => PLENTY,
+    }
+}
+
+#[test]
+fn a_ladder_keeps_the_effective_batch_and_every_rung_is_smaller() {
+    let folder = tempfile::tempdir().unwrap();
+    let prepared = Prepared::new(config(folder.path(), "out", &[]), false).unwrap();
+    let ladder = prepared.plan(&machine()).unwrap().ladder().unwrap();
+    assert!(ladder.len() >= 3, "{}", ladder.len());
+    assert!(ladder.windows(2).all(|pair| pair[1].process_bytes() < pair[0].process_bytes()));
+    for plan in &ladder {
+        assert_eq!(plan.choice.settings.batch_size * plan.choice.accumulation, 8);
+        assert!(plan.fits());
+    }
+}
+
+#[test]
+fn where_only_checkpointing_changes_the_bits_are_those_of_a_run_that_never_moved() {
+    let folder = tempfile::tempdir().unwrap();
+    let same_batch = |plan: &TrainingPlan| plan.choice.settings.batch_size == 8;
+    let (still, ..) = run(config(folder.path(), "still", &[]), same_batch, &|_, _| PLENTY, &never);
+    assert_eq!(still.moves, []);
+    let (moved, outcome, ladder) = run(config(folder.path(), "moved", &[]), same_batch, &shrinking, &never);
+    let last = ladder.len() - 1;
+    assert!(last > 0);
+    assert_eq!(moved.moves, [(6, 0, last), (16, last, 0)], "{:?}", moved.whys);
+    assert!(moved.whys[0].contains("the machine has"), "{:?}", moved.whys);
+    let (still, moved) = (folder.path().join("still"), folder.path().join("moved"));
+    for key in ["loss", "grad_norm", "lr", "tokens", "batch_size"] {
+        assert_eq!(numbers(&moved, key), numbers(&still, key), "{key}");
+    }
+    assert!(
+        std::fs::read(moved.join("model.safetensors")).unwrap()
+            == std::fs::read(still.join("model.safetensors")).unwrap()
+    );
+    let rungs: Vec<f64> =
+        (1..=STEPS).map(|step| if (7..=16).contains(&step) { last as f64 } else { 0.0 }).collect();
+    assert_eq!(numbers(&moved, "rung"), rungs);
+    assert_eq!(outcome.report.rung_changes, 2);
+    assert_eq!(outcome.report.planned.device_peak_bytes, outcome.report.measured.device_peak_bytes);
+}
+
+#[test]
+fn where_batches_are_split_the_losses_stay_within_the_order_of_sums() {
+    let folder = tempfile::tempdir().unwrap();
+    let (still, ..) = run(config(folder.path(), "still", &[]), |_| true, &|_, _| PLENTY, &never);
+    let (moved, _, ladder) = run(config(folder.path(), "moved", &[]), |_| true, &shrinking, &never);
+    assert_eq!((still.moves.len(), moved.moves.len()), (0, 2));
+    assert!(ladder.last().unwrap().choice.settings.batch_size < 8);
+    let (still, moved) = (folder.path().join("still"), folder.path().join("moved"));
+    assert_eq!(numbers(&moved, "tokens"), numbers(&still, "tokens"));
+    for (a, b) in numbers(&moved, "loss").into_iter().zip(numbers(&still, "loss")) {
+        assert!((a - b).abs() < 2e-4, "{a} {b}");
+    }
+}
+
+#[test]
+fn memory_that_is_refused_is_survived_from_the_last_good_state() {
+    let folder = tempfile::tempdir().unwrap();
+    let same_batch = |plan: &TrainingPlan| plan.choice.settings.batch_size == 8;
+    let whole = |bytes: u64, ladder: &[TrainingPlan]| bytes == ladder[0].peak_bytes();
+    let (still, ..) = run(config(folder.path(), "still", &[]), same_batch, &|_, _| PLENTY, &never);
+    // Refused from the beginning.
+    let (moved, ..) = run(config(folder.path(), "moved", &[]), same_batch, &|_, _| PLENTY, &whole);
+    assert_eq!((still.steps, moved.moves.clone()), (STEPS, vec![(0, 0, 1)]));
+    assert!(moved.whys[0].starts_with("memory was refused"), "{:?}", moved.whys);
+    assert_eq!(numbers(&folder.path().join("moved"), "loss"), numbers(&folder.path().join("still"), "loss"));
+    // Given at first, and refused when the run wants to climb back: it stays where it is, and does not try again.
+    let asked = Cell::new(0);
+    let later = |bytes: u64, ladder: &[TrainingPlan]| {
+        let first = bytes == ladder[0].peak_bytes();
+        asked.set(asked.get() + u64::from(first));
+        first && asked.get() > 1
+    };
+    let (again, ..) = run(config(folder.path(), "again", &[]), same_batch, &shrinking, &later);
+    assert_eq!(asked.get(), 2);
+    assert_eq!(again.moves.len(), 3, "{:?}", again.moves);
+    assert_eq!(numbers(&folder.path().join("again"), "loss"), numbers(&folder.path().join("still"), "loss"));
+}
+
+#[test]
+fn a_run_without_a_checkpoint_may_be_started_again_and_a_finished_one_may_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let open = |resume| Prepared::new(config(folder.path(), "out", &[]), resume).map(drop);
+    std::fs::create_dir(folder.path().join("out")).unwrap();
+    std::fs::write(folder.path().join("out/metrics.jsonl"), "{\"step\":1}\n").unwrap();
+    let refused = open(true).unwrap_err().to_string();
+    assert!(refused.contains("Start it again without --resume"), "{refused}");
+    open(false).unwrap();
+    run(config(folder.path(), "out", &[]), |_| true, &|_, _| PLENTY, &never);
+    let refused = open(false).unwrap_err().to_string();
+    assert!(refused.contains("has finished") && !refused.contains("--resume"), "{refused}");
+}
