@@ -55,7 +55,14 @@ impl DryRun {
         trainer.step(&[micro_batch], 0.0)?;
         let first = dry.take_tally();
         let mut step = first;
-        if accumulation > 1 {
+        if settings.micro_batches_per_pass > 1 && accumulation > 1 {
+            // Passes of several micro-batches, and one of those that are left.
+            let all = vec![micro_batch; usize::try_from(accumulation).unwrap_or(usize::MAX)];
+            trainer.step(&all, 0.0)?;
+            dry.take_tally();
+            trainer.step(&all, 0.0)?;
+            step = dry.take_tally();
+        } else if accumulation > 1 {
             trainer.step(&[micro_batch, micro_batch], 0.0)?;
             let later = dry.take_tally().less(first);
             (1..accumulation).for_each(|_| step = step.plus(later));

@@ -400,7 +400,7 @@ pub(crate) fn step_settings(
         },
         method: method.clone(),
         offload: Offload::NONE,
-        micro_batches_per_pass: 1,
+        micro_batches_per_pass: training.micro_batches_per_pass(),
         seed: training.seed(),
     }
 }

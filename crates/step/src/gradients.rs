@@ -19,8 +19,8 @@ use crate::seed::{mix, parameter_number};
 use crate::store::{layer_of, role_name};
 use crate::tier::{Homes, Parcel, Pieces, Pool, Unit, is_matrix};
 
-/// Buffers of gradients that live on a lower tier: one in use, one on its way or on its way back.
-const BUFFERS: usize = 2;
+/// Buffers of gradients that live on a lower tier: one in use, one on its way and one on its way back.
+const BUFFERS: usize = 3;
 
 /// The gradients that exist at the moment.
 pub(crate) struct Gradients<'a, D: Device> {
@@ -89,9 +89,9 @@ impl<'a, D: Device> Gradients<'a, D> {
         units.sort();
         let mut homes = Homes::new(tiers);
         for unit in units {
-            tiers.enter(Phase::Setup, layer_of(unit.block));
             let bytes = parcels.get(&unit).map_or(0, Parcel::bytes);
-            homes.take(unit, tier, bytes, Tag::Gradients, "gradients")?;
+            // Gradients that are used up at once never leave the device.
+            homes.expect(unit, tier, bytes, Tag::Gradients, "gradients");
         }
         if let Some(bytes) = parcels.values().map(Parcel::bytes).max() {
             device.arena().enter(Phase::Setup, None);

@@ -76,6 +76,9 @@ section! {
         loss_chunk_tokens: Auto<u64> = Auto::Auto, COUNT;
         /// The feed-forward parts take at most this many tokens at once, and compute them again in the backward pass.
         mlp_chunk_tokens: u64, "all tokens at once", COUNT;
+        /// Micro-batches that go through a block before the next block's turn: what is offloaded is brought once for all of
+        /// them, and the activations of all are kept.
+        micro_batches_per_pass: u64 = 1, COUNT;
         /// Whether a block is updated, and its gradients given back, as soon as they are known.
         optimizer_in_backward: bool = false;
         /// Where updates in the backward pass take the gradient norm from that they are clipped by.

@@ -10,18 +10,34 @@ use plimsoll_memory::{Region, Tag, Tier};
 use super::pool::Carrier;
 use crate::StepError;
 
+/// A home to be.
+#[derive(Clone, Copy, Debug)]
+struct Expected {
+    tier: Tier,
+    bytes: u64,
+    tag: Tag,
+    name: &'static str,
+}
+
 /// Where parcels live.
 #[derive(Debug)]
 pub(crate) struct Homes<K> {
     tiers: Arc<LowerTiers>,
     homes: HashMap<K, Arc<Home>>,
+    /// Homes that are taken when something is first sent there.
+    expected: HashMap<K, Expected>,
     under_way: HashMap<K, Transfer>,
 }
 
 impl<K: Copy + Eq + Hash> Homes<K> {
     /// No homes yet.
     pub fn new(tiers: &Arc<LowerTiers>) -> Self {
-        Homes { tiers: Arc::clone(tiers), homes: HashMap::new(), under_way: HashMap::new() }
+        Homes {
+            tiers: Arc::clone(tiers),
+            homes: HashMap::new(),
+            expected: HashMap::new(),
+            under_way: HashMap::new(),
+        }
     }
 
     /// Takes a home for a parcel.
@@ -38,6 +54,11 @@ impl<K: Copy + Eq + Hash> Homes<K> {
         Ok(())
     }
 
+    /// Has a home taken for a parcel when it is first sent there.
+    pub fn expect(&mut self, key: K, tier: Tier, bytes: u64, tag: Tag, name: &'static str) {
+        self.expected.insert(key, Expected { tier, bytes, tag, name });
+    }
+
     /// A parcel's home.
     pub fn get(&self, key: K) -> Option<&Arc<Home>> {
         self.homes.get(&key)
@@ -50,6 +71,14 @@ impl<K: Copy + Eq + Hash> Homes<K> {
 }
 
 impl<K: Copy + Eq + Hash> Carrier<K> for Homes<K> {
+    fn reserve(&mut self, key: K) -> Result<(), DiskError> {
+        if let Some(Expected { tier, bytes, tag, name }) = self.expected.remove(&key) {
+            let home = self.tiers.take(tier, bytes, tag, name)?;
+            self.homes.insert(key, Arc::new(home));
+        }
+        Ok(())
+    }
+
     fn begin_read(&mut self, key: K, memory: Region) {
         if let Some(home) = self.homes.get(&key) {
             self.under_way.insert(key, self.tiers.bring(home, memory));

@@ -14,6 +14,11 @@ use crate::StepError;
 
 /// Moves parcels between buffers and wherever they live.
 pub(crate) trait Carrier<K> {
+    /// Sees to it that a parcel can be sent back; in a dry run too.
+    fn reserve(&mut self, _: K) -> Result<(), DiskError> {
+        Ok(())
+    }
+
     /// Begins to bring a parcel into memory that has room for it from its first whole page on.
     fn begin_read(&mut self, key: K, memory: Region);
 
@@ -165,6 +170,9 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
     }
 
     fn start(&mut self, index: usize, key: K, tensor: Tensor, back: bool) -> Result<(), StepError> {
+        if let (true, Some(carrier)) = (back, &mut self.carrier) {
+            carrier.reserve(key)?;
+        }
         let kept = match &mut self.carrier {
             None => Some(tensor),
             Some(carrier) => match self.device.lend(tensor)? {

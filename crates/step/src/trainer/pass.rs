@@ -21,6 +21,7 @@ use crate::policy::LayerPolicy;
 use crate::rope::RopeTables;
 use crate::settings::{MicroBatch, StepSettings};
 use crate::store::WeightStore;
+use crate::tier::{Unit, is_matrix};
 
 impl<'a, D: Device> Trainer<'a, D> {
     /// Some micro-batches forward and backward, each block for all of them before the next block; returns the sum of
@@ -49,6 +50,7 @@ impl<'a, D: Device> Trainer<'a, D> {
             mover.settle()?;
         }
         self.weights.announce(&self.order_of_pass(micro_batches.len()))?;
+        self.gradients.announce(&self.order_of_gradients(micro_batches.len()))?;
         if let Some(Finish::Update(_)) = finish {
             self.optimizer.announce(self.order_of_updates(true))?;
         }
@@ -129,6 +131,25 @@ impl<'a, D: Device> Trainer<'a, D> {
             order.extend(repeated(again.chain(blocks.rev()).collect()));
         }
         order.push(BlockId::Layer(0));
+        order
+    }
+
+    /// The units whose gradients a pass adds to, in order.
+    fn order_of_gradients(&self, micro_batches: usize) -> Vec<Unit> {
+        let pieces = |block: BlockId| {
+            let own = self.trained.iter().find(|p| p.block == block && is_matrix(p));
+            let count = own.map_or(0, |p| self.cut.of(p).len() as u32);
+            (0..count).map(move |piece| Unit { block, piece })
+        };
+        let (head, _) = Head::table(self.spec.tie_word_embeddings);
+        let mut order: Vec<Unit> = pieces(head).collect();
+        let segments: Vec<Range<u32>> = self.policy.segments().collect();
+        for blocks in segments.into_iter().rev() {
+            for _ in 0..micro_batches {
+                order.extend(blocks.clone().rev().map(|layer| Unit::whole(BlockId::Layer(layer))));
+            }
+        }
+        (0..micro_batches).for_each(|_| order.extend(pieces(BlockId::Embedding)));
         order
     }
 
