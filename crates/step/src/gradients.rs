@@ -19,9 +19,6 @@ use crate::seed::{mix, parameter_number};
 use crate::store::{layer_of, role_name};
 use crate::tier::{Homes, Parcel, Pieces, Pool, Unit, is_matrix};
 
-/// Buffers of gradients that live on a lower tier: one in use, one on its way and one on its way back.
-const BUFFERS: usize = 3;
-
 /// The gradients that exist at the moment.
 pub(crate) struct Gradients<'a, D: Device> {
     device: &'a D,
@@ -60,13 +57,13 @@ pub(crate) struct Target {
 }
 
 impl<'a, D: Device> Gradients<'a, D> {
-    /// No gradients yet, for the parameters that are trained; those of matrices live on `tier`.
+    /// No gradients yet, for the parameters that are trained; those of matrices live on `tier` and come through buffers.
     pub fn new(
         device: &'a D,
         trained: &[Parameter],
         dtype: DType,
         (tiers, tier): (&Arc<LowerTiers>, Tier),
-        cut: Pieces,
+        (cut, buffers): (Pieces, usize),
     ) -> Result<Self, StepError> {
         let shapes = trained.iter().map(|p| ((p.block, p.role), p.shape.clone())).collect();
         let mut gradients = Gradients { device, dtype, shapes, tensors: HashMap::new(), seed: 0, away: None };
@@ -95,7 +92,7 @@ impl<'a, D: Device> Gradients<'a, D> {
         }
         if let Some(bytes) = parcels.values().map(Parcel::bytes).max() {
             device.arena().enter(Phase::Setup, None);
-            let mut pool = Pool::new(device, bytes, BUFFERS.min(parcels.len()))?;
+            let mut pool = Pool::new(device, bytes, buffers.min(parcels.len()))?;
             pool.carry_with(Box::new(homes));
             gradients.away = Some(Away { parcels, pool, pieces, exist: Vec::new() });
         }

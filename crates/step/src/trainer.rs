@@ -143,7 +143,14 @@ impl<'a, D: Device> Trainer<'a, D> {
         };
         let optimizer = Optimizer::allocate(device, &trained, &settings.optimizer, states)?;
         let on_tier = (&tiers, offload.gradients);
-        let gradients = Gradients::new(device, &trained, precision.gradients, on_tier, cut)?;
+        let buffers = match (settings.update, spec.tie_word_embeddings) {
+            // One in use, one on its way and one on its way back.
+            (UpdateTiming::AfterBackward, _) => 3,
+            // Nothing but the pieces of a tied table is kept.
+            (UpdateTiming::InBackward(_), tied) => 1 + usize::from(tied),
+        };
+        let (dtype, cut_in) = (precision.gradients, (cut, buffers));
+        let gradients = Gradients::new(device, &trained, dtype, on_tier, cut_in)?;
         device.arena().enter(Phase::Setup, None);
         let ropes = Rc::new(RopeTables::new(device, &spec, settings.sequence_length)?);
         let (mut norm_rows, mut parts) = (HashMap::new(), 0);

@@ -34,15 +34,16 @@ pub(crate) struct Pieces {
 }
 
 impl Pieces {
-    /// Pieces no larger than a layer, if the rule treats every element by itself or every run of neighbours; one piece
-    /// where it has to see a whole table.
+    /// Pieces of a quarter of a layer's largest matrix, so that not even f32 states of a table need more room than 8-bit ones
+    /// of a matrix, if the rule treats every element by itself or every run of neighbours; one piece where it has to see
+    /// a whole table.
     pub fn new(spec: &ModelSpec, kind: &OptimizerKind) -> Pieces {
         if !kind.is_local() {
             return Pieces { rows: u64::MAX };
         }
         let layer = spec.block_parameters(BlockId::Layer(0));
-        let elements: u64 = layer.iter().filter(|p| p.shape.len() == 2).map(Parameter::elements).sum();
-        let rows = elements / spec.hidden_size.max(1) / ROWS * ROWS;
+        let largest = layer.iter().filter(|p| p.shape.len() == 2).map(Parameter::elements).max().unwrap_or(0);
+        let rows = largest / 4 / spec.hidden_size.max(1) / ROWS * ROWS;
         Pieces { rows: rows.max(ROWS) }
     }
 
