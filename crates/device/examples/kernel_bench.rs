@@ -9,8 +9,8 @@ use std::time::Instant;
 
 use plimsoll_device::cpu::Isa;
 use plimsoll_device::{
-    Adam, BLOCK_8BIT, Codes, Cpu, CpuOptions, DType, Device, DeviceError, Glu, Lion, Op, Rounding, Rule,
-    Tensor, Update,
+    Adam, BLOCK_8BIT, Codes, Cpu, CpuOptions, DType, Device, DeviceError, Glu, Lion, Op, PIECE_ROWS,
+    Rounding, Rule, Tensor, Update,
 };
 use plimsoll_memory::Tag;
 
@@ -246,15 +246,39 @@ impl Bench {
         let logits = self.tensor(DType::F32, &[n, v])?;
         let losses = self.tensor(DType::F32, &[n])?;
         let targets = self.u32s((0..n as u32).map(|i| i * 97 % v as u32))?;
-        let op = |gradient_scale| Op::CrossEntropy {
+        let op = |soft_cap, gradient_scale| Op::CrossEntropy {
             logits: &logits,
             targets: &targets,
             weights: None,
             losses: &losses,
-            soft_cap: None,
+            soft_cap,
             gradient_scale,
         };
-        self.time(&format!("cross_entropy of {n}x{v}"), op(None))?;
-        self.time(&format!("cross_entropy with gradient of {n}x{v}"), op(Some(1.0)))
+        self.time(&format!("cross_entropy of {n}x{v}"), op(None, None))?;
+        self.time(&format!("cross_entropy with gradient of {n}x{v}"), op(None, Some(1.0)))?;
+        self.time(&format!("the same, capped, of {n}x{v}"), op(Some(30.0), Some(1.0)))?;
+        let piece = self.tensor(DType::F32, &[n, 8 * PIECE_ROWS])?;
+        let runs = self.tensor(DType::F32, &[n, 2 * v.div_ceil(PIECE_ROWS)])?;
+        let target_logits = self.tensor(DType::F32, &[n])?;
+        let label = |name| format!("{name} of {n}x{}", 8 * PIECE_ROWS);
+        let runs_of = Op::LogitRuns {
+            logits: &piece,
+            first_column: 0,
+            targets: &targets,
+            soft_cap: None,
+            runs: &runs,
+            target_logits: &target_logits,
+        };
+        self.time(&label("logit_runs"), runs_of)?;
+        let gradient = Op::GradientOfRuns {
+            logits: &piece,
+            first_column: 0,
+            targets: &targets,
+            weights: None,
+            runs: &runs,
+            soft_cap: None,
+            gradient_scale: 1.0,
+        };
+        self.time(&label("gradient_of_runs"), gradient)
     }
 }

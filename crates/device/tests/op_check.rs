@@ -242,6 +242,107 @@ fn attention() {
     assert_eq!(attention(impossible, &[1, 16]), format!("attention: {impossible:?} is impossible"));
 }
 
+/// Pieces of logits are whole runs of 1024 columns, the last of what is left.
+#[test]
+fn pieces() {
+    let runs_of = |logits: &[u64], first_column, runs: &[u64]| {
+        let tensors = [(F32, logits), (U32, &[2][..]), (F32, runs), (F32, &[2])];
+        let runs_of = complaint(&tensors, |t| Op::LogitRuns {
+            logits: &t[0],
+            first_column,
+            targets: &t[1],
+            soft_cap: None,
+            runs: &t[2],
+            target_logits: &t[3],
+        });
+        let gradient = complaint(&tensors, |t| Op::GradientOfRuns {
+            logits: &t[0],
+            first_column,
+            targets: &t[1],
+            weights: None,
+            runs: &t[2],
+            soft_cap: None,
+            gradient_scale: 1.0,
+        });
+        assert_eq!(runs_of.replace("logit_runs", ""), gradient.replace("gradient_of_runs", ""));
+        runs_of
+    };
+    assert_eq!(runs_of(&[2, 1024], 0, &[2, 6]), "");
+    assert_eq!(runs_of(&[2, 2048], 1024, &[2, 6]), "");
+    assert_eq!(runs_of(&[2, 1500], 1024, &[2, 6]), "");
+    let message = |sizes: &str, first: u64| {
+        format!(
+            "logit_runs: t f32{sizes} from column {first} on is not whole runs of 1024 of those of t f32[2, 6]"
+        )
+    };
+    assert_eq!(runs_of(&[2, 1500], 0, &[2, 6]), message("[2, 1500]", 0));
+    assert_eq!(runs_of(&[2, 1024], 1000, &[2, 6]), message("[2, 1024]", 1000));
+    assert_eq!(runs_of(&[2, 2049], 1024, &[2, 6]), message("[2, 2049]", 1024));
+    assert_eq!(runs_of(&[2, 1], u64::MAX - 1023, &[2, 6]), message("[2, 1]", u64::MAX - 1023));
+    assert_eq!(runs_of(&[3, 1024], 0, &[2, 6]), "logit_runs: t f32[3, 1024] and t f32[2, 6] differ in rows");
+    let pairs = "logit_runs: t f32[2, 5] is not pairs of largest logits and sums";
+    assert_eq!(runs_of(&[2, 1024], 0, &[2, 5]), pairs);
+
+    let loss = |losses: &[u64]| {
+        complaint(&[(F32, &[2, 6]), (F32, &[2]), (U32, &[2]), (F32, losses)], |t| Op::LossOfRuns {
+            runs: &t[0],
+            target_logits: &t[1],
+            targets: &t[2],
+            weights: None,
+            losses: &t[3],
+        })
+    };
+    assert_eq!(loss(&[2]), "");
+    assert_eq!(loss(&[3]), "loss_of_runs: t f32[3] does not have 2 elements");
+
+    let table = |first_row| {
+        complaint(&[(U32, &[2]), (F32, &[2, 4]), (F32, &[5, 4])], |t| Op::EmbeddingBackward {
+            tokens: &t[0],
+            dout: &t[1],
+            dtable: &t[2],
+            first_row,
+            rounding: Rounding::Nearest,
+        })
+    };
+    assert_eq!(table((1 << 32) - 5), "");
+    for first_row in [(1 << 32) - 4, u64::MAX] {
+        let message = "there are rows that no token can have";
+        assert_eq!(
+            table(first_row),
+            format!("embedding_backward: t f32[5, 4]: from row {first_row} on {message}")
+        );
+    }
+}
+
+/// All pieces together cost what whole rows do, and their runs.
+#[test]
+fn costs_of_pieces() {
+    let dry = Dry::new();
+    let [logits, piece, last] = [[2, 2500], [2, 2048], [2, 452]].map(|sizes| tensor(&dry, F32, &sizes));
+    let (targets, target_logits) = (tensor(&dry, U32, &[2]), tensor(&dry, F32, &[2]));
+    let (runs, losses) = (tensor(&dry, F32, &[2, 6]), tensor(&dry, F32, &[2]));
+    let cost = |ops: &[Op<'_>]| {
+        ops.iter().for_each(|op| dry.run(*op).unwrap());
+        dry.take_tally()
+    };
+    let of_piece = |logits, first_column| {
+        let (targets, runs, target_logits, soft_cap) = (&targets, &runs, &target_logits, None);
+        Op::LogitRuns { logits, first_column, targets, soft_cap, runs, target_logits }
+    };
+    let gradient_of_piece = |logits, first_column| {
+        let (targets, runs, weights, soft_cap) = (&targets, &runs, None, None);
+        Op::GradientOfRuns { logits, first_column, targets, weights, runs, soft_cap, gradient_scale: 1.0 }
+    };
+    let pieces = cost(&[of_piece(&piece, 0), of_piece(&last, 2048)]);
+    assert_eq!((pieces.exps, pieces.bytes), (5000, logits.bytes() + runs.bytes() + 2 * 16));
+    let pieces = cost(&[gradient_of_piece(&piece, 0), gradient_of_piece(&last, 2048)]);
+    assert_eq!((pieces.exps, pieces.bytes), (5000, 2 * logits.bytes() + 2 * (runs.bytes() + 8)));
+    let (runs, targets, losses) = (&runs, &targets, &losses);
+    let loss =
+        cost(&[Op::LossOfRuns { runs, target_logits: &target_logits, targets, weights: None, losses }]);
+    assert_eq!((loss.exps, loss.bytes), (6, runs.bytes() + 3 * 8));
+}
+
 #[test]
 fn overlaps() {
     let cpu = cpu();
