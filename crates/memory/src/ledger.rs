@@ -248,6 +248,11 @@ impl Ledger {
         live
     }
 
+    /// Forgets the recorded events, which take memory themselves; totals and the peak stay.
+    pub fn forget_events(&mut self) {
+        self.events = None;
+    }
+
     /// The recorded events; empty when recording is off.
     pub fn events(&self) -> &[Event] {
         self.events.as_deref().unwrap_or(&[])

@@ -155,6 +155,11 @@ impl DryRun {
         DryRun { ledger: dry.arena().ledger(), host, disk, tally }
     }
 
+    /// Forgets the order of events, which takes memory itself; peaks and totals stay.
+    pub(crate) fn forget_events(&mut self) {
+        [&mut self.ledger, &mut self.host, &mut self.disk].into_iter().for_each(Ledger::forget_events);
+    }
+
     /// Bytes of host memory that the job needs beside the data pipeline's.
     pub fn host_bytes(&self) -> u64 {
         self.host.at_peak().peak

@@ -62,9 +62,9 @@ pub struct ProcessLimits {
     pub data: Option<u64>,
 }
 
-/// Address space that a run takes beside its arenas after it was planned: stacks of threads, heaps of the allocator (glibc
-/// reserves 64 MiB for a thread), files that are mapped while they are read. Measured for a run with a checkpoint.
-pub const ADDRESS_SPACE_BESIDE: u64 = 192 << 20;
+/// Address space that a run takes beside its arenas after it was planned: stacks of threads and heaps of the allocator
+/// (glibc reserves 64 MiB for a thread). Files of a checkpoint, which are mapped while they are read, come on top.
+pub const ADDRESS_SPACE_BESIDE: u64 = 96 << 20;
 
 /// The same of private memory: stacks, and buffers of the pipeline.
 const DATA_BESIDE: u64 = 48 << 20;
@@ -95,6 +95,11 @@ impl ProcessLimits {
             address_space: left(memory.address_space_limit, process.virtual_size, ADDRESS_SPACE_BESIDE),
             data: left(memory.data_limit, process.data, DATA_BESIDE),
         }
+    }
+
+    /// What `ulimit -v` leaves beyond what the process has.
+    pub fn address_space_left(&self, resident: u64) -> Option<u64> {
+        self.address_space.map(|most| most.saturating_sub(resident))
     }
 
     /// What nobody may go over: the least of the container's limit and the shell's, less a margin.

@@ -2,7 +2,7 @@
 //! taking the fastest that fits.
 
 use plimsoll_device::DType;
-use plimsoll_memory::Tier;
+use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
     AttentionKind, Checkpointing, GradientClipping, Group, Linears, LossScaling, NormSource, Offload,
@@ -52,6 +52,8 @@ pub struct Limits {
     pub host_bytes: Option<u64>,
     /// Bytes that all of it together may take, beside the overhead.
     pub memory_bytes: u64,
+    /// Bytes of address space beside the overhead: for arenas, and for the files of a checkpoint while it is read.
+    pub address_bytes: u64,
     /// Bytes of disk.
     pub disk_bytes: u64,
     /// Bytes of the data pipeline for each token of a micro-batch.
@@ -70,6 +72,7 @@ impl Limits {
         choice.peak_bytes().saturating_add(in_room) <= room
             && self.host_bytes.is_none_or(|budget| host <= budget)
             && self.memory(choice) <= self.memory_bytes
+            && self.address_space(choice) <= self.address_bytes
             && choice.dry_run.disk_bytes() <= self.disk_bytes
     }
 
@@ -82,6 +85,17 @@ impl Limits {
     /// Bytes of memory beside the overhead.
     pub fn memory(&self, choice: &Choice) -> u64 {
         choice.peak_bytes().saturating_add(self.host_tier(choice))
+    }
+
+    /// Bytes of address space beside the overhead. A checkpoint has what the run trains and its optimizer keeps.
+    pub fn address_space(&self, choice: &Choice) -> u64 {
+        let DryRun { ledger, host, disk, .. } = &choice.dry_run;
+        let mut kinds = vec![Tag::MasterWeights, Tag::Optimizer, Tag::Adapters];
+        if choice.settings.method.adapters().is_none() {
+            kinds.push(Tag::Weights);
+        }
+        let most = |tag: Tag| [ledger, host, disk].into_iter().map(|ledger| ledger.most(tag)).sum::<u64>();
+        self.memory(choice).saturating_add(kinds.into_iter().map(most).sum())
     }
 
     /// How far from fitting, the nearest first: more memory is nearer than more disk.

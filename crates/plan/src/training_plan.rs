@@ -98,6 +98,7 @@ impl TrainingPlan {
                 .limits
                 .enforced()
                 .map_or(u64::MAX, |line| line.bytes.saturating_sub(overhead_bytes)),
+            address_bytes: machine.limits.address_space_left(overhead_bytes).unwrap_or(u64::MAX),
             disk_bytes: config.memory.disk_budget().set().map_or(free, |size| size.0.min(free)),
             pipeline_bytes_per_token: machine.host_bytes_per_token,
         };
@@ -117,31 +118,39 @@ impl TrainingPlan {
     }
 
     /// Plans that do the same in less memory, each smaller than the one before and this one the first: for when memory is
-    /// taken away from a run.
-    pub fn ladder(&self) -> Result<Vec<TrainingPlan>, StepError> {
+    /// taken away from a run. The others do not remember what their dry runs took in which order.
+    pub fn ladder(self) -> Result<Vec<TrainingPlan>, StepError> {
         let rates = &self.machine.rates;
-        let choices = lighter_choices(&self.spec, &self.choice, rates, self.limits)?;
-        let mut ladder = vec![self.clone()];
+        let limits = self.limits;
+        let mut choices = lighter_choices(&self.spec, &self.choice, rates, limits)?;
+        choices.iter_mut().for_each(|choice| choice.dry_run.forget_events());
+        let mut ladder: Vec<TrainingPlan> = Vec::new();
         let mut left = choices.as_slice();
+        let own = limits.memory(&self.choice);
         while let Some(smallest) = left.last() {
-            let least = self.limits.memory(smallest);
-            let above = ladder.last().map_or(u64::MAX, |plan| plan.limits.memory(&plan.choice));
+            let least = limits.memory(smallest);
+            let above = ladder.last().map_or(own, |plan| limits.memory(&plan.choice));
             let most = (above as f64 * RUNG) as u64;
             // The fastest that is a whole rung smaller; where none is, the last rung is the smallest of all.
-            let next = left.iter().filter(|choice| self.limits.memory(choice) <= most);
+            let next = left.iter().filter(|choice| limits.memory(choice) <= most);
             let rate = |choice: &&Choice| choice.time.tokens_per_second;
             let next = next.max_by(|a, b| rate(a).total_cmp(&rate(b))).cloned();
             let Some(choice) = next.or_else(|| (least < above).then(|| smallest.clone())) else { break };
-            let memory = self.limits.memory(&choice);
+            let memory = limits.memory(&choice);
             ladder.push(TrainingPlan {
                 config: resolved_config(&self.config, &choice),
+                spec: self.spec.clone(),
                 choice,
+                load_line: self.load_line,
+                overhead_bytes: self.overhead_bytes,
+                limits,
+                machine: self.machine,
                 alternatives: Vec::new(),
-                ..self.clone()
             });
-            let smaller = left.iter().position(|choice| self.limits.memory(choice) < memory);
+            let smaller = left.iter().position(|choice| limits.memory(choice) < memory);
             left = smaller.and_then(|first| left.get(first..)).unwrap_or(&[]);
         }
+        ladder.insert(0, self);
         Ok(ladder)
     }
 
@@ -211,6 +220,14 @@ impl TrainingPlan {
                 ByteSize(self.process_bytes()),
                 line.by,
                 ByteSize(line.bytes)
+            ));
+        }
+        let address_space = self.limits.address_space(&self.choice);
+        if reasons.is_empty() && address_space > self.limits.address_bytes {
+            reasons.push(format!(
+                "the plan needs {} of address space, with that for reading its checkpoints, and ulimit -v leaves {}; raise it",
+                ByteSize(address_space),
+                ByteSize(self.limits.address_bytes)
             ));
         }
         if self.disk_bytes() > self.limits.disk_bytes {

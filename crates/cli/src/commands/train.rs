@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use plimsoll_device::Cpu;
-use plimsoll_memory::ByteSize;
+use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_train::{MemoryReading, Prepared, StopFlag, Surroundings, TrainingOutcome};
 
 use crate::args::TrainArgs;
@@ -48,10 +48,13 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
             ByteSize(available)
         )));
     }
-    let ladder = if plan.config.memory.ladder() { plan.ladder()? } else { vec![plan.clone()] };
+    let output = plan.config.output.dir();
     let logging_steps = plan.config.output.logging_steps();
     let beside = plan.process_bytes() - plan.peak_bytes();
     let mut progress = TrainingProgress::new(logging_steps, plan.load_line.bytes, beside, args.json);
+    let ladder = if plan.config.memory.ladder() { plan.ladder()? } else { vec![plan] };
+    // What planning leaves over is no part of what the run needs.
+    release_free_heap();
     let surroundings = Surroundings {
         device: &mut |bytes| Cpu::with_pool(Arc::clone(&engine.pool), engine.isa, bytes),
         memory: &mut MemoryReading::now,
@@ -63,7 +66,7 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
         outln!("{}", serde_json::to_string_pretty(&outcome.report)?)?;
     } else {
         out!("\n{}", summary(&outcome))?;
-        outln!("everything is in {}", plan.config.output.dir().display())?;
+        outln!("everything is in {}", output.display())?;
     }
     Ok(())
 }
