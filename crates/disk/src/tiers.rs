@@ -3,11 +3,13 @@
 //! A tensor that is not on the device has a [`Home`] in one of them. In a dry run there is nothing behind the homes, but
 //! the arenas are the same: what a plan finds is what a run takes, on every tier.
 
-use std::sync::{Mutex, PoisonError};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
 
 use plimsoll_memory::{Arena, Block, OutOfMemory, Phase, Region, Tag, Tier};
 
-use crate::request::{Finished, Ticket};
+use crate::request::{Finished, Ticket, lock};
 use crate::{
     ALIGNMENT, DiskEngine, DiskError, DiskFile, EngineSettings, IoMeter, IoMode, SpillFile, SpillSettings,
 };
@@ -25,21 +27,36 @@ pub struct LowerTiers {
 struct Backing {
     engine: DiskEngine,
     spill: Option<SpillFile>,
+    /// Files that are only read.
+    files: Mutex<Vec<Arc<DiskFile>>>,
 }
 
 /// Where a tensor lives between its uses: whole pages of a lower tier, given back on drop.
 #[derive(Debug)]
 pub struct Home {
-    block: Block,
+    place: Place,
     bytes: u64,
-    /// The memory itself, of a home on the host.
-    memory: Option<Mutex<Region>>,
+}
+
+#[derive(Debug)]
+enum Place {
+    /// On disk, in the spill file; or in a dry run.
+    Spill(Block),
+    /// On the host: the memory itself, and what it takes of the tier.
+    Host { memory: Mutex<Region>, _taken: Block },
+    /// Bytes of a file that is only read; `None` in a dry run.
+    File(Option<Arc<DiskFile>>, Range<u64>),
 }
 
 impl Home {
     /// Bytes that it was taken for.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Whether it is in a file that is only read.
+    pub fn is_in_file(&self) -> bool {
+        matches!(self.place, Place::File(..))
     }
 }
 
@@ -102,7 +119,7 @@ impl LowerTiers {
         Ok(LowerTiers {
             host: Arena::new(Tier::Host, host_bytes),
             disk: Arena::new(Tier::Disk, disk_bytes),
-            backing: Some(Backing { engine, spill }),
+            backing: Some(Backing { engine, spill, files: Mutex::default() }),
         })
     }
 
@@ -147,11 +164,33 @@ impl LowerTiers {
         let arena = if tier == Tier::Host { &self.host } else { &self.disk };
         let block =
             arena.alloc(pages, tag, name).map_err(|full: OutOfMemory| DiskError::Tier(Box::new(full)))?;
-        let memory = match (tier, &self.backing) {
-            (Tier::Host, Some(_)) => Some(Mutex::new(Region::new(pages)?)),
-            _ => None,
+        let place = match (tier, &self.backing) {
+            (Tier::Host, Some(_)) => Place::Host { memory: Mutex::new(Region::new(pages)?), _taken: block },
+            _ => Place::Spill(block),
         };
-        Ok(Home { block, bytes, memory })
+        Ok(Home { place, bytes })
+    }
+
+    /// A home that is there already: bytes of a file that is only read.
+    ///
+    /// # Errors
+    /// The file cannot be opened.
+    pub fn adopt(&self, path: &Path, bytes: Range<u64>) -> Result<Home, DiskError> {
+        let file = match &self.backing {
+            None => None,
+            Some(Backing { files, .. }) => {
+                let mut files = lock(files);
+                Some(match files.iter().find(|file| file.path() == path) {
+                    Some(file) => Arc::clone(file),
+                    None => {
+                        let file = Arc::new(DiskFile::open(path, true)?);
+                        files.push(Arc::clone(&file));
+                        file
+                    }
+                })
+            }
+        };
+        Ok(Home { bytes: bytes.end.saturating_sub(bytes.start), place: Place::File(file, bytes) })
     }
 
     /// Begins to bring what a home holds into memory that has room for its whole pages from its first aligned byte on.
@@ -165,21 +204,31 @@ impl LowerTiers {
     }
 
     fn move_bytes(&self, home: &Home, mut region: Region, home_wards: bool) -> Transfer {
-        if let Some(memory) = &home.memory {
-            let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Place::Host { memory, .. } = &home.place {
+            let mut memory = lock(memory);
             let start = region.skip_to(ALIGNMENT as usize);
             let outcome = copy(&mut memory, &mut region, start, home.bytes, home_wards);
             return Transfer(Way::Host(Finished { region, outcome }));
         }
-        let spill = self.backing.as_ref().and_then(|backing| Some((backing, backing.spill.as_ref()?)));
-        let Some((Backing { engine, .. }, spill)) = spill else {
-            return Transfer(Way::Host(Finished { region, outcome: Err(DiskError::Stopped) }));
-        };
-        let start = home.block.offset();
-        Transfer(Way::Disk(match home_wards {
-            true => engine.write_back(spill.file(), start, home.bytes, region),
-            false => engine.prefetch(spill.file(), start..start + home.bytes, region),
-        }))
+        match self.on_disk(home) {
+            Some((engine, file, start)) if home_wards && !home.is_in_file() => {
+                Transfer(Way::Disk(engine.write_back(file, start, home.bytes, region)))
+            }
+            Some((engine, file, start)) if !home_wards => {
+                Transfer(Way::Disk(engine.prefetch(file, start..start + home.bytes, region)))
+            }
+            _ => Transfer(Way::Host(Finished { region, outcome: Err(DiskError::Stopped) })),
+        }
+    }
+
+    /// The file that a home is in, and where in it.
+    fn on_disk<'h>(&'h self, home: &'h Home) -> Option<(&'h DiskEngine, &'h Arc<DiskFile>, u64)> {
+        let Backing { engine, spill, .. } = self.backing.as_ref()?;
+        match &home.place {
+            Place::Spill(block) => Some((engine, spill.as_ref()?.file(), block.offset())),
+            Place::File(file, bytes) => Some((engine, file.as_ref()?, bytes.start)),
+            Place::Host { .. } => None,
+        }
     }
 
     /// Bytes `start..start + out.len()` of a home, now.
@@ -193,8 +242,8 @@ impl LowerTiers {
         let mut reading = std::collections::VecDeque::new();
         let mut failed = None;
         for (home, start, out) in parts {
-            if let Some(memory) = &home.memory {
-                let memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Place::Host { memory, .. } = &home.place {
+                let memory = lock(memory);
                 let begin = usize::try_from(*start).unwrap_or(usize::MAX);
                 match memory.bytes().get(begin..begin.saturating_add(out.len())) {
                     Some(bytes) => out.copy_from_slice(bytes),
@@ -202,11 +251,10 @@ impl LowerTiers {
                 }
                 continue;
             }
-            let spill = self.backing.as_ref().and_then(|backing| Some((backing, backing.spill.as_ref()?)));
-            let Some((Backing { engine, .. }, spill)) = spill else { return Err(DiskError::Stopped) };
-            let from = home.block.offset().saturating_add(*start);
+            let Some((engine, file, first)) = self.on_disk(home) else { return Err(DiskError::Stopped) };
+            let from = first.saturating_add(*start);
             let region = Region::new(out.len() as u64 + 2 * ALIGNMENT)?;
-            let ticket = engine.prefetch(spill.file(), from..from.saturating_add(out.len() as u64), region);
+            let ticket = engine.prefetch(file, from..from.saturating_add(out.len() as u64), region);
             reading.push_back((ticket, out));
             if reading.len() > AT_ONCE
                 && let Some((ticket, out)) = reading.pop_front()
@@ -222,8 +270,8 @@ impl LowerTiers {
 
     /// Replaces bytes from `start`, a whole page's, on of a home, now.
     pub fn write_now(&self, home: &Home, start: u64, bytes: &[u8]) -> Result<(), DiskError> {
-        if let Some(memory) = &home.memory {
-            let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Place::Host { memory, .. } = &home.place {
+            let mut memory = lock(memory);
             let begin = usize::try_from(start).unwrap_or(usize::MAX);
             let needed = start.saturating_add(bytes.len() as u64);
             let has = home.bytes;
@@ -231,14 +279,15 @@ impl LowerTiers {
             out.ok_or(DiskError::Buffer { has, needed })?.copy_from_slice(bytes);
             return Ok(());
         }
-        let spill = self.backing.as_ref().and_then(|backing| Some((backing, backing.spill.as_ref()?)));
-        let Some((Backing { engine, .. }, spill)) = spill else { return Err(DiskError::Stopped) };
+        let Some((engine, file, first)) = self.on_disk(home).filter(|_| !home.is_in_file()) else {
+            return Err(DiskError::Stopped);
+        };
         let mut region = Region::new((bytes.len() as u64).next_multiple_of(ALIGNMENT))?;
         if let Some(out) = region.bytes_mut().get_mut(..bytes.len()) {
             out.copy_from_slice(bytes);
         }
-        let offset = home.block.offset().saturating_add(start);
-        engine.write_back(spill.file(), offset, bytes.len() as u64, region).wait().outcome?;
+        let offset = first.saturating_add(start);
+        engine.write_back(file, offset, bytes.len() as u64, region).wait().outcome?;
         Ok(())
     }
 }
@@ -263,7 +312,7 @@ fn copy(
     start: usize,
     bytes: u64,
     home_wards: bool,
-) -> Result<std::ops::Range<usize>, DiskError> {
+) -> Result<Range<usize>, DiskError> {
     let has = region.len().saturating_sub(start) as u64;
     let end = start.saturating_add(usize::try_from(bytes).unwrap_or(usize::MAX));
     let too_small = || DiskError::Buffer { has, needed: bytes };

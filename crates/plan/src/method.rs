@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use plimsoll_device::DType;
-use plimsoll_model::{AdapterLayout, ModelSpec, Parameter, WeightSource};
-use plimsoll_step::{Adapters, StepError, TrainingMethod};
+use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter, Role, WeightSource};
+use plimsoll_step::{Adapters, StepError, StoredWeight, TrainingMethod};
 
 use crate::config::{Method, Quantization, RawConfig};
 
@@ -42,8 +42,38 @@ pub(crate) fn training_method(
     let frozen = parameters.iter().filter(|p| !layout.trains_base(p.block, p.role));
     let weight_types: HashMap<_, _> =
         frozen.filter_map(|p| Some(((p.block, p.role), weight_type(p)?))).collect();
+    let in_files = match stored {
+        Some(stored) => {
+            parameters.iter().filter_map(|p| in_files(p, stored, &layout, &weight_types)).collect()
+        }
+        None => HashMap::new(),
+    };
     let dropout = training.lora.dropout() as f32;
-    Ok(TrainingMethod::Adapters(Arc::new(Adapters { layout, dropout, weight_types })))
+    Ok(TrainingMethod::Adapters(Arc::new(Adapters { layout, dropout, weight_types, in_files })))
+}
+
+/// Where a file holds a frozen weight as it may be computed with.
+fn in_files(
+    p: &Parameter,
+    stored: &WeightSource,
+    layout: &AdapterLayout,
+    weight_types: &HashMap<(BlockId, Role), DType>,
+) -> Option<((BlockId, Role), StoredWeight)> {
+    let key = (p.block, p.role);
+    if layout.trains_base(p.block, p.role) {
+        return None;
+    }
+    let usual = [DType::Bf16, DType::F32, DType::F16];
+    let candidates = match weight_types.get(&key) {
+        Some(dtype) => vec![*dtype],
+        None => usual.to_vec(),
+    };
+    candidates.into_iter().find_map(|dtype| {
+        let (path, bytes) = stored.stored_as(p, dtype)?;
+        // A buffer's pages are those of the file.
+        let aligned = bytes.start.is_multiple_of(dtype.alignment());
+        aligned.then(|| (key, StoredWeight { path: path.to_owned(), bytes, dtype }))
+    })
 }
 
 /// What the matrix of a block's linear is stored as where it is to be quantised: the type, or the next wider one whose

@@ -7,6 +7,7 @@ use plimsoll_device::{BlockSparse, Compute, DType};
 use plimsoll_memory::Tier;
 use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter, Role};
 
+use crate::store::StoredWeight;
 use crate::{Checkpointing, Compression, OptimizerSettings};
 
 /// Storage types of a step.
@@ -153,6 +154,11 @@ impl Offload {
         activations: Tier::Device,
     };
 
+    /// Whether everything stays on the device.
+    pub fn is_none(&self) -> bool {
+        *self == Offload::NONE
+    }
+
     /// Whether any kind of tensor lives on a tier.
     pub fn uses(&self, tier: Tier) -> bool {
         [self.parameters, self.gradients, self.optimizer, self.activations].contains(&tier)
@@ -222,6 +228,8 @@ pub struct Adapters {
     pub dropout: f32,
     /// Storage of weights that is not the precision's: blocks of quantised types.
     pub weight_types: HashMap<(BlockId, Role), DType>,
+    /// Where files hold frozen weights: what is as it is computed with is brought from there where weights live on disk.
+    pub in_files: HashMap<(BlockId, Role), StoredWeight>,
 }
 
 impl TrainingMethod {

@@ -5,6 +5,7 @@ mod streamed;
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::path::PathBuf;
 
 use plimsoll_device::{DType, Device, DeviceError, Op, Rounding, Tensor};
 use plimsoll_memory::{Phase, Tag};
@@ -18,6 +19,7 @@ use crate::head::reshaped;
 use crate::linear::Linear;
 use crate::norm::Norm;
 
+pub(crate) use streamed::AwayParameter;
 pub use streamed::StreamedStore;
 
 /// The weights of one block, for as long as the step works on it.
@@ -175,6 +177,17 @@ pub struct WeightStorage<'a> {
     pub trained: bool,
     /// Which of them are brought when they are needed, where not all are in memory; for what changes no weight.
     pub staging: Option<&'a Staging>,
+}
+
+/// A weight's bytes in a file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StoredWeight {
+    /// The file.
+    pub path: PathBuf,
+    /// Where in it.
+    pub bytes: Range<u64>,
+    /// Their type.
+    pub dtype: DType,
 }
 
 impl<'a> WeightStorage<'a> {

@@ -128,7 +128,11 @@ impl<'a, D: Device> Trainer<'a, D> {
         let cut = Pieces::new(&spec, &settings.optimizer.kind);
         let weights = match offload.parameters {
             Tier::Device => StreamedStore::allocate(device, &spec, storage, Tag::Weights)?,
-            tier => StreamedStore::allocate_away(device, &spec, storage, (&tiers, tier), cut)?,
+            tier => {
+                let in_files = method.adapters().map(|adapters| &adapters.in_files);
+                let in_files = in_files.filter(|_| tier == Tier::Disk);
+                StreamedStore::allocate_away(device, &spec, storage, in_files, (&tiers, tier), cut)?
+            }
         };
         let trained = method.trained(&spec);
         // Adapters are in f32 themselves.

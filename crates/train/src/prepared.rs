@@ -361,7 +361,7 @@ fn validation_loss<D: Device>(
 /// The tiers below the device, of the planned sizes.
 fn open_tiers(plan: &TrainingPlan) -> Result<LowerTiers, TrainError> {
     let (host, disk) = (plan.choice.dry_run.host_bytes(), plan.disk_bytes());
-    if host == 0 && disk == 0 {
+    if plan.choice.settings.offload.is_none() {
         return Ok(LowerTiers::none());
     }
     let budget = plan.config.memory.disk_budget().set().map(|size| size.0);

@@ -65,7 +65,8 @@ impl Case {
     }
 
     fn settings(&self, layout: AdapterLayout) -> StepSettings {
-        let adapters = Adapters { layout, dropout: 0.0, weight_types: HashMap::new() };
+        let adapters =
+            Adapters { layout, dropout: 0.0, weight_types: HashMap::new(), in_files: HashMap::new() };
         StepSettings {
             loss_chunk_tokens: 7,
             method: TrainingMethod::Adapters(Arc::new(adapters)),

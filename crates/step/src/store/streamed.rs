@@ -14,7 +14,7 @@ use plimsoll_disk::{DiskError, Home, LowerTiers};
 use plimsoll_memory::{Phase, Region, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Parameter, Role, StagedBlock, WeightReader};
 
-use super::{BlockWeights, ResidentStore, WeightStorage, WeightStore, layer_of};
+use super::{BlockWeights, ResidentStore, StoredWeight, WeightStorage, WeightStore, layer_of};
 use crate::StepError;
 use crate::tier::{Carrier, Homes, Parcel, Pieces, Placed, Pool, Unit, is_matrix};
 
@@ -120,11 +120,12 @@ impl<'a, D: Device> StreamedStore<'a, D> {
     }
 
     /// Takes memory for the small weights, homes on a lower tier for the matrices of the layers and the tables, and
-    /// buffers for these.
+    /// buffers for these. What stays as files hold it lives there, unless it is to live on the host.
     pub(crate) fn allocate_away(
         device: &'a D,
         spec: &ModelSpec,
         storage: WeightStorage<'_>,
+        in_files: Option<&HashMap<(BlockId, Role), StoredWeight>>,
         (tiers, tier): (&Arc<LowerTiers>, Tier),
         cut: Pieces,
     ) -> Result<Self, StepError> {
@@ -136,38 +137,56 @@ impl<'a, D: Device> StreamedStore<'a, D> {
             tiers.enter(Phase::Setup, layer_of(block));
             let matrices: Vec<Parameter> =
                 spec.block_parameters(block).into_iter().filter(is_matrix).collect();
-            let mut placed = Vec::new();
-            for p in &matrices {
-                let dtype = (storage.types)(p);
+            // What is written behind it too goes first: each unit has one home of its own.
+            let (mut own, mut stored) = (Vec::new(), Vec::new());
+            for p in matrices {
+                let dtype = (storage.types)(&p);
+                let place = in_files.and_then(|files| files.get(&(p.block, p.role)));
+                match place.filter(|place| place.dtype == dtype) {
+                    Some(place) => stored.push((p, dtype, Some(place))),
+                    None => own.push((p, dtype, None)),
+                }
+            }
+            let first_stored = own.len();
+            let mut of_block: Vec<AwayParameter> = Vec::new();
+            let mut placed: Vec<(usize, Unit, u64)> = Vec::new();
+            for (index, (p, dtype, place)) in own.into_iter().chain(stored).enumerate() {
+                if index == first_stored {
+                    take_homes(&mut homes, &parcels, block, tier)?;
+                }
                 let columns = p.shape.get(1).copied().unwrap_or(1);
                 let divisible = dtype.has_rows() && columns.is_multiple_of(dtype.block_elements());
                 let rows = p.shape.first().copied().unwrap_or(1);
-                let pieces = if divisible { cut.of(p) } else { std::iter::once(0..rows).collect() };
+                let pieces = if divisible { cut.of(&p) } else { std::iter::once(0..rows).collect() };
+                let mut in_file = Vec::new();
                 for (piece, rows) in (0..).zip(&pieces) {
-                    let parcel: &mut Parcel<Role> =
-                        parcels.entry(Unit { block, piece }).or_insert_with(Parcel::new);
-                    placed.push((p.role, piece, parcel.bytes()));
-                    parcel.add(p.role, dtype, &[rows.end - rows.start, columns]);
+                    let unit = Unit { block, piece };
+                    let parcel = parcels.entry(unit).or_insert_with(Parcel::new);
+                    let shape = [rows.end - rows.start, columns];
+                    let Some(place) = place else {
+                        placed.push((index, unit, parcel.bytes()));
+                        parcel.add(p.role, dtype, &shape);
+                        continue;
+                    };
+                    let row = |row: u64| dtype.bytes_for(row * columns).unwrap_or(0);
+                    let bytes = place.bytes.start + row(rows.start)..place.bytes.start + row(rows.end);
+                    parcel.add_stored(p.role, dtype, &shape, &bytes);
+                    in_file.push((homes.add_stored(unit, &place.path, bytes)?, 0));
                 }
                 if block == BlockId::Embedding && divisible {
                     table = Some((p.clone(), dtype));
                 }
-                away.push(AwayParameter { parameter: p.clone(), dtype, pieces, homes: Vec::new() });
+                of_block.push(AwayParameter { parameter: p, dtype, pieces, homes: in_file });
             }
-            let mut units: Vec<Unit> = parcels.keys().filter(|unit| unit.block == block).copied().collect();
-            units.sort();
-            for unit in units {
-                let bytes = parcels.get(&unit).map_or(0, Parcel::bytes);
-                homes.take(unit, tier, bytes, Tag::Weights, "weights")?;
+            if first_stored == of_block.len() {
+                take_homes(&mut homes, &parcels, block, tier)?;
             }
-            for parameter in away.iter_mut().filter(|away| away.parameter.block == block) {
-                let own = placed.iter().filter(|(role, ..)| *role == parameter.parameter.role);
-                parameter.homes = own
-                    .filter_map(|(_, piece, start)| {
-                        Some((Arc::clone(homes.get(Unit { block, piece: *piece })?), *start))
-                    })
-                    .collect();
+            for (index, unit, start) in placed {
+                if let (Some(parameter), Some(home)) = (of_block.get_mut(index), homes.get(unit)) {
+                    parameter.homes.push((Arc::clone(home), start));
+                }
             }
+            away.extend(of_block);
         }
         device.arena().enter(Phase::Setup, None);
         let bytes = parcels.values().map(Parcel::bytes).max().unwrap_or(0);
@@ -265,6 +284,21 @@ impl<'a, D: Device> StreamedStore<'a, D> {
         let views = parcel.views(&buffer).zip(parcel.tensors());
         views.map(|(view, placed)| view.map(|(r, t)| (*r, t)).ok_or_else(|| missing(placed.key))).collect()
     }
+}
+
+/// Takes a home for what is there by now of a block's parcels, if anything is.
+fn take_homes(
+    homes: &mut Homes<Unit>,
+    parcels: &HashMap<Unit, Parcel<Role>>,
+    block: BlockId,
+    tier: Tier,
+) -> Result<(), StepError> {
+    let mut own: Vec<_> = parcels.iter().filter(|(unit, _)| unit.block == block).collect();
+    own.sort_by_key(|(unit, _)| **unit);
+    for (unit, parcel) in own {
+        homes.take(*unit, tier, parcel.bytes(), Tag::Weights, "weights")?;
+    }
+    Ok(())
 }
 
 /// A block as it lies in its files.

@@ -1,7 +1,9 @@
 //! Tensors that travel together: one after the other in a buffer of the device, from its first whole page on.
 
+use std::ops::Range;
+
 use plimsoll_device::{DType, Device, Tensor};
-use plimsoll_disk::ALIGNMENT;
+use plimsoll_disk::{ALIGNMENT, pages};
 use plimsoll_memory::Tag;
 
 use crate::StepError;
@@ -40,6 +42,14 @@ impl<K> Parcel<K> {
         let bytes = dtype.bytes_for(elements).unwrap_or(0).next_multiple_of(ALIGNMENT);
         self.tensors.push(Placed { key, dtype, shape: shape.to_vec(), offset: self.bytes });
         self.bytes += bytes;
+    }
+
+    /// Adds a tensor that a file holds in these bytes: it is brought with the whole pages that they lie in.
+    pub fn add_stored(&mut self, key: K, dtype: DType, shape: &[u64], bytes: &Range<u64>) {
+        let pages = pages(bytes);
+        let offset = self.bytes + bytes.start - pages.start;
+        self.tensors.push(Placed { key, dtype, shape: shape.to_vec(), offset });
+        self.bytes += pages.end - pages.start;
     }
 
     /// Bytes of all.

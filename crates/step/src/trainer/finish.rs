@@ -14,7 +14,7 @@ use crate::store::{WeightStore, layer_of};
 use crate::tier::{Unit, is_matrix};
 
 impl<D: Device> Trainer<'_, D> {
-    /// Does with the complete gradients of a block what is to be done; those of a head that comes in pieces are done with
+    /// Does with the complete gradients of a block what is to be done; those of tables that come in pieces are done with
     /// already.
     pub(super) fn finish(&mut self, block: BlockId, finish: Option<Finish>) -> Result<(), StepError> {
         let Some(finish) = finish else { return self.gradients.put_away(block, false) };
@@ -22,7 +22,7 @@ impl<D: Device> Trainer<'_, D> {
         for p in self.trained_of(block) {
             match self.pieces_of(&p) {
                 None => whole.push(p),
-                Some(pieces) if !self.head_is_done(&p) => tables.push((p, pieces)),
+                Some(pieces) if !self.is_done(&p) => tables.push((p, pieces)),
                 Some(_) => {}
             }
         }
@@ -71,11 +71,10 @@ impl<D: Device> Trainer<'_, D> {
         self.gradients.leave_rows(block, piece, !matches!(finish, Finish::Keep))
     }
 
-    /// Whether the pass has done with a table of the head, piece by piece.
-    fn head_is_done(&self, p: &Parameter) -> bool {
-        let in_pieces = self.weights.pieces(p.block, p.role).is_some()
-            || self.gradients.pieces(p.block, p.role).is_some();
-        p.block == BlockId::Head && in_pieces
+    /// Whether the pass has done with a table already, piece by piece.
+    fn is_done(&self, p: &Parameter) -> bool {
+        let in_pieces = self.gradients.pieces(p.block, p.role).is_some();
+        in_pieces || p.block == BlockId::Head && self.weights.pieces(p.block, p.role).is_some()
     }
 
     /// The pieces of a table of which anything lives on a lower tier.

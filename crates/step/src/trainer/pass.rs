@@ -87,8 +87,8 @@ impl<'a, D: Device> Trainer<'a, D> {
             }
         }
         arena.enter(Phase::Backward, None);
-        for ((inputs, ctx), dx) in inputs.iter().zip(&contexts).zip(dxs) {
-            self.embedding_backward(ctx, inputs, dx)?;
+        for (i, ((inputs, ctx), dx)) in inputs.iter().zip(&contexts).zip(dxs).enumerate() {
+            self.embedding_backward(ctx, inputs, dx, finish.filter(|_| i == last))?;
         }
         self.finish(BlockId::Embedding, finish)?;
         mover.map_or(Ok(()), |mover| mover.settle())?;
@@ -264,12 +264,14 @@ impl<'a, D: Device> Trainer<'a, D> {
         rows(weights.get(role)?, range.start, range.end)
     }
 
-    /// The gradients of the embedding's tables and adapter.
+    /// The gradients of the embedding's tables and adapter. A table whose gradient comes in pieces is done with, piece by
+    /// piece, as soon as that is known.
     fn embedding_backward(
         &mut self,
         ctx: &Context<'_, D>,
         inputs: &Inputs,
         dx: Tensor,
+        finish: Option<Finish>,
     ) -> Result<(), StepError> {
         if !self.trained.iter().any(|p| p.block == BlockId::Embedding) {
             return Ok(());
@@ -278,7 +280,8 @@ impl<'a, D: Device> Trainer<'a, D> {
         let weights = self.weights.gather(block)?;
         embedding::backward(ctx, &weights, &inputs.tokens, &dx, &mut self.gradients)?;
         self.weights.release(block);
-        if let Some(pieces) = self.gradients.pieces(block, role) {
+        let trained = self.trained.iter().find(|p| p.block == block && p.role == role).cloned();
+        if let (Some(trained), Some(pieces)) = (trained, self.gradients.pieces(block, role)) {
             for (piece, rows) in (0..).zip(&pieces) {
                 let target = self.gradients.rows_target((block, role), piece, rows, 0)?;
                 let (tokens, dout, dtable, rounding) = (&inputs.tokens, &dx, &target.tensor, target.rounding);
@@ -288,7 +291,10 @@ impl<'a, D: Device> Trainer<'a, D> {
                 let first_row = rows.start;
                 ctx.device.run(Op::EmbeddingBackward { tokens, dout, dtable, first_row, rounding })?;
                 drop(target);
-                self.gradients.leave_rows(block, piece, false)?;
+                match finish {
+                    Some(finish) => self.finish_rows(&trained, piece, rows, finish)?,
+                    None => self.gradients.leave_rows(block, piece, false)?,
+                }
             }
             self.gradients.count_rows(block, role, 1);
         }

@@ -11,6 +11,7 @@ use plimsoll_model::{BlockId, Parameter, Role};
 use super::Trainer;
 use crate::StepError;
 use crate::optimizer::StateKind;
+use crate::store::AwayParameter;
 
 /// Bytes that are copied at once between a home and somebody else.
 const PART: usize = 1 << 20;
@@ -77,7 +78,8 @@ impl<D: Device> Trainer<'_, D> {
         for p in all {
             let away = self.weights.away().iter().find(|away| away.parameter == p);
             let mut targets = Vec::new();
-            if let Some(away) = away {
+            let in_file = |away: &AwayParameter| away.homes.iter().any(|(home, _)| home.is_in_file());
+            if let Some(away) = away.filter(|away| !in_file(away)) {
                 targets.push((away.dtype, self.home_of_weight(&p)));
             }
             let resident = self.optimizer.find(p.block, p.role).and_then(|state| state.master());
