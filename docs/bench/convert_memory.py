@@ -116,4 +116,5 @@ def convert(args, scratch):
         sys.exit(f"more than {args.limit:.0f} MiB were resident")
 
 
-main()
+if __name__ == "__main__":
+    main()
