@@ -1,6 +1,7 @@
 //! A model that is to answer: its files, what it is planned to need, and a session with its weights.
 
 use std::ops::RangeInclusive;
+use std::sync::Arc;
 
 use plimsoll_device::{Cpu, DType};
 use plimsoll_generate::Session;
@@ -153,11 +154,13 @@ impl<'a> Inference<'a> {
         let storage =
             WeightStorage { types: &types, adapters, trained: false, staging: plan.staging.as_ref() };
         let (stream, streaming) = opened.transpose()?.unzip();
-        let mut decoder = Decoder::with_storage(device, self.spec().clone(), plan.settings, storage)?;
+        let tiers = Arc::new(streaming::cache_tiers(plan, self.disk)?);
+        let mut decoder = Decoder::with_tiers(device, &tiers, self.spec().clone(), plan.settings, storage)?;
         decoder.load(|p, dtype, out| self.weights.read_into(p, dtype, out))?;
         if let Some(stream) = stream {
             decoder.stream_from(Box::new(stream));
         }
+        let streaming = streaming.map(|streaming| streaming.with_cache(&tiers));
         Ok((Session::new(decoder, &plan.settings), streaming))
     }
 }

@@ -1,8 +1,9 @@
 //! Weights that do not fit in memory: opened to be read when they are needed, with a word about it; and what that cost.
 
-use plimsoll_disk::{IoMeter, SpillSettings, default_folder, is_in_memory};
-use plimsoll_memory::ByteSize;
+use plimsoll_disk::{IoMeter, IoStatistics, LowerTiers, SpillSettings, default_folder, is_in_memory};
+use plimsoll_memory::{ByteSize, Tier};
 use plimsoll_model::{BlockId, Staging, StreamPlan, WeightStream};
+use plimsoll_plan::GenerationPlan;
 use plimsoll_plan::hardware::disk_space;
 use plimsoll_train::TrainError;
 use serde_json::{Value, json};
@@ -18,6 +19,8 @@ pub struct Streaming {
     resident_layers: u32,
     layers: u32,
     spilled_bytes: u64,
+    /// Bytes of a key-value cache on disk, and what was moved of it.
+    cache: Option<(u64, IoMeter)>,
 }
 
 /// Opens the weights of a staging to be read, and says what is left on disk and why.
@@ -69,18 +72,56 @@ pub fn open(
     let meter = stream.meter();
     let bytes_per_pass = staging.bytes_per_pass();
     let layers = plan.layers();
-    Ok((stream, Streaming { meter, bytes_per_pass, resident_layers, layers, spilled_bytes }))
+    Ok((stream, Streaming { meter, bytes_per_pass, resident_layers, layers, spilled_bytes, cache: None }))
+}
+
+/// The tiers of a decoder: room on disk for its cache where that does not fit in memory, with a word about it.
+pub fn cache_tiers(plan: &GenerationPlan, disk: &DiskArgs) -> Result<LowerTiers, Failure> {
+    let bytes = plan.dry_run.disk_bytes();
+    if plan.settings.cache_tier == Tier::Device {
+        return Ok(LowerTiers::none());
+    }
+    let folder = disk.disk_path.clone().unwrap_or_else(default_folder);
+    eprintln!(
+        "the cache of {} positions, {}, is kept in a file in {}",
+        plan.settings.context,
+        ByteSize(bytes),
+        folder.display()
+    );
+    let settings = SpillSettings { folder, budget: disk.disk_budget.map(|budget| budget.0), direct: true };
+    Ok(LowerTiers::open(0, bytes, &settings)?)
 }
 
 impl Streaming {
+    /// Counts a cache on disk with it.
+    pub fn with_cache(self, tiers: &LowerTiers) -> Streaming {
+        let cache = tiers.meter().map(|meter| (tiers.disk().high_water(), meter));
+        Streaming { cache, ..self }
+    }
+
+    /// What was moved so far.
+    fn totals(&self) -> IoStatistics {
+        let weights = self.meter.totals();
+        let Some((_, meter)) = &self.cache else { return weights };
+        let cache = meter.totals();
+        IoStatistics {
+            bytes_read: weights.bytes_read + cache.bytes_read,
+            bytes_written: weights.bytes_written + cache.bytes_written,
+            io_seconds: weights.io_seconds + cache.io_seconds,
+            waited_seconds: weights.waited_seconds + cache.waited_seconds,
+        }
+    }
+
     /// What was read so far, for machines.
     pub fn document(&self) -> Value {
-        let totals = self.meter.totals();
+        let totals = self.totals();
         json!({
             "resident_layers": self.resident_layers,
             "layers": self.layers,
             "bytes_per_pass": self.bytes_per_pass,
             "spilled_bytes": self.spilled_bytes,
+            "cache_bytes": self.cache.as_ref().map(|(bytes, _)| bytes),
+            "bytes_written": totals.bytes_written,
             "bytes_read": totals.bytes_read,
             "io_seconds": totals.io_seconds,
             "waited_seconds": totals.waited_seconds,
@@ -90,7 +131,7 @@ impl Streaming {
 
     /// The same for people.
     pub fn report(&self) {
-        let totals = self.meter.totals();
+        let totals = self.totals();
         if let Some(hidden) = totals.hidden_share() {
             eprintln!(
                 "{} were read from disk in {:.2} s, {:.0} % of it behind the computation",

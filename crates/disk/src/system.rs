@@ -118,7 +118,7 @@ pub fn is_in_memory(folder: &Path) -> bool {
 
 /// Lets this thread run on every core that any thread of the process may use. A thread begins on its maker's cores, which
 /// may be one alone that is busy computing.
-pub(crate) fn run_on_all_cores_of_the_process() {
+pub fn run_on_all_cores_of_the_process() {
     #[cfg(target_os = "linux")]
     {
         use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};

@@ -195,27 +195,38 @@ impl LowerTiers {
 
     /// Begins to bring what a home holds into memory that has room for its whole pages from its first aligned byte on.
     pub fn bring(&self, home: &Home, into: Region) -> Transfer {
-        self.move_bytes(home, into, false)
+        self.move_bytes(home, 0..home.bytes, into, false)
     }
 
     /// Begins to send the pages of a buffer, from its first aligned byte on, home.
     pub fn send(&self, home: &Home, from: Region) -> Transfer {
-        self.move_bytes(home, from, true)
+        self.move_bytes(home, 0..home.bytes, from, true)
     }
 
-    fn move_bytes(&self, home: &Home, mut region: Region, home_wards: bool) -> Transfer {
+    /// As [`bring`](Self::bring), of a part that begins with a page.
+    pub fn bring_part(&self, home: &Home, part: Range<u64>, into: Region) -> Transfer {
+        self.move_bytes(home, part, into, false)
+    }
+
+    /// As [`send`](Self::send), of a part that begins with a page.
+    pub fn send_part(&self, home: &Home, part: Range<u64>, from: Region) -> Transfer {
+        self.move_bytes(home, part, from, true)
+    }
+
+    fn move_bytes(&self, home: &Home, part: Range<u64>, mut region: Region, home_wards: bool) -> Transfer {
+        let bytes = part.end.saturating_sub(part.start);
         if let Place::Host { memory, .. } = &home.place {
             let mut memory = lock(memory);
             let start = region.skip_to(ALIGNMENT as usize);
-            let outcome = copy(&mut memory, &mut region, start, home.bytes, home_wards);
+            let outcome = copy(&mut memory, part, (&mut region, start), home_wards);
             return Transfer(Way::Host(Finished { region, outcome }));
         }
         match self.on_disk(home) {
             Some((engine, file, start)) if home_wards && !home.is_in_file() => {
-                Transfer(Way::Disk(engine.write_back(file, start, home.bytes, region)))
+                Transfer(Way::Disk(engine.write_back(file, start + part.start, bytes, region)))
             }
             Some((engine, file, start)) if !home_wards => {
-                Transfer(Way::Disk(engine.prefetch(file, start..start + home.bytes, region)))
+                Transfer(Way::Disk(engine.prefetch(file, start + part.start..start + part.end, region)))
             }
             _ => Transfer(Way::Host(Finished { region, outcome: Err(DiskError::Stopped) })),
         }
@@ -305,23 +316,22 @@ fn arrive(ticket: Ticket, out: &mut [u8]) -> Result<(), DiskError> {
     finished.outcome.map(|_| ())
 }
 
-/// Between a home on the host and a buffer's bytes from `start` on.
+/// Between a part of a home on the host and a buffer's bytes from a place on.
 fn copy(
     memory: &mut Region,
-    region: &mut Region,
-    start: usize,
-    bytes: u64,
+    part: Range<u64>,
+    (region, start): (&mut Region, usize),
     home_wards: bool,
 ) -> Result<Range<usize>, DiskError> {
+    let [first, last] = [part.start, part.end].map(|at| usize::try_from(at).unwrap_or(usize::MAX));
     let has = region.len().saturating_sub(start) as u64;
-    let end = start.saturating_add(usize::try_from(bytes).unwrap_or(usize::MAX));
-    let too_small = || DiskError::Buffer { has, needed: bytes };
-    let length = end - start;
+    let too_small = || DiskError::Buffer { has, needed: part.end - part.start };
+    let end = start.saturating_add(last.saturating_sub(first));
     if home_wards {
         let from = region.bytes().get(start..end).ok_or_else(too_small)?;
-        memory.bytes_mut().get_mut(..length).ok_or_else(too_small)?.copy_from_slice(from);
+        memory.bytes_mut().get_mut(first..last).ok_or_else(too_small)?.copy_from_slice(from);
     } else {
-        let from = memory.bytes().get(..length).ok_or_else(too_small)?;
+        let from = memory.bytes().get(first..last).ok_or_else(too_small)?;
         region.bytes_mut().get_mut(start..end).ok_or_else(too_small)?.copy_from_slice(from);
     }
     Ok(start..end)

@@ -2,6 +2,7 @@
 
 use plimsoll_device::{DType, Device, Dry};
 use plimsoll_generate::Session;
+use plimsoll_memory::Tier;
 use plimsoll_model::catalogue;
 use plimsoll_step::{DecodeSettings, Decoder, Precision};
 
@@ -10,6 +11,7 @@ fn a_shorter_pass_never_needs_more_memory() {
     for name in ["smollm2-135m", "qwen2.5-0.5b", "gemma-3-1b", "gpt2"] {
         let spec = catalogue::find(name).unwrap();
         let settings = DecodeSettings {
+            cache_tier: Tier::Device,
             precision: Precision::F32,
             cache: DType::F32,
             context: 1024,

@@ -7,6 +7,7 @@ use plimsoll_generate::{
     Conversation, ConversationError, GenerateError, Generated, Limits, Sampler, SamplerSettings, Session,
     StopReason, StopStrings,
 };
+use plimsoll_memory::Tier;
 use plimsoll_model::chat_template::ChatTemplate;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{Activation, AttentionSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec, init};
@@ -45,6 +46,7 @@ fn session(device: &Cpu) -> Session<'_, Cpu> {
 
 fn session_of(device: &Cpu, spec: ModelSpec) -> Session<'_, Cpu> {
     let settings = DecodeSettings {
+        cache_tier: Tier::Device,
         precision: Precision::F32,
         cache: DType::F32,
         context: CONTEXT as u64,

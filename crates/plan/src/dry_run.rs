@@ -116,7 +116,8 @@ impl DryRun {
         prompt_tokens: u64,
     ) -> Result<DryRun, StepError> {
         let dry = Dry::new();
-        let mut decoder = Decoder::with_storage(&dry, spec.clone(), settings, storage)?;
+        let tiers = Arc::new(LowerTiers::dry());
+        let mut decoder = Decoder::with_tiers(&dry, &tiers, spec.clone(), settings, storage)?;
         decoder.load(nothing)?;
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
         decoder.append(&vec![0; prompt as usize])?;
@@ -125,7 +126,8 @@ impl DryRun {
             decoder.append(&[0])?;
             tally = dry.take_tally();
         }
-        Ok(DryRun::on_the_device(&dry, tally))
+        let (host, disk) = (tiers.host().ledger(), tiers.disk().ledger());
+        Ok(DryRun { ledger: dry.arena().ledger(), host, disk, tally })
     }
 
     /// The peak of [`generation`](Self::generation) alone, in a time that does not grow with the prompt: passes of one
@@ -137,7 +139,8 @@ impl DryRun {
         prompt_tokens: u64,
     ) -> Result<u64, StepError> {
         let dry = Dry::new();
-        let mut decoder = Decoder::with_storage(&dry, spec.clone(), settings, storage)?;
+        let tiers = Arc::new(LowerTiers::dry());
+        let mut decoder = Decoder::with_tiers(&dry, &tiers, spec.clone(), settings, storage)?;
         decoder.load(nothing)?;
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
         let chunk = settings.prompt_chunk_tokens.max(1);

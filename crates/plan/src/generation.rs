@@ -5,7 +5,7 @@ use std::fmt;
 use std::ops::RangeInclusive;
 
 use plimsoll_device::DType;
-use plimsoll_memory::{ByteSize, Tag};
+use plimsoll_memory::{ByteSize, Tag, Tier};
 use plimsoll_model::{ModelSpec, Staging, StreamPlan};
 use plimsoll_step::{DecodeSettings, Precision, StepError, WeightStorage};
 
@@ -158,6 +158,14 @@ impl GenerationPlan {
                 break;
             }
         }
+        // Slower, and without loss: the cache waits on disk too.
+        if let Some(stream) = request.stream {
+            for cache in &caches {
+                if let Some(found) = request.fitting_on(*cache, most, Some(stream), Tier::Disk)? {
+                    return request.plan(found);
+                }
+            }
+        }
         let mut possible = Vec::new();
         for cache in [DType::F16, DType::Q8_0, DType::Q4_1] {
             let most = request.spec.max_position_embeddings.max(most);
@@ -208,7 +216,8 @@ impl GenerationRequest<'_> {
     }
 
     fn settings(&self, cache: DType, context: u64, chunk: u64) -> DecodeSettings {
-        DecodeSettings { precision: self.precision, cache, context, prompt_chunk_tokens: chunk }
+        let (precision, prompt_chunk_tokens) = (self.precision, chunk);
+        DecodeSettings { precision, cache, cache_tier: Tier::Device, context, prompt_chunk_tokens }
     }
 
     fn prompt(&self, context: u64) -> u64 {
@@ -223,8 +232,19 @@ impl GenerationRequest<'_> {
         context: u64,
         stream: Option<&StreamPlan>,
     ) -> Result<Option<Found>, StepError> {
+        self.fitting_on(cache, context, stream, Tier::Device)
+    }
+
+    /// The same with a cache that lives on a tier.
+    fn fitting_on(
+        &self,
+        cache: DType,
+        context: u64,
+        stream: Option<&StreamPlan>,
+        cache_tier: Tier,
+    ) -> Result<Option<Found>, StepError> {
         for chunk in CHUNKS {
-            let settings = self.settings(cache, context, chunk);
+            let settings = DecodeSettings { cache_tier, ..self.settings(cache, context, chunk) };
             let peak = |staging: Option<&Staging>| {
                 let storage = WeightStorage { staging, ..self.storage };
                 DryRun::generation_peak(self.spec, settings, storage, self.prompt(context))
@@ -366,6 +386,7 @@ mod tests {
             let spec = catalogue::find(name).unwrap();
             for (prompt, context, chunk) in [(100, 128, 16), (64, 64, 64), (1, 1, 8), (1500, 1600, 512)] {
                 let settings = DecodeSettings {
+                    cache_tier: Tier::Device,
                     precision: Precision::F32,
                     cache: DType::F16,
                     context,

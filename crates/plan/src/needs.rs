@@ -1,6 +1,7 @@
 //! What a model needs at a glance: a dry run of each thing that is commonly done with it.
 
 use plimsoll_device::DType;
+use plimsoll_memory::Tier;
 use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_step::{Checkpointing, DecodeSettings, Precision, StepError, TrainingMethod, WeightStorage};
 use serde::Serialize;
@@ -55,8 +56,13 @@ pub fn needs(spec: &ModelSpec, weight_types: &dyn Fn(&Parameter) -> DType) -> Re
     };
     let inference = |cache| {
         let precision = Precision::F32;
-        let settings =
-            DecodeSettings { precision, cache, context: tokens, prompt_chunk_tokens: PROMPT_CHUNK_TOKENS };
+        let settings = DecodeSettings {
+            precision,
+            cache,
+            cache_tier: Tier::Device,
+            context: tokens,
+            prompt_chunk_tokens: PROMPT_CHUNK_TOKENS,
+        };
         DryRun::generation(spec, settings, WeightStorage::new(weight_types), tokens - 1)
     };
     let list = [

@@ -3,8 +3,11 @@
 
 mod cache;
 
+use std::sync::Arc;
+
 use plimsoll_device::{AttentionShape, DType, Device, Tensor};
-use plimsoll_memory::{Phase, Tag};
+use plimsoll_disk::LowerTiers;
+use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Parameter, WeightReader};
 
 use crate::StepError;
@@ -26,6 +29,8 @@ pub struct DecodeSettings {
     pub precision: Precision,
     /// Type of the cache: f32, bf16, f16, Q8_0, Q4_0 or Q4_1. Keys and values are rounded to it, to nearest.
     pub cache: DType,
+    /// Where the cache lives.
+    pub cache_tier: Tier,
     /// Positions of a sequence at most.
     pub context: u64,
     /// Tokens of the prompt that are taken in one pass. Layers with a sliding window hold their window and these.
@@ -39,7 +44,7 @@ pub struct Decoder<'a, D: Device> {
     settings: DecodeSettings,
     weights: StreamedStore<'a, D>,
     ropes: RopeTables,
-    cache: KvCache,
+    cache: KvCache<'a, D>,
     length: u64,
     /// The longest that the sequence has been since it was empty: older positions of a window are gone.
     written: u64,
@@ -58,9 +63,20 @@ impl<'a, D: Device> Decoder<'a, D> {
         settings: DecodeSettings,
         storage: WeightStorage<'_>,
     ) -> Result<Self, StepError> {
+        Self::with_tiers(device, &Arc::new(LowerTiers::none()), spec, settings, storage)
+    }
+
+    /// The same with tiers below the device, for a cache that lives there.
+    pub fn with_tiers(
+        device: &'a D,
+        tiers: &Arc<LowerTiers>,
+        spec: ModelSpec,
+        settings: DecodeSettings,
+        storage: WeightStorage<'_>,
+    ) -> Result<Self, StepError> {
         let weights = StreamedStore::allocate(device, &spec, storage, Tag::Weights)?;
-        let cache =
-            KvCache::new(device, &spec, settings.cache, settings.context, settings.prompt_chunk_tokens)?;
+        let positions = (settings.context, settings.prompt_chunk_tokens);
+        let cache = KvCache::new(device, &spec, settings.cache, positions, (tiers, settings.cache_tier))?;
         let ropes = RopeTables::new(device, &spec, settings.context)?;
         Ok(Decoder { device, spec, settings, weights, ropes, cache, length: 0, written: 0 })
     }
@@ -165,17 +181,18 @@ impl<'a, D: Device> Decoder<'a, D> {
         let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions, past);
         self.weights.announce(&blocks_of_pass(&self.spec, with_head))?;
         let mut x = embedding::forward(&ctx, &mut self.weights, &ids)?;
-        for (layer, cache) in (0..).zip(self.cache.layers()) {
+        self.cache.begin(past, n)?;
+        for layer in 0..self.spec.num_layers {
             arena.enter(Phase::Generate, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
             let mut ctx = ctx.layer(layer);
-            ctx.attention = AttentionShape { kv_capacity: cache.capacity(), ..ctx.attention };
-            x = block::infer(&ctx, &weights, x, |qkv| {
-                cache.write(device, &qkv.k, &qkv.v, past)?;
-                Ok((cache.keys.clone(), cache.values.clone()))
-            })?;
+            let cache = &mut self.cache;
+            ctx.attention = AttentionShape { kv_capacity: cache.capacity(layer), ..ctx.attention };
+            x = block::infer(&ctx, &weights, x, |qkv| cache.write(layer, &qkv.k, &qkv.v, past))?;
+            cache.leave(layer)?;
             self.weights.release(BlockId::Layer(layer));
         }
+        self.cache.settle()?;
         self.length += n;
         self.written = self.written.max(self.length);
         Ok(x)

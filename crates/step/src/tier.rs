@@ -5,7 +5,7 @@ mod parcel;
 mod pieces;
 mod pool;
 
-pub(crate) use homes::Homes;
+pub(crate) use homes::{Extents, Homes};
 pub(crate) use parcel::{Parcel, Placed, aligned_view, buffer};
 pub(crate) use pieces::{Pieces, Unit, is_matrix};
 pub(crate) use pool::{Carrier, Pool};

@@ -2,11 +2,14 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry, IGNORED_TARGET};
-use plimsoll_memory::Tag;
+use plimsoll_disk::{LowerTiers, SpillSettings};
+use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, SlidingWindow};
-use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError};
+use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError, WeightStorage};
 
 fn decoder<D: Device>(device: &D, spec: ModelSpec, settings: DecodeSettings) -> Decoder<'_, D> {
     let mut decoder = Decoder::new(device, spec, settings).unwrap();
@@ -20,7 +23,13 @@ fn decoder<D: Device>(device: &D, spec: ModelSpec, settings: DecodeSettings) -> 
 }
 
 fn settings(prompt_chunk_tokens: u64) -> DecodeSettings {
-    DecodeSettings { precision: Precision::F32, cache: DType::F32, context: 20, prompt_chunk_tokens }
+    DecodeSettings {
+        precision: Precision::F32,
+        cache: DType::F32,
+        cache_tier: Tier::Device,
+        context: 20,
+        prompt_chunk_tokens,
+    }
 }
 
 fn device() -> Cpu {
@@ -209,4 +218,58 @@ fn planned_and_measured_peaks_are_equal() {
     real.append(&[5; 11]).unwrap();
     real.append(&[7]).unwrap();
     assert_eq!(device.arena().high_water(), dry.arena().high_water());
+}
+
+/// A cache on disk gives the bits of one in memory, in the memory and on the disk that were planned.
+#[test]
+fn a_cache_may_live_on_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tokens, _) = tokens(4, 1, 60);
+    for spec in families() {
+        let spec = ModelSpec { num_layers: 5, ..spec };
+        let window =
+            |window: SlidingWindow| SlidingWindow { layers: vec![true, false, true, true, false], ..window };
+        let sliding_window = spec.attention.sliding_window.clone().map(window);
+        let spec = ModelSpec {
+            attention: plimsoll_model::AttentionSpec { sliding_window, ..spec.attention.clone() },
+            ..spec
+        };
+        for cache in [DType::F32, DType::Q8_0] {
+            let run = |cache_tier| {
+                let settings = DecodeSettings { cache, cache_tier, context: 60, ..settings(7) };
+                let (dry, dry_tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
+                let storage = WeightStorage::new(&|_| DType::F32);
+                let mut planned =
+                    Decoder::with_tiers(&dry, &dry_tiers, spec.clone(), settings, storage).unwrap();
+                say(&mut planned, &tokens);
+                let planned = [dry.arena().high_water(), dry_tiers.disk().high_water()];
+                let device = Cpu::new(planned[0], CpuOptions { threads: Some(2), isa: None }).unwrap();
+                let spill = SpillSettings { folder: folder.path().to_owned(), budget: None, direct: true };
+                let tiers = Arc::new(LowerTiers::open(0, planned[1], &spill).unwrap());
+                let mut decoder =
+                    Decoder::with_tiers(&device, &tiers, spec.clone(), settings, storage).unwrap();
+                decoder
+                    .load::<StepError>(|p, dtype, out| {
+                        write_values(&values(p), dtype, out);
+                        Ok(())
+                    })
+                    .unwrap();
+                let said = say(&mut decoder, &tokens);
+                assert_eq!([device.arena().high_water(), tiers.disk().high_water()], planned);
+                (said, planned)
+            };
+            let ((memory, _), (disk, planned)) = (run(Tier::Device), run(Tier::Disk));
+            assert!(memory == disk, "{} {cache}", spec.architecture);
+            assert!(planned[1] > 0);
+        }
+    }
+}
+
+/// A prompt in several passes, tokens one by one, and again from an earlier place.
+fn say<D: Device>(decoder: &mut Decoder<'_, D>, tokens: &[u32]) -> Vec<Vec<f32>> {
+    let mut said = vec![decoder.append(&tokens[..23]).unwrap()];
+    said.extend(tokens[23..45].chunks(1).map(|token| decoder.append(token).unwrap()));
+    let left = decoder.truncate(40) as usize;
+    said.push(decoder.append(&tokens[left..57]).unwrap());
+    said
 }

@@ -10,7 +10,7 @@ use std::rc::Rc;
 use common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry};
 use plimsoll_disk::{ALIGNMENT, DiskError};
-use plimsoll_memory::{Region, Tag};
+use plimsoll_memory::{Region, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Parameter, Role, StagedBlock, StagedTensor, Staging, WeightReader};
 use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError, WeightStorage};
 
@@ -110,7 +110,13 @@ fn fill(p: &Parameter, dtype: DType, out: &mut [u8]) -> Result<(), StepError> {
 }
 
 fn settings() -> DecodeSettings {
-    DecodeSettings { precision: Precision::F32, cache: DType::F32, context: 20, prompt_chunk_tokens: 5 }
+    DecodeSettings {
+        precision: Precision::F32,
+        cache: DType::F32,
+        cache_tier: Tier::Device,
+        context: 20,
+        prompt_chunk_tokens: 5,
+    }
 }
 
 fn cpu(bytes: u64) -> Cpu {

@@ -6,6 +6,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, IGNORED_TARGET};
+use plimsoll_memory::Tier;
 use plimsoll_model::{ModelFiles, Parameter, SaveWriter};
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
@@ -100,7 +101,8 @@ fn greedy_continuations_are_those_of_pytorch() {
         let prompt = reference["prompt_tokens"].as_u64().unwrap() as usize;
         for prompt_chunk_tokens in [4, 512] {
             let (precision, cache, context) = (Precision::F32, DType::F32, 32);
-            let settings = DecodeSettings { precision, cache, context, prompt_chunk_tokens };
+            let settings =
+                DecodeSettings { precision, cache, cache_tier: Tier::Device, context, prompt_chunk_tokens };
             let device = cpu(DryRun::generation(&spec, settings, WeightStorage::new(&|_| DType::F32), 16)
                 .unwrap()
                 .peak_bytes());

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use plimsoll_data::{EvalWindows, IGNORED_TARGET, targets};
 use plimsoll_device::{Cpu, CpuOptions, DType, Device};
 use plimsoll_generate::{GenerateError, Limits, Sampler, SamplerSettings, Session};
+use plimsoll_memory::Tier;
 use plimsoll_model::{ModelError, ModelFiles, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
@@ -144,7 +145,8 @@ fn greedy_continuations_are_identical() {
     let Some((files, reference)) = model() else { return };
     let spec = files.spec().clone();
     let (precision, cache) = (Precision::F32, DType::F32);
-    let settings = DecodeSettings { precision, cache, context: 128, prompt_chunk_tokens: 512 };
+    let settings =
+        DecodeSettings { precision, cache, cache_tier: Tier::Device, context: 128, prompt_chunk_tokens: 512 };
     let types = |p: &Parameter| files.weights().inference_dtype(p, DType::F32);
     let device =
         cpu(DryRun::generation(&spec, settings, WeightStorage::new(&types), 100).unwrap().peak_bytes());

@@ -2,7 +2,7 @@
 
 use plimsoll_data::EvalWindows;
 use plimsoll_device::DType;
-use plimsoll_memory::release_free_heap;
+use plimsoll_memory::{Tier, release_free_heap};
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{Parameter, Staging, WeightStream};
 use plimsoll_plan::{DryRun, fitting_staging, loss_chunk_tokens};
@@ -165,7 +165,13 @@ fn through_the_cache(
 ) -> Result<Evaluated, Failure> {
     let (files, precision) = (&model.files, model.precision);
     let context = windows.longest().max(1) as u64;
-    let settings = DecodeSettings { precision, cache, context, prompt_chunk_tokens: CACHED_CHUNK_TOKENS };
+    let settings = DecodeSettings {
+        precision,
+        cache,
+        cache_tier: Tier::Device,
+        context,
+        prompt_chunk_tokens: CACHED_CHUNK_TOKENS,
+    };
     let types = |p: &Parameter| model.weight_type(p);
     let storage = WeightStorage { types: &types, adapters: model.adapters(), trained: false, staging: None };
     let chunk = loss_chunk_tokens(files.spec().vocab_size, CACHED_CHUNK_TOKENS);

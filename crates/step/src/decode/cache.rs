@@ -1,86 +1,176 @@
 //! The key-value cache: keys and values of every layer, of layers with a sliding window only as many as are still seen.
+//! They are in memory, or on a lower tier, from where a layer's come when its turn is near.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::Arc;
 
 use plimsoll_device::{DType, Device, Op, Tensor};
-use plimsoll_memory::{Phase, Tag};
-use plimsoll_model::ModelSpec;
+use plimsoll_disk::LowerTiers;
+use plimsoll_memory::{Phase, Tag, Tier};
+use plimsoll_model::{BlockId, ModelSpec, Role};
 
 use crate::StepError;
+use crate::tier::{Extents, Homes, Parcel, Pool};
+
+/// Buffers of layers whose keys and values live on a lower tier: one in use, one on its way and one on its way back.
+const BUFFERS: usize = 3;
 
 /// Keys and values of one sequence. Position p of a layer lies in row p modulo the layer's capacity.
-pub(super) struct KvCache {
-    layers: Vec<LayerCache>,
+pub(super) struct KvCache<'a, D: Device> {
+    device: &'a D,
+    layers: Vec<Geometry>,
+    head_dim: u64,
+    place: Place<'a, D>,
 }
 
-/// Keys and values of one layer, [capacity, kv_heads * D'] each.
-pub(super) struct LayerCache {
-    pub keys: Tensor,
-    pub values: Tensor,
-    head_dim: u64,
+/// How a layer's keys and values lie.
+#[derive(Clone, Copy)]
+struct Geometry {
+    capacity: u64,
     /// Positions that a query sees at most, its own included.
     window: Option<u64>,
 }
 
-impl KvCache {
+enum Place<'a, D: Device> {
+    Device(Vec<[Tensor; 2]>),
+    Away(Away<'a, D>),
+}
+
+/// Caches that live on a lower tier.
+struct Away<'a, D: Device> {
+    row_bytes: u64,
+    parcels: Vec<Parcel<usize>>,
+    extents: Rc<RefCell<HashMap<u32, Extents>>>,
+    pool: Pool<'a, D, u32>,
+}
+
+impl<'a, D: Device> KvCache<'a, D> {
     /// Room for `context` positions, of which up to `chunk` are written at a time before they are read.
-    pub fn new<D: Device>(
-        device: &D,
+    pub fn new(
+        device: &'a D,
         spec: &ModelSpec,
         dtype: DType,
-        context: u64,
-        chunk: u64,
-    ) -> Result<KvCache, StepError> {
+        (context, chunk): (u64, u64),
+        (tiers, tier): (&Arc<LowerTiers>, Tier),
+    ) -> Result<Self, StepError> {
         if !dtype.is_cache() {
             return Err(StepError::CacheType { dtype });
         }
         let attention = &spec.attention;
         let columns = attention.kv_heads.saturating_mul(dtype.cached_columns(attention.head_dim));
-        let mut layers = Vec::new();
-        for layer in 0..spec.num_layers {
-            device.arena().enter(Phase::Setup, Some(layer));
+        let geometry = |layer| {
             let window = attention.window(layer);
             let capacity = window.map_or(context, |window| {
                 // The first query of a chunk sees its window, all others of the chunk come after it.
                 context.min(window.saturating_add(chunk.max(1) - 1))
             });
-            let alloc = |name| device.alloc(dtype, &[capacity, columns], Tag::KvCache, name);
-            let (keys, values) = (alloc("k")?, alloc("v")?);
-            layers.push(LayerCache { keys, values, head_dim: attention.head_dim, window });
-        }
-        device.arena().enter(Phase::Setup, None);
-        Ok(KvCache { layers })
-    }
-
-    /// The layers in order.
-    pub fn layers(&self) -> &[LayerCache] {
-        &self.layers
+            Geometry { capacity, window }
+        };
+        let layers: Vec<Geometry> = (0..spec.num_layers).map(geometry).collect();
+        let place = match tier {
+            Tier::Device => {
+                let mut tensors = Vec::new();
+                for (layer, Geometry { capacity, .. }) in (0..).zip(&layers) {
+                    device.arena().enter(Phase::Setup, Some(layer));
+                    let alloc = |name| device.alloc(dtype, &[*capacity, columns], Tag::KvCache, name);
+                    tensors.push([alloc("k")?, alloc("v")?]);
+                }
+                device.arena().enter(Phase::Setup, None);
+                Place::Device(tensors)
+            }
+            tier => {
+                let (mut homes, mut parcels) = (Homes::new(tiers), Vec::new());
+                for (layer, Geometry { capacity, .. }) in (0..).zip(&layers) {
+                    tiers.enter(Phase::Setup, Some(layer));
+                    let mut parcel = Parcel::new();
+                    (0..2).for_each(|part| parcel.add(part, dtype, &[*capacity, columns]));
+                    homes.take(layer, tier, parcel.bytes(), Tag::KvCache, "kv")?;
+                    parcels.push(parcel);
+                }
+                device.arena().enter(Phase::Setup, None);
+                let bytes = parcels.iter().map(Parcel::bytes).max().unwrap_or(0);
+                let mut pool = Pool::new(device, bytes, BUFFERS.min(parcels.len()))?;
+                let extents = homes.extents_of();
+                pool.carry_with(Box::new(homes));
+                let row_bytes = dtype.bytes_for(columns).unwrap_or(0);
+                Place::Away(Away { row_bytes, parcels, extents, pool })
+            }
+        };
+        Ok(KvCache { device, layers, head_dim: attention.head_dim, place })
     }
 
     /// Whether a query at `position` finds all that it sees, after `written` positions have been written.
     pub fn holds(&self, position: u64, written: u64) -> bool {
         self.layers.iter().all(|layer| {
             let first_seen = layer.window.map_or(0, |window| (position + 1).saturating_sub(window));
-            first_seen >= written.saturating_sub(layer.capacity()).min(position)
+            first_seen >= written.saturating_sub(layer.capacity).min(position)
         })
     }
-}
 
-impl LayerCache {
-    /// Positions that it holds.
-    pub fn capacity(&self) -> u64 {
-        self.keys.rows()
+    /// Positions that a layer holds.
+    pub fn capacity(&self, layer: u32) -> u64 {
+        self.layers.get(layer as usize).map_or(0, |layer| layer.capacity)
     }
 
-    /// Puts keys and values [N, kv_heads * D] of the positions from `past` on in their rows.
-    pub fn write<D: Device>(
-        &self,
-        device: &D,
+    /// Prepares for a pass through all layers, in which `n` positions follow `past` others.
+    pub fn begin(&mut self, past: u64, n: u64) -> Result<(), StepError> {
+        let Place::Away(Away { row_bytes, parcels, extents, pool }) = &mut self.place else { return Ok(()) };
+        for ((layer, geometry), parcel) in (0..).zip(&self.layers).zip(&*parcels) {
+            // A ring may hold them anywhere.
+            let ring = past + n > geometry.capacity;
+            let rows = |rows: Range<u64>| -> Vec<Range<u64>> {
+                let starts = parcel.tensors().iter().map(|placed| placed.offset);
+                starts.map(|start| start + rows.start * *row_bytes..start + rows.end * *row_bytes).collect()
+            };
+            let all = 0..geometry.capacity;
+            let read = rows(if ring { all.clone() } else { 0..past });
+            let changed = rows(if ring { all } else { past..past + n });
+            extents.borrow_mut().insert(layer, Extents { read, changed });
+        }
+        pool.announce(0..self.layers.len() as u32)
+    }
+
+    /// Puts keys and values `[N, kv_heads * D]` of the positions from `past` on in their rows of a layer, and gives back
+    /// all that it holds, `[capacity, kv_heads * D']`. To be left by [`leave`](Self::leave).
+    pub fn write(
+        &mut self,
+        layer: u32,
         keys: &Tensor,
         values: &Tensor,
         past: u64,
-    ) -> Result<(), StepError> {
-        for (x, cache) in [(keys, &self.keys), (values, &self.values)] {
-            device.run(Op::WriteCache { x, cache, first: past, head_dim: self.head_dim })?;
+    ) -> Result<(Tensor, Tensor), StepError> {
+        let missing = StepError::MissingWeight { block: BlockId::Layer(layer), role: Role::KProj };
+        let [k, v] = match &mut self.place {
+            Place::Device(tensors) => tensors.get(layer as usize).cloned().ok_or(missing)?,
+            Place::Away(Away { parcels, pool, .. }) => {
+                let buffer = pool.take(layer)?;
+                let views = parcels.get(layer as usize).zip(buffer.as_ref());
+                let mut views = views.into_iter().flat_map(|(parcel, buffer)| parcel.views(buffer)).flatten();
+                match (views.next(), views.next()) {
+                    (Some((_, k)), Some((_, v))) => [k, v],
+                    _ => return Err(missing),
+                }
+            }
+        };
+        for (x, cache) in [(keys, &k), (values, &v)] {
+            self.device.run(Op::WriteCache { x, cache, first: past, head_dim: self.head_dim })?;
         }
-        Ok(())
+        Ok((k, v))
+    }
+
+    /// Done with a layer, whose tensors are gone.
+    pub fn leave(&mut self, layer: u32) -> Result<(), StepError> {
+        let Place::Away(Away { pool, .. }) = &mut self.place else { return Ok(()) };
+        pool.release(layer, true);
+        pool.advance()
+    }
+
+    /// Waits until everything that was written is where it lives.
+    pub fn settle(&mut self) -> Result<(), StepError> {
+        let Place::Away(Away { pool, .. }) = &mut self.place else { return Ok(()) };
+        pool.flush()
     }
 }

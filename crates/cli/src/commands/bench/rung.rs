@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
+use plimsoll_disk::run_on_all_cores_of_the_process;
 use plimsoll_memory::ByteSize;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{Machine, TrainingPlan};
@@ -133,11 +134,15 @@ impl Trainings {
             command.args(["--set", assignment]);
         }
         command.args(["--set", &format!("output.dir={}", quoted(&output)?)]);
-        let child = command
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(File::create(&errors_path)?)
-            .spawn()
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&errors_path)?);
+        // This thread keeps to one core, and its children would with it.
+        let start = move || {
+            run_on_all_cores_of_the_process();
+            command.spawn()
+        };
+        let child = std::thread::spawn(start)
+            .join()
+            .unwrap_or_else(|_| Err(std::io::Error::other("the thread that starts it panicked")))
             .map_err(|e| Failure::other(format!("a training process could not be started: {e}")))?;
         let status = self.wait(child)?;
         if !status.success() {
