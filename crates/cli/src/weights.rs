@@ -70,7 +70,14 @@ impl Weights {
 
     /// How weights can be brought from the files when they are needed.
     pub fn stream_plan(&self) -> StreamPlan {
-        let changed = |p: &Parameter| self.adapters.as_ref().is_some_and(|set| set.replaces(self.spec(), p));
+        // A head with an adapter is computed as a whole: it is brought so from a file of our own.
+        let adapted_head = |set: &AdapterSet, p: &Parameter| {
+            p.role == Role::LmHead && set.layout().modules().iter().any(|module| module.block == p.block)
+        };
+        let changed = |p: &Parameter| {
+            let of = |set: &AdapterSet| set.replaces(self.spec(), p) || adapted_head(set, p);
+            self.adapters.as_ref().is_some_and(of)
+        };
         StreamPlan::new(self.spec(), self.files.weights(), &|p| self.weight_type(p), &changed)
     }
 

@@ -23,7 +23,7 @@ pub mod stream;
 pub mod tokenizer;
 pub mod transcode;
 
-pub use adapter::{Adapter, AdapterConfig, AdapterError, AdapterLayout};
+pub use adapter::{AdaptedModule, Adapter, AdapterConfig, AdapterError, AdapterLayout};
 pub use parameters::{
     Adapted, BlockId, Initialisation, LoraPart, Parameter, ParameterGroup, ParameterKind, Role,
 };
@@ -34,5 +34,5 @@ pub use spec::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, QkNorm, RopeScaling,
     RopeSpec, SlidingWindow, SpecError,
 };
-pub use stream::{StagedBlock, StagedTensor, Staging, StreamPlan, WeightReader, WeightStream};
+pub use stream::{StagedBlock, StagedKey, StagedTensor, Staging, StreamPlan, WeightReader, WeightStream};
 pub use transcode::{RowSource, Target, Transcoder};

@@ -35,10 +35,24 @@ pub struct StagedTensor {
 pub struct StagedBlock {
     /// The block.
     pub block: BlockId,
+    /// Which piece of it: a table of the vocabulary comes in several, others whole, as piece 0.
+    pub piece: u32,
+    /// The first of the table's rows that are in the piece.
+    pub first_row: u64,
     /// Bytes of the buffer, in whole pages.
     pub bytes: u64,
     /// What is in it.
     pub tensors: Vec<StagedTensor>,
+}
+
+/// A block and the number of the piece.
+pub type StagedKey = (BlockId, u32);
+
+impl StagedBlock {
+    /// What it is begun and finished by.
+    pub fn key(&self) -> StagedKey {
+        (self.block, self.piece)
+    }
 }
 
 /// Which weights are brought when they are needed, and through how many buffers.
@@ -76,10 +90,10 @@ impl Staging {
 /// Brings staged weights to where they are needed.
 pub trait WeightReader {
     /// Begins to bring a block into memory that has room for it from its first whole page on.
-    fn begin(&mut self, block: BlockId, memory: Region);
+    fn begin(&mut self, key: StagedKey, memory: Region);
 
     /// Waits until the block is there, and gives the memory back; `None` where it was never begun.
-    fn finish(&mut self, block: BlockId) -> Option<(Region, Result<(), DiskError>)>;
+    fn finish(&mut self, key: StagedKey) -> Option<(Region, Result<(), DiskError>)>;
 
     /// Writes rows of a table into `out`, one after the other.
     fn read_rows(&mut self, table: Role, rows: &[u32], out: &mut [u8]) -> Result<(), DiskError>;

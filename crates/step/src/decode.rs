@@ -5,16 +5,16 @@ mod cache;
 
 use std::sync::Arc;
 
-use plimsoll_device::{AttentionShape, DType, Device, Tensor};
+use plimsoll_device::{AttentionShape, DType, Device, Op, Tensor};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier};
-use plimsoll_model::{BlockId, ModelSpec, Parameter, WeightReader};
+use plimsoll_model::{BlockId, ModelSpec, Parameter, Role, WeightReader};
 
 use crate::StepError;
 use crate::block;
 use crate::context::{Context, attention_shape};
 use crate::embedding;
-use crate::head::{self, Head, rows};
+use crate::head::{self, Head, reshaped, rows};
 use crate::inputs::{Labels, check_tokens, positions};
 use crate::linear::Multiply;
 use crate::rope::RopeTables;
@@ -206,26 +206,43 @@ impl<'a, D: Device> Decoder<'a, D> {
         device.write_u32(&wanted, targets)?;
         let losses = device.alloc(DType::F32, &[x.rows()], Tag::Data, "losses")?;
         let labels = Labels { targets: wanted, losses, weights: None };
-        let head = Head::gather(&mut self.weights, self.spec.tie_word_embeddings)?;
         let past = self.length - x.rows();
         let positions = positions(device, 1, x.rows(), past)?;
         let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions, past);
-        head::loss(&ctx, &head, x, &labels, loss_chunk_tokens)?;
-        head.release(&mut self.weights);
+        head::loss_of(&ctx, &mut self.weights, x, &labels, loss_chunk_tokens)?;
         Ok(device.read_f32(&labels.losses)?.into_iter().map(f64::from).sum())
     }
 
     fn logits(&mut self, x: &Tensor) -> Result<Vec<f32>, StepError> {
         self.device.arena().enter(Phase::Generate, None);
         let last = rows(x, x.rows() - 1, x.rows())?;
-        let head = Head::gather(&mut self.weights, self.spec.tie_word_embeddings)?;
-        let normed = head.norm(&self.spec.norm)?.forward(self.device, &last)?;
+        let own = self.weights.gather(BlockId::Head)?;
+        let norm = own.norm(Role::FinalNorm, Some(Role::FinalNormBias), &self.spec.norm)?;
+        let normed = norm.forward(self.device, &last)?;
         let logits = self.device.alloc(DType::F32, &[1, self.spec.vocab_size], Tag::Logits, "logits")?;
         let last = self.length.saturating_sub(1);
         let positions = positions(self.device, 1, 1, last)?;
         let ctx = context(self.device, &self.spec, &self.settings, &self.ropes, &positions, last);
-        head.linear()?.forward(&ctx, &normed.out, &logits, false)?;
-        head.release(&mut self.weights);
+        let (block, role) = Head::table(self.spec.tie_word_embeddings);
+        match self.weights.pieces(block, role) {
+            None => {
+                let head = Head::gather(&mut self.weights, self.spec.tie_word_embeddings)?;
+                head.linear()?.forward(&ctx, &normed.out, &logits, false)?;
+                head.release(&mut self.weights);
+            }
+            Some(pieces) => {
+                let column = reshaped(&logits, &[self.spec.vocab_size, 1])?;
+                for (piece, range) in (0..).zip(pieces) {
+                    let weight = &self.weights.gather_piece(block, role, piece)?;
+                    let out = &reshaped(&rows(&column, range.start, range.end)?, &[1, weight.rows()])?;
+                    let (x, compute) = (&normed.out, ctx.compute);
+                    let bias = None;
+                    self.device.run(Op::Linear { x, weight, bias, out, accumulate: false, compute })?;
+                    self.weights.release_piece(block, piece, false);
+                }
+            }
+        }
+        self.weights.release(BlockId::Head);
         let mut logits = self.device.read_f32(&logits)?;
         if let Some(cap) = self.spec.logit_soft_cap {
             logits.iter_mut().for_each(|x| *x = (cap * (f64::from(*x) / cap).tanh()) as f32);

@@ -7,7 +7,7 @@ use plimsoll_model::{BlockId, ModelSpec, Parameter, WeightReader};
 use crate::StepError;
 use crate::block;
 use crate::embedding;
-use crate::head::{self, Head};
+use crate::head;
 use crate::inputs::Inputs;
 use crate::rope::RopeTables;
 use crate::settings::{AttentionKind, MicroBatch, Precision};
@@ -53,18 +53,7 @@ impl<D: Device> Evaluation<'_, D> {
             store.release(BlockId::Layer(layer));
         }
         arena.enter(Phase::Loss, None);
-        let table = Head::table(self.spec.tie_word_embeddings);
-        match store.pieces(table.0, table.1) {
-            Some(pieces) => {
-                let (labels, chunk) = (&inputs.labels, self.loss_chunk_tokens);
-                head::loss_in_pieces(&ctx, store, &x, labels, chunk, table, &pieces)?;
-            }
-            None => {
-                let head = Head::gather(store, self.spec.tie_word_embeddings)?;
-                head::loss(&ctx, &head, &x, &inputs.labels, self.loss_chunk_tokens)?;
-                head.release(store);
-            }
-        }
+        head::loss_of(&ctx, store, &x, &inputs.labels, self.loss_chunk_tokens)?;
         Ok((inputs.sum_of_losses(self.device)?, micro_batch.target_count()))
     }
 }

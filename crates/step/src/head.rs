@@ -3,8 +3,6 @@
 
 mod pieces;
 
-use std::ops::Range;
-
 use plimsoll_device::{DType, Device, Op, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, NormSpec, Role};
@@ -65,7 +63,7 @@ impl Head {
 }
 
 /// The losses of x [N, H] against its labels. Nothing is kept.
-pub(crate) fn loss<D: Device>(
+fn loss<D: Device>(
     ctx: &Context<'_, D>,
     head: &Head,
     x: &Tensor,
@@ -79,20 +77,26 @@ pub(crate) fn loss<D: Device>(
     })
 }
 
-/// As [`loss`], of a head whose table comes in pieces.
-pub(crate) fn loss_in_pieces<D: Device>(
+/// As [`loss`], whether the head's table is there as a whole or comes in pieces.
+pub(crate) fn loss_of<D: Device>(
     ctx: &Context<'_, D>,
     store: &mut dyn WeightStore,
     x: &Tensor,
     labels: &Labels,
     chunk_tokens: u64,
-    (block, role): (BlockId, Role),
-    pieces: &[Range<u64>],
 ) -> Result<(), StepError> {
+    let tied = ctx.spec.tie_word_embeddings;
+    let (block, role) = Head::table(tied);
+    let Some(pieces) = store.pieces(block, role) else {
+        let head = Head::gather(store, tied)?;
+        loss(ctx, &head, x, labels, chunk_tokens)?;
+        head.release(store);
+        return Ok(());
+    };
     let own = store.gather(BlockId::Head)?;
     let norm = own.norm(Role::FinalNorm, Some(Role::FinalNormBias), &ctx.spec.norm)?;
-    let loss = PiecedLoss::begin(ctx, norm, x, labels, chunk_tokens, pieces)?;
-    for (piece, rows) in (0..).zip(pieces) {
+    let loss = PiecedLoss::begin(ctx, norm, x, labels, chunk_tokens, &pieces)?;
+    for (piece, rows) in (0..).zip(&pieces) {
         let weight = &store.gather_piece(block, role, piece)?;
         loss.add(ctx, HeadPiece { block, role, piece, rows, weight })?;
         store.release_piece(block, piece, false);

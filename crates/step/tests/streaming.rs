@@ -11,7 +11,9 @@ use common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry};
 use plimsoll_disk::{ALIGNMENT, DiskError};
 use plimsoll_memory::{Region, Tag, Tier};
-use plimsoll_model::{BlockId, ModelSpec, Parameter, Role, StagedBlock, StagedTensor, Staging, WeightReader};
+use plimsoll_model::{
+    BlockId, ModelSpec, Parameter, Role, StagedBlock, StagedKey, StagedTensor, Staging, WeightReader,
+};
 use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError, WeightStorage};
 
 const TYPES: &dyn Fn(&Parameter) -> DType = &|_| DType::F32;
@@ -33,7 +35,7 @@ fn staging(spec: &ModelSpec, buffers: usize, staged: impl Fn(BlockId) -> bool) -
         }
         if !tensors.is_empty() && (block != BlockId::Embedding || spec.tie_word_embeddings) {
             let bytes = offset.next_multiple_of(ALIGNMENT);
-            found.blocks.push(StagedBlock { block, bytes, tensors });
+            found.blocks.push(StagedBlock { block, piece: 0, first_row: 0, bytes, tensors });
         }
     }
     found
@@ -54,13 +56,13 @@ struct Reader {
 }
 
 impl WeightReader for Reader {
-    fn begin(&mut self, block: BlockId, mut memory: Region) {
+    fn begin(&mut self, (block, _): StagedKey, mut memory: Region) {
         memory.bytes_mut().fill(0xff);
         self.events.borrow_mut().push(Event::Begin(block));
         assert!(self.under_way.insert(block, memory).is_none());
     }
 
-    fn finish(&mut self, block: BlockId) -> Option<(Region, Result<(), DiskError>)> {
+    fn finish(&mut self, (block, _): StagedKey) -> Option<(Region, Result<(), DiskError>)> {
         let mut memory = self.under_way.remove(&block)?;
         self.events.borrow_mut().push(Event::Finish(block));
         if *self.failures.borrow() > 0 {

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use plimsoll_device::DType;
+use plimsoll_device::{DType, PIECE_ROWS};
 use plimsoll_disk::{ALIGNMENT, EngineSettings, pages};
 
 use super::spill::ROW_BUFFERS;
@@ -87,6 +87,9 @@ impl StreamPlan {
                 blocks.push(PlannedBlock::new(block, matrices));
             }
         }
+        let layer = |planned: &&PlannedBlock| matches!(planned.staged.block, BlockId::Layer(_));
+        let largest = blocks.iter().filter(layer).map(|planned| planned.staged.bytes).max().unwrap_or(0);
+        let blocks = blocks.into_iter().flat_map(|planned| planned.in_pieces(largest)).collect();
         StreamPlan { files, blocks, table, tied: spec.tie_word_embeddings, layers: spec.num_layers }
     }
 
@@ -139,12 +142,47 @@ impl StreamPlan {
     /// The blocks of a staging.
     pub(super) fn chosen(&self, staging: &Staging) -> impl Iterator<Item = &PlannedBlock> {
         let streamed =
-            |planned: &&PlannedBlock| staging.blocks.iter().any(|b| b.block == planned.staged.block);
+            |planned: &&PlannedBlock| staging.blocks.iter().any(|b| b.key() == planned.staged.key());
         self.blocks.iter().filter(streamed)
     }
 }
 
 impl PlannedBlock {
+    /// A table that is in a file as it is needed, in pieces of about as many bytes: it is no larger a thing than a layer
+    /// then. Everything else as it is.
+    fn in_pieces(self, bytes: u64) -> Vec<PlannedBlock> {
+        let (BlockId::Embedding | BlockId::Head, [part], [tensor]) =
+            (self.staged.block, &self.parts[..], &self.staged.tensors[..])
+        else {
+            return vec![self];
+        };
+        let StagedTensor { parameter, dtype, .. } = tensor;
+        let [rows, columns] = parameter.shape[..] else { return vec![self] };
+        let Some(row) = dtype.bytes_for(columns).filter(|row| *row > 0) else { return vec![self] };
+        let most = (bytes / row / PIECE_ROWS * PIECE_ROWS).max(PIECE_ROWS);
+        let cut = part.file.is_some() && dtype.has_rows() && columns.is_multiple_of(dtype.block_elements());
+        if !cut || rows <= most {
+            return vec![self];
+        }
+        let piece = |(piece, first_row): (u32, u64)| {
+            let end = rows.min(first_row + most);
+            let start = part.bytes.start + first_row * row;
+            let bytes = start..part.bytes.start + end * row;
+            let pages = pages(&bytes);
+            let parameter = Parameter { shape: vec![end - first_row, columns], ..parameter.clone() };
+            let tensors = vec![StagedTensor { parameter, dtype: *dtype, offset: start - pages.start }];
+            let block = self.staged.block;
+            let bytes_in_pages = pages.end - pages.start;
+            PlannedBlock {
+                staged: StagedBlock { block, piece, first_row, bytes: bytes_in_pages, tensors },
+                parts: vec![Source { file: part.file, bytes }],
+                spilled: Vec::new(),
+                spilled_bytes: 0,
+            }
+        };
+        (0..).zip((0..rows).step_by(usize::try_from(most).unwrap_or(usize::MAX))).map(piece).collect()
+    }
+
     fn new(block: BlockId, matrices: Vec<(Parameter, DType, Option<Source>)>) -> PlannedBlock {
         let mut direct: Vec<(Parameter, DType, Source)> = Vec::new();
         let (mut spilled, mut spilled_bytes) = (Vec::new(), 0);
@@ -195,7 +233,8 @@ impl PlannedBlock {
             let offset = place(None, *start);
             StagedTensor { parameter: parameter.clone(), dtype: *dtype, offset }
         }));
-        PlannedBlock { staged: StagedBlock { block, bytes, tensors }, parts, spilled, spilled_bytes }
+        let staged = StagedBlock { block, piece: 0, first_row: 0, bytes, tensors };
+        PlannedBlock { staged, parts, spilled, spilled_bytes }
     }
 }
 

@@ -11,8 +11,8 @@ use plimsoll_disk::{
 };
 use plimsoll_memory::Region;
 
-use super::WeightReader;
-use crate::parameters::{BlockId, Role};
+use super::{StagedKey, WeightReader};
+use crate::parameters::Role;
 
 /// Staged weights of a model, open to be read.
 #[derive(Debug)]
@@ -20,11 +20,11 @@ pub struct WeightStream {
     engine: DiskEngine,
     files: Vec<Arc<DiskFile>>,
     spill: Option<SpillFile>,
-    blocks: HashMap<BlockId, OpenBlock>,
+    blocks: HashMap<StagedKey, OpenBlock>,
     table: Option<OpenTable>,
     /// For rows of the table.
     rows: BufferPool,
-    under_way: HashMap<BlockId, UnderWay>,
+    under_way: HashMap<StagedKey, UnderWay>,
 }
 
 /// A block in its files.
@@ -63,7 +63,7 @@ impl WeightStream {
         engine: DiskEngine,
         files: Vec<Arc<DiskFile>>,
         spill: Option<SpillFile>,
-        blocks: HashMap<BlockId, OpenBlock>,
+        blocks: HashMap<StagedKey, OpenBlock>,
         table: Option<OpenTable>,
         rows: BufferPool,
     ) -> WeightStream {
@@ -94,14 +94,14 @@ impl WeightStream {
 }
 
 impl WeightReader for WeightStream {
-    fn begin(&mut self, block: BlockId, memory: Region) {
+    fn begin(&mut self, key: StagedKey, memory: Region) {
         let (before, rest) = {
             let skip = memory.skip_to(ALIGNMENT as usize);
             memory.split_at(skip)
         };
         let mut under_way =
             UnderWay { before, parts: Vec::new(), after: rest, error: Some(DiskError::Stopped) };
-        if let Some(open) = self.blocks.get(&block) {
+        if let Some(open) = self.blocks.get(&key) {
             under_way.error = None;
             let (has, needed) = (under_way.after.len() as u64, open.bytes);
             if has < needed {
@@ -116,11 +116,11 @@ impl WeightReader for WeightStream {
                 }
             }
         }
-        self.under_way.insert(block, under_way);
+        self.under_way.insert(key, under_way);
     }
 
-    fn finish(&mut self, block: BlockId) -> Option<(Region, Result<(), DiskError>)> {
-        let UnderWay { before, parts, after, mut error } = self.under_way.remove(&block)?;
+    fn finish(&mut self, key: StagedKey) -> Option<(Region, Result<(), DiskError>)> {
+        let UnderWay { before, parts, after, mut error } = self.under_way.remove(&key)?;
         let join = |whole: Region, part| whole.join(part).unwrap_or_else(|(whole, _)| whole);
         let mut whole = before;
         for ticket in parts {

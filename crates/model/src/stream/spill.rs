@@ -13,8 +13,8 @@ use plimsoll_memory::Region;
 
 use super::plan::PlannedTable;
 use super::read::{OpenBlock, OpenTable, Part, WeightStream};
-use super::{Source, Staging, StreamPlan};
-use crate::parameters::{BlockId, Parameter};
+use super::{Source, StagedKey, Staging, StreamPlan};
+use crate::parameters::Parameter;
 
 /// Rows of a table that are read at once.
 pub(super) const ROW_BUFFERS: usize = 8;
@@ -58,7 +58,7 @@ impl WeightStream {
                 }
             });
             let block = OpenBlock { bytes: planned.staged.bytes, parts: parts.collect() };
-            blocks.insert(planned.staged.block, block);
+            blocks.insert(planned.staged.key(), block);
         }
         let mut table = None;
         if let Some(PlannedTable { parameter, dtype, source }) = &plan.table
@@ -86,7 +86,7 @@ impl WeightStream {
 fn table_in_spill<E: From<DiskError>>(
     engine: &DiskEngine,
     spill: &Option<SpillFile>,
-    blocks: &HashMap<BlockId, OpenBlock>,
+    blocks: &HashMap<StagedKey, OpenBlock>,
     plan: &StreamPlan,
     parameter: &Parameter,
     dtype: DType,
@@ -97,7 +97,7 @@ fn table_in_spill<E: From<DiskError>>(
     let planned = plan.blocks.iter().find(|planned| planned.staged.block == parameter.block);
     let place = planned.and_then(|planned| {
         let (.., start) = planned.spilled.iter().find(|(p, ..)| p.role == parameter.role)?;
-        let own = blocks.get(&parameter.block)?.parts.last()?;
+        let own = blocks.get(&(parameter.block, 0))?.parts.last()?;
         Some(own.bytes.start + start)
     });
     let start = match place {

@@ -64,8 +64,8 @@ fn check(files: &ModelFiles, types: &dyn Fn(&Parameter) -> DType) -> Vec<String>
     for (i, staged) in staging.blocks.iter().enumerate() {
         let memory = Region::new(staging.buffer_bytes() + ALIGNMENT + 64).unwrap().split_at(64 * i % 128).1;
         let length = memory.len();
-        stream.begin(staged.block, memory);
-        let (memory, outcome) = stream.finish(staged.block).unwrap();
+        stream.begin(staged.key(), memory);
+        let (memory, outcome) = stream.finish(staged.key()).unwrap();
         outcome.unwrap();
         assert_eq!(memory.len(), length);
         let pages = &memory.bytes()[memory.skip_to(ALIGNMENT as usize)..];
@@ -75,7 +75,7 @@ fn check(files: &ModelFiles, types: &dyn Fn(&Parameter) -> DType) -> Vec<String>
             assert!(tensor.offset.is_multiple_of(tensor.dtype.alignment()));
             assert!(pages[start..start + expected.len()] == expected, "{}", tensor.parameter.name);
         }
-        assert!(stream.finish(staged.block).is_none());
+        assert!(stream.finish(staged.key()).is_none());
     }
     for (table, dtype) in &staging.tables {
         let whole = expected(table, *dtype);

@@ -12,7 +12,9 @@ use std::sync::Arc;
 use plimsoll_device::{DType, Device, Tensor};
 use plimsoll_disk::{DiskError, Home, LowerTiers};
 use plimsoll_memory::{Phase, Region, Tag, Tier};
-use plimsoll_model::{BlockId, ModelSpec, Parameter, Role, StagedBlock, WeightReader};
+use plimsoll_model::{
+    AdaptedModule, AdapterLayout, BlockId, ModelSpec, Parameter, Role, StagedBlock, WeightReader,
+};
 
 use super::{BlockWeights, ResidentStore, StoredWeight, WeightStorage, WeightStore, layer_of};
 use crate::StepError;
@@ -28,6 +30,8 @@ pub struct StreamedStore<'a, D: Device> {
     parcels: HashMap<Unit, Parcel<Role>>,
     /// The table of which the rows that are looked up are brought, and its type.
     table: Option<(Parameter, DType)>,
+    /// The tables that come in pieces: the rows of each piece.
+    tables: HashMap<BlockId, (Role, Vec<Range<u64>>)>,
     /// What lives on a lower tier, with its type and its pieces.
     away: Vec<AwayParameter>,
     pool: Pool<'a, D, Unit>,
@@ -56,7 +60,7 @@ struct FromFiles(Rc<RefCell<Box<dyn WeightReader>>>);
 
 impl Carrier<Unit> for FromFiles {
     fn begin_read(&mut self, unit: Unit, memory: Region) {
-        self.0.borrow_mut().begin(unit.block, memory);
+        self.0.borrow_mut().begin((unit.block, unit.piece), memory);
     }
 
     /// The model's files stay as they are: what does not change is not sent back.
@@ -67,7 +71,7 @@ impl Carrier<Unit> for FromFiles {
     }
 
     fn finish(&mut self, unit: Unit) -> Option<(Region, Result<(), DiskError>)> {
-        self.0.borrow_mut().finish(unit.block)
+        self.0.borrow_mut().finish((unit.block, unit.piece))
     }
 }
 
@@ -109,14 +113,26 @@ impl<'a, D: Device> StreamedStore<'a, D> {
     ) -> Result<Self, StepError> {
         let resident = ResidentStore::allocate_typed(device, spec, storage, tag)?;
         device.arena().enter(Phase::Setup, None);
-        let (mut parcels, mut table, mut bytes, mut buffers) = (HashMap::new(), None, 0, 0);
+        let (mut parcels, mut tables) = (HashMap::new(), HashMap::new());
+        let (mut table, mut bytes, mut buffers) = (None, 0, 0);
         if let Some(staging) = storage.staging {
-            parcels.extend(staging.blocks.iter().map(|staged| (Unit::whole(staged.block), parcel(staged))));
+            for staged in &staging.blocks {
+                let StagedBlock { block, piece, first_row, .. } = *staged;
+                parcels.insert(Unit { block, piece }, parcel(staged));
+                if let (None, [tensor]) = (layer_of(block), &staged.tensors[..]) {
+                    let (role, rows) = (tensor.parameter.role, tensor.parameter.shape.first().copied());
+                    let own = tables.entry(block).or_insert((role, Vec::new()));
+                    own.1.push(first_row..first_row + rows.unwrap_or(0));
+                }
+            }
+            // A table in one piece is there with its block.
+            tables.retain(|_, (_, pieces): &mut (Role, Vec<Range<u64>>)| pieces.len() > 1);
             table = staging.tables.first().cloned();
             (bytes, buffers) = (staging.buffer_bytes(), staging.buffers);
         }
         let pool = Pool::new(device, bytes, buffers)?;
-        Ok(StreamedStore { device, resident, parcels, table, away: Vec::new(), pool, rows: None })
+        let away = Vec::new();
+        Ok(StreamedStore { device, resident, parcels, table, tables, away, pool, rows: None })
     }
 
     /// Takes memory for the small weights, homes on a lower tier for the matrices of the layers and the tables, and
@@ -129,14 +145,20 @@ impl<'a, D: Device> StreamedStore<'a, D> {
         (tiers, tier): (&Arc<LowerTiers>, Tier),
         cut: Pieces,
     ) -> Result<Self, StepError> {
-        let stays = |p: &Parameter| !is_matrix(p);
+        // An adapter of the head is computed beside all of it.
+        let modules = storage.adapters.map(AdapterLayout::modules).unwrap_or_default();
+        let has_adapter = |p: &Parameter| {
+            let own = |module: &&AdaptedModule| module.block == p.block && p.role == Role::LmHead;
+            modules.iter().find(own).is_some_and(|m| m.parts.iter().any(|of| of.role() == p.role))
+        };
+        let goes = |p: &Parameter| is_matrix(p) && !has_adapter(p);
+        let stays = |p: &Parameter| !goes(p);
         let resident = ResidentStore::allocate_where(device, spec, storage, Tag::Weights, &stays)?;
         let (mut homes, mut parcels, mut away) = (Homes::new(tiers), HashMap::new(), Vec::new());
         let mut table = None;
         for block in spec.blocks() {
             tiers.enter(Phase::Setup, layer_of(block));
-            let matrices: Vec<Parameter> =
-                spec.block_parameters(block).into_iter().filter(is_matrix).collect();
+            let matrices: Vec<Parameter> = spec.block_parameters(block).into_iter().filter(goes).collect();
             // What is written behind it too goes first: each unit has one home of its own.
             let (mut own, mut stored) = (Vec::new(), Vec::new());
             for p in matrices {
@@ -199,7 +221,11 @@ impl<'a, D: Device> StreamedStore<'a, D> {
         let rows = of_table.map(|table| -> Box<dyn Rows + 'a> {
             Box::new(FromHomes { tiers: Arc::clone(tiers), table: table.clone() })
         });
-        Ok(StreamedStore { device, resident, parcels, table, away, pool, rows })
+        let in_pieces = away.iter().filter(|away| layer_of(away.parameter.block).is_none());
+        let tables = in_pieces
+            .map(|away| (away.parameter.block, (away.parameter.role, away.pieces.clone())))
+            .collect();
+        Ok(StreamedStore { device, resident, parcels, table, tables, away, pool, rows })
     }
 
     /// Sets every weight that is in memory; `fill` writes a parameter's values in the given type and is not called on a
@@ -315,9 +341,7 @@ fn parcel(staged: &StagedBlock) -> Parcel<Role> {
 impl<D: Device> WeightStore for StreamedStore<'_, D> {
     fn gather(&mut self, block: BlockId) -> Result<BlockWeights, StepError> {
         let mut weights = self.resident.gather(block)?;
-        let in_pieces =
-            self.away.iter().any(|away| away.parameter.block == block) && layer_of(block).is_none();
-        if !in_pieces {
+        if !self.tables.contains_key(&block) {
             weights.tensors.extend(self.bring(Unit::whole(block))?);
         }
         Ok(weights)
@@ -356,10 +380,9 @@ impl<D: Device> WeightStore for StreamedStore<'_, D> {
     fn announce(&mut self, blocks: &[BlockId]) -> Result<(), StepError> {
         let mut units = Vec::new();
         for block in blocks {
-            match self.away.iter().find(|a| a.parameter.block == *block && layer_of(*block).is_none()) {
-                Some(table) => {
-                    let pieces = 0..table.pieces.len() as u32;
-                    units.extend(pieces.map(|piece| Unit { block: *block, piece }));
+            match self.tables.get(block) {
+                Some((_, pieces)) => {
+                    units.extend((0..pieces.len() as u32).map(|piece| Unit { block: *block, piece }));
                 }
                 None => units.push(Unit::whole(*block)),
             }
@@ -368,8 +391,8 @@ impl<D: Device> WeightStore for StreamedStore<'_, D> {
     }
 
     fn pieces(&self, block: BlockId, role: Role) -> Option<Vec<Range<u64>>> {
-        let away = self.away.iter().find(|a| a.parameter.block == block && a.parameter.role == role)?;
-        layer_of(block).is_none().then(|| away.pieces.clone())
+        let (table, pieces) = self.tables.get(&block)?;
+        (*table == role).then(|| pieces.clone())
     }
 
     fn gather_piece(&mut self, block: BlockId, role: Role, piece: u32) -> Result<Tensor, StepError> {
