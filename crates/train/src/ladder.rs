@@ -73,6 +73,10 @@ impl Prepared {
             release_free_heap();
             let (change, checkpoint) = match ended {
                 Ok(PartEnd::Done(report)) => {
+                    if plan.config.memory.disk_path.is_none() {
+                        // Our own folder, with nothing in it; one that holds anything stays.
+                        let _ = std::fs::remove_dir(plan.config.disk_path());
+                    }
                     let checkpoint = progress.checkpoint.map(|c| c.path);
                     return Ok(TrainingOutcome { report: *report, checkpoint });
                 }
