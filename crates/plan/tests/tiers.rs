@@ -76,8 +76,9 @@ fn the_optimizer_is_the_first_to_leave_and_what_was_said_stays() {
 
 #[test]
 fn the_host_tier_and_the_pipeline_count_against_the_line_unless_they_have_a_budget() {
-    let set = ["memory.offload.optimizer=host", "training.gradient_checkpointing=full"];
-    let set = [&F32[..], &set].concat();
+    let offload =
+        "memory.offload={optimizer: host, gradients: device, activations: device, parameters: device}";
+    let set = [&F32[..], &[offload, "training.gradient_checkpointing=full"]].concat();
     let whole = plan(u64::MAX / 4, &set);
     let (arena, host) = (whole.peak_bytes(), whole.host_bytes());
     assert!(plan(arena + host, &set).fits());
@@ -104,7 +105,14 @@ fn a_containers_limit_is_kept_by_device_and_host_together() {
 #[test]
 fn address_space_has_to_hold_the_checkpoint_too() {
     let mut machine = machine();
-    let set = [&F32[..], &["training.gradient_checkpointing=full", "memory.offload=  {optimizer: device, gradients: device, activations: device, parameters: device}"]].concat();
+    let set = [
+        &F32[..],
+        &[
+            "training.gradient_checkpointing=full",
+            "memory.offload={optimizer: device, gradients: device, activations: device, parameters: device}",
+        ],
+    ]
+    .concat();
     let needed = plan(u64::MAX / 4, &set).process_bytes();
     machine.limits.address_space = Some(needed + needed / 8);
     let plan = TrainingPlan::new(&config(64 << 30, &set), &spec(), &machine).unwrap();
