@@ -102,8 +102,10 @@ fn changes(choice: &Choice) -> Vec<Change> {
         }
     }
     let with_offload = |s: StepSettings| StepSettings { offload, ..s };
-    add(&[&full, &words], with_offload(with_full(base)), accumulation);
-    add(&[&full, &single, &words], with_offload(with_full(&with_single(base))), effective);
+    if !words.is_empty() {
+        add(&[&full, &words], with_offload(with_full(base)), accumulation);
+        add(&[&full, &single, &words], with_offload(with_full(&with_single(base))), effective);
+    }
     if base.sequence_length >= 256 {
         let half = base.sequence_length / 2;
         let shorter = vec![format!("data.sequence_length={half}")];

@@ -10,6 +10,7 @@ use serde_json::{Map, Value, json};
 
 use crate::advice::{Alternative, alternatives};
 use crate::config::RawConfig;
+use crate::dry_run::DryRun;
 use crate::load_line::{LoadLine, ProcessLimits};
 use crate::method::training_method;
 use crate::origin::ModelOrigin;
@@ -267,10 +268,15 @@ impl TrainingPlan {
         self.spec.parameter_count() + own.iter().map(Parameter::elements).sum::<u64>()
     }
 
+    /// Bytes of optimizer states, on whatever tier.
+    fn state_bytes(&self) -> u64 {
+        let DryRun { ledger, host, disk, .. } = &self.choice.dry_run;
+        [ledger, host, disk].into_iter().map(|ledger| ledger.at_peak().by_tag.get(Tag::Optimizer)).sum()
+    }
+
     /// Bytes of optimizer states, which live all the time, for each parameter that is trained; master weights are not among them.
     pub fn state_bytes_per_parameter(&self) -> f64 {
-        let states = self.at_peak().get(Tag::Optimizer);
-        states as f64 / self.trainable_parameters().max(1) as f64
+        self.state_bytes() as f64 / self.trainable_parameters().max(1) as f64
     }
 
     /// Where in the step the peak is.
@@ -313,7 +319,7 @@ impl TrainingPlan {
             "config": self.config,
             "optimizer": {
                 "name": self.config.training.optimizer(),
-                "state_bytes": self.at_peak().get(Tag::Optimizer),
+                "state_bytes": self.state_bytes(),
                 "state_bytes_per_parameter": self.state_bytes_per_parameter(),
             },
             "fits": self.fits(),

@@ -4,8 +4,6 @@
 //! State goes from rung to rung through a checkpoint, the same way as to a run that is resumed: every rung begins with the
 //! bits that the one before it ended with.
 
-use std::collections::HashSet;
-
 use plimsoll_device::{Device, DeviceError};
 use plimsoll_disk::DiskError;
 use plimsoll_memory::release_free_heap;
@@ -56,15 +54,10 @@ impl Prepared {
         let mut pressure = Pressure::new(needs, first.load_line.bytes.max(first.process_bytes()), thresholds);
         let mut progress = Progress::new(self.start_state());
         let mut rung = 0;
-        // Rungs whose memory was refused once are not tried again.
-        let mut refused = HashSet::new();
         loop {
             let Some(plan) = plans.get(rung) else { return Err(TrainError::NoPlan) };
             progress.rung = rung as u64;
-            let mut judge = || {
-                let change = pressure.judge(rung, &memory())?;
-                (!refused.contains(&change.to)).then_some(change)
-            };
+            let mut judge = || pressure.judge(rung, &memory());
             let made = device(plan.peak_bytes()).map_err(TrainError::from);
             let ended = made.and_then(|device| {
                 self.run_rung(&device, plan, &mut progress, &mut judge, observer, stop.clone())
@@ -73,12 +66,16 @@ impl Prepared {
             release_free_heap();
             let (change, checkpoint) = match ended {
                 Ok(PartEnd::Done(report)) => {
+                    if plan.config.memory.disk_path.is_none() {
+                        // Our own folder, with nothing in it; one that holds anything stays.
+                        let _ = std::fs::remove_dir(plan.config.disk_path());
+                    }
                     let checkpoint = progress.checkpoint.map(|c| c.path);
                     return Ok(TrainingOutcome { report: *report, checkpoint });
                 }
                 Ok(PartEnd::Move(change)) => (change, progress.checkpoint.clone()),
                 Err(error) if is_out_of_memory(&error) && rung + 1 < plans.len() => {
-                    refused.insert(rung);
+                    pressure.refuse(rung);
                     let back_to = progress.checkpoint.clone().or_else(|| self.resumed_from());
                     (Change { to: rung + 1, why: format!("memory was refused: {error}") }, back_to)
                 }

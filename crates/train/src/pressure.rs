@@ -69,6 +69,13 @@ impl Pressure {
         Pressure { needs, load_line, thresholds, patience: PATIENCE, good_steps: 0, climbed: false }
     }
 
+    /// Never goes to a rung again: its memory was refused.
+    pub fn refuse(&mut self, rung: usize) {
+        if let Some(need) = self.needs.get_mut(rung) {
+            *need = u64::MAX;
+        }
+    }
+
     /// Whether a run on `rung` should be on another.
     ///
     /// It steps down where the rung would take more than the emergency threshold's share of what there is, to the first
@@ -163,6 +170,15 @@ mod tests {
         let reading = MemoryReading { own_bytes: 1100 * MIB, ..MemoryReading::default() };
         let change = pressure.judge(0, &reading).unwrap();
         assert_eq!((change.to, change.why.as_str()), (1, "it needs 1.07 GiB and the load line is 1.00 GiB"));
+    }
+
+    #[test]
+    fn a_rung_whose_memory_was_refused_is_passed_over() {
+        let mut pressure = pressure();
+        pressure.refuse(0);
+        let there = MemoryReading { own_bytes: 290 * MIB, ..MemoryReading::default() };
+        let climbed = (0..20).find_map(|_| pressure.judge(2, &there)).unwrap();
+        assert_eq!(climbed.to, 1);
     }
 
     #[test]

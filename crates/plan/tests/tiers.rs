@@ -1,0 +1,121 @@
+//! Which plan is made where memory, the host's budget or the disk are short.
+
+use plimsoll_memory::Tier;
+use plimsoll_model::{ModelSpec, catalogue};
+use plimsoll_plan::config::{Auto, OffloadTarget, RawConfig};
+use plimsoll_plan::{LimitedBy, Machine, ProcessLimits, Rates, TrainingPlan};
+use plimsoll_step::Offload;
+
+fn spec() -> ModelSpec {
+    catalogue::find("smollm2-135m").unwrap()
+}
+
+fn machine() -> Machine {
+    let rates = Rates { matmul_f32: 1e11, matmul_bf16: 1e11, memory_bandwidth: 1e10, exps: 1e9 };
+    let limits = ProcessLimits::NONE;
+    Machine { rates, limits, overhead_bytes: 0, host_bytes_per_token: 32, disk_available: Some(1 << 40) }
+}
+
+fn config(budget: u64, set: &[&str]) -> RawConfig {
+    let mut config = RawConfig::from_str("data: {sequence_length: 64}", "test").unwrap();
+    config.apply_set(&format!("memory.device_budget={budget}")).unwrap();
+    set.iter().for_each(|assignment| config.apply_set(assignment).unwrap());
+    config
+}
+
+fn plan(budget: u64, set: &[&str]) -> TrainingPlan {
+    TrainingPlan::new(&config(budget, set), &spec(), &machine()).unwrap()
+}
+
+const F32: [&str; 2] = ["training.mixed_precision=f32", "training.batch_size=1"];
+
+/// The arena of the lightest step in f32, with everything at home or the optimizer's states on disk.
+fn lightest(offload: &str) -> u64 {
+    let set = ["training.gradient_checkpointing=full", offload];
+    plan(u64::MAX / 4, &[&F32[..], &set].concat()).process_bytes()
+}
+
+#[test]
+fn nothing_leaves_the_device_unasked_while_something_fits() {
+    let plan = plan(64 << 30, &[]);
+    assert!(plan.fits());
+    assert_eq!(plan.choice.settings.offload, Offload::NONE);
+    assert_eq!(plan.config.memory.offload.optimizer, Some(Auto::Set(OffloadTarget::Device)));
+    assert_eq!((plan.disk_bytes(), plan.host_bytes()), (0, plan.pipeline_bytes()));
+}
+
+#[test]
+fn the_optimizer_is_the_first_to_leave_and_what_was_said_stays() {
+    let (home, away) =
+        (lightest("memory.offload.optimizer=device"), lightest("memory.offload.optimizer=disk"));
+    if away >= home {
+        println!("skipped: the step keeps its optimizer on the device");
+        return;
+    }
+    let short = plan((home + away) / 2, &F32);
+    assert!(short.fits(), "{:?}", short.misfits());
+    assert_eq!(short.choice.settings.offload, Offload { optimizer: Tier::Disk, ..Offload::NONE });
+    assert!(short.disk_bytes() > 0);
+    let stays = ["memory.offload.optimizer=device", "memory.offload.parameters=device"];
+    let short = plan((home + away) / 2, &[&F32[..], &stays].concat());
+    assert_eq!(
+        (short.choice.settings.offload.optimizer, short.choice.settings.offload.parameters),
+        (Tier::Device, Tier::Device)
+    );
+    let no_disk = plan((home + away) / 2, &[&F32[..], &["memory.disk_budget=4096"]].concat());
+    assert!(!no_disk.fits());
+    // What the user sends to a disk that is too small stays there, and the plan says what is short.
+    let forced = ["memory.disk_budget=4096", "memory.offload.optimizer=disk"];
+    let forced = plan(home, &[&F32[..], &forced].concat());
+    assert!(
+        forced.misfits().iter().any(|reason| reason.contains("memory.disk_budget is 4.00 KiB")),
+        "{:?}",
+        forced.misfits()
+    );
+}
+
+#[test]
+fn the_host_tier_and_the_pipeline_count_against_the_line_unless_they_have_a_budget() {
+    let offload =
+        "memory.offload={optimizer: host, gradients: device, activations: device, parameters: device}";
+    let set = [&F32[..], &[offload, "training.gradient_checkpointing=full"]].concat();
+    let whole = plan(u64::MAX / 4, &set);
+    let (arena, host) = (whole.peak_bytes(), whole.host_bytes());
+    assert!(plan(arena + host, &set).fits());
+    let over = plan(arena + host - 1, &set);
+    assert!(!over.fits());
+    assert!(over.misfits()[0].contains("the load line is"), "{:?}", over.misfits());
+    let own = format!("memory.host_budget={host}");
+    assert!(plan(arena, &[&set[..], &[&own]].concat()).fits());
+    let less = format!("memory.host_budget={}", host - 1);
+    let over = plan(arena, &[&set[..], &[&less]].concat());
+    assert!(over.misfits()[0].contains("memory.host_budget"), "{:?}", over.misfits());
+}
+
+#[test]
+fn a_containers_limit_is_kept_by_device_and_host_together() {
+    let mut machine = machine();
+    machine.limits.container = Some(2 << 30);
+    let plan = TrainingPlan::new(&config(64 << 30, &[]), &spec(), &machine).unwrap();
+    assert_eq!(plan.load_line.by, LimitedBy::Container);
+    assert!(plan.load_line.bytes < 2 << 30);
+    assert!(!plan.fits() || plan.process_bytes() <= plan.load_line.bytes);
+}
+
+#[test]
+fn address_space_has_to_hold_the_checkpoint_too() {
+    let mut machine = machine();
+    let set = [
+        &F32[..],
+        &[
+            "training.gradient_checkpointing=full",
+            "memory.offload={optimizer: device, gradients: device, activations: device, parameters: device}",
+        ],
+    ]
+    .concat();
+    let needed = plan(u64::MAX / 4, &set).process_bytes();
+    machine.limits.address_space = Some(needed + needed / 8);
+    let plan = TrainingPlan::new(&config(64 << 30, &set), &spec(), &machine).unwrap();
+    assert!(!plan.fits());
+    assert!(plan.misfits()[0].contains("address space"), "{:?}", plan.misfits());
+}
