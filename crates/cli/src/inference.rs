@@ -13,7 +13,7 @@ use plimsoll_step::{Decoder, WeightStorage};
 
 use crate::args::{DiskArgs, InferenceArgs};
 use crate::failure::Failure;
-use crate::session::{Engine, PLANS, cache_type, resident_bytes};
+use crate::session::{Engine, PLANS, cache_type, overhead_bytes};
 use crate::streaming::{self, Streaming};
 use crate::weights::Weights;
 
@@ -121,7 +121,7 @@ impl<'a> Inference<'a> {
                 prompt_tokens: longest.map(|n| n as u64),
                 context: *context.start() as u64..=*context.end() as u64,
                 cache: self.cache,
-                room: limit.saturating_sub(resident_bytes()),
+                room: limit.saturating_sub(overhead_bytes()),
                 stream: self.weights.can_stream().then_some(&self.stream),
                 enough_context: enough as u64,
             };
@@ -129,7 +129,7 @@ impl<'a> Inference<'a> {
             release_free_heap();
             attempts += 1;
             // A plan that fills its room leaves none for what planning itself has touched, which is the same next time.
-            if plan.dry_run.peak_bytes().saturating_add(resident_bytes()) <= limit || attempts == PLANS {
+            if plan.dry_run.peak_bytes().saturating_add(overhead_bytes()) <= limit || attempts == PLANS {
                 return Ok(plan);
             }
         }

@@ -13,7 +13,7 @@ use crate::args::EvalArgs;
 use crate::failure::Failure;
 use crate::output::outln;
 use crate::progress;
-use crate::session::{Engine, PLANS, cache_type, resident_bytes};
+use crate::session::{Engine, PLANS, cache_type, overhead_bytes};
 use crate::streaming::{self, Streaming};
 use crate::weights::Weights;
 
@@ -74,7 +74,7 @@ fn planned(
         let (mut plan, mut staging) = (run(None)?, None);
         // What planning leaves behind is no part of what evaluation needs.
         release_free_heap();
-        let room = limit.saturating_sub(resident_bytes());
+        let room = limit.saturating_sub(overhead_bytes());
         if plan.peak_bytes() > room && model.can_stream() {
             let room = room.saturating_sub(stream.overhead_bytes());
             staging = fitting_staging(&stream, room, |staging| Ok(run(Some(staging))?.peak_bytes()))?;
@@ -86,7 +86,7 @@ fn planned(
         attempts += 1;
         // A plan that fills its room leaves none for what planning itself has touched, which is the same next time.
         if staging.is_none()
-            || plan.peak_bytes().saturating_add(resident_bytes()) <= limit
+            || plan.peak_bytes().saturating_add(overhead_bytes()) <= limit
             || attempts == PLANS
         {
             return Ok((plan, staging));
