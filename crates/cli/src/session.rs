@@ -5,10 +5,11 @@ use std::sync::Arc;
 use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::{Isa, MachineRates, Pool};
 use plimsoll_device::{Cpu, DType};
+use plimsoll_disk::EngineSettings;
 use plimsoll_memory::ByteSize;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
-use plimsoll_plan::{DryRun, Machine, ProcessLimits, Rates};
+use plimsoll_plan::{DiskRates, DryRun, Machine, ProcessLimits, Rates};
 use plimsoll_step::Precision;
 
 use crate::args::ConfigSource;
@@ -61,6 +62,9 @@ pub fn load_config_with(
     Ok(config)
 }
 
+/// Bytes that are written and read to find out how fast a disk is: some hundredths of a second.
+const DISK_SAMPLE: u64 = 32 << 20;
+
 /// The threads and kernels of this machine, and what it can do.
 pub struct Engine {
     pub hardware: Hardware,
@@ -85,6 +89,7 @@ impl Engine {
             matmul_bf16: measured.matmul_bf16,
             memory_bandwidth: measured.memory_bandwidth,
             exps: measured.matmul_f32 / FLOPS_PER_EXP,
+            disk: DiskRates::USUAL,
         };
         Ok(Engine { hardware, pool: Arc::new(pool), isa, rates })
     }
@@ -98,6 +103,19 @@ impl Engine {
             host_bytes_per_token: plimsoll_train::host_bytes_per_token(config),
             disk_available: disk_space(&config.disk_path()).ok().map(|space| space.available.0),
         }
+    }
+
+    /// The same with the disk measured that offloaded tensors go to; as before where it cannot be.
+    pub fn machine_with_disk(&self, config: &RawConfig, machine: &Machine) -> Machine {
+        let folder = disk_space(&config.disk_path()).map(|space| space.folder);
+        let measured = folder.ok().and_then(|folder| {
+            plimsoll_disk::measure(&folder, DISK_SAMPLE, EngineSettings::default(), true).ok()
+        });
+        let disk = measured.map_or(machine.rates.disk, |speed| DiskRates {
+            read: speed.read_rate(),
+            write: speed.write_rate(),
+        });
+        Machine { rates: Rates { disk, ..machine.rates }, ..*machine }
     }
 
     /// Memory that this process may use.

@@ -21,6 +21,17 @@ pub struct LowerTiers {
     disk: Arena,
     /// `None` in a dry run.
     backing: Option<Backing>,
+    /// Bytes that a dry run would have moved to and from the disk.
+    moved: Mutex<Moved>,
+}
+
+/// Bytes that go to and from a disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moved {
+    /// Read.
+    pub read: u64,
+    /// Written.
+    pub written: u64,
 }
 
 #[derive(Debug)]
@@ -35,6 +46,7 @@ struct Backing {
 #[derive(Debug)]
 pub struct Home {
     place: Place,
+    tier: Tier,
     bytes: u64,
 }
 
@@ -94,13 +106,17 @@ impl LowerTiers {
     /// Tiers without an end and with nothing behind them.
     pub fn dry() -> LowerTiers {
         let arena = Arena::unbounded;
-        LowerTiers { host: arena(Tier::Host), disk: arena(Tier::Disk), backing: None }
+        LowerTiers::with(arena(Tier::Host), arena(Tier::Disk), None)
+    }
+
+    fn with(host: Arena, disk: Arena, backing: Option<Backing>) -> LowerTiers {
+        LowerTiers { host, disk, backing, moved: Mutex::default() }
     }
 
     /// Tiers of no size.
     pub fn none() -> LowerTiers {
         let arena = |tier| Arena::new(tier, 0);
-        LowerTiers { host: arena(Tier::Host), disk: arena(Tier::Disk), backing: None }
+        LowerTiers::with(arena(Tier::Host), arena(Tier::Disk), None)
     }
 
     /// Tiers of these sizes. The room on disk is taken at once, so that a disk that is too full is found before anything
@@ -116,11 +132,8 @@ impl LowerTiers {
             spill = Some(file);
         }
         let engine = DiskEngine::start(EngineSettings::default())?;
-        Ok(LowerTiers {
-            host: Arena::new(Tier::Host, host_bytes),
-            disk: Arena::new(Tier::Disk, disk_bytes),
-            backing: Some(Backing { engine, spill, files: Mutex::default() }),
-        })
+        let (host, disk) = (Arena::new(Tier::Host, host_bytes), Arena::new(Tier::Disk, disk_bytes));
+        Ok(LowerTiers::with(host, disk, Some(Backing { engine, spill, files: Mutex::default() })))
     }
 
     /// Whether nothing is behind the homes.
@@ -168,7 +181,7 @@ impl LowerTiers {
             (Tier::Host, Some(_)) => Place::Host { memory: Mutex::new(Region::new(pages)?), _taken: block },
             _ => Place::Spill(block),
         };
-        Ok(Home { place, bytes })
+        Ok(Home { place, tier, bytes })
     }
 
     /// A home that is there already: bytes of a file that is only read.
@@ -190,7 +203,23 @@ impl LowerTiers {
                 })
             }
         };
-        Ok(Home { bytes: bytes.end.saturating_sub(bytes.start), place: Place::File(file, bytes) })
+        let length = bytes.end.saturating_sub(bytes.start);
+        Ok(Home { tier: Tier::Disk, bytes: length, place: Place::File(file, bytes) })
+    }
+
+    /// Counts bytes of a home that a dry run would move.
+    pub fn count(&self, home: &Home, bytes: u64, home_wards: bool) {
+        if home.tier == Tier::Host {
+            return;
+        }
+        let mut moved = lock(&self.moved);
+        let counter = if home_wards { &mut moved.written } else { &mut moved.read };
+        *counter = counter.saturating_add(bytes);
+    }
+
+    /// What was counted since it was last asked for.
+    pub fn take_moved(&self) -> Moved {
+        std::mem::take(&mut *lock(&self.moved))
     }
 
     /// Begins to bring what a home holds into memory that has room for its whole pages from its first aligned byte on.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use plimsoll_device::{DType, Device, Dry, IGNORED_TARGET, Tally};
-use plimsoll_disk::LowerTiers;
+use plimsoll_disk::{LowerTiers, Moved};
 use plimsoll_memory::{AtPeak, Ledger, TagBytes};
 use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_parallel::Solo;
@@ -23,6 +23,8 @@ pub struct DryRun {
     pub disk: Ledger,
     /// Arithmetic of one step, evaluation pass or generated token.
     pub tally: Tally,
+    /// What one step moves to and from the disk.
+    pub moved: Moved,
 }
 
 impl DryRun {
@@ -52,24 +54,31 @@ impl DryRun {
         // The first step of a run may do more than the others: clipping by the norm of the step before it.
         trainer.step(&[micro_batch], 0.0)?;
         dry.take_tally();
+        tiers.take_moved();
         trainer.step(&[micro_batch], 0.0)?;
         let first = dry.take_tally();
         let mut step = first;
+        let mut moved = tiers.take_moved();
         if settings.micro_batches_per_pass > 1 && accumulation > 1 {
             // Passes of several micro-batches, and one of those that are left.
             let all = vec![micro_batch; usize::try_from(accumulation).unwrap_or(usize::MAX)];
             trainer.step(&all, 0.0)?;
             dry.take_tally();
+            tiers.take_moved();
             trainer.step(&all, 0.0)?;
-            step = dry.take_tally();
+            (step, moved) = (dry.take_tally(), tiers.take_moved());
         } else if accumulation > 1 {
             trainer.step(&[micro_batch, micro_batch], 0.0)?;
             let later = dry.take_tally().less(first);
+            let both = tiers.take_moved();
+            let further = |both: u64, first: u64| first + both.saturating_sub(first) * (accumulation - 1);
+            moved.read = further(both.read, moved.read);
+            moved.written = further(both.written, moved.written);
             (1..accumulation).for_each(|_| step = step.plus(later));
         }
         trainer.evaluate(settings.batch_size, &micro_batch)?;
         let (host, disk) = (tiers.host().ledger(), tiers.disk().ledger());
-        Ok(DryRun { ledger: dry.arena().ledger(), host, disk, tally: step })
+        Ok(DryRun { ledger: dry.arena().ledger(), host, disk, tally: step, moved })
     }
 
     /// One evaluation pass over `batch_size` sequences of `length` tokens, with weights as `storage` says.
@@ -127,7 +136,7 @@ impl DryRun {
             tally = dry.take_tally();
         }
         let (host, disk) = (tiers.host().ledger(), tiers.disk().ledger());
-        Ok(DryRun { ledger: dry.arena().ledger(), host, disk, tally })
+        Ok(DryRun { ledger: dry.arena().ledger(), host, disk, tally, moved: Moved::default() })
     }
 
     /// The peak of [`generation`](Self::generation) alone, in a time that does not grow with the prompt: passes of one
@@ -155,7 +164,7 @@ impl DryRun {
 
     fn on_the_device(dry: &Dry, tally: Tally) -> DryRun {
         let (host, disk) = (Ledger::default(), Ledger::default());
-        DryRun { ledger: dry.arena().ledger(), host, disk, tally }
+        DryRun { ledger: dry.arena().ledger(), host, disk, tally, moved: Moved::default() }
     }
 
     /// Forgets the order of events, which takes memory itself; peaks and totals stay.

@@ -29,5 +29,5 @@ pub use optimizer::optimizer_settings;
 pub use origin::{ModelOrigin, OriginError};
 pub use resolve::{Choice, Limits, lighter_choices, loss_chunk_tokens};
 pub use streaming::fitting_staging;
-pub use time::{Rates, TimeEstimate};
+pub use time::{DiskRates, Rates, TimeEstimate};
 pub use training_plan::{LayerBytes, Machine, TrainingPlan, tags_json};

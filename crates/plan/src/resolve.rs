@@ -114,7 +114,7 @@ impl Choice {
     ) -> Result<Choice, StepError> {
         let dry_run = DryRun::training(spec, &settings, accumulation)?;
         let tokens = settings.batch_size * settings.sequence_length * accumulation;
-        let time = rates.estimate(&dry_run.tally, tokens);
+        let time = rates.estimate(&dry_run.tally, dry_run.moved, tokens);
         Ok(Choice { settings, accumulation, dry_run, time })
     }
 

@@ -27,6 +27,10 @@ pub(crate) struct Gradients<'a, D: Device> {
     tensors: HashMap<(BlockId, Role), Written>,
     seed: u64,
     away: Option<Away<'a, D>>,
+    /// Of an embedding that is looked up and nothing else, and whose gradient does not stay on the device: the tokens of
+    /// every micro-batch and the gradients of their rows. The table's gradient is made of them, a piece at a time, when it is
+    /// needed, and never lives anywhere.
+    looked_up: Vec<(Tensor, Tensor)>,
 }
 
 /// A gradient that something was added to.
@@ -66,7 +70,15 @@ impl<'a, D: Device> Gradients<'a, D> {
         (cut, buffers): (Pieces, usize),
     ) -> Result<Self, StepError> {
         let shapes = trained.iter().map(|p| ((p.block, p.role), p.shape.clone())).collect();
-        let mut gradients = Gradients { device, dtype, shapes, tensors: HashMap::new(), seed: 0, away: None };
+        let mut gradients = Gradients {
+            device,
+            dtype,
+            shapes,
+            tensors: HashMap::new(),
+            seed: 0,
+            away: None,
+            looked_up: Vec::new(),
+        };
         if tier == Tier::Device {
             return Ok(gradients);
         }
@@ -109,6 +121,7 @@ impl<'a, D: Device> Gradients<'a, D> {
     /// Gives all gradients back.
     pub fn clear(&mut self) {
         self.tensors.clear();
+        self.looked_up.clear();
         if let Some(away) = &mut self.away {
             away.exist.drain(..).for_each(|unit| away.pool.forget(unit));
         }
@@ -228,6 +241,31 @@ impl<'a, D: Device> Gradients<'a, D> {
         let parcel = self.away.as_ref().and_then(|away| away.parcels.get(&unit));
         let found = parcel.and_then(|p| p.views(&buffer).flatten().find(|(r, _)| **r == role));
         found.map(|(_, tensor)| Some(tensor)).ok_or(StepError::MissingWeight { block, role })
+    }
+
+    /// Keeps the gradients of the rows that a micro-batch looked up.
+    pub fn keep_looked_up(&mut self, tokens: Tensor, dx: Tensor) {
+        self.looked_up.push((tokens, dx));
+    }
+
+    /// Makes a piece of the embedding's gradient of what was looked up. To be left by
+    /// [`leave_rows`](Self::leave_rows), served.
+    pub fn gather_looked_up(
+        &mut self,
+        key: (BlockId, Role),
+        piece: u32,
+        range: &Range<u64>,
+    ) -> Result<(), StepError> {
+        for nth in 0..self.looked_up.len() {
+            let target = self.rows_target(key, piece, range, nth as u64)?;
+            let Some((tokens, dout)) = self.looked_up.get(nth) else { break };
+            let (dtable, rounding, first_row) = (&target.tensor, target.rounding, range.start);
+            if !target.accumulate {
+                self.device.run(Op::Fill { out: dtable, value: 0.0 })?;
+            }
+            self.device.run(Op::EmbeddingBackward { tokens, dout, dtable, first_row, rounding })?;
+        }
+        Ok(())
     }
 
     /// All rows of a table were written `times` more times.

@@ -6,7 +6,7 @@ use std::path::Path;
 use plimsoll_device::{Cpu, CpuOptions, DeviceError};
 use plimsoll_memory::{OutOfMemory, Tag, TagBytes, Tier};
 use plimsoll_plan::config::RawConfig;
-use plimsoll_plan::{Machine, ProcessLimits, Rates, TrainingPlan};
+use plimsoll_plan::{DiskRates, Machine, ProcessLimits, Rates, TrainingPlan};
 use plimsoll_train::{Event, MemoryReading, Observer, Prepared, StopFlag, Surroundings, TrainingOutcome};
 use serde_json::Value;
 
@@ -33,7 +33,13 @@ output: {{dir: '{}', save_steps: 0}}
 }
 
 fn machine() -> Machine {
-    let rates = Rates { matmul_f32: 1e10, matmul_bf16: 1e10, memory_bandwidth: 1e10, exps: 1e8 };
+    let rates = Rates {
+        matmul_f32: 1e10,
+        matmul_bf16: 1e10,
+        memory_bandwidth: 1e10,
+        exps: 1e8,
+        disk: DiskRates::USUAL,
+    };
     Machine {
         rates,
         limits: ProcessLimits::NONE,

@@ -31,7 +31,11 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
         let _ = outln!("{key}: {report}\n");
     }
     let engine = Engine::start(args.threads)?;
-    let plan = prepared.plan(&engine.machine(prepared.config()))?;
+    let machine = engine.machine(prepared.config());
+    let mut plan = prepared.plan(&machine)?;
+    if plan.disk_bytes() > 0 {
+        plan = prepared.plan(&engine.machine_with_disk(prepared.config(), &machine))?;
+    }
     if !args.json {
         // What cannot be shown is no reason not to train.
         let _ = out!("{}", describe(&plan));

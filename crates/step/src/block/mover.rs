@@ -92,7 +92,10 @@ impl<'a, D: Device> Mover<'a, D> {
         let home = Arc::new(self.tiers.take(self.tier, bytes, Tag::Activations, "activation")?);
         let moving = match self.device.lend(buffer)? {
             Lent::Memory(memory) => Moving::Under(self.tiers.send(&home, memory)),
-            Lent::Nothing(tensor) => Moving::Dry(tensor),
+            Lent::Nothing(tensor) => {
+                self.tiers.count(&home, bytes, true);
+                Moving::Dry(tensor)
+            }
         };
         self.leaving.borrow_mut().push_back((moving, Arc::clone(&home)));
         Ok(Stored { home, dtype, shape, coming: None })
@@ -133,7 +136,10 @@ impl<'a, D: Device> Mover<'a, D> {
         let buffer = buffer(self.device, bytes, Tag::Staging, "activation")?;
         stored.coming = Some(match self.device.lend(buffer)? {
             Lent::Memory(memory) => Moving::Under(self.tiers.bring(&stored.home, memory)),
-            Lent::Nothing(tensor) => Moving::Dry(tensor),
+            Lent::Nothing(tensor) => {
+                self.tiers.count(&stored.home, bytes, false);
+                Moving::Dry(tensor)
+            }
         });
         Ok(())
     }

@@ -122,6 +122,22 @@ impl<K: Copy + Eq + Hash> Carrier<K> for Homes<K> {
         Ok(())
     }
 
+    fn count(&self, key: K, back: bool) {
+        let Some(home) = self.homes.get(&key).filter(|_| back || !self.stored.contains_key(&key)) else {
+            let stored = self.stored.get(&key).into_iter().flatten().filter(|_| !back);
+            stored.for_each(|(home, pages)| self.tiers.count(home, *pages, false));
+            return;
+        };
+        let bytes = match self.extents.borrow().get(&key) {
+            Some(extents) => {
+                let ranges = if back { &extents.changed } else { &extents.read };
+                ranges.iter().map(|range| range.end - range.start).sum()
+            }
+            None => home.bytes(),
+        };
+        self.tiers.count(home, bytes, back);
+    }
+
     fn begin_read(&mut self, key: K, memory: Region) {
         let mut under_way = UnderWay::new(memory);
         if let Some(home) = self.homes.get(&key) {

@@ -19,6 +19,9 @@ pub(crate) trait Carrier<K> {
         Ok(())
     }
 
+    /// Counts what a move would move, in a dry run.
+    fn count(&self, _: K, _back: bool) {}
+
     /// Begins to bring a parcel into memory that has room for it from its first whole page on.
     fn begin_read(&mut self, key: K, memory: Region);
 
@@ -183,7 +186,10 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
                     }
                     None
                 }
-                Lent::Nothing(tensor) => Some(tensor),
+                Lent::Nothing(tensor) => {
+                    carrier.count(key, back);
+                    Some(tensor)
+                }
             },
         };
         if let Some(buffer) = self.buffers.get_mut(index) {

@@ -68,7 +68,8 @@ impl<D: Device> Trainer<'_, D> {
             }
             self.update_rows(parameter, piece, range, update)?;
         }
-        self.gradients.leave_rows(block, piece, !matches!(finish, Finish::Keep))
+        let again = block == BlockId::Embedding && self.keeps_looked_up();
+        self.gradients.leave_rows(block, piece, again || !matches!(finish, Finish::Keep))
     }
 
     /// Whether the pass has done with a table already, piece by piece.
@@ -182,6 +183,9 @@ impl<D: Device> Trainer<'_, D> {
                     continue;
                 };
                 for (piece, rows) in (0..).zip(&pieces) {
+                    if block == BlockId::Embedding && self.keeps_looked_up() {
+                        self.gradients.gather_looked_up((block, p.role), piece, rows)?;
+                    }
                     self.update_rows(&p, piece, rows, update)?;
                     self.gradients.leave_rows(block, piece, true)?;
                 }

@@ -281,24 +281,40 @@ impl<'a, D: Device> Trainer<'a, D> {
         embedding::backward(ctx, &weights, &inputs.tokens, &dx, &mut self.gradients)?;
         self.weights.release(block);
         let trained = self.trained.iter().find(|p| p.block == block && p.role == role).cloned();
-        if let (Some(trained), Some(pieces)) = (trained, self.gradients.pieces(block, role)) {
+        let (Some(trained), Some(pieces)) = (trained, self.gradients.pieces(block, role)) else {
+            return Ok(());
+        };
+        if self.keeps_looked_up() {
+            self.gradients.keep_looked_up(inputs.tokens.clone(), dx);
             for (piece, rows) in (0..).zip(&pieces) {
-                let target = self.gradients.rows_target((block, role), piece, rows, 0)?;
-                let (tokens, dout, dtable, rounding) = (&inputs.tokens, &dx, &target.tensor, target.rounding);
-                if !target.accumulate {
-                    ctx.device.run(Op::Fill { out: dtable, value: 0.0 })?;
-                }
-                let first_row = rows.start;
-                ctx.device.run(Op::EmbeddingBackward { tokens, dout, dtable, first_row, rounding })?;
-                drop(target);
-                match finish {
-                    Some(finish) => self.finish_rows(&trained, piece, rows, finish)?,
-                    None => self.gradients.leave_rows(block, piece, false)?,
-                }
+                let Some(finish) = finish else { break };
+                self.gradients.gather_looked_up((block, role), piece, rows)?;
+                self.finish_rows(&trained, piece, rows, finish)?;
             }
-            self.gradients.count_rows(block, role, 1);
+            return Ok(());
         }
+        for (piece, rows) in (0..).zip(&pieces) {
+            let target = self.gradients.rows_target((block, role), piece, rows, 0)?;
+            let (tokens, dout, dtable, rounding) = (&inputs.tokens, &dx, &target.tensor, target.rounding);
+            if !target.accumulate {
+                ctx.device.run(Op::Fill { out: dtable, value: 0.0 })?;
+            }
+            let first_row = rows.start;
+            ctx.device.run(Op::EmbeddingBackward { tokens, dout, dtable, first_row, rounding })?;
+            drop(target);
+            match finish {
+                Some(finish) => self.finish_rows(&trained, piece, rows, finish)?,
+                None => self.gradients.leave_rows(block, piece, false)?,
+            }
+        }
+        self.gradients.count_rows(block, role, 1);
         Ok(())
+    }
+
+    /// Whether the embedding's gradient is kept as the rows that were looked up: of a table that is no head as well.
+    pub(super) fn keeps_looked_up(&self) -> bool {
+        let pieces = self.gradients.pieces(BlockId::Embedding, Role::TokenEmbedding);
+        !self.spec.tie_word_embeddings && pieces.is_some()
     }
 
     /// A segment of blocks forward: one block keeps what its policy says, several keep their input.
