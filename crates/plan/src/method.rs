@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use plimsoll_device::DType;
-use plimsoll_model::{AdapterLayout, ModelSpec, Parameter, WeightSource};
+use plimsoll_model::{AdapterError, AdapterLayout, ModelSpec, Parameter, WeightSource};
 use plimsoll_step::{Adapters, StepError, TrainingMethod};
 
 use crate::config::{Method, Quantization, RawConfig};
@@ -39,6 +39,16 @@ pub(crate) fn training_method(
         Quantization::Stored => in_file(p),
         Quantization::As(dtype) => quantized_as(p, dtype).or_else(|| in_file(p)),
     };
+    if layout.config().start.changes_base() {
+        let kept = |p: &&Parameter| layout.adapts(p) && in_file(p).is_some() && weight_type(p) == in_file(p);
+        if let Some(p) = parameters.iter().find(kept) {
+            let reason = format!(
+                "init_lora_weights: pissa changes the frozen weights, and {} is kept in the blocks that the file has it in; set training.quantization to nf4, or to none, which stores what is left of them anew, or init_lora_weights to kaiming",
+                p.name
+            );
+            return Err(StepError::Adapter(Box::new(AdapterError::Layout(reason))));
+        }
+    }
     let frozen = parameters.iter().filter(|p| !layout.trains_base(p.block, p.role));
     let weight_types: HashMap<_, _> =
         frozen.filter_map(|p| Some(((p.block, p.role), weight_type(p)?))).collect();
