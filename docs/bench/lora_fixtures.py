@@ -6,7 +6,8 @@
 Needs torch, transformers and peft, and the models that docs/bench/tiny_models.py made in DATA/families. Writes for each
 case a folder DATA/adapters/CASE as PEFT's save_pretrained() makes it, and in it `expected.json`: the mean loss over all
 tokens but the first with the adapter, and the norm of the gradient of everything that is trained.
-`crates/train/tests/adapters.rs` compares with these; it needs no Python.
+`crates/train/tests/adapters.rs` compares with these; it needs no Python. DATA/tied-embedding is an adapter that trains the
+embedding alone of a model whose head is tied to it, which the library unties.
 """
 
 import json
@@ -34,8 +35,28 @@ CASES = {
 }
 
 
+def tied_embedding(data):
+    torch.manual_seed(1)
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        data / "families" / "llama", dtype=torch.float32, attn_implementation="eager")
+    model = peft.get_peft_model(base, peft.LoraConfig(
+        r=4, lora_alpha=6, task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["embed_tokens"])).eval()
+    tokens = torch.tensor(json.loads((data / "families" / "llama" / "expected.json").read_text())["tokens"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        logits = model(tokens[None], use_cache=False).logits[0]
+        loss = torch.nn.functional.cross_entropy(logits[:-1].float(), tokens[1:])
+    folder = data / "tied-embedding"
+    model.save_pretrained(folder)
+    (folder / "README.md").unlink(missing_ok=True)
+    (folder / "expected.json").write_text(json.dumps({"family": "llama", "loss": float(loss)}, indent=1) + "\n")
+
+
 def main():
     data = Path(sys.argv[1])
+    tied_embedding(data)
     for case, (family, settings) in CASES.items():
         torch.manual_seed(len(case))
         base = transformers.AutoModelForCausalLM.from_pretrained(

@@ -131,9 +131,16 @@ pub struct TrainArgs {
 pub struct EvalArgs {
     #[command(flatten)]
     pub weights: WeightArgs,
-    /// Text file
+    /// Text file, or file of samples
     #[arg(long)]
     pub data: PathBuf,
+    /// text, chat or instruction (data.format). Of chats and instructions the tokens are scored that training would
+    /// train, in windows as its validation has them
+    #[arg(long, value_name = "FORMAT")]
+    pub format: Option<String>,
+    /// Change how samples are read, for example data.chat_template=alpaca or data.train_on=all (may be repeated)
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
     /// Tokens of a window; each is scored alone
     #[arg(long, default_value_t = 512)]
     pub sequence_length: u64,

@@ -97,6 +97,54 @@ fn a_resumed_run_has_the_bits_of_an_unbroken_one() {
 }
 
 #[test]
+fn adapters_that_begin_with_singular_values_are_written_for_the_base_as_it_is() {
+    let folder = base();
+    let path = folder.path();
+    let plain = loss(path, &["--model", "base"]);
+    for (init, more) in
+        [("pissa", "training.lora.use_dora=true"), ("pissa_niter_4", "training.lora.dropout=0.2")]
+    {
+        let begin = format!("training.lora.init_lora_weights={init}");
+        let train = |run: &str, rest: &[&str]| {
+            let dir = format!("output.dir={init}-{run}");
+            let set = ["--set", begin.as_str(), "--set", more, "--set", dir.as_str()];
+            ok(path, &[&["train", "lora.yaml"], &set[..], rest].concat())
+        };
+        let [whole, parts] = ["whole", "parts"].map(|run| path.join(format!("{init}-{run}")));
+        train("whole", &[]);
+        train("parts", &[]);
+        std::fs::remove_dir_all(parts.join("checkpoint-4")).unwrap();
+        std::fs::remove_dir_all(parts.join("initial_adapter")).unwrap();
+        std::fs::remove_file(parts.join("adapter_model.safetensors")).unwrap();
+        train("parts", &["--resume"]);
+        for file in ["adapter_model.safetensors", "initial_adapter/adapter_model.safetensors"] {
+            let bytes = |run: &Path| std::fs::read(run.join(file)).unwrap();
+            assert!(bytes(&whole) == bytes(&parts), "{init} {file}");
+        }
+        let config = json(&whole, "adapter_config.json");
+        assert_eq!((&config["r"], &config["init_lora_weights"]), (&8.into(), &true.into()));
+        let run = format!("{init}-whole");
+        let adapted = loss(path, &["--model", "base", "--adapter", &run]);
+        assert!(adapted < plain, "{init}: {adapted} {plain}");
+        let first = loss(path, &["--model", "base", "--adapter", &format!("{run}/checkpoint-2")]);
+        assert!(adapted < first && first < plain, "{init}: {adapted} {first} {plain}");
+        let report = json(&whole, "report.json");
+        assert_eq!(report["planned"]["device_peak_bytes"], report["measured"]["device_peak_bytes"]);
+    }
+    // Blocks of a file cannot be changed, but what is left of them can be stored anew.
+    ok(path, &["convert", "--model", "base", "--output", "base.gguf", "--dtype", "q8_0"]);
+    let gguf =
+        ["train", "lora.yaml", "--set", "model=base.gguf", "--set", "training.lora.init_lora_weights=pissa"];
+    let error = fails(path, &[&gguf[..], &["--set", "output.dir=gguf"]].concat());
+    assert!(error.contains("pissa") && error.contains("training.quantization to nf4"), "{error}");
+    let anew =
+        ["--set", "output.dir=gguf", "--set", "training.method=qlora", "--set", "training.quantization=nf4"];
+    ok(path, &[&gguf[..], &anew].concat());
+    let error = fails(path, &["train", "lora.yaml", "--set", "training.lora.init_lora_weights=pissa_niter"]);
+    assert!(error.contains("pissa_niter_N"), "{error}");
+}
+
+#[test]
 fn quantised_bases_train_and_stay_as_they_are() {
     let folder = base();
     let path = folder.path();

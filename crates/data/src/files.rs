@@ -103,7 +103,8 @@ fn folder(path: &Path, wanted: Wanted, files: &mut Vec<DataFile>) -> Result<(), 
     Ok(())
 }
 
-fn kind(path: &Path) -> Option<Kind> {
+/// What a file holds by its name.
+pub fn kind(path: &Path) -> Option<Kind> {
     match path.extension()?.to_str()?.to_ascii_lowercase().as_str() {
         "txt" | "text" | "md" => Some(Kind::Text),
         "jsonl" | "ndjson" => Some(Kind::JsonLines),

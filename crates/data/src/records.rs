@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 
 use crate::DataError;
 use crate::documents::lines;
-use crate::files::{DataFile, Kind};
+use crate::files::{DataFile, Kind, kind};
 
 /// The largest record that is read; a larger one is no record but a mistake.
 pub const LARGEST_RECORD: u64 = 256 << 20;
@@ -38,7 +38,20 @@ impl fmt::Display for Place {
     }
 }
 
-/// Calls `each` with every record of a file, in order.
+/// Calls `each` with every record of a file, in order. Its name says what it holds: `.jsonl`, `.json` or `.parquet`.
+///
+/// # Errors
+/// It holds no records, or broken ones: the message names the file and the place; or whatever `each` answers.
+pub fn for_each_record(
+    path: &Path,
+    buffer_bytes: usize,
+    each: &mut dyn FnMut(Place, Record) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    let kind = kind(path).ok_or_else(|| DataError::UnknownKind { path: path.to_owned() })?;
+    for_each(&DataFile { path: path.to_owned(), kind }, buffer_bytes, each)
+}
+
+/// The same of a file whose kind is known.
 pub fn for_each(
     file: &DataFile,
     buffer_bytes: usize,

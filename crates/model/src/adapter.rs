@@ -8,15 +8,18 @@ mod config;
 mod error;
 mod layout;
 mod merged;
+mod pissa;
 mod set;
+mod svd;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
-pub use config::{AdapterBias, AdapterConfig, TargetModules};
+pub use config::{AdapterBias, AdapterConfig, AdapterStart, TargetModules};
 pub use error::AdapterError;
 pub use layout::{AdaptedModule, AdapterLayout};
 pub use merged::Merged;
+pub use pissa::{FirstValues, ResidualError};
 pub use set::AdapterSet;
 
 use plimsoll_device::DType;
@@ -96,6 +99,8 @@ impl Adapter {
         let shapes: BTreeMap<String, Vec<u64>> = base_tensors(spec);
         let mut parts: BTreeMap<String, BTreeMap<&'static str, Matrix>> = BTreeMap::new();
         let mut replaced = BTreeMap::new();
+        // Copies of the base's tables that the library writes beside their adapters.
+        let mut copies: Vec<String> = Vec::new();
         for tensor in file.tensors() {
             let bytes = file.bytes(&tensor.name).unwrap_or_default();
             let matrix = read_matrix(&tensor.shape, tensor.dtype, bytes)
@@ -126,6 +131,9 @@ impl Adapter {
                 let reason = format!("is {:?}; the model's is {expected:?}", tensor.shape);
                 return Err(fail(&tensor.name, reason));
             }
+            if name.contains(".base_layer.") {
+                copies.push(plain.clone());
+            }
             replaced.insert(plain, matrix);
         }
         let mut low_rank = BTreeMap::new();
@@ -134,16 +142,16 @@ impl Adapter {
                 low_rank_of(&config, &weight, parts, &shapes).map_err(|reason| fail(&weight, reason))?;
             low_rank.insert(weight, found);
         }
-        if spec.tie_word_embeddings
-            && let Some(head) = replaced.remove(HEAD)
-        {
-            // An adapter that trained the embedding has its head as well: one matrix, as in the model.
+        if spec.tie_word_embeddings {
+            // An adapter that trained the embedding and the head as one has both: one matrix, as in the model.
             let embedding = spec.block_parameters(BlockId::Embedding).first().map(|p| spec.hf_tensor_name(p));
-            if embedding.and_then(|name| replaced.get(&name)) != Some(&head) {
-                let reason =
-                    "it is another matrix than the embedding, and the model has one for both".to_owned();
-                return Err(fail(HEAD, reason));
+            let embedding = embedding.unwrap_or_default();
+            let own = replaced.get(&embedding).filter(|_| !copies.contains(&embedding));
+            if own != replaced.get(HEAD) || low_rank.contains_key(HEAD) {
+                let reason = "it is for the embedding or the head alone, and the model has one matrix for both, which the library keeps apart here; write a model with both by `plimsoll merge`, and use that".to_owned();
+                return Err(fail(if own.is_some() { &embedding } else { HEAD }, reason));
             }
+            replaced.remove(HEAD);
         }
         if low_rank.is_empty() && replaced.is_empty() {
             return Err(fail("", "the file holds no adapter".to_owned()));
@@ -196,7 +204,12 @@ impl Adapter {
             } else {
                 vec![matrix.rows as u64, matrix.columns as u64]
             };
-            add(format!("{PREFIX}{name}"), shape, matrix.values.as_slice());
+            // A table with an adapter of its own is a copy of the base's.
+            let plain = match name.strip_suffix(".weight").filter(|_| self.low_rank.contains_key(name)) {
+                Some(module) => format!("{module}.base_layer.weight"),
+                None => name.clone(),
+            };
+            add(format!("{PREFIX}{plain}"), shape, matrix.values.as_slice());
         }
         let headers: Vec<NewTensor> = tensors.iter().map(|(tensor, _)| tensor.clone()).collect();
         let mut next = tensors.iter();

@@ -99,7 +99,7 @@ fn convert_runs(
 }
 
 /// Writes f32 values as `to` (f32, bf16 or f16), in the machine's order of bytes.
-pub(crate) fn encode(values: &[f32], to: DType, out: &mut [u8]) -> Result<(), ConversionError> {
+pub fn encode(values: &[f32], to: DType, out: &mut [u8]) -> Result<(), ConversionError> {
     match encoder(to) {
         Some(encode) if to.bytes_for(values.len() as u64) == Some(out.len() as u64) => {
             for (values, out) in values.chunks(CHUNK).zip(out.chunks_mut(CHUNK * to.block_bytes() as usize)) {

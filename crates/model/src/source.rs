@@ -244,6 +244,11 @@ impl WeightSource {
     }
 
     /// The parameter's place, if it is one of the opened model's.
+    /// Whether the files have a parameter of that name and shape.
+    pub(crate) fn has(&self, parameter: &Parameter) -> bool {
+        self.place(parameter).is_ok()
+    }
+
     fn place(&self, parameter: &Parameter) -> Result<&Place, ModelError> {
         self.places.get(&parameter.name).filter(|place| place.shape == parameter.shape).ok_or_else(|| {
             ModelError::NoSuchParameter {

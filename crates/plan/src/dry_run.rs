@@ -90,13 +90,43 @@ impl DryRun {
         length: u64,
         loss_chunk_tokens: u64,
     ) -> Result<DryRun, StepError> {
+        let shape = [batch_size, length];
+        DryRun::evaluation_of(spec, precision, storage, shape, loss_chunk_tokens, false)
+    }
+
+    /// The same of windows of samples: targets have weights, and samples see nothing of each other.
+    pub fn evaluation_of_samples(
+        spec: &ModelSpec,
+        precision: Precision,
+        storage: WeightStorage<'_>,
+        batch_size: u64,
+        length: u64,
+        loss_chunk_tokens: u64,
+    ) -> Result<DryRun, StepError> {
+        let shape = [batch_size, length];
+        DryRun::evaluation_of(spec, precision, storage, shape, loss_chunk_tokens, true)
+    }
+
+    fn evaluation_of(
+        spec: &ModelSpec,
+        precision: Precision,
+        storage: WeightStorage<'_>,
+        [batch_size, length]: [u64; 2],
+        loss_chunk_tokens: u64,
+        samples: bool,
+    ) -> Result<DryRun, StepError> {
         let dry = Dry::new();
         let mut evaluator =
             Evaluator::with_storage(&dry, spec.clone(), precision, storage, length, loss_chunk_tokens)?;
         let n = (batch_size * length) as usize;
-        let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
+        let (tokens, targets, weights) = (vec![0; n], vec![IGNORED_TARGET; n], vec![0.0; n]);
+        let micro_batch = MicroBatch {
+            weights: samples.then_some(&weights),
+            document_starts: samples.then_some(&tokens),
+            ..MicroBatch::new(&tokens, &targets)
+        };
         dry.take_tally();
-        evaluator.losses(batch_size, &MicroBatch::new(&tokens, &targets))?;
+        evaluator.losses(batch_size, &micro_batch)?;
         Ok(DryRun::on_the_device(&dry, dry.tally()))
     }
 

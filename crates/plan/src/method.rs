@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use plimsoll_device::DType;
-use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter, Role, WeightSource};
+use plimsoll_model::{AdapterError, AdapterLayout, BlockId, ModelSpec, Parameter, Role, WeightSource};
 use plimsoll_step::{Adapters, StepError, StoredWeight, TrainingMethod};
 
 use crate::config::{Method, Quantization, RawConfig};
@@ -39,6 +39,16 @@ pub(crate) fn training_method(
         Quantization::Stored => in_file(p),
         Quantization::As(dtype) => quantized_as(p, dtype).or_else(|| in_file(p)),
     };
+    if layout.config().start.changes_base() {
+        let kept = |p: &&Parameter| layout.adapts(p) && in_file(p).is_some() && weight_type(p) == in_file(p);
+        if let Some(p) = parameters.iter().find(kept) {
+            let reason = format!(
+                "init_lora_weights: pissa changes the frozen weights, and {} is kept in the blocks that the file has it in; set training.quantization to nf4, or to none, which stores what is left of them anew, or init_lora_weights to kaiming",
+                p.name
+            );
+            return Err(StepError::Adapter(Box::new(AdapterError::Layout(reason))));
+        }
+    }
     let frozen = parameters.iter().filter(|p| !layout.trains_base(p.block, p.role));
     let weight_types: HashMap<_, _> =
         frozen.filter_map(|p| Some(((p.block, p.role), weight_type(p)?))).collect();
@@ -60,7 +70,9 @@ fn in_files(
     weight_types: &HashMap<(BlockId, Role), DType>,
 ) -> Option<((BlockId, Role), StoredWeight)> {
     let key = (p.block, p.role);
-    if layout.trains_base(p.block, p.role) {
+    // Adapters that begin with a part of the weights leave the rest of them, which no file holds.
+    let changed = layout.config().start.changes_base() && layout.adapts(p);
+    if changed || layout.trains_base(p.block, p.role) {
         return None;
     }
     let usual = [DType::Bf16, DType::F32, DType::F16];

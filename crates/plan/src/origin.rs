@@ -108,7 +108,8 @@ impl ModelOrigin {
         let need = |value: Option<u64>, key| value.ok_or(OriginError::MissingSize { key });
         let tokenizer = match sizes.tokenizer() {
             TokenizerSource::ByteLevel => Tokenizer::byte_level()?,
-            TokenizerSource::Folder(folder) => Tokenizer::from_hf_dir(&folder)?,
+            TokenizerSource::Path(file) if file.is_file() => Tokenizer::from_gguf_file(&file)?,
+            TokenizerSource::Path(folder) => Tokenizer::from_hf_dir(&folder)?,
         };
         let hidden_size = need(sizes.hidden_size, "hidden_size")?;
         let heads = need(sizes.num_attention_heads, "num_attention_heads")?;

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use plimsoll_data::DataError;
 use plimsoll_device::DeviceError;
 use plimsoll_disk::DiskError;
+use plimsoll_model::adapter::ResidualError;
 use plimsoll_model::convert::ConversionError;
 use plimsoll_model::tokenizer::TokenizerError;
 use plimsoll_model::{AdapterError, ModelError, SafetensorsError, SaveError};
@@ -39,6 +40,9 @@ pub enum TrainError {
     /// Adapters could not be read or written.
     #[error(transparent)]
     Adapter(#[from] AdapterError),
+    /// What adapters leave of the weights could not be had.
+    #[error(transparent)]
+    Residual(#[from] ResidualError),
     /// The tokenizer could not be written.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),

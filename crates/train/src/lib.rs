@@ -25,7 +25,7 @@ pub use observer::{Event, MemoryLevel, Observer};
 pub use prepared::{Prepared, host_bytes_per_token, tokenizer};
 pub use pressure::MemoryReading;
 pub use report::{Io, Measured, Planned, Report};
-pub use run::{RunSettings, Thresholds, TrainingOutcome};
+pub use run::{RunSettings, Thresholds, TrainingOutcome, micro_batch};
 pub use samples::sample_encoder;
 pub use schedule::{Decay, Schedule};
 pub use stop::StopFlag;

@@ -7,7 +7,8 @@ use plimsoll_data::chat::SampleReport;
 use plimsoll_data::{Batches, Dataset, DatasetOptions};
 use plimsoll_device::Device;
 use plimsoll_disk::{LowerTiers, SpillSettings};
-use plimsoll_model::adapter::AdapterSet;
+use plimsoll_model::adapter::{Adapter, AdapterSet, FirstValues};
+use plimsoll_model::convert::encode;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{AdapterLayout, ModelFiles, Parameter, Role, SaveWriter, WeightSource, init};
 use plimsoll_parallel::Solo;
@@ -24,6 +25,9 @@ use crate::{Decay, Observer, Planned, Report, Schedule, StopFlag, TrainError};
 
 /// Bytes between a file with a document a line and the tokenizer, where the user does not say.
 const DEFAULT_BUFFER: usize = 64 << 10;
+
+/// The values that adapters began with, where those are a part of the weights.
+const INITIAL_ADAPTER: &str = "initial_adapter";
 
 /// The configuration as it was resolved, saved with the run.
 const CONFIG_FILE: &str = "plimsoll.yaml";
@@ -205,7 +209,13 @@ impl Prepared {
         let save_model = |trainer: &Trainer<'_, D>, folder: &Path| -> Result<(), TrainError> {
             if let Some(adapters) = plan.choice.settings.method.adapters() {
                 let read = |p: &Parameter| trainer.values(p).map_err(std::io::Error::other);
-                adapters.layout.write(folder, &plan.spec, read)?;
+                let layout = &adapters.layout;
+                if layout.config().start.changes_base() {
+                    let first = FirstValues::open(&output.join(INITIAL_ADAPTER))?;
+                    layout.write_converted(folder, &plan.spec, &first, read)?;
+                } else {
+                    layout.write(folder, &plan.spec, read)?;
+                }
                 return Ok(tokenizer.save(folder)?);
             }
             SaveWriter::new(&plan.spec, dtype)
@@ -258,6 +268,9 @@ impl Prepared {
         base: &WeightSource,
     ) -> Result<(), TrainError> {
         let spec = self.origin.spec();
+        if layout.config().start.changes_base() {
+            return self.load_beside_residuals(trainer, layout, base);
+        }
         if let Some((checkpoint, _)) = &self.resumed {
             let set = AdapterSet::for_layout(&checkpoint.path, spec, layout)?;
             trainer.load::<TrainError>(|p, dtype, out| Ok(set.read_into(spec, base, p, dtype, out)?))?;
@@ -269,6 +282,39 @@ impl Prepared {
                 return Ok(layout.write_first_values(p, seed, dtype, out)?);
             }
             Ok(base.read_into(p, dtype, out)?)
+        })?;
+        Ok(trainer.reset_magnitudes()?)
+    }
+
+    /// The same where the adapters begin with a part of the weights, of which the frozen ones are what is left. The first
+    /// values lie in the run's folder, for what is written as an adapter is what was trained less them.
+    fn load_beside_residuals<D: Device>(
+        &self,
+        trainer: &mut Trainer<'_, D>,
+        layout: &AdapterLayout,
+        base: &WeightSource,
+    ) -> Result<(), TrainError> {
+        let spec = self.origin.spec();
+        let folder = self.config.output.dir().join(INITIAL_ADAPTER);
+        if let Some((checkpoint, _)) = &self.resumed {
+            let (trained, first) = Adapter::open(&checkpoint.path, spec)?.split(layout)?;
+            first.save(&folder)?;
+            let first = FirstValues::open(&folder)?;
+            let set = AdapterSet::of(trained, &checkpoint.path, layout)?;
+            trainer.load::<TrainError>(|p, dtype, out| {
+                if layout.adapts(p) {
+                    return Ok(first.residual_into(layout, spec, base, p, dtype, out)?);
+                }
+                Ok(set.read_into(spec, base, p, dtype, out)?)
+            })?;
+            return checkpoint.read_optimizer(trainer);
+        }
+        let first = layout.first_folder(&folder, spec, base, self.config.training.seed())?;
+        trainer.load::<TrainError>(|p, dtype, out| {
+            if matches!(p.role, Role::Lora(..)) {
+                return Ok(encode(&first.values(layout, spec, p)?, dtype, out)?);
+            }
+            Ok(first.residual_into(layout, spec, base, p, dtype, out)?)
         })?;
         Ok(trainer.reset_magnitudes()?)
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, IGNORED_TARGET};
 use plimsoll_model::adapter::AdapterSet;
-use plimsoll_model::{AdapterLayout, ModelFiles, ModelSpec, Parameter, Role};
+use plimsoll_model::{Adapter, AdapterLayout, ModelFiles, ModelSpec, Parameter, Role, Target, Transcoder};
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
 use plimsoll_step::{
@@ -290,5 +290,50 @@ fn a_trained_embedding_of_a_tied_model_is_written_with_its_head_and_read_again()
     bytes[begin + place] ^= 1;
     std::fs::write(&path, bytes).unwrap();
     let error = AdapterSet::open(&[(folder.path(), 1.0)], spec).unwrap_err().to_string();
-    assert!(error.contains("lm_head") && error.contains("embedding"), "{error}");
+    assert!(error.contains("embed_tokens") && error.contains("plimsoll merge"), "{error}");
+}
+
+/// The library leaves the head as it was where the embedding alone has an adapter, or is trained, and unties them when it
+/// merges: so does merging here, and the merged model has the loss of the adapter beside the base.
+#[test]
+fn merging_an_adapter_of_a_tied_embedding_unties_the_head() {
+    let cases = cases();
+    let case = cases.iter().find(|case| case.name == "llama-embedding").unwrap();
+    let spec = case.spec();
+    assert!(spec.tie_word_embeddings);
+    let merged_loss = |folder: &Path| {
+        let (adapter, shape) = Adapter::open_to_merge(folder, spec).unwrap();
+        assert!(!shape.tie_word_embeddings);
+        let merged = adapter.merged(&shape, case.files.weights());
+        let place = tempfile::tempdir().unwrap();
+        let written = place.path().join("merged");
+        Transcoder::new(&shape, &merged, &mut |_, _| {})
+            .write_folder(&written, Target::HuggingFace(DType::F32))
+            .unwrap();
+        let files = ModelFiles::open(&written).unwrap();
+        assert!(!files.spec().tie_word_embeddings);
+        let head = files.spec().parameters().into_iter().find(|p| p.role == Role::LmHead).unwrap();
+        let embedding = spec.parameters().into_iter().find(|p| p.role == Role::TokenEmbedding).unwrap();
+        let read = |files: &ModelFiles, p: &Parameter| {
+            let mut bytes = vec![0; 4 * p.elements() as usize];
+            files.weights().read_into(p, DType::F32, &mut bytes).unwrap();
+            bytes
+        };
+        assert!(read(&files, &head) == read(&case.files, &embedding));
+        assert!(read(&files, &embedding) != read(&case.files, &embedding));
+        let device = cpu(1 << 24);
+        let mut evaluator = Evaluator::new(&device, files.spec().clone(), Precision::F32, 64, 64).unwrap();
+        evaluator.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?)).unwrap();
+        let (sum, count) = evaluator.losses(1, &case.batch()).unwrap();
+        sum / count as f64
+    };
+    near("merged", merged_loss(&case.folder), case.expected["loss"].as_f64().unwrap(), 1e-5);
+
+    // A trained embedding alone, as the library writes it: it cannot be used beside a model that has one matrix for both.
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tied-embedding");
+    let error = AdapterSet::open(&[(&data, 1.0)], spec).unwrap_err().to_string();
+    assert!(error.contains("embed_tokens") && error.contains("plimsoll merge"), "{error}");
+    let expected: Value =
+        serde_json::from_slice(&std::fs::read(data.join("expected.json")).unwrap()).unwrap();
+    near("trained alone", merged_loss(&data), expected["loss"].as_f64().unwrap(), 1e-5);
 }

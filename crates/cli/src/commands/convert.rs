@@ -4,7 +4,7 @@ use plimsoll_device::DType;
 use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::quantize::four_bit::FourBit;
 use plimsoll_model::gguf::ggml_type;
-use plimsoll_model::{ModelError, ModelFiles, Parameter, RowSource, Target, Transcoder};
+use plimsoll_model::{ModelError, ModelFiles, ModelSpec, Parameter, RowSource, Target, Transcoder};
 use serde_json::json;
 
 use crate::args::{ConvertArgs, OutputArgs};
@@ -15,7 +15,7 @@ use crate::progress;
 
 pub fn run(args: &ConvertArgs) -> Result<(), Failure> {
     let files = models::with_weights(&args.model, "convert", args.output.json)?;
-    write(&files, files.weights(), &args.output)
+    write(&files, files.spec(), files.weights(), &args.output)
 }
 
 /// What `--output` and `--dtype` ask for together.
@@ -40,8 +40,13 @@ fn target(args: &OutputArgs) -> Result<Target, Failure> {
     }
 }
 
-/// Writes the model that `files` describe with the values of `source`, and its tokenizer.
-pub fn write(files: &ModelFiles, source: &dyn RowSource, args: &OutputArgs) -> Result<(), Failure> {
+/// Writes a model of that shape with the values of `source`, and the tokenizer of `files`.
+pub fn write(
+    files: &ModelFiles,
+    spec: &ModelSpec,
+    source: &dyn RowSource,
+    args: &OutputArgs,
+) -> Result<(), Failure> {
     let target = target(args)?;
     if args.output.exists() && !args.force {
         return Err(Failure::usage(format!(
@@ -49,7 +54,6 @@ pub fn write(files: &ModelFiles, source: &dyn RowSource, args: &OutputArgs) -> R
             args.output.display()
         )));
     }
-    let spec = files.spec();
     let total: u64 = spec.parameters().iter().map(Parameter::elements).sum();
     let bar = progress::counter(total / 1_000_000, "million parameters", args.json);
     let mut show = |done: u64, _: u64| bar.set_position(done / 1_000_000);

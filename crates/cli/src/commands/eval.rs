@@ -1,4 +1,6 @@
-//! `plimsoll eval`: the mean loss of a text, window by window, each window scored alone.
+//! `plimsoll eval`: the mean loss of a text, window by window, each window scored alone; or of samples.
+
+mod samples;
 
 use plimsoll_data::EvalWindows;
 use plimsoll_device::DType;
@@ -17,6 +19,9 @@ use crate::session::{Engine, PLANS, cache_type, overhead_bytes};
 use crate::streaming::{self, Streaming};
 use crate::weights::Weights;
 
+/// What `--format` is without being said.
+const TEXT: &str = "text";
+
 /// Windows are taken together up to about this many tokens.
 const TOKENS_PER_PASS: u64 = 2048;
 
@@ -28,24 +33,41 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
         return Err(Failure::usage("--sequence-length must be at least 2: the first token is context"));
     }
     let model = Weights::open(&args.weights, "evaluate", args.json)?;
-    let windows = {
-        let tokenizer: Tokenizer = model.files.tokenizer()?;
-        EvalWindows::read(&args.data, &tokenizer, args.sequence_length as usize)?
+    let cache = cache_type(args.kv_cache.as_deref())?;
+    let Evaluated { loss, targets, streaming } = match args.format.as_deref().filter(|f| *f != TEXT) {
+        None if !args.set.is_empty() => {
+            return Err(Failure::usage("--set says how samples are read; add --format chat or instruction"));
+        }
+        None => {
+            let windows = {
+                let tokenizer: Tokenizer = model.files.tokenizer()?;
+                EvalWindows::read(&args.data, &tokenizer, args.sequence_length as usize)?
+            };
+            let engine = Engine::start(args.threads)?;
+            match cache {
+                None => whole_windows(args, &engine, &model, &windows)?,
+                Some(cache) => through_the_cache(args, &engine, &model, cache, &windows)?,
+            }
+        }
+        Some(_) if cache.is_some() => {
+            return Err(Failure::usage("--kv-cache is for texts; leave it out, or --format"));
+        }
+        Some(format) => {
+            let samples = samples::read(args, &model, format)?;
+            samples::measure(args, &Engine::start(args.threads)?, &model, &samples)?
+        }
     };
-    let engine = Engine::start(args.threads)?;
-    let Evaluated { loss, targets, streaming } = match cache_type(args.kv_cache.as_deref())? {
-        None => whole_windows(args, &engine, &model, &windows)?,
-        Some(cache) => through_the_cache(args, &engine, &model, cache, &windows)?,
-    };
-    let mean = loss / targets.max(1) as f64;
+    let mean = if targets > 0.0 { loss / targets } else { 0.0 };
+    // Weights of samples are 0 or 1 unless a chat says otherwise.
+    let tokens = targets.round() as u64;
     if args.json {
-        let mut document = json!({ "tokens": targets, "loss": mean, "perplexity": mean.exp() });
+        let mut document = json!({ "tokens": tokens, "loss": mean, "perplexity": mean.exp() });
         if let Some(streaming) = streaming {
             document["streaming"] = streaming.document();
         }
         outln!("{document}")?;
     } else {
-        outln!("loss {mean:.6}, perplexity {:.4}, over {targets} tokens", mean.exp())?;
+        outln!("loss {mean:.6}, perplexity {:.4}, over {tokens} tokens", mean.exp())?;
         if let Some(streaming) = streaming {
             streaming.report();
         }
@@ -53,10 +75,10 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The sum of the losses and their number, and what was streamed for them.
+/// The sum of the losses and their number, or the sum of their weights, and what was streamed for them.
 struct Evaluated {
     loss: f64,
-    targets: u64,
+    targets: f64,
     streaming: Option<Streaming>,
 }
 
@@ -152,7 +174,7 @@ fn whole_windows(
         bar.inc(together as u64);
     }
     bar.finish_and_clear();
-    Ok(Evaluated { loss, targets, streaming })
+    Ok(Evaluated { loss, targets: targets as f64, streaming })
 }
 
 /// The same token by token's way: each window in chunks that read the others from a cache.
@@ -199,5 +221,5 @@ fn through_the_cache(
         bar.inc(1);
     }
     bar.finish_and_clear();
-    Ok(Evaluated { loss, targets, streaming })
+    Ok(Evaluated { loss, targets: targets as f64, streaming })
 }

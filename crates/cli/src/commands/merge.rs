@@ -10,11 +10,16 @@ use crate::output::outln;
 
 pub fn run(args: &MergeArgs) -> Result<(), Failure> {
     let files = models::with_weights(&args.model, "merge", args.output.json)?;
-    let adapter =
-        Adapter::open(&args.adapter, files.spec()).map_err(|error| Failure::other(error.to_string()))?;
+    let (adapter, spec) = Adapter::open_to_merge(&args.adapter, files.spec())
+        .map_err(|error| Failure::other(error.to_string()))?;
     let unknown = &adapter.config().unknown;
     if !unknown.is_empty() && !args.output.json {
         outln!("note: the adapter's configuration has keys that are without effect: {}", unknown.join(", "))?;
     }
-    convert::write(&files, &adapter.merged(files.spec(), files.weights()), &args.output)
+    if spec.tie_word_embeddings != files.spec().tie_word_embeddings && !args.output.json {
+        outln!(
+            "note: the adapter changes the embedding or the head alone; what was one matrix is written as two"
+        )?;
+    }
+    convert::write(&files, &spec, &adapter.merged(&spec, files.weights()), &args.output)
 }

@@ -47,6 +47,28 @@ pub enum AdapterBias {
     LoraOnly,
 }
 
+/// The values that an adapter begins its training with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AdapterStart {
+    /// A uniform within 1 / sqrt(inputs), as Kaiming's initialisation has it in PEFT; B zero.
+    #[default]
+    Kaiming,
+    /// A normal with deviation 1 / rank; B zero.
+    Gaussian,
+    /// Both from the largest singular values of the weight, which is trained beside the rest of it (PiSSA, Meng et al. 2024).
+    Pissa {
+        /// Found by so many power iterations on random vectors (Halko et al. 2011); to f32's precision without.
+        power_iterations: Option<u32>,
+    },
+}
+
+impl AdapterStart {
+    /// Whether the frozen weights are less what the adapter begins with.
+    pub fn changes_base(self) -> bool {
+        matches!(self, AdapterStart::Pissa { .. })
+    }
+}
+
 /// What an adapter is.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdapterConfig {
@@ -70,8 +92,8 @@ pub struct AdapterConfig {
     pub bias: AdapterBias,
     /// Modules that were trained whole.
     pub modules_to_save: Vec<String>,
-    /// Whether A begins as normal random numbers, and not as Kaiming's uniform ones.
-    pub gaussian: bool,
+    /// How training begins.
+    pub start: AdapterStart,
     /// Whether the base's matrices are stored `[in, out]`.
     pub fan_in_fan_out: bool,
     /// The base model.
@@ -94,7 +116,7 @@ impl Default for AdapterConfig {
             use_dora: false,
             bias: AdapterBias::None,
             modules_to_save: Vec::new(),
-            gaussian: false,
+            start: AdapterStart::Kaiming,
             fan_in_fan_out: false,
             base_model: None,
             unknown: Vec::new(),
@@ -183,8 +205,24 @@ impl AdapterConfig {
             },
             "modules_to_save": (!self.modules_to_save.is_empty()).then_some(&self.modules_to_save),
             "fan_in_fan_out": self.fan_in_fan_out,
-            "init_lora_weights": if self.gaussian { json!("gaussian") } else { json!(true) },
+            "init_lora_weights": match self.start {
+                AdapterStart::Gaussian => json!("gaussian"),
+                // What is written is an adapter of the base as it is: see `doubled`.
+                AdapterStart::Kaiming | AdapterStart::Pissa { .. } => json!(true),
+            },
         })
+    }
+
+    /// The same with twice the ranks and the same factors on the products, for [A; A_0] and [B, -B_0] side by side: what
+    /// was trained from values that are not zero, as an adapter of the base as it is.
+    pub fn doubled(&self) -> AdapterConfig {
+        // The factor is alpha / r, or alpha / sqrt(r).
+        let factor = if self.use_rslora { std::f64::consts::SQRT_2 } else { 2.0 };
+        let mut config = AdapterConfig { rank: 2 * self.rank, alpha: factor * self.alpha, ..self.clone() };
+        config.rank_pattern.values_mut().for_each(|rank| *rank *= 2);
+        config.alpha_pattern.values_mut().for_each(|alpha| *alpha *= factor);
+        config.start = AdapterStart::Kaiming;
+        config
     }
 
     /// The rank of a module's adapter.
@@ -282,7 +320,10 @@ fn parse(text: &[u8]) -> Result<AdapterConfig, String> {
         use_rslora: truth("use_rslora")?,
         use_dora: truth("use_dora")?,
         fan_in_fan_out: truth("fan_in_fan_out")?,
-        gaussian: get("init_lora_weights").and_then(Value::as_str) == Some("gaussian"),
+        start: match get("init_lora_weights").and_then(Value::as_str) {
+            Some("gaussian") => AdapterStart::Gaussian,
+            _ => AdapterStart::Kaiming,
+        },
         base_model: get("base_model_name_or_path").and_then(|value| value.as_str().map(str::to_owned)),
         ..AdapterConfig::default()
     };

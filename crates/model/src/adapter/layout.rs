@@ -10,9 +10,10 @@ use std::path::Path;
 
 use plimsoll_device::DType;
 
+use super::pissa::sides;
 use super::{
-    ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, Adapter, AdapterBias, AdapterConfig, AdapterError, HEAD,
-    PREFIX,
+    ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, Adapter, AdapterBias, AdapterConfig, AdapterError,
+    AdapterStart, HEAD, PREFIX,
 };
 use crate::convert::{ConversionError, encode};
 use crate::init;
@@ -38,7 +39,7 @@ pub struct AdaptedModule {
 }
 
 impl AdaptedModule {
-    fn is_embedding(&self) -> bool {
+    pub(super) fn is_embedding(&self) -> bool {
         self.parts == [Adapted::TokenEmbedding]
     }
 
@@ -80,6 +81,9 @@ impl AdapterLayout {
         let trained_base = trained_base(&config, spec, &stored, &modules)?;
         if config.use_dora && modules.iter().any(AdaptedModule::is_embedding) {
             return Err(AdapterError::Layout("DoRA of an embedding is not supported: leave embed_tokens out of target_modules, or train it whole by modules_to_save".into()));
+        }
+        if config.start.changes_base() {
+            check_singular_values(spec, &modules)?;
         }
         let parameters = parameters_of(spec, &modules, config.use_dora);
         Ok(AdapterLayout { config, modules, parameters, trained_base })
@@ -131,6 +135,14 @@ impl AdapterLayout {
         self.parameters.iter().chain(&self.trained_base)
     }
 
+    /// Whether a parameter of the base model is the weight of a linear with an adapter.
+    pub fn adapts(&self, parameter: &Parameter) -> bool {
+        let own = |m: &AdaptedModule| {
+            m.block == parameter.block && m.parts.iter().any(|part| part.role() == parameter.role)
+        };
+        self.modules.iter().any(|module| own(module) && !module.is_embedding())
+    }
+
     /// Whether a parameter of the base model is trained too.
     pub fn trains_base(&self, block: BlockId, role: Role) -> bool {
         self.trained_base.iter().any(|p| p.block == block && p.role == role)
@@ -154,7 +166,7 @@ impl AdapterLayout {
         let Role::Lora(part, adapted) = parameter.role else { return vec![0.0; n] };
         let embedding = adapted == Adapted::TokenEmbedding;
         match (part, embedding) {
-            (LoraPart::A, false) if self.config.gaussian => {
+            (LoraPart::A, false) if self.config.start == AdapterStart::Gaussian => {
                 let rank = parameter.rows().max(1) as f64;
                 init::normal_values(&parameter.name, seed, n, 1.0 / rank)
             }
@@ -174,9 +186,19 @@ impl AdapterLayout {
         spec: &ModelSpec,
         mut values: impl FnMut(&Parameter) -> io::Result<Vec<f32>>,
     ) -> Result<(), AdapterError> {
+        self.write_tensors(folder, &self.config, &self.file_tensors(spec), |file| file.values(&mut values))
+    }
+
+    /// Writes tensors and a configuration as a folder.
+    pub(super) fn write_tensors(
+        &self,
+        folder: &Path,
+        config: &AdapterConfig,
+        files: &[FileTensor],
+        mut content: impl FnMut(&FileTensor) -> io::Result<Vec<f32>>,
+    ) -> Result<(), AdapterError> {
         std::fs::create_dir_all(folder)
             .map_err(|source| AdapterError::Io { path: folder.to_owned(), source })?;
-        let files = self.files_tensors(spec);
         let headers: Vec<NewTensor> = files
             .iter()
             .map(|f| NewTensor { name: f.name.clone(), dtype: StoredDType::F32, shape: f.shape.clone() })
@@ -184,20 +206,12 @@ impl AdapterLayout {
         let mut next = files.iter();
         write_tensors(&folder.join(ADAPTER_WEIGHTS_NAME), &[("format", "pt")], &headers, |_, out| {
             let Some(file) = next.next() else { return Ok(()) };
-            let mut whole = Vec::new();
-            for part in &file.parts {
-                whole.extend(values(part)?);
-            }
-            if file.transposed {
-                let (rows, columns) = (file.shape[0] as usize, file.shape[1] as usize);
-                whole = transposed(&whole, columns, rows);
-            }
-            whole.iter().try_for_each(|x| out.write_all(&x.to_le_bytes()))
+            content(file)?.iter().try_for_each(|x| out.write_all(&x.to_le_bytes()))
         })?;
-        self.config.write(&folder.join(ADAPTER_CONFIG_NAME))
+        config.write(&folder.join(ADAPTER_CONFIG_NAME))
     }
 
-    fn files_tensors(&self, spec: &ModelSpec) -> Vec<FileTensor> {
+    pub(super) fn file_tensors(&self, spec: &ModelSpec) -> Vec<FileTensor> {
         let find = |block, role| self.parameters.iter().find(|p| p.block == block && p.role == role).cloned();
         let mut files = Vec::new();
         for module in &self.modules {
@@ -242,11 +256,11 @@ impl AdapterLayout {
 
 /// A tensor of the adapter's file.
 #[derive(Clone, Debug)]
-struct FileTensor {
-    name: String,
-    shape: Vec<u64>,
-    parts: Vec<Parameter>,
-    transposed: bool,
+pub(super) struct FileTensor {
+    pub name: String,
+    pub shape: Vec<u64>,
+    pub parts: Vec<Parameter>,
+    pub transposed: bool,
 }
 
 impl FileTensor {
@@ -258,10 +272,25 @@ impl FileTensor {
         }
         FileTensor { name, shape, parts, transposed }
     }
+
+    /// Its values, from those of its parts.
+    pub fn values(
+        &self,
+        values: &mut impl FnMut(&Parameter) -> io::Result<Vec<f32>>,
+    ) -> io::Result<Vec<f32>> {
+        let mut whole = Vec::new();
+        for part in &self.parts {
+            whole.extend(values(part)?);
+        }
+        Ok(match (self.transposed, &self.shape[..]) {
+            (true, [rows, columns]) => transposed(&whole, *columns as usize, *rows as usize),
+            _ => whole,
+        })
+    }
 }
 
 /// `[columns, rows]` of `[rows, columns]`.
-fn transposed(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
+pub(super) fn transposed(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
     let mut out = vec![0.0; values.len()];
     for row in 0..rows {
         for column in 0..columns {
@@ -323,6 +352,21 @@ fn choices(stored: &[StoredTensor]) -> String {
     let names: BTreeSet<&str> =
         stored.iter().filter_map(adaptable).filter_map(|(name, ..)| name.rsplit('.').next()).collect();
     names.into_iter().collect::<Vec<_>>().join(", ")
+}
+
+/// A matrix has as many singular values as its shorter side is long.
+fn check_singular_values(spec: &ModelSpec, modules: &[AdaptedModule]) -> Result<(), AdapterError> {
+    let most = |module: &AdaptedModule| sides(spec, module).into_iter().min().unwrap_or(0);
+    let linears = modules.iter().filter(|module| !module.is_embedding());
+    match linears.into_iter().find(|module| module.rank as u64 > most(module)) {
+        Some(module) => Err(AdapterError::Layout(format!(
+            "init_lora_weights: {} has rank {} and no more than {} singular values; take a lower rank for it, by rank_pattern",
+            module.name,
+            module.rank,
+            most(module)
+        ))),
+        None => Ok(()),
+    }
 }
 
 fn check_targets(

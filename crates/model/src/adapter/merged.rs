@@ -1,9 +1,10 @@
 //! A base model's rows with an adapter's product added, as they are read: merging without a second copy.
 
 use std::ops::Range;
+use std::path::Path;
 
-use super::{Adapter, LowRank, stored_place};
-use crate::parameters::Parameter;
+use super::{Adapter, AdapterError, LowRank, stored_place};
+use crate::parameters::{BlockId, Parameter, Role};
 use crate::source::{ModelError, WeightSource};
 use crate::spec::ModelSpec;
 use crate::transcode::RowSource;
@@ -17,7 +18,34 @@ pub struct Merged<'a> {
 }
 
 impl Adapter {
-    /// The weights of `base`, a model of the shape that the adapter was opened for, with the adapter in them.
+    /// Reads the adapter in `folder` to merge it into a model of that shape, and says which shape the merged model has:
+    /// where an adapter changes an embedding and not the head that is tied to it, or the other way round, that has both,
+    /// for in the library too the one stays as it was when the other is trained.
+    ///
+    /// # Errors
+    /// As [`Adapter::open`].
+    pub fn open_to_merge(folder: &Path, spec: &ModelSpec) -> Result<(Adapter, ModelSpec), AdapterError> {
+        if spec.tie_word_embeddings {
+            let untied = ModelSpec { tie_word_embeddings: false, ..spec.clone() };
+            let adapter = Adapter::open(folder, &untied)?;
+            let tables = untied.blocks().flat_map(|block| untied.block_parameters(block));
+            let names: Vec<String> = tables
+                .filter(|p| matches!(p.role, Role::TokenEmbedding | Role::LmHead))
+                .filter_map(|p| Some(stored_place(&untied, &p)?.0))
+                .collect();
+            let apart = names.iter().any(|name| adapter.low_rank.contains_key(name))
+                || names
+                    .iter()
+                    .any(|a| adapter.replaced.get(a) != names.first().and_then(|b| adapter.replaced.get(b)));
+            if apart {
+                return Ok((adapter, untied));
+            }
+        }
+        Ok((Adapter::open(folder, spec)?, spec.clone()))
+    }
+
+    /// The weights of `base`, a model of the shape that the adapter was opened for, with the adapter in them. A head that
+    /// the base does not have is its embedding.
     pub fn merged<'a>(&'a self, spec: &'a ModelSpec, base: &'a WeightSource) -> Merged<'a> {
         Merged { spec, base, adapter: self }
     }
@@ -55,7 +83,11 @@ impl Adapter {
 impl RowSource for Merged<'_> {
     fn rows(&self, parameter: &Parameter, rows: Range<u64>, out: &mut [f32]) -> Result<(), ModelError> {
         if !self.adapter.replace_rows(self.spec, parameter, rows.clone(), out) {
-            self.base.read_rows(parameter, rows.clone(), out)?;
+            let tied = self.spec.block_parameters(BlockId::Embedding).into_iter().next();
+            match tied.filter(|_| parameter.role == Role::LmHead && !self.base.has(parameter)) {
+                Some(embedding) => self.base.read_rows(&embedding, rows.clone(), out)?,
+                None => self.base.read_rows(parameter, rows.clone(), out)?,
+            }
         }
         let Some((name, first)) = stored_place(self.spec, parameter) else { return Ok(()) };
         let columns = parameter.shape.get(1).copied().unwrap_or(1) as usize;

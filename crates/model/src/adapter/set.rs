@@ -92,7 +92,14 @@ impl AdapterSet {
         spec: &ModelSpec,
         layout: &AdapterLayout,
     ) -> Result<AdapterSet, AdapterError> {
-        let adapter = Adapter::open(folder, spec)?;
+        AdapterSet::of(Adapter::open(folder, spec)?, folder, layout)
+    }
+
+    /// An adapter that was opened, from `folder`, for a layout that is known.
+    ///
+    /// # Errors
+    /// It has other modules or ranks than the layout.
+    pub fn of(adapter: Adapter, folder: &Path, layout: &AdapterLayout) -> Result<AdapterSet, AdapterError> {
         let module = |weight: &str| layout.modules().iter().find(|m| format!("{}.weight", m.name) == *weight);
         let fits = adapter.low_rank().len() == layout.modules().len()
             && adapter.low_rank().iter().all(|(weight, low)| {

@@ -143,37 +143,59 @@ impl WeightSource {
             return Ok(());
         }
         let fail = |source| self.conversion(parameter, to, source);
-        if !(to.is_float() || can_quantize(to) && place.columns().is_multiple_of(to.row_multiple())) {
-            return Err(fail(ConversionError::Unsupported { from: place.dtype, to }));
-        }
-        if to.bytes_for(parameter.elements()) != Some(out.len() as u64) {
-            let (from, source_bytes) = (place.dtype, place.bytes.len());
-            return Err(fail(ConversionError::Length { from, source_bytes, to, out_bytes: out.len() }));
-        }
-        if let Some(kind) = FourBit::of(to) {
-            let coded = FourBitMatrix::read(self, parameter, kind, !to.has_rows())?;
-            let elements = parameter.elements() as usize;
-            let arranged = four_bit::arrange(to, elements, &coded.codes, &coded.magnitudes, out);
-            debug_assert!(arranged.is_some());
-        } else {
-            let mut values = Vec::new();
-            let mut out = out;
-            for rows in stripes(place.rows(), place.columns(), 1) {
-                let count = (rows.end - rows.start) * place.columns();
-                values.resize(count as usize, 0.0);
-                self.read_rows(parameter, rows, &mut values)?;
-                let bytes = to.bytes_for(count).unwrap_or(0) as usize;
-                let (own, rest) = std::mem::take(&mut out).split_at_mut(bytes);
-                out = rest;
-                encode_stripe(&values, to, own).map_err(fail)?;
-            }
-        }
+        encode_rows(parameter, place.dtype, to, out, fail, |rows, values| {
+            self.read_rows(parameter, rows, values)
+        })?;
         self.release(parameter)
     }
 
-    fn conversion(&self, parameter: &Parameter, dtype: DType, source: ConversionError) -> ModelError {
+    pub(crate) fn conversion(
+        &self,
+        parameter: &Parameter,
+        dtype: DType,
+        source: ConversionError,
+    ) -> ModelError {
         ModelError::Conversion { path: self.path.clone(), tensor: parameter.name.clone(), dtype, source }
     }
+}
+
+/// A parameter's rows, which `read` gives in f32 a stripe at a time, as `to`: plain, or quantised. They were `from` before,
+/// which errors name.
+pub(crate) fn encode_rows<E>(
+    parameter: &Parameter,
+    from: DType,
+    to: DType,
+    out: &mut [u8],
+    fail: impl Fn(ConversionError) -> E,
+    mut read: impl FnMut(Range<u64>, &mut [f32]) -> Result<(), E>,
+) -> Result<(), E> {
+    let columns = parameter.shape.get(1).copied().unwrap_or(1);
+    if !(to.is_float() || can_quantize(to) && columns.is_multiple_of(to.row_multiple())) {
+        return Err(fail(ConversionError::Unsupported { from, to }));
+    }
+    if to.bytes_for(parameter.elements()) != Some(out.len() as u64) {
+        let source_bytes = from.bytes_for(parameter.elements()).unwrap_or(0) as usize;
+        return Err(fail(ConversionError::Length { from, source_bytes, to, out_bytes: out.len() }));
+    }
+    if let Some(kind) = FourBit::of(to) {
+        let coded = FourBitMatrix::of(parameter, kind, !to.has_rows(), read)?;
+        let elements = parameter.elements() as usize;
+        let arranged = four_bit::arrange(to, elements, &coded.codes, &coded.magnitudes, out);
+        debug_assert!(arranged.is_some());
+        return Ok(());
+    }
+    let mut values = Vec::new();
+    let mut out = out;
+    for rows in stripes(parameter.rows(), columns, 1) {
+        let count = (rows.end - rows.start) * columns;
+        values.resize(count as usize, 0.0);
+        read(rows, &mut values)?;
+        let bytes = to.bytes_for(count).unwrap_or(0) as usize;
+        let (own, rest) = std::mem::take(&mut out).split_at_mut(bytes);
+        out = rest;
+        encode_stripe(&values, to, own).map_err(&fail)?;
+    }
+    Ok(())
 }
 
 /// Values as `to`: plain, or blocks that need nothing but themselves.
@@ -193,20 +215,6 @@ pub(crate) struct FourBitMatrix {
 
 impl FourBitMatrix {
     /// Quantises a matrix, reading it once and a stripe at a time.
-    pub fn read(
-        source: &WeightSource,
-        parameter: &Parameter,
-        kind: FourBit,
-        doubly: bool,
-    ) -> Result<FourBitMatrix, ModelError> {
-        let columns = parameter.shape.get(1).copied().unwrap_or(1);
-        FourBitMatrix::of(parameter, kind, doubly, |rows, values| {
-            debug_assert_eq!(values.len() as u64, (rows.end - rows.start) * columns);
-            source.read_rows(parameter, rows, values)
-        })
-    }
-
-    /// The same of rows that come from a closure.
     pub fn of<E>(
         parameter: &Parameter,
         kind: FourBit,

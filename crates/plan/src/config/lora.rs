@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use plimsoll_device::DType;
 use plimsoll_device::cpu::quantize::can_quantize;
-use plimsoll_model::adapter::{AdapterBias, AdapterConfig, TargetModules};
+use plimsoll_model::adapter::{AdapterBias, AdapterConfig, AdapterStart, TargetModules};
 use serde::{Serialize, Serializer};
 
 use super::document::{Input, Yaml};
@@ -26,16 +26,6 @@ choice! {
         All = "all",
         /// Those of the adapted linears.
         LoraOnly = "lora_only",
-    }
-}
-
-choice! {
-    /// The first values of A; B begins as zero.
-    pub enum LoraInit {
-        /// Uniform within 1 / sqrt(inputs), as PEFT has it.
-        Kaiming = "kaiming" | "default",
-        /// Normal with deviation 1 / rank.
-        Gaussian = "gaussian",
     }
 }
 
@@ -62,8 +52,8 @@ section! {
         bias: LoraBias = LoraBias::None;
         /// Modules that are trained whole, such as embed_tokens or lm_head.
         modules_to_save: Names, "none";
-        /// How A begins.
-        init_lora_weights: LoraInit = LoraInit::Kaiming;
+        /// How A and B begin; with pissa as the largest singular values of the weight, beside which the rest of it is frozen.
+        init_lora_weights: LoraInit = LoraInit(AdapterStart::Kaiming);
         /// B's learning rate as a multiple of A's (LoRA+).
         loraplus_lr_ratio: f64 = 1.0, POSITIVE;
     }
@@ -89,9 +79,54 @@ impl LoraOptions {
                 LoraBias::LoraOnly => AdapterBias::LoraOnly,
             },
             modules_to_save: self.modules_to_save.clone().unwrap_or_default().0,
-            gaussian: self.init_lora_weights() == LoraInit::Gaussian,
+            start: self.init_lora_weights().0,
             base_model,
             ..AdapterConfig::default()
+        }
+    }
+}
+
+/// The first values of A and B, by PEFT's names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoraInit(pub AdapterStart);
+
+/// What stands before the number of power iterations.
+const PISSA_NITER: &str = "pissa_niter_";
+
+/// Iterations beyond which nothing changes.
+const MOST_ITERATIONS: u32 = 1000;
+
+impl Serialize for LoraInit {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.text())
+    }
+}
+
+impl ConfigValue for LoraInit {
+    fn read(input: Input<'_>) -> Result<Self, Mismatch> {
+        let Yaml::Text(text) = &input.node.value else { return Err(mismatch::<Self>(input)) };
+        let text = text.to_ascii_lowercase();
+        Ok(LoraInit(match text.as_str() {
+            "kaiming" | "default" => AdapterStart::Kaiming,
+            "gaussian" => AdapterStart::Gaussian,
+            "pissa" => AdapterStart::Pissa { power_iterations: None },
+            other => {
+                let count = other.strip_prefix(PISSA_NITER).and_then(|count| count.parse().ok());
+                let count = count.filter(|count| *count <= MOST_ITERATIONS);
+                let power_iterations = Some(count.ok_or_else(|| mismatch::<Self>(input))?);
+                AdapterStart::Pissa { power_iterations }
+            }
+        }))
+    }
+    fn describe() -> String {
+        "kaiming | gaussian | pissa | pissa_niter_N with N up to 1000".to_owned()
+    }
+    fn text(&self) -> String {
+        match self.0 {
+            AdapterStart::Kaiming => "kaiming".to_owned(),
+            AdapterStart::Gaussian => "gaussian".to_owned(),
+            AdapterStart::Pissa { power_iterations: None } => "pissa".to_owned(),
+            AdapterStart::Pissa { power_iterations: Some(count) } => format!("{PISSA_NITER}{count}"),
         }
     }
 }

@@ -47,7 +47,7 @@ section! {
         tie_word_embeddings: bool = false;
         /// Standard deviation of the first weights.
         initializer_range: f64 = 0.02, POSITIVE;
-        /// The built-in tokenizer of single bytes, or a folder with a tokenizer.json.
+        /// The built-in tokenizer of single bytes, a folder with a tokenizer.json, or a GGUF file with a tokenizer.
         tokenizer: TokenizerSource = TokenizerSource::ByteLevel;
     }
 }
@@ -66,9 +66,9 @@ pub enum TokenizerSource {
     /// One token a byte; built in.
     #[serde(rename = "byte-level")]
     ByteLevel,
-    /// A folder with a `tokenizer.json`.
+    /// A folder with a `tokenizer.json`, or a GGUF file, of which the tokenizer alone is read.
     #[serde(untagged)]
-    Folder(PathBuf),
+    Path(PathBuf),
 }
 
 impl ConfigValue for TokenizerSource {
@@ -77,16 +77,16 @@ impl ConfigValue for TokenizerSource {
         Ok(if path.as_os_str() == "byte-level" {
             TokenizerSource::ByteLevel
         } else {
-            TokenizerSource::Folder(path)
+            TokenizerSource::Path(path)
         })
     }
     fn describe() -> String {
-        "byte-level | folder".to_owned()
+        "byte-level | folder | .gguf file".to_owned()
     }
     fn text(&self) -> String {
         match self {
             TokenizerSource::ByteLevel => "byte-level".to_owned(),
-            TokenizerSource::Folder(path) => path.text(),
+            TokenizerSource::Path(path) => path.text(),
         }
     }
 }

@@ -102,7 +102,7 @@ impl Sample for TokenizerSource {
     fn sample(source: &mut Source<'_>) -> Self {
         match PathBuf::sample(source) {
             path if path.as_os_str() == "byte-level" => TokenizerSource::ByteLevel,
-            path => TokenizerSource::Folder(path),
+            path => TokenizerSource::Path(path),
         }
     }
 }

@@ -54,7 +54,7 @@ fn a_model_may_be_a_bare_name_or_sizes() {
     );
     assert_eq!(config.validate().map_err(|e| e.to_string()), Ok(()));
     assert_eq!(config.model.from_scratch.architecture(), Architecture::Llama);
-    assert_eq!(config.model.from_scratch.tokenizer(), TokenizerSource::Folder("tok".into()));
+    assert_eq!(config.model.from_scratch.tokenizer(), TokenizerSource::Path("tok".into()));
 }
 
 #[test]

@@ -1,0 +1,87 @@
+//! Evaluation on chats and instructions: the mean loss of the tokens that training would train, in the windows and with
+//! the weights that its validation has.
+
+use plimsoll_data::Dataset;
+use plimsoll_model::Parameter;
+use plimsoll_plan::config::{ConfigError, RawConfig};
+use plimsoll_plan::{DryRun, loss_chunk_tokens};
+use plimsoll_step::{Evaluator, WeightStorage};
+use plimsoll_train::{micro_batch, sample_encoder};
+
+use super::{Evaluated, TOKENS_PER_PASS, opened, planned};
+use crate::args::EvalArgs;
+use crate::failure::Failure;
+use crate::progress;
+use crate::session::Engine;
+use crate::weights::Weights;
+
+/// What all keys begin with that `--set` may change here.
+const DATA: &str = "data.";
+
+/// Reads the samples of `--data`.
+pub(super) fn read(args: &EvalArgs, model: &Weights, format: &str) -> Result<Dataset, Failure> {
+    let mut config = RawConfig::default();
+    config.apply_override("data.format", format, &format!("--format {format}"))?;
+    let length = args.sequence_length.to_string();
+    config.apply_override("data.sequence_length", &length, &format!("--sequence-length {length}"))?;
+    for assignment in &args.set {
+        if !assignment.trim_start().starts_with(DATA) {
+            return Err(Failure::usage(format!(
+                "--set {assignment}: only keys of {DATA}* say how data are read"
+            )));
+        }
+        config.apply_set(assignment)?;
+    }
+    let tokenizer = model.files.tokenizer()?;
+    let Some(encoder) = sample_encoder(&config, &tokenizer)? else {
+        return Err(ConfigError::Missing {
+            key: "data.format",
+            remedy: "set it to chat or instruction; a text is measured without --format".to_owned(),
+        }
+        .into());
+    };
+    let patterns = [args.data.to_string_lossy().into_owned()];
+    let folder = args.disk.disk_path.clone().unwrap_or_else(std::env::temp_dir);
+    Ok(Dataset::open_samples(&patterns, &encoder, None, &folder)?)
+}
+
+/// The sum of the losses, each by its weight, and of the weights.
+pub(super) fn measure(
+    args: &EvalArgs,
+    engine: &Engine,
+    model: &Weights,
+    samples: &Dataset,
+) -> Result<Evaluated, Failure> {
+    let (files, precision) = (&model.files, model.precision);
+    let length = samples.sequence_length();
+    let most = (TOKENS_PER_PASS / length.max(1)).clamp(1, samples.windows().max(1));
+    let chunk = loss_chunk_tokens(files.spec().vocab_size, most.saturating_mul(length));
+    let types = |p: &Parameter| model.weight_type(p);
+    let storage = WeightStorage { types: &types, adapters: model.adapters(), trained: false, staging: None };
+    let (dry_run, staging) = planned(args, engine, model, |staging| {
+        let storage = WeightStorage { staging, ..storage };
+        DryRun::evaluation_of_samples(files.spec(), precision, storage, most, length, chunk)
+    })?;
+    let storage = WeightStorage { staging: staging.as_ref(), ..storage };
+    let device = engine.device(&dry_run, args.memory)?;
+    let (stream, streaming) = opened(args, model, staging.as_ref())?;
+    let mut evaluator =
+        Evaluator::with_storage(&device, files.spec().clone(), precision, storage, length, chunk)?;
+    evaluator.load(|p, dtype, out| model.read_into(p, dtype, out))?;
+    if let Some(stream) = stream {
+        evaluator.stream_from(Box::new(stream));
+    }
+    let bar = progress::counter(samples.windows(), "windows", args.json);
+    let (mut loss, mut weight, mut next) = (0.0, 0.0, 0);
+    while next < samples.windows() {
+        let count = most.min(samples.windows() - next);
+        let batch = samples.batch(next, count)?;
+        let micro_batch = micro_batch(&batch);
+        loss += evaluator.losses(count, &micro_batch)?.0;
+        weight += micro_batch.target_weight();
+        next += count;
+        bar.inc(count);
+    }
+    bar.finish_and_clear();
+    Ok(Evaluated { loss, targets: weight, streaming })
+}
