@@ -96,7 +96,7 @@ impl Case {
         let weight_types = weight_type
             .map(|dtype| adapted.map(|p| ((p.block, p.role), dtype)).collect())
             .unwrap_or_else(HashMap::new);
-        let adapters = Adapters { layout, dropout: 0.0, weight_types };
+        let adapters = Adapters { layout, dropout: 0.0, weight_types, in_files: HashMap::new() };
         StepSettings {
             method: TrainingMethod::Adapters(Arc::new(adapters)),
             optimizer: OptimizerSettings { weight_decay: 0.0, ..OptimizerSettings::default() },

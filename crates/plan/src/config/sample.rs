@@ -4,8 +4,9 @@ use std::path::PathBuf;
 
 use plimsoll_device::DType;
 use plimsoll_memory::ByteSize;
-use plimsoll_model::adapter::TargetModules;
+use plimsoll_model::adapter::{AdapterStart, TargetModules};
 
+use super::lora::LoraInit;
 use super::place::Origins;
 use super::{
     Auto, DataConfig, MemoryConfig, ModelConfig, Names, OutputConfig, ParallelConfig, ParameterGroup,
@@ -104,6 +105,17 @@ impl Sample for TokenizerSource {
             path if path.as_os_str() == "byte-level" => TokenizerSource::ByteLevel,
             path => TokenizerSource::Path(path),
         }
+    }
+}
+
+impl Sample for LoraInit {
+    fn sample(source: &mut Source<'_>) -> Self {
+        let power_iterations = [None, Some(0), Some(16)];
+        LoraInit(match source.next() % 5 {
+            0 => AdapterStart::Kaiming,
+            1 => AdapterStart::Gaussian,
+            n => AdapterStart::Pissa { power_iterations: power_iterations[n as usize - 2] },
+        })
     }
 }
 
