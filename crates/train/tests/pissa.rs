@@ -95,7 +95,7 @@ impl Case {
         let adapted = parameters.iter().filter(|p| layout.adapts(p) && p.shape[1].is_multiple_of(8));
         let weight_types = weight_type
             .map(|dtype| adapted.map(|p| ((p.block, p.role), dtype)).collect())
-            .unwrap_or_else(HashMap::new);
+            .unwrap_or_default();
         let adapters = Adapters { layout, dropout: 0.0, weight_types, in_files: HashMap::new() };
         StepSettings {
             method: TrainingMethod::Adapters(Arc::new(adapters)),
