@@ -59,8 +59,7 @@ impl DryRun {
         let first = dry.take_tally();
         let mut step = first;
         let mut moved = tiers.take_moved();
-        if settings.micro_batches_per_pass > 1 && accumulation > 1 {
-            // Passes of several micro-batches, and one of those that are left.
+        if accumulation > 1 && settings.holds_micro_batches(spec) {
             let all = vec![micro_batch; usize::try_from(accumulation).unwrap_or(usize::MAX)];
             trainer.step(&all, 0.0)?;
             dry.take_tally();

@@ -41,7 +41,11 @@ pub(crate) fn forward<D: Device>(
     let attention_norm = Held::new(ctx, kept(policy.norms, normed.statistics.is_some()), normed)?;
     let attended = attention::attend(ctx, &qkv)?;
     let qkv = Held::new(ctx, policy.qkv, qkv)?;
-    let stream = own_or_shared(policy.input, &x);
+    let stream = match policy.input {
+        // An input that the block does not keep is its caller's.
+        Save::Recompute => Stream::Shared(&x),
+        save => own_or_shared(save, &x),
+    };
     let summed = add_part(ctx, norms.attention_out, stream, "middle", |out, accumulate| {
         attention::project_out(ctx, weights, &attended.out, out, accumulate)
     })?;

@@ -53,7 +53,7 @@ impl LayerPolicy {
         }
     }
 
-    /// Nothing is kept, not even the input: for a block that runs for its output alone.
+    /// Nothing is kept, not even the input, which stays as it is: for a block that runs for its output alone.
     pub fn nothing() -> LayerPolicy {
         LayerPolicy { input: Save::Recompute, ..LayerPolicy::all(Save::Recompute) }
     }

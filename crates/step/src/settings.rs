@@ -286,6 +286,15 @@ impl StepSettings {
     }
 }
 
+impl StepSettings {
+    /// Whether a step holds something of each of its micro-batches: then all of them belong to a dry run, and not the
+    /// first two alone.
+    pub fn holds_micro_batches(&self, spec: &ModelSpec) -> bool {
+        let rows = self.offload.gradients != Tier::Device && !spec.tie_word_embeddings;
+        self.micro_batches_per_pass > 1 || rows
+    }
+}
+
 /// One forward and backward pass's worth of tokens, sequence after sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct MicroBatch<'a> {

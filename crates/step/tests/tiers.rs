@@ -144,6 +144,9 @@ fn no_tier_changes_a_bit() {
     for spec in [llama(), olmo(), gemma()].map(large) {
         for settings in cases() {
             let resident = train_in(folder.path(), &spec, &settings);
+            let plain = StepSettings { checkpointing: Checkpointing::None, ..settings.clone() };
+            let lossless = settings.compression == Compression::None;
+            assert!(!lossless || train_in(folder.path(), &spec, &plain) == resident, "{settings:?}");
             for offload in [all_on(Tier::Disk), all_on(Tier::Host)] {
                 let settings = StepSettings { offload, ..settings.clone() };
                 let away = train_in(folder.path(), &spec, &settings);
