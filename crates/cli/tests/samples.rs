@@ -26,7 +26,9 @@ fn samples_are_measured_as_in_validation() {
     std::fs::write(path.join("chat.jinja"), TEMPLATE).unwrap();
     write_lines(
         &path.join("instructions.jsonl"),
-        (0..17).map(|i| json!({ "instruction": format!("count {i}"), "output": format!("{} {}", i + 1, i + 2) })),
+        (0..17).map(
+            |i| json!({ "instruction": format!("count {i}"), "output": format!("{} {}", i + 1, i + 2) }),
+        ),
     );
     let turn = |role: &str, content: String| json!({ "role": role, "content": content });
     write_lines(
@@ -89,7 +91,8 @@ fn a_model_from_scratch_takes_the_tokenizer_of_a_gguf_file() {
     });
     assert_eq!(first, again);
     std::fs::write(path.join("none.gguf"), b"GGUF").unwrap();
-    let none = ["train", "c.yaml", "--set", "model.from_scratch.tokenizer=none.gguf", "--set", "output.dir=none"];
+    let none =
+        ["train", "c.yaml", "--set", "model.from_scratch.tokenizer=none.gguf", "--set", "output.dir=none"];
     let error = text(&plimsoll(path, &none).stderr);
     assert!(error.contains("none.gguf"), "{error}");
 }

@@ -322,9 +322,7 @@ fn merging_an_adapter_of_a_tied_embedding_unties_the_head() {
         assert!(read(&files, &embedding) != read(&case.files, &embedding));
         let device = cpu(1 << 24);
         let mut evaluator = Evaluator::new(&device, files.spec().clone(), Precision::F32, 64, 64).unwrap();
-        evaluator
-            .load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))
-            .unwrap();
+        evaluator.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?)).unwrap();
         let (sum, count) = evaluator.losses(1, &case.batch()).unwrap();
         sum / count as f64
     };
@@ -334,6 +332,7 @@ fn merging_an_adapter_of_a_tied_embedding_unties_the_head() {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tied-embedding");
     let error = AdapterSet::open(&[(&data, 1.0)], spec).unwrap_err().to_string();
     assert!(error.contains("embed_tokens") && error.contains("plimsoll merge"), "{error}");
-    let expected: Value = serde_json::from_slice(&std::fs::read(data.join("expected.json")).unwrap()).unwrap();
+    let expected: Value =
+        serde_json::from_slice(&std::fs::read(data.join("expected.json")).unwrap()).unwrap();
     near("trained alone", merged_loss(&data), expected["loss"].as_f64().unwrap(), 1e-5);
 }
