@@ -140,6 +140,12 @@ impl Observer for TrainingProgress {
                     ByteSize(budget_bytes)
                 ));
             }
+            Event::BufferedDisk(folder) => {
+                self.say(&format!(
+                    "direct I/O is refused in {}: offloaded tensors go through the page cache, which is emptied of them again",
+                    folder.display()
+                ));
+            }
             Event::Rung { step, from, to, why, now } => {
                 let way = if to > from { "less" } else { "more" };
                 self.say(&format!("step {step}: going on with {way} memory: {why}; now {now}"));

@@ -38,6 +38,9 @@ pub enum Event<'a> {
         /// The load line in bytes.
         budget_bytes: u64,
     },
+    /// Offloaded tensors can only be read and written through the page cache, which is emptied of them again: direct I/O is
+    /// refused there.
+    BufferedDisk(&'a Path),
     /// The run goes on with another plan: one that needs less memory, or again one that needs more.
     Rung {
         /// After this step.

@@ -21,7 +21,7 @@ use crate::checkpoint::{Checkpoint, TrainerState, VERSION, copy_out};
 use crate::pressure::Change;
 use crate::run::{Connections, PartEnd, Progress, RunSettings, Thresholds, micro_batch, run};
 use crate::samples::sample_encoder;
-use crate::{Decay, Observer, Planned, Report, Schedule, StopFlag, TrainError};
+use crate::{Decay, Event, Observer, Planned, Report, Schedule, StopFlag, TrainError};
 
 /// Bytes between a file with a document a line and the tokenizer, where the user does not say.
 const DEFAULT_BUFFER: usize = 64 << 10;
@@ -193,6 +193,9 @@ impl Prepared {
         let document_end = self.train.document_end();
         let step = StepSettings { document_end, ..plan.choice.settings.clone() };
         let tiers = Arc::new(open_tiers(plan)?);
+        if let Some(file) = tiers.buffered_file() {
+            observer.event(Event::BufferedDisk(file.path()));
+        }
         let mut trainer = Trainer::with_tiers(device, tiers, plan.spec.clone(), step, &Solo)?;
         self.load(&mut trainer, plan)?;
 
