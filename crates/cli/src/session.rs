@@ -9,7 +9,7 @@ use plimsoll_disk::EngineSettings;
 use plimsoll_memory::ByteSize;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
-use plimsoll_plan::{DiskRates, DryRun, Machine, ProcessLimits, Rates};
+use plimsoll_plan::{DiskRates, DryRun, Machine, ProcessLimits, Rates, TrainingPlan};
 use plimsoll_step::Precision;
 
 use crate::args::ConfigSource;
@@ -105,8 +105,22 @@ impl Engine {
         }
     }
 
-    /// The same with the disk measured that offloaded tensors go to; as before where it cannot be.
-    pub fn machine_with_disk(&self, config: &RawConfig, machine: &Machine) -> Machine {
+    /// Plans for a machine, and again with its disk measured where tensors go there.
+    pub fn plan<E>(
+        &self,
+        config: &RawConfig,
+        machine: &Machine,
+        plan: impl Fn(&Machine) -> Result<TrainingPlan, E>,
+    ) -> Result<TrainingPlan, E> {
+        let first = plan(machine)?;
+        if first.disk_bytes() == 0 || machine.disk_available.is_none() {
+            return Ok(first);
+        }
+        plan(&self.machine_with_disk(config, machine))
+    }
+
+    /// A machine with the disk measured that offloaded tensors go to; as before where it cannot be.
+    fn machine_with_disk(&self, config: &RawConfig, machine: &Machine) -> Machine {
         let folder = disk_space(&config.disk_path()).map(|space| space.folder);
         let measured = folder.ok().and_then(|folder| {
             plimsoll_disk::measure(&folder, DISK_SAMPLE, EngineSettings::default(), true).ok()

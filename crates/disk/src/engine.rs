@@ -14,7 +14,7 @@ use crate::file::DiskFile;
 use crate::request::{Job, Request, Ticket, lock};
 use crate::statistics::{Clock, IoMeter, IoStatistics};
 use crate::system::run_on_all_cores_of_the_process;
-use crate::{ALIGNMENT, DiskError, pages};
+use crate::{ALIGNMENT, BufferPool, DiskError, pages};
 
 /// A worker's stack: system calls and the text of an error.
 const STACK_BYTES: usize = 128 << 10;
@@ -105,6 +105,50 @@ impl DiskEngine {
             return self.refuse(from, DiskError::Buffer { has: 0, needed: bytes });
         }
         self.submit(file, offset..offset + bytes, from, true)
+    }
+
+    /// Reads parts of files into memory of the caller's, now, as many at once as there are buffers for.
+    ///
+    /// # Errors
+    /// The first that failed; what comes after it is not read.
+    pub fn read_each<'f, 'o>(
+        &self,
+        buffers: &BufferPool,
+        parts: impl IntoIterator<Item = (&'f Arc<DiskFile>, Range<u64>, &'o mut [u8])>,
+    ) -> Result<(), DiskError> {
+        let mut reading: VecDeque<(Ticket, &mut [u8])> = VecDeque::new();
+        let arrive = |(ticket, out): (Ticket, &mut [u8])| {
+            let finished = ticket.wait();
+            let outcome = match finished.bytes() {
+                Ok(bytes) if bytes.len() == out.len() => {
+                    out.copy_from_slice(bytes);
+                    Ok(())
+                }
+                _ => finished.outcome.map(|_| ()),
+            };
+            buffers.give_back(finished.region);
+            outcome
+        };
+        let mut outcome = Ok(());
+        for (file, bytes, out) in parts {
+            let mut buffer = buffers.take();
+            if buffer.is_none()
+                && let Some(oldest) = reading.pop_front()
+            {
+                outcome = arrive(oldest);
+                buffer = buffers.take();
+            }
+            match (&outcome, buffer) {
+                (Ok(()), Some(buffer)) => reading.push_back((self.prefetch(file, bytes, buffer), out)),
+                (Ok(()), None) => outcome = Err(DiskError::Buffer { has: 0, needed: out.len() as u64 }),
+                (Err(_), buffer) => buffer.into_iter().for_each(|buffer| buffers.give_back(buffer)),
+            }
+            if outcome.is_err() {
+                break;
+            }
+        }
+        // Buffers come back whatever happened.
+        reading.into_iter().map(arrive).fold(outcome, |before, now| before.and(now))
     }
 
     /// Totals since the start.

@@ -11,7 +11,8 @@ use plimsoll_memory::{Arena, Block, OutOfMemory, Phase, Region, Tag, Tier};
 
 use crate::request::{Finished, Ticket, lock};
 use crate::{
-    ALIGNMENT, DiskEngine, DiskError, DiskFile, EngineSettings, IoMeter, IoMode, SpillFile, SpillSettings,
+    ALIGNMENT, BufferPool, DiskEngine, DiskError, DiskFile, EngineSettings, IoMeter, IoMode, SpillFile,
+    SpillSettings,
 };
 
 /// Host memory and disk, as far as a job may use them.
@@ -162,10 +163,12 @@ impl LowerTiers {
         self.backing.as_ref().map(|backing| backing.engine.meter())
     }
 
-    /// The spill file where it can only be used through the page cache.
-    pub fn buffered_file(&self) -> Option<&DiskFile> {
-        let spill = self.backing.as_ref()?.spill.as_ref()?;
-        (spill.file().mode() == IoMode::Buffered).then(|| spill.file().as_ref())
+    /// The first file, the spill file or one that is only read, that can only be used through the page cache.
+    pub fn buffered_file(&self) -> Option<Arc<DiskFile>> {
+        let Backing { spill, files, .. } = self.backing.as_ref()?;
+        let files = lock(files);
+        let mut all = spill.iter().map(SpillFile::file).chain(files.iter());
+        all.find(|file| file.mode() == IoMode::Buffered).cloned()
     }
 
     /// A home of `bytes` bytes on a tier that is not the device.
@@ -279,8 +282,9 @@ impl LowerTiers {
 
     /// Parts of homes, now, several at once where they are on disk.
     pub fn read_all_now(&self, parts: &mut [(&Home, u64, &mut [u8])]) -> Result<(), DiskError> {
-        let mut reading = std::collections::VecDeque::new();
-        let mut failed = None;
+        let Some(Backing { engine, .. }) = &self.backing else { return Err(DiskError::Stopped) };
+        let longest = parts.iter().map(|(.., out)| out.len()).max().unwrap_or(0);
+        let mut on_disk = Vec::new();
         for (home, start, out) in parts {
             if let Place::Host { memory, .. } = &home.place {
                 let memory = lock(memory);
@@ -291,21 +295,12 @@ impl LowerTiers {
                 }
                 continue;
             }
-            let Some((engine, file, first)) = self.on_disk(home) else { return Err(DiskError::Stopped) };
+            let Some((_, file, first)) = self.on_disk(home) else { return Err(DiskError::Stopped) };
             let from = first.saturating_add(*start);
-            let region = Region::new(out.len() as u64 + 2 * ALIGNMENT)?;
-            let ticket = engine.prefetch(file, from..from.saturating_add(out.len() as u64), region);
-            reading.push_back((ticket, out));
-            if reading.len() > AT_ONCE
-                && let Some((ticket, out)) = reading.pop_front()
-            {
-                arrive(ticket, out).unwrap_or_else(|error| failed = Some(error));
-            }
+            on_disk.push((file, from..from.saturating_add(out.len() as u64), &mut **out));
         }
-        for (ticket, out) in reading {
-            arrive(ticket, out).unwrap_or_else(|error| failed = Some(error));
-        }
-        failed.map_or(Ok(()), Err)
+        let buffers = BufferPool::new(AT_ONCE.min(on_disk.len()), longest as u64)?;
+        engine.read_each(&buffers, on_disk)
     }
 
     /// Replaces bytes from `start`, a whole page's, on of a home, now.
@@ -334,16 +329,6 @@ impl LowerTiers {
 
 /// Small reads under way at once.
 const AT_ONCE: usize = 16;
-
-fn arrive(ticket: Ticket, out: &mut [u8]) -> Result<(), DiskError> {
-    let finished = ticket.wait();
-    if let Ok(bytes) = finished.bytes()
-        && bytes.len() == out.len()
-    {
-        out.copy_from_slice(bytes);
-    }
-    finished.outcome.map(|_| ())
-}
 
 /// Between a part of a home on the host and a buffer's bytes from a place on.
 fn copy(

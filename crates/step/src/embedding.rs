@@ -49,7 +49,7 @@ pub(crate) fn backward<D: Device>(
     let adapter = weights.adapter(Role::TokenEmbedding)?;
     let scatter = |gradients: &mut Gradients<'_, D>, tokens: &Tensor, role| -> Result<(), StepError> {
         // One that is written in pieces is the caller's affair.
-        let in_pieces = gradients.pieces(BlockId::Embedding, role).is_some();
+        let in_pieces = gradients.is_in_pieces(BlockId::Embedding, role);
         if in_pieces || !gradients.wants(BlockId::Embedding, role) {
             return Ok(());
         }

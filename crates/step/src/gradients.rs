@@ -177,15 +177,13 @@ impl<'a, D: Device> Gradients<'a, D> {
 
     /// Sends the gradients of a layer to where they live; `served`: nobody needs them any more.
     pub fn put_away(&mut self, block: BlockId, served: bool) -> Result<(), StepError> {
-        let Some(Away { parcels, .. }) = &self.away else { return Ok(()) };
         let unit = Unit::whole(block);
-        if layer_of(block).is_none() || !parcels.contains_key(&unit) {
-            return Ok(());
-        }
-        for ((_, _), written) in self.tensors.iter_mut().filter(|((b, role), _)| {
-            *b == block && parcels.get(&unit).is_some_and(|p| p.tensors().iter().any(|t| t.key == *role))
-        }) {
-            written.gradient = None;
+        let parcel = self.away.as_ref().and_then(|away| away.parcels.get(&unit));
+        let Some(parcel) = parcel.filter(|_| layer_of(block).is_some()) else { return Ok(()) };
+        for placed in parcel.tensors() {
+            if let Some(written) = self.tensors.get_mut(&(block, placed.key)) {
+                written.gradient = None;
+            }
         }
         self.leave(unit, served)
     }
@@ -199,6 +197,11 @@ impl<'a, D: Device> Gradients<'a, D> {
             pool.release(unit, true);
         }
         pool.advance()
+    }
+
+    /// Whether the gradient of a table lives on a lower tier, in pieces.
+    pub fn is_in_pieces(&self, block: BlockId, role: Role) -> bool {
+        self.away.as_ref().is_some_and(|away| away.pieces.contains_key(&(block, role)))
     }
 
     /// The pieces of a table whose gradient lives on a lower tier.
@@ -256,16 +259,28 @@ impl<'a, D: Device> Gradients<'a, D> {
         piece: u32,
         range: &Range<u64>,
     ) -> Result<(), StepError> {
-        for nth in 0..self.looked_up.len() {
-            let target = self.rows_target(key, piece, range, nth as u64)?;
-            let Some((tokens, dout)) = self.looked_up.get(nth) else { break };
-            let (dtable, rounding, first_row) = (&target.tensor, target.rounding, range.start);
-            if !target.accumulate {
-                self.device.run(Op::Fill { out: dtable, value: 0.0 })?;
-            }
-            self.device.run(Op::EmbeddingBackward { tokens, dout, dtable, first_row, rounding })?;
+        for (nth, (tokens, dx)) in (0..).zip(self.looked_up.clone()) {
+            self.scatter_rows(key, piece, range, (&tokens, &dx), nth)?;
         }
         Ok(())
+    }
+
+    /// Adds dx `[N, H]`, the gradient of the rows of `tokens`, to a piece of the table's. To be left as
+    /// [`rows_target`](Self::rows_target) says.
+    pub fn scatter_rows(
+        &mut self,
+        key: (BlockId, Role),
+        piece: u32,
+        range: &Range<u64>,
+        (tokens, dout): (&Tensor, &Tensor),
+        nth: u64,
+    ) -> Result<(), StepError> {
+        let Target { tensor, accumulate, rounding } = self.rows_target(key, piece, range, nth)?;
+        if !accumulate {
+            self.device.run(Op::Fill { out: &tensor, value: 0.0 })?;
+        }
+        let (dtable, first_row) = (&tensor, range.start);
+        Ok(self.device.run(Op::EmbeddingBackward { tokens, dout, dtable, first_row, rounding })?)
     }
 
     /// All rows of a table were written `times` more times.

@@ -42,5 +42,5 @@ pub use settings::{
     Adapters, AttentionKind, GradientClipping, Linears, LossScaling, MicroBatch, NormSource, Offload,
     Precision, StepSettings, TrainingMethod, UpdateTiming,
 };
-pub use store::{BlockWeights, ResidentStore, StoredWeight, StreamedStore, WeightStorage, WeightStore};
+pub use store::{BlockWeights, StoredWeight, StreamedStore, WeightStorage, WeightStore};
 pub use trainer::{NamedTensor, StepOutcome, StepProgress, Trainer};

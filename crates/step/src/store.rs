@@ -245,7 +245,7 @@ pub(crate) fn blocks_of_pass(spec: &ModelSpec, with_head: bool) -> Vec<BlockId> 
 
 /// What a store has in the arena all the time.
 #[derive(Debug)]
-pub struct ResidentStore {
+pub(crate) struct ResidentStore {
     blocks: HashMap<BlockId, BlockWeights>,
     /// The model's and the adapters'.
     parameters: Vec<Parameter>,
@@ -257,28 +257,9 @@ impl ResidentStore {
         &self.parameters
     }
 
-    /// Takes memory for all weights of the model, in one type; their values are to be written by the caller.
-    pub fn allocate<D: Device>(
-        device: &D,
-        spec: &ModelSpec,
-        dtype: DType,
-        tag: Tag,
-    ) -> Result<Self, StepError> {
-        ResidentStore::allocate_typed(device, spec, WeightStorage::new(&|_| dtype), tag)
-    }
-
-    /// The same with a type for each weight, and with adapters.
-    pub fn allocate_typed<D: Device>(
-        device: &D,
-        spec: &ModelSpec,
-        storage: WeightStorage<'_>,
-        tag: Tag,
-    ) -> Result<Self, StepError> {
-        ResidentStore::allocate_where(device, spec, storage, tag, &|p| storage.is_resident(p))
-    }
-
-    /// The same for those weights that are resident.
-    fn allocate_where<D: Device>(
+    /// Takes memory for those weights of the model that are resident, and for all of the adapters; their values are to be
+    /// written by the caller.
+    fn allocate<D: Device>(
         device: &D,
         spec: &ModelSpec,
         storage: WeightStorage<'_>,
@@ -339,6 +320,12 @@ impl ResidentStore {
         Ok(())
     }
 
+    /// What it has of a block.
+    fn gather(&self, block: BlockId) -> Result<BlockWeights, StepError> {
+        let missing = StepError::MissingWeight { block, role: Role::TokenEmbedding };
+        self.blocks.get(&block).cloned().ok_or(missing)
+    }
+
     /// The blocks, in order.
     fn ordered(&self) -> Vec<BlockId> {
         let mut blocks: Vec<_> = self.blocks.keys().copied().collect();
@@ -351,15 +338,6 @@ impl ResidentStore {
         let missing = StepError::MissingWeight { block: parameter.block, role: parameter.role };
         self.blocks.get(&parameter.block).ok_or(missing)?.get(parameter.role)
     }
-}
-
-impl WeightStore for ResidentStore {
-    fn gather(&mut self, block: BlockId) -> Result<BlockWeights, StepError> {
-        let missing = StepError::MissingWeight { block, role: Role::TokenEmbedding };
-        self.blocks.get(&block).cloned().ok_or(missing)
-    }
-
-    fn release(&mut self, _: BlockId) {}
 }
 
 /// The layer number of a block, for the ledger.

@@ -193,10 +193,10 @@ impl Prepared {
         let document_end = self.train.document_end();
         let step = StepSettings { document_end, ..plan.choice.settings.clone() };
         let tiers = Arc::new(open_tiers(plan)?);
-        if let Some(file) = tiers.buffered_file() {
+        let mut trainer = Trainer::with_tiers(device, tiers, plan.spec.clone(), step, &Solo)?;
+        if let Some(file) = trainer.tiers().buffered_file() {
             observer.event(Event::BufferedDisk(file.path()));
         }
-        let mut trainer = Trainer::with_tiers(device, tiers, plan.spec.clone(), step, &Solo)?;
         self.load(&mut trainer, plan)?;
 
         let Prepared { tokenizer, train, validation, .. } = self;

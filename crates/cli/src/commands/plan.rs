@@ -30,11 +30,8 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     if args.elsewhere || named {
         (machine.limits, machine.disk_available) = (ProcessLimits::NONE, None);
     }
-    let mut plan = TrainingPlan::for_model(&config, &origin, &machine)?;
-    if plan.disk_bytes() > 0 && machine.disk_available.is_some() {
-        let machine = engine.machine_with_disk(&config, &machine);
-        plan = TrainingPlan::for_model(&config, &origin, &machine)?;
-    }
+    let plan =
+        engine.plan(&config, &machine, |machine| TrainingPlan::for_model(&config, &origin, machine))?;
     if args.json {
         outln!("{}", serde_json::to_string_pretty(&plan.to_json())?)?;
     } else {

@@ -32,10 +32,7 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     }
     let engine = Engine::start(args.threads)?;
     let machine = engine.machine(prepared.config());
-    let mut plan = prepared.plan(&machine)?;
-    if plan.disk_bytes() > 0 {
-        plan = prepared.plan(&engine.machine_with_disk(prepared.config(), &machine))?;
-    }
+    let plan = engine.plan(prepared.config(), &machine, |machine| prepared.plan(machine))?;
     if !args.json {
         // What cannot be shown is no reason not to train.
         let _ = out!("{}", describe(&plan));

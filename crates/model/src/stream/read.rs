@@ -141,41 +141,13 @@ impl WeightReader for WeightStream {
             let start = part.bytes.start.saturating_add(u64::from(row).saturating_mul(*row_bytes));
             start..start.saturating_add(*row_bytes)
         };
-        let out = out.chunks_exact_mut(usize::try_from(*row_bytes).unwrap_or(usize::MAX).max(1));
-        let mut wanted = rows.iter().copied().zip(out);
-        let mut failed = None;
-        loop {
-            let mut reading = Vec::new();
-            while failed.is_none()
-                && let Some(buffer) = self.rows.take()
-            {
-                match wanted.next() {
-                    Some((row, out)) if place(row).end <= part.bytes.end => {
-                        reading.push((self.engine.prefetch(&part.file, place(row), buffer), out));
-                    }
-                    Some((row, _)) => {
-                        self.rows.give_back(buffer);
-                        let (path, length) = (part.file.path().to_owned(), part.bytes.end);
-                        let (start, end) = (place(row).start, place(row).end);
-                        failed = Some(DiskError::EndOfFile { path, length, start, end });
-                    }
-                    None => {
-                        self.rows.give_back(buffer);
-                        break;
-                    }
-                }
-            }
-            if reading.is_empty() {
-                return failed.map_or(Ok(()), Err);
-            }
-            for (ticket, out) in reading {
-                let finished = ticket.wait();
-                match finished.bytes() {
-                    Ok(bytes) if bytes.len() == out.len() => out.copy_from_slice(bytes),
-                    _ => failed = finished.outcome.err().or(failed),
-                }
-                self.rows.give_back(finished.region);
-            }
+        if let Some(row) = rows.iter().find(|row| place(**row).end > part.bytes.end) {
+            let (path, length) = (part.file.path().to_owned(), part.bytes.end);
+            let Range { start, end } = place(*row);
+            return Err(DiskError::EndOfFile { path, length, start, end });
         }
+        let out = out.chunks_exact_mut(usize::try_from(*row_bytes).unwrap_or(usize::MAX).max(1));
+        let parts = rows.iter().zip(out).map(|(row, out)| (&part.file, place(*row), out));
+        self.engine.read_each(&self.rows, parts)
     }
 }

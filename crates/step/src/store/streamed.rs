@@ -111,7 +111,7 @@ impl<'a, D: Device> StreamedStore<'a, D> {
         storage: WeightStorage<'_>,
         tag: Tag,
     ) -> Result<Self, StepError> {
-        let resident = ResidentStore::allocate_typed(device, spec, storage, tag)?;
+        let resident = ResidentStore::allocate(device, spec, storage, tag, &|p| storage.is_resident(p))?;
         device.arena().enter(Phase::Setup, None);
         let (mut parcels, mut tables) = (HashMap::new(), HashMap::new());
         let (mut table, mut bytes, mut buffers) = (None, 0, 0);
@@ -153,7 +153,7 @@ impl<'a, D: Device> StreamedStore<'a, D> {
         };
         let goes = |p: &Parameter| is_matrix(p) && !has_adapter(p);
         let stays = |p: &Parameter| !goes(p);
-        let resident = ResidentStore::allocate_where(device, spec, storage, Tag::Weights, &stays)?;
+        let resident = ResidentStore::allocate(device, spec, storage, Tag::Weights, &stays)?;
         let (mut homes, mut parcels, mut away) = (Homes::new(tiers), HashMap::new(), Vec::new());
         let mut table = None;
         for block in spec.blocks() {
@@ -214,9 +214,9 @@ impl<'a, D: Device> StreamedStore<'a, D> {
         let bytes = parcels.values().map(Parcel::bytes).max().unwrap_or(0);
         let mut pool = Pool::new(device, bytes, BUFFERS.min(parcels.len()))?;
         pool.carry_with(Box::new(homes));
+        // Only the embedding's table is looked up.
         let of_table = away.iter().find(|away| {
-            table.as_ref().is_some_and(|(table, _)| table.role == away.parameter.role)
-                && away.parameter.block == BlockId::Embedding
+            table.as_ref().is_some_and(|(table, _): &(Parameter, DType)| *table == away.parameter)
         });
         let rows = of_table.map(|table| -> Box<dyn Rows + 'a> {
             Box::new(FromHomes { tiers: Arc::clone(tiers), table: table.clone() })

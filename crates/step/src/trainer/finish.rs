@@ -74,7 +74,7 @@ impl<D: Device> Trainer<'_, D> {
 
     /// Whether the pass has done with a table already, piece by piece.
     fn is_done(&self, p: &Parameter) -> bool {
-        let in_pieces = self.gradients.pieces(p.block, p.role).is_some();
+        let in_pieces = self.gradients.is_in_pieces(p.block, p.role);
         in_pieces || p.block == BlockId::Head && self.weights.pieces(p.block, p.role).is_some()
     }
 
@@ -83,7 +83,7 @@ impl<D: Device> Trainer<'_, D> {
         let table = is_matrix(p) && layer_of(p.block).is_none();
         let away = || {
             self.weights.pieces(p.block, p.role).is_some()
-                || self.gradients.pieces(p.block, p.role).is_some()
+                || self.gradients.is_in_pieces(p.block, p.role)
                 || self.optimizer.is_away(p.block, p.role)
         };
         (table && away()).then(|| self.cut.of(p))

@@ -294,14 +294,7 @@ impl<'a, D: Device> Trainer<'a, D> {
             return Ok(());
         }
         for (piece, rows) in (0..).zip(&pieces) {
-            let target = self.gradients.rows_target((block, role), piece, rows, 0)?;
-            let (tokens, dout, dtable, rounding) = (&inputs.tokens, &dx, &target.tensor, target.rounding);
-            if !target.accumulate {
-                ctx.device.run(Op::Fill { out: dtable, value: 0.0 })?;
-            }
-            let first_row = rows.start;
-            ctx.device.run(Op::EmbeddingBackward { tokens, dout, dtable, first_row, rounding })?;
-            drop(target);
+            self.gradients.scatter_rows((block, role), piece, rows, (&inputs.tokens, &dx), 0)?;
             match finish {
                 Some(finish) => self.finish_rows(&trained, piece, rows, finish)?,
                 None => self.gradients.leave_rows(block, piece, false)?,
@@ -313,8 +306,8 @@ impl<'a, D: Device> Trainer<'a, D> {
 
     /// Whether the embedding's gradient is kept as the rows that were looked up: of a table that is no head as well.
     pub(super) fn keeps_looked_up(&self) -> bool {
-        let pieces = self.gradients.pieces(BlockId::Embedding, Role::TokenEmbedding);
-        !self.spec.tie_word_embeddings && pieces.is_some()
+        let in_pieces = self.gradients.is_in_pieces(BlockId::Embedding, Role::TokenEmbedding);
+        in_pieces && !self.spec.tie_word_embeddings
     }
 
     /// A segment of blocks forward: one block keeps what its policy says, several keep their input.
