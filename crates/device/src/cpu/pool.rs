@@ -26,6 +26,8 @@ pub struct Pool {
     common: Reservation,
     workers: Vec<JoinHandle<()>>,
     caller: Mutex<()>,
+    /// The thread that made the pool, if it was pinned.
+    pinned: Option<Pinned>,
 }
 
 /// What a task is given.
@@ -137,9 +139,7 @@ impl Pool {
             wake: Condvar::new(),
         });
         let cores = allowed_cores();
-        if threads > 1 {
-            pin(cores, 0);
-        }
+        let pinned = (threads > 1).then(|| Pinned::to_first_of(cores));
         let mut workers = Vec::new();
         for index in 1..threads {
             let shared = Arc::clone(&shared);
@@ -157,7 +157,7 @@ impl Pool {
                 Err(_) => break,
             }
         }
-        Ok(Pool { shared, scratch, common, workers, caller: Mutex::new(()) })
+        Ok(Pool { shared, scratch, common, workers, caller: Mutex::new(()), pinned })
     }
 
     /// Number of threads, the caller's included.
@@ -226,6 +226,9 @@ impl Drop for Pool {
             // A worker's panic was already raised in `run`.
             let _ = worker.join();
         }
+        if let Some(pinned) = &self.pinned {
+            pinned.release();
+        }
     }
 }
 
@@ -282,14 +285,46 @@ fn allowed_cores() -> &'static [usize] {
 }
 
 /// Pins the calling thread to the `index`-th allowed core; without success it stays where it is.
-#[cfg(target_os = "linux")]
 fn pin(cores: &[usize], index: usize) {
-    let Some(core) = cores.get(index) else { return };
-    // SAFETY: the set is plain data, the core is one that the kernel named.
+    if let Some(core) = cores.get(index..=index) {
+        keep_to(0, core);
+    }
+}
+
+/// Lets a thread run on these cores alone; 0 is the calling one. Without success it stays where it is.
+#[cfg(target_os = "linux")]
+fn keep_to(thread: i32, cores: &[usize]) {
+    // SAFETY: the set is plain data, the cores are some that the kernel named.
     unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
-        libc::CPU_SET(*core, &mut set);
-        libc::sched_setaffinity(0, std::mem::size_of::<libc::cpu_set_t>(), &set);
+        for core in cores {
+            libc::CPU_SET(*core, &mut set);
+        }
+        libc::sched_setaffinity(thread, std::mem::size_of::<libc::cpu_set_t>(), &set);
+    }
+}
+
+/// A thread that keeps to one core, and goes back to all of them when its pool ends: threads and processes that it
+/// starts later would inherit the one.
+struct Pinned {
+    thread: i32,
+    cores: &'static [usize],
+}
+
+impl Pinned {
+    /// Pins the calling thread.
+    fn to_first_of(cores: &'static [usize]) -> Pinned {
+        pin(cores, 0);
+        // SAFETY: the call has no conditions.
+        #[cfg(target_os = "linux")]
+        let thread = unsafe { libc::gettid() };
+        #[cfg(not(target_os = "linux"))]
+        let thread = 0;
+        Pinned { thread, cores }
+    }
+
+    fn release(&self) {
+        keep_to(self.thread, self.cores);
     }
 }
 
@@ -299,7 +334,7 @@ fn allowed_cores() -> &'static [usize] {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn pin(_: &[usize], _: usize) {}
+fn keep_to(_: i32, _: &[usize]) {}
 
 #[cfg(test)]
 mod tests {
@@ -329,6 +364,24 @@ mod tests {
             sum.fetch_add(task, Ordering::Relaxed);
         });
         assert_eq!(sum.load(Ordering::Relaxed), 6);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn the_caller_is_pinned_while_the_pool_lives() {
+        let cores = || {
+            // SAFETY: the set is plain data that the call fills in; its size is passed.
+            unsafe {
+                let mut set: libc::cpu_set_t = std::mem::zeroed();
+                libc::sched_getaffinity(0, std::mem::size_of::<libc::cpu_set_t>(), &mut set);
+                libc::CPU_COUNT(&set)
+            }
+        };
+        let allowed = allowed_cores().len() as i32;
+        let pool = Pool::new(2, 64).unwrap();
+        assert_eq!(cores(), 1);
+        drop(pool);
+        assert_eq!(cores(), allowed);
     }
 
     #[test]
