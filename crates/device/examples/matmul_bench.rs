@@ -2,8 +2,9 @@
 //! and of a decoding step over a whole small model's weights, in bytes a second.
 //!
 //! `cargo run --release -p plimsoll-device --example matmul_bench [threads] [isa] [decoding]`, the instruction set one of
-//! `portable`, `avx2`, `avx512` and `avx512bf16`; with the last word there is no training, with `frozen` in its place there
-//! are only products of a batch with frozen weights of every type. The peak is measured in the same run by a loop of multiply-adds that touches no memory.
+//! `portable`, `avx2`, `avx512` and `avx512bf16`; with the last word there is no training, and names of types after it are
+//! those of the weights; with `frozen` in its place there are only products of a batch with frozen weights of every type.
+//! The peak is measured in the same run by a loop of multiply-adds that touches no memory.
 //! Numbers are medians; y = x W^T is `fwd`, dx = dy W is `dx`, dW = dy^T x is `dw`.
 
 use std::error::Error;
@@ -51,10 +52,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let bench = Bench { pool: Pool::new(threads, SCRATCH_BYTES)?, isa };
     match arguments.next().as_deref() {
         Some("frozen") => bench.frozen(),
-        Some("decoding") => bench.decoding(),
+        Some("decoding") => bench.decoding(&arguments.collect::<Vec<_>>()),
         _ => {
             bench.training()?;
-            bench.decoding()
+            bench.decoding(&[])
         }
     }
 }
@@ -157,13 +158,16 @@ impl Bench {
         Ok(())
     }
 
-    /// All matrix products of a decoding step, for some numbers of sequences.
-    fn decoding(&self) -> Result<(), Box<dyn Error>> {
+    /// All matrix products of a decoding step, for some numbers of sequences, with weights of these types, or of all.
+    fn decoding(&self, only: &[String]) -> Result<(), Box<dyn Error>> {
         println!("decoding, 134.5 million weights: ms a step and GB/s of weights, by sequences");
         let shapes: Vec<[usize; 2]> = (0..30).flat_map(|_| BLOCK).chain([[576, 49_152]]).collect();
         // Whole blocks of every type.
         let shapes = shapes.into_iter().map(|[i, o]| [i.next_multiple_of(256), o]).collect::<Vec<_>>();
-        for dtype in DType::ALL.into_iter().filter(|dtype| *dtype != DType::U32) {
+        let wanted = |dtype: &DType| {
+            dtype.is_weight() && (only.is_empty() || only.iter().any(|name| name == dtype.name()))
+        };
+        for dtype in DType::ALL.into_iter().filter(wanted) {
             let weights = shapes
                 .iter()
                 .map(|[inputs, outputs]| Matrix::new(dtype, *outputs, *inputs))
