@@ -60,6 +60,14 @@ impl TrainingProgress {
         }
     }
 
+    /// Says what somebody has to do something about, beside a JSON document too.
+    fn warn(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.println(text),
+            None => drop(writeln!(std::io::stderr(), "{text}")),
+        }
+    }
+
     fn step(&mut self, metrics: &StepMetrics) {
         let first = *self.first_step.get_or_insert(metrics.step);
         let memory = format!(
@@ -149,6 +157,12 @@ impl Observer for TrainingProgress {
             Event::Rung { step, from, to, why, now } => {
                 let way = if to > from { "less" } else { "more" };
                 self.say(&format!("step {step}: going on with {way} memory: {why}; now {now}"));
+            }
+            Event::WaitingForSpace { error, patience } => {
+                self.warn(&format!(
+                    "warning: {error}. There is no checkpoint yet, so the run waits for space, for {} minutes at most",
+                    patience.as_secs() / 60
+                ));
             }
             Event::Stopping { step } => {
                 self.say(&format!("asked to stop: saving after step {step}; --resume goes on from there"));

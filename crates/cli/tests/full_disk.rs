@@ -42,6 +42,12 @@ fn with_small_files(folder: &Path, arguments: &[&str]) -> Output {
 /// Runs the program with a file system of its own mounted on `disk` with these options; after it, standard output
 /// lists the run's folder there. `None`, and a word of it, where the system does not let users mount.
 fn with_own_disk(folder: &Path, options: &str, arguments: &[&str]) -> Option<Output> {
+    let script = r#""$0" "$@" > /dev/null; code=$?; ls -A disk/out; exit $code"#;
+    on_own_disk(folder, options, script, arguments)
+}
+
+/// Runs the program as `"$0" "$@"` of a shell script that has such a file system.
+fn on_own_disk(folder: &Path, options: &str, script: &str, arguments: &[&str]) -> Option<Output> {
     std::fs::create_dir_all(folder.join("disk")).unwrap();
     let mount = format!("mount -t tmpfs -o {options} tmpfs disk");
     let unshared = |script: &str| {
@@ -53,8 +59,7 @@ fn with_own_disk(folder: &Path, options: &str, arguments: &[&str]) -> Option<Out
         println!("skipped: this system does not let a user mount a file system of its own (unshare -r -m)");
         return None;
     }
-    let script = format!(r#"{mount} && "$0" "$@" > /dev/null; code=$?; ls -A disk/out; exit $code"#);
-    Some(unshared(&script).args(arguments).output().unwrap())
+    Some(unshared(&format!("{mount} && {script}")).args(arguments).output().unwrap())
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -141,9 +146,9 @@ fn what_a_killed_run_left_is_swept_away() {
 #[test]
 fn a_full_disk_is_an_error_that_leaves_nothing() {
     let folder = folder();
-    // Room for the tokens, not for the model; then not even for the tokens.
+    // Room for the configuration, not for the model; then for nothing.
     for (size, words) in [
-        ("size=200k", &["could not write", "model.safetensors", "No space left", "free some space"][..]),
+        ("size=200k", &["the run would write", "(its model)", "has room for", "free some space"][..]),
         ("size=4k", &["No space left", "free some space"]),
     ] {
         let arguments = ["train", "c.yaml", "--set", "output.dir=disk/out"];
@@ -153,6 +158,38 @@ fn a_full_disk_is_an_error_that_leaves_nothing() {
             assert!(BEFORE_SAVING.contains(&name), "{size}: {name} was left");
         }
     }
+}
+
+/// One whose disk is full when the last step is done.
+const FILLED: &str = r#"
+    page=4096
+    pages() { echo $(( ($1 + page - 1) / page )); }
+    room=$(( $(stat -f -c %a disk) * $(stat -f -c %S disk) ))
+    # The configuration, the tokens and the weights fit, not these, the metrics and the model's other six files.
+    head -c $(( room - 5 * page - $(pages $WEIGHTS) * page )) /dev/zero > disk/filler
+    "$0" "$@" > /dev/null 2> errors &
+    tries=0
+    until grep -q "waits for space" errors || [ $tries -gt 600 ]; do sleep 0.1; tries=$((tries + 1)); done
+    rm disk/filler
+    wait $!; code=$?; cat errors >&2; cp disk/out/model.safetensors . ; exit $code"#;
+
+#[test]
+fn a_run_without_a_checkpoint_waits_for_space() {
+    let folder = folder();
+    assert!(shell(folder.path(), r#""$0" "$@""#, &["train", "c.yaml"]).status.success());
+    let model = std::fs::read(folder.path().join("out/model.safetensors")).unwrap();
+    let header = model.first_chunk().map(|length| u64::from_le_bytes(*length)).unwrap();
+    let weights = model.len() as u64 - 8 - header;
+
+    let arguments = ["train", "c.yaml", "--set", "output.dir=disk/out"];
+    let script = FILLED.replace("$WEIGHTS", &weights.to_string());
+    let Some(output) = on_own_disk(folder.path(), "size=4m", &format!("{{ {script}\n}}"), &arguments) else {
+        return;
+    };
+    let said = text(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    check_contains(&said, &["No space left", "waits for space"]);
+    assert!(std::fs::read(folder.path().join("model.safetensors")).unwrap() == model, "another model");
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use plimsoll_data::DataError;
 use plimsoll_device::DeviceError;
 use plimsoll_disk::DiskError;
+use plimsoll_memory::ByteSize;
 use plimsoll_model::adapter::ResidualError;
 use plimsoll_model::convert::ConversionError;
 use plimsoll_model::tokenizer::TokenizerError;
@@ -85,6 +86,23 @@ pub enum TrainError {
         /// Whether it has a checkpoint.
         resumable: bool,
     },
+    /// The disk is too full for what the run would write.
+    #[error(
+        "{}: the run would write {}, and this disk has room for {available}; free some space or choose another output.dir{}",
+        .path.display(),
+        written(*.model, *.checkpoint),
+        if .checkpoint.0 > 0 { ", or write no checkpoints (output.save_steps: 0)" } else { "" }
+    )]
+    NoRoom {
+        /// The run's folder.
+        path: PathBuf,
+        /// What the final model takes.
+        model: ByteSize,
+        /// What one checkpoint takes; 0 if none is to be written.
+        checkpoint: ByteSize,
+        /// What is free.
+        available: ByteSize,
+    },
     /// A run was started without any plan: a programming error.
     #[error("there is no plan to train by")]
     NoPlan,
@@ -103,6 +121,14 @@ pub enum TrainError {
 impl TrainError {
     pub(crate) fn io(action: &'static str, path: &Path, source: std::io::Error) -> TrainError {
         TrainError::Io { action, path: path.to_owned(), source }
+    }
+}
+
+fn written(model: ByteSize, checkpoint: ByteSize) -> String {
+    match (model.0, checkpoint.0) {
+        (_, 0) => format!("{model} (its model)"),
+        (0, _) => format!("{checkpoint} (a checkpoint)"),
+        _ => format!("{} (a checkpoint {checkpoint}, the model {model})", ByteSize(model.0 + checkpoint.0)),
     }
 }
 

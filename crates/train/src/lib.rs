@@ -11,6 +11,7 @@ mod observer;
 mod prepared;
 mod pressure;
 mod report;
+mod room;
 mod run;
 mod samples;
 mod schedule;

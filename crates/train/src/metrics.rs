@@ -58,6 +58,8 @@ pub struct MemoryMetrics {
 pub struct MetricsFile {
     path: PathBuf,
     file: File,
+    /// Bytes of whole lines.
+    length: u64,
 }
 
 impl MetricsFile {
@@ -68,15 +70,21 @@ impl MetricsFile {
         crate::write_whole(&path, &kept)?;
         let file =
             OpenOptions::new().append(true).open(&path).map_err(|e| TrainError::io("open", &path, e))?;
-        Ok(MetricsFile { path, file })
+        Ok(MetricsFile { path, file, length: kept.len() as u64 })
     }
 
-    /// Appends one step.
+    /// Appends one step, whole or not at all.
     pub fn append(&mut self, metrics: &StepMetrics) -> Result<(), TrainError> {
         let mut line = serde_json::to_vec(metrics)
             .map_err(|e| TrainError::io("write", &self.path, std::io::Error::other(e)))?;
         line.push(b'\n');
-        self.file.write_all(&line).map_err(|e| TrainError::io("write", &self.path, e))
+        if let Err(error) = self.file.write_all(&line) {
+            // Part of the line may have been written.
+            let _ = self.file.set_len(self.length);
+            return Err(TrainError::io("write", &self.path, error));
+        }
+        self.length += line.len() as u64;
+        Ok(())
     }
 }
 

@@ -1,8 +1,9 @@
 //! What a run tells whoever watches it.
 
 use std::path::Path;
+use std::time::Duration;
 
-use crate::StepMetrics;
+use crate::{StepMetrics, TrainError};
 
 /// Something happened in a run.
 #[derive(Clone, Debug)]
@@ -53,6 +54,13 @@ pub enum Event<'a> {
         why: &'a str,
         /// What the plan from now on is, in a few words.
         now: &'a str,
+    },
+    /// The disk is full and there is no checkpoint yet: the run waits for space, so that nothing is lost.
+    WaitingForSpace {
+        /// What was tried, and the system's answer.
+        error: &'a TrainError,
+        /// How long the run waits at most.
+        patience: Duration,
     },
     /// The run ends before its time, on request.
     Stopping {

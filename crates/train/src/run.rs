@@ -13,7 +13,7 @@ use crate::diagnostic::Diagnostic;
 use crate::metrics::{MemoryMetrics, MetricsFile, StepMetrics};
 use crate::pressure::Change;
 use crate::report::{Io, Measured, Planned, Report, median};
-use crate::{Event, MemoryLevel, Observer, Schedule, StopFlag, TrainError};
+use crate::{Event, MemoryLevel, Observer, Schedule, StopFlag, TrainError, room};
 
 /// Steps that may be skipped one after the other: a model that gives nothing but these is lost.
 const MOST_SKIPPED: u64 = 10;
@@ -124,6 +124,9 @@ pub(crate) fn run<'a, D: Device>(
     mut with: Connections<'_, 'a, D>,
 ) -> Result<PartEnd, TrainError> {
     trainer.resume(progress.state.progress(trainer.progress()));
+    if progress.planned.is_none() {
+        room::check(trainer, settings, progress.state.step)?;
+    }
     let mut metrics_file = MetricsFile::open(&settings.output, progress.state.step)?;
     if progress.planned.is_none() {
         progress.planned = Some(settings.planned);
@@ -144,7 +147,8 @@ pub(crate) fn run<'a, D: Device>(
             progress.validation_loss = Some(loss);
             with.observer.event(Event::Validated { step, loss });
         }
-        metrics_file.append(&metrics)?;
+        let write = || metrics_file.append(&metrics);
+        room::write_patiently(&settings.output, write, with.observer, &with.stop)?;
         with.observer.event(Event::Step(&metrics));
         let rescue = progress.watch_memory(settings, &metrics, &mut with);
         let stopping = with.stop.is_raised() && step < total;
@@ -163,7 +167,8 @@ pub(crate) fn run<'a, D: Device>(
     }
     let finished = progress.state.step >= total;
     if finished && settings.final_model {
-        (with.save_model)(trainer, &settings.output)?;
+        let write = || (with.save_model)(trainer, &settings.output);
+        room::write_patiently(&settings.output, write, with.observer, &with.stop)?;
         with.observer.event(Event::Saved(&settings.output));
     }
     progress.note_tiers(device, trainer, settings);
@@ -342,8 +347,11 @@ impl Progress {
         settings: &RunSettings,
         with: &mut Connections<'_, 'a, D>,
     ) -> Result<(), TrainError> {
-        let save_model = |folder: &Path| (with.save_model)(trainer, folder);
-        let checkpoint = Checkpoint::write(&settings.output, &self.state, trainer, save_model)?;
+        let save_model = with.save_model;
+        let write = || {
+            Checkpoint::write(&settings.output, &self.state, trainer, |folder| save_model(trainer, folder))
+        };
+        let checkpoint = room::write_patiently(&settings.output, write, with.observer, &with.stop)?;
         tidy(&settings.output, settings.save_total_limit)?;
         with.observer.event(Event::Saved(&checkpoint.path));
         self.checkpoint = Some(checkpoint);
