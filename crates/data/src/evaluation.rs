@@ -17,7 +17,7 @@ impl EvalWindows {
     /// Reads and tokenises a text file, for windows of `length` tokens, at least 2.
     pub fn read(path: &Path, tokenizer: &Tokenizer, length: usize) -> Result<EvalWindows, DataError> {
         let text = documents::read_text(path)?;
-        let windows = EvalWindows::new(tokenizer.encode(&text)?, length);
+        let windows = EvalWindows::new(tokenizer.encode_beginning(&text)?, length);
         if windows.is_empty() {
             return Err(DataError::Empty { path: path.to_owned() });
         }

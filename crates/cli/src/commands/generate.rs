@@ -86,7 +86,7 @@ fn tokens_of(
             let options = ChatOptions { add_generation_prompt: true, ..ChatOptions::default() };
             model.tokenizer.encode(&format.template.render(&messages, &options)?)?
         }
-        None => model.tokenizer.encode(&text)?,
+        None => model.tokenizer.encode_beginning(&text)?,
     };
     if tokens.is_empty() {
         return Err(Failure::usage(format!(

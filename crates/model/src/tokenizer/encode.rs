@@ -100,14 +100,38 @@ impl Tokenizer {
         Ok(encoded)
     }
 
-    /// As [`encode`](Self::encode), piece by piece, so that the memory of long texts stays bounded where the
-    /// tokenizer can be cut: byte-level ones can; others take the text as a whole.
+    /// The ids of a text that stands at the beginning of a sequence: after the tokens that the model expects before one
+    /// (`<bos>` of Llama's and Gemma's), unless the text begins with them itself.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn encode_beginning(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+        let mut ids = Vec::new();
+        self.encode_document::<TokenizerError>(text, &mut |piece| {
+            ids.extend_from_slice(piece);
+            Ok(())
+        })?;
+        Ok(ids)
+    }
+
+    /// As [`encode_beginning`](Self::encode_beginning), piece by piece, so that the memory of long texts stays bounded
+    /// where the tokenizer can be cut: byte-level ones can; others take the text as a whole.
     pub fn encode_document<E: From<TokenizerError>>(
         &self,
         text: &str,
         sink: &mut dyn FnMut(&[u32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.encode_pieces(text, true, sink)
+        let before = &self.shared.around.before;
+        let mut begun = before.is_empty();
+        self.encode_pieces(text, true, &mut |piece| {
+            if !begun && !piece.starts_with(before) {
+                sink(before)?;
+            }
+            begun = true;
+            sink(piece)
+        })?;
+        // An empty text has no piece.
+        if begun { Ok(()) } else { sink(before) }
     }
 
     fn encode_pieces<E: From<TokenizerError>>(

@@ -32,6 +32,22 @@ fn metadata_decides_what_is_added() {
 }
 
 #[test]
+fn a_beginning_has_what_the_model_expects_there_once() {
+    let begins = |fields: &GgufTokenizerFields, text: &str, expected: &[&str]| {
+        let tokenizer = tokenizer(fields);
+        let ids = tokenizer.encode_beginning(text).unwrap();
+        assert_eq!(spelled(&tokenizer, &ids), expected, "{text:?}");
+    };
+    begins(&scored(), "a", &["<s>", "▁", "a"]);
+    begins(&scored(), "<s>a", &["<s>", "▁", "a"]);
+    begins(&scored(), "", &["<s>"]);
+    begins(&byte_level(), "he", &["he"]);
+    begins(&byte_level(), "", &[]);
+    // What comes after a text ends it: a beginning goes on.
+    begins(&GgufTokenizerFields { add_eos: Some(true), ..scored() }, "a", &["<s>", "▁", "a"]);
+}
+
+#[test]
 fn all_ends_of_a_sequence_are_known_once() {
     let fields = GgufTokenizerFields { eot: Some(5), eom: Some(2), ..scored() };
     assert_eq!(tokenizer(&fields).eos_tokens(), [2, 5]);
