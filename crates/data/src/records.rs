@@ -1,6 +1,7 @@
 //! The records of a file, one at a time: the lines of JSONL, the items of a JSON list, the rows of Parquet. Every one
 //! becomes a JSON object; a file is never held as a whole.
 
+mod footer;
 mod json;
 mod parquet;
 

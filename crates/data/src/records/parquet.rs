@@ -7,16 +7,17 @@ use std::path::Path;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use serde_json::Value;
 
-use super::unreadable;
+use super::{footer, unreadable};
 use crate::DataError;
 
 /// Calls `each` with every row and its number, from 1.
 pub fn for_each(
-    file: File,
+    mut file: File,
     path: &Path,
     each: &mut dyn FnMut(u64, Value) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let refused = |reason: String| unreadable(path, format!("not readable as Parquet: {reason}"));
+    footer::check(&mut file).map_err(|e| unreadable(path, e.to_string()))?.map_err(refused)?;
     let reader = guarded(|| SerializedFileReader::new(file)).map_err(refused)?;
     let mut rows = guarded(|| reader.get_row_iter(None)).map_err(refused)?;
     for number in 1.. {
