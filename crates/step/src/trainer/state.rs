@@ -51,6 +51,8 @@ impl<D: Device> Trainer<'_, D> {
         &mut self,
         mut fill: impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
+        // First what needs memory of its own on its way, while little of the arena has been touched.
+        self.load_homes(&mut fill)?;
         for p in self.weights.resident().parameters() {
             let weight = self.weights.resident().tensor(p)?;
             let master = self.optimizer.find(p.block, p.role).and_then(|state| state.master());
@@ -65,7 +67,6 @@ impl<D: Device> Trainer<'_, D> {
                 self.device.run(cast).map_err(StepError::from)?;
             }
         }
-        self.load_homes(&mut fill)?;
         Ok(self.weights.prepare()?)
     }
 
