@@ -1,4 +1,4 @@
-//! Room on disk for what a run writes: asked for before the first step, and waited for after the last one.
+//! Room on disk for what a run writes: asked for before the first step, and waited for while there is no checkpoint.
 
 use std::error::Error;
 use std::io;

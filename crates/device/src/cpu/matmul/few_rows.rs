@@ -47,7 +47,8 @@ pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
     let fits = |rows: &usize| padded_rows(*rows) * row_bytes + row_bytes / GROUP <= common.bytes;
     let group = [MAX_ROWS, 16, 8, 4, 2].into_iter().find(fits).unwrap_or(1);
     let column_bytes = b.dtype.bytes_for(b.stride as u64).unwrap_or(0) as usize;
-    let with_sums = a.count == 1 && storage::has_minima(b.dtype);
+    let alone = a.count == 1;
+    let with_sums = alone && storage::has_minima(b.dtype);
     let each = (TASK_BYTES / column_bytes.max(1)).max(1).next_multiple_of(4);
     for first in (0..a.count).step_by(group) {
         let a = a.part(first..a.count.min(first + group));
@@ -56,7 +57,7 @@ pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
         let rows = common.start.cast::<f32>();
         // SAFETY: the rows fit in the common memory, which no task uses yet.
         unsafe { (kernels.pack_rows)(a, k, with_sums, rows) };
-        let all = Columns { rows, b, k, c, accumulate, start: 0, end: b.count };
+        let all = Columns { rows, alone, b, k, c, accumulate, start: 0, end: b.count };
         crew.run(b.count.div_ceil(each), &|task, _| {
             // SAFETY: no other task has these columns of C, and the rows stay as they are.
             unsafe { (kernels.multiply_columns)(&all.part(task * each, each)) };
@@ -107,7 +108,7 @@ pub(super) unsafe fn pack_rows<E: Engine>(a: Lines, k: usize, with_sums: bool, t
             }
         }
     }
-    if with_sums {
+    if with_sums && E::EXACT {
         // SAFETY: the row was just packed, and the caller has left room after it.
         unsafe { sum_groups::<E>(to, k) };
     }
@@ -118,6 +119,8 @@ pub(super) unsafe fn pack_rows<E: Engine>(a: Lines, k: usize, with_sums: bool, t
 pub(super) struct Columns {
     /// What [`pack_rows`] made of A.
     pub rows: *const f32,
+    /// Whether A has this one row and no other.
+    pub alone: bool,
     /// Columns of B, contiguous along k; whole blocks if its type has blocks.
     pub b: Lines,
     pub k: usize,
@@ -167,7 +170,8 @@ unsafe fn some_columns<E: Engine, S: Storage, const R: usize, const N: usize>(ta
             unsafe {
                 let rows = task.rows.add(row * units);
                 let mut sums = [[0.0; N]; R];
-                if R == 1 && E::EXACT && S::SHARED.is_some() && task.k.is_multiple_of(S::BLOCK) {
+                if R == 1 && task.alone && E::EXACT && S::SHARED.is_some() && task.k.is_multiple_of(S::BLOCK)
+                {
                     if count == N {
                         dot_codes::<E, S, N>(rows, task.b, task.k, column, &mut sums[0]);
                     } else {

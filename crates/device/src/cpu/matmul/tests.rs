@@ -254,6 +254,21 @@ fn every_storage_and_layout() {
     }
 }
 
+/// Rows so long that they are taken eight at a time: the last one is by itself, but not the only one.
+#[test]
+fn rows_that_do_not_fit_together() {
+    let pools = pools([2]);
+    let mut scratch = vec![0; SCRATCH_BYTES];
+    let (a, c) = ((DType::F32, Layout::Rows), DType::F32);
+    for b in [DType::Q4_1, DType::Q8_0, DType::F32] {
+        let b = (b, Layout::Columns);
+        for m in [1, 9] {
+            let case = Case { compute: Compute::F32, a, b, c, accumulate: false, m, k: 98_304, n: 5 };
+            check(case, &pools, &mut scratch);
+        }
+    }
+}
+
 /// Blocks of 256 elements: whole ones, a rest, and rows that begin anywhere in memory.
 #[test]
 fn whole_blocks_and_a_rest() {
