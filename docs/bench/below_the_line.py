@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Trains models larger than the memory that they are given, and prints what was planned and what was measured.
 
-    docs/bench/below_the_line.py --plimsoll target/release/plimsoll SCRATCH [135m 1.7b 7b 7b-qlora ...]
+    docs/bench/below_the_line.py --plimsoll target/release/plimsoll SCRATCH [135m 256k 1.7b 7b 7b-qlora ...]
 
 `135m` needs the model of examples/get-smollm2 (--model says where it is): it is trained in memory and on disk, and the two
-must agree to the bit. The others are random: 1.7B of SmolLM2's shape, 7B of Llama 2's. 7b needs 27 GB on the disk of
-SCRATCH, 7b-qlora 18 GB; all of it is deleted at the end. Needs no packages. Fails where more was resident than the limit.
+must agree to the bit. The others are random: two layers under a vocabulary of 256k, 1.7B of SmolLM2's shape, 7B of Llama
+2's. 7b needs 27 GB on the disk of SCRATCH, 7b-qlora 18 GB; all of it is deleted at the end. Needs no packages.
+Fails where more was resident than the limit.
 """
 
 import argparse
@@ -22,12 +23,14 @@ import convert_memory
 AWAY = "{parameters: disk, gradients: disk, optimizer: disk, activations: disk}"
 
 SHAPES = {
+    "256k": dict(hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8,
+                 num_key_value_heads=8, vocab_size=262144, tie_word_embeddings=True),
     "1.7b": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=32,
                  num_key_value_heads=32, vocab_size=49152, tie_word_embeddings=True),
     "7b": dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
                num_key_value_heads=32, vocab_size=32000, tie_word_embeddings=False),
 }
-LIMITS = {"135m": 320, "1.7b": 1024, "7b": 2048, "7b-qlora": 1024}
+LIMITS = {"135m": 320, "256k": 320, "1.7b": 1024, "7b": 2048, "7b-qlora": 1024}
 
 LEAN = """mixed_precision: bf16, master_weights: none, optimizer: adamw_8bit, optimizer_in_backward: true,
   max_gradient_norm: 0, gradient_checkpointing: full"""
@@ -118,7 +121,8 @@ def one(args, name, scratch):
         training = "method: qlora, mixed_precision: bf16, gradient_checkpointing: full, lora: {rank: 16}"
         text = config(str(scratch / "model"), training, limit, args.data, 1, 1)
     else:
-        text = config({"from_scratch": SHAPES[name]}, LEAN, limit, args.data, 1 if name == "7b" else 2, 1)
+        training = "mixed_precision: f32, gradient_checkpointing: full" if name == "256k" else LEAN
+        text = config({"from_scratch": SHAPES[name]}, training, limit, args.data, 1 if name == "7b" else 2, 1)
     report = run(args, scratch, name, text, output)
     show(name, report)
     return report

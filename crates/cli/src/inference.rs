@@ -156,7 +156,7 @@ impl<'a> Inference<'a> {
         let (stream, streaming) = opened.transpose()?.unzip();
         let tiers = Arc::new(streaming::cache_tiers(plan, self.disk)?);
         let mut decoder = Decoder::with_tiers(device, &tiers, self.spec().clone(), plan.settings, storage)?;
-        decoder.load(|p, dtype, out| self.weights.read_into(p, dtype, out))?;
+        decoder.load(|p, rows, dtype, out| self.weights.read_rows_into(p, rows, dtype, out))?;
         if let Some(stream) = stream {
             decoder.stream_from(Box::new(stream));
         }

@@ -60,8 +60,8 @@ pub fn open(
         );
     }
     let settings = SpillSettings { folder, budget: disk.disk_budget.map(|budget| budget.0), direct: true };
-    let stream = WeightStream::open::<Failure>(plan, staging, &settings, |p, dtype, out| {
-        weights.read_into(p, dtype, out).map_err(|error: TrainError| error.into())
+    let stream = WeightStream::open::<Failure>(plan, staging, &settings, |p, rows, dtype, out| {
+        weights.read_rows_into(p, rows, dtype, out).map_err(|error: TrainError| error.into())
     })?;
     if let Some(file) = stream.buffered_file() {
         eprintln!(

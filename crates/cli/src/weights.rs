@@ -1,5 +1,6 @@
 //! The weights that a command answers or measures with: a model's files, the type that each is kept in, and adapters.
 
+use std::ops::Range;
 use std::path::Path;
 
 use plimsoll_device::DType;
@@ -81,12 +82,18 @@ impl Weights {
         StreamPlan::new(self.spec(), self.files.weights(), &|p| self.weight_type(p), &changed)
     }
 
-    /// Writes a parameter's values.
-    pub fn read_into(&self, p: &Parameter, dtype: DType, out: &mut [u8]) -> Result<(), TrainError> {
+    /// Writes the values of some rows of a parameter.
+    pub fn read_rows_into(
+        &self,
+        p: &Parameter,
+        rows: Range<u64>,
+        dtype: DType,
+        out: &mut [u8],
+    ) -> Result<(), TrainError> {
         let base = self.files.weights();
         let read = match &self.adapters {
-            Some(set) => set.read_into(self.spec(), base, p, dtype, out),
-            None => base.read_into(p, dtype, out),
+            Some(set) => set.read_rows_into(self.spec(), base, p, rows, dtype, out),
+            None => base.read_rows_into(p, rows, dtype, out),
         };
         base.release_all();
         Ok(read?)

@@ -54,8 +54,8 @@ fn session_of(device: &Cpu, spec: ModelSpec) -> Session<'_, Cpu> {
     };
     let mut decoder = Decoder::new(device, spec.clone(), settings).unwrap();
     decoder
-        .load::<StepError>(|parameter, dtype, out| {
-            init::fill(parameter, &spec, 3, dtype, out).unwrap();
+        .load::<StepError>(|parameter, rows, dtype, out| {
+            init::fill(parameter, rows, &spec, 3, dtype, out).unwrap();
             Ok(())
         })
         .unwrap();

@@ -1,6 +1,8 @@
 //! First values of a model that is trained from scratch: the usual initialisations, from counter-based random numbers
 //! that depend on the seed, the parameter's name and the element's index, and on nothing else.
 
+use std::ops::Range;
+
 use plimsoll_device::DType;
 
 use crate::convert::{ConversionError, encode};
@@ -10,15 +12,17 @@ use crate::spec::ModelSpec;
 /// Values made at a time.
 const CHUNK: usize = 256;
 
-/// Writes a parameter's first values as `dtype` (f32, bf16 or f16) into `out`, which has their size.
+/// Writes the first values of some rows of a parameter as `dtype` (f32, bf16 or f16) into `out`, which has their size.
 pub fn fill(
     parameter: &Parameter,
+    rows: Range<u64>,
     spec: &ModelSpec,
     seed: u64,
     dtype: DType,
     out: &mut [u8],
 ) -> Result<(), ConversionError> {
     let key = key(&parameter.name, seed);
+    let first = rows.start * parameter.columns();
     let mut values = [0.0f32; CHUNK];
     let chunk_bytes = CHUNK * dtype.block_bytes() as usize;
     for (number, out) in out.chunks_mut(chunk_bytes).enumerate() {
@@ -28,7 +32,7 @@ pub fn fill(
             Initialisation::Zeros => values.fill(0.0),
             Initialisation::Normal(deviation) => {
                 for (i, value) in values.iter_mut().enumerate() {
-                    *value = (deviation * normal(key, (number * CHUNK + i) as u64)) as f32;
+                    *value = (deviation * normal(key, first + (number * CHUNK + i) as u64)) as f32;
                 }
             }
         }

@@ -3,6 +3,10 @@
 //! Names are those of Hugging Face's Llama, and of the family that brought a parameter where Llama has none. Families
 //! whose files use other names, or store several parameters as one tensor, are mapped in `layout`, GGUF's in `gguf::layout`.
 
+use std::ops::Range;
+
+use plimsoll_device::DType;
+
 use crate::spec::{ModelSpec, NormKind, QkNorm};
 
 /// The unit in which weights are gathered, updated and released.
@@ -136,6 +140,9 @@ pub enum Initialisation {
     Zeros,
 }
 
+/// About as many bytes of a table are brought to a disk at once.
+const PART_BYTES: u64 = 1 << 20;
+
 /// One parameter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Parameter {
@@ -260,6 +267,37 @@ impl Parameter {
     /// Rows of a matrix, elements of a vector.
     pub fn rows(&self) -> u64 {
         self.shape.first().copied().unwrap_or(1)
+    }
+
+    /// All rows.
+    pub fn all_rows(&self) -> Range<u64> {
+        0..self.rows()
+    }
+
+    /// Elements of a row; 1 for a vector.
+    pub fn columns(&self) -> u64 {
+        self.shape.get(1).copied().unwrap_or(1)
+    }
+
+    /// Whether it has a row for every token of the vocabulary.
+    pub fn is_table(&self) -> bool {
+        matches!(self.role, Role::TokenEmbedding | Role::LmHead)
+    }
+
+    /// Rows that are brought to a disk one after another as `dtype`: about a MiB of a table at a time, since a table may be
+    /// larger than anything else that is in memory at once; all of any other parameter. Every part but the last is of
+    /// whole `alignment`s of bytes, a power of two.
+    pub fn parts(&self, dtype: DType, alignment: u64) -> impl Iterator<Item = Range<u64>> {
+        let rows = self.rows();
+        let each = match dtype.bytes_for(self.columns()) {
+            Some(row_bytes @ 1..) if self.is_table() && dtype.is_float() => {
+                // An alignment is a power of two: that many rows are whole ones of it.
+                let aligned = alignment >> row_bytes.trailing_zeros().min(alignment.trailing_zeros());
+                (PART_BYTES / row_bytes).max(1).next_multiple_of(aligned.max(1))
+            }
+            _ => rows.max(1),
+        };
+        (0..rows.div_ceil(each)).map(move |part| part * each..rows.min((part + 1) * each))
     }
 
     /// Number of elements.

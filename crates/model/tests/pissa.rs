@@ -38,7 +38,9 @@ fn layout(files: &ModelFiles, power_iterations: Option<u32>, dora: bool) -> Adap
 fn residual(files: &ModelFiles, layout: &AdapterLayout, first: &FirstValues, p: &Parameter) -> Vec<f32> {
     let mut values = vec![0.0f32; p.elements() as usize];
     let bytes = bytemuck::cast_slice_mut(&mut values);
-    first.residual_into(layout, files.spec(), files.weights(), p, DType::F32, bytes).unwrap();
+    first
+        .residual_rows_into(layout, files.spec(), files.weights(), p, p.all_rows(), DType::F32, bytes)
+        .unwrap();
     values
 }
 
@@ -85,7 +87,7 @@ fn what_was_trained_is_written_for_the_base_as_it_is_and_told_apart_again() {
         for p in layout.parameters() {
             let mut read = vec![0.0f32; p.elements() as usize];
             let bytes = bytemuck::cast_slice_mut(&mut read);
-            set.read_into(spec, files.weights(), p, DType::F32, bytes).unwrap();
+            set.read_rows_into(spec, files.weights(), p, p.all_rows(), DType::F32, bytes).unwrap();
             assert!(read == trained(p), "{family} {}", p.name);
         }
         let again = Adapter::open(&folder.join("first"), spec).unwrap();

@@ -1,5 +1,6 @@
 //! Runs the step program dry: the exact memory of a job and its arithmetic, in milliseconds.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use plimsoll_device::{DType, Device, Dry, IGNORED_TARGET, Tally};
@@ -228,6 +229,6 @@ impl DryRun {
 }
 
 /// There is nothing to load on a dry device, but what follows the loading is run.
-fn nothing(_: &Parameter, _: DType, _: &mut [u8]) -> Result<(), StepError> {
+fn nothing(_: &Parameter, _: Range<u64>, _: DType, _: &mut [u8]) -> Result<(), StepError> {
     Ok(())
 }

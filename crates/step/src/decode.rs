@@ -3,6 +3,8 @@
 
 mod cache;
 
+use std::ops::Range;
+
 use std::sync::Arc;
 
 use plimsoll_device::{AttentionShape, DType, Device, Op, Tensor};
@@ -81,11 +83,11 @@ impl<'a, D: Device> Decoder<'a, D> {
         Ok(Decoder { device, spec, settings, weights, ropes, cache, length: 0, written: 0 })
     }
 
-    /// Sets every weight that is not staged; `fill` writes a parameter's values in the given type and is not called on a
+    /// Sets every weight that is not staged; `fill` writes the values of some rows of a parameter in the given type and is not called on a
     /// dry device.
     pub fn load<E: From<StepError>>(
         &mut self,
-        fill: impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
+        fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         self.weights.load(fill)
     }

@@ -1,5 +1,7 @@
 //! The loss of given tokens, forward only.
 
+use std::ops::Range;
+
 use plimsoll_device::{DType, Device};
 use plimsoll_memory::{Phase, Tag};
 use plimsoll_model::{BlockId, ModelSpec, Parameter, WeightReader};
@@ -97,11 +99,11 @@ impl<'a, D: Device> Evaluator<'a, D> {
         Ok(Evaluator { device, spec, precision, loss_chunk_tokens, weights, ropes })
     }
 
-    /// Sets every weight that is not staged; `fill` writes a parameter's values in the given type and is not called on a
+    /// Sets every weight that is not staged; `fill` writes the values of some rows of a parameter in the given type and is not called on a
     /// dry device.
     pub fn load<E: From<StepError>>(
         &mut self,
-        fill: impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
+        fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         self.weights.load(fill)
     }

@@ -303,17 +303,17 @@ impl ResidentStore {
         Ok(ResidentStore { blocks, parameters })
     }
 
-    /// Sets every weight; `fill` writes a parameter's values in the given type and is not called on a dry device.
+    /// Sets every weight; `fill` writes the values of some rows of a parameter in the given type and is not called on a dry device.
     pub fn load<D: Device, E: From<StepError>>(
         &self,
         device: &D,
-        mut fill: impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
+        mut fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         for p in &self.parameters {
             let tensor = self.tensor(p)?;
             let mut outcome = Ok(());
             device
-                .write(tensor, &mut |bytes| outcome = fill(p, tensor.dtype(), bytes))
+                .write(tensor, &mut |bytes| outcome = fill(p, p.all_rows(), tensor.dtype(), bytes))
                 .map_err(StepError::from)?;
             outcome?;
         }

@@ -9,16 +9,11 @@ use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry, IGNORED_TARGET};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, SlidingWindow};
-use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError, WeightStorage};
+use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, WeightStorage};
 
 fn decoder<D: Device>(device: &D, spec: ModelSpec, settings: DecodeSettings) -> Decoder<'_, D> {
     let mut decoder = Decoder::new(device, spec, settings).unwrap();
-    decoder
-        .load::<StepError>(|p, dtype, out| {
-            write_values(&values(p), dtype, out);
-            Ok(())
-        })
-        .unwrap();
+    decoder.load(fill).unwrap();
     decoder
 }
 
@@ -48,12 +43,7 @@ fn token_by_token_gives_the_losses_of_the_whole() {
         let (tokens, _) = tokens(4, 1, 16);
         let device = device();
         let mut evaluator = Evaluator::new(&device, spec.clone(), Precision::F32, 16, 16).unwrap();
-        evaluator
-            .load::<StepError>(|p, dtype, out| {
-                write_values(&values(p), dtype, out);
-                Ok(())
-            })
-            .unwrap();
+        evaluator.load(fill).unwrap();
         let other = self::device();
         let mut one = decoder(&other, spec, settings(5));
         for last in 1..16 {
@@ -190,12 +180,7 @@ fn losses_through_the_cache_are_those_of_the_whole() {
         let batch = MicroBatch::new(&tokens, &targets);
         let device = device();
         let mut evaluator = Evaluator::new(&device, spec.clone(), Precision::F32, 16, 16).unwrap();
-        evaluator
-            .load::<StepError>(|p, dtype, out| {
-                write_values(&values(p), dtype, out);
-                Ok(())
-            })
-            .unwrap();
+        evaluator.load(fill).unwrap();
         let (whole, count) = evaluator.losses(1, &batch).unwrap();
         let dry = Dry::new();
         Decoder::new(&dry, spec.clone(), settings(5)).unwrap().append_losses(&batch, 3).unwrap();
@@ -248,12 +233,7 @@ fn a_cache_may_live_on_disk() {
                 let tiers = Arc::new(LowerTiers::open(0, planned[1], &spill).unwrap());
                 let mut decoder =
                     Decoder::with_tiers(&device, &tiers, spec.clone(), settings, storage).unwrap();
-                decoder
-                    .load::<StepError>(|p, dtype, out| {
-                        write_values(&values(p), dtype, out);
-                        Ok(())
-                    })
-                    .unwrap();
+                decoder.load(fill).unwrap();
                 let said = say(&mut decoder, &tokens);
                 assert_eq!([device.arena().high_water(), tiers.disk().high_water()], planned);
                 (said, planned)

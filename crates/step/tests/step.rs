@@ -146,7 +146,7 @@ fn gradients_are_derivatives_of_the_loss() {
             let size = 2e-3 / square.sqrt();
             let mut loss_at = |distance: f64| {
                 trainer
-                    .load::<plimsoll_step::StepError>(|q, dtype, out| {
+                    .load::<plimsoll_step::StepError>(|q, _, dtype, out| {
                         let mut values = values(q);
                         if q.name == p.name {
                             for (v, g) in values.iter_mut().zip(&gradient) {

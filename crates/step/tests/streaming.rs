@@ -106,11 +106,6 @@ fn reader(staging: &Staging) -> Watched {
     Watched { reader, events, failures }
 }
 
-fn fill(p: &Parameter, dtype: DType, out: &mut [u8]) -> Result<(), StepError> {
-    write_values(&values(p), dtype, out);
-    Ok(())
-}
-
 fn settings() -> DecodeSettings {
     DecodeSettings {
         precision: Precision::F32,

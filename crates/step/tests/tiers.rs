@@ -63,14 +63,9 @@ fn planned(spec: &ModelSpec, settings: &StepSettings) -> [u64; 3] {
     let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
     let mut trainer =
         Trainer::with_tiers(&dry, Arc::clone(&tiers), spec.clone(), settings.clone(), &Solo).unwrap();
-    trainer.load::<StepError>(|_, _, _| Ok(())).unwrap();
+    trainer.load::<StepError>(|_, _, _, _| Ok(())).unwrap();
     steps(&mut trainer, settings, 2);
     [dry.arena().high_water(), tiers.host().high_water(), tiers.disk().high_water()]
-}
-
-fn fill(p: &Parameter, dtype: DType, out: &mut [u8]) -> Result<(), StepError> {
-    write_values(&values(p), dtype, out);
-    Ok(())
 }
 
 fn train_in(folder: &Path, spec: &ModelSpec, settings: &StepSettings) -> Trained {
@@ -204,5 +199,49 @@ fn micro_batches_may_go_through_a_block_together() {
                 assert!(train_in(folder.path(), &spec, &settings) == apart, "{settings:?}");
             }
         }
+    }
+}
+
+#[test]
+fn a_table_is_brought_to_its_tier_a_part_at_a_time() {
+    let rows = 50_021;
+    let spec = ModelSpec { vocab_size: rows, ..llama() };
+    let table = spec.parameters().into_iter().find(Parameter::is_table).unwrap();
+    for (tier, precision) in [(Tier::Disk, Precision::F32), (Tier::Host, BF16_WITH_MASTERS)] {
+        let offload = Offload { parameters: tier, optimizer: tier, ..Offload::NONE };
+        let settings = StepSettings { precision, offload, ..StepSettings::new(1, 8) };
+        let [device_bytes, host_bytes, disk_bytes] = planned(&spec, &settings);
+        let device = Cpu::new(device_bytes, CpuOptions { threads: Some(2), isa: None }).unwrap();
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let spill = SpillSettings { folder: folder.path().to_owned(), budget: None, direct: true };
+        let tiers = Arc::new(LowerTiers::open(host_bytes, disk_bytes, &spill).unwrap());
+        let mut trainer = Trainer::with_tiers(&device, tiers, spec.clone(), settings, &Solo).unwrap();
+        let (mut most, mut covered) = (0, Vec::new());
+        trainer
+            .load::<StepError>(|p, part, dtype, out| {
+                if *p == table {
+                    most = most.max(out.len());
+                    covered.push(part.clone());
+                }
+                fill(p, part, dtype, out)
+            })
+            .unwrap();
+        assert!(covered.len() > 2 && most < 2 << 20, "{covered:?}");
+        assert!(covered.windows(2).all(|pair| pair[1].start == pair[0].end % rows));
+        let expected = values(&table);
+        assert_eq!(trainer.values(&table).unwrap(), expected);
+        let mut weight = Vec::new();
+        trainer.read_weight(&table, &mut |part| weight.extend_from_slice(part)).unwrap();
+        let dtype = if precision == Precision::F32 { DType::F32 } else { DType::Bf16 };
+        let mut bytes = vec![0; dtype.bytes_for(table.elements()).unwrap() as usize];
+        write_values(&expected, dtype, &mut bytes);
+        assert!(weight == bytes);
+
+        // An error ends the loading.
+        let failed = trainer.load::<StepError>(|p, part, dtype, out| match part.start {
+            0 => fill(p, part, dtype, out),
+            _ => Err(StepError::MissingWeight { block: p.block, role: p.role }),
+        });
+        assert!(matches!(failed, Err(StepError::MissingWeight { role, .. }) if role == table.role));
     }
 }

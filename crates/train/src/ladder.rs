@@ -64,12 +64,12 @@ impl Prepared {
             });
             // The arena is gone; what the heap holds without need would count against the next one.
             release_free_heap();
+            if plan.config.memory.disk_path.is_none() {
+                // Our own folder, with nothing in it, since the spill file has no name; one that holds anything stays.
+                let _ = std::fs::remove_dir(plan.config.disk_path());
+            }
             let (change, checkpoint) = match ended {
                 Ok(PartEnd::Done(report)) => {
-                    if plan.config.memory.disk_path.is_none() {
-                        // Our own folder, with nothing in it; one that holds anything stays.
-                        let _ = std::fs::remove_dir(plan.config.disk_path());
-                    }
                     let checkpoint = progress.checkpoint.map(|c| c.path);
                     return Ok(TrainingOutcome { report: *report, checkpoint });
                 }

@@ -249,16 +249,18 @@ impl Prepared {
         }
         if let Some((checkpoint, _)) = &self.resumed {
             let files = ModelFiles::open(&checkpoint.path)?;
-            trainer.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))?;
+            trainer.load::<TrainError>(|p, rows, dtype, out| {
+                Ok(files.weights().read_rows_into(p, rows, dtype, out)?)
+            })?;
             return checkpoint.read_optimizer(trainer);
         }
         match &self.origin {
             ModelOrigin::Files(files) => {
-                trainer.load(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?))
+                trainer.load(|p, rows, dtype, out| Ok(files.weights().read_rows_into(p, rows, dtype, out)?))
             }
             ModelOrigin::Scratch(spec, _) | ModelOrigin::Catalogue(spec) => {
                 let seed = self.config.training.seed();
-                trainer.load(|p, dtype, out| Ok(init::fill(p, spec, seed, dtype, out)?))
+                trainer.load(|p, rows, dtype, out| Ok(init::fill(p, rows, spec, seed, dtype, out)?))
             }
         }
     }
@@ -276,15 +278,17 @@ impl Prepared {
         }
         if let Some((checkpoint, _)) = &self.resumed {
             let set = AdapterSet::for_layout(&checkpoint.path, spec, layout)?;
-            trainer.load::<TrainError>(|p, dtype, out| Ok(set.read_into(spec, base, p, dtype, out)?))?;
+            trainer.load::<TrainError>(|p, rows, dtype, out| {
+                Ok(set.read_rows_into(spec, base, p, rows, dtype, out)?)
+            })?;
             return checkpoint.read_optimizer(trainer);
         }
         let seed = self.config.training.seed();
-        trainer.load::<TrainError>(|p, dtype, out| {
+        trainer.load::<TrainError>(|p, rows, dtype, out| {
             if matches!(p.role, Role::Lora(..)) {
                 return Ok(layout.write_first_values(p, seed, dtype, out)?);
             }
-            Ok(base.read_into(p, dtype, out)?)
+            Ok(base.read_rows_into(p, rows, dtype, out)?)
         })?;
         Ok(trainer.reset_magnitudes()?)
     }
@@ -304,20 +308,20 @@ impl Prepared {
             first.save(&folder)?;
             let first = FirstValues::open(&folder)?;
             let set = AdapterSet::of(trained, &checkpoint.path, layout)?;
-            trainer.load::<TrainError>(|p, dtype, out| {
+            trainer.load::<TrainError>(|p, rows, dtype, out| {
                 if layout.adapts(p) {
-                    return Ok(first.residual_into(layout, spec, base, p, dtype, out)?);
+                    return Ok(first.residual_rows_into(layout, spec, base, p, rows, dtype, out)?);
                 }
-                Ok(set.read_into(spec, base, p, dtype, out)?)
+                Ok(set.read_rows_into(spec, base, p, rows, dtype, out)?)
             })?;
             return checkpoint.read_optimizer(trainer);
         }
         let first = layout.first_folder(&folder, spec, base, self.config.training.seed())?;
-        trainer.load::<TrainError>(|p, dtype, out| {
+        trainer.load::<TrainError>(|p, rows, dtype, out| {
             if matches!(p.role, Role::Lora(..)) {
                 return Ok(encode(&first.values(layout, spec, p)?, dtype, out)?);
             }
-            Ok(first.residual_into(layout, spec, base, p, dtype, out)?)
+            Ok(first.residual_rows_into(layout, spec, base, p, rows, dtype, out)?)
         })?;
         Ok(trainer.reset_magnitudes()?)
     }

@@ -80,7 +80,9 @@ impl Case {
         let mut trainer = Trainer::new(device, self.spec().clone(), settings.clone(), &Solo).unwrap();
         let base = self.files.weights();
         trainer
-            .load::<TrainError>(|p, dtype, out| Ok(set.read_into(self.spec(), base, p, dtype, out)?))
+            .load::<TrainError>(|p, rows, dtype, out| {
+                Ok(set.read_rows_into(self.spec(), base, p, rows, dtype, out)?)
+            })
             .unwrap();
         trainer
     }
@@ -106,7 +108,11 @@ fn losses_are_those_of_pytorch() {
         let mut evaluator =
             Evaluator::with_storage(&device, spec.clone(), Precision::F32, storage, length, 64).unwrap();
         let base = case.files.weights();
-        evaluator.load::<TrainError>(|p, dtype, out| Ok(set.read_into(spec, base, p, dtype, out)?)).unwrap();
+        evaluator
+            .load::<TrainError>(
+                |p, rows, dtype, out| Ok(set.read_rows_into(spec, base, p, rows, dtype, out)?),
+            )
+            .unwrap();
         let (sum, count) = evaluator.losses(1, &case.batch()).unwrap();
         near(&case.name, sum / count as f64, case.expected["loss"].as_f64().unwrap(), 1e-5);
         assert_eq!(device.arena().high_water(), dry.peak_bytes(), "{}", case.name);
@@ -248,7 +254,11 @@ fn several_adapters_are_added_up() {
         let mut evaluator =
             Evaluator::with_storage(&device, spec.clone(), Precision::F32, storage, 64, 64).unwrap();
         let base = case.files.weights();
-        evaluator.load::<TrainError>(|p, dtype, out| Ok(set.read_into(spec, base, p, dtype, out)?)).unwrap();
+        evaluator
+            .load::<TrainError>(
+                |p, rows, dtype, out| Ok(set.read_rows_into(spec, base, p, rows, dtype, out)?),
+            )
+            .unwrap();
         evaluator.losses(1, &case.batch()).unwrap().0
     };
     let whole = loss(&[(folder, 1.0)]);
@@ -275,7 +285,7 @@ fn a_trained_embedding_of_a_tied_model_is_written_with_its_head_and_read_again()
     let set = AdapterSet::for_layout(folder.path(), spec, &layout).unwrap();
     for p in layout.trained() {
         let mut bytes = vec![0; 4 * p.elements() as usize];
-        set.read_into(spec, case.files.weights(), p, DType::F32, &mut bytes).unwrap();
+        set.read_rows_into(spec, case.files.weights(), p, p.all_rows(), DType::F32, &mut bytes).unwrap();
         let wanted: Vec<u8> = values(p).iter().flat_map(|x| x.to_ne_bytes()).collect();
         assert!(bytes == wanted, "{}", p.name);
     }
@@ -323,7 +333,11 @@ fn merging_an_adapter_of_a_tied_embedding_unties_the_head() {
         assert!(read(&files, &embedding) != read(&case.files, &embedding));
         let device = cpu(1 << 24);
         let mut evaluator = Evaluator::new(&device, files.spec().clone(), Precision::F32, 64, 64).unwrap();
-        evaluator.load::<TrainError>(|p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?)).unwrap();
+        evaluator
+            .load::<TrainError>(|p, rows, dtype, out| {
+                Ok(files.weights().read_rows_into(p, rows, dtype, out)?)
+            })
+            .unwrap();
         let (sum, count) = evaluator.losses(1, &case.batch()).unwrap();
         sum / count as f64
     };

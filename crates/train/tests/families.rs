@@ -36,9 +36,11 @@ fn ids(value: &Value) -> Vec<u32> {
     value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
 }
 
-fn load(files: &ModelFiles) -> impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), StepError> {
-    |parameter, dtype, out| {
-        files.weights().read_into(parameter, dtype, out).unwrap();
+fn load(
+    files: &ModelFiles,
+) -> impl FnMut(&Parameter, std::ops::Range<u64>, DType, &mut [u8]) -> Result<(), StepError> {
+    |parameter, rows, dtype, out| {
+        files.weights().read_rows_into(parameter, rows, dtype, out).unwrap();
         Ok(())
     }
 }

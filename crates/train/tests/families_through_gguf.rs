@@ -40,8 +40,8 @@ fn loss(files: &ModelFiles, tokens: &[u32]) -> f64 {
     let device = Cpu::new(dry.peak_bytes(), CpuOptions { threads: Some(2), isa: None }).unwrap();
     let mut trainer = Trainer::new(&device, files.spec().clone(), settings, &Solo).unwrap();
     trainer
-        .load(|parameter, dtype, out| {
-            files.weights().read_into(parameter, dtype, out).unwrap();
+        .load(|parameter, rows, dtype, out| {
+            files.weights().read_rows_into(parameter, rows, dtype, out).unwrap();
             Ok::<(), StepError>(())
         })
         .unwrap();

@@ -109,9 +109,9 @@ impl Case {
         let layout = &settings.method.adapters().unwrap().layout;
         let mut trainer = Trainer::new(device, spec.clone(), settings.clone(), &Solo).unwrap();
         trainer
-            .load::<TrainError>(|p, dtype, out| match p.role {
+            .load::<TrainError>(|p, rows, dtype, out| match p.role {
                 Role::Lora(..) => Ok(encode(&first.values(layout, spec, p)?, dtype, out)?),
-                _ => Ok(first.residual_into(layout, spec, base, p, dtype, out)?),
+                _ => Ok(first.residual_rows_into(layout, spec, base, p, rows, dtype, out)?),
             })
             .unwrap();
         trainer.reset_magnitudes().unwrap();
@@ -132,7 +132,11 @@ impl Case {
         let mut evaluator =
             Evaluator::with_storage(&device, spec.clone(), Precision::F32, storage, 64, 64).unwrap();
         let base = self.files.weights();
-        evaluator.load::<TrainError>(|p, dtype, out| Ok(set.read_into(spec, base, p, dtype, out)?)).unwrap();
+        evaluator
+            .load::<TrainError>(
+                |p, rows, dtype, out| Ok(set.read_rows_into(spec, base, p, rows, dtype, out)?),
+            )
+            .unwrap();
         let (sum, count) = evaluator.losses(1, &self.batch()).unwrap();
         sum / count as f64
     }
@@ -182,7 +186,7 @@ fn products_and_residuals_are_those_of_peft() {
                 let p = parameters.iter().find(|p| p.role == part.role()).unwrap();
                 let mut values = vec![0.0f32; p.elements() as usize];
                 let bytes = bytemuck::cast_slice_mut(&mut values);
-                first.residual_into(&layout, spec, base, p, DType::F32, bytes).unwrap();
+                first.residual_rows_into(&layout, spec, base, p, p.all_rows(), DType::F32, bytes).unwrap();
                 residual.extend(values);
             }
             if case.name == "gpt2" {
@@ -235,8 +239,15 @@ fn training_and_what_is_written_are_those_of_peft() {
         let set = AdapterSet::of(trained, &written, layout).unwrap();
         for p in layout.parameters() {
             let mut read = vec![0.0f32; p.elements() as usize];
-            set.read_into(spec, case.files.weights(), p, DType::F32, bytemuck::cast_slice_mut(&mut read))
-                .unwrap();
+            set.read_rows_into(
+                spec,
+                case.files.weights(),
+                p,
+                p.all_rows(),
+                DType::F32,
+                bytemuck::cast_slice_mut(&mut read),
+            )
+            .unwrap();
             assert!(read == trainer.values(p).unwrap(), "{} {}", case.name, p.name);
         }
     }

@@ -54,8 +54,13 @@ fn ids(value: &Value) -> Vec<u32> {
 
 fn load(
     files: &ModelFiles,
-) -> impl FnMut(&plimsoll_model::Parameter, plimsoll_device::DType, &mut [u8]) -> Result<(), Failure> {
-    |p, dtype, out| Ok(files.weights().read_into(p, dtype, out)?)
+) -> impl FnMut(
+    &plimsoll_model::Parameter,
+    std::ops::Range<u64>,
+    plimsoll_device::DType,
+    &mut [u8],
+) -> Result<(), Failure> {
+    |p, rows, dtype, out| Ok(files.weights().read_rows_into(p, rows, dtype, out)?)
 }
 
 #[derive(Debug)]

@@ -148,7 +148,7 @@ fn whole_windows(
     let (stream, streaming) = opened(args, model, staging.as_ref())?;
     let mut evaluator =
         Evaluator::with_storage(&device, files.spec().clone(), precision, storage, longest, chunk)?;
-    evaluator.load(|p, dtype, out| model.read_into(p, dtype, out))?;
+    evaluator.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
     if let Some(stream) = stream {
         evaluator.stream_from(Box::new(stream));
     }
@@ -205,7 +205,7 @@ fn through_the_cache(
     let device = engine.device(&dry_run, args.memory)?;
     let (stream, streaming) = opened(args, model, staging.as_ref())?;
     let mut decoder = Decoder::with_storage(&device, files.spec().clone(), settings, storage)?;
-    decoder.load(|p, dtype, out| model.read_into(p, dtype, out))?;
+    decoder.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
     if let Some(stream) = stream {
         decoder.stream_from(Box::new(stream));
     }

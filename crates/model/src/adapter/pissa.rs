@@ -6,6 +6,7 @@
 //! The first values lie in a folder meanwhile, and take no memory.
 
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::thread;
 
@@ -224,13 +225,14 @@ impl FirstValues {
     /// quantised after the subtraction. Other parameters are the base's.
     ///
     /// # Errors
-    /// As [`WeightSource::read_into`]; the folder has changed.
-    pub fn residual_into(
+    /// As [`WeightSource::read_rows_into`]; the folder has changed.
+    pub fn residual_rows_into(
         &self,
         layout: &AdapterLayout,
         spec: &ModelSpec,
         base: &WeightSource,
         parameter: &Parameter,
+        rows: Range<u64>,
         dtype: DType,
         out: &mut [u8],
     ) -> Result<(), ResidualError> {
@@ -239,7 +241,9 @@ impl FirstValues {
             let own = |m: &&AdaptedModule| format!("{}.weight", m.name) == *tensor && !m.is_embedding();
             Some((layout.modules().iter().find(own)?, *first))
         });
-        let Some((module, first)) = module else { return Ok(base.read_into(parameter, dtype, out)?) };
+        let Some((module, first)) = module else {
+            return Ok(base.read_rows_into(parameter, rows, dtype, out)?);
+        };
         let name = |suffix: &str| format!("{}{}{suffix}", super::PREFIX, module.name);
         let low = LowRank {
             a: self.matrix(&name(".lora_A.weight"))?,
@@ -251,12 +255,17 @@ impl FirstValues {
         let columns = parameter.shape.get(1).copied().unwrap_or(1).max(1) as usize;
         let from = base.inference_dtype(parameter, DType::F32);
         let fail = |source| base.conversion(parameter, dtype, source);
-        encode_rows(parameter, from, dtype, out, fail, |rows, values| {
+        let whole = rows == parameter.all_rows();
+        encode_rows(parameter, rows, from, dtype, out, fail, |rows, values| {
             base.read_rows(parameter, rows.clone(), values)?;
             subtract(&low, (first + rows.start) as usize, columns, values);
             Ok(())
         })?;
-        Ok(base.release(parameter)?)
+        // Reading gives back what it read, but for heads that it saw a part of.
+        if whole {
+            base.release(parameter)?;
+        }
+        Ok(())
     }
 }
 

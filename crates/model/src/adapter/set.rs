@@ -1,6 +1,7 @@
 //! Adapters that were opened for one model, as the values of a layout's parameters: what a run that goes on, and what
 //! generation and evaluation, load.
 
+use std::ops::Range;
 use std::path::Path;
 
 use plimsoll_device::DType;
@@ -125,7 +126,7 @@ impl AdapterSet {
         &self.adapters
     }
 
-    /// Whether [`read_into`](Self::read_into) gives other values of a parameter than the base model's.
+    /// Whether [`read_rows_into`](Self::read_rows_into) gives other values of a parameter than the base model's.
     pub fn replaces(&self, spec: &ModelSpec, parameter: &Parameter) -> bool {
         let place = super::stored_place(spec, parameter);
         let replaces = |(adapter, _): &(Adapter, f32)| {
@@ -134,13 +135,14 @@ impl AdapterSet {
         self.adapters.iter().any(replaces)
     }
 
-    /// Writes a parameter's values as `dtype` into `out`: an adapter's own, a tensor that an adapter replaces, or else
-    /// what `base` has.
-    pub fn read_into(
+    /// Writes the values of some rows of a parameter as `dtype` into `out`: an adapter's own, of which there are only all
+    /// rows, a tensor that an adapter replaces, or else what `base` has.
+    pub fn read_rows_into(
         &self,
         spec: &ModelSpec,
         base: &WeightSource,
         parameter: &Parameter,
+        rows: Range<u64>,
         dtype: DType,
         out: &mut [u8],
     ) -> Result<(), ModelError> {
@@ -157,11 +159,12 @@ impl AdapterSet {
         let name = super::stored_place(spec, parameter).map(|(name, _)| name).unwrap_or_default();
         for (adapter, _) in self.adapters.iter().filter(|(adapter, _)| adapter.replaced().contains_key(&name))
         {
-            let mut values = vec![0.0; parameter.elements() as usize];
-            if adapter.replace_rows(spec, parameter, 0..parameter.rows(), &mut values) {
+            let count = rows.end.saturating_sub(rows.start).saturating_mul(parameter.columns());
+            let mut values = vec![0.0; count as usize];
+            if adapter.replace_rows(spec, parameter, rows.clone(), &mut values) {
                 return encode(&values, dtype, out).map_err(wrong);
             }
         }
-        base.read_into(parameter, dtype, out)
+        base.read_rows_into(parameter, rows, dtype, out)
     }
 }

@@ -1,8 +1,11 @@
 //! Reading a parameter: converted from the file's map into the caller's bytes, without a second copy.
 
+use std::ops::Range;
+
 use plimsoll_device::DType;
 use plimsoll_memory::FileMap;
 
+use super::rows::encode_rows;
 use super::{ModelError, Place, RowOrder, WeightSource};
 use crate::convert::{ConversionError, convert, encode};
 use crate::parameters::Parameter;
@@ -12,6 +15,24 @@ use crate::parameters::Parameter;
 const STRIPE: usize = 3 << 19;
 
 impl WeightSource {
+    /// [`read_into`](Self::read_into) of some rows alone, which `out` has room for: all of them, or as f32, bf16 or f16.
+    pub fn read_rows_into(
+        &self,
+        parameter: &Parameter,
+        rows: Range<u64>,
+        dtype: DType,
+        out: &mut [u8],
+    ) -> Result<(), ModelError> {
+        if rows == parameter.all_rows() {
+            return self.read_into(parameter, dtype, out);
+        }
+        let from = self.place(parameter)?.dtype;
+        let fail = |source| self.conversion(parameter, dtype, source);
+        encode_rows(parameter, rows, from, dtype, out, fail, |rows, values| {
+            self.read_rows(parameter, rows, values)
+        })
+    }
+
     /// Writes a parameter's values into `out` as `dtype`, row by row in the parameter's own order: f32, bf16 or f16, to
     /// nearest, ties to even; blocks as they are stored; or quantised as it is read, a matrix whose rows are whole blocks.
     /// `out` has just its bytes, `dtype.bytes_for(parameter.elements())`.

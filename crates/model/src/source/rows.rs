@@ -143,7 +143,7 @@ impl WeightSource {
             return Ok(());
         }
         let fail = |source| self.conversion(parameter, to, source);
-        encode_rows(parameter, place.dtype, to, out, fail, |rows, values| {
+        encode_rows(parameter, parameter.all_rows(), place.dtype, to, out, fail, |rows, values| {
             self.read_rows(parameter, rows, values)
         })?;
         self.release(parameter)
@@ -159,22 +159,25 @@ impl WeightSource {
     }
 }
 
-/// A parameter's rows, which `read` gives in f32 a stripe at a time, as `to`: plain, or quantised. They were `from` before,
-/// which errors name.
+/// Rows of a parameter, which `read` gives in f32 a stripe at a time, as `to`: plain, or quantised. They were `from` before,
+/// which errors name. A type that looks at the whole matrix needs all rows.
 pub(crate) fn encode_rows<E>(
     parameter: &Parameter,
+    rows: Range<u64>,
     from: DType,
     to: DType,
     out: &mut [u8],
     fail: impl Fn(ConversionError) -> E,
     mut read: impl FnMut(Range<u64>, &mut [f32]) -> Result<(), E>,
 ) -> Result<(), E> {
-    let columns = parameter.shape.get(1).copied().unwrap_or(1);
-    if !(to.is_float() || can_quantize(to) && columns.is_multiple_of(to.row_multiple())) {
+    let columns = parameter.columns();
+    let fits = FourBit::of(to).is_none() || rows == parameter.all_rows();
+    if !(to.is_float() || can_quantize(to) && columns.is_multiple_of(to.row_multiple()) && fits) {
         return Err(fail(ConversionError::Unsupported { from, to }));
     }
-    if to.bytes_for(parameter.elements()) != Some(out.len() as u64) {
-        let source_bytes = from.bytes_for(parameter.elements()).unwrap_or(0) as usize;
+    let count = rows.end.saturating_sub(rows.start).saturating_mul(columns);
+    if to.bytes_for(count) != Some(out.len() as u64) {
+        let source_bytes = from.bytes_for(count).unwrap_or(0) as usize;
         return Err(fail(ConversionError::Length { from, source_bytes, to, out_bytes: out.len() }));
     }
     if let Some(kind) = FourBit::of(to) {
@@ -186,10 +189,10 @@ pub(crate) fn encode_rows<E>(
     }
     let mut values = Vec::new();
     let mut out = out;
-    for rows in stripes(parameter.rows(), columns, 1) {
-        let count = (rows.end - rows.start) * columns;
+    for part in stripes(rows.end.saturating_sub(rows.start), columns, 1) {
+        let count = (part.end - part.start) * columns;
         values.resize(count as usize, 0.0);
-        read(rows, &mut values)?;
+        read(rows.start + part.start..rows.start + part.end, &mut values)?;
         let bytes = to.bytes_for(count).unwrap_or(0) as usize;
         let (own, rest) = std::mem::take(&mut out).split_at_mut(bytes);
         out = rest;

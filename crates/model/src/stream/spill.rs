@@ -2,6 +2,7 @@
 //! matrix at a time.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -21,7 +22,7 @@ pub(super) const ROW_BUFFERS: usize = 8;
 
 impl WeightStream {
     /// Opens the files of a staging. What they do not hold as it is needed is written into a spill file as the settings
-    /// say: `fill` writes a parameter's values in the given type.
+    /// say: `fill` writes the values of some rows of a parameter in the given type.
     ///
     /// # Errors
     /// A file cannot be opened, the disk or its budget is full, or `fill` fails.
@@ -29,7 +30,7 @@ impl WeightStream {
         plan: &StreamPlan,
         staging: &Staging,
         settings: &SpillSettings,
-        mut fill: impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
+        mut fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<WeightStream, E> {
         let engine = DiskEngine::start(EngineSettings::default())?;
         let open = |path: &PathBuf| DiskFile::open(path, settings.direct).map(Arc::new);
@@ -90,7 +91,7 @@ fn table_in_spill<E: From<DiskError>>(
     plan: &StreamPlan,
     parameter: &Parameter,
     dtype: DType,
-    fill: &mut impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
+    fill: &mut impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
 ) -> Result<Option<Part>, E> {
     let Some(spill) = spill else { return Ok(None) };
     let bytes = dtype.bytes_for(parameter.elements()).unwrap_or(0);
@@ -111,22 +112,27 @@ fn table_in_spill<E: From<DiskError>>(
     Ok(Some(Part { file: Arc::clone(spill.file()), bytes: start..start + bytes }))
 }
 
-/// One matrix, through memory that is given back at once: none of it is there when the weights are used.
+/// One matrix, or one part of a table after another, through memory that is given back at once: none of it is there when
+/// the weights are used.
 fn write<E: From<DiskError>>(
     engine: &DiskEngine,
     spill: &SpillFile,
     offset: u64,
     parameter: &Parameter,
     dtype: DType,
-    fill: &mut impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
+    fill: &mut impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
 ) -> Result<(), E> {
-    let bytes = dtype.bytes_for(parameter.elements()).unwrap_or(0);
-    let mut memory = Region::new(bytes.next_multiple_of(ALIGNMENT)).map_err(DiskError::from)?;
-    let start = memory.skip_to(ALIGNMENT as usize);
-    let end = start.saturating_add(usize::try_from(bytes).unwrap_or(usize::MAX));
-    let has = memory.len() as u64;
-    let out = memory.bytes_mut().get_mut(start..end).ok_or(DiskError::Buffer { has, needed: bytes })?;
-    fill(parameter, dtype, out)?;
-    engine.write_back(spill.file(), offset, bytes, memory).wait().outcome?;
+    let mut offset = offset;
+    for rows in parameter.parts(dtype, ALIGNMENT) {
+        let bytes = dtype.bytes_for((rows.end - rows.start) * parameter.columns()).unwrap_or(0);
+        let mut memory = Region::new(bytes.next_multiple_of(ALIGNMENT)).map_err(DiskError::from)?;
+        let start = memory.skip_to(ALIGNMENT as usize);
+        let end = start.saturating_add(usize::try_from(bytes).unwrap_or(usize::MAX));
+        let has = memory.len() as u64;
+        let out = memory.bytes_mut().get_mut(start..end).ok_or(DiskError::Buffer { has, needed: bytes })?;
+        fill(parameter, rows, dtype, out)?;
+        engine.write_back(spill.file(), offset, bytes, memory).wait().outcome?;
+        offset = offset.saturating_add(bytes);
+    }
     Ok(())
 }

@@ -37,9 +37,11 @@ fn open(
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let settings = SpillSettings { folder: folder.path().to_owned(), budget, direct: true };
     let filled = RefCell::new(Vec::new());
-    let stream = WeightStream::open::<Failed>(plan, staging, &settings, |p, dtype, out| {
-        filled.borrow_mut().push(p.name.clone());
-        Ok(files.weights().read_into(p, dtype, out)?)
+    let stream = WeightStream::open::<Failed>(plan, staging, &settings, |p, rows, dtype, out| {
+        if rows.start == 0 {
+            filled.borrow_mut().push(p.name.clone());
+        }
+        Ok(files.weights().read_rows_into(p, rows, dtype, out)?)
     })?;
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "a spill file has no name");
     Ok((stream, filled.into_inner()))
@@ -112,6 +114,19 @@ fn what_is_stored_as_it_is_needed_is_read_from_the_model() {
         assert_eq!(all.len(), spec.parameters().iter().filter(|p| p.shape.len() == 2).count());
         let quantized = check(&files, &|p| if p.role.is_block_matrix() { DType::Nf4 } else { DType::Bf16 });
         assert_eq!(quantized.len(), 7 * 2);
+    }
+}
+
+#[test]
+fn a_table_is_spilled_part_by_part() {
+    let folder = tempfile::tempdir().unwrap();
+    let spec = ModelSpec { vocab_size: 60_013, ..untied() };
+    save_tiny(folder.path(), &spec, DType::F16);
+    let files = ModelFiles::open(folder.path()).unwrap();
+    for dtype in [DType::F32, DType::Bf16] {
+        let table = spec.parameters().into_iter().find(Parameter::is_table).unwrap();
+        assert!(table.parts(dtype, ALIGNMENT).count() > 1);
+        assert!(check(&files, &|_| dtype).contains(&table.name));
     }
 }
 

@@ -33,7 +33,7 @@ pub fn tiny_spec() -> ModelSpec {
 /// The weights of a seed.
 pub fn weights(spec: &ModelSpec, parameter: &Parameter, dtype: DType) -> Vec<u8> {
     let mut bytes = vec![0; dtype.bytes_for(parameter.elements()).unwrap() as usize];
-    init::fill(parameter, spec, 5, dtype, &mut bytes).unwrap();
+    init::fill(parameter, parameter.all_rows(), spec, 5, dtype, &mut bytes).unwrap();
     bytes
 }
 

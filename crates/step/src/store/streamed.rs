@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use plimsoll_device::{DType, Device, Tensor};
 use plimsoll_disk::{DiskError, Home, LowerTiers};
-use plimsoll_memory::{Phase, Region, Tag, Tier};
+use plimsoll_memory::{Phase, Region, Tag, Tier, release_free_heap};
 use plimsoll_model::{
     AdaptedModule, AdapterLayout, BlockId, ModelSpec, Parameter, Role, StagedBlock, WeightReader,
 };
@@ -228,13 +228,15 @@ impl<'a, D: Device> StreamedStore<'a, D> {
         Ok(StreamedStore { device, resident, parcels, table, tables, away, pool, rows })
     }
 
-    /// Sets every weight that is in memory; `fill` writes a parameter's values in the given type and is not called on a
+    /// Sets every weight that is in memory; `fill` writes the values of some rows of a parameter in the given type and is not called on a
     /// dry device.
     pub fn load<E: From<StepError>>(
         &mut self,
-        fill: impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
+        fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         self.resident.load(self.device, fill)?;
+        // What conversions took of the heap counts against the arena, the rest of which is touched from here on.
+        release_free_heap();
         Ok(self.prepare()?)
     }
 

@@ -50,17 +50,12 @@ impl Pieces {
     /// The rows of each piece of a parameter; one piece for what is no table of the vocabulary.
     pub fn of(self, parameter: &Parameter) -> Vec<Range<u64>> {
         let rows = parameter.shape.first().copied().unwrap_or(1);
-        let most = if is_table(parameter.role) { self.rows } else { u64::MAX };
+        let most = if parameter.is_table() { self.rows } else { u64::MAX };
         // A rest of a few rows goes with the piece before it.
         let count = (rows.saturating_add(most - ROWS.min(most)) / most).max(1);
         let end = |piece: u64| if piece == count { rows } else { piece * most };
         (0..count).map(|piece| end(piece)..end(piece + 1)).collect()
     }
-}
-
-/// Whether a parameter has a row for every token.
-fn is_table(role: Role) -> bool {
-    matches!(role, Role::TokenEmbedding | Role::LmHead)
 }
 
 /// Whether a parameter is large: a matrix of a layer or a table. The others stay where they are.

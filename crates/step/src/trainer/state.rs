@@ -1,10 +1,11 @@
 //! What a trainer holds from step to step: weights and optimizer states, to be set, read and written, wherever they live.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use plimsoll_device::{DType, Device, Op, Rounding, Tensor};
 use plimsoll_disk::{ALIGNMENT, DiskError, Home};
-use plimsoll_memory::Region;
+use plimsoll_memory::{Region, release_free_heap};
 use plimsoll_model::convert::convert;
 use plimsoll_model::{BlockId, Parameter, Role};
 
@@ -44,12 +45,29 @@ enum Place {
     Homes(Vec<(Arc<Home>, u64, u64)>),
 }
 
+/// Some rows' bytes, and which of them have not been taken.
+struct Filled {
+    memory: Region,
+    rest: Range<usize>,
+}
+
+impl Filled {
+    /// Copies what fits into `out`, and says how much.
+    fn take(&mut self, out: &mut [u8]) -> usize {
+        let count = out.len().min(self.rest.len());
+        let taken = self.memory.bytes().get(self.rest.start..self.rest.start + count).unwrap_or_default();
+        out.iter_mut().zip(taken).for_each(|(out, byte)| *out = *byte);
+        self.rest.start += count;
+        count
+    }
+}
+
 impl<D: Device> Trainer<'_, D> {
-    /// Sets every weight, those of adapters too. `fill` writes a parameter's values in the given type; it is not called on
+    /// Sets every weight, those of adapters too. `fill` writes the values of some rows of a parameter in the given type; it is not called on
     /// a dry device. With master weights it fills the master, and the weight is that, rounded.
     pub fn load<E: From<StepError>>(
         &mut self,
-        mut fill: impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
+        mut fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         // First what needs memory of its own on its way, while little of the arena has been touched.
         self.load_homes(&mut fill)?;
@@ -59,7 +77,7 @@ impl<D: Device> Trainer<'_, D> {
             let target = master.unwrap_or(weight);
             let mut outcome = Ok(());
             self.device
-                .write(target, &mut |bytes| outcome = fill(p, target.dtype(), bytes))
+                .write(target, &mut |bytes| outcome = fill(p, p.all_rows(), target.dtype(), bytes))
                 .map_err(StepError::from)?;
             outcome?;
             if let Some(x) = master {
@@ -67,13 +85,15 @@ impl<D: Device> Trainer<'_, D> {
                 self.device.run(cast).map_err(StepError::from)?;
             }
         }
+        // What quantising and converting took of the heap counts against the arena, which is touched from here on.
+        release_free_heap();
         Ok(self.weights.prepare()?)
     }
 
     /// Sets what lives on a lower tier, and masters whose weights do.
     fn load_homes<E: From<StepError>>(
         &mut self,
-        fill: &mut impl FnMut(&Parameter, DType, &mut [u8]) -> Result<(), E>,
+        fill: &mut impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let all: Vec<Parameter> = self.spec.parameters();
         for p in all {
@@ -88,7 +108,7 @@ impl<D: Device> Trainer<'_, D> {
                 Some(master) if away.is_some() => {
                     let mut outcome = Ok(());
                     self.device
-                        .write(master, &mut |bytes| outcome = fill(&p, DType::F32, bytes))
+                        .write(master, &mut |bytes| outcome = fill(&p, p.all_rows(), DType::F32, bytes))
                         .map_err(StepError::from)?;
                     outcome?;
                 }
@@ -96,20 +116,43 @@ impl<D: Device> Trainer<'_, D> {
                     .extend(self.state_in_homes(&p, StateKind::Master).map(|place| (DType::F32, place))),
             }
             for (dtype, place) in targets.into_iter().filter(|_| !self.tiers.is_dry()) {
-                let bytes = dtype.bytes_for(p.elements()).unwrap_or(0);
-                let mut memory = Region::new(bytes).map_err(|e| StepError::from(DiskError::from(e)))?;
-                let length = usize::try_from(bytes).unwrap_or(usize::MAX).min(memory.len());
-                let values = memory.bytes_mut().get_mut(..length).unwrap_or_default();
-                fill(&p, dtype, values)?;
-                let mut rest = &*values;
-                self.write_place(&place, &mut |out| {
-                    let (now, later) = rest.split_at(out.len().min(rest.len()));
-                    out.iter_mut().zip(now).for_each(|(out, byte)| *out = *byte);
-                    rest = later;
-                })?;
+                self.load_home(&p, dtype, &place, fill)?;
             }
         }
         Ok(())
+    }
+
+    /// Sets what lives in homes: a table a part at a time, so that none of its size is ever in memory.
+    fn load_home<E: From<StepError>>(
+        &self,
+        p: &Parameter,
+        dtype: DType,
+        place: &Place,
+        fill: &mut impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut parts = p.parts(dtype, 1);
+        let mut next_part = || -> Result<Option<Filled>, E> {
+            let Some(rows) = parts.next() else { return Ok(None) };
+            let bytes = dtype.bytes_for((rows.end - rows.start) * p.columns()).unwrap_or(0);
+            let mut memory = Region::new(bytes).map_err(|e| StepError::from(DiskError::from(e)))?;
+            let length = usize::try_from(bytes).unwrap_or(usize::MAX).min(memory.len());
+            fill(p, rows, dtype, memory.bytes_mut().get_mut(..length).unwrap_or_default())?;
+            Ok(Some(Filled { memory, rest: 0..length }))
+        };
+        let (mut current, mut outcome) = (None, Ok(()));
+        self.write_place(place, &mut |mut out| {
+            while !out.is_empty() && outcome.is_ok() {
+                match current.as_mut().map_or(0, |filled: &mut Filled| filled.take(out)) {
+                    0 => match next_part() {
+                        Ok(Some(filled)) => current = Some(filled),
+                        Ok(None) => return,
+                        Err(error) => outcome = Err(error),
+                    },
+                    taken => out = out.get_mut(taken..).unwrap_or_default(),
+                }
+            }
+        })?;
+        outcome
     }
 
     /// Sets the lengths of rows, where adapters have them (DoRA), to those that the loaded weights have: once, before

@@ -2,6 +2,8 @@
 
 #![allow(dead_code)]
 
+use std::ops::Range;
+
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry, IGNORED_TARGET};
 use plimsoll_model::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, Parameter,
@@ -124,6 +126,13 @@ pub fn noise(seed: u64) -> impl FnMut() -> f64 {
     }
 }
 
+/// Writes rows of what [`values`] has.
+pub fn fill(p: &Parameter, rows: Range<u64>, dtype: DType, out: &mut [u8]) -> Result<(), StepError> {
+    let [first, last] = [rows.start, rows.end].map(|row| (row * p.columns()) as usize);
+    write_values(&values(p)[first..last], dtype, out);
+    Ok(())
+}
+
 /// The value of every weight.
 pub fn values(parameter: &Parameter) -> Vec<f32> {
     let seed = parameter.name.bytes().fold(7u64, |h, b| h.wrapping_mul(31).wrapping_add(u64::from(b)));
@@ -185,12 +194,7 @@ pub fn device(spec: &ModelSpec, settings: &StepSettings, threads: usize) -> Cpu 
 
 pub fn trainer<'a>(device: &'a Cpu, spec: &ModelSpec, settings: &StepSettings) -> Trainer<'a, Cpu> {
     let mut trainer = Trainer::new(device, spec.clone(), settings.clone(), &Solo).unwrap();
-    trainer
-        .load::<StepError>(|p, dtype, out| {
-            write_values(&values(p), dtype, out);
-            Ok(())
-        })
-        .unwrap();
+    trainer.load(fill).unwrap();
     trainer
 }
 

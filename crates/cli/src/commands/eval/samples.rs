@@ -67,7 +67,7 @@ pub(super) fn measure(
     let (stream, streaming) = opened(args, model, staging.as_ref())?;
     let mut evaluator =
         Evaluator::with_storage(&device, files.spec().clone(), precision, storage, length, chunk)?;
-    evaluator.load(|p, dtype, out| model.read_into(p, dtype, out))?;
+    evaluator.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
     if let Some(stream) = stream {
         evaluator.stream_from(Box::new(stream));
     }
