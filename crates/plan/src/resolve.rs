@@ -27,6 +27,10 @@ const LOGITS_BYTES: u64 = 32 << 20;
 /// Choices within this share of the fastest one count as equally fast; the smallest of them is taken.
 const AS_FAST: f64 = 1.01;
 
+/// Micro-batches of a step up to which it is tried how many of them are best taken together: each such plan runs all of them
+/// dry.
+const MOST_TOGETHER: u64 = 32;
+
 /// A training step with nothing left to decide, and what the dry run says of it.
 #[derive(Clone, Debug)]
 pub struct Choice {
@@ -138,7 +142,7 @@ pub fn choose(
     let said = as_said(&config.memory.offload);
     for offload in std::iter::once(said).chain(stages(&config.memory.offload)) {
         if let Some(choice) = search.candidates(offload, &mut smallest)? {
-            return Ok(choice);
+            return search.together(choice);
         }
     }
     // Every list has at least one entry; among equals the first is the one with the least offload.
@@ -199,6 +203,31 @@ impl Search<'_> {
         Ok(None)
     }
 
+    /// The same with as many micro-batches in a pass as is worth their memory, where the user leaves that open: where
+    /// passes bring tensors from a disk, and no bit depends on it.
+    fn together(&self, choice: Choice) -> Result<Choice, StepError> {
+        let Choice { settings, accumulation, .. } = &choice;
+        let Offload { parameters, gradients, .. } = settings.offload;
+        let brings = parameters == Tier::Disk || gradients == Tier::Disk;
+        let open = self.config.training.micro_batches_per_pass().set().is_none();
+        if !(open && brings && *accumulation <= MOST_TOGETHER && keeps_bits(self.spec, self.method)) {
+            return Ok(choice);
+        }
+        let sizes = powers_of_two(*accumulation).chain([*accumulation]).filter(|n| *n > 1);
+        let mut all = Vec::new();
+        for micro_batches_per_pass in sizes {
+            let settings = StepSettings { micro_batches_per_pass, ..settings.clone() };
+            all.push(Choice::new(self.spec, settings, *accumulation, self.rates)?);
+        }
+        let target = self.limits.target_bytes;
+        all.retain(|other| {
+            self.limits.allow_within(other, target)
+                && other.time.tokens_per_second > choice.time.tokens_per_second * AS_FAST
+        });
+        let seconds = |c: &Choice| c.time.step_seconds;
+        Ok(all.into_iter().min_by(|a, b| seconds(a).total_cmp(&seconds(b))).unwrap_or(choice))
+    }
+
     /// The lightest candidates: the shortest batch, and the two strongest forms of checkpointing where it is left open.
     fn lightest(&self, precision: Precision, offload: Offload) -> Result<Vec<Choice>, StepError> {
         let training = &self.config.training;
@@ -211,6 +240,14 @@ impl Search<'_> {
         }
         forms.into_iter().map(|form| self.candidate(precision, form, batch, offload)).collect()
     }
+}
+
+/// Whether the order in which micro-batches go through the blocks changes no bit: it does where the gradient of a tied
+/// embedding is summed, of which each micro-batch has two parts.
+fn keeps_bits(spec: &ModelSpec, method: &TrainingMethod) -> bool {
+    let table = |p: &Parameter| p.role == Role::TokenEmbedding;
+    let trains_table = method.adapters().is_none_or(|adapters| adapters.layout.trained().any(table));
+    !(spec.tie_word_embeddings && trains_table)
 }
 
 /// The fastest that fits; among equally fast ones the smallest. Where weights or gradients are brought from elsewhere in
@@ -250,7 +287,14 @@ pub fn lighter_choices(
     forms.extend([groups, Checkpointing::Full, Checkpointing::Sqrt]);
     let lighter = |checkpointing, batch_size, offload| {
         let loss_chunk_tokens = own.loss_chunk_tokens.min(batch_size * own.sequence_length);
-        let settings = StepSettings { checkpointing, batch_size, offload, loss_chunk_tokens, ..own.clone() };
+        let settings = StepSettings {
+            checkpointing,
+            batch_size,
+            offload,
+            loss_chunk_tokens,
+            micro_batches_per_pass: 1,
+            ..own.clone()
+        };
         Choice::new(spec, settings, effective / batch_size, rates)
     };
     let mut all = Vec::new();
@@ -414,7 +458,7 @@ pub(crate) fn step_settings(
         },
         method: method.clone(),
         offload: Offload::NONE,
-        micro_batches_per_pass: training.micro_batches_per_pass(),
+        micro_batches_per_pass: training.micro_batches_per_pass().set().unwrap_or(1),
         seed: training.seed(),
     }
 }
@@ -454,6 +498,7 @@ pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
     training.gradient_checkpointing =
         Some(Auto::Set(GradientCheckpointing::Form(choice.settings.checkpointing)));
     training.loss_chunk_tokens = Some(Auto::Set(choice.settings.loss_chunk_tokens));
+    training.micro_batches_per_pass = Some(Auto::Set(choice.settings.micro_batches_per_pass));
     training.attention = Some(Auto::Set(Attention(choice.settings.attention)));
     resolved
 }

@@ -125,3 +125,37 @@ fn address_space_has_to_hold_the_checkpoint_too() {
     assert!(!plan.fits());
     assert!(plan.misfits()[0].contains("address space"), "{:?}", plan.misfits());
 }
+
+#[test]
+fn micro_batches_share_a_pass_where_that_saves_traffic_and_changes_no_bit() {
+    let untied = ModelSpec { tie_word_embeddings: false, ..spec() };
+    let away = "memory.offload={parameters: disk, gradients: disk, optimizer: disk, activations: disk}";
+    let set =
+        [&F32[..], &[away, "training.gradient_accumulation_steps=8", "training.gradient_checkpointing=full"]]
+            .concat();
+    let with = |spec: &ModelSpec, budget: u64, more: &[&str]| {
+        let config = config(budget, &[&set[..], more].concat());
+        TrainingPlan::new(&config, spec, &machine()).unwrap()
+    };
+    let one = with(&untied, 4 << 30, &["training.micro_batches_per_pass=1"]);
+    let chosen = with(&untied, 4 << 30, &[]);
+    let together = chosen.choice.settings.micro_batches_per_pass;
+    assert_eq!((one.choice.settings.micro_batches_per_pass, together), (1, 8));
+    assert_eq!(chosen.config.training.micro_batches_per_pass, Some(Auto::Set(8)));
+    assert!(chosen.choice.time.step_seconds < 0.8 * one.choice.time.step_seconds);
+    // Gradients of a layer are written once a pass, and its weights read twice.
+    let [of_one, of_chosen] = [&one, &chosen].map(|plan| plan.choice.dry_run.moved);
+    assert!(
+        of_chosen.written < of_one.written / 2 && of_chosen.read < of_one.read / 2,
+        "{of_chosen:?} {of_one:?}"
+    );
+    // What there is no room for is not chosen, nor what changes bits, nor what saves nothing.
+    let least = one.process_bytes() + (256 << 10);
+    assert!(with(&untied, least, &[]).choice.settings.micro_batches_per_pass < 8);
+    assert!(with(&untied, least, &[]).fits());
+    let of = |plan: TrainingPlan| plan.choice.settings.micro_batches_per_pass;
+    assert_eq!(of(with(&spec(), 4 << 30, &[])), 1);
+    let home = "memory.offload={parameters: device, gradients: device, optimizer: disk, activations: device}";
+    assert_eq!(of(with(&untied, 64 << 30, &[home])), 1);
+    assert_eq!(of(with(&spec(), 4 << 30, &["training.micro_batches_per_pass=3"])), 3);
+}

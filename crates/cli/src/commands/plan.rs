@@ -80,10 +80,15 @@ pub fn describe(plan: &TrainingPlan) -> String {
         ));
     }
     out.push_str(&format!(
-        "step: {} x {} tokens, {} accumulated; {} weights{master}{linears}, {} gradients, checkpointing {}; logits of {} tokens at once\n",
+        "step: {} x {} tokens, {} accumulated{}; {} weights{master}{linears}, {} gradients, checkpointing {}; logits of {} tokens at once\n",
         settings.batch_size,
         settings.sequence_length,
         plan.choice.accumulation,
+        if settings.micro_batches_per_pass > 1 {
+            format!(", {} in a pass", settings.micro_batches_per_pass.min(plan.choice.accumulation))
+        } else {
+            String::new()
+        },
         precision.weights,
         precision.gradients,
         checkpointing(plan),

@@ -23,6 +23,17 @@ use crate::settings::{MicroBatch, StepSettings};
 use crate::store::WeightStore;
 use crate::tier::{Unit, is_matrix};
 
+/// What comes after a micro-batch's part of a block's gradients.
+#[derive(Clone, Copy)]
+enum Then {
+    /// The next micro-batch's, at once: they stay where they are.
+    Further,
+    /// Another block; more is added to them in a pass to come.
+    Later,
+    /// They are complete.
+    Finish(Finish),
+}
+
 impl<'a, D: Device> Trainer<'a, D> {
     /// Some micro-batches forward and backward, each block for all of them before the next block; returns the sum of
     /// their token losses. `first` is the number of the first of them in the step; `finish` is `None` where more
@@ -83,7 +94,12 @@ impl<'a, D: Device> Trainer<'a, D> {
                 if let Some(next) = next {
                     next.fetch(ctx)?;
                 }
-                self.backward_segment(ctx, segment, dx, finish.filter(|_| i == last))?;
+                let then = match finish {
+                    _ if i < last => Then::Further,
+                    None => Then::Later,
+                    Some(finish) => Then::Finish(finish),
+                };
+                self.backward_segment(ctx, segment, dx, then)?;
             }
         }
         arena.enter(Phase::Backward, None);
@@ -352,10 +368,10 @@ impl<'a, D: Device> Trainer<'a, D> {
         ctx: &Context<'_, D>,
         segment: Segment,
         dx: &Tensor,
-        finish: Option<Finish>,
+        then: Then,
     ) -> Result<(), StepError> {
         let (blocks, input) = match segment {
-            Segment::Block(layer, saved) => return self.backward_block(ctx, layer, *saved, dx, finish),
+            Segment::Block(layer, saved) => return self.backward_block(ctx, layer, *saved, dx, then),
             Segment::Blocks(blocks, input) => (blocks, input),
         };
         let missing =
@@ -368,9 +384,11 @@ impl<'a, D: Device> Trainer<'a, D> {
             inputs.push(x.clone());
         }
         drop(x);
+        // Other blocks come before the next micro-batch.
+        let then = if matches!(then, Then::Further) { Then::Later } else { then };
         for layer in blocks.rev() {
             if let Some(input) = inputs.pop() {
-                self.backward_block(ctx, layer, Saved::only(input), dx, finish)?;
+                self.backward_block(ctx, layer, Saved::only(input), dx, then)?;
             }
         }
         Ok(())
@@ -382,7 +400,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         layer: u32,
         saved: Saved,
         dx: &Tensor,
-        finish: Option<Finish>,
+        then: Then,
     ) -> Result<(), StepError> {
         let block = BlockId::Layer(layer);
         ctx.device.arena().enter(Phase::Backward, Some(layer));
@@ -392,7 +410,11 @@ impl<'a, D: Device> Trainer<'a, D> {
         self.weights.release(block);
         drop(weights);
         done?;
-        self.finish(block, finish)
+        match then {
+            Then::Further => Ok(()),
+            Then::Later => self.finish(block, None),
+            Then::Finish(finish) => self.finish(block, Some(finish)),
+        }
     }
 
     /// The first block, in the order of the forward pass, whose output for a micro-batch is not finite. Weights and
