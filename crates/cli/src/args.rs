@@ -174,7 +174,8 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "FILE")]
     pub prompts: Option<PathBuf>,
     /// New tokens at most
-    #[arg(long, visible_alias = "max-new-tokens", value_name = "N", default_value_t = 128, value_parser = inference::tokens)]
+    #[arg(long, visible_alias = "max-new-tokens", value_name = "N", default_value_t = 128)]
+    #[arg(value_parser = inference::tokens)]
     pub max_tokens: usize,
     /// Answers to a prompt, the first with the seed that was given, each other with the next one
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]

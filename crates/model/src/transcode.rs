@@ -143,7 +143,7 @@ impl<'a> Transcoder<'a> {
         dtype: DType,
         out: &mut dyn Write,
     ) -> io::Result<()> {
-        let columns = parameter.shape.get(1).copied().unwrap_or(1);
+        let columns = parameter.columns();
         let head = match order {
             RowOrder::Interleaved { head_dim } => head_dim,
             _ => 1,

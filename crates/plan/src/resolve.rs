@@ -213,19 +213,18 @@ impl Search<'_> {
         if !(open && brings && *accumulation <= MOST_TOGETHER && keeps_bits(self.spec, self.method)) {
             return Ok(choice);
         }
-        let sizes = powers_of_two(*accumulation).chain([*accumulation]).filter(|n| *n > 1);
-        let mut all = Vec::new();
-        for micro_batches_per_pass in sizes {
+        let mut sizes: Vec<u64> = powers_of_two(*accumulation).chain([*accumulation]).skip(1).collect();
+        sizes.dedup();
+        // The more, the fewer passes: the most that there is room for are the fastest.
+        for micro_batches_per_pass in sizes.into_iter().rev() {
             let settings = StepSettings { micro_batches_per_pass, ..settings.clone() };
-            all.push(Choice::new(self.spec, settings, *accumulation, self.rates)?);
+            let other = Choice::new(self.spec, settings, *accumulation, self.rates)?;
+            if self.limits.allow_within(&other, self.limits.target_bytes) {
+                let faster = other.time.tokens_per_second > choice.time.tokens_per_second * AS_FAST;
+                return Ok(if faster { other } else { choice });
+            }
         }
-        let target = self.limits.target_bytes;
-        all.retain(|other| {
-            self.limits.allow_within(other, target)
-                && other.time.tokens_per_second > choice.time.tokens_per_second * AS_FAST
-        });
-        let seconds = |c: &Choice| c.time.step_seconds;
-        Ok(all.into_iter().min_by(|a, b| seconds(a).total_cmp(&seconds(b))).unwrap_or(choice))
+        Ok(choice)
     }
 
     /// The lightest candidates: the shortest batch, and the two strongest forms of checkpointing where it is left open.

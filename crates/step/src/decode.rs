@@ -4,7 +4,6 @@
 mod cache;
 
 use std::ops::Range;
-
 use std::sync::Arc;
 
 use plimsoll_device::{AttentionShape, DType, Device, Op, Tensor};
@@ -83,8 +82,8 @@ impl<'a, D: Device> Decoder<'a, D> {
         Ok(Decoder { device, spec, settings, weights, ropes, cache, length: 0, written: 0 })
     }
 
-    /// Sets every weight that is not staged; `fill` writes the values of some rows of a parameter in the given type and is not called on a
-    /// dry device.
+    /// Sets every weight that is not staged; `fill` writes the values of some rows of a parameter in the given type
+    /// and is not called on a dry device.
     pub fn load<E: From<StepError>>(
         &mut self,
         fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,

@@ -99,8 +99,8 @@ impl<'a, D: Device> Evaluator<'a, D> {
         Ok(Evaluator { device, spec, precision, loss_chunk_tokens, weights, ropes })
     }
 
-    /// Sets every weight that is not staged; `fill` writes the values of some rows of a parameter in the given type and is not called on a
-    /// dry device.
+    /// Sets every weight that is not staged; `fill` writes the values of some rows of a parameter in the given type
+    /// and is not called on a dry device.
     pub fn load<E: From<StepError>>(
         &mut self,
         fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,

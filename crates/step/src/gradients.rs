@@ -84,7 +84,7 @@ impl<'a, D: Device> Gradients<'a, D> {
         }
         let (mut parcels, mut pieces) = (HashMap::<Unit, Parcel<Role>>::new(), HashMap::new());
         for p in trained.iter().filter(|p| is_matrix(p)) {
-            let columns = p.shape.get(1).copied().unwrap_or(1);
+            let columns = p.columns();
             let cuts = cut.of(p);
             for (piece, rows) in (0..).zip(&cuts) {
                 let parcel = parcels.entry(Unit { block: p.block, piece }).or_insert_with(Parcel::new);

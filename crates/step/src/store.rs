@@ -303,7 +303,8 @@ impl ResidentStore {
         Ok(ResidentStore { blocks, parameters })
     }
 
-    /// Sets every weight; `fill` writes the values of some rows of a parameter in the given type and is not called on a dry device.
+    /// Sets every weight; `fill` writes the values of some rows of a parameter in the given type and is not called on a dry
+    /// device.
     pub fn load<D: Device, E: From<StepError>>(
         &self,
         device: &D,

@@ -171,7 +171,7 @@ impl AdapterLayout {
                 init::normal_values(&parameter.name, seed, n, 1.0 / rank)
             }
             (LoraPart::A, false) => {
-                let inputs = parameter.shape.get(1).copied().unwrap_or(1).max(1) as f64;
+                let inputs = parameter.columns().max(1) as f64;
                 init::uniform_values(&parameter.name, seed, n, 1.0 / inputs.sqrt())
             }
             (LoraPart::B, true) => init::normal_values(&parameter.name, seed, n, 1.0),
@@ -320,7 +320,7 @@ fn parameters_of(spec: &ModelSpec, modules: &[AdaptedModule], dora: bool) -> Vec
         };
         for (number, part) in module.parts.iter().enumerate() {
             let Some(weight) = find(part) else { continue };
-            let (rows, columns) = (weight.rows(), weight.shape.get(1).copied().unwrap_or(1));
+            let (rows, columns) = (weight.rows(), weight.columns());
             let name = &module.name;
             // Parts of one tensor are told apart by their own names.
             let own = match module.parts.len() {

@@ -29,10 +29,8 @@ impl Adapter {
             let untied = ModelSpec { tie_word_embeddings: false, ..spec.clone() };
             let adapter = Adapter::open(folder, &untied)?;
             let tables = untied.blocks().flat_map(|block| untied.block_parameters(block));
-            let names: Vec<String> = tables
-                .filter(|p| matches!(p.role, Role::TokenEmbedding | Role::LmHead))
-                .filter_map(|p| Some(stored_place(&untied, &p)?.0))
-                .collect();
+            let names: Vec<String> =
+                tables.filter(|p| p.is_table()).filter_map(|p| Some(stored_place(&untied, &p)?.0)).collect();
             let apart = names.iter().any(|name| adapter.low_rank.contains_key(name))
                 || names
                     .iter()
@@ -65,7 +63,7 @@ impl Adapter {
         else {
             return false;
         };
-        let columns = parameter.shape.get(1).copied().unwrap_or(1) as usize;
+        let columns = parameter.columns() as usize;
         // Biases and matrices alike; a matrix stored transposed has other columns.
         for (row, out) in ((first + rows.start) as usize..).zip(out.chunks_exact_mut(columns.max(1))) {
             if matrix.columns == columns {
@@ -90,7 +88,7 @@ impl RowSource for Merged<'_> {
             }
         }
         let Some((name, first)) = stored_place(self.spec, parameter) else { return Ok(()) };
-        let columns = parameter.shape.get(1).copied().unwrap_or(1) as usize;
+        let columns = parameter.columns() as usize;
         let stored = (first + rows.start) as usize;
         if let Some(low) = self.adapter.low_rank.get(&name) {
             for (row, out) in (stored..).zip(out.chunks_exact_mut(columns.max(1))) {

@@ -252,20 +252,15 @@ impl FirstValues {
             magnitudes: None,
             embedding: false,
         };
-        let columns = parameter.shape.get(1).copied().unwrap_or(1).max(1) as usize;
+        let columns = parameter.columns().max(1) as usize;
         let from = base.inference_dtype(parameter, DType::F32);
         let fail = |source| base.conversion(parameter, dtype, source);
-        let whole = rows == parameter.all_rows();
         encode_rows(parameter, rows, from, dtype, out, fail, |rows, values| {
             base.read_rows(parameter, rows.clone(), values)?;
             subtract(&low, (first + rows.start) as usize, columns, values);
             Ok(())
         })?;
-        // Reading gives back what it read, but for heads that it saw a part of.
-        if whole {
-            base.release(parameter)?;
-        }
-        Ok(())
+        Ok(base.release(parameter)?)
     }
 }
 

@@ -5,7 +5,6 @@ use std::ops::Range;
 use plimsoll_device::DType;
 use plimsoll_memory::FileMap;
 
-use super::rows::encode_rows;
 use super::{ModelError, Place, RowOrder, WeightSource};
 use crate::convert::{ConversionError, convert, encode};
 use crate::parameters::Parameter;
@@ -26,11 +25,7 @@ impl WeightSource {
         if rows == parameter.all_rows() {
             return self.read_into(parameter, dtype, out);
         }
-        let from = self.place(parameter)?.dtype;
-        let fail = |source| self.conversion(parameter, dtype, source);
-        encode_rows(parameter, rows, from, dtype, out, fail, |rows, values| {
-            self.read_rows(parameter, rows, values)
-        })
+        self.read_by_rows(parameter, self.place(parameter)?, rows, dtype, out)
     }
 
     /// Writes a parameter's values into `out` as `dtype`, row by row in the parameter's own order: f32, bf16 or f16, to
@@ -40,7 +35,7 @@ impl WeightSource {
         let place = self.place(parameter)?;
         let Some(file) = self.files.get(place.file) else { return Ok(()) };
         if place.packed.is_some() || (dtype.is_block() && dtype != place.dtype) {
-            return self.read_by_rows(parameter, place, dtype, out);
+            return self.read_by_rows(parameter, place, parameter.all_rows(), dtype, out);
         }
         let read = match place.rows {
             RowOrder::Natural if !place.plus_one => read_plain(file, place, dtype, out),
@@ -102,8 +97,7 @@ fn read_columns(
     if !to.is_float() || place.dtype.block_elements() != 1 {
         return Err(ConversionError::Unsupported { from: place.dtype, to });
     }
-    let rows = place.shape.first().copied().unwrap_or(1) as usize;
-    let columns = place.shape.get(1).copied().unwrap_or(1) as usize;
+    let (rows, columns) = (place.rows() as usize, place.columns() as usize);
     let (from_size, to_size) = (place.dtype.block_bytes() as usize, to.block_bytes() as usize);
     if bytes.len() != columns * total as usize * from_size || out.len() != rows * columns * to_size {
         let (from, source_bytes) = (place.dtype, bytes.len());
@@ -131,7 +125,7 @@ fn read_heads(
 ) -> Result<(), ConversionError> {
     let bytes = &file.bytes()[place.bytes.clone()];
     check_length(place, bytes, to, out)?;
-    let rows = place.shape.first().copied().unwrap_or(1).max(1) as usize;
+    let rows = place.rows().max(1) as usize;
     let (row_bytes, row_out) = (bytes.len() / rows, out.len() / rows);
     let mut released = place.bytes.start;
     for (row, out) in out.chunks_exact_mut(row_out.max(1)).enumerate() {

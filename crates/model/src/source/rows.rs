@@ -126,15 +126,17 @@ impl WeightSource {
         Ok(())
     }
 
-    /// The whole parameter, packed or to be quantised, a stripe at a time.
+    /// Rows of a parameter, a stripe at a time; all of them where it is packed or to be quantised.
     pub(super) fn read_by_rows(
         &self,
         parameter: &Parameter,
         place: &Place,
+        rows: Range<u64>,
         to: DType,
         out: &mut [u8],
     ) -> Result<(), ModelError> {
         if let Some(packed) = place.packed.as_ref().filter(|packed| place.is_whole(packed))
+            && rows == parameter.all_rows()
             && to == place.dtype
             && to.is_block()
             && packed.matrix.keep(&self.files, out).is_some()
@@ -143,7 +145,7 @@ impl WeightSource {
             return Ok(());
         }
         let fail = |source| self.conversion(parameter, to, source);
-        encode_rows(parameter, parameter.all_rows(), place.dtype, to, out, fail, |rows, values| {
+        encode_rows(parameter, rows, place.dtype, to, out, fail, |rows, values| {
             self.read_rows(parameter, rows, values)
         })?;
         self.release(parameter)
@@ -224,7 +226,7 @@ impl FourBitMatrix {
         doubly: bool,
         mut read: impl FnMut(Range<u64>, &mut [f32]) -> Result<(), E>,
     ) -> Result<FourBitMatrix, E> {
-        let columns = parameter.shape.get(1).copied().unwrap_or(1);
+        let columns = parameter.columns();
         let elements = parameter.elements() as usize;
         let mut codes = vec![0; elements.div_ceil(2)];
         let mut magnitudes = vec![0.0; elements.div_ceil(four_bit::BLOCK)];

@@ -74,7 +74,7 @@ impl StreamPlan {
             }
             if block == BlockId::Embedding {
                 let rows = |p: &Parameter, dtype: DType| {
-                    let columns = p.shape.get(1).copied().unwrap_or(1);
+                    let columns = p.columns();
                     dtype.has_rows() && columns.is_multiple_of(dtype.block_elements())
                 };
                 let found = matrices.iter().find(|(p, dtype, _)| rows(p, *dtype)).cloned();
@@ -114,7 +114,7 @@ impl StreamPlan {
 
     /// Memory that streaming takes at most, beside the buffers of a staging.
     pub fn overhead_bytes(&self) -> u64 {
-        let columns = |table: &PlannedTable| table.parameter.shape.get(1).copied().unwrap_or(1);
+        let columns = |table: &PlannedTable| table.parameter.columns();
         let row = self.table.as_ref().and_then(|table| table.dtype.bytes_for(columns(table))).unwrap_or(0);
         let rows = row.saturating_add(2 * ALIGNMENT).saturating_mul(ROW_BUFFERS as u64);
         EngineSettings::default().memory_bytes().saturating_add(rows)

@@ -71,7 +71,7 @@ impl WeightStream {
                     .map(|file| Part { file: Arc::clone(file), bytes: bytes.clone() }),
                 None => table_in_spill(&engine, &spill, &blocks, plan, parameter, *dtype, &mut fill)?,
             };
-            let columns = parameter.shape.get(1).copied().unwrap_or(1);
+            let columns = parameter.columns();
             let row_bytes = dtype.bytes_for(columns).unwrap_or(0);
             table = part.map(|part| OpenTable { role: parameter.role, part, row_bytes });
         }

@@ -204,7 +204,7 @@ impl Transcoder<'_> {
     }
 
     fn eight_bit(&mut self, tensor: &StoredTensor, matrix: &Parameter) -> io::Result<(Vec<u8>, Vec<f32>)> {
-        let columns = matrix.shape.get(1).copied().unwrap_or(1);
+        let columns = matrix.columns();
         let mut codes = vec![0; matrix.elements() as usize];
         let mut magnitudes = vec![0.0; matrix.rows() as usize];
         let mut values = Vec::new();

@@ -66,7 +66,7 @@ impl OptimizerState {
 
     /// The part of a parameter's state that belongs to some of its rows, of a rule that treats them by themselves.
     pub(super) fn of_rows(&self, parameter: &Parameter, rows: &Range<u64>) -> OptimizerState {
-        let all = parameter.shape.first().copied().unwrap_or(1).max(1);
+        let all = parameter.rows().max(1);
         let part = |tensor: &Tensor| {
             let mut sizes = tensor.shape().dims().to_vec();
             if sizes.first() == Some(&all) {

@@ -90,7 +90,7 @@ struct FromHomes {
 impl Rows for FromHomes {
     fn read(&mut self, _: Role, rows: &[u32], out: &mut [u8]) -> Result<(), DiskError> {
         let AwayParameter { parameter, dtype, pieces, homes } = &self.table;
-        let columns = parameter.shape.get(1).copied().unwrap_or(1);
+        let columns = parameter.columns();
         let row_bytes = dtype.bytes_for(columns).unwrap_or(0);
         let chunks = out.chunks_exact_mut(usize::try_from(row_bytes).unwrap_or(usize::MAX).max(1));
         let mut parts = Vec::with_capacity(rows.len());
@@ -176,9 +176,9 @@ impl<'a, D: Device> StreamedStore<'a, D> {
                 if index == first_stored {
                     take_homes(&mut homes, &parcels, block, tier)?;
                 }
-                let columns = p.shape.get(1).copied().unwrap_or(1);
+                let columns = p.columns();
                 let divisible = dtype.has_rows() && columns.is_multiple_of(dtype.block_elements());
-                let rows = p.shape.first().copied().unwrap_or(1);
+                let rows = p.rows();
                 let pieces = if divisible { cut.of(&p) } else { std::iter::once(0..rows).collect() };
                 let mut in_file = Vec::new();
                 for (piece, rows) in (0..).zip(&pieces) {
@@ -228,8 +228,8 @@ impl<'a, D: Device> StreamedStore<'a, D> {
         Ok(StreamedStore { device, resident, parcels, table, tables, away, pool, rows })
     }
 
-    /// Sets every weight that is in memory; `fill` writes the values of some rows of a parameter in the given type and is not called on a
-    /// dry device.
+    /// Sets every weight that is in memory; `fill` writes the values of some rows of a parameter in the given type
+    /// and is not called on a dry device.
     pub fn load<E: From<StepError>>(
         &mut self,
         fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
@@ -360,7 +360,7 @@ impl<D: Device> WeightStore for StreamedStore<'_, D> {
         // Rows come from where the table lives.
         self.pool.flush()?;
         let mut weights = self.resident.gather(BlockId::Embedding)?;
-        let (n, columns) = (tokens.elements(), table.shape.get(1).copied().unwrap_or(1));
+        let (n, columns) = (tokens.elements(), table.columns());
         let device = self.device;
         let rows = device.alloc(*dtype, &[n, columns], Tag::Staging, "embed_rows")?;
         let places = device.alloc(DType::U32, &[n], Tag::Data, "embed_places")?;

@@ -49,7 +49,7 @@ impl Pieces {
 
     /// The rows of each piece of a parameter; one piece for what is no table of the vocabulary.
     pub fn of(self, parameter: &Parameter) -> Vec<Range<u64>> {
-        let rows = parameter.shape.first().copied().unwrap_or(1);
+        let rows = parameter.rows();
         let most = if parameter.is_table() { self.rows } else { u64::MAX };
         // A rest of a few rows goes with the piece before it.
         let count = (rows.saturating_add(most - ROWS.min(most)) / most).max(1);

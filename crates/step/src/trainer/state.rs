@@ -45,26 +45,9 @@ enum Place {
     Homes(Vec<(Arc<Home>, u64, u64)>),
 }
 
-/// Some rows' bytes, and which of them have not been taken.
-struct Filled {
-    memory: Region,
-    rest: Range<usize>,
-}
-
-impl Filled {
-    /// Copies what fits into `out`, and says how much.
-    fn take(&mut self, out: &mut [u8]) -> usize {
-        let count = out.len().min(self.rest.len());
-        let taken = self.memory.bytes().get(self.rest.start..self.rest.start + count).unwrap_or_default();
-        out.iter_mut().zip(taken).for_each(|(out, byte)| *out = *byte);
-        self.rest.start += count;
-        count
-    }
-}
-
 impl<D: Device> Trainer<'_, D> {
-    /// Sets every weight, those of adapters too. `fill` writes the values of some rows of a parameter in the given type; it is not called on
-    /// a dry device. With master weights it fills the master, and the weight is that, rounded.
+    /// Sets every weight, those of adapters too. `fill` writes the values of some rows of a parameter in the given type; it
+    /// is not called on a dry device. With master weights it fills the master, and the weight is that, rounded.
     pub fn load<E: From<StepError>>(
         &mut self,
         mut fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
@@ -130,26 +113,28 @@ impl<D: Device> Trainer<'_, D> {
         place: &Place,
         fill: &mut impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let mut parts = p.parts(dtype, 1);
-        let mut next_part = || -> Result<Option<Filled>, E> {
-            let Some(rows) = parts.next() else { return Ok(None) };
+        let mut parts = p.parts(dtype, 1).map(|rows| -> Result<Region, E> {
             let bytes = dtype.bytes_for((rows.end - rows.start) * p.columns()).unwrap_or(0);
             let mut memory = Region::new(bytes).map_err(|e| StepError::from(DiskError::from(e)))?;
-            let length = usize::try_from(bytes).unwrap_or(usize::MAX).min(memory.len());
-            fill(p, rows, dtype, memory.bytes_mut().get_mut(..length).unwrap_or_default())?;
-            Ok(Some(Filled { memory, rest: 0..length }))
-        };
-        let (mut current, mut outcome) = (None, Ok(()));
+            fill(p, rows, dtype, memory.bytes_mut())?;
+            Ok(memory)
+        });
+        let (mut part, mut taken, mut outcome) = (None, 0, Ok(()));
         self.write_place(place, &mut |mut out| {
             while !out.is_empty() && outcome.is_ok() {
-                match current.as_mut().map_or(0, |filled: &mut Filled| filled.take(out)) {
-                    0 => match next_part() {
-                        Ok(Some(filled)) => current = Some(filled),
-                        Ok(None) => return,
-                        Err(error) => outcome = Err(error),
-                    },
-                    taken => out = out.get_mut(taken..).unwrap_or_default(),
+                let left =
+                    part.as_ref().and_then(|part: &Region| part.bytes().get(taken..)).unwrap_or_default();
+                if left.is_empty() {
+                    match parts.next() {
+                        Some(Ok(next)) => (part, taken) = (Some(next), 0),
+                        Some(Err(error)) => outcome = Err(error),
+                        None => return,
+                    }
+                    continue;
                 }
+                let count = out.len().min(left.len());
+                out.iter_mut().zip(left).for_each(|(out, byte)| *out = *byte);
+                (taken, out) = (taken + count, out.get_mut(count..).unwrap_or_default());
             }
         })?;
         outcome
@@ -193,7 +178,7 @@ impl<D: Device> Trainer<'_, D> {
 
     fn home_of_weight(&self, p: &Parameter) -> Place {
         let away = self.weights.away().iter().find(|away| away.parameter == *p);
-        let columns = p.elements() / p.shape.first().copied().unwrap_or(1).max(1);
+        let columns = p.columns();
         let homes = away.into_iter().flat_map(|away| {
             away.pieces.iter().zip(&away.homes).map(move |(rows, (home, start))| {
                 let elements = (rows.end - rows.start) * columns;
