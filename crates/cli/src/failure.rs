@@ -1,4 +1,5 @@
-//! Every error, rendered once, with its exit code: 0 done, 2 bad usage or configuration, 3 does not fit, 1 else.
+//! Every error, rendered once, with its exit code: 0 done, 2 bad usage or configuration, 3 does not fit, 1 else; 128 and the
+//! signal for a run that was asked to stop.
 
 use std::fmt;
 
@@ -43,6 +44,11 @@ impl Failure {
     /// Anything else.
     pub fn other(message: impl Into<String>) -> Failure {
         Failure { message: message.into(), exit_code: OTHER }
+    }
+
+    /// A run that was asked to stop and has done so: everything is said.
+    pub fn stopped(exit_code: u8) -> Failure {
+        Failure { message: String::new(), exit_code }
     }
 
     /// Nothing to say: nobody reads the output any more.
@@ -172,7 +178,9 @@ impl From<TrainError> for Failure {
             TrainError::Disk(error @ (DiskError::OverBudget { .. } | DiskError::Full { .. })) => {
                 Failure::does_not_fit(format!("memory.disk_path: {error}"))
             }
-            error @ TrainError::OutputInUse { .. } => Failure::usage(error.to_string()),
+            error @ (TrainError::OutputInUse { .. }
+            | TrainError::FolderTaken { .. }
+            | TrainError::NotTheSameRun { .. }) => Failure::usage(error.to_string()),
             other => Failure::other(other.to_string()),
         }
     }

@@ -13,6 +13,7 @@ mod models;
 mod output;
 mod progress;
 mod session;
+mod signals;
 mod streaming;
 mod table;
 mod weights;

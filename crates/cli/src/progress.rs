@@ -158,14 +158,25 @@ impl Observer for TrainingProgress {
                 let way = if to > from { "less" } else { "more" };
                 self.say(&format!("step {step}: going on with {way} memory: {why}; now {now}"));
             }
-            Event::WaitingForSpace { error, patience } => {
+            Event::WaitingForSpace { error, waited, patience } => {
+                let minutes = |time: Duration| time.as_secs() / 60;
+                let already = match minutes(waited) {
+                    0 => String::new(),
+                    n => format!(" (it has waited for {n})"),
+                };
                 self.warn(&format!(
-                    "warning: {error}. There is no checkpoint yet, so the run waits for space, for {} minutes at most",
-                    patience.as_secs() / 60
+                    "warning: {error}. There is no checkpoint yet, so the run waits for space, for {} minutes at most{already}",
+                    minutes(patience)
                 ));
             }
-            Event::Stopping { step } => {
+            Event::Stopping { step, saving: true } => {
                 self.say(&format!("asked to stop: saving after step {step}; --resume goes on from there"));
+            }
+            Event::Stopping { step: 0, saving: false } => {
+                self.say("asked to stop before the first step: there is nothing to save");
+            }
+            Event::Stopping { step, saving: false } => {
+                self.say(&format!("asked to stop: nothing was done since the checkpoint of step {step}"));
             }
         }
     }

@@ -160,6 +160,37 @@ fn a_full_disk_is_an_error_that_leaves_nothing() {
     }
 }
 
+#[test]
+fn room_is_asked_for_before_much_data_is_read() {
+    let folder = folder();
+    // Tokens of that much text would fill the disk first.
+    std::fs::File::create(folder.path().join("long.txt")).unwrap().set_len(33 << 20).unwrap();
+    let arguments = ["train", "c.yaml", "--set", "output.dir=disk/out", "--set", "data.train=long.txt"];
+    let Some(output) = with_own_disk(folder.path(), "size=100k", &arguments) else { return };
+    check_contains(&error(&output), &["the run would write", "(its model)", "has room for 100.0 KiB"]);
+}
+
+#[test]
+fn room_is_asked_for_all_checkpoints_that_are_there_at_once() {
+    let folder = folder();
+    // A checkpoint takes 0.8 MiB. Two are kept, and the third is written before the first is removed.
+    let arguments = [
+        "train",
+        "c.yaml",
+        "--set",
+        "output.dir=disk/out",
+        "--set",
+        "output.save_steps=1",
+        "--set",
+        "output.save_total_limit=2",
+    ];
+    let Some(output) = with_own_disk(folder.path(), "size=2m", &arguments) else { return };
+    check_contains(&error(&output), &["3 checkpoints at once", "output.save_total_limit"]);
+    assert!(!text(&output.stdout).contains("metrics"), "nothing was begun");
+    let Some(output) = with_own_disk(folder.path(), "size=4m", &arguments) else { return };
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
+
 /// One whose disk is full when the last step is done.
 const FILLED: &str = r#"
     page=4096

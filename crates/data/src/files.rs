@@ -42,6 +42,14 @@ pub struct DataFile {
     pub kind: Kind,
 }
 
+/// Bytes of the files that the patterns stand for; of records where `records`, else of texts.
+pub fn bytes_of(patterns: &[String], records: bool) -> Result<u64, DataError> {
+    let files = expand(patterns, if records { Wanted::Records } else { Wanted::Texts })?;
+    // A file that cannot be looked at is one that cannot be read: its reader says why.
+    let sizes = files.iter().filter_map(|file| Some(std::fs::metadata(&file.path).ok()?.len()));
+    Ok(sizes.sum())
+}
+
 /// The files that the patterns stand for: in the order of the patterns, within a folder or a pattern by name.
 pub fn expand(patterns: &[String], wanted: Wanted) -> Result<Vec<DataFile>, DataError> {
     let mut files = Vec::new();

@@ -19,4 +19,5 @@ pub use dataset::{Dataset, DatasetOptions};
 pub use documents::json_lines;
 pub use error::DataError;
 pub use evaluation::EvalWindows;
+pub use files::bytes_of;
 pub use records::{Place, Record, for_each_record};

@@ -11,6 +11,7 @@
 mod attention;
 mod availability;
 mod batch;
+mod changes;
 mod data;
 mod document;
 mod error;
@@ -36,6 +37,7 @@ mod tests;
 
 pub use attention::Attention;
 pub use batch::BatchSettings;
+pub use changes::KeyChange;
 pub use data::{ColumnsConfig, DataConfig, DataFormat, TrainOn, Truncation};
 pub use error::{ConfigError, ConflictingKey};
 pub use keys::keys;

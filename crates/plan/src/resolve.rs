@@ -323,7 +323,7 @@ pub fn lighter_choices(
     Ok(all)
 }
 
-fn precisions(training: &TrainingConfig, method: &TrainingMethod) -> Vec<Precision> {
+pub(crate) fn precisions(training: &TrainingConfig, method: &TrainingMethod) -> Vec<Precision> {
     let gradients = |default| match training.gradient_dtype().set() {
         Some(GradientDtype::F32) => DType::F32,
         Some(GradientDtype::Bf16) => DType::Bf16,

@@ -15,6 +15,7 @@ use crate::load_line::{LoadLine, ProcessLimits};
 use crate::method::training_method;
 use crate::origin::ModelOrigin;
 use crate::resolve::{Choice, Limits, choose, lighter_choices, resolved_config};
+use crate::run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes, Written, steps_in};
 use crate::time::Rates;
 
 /// What the plan is made for.
@@ -55,6 +56,8 @@ pub struct TrainingPlan {
     pub machine: Machine,
     /// Other settings of the step that need less memory.
     pub alternatives: Vec<Alternative>,
+    /// What the run writes.
+    pub saved: SavedBytes,
 }
 
 /// Bytes by kind at the peak.
@@ -107,6 +110,7 @@ impl TrainingPlan {
         let choice = choose(config, spec, &method, &machine.rates, limits)?;
         let alternatives = alternatives(spec, &choice, &machine.rates, limits)?;
         Ok(TrainingPlan {
+            saved: SavedBytes::of(spec, &choice.settings)?,
             spec: spec.clone(),
             config: resolved_config(config, &choice),
             choice,
@@ -147,6 +151,7 @@ impl TrainingPlan {
                 limits,
                 machine: self.machine,
                 alternatives: Vec::new(),
+                saved: self.saved,
             });
             let smaller = left.iter().position(|choice| limits.memory(choice) < memory);
             left = smaller.and_then(|first| left.get(first..)).unwrap_or(&[]);
@@ -191,6 +196,19 @@ impl TrainingPlan {
             None => self.process_bytes(),
             Some(_) => self.peak_bytes().saturating_add(self.overhead_bytes),
         }
+    }
+
+    /// The time of a whole run, and the disk that it fills. `steps` is the run's length, where that is known better than the
+    /// configuration says it.
+    pub fn run_needs(&self, steps: Option<u64>) -> RunNeeds {
+        let steps = steps.or_else(|| steps_in(&self.config));
+        let written = Written::new(&self.config.output, self.saved, steps, Past::default());
+        written.needs(steps, self.choice.time.step_seconds)
+    }
+
+    /// What a run of `steps` steps in all has still to write to the disk of its output folder, at the moment when it is most.
+    pub fn still_to_write(&self, steps: u64, past: Past) -> DiskNeeds {
+        Written::new(&self.config.output, self.saved, Some(steps), past).most()
     }
 
     /// Why it does not fit, every reason in a sentence of its own; none if it does.
@@ -348,6 +366,7 @@ impl TrainingPlan {
                 "tokens_per_second": time.tokens_per_second,
                 "flops_per_step": time.flops_per_step,
             },
+            "run": self.run_needs(None),
             "alternatives": self.alternatives,
         })
     }

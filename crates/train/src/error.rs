@@ -10,8 +10,8 @@ use plimsoll_model::adapter::ResidualError;
 use plimsoll_model::convert::ConversionError;
 use plimsoll_model::tokenizer::TokenizerError;
 use plimsoll_model::{AdapterError, ModelError, SafetensorsError, SaveError};
-use plimsoll_plan::OriginError;
-use plimsoll_plan::config::ConfigError;
+use plimsoll_plan::config::{ConfigError, KeyChange};
+use plimsoll_plan::{DiskNeeds, OriginError};
 use plimsoll_step::StepError;
 
 /// A run that could not start or go on.
@@ -86,20 +86,37 @@ pub enum TrainError {
         /// Whether it has a checkpoint.
         resumable: bool,
     },
+    /// Another process writes to the folder.
+    #[error(
+        "{} is in use by {owner}, and two runs cannot write to one folder; wait for it, stop it, or choose another folder",
+        .path.display()
+    )]
+    FolderTaken {
+        /// The folder.
+        path: PathBuf,
+        /// Whose it is, in words.
+        owner: String,
+    },
+    /// What a resumed run has begun with was changed, and it is nothing that can change on the way.
+    #[error("--resume: {}", refused(.changes, .config))]
+    NotTheSameRun {
+        /// The keys, with what they were and what they are.
+        changes: Vec<KeyChange>,
+        /// The file that says how the run was begun.
+        config: PathBuf,
+    },
     /// The disk is too full for what the run would write.
     #[error(
         "{}: the run would write {}, and this disk has room for {available}; free some space or choose another output.dir{}",
         .path.display(),
-        written(*.model, *.checkpoint),
-        if .checkpoint.0 > 0 { ", or write no checkpoints (output.save_steps: 0)" } else { "" }
+        written(.needs),
+        fewer(.needs)
     )]
     NoRoom {
         /// The run's folder.
         path: PathBuf,
-        /// What the final model takes.
-        model: ByteSize,
-        /// What one checkpoint takes; 0 if none is to be written.
-        checkpoint: ByteSize,
+        /// What it would write.
+        needs: DiskNeeds,
         /// What is free.
         available: ByteSize,
     },
@@ -124,12 +141,45 @@ impl TrainError {
     }
 }
 
-fn written(model: ByteSize, checkpoint: ByteSize) -> String {
-    match (model.0, checkpoint.0) {
-        (_, 0) => format!("{model} (its model)"),
-        (0, _) => format!("{checkpoint} (a checkpoint)"),
-        _ => format!("{} (a checkpoint {checkpoint}, the model {model})", ByteSize(model.0 + checkpoint.0)),
+/// What a run writes, in words.
+fn written(needs: &DiskNeeds) -> String {
+    let DiskNeeds { model_bytes, checkpoint_bytes, most_checkpoints, spill_bytes } = *needs;
+    let mut parts = Vec::new();
+    match most_checkpoints {
+        0 => {}
+        1 => parts.push(format!("a checkpoint of {}", ByteSize(checkpoint_bytes))),
+        n => parts.push(format!("{n} checkpoints at once, {} each", ByteSize(checkpoint_bytes))),
     }
+    if model_bytes > 0 {
+        parts.push(if parts.is_empty() {
+            "its model".to_owned()
+        } else {
+            format!("its model of {}", ByteSize(model_bytes))
+        });
+    }
+    if spill_bytes > 0 {
+        parts.push(format!("{} of offloaded tensors", ByteSize(spill_bytes)));
+    }
+    format!("{} ({})", ByteSize(needs.bytes()), parts.join(", "))
+}
+
+/// How to write less.
+fn fewer(needs: &DiskNeeds) -> &'static str {
+    match needs.most_checkpoints {
+        0 => "",
+        1 | 2 => ", or write no checkpoints (output.save_steps: 0)",
+        _ => ", or keep fewer checkpoints (output.save_total_limit; 0 for output.save_steps writes none)",
+    }
+}
+
+/// Why a run cannot go on with these changes.
+fn refused(changes: &[KeyChange], config: &Path) -> String {
+    let changes: Vec<String> = changes.iter().map(KeyChange::to_string).collect();
+    format!(
+        "the run was begun otherwise: {}. Restore what it was begun with ({} has it), or start a new run from the checkpoint as its model. If a file only has another name now, write the new name there",
+        changes.join("; "),
+        config.display()
+    )
 }
 
 fn remedy(error: &std::io::Error) -> &'static str {

@@ -7,14 +7,14 @@
 use plimsoll_device::{Device, DeviceError};
 use plimsoll_disk::DiskError;
 use plimsoll_memory::release_free_heap;
-use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::GradientCheckpointing;
+use plimsoll_plan::{Past, TrainingPlan};
 use plimsoll_step::StepError;
 
 use crate::checkpoint::{Checkpoint, sweep};
 use crate::pressure::{Change, MemoryReading, Pressure};
 use crate::run::{PartEnd, Progress, Thresholds, TrainingOutcome};
-use crate::{Event, Observer, Prepared, StopFlag, TrainError};
+use crate::{Event, Observer, Prepared, StopFlag, TrainError, room};
 
 /// What a run on a ladder needs from outside.
 pub struct Surroundings<'s, D> {
@@ -41,7 +41,10 @@ impl Prepared {
     ) -> Result<TrainingOutcome, TrainError> {
         let Surroundings { device, memory, observer, stop } = with;
         let Some(first) = plans.first() else { return Err(TrainError::NoPlan) };
-        let output = first.config.output.dir();
+        let output = self.folder.path().to_owned();
+        let past =
+            Past { steps: self.start_state().step, checkpoints: Checkpoint::list(&output)?.len() as u64 };
+        room::check(&output, first, first.still_to_write(self.total_steps(first), past))?;
         self.write_plan(first, &output)?;
         sweep(&output)?;
         let config = &first.config.memory;

@@ -55,10 +55,13 @@ pub enum Event<'a> {
         /// What the plan from now on is, in a few words.
         now: &'a str,
     },
-    /// The disk is full and there is no checkpoint yet: the run waits for space, so that nothing is lost.
+    /// The disk is full and there is no checkpoint yet: the run waits for space, so that nothing is lost. Said at once, and
+    /// again every minute.
     WaitingForSpace {
         /// What was tried, and the system's answer.
         error: &'a TrainError,
+        /// For how long it has waited.
+        waited: Duration,
         /// How long the run waits at most.
         patience: Duration,
     },
@@ -66,6 +69,8 @@ pub enum Event<'a> {
     Stopping {
         /// After this step.
         step: u64,
+        /// Whether a checkpoint is written now; if not, nothing was done since the last one.
+        saving: bool,
     },
 }
 

@@ -12,7 +12,7 @@ use plimsoll_model::convert::encode;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{AdapterLayout, ModelFiles, Parameter, Role, SaveWriter, WeightSource, init};
 use plimsoll_parallel::Solo;
-use plimsoll_plan::config::{LrSchedule, NotFinite, RawConfig, TrainingLength};
+use plimsoll_plan::config::{NotFinite, RawConfig, TrainingLength};
 use plimsoll_plan::hardware::process_memory;
 use plimsoll_plan::{Machine, ModelOrigin, OriginError, TrainingPlan};
 use plimsoll_step::{StepSettings, Trainer};
@@ -21,7 +21,7 @@ use crate::checkpoint::{Checkpoint, TrainerState, VERSION, copy_out};
 use crate::pressure::Change;
 use crate::run::{Connections, PartEnd, Progress, RunSettings, Thresholds, micro_batch, run};
 use crate::samples::sample_encoder;
-use crate::{Decay, Event, Observer, Planned, Report, Schedule, StopFlag, TrainError};
+use crate::{Event, Observer, OutputFolder, Planned, Resumption, Schedule, StopFlag, TrainError, room};
 
 /// Bytes between a file with a document a line and the tokenizer, where the user does not say.
 const DEFAULT_BUFFER: usize = 64 << 10;
@@ -41,6 +41,9 @@ pub struct Prepared {
     validation: Option<Dataset>,
     /// Where the run, or the next part of it, begins.
     pub(crate) resumed: Option<(Checkpoint, TrainerState)>,
+    resumption: Option<Resumption>,
+    /// The output folder is this run's alone until it ends.
+    pub(crate) folder: OutputFolder,
 }
 
 /// Host memory that the data pipeline holds for each token of a micro-batch.
@@ -72,8 +75,8 @@ pub fn tokenizer(origin: &ModelOrigin) -> Result<Tokenizer, TrainError> {
 }
 
 impl Prepared {
-    /// Opens the model and reads the data. The output folder is made; one that holds a run is refused unless it is to
-    /// be continued.
+    /// Opens the model and reads the data. The output folder is made, and nobody else's until this value is dropped; one that
+    /// holds a run is refused unless it is to be continued.
     pub fn new(config: RawConfig, resume: bool) -> Result<Prepared, TrainError> {
         config.training_data()?;
         let origin = ModelOrigin::find(&config)?;
@@ -81,11 +84,24 @@ impl Prepared {
     }
 
     /// As [`Prepared::new`] with a model that was found already, wherever it came from.
-    pub fn with_model(config: RawConfig, origin: ModelOrigin, resume: bool) -> Result<Prepared, TrainError> {
+    pub fn with_model(
+        mut config: RawConfig,
+        origin: ModelOrigin,
+        resume: bool,
+    ) -> Result<Prepared, TrainError> {
         let train_paths = config.training_data()?.patterns().to_vec();
         let tokenizer = tokenizer(&origin)?;
         let output = config.output.dir();
-        let resumed = open_output(&output, resume)?;
+        let folder = OutputFolder::take(&output)?;
+        let resumed = folder.beginning(resume)?;
+        let resumption = match &resumed {
+            Some((checkpoint, state)) => {
+                Some(Resumption::of(&mut config, &output.join(CONFIG_FILE), checkpoint, state)?)
+            }
+            None => None,
+        };
+        let steps_done = resumed.as_ref().map_or(0, |(_, state)| state.step);
+        room::check_before_data(&config, &origin, steps_done)?;
         let encoder = sample_encoder(&config, &tokenizer)?;
         let open = |patterns: &[String], shuffle, document_mask| {
             if let Some(encoder) = &encoder {
@@ -116,17 +132,7 @@ impl Prepared {
             let reason = "the training data, the tokenizer or the way they are cut has changed since it was written; restore them or start a new run from its model".to_owned();
             return Err(TrainError::Checkpoint { path: checkpoint.path.clone(), reason });
         }
-        let optimizer = config.training.optimizer().name();
-        if let Some((checkpoint, state)) = &resumed
-            && state.optimizer != optimizer
-        {
-            let reason = format!(
-                "it holds the states of training.optimizer {}, the configuration says {optimizer}; set it to {0}, or start a new run from the checkpoint as the model",
-                state.optimizer
-            );
-            return Err(TrainError::Checkpoint { path: checkpoint.path.clone(), reason });
-        }
-        Ok(Prepared { config, origin, tokenizer, train, validation, resumed })
+        Ok(Prepared { config, origin, tokenizer, train, validation, resumed, resumption, folder })
     }
 
     /// What became of the samples that are trained on, and of those that are validated on.
@@ -134,6 +140,22 @@ impl Prepared {
         let validation = self.validation.as_ref().map(|dataset| ("data.validation", dataset));
         let all = [("data.train", &*self.train)].into_iter().chain(validation);
         all.filter_map(|(key, dataset)| Some((key, dataset.sample_report()?)))
+    }
+
+    /// Where the run goes on, and with which other settings; `None` where it begins.
+    pub fn resumption(&self) -> Option<&Resumption> {
+        self.resumption.as_ref()
+    }
+
+    /// Optimizer steps of the whole run that a plan leads to.
+    pub fn total_steps(&self, plan: &TrainingPlan) -> u64 {
+        let sequences = plan.choice.settings.batch_size * plan.choice.accumulation;
+        match plan.config.training.length() {
+            TrainingLength::Steps(steps) => steps,
+            TrainingLength::Epochs(epochs) => {
+                ((epochs * self.train.windows() as f64 / sequences as f64).ceil() as u64).max(1)
+            }
+        }
     }
 
     /// What the user wrote.
@@ -329,17 +351,11 @@ impl Prepared {
     fn run_settings(&self, plan: &TrainingPlan, output: &Path) -> RunSettings {
         let training = &plan.config.training;
         let sequences = plan.choice.settings.batch_size * plan.choice.accumulation;
-        let total_steps = match training.length() {
-            TrainingLength::Steps(steps) => steps,
-            TrainingLength::Epochs(epochs) => {
-                ((epochs * self.train.windows() as f64 / sequences as f64).ceil() as u64).max(1)
-            }
-        };
         let every = |steps: u64| (steps > 0).then_some(steps);
         let time = &plan.choice.time;
         RunSettings {
             output: output.to_owned(),
-            schedule: schedule(&plan.config, sequences, total_steps),
+            schedule: Schedule::of(&plan.config, sequences, self.total_steps(plan)),
             accumulation: plan.choice.accumulation,
             skip_not_finite: training.not_finite() == NotFinite::Skip,
             save_steps: every(plan.config.output.save_steps()),
@@ -365,31 +381,6 @@ impl Prepared {
                 tokens_per_second: time.tokens_per_second,
             },
         }
-    }
-}
-
-/// The learning rates of a run of `total_steps` steps of `sequences` sequences each.
-fn schedule(config: &RawConfig, sequences: u64, total_steps: u64) -> Schedule {
-    let training = &config.training;
-    let reference = training.reference_batch_size.unwrap_or(sequences);
-    let warmup = training.warmup_ratio.map(|ratio| (ratio * total_steps as f64).ceil() as u64);
-    let options = &training.optimizer_options;
-    Schedule {
-        learning_rate: training.learning_rate()
-            * training.learning_rate_scaling().factor(sequences, reference),
-        decay: match training.lr_schedule() {
-            _ if config.relative_step() => {
-                Decay::Relative { warmup_init: options.warmup_init.unwrap_or(false) }
-            }
-            LrSchedule::Constant => Decay::Constant,
-            LrSchedule::Linear => Decay::Linear,
-            LrSchedule::Cosine => Decay::Cosine,
-            LrSchedule::InverseSqrt => Decay::InverseSqrt,
-            LrSchedule::Wsd => Decay::StableThenLinear { decay_ratio: training.decay_ratio() },
-        },
-        warmup_steps: warmup.unwrap_or(training.warmup_steps()),
-        total_steps,
-        min_lr_ratio: training.min_lr_ratio(),
     }
 }
 
@@ -425,23 +416,4 @@ fn open_tiers(plan: &TrainingPlan) -> Result<LowerTiers, TrainError> {
 /// Batches that the pipeline makes before they are asked for.
 fn batches_ahead(config: &RawConfig) -> usize {
     if config.data.num_workers().set() == Some(0) { 0 } else { config.data.prefetch_factor() as usize }
-}
-
-/// Makes the output folder. One that holds a run is continued from its last checkpoint, or refused.
-fn open_output(output: &Path, resume: bool) -> Result<Option<(Checkpoint, TrainerState)>, TrainError> {
-    std::fs::create_dir_all(output).map_err(|e| TrainError::io("create", output, e))?;
-    let last = Checkpoint::list(output)?.pop();
-    if resume {
-        let checkpoint = last.ok_or_else(|| TrainError::Checkpoint {
-            path: output.to_owned(),
-            reason: "there is no checkpoint to resume from: the run ended before it wrote one. Start it again without --resume, which begins anew".to_owned(),
-        })?;
-        let state = checkpoint.state()?;
-        return Ok(Some((checkpoint, state)));
-    }
-    // A run that ended before its first checkpoint has left nothing to lose.
-    if last.is_some() || Report::has_finished(output) {
-        return Err(TrainError::OutputInUse { path: output.to_owned(), resumable: last.is_some() });
-    }
-    Ok(None)
 }

@@ -1,51 +1,101 @@
-//! Room on disk for what a run writes: asked for before the first step, and waited for while there is no checkpoint.
+//! Room on disk for what a run writes: asked for before the data is read and before the first step, and waited for while
+//! there is no checkpoint.
 
 use std::error::Error;
 use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use plimsoll_device::Device;
-use plimsoll_memory::ByteSize;
+use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::hardware::disk_space;
-use plimsoll_step::{StateKind, Trainer};
+use plimsoll_plan::{DiskNeeds, ModelOrigin, Past, TrainingPlan};
 
 use crate::checkpoint::Checkpoint;
-use crate::run::RunSettings;
 use crate::{Event, Observer, StopFlag, TrainError};
 
+/// Bytes of data from which on reading takes so long that room is asked for before.
+const MUCH_DATA: u64 = 32 << 20;
 /// How long a full disk is waited for at most.
 const PATIENCE: Duration = Duration::from_secs(600);
 /// How long until the first new attempt; later ones come more slowly.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// How often a run that waits says so.
+const SAY_EVERY: Duration = Duration::from_secs(60);
+/// How often it looks whether it is to stop.
+const GLANCE: Duration = Duration::from_millis(100);
 
-/// Refuses a run whose first checkpoint and model would not fit on the disk that they go to.
-pub(crate) fn check<D: Device>(
-    trainer: &Trainer<'_, D>,
-    settings: &RunSettings,
+/// Refuses a run whose folder is on a disk without room for even the least that it can come to write, before its data is read
+/// where there is much of it. What the run will write exactly is known when it is planned.
+pub(crate) fn check_before_data(
+    config: &RawConfig,
+    origin: &ModelOrigin,
     steps_done: u64,
 ) -> Result<(), TrainError> {
-    let (mut model, mut states) = (0, 0);
-    for tensor in trainer.state()? {
-        match tensor.kind {
-            StateKind::Weight => model += tensor.bytes(),
-            _ => states += tensor.bytes(),
-        }
-    }
-    let saves = |every: u64| (steps_done / every + 1) * every <= settings.schedule.total_steps;
-    let checkpoint = if settings.save_steps.is_some_and(saves) { model + states } else { 0 };
-    let model = if settings.final_model { model } else { 0 };
-    let Ok(space) = disk_space(&settings.output) else { return Ok(()) };
-    if model + checkpoint <= space.available.0 {
+    if plimsoll_data::bytes_of(config.training_data()?.patterns(), config.data.has_samples())? < MUCH_DATA {
         return Ok(());
     }
-    Err(TrainError::NoRoom {
-        path: settings.output.clone(),
-        model: ByteSize(model),
-        checkpoint: ByteSize(checkpoint),
-        available: space.available,
-    })
+    let output = config.output.dir();
+    let past = Past { steps: steps_done, checkpoints: Checkpoint::list(&output)?.len() as u64 };
+    has_room(&output, DiskNeeds::least(config, origin.spec(), origin.weights(), past)?)
+}
+
+/// Refuses a run whose checkpoints and model would not all fit on the disk that they go to, beside its offloaded tensors.
+pub(crate) fn check(output: &Path, plan: &TrainingPlan, needs: DiskNeeds) -> Result<(), TrainError> {
+    let shared = is_one_disk(output, &plan.config.disk_path());
+    has_room(output, DiskNeeds { spill_bytes: if shared { plan.disk_bytes() } else { 0 }, ..needs })
+}
+
+fn has_room(output: &Path, needs: DiskNeeds) -> Result<(), TrainError> {
+    // Where the system does not say, it is tried.
+    let Ok(space) = disk_space(output) else { return Ok(()) };
+    if needs.bytes() <= space.available.0 {
+        return Ok(());
+    }
+    Err(TrainError::NoRoom { path: output.to_owned(), needs, available: space.available })
+}
+
+/// Whether two folders, which need not exist yet, are on one file system.
+#[cfg(unix)]
+fn is_one_disk(one: &Path, other: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let device = |folder: &Path| {
+        let folder = disk_space(folder).ok()?.folder;
+        Some(std::fs::metadata(folder).ok()?.dev())
+    };
+    device(one).is_some_and(|one| device(other) == Some(one))
+}
+
+#[cfg(not(unix))]
+fn is_one_disk(one: &Path, other: &Path) -> bool {
+    other.starts_with(one)
+}
+
+/// Time as waiting sees it.
+pub(crate) trait Clock {
+    /// Time since some fixed moment.
+    fn now(&self) -> Duration;
+    /// Lets time pass.
+    fn sleep(&self, time: Duration);
+}
+
+/// Real time.
+pub(crate) struct SystemClock(Instant);
+
+impl SystemClock {
+    pub fn start() -> SystemClock {
+        SystemClock(Instant::now())
+    }
+}
+
+impl Clock for SystemClock {
+    fn now(&self) -> Duration {
+        self.0.elapsed()
+    }
+
+    fn sleep(&self, time: Duration) {
+        std::thread::sleep(time);
+    }
 }
 
 /// Writes a file of a run. While there is no checkpoint that it could be continued from, a full disk does not end it: it
@@ -55,22 +105,28 @@ pub(crate) fn write_patiently<T>(
     mut write: impl FnMut() -> Result<T, TrainError>,
     observer: &mut dyn Observer,
     stop: &StopFlag,
+    clock: &dyn Clock,
 ) -> Result<T, TrainError> {
-    let begun = Instant::now();
-    let mut pause = FIRST_PAUSE;
+    let begun = clock.now();
+    let (mut pause, mut say_at) = (FIRST_PAUSE, Duration::ZERO);
     loop {
-        let patient = || begun.elapsed() < PATIENCE && !stop.is_raised();
-        let lost_otherwise = || Checkpoint::list(run).is_ok_and(|all| all.is_empty());
         let error = match write() {
-            Err(error) if is_full_disk(&error) && patient() && lost_otherwise() => error,
+            Err(error) if is_full_disk(&error) => error,
             outcome => return outcome,
         };
-        if pause == FIRST_PAUSE {
-            observer.event(Event::WaitingForSpace { error: &error, patience: PATIENCE });
+        let waited = clock.now().saturating_sub(begun);
+        let lost_otherwise = Checkpoint::list(run).is_ok_and(|all| all.is_empty());
+        if waited >= PATIENCE || stop.is_raised() || !lost_otherwise {
+            return Err(error);
         }
-        let until = Instant::now() + pause;
-        while Instant::now() < until && !stop.is_raised() {
-            std::thread::sleep(Duration::from_millis(100));
+        if waited >= say_at {
+            observer.event(Event::WaitingForSpace { error: &error, waited, patience: PATIENCE });
+            say_at = waited + SAY_EVERY;
+        }
+        // It wakes for what it has to say, and for its last attempt.
+        let until = waited + pause.min(say_at.saturating_sub(waited)).min(PATIENCE.saturating_sub(waited));
+        while clock.now().saturating_sub(begun) < until && !stop.is_raised() {
+            clock.sleep(GLANCE);
         }
         pause = (2 * pause).min(LONGEST_PAUSE);
     }
@@ -86,4 +142,86 @@ fn is_full_disk(error: &TrainError) -> bool {
         cause = error.source();
     }
     false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    /// Time that passes when it is slept.
+    #[derive(Default)]
+    struct Slept(Cell<Duration>);
+
+    impl Clock for Slept {
+        fn now(&self) -> Duration {
+            self.0.get()
+        }
+
+        fn sleep(&self, time: Duration) {
+            self.0.set(self.0.get() + time);
+        }
+    }
+
+    /// Notes when it was told that a run waits; raises a flag when it has waited that long.
+    struct Told {
+        seconds: Vec<u64>,
+        stop: StopFlag,
+        stop_at: Duration,
+    }
+
+    impl Observer for Told {
+        fn event(&mut self, event: Event<'_>) {
+            if let Event::WaitingForSpace { waited, .. } = event {
+                self.seconds.push(waited.as_secs());
+                if waited >= self.stop_at {
+                    self.stop.raise();
+                }
+            }
+        }
+    }
+
+    fn full() -> TrainError {
+        TrainError::io("write", Path::new("metrics.jsonl"), io::ErrorKind::StorageFull.into())
+    }
+
+    /// A disk that is full until `free_at`, and a user who asks to stop at `stop_at`, in seconds.
+    fn wait(run: &Path, free_at: u64, stop_at: u64) -> (Result<(), TrainError>, Vec<u64>, u64) {
+        let (clock, stop) = (Slept::default(), StopFlag::new());
+        let mut told =
+            Told { seconds: Vec::new(), stop: stop.clone(), stop_at: Duration::from_secs(stop_at) };
+        let write = || if clock.now() >= Duration::from_secs(free_at) { Ok(()) } else { Err(full()) };
+        let outcome = write_patiently(run, write, &mut told, &stop, &clock);
+        (outcome, told.seconds, clock.now().as_secs())
+    }
+
+    #[test]
+    fn a_run_that_waits_says_so_every_minute_and_gives_up_after_ten() {
+        let run = tempfile::tempdir().unwrap();
+        let (outcome, told, waited) = wait(run.path(), 10_000, 10_000);
+        assert!(is_full_disk(&outcome.unwrap_err()));
+        assert_eq!(told, [0, 60, 120, 180, 240, 300, 360, 420, 480, 540]);
+        assert_eq!(waited, 600);
+        let (outcome, told, waited) = wait(run.path(), 130, 10_000);
+        assert!(outcome.is_ok());
+        assert_eq!(told, [0, 60, 120]);
+        assert!((130..=150).contains(&waited), "{waited}");
+    }
+
+    #[test]
+    fn a_run_that_waits_stops_when_it_is_asked_to_after_a_last_attempt() {
+        let run = tempfile::tempdir().unwrap();
+        let (outcome, _, waited) = wait(run.path(), 10_000, 60);
+        assert!(outcome.is_err());
+        assert_eq!(waited, 60);
+    }
+
+    #[test]
+    fn with_a_checkpoint_nothing_is_lost_and_nothing_waited_for() {
+        let run = tempfile::tempdir().unwrap();
+        std::fs::create_dir(run.path().join("checkpoint-3")).unwrap();
+        let (outcome, told, waited) = wait(run.path(), 5, 10_000);
+        assert!(outcome.is_err());
+        assert_eq!((told, waited), (vec![], 0));
+    }
 }

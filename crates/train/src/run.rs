@@ -124,9 +124,6 @@ pub(crate) fn run<'a, D: Device>(
     mut with: Connections<'_, 'a, D>,
 ) -> Result<PartEnd, TrainError> {
     trainer.resume(progress.state.progress(trainer.progress()));
-    if progress.planned.is_none() {
-        room::check(trainer, settings, progress.state.step)?;
-    }
     let mut metrics_file = MetricsFile::open(&settings.output, progress.state.step)?;
     if progress.planned.is_none() {
         progress.planned = Some(settings.planned);
@@ -137,7 +134,12 @@ pub(crate) fn run<'a, D: Device>(
         });
     }
     let total = settings.schedule.total_steps;
-    while progress.state.step < total && !with.stop.is_raised() {
+    // What was done before this part is saved already.
+    let mut stopped = progress.state.step < total && with.stop.is_raised();
+    if stopped {
+        with.observer.event(Event::Stopping { step: progress.state.step, saving: false });
+    }
+    while !stopped && progress.state.step < total {
         let mut metrics = one_step(device, trainer, settings, progress, &mut with)?;
         let step = progress.state.step;
         if is_due(settings.eval_steps, step, total)
@@ -148,16 +150,23 @@ pub(crate) fn run<'a, D: Device>(
             with.observer.event(Event::Validated { step, loss });
         }
         let write = || metrics_file.append(&metrics);
-        room::write_patiently(&settings.output, write, with.observer, &with.stop)?;
+        room::write_patiently(
+            &settings.output,
+            write,
+            with.observer,
+            &with.stop,
+            &room::SystemClock::start(),
+        )?;
         with.observer.event(Event::Step(&metrics));
         let rescue = progress.watch_memory(settings, &metrics, &mut with);
-        let stopping = with.stop.is_raised() && step < total;
-        if stopping {
-            with.observer.event(Event::Stopping { step });
+        // Asked once a step: whoever asks to stop after this is heard after the next one.
+        stopped = step < total && with.stop.is_raised();
+        if stopped {
+            with.observer.event(Event::Stopping { step, saving: true });
         }
-        let change = if stopping || step >= total { None } else { (with.judge)() };
+        let change = if stopped || step >= total { None } else { (with.judge)() };
         let due = settings.save_steps.is_some_and(|n| n > 0 && step.is_multiple_of(n));
-        if stopping || rescue || due || change.is_some() {
+        if stopped || rescue || due || change.is_some() {
             progress.save(trainer, settings, &mut with)?;
         }
         if let Some(change) = change {
@@ -168,7 +177,13 @@ pub(crate) fn run<'a, D: Device>(
     let finished = progress.state.step >= total;
     if finished && settings.final_model {
         let write = || (with.save_model)(trainer, &settings.output);
-        room::write_patiently(&settings.output, write, with.observer, &with.stop)?;
+        room::write_patiently(
+            &settings.output,
+            write,
+            with.observer,
+            &with.stop,
+            &room::SystemClock::start(),
+        )?;
         with.observer.event(Event::Saved(&settings.output));
     }
     progress.note_tiers(device, trainer, settings);
@@ -351,7 +366,13 @@ impl Progress {
         let write = || {
             Checkpoint::write(&settings.output, &self.state, trainer, |folder| save_model(trainer, folder))
         };
-        let checkpoint = room::write_patiently(&settings.output, write, with.observer, &with.stop)?;
+        let checkpoint = room::write_patiently(
+            &settings.output,
+            write,
+            with.observer,
+            &with.stop,
+            &room::SystemClock::start(),
+        )?;
         tidy(&settings.output, settings.save_total_limit)?;
         with.observer.event(Event::Saved(&checkpoint.path));
         self.checkpoint = Some(checkpoint);

@@ -1,5 +1,7 @@
 //! The learning rate of every step: warm-up, then a decay, or Adafactor's own.
 
+use plimsoll_plan::config::{LrSchedule, RawConfig};
+
 /// The shape of the decay after warm-up.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Decay {
@@ -46,6 +48,32 @@ pub struct Schedule {
 }
 
 impl Schedule {
+    /// The learning rates of a run of `total_steps` steps of `sequences` sequences each. A warm-up that is given as a share
+    /// of the steps is rounded up, as transformers does.
+    pub(crate) fn of(config: &RawConfig, sequences: u64, total_steps: u64) -> Schedule {
+        let training = &config.training;
+        let reference = training.reference_batch_size.unwrap_or(sequences);
+        let warmup = training.warmup_ratio.map(|ratio| (ratio * total_steps as f64).ceil() as u64);
+        let options = &training.optimizer_options;
+        Schedule {
+            learning_rate: training.learning_rate()
+                * training.learning_rate_scaling().factor(sequences, reference),
+            decay: match training.lr_schedule() {
+                _ if config.relative_step() => {
+                    Decay::Relative { warmup_init: options.warmup_init.unwrap_or(false) }
+                }
+                LrSchedule::Constant => Decay::Constant,
+                LrSchedule::Linear => Decay::Linear,
+                LrSchedule::Cosine => Decay::Cosine,
+                LrSchedule::InverseSqrt => Decay::InverseSqrt,
+                LrSchedule::Wsd => Decay::StableThenLinear { decay_ratio: training.decay_ratio() },
+            },
+            warmup_steps: warmup.unwrap_or(training.warmup_steps()),
+            total_steps,
+            min_lr_ratio: training.min_lr_ratio(),
+        }
+    }
+
     /// The learning rate of the step after `steps_done` steps.
     pub fn lr(&self, steps_done: u64) -> f64 {
         if let Decay::Relative { warmup_init } = self.decay {
@@ -120,6 +148,35 @@ mod tests {
             min_lr_ratio: 0.0,
         };
         assert_eq!(late.lr(39_999), 0.005);
+    }
+
+    /// Warm-up steps of a run of so many steps.
+    fn warmup(setting: &str, total_steps: u64) -> u64 {
+        let config = RawConfig::from_str(&format!("training: {{{setting}}}"), "test").unwrap();
+        Schedule::of(&config, 8, total_steps).warmup_steps
+    }
+
+    #[test]
+    fn a_warm_up_that_is_a_share_of_the_steps_is_rounded_up() {
+        let ratio = |total_steps| warmup("warmup_ratio: 0.25", total_steps);
+        assert_eq!([1, 3, 4, 5, 8, 9, 100, 101].map(ratio), [1, 1, 1, 2, 2, 3, 25, 26]);
+        assert_eq!([warmup("warmup_ratio: 0", 7), warmup("warmup_ratio: 1", 7)], [0, 7]);
+        assert_eq!([warmup("warmup_steps: 5", 3), warmup("learning_rate: 1", 3)], [5, 0]);
+    }
+
+    #[test]
+    fn the_peak_rate_is_the_one_that_is_set_scaled_to_the_batch() {
+        let rate = |setting: &str| {
+            let config = RawConfig::from_str(&format!("training: {{{setting}}}"), "test").unwrap();
+            let schedule = Schedule::of(&config, 32, 10);
+            assert_eq!((schedule.total_steps, schedule.min_lr_ratio), (10, 0.0));
+            schedule.learning_rate
+        };
+        assert_eq!(rate("learning_rate: 3e-4"), 3e-4);
+        let scaled = "learning_rate: 1.0, reference_batch_size: 8, learning_rate_scaling: ";
+        assert_eq!(rate(&format!("{scaled}none")), 1.0);
+        assert_eq!(rate(&format!("{scaled}linear")), 4.0);
+        assert_eq!(rate(&format!("{scaled}sqrt")), 2.0);
     }
 
     #[test]

@@ -5,6 +5,7 @@ use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::quantize::four_bit::FourBit;
 use plimsoll_model::gguf::ggml_type;
 use plimsoll_model::{ModelError, ModelFiles, ModelSpec, Parameter, RowSource, Target, Transcoder};
+use plimsoll_train::OutputFolder;
 use serde_json::json;
 
 use crate::args::{ConvertArgs, OutputArgs};
@@ -54,6 +55,8 @@ pub fn write(
             args.output.display()
         )));
     }
+    // Nothing is written into the folder of a run that is under way.
+    let _folder = args.output.is_dir().then(|| OutputFolder::take(&args.output)).transpose()?;
     let total: u64 = spec.parameters().iter().map(Parameter::elements).sum();
     let bar = progress::counter(total / 1_000_000, "million parameters", args.json);
     let mut show = |done: u64, _: u64| bar.set_position(done / 1_000_000);

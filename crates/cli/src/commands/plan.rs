@@ -35,7 +35,7 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     if args.json {
         outln!("{}", serde_json::to_string_pretty(&plan.to_json())?)?;
     } else {
-        out!("{}", describe(&plan))?;
+        out!("{}{}", describe(&plan), whole_run(&plan, None))?;
         if !plan.fits() {
             out!("\n{}{}", misfits(&plan), remedies(&plan))?;
         }
@@ -139,6 +139,35 @@ pub fn describe(plan: &TrainingPlan) -> String {
         if plan.fits() { "fits" } else { "does NOT fit" }
     ));
     out
+}
+
+/// How long the whole run takes, of so many steps where that is known better than the configuration says it, and what it
+/// leaves on disk.
+pub fn whole_run(plan: &TrainingPlan, steps: Option<u64>) -> String {
+    let needs = plan.run_needs(steps);
+    let time = match (needs.steps, needs.seconds) {
+        (Some(1), Some(time)) => format!("the whole run, a step: about {}", seconds(time)),
+        (Some(steps), Some(time)) => format!("the whole run, {steps} steps: about {}", seconds(time)),
+        _ => "how many steps the run has depends on the data".to_owned(),
+    };
+    let mut left = Vec::new();
+    match needs.checkpoints {
+        0 => {}
+        1 => left.push(format!("a checkpoint of {}", ByteSize(needs.checkpoint_bytes))),
+        n => left.push(format!("{n} checkpoints of {} each", ByteSize(needs.checkpoint_bytes))),
+    }
+    if needs.model_bytes > 0 {
+        left.push(format!("the model of {}", ByteSize(needs.model_bytes)));
+    }
+    if left.is_empty() {
+        return format!("{time}; it leaves no model behind\n");
+    }
+    let most = if needs.most_bytes > needs.left_bytes {
+        format!(", at most {} at once", ByteSize(needs.most_bytes))
+    } else {
+        String::new()
+    };
+    format!("{time}; it leaves {} on disk{most}: {}\n", ByteSize(needs.left_bytes), left.join(" and "))
 }
 
 /// The disk that the run takes and what is there, before everything else; nothing where it takes none.

@@ -4,29 +4,28 @@ use std::sync::Arc;
 
 use plimsoll_device::Cpu;
 use plimsoll_memory::{ByteSize, release_free_heap};
-use plimsoll_train::{MemoryReading, Prepared, StopFlag, Surroundings, TrainingOutcome};
+use plimsoll_train::{MemoryReading, Prepared, Resumption, Surroundings, TrainingOutcome};
 
 use crate::args::TrainArgs;
-use crate::commands::plan::{describe, misfits, remedies};
+use crate::commands::plan::{describe, misfits, remedies, whole_run};
 use crate::failure::Failure;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
 use crate::progress::TrainingProgress;
 use crate::row;
 use crate::session::{Engine, load_config};
+use crate::signals::StopSignals;
 use crate::table;
 
 pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     let config = load_config(&args.source)?;
-    let stop = StopFlag::new();
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        // A second signal ends the program at once.
-        signal_hook::flag::register_conditional_shutdown(signal, 130, stop.shared())?;
-        signal_hook::flag::register(signal, stop.shared())?;
-    }
     config.training_data()?;
     let origin = models::origin(&config, Need::Files, args.json)?;
     let prepared = Prepared::with_model(config, origin, args.resume)?;
+    if !args.json {
+        // What cannot be shown is no reason not to train.
+        let _ = out!("{}", beginning(&prepared, args.resume));
+    }
     for (key, report) in prepared.sample_reports().filter(|_| !args.json) {
         let _ = outln!("{key}: {report}\n");
     }
@@ -34,8 +33,7 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     let machine = engine.machine(prepared.config());
     let plan = engine.plan(prepared.config(), &machine, |machine| prepared.plan(machine))?;
     if !args.json {
-        // What cannot be shown is no reason not to train.
-        let _ = out!("{}", describe(&plan));
+        let _ = out!("{}{}", describe(&plan), whole_run(&plan, Some(prepared.total_steps(&plan))));
     }
     if !plan.fits() {
         return Err(Failure::does_not_fit(format!("{}{}", misfits(&plan), remedies(&plan))));
@@ -56,11 +54,13 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     let ladder = if plan.config.memory.ladder() { plan.ladder()? } else { vec![plan] };
     // What planning leaves over is no part of what the run needs.
     release_free_heap();
+    // Until here there is nothing to save.
+    let signals = StopSignals::listen()?;
     let surroundings = Surroundings {
         device: &mut |bytes| Cpu::with_pool(Arc::clone(&engine.pool), engine.isa, bytes),
         memory: &mut MemoryReading::now,
         observer: &mut progress,
-        stop,
+        stop: signals.flag().clone(),
     };
     let outcome = prepared.run(&ladder, surroundings)?;
     if args.json {
@@ -69,7 +69,30 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
         out!("\n{}", summary(&outcome))?;
         outln!("everything is in {}", output.display())?;
     }
-    Ok(())
+    if outcome.report.finished { Ok(()) } else { Err(Failure::stopped(signals.exit_code())) }
+}
+
+/// Where a run that was asked to resume goes on, and what is different from there.
+fn beginning(prepared: &Prepared, resume: bool) -> String {
+    let folder = prepared.config().output.dir();
+    match prepared.resumption() {
+        None if resume => {
+            format!("{} has no checkpoint to resume from: the run begins anew\n\n", folder.display())
+        }
+        None => String::new(),
+        Some(Resumption { step, changes, unknown }) => {
+            let mut text = format!("resuming after step {step}\n");
+            if *unknown {
+                text.push_str(
+                    "its plimsoll.yaml is missing or damaged: what has changed since is not known\n",
+                );
+            }
+            for change in changes {
+                text.push_str(&format!("from here on: {change}\n"));
+            }
+            text + "\n"
+        }
+    }
 }
 
 /// Planned against measured.

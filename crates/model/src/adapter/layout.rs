@@ -211,6 +211,17 @@ impl AdapterLayout {
         config.write(&folder.join(ADAPTER_CONFIG_NAME))
     }
 
+    /// Bytes of the tensors that [`write`](Self::write) writes, or where the adapters begin with a part of the weights,
+    /// [`write_converted`](Self::write_converted).
+    pub fn file_bytes(&self, spec: &ModelSpec) -> u64 {
+        let doubled = |file: &FileTensor| match file.part() {
+            Some(LoraPart::A | LoraPart::B) if self.config.start.changes_base() => 2,
+            _ => 1,
+        };
+        let files = self.file_tensors(spec);
+        files.iter().map(|file| 4 * doubled(file) * file.shape.iter().product::<u64>()).sum()
+    }
+
     pub(super) fn file_tensors(&self, spec: &ModelSpec) -> Vec<FileTensor> {
         let find = |block, role| self.parameters.iter().find(|p| p.block == block && p.role == role).cloned();
         let mut files = Vec::new();

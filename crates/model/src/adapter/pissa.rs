@@ -364,7 +364,7 @@ fn io_error(folder: &Path) -> impl Fn(plimsoll_device::DeviceError) -> AdapterEr
 
 impl FileTensor {
     /// Which part of adapters it holds.
-    fn part(&self) -> Option<LoraPart> {
+    pub(super) fn part(&self) -> Option<LoraPart> {
         match self.parts.first()?.role {
             Role::Lora(part, _) => Some(part),
             _ => None,

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use plimsoll_model::ModelSpec;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{Machine, ModelOrigin};
-use plimsoll_train::{StopFlag, write_whole};
+use plimsoll_train::write_whole;
 
 use super::charts;
 use super::report::MemoryReport;
@@ -16,6 +16,7 @@ use crate::failure::Failure;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
 use crate::session::{Engine, load_config};
+use crate::signals::StopSignals;
 
 /// The model of the benchmark, and where `examples/get-smollm2` puts it.
 const MODEL_FILE: &str = "models/SmolLM2-135M-Instruct.Q4_1.gguf";
@@ -59,11 +60,7 @@ pub fn run(args: &BenchMemoryArgs) -> Result<(), Failure> {
     let settings = Setting::all(&base, &chosen, origin.spec(), &machine)?;
     let mut trainings = None;
     if !args.plan_only {
-        let stop = StopFlag::new();
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-            signal_hook::flag::register_conditional_shutdown(signal, 130, stop.shared())?;
-            signal_hook::flag::register(signal, stop.shared())?;
-        }
+        let stop = StopSignals::listen()?.flag().clone();
         trainings = Some(Trainings::new(base.train_arguments, stop));
     }
     let count = settings.len();

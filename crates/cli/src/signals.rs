@@ -1,0 +1,76 @@
+//! Signals that ask for an end: Ctrl-C, `kill`, and a terminal that goes away.
+//!
+//! The first one is a wish, heard between steps. A Ctrl-C after it ends the program at once; the others do not, since shells
+//! and launchers send them twice. A signal that whoever started the program has it ignore (`nohup`) stays ignored.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use plimsoll_train::StopFlag;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+
+/// Listens from its making on.
+pub struct StopSignals {
+    flag: StopFlag,
+    last: Arc<AtomicUsize>,
+}
+
+impl StopSignals {
+    /// Begins to listen; until then a signal ends the program, as it does by default.
+    pub fn listen() -> std::io::Result<StopSignals> {
+        let signals = StopSignals { flag: StopFlag::new(), last: Arc::default() };
+        let ignored = ignored(&std::fs::read_to_string("/proc/self/status").unwrap_or_default());
+        for signal in [SIGINT, SIGTERM, SIGHUP] {
+            if ignored & (1 << (signal - 1)) != 0 {
+                continue;
+            }
+            if signal == SIGINT {
+                let code = i32::from(exit_code(signal as usize));
+                signal_hook::flag::register_conditional_shutdown(signal, code, signals.flag.shared())?;
+            }
+            // Which one it was is known by the time that the wish is heard.
+            signal_hook::flag::register_usize(signal, Arc::clone(&signals.last), signal as usize)?;
+            signal_hook::flag::register(signal, signals.flag.shared())?;
+        }
+        Ok(signals)
+    }
+
+    /// Raised by each of them.
+    pub fn flag(&self) -> &StopFlag {
+        &self.flag
+    }
+
+    /// The exit code of a program that ended because of the last one, as shells have it: 128 and the signal's number.
+    pub fn exit_code(&self) -> u8 {
+        match self.last.load(Ordering::SeqCst) {
+            0 => exit_code(SIGINT as usize),
+            signal => exit_code(signal),
+        }
+    }
+}
+
+fn exit_code(signal: usize) -> u8 {
+    u8::try_from(128 + signal).unwrap_or(u8::MAX)
+}
+
+/// The signals that a process ignores, as Linux shows them: bit 0 is signal 1. None where the system does not say.
+fn ignored(status: &str) -> u64 {
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_ignored_is_read_from_the_systems_mask() {
+        assert_eq!(ignored("Name:\tx\nSigBlk:\t0000000000000002\nSigIgn:\t0000000000001001\n"), 0x1001);
+        assert_eq!(ignored("") | ignored("SigIgn:\tno"), 0);
+    }
+
+    #[test]
+    fn codes_are_those_of_shells() {
+        assert_eq!([SIGHUP, SIGINT, SIGTERM].map(|signal| exit_code(signal as usize)), [129, 130, 143]);
+    }
+}

@@ -1,0 +1,222 @@
+//! The folder that a run writes to: one owner at a time, and where in it a run begins.
+//!
+//! The owner holds a lock on a file in the folder. The system drops the lock when the process ends, however it ends, so that
+//! a killed run keeps nobody out. A folder that was made for a run and has got nothing goes away again.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Read, Seek, Write};
+use std::path::{Path, PathBuf};
+
+use crate::checkpoint::{Checkpoint, TrainerState};
+use crate::{Report, TrainError};
+
+/// The file that is locked. It holds the owner's process id and the name of its machine.
+const LOCK: &str = ".plimsoll.lock";
+
+/// How often a lock is tried for whose file the owner before has just removed.
+const TRIES: u32 = 100;
+
+/// A folder that belongs to this value until it is dropped.
+#[derive(Debug)]
+pub struct OutputFolder {
+    path: PathBuf,
+    /// The locked file; `None` where the file system has no locks.
+    lock: Option<File>,
+    /// The folders that were made for it, the innermost first.
+    made: Vec<PathBuf>,
+}
+
+impl OutputFolder {
+    /// Makes the folder where it is missing, and takes it.
+    ///
+    /// # Errors
+    /// [`TrainError::FolderTaken`] with the process that has it; [`TrainError::Io`] where it cannot be made or written to.
+    pub fn take(path: &Path) -> Result<OutputFolder, TrainError> {
+        let missing = |folder: &&Path| !folder.as_os_str().is_empty() && !folder.exists();
+        let made = path.ancestors().take_while(missing).map(Path::to_owned).collect();
+        let mut folder = OutputFolder { path: path.to_owned(), lock: None, made };
+        for _ in 0..TRIES {
+            std::fs::create_dir_all(path).map_err(|e| TrainError::io("create", path, e))?;
+            match folder.try_lock() {
+                Ok(Attempt::Locked(file)) => {
+                    folder.lock = Some(file);
+                    return Ok(folder);
+                }
+                Ok(Attempt::Gone) => {}
+                Ok(Attempt::Taken(owner)) => {
+                    return Err(TrainError::FolderTaken { path: path.to_owned(), owner });
+                }
+                Ok(Attempt::Unlockable) => return Ok(folder),
+                Err(error) => return Err(TrainError::io("lock", &path.join(LOCK), error)),
+            }
+        }
+        let owner = "processes that come and go".to_owned();
+        Err(TrainError::FolderTaken { path: path.to_owned(), owner })
+    }
+
+    fn try_lock(&self) -> io::Result<Attempt> {
+        let path = self.path.join(LOCK);
+        let opened = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
+        let mut file = match opened {
+            Ok(file) => file,
+            // The owner before has just removed the folder that it had made.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Attempt::Gone),
+            Err(error) => return Err(error),
+        };
+        match file.try_lock() {
+            Ok(()) if !is_at(&file, &path) => Ok(Attempt::Gone),
+            Ok(()) => {
+                // The lock holds whether or not there is room to say whose it is.
+                let _ = note_owner(&mut file);
+                Ok(Attempt::Locked(file))
+            }
+            Err(TryLockError::WouldBlock) => {
+                let mut owner = String::new();
+                let _ = file.read_to_string(&mut owner);
+                Ok(Attempt::Taken(described(&owner)))
+            }
+            // Some file systems of clusters have no locks: a run there goes without.
+            Err(TryLockError::Error(_)) => {
+                let _ = std::fs::remove_file(&path);
+                Ok(Attempt::Unlockable)
+            }
+        }
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The checkpoint that a run begins at: the last one, if the run before is to be continued and has left one.
+    ///
+    /// # Errors
+    /// [`TrainError::OutputInUse`] where the folder holds a run that is not to be continued, or that has come to its end and
+    /// left no checkpoint.
+    pub(crate) fn beginning(&self, resume: bool) -> Result<Option<(Checkpoint, TrainerState)>, TrainError> {
+        let last = Checkpoint::list(&self.path)?.pop();
+        match last {
+            Some(checkpoint) if resume => {
+                let state = checkpoint.state()?;
+                Ok(Some((checkpoint, state)))
+            }
+            // A run that ended before its first checkpoint has left nothing to lose.
+            None if !Report::has_finished(&self.path) => Ok(None),
+            last => Err(TrainError::OutputInUse { path: self.path.clone(), resumable: last.is_some() }),
+        }
+    }
+}
+
+impl Drop for OutputFolder {
+    fn drop(&mut self) {
+        if self.lock.is_some() {
+            // Removed while it is locked: whoever waits for it sees that it is gone, and makes another.
+            let _ = std::fs::remove_file(self.path.join(LOCK));
+        }
+        for folder in &self.made {
+            // A folder that holds anything stays.
+            if std::fs::remove_dir(folder).is_err() {
+                break;
+            }
+        }
+    }
+}
+
+/// What came of an attempt to lock.
+enum Attempt {
+    Locked(File),
+    /// The file was removed meanwhile.
+    Gone,
+    /// Somebody else has it.
+    Taken(String),
+    /// The file system has no locks.
+    Unlockable,
+}
+
+fn note_owner(file: &mut File) -> io::Result<()> {
+    file.set_len(0)?;
+    file.rewind()?;
+    writeln!(file, "{} {}", std::process::id(), host().unwrap_or_default())
+}
+
+/// The owner that a lock's file names, in words.
+fn described(owner: &str) -> String {
+    let mut words = owner.split_whitespace();
+    let Some(process) = words.next().and_then(|id| id.parse::<u32>().ok()) else {
+        return "another process".to_owned();
+    };
+    let elsewhere = words.next().filter(|name| host().as_deref() != Some(*name));
+    elsewhere.map_or(format!("process {process}"), |name| format!("process {process} on {name}"))
+}
+
+/// The name of this machine, where the system shows it: a folder may be shared with others.
+fn host() -> Option<String> {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
+    Some(name.trim().to_owned()).filter(|name| !name.is_empty())
+}
+
+/// Whether a path still leads to this file.
+#[cfg(unix)]
+fn is_at(file: &File, path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let place = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
+    let here = file.metadata().map(place);
+    std::fs::metadata(path).map(place).is_ok_and(|there| here.is_ok_and(|here| here == there))
+}
+
+#[cfg(not(unix))]
+fn is_at(_: &File, path: &Path) -> bool {
+    path.exists()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(path: &Path) -> String {
+        OutputFolder::take(path).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_folder_has_one_owner_at_a_time_and_a_refusal_names_it() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("runs/1");
+        let owner = OutputFolder::take(&path).unwrap();
+        assert!(refused(&path).contains(&format!("process {}", std::process::id())));
+        assert!(path.join(LOCK).exists(), "a refusal leaves the lock to its owner");
+        drop(owner);
+        assert!(OutputFolder::take(&path).is_ok());
+    }
+
+    #[test]
+    fn a_lock_file_that_a_killed_process_left_keeps_nobody_out() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::write(root.path().join(LOCK), "1 elsewhere\n").unwrap();
+        let owner = OutputFolder::take(root.path()).unwrap();
+        let own = std::fs::read_to_string(root.path().join(LOCK)).unwrap();
+        assert!(own.starts_with(&format!("{} ", std::process::id())), "{own}");
+        drop(owner);
+        assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn folders_that_were_made_and_got_nothing_go_away_and_others_stay() {
+        let root = tempfile::tempdir().unwrap();
+        drop(OutputFolder::take(&root.path().join("a/b/c")).unwrap());
+        assert!(!root.path().join("a").exists());
+        std::fs::create_dir(root.path().join("a")).unwrap();
+        drop(OutputFolder::take(&root.path().join("a/b")).unwrap());
+        assert!(root.path().join("a").exists() && !root.path().join("a/b").exists());
+        let folder = OutputFolder::take(&root.path().join("a/b")).unwrap();
+        std::fs::write(folder.path().join("metrics.jsonl"), "").unwrap();
+        drop(folder);
+        assert_eq!(std::fs::read_dir(root.path().join("a/b")).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn an_owner_is_named_with_its_machine_where_that_is_another() {
+        assert_eq!(described("17 far-away\n"), "process 17 on far-away");
+        assert_eq!(described(&format!("17 {}", host().unwrap_or_default())), "process 17");
+        assert_eq!([described(""), described("nobody")], ["another process"; 2]);
+    }
+}
