@@ -167,7 +167,7 @@ fn room_is_asked_for_before_much_data_is_read() {
     std::fs::File::create(folder.path().join("long.txt")).unwrap().set_len(33 << 20).unwrap();
     let arguments = ["train", "c.yaml", "--set", "output.dir=disk/out", "--set", "data.train=long.txt"];
     let Some(output) = with_own_disk(folder.path(), "size=100k", &arguments) else { return };
-    check_contains(&error(&output), &["the run would write", "(its model)", "has room for 100.0 KiB"]);
+    check_contains(&error(&output), &["the run would write", "(its model)", "has room for"]);
 }
 
 #[test]

@@ -78,6 +78,8 @@ impl TrainerState {
 pub(crate) const VERSION: u32 = 2;
 
 const PREFIX: &str = "checkpoint-";
+/// What comes before the name of a checkpoint that is being replaced.
+const ASIDE: &str = ".old-";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "trainer_state.json";
 
@@ -132,7 +134,8 @@ impl Checkpoint {
             .map_err(|e| TrainError::io("write", aside.path(), io::Error::other(e)))?;
         crate::write_whole(&aside.path().join(STATE), &json)?;
         make_public(aside.path());
-        let old = run.join(format!(".old-{PREFIX}{}", state.step));
+        sync_folder(aside.path());
+        let old = run.join(format!("{ASIDE}{PREFIX}{}", state.step));
         if path.exists() {
             // A resumed run may come by the same step again.
             std::fs::rename(&path, &old).map_err(|e| TrainError::io("replace", &path, e))?;
@@ -208,6 +211,23 @@ pub(crate) fn tidy(run: &Path, limit: Option<u64>) -> Result<(), TrainError> {
     Ok(())
 }
 
+/// Gives a checkpoint its name back that a killed run had put aside for a new one, which did not come.
+pub(crate) fn put_back(run: &Path) -> Result<(), TrainError> {
+    let entries = std::fs::read_dir(run).map_err(|e| TrainError::io("list", run, e))?;
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let Some(name) = name.to_str().and_then(|name| name.strip_prefix(ASIDE)) else { continue };
+        let (old, path) = (entry.path(), run.join(name));
+        let step = name.strip_prefix(PREFIX).and_then(|step| step.parse().ok());
+        let whole =
+            |step| Checkpoint { path: old.clone(), step }.state().is_ok_and(|state| state.step == step);
+        if step.is_some_and(whole) && !path.exists() {
+            std::fs::rename(&old, &path).map_err(|e| TrainError::io("rename a folder to", &path, e))?;
+        }
+    }
+    Ok(())
+}
+
 /// Removes what a killed run left behind under its working names.
 pub(crate) fn sweep(run: &Path) -> Result<(), TrainError> {
     let entries = std::fs::read_dir(run).map_err(|e| TrainError::io("list", run, e))?;
@@ -277,7 +297,8 @@ fn make_public(path: &Path) {
     let _ = path;
 }
 
-fn sync_folder(folder: &Path) {
+/// Makes the names in a folder outlive a power cut.
+pub(crate) fn sync_folder(folder: &Path) {
     if let Ok(folder) = std::fs::File::open(folder) {
         // Some file systems cannot sync folders; the files themselves are already synced.
         let _ = folder.sync_all();

@@ -53,6 +53,7 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
         aside.write_all(bytes)?;
         aside.as_file().sync_all()?;
         aside.persist(path).map_err(|e| e.error)?;
+        checkpoint::sync_folder(folder);
         Ok(())
     };
     write().map_err(|e| TrainError::io("write", path, e))

@@ -86,6 +86,11 @@ impl MetricsFile {
         self.length += line.len() as u64;
         Ok(())
     }
+
+    /// Makes the lines so far outlive a power cut.
+    pub fn sync(&self) -> Result<(), TrainError> {
+        self.file.sync_data().map_err(|e| TrainError::io("sync", &self.path, e))
+    }
 }
 
 /// The file's whole lines whose step is at most `last`; nothing if there is no file.

@@ -7,7 +7,7 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
-use crate::checkpoint::{Checkpoint, TrainerState};
+use crate::checkpoint::{Checkpoint, TrainerState, put_back};
 use crate::{Report, TrainError};
 
 /// The file that is locked. It holds the owner's process id and the name of its machine.
@@ -94,6 +94,7 @@ impl OutputFolder {
     /// [`TrainError::OutputInUse`] where the folder holds a run that is not to be continued, or that has come to its end and
     /// left no checkpoint.
     pub(crate) fn beginning(&self, resume: bool) -> Result<Option<(Checkpoint, TrainerState)>, TrainError> {
+        put_back(&self.path)?;
         let last = Checkpoint::list(&self.path)?.pop();
         match last {
             Some(checkpoint) if resume => {

@@ -167,6 +167,8 @@ pub(crate) fn run<'a, D: Device>(
         let change = if stopped || step >= total { None } else { (with.judge)() };
         let due = settings.save_steps.is_some_and(|n| n > 0 && step.is_multiple_of(n));
         if stopped || rescue || due || change.is_some() {
+            // A checkpoint is continued by the lines after it, so that those before it must not get lost.
+            metrics_file.sync()?;
             progress.save(trainer, settings, &mut with)?;
         }
         if let Some(change) = change {
