@@ -180,7 +180,7 @@ fn a_run_that_ends_before_any_of_its_actions_can_be_resumed_to_the_same_bits() {
     let is_of_interest = |index: &usize| match &actions[*index] {
         Action::Sync(_) => false,
         Action::Rename(..) => true,
-        Action::Remove(path) => path.parent() == Some(&out) || index % 4 == 0,
+        Action::Remove(path) => path.parent() == Some(&out) || index.is_multiple_of(4),
     };
     let wanted: Vec<usize> = (first..=last + 1).filter(is_of_interest).collect();
     assert!(wanted.len() >= 3, "{actions:?}");

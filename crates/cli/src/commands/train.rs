@@ -1,5 +1,6 @@
 //! `plimsoll train`: plan, print the plan, refuse what does not fit, train.
 
+use std::io::Write;
 use std::sync::Arc;
 
 use plimsoll_device::Cpu;
@@ -22,9 +23,12 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     config.training_data()?;
     let origin = models::origin(&config, Need::Files, args.json)?;
     let prepared = Prepared::with_model(config, origin, args.resume)?;
-    if !args.json {
+    let said = beginning(&prepared, args.resume);
+    if args.json {
+        let _ = write!(std::io::stderr(), "{said}");
+    } else {
         // What cannot be shown is no reason not to train.
-        let _ = out!("{}", beginning(&prepared, args.resume));
+        let _ = out!("{said}");
     }
     for (key, report) in prepared.sample_reports().filter(|_| !args.json) {
         let _ = outln!("{key}: {report}\n");
