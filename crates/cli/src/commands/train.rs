@@ -9,6 +9,7 @@ use plimsoll_train::{MemoryReading, Prepared, StopFlag, Surroundings, TrainingOu
 use crate::args::TrainArgs;
 use crate::commands::plan::{describe, misfits, remedies};
 use crate::failure::Failure;
+use crate::load_line::kept_so_far;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
 use crate::progress::TrainingProgress;
@@ -40,6 +41,7 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     if !plan.fits() {
         return Err(Failure::does_not_fit(format!("{}{}", misfits(&plan), remedies(&plan))));
     }
+    kept_so_far(plan.load_line)?;
     let limits = plan.machine.limits;
     if let Some(available) = limits.available.filter(|available| plan.process_bytes() > *available) {
         return Err(Failure::does_not_fit(format!(
