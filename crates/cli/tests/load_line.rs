@@ -145,3 +145,31 @@ fn a_chat_keeps_to_the_line() {
     }
     assert!(least.is_some_and(|least| least > LINES[0]), "{least:?}");
 }
+
+/// The tables of a large vocabulary are made without a tree of JSON values on the way, which took four times their memory.
+#[test]
+fn a_large_vocabulary_takes_little_more_than_its_tables() {
+    let folder = folder();
+    let path = folder.path();
+    let rows = "model.from_scratch.vocab_size=40300";
+    ok(path, &["train", "c.yaml", "--set", rows, "--set", "output.dir=base", "--set", "training.steps=1"]);
+    let file = path.join("base/tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let vocab = tokenizer["model"]["vocab"].as_object().unwrap();
+    let bytes: Vec<String> =
+        vocab.keys().filter(|token| token.chars().count() == 1).take(200).cloned().collect();
+    let pairs = bytes.iter().flat_map(|left| bytes.iter().map(move |right| [left, right]));
+    let pairs: Vec<[&String; 2]> = pairs.collect();
+    let mut ids = 257..;
+    for [left, right] in &pairs {
+        tokenizer["model"]["vocab"][format!("{left}{right}")] = ids.next().unwrap().into();
+    }
+    tokenizer["model"]["merges"] = serde_json::to_value(&pairs).unwrap();
+    std::fs::write(&file, tokenizer.to_string()).unwrap();
+    let arguments =
+        ["generate", "--model", "base", "--prompt", "a", "--max-tokens", "2", "--threads", "2", "--json"];
+    let document: Value = serde_json::from_str(&ok(path, &arguments)).unwrap();
+    let taken = document["memory"]["process_peak_rss_bytes"].as_u64().unwrap();
+    println!("{taken} bytes taken");
+    assert!(taken < 44 << 20, "{taken} bytes were taken");
+}
