@@ -5,15 +5,16 @@ use std::sync::Arc;
 
 use plimsoll_device::{Cpu, DType};
 use plimsoll_generate::Session;
-use plimsoll_memory::{ByteSize, release_free_heap};
+use plimsoll_memory::release_free_heap;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{ModelSpec, Parameter, StreamPlan};
-use plimsoll_plan::{GenerationPlan, GenerationRequest};
+use plimsoll_plan::{GenerationPlan, GenerationPlanError, GenerationRequest, LoadLine};
 use plimsoll_step::{Decoder, WeightStorage};
 
 use crate::args::{DiskArgs, InferenceArgs};
 use crate::failure::Failure;
-use crate::session::{Engine, PLANS, cache_type, overhead_bytes};
+use crate::load_line::{PlannedProcess, beside_the_model, load_line};
+use crate::session::{Engine, PLANS, cache_type};
 use crate::streaming::{self, Streaming};
 use crate::weights::Weights;
 
@@ -25,7 +26,8 @@ pub struct Inference<'a> {
     pub tokenizer: Tokenizer,
     /// What `--kv-cache` says.
     cache: Option<DType>,
-    memory: Option<ByteSize>,
+    /// What the process may take.
+    line: LoadLine,
     threads: Option<usize>,
     /// What `--context` says.
     asked_context: Option<usize>,
@@ -40,6 +42,7 @@ impl<'a> Inference<'a> {
         quiet: bool,
     ) -> Result<Inference<'a>, Failure> {
         let cache = cache_type(args.kv_cache.as_deref())?;
+        let line = load_line(args.memory);
         let weights = Weights::open(&args.weights, purpose, quiet)?;
         let tokenizer = weights.files.tokenizer()?;
         let inference = Inference {
@@ -48,7 +51,7 @@ impl<'a> Inference<'a> {
             weights,
             tokenizer,
             cache,
-            memory: args.memory,
+            line,
             threads: args.threads,
             asked_context: args.context,
         };
@@ -104,7 +107,7 @@ impl<'a> Inference<'a> {
         longest: Option<usize>,
         enough: usize,
     ) -> Result<GenerationPlan, Failure> {
-        let limit = self.memory.unwrap_or_else(|| engine.memory_limit()).0;
+        let limit = self.line.bytes;
         let mut attempts = 0;
         loop {
             // What the tokenizer's building and planning left over is no part of what generation needs.
@@ -121,23 +124,35 @@ impl<'a> Inference<'a> {
                 prompt_tokens: longest.map(|n| n as u64),
                 context: *context.start() as u64..=*context.end() as u64,
                 cache: self.cache,
-                room: limit.saturating_sub(overhead_bytes()),
+                room: limit.saturating_sub(engine.overhead_bytes()),
                 stream: self.weights.can_stream().then_some(&self.stream),
                 enough_context: enough as u64,
             };
-            let plan = GenerationPlan::resolve(&request)?;
+            let plan = GenerationPlan::resolve(&request).map_err(|error| match error {
+                GenerationPlanError::DoesNotFit(_) => Failure::does_not_fit(format!(
+                    "{error}. Beside that it takes {}",
+                    beside_the_model(self.line, engine.overhead_bytes())
+                )),
+                GenerationPlanError::Step(error) => error.into(),
+            })?;
             release_free_heap();
             attempts += 1;
             // A plan that fills its room leaves none for what planning itself has touched, which is the same next time.
-            if plan.dry_run.peak_bytes().saturating_add(overhead_bytes()) <= limit || attempts == PLANS {
+            let beside = engine.overhead_bytes().saturating_add(self.stream_bytes(&plan));
+            if plan.dry_run.peak_bytes().saturating_add(beside) <= limit || attempts == PLANS {
                 return Ok(plan);
             }
         }
     }
 
-    /// A device with the memory that was planned.
-    pub fn device(&self, engine: &Engine, plan: &GenerationPlan) -> Result<Cpu, Failure> {
-        engine.device(&plan.dry_run, self.memory)
+    /// What streaming takes beside the arena, where the plan has it.
+    fn stream_bytes(&self, plan: &GenerationPlan) -> u64 {
+        plan.staging.as_ref().map_or(0, |_| self.stream.overhead_bytes())
+    }
+
+    /// A device with the memory that was planned, and what the process will take in all.
+    pub fn device(&self, engine: &Engine, plan: &GenerationPlan) -> Result<(Cpu, PlannedProcess), Failure> {
+        engine.device(&plan.dry_run, self.stream_bytes(plan), self.line)
     }
 
     /// A session with the model's weights, and what is streamed of them.

@@ -9,6 +9,7 @@ mod chat_format;
 mod commands;
 mod failure;
 mod inference;
+mod load_line;
 mod models;
 mod output;
 mod progress;

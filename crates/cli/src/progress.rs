@@ -36,7 +36,7 @@ pub struct TrainingProgress {
 }
 
 impl TrainingProgress {
-    /// A display for a run whose memory is held against `load_line` bytes, `overhead` of them outside the arena.
+    /// A display for a run whose memory is held against `load_line` bytes, with `overhead` planned outside the arena.
     pub fn new(logging_steps: u64, load_line: u64, overhead: u64, quiet: bool) -> TrainingProgress {
         TrainingProgress {
             bar: None,
@@ -70,8 +70,13 @@ impl TrainingProgress {
 
     fn step(&mut self, metrics: &StepMetrics) {
         let first = *self.first_step.get_or_insert(metrics.step);
+        // The system may not say what the process takes now.
+        let now = match metrics.memory.process_rss_bytes {
+            0 => String::new(),
+            bytes => format!("{} now, ", ByteSize(bytes)),
+        };
         let memory = format!(
-            "{} of {}",
+            "{now}{} planned, line {}",
             ByteSize(metrics.memory.device_peak_bytes + self.overhead),
             ByteSize(self.load_line)
         );

@@ -6,14 +6,14 @@ use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::{Isa, MachineRates, Pool};
 use plimsoll_device::{Cpu, DType};
 use plimsoll_disk::EngineSettings;
-use plimsoll_memory::ByteSize;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
-use plimsoll_plan::{DiskRates, DryRun, Machine, ProcessLimits, Rates, TrainingPlan};
+use plimsoll_plan::{DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates, TrainingPlan};
 use plimsoll_step::Precision;
 
 use crate::args::ConfigSource;
 use crate::failure::Failure;
+use crate::load_line::{PlannedProcess, kept_so_far, load_line};
 
 /// Transcendental evaluations take about this many products' worth of time.
 const FLOPS_PER_EXP: f64 = 100.0;
@@ -65,16 +65,15 @@ pub fn load_config_with(
 /// Bytes that are written and read to find out how fast a disk is: some hundredths of a second.
 const DISK_SAMPLE: u64 = 32 << 20;
 
-/// The threads and kernels of this machine, and what it can do.
+/// The threads and kernels of this machine.
 pub struct Engine {
     pub hardware: Hardware,
     pub pool: Arc<Pool>,
     pub isa: Isa,
-    pub rates: Rates,
 }
 
 impl Engine {
-    /// Starts the pool and measures the machine.
+    /// Starts the pool.
     pub fn start(threads: Option<usize>) -> Result<Engine, Failure> {
         let hardware = Hardware::detect();
         let isa = Isa::detect();
@@ -83,23 +82,28 @@ impl Engine {
             return Err(Failure::usage("--threads must be at least 1"));
         }
         let pool = Pool::new(threads, Cpu::SCRATCH_BYTES).map_err(|e| Failure::other(e.to_string()))?;
-        let measured = MachineRates::measure(&pool, isa);
-        let rates = Rates {
+        Ok(Engine { hardware, pool: Arc::new(pool), isa })
+    }
+
+    /// How fast the machine is, measured now, in about `room` bytes at most. Only a plan of a training asks.
+    pub fn rates(&self, room: u64) -> Rates {
+        let measured = MachineRates::measure(&self.pool, self.isa, room);
+        Rates {
             matmul_f32: measured.matmul_f32,
             matmul_bf16: measured.matmul_bf16,
             memory_bandwidth: measured.memory_bandwidth,
             exps: measured.matmul_f32 / FLOPS_PER_EXP,
             disk: DiskRates::USUAL,
-        };
-        Ok(Engine { hardware, pool: Arc::new(pool), isa, rates })
+        }
     }
 
     /// What the planner needs to know; to be asked when everything but the arena is in memory.
     pub fn machine(&self, config: &RawConfig) -> Machine {
+        let line = load_line(config.memory.device_budget().set());
         Machine {
-            rates: self.rates,
+            rates: self.rates(line.bytes.saturating_sub(resident_bytes())),
             limits: ProcessLimits::detect(),
-            overhead_bytes: overhead_bytes(),
+            overhead_bytes: self.overhead_bytes(),
             host_bytes_per_token: plimsoll_train::host_bytes_per_token(config),
             disk_available: disk_space(&config.disk_path()).ok().map(|space| space.available.0),
         }
@@ -132,24 +136,24 @@ impl Engine {
         Machine { rates: Rates { disk, ..machine.rates }, ..*machine }
     }
 
-    /// Memory that this process may use.
-    pub fn memory_limit(&self) -> ByteSize {
-        // Where the system says nothing, whatever is asked for is tried.
-        self.hardware.memory.free.or(self.hardware.memory.limit).unwrap_or(ByteSize(u64::MAX / 2))
+    /// A device with an arena of just the planned size, if that keeps to the line with what the process takes and will
+    /// take `beside` it; and what it will take in all.
+    pub fn device(
+        &self,
+        dry_run: &DryRun,
+        beside: u64,
+        line: LoadLine,
+    ) -> Result<(Cpu, PlannedProcess), Failure> {
+        let beside = self.overhead_bytes().saturating_add(beside);
+        let planned = PlannedProcess::within(line, dry_run.peak_bytes(), beside)?;
+        kept_so_far(line)?;
+        Ok((Cpu::with_pool(Arc::clone(&self.pool), self.isa, dry_run.peak_bytes())?, planned))
     }
 
-    /// A device with an arena of just the planned size, if that keeps to `limit`.
-    pub fn device(&self, dry_run: &DryRun, limit: Option<ByteSize>) -> Result<Cpu, Failure> {
-        let need = dry_run.peak_bytes().saturating_add(overhead_bytes());
-        let limit = limit.unwrap_or_else(|| self.memory_limit());
-        if need > limit.0 {
-            return Err(Failure::does_not_fit(format!(
-                "this needs {}, the limit is {limit}; {} of it are the model and its working memory",
-                ByteSize(need),
-                ByteSize(dry_run.peak_bytes())
-            )));
-        }
-        Ok(Cpu::with_pool(Arc::clone(&self.pool), self.isa, dry_run.peak_bytes())?)
+    /// What the process takes beside the arena: what it has now, when everything else is in memory, and what is still to
+    /// come.
+    pub fn overhead_bytes(&self) -> u64 {
+        resident_bytes().saturating_add(self.pool.untouched_bytes()).saturating_add(FIRST_TOUCHED)
     }
 }
 
@@ -158,14 +162,9 @@ pub fn resident_bytes() -> u64 {
     process_memory().and_then(|m| m.resident).map_or(0, |size| size.0)
 }
 
-/// Pages of the program and of its threads' heaps that the work itself will be the first to touch: 3 to 5 MiB were
-/// measured, whatever the model.
-const FIRST_TOUCHED: u64 = 6 << 20;
-
-/// What the process takes beside the arena: what it has now, when everything else is in memory, and what is still to come.
-pub fn overhead_bytes() -> u64 {
-    resident_bytes().saturating_add(FIRST_TOUCHED)
-}
+/// Pages of the program, stacks and threads' heaps that the work itself will be the first to touch: at most 3 MiB were
+/// measured, whatever the model and the number of threads.
+const FIRST_TOUCHED: u64 = 4 << 20;
 
 /// Storage types for inference.
 pub fn inference_precision(dtype: &str) -> Result<Precision, Failure> {

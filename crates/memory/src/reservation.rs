@@ -67,6 +67,25 @@ impl Reservation {
         self.bytes
     }
 
+    /// Bytes of pages that are not in memory yet, because nobody has touched them; all where the system does not say.
+    pub fn untouched_bytes(&self) -> u64 {
+        #[cfg(target_os = "linux")]
+        {
+            // SAFETY: asks for a number.
+            let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+            if let Some(page) = usize::try_from(page).ok().filter(|page| *page > 0) {
+                let mut resident = vec![0u8; self.bytes.div_ceil(page)];
+                // SAFETY: the range lies inside the mapping and starts on a page, and there is a byte for each of its pages.
+                let answer = unsafe { libc::mincore(self.address.cast(), self.bytes, resident.as_mut_ptr()) };
+                if answer == 0 {
+                    let untouched = resident.iter().filter(|state| **state & 1 == 0).count();
+                    return (untouched * page).min(self.bytes) as u64;
+                }
+            }
+        }
+        self.bytes as u64
+    }
+
     /// Whether nothing was asked for.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
@@ -100,6 +119,19 @@ mod tests {
                 *reservation.as_ptr().add(i) = 7;
             }
         }
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn pages_are_in_memory_once_they_are_touched() {
+        const PAGES: usize = 3;
+        let reservation = Reservation::new((PAGES as u64) << 16).unwrap();
+        assert_eq!(reservation.untouched_bytes(), (PAGES as u64) << 16);
+        for i in 0..PAGES << 16 {
+            // SAFETY: i is below len().
+            unsafe { *reservation.as_ptr().add(i) = 7 };
+        }
+        assert_eq!(reservation.untouched_bytes(), 0);
     }
 
     #[test]

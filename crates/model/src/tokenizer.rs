@@ -1,13 +1,14 @@
 //! Tokenizers: text to token ids and back, as the model's own files define it.
 //!
-//! The engine is Hugging Face's `tokenizers`; a GGUF's metadata is turned into the `tokenizer.json` that it was
-//! once made from ([`gguf`]), so that there is one way from files to ids, and saving is writing that document.
+//! The engine is Hugging Face's `tokenizers`; a GGUF's metadata is turned into the parts of the `tokenizer.json` that it
+//! was once made from ([`gguf`]), so that there is one way from files to ids, and saving is writing that document.
 
 mod byte_level;
 mod chat;
 mod decode;
 mod describe;
 mod encode;
+mod engine;
 mod error;
 pub mod gguf;
 mod guard;
@@ -27,9 +28,6 @@ pub use describe::{SpecialToken, TokenizerKind};
 pub use encode::{EncodeOptions, EncodedText};
 pub use error::TokenizerError;
 pub use gguf::GgufTokenizerFields;
-
-use crate::shown::short_reason;
-use guard::guarded;
 
 /// A tokenizer. Clones share it.
 #[derive(Clone, Debug)]
@@ -68,10 +66,14 @@ impl Tokenizer {
     /// # Errors
     /// The kind is unknown, or lists contradict each other; `origin` is what the error calls the file.
     pub fn from_gguf(fields: &GgufTokenizerFields, origin: &str) -> Result<Tokenizer, TokenizerError> {
-        let document = gguf::tokenizer_json(fields, origin)?;
-        let text = document.to_string();
-        drop(document);
-        let engine = load(text.as_bytes(), origin)?;
+        Tokenizer::from_gguf_fields(fields.clone(), origin)
+    }
+
+    /// As [`from_gguf`](Self::from_gguf), using up the fields.
+    pub(crate) fn from_gguf_fields(
+        mut fields: GgufTokenizerFields,
+        origin: &str,
+    ) -> Result<Tokenizer, TokenizerError> {
         let mut eos: Vec<u32> = Vec::new();
         for id in fields.ends().into_iter().filter_map(|(_, id)| id) {
             if !eos.contains(&id) {
@@ -83,20 +85,20 @@ impl Tokenizer {
             eos,
             pad: fields.padding,
             chat_templates: ChatTemplates::new(
-                fields.chat_template.clone(),
+                fields.chat_template.take(),
                 &fields.named_chat_templates,
                 origin,
             ),
             model_max_length: None,
         };
+        let engine = gguf::engine_parts(fields, origin)?.assemble(origin)?;
         Tokenizer::new(engine, origin.to_owned(), specials)
     }
 
     /// The built-in tokenizer: a token for every byte, and `<|endoftext|>`.
     pub fn byte_level() -> Result<Tokenizer, TokenizerError> {
         let origin = "the built-in byte tokenizer";
-        let text = byte_level::tokenizer_json().to_string();
-        let engine = load(text.as_bytes(), origin)?;
+        let engine = byte_level::engine_parts().assemble(origin)?;
         let end = engine.token_to_id(byte_level::END_OF_TEXT);
         let specials = Specials { bos: end, eos: end.into_iter().collect(), pad: end, ..Specials::default() };
         Tokenizer::new(engine, origin.to_owned(), specials)
@@ -199,10 +201,4 @@ impl Tokenizer {
     fn undecodable(&self, reason: String) -> TokenizerError {
         TokenizerError::Decode { origin: self.shared.origin.clone(), reason }
     }
-}
-
-/// The engine of a `tokenizer.json`.
-fn load(document: &[u8], origin: &str) -> Result<Engine, TokenizerError> {
-    guarded(|| Engine::from_bytes(document))
-        .map_err(|reason| TokenizerError::invalid(origin, short_reason(&reason)))
 }

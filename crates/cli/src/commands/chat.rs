@@ -84,7 +84,7 @@ pub fn run(args: &ChatArgs) -> Result<(), Failure> {
             "the context of {context} tokens is too small: the template and the system message alone take {least}; give more with --context or --memory"
         )));
     }
-    let device = model.device(&engine, &plan)?;
+    let (device, _) = model.device(&engine, &plan)?;
     let (session, _) = model.session(&device, &plan)?;
     let console = Console { json: args.json };
     let input = Input::new(!args.json, if args.no_history { None } else { history_file() })?;

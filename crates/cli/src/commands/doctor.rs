@@ -9,13 +9,14 @@ use crate::session::{Engine, resident_bytes};
 
 pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let engine = Engine::start(None)?;
+    let rates = engine.rates(u64::MAX);
     let overhead = resident_bytes();
     if args.json {
         let document = json!({
             "hardware": engine.hardware,
             "kernels": engine.isa.to_string(),
             "threads": engine.pool.threads(),
-            "rates": engine.rates,
+            "rates": rates,
             "overhead_bytes": overhead,
         });
         outln!("{}", serde_json::to_string_pretty(&document)?)?;
@@ -25,9 +26,9 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
     outln!("Kernels    {}, {} threads", engine.isa, engine.pool.threads())?;
     outln!(
         "Measured   matrix products {:.0} GFLOP/s in f32, {:.0} in bf16; memory {:.0} GB/s",
-        engine.rates.matmul_f32 / 1e9,
-        engine.rates.matmul_bf16 / 1e9,
-        engine.rates.memory_bandwidth / 1e9
+        rates.matmul_f32 / 1e9,
+        rates.matmul_bf16 / 1e9,
+        rates.memory_bandwidth / 1e9
     )?;
     outln!("Overhead   {} outside any arena", plimsoll_memory::ByteSize(overhead))?;
     Ok(())

@@ -1,23 +1,26 @@
 //! `plimsoll eval`: the mean loss of a text, window by window, each window scored alone; or of samples.
 
+mod passes;
 mod samples;
 
 use plimsoll_data::EvalWindows;
 use plimsoll_device::DType;
-use plimsoll_memory::{Tier, release_free_heap};
+use plimsoll_memory::Tier;
+use plimsoll_model::Parameter;
 use plimsoll_model::tokenizer::Tokenizer;
-use plimsoll_model::{Parameter, Staging, WeightStream};
-use plimsoll_plan::{DryRun, fitting_staging, loss_chunk_tokens};
-use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, StepError, WeightStorage};
+use plimsoll_plan::{DryRun, LoadLine, loss_chunk_tokens};
+use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, WeightStorage};
 use serde_json::json;
 
 use crate::args::EvalArgs;
 use crate::failure::Failure;
+use crate::load_line::{PlannedProcess, load_line};
 use crate::output::outln;
 use crate::progress;
-use crate::session::{Engine, PLANS, cache_type, overhead_bytes};
-use crate::streaming::{self, Streaming};
+use crate::session::{Engine, cache_type};
+use crate::streaming::Streaming;
 use crate::weights::Weights;
+use passes::Passes;
 
 /// What `--format` is without being said.
 const TEXT: &str = "text";
@@ -32,9 +35,11 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
     if args.sequence_length < 2 {
         return Err(Failure::usage("--sequence-length must be at least 2: the first token is context"));
     }
+    let line = load_line(args.memory);
     let model = Weights::open(&args.weights, "evaluate", args.json)?;
     let cache = cache_type(args.kv_cache.as_deref())?;
-    let Evaluated { loss, targets, streaming } = match args.format.as_deref().filter(|f| *f != TEXT) {
+    let Evaluated { loss, targets, streaming, planned } = match args.format.as_deref().filter(|f| *f != TEXT)
+    {
         None if !args.set.is_empty() => {
             return Err(Failure::usage("--set says how samples are read; add --format chat or instruction"));
         }
@@ -45,8 +50,8 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
             };
             let engine = Engine::start(args.threads)?;
             match cache {
-                None => whole_windows(args, &engine, &model, &windows)?,
-                Some(cache) => through_the_cache(args, &engine, &model, cache, &windows)?,
+                None => whole_windows(args, &engine, &model, line, &windows)?,
+                Some(cache) => through_the_cache(args, &engine, &model, line, cache, &windows)?,
             }
         }
         Some(_) if cache.is_some() => {
@@ -54,14 +59,16 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
         }
         Some(format) => {
             let samples = samples::read(args, &model, format)?;
-            samples::measure(args, &Engine::start(args.threads)?, &model, &samples)?
+            samples::measure(args, &Engine::start(args.threads)?, &model, line, &samples)?
         }
     };
     let mean = if targets > 0.0 { loss / targets } else { 0.0 };
     // Weights of samples are 0 or 1 unless a chat says otherwise.
     let tokens = targets.round() as u64;
     if args.json {
-        let mut document = json!({ "tokens": tokens, "loss": mean, "perplexity": mean.exp() });
+        let mut document = json!({
+            "tokens": tokens, "loss": mean, "perplexity": mean.exp(), "memory": planned.document(),
+        });
         if let Some(streaming) = streaming {
             document["streaming"] = streaming.document();
         }
@@ -80,72 +87,31 @@ struct Evaluated {
     loss: f64,
     targets: f64,
     streaming: Option<Streaming>,
+    planned: PlannedProcess,
 }
 
-/// The dry run that fits, with all weights in memory or with as many as there is room for.
-fn planned(
-    args: &EvalArgs,
-    engine: &Engine,
-    model: &Weights,
-    run: impl Fn(Option<&Staging>) -> Result<DryRun, StepError>,
-) -> Result<(DryRun, Option<Staging>), Failure> {
-    let limit = args.memory.unwrap_or_else(|| engine.memory_limit()).0;
-    let stream = model.stream_plan();
-    let mut attempts = 0;
-    loop {
-        let (mut plan, mut staging) = (run(None)?, None);
-        // What planning leaves behind is no part of what evaluation needs.
-        release_free_heap();
-        let room = limit.saturating_sub(overhead_bytes());
-        if plan.peak_bytes() > room && model.can_stream() {
-            let room = room.saturating_sub(stream.overhead_bytes());
-            staging = fitting_staging(&stream, room, |staging| Ok(run(Some(staging))?.peak_bytes()))?;
-            if staging.is_some() {
-                plan = run(staging.as_ref())?;
-            }
-        }
-        release_free_heap();
-        attempts += 1;
-        // A plan that fills its room leaves none for what planning itself has touched, which is the same next time.
-        if staging.is_none()
-            || plan.peak_bytes().saturating_add(overhead_bytes()) <= limit
-            || attempts == PLANS
-        {
-            return Ok((plan, staging));
-        }
-    }
-}
-
-/// The weights of a staging, if there is one.
-fn opened(
-    args: &EvalArgs,
-    model: &Weights,
-    staging: Option<&Staging>,
-) -> Result<(Option<WeightStream>, Option<Streaming>), Failure> {
-    let open = |staging| streaming::open(model, &model.stream_plan(), staging, &args.disk);
-    Ok(staging.map(open).transpose()?.unzip())
-}
-
-/// Every window at once.
+/// Every window at once, several together.
 fn whole_windows(
     args: &EvalArgs,
     engine: &Engine,
     model: &Weights,
+    line: LoadLine,
     windows: &EvalWindows,
 ) -> Result<Evaluated, Failure> {
     let (files, precision) = (&model.files, model.precision);
     let longest = windows.longest() as u64;
     let most = (TOKENS_PER_PASS / longest.max(1)).clamp(1, windows.len().max(1) as u64);
-    let chunk = loss_chunk_tokens(files.spec().vocab_size, most * longest);
+    let chunk = |together| loss_chunk_tokens(files.spec().vocab_size, together * longest);
     let types = |p: &Parameter| model.weight_type(p);
     let storage = WeightStorage { types: &types, adapters: model.adapters(), trained: false, staging: None };
-    let (dry_run, staging) = planned(args, engine, model, |staging| {
+    let passes = Passes::plan(engine, model, line, most, |together, staging| {
         let storage = WeightStorage { staging, ..storage };
-        DryRun::evaluation(files.spec(), precision, storage, most, longest, chunk)
+        DryRun::evaluation(files.spec(), precision, storage, together, longest, chunk(together))
     })?;
-    let storage = WeightStorage { staging: staging.as_ref(), ..storage };
-    let device = engine.device(&dry_run, args.memory)?;
-    let (stream, streaming) = opened(args, model, staging.as_ref())?;
+    let storage = WeightStorage { staging: passes.staging.as_ref(), ..storage };
+    let (device, planned) = passes.device(engine, line)?;
+    let (stream, streaming) = passes.open(args, model)?;
+    let (most, chunk) = (passes.together, chunk(passes.together));
     let mut evaluator =
         Evaluator::with_storage(&device, files.spec().clone(), precision, storage, longest, chunk)?;
     evaluator.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
@@ -174,7 +140,7 @@ fn whole_windows(
         bar.inc(together as u64);
     }
     bar.finish_and_clear();
-    Ok(Evaluated { loss, targets: targets as f64, streaming })
+    Ok(Evaluated { loss, targets: targets as f64, streaming, planned })
 }
 
 /// The same token by token's way: each window in chunks that read the others from a cache.
@@ -182,6 +148,7 @@ fn through_the_cache(
     args: &EvalArgs,
     engine: &Engine,
     model: &Weights,
+    line: LoadLine,
     cache: DType,
     windows: &EvalWindows,
 ) -> Result<Evaluated, Failure> {
@@ -197,13 +164,13 @@ fn through_the_cache(
     let types = |p: &Parameter| model.weight_type(p);
     let storage = WeightStorage { types: &types, adapters: model.adapters(), trained: false, staging: None };
     let chunk = loss_chunk_tokens(files.spec().vocab_size, CACHED_CHUNK_TOKENS);
-    let (dry_run, staging) = planned(args, engine, model, |staging| {
+    let passes = Passes::plan(engine, model, line, 1, |_, staging| {
         let storage = WeightStorage { staging, ..storage };
         DryRun::cached_evaluation(files.spec(), settings, storage, chunk)
     })?;
-    let storage = WeightStorage { staging: staging.as_ref(), ..storage };
-    let device = engine.device(&dry_run, args.memory)?;
-    let (stream, streaming) = opened(args, model, staging.as_ref())?;
+    let storage = WeightStorage { staging: passes.staging.as_ref(), ..storage };
+    let (device, planned) = passes.device(engine, line)?;
+    let (stream, streaming) = passes.open(args, model)?;
     let mut decoder = Decoder::with_storage(&device, files.spec().clone(), settings, storage)?;
     decoder.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
     if let Some(stream) = stream {
@@ -221,5 +188,5 @@ fn through_the_cache(
         bar.inc(1);
     }
     bar.finish_and_clear();
-    Ok(Evaluated { loss, targets: targets as f64, streaming })
+    Ok(Evaluated { loss, targets: targets as f64, streaming, planned })
 }

@@ -11,6 +11,7 @@ use crate::args::GenerateArgs;
 use crate::chat_format::ChatFormat;
 use crate::failure::Failure;
 use crate::inference::Inference;
+use crate::load_line::PlannedProcess;
 use crate::output::{out, outln};
 use crate::streaming::Streaming;
 use prompts::PromptText;
@@ -57,9 +58,9 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     if plan.settings.context < context as u64 {
         eprintln!("memory allows a context of {} tokens instead of {context}", plan.settings.context);
     }
-    let device = model.device(&engine, &plan)?;
+    let (device, planned) = model.device(&engine, &plan)?;
     let (session, streaming) = model.session(&device, &plan)?;
-    let mut run = Run { args, model: &model, settings, limits, session, streaming };
+    let mut run = Run { args, model: &model, settings, limits, session, streaming, planned };
     if args.prompts.is_some() {
         return run.every(&prompts);
     }
@@ -130,6 +131,7 @@ struct Run<'r> {
     limits: Limits,
     session: Session<'r, Cpu>,
     streaming: Option<Streaming>,
+    planned: PlannedProcess,
 }
 
 impl Run<'_> {
@@ -219,7 +221,7 @@ impl Run<'_> {
             }
             samples.push(document);
         }
-        let mut document = json!({ "prompt_tokens": prompt.tokens });
+        let mut document = json!({ "prompt_tokens": prompt.tokens, "memory": self.planned.document() });
         if let Some(first) = samples.first() {
             merge(&mut document, first.clone());
         }

@@ -10,6 +10,7 @@ use plimsoll_train::{MemoryReading, Prepared, Resumption, Surroundings, Training
 use crate::args::TrainArgs;
 use crate::commands::plan::{describe, misfits, remedies, whole_run};
 use crate::failure::Failure;
+use crate::load_line::kept_so_far;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
 use crate::progress::TrainingProgress;
@@ -42,6 +43,7 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     if !plan.fits() {
         return Err(Failure::does_not_fit(format!("{}{}", misfits(&plan), remedies(&plan))));
     }
+    kept_so_far(plan.load_line)?;
     let limits = plan.machine.limits;
     if let Some(available) = limits.available.filter(|available| plan.process_bytes() > *available) {
         return Err(Failure::does_not_fit(format!(

@@ -165,6 +165,11 @@ impl Pool {
         self.workers.len() + 1
     }
 
+    /// Bytes of its buffers that no kernel has touched yet: what they may still take.
+    pub fn untouched_bytes(&self) -> u64 {
+        self.scratch.iter().chain([&self.common]).map(Reservation::untouched_bytes).sum()
+    }
+
     /// Waits for the pool and takes it, for several jobs in a row.
     pub fn session(&self) -> Session<'_> {
         Session { pool: self, _caller: lock(&self.caller) }

@@ -27,13 +27,18 @@ const N: usize = 768;
 /// Bytes updated in one measurement of the bandwidth: more than most caches hold, and less than a small job takes.
 const COPY_BYTES: usize = 24 << 20;
 
+/// The same where there is no room: what fits in a cache looks faster than memory is.
+const LEAST_COPY_BYTES: usize = 4 << 20;
+
 impl MachineRates {
-    /// Measures: the best of a few products of each precision, and of a few copies.
-    pub fn measure(pool: &Pool, isa: Isa) -> MachineRates {
+    /// Measures: the best of a few products of each precision, and of a few copies, in less memory where there is little
+    /// `room`: products take 4 MiB in any case.
+    pub fn measure(pool: &Pool, isa: Isa, room: u64) -> MachineRates {
+        let half = usize::try_from(room / 2).unwrap_or(usize::MAX);
         MachineRates {
             matmul_f32: product_rate(pool, isa, Compute::F32),
             matmul_bf16: product_rate(pool, isa, Compute::Bf16),
-            memory_bandwidth: copy_rate(pool),
+            memory_bandwidth: copy_rate(pool, half.clamp(LEAST_COPY_BYTES, COPY_BYTES)),
         }
     }
 }
@@ -71,12 +76,12 @@ fn product_rate(pool: &Pool, isa: Isa, compute: Compute) -> f64 {
     (2 * M * N * K) as f64 / time.as_secs_f64()
 }
 
-/// Reads and writes one buffer in place.
-fn copy_rate(pool: &Pool) -> f64 {
-    let mut buffer = vec![1.0f32; COPY_BYTES / 4];
+/// Reads and writes one buffer of `bytes` in place.
+fn copy_rate(pool: &Pool, bytes: usize) -> f64 {
+    let mut buffer = vec![1.0f32; bytes / 4];
     let pieces = 4 * pool.threads();
     let parts: Vec<Mutex<&mut [f32]>> =
-        buffer.chunks_mut((COPY_BYTES / 4).div_ceil(pieces)).map(Mutex::new).collect();
+        buffer.chunks_mut((bytes / 4).div_ceil(pieces)).map(Mutex::new).collect();
     let time = best_of(2, || {
         pool.run(parts.len(), &|piece, _| {
             if let Ok(mut part) = parts[piece].lock() {
@@ -85,5 +90,5 @@ fn copy_rate(pool: &Pool) -> f64 {
         });
     });
     // Each byte is read once and written once.
-    (2 * COPY_BYTES) as f64 / time.as_secs_f64()
+    (2 * bytes) as f64 / time.as_secs_f64()
 }

@@ -58,8 +58,8 @@ impl Tokenizer {
     pub fn from_gguf_file(path: &Path) -> Result<Tokenizer, ModelError> {
         let file = GgufFile::open(path)?;
         let fields = fields(&file.metadata())?;
-        file.release();
-        Ok(Tokenizer::from_gguf(&fields, &path.display().to_string())?)
+        drop(file);
+        Ok(Tokenizer::from_gguf_fields(fields, &path.display().to_string())?)
     }
 }
 

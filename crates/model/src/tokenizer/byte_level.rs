@@ -1,26 +1,27 @@
 //! The built-in tokenizer for training from scratch: token i is byte i, token 256 ends a text.
 
-use serde_json::{Map, Value, json};
+use serde_json::Value;
+use tokenizers::models::bpe::Vocab;
+
+use super::engine::{BpeSettings, ModelTables, Parts};
+use super::gguf::{added_token, byte_level};
 
 /// What ends a text.
 pub const END_OF_TEXT: &str = "<|endoftext|>";
 
-/// Its `tokenizer.json`.
-pub fn tokenizer_json() -> Value {
-    let mut vocab: Map<String, Value> =
-        (0..=255u8).map(|byte| (byte_char(byte).to_string(), Value::from(byte))).collect();
-    vocab.insert(END_OF_TEXT.to_owned(), Value::from(256));
-    json!({
-        "version": "1.0",
-        "truncation": null,
-        "padding": null,
-        "added_tokens": [super::gguf::added_token(256, END_OF_TEXT, true)],
-        "normalizer": null,
-        "pre_tokenizer": super::gguf::byte_level(true),
-        "post_processor": null,
-        "decoder": super::gguf::byte_level(true),
-        "model": super::gguf::bpe(vocab.into(), Vec::new(), None, false, false),
-    })
+/// The parts of its engine.
+pub fn engine_parts() -> Parts {
+    let bytes = (0..=255u8).map(|byte| (byte_char(byte).to_string(), u32::from(byte)));
+    let mut vocab = Vocab::new();
+    vocab.extend(bytes.chain([(END_OF_TEXT.to_owned(), 256)]));
+    Parts {
+        added_tokens: vec![added_token(END_OF_TEXT, true)],
+        normalizer: Value::Null,
+        pre_tokenizer: byte_level(true),
+        post_processor: Value::Null,
+        decoder: byte_level(true),
+        model: ModelTables::Bpe { vocab, merges: Vec::new(), settings: BpeSettings::default() },
+    }
 }
 
 /// The printable character that stands for a byte in byte-level vocabularies (GPT-2's table): itself where it is

@@ -1,4 +1,4 @@
-//! From a GGUF's `tokenizer.ggml.*` metadata to the `tokenizer.json` it came from.
+//! From a GGUF's `tokenizer.ggml.*` metadata to the parts of the `tokenizer.json` it came from.
 //!
 //! `gpt2` is byte-level BPE, split first as `tokenizer.ggml.pre` says; `llama` and `gemma4` are
 //! SentencePiece's BPE, with scores or with merges; `t5` is SentencePiece's unigram model. Token types are
@@ -11,9 +11,15 @@ mod sentence_piece;
 mod split;
 mod unigram;
 
-use serde_json::{Map, Value, json};
+use std::borrow::Cow;
+use std::collections::HashMap;
+
+use serde_json::{Value, json};
+use tokenizers::AddedToken;
+use tokenizers::models::bpe::Vocab;
 
 use super::TokenizerError;
+use super::engine::{ModelTables, Parts};
 use super::specials::template_processing;
 pub(super) use charsmap::check as check_charsmap;
 pub(super) use split::{is_word_by_word, name_of as split_name};
@@ -109,63 +115,60 @@ struct TokenizerParts {
     normalizer: Value,
     pre_tokenizer: Value,
     decoder: Value,
-    model: Value,
+    model: ModelTables,
     /// Whether `bos` and `eos` are added where the file does not say.
     add_bos: bool,
     add_eos: bool,
 }
 
-/// The document for `tokenizers`. `origin` is what errors call the file.
+/// The parts of the engine. Tokens and merges are moved, not copied: there are hundreds of thousands. `origin` is what
+/// errors call the file.
 ///
 /// # Errors
 /// The kind is not supported, an id is outside of the vocabulary, or lists contradict each other; the key is named.
-pub fn tokenizer_json(fields: &GgufTokenizerFields, origin: &str) -> Result<Value, TokenizerError> {
-    document(fields).map_err(|Problem { key, reason }| TokenizerError::Field {
+pub fn engine_parts(fields: GgufTokenizerFields, origin: &str) -> Result<Parts, TokenizerError> {
+    parts(fields).map_err(|Problem { key, reason }| TokenizerError::Field {
         origin: origin.to_owned(),
         key,
         reason,
     })
 }
 
-fn document(fields: &GgufTokenizerFields) -> Result<Value, Problem> {
-    check_lengths(fields)?;
-    let vocab = vocabulary(fields)?;
-    check_ids(fields)?;
-    let parts = match fields.model.as_str() {
-        "gpt2" if matches!(fields.pre.as_deref(), Some("gemma4" | "sarvam-moe")) => {
-            sentence_piece::listed(fields, vocab)?
-        }
-        "gpt2" => byte_level_bpe::parts(fields, vocab)?,
-        "llama" => sentence_piece::scored(fields, vocab)?,
-        "gemma4" => sentence_piece::listed(fields, vocab)?,
-        "t5" => unigram::parts(fields)?,
-        other => return Err(Problem::new("tokenizer.ggml.model", unsupported(other))),
-    };
-    let added: Vec<Value> = (fields.tokens.iter().enumerate())
+fn parts(mut fields: GgufTokenizerFields) -> Result<Parts, Problem> {
+    check_lengths(&fields)?;
+    check_names(&fields)?;
+    check_ids(&fields)?;
+    let added_tokens: Vec<AddedToken> = (fields.tokens.iter().enumerate())
         .filter(|(id, token)| {
             !token.is_empty() && matches!(fields.token_type(*id), UNKNOWN | CONTROL | USER_DEFINED)
         })
         .map(|(id, token)| {
-            let mut added = added_token(id, token, fields.token_type(id) != USER_DEFINED);
-            added["rstrip"] = fields.strips_after(token).into();
-            added
+            let special = fields.token_type(id) != USER_DEFINED;
+            added_token(token, special).rstrip(fields.strips_after(token))
         })
         .collect();
-    let bos =
-        added_by_encode(fields, "tokenizer.ggml.bos_token_id", fields.bos, fields.add_bos, parts.add_bos)?;
-    let eos =
-        added_by_encode(fields, "tokenizer.ggml.eos_token_id", fields.eos, fields.add_eos, parts.add_eos)?;
-    Ok(json!({
-        "version": "1.0",
-        "truncation": null,
-        "padding": null,
-        "added_tokens": added,
-        "normalizer": parts.normalizer,
-        "pre_tokenizer": parts.pre_tokenizer,
-        "post_processor": template_processing(bos.as_slice(), eos.as_slice()),
-        "decoder": parts.decoder,
-        "model": parts.model,
-    }))
+    let named = |id: Option<u32>| id.and_then(|id| Some((id, fields.tokens.get(id as usize)?.clone())));
+    let (bos, eos) = (named(fields.bos), named(fields.eos));
+    let parts = match fields.model.as_str() {
+        "gpt2" if matches!(fields.pre.as_deref(), Some("gemma4" | "sarvam-moe")) => {
+            sentence_piece::listed(&mut fields)?
+        }
+        "gpt2" => byte_level_bpe::parts(&mut fields)?,
+        "llama" => sentence_piece::scored(&mut fields)?,
+        "gemma4" => sentence_piece::listed(&mut fields)?,
+        "t5" => unigram::parts(&mut fields)?,
+        other => return Err(Problem::new("tokenizer.ggml.model", unsupported(other))),
+    };
+    let bos = added_by_encode("tokenizer.ggml.bos_token_id", bos, fields.add_bos, parts.add_bos)?;
+    let eos = added_by_encode("tokenizer.ggml.eos_token_id", eos, fields.add_eos, parts.add_eos)?;
+    Ok(Parts {
+        added_tokens,
+        normalizer: parts.normalizer,
+        pre_tokenizer: parts.pre_tokenizer,
+        post_processor: template_processing(bos.as_slice(), eos.as_slice()),
+        decoder: parts.decoder,
+        model: parts.model,
+    })
 }
 
 fn check_lengths(fields: &GgufTokenizerFields) -> Result<(), Problem> {
@@ -198,27 +201,39 @@ fn check_ids(fields: &GgufTokenizerFields) -> Result<(), Problem> {
     Ok(())
 }
 
-fn vocabulary(fields: &GgufTokenizerFields) -> Result<Map<String, Value>, Problem> {
-    let mut vocab = Map::with_capacity(fields.tokens.len());
+/// What a token is called: an empty one by its id.
+fn name_of(id: usize, token: &str) -> Cow<'_, str> {
+    if token.is_empty() { format!("[EMPTY_{id}]").into() } else { token.into() }
+}
+
+fn check_names(fields: &GgufTokenizerFields) -> Result<(), Problem> {
+    let mut ids = HashMap::with_capacity(fields.tokens.len());
     for (id, token) in fields.tokens.iter().enumerate() {
-        let name = if token.is_empty() { format!("[EMPTY_{id}]") } else { token.clone() };
-        if let Some(first) = vocab.insert(name, id.into()) {
+        if let Some(first) = ids.insert(name_of(id, token), id) {
             let reason = format!("token {id} {token:?} is token {first} already");
             return Err(Problem::new("tokenizer.ggml.tokens", reason));
         }
     }
-    Ok(vocab)
+    Ok(())
+}
+
+/// Token to id, of tokens with names of their own.
+fn vocabulary(tokens: Vec<String>) -> Vocab {
+    let mut vocab = Vocab::with_capacity(tokens.len());
+    for (id, token) in tokens.into_iter().enumerate() {
+        let name = if token.is_empty() { name_of(id, &token).into_owned() } else { token };
+        vocab.insert(name, id as u32);
+    }
+    vocab
 }
 
 /// A token that encoding adds, if it does: asked for, or usual for the kind and there.
 fn added_by_encode(
-    fields: &GgufTokenizerFields,
     key: &'static str,
-    id: Option<u32>,
+    token: Option<(u32, String)>,
     asked: Option<bool>,
     usual: bool,
 ) -> Result<Option<(u32, String)>, Problem> {
-    let token = id.and_then(|id| Some((id, fields.tokens.get(id as usize)?.clone())));
     match (asked, token) {
         (Some(true), None) => Err(Problem::new(
             key,
@@ -253,42 +268,12 @@ fn unknown_token(fields: &GgufTokenizerFields) -> Option<String> {
     fields.tokens.get(id).filter(|token| !token.is_empty()).cloned()
 }
 
-/// An entry of `added_tokens`.
-pub(super) fn added_token(id: usize, content: &str, special: bool) -> Value {
-    json!({
-        "id": id,
-        "content": content,
-        "single_word": false,
-        "lstrip": false,
-        "rstrip": false,
-        "normalized": false,
-        "special": special,
-    })
+/// A token that is found in a text before anything else happens to it.
+pub(super) fn added_token(content: &str, special: bool) -> AddedToken {
+    AddedToken::from(content, special).normalized(false)
 }
 
 /// The byte-level step; `use_regex` splits as GPT-2 does.
 pub(super) fn byte_level(use_regex: bool) -> Value {
     json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex })
-}
-
-/// A BPE model.
-pub(super) fn bpe(
-    vocab: Value,
-    merges: Vec<Value>,
-    unknown: Option<String>,
-    byte_fallback: bool,
-    ignore_merges: bool,
-) -> Value {
-    json!({
-        "type": "BPE",
-        "dropout": null,
-        "unk_token": unknown,
-        "continuing_subword_prefix": null,
-        "end_of_word_suffix": null,
-        "fuse_unk": byte_fallback,
-        "byte_fallback": byte_fallback,
-        "ignore_merges": ignore_merges,
-        "vocab": vocab,
-        "merges": merges,
-    })
 }

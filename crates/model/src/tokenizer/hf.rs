@@ -6,10 +6,8 @@ use serde_json::Value;
 use tokenizers::Tokenizer as Engine;
 
 use super::chat::ChatTemplates;
-use super::gguf::check_charsmap;
 use super::specials::{Around, set_around, token_id};
-use super::{Specials, Tokenizer, TokenizerError, load};
-use crate::shown::short_reason;
+use super::{Specials, Tokenizer, TokenizerError, engine};
 
 impl Tokenizer {
     /// Reads `tokenizer.json` of a Hugging Face folder and what other files there say of special tokens and
@@ -25,9 +23,7 @@ impl Tokenizer {
         let io = |source| TokenizerError::Io { path: path.clone(), source };
         let bytes = std::fs::read(&path).map_err(io)?;
         let origin = path.display().to_string();
-        check_document(&bytes).map_err(|reason| TokenizerError::invalid(&origin, short_reason(&reason)))?;
-        let mut engine = load(&bytes, &origin)?;
-        drop(bytes);
+        let mut engine = engine::document::engine(bytes, &origin)?;
 
         let config = optional_json(&folder.join("tokenizer_config.json"))?;
         let generation = optional_json(&folder.join("generation_config.json"))?;
@@ -105,101 +101,6 @@ fn asked_around(
         }
     }
     Ok(Some(around))
-}
-
-/// The parts of `tokenizer.json` that are looked at here: the engine takes it for granted that they are whole JSON.
-#[derive(serde::Deserialize)]
-struct Document {
-    #[serde(default)]
-    normalizer: Value,
-    #[serde(default, rename = "pre_tokenizer")]
-    _pre_tokenizer: Value,
-    #[serde(default, rename = "post_processor")]
-    _post_processor: Value,
-    #[serde(default, rename = "decoder")]
-    _decoder: Value,
-    #[serde(default, rename = "model")]
-    _model: Option<ModelPart>,
-}
-
-/// The part of `model` that is looked at.
-#[derive(serde::Deserialize)]
-struct ModelPart {
-    #[serde(default, rename = "merges")]
-    _merges: Option<Merges>,
-}
-
-/// A list of merges, both parts of each with text: one without would give the other part itself, again and again.
-struct Merges;
-
-impl<'de> serde::Deserialize<'de> for Merges {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Merges, D::Error> {
-        deserializer.deserialize_seq(MergesVisitor)
-    }
-}
-
-struct MergesVisitor;
-
-impl<'de> serde::de::Visitor<'de> for MergesVisitor {
-    type Value = Merges;
-
-    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("a list of merges")
-    }
-
-    fn visit_seq<A: serde::de::SeqAccess<'de>>(self, mut list: A) -> Result<Merges, A::Error> {
-        let mut number = 0u64;
-        while let Some(merge) = list.next_element::<Value>()? {
-            let empty = match &merge {
-                Value::Array(parts) => parts.iter().any(|part| part.as_str() == Some("")),
-                Value::String(pair) => pair.starts_with(' ') || pair.ends_with(' '),
-                _ => false,
-            };
-            if empty {
-                return Err(serde::de::Error::custom(format_args!(
-                    "merge {number} has a part without text, so that it leads back to itself"
-                )));
-            }
-            number += 1;
-        }
-        Ok(Merges)
-    }
-}
-
-/// Finds what the engine would trust: parts that are no whole JSON, and character maps that lead out of themselves.
-fn check_document(document: &[u8]) -> Result<(), String> {
-    let document: Document = serde_json::from_slice(document).map_err(|e| e.to_string())?;
-    let mut waiting = vec![document.normalizer];
-    while let Some(step) = waiting.pop() {
-        if let Some(map) = step.get("precompiled_charsmap").and_then(Value::as_str) {
-            let bytes = base64_bytes(map).ok_or("precompiled_charsmap: no base64")?;
-            check_charsmap(&bytes).map_err(|reason| format!("precompiled_charsmap: {reason}"))?;
-        }
-        if let Some(steps) = step.get("normalizers").and_then(Value::as_array) {
-            waiting.extend(steps.iter().cloned());
-        }
-    }
-    Ok(())
-}
-
-/// The bytes of standard base64 (RFC 4648).
-fn base64_bytes(text: &str) -> Option<Vec<u8>> {
-    let digits = text.trim_end_matches('=').bytes().map(|digit| match digit {
-        b'A'..=b'Z' => Some(digit - b'A'),
-        b'a'..=b'z' => Some(digit - b'a' + 26),
-        b'0'..=b'9' => Some(digit - b'0' + 52),
-        b'+' => Some(62),
-        b'/' => Some(63),
-        _ => None,
-    });
-    let digits: Vec<u8> = digits.collect::<Option<_>>()?;
-    let mut bytes = Vec::with_capacity(digits.len() / 4 * 3 + 3);
-    for chunk in digits.chunks(4) {
-        let group =
-            chunk.iter().fold(0u32, |bits, digit| bits << 6 | u32::from(*digit)) << (6 * (4 - chunk.len()));
-        bytes.extend(group.to_be_bytes().into_iter().skip(1).take(chunk.len() - 1));
-    }
-    Some(bytes)
 }
 
 /// A file's JSON, or an empty document where there is no file.

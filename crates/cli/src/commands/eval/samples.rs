@@ -4,11 +4,12 @@
 use plimsoll_data::Dataset;
 use plimsoll_model::Parameter;
 use plimsoll_plan::config::{ConfigError, RawConfig};
-use plimsoll_plan::{DryRun, loss_chunk_tokens};
+use plimsoll_plan::{DryRun, LoadLine, loss_chunk_tokens};
 use plimsoll_step::{Evaluator, WeightStorage};
 use plimsoll_train::{micro_batch, sample_encoder};
 
-use super::{Evaluated, TOKENS_PER_PASS, opened, planned};
+use super::passes::Passes;
+use super::{Evaluated, TOKENS_PER_PASS};
 use crate::args::EvalArgs;
 use crate::failure::Failure;
 use crate::progress;
@@ -50,21 +51,23 @@ pub(super) fn measure(
     args: &EvalArgs,
     engine: &Engine,
     model: &Weights,
+    line: LoadLine,
     samples: &Dataset,
 ) -> Result<Evaluated, Failure> {
     let (files, precision) = (&model.files, model.precision);
     let length = samples.sequence_length();
     let most = (TOKENS_PER_PASS / length.max(1)).clamp(1, samples.windows().max(1));
-    let chunk = loss_chunk_tokens(files.spec().vocab_size, most.saturating_mul(length));
+    let chunk = |together: u64| loss_chunk_tokens(files.spec().vocab_size, together.saturating_mul(length));
     let types = |p: &Parameter| model.weight_type(p);
     let storage = WeightStorage { types: &types, adapters: model.adapters(), trained: false, staging: None };
-    let (dry_run, staging) = planned(args, engine, model, |staging| {
+    let passes = Passes::plan(engine, model, line, most, |together, staging| {
         let storage = WeightStorage { staging, ..storage };
-        DryRun::evaluation_of_samples(files.spec(), precision, storage, most, length, chunk)
+        DryRun::evaluation_of_samples(files.spec(), precision, storage, together, length, chunk(together))
     })?;
-    let storage = WeightStorage { staging: staging.as_ref(), ..storage };
-    let device = engine.device(&dry_run, args.memory)?;
-    let (stream, streaming) = opened(args, model, staging.as_ref())?;
+    let storage = WeightStorage { staging: passes.staging.as_ref(), ..storage };
+    let (device, planned) = passes.device(engine, line)?;
+    let (stream, streaming) = passes.open(args, model)?;
+    let (most, chunk) = (passes.together, chunk(passes.together));
     let mut evaluator =
         Evaluator::with_storage(&device, files.spec().clone(), precision, storage, length, chunk)?;
     evaluator.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
@@ -83,5 +86,5 @@ pub(super) fn measure(
         bar.inc(count);
     }
     bar.finish_and_clear();
-    Ok(Evaluated { loss, targets: weight, streaming })
+    Ok(Evaluated { loss, targets: weight, streaming, planned })
 }

@@ -6,17 +6,19 @@
 
 use std::collections::HashMap;
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
+use tokenizers::models::bpe::Merges;
 
-use super::byte_level_bpe::merges;
-use super::{BYTE, CONTROL, Problem, TokenizerParts, UNKNOWN, bpe, unknown_token};
+use super::byte_level_bpe::tables;
+use super::{BYTE, CONTROL, Problem, TokenizerParts, UNKNOWN, unknown_token, vocabulary};
 use crate::tokenizer::GgufTokenizerFields;
+use crate::tokenizer::engine::{BpeSettings, ModelTables};
 
 /// A longer token is refused: finding its merges takes the square of its length.
 const MAX_TOKEN_BYTES: usize = 4096;
 
 /// `llama`: merged by scores.
-pub fn scored(fields: &GgufTokenizerFields, vocab: Map<String, Value>) -> Result<TokenizerParts, Problem> {
+pub fn scored(fields: &mut GgufTokenizerFields) -> Result<TokenizerParts, Problem> {
     if fields.scores.is_empty() {
         let reason = "a SentencePiece vocabulary needs them".to_owned();
         return Err(Problem::new("tokenizer.ggml.scores", reason));
@@ -26,20 +28,22 @@ pub fn scored(fields: &GgufTokenizerFields, vocab: Map<String, Value>) -> Result
         return Err(Problem::new("tokenizer.ggml.tokens", reason));
     }
     let prefix = fields.add_space_prefix.unwrap_or(true);
-    let model = bpe(vocab.into(), merges_from_scores(fields), unknown_token(fields), true, false);
+    let (settings, merges) = (settings(fields), merges_from_scores(fields));
+    let vocab = vocabulary(std::mem::take(&mut fields.tokens));
     Ok(TokenizerParts {
         normalizer: normalizer(prefix),
         pre_tokenizer: Value::Null,
         decoder: decoder(prefix),
-        model,
+        model: ModelTables::Bpe { vocab, merges, settings },
         add_bos: true,
         add_eos: false,
     })
 }
 
 /// `gemma4`: merged in the order of `tokenizer.ggml.merges`; lines are tokenised apart.
-pub fn listed(fields: &GgufTokenizerFields, vocab: Map<String, Value>) -> Result<TokenizerParts, Problem> {
-    let merges = merges(fields, &vocab)?;
+pub fn listed(fields: &mut GgufTokenizerFields) -> Result<TokenizerParts, Problem> {
+    let settings = settings(fields);
+    let (vocab, merges) = tables(fields)?;
     let prefix = fields.add_space_prefix.unwrap_or(false);
     let lines = json!({
         "type": "Split", "pattern": { "Regex": r"[^\n]+|\n+" }, "behavior": "Isolated", "invert": false,
@@ -48,15 +52,21 @@ pub fn listed(fields: &GgufTokenizerFields, vocab: Map<String, Value>) -> Result
         normalizer: normalizer(prefix),
         pre_tokenizer: lines,
         decoder: decoder(prefix),
-        model: bpe(vocab.into(), merges, unknown_token(fields), true, false),
+        model: ModelTables::Bpe { vocab, merges, settings },
         add_bos: true,
         add_eos: false,
     })
 }
 
+/// What no token has becomes tokens of a byte each, or one unknown token.
+fn settings(fields: &GgufTokenizerFields) -> BpeSettings {
+    let unk_token = unknown_token(fields);
+    BpeSettings { unk_token, fuse_unk: Some(true), byte_fallback: Some(true), ..BpeSettings::default() }
+}
+
 /// Every way to split a token into two others is a merge; better scores of the whole come first. Control,
 /// unknown and byte tokens never come out of text.
-fn merges_from_scores(fields: &GgufTokenizerFields) -> Vec<Value> {
+fn merges_from_scores(fields: &GgufTokenizerFields) -> Merges {
     let from_text = |id: usize| !matches!(fields.token_type(id), UNKNOWN | CONTROL | BYTE);
     let ids: HashMap<&str, usize> = (fields.tokens.iter().enumerate())
         .filter(|(id, _)| from_text(*id))
@@ -79,7 +89,8 @@ fn merges_from_scores(fields: &GgufTokenizerFields) -> Vec<Value> {
         merges.extend(local.into_iter().map(|(left, right)| (*score, id, left, right)));
     }
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
-    merges.into_iter().map(|(_, _, left, right)| json!([fields.tokens[left], fields.tokens[right]])).collect()
+    let token = |id: usize| fields.tokens[id].clone();
+    merges.into_iter().map(|(_, _, left, right)| (token(left), token(right))).collect()
 }
 
 fn normalizer(prefix: bool) -> Value {

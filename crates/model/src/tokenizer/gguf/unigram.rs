@@ -8,11 +8,12 @@ use serde_json::{Value, json};
 
 use super::{BYTE, Problem, TokenizerParts, UNKNOWN, charsmap, sentence_piece};
 use crate::tokenizer::GgufTokenizerFields;
+use crate::tokenizer::engine::ModelTables;
 
 /// What `tokenizer.ggml.unknown_token_id` is where the file does not say and no token has the type "unknown".
 const DEFAULT_UNKNOWN: u32 = 2;
 
-pub fn parts(fields: &GgufTokenizerFields) -> Result<TokenizerParts, Problem> {
+pub fn parts(fields: &mut GgufTokenizerFields) -> Result<TokenizerParts, Problem> {
     const SCORES: &str = "tokenizer.ggml.scores";
     if fields.scores.is_empty() {
         return Err(Problem::new(SCORES, "a unigram vocabulary needs them".to_owned()));
@@ -28,8 +29,8 @@ pub fn parts(fields: &GgufTokenizerFields) -> Result<TokenizerParts, Problem> {
         return Err(Problem::new("tokenizer.ggml.unknown_token_id", reason));
     }
     let byte_fallback = (0..fields.tokens.len()).filter(|id| fields.token_type(*id) == BYTE).count() == 256;
-    let vocab: Vec<Value> =
-        fields.tokens.iter().zip(&fields.scores).map(|(t, s)| json!([t, f64::from(*s)])).collect();
+    let tokens = std::mem::take(&mut fields.tokens);
+    let vocab = tokens.into_iter().zip(&fields.scores).map(|(t, s)| (t, f64::from(*s))).collect();
     let prefix = fields.add_space_prefix.unwrap_or(true);
     Ok(TokenizerParts {
         normalizer: normalizer(fields)?,
@@ -40,7 +41,7 @@ pub fn parts(fields: &GgufTokenizerFields) -> Result<TokenizerParts, Problem> {
             "split": false,
         }),
         decoder: sentence_piece::decoder(prefix),
-        model: json!({ "type": "Unigram", "unk_id": unknown, "vocab": vocab, "byte_fallback": byte_fallback }),
+        model: ModelTables::Unigram { vocab, unk_id: Some(unknown), byte_fallback },
         add_bos: false,
         add_eos: true,
     })

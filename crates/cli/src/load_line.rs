@@ -1,0 +1,87 @@
+//! The load line of a command, and what the process takes held against it.
+
+use plimsoll_memory::ByteSize;
+use plimsoll_plan::hardware::process_memory;
+use plimsoll_plan::{LimitedBy, LoadLine, ProcessLimits};
+use serde_json::{Value, json};
+
+use crate::failure::Failure;
+
+/// The least of what is stated and what a container or a shell enforces; what is free where nothing is stated.
+pub fn load_line(stated: Option<ByteSize>) -> LoadLine {
+    ProcessLimits::detect().load_line(stated.map(|size| size.0))
+}
+
+/// Refuses to go on where the process has been larger than the line already: reading a tokenizer, measuring the machine
+/// and planning take memory for a moment that no plan can give back.
+pub fn kept_so_far(line: LoadLine) -> Result<(), Failure> {
+    match peak_bytes() {
+        Some(peak) if peak > line.bytes => Err(Failure::does_not_fit(format!(
+            "the load line is {} ({}), but the program has taken {} already, for its own code, its data and the tokenizer; \
+             {}",
+            ByteSize(line.bytes),
+            line.by,
+            ByteSize(peak),
+            remedy(line)
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// What a command without a training's plan will take in all.
+pub struct PlannedProcess {
+    line: LoadLine,
+    bytes: u64,
+}
+
+impl PlannedProcess {
+    /// `arena` bytes for the model and its working memory, `beside` for all else.
+    ///
+    /// # Errors
+    /// It is more than the line.
+    pub fn within(line: LoadLine, arena: u64, beside: u64) -> Result<PlannedProcess, Failure> {
+        let bytes = arena.saturating_add(beside);
+        if bytes <= line.bytes {
+            return Ok(PlannedProcess { line, bytes });
+        }
+        Err(Failure::does_not_fit(format!(
+            "this needs {}: {} for the model and its working memory, {}; {}",
+            ByteSize(bytes),
+            ByteSize(arena),
+            beside_the_model(line, beside),
+            remedy(line)
+        )))
+    }
+
+    /// Planned against measured, for machines.
+    pub fn document(&self) -> Value {
+        json!({
+            "load_line_bytes": self.line.bytes,
+            "limited_by": self.line.by,
+            "planned_bytes": self.bytes,
+            "process_peak_rss_bytes": peak_bytes(),
+        })
+    }
+}
+
+/// What is left of the line beside the model, in words.
+pub fn beside_the_model(line: LoadLine, beside: u64) -> String {
+    format!(
+        "{} for the program, its threads and the tokenizer; the load line is {} ({})",
+        ByteSize(beside),
+        ByteSize(line.bytes),
+        line.by
+    )
+}
+
+fn remedy(line: LoadLine) -> &'static str {
+    match line.by {
+        LimitedBy::Budget => "state a higher line",
+        _ => "give it more",
+    }
+}
+
+/// The most that the process has taken so far; `None` where the system does not say.
+fn peak_bytes() -> Option<u64> {
+    process_memory().and_then(|memory| memory.peak_resident).map(|size| size.0)
+}

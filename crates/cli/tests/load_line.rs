@@ -1,0 +1,175 @@
+//! The load line as a promise of every command that computes: it is refused before it begins, or its process never takes
+//! more than the line at any moment, from the first to the last.
+#![cfg(target_os = "linux")]
+
+mod support;
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+use support::{folder, ok, plimsoll, text};
+
+/// From far too little to ample, in MiB.
+const LINES: [u64; 8] = [1, 16, 24, 28, 30, 32, 40, 96];
+
+/// A small model in `base` and a configuration that trains adapters of it.
+fn base() -> tempfile::TempDir {
+    let folder = folder();
+    let path = folder.path();
+    let sizes = "model.from_scratch.hidden_size=64";
+    ok(path, &["train", "c.yaml", "--set", sizes, "--set", "output.dir=base"]);
+    let template = "{% for m in messages %}{{ m.content }};{% endfor %}";
+    std::fs::write(path.join("base/chat_template.jinja"), template).unwrap();
+    let config = "
+model: base
+data: {train: text.txt, sequence_length: 12}
+training: {method: lora, steps: 3, batch_size: 2, gradient_accumulation_steps: 1, lora: {rank: 4}}
+output: {dir: adapter}
+";
+    std::fs::write(path.join("adapter.yaml"), config).unwrap();
+    folder
+}
+
+/// Runs a command under many lines. Of the runs that are not refused, `bytes` reads from their standard output the most that
+/// the process took and was planned to take.
+fn holds(name: &str, run: impl Fn(&str) -> Output, bytes: impl Fn(&Value) -> (u64, u64)) {
+    let mut least = None;
+    for mib in LINES {
+        let line = format!("{mib}MiB");
+        let output = run(&line);
+        let error = text(&output.stderr);
+        match output.status.code() {
+            Some(3) => {
+                assert_eq!(least, None, "{name}: less was enough than {line}: {error}");
+                assert!(error.contains(&format!("load line is {mib}.0")), "{name}, {line}: {error}");
+                assert!(output.stdout.is_empty(), "{name}, {line}");
+            }
+            Some(0) => {
+                let (taken, planned) = bytes(&serde_json::from_slice(&output.stdout).unwrap());
+                println!("{name}, {line}: {taken} bytes taken, {planned} planned");
+                assert!(
+                    taken > 0 && taken <= planned,
+                    "{name}, {line}: {taken} bytes taken, {planned} planned"
+                );
+                assert!(planned <= mib << 20, "{name}, {line}: {planned} bytes planned");
+                least = least.or(Some(mib));
+            }
+            code => panic!("{name}, {line}: {code:?}, {error}"),
+        }
+    }
+    assert!(least.is_some_and(|least| least > LINES[0]), "{name}: {least:?} was enough");
+}
+
+#[test]
+fn what_answers_and_measures_keeps_to_the_line() {
+    let folder = base();
+    let long = "word7 ".repeat(100);
+    let generate = ["generate", "--model", "base", "--max-tokens", "8", "--prompt"];
+    let eval = ["eval", "--model", "base", "--data", "text.txt", "--sequence-length", "12"];
+    for (name, arguments) in [
+        ("generate", [&generate[..], &["a"]].concat()),
+        ("generate after a long prompt", [&generate[..], &[&long, "--context", "700"]].concat()),
+        ("eval", eval.to_vec()),
+        ("eval in 4 bits", [&eval[..], &["--quantize", "nf4"]].concat()),
+        ("eval through a cache", [&eval[..], &["--kv-cache", "f16"]].concat()),
+    ] {
+        let run = |line: &str| {
+            let all = [&arguments[..], &["--threads", "2", "--json", "--memory", line]].concat();
+            plimsoll(folder.path(), &all)
+        };
+        holds(name, run, |document| {
+            let number = |key: &str| document["memory"][key].as_u64().unwrap();
+            (number("process_peak_rss_bytes"), number("planned_bytes"))
+        });
+    }
+}
+
+#[test]
+fn training_keeps_to_the_line() {
+    let folder = base();
+    for (method, config, set) in [
+        ("full", "c.yaml", "training.steps=3"),
+        ("LoRA", "adapter.yaml", "training.steps=3"),
+        ("QLoRA", "adapter.yaml", "training.method=qlora"),
+    ] {
+        let run = |line: &str| {
+            let output = format!("output.dir={method}-{line}");
+            let set = ["--set", &output, "--set", set];
+            let arguments = ["train", config, "--threads", "2", "--json", "--memory", line];
+            plimsoll(folder.path(), &[&arguments[..], &set].concat())
+        };
+        holds(method, run, |report| {
+            let taken = report["measured"]["process_peak_rss_bytes"].as_u64().unwrap();
+            (taken, report["planned"]["process_bytes"].as_u64().unwrap())
+        });
+    }
+}
+
+/// A chat waits for the next message, so that its process can be looked at.
+#[test]
+fn a_chat_keeps_to_the_line() {
+    let folder = base();
+    let mut least = None;
+    for mib in LINES {
+        let line = format!("{mib}MiB");
+        let arguments =
+            ["chat", "--model", "base", "--threads", "2", "--json", "--context", "64", "--memory", &line];
+        let mut child = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+            .current_dir(folder.path())
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut input = child.stdin.take().unwrap();
+        // A program that refuses does not read.
+        let _ = input.write_all(b"word1 word2\n");
+        let mut answer = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut answer).unwrap();
+        let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
+        drop(input);
+        let output = child.wait_with_output().unwrap();
+        let error = text(&output.stderr);
+        match output.status.code() {
+            Some(3) => assert!(least.is_none() && answer.is_empty(), "{line}: {error}"),
+            Some(0) => {
+                let peak = status.lines().find_map(|l| l.strip_prefix("VmHWM:")).unwrap();
+                let kib: u64 = peak.trim().strip_suffix(" kB").unwrap().parse().unwrap();
+                assert!(kib <= mib << 10, "{line}: {kib} KiB were taken");
+                least = least.or(Some(mib));
+            }
+            code => panic!("{line}: {code:?}, {error}"),
+        }
+    }
+    assert!(least.is_some_and(|least| least > LINES[0]), "{least:?}");
+}
+
+/// The tables of a large vocabulary are made without a tree of JSON values on the way, which took four times their memory.
+#[test]
+fn a_large_vocabulary_takes_little_more_than_its_tables() {
+    let folder = folder();
+    let path = folder.path();
+    let rows = "model.from_scratch.vocab_size=40300";
+    ok(path, &["train", "c.yaml", "--set", rows, "--set", "output.dir=base", "--set", "training.steps=1"]);
+    let file = path.join("base/tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let vocab = tokenizer["model"]["vocab"].as_object().unwrap();
+    let bytes: Vec<String> =
+        vocab.keys().filter(|token| token.chars().count() == 1).take(200).cloned().collect();
+    let pairs = bytes.iter().flat_map(|left| bytes.iter().map(move |right| [left, right]));
+    let pairs: Vec<[&String; 2]> = pairs.collect();
+    let mut ids = 257..;
+    for [left, right] in &pairs {
+        tokenizer["model"]["vocab"][format!("{left}{right}")] = ids.next().unwrap().into();
+    }
+    tokenizer["model"]["merges"] = serde_json::to_value(&pairs).unwrap();
+    std::fs::write(&file, tokenizer.to_string()).unwrap();
+    let arguments =
+        ["generate", "--model", "base", "--prompt", "a", "--max-tokens", "2", "--threads", "2", "--json"];
+    let document: Value = serde_json::from_str(&ok(path, &arguments)).unwrap();
+    let taken = document["memory"]["process_peak_rss_bytes"].as_u64().unwrap();
+    println!("{taken} bytes taken");
+    assert!(taken < 44 << 20, "{taken} bytes were taken");
+}
