@@ -14,6 +14,7 @@ use crate::args::WeightArgs;
 use crate::failure::Failure;
 use crate::models;
 use crate::session::{inference_precision, quantized_type};
+use crate::output::errln;
 
 /// What is read, and as what.
 pub struct Weights {
@@ -41,7 +42,7 @@ impl Weights {
         if let Some(set) = adapters.as_ref().filter(|_| !quiet) {
             for (adapter, _) in set.adapters().iter().filter(|(a, _)| !a.config().unknown.is_empty()) {
                 let keys = adapter.config().unknown.join(", ");
-                eprintln!("note: adapter_config.json has keys that are not known here: {keys}");
+                errln!("note: adapter_config.json has keys that are not known here: {keys}");
             }
         }
         Ok(Weights { files, precision, quantized, adapters })
