@@ -19,4 +19,4 @@ pub use dataset::{Dataset, DatasetOptions};
 pub use documents::json_lines;
 pub use error::DataError;
 pub use evaluation::EvalWindows;
-pub use records::{Place, Record, for_each_record};
+pub use records::{Place, Record, for_each_record, panics_are_caught};

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use plimsoll_data::chat::SampleReport;
+use plimsoll_data::chat::{SampleReport, Skipped};
 use plimsoll_data::{Batches, Dataset, DatasetOptions};
 use plimsoll_device::Device;
 use plimsoll_disk::{LowerTiers, SpillSettings};
@@ -94,6 +94,7 @@ impl Prepared {
             let options = DatasetOptions {
                 patterns: patterns.to_vec(),
                 text_field: config.data.text_field(),
+                max_invalid_share: config.data.max_invalid_share(),
                 append_eos: config.data.append_eos(),
                 buffer_bytes: buffer_bytes(&config),
                 sequence_length: config.data.sequence_length(),
@@ -134,6 +135,14 @@ impl Prepared {
         let validation = self.validation.as_ref().map(|dataset| ("data.validation", dataset));
         let all = [("data.train", &*self.train)].into_iter().chain(validation);
         all.filter_map(|(key, dataset)| Some((key, dataset.sample_report()?)))
+    }
+
+    /// Records without a text that were left out of the texts that are trained on, and of those that are validated on.
+    pub fn left_out_records(&self) -> impl Iterator<Item = (&'static str, &Skipped)> {
+        let validation = self.validation.as_ref().map(|dataset| ("data.validation", dataset));
+        let all = [("data.train", &*self.train)].into_iter().chain(validation);
+        let texts = all.filter(|(_, dataset)| dataset.sample_report().is_none());
+        texts.flat_map(|(key, dataset)| dataset.left_out().iter().map(move |skipped| (key, skipped)))
     }
 
     /// What the user wrote.

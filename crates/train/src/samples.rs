@@ -52,6 +52,7 @@ pub fn sample_encoder<'a>(
         },
         sequence_length: data.sequence_length(),
         packing: data.packing(),
+        max_invalid_share: data.max_invalid_share(),
         buffer_bytes: buffer_bytes(config),
     };
     Ok(Some(SampleEncoder::new(tokenizer, template(config, tokenizer)?, options)?))
