@@ -27,7 +27,10 @@ pub fn with_signs(arguments: impl Iterator<Item = OsString>) -> Vec<OsString> {
         let bytes = argument.as_encoded_bytes();
         let signed = bytes.first() == Some(&b'-')
             && (matches!(bytes.get(1), Some(b'0'..=b'9' | b'.'))
-                || matches!(bytes.get(1..).map(<[u8]>::to_ascii_lowercase).as_deref(), Some(b"inf" | b"nan")));
+                || matches!(
+                    bytes.get(1..).map(<[u8]>::to_ascii_lowercase).as_deref(),
+                    Some(b"inf" | b"nan")
+                ));
         only_values |= bytes == b"--";
         match joined.last_mut() {
             Some(flag) if signed && !only_values && is_flag(flag) => {
@@ -310,8 +313,13 @@ mod tests {
     fn signs_belong_to_values() {
         let joined = |arguments: &[&str]| with_signs(arguments.iter().map(OsString::from));
         assert_eq!(joined(&["p", "--memory", "-5GiB"]), ["p", "--memory=-5GiB"]);
-        assert_eq!(joined(&["p", "--top-p", "-.5", "--temperature", "-inf"]), ["p", "--top-p=-.5", "--temperature=-inf"]);
-        for same in [vec!["p", "--set", "a=-1", "-h"], vec!["p", "--stop=x", "-1"], vec!["--", "--memory", "-5"]] {
+        assert_eq!(
+            joined(&["p", "--top-p", "-.5", "--temperature", "-inf"]),
+            ["p", "--top-p=-.5", "--temperature=-inf"]
+        );
+        for same in
+            [vec!["p", "--set", "a=-1", "-h"], vec!["p", "--stop=x", "-1"], vec!["--", "--memory", "-5"]]
+        {
             assert_eq!(joined(&same), same);
         }
     }

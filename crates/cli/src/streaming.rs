@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 
 use crate::args::DiskArgs;
 use crate::failure::Failure;
-use crate::weights::Weights;
 use crate::output::errln;
+use crate::weights::Weights;
 
 /// What is streamed, and what of it was read so far.
 pub struct Streaming {

@@ -13,8 +13,8 @@ use plimsoll_train::TrainError;
 use crate::args::WeightArgs;
 use crate::failure::Failure;
 use crate::models;
-use crate::session::{inference_precision, quantized_type};
 use crate::output::errln;
+use crate::session::{inference_precision, quantized_type};
 
 /// What is read, and as what.
 pub struct Weights {

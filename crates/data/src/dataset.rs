@@ -6,9 +6,7 @@ use std::path::Path;
 
 use plimsoll_model::tokenizer::Tokenizer;
 
-use crate::chat::{
-    SampleEncoder, SampleReport, SampleWindows, SampleWriter, Skipped, check_share, count,
-};
+use crate::chat::{SampleEncoder, SampleReport, SampleWindows, SampleWriter, Skipped, check_share, count};
 use crate::files::{Wanted, expand};
 use crate::order;
 use crate::token_file::{TokenFile, TokenWriter};

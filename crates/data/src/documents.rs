@@ -1,7 +1,6 @@
 //! The documents of a file: the whole of a text file, or a field of every record of a JSONL, JSON or Parquet file.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, Read};
 use std::path::Path;
 
 use serde_json::Value;
@@ -75,13 +74,12 @@ pub fn json_lines(
     })
 }
 
+/// What is done with a line of some number, or with why it is no text.
+type EachLine<'a> = &'a mut dyn FnMut(u64, Result<&str, String>) -> Result<(), DataError>;
+
 /// Calls `each` with every line that is not empty and its number, from 1, or with why it is no text. Holds one line in
 /// memory.
-pub fn lines(
-    reader: &mut dyn BufRead,
-    path: &Path,
-    each: &mut dyn FnMut(u64, Result<&str, String>) -> Result<(), DataError>,
-) -> Result<(), DataError> {
+pub fn lines(reader: &mut dyn BufRead, path: &Path, each: EachLine<'_>) -> Result<(), DataError> {
     let mut bytes = Vec::new();
     let mut before = 0u64;
     for line in 1.. {
@@ -180,10 +178,7 @@ mod tests {
                 b"{\"content\":\"x\"}",
                 "line 1: no field \"text\"; it has \"content\"; set data.text_field to one of them",
             ),
-            (
-                b"{\"text\":\"a\"}\n\xff\n",
-                "line 2: not UTF-8 at byte 13 of the file; convert it to UTF-8",
-            ),
+            (b"{\"text\":\"a\"}\n\xff\n", "line 2: not UTF-8 at byte 13 of the file; convert it to UTF-8"),
         ] {
             assert_eq!(documents(bad, Kind::JsonLines).unwrap_err(), words);
         }

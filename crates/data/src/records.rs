@@ -69,7 +69,8 @@ pub fn for_each(
         Kind::JsonLines => {
             let mut reader = BufReader::with_capacity(buffer_bytes.max(1), open()?);
             lines(&mut reader, &file.path, &mut |number, line| {
-                let value = line.and_then(|line| serde_json::from_str(line).map_err(|e| format!("not JSON: {e}")));
+                let value =
+                    line.and_then(|line| serde_json::from_str(line).map_err(|e| format!("not JSON: {e}")));
                 each(place("line", number), value.and_then(object))
             })
         }

@@ -294,7 +294,11 @@ impl Remote {
     }
 
     fn answer(&self, url: &str, reason: String) -> HubError {
-        HubError::Answer { id: self.id.to_string(), url: without_logins(url), reason: without_logins(&reason) }
+        HubError::Answer {
+            id: self.id.to_string(),
+            url: without_logins(url),
+            reason: without_logins(&reason),
+        }
     }
 
     /// A request without an answer.
@@ -330,9 +334,7 @@ impl Remote {
                 let pause = pause.map(|seconds| Duration::from_secs(seconds).min(MAX_RETRY_AFTER));
                 return Attempt::Transient { reason: format!("the server answers {status}"), pause };
             }
-            (401 | 403, _) => {
-                HubError::Access { id, status, url, message, had_token: self.had_token }
-            }
+            (401 | 403, _) => HubError::Access { id, status, url, message, had_token: self.had_token },
             (404, "RevisionNotFound") => {
                 HubError::NoSuchRevision { id, revision: self.id.revision().to_owned(), url }
             }

@@ -19,7 +19,10 @@ mod meter;
 mod metered;
 mod rewrite;
 
+use std::fs::File;
+use std::io::{self, Read};
 use std::ops::Range;
+use std::path::Path;
 use std::time::SystemTime;
 
 use minijinja::Environment;
@@ -34,6 +37,8 @@ use crate::tokenizer::Tokenizer;
 
 /// Instructions that a template may take; those in use take some hundreds a message.
 const FUEL: u64 = 10_000_000;
+/// Bytes of a template's file; those in use have some tens of thousands.
+const MOST_BYTES: u64 = 1 << 20;
 /// What the template is called in its environment.
 const NAME: &str = "chat_template";
 
@@ -93,6 +98,21 @@ pub struct MarkedText {
 }
 
 impl ChatTemplate {
+    /// The source of a template in a file, of 1 MiB at most.
+    ///
+    /// # Errors
+    /// The file cannot be read, is no UTF-8, or is no template by its length.
+    pub fn read_source(path: &Path) -> io::Result<String> {
+        let mut source = String::new();
+        File::open(path)?.take(MOST_BYTES + 1).read_to_string(&mut source)?;
+        match source.len() as u64 > MOST_BYTES {
+            true => {
+                Err(io::Error::other(format!("longer than {} MiB; no chat template is", MOST_BYTES >> 20)))
+            }
+            false => Ok(source),
+        }
+    }
+
     /// Reads a template. `special_tokens` are the variables with which it writes the tokens around messages:
     /// `bos_token`, `eos_token`. `origin` is what errors call it.
     ///

@@ -16,6 +16,7 @@ mod pieces;
 mod save;
 mod specials;
 mod to_gguf;
+mod train;
 
 use std::sync::Arc;
 
@@ -27,6 +28,7 @@ pub use describe::{SpecialToken, TokenizerKind};
 pub use encode::{EncodeOptions, EncodedText};
 pub use error::TokenizerError;
 pub use gguf::GgufTokenizerFields;
+pub use train::BPE_END_OF_TEXT;
 
 use crate::shown::short_reason;
 use guard::guarded;

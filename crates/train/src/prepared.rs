@@ -14,13 +14,14 @@ use plimsoll_model::{AdapterLayout, ModelFiles, Parameter, Role, SaveWriter, Wei
 use plimsoll_parallel::Solo;
 use plimsoll_plan::config::{LrSchedule, NotFinite, RawConfig, TrainingLength};
 use plimsoll_plan::hardware::process_memory;
-use plimsoll_plan::{Machine, ModelOrigin, OriginError, TrainingPlan};
+use plimsoll_plan::{Machine, ModelOrigin, TrainingPlan};
 use plimsoll_step::{StepSettings, Trainer};
 
 use crate::checkpoint::{Checkpoint, TrainerState, VERSION, copy_out};
 use crate::pressure::Change;
 use crate::run::{Connections, PartEnd, Progress, RunSettings, Thresholds, micro_batch, run};
 use crate::samples::sample_encoder;
+use crate::tokenizer::tokenizer_of_run;
 use crate::{Decay, Event, Observer, Planned, Report, Schedule, StopFlag, TrainError};
 
 /// Bytes between a file with a document a line and the tokenizer, where the user does not say.
@@ -57,20 +58,6 @@ pub(crate) fn buffer_bytes(config: &RawConfig) -> usize {
     config.data.buffer_size().set().map_or(DEFAULT_BUFFER, |size| size.0 as usize)
 }
 
-/// The tokenizer that comes with a model.
-///
-/// # Errors
-/// The model is known by its dimensions alone, or its tokenizer cannot be read.
-pub fn tokenizer(origin: &ModelOrigin) -> Result<Tokenizer, TrainError> {
-    match origin {
-        ModelOrigin::Files(files) => Ok(files.tokenizer()?),
-        ModelOrigin::Scratch(_, tokenizer) => Ok((**tokenizer).clone()),
-        ModelOrigin::Catalogue(spec) => {
-            Err(OriginError::NoWeights { name: spec.name.clone(), purpose: "train" }.into())
-        }
-    }
-}
-
 impl Prepared {
     /// Opens the model and reads the data. The output folder is made; one that holds a run is refused unless it is to
     /// be continued.
@@ -83,9 +70,9 @@ impl Prepared {
     /// As [`Prepared::new`] with a model that was found already, wherever it came from.
     pub fn with_model(config: RawConfig, origin: ModelOrigin, resume: bool) -> Result<Prepared, TrainError> {
         let train_paths = config.training_data()?.patterns().to_vec();
-        let tokenizer = tokenizer(&origin)?;
         let output = config.output.dir();
         let resumed = open_output(&output, resume)?;
+        let tokenizer = tokenizer_of_run(&config, &origin, &output, resumed.is_some())?;
         let encoder = sample_encoder(&config, &tokenizer)?;
         let open = |patterns: &[String], shuffle, document_mask| {
             if let Some(encoder) = &encoder {

@@ -440,11 +440,12 @@ mod tests {
 
     #[test]
     fn what_is_no_sample_says_why() {
-        let why = |record: Value| match read(record).and_then(|sample| sample.check(&|role| role == "narrator")) {
-            Err(Skip { reason: Reason::OtherFields, detail }) => detail,
-            Err(skip) => format!("{}: {}", skip.reason, skip.detail),
-            Ok(()) => "a sample".to_owned(),
-        };
+        let why =
+            |record: Value| match read(record).and_then(|sample| sample.check(&|role| role == "narrator")) {
+                Err(Skip { reason: Reason::OtherFields, detail }) => detail,
+                Err(skip) => format!("{}: {}", skip.reason, skip.detail),
+                Ok(()) => "a sample".to_owned(),
+            };
         let assistant = |content: &str| json!({ "role": "assistant", "content": content });
         let user = json!({ "role": "user", "content": "a" });
         for (record, words) in [
@@ -469,7 +470,10 @@ mod tests {
                 json!({ "messages": [user, { "role": "asistant", "content": "b" }] }),
                 "an unknown role: message 2: role \"asistant\" is none of system, developer, user, assistant, tool, and the chat template does not name it",
             ),
-            (json!({ "messages": [user, { "role": "narrator", "content": "b" }, assistant("c")] }), "a sample"),
+            (
+                json!({ "messages": [user, { "role": "narrator", "content": "b" }, assistant("c")] }),
+                "a sample",
+            ),
             (
                 json!({ "messages": [user, assistant(" \n")] }),
                 "an answer without a word: message 2: the assistant says nothing",

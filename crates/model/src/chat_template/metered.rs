@@ -35,9 +35,37 @@ pub mod operator {
 const ESCAPED: u64 = 6;
 
 /// Filters of texts, which do not go over the characters of a text as items.
-const OF_TEXTS: [&str; 22] = [
-    "abs", "attr", "bool", "capitalize", "count", "d", "default", "float", "format", "indent", "int", "length", "lines",
-    "lower", "replace", "round", "safe", "split", "string", "title", "trim", "upper",
+const OF_TEXTS: [&str; 30] = [
+    "abs",
+    "attr",
+    "bool",
+    "capitalize",
+    "count",
+    "d",
+    "default",
+    "e",
+    "escape",
+    "first",
+    "float",
+    "format",
+    "indent",
+    "int",
+    "join",
+    "last",
+    "length",
+    "lines",
+    "lower",
+    "pprint",
+    "replace",
+    "reverse",
+    "round",
+    "safe",
+    "split",
+    "string",
+    "title",
+    "tojson",
+    "trim",
+    "upper",
 ];
 
 /// Puts the metered forms into an environment.
@@ -347,8 +375,7 @@ fn multiply(meter: &Meter, left: Value, right: &Value) -> Result<Value, Error> {
             meter.make_items(value.len().unwrap_or(0).saturating_mul(times))?;
             let mut items = Vec::new();
             (0..times).try_for_each(|_| meter.extend(&mut items, value))?;
-            let made =
-                if value.is_tuple() { Value::from(Tuple::from(items)) } else { Value::from(items) };
+            let made = if value.is_tuple() { Value::from(Tuple::from(items)) } else { Value::from(items) };
             Ok(Some(made))
         }
         _ => Ok::<_, Error>(None),
@@ -385,7 +412,8 @@ mod tests {
     #[test]
     fn every_filter_of_jinja_is_metered() {
         let environment = format!("{:?}", Environment::new());
-        let filters = environment.split_once("filters: [").and_then(|(_, rest)| rest.split_once(']')).unwrap().0;
+        let filters =
+            environment.split_once("filters: [").and_then(|(_, rest)| rest.split_once(']')).unwrap().0;
         let metered: Vec<String> = jinja_filters().iter().map(|(name, _)| format!("{name:?}")).collect();
         for filter in filters.split(", ") {
             assert!(metered.iter().any(|name| name == filter), "{filter} in {environment}");

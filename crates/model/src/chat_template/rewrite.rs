@@ -364,7 +364,8 @@ impl Printer {
                 self.put(node.name);
             }
             Expr::GetItem(node) => {
-                let is_key = matches!(&node.subscript_expr, Expr::Const(key) if key.value.kind() == ValueKind::String);
+                let is_key =
+                    matches!(&node.subscript_expr, Expr::Const(key) if key.value.kind() == ValueKind::String);
                 match is_key {
                     true => self.expression(&node.expr)?,
                     false => self.looked_at(&node.expr, operator::INDEXED)?,
@@ -548,7 +549,8 @@ impl Printer {
 }
 
 fn elsewhere(span: Span) -> Error {
-    let reason = format!("line {}: another template is wanted; a chat template is the only one", span.start_line);
+    let reason =
+        format!("line {}: another template is wanted; a chat template is the only one", span.start_line);
     Error::new(ErrorKind::SyntaxError, reason)
 }
 

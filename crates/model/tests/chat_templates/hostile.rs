@@ -123,7 +123,9 @@ fn little_does_not_become_much() {
     ];
     for template in &templates {
         let error = render(template).expect_err(template);
-        assert!(matches!(error, ChatTemplateError::TooLarge { .. }), "{template}: {error}");
+        // Lists that hold themselves twice are looked at until that is too much.
+        let bounded = matches!(error, ChatTemplateError::TooLarge { .. } | ChatTemplateError::TooLong { .. });
+        assert!(bounded, "{template}: {error}");
         assert!(!error.to_string().contains("line 0"), "{template}: {error}");
     }
     let error = render("\n\n{{ 'a'|indent(20000000000000) }}").unwrap_err().to_string();
@@ -182,21 +184,44 @@ fn counting_changes_no_text() {
     let check = |source: &str, expected: &str| assert_eq!(render(source).unwrap(), expected, "{source}");
     check("{{ 1 + 2 * 3 ** 2 - -4 // 2 % 5 }}", "17");
     check("{{ 1.5 + 2 }} {{ 2 * 1e3 }} {{ 'a' ~ 1 ~ none ~ true }}", "3.5 2000.0 a1nonetrue");
-    check("{{ [1] + [2, 3] }} {{ (1, 2) + (3,) }} {{ 'ab' * 2 }} {{ [0] * 2 }}", "[1, 2, 3] (1, 2, 3) abab [0, 0]");
+    check(
+        "{{ [1] + [2, 3] }} {{ (1, 2) + (3,) }} {{ 'ab' * 2 }} {{ [0] * 2 }}",
+        "[1, 2, 3] (1, 2, 3) abab [0, 0]",
+    );
     check("{{ 1 < 2 < 3 }} {{ 3 in [1, 2] or 'a' in 'abc' and not false }}", "true true");
-    check("{{ 'abcdef'[1:-1:2] }} {{ [1, 2, 3][::-1] }} {{ 'abc'[0] }} {{ [1, 2, 3][1:][0] }}", "bd [3, 2, 1] a 2");
+    check(
+        "{{ 'abcdef'[1:-1:2] }} {{ [1, 2, 3][::-1] }} {{ 'abc'[0] }} {{ [1, 2, 3][1:][0] }}",
+        "bd [3, 2, 1] a 2",
+    );
     check("{{ ' a\\n\\\\\"\\'b ' | trim | replace('a', \"'\") }}", "'\n\\\"'b");
     check("{% set a, (b, c) = 1, (2, 3) %}{{ a }}{{ b }}{{ c }}{% set (d,) = [4] %}{{ d }}", "1234");
     check("{% for k, v in {'x': 1, 'y': 2}.items() if v > 1 %}{{ k }}{% else %}none{% endfor %}", "y");
-    check("{% for x in [] %}a{% else %}b{% endfor %}{% for x in [1, [2]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}", "b12");
-    check("{% macro m(a, b=2, *c) %}{{ a }}{{ b }}{% endmacro %}{{ m(1) }}{{ m(1, b=3) }}".replace(", *c", "").as_str(), "1213");
+    check(
+        "{% for x in [] %}a{% else %}b{% endfor %}{% for x in [1, [2]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}",
+        "b12",
+    );
+    check(
+        "{% macro m(a, b=2, *c) %}{{ a }}{{ b }}{% endmacro %}{{ m(1) }}{{ m(1, b=3) }}"
+            .replace(", *c", "")
+            .as_str(),
+        "1213",
+    );
     check("{% macro m() %}[{{ caller(1) }}]{% endmacro %}{% call(x) m() %}{{ x }}!{% endcall %}", "[1!]");
-    check("{% filter upper | replace('A', 'b') %}a c{% endfilter %}{% set x | trim %} y {% endset %}{{ x }}", "b Cy");
+    check(
+        "{% filter upper | replace('A', 'b') %}a c{% endfilter %}{% set x | trim %} y {% endset %}{{ x }}",
+        "b Cy",
+    );
     check("{% with a = 1, b = 2 %}{{ a + b }}{% endwith %}{% raw %}{{ x }}{% endraw %}", "3{{ x }}");
-    check("{{ 'a' if false }}|{{ (nothing is defined, nothing.a is undefined if nothing) }}|{{ [1, 2] | map('string') | join('-') }}", "|(false, )|1-2".replace("(false, )", "(false, undefined)").as_str());
+    check(
+        "{{ 'a' if false }}|{{ (nothing is defined, nothing.a is undefined if nothing) }}|{{ [1, 2] | map('string') | join('-') }}",
+        "|(false, )|1-2".replace("(false, )", "(false, undefined)").as_str(),
+    );
     check("{% if 1 == 2 %}a{% elif 2 is divisibleby(2) %}b{% else %}c{% endif %}{{ 5 is in([5]) }}", "btrue");
     check("a\n  {%- if true %}\n  b\n  {% endif %}\n{# c #}d\n", "a  b\nd");
-    check("{{ \"%s is %05.1f\" | format('x', 2) }} {{ '{:>4}'.format(7) }} {{ 'a,b'.split(',')[-1] }}", "x is 002.0    7 b");
+    check(
+        "{{ \"%s is %05.1f\" | format('x', 2) }} {{ '{:>4}'.format(7) }} {{ 'a,b'.split(',')[-1] }}",
+        "x is 002.0    7 b",
+    );
     check("{{ dict(a=1)['a'] }}{{ {'a': {'b': [1, 2]}}.a['b'][1] }}{{ messages[0].content[0] }}", "12H");
 }
 

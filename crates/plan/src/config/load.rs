@@ -64,11 +64,7 @@ impl RawConfig {
     ///
     /// # Errors
     /// As [`from_file_with`](RawConfig::from_file_with).
-    pub fn from_str_with(
-        text: &str,
-        origin: &str,
-        overrides: &[Override],
-    ) -> Result<RawConfig, ConfigError> {
+    pub fn from_str_with(text: &str, origin: &str, overrides: &[Override]) -> Result<RawConfig, ConfigError> {
         let (mut config, wrong) = layer_of(text, origin)?;
         let mut said = BTreeSet::new();
         for Override { key, value, argument } in overrides {
@@ -76,7 +72,8 @@ impl RawConfig {
         }
         let repaired = |path: &str| {
             let rival = |one: &str, other: &str| {
-                is_within(path, one) && said.iter().any(|key| is_within(key, other) && config.place(key).is_some())
+                is_within(path, one)
+                    && said.iter().any(|key| is_within(key, other) && config.place(key).is_some())
             };
             said.contains(path) || RIVALS.iter().any(|(one, other)| rival(one, other) || rival(other, one))
         };
