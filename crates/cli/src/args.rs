@@ -6,6 +6,7 @@ mod inference;
 mod sampling;
 mod stopping;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, Parser, Subcommand};
@@ -16,6 +17,37 @@ pub use chat::ChatArgs;
 pub use inference::{DiskArgs, InferenceArgs, WeightArgs};
 pub use sampling::SamplingArgs;
 pub use stopping::StoppingArgs;
+
+/// The arguments with every value that begins with a sign and a digit joined to its flag: `--memory -5GiB` is
+/// `--memory=-5GiB`, a value that is wrong, and not a flag called `-5`, of which there is none.
+pub fn with_signs(arguments: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    let mut joined: Vec<OsString> = Vec::new();
+    let mut only_values = false;
+    for argument in arguments {
+        let bytes = argument.as_encoded_bytes();
+        let signed = bytes.first() == Some(&b'-')
+            && (matches!(bytes.get(1), Some(b'0'..=b'9' | b'.'))
+                || matches!(
+                    bytes.get(1..).map(<[u8]>::to_ascii_lowercase).as_deref(),
+                    Some(b"inf" | b"nan")
+                ));
+        only_values |= bytes == b"--";
+        match joined.last_mut() {
+            Some(flag) if signed && !only_values && is_flag(flag) => {
+                flag.push("=");
+                flag.push(argument);
+            }
+            _ => joined.push(argument),
+        }
+    }
+    joined
+}
+
+/// Whether an argument is a long flag without its value.
+fn is_flag(argument: &OsString) -> bool {
+    let bytes = argument.as_encoded_bytes();
+    bytes.starts_with(b"--") && bytes.len() > 2 && !bytes.contains(&b'=')
+}
 
 /// Train, fine-tune and run language models in the memory you have.
 #[derive(Debug, Parser)]
@@ -276,6 +308,21 @@ pub struct ConfigArgs {
 mod tests {
     use super::*;
     use clap::CommandFactory;
+
+    #[test]
+    fn signs_belong_to_values() {
+        let joined = |arguments: &[&str]| with_signs(arguments.iter().map(OsString::from));
+        assert_eq!(joined(&["p", "--memory", "-5GiB"]), ["p", "--memory=-5GiB"]);
+        assert_eq!(
+            joined(&["p", "--top-p", "-.5", "--temperature", "-inf"]),
+            ["p", "--top-p=-.5", "--temperature=-inf"]
+        );
+        for same in
+            [vec!["p", "--set", "a=-1", "-h"], vec!["p", "--stop=x", "-1"], vec!["--", "--memory", "-5"]]
+        {
+            assert_eq!(joined(&same), same);
+        }
+    }
 
     #[test]
     fn the_command_line_is_consistent() {

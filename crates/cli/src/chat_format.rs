@@ -1,5 +1,7 @@
 //! Which chat template a conversation is written in.
 
+use std::path::Path;
+
 use plimsoll_generate::{Limits, StopStrings};
 use plimsoll_model::chat_template::ChatTemplate;
 use plimsoll_model::tokenizer::Tokenizer;
@@ -41,7 +43,7 @@ impl ChatFormat {
                 tokenizer.chat_template_from(PLAIN, "--chat-template plain")?
             }
             Some(path) => {
-                let source = std::fs::read_to_string(path)
+                let source = ChatTemplate::read_source(Path::new(path))
                     .map_err(|e| Failure::usage(format!("--chat-template {path}: {e}")))?;
                 tokenizer.chat_template_from(&source, path)?
             }

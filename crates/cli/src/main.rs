@@ -19,7 +19,7 @@ mod streaming;
 mod table;
 mod weights;
 
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 #[cfg(unix)]
 use std::sync::{Arc, atomic::AtomicBool};
@@ -30,13 +30,16 @@ use args::{Arguments, Command};
 use failure::Failure;
 
 fn main() -> ExitCode {
-    let arguments = match Arguments::try_parse() {
+    quiet_where_caught();
+    let arguments = match Arguments::try_parse_from(args::with_signs(std::env::args_os())) {
         Ok(arguments) => arguments,
         Err(error) => {
             // Help and version are no errors; clap knows which stream each belongs to.
             let code = if error.use_stderr() { failure::USAGE } else { 0 };
             return match error.print() {
                 Ok(()) => ExitCode::from(code),
+                // `plimsoll --help | head`: whoever read has seen enough.
+                Err(error) if error.kind() == ErrorKind::BrokenPipe => ExitCode::from(code),
                 Err(_) => ExitCode::from(failure::OTHER),
             };
         }
@@ -51,6 +54,16 @@ fn main() -> ExitCode {
             ExitCode::from(failure.exit_code())
         }
     }
+}
+
+/// Panics of a library that reads a damaged file are caught and become errors: the program says the error alone.
+fn quiet_where_caught() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if !plimsoll_data::panics_are_caught() {
+            usual(panic);
+        }
+    }));
 }
 
 fn run(command: &Command) -> Result<(), Failure> {

@@ -1,4 +1,5 @@
-//! Standard output: what cannot be written there is an error with an exit code, where `println!` would panic.
+//! Standard output: what cannot be written there is an error with an exit code, where `println!` would panic. And
+//! standard error, where what cannot be written is lost.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -16,7 +17,12 @@ macro_rules! outln {
     ($($argument:tt)*) => { $crate::output::write(format_args!("{}\n", format_args!($($argument)*))) };
 }
 
-pub(crate) use {out, outln};
+/// Prints a line like `eprintln!`; nothing where standard error is closed.
+macro_rules! errln {
+    ($($argument:tt)*) => { $crate::output::write_error(format_args!("{}\n", format_args!($($argument)*))) };
+}
+
+pub(crate) use {errln, out, outln};
 
 pub fn write(text: fmt::Arguments<'_>) -> Result<(), Failure> {
     let mut stdout = io::stdout().lock();
@@ -25,4 +31,9 @@ pub fn write(text: fmt::Arguments<'_>) -> Result<(), Failure> {
         io::ErrorKind::BrokenPipe => Failure::silent(),
         _ => Failure::other(format!("could not write to standard output: {error}")),
     })
+}
+
+pub fn write_error(text: fmt::Arguments<'_>) {
+    // Nobody is left to be told.
+    let _ = io::stderr().lock().write_fmt(text);
 }

@@ -6,7 +6,8 @@ use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::{Isa, MachineRates, Pool};
 use plimsoll_device::{Cpu, DType};
 use plimsoll_disk::EngineSettings;
-use plimsoll_plan::config::RawConfig;
+use plimsoll_memory::ByteSize;
+use plimsoll_plan::config::{Override, RawConfig};
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
 use plimsoll_plan::{DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates, TrainingPlan};
 use plimsoll_step::Precision;
@@ -31,10 +32,7 @@ pub fn load_config_with(
     source: &ConfigSource,
     further: &[(&str, &str, &Option<String>)],
 ) -> Result<RawConfig, Failure> {
-    let mut config = match &source.config {
-        Some(path) => RawConfig::from_file(path)?,
-        None => RawConfig::default(),
-    };
+    let mut overrides = Vec::new();
     for (key, flag, value) in [
         ("model.path", "--model", &source.model),
         ("training.batch_size", "--batch-size", &source.batch_size),
@@ -47,12 +45,23 @@ pub fn load_config_with(
     .chain(further)
     {
         if let Some(value) = value {
-            config.apply_override(key, value, &format!("{flag} {value}"))?;
+            let argument = format!("{flag} {value}");
+            overrides.push(Override { key: (*key).to_owned(), value: value.clone(), argument });
         }
     }
     for assignment in &source.set {
-        config.apply_set(assignment)?;
+        overrides.push(Override::set(assignment)?);
     }
+    let config = match &source.config {
+        Some(path) => RawConfig::from_file_with(path, &overrides)?,
+        None => {
+            let mut config = RawConfig::default();
+            for Override { key, value, argument } in &overrides {
+                config.apply_override(key, value, argument)?;
+            }
+            config
+        }
+    };
     config.validate()?;
     if !config.data.persistent_workers() {
         return Err(Failure::usage(

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use crate::args::DiskArgs;
 use crate::failure::Failure;
+use crate::output::errln;
 use crate::weights::Weights;
 
 /// What is streamed, and what of it was read so far.
@@ -34,7 +35,7 @@ pub fn open(
     let folder = disk.disk_path.clone().unwrap_or_else(default_folder);
     let streamed = staging.blocks.iter().filter(|b| matches!(b.block, BlockId::Layer(_))).count() as u32;
     let resident_layers = plan.layers().saturating_sub(streamed);
-    eprintln!(
+    errln!(
         "memory holds {resident_layers} of {} layers at once; {} are read from disk in every pass",
         plan.layers(),
         ByteSize(staging.bytes_per_pass())
@@ -48,7 +49,7 @@ pub fn open(
                 folder.display()
             )));
         }
-        eprintln!(
+        errln!(
             "{} of them are converted first, into a file in {}{}",
             ByteSize(spilled_bytes),
             folder.display(),
@@ -64,7 +65,7 @@ pub fn open(
         weights.read_rows_into(p, rows, dtype, out).map_err(|error: TrainError| error.into())
     })?;
     if let Some(file) = stream.buffered_file() {
-        eprintln!(
+        errln!(
             "direct I/O is refused for {}: it is read through the page cache, which is emptied of it again",
             file.display()
         );
@@ -82,7 +83,7 @@ pub fn cache_tiers(plan: &GenerationPlan, disk: &DiskArgs) -> Result<LowerTiers,
         return Ok(LowerTiers::none());
     }
     let folder = disk.disk_path.clone().unwrap_or_else(default_folder);
-    eprintln!(
+    errln!(
         "the cache of {} positions, {}, is kept in a file in {}",
         plan.settings.context,
         ByteSize(bytes),
@@ -133,7 +134,7 @@ impl Streaming {
     pub fn report(&self) {
         let totals = self.totals();
         if let Some(hidden) = totals.hidden_share() {
-            eprintln!(
+            errln!(
                 "{} were read from disk in {:.2} s, {:.0} % of it behind the computation",
                 ByteSize(totals.bytes_read),
                 totals.io_seconds,

@@ -13,6 +13,7 @@ use plimsoll_train::TrainError;
 use crate::args::WeightArgs;
 use crate::failure::Failure;
 use crate::models;
+use crate::output::errln;
 use crate::session::{inference_precision, quantized_type};
 
 /// What is read, and as what.
@@ -41,7 +42,7 @@ impl Weights {
         if let Some(set) = adapters.as_ref().filter(|_| !quiet) {
             for (adapter, _) in set.adapters().iter().filter(|(a, _)| !a.config().unknown.is_empty()) {
                 let keys = adapter.config().unknown.join(", ");
-                eprintln!("note: adapter_config.json has keys that are not known here: {keys}");
+                errln!("note: adapter_config.json has keys that are not known here: {keys}");
             }
         }
         Ok(Weights { files, precision, quantized, adapters })

@@ -125,6 +125,7 @@ mod tests {
         std::fs::write(&path, text).unwrap();
         let options = DatasetOptions {
             patterns: vec![path.to_str().unwrap().to_owned()],
+            max_invalid_share: 0.0,
             text_field: "text".to_owned(),
             append_eos: false,
             buffer_bytes: 64,
@@ -166,6 +167,7 @@ mod tests {
         std::fs::write(&path, "{\"text\":\"ab\"}\n{\"text\":\"c\"}\n").unwrap();
         let options = DatasetOptions {
             patterns: vec![path.to_str().unwrap().to_owned()],
+            max_invalid_share: 0.0,
             text_field: "text".to_owned(),
             append_eos: true,
             buffer_bytes: 64,

@@ -11,4 +11,5 @@ mod windows;
 pub use encoder::{EncodedSample, PromptTemplate, SampleEncoder, SampleOptions, TrainOn, Truncation};
 pub use fields::Columns;
 pub use report::{SampleReport, Skip, SkipReason, Skipped};
+pub(crate) use report::{check_share, count};
 pub use windows::{SampleWindows, SampleWriter};

@@ -6,19 +6,21 @@ use std::path::Path;
 
 use plimsoll_model::tokenizer::Tokenizer;
 
-use crate::chat::{SampleEncoder, SampleReport, SampleWindows, SampleWriter};
+use crate::chat::{SampleEncoder, SampleReport, SampleWindows, SampleWriter, Skipped, check_share, count};
 use crate::files::{Wanted, expand};
 use crate::order;
 use crate::token_file::{TokenFile, TokenWriter};
 use crate::{Batch, DataError, IGNORED_TARGET, documents, targets};
 
 /// What a data set is made of, and how it is cut.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct DatasetOptions {
     /// Files, folders, patterns.
     pub patterns: Vec<String>,
     /// Field of a JSONL line that holds its text.
     pub text_field: String,
+    /// The share of records that may have no text and are left out.
+    pub max_invalid_share: f64,
     /// Whether an end-of-text token follows the last document too.
     pub append_eos: bool,
     /// Bytes between a file with a document a line and the tokenizer.
@@ -42,7 +44,7 @@ pub struct Dataset {
 #[derive(Debug)]
 enum Content {
     /// One stream of tokens. With `document_end`, documents are told apart.
-    Texts { tokens: TokenFile, document_end: Option<u32> },
+    Texts { tokens: TokenFile, document_end: Option<u32>, left_out: Vec<Skipped> },
     /// Samples in windows.
     Samples { windows: Box<SampleWindows>, report: SampleReport },
 }
@@ -57,9 +59,17 @@ impl Dataset {
         let files = expand(&options.patterns, Wanted::Texts)?;
         let mut writer = TokenWriter::new(folder)?;
         let end = tokenizer.eos_token();
-        let mut documents = 0u64;
+        let (mut documents, mut records, mut left_out) = (0u64, 0u64, Vec::new());
         for file in &files {
-            documents::for_each(file, &options.text_field, options.buffer_bytes, &mut |text| {
+            documents::for_each(file, &options.text_field, options.buffer_bytes, &mut |document| {
+                records += 1;
+                let text = match document {
+                    Ok(text) => text,
+                    Err((place, skip)) => {
+                        count(&mut left_out, place, skip);
+                        return Ok(());
+                    }
+                };
                 if documents > 0 {
                     writer.append(&[end.ok_or(DataError::NoEndOfText)?])?;
                 }
@@ -67,6 +77,7 @@ impl Dataset {
                 tokenizer.encode_document(text, &mut |piece| writer.append(piece))
             })?;
         }
+        check_share(&left_out, records, options.max_invalid_share)?;
         if documents == 0 {
             let path = files.first().map(|f| f.path.clone()).unwrap_or_default();
             return Err(DataError::Empty { path });
@@ -83,7 +94,7 @@ impl Dataset {
         if tokens.len() < sequence_length || sequence_length == 0 {
             return Err(DataError::TooShort { tokens: tokens.len(), sequence_length });
         }
-        let content = Content::Texts { tokens, document_end };
+        let content = Content::Texts { tokens, document_end, left_out };
         Ok(Dataset { content, sequence_length, shuffle: options.shuffle })
     }
 
@@ -108,6 +119,14 @@ impl Dataset {
         match &self.content {
             Content::Texts { .. } => None,
             Content::Samples { report, .. } => Some(report),
+        }
+    }
+
+    /// Records that have no text and were left out, by reason.
+    pub fn left_out(&self) -> &[Skipped] {
+        match &self.content {
+            Content::Texts { left_out, .. } => left_out,
+            Content::Samples { report, .. } => &report.skipped,
         }
     }
 
@@ -144,7 +163,7 @@ impl Dataset {
     pub fn identity(&self) -> String {
         let order = self.shuffle.map_or("in order".to_owned(), |seed| format!("shuffled by {seed}"));
         match &self.content {
-            Content::Texts { tokens, document_end } => {
+            Content::Texts { tokens, document_end, .. } => {
                 let documents = if document_end.is_some() { ", documents apart" } else { "" };
                 format!(
                     "{:016x}, {} tokens, windows of {}, {order}{documents}",

@@ -1,44 +1,48 @@
 //! The documents of a file: the whole of a text file, or a field of every record of a JSONL, JSON or Parquet file.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, Read};
 use std::path::Path;
 
 use serde_json::Value;
 
 use crate::DataError;
-use crate::files::{DataFile, Kind};
-use crate::records::{self, LARGEST_RECORD};
+use crate::chat::{Skip, SkipReason};
+use crate::files::{DataFile, Kind, check_regular};
+use crate::records::{self, LARGEST_RECORD, Place};
 
 const BYTE_ORDER_MARK: &str = "\u{feff}";
 
-/// Calls `each` with every document of a file, in order. Empty documents are passed over. Files with a document a line
-/// are read through a buffer of `buffer_bytes`.
+/// A document, or why a record is none.
+pub type Document<'a> = Result<&'a str, (&'a Place, Skip)>;
+
+/// Calls `each` with every document of a file, in order, and with the records that are none. Empty documents are passed
+/// over. Files with a document a line are read through a buffer of `buffer_bytes`.
 pub fn for_each(
     file: &DataFile,
     text_field: &str,
     buffer_bytes: usize,
-    each: &mut dyn FnMut(&str) -> Result<(), DataError>,
+    each: &mut dyn FnMut(Document<'_>) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    match file.kind {
-        Kind::Text => {
-            let text = read_text(&file.path)?;
-            if text.is_empty() { Ok(()) } else { each(&text) }
-        }
-        Kind::JsonLines => {
-            let opened = File::open(&file.path).map_err(DataError::io("open", &file.path))?;
-            let mut reader = BufReader::with_capacity(buffer_bytes.max(1), opened);
-            json_lines(&mut reader, &file.path, text_field, each)
-        }
-        Kind::Json | Kind::Parquet => records::for_each(file, buffer_bytes, &mut |place, record| {
-            let text = text_of(record, text_field).map_err(|reason| records::broken(&place, reason))?;
-            if text.is_empty() { Ok(()) } else { each(&text) }
-        }),
+    if file.kind == Kind::Text {
+        let text = read_text(&file.path)?;
+        return if text.is_empty() { Ok(()) } else { each(Ok(&text)) };
     }
+    records::for_each(file, buffer_bytes, &mut |place, record| {
+        let unreadable = |reason| Skip::new(SkipReason::Unreadable, reason);
+        let text = record.map_err(unreadable).and_then(|record| {
+            text_of(record, text_field).map_err(|reason| Skip::new(SkipReason::OtherFields, reason))
+        });
+        match text {
+            Ok(text) if text.is_empty() => Ok(()),
+            Ok(text) => each(Ok(&text)),
+            Err(skip) => each(Err((&place, skip))),
+        }
+    })
 }
 
 /// A text file, without a byte-order mark.
 pub fn read_text(path: &Path) -> Result<String, DataError> {
+    check_regular(path)?;
     let bytes = std::fs::read(path).map_err(DataError::io("read", path))?;
     let mut text = String::from_utf8(bytes).map_err(|e| DataError::NotUtf8 {
         path: path.to_owned(),
@@ -65,17 +69,17 @@ pub fn json_lines(
 ) -> Result<(), DataError> {
     lines(reader, path, &mut |line, text| {
         let fail = |reason: String| DataError::Line { path: path.to_owned(), line, reason };
-        let document = document(text, text_field).map_err(fail)?;
+        let document = text.and_then(|text| document(text, text_field)).map_err(fail)?;
         if document.is_empty() { Ok(()) } else { each(&document) }
     })
 }
 
-/// Calls `each` with every line that is not empty and its number, from 1. Holds one line in memory.
-pub fn lines(
-    reader: &mut dyn BufRead,
-    path: &Path,
-    each: &mut dyn FnMut(u64, &str) -> Result<(), DataError>,
-) -> Result<(), DataError> {
+/// What is done with a line of some number, or with why it is no text.
+type EachLine<'a> = &'a mut dyn FnMut(u64, Result<&str, String>) -> Result<(), DataError>;
+
+/// Calls `each` with every line that is not empty and its number, from 1, or with why it is no text. Holds one line in
+/// memory.
+pub fn lines(reader: &mut dyn BufRead, path: &Path, each: EachLine<'_>) -> Result<(), DataError> {
     let mut bytes = Vec::new();
     let mut before = 0u64;
     for line in 1.. {
@@ -91,13 +95,13 @@ pub fn lines(
         if read as u64 > LARGEST_RECORD {
             return Err(fail(format!("longer than {} MiB", LARGEST_RECORD >> 20)));
         }
-        let text = std::str::from_utf8(&bytes).map_err(|e| DataError::NotUtf8 {
-            path: path.to_owned(),
-            offset: before + e.valid_up_to() as u64,
-        })?;
+        let text = std::str::from_utf8(&bytes).map_err(|e| {
+            let offset = before + e.valid_up_to() as u64;
+            format!("not UTF-8 at byte {offset} of the file; convert it to UTF-8")
+        });
         before += read as u64;
-        let text = if line == 1 { text.trim_start_matches(BYTE_ORDER_MARK) } else { text };
-        if !text.trim().is_empty() {
+        let text = text.map(|text| if line == 1 { text.trim_start_matches(BYTE_ORDER_MARK) } else { text });
+        if text.as_ref().map_or(true, |text| !text.trim().is_empty()) {
             each(line, text)?;
         }
     }
@@ -138,7 +142,8 @@ mod tests {
         let path = folder.path().join("data");
         std::fs::write(&path, content).unwrap();
         let mut all = Vec::new();
-        let outcome = for_each(&DataFile { path, kind }, "text", 7, &mut |text| {
+        let outcome = for_each(&DataFile { path, kind }, "text", 7, &mut |document| {
+            let text = document.map_err(|(place, skip)| records::broken(place, skip.detail))?;
             all.push(text.to_owned());
             Ok(())
         });
@@ -173,7 +178,7 @@ mod tests {
                 b"{\"content\":\"x\"}",
                 "line 1: no field \"text\"; it has \"content\"; set data.text_field to one of them",
             ),
-            (b"{\"text\":\"a\"}\n\xff\n", "not UTF-8 at byte 13; convert the file to UTF-8"),
+            (b"{\"text\":\"a\"}\n\xff\n", "line 2: not UTF-8 at byte 13 of the file; convert it to UTF-8"),
         ] {
             assert_eq!(documents(bad, Kind::JsonLines).unwrap_err(), words);
         }

@@ -94,6 +94,34 @@ pub enum DataError {
         /// Tokens that a sequence has.
         sequence_length: u64,
     },
+    /// More of the data than is allowed are no records, or records of something else.
+    #[error(
+        "{invalid} of {records} records cannot be used, more than data.max_invalid_share={most} allows; mend them, or raise it to leave them out:{examples}"
+    )]
+    TooManyInvalid {
+        /// Records that are none, or have none of the fields.
+        invalid: u64,
+        /// Records in all.
+        records: u64,
+        /// The share that is allowed.
+        most: f64,
+        /// The first ones, each on a line.
+        examples: String,
+    },
+    /// Files of records without any.
+    #[error("{}: there are no records in it", path.display())]
+    NoneThere {
+        /// The file, or the first of several.
+        path: PathBuf,
+    },
+    /// A device, a pipe or a socket in place of a file.
+    #[error("{}: {what}, not a file; write the data to a file first", path.display())]
+    NotAFile {
+        /// What was named.
+        path: PathBuf,
+        /// What it is.
+        what: &'static str,
+    },
     /// Samples of which none can be trained on.
     #[error("none of the {samples} samples can be trained on; {first}")]
     NothingToTrain {

@@ -59,6 +59,7 @@ pub fn expand(patterns: &[String], wanted: Wanted) -> Result<Vec<DataFile>, Data
         if path.is_dir() {
             folder(path, wanted, &mut files)?;
         } else if path.exists() {
+            check_regular(path)?;
             // A file that was named is text unless its name says otherwise.
             files.push(DataFile { path: path.to_owned(), kind: kind(path).unwrap_or(Kind::Text) });
         } else {
@@ -69,6 +70,33 @@ pub fn expand(patterns: &[String], wanted: Wanted) -> Result<Vec<DataFile>, Data
         }
     }
     Ok(files)
+}
+
+/// Refuses what has no end, or can be read but once.
+pub fn check_regular(path: &Path) -> Result<(), DataError> {
+    let kind = std::fs::metadata(path).map_err(DataError::io("open", path))?.file_type();
+    match what(kind) {
+        Some(what) => Err(DataError::NotAFile { path: path.to_owned(), what }),
+        None => Ok(()),
+    }
+}
+
+/// What it is, if it is no file of data.
+fn what(kind: std::fs::FileType) -> Option<&'static str> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::FileTypeExt;
+        if kind.is_fifo() {
+            return Some("a pipe");
+        }
+        if kind.is_char_device() || kind.is_block_device() {
+            return Some("a device");
+        }
+        if kind.is_socket() {
+            return Some("a socket");
+        }
+    }
+    kind.is_dir().then_some("a folder")
 }
 
 fn matches(pattern: &str, files: &mut Vec<DataFile>) -> Result<(), DataError> {
@@ -125,6 +153,21 @@ pub fn kind(path: &Path) -> Option<Kind> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[cfg(unix)]
+    #[test]
+    fn devices_and_sockets_are_no_data() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("data.txt");
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        for (path, what) in [("/dev/zero", "a device"), (socket.to_str().unwrap(), "a socket")] {
+            let error = expand(&[path.to_owned()], Wanted::Texts).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("{path}: {what}, not a file")), "{error}");
+            assert!(crate::documents::read_text(Path::new(path)).is_err());
+        }
+        let error = crate::documents::read_text(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("a folder, not a file"), "{error}");
+    }
 
     #[test]
     fn patterns_stand_for_files_in_a_fixed_order() {

@@ -12,6 +12,7 @@ mod evaluation;
 mod files;
 mod order;
 mod records;
+mod texts;
 mod token_file;
 
 pub use batches::{Batch, Batches, IGNORED_TARGET, targets};
@@ -20,4 +21,5 @@ pub use documents::json_lines;
 pub use error::DataError;
 pub use evaluation::EvalWindows;
 pub use files::bytes_of;
-pub use records::{Place, Record, for_each_record};
+pub use records::{Place, Record, for_each_record, panics_are_caught};
+pub use texts::{TextOptions, for_each_text};

@@ -5,6 +5,8 @@ mod footer;
 mod json;
 mod parquet;
 
+pub use parquet::panics_are_caught;
+
 use std::fmt;
 use std::fs::File;
 use std::io::BufReader;
@@ -14,7 +16,7 @@ use serde_json::{Map, Value};
 
 use crate::DataError;
 use crate::documents::lines;
-use crate::files::{DataFile, Kind, kind};
+use crate::files::{DataFile, Kind, check_regular, kind};
 
 /// The largest record that is read; a larger one is no record but a mistake.
 pub const LARGEST_RECORD: u64 = 256 << 20;
@@ -39,15 +41,17 @@ impl fmt::Display for Place {
     }
 }
 
-/// Calls `each` with every record of a file, in order. Its name says what it holds: `.jsonl`, `.json` or `.parquet`.
+/// Calls `each` with every record of a file, in order, or with why one is none. The file's name says what it holds:
+/// `.jsonl`, `.json` or `.parquet`.
 ///
 /// # Errors
-/// It holds no records, or broken ones: the message names the file and the place; or whatever `each` answers.
+/// The file cannot be read on: the message names it and the place; or whatever `each` answers.
 pub fn for_each_record(
     path: &Path,
     buffer_bytes: usize,
-    each: &mut dyn FnMut(Place, Record) -> Result<(), DataError>,
+    each: &mut dyn FnMut(Place, Result<Record, String>) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
+    check_regular(path)?;
     let kind = kind(path).ok_or_else(|| DataError::UnknownKind { path: path.to_owned() })?;
     for_each(&DataFile { path: path.to_owned(), kind }, buffer_bytes, each)
 }
@@ -56,7 +60,7 @@ pub fn for_each_record(
 pub fn for_each(
     file: &DataFile,
     buffer_bytes: usize,
-    each: &mut dyn FnMut(Place, Record) -> Result<(), DataError>,
+    each: &mut dyn FnMut(Place, Result<Record, String>) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let place = |unit, number| Place { path: file.path.clone(), unit, number };
     let open = || File::open(&file.path).map_err(DataError::io("open", &file.path));
@@ -65,33 +69,27 @@ pub fn for_each(
         Kind::JsonLines => {
             let mut reader = BufReader::with_capacity(buffer_bytes.max(1), open()?);
             lines(&mut reader, &file.path, &mut |number, line| {
-                let place = place("line", number);
                 let value =
-                    serde_json::from_str(line).map_err(|e| broken(&place, format!("not JSON: {e}")))?;
-                let record = object(&place, value)?;
-                each(place, record)
+                    line.and_then(|line| serde_json::from_str(line).map_err(|e| format!("not JSON: {e}")));
+                each(place("line", number), value.and_then(object))
             })
         }
         Kind::Json => {
             let mut reader = BufReader::with_capacity(buffer_bytes.max(16), open()?);
             json::for_each(&mut reader, &file.path, &mut |number, value| {
-                let place = place("record", number);
-                let record = object(&place, value)?;
-                each(place, record)
+                each(place("record", number), object(value))
             })
         }
         Kind::Parquet => parquet::for_each(open()?, &file.path, &mut |number, value| {
-            let place = place("row", number);
-            let record = object(&place, value)?;
-            each(place, record)
+            each(place("row", number), object(value))
         }),
     }
 }
 
-fn object(place: &Place, value: Value) -> Result<Record, DataError> {
+fn object(value: Value) -> Result<Record, String> {
     match value {
         Value::Object(record) => Ok(record),
-        _ => Err(broken(place, "not an object with fields".to_owned())),
+        _ => Err("not an object with fields".to_owned()),
     }
 }
 
@@ -116,6 +114,7 @@ mod tests {
         std::fs::write(&path, content).unwrap();
         let mut all = Vec::new();
         for_each(&DataFile { path, kind }, 7, &mut |place, record| {
+            let record = record.map_err(|reason| broken(&place, reason))?;
             all.push((place.number, Value::Object(record).to_string()));
             Ok(())
         })

@@ -18,6 +18,7 @@ fn tokenizer() -> Tokenizer {
 
 fn options() -> SampleOptions {
     SampleOptions {
+        max_invalid_share: 0.2,
         columns: Columns::default(),
         train_on: TrainOn::Assistant,
         truncation: Truncation::Right,

@@ -23,4 +23,4 @@ pub use error::{HubError, IdError};
 pub use fetch::Hub;
 pub use id::HubId;
 pub use progress::{Event, Progress};
-pub use settings::{HubSettings, Token};
+pub use settings::{HubSettings, Login, Token};

@@ -13,7 +13,7 @@ use ureq::{Agent, Body};
 use crate::error::HubError;
 use crate::id::HubId;
 use crate::listing::{Listed, Listing, is_plain_name};
-use crate::settings::HubSettings;
+use crate::settings::{HubSettings, Login, without_logins};
 
 /// Redirections on the way to a file; the hub needs one or two.
 const MAX_REDIRECTS: usize = 8;
@@ -87,6 +87,7 @@ pub(crate) struct Remote {
     api: ApiRepo,
     agent: Agent,
     authorization: Option<String>,
+    had_token: bool,
     endpoint: Uri,
     patience: Duration,
 }
@@ -118,7 +119,12 @@ impl Remote {
             id: id.clone(),
             api,
             agent,
-            authorization: settings.token.as_ref().map(|token| format!("Bearer {}", token.secret())),
+            // There is one such header: a token goes before a login.
+            authorization: match (&settings.token, &settings.login) {
+                (Some(token), _) => Some(format!("Bearer {}", token.secret())),
+                (None, login) => login.as_ref().map(Login::authorization),
+            },
+            had_token: settings.token.is_some(),
             endpoint,
             patience: settings.patience,
         })
@@ -137,8 +143,13 @@ impl Remote {
     /// The files of the repository; `None` where the server knows files but no listings, as a plain mirror does.
     pub(crate) fn listing(&self) -> Result<Option<Listing>, Attempt> {
         let url = self.listing_url();
-        let request = self.api.info_request().query("blobs", "true").config();
+        let mut request = self.api.info_request().query("blobs", "true");
+        // The token is sent by hf-hub.
+        if let Some(secret) = self.authorization.as_ref().filter(|_| !self.had_token) {
+            request = request.header("Authorization", secret);
+        }
         let mut response = request
+            .config()
             .http_status_as_error(false)
             .timeout_connect(Some(self.patience))
             .timeout_per_read(Some(self.patience))
@@ -283,13 +294,17 @@ impl Remote {
     }
 
     fn answer(&self, url: &str, reason: String) -> HubError {
-        HubError::Answer { id: self.id.to_string(), url: url.to_owned(), reason }
+        HubError::Answer {
+            id: self.id.to_string(),
+            url: without_logins(url),
+            reason: without_logins(&reason),
+        }
     }
 
     /// A request without an answer.
     fn failed(&self, url: &str, error: ureq::Error) -> Attempt {
         use std::io::ErrorKind::{ConnectionRefused, HostUnreachable, NetworkUnreachable, NotConnected};
-        let reason = error.to_string();
+        let reason = without_logins(&error.to_string());
         match error {
             ureq::Error::HostNotFound | ureq::Error::ConnectionFailed => Attempt::NoConnection { reason },
             ureq::Error::Timeout(ureq::Timeout::Connect | ureq::Timeout::Resolve) => {
@@ -312,16 +327,14 @@ impl Remote {
     fn refused(&self, url: &str, status: StatusCode, headers: &HeaderMap, file: Option<&str>) -> Attempt {
         let message = header(headers, "x-error-message").map(one_line).filter(|text| !text.is_empty());
         let code = header(headers, "x-error-code").unwrap_or_default();
-        let (id, url, status) = (self.id.to_string(), url.to_owned(), status.as_u16());
+        let (id, url, status) = (self.id.to_string(), without_logins(url), status.as_u16());
         let error = match (status, code) {
             (408 | 425 | 429 | 500..=599, _) => {
                 let pause = header(headers, "retry-after").and_then(|text| text.trim().parse().ok());
                 let pause = pause.map(|seconds| Duration::from_secs(seconds).min(MAX_RETRY_AFTER));
                 return Attempt::Transient { reason: format!("the server answers {status}"), pause };
             }
-            (401 | 403, _) => {
-                HubError::Access { id, status, url, message, had_token: self.authorization.is_some() }
-            }
+            (401 | 403, _) => HubError::Access { id, status, url, message, had_token: self.had_token },
             (404, "RevisionNotFound") => {
                 HubError::NoSuchRevision { id, revision: self.id.revision().to_owned(), url }
             }

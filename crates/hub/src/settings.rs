@@ -7,6 +7,9 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+
 use crate::error::HubError;
 
 const DEFAULT_ENDPOINT: &str = "https://huggingface.co";
@@ -33,11 +36,67 @@ impl fmt::Debug for Token {
     }
 }
 
+/// Name and password of an address, shown to nobody but its server.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Login(Vec<u8>);
+
+impl Login {
+    /// The login in an address: `https://name:password@host`.
+    pub fn of(address: &str) -> Option<Login> {
+        let (_, rest) = address.split_once("://")?;
+        let (login, _) = rest.split(['/', '?', '#']).next()?.rsplit_once('@')?;
+        Some(Login(percent_decoded(login)))
+    }
+
+    /// The value of the header that sends it (RFC 7617).
+    pub(crate) fn authorization(&self) -> String {
+        format!("Basic {}", STANDARD.encode(&self.0))
+    }
+}
+
+impl fmt::Debug for Login {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Login(..)")
+    }
+}
+
+fn percent_decoded(text: &str) -> Vec<u8> {
+    let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
+    while let [first, after @ ..] = rest {
+        let escaped = match after {
+            [high, low, ..] if *first == b'%' => {
+                std::str::from_utf8(&[*high, *low]).ok().and_then(|hex| u8::from_str_radix(hex, 16).ok())
+            }
+            _ => None,
+        };
+        bytes.push(escaped.unwrap_or(*first));
+        rest = if escaped.is_some() { after.get(2..).unwrap_or_default() } else { after };
+    }
+    bytes
+}
+
+/// A text without the logins of the addresses in it, as it may be shown.
+pub(crate) fn without_logins(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once("://") {
+        out.push_str(before);
+        out.push_str("://");
+        let end = after.find(|c: char| matches!(c, '/' | '?' | '#' | '"') || c.is_whitespace());
+        let authority = after.get(..end.unwrap_or(after.len())).unwrap_or_default();
+        rest = after.get(authority.rfind('@').map_or(0, |at| at + 1)..).unwrap_or_default();
+    }
+    out.push_str(rest);
+    out
+}
+
 /// How models are fetched.
 #[derive(Clone, Debug)]
 pub struct HubSettings {
-    /// Address of the hub, without a slash at its end.
+    /// Address of the hub, without a slash at its end and without a login, so that it may be shown.
     pub endpoint: String,
+    /// Name and password for the hub's server, joined by a colon.
+    pub login: Option<Login>,
     /// The folder with `models--org--name`.
     pub cache: PathBuf,
     /// Who asks.
@@ -57,6 +116,7 @@ impl HubSettings {
     pub fn new(cache: PathBuf) -> HubSettings {
         HubSettings {
             endpoint: DEFAULT_ENDPOINT.to_owned(),
+            login: None,
             cache,
             token: None,
             offline: false,
@@ -96,10 +156,12 @@ impl HubSettings {
             let endpoint = endpoint.trim_end_matches('/');
             let scheme = endpoint.starts_with("https://") || endpoint.starts_with("http://");
             if !scheme || endpoint.parse::<ureq::http::Uri>().is_err() {
-                let reason = format!("is {endpoint:?}; it must be an address such as {DEFAULT_ENDPOINT}");
+                let shown = without_logins(endpoint);
+                let reason = format!("is {shown:?}; it must be an address such as {DEFAULT_ENDPOINT}");
                 return Err(HubError::Setting { key: "HF_ENDPOINT", reason });
             }
-            settings.endpoint = endpoint.to_owned();
+            settings.login = Login::of(endpoint);
+            settings.endpoint = without_logins(endpoint);
         }
         settings.offline = text("HF_HUB_OFFLINE")?
             .is_some_and(|value| matches!(value.to_ascii_lowercase().as_str(), "1" | "true" | "yes" | "on"));
@@ -156,6 +218,17 @@ mod tests {
         let endpoint = read(&[("HOME", "/u"), ("HF_ENDPOINT", "http://localhost:1/")]).unwrap().endpoint;
         assert_eq!(endpoint, "http://localhost:1");
         assert!(read(&[("HOME", "/u"), ("HF_ENDPOINT", "localhost")]).is_err());
+        let closed = read(&[("HOME", "/u"), ("HF_ENDPOINT", "https://me:s%3Acret@hub:8443/x/")]).unwrap();
+        assert_eq!(closed.endpoint, "https://hub:8443/x");
+        // `printf me:s:cret | base64`
+        assert_eq!(closed.login.as_ref().unwrap().authorization(), "Basic bWU6czpjcmV0");
+        assert!(!format!("{closed:?}").contains("cret"));
+        for wrong in ["ftp://me:secret@hub", "http://me:secret@ho st", "http://me:secret@[hub"] {
+            let error = read(&[("HOME", "/u"), ("HF_ENDPOINT", wrong)]).unwrap_err().to_string();
+            assert!(!error.contains("secret"), "{error}");
+        }
+        let text = "could not ask http://a:b@c/d?e=f@g, nor https://h@i; j@k";
+        assert_eq!(without_logins(text), "could not ask http://c/d?e=f@g, nor https://i; j@k");
         assert!(read(&[("HOME", "/u"), ("HF_HUB_OFFLINE", "1")]).unwrap().offline);
         assert!(!read(&[("HOME", "/u"), ("HF_HUB_OFFLINE", "0")]).unwrap().offline);
     }

@@ -4,8 +4,9 @@
 //! Python's methods of strings, lists and dictionaries, and the functions `raise_exception` and
 //! `strftime_now`. The `{% generation %}` blocks that mark what the assistant said change no text;
 //! [`ChatTemplate::render_marked`] says where they are. Two things are more lenient than in Python: a loop over `none` is empty, and nothing is ever
-//! escaped for HTML. A template reads no files, cannot loop for ever, and cannot write without end; only the
-//! texts that it makes on the way and does not write are not bounded.
+//! escaped for HTML. A template reads no files, and what it may do is bounded: instructions, bytes of everything that it
+//! makes (64 MiB and 64 for each byte of the chat), bytes that it looks at. `rewrite` puts the counting (`meter`) into
+//! the operators, `metered` into filters and methods.
 //!
 //! The text holds its special tokens: encode it with them recognised and none added
 //! ([`EncodeOptions::default`](crate::tokenizer::EncodeOptions)).
@@ -14,9 +15,14 @@ mod clock;
 mod error;
 mod functions;
 mod json;
+mod meter;
+mod metered;
+mod rewrite;
 
-use std::io::Write;
+use std::fs::File;
+use std::io::{self, Read};
 use std::ops::Range;
+use std::path::Path;
 use std::time::SystemTime;
 
 use minijinja::Environment;
@@ -25,13 +31,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
 
 pub use error::ChatTemplateError;
+use meter::Meter;
 
 use crate::tokenizer::Tokenizer;
 
 /// Instructions that a template may take; those in use take some hundreds a message.
 const FUEL: u64 = 10_000_000;
-/// Bytes that a template may write.
-const MAX_TEXT_BYTES: usize = 1 << 30;
+/// Bytes of a template's file; those in use have some tens of thousands.
+const MOST_BYTES: u64 = 1 << 20;
 /// What the template is called in its environment.
 const NAME: &str = "chat_template";
 
@@ -71,6 +78,8 @@ pub struct ChatOptions {
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    /// As it was written.
+    source: String,
     /// What errors call it: a file's name.
     origin: String,
     /// `bos_token`, `eos_token` and the like, by name.
@@ -89,6 +98,21 @@ pub struct MarkedText {
 }
 
 impl ChatTemplate {
+    /// The source of a template in a file, of 1 MiB at most.
+    ///
+    /// # Errors
+    /// The file cannot be read, is no UTF-8, or is no template by its length.
+    pub fn read_source(path: &Path) -> io::Result<String> {
+        let mut source = String::new();
+        File::open(path)?.take(MOST_BYTES + 1).read_to_string(&mut source)?;
+        match source.len() as u64 > MOST_BYTES {
+            true => {
+                Err(io::Error::other(format!("longer than {} MiB; no chat template is", MOST_BYTES >> 20)))
+            }
+            false => Ok(source),
+        }
+    }
+
     /// Reads a template. `special_tokens` are the variables with which it writes the tokens around messages:
     /// `bos_token`, `eos_token`. `origin` is what errors call it.
     ///
@@ -99,10 +123,13 @@ impl ChatTemplate {
         special_tokens: Map<String, Json>,
         origin: &str,
     ) -> Result<ChatTemplate, ChatTemplateError> {
+        let failed = |e: minijinja::Error| ChatTemplateError::new(origin, &e);
         let mut environment = functions::environment(FUEL);
+        metered::install(&mut environment);
         let (source, marks_generation) = functions::mark_generation(&source.replace("\r\n", "\n"));
-        (environment.add_template_owned(NAME, source)).map_err(|e| ChatTemplateError::new(origin, &e))?;
-        Ok(ChatTemplate { environment, origin: origin.to_owned(), special_tokens, marks_generation })
+        let rewritten = rewrite::rewrite(&source, NAME, functions::syntax()).map_err(failed)?;
+        environment.add_template_owned(NAME, rewritten).map_err(failed)?;
+        Ok(ChatTemplate { environment, source, origin: origin.to_owned(), special_tokens, marks_generation })
     }
 
     /// What errors call it: a file's name.
@@ -112,7 +139,7 @@ impl ChatTemplate {
 
     /// Whether a name is written in it anywhere: what it never names it cannot write.
     pub fn mentions(&self, name: &str) -> bool {
-        self.environment.get_template(NAME).is_ok_and(|template| template.source().contains(name))
+        self.source.contains(name)
     }
 
     /// Whether it has `{% generation %}` blocks.
@@ -188,19 +215,35 @@ impl ChatTemplate {
             variables.insert(name.to_owned(), mark.into());
         }
         let now = options.now.unwrap_or_else(SystemTime::now);
-        let functions =
-            [("messages", Value::from(Serde(messages))), ("strftime_now", functions::strftime_now(now))];
+        let input = messages.iter().map(message_bytes).sum::<u64>() + object_bytes(&variables);
+        let functions = [
+            ("messages", Value::from(Serde(messages))),
+            ("strftime_now", functions::strftime_now(now)),
+            Meter::variable(input),
+        ];
         let variables = variables.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value))));
         let context = Value::from_pairs(variables.chain(functions));
-        let template = self.environment.get_template(NAME).map_err(failed)?;
-        let mut text = Bounded { bytes: Vec::new() };
-        template.render_captured_to(context, &mut text).map_err(failed)?;
-        String::from_utf8(text.bytes).map_err(|e| ChatTemplateError::Render {
-            origin: self.origin.clone(),
-            line: 0,
-            reason: e.to_string(),
-        })
+        self.environment.get_template(NAME).and_then(|template| template.render(context)).map_err(failed)
     }
+}
+
+fn message_bytes(message: &ChatMessage) -> u64 {
+    message.role.len() as u64 + json_bytes(&message.content) + object_bytes(&message.more)
+}
+
+fn object_bytes(object: &Map<String, Json>) -> u64 {
+    object.iter().map(|(name, value)| name.len() as u64 + json_bytes(value)).sum()
+}
+
+/// About what a document takes in memory.
+fn json_bytes(value: &Json) -> u64 {
+    meter::ITEM
+        + match value {
+            Json::String(text) => text.len() as u64,
+            Json::Array(items) => items.iter().map(json_bytes).sum(),
+            Json::Object(object) => object_bytes(object),
+            _ => 0,
+        }
 }
 
 impl Tokenizer {
@@ -235,24 +278,5 @@ impl Tokenizer {
             .into_iter()
             .filter_map(|(name, id)| Some((name.to_owned(), Json::String(self.id_to_token(id?)?))));
         ChatTemplate::new(source, special.collect(), origin)
-    }
-}
-
-/// A text that may not grow for ever.
-struct Bounded {
-    bytes: Vec<u8>,
-}
-
-impl Write for Bounded {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        if bytes.len() > MAX_TEXT_BYTES.saturating_sub(self.bytes.len()) {
-            return Err(std::io::Error::other(format!("the text is longer than {MAX_TEXT_BYTES} bytes")));
-        }
-        self.bytes.extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
     }
 }

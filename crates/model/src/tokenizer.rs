@@ -17,6 +17,7 @@ mod pieces;
 mod save;
 mod specials;
 mod to_gguf;
+mod train;
 
 use std::sync::Arc;
 
@@ -28,6 +29,7 @@ pub use describe::{SpecialToken, TokenizerKind};
 pub use encode::{EncodeOptions, EncodedText};
 pub use error::TokenizerError;
 pub use gguf::GgufTokenizerFields;
+pub use train::BPE_END_OF_TEXT;
 
 /// A tokenizer. Clones share it.
 #[derive(Clone, Debug)]

@@ -41,6 +41,7 @@ pub use changes::KeyChange;
 pub use data::{ColumnsConfig, DataConfig, DataFormat, TrainOn, Truncation};
 pub use error::{ConfigError, ConflictingKey};
 pub use keys::keys;
+pub use load::Override;
 pub use lora::{LoraBias, LoraInit, LoraOptions, Names, Patterns, Quantization, Targets};
 pub use memory::{MemoryConfig, OffloadConfig, OffloadTarget};
 pub use model::{Architecture, FromScratchConfig, ModelConfig, TokenizerSource};

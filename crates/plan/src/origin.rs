@@ -3,13 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use plimsoll_model::catalogue;
-use plimsoll_model::tokenizer::{Tokenizer, TokenizerError};
-use plimsoll_model::{
-    Activation, AttentionSpec, MlpSpec, ModelError, ModelFiles, ModelSpec, NormSpec, RopeSpec, SpecError,
-    WeightSource,
-};
+use plimsoll_model::hf_config::ConfigError;
+use plimsoll_model::tokenizer::TokenizerError;
+use plimsoll_model::{ModelError, ModelFiles, ModelSpec, SpecError, WeightSource};
 
-use crate::config::{RawConfig, TokenizerSource};
+use crate::config::RawConfig;
+use crate::scratch::{self, ScratchTokenizer};
 
 /// A model that a plan can be made for.
 #[derive(Debug)]
@@ -19,7 +18,7 @@ pub enum ModelOrigin {
     /// Dimensions alone, of a model that is not at hand.
     Catalogue(Box<ModelSpec>),
     /// A model to be trained from scratch, and its tokenizer.
-    Scratch(Box<ModelSpec>, Box<Tokenizer>),
+    Scratch(Box<ModelSpec>, ScratchTokenizer),
 }
 
 /// A model that could not be found or opened.
@@ -34,6 +33,9 @@ pub enum OriginError {
     /// The sizes are wrong.
     #[error("model.from_scratch.{0}")]
     Spec(#[from] SpecError),
+    /// The sizes are none that the family can have.
+    #[error(transparent)]
+    Family(#[from] ConfigError),
     /// A size is missing.
     #[error("model.from_scratch.{key} is missing; it has no default")]
     MissingSize {
@@ -101,58 +103,11 @@ impl ModelOrigin {
     }
 
     fn from_scratch(config: &RawConfig) -> Result<ModelOrigin, OriginError> {
-        let sizes = &config.model.from_scratch;
-        if *sizes == Default::default() {
+        if config.model.from_scratch == Default::default() {
             return Err(OriginError::NoModel);
         }
-        let need = |value: Option<u64>, key| value.ok_or(OriginError::MissingSize { key });
-        let tokenizer = match sizes.tokenizer() {
-            TokenizerSource::ByteLevel => Tokenizer::byte_level()?,
-            TokenizerSource::Path(file) if file.is_file() => Tokenizer::from_gguf_file(&file)?,
-            TokenizerSource::Path(folder) => Tokenizer::from_hf_dir(&folder)?,
-        };
-        let hidden_size = need(sizes.hidden_size, "hidden_size")?;
-        let heads = need(sizes.num_attention_heads, "num_attention_heads")?;
-        let layers = need(sizes.num_hidden_layers, "num_hidden_layers")?;
-        let vocab_size = sizes.vocab_size.unwrap_or(tokenizer.vocab_size() as u64);
-        if vocab_size < tokenizer.vocab_size() as u64 {
-            let reason = format!("{vocab_size} is smaller than the tokenizer's {}", tokenizer.vocab_size());
-            return Err(SpecError { key: "vocab_size", reason }.into());
-        }
-        if sizes.head_dim.is_none() && (heads == 0 || !hidden_size.is_multiple_of(heads)) {
-            let reason = format!("{heads} does not divide hidden_size {hidden_size}; set head_dim");
-            return Err(SpecError { key: "num_attention_heads", reason }.into());
-        }
-        let head_dim = sizes.head_dim.unwrap_or(hidden_size / heads.max(1));
-        let spec = ModelSpec {
-            name: "from scratch".to_owned(),
-            architecture: sizes.architecture().name().to_owned(),
-            vocab_size,
-            hidden_size,
-            num_layers: u32::try_from(layers).unwrap_or(u32::MAX),
-            attention: AttentionSpec::plain(
-                heads,
-                sizes.num_key_value_heads.unwrap_or(heads),
-                head_dim,
-                RopeSpec::plain(head_dim, sizes.rope_theta()),
-            ),
-            mlp: MlpSpec {
-                intermediate_size: need(sizes.intermediate_size, "intermediate_size")?,
-                activation: Activation::Silu,
-                gated: true,
-                bias: false,
-            },
-            norm: NormSpec::rms(sizes.rms_norm_eps()),
-            embedding_scale: None,
-            logit_soft_cap: None,
-            tie_word_embeddings: sizes.tie_word_embeddings(),
-            max_position_embeddings: sizes.max_position_embeddings.unwrap_or(config.data.sequence_length()),
-            initializer_range: sizes.initializer_range(),
-            bos_token: tokenizer.bos_token(),
-            eos_tokens: tokenizer.eos_token().into_iter().collect(),
-        };
-        spec.check()?;
-        Ok(ModelOrigin::Scratch(Box::new(spec), Box::new(tokenizer)))
+        let (spec, tokenizer) = scratch::model(config)?;
+        Ok(ModelOrigin::Scratch(Box::new(spec), tokenizer))
     }
 
     /// The model's shape.

@@ -18,6 +18,7 @@ mod run;
 mod samples;
 mod schedule;
 mod stop;
+mod tokenizer;
 
 pub use checkpoint::{Checkpoint, TrainerState};
 pub use diagnostic::{BadOutput, Diagnostic};
@@ -26,7 +27,7 @@ pub use ladder::Surroundings;
 pub use metrics::{MemoryMetrics, StepMetrics};
 pub use observer::{Event, MemoryLevel, Observer};
 pub use output_folder::OutputFolder;
-pub use prepared::{Prepared, host_bytes_per_token, tokenizer};
+pub use prepared::{Prepared, host_bytes_per_token};
 pub use pressure::MemoryReading;
 pub use report::{Io, Measured, Planned, Report};
 pub use resumption::Resumption;
@@ -34,6 +35,7 @@ pub use run::{RunSettings, Thresholds, TrainingOutcome, micro_batch};
 pub use samples::sample_encoder;
 pub use schedule::{Decay, Schedule};
 pub use stop::StopFlag;
+pub use tokenizer::tokenizer;
 
 use std::io::Write;
 use std::path::Path;

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use plimsoll_data::chat::SampleReport;
+use plimsoll_data::chat::{SampleReport, Skipped};
 use plimsoll_data::{Batches, Dataset, DatasetOptions};
 use plimsoll_device::Device;
 use plimsoll_disk::{LowerTiers, SpillSettings};
@@ -14,13 +14,14 @@ use plimsoll_model::{AdapterLayout, ModelFiles, Parameter, Role, SaveWriter, Wei
 use plimsoll_parallel::Solo;
 use plimsoll_plan::config::{NotFinite, RawConfig, TrainingLength};
 use plimsoll_plan::hardware::process_memory;
-use plimsoll_plan::{Machine, ModelOrigin, OriginError, TrainingPlan};
+use plimsoll_plan::{Machine, ModelOrigin, TrainingPlan};
 use plimsoll_step::{StepSettings, Trainer};
 
 use crate::checkpoint::{Checkpoint, TrainerState, VERSION, copy_out};
 use crate::pressure::Change;
 use crate::run::{Connections, PartEnd, Progress, RunSettings, Thresholds, micro_batch, run};
 use crate::samples::sample_encoder;
+use crate::tokenizer::tokenizer_of_run;
 use crate::{Event, Observer, OutputFolder, Planned, Resumption, Schedule, StopFlag, TrainError, room};
 
 /// Bytes between a file with a document a line and the tokenizer, where the user does not say.
@@ -60,20 +61,6 @@ pub(crate) fn buffer_bytes(config: &RawConfig) -> usize {
     config.data.buffer_size().set().map_or(DEFAULT_BUFFER, |size| size.0 as usize)
 }
 
-/// The tokenizer that comes with a model.
-///
-/// # Errors
-/// The model is known by its dimensions alone, or its tokenizer cannot be read.
-pub fn tokenizer(origin: &ModelOrigin) -> Result<Tokenizer, TrainError> {
-    match origin {
-        ModelOrigin::Files(files) => Ok(files.tokenizer()?),
-        ModelOrigin::Scratch(_, tokenizer) => Ok((**tokenizer).clone()),
-        ModelOrigin::Catalogue(spec) => {
-            Err(OriginError::NoWeights { name: spec.name.clone(), purpose: "train" }.into())
-        }
-    }
-}
-
 impl Prepared {
     /// Opens the model and reads the data. The output folder is made, and nobody else's until this value is dropped; one that
     /// holds a run is refused unless it is to be continued.
@@ -90,7 +77,6 @@ impl Prepared {
         resume: bool,
     ) -> Result<Prepared, TrainError> {
         let train_paths = config.training_data()?.patterns().to_vec();
-        let tokenizer = tokenizer(&origin)?;
         let output = config.output.dir();
         let folder = OutputFolder::take(&output)?;
         let resumed = folder.beginning(resume)?;
@@ -102,6 +88,7 @@ impl Prepared {
         };
         let steps_done = resumed.as_ref().map_or(0, |(_, state)| state.step);
         room::check_before_data(&config, &origin, steps_done)?;
+        let tokenizer = tokenizer_of_run(&config, &origin, &output, resumed.is_some())?;
         let encoder = sample_encoder(&config, &tokenizer)?;
         let open = |patterns: &[String], shuffle, document_mask| {
             if let Some(encoder) = &encoder {
@@ -110,6 +97,7 @@ impl Prepared {
             let options = DatasetOptions {
                 patterns: patterns.to_vec(),
                 text_field: config.data.text_field(),
+                max_invalid_share: config.data.max_invalid_share(),
                 append_eos: config.data.append_eos(),
                 buffer_bytes: buffer_bytes(&config),
                 sequence_length: config.data.sequence_length(),
@@ -156,6 +144,14 @@ impl Prepared {
                 ((epochs * self.train.windows() as f64 / sequences as f64).ceil() as u64).max(1)
             }
         }
+    }
+
+    /// Records without a text that were left out of the texts that are trained on, and of those that are validated on.
+    pub fn left_out_records(&self) -> impl Iterator<Item = (&'static str, &Skipped)> {
+        let validation = self.validation.as_ref().map(|dataset| ("data.validation", dataset));
+        let all = [("data.train", &*self.train)].into_iter().chain(validation);
+        let texts = all.filter(|(_, dataset)| dataset.sample_report().is_none());
+        texts.flat_map(|(key, dataset)| dataset.left_out().iter().map(move |skipped| (key, skipped)))
     }
 
     /// What the user wrote.

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use plimsoll_data::DataError;
 use plimsoll_data::chat::{Columns, PromptTemplate, SampleEncoder, SampleOptions, TrainOn, Truncation};
+use plimsoll_model::chat_template::ChatTemplate;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_plan::config::{self, DataFormat, RawConfig};
 
@@ -52,6 +53,7 @@ pub fn sample_encoder<'a>(
         },
         sequence_length: data.sequence_length(),
         packing: data.packing(),
+        max_invalid_share: data.max_invalid_share(),
         buffer_bytes: buffer_bytes(config),
     };
     Ok(Some(SampleEncoder::new(tokenizer, template(config, tokenizer)?, options)?))
@@ -62,7 +64,7 @@ fn template(config: &RawConfig, tokenizer: &Tokenizer) -> Result<PromptTemplate,
     match config.data.chat_template.as_deref() {
         Some(ALPACA) => Ok(PromptTemplate::Alpaca),
         Some(file) => {
-            let source = std::fs::read_to_string(file)
+            let source = ChatTemplate::read_source(Path::new(file))
                 .map_err(|e| TrainError::io("read data.chat_template", Path::new(file), e))?;
             Ok(PromptTemplate::Chat(Box::new(tokenizer.chat_template_from(&source, file).map_err(own)?)))
         }

@@ -29,7 +29,7 @@ pub fn run(args: &PreviewArgs) -> Result<(), Failure> {
     )?;
     let patterns = config.training_data()?.patterns().to_vec();
     let origin = models::origin(&config, Need::Files, args.json)?;
-    let tokenizer = tokenizer(&origin)?;
+    let tokenizer = tokenizer(&config, &origin)?;
     let Some(encoder) = sample_encoder(&config, &tokenizer)? else {
         return Err(ConfigError::Missing {
             key: "data.format",

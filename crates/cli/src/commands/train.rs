@@ -34,6 +34,9 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     for (key, report) in prepared.sample_reports().filter(|_| !args.json) {
         let _ = outln!("{key}: {report}\n");
     }
+    for (key, left_out) in prepared.left_out_records().filter(|_| !args.json) {
+        let _ = outln!("{key}: {left_out}\n");
+    }
     let engine = Engine::start(args.threads)?;
     let machine = engine.machine(prepared.config());
     let plan = engine.plan(prepared.config(), &machine, |machine| prepared.plan(machine))?;

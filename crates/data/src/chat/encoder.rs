@@ -7,9 +7,9 @@ use plimsoll_model::chat_template::ChatTemplate;
 use plimsoll_model::tokenizer::Tokenizer;
 use serde_json::{Map, Value};
 
-use super::fields::{self, Reading, Refused, Sample};
+use super::fields::{self, Reading, Sample};
 use super::render::{self, Rendered, Span};
-use super::{Columns, SampleReport, Skip, SkipReason};
+use super::{Columns, SampleReport, Skip, SkipReason, check_share};
 use crate::DataError;
 use crate::files::{Wanted, expand};
 use crate::records::{self, Place, Record};
@@ -73,7 +73,7 @@ pub enum PromptTemplate {
 }
 
 /// How samples become sequences.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct SampleOptions {
     /// Names of columns.
     pub columns: Columns,
@@ -85,6 +85,8 @@ pub struct SampleOptions {
     pub sequence_length: u64,
     /// Whether samples share sequences.
     pub packing: bool,
+    /// The share of records that may be no samples at all and are left out.
+    pub max_invalid_share: f64,
     /// Bytes between a file and its reader.
     pub buffer_bytes: usize,
 }
@@ -163,16 +165,21 @@ impl<'a> SampleEncoder<'a> {
     /// Calls `each` with every sample of the files that the patterns stand for, in order, and says what became of them.
     ///
     /// # Errors
-    /// A file cannot be read, or holds something else than samples; or whatever `each` answers.
+    /// A file cannot be read, or too much of it is something else than samples; or whatever `each` answers.
     pub fn for_each(
         &self,
         patterns: &[String],
         each: &mut dyn FnMut(&Place, &EncodedSample) -> Result<(), DataError>,
     ) -> Result<SampleReport, DataError> {
         let mut report = SampleReport::default();
-        for file in expand(patterns, Wanted::Records)? {
-            records::for_each(&file, self.options.buffer_bytes, &mut |place, record| {
-                match self.encode(&record, &place)? {
+        let files = expand(patterns, Wanted::Records)?;
+        for file in &files {
+            records::for_each(file, self.options.buffer_bytes, &mut |place, record| {
+                let encoded = match record {
+                    Ok(record) => self.encode(&record, &place)?,
+                    Err(reason) => Err(Skip::new(SkipReason::Unreadable, reason)),
+                };
+                match encoded {
                     Err(skip) => report.skip(&place, skip),
                     Ok(sample) => {
                         report.samples += 1;
@@ -187,11 +194,16 @@ impl<'a> SampleEncoder<'a> {
                 Ok(())
             })?;
         }
+        if report.samples == 0 {
+            let path = files.first().map(|file| file.path.clone()).unwrap_or_default();
+            return Err(DataError::NoneThere { path });
+        }
+        check_share(&report.skipped, report.samples, self.options.max_invalid_share)?;
         if report.kept == 0 {
             let example = report.skipped.first().and_then(|skipped| {
                 skipped.examples.first().map(|example| format!("{}: {example}", skipped.reason))
             });
-            let first = example.unwrap_or_else(|| "there is none".to_owned());
+            let first = example.unwrap_or_default();
             return Err(DataError::NothingToTrain { samples: report.samples, first });
         }
         Ok(report)
@@ -200,7 +212,7 @@ impl<'a> SampleEncoder<'a> {
     /// The tokens of a record, or why it is left out.
     ///
     /// # Errors
-    /// The record is no sample at all, the tokenizer refuses its text, or it is too long where that is an error.
+    /// The tokenizer refuses its text, or it is too long where that is an error.
     pub fn encode(&self, record: &Record, place: &Place) -> Result<Result<EncodedSample, Skip>, DataError> {
         let reading = Reading {
             columns: &self.options.columns,
@@ -210,12 +222,12 @@ impl<'a> SampleEncoder<'a> {
         };
         let sample = match fields::sample(record, reading) {
             Ok(sample) => sample,
-            Err(Refused::Skip(skip)) => return Ok(Err(skip)),
-            Err(Refused::Unknown(reason)) => return Err(records::broken(place, reason)),
+            Err(skip) => return Ok(Err(skip)),
         };
         let tools_not_written =
             matches!(&sample, Sample::Chat { tools: Some(_), .. }) && !self.template.mentions("tools");
-        let rendered = match sample.check().and_then(|()| self.render(sample)) {
+        let known = |role: &str| self.template.mentions(role);
+        let rendered = match sample.check(&known).and_then(|()| self.render(sample)) {
             Ok(rendered) => rendered,
             Err(skip) => return Ok(Err(skip)),
         };

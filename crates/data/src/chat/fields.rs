@@ -75,21 +75,6 @@ pub struct Reading<'a> {
     pub tool_calls: bool,
 }
 
-/// Why a record is no sample.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Refused {
-    /// This one is passed over.
-    Skip(Skip),
-    /// None of the known fields: not data of this kind.
-    Unknown(String),
-}
-
-impl From<Skip> for Refused {
-    fn from(skip: Skip) -> Refused {
-        Refused::Skip(skip)
-    }
-}
-
 /// Columns of what a text model cannot see.
 const MEDIA: [&str; 6] = ["images", "image", "videos", "video", "audios", "audio"];
 
@@ -110,15 +95,30 @@ const ROLES: [(&str, &str); 13] = [
     ("function", "tool"),
 ];
 
+/// Who speaks in chats of any template.
+const USUAL_ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
+
+impl Turn {
+    /// Whether it is an answer that would teach the model to say nothing. Thoughts and calls of tools are something.
+    fn is_wordless_answer(&self) -> bool {
+        let ChatMessage { role, content, more } = &self.message;
+        let wordless = |value: &Value| value.as_str().is_some_and(|text| text.trim().is_empty());
+        let says_more = |(name, value): (&String, &Value)| {
+            name != "name" && !is_nothing(value) && !wordless(value) && !value.is_boolean()
+        };
+        role == "assistant" && self.weight != Some(0.0) && wordless(content) && !more.iter().any(says_more)
+    }
+}
+
 fn malformed(detail: impl Into<String>) -> Skip {
     Skip::new(Reason::Malformed, detail)
 }
 
 /// The sample of a record.
-pub fn sample(record: &Record, reading: Reading<'_>) -> Result<Sample, Refused> {
+pub fn sample(record: &Record, reading: Reading<'_>) -> Result<Sample, Skip> {
     let columns = reading.columns;
     if let Some(name) = MEDIA.iter().find(|name| record.get(**name).is_some_and(|value| !is_nothing(value))) {
-        return Err(Skip::new(Reason::Media, format!("it has {name}, which a text model cannot see")).into());
+        return Err(Skip::new(Reason::Media, format!("it has {name}, which a text model cannot see")));
     }
     let field = |own: &Option<String>, usual: &str| record.get(own.as_deref().unwrap_or(usual));
     let list = match &columns.messages {
@@ -149,10 +149,11 @@ pub fn sample(record: &Record, reading: Reading<'_>) -> Result<Sample, Refused> 
         instruction_turns(instruction, input, output, field(&columns.history, "history"), reading)?
     } else {
         let keys: Vec<String> = record.keys().take(12).map(|key| format!("{key:?}")).collect();
-        return Err(Refused::Unknown(format!(
+        let detail = format!(
             "no field messages, conversations, instruction, or prompt and completion; it has {}; name its fields in data.columns",
             keys.join(", ")
-        )));
+        );
+        return Err(Skip::new(Reason::OtherFields, detail));
     };
     if let Some(Value::String(system)) = field(&columns.system, "system")
         && !system.is_empty()
@@ -337,13 +338,28 @@ fn read_arguments(call: &mut Value) {
 }
 
 impl Sample {
-    /// Refuses chats in which nobody answers.
-    pub fn check(&self) -> Result<(), Skip> {
+    /// Refuses chats in which nobody answers, in which an answer has no word, or in which somebody speaks who is neither
+    /// usual nor `known` to the template: what a misspelt `assistant` says would not be trained.
+    pub fn check(&self, known: &dyn Fn(&str) -> bool) -> Result<(), Skip> {
         match self {
             Sample::Chat { turns, .. } if turns.is_empty() => {
                 Err(Skip::new(SkipReason::Empty, "there are no messages"))
             }
             Sample::Chat { turns, .. } => {
+                for (turn, number) in turns.iter().zip(1..) {
+                    let role = turn.message.role.as_str();
+                    if !USUAL_ROLES.contains(&role) && (role.is_empty() || !known(role)) {
+                        let usual = USUAL_ROLES.join(", ");
+                        let detail = format!(
+                            "message {number}: role {role:?} is none of {usual}, and the chat template does not name it"
+                        );
+                        return Err(Skip::new(SkipReason::UnknownRole, detail));
+                    }
+                    if turn.is_wordless_answer() {
+                        let detail = format!("message {number}: the assistant says nothing");
+                        return Err(Skip::new(SkipReason::EmptyAnswer, detail));
+                    }
+                }
                 let answers = |turn: &Turn| turn.message.role == "assistant" || turn.weight > Some(0.0);
                 match turns.iter().any(answers) {
                     true => Ok(()),
@@ -366,7 +382,7 @@ impl Sample {
 mod tests {
     use super::*;
 
-    fn read(record: Value) -> Result<Sample, Refused> {
+    fn read(record: Value) -> Result<Sample, Skip> {
         let columns = Columns::default();
         let reading = Reading {
             columns: &columns,
@@ -424,11 +440,13 @@ mod tests {
 
     #[test]
     fn what_is_no_sample_says_why() {
-        let why = |record: Value| match read(record).map(|sample| sample.check()) {
-            Err(Refused::Skip(skip)) | Ok(Err(skip)) => format!("{}: {}", skip.reason, skip.detail),
-            Err(Refused::Unknown(words)) => words,
-            Ok(Ok(())) => "a sample".to_owned(),
-        };
+        let why =
+            |record: Value| match read(record).and_then(|sample| sample.check(&|role| role == "narrator")) {
+                Err(Skip { reason: Reason::OtherFields, detail }) => detail,
+                Err(skip) => format!("{}: {}", skip.reason, skip.detail),
+                Ok(()) => "a sample".to_owned(),
+            };
+        let assistant = |content: &str| json!({ "role": "assistant", "content": content });
         let user = json!({ "role": "user", "content": "a" });
         for (record, words) in [
             (json!({ "messages": [user] }), "no assistant turn: there are user"),
@@ -447,6 +465,30 @@ mod tests {
             (
                 json!({ "messages": [user], "images": ["a.png"] }),
                 "images, audio or video: it has images, which a text model cannot see",
+            ),
+            (
+                json!({ "messages": [user, { "role": "asistant", "content": "b" }] }),
+                "an unknown role: message 2: role \"asistant\" is none of system, developer, user, assistant, tool, and the chat template does not name it",
+            ),
+            (
+                json!({ "messages": [user, { "role": "narrator", "content": "b" }, assistant("c")] }),
+                "a sample",
+            ),
+            (
+                json!({ "messages": [user, assistant(" \n")] }),
+                "an answer without a word: message 2: the assistant says nothing",
+            ),
+            (
+                json!({ "instruction": "a", "output": "" }),
+                "an answer without a word: message 2: the assistant says nothing",
+            ),
+            (
+                json!({ "messages": [user, { "role": "assistant", "content": "", "weight": 0 }, assistant("c")] }),
+                "a sample",
+            ),
+            (
+                json!({ "messages": [user, { "role": "assistant", "content": "", "tool_calls": [{ "name": "f" }] }] }),
+                "a sample",
             ),
             (json!({ "instruction": "a" }), "no assistant turn: there is no output"),
             (json!({ "prompt": "a", "completion": "" }), "empty: the completion is empty"),

@@ -4,6 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
+use crate::DataError;
 use crate::records::Place;
 
 /// Samples left out for one reason of which the report keeps the places.
@@ -13,10 +14,18 @@ const EXAMPLES: usize = 3;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SkipReason {
+    /// It cannot be read: not JSON, not UTF-8, not an object.
+    Unreadable,
+    /// None of its fields is one that samples have.
+    OtherFields,
     /// Nothing is in it.
     Empty,
     /// Nobody answers.
     NoAssistant,
+    /// An answer that is to be trained says nothing.
+    EmptyAnswer,
+    /// A speaker that neither chats nor the template know.
+    UnknownRole,
     /// Its fields contradict what they should be.
     Malformed,
     /// It needs a model that sees or hears.
@@ -32,14 +41,25 @@ pub enum SkipReason {
 impl fmt::Display for SkipReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            SkipReason::Unreadable => "not readable as a record",
+            SkipReason::OtherFields => "fields of something else",
             SkipReason::Empty => "empty",
             SkipReason::NoAssistant => "no assistant turn",
+            SkipReason::EmptyAnswer => "an answer without a word",
+            SkipReason::UnknownRole => "an unknown role",
             SkipReason::Malformed => "malformed",
             SkipReason::Media => "images, audio or video",
             SkipReason::Template => "not as the chat template wants it",
             SkipReason::TooLong => "longer than a sequence",
             SkipReason::NothingTrained => "nothing to train on",
         })
+    }
+}
+
+impl SkipReason {
+    /// Whether the record is no sample at all, and not only one that cannot be used.
+    fn is_invalid(self) -> bool {
+        matches!(self, SkipReason::Unreadable | SkipReason::OtherFields)
     }
 }
 
@@ -89,23 +109,40 @@ pub struct SampleReport {
     pub skipped: Vec<Skipped>,
 }
 
+/// Counts a record that is left out.
+pub(crate) fn count(skipped: &mut Vec<Skipped>, place: &Place, skip: Skip) {
+    let example = format!("{place}: {}", skip.detail);
+    match skipped.iter_mut().find(|skipped| skipped.reason == skip.reason) {
+        Some(skipped) => {
+            skipped.samples += 1;
+            if skipped.examples.len() < EXAMPLES {
+                skipped.examples.push(example);
+            }
+        }
+        None => skipped.push(Skipped { reason: skip.reason, samples: 1, examples: vec![example] }),
+    }
+}
+
+/// Refuses data of which too much is something else.
+///
+/// # Errors
+/// More than `most`, a share of all, are no records or have none of the fields.
+pub(crate) fn check_share(skipped: &[Skipped], records: u64, most: f64) -> Result<(), DataError> {
+    let invalid: Vec<&Skipped> = skipped.iter().filter(|skipped| skipped.reason.is_invalid()).collect();
+    let count: u64 = invalid.iter().map(|skipped| skipped.samples).sum();
+    if count as f64 <= most * records as f64 {
+        return Ok(());
+    }
+    let examples = invalid.iter().flat_map(|skipped| &skipped.examples);
+    let examples = examples.map(|example| format!("\n  {example}")).collect();
+    Err(DataError::TooManyInvalid { invalid: count, records, most, examples })
+}
+
 impl SampleReport {
     /// Counts a sample that is left out.
     pub(crate) fn skip(&mut self, place: &Place, skip: Skip) {
         self.samples += 1;
-        let example = format!("{place}: {}", skip.detail);
-        match self.skipped.iter_mut().find(|skipped| skipped.reason == skip.reason) {
-            Some(skipped) => {
-                skipped.samples += 1;
-                if skipped.examples.len() < EXAMPLES {
-                    skipped.examples.push(example);
-                }
-            }
-            None => {
-                let examples = vec![example];
-                self.skipped.push(Skipped { reason: skip.reason, samples: 1, examples });
-            }
-        }
+        count(&mut self.skipped, place, skip);
     }
 
     /// Samples that are left out.
@@ -128,12 +165,13 @@ impl fmt::Display for SampleReport {
         if self.tools_not_written > 0 {
             write!(f, "\n  {} have tools, which the chat template does not write", self.tools_not_written)?;
         }
-        for skipped in &self.skipped {
-            write!(f, "\n  {} left out: {}", skipped.samples, skipped.reason)?;
-            for example in &skipped.examples {
-                write!(f, "\n    {example}")?;
-            }
-        }
-        Ok(())
+        self.skipped.iter().try_for_each(|skipped| write!(f, "\n  {skipped}"))
+    }
+}
+
+impl fmt::Display for Skipped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} left out: {}", self.samples, self.reason)?;
+        self.examples.iter().try_for_each(|example| write!(f, "\n    {example}"))
     }
 }

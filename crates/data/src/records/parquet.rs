@@ -1,5 +1,6 @@
 //! Parquet files, row by row. Lists of structs become lists of objects; what is null is left out.
 
+use std::cell::Cell;
 use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -43,9 +44,22 @@ fn drop_nulls(value: &mut Value) {
     }
 }
 
+thread_local! {
+    static CAUGHT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether a panic of this thread would now be caught and become an error. A program's panic hook asks, so that it does
+/// not print what is not the end.
+pub fn panics_are_caught() -> bool {
+    CAUGHT.get()
+}
+
 /// The reader trusts what a file says of itself: a panic in it becomes an error.
 fn guarded<T>(call: impl FnOnce() -> parquet::errors::Result<T>) -> Result<T, String> {
-    match catch_unwind(AssertUnwindSafe(call)) {
+    let before = CAUGHT.replace(true);
+    let outcome = catch_unwind(AssertUnwindSafe(call));
+    CAUGHT.set(before);
+    match outcome {
         Ok(answer) => answer.map_err(|error| error.to_string()),
         Err(_) => Err("the file contradicts itself".to_owned()),
     }

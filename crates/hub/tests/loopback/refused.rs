@@ -1,6 +1,6 @@
 //! Models that are not there, may not be had, or are served by somebody with bad intentions.
 
-use plimsoll_hub::{HubError, Token};
+use plimsoll_hub::{HubError, Login, Token};
 
 use super::server::{COMMIT, Served};
 use super::{Setup, names};
@@ -16,6 +16,18 @@ fn a_closed_model_says_how_to_open_it() {
     setup.settings.token = Token::new("hf_wrong");
     let error = setup.fetch("org/name").unwrap_err().to_string();
     assert!(error.contains("does not open it") && !error.contains("hf_wrong"), "{error}");
+}
+
+#[test]
+fn a_password_in_the_address_is_sent_and_never_shown() {
+    let mut setup = Setup::with_model();
+    // `printf me:secret | base64`
+    setup.server.with(|state| state.authorization = Some("Basic bWU6c2VjcmV0".to_owned()));
+    setup.settings.login = Login::of("http://me:secret@hub");
+    setup.fetch("org/name").unwrap();
+    setup.server.with(|state| state.authorization = Some("Basic other".to_owned()));
+    let again = setup.fetch("org/other").unwrap_err().to_string();
+    assert!(again.contains("401") && !again.contains("secret") && !again.contains("bWU6"), "{again}");
 }
 
 #[test]

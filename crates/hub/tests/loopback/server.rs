@@ -48,6 +48,8 @@ pub struct State {
     pub error_code: Option<&'static str>,
     /// Without it every request is answered 401.
     pub token: Option<String>,
+    /// The whole header that is wanted.
+    pub authorization: Option<String>,
 }
 
 pub struct Server {
@@ -117,7 +119,8 @@ fn answer(stream: TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
         range: range.clone(),
         authorization: authorization.clone(),
     });
-    if state.token.as_ref().is_some_and(|token| authorization != Some(format!("Bearer {token}"))) {
+    let wanted = state.token.as_ref().map(|token| format!("Bearer {token}")).or(state.authorization.clone());
+    if wanted.is_some() && authorization != wanted {
         return send(
             &mut stream,
             401,

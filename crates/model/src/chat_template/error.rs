@@ -3,6 +3,7 @@
 use std::error::Error as _;
 
 use minijinja::{Error, ErrorKind};
+use plimsoll_memory::ByteSize;
 
 /// A template that cannot be used, or not for these messages.
 #[derive(Debug, thiserror::Error)]
@@ -45,6 +46,18 @@ pub enum ChatTemplateError {
         /// Line of the template, from 1.
         line: usize,
     },
+    /// The template made more than any in use needs.
+    #[error(
+        "{origin}: chat template, line {line}: it makes more than {} of texts and lists for this chat; no template in use needs as much", ByteSize(*limit)
+    )]
+    TooLarge {
+        /// The file.
+        origin: String,
+        /// Line of the template, from 1.
+        line: usize,
+        /// The bytes that it may make.
+        limit: u64,
+    },
     /// There is no template of that name.
     #[error("{origin}: there is no chat template {name:?}; there are {known}")]
     Missing {
@@ -62,6 +75,14 @@ pub enum ChatTemplateError {
 #[error("{0}")]
 pub(super) struct Raised(pub String);
 
+/// More was made than a template may make.
+#[derive(Debug, thiserror::Error)]
+#[error("more than {limit} bytes")]
+pub(super) struct TooLarge {
+    /// The bytes that it may make.
+    pub limit: u64,
+}
+
 impl ChatTemplateError {
     pub(super) fn new(origin: &str, error: &Error) -> ChatTemplateError {
         let (origin, line) = (origin.to_owned(), error.line().unwrap_or(0));
@@ -69,6 +90,9 @@ impl ChatTemplateError {
         while let Some(inner) = cause {
             if let Some(Raised(message)) = inner.downcast_ref::<Raised>() {
                 return ChatTemplateError::Refused { origin, line, message: message.clone() };
+            }
+            if let Some(TooLarge { limit }) = inner.downcast_ref::<TooLarge>() {
+                return ChatTemplateError::TooLarge { origin, line, limit: *limit };
             }
             cause = inner.source();
         }

@@ -5,24 +5,24 @@ use std::time::SystemTime;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, UndefinedBehavior};
-use minijinja_contrib::pycompat::unknown_method_callback;
 
 use super::clock::format_time;
 use super::error::Raised;
 use super::json::{Layout, dumps};
 
-/// Jinja as templates expect it.
+/// How templates are written.
+pub fn syntax() -> SyntaxConfig {
+    // Only delimiters can be wrong, and these are Jinja's own.
+    SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().unwrap_or_default()
+}
+
+/// Jinja as templates expect it; what `rewrite` prints has no text between its tags.
 pub fn environment(fuel: u64) -> Environment<'static> {
     let mut environment = Environment::new();
-    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-    // Only delimiters can be wrong, and these are Jinja's own.
-    environment.set_syntax(syntax.unwrap_or_default());
     environment.set_undefined_behavior(UndefinedBehavior::Lenient);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
-    environment.set_unknown_method_callback(unknown_method_callback);
     environment.set_fuel(Some(fuel));
     environment.add_function("raise_exception", raise_exception);
-    environment.add_filter("tojson", to_json);
     environment.add_test("iterable", is_iterable);
     environment.add_test("sequence", is_sequence);
     environment
@@ -51,7 +51,7 @@ pub fn strftime_now(now: SystemTime) -> Value {
 }
 
 /// Python's `json.dumps` as `transformers` calls it: nothing escaped for HTML, nor beyond ASCII.
-fn to_json(value: Value, indent: Option<Value>, options: Kwargs) -> Result<String, Error> {
+pub fn to_json(value: Value, indent: Option<Value>, options: Kwargs) -> Result<String, Error> {
     let indent: Option<Value> = match indent {
         Some(indent) => Some(indent),
         None => options.get("indent")?,

@@ -58,6 +58,173 @@ fn nothing_goes_on_for_ever() {
     assert!(render("{% include 'chat_template' %}").is_err());
 }
 
+/// Runs the body of a loop `times` times with a namespace `ns` whose `x` is `begin`.
+fn repeated(begin: &str, times: u32, body: &str) -> String {
+    format!("{{% set ns = namespace(x={begin}) %}}\n{{% for i in range({times}) %}}{body}{{% endfor %}}")
+}
+
+#[test]
+fn little_does_not_become_much() {
+    let long = "'a' * 30000000";
+    let templates = [
+        // Filters that fill up, repeat or copy.
+        "{{ 'a'|indent(20000000000000) }}".to_owned(),
+        "{{ 'a\\nb'|indent(width=20000000000000, first=true) }}".to_owned(),
+        "{{ [1]|batch(1000000000000,'x')|list }}".to_owned(),
+        "{{ [1]|slice(1000000000)|list|length }}".to_owned(),
+        "{{ [1]|map('batch', 1000000000000, 'x')|list }}".to_owned(),
+        "{{ ['a']|map('indent', 20000000000000)|list }}".to_owned(),
+        "{{ '%1000000000d'|format(1) }}".to_owned(),
+        "{{ '%*d'|format(1000000000, 1) }}".to_owned(),
+        "{{ '{:1000000000}'.format(1) }}".to_owned(),
+        "{{ '{:>{}}'.format(1, 1000000000) }}".to_owned(),
+        format!("{{{{ ({long})|list|length }}}}"),
+        format!("{{{{ ({long})|sort|length }}}}"),
+        format!("{{{{ ({long})|replace('a', 'bbbb')|length }}}}"),
+        format!("{{{{ ({long}).replace('', 'bbbb')|length }}}}"),
+        format!("{{{{ ({long}).split('a')|length }}}}"),
+        format!("{{{{ ({long}).join(range(1000)) }}}}"),
+        format!("{{{{ range(1000)|join({long}) }}}}"),
+        format!("{{{{ range(1000)|join(d={long}) }}}}"),
+        format!("{{{{ ({long})|e|length }}}}"),
+        // Operators.
+        "{{ 'a' * 99000000 }}".to_owned(),
+        "{{ 'a' * 99999999999 }}".to_owned(),
+        "{{ ([1] * 99000000)|length }}".to_owned(),
+        "{{ ((1, 2) * 99000000)|length }}".to_owned(),
+        repeated("'a'", 60, "{% set ns.x = ns.x + ns.x %}"),
+        repeated("'a'", 60, "{% set ns.x = ns.x ~ ns.x %}"),
+        repeated("'a'", 60, "{% set ns.x = ns.x.replace('a', 'aa') %}"),
+        repeated("'a'", 60, "{% set ns.x = ns.x|replace('a', 'aa') %}"),
+        repeated("'a'", 60, "{% set ns.x = [ns.x, ns.x]|join %}"),
+        repeated("'a'", 60, "{% set ns.x = '%s%s'|format(ns.x, ns.x) %}"),
+        repeated("'a'", 60, "{% set ns.x = '{}{}'.format(ns.x, ns.x) %}"),
+        repeated("'a'", 60, "{% set ns.x = [ns.x, ns.x]|tojson %}"),
+        repeated("[1]", 60, "{% set ns.x = ns.x + ns.x %}"),
+        repeated("[1]", 60, "{% set ns.x = [ns.x, ns.x] %}") + "{{ ns.x }}",
+        repeated("[1]", 60, "{% set ns.x = {'a': ns.x, 'b': ns.x} %}") + "{{ ns.x|tojson }}",
+        repeated("[1]", 60, "{% set ns.x = ns.x|chain(ns.x) %}"),
+        repeated("[1]", 60, "{% set ns.x = ns.x|zip(ns.x)|list %}"),
+        repeated("[1]", 60, "{% set ns.x = dict(a=ns.x, b=ns.x) %}"),
+        repeated("[1]", 60, "{% set ns.x = [ns.x, ns.x]|sum(start=[]) %}"),
+        // What is captured.
+        repeated("'a'", 60, "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"),
+        repeated("'a'", 60, "{% set y | upper %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"),
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}aaaaaaaa{% endmacro %}{% set x = f(25) %}"
+            .to_owned(),
+        format!("{{% set x %}}{{% for i in range(90000) %}}{}{{% endfor %}}{{% endset %}}", "a".repeat(5000)),
+        format!("{{% macro f() %}}{}{{% endmacro %}}", "a".repeat(5000))
+            + "{% for i in range(90000) %}{% set x = f() %}{% endfor %}",
+        // What is written, and what is kept.
+        "{% for i in range(90000) %}{% for j in range(90000) %}a{% endfor %}{% endfor %}".to_owned(),
+        format!("{{% set x = {long} %}}{{% for i in range(90000) %}}{{{{ x }}}}{{% endfor %}}"),
+        format!("{{% set x = {long} %}}{{% for i in range(90000) %}}{{{{ x[1:]|length }}}}{{% endfor %}}"),
+        format!("{{% set x = {long} %}}") + &repeated("[]", 90000, "{% set ns.x = ns.x + [x|upper] %}"),
+    ];
+    for template in &templates {
+        let error = render(template).expect_err(template);
+        // Lists that hold themselves twice are looked at until that is too much.
+        let bounded = matches!(error, ChatTemplateError::TooLarge { .. } | ChatTemplateError::TooLong { .. });
+        assert!(bounded, "{template}: {error}");
+        assert!(!error.to_string().contains("line 0"), "{template}: {error}");
+    }
+    let error = render("\n\n{{ 'a'|indent(20000000000000) }}").unwrap_err().to_string();
+    assert!(error.contains("line 3: it makes more than 64."), "{error}");
+}
+
+#[test]
+fn looking_at_much_comes_to_an_end() {
+    for template in [
+        repeated("'a' * 30000000", 90000, "{% if ns.x == ns.x ~ '' %}{% endif %}"),
+        repeated("'a' * 30000000", 90000, "{% if ns.x is eq(ns.x) %}{% endif %}"),
+        repeated("'a' * 30000000", 90000, "{% if 'b' in ns.x %}{% endif %}"),
+        repeated("'a' * 30000000", 90000, "{% if ns.x[29999999] %}{% endif %}"),
+        repeated("'a' * 30000000", 90000, "{% if ns.x.find('b') %}{% endif %}"),
+        repeated("'a' * 30000000", 90000, "{% if ns.x is lower %}{% endif %}"),
+        repeated("'a' * 30000000", 90000, "{% if loop.changed(ns.x) %}{% endif %}"),
+    ] {
+        let error = render(&template).unwrap_err();
+        let ended = matches!(error, ChatTemplateError::TooLong { .. } | ChatTemplateError::TooLarge { .. });
+        assert!(ended, "{template}: {error}");
+    }
+}
+
+#[test]
+fn nothing_is_so_deep_that_the_stack_ends() {
+    for template in [
+        repeated("1", 90000, "{% set ns.x = [ns.x] %}"),
+        repeated("1", 90000, "{% set ns.x = {'a': ns.x} %}"),
+        repeated("1", 90000, "{% set ns.x = (ns.x, 1) %}"),
+        repeated("1", 90000, "{% set ns.x = dict(a=ns.x) %}"),
+        repeated("[1]", 90000, "{% set ns.x = ns.x|batch(1)|list %}"),
+        repeated("[1]", 90000, "{% set ns.x = ns.x|slice(1) %}"),
+        repeated("1", 2, "{% set ns.x = ns %}{{ ns }}"),
+        repeated("1", 2, "{% set ns.x = [ns] %}{{ ns }}"),
+        repeated("1", 2, "{% set ns.x = {'a': ns} %}{{ ns|tojson }}"),
+        repeated("1", 2, "{% set ns.x = namespace(y=ns) %}{{ ns }}"),
+        format!("{{{{ {}1{} }}}}", "(".repeat(5000), ")".repeat(5000)),
+        format!("{{{{ 1{} }}}}", " + 1".repeat(50000)),
+        format!("{{{{ 1{} }}}}", "|e".repeat(50000)),
+        format!("{{% if 1 %}}{}{{% endif %}}", "{% elif 1 %}".repeat(50000)),
+        format!("{{{{ {}1 }}}}", "not ".repeat(50000)),
+    ] {
+        assert!(render(&template).is_err(), "{template}");
+    }
+    // What has no more than usual of it is fine; sequences keep what they were given.
+    let kept = repeated("[]", 500, "{% set ns.x = ns.x + [[i, {'a': [i]}]] %}") + "{{ ns.x|length }}";
+    assert_eq!(render(&kept).unwrap().trim(), "500");
+    let terms = format!("{{{{ 1{} }}}}", " + 1".repeat(1000));
+    assert_eq!(render(&terms).unwrap(), "1001");
+    let elifs = format!("{{% if 0 %}}{}{{% else %}}b{{% endif %}}", "{% elif 0 %}a".repeat(500));
+    assert_eq!(render(&elifs).unwrap(), "b");
+}
+
+#[test]
+fn counting_changes_no_text() {
+    let check = |source: &str, expected: &str| assert_eq!(render(source).unwrap(), expected, "{source}");
+    check("{{ 1 + 2 * 3 ** 2 - -4 // 2 % 5 }}", "17");
+    check("{{ 1.5 + 2 }} {{ 2 * 1e3 }} {{ 'a' ~ 1 ~ none ~ true }}", "3.5 2000.0 a1nonetrue");
+    check(
+        "{{ [1] + [2, 3] }} {{ (1, 2) + (3,) }} {{ 'ab' * 2 }} {{ [0] * 2 }}",
+        "[1, 2, 3] (1, 2, 3) abab [0, 0]",
+    );
+    check("{{ 1 < 2 < 3 }} {{ 3 in [1, 2] or 'a' in 'abc' and not false }}", "true true");
+    check(
+        "{{ 'abcdef'[1:-1:2] }} {{ [1, 2, 3][::-1] }} {{ 'abc'[0] }} {{ [1, 2, 3][1:][0] }}",
+        "bd [3, 2, 1] a 2",
+    );
+    check("{{ ' a\\n\\\\\"\\'b ' | trim | replace('a', \"'\") }}", "'\n\\\"'b");
+    check("{% set a, (b, c) = 1, (2, 3) %}{{ a }}{{ b }}{{ c }}{% set (d,) = [4] %}{{ d }}", "1234");
+    check("{% for k, v in {'x': 1, 'y': 2}.items() if v > 1 %}{{ k }}{% else %}none{% endfor %}", "y");
+    check(
+        "{% for x in [] %}a{% else %}b{% endfor %}{% for x in [1, [2]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}",
+        "b12",
+    );
+    check(
+        "{% macro m(a, b=2, *c) %}{{ a }}{{ b }}{% endmacro %}{{ m(1) }}{{ m(1, b=3) }}"
+            .replace(", *c", "")
+            .as_str(),
+        "1213",
+    );
+    check("{% macro m() %}[{{ caller(1) }}]{% endmacro %}{% call(x) m() %}{{ x }}!{% endcall %}", "[1!]");
+    check(
+        "{% filter upper | replace('A', 'b') %}a c{% endfilter %}{% set x | trim %} y {% endset %}{{ x }}",
+        "b Cy",
+    );
+    check("{% with a = 1, b = 2 %}{{ a + b }}{% endwith %}{% raw %}{{ x }}{% endraw %}", "3{{ x }}");
+    check(
+        "{{ 'a' if false }}|{{ (nothing is defined, nothing.a is undefined if nothing) }}|{{ [1, 2] | map('string') | join('-') }}",
+        "|(false, )|1-2".replace("(false, )", "(false, undefined)").as_str(),
+    );
+    check("{% if 1 == 2 %}a{% elif 2 is divisibleby(2) %}b{% else %}c{% endif %}{{ 5 is in([5]) }}", "btrue");
+    check("a\n  {%- if true %}\n  b\n  {% endif %}\n{# c #}d\n", "a  b\nd");
+    check(
+        "{{ \"%s is %05.1f\" | format('x', 2) }} {{ '{:>4}'.format(7) }} {{ 'a,b'.split(',')[-1] }}",
+        "x is 002.0    7 b",
+    );
+    check("{{ dict(a=1)['a'] }}{{ {'a': {'b': [1, 2]}}.a['b'][1] }}{{ messages[0].content[0] }}", "12H");
+}
+
 proptest! {
     #[test]
     fn any_text_is_a_template_or_refused(source in "[a-z{}%#'\"|.()\\-+ \n]{0,60}") {

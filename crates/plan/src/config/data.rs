@@ -16,6 +16,8 @@ section! {
         format: DataFormat = DataFormat::Text;
         /// The field of a record that holds its text.
         text_field: String = "text".to_owned();
+        /// The share of records that may be something else (not JSON, not UTF-8, without the fields) and are left out, counted and reported; more of them end the run.
+        max_invalid_share: f64 = 0.2, FRACTION;
         /// Whether an end-of-text token follows the last document too; between documents there always is one.
         append_eos: bool = false;
         /// The template of chats and instructions: a Jinja file, or alpaca for plain text with headings.

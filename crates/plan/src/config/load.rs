@@ -30,10 +30,7 @@ impl RawConfig {
     /// All that is wrong with the file: see [`ConfigError`]. Whether the values go together is left to
     /// [`validate`](RawConfig::validate).
     pub fn from_file(path: &Path) -> Result<RawConfig, ConfigError> {
-        let fail = |source| ConfigError::Read { path: path.to_owned(), source };
-        let mut bytes = Vec::new();
-        File::open(path).map_err(fail)?.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(fail)?;
-        RawConfig::from_slice(&bytes, &path.display().to_string())
+        RawConfig::from_file_with(path, &[])
     }
 
     /// Reads YAML or JSON in bytes; `origin` is what errors call it.
@@ -42,15 +39,7 @@ impl RawConfig {
     /// As [`from_file`](RawConfig::from_file).
     pub fn from_slice(bytes: &[u8], origin: &str) -> Result<RawConfig, ConfigError> {
         let origin = shortened_origin(origin);
-        if bytes.len() as u64 > MAX_BYTES {
-            return Err(ConfigError::TooLarge { origin, limit: MAX_BYTES });
-        }
-        let text = std::str::from_utf8(bytes).map_err(|e| {
-            let valid = String::from_utf8_lossy(bytes.get(..e.valid_up_to()).unwrap_or_default());
-            let column = valid.chars().rev().take_while(|c| *c != '\n').count() + 1;
-            ConfigError::NotUtf8 { origin: origin.clone(), line: valid.matches('\n').count() + 1, column }
-        })?;
-        RawConfig::from_str(text, &origin)
+        RawConfig::from_str(utf8(bytes, &origin)?, &origin)
     }
 
     /// Reads a YAML or JSON text; `origin` is what errors call it.
@@ -58,18 +47,39 @@ impl RawConfig {
     /// # Errors
     /// As [`from_file`](RawConfig::from_file).
     pub fn from_str(text: &str, origin: &str) -> Result<RawConfig, ConfigError> {
-        let origin = shortened_origin(origin);
-        if text.len() as u64 > MAX_BYTES {
-            return Err(ConfigError::TooLarge { origin, limit: MAX_BYTES });
+        RawConfig::from_str_with(text, origin, &[])
+    }
+
+    /// Reads a file and applies what the command line says over it. What is wrong with a value of the file is no error
+    /// where the command line sets another.
+    ///
+    /// # Errors
+    /// As [`from_file`](RawConfig::from_file) and [`apply_set`](RawConfig::apply_set).
+    pub fn from_file_with(path: &Path, overrides: &[Override]) -> Result<RawConfig, ConfigError> {
+        let (text, origin) = read_file(path)?;
+        RawConfig::from_str_with(&text, &origin, overrides)
+    }
+
+    /// As [`from_file_with`](RawConfig::from_file_with) of a text; `origin` is what errors call it.
+    ///
+    /// # Errors
+    /// As [`from_file_with`](RawConfig::from_file_with).
+    pub fn from_str_with(text: &str, origin: &str, overrides: &[Override]) -> Result<RawConfig, ConfigError> {
+        let (mut config, wrong) = layer_of(text, origin)?;
+        let mut said = BTreeSet::new();
+        for Override { key, value, argument } in overrides {
+            said.extend(config.applied_override(key, value, argument)?);
         }
-        let document = Document { text, kind: Kind::File(&origin) };
-        let node = document.parse()?;
-        if matches!(node.value, Yaml::Null) {
-            return Err(ConfigError::Empty { origin });
-        }
-        let mut layer = Layer::over(RawConfig::default(), &document);
-        layer.apply_section("", &node, node.referenced);
-        layer.finish().map(|(config, _)| config)
+        let repaired = |path: &str| {
+            let rival = |one: &str, other: &str| {
+                is_within(path, one)
+                    && said.iter().any(|key| is_within(key, other) && config.place(key).is_some())
+            };
+            said.contains(path) || RIVALS.iter().any(|(one, other)| rival(one, other) || rival(other, one))
+        };
+        let left = wrong.into_iter().filter(|(path, _)| !path.as_deref().is_some_and(repaired));
+        ConfigError::collect(left.map(|(_, error)| error).collect())?;
+        Ok(config)
     }
 
     /// A configuration of `KEY=VALUE` assignments alone, the later over the earlier.
@@ -93,12 +103,8 @@ impl RawConfig {
     /// # Errors
     /// [`ConfigError`]; the configuration is then as it was.
     pub fn apply_set(&mut self, assignment: &str) -> Result<(), ConfigError> {
-        let malformed = |reason| ConfigError::MalformedAssignment { argument: shortened(assignment), reason };
-        let (key, value) = assignment.split_once('=').ok_or_else(|| malformed("there is no '=' in it"))?;
-        if key.trim().is_empty() {
-            return Err(malformed("there is no key before the '='"));
-        }
-        self.apply_override(key.trim(), value, &format!("--set {assignment}"))
+        let Override { key, value, argument } = Override::set(assignment)?;
+        self.apply_override(&key, &value, &argument)
     }
 
     /// Sets a key from the command line, over what files have set. `argument` is what errors call it:
@@ -107,6 +113,16 @@ impl RawConfig {
     /// # Errors
     /// As [`apply_set`](RawConfig::apply_set).
     pub fn apply_override(&mut self, key: &str, value: &str, argument: &str) -> Result<(), ConfigError> {
+        self.applied_override(key, value, argument).map(drop)
+    }
+
+    /// The same, with the keys that were set.
+    fn applied_override(
+        &mut self,
+        key: &str,
+        value: &str,
+        argument: &str,
+    ) -> Result<BTreeSet<String>, ConfigError> {
         let document = Document { text: value, kind: Kind::Argument(argument) };
         if value.len() as u64 > MAX_BYTES {
             return Err(ConfigError::TooLarge { origin: shortened(argument), limit: MAX_BYTES });
@@ -125,11 +141,11 @@ impl RawConfig {
         let mut layer = Layer::over(self.clone(), &document);
         layer.apply(key, &node, node.referenced);
         let (mut config, applied) = layer.finish()?;
-        for path in applied {
-            config.unset_rivals(&path);
+        for path in &applied {
+            config.unset_rivals(path);
         }
         *self = config;
-        Ok(())
+        Ok(applied)
     }
 
     /// Unsets what files say against a key that the command line has set.
@@ -149,6 +165,69 @@ impl RawConfig {
             }
         }
     }
+}
+
+/// What the command line says of a key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Override {
+    /// The dotted path.
+    pub key: String,
+    /// The value, in YAML.
+    pub value: String,
+    /// What errors call it: `--batch-size 4`.
+    pub argument: String,
+}
+
+impl Override {
+    /// The argument of a `--set`.
+    ///
+    /// # Errors
+    /// It is no `KEY=VALUE`.
+    pub fn set(assignment: &str) -> Result<Override, ConfigError> {
+        let malformed = |reason| ConfigError::MalformedAssignment { argument: shortened(assignment), reason };
+        let (key, value) = assignment.split_once('=').ok_or_else(|| malformed("there is no '=' in it"))?;
+        if key.trim().is_empty() {
+            return Err(malformed("there is no key before the '='"));
+        }
+        let (key, value) = (key.trim().to_owned(), value.to_owned());
+        Ok(Override { key, value, argument: format!("--set {assignment}") })
+    }
+}
+
+/// The text of a file, and its name.
+fn read_file(path: &Path) -> Result<(String, String), ConfigError> {
+    let fail = |source| ConfigError::Read { path: path.to_owned(), source };
+    let mut bytes = Vec::new();
+    File::open(path).map_err(fail)?.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(fail)?;
+    let origin = shortened_origin(&path.display().to_string());
+    Ok((utf8(&bytes, &origin)?.to_owned(), origin))
+}
+
+fn utf8<'a>(bytes: &'a [u8], origin: &str) -> Result<&'a str, ConfigError> {
+    if bytes.len() as u64 > MAX_BYTES {
+        return Err(ConfigError::TooLarge { origin: origin.to_owned(), limit: MAX_BYTES });
+    }
+    std::str::from_utf8(bytes).map_err(|e| {
+        let valid = String::from_utf8_lossy(bytes.get(..e.valid_up_to()).unwrap_or_default());
+        let column = valid.chars().rev().take_while(|c| *c != '\n').count() + 1;
+        ConfigError::NotUtf8 { origin: origin.to_owned(), line: valid.matches('\n').count() + 1, column }
+    })
+}
+
+/// What a file says, and what is wrong with it: errors in values with their keys.
+fn layer_of(text: &str, origin: &str) -> Result<(RawConfig, Vec<Wrong>), ConfigError> {
+    let origin = shortened_origin(origin);
+    if text.len() as u64 > MAX_BYTES {
+        return Err(ConfigError::TooLarge { origin, limit: MAX_BYTES });
+    }
+    let document = Document { text, kind: Kind::File(&origin) };
+    let node = document.parse()?;
+    if matches!(node.value, Yaml::Null) {
+        return Err(ConfigError::Empty { origin });
+    }
+    let mut layer = Layer::over(RawConfig::default(), &document);
+    layer.apply_section("", &node, node.referenced);
+    Ok((layer.config, layer.errors))
 }
 
 /// Whether a path is `section` or a key in it.
@@ -222,8 +301,11 @@ struct Layer<'a> {
     document: &'a Document<'a>,
     /// Paths that this text has set.
     applied: BTreeSet<String>,
-    errors: Vec<ConfigError>,
+    errors: Vec<Wrong>,
 }
+
+/// An error, with its key where another value would mend it.
+type Wrong = (Option<String>, ConfigError);
 
 impl<'a> Layer<'a> {
     fn over(config: RawConfig, document: &'a Document<'a>) -> Layer<'a> {
@@ -231,7 +313,7 @@ impl<'a> Layer<'a> {
     }
 
     fn finish(self) -> Result<(RawConfig, BTreeSet<String>), ConfigError> {
-        ConfigError::collect(self.errors)?;
+        ConfigError::collect(self.errors.into_iter().map(|(_, error)| error).collect())?;
         Ok((self.config, self.applied))
     }
 
@@ -251,7 +333,7 @@ impl<'a> Layer<'a> {
             // A mapping has an argument: what is wrong is that, and not the word.
             let word = input.word().filter(|_| !matches!(node.value, Yaml::Map(_)));
             let refusal = word.and_then(|word| Some((word, availability::refusal(path, word)?)));
-            self.errors.push(match refusal {
+            let error = match refusal {
                 Some((word, refusal)) => ConfigError::Unavailable {
                     place: Some(place),
                     key: path.to_owned(),
@@ -266,12 +348,13 @@ impl<'a> Layer<'a> {
                     expected: mismatch.expected,
                     got: mismatch.got,
                 },
-            });
+            };
+            self.errors.push((Some(path.to_owned()), error));
             return;
         }
         if !self.applied.insert(path.to_owned()) {
-            self.errors
-                .push(ConfigError::DuplicateKey { place: self.document.place(key), key: path.to_owned() });
+            let error = ConfigError::DuplicateKey { place: self.document.place(key), key: path.to_owned() };
+            self.errors.push((None, error));
         }
         if matches!(node.value, Yaml::Null) {
             self.config.origins.remove(path);
@@ -300,22 +383,20 @@ impl<'a> Layer<'a> {
             }
             _ => {
                 let got = Input { node, source: self.document.text }.describe();
-                self.errors.push(ConfigError::WrongValue {
+                let error = ConfigError::WrongValue {
                     place: self.document.place(node.referenced),
                     key: if path.is_empty() { "the document".to_owned() } else { path.to_owned() },
                     expected: format!("a mapping of {}", members.join(", ")),
                     got,
                     nearest: None,
-                });
+                };
+                self.errors.push((None, error));
             }
         }
     }
 
     fn unknown(&mut self, path: &str, key: Location) {
-        self.errors.push(ConfigError::UnknownKey {
-            place: self.document.place(key),
-            key: shortened(path),
-            nearest: keys::suggest(path),
-        });
+        let (place, nearest) = (self.document.place(key), keys::suggest(path));
+        self.errors.push((None, ConfigError::UnknownKey { place, key: shortened(path), nearest }));
     }
 }

@@ -1,10 +1,15 @@
 //! `model`: a pretrained model, or the sizes of one to train from scratch.
 
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
-use super::document::Input;
+use serde::Serializer;
+use serde::ser::SerializeMap;
+use serde_saphyr::Spanned;
+
+use super::document::{Input, Node, Yaml};
 use super::section::section;
-use super::value::{ConfigValue, Mismatch, choice};
+use super::value::{ConfigValue, Mismatch, because, choice, mismatch};
 
 section! {
     /// The model: either `path` or `from_scratch`. In a file `model: PATH` may be written for `model: {path: PATH}`.
@@ -41,13 +46,13 @@ section! {
         max_position_embeddings: u64, "data.sequence_length", COUNT;
         /// Base of the rotary embedding's frequencies.
         rope_theta: f64 = 10000.0, POSITIVE;
-        /// Added to the mean square in RMSNorm.
+        /// Added to the mean square in RMSNorm, or to the variance in LayerNorm.
         rms_norm_eps: f64 = 1e-5, POSITIVE;
         /// Whether the output head is the embedding's matrix.
-        tie_word_embeddings: bool = false;
+        tie_word_embeddings: bool, "true for gemma, gemma2, gemma3 and gpt2, else false";
         /// Standard deviation of the first weights.
         initializer_range: f64 = 0.02, POSITIVE;
-        /// The built-in tokenizer of single bytes, a folder with a tokenizer.json, or a GGUF file with a tokenizer.
+        /// The built-in tokenizer of single bytes, a folder with a tokenizer.json, a GGUF file with a tokenizer, or byte-level BPE that is trained on data.train first, with that many tokens at most.
         tokenizer: TokenizerSource = TokenizerSource::ByteLevel;
     }
 }
@@ -57,6 +62,42 @@ choice! {
     pub enum Architecture {
         /// Llama: RMSNorm, rotary embedding, SwiGLU, grouped key and value heads.
         Llama = "llama",
+        /// Mistral: Llama within a sliding window of 4096 tokens.
+        Mistral = "mistral",
+        /// Qwen 2: Llama with biases on queries, keys and values.
+        Qwen2 = "qwen2",
+        /// Qwen 3: Llama with norms of queries and keys.
+        Qwen3 = "qwen3",
+        /// Gemma: GeGLU, scaled embeddings, tied by default.
+        Gemma = "gemma",
+        /// Gemma 2: norms around each part, soft caps, every second layer within a window.
+        Gemma2 = "gemma2",
+        /// Gemma 3: norms of queries and keys, five layers of six within a window.
+        Gemma3 = "gemma3",
+        /// GPT-2: LayerNorm, learned positions, GELU, biases.
+        Gpt2 = "gpt2",
+        /// Phi 3: Llama with fused matrices.
+        Phi3 = "phi3",
+        /// OLMo 2: norms after each part, and of queries and keys.
+        Olmo2 = "olmo2",
+    }
+}
+
+impl Architecture {
+    /// What a `config.json` calls it.
+    pub fn model_type(self) -> &'static str {
+        if self == Architecture::Gemma3 { "gemma3_text" } else { self.name() }
+    }
+
+    /// Whether the output head is usually the embedding's matrix.
+    pub fn ties_embeddings(self) -> bool {
+        use Architecture::{Gemma, Gemma2, Gemma3, Gpt2};
+        matches!(self, Gemma | Gemma2 | Gemma3 | Gpt2)
+    }
+
+    /// Whether heads may have another width than their share of `hidden_size`.
+    pub fn has_head_dim(self) -> bool {
+        !matches!(self, Architecture::Gpt2 | Architecture::Phi3 | Architecture::Olmo2)
     }
 }
 
@@ -66,13 +107,53 @@ pub enum TokenizerSource {
     /// One token a byte; built in.
     #[serde(rename = "byte-level")]
     ByteLevel,
+    /// Byte-level BPE that is trained on the data: `{train: bpe, vocab_size: 32000}`.
+    #[serde(untagged, serialize_with = "serialize_train")]
+    Train {
+        /// Tokens at most.
+        vocab_size: u64,
+    },
     /// A folder with a `tokenizer.json`, or a GGUF file, of which the tokenizer alone is read.
     #[serde(untagged)]
     Path(PathBuf),
 }
 
+/// The kind of tokenizer that can be trained.
+const BPE: &str = "bpe";
+
+/// Sizes of trained vocabularies: single bytes and the end of a text, and more than any in use.
+const TRAINED_SIZES: RangeInclusive<u64> = 257..=1 << 20;
+
+fn serialize_train<S: Serializer>(vocab_size: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    let mut map = serializer.serialize_map(Some(2))?;
+    map.serialize_entry("train", BPE)?;
+    map.serialize_entry("vocab_size", vocab_size)?;
+    map.end()
+}
+
+impl TokenizerSource {
+    fn read_train(input: Input<'_>, entries: &[(Spanned<String>, Node)]) -> Result<Self, Mismatch> {
+        let (mut kind, mut size) = (None, None);
+        for (key, node) in entries {
+            let at = Input { node, ..input };
+            match key.value.as_str() {
+                "train" if matches!(&node.value, Yaml::Text(text) if text == BPE) => kind = Some(()),
+                "vocab_size" => size = u64::read(at).ok().filter(|size| TRAINED_SIZES.contains(size)),
+                _ => return Err(because::<Self>(at, format!("{}: {}", key.value, at.describe()))),
+            }
+        }
+        match (kind, size) {
+            (Some(()), Some(vocab_size)) => Ok(TokenizerSource::Train { vocab_size }),
+            _ => Err(mismatch::<Self>(input)),
+        }
+    }
+}
+
 impl ConfigValue for TokenizerSource {
     fn read(input: Input<'_>) -> Result<Self, Mismatch> {
+        if let Yaml::Map(entries) = &input.node.value {
+            return Self::read_train(input, entries);
+        }
         let path = PathBuf::read(input).map_err(|inner| Mismatch { expected: Self::describe(), ..inner })?;
         Ok(if path.as_os_str() == "byte-level" {
             TokenizerSource::ByteLevel
@@ -81,11 +162,16 @@ impl ConfigValue for TokenizerSource {
         })
     }
     fn describe() -> String {
-        "byte-level | folder | .gguf file".to_owned()
+        format!(
+            "byte-level | folder | .gguf file | {{train: bpe, vocab_size: {} to {}}}",
+            TRAINED_SIZES.start(),
+            TRAINED_SIZES.end()
+        )
     }
     fn text(&self) -> String {
         match self {
             TokenizerSource::ByteLevel => "byte-level".to_owned(),
+            TokenizerSource::Train { vocab_size } => format!("{{train: {BPE}, vocab_size: {vocab_size}}}"),
             TokenizerSource::Path(path) => path.text(),
         }
     }

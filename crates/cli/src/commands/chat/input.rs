@@ -13,6 +13,7 @@ use rustyline::{Cmd, Config, Context, Editor, Helper, KeyCode, KeyEvent, Modifie
 
 use super::command::COMMANDS;
 use crate::failure::Failure;
+use crate::output::errln;
 
 const PROMPT: &str = "> ";
 /// Before and after a message of more than one line.
@@ -51,7 +52,7 @@ impl Input {
         let history = history.filter(|path| match prepare(path).and_then(|()| load(&mut editor, path)) {
             Ok(()) => true,
             Err(error) => {
-                eprintln!("what is typed is not kept: {}: {error}", path.display());
+                errln!("what is typed is not kept: {}: {error}", path.display());
                 false
             }
         });
@@ -75,7 +76,7 @@ impl Input {
                             _ => Ok(()),
                         };
                         if let Err(error) = kept {
-                            eprintln!("what is typed is not kept any more: {error}");
+                            errln!("what is typed is not kept any more: {error}");
                             *history = None;
                         }
                     }

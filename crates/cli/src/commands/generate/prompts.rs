@@ -1,11 +1,15 @@
 //! The prompts that a command line names: one, standard input, or a file of many.
 
+use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
 use serde_json::Value;
 
 use crate::failure::Failure;
+
+/// More than any prompts have.
+const MOST_BYTES: u64 = 256 << 20;
 
 /// What is to be continued.
 #[derive(Debug, PartialEq)]
@@ -19,9 +23,7 @@ pub struct PromptText {
 pub fn one(text: &str) -> Result<PromptText, Failure> {
     let text = match text {
         "-" => {
-            let mut bytes = Vec::new();
-            std::io::stdin().lock().read_to_end(&mut bytes)?;
-            let text = utf8(bytes, "standard input")?;
+            let text = utf8(bounded(std::io::stdin().lock(), "standard input")?, "standard input")?;
             let text = text.strip_suffix('\n').unwrap_or(&text);
             text.strip_suffix('\r').unwrap_or(text).to_owned()
         }
@@ -33,8 +35,8 @@ pub fn one(text: &str) -> Result<PromptText, Failure> {
 /// `--prompts`: a line a prompt, or an object a line where the file's name ends with `.jsonl`; empty lines are left out.
 pub fn many(path: &Path) -> Result<Vec<PromptText>, Failure> {
     let name = path.display().to_string();
-    let bytes = std::fs::read(path).map_err(|e| Failure::usage(format!("--prompts {name}: {e}")))?;
-    let text = utf8(bytes, &name)?;
+    let file = File::open(path).map_err(|e| Failure::usage(format!("--prompts {name}: {e}")))?;
+    let text = utf8(bounded(file, &name)?, &name)?;
     let json = path.extension().is_some_and(|ending| ending == "jsonl" || ending == "ndjson");
     let mut prompts = Vec::new();
     for (number, line) in (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty()) {
@@ -54,6 +56,17 @@ fn json_prompt(line: &str, place: &str) -> Result<String, Failure> {
     match object.get("prompt").and_then(Value::as_str) {
         Some(prompt) => Ok(prompt.to_owned()),
         None => Err(Failure::usage(format!("{place}the object has no text called \"prompt\""))),
+    }
+}
+
+/// All of it, if it comes to an end.
+fn bounded(reader: impl Read, name: &str) -> Result<Vec<u8>, Failure> {
+    let mut bytes = Vec::new();
+    let read = reader.take(MOST_BYTES + 1).read_to_end(&mut bytes);
+    read.map_err(|e| Failure::usage(format!("{name}: {e}")))?;
+    match bytes.len() as u64 > MOST_BYTES {
+        true => Err(Failure::usage(format!("{name}: longer than {} MiB", MOST_BYTES >> 20))),
+        false => Ok(bytes),
     }
 }
 

@@ -39,6 +39,31 @@ fn assignments_go_over_the_file() {
 }
 
 #[test]
+fn assignments_mend_wrong_values_of_the_file() {
+    let with = |file: &str, assignments: &[&str]| {
+        let overrides: Vec<Override> = assignments.iter().map(|a| Override::set(a).unwrap()).collect();
+        RawConfig::from_str_with(file, "run.yaml", &overrides).map_err(|e| e.to_string())
+    };
+    let file = "model: x\ntraining:\n  batch_size: four\n  optimizer: adamx\n";
+    let mended = with(file, &["training.batch_size=4", "training.optimizer=adamw"]).unwrap();
+    assert_eq!(mended, read("model: x\ntraining: {batch_size: 4, optimizer: adamw}"));
+    let unset = with(file, &["training.batch_size=", "training={optimizer: adamw}"]).unwrap();
+    assert_eq!(unset, read("model: x\ntraining: {optimizer: adamw}"));
+    let rival = with("model: x\ntraining: {epochs: many}", &["training.steps=5"]).unwrap();
+    assert_eq!(rival, read("model: x\ntraining: {steps: 5}"));
+    let other = with("model: [1, 2]", &["model.from_scratch.hidden_size=8"]);
+    assert!(other.is_err());
+
+    // What is left wrong is named where it stands; so is what the command line says wrong.
+    let left = with(file, &["training.batch_size=4"]).unwrap_err();
+    assert!(left.starts_with("run.yaml:4:14: training.optimizer: expected"), "{left}");
+    let again = with(file, &["training.batch_size=five", "training.optimizer=adamw"]).unwrap_err();
+    assert!(again.starts_with("--set training.batch_size=five: training.batch_size: expected"), "{again}");
+    let unknown = with("model: x\nbatch: 4", &["training.batch_size=4"]).unwrap_err();
+    assert!(unknown.starts_with("run.yaml:2:1: unknown key 'batch'"), "{unknown}");
+}
+
+#[test]
 fn bad_assignments_are_named_and_change_nothing() {
     for (assignment, expected) in [
         (

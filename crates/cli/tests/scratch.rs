@@ -1,0 +1,94 @@
+//! Models that begin from nothing: every family, and a tokenizer that is trained on the data.
+
+mod support;
+
+use serde_json::Value;
+use support::{folder, ok, plimsoll, text};
+
+const FAMILIES: [&str; 10] =
+    ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2", "phi3", "olmo2"];
+
+fn set(values: &[&str]) -> Vec<String> {
+    values.iter().flat_map(|value| ["--set".to_owned(), (*value).to_owned()]).collect()
+}
+
+#[test]
+fn every_family_trains_is_saved_and_loads_again() {
+    let folder = folder();
+    for family in FAMILIES {
+        let out = format!("out-{family}");
+        let values = set(&[
+            &format!("model.from_scratch.architecture={family}"),
+            "model.from_scratch.tokenizer={train: bpe, vocab_size: 300}",
+            &format!("output.dir={out}"),
+            "training.steps=2",
+        ]);
+        let arguments: Vec<&str> =
+            ["train", "c.yaml", "--json"].into_iter().chain(values.iter().map(String::as_str)).collect();
+        let report: Value = serde_json::from_str(&ok(folder.path(), &arguments)).unwrap();
+        assert_eq!(
+            report["planned"]["device_peak_bytes"], report["measured"]["device_peak_bytes"],
+            "{family}"
+        );
+        let model = folder.path().join(&out);
+        assert!(model.join("tokenizer/tokenizer.json").is_file() && model.join("plimsoll.yaml").is_file());
+        let saved = ["final", "model", "."]
+            .map(|name| model.join(name))
+            .into_iter()
+            .find(|path| path.join("config.json").is_file());
+        let saved = saved.unwrap_or_else(|| {
+            panic!("{family}: {:?}", std::fs::read_dir(&model).unwrap().collect::<Vec<_>>())
+        });
+        let config: Value =
+            serde_json::from_slice(&std::fs::read(saved.join("config.json")).unwrap()).unwrap();
+        let model_type = if family == "gemma3" { "gemma3_text" } else { family };
+        assert_eq!(
+            (&config["model_type"], &config["vocab_size"], &config["eos_token_id"]),
+            (&model_type.into(), &300.into(), &0.into())
+        );
+        let evaluated = ok(
+            folder.path(),
+            &[
+                "eval",
+                "--model",
+                saved.to_str().unwrap(),
+                "--data",
+                "text.txt",
+                "--sequence-length",
+                "12",
+                "--json",
+            ],
+        );
+        let evaluated: Value = serde_json::from_str(&evaluated).unwrap();
+        assert!(evaluated["loss"].as_f64().unwrap().is_finite(), "{family}");
+    }
+}
+
+#[test]
+fn a_trained_tokenizer_is_kept_with_the_run() {
+    let folder = folder();
+    let values = set(&["model.from_scratch.tokenizer={train: bpe, vocab_size: 300}", "training.steps=4"]);
+    let values: Vec<&str> = values.iter().map(String::as_str).collect();
+    let plan = ok(folder.path(), &[&["plan", "c.yaml", "--json"], values.as_slice()].concat());
+    let plan: Value = serde_json::from_str(&plan).unwrap();
+    assert!(plan["fits"].as_bool().unwrap());
+    ok(folder.path(), &[&["train", "c.yaml"], values.as_slice(), &["--set", "training.steps=2"]].concat());
+    let file = folder.path().join("out/tokenizer/tokenizer.json");
+    let before = std::fs::read(&file).unwrap();
+    // What is continued reads with the tokenizer that it began with.
+    ok(folder.path(), &[&["train", "c.yaml", "--resume"], values.as_slice()].concat());
+    assert_eq!(std::fs::read(&file).unwrap(), before);
+    // The resolved configuration can be run again, and gives the same tokenizer.
+    ok(folder.path(), &["train", "out/plimsoll.yaml", "--set", "output.dir=again"]);
+    assert_eq!(std::fs::read(folder.path().join("again/tokenizer/tokenizer.json")).unwrap(), before);
+    let wrong = plimsoll(
+        folder.path(),
+        &["plan", "c.yaml", "--set", "model.from_scratch.tokenizer={train: wordpiece, vocab_size: 9}"],
+    );
+    assert_eq!(wrong.status.code(), Some(2));
+    assert!(
+        text(&wrong.stderr).contains("{train: bpe, vocab_size: 257 to 1048576}"),
+        "{}",
+        text(&wrong.stderr)
+    );
+}

@@ -1,0 +1,185 @@
+//! The shape of a model that is trained from scratch: its family, by the words of a `config.json` with the sizes that
+//! the user gives, and its tokenizer.
+
+use std::path::Path;
+
+use plimsoll_model::hf_config::parse_config;
+use plimsoll_model::tokenizer::{BPE_END_OF_TEXT, Tokenizer};
+use plimsoll_model::{ModelSpec, SpecError};
+use serde_json::{Value, json};
+
+use crate::OriginError;
+use crate::config::{Architecture, FromScratchConfig, RawConfig, TokenizerSource};
+
+/// The tokenizer of a model from scratch.
+#[derive(Clone, Debug)]
+pub enum ScratchTokenizer {
+    /// One that is there.
+    Ready(Box<Tokenizer>),
+    /// One that is trained on the data before the model is: byte-level BPE with this many tokens at most.
+    Train {
+        /// Tokens at most.
+        vocab_size: u64,
+    },
+}
+
+impl ScratchTokenizer {
+    fn find(source: TokenizerSource) -> Result<ScratchTokenizer, OriginError> {
+        let ready = match source {
+            TokenizerSource::ByteLevel => Tokenizer::byte_level()?,
+            TokenizerSource::Train { vocab_size } => return Ok(ScratchTokenizer::Train { vocab_size }),
+            TokenizerSource::Path(file) if file.is_file() => Tokenizer::from_gguf_file(&file)?,
+            TokenizerSource::Path(folder) => Tokenizer::from_hf_dir(&folder)?,
+        };
+        Ok(ScratchTokenizer::Ready(Box::new(ready)))
+    }
+
+    /// Its tokens, or how many it has at most.
+    fn vocab_size(&self) -> u64 {
+        match self {
+            ScratchTokenizer::Ready(tokenizer) => tokenizer.vocab_size() as u64,
+            ScratchTokenizer::Train { vocab_size } => *vocab_size,
+        }
+    }
+
+    /// The tokens that begin and end a text.
+    fn ends(&self) -> (Option<u32>, Option<u32>) {
+        match self {
+            ScratchTokenizer::Ready(tokenizer) => (tokenizer.bos_token(), tokenizer.eos_token()),
+            ScratchTokenizer::Train { .. } => (Some(BPE_END_OF_TEXT), Some(BPE_END_OF_TEXT)),
+        }
+    }
+}
+
+/// The model that `model.from_scratch` describes.
+pub(crate) fn model(config: &RawConfig) -> Result<(ModelSpec, ScratchTokenizer), OriginError> {
+    let sizes = &config.model.from_scratch;
+    let tokenizer = ScratchTokenizer::find(sizes.tokenizer())?;
+    let vocab_size = sizes.vocab_size.unwrap_or(tokenizer.vocab_size());
+    if vocab_size < tokenizer.vocab_size() {
+        let reason = format!("{vocab_size} is smaller than the tokenizer's {}", tokenizer.vocab_size());
+        return Err(SpecError { key: "vocab_size", reason }.into());
+    }
+    let keys = keys(sizes, vocab_size, config.data.sequence_length())?;
+    let path = Path::new("model.from_scratch");
+    let mut spec = parse_config(path, &keys.to_string(), "from scratch".to_owned())?;
+    let (begin, end) = tokenizer.ends();
+    spec.bos_token = begin;
+    spec.eos_tokens = end.into_iter().collect();
+    spec.check()?;
+    Ok((spec, tokenizer))
+}
+
+/// The sizes as the family's `config.json` has them; what they leave open is the family's own.
+fn keys(sizes: &FromScratchConfig, vocab_size: u64, sequence_length: u64) -> Result<Value, OriginError> {
+    let need = |value: Option<u64>, key| value.ok_or(OriginError::MissingSize { key });
+    let architecture = sizes.architecture();
+    let hidden_size = need(sizes.hidden_size, "hidden_size")?;
+    let heads = need(sizes.num_attention_heads, "num_attention_heads")?;
+    let layers = need(sizes.num_hidden_layers, "num_hidden_layers")?;
+    let intermediate_size = need(sizes.intermediate_size, "intermediate_size")?;
+    let wrong = |key, reason: String| Err(SpecError { key, reason }.into());
+    if sizes.head_dim.is_none() && (heads == 0 || !hidden_size.is_multiple_of(heads)) {
+        let remedy = if architecture.has_head_dim() { "; set head_dim" } else { "" };
+        return wrong(
+            "num_attention_heads",
+            format!("{heads} does not divide hidden_size {hidden_size}{remedy}"),
+        );
+    }
+    let head_dim = sizes.head_dim.unwrap_or(hidden_size / heads.max(1));
+    if !architecture.has_head_dim() && head_dim.saturating_mul(heads) != hidden_size {
+        return wrong(
+            "head_dim",
+            format!("in {} heads are hidden_size / num_attention_heads wide", architecture.name()),
+        );
+    }
+    let kv_heads = sizes.num_key_value_heads.unwrap_or(heads);
+    let positions = sizes.max_position_embeddings.unwrap_or(sequence_length);
+    let tied = sizes.tie_word_embeddings.unwrap_or(architecture.ties_embeddings());
+    if architecture == Architecture::Gpt2 {
+        if kv_heads != heads {
+            return wrong(
+                "num_key_value_heads",
+                "in gpt2 every head has keys and values of its own".to_owned(),
+            );
+        }
+        return Ok(json!({
+            "model_type": "gpt2",
+            "vocab_size": vocab_size,
+            "n_embd": hidden_size,
+            "n_head": heads,
+            "n_layer": layers,
+            "n_inner": intermediate_size,
+            "n_positions": positions,
+            "layer_norm_epsilon": sizes.rms_norm_eps(),
+            "tie_word_embeddings": tied,
+            "initializer_range": sizes.initializer_range(),
+        }));
+    }
+    Ok(json!({
+        "model_type": architecture.model_type(),
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        // The scale of Gemma's scores goes with the width of its heads.
+        "query_pre_attn_scalar": head_dim,
+        "max_position_embeddings": positions,
+        "rope_theta": sizes.rope_theta(),
+        "rms_norm_eps": sizes.rms_norm_eps(),
+        "tie_word_embeddings": tied,
+        "initializer_range": sizes.initializer_range(),
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(more: &str) -> Result<ModelSpec, String> {
+        let text = format!(
+            "model: {{from_scratch: {{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, {more}}}}}"
+        );
+        model(&RawConfig::from_str(&text, "test").unwrap()).map(|(spec, _)| spec).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn every_family_has_its_own_parts() {
+        for architecture in Architecture::ALL {
+            let spec = found(&format!("architecture: {}", architecture.name())).unwrap();
+            assert_eq!((spec.hidden_size, spec.num_layers, spec.vocab_size), (32, 2, 257));
+            assert_eq!((spec.attention.head_dim, spec.max_position_embeddings), (8, 512));
+            assert_eq!(spec.architecture, architecture.model_type());
+            assert_eq!(spec.tie_word_embeddings, architecture.ties_embeddings());
+            assert_eq!(spec.attention.scale, None);
+        }
+        let gemma =
+            found("architecture: gemma3, num_key_value_heads: 2, tie_word_embeddings: false").unwrap();
+        assert!(
+            gemma.attention.qk_norm.is_some() && gemma.norm.one_plus_weight && !gemma.tie_word_embeddings
+        );
+        let llama = found("head_dim: 16, rope_theta: 5e5, rms_norm_eps: 1e-6, vocab_size: 300").unwrap();
+        assert_eq!((llama.q_size(), llama.vocab_size, llama.norm.epsilon), (64, 300, 1e-6));
+    }
+
+    #[test]
+    fn what_a_family_does_not_have_is_refused() {
+        for (more, words) in [
+            ("architecture: gpt2, num_key_value_heads: 2", "model.from_scratch.num_key_value_heads: in gpt2"),
+            ("architecture: gpt2, head_dim: 16", "model.from_scratch.head_dim: in gpt2"),
+            ("architecture: phi3, head_dim: 16", "model.from_scratch.head_dim: in phi3"),
+            ("vocab_size: 100", "model.from_scratch.vocab_size: 100 is smaller than the tokenizer's 257"),
+            ("num_key_value_heads: 3", "model.from_scratch"),
+            (
+                "tokenizer: {train: bpe, vocab_size: 500}, vocab_size: 400",
+                "is smaller than the tokenizer's 500",
+            ),
+        ] {
+            let error = found(more).unwrap_err();
+            assert!(error.contains(words), "{more}: {error}");
+        }
+    }
+}
