@@ -5,7 +5,7 @@ use plimsoll_device::DType;
 use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
-    AttentionKind, Checkpointing, GradientClipping, Group, Linears, LossScaling, NormSource, Offload,
+    AttentionKind, Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling, NormSource, Offload,
     Precision, StepError, StepSettings, TrainingMethod, UpdateTiming,
 };
 
@@ -457,6 +457,7 @@ pub(crate) fn step_settings(
         },
         method: method.clone(),
         offload: Offload::NONE,
+        kept_layers: KeptLayers::NONE,
         micro_batches_per_pass: training.micro_batches_per_pass().set().unwrap_or(1),
         seed: training.seed(),
     }

@@ -39,7 +39,7 @@ pub use optimizer::{
 };
 pub use policy::{Checkpointing, Compression, Group, Groups, LayerPolicy, Save, SavePolicy};
 pub use settings::{
-    Adapters, AttentionKind, GradientClipping, Linears, LossScaling, MicroBatch, NormSource, Offload,
+    Adapters, AttentionKind, GradientClipping, KeptLayers, Linears, LossScaling, MicroBatch, NormSource, Offload,
     Precision, StepSettings, TrainingMethod, UpdateTiming,
 };
 pub use store::{BlockWeights, StoredWeight, StreamedStore, WeightStorage, WeightStore};

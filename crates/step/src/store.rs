@@ -19,7 +19,7 @@ use crate::head::reshaped;
 use crate::linear::Linear;
 use crate::norm::Norm;
 
-pub(crate) use streamed::AwayParameter;
+pub(crate) use streamed::{Away, AwayParameter};
 pub use streamed::StreamedStore;
 
 /// The weights of one block, for as long as the step works on it.
