@@ -40,7 +40,7 @@ pub use data::{ColumnsConfig, DataConfig, DataFormat, TrainOn, Truncation};
 pub use error::{ConfigError, ConflictingKey};
 pub use keys::keys;
 pub use lora::{LoraBias, LoraInit, LoraOptions, Names, Patterns, Quantization, Targets};
-pub use memory::{MemoryConfig, OffloadConfig, OffloadTarget};
+pub use memory::{KeptLayersConfig, MemoryConfig, OffloadConfig, OffloadTarget};
 pub use model::{Architecture, FromScratchConfig, ModelConfig, TokenizerSource};
 pub use optimizer::{Optimizer, OptimizerOptions, ParameterGroup, ParameterGroups, ScaleType};
 pub use output::OutputConfig;

@@ -14,7 +14,7 @@ use crate::config::{
     RawConfig, TrainingConfig,
 };
 use crate::dry_run::DryRun;
-use crate::offload::{self, Kind, as_said, stages};
+use crate::offload::{self, Kind, as_said, kept_as_said, stages};
 use crate::optimizer::optimizer_settings;
 use crate::time::{Rates, TimeEstimate};
 
@@ -139,15 +139,43 @@ pub fn choose(
 ) -> Result<Choice, StepError> {
     let search = Search { config, spec, method, rates, limits };
     let mut smallest: Vec<Choice> = Vec::new();
-    let said = as_said(&config.memory.offload);
-    for offload in std::iter::once(said).chain(stages(&config.memory.offload)) {
+    for offload in search.offloads() {
         if let Some(choice) = search.candidates(offload, &mut smallest)? {
-            return search.together(choice);
+            let together = search.together(&choice)?;
+            let filled = search.filled(choice)?;
+            let Some(together) = together else { return Ok(filled) };
+            let together = search.filled(together)?;
+            let faster = together.time.tokens_per_second > filled.time.tokens_per_second;
+            return Ok(if faster { together } else { filled });
         }
     }
-    // Every list has at least one entry; among equals the first is the one with the least offload.
-    let nearest = smallest.into_iter().min_by_key(|choice| limits.distance(choice));
-    nearest.ok_or(StepError::BatchShape { got: 0, batch_size: 0, sequence_length: 0 })
+    search.nearest(smallest)
+}
+
+/// The first of the lightest forms that fits, or, where none does, the nearest: whether anything fits, without a search
+/// for the fastest that does. [`choose`] finds something that fits wherever this does.
+pub(crate) fn lightest_that_fits(
+    config: &RawConfig,
+    spec: &ModelSpec,
+    method: &TrainingMethod,
+    rates: &Rates,
+    limits: Limits,
+) -> Result<Choice, StepError> {
+    let search = Search { config, spec, method, rates, limits };
+    let mut smallest: Vec<Choice> = Vec::new();
+    for offload in search.offloads() {
+        for precision in precisions(&config.training, method) {
+            for batches in batches(&config.training) {
+                for choice in search.lightest(precision, offload, &batches)? {
+                    if search.fits(&choice, limits.room_bytes) {
+                        return Ok(choice);
+                    }
+                    smallest.push(choice);
+                }
+            }
+        }
+    }
+    search.nearest(smallest)
 }
 
 /// What a search for a step goes by.
@@ -160,6 +188,96 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
+    /// What the user says of offload, and more and more of it where that is left open.
+    fn offloads(&self) -> impl Iterator<Item = Offload> {
+        let said = &self.config.memory.offload;
+        std::iter::once(as_said(said)).chain(stages(said))
+    }
+
+    fn fits(&self, choice: &Choice, room: u64) -> bool {
+        let within = match self.config.training.gradient_checkpointing().set() {
+            Some(GradientCheckpointing::Within(size)) => size.0,
+            _ => u64::MAX,
+        };
+        choice.peak_bytes() <= within && self.limits.allow_within(choice, room)
+    }
+
+    /// Where nothing fits: one that does when as many layers stay as the memory has room for, which a small disk may
+    /// need, or the nearest.
+    fn nearest(&self, smallest: Vec<Choice>) -> Result<Choice, StepError> {
+        let any_disk = Search { limits: Limits { disk_bytes: u64::MAX, ..self.limits }, ..*self };
+        for choice in &smallest {
+            if any_disk.fits(choice, self.limits.room_bytes) {
+                let filled = any_disk.filled_to(choice.clone(), self.limits.room_bytes)?;
+                if self.fits(&filled, self.limits.room_bytes) {
+                    return Ok(filled);
+                }
+            }
+        }
+        // Every list has at least one entry; among equals the first is the one with the least offload.
+        let nearest = smallest.into_iter().min_by_key(|choice| self.limits.distance(choice));
+        nearest.ok_or(StepError::BatchShape { got: 0, batch_size: 0, sequence_length: 0 })
+    }
+
+    /// The same step with what the planner has sent away brought back as far as automatic choices may fill the memory.
+    fn filled(&self, choice: Choice) -> Result<Choice, StepError> {
+        self.filled_to(choice, self.limits.target_bytes)
+    }
+
+    /// The same up to `room`: kind by kind, first the one that spares the disk most for a byte of memory; all of it, or
+    /// that of as many layers as there is room for.
+    fn filled_to(&self, choice: Choice, room: u64) -> Result<Choice, StepError> {
+        let away = |kind: &Kind| {
+            kind.is_open(&self.config.memory) && kind.tier(choice.settings.offload) == Tier::Disk
+        };
+        let kinds: Vec<Kind> = Kind::IN_ORDER.into_iter().filter(away).collect();
+        if kinds.is_empty() || !self.fits(&choice, room) {
+            return Ok(choice);
+        }
+        let mut by_worth = Vec::new();
+        for kind in kinds {
+            let home = self.with_home(&choice, kind)?;
+            let seconds = choice.time.disk_seconds - home.time.disk_seconds;
+            let bytes = self.limits.memory(&home).saturating_sub(self.limits.memory(&choice));
+            by_worth.push((kind, seconds / bytes.max(1) as f64));
+        }
+        by_worth.sort_by(|(_, a), (_, b)| b.total_cmp(a));
+        let mut filled = choice;
+        for (kind, _) in by_worth {
+            let home = self.with_home(&filled, kind)?;
+            if self.fits(&home, room) {
+                filled = home;
+                continue;
+            }
+            // `low` layers fit, `high` do not.
+            let (mut low, mut high) = (0, self.spec.num_layers.saturating_add(1));
+            let from = filled.clone();
+            while low + 1 < high {
+                let middle = low.midpoint(high);
+                let mut kept_layers = from.settings.kept_layers;
+                *kind.kept_mut(&mut kept_layers) = middle;
+                let other = self.again(&from, StepSettings { kept_layers, ..from.settings.clone() })?;
+                if self.fits(&other, room) {
+                    (low, filled) = (middle, other);
+                } else {
+                    high = middle;
+                }
+            }
+        }
+        Ok(filled)
+    }
+
+    /// The same step with a kind of tensor on the device.
+    fn with_home(&self, choice: &Choice, kind: Kind) -> Result<Choice, StepError> {
+        let mut settings = choice.settings.clone();
+        *kind.tier_mut(&mut settings.offload) = Tier::Device;
+        self.again(choice, settings)
+    }
+
+    fn again(&self, choice: &Choice, settings: StepSettings) -> Result<Choice, StepError> {
+        Choice::new(self.spec, settings, choice.accumulation, self.rates)
+    }
+
     fn candidate(
         &self,
         precision: Precision,
@@ -175,28 +293,25 @@ impl Search<'_> {
     /// The best of all candidates with an offload; where none fits, the smallest joins `smallest`.
     fn candidates(&self, offload: Offload, smallest: &mut Vec<Choice>) -> Result<Option<Choice>, StepError> {
         let training = &self.config.training;
-        let within = match training.gradient_checkpointing().set() {
-            Some(GradientCheckpointing::Within(size)) => size.0,
-            _ => u64::MAX,
-        };
         // A precision that loses nothing is preferred to one that does, however fast.
         for precision in precisions(training, self.method) {
-            let fits = |c: &Choice, room| c.peak_bytes() <= within && self.limits.allow_within(c, room);
-            // Where the lightest form does not fit, no other will.
-            let lightest = self.lightest(precision, offload)?;
-            if !lightest.iter().any(|choice| fits(choice, self.limits.room_bytes)) {
-                smallest.extend(lightest);
-                continue;
-            }
-            let mut candidates = Vec::new();
-            for checkpointing in checkpointings(training) {
-                for batch in batches(training) {
-                    candidates.push(self.candidate(precision, checkpointing, batch, offload)?);
+            for batches in batches(training) {
+                // Where the lightest form does not fit, no other will.
+                let lightest = self.lightest(precision, offload, &batches)?;
+                if !lightest.iter().any(|choice| self.fits(choice, self.limits.room_bytes)) {
+                    smallest.extend(lightest);
+                    continue;
                 }
-            }
-            for room in [self.limits.target_bytes, self.limits.room_bytes] {
-                if let Some(index) = best(&candidates, |choice| fits(choice, room)) {
-                    return Ok(Some(candidates.swap_remove(index)));
+                let mut candidates = Vec::new();
+                for checkpointing in checkpointings(training) {
+                    for batch in &batches {
+                        candidates.push(self.candidate(precision, checkpointing, *batch, offload)?);
+                    }
+                }
+                for room in [self.limits.target_bytes, self.limits.room_bytes] {
+                    if let Some(index) = best(&candidates, |choice| self.fits(choice, room)) {
+                        return Ok(Some(candidates.swap_remove(index)));
+                    }
                 }
             }
         }
@@ -205,13 +320,13 @@ impl Search<'_> {
 
     /// The same with as many micro-batches in a pass as is worth their memory, where the user leaves that open: where
     /// passes bring tensors from a disk, and no bit depends on it.
-    fn together(&self, choice: Choice) -> Result<Choice, StepError> {
-        let Choice { settings, accumulation, .. } = &choice;
+    fn together(&self, choice: &Choice) -> Result<Option<Choice>, StepError> {
+        let Choice { settings, accumulation, .. } = choice;
         let Offload { parameters, gradients, .. } = settings.offload;
         let brings = parameters == Tier::Disk || gradients == Tier::Disk;
         let open = self.config.training.micro_batches_per_pass().set().is_none();
         if !(open && brings && *accumulation <= MOST_TOGETHER && keeps_bits(self.spec, self.method)) {
-            return Ok(choice);
+            return Ok(None);
         }
         let mut sizes: Vec<u64> = powers_of_two(*accumulation).chain([*accumulation]).skip(1).collect();
         sizes.dedup();
@@ -221,16 +336,21 @@ impl Search<'_> {
             let other = Choice::new(self.spec, settings, *accumulation, self.rates)?;
             if self.limits.allow_within(&other, self.limits.target_bytes) {
                 let faster = other.time.tokens_per_second > choice.time.tokens_per_second * AS_FAST;
-                return Ok(if faster { other } else { choice });
+                return Ok(faster.then_some(other));
             }
         }
-        Ok(choice)
+        Ok(None)
     }
 
     /// The lightest candidates: the shortest batch, and the two strongest forms of checkpointing where it is left open.
-    fn lightest(&self, precision: Precision, offload: Offload) -> Result<Vec<Choice>, StepError> {
+    fn lightest(
+        &self,
+        precision: Precision,
+        offload: Offload,
+        batches: &[(u64, u64)],
+    ) -> Result<Vec<Choice>, StepError> {
         let training = &self.config.training;
-        let Some(batch) = batches(training).into_iter().min_by_key(|(size, _)| *size) else {
+        let Some(batch) = batches.iter().copied().min_by_key(|(size, _)| *size) else {
             return Ok(Vec::new());
         };
         let mut forms = checkpointings(training);
@@ -284,12 +404,13 @@ pub fn lighter_choices(
     let groups = Checkpointing::Selective(Group::ALL.into_iter().take(3).collect());
     let mut forms = vec![own.checkpointing];
     forms.extend([groups, Checkpointing::Full, Checkpointing::Sqrt]);
-    let lighter = |checkpointing, batch_size, offload| {
+    let lighter = |checkpointing, batch_size, offload, kept_layers| {
         let loss_chunk_tokens = own.loss_chunk_tokens.min(batch_size * own.sequence_length);
         let settings = StepSettings {
             checkpointing,
             batch_size,
             offload,
+            kept_layers,
             loss_chunk_tokens,
             micro_batches_per_pass: 1,
             ..own.clone()
@@ -297,9 +418,13 @@ pub fn lighter_choices(
         Choice::new(spec, settings, effective / batch_size, rates)
     };
     let mut all = Vec::new();
-    for checkpointing in forms {
-        for size in &sizes {
-            all.push(lighter(checkpointing, *size, own.offload)?);
+    let mut kepts = vec![own.kept_layers, KeptLayers::NONE];
+    kepts.dedup();
+    for kept_layers in kepts {
+        for checkpointing in &forms {
+            for size in &sizes {
+                all.push(lighter(*checkpointing, *size, own.offload, kept_layers)?);
+            }
         }
     }
     let least = all.iter().map(|other| limits.memory(other)).min().unwrap_or(0);
@@ -310,7 +435,7 @@ pub fn lighter_choices(
             continue;
         }
         *tier = Tier::Disk;
-        let further = lighter(Checkpointing::Full, 1, offload)?;
+        let further = lighter(Checkpointing::Full, 1, offload, KeptLayers::NONE)?;
         if limits.memory(&further) < least {
             all.push(further);
         }
@@ -389,8 +514,20 @@ fn every_checkpointing() -> Vec<Checkpointing> {
     whole.into_iter().chain(every).chain(sets).collect()
 }
 
-/// Pairs of batch size and accumulation that the user's words leave open.
-fn batches(training: &TrainingConfig) -> Vec<(u64, u64)> {
+/// Pairs of batch size and accumulation that the user's words leave open, and those to turn to where none of them fits.
+fn batches(training: &TrainingConfig) -> Vec<Vec<(u64, u64)>> {
+    let first = preferred_batches(training);
+    let said = [training.batch_size(), training.gradient_accumulation_steps()];
+    let said = said.into_iter().chain(training.effective_batch_size).any(|key| key.set().is_some());
+    if said || !training.optimizer_in_backward() {
+        return vec![first];
+    }
+    // A sum over micro-batches is a gradient that lives through the whole pass: without it there is none to keep.
+    let most = DEFAULT_EFFECTIVE_BATCH / 2;
+    vec![first, powers_of_two(most).map(|batch_size| (batch_size, 1)).collect()]
+}
+
+fn preferred_batches(training: &TrainingConfig) -> Vec<(u64, u64)> {
     let batch_size = training.batch_size().set();
     let accumulation = training.gradient_accumulation_steps().set();
     let effective = training.effective_batch_size.and_then(Auto::set);
@@ -457,7 +594,7 @@ pub(crate) fn step_settings(
         },
         method: method.clone(),
         offload: Offload::NONE,
-        kept_layers: KeptLayers::NONE,
+        kept_layers: kept_as_said(&config.memory.kept_layers),
         micro_batches_per_pass: training.micro_batches_per_pass().set().unwrap_or(1),
         seed: training.seed(),
     }
@@ -477,6 +614,7 @@ pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
     let fp8 = linears == Linears::Fp8;
     let narrow = fp8 || weights != DType::F32;
     resolved.memory.offload = offload::resolved(choice.settings.offload);
+    resolved.memory.kept_layers = offload::kept_resolved(choice.settings.kept_layers);
     let training = &mut resolved.training;
     training.batch_size = Some(Auto::Set(choice.settings.batch_size));
     training.gradient_accumulation_steps = Some(Auto::Set(choice.accumulation));
