@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use plimsoll_device::cpu::quantize::can_quantize;
-use plimsoll_device::cpu::{Isa, MachineRates, Pool};
+use plimsoll_device::cpu::{Isa, Pool};
 use plimsoll_device::{Cpu, DType};
-use plimsoll_disk::EngineSettings;
 use plimsoll_memory::ByteSize;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
@@ -14,9 +13,7 @@ use plimsoll_step::Precision;
 
 use crate::args::ConfigSource;
 use crate::failure::Failure;
-
-/// Transcendental evaluations take about this many products' worth of time.
-const FLOPS_PER_EXP: f64 = 100.0;
+use crate::speeds::Speeds;
 
 /// How often a plan is made until it fits beside what planning leaves in memory.
 pub const PLANS: u32 = 3;
@@ -62,20 +59,22 @@ pub fn load_config_with(
     Ok(config)
 }
 
-/// Bytes that are written and read to find out how fast a disk is: some hundredths of a second.
-const DISK_SAMPLE: u64 = 32 << 20;
-
 /// The threads and kernels of this machine, and what it can do.
 pub struct Engine {
     pub hardware: Hardware,
     pub pool: Arc<Pool>,
     pub isa: Isa,
-    pub rates: Rates,
+    pub speeds: Speeds,
 }
 
 impl Engine {
-    /// Starts the pool and measures the machine.
+    /// Starts the pool. The machine is measured if it never was.
     pub fn start(threads: Option<usize>) -> Result<Engine, Failure> {
+        Engine::start_measuring(threads, false)
+    }
+
+    /// The same; `again`: measures the machine even if it was before.
+    pub fn start_measuring(threads: Option<usize>, again: bool) -> Result<Engine, Failure> {
         let hardware = Hardware::detect();
         let isa = Isa::detect();
         let threads = threads.unwrap_or(hardware.cpu.threads);
@@ -83,21 +82,15 @@ impl Engine {
             return Err(Failure::usage("--threads must be at least 1"));
         }
         let pool = Pool::new(threads, Cpu::SCRATCH_BYTES).map_err(|e| Failure::other(e.to_string()))?;
-        let measured = MachineRates::measure(&pool, isa);
-        let rates = Rates {
-            matmul_f32: measured.matmul_f32,
-            matmul_bf16: measured.matmul_bf16,
-            memory_bandwidth: measured.memory_bandwidth,
-            exps: measured.matmul_f32 / FLOPS_PER_EXP,
-            disk: DiskRates::USUAL,
-        };
-        Ok(Engine { hardware, pool: Arc::new(pool), isa, rates })
+        let speeds = Speeds::of(&hardware.cpu, &pool, isa, again);
+        Ok(Engine { hardware, pool: Arc::new(pool), isa, speeds })
     }
 
     /// What the planner needs to know; to be asked when everything but the arena is in memory.
     pub fn machine(&self, config: &RawConfig) -> Machine {
+        let disk = self.speeds.disk(&config.disk_path()).map_or(DiskRates::USUAL, |disk| disk.rates);
         Machine {
-            rates: self.rates,
+            rates: Rates { disk, ..self.speeds.machine.rates },
             limits: ProcessLimits::detect(),
             overhead_bytes: overhead_bytes(),
             host_bytes_per_token: plimsoll_train::host_bytes_per_token(config),
@@ -105,7 +98,7 @@ impl Engine {
         }
     }
 
-    /// Plans for a machine, and again with its disk measured where tensors go there.
+    /// Plans for a machine, and again with its disk measured where tensors go to one that never was.
     pub fn plan<E>(
         &self,
         config: &RawConfig,
@@ -113,23 +106,15 @@ impl Engine {
         plan: impl Fn(&Machine) -> Result<TrainingPlan, E>,
     ) -> Result<TrainingPlan, E> {
         let first = plan(machine)?;
-        if first.disk_bytes() == 0 || machine.disk_available.is_none() {
+        let folder = config.disk_path();
+        let elsewhere = machine.disk_available.is_none();
+        if first.disk_bytes() == 0 || elsewhere || self.speeds.disk(&folder).is_some() {
             return Ok(first);
         }
-        plan(&self.machine_with_disk(config, machine))
-    }
-
-    /// A machine with the disk measured that offloaded tensors go to; as before where it cannot be.
-    fn machine_with_disk(&self, config: &RawConfig, machine: &Machine) -> Machine {
-        let folder = disk_space(&config.disk_path()).map(|space| space.folder);
-        let measured = folder.ok().and_then(|folder| {
-            plimsoll_disk::measure(&folder, DISK_SAMPLE, EngineSettings::default(), true).ok()
-        });
-        let disk = measured.map_or(machine.rates.disk, |speed| DiskRates {
-            read: speed.read_rate(),
-            write: speed.write_rate(),
-        });
-        Machine { rates: Rates { disk, ..machine.rates }, ..*machine }
+        match self.speeds.measure_disk(&folder) {
+            Some(disk) => plan(&Machine { rates: Rates { disk, ..machine.rates }, ..*machine }),
+            None => Ok(first),
+        }
     }
 
     /// Memory that this process may use.

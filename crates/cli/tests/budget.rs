@@ -112,6 +112,7 @@ fn steps(run: &Path) -> usize {
 fn started(folder: &Path, arguments: &[&str], run: &Path) -> Child {
     let before = steps(run);
     let mut child = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+        .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"))
         .current_dir(folder)
         .args(arguments)
         .stdout(Stdio::null())

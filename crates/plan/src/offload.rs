@@ -28,6 +28,16 @@ impl Kind {
         }
     }
 
+    /// What it holds.
+    pub fn words(self) -> &'static str {
+        match self {
+            Kind::Optimizer => "optimizer states",
+            Kind::Gradients => "gradients",
+            Kind::Activations => "activations",
+            Kind::Parameters => "weights",
+        }
+    }
+
     /// What the user says of its place.
     pub fn said(self, config: &OffloadConfig) -> Auto<OffloadTarget> {
         match self {

@@ -15,8 +15,11 @@ use crate::config::{
 };
 use crate::dry_run::DryRun;
 use crate::offload::{self, Kind, as_said, kept_as_said, stages};
+use crate::load_line::LoadLine;
 use crate::optimizer::optimizer_settings;
+use crate::shortage::{Resource, Shortage};
 use crate::time::{Rates, TimeEstimate};
+use crate::training_plan::Machine;
 
 /// Sequences of an optimizer step where the user names none.
 const DEFAULT_EFFECTIVE_BATCH: u64 = 8;
@@ -30,6 +33,11 @@ const AS_FAST: f64 = 1.01;
 /// Micro-batches of a step up to which it is tried how many of them are best taken together: each such plan runs all of them
 /// dry.
 const MOST_TOGETHER: u64 = 32;
+
+/// The line of a configuration on a machine.
+pub(crate) fn load_line(config: &RawConfig, machine: &Machine) -> LoadLine {
+    machine.limits.load_line(config.memory.device_budget().set().map(|size| size.0))
+}
 
 /// A training step with nothing left to decide, and what the dry run says of it.
 #[derive(Clone, Debug)]
@@ -65,19 +73,49 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// What a configuration may have on a machine, under a load line.
+    pub(crate) fn of(config: &RawConfig, machine: &Machine) -> Limits {
+        let (overhead, line) = (machine.overhead_bytes, load_line(config, machine));
+        let target = (line.bytes as f64 * config.memory.target_utilization()) as u64;
+        let free = machine.disk_available.unwrap_or(u64::MAX);
+        let enforced = machine.limits.enforced();
+        Limits {
+            room_bytes: line.bytes.saturating_sub(overhead),
+            target_bytes: target.saturating_sub(overhead),
+            host_bytes: config.memory.host_budget().set().map(|size| size.0),
+            memory_bytes: enforced.map_or(u64::MAX, |line| line.bytes.saturating_sub(overhead)),
+            address_bytes: machine.limits.address_space_left(overhead).unwrap_or(u64::MAX),
+            disk_bytes: config.memory.disk_budget().set().map_or(free, |size| size.0.min(free)),
+            pipeline_bytes_per_token: machine.host_bytes_per_token,
+        }
+    }
+
     /// Whether a step keeps to them.
     pub fn allow(&self, choice: &Choice) -> bool {
         self.allow_within(choice, self.room_bytes)
     }
 
     fn allow_within(&self, choice: &Choice, room: u64) -> bool {
+        Limits { room_bytes: room, ..*self }.shortages(choice).next().is_none()
+    }
+
+    /// Everything that a step would need more of.
+    pub fn shortages(&self, choice: &Choice) -> impl Iterator<Item = Shortage> {
         let host = self.host_tier(choice);
         let in_room = if self.host_bytes.is_none() { host } else { 0 };
-        choice.peak_bytes().saturating_add(in_room) <= room
-            && self.host_bytes.is_none_or(|budget| host <= budget)
-            && self.memory(choice) <= self.memory_bytes
-            && self.address_space(choice) <= self.address_bytes
-            && choice.dry_run.disk_bytes() <= self.disk_bytes
+        let needs = [
+            (Resource::Memory, choice.peak_bytes().saturating_add(in_room), self.room_bytes),
+            (Resource::Host, host, self.host_bytes.unwrap_or(u64::MAX)),
+            (Resource::Process, self.memory(choice), self.memory_bytes),
+            (Resource::AddressSpace, self.address_space(choice), self.address_bytes),
+            (Resource::Disk, choice.dry_run.disk_bytes(), self.disk_bytes),
+        ];
+        let short = needs.into_iter().filter(|(_, needed, allowed)| needed > allowed);
+        short.map(|(resource, needed_bytes, allowed_bytes)| Shortage {
+            resource,
+            needed_bytes,
+            allowed_bytes,
+        })
     }
 
     /// Bytes of the host tier with the data pipeline.
@@ -205,13 +243,19 @@ impl Search<'_> {
     /// Where nothing fits: one that does when as many layers stay as the memory has room for, which a small disk may
     /// need, or the nearest.
     fn nearest(&self, smallest: Vec<Choice>) -> Result<Choice, StepError> {
+        let room = self.limits.room_bytes;
         let any_disk = Search { limits: Limits { disk_bytes: u64::MAX, ..self.limits }, ..*self };
-        for choice in &smallest {
-            if any_disk.fits(choice, self.limits.room_bytes) {
-                let filled = any_disk.filled_to(choice.clone(), self.limits.room_bytes)?;
-                if self.fits(&filled, self.limits.room_bytes) {
-                    return Ok(filled);
-                }
+        let fitting = smallest.iter().filter(|choice| any_disk.fits(choice, room));
+        let least_disk = fitting.min_by_key(|choice| choice.dry_run.disk_bytes());
+        // What comes back leaves the disk and takes as much memory, whole pages aside.
+        let may_do = |choice: &&Choice| {
+            let short = choice.dry_run.disk_bytes().saturating_sub(self.limits.disk_bytes);
+            short / 2 <= room.saturating_sub(self.limits.memory(choice))
+        };
+        if let Some(choice) = least_disk.filter(may_do) {
+            let filled = any_disk.filled_to(choice.clone(), room)?;
+            if self.fits(&filled, room) {
+                return Ok(filled);
             }
         }
         // Every list has at least one entry; among equals the first is the one with the least offload.

@@ -7,7 +7,8 @@ use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_train::{MemoryReading, Prepared, StopFlag, Surroundings, TrainingOutcome};
 
 use crate::args::TrainArgs;
-use crate::commands::plan::{describe, misfits, remedies};
+use crate::commands::advice::{misfits, remedies};
+use crate::commands::plan::{PlanSpeeds, describe};
 use crate::failure::Failure;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
@@ -35,7 +36,7 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     let plan = engine.plan(prepared.config(), &machine, |machine| prepared.plan(machine))?;
     if !args.json {
         // What cannot be shown is no reason not to train.
-        let _ = out!("{}", describe(&plan));
+        let _ = out!("{}", describe(&plan, &PlanSpeeds::here(&engine, &plan)));
     }
     if !plan.fits() {
         return Err(Failure::does_not_fit(format!("{}{}", misfits(&plan), remedies(&plan))));
