@@ -7,7 +7,11 @@ use serde_json::Value;
 
 fn plimsoll(folder: &Path, arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_plimsoll"))
-        .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder).args(arguments).output().unwrap()
+        .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"))
+        .current_dir(folder)
+        .args(arguments)
+        .output()
+        .unwrap()
 }
 
 fn text(bytes: &[u8]) -> String {

@@ -3,13 +3,13 @@
 //! A change that is said to fit does: what is said of it comes from the search that the planner makes with it.
 
 use plimsoll_model::{ModelSpec, WeightSource};
-use plimsoll_step::StepError;
 use serde::Serialize;
 
 use crate::config::{Auto, Method, OffloadTarget, RawConfig};
+use crate::limits::Limits;
 use crate::method::training_method;
 use crate::offload::Kind;
-use crate::resolve::{Choice, Limits, lightest_that_fits};
+use crate::resolve::{Choice, lightest_that_fits};
 use crate::shortage::{Resource, Shortage};
 use crate::training_plan::Machine;
 
@@ -105,19 +105,19 @@ pub(crate) fn alternatives(
     stored: Option<&WeightSource>,
     machine: &Machine,
     choice: &Choice,
-) -> Result<Vec<Alternative>, StepError> {
+) -> Vec<Alternative> {
     let question = Question { config, spec, stored, machine };
     let limits = Limits::of(config, machine);
     let fits = limits.allow(choice);
     let mut list: Vec<Alternative> = Vec::new();
-    for change in question.changes(choice, fits)? {
+    for change in question.changes(choice, fits) {
         // Several changes at once are for when none by itself is enough.
         if !fits && change.extent == Extent::Bundle && list.iter().any(|other| other.fits) {
             continue;
         }
         let Some(other) = question.with(&change.sets) else { continue };
         let limits = Limits::of(&other, machine);
-        let Some(found) = question.lightest(&other, limits)? else { continue };
+        let Some(found) = question.lightest(&other, limits) else { continue };
         let shortages: Vec<Shortage> = limits.shortages(&found).collect();
         let lighter = found.peak_bytes() < choice.peak_bytes();
         if lighter || (!fits && shortages.is_empty()) {
@@ -135,7 +135,7 @@ pub(crate) fn alternatives(
             });
         }
     }
-    Ok(list)
+    list
 }
 
 impl Refusal {
@@ -147,11 +147,11 @@ impl Refusal {
         machine: &Machine,
         choice: &Choice,
         tried: &[Alternative],
-    ) -> Result<Refusal, StepError> {
+    ) -> Refusal {
         let question = Question { config, spec, stored, machine };
         let limits = Limits::of(config, machine);
         let any_disk = Limits { disk_bytes: u64::MAX, ..limits };
-        let found = question.lightest(config, any_disk)?.filter(|found| any_disk.allow(found));
+        let found = question.lightest(config, any_disk).filter(|found| any_disk.allow(found));
         let need = |found: &Choice| MemoryAndDisk {
             memory_bytes: limits.memory(found),
             disk_bytes: found.dry_run.disk_bytes(),
@@ -163,19 +163,14 @@ impl Refusal {
             let Some(other) = question.with(&change) else { continue };
             // With no room at all the nearest is the smallest.
             let nothing = Limits { room_bytes: 0, host_bytes: None, disk_bytes: u64::MAX, ..limits };
-            let with_disk = question.lightest(&other, nothing)?;
-            let without_disk = question.lightest(&other, Limits { disk_bytes: 0, ..nothing })?;
+            let with_disk = question.lightest(&other, nothing);
+            let without_disk = question.lightest(&other, Limits { disk_bytes: 0, ..nothing });
             if let (Some(with_disk), Some(without_disk)) = (with_disk, without_disk) {
                 let (with_disk, without_disk) = (need(&with_disk), need(&without_disk));
-                least.push(LeastNeed {
-                    method: other.training.method(),
-                    change,
-                    with_disk,
-                    without_disk,
-                });
+                least.push(LeastNeed { method: other.training.method(), change, with_disk, without_disk });
             }
         }
-        Ok(Refusal { with_more_disk: found.as_ref().map(need), least })
+        Refusal { with_more_disk: found.as_ref().map(need), least }
     }
 }
 
@@ -190,19 +185,19 @@ impl Question<'_> {
     }
 
     /// The lightest step of a configuration that fits, or the nearest; `None` where the model cannot be trained so.
-    fn lightest(&self, config: &RawConfig, limits: Limits) -> Result<Option<Choice>, StepError> {
-        let Ok(method) = training_method(config, self.spec, self.stored) else { return Ok(None) };
-        lightest_that_fits(config, self.spec, &method, &self.machine.rates, limits).map(Some)
+    fn lightest(&self, config: &RawConfig, limits: Limits) -> Option<Choice> {
+        let method = training_method(config, self.spec, self.stored).ok()?;
+        lightest_that_fits(config, self.spec, &method, &self.machine.rates, limits).ok()
     }
 
     /// The changes that are worth a try.
-    fn changes(&self, choice: &Choice, fits: bool) -> Result<Vec<Change>, StepError> {
+    fn changes(&self, choice: &Choice, fits: bool) -> Vec<Change> {
         let lossless: Vec<Change> =
             [self.checkpointing(), self.batch(choice)].into_iter().flatten().collect();
         let places = self.places(fits);
         let narrow = vec![self.narrow()];
         let shorter: Vec<Change> = self.shorter().into_iter().collect();
-        let budgets = if fits { Vec::new() } else { self.budgets(choice)? };
+        let budgets = if fits { Vec::new() } else { self.budgets(choice) };
         let mut list = [&budgets[..], &lossless, &places, &narrow, &shorter].concat();
         let mut bundles = vec![
             bundle(&[&lossless]),
@@ -224,7 +219,7 @@ impl Question<'_> {
         }
         // What the user's keys say already changes nothing.
         list.retain(|change| self.with(&change.sets).is_some_and(|other| other != *self.config));
-        Ok(list)
+        list
     }
 
     /// Nothing kept for the backward pass but the inputs of layers, where the user keeps more.
@@ -237,7 +232,8 @@ impl Question<'_> {
     fn batch(&self, choice: &Choice) -> Option<Change> {
         let training = &self.config.training;
         let said = training.batch_size().set().is_some()
-            || training.gradient_accumulation_steps().set().is_some() && training.effective_batch_size.is_some();
+            || training.gradient_accumulation_steps().set().is_some()
+                && training.effective_batch_size.is_some();
         let effective = choice.settings.batch_size.saturating_mul(choice.accumulation);
         let sets = one_at_a_time(effective);
         (said && choice.settings.batch_size > 1).then(|| single("one sequence at a time", sets))
@@ -263,9 +259,7 @@ impl Question<'_> {
     fn narrow(&self) -> Change {
         match self.config.training.method() {
             Method::Full => single("bf16 without master weights", narrow_sets()),
-            Method::Lora | Method::Qlora => {
-                single("bf16", vec![set("training.mixed_precision", "bf16")])
-            }
+            Method::Lora | Method::Qlora => single("bf16", vec![set("training.mixed_precision", "bf16")]),
         }
     }
 
@@ -277,7 +271,7 @@ impl Question<'_> {
     }
 
     /// Larger budgets for what there is enough of.
-    fn budgets(&self, choice: &Choice) -> Result<Vec<Change>, StepError> {
+    fn budgets(&self, choice: &Choice) -> Vec<Change> {
         let limits = Limits::of(self.config, self.machine);
         let mut list = Vec::new();
         let short = limits.shortages(choice).find(|shortage| shortage.resource == Resource::Host);
@@ -288,13 +282,13 @@ impl Question<'_> {
         if self.config.memory.disk_budget().set().is_some() {
             let free = self.machine.disk_available.unwrap_or(u64::MAX);
             let limits = Limits { disk_bytes: free, ..limits };
-            let found = self.lightest(self.config, limits)?.filter(|found| limits.allow(found));
+            let found = self.lightest(self.config, limits).filter(|found| limits.allow(found));
             list.extend(found.map(|found| {
                 let bytes = found.dry_run.disk_bytes().to_string();
                 single("a larger disk budget", vec![set("memory.disk_budget", &bytes)])
             }));
         }
-        Ok(list)
+        list
     }
 
     /// Methods that need less than the user's.
@@ -317,8 +311,14 @@ impl Question<'_> {
         let effective = choice.settings.batch_size.saturating_mul(choice.accumulation);
         let mut common = one_at_a_time(effective);
         common.push(set("training.gradient_checkpointing", "auto"));
-        common.push(set("memory.offload", "{optimizer: auto, gradients: auto, activations: auto, parameters: auto}"));
-        common.push(set("memory.kept_layers", "{optimizer: auto, gradients: auto, activations: auto, parameters: auto}"));
+        common.push(set(
+            "memory.offload",
+            "{optimizer: auto, gradients: auto, activations: auto, parameters: auto}",
+        ));
+        common.push(set(
+            "memory.kept_layers",
+            "{optimizer: auto, gradients: auto, activations: auto, parameters: auto}",
+        ));
         let own = [self.narrow().sets, common.clone()].concat();
         let others = self.methods().into_iter().map(|method| {
             [method.sets, vec![set("training.mixed_precision", "bf16")], common.clone()].concat()

@@ -241,8 +241,13 @@ mod tests {
     use super::*;
     use crate::hardware::Hardware;
 
-    const RATES: Rates =
-        Rates { matmul_f32: 1e11, matmul_bf16: 2e11, memory_bandwidth: 1e10, exps: 1e9, disk: DiskRates::USUAL };
+    const RATES: Rates = Rates {
+        matmul_f32: 1e11,
+        matmul_bf16: 2e11,
+        memory_bandwidth: 1e10,
+        exps: 1e9,
+        disk: DiskRates::USUAL,
+    };
 
     fn name(threads: usize) -> MachineName {
         MachineName::of(&Hardware::detect().cpu, threads, "AVX2".to_owned())
@@ -321,7 +326,10 @@ mod tests {
         let path = |path: &str| Some(PathBuf::from(path));
         assert_eq!(of(&[("HOME", "/home/me")]), path("/home/me/.cache/plimsoll/rates.json"));
         assert_eq!(of(&[("HOME", "/home/me"), ("XDG_CACHE_HOME", "/c")]), path("/c/plimsoll/rates.json"));
-        assert_eq!(of(&[("HOME", "/home/me"), ("XDG_CACHE_HOME", "c")]), path("/home/me/.cache/plimsoll/rates.json"));
+        assert_eq!(
+            of(&[("HOME", "/home/me"), ("XDG_CACHE_HOME", "c")]),
+            path("/home/me/.cache/plimsoll/rates.json")
+        );
         assert_eq!(of(&[]), None);
     }
 }

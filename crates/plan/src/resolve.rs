@@ -2,11 +2,11 @@
 //! taking the fastest that fits.
 
 use plimsoll_device::DType;
-use plimsoll_memory::{Tag, Tier};
+use plimsoll_memory::Tier;
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
-    AttentionKind, Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling, NormSource, Offload,
-    Precision, StepError, StepSettings, TrainingMethod, UpdateTiming,
+    AttentionKind, Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling, NormSource,
+    Offload, Precision, StepError, StepSettings, TrainingMethod, UpdateTiming,
 };
 
 use crate::config::{
@@ -14,12 +14,10 @@ use crate::config::{
     RawConfig, TrainingConfig,
 };
 use crate::dry_run::DryRun;
+use crate::limits::Limits;
 use crate::offload::{self, Kind, as_said, kept_as_said, stages};
-use crate::load_line::LoadLine;
 use crate::optimizer::optimizer_settings;
-use crate::shortage::{Resource, Shortage};
 use crate::time::{Rates, TimeEstimate};
-use crate::training_plan::Machine;
 
 /// Sequences of an optimizer step where the user names none.
 const DEFAULT_EFFECTIVE_BATCH: u64 = 8;
@@ -34,11 +32,6 @@ const AS_FAST: f64 = 1.01;
 /// dry.
 const MOST_TOGETHER: u64 = 32;
 
-/// The line of a configuration on a machine.
-pub(crate) fn load_line(config: &RawConfig, machine: &Machine) -> LoadLine {
-    machine.limits.load_line(config.memory.device_budget().set().map(|size| size.0))
-}
-
 /// A training step with nothing left to decide, and what the dry run says of it.
 #[derive(Clone, Debug)]
 pub struct Choice {
@@ -50,100 +43,6 @@ pub struct Choice {
     pub dry_run: DryRun,
     /// Its time.
     pub time: TimeEstimate,
-}
-
-/// What a plan must keep to.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Limits {
-    /// Bytes of the load line that are left for the arena; for the host tier and the data pipeline too, where these have
-    /// no budget of their own.
-    pub room_bytes: u64,
-    /// Bytes of them that automatic choices may fill.
-    pub target_bytes: u64,
-    /// The host tier's own budget.
-    pub host_bytes: Option<u64>,
-    /// Bytes that all of it together may take, beside the overhead.
-    pub memory_bytes: u64,
-    /// Bytes of address space beside the overhead: for arenas, and for the files of a checkpoint while it is read.
-    pub address_bytes: u64,
-    /// Bytes of disk.
-    pub disk_bytes: u64,
-    /// Bytes of the data pipeline for each token of a micro-batch.
-    pub pipeline_bytes_per_token: u64,
-}
-
-impl Limits {
-    /// What a configuration may have on a machine, under a load line.
-    pub(crate) fn of(config: &RawConfig, machine: &Machine) -> Limits {
-        let (overhead, line) = (machine.overhead_bytes, load_line(config, machine));
-        let target = (line.bytes as f64 * config.memory.target_utilization()) as u64;
-        let free = machine.disk_available.unwrap_or(u64::MAX);
-        let enforced = machine.limits.enforced();
-        Limits {
-            room_bytes: line.bytes.saturating_sub(overhead),
-            target_bytes: target.saturating_sub(overhead),
-            host_bytes: config.memory.host_budget().set().map(|size| size.0),
-            memory_bytes: enforced.map_or(u64::MAX, |line| line.bytes.saturating_sub(overhead)),
-            address_bytes: machine.limits.address_space_left(overhead).unwrap_or(u64::MAX),
-            disk_bytes: config.memory.disk_budget().set().map_or(free, |size| size.0.min(free)),
-            pipeline_bytes_per_token: machine.host_bytes_per_token,
-        }
-    }
-
-    /// Whether a step keeps to them.
-    pub fn allow(&self, choice: &Choice) -> bool {
-        self.allow_within(choice, self.room_bytes)
-    }
-
-    fn allow_within(&self, choice: &Choice, room: u64) -> bool {
-        Limits { room_bytes: room, ..*self }.shortages(choice).next().is_none()
-    }
-
-    /// Everything that a step would need more of.
-    pub fn shortages(&self, choice: &Choice) -> impl Iterator<Item = Shortage> {
-        let host = self.host_tier(choice);
-        let in_room = if self.host_bytes.is_none() { host } else { 0 };
-        let needs = [
-            (Resource::Memory, choice.peak_bytes().saturating_add(in_room), self.room_bytes),
-            (Resource::Host, host, self.host_bytes.unwrap_or(u64::MAX)),
-            (Resource::Process, self.memory(choice), self.memory_bytes),
-            (Resource::AddressSpace, self.address_space(choice), self.address_bytes),
-            (Resource::Disk, choice.dry_run.disk_bytes(), self.disk_bytes),
-        ];
-        let short = needs.into_iter().filter(|(_, needed, allowed)| needed > allowed);
-        short.map(|(resource, needed_bytes, allowed_bytes)| Shortage {
-            resource,
-            needed_bytes,
-            allowed_bytes,
-        })
-    }
-
-    /// Bytes of the host tier with the data pipeline.
-    pub fn host_tier(&self, choice: &Choice) -> u64 {
-        let tokens = choice.settings.batch_size.saturating_mul(choice.settings.sequence_length);
-        choice.dry_run.host_bytes().saturating_add(tokens.saturating_mul(self.pipeline_bytes_per_token))
-    }
-
-    /// Bytes of memory beside the overhead.
-    pub fn memory(&self, choice: &Choice) -> u64 {
-        choice.peak_bytes().saturating_add(self.host_tier(choice))
-    }
-
-    /// Bytes of address space beside the overhead. A checkpoint has what the run trains and its optimizer keeps.
-    pub fn address_space(&self, choice: &Choice) -> u64 {
-        let DryRun { ledger, host, disk, .. } = &choice.dry_run;
-        let mut kinds = vec![Tag::MasterWeights, Tag::Optimizer, Tag::Adapters];
-        if choice.settings.method.adapters().is_none() {
-            kinds.push(Tag::Weights);
-        }
-        let most = |tag: Tag| [ledger, host, disk].into_iter().map(|ledger| ledger.most(tag)).sum::<u64>();
-        self.memory(choice).saturating_add(kinds.into_iter().map(most).sum())
-    }
-
-    /// How far from fitting, the nearest first: more memory is nearer than more disk.
-    fn distance(&self, choice: &Choice) -> (bool, u64) {
-        (choice.dry_run.disk_bytes() > self.disk_bytes, self.memory(choice))
-    }
 }
 
 impl Choice {
@@ -217,12 +116,12 @@ pub(crate) fn lightest_that_fits(
 }
 
 /// What a search for a step goes by.
-struct Search<'a> {
-    config: &'a RawConfig,
-    spec: &'a ModelSpec,
-    method: &'a TrainingMethod,
-    rates: &'a Rates,
-    limits: Limits,
+pub(crate) struct Search<'a> {
+    pub config: &'a RawConfig,
+    pub spec: &'a ModelSpec,
+    pub method: &'a TrainingMethod,
+    pub rates: &'a Rates,
+    pub limits: Limits,
 }
 
 impl Search<'_> {
@@ -232,94 +131,13 @@ impl Search<'_> {
         std::iter::once(as_said(said)).chain(stages(said))
     }
 
-    fn fits(&self, choice: &Choice, room: u64) -> bool {
+    /// Whether a step keeps to the limits with so much room under the line.
+    pub fn fits(&self, choice: &Choice, room: u64) -> bool {
         let within = match self.config.training.gradient_checkpointing().set() {
             Some(GradientCheckpointing::Within(size)) => size.0,
             _ => u64::MAX,
         };
         choice.peak_bytes() <= within && self.limits.allow_within(choice, room)
-    }
-
-    /// Where nothing fits: one that does when as many layers stay as the memory has room for, which a small disk may
-    /// need, or the nearest.
-    fn nearest(&self, smallest: Vec<Choice>) -> Result<Choice, StepError> {
-        let room = self.limits.room_bytes;
-        let any_disk = Search { limits: Limits { disk_bytes: u64::MAX, ..self.limits }, ..*self };
-        let fitting = smallest.iter().filter(|choice| any_disk.fits(choice, room));
-        let least_disk = fitting.min_by_key(|choice| choice.dry_run.disk_bytes());
-        // What comes back leaves the disk and takes as much memory, whole pages aside.
-        let may_do = |choice: &&Choice| {
-            let short = choice.dry_run.disk_bytes().saturating_sub(self.limits.disk_bytes);
-            short / 2 <= room.saturating_sub(self.limits.memory(choice))
-        };
-        if let Some(choice) = least_disk.filter(may_do) {
-            let filled = any_disk.filled_to(choice.clone(), room)?;
-            if self.fits(&filled, room) {
-                return Ok(filled);
-            }
-        }
-        // Every list has at least one entry; among equals the first is the one with the least offload.
-        let nearest = smallest.into_iter().min_by_key(|choice| self.limits.distance(choice));
-        nearest.ok_or(StepError::BatchShape { got: 0, batch_size: 0, sequence_length: 0 })
-    }
-
-    /// The same step with what the planner has sent away brought back as far as automatic choices may fill the memory.
-    fn filled(&self, choice: Choice) -> Result<Choice, StepError> {
-        self.filled_to(choice, self.limits.target_bytes)
-    }
-
-    /// The same up to `room`: kind by kind, first the one that spares the disk most for a byte of memory; all of it, or
-    /// that of as many layers as there is room for.
-    fn filled_to(&self, choice: Choice, room: u64) -> Result<Choice, StepError> {
-        let away = |kind: &Kind| {
-            kind.is_open(&self.config.memory) && kind.tier(choice.settings.offload) == Tier::Disk
-        };
-        let kinds: Vec<Kind> = Kind::IN_ORDER.into_iter().filter(away).collect();
-        if kinds.is_empty() || !self.fits(&choice, room) {
-            return Ok(choice);
-        }
-        let mut by_worth = Vec::new();
-        for kind in kinds {
-            let home = self.with_home(&choice, kind)?;
-            let seconds = choice.time.disk_seconds - home.time.disk_seconds;
-            let bytes = self.limits.memory(&home).saturating_sub(self.limits.memory(&choice));
-            by_worth.push((kind, seconds / bytes.max(1) as f64));
-        }
-        by_worth.sort_by(|(_, a), (_, b)| b.total_cmp(a));
-        let mut filled = choice;
-        for (kind, _) in by_worth {
-            let home = self.with_home(&filled, kind)?;
-            if self.fits(&home, room) {
-                filled = home;
-                continue;
-            }
-            // `low` layers fit, `high` do not.
-            let (mut low, mut high) = (0, self.spec.num_layers.saturating_add(1));
-            let from = filled.clone();
-            while low + 1 < high {
-                let middle = low.midpoint(high);
-                let mut kept_layers = from.settings.kept_layers;
-                *kind.kept_mut(&mut kept_layers) = middle;
-                let other = self.again(&from, StepSettings { kept_layers, ..from.settings.clone() })?;
-                if self.fits(&other, room) {
-                    (low, filled) = (middle, other);
-                } else {
-                    high = middle;
-                }
-            }
-        }
-        Ok(filled)
-    }
-
-    /// The same step with a kind of tensor on the device.
-    fn with_home(&self, choice: &Choice, kind: Kind) -> Result<Choice, StepError> {
-        let mut settings = choice.settings.clone();
-        *kind.tier_mut(&mut settings.offload) = Tier::Device;
-        self.again(choice, settings)
-    }
-
-    fn again(&self, choice: &Choice, settings: StepSettings) -> Result<Choice, StepError> {
-        Choice::new(self.spec, settings, choice.accumulation, self.rates)
     }
 
     fn candidate(

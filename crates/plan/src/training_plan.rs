@@ -11,10 +11,11 @@ use serde_json::{Map, Value, json};
 use crate::advice::{self, Alternative, Refusal};
 use crate::config::RawConfig;
 use crate::dry_run::DryRun;
+use crate::limits::{Limits, load_line};
 use crate::load_line::{LoadLine, ProcessLimits};
 use crate::method::training_method;
 use crate::origin::ModelOrigin;
-use crate::resolve::{Choice, Limits, choose, lighter_choices, load_line, resolved_config};
+use crate::resolve::{Choice, choose, lighter_choices, resolved_config};
 use crate::shortage::{Resource, Shortage};
 use crate::time::Rates;
 
@@ -96,10 +97,10 @@ impl TrainingPlan {
         let choice = choose(config, spec, &method, &machine.rates, limits)?;
         let resolved = resolved_config(config, &choice);
         let (alternatives, refusal) = match limits.allow(&choice) {
-            true => (advice::alternatives(&resolved, spec, stored, machine, &choice)?, None),
+            true => (advice::alternatives(&resolved, spec, stored, machine, &choice), None),
             false => {
-                let tried = advice::alternatives(config, spec, stored, machine, &choice)?;
-                let refusal = Refusal::new(config, spec, stored, machine, &choice, &tried)?;
+                let tried = advice::alternatives(config, spec, stored, machine, &choice);
+                let refusal = Refusal::new(config, spec, stored, machine, &choice, &tried);
                 (tried, Some(refusal))
             }
         };
@@ -215,8 +216,8 @@ impl TrainingPlan {
     pub fn sentence(&self, shortage: &Shortage) -> String {
         let Shortage { resource, needed_bytes, allowed_bytes } = *shortage;
         let [needed, allowed] = [needed_bytes, allowed_bytes].map(ByteSize);
-        let [in_all, of_all] = [needed_bytes, allowed_bytes]
-            .map(|bytes| ByteSize(bytes.saturating_add(self.overhead_bytes)));
+        let [in_all, of_all] =
+            [needed_bytes, allowed_bytes].map(|bytes| ByteSize(bytes.saturating_add(self.overhead_bytes)));
         let short = ByteSize(shortage.bytes());
         match resource {
             Resource::Memory => {
@@ -227,7 +228,9 @@ impl TrainingPlan {
                 format!("the plan needs {in_all} of memory and the load line is {line} ({by}): {short} short")
             }
             Resource::Host => {
-                format!("the plan needs {needed} on the host and memory.host_budget is {allowed}: {short} short")
+                format!(
+                    "the plan needs {needed} on the host and memory.host_budget is {allowed}: {short} short"
+                )
             }
             Resource::Process => {
                 let by = self.machine.limits.enforced().map_or(self.load_line.by, |line| line.by);

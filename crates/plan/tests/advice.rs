@@ -5,7 +5,7 @@ use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{DiskRates, Machine, ProcessLimits, Rates, Resource, TrainingPlan};
 
 fn spec() -> ModelSpec {
-    ModelSpec { num_layers: 4, vocab_size: 4096, ..catalogue::find("smollm2-135m").unwrap() }
+    ModelSpec { num_layers: 2, vocab_size: 4096, ..catalogue::find("smollm2-135m").unwrap() }
 }
 
 const OVERHEAD: u64 = 3 << 20;
@@ -44,25 +44,43 @@ fn plan(config: &RawConfig, machine: &Machine) -> TrainingPlan {
 
 const MIB: u64 = 1 << 20;
 
+/// A line under which nothing fits without a disk.
+fn needs_disk() -> u64 {
+    let away = "memory.offload={optimizer: disk, gradients: disk, activations: disk, parameters: disk}";
+    let set = [
+        "training.mixed_precision=f32",
+        "training.batch_size=1",
+        "training.gradient_checkpointing=full",
+        away,
+    ];
+    plan(&config(1 << 40, &set), &machine(1 << 40)).process_bytes().div_ceil(MIB) + 1
+}
+
 #[test]
 fn whatever_a_refusal_suggests_fits_when_it_is_applied() {
     let on_host = "memory.offload={optimizer: host, gradients: host, activations: host, parameters: host}";
-    let home = "memory.offload={optimizer: device, gradients: device, activations: device, parameters: device}";
-    let cases: [(u64, u64, &[&str]); 14] = [
-        (40, 1 << 40, &["memory.disk_budget=0"]),
-        (100, 1 << 40, &["memory.disk_budget=20MiB"]),
-        (60, 20 * MIB, &[]),
-        (90, 0, &[]),
-        (12, 1 << 40, &[]),
+    let home =
+        "memory.offload={optimizer: device, gradients: device, activations: device, parameters: device}";
+    let line = needs_disk();
+    let cases: [(u64, u64, &[&str]); 10] = [
+        (line, 1 << 40, &["memory.disk_budget=0"]),
+        (line, 20 * MIB, &[]),
+        (70, 0, &[]),
         (4, 1 << 40, &[]),
-        (120, 1 << 40, &[home]),
-        (120, 0, &[home, "training.batch_size=8", "training.gradient_checkpointing=none"]),
-        (160, 1 << 40, &["training.batch_size=16", "training.gradient_accumulation_steps=2", home]),
-        (200, 1 << 40, &[on_host, "memory.host_budget=1MiB"]),
-        (60, 1 << 40, &[on_host]),
-        (30, 0, &["training.method=lora", "training.batch_size=4"]),
-        (18, 0, &["training.method=qlora", "training.gradient_accumulation_steps=4", "training.effective_batch_size=16"]),
-        (100, 4096, &["memory.offload.optimizer=disk", "training.optimizer_in_backward=true", "training.max_gradient_norm=0"]),
+        (60, 0, &[home, "training.batch_size=8", "training.gradient_checkpointing=none"]),
+        (100, 1 << 40, &["training.batch_size=16", "training.gradient_accumulation_steps=2", home]),
+        (160, 1 << 40, &[on_host, "memory.host_budget=1MiB"]),
+        (40, 1 << 40, &[on_host]),
+        (20, 0, &["training.method=lora", "training.batch_size=4"]),
+        (
+            80,
+            4096,
+            &[
+                "memory.offload.optimizer=disk",
+                "training.optimizer_in_backward=true",
+                "training.max_gradient_norm=0",
+            ],
+        ),
     ];
     let (mut suggested, mut larger_disks, mut leasts) = (0, 0, 0);
     for (mib, disk, set) in cases {
@@ -105,23 +123,26 @@ fn whatever_a_refusal_suggests_fits_when_it_is_applied() {
             }
         }
     }
-    assert!(suggested > 12 && larger_disks > 2 && leasts > 2, "{suggested} {larger_disks} {leasts}");
+    assert!(suggested > 10 && larger_disks > 1 && leasts > 2, "{suggested} {larger_disks} {leasts}");
 }
 
 #[test]
 fn what_is_short_is_named_with_what_is_missing() {
-    let short = plan(&config(40 * MIB, &["memory.disk_budget=0"]), &machine(1 << 40));
+    let line = needs_disk() * MIB;
+    let short = plan(&config(line, &["memory.disk_budget=0"]), &machine(1 << 40));
     let [shortage] = short.shortages()[..] else { panic!("{:?}", short.shortages()) };
     assert_eq!(shortage.resource, Resource::Memory);
-    assert_eq!(shortage.bytes(), short.process_bytes() - 40 * MIB);
+    assert_eq!(shortage.bytes(), short.process_bytes() - line);
     let sentence = &short.misfits()[0];
-    assert!(sentence.contains("the load line is 40.0 MiB (the budget)") && sentence.ends_with("short"), "{sentence}");
+    assert!(sentence.contains("MiB (the budget): ") && sentence.ends_with("short"), "{sentence}");
     // The disk is why nothing fits, and that is what it says.
     let need = short.refusal.unwrap().with_more_disk.unwrap();
-    assert!(need.memory_bytes + OVERHEAD <= 40 * MIB && need.disk_bytes > 0);
-    assert!(short.alternatives.iter().any(|other| {
-        other.fits && other.change == [format!("memory.disk_budget={}", need.disk_bytes)]
-    }));
+    assert!(need.memory_bytes + OVERHEAD <= line && need.disk_bytes > 0);
+    assert!(
+        short.alternatives.iter().any(|other| {
+            other.fits && other.change == [format!("memory.disk_budget={}", need.disk_bytes)]
+        })
+    );
 }
 
 #[test]
@@ -132,6 +153,10 @@ fn a_plan_that_fits_lists_what_would_need_less() {
     assert!(fits.alternatives.iter().all(lighter));
     for other in &fits.alternatives {
         let applied = plan(&with(&fits.config, &other.change), &machine(1 << 40));
-        assert_eq!((applied.peak_bytes(), applied.disk_bytes()), (other.peak_bytes, other.disk_bytes), "{other:?}");
+        assert_eq!(
+            (applied.peak_bytes(), applied.disk_bytes()),
+            (other.peak_bytes, other.disk_bytes),
+            "{other:?}"
+        );
     }
 }

@@ -6,7 +6,11 @@ use std::process::{Command, Output};
 /// Runs the program in a folder.
 pub fn plimsoll(folder: &Path, arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_plimsoll"))
-        .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder).args(arguments).output().unwrap()
+        .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"))
+        .current_dir(folder)
+        .args(arguments)
+        .output()
+        .unwrap()
 }
 
 pub fn text(bytes: &[u8]) -> String {
