@@ -123,8 +123,8 @@ fn what_does_not_fit_is_said_and_a_model_without_weights_is_refused() {
 fn disks_are_measured_in_every_way() {
     let folder = tempfile::tempdir().unwrap();
     let bench = |arguments: &[&str]| {
-        let mut command =
-            Command::new(env!("CARGO_BIN_EXE_plimsoll")).env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"));
+        let mut command = Command::new(env!("CARGO_BIN_EXE_plimsoll"));
+        command.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"));
         command.args(["bench", "disk", "--size", "1MiB", "--path"]).arg(folder.path()).args(arguments);
         command.output().unwrap()
     };
