@@ -118,7 +118,8 @@ pub struct ConfigSource {
 pub struct PlanArgs {
     #[command(flatten)]
     pub source: ConfigSource,
-    /// Plan for another machine: limits of this one do not count, only the budgets that are given
+    /// Plan for another machine: limits of this one do not count, only the budgets that are given, of which that of memory
+    /// is needed
     #[arg(long)]
     pub elsewhere: bool,
     /// Print one JSON document and nothing else
@@ -292,6 +293,10 @@ pub struct InspectArgs {
 
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
+    /// Measure this machine anew instead of showing what was measured before; disks are measured anew when plans next use
+    /// them
+    #[arg(long)]
+    pub measure: bool,
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub json: bool,

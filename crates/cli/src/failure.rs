@@ -56,6 +56,11 @@ impl Failure {
         Failure { message: String::new(), exit_code: 0 }
     }
 
+    /// A plan that does not fit its budget, of which everything was said on standard output.
+    pub fn shown_not_to_fit() -> Failure {
+        Failure { message: String::new(), exit_code: DOES_NOT_FIT }
+    }
+
     /// Whether there is nothing to say.
     pub fn is_silent(&self) -> bool {
         self.message.is_empty()

@@ -1,11 +1,11 @@
 //! What several commands begin with: the configuration, the machine, a device of the planned size.
 
+use std::cell::OnceCell;
 use std::sync::Arc;
 
 use plimsoll_device::cpu::quantize::can_quantize;
-use plimsoll_device::cpu::{Isa, MachineRates, Pool};
+use plimsoll_device::cpu::{Isa, Pool};
 use plimsoll_device::{Cpu, DType};
-use plimsoll_disk::EngineSettings;
 use plimsoll_memory::ByteSize;
 use plimsoll_plan::config::{Override, RawConfig};
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
@@ -15,9 +15,7 @@ use plimsoll_step::Precision;
 use crate::args::ConfigSource;
 use crate::failure::Failure;
 use crate::load_line::{PlannedProcess, kept_so_far, load_line};
-
-/// Transcendental evaluations take about this many products' worth of time.
-const FLOPS_PER_EXP: f64 = 100.0;
+use crate::speeds::Speeds;
 
 /// How often a plan is made until it fits beside what planning leaves in memory.
 pub const PLANS: u32 = 3;
@@ -71,19 +69,24 @@ pub fn load_config_with(
     Ok(config)
 }
 
-/// Bytes that are written and read to find out how fast a disk is: some hundredths of a second.
-const DISK_SAMPLE: u64 = 32 << 20;
-
-/// The threads and kernels of this machine.
+/// The threads and kernels of this machine, and what it can do.
 pub struct Engine {
     pub hardware: Hardware,
     pub pool: Arc<Pool>,
     pub isa: Isa,
+    /// Whether the machine is measured although it was before.
+    again: bool,
+    speeds: OnceCell<Speeds>,
 }
 
 impl Engine {
     /// Starts the pool.
     pub fn start(threads: Option<usize>) -> Result<Engine, Failure> {
+        Engine::start_measuring(threads, false)
+    }
+
+    /// The same; `again`: measures the machine even if it was before.
+    pub fn start_measuring(threads: Option<usize>, again: bool) -> Result<Engine, Failure> {
         let hardware = Hardware::detect();
         let isa = Isa::detect();
         let threads = threads.unwrap_or(hardware.cpu.threads);
@@ -91,26 +94,26 @@ impl Engine {
             return Err(Failure::usage("--threads must be at least 1"));
         }
         let pool = Pool::new(threads, Cpu::SCRATCH_BYTES).map_err(|e| Failure::other(e.to_string()))?;
-        Ok(Engine { hardware, pool: Arc::new(pool), isa })
+        Ok(Engine { hardware, pool: Arc::new(pool), isa, again, speeds: OnceCell::new() })
     }
 
-    /// How fast the machine is, measured now, in about `room` bytes at most. Only a plan of a training asks.
-    pub fn rates(&self, room: u64) -> Rates {
-        let measured = MachineRates::measure(&self.pool, self.isa, room);
-        Rates {
-            matmul_f32: measured.matmul_f32,
-            matmul_bf16: measured.matmul_bf16,
-            memory_bandwidth: measured.memory_bandwidth,
-            exps: measured.matmul_f32 / FLOPS_PER_EXP,
-            disk: DiskRates::USUAL,
-        }
+    /// What this machine can do. It is measured if it never was.
+    pub fn speeds(&self) -> &Speeds {
+        self.speeds_within(u64::MAX)
+    }
+
+    /// The same, measured in about `room` bytes at most.
+    fn speeds_within(&self, room: u64) -> &Speeds {
+        self.speeds.get_or_init(|| Speeds::of(&self.hardware.cpu, (&self.pool, self.isa), self.again, room))
     }
 
     /// What the planner needs to know; to be asked when everything but the arena is in memory.
     pub fn machine(&self, config: &RawConfig) -> Machine {
         let line = load_line(config.memory.device_budget().set());
+        let speeds = self.speeds_within(line.bytes.saturating_sub(resident_bytes()));
+        let disk = speeds.disk(&config.disk_path()).map_or(DiskRates::USUAL, |disk| disk.rates);
         Machine {
-            rates: self.rates(line.bytes.saturating_sub(resident_bytes())),
+            rates: Rates { disk, ..speeds.machine.rates },
             limits: ProcessLimits::detect(),
             overhead_bytes: self.overhead_bytes(),
             host_bytes_per_token: plimsoll_train::host_bytes_per_token(config),
@@ -118,7 +121,7 @@ impl Engine {
         }
     }
 
-    /// Plans for a machine, and again with its disk measured where tensors go there.
+    /// Plans for a machine, and again with its disk measured where tensors go to one that never was.
     pub fn plan<E>(
         &self,
         config: &RawConfig,
@@ -126,23 +129,15 @@ impl Engine {
         plan: impl Fn(&Machine) -> Result<TrainingPlan, E>,
     ) -> Result<TrainingPlan, E> {
         let first = plan(machine)?;
-        if first.disk_bytes() == 0 || machine.disk_available.is_none() {
+        let folder = config.disk_path();
+        let elsewhere = machine.disk_available.is_none();
+        if first.disk_bytes() == 0 || elsewhere || self.speeds().disk(&folder).is_some() {
             return Ok(first);
         }
-        plan(&self.machine_with_disk(config, machine))
-    }
-
-    /// A machine with the disk measured that offloaded tensors go to; as before where it cannot be.
-    fn machine_with_disk(&self, config: &RawConfig, machine: &Machine) -> Machine {
-        let folder = disk_space(&config.disk_path()).map(|space| space.folder);
-        let measured = folder.ok().and_then(|folder| {
-            plimsoll_disk::measure(&folder, DISK_SAMPLE, EngineSettings::default(), true).ok()
-        });
-        let disk = measured.map_or(machine.rates.disk, |speed| DiskRates {
-            read: speed.read_rate(),
-            write: speed.write_rate(),
-        });
-        Machine { rates: Rates { disk, ..machine.rates }, ..*machine }
+        match self.speeds().measure_disk(&folder) {
+            Some(disk) => plan(&Machine { rates: Rates { disk, ..machine.rates }, ..*machine }),
+            None => Ok(first),
+        }
     }
 
     /// A device with an arena of just the planned size, if that keeps to the line with what the process takes and will

@@ -12,6 +12,7 @@ fn bench(folder: &Path, arguments: &[&str]) -> Output {
     let words: String = (0..200).map(|i| format!("word{} ", i * 7 % 23)).collect();
     std::fs::write(folder.join("text.txt"), words).unwrap();
     Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+        .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"))
         .current_dir(folder)
         .args(["bench", "memory", "--set", MODEL, "--batch-size", "2", "--sequence-length", "12"])
         .args(["--threads", "1", "--data", "text.txt"])
@@ -109,6 +110,7 @@ fn what_does_not_fit_is_said_and_a_model_without_weights_is_refused() {
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(error.contains("the baseline: does not fit"), "{error}");
     let output = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+        .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"))
         .current_dir(folder.path())
         .args(["bench", "memory"])
         .output()
@@ -122,6 +124,7 @@ fn disks_are_measured_in_every_way() {
     let folder = tempfile::tempdir().unwrap();
     let bench = |arguments: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_plimsoll"));
+        command.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"));
         command.args(["bench", "disk", "--size", "1MiB", "--path"]).arg(folder.path()).args(arguments);
         command.output().unwrap()
     };

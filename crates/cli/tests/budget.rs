@@ -12,6 +12,7 @@ use support::{folder, ok, plimsoll, text};
 /// Runs the program as `"$0" "$@"` of a shell script.
 fn shell(folder: &Path, script: &str, arguments: &[&str]) -> Output {
     let mut command = Command::new("sh");
+    command.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"));
     command.current_dir(folder).args(["-c", script, env!("CARGO_BIN_EXE_plimsoll")]).args(arguments);
     command.output().unwrap()
 }
@@ -112,6 +113,7 @@ fn steps(run: &Path) -> usize {
 fn started(folder: &Path, arguments: &[&str], run: &Path) -> Child {
     let before = steps(run);
     let mut child = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+        .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"))
         .current_dir(folder)
         .args(arguments)
         .stdout(Stdio::null())

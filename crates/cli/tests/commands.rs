@@ -6,7 +6,12 @@ use std::process::{Command, Output};
 use serde_json::Value;
 
 fn plimsoll(folder: &Path, arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_plimsoll")).current_dir(folder).args(arguments).output().unwrap()
+    Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+        .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"))
+        .current_dir(folder)
+        .args(arguments)
+        .output()
+        .unwrap()
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -254,6 +259,7 @@ fn wrong_input_is_named_with_its_place_and_exit_code() {
 fn a_signal_ends_the_run_after_its_step_with_a_checkpoint() {
     let folder = folder();
     let mut child = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+        .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"))
         .current_dir(folder.path())
         .args(["train", "c.yaml", "--set", "training.steps=1000000", "--set", "output.save_steps=0"])
         .stdout(std::process::Stdio::null())

@@ -30,6 +30,7 @@ fn folder() -> tempfile::TempDir {
 /// Runs the program as `"$0" "$@"` of a shell script.
 fn shell(folder: &Path, script: &str, arguments: &[&str]) -> Output {
     let mut command = Command::new("sh");
+    command.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"));
     command.current_dir(folder).args(["-c", script, env!("CARGO_BIN_EXE_plimsoll")]).args(arguments);
     command.output().unwrap()
 }

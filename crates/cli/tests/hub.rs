@@ -61,6 +61,7 @@ impl Setup {
 
     fn run(&self, variables: &[(&str, &str)], arguments: &[&str]) -> Output {
         Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+            .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"))
             .current_dir(self.folder.path())
             .args(arguments)
             .env("HF_ENDPOINT", &self.endpoint)

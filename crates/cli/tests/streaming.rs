@@ -35,6 +35,7 @@ fn model() -> tempfile::TempDir {
 
 fn plimsoll(folder: &Path, arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_plimsoll"));
+    command.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"));
     command.current_dir(folder).args(arguments).output().unwrap()
 }
 

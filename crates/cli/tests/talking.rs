@@ -31,6 +31,7 @@ fn folder() -> tempfile::TempDir {
 /// Runs the program with a text on its standard input.
 fn plimsoll(folder: &Path, arguments: &[&str], input: &str) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_plimsoll"));
+    command.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"));
     command.current_dir(folder).args(arguments).env("XDG_STATE_HOME", folder.join("state"));
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();

@@ -47,6 +47,14 @@ fn a_run_on_disk_has_the_bits_of_one_in_memory_and_can_be_resumed() {
     train("memory", &[]);
     train("disk", &AWAY);
     same(path, "model.safetensors", ["memory", "disk"]);
+    // The last of the two layers stays.
+    let kept = "memory.kept_layers={optimizer: 1, gradients: 1, activations: 1, parameters: 1}";
+    let part = [&AWAY[..], &["--set", kept]].concat();
+    train("part", &part);
+    same(path, "model.safetensors", ["memory", "part"]);
+    as_planned(&report(path, "part"));
+    let on_disk = |run: &str| report(path, run)["planned"]["disk_bytes"].as_u64().unwrap();
+    assert!(on_disk("part") > 0 && on_disk("part") < on_disk("disk"));
     let found = report(path, "disk");
     as_planned(&found);
     assert!(found["planned"]["disk_bytes"].as_u64().unwrap() > 0, "{found}");
@@ -57,7 +65,12 @@ fn a_run_on_disk_has_the_bits_of_one_in_memory_and_can_be_resumed() {
     let last = std::fs::read_dir(path.join("disk")).unwrap().flatten().map(|entry| entry.file_name());
     let last = last.filter_map(|name| name.to_str()?.strip_prefix("checkpoint-")?.parse::<u64>().ok());
     let before = last.filter(|step| *step < steps).max().unwrap();
-    for (from, to, away) in [("disk", "then-memory", &[][..]), ("memory", "then-disk", &AWAY[..])] {
+    for (from, to, away) in [
+        ("disk", "then-memory", &[][..]),
+        ("memory", "then-disk", &AWAY[..]),
+        ("part", "part-then-memory", &[]),
+        ("disk", "then-part", &part),
+    ] {
         let checkpoint = format!("checkpoint-{before}");
         copy(&path.join(from).join(&checkpoint), &path.join(to).join(&checkpoint));
         for file in std::fs::read_dir(path.join(from)).unwrap().flatten() {

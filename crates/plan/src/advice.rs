@@ -1,18 +1,37 @@
-//! What else could be done: single changes to a chosen step, each run dry.
+//! What else could be done: changes of a configuration, each planned as it would be if it were made.
+//!
+//! A change that is said to fit does: what is said of it comes from the search that the planner makes with it.
 
-use plimsoll_device::DType;
-use plimsoll_memory::Tier;
-use plimsoll_model::ModelSpec;
-use plimsoll_step::{Checkpointing, Precision, StepError, StepSettings};
+use plimsoll_model::{ModelSpec, WeightSource};
 use serde::Serialize;
 
+use crate::config::{Auto, Method, OffloadTarget, RawConfig};
+use crate::limits::Limits;
+use crate::method::training_method;
 use crate::offload::Kind;
-use crate::resolve::{Choice, Limits};
-use crate::time::Rates;
+use crate::resolve::{Choice, lightest_that_fits};
+use crate::shortage::{Resource, Shortage};
+use crate::training_plan::Machine;
 
-/// A change, and what it would give.
+/// How much a change alters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Extent {
+    /// One thing, which may take several keys to say.
+    Single,
+    /// Several single changes at once.
+    Bundle,
+    /// Another way to train.
+    Method,
+}
+
+/// A change, and the lightest step that it would give.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Alternative {
+    /// What is changed, in words.
+    pub what: String,
+    /// How much that is.
+    pub extent: Extent,
     /// The assignments that make it, as `--set` takes them.
     pub change: Vec<String>,
     /// Bytes of arena.
@@ -25,101 +44,325 @@ pub struct Alternative {
     pub step_seconds: f64,
     /// Tokens over that time.
     pub tokens_per_second: f64,
-    /// Whether it fits the budget.
+    /// Whether it fits the budgets.
     pub fits: bool,
+    /// What there would still be too little of.
+    pub shortages: Vec<Shortage>,
 }
 
-/// Ways to need less memory than `choice`, lightest change of the step's speed first.
-pub fn alternatives(
+/// What a plan that does not fit would take.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Refusal {
+    /// The disk with which it would fit as it is, where only that is short.
+    pub with_more_disk: Option<MemoryAndDisk>,
+    /// The least that the model takes by each method, where no change that was tried would fit.
+    pub least: Vec<LeastNeed>,
+}
+
+/// Memory beside the overhead, and disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct MemoryAndDisk {
+    /// Bytes of memory beside the overhead.
+    pub memory_bytes: u64,
+    /// Bytes of disk.
+    pub disk_bytes: u64,
+}
+
+/// The least memory that a method takes.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LeastNeed {
+    /// The method.
+    pub method: Method,
+    /// The assignments that lead there, as `--set` takes them.
+    pub change: Vec<String>,
+    /// With as much disk as it wants.
+    pub with_disk: MemoryAndDisk,
+    /// Without any.
+    pub without_disk: MemoryAndDisk,
+}
+
+/// What is asked of a planner.
+struct Question<'a> {
+    config: &'a RawConfig,
+    spec: &'a ModelSpec,
+    stored: Option<&'a WeightSource>,
+    machine: &'a Machine,
+}
+
+/// A change of a configuration.
+#[derive(Clone, Debug, PartialEq)]
+struct Change {
+    what: String,
+    extent: Extent,
+    sets: Vec<String>,
+}
+
+/// Ways to need less memory than `choice` or, where that does not fit, ways to fit: single changes first, then bundles and
+/// other methods.
+pub(crate) fn alternatives(
+    config: &RawConfig,
     spec: &ModelSpec,
+    stored: Option<&WeightSource>,
+    machine: &Machine,
     choice: &Choice,
-    rates: &Rates,
-    limits: Limits,
-) -> Result<Vec<Alternative>, StepError> {
-    let mut list = Vec::new();
-    for (change, settings, accumulation) in changes(choice) {
-        let other = Choice::new(spec, settings, accumulation, rates)?;
-        if other.peak_bytes() < choice.peak_bytes() {
+) -> Vec<Alternative> {
+    let question = Question { config, spec, stored, machine };
+    let limits = Limits::of(config, machine);
+    let fits = limits.allow(choice);
+    let mut list: Vec<Alternative> = Vec::new();
+    for change in question.changes(choice, fits) {
+        // Several changes at once are for when none by itself is enough.
+        if !fits && change.extent == Extent::Bundle && list.iter().any(|other| other.fits) {
+            continue;
+        }
+        let Some(other) = question.with(&change.sets) else { continue };
+        let limits = Limits::of(&other, machine);
+        let Some(found) = question.lightest(&other, limits) else { continue };
+        let shortages: Vec<Shortage> = limits.shortages(&found).collect();
+        let lighter = found.peak_bytes() < choice.peak_bytes();
+        if lighter || (!fits && shortages.is_empty()) {
             list.push(Alternative {
-                change,
-                peak_bytes: other.peak_bytes(),
-                host_bytes: limits.host_tier(&other),
-                disk_bytes: other.dry_run.disk_bytes(),
-                step_seconds: other.time.step_seconds,
-                tokens_per_second: other.time.tokens_per_second,
-                fits: limits.allow(&other),
+                what: change.what,
+                extent: change.extent,
+                change: change.sets,
+                peak_bytes: found.peak_bytes(),
+                host_bytes: limits.host_tier(&found),
+                disk_bytes: found.dry_run.disk_bytes(),
+                step_seconds: found.time.step_seconds,
+                tokens_per_second: found.time.tokens_per_second,
+                fits: shortages.is_empty(),
+                shortages,
             });
         }
     }
-    // Those that fit first, the fastest of them first.
-    list.sort_by(|a, b| b.fits.cmp(&a.fits).then(b.tokens_per_second.total_cmp(&a.tokens_per_second)));
-    Ok(list)
+    list
 }
 
-type Change = (Vec<String>, StepSettings, u64);
-
-fn changes(choice: &Choice) -> Vec<Change> {
-    let base = &choice.settings;
-    let mut list: Vec<Change> = Vec::new();
-    let mut add = |words: &[&[String]], settings: StepSettings, accumulation: u64| {
-        if settings != *base {
-            list.push((words.concat(), settings, accumulation));
-        }
-    };
-    let set = |key: &str, value: &dyn std::fmt::Display| format!("training.{key}={value}");
-
-    let full = vec![set("gradient_checkpointing", &"full")];
-    let with_full = |s: &StepSettings| StepSettings { checkpointing: Checkpointing::Full, ..s.clone() };
-    let effective = base.batch_size * choice.accumulation;
-    let single = vec![set("batch_size", &1), set("gradient_accumulation_steps", &effective)];
-    let with_single = |s: &StepSettings| StepSettings { batch_size: 1, ..s.clone() };
-    let pure =
-        vec![set("mixed_precision", &"bf16"), set("master_weights", &"none"), set("gradient_dtype", &"bf16")];
-    let with_pure = |s: &StepSettings| StepSettings {
-        precision: Precision {
-            weights: DType::Bf16,
-            activations: DType::Bf16,
-            gradients: DType::Bf16,
-            ..Precision::F32
-        },
-        ..s.clone()
-    };
-    let accumulation = choice.accumulation;
-    add(&[&full], with_full(base), accumulation);
-    add(&[&single], with_single(base), effective);
-    add(&[&full, &single], with_full(&with_single(base)), effective);
-    add(&[&pure], with_pure(base), accumulation);
-    add(&[&pure, &full], with_pure(&with_full(base)), accumulation);
-    add(&[&pure, &full, &single], with_pure(&with_full(&with_single(base))), effective);
-    // Everything that is still on the device goes to disk, a kind more each time.
-    let (mut words, mut offload) = (Vec::new(), base.offload);
-    for kind in Kind::IN_ORDER {
-        let tier = kind.tier_mut(&mut offload);
-        if *tier == Tier::Device {
-            *tier = Tier::Disk;
-            words.push(format!("memory.offload.{}=disk", kind.name()));
-            add(&[&words], StepSettings { offload, ..base.clone() }, accumulation);
-        }
-    }
-    let with_offload = |s: StepSettings| StepSettings { offload, ..s };
-    if !words.is_empty() {
-        add(&[&full, &words], with_offload(with_full(base)), accumulation);
-        add(&[&full, &single, &words], with_offload(with_full(&with_single(base))), effective);
-    }
-    if base.sequence_length >= 256 {
-        let half = base.sequence_length / 2;
-        let shorter = vec![format!("data.sequence_length={half}")];
-        let with_shorter = |s: &StepSettings| StepSettings {
-            sequence_length: half,
-            loss_chunk_tokens: s.loss_chunk_tokens.min(half * s.batch_size),
-            ..s.clone()
+impl Refusal {
+    /// For a configuration of which nothing fits; `tried` is what else was.
+    pub(crate) fn new(
+        config: &RawConfig,
+        spec: &ModelSpec,
+        stored: Option<&WeightSource>,
+        machine: &Machine,
+        choice: &Choice,
+        tried: &[Alternative],
+    ) -> Refusal {
+        let question = Question { config, spec, stored, machine };
+        let limits = Limits::of(config, machine);
+        let any_disk = Limits { disk_bytes: u64::MAX, ..limits };
+        let found = question.lightest(config, any_disk).filter(|found| any_disk.allow(found));
+        let need = |found: &Choice| MemoryAndDisk {
+            memory_bytes: limits.memory(found),
+            disk_bytes: found.dry_run.disk_bytes(),
         };
-        add(&[&shorter], with_shorter(base), accumulation);
-        add(
-            &[&pure, &full, &single, &shorter],
-            with_shorter(&with_pure(&with_full(&with_single(base)))),
-            effective,
-        );
+        let mut least = Vec::new();
+        let none_fits = tried.iter().all(|other| !other.fits);
+        let lightest = if none_fits { question.lightest_changes(choice) } else { Vec::new() };
+        for change in lightest {
+            let Some(other) = question.with(&change) else { continue };
+            // With no room at all the nearest is the smallest.
+            let nothing = Limits { room_bytes: 0, host_bytes: None, disk_bytes: u64::MAX, ..limits };
+            let with_disk = question.lightest(&other, nothing);
+            let without_disk = question.lightest(&other, Limits { disk_bytes: 0, ..nothing });
+            if let (Some(with_disk), Some(without_disk)) = (with_disk, without_disk) {
+                let (with_disk, without_disk) = (need(&with_disk), need(&without_disk));
+                least.push(LeastNeed { method: other.training.method(), change, with_disk, without_disk });
+            }
+        }
+        Refusal { with_more_disk: found.as_ref().map(need), least }
     }
-    list
+}
+
+impl Question<'_> {
+    /// The configuration with a change; `None` where that cannot be.
+    fn with(&self, sets: &[String]) -> Option<RawConfig> {
+        let mut config = self.config.clone();
+        for set in sets {
+            config.apply_set(set).ok()?;
+        }
+        (config.validate().is_ok() || self.config.validate().is_err()).then_some(config)
+    }
+
+    /// The lightest step of a configuration that fits, or the nearest; `None` where the model cannot be trained so.
+    fn lightest(&self, config: &RawConfig, limits: Limits) -> Option<Choice> {
+        let method = training_method(config, self.spec, self.stored).ok()?;
+        lightest_that_fits(config, self.spec, &method, &self.machine.rates, limits).ok()
+    }
+
+    /// The changes that are worth a try.
+    fn changes(&self, choice: &Choice, fits: bool) -> Vec<Change> {
+        let lossless: Vec<Change> =
+            [self.checkpointing(), self.batch(choice)].into_iter().flatten().collect();
+        let places = self.places(fits);
+        let narrow = vec![self.narrow()];
+        let shorter: Vec<Change> = self.shorter().into_iter().collect();
+        let budgets = if fits { Vec::new() } else { self.budgets(choice) };
+        let mut list = [&budgets[..], &lossless, &places, &narrow, &shorter].concat();
+        let mut bundles = vec![
+            bundle(&[&lossless]),
+            bundle(&[&places]),
+            bundle(&[&lossless, &places]),
+            bundle(&[&lossless, &narrow]),
+            bundle(&[&lossless, &places, &narrow]),
+            bundle(&[&lossless, &places, &narrow, &shorter]),
+        ];
+        let methods = if fits { Vec::new() } else { self.methods() };
+        for method in &methods {
+            list.push(method.clone());
+            bundles.push(bundle(&[std::slice::from_ref(method), &lossless, &places]));
+        }
+        for bundle in bundles.into_iter().flatten() {
+            if list.iter().all(|other| other.sets != bundle.sets) {
+                list.push(bundle);
+            }
+        }
+        // What the user's keys say already changes nothing.
+        list.retain(|change| self.with(&change.sets).is_some_and(|other| other != *self.config));
+        list
+    }
+
+    /// Nothing kept for the backward pass but the inputs of layers, where the user keeps more.
+    fn checkpointing(&self) -> Option<Change> {
+        self.config.training.gradient_checkpointing().set()?;
+        Some(single("checkpointing of all layers", vec![set("training.gradient_checkpointing", "full")]))
+    }
+
+    /// One sequence at a time, where the user takes several.
+    fn batch(&self, choice: &Choice) -> Option<Change> {
+        let training = &self.config.training;
+        let said = training.batch_size().set().is_some()
+            || training.gradient_accumulation_steps().set().is_some()
+                && training.effective_batch_size.is_some();
+        let effective = choice.settings.batch_size.saturating_mul(choice.accumulation);
+        let sets = one_at_a_time(effective);
+        (said && choice.settings.batch_size > 1).then(|| single("one sequence at a time", sets))
+    }
+
+    /// Other places for tensors: the disk or, where it does not fit, wherever there is room.
+    fn places(&self, fits: bool) -> Vec<Change> {
+        let place = |kind: Kind| {
+            let Auto::Set(target) = kind.said(&self.config.memory.offload) else { return None };
+            let name = kind.name();
+            let key = format!("memory.offload.{name}");
+            if !fits {
+                let sets = vec![set(&key, "auto"), set(&format!("memory.kept_layers.{name}"), "auto")];
+                return Some(single(&format!("{} wherever there is room", kind.words()), sets));
+            }
+            let sets = vec![set(&key, "disk")];
+            (target == OffloadTarget::Device).then(|| single(&format!("{} on disk", kind.words()), sets))
+        };
+        Kind::IN_ORDER.into_iter().filter_map(place).collect()
+    }
+
+    /// Types of two bytes, without anything of four behind them.
+    fn narrow(&self) -> Change {
+        match self.config.training.method() {
+            Method::Full => single("bf16 without master weights", narrow_sets()),
+            Method::Lora | Method::Qlora => single("bf16", vec![set("training.mixed_precision", "bf16")]),
+        }
+    }
+
+    /// Sequences of half the length.
+    fn shorter(&self) -> Option<Change> {
+        let half = self.config.data.sequence_length() / 2;
+        let sets = vec![set("data.sequence_length", &half.to_string())];
+        (half >= 128).then(|| single("half the sequence length", sets))
+    }
+
+    /// Larger budgets for what there is enough of.
+    fn budgets(&self, choice: &Choice) -> Vec<Change> {
+        let limits = Limits::of(self.config, self.machine);
+        let mut list = Vec::new();
+        let short = limits.shortages(choice).find(|shortage| shortage.resource == Resource::Host);
+        if let Some(Shortage { needed_bytes, .. }) = short {
+            let sets = vec![set("memory.host_budget", &needed_bytes.to_string())];
+            list.push(single("a larger host budget", sets));
+        }
+        if self.config.memory.disk_budget().set().is_some() {
+            let free = self.machine.disk_available.unwrap_or(u64::MAX);
+            let limits = Limits { disk_bytes: free, ..limits };
+            let found = self.lightest(self.config, limits).filter(|found| limits.allow(found));
+            list.extend(found.map(|found| {
+                let bytes = found.dry_run.disk_bytes().to_string();
+                single("a larger disk budget", vec![set("memory.disk_budget", &bytes)])
+            }));
+        }
+        list
+    }
+
+    /// Methods that need less than the user's.
+    fn methods(&self) -> Vec<Change> {
+        let lora = method("LoRA", Method::Lora);
+        let qlora = method("QLoRA", Method::Qlora);
+        // There is nothing to adapt before a model was trained.
+        if self.config.model.from_scratch != Default::default() {
+            return Vec::new();
+        }
+        match self.config.training.method() {
+            Method::Full => vec![lora, qlora],
+            Method::Lora => vec![qlora],
+            Method::Qlora => Vec::new(),
+        }
+    }
+
+    /// What leads to the least memory, by the user's method and by those that need less.
+    fn lightest_changes(&self, choice: &Choice) -> Vec<Vec<String>> {
+        let effective = choice.settings.batch_size.saturating_mul(choice.accumulation);
+        let mut common = one_at_a_time(effective);
+        common.push(set("training.gradient_checkpointing", "auto"));
+        common.push(set(
+            "memory.offload",
+            "{optimizer: auto, gradients: auto, activations: auto, parameters: auto}",
+        ));
+        common.push(set(
+            "memory.kept_layers",
+            "{optimizer: auto, gradients: auto, activations: auto, parameters: auto}",
+        ));
+        let own = [self.narrow().sets, common.clone()].concat();
+        let others = self.methods().into_iter().map(|method| {
+            [method.sets, vec![set("training.mixed_precision", "bf16")], common.clone()].concat()
+        });
+        std::iter::once(own).chain(others).collect()
+    }
+}
+
+fn set(key: &str, value: &str) -> String {
+    format!("{key}={value}")
+}
+
+fn single(what: &str, sets: Vec<String>) -> Change {
+    Change { what: what.to_owned(), extent: Extent::Single, sets }
+}
+
+fn method(what: &str, method: Method) -> Change {
+    let sets = vec![set("training.method", method.name())];
+    Change { what: what.to_owned(), extent: Extent::Method, sets }
+}
+
+fn one_at_a_time(effective: u64) -> Vec<String> {
+    let accumulation = effective.to_string();
+    vec![
+        set("training.batch_size", "1"),
+        set("training.gradient_accumulation_steps", &accumulation),
+        set("training.effective_batch_size", &accumulation),
+    ]
+}
+
+fn narrow_sets() -> Vec<String> {
+    let bf16 = set("training.mixed_precision", "bf16");
+    vec![bf16, set("training.master_weights", "none"), set("training.gradient_dtype", "bf16")]
+}
+
+/// Several changes as one; `None` where they are not several.
+fn bundle(parts: &[&[Change]]) -> Option<Change> {
+    let parts = parts.concat();
+    let words: Vec<&str> = parts.iter().map(|part| part.what.as_str()).collect();
+    let what = words.join(" + ");
+    let several = parts.len() > 1;
+    several.then(|| Change {
+        what,
+        extent: Extent::Bundle,
+        sets: parts.into_iter().flat_map(|part| part.sets).collect(),
+    })
 }

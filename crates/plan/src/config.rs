@@ -43,7 +43,7 @@ pub use error::{ConfigError, ConflictingKey};
 pub use keys::keys;
 pub use load::Override;
 pub use lora::{LoraBias, LoraInit, LoraOptions, Names, Patterns, Quantization, Targets};
-pub use memory::{MemoryConfig, OffloadConfig, OffloadTarget};
+pub use memory::{KeptLayersConfig, MemoryConfig, OffloadConfig, OffloadTarget};
 pub use model::{Architecture, FromScratchConfig, ModelConfig, TokenizerSource};
 pub use optimizer::{Optimizer, OptimizerOptions, ParameterGroup, ParameterGroups, ScaleType};
 pub use output::OutputConfig;

@@ -1,9 +1,9 @@
 //! What may leave the device, and in which order the planner lets it go.
 
 use plimsoll_memory::Tier;
-use plimsoll_step::Offload;
+use plimsoll_step::{KeptLayers, Offload};
 
-use crate::config::{Auto, OffloadConfig, OffloadTarget};
+use crate::config::{Auto, KeptLayersConfig, MemoryConfig, OffloadConfig, OffloadTarget};
 
 /// A kind of tensor that may live below the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,12 +28,50 @@ impl Kind {
         }
     }
 
-    fn said(self, config: &OffloadConfig) -> Auto<OffloadTarget> {
+    /// What it holds.
+    pub fn words(self) -> &'static str {
+        match self {
+            Kind::Optimizer => "optimizer states",
+            Kind::Gradients => "gradients",
+            Kind::Activations => "activations",
+            Kind::Parameters => "weights",
+        }
+    }
+
+    /// What the user says of its place.
+    pub fn said(self, config: &OffloadConfig) -> Auto<OffloadTarget> {
         match self {
             Kind::Optimizer => config.optimizer(),
             Kind::Gradients => config.gradients(),
             Kind::Activations => config.activations(),
             Kind::Parameters => config.parameters(),
+        }
+    }
+
+    fn said_kept(self, config: &KeptLayersConfig) -> Auto<u64> {
+        match self {
+            Kind::Optimizer => config.optimizer(),
+            Kind::Gradients => config.gradients(),
+            Kind::Activations => config.activations(),
+            Kind::Parameters => config.parameters(),
+        }
+    }
+
+    /// Whether all that concerns its place is left to the planner.
+    pub fn is_open(self, config: &MemoryConfig) -> bool {
+        self.said(&config.offload) == Auto::Auto && self.said_kept(&config.kept_layers) == Auto::Auto
+    }
+
+    pub fn tier(self, mut offload: Offload) -> Tier {
+        *self.tier_mut(&mut offload)
+    }
+
+    pub fn kept_mut(self, kept: &mut KeptLayers) -> &mut u32 {
+        match self {
+            Kind::Optimizer => &mut kept.optimizer,
+            Kind::Gradients => &mut kept.gradients,
+            Kind::Activations => &mut kept.activations,
+            Kind::Parameters => &mut kept.parameters,
         }
     }
 
@@ -58,6 +96,17 @@ pub(crate) fn as_said(config: &OffloadConfig) -> Offload {
     offload
 }
 
+/// The layers that the user leaves out of the offload.
+pub(crate) fn kept_as_said(config: &KeptLayersConfig) -> KeptLayers {
+    let mut kept = KeptLayers::NONE;
+    for kind in Kind::IN_ORDER {
+        if let Auto::Set(layers) = kind.said_kept(config) {
+            *kind.kept_mut(&mut kept) = u32::try_from(layers).unwrap_or(u32::MAX);
+        }
+    }
+    kept
+}
+
 /// Further and further offload to disk of what the user left open, a kind more each time.
 pub(crate) fn stages(config: &OffloadConfig) -> Vec<Offload> {
     let open = Kind::IN_ORDER.into_iter().filter(|kind| kind.said(config) == Auto::Auto);
@@ -76,6 +125,18 @@ pub(crate) fn resolved(offload: Offload) -> OffloadConfig {
         parameters: target(offload.parameters),
         activations: target(offload.activations),
         gradients: target(offload.gradients),
+    }
+}
+
+/// The configuration that says which layers are left out of it.
+pub(crate) fn kept_resolved(kept: KeptLayers) -> KeptLayersConfig {
+    let layers = |layers: u32| Some(Auto::Set(u64::from(layers)));
+    let KeptLayers { parameters, gradients, optimizer, activations } = kept;
+    KeptLayersConfig {
+        optimizer: layers(optimizer),
+        parameters: layers(parameters),
+        activations: layers(activations),
+        gradients: layers(gradients),
     }
 }
 

@@ -2,11 +2,11 @@
 //! taking the fastest that fits.
 
 use plimsoll_device::DType;
-use plimsoll_memory::{Tag, Tier};
+use plimsoll_memory::Tier;
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
-    AttentionKind, Checkpointing, GradientClipping, Group, Linears, LossScaling, NormSource, Offload,
-    Precision, StepError, StepSettings, TrainingMethod, UpdateTiming,
+    AttentionKind, Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling, NormSource,
+    Offload, Precision, StepError, StepSettings, TrainingMethod, UpdateTiming,
 };
 
 use crate::config::{
@@ -14,7 +14,8 @@ use crate::config::{
     RawConfig, TrainingConfig,
 };
 use crate::dry_run::DryRun;
-use crate::offload::{self, Kind, as_said, stages};
+use crate::limits::Limits;
+use crate::offload::{self, Kind, as_said, kept_as_said, stages};
 use crate::optimizer::optimizer_settings;
 use crate::time::{Rates, TimeEstimate};
 
@@ -42,70 +43,6 @@ pub struct Choice {
     pub dry_run: DryRun,
     /// Its time.
     pub time: TimeEstimate,
-}
-
-/// What a plan must keep to.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Limits {
-    /// Bytes of the load line that are left for the arena; for the host tier and the data pipeline too, where these have
-    /// no budget of their own.
-    pub room_bytes: u64,
-    /// Bytes of them that automatic choices may fill.
-    pub target_bytes: u64,
-    /// The host tier's own budget.
-    pub host_bytes: Option<u64>,
-    /// Bytes that all of it together may take, beside the overhead.
-    pub memory_bytes: u64,
-    /// Bytes of address space beside the overhead: for arenas, and for the files of a checkpoint while it is read.
-    pub address_bytes: u64,
-    /// Bytes of disk.
-    pub disk_bytes: u64,
-    /// Bytes of the data pipeline for each token of a micro-batch.
-    pub pipeline_bytes_per_token: u64,
-}
-
-impl Limits {
-    /// Whether a step keeps to them.
-    pub fn allow(&self, choice: &Choice) -> bool {
-        self.allow_within(choice, self.room_bytes)
-    }
-
-    fn allow_within(&self, choice: &Choice, room: u64) -> bool {
-        let host = self.host_tier(choice);
-        let in_room = if self.host_bytes.is_none() { host } else { 0 };
-        choice.peak_bytes().saturating_add(in_room) <= room
-            && self.host_bytes.is_none_or(|budget| host <= budget)
-            && self.memory(choice) <= self.memory_bytes
-            && self.address_space(choice) <= self.address_bytes
-            && choice.dry_run.disk_bytes() <= self.disk_bytes
-    }
-
-    /// Bytes of the host tier with the data pipeline.
-    pub fn host_tier(&self, choice: &Choice) -> u64 {
-        let tokens = choice.settings.batch_size.saturating_mul(choice.settings.sequence_length);
-        choice.dry_run.host_bytes().saturating_add(tokens.saturating_mul(self.pipeline_bytes_per_token))
-    }
-
-    /// Bytes of memory beside the overhead.
-    pub fn memory(&self, choice: &Choice) -> u64 {
-        choice.peak_bytes().saturating_add(self.host_tier(choice))
-    }
-
-    /// Bytes of address space beside the overhead. A checkpoint has what the run trains and its optimizer keeps.
-    pub fn address_space(&self, choice: &Choice) -> u64 {
-        let DryRun { ledger, host, disk, .. } = &choice.dry_run;
-        let mut kinds = vec![Tag::MasterWeights, Tag::Optimizer, Tag::Adapters];
-        if choice.settings.method.adapters().is_none() {
-            kinds.push(Tag::Weights);
-        }
-        let most = |tag: Tag| [ledger, host, disk].into_iter().map(|ledger| ledger.most(tag)).sum::<u64>();
-        self.memory(choice).saturating_add(kinds.into_iter().map(most).sum())
-    }
-
-    /// How far from fitting, the nearest first: more memory is nearer than more disk.
-    fn distance(&self, choice: &Choice) -> (bool, u64) {
-        (choice.dry_run.disk_bytes() > self.disk_bytes, self.memory(choice))
-    }
 }
 
 impl Choice {
@@ -139,27 +76,70 @@ pub fn choose(
 ) -> Result<Choice, StepError> {
     let search = Search { config, spec, method, rates, limits };
     let mut smallest: Vec<Choice> = Vec::new();
-    let said = as_said(&config.memory.offload);
-    for offload in std::iter::once(said).chain(stages(&config.memory.offload)) {
+    for offload in search.offloads() {
         if let Some(choice) = search.candidates(offload, &mut smallest)? {
-            return search.together(choice);
+            let together = search.together(&choice)?;
+            let filled = search.filled(choice)?;
+            let Some(together) = together else { return Ok(filled) };
+            let together = search.filled(together)?;
+            let faster = together.time.tokens_per_second > filled.time.tokens_per_second;
+            return Ok(if faster { together } else { filled });
         }
     }
-    // Every list has at least one entry; among equals the first is the one with the least offload.
-    let nearest = smallest.into_iter().min_by_key(|choice| limits.distance(choice));
-    nearest.ok_or(StepError::BatchShape { got: 0, batch_size: 0, sequence_length: 0 })
+    search.nearest(smallest)
+}
+
+/// The first of the lightest forms that fits, or, where none does, the nearest: whether anything fits, without a search
+/// for the fastest that does. [`choose`] finds something that fits wherever this does.
+pub(crate) fn lightest_that_fits(
+    config: &RawConfig,
+    spec: &ModelSpec,
+    method: &TrainingMethod,
+    rates: &Rates,
+    limits: Limits,
+) -> Result<Choice, StepError> {
+    let search = Search { config, spec, method, rates, limits };
+    let mut smallest: Vec<Choice> = Vec::new();
+    for offload in search.offloads() {
+        for precision in precisions(&config.training, method) {
+            for batches in batches(&config.training) {
+                for choice in search.lightest(precision, offload, &batches)? {
+                    if search.fits(&choice, limits.room_bytes) {
+                        return Ok(choice);
+                    }
+                    smallest.push(choice);
+                }
+            }
+        }
+    }
+    search.nearest(smallest)
 }
 
 /// What a search for a step goes by.
-struct Search<'a> {
-    config: &'a RawConfig,
-    spec: &'a ModelSpec,
-    method: &'a TrainingMethod,
-    rates: &'a Rates,
-    limits: Limits,
+pub(crate) struct Search<'a> {
+    pub config: &'a RawConfig,
+    pub spec: &'a ModelSpec,
+    pub method: &'a TrainingMethod,
+    pub rates: &'a Rates,
+    pub limits: Limits,
 }
 
 impl Search<'_> {
+    /// What the user says of offload, and more and more of it where that is left open.
+    fn offloads(&self) -> impl Iterator<Item = Offload> {
+        let said = &self.config.memory.offload;
+        std::iter::once(as_said(said)).chain(stages(said))
+    }
+
+    /// Whether a step keeps to the limits with so much room under the line.
+    pub fn fits(&self, choice: &Choice, room: u64) -> bool {
+        let within = match self.config.training.gradient_checkpointing().set() {
+            Some(GradientCheckpointing::Within(size)) => size.0,
+            _ => u64::MAX,
+        };
+        choice.peak_bytes() <= within && self.limits.allow_within(choice, room)
+    }
+
     fn candidate(
         &self,
         precision: Precision,
@@ -175,28 +155,25 @@ impl Search<'_> {
     /// The best of all candidates with an offload; where none fits, the smallest joins `smallest`.
     fn candidates(&self, offload: Offload, smallest: &mut Vec<Choice>) -> Result<Option<Choice>, StepError> {
         let training = &self.config.training;
-        let within = match training.gradient_checkpointing().set() {
-            Some(GradientCheckpointing::Within(size)) => size.0,
-            _ => u64::MAX,
-        };
         // A precision that loses nothing is preferred to one that does, however fast.
         for precision in precisions(training, self.method) {
-            let fits = |c: &Choice, room| c.peak_bytes() <= within && self.limits.allow_within(c, room);
-            // Where the lightest form does not fit, no other will.
-            let lightest = self.lightest(precision, offload)?;
-            if !lightest.iter().any(|choice| fits(choice, self.limits.room_bytes)) {
-                smallest.extend(lightest);
-                continue;
-            }
-            let mut candidates = Vec::new();
-            for checkpointing in checkpointings(training) {
-                for batch in batches(training) {
-                    candidates.push(self.candidate(precision, checkpointing, batch, offload)?);
+            for batches in batches(training) {
+                // Where the lightest form does not fit, no other will.
+                let lightest = self.lightest(precision, offload, &batches)?;
+                if !lightest.iter().any(|choice| self.fits(choice, self.limits.room_bytes)) {
+                    smallest.extend(lightest);
+                    continue;
                 }
-            }
-            for room in [self.limits.target_bytes, self.limits.room_bytes] {
-                if let Some(index) = best(&candidates, |choice| fits(choice, room)) {
-                    return Ok(Some(candidates.swap_remove(index)));
+                let mut candidates = Vec::new();
+                for checkpointing in checkpointings(training) {
+                    for batch in &batches {
+                        candidates.push(self.candidate(precision, checkpointing, *batch, offload)?);
+                    }
+                }
+                for room in [self.limits.target_bytes, self.limits.room_bytes] {
+                    if let Some(index) = best(&candidates, |choice| self.fits(choice, room)) {
+                        return Ok(Some(candidates.swap_remove(index)));
+                    }
                 }
             }
         }
@@ -205,13 +182,13 @@ impl Search<'_> {
 
     /// The same with as many micro-batches in a pass as is worth their memory, where the user leaves that open: where
     /// passes bring tensors from a disk, and no bit depends on it.
-    fn together(&self, choice: Choice) -> Result<Choice, StepError> {
-        let Choice { settings, accumulation, .. } = &choice;
+    fn together(&self, choice: &Choice) -> Result<Option<Choice>, StepError> {
+        let Choice { settings, accumulation, .. } = choice;
         let Offload { parameters, gradients, .. } = settings.offload;
         let brings = parameters == Tier::Disk || gradients == Tier::Disk;
         let open = self.config.training.micro_batches_per_pass().set().is_none();
         if !(open && brings && *accumulation <= MOST_TOGETHER && keeps_bits(self.spec, self.method)) {
-            return Ok(choice);
+            return Ok(None);
         }
         let mut sizes: Vec<u64> = powers_of_two(*accumulation).chain([*accumulation]).skip(1).collect();
         sizes.dedup();
@@ -221,16 +198,21 @@ impl Search<'_> {
             let other = Choice::new(self.spec, settings, *accumulation, self.rates)?;
             if self.limits.allow_within(&other, self.limits.target_bytes) {
                 let faster = other.time.tokens_per_second > choice.time.tokens_per_second * AS_FAST;
-                return Ok(if faster { other } else { choice });
+                return Ok(faster.then_some(other));
             }
         }
-        Ok(choice)
+        Ok(None)
     }
 
     /// The lightest candidates: the shortest batch, and the two strongest forms of checkpointing where it is left open.
-    fn lightest(&self, precision: Precision, offload: Offload) -> Result<Vec<Choice>, StepError> {
+    fn lightest(
+        &self,
+        precision: Precision,
+        offload: Offload,
+        batches: &[(u64, u64)],
+    ) -> Result<Vec<Choice>, StepError> {
         let training = &self.config.training;
-        let Some(batch) = batches(training).into_iter().min_by_key(|(size, _)| *size) else {
+        let Some(batch) = batches.iter().copied().min_by_key(|(size, _)| *size) else {
             return Ok(Vec::new());
         };
         let mut forms = checkpointings(training);
@@ -284,12 +266,13 @@ pub fn lighter_choices(
     let groups = Checkpointing::Selective(Group::ALL.into_iter().take(3).collect());
     let mut forms = vec![own.checkpointing];
     forms.extend([groups, Checkpointing::Full, Checkpointing::Sqrt]);
-    let lighter = |checkpointing, batch_size, offload| {
+    let lighter = |checkpointing, batch_size, offload, kept_layers| {
         let loss_chunk_tokens = own.loss_chunk_tokens.min(batch_size * own.sequence_length);
         let settings = StepSettings {
             checkpointing,
             batch_size,
             offload,
+            kept_layers,
             loss_chunk_tokens,
             micro_batches_per_pass: 1,
             ..own.clone()
@@ -297,9 +280,13 @@ pub fn lighter_choices(
         Choice::new(spec, settings, effective / batch_size, rates)
     };
     let mut all = Vec::new();
-    for checkpointing in forms {
-        for size in &sizes {
-            all.push(lighter(checkpointing, *size, own.offload)?);
+    let mut kepts = vec![own.kept_layers, KeptLayers::NONE];
+    kepts.dedup();
+    for kept_layers in kepts {
+        for checkpointing in &forms {
+            for size in &sizes {
+                all.push(lighter(*checkpointing, *size, own.offload, kept_layers)?);
+            }
         }
     }
     let least = all.iter().map(|other| limits.memory(other)).min().unwrap_or(0);
@@ -310,7 +297,7 @@ pub fn lighter_choices(
             continue;
         }
         *tier = Tier::Disk;
-        let further = lighter(Checkpointing::Full, 1, offload)?;
+        let further = lighter(Checkpointing::Full, 1, offload, KeptLayers::NONE)?;
         if limits.memory(&further) < least {
             all.push(further);
         }
@@ -389,8 +376,20 @@ fn every_checkpointing() -> Vec<Checkpointing> {
     whole.into_iter().chain(every).chain(sets).collect()
 }
 
-/// Pairs of batch size and accumulation that the user's words leave open.
-fn batches(training: &TrainingConfig) -> Vec<(u64, u64)> {
+/// Pairs of batch size and accumulation that the user's words leave open, and those to turn to where none of them fits.
+fn batches(training: &TrainingConfig) -> Vec<Vec<(u64, u64)>> {
+    let first = preferred_batches(training);
+    let said = [training.batch_size(), training.gradient_accumulation_steps()];
+    let said = said.into_iter().chain(training.effective_batch_size).any(|key| key.set().is_some());
+    if said || !training.optimizer_in_backward() {
+        return vec![first];
+    }
+    // A sum over micro-batches is a gradient that lives through the whole pass: without it there is none to keep.
+    let most = DEFAULT_EFFECTIVE_BATCH / 2;
+    vec![first, powers_of_two(most).map(|batch_size| (batch_size, 1)).collect()]
+}
+
+fn preferred_batches(training: &TrainingConfig) -> Vec<(u64, u64)> {
     let batch_size = training.batch_size().set();
     let accumulation = training.gradient_accumulation_steps().set();
     let effective = training.effective_batch_size.and_then(Auto::set);
@@ -457,6 +456,7 @@ pub(crate) fn step_settings(
         },
         method: method.clone(),
         offload: Offload::NONE,
+        kept_layers: kept_as_said(&config.memory.kept_layers),
         micro_batches_per_pass: training.micro_batches_per_pass().set().unwrap_or(1),
         seed: training.seed(),
     }
@@ -476,6 +476,7 @@ pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
     let fp8 = linears == Linears::Fp8;
     let narrow = fp8 || weights != DType::F32;
     resolved.memory.offload = offload::resolved(choice.settings.offload);
+    resolved.memory.kept_layers = offload::kept_resolved(choice.settings.kept_layers);
     let training = &mut resolved.training;
     training.batch_size = Some(Auto::Set(choice.settings.batch_size));
     training.gradient_accumulation_steps = Some(Auto::Set(choice.accumulation));

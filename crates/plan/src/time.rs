@@ -2,10 +2,10 @@
 
 use plimsoll_device::Tally;
 use plimsoll_disk::Moved;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// What a machine does, as measured or as told.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rates {
     /// f32 matrix products, FLOP/s.
     pub matmul_f32: f64,
@@ -20,7 +20,7 @@ pub struct Rates {
 }
 
 /// What a disk does, in bytes/s.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DiskRates {
     /// Read.
     pub read: f64,

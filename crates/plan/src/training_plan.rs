@@ -8,14 +8,16 @@ use plimsoll_step::StepError;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use crate::advice::{Alternative, alternatives};
+use crate::advice::{self, Alternative, Refusal};
 use crate::config::RawConfig;
 use crate::dry_run::DryRun;
+use crate::limits::{Limits, load_line};
 use crate::load_line::{LoadLine, ProcessLimits};
 use crate::method::training_method;
 use crate::origin::ModelOrigin;
-use crate::resolve::{Choice, Limits, choose, lighter_choices, resolved_config};
+use crate::resolve::{Choice, choose, lighter_choices, resolved_config};
 use crate::run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes, Written, steps_in};
+use crate::shortage::{Resource, Shortage};
 use crate::time::Rates;
 
 /// What the plan is made for.
@@ -54,10 +56,12 @@ pub struct TrainingPlan {
     pub limits: Limits,
     /// The machine that it is made for.
     pub machine: Machine,
-    /// Other settings of the step that need less memory.
+    /// Other settings that need less memory or, where it does not fit, do fit.
     pub alternatives: Vec<Alternative>,
     /// What the run writes.
     pub saved: SavedBytes,
+    /// What it would take, where it does not fit.
+    pub refusal: Option<Refusal>,
 }
 
 /// Bytes by kind at the peak.
@@ -90,35 +94,30 @@ impl TrainingPlan {
         stored: Option<&WeightSource>,
         machine: &Machine,
     ) -> Result<TrainingPlan, StepError> {
-        let load_line = machine.limits.load_line(config.memory.device_budget().set().map(|size| size.0));
-        let target = (load_line.bytes as f64 * config.memory.target_utilization()) as u64;
-        let overhead_bytes = machine.overhead_bytes;
-        let free = machine.disk_available.unwrap_or(u64::MAX);
-        let limits = Limits {
-            room_bytes: load_line.bytes.saturating_sub(overhead_bytes),
-            target_bytes: target.saturating_sub(overhead_bytes),
-            host_bytes: config.memory.host_budget().set().map(|size| size.0),
-            memory_bytes: machine
-                .limits
-                .enforced()
-                .map_or(u64::MAX, |line| line.bytes.saturating_sub(overhead_bytes)),
-            address_bytes: machine.limits.address_space_left(overhead_bytes).unwrap_or(u64::MAX),
-            disk_bytes: config.memory.disk_budget().set().map_or(free, |size| size.0.min(free)),
-            pipeline_bytes_per_token: machine.host_bytes_per_token,
-        };
+        let load_line = load_line(config, machine);
+        let limits = Limits::of(config, machine);
         let method = training_method(config, spec, stored)?;
         let choice = choose(config, spec, &method, &machine.rates, limits)?;
-        let alternatives = alternatives(spec, &choice, &machine.rates, limits)?;
+        let resolved = resolved_config(config, &choice);
+        let (alternatives, refusal) = match limits.allow(&choice) {
+            true => (advice::alternatives(&resolved, spec, stored, machine, &choice), None),
+            false => {
+                let tried = advice::alternatives(config, spec, stored, machine, &choice);
+                let refusal = Refusal::new(config, spec, stored, machine, &choice, &tried);
+                (tried, Some(refusal))
+            }
+        };
         Ok(TrainingPlan {
             saved: SavedBytes::of(spec, &choice.settings)?,
             spec: spec.clone(),
-            config: resolved_config(config, &choice),
+            config: resolved,
             choice,
             load_line,
-            overhead_bytes,
+            overhead_bytes: machine.overhead_bytes,
             limits,
             machine: *machine,
             alternatives,
+            refusal,
         })
     }
 
@@ -152,6 +151,7 @@ impl TrainingPlan {
                 machine: self.machine,
                 alternatives: Vec::new(),
                 saved: self.saved,
+                refusal: None,
             });
             let smaller = left.iter().position(|choice| limits.memory(choice) < memory);
             left = smaller.and_then(|first| left.get(first..)).unwrap_or(&[]);
@@ -211,62 +211,64 @@ impl TrainingPlan {
         Written::new(&self.config.output, self.saved, Some(steps), past).most()
     }
 
+    /// What there is too little of.
+    pub fn shortages(&self) -> Vec<Shortage> {
+        let mut all: Vec<Shortage> = self.limits.shortages(&self.choice).collect();
+        // Whoever goes over the line goes over what encloses it as well.
+        let over = |resource| all.iter().any(|shortage| shortage.resource == resource);
+        let (line, process) = (over(Resource::Memory) || over(Resource::Host), over(Resource::Process));
+        all.retain(|shortage| match shortage.resource {
+            Resource::Process => !line,
+            Resource::AddressSpace => !line && !process,
+            Resource::Memory | Resource::Host | Resource::Disk => true,
+        });
+        all
+    }
+
     /// Why it does not fit, every reason in a sentence of its own; none if it does.
     pub fn misfits(&self) -> Vec<String> {
-        let mut reasons = Vec::new();
-        let need = self.bytes_under_the_line();
-        if need > self.load_line.bytes {
-            let LoadLine { bytes, by } = self.load_line;
-            reasons.push(format!(
-                "the plan needs {} of memory and the load line is {} ({by})",
-                ByteSize(need),
-                ByteSize(bytes)
-            ));
+        self.shortages().iter().map(|shortage| self.sentence(shortage)).collect()
+    }
+
+    /// A shortage in words: what is needed, what there is and who says so, and the difference.
+    pub fn sentence(&self, shortage: &Shortage) -> String {
+        let Shortage { resource, needed_bytes, allowed_bytes } = *shortage;
+        let [needed, allowed] = [needed_bytes, allowed_bytes].map(ByteSize);
+        let [in_all, of_all] =
+            [needed_bytes, allowed_bytes].map(|bytes| ByteSize(bytes.saturating_add(self.overhead_bytes)));
+        let short = ByteSize(shortage.bytes());
+        match resource {
+            Resource::Memory => {
+                let LoadLine { bytes, by } = self.load_line;
+                // The overhead alone may be over a line.
+                let short = ByteSize(in_all.0.saturating_sub(bytes));
+                let line = ByteSize(bytes);
+                format!("the plan needs {in_all} of memory and the load line is {line} ({by}): {short} short")
+            }
+            Resource::Host => {
+                format!(
+                    "the plan needs {needed} on the host and memory.host_budget is {allowed}: {short} short"
+                )
+            }
+            Resource::Process => {
+                let by = self.machine.limits.enforced().map_or(self.load_line.by, |line| line.by);
+                format!("device and host tier together need {in_all} and {by} leaves {of_all}: {short} short")
+            }
+            Resource::AddressSpace => format!(
+                "the plan needs {needed} of address space, with that for reading its checkpoints, and ulimit -v leaves {allowed}: {short} short; raise it"
+            ),
+            Resource::Disk => {
+                let folder = self.config.disk_path();
+                let said = self.config.memory.disk_budget().set().is_some_and(|b| b.0 == allowed_bytes);
+                let there = match said {
+                    true => format!("memory.disk_budget is {allowed}: {short} short"),
+                    false => format!(
+                        "{allowed} are free there: {short} short; free some, or set memory.disk_path to a folder of another disk"
+                    ),
+                };
+                format!("the plan needs {needed} of disk in {} and {there}", folder.display())
+            }
         }
-        if let Some(budget) = self.limits.host_bytes.filter(|budget| self.host_bytes() > *budget) {
-            reasons.push(format!(
-                "the plan needs {} on the host and memory.host_budget is {}",
-                ByteSize(self.host_bytes()),
-                ByteSize(budget)
-            ));
-        }
-        let room = self.limits.memory_bytes.saturating_add(self.overhead_bytes);
-        if reasons.is_empty()
-            && let Some(line) = self.machine.limits.enforced().filter(|_| self.process_bytes() > room)
-        {
-            reasons.push(format!(
-                "device and host tier together need {} and {} leaves {}",
-                ByteSize(self.process_bytes()),
-                line.by,
-                ByteSize(line.bytes)
-            ));
-        }
-        let address_space = self.limits.address_space(&self.choice);
-        if reasons.is_empty() && address_space > self.limits.address_bytes {
-            reasons.push(format!(
-                "the plan needs {} of address space, with that for reading its checkpoints, and ulimit -v leaves {}; raise it",
-                ByteSize(address_space),
-                ByteSize(self.limits.address_bytes)
-            ));
-        }
-        if self.disk_bytes() > self.limits.disk_bytes {
-            let folder = self.config.disk_path();
-            let said = self.config.memory.disk_budget().set().is_some_and(|b| b.0 == self.limits.disk_bytes);
-            reasons.push(format!(
-                "the plan needs {} of disk in {} and {}",
-                ByteSize(self.disk_bytes()),
-                folder.display(),
-                if said {
-                    format!("memory.disk_budget is {}", ByteSize(self.limits.disk_bytes))
-                } else {
-                    format!(
-                        "{} are free there; free some, or set memory.disk_path",
-                        ByteSize(self.limits.disk_bytes)
-                    )
-                }
-            ));
-        }
-        reasons
     }
 
     /// Live bytes by tag at the peak.
@@ -368,6 +370,8 @@ impl TrainingPlan {
             },
             "run": self.run_needs(None),
             "alternatives": self.alternatives,
+            "shortages": self.shortages(),
+            "refusal": self.refusal,
         })
     }
 }

@@ -60,13 +60,22 @@ pub(crate) struct Target {
     pub rounding: Rounding,
 }
 
+/// Where the gradients of matrices live.
+#[derive(Clone, Copy)]
+pub(crate) struct OnTier<'s> {
+    pub tiers: &'s Arc<LowerTiers>,
+    pub tier: Tier,
+    /// Whose gradients stay on the device all the same.
+    pub stays: &'s dyn Fn(&Parameter) -> bool,
+}
+
 impl<'a, D: Device> Gradients<'a, D> {
-    /// No gradients yet, for the parameters that are trained; those of matrices live on `tier` and come through buffers.
+    /// No gradients yet, for the parameters that are trained; those of matrices live on a tier and come through buffers.
     pub fn new(
         device: &'a D,
         trained: &[Parameter],
         dtype: DType,
-        (tiers, tier): (&Arc<LowerTiers>, Tier),
+        OnTier { tiers, tier, stays }: OnTier<'_>,
         (cut, buffers): (Pieces, usize),
     ) -> Result<Self, StepError> {
         let shapes = trained.iter().map(|p| ((p.block, p.role), p.shape.clone())).collect();
@@ -83,7 +92,7 @@ impl<'a, D: Device> Gradients<'a, D> {
             return Ok(gradients);
         }
         let (mut parcels, mut pieces) = (HashMap::<Unit, Parcel<Role>>::new(), HashMap::new());
-        for p in trained.iter().filter(|p| is_matrix(p)) {
+        for p in trained.iter().filter(|p| is_matrix(p) && !stays(p)) {
             let columns = p.columns();
             let cuts = cut.of(p);
             for (piece, rows) in (0..).zip(&cuts) {

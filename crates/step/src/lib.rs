@@ -39,8 +39,8 @@ pub use optimizer::{
 };
 pub use policy::{Checkpointing, Compression, Group, Groups, LayerPolicy, Save, SavePolicy};
 pub use settings::{
-    Adapters, AttentionKind, GradientClipping, Linears, LossScaling, MicroBatch, NormSource, Offload,
-    Precision, StepSettings, TrainingMethod, UpdateTiming,
+    Adapters, AttentionKind, GradientClipping, KeptLayers, Linears, LossScaling, MicroBatch, NormSource,
+    Offload, Precision, StepSettings, TrainingMethod, UpdateTiming,
 };
 pub use store::{BlockWeights, StoredWeight, StreamedStore, WeightStorage, WeightStore};
 pub use trainer::{NamedTensor, StepOutcome, StepProgress, Trainer};

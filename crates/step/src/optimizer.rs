@@ -74,6 +74,8 @@ pub(crate) struct StateStorage<'s> {
     /// The tiers, and the one on which the states of matrices live.
     pub tiers: &'s Arc<LowerTiers>,
     pub tier: Tier,
+    /// Whose states stay on the device all the same.
+    pub stays: &'s dyn Fn(&Parameter) -> bool,
     /// How tables are cut there.
     pub cut: Pieces,
     /// Elements of a query head.
@@ -114,14 +116,14 @@ impl<'a, D: Device> Optimizer<'a, D> {
             }
         }
         let kind = settings.kind;
-        let StateStorage { tiers, tier, cut, head_dim, needs_master, seed } = storage;
+        let StateStorage { tiers, tier, stays, cut, head_dim, needs_master, seed } = storage;
         let mut slots = HashMap::new();
         let (mut parcels, mut homes) = (HashMap::new(), Homes::new(tiers));
         for p in trained {
             device.arena().enter(Phase::Setup, layer_of(p.block));
             tiers.enter(Phase::Setup, layer_of(p.block));
             let mut state = OptimizerState::default();
-            if tier == Tier::Device || !is_matrix(p) {
+            if tier == Tier::Device || !is_matrix(p) || stays(p) {
                 state = new_state(device, p, kind, head_dim, needs_master(p))?;
             } else {
                 for (piece, rows) in (0..).zip(cut.of(p)) {

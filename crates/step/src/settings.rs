@@ -165,6 +165,30 @@ impl Offload {
     }
 }
 
+/// How many layers, counted from the last one, keep their tensors of a kind on the device although the kind lives
+/// elsewhere: where there is room for some of them and not for all. Changes no bit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KeptLayers {
+    /// Of weights.
+    pub parameters: u32,
+    /// Of gradients.
+    pub gradients: u32,
+    /// Of optimizer states and master weights.
+    pub optimizer: u32,
+    /// Of what the forward pass keeps for the backward pass.
+    pub activations: u32,
+}
+
+impl KeptLayers {
+    /// What is offloaded is offloaded whole.
+    pub const NONE: KeptLayers = KeptLayers { parameters: 0, gradients: 0, optimizer: 0, activations: 0 };
+}
+
+/// Whether a block is among the last `kept` of `num_layers` layers.
+pub(crate) fn stays(block: BlockId, kept: u32, num_layers: u32) -> bool {
+    matches!(block, BlockId::Layer(layer) if layer >= num_layers.saturating_sub(kept))
+}
+
 /// Everything that shapes a training step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepSettings {
@@ -203,6 +227,8 @@ pub struct StepSettings {
     pub method: TrainingMethod,
     /// Where tensors live between their uses.
     pub offload: Offload,
+    /// The layers that are left out of it.
+    pub kept_layers: KeptLayers,
     /// Micro-batches that go through a block before the next block's turn. More than one bring what is offloaded fewer
     /// times and hold the activations of all; the gradient of a tied embedding is then summed in another order.
     pub micro_batches_per_pass: u64,
@@ -280,6 +306,7 @@ impl StepSettings {
             loss_scaling: None,
             method: TrainingMethod::Full,
             offload: Offload::NONE,
+            kept_layers: KeptLayers::NONE,
             micro_batches_per_pass: 1,
             seed: 0,
         }

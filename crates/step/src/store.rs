@@ -19,8 +19,8 @@ use crate::head::reshaped;
 use crate::linear::Linear;
 use crate::norm::Norm;
 
-pub(crate) use streamed::AwayParameter;
 pub use streamed::StreamedStore;
+pub(crate) use streamed::{Away, AwayParameter};
 
 /// The weights of one block, for as long as the step works on it.
 #[derive(Clone, Debug)]

@@ -18,14 +18,14 @@ use plimsoll_parallel::Communicator;
 use crate::StepError;
 use crate::adapter::Dropout;
 use crate::block::{Held, Mover, Saved};
-use crate::gradients::Gradients;
+use crate::gradients::{Gradients, OnTier};
 use crate::loss_scale::LossScale;
 use crate::optimizer::{Optimizer, StateStorage, Update};
 use crate::policy::SavePolicy;
 use crate::rope::RopeTables;
 use crate::seed::mix;
-use crate::settings::{GradientClipping, MicroBatch, NormSource, StepSettings, UpdateTiming};
-use crate::store::{StreamedStore, WeightStorage};
+use crate::settings::{GradientClipping, MicroBatch, NormSource, StepSettings, UpdateTiming, stays};
+use crate::store::{Away, StreamedStore, WeightStorage};
 use crate::tier::Pieces;
 
 pub use state::NamedTensor;
@@ -124,14 +124,16 @@ impl<'a, D: Device> Trainer<'a, D> {
         let types = |p: &Parameter| method.weight_type(p, precision.weights);
         let adapters = method.adapters().map(|adapters| &adapters.layout);
         let storage = WeightStorage { types: &types, adapters, trained: true, staging: None };
-        let offload = settings.offload;
+        let (offload, kept, num_layers) = (settings.offload, settings.kept_layers, spec.num_layers);
         let cut = Pieces::new(&spec, &settings.optimizer.kind);
         let weights = match offload.parameters {
             Tier::Device => StreamedStore::allocate(device, &spec, storage, Tag::Weights)?,
             tier => {
                 let in_files = method.adapters().map(|adapters| &adapters.in_files);
                 let in_files = in_files.filter(|_| tier == Tier::Disk);
-                StreamedStore::allocate_away(device, &spec, storage, in_files, (&tiers, tier), cut)?
+                let stays = |p: &Parameter| stays(p.block, kept.parameters, num_layers);
+                let away = Away { tiers: &tiers, tier, stays: &stays, in_files };
+                StreamedStore::allocate_away(device, &spec, storage, away, cut)?
             }
         };
         let trained = method.trained(&spec);
@@ -142,11 +144,13 @@ impl<'a, D: Device> Trainer<'a, D> {
             tier: offload.optimizer,
             cut,
             head_dim: spec.attention.head_dim,
+            stays: &|p| stays(p.block, kept.optimizer, num_layers),
             needs_master: &needs_master,
             seed: settings.seed,
         };
         let optimizer = Optimizer::allocate(device, &trained, &settings.optimizer, states)?;
-        let on_tier = (&tiers, offload.gradients);
+        let stays_there = |p: &Parameter| stays(p.block, kept.gradients, num_layers);
+        let on_tier = OnTier { tiers: &tiers, tier: offload.gradients, stays: &stays_there };
         let buffers = match (settings.update, spec.tie_word_embeddings) {
             // One in use, one on its way and one on its way back.
             (UpdateTiming::AfterBackward, _) => 3,

@@ -9,11 +9,11 @@ use common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::Tier;
-use plimsoll_model::{ModelSpec, Parameter};
+use plimsoll_model::{BlockId, ModelSpec, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
     AdafactorSettings, AdamSettings, Checkpointing, Compression, EightBit, GradientClipping, Group,
-    MicroBatch, NormSource, Offload, OptimizerKind, Precision, StepError, StepSettings, Trainer,
+    KeptLayers, MicroBatch, NormSource, Offload, OptimizerKind, Precision, StepError, StepSettings, Trainer,
     UpdateTiming,
 };
 
@@ -172,6 +172,47 @@ fn each_kind_of_tensor_may_be_away_by_itself() {
                 assert!(train_in(folder.path(), &spec, &settings) == resident, "{} {settings:?}", spec.name);
             }
         }
+    }
+}
+
+#[test]
+fn the_last_layers_may_stay_on_the_device() {
+    let folder = tempfile::tempdir().unwrap();
+    let none = KeptLayers::NONE;
+    let kept = [
+        KeptLayers { parameters: 1, ..none },
+        KeptLayers { gradients: 2, ..none },
+        KeptLayers { optimizer: 1, ..none },
+        KeptLayers { activations: 1, ..none },
+        KeptLayers { parameters: 1, gradients: 1, optimizer: 2, activations: 2 },
+        KeptLayers { parameters: 99, gradients: 99, optimizer: 99, activations: 99 },
+    ];
+    for spec in [llama(), biased()].map(large) {
+        for settings in &cases()[..4] {
+            let away = StepSettings { offload: all_on(Tier::Disk), ..settings.clone() };
+            let expected = train_in(folder.path(), &spec, &away);
+            for kept_layers in kept {
+                let settings = StepSettings { kept_layers, ..away.clone() };
+                assert!(train_in(folder.path(), &spec, &settings) == expected, "{} {settings:?}", spec.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn each_layer_that_stays_takes_its_room_on_the_device_and_leaves_the_disk() {
+    let spec = ModelSpec { num_layers: 6, ..large(llama()) };
+    let peaks = |kept: u32| {
+        let kept_layers = KeptLayers { parameters: kept, ..KeptLayers::NONE };
+        planned(&spec, &StepSettings { offload: all_on(Tier::Disk), kept_layers, ..settings(4, 24) })
+    };
+    let matrices = |p: &Parameter| p.block == BlockId::Layer(0) && p.shape.len() == 2;
+    let layer: u64 = spec.parameters().iter().filter(|p| matrices(p)).map(|p| 4 * p.elements()).sum();
+    for kept in 0..6 {
+        let ([device, _, disk], [more, _, less]) = (peaks(kept), peaks(kept + 1));
+        assert_eq!(more, device + layer, "{kept}");
+        // Homes are whole pages.
+        assert!(disk >= less + layer && disk < less + 2 * layer, "{kept} {disk} {less}");
     }
 }
 

@@ -8,15 +8,16 @@ use crate::output::outln;
 use crate::session::{Engine, resident_bytes};
 
 pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
-    let engine = Engine::start(None)?;
-    let rates = engine.rates(u64::MAX);
+    let engine = Engine::start_measuring(None, args.measure)?;
+    let speeds = engine.speeds();
     let overhead = resident_bytes();
     if args.json {
         let document = json!({
             "hardware": engine.hardware,
             "kernels": engine.isa.to_string(),
             "threads": engine.pool.threads(),
-            "rates": rates,
+            "rates": speeds.machine.rates,
+            "measured": speeds.json(None),
             "overhead_bytes": overhead,
         });
         outln!("{}", serde_json::to_string_pretty(&document)?)?;
@@ -24,12 +25,14 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
     }
     outln!("{}", engine.hardware)?;
     outln!("Kernels    {}, {} threads", engine.isa, engine.pool.threads())?;
+    let rates = speeds.machine.rates;
     outln!(
         "Measured   matrix products {:.0} GFLOP/s in f32, {:.0} in bf16; memory {:.0} GB/s",
         rates.matmul_f32 / 1e9,
         rates.matmul_bf16 / 1e9,
         rates.memory_bandwidth / 1e9
     )?;
+    outln!("{}", speeds.words(None))?;
     outln!("Overhead   {} outside any arena", plimsoll_memory::ByteSize(overhead))?;
     Ok(())
 }

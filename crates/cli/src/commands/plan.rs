@@ -4,12 +4,15 @@ use std::collections::BTreeMap;
 
 use plimsoll_memory::{AtPeak, ByteSize, Tag};
 use plimsoll_plan::config::GradientCheckpointing;
-use plimsoll_plan::{ModelOrigin, ProcessLimits, TrainingPlan};
+use plimsoll_plan::{DiskRates, ModelOrigin, ProcessLimits, TrainingPlan};
 use plimsoll_step::{Adapters, Linears};
+use serde_json::Value;
 
 use crate::args::PlanArgs;
+use crate::commands::advice::{misfits, remedies};
 use crate::failure::Failure;
 use crate::models::{self, Need};
+use crate::needs;
 use crate::output::{out, outln};
 use crate::row;
 use crate::session::{Engine, load_config};
@@ -17,6 +20,12 @@ use crate::table;
 
 pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let config = load_config(&args.source)?;
+    let stated = config.memory.device_budget().set().is_some();
+    if args.elsewhere && !stated {
+        return Err(Failure::usage(
+            "--elsewhere plans for another machine, whose memory has to be given, for example --memory 24GiB",
+        ));
+    }
     let origin = models::origin(&config, Need::Shape, args.json)?;
     // The run will have it in memory, so that its memory belongs to the plan.
     let _tokenizer = match &origin {
@@ -26,21 +35,73 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let engine = Engine::start(None)?;
     let mut machine = engine.machine(&config);
     // A model that is known by its dimensions alone is not trained here.
-    let named = matches!(origin, ModelOrigin::Catalogue(_)) && config.memory.device_budget().set().is_some();
-    if args.elsewhere || named {
+    let elsewhere = args.elsewhere || matches!(origin, ModelOrigin::Catalogue(_)) && stated;
+    if elsewhere {
         (machine.limits, machine.disk_available) = (ProcessLimits::NONE, None);
+        machine.rates.disk = DiskRates::USUAL;
     }
     let plan =
         engine.plan(&config, &machine, |machine| TrainingPlan::for_model(&config, &origin, machine))?;
+    let speeds = PlanSpeeds { elsewhere, ..PlanSpeeds::here(&engine, &plan) };
+    // Where no method is chosen, what each would need is a part of the answer.
+    let undecided = config.training.method.is_none();
+    let needs = if undecided { needs::of(&origin).unwrap_or_default() } else { Vec::new() };
     if args.json {
-        outln!("{}", serde_json::to_string_pretty(&plan.to_json())?)?;
+        let mut document = plan.to_json();
+        if let Value::Object(map) = &mut document {
+            map.insert("speeds".to_owned(), speeds.json.clone());
+            map.insert("needs".to_owned(), serde_json::to_value(&needs)?);
+        }
+        outln!("{}", serde_json::to_string_pretty(&document)?)?;
     } else {
-        out!("{}{}", describe(&plan), whole_run(&plan, None))?;
+        out!("{}{}", describe(&plan, &speeds), whole_run(&plan, None))?;
         if !plan.fits() {
             out!("\n{}{}", misfits(&plan), remedies(&plan))?;
         }
+        if !needs.is_empty() {
+            out!("\n{}\n{}", needs::TITLE, needs::table(&needs))?;
+        }
     }
-    Ok(())
+    if plan.fits() { Ok(()) } else { Err(Failure::shown_not_to_fit()) }
+}
+
+/// Whose speeds a plan's time is made of.
+pub struct PlanSpeeds {
+    /// The processor.
+    cpu: String,
+    /// Where they come from and how old they are.
+    words: String,
+    json: Value,
+    /// Whether the plan is for another machine.
+    elsewhere: bool,
+}
+
+impl PlanSpeeds {
+    /// Those of a plan for this machine.
+    pub fn here(engine: &Engine, plan: &TrainingPlan) -> PlanSpeeds {
+        let folder = plan.config.disk_path();
+        let folder =
+            Some(folder.as_path()).filter(|_| plan.disk_bytes() > 0 && plan.machine.disk_available.is_some());
+        let cpu = &engine.hardware.cpu;
+        let (name, threads) = (cpu.name.as_deref().unwrap_or(cpu.architecture), engine.pool.threads());
+        PlanSpeeds {
+            cpu: format!("{name}, {threads} thread{}", if threads == 1 { "" } else { "s" }),
+            words: engine.speeds().words(folder),
+            json: engine.speeds().json(folder),
+            elsewhere: false,
+        }
+    }
+
+    /// What a rate is followed by.
+    fn place(&self) -> String {
+        match self.elsewhere {
+            false => format!("on this machine's CPU ({})", self.cpu),
+            true => format!(
+                "at the speed of this machine's CPU ({}):\nthe machine that the plan is for has another",
+                self.cpu
+            ),
+        }
+    }
 }
 
 /// The types of quantised weights, the most frequent first.
@@ -54,7 +115,7 @@ fn frozen_types(adapters: &Adapters) -> String {
 }
 
 /// The plan for people.
-pub fn describe(plan: &TrainingPlan) -> String {
+pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
     let settings = &plan.choice.settings;
     let precision = settings.precision;
     let master = if precision.master_weights { ", f32 master weights" } else { "" };
@@ -132,10 +193,12 @@ pub fn describe(plan: &TrainingPlan) -> String {
         layer.map_or(format!("in the {phase} phase"), |l| format!("in the {phase} pass of layer {l}"));
     let time = &plan.choice.time;
     out.push_str(&format!(
-        "\nthe peak is {place}; a layer holds {} there\nabout {} a step, {:.0} tokens/s on this machine\n{}\n",
+        "\nthe peak is {place}; a layer holds {} there\nabout {} a step, {:.0} tokens/s {}\n{}\n{}\n",
         per_layer(plan),
         seconds(time.step_seconds),
         time.tokens_per_second,
+        speeds.place(),
+        speeds.words,
         if plan.fits() { "fits" } else { "does NOT fit" }
     ));
     out
@@ -190,40 +253,6 @@ fn tier_rows(place: &str, at_peak: &AtPeak, plan: &TrainingPlan) -> Vec<Vec<Stri
     let row =
         |(name, bytes): (String, u64)| row![format!("{place}{name}"), ByteSize(bytes), share(bytes, plan)];
     tags.chain(gaps).map(row).collect()
-}
-
-/// Why a plan does not fit, a line each.
-pub fn misfits(plan: &TrainingPlan) -> String {
-    plan.misfits().into_iter().map(|reason| reason + "\n").collect()
-}
-
-/// What would fit instead.
-pub fn remedies(plan: &TrainingPlan) -> String {
-    let fitting: Vec<_> = plan.alternatives.iter().filter(|a| a.fits).collect();
-    if fitting.is_empty() {
-        let needs = plan.alternatives.iter().map(|a| a.peak_bytes + a.host_bytes + plan.overhead_bytes);
-        return format!(
-            "nothing short of a smaller model would fit: the lightest setting needs {}\n",
-            ByteSize(needs.min().unwrap_or(u64::MAX).min(plan.process_bytes()))
-        );
-    }
-    let disk = fitting.iter().any(|alternative| alternative.disk_bytes > 0);
-    let mut rows = vec![row!["what would fit", "in all", "tokens/s"]];
-    if disk {
-        rows[0].push("disk".to_owned());
-    }
-    for alternative in fitting {
-        let mut row = row![
-            alternative.change.iter().map(|c| format!("--set {c}")).collect::<Vec<_>>().join(" "),
-            ByteSize(alternative.peak_bytes + alternative.host_bytes + plan.overhead_bytes),
-            format!("{:.0}", alternative.tokens_per_second)
-        ];
-        if disk {
-            row.push(ByteSize(alternative.disk_bytes).to_string());
-        }
-        rows.push(row);
-    }
-    table::render(&rows)
 }
 
 fn checkpointing(plan: &TrainingPlan) -> String {

@@ -8,7 +8,8 @@ use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_train::{MemoryReading, Prepared, Resumption, Surroundings, TrainingOutcome};
 
 use crate::args::TrainArgs;
-use crate::commands::plan::{describe, misfits, remedies, whole_run};
+use crate::commands::advice::{misfits, remedies};
+use crate::commands::plan::{PlanSpeeds, describe, whole_run};
 use crate::failure::Failure;
 use crate::load_line::kept_so_far;
 use crate::models::{self, Need};
@@ -41,7 +42,9 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     let machine = engine.machine(prepared.config());
     let plan = engine.plan(prepared.config(), &machine, |machine| prepared.plan(machine))?;
     if !args.json {
-        let _ = out!("{}{}", describe(&plan), whole_run(&plan, Some(prepared.total_steps(&plan))));
+        let speeds = PlanSpeeds::here(&engine, &plan);
+        // What cannot be shown is no reason not to train.
+        let _ = out!("{}{}", describe(&plan, &speeds), whole_run(&plan, Some(prepared.total_steps(&plan))));
     }
     if !plan.fits() {
         return Err(Failure::does_not_fit(format!("{}{}", misfits(&plan), remedies(&plan))));

@@ -5,7 +5,12 @@ use std::process::{Command, Output};
 
 /// Runs the program in a folder.
 pub fn plimsoll(folder: &Path, arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_plimsoll")).current_dir(folder).args(arguments).output().unwrap()
+    Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+        .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"))
+        .current_dir(folder)
+        .args(arguments)
+        .output()
+        .unwrap()
 }
 
 pub fn text(bytes: &[u8]) -> String {

@@ -31,6 +31,9 @@ const COPY_BYTES: usize = 24 << 20;
 const LEAST_COPY_BYTES: usize = 4 << 20;
 
 impl MachineRates {
+    /// Room in which memory is measured and not a cache.
+    pub const ROOM: u64 = 2 * COPY_BYTES as u64;
+
     /// Measures: the best of a few products of each precision, and of a few copies, in less memory where there is little
     /// `room`: products take 4 MiB in any case.
     pub fn measure(pool: &Pool, isa: Isa, room: u64) -> MachineRates {

@@ -40,6 +40,8 @@ section! {
     sections {
         /// Where each kind of tensor lives between its uses.
         offload: OffloadConfig;
+        /// How many layers, from the last one, keep on the device what is offloaded of the others.
+        kept_layers: KeptLayersConfig;
     }
 }
 
@@ -54,6 +56,21 @@ section! {
         activations: Auto<OffloadTarget> = Auto::Auto;
         /// Gradients of weights.
         gradients: Auto<OffloadTarget> = Auto::Auto;
+    }
+}
+
+section! {
+    /// How many layers, from the last one, keep on the device what is offloaded of the others.
+    pub struct KeptLayersConfig at "memory.kept_layers" {
+        /// Layers whose optimizer states and master weights stay; auto: as many as there is room for where offload.optimizer
+        /// is auto too, else none.
+        optimizer: Auto<u64> = Auto::Auto, LAYERS_OR_NONE;
+        /// Layers whose weights stay.
+        parameters: Auto<u64> = Auto::Auto, LAYERS_OR_NONE;
+        /// Layers whose activations stay.
+        activations: Auto<u64> = Auto::Auto, LAYERS_OR_NONE;
+        /// Layers whose gradients stay.
+        gradients: Auto<u64> = Auto::Auto, LAYERS_OR_NONE;
     }
 }
 

@@ -37,6 +37,8 @@ pub(super) static AT_LEAST_ONE: Bounds = Bounds { words: "at least 1", hold: |v|
 pub(super) static COUNT: Bounds =
     Bounds { words: "1 to 16777216", hold: |v| (1.0..=LARGEST_COUNT).contains(&v) };
 pub(super) static LAYERS: Bounds = Bounds { words: "1 to 65536", hold: |v| (1.0..=65536.0).contains(&v) };
+pub(super) static LAYERS_OR_NONE: Bounds =
+    Bounds { words: "0 to 65536", hold: |v| (0.0..=65536.0).contains(&v) };
 pub(super) static WORKERS: Bounds = Bounds { words: "0 or 1", hold: |v| v == 0.0 || v == 1.0 };
 pub(super) static TWO_TOKENS: Bounds =
     Bounds { words: "2 to 16777216", hold: |v| (2.0..=LARGEST_COUNT).contains(&v) };

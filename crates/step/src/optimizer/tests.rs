@@ -79,6 +79,7 @@ fn optimizer<'a>(
         tier: Tier::Device,
         cut: Pieces::new(spec, &settings.kind),
         head_dim: spec.attention.head_dim,
+        stays: &|_| false,
         needs_master: &|_| false,
         seed: 3,
     };

@@ -38,6 +38,16 @@ pub struct StreamedStore<'a, D: Device> {
     rows: Option<Box<dyn Rows + 'a>>,
 }
 
+/// Where weights live that are away.
+pub(crate) struct Away<'s> {
+    pub tiers: &'s Arc<LowerTiers>,
+    pub tier: Tier,
+    /// Which stay on the device all the same.
+    pub stays: &'s dyn Fn(&Parameter) -> bool,
+    /// What files hold as it is computed with.
+    pub in_files: Option<&'s HashMap<(BlockId, Role), StoredWeight>>,
+}
+
 /// A parameter that lives on a lower tier.
 #[derive(Clone, Debug)]
 pub(crate) struct AwayParameter {
@@ -141,8 +151,7 @@ impl<'a, D: Device> StreamedStore<'a, D> {
         device: &'a D,
         spec: &ModelSpec,
         storage: WeightStorage<'_>,
-        in_files: Option<&HashMap<(BlockId, Role), StoredWeight>>,
-        (tiers, tier): (&Arc<LowerTiers>, Tier),
+        Away { tiers, tier, stays: kept, in_files }: Away<'_>,
         cut: Pieces,
     ) -> Result<Self, StepError> {
         // An adapter of the head is computed beside all of it.
@@ -151,7 +160,7 @@ impl<'a, D: Device> StreamedStore<'a, D> {
             let own = |module: &&AdaptedModule| module.block == p.block && p.role == Role::LmHead;
             modules.iter().find(own).is_some_and(|m| m.parts.iter().any(|of| of.role() == p.role))
         };
-        let goes = |p: &Parameter| is_matrix(p) && !has_adapter(p);
+        let goes = |p: &Parameter| is_matrix(p) && !has_adapter(p) && !kept(p);
         let stays = |p: &Parameter| !goes(p);
         let resident = ResidentStore::allocate(device, spec, storage, Tag::Weights, &stays)?;
         let (mut homes, mut parcels, mut away) = (Homes::new(tiers), HashMap::new(), Vec::new());

@@ -19,7 +19,7 @@ use crate::head::{self, Head, HeadPiece, PiecedLoss, rows};
 use crate::inputs::Inputs;
 use crate::policy::LayerPolicy;
 use crate::rope::RopeTables;
-use crate::settings::{MicroBatch, StepSettings};
+use crate::settings::{MicroBatch, StepSettings, stays};
 use crate::store::WeightStore;
 use crate::tier::{Unit, is_matrix};
 
@@ -344,7 +344,16 @@ impl<'a, D: Device> Trainer<'a, D> {
             x = self.forward_block(ctx, Phase::Forward, layer, policy, x)?.0;
         }
         let save = self.policy.layer(blocks.start).input;
-        Ok((x, Segment::Blocks(blocks, Held::new(ctx, save, input)?)))
+        let held = Held::new(&self.saving(ctx, blocks.start), save, input)?;
+        Ok((x, Segment::Blocks(blocks, held)))
+    }
+
+    /// What a layer's forward pass needs to know, with nothing that takes away what is to stay.
+    fn saving<'c>(&self, ctx: &Context<'c, D>, layer: u32) -> Context<'c, D> {
+        let own = ctx.layer(layer);
+        let kept = self.settings.kept_layers.activations;
+        let away = own.away.filter(|_| !stays(BlockId::Layer(layer), kept, self.spec.num_layers));
+        Context { away, ..own }
     }
 
     fn forward_block(
@@ -357,7 +366,7 @@ impl<'a, D: Device> Trainer<'a, D> {
     ) -> Result<(Tensor, Saved), StepError> {
         ctx.device.arena().enter(phase, Some(layer));
         let weights = self.weights.gather(BlockId::Layer(layer))?;
-        let out = block::forward(&ctx.layer(layer), &weights, policy, x);
+        let out = block::forward(&self.saving(ctx, layer), &weights, policy, x);
         self.weights.release(BlockId::Layer(layer));
         out
     }

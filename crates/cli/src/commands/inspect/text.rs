@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::report::{Kind, Report, Token};
 use crate::commands::plan::count;
+use crate::needs;
 use crate::row;
 use crate::table;
 
@@ -33,7 +34,7 @@ pub fn render(report: &Report, whole_template: bool) -> String {
         section(&format!("chat template {}", clean(&template.name)), lines(&template.source, whole_template));
     }
     section("metadata", metadata(report));
-    section("needs (by dry runs; the program itself comes on top)", needs(report));
+    section(needs::TITLE, needs::table(&report.needs));
     section("tensors", tensors(report));
     section("notes", report.notes.iter().map(|note| format!("  {note}\n")).collect());
     out
@@ -179,18 +180,6 @@ fn metadata(report: &Report) -> String {
     let all: Vec<(&str, String)> =
         report.metadata.iter().map(|(key, value)| (key.as_str(), shown(value))).collect();
     pairs(&all)
-}
-
-fn needs(report: &Report) -> String {
-    if report.needs.is_empty() {
-        return String::new();
-    }
-    let mut rows = vec![row!["", "tokens", "weights", "in all"]];
-    for need in &report.needs {
-        let what = format!("{}: {}", need.what, need.settings);
-        rows.push(row![what, need.tokens, ByteSize(need.weight_bytes), ByteSize(need.peak_bytes)]);
-    }
-    table::render(&rows)
 }
 
 fn tensors(report: &Report) -> String {

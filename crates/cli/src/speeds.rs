@@ -1,0 +1,152 @@
+//! How fast this machine and its disks are: as it was measured once and kept in the user's cache folder, so that a plan
+//! depends on the machine and not on how busy it was.
+
+use std::path::{Path, PathBuf};
+
+use plimsoll_device::cpu::{Isa, MachineRates, Pool};
+use plimsoll_disk::EngineSettings;
+use plimsoll_plan::hardware::{Cpu, disk_space};
+use plimsoll_plan::{DiskName, DiskRates, MachineName, Measured, Rates, RatesFile};
+use serde_json::{Value, json};
+
+/// Transcendental evaluations take about this many products' worth of time.
+const FLOPS_PER_EXP: f64 = 100.0;
+
+/// Bytes that are written and read to find out how fast a disk is: some hundredths of a second.
+const DISK_SAMPLE: u64 = 32 << 20;
+
+/// The command that measures again.
+pub const MEASURE_AGAIN: &str = "plimsoll doctor --measure";
+
+/// From this age on a measurement is called old: machines get other memory, other firmware, other neighbours.
+const OLD_DAYS: u64 = 90;
+
+/// The speeds of this machine, and the file that they are kept in.
+pub struct Speeds {
+    file: Option<RatesFile>,
+    cpu: Cpu,
+    /// What its kernels do.
+    pub machine: Measured<Rates>,
+    /// Why the last measurement could not be kept.
+    not_kept: Option<String>,
+}
+
+impl Speeds {
+    /// What is known of this machine; measured where nothing is, or where `again` asks for it. What was measured in less
+    /// `room` than it takes says something of this run alone and is not kept.
+    pub fn of(cpu: &Cpu, (pool, isa): (&Pool, Isa), again: bool, room: u64) -> Speeds {
+        let file = RatesFile::from_variables(&|key| std::env::var_os(key));
+        let name = MachineName::of(cpu, pool.threads(), isa.to_string());
+        let known = file.as_ref().filter(|_| !again).and_then(|file| file.machine(&name));
+        let measured = known.unwrap_or_else(|| Measured::now(measure(pool, isa, room)));
+        let mut speeds = Speeds { file, cpu: cpu.clone(), machine: measured, not_kept: None };
+        if known.is_none() && room < MachineRates::ROOM {
+            speeds.not_kept = Some("there was little memory to measure in".to_owned());
+        } else if known.is_none() {
+            speeds.keep(|file| file.keep_machine(name, measured));
+        }
+        if again {
+            speeds.keep(|file| file.forget_disks(cpu));
+        }
+        speeds
+    }
+
+    fn keep(&mut self, write: impl FnOnce(&RatesFile) -> std::io::Result<()>) {
+        self.not_kept = match &self.file {
+            Some(file) => {
+                write(file).err().map(|error| format!("{} cannot be written: {error}", file.path().display()))
+            }
+            None => Some("neither XDG_CACHE_HOME nor HOME is set".to_owned()),
+        };
+    }
+
+    /// What is known of the disk that holds a folder, which need not exist yet.
+    pub fn disk(&self, folder: &Path) -> Option<Measured<DiskRates>> {
+        self.file.as_ref()?.disk(&self.disk_name(folder)?)
+    }
+
+    /// Measures that disk, and keeps what was found; `None` where it cannot be measured.
+    pub fn measure_disk(&self, folder: &Path) -> Option<DiskRates> {
+        let there = existing(folder)?;
+        let speed = plimsoll_disk::measure(&there, DISK_SAMPLE, EngineSettings::default(), true).ok()?;
+        let rates = DiskRates { read: speed.read_rate(), write: speed.write_rate() };
+        if let (Some(file), Some(name)) = (&self.file, self.disk_name(folder)) {
+            // What cannot be kept is measured again the next time.
+            let _ = file.keep_disk(name, Measured::now(rates));
+        }
+        Some(rates)
+    }
+
+    fn disk_name(&self, folder: &Path) -> Option<DiskName> {
+        DiskName::of(&self.cpu, &existing(folder)?)
+    }
+
+    /// Where the speeds of a plan come from and how old they are; `folder` is that of its tensors on disk, if it has any.
+    pub fn words(&self, folder: Option<&Path>) -> String {
+        let machine = self.machine.age().as_secs();
+        let disk = folder.map(|folder| self.disk(folder).map_or(0, |disk| disk.age().as_secs()));
+        let disk_words = disk.map_or(String::new(), |seconds| format!(" (its disk's {})", age(seconds)));
+        let old = machine.max(disk.unwrap_or(0)) / (24 * 3600) >= OLD_DAYS;
+        let kept = match (&self.not_kept, &self.file) {
+            (Some(reason), _) => format!(", not kept: {reason}"),
+            (None, Some(file)) => format!(", kept in {}", file.path().display()),
+            (None, None) => String::new(),
+        };
+        let again = match old {
+            true => format!("they are old: {MEASURE_AGAIN} measures them anew"),
+            false => format!("{MEASURE_AGAIN} measures them again"),
+        };
+        format!("this machine's speeds were measured {}{disk_words}{kept};\n{again}", age(machine))
+    }
+
+    /// The same for machines.
+    pub fn json(&self, folder: Option<&Path>) -> Value {
+        json!({
+            "machine": self.machine,
+            "disk": folder.and_then(|folder| self.disk(folder)),
+            "file": self.file.as_ref().map(RatesFile::path),
+        })
+    }
+}
+
+fn measure(pool: &Pool, isa: Isa, room: u64) -> Rates {
+    let measured = MachineRates::measure(pool, isa, room);
+    Rates {
+        matmul_f32: measured.matmul_f32,
+        matmul_bf16: measured.matmul_bf16,
+        memory_bandwidth: measured.memory_bandwidth,
+        exps: measured.matmul_f32 / FLOPS_PER_EXP,
+        disk: DiskRates::USUAL,
+    }
+}
+
+/// The folder, or the nearest above it that exists.
+fn existing(folder: &Path) -> Option<PathBuf> {
+    disk_space(folder).ok().map(|space| space.folder)
+}
+
+/// How long ago something was.
+fn age(seconds: u64) -> String {
+    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / (24 * 3600));
+    let plural = |n: u64, unit: &str| format!("{n} {unit}{} ago", if n == 1 { "" } else { "s" });
+    match (days, hours, minutes) {
+        (0, 0, 0) => "just now".to_owned(),
+        (0, 0, minutes) => plural(minutes, "minute"),
+        (0, hours, _) => plural(hours, "hour"),
+        (days, ..) => plural(days, "day"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::age;
+
+    #[test]
+    fn ages_are_in_the_largest_unit() {
+        let ages = [0, 59, 60, 7199, 7200, 86_399, 86_400, 40 * 86_400].map(age);
+        let hours = ["1 hour ago", "2 hours ago", "23 hours ago"];
+        assert_eq!(ages[..3], ["just now", "just now", "1 minute ago"]);
+        assert_eq!(ages[3..6], hours);
+        assert_eq!(ages[6..], ["1 day ago", "40 days ago"]);
+    }
+}

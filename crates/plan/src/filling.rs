@@ -1,0 +1,92 @@
+//! What was sent away comes back as far as there is room: automatic choices use the line.
+
+use plimsoll_memory::Tier;
+use plimsoll_step::{StepError, StepSettings};
+
+use crate::limits::Limits;
+use crate::offload::Kind;
+use crate::resolve::{Choice, Search};
+
+impl Search<'_> {
+    /// Where nothing fits: one that does when as many layers stay as the memory has room for, which a small disk may
+    /// need, or the nearest.
+    pub fn nearest(&self, smallest: Vec<Choice>) -> Result<Choice, StepError> {
+        let room = self.limits.room_bytes;
+        let any_disk = Search { limits: Limits { disk_bytes: u64::MAX, ..self.limits }, ..*self };
+        let fitting = smallest.iter().filter(|choice| any_disk.fits(choice, room));
+        let least_disk = fitting.min_by_key(|choice| choice.dry_run.disk_bytes());
+        // What comes back leaves the disk and takes as much memory, whole pages aside.
+        let may_do = |choice: &&Choice| {
+            let short = choice.dry_run.disk_bytes().saturating_sub(self.limits.disk_bytes);
+            short / 2 <= room.saturating_sub(self.limits.memory(choice))
+        };
+        if let Some(choice) = least_disk.filter(may_do) {
+            let filled = any_disk.filled_to(choice.clone(), room)?;
+            if self.fits(&filled, room) {
+                return Ok(filled);
+            }
+        }
+        // Every list has at least one entry; among equals the first is the one with the least offload.
+        let nearest = smallest.into_iter().min_by_key(|choice| self.limits.distance(choice));
+        nearest.ok_or(StepError::BatchShape { got: 0, batch_size: 0, sequence_length: 0 })
+    }
+
+    /// The same step with what the planner has sent away brought back as far as automatic choices may fill the memory.
+    pub fn filled(&self, choice: Choice) -> Result<Choice, StepError> {
+        self.filled_to(choice, self.limits.target_bytes)
+    }
+
+    /// The same up to `room`: kind by kind, first the one that spares the disk most for a byte of memory; all of it, or
+    /// that of as many layers as there is room for.
+    fn filled_to(&self, choice: Choice, room: u64) -> Result<Choice, StepError> {
+        let away = |kind: &Kind| {
+            kind.is_open(&self.config.memory) && kind.tier(choice.settings.offload) == Tier::Disk
+        };
+        let kinds: Vec<Kind> = Kind::IN_ORDER.into_iter().filter(away).collect();
+        if kinds.is_empty() || !self.fits(&choice, room) {
+            return Ok(choice);
+        }
+        let mut by_worth = Vec::new();
+        for kind in kinds {
+            let home = self.with_home(&choice, kind)?;
+            let seconds = choice.time.disk_seconds - home.time.disk_seconds;
+            let bytes = self.limits.memory(&home).saturating_sub(self.limits.memory(&choice));
+            by_worth.push((kind, seconds / bytes.max(1) as f64));
+        }
+        by_worth.sort_by(|(_, a), (_, b)| b.total_cmp(a));
+        let mut filled = choice;
+        for (kind, _) in by_worth {
+            let home = self.with_home(&filled, kind)?;
+            if self.fits(&home, room) {
+                filled = home;
+                continue;
+            }
+            // `low` layers fit, `high` do not.
+            let (mut low, mut high) = (0, self.spec.num_layers.saturating_add(1));
+            let from = filled.clone();
+            while low + 1 < high {
+                let middle = low.midpoint(high);
+                let mut kept_layers = from.settings.kept_layers;
+                *kind.kept_mut(&mut kept_layers) = middle;
+                let other = self.again(&from, StepSettings { kept_layers, ..from.settings.clone() })?;
+                if self.fits(&other, room) {
+                    (low, filled) = (middle, other);
+                } else {
+                    high = middle;
+                }
+            }
+        }
+        Ok(filled)
+    }
+
+    /// The same step with a kind of tensor on the device.
+    fn with_home(&self, choice: &Choice, kind: Kind) -> Result<Choice, StepError> {
+        let mut settings = choice.settings.clone();
+        *kind.tier_mut(&mut settings.offload) = Tier::Device;
+        self.again(choice, settings)
+    }
+
+    fn again(&self, choice: &Choice, settings: StepSettings) -> Result<Choice, StepError> {
+        Choice::new(self.spec, settings, choice.accumulation, self.rates)
+    }
+}

@@ -1,0 +1,109 @@
+//! What a plan must keep to: the line, the budgets, and what the system enforces.
+
+use plimsoll_memory::Tag;
+
+use crate::config::RawConfig;
+use crate::dry_run::DryRun;
+use crate::load_line::LoadLine;
+use crate::resolve::Choice;
+use crate::shortage::{Resource, Shortage};
+use crate::training_plan::Machine;
+
+/// What a plan must keep to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limits {
+    /// Bytes of the load line that are left for the arena; for the host tier and the data pipeline too, where these have
+    /// no budget of their own.
+    pub room_bytes: u64,
+    /// Bytes of them that automatic choices may fill.
+    pub target_bytes: u64,
+    /// The host tier's own budget.
+    pub host_bytes: Option<u64>,
+    /// Bytes that all of it together may take, beside the overhead.
+    pub memory_bytes: u64,
+    /// Bytes of address space beside the overhead: for arenas, and for the files of a checkpoint while it is read.
+    pub address_bytes: u64,
+    /// Bytes of disk.
+    pub disk_bytes: u64,
+    /// Bytes of the data pipeline for each token of a micro-batch.
+    pub pipeline_bytes_per_token: u64,
+}
+
+impl Limits {
+    /// What a configuration may have on a machine, under a load line.
+    pub(crate) fn of(config: &RawConfig, machine: &Machine) -> Limits {
+        let (overhead, line) = (machine.overhead_bytes, load_line(config, machine));
+        let target = (line.bytes as f64 * config.memory.target_utilization()) as u64;
+        let free = machine.disk_available.unwrap_or(u64::MAX);
+        let enforced = machine.limits.enforced();
+        Limits {
+            room_bytes: line.bytes.saturating_sub(overhead),
+            target_bytes: target.saturating_sub(overhead),
+            host_bytes: config.memory.host_budget().set().map(|size| size.0),
+            memory_bytes: enforced.map_or(u64::MAX, |line| line.bytes.saturating_sub(overhead)),
+            address_bytes: machine.limits.address_space_left(overhead).unwrap_or(u64::MAX),
+            disk_bytes: config.memory.disk_budget().set().map_or(free, |size| size.0.min(free)),
+            pipeline_bytes_per_token: machine.host_bytes_per_token,
+        }
+    }
+
+    /// Whether a step keeps to them.
+    pub fn allow(&self, choice: &Choice) -> bool {
+        self.allow_within(choice, self.room_bytes)
+    }
+
+    pub(crate) fn allow_within(&self, choice: &Choice, room: u64) -> bool {
+        Limits { room_bytes: room, ..*self }.shortages(choice).next().is_none()
+    }
+
+    /// Everything that a step would need more of.
+    pub fn shortages(&self, choice: &Choice) -> impl Iterator<Item = Shortage> {
+        let host = self.host_tier(choice);
+        let in_room = if self.host_bytes.is_none() { host } else { 0 };
+        let needs = [
+            (Resource::Memory, choice.peak_bytes().saturating_add(in_room), self.room_bytes),
+            (Resource::Host, host, self.host_bytes.unwrap_or(u64::MAX)),
+            (Resource::Process, self.memory(choice), self.memory_bytes),
+            (Resource::AddressSpace, self.address_space(choice), self.address_bytes),
+            (Resource::Disk, choice.dry_run.disk_bytes(), self.disk_bytes),
+        ];
+        let short = needs.into_iter().filter(|(_, needed, allowed)| needed > allowed);
+        short.map(|(resource, needed_bytes, allowed_bytes)| Shortage {
+            resource,
+            needed_bytes,
+            allowed_bytes,
+        })
+    }
+
+    /// Bytes of the host tier with the data pipeline.
+    pub fn host_tier(&self, choice: &Choice) -> u64 {
+        let tokens = choice.settings.batch_size.saturating_mul(choice.settings.sequence_length);
+        choice.dry_run.host_bytes().saturating_add(tokens.saturating_mul(self.pipeline_bytes_per_token))
+    }
+
+    /// Bytes of memory beside the overhead.
+    pub fn memory(&self, choice: &Choice) -> u64 {
+        choice.peak_bytes().saturating_add(self.host_tier(choice))
+    }
+
+    /// Bytes of address space beside the overhead. A checkpoint has what the run trains and its optimizer keeps.
+    pub fn address_space(&self, choice: &Choice) -> u64 {
+        let DryRun { ledger, host, disk, .. } = &choice.dry_run;
+        let mut kinds = vec![Tag::MasterWeights, Tag::Optimizer, Tag::Adapters];
+        if choice.settings.method.adapters().is_none() {
+            kinds.push(Tag::Weights);
+        }
+        let most = |tag: Tag| [ledger, host, disk].into_iter().map(|ledger| ledger.most(tag)).sum::<u64>();
+        self.memory(choice).saturating_add(kinds.into_iter().map(most).sum())
+    }
+
+    /// How far from fitting, the nearest first: more memory is nearer than more disk.
+    pub(crate) fn distance(&self, choice: &Choice) -> (bool, u64) {
+        (choice.dry_run.disk_bytes() > self.disk_bytes, self.memory(choice))
+    }
+}
+
+/// The line of a configuration on a machine.
+pub(crate) fn load_line(config: &RawConfig, machine: &Machine) -> LoadLine {
+    machine.limits.load_line(config.memory.device_budget().set().map(|size| size.0))
+}
