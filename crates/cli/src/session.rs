@@ -6,7 +6,6 @@ use std::sync::Arc;
 use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::{Isa, Pool};
 use plimsoll_device::{Cpu, DType};
-use plimsoll_memory::ByteSize;
 use plimsoll_plan::config::{Override, RawConfig};
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
 use plimsoll_plan::{DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates, TrainingPlan};

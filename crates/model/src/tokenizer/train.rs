@@ -2,14 +2,15 @@
 //!
 //! The same texts and the same size give the same tokenizer.
 
-use serde_json::json;
+use serde_json::Value;
 use tokenizers::AddedToken;
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::BpeTrainer;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 use super::byte_level::END_OF_TEXT;
-use super::{Specials, Tokenizer, TokenizerError, load};
+use super::engine::{ModelTables, Parts};
+use super::{Specials, Tokenizer, TokenizerError};
 
 /// The token that ends a text in every tokenizer that is trained here.
 pub const BPE_END_OF_TEXT: u32 = 0;
@@ -27,18 +28,16 @@ impl Tokenizer {
         texts: impl Iterator<Item = String> + Send,
     ) -> Result<Tokenizer, TokenizerError> {
         let origin = "the tokenizer that is trained";
-        let untrained = json!({
-            "version": "1.0",
-            "truncation": null,
-            "padding": null,
-            "added_tokens": [],
-            "normalizer": null,
-            "pre_tokenizer": super::gguf::byte_level(true),
-            "post_processor": null,
-            "decoder": super::gguf::byte_level(true),
-            "model": super::gguf::bpe(json!({}), Vec::new(), None, false, false),
-        });
-        let mut engine = load(untrained.to_string().as_bytes(), origin)?;
+        let (vocab, merges, settings) = Default::default();
+        let untrained = Parts {
+            added_tokens: Vec::new(),
+            normalizer: Value::Null,
+            pre_tokenizer: super::gguf::byte_level(true),
+            post_processor: Value::Null,
+            decoder: super::gguf::byte_level(true),
+            model: ModelTables::Bpe { vocab, merges, settings },
+        };
+        let mut engine = untrained.assemble(origin)?;
         let trainer = BpeTrainer::builder()
             .vocab_size(usize::try_from(vocab_size).unwrap_or(usize::MAX))
             .min_frequency(RAREST_PAIR)
