@@ -18,9 +18,6 @@ use crate::load_line::{PlannedProcess, kept_so_far, load_line};
 /// Transcendental evaluations take about this many products' worth of time.
 const FLOPS_PER_EXP: f64 = 100.0;
 
-/// How often a plan is made until it fits beside what planning leaves in memory.
-pub const PLANS: u32 = 3;
-
 /// The configuration of a command line: the file, then the flags, then every `--set`.
 pub fn load_config(source: &ConfigSource) -> Result<RawConfig, Failure> {
     load_config_with(source, &[])
