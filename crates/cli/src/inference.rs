@@ -13,8 +13,8 @@ use plimsoll_step::{Decoder, WeightStorage};
 
 use crate::args::{DiskArgs, InferenceArgs};
 use crate::failure::Failure;
-use crate::load_line::{PlannedProcess, beside_the_model, load_line};
-use crate::session::{Engine, PLANS, cache_type};
+use crate::load_line::{PlannedProcess, PlanningRoom, beside_the_model, load_line};
+use crate::session::{Engine, cache_type};
 use crate::streaming::{self, Streaming};
 use crate::weights::Weights;
 
@@ -107,8 +107,7 @@ impl<'a> Inference<'a> {
         longest: Option<usize>,
         enough: usize,
     ) -> Result<GenerationPlan, Failure> {
-        let limit = self.line.bytes;
-        let mut attempts = 0;
+        let mut room = PlanningRoom::below(self.line);
         loop {
             // What the tokenizer's building and planning left over is no part of what generation needs.
             release_free_heap();
@@ -124,7 +123,7 @@ impl<'a> Inference<'a> {
                 prompt_tokens: longest.map(|n| n as u64),
                 context: *context.start() as u64..=*context.end() as u64,
                 cache: self.cache,
-                room: limit.saturating_sub(engine.overhead_bytes()),
+                room: room.bytes(engine.overhead_bytes()),
                 stream: self.weights.can_stream().then_some(&self.stream),
                 enough_context: enough as u64,
             };
@@ -136,10 +135,8 @@ impl<'a> Inference<'a> {
                 GenerationPlanError::Step(error) => error.into(),
             })?;
             release_free_heap();
-            attempts += 1;
-            // A plan that fills its room leaves none for what planning itself has touched, which is the same next time.
             let beside = engine.overhead_bytes().saturating_add(self.stream_bytes(&plan));
-            if plan.dry_run.peak_bytes().saturating_add(beside) <= limit || attempts == PLANS {
+            if room.settles(plan.dry_run.peak_bytes().saturating_add(beside)) {
                 return Ok(plan);
             }
         }

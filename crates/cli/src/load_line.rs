@@ -28,6 +28,40 @@ pub fn kept_so_far(line: LoadLine) -> Result<(), Failure> {
     }
 }
 
+/// How often a plan is made until it fits beside what planning leaves in memory.
+const PLANS: u32 = 4;
+
+/// What the process's size may drift by between a plan and its run.
+const DRIFT: u64 = 512 << 10;
+
+/// The room for a plan, found by planning: a plan that fills all that there was leaves none for itself and for what
+/// planning has touched.
+pub struct PlanningRoom {
+    line: u64,
+    /// Left free for the plan itself.
+    spare: u64,
+    plans: u32,
+}
+
+impl PlanningRoom {
+    pub fn below(line: LoadLine) -> PlanningRoom {
+        PlanningRoom { line: line.bytes, spare: DRIFT, plans: 0 }
+    }
+
+    /// What the model and its working memory may take, where all else takes `overhead` before a plan is made.
+    pub fn bytes(&self, overhead: u64) -> u64 {
+        self.line.saturating_sub(overhead).saturating_sub(self.spare)
+    }
+
+    /// Whether to keep a plan that takes `bytes` in all, as it is now; the next one has so much less room as it was over.
+    pub fn settles(&mut self, bytes: u64) -> bool {
+        let over = bytes.saturating_sub(self.line);
+        self.plans += 1;
+        self.spare = self.spare.saturating_add(over);
+        over == 0 || self.plans == PLANS
+    }
+}
+
 /// What a command without a training's plan will take in all.
 pub struct PlannedProcess {
     line: LoadLine,

@@ -16,9 +16,6 @@ use crate::failure::Failure;
 use crate::load_line::{PlannedProcess, kept_so_far, load_line};
 use crate::speeds::Speeds;
 
-/// How often a plan is made until it fits beside what planning leaves in memory.
-pub const PLANS: u32 = 3;
-
 /// The configuration of a command line: the file, then the flags, then every `--set`.
 pub fn load_config(source: &ConfigSource) -> Result<RawConfig, Failure> {
     load_config_with(source, &[])

@@ -8,8 +8,8 @@ use plimsoll_step::StepError;
 
 use crate::args::EvalArgs;
 use crate::failure::Failure;
-use crate::load_line::PlannedProcess;
-use crate::session::{Engine, PLANS};
+use crate::load_line::{PlannedProcess, PlanningRoom};
+use crate::session::Engine;
 use crate::streaming::{self, Streaming};
 use crate::weights::Weights;
 
@@ -37,11 +37,11 @@ impl Passes {
     ) -> Result<Passes, Failure> {
         let stream = model.stream_plan();
         let stream_bytes = stream.overhead_bytes();
-        let mut attempts = 0;
+        let mut left = PlanningRoom::below(line);
         loop {
             // What planning leaves behind is no part of what evaluation needs.
             release_free_heap();
-            let room = line.bytes.saturating_sub(engine.overhead_bytes());
+            let room = left.bytes(engine.overhead_bytes());
             let mut found = None;
             for together in halves(most) {
                 let dry_run = run(together, None)?;
@@ -66,13 +66,11 @@ impl Passes {
                 }
             }
             release_free_heap();
-            attempts += 1;
-            // A plan that fills its room leaves none for what planning itself has touched, which is the same next time.
-            let fits = |passes: &Passes| {
+            let settles = |passes: &Passes| {
                 let beside = engine.overhead_bytes().saturating_add(passes.stream_bytes);
-                passes.dry_run.peak_bytes().saturating_add(beside) <= line.bytes
+                left.settles(passes.dry_run.peak_bytes().saturating_add(beside))
             };
-            if let Some(passes) = found.filter(|passes| fits(passes) || attempts == PLANS) {
+            if let Some(passes) = found.filter(settles) {
                 return Ok(passes);
             }
         }
