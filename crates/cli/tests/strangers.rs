@@ -18,7 +18,7 @@ const INSTRUCTIONS: [&str; 8] = [
     "--set",
     "data.format=instruction",
     "--set",
-    "data.sequence_length=128",
+    "data.sequence_length=512",
 ];
 
 /// Thirty instructions with some lines more.
@@ -114,7 +114,7 @@ fn templates_of_strangers_keep_within_bounds() {
         ("{{ 'a'|indent(20000000000000) }}", "makes more than"),
         (
             "{% for i in range(90000) %}{% for j in range(90000) %}a{% endfor %}{% endfor %}",
-            "makes more than",
+            "takes too long",
         ),
         (
             "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
@@ -199,7 +199,7 @@ fn a_device_is_no_data() {
     ok(folder.path(), &["train", "c.yaml"]);
     for arguments in [
         vec!["eval", "--model", "out", "--data", "/dev/zero"],
-        vec!["eval", "--model", "out", "--data", "/dev/zero", "--format", "chat"],
+        vec!["eval", "--model", "out", "--data", "/dev/zero", "--format", "chat", "--set", "data.chat_template=alpaca"],
         vec!["train", "c.yaml", "--set", "data.train=/dev/zero", "--set", "output.dir=other"],
     ] {
         let refused = plimsoll(folder.path(), &arguments);

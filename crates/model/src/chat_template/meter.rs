@@ -17,7 +17,7 @@ const MADE: u64 = 64 << 20;
 /// Bytes that a template may make for a byte of its input: some write every message several times on the way.
 const MADE_PER_INPUT: u64 = 64;
 /// Bytes that any template may look at, besides those that its input allows.
-const WORK: u64 = 1 << 30;
+const WORK: u64 = 256 << 20;
 /// Bytes that a template may look at for a byte of its input.
 const WORK_PER_INPUT: u64 = 256;
 /// Bytes of an item of a list or a mapping.

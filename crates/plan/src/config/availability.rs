@@ -21,10 +21,8 @@ use Values::{AllBut, Words};
 static REFUSALS: &[Refusal] = &[
     Refusal {
         keys: &["model.from_scratch.architecture"],
-        values: Words(&[
-            "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "phi3", "olmo2", "mixtral",
-        ]),
-        reason: "only the Llama family is trained from scratch",
+        values: Words(&["gpt_neox", "mixtral"]),
+        reason: "models of this family cannot be read either",
         instead: "llama",
     },
     Refusal {
