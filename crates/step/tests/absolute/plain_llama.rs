@@ -24,11 +24,8 @@ pub fn token_losses(spec: &ModelSpec, tokens: &[u32], targets: &[u32]) -> Vec<f6
     for layer in 0..spec.num_layers {
         let w = |name: &str| w(&format!("model.layers.{layer}.{name}.weight"));
         let normed: Vec<_> = xs.iter().map(|x| rms_norm(spec, x, w("input_layernorm"))).collect();
-        let attended = attention(
-            spec,
-            &normed,
-            [w("self_attn.q_proj"), w("self_attn.k_proj"), w("self_attn.v_proj")],
-        );
+        let attended =
+            attention(spec, &normed, [w("self_attn.q_proj"), w("self_attn.k_proj"), w("self_attn.v_proj")]);
         for (x, attended) in xs.iter_mut().zip(&attended) {
             add(x, &product(w("self_attn.o_proj"), attended));
             let normed = rms_norm(spec, x, w("post_attention_layernorm"));

@@ -110,7 +110,8 @@ impl Adafactor {
 
 impl Rule for Adafactor {
     fn step(&mut self, w: &[f64], g: &[f64], lr: f64, weight_decay: f64, step: i32) -> Vec<f64> {
-        let AdafactorSettings { decay_rate, beta1, epsilon, scale_by_parameter, clip_threshold } = self.numbers;
+        let AdafactorSettings { decay_rate, beta1, epsilon, scale_by_parameter, clip_threshold } =
+            self.numbers;
         let root_mean = |x: &[f64]| (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64).sqrt();
         let beta2 = 1.0 - f64::from(step).powf(decay_rate);
         let square = |i: usize| g[i] * g[i] + epsilon;

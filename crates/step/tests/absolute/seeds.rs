@@ -60,7 +60,10 @@ fn a_mask_of_dropout_serves_once() {
     for (i, (layer, part, mask)) in masks.iter().enumerate() {
         for (.., other) in &masks[i + 1..] {
             // Inputs of the down projection are wider than the others.
-            assert!(mask.len() != other.len() || mask != other, "layer {layer}, {part:?}: twice the same mask");
+            assert!(
+                mask.len() != other.len() || mask != other,
+                "layer {layer}, {part:?}: twice the same mask"
+            );
         }
     }
     let dropped: Vec<bool> = masks.iter().flat_map(|(.., mask)| mask.clone()).collect();
@@ -121,7 +124,8 @@ fn sum_roundings(steps: u64, seed: u64, others: usize) -> Vec<(String, Rounded)>
     matrices
         .map(|((p, exact), ((_, first), (_, both)))| {
             // Each of the two is half of their mean.
-            let sums: Vec<f64> = exact.iter().zip(first).map(|(exact, first)| (first + exact) / 2.0).collect();
+            let sums: Vec<f64> =
+                exact.iter().zip(first).map(|(exact, first)| (first + exact) / 2.0).collect();
             (p.name.clone(), rounded(&sums, both))
         })
         .collect()

@@ -3,8 +3,8 @@
 use plimsoll_device::DType;
 use plimsoll_model::{ParameterKind, Role};
 use plimsoll_step::{
-    AdafactorSettings, AdamSettings, ApolloChannels, EightBit, GradientClipping, LionSettings,
-    LowRankSettings, LossScaling, Precision, SgdSettings, StepSettings,
+    AdafactorSettings, AdamSettings, ApolloChannels, EightBit, GradientClipping, LionSettings, LossScaling,
+    LowRankSettings, Precision, SgdSettings, StepSettings,
 };
 
 use super::rules::{Adafactor, Adam, Lion, Rule, Sgd};
@@ -76,7 +76,11 @@ fn check(
 }
 
 fn with(kind: OptimizerKind) -> StepSettings {
-    StepSettings { optimizer: optimizer(kind, DECAY), clipping: GradientClipping::GlobalNorm(0.7), ..settings(2, 9) }
+    StepSettings {
+        optimizer: optimizer(kind, DECAY),
+        clipping: GradientClipping::GlobalNorm(0.7),
+        ..settings(2, 9)
+    }
 }
 
 fn adam(p: &Parameter) -> Box<dyn Rule> {
