@@ -145,7 +145,7 @@ impl DiskFile {
 }
 
 /// Fills `out` from `offset` on; how much there was.
-fn read_from(file: &File, offset: u64, out: &mut [u8], direct: bool) -> io::Result<usize> {
+fn read_from(file: &impl FileExt, offset: u64, out: &mut [u8], direct: bool) -> io::Result<usize> {
     let mut done = 0;
     while done < out.len() {
         match file.read_at(&mut out[done..], offset + done as u64) {
@@ -166,3 +166,6 @@ fn read_from(file: &File, offset: u64, out: &mut [u8], direct: bool) -> io::Resu
 fn is_refusal(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported)
 }
+
+#[cfg(test)]
+mod tests;

@@ -127,6 +127,11 @@ impl<'a, D: Device> Gradients<'a, D> {
         self.seed = seed;
     }
 
+    /// How often gradients were fetched that nobody had announced.
+    pub fn unannounced(&self) -> u64 {
+        self.away.as_ref().map_or(0, |away| away.pool.unannounced())
+    }
+
     /// Gives all gradients back.
     pub fn clear(&mut self) {
         self.tensors.clear();

@@ -205,6 +205,11 @@ impl<'a, D: Device> Optimizer<'a, D> {
         pool.announce(order.into_iter().filter(|unit| parcels.contains_key(unit)))
     }
 
+    /// How often states were fetched that nobody had announced.
+    pub fn unannounced(&self) -> u64 {
+        self.away.as_ref().map_or(0, |away| away.pool.unannounced())
+    }
+
     /// Waits until every state is where it lives.
     pub fn flush(&mut self) -> Result<(), StepError> {
         self.away.as_mut().map_or(Ok(()), |away| away.pool.flush())

@@ -224,6 +224,12 @@ impl<'a, D: Device> Trainer<'a, D> {
         self.progress = progress;
     }
 
+    /// How often something was brought from a lower tier that no order had announced. Such a fetch waits for its disk, so
+    /// that there should be none.
+    pub fn unannounced_fetches(&self) -> u64 {
+        self.weights.unannounced() + self.gradients.unannounced() + self.optimizer.unannounced()
+    }
+
     /// One optimizer step over `micro_batches`, which together are one batch.
     pub fn step(&mut self, micro_batches: &[MicroBatch<'_>], lr: f64) -> Result<StepOutcome, StepError> {
         let outcome = match self.settings.update {

@@ -307,6 +307,11 @@ impl<'a, D: Device> StreamedStore<'a, D> {
         self.pool.flush()
     }
 
+    /// How often weights were fetched that nobody had announced.
+    pub(crate) fn unannounced(&self) -> u64 {
+        self.pool.unannounced()
+    }
+
     /// The units that will be gathered next, in order.
     pub(crate) fn announce_units(&mut self, units: Vec<Unit>) -> Result<(), StepError> {
         let parcels = &self.parcels;

@@ -43,6 +43,8 @@ pub(crate) struct Pool<'a, D: Device, K> {
     /// What will be taken, the next one first.
     upcoming: VecDeque<K>,
     carrier: Option<Box<dyn Carrier<K> + 'a>>,
+    /// How often something was taken that nobody had announced, so that it could not be brought ahead.
+    unannounced: u64,
 }
 
 /// One buffer.
@@ -54,10 +56,11 @@ enum Buffer<K> {
         tensor: Option<Tensor>,
         back: bool,
     },
-    /// It is there, and in use until it is released.
+    /// It is there, and in use from when it is taken until it is released.
     There {
         key: K,
         tensor: Tensor,
+        taken: bool,
         released: bool,
         changed: bool,
     },
@@ -83,6 +86,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
             buffers: Vec::new(),
             upcoming: VecDeque::new(),
             carrier: None,
+            unannounced: 0,
         };
         for _ in 0..count {
             let free = pool.new_buffer()?;
@@ -138,7 +142,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
         let needed = |key: &K| self.upcoming.iter().take(soon).any(|upcoming| upcoming == key);
         let usable = |buffer: &Buffer<K>| match buffer {
             Buffer::Free(_) | Buffer::Lost => true,
-            Buffer::There { key, tensor, released, changed } => {
+            Buffer::There { key, tensor, released, changed, .. } => {
                 *released && !*changed && tensor.is_alone() && !needed(key)
             }
             Buffer::Moving { .. } => false,
@@ -165,7 +169,9 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
     /// Begins to send a buffer back if its parcel was changed and is done with.
     fn send_back(&mut self, index: usize) -> Result<(), StepError> {
         let key = match self.buffers.get(index) {
-            Some(Buffer::There { key, tensor, released: true, changed: true }) if tensor.is_alone() => *key,
+            Some(Buffer::There { key, tensor, released: true, changed: true, .. }) if tensor.is_alone() => {
+                *key
+            }
             _ => return Ok(()),
         };
         let Some(tensor) = self.empty(index)? else { return Ok(()) };
@@ -212,7 +218,9 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
             (None, None) => (None, Ok(())),
         };
         *buffer = match (tensor, &outcome) {
-            (Some(tensor), Ok(())) => Buffer::There { key, tensor, released: back, changed: false },
+            (Some(tensor), Ok(())) => {
+                Buffer::There { key, tensor, taken: false, released: back, changed: false }
+            }
             (Some(tensor), Err(_)) => Buffer::Free(tensor),
             (None, _) => Buffer::Lost,
         };
@@ -246,13 +254,15 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
         let index = match self.position(key) {
             Some(index) => index,
             None => {
+                self.unannounced += u64::from(!self.upcoming.contains(&key));
                 let Some(index) = self.wait_for_buffer()? else { return Ok(None) };
                 self.begin(index, key)?;
                 index
             }
         };
-        // In use from now on: nothing else is brought into its buffer.
-        if let Some(Buffer::There { released, .. }) = self.buffers.get_mut(index) {
+        // Not for somebody else from now on: nothing else is brought into its buffer.
+        if let Some(Buffer::There { taken, released, .. }) = self.buffers.get_mut(index) {
+            *taken &= !*released;
             *released = false;
         }
         // Before waiting, so that the disk goes on with the next one at once.
@@ -272,7 +282,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
                 let Some(index) = self.wait_for_buffer()? else { return Ok(None) };
                 let Some(tensor) = self.empty(index)? else { return Ok(None) };
                 if let Some(buffer) = self.buffers.get_mut(index) {
-                    *buffer = Buffer::There { key, tensor, released: false, changed: false };
+                    *buffer = Buffer::There { key, tensor, taken: false, released: false, changed: false };
                 }
                 index
             }
@@ -281,16 +291,20 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
     }
 
     fn take_from(&mut self, index: usize, key: K) -> Result<Option<Tensor>, StepError> {
-        if let Some(place) = self.upcoming.iter().position(|upcoming| *upcoming == key) {
-            self.upcoming.drain(..=place);
+        let Some(Buffer::There { key: held, tensor, taken, released, .. }) = self.buffers.get_mut(index)
+        else {
+            return Ok(None);
+        };
+        if *held != key {
+            return Ok(None);
         }
-        Ok(match self.buffers.get_mut(index) {
-            Some(Buffer::There { key: held, tensor, released, .. }) if *held == key => {
-                *released = false;
-                Some(tensor.clone())
-            }
-            _ => None,
-        })
+        // To take again what is in use is no further use of it: what was announced after it is still to come.
+        if !*taken || *released {
+            let announced = self.upcoming.iter().position(|upcoming| *upcoming == key);
+            announced.into_iter().for_each(|place| drop(self.upcoming.drain(..=place)));
+        }
+        (*taken, *released) = (true, false);
+        Ok(Some(tensor.clone()))
     }
 
     /// The step is done with a parcel for now; `changed`: it is sent back when all views of it are gone.
@@ -317,6 +331,11 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
         }
     }
 
+    /// How often something was taken that nobody had announced.
+    pub fn unannounced(&self) -> u64 {
+        self.unannounced
+    }
+
     /// Waits until everything that was changed is where it lives.
     pub fn flush(&mut self) -> Result<(), StepError> {
         for index in 0..self.buffers.len() {
@@ -328,3 +347,6 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,260 @@
+//! A pool whose carrier says what it was asked for, in order, and is done when it is told to.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use plimsoll_device::{Cpu, CpuOptions};
+use plimsoll_disk::ALIGNMENT;
+
+use super::*;
+
+/// What a carrier did.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Did {
+    Read(u32),
+    Wrote(u32, u8),
+    /// Somebody waited for it.
+    Waited(u32),
+}
+
+#[derive(Default)]
+struct World {
+    did: Vec<Did>,
+    /// What lives in the homes.
+    homes: HashMap<u32, u8>,
+    under_way: HashMap<u32, (Region, bool)>,
+    /// Moves end by themselves.
+    fast: bool,
+    broken: Option<u32>,
+}
+
+struct Slow(Rc<RefCell<World>>);
+
+impl Carrier<u32> for Slow {
+    fn begin_read(&mut self, key: u32, mut memory: Region) {
+        let mut world = self.0.borrow_mut();
+        world.did.push(Did::Read(key));
+        let value = world.homes.get(&key).copied().unwrap_or(0);
+        memory.bytes_mut().fill(value);
+        assert!(world.under_way.insert(key, (memory, false)).is_none(), "{key} moves twice at once");
+    }
+
+    fn begin_write(&mut self, key: u32, memory: Region) {
+        let mut world = self.0.borrow_mut();
+        let value = memory.bytes()[memory.len() - 1];
+        world.did.push(Did::Wrote(key, value));
+        assert!(world.under_way.insert(key, (memory, true)).is_none(), "{key} moves twice at once");
+    }
+
+    fn is_done(&self, _: u32) -> bool {
+        self.0.borrow().fast
+    }
+
+    fn finish(&mut self, key: u32) -> Option<(Region, Result<(), DiskError>)> {
+        let mut world = self.0.borrow_mut();
+        let (memory, write) = world.under_way.remove(&key)?;
+        if !world.fast {
+            world.did.push(Did::Waited(key));
+        }
+        // What is written arrives when the write is done, not before.
+        if write {
+            let value = memory.bytes()[memory.len() - 1];
+            world.homes.insert(key, value);
+        }
+        let outcome = if world.broken == Some(key) { Err(DiskError::Stopped) } else { Ok(()) };
+        Some((memory, outcome))
+    }
+}
+
+fn cpu() -> Cpu {
+    Cpu::new(1 << 20, CpuOptions { threads: Some(1), isa: None }).unwrap()
+}
+
+fn pool<'a>(device: &'a Cpu, count: usize) -> (Pool<'a, Cpu, u32>, Rc<RefCell<World>>) {
+    let mut pool = Pool::new(device, ALIGNMENT, count).unwrap();
+    let world = Rc::new(RefCell::new(World::default()));
+    world.borrow_mut().homes.extend((0..10).map(|key| (key, key as u8 + 100)));
+    pool.carry_with(Box::new(Slow(Rc::clone(&world))));
+    (pool, world)
+}
+
+fn take(pool: &mut Pool<'_, Cpu, u32>, device: &Cpu, key: u32) -> u8 {
+    value(device, &pool.take(key).unwrap().unwrap())
+}
+
+fn value(device: &Cpu, tensor: &Tensor) -> u8 {
+    let mut last = 0;
+    device.read(tensor, &mut |bytes| last = *bytes.last().unwrap()).unwrap();
+    last
+}
+
+fn did(world: &Rc<RefCell<World>>) -> Vec<Did> {
+    std::mem::take(&mut world.borrow_mut().did)
+}
+
+#[test]
+fn what_is_announced_is_brought_in_its_order() {
+    let device = cpu();
+    let (mut pool, world) = pool(&device, 2);
+    pool.announce([4, 2, 7, 2, 9]).unwrap();
+    // As many as there are buffers.
+    assert_eq!(did(&world), [Did::Read(4), Did::Read(2)]);
+    assert_eq!(take(&mut pool, &device, 4), 104);
+    assert_eq!(did(&world), [Did::Waited(4)]);
+    pool.release(4, false);
+    pool.advance().unwrap();
+    assert_eq!(did(&world), [Did::Read(7)]);
+    for (key, next) in [(2, None), (7, Some(9)), (2, None), (9, None)] {
+        assert_eq!(take(&mut pool, &device, key), key as u8 + 100);
+        pool.release(key, false);
+        pool.advance().unwrap();
+        let begun: Vec<Did> = did(&world).into_iter().filter(|did| matches!(did, Did::Read(_))).collect();
+        assert_eq!(begun, next.map(Did::Read).into_iter().collect::<Vec<_>>(), "after {key}");
+    }
+    assert_eq!(pool.unannounced(), 0);
+    // What nobody announced is brought all the same.
+    assert_eq!(take(&mut pool, &device, 5), 105);
+    assert_eq!((did(&world), pool.unannounced()), (vec![Did::Read(5), Did::Waited(5)], 1));
+}
+
+#[test]
+fn a_buffer_on_its_way_back_is_used_again_when_it_has_arrived() {
+    let device = cpu();
+    let (mut pool, world) = pool(&device, 2);
+    pool.announce([1, 2, 3]).unwrap();
+    let tensor = pool.take(1).unwrap().unwrap();
+    device.write(&tensor, &mut |bytes| bytes.fill(77)).unwrap();
+    did(&world);
+    pool.release(1, true);
+    // While anybody sees it, it stays.
+    pool.advance().unwrap();
+    assert_eq!(did(&world), []);
+    drop(tensor);
+    pool.advance().unwrap();
+    // It is on its way: its memory is not free, and 3 cannot come.
+    assert_eq!(did(&world), [Did::Wrote(1, 77)]);
+    pool.advance().unwrap();
+    assert_eq!(did(&world), []);
+    assert_eq!(take(&mut pool, &device, 2), 102);
+    // 2 is in use: 3 waits for the way back of 1.
+    assert_eq!(take(&mut pool, &device, 3), 103);
+    assert_eq!(did(&world), [Did::Waited(2), Did::Waited(1), Did::Read(3), Did::Waited(3)]);
+    assert_eq!(world.borrow().homes[&1], 77);
+    pool.release(2, false);
+    pool.release(3, false);
+    assert_eq!(take(&mut pool, &device, 1), 77);
+}
+
+#[test]
+fn what_is_taken_again_while_it_goes_back_is_not_lost() {
+    let device = cpu();
+    let (mut pool, world) = pool(&device, 2);
+    pool.announce([1, 1]).unwrap();
+    let tensor = pool.take(1).unwrap().unwrap();
+    device.write(&tensor, &mut |bytes| bytes.fill(55)).unwrap();
+    drop(tensor);
+    pool.release(1, true);
+    pool.advance().unwrap();
+    did(&world);
+    // It is still there: nothing is read.
+    assert_eq!(take(&mut pool, &device, 1), 55);
+    assert_eq!(did(&world), [Did::Waited(1)]);
+    assert_eq!(world.borrow().homes[&1], 55);
+}
+
+#[test]
+fn what_is_in_use_is_in_nobodys_way() {
+    let device = cpu();
+    let (mut pool, world) = pool(&device, 2);
+    world.borrow_mut().fast = true;
+    pool.announce([1, 2, 3, 1]).unwrap();
+    let one = pool.take(1).unwrap().unwrap();
+    let two = pool.take(2).unwrap().unwrap();
+    // Both buffers are in use.
+    assert!(pool.take(3).unwrap().is_none());
+    assert_eq!([value(&device, &one), value(&device, &two)], [101, 102]);
+    // One that is needed sooner than what would replace it stays.
+    drop((one, two));
+    pool.announce([1, 3, 2]).unwrap();
+    did(&world);
+    assert_eq!(take(&mut pool, &device, 1), 101);
+    assert_eq!(did(&world), []);
+}
+
+#[test]
+fn everything_changed_is_home_after_a_flush_and_nothing_else_was_sent() {
+    let device = cpu();
+    let (mut pool, world) = pool(&device, 3);
+    pool.announce([1, 2]).unwrap();
+    for (key, changed) in [(1, true), (2, false)] {
+        let tensor = pool.take(key).unwrap().unwrap();
+        device.write(&tensor, &mut |bytes| bytes.fill(key as u8)).unwrap();
+        drop(tensor);
+        pool.release(key, changed);
+    }
+    let fresh = pool.take_fresh(3).unwrap().unwrap();
+    device.write(&fresh, &mut |bytes| bytes.fill(33)).unwrap();
+    drop(fresh);
+    pool.release(3, true);
+    // A parcel that is forgotten is not sent, whatever was done to it.
+    did(&world);
+    pool.flush().unwrap();
+    let mut done = did(&world);
+    done.sort_by_key(|did| format!("{did:?}"));
+    assert_eq!(done, [Did::Waited(1), Did::Waited(3), Did::Wrote(1, 1), Did::Wrote(3, 33)]);
+    assert_eq!([1, 2, 3].map(|key| world.borrow().homes[&key]), [1, 102, 33]);
+    let fresh = pool.take_fresh(4).unwrap().unwrap();
+    drop(fresh);
+    pool.release(4, true);
+    pool.forget(4);
+    pool.flush().unwrap();
+    assert_eq!(did(&world), []);
+    assert_eq!(take(&mut pool, &device, 4), 104);
+}
+
+#[test]
+fn a_move_that_fails_is_an_error_and_costs_no_buffer() {
+    let device = cpu();
+    let (mut pool, world) = pool(&device, 1);
+    world.borrow_mut().broken = Some(2);
+    assert!(pool.take(2).is_err());
+    world.borrow_mut().broken = None;
+    assert_eq!(take(&mut pool, &device, 2), 102);
+    // The other way too.
+    let tensor = pool.take(2).unwrap().unwrap();
+    device.write(&tensor, &mut |bytes| bytes.fill(9)).unwrap();
+    drop(tensor);
+    pool.release(2, true);
+    world.borrow_mut().broken = Some(2);
+    assert!(pool.flush().is_err());
+    world.borrow_mut().broken = None;
+    assert_eq!(take(&mut pool, &device, 5), 105);
+}
+
+/// A piece that is written in parts is taken for each of them; that it comes again much later stays announced, and so does
+/// what comes between.
+#[test]
+fn to_take_again_what_is_in_use_uses_up_no_announcement() {
+    let device = cpu();
+    let (mut pool, world) = pool(&device, 2);
+    pool.announce([1, 2, 3, 1]).unwrap();
+    for _ in 0..3 {
+        assert_eq!(take(&mut pool, &device, 1), 101);
+    }
+    pool.release(1, false);
+    pool.advance().unwrap();
+    for key in [2, 3, 1] {
+        assert_eq!(take(&mut pool, &device, key), key as u8 + 100);
+        pool.release(key, false);
+        pool.advance().unwrap();
+    }
+    let reads = did(&world).into_iter().filter(|did| matches!(did, Did::Read(_))).collect::<Vec<_>>();
+    assert_eq!((reads, pool.unannounced()), ([1, 2, 3, 1].map(Did::Read).to_vec(), 0));
+    // The same of what is written anew.
+    pool.announce([5, 6, 5]).unwrap();
+    (0..2).for_each(|_| drop(pool.take_fresh(5).unwrap().unwrap()));
+    pool.release(5, true);
+    (6..7).for_each(|key| assert_eq!(take(&mut pool, &device, key), 106));
+    assert_eq!(pool.unannounced(), 0);
+}
