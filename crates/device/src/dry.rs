@@ -57,6 +57,7 @@ impl Device for Dry {
     }
 
     fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
+        tensor.check_lendable(&self.arena)?;
         Ok(Lent::Nothing(tensor))
     }
 
