@@ -231,7 +231,9 @@ impl<'a, D: Device> Optimizer<'a, D> {
         let state = match (&brought, rows) {
             (Some(state), _) => state,
             (None, Some(rows)) => {
-                parts = own.state.of_rows(parameter, rows.rows);
+                let (block, role) = (parameter.block, parameter.role);
+                let missing = StepError::MissingWeight { block, role };
+                parts = own.state.of_rows(parameter, rows.rows).ok_or(missing)?;
                 &parts
             }
             (None, None) => &own.state,
