@@ -38,7 +38,10 @@ pub fn alternatives(
 ) -> Result<Vec<Alternative>, StepError> {
     let mut list = Vec::new();
     for (change, settings, accumulation) in changes(choice) {
-        let other = Choice::new(spec, settings, accumulation, rates)?;
+        let other = match Choice::new(spec, settings, accumulation, rates) {
+            Err(StepError::TooManyHeld { .. }) => continue,
+            other => other?,
+        };
         if other.peak_bytes() < choice.peak_bytes() {
             list.push(Alternative {
                 change,

@@ -27,8 +27,8 @@ const LOGITS_BYTES: u64 = 32 << 20;
 /// Choices within this share of the fastest one count as equally fast; the smallest of them is taken.
 const AS_FAST: f64 = 1.01;
 
-/// Micro-batches of a step up to which it is tried how many of them are best taken together: each such plan runs all of them
-/// dry.
+/// Micro-batches of a step up to which it is tried how many of them are best taken together: each such plan runs those of a
+/// pass dry.
 const MOST_TOGETHER: u64 = 32;
 
 /// A training step with nothing left to decide, and what the dry run says of it.
@@ -83,7 +83,11 @@ impl Limits {
     /// Bytes of the host tier with the data pipeline.
     pub fn host_tier(&self, choice: &Choice) -> u64 {
         let tokens = choice.settings.batch_size.saturating_mul(choice.settings.sequence_length);
-        choice.dry_run.host_bytes().saturating_add(tokens.saturating_mul(self.pipeline_bytes_per_token))
+        // The pipeline counts one micro-batch for the step, which holds all of its own.
+        let further = tokens.saturating_mul(choice.accumulation.saturating_sub(1));
+        let held = further.saturating_mul(choice.settings.host_bytes_per_token());
+        let pipeline = tokens.saturating_mul(self.pipeline_bytes_per_token);
+        choice.dry_run.host_bytes().saturating_add(pipeline).saturating_add(held)
     }
 
     /// Bytes of memory beside the overhead.
@@ -117,7 +121,7 @@ impl Choice {
         rates: &Rates,
     ) -> Result<Choice, StepError> {
         let dry_run = DryRun::training(spec, &settings, accumulation)?;
-        let tokens = settings.batch_size * settings.sequence_length * accumulation;
+        let tokens = (settings.batch_size * settings.sequence_length).saturating_mul(accumulation);
         let time = rates.estimate(&dry_run.tally, dry_run.moved, tokens);
         Ok(Choice { settings, accumulation, dry_run, time })
     }
@@ -141,7 +145,12 @@ pub fn choose(
     let mut smallest: Vec<Choice> = Vec::new();
     let said = as_said(&config.memory.offload);
     for offload in std::iter::once(said).chain(stages(&config.memory.offload)) {
-        if let Some(choice) = search.candidates(offload, &mut smallest)? {
+        let found = match search.candidates(offload, &mut smallest) {
+            // What the user did not ask for need not be possible.
+            Err(StepError::TooManyHeld { .. }) if offload != said => None,
+            found => found?,
+        };
+        if let Some(choice) = found {
             return search.together(choice);
         }
     }
@@ -310,7 +319,10 @@ pub fn lighter_choices(
             continue;
         }
         *tier = Tier::Disk;
-        let further = lighter(Checkpointing::Full, 1, offload)?;
+        let further = match lighter(Checkpointing::Full, 1, offload) {
+            Err(StepError::TooManyHeld { .. }) => continue,
+            further => further?,
+        };
         if limits.memory(&further) < least {
             all.push(further);
         }

@@ -4,6 +4,7 @@
 //! gradient of another tensor.
 
 use std::collections::HashMap;
+use std::hash::Hasher;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -201,6 +202,13 @@ impl<'a, D: Device> Optimizer<'a, D> {
     pub fn announce(&mut self, order: impl IntoIterator<Item = StateUnit>) -> Result<(), StepError> {
         let Some(Away { parcels, pool, .. }) = &mut self.away else { return Ok(()) };
         pool.announce(order.into_iter().filter(|unit| parcels.contains_key(unit)))
+    }
+
+    /// Feeds what lies in the buffers to a hasher.
+    pub fn hash_buffers(&self, hasher: &mut impl Hasher) {
+        if let Some(away) = &self.away {
+            away.pool.hash_buffers(hasher);
+        }
     }
 
     /// Waits until every state is where it lives.
