@@ -89,7 +89,8 @@ impl AttentionShape {
             let full = self.q_len - growing;
             growing * before + growing * (growing + 1) / 2 + full * window.min(self.kv_len)
         };
-        self.batch * self.heads * pairs
+        // Whatever somebody wants planned.
+        self.batch.saturating_mul(self.heads).saturating_mul(pairs)
     }
 }
 

@@ -39,23 +39,21 @@ pub struct Tally {
 impl Tally {
     /// Adds one operation.
     pub fn add(&mut self, cost: Cost) {
-        self.operations += 1;
+        let add = |total: &mut u64, more: u64| *total = total.saturating_add(more);
+        add(&mut self.operations, 1);
         match cost.matmul {
-            Some((Compute::F32, flops)) => self.matmul_f32 += flops,
-            Some((Compute::Bf16, flops)) => self.matmul_bf16 += flops,
+            Some((Compute::F32, flops)) => add(&mut self.matmul_f32, flops),
+            Some((Compute::Bf16, flops)) => add(&mut self.matmul_bf16, flops),
             None => {}
         }
         match cost.attention {
-            Some((Compute::F32, flops)) => self.attention_f32 += flops,
-            Some((Compute::Bf16, flops)) => self.attention_bf16 += flops,
+            Some((Compute::F32, flops)) => add(&mut self.attention_f32, flops),
+            Some((Compute::Bf16, flops)) => add(&mut self.attention_bf16, flops),
             None => {}
         }
-        if cost.matmul.is_some() {
-            self.matmul_bytes += cost.bytes;
-        } else {
-            self.bytes += cost.bytes;
-        }
-        self.exps += cost.exps;
+        let bytes = if cost.matmul.is_some() { &mut self.matmul_bytes } else { &mut self.bytes };
+        add(bytes, cost.bytes);
+        add(&mut self.exps, cost.exps);
     }
 
     /// Both together.
@@ -66,6 +64,11 @@ impl Tally {
     /// What is left of this tally without `other`, which must be a part of it.
     pub fn less(self, other: Tally) -> Tally {
         self.combine(other, u64::saturating_sub)
+    }
+
+    /// The same so many times.
+    pub fn times(self, times: u64) -> Tally {
+        self.combine(self, |one, _| one.saturating_mul(times))
     }
 
     fn combine(self, other: Tally, with: impl Fn(u64, u64) -> u64) -> Tally {
@@ -83,7 +86,8 @@ impl Tally {
 
     /// All floating-point operations of matrix products and attention.
     pub fn flops(&self) -> u64 {
-        self.matmul_f32 + self.matmul_bf16 + self.attention_f32 + self.attention_bf16
+        let all = [self.matmul_f32, self.matmul_bf16, self.attention_f32, self.attention_bf16];
+        all.into_iter().fold(0, u64::saturating_add)
     }
 }
 
@@ -92,7 +96,8 @@ impl Op<'_> {
     pub fn cost(&self) -> Cost {
         let access = self.access();
         let bytes = access.reads.iter().chain(&access.writes).map(|t| t.bytes()).sum();
-        let product = |out: &Tensor, inner: u64, compute| Some((compute, 2 * out.elements() * inner));
+        let product =
+            |out: &Tensor, inner: u64, compute| Some((compute, product_of(&[2, out.elements(), inner])));
         let mut cost = Cost { bytes, ..Cost::default() };
         match *self {
             Op::Linear { x, out, compute, .. } => cost.matmul = product(out, x.columns(), compute),
@@ -107,13 +112,14 @@ impl Op<'_> {
                 let share = |t: &Tensor| t.bytes() / shape.kv_capacity.max(1) * seen;
                 let written = probabilities.map_or(0, Tensor::bytes);
                 cost.bytes = 2 * q.bytes() + share(k) + share(v) + written;
-                cost.attention = Some((compute, 4 * shape.score_count() * shape.head_dim));
+                cost.attention = Some((compute, product_of(&[4, shape.score_count(), shape.head_dim])));
                 cost.exps = shape.score_count();
             }
             Op::AttentionBackward { probabilities, shape, compute, .. } => {
                 // Five products, of which kept probabilities save the first.
                 let products = if probabilities.is_some() { 4 } else { 5 };
-                cost.attention = Some((compute, 2 * products * shape.score_count() * shape.head_dim));
+                cost.attention =
+                    Some((compute, product_of(&[2 * products, shape.score_count(), shape.head_dim])));
                 cost.exps = if probabilities.is_some() { 0 } else { shape.score_count() };
             }
             Op::Gated { gate, .. } | Op::GatedBackward { gate, .. } => cost.exps = gate.elements(),
@@ -146,14 +152,19 @@ impl Op<'_> {
             Op::RandomNormal { out, .. } => cost.exps = 2 * out.elements(),
             // Twice, a product and a multiple of each row for each row before it.
             Op::Orthonormalize { x } => {
-                cost.matmul = Some((Compute::F32, 4 * x.rows() * x.elements()));
+                cost.matmul = Some((Compute::F32, product_of(&[4, x.rows(), x.elements()])));
             }
             // Some eight sweeps, each of which rotates every pair of rows and columns, and vectors.
             Op::Eigenvectors { matrix, .. } => {
-                cost.matmul = Some((Compute::F32, 8 * 9 * matrix.rows() * matrix.elements()));
+                cost.matmul = Some((Compute::F32, product_of(&[8 * 9, matrix.rows(), matrix.elements()])));
             }
             _ => {}
         }
         cost
     }
+}
+
+/// A product that ends at the largest number: sizes are whatever somebody wants planned.
+fn product_of(factors: &[u64]) -> u64 {
+    factors.iter().copied().fold(1, u64::saturating_mul)
 }

@@ -2,7 +2,7 @@
 
 use plimsoll_memory::{Arena, OutOfMemory, Region, Tag};
 
-use crate::{DType, Op, Shape, Tensor};
+use crate::{Counted, DType, Iterations, Op, Shape, Tensor};
 
 /// What a device can fail with.
 #[derive(Debug, thiserror::Error)]
@@ -68,6 +68,23 @@ pub trait Device {
     /// # Errors
     /// The memory is not this device's, or parts of it are still elsewhere.
     fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError>;
+
+    /// Whether nothing is behind the tensors: what is written into them is not asked for.
+    fn is_dry(&self) -> bool {
+        false
+    }
+
+    /// Runs `times` iterations that do the same on other data. A device without memory runs them only until they repeat and
+    /// counts the others, in its tally and in its arena.
+    fn repeat<I: Iterations>(&self, times: u64, mut iterations: I) -> Result<Counted, I::Error>
+    where
+        Self: Sized,
+    {
+        for index in 0..times {
+            iterations.run(index)?;
+        }
+        Ok(Counted::default())
+    }
 
     /// A new tensor; its contents are whatever was there.
     fn alloc(

@@ -5,7 +5,8 @@ use std::cell::RefCell;
 
 use plimsoll_memory::{Arena, Region, Tier};
 
-use crate::{Device, DeviceError, Lent, Op, Tally, Tensor};
+use crate::repeat::count;
+use crate::{Counted, Device, DeviceError, Iterations, Lent, Op, Tally, Tensor};
 
 /// A device without memory.
 #[derive(Debug)]
@@ -15,9 +16,14 @@ pub struct Dry {
 }
 
 impl Dry {
-    /// A dry device with an arena that has no end and records every event.
+    /// A dry device with an arena that has no end.
     pub fn new() -> Dry {
         Dry { arena: Arena::unbounded(Tier::Device), tally: RefCell::default() }
+    }
+
+    /// The same with an arena that records every event.
+    pub fn recording() -> Dry {
+        Dry { arena: Arena::recording(Tier::Device), tally: RefCell::default() }
     }
 
     /// What the operations so far would cost.
@@ -28,6 +34,11 @@ impl Dry {
     /// The tally so far, and a fresh one from here on.
     pub fn take_tally(&self) -> Tally {
         self.tally.take()
+    }
+
+    pub(crate) fn add(&self, more: Tally) {
+        let mut tally = self.tally.borrow_mut();
+        *tally = tally.plus(more);
     }
 }
 
@@ -48,6 +59,14 @@ impl Device for Dry {
         Ok(())
     }
 
+    fn is_dry(&self) -> bool {
+        true
+    }
+
+    fn repeat<I: Iterations>(&self, times: u64, iterations: I) -> Result<Counted, I::Error> {
+        count(self, times, iterations)
+    }
+
     fn write(&self, _: &Tensor, _: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
         Ok(())
     }
@@ -57,6 +76,7 @@ impl Device for Dry {
     }
 
     fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
+        tensor.check_lendable(&self.arena)?;
         Ok(Lent::Nothing(tensor))
     }
 

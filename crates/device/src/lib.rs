@@ -12,6 +12,7 @@ mod device;
 mod dry;
 mod dtype;
 mod op;
+mod repeat;
 mod tensor;
 mod update;
 
@@ -22,6 +23,7 @@ pub use device::{Device, DeviceError, Lent};
 pub use dry::Dry;
 pub use dtype::DType;
 pub use op::{Compute, Glu, IGNORED_TARGET, Op, PIECE_ROWS, Rounding};
+pub use repeat::{Counted, Iterations};
 pub use tensor::{Shape, Tensor};
 pub use update::{
     Adafactor, Adam, Apollo, BLOCK_8BIT, Channels, Codes, Lion, Rule, SecondMoment, Sgd, Update,

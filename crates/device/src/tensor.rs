@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use plimsoll_memory::{Arena, Block};
 
-use crate::DType;
+use crate::{DType, DeviceError};
 
 /// Sizes from the slowest dimension to the fastest; at most four.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -137,9 +137,25 @@ impl Tensor {
         Arc::strong_count(&self.block) == 1
     }
 
-    /// The block, where no other tensor is a view of it.
-    pub(crate) fn into_block(self) -> Result<Arc<Block>, Tensor> {
-        if self.is_alone() { Ok(self.block) } else { Err(self) }
+    /// The block, to be lent by the device with this arena.
+    ///
+    /// # Errors
+    /// It belongs to another device, or other tensors are views of it.
+    pub(crate) fn into_lent_block(self, arena: &Arena) -> Result<Arc<Block>, DeviceError> {
+        self.check_lendable(arena)?;
+        Ok(self.block)
+    }
+
+    /// Refuses a tensor that no device may lend.
+    pub(crate) fn check_lendable(&self, arena: &Arena) -> Result<(), DeviceError> {
+        let refuse = |reason| Err(DeviceError::Mismatch { op: "lend", reason });
+        if !self.is_in(arena) {
+            return refuse(format!("{self:?} belongs to another arena"));
+        }
+        if !self.is_alone() {
+            return refuse(format!("others have views of {self:?}"));
+        }
+        Ok(())
     }
 
     /// The whole of a block, as bytes.

@@ -61,6 +61,21 @@ fn what_others_still_see_is_not_lent() {
 }
 
 #[test]
+fn a_plan_lends_what_a_run_would_and_nothing_else() {
+    fn refused<D: Device>(device: &D, other: &D) -> [String; 2] {
+        let tensor = staging(device, 64);
+        let view = tensor.view(0, DType::F32, &[16]).unwrap();
+        let shared = device.lend(tensor).unwrap_err();
+        drop(view);
+        assert!(device.lend(staging(device, 64)).is_ok());
+        [shared, device.lend(staging(other, 64)).unwrap_err()].map(|error| error.to_string())
+    }
+    let run = refused(&cpu(), &cpu());
+    assert_eq!(run, refused(&Dry::new(), &Dry::new()));
+    assert!(run[0].contains("views") && run[1].contains("another arena"), "{run:?}");
+}
+
+#[test]
 fn views_lie_within_and_begin_where_their_type_can() {
     let dry = Dry::new();
     let tensor = staging(&dry, 256);

@@ -220,7 +220,19 @@ impl LowerTiers {
         *counter = counter.saturating_add(bytes);
     }
 
-    /// What was counted since it was last asked for.
+    /// What was counted since it was last taken.
+    pub fn moved(&self) -> Moved {
+        *lock(&self.moved)
+    }
+
+    /// Counts what the same again would move, in a dry run.
+    pub fn add_moved(&self, more: Moved) {
+        let mut moved = lock(&self.moved);
+        moved.read = moved.read.saturating_add(more.read);
+        moved.written = moved.written.saturating_add(more.written);
+    }
+
+    /// The same, which is counted from nothing again.
     pub fn take_moved(&self) -> Moved {
         std::mem::take(&mut *lock(&self.moved))
     }

@@ -7,11 +7,18 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::layout::{Growth, Layout, Traffic};
 use crate::ledger::{Ledger, Phase, Tag, TagBytes};
 use crate::{ByteSize, Tier};
 
 /// Offsets and sizes are multiples of this: a cache line, and the width of the widest vector.
 const ALIGNMENT: u64 = 64;
+
+/// The capacity of an arena that never fills up.
+const ENDLESS: u64 = u64::MAX / 2;
+
+/// The name of what [`Arena::extend`] takes.
+const REPEATED: &str = "repeated";
 
 /// A request that the arena could not meet.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -49,6 +56,7 @@ struct Inner {
     /// Free ranges, offset to size, coalesced.
     free: BTreeMap<u64, u64>,
     ledger: Ledger,
+    traffic: Traffic,
 }
 
 impl Arena {
@@ -57,15 +65,21 @@ impl Arena {
         Arena::with_ledger(tier, capacity, Ledger::default())
     }
 
-    /// An arena without an end, which records every event: what a dry run uses.
+    /// An arena without an end: what a dry run uses.
     pub fn unbounded(tier: Tier) -> Arena {
-        Arena::with_ledger(tier, u64::MAX / 2, Ledger::recording())
+        Arena::with_ledger(tier, ENDLESS, Ledger::default())
+    }
+
+    /// The same, which records every event: for the timeline.
+    pub fn recording(tier: Tier) -> Arena {
+        Arena::with_ledger(tier, ENDLESS, Ledger::recording())
     }
 
     fn with_ledger(tier: Tier, capacity: u64, ledger: Ledger) -> Arena {
         let capacity = capacity / ALIGNMENT * ALIGNMENT;
         let free = if capacity > 0 { BTreeMap::from([(0, capacity)]) } else { BTreeMap::new() };
-        Arena { shared: Arc::new(Mutex::new(Inner { tier, capacity, free, ledger })) }
+        let traffic = Traffic::from_here(0);
+        Arena { shared: Arc::new(Mutex::new(Inner { tier, capacity, free, ledger, traffic })) }
     }
 
     /// Takes `bytes` (rounded up to the alignment). They come back when the block is dropped.
@@ -92,6 +106,54 @@ impl Arena {
         self.lock().ledger.at_peak().peak
     }
 
+    /// What of the arena decides where the next allocations go, and what is live: equal layouts behave alike.
+    pub fn layout(&self) -> Layout {
+        let inner = self.lock();
+        let (end, _) = inner.open_end();
+        let holes = inner.free.range(..end).map(|(offset, size)| (*offset, *size)).collect();
+        Layout { holes, end, live: inner.ledger.live_by_layer().clone() }
+    }
+
+    /// Begins to take down what is allocated and given back, and where; what was taken down until now comes back, to be
+    /// [continued](Self::end_traffic).
+    pub fn begin_traffic(&self) -> Traffic {
+        let mut inner = self.lock();
+        let (end, _) = inner.open_end();
+        std::mem::replace(&mut inner.traffic, Traffic::from_here(end))
+    }
+
+    /// What was taken down since [`begin_traffic`](Self::begin_traffic), which gave `before`.
+    pub fn end_traffic(&self, before: Traffic) -> Traffic {
+        let mut inner = self.lock();
+        let traffic = std::mem::replace(&mut inner.traffic, before);
+        inner.traffic.mix(traffic.hash);
+        traffic
+    }
+
+    /// Takes, behind everything that is live, what `times` repetitions of the growth from one layout to another would.
+    pub fn extend(&self, growth: &Growth, times: u64) -> Result<Vec<Block>, OutOfMemory> {
+        let mut inner = self.lock();
+        let mut blocks = Vec::new();
+        for &(owner, tag, bytes) in &growth.by_owner {
+            let size = bytes.saturating_mul(times);
+            let (end, room) = inner.open_end();
+            if size == 0 {
+                continue;
+            }
+            if size > room {
+                return Err(inner.full(size, tag, REPEATED));
+            }
+            inner.free.remove(&end);
+            if room > size {
+                inner.free.insert(end + size, room - size);
+            }
+            inner.traffic.took(end, size, tag);
+            inner.ledger.took_for(owner, tag, REPEATED, size, end + size);
+            blocks.push(Block { arena: self.clone(), offset: end, size, tag, name: REPEATED, owner });
+        }
+        Ok(blocks)
+    }
+
     /// A copy of the ledger as it stands.
     pub fn ledger(&self) -> Ledger {
         self.lock().ledger.clone()
@@ -116,25 +178,39 @@ impl Inner {
             .min_by_key(|(offset, free)| (length(**offset, **free), **offset))
             .map(|(offset, free)| (*offset, *free));
         let Some((offset, free)) = best else {
-            return Err(OutOfMemory {
-                tier: self.tier,
-                requested: size,
-                tag,
-                name,
-                capacity: self.capacity,
-                largest_free: self.free.values().copied().max().unwrap_or(0),
-                live: Box::new(self.ledger.live()),
-            });
+            return Err(self.full(size, tag, name));
         };
         self.free.remove(&offset);
         if free > size {
             self.free.insert(offset + size, free - size);
         }
+        self.traffic.took(offset, size, tag);
         self.ledger.took(tag, name, size, offset + size);
         Ok(offset)
     }
 
+    /// Where the open end begins, and its size.
+    fn open_end(&self) -> (u64, u64) {
+        match self.free.last_key_value() {
+            Some((&offset, &free)) if offset + free == self.capacity => (offset, free),
+            _ => (self.capacity, 0),
+        }
+    }
+
+    fn full(&self, requested: u64, tag: Tag, name: &'static str) -> OutOfMemory {
+        OutOfMemory {
+            tier: self.tier,
+            requested,
+            tag,
+            name,
+            capacity: self.capacity,
+            largest_free: self.free.values().copied().max().unwrap_or(0),
+            live: Box::new(self.ledger.live()),
+        }
+    }
+
     fn give_back(&mut self, mut offset: u64, mut size: u64) {
+        self.traffic.gave_back(offset);
         if let Some((&before, &before_size)) = self.free.range(..offset).next_back()
             && before + before_size == offset
         {
@@ -247,7 +323,7 @@ mod tests {
 
     #[test]
     fn events_replay_to_the_live_set() {
-        let arena = Arena::unbounded(Tier::Device);
+        let arena = Arena::recording(Tier::Device);
         arena.enter(Phase::Forward, Some(3));
         let block = arena.alloc(640, Tag::Activations, "q").unwrap();
         drop(block);

@@ -1,8 +1,8 @@
 //! The ledger: what is live, how large, under which tag and for which layer, at every moment.
 //!
-//! A ledger belongs to an [`Arena`](crate::Arena), which writes it. It always keeps the totals by tag
-//! and what they were at the peak; when recording is on it also keeps every event, from which the
-//! timeline and the per-layer breakdown are replayed.
+//! A ledger belongs to an [`Arena`](crate::Arena), which writes it. It keeps totals by tag and by layer, and what they were at
+//! the peak: its size does not depend on how much happens. Only where recording is on it also keeps every event, for the
+//! timeline.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -74,7 +74,7 @@ impl fmt::Display for Tag {
 }
 
 /// Bytes by tag.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct TagBytes([u64; Tag::ALL.len()]);
 
 impl TagBytes {
@@ -170,10 +170,17 @@ impl AtPeak {
     }
 }
 
+/// Live bytes by owning layer (`None`: outside the layers) and tag; a layer that ever held anything stays.
+pub(crate) type LayerTags = BTreeMap<Option<u32>, TagBytes>;
+
 /// Totals and, where recording is on, the events of one arena.
 #[derive(Clone, Debug, Default)]
 pub struct Ledger {
     live: TagBytes,
+    live_by_layer: LayerTags,
+    /// What [`live_by_layer`](Self::live_by_layer) was at the peak; `None` where nothing has changed since. Most that raises
+    /// the peak is followed by something that raises it further: the copy is made when something does not.
+    at_peak_by_layer: Option<LayerTags>,
     /// The most that was ever live under each tag.
     most: TagBytes,
     at_peak: AtPeak,
@@ -192,18 +199,43 @@ impl Ledger {
     }
 
     pub(crate) fn took(&mut self, tag: Tag, name: &'static str, bytes: u64, end: u64) {
-        self.live.add(tag, bytes);
-        self.most.0[tag as usize] = self.most.get(tag).max(self.live.get(tag));
+        self.took_for(self.layer, tag, name, bytes, end);
+    }
+
+    /// The same for a layer that need not be the one in whose scope it happens.
+    pub(crate) fn took_for(
+        &mut self,
+        owner: Option<u32>,
+        tag: Tag,
+        name: &'static str,
+        bytes: u64,
+        end: u64,
+    ) {
         let raised = end > self.at_peak.peak;
+        self.before_change(raised);
+        self.live.add(tag, bytes);
+        self.live_by_layer.entry(owner).or_default().add(tag, bytes);
+        self.most.0[tag as usize] = self.most.get(tag).max(self.live.get(tag));
         if raised {
             self.at_peak = AtPeak { peak: end, by_tag: self.live, phase: self.phase, layer: self.layer };
         }
-        self.record(tag, name, self.layer, bytes as i64, raised);
+        self.record(tag, name, owner, bytes as i64, raised);
     }
 
     pub(crate) fn gave_back(&mut self, tag: Tag, name: &'static str, owner: Option<u32>, bytes: u64) {
+        self.before_change(false);
         self.live.remove(tag, bytes);
+        self.live_by_layer.entry(owner).or_default().remove(tag, bytes);
         self.record(tag, name, owner, -(bytes as i64), false);
+    }
+
+    /// Remembers what was live at the peak before the first change that leaves the peak behind.
+    fn before_change(&mut self, raises: bool) {
+        if raises {
+            self.at_peak_by_layer = None;
+        } else if self.at_peak_by_layer.is_none() {
+            self.at_peak_by_layer = Some(self.live_by_layer.clone());
+        }
     }
 
     fn record(&mut self, tag: Tag, name: &'static str, owner: Option<u32>, delta: i64, raised_peak: bool) {
@@ -232,25 +264,13 @@ impl Ledger {
         &self.at_peak
     }
 
-    /// What was live at the peak by owning layer (`None`: outside the layers) and tag, replayed from the events;
-    /// empty when recording is off.
+    /// What was live at the peak by owning layer (`None`: outside the layers) and tag.
     pub fn at_peak_by_layer(&self) -> BTreeMap<Option<u32>, TagBytes> {
-        let last = self.events().iter().rposition(|event| event.raised_peak).map_or(0, |i| i + 1);
-        let mut live: BTreeMap<Option<u32>, TagBytes> = BTreeMap::new();
-        for event in &self.events()[..last] {
-            let bytes = live.entry(event.owner).or_default();
-            if event.delta > 0 {
-                bytes.add(event.tag, event.delta.unsigned_abs());
-            } else {
-                bytes.remove(event.tag, event.delta.unsigned_abs());
-            }
-        }
-        live
+        self.at_peak_by_layer.as_ref().unwrap_or(&self.live_by_layer).clone()
     }
 
-    /// Forgets the recorded events, which take memory themselves; totals and the peak stay.
-    pub fn forget_events(&mut self) {
-        self.events = None;
+    pub(crate) fn live_by_layer(&self) -> &LayerTags {
+        &self.live_by_layer
     }
 
     /// The recorded events; empty when recording is off.

@@ -10,13 +10,13 @@ use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
     DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError, StepSettings, Trainer,
-    WeightStorage,
+    UpdateTiming, WeightStorage,
 };
 
 /// What a dry run found out.
 #[derive(Clone, Debug)]
 pub struct DryRun {
-    /// The device arena's ledger after the job: peak, breakdown, every event.
+    /// The device arena's ledger after the job: peak and breakdown.
     pub ledger: Ledger,
     /// What lives on the host meanwhile.
     pub host: Ledger,
@@ -35,50 +35,51 @@ impl DryRun {
         settings: &StepSettings,
         accumulation: u64,
     ) -> Result<DryRun, StepError> {
-        let dry = Dry::new();
+        DryRun::training_on(&Dry::new(), spec, settings, accumulation)
+    }
+
+    /// The same with every allocation and release of the step in the device's ledger, but for iterations that are like those
+    /// before them.
+    pub fn timeline(
+        spec: &ModelSpec,
+        settings: &StepSettings,
+        accumulation: u64,
+    ) -> Result<DryRun, StepError> {
+        DryRun::training_on(&Dry::recording(), spec, settings, accumulation)
+    }
+
+    fn training_on(
+        dry: &Dry,
+        spec: &ModelSpec,
+        settings: &StepSettings,
+        accumulation: u64,
+    ) -> Result<DryRun, StepError> {
         let tiers = Arc::new(LowerTiers::dry());
         let (own, step) = (spec.clone(), settings.clone());
-        let mut trainer = Trainer::with_tiers(&dry, Arc::clone(&tiers), own, step, &Solo)?;
+        let mut trainer = Trainer::with_tiers(dry, Arc::clone(&tiers), own, step, &Solo)?;
         trainer.load(nothing)?;
         trainer.reset_magnitudes()?;
-        let n = (settings.batch_size * settings.sequence_length) as usize;
-        let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
-        let weights = settings.target_weights.then(|| vec![0.0; n]);
         let micro_batch = MicroBatch {
-            tokens: &tokens,
-            targets: &targets,
-            weights: weights.as_deref(),
-            document_starts: settings.document_starts.then_some(&tokens),
+            weights: settings.target_weights.then_some(&[]),
+            document_starts: settings.document_starts.then_some(&[]),
+            ..MicroBatch::new(&[], &[])
         };
         dry.take_tally();
-        // The second micro-batch adds to the gradients where the first one wrote them; all later ones are like it.
-        // The first step of a run may do more than the others: clipping by the norm of the step before it.
-        trainer.step(&[micro_batch], 0.0)?;
-        dry.take_tally();
         tiers.take_moved();
-        trainer.step(&[micro_batch], 0.0)?;
-        let first = dry.take_tally();
-        let mut step = first;
-        let mut moved = tiers.take_moved();
-        if accumulation > 1 && settings.holds_micro_batches(spec) {
-            let all = vec![micro_batch; usize::try_from(accumulation).unwrap_or(usize::MAX)];
-            trainer.step(&all, 0.0)?;
-            dry.take_tally();
-            tiers.take_moved();
-            trainer.step(&all, 0.0)?;
-            (step, moved) = (dry.take_tally(), tiers.take_moved());
-        } else if accumulation > 1 {
-            trainer.step(&[micro_batch, micro_batch], 0.0)?;
-            let later = dry.take_tally().less(first);
-            let both = tiers.take_moved();
-            let further = |both: u64, first: u64| first + both.saturating_sub(first) * (accumulation - 1);
-            moved.read = further(both.read, moved.read);
-            moved.written = further(both.written, moved.written);
-            (1..accumulation).for_each(|_| step = step.plus(later));
-        }
+        trainer.step_alike(&micro_batch, accumulation, 0.0)?;
+        let first = (dry.take_tally(), tiers.take_moved());
+        // The first step of a run may do more than the others, as there is no norm of a step before it to clip by; and it
+        // finds nothing in the buffers of what lives elsewhere.
+        let is_like_all = settings.update == UpdateTiming::AfterBackward && settings.offload.is_none();
+        let (tally, moved) = if is_like_all {
+            first
+        } else {
+            trainer.step_alike(&micro_batch, accumulation, 0.0)?;
+            (dry.take_tally(), tiers.take_moved())
+        };
         trainer.evaluate(settings.batch_size, &micro_batch)?;
         let (host, disk) = (tiers.host().ledger(), tiers.disk().ledger());
-        Ok(DryRun { ledger: dry.arena().ledger(), host, disk, tally: step, moved })
+        Ok(DryRun { ledger: dry.arena().ledger(), host, disk, tally, moved })
     }
 
     /// One evaluation pass over `batch_size` sequences of `length` tokens, with weights as `storage` says.
@@ -118,12 +119,10 @@ impl DryRun {
         let dry = Dry::new();
         let mut evaluator =
             Evaluator::with_storage(&dry, spec.clone(), precision, storage, length, loss_chunk_tokens)?;
-        let n = (batch_size * length) as usize;
-        let (tokens, targets, weights) = (vec![0; n], vec![IGNORED_TARGET; n], vec![0.0; n]);
         let micro_batch = MicroBatch {
-            weights: samples.then_some(&weights),
-            document_starts: samples.then_some(&tokens),
-            ..MicroBatch::new(&tokens, &targets)
+            weights: samples.then_some(&[]),
+            document_starts: samples.then_some(&[]),
+            ..MicroBatch::new(&[], &[])
         };
         dry.take_tally();
         evaluator.losses(batch_size, &micro_batch)?;
@@ -195,11 +194,6 @@ impl DryRun {
     fn on_the_device(dry: &Dry, tally: Tally) -> DryRun {
         let (host, disk) = (Ledger::default(), Ledger::default());
         DryRun { ledger: dry.arena().ledger(), host, disk, tally, moved: Moved::default() }
-    }
-
-    /// Forgets the order of events, which takes memory itself; peaks and totals stay.
-    pub(crate) fn forget_events(&mut self) {
-        [&mut self.ledger, &mut self.host, &mut self.disk].into_iter().for_each(Ledger::forget_events);
     }
 
     /// Bytes of host memory that the job needs beside the data pipeline's.

@@ -78,7 +78,11 @@ impl Limits {
     /// Bytes of the host tier with the data pipeline.
     pub fn host_tier(&self, choice: &Choice) -> u64 {
         let tokens = choice.settings.batch_size.saturating_mul(choice.settings.sequence_length);
-        choice.dry_run.host_bytes().saturating_add(tokens.saturating_mul(self.pipeline_bytes_per_token))
+        // The pipeline counts one micro-batch for the step, which holds all of its own.
+        let further = tokens.saturating_mul(choice.accumulation.saturating_sub(1));
+        let held = further.saturating_mul(choice.settings.host_bytes_per_token());
+        let pipeline = tokens.saturating_mul(self.pipeline_bytes_per_token);
+        choice.dry_run.host_bytes().saturating_add(pipeline).saturating_add(held)
     }
 
     /// Bytes of memory beside the overhead.

@@ -28,8 +28,8 @@ const LOGITS_BYTES: u64 = 32 << 20;
 /// Choices within this share of the fastest one count as equally fast; the smallest of them is taken.
 const AS_FAST: f64 = 1.01;
 
-/// Micro-batches of a step up to which it is tried how many of them are best taken together: each such plan runs all of them
-/// dry.
+/// Micro-batches of a step up to which it is tried how many of them are best taken together: each such plan runs those of a
+/// pass dry.
 const MOST_TOGETHER: u64 = 32;
 
 /// A training step with nothing left to decide, and what the dry run says of it.
@@ -54,7 +54,7 @@ impl Choice {
         rates: &Rates,
     ) -> Result<Choice, StepError> {
         let dry_run = DryRun::training(spec, &settings, accumulation)?;
-        let tokens = settings.batch_size * settings.sequence_length * accumulation;
+        let tokens = (settings.batch_size * settings.sequence_length).saturating_mul(accumulation);
         let time = rates.estimate(&dry_run.tally, dry_run.moved, tokens);
         Ok(Choice { settings, accumulation, dry_run, time })
     }
@@ -76,8 +76,14 @@ pub fn choose(
 ) -> Result<Choice, StepError> {
     let search = Search { config, spec, method, rates, limits };
     let mut smallest: Vec<Choice> = Vec::new();
+    let said = as_said(&config.memory.offload);
     for offload in search.offloads() {
-        if let Some(choice) = search.candidates(offload, &mut smallest)? {
+        let found = match search.candidates(offload, &mut smallest) {
+            // What the user did not ask for need not be possible.
+            Err(StepError::TooManyHeld { .. }) if offload != said => None,
+            found => found?,
+        };
+        if let Some(choice) = found {
             let together = search.together(&choice)?;
             let filled = search.filled(choice)?;
             let Some(together) = together else { return Ok(filled) };
@@ -297,7 +303,10 @@ pub fn lighter_choices(
             continue;
         }
         *tier = Tier::Disk;
-        let further = lighter(Checkpointing::Full, 1, offload, KeptLayers::NONE)?;
+        let further = match lighter(Checkpointing::Full, 1, offload, KeptLayers::NONE) {
+            Err(StepError::TooManyHeld { .. }) => continue,
+            further => further?,
+        };
         if limits.memory(&further) < least {
             all.push(further);
         }

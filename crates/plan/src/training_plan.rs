@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use plimsoll_memory::{AtPeak, ByteSize, Phase, Tag, TagBytes};
+use plimsoll_memory::{AtPeak, ByteSize, Ledger, Phase, Tag, TagBytes};
 use plimsoll_model::{ModelSpec, Parameter, WeightSource};
 use plimsoll_step::StepError;
 use serde::Serialize;
@@ -122,12 +122,11 @@ impl TrainingPlan {
     }
 
     /// Plans that do the same in less memory, each smaller than the one before and this one the first: for when memory is
-    /// taken away from a run. The others do not remember what their dry runs took in which order.
+    /// taken away from a run.
     pub fn ladder(self) -> Result<Vec<TrainingPlan>, StepError> {
         let rates = &self.machine.rates;
         let limits = self.limits;
-        let mut choices = lighter_choices(&self.spec, &self.choice, rates, limits)?;
-        choices.iter_mut().for_each(|choice| choice.dry_run.forget_events());
+        let choices = lighter_choices(&self.spec, &self.choice, rates, limits)?;
         let mut ladder: Vec<TrainingPlan> = Vec::new();
         let mut left = choices.as_slice();
         let own = limits.memory(&self.choice);
@@ -158,6 +157,12 @@ impl TrainingPlan {
         }
         ladder.insert(0, self);
         Ok(ladder)
+    }
+
+    /// The device's ledger with every allocation and release of the step.
+    pub fn timeline(&self) -> Result<Ledger, StepError> {
+        let Choice { settings, accumulation, .. } = &self.choice;
+        Ok(DryRun::timeline(&self.spec, settings, *accumulation)?.ledger)
     }
 
     /// Bytes of arena.

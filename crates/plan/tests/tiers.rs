@@ -159,3 +159,13 @@ fn micro_batches_share_a_pass_where_that_saves_traffic_and_changes_no_bit() {
     assert_eq!(of(with(&untied, 64 << 30, &[home])), 1);
     assert_eq!(of(with(&spec(), 4 << 30, &["training.micro_batches_per_pass=3"])), 3);
 }
+
+/// A step holds the tokens and targets of all of its micro-batches.
+#[test]
+fn accumulation_takes_memory_of_the_host() {
+    let host = |steps: u64| {
+        let set = [F32[0], F32[1], &format!("training.gradient_accumulation_steps={steps}")];
+        plan(4 << 30, &set).host_bytes()
+    };
+    assert_eq!([host(1), host(1000) - host(1)], [32 * 64, 999 * 64 * 8]);
+}

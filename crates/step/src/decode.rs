@@ -16,7 +16,7 @@ use crate::block;
 use crate::context::{Context, attention_shape};
 use crate::embedding;
 use crate::head::{self, Head, reshaped, rows};
-use crate::inputs::{Labels, check_tokens, positions};
+use crate::inputs::{Labels, check_tokens, positions, sum};
 use crate::linear::Multiply;
 use crate::rope::RopeTables;
 use crate::settings::{AttentionKind, MicroBatch, Precision};
@@ -211,7 +211,7 @@ impl<'a, D: Device> Decoder<'a, D> {
         let positions = positions(device, 1, x.rows(), past)?;
         let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions, past);
         head::loss_of(&ctx, &mut self.weights, x, &labels, loss_chunk_tokens)?;
-        Ok(device.read_f32(&labels.losses)?.into_iter().map(f64::from).sum())
+        sum(device, &labels.losses)
     }
 
     fn logits(&mut self, x: &Tensor) -> Result<Vec<f32>, StepError> {

@@ -23,6 +23,8 @@ pub(crate) struct Evaluation<'a, D: Device> {
     pub ropes: &'a RopeTables,
     pub loss_chunk_tokens: u64,
     pub mlp_chunk_tokens: Option<u64>,
+    /// Tokens of the longest sequence: what a plan without contents is made for.
+    pub longest: u64,
 }
 
 impl<D: Device> Evaluation<'_, D> {
@@ -35,7 +37,10 @@ impl<D: Device> Evaluation<'_, D> {
     ) -> Result<(f64, u64), StepError> {
         let arena = self.device.arena();
         arena.enter(Phase::Forward, None);
-        let length = micro_batch.tokens.len() as u64 / batch_size.max(1);
+        let length = match micro_batch.tokens.len() as u64 {
+            0 if self.device.is_dry() => self.longest,
+            tokens => tokens / batch_size.max(1),
+        };
         let inputs = Inputs::upload(self.device, self.spec, batch_size, length, None, micro_batch)?;
         let ctx = inputs.context(
             self.device,
@@ -68,6 +73,7 @@ pub struct Evaluator<'a, D: Device> {
     loss_chunk_tokens: u64,
     weights: StreamedStore<'a, D>,
     ropes: RopeTables,
+    longest: u64,
 }
 
 impl<'a, D: Device> Evaluator<'a, D> {
@@ -96,7 +102,7 @@ impl<'a, D: Device> Evaluator<'a, D> {
         let weights = StreamedStore::allocate(device, &spec, storage, Tag::Weights)?;
         device.arena().enter(Phase::Setup, None);
         let ropes = RopeTables::new(device, &spec, longest)?;
-        Ok(Evaluator { device, spec, precision, loss_chunk_tokens, weights, ropes })
+        Ok(Evaluator { device, spec, precision, loss_chunk_tokens, weights, ropes, longest })
     }
 
     /// Sets every weight that is not staged; `fill` writes the values of some rows of a parameter in the given type
@@ -115,9 +121,10 @@ impl<'a, D: Device> Evaluator<'a, D> {
 
     /// Sum of token losses and number of targets of `batch_size` sequences of equal length.
     pub fn losses(&mut self, batch_size: u64, micro_batch: &MicroBatch<'_>) -> Result<(f64, u64), StepError> {
-        let Evaluator { device, precision, loss_chunk_tokens, .. } = *self;
-        let (spec, ropes) = (&self.spec, &self.ropes);
-        let pass = Evaluation { device, spec, precision, ropes, loss_chunk_tokens, mlp_chunk_tokens: None };
+        let Evaluator { device, precision, loss_chunk_tokens, longest, .. } = *self;
+        let (spec, ropes, mlp_chunk_tokens) = (&self.spec, &self.ropes, None);
+        let pass =
+            Evaluation { device, spec, precision, ropes, loss_chunk_tokens, mlp_chunk_tokens, longest };
         pass.run(&mut self.weights, batch_size, micro_batch)
     }
 }

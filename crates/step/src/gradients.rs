@@ -5,10 +5,11 @@
 //! their layer, or on their piece of a table.
 
 use std::collections::HashMap;
+use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{Compute, DType, Device, Op, Rounding, Tensor};
+use plimsoll_device::{Compute, Counted, DType, Device, Op, Rounding, Tensor};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, Parameter, Role};
@@ -31,6 +32,9 @@ pub(crate) struct Gradients<'a, D: Device> {
     /// every micro-batch and the gradients of their rows. The table's gradient is made of them, a piece at a time, when it is
     /// needed, and never lives anywhere.
     looked_up: Vec<(Tensor, Tensor)>,
+    /// Micro-batches that a dry run has counted and not run, and what their passes would have left here.
+    counted_micro_batches: u64,
+    counted: Counted,
 }
 
 /// A gradient that something was added to.
@@ -87,6 +91,8 @@ impl<'a, D: Device> Gradients<'a, D> {
             seed: 0,
             away: None,
             looked_up: Vec::new(),
+            counted_micro_batches: 0,
+            counted: Counted::default(),
         };
         if tier == Tier::Device {
             return Ok(gradients);
@@ -136,6 +142,7 @@ impl<'a, D: Device> Gradients<'a, D> {
     pub fn clear(&mut self) {
         self.tensors.clear();
         self.looked_up.clear();
+        self.hold(Counted::default(), 0);
         if let Some(away) = &mut self.away {
             away.exist.drain(..).for_each(|unit| away.pool.forget(unit));
         }
@@ -273,10 +280,30 @@ impl<'a, D: Device> Gradients<'a, D> {
         piece: u32,
         range: &Range<u64>,
     ) -> Result<(), StepError> {
-        for (nth, (tokens, dx)) in (0..).zip(self.looked_up.clone()) {
-            self.scatter_rows(key, piece, range, (&tokens, &dx), nth)?;
-        }
+        let (device, held) = (self.device, self.looked_up.clone());
+        let times = if held.is_empty() { 0 } else { held.len() as u64 + self.counted_micro_batches };
+        // Behind those that were counted comes the last one.
+        let of = |nth: u64| held.get(usize::try_from(nth).unwrap_or(usize::MAX)).or(held.last());
+        let left = device.repeat(times, |nth| match of(nth) {
+            Some((tokens, dx)) => self.scatter_rows(key, piece, range, (tokens, dx), nth),
+            None => Ok(()),
+        })?;
+        drop(left);
         Ok(())
+    }
+
+    /// Takes what passes of so many micro-batches would have left that a dry run has counted.
+    pub fn hold(&mut self, counted: Counted, micro_batches: u64) {
+        self.counted_micro_batches = counted.times * micro_batches;
+        self.counted = counted;
+    }
+
+    /// Feeds what lies in the buffers to a hasher.
+    pub fn hash_buffers(&self, hasher: &mut impl Hasher) {
+        if let Some(away) = &self.away {
+            away.pool.hash_buffers(hasher);
+            away.exist.hash(hasher);
+        }
     }
 
     /// Adds dx `[N, H]`, the gradient of the rows of `tokens`, to a piece of the table's. To be left as

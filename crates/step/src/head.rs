@@ -3,7 +3,7 @@
 
 mod pieces;
 
-use plimsoll_device::{DType, Device, Op, Tensor};
+use plimsoll_device::{Counted, DType, Device, Op, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, NormSpec, Role};
 
@@ -182,9 +182,7 @@ fn for_each_chunk<D: Device>(
     let targets = column(&labels.targets)?;
     let losses = column(&labels.losses)?;
     let weights = labels.weights.as_ref().map(column).transpose()?;
-    let mut start = 0;
-    while start < tokens {
-        let end = (start + chunk_tokens).min(tokens);
+    for_each_range(ctx.device, tokens, chunk_tokens, |start, end, _| {
         let chunk = Chunk {
             first_row: start,
             normed: rows(normed, start, end)?,
@@ -194,10 +192,26 @@ fn for_each_chunk<D: Device>(
             weights: weights.as_ref().map(|weights| rows(weights, start, end)).transpose()?,
         };
         linear.forward(&ctx.at_row(start), &chunk.normed, &chunk.logits, false)?;
-        body(&chunk)?;
-        start = end;
+        body(&chunk)
+    })
+}
+
+/// Calls `body` with the first token of every chunk, the one behind its last and its number. Chunks are alike but for the last
+/// one.
+pub(crate) fn for_each_range<D: Device>(
+    device: &D,
+    tokens: u64,
+    chunk: u64,
+    mut body: impl FnMut(u64, u64, u64) -> Result<(), StepError>,
+) -> Result<(), StepError> {
+    let chunk = chunk.max(1);
+    let (whole, rest) = (tokens / chunk, tokens % chunk);
+    // No chunk leaves anything in memory.
+    let Counted { .. } = device.repeat(whole, |i| body(i * chunk, (i + 1) * chunk, i))?;
+    match rest {
+        0 => Ok(()),
+        _ => body(tokens - rest, tokens, whole),
     }
-    Ok(())
 }
 
 /// Rows `start..end` of a tensor.

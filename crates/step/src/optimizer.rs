@@ -4,6 +4,7 @@
 //! gradient of another tensor.
 
 use std::collections::HashMap;
+use std::hash::Hasher;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -210,6 +211,13 @@ impl<'a, D: Device> Optimizer<'a, D> {
         self.away.as_ref().map_or(0, |away| away.pool.unannounced())
     }
 
+    /// Feeds what lies in the buffers to a hasher.
+    pub fn hash_buffers(&self, hasher: &mut impl Hasher) {
+        if let Some(away) = &self.away {
+            away.pool.hash_buffers(hasher);
+        }
+    }
+
     /// Waits until every state is where it lives.
     pub fn flush(&mut self) -> Result<(), StepError> {
         self.away.as_mut().map_or(Ok(()), |away| away.pool.flush())
@@ -238,7 +246,9 @@ impl<'a, D: Device> Optimizer<'a, D> {
         let state = match (&brought, rows) {
             (Some(state), _) => state,
             (None, Some(rows)) => {
-                parts = own.state.of_rows(parameter, rows.rows);
+                let (block, role) = (parameter.block, parameter.role);
+                let missing = StepError::MissingWeight { block, role };
+                parts = own.state.of_rows(parameter, rows.rows).ok_or(missing)?;
                 &parts
             }
             (None, None) => &own.state,

@@ -314,15 +314,15 @@ impl StepSettings {
 }
 
 impl StepSettings {
-    /// Whether a step holds something of each of its micro-batches: then all of them belong to a dry run, and not the
-    /// first two alone.
-    pub fn holds_micro_batches(&self, spec: &ModelSpec) -> bool {
-        let rows = self.offload.gradients != Tier::Device && !spec.tie_word_embeddings;
-        self.micro_batches_per_pass > 1 || rows
+    /// Bytes that a token of a [`MicroBatch`] takes on the host.
+    pub fn host_bytes_per_token(&self) -> u64 {
+        let further = u64::from(self.target_weights) + u64::from(self.document_starts);
+        4 * (2 + further)
     }
 }
 
-/// One forward and backward pass's worth of tokens, sequence after sequence.
+/// One forward and backward pass's worth of tokens, sequence after sequence. A device without memory takes empty slices for
+/// any number of tokens: a plan needs no contents.
 #[derive(Clone, Copy, Debug)]
 pub struct MicroBatch<'a> {
     /// Token ids, `batch_size * sequence_length`.
@@ -354,5 +354,47 @@ impl<'a> MicroBatch<'a> {
         let counted = self.targets.iter().zip(weights);
         let counted = counted.filter(|(target, _)| **target != plimsoll_device::IGNORED_TARGET);
         counted.map(|(_, weight)| f64::from(*weight)).sum()
+    }
+}
+
+/// The micro-batches of an optimizer step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum MicroBatches<'a> {
+    These(&'a [MicroBatch<'a>]),
+    /// One, so many times: what a plan is made with.
+    Alike(&'a MicroBatch<'a>, u64),
+}
+
+impl<'a> MicroBatches<'a> {
+    pub fn len(&self) -> u64 {
+        match self {
+            MicroBatches::These(all) => all.len() as u64,
+            MicroBatches::Alike(_, times) => *times,
+        }
+    }
+
+    /// Some of them, from `first` on; fewer than `most` at the end.
+    pub fn group(&self, first: u64, most: u64) -> Vec<MicroBatch<'a>> {
+        let end = first.saturating_add(most).min(self.len());
+        match self {
+            MicroBatches::These(all) => (first..end).filter_map(|i| all.get(i as usize).copied()).collect(),
+            MicroBatches::Alike(one, _) => (first..end).map(|_| **one).collect(),
+        }
+    }
+
+    /// Positions that count in the loss.
+    pub fn target_count(&self) -> u64 {
+        match self {
+            MicroBatches::These(all) => all.iter().map(MicroBatch::target_count).sum(),
+            MicroBatches::Alike(one, times) => one.target_count().saturating_mul(*times),
+        }
+    }
+
+    /// What they count in all.
+    pub fn target_weight(&self) -> f64 {
+        match self {
+            MicroBatches::These(all) => all.iter().map(MicroBatch::target_weight).sum(),
+            MicroBatches::Alike(one, times) => one.target_weight() * *times as f64,
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 mod finish;
 mod pass;
+mod passes;
 mod state;
 
 use std::collections::HashMap;
@@ -24,11 +25,18 @@ use crate::optimizer::{Optimizer, StateStorage, Update};
 use crate::policy::SavePolicy;
 use crate::rope::RopeTables;
 use crate::seed::mix;
-use crate::settings::{GradientClipping, MicroBatch, NormSource, StepSettings, UpdateTiming, stays};
+use crate::settings::{
+    GradientClipping, MicroBatch, MicroBatches, NormSource, StepSettings, UpdateTiming, stays,
+};
 use crate::store::{Away, StreamedStore, WeightStorage};
 use crate::tier::Pieces;
 
+use passes::Passes;
 pub use state::NamedTensor;
+
+/// Micro-batches of which rows are kept at most: where they go in the arena repeats after so many that a plan would have to
+/// run all of them.
+const MOST_HELD: u64 = 256;
 
 /// Sets the seeds of dropout apart from others.
 const DROPOUT: u64 = 0xd309;
@@ -232,6 +240,20 @@ impl<'a, D: Device> Trainer<'a, D> {
 
     /// One optimizer step over `micro_batches`, which together are one batch.
     pub fn step(&mut self, micro_batches: &[MicroBatch<'_>], lr: f64) -> Result<StepOutcome, StepError> {
+        self.step_over(MicroBatches::These(micro_batches), lr)
+    }
+
+    /// The same over one micro-batch so many times, for a plan: a device without memory counts what repeats.
+    pub fn step_alike(
+        &mut self,
+        micro_batch: &MicroBatch<'_>,
+        times: u64,
+        lr: f64,
+    ) -> Result<StepOutcome, StepError> {
+        self.step_over(MicroBatches::Alike(micro_batch, times), lr)
+    }
+
+    fn step_over(&mut self, micro_batches: MicroBatches<'_>, lr: f64) -> Result<StepOutcome, StepError> {
         let outcome = match self.settings.update {
             UpdateTiming::AfterBackward => self.step_after_backward(micro_batches, lr),
             UpdateTiming::InBackward(source) => self.step_in_backward(micro_batches, lr, source),
@@ -248,10 +270,10 @@ impl<'a, D: Device> Trainer<'a, D> {
 
     fn step_after_backward(
         &mut self,
-        micro_batches: &[MicroBatch<'_>],
+        micro_batches: MicroBatches<'_>,
         lr: f64,
     ) -> Result<StepOutcome, StepError> {
-        let (loss, targets) = self.accumulate(micro_batches)?;
+        let (loss, targets) = self.pass(micro_batches, Finish::Keep)?;
         self.device.arena().enter(Phase::Optimizer, None);
         let grad_norm = self.global_norm()?;
         if let (Some(scaling), Some(scale)) = (self.settings.loss_scaling, &mut self.progress.loss_scale)
@@ -271,7 +293,7 @@ impl<'a, D: Device> Trainer<'a, D> {
 
     fn step_in_backward(
         &mut self,
-        micro_batches: &[MicroBatch<'_>],
+        micro_batches: MicroBatches<'_>,
         lr: f64,
         source: NormSource,
     ) -> Result<StepOutcome, StepError> {
@@ -306,25 +328,32 @@ impl<'a, D: Device> Trainer<'a, D> {
 
     /// The gradients of the mean loss, scaled where it is, over all target tokens of `micro_batches`; returns that loss and their number.
     pub fn accumulate(&mut self, micro_batches: &[MicroBatch<'_>]) -> Result<(f64, u64), StepError> {
-        self.pass(micro_batches, Finish::Keep)
+        self.pass(MicroBatches::These(micro_batches), Finish::Keep)
     }
 
     /// All micro-batches forward and backward; `finish` is what the last one does with complete gradients.
-    fn pass(&mut self, micro_batches: &[MicroBatch<'_>], finish: Finish) -> Result<(f64, u64), StepError> {
-        self.gradients.begin(mix(self.settings.seed, self.progress.steps));
-        let own: u64 = micro_batches.iter().map(MicroBatch::target_count).sum();
-        let targets = self.communicator.sum(own as f64)?;
-        let weight = self.communicator.sum(micro_batches.iter().map(MicroBatch::target_weight).sum())?;
-        let scale = if weight > 0.0 { 1.0 / weight } else { 0.0 };
-        let mut sum = 0.0;
-        let together = self.settings.micro_batches_per_pass.max(1);
-        let passes = micro_batches.chunks(usize::try_from(together).unwrap_or(usize::MAX));
-        let last = passes.len().saturating_sub(1);
-        let gradient_scale = (scale * self.loss_scale()) as f32;
-        for (i, group) in passes.enumerate() {
-            let finish = (i == last).then_some(finish);
-            sum += self.forward_backward(group, i as u64 * together, gradient_scale, finish)?;
+    fn pass(&mut self, micro_batches: MicroBatches<'_>, finish: Finish) -> Result<(f64, u64), StepError> {
+        let held = micro_batches.len();
+        if self.keeps_looked_up() && held > MOST_HELD {
+            return Err(StepError::TooManyHeld { micro_batches: held, most: MOST_HELD });
         }
+        self.gradients.begin(mix(self.settings.seed, self.progress.steps));
+        let targets = self.communicator.sum(micro_batches.target_count() as f64)?;
+        let weight = self.communicator.sum(micro_batches.target_weight())?;
+        let scale = if weight > 0.0 { 1.0 / weight } else { 0.0 };
+        let together = self.settings.micro_batches_per_pass.max(1);
+        let Some(before_last) = micro_batches.len().div_ceil(together).checked_sub(1) else {
+            return Ok((self.communicator.sum(0.0)? * scale, targets as u64));
+        };
+        let gradient_scale = (scale * self.loss_scale()) as f32;
+        let device = self.device;
+        let mut sum = 0.0;
+        let passes = Passes { trainer: &mut *self, micro_batches, together, gradient_scale, sum: &mut sum };
+        let counted = device.repeat(before_last, passes)?;
+        self.gradients.hold(counted, together);
+        let first = before_last * together;
+        let last = micro_batches.group(first, together);
+        sum += self.forward_backward(&last, first, gradient_scale, Some(finish))?;
         Ok((self.communicator.sum(sum)? * scale, targets as u64))
     }
 

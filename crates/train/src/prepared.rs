@@ -168,7 +168,7 @@ impl Prepared {
     pub(crate) fn write_plan(&self, plan: &TrainingPlan, output: &Path) -> Result<(), TrainError> {
         crate::write_whole(&output.join(CONFIG_FILE), plan.config.to_yaml()?.as_bytes())?;
         if plan.config.memory.profile() {
-            crate::report::write_timeline(output, &plan.choice.dry_run.ledger)?;
+            crate::report::write_timeline(output, &plan.timeline()?)?;
         }
         Ok(())
     }

@@ -147,11 +147,7 @@ impl Device for Cpu {
 
     fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
         let refuse = |reason: String| DeviceError::Mismatch { op: "lend", reason };
-        if !tensor.is_in(&self.arena) {
-            return Err(refuse(format!("{tensor:?} belongs to another arena")));
-        }
-        let block =
-            tensor.into_block().map_err(|shared| refuse(format!("others have views of {shared:?}")))?;
+        let block = tensor.into_lent_block(&self.arena)?;
         // A borrow that is out keeps pointers into the arena alive, though not to this tensor, which is moved in here.
         let memory = self.memory.try_borrow_mut().map_err(|_| lent("lend"))?;
         // SAFETY: the block is of the arena that the reservation stands behind. No tensor is a view of it, as this

@@ -3,20 +3,40 @@
 //! Which worker takes which task is left to chance; kernels cut their work so that it cannot matter to the results,
 //! which are the same bits however many threads there are.
 //!
-//! Jobs follow each other within microseconds, so workers look out for the next one for a while before they sleep;
-//! locks are only taken on the way to sleep and back.
+//! The caller works like everybody and waits only for workers that have joined its job: one that sleeps, or that another
+//! process keeps from its core, is not missed. Jobs follow each other within microseconds, so workers look out for the next
+//! one for a while before they sleep: less where there are fewer cores than threads. Those that sleep are woken for jobs
+//! that take longer than waking.
 
 use std::any::Any;
 use std::cell::UnsafeCell;
+use std::num::NonZero;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use plimsoll_memory::{Reservation, ReservationError};
 
-/// How often a thread looks for what it waits for before it goes to sleep: some 50 to 100 microseconds.
-const SPINS: u32 = 8000;
+/// How a thread looks for what it waits for before it goes to sleep.
+#[derive(Clone, Copy)]
+struct Patience {
+    /// How often without a pause.
+    spins: u32,
+    /// How often, after that, with the core offered to others in between.
+    yields: u32,
+}
+
+impl Patience {
+    /// Some 50 to 100 microseconds where nobody else wants the core.
+    const OWN_CORE: Patience = Patience { spins: 2000, yields: 100 };
+    /// What is waited for may need this very core.
+    const SHARED_CORE: Patience = Patience { spins: 0, yields: 2 };
+}
+
+/// A job that has taken so long and is not done is worth waking others for.
+const WORTH_WAKING: Duration = Duration::from_micros(10);
 
 /// A pool of threads with a scratch buffer each. Dropping it joins them.
 pub struct Pool {
@@ -45,20 +65,17 @@ pub struct Session<'a> {
 type Body<'a> = dyn Fn(usize, &mut Worker<'_>) + Sync + 'a;
 
 struct Shared {
-    /// Written by the caller while no worker runs, before `newest` moves on; read by workers after they have seen it move.
+    /// Written by the caller while the gate is shut and nobody is inside; read by workers inside.
     job: UnsafeCell<Option<Job>>,
-    /// Number of the newest job.
-    newest: AtomicUsize,
+    gate: Gate,
     next_task: AtomicUsize,
-    /// Workers that have not finished the newest job.
-    running: AtomicUsize,
     closing: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
-    /// Held between the last look at what is waited for and going to sleep, and by whoever wakes.
-    sleep: Mutex<()>,
-    /// Threads that sleep or are about to.
-    sleepers: AtomicUsize,
-    wake: Condvar,
+    patience: Patience,
+    /// Workers without a job.
+    idle: Bed,
+    /// The caller, while workers end its job.
+    done: Bed,
 }
 
 #[derive(Clone, Copy)]
@@ -67,33 +84,84 @@ struct Job {
     tasks: usize,
 }
 
-// SAFETY: the job's pointer is only followed between the job's start and its end, while `run` keeps the closure alive;
-// the cell is written only while no worker reads it, as its comment says.
+// SAFETY: the job's pointer is only followed inside the gate, while `run` keeps the closure alive; the cell is written only
+// while nobody is inside, as its comment says.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}
 
-impl Shared {
-    /// Takes tasks until none is left.
-    fn work(&self, body: &Body<'_>, tasks: usize, scratch: &mut [u8]) {
-        loop {
-            let task = self.next_task.fetch_add(1, Ordering::Relaxed);
-            if task >= tasks {
-                return;
-            }
-            body(task, &mut Worker { scratch });
-        }
+/// Lets workers into the newest job, and nobody into one that is over. In one number: the job's in the upper half, a bit that
+/// says whether it is open, and how many are inside.
+struct Gate(AtomicU64);
+
+impl Gate {
+    const OPEN: u64 = 1 << 31;
+    const INSIDE: u64 = Gate::OPEN - 1;
+
+    /// The number of the newest job.
+    fn newest(&self) -> u64 {
+        self.0.load(Ordering::SeqCst) >> 32
     }
 
+    /// Opens the next job. To be called while nobody is inside.
+    fn open(&self) {
+        self.0.store((self.newest() + 1) << 32 | Gate::OPEN, Ordering::SeqCst);
+    }
+
+    /// Lets nobody in from now on.
+    fn shut(&self) {
+        self.0.fetch_and(!Gate::OPEN, Ordering::SeqCst);
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0.load(Ordering::SeqCst) & Gate::INSIDE == 0
+    }
+
+    /// Whether the caller of this function is inside the newest job now, and that job's number.
+    fn enter(&self) -> (bool, u64) {
+        let mut now = self.0.load(Ordering::SeqCst);
+        while now & Gate::OPEN != 0 {
+            match self.0.compare_exchange_weak(now, now + 1, Ordering::SeqCst, Ordering::SeqCst) {
+                Ok(_) => return (true, now >> 32),
+                Err(other) => now = other,
+            }
+        }
+        (false, now >> 32)
+    }
+
+    /// Leaves, and says whether the caller of the job waits for nobody any more.
+    fn leave(&self) -> bool {
+        let before = self.0.fetch_sub(1, Ordering::SeqCst);
+        before & Gate::INSIDE == 1 && before & Gate::OPEN == 0
+    }
+}
+
+/// Where threads sleep.
+#[derive(Default)]
+struct Bed {
+    /// Held between the last look at what is waited for and going to sleep, and by whoever wakes.
+    lock: Mutex<()>,
+    /// Threads that sleep or are about to.
+    sleepers: AtomicUsize,
+    wake: Condvar,
+}
+
+impl Bed {
     /// Returns when `done` holds: soon after, if it takes long.
-    fn wait_until(&self, done: impl Fn() -> bool) {
-        for _ in 0..SPINS {
+    fn wait_until(&self, patience: Patience, done: impl Fn() -> bool) {
+        for _ in 0..patience.spins {
             if done() {
                 return;
             }
             std::hint::spin_loop();
         }
-        let mut guard = lock(&self.sleep);
+        for _ in 0..patience.yields {
+            if done() {
+                return;
+            }
+            std::thread::yield_now();
+        }
+        let mut guard = lock(&self.lock);
         // Whoever makes `done` hold looks at `sleepers` afterwards: one of the two sees the other's change.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         while !done() {
@@ -102,11 +170,29 @@ impl Shared {
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
     }
 
+    fn has_sleepers(&self) -> bool {
+        self.sleepers.load(Ordering::SeqCst) > 0
+    }
+
     /// To be called after a change that somebody may wait for.
-    fn wake_sleepers(&self) {
-        if self.sleepers.load(Ordering::SeqCst) > 0 {
-            drop(lock(&self.sleep));
+    fn wake(&self) {
+        if self.has_sleepers() {
+            drop(lock(&self.lock));
             self.wake.notify_all();
+        }
+    }
+}
+
+impl Shared {
+    /// Takes tasks until none is left, with `after` each.
+    fn work(&self, body: &Body<'_>, tasks: usize, scratch: &mut [u8], mut after: impl FnMut()) {
+        loop {
+            let task = self.next_task.fetch_add(1, Ordering::Relaxed);
+            if task >= tasks {
+                return;
+            }
+            body(task, &mut Worker { scratch });
+            after();
         }
     }
 }
@@ -127,18 +213,17 @@ impl Pool {
         let scratch =
             (0..threads).map(|_| Reservation::new(scratch_bytes as u64)).collect::<Result<Vec<_>, _>>()?;
         let common = Reservation::new(Self::COMMON_BYTES as u64)?;
+        let cores = allowed_cores();
         let shared = Arc::new(Shared {
             job: UnsafeCell::new(None),
-            newest: AtomicUsize::new(0),
+            gate: Gate(AtomicU64::new(0)),
             next_task: AtomicUsize::new(0),
-            running: AtomicUsize::new(0),
             closing: AtomicBool::new(false),
             panic: Mutex::new(None),
-            sleep: Mutex::new(()),
-            sleepers: AtomicUsize::new(0),
-            wake: Condvar::new(),
+            patience: if threads > whole_cores() { Patience::SHARED_CORE } else { Patience::OWN_CORE },
+            idle: Bed::default(),
+            done: Bed::default(),
         });
-        let cores = allowed_cores();
         let pinned = (threads > 1).then(|| Pinned::to_first_of(cores));
         let mut workers = Vec::new();
         for index in 1..threads {
@@ -203,18 +288,26 @@ impl Session<'_> {
         let own = unsafe { own.slice() };
         shared.next_task.store(0, Ordering::Relaxed);
         if tasks <= 1 || workers.is_empty() {
-            shared.work(body, tasks, own);
+            shared.work(body, tasks, own, || {});
             return;
         }
         // SAFETY: only the lifetime changes; every worker is done with the pointer before this function returns.
         let body_pointer: *const Body<'static> = unsafe { std::mem::transmute(std::ptr::from_ref(body)) };
-        // SAFETY: no worker runs, so none reads the cell before `newest` moves.
+        // SAFETY: nobody is inside the gate, so none reads the cell before it opens.
         unsafe { *shared.job.get() = Some(Job { body: body_pointer, tasks }) };
-        shared.running.store(workers.len(), Ordering::Relaxed);
-        shared.newest.fetch_add(1, Ordering::SeqCst);
-        shared.wake_sleepers();
-        let outcome = catch_unwind(AssertUnwindSafe(|| shared.work(body, tasks, own)));
-        shared.wait_until(|| shared.running.load(Ordering::SeqCst) == 0);
+        shared.gate.open();
+        let mut begun = shared.idle.has_sleepers().then(Instant::now);
+        let wake_if_long = || {
+            if begun.is_some_and(|begun| begun.elapsed() >= WORTH_WAKING) {
+                begun = None;
+                if shared.next_task.load(Ordering::Relaxed) < tasks {
+                    shared.idle.wake();
+                }
+            }
+        };
+        let outcome = catch_unwind(AssertUnwindSafe(|| shared.work(body, tasks, own, wake_if_long)));
+        shared.gate.shut();
+        shared.done.wait_until(shared.patience, || shared.gate.is_empty());
         let panic = lock(&shared.panic).take();
         if let Some(payload) = outcome.err().or(panic) {
             resume_unwind(payload);
@@ -224,9 +317,8 @@ impl Session<'_> {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        self.shared.closing.store(true, Ordering::Relaxed);
-        self.shared.newest.fetch_add(1, Ordering::SeqCst);
-        self.shared.wake_sleepers();
+        self.shared.closing.store(true, Ordering::SeqCst);
+        self.shared.idle.wake();
         for worker in self.workers.drain(..) {
             // A worker's panic was already raised in `run`.
             let _ = worker.join();
@@ -239,23 +331,28 @@ impl Drop for Pool {
 
 fn worker_loop(shared: &Shared, scratch: &mut [u8]) {
     let mut seen = 0;
+    let closing = || shared.closing.load(Ordering::SeqCst);
     loop {
-        shared.wait_until(|| shared.newest.load(Ordering::SeqCst) != seen);
-        // Jobs come one at a time, each after the end of the one before.
-        seen += 1;
-        if shared.closing.load(Ordering::Relaxed) {
+        shared.idle.wait_until(shared.patience, || shared.gate.newest() != seen || closing());
+        if closing() {
             return;
         }
-        // SAFETY: the job was written before `newest` moved, and the next one is written after `running` is 0.
-        let Some(job) = (unsafe { *shared.job.get() }) else { continue };
-        // SAFETY: `run` keeps the closure alive until `running` is 0.
-        let body = unsafe { &*job.body };
-        let outcome = catch_unwind(AssertUnwindSafe(|| shared.work(body, job.tasks, scratch)));
-        if let Err(payload) = outcome {
-            lock(&shared.panic).get_or_insert(payload);
+        let (inside, newest) = shared.gate.enter();
+        seen = newest;
+        if !inside {
+            continue;
         }
-        if shared.running.fetch_sub(1, Ordering::SeqCst) == 1 {
-            shared.wake_sleepers();
+        // SAFETY: the job was written before the gate opened, and the next one is written when nobody is inside.
+        if let Some(job) = unsafe { *shared.job.get() } {
+            // SAFETY: `run` keeps the closure alive until nobody is inside.
+            let body = unsafe { &*job.body };
+            let outcome = catch_unwind(AssertUnwindSafe(|| shared.work(body, job.tasks, scratch, || {})));
+            if let Err(payload) = outcome {
+                lock(&shared.panic).get_or_insert(payload);
+            }
+        }
+        if shared.gate.leave() {
+            shared.done.wake();
         }
     }
 }
@@ -287,6 +384,13 @@ fn allowed_cores() -> &'static [usize] {
         }
         (0..libc::CPU_SETSIZE as usize).filter(|core| libc::CPU_ISSET(*core, &set)).collect()
     })
+}
+
+/// How many of them this process may keep busy: where a container allows a share of the time, fewer than it may use. Found
+/// once, for the same reason.
+fn whole_cores() -> usize {
+    static CORES: std::sync::OnceLock<usize> = std::sync::OnceLock::new();
+    *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, NonZero::get))
 }
 
 /// Pins the calling thread to the `index`-th allowed core; without success it stays where it is.
@@ -399,6 +503,35 @@ mod tests {
                 sum.fetch_add(task, Ordering::Relaxed);
             });
             assert_eq!(sum.load(Ordering::Relaxed), 64 * 63 / 2);
+        }
+    }
+
+    /// Far more threads than cores, and jobs so small that most are over before anybody else has seen them.
+    #[test]
+    fn a_job_waits_for_nobody_who_has_not_joined_it() {
+        let pool = Pool::new(24, 64).unwrap();
+        for round in 0..5000 {
+            let sum = AtomicUsize::new(0);
+            pool.run(3, &|task, _| {
+                sum.fetch_add(task + round, Ordering::Relaxed);
+            });
+            assert_eq!(sum.load(Ordering::Relaxed), 3 * round + 3);
+        }
+    }
+
+    /// All tasks of a long job wait until two threads are in it.
+    #[test]
+    fn who_sleeps_is_woken_for_a_long_job() {
+        let pool = Pool::new(2, 64).unwrap();
+        for _ in 0..5 {
+            std::thread::sleep(Duration::from_millis(2));
+            let threads = Mutex::new(std::collections::HashSet::new());
+            while lock(&threads).len() < 2 {
+                pool.run(8, &|_, _| {
+                    lock(&threads).insert(std::thread::current().id());
+                    std::thread::sleep(Duration::from_millis(1));
+                });
+            }
         }
     }
 }

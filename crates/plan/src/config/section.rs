@@ -30,7 +30,7 @@ pub(super) struct Bounds {
     pub hold: fn(f64) -> bool,
 }
 
-/// Dimensions of models and of batches: large enough for any, small enough for products of three in 64 bits.
+/// Dimensions of models and of batches: large enough for any, small enough for products of two in 64 bits.
 const LARGEST_COUNT: f64 = (1u64 << 24) as f64;
 
 pub(super) static AT_LEAST_ONE: Bounds = Bounds { words: "at least 1", hold: |v| v >= 1.0 };
@@ -40,6 +40,8 @@ pub(super) static LAYERS: Bounds = Bounds { words: "1 to 65536", hold: |v| (1.0.
 pub(super) static LAYERS_OR_NONE: Bounds =
     Bounds { words: "0 to 65536", hold: |v| (0.0..=65536.0).contains(&v) };
 pub(super) static WORKERS: Bounds = Bounds { words: "0 or 1", hold: |v| v == 0.0 || v == 1.0 };
+/// A plan runs every micro-batch of a pass, all of which are in memory at once.
+pub(super) static MICRO_BATCHES: Bounds = Bounds { words: "1 to 256", hold: |v| (1.0..=256.0).contains(&v) };
 pub(super) static TWO_TOKENS: Bounds =
     Bounds { words: "2 to 16777216", hold: |v| (2.0..=LARGEST_COUNT).contains(&v) };
 pub(super) static POSITIVE: Bounds = Bounds { words: "above 0", hold: |v| v > 0.0 };

@@ -78,7 +78,7 @@ section! {
         mlp_chunk_tokens: u64, "all tokens at once", COUNT;
         /// Micro-batches that go through a block before the next block's turn: what is offloaded is brought once for all of
         /// them, and the activations of all are kept.
-        micro_batches_per_pass: Auto<u64> = Auto::Auto, COUNT;
+        micro_batches_per_pass: Auto<u64> = Auto::Auto, MICRO_BATCHES;
         /// Whether a block is updated, and its gradients given back, as soon as they are known.
         optimizer_in_backward: bool = false;
         /// Where updates in the backward pass take the gradient norm from that they are clipped by.

@@ -8,7 +8,7 @@ use super::saved::Inner;
 use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
-use crate::head::rows;
+use crate::head::{for_each_range, rows};
 use crate::store::BlockWeights;
 
 /// Gate and up projections of the normed input.
@@ -73,14 +73,12 @@ pub(super) fn in_chunks<D: Device>(
     out: &Tensor,
     accumulate: bool,
 ) -> Result<(), StepError> {
-    for (start, end) in chunks(normed.rows(), chunk) {
-        let ctx = &ctx.at_row(start);
+    for_each_chunk(ctx, normed.rows(), chunk, |ctx, start, end| {
         let normed = ctx.linears.input(ctx.device, &rows(normed, start, end)?)?;
         let inner = project_inner(ctx, weights, &normed)?;
         let activation = activate_in_place(ctx, inner)?;
-        project_down(ctx, weights, &activation, &rows(out, start, end)?, accumulate)?;
-    }
-    Ok(())
+        project_down(ctx, weights, &activation, &rows(out, start, end)?, accumulate)
+    })
 }
 
 /// Returns the gradient of the part's normed input `[N, H]`; weight gradients are added.
@@ -107,21 +105,26 @@ pub(super) fn backward_in_chunks<D: Device>(
     gradients: &mut Gradients<'_, D>,
 ) -> Result<Tensor, StepError> {
     let dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
-    for (start, end) in chunks(normed.rows(), chunk) {
-        let ctx = &ctx.at_row(start);
+    for_each_chunk(ctx, normed.rows(), chunk, |ctx, start, end| {
         let normed = ctx.linears.input(ctx.device, &rows(normed, start, end)?)?;
         let inner = project_inner(ctx, weights, &normed)?;
         let activation = activate(ctx, &inner)?;
         let dout = rows(dout, start, end)?;
         let place = || rows(&dnormed, start, end);
         backward_into(ctx, weights, inner, activation, &normed, &dout, place, gradients)?;
-    }
+        Ok(())
+    })?;
     Ok(dnormed)
 }
 
-fn chunks(tokens: u64, chunk: u64) -> impl Iterator<Item = (u64, u64)> {
-    let chunk = chunk.max(1);
-    (0..tokens.div_ceil(chunk)).map(move |i| (i * chunk, tokens.min((i + 1) * chunk)))
+/// Calls `body` with the context, the first and the last row of every chunk.
+fn for_each_chunk<D: Device>(
+    ctx: &Context<'_, D>,
+    tokens: u64,
+    chunk: u64,
+    mut body: impl FnMut(&Context<'_, D>, u64, u64) -> Result<(), StepError>,
+) -> Result<(), StepError> {
+    for_each_range(ctx.device, tokens, chunk, |start, end, _| body(&ctx.at_row(start), start, end))
 }
 
 fn backward_into<D: Device>(

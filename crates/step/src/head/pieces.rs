@@ -78,9 +78,7 @@ impl<'a> PiecedLoss<'a> {
         let (targets, weights) = (column(&self.labels.targets)?, self.labels.weights.as_ref());
         let weights = weights.map(column).transpose()?;
         let flat = column(&self.logits)?;
-        let (mut start, mut nth) = (0, 0);
-        while start < tokens {
-            let end = (start + self.chunk_tokens).min(tokens);
+        super::for_each_range(ctx.device, tokens, self.chunk_tokens, |start, end, nth| {
             let (n, width) = (end - start, weight.rows());
             let logits = super::reshaped(&rows(&flat, 0, n * width)?, &[n, width])?;
             let chunk = PieceChunk {
@@ -95,10 +93,8 @@ impl<'a> PiecedLoss<'a> {
             };
             let (x, out, compute) = (&chunk.normed, &chunk.logits, ctx.compute);
             ctx.device.run(Op::Linear { x, weight, bias: None, out, accumulate: false, compute })?;
-            body(&chunk)?;
-            (start, nth) = (end, nth + 1);
-        }
-        Ok(())
+            body(&chunk)
+        })
     }
 
     /// Takes what a piece adds to the losses.

@@ -64,8 +64,12 @@ impl OptimizerState {
         OptimizerState { tensors }
     }
 
-    /// The part of a parameter's state that belongs to some of its rows, of a rule that treats them by themselves.
-    pub(super) fn of_rows(&self, parameter: &Parameter, rows: &Range<u64>) -> OptimizerState {
+    /// The part of a parameter's state that belongs to some of its rows, of a rule that treats them by themselves; all of it
+    /// where that is all rows, whatever the rule. `None` where the rows have no state of their own.
+    pub(super) fn of_rows(&self, parameter: &Parameter, rows: &Range<u64>) -> Option<OptimizerState> {
+        if *rows == parameter.all_rows() {
+            return Some(self.clone());
+        }
         let all = parameter.rows().max(1);
         let part = |tensor: &Tensor| {
             let mut sizes = tensor.shape().dims().to_vec();
@@ -80,9 +84,10 @@ impl OptimizerState {
             let (start, end) = (block(rows.start), block(rows.end));
             tensor.reshape(&[tensor.elements(), 1])?.slice_rows(start..end)?.reshape(&[end - start])
         };
-        let tensors = self.tensors.iter().filter_map(|(kind, tensor)| Some((*kind, part(tensor)?)));
-        OptimizerState { tensors: tensors.collect() }
+        let tensors = self.tensors.iter().map(|(kind, tensor)| Some((*kind, part(tensor)?)));
+        Some(OptimizerState { tensors: tensors.collect::<Option<_>>()? })
     }
+
     /// Every tensor, the master included.
     pub fn tensors(&self) -> &[(StateKind, Tensor)] {
         &self.tensors

@@ -5,6 +5,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::hash::Hasher;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -312,6 +313,11 @@ impl<'a, D: Device> StreamedStore<'a, D> {
         self.pool.unannounced()
     }
 
+    /// Feeds what lies in the buffers to a hasher.
+    pub(crate) fn hash_buffers(&self, hasher: &mut impl Hasher) {
+        self.pool.hash_buffers(hasher);
+    }
+
     /// The units that will be gathered next, in order.
     pub(crate) fn announce_units(&mut self, units: Vec<Unit>) -> Result<(), StepError> {
         let parcels = &self.parcels;
@@ -387,8 +393,10 @@ impl<D: Device> WeightStore for StreamedStore<'_, D> {
             device.write(&rows, &mut |out| outcome = reader.read(table.role, &wanted, out))?;
             outcome?;
         }
-        let in_order: Vec<u32> = (0..u32::try_from(n).unwrap_or(u32::MAX)).collect();
-        device.write_u32(&places, &in_order)?;
+        device.write(&places, &mut |bytes| {
+            let places = (0..).zip(bytes.as_chunks_mut::<4>().0);
+            places.for_each(|(place, cell): (u32, _)| *cell = place.to_ne_bytes());
+        })?;
         weights.tensors.push((table.role, rows));
         Ok((weights, places))
     }

@@ -4,6 +4,7 @@
 //! The buffers are tensors of the arena, taken once, so that a dry run finds the memory of the real one.
 
 use std::collections::VecDeque;
+use std::hash::{Hash, Hasher};
 
 use plimsoll_device::{Device, Lent, Tensor};
 use plimsoll_disk::DiskError;
@@ -334,6 +335,22 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
     /// How often something was taken that nobody had announced.
     pub fn unannounced(&self) -> u64 {
         self.unannounced
+    }
+
+    /// Feeds what lies in the buffers to a hasher: with what is announced, it decides all that moves.
+    pub fn hash_buffers(&self, hasher: &mut impl Hasher)
+    where
+        K: Hash,
+    {
+        for buffer in &self.buffers {
+            std::mem::discriminant(buffer).hash(hasher);
+            buffer.key().hash(hasher);
+            match buffer {
+                Buffer::Moving { back, .. } => back.hash(hasher),
+                Buffer::There { released, changed, .. } => (released, changed).hash(hasher),
+                Buffer::Free(_) | Buffer::Lost => {}
+            }
+        }
     }
 
     /// Waits until everything that was changed is where it lives.

@@ -461,7 +461,8 @@ impl<'a, D: Device> Trainer<'a, D> {
         batch_size: u64,
         micro_batch: &MicroBatch<'_>,
     ) -> Result<(f64, u64), StepError> {
-        let StepSettings { loss_chunk_tokens, mlp_chunk_tokens, precision, .. } = self.settings;
+        let StepSettings { loss_chunk_tokens, mlp_chunk_tokens, precision, sequence_length, .. } =
+            self.settings;
         let store = &mut self.weights;
         let pass = Evaluation {
             device: self.device,
@@ -470,6 +471,7 @@ impl<'a, D: Device> Trainer<'a, D> {
             ropes: &self.ropes,
             loss_chunk_tokens,
             mlp_chunk_tokens,
+            longest: sequence_length,
         };
         pass.run(store, batch_size, micro_batch)
     }

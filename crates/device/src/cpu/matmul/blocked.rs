@@ -291,7 +291,7 @@ impl Round<'_> {
         let mut spins = 0;
         while packed.load(Ordering::Acquire) < deal.packing_tasks {
             spins += 1;
-            if spins < 10_000 { std::hint::spin_loop() } else { std::thread::yield_now() }
+            if spins < 1000 { std::hint::spin_loop() } else { std::thread::yield_now() }
         }
 
         let each = deal.shared_panels.div_ceil(deal.parts);

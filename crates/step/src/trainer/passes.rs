@@ -1,0 +1,53 @@
+//! The passes of a step that others follow, as a loop of which a dry run counts what repeats.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use plimsoll_device::{Device, Iterations};
+use plimsoll_disk::Moved;
+
+use super::Trainer;
+use crate::StepError;
+use crate::settings::MicroBatches;
+
+/// Every pass but the last one.
+pub(super) struct Passes<'s, 'a, D: Device> {
+    pub trainer: &'s mut Trainer<'a, D>,
+    pub micro_batches: MicroBatches<'s>,
+    /// Micro-batches of each.
+    pub together: u64,
+    pub gradient_scale: f32,
+    /// Of the losses.
+    pub sum: &'s mut f64,
+}
+
+impl<D: Device> Iterations for Passes<'_, '_, D> {
+    type Error = StepError;
+
+    fn run(&mut self, index: u64) -> Result<(), StepError> {
+        let first = index * self.together;
+        let group = self.micro_batches.group(first, self.together);
+        *self.sum += self.trainer.forward_backward(&group, first, self.gradient_scale, None)?;
+        Ok(())
+    }
+
+    /// What lies in the buffers, and on the tiers below.
+    fn state(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        let Trainer { weights, gradients, optimizer, tiers, .. } = &*self.trainer;
+        weights.hash_buffers(&mut hasher);
+        gradients.hash_buffers(&mut hasher);
+        optimizer.hash_buffers(&mut hasher);
+        tiers.host().layout().hash(&mut hasher);
+        tiers.disk().layout().hash(&mut hasher);
+        hasher.finish()
+    }
+
+    fn totals(&self) -> [u64; 2] {
+        let Moved { read, written } = self.trainer.tiers.moved();
+        [read, written]
+    }
+
+    fn count(&mut self, [read, written]: [u64; 2]) {
+        self.trainer.tiers.add_moved(Moved { read, written });
+    }
+}

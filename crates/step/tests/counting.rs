@@ -1,0 +1,205 @@
+//! A dry run counts what repeats, and finds exactly what running all of it finds.
+
+mod common;
+
+use std::sync::Arc;
+
+use common::*;
+use plimsoll_device::{Device, DeviceError, Dry, Lent, Op, Tally, Tensor};
+use plimsoll_disk::{LowerTiers, Moved};
+use plimsoll_memory::{Arena, AtPeak, Ledger, Region, Tag, Tier};
+use plimsoll_model::ModelSpec;
+use plimsoll_parallel::Solo;
+use plimsoll_step::{
+    AdamSettings, Checkpointing, Compression, EightBit, GradientClipping, MicroBatch, NormSource, Offload,
+    OptimizerKind, OptimizerSettings, StepError, StepSettings, Trainer, UpdateTiming,
+};
+
+/// A device without memory that runs every iteration.
+struct RunsAll(Dry);
+
+impl Device for RunsAll {
+    fn arena(&self) -> &Arena {
+        self.0.arena()
+    }
+
+    fn run(&self, op: Op<'_>) -> Result<(), DeviceError> {
+        self.0.run(op)
+    }
+
+    fn is_dry(&self) -> bool {
+        true
+    }
+
+    fn write(&self, out: &Tensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
+        self.0.write(out, fill)
+    }
+
+    fn read(&self, x: &Tensor, look: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
+        self.0.read(x, look)
+    }
+
+    fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
+        self.0.lend(tensor)
+    }
+
+    fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError> {
+        self.0.reclaim(memory)
+    }
+}
+
+/// What is known of a tier afterwards.
+#[derive(Debug, PartialEq)]
+struct Books {
+    at_peak: AtPeak,
+    by_layer: Vec<(Option<u32>, Vec<(Tag, u64)>)>,
+    most: Vec<u64>,
+    live: Vec<(Tag, u64)>,
+}
+
+impl Books {
+    fn of(ledger: &Ledger) -> Books {
+        let by_layer = ledger.at_peak_by_layer().into_iter();
+        Books {
+            at_peak: ledger.at_peak().clone(),
+            by_layer: by_layer.map(|(layer, tags)| (layer, tags.iter().collect())).collect(),
+            most: Tag::ALL.map(|tag| ledger.most(tag)).to_vec(),
+            live: ledger.live().iter().collect(),
+        }
+    }
+}
+
+/// The books of the device, the host and the disk, and what each of two steps and an evaluation cost.
+#[derive(Debug, PartialEq)]
+struct Found {
+    books: [Books; 3],
+    costs: Vec<(Tally, Moved)>,
+}
+
+fn found<D: Device>(device: &D, dry: &Dry, spec: &ModelSpec, settings: &StepSettings, times: u64) -> Found {
+    let tiers = Arc::new(LowerTiers::dry());
+    let (own, step) = (spec.clone(), settings.clone());
+    let mut trainer = Trainer::with_tiers(device, Arc::clone(&tiers), own, step, &Solo).unwrap();
+    trainer.load::<StepError>(|_, _, _, _| Ok(())).unwrap();
+    let micro_batch = MicroBatch::new(&[], &[]);
+    let mut costs = Vec::new();
+    let mut note = || costs.push((dry.take_tally(), tiers.take_moved()));
+    note();
+    for _ in 0..2 {
+        trainer.step_alike(&micro_batch, times, 0.0).unwrap();
+        note();
+    }
+    trainer.evaluate(settings.batch_size, &micro_batch).unwrap();
+    note();
+    let books = [device.arena(), tiers.host(), tiers.disk()].map(|arena| Books::of(&arena.ledger()));
+    Found { books, costs }
+}
+
+fn check(spec: &ModelSpec, settings: &StepSettings, times: u64) {
+    let (dry, all) = (Dry::new(), RunsAll(Dry::new()));
+    let counted = found(&dry, &dry, spec, settings, times);
+    let run = found(&all, &all.0, spec, settings, times);
+    assert_eq!(counted, run, "{} x {times}: {settings:?}", spec.name);
+}
+
+/// A vocabulary of several pieces.
+fn large(spec: ModelSpec) -> ModelSpec {
+    ModelSpec { vocab_size: 3101, ..spec }
+}
+
+fn offloads() -> Vec<Offload> {
+    let none = Offload::NONE;
+    let all = |tier| Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier };
+    vec![
+        none,
+        Offload { parameters: Tier::Disk, ..none },
+        Offload { gradients: Tier::Host, ..none },
+        Offload { activations: Tier::Disk, ..none },
+        Offload { parameters: Tier::Host, gradients: Tier::Disk, optimizer: Tier::Disk, ..none },
+        all(Tier::Disk),
+    ]
+}
+
+fn cases() -> Vec<StepSettings> {
+    let base = settings(2, 12);
+    let optimizer = |kind| OptimizerSettings { kind, ..Default::default() };
+    let eight_bit = EightBit { embeddings: true };
+    vec![
+        StepSettings { mlp_chunk_tokens: Some(1), loss_chunk_tokens: 1, ..base.clone() },
+        StepSettings {
+            precision: PURE_BF16,
+            checkpointing: Checkpointing::Full,
+            mlp_chunk_tokens: Some(7),
+            loss_chunk_tokens: 5,
+            optimizer: optimizer(OptimizerKind::AdamW8bit(AdamSettings::default(), eight_bit)),
+            update: UpdateTiming::InBackward(NormSource::SecondBackward),
+            ..base.clone()
+        },
+        StepSettings {
+            precision: BF16_WITH_MASTERS,
+            checkpointing: Checkpointing::Every(2),
+            compression: Compression::Int8 { block: 32 },
+            mlp_chunk_tokens: Some(3),
+            update: UpdateTiming::InBackward(NormSource::PreviousStep),
+            ..base.clone()
+        },
+        StepSettings { clipping: GradientClipping::None, loss_chunk_tokens: 1000, ..base },
+    ]
+}
+
+/// Tied tables and others, whose gradients are kept as rows that were looked up where they are away.
+#[test]
+fn counting_finds_what_running_all_finds() {
+    for spec in [large(llama()), large(biased()), gemma()] {
+        for settings in cases() {
+            for offload in offloads() {
+                for times in [1, 2, 3, 4, 9] {
+                    check(&spec, &StepSettings { offload, ..settings.clone() }, times);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn so_it_does_over_many_micro_batches_and_groups_of_them() {
+    for spec in [llama(), large(olmo())] {
+        for offload in offloads() {
+            let settings = StepSettings { offload, ..cases().swap_remove(2) };
+            check(&spec, &settings, 70);
+            let settings = StepSettings { micro_batches_per_pass: 3, ..settings };
+            check(&spec, &settings, 29);
+        }
+    }
+}
+
+/// Numbers that no run would end with: the plan does, or is refused.
+#[test]
+fn a_plan_of_any_size_ends() {
+    for spec in [llama(), large(biased())] {
+        for offload in offloads() {
+            let tokens = StepSettings {
+                mlp_chunk_tokens: Some(1),
+                loss_chunk_tokens: 1,
+                offload,
+                ..settings(1 << 24, 1 << 20)
+            };
+            let dry = Dry::new();
+            found(&dry, &dry, &spec, &tokens, 1);
+            let dry = Dry::new();
+            let few_tokens = StepSettings { offload, ..settings(2, 12) };
+            // The embedding's gradient is kept as rows of every micro-batch then.
+            if offload.gradients != Tier::Device && !spec.tie_word_embeddings {
+                let own = (spec.clone(), few_tokens.clone());
+                let tiers = Arc::new(LowerTiers::dry());
+                let mut trainer = Trainer::with_tiers(&dry, tiers, own.0, own.1, &Solo).unwrap();
+                let many = trainer.step_alike(&MicroBatch::new(&[], &[]), 257, 0.0);
+                assert!(matches!(many, Err(StepError::TooManyHeld { micro_batches: 257, most: 256 })));
+                continue;
+            }
+            let steps = found(&dry, &dry, &spec, &few_tokens, 1 << 40);
+            let few = found(&dry, &dry, &spec, &few_tokens, 2);
+            assert!(steps.costs[2].0.flops() > few.costs[2].0.flops() << 38, "{offload:?}");
+        }
+    }
+}
