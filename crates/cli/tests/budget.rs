@@ -20,7 +20,10 @@ fn shell(folder: &Path, script: &str, arguments: &[&str]) -> Output {
 fn plan(folder: &Path, set: &[&str]) -> Value {
     let mut arguments = vec!["plan", "c.yaml", "--json"];
     set.iter().for_each(|assignment| arguments.extend(["--set", assignment]));
-    serde_json::from_str(&ok(folder, &arguments)).unwrap()
+    let output = plimsoll(folder, &arguments);
+    let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(if plan["fits"] == true { 0 } else { 3 }), "{plan}");
+    plan
 }
 
 #[test]

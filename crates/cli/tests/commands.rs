@@ -220,7 +220,9 @@ fn a_plan_says_what_is_asked_of_it_and_train_refuses_what_does_not_fit() {
         "--budget",
         "16GiB",
     ];
-    assert!(ok(folder.path(), &named).contains("does NOT fit"));
+    let refused = plimsoll(folder.path(), &named);
+    assert_eq!(refused.status.code(), Some(3));
+    assert!(text(&refused.stdout).contains("does NOT fit"));
 }
 
 #[test]

@@ -97,8 +97,7 @@ struct Change {
     sets: Vec<String>,
 }
 
-/// Ways to need less memory than `choice` or, where that does not fit, ways to fit: single changes first, then bundles and
-/// other methods.
+/// Ways to need less memory than `choice` or, where that does not fit, ways to fit.
 pub(crate) fn alternatives(
     config: &RawConfig,
     spec: &ModelSpec,
@@ -135,6 +134,8 @@ pub(crate) fn alternatives(
             });
         }
     }
+    // Those that fit first, the fastest of them first.
+    list.sort_by(|a, b| b.fits.cmp(&a.fits).then(b.tokens_per_second.total_cmp(&a.tokens_per_second)));
     list
 }
 

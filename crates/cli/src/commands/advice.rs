@@ -22,11 +22,8 @@ pub fn remedies(plan: &TrainingPlan) -> String {
     let Some(refusal) = &plan.refusal else { return String::new() };
     let mut out = refusal.with_more_disk.map_or(String::new(), |need| more_disk(plan, need));
     let fitting = |extent| -> Vec<&Alternative> {
-        let mut list: Vec<&Alternative> =
-            plan.alternatives.iter().filter(|other| other.fits && other.extent == extent).collect();
-        list.sort_by(|a, b| b.tokens_per_second.total_cmp(&a.tokens_per_second));
-        list.truncate(SHOWN);
-        list
+        let own = plan.alternatives.iter().filter(|other| other.fits && other.extent == extent);
+        own.take(SHOWN).collect()
     };
     let kinds = [
         ("single changes that would fit", fitting(Extent::Single)),
