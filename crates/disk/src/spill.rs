@@ -160,6 +160,21 @@ mod tests {
         assert!(matches!(spill.allocate(u64::MAX), Err(DiskError::OverBudget { .. })));
     }
 
+    /// As far as the file system can.
+    #[test]
+    fn room_is_taken_when_it_is_asked_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let spill = SpillFile::create(&settings(folder.path(), None)).unwrap();
+        let plain = unlinked_file(folder.path(), "plain").unwrap();
+        for (bytes, end) in [(5000, 8192), (0, 8192), (1, 12_288)] {
+            spill.allocate(bytes).unwrap();
+            take_room(&plain, 0, end).unwrap();
+            let length = |file: &std::fs::File| file.metadata().unwrap().len();
+            assert_eq!(length(spill.file().handle()), length(&plain), "{bytes}");
+        }
+        assert_eq!(spill.folder(), folder.path());
+    }
+
     #[test]
     fn a_folder_that_cannot_be_is_an_error_that_names_it() {
         let folder = tempfile::tempdir().unwrap();

@@ -6,10 +6,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use plimsoll_disk::{
-    ALIGNMENT, BufferPool, DiskEngine, DiskError, DiskFile, EngineSettings, LowerTiers, Moved, SpillFile,
-    SpillSettings, pages,
+    ALIGNMENT, BufferPool, DiskEngine, DiskError, DiskFile, EngineSettings, IoMode, LowerTiers, Moved,
+    SpillFile, SpillSettings, pages,
 };
-use plimsoll_memory::{Region, Tag, Tier};
+use plimsoll_memory::{Phase, Region, Tag, Tier};
 
 /// Pieces of two pages.
 const PIECE: u64 = 2 * ALIGNMENT;
@@ -334,4 +334,66 @@ fn tickets_know_when_they_are_done_and_what_is_dropped_is_left_out() {
         }
     }
     panic!("pending: {was_pending}, left out: {was_left_out}");
+}
+
+#[test]
+fn nobody_waits_for_what_is_done_and_nothing_takes_no_time() {
+    let folder = folder();
+    let path = folder.path().join("file");
+    std::fs::write(&path, content(20_000)).unwrap();
+    let file = Arc::new(DiskFile::open(&path, true).unwrap());
+    let engine = engine(1);
+    let memory = || Region::new(1 << 15).unwrap();
+    // Nothing, and what is refused, is never under way.
+    assert_eq!(engine.prefetch(&file, 0..0, memory()).wait().bytes().unwrap(), b"");
+    assert!(engine.prefetch(&file, 0..20_001, memory()).wait().outcome.is_err());
+    assert_eq!(engine.statistics(), plimsoll_disk::IoStatistics::default());
+    let ticket = engine.prefetch(&file, 0..20_000, memory());
+    while !ticket.is_done() {
+        std::thread::yield_now();
+    }
+    ticket.wait().outcome.unwrap();
+    let done = engine.statistics();
+    assert_eq!((done.bytes_read, done.waited_seconds, done.hidden_share()), (20_000, 0.0, Some(1.0)));
+    // The clock stands still while nothing is under way.
+    assert_eq!(engine.statistics(), done);
+}
+
+#[test]
+fn tiers_say_what_they_hold_for_whom_and_how_their_files_are_reached() {
+    let folder = folder();
+    for direct in [true, false] {
+        let tiers = LowerTiers::open(1 << 16, 8 << 20, &settings(folder.path(), direct)).unwrap();
+        tiers.enter(Phase::Backward, Some(3));
+        let home = tiers.take(Tier::Disk, 4 << 20, Tag::Weights, "x").unwrap();
+        let _host = tiers.take(Tier::Host, 100, Tag::Weights, "x").unwrap();
+        for arena in [tiers.disk(), tiers.host()] {
+            let peak = arena.ledger().at_peak().clone();
+            assert_eq!((peak.phase, peak.layer), (Phase::Backward, Some(3)));
+        }
+        match tiers.buffered_file() {
+            Some(file) => assert_eq!((file.path(), file.mode()), (folder.path(), IoMode::Buffered)),
+            None => assert!(direct),
+        }
+        // What is on its way says so: it is tried a few times, as this thread may have to wait for its core.
+        let mut was_pending = false;
+        for _ in 0..100 {
+            let transfer = tiers.send(&home, Region::new(4 << 20).unwrap());
+            was_pending |= !transfer.is_done();
+            transfer.wait().outcome.unwrap();
+            if was_pending {
+                break;
+            }
+        }
+        assert!(was_pending);
+    }
+}
+
+#[test]
+fn spill_files_go_where_a_disk_is() {
+    let folder = plimsoll_disk::default_folder();
+    assert!(folder.is_dir());
+    let usual = Path::new("/var/tmp");
+    assert!(folder == Path::new(".") || !plimsoll_disk::is_in_memory(&folder));
+    assert!(folder == usual || !usual.is_dir() || plimsoll_disk::is_in_memory(usual));
 }

@@ -197,13 +197,14 @@ fn everything_changed_is_home_after_a_flush_and_nothing_else_was_sent() {
     device.write(&fresh, &mut |bytes| bytes.fill(33)).unwrap();
     drop(fresh);
     pool.release(3, true);
-    // A parcel that is forgotten is not sent, whatever was done to it.
-    did(&world);
     pool.flush().unwrap();
-    let mut done = did(&world);
-    done.sort_by_key(|did| format!("{did:?}"));
-    assert_eq!(done, [Did::Waited(1), Did::Waited(3), Did::Wrote(1, 1), Did::Wrote(3, 33)]);
+    let wrote = |did: &Did| matches!(did, Did::Wrote(..));
+    assert_eq!(
+        did(&world).into_iter().filter(wrote).collect::<Vec<_>>(),
+        [Did::Wrote(1, 1), Did::Wrote(3, 33)]
+    );
     assert_eq!([1, 2, 3].map(|key| world.borrow().homes[&key]), [1, 102, 33]);
+    // A parcel that is forgotten is not sent, whatever was done to it.
     let fresh = pool.take_fresh(4).unwrap().unwrap();
     drop(fresh);
     pool.release(4, true);
