@@ -112,10 +112,7 @@ fn templates_of_strangers_keep_within_bounds() {
     std::fs::write(folder.path().join("chats.jsonl"), samples(&[])).unwrap();
     for (template, words) in [
         ("{{ 'a'|indent(20000000000000) }}", "makes more than"),
-        (
-            "{% for i in range(90000) %}{% for j in range(90000) %}a{% endfor %}{% endfor %}",
-            "takes too long",
-        ),
+        ("{% for i in range(90000) %}{% for j in range(90000) %}a{% endfor %}{% endfor %}", "takes too long"),
         (
             "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
             "makes more than",
@@ -199,7 +196,17 @@ fn a_device_is_no_data() {
     ok(folder.path(), &["train", "c.yaml"]);
     for arguments in [
         vec!["eval", "--model", "out", "--data", "/dev/zero"],
-        vec!["eval", "--model", "out", "--data", "/dev/zero", "--format", "chat", "--set", "data.chat_template=alpaca"],
+        vec![
+            "eval",
+            "--model",
+            "out",
+            "--data",
+            "/dev/zero",
+            "--format",
+            "chat",
+            "--set",
+            "data.chat_template=alpaca",
+        ],
         vec!["train", "c.yaml", "--set", "data.train=/dev/zero", "--set", "output.dir=other"],
     ] {
         let refused = plimsoll(folder.path(), &arguments);
