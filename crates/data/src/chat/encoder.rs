@@ -8,7 +8,7 @@ use plimsoll_model::tokenizer::Tokenizer;
 use serde_json::{Map, Value};
 
 use super::fields::{self, Reading, Sample};
-use super::render::{self, Rendered, Span};
+use super::render::{self, Rendered, Span, Unwritten};
 use super::{Columns, SampleReport, Skip, SkipReason, check_share};
 use crate::DataError;
 use crate::files::{Wanted, expand};
@@ -212,7 +212,7 @@ impl<'a> SampleEncoder<'a> {
     /// The tokens of a record, or why it is left out.
     ///
     /// # Errors
-    /// The tokenizer refuses its text, or it is too long where that is an error.
+    /// The template goes beyond its bounds, the tokenizer refuses its text, or it is too long where that is an error.
     pub fn encode(&self, record: &Record, place: &Place) -> Result<Result<EncodedSample, Skip>, DataError> {
         let reading = Reading {
             columns: &self.options.columns,
@@ -227,9 +227,13 @@ impl<'a> SampleEncoder<'a> {
         let tools_not_written =
             matches!(&sample, Sample::Chat { tools: Some(_), .. }) && !self.template.mentions("tools");
         let known = |role: &str| self.template.mentions(role);
-        let rendered = match sample.check(&known).and_then(|()| self.render(sample)) {
+        if let Err(skip) = sample.check(&known) {
+            return Ok(Err(skip));
+        }
+        let rendered = match self.render(sample) {
             Ok(rendered) => rendered,
-            Err(skip) => return Ok(Err(skip)),
+            Err(Unwritten::Skip(skip)) => return Ok(Err(skip)),
+            Err(Unwritten::Unbounded(error)) => return Err(error.into()),
         };
         let mut encoded = self.weigh(rendered)?;
         encoded.tools_not_written = tools_not_written;
@@ -237,7 +241,7 @@ impl<'a> SampleEncoder<'a> {
     }
 
     /// The text of a sample.
-    fn render(&self, sample: Sample) -> Result<Rendered, Skip> {
+    fn render(&self, sample: Sample) -> Result<Rendered, Unwritten> {
         match sample {
             Sample::Chat { turns, tools } => {
                 let mut variables = Map::new();

@@ -44,7 +44,7 @@ pub fn chat(
     tools: Option<Value>,
     variables: Map<String, Value>,
     train_on: TrainOn,
-) -> Result<Rendered, Skip> {
+) -> Result<Rendered, Unwritten> {
     let messages = turns.iter().map(|turn| turn.message.clone()).collect();
     let now: SystemTime = UNIX_EPOCH + TODAY;
     let options = ChatOptions { add_generation_prompt: false, tools, variables, now: Some(now) };
@@ -78,8 +78,26 @@ pub fn chat(
     Ok(Rendered { text, spans })
 }
 
-fn refused(error: ChatTemplateError) -> Skip {
-    Skip::new(SkipReason::Template, error.to_string())
+/// Why a chat has no text.
+#[derive(Debug)]
+pub enum Unwritten {
+    /// This one is left out.
+    Skip(Skip),
+    /// The template went beyond its bounds, and will with the next chat, too.
+    Unbounded(ChatTemplateError),
+}
+
+impl From<Skip> for Unwritten {
+    fn from(skip: Skip) -> Unwritten {
+        Unwritten::Skip(skip)
+    }
+}
+
+fn refused(error: ChatTemplateError) -> Unwritten {
+    match error {
+        ChatTemplateError::TooLong { .. } | ChatTemplateError::TooLarge { .. } => Unwritten::Unbounded(error),
+        _ => Unwritten::Skip(Skip::new(SkipReason::Template, error.to_string())),
+    }
 }
 
 struct Chat<'a> {
@@ -96,17 +114,17 @@ impl Chat<'_> {
     }
 
     /// The text with what its template marks.
-    fn marked(&self, turns: &[Turn]) -> Result<Rendered, Skip> {
+    fn marked(&self, turns: &[Turn]) -> Result<Rendered, Unwritten> {
         let marked = self.template.render_marked(&self.messages, &self.options).map_err(refused)?;
         let answers = turns.iter().filter(|turn| turn.message.role == "assistant");
         let weights: Vec<f32> = answers.map(|turn| turn.weight.unwrap_or(1.0)).collect();
         let (blocks, answers) = (marked.generated.len(), weights.len());
         let alike = weights.iter().all(|weight| *weight == 1.0);
         if blocks != answers && !alike {
-            return Err(Skip::new(
+            return Err(Unwritten::Skip(Skip::new(
                 SkipReason::Template,
                 format!("{answers} assistant turns with weights became {blocks} {{% generation %}} blocks"),
-            ));
+            )));
         }
         let weights = weights.into_iter().chain(std::iter::repeat(1.0));
         let spans = marked.generated.into_iter().zip(weights);
@@ -205,7 +223,11 @@ mod tests {
                 weight: *weight,
             })
             .collect();
-        let rendered = chat(&template, &turns, None, Map::new(), train_on).map_err(|skip| skip.detail)?;
+        let written = chat(&template, &turns, None, Map::new(), train_on);
+        let rendered = written.map_err(|unwritten| match unwritten {
+            Unwritten::Skip(skip) => skip.detail,
+            Unwritten::Unbounded(error) => error.to_string(),
+        })?;
         let show = |span: &Span| format!("{}*{}", span.weight, &rendered.text[span.bytes.clone()]);
         Ok(rendered.spans.iter().map(show).collect())
     }
