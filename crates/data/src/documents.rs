@@ -172,7 +172,7 @@ mod tests {
                 &b"{\"text\":\"one\"}\n{\"text\":"[..],
                 "line 2: not JSON: EOF while parsing a value at line 1 column 8",
             ),
-            (b"[1]", "line 1: not an object with a \"text\" field"),
+            (b"[1]", "line 1: not an object with fields"),
             (b"{\"text\":3}", "line 1: the field \"text\" is not a text"),
             (
                 b"{\"content\":\"x\"}",
