@@ -118,4 +118,23 @@ mod tests {
         assert!(done.io_seconds >= while_running.io_seconds);
         assert_eq!(clock.totals(), done);
     }
+    #[test]
+    fn time_counts_from_the_first_beginning_to_the_last_end() {
+        let mut clock = Clock::default();
+        clock.totals.io_seconds = 5.0;
+        clock.began();
+        clock.began();
+        clock.ended(1, true);
+        assert_eq!((clock.under_way, clock.since.is_some()), (1, true));
+        // It goes on while anything is under way.
+        while clock.totals().io_seconds <= 5.0 {
+            std::thread::yield_now();
+        }
+        clock.ended(1, false);
+        let done = clock.totals();
+        assert!(clock.since.is_none() && done.io_seconds > 5.0 && clock.totals() == done);
+        clock.waited(2.0);
+        clock.waited(0.5);
+        assert_eq!(clock.totals().waited_seconds, 2.5);
+    }
 }
