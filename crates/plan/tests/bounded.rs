@@ -41,7 +41,8 @@ fn a_plan_takes_little_memory_whatever_is_planned() {
         let before = most_resident();
         let plan = TrainingPlan::new(&config, &spec, &machine).unwrap();
         assert!(plan.peak_bytes() > 0);
-        let grown = most_resident() - before;
+        // The system counts pages in batches, so that its maximum may fall a little.
+        let grown = most_resident().saturating_sub(before);
         assert!(grown < 48 << 10, "{grown} KiB: {assignments:?}");
     }
 }

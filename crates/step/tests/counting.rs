@@ -48,11 +48,14 @@ impl Device for RunsAll {
     }
 }
 
+/// Bytes by kind.
+type Tags = Vec<(Tag, u64)>;
+
 /// What is known of a tier afterwards.
 #[derive(Debug, PartialEq)]
 struct Books {
     at_peak: AtPeak,
-    by_layer: Vec<(Option<u32>, Vec<(Tag, u64)>)>,
+    by_layer: Vec<(Option<u32>, Tags)>,
     most: Vec<u64>,
     live: Vec<(Tag, u64)>,
 }

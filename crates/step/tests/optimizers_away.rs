@@ -71,11 +71,10 @@ fn steps<D: Device>(trainer: &mut Trainer<'_, D>, settings: &StepSettings, count
     (0..count).map(step).collect()
 }
 
-fn train_in(
-    folder: &Path,
-    spec: &ModelSpec,
-    settings: &StepSettings,
-) -> Result<(Vec<[f64; 2]>, Vec<Vec<u8>>), StepError> {
+/// Loss and norm of every step, and the bytes of every weight.
+type Outcome = (Vec<[f64; 2]>, Vec<Vec<u8>>);
+
+fn train_in(folder: &Path, spec: &ModelSpec, settings: &StepSettings) -> Result<Outcome, StepError> {
     let (dry, planned) = (Dry::new(), Arc::new(LowerTiers::dry()));
     let (own, step) = (spec.clone(), settings.clone());
     let mut plan = Trainer::with_tiers(&dry, Arc::clone(&planned), own, step, &Solo)?;

@@ -230,7 +230,7 @@ pub fn whole_run(plan: &TrainingPlan, steps: Option<u64>) -> String {
     } else {
         String::new()
     };
-    format!("{time}; it leaves {} on disk{most}: {}\n", ByteSize(needs.left_bytes), left.join(" and "))
+    format!("{time}\nit leaves {} on disk{most}:\n  {}\n", ByteSize(needs.left_bytes), left.join(" and "))
 }
 
 /// The disk that the run takes and what is there, before everything else; nothing where it takes none.
