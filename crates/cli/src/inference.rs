@@ -1,15 +1,16 @@
 //! A model that is to answer: its files, what it is planned to need, and a session with its weights.
 
 use std::ops::RangeInclusive;
-use std::sync::Arc;
 
 use plimsoll_device::{Cpu, DType};
 use plimsoll_generate::Session;
 use plimsoll_memory::release_free_heap;
 use plimsoll_model::tokenizer::Tokenizer;
-use plimsoll_model::{ModelSpec, Parameter, StreamPlan};
-use plimsoll_plan::{GenerationPlan, GenerationPlanError, GenerationRequest, LoadLine};
-use plimsoll_step::{Decoder, WeightStorage};
+use plimsoll_model::{ModelSpec, Parameter};
+use plimsoll_plan::{
+    GenerationPlan, GenerationPlanError, GenerationRequest, LoadLine, streaming_overhead_bytes,
+};
+use plimsoll_step::Decoder;
 
 use crate::args::{DiskArgs, InferenceArgs};
 use crate::failure::Failure;
@@ -21,7 +22,6 @@ use crate::weights::Weights;
 /// A model's files and how it is to be computed.
 pub struct Inference<'a> {
     weights: Weights,
-    stream: StreamPlan,
     disk: &'a DiskArgs,
     pub tokenizer: Tokenizer,
     /// What `--kv-cache` says.
@@ -46,7 +46,6 @@ impl<'a> Inference<'a> {
         let weights = Weights::open(&args.weights, purpose, quiet)?;
         let tokenizer = weights.files.tokenizer()?;
         let inference = Inference {
-            stream: weights.stream_plan(),
             disk: &args.disk,
             weights,
             tokenizer,
@@ -111,20 +110,16 @@ impl<'a> Inference<'a> {
         loop {
             // What the tokenizer's building and planning left over is no part of what generation needs.
             release_free_heap();
+            let types = |p: &Parameter| self.weights.weight_type(p);
             let request = GenerationRequest {
                 spec: self.spec(),
                 precision: self.weights.precision,
-                storage: WeightStorage {
-                    types: &|p| self.weights.weight_type(p),
-                    adapters: self.weights.adapters(),
-                    trained: false,
-                    staging: None,
-                },
+                storage: self.weights.storage(&types, None),
                 prompt_tokens: longest.map(|n| n as u64),
                 context: *context.start() as u64..=*context.end() as u64,
                 cache: self.cache,
                 room: room.bytes(engine.overhead_bytes()),
-                stream: self.weights.can_stream().then_some(&self.stream),
+                in_files: self.weights.can_stream().then_some(self.weights.in_files()),
                 enough_context: enough as u64,
             };
             let plan = GenerationPlan::resolve(&request).map_err(|error| match error {
@@ -144,7 +139,9 @@ impl<'a> Inference<'a> {
 
     /// What streaming takes beside the arena, where the plan has it.
     fn stream_bytes(&self, plan: &GenerationPlan) -> u64 {
-        plan.staging.as_ref().map_or(0, |_| self.stream.overhead_bytes())
+        let types = |p: &Parameter| self.weights.weight_type(p);
+        let storage = self.weights.storage(&types, None);
+        plan.residency.map_or(0, |_| streaming_overhead_bytes(self.spec(), storage))
     }
 
     /// A device with the memory that was planned, and what the process will take in all.
@@ -158,21 +155,12 @@ impl<'a> Inference<'a> {
         device: &'d Cpu,
         plan: &GenerationPlan,
     ) -> Result<(Session<'d, Cpu>, Option<Streaming>), Failure> {
-        // What has to be converted goes to disk while the device's memory is still untouched.
-        let opened =
-            plan.staging.as_ref().map(|s| streaming::open(&self.weights, &self.stream, s, self.disk));
+        let (tiers, streaming) = streaming::open(&self.weights, &plan.dry_run, plan.residency, self.disk)?;
         let types = |p: &Parameter| self.weights.weight_type(p);
-        let adapters = self.weights.adapters();
-        let storage =
-            WeightStorage { types: &types, adapters, trained: false, staging: plan.staging.as_ref() };
-        let (stream, streaming) = opened.transpose()?.unzip();
-        let tiers = Arc::new(streaming::cache_tiers(plan, self.disk)?);
+        let storage = self.weights.storage(&types, plan.residency);
         let mut decoder = Decoder::with_tiers(device, &tiers, self.spec().clone(), plan.settings, storage)?;
+        streaming::report_buffered(&tiers);
         decoder.load(|p, rows, dtype, out| self.weights.read_rows_into(p, rows, dtype, out))?;
-        if let Some(stream) = stream {
-            decoder.stream_from(Box::new(stream));
-        }
-        let streaming = streaming.map(|streaming| streaming.with_cache(&tiers));
         Ok((Session::new(decoder, &plan.settings), streaming))
     }
 }

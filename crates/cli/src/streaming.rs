@@ -1,11 +1,12 @@
-//! Weights that do not fit in memory: opened to be read when they are needed, with a word about it; and what that cost.
+//! Weights and caches that do not fit in memory: the disk opened for them, with a word about it; and what that cost.
 
-use plimsoll_disk::{IoMeter, IoStatistics, LowerTiers, SpillSettings, default_folder, is_in_memory};
-use plimsoll_memory::{ByteSize, Tier};
-use plimsoll_model::{BlockId, Staging, StreamPlan, WeightStream};
-use plimsoll_plan::GenerationPlan;
+use std::sync::Arc;
+
+use plimsoll_disk::{IoMeter, LowerTiers, SpillSettings, default_folder, is_in_memory};
+use plimsoll_memory::{ByteSize, Tag};
+use plimsoll_plan::DryRun;
 use plimsoll_plan::hardware::disk_space;
-use plimsoll_train::TrainError;
+use plimsoll_step::Residency;
 use serde_json::{Value, json};
 
 use crate::args::DiskArgs;
@@ -20,26 +21,32 @@ pub struct Streaming {
     resident_layers: u32,
     layers: u32,
     spilled_bytes: u64,
-    /// Bytes of a key-value cache on disk, and what was moved of it.
-    cache: Option<(u64, IoMeter)>,
+    /// Bytes of a key-value cache on disk.
+    cache_bytes: Option<u64>,
 }
 
-/// Opens the weights of a staging to be read, and says what is left on disk and why.
+/// Opens the disk for what a plan leaves there, and says what that is and why. Where all is in memory there is nothing to
+/// open.
 pub fn open(
     weights: &Weights,
-    plan: &StreamPlan,
-    staging: &Staging,
+    dry_run: &DryRun,
+    residency: Option<Residency>,
     disk: &DiskArgs,
-) -> Result<(WeightStream, Streaming), Failure> {
-    let spilled_bytes = plan.spill_bytes(staging);
+) -> Result<(Arc<LowerTiers>, Option<Streaming>), Failure> {
+    let on_disk = |tag| dry_run.disk.most(tag);
+    let (spilled_bytes, cache_bytes) = (on_disk(Tag::Weights), on_disk(Tag::KvCache));
+    if residency.is_none() && cache_bytes == 0 {
+        return Ok((Arc::new(LowerTiers::none()), None));
+    }
+    let layers = weights.spec().num_layers;
+    let resident_layers = residency.map_or(layers, |residency| residency.layers(layers));
     let folder = disk.disk_path.clone().unwrap_or_else(default_folder);
-    let streamed = staging.blocks.iter().filter(|b| matches!(b.block, BlockId::Layer(_))).count() as u32;
-    let resident_layers = plan.layers().saturating_sub(streamed);
-    errln!(
-        "memory holds {resident_layers} of {} layers at once; {} are read from disk in every pass",
-        plan.layers(),
-        ByteSize(staging.bytes_per_pass())
-    );
+    if residency.is_some() {
+        errln!(
+            "memory holds {resident_layers} of {layers} layers at once; {} are read from disk in every pass",
+            ByteSize(dry_run.moved.read)
+        );
+    }
     if spilled_bytes > 0 {
         let free = disk_space(&folder).ok().map(|space| space.available);
         if let Some(free) = free.filter(|free| free.0 < spilled_bytes) {
@@ -60,68 +67,42 @@ pub fn open(
             }
         );
     }
-    let settings = SpillSettings { folder, budget: disk.disk_budget.map(|budget| budget.0), direct: true };
-    let stream = WeightStream::open::<Failure>(plan, staging, &settings, |p, rows, dtype, out| {
-        weights.read_rows_into(p, rows, dtype, out).map_err(|error: TrainError| error.into())
-    })?;
-    if let Some(file) = stream.buffered_file() {
-        errln!(
-            "direct I/O is refused for {}: it is read through the page cache, which is emptied of it again",
-            file.display()
-        );
+    if cache_bytes > 0 {
+        errln!("the key-value cache, {}, is kept in a file in {}", ByteSize(cache_bytes), folder.display());
     }
-    let meter = stream.meter();
-    let bytes_per_pass = staging.bytes_per_pass();
-    let layers = plan.layers();
-    Ok((stream, Streaming { meter, bytes_per_pass, resident_layers, layers, spilled_bytes, cache: None }))
+    let settings = SpillSettings { folder, budget: disk.disk_budget.map(|budget| budget.0), direct: true };
+    let tiers = Arc::new(LowerTiers::open(0, dry_run.disk_bytes(), &settings)?);
+    let streaming = tiers.meter().map(|meter| Streaming {
+        meter,
+        bytes_per_pass: dry_run.moved.read,
+        resident_layers,
+        layers,
+        spilled_bytes,
+        cache_bytes: (cache_bytes > 0).then_some(cache_bytes),
+    });
+    Ok((tiers, streaming))
 }
 
-/// The tiers of a decoder: room on disk for its cache where that does not fit in memory, with a word about it.
-pub fn cache_tiers(plan: &GenerationPlan, disk: &DiskArgs) -> Result<LowerTiers, Failure> {
-    let bytes = plan.dry_run.disk_bytes();
-    if plan.settings.cache_tier == Tier::Device {
-        return Ok(LowerTiers::none());
+/// Says where direct I/O is refused, once the files are open.
+pub fn report_buffered(tiers: &LowerTiers) {
+    if let Some(file) = tiers.buffered_file() {
+        errln!(
+            "direct I/O is refused for {}: it is read through the page cache, which is emptied of it again",
+            file.path().display()
+        );
     }
-    let folder = disk.disk_path.clone().unwrap_or_else(default_folder);
-    errln!(
-        "the cache of {} positions, {}, is kept in a file in {}",
-        plan.settings.context,
-        ByteSize(bytes),
-        folder.display()
-    );
-    let settings = SpillSettings { folder, budget: disk.disk_budget.map(|budget| budget.0), direct: true };
-    Ok(LowerTiers::open(0, bytes, &settings)?)
 }
 
 impl Streaming {
-    /// Counts a cache on disk with it.
-    pub fn with_cache(self, tiers: &LowerTiers) -> Streaming {
-        let cache = tiers.meter().map(|meter| (tiers.disk().high_water(), meter));
-        Streaming { cache, ..self }
-    }
-
-    /// What was moved so far.
-    fn totals(&self) -> IoStatistics {
-        let weights = self.meter.totals();
-        let Some((_, meter)) = &self.cache else { return weights };
-        let cache = meter.totals();
-        IoStatistics {
-            bytes_read: weights.bytes_read + cache.bytes_read,
-            bytes_written: weights.bytes_written + cache.bytes_written,
-            io_seconds: weights.io_seconds + cache.io_seconds,
-            waited_seconds: weights.waited_seconds + cache.waited_seconds,
-        }
-    }
-
     /// What was read so far, for machines.
     pub fn document(&self) -> Value {
-        let totals = self.totals();
+        let totals = self.meter.totals();
         json!({
             "resident_layers": self.resident_layers,
             "layers": self.layers,
             "bytes_per_pass": self.bytes_per_pass,
             "spilled_bytes": self.spilled_bytes,
-            "cache_bytes": self.cache.as_ref().map(|(bytes, _)| bytes),
+            "cache_bytes": self.cache_bytes,
             "bytes_written": totals.bytes_written,
             "bytes_read": totals.bytes_read,
             "io_seconds": totals.io_seconds,
@@ -132,7 +113,7 @@ impl Streaming {
 
     /// The same for people.
     pub fn report(&self) {
-        let totals = self.totals();
+        let totals = self.meter.totals();
         if let Some(hidden) = totals.hidden_share() {
             errln!(
                 "{} were read from disk in {:.2} s, {:.0} % of it behind the computation",

@@ -4,10 +4,11 @@ use std::ops::Range;
 use std::path::Path;
 
 use plimsoll_device::DType;
+use plimsoll_memory::Tier;
 use plimsoll_model::adapter::AdapterSet;
-use plimsoll_model::{AdapterLayout, LoraPart, ModelFiles, ModelSpec, Parameter, Role, StreamPlan};
+use plimsoll_model::{AdapterLayout, LoraPart, ModelFiles, ModelSpec, Parameter, Role, StoredWeights};
 use plimsoll_plan::quantized_as;
-use plimsoll_step::Precision;
+use plimsoll_step::{Precision, Residency, WeightOffload, WeightStorage};
 use plimsoll_train::TrainError;
 
 use crate::args::WeightArgs;
@@ -23,6 +24,7 @@ pub struct Weights {
     /// What `--quantize` says.
     quantized: Option<DType>,
     adapters: Option<AdapterSet>,
+    in_files: StoredWeights,
 }
 
 impl Weights {
@@ -45,7 +47,10 @@ impl Weights {
                 errln!("note: adapter_config.json has keys that are not known here: {keys}");
             }
         }
-        Ok(Weights { files, precision, quantized, adapters })
+        let in_files = StoredWeights::new();
+        let mut weights = Weights { files, precision, quantized, adapters, in_files };
+        weights.in_files = weights.find_in_files();
+        Ok(weights)
     }
 
     pub fn spec(&self) -> &ModelSpec {
@@ -70,17 +75,31 @@ impl Weights {
         self.adapters.as_ref().is_none_or(|set| !set.layout().parameters().iter().any(lengths))
     }
 
-    /// How weights can be brought from the files when they are needed.
-    pub fn stream_plan(&self) -> StreamPlan {
-        // A head with an adapter is computed as a whole: it is brought so from a file of our own.
-        let adapted_head = |set: &AdapterSet, p: &Parameter| {
-            p.role == Role::LmHead && set.layout().modules().iter().any(|module| module.block == p.block)
+    /// Where the files hold weights as they are computed with.
+    fn find_in_files(&self) -> StoredWeights {
+        let replaced = |p: &Parameter| self.adapters.as_ref().is_some_and(|set| set.replaces(self.spec(), p));
+        let parameters = self.spec().parameters().into_iter().filter(|p| !replaced(p));
+        let stored = |p: Parameter| {
+            let stored = self.files.weights().stored_as(&p, self.weight_type(&p))?;
+            Some(((p.block, p.role), stored))
         };
-        let changed = |p: &Parameter| {
-            let of = |set: &AdapterSet| set.replaces(self.spec(), p) || adapted_head(set, p);
-            self.adapters.as_ref().is_some_and(of)
-        };
-        StreamPlan::new(self.spec(), self.files.weights(), &|p| self.weight_type(p), &changed)
+        parameters.filter_map(stored).collect()
+    }
+
+    /// The same.
+    pub fn in_files(&self) -> &StoredWeights {
+        &self.in_files
+    }
+
+    /// How the weights are held, in these types: all in memory, or but for those that stay on disk.
+    pub fn storage<'s>(
+        &'s self,
+        types: &'s dyn Fn(&Parameter) -> DType,
+        residency: Option<Residency>,
+    ) -> WeightStorage<'s> {
+        let in_files = Some(&self.in_files);
+        let offload = residency.map(|residency| WeightOffload { tier: Tier::Disk, in_files, residency });
+        WeightStorage { types, adapters: self.adapters(), trained: false, offload }
     }
 
     /// Writes the values of some rows of a parameter.

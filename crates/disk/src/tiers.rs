@@ -137,6 +137,13 @@ impl LowerTiers {
         Ok(LowerTiers::with(host, disk, Some(Backing { engine, spill, files: Mutex::default() })))
     }
 
+    /// Memory that tiers on a disk take at most, beside what is handed to them; `row_bytes` are those of the parts that
+    /// [`read_all_now`](Self::read_all_now) is asked for.
+    pub fn memory_bytes(row_bytes: u64) -> u64 {
+        let rows = row_bytes.saturating_add(2 * ALIGNMENT).saturating_mul(AT_ONCE as u64);
+        EngineSettings::default().memory_bytes().saturating_add(rows)
+    }
+
     /// Whether nothing is behind the homes.
     pub fn is_dry(&self) -> bool {
         self.backing.is_none()

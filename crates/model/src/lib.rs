@@ -19,7 +19,6 @@ mod save_error;
 mod shown;
 pub mod source;
 pub mod spec;
-pub mod stream;
 pub mod tokenizer;
 pub mod transcode;
 
@@ -29,10 +28,11 @@ pub use parameters::{
 };
 pub use safetensors::{NewTensor, SafetensorsError, SafetensorsFile, StoredDType, write_tensors};
 pub use save::{SaveError, SaveWriter};
-pub use source::{Format, ModelError, ModelFiles, RowOrder, StoredView, WeightSource};
+pub use source::{
+    Format, ModelError, ModelFiles, RowOrder, StoredView, StoredWeight, StoredWeights, WeightSource,
+};
 pub use spec::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, QkNorm, RopeScaling,
     RopeSpec, SlidingWindow, SpecError,
 };
-pub use stream::{StagedBlock, StagedKey, StagedTensor, Staging, StreamPlan, WeightReader, WeightStream};
 pub use transcode::{RowSource, Target, Transcoder};

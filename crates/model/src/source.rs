@@ -23,7 +23,7 @@ use plimsoll_memory::FileMap;
 
 pub use error::{ModelError, NameList};
 
-use crate::parameters::Parameter;
+use crate::parameters::{BlockId, Parameter, Role};
 use crate::spec::ModelSpec;
 use packed::Packed;
 
@@ -82,6 +82,20 @@ pub struct StoredView<'a> {
     /// Whether 1 + the parameter is stored.
     pub plus_one: bool,
 }
+
+/// A parameter's bytes in a file, just as they are computed with.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StoredWeight {
+    /// The file.
+    pub path: PathBuf,
+    /// Where in it.
+    pub bytes: Range<u64>,
+    /// Their type.
+    pub dtype: DType,
+}
+
+/// What files hold of a model as it is computed with.
+pub type StoredWeights = HashMap<(BlockId, Role), StoredWeight>;
 
 /// Where a parameter is stored.
 #[derive(Debug)]
@@ -180,17 +194,19 @@ impl WeightSource {
         }
     }
 
-    /// The file and the place in it where a parameter's bytes are just those of a tensor of this type, if there are:
-    /// neither converted, nor in another order, nor packed.
-    pub fn stored_as(&self, parameter: &Parameter, dtype: DType) -> Option<(&Path, Range<u64>)> {
+    /// Where a file holds a parameter just as it is computed with in this type, if one does: neither converted, nor in
+    /// another order, nor packed, and aligned so that it can be used where whole pages of the file are read to.
+    pub fn stored_as(&self, parameter: &Parameter, dtype: DType) -> Option<StoredWeight> {
         let place = self.place(parameter).ok()?;
         let as_it_is = place.dtype == dtype
             && place.packed.is_none()
             && place.rows == RowOrder::Natural
             && !place.plus_one
+            && (place.bytes.start as u64).is_multiple_of(dtype.alignment())
             && (dtype.is_block() || cfg!(target_endian = "little"));
         let file = self.files.get(place.file).filter(|_| as_it_is)?;
-        Some((file.path(), place.bytes.start as u64..place.bytes.end as u64))
+        let bytes = place.bytes.start as u64..place.bytes.end as u64;
+        Some(StoredWeight { path: file.path().to_owned(), bytes, dtype })
     }
 
     /// The folder or file that they are in.

@@ -13,6 +13,8 @@ use plimsoll_step::{
     UpdateTiming, WeightStorage,
 };
 
+use crate::PassFootprint;
+
 /// What a dry run found out.
 #[derive(Clone, Debug)]
 pub struct DryRun {
@@ -78,8 +80,7 @@ impl DryRun {
             (dry.take_tally(), tiers.take_moved())
         };
         trainer.evaluate(settings.batch_size, &micro_batch)?;
-        let (host, disk) = (tiers.host().ledger(), tiers.disk().ledger());
-        Ok(DryRun { ledger: dry.arena().ledger(), host, disk, tally, moved })
+        Ok(DryRun::of(dry, &tiers, tally, moved))
     }
 
     /// One evaluation pass over `batch_size` sequences of `length` tokens, with weights as `storage` says.
@@ -116,17 +117,22 @@ impl DryRun {
         loss_chunk_tokens: u64,
         samples: bool,
     ) -> Result<DryRun, StepError> {
-        let dry = Dry::new();
-        let mut evaluator =
-            Evaluator::with_storage(&dry, spec.clone(), precision, storage, length, loss_chunk_tokens)?;
+        let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
+        let shape = (length, loss_chunk_tokens);
+        let mut evaluator = Evaluator::with_tiers(&dry, &tiers, spec.clone(), precision, storage, shape)?;
         let micro_batch = MicroBatch {
             weights: samples.then_some(&[]),
             document_starts: samples.then_some(&[]),
             ..MicroBatch::new(&[], &[])
         };
+        if storage.offload.is_some() {
+            // What a pass reads once the one before it has prefetched its beginning.
+            evaluator.losses(batch_size, &micro_batch)?;
+            tiers.take_moved();
+        }
         dry.take_tally();
         evaluator.losses(batch_size, &micro_batch)?;
-        Ok(DryRun::on_the_device(&dry, dry.tally()))
+        Ok(DryRun::of(&dry, &tiers, dry.tally(), tiers.take_moved()))
     }
 
     /// The losses of a sequence as long as the context, in chunks that read each other from the cache.
@@ -136,14 +142,14 @@ impl DryRun {
         storage: WeightStorage<'_>,
         loss_chunk_tokens: u64,
     ) -> Result<DryRun, StepError> {
-        let dry = Dry::new();
-        let mut decoder = Decoder::with_storage(&dry, spec.clone(), settings, storage)?;
+        let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
+        let mut decoder = Decoder::with_tiers(&dry, &tiers, spec.clone(), settings, storage)?;
         decoder.load(nothing)?;
         let n = settings.context as usize;
         let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
         dry.take_tally();
         decoder.append_losses(&MicroBatch::new(&tokens, &targets), loss_chunk_tokens)?;
-        Ok(DryRun::on_the_device(&dry, dry.tally()))
+        Ok(DryRun::of(&dry, &tiers, dry.tally(), tiers.take_moved()))
     }
 
     /// A prompt of `prompt_tokens` and a token after it, with weights as `storage` says; the tally is that of the token.
@@ -159,23 +165,22 @@ impl DryRun {
         decoder.load(nothing)?;
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
         decoder.append(&vec![0; prompt as usize])?;
-        let mut tally = dry.take_tally();
+        let (mut tally, mut moved) = (dry.take_tally(), tiers.take_moved());
         if prompt < settings.context {
             decoder.append(&[0])?;
-            tally = dry.take_tally();
+            (tally, moved) = (dry.take_tally(), tiers.take_moved());
         }
-        let (host, disk) = (tiers.host().ledger(), tiers.disk().ledger());
-        Ok(DryRun { ledger: dry.arena().ledger(), host, disk, tally, moved: Moved::default() })
+        Ok(DryRun::of(&dry, &tiers, tally, moved))
     }
 
-    /// The peak of [`generation`](Self::generation) alone, in a time that does not grow with the prompt: passes of one
+    /// The peak of [`generation`](Self::generation) and what a token reads, in a time that does not grow with the prompt: passes of one
     /// length take the same memory.
-    pub fn generation_peak(
+    pub fn generation_footprint(
         spec: &ModelSpec,
         settings: DecodeSettings,
         storage: WeightStorage<'_>,
         prompt_tokens: u64,
-    ) -> Result<u64, StepError> {
+    ) -> Result<PassFootprint, StepError> {
         let dry = Dry::new();
         let tiers = Arc::new(LowerTiers::dry());
         let mut decoder = Decoder::with_tiers(&dry, &tiers, spec.clone(), settings, storage)?;
@@ -186,14 +191,15 @@ impl DryRun {
         let passes = if prompt > chunk { chunk + prompt % chunk } else { prompt };
         decoder.append(&vec![0; passes as usize])?;
         if prompt < settings.context {
+            tiers.take_moved();
             decoder.append(&[0])?;
         }
-        Ok(dry.arena().high_water())
+        Ok(PassFootprint { peak_bytes: dry.arena().high_water(), read_bytes: tiers.take_moved().read })
     }
 
-    fn on_the_device(dry: &Dry, tally: Tally) -> DryRun {
-        let (host, disk) = (Ledger::default(), Ledger::default());
-        DryRun { ledger: dry.arena().ledger(), host, disk, tally, moved: Moved::default() }
+    fn of(dry: &Dry, tiers: &LowerTiers, tally: Tally, moved: Moved) -> DryRun {
+        let (host, disk) = (tiers.host().ledger(), tiers.disk().ledger());
+        DryRun { ledger: dry.arena().ledger(), host, disk, tally, moved }
     }
 
     /// Bytes of host memory that the job needs beside the data pipeline's.

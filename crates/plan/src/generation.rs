@@ -6,10 +6,10 @@ use std::ops::RangeInclusive;
 
 use plimsoll_device::DType;
 use plimsoll_memory::{ByteSize, Tag, Tier};
-use plimsoll_model::{ModelSpec, Staging, StreamPlan};
-use plimsoll_step::{DecodeSettings, Precision, StepError, WeightStorage};
+use plimsoll_model::{ModelSpec, StoredWeights};
+use plimsoll_step::{DecodeSettings, Precision, Residency, StepError, WeightOffload, WeightStorage};
 
-use crate::{DryRun, fitting_staging};
+use crate::{DryRun, fitting_residency, streaming_overhead_bytes};
 
 /// Tokens of a pass over the prompt, the fastest first.
 const CHUNKS: [u64; 3] = [256, 64, 16];
@@ -38,8 +38,8 @@ pub struct GenerationRequest<'a> {
     pub cache: Option<DType>,
     /// Bytes that weights, cache and workspace may take.
     pub room: u64,
-    /// How weights could be brought from disk when they are needed, where that is allowed.
-    pub stream: Option<&'a StreamPlan>,
+    /// Where files hold weights as they are computed with, if weights may be brought from disk when they are needed.
+    pub in_files: Option<&'a StoredWeights>,
     /// A context from which on it is better to have all weights in memory than more context.
     pub enough_context: u64,
 }
@@ -49,8 +49,8 @@ pub struct GenerationRequest<'a> {
 pub struct GenerationPlan {
     /// What to make the decoder with.
     pub settings: DecodeSettings,
-    /// Which weights are brought when they are needed, where not all fit.
-    pub staging: Option<Staging>,
+    /// Which weights stay in memory, where not all fit.
+    pub residency: Option<Residency>,
     /// What it will need.
     pub dry_run: DryRun,
 }
@@ -140,28 +140,28 @@ impl GenerationPlan {
         let caches = request.caches(most)?;
         let cache = caches.last().copied().unwrap_or(DType::F32);
         let enough = request.enough_context.clamp(least, most);
-        for (from, stream) in [(enough, None), (least, request.stream)] {
+        for (from, stream) in [(enough, false), (least, request.in_files.is_some())] {
             for cache in &caches {
                 if let Some(found) = request.fitting(*cache, most, stream)? {
                     return request.plan(found);
                 }
             }
             // Without a choice every context is enough.
-            let from = if request.stream.is_some() { from } else { least };
+            let from = if request.in_files.is_some() { from } else { least };
             if from < most
                 && let Some(context) = request.largest_context(cache, from, most, stream)?
                 && let Some(found) = request.fitting(cache, context, stream)?
             {
                 return request.plan(found);
             }
-            if request.stream.is_none() {
+            if request.in_files.is_none() {
                 break;
             }
         }
         // Slower, and without loss: the cache waits on disk too.
-        if let Some(stream) = request.stream {
+        if request.in_files.is_some() {
             for cache in &caches {
-                if let Some(found) = request.fitting_on(*cache, most, Some(stream), Tier::Disk)? {
+                if let Some(found) = request.fitting_on(*cache, most, true, Tier::Disk)? {
                     return request.plan(found);
                 }
             }
@@ -169,15 +169,14 @@ impl GenerationPlan {
         let mut possible = Vec::new();
         for cache in [DType::F16, DType::Q8_0, DType::Q4_1] {
             let most = request.spec.max_position_embeddings.max(most);
-            let context = request.largest_context(cache, 1, most, request.stream)?;
+            let context = request.largest_context(cache, 1, most, request.in_files.is_some())?;
             possible.extend(context.map(|context| CacheContext { cache, context }));
         }
         let settings = request.settings(cache, least, CHUNKS[CHUNKS.len() - 1]);
-        let all_staged = |head| request.stream.map(|stream| stream.staging(0, head, 2));
-        let tried = [all_staged(true), all_staged(false)];
+        let tried = [true, false].map(|head| request.in_files.map(|_| Residency::Spread { layers: 0, head }));
         let mut smallest: Option<GenerationPlan> = None;
-        for staging in tried {
-            let plan = request.plan(Found { settings, staging })?;
+        for residency in tried {
+            let plan = request.plan(Found { settings, residency })?;
             if smallest.as_ref().is_none_or(|best| plan.dry_run.peak_bytes() < best.dry_run.peak_bytes()) {
                 smallest = Some(plan);
             }
@@ -186,17 +185,20 @@ impl GenerationPlan {
             let tags = plan.dry_run.tags_at_peak();
             (plan.dry_run.peak_bytes(), tags.get(Tag::Weights) + tags.get(Tag::Staging))
         });
-        let streamed = request.stream.is_some();
+        let streamed = request.in_files.is_some();
+        // What reads them takes some memory beside them.
+        let reading = if streamed { streaming_overhead_bytes(request.spec, request.storage) } else { 0 };
+        let needed = needed.saturating_add(reading);
         let context = least;
         Err(Box::new(DoesNotFit { context, cache, needed, weights, streamed, room: request.room, possible })
             .into())
     }
 }
 
-/// Settings that fit, with what has to be staged for that.
+/// Settings that fit, with what stays in memory for that.
 struct Found {
     settings: DecodeSettings,
-    staging: Option<Staging>,
+    residency: Option<Residency>,
 }
 
 impl GenerationRequest<'_> {
@@ -224,14 +226,16 @@ impl GenerationRequest<'_> {
         self.prompt_tokens.unwrap_or(context)
     }
 
-    /// The settings with the longest passes that fit: with all weights in memory, or with weights on disk where there is
-    /// a `stream`.
-    fn fitting(
-        &self,
-        cache: DType,
-        context: u64,
-        stream: Option<&StreamPlan>,
-    ) -> Result<Option<Found>, StepError> {
+    /// The same storage with weights on disk, but for those that stay.
+    fn storage(&self, residency: Option<Residency>) -> WeightStorage<'_> {
+        let offload =
+            residency.map(|residency| WeightOffload { tier: Tier::Disk, in_files: self.in_files, residency });
+        WeightStorage { offload, ..self.storage }
+    }
+
+    /// The settings with the longest passes that fit: with all weights in memory, or with weights on disk where `stream`
+    /// says so.
+    fn fitting(&self, cache: DType, context: u64, stream: bool) -> Result<Option<Found>, StepError> {
         self.fitting_on(cache, context, stream, Tier::Device)
     }
 
@@ -240,26 +244,27 @@ impl GenerationRequest<'_> {
         &self,
         cache: DType,
         context: u64,
-        stream: Option<&StreamPlan>,
+        stream: bool,
         cache_tier: Tier,
     ) -> Result<Option<Found>, StepError> {
         for chunk in CHUNKS {
             let settings = DecodeSettings { cache_tier, ..self.settings(cache, context, chunk) };
-            let peak = |staging: Option<&Staging>| {
-                let storage = WeightStorage { staging, ..self.storage };
-                DryRun::generation_peak(self.spec, settings, storage, self.prompt(context))
+            let run = |residency: Option<Residency>| {
+                let storage = self.storage(residency);
+                DryRun::generation_footprint(self.spec, settings, storage, self.prompt(context))
             };
-            match stream {
-                None if peak(None)? <= self.room => return Ok(Some(Found { settings, staging: None })),
-                None => {}
-                Some(stream) => {
-                    let room = self.room.saturating_sub(stream.overhead_bytes());
-                    let staging = fitting_staging(stream, room, |staging| peak(Some(staging)))?;
-                    if staging.is_some() {
-                        return Ok(Some(Found { settings, staging }));
-                    }
+            let residency = if stream {
+                let room = self.room.saturating_sub(streaming_overhead_bytes(self.spec, self.storage));
+                match fitting_residency(self.spec, room, |residency| run(Some(residency)))? {
+                    None => continue,
+                    found => found,
                 }
-            }
+            } else if run(None)?.peak_bytes <= self.room {
+                None
+            } else {
+                continue;
+            };
+            return Ok(Some(Found { settings, residency }));
         }
         Ok(None)
     }
@@ -270,7 +275,7 @@ impl GenerationRequest<'_> {
         cache: DType,
         least: u64,
         most: u64,
-        stream: Option<&StreamPlan>,
+        stream: bool,
     ) -> Result<Option<u64>, StepError> {
         if self.fitting(cache, most, stream)?.is_some() {
             return Ok(Some(most));
@@ -289,11 +294,10 @@ impl GenerationRequest<'_> {
     }
 
     fn plan(&self, found: Found) -> Result<GenerationPlan, GenerationPlanError> {
-        let Found { settings, staging } = found;
+        let Found { settings, residency } = found;
         let prompt = self.prompt(settings.context);
-        let storage = WeightStorage { staging: staging.as_ref(), ..self.storage };
-        let dry_run = DryRun::generation(self.spec, settings, storage, prompt)?;
-        Ok(GenerationPlan { settings, staging, dry_run })
+        let dry_run = DryRun::generation(self.spec, settings, self.storage(residency), prompt)?;
+        Ok(GenerationPlan { settings, residency, dry_run })
     }
 }
 
@@ -311,7 +315,7 @@ mod tests {
             context,
             cache: None,
             room,
-            stream: None,
+            in_files: None,
             enough_context: 1,
         }
     }
@@ -394,8 +398,11 @@ mod tests {
                 };
                 let types = |_: &Parameter| DType::F32;
                 let storage = WeightStorage::new(&types);
-                let quick = DryRun::generation_peak(&spec, settings, storage, prompt).unwrap();
-                assert_eq!(quick, DryRun::generation(&spec, settings, storage, prompt).unwrap().peak_bytes());
+                let quick = DryRun::generation_footprint(&spec, settings, storage, prompt).unwrap();
+                assert_eq!(
+                    quick.peak_bytes,
+                    DryRun::generation(&spec, settings, storage, prompt).unwrap().peak_bytes()
+                );
             }
         }
     }

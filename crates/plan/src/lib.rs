@@ -39,6 +39,6 @@ pub use resolve::{Choice, lighter_choices, loss_chunk_tokens};
 pub use run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes};
 pub use scratch::ScratchTokenizer;
 pub use shortage::{Resource, Shortage};
-pub use streaming::fitting_staging;
+pub use streaming::{PassFootprint, fitting_residency, streaming_overhead_bytes};
 pub use time::{DiskRates, Rates, TimeEstimate};
 pub use training_plan::{LayerBytes, Machine, TrainingPlan, tags_json};

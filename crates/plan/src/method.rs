@@ -5,8 +5,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use plimsoll_device::DType;
-use plimsoll_model::{AdapterError, AdapterLayout, BlockId, ModelSpec, Parameter, Role, WeightSource};
-use plimsoll_step::{Adapters, StepError, StoredWeight, TrainingMethod};
+use plimsoll_model::{
+    AdapterError, AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeight, WeightSource,
+};
+use plimsoll_step::{Adapters, StepError, TrainingMethod};
 
 use crate::config::{Method, Quantization, RawConfig};
 
@@ -80,12 +82,7 @@ fn in_files(
         Some(dtype) => vec![*dtype],
         None => usual.to_vec(),
     };
-    candidates.into_iter().find_map(|dtype| {
-        let (path, bytes) = stored.stored_as(p, dtype)?;
-        // A buffer's pages are those of the file.
-        let aligned = bytes.start.is_multiple_of(dtype.alignment());
-        aligned.then(|| (key, StoredWeight { path: path.to_owned(), bytes, dtype }))
-    })
+    candidates.into_iter().find_map(|dtype| Some((key, stored.stored_as(p, dtype)?)))
 }
 
 /// What the matrix of a block's linear is stored as where it is to be quantised: the type, or the next wider one whose

@@ -1,39 +1,55 @@
 //! How much of a model stays in memory where not all of it fits: as much as dry runs find room for, and the rest is
 //! brought when it is needed.
 
-use plimsoll_model::{Staging, StreamPlan};
-use plimsoll_step::StepError;
+use plimsoll_disk::LowerTiers;
+use plimsoll_model::{ModelSpec, Parameter};
+use plimsoll_step::{Residency, StepError, WeightStorage};
 
-/// Staging buffers: one in use and one on its way.
-const BUFFERS: usize = 2;
+/// What a dry run of a forward pass found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PassFootprint {
+    /// The arena's peak.
+    pub peak_bytes: u64,
+    /// Bytes of weights and cache that a pass reads from disk.
+    pub read_bytes: u64,
+}
 
-/// The staging that brings the fewest bytes in a pass of those that fit `room`; `peak` runs the job dry with one. `None`
-/// where the job does not fit with everything staged.
-pub fn fitting_staging(
-    plan: &StreamPlan,
+/// The residency with which a pass reads the fewest bytes of those that fit `room`; `run` runs the job dry with one. `None`
+/// where the job does not fit with everything below the device.
+pub fn fitting_residency(
+    spec: &ModelSpec,
     room: u64,
-    mut peak: impl FnMut(&Staging) -> Result<u64, StepError>,
-) -> Result<Option<Staging>, StepError> {
-    let mut best: Option<Staging> = None;
+    mut run: impl FnMut(Residency) -> Result<PassFootprint, StepError>,
+) -> Result<Option<Residency>, StepError> {
+    let mut best: Option<(Residency, u64)> = None;
     // A head that is larger than layers makes every buffer larger, so that it may be better kept.
-    for resident_head in [true, false] {
-        let mut fits = |resident: u32| -> Result<Option<Staging>, StepError> {
-            let staging = plan.staging(resident, resident_head, BUFFERS);
-            Ok((peak(&staging)? <= room).then_some(staging))
+    for head in [true, false] {
+        let mut fits = |layers: u32| -> Result<Option<(Residency, u64)>, StepError> {
+            let residency = Residency::Spread { layers, head };
+            let PassFootprint { peak_bytes, read_bytes } = run(residency)?;
+            Ok((peak_bytes <= room).then_some((residency, read_bytes)))
         };
         let Some(mut fitting) = fits(0)? else { continue };
         // `low` layers fit, `high` do not.
-        let (mut low, mut high) = (0, plan.layers() + 1);
+        let (mut low, mut high) = (0, spec.num_layers + 1);
         while low + 1 < high {
             let middle = low.midpoint(high);
             match fits(middle)? {
-                Some(staging) => (low, fitting) = (middle, staging),
+                Some(found) => (low, fitting) = (middle, found),
                 None => high = middle,
             }
         }
-        if best.as_ref().is_none_or(|best| fitting.bytes_per_pass() < best.bytes_per_pass()) {
+        if best.is_none_or(|(_, read_bytes)| fitting.1 < read_bytes) {
             best = Some(fitting);
         }
     }
-    Ok(best)
+    Ok(best.map(|(residency, _)| residency))
+}
+
+/// Memory that weights on disk take at most, beside the arena: the threads that read them, and buffers for rows of the
+/// embedding.
+pub fn streaming_overhead_bytes(spec: &ModelSpec, storage: WeightStorage<'_>) -> u64 {
+    let row_bytes = |p: &Parameter| (storage.types)(p).bytes_for(p.columns()).unwrap_or(0);
+    let table = spec.parameters().into_iter().find(Parameter::is_table);
+    LowerTiers::memory_bytes(table.as_ref().map_or(0, row_bytes))
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use plimsoll_device::{AttentionShape, DType, Device, Op, Tensor};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier};
-use plimsoll_model::{BlockId, ModelSpec, Parameter, Role, WeightReader};
+use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
 
 use crate::StepError;
 use crate::block;
@@ -67,7 +67,7 @@ impl<'a, D: Device> Decoder<'a, D> {
         Self::with_tiers(device, &Arc::new(LowerTiers::none()), spec, settings, storage)
     }
 
-    /// The same with tiers below the device, for a cache that lives there.
+    /// The same with tiers below the device, for weights and a cache that live there.
     pub fn with_tiers(
         device: &'a D,
         tiers: &Arc<LowerTiers>,
@@ -75,25 +75,20 @@ impl<'a, D: Device> Decoder<'a, D> {
         settings: DecodeSettings,
         storage: WeightStorage<'_>,
     ) -> Result<Self, StepError> {
-        let weights = StreamedStore::allocate(device, &spec, storage, Tag::Weights)?;
+        let weights = StreamedStore::new(device, tiers, &spec, storage, None)?;
         let positions = (settings.context, settings.prompt_chunk_tokens);
         let cache = KvCache::new(device, &spec, settings.cache, positions, (tiers, settings.cache_tier))?;
         let ropes = RopeTables::new(device, &spec, settings.context)?;
         Ok(Decoder { device, spec, settings, weights, ropes, cache, length: 0, written: 0 })
     }
 
-    /// Sets every weight that is not staged; `fill` writes the values of some rows of a parameter in the given type
+    /// Sets every weight that no file holds as it is computed with; `fill` writes the values of some rows of a parameter in the given type
     /// and is not called on a dry device.
     pub fn load<E: From<StepError>>(
         &mut self,
         fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         self.weights.load(fill)
-    }
-
-    /// Takes staged weights from here from now on.
-    pub fn stream_from(&mut self, reader: Box<dyn WeightReader>) {
-        self.weights.stream_from(reader);
     }
 
     /// Tokens in the cache.

@@ -35,6 +35,12 @@ pub enum StepError {
         /// The weight.
         role: Role,
     },
+    /// Something that the step program never does: a defect of Plimsoll itself.
+    #[error("a defect of Plimsoll, please report it: {what}")]
+    Invariant {
+        /// What happened.
+        what: &'static str,
+    },
     /// A parameter group that is empty.
     #[error(
         "training.parameter_groups: no parameter of the model has a name like '{pattern}'; `plimsoll inspect` lists the names, and * stands for any text"

@@ -1,10 +1,12 @@
 //! The loss of given tokens, forward only.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use plimsoll_device::{DType, Device};
-use plimsoll_memory::{Phase, Tag};
-use plimsoll_model::{BlockId, ModelSpec, Parameter, WeightReader};
+use plimsoll_disk::LowerTiers;
+use plimsoll_memory::Phase;
+use plimsoll_model::{BlockId, ModelSpec, Parameter};
 
 use crate::StepError;
 use crate::block;
@@ -99,24 +101,39 @@ impl<'a, D: Device> Evaluator<'a, D> {
         longest: u64,
         loss_chunk_tokens: u64,
     ) -> Result<Self, StepError> {
-        let weights = StreamedStore::allocate(device, &spec, storage, Tag::Weights)?;
+        Self::with_tiers(
+            device,
+            &Arc::new(LowerTiers::none()),
+            spec,
+            precision,
+            storage,
+            (longest, loss_chunk_tokens),
+        )
+    }
+
+    /// The same with tiers below the device, for weights that live there; the last are the longest sequence and the tokens
+    /// of a chunk of logits.
+    pub fn with_tiers(
+        device: &'a D,
+        tiers: &Arc<LowerTiers>,
+        spec: ModelSpec,
+        precision: Precision,
+        storage: WeightStorage<'_>,
+        (longest, loss_chunk_tokens): (u64, u64),
+    ) -> Result<Self, StepError> {
+        let weights = StreamedStore::new(device, tiers, &spec, storage, None)?;
         device.arena().enter(Phase::Setup, None);
         let ropes = RopeTables::new(device, &spec, longest)?;
         Ok(Evaluator { device, spec, precision, loss_chunk_tokens, weights, ropes, longest })
     }
 
-    /// Sets every weight that is not staged; `fill` writes the values of some rows of a parameter in the given type
+    /// Sets every weight that no file holds as it is computed with; `fill` writes the values of some rows of a parameter in the given type
     /// and is not called on a dry device.
     pub fn load<E: From<StepError>>(
         &mut self,
         fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         self.weights.load(fill)
-    }
-
-    /// Takes staged weights from here from now on.
-    pub fn stream_from(&mut self, reader: Box<dyn WeightReader>) {
-        self.weights.stream_from(reader);
     }
 
     /// Sum of token losses and number of targets of `batch_size` sequences of equal length.

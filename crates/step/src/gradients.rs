@@ -18,7 +18,7 @@ use crate::StepError;
 use crate::head::rows;
 use crate::seed::{mix, parameter_number};
 use crate::store::{layer_of, role_name};
-use crate::tier::{Homes, Parcel, Pieces, Pool, Unit, is_matrix};
+use crate::tier::{Parcel, Parcels, Pieces, Unit, is_matrix};
 
 /// The gradients that exist at the moment.
 pub(crate) struct Gradients<'a, D: Device> {
@@ -48,8 +48,7 @@ struct Written {
 
 /// Gradients that live on a lower tier.
 struct Away<'a, D: Device> {
-    parcels: HashMap<Unit, Parcel<Role>>,
-    pool: Pool<'a, D, Unit>,
+    pool: Parcels<'a, D, Unit, Role>,
     /// The pieces of tables.
     pieces: HashMap<(BlockId, Role), Vec<Range<u64>>>,
     /// The units whose gradients live there now.
@@ -99,29 +98,21 @@ impl<'a, D: Device> Gradients<'a, D> {
         }
         let (mut parcels, mut pieces) = (HashMap::<Unit, Parcel<Role>>::new(), HashMap::new());
         for p in trained.iter().filter(|p| is_matrix(p) && !stays(p)) {
-            let columns = p.columns();
             let cuts = cut.of(p);
             for (piece, rows) in (0..).zip(&cuts) {
                 let parcel = parcels.entry(Unit { block: p.block, piece }).or_insert_with(Parcel::new);
-                parcel.add(p.role, dtype, &[rows.end - rows.start, columns]);
+                parcel.add(p.role, dtype, &[rows.end - rows.start, p.columns()]);
+                // Gradients that are used up at once never leave the device.
+                parcel.settle_later(tier, Tag::Gradients, "gradients");
             }
             if layer_of(p.block).is_none() {
                 pieces.insert((p.block, p.role), cuts);
             }
         }
-        let mut units: Vec<Unit> = parcels.keys().copied().collect();
-        units.sort();
-        let mut homes = Homes::new(tiers);
-        for unit in units {
-            let bytes = parcels.get(&unit).map_or(0, Parcel::bytes);
-            // Gradients that are used up at once never leave the device.
-            homes.expect(unit, tier, bytes, Tag::Gradients, "gradients");
-        }
-        if let Some(bytes) = parcels.values().map(Parcel::bytes).max() {
+        if !parcels.is_empty() {
             device.arena().enter(Phase::Setup, None);
-            let mut pool = Pool::new(device, bytes, buffers.min(parcels.len()))?;
-            pool.carry_with(Box::new(homes));
-            gradients.away = Some(Away { parcels, pool, pieces, exist: Vec::new() });
+            let pool = Parcels::new(device, tiers, parcels, buffers)?;
+            gradients.away = Some(Away { pool, pieces, exist: Vec::new() });
         }
         Ok(gradients)
     }
@@ -166,42 +157,31 @@ impl<'a, D: Device> Gradients<'a, D> {
 
     /// Has the gradients of a layer on the device: as they are, or room for them where there are none yet.
     pub fn fetch(&mut self, block: BlockId) -> Result<(), StepError> {
-        let unit = Unit::whole(block);
-        let Some(buffer) = self.buffer_of(unit)? else { return Ok(()) };
-        let Some(away) = &self.away else { return Ok(()) };
-        let Some(parcel) = away.parcels.get(&unit) else { return Ok(()) };
-        for view in parcel.views(&buffer) {
-            let missing = StepError::MissingWeight { block, role: Role::TokenEmbedding };
-            let (role, tensor) = view.ok_or(missing)?;
-            let written = self.tensors.entry((block, *role));
+        for (role, tensor) in self.brought(Unit::whole(block))? {
+            let written = self.tensors.entry((block, role));
             written.or_insert(Written { gradient: None, times: 0 }).gradient = Some(tensor);
         }
         Ok(())
     }
 
-    /// The buffer with a unit's gradients, or for them; `None` for a unit whose gradients are on the device.
-    fn buffer_of(&mut self, unit: Unit) -> Result<Option<Tensor>, StepError> {
-        let Some(Away { parcels, pool, exist, .. }) = &mut self.away else { return Ok(None) };
-        if !parcels.contains_key(&unit) {
-            return Ok(None);
+    /// A unit's gradients in a buffer, or room for them; none of a unit whose gradients are on the device.
+    fn brought(&mut self, unit: Unit) -> Result<Vec<(Role, Tensor)>, StepError> {
+        let Some(Away { pool, exist, .. }) = &mut self.away else { return Ok(Vec::new()) };
+        if exist.contains(&unit) || !pool.has(unit) {
+            return pool.take(unit);
         }
-        let buffer = match exist.contains(&unit) {
-            true => pool.take(unit)?,
-            false => {
-                exist.push(unit);
-                pool.take_fresh(unit)?
-            }
-        };
-        let missing = StepError::MissingWeight { block: unit.block, role: Role::TokenEmbedding };
-        buffer.map(Some).ok_or(missing)
+        exist.push(unit);
+        pool.take_fresh(unit)
     }
 
     /// Sends the gradients of a layer to where they live; `served`: nobody needs them any more.
     pub fn put_away(&mut self, block: BlockId, served: bool) -> Result<(), StepError> {
         let unit = Unit::whole(block);
-        let parcel = self.away.as_ref().and_then(|away| away.parcels.get(&unit));
-        let Some(parcel) = parcel.filter(|_| layer_of(block).is_some()) else { return Ok(()) };
-        for placed in parcel.tensors() {
+        let Some(away) = &self.away else { return Ok(()) };
+        if layer_of(block).is_none() || !away.pool.has(unit) {
+            return Ok(());
+        }
+        for placed in away.pool.get(unit).iter().flat_map(|parcel| parcel.tensors()) {
             if let Some(written) = self.tensors.get_mut(&(block, placed.key)) {
                 written.gradient = None;
             }
@@ -260,11 +240,8 @@ impl<'a, D: Device> Gradients<'a, D> {
 
     /// A piece of a gradient that lives on a lower tier, in its buffer.
     fn piece(&mut self, block: BlockId, role: Role, piece: u32) -> Result<Option<Tensor>, StepError> {
-        let unit = Unit { block, piece };
-        let Some(buffer) = self.buffer_of(unit)? else { return Ok(None) };
-        let parcel = self.away.as_ref().and_then(|away| away.parcels.get(&unit));
-        let found = parcel.and_then(|p| p.views(&buffer).flatten().find(|(r, _)| **r == role));
-        found.map(|(_, tensor)| Some(tensor)).ok_or(StepError::MissingWeight { block, role })
+        let found = self.brought(Unit { block, piece })?.into_iter().find(|(r, _)| *r == role);
+        Ok(found.map(|(_, tensor)| tensor))
     }
 
     /// Keeps the gradients of the rows that a micro-batch looked up.
@@ -348,7 +325,7 @@ impl<'a, D: Device> Gradients<'a, D> {
     pub fn leave_rows(&mut self, block: BlockId, piece: u32, served: bool) -> Result<(), StepError> {
         let unit = Unit { block, piece };
         match &self.away {
-            Some(away) if away.parcels.contains_key(&unit) => self.leave(unit, served),
+            Some(away) if away.pool.has(unit) => self.leave(unit, served),
             _ => Ok(()),
         }
     }

@@ -16,7 +16,7 @@ use plimsoll_model::{BlockId, Parameter, Role};
 use crate::StepError;
 use crate::seed::{mix, parameter_number};
 use crate::store::layer_of;
-use crate::tier::{Homes, Parcel, Pieces, Pool, is_matrix};
+use crate::tier::{Parcel, Parcels, Pieces, is_matrix};
 
 mod adafactor;
 mod adam_mini;
@@ -61,9 +61,7 @@ type StateUnit = (BlockId, Role, u32);
 
 /// States that live on a lower tier.
 struct Away<'a, D: Device> {
-    parcels: HashMap<StateUnit, Parcel<StateKind>>,
-    homes: HashMap<StateUnit, Arc<Home>>,
-    pool: Pool<'a, D, StateUnit>,
+    pool: Parcels<'a, D, StateUnit, StateKind>,
 }
 
 /// Buffers for states that live on a lower tier: one in use, one on its way and one on its way back.
@@ -119,7 +117,7 @@ impl<'a, D: Device> Optimizer<'a, D> {
         let kind = settings.kind;
         let StateStorage { tiers, tier, stays, cut, head_dim, needs_master, seed } = storage;
         let mut slots = HashMap::new();
-        let (mut parcels, mut homes) = (HashMap::new(), Homes::new(tiers));
+        let mut parcels = HashMap::new();
         for p in trained {
             device.arena().enter(Phase::Setup, layer_of(p.block));
             tiers.enter(Phase::Setup, layer_of(p.block));
@@ -137,9 +135,9 @@ impl<'a, D: Device> Optimizer<'a, D> {
                     if parcel.is_empty() {
                         continue;
                     }
-                    homes.take(unit, tier, parcel.bytes(), Tag::Optimizer, "states")?;
+                    parcel.settle(tiers, tier, Tag::Optimizer, "states")?;
                     for ((_, tensor), placed) in first.tensors().iter().zip(parcel.tensors()) {
-                        if let Some(home) = homes.get(unit) {
+                        if let Some(home) = parcel.home() {
                             send_now(device, tiers, home, placed.offset, tensor)?;
                         }
                     }
@@ -150,12 +148,9 @@ impl<'a, D: Device> Optimizer<'a, D> {
             slots.insert((p.block, p.role), Slot { state, lr_scale, weight_decay });
         }
         let mut away = None;
-        if let Some(bytes) = parcels.values().map(Parcel::bytes).max() {
+        if !parcels.is_empty() {
             device.arena().enter(Phase::Setup, None);
-            let all = homes.all();
-            let mut pool = Pool::new(device, bytes, BUFFERS.min(parcels.len()))?;
-            pool.carry_with(Box::new(homes));
-            away = Some(Away { parcels, homes: all, pool });
+            away = Some(Away { pool: Parcels::new(device, tiers, parcels, BUFFERS)? });
         }
         Ok(Optimizer { kind, slots, seed, away })
     }
@@ -176,34 +171,31 @@ impl<'a, D: Device> Optimizer<'a, D> {
 
     /// Whether any state of a parameter lives on a lower tier.
     pub fn is_away(&self, block: BlockId, role: Role) -> bool {
-        self.away.as_ref().is_some_and(|away| away.parcels.contains_key(&(block, role, 0)))
+        self.away.as_ref().is_some_and(|away| away.pool.has((block, role, 0)))
     }
 
     /// The states that live on a lower tier: of which piece, where, and what they are.
     pub fn at_home(&self, block: BlockId, role: Role) -> Vec<AwayState> {
         let Some(away) = &self.away else { return Vec::new() };
-        let own = |piece: u32| {
-            let unit = (block, role, piece);
-            Some((away.parcels.get(&unit)?, away.homes.get(&unit)?))
-        };
-        let pieces = (0..).map_while(own).enumerate();
-        let states = pieces.flat_map(|(piece, (parcel, home))| {
-            parcel.tensors().iter().map(move |placed| AwayState {
-                piece,
+        let mut states = Vec::new();
+        for piece in 0.. {
+            let Some(parcel) = away.pool.get((block, role, piece)) else { break };
+            let Some(home) = parcel.home() else { break };
+            states.extend(parcel.tensors().iter().map(|placed| AwayState {
+                piece: piece as usize,
                 kind: placed.key,
                 dtype: placed.dtype,
                 shape: placed.shape.clone(),
                 home: Arc::clone(home),
                 offset: placed.offset,
-            })
-        });
-        states.collect()
+            }));
+        }
+        states
     }
 
     /// The parameters that will be updated next, in order, with the pieces that each has.
     pub fn announce(&mut self, order: impl IntoIterator<Item = StateUnit>) -> Result<(), StepError> {
-        let Some(Away { parcels, pool, .. }) = &mut self.away else { return Ok(()) };
-        pool.announce(order.into_iter().filter(|unit| parcels.contains_key(unit)))
+        self.away.as_mut().map_or(Ok(()), |away| away.pool.announce(order))
     }
 
     /// How often states were fetched that nobody had announced.
@@ -234,11 +226,8 @@ impl<'a, D: Device> Optimizer<'a, D> {
     ) -> Result<(), StepError> {
         let unit = (parameter.block, parameter.role, rows.map_or(0, |rows| rows.piece));
         let brought = match &mut self.away {
-            Some(Away { parcels, pool, .. }) => match parcels.get(&unit) {
-                Some(parcel) => Some(bring(pool, parcel, unit)?),
-                None => None,
-            },
-            None => None,
+            Some(Away { pool }) if pool.has(unit) => Some(OptimizerState::new(pool.take(unit)?)),
+            _ => None,
         };
         let was_brought = brought.is_some();
         let own = self.slot(parameter.block, parameter.role)?;
@@ -339,18 +328,6 @@ fn new_state<D: Device>(
         new.master()?;
     }
     Ok(new.done())
-}
-
-/// The states in a buffer of the pool.
-fn bring<D: Device>(
-    pool: &mut Pool<'_, D, StateUnit>,
-    parcel: &Parcel<StateKind>,
-    unit: StateUnit,
-) -> Result<OptimizerState, StepError> {
-    let missing = || StepError::MissingWeight { block: unit.0, role: unit.1 };
-    let buffer = pool.take(unit)?.ok_or_else(missing)?;
-    let views = parcel.views(&buffer).map(|view| view.map(|(kind, tensor)| (*kind, tensor)));
-    Ok(OptimizerState::new(views.collect::<Option<Vec<_>>>().ok_or_else(missing)?))
 }
 
 /// Rows of a parameter, as a parameter.

@@ -5,9 +5,8 @@ use std::sync::Arc;
 
 use plimsoll_device::{BlockSparse, Compute, DType};
 use plimsoll_memory::Tier;
-use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter, Role};
+use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeights};
 
-use crate::store::StoredWeight;
 use crate::{Checkpointing, Compression, OptimizerSettings};
 
 /// Storage types of a step.
@@ -255,7 +254,7 @@ pub struct Adapters {
     /// Storage of weights that is not the precision's: blocks of quantised types.
     pub weight_types: HashMap<(BlockId, Role), DType>,
     /// Where files hold frozen weights: what is as it is computed with is brought from there where weights live on disk.
-    pub in_files: HashMap<(BlockId, Role), StoredWeight>,
+    pub in_files: StoredWeights,
 }
 
 impl TrainingMethod {

@@ -5,12 +5,11 @@ mod streamed;
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::path::PathBuf;
 
 use plimsoll_device::{DType, Device, DeviceError, Op, Rounding, Tensor};
-use plimsoll_memory::{Phase, Tag};
+use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{
-    Adapted, AdapterLayout, BlockId, LoraPart, ModelSpec, NormSpec, Parameter, Role, Staging,
+    Adapted, AdapterLayout, BlockId, LoraPart, ModelSpec, NormSpec, Parameter, Role, StoredWeights,
 };
 
 use crate::StepError;
@@ -18,9 +17,9 @@ use crate::adapter::{Dora, LowRank};
 use crate::head::reshaped;
 use crate::linear::Linear;
 use crate::norm::Norm;
+use crate::settings::stays;
 
 pub use streamed::StreamedStore;
-pub(crate) use streamed::{Away, AwayParameter};
 
 /// The weights of one block, for as long as the step works on it.
 #[derive(Clone, Debug)]
@@ -173,32 +172,66 @@ pub struct WeightStorage<'a> {
     pub types: &'a dyn Fn(&Parameter) -> DType,
     /// Adapters beside them, in f32.
     pub adapters: Option<&'a AdapterLayout>,
-    /// Whether adapters change from step to step.
+    /// Whether weights or adapters change from step to step.
     pub trained: bool,
-    /// Which of them are brought when they are needed, where not all are in memory; for what changes no weight.
-    pub staging: Option<&'a Staging>,
+    /// Where the matrices live that are brought when they are needed; all are on the device where `None`.
+    pub offload: Option<WeightOffload<'a>>,
 }
 
-/// A weight's bytes in a file.
-#[derive(Clone, Debug, PartialEq)]
-pub struct StoredWeight {
-    /// The file.
-    pub path: PathBuf,
-    /// Where in it.
-    pub bytes: Range<u64>,
-    /// Their type.
-    pub dtype: DType,
+/// Matrices of the layers and tables of the vocabulary that live below the device. Vectors and learned positions are small
+/// and stay.
+#[derive(Clone, Copy)]
+pub struct WeightOffload<'a> {
+    /// Where they live.
+    pub tier: Tier,
+    /// What files hold as it is computed with: on the disk tier, it is read from there. All else is written into a home of
+    /// its own when the weights are loaded.
+    pub in_files: Option<&'a StoredWeights>,
+    /// What stays on the device all the same.
+    pub residency: Residency,
+}
+
+/// How much of a model stays on the device where not all of it does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Residency {
+    /// So many layers, spread evenly, and the head's table, which a tied embedding is, or not: for passes that bring all
+    /// others in turn.
+    Spread {
+        /// Layers.
+        layers: u32,
+        /// Whether the head's table stays.
+        head: bool,
+    },
+    /// So many layers, counted from the last one: the backward pass begins with them.
+    Last(u32),
+}
+
+impl Residency {
+    /// Layers that stay of `num_layers`.
+    pub fn layers(self, num_layers: u32) -> u32 {
+        let (Residency::Spread { layers, .. } | Residency::Last(layers)) = self;
+        layers.min(num_layers)
+    }
+
+    /// Whether the matrices of a block stay.
+    pub fn keeps(self, spec: &ModelSpec, block: BlockId) -> bool {
+        let (all, kept) = (u64::from(spec.num_layers.max(1)), u64::from(self.layers(spec.num_layers)));
+        match (self, block) {
+            // Layer i stays where the line of slope kept / all reaches a further whole number.
+            (Residency::Spread { .. }, BlockId::Layer(i)) => {
+                (u64::from(i) + 1) * kept / all > u64::from(i) * kept / all
+            }
+            (Residency::Spread { head, .. }, BlockId::Embedding) => head && spec.tie_word_embeddings,
+            (Residency::Spread { head, .. }, BlockId::Head) => head,
+            (Residency::Last(kept), block) => stays(block, kept, spec.num_layers),
+        }
+    }
 }
 
 impl<'a> WeightStorage<'a> {
-    /// Weights of these types, without adapters.
+    /// Weights of these types, without adapters, on the device.
     pub fn new(types: &'a dyn Fn(&Parameter) -> DType) -> Self {
-        WeightStorage { types, adapters: None, trained: false, staging: None }
-    }
-
-    /// Whether a weight is in memory all the time.
-    fn is_resident(&self, parameter: &Parameter) -> bool {
-        self.staging.is_none_or(|staging| !staging.holds(parameter.block, parameter.role))
+        WeightStorage { types, adapters: None, trained: false, offload: None }
     }
 }
 
@@ -263,7 +296,6 @@ impl ResidentStore {
         device: &D,
         spec: &ModelSpec,
         storage: WeightStorage<'_>,
-        tag: Tag,
         is_resident: &dyn Fn(&Parameter) -> bool,
     ) -> Result<Self, StepError> {
         spec.check()?;
@@ -277,7 +309,7 @@ impl ResidentStore {
                 .block_parameters(block)
                 .into_iter()
                 .filter(is_resident)
-                .map(|p| Ok((p.role, device.alloc(types(&p), &p.shape, tag, role_name(p.role))?)))
+                .map(|p| Ok((p.role, device.alloc(types(&p), &p.shape, Tag::Weights, role_name(p.role))?)))
                 .collect::<Result<Vec<_>, DeviceError>>()?;
             for p in adapter_parameters.iter().filter(|p| p.block == block) {
                 let tensor = device.alloc(DType::F32, &p.shape, Tag::Adapters, role_name(p.role))?;
@@ -301,24 +333,6 @@ impl ResidentStore {
         let base = spec.parameters().into_iter().filter(is_resident);
         let parameters = base.chain(adapter_parameters.iter().cloned()).collect();
         Ok(ResidentStore { blocks, parameters })
-    }
-
-    /// Sets every weight; `fill` writes the values of some rows of a parameter in the given type and is not called on a dry
-    /// device.
-    pub fn load<D: Device, E: From<StepError>>(
-        &self,
-        device: &D,
-        mut fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        for p in &self.parameters {
-            let tensor = self.tensor(p)?;
-            let mut outcome = Ok(());
-            device
-                .write(tensor, &mut |bytes| outcome = fill(p, p.all_rows(), tensor.dtype(), bytes))
-                .map_err(StepError::from)?;
-            outcome?;
-        }
-        Ok(())
     }
 
     /// What it has of a block.

@@ -1,11 +1,34 @@
-//! What is not on the device all the time: how it lies in buffers, how it comes and goes, and where it lives.
+//! What is not on the device all the time: parcels of tensors with their homes, and the buffers through which they come
+//! and go. Weights, gradients, optimizer states and key-value caches share this one way, in training and in inference.
+//!
+//! # How a weight that lives below the device comes and goes
+//!
+//! 1. `StreamedStore::new` puts the matrices of a layer into one [`Parcel`], or a piece of a table by itself
+//!    ([`Pieces`]). A matrix that a file of the model's holds as it is computed with has its home there; the others share a
+//!    home of their own, which [`Parcel::settle`] takes of the host's arena or of the spill file's. In a dry run the same
+//!    homes are taken of arenas with nothing behind them.
+//! 2. `StreamedStore::load` fills the homes of their own a part at a time ([`Contents::load`]).
+//! 3. The pass announces its order ([`Parcels::announce`]). The pool lends a free buffer of the arena to the tiers
+//!    (`Device::lend`): nobody has a view of it from here on. A transit cuts it into stretches, one for each home,
+//!    and the disk's threads read into them, straight from the file.
+//! 4. `gather` takes the parcel ([`Parcels::take`]): the pool first sees to it that the next one is on its way, then waits for
+//!    this one, gets its buffer back (`Device::reclaim`), and gives views of the tensors in it.
+//! 5. `release` says that the step is done with it. When the last view is gone, a buffer that was changed is lent again and
+//!    written back to the parcel's own home, and a buffer that was not is free at once.
+//! 6. `flush`, at the end of a step, waits until everything that was changed has arrived.
+//!
+//! Buffers are taken once, so that memory does not depend on how fast a disk is. On the dry device a buffer stays where it
+//! is and the bytes that would move are counted.
 
+mod contents;
 mod homes;
 mod parcel;
+mod parcels;
 mod pieces;
 mod pool;
+mod transit;
 
-pub(crate) use homes::{Extents, Homes};
-pub(crate) use parcel::{Parcel, Placed, aligned_view, buffer};
+pub(crate) use contents::{Contents, HomePart};
+pub(crate) use parcel::{Extents, Parcel, aligned_view, buffer};
+pub(crate) use parcels::Parcels;
 pub(crate) use pieces::{Pieces, Unit, is_matrix};
-pub(crate) use pool::{Carrier, Pool};

@@ -28,7 +28,7 @@ use crate::seed::mix;
 use crate::settings::{
     GradientClipping, MicroBatch, MicroBatches, NormSource, StepSettings, UpdateTiming, stays,
 };
-use crate::store::{Away, StreamedStore, WeightStorage};
+use crate::store::{Residency, StreamedStore, WeightOffload, WeightStorage};
 use crate::tier::Pieces;
 
 use passes::Passes;
@@ -131,19 +131,16 @@ impl<'a, D: Device> Trainer<'a, D> {
         let method = &settings.method;
         let types = |p: &Parameter| method.weight_type(p, precision.weights);
         let adapters = method.adapters().map(|adapters| &adapters.layout);
-        let storage = WeightStorage { types: &types, adapters, trained: true, staging: None };
         let (offload, kept, num_layers) = (settings.offload, settings.kept_layers, spec.num_layers);
-        let cut = Pieces::new(&spec, &settings.optimizer.kind);
-        let weights = match offload.parameters {
-            Tier::Device => StreamedStore::allocate(device, &spec, storage, Tag::Weights)?,
-            tier => {
-                let in_files = method.adapters().map(|adapters| &adapters.in_files);
-                let in_files = in_files.filter(|_| tier == Tier::Disk);
-                let stays = |p: &Parameter| stays(p.block, kept.parameters, num_layers);
-                let away = Away { tiers: &tiers, tier, stays: &stays, in_files };
-                StreamedStore::allocate_away(device, &spec, storage, away, cut)?
-            }
+        let below = WeightOffload {
+            tier: offload.parameters,
+            in_files: method.adapters().map(|adapters| &adapters.in_files),
+            residency: Residency::Last(kept.parameters),
         };
+        let below = (offload.parameters != Tier::Device).then_some(below);
+        let storage = WeightStorage { types: &types, adapters, trained: true, offload: below };
+        let cut = Pieces::new(&spec, &settings.optimizer.kind);
+        let weights = StreamedStore::new(device, &tiers, &spec, storage, Some(cut))?;
         let trained = method.trained(&spec);
         // Adapters are in f32 themselves.
         let needs_master = |p: &Parameter| precision.master_weights && !matches!(p.role, Role::Lora(..));

@@ -1,109 +1,53 @@
-//! Weights that are brought when they are needed give the bits of those that are always there, in the memory that a dry
-//! run finds, each block once in a pass and ahead of its use.
+//! Weights that live on disk give the bits of those that are always on the device, in the memory that a dry run finds,
+//! each block once in a pass.
 
 mod common;
 
-use std::cell::RefCell;
 use std::collections::HashMap;
-use std::rc::Rc;
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+use std::sync::Arc;
 
 use common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry};
-use plimsoll_disk::{ALIGNMENT, DiskError};
-use plimsoll_memory::{Region, Tag, Tier};
-use plimsoll_model::{
-    BlockId, ModelSpec, Parameter, Role, StagedBlock, StagedKey, StagedTensor, Staging, WeightReader,
+use plimsoll_disk::{ALIGNMENT, DiskError, LowerTiers, SpillSettings};
+use plimsoll_memory::{Tag, Tier};
+use plimsoll_model::{BlockId, ModelSpec, Parameter, Role, StoredWeight, StoredWeights};
+use plimsoll_step::{
+    DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, Residency, StepError, WeightOffload,
+    WeightStorage,
 };
-use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError, WeightStorage};
 
 const TYPES: &dyn Fn(&Parameter) -> DType = &|_| DType::F32;
 
-/// The matrices of all blocks that `staged` names, one after the other; of an untied embedding rows are looked up.
-fn staging(spec: &ModelSpec, buffers: usize, staged: impl Fn(BlockId) -> bool) -> Staging {
-    let mut found = Staging { blocks: Vec::new(), tables: Vec::new(), buffers };
-    for block in spec.blocks().filter(|block| staged(*block)) {
-        let (mut tensors, mut offset) = (Vec::new(), 0);
-        for parameter in spec.block_parameters(block) {
-            if parameter.shape.len() == 2 && parameter.role != Role::PositionEmbedding {
-                if block == BlockId::Embedding {
-                    found.tables.push((parameter.clone(), DType::F32));
-                }
-                let bytes = 4 * parameter.elements();
-                tensors.push(StagedTensor { parameter, dtype: DType::F32, offset });
-                offset += bytes + 20;
-            }
-        }
-        if !tensors.is_empty() && (block != BlockId::Embedding || spec.tie_word_embeddings) {
-            let bytes = offset.next_multiple_of(ALIGNMENT);
-            found.blocks.push(StagedBlock { block, piece: 0, first_row: 0, bytes, tensors });
-        }
+fn is_matrix(p: &Parameter) -> bool {
+    p.shape.len() == 2 && p.role != Role::PositionEmbedding
+}
+
+/// A file with some of the model's matrices, at places of no particular alignment.
+fn model_file(folder: &Path, spec: &ModelSpec, chosen: &dyn Fn(&Parameter) -> bool) -> StoredWeights {
+    let (path, mut bytes, mut stored) = (folder.join("model"), vec![0xff; 36], HashMap::new());
+    for p in spec.parameters().into_iter().filter(is_matrix).filter(chosen) {
+        let mut values_of = vec![0; 4 * p.elements() as usize];
+        write_values(&values(&p), DType::F32, &mut values_of);
+        let start = bytes.len() as u64;
+        bytes.extend(values_of);
+        let place = StoredWeight { path: path.clone(), bytes: start..bytes.len() as u64, dtype: DType::F32 };
+        stored.insert((p.block, p.role), place);
+        bytes.extend([0xff; 20]);
     }
-    found
+    File::create(&path).unwrap().write_all(&bytes).unwrap();
+    stored
 }
 
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Event {
-    Begin(BlockId),
-    Finish(BlockId),
+fn on_disk(in_files: &StoredWeights, residency: Residency) -> WeightStorage<'_> {
+    let offload = WeightOffload { tier: Tier::Disk, in_files: Some(in_files), residency };
+    WeightStorage { offload: Some(offload), ..WeightStorage::new(TYPES) }
 }
 
-/// Brings the values at the last moment, so that what is used too early is wrong.
-struct Reader {
-    staging: Staging,
-    under_way: HashMap<BlockId, Region>,
-    events: Rc<RefCell<Vec<Event>>>,
-    failures: Rc<RefCell<u32>>,
-}
-
-impl WeightReader for Reader {
-    fn begin(&mut self, (block, _): StagedKey, mut memory: Region) {
-        memory.bytes_mut().fill(0xff);
-        self.events.borrow_mut().push(Event::Begin(block));
-        assert!(self.under_way.insert(block, memory).is_none());
-    }
-
-    fn finish(&mut self, (block, _): StagedKey) -> Option<(Region, Result<(), DiskError>)> {
-        let mut memory = self.under_way.remove(&block)?;
-        self.events.borrow_mut().push(Event::Finish(block));
-        if *self.failures.borrow() > 0 {
-            *self.failures.borrow_mut() -= 1;
-            return Some((memory, Err(DiskError::Stopped)));
-        }
-        let first = memory.skip_to(ALIGNMENT as usize);
-        let staged = self.staging.blocks.iter().find(|staged| staged.block == block).unwrap();
-        for tensor in &staged.tensors {
-            let start = first + tensor.offset as usize;
-            let out = &mut memory.bytes_mut()[start..start + 4 * tensor.parameter.elements() as usize];
-            write_values(&values(&tensor.parameter), DType::F32, out);
-        }
-        Some((memory, Ok(())))
-    }
-
-    fn read_rows(&mut self, table: Role, rows: &[u32], out: &mut [u8]) -> Result<(), DiskError> {
-        let (table, _) = self.staging.tables.iter().find(|(p, _)| p.role == table).unwrap();
-        let (values, columns) = (values(table), table.shape[1] as usize);
-        for (row, out) in rows.iter().zip(out.chunks_mut(4 * columns)) {
-            write_values(&values[*row as usize * columns..][..columns], DType::F32, out);
-        }
-        Ok(())
-    }
-}
-
-struct Watched {
-    reader: Box<Reader>,
-    events: Rc<RefCell<Vec<Event>>>,
-    failures: Rc<RefCell<u32>>,
-}
-
-fn reader(staging: &Staging) -> Watched {
-    let (events, failures) = (Rc::<RefCell<Vec<Event>>>::default(), Rc::<RefCell<u32>>::default());
-    let reader = Box::new(Reader {
-        staging: staging.clone(),
-        under_way: HashMap::new(),
-        events: Rc::clone(&events),
-        failures: Rc::clone(&failures),
-    });
-    Watched { reader, events, failures }
+fn residency(layers: u32, head: bool) -> Residency {
+    Residency::Spread { layers, head }
 }
 
 fn settings() -> DecodeSettings {
@@ -120,6 +64,11 @@ fn cpu(bytes: u64) -> Cpu {
     Cpu::new(bytes, CpuOptions { threads: Some(2), isa: None }).unwrap()
 }
 
+fn tiers(folder: &Path, bytes: u64) -> Arc<LowerTiers> {
+    let settings = SpillSettings { folder: folder.to_owned(), budget: Some(bytes), direct: true };
+    Arc::new(LowerTiers::open(0, bytes, &settings).unwrap())
+}
+
 /// A prompt of several passes, and tokens one by one.
 fn logits<D: Device>(decoder: &mut Decoder<'_, D>) -> Vec<Vec<f32>> {
     let (tokens, _) = tokens(4, 1, 16);
@@ -127,20 +76,16 @@ fn logits<D: Device>(decoder: &mut Decoder<'_, D>) -> Vec<Vec<f32>> {
     prompts.map(|tokens| decoder.append(tokens).unwrap()).to_vec()
 }
 
-/// The planned peak and the logits of a decoder in just as much memory.
-fn decoded(spec: &ModelSpec, staging: Option<&Staging>) -> (u64, Vec<Vec<f32>>) {
-    let storage = WeightStorage { staging, ..WeightStorage::new(TYPES) };
-    let dry = Dry::new();
-    logits(&mut Decoder::with_storage(&dry, spec.clone(), settings(), storage).unwrap());
-    let planned = dry.arena().high_water();
-    let device = cpu(planned);
-    let mut decoder = Decoder::with_storage(&device, spec.clone(), settings(), storage).unwrap();
+/// The planned peak and the logits of a decoder in just as much memory, and on just as much disk.
+fn decoded(folder: &Path, spec: &ModelSpec, storage: WeightStorage<'_>) -> (u64, Vec<Vec<f32>>) {
+    let (dry, none) = (Dry::new(), Arc::new(LowerTiers::dry()));
+    logits(&mut Decoder::with_tiers(&dry, &none, spec.clone(), settings(), storage).unwrap());
+    let (planned, on_disk) = (dry.arena().high_water(), none.disk().high_water());
+    let (device, tiers) = (cpu(planned), tiers(folder, on_disk));
+    let mut decoder = Decoder::with_tiers(&device, &tiers, spec.clone(), settings(), storage).unwrap();
     decoder.load(fill).unwrap();
-    if let Some(staging) = staging {
-        decoder.stream_from(reader(staging).reader);
-    }
     let logits = logits(&mut decoder);
-    assert_eq!(device.arena().high_water(), planned);
+    assert_eq!((device.arena().high_water(), tiers.disk().high_water()), (planned, on_disk));
     (planned, logits)
 }
 
@@ -153,112 +98,143 @@ fn losses<D: Device>(evaluator: &mut Evaluator<'_, D>) -> Vec<f64> {
         .to_vec()
 }
 
-fn evaluated(spec: &ModelSpec, staging: Option<&Staging>) -> (u64, Vec<f64>) {
-    let storage = WeightStorage { staging, ..WeightStorage::new(TYPES) };
-    let (precision, spec) = (Precision::F32, spec.clone());
-    let dry = Dry::new();
-    losses(&mut Evaluator::with_storage(&dry, spec.clone(), precision, storage, 9, 4).unwrap());
-    let planned = dry.arena().high_water();
-    let device = cpu(planned);
-    let mut evaluator = Evaluator::with_storage(&device, spec, precision, storage, 9, 4).unwrap();
+fn evaluated(folder: &Path, spec: &ModelSpec, storage: WeightStorage<'_>) -> (u64, Vec<f64>) {
+    let (precision, shape) = (Precision::F32, (9, 4));
+    let (dry, none) = (Dry::new(), Arc::new(LowerTiers::dry()));
+    losses(&mut Evaluator::with_tiers(&dry, &none, spec.clone(), precision, storage, shape).unwrap());
+    let (planned, on_disk) = (dry.arena().high_water(), none.disk().high_water());
+    let (device, tiers) = (cpu(planned), tiers(folder, on_disk));
+    let mut evaluator =
+        Evaluator::with_tiers(&device, &tiers, spec.clone(), precision, storage, shape).unwrap();
     evaluator.load(fill).unwrap();
-    if let Some(staging) = staging {
-        evaluator.stream_from(reader(staging).reader);
-    }
     let losses = losses(&mut evaluator);
-    assert_eq!(device.arena().high_water(), planned);
+    assert_eq!((device.arena().high_water(), tiers.disk().high_water()), (planned, on_disk));
     (planned, losses)
 }
 
 #[test]
-fn streamed_weights_give_the_same_bits_in_the_planned_memory() {
-    for spec in families() {
-        let (resident, exact) = (decoded(&spec, None), evaluated(&spec, None));
-        for buffers in 1..=3 {
-            let chosen: [&dyn Fn(BlockId) -> bool; 4] = [
-                &|_| true,
-                &|block| block == BlockId::Layer(1),
-                &|block| matches!(block, BlockId::Layer(0 | 2)),
-                &|block| matches!(block, BlockId::Embedding | BlockId::Head),
-            ];
-            for staged in chosen {
-                let staging = staging(&spec, buffers, staged);
-                assert_eq!(decoded(&spec, Some(&staging)).1, resident.1, "{buffers}");
-                assert_eq!(evaluated(&spec, Some(&staging)).1, exact.1, "{buffers}");
+fn weights_on_disk_give_the_same_bits_in_the_planned_memory() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path();
+    // A vocabulary of several pieces, too.
+    let large = ModelSpec { vocab_size: 5000, tie_word_embeddings: false, ..llama() };
+    for spec in families().into_iter().chain([ModelSpec { vocab_size: 3100, ..llama() }, large]) {
+        let resident = WeightStorage::new(TYPES);
+        let (logits, losses) = (decoded(path, &spec, resident).1, evaluated(path, &spec, resident).1);
+        let in_file: [&dyn Fn(&Parameter) -> bool; 3] =
+            [&|_| true, &|_| false, &|p| matches!(p.role, Role::QProj | Role::UpProj | Role::TokenEmbedding)];
+        for in_file in in_file {
+            let stored = model_file(path, &spec, in_file);
+            for kept in [residency(0, false), residency(0, true), residency(2, false), residency(3, false)] {
+                let storage = on_disk(&stored, kept);
+                assert_eq!(decoded(path, &spec, storage).1, logits, "{kept:?}");
+                assert_eq!(evaluated(path, &spec, storage).1, losses, "{kept:?}");
             }
         }
     }
 }
 
 #[test]
-fn less_memory_is_planned_the_more_is_streamed() {
+fn less_memory_is_planned_the_fewer_layers_stay() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let spec = ModelSpec { num_layers: 12, ..llama() };
-    let peak = |streamed: u32| {
-        let staging = staging(&spec, 2, |block| matches!(block, BlockId::Layer(i) if i < streamed));
-        decoded(&spec, Some(&staging)).0
-    };
-    assert!(peak(12) < peak(8) && peak(8) < peak(5), "{} {} {}", peak(12), peak(8), peak(5));
-    let dry = Dry::new();
-    let all = staging(&spec, 2, |_| true);
-    let storage = WeightStorage { staging: Some(&all), ..WeightStorage::new(TYPES) };
-    let _decoder = Decoder::with_storage(&dry, spec.clone(), settings(), storage).unwrap();
+    let stored = model_file(folder.path(), &spec, &|_| true);
+    let peak = |layers| decoded(folder.path(), &spec, on_disk(&stored, residency(layers, true))).0;
+    assert!(peak(0) < peak(4) && peak(4) < peak(7), "{} {} {}", peak(0), peak(4), peak(7));
+    let (dry, none) = (Dry::new(), Arc::new(LowerTiers::dry()));
+    let storage = on_disk(&stored, residency(0, false));
+    let _decoder = Decoder::with_tiers(&dry, &none, spec.clone(), settings(), storage).unwrap();
     let live = dry.arena().ledger().live();
-    assert_eq!(live.get(Tag::Staging), 2 * (all.buffer_bytes() + ALIGNMENT));
-    // Norms are all that stays.
+    // Two buffers for the pages of the largest layer, or of the table, and room to begin with a whole page.
+    let layer = |i| {
+        let own = stored
+            .iter()
+            .filter(|((block, _), _)| *block == BlockId::Layer(i))
+            .map(|(_, place)| &place.bytes);
+        let (start, end) = own.fold((u64::MAX, 0), |(a, b), bytes| (a.min(bytes.start), b.max(bytes.end)));
+        end.next_multiple_of(ALIGNMENT) - start / ALIGNMENT * ALIGNMENT
+    };
+    let largest = (0..12).map(layer).max().unwrap();
+    assert_eq!(live.get(Tag::Staging), 2 * (largest + ALIGNMENT));
+    // Norms are all that stays, and nothing is written.
     assert_eq!(live.get(Tag::Weights), (2 * 12 + 1) * 128);
+    assert_eq!(none.disk().high_water(), 0);
 }
 
 #[test]
-fn every_block_comes_once_in_a_pass_and_ahead_of_its_use() {
-    use Event::{Begin, Finish};
+fn every_block_comes_once_in_a_pass() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let spec = llama();
-    let staging = staging(&spec, 2, |_| true);
-    let storage = WeightStorage { staging: Some(&staging), ..WeightStorage::new(TYPES) };
-    let device = cpu(1 << 20);
-    let mut decoder = Decoder::with_storage(&device, spec, settings(), storage).unwrap();
+    let stored = model_file(folder.path(), &spec, &|p| p.block != BlockId::Layer(1));
+    let storage = on_disk(&stored, residency(0, false));
+    let none = Arc::new(LowerTiers::dry());
+    let dry = Dry::new();
+    let mut planned = Decoder::with_tiers(&dry, &none, spec.clone(), settings(), storage).unwrap();
+    let (device, tiers) = (cpu(1 << 20), tiers(folder.path(), none.disk().high_water()));
+    let mut decoder = Decoder::with_tiers(&device, &tiers, spec.clone(), settings(), storage).unwrap();
     decoder.load(fill).unwrap();
-    let Watched { reader, events, .. } = reader(&staging);
-    decoder.stream_from(reader);
-    let layer = BlockId::Layer;
-    let head = BlockId::Embedding;
-    for first in [true, false] {
+    let meter = tiers.meter().unwrap();
+    // The row of the token is read beside them.
+    let row = 4 * spec.hidden_size;
+    let mut before = meter.totals().bytes_read;
+    let mut of_pass = Vec::new();
+    for _ in 0..4 {
+        none.take_moved();
+        planned.append(&[1]).unwrap();
         decoder.append(&[1]).unwrap();
-        let mut expected = vec![
-            // The buffer of the head is free when the next pass begins.
-            Begin(layer(1)),
-            Finish(layer(0)),
-            Begin(layer(2)),
-            Finish(layer(1)),
-            Begin(head),
-            Finish(layer(2)),
-            Begin(layer(0)),
-            Finish(head),
-        ];
-        if first {
-            expected.insert(0, Begin(layer(0)));
-        }
-        assert_eq!(events.take(), expected);
+        // What was prefetched for the next pass has arrived when this one is forgotten.
+        decoder.truncate(0);
+        planned.truncate(0);
+        let now = meter.totals().bytes_read;
+        of_pass.push((none.take_moved().read, now - before - row));
+        before = now;
     }
+    let planned: u64 = of_pass[1..].iter().map(|(planned, _)| planned).sum();
+    let measured: u64 = of_pass[1..].iter().map(|(_, measured)| measured).sum();
+    // Files are read in whole pages; the meter counts the bytes that were asked for.
+    assert!(measured <= planned && measured * 2 > planned, "{of_pass:?}");
+    assert!(of_pass[1..].iter().all(|(planned, _)| *planned == of_pass[1].0), "{of_pass:?}");
 }
 
 #[test]
 fn a_disk_that_fails_once_is_an_error_once() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let spec = biased();
-    let staging = staging(&spec, 2, |_| true);
-    let storage = WeightStorage { staging: Some(&staging), ..WeightStorage::new(TYPES) };
-    let exact = decoded(&spec, None).1;
-    let device = cpu(1 << 20);
-    let mut decoder = Decoder::with_storage(&device, spec, settings(), storage).unwrap();
+    let stored = model_file(folder.path(), &spec, &|_| true);
+    let storage = on_disk(&stored, residency(0, false));
+    let exact = decoded(folder.path(), &spec, WeightStorage::new(TYPES)).1;
+    let (device, tiers) = (cpu(1 << 20), tiers(folder.path(), 0));
+    let mut decoder = Decoder::with_tiers(&device, &tiers, spec, settings(), storage).unwrap();
     decoder.load(fill).unwrap();
-    let Watched { reader, failures, .. } = reader(&staging);
-    decoder.stream_from(reader);
     let live = device.arena().ledger().live().total();
+    let path = folder.path().join("model");
+    let whole = std::fs::read(&path).unwrap();
+    let file = File::options().write(true).open(&path).unwrap();
     for _ in 0..3 {
-        *failures.borrow_mut() = 1;
+        file.set_len(whole.len() as u64 / 2).unwrap();
         let error = decoder.append(&[1, 2]).unwrap_err();
-        assert!(matches!(error, StepError::Disk(DiskError::Stopped)), "{error}");
+        assert!(matches!(error, StepError::Disk(DiskError::EndOfFile { .. })), "{error}");
+        decoder.truncate(0);
+        std::fs::write(&path, &whole).unwrap();
+        // What was prefetched of the short file is an error once more at most.
+        let _ = decoder.append(&[1, 2]);
         decoder.truncate(0);
     }
     assert_eq!(logits(&mut decoder), exact);
     assert_eq!(device.arena().ledger().live().total(), live);
+}
+
+#[test]
+fn layers_that_stay_are_spread_and_the_head_stays_if_asked() {
+    let spec = ModelSpec { num_layers: 10, ..llama() };
+    let away = |layers, head, spec: &ModelSpec| -> Vec<BlockId> {
+        spec.blocks().filter(|block| !residency(layers, head).keeps(spec, *block)).collect()
+    };
+    assert_eq!(away(10, true, &spec), []);
+    assert_eq!(away(12, false, &spec), [BlockId::Embedding, BlockId::Head]);
+    let half: Vec<BlockId> = [0, 2, 4, 6, 8].into_iter().map(BlockId::Layer).collect();
+    assert_eq!(away(5, true, &spec), half);
+    // An embedding that is no head is looked up where it is.
+    let untied = ModelSpec { tie_word_embeddings: false, ..spec };
+    assert_eq!(away(10, true, &untied), [BlockId::Embedding]);
 }

@@ -9,7 +9,7 @@ use plimsoll_memory::Tier;
 use plimsoll_model::Parameter;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_plan::{DryRun, LoadLine, loss_chunk_tokens};
-use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, WeightStorage};
+use plimsoll_step::{DecodeSettings, Decoder, MicroBatch};
 use serde_json::json;
 
 use crate::args::EvalArgs;
@@ -18,7 +18,7 @@ use crate::load_line::{PlannedProcess, load_line};
 use crate::output::outln;
 use crate::progress;
 use crate::session::{Engine, cache_type};
-use crate::streaming::Streaming;
+use crate::streaming::{self, Streaming};
 use crate::weights::Weights;
 use passes::Passes;
 
@@ -102,22 +102,12 @@ fn whole_windows(
     let longest = windows.longest() as u64;
     let most = (TOKENS_PER_PASS / longest.max(1)).clamp(1, windows.len().max(1) as u64);
     let chunk = |together| loss_chunk_tokens(files.spec().vocab_size, together * longest);
-    let types = |p: &Parameter| model.weight_type(p);
-    let storage = WeightStorage { types: &types, adapters: model.adapters(), trained: false, staging: None };
-    let passes = Passes::plan(engine, model, line, most, |together, staging| {
-        let storage = WeightStorage { staging, ..storage };
+    let passes = Passes::plan(engine, model, line, most, |together, storage| {
         DryRun::evaluation(files.spec(), precision, storage, together, longest, chunk(together))
     })?;
-    let storage = WeightStorage { staging: passes.staging.as_ref(), ..storage };
     let (device, planned) = passes.device(engine, line)?;
-    let (stream, streaming) = passes.open(args, model)?;
     let (most, chunk) = (passes.together, chunk(passes.together));
-    let mut evaluator =
-        Evaluator::with_storage(&device, files.spec().clone(), precision, storage, longest, chunk)?;
-    evaluator.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
-    if let Some(stream) = stream {
-        evaluator.stream_from(Box::new(stream));
-    }
+    let (mut evaluator, streaming) = passes.evaluator(args, model, &device, (longest, chunk))?;
 
     let bar = progress::counter(windows.len() as u64, "windows", args.json);
     let (mut loss, mut targets) = (0.0, 0);
@@ -161,21 +151,17 @@ fn through_the_cache(
         context,
         prompt_chunk_tokens: CACHED_CHUNK_TOKENS,
     };
-    let types = |p: &Parameter| model.weight_type(p);
-    let storage = WeightStorage { types: &types, adapters: model.adapters(), trained: false, staging: None };
     let chunk = loss_chunk_tokens(files.spec().vocab_size, CACHED_CHUNK_TOKENS);
-    let passes = Passes::plan(engine, model, line, 1, |_, staging| {
-        let storage = WeightStorage { staging, ..storage };
+    let passes = Passes::plan(engine, model, line, 1, |_, storage| {
         DryRun::cached_evaluation(files.spec(), settings, storage, chunk)
     })?;
-    let storage = WeightStorage { staging: passes.staging.as_ref(), ..storage };
     let (device, planned) = passes.device(engine, line)?;
-    let (stream, streaming) = passes.open(args, model)?;
-    let mut decoder = Decoder::with_storage(&device, files.spec().clone(), settings, storage)?;
+    let (tiers, streaming) = passes.tiers(args, model)?;
+    let types = |p: &Parameter| model.weight_type(p);
+    let storage = passes.storage(model, &types);
+    let mut decoder = Decoder::with_tiers(&device, &tiers, files.spec().clone(), settings, storage)?;
+    streaming::report_buffered(&tiers);
     decoder.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
-    if let Some(stream) = stream {
-        decoder.stream_from(Box::new(stream));
-    }
     let bar = progress::counter(windows.len() as u64, "windows", args.json);
     let (mut loss, mut targets) = (0.0, 0);
     for i in 0..windows.len() {

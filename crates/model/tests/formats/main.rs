@@ -9,7 +9,7 @@ mod open;
 mod round_trip;
 mod safetensors;
 mod save;
-mod stream;
+mod stored_as;
 mod support;
 mod tokenizer_gguf;
 mod tokenizer_json;

@@ -1,10 +1,8 @@
 //! The key-value cache: keys and values of every layer, of layers with a sliding window only as many as are still seen.
 //! They are in memory, or on a lower tier, from where a layer's come when its turn is near.
 
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
-use std::rc::Rc;
 use std::sync::Arc;
 
 use plimsoll_device::{DType, Device, Op, Tensor};
@@ -13,7 +11,7 @@ use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Role};
 
 use crate::StepError;
-use crate::tier::{Extents, Homes, Parcel, Pool};
+use crate::tier::{Extents, Parcel, Parcels};
 
 /// Buffers of layers whose keys and values live on a lower tier: one in use, one on its way and one on its way back.
 const BUFFERS: usize = 3;
@@ -42,9 +40,7 @@ enum Place<'a, D: Device> {
 /// Caches that live on a lower tier.
 struct Away<'a, D: Device> {
     row_bytes: u64,
-    parcels: Vec<Parcel<usize>>,
-    extents: Rc<RefCell<HashMap<u32, Extents>>>,
-    pool: Pool<'a, D, u32>,
+    pool: Parcels<'a, D, u32, usize>,
 }
 
 impl<'a, D: Device> KvCache<'a, D> {
@@ -82,21 +78,19 @@ impl<'a, D: Device> KvCache<'a, D> {
                 Place::Device(tensors)
             }
             tier => {
-                let (mut homes, mut parcels) = (Homes::new(tiers), Vec::new());
+                let mut parcels = HashMap::new();
                 for (layer, Geometry { capacity, .. }) in (0..).zip(&layers) {
                     tiers.enter(Phase::Setup, Some(layer));
                     let mut parcel = Parcel::new();
-                    (0..2).for_each(|part| parcel.add(part, dtype, &[*capacity, columns]));
-                    homes.take(layer, tier, parcel.bytes(), Tag::KvCache, "kv")?;
-                    parcels.push(parcel);
+                    for part in 0..2 {
+                        parcel.add(part, dtype, &[*capacity, columns]);
+                    }
+                    parcel.settle(tiers, tier, Tag::KvCache, "kv")?;
+                    parcels.insert(layer, parcel);
                 }
                 device.arena().enter(Phase::Setup, None);
-                let bytes = parcels.iter().map(Parcel::bytes).max().unwrap_or(0);
-                let mut pool = Pool::new(device, bytes, BUFFERS.min(parcels.len()))?;
-                let extents = homes.extents_of();
-                pool.carry_with(Box::new(homes));
-                let row_bytes = dtype.bytes_for(columns).unwrap_or(0);
-                Place::Away(Away { row_bytes, parcels, extents, pool })
+                let pool = Parcels::new(device, tiers, parcels, BUFFERS)?;
+                Place::Away(Away { row_bytes: dtype.bytes_for(columns).unwrap_or(0), pool })
             }
         };
         Ok(KvCache { device, layers, head_dim: attention.head_dim, place })
@@ -117,8 +111,9 @@ impl<'a, D: Device> KvCache<'a, D> {
 
     /// Prepares for a pass through all layers, in which `n` positions follow `past` others.
     pub fn begin(&mut self, past: u64, n: u64) -> Result<(), StepError> {
-        let Place::Away(Away { row_bytes, parcels, extents, pool }) = &mut self.place else { return Ok(()) };
-        for ((layer, geometry), parcel) in (0..).zip(&self.layers).zip(&*parcels) {
+        let Place::Away(Away { row_bytes, pool }) = &mut self.place else { return Ok(()) };
+        for (layer, geometry) in (0..).zip(&self.layers) {
+            let Some(mut parcel) = pool.get_mut(layer) else { continue };
             // A ring may hold them anywhere.
             let ring = past + n > geometry.capacity;
             let rows = |rows: Range<u64>| -> Vec<Range<u64>> {
@@ -128,7 +123,7 @@ impl<'a, D: Device> KvCache<'a, D> {
             let all = 0..geometry.capacity;
             let read = rows(if ring { all.clone() } else { 0..past });
             let changed = rows(if ring { all } else { past..past + n });
-            extents.borrow_mut().insert(layer, Extents { read, changed });
+            parcel.extents = Some(Extents { read, changed });
         }
         pool.announce(0..self.layers.len() as u32)
     }
@@ -145,12 +140,10 @@ impl<'a, D: Device> KvCache<'a, D> {
         let missing = StepError::MissingWeight { block: BlockId::Layer(layer), role: Role::KProj };
         let [k, v] = match &mut self.place {
             Place::Device(tensors) => tensors.get(layer as usize).cloned().ok_or(missing)?,
-            Place::Away(Away { parcels, pool, .. }) => {
-                let buffer = pool.take(layer)?;
-                let views = parcels.get(layer as usize).zip(buffer.as_ref());
-                let mut views = views.into_iter().flat_map(|(parcel, buffer)| parcel.views(buffer)).flatten();
+            Place::Away(Away { pool, .. }) => {
+                let mut views = pool.take(layer)?.into_iter().map(|(_, tensor)| tensor);
                 match (views.next(), views.next()) {
-                    (Some((_, k)), Some((_, v))) => [k, v],
+                    (Some(k), Some(v)) => [k, v],
                     _ => return Err(missing),
                 }
             }

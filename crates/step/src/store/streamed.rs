@@ -1,52 +1,39 @@
-//! A store that has some of the weights in memory all the time and brings the others, ahead of their use, through a few
-//! buffers: from the model's files, or from homes on a lower tier, where they are sent again when they were changed.
+//! A store that has some of the weights on the device all the time and brings the others, ahead of their use, through a few
+//! buffers: from the model's files, or from homes on a lower tier, to which they are written back when they were changed.
 //!
-//! The weights that come are those that a resident store would hold, bit for bit.
+//! The weights that come are those that would be on the device otherwise, bit for bit.
 
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::hash::Hasher;
 use std::ops::Range;
-use std::rc::Rc;
 use std::sync::Arc;
 
 use plimsoll_device::{DType, Device, Tensor};
-use plimsoll_disk::{DiskError, Home, LowerTiers};
-use plimsoll_memory::{Phase, Region, Tag, Tier, release_free_heap};
+use plimsoll_disk::{DiskError, LowerTiers};
+use plimsoll_memory::{Phase, Tag, Tier, release_free_heap};
 use plimsoll_model::{
-    AdaptedModule, AdapterLayout, BlockId, ModelSpec, Parameter, Role, StagedBlock, WeightReader,
+    AdaptedModule, AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeight, StoredWeights,
 };
 
-use super::{BlockWeights, ResidentStore, StoredWeight, WeightStorage, WeightStore, layer_of};
+use super::{BlockWeights, ResidentStore, WeightOffload, WeightStorage, WeightStore, layer_of};
 use crate::StepError;
-use crate::tier::{Carrier, Homes, Parcel, Pieces, Placed, Pool, Unit, is_matrix};
+use crate::tier::{Contents, HomePart, Parcel, Parcels, Pieces, Unit, is_matrix};
 
-/// Buffers of weights that live on a lower tier: one in use and one on its way.
+/// Buffers of weights that live on a lower tier: one in use and one prefetched.
 const BUFFERS: usize = 2;
 
 /// Weights of which some may be away.
 pub struct StreamedStore<'a, D: Device> {
     device: &'a D,
+    tiers: Arc<LowerTiers>,
     resident: ResidentStore,
-    parcels: HashMap<Unit, Parcel<Role>>,
-    /// The table of which the rows that are looked up are brought, and its type.
-    table: Option<(Parameter, DType)>,
+    /// What lives on a lower tier.
+    away: Vec<AwayParameter>,
     /// The tables that come in pieces: the rows of each piece.
     tables: HashMap<BlockId, (Role, Vec<Range<u64>>)>,
-    /// What lives on a lower tier, with its type and its pieces.
-    away: Vec<AwayParameter>,
-    pool: Pool<'a, D, Unit>,
-    rows: Option<Box<dyn Rows + 'a>>,
-}
-
-/// Where weights live that are away.
-pub(crate) struct Away<'s> {
-    pub tiers: &'s Arc<LowerTiers>,
-    pub tier: Tier,
-    /// Which stay on the device all the same.
-    pub stays: &'s dyn Fn(&Parameter) -> bool,
-    /// What files hold as it is computed with.
-    pub in_files: Option<&'s HashMap<(BlockId, Role), StoredWeight>>,
+    /// Which of `away` is the table of which the rows that are looked up are brought.
+    looked_up: Option<usize>,
+    pool: Parcels<'a, D, Unit, Role>,
 }
 
 /// A parameter that lives on a lower tier.
@@ -56,104 +43,82 @@ pub(crate) struct AwayParameter {
     pub dtype: DType,
     /// The rows of each piece; one for a matrix of a layer.
     pub pieces: Vec<Range<u64>>,
-    /// The home of each piece, and where in it the piece begins.
-    pub homes: Vec<(Arc<Home>, u64)>,
+    /// Where each piece is.
+    homes: Vec<HomePart>,
+    /// Whether a file of the model's holds it, which is only read.
+    in_file: bool,
 }
 
-/// Reads rows of a table.
-trait Rows {
-    /// Writes rows into `out`, one after the other.
-    fn read(&mut self, table: Role, rows: &[u32], out: &mut [u8]) -> Result<(), DiskError>;
-}
-
-/// A reader of the model's files: a carrier of whole blocks, and of rows.
-struct FromFiles(Rc<RefCell<Box<dyn WeightReader>>>);
-
-impl Carrier<Unit> for FromFiles {
-    fn begin_read(&mut self, unit: Unit, memory: Region) {
-        self.0.borrow_mut().begin((unit.block, unit.piece), memory);
+impl AwayParameter {
+    /// Where its bytes are.
+    pub fn contents(&self) -> Contents {
+        Contents::Homes(self.homes.clone())
     }
 
-    /// The model's files stay as they are: what does not change is not sent back.
-    fn begin_write(&mut self, _: Unit, _: Region) {}
-
-    fn is_done(&self, _: Unit) -> bool {
-        false
+    /// Whether it has to be loaded: what a file holds is there.
+    pub fn is_loaded(&self) -> bool {
+        !self.in_file
     }
 
-    fn finish(&mut self, unit: Unit) -> Option<(Region, Result<(), DiskError>)> {
-        self.0.borrow_mut().finish((unit.block, unit.piece))
+    fn row_bytes(&self) -> u64 {
+        self.dtype.bytes_for(self.parameter.columns()).unwrap_or(0)
     }
-}
 
-impl Rows for FromFiles {
-    fn read(&mut self, table: Role, rows: &[u32], out: &mut [u8]) -> Result<(), DiskError> {
-        self.0.borrow_mut().read_rows(table, rows, out)
-    }
-}
-
-/// Rows of a table in homes.
-struct FromHomes {
-    tiers: Arc<LowerTiers>,
-    table: AwayParameter,
-}
-
-impl Rows for FromHomes {
-    fn read(&mut self, _: Role, rows: &[u32], out: &mut [u8]) -> Result<(), DiskError> {
-        let AwayParameter { parameter, dtype, pieces, homes } = &self.table;
-        let columns = parameter.columns();
-        let row_bytes = dtype.bytes_for(columns).unwrap_or(0);
+    /// Writes rows of it into `out`, one after the other.
+    fn read_rows(&self, tiers: &LowerTiers, rows: &[u32], out: &mut [u8]) -> Result<(), DiskError> {
+        let row_bytes = self.row_bytes();
         let chunks = out.chunks_exact_mut(usize::try_from(row_bytes).unwrap_or(usize::MAX).max(1));
         let mut parts = Vec::with_capacity(rows.len());
         for (row, out) in rows.iter().map(|row| u64::from(*row)).zip(chunks) {
-            let place = pieces.iter().zip(homes).find(|(rows, _)| rows.contains(&row));
-            let Some((piece, (home, start))) = place else { return Err(DiskError::Stopped) };
-            parts.push((home.as_ref(), start + (row - piece.start) * row_bytes, out));
+            let place = self.pieces.iter().zip(&self.homes).find(|(rows, _)| rows.contains(&row));
+            let Some((piece, HomePart { home, start, bytes })) = place else {
+                let needed = row.saturating_add(1).saturating_mul(row_bytes);
+                return Err(DiskError::Buffer {
+                    has: self.homes.iter().map(|part| part.bytes).sum(),
+                    needed,
+                });
+            };
+            let first = (row - piece.start) * row_bytes;
+            if first + row_bytes > *bytes {
+                return Err(DiskError::Buffer { has: *bytes, needed: first + row_bytes });
+            }
+            parts.push((home.as_ref(), start + first, out));
         }
-        self.tiers.read_all_now(&mut parts)
+        tiers.read_all_now(&mut parts)
+    }
+}
+
+/// A matrix that is to live on a lower tier.
+struct Matrix<'f> {
+    parameter: Parameter,
+    dtype: DType,
+    pieces: Vec<Range<u64>>,
+    in_file: Option<&'f StoredWeight>,
+}
+
+impl Matrix<'_> {
+    fn bytes_of(&self, rows: &Range<u64>) -> Range<u64> {
+        let byte = |row: u64| self.dtype.bytes_for(row * self.parameter.columns()).unwrap_or(0);
+        byte(rows.start)..byte(rows.end)
+    }
+
+    /// The bytes of some rows in the file that holds it.
+    fn stored(&self, rows: &Range<u64>) -> Option<(&StoredWeight, Range<u64>)> {
+        let stored = self.in_file?;
+        let Range { start, end } = self.bytes_of(rows);
+        Some((stored, stored.bytes.start + start..stored.bytes.start + end))
     }
 }
 
 impl<'a, D: Device> StreamedStore<'a, D> {
-    /// Takes memory for the weights that stay, and for the buffers of those that are brought from files.
-    pub fn allocate(
+    /// Takes memory for the weights that stay, homes for those that live below the device, and buffers for these. `cut`
+    /// says how tables come and go; where it says nothing, a piece of one is no larger than a layer.
+    pub(crate) fn new(
         device: &'a D,
+        tiers: &Arc<LowerTiers>,
         spec: &ModelSpec,
         storage: WeightStorage<'_>,
-        tag: Tag,
-    ) -> Result<Self, StepError> {
-        let resident = ResidentStore::allocate(device, spec, storage, tag, &|p| storage.is_resident(p))?;
-        device.arena().enter(Phase::Setup, None);
-        let (mut parcels, mut tables) = (HashMap::new(), HashMap::new());
-        let (mut table, mut bytes, mut buffers) = (None, 0, 0);
-        if let Some(staging) = storage.staging {
-            for staged in &staging.blocks {
-                let StagedBlock { block, piece, first_row, .. } = *staged;
-                parcels.insert(Unit { block, piece }, parcel(staged));
-                if let (None, [tensor]) = (layer_of(block), &staged.tensors[..]) {
-                    let (role, rows) = (tensor.parameter.role, tensor.parameter.shape.first().copied());
-                    let own = tables.entry(block).or_insert((role, Vec::new()));
-                    own.1.push(first_row..first_row + rows.unwrap_or(0));
-                }
-            }
-            // A table in one piece is there with its block.
-            tables.retain(|_, (_, pieces): &mut (Role, Vec<Range<u64>>)| pieces.len() > 1);
-            table = staging.tables.first().cloned();
-            (bytes, buffers) = (staging.buffer_bytes(), staging.buffers);
-        }
-        let pool = Pool::new(device, bytes, buffers)?;
-        let away = Vec::new();
-        Ok(StreamedStore { device, resident, parcels, table, tables, away, pool, rows: None })
-    }
-
-    /// Takes memory for the small weights, homes on a lower tier for the matrices of the layers and the tables, and
-    /// buffers for these. What stays as files hold it lives there, unless it is to live on the host.
-    pub(crate) fn allocate_away(
-        device: &'a D,
-        spec: &ModelSpec,
-        storage: WeightStorage<'_>,
-        Away { tiers, tier, stays: kept, in_files }: Away<'_>,
-        cut: Pieces,
+        cut: Option<Pieces>,
     ) -> Result<Self, StepError> {
         // An adapter of the head is computed beside all of it.
         let modules = storage.adapters.map(AdapterLayout::modules).unwrap_or_default();
@@ -161,90 +126,84 @@ impl<'a, D: Device> StreamedStore<'a, D> {
             let own = |module: &&AdaptedModule| module.block == p.block && p.role == Role::LmHead;
             modules.iter().find(own).is_some_and(|m| m.parts.iter().any(|of| of.role() == p.role))
         };
-        let goes = |p: &Parameter| is_matrix(p) && !has_adapter(p) && !kept(p);
-        let stays = |p: &Parameter| !goes(p);
-        let resident = ResidentStore::allocate(device, spec, storage, Tag::Weights, &stays)?;
-        let (mut homes, mut parcels, mut away) = (Homes::new(tiers), HashMap::new(), Vec::new());
-        let mut table = None;
+        let goes = |p: &Parameter| {
+            let kept = |offload: &WeightOffload<'_>| offload.residency.keeps(spec, p.block);
+            storage.offload.is_some_and(|offload| !kept(&offload))
+                && is_matrix(p)
+                && !(storage.trained && has_adapter(p))
+        };
+        let resident = ResidentStore::allocate(device, spec, storage, &|p| !goes(p))?;
+        let bytes = |p: &Parameter| (storage.types)(p).bytes_for(p.elements()).unwrap_or(0);
+        let layer_bytes = spec.blocks().filter(|block| layer_of(*block).is_some()).map(|block| {
+            spec.block_parameters(block).iter().filter(|p| is_matrix(p)).map(bytes).sum::<u64>()
+        });
+        let layer_bytes = layer_bytes.max().unwrap_or(0);
+        let (mut away, mut parcels) = (Vec::new(), HashMap::new());
+        let mut looked_up = None;
         for block in spec.blocks() {
+            let Some(WeightOffload { tier, in_files, .. }) = storage.offload else { break };
+            let in_files = in_files.filter(|_| tier == Tier::Disk);
             tiers.enter(Phase::Setup, layer_of(block));
-            let matrices: Vec<Parameter> = spec.block_parameters(block).into_iter().filter(goes).collect();
-            // What is written behind it too goes first: each unit has one home of its own.
-            let (mut own, mut stored) = (Vec::new(), Vec::new());
-            for p in matrices {
-                let dtype = (storage.types)(&p);
-                let place = in_files.and_then(|files| files.get(&(p.block, p.role)));
-                match place.filter(|place| place.dtype == dtype) {
-                    Some(place) => stored.push((p, dtype, Some(place))),
-                    None => own.push((p, dtype, None)),
-                }
-            }
-            let first_stored = own.len();
-            let mut of_block: Vec<AwayParameter> = Vec::new();
-            let mut placed: Vec<(usize, Unit, u64)> = Vec::new();
-            for (index, (p, dtype, place)) in own.into_iter().chain(stored).enumerate() {
-                if index == first_stored {
-                    take_homes(&mut homes, &parcels, block, tier)?;
-                }
-                let columns = p.columns();
-                let divisible = dtype.has_rows() && columns.is_multiple_of(dtype.block_elements());
-                let rows = p.rows();
-                let pieces = if divisible { cut.of(&p) } else { std::iter::once(0..rows).collect() };
-                let mut in_file = Vec::new();
-                for (piece, rows) in (0..).zip(&pieces) {
-                    let unit = Unit { block, piece };
-                    let parcel = parcels.entry(unit).or_insert_with(Parcel::new);
-                    let shape = [rows.end - rows.start, columns];
-                    let Some(place) = place else {
-                        placed.push((index, unit, parcel.bytes()));
-                        parcel.add(p.role, dtype, &shape);
-                        continue;
-                    };
-                    let row = |row: u64| dtype.bytes_for(row * columns).unwrap_or(0);
-                    let bytes = place.bytes.start + row(rows.start)..place.bytes.start + row(rows.end);
-                    parcel.add_stored(p.role, dtype, &shape, &bytes);
-                    in_file.push((homes.add_stored(unit, &place.path, bytes)?, 0));
-                }
+            let mut own = Vec::new();
+            for parameter in spec.block_parameters(block).into_iter().filter(goes) {
+                let dtype = (storage.types)(&parameter);
+                let divisible =
+                    dtype.has_rows() && parameter.columns().is_multiple_of(dtype.block_elements());
+                let row_bytes = dtype.bytes_for(parameter.columns()).unwrap_or(0);
+                let cut = cut.unwrap_or_else(|| Pieces::of_bytes(layer_bytes, row_bytes));
+                let pieces = match divisible && !has_adapter(&parameter) {
+                    true => cut.of(&parameter),
+                    false => std::iter::once(parameter.all_rows()).collect(),
+                };
+                let place = in_files.and_then(|files: &StoredWeights| files.get(&(block, parameter.role)));
+                let in_file = place.filter(|place| place.dtype == dtype);
                 if block == BlockId::Embedding && divisible {
-                    table = Some((p.clone(), dtype));
+                    looked_up = Some(away.len() + own.len());
                 }
-                of_block.push(AwayParameter { parameter: p, dtype, pieces, homes: in_file });
+                own.push(Matrix { parameter, dtype, pieces, in_file });
             }
-            if first_stored == of_block.len() {
-                take_homes(&mut homes, &parcels, block, tier)?;
-            }
-            for (index, unit, start) in placed {
-                if let (Some(parameter), Some(home)) = (of_block.get_mut(index), homes.get(unit)) {
-                    parameter.homes.push((Arc::clone(home), start));
-                }
-            }
+            // Rows are all that inference needs of an embedding that is no head.
+            let only_rows = block == BlockId::Embedding
+                && looked_up.is_some()
+                && !spec.tie_word_embeddings
+                && !storage.trained;
+            let of_block = match only_rows {
+                true => own.iter().map(|m| lodged_alone(tiers, m, tier)).collect::<Result<Vec<_>, _>>()?,
+                false => lodged(tiers, block, &own, tier, &mut parcels)?,
+            };
             away.extend(of_block);
         }
         device.arena().enter(Phase::Setup, None);
-        let bytes = parcels.values().map(Parcel::bytes).max().unwrap_or(0);
-        let mut pool = Pool::new(device, bytes, BUFFERS.min(parcels.len()))?;
-        pool.carry_with(Box::new(homes));
-        // Only the embedding's table is looked up.
-        let of_table = away.iter().find(|away| {
-            table.as_ref().is_some_and(|(table, _): &(Parameter, DType)| *table == away.parameter)
-        });
-        let rows = of_table.map(|table| -> Box<dyn Rows + 'a> {
-            Box::new(FromHomes { tiers: Arc::clone(tiers), table: table.clone() })
-        });
-        let in_pieces = away.iter().filter(|away| layer_of(away.parameter.block).is_none());
-        let tables = in_pieces
+        let pool = Parcels::new(device, tiers, parcels, BUFFERS)?;
+        // Where nothing changes, a table of one piece comes with its block.
+        let in_pieces = |away: &&AwayParameter| {
+            let table = layer_of(away.parameter.block).is_none();
+            table && (storage.trained || away.pieces.len() > 1)
+        };
+        let tables = away
+            .iter()
+            .filter(in_pieces)
             .map(|away| (away.parameter.block, (away.parameter.role, away.pieces.clone())))
             .collect();
-        Ok(StreamedStore { device, resident, parcels, table, tables, away, pool, rows })
+        Ok(StreamedStore { device, tiers: Arc::clone(tiers), resident, away, tables, looked_up, pool })
     }
 
-    /// Sets every weight that is in memory; `fill` writes the values of some rows of a parameter in the given type
-    /// and is not called on a dry device.
+    /// Sets every weight that no file holds as it is computed with; `fill` writes the values of some rows of a parameter in
+    /// the given type and is not called on a dry device.
     pub fn load<E: From<StepError>>(
         &mut self,
-        fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
+        mut fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.resident.load(self.device, fill)?;
+        // First what needs memory of its own on its way, while little of the arena has been touched.
+        for away in self.away.iter().filter(|away| away.is_loaded() && !self.tiers.is_dry()) {
+            let values = (&away.parameter, away.dtype);
+            away.contents().load(self.device, &self.tiers, values, &mut fill)?;
+        }
+        for p in self.resident.parameters() {
+            let weight = self.resident.tensor(p)?;
+            let contents = Contents::Device(weight.clone());
+            contents.load(self.device, &self.tiers, (p, weight.dtype()), &mut fill)?;
+        }
         // What conversions took of the heap counts against the arena, the rest of which is touched from here on.
         release_free_heap();
         Ok(self.prepare()?)
@@ -274,13 +233,6 @@ impl<'a, D: Device> StreamedStore<'a, D> {
             self.release(block);
         }
         Ok(())
-    }
-
-    /// Takes staged weights from here from now on. Until then buffers hold whatever was there.
-    pub fn stream_from(&mut self, reader: Box<dyn WeightReader>) {
-        let reader = Rc::new(RefCell::new(reader));
-        self.pool.carry_with(Box::new(FromFiles(Rc::clone(&reader))));
-        self.rows = Some(Box::new(FromFiles(reader)));
     }
 
     /// What it has in memory all the time.
@@ -320,51 +272,93 @@ impl<'a, D: Device> StreamedStore<'a, D> {
 
     /// The units that will be gathered next, in order.
     pub(crate) fn announce_units(&mut self, units: Vec<Unit>) -> Result<(), StepError> {
-        let parcels = &self.parcels;
-        self.pool.announce(units.into_iter().filter(|unit| parcels.contains_key(unit)))
-    }
-
-    /// The tensors of a unit, brought where they are not there.
-    fn bring(&mut self, unit: Unit) -> Result<Vec<(Role, Tensor)>, StepError> {
-        let Some(parcel) = self.parcels.get(&unit) else { return Ok(Vec::new()) };
-        let missing = |role| StepError::MissingWeight { block: unit.block, role };
-        let buffer = self.pool.take(unit)?.ok_or_else(|| missing(Role::TokenEmbedding))?;
-        let views = parcel.views(&buffer).zip(parcel.tensors());
-        views.map(|(view, placed)| view.map(|(r, t)| (*r, t)).ok_or_else(|| missing(placed.key))).collect()
+        self.pool.announce(units)
     }
 }
 
-/// Takes a home for what is there by now of a block's parcels, if anything is.
-fn take_homes(
-    homes: &mut Homes<Unit>,
-    parcels: &HashMap<Unit, Parcel<Role>>,
+/// Homes for the matrices of a block, in parcels that travel together.
+fn lodged(
+    tiers: &LowerTiers,
     block: BlockId,
+    matrices: &[Matrix<'_>],
     tier: Tier,
-) -> Result<(), StepError> {
-    let mut own: Vec<_> = parcels.iter().filter(|(unit, _)| unit.block == block).collect();
-    own.sort_by_key(|(unit, _)| **unit);
-    for (unit, parcel) in own {
-        homes.take(*unit, tier, parcel.bytes(), Tag::Weights, "weights")?;
+    parcels: &mut HashMap<Unit, Parcel<Role>>,
+) -> Result<Vec<AwayParameter>, StepError> {
+    let mut own: HashMap<u32, Parcel<Role>> = HashMap::new();
+    let mut in_files: Vec<(u32, &Matrix<'_>, &StoredWeight, Range<u64>, u64)> = Vec::new();
+    let mut starts = Vec::new();
+    for matrix in matrices {
+        let mut of_matrix = Vec::new();
+        for (piece, rows) in (0..).zip(&matrix.pieces) {
+            let parcel = own.entry(piece).or_insert_with(Parcel::new);
+            let count = rows.end - rows.start;
+            match matrix.stored(rows) {
+                Some((stored, bytes)) => in_files.push((piece, matrix, stored, bytes, count)),
+                None => {
+                    let shape = [count, matrix.parameter.columns()];
+                    of_matrix.push(parcel.add(matrix.parameter.role, matrix.dtype, &shape));
+                }
+            }
+        }
+        starts.push(of_matrix);
     }
-    Ok(())
+    in_files.sort_by(|(.., a, first, _), (.., b, second, _)| {
+        (&a.path, first.start).cmp(&(&b.path, second.start))
+    });
+    for (piece, matrix, stored, bytes, count) in in_files {
+        let parcel = own.entry(piece).or_insert_with(Parcel::new);
+        let shape = [count, matrix.parameter.columns()];
+        parcel.add_stored(matrix.parameter.role, matrix.dtype, &shape, &stored.path, bytes);
+    }
+    let mut pieces: Vec<(u32, Parcel<Role>)> = own.into_iter().collect();
+    pieces.sort_by_key(|(piece, _)| *piece);
+    for (piece, mut parcel) in pieces {
+        parcel.settle(tiers, tier, Tag::Weights, "weights")?;
+        parcels.insert(Unit { block, piece }, parcel);
+    }
+    let mut all = Vec::new();
+    for (matrix, starts) in matrices.iter().zip(starts) {
+        if matrix.in_file.is_some() {
+            all.push(lodged_alone(tiers, matrix, tier)?);
+            continue;
+        }
+        let mut homes = Vec::new();
+        for ((piece, rows), start) in (0..).zip(&matrix.pieces).zip(starts) {
+            let home = parcels.get(&Unit { block, piece }).and_then(Parcel::home);
+            let home = home.ok_or(StepError::Invariant { what: "a parcel of weights has no home" })?;
+            let Range { start: first, end } = matrix.bytes_of(rows);
+            homes.push(HomePart { home: Arc::clone(home), start, bytes: end - first });
+        }
+        all.push(away(matrix, homes));
+    }
+    Ok(all)
 }
 
-/// A block as it lies in its files.
-fn parcel(staged: &StagedBlock) -> Parcel<Role> {
-    let tensors = staged.tensors.iter().map(|tensor| Placed {
-        key: tensor.parameter.role,
-        dtype: tensor.dtype,
-        shape: tensor.parameter.shape.clone(),
-        offset: tensor.offset,
-    });
-    Parcel::placed(staged.bytes, tensors.collect())
+/// A home for each piece of a matrix by itself: in the file that holds it, or one that is taken.
+fn lodged_alone(tiers: &LowerTiers, matrix: &Matrix<'_>, tier: Tier) -> Result<AwayParameter, StepError> {
+    let mut homes = Vec::new();
+    for rows in &matrix.pieces {
+        let Range { start, end } = matrix.bytes_of(rows);
+        let home = match matrix.stored(rows) {
+            Some((stored, bytes)) => tiers.adopt(&stored.path, bytes)?,
+            None => tiers.take(tier, end - start, Tag::Weights, "weights")?,
+        };
+        homes.push(HomePart { home: Arc::new(home), start: 0, bytes: end - start });
+    }
+    Ok(away(matrix, homes))
+}
+
+fn away(matrix: &Matrix<'_>, homes: Vec<HomePart>) -> AwayParameter {
+    let Matrix { parameter, dtype, pieces, in_file } = matrix;
+    let (parameter, pieces) = (parameter.clone(), pieces.clone());
+    AwayParameter { parameter, dtype: *dtype, pieces, homes, in_file: in_file.is_some() }
 }
 
 impl<D: Device> WeightStore for StreamedStore<'_, D> {
     fn gather(&mut self, block: BlockId) -> Result<BlockWeights, StepError> {
         let mut weights = self.resident.gather(block)?;
         if !self.tables.contains_key(&block) {
-            weights.tensors.extend(self.bring(Unit::whole(block))?);
+            weights.tensors.extend(self.pool.take(Unit::whole(block))?);
         }
         Ok(weights)
     }
@@ -374,30 +368,28 @@ impl<D: Device> WeightStore for StreamedStore<'_, D> {
     }
 
     fn gather_embedding(&mut self, tokens: &Tensor) -> Result<(BlockWeights, Tensor), StepError> {
-        let Some((table, dtype)) = &self.table else {
+        let Some(table) = self.looked_up.and_then(|index| self.away.get(index)) else {
             return Ok((self.gather(BlockId::Embedding)?, tokens.clone()));
         };
         // Rows come from where the table lives.
         self.pool.flush()?;
         let mut weights = self.resident.gather(BlockId::Embedding)?;
-        let (n, columns) = (tokens.elements(), table.columns());
+        let (n, columns) = (tokens.elements(), table.parameter.columns());
         let device = self.device;
-        let rows = device.alloc(*dtype, &[n, columns], Tag::Staging, "embed_rows")?;
+        let rows = device.alloc(table.dtype, &[n, columns], Tag::Staging, "embed_rows")?;
         let places = device.alloc(DType::U32, &[n], Tag::Data, "embed_places")?;
         let mut wanted = Vec::new();
         device.read(tokens, &mut |bytes| {
             wanted = bytes.as_chunks::<4>().0.iter().map(|bytes| u32::from_ne_bytes(*bytes)).collect();
         })?;
-        if let Some(reader) = &mut self.rows {
-            let mut outcome = Ok(());
-            device.write(&rows, &mut |out| outcome = reader.read(table.role, &wanted, out))?;
-            outcome?;
-        }
+        let mut outcome = Ok(());
+        device.write(&rows, &mut |out| outcome = table.read_rows(&self.tiers, &wanted, out))?;
+        outcome?;
         device.write(&places, &mut |bytes| {
             let places = (0..).zip(bytes.as_chunks_mut::<4>().0);
             places.for_each(|(place, cell): (u32, _)| *cell = place.to_ne_bytes());
         })?;
-        weights.tensors.push((table.role, rows));
+        weights.tensors.push((table.parameter.role, rows));
         Ok((weights, places))
     }
 
@@ -420,8 +412,7 @@ impl<D: Device> WeightStore for StreamedStore<'_, D> {
     }
 
     fn gather_piece(&mut self, block: BlockId, role: Role, piece: u32) -> Result<Tensor, StepError> {
-        let found = self.bring(Unit { block, piece })?;
-        let found = found.into_iter().find(|(r, _)| *r == role);
+        let found = self.pool.take(Unit { block, piece })?.into_iter().find(|(r, _)| *r == role);
         found.map(|(_, tensor)| tensor).ok_or(StepError::MissingWeight { block, role })
     }
 

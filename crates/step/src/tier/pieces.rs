@@ -3,13 +3,10 @@
 
 use std::ops::Range;
 
+use plimsoll_device::PIECE_ROWS as ROWS;
 use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
 
 use crate::OptimizerKind;
-
-/// Rows of a piece are a multiple of this, so that products and sums over the vocabulary can be cut there without
-/// changing a bit.
-const ROWS: u64 = 1024;
 
 /// A layer, or one piece of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -44,6 +41,13 @@ impl Pieces {
         let layer = spec.block_parameters(BlockId::Layer(0));
         let largest = layer.iter().filter(|p| p.shape.len() == 2).map(Parameter::elements).max().unwrap_or(0);
         let rows = largest / 4 / spec.hidden_size.max(1) / ROWS * ROWS;
+        Pieces { rows: rows.max(ROWS) }
+    }
+
+    /// Pieces of at most so many bytes, where as much as the least piece fits there.
+    pub fn of_bytes(bytes: u64, row_bytes: u64) -> Pieces {
+        // The last piece may have some rows more than the others.
+        let rows = (bytes / row_bytes.max(1)).saturating_sub(ROWS) / ROWS * ROWS;
         Pieces { rows: rows.max(ROWS) }
     }
 

@@ -1,10 +1,13 @@
 //! How an evaluation goes through its windows: how many at a time, and what of the weights stays in memory meanwhile.
 
-use plimsoll_device::Cpu;
+use std::sync::Arc;
+
+use plimsoll_device::{Cpu, DType};
+use plimsoll_disk::LowerTiers;
 use plimsoll_memory::release_free_heap;
-use plimsoll_model::{Staging, WeightStream};
-use plimsoll_plan::{DryRun, LoadLine, fitting_staging};
-use plimsoll_step::StepError;
+use plimsoll_model::Parameter;
+use plimsoll_plan::{DryRun, LoadLine, PassFootprint, fitting_residency, streaming_overhead_bytes};
+use plimsoll_step::{Evaluator, Residency, StepError, WeightStorage};
 
 use crate::args::EvalArgs;
 use crate::failure::Failure;
@@ -17,8 +20,8 @@ use crate::weights::Weights;
 pub(super) struct Passes {
     /// Windows of a pass.
     pub together: u64,
-    /// What of the weights is brought when it is needed, where not all fit.
-    pub staging: Option<Staging>,
+    /// Which weights stay in memory, where not all fit.
+    residency: Option<Residency>,
     dry_run: DryRun,
     /// What streaming takes beside the arena.
     stream_bytes: u64,
@@ -33,10 +36,11 @@ impl Passes {
         model: &Weights,
         line: LoadLine,
         most: u64,
-        run: impl Fn(u64, Option<&Staging>) -> Result<DryRun, StepError>,
+        run: impl Fn(u64, WeightStorage<'_>) -> Result<DryRun, StepError>,
     ) -> Result<Passes, Failure> {
-        let stream = model.stream_plan();
-        let stream_bytes = stream.overhead_bytes();
+        let types = |p: &Parameter| model.weight_type(p);
+        let run = |together, residency| run(together, model.storage(&types, residency));
+        let stream_bytes = streaming_overhead_bytes(model.spec(), model.storage(&types, None));
         let mut left = PlanningRoom::below(line);
         loop {
             // What planning leaves behind is no part of what evaluation needs.
@@ -46,21 +50,24 @@ impl Passes {
             for together in halves(most) {
                 let dry_run = run(together, None)?;
                 if dry_run.peak_bytes() <= room || (together == 1 && !model.can_stream()) {
-                    found = Some(Passes { together, staging: None, dry_run, stream_bytes: 0 });
+                    found = Some(Passes { together, residency: None, dry_run, stream_bytes: 0 });
                     break;
                 }
             }
             if found.is_none() {
                 let room = room.saturating_sub(stream_bytes);
                 for together in halves(most) {
-                    let peak = |staging: &Staging| Ok(run(together, Some(staging))?.peak_bytes());
-                    let mut staging = fitting_staging(&stream, room, peak)?;
-                    if staging.is_none() && together == 1 {
-                        staging = Some(stream.staging(0, false, 1));
+                    let footprint = |residency| {
+                        let run = run(together, Some(residency))?;
+                        Ok(PassFootprint { peak_bytes: run.peak_bytes(), read_bytes: run.moved.read })
+                    };
+                    let mut residency = fitting_residency(model.spec(), room, footprint)?;
+                    if residency.is_none() && together == 1 {
+                        residency = Some(Residency::Spread { layers: 0, head: false });
                     }
-                    if staging.is_some() {
-                        let dry_run = run(together, staging.as_ref())?;
-                        found = Some(Passes { together, staging, dry_run, stream_bytes });
+                    if residency.is_some() {
+                        let dry_run = run(together, residency)?;
+                        found = Some(Passes { together, residency, dry_run, stream_bytes });
                         break;
                     }
                 }
@@ -81,14 +88,40 @@ impl Passes {
         engine.device(&self.dry_run, self.stream_bytes, line)
     }
 
-    /// The weights that are left on disk, if any are.
-    pub fn open(
+    /// How the weights are held, in these types.
+    pub fn storage<'s>(
+        &self,
+        model: &'s Weights,
+        types: &'s dyn Fn(&Parameter) -> DType,
+    ) -> WeightStorage<'s> {
+        model.storage(types, self.residency)
+    }
+
+    /// The tiers for what is left on disk, if anything is.
+    pub fn tiers(
         &self,
         args: &EvalArgs,
         model: &Weights,
-    ) -> Result<(Option<WeightStream>, Option<Streaming>), Failure> {
-        let open = |staging| streaming::open(model, &model.stream_plan(), staging, &args.disk);
-        Ok(self.staging.as_ref().map(open).transpose()?.unzip())
+    ) -> Result<(Arc<LowerTiers>, Option<Streaming>), Failure> {
+        streaming::open(model, &self.dry_run, self.residency, &args.disk)
+    }
+
+    /// A model that is measured as it was planned, and what is streamed of it; `shape` is the longest sequence and the
+    /// tokens of a chunk of logits.
+    pub fn evaluator<'d>(
+        &self,
+        args: &EvalArgs,
+        model: &Weights,
+        device: &'d Cpu,
+        shape: (u64, u64),
+    ) -> Result<(Evaluator<'d, Cpu>, Option<Streaming>), Failure> {
+        let (tiers, streaming) = self.tiers(args, model)?;
+        let types = |p: &Parameter| model.weight_type(p);
+        let (spec, storage) = (model.spec().clone(), self.storage(model, &types));
+        let mut evaluator = Evaluator::with_tiers(device, &tiers, spec, model.precision, storage, shape)?;
+        streaming::report_buffered(&tiers);
+        evaluator.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
+        Ok((evaluator, streaming))
     }
 }
 

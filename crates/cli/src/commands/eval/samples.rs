@@ -2,10 +2,8 @@
 //! the weights that its validation has.
 
 use plimsoll_data::Dataset;
-use plimsoll_model::Parameter;
 use plimsoll_plan::config::{ConfigError, RawConfig};
 use plimsoll_plan::{DryRun, LoadLine, loss_chunk_tokens};
-use plimsoll_step::{Evaluator, WeightStorage};
 use plimsoll_train::{micro_batch, sample_encoder};
 
 use super::passes::Passes;
@@ -58,22 +56,12 @@ pub(super) fn measure(
     let length = samples.sequence_length();
     let most = (TOKENS_PER_PASS / length.max(1)).clamp(1, samples.windows().max(1));
     let chunk = |together: u64| loss_chunk_tokens(files.spec().vocab_size, together.saturating_mul(length));
-    let types = |p: &Parameter| model.weight_type(p);
-    let storage = WeightStorage { types: &types, adapters: model.adapters(), trained: false, staging: None };
-    let passes = Passes::plan(engine, model, line, most, |together, staging| {
-        let storage = WeightStorage { staging, ..storage };
+    let passes = Passes::plan(engine, model, line, most, |together, storage| {
         DryRun::evaluation_of_samples(files.spec(), precision, storage, together, length, chunk(together))
     })?;
-    let storage = WeightStorage { staging: passes.staging.as_ref(), ..storage };
     let (device, planned) = passes.device(engine, line)?;
-    let (stream, streaming) = passes.open(args, model)?;
     let (most, chunk) = (passes.together, chunk(passes.together));
-    let mut evaluator =
-        Evaluator::with_storage(&device, files.spec().clone(), precision, storage, length, chunk)?;
-    evaluator.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
-    if let Some(stream) = stream {
-        evaluator.stream_from(Box::new(stream));
-    }
+    let (mut evaluator, streaming) = passes.evaluator(args, model, &device, (length, chunk))?;
     let bar = progress::counter(samples.windows(), "windows", args.json);
     let (mut loss, mut weight, mut next) = (0.0, 0.0, 0);
     while next < samples.windows() {

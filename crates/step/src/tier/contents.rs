@@ -1,0 +1,136 @@
+//! The bytes of one tensor of the training state, wherever they live: on the device, or in parts of homes. They are shown,
+//! set and loaded a part at a time, so that no more memory is taken than a part needs.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use plimsoll_device::{DType, Device, Tensor};
+use plimsoll_disk::{ALIGNMENT, DiskError, Home, LowerTiers};
+use plimsoll_memory::Region;
+use plimsoll_model::Parameter;
+
+use crate::StepError;
+
+/// Bytes that are copied at once between a home and somebody else.
+const PART: usize = 1 << 20;
+
+/// Where the bytes are.
+#[derive(Clone, Debug)]
+pub(crate) enum Contents {
+    Device(Tensor),
+    /// In these, one after the other.
+    Homes(Vec<HomePart>),
+}
+
+/// Some bytes of a home.
+#[derive(Clone, Debug)]
+pub(crate) struct HomePart {
+    pub home: Arc<Home>,
+    /// The first of them.
+    pub start: u64,
+    pub bytes: u64,
+}
+
+impl Contents {
+    /// Shows the bytes, in order, part by part. Nothing is shown in a dry run.
+    pub fn read<D: Device>(
+        &self,
+        device: &D,
+        tiers: &LowerTiers,
+        look: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), StepError> {
+        let parts = match self {
+            Contents::Device(tensor) => return Ok(device.read(tensor, look)?),
+            Contents::Homes(parts) => parts,
+        };
+        each_part(tiers, parts, |home, start, out| {
+            tiers.read_now(home, start, out)?;
+            look(out);
+            Ok(())
+        })
+    }
+
+    /// Has the bytes written, in order, part by part.
+    pub fn write<D: Device>(
+        &self,
+        device: &D,
+        tiers: &LowerTiers,
+        fill: &mut dyn FnMut(&mut [u8]),
+    ) -> Result<(), StepError> {
+        let parts = match self {
+            Contents::Device(tensor) => return Ok(device.write(tensor, fill)?),
+            Contents::Homes(parts) => parts,
+        };
+        each_part(tiers, parts, |home, start, out| {
+            fill(out);
+            Ok(tiers.write_now(home, start, out)?)
+        })
+    }
+
+    /// Sets the bytes to a parameter's values in a type. `fill` writes those of some rows; in homes that is a part of a
+    /// table at a time, so that none of its size is ever in memory.
+    pub fn load<D: Device, E: From<StepError>>(
+        &self,
+        device: &D,
+        tiers: &LowerTiers,
+        (p, dtype): (&Parameter, DType),
+        fill: &mut impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut outcome = Ok(());
+        if let Contents::Device(tensor) = self {
+            device
+                .write(tensor, &mut |bytes| outcome = fill(p, p.all_rows(), dtype, bytes))
+                .map_err(StepError::from)?;
+            return outcome;
+        }
+        let mut parts = p.parts(dtype, 1).map(|rows| -> Result<Region, E> {
+            let bytes = dtype.bytes_for((rows.end - rows.start) * p.columns()).unwrap_or(0);
+            let mut memory = Region::new(bytes).map_err(|e| StepError::from(DiskError::from(e)))?;
+            fill(p, rows, dtype, memory.bytes_mut())?;
+            Ok(memory)
+        });
+        let (mut part, mut taken) = (None, 0);
+        self.write(device, tiers, &mut |mut out| {
+            while !out.is_empty() && outcome.is_ok() {
+                let left =
+                    part.as_ref().and_then(|part: &Region| part.bytes().get(taken..)).unwrap_or_default();
+                if left.is_empty() {
+                    match parts.next() {
+                        Some(Ok(next)) => (part, taken) = (Some(next), 0),
+                        Some(Err(error)) => outcome = Err(error),
+                        None => return,
+                    }
+                    continue;
+                }
+                let count = out.len().min(left.len());
+                out.iter_mut().zip(left).for_each(|(out, byte)| *out = *byte);
+                (taken, out) = (taken + count, out.get_mut(count..).unwrap_or_default());
+            }
+        })?;
+        outcome
+    }
+}
+
+/// Goes through parts of homes with memory of at most [`PART`] bytes; every piece but the last of a part begins and ends
+/// with a page. In a dry run there is nothing to go through.
+fn each_part(
+    tiers: &LowerTiers,
+    parts: &[HomePart],
+    mut work: impl FnMut(&Home, u64, &mut [u8]) -> Result<(), StepError>,
+) -> Result<(), StepError> {
+    const { assert!((PART as u64).is_multiple_of(ALIGNMENT)) };
+    if tiers.is_dry() {
+        return Ok(());
+    }
+    let longest = parts.iter().map(|part| part.bytes).max().unwrap_or(0).min(PART as u64);
+    let mut memory = vec![0; longest as usize];
+    for HomePart { home, start, bytes } in parts {
+        let mut done = 0;
+        while done < *bytes {
+            let length = (*bytes - done).min(PART as u64) as usize;
+            work(home, start + done, memory.get_mut(..length).unwrap_or_default())?;
+            done += length as u64;
+        }
+    }
+    Ok(())
+}

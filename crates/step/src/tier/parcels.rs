@@ -1,0 +1,111 @@
+//! Parcels that live below the device, taken and released by their keys: a pool of buffers, and what lies in each of them.
+
+use std::cell::{Ref, RefCell, RefMut};
+use std::collections::HashMap;
+use std::hash::{Hash, Hasher};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use plimsoll_device::{Device, Tensor};
+use plimsoll_disk::LowerTiers;
+
+use super::homes::Homes;
+use super::parcel::Parcel;
+use super::pool::Pool;
+use crate::StepError;
+
+/// Parcels of tensors `T` under keys `K`.
+pub(crate) struct Parcels<'a, D: Device, K, T> {
+    /// Shared with the carrier, which needs to know where they live.
+    parcels: Rc<RefCell<HashMap<K, Parcel<T>>>>,
+    pool: Pool<'a, D, K>,
+}
+
+impl<'a, D: Device, K: Copy + Eq + Hash + 'a, T: Copy + 'a> Parcels<'a, D, K, T> {
+    /// Takes memory for `buffers` buffers, or for as many as there are parcels.
+    pub fn new(
+        device: &'a D,
+        tiers: &Arc<LowerTiers>,
+        parcels: HashMap<K, Parcel<T>>,
+        buffers: usize,
+    ) -> Result<Self, StepError> {
+        let bytes = parcels.values().map(Parcel::bytes).max().unwrap_or(0);
+        let mut pool = Pool::new(device, bytes, buffers.min(parcels.len()))?;
+        let parcels = Rc::new(RefCell::new(parcels));
+        pool.carry_with(Box::new(Homes::new(tiers, &parcels)));
+        Ok(Parcels { parcels, pool })
+    }
+
+    /// Whether there is a parcel under this key.
+    pub fn has(&self, key: K) -> bool {
+        self.parcels.borrow().contains_key(&key)
+    }
+
+    /// A parcel.
+    pub fn get(&self, key: K) -> Option<Ref<'_, Parcel<T>>> {
+        Ref::filter_map(self.parcels.borrow(), |parcels| parcels.get(&key)).ok()
+    }
+
+    /// A parcel, to say which of its bytes move.
+    pub fn get_mut(&mut self, key: K) -> Option<RefMut<'_, Parcel<T>>> {
+        RefMut::filter_map(self.parcels.borrow_mut(), |parcels| parcels.get_mut(&key)).ok()
+    }
+
+    /// What will be taken next, in order; keys without a parcel are left out. Nothing is in use any more.
+    pub fn announce(&mut self, keys: impl IntoIterator<Item = K>) -> Result<(), StepError> {
+        let known: Vec<K> = keys.into_iter().filter(|key| self.has(*key)).collect();
+        self.pool.announce(known)
+    }
+
+    /// The tensors of a parcel, brought now where they were not prefetched; none under a key without a parcel.
+    pub fn take(&mut self, key: K) -> Result<Vec<(T, Tensor)>, StepError> {
+        if !self.has(key) {
+            return Ok(Vec::new());
+        }
+        let buffer = self.pool.take(key)?;
+        self.views(key, buffer)
+    }
+
+    /// Room for the tensors of a parcel whose values do not matter, as they are written anew.
+    pub fn take_fresh(&mut self, key: K) -> Result<Vec<(T, Tensor)>, StepError> {
+        let buffer = self.pool.take_fresh(key)?;
+        self.views(key, buffer)
+    }
+
+    fn views(&self, key: K, buffer: Option<Tensor>) -> Result<Vec<(T, Tensor)>, StepError> {
+        let in_use = "every buffer of a pool is in use: a parcel was taken and not released";
+        let buffer = buffer.ok_or(StepError::Invariant { what: in_use })?;
+        let views = self.get(key).and_then(|parcel| parcel.views(&buffer));
+        views.ok_or(StepError::Invariant { what: "a parcel is larger than its buffer" })
+    }
+
+    /// The step is done with a parcel for now; `changed`: it is written back when all views of it are gone.
+    pub fn release(&mut self, key: K, changed: bool) {
+        self.pool.release(key, changed);
+    }
+
+    /// Forgets a parcel that nobody needs any more, wherever it lives.
+    pub fn forget(&mut self, key: K) {
+        self.pool.forget(key);
+    }
+
+    /// Moves on what is under way, without waiting.
+    pub fn advance(&mut self) -> Result<(), StepError> {
+        self.pool.advance()
+    }
+
+    /// Waits until everything that was changed is where it lives.
+    pub fn flush(&mut self) -> Result<(), StepError> {
+        self.pool.flush()
+    }
+
+    /// How often something was taken that nobody had announced.
+    pub fn unannounced(&self) -> u64 {
+        self.pool.unannounced()
+    }
+
+    /// Feeds what lies in the buffers to a hasher: with what is announced, it decides all that moves.
+    pub fn hash_buffers(&self, hasher: &mut impl Hasher) {
+        self.pool.hash_buffers(hasher);
+    }
+}
