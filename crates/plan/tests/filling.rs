@@ -1,26 +1,18 @@
 //! Automatic choices use the line: what was sent away comes back as far as there is room, and nothing is filled beyond
 //! what may be.
 
+mod common;
+
 use plimsoll_memory::Tier;
 use plimsoll_model::{ModelSpec, catalogue};
 use plimsoll_plan::config::RawConfig;
-use plimsoll_plan::{DiskRates, LimitedBy, Machine, ProcessLimits, Rates, Resource, TrainingPlan};
+use plimsoll_plan::{LimitedBy, Machine, Resource, TrainingPlan};
 use plimsoll_step::{KeptLayers, Offload};
+
+use common::machine;
 
 fn spec() -> ModelSpec {
     ModelSpec { num_layers: 12, vocab_size: 8192, ..catalogue::find("smollm2-135m").unwrap() }
-}
-
-fn machine() -> Machine {
-    let rates = Rates {
-        matmul_f32: 1e11,
-        matmul_bf16: 1e11,
-        memory_bandwidth: 1e10,
-        exps: 1e9,
-        disk: DiskRates::USUAL,
-    };
-    let limits = ProcessLimits::NONE;
-    Machine { rates, limits, overhead_bytes: 0, host_bytes_per_token: 32, disk_available: Some(1 << 40) }
 }
 
 fn config(budget: u64, set: &[&str]) -> RawConfig {

@@ -1,25 +1,17 @@
 //! Which plan is made where memory, the host's budget or the disk are short.
 
+mod common;
+
 use plimsoll_memory::Tier;
 use plimsoll_model::{ModelSpec, catalogue};
 use plimsoll_plan::config::{Auto, OffloadTarget, RawConfig};
-use plimsoll_plan::{DiskRates, LimitedBy, Machine, ProcessLimits, Rates, TrainingPlan};
+use plimsoll_plan::{LimitedBy, TrainingPlan};
 use plimsoll_step::Offload;
+
+use common::machine;
 
 fn spec() -> ModelSpec {
     catalogue::find("smollm2-135m").unwrap()
-}
-
-fn machine() -> Machine {
-    let rates = Rates {
-        matmul_f32: 1e11,
-        matmul_bf16: 1e11,
-        memory_bandwidth: 1e10,
-        exps: 1e9,
-        disk: DiskRates::USUAL,
-    };
-    let limits = ProcessLimits::NONE;
-    Machine { rates, limits, overhead_bytes: 0, host_bytes_per_token: 32, disk_available: Some(1 << 40) }
 }
 
 fn config(budget: u64, set: &[&str]) -> RawConfig {

@@ -1,14 +1,18 @@
 //! A run that memory is taken away from: it steps down, climbs back, and ends with the model of a run that never moved.
 
+mod common;
+
 use std::cell::Cell;
 use std::path::Path;
 
 use plimsoll_device::{Cpu, CpuOptions, DeviceError};
 use plimsoll_memory::{OutOfMemory, Tag, TagBytes, Tier};
+use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::RawConfig;
-use plimsoll_plan::{DiskRates, Machine, ProcessLimits, Rates, TrainingPlan};
 use plimsoll_train::{Event, MemoryReading, Observer, Prepared, StopFlag, Surroundings, TrainingOutcome};
 use serde_json::Value;
+
+use common::machine;
 
 const STEPS: u64 = 24;
 
@@ -30,23 +34,6 @@ output: {{dir: '{}', save_steps: 0}}
     let mut config = RawConfig::from_str(&text, "test").unwrap();
     set.iter().for_each(|assignment| config.apply_set(assignment).unwrap());
     config
-}
-
-fn machine() -> Machine {
-    let rates = Rates {
-        matmul_f32: 1e10,
-        matmul_bf16: 1e10,
-        memory_bandwidth: 1e10,
-        exps: 1e8,
-        disk: DiskRates::USUAL,
-    };
-    Machine {
-        rates,
-        limits: ProcessLimits::NONE,
-        overhead_bytes: 0,
-        host_bytes_per_token: 32,
-        disk_available: None,
-    }
 }
 
 /// Notes the changes of rungs, and the steps that were taken on which.

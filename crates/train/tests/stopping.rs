@@ -1,12 +1,15 @@
 //! A run that is asked to stop: wherever the wish comes, it ends after a step with a checkpoint of that step, and goes on from
 //! there to the bits of a run that was never stopped. One that was at its last step has finished.
 
+mod common;
+
 use std::path::Path;
 
 use plimsoll_device::{Cpu, CpuOptions};
 use plimsoll_plan::config::RawConfig;
-use plimsoll_plan::{DiskRates, Machine, ProcessLimits, Rates};
 use plimsoll_train::{Event, MemoryReading, Observer, Prepared, StopFlag, Surroundings, TrainingOutcome};
+
+use common::machine;
 
 const STEPS: u64 = 6;
 
@@ -28,23 +31,6 @@ output: {{dir: '{1}', save_steps: 0, eval_steps: 1}}
     let mut config = RawConfig::from_str(&text, "test").unwrap();
     set.iter().for_each(|assignment| config.apply_set(assignment).unwrap());
     config
-}
-
-fn machine() -> Machine {
-    let rates = Rates {
-        matmul_f32: 1e10,
-        matmul_bf16: 1e10,
-        memory_bandwidth: 1e10,
-        exps: 1e8,
-        disk: DiskRates::USUAL,
-    };
-    Machine {
-        rates,
-        limits: ProcessLimits::NONE,
-        overhead_bytes: 0,
-        host_bytes_per_token: 32,
-        disk_available: None,
-    }
 }
 
 /// Where in a run the wish comes.

@@ -1,13 +1,17 @@
 //! What a run does at its edges, pinned to absolute values: learning rates and other fields of the metrics, how many checkpoints
 //! there are at any moment, and what a checkpoint carries over.
 
+mod common;
+
 use std::path::{Path, PathBuf};
 
 use plimsoll_device::{Cpu, CpuOptions};
+use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::RawConfig;
-use plimsoll_plan::{DiskRates, Machine, ProcessLimits, Rates, TrainingPlan};
 use plimsoll_train::{Event, MemoryReading, Observer, Prepared, StopFlag, Surroundings};
 use serde_json::Value;
+
+use common::machine;
 
 fn config(folder: &Path, set: &[&str]) -> RawConfig {
     let words: String = (0..200).map(|i| format!("word{} ", i * 7 % 23)).collect();
@@ -27,23 +31,6 @@ output: {{dir: '{}', save_steps: 1, save_total_limit: 2}}
     let mut config = RawConfig::from_str(&text, "test").unwrap();
     set.iter().for_each(|assignment| config.apply_set(assignment).unwrap());
     config
-}
-
-fn machine() -> Machine {
-    let rates = Rates {
-        matmul_f32: 1e10,
-        matmul_bf16: 1e10,
-        memory_bandwidth: 1e10,
-        exps: 1e8,
-        disk: DiskRates::USUAL,
-    };
-    Machine {
-        rates,
-        limits: ProcessLimits::NONE,
-        overhead_bytes: 0,
-        host_bytes_per_token: 32,
-        disk_available: None,
-    }
 }
 
 /// Looks into the run's folder whenever a checkpoint or the model is saved.
