@@ -106,7 +106,10 @@ impl Drop for Running {
     }
 }
 
-const EXEC: &str = r#"exec "$0" "$@""#;
+/// Signals do what they do by default, whatever the test was started to ignore (`nohup`, a script's background job). A shell
+/// cannot say so itself.
+const EXEC: &str = r#"env --default-signal=HUP true 2>/dev/null && exec env --default-signal=HUP,INT,TERM "$0" "$@"
+    exec "$0" "$@""#;
 
 #[test]
 fn every_signal_that_asks_for_an_end_leaves_a_checkpoint_and_says_which_it_was() {
@@ -136,7 +139,13 @@ fn a_second_wish_that_is_no_ctrl_c_does_not_end_the_run_before_its_checkpoint() 
 #[test]
 fn a_signal_that_the_run_was_started_to_ignore_stays_ignored() {
     let folder = folder();
-    let mut running = Running::start(folder.path(), r#"trap '' HUP; exec "$0" "$@""#, &ENDLESS);
+    let mut running = Running::start(
+        folder.path(),
+        r#"trap '' HUP
+    env --default-signal=INT true 2>/dev/null && exec env --default-signal=INT "$0" "$@"
+    exec "$0" "$@""#,
+        &ENDLESS,
+    );
     running.signal("-HUP");
     running.wait_for_step();
     running.wait_for_step();

@@ -368,8 +368,8 @@ impl LowerTiers {
     }
 }
 
-/// Streams of a job at most: of weights, gradients and optimizer states.
-const STREAMS: u64 = 3;
+/// Streams of a job at most: of weights, gradients, optimizer states and activations.
+const STREAMS: u64 = 4;
 
 /// Small reads under way at once.
 const AT_ONCE: usize = 16;

@@ -264,9 +264,12 @@ impl Role {
 }
 
 impl Parameter {
-    /// Rows of a matrix, elements of a vector.
+    /// Rows of a matrix or of a stack of matrices, elements of a vector.
     pub fn rows(&self) -> u64 {
-        self.shape.first().copied().unwrap_or(1)
+        match self.shape.as_slice() {
+            [elements] => *elements,
+            shape => shape.split_last().map_or(1, |(_, rest)| rest.iter().product()),
+        }
     }
 
     /// All rows.
@@ -276,7 +279,18 @@ impl Parameter {
 
     /// Elements of a row; 1 for a vector.
     pub fn columns(&self) -> u64 {
-        self.shape.get(1).copied().unwrap_or(1)
+        match self.shape.as_slice() {
+            [] | [_] => 1,
+            [.., columns] => *columns,
+        }
+    }
+
+    /// The shape of some rows: the parameter's own where these are all of them.
+    pub fn shape_of(&self, rows: &Range<u64>) -> Vec<u64> {
+        match *rows == self.all_rows() {
+            true => self.shape.clone(),
+            false => vec![rows.end - rows.start, self.columns()],
+        }
     }
 
     /// Whether it has a row for every token of the vocabulary.
@@ -354,7 +368,8 @@ impl ModelSpec {
             }
             BlockId::Layer(i) => {
                 let (q, kv) = (self.q_size(), self.kv_size());
-                let inner = self.mlp.intermediate_size;
+                let mlp = self.feed_forward(i);
+                let inner = mlp.intermediate_size;
                 let name = |rest: &str| format!("model.layers.{i}.{rest}");
                 let (before, after) = (self.norm.placement.before(), self.norm.placement.after());
                 if before {
@@ -393,14 +408,13 @@ impl ModelSpec {
                 if layer_norm {
                     add(name("post_attention_layernorm.bias"), Role::MlpNormBias, &[hidden]);
                 }
-                let gate =
-                    self.mlp.gated.then_some(("gate_proj", Role::GateProj, Role::GateBias, inner, hidden));
+                let gate = mlp.gated.then_some(("gate_proj", Role::GateProj, Role::GateBias, inner, hidden));
                 for (part, weight, bias, out, inp) in gate.into_iter().chain([
                     ("up_proj", Role::UpProj, Role::UpBias, inner, hidden),
                     ("down_proj", Role::DownProj, Role::DownBias, hidden, inner),
                 ]) {
                     add(name(&format!("mlp.{part}.weight")), weight, &[out, inp]);
-                    if self.mlp.bias {
+                    if mlp.bias {
                         add(name(&format!("mlp.{part}.bias")), bias, &[out]);
                     }
                 }

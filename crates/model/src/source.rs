@@ -186,7 +186,7 @@ impl WeightSource {
             _ => place.dtype,
         });
         match stored {
-            Ok(stored) if parameter.shape.len() == 2 && stored != DType::U32 => {
+            Ok(stored) if parameter.shape.len() >= 2 && stored != DType::U32 => {
                 let bytes = |dtype: DType| dtype.bytes_for(parameter.elements());
                 if bytes(stored) <= bytes(widest) { stored } else { widest }
             }

@@ -340,6 +340,11 @@ impl NormSpec {
 }
 
 impl ModelSpec {
+    /// The feed-forward part of a layer.
+    pub fn feed_forward(&self, _layer: u32) -> &MlpSpec {
+        &self.mlp
+    }
+
     /// Width of the query projection's output.
     pub fn q_size(&self) -> u64 {
         self.attention.heads * self.attention.head_dim

@@ -370,6 +370,7 @@ impl TrainingPlan {
             "time": {
                 "step_seconds": time.step_seconds,
                 "disk_seconds": time.disk_seconds,
+                "waiting_seconds": time.waiting_seconds,
                 "tokens_per_second": time.tokens_per_second,
                 "flops_per_step": time.flops_per_step,
             },

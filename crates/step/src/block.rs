@@ -20,6 +20,7 @@ use crate::norm::Norm;
 use crate::policy::{LayerPolicy, Save};
 use crate::store::BlockWeights;
 
+pub(crate) use mlp::SavedMlp;
 use parts::{Stream, add_part, after_backward, before, before_backward, before_mlp, project_raw};
 
 pub(crate) use mover::Mover;
@@ -56,34 +57,14 @@ pub(crate) fn forward<D: Device>(
     let middle = Held::new(ctx, policy.middle, summed.clone())?;
     let stream = summed.stream;
     let shared = own_or_shared(policy.middle, &stream);
-    let (out, inner, activation, mlp_norm);
-    match ctx.mlp_chunk(normed.out.rows()) {
-        Some(chunk) => {
-            (inner, activation) = (Held::Dropped, Held::Dropped);
-            out = add_part(ctx, norms.mlp_out, shared, "residual", |out, accumulate| {
-                mlp::in_chunks(ctx, weights, chunk, &normed.out, out, accumulate)
-            })?;
-            mlp_norm = Held::new(ctx, kept(policy.norms, normed.statistics.is_some()), normed)?;
-        }
-        None => {
-            let projected = mlp::project_inner(ctx, weights, &normed.out)?;
-            mlp_norm = Held::new(ctx, kept(policy.norms, normed.statistics.is_some()), normed)?;
-            inner = Held::new(ctx, policy.gate_up, projected.clone())?;
-            let activated = match policy.gate_up {
-                Save::Keep => mlp::activate(ctx, &projected)?,
-                Save::Int8 { .. } | Save::Recompute => mlp::activate_in_place(ctx, projected)?,
-            };
-            out = add_part(ctx, norms.mlp_out, shared, "residual", |out, accumulate| {
-                mlp::project_down(ctx, weights, &activated, out, accumulate)
-            })?;
-            activation = Held::new(ctx, policy.activation, activated)?;
-        }
-    }
+    let (out, mlp) = mlp::forward(ctx, weights, policy, normed, |project| {
+        add_part(ctx, norms.mlp_out, shared, "residual", project)
+    })?;
     let mlp_out = match out.raw {
         Some(raw) => Held::new(ctx, policy.norms, raw)?,
         None => Held::Dropped,
     };
-    let saved = Saved { input, attention_norm, qkv, attention, middle, mlp_norm, inner, activation, mlp_out };
+    let saved = Saved { input, attention_norm, qkv, attention, middle, mlp, mlp_out };
     Ok((out.stream, saved))
 }
 
@@ -115,17 +96,8 @@ pub(crate) fn infer<D: Device>(
     drop(attended);
     let normed = before_mlp(ctx, norms.mlp, &summed.stream)?;
     let stream = Stream::Own(summed.stream);
-    if let Some(chunk) = ctx.mlp_chunk(normed.out.rows()) {
-        let out = add_part(ctx, norms.mlp_out, stream, "residual", |out, accumulate| {
-            mlp::in_chunks(ctx, weights, chunk, &normed.out, out, accumulate)
-        })?;
-        return Ok(out.stream);
-    }
-    let inner = mlp::project_inner(ctx, weights, &normed.out)?;
-    drop(normed);
-    let activation = mlp::activate_in_place(ctx, inner)?;
-    let out = add_part(ctx, norms.mlp_out, stream, "residual", |out, accumulate| {
-        mlp::project_down(ctx, weights, &activation, out, accumulate)
+    let (out, _) = mlp::forward(ctx, weights, LayerPolicy::nothing(), normed, |project| {
+        add_part(ctx, norms.mlp_out, stream, "residual", project)
     })?;
     Ok(out.stream)
 }
@@ -138,7 +110,8 @@ pub(crate) fn backward<D: Device>(
     dx: &Tensor,
     gradients: &mut Gradients<'_, D>,
 ) -> Result<(), StepError> {
-    let Saved { input, attention_norm, qkv, attention, middle, mlp_norm, inner, activation, mlp_out } = saved;
+    let Saved { input, attention_norm, qkv, attention, middle, mlp, mlp_out } = saved;
+    let SavedMlp { norm: mlp_norm, inner, activation } = mlp;
     let norms = || Norms::of(ctx, weights);
     let missing = || Err(StepError::MissingWeight { block: weights.block(), role: Role::AttentionNorm });
     let input = input.restore(ctx, missing)?;
@@ -163,24 +136,11 @@ pub(crate) fn backward<D: Device>(
     })?;
     let normed = mlp_norm.restore(ctx, || before_mlp(ctx, norms()?.mlp, &middle.stream))?;
 
-    let dnormed = match ctx.mlp_chunk(normed.out.rows()) {
-        Some(chunk) => {
-            let mlp_out = restore_raw(ctx, norms()?.mlp_out, mlp_out, dx, |out, accumulate| {
-                mlp::in_chunks(ctx, weights, chunk, &normed.out, out, accumulate)
-            })?;
-            let dout = after_backward(ctx, norms()?.mlp_out, mlp_out, dx, gradients)?;
-            mlp::backward_in_chunks(ctx, weights, chunk, &normed.out, &dout, gradients)?
-        }
-        None => {
-            let inner = inner.restore(ctx, || mlp::project_inner(ctx, weights, &normed.out))?;
-            let activation = activation.restore(ctx, || mlp::activate(ctx, &inner))?;
-            let mlp_out = restore_raw(ctx, norms()?.mlp_out, mlp_out, dx, |out, accumulate| {
-                mlp::project_down(ctx, weights, &activation, out, accumulate)
-            })?;
-            let dout = after_backward(ctx, norms()?.mlp_out, mlp_out, dx, gradients)?;
-            mlp::backward(ctx, weights, inner, activation, &normed.out, &dout, gradients)?
-        }
-    };
+    let dnormed =
+        mlp::backward(ctx, weights, (inner, activation), &normed.out, gradients, |again, gradients| {
+            let mlp_out = restore_raw(ctx, norms()?.mlp_out, mlp_out, dx, again)?;
+            after_backward(ctx, norms()?.mlp_out, mlp_out, dx, gradients)
+        })?;
     before_backward(ctx, norms()?.mlp, &middle.stream, normed, dnormed, dx, gradients)?;
 
     let dout = after_backward(ctx, norms()?.attention_out, middle.raw, dx, gradients)?;

@@ -1,7 +1,7 @@
 //! What every block function needs to know: the device, the model's shape, the geometry of the batch.
 
 use plimsoll_device::{AttentionShape, Compute, DType, Device, Glu, Tensor};
-use plimsoll_model::{Activation, ModelSpec};
+use plimsoll_model::{Activation, MlpSpec, ModelSpec};
 
 use crate::adapter::Dropout;
 use crate::block::Mover;
@@ -18,6 +18,8 @@ pub(crate) struct Context<'a, D: Device> {
     pub compute: Compute,
     /// The products of the blocks' linears.
     pub linears: Multiply,
+    /// The feed-forward part of this layer.
+    pub mlp: &'a MlpSpec,
     pub ropes: &'a RopeTables,
     /// The rotation of this layer.
     pub rope: Option<&'a RopeTable>,
@@ -36,7 +38,7 @@ pub(crate) struct Context<'a, D: Device> {
 }
 
 impl<'a, D: Device> Context<'a, D> {
-    /// The same for a layer: its window and its rotation.
+    /// The same for a layer: its window, its rotation and its feed-forward part.
     pub fn layer(&self, layer: u32) -> Context<'a, D> {
         let own = self.spec.attention.window(layer);
         let (asked, block_sparse) = match self.attention_kind {
@@ -46,7 +48,8 @@ impl<'a, D: Device> Context<'a, D> {
         };
         let window = own.into_iter().chain(asked).min();
         let attention = AttentionShape { window, block_sparse, ..self.attention };
-        Context { rope: self.ropes.of(own.is_some()), attention, ..*self }
+        let mlp = self.spec.feed_forward(layer);
+        Context { rope: self.ropes.of(own.is_some()), attention, mlp, ..*self }
     }
 
     /// The same for tokens from `row` on.
@@ -67,7 +70,7 @@ impl<'a, D: Device> Context<'a, D> {
 
     /// The activation function of the feed-forward part.
     pub fn activation(&self) -> Glu {
-        match self.spec.mlp.activation {
+        match self.mlp.activation {
             Activation::Silu => Glu::Silu,
             Activation::Gelu => Glu::Gelu,
             Activation::GeluTanh => Glu::GeluTanh,

@@ -89,7 +89,7 @@ impl<'a, D: Device> Decoder<'a, D> {
         &mut self,
         fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.weights.load(fill)
+        self.weights.load(&|_| None, fill)
     }
 
     /// Tokens in the cache.
@@ -263,6 +263,7 @@ fn context<'c, D: Device>(
         activations: settings.precision.activations,
         compute: settings.precision.compute(),
         linears: Multiply::of(settings.precision),
+        mlp: &spec.mlp,
         ropes,
         rope: ropes.of(false),
         positions,

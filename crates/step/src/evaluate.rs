@@ -135,7 +135,7 @@ impl<'a, D: Device> Evaluator<'a, D> {
         &mut self,
         fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.weights.load(fill)
+        self.weights.load(&|_| None, fill)
     }
 
     /// Sum of token losses and number of targets of `batch_size` sequences of equal length.

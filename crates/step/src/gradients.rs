@@ -106,7 +106,7 @@ impl<'a, D: Device> Gradients<'a, D> {
             let cuts = cut.of(p);
             for (piece, rows) in (0..).zip(&cuts) {
                 let parcel = parcels.entry(Unit::of_matrices(p.block, piece)).or_insert_with(Parcel::new);
-                parcel.add(p.role, dtype, &[rows.end - rows.start, p.columns()]);
+                parcel.add(p.role, dtype, &p.shape_of(rows));
                 // Gradients that are used up at once never leave the device.
                 parcel.settle_later(tier, Tag::Gradients, "gradients");
             }

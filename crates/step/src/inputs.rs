@@ -107,6 +107,7 @@ impl Inputs {
             activations: precision.activations,
             compute: precision.compute(),
             linears: Multiply::of(precision),
+            mlp: &spec.mlp,
             ropes,
             rope: ropes.of(false),
             positions: &self.positions,

@@ -16,7 +16,7 @@ use plimsoll_model::{BlockId, Parameter, Role};
 use crate::StepError;
 use crate::seed::{mix, parameter_number};
 use crate::store::layer_of;
-use crate::tier::{Parcel, Parcels, Pieces, Use, is_matrix};
+use crate::tier::{Contents, HomePart, Parcel, Parcels, Pieces, Use, is_matrix};
 use crate::trainer::Part;
 
 mod adafactor;
@@ -161,6 +161,24 @@ impl<'a, D: Device> Optimizer<'a, D> {
     /// The state of a parameter.
     pub fn state(&self, block: BlockId, role: Role) -> Result<&OptimizerState, StepError> {
         self.slot(block, role).map(|slot| &slot.state)
+    }
+
+    /// Where a state of a parameter is.
+    pub fn contents(&self, parameter: &Parameter, kind: StateKind) -> Option<Contents> {
+        let (block, role) = (parameter.block, parameter.role);
+        if let Some(tensor) = self.find(block, role).and_then(|state| state.find(kind)) {
+            return Some(Contents::Device(tensor.clone()));
+        }
+        let homes: Vec<HomePart> = self
+            .at_home(block, role)
+            .into_iter()
+            .filter(|state| state.kind == kind)
+            .map(|state| {
+                let bytes = state.dtype.bytes_for(state.shape.iter().product()).unwrap_or(0);
+                HomePart { home: state.home, start: state.offset, bytes }
+            })
+            .collect();
+        (!homes.is_empty()).then_some(Contents::Homes(homes))
     }
 
     /// The states that live on a lower tier: of which piece, where, and what they are.
@@ -311,11 +329,7 @@ fn new_state<D: Device>(
 
 /// Rows of a parameter, as a parameter.
 fn of_rows(parameter: &Parameter, rows: &Range<u64>) -> Parameter {
-    let mut part = parameter.clone();
-    if let Some(first) = part.shape.first_mut() {
-        *first = rows.end - rows.start;
-    }
-    part
+    Parameter { shape: parameter.shape_of(rows), ..parameter.clone() }
 }
 
 /// Writes a tensor into a home, now. A dry run has none.

@@ -31,8 +31,8 @@ mod pool;
 mod transit;
 
 pub(crate) use contents::{Contents, HomePart};
-pub(crate) use parcel::{Extents, Parcel, aligned_view, buffer};
+pub(crate) use parcel::{Extents, Parcel, buffer};
 pub(crate) use parcels::Parcels;
 pub(crate) use pieces::{Pieces, Unit, is_matrix};
 pub(crate) use pool::Use;
-pub(crate) use transit::{Direction, count};
+pub(crate) use transit::{Direction, Transit};

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use plimsoll_memory::{AtPeak, ByteSize, Tag};
 use plimsoll_plan::config::GradientCheckpointing;
-use plimsoll_plan::{DiskRates, ModelOrigin, ProcessLimits, TrainingPlan};
+use plimsoll_plan::{DiskRates, ModelOrigin, ProcessLimits, TimeEstimate, TrainingPlan};
 use plimsoll_step::{Adapters, Linears};
 use serde_json::Value;
 
@@ -193,15 +193,27 @@ pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
         layer.map_or(format!("in the {phase} phase"), |l| format!("in the {phase} pass of layer {l}"));
     let time = &plan.choice.time;
     out.push_str(&format!(
-        "\nthe peak is {place}; a layer holds {} there\nabout {} a step, {:.0} tokens/s {}\n{}\n{}\n",
+        "\nthe peak is {place}; a layer holds {} there\nabout {} a step{}, {:.0} tokens/s {}\n{}\n{}\n",
         per_layer(plan),
         seconds(time.step_seconds),
+        waiting(time),
         time.tokens_per_second,
         speeds.place(),
         speeds.words,
         if plan.fits() { "fits" } else { "does NOT fit" }
     ));
     out
+}
+
+/// What of a step is waiting, where that is a hundredth of it or more.
+fn waiting(time: &TimeEstimate) -> String {
+    match time.waiting_seconds >= 0.01 * time.step_seconds && time.waiting_seconds > 0.0 {
+        true if time.disk_seconds > 0.0 => {
+            format!(" ({} of it waiting for the disk)", seconds(time.waiting_seconds))
+        }
+        true => format!(" ({} of it waiting for the host's memory)", seconds(time.waiting_seconds)),
+        false => String::new(),
+    }
 }
 
 /// How long the whole run takes, of so many steps where that is known better than the configuration says it, and what it

@@ -1,18 +1,96 @@
-//! The feed-forward part: gate and up projections, activation, down projection; whole or in chunks of tokens.
+//! The feed-forward part: gate and up projections, activation, down projection; whole or in chunks of tokens. Nobody else
+//! knows of chunks.
 
 use plimsoll_device::{Activation, Device, DeviceExt, Tensor};
 use plimsoll_model::Role;
 
 use super::parts::activation_tensor;
-use super::saved::Inner;
+use super::saved::{Held, Inner};
 use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
 use crate::head::{for_each_range, rows};
+use crate::norm::Normed;
+use crate::policy::{LayerPolicy, Save};
 use crate::store::BlockWeights;
 
+/// What the backward pass will need of the part.
+pub(crate) struct SavedMlp {
+    pub norm: Held<Normed>,
+    pub inner: Held<Inner>,
+    /// The input of the down projection `[N, I]`.
+    pub activation: Held<Tensor>,
+}
+
+impl SavedMlp {
+    /// Everything is computed again.
+    pub fn dropped() -> SavedMlp {
+        SavedMlp { norm: Held::Dropped, inner: Held::Dropped, activation: Held::Dropped }
+    }
+
+    /// Begins to bring back what is away.
+    pub fn fetch<D: Device>(&mut self, ctx: &Context<'_, D>) -> Result<(), StepError> {
+        self.norm.fetch(ctx)?;
+        self.inner.fetch(ctx)?;
+        self.activation.fetch(ctx)
+    }
+}
+
+/// The part forward, whole or in chunks of tokens. `add` is given what writes the part's output to a tensor, or adds it there.
+pub(super) fn forward<D: Device, R>(
+    ctx: &Context<'_, D>,
+    weights: &BlockWeights,
+    policy: LayerPolicy,
+    normed: Normed,
+    add: impl FnOnce(&dyn Fn(&Tensor, bool) -> Result<(), StepError>) -> Result<R, StepError>,
+) -> Result<(R, SavedMlp), StepError> {
+    // Where there is no norm, its output is the stream itself.
+    let of_norm = if normed.statistics.is_some() { policy.norms } else { Save::Recompute };
+    if let Some(chunk) = ctx.mlp_chunk(normed.out.rows()) {
+        let out = add(&|out, accumulate| in_chunks(ctx, weights, chunk, &normed.out, out, accumulate))?;
+        let norm = Held::new(ctx, of_norm, normed)?;
+        return Ok((out, SavedMlp { norm, ..SavedMlp::dropped() }));
+    }
+    let projected = project_inner(ctx, weights, &normed.out)?;
+    let norm = Held::new(ctx, of_norm, normed)?;
+    let inner = Held::new(ctx, policy.gate_up, projected.clone())?;
+    let activated = match policy.gate_up {
+        Save::Keep => activate(ctx, &projected)?,
+        Save::Int8 { .. } | Save::Recompute => activate_in_place(ctx, projected)?,
+    };
+    let out = add(&|out, accumulate| project_down(ctx, weights, &activated, out, accumulate))?;
+    let activation = Held::new(ctx, policy.activation, activated)?;
+    Ok((out, SavedMlp { norm, inner, activation }))
+}
+
+/// The gradient of the part's normed input `[N, H]`; weight gradients are added. `dout` makes the gradient of the part's
+/// output, and is given what computes that output again.
+pub(super) fn backward<D: Device>(
+    ctx: &Context<'_, D>,
+    weights: &BlockWeights,
+    (inner, activation): (Held<Inner>, Held<Tensor>),
+    normed: &Tensor,
+    gradients: &mut Gradients<'_, D>,
+    dout: impl FnOnce(
+        &dyn Fn(&Tensor, bool) -> Result<(), StepError>,
+        &mut Gradients<'_, D>,
+    ) -> Result<Tensor, StepError>,
+) -> Result<Tensor, StepError> {
+    if let Some(chunk) = ctx.mlp_chunk(normed.rows()) {
+        let again = |out: &Tensor, accumulate| in_chunks(ctx, weights, chunk, normed, out, accumulate);
+        let dout = dout(&again, gradients)?;
+        return backward_in_chunks(ctx, weights, chunk, normed, &dout, gradients);
+    }
+    let inner = inner.restore(ctx, || project_inner(ctx, weights, normed))?;
+    let activation = activation.restore(ctx, || activate(ctx, &inner))?;
+    let again = |out: &Tensor, accumulate| project_down(ctx, weights, &activation, out, accumulate);
+    let dout = dout(&again, gradients)?;
+    let place = || activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm");
+    backward_into(ctx, weights, inner, activation, normed, &dout, place, gradients)
+}
+
 /// Gate and up projections of the normed input.
-pub(super) fn project_inner<D: Device>(
+fn project_inner<D: Device>(
     ctx: &Context<'_, D>,
     weights: &BlockWeights,
     normed: &Tensor,
@@ -23,7 +101,7 @@ pub(super) fn project_inner<D: Device>(
         linear.forward(ctx, normed, &out, false)?;
         Ok(out)
     };
-    let gate = match ctx.spec.mlp.gated {
+    let gate = match ctx.mlp.gated {
         true => Some(project(Role::GateProj, Role::GateBias, "gate")?),
         false => None,
     };
@@ -31,14 +109,14 @@ pub(super) fn project_inner<D: Device>(
 }
 
 /// The activation in memory of its own.
-pub(super) fn activate<D: Device>(ctx: &Context<'_, D>, inner: &Inner) -> Result<Tensor, StepError> {
+fn activate<D: Device>(ctx: &Context<'_, D>, inner: &Inner) -> Result<Tensor, StepError> {
     let out = activation_tensor(ctx, inner.up.rows(), inner.up.columns(), "activation")?;
     activate_into(ctx, inner, &out)?;
     ctx.linears.input(ctx.device, &out)
 }
 
 /// The activation in the memory of its input.
-pub(super) fn activate_in_place<D: Device>(ctx: &Context<'_, D>, inner: Inner) -> Result<Tensor, StepError> {
+fn activate_in_place<D: Device>(ctx: &Context<'_, D>, inner: Inner) -> Result<Tensor, StepError> {
     activate_into(ctx, &inner, &inner.up)?;
     ctx.linears.input(ctx.device, &inner.up)
 }
@@ -53,7 +131,7 @@ fn activate_into<D: Device>(ctx: &Context<'_, D>, inner: &Inner, out: &Tensor) -
 }
 
 /// out (+)= down projection of the activation.
-pub(super) fn project_down<D: Device>(
+fn project_down<D: Device>(
     ctx: &Context<'_, D>,
     weights: &BlockWeights,
     activation: &Tensor,
@@ -65,7 +143,7 @@ pub(super) fn project_down<D: Device>(
 }
 
 /// out (+)= the whole part, of which nothing is kept: only a chunk of tokens is `[., I]` wide at a time.
-pub(super) fn in_chunks<D: Device>(
+fn in_chunks<D: Device>(
     ctx: &Context<'_, D>,
     weights: &BlockWeights,
     chunk: u64,
@@ -81,22 +159,8 @@ pub(super) fn in_chunks<D: Device>(
     })
 }
 
-/// Returns the gradient of the part's normed input `[N, H]`; weight gradients are added.
-pub(super) fn backward<D: Device>(
-    ctx: &Context<'_, D>,
-    weights: &BlockWeights,
-    inner: Inner,
-    activation: Tensor,
-    normed: &Tensor,
-    dout: &Tensor,
-    gradients: &mut Gradients<'_, D>,
-) -> Result<Tensor, StepError> {
-    let place = || activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm");
-    backward_into(ctx, weights, inner, activation, normed, dout, place, gradients)
-}
-
 /// As [`backward`], a chunk of tokens at a time, each computed again first.
-pub(super) fn backward_in_chunks<D: Device>(
+fn backward_in_chunks<D: Device>(
     ctx: &Context<'_, D>,
     weights: &BlockWeights,
     chunk: u64,

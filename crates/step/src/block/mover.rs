@@ -6,11 +6,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use plimsoll_device::{DType, Device, DeviceExt, Due, Elementwise, Lent, Rounding, Shape, Tensor};
-use plimsoll_disk::{ALIGNMENT, Home, LowerTiers, Transfer};
-use plimsoll_memory::{Tag, Tier};
+use plimsoll_disk::{ALIGNMENT, CopyStream, DiskError, Event, Home, LowerTiers};
+use plimsoll_memory::{Region, Tag, Tier};
 
 use crate::StepError;
-use crate::tier::{Direction, aligned_view, buffer, count};
+use crate::tier::{Direction, Parcel, Transit, buffer};
 
 /// Buffers on their way out at most: memory does not depend on how fast a disk is.
 const LEAVING: usize = 2;
@@ -19,24 +19,24 @@ const LEAVING: usize = 2;
 pub(crate) struct Mover<'a, D: Device> {
     device: &'a D,
     tiers: Arc<LowerTiers>,
+    /// `None` in a dry run.
+    stream: Option<CopyStream>,
     tier: Tier,
     /// Stands for what is away.
     nothing: Tensor,
     /// With their homes, which are nobody else's before they have arrived.
-    leaving: RefCell<VecDeque<(Moving, Arc<Home>)>>,
+    leaving: RefCell<VecDeque<(Moving, Option<Arc<Home>>)>>,
 }
 
 /// A tensor that is away.
 pub(crate) struct Stored {
-    home: Arc<Home>,
-    dtype: DType,
-    shape: Shape,
+    parcel: Parcel<()>,
     coming: Option<Moving>,
 }
 
 /// A buffer on its way.
 enum Moving {
-    Under(Transfer),
+    Under(Event<(Region, Result<(), DiskError>)>),
     /// On a device without memory.
     Dry(Tensor, Due),
 }
@@ -45,8 +45,8 @@ impl<'a, D: Device> Mover<'a, D> {
     /// Nothing is away yet.
     pub fn new(device: &'a D, tiers: &Arc<LowerTiers>, tier: Tier) -> Result<Self, StepError> {
         let nothing = device.alloc(DType::U8, &[1], Tag::Staging, "away")?;
-        let (tiers, leaving) = (Arc::clone(tiers), RefCell::default());
-        Ok(Mover { device, tiers, tier, nothing, leaving })
+        let (stream, tiers, leaving) = (tiers.copy_stream()?, Arc::clone(tiers), RefCell::default());
+        Ok(Mover { device, tiers, stream, tier, nothing, leaving })
     }
 
     /// Whether a tensor is large enough to be worth its way: smaller ones would take a page all the same.
@@ -61,18 +61,11 @@ impl<'a, D: Device> Mover<'a, D> {
 
     /// A buffer and a tensor in it, to be written and sent.
     pub fn new_tensor(&self, dtype: DType, shape: Shape) -> Result<(Tensor, Tensor), StepError> {
-        let bytes = dtype.bytes_for(shape.elements()).unwrap_or(0);
-        let buffer = buffer(self.device, bytes, Tag::Staging, "activation")?;
-        let view = self.view(&buffer, dtype, shape)?;
+        let mut parcel = Parcel::new();
+        parcel.add((), dtype, shape.dims());
+        let buffer = buffer(self.device, parcel.bytes(), Tag::Staging, "activation")?;
+        let view = tensor_in(&parcel, &buffer)?;
         Ok((buffer, view))
-    }
-
-    fn view(&self, buffer: &Tensor, dtype: DType, shape: Shape) -> Result<Tensor, StepError> {
-        let mismatch = || plimsoll_device::DeviceError::Mismatch {
-            op: "view",
-            reason: format!("{buffer:?} cannot hold {shape:?} {dtype}"),
-        };
-        Ok(aligned_view(buffer, 0, dtype, shape.dims()).ok_or_else(mismatch)?)
     }
 
     /// Sends a copy of a tensor.
@@ -84,32 +77,34 @@ impl<'a, D: Device> Mover<'a, D> {
 
     /// Sends a buffer with the tensor in it.
     pub fn send(&self, buffer: Tensor, tensor: Tensor) -> Result<Stored, StepError> {
-        let (dtype, shape, bytes) = (tensor.dtype(), tensor.shape(), tensor.bytes());
+        let mut parcel = Parcel::new();
+        parcel.add((), tensor.dtype(), tensor.shape().dims());
         drop(tensor);
         while self.leaving.borrow().len() >= LEAVING {
             self.wait_for_one()?;
         }
-        let home = Arc::new(self.tiers.take(self.tier, bytes, Tag::Activations, "activation")?);
-        let moving = match self.device.lend(buffer)? {
-            Lent::Memory(memory) => Moving::Under(self.tiers.send(&home, memory)),
-            Lent::Nothing(tensor) => {
-                let due = self.count(&home, bytes, Direction::WriteBack);
-                Moving::Dry(tensor, due)
-            }
-        };
-        self.leaving.borrow_mut().push_back((moving, Arc::clone(&home)));
-        Ok(Stored { home, dtype, shape, coming: None })
+        parcel.settle(&self.tiers, self.tier, Tag::Activations, "activation")?;
+        let moving = self.begin(&parcel, buffer, Direction::WriteBack)?;
+        self.leaving.borrow_mut().push_back((moving, parcel.home().cloned()));
+        Ok(Stored { parcel, coming: None })
     }
 
-    /// Counts a move, in a dry run. One to or from the host is made at once.
-    fn count(&self, home: &Home, bytes: u64, direction: Direction) -> Due {
-        let moved = count(&self.tiers, home, bytes, direction);
-        let Some(clock) = self.device.clock() else { return Due::default() };
-        let due = clock.transfer(moved);
-        if !home.is_on_disk() {
-            clock.wait(due);
+    fn begin(&self, parcel: &Parcel<()>, buffer: Tensor, direction: Direction) -> Result<Moving, StepError> {
+        match (self.device.lend(buffer)?, &self.stream) {
+            (Lent::Memory(memory), Some(stream)) => {
+                let (tiers, transit) = (Arc::clone(&self.tiers), Transit::of(parcel, direction));
+                let on_disk = transit.is_on_disk();
+                Ok(Moving::Under(stream.begin(on_disk, move || transit.run(&tiers, memory))))
+            }
+            (Lent::Memory(_), None) => {
+                Err(StepError::Invariant { what: "activations leave a device that has no tiers" })
+            }
+            (Lent::Nothing(tensor), _) => {
+                let moved = Transit::count(&self.tiers, parcel, direction);
+                let due = self.device.clock().map(|clock| clock.transfer(moved)).unwrap_or_default();
+                Ok(Moving::Dry(tensor, due))
+            }
         }
-        due
     }
 
     fn wait_for_one(&self) -> Result<(), StepError> {
@@ -133,10 +128,10 @@ impl<'a, D: Device> Mover<'a, D> {
                 }
                 Ok(tensor)
             }
-            Moving::Under(transfer) => {
-                let finished = transfer.wait();
-                let tensor = self.device.reclaim(finished.region)?;
-                finished.outcome?;
+            Moving::Under(event) => {
+                let (memory, outcome) = event.wait()?;
+                let tensor = self.device.reclaim(memory)?;
+                outcome?;
                 Ok(tensor)
             }
         }
@@ -144,29 +139,27 @@ impl<'a, D: Device> Mover<'a, D> {
 
     /// Begins to bring a tensor back.
     pub fn fetch(&self, stored: &mut Stored) -> Result<(), StepError> {
-        if stored.coming.is_some() {
-            return Ok(());
+        if stored.coming.is_none() {
+            self.settle()?;
+            let buffer = buffer(self.device, stored.parcel.bytes(), Tag::Staging, "activation")?;
+            stored.coming = Some(self.begin(&stored.parcel, buffer, Direction::Prefetch)?);
         }
-        self.settle()?;
-        let bytes = stored.home.bytes();
-        let buffer = buffer(self.device, bytes, Tag::Staging, "activation")?;
-        stored.coming = Some(match self.device.lend(buffer)? {
-            Lent::Memory(memory) => Moving::Under(self.tiers.bring(&stored.home, memory)),
-            Lent::Nothing(tensor) => {
-                let due = self.count(&stored.home, bytes, Direction::Prefetch);
-                Moving::Dry(tensor, due)
-            }
-        });
         Ok(())
     }
 
     /// A tensor again, waiting for it where it is not there yet.
     pub fn take(&self, mut stored: Stored) -> Result<Tensor, StepError> {
         self.fetch(&mut stored)?;
-        let Stored { dtype, shape, coming, .. } = stored;
-        match coming {
-            Some(moving) => self.view(&self.arrived(moving)?, dtype, shape),
+        match stored.coming {
+            Some(moving) => tensor_in(&stored.parcel, &self.arrived(moving)?),
             None => Ok(self.nothing()),
         }
     }
+}
+
+/// The tensor of a parcel in its buffer.
+fn tensor_in(parcel: &Parcel<()>, buffer: &Tensor) -> Result<Tensor, StepError> {
+    let view = parcel.views(buffer).and_then(|views| views.into_iter().next());
+    let (_, tensor) = view.ok_or(StepError::Invariant { what: "an activation is larger than its buffer" })?;
+    Ok(tensor)
 }

@@ -3,6 +3,7 @@
 use plimsoll_device::{DType, Device, DeviceExt, Quantization, Tensor};
 use plimsoll_memory::Tag;
 
+use super::mlp::SavedMlp;
 use super::mover::{Mover, Stored};
 use crate::StepError;
 use crate::context::Context;
@@ -18,10 +19,7 @@ pub(crate) struct Saved {
     pub attention: Held<Attended>,
     /// The residual stream after attention.
     pub middle: Held<Summed>,
-    pub mlp_norm: Held<Normed>,
-    pub inner: Held<Inner>,
-    /// The input of the down projection `[N, I]`.
-    pub activation: Held<Tensor>,
+    pub mlp: SavedMlp,
     /// What the norm after the feed-forward part saw.
     pub mlp_out: Held<Raw>,
 }
@@ -34,9 +32,7 @@ impl Saved {
         self.qkv.fetch(ctx)?;
         self.attention.fetch(ctx)?;
         self.middle.fetch(ctx)?;
-        self.mlp_norm.fetch(ctx)?;
-        self.inner.fetch(ctx)?;
-        self.activation.fetch(ctx)?;
+        self.mlp.fetch(ctx)?;
         self.mlp_out.fetch(ctx)
     }
 
@@ -48,9 +44,7 @@ impl Saved {
             qkv: Held::Dropped,
             attention: Held::Dropped,
             middle: Held::Dropped,
-            mlp_norm: Held::Dropped,
-            inner: Held::Dropped,
-            activation: Held::Dropped,
+            mlp: SavedMlp::dropped(),
             mlp_out: Held::Dropped,
         }
     }

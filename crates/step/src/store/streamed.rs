@@ -8,7 +8,7 @@ use std::hash::Hasher;
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{DType, Device, Tensor};
+use plimsoll_device::{DType, Device, DeviceExt, Elementwise, Rounding, Tensor};
 use plimsoll_disk::{DiskError, LowerTiers};
 use plimsoll_memory::{Phase, Tag, Tier, release_free_heap};
 use plimsoll_model::{
@@ -189,23 +189,43 @@ impl<'a, D: Device> WeightStore<'a, D> {
         Ok(WeightStore { device, tiers: Arc::clone(tiers), resident, away, tables, looked_up, pool })
     }
 
-    /// Sets every weight that no file holds as it is computed with; `fill` writes the values of some rows of a parameter in
-    /// the given type and is not called on a dry device.
+    /// Sets every weight that no file holds as it is computed with, and its f32 master, of which `masters` says where it is.
+    /// `fill` writes the values of some rows of a parameter in the given type and is not called on a dry device. A weight
+    /// beside its master on the device is that, rounded.
     pub fn load<E: From<StepError>>(
         &mut self,
+        masters: &dyn Fn(&Parameter) -> Option<Contents>,
         mut fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
+        let (device, tiers) = (self.device, &self.tiers);
+        let in_homes = |contents: &Contents| matches!(contents, Contents::Homes(_));
         // First what needs memory of its own on its way, while little of the arena has been touched.
-        for away in self.away.iter().filter(|away| away.is_loaded() && !self.tiers.is_dry()) {
-            let values = (&away.parameter, away.dtype);
-            away.contents().load(self.device, &self.tiers, values, &mut fill)?;
+        let resident = self.resident.parameters();
+        for p in resident.iter().filter(|_| !tiers.is_dry()) {
+            if let Some(master) = masters(p).filter(in_homes) {
+                master.load(device, tiers, (p, DType::F32), &mut fill)?;
+            }
         }
-        for p in self.resident.parameters() {
+        for away in self.away.iter().filter(|_| !tiers.is_dry()) {
+            if away.is_loaded() {
+                away.contents().load(device, tiers, (&away.parameter, away.dtype), &mut fill)?;
+            }
+            if let Some(master) = masters(&away.parameter) {
+                master.load(device, tiers, (&away.parameter, DType::F32), &mut fill)?;
+            }
+        }
+        for p in resident {
             let weight = self.resident.tensor(p)?;
-            let contents = Contents::Device(weight.clone());
-            contents.load(self.device, &self.tiers, (p, weight.dtype()), &mut fill)?;
+            let Some(Contents::Device(x)) = masters(p) else {
+                let contents = Contents::Device(weight.clone());
+                contents.load(device, tiers, (p, weight.dtype()), &mut fill)?;
+                continue;
+            };
+            Contents::Device(x.clone()).load(device, tiers, (p, x.dtype()), &mut fill)?;
+            let cast = Elementwise::Cast { x: &x, out: weight, rounding: Rounding::Nearest };
+            device.run(cast).map_err(StepError::from)?;
         }
-        // What conversions took of the heap counts against the arena, the rest of which is touched from here on.
+        // What quantising and converting took of the heap counts against the arena, the rest of which is touched from here on.
         release_free_heap();
         Ok(self.prepare()?)
     }
@@ -356,29 +376,27 @@ fn lodged(
     parcels: &mut HashMap<Unit, Parcel<Role>>,
 ) -> Result<Vec<AwayParameter>, StepError> {
     let mut own: HashMap<u32, Parcel<Role>> = HashMap::new();
-    let mut in_files: Vec<(u32, &Matrix<'_>, &StoredWeight, Range<u64>, u64)> = Vec::new();
+    let mut in_files: Vec<(u32, &Matrix<'_>, &StoredWeight, Range<u64>)> = Vec::new();
     let mut starts = Vec::new();
     for matrix in matrices {
         let mut of_matrix = Vec::new();
         for (piece, rows) in (0..).zip(&matrix.pieces) {
             let parcel = own.entry(piece).or_insert_with(Parcel::new);
-            let count = rows.end - rows.start;
             match matrix.stored(rows) {
-                Some((stored, bytes)) => in_files.push((piece, matrix, stored, bytes, count)),
+                Some((stored, bytes)) => in_files.push((piece, matrix, stored, bytes)),
                 None => {
-                    let shape = [count, matrix.parameter.columns()];
+                    let shape = matrix.parameter.shape_of(rows);
                     of_matrix.push(parcel.add(matrix.parameter.role, matrix.dtype, &shape));
                 }
             }
         }
         starts.push(of_matrix);
     }
-    in_files.sort_by(|(.., a, first, _), (.., b, second, _)| {
-        (&a.path, first.start).cmp(&(&b.path, second.start))
-    });
-    for (piece, matrix, stored, bytes, count) in in_files {
+    in_files.sort_by(|(.., a, first), (.., b, second)| (&a.path, first.start).cmp(&(&b.path, second.start)));
+    for (piece, matrix, stored, bytes) in in_files {
         let parcel = own.entry(piece).or_insert_with(Parcel::new);
-        let shape = [count, matrix.parameter.columns()];
+        let rows = matrix.pieces.get(piece as usize).cloned().unwrap_or_default();
+        let shape = matrix.parameter.shape_of(&rows);
         parcel.add_stored(matrix.parameter.role, matrix.dtype, &shape, &stored.path, bytes);
     }
     let mut pieces: Vec<(u32, Parcel<Role>)> = own.into_iter().collect();

@@ -188,7 +188,7 @@ pub(crate) fn buffer<D: Device>(
 }
 
 /// A tensor in a buffer, `offset` bytes from its first whole page on.
-pub(crate) fn aligned_view(buffer: &Tensor, offset: u64, dtype: DType, shape: &[u64]) -> Option<Tensor> {
+fn aligned_view(buffer: &Tensor, offset: u64, dtype: DType, shape: &[u64]) -> Option<Tensor> {
     let start = buffer.range().start;
     buffer.view(start.next_multiple_of(ALIGNMENT) - start + offset, dtype, shape)
 }

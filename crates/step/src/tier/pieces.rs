@@ -54,7 +54,7 @@ impl Pieces {
             return Pieces { rows: u64::MAX };
         }
         let layer = spec.block_parameters(BlockId::Layer(0));
-        let largest = layer.iter().filter(|p| p.shape.len() == 2).map(Parameter::elements).max().unwrap_or(0);
+        let largest = layer.iter().filter(|p| p.shape.len() >= 2).map(Parameter::elements).max().unwrap_or(0);
         let rows = largest / 4 / spec.hidden_size.max(1) / ROWS * ROWS;
         Pieces { rows: rows.max(ROWS) }
     }
@@ -77,8 +77,8 @@ impl Pieces {
     }
 }
 
-/// Whether a parameter is large: a matrix of a layer or a table. The others stay where they are.
+/// Whether a parameter is large: a matrix of a layer, a stack of them, or a table. The others stay where they are.
 pub(crate) fn is_matrix(parameter: &Parameter) -> bool {
     let small = matches!(parameter.role, Role::PositionEmbedding | Role::Lora(..));
-    parameter.shape.len() == 2 && !small
+    parameter.shape.len() >= 2 && !small
 }

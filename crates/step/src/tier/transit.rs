@@ -80,10 +80,12 @@ impl Transit {
     pub fn count<T>(tiers: &LowerTiers, parcel: &Parcel<T>, direction: Direction) -> Transferred {
         let mut all = Transferred::default();
         let mut add = |home: &Home, bytes| {
-            let more = count(tiers, home, bytes, direction);
-            all.read += more.read;
-            all.written += more.written;
-            all.copied += more.copied;
+            tiers.count(home, bytes, direction == Direction::WriteBack);
+            match direction {
+                _ if !home.is_on_disk() => all.copied += bytes,
+                Direction::Prefetch => all.read += bytes,
+                Direction::WriteBack => all.written += bytes,
+            }
         };
         if let Some(home) = parcel.home() {
             let bytes = extents(parcel, home, direction).iter().map(|extent| extent.end - extent.start).sum();
@@ -123,17 +125,6 @@ impl Transit {
         let regions: Vec<Region> = under_way.into_iter().map(&mut arrive).chain([rest]).collect();
         let join = |whole: Region, part| whole.join(part).unwrap_or_else(|(whole, _)| whole);
         (regions.into_iter().fold(before, join), outcome)
-    }
-}
-
-/// Counts bytes that a dry run would move between the device and a home.
-pub(crate) fn count(tiers: &LowerTiers, home: &Home, bytes: u64, direction: Direction) -> Transferred {
-    tiers.count(home, bytes, direction == Direction::WriteBack);
-    let none = Transferred::default();
-    match direction {
-        _ if !home.is_on_disk() => Transferred { copied: bytes, ..none },
-        Direction::Prefetch => Transferred { read: bytes, ..none },
-        Direction::WriteBack => Transferred { written: bytes, ..none },
     }
 }
 

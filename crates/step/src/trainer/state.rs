@@ -2,15 +2,14 @@
 
 use std::ops::Range;
 
-use plimsoll_device::{DType, Device, DeviceExt, Elementwise, Rounding, Tensor};
-use plimsoll_memory::release_free_heap;
+use plimsoll_device::{DType, Device, Tensor};
 use plimsoll_model::convert::convert;
 use plimsoll_model::{BlockId, Parameter, Role};
 
 use super::Trainer;
 use crate::StepError;
 use crate::optimizer::StateKind;
-use crate::tier::{Contents, HomePart};
+use crate::tier::Contents;
 
 /// One tensor of the training state.
 #[derive(Clone, Debug, PartialEq)]
@@ -38,57 +37,10 @@ impl<D: Device> Trainer<'_, D> {
     /// is not called on a dry device. With master weights it fills the master, and the weight is that, rounded.
     pub fn load<E: From<StepError>>(
         &mut self,
-        mut fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
+        fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        // First what needs memory of its own on its way, while little of the arena has been touched.
-        self.load_homes(&mut fill)?;
-        for p in self.weights.resident().parameters() {
-            let weight = self.weights.resident().tensor(p)?;
-            let master = self.optimizer.find(p.block, p.role).and_then(|state| state.master());
-            let target = master.unwrap_or(weight);
-            let contents = Contents::Device(target.clone());
-            contents.load(self.device, &self.tiers, (p, target.dtype()), &mut fill)?;
-            if let Some(x) = master {
-                let cast = Elementwise::Cast { x, out: weight, rounding: Rounding::Nearest };
-                self.device.run(cast).map_err(StepError::from)?;
-            }
-        }
-        // What quantising and converting took of the heap counts against the arena, which is touched from here on.
-        release_free_heap();
-        Ok(self.weights.prepare()?)
-    }
-
-    /// Sets what lives on a lower tier, and masters whose weights do.
-    fn load_homes<E: From<StepError>>(
-        &mut self,
-        fill: &mut impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        for p in self.spec.parameters() {
-            let Some(away) = self.weights.away().iter().find(|away| away.parameter == p) else {
-                self.load_masters(&p, false, fill)?;
-                continue;
-            };
-            if away.is_loaded() && !self.tiers.is_dry() {
-                away.contents().load(self.device, &self.tiers, (&p, away.dtype), fill)?;
-            }
-            self.load_masters(&p, true, fill)?;
-        }
-        Ok(())
-    }
-
-    /// Sets a master in homes, and one on the device whose weight is away.
-    fn load_masters<E: From<StepError>>(
-        &self,
-        p: &Parameter,
-        away: bool,
-        fill: &mut impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let resident = self.optimizer.find(p.block, p.role).and_then(|state| state.master());
-        let master = match resident {
-            Some(master) => away.then(|| Contents::Device(master.clone())),
-            None => self.state_in_homes(p, StateKind::Master).filter(|_| !self.tiers.is_dry()),
-        };
-        master.map_or(Ok(()), |master| master.load(self.device, &self.tiers, (p, DType::F32), fill))
+        let optimizer = &self.optimizer;
+        self.weights.load(&|p| optimizer.contents(p, StateKind::Master), fill)
     }
 
     /// Sets the lengths of rows, where adapters have them (DoRA), to those that the loaded weights have: once, before
@@ -127,19 +79,6 @@ impl<D: Device> Trainer<'_, D> {
         Ok(all)
     }
 
-    fn state_in_homes(&self, p: &Parameter, kind: StateKind) -> Option<Contents> {
-        let states = self.optimizer.at_home(p.block, p.role);
-        let homes: Vec<HomePart> = states
-            .into_iter()
-            .filter(|state| state.kind == kind)
-            .map(|state| {
-                let bytes = state.dtype.bytes_for(state.shape.iter().product()).unwrap_or(0);
-                HomePart { home: state.home, start: state.offset, bytes }
-            })
-            .collect();
-        (!homes.is_empty()).then_some(Contents::Homes(homes))
-    }
-
     fn contents(&self, tensor: &NamedTensor) -> Result<Contents, StepError> {
         let (block, role) = tensor.parameter;
         let missing = StepError::MissingWeight { block, role };
@@ -155,11 +94,7 @@ impl<D: Device> Trainer<'_, D> {
                 None => Ok(Contents::Device(self.weights.resident().tensor(p)?.clone())),
             };
         }
-        let resident = self.optimizer.find(p.block, p.role).and_then(|state| state.find(kind).cloned());
-        match resident {
-            Some(tensor) => Ok(Contents::Device(tensor)),
-            None => self.state_in_homes(p, kind).ok_or(missing),
-        }
+        self.optimizer.contents(p, kind).ok_or(missing)
     }
 
     /// Shows a tensor's bytes, in order, part by part. Nothing is shown in a dry run.
