@@ -1,7 +1,8 @@
 //! Signals that ask for an end: Ctrl-C, `kill`, and a terminal that goes away.
 //!
-//! The first one is a wish, heard between steps. A Ctrl-C after it ends the program at once; the others do not, since shells
-//! and launchers send them twice. A signal that whoever started the program has it ignore (`nohup`) stays ignored.
+//! The first signal asks the run to stop between steps. A Ctrl-C after the first signal ends the program at once; other
+//! signals do not, since shells and launchers send them twice. A signal that was ignored when the program was started
+//! (`nohup`) stays ignored.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,5 +1,5 @@
-//! How fast this machine and its disks are: as it was measured once and kept in the user's cache folder, so that a plan
-//! depends on the machine and not on how busy it was.
+//! How fast this machine and its disks are, measured once and kept in the user's cache folder. So a plan depends on the
+//! machine and not on how busy the machine was.
 
 use std::path::{Path, PathBuf};
 

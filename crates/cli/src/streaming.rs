@@ -1,4 +1,4 @@
-//! Weights and caches that do not fit in memory: the disk opened for them, with a word about it; and what that cost.
+//! Weights and caches that do not fit in memory: opens the disk for them, says so, and reports what was read.
 
 use std::sync::Arc;
 

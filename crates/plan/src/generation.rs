@@ -40,7 +40,7 @@ pub struct GenerationRequest<'a> {
     pub room: u64,
     /// Where files hold weights as they are computed with, if weights may be brought from disk when they are needed.
     pub in_files: Option<&'a StoredWeights>,
-    /// A context from which on it is better to have all weights in memory than more context.
+    /// A context that is enough: beyond it, weights in memory are preferred to more context.
     pub enough_context: u64,
 }
 

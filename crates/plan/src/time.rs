@@ -44,8 +44,8 @@ const SECONDS_PER_OPERATION: f64 = 3e-5;
 pub struct TimeEstimate {
     /// Seconds of one optimizer step, those of the disk included.
     pub step_seconds: f64,
-    /// Seconds that the disk needs for what a step moves. Some of it happens behind the computation; that none of it does
-    /// is what is counted with.
+    /// Seconds that the disk needs for what a step moves. Some of the I/O is hidden behind the computation; the time of a
+    /// step counts as if none were.
     pub disk_seconds: f64,
     /// Tokens of a step over that time.
     pub tokens_per_second: f64,

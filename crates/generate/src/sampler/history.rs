@@ -1,4 +1,4 @@
-//! The tokens that were there, for penalties.
+//! The tokens so far, for penalties.
 
 use std::collections::{HashMap, VecDeque};
 
