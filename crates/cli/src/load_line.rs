@@ -54,7 +54,8 @@ impl PlanningRoom {
         self.line.saturating_sub(overhead).saturating_sub(self.spare)
     }
 
-    /// Whether to keep a plan that takes `bytes` in all, as it is now; the next one has so much less room as it was over.
+    /// Whether to keep a plan that takes `bytes` in all. If not, the next plan has less room, by as much as this one was
+    /// over.
     pub fn settles(&mut self, bytes: u64) -> bool {
         let over = bytes.saturating_sub(self.line);
         self.plans += 1;

@@ -25,8 +25,8 @@ pub struct Streaming {
     cache_bytes: Option<u64>,
 }
 
-/// Opens the disk for what a plan leaves there, and says what that is and why. Where all is in memory there is nothing to
-/// open.
+/// Opens the disk for what a plan leaves there, and says what that is and why. Where everything is in memory there is
+/// nothing to open.
 pub fn open(
     weights: &Weights,
     dry_run: &DryRun,

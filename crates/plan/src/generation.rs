@@ -33,7 +33,7 @@ pub struct GenerationRequest<'a> {
     pub prompt_tokens: Option<u64>,
     /// The least context that will do, and the most that can be used.
     pub context: RangeInclusive<u64>,
-    /// The type of the cache. Where `None`, f32 for a small cache, f16 for a larger one, and 8 bits where only they fit;
+    /// The type of the cache. Where `None`, f32 for a small cache, f16 for a larger one, and 8 bits where only 8 bits fit;
     /// with bf16 activations bf16 or 8 bits.
     pub cache: Option<DType>,
     /// Bytes that weights, cache and workspace may take.

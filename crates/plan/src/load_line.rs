@@ -52,13 +52,13 @@ pub struct LoadLine {
 /// How large this process can get, in bytes of resident memory, by each limit; `None` where there is none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProcessLimits {
-    /// What it has and what the machine has free.
+    /// What the process has and what the machine has free.
     pub available: Option<u64>,
-    /// What it has and what its control groups leave.
+    /// What the process has and what its control groups leave.
     pub container: Option<u64>,
-    /// What it has and what `ulimit -v` leaves.
+    /// What the process has and what `ulimit -v` leaves.
     pub address_space: Option<u64>,
-    /// What it has and what `ulimit -d` leaves.
+    /// What the process has and what `ulimit -d` leaves.
     pub data: Option<u64>,
 }
 
