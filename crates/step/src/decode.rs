@@ -20,7 +20,8 @@ use crate::inputs::{Labels, check_tokens, positions, sum};
 use crate::linear::Multiply;
 use crate::rope::RopeTables;
 use crate::settings::{AttentionKind, MicroBatch, Precision};
-use crate::store::{StreamedStore, WeightStorage, WeightStore, blocks_of_pass};
+use crate::store::{WeightStorage, WeightStore};
+use crate::tier::Unit;
 use cache::KvCache;
 
 /// What decoding needs to know beforehand.
@@ -43,7 +44,7 @@ pub struct Decoder<'a, D: Device> {
     device: &'a D,
     spec: ModelSpec,
     settings: DecodeSettings,
-    weights: StreamedStore<'a, D>,
+    weights: WeightStore<'a, D>,
     ropes: RopeTables,
     cache: KvCache<'a, D>,
     length: u64,
@@ -75,7 +76,7 @@ impl<'a, D: Device> Decoder<'a, D> {
         settings: DecodeSettings,
         storage: WeightStorage<'_>,
     ) -> Result<Self, StepError> {
-        let weights = StreamedStore::new(device, tiers, &spec, storage, None)?;
+        let weights = WeightStore::new(device, tiers, &spec, storage, None)?;
         let positions = (settings.context, settings.prompt_chunk_tokens);
         let cache = KvCache::new(device, &spec, settings.cache, positions, (tiers, settings.cache_tier))?;
         let ropes = RopeTables::new(device, &spec, settings.context)?;
@@ -175,7 +176,7 @@ impl<'a, D: Device> Decoder<'a, D> {
         device.write_u32(&ids, tokens)?;
         let positions = positions(device, 1, n, past)?;
         let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions, past);
-        self.weights.announce(&blocks_of_pass(&self.spec, with_head))?;
+        self.weights.announce_forward(&self.spec, with_head)?;
         let mut x = embedding::forward(&ctx, &mut self.weights, &ids)?;
         self.cache.begin(past, n)?;
         for layer in 0..self.spec.num_layers {
@@ -186,7 +187,8 @@ impl<'a, D: Device> Decoder<'a, D> {
             ctx.attention = AttentionShape { kv_capacity: cache.capacity(layer), ..ctx.attention };
             x = block::infer(&ctx, &weights, x, |qkv| cache.write(layer, &qkv.k, &qkv.v, past))?;
             cache.leave(layer)?;
-            self.weights.release(BlockId::Layer(layer));
+            drop(weights);
+            self.weights.release(Unit::Layer(layer), false);
         }
         self.cache.settle()?;
         self.length += n;
@@ -212,7 +214,7 @@ impl<'a, D: Device> Decoder<'a, D> {
     fn logits(&mut self, x: &Tensor) -> Result<Vec<f32>, StepError> {
         self.device.arena().enter(Phase::Generate, None);
         let last = rows(x, x.rows() - 1, x.rows())?;
-        let own = self.weights.gather(BlockId::Head)?;
+        let own = self.weights.resident().gather(BlockId::Head)?;
         let norm = own.norm(Role::FinalNorm, Some(Role::FinalNormBias), &self.spec.norm)?;
         let normed = norm.forward(self.device, &last)?;
         let logits = self.device.alloc(DType::F32, &[1, self.spec.vocab_size], Tag::Logits, "logits")?;
@@ -234,11 +236,10 @@ impl<'a, D: Device> Decoder<'a, D> {
                     let (x, compute) = (&normed.out, ctx.compute);
                     let bias = None;
                     self.device.run(Op::Linear { x, weight, bias, out, accumulate: false, compute })?;
-                    self.weights.release_piece(block, piece, false);
+                    self.weights.release(Unit::Piece(block, piece), false);
                 }
             }
         }
-        self.weights.release(BlockId::Head);
         let mut logits = self.device.read_f32(&logits)?;
         if let Some(cap) = self.spec.logit_soft_cap {
             logits.iter_mut().for_each(|x| *x = (cap * (f64::from(*x) / cap).tanh()) as f32);

@@ -9,11 +9,12 @@ use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
 use crate::store::{BlockWeights, WeightStore};
+use crate::tier::Unit;
 
 /// The embeddings [N, H] of `tokens` at the context's positions.
 pub(crate) fn forward<D: Device>(
     ctx: &Context<'_, D>,
-    store: &mut dyn WeightStore,
+    store: &mut WeightStore<'_, D>,
     tokens: &Tensor,
 ) -> Result<Tensor, StepError> {
     let (weights, rows) = store.gather_embedding(tokens)?;
@@ -33,7 +34,8 @@ pub(crate) fn forward<D: Device>(
         ctx.device.run(Op::Embedding { tokens: ctx.positions, table, out: &positions })?;
         ctx.device.run(Op::Add { a: &out, b: &positions, out: &out })?;
     }
-    store.release(BlockId::Embedding);
+    drop(weights);
+    store.release(Unit::of_matrices(BlockId::Embedding, 0), false);
     Ok(out)
 }
 

@@ -15,7 +15,8 @@ use crate::head;
 use crate::inputs::Inputs;
 use crate::rope::RopeTables;
 use crate::settings::{AttentionKind, MicroBatch, Precision};
-use crate::store::{StreamedStore, WeightStorage, WeightStore, blocks_of_pass};
+use crate::store::{WeightStorage, WeightStore};
+use crate::tier::Unit;
 
 /// A forward pass over whole sequences, whatever holds the weights.
 pub(crate) struct Evaluation<'a, D: Device> {
@@ -33,7 +34,7 @@ impl<D: Device> Evaluation<'_, D> {
     /// Sum of token losses, each by its weight, and number of targets of `batch_size` sequences of equal length.
     pub fn run(
         &self,
-        store: &mut dyn WeightStore,
+        store: &mut WeightStore<'_, D>,
         batch_size: u64,
         micro_batch: &MicroBatch<'_>,
     ) -> Result<(f64, u64), StepError> {
@@ -53,13 +54,14 @@ impl<D: Device> Evaluation<'_, D> {
             self.mlp_chunk_tokens,
             None,
         );
-        store.announce(&blocks_of_pass(self.spec, true))?;
+        store.announce_forward(self.spec, true)?;
         let mut x = embedding::forward(&ctx, store, &inputs.tokens)?;
         for layer in 0..self.spec.num_layers {
             arena.enter(Phase::Forward, Some(layer));
             let weights = store.gather(BlockId::Layer(layer))?;
             x = block::infer(&ctx.layer(layer), &weights, x, |qkv| Ok((qkv.k.clone(), qkv.v.clone())))?;
-            store.release(BlockId::Layer(layer));
+            drop(weights);
+            store.release(Unit::Layer(layer), false);
         }
         arena.enter(Phase::Loss, None);
         head::loss_of(&ctx, store, &x, &inputs.labels, self.loss_chunk_tokens)?;
@@ -73,7 +75,7 @@ pub struct Evaluator<'a, D: Device> {
     spec: ModelSpec,
     precision: Precision,
     loss_chunk_tokens: u64,
-    weights: StreamedStore<'a, D>,
+    weights: WeightStore<'a, D>,
     ropes: RopeTables,
     longest: u64,
 }
@@ -121,7 +123,7 @@ impl<'a, D: Device> Evaluator<'a, D> {
         storage: WeightStorage<'_>,
         (longest, loss_chunk_tokens): (u64, u64),
     ) -> Result<Self, StepError> {
-        let weights = StreamedStore::new(device, tiers, &spec, storage, None)?;
+        let weights = WeightStore::new(device, tiers, &spec, storage, None)?;
         device.arena().enter(Phase::Setup, None);
         let ropes = RopeTables::new(device, &spec, longest)?;
         Ok(Evaluator { device, spec, precision, loss_chunk_tokens, weights, ropes, longest })

@@ -4,7 +4,7 @@
 //! Those of matrices may live on a lower tier between their uses. Then they are in a buffer only while the step works on
 //! their layer, or on their piece of a table.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,7 +18,8 @@ use crate::StepError;
 use crate::head::rows;
 use crate::seed::{mix, parameter_number};
 use crate::store::{layer_of, role_name};
-use crate::tier::{Parcel, Parcels, Pieces, Unit, is_matrix};
+use crate::tier::{Parcel, Parcels, Pieces, Unit, Use, is_matrix};
+use crate::trainer::Part;
 
 /// The gradients that exist at the moment.
 pub(crate) struct Gradients<'a, D: Device> {
@@ -51,8 +52,10 @@ struct Away<'a, D: Device> {
     pool: Parcels<'a, D, Unit, Role>,
     /// The pieces of tables.
     pieces: HashMap<(BlockId, Role), Vec<Range<u64>>>,
-    /// The units whose gradients live there now.
-    exist: Vec<Unit>,
+    /// The units whose gradients were begun and not given back.
+    exist: BTreeSet<Unit>,
+    /// The piece of a table that is in a buffer.
+    held: Option<(Unit, Role, Tensor)>,
 }
 
 /// Where a gradient goes.
@@ -100,7 +103,7 @@ impl<'a, D: Device> Gradients<'a, D> {
         for p in trained.iter().filter(|p| is_matrix(p) && !stays(p)) {
             let cuts = cut.of(p);
             for (piece, rows) in (0..).zip(&cuts) {
-                let parcel = parcels.entry(Unit { block: p.block, piece }).or_insert_with(Parcel::new);
+                let parcel = parcels.entry(Unit::of_matrices(p.block, piece)).or_insert_with(Parcel::new);
                 parcel.add(p.role, dtype, &[rows.end - rows.start, p.columns()]);
                 // Gradients that are used up at once never leave the device.
                 parcel.settle_later(tier, Tag::Gradients, "gradients");
@@ -112,7 +115,7 @@ impl<'a, D: Device> Gradients<'a, D> {
         if !parcels.is_empty() {
             device.arena().enter(Phase::Setup, None);
             let pool = Parcels::new(device, tiers, parcels, buffers)?;
-            gradients.away = Some(Away { pool, pieces, exist: Vec::new() });
+            gradients.away = Some(Away { pool, pieces, exist: BTreeSet::new(), held: None });
         }
         Ok(gradients)
     }
@@ -124,18 +127,14 @@ impl<'a, D: Device> Gradients<'a, D> {
         self.seed = seed;
     }
 
-    /// How often gradients were fetched that nobody had announced.
-    pub fn unannounced(&self) -> u64 {
-        self.away.as_ref().map_or(0, |away| away.pool.unannounced())
-    }
-
     /// Gives all gradients back.
     pub fn clear(&mut self) {
         self.tensors.clear();
         self.looked_up.clear();
-        self.hold(Counted::default(), 0);
+        self.keep_counted(Counted::default(), 0);
         if let Some(away) = &mut self.away {
-            away.exist.drain(..).for_each(|unit| away.pool.forget(unit));
+            away.held = None;
+            std::mem::take(&mut away.exist).into_iter().for_each(|unit| away.pool.forget(unit));
         }
     }
 
@@ -144,60 +143,81 @@ impl<'a, D: Device> Gradients<'a, D> {
         self.shapes.contains_key(&(block, role))
     }
 
-    /// Gives one gradient back.
-    pub fn release(&mut self, block: BlockId, role: Role) {
-        self.tensors.remove(&(block, role));
-    }
-
-    /// The units whose gradients will be fetched next, in order.
-    pub fn announce(&mut self, units: &[Unit]) -> Result<(), StepError> {
+    /// The units that will be held next, in order, and whether they are freed before they are left.
+    pub fn announce(&mut self, units: impl Iterator<Item = (Unit, bool)>) -> Result<(), StepError> {
         let Some(Away { pool, exist, .. }) = &mut self.away else { return Ok(()) };
-        pool.announce(units.iter().copied().filter(|unit| exist.contains(unit)))
+        let mut exist = exist.clone();
+        let mut uses = Vec::new();
+        for (unit, frees) in units {
+            let fresh = if frees { !exist.remove(&unit) } else { exist.insert(unit) };
+            uses.push(Use { key: unit, fresh });
+        }
+        pool.announce(uses)
     }
 
-    /// Has the gradients of a layer on the device: as they are, or room for them where there are none yet.
-    pub fn fetch(&mut self, block: BlockId) -> Result<(), StepError> {
-        for (role, tensor) in self.brought(Unit::whole(block))? {
-            let written = self.tensors.entry((block, role));
+    /// Has the gradients of a unit on the device until they are left: as they are, or room for them where there are none yet.
+    pub fn hold(&mut self, unit: Unit) -> Result<(), StepError> {
+        let Some(Away { pool, exist, held, .. }) = &mut self.away else { return Ok(()) };
+        if !pool.has(unit) {
+            return Ok(());
+        }
+        exist.insert(unit);
+        for (role, tensor) in pool.take(unit)? {
+            if let Unit::Piece(..) = unit {
+                *held = Some((unit, role, tensor));
+                continue;
+            }
+            let written = self.tensors.entry((unit.block(), role));
             written.or_insert(Written { gradient: None, times: 0 }).gradient = Some(tensor);
         }
         Ok(())
     }
 
-    /// A unit's gradients in a buffer, or room for them; none of a unit whose gradients are on the device.
-    fn brought(&mut self, unit: Unit) -> Result<Vec<(Role, Tensor)>, StepError> {
-        let Some(Away { pool, exist, .. }) = &mut self.away else { return Ok(Vec::new()) };
-        if exist.contains(&unit) || !pool.has(unit) {
-            return pool.take(unit);
-        }
-        exist.push(unit);
-        pool.take_fresh(unit)
-    }
-
-    /// Sends the gradients of a layer to where they live; `served`: nobody needs them any more.
-    pub fn put_away(&mut self, block: BlockId, served: bool) -> Result<(), StepError> {
-        let unit = Unit::whole(block);
-        let Some(away) = &self.away else { return Ok(()) };
-        if layer_of(block).is_none() || !away.pool.has(unit) {
+    /// Sends the gradients of a unit to where they live, unless they were freed.
+    pub fn leave(&mut self, unit: Unit) -> Result<(), StepError> {
+        let Some(Away { pool, exist, held, .. }) = &mut self.away else { return Ok(()) };
+        if !pool.has(unit) {
             return Ok(());
         }
-        for placed in away.pool.get(unit).iter().flat_map(|parcel| parcel.tensors()) {
-            if let Some(written) = self.tensors.get_mut(&(block, placed.key)) {
+        *held = None;
+        for placed in pool.get(unit).iter().flat_map(|parcel| parcel.tensors()) {
+            if let Some(written) = self.tensors.get_mut(&(unit.block(), placed.key)) {
                 written.gradient = None;
             }
         }
-        self.leave(unit, served)
-    }
-
-    fn leave(&mut self, unit: Unit, served: bool) -> Result<(), StepError> {
-        let Some(Away { pool, exist, .. }) = &mut self.away else { return Ok(()) };
-        if served {
-            pool.forget(unit);
-            exist.retain(|other| *other != unit);
-        } else {
+        if exist.contains(&unit) {
             pool.release(unit, true);
+        } else {
+            pool.forget(unit);
         }
         pool.advance()
+    }
+
+    /// Gives back the gradients of a unit, which consists of these parts.
+    pub fn free(&mut self, unit: Unit, parts: &[Part]) {
+        for part in parts.iter().filter(|part| part.is_last()) {
+            self.tensors.remove(&(part.parameter.block, part.parameter.role));
+        }
+        if let Some(Away { exist, held, .. }) = &mut self.away {
+            exist.remove(&unit);
+            *held = None;
+        }
+    }
+
+    /// What was written of a part, to read it.
+    pub fn part(&self, part: &Part) -> Result<Tensor, StepError> {
+        let (block, role) = (part.parameter.block, part.parameter.role);
+        match self.held_piece(block, role, part.piece) {
+            Some(tensor) => Ok(tensor),
+            None if part.is_whole() => self.get(block, role).cloned(),
+            None => rows(self.get(block, role)?, part.rows.start, part.rows.end),
+        }
+    }
+
+    /// A piece of a table's gradient that is in a buffer.
+    fn held_piece(&self, block: BlockId, role: Role, piece: u32) -> Option<Tensor> {
+        let (unit, of, tensor) = self.away.as_ref()?.held.as_ref()?;
+        (*unit == Unit::Piece(block, piece) && *of == role).then(|| tensor.clone())
     }
 
     /// Whether the gradient of a table lives on a lower tier, in pieces.
@@ -211,7 +231,7 @@ impl<'a, D: Device> Gradients<'a, D> {
     }
 
     /// Where the gradient of some rows of a table goes that is written in pieces: for the `nth` time since
-    /// [`count_rows`](Self::count_rows). To be left by [`leave_rows`](Self::leave_rows).
+    /// [`count_rows`](Self::count_rows).
     pub fn rows_target(
         &mut self,
         (block, role): (BlockId, Role),
@@ -220,7 +240,7 @@ impl<'a, D: Device> Gradients<'a, D> {
         nth: u64,
     ) -> Result<Target, StepError> {
         let times = nth + self.tensors.get(&(block, role)).map_or(0, |written| written.times);
-        let tensor = match self.piece(block, role, piece)? {
+        let tensor = match self.held_piece(block, role, piece) {
             Some(tensor) => tensor,
             None => rows(&self.whole(block, role)?, range.start, range.end)?,
         };
@@ -238,19 +258,12 @@ impl<'a, D: Device> Gradients<'a, D> {
         Ok(gradient)
     }
 
-    /// A piece of a gradient that lives on a lower tier, in its buffer.
-    fn piece(&mut self, block: BlockId, role: Role, piece: u32) -> Result<Option<Tensor>, StepError> {
-        let found = self.brought(Unit { block, piece })?.into_iter().find(|(r, _)| *r == role);
-        Ok(found.map(|(_, tensor)| tensor))
-    }
-
     /// Keeps the gradients of the rows that a micro-batch looked up.
     pub fn keep_looked_up(&mut self, tokens: Tensor, dx: Tensor) {
         self.looked_up.push((tokens, dx));
     }
 
-    /// Makes a piece of the embedding's gradient of what was looked up. To be left by
-    /// [`leave_rows`](Self::leave_rows), served.
+    /// Makes a piece of the embedding's gradient of what was looked up.
     pub fn gather_looked_up(
         &mut self,
         key: (BlockId, Role),
@@ -270,7 +283,7 @@ impl<'a, D: Device> Gradients<'a, D> {
     }
 
     /// Takes what passes of so many micro-batches would have left that a dry run has counted.
-    pub fn hold(&mut self, counted: Counted, micro_batches: u64) {
+    pub fn keep_counted(&mut self, counted: Counted, micro_batches: u64) {
         self.counted_micro_batches = counted.times * micro_batches;
         self.counted = counted;
     }
@@ -283,8 +296,7 @@ impl<'a, D: Device> Gradients<'a, D> {
         }
     }
 
-    /// Adds dx `[N, H]`, the gradient of the rows of `tokens`, to a piece of the table's. To be left as
-    /// [`rows_target`](Self::rows_target) says.
+    /// Adds dx `[N, H]`, the gradient of the rows of `tokens`, to a piece of the table's.
     pub fn scatter_rows(
         &mut self,
         key: (BlockId, Role),
@@ -305,29 +317,6 @@ impl<'a, D: Device> Gradients<'a, D> {
     pub fn count_rows(&mut self, block: BlockId, role: Role, times: u64) {
         let written = self.tensors.entry((block, role));
         written.or_insert(Written { gradient: None, times: 0 }).times += times;
-    }
-
-    /// What was written of a piece, to read it. To be left by [`leave_rows`](Self::leave_rows).
-    pub fn get_rows(
-        &mut self,
-        block: BlockId,
-        role: Role,
-        piece: u32,
-        range: &Range<u64>,
-    ) -> Result<Tensor, StepError> {
-        match self.piece(block, role, piece)? {
-            Some(tensor) => Ok(tensor),
-            None => rows(self.get(block, role)?, range.start, range.end),
-        }
-    }
-
-    /// Done with a piece for now, whose tensors are gone.
-    pub fn leave_rows(&mut self, block: BlockId, piece: u32, served: bool) -> Result<(), StepError> {
-        let unit = Unit { block, piece };
-        match &self.away {
-            Some(away) if away.pool.has(unit) => self.leave(unit, served),
-            _ => Ok(()),
-        }
     }
 
     fn new_gradient(&self, block: BlockId, role: Role) -> Result<Tensor, StepError> {

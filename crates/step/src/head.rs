@@ -14,6 +14,7 @@ use crate::inputs::Labels;
 use crate::linear::Linear;
 use crate::norm::{Norm, Statistics};
 use crate::store::{BlockWeights, WeightStore};
+use crate::tier::Unit;
 
 /// The weights of the head: its own norm and either its own matrix or the embedding's.
 pub(crate) struct Head {
@@ -25,17 +26,19 @@ pub(crate) use pieces::{HeadPiece, PiecedLoss};
 
 impl Head {
     /// Gathers the head's block and, where the head is tied, the embedding's.
-    pub fn gather(store: &mut dyn WeightStore, tied: bool) -> Result<Head, StepError> {
+    pub fn gather<D: Device>(store: &mut WeightStore<'_, D>, tied: bool) -> Result<Head, StepError> {
         let own = store.gather(BlockId::Head)?;
         let tied = if tied { Some(store.gather(BlockId::Embedding)?) } else { None };
         Ok(Head { own, tied })
     }
 
     /// Gives the blocks back.
-    pub fn release(self, store: &mut dyn WeightStore) {
-        store.release(BlockId::Head);
+    pub fn release<D: Device>(self, store: &mut WeightStore<'_, D>) {
+        drop(self.own);
+        store.release(Unit::of_matrices(BlockId::Head, 0), false);
         if self.tied.is_some() {
-            store.release(BlockId::Embedding);
+            drop(self.tied);
+            store.release(Unit::of_matrices(BlockId::Embedding, 0), false);
         }
     }
 
@@ -80,7 +83,7 @@ fn loss<D: Device>(
 /// As [`loss`], whether the head's table is there as a whole or comes in pieces.
 pub(crate) fn loss_of<D: Device>(
     ctx: &Context<'_, D>,
-    store: &mut dyn WeightStore,
+    store: &mut WeightStore<'_, D>,
     x: &Tensor,
     labels: &Labels,
     chunk_tokens: u64,
@@ -95,11 +98,11 @@ pub(crate) fn loss_of<D: Device>(
     };
     let own = store.gather(BlockId::Head)?;
     let norm = own.norm(Role::FinalNorm, Some(Role::FinalNormBias), &ctx.spec.norm)?;
-    let loss = PiecedLoss::begin(ctx, norm, x, labels, chunk_tokens, &pieces)?;
+    let loss = PiecedLoss::begin(ctx, norm, x.clone(), labels, chunk_tokens, &pieces)?;
     for (piece, rows) in (0..).zip(&pieces) {
         let weight = &store.gather_piece(block, role, piece)?;
         loss.add(ctx, HeadPiece { block, role, piece, rows, weight })?;
-        store.release_piece(block, piece, false);
+        store.release(Unit::Piece(block, piece), false);
     }
     loss.losses(ctx)
 }

@@ -42,5 +42,5 @@ pub use settings::{
     Adapters, AttentionKind, GradientClipping, KeptLayers, Linears, LossScaling, MicroBatch, NormSource,
     Offload, Precision, StepSettings, TrainingMethod, UpdateTiming,
 };
-pub use store::{BlockWeights, Residency, StreamedStore, WeightOffload, WeightStorage, WeightStore};
+pub use store::{Residency, WeightOffload, WeightStorage};
 pub use trainer::{NamedTensor, StepOutcome, StepProgress, Trainer};

@@ -16,7 +16,8 @@ use plimsoll_model::{BlockId, Parameter, Role};
 use crate::StepError;
 use crate::seed::{mix, parameter_number};
 use crate::store::layer_of;
-use crate::tier::{Parcel, Parcels, Pieces, is_matrix};
+use crate::tier::{Parcel, Parcels, Pieces, Use, is_matrix};
+use crate::trainer::Part;
 
 mod adafactor;
 mod adam_mini;
@@ -82,13 +83,6 @@ pub(crate) struct StateStorage<'s> {
     /// Which weights have an f32 master.
     pub needs_master: &'s dyn Fn(&Parameter) -> bool,
     pub seed: u64,
-}
-
-/// Which rows of a parameter are updated.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Rows<'s> {
-    pub piece: u32,
-    pub rows: &'s Range<u64>,
 }
 
 /// The numbers of one update.
@@ -169,11 +163,6 @@ impl<'a, D: Device> Optimizer<'a, D> {
         self.slot(block, role).map(|slot| &slot.state)
     }
 
-    /// Whether any state of a parameter lives on a lower tier.
-    pub fn is_away(&self, block: BlockId, role: Role) -> bool {
-        self.away.as_ref().is_some_and(|away| away.pool.has((block, role, 0)))
-    }
-
     /// The states that live on a lower tier: of which piece, where, and what they are.
     pub fn at_home(&self, block: BlockId, role: Role) -> Vec<AwayState> {
         let Some(away) = &self.away else { return Vec::new() };
@@ -195,12 +184,8 @@ impl<'a, D: Device> Optimizer<'a, D> {
 
     /// The parameters that will be updated next, in order, with the pieces that each has.
     pub fn announce(&mut self, order: impl IntoIterator<Item = StateUnit>) -> Result<(), StepError> {
-        self.away.as_mut().map_or(Ok(()), |away| away.pool.announce(order))
-    }
-
-    /// How often states were fetched that nobody had announced.
-    pub fn unannounced(&self) -> u64 {
-        self.away.as_ref().map_or(0, |away| away.pool.unannounced())
+        let announce = |away: &mut Away<'a, D>| away.pool.announce(order.into_iter().map(Use::of));
+        self.away.as_mut().map_or(Ok(()), announce)
     }
 
     /// Feeds what lies in the buffers to a hasher.
@@ -215,42 +200,36 @@ impl<'a, D: Device> Optimizer<'a, D> {
         self.away.as_mut().map_or(Ok(()), |away| away.pool.flush())
     }
 
-    /// Updates one parameter, or the rows of it that `weight` and `grad` hold, from the gradient.
+    /// Updates a part of a parameter from the part's gradient.
     pub fn update(
         &mut self,
         device: &D,
-        parameter: &Parameter,
-        rows: Option<Rows<'_>>,
+        part: &Part,
         (weight, grad): (&Tensor, &Tensor),
         update: Update,
     ) -> Result<(), StepError> {
-        let unit = (parameter.block, parameter.role, rows.map_or(0, |rows| rows.piece));
+        let parameter = &part.parameter;
+        let unit = (parameter.block, parameter.role, part.piece);
         let brought = match &mut self.away {
             Some(Away { pool }) if pool.has(unit) => Some(OptimizerState::new(pool.take(unit)?)),
             _ => None,
         };
         let was_brought = brought.is_some();
-        let own = self.slot(parameter.block, parameter.role)?;
-        let parts;
-        let state = match (&brought, rows) {
-            (Some(state), _) => state,
-            (None, Some(rows)) => {
-                let (block, role) = (parameter.block, parameter.role);
-                let missing = StepError::MissingWeight { block, role };
-                parts = own.state.of_rows(parameter, rows.rows).ok_or(missing)?;
-                &parts
+        let missing = StepError::MissingWeight { block: parameter.block, role: parameter.role };
+        let state = match brought {
+            Some(state) => state,
+            None => {
+                let own = self.slot(parameter.block, parameter.role)?;
+                own.state.of_rows(parameter, &part.rows).ok_or(missing)?
             }
-            (None, None) => &own.state,
         };
-        let part = rows.map(|rows| of_rows(parameter, rows.rows));
-        let first = rows.map_or(0, |rows| rows.rows.start * weight.columns());
-        self.run(device, part.as_ref().unwrap_or(parameter), first, (weight, grad, state), update)?;
-        if was_brought {
-            drop(brought);
-            if let Some(away) = &mut self.away {
-                away.pool.release(unit, true);
-                away.pool.advance()?;
-            }
+        let rows = (!part.is_whole()).then(|| of_rows(parameter, &part.rows));
+        let first = part.rows.start * parameter.columns();
+        self.run(device, rows.as_ref().unwrap_or(parameter), first, (weight, grad, &state), update)?;
+        drop(state);
+        if was_brought && let Some(away) = &mut self.away {
+            away.pool.release(unit, true);
+            away.pool.advance()?;
         }
         Ok(())
     }

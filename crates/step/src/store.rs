@@ -1,10 +1,9 @@
 //! Where weights are while a step runs. The step gathers a block, uses it, and releases it; whether the block was
-//! there all along, came from a file or from other ranks is the store's affair.
+//! there all along or came from a file is the store's affair.
 
 mod streamed;
 
 use std::collections::HashMap;
-use std::ops::Range;
 
 use plimsoll_device::{DType, Device, DeviceError, Op, Rounding, Tensor};
 use plimsoll_memory::{Phase, Tag, Tier};
@@ -19,7 +18,7 @@ use crate::linear::Linear;
 use crate::norm::Norm;
 use crate::settings::stays;
 
-pub use streamed::StreamedStore;
+pub(crate) use streamed::WeightStore;
 
 /// The weights of one block, for as long as the step works on it.
 #[derive(Clone, Debug)]
@@ -235,47 +234,6 @@ impl<'a> WeightStorage<'a> {
     }
 }
 
-/// A source of weights, block by block.
-pub trait WeightStore {
-    /// Makes the block's weights available.
-    fn gather(&mut self, block: BlockId) -> Result<BlockWeights, StepError>;
-
-    /// The step is done with the block for now.
-    fn release(&mut self, block: BlockId);
-
-    /// The embedding's weights to look `tokens` up in, and the row of the table in which each is: the token itself where
-    /// the table is whole. To be released as a gathered block is.
-    fn gather_embedding(&mut self, tokens: &Tensor) -> Result<(BlockWeights, Tensor), StepError> {
-        Ok((self.gather(BlockId::Embedding)?, tokens.clone()))
-    }
-
-    /// The blocks that will be gathered next, in order: a store may bring them ahead of their use. No block of before is
-    /// in use any more.
-    fn announce(&mut self, _: &[BlockId]) -> Result<(), StepError> {
-        Ok(())
-    }
-
-    /// The rows of each piece of a table that is gathered in pieces; `None` for one that comes with its block.
-    fn pieces(&self, _: BlockId, _: Role) -> Option<Vec<Range<u64>>> {
-        None
-    }
-
-    /// Makes a piece of such a table available.
-    fn gather_piece(&mut self, block: BlockId, role: Role, _: u32) -> Result<Tensor, StepError> {
-        Err(StepError::MissingWeight { block, role })
-    }
-
-    /// The step is done with the piece for now, and has changed it or not.
-    fn release_piece(&mut self, _: BlockId, _: u32, _changed: bool) {}
-}
-
-/// What a forward pass gathers, with the head if it comes to that, and what the next one begins with.
-pub(crate) fn blocks_of_pass(spec: &ModelSpec, with_head: bool) -> Vec<BlockId> {
-    let head = if spec.tie_word_embeddings { BlockId::Embedding } else { BlockId::Head };
-    let layers = (0..spec.num_layers).map(BlockId::Layer);
-    layers.chain(with_head.then_some(head)).chain([BlockId::Layer(0)]).collect()
-}
-
 /// What a store has in the arena all the time.
 #[derive(Debug)]
 pub(crate) struct ResidentStore {
@@ -336,7 +294,7 @@ impl ResidentStore {
     }
 
     /// What it has of a block.
-    fn gather(&self, block: BlockId) -> Result<BlockWeights, StepError> {
+    pub fn gather(&self, block: BlockId) -> Result<BlockWeights, StepError> {
         let missing = StepError::MissingWeight { block, role: Role::TokenEmbedding };
         self.blocks.get(&block).cloned().ok_or(missing)
     }

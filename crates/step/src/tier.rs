@@ -3,12 +3,12 @@
 //!
 //! # How a weight that lives below the device comes and goes
 //!
-//! 1. `StreamedStore::new` puts the matrices of a layer into one [`Parcel`], or a piece of a table by itself
+//! 1. `WeightStore::new` puts the matrices of a layer into one [`Parcel`], or a piece of a table by itself
 //!    ([`Pieces`]). A matrix that a file of the model's holds as it is computed with has its home there; the others share a
 //!    home of their own, which [`Parcel::settle`] takes of the host's arena or of the spill file's. In a dry run the same
 //!    homes are taken of arenas with nothing behind them.
-//! 2. `StreamedStore::load` fills the homes of their own a part at a time ([`Contents::load`]).
-//! 3. The pass announces its order ([`Parcels::announce`]). The pool lends a free buffer of the arena to the tiers
+//! 2. `WeightStore::load` fills the homes of their own a part at a time ([`Contents::load`]).
+//! 3. A schedule announces what it will take ([`Parcels::announce`]), and nothing else is taken. The pool lends a free buffer of the arena to the tiers
 //!    (`Device::lend`): nobody has a view of it from here on. A transit cuts it into stretches, one for each home,
 //!    and the disk's threads read into them, straight from the file.
 //! 4. `gather` takes the parcel ([`Parcels::take`]): the pool first sees to it that the next one is on its way, then waits for
@@ -32,3 +32,4 @@ pub(crate) use contents::{Contents, HomePart};
 pub(crate) use parcel::{Extents, Parcel, aligned_view, buffer};
 pub(crate) use parcels::Parcels;
 pub(crate) use pieces::{Pieces, Unit, is_matrix};
+pub(crate) use pool::Use;

@@ -1,11 +1,13 @@
-//! The training step, top-down: `step -> forward_backward -> block::forward ... block::backward -> update`.
+//! The training step, top-down: `step -> pass -> forward_backward -> perform -> act -> block::forward ... block::backward ->
+//! update`. What is done in which order is a [`Schedule`](schedule::Schedule).
 
-mod finish;
+mod complete;
+mod parts;
 mod pass;
 mod passes;
+mod schedule;
 mod state;
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -13,13 +15,14 @@ use std::sync::Arc;
 use plimsoll_device::{DType, Device, Tensor};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier};
-use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
+use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_parallel::Communicator;
 
 use crate::StepError;
 use crate::adapter::Dropout;
-use crate::block::{Held, Mover, Saved};
+use crate::block::Mover;
 use crate::gradients::{Gradients, OnTier};
+use crate::head::Head;
 use crate::loss_scale::LossScale;
 use crate::optimizer::{Optimizer, StateStorage, Update};
 use crate::policy::SavePolicy;
@@ -28,9 +31,11 @@ use crate::seed::mix;
 use crate::settings::{
     GradientClipping, MicroBatch, MicroBatches, NormSource, StepSettings, UpdateTiming, stays,
 };
-use crate::store::{Residency, StreamedStore, WeightOffload, WeightStorage};
+use crate::store::{Residency, WeightOffload, WeightStorage, WeightStore};
 use crate::tier::Pieces;
 
+pub(crate) use parts::Part;
+use parts::Parts;
 use passes::Passes;
 pub use state::NamedTensor;
 
@@ -51,16 +56,17 @@ pub struct Trainer<'a, D: Device> {
     trained: Vec<Parameter>,
     communicator: &'a dyn Communicator,
     tiers: Arc<LowerTiers>,
-    weights: StreamedStore<'a, D>,
+    weights: WeightStore<'a, D>,
     gradients: Gradients<'a, D>,
     optimizer: Optimizer<'a, D>,
     /// Moves activations to the tier that they wait on.
     mover: Option<Rc<Mover<'a, D>>>,
-    /// How the tables of the vocabulary are cut.
-    cut: Pieces,
+    /// What is measured and updated at once.
+    parts: Rc<Parts>,
+    /// The rows of each piece of the head's table, where its weights or gradients come in pieces.
+    loss_pieces: Option<Vec<Range<u64>>>,
     ropes: Rc<RopeTables>,
-    /// f32 `[parts, 1]`: where the squared norms of the gradients meet, and the row of each parameter's first part.
-    norm_rows: HashMap<(BlockId, Role), u64>,
+    /// f32 `[parts, 1]`: where the squared norms of the gradients meet.
     squared_norms: Tensor,
     progress: StepProgress,
 }
@@ -76,23 +82,15 @@ pub struct StepProgress {
     pub loss_scale: Option<LossScale>,
 }
 
-/// What happens to the gradients of a block when they are complete.
-#[derive(Clone, Copy)]
-enum Finish {
-    /// They stay.
+/// What becomes of gradients when they are complete.
+#[derive(Clone, Copy, Debug)]
+enum Completion {
+    /// Their norms are taken, and they stay.
     Keep,
     /// Their norms are taken, and they are given back.
     Measure,
-    /// Their norms are taken, the block is updated, and they are given back.
+    /// Their norms are taken, the weights are updated, and they are given back.
     Update(Update),
-}
-
-/// What a pass left of a segment of blocks.
-enum Segment {
-    /// The activations of this one.
-    Block(u32, Box<Saved>),
-    /// The input of the first of these blocks.
-    Blocks(Range<u32>, Held<Tensor>),
 }
 
 /// What a step gave.
@@ -140,7 +138,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         let below = (offload.parameters != Tier::Device).then_some(below);
         let storage = WeightStorage { types: &types, adapters, trained: true, offload: below };
         let cut = Pieces::new(&spec, &settings.optimizer.kind);
-        let weights = StreamedStore::new(device, &tiers, &spec, storage, Some(cut))?;
+        let weights = WeightStore::new(device, &tiers, &spec, storage, Some(cut))?;
         let trained = method.trained(&spec);
         // Adapters are in f32 themselves.
         let needs_master = |p: &Parameter| precision.master_weights && !matches!(p.role, Role::Lora(..));
@@ -166,12 +164,11 @@ impl<'a, D: Device> Trainer<'a, D> {
         let gradients = Gradients::new(device, &trained, dtype, on_tier, cut_in)?;
         device.arena().enter(Phase::Setup, None);
         let ropes = Rc::new(RopeTables::new(device, &spec, settings.sequence_length)?);
-        let (mut norm_rows, mut parts) = (HashMap::new(), 0);
-        for p in &trained {
-            norm_rows.insert((p.block, p.role), parts);
-            parts += cut.of(p).len() as u64;
-        }
-        let squared_norms = device.alloc(DType::F32, &[parts.max(1), 1], Tag::Workspace, "grad_norm")?;
+        let parts = Rc::new(Parts::new(&trained, cut));
+        let squared_norms =
+            device.alloc(DType::F32, &[parts.count().max(1), 1], Tag::Workspace, "grad_norm")?;
+        let (block, role) = Head::table(spec.tie_word_embeddings);
+        let loss_pieces = weights.pieces(block, role).or_else(|| gradients.pieces(block, role));
         let mover = match offload.activations {
             Tier::Device => None,
             tier => Some(Rc::new(Mover::new(device, &tiers, tier)?)),
@@ -184,7 +181,8 @@ impl<'a, D: Device> Trainer<'a, D> {
             spec: Rc::new(spec),
             settings,
             policy,
-            norm_rows,
+            parts,
+            loss_pieces,
             trained,
             communicator,
             tiers,
@@ -192,7 +190,6 @@ impl<'a, D: Device> Trainer<'a, D> {
             gradients,
             optimizer,
             mover,
-            cut,
             ropes,
             squared_norms,
             progress,
@@ -227,12 +224,6 @@ impl<'a, D: Device> Trainer<'a, D> {
     /// Continues from where an earlier part stood, with a state that was written into [`Trainer::state`]'s tensors.
     pub fn resume(&mut self, progress: StepProgress) {
         self.progress = progress;
-    }
-
-    /// How often something was brought from a lower tier that no order had announced. Such a fetch waits for its disk, so
-    /// that there should be none.
-    pub fn unannounced_fetches(&self) -> u64 {
-        self.weights.unannounced() + self.gradients.unannounced() + self.optimizer.unannounced()
     }
 
     /// One optimizer step over `micro_batches`, which together are one batch.
@@ -270,7 +261,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         micro_batches: MicroBatches<'_>,
         lr: f64,
     ) -> Result<StepOutcome, StepError> {
-        let (loss, targets) = self.pass(micro_batches, Finish::Keep)?;
+        let (loss, targets) = self.pass(micro_batches, Completion::Keep)?;
         self.device.arena().enter(Phase::Optimizer, None);
         let grad_norm = self.global_norm()?;
         if let (Some(scaling), Some(scale)) = (self.settings.loss_scaling, &mut self.progress.loss_scale)
@@ -298,14 +289,14 @@ impl<'a, D: Device> Trainer<'a, D> {
             (GradientClipping::None, ..) => None,
             (_, NormSource::PreviousStep, Some(norm)) => Some(norm),
             (_, NormSource::SecondBackward, _) | (_, NormSource::PreviousStep, None) => {
-                let (loss, _) = self.pass(micro_batches, Finish::Measure)?;
+                let (loss, _) = self.pass(micro_batches, Completion::Measure)?;
                 let norm = self.global_norm()?;
                 self.check_finite(loss, norm)?;
                 Some(norm)
             }
         };
         let update = self.next_update(lr, before);
-        let (loss, targets) = self.pass(micro_batches, Finish::Update(update))?;
+        let (loss, targets) = self.pass(micro_batches, Completion::Update(update))?;
         Ok(StepOutcome { loss, grad_norm: self.global_norm()?, targets, skipped: false })
     }
 
@@ -325,11 +316,15 @@ impl<'a, D: Device> Trainer<'a, D> {
 
     /// The gradients of the mean loss, scaled where it is, over all target tokens of `micro_batches`; returns that loss and their number.
     pub fn accumulate(&mut self, micro_batches: &[MicroBatch<'_>]) -> Result<(f64, u64), StepError> {
-        self.pass(MicroBatches::These(micro_batches), Finish::Keep)
+        self.pass(MicroBatches::These(micro_batches), Completion::Keep)
     }
 
-    /// All micro-batches forward and backward; `finish` is what the last one does with complete gradients.
-    fn pass(&mut self, micro_batches: MicroBatches<'_>, finish: Finish) -> Result<(f64, u64), StepError> {
+    /// All micro-batches forward and backward, and what becomes of the gradients behind the last one.
+    fn pass(
+        &mut self,
+        micro_batches: MicroBatches<'_>,
+        completion: Completion,
+    ) -> Result<(f64, u64), StepError> {
         let held = micro_batches.len();
         if self.keeps_looked_up() && held > MOST_HELD {
             return Err(StepError::TooManyHeld { micro_batches: held, most: MOST_HELD });
@@ -347,10 +342,10 @@ impl<'a, D: Device> Trainer<'a, D> {
         let mut sum = 0.0;
         let passes = Passes { trainer: &mut *self, micro_batches, together, gradient_scale, sum: &mut sum };
         let counted = device.repeat(before_last, passes)?;
-        self.gradients.hold(counted, together);
+        self.gradients.keep_counted(counted, together);
         let first = before_last * together;
         let last = micro_batches.group(first, together);
-        sum += self.forward_backward(&last, first, gradient_scale, Some(finish))?;
+        sum += self.forward_backward(&last, first, gradient_scale, Some(completion))?;
         Ok((self.communicator.sum(sum)? * scale, targets as u64))
     }
 

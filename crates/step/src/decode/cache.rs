@@ -11,7 +11,7 @@ use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Role};
 
 use crate::StepError;
-use crate::tier::{Extents, Parcel, Parcels};
+use crate::tier::{Extents, Parcel, Parcels, Use};
 
 /// Buffers of layers whose keys and values live on a lower tier: one in use, one on its way and one on its way back.
 const BUFFERS: usize = 3;
@@ -125,7 +125,7 @@ impl<'a, D: Device> KvCache<'a, D> {
             let changed = rows(if ring { all } else { past..past + n });
             parcel.extents = Some(Extents { read, changed });
         }
-        pool.announce(0..self.layers.len() as u32)
+        pool.announce((0..self.layers.len() as u32).map(Use::of))
     }
 
     /// Puts keys and values `[N, kv_heads * D]` of the positions from `past` on in their rows of a layer, and gives back

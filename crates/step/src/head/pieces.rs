@@ -17,7 +17,7 @@ use crate::norm::{Norm, Normed};
 /// A loss under way.
 pub(crate) struct PiecedLoss<'a> {
     norm: Norm<'a>,
-    x: &'a Tensor,
+    x: Tensor,
     labels: &'a Labels,
     normed: Normed,
     chunk_tokens: u64,
@@ -47,13 +47,13 @@ impl<'a> PiecedLoss<'a> {
     pub fn begin<D: Device>(
         ctx: &Context<'_, D>,
         norm: Norm<'a>,
-        x: &'a Tensor,
+        x: Tensor,
         labels: &'a Labels,
         chunk_tokens: u64,
         pieces: &[Range<u64>],
     ) -> Result<PiecedLoss<'a>, StepError> {
         let device = ctx.device;
-        let normed = norm.forward(device, x)?;
+        let normed = norm.forward(device, &x)?;
         let tokens = x.rows();
         let chunk_tokens = chunk_tokens.clamp(1, tokens.max(1));
         let runs: u64 = pieces.iter().map(|piece| (piece.end - piece.start).div_ceil(PIECE_ROWS)).sum();
@@ -185,7 +185,7 @@ impl<'a> PiecedLoss<'a> {
             let rounding = plimsoll_device::Rounding::Nearest;
             ctx.device.run(Op::Cast { x: &dnormed, out: &out, rounding })?;
         }
-        super::through_norm(ctx, &norm, x, &out, statistics.as_ref(), gradients)
+        super::through_norm(ctx, &norm, &x, &out, statistics.as_ref(), gradients)
     }
 }
 

@@ -107,7 +107,7 @@ fn five_steps(device: &Cpu, settings: &OptimizerSettings) -> Vec<(Parameter, Vec
             for step in 1..=5 {
                 write(device, &grad, &noise(number, step, p.elements()));
                 let update = Update { lr: LR, grad_scale: 1.0, step: u64::from(step) };
-                optimizer.update(device, &p, None, (&weight, &grad), update).unwrap();
+                optimizer.update(device, &Part::whole(&p), (&weight, &grad), update).unwrap();
             }
             let state = optimizer.state(p.block, p.role).unwrap().clone();
             (p, device.read_f32(&weight).unwrap(), state)
@@ -261,7 +261,7 @@ fn a_truncated_subspace_holds_the_gradient() {
         write(&device, &weight, &values);
         write(&device, &grad, &values);
         let update = Update { lr: LR, grad_scale: 1.0, step: 1 };
-        optimizer.update(&device, p, None, (&weight, &grad), update).unwrap();
+        optimizer.update(&device, &Part::whole(p), (&weight, &grad), update).unwrap();
         let projection = optimizer.state(p.block, p.role).unwrap().find(StateKind::Projection).unwrap();
         let projection = device.read_f32(projection).unwrap();
         // Rows of the projection, whichever way it lies.

@@ -15,15 +15,16 @@ use plimsoll_model::{
     AdaptedModule, AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeight, StoredWeights,
 };
 
-use super::{BlockWeights, ResidentStore, WeightOffload, WeightStorage, WeightStore, layer_of};
+use super::{BlockWeights, ResidentStore, WeightOffload, WeightStorage, layer_of};
 use crate::StepError;
-use crate::tier::{Contents, HomePart, Parcel, Parcels, Pieces, Unit, is_matrix};
+use crate::head::Head;
+use crate::tier::{Contents, HomePart, Parcel, Parcels, Pieces, Unit, Use, is_matrix};
 
 /// Buffers of weights that live on a lower tier: one in use and one prefetched.
 const BUFFERS: usize = 2;
 
 /// Weights of which some may be away.
-pub struct StreamedStore<'a, D: Device> {
+pub(crate) struct WeightStore<'a, D: Device> {
     device: &'a D,
     tiers: Arc<LowerTiers>,
     resident: ResidentStore,
@@ -110,7 +111,7 @@ impl Matrix<'_> {
     }
 }
 
-impl<'a, D: Device> StreamedStore<'a, D> {
+impl<'a, D: Device> WeightStore<'a, D> {
     /// Takes memory for the weights that stay, homes for those that live below the device, and buffers for these. `cut`
     /// says how tables come and go; where it says nothing, a piece of one is no larger than a layer.
     pub(crate) fn new(
@@ -185,7 +186,7 @@ impl<'a, D: Device> StreamedStore<'a, D> {
             .filter(in_pieces)
             .map(|away| (away.parameter.block, (away.parameter.role, away.pieces.clone())))
             .collect();
-        Ok(StreamedStore { device, tiers: Arc::clone(tiers), resident, away, tables, looked_up, pool })
+        Ok(WeightStore { device, tiers: Arc::clone(tiers), resident, away, tables, looked_up, pool })
     }
 
     /// Sets every weight that no file holds as it is computed with; `fill` writes the values of some rows of a parameter in
@@ -223,14 +224,19 @@ impl<'a, D: Device> StreamedStore<'a, D> {
         &mut self,
         work: impl Fn(&D, &BlockWeights) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
+        let mut blocks = Vec::new();
         for block in self.resident.ordered() {
-            if !self.resident.gather(block)?.has_lengths() {
-                continue;
+            if self.resident.gather(block)?.has_lengths() {
+                blocks.push(block);
             }
+        }
+        self.announce(blocks.iter().map(|block| Unit::of_matrices(*block, 0)))?;
+        for block in blocks {
             self.device.arena().enter(Phase::Setup, layer_of(block));
             let weights = self.gather(block)?;
             work(self.device, &weights)?;
-            self.release(block);
+            drop(weights);
+            self.release(Unit::of_matrices(block, 0), false);
         }
         Ok(())
     }
@@ -245,11 +251,6 @@ impl<'a, D: Device> StreamedStore<'a, D> {
         &self.away
     }
 
-    /// The step has changed a block and is done with it for now.
-    pub(crate) fn release_changed(&mut self, block: BlockId) {
-        self.pool.release(Unit::whole(block), true);
-    }
-
     /// Moves on what is under way, without waiting.
     pub(crate) fn advance(&mut self) -> Result<(), StepError> {
         self.pool.advance()
@@ -260,19 +261,89 @@ impl<'a, D: Device> StreamedStore<'a, D> {
         self.pool.flush()
     }
 
-    /// How often weights were fetched that nobody had announced.
-    pub(crate) fn unannounced(&self) -> u64 {
-        self.pool.unannounced()
-    }
-
     /// Feeds what lies in the buffers to a hasher.
     pub(crate) fn hash_buffers(&self, hasher: &mut impl Hasher) {
         self.pool.hash_buffers(hasher);
     }
 
-    /// The units that will be gathered next, in order.
-    pub(crate) fn announce_units(&mut self, units: Vec<Unit>) -> Result<(), StepError> {
-        self.pool.announce(units)
+    /// The units that will be gathered next, in order: they are brought ahead of their use. Nothing of before is in use any
+    /// more.
+    pub(crate) fn announce(&mut self, units: impl IntoIterator<Item = Unit>) -> Result<(), StepError> {
+        self.pool.announce(units.into_iter().map(Use::of))
+    }
+
+    /// Announces a forward pass, with the head if it comes to that, and what the next one begins with.
+    pub(crate) fn announce_forward(&mut self, spec: &ModelSpec, with_head: bool) -> Result<(), StepError> {
+        let (head, _) = Head::table(spec.tie_word_embeddings);
+        // Of a table whose rows are looked up, or that comes in pieces, the embedding takes nothing through the buffers.
+        let whole = |block| !self.tables.contains_key(&block);
+        let embedding = (self.looked_up.is_none() && whole(BlockId::Embedding))
+            .then_some(Unit::Piece(BlockId::Embedding, 0));
+        let pieces = self.tables.get(&head).map_or(1, |(_, pieces)| pieces.len() as u32);
+        let head = (0..pieces).map(|piece| Unit::Piece(head, piece)).filter(|_| with_head);
+        let layers = (0..spec.num_layers).map(Unit::Layer);
+        let next = embedding.unwrap_or(Unit::Layer(0));
+        let units: Vec<Unit> = embedding.into_iter().chain(layers).chain(head).chain([next]).collect();
+        self.announce(units)
+    }
+
+    /// Makes the block's weights available, but for a table that comes in pieces.
+    pub(crate) fn gather(&mut self, block: BlockId) -> Result<BlockWeights, StepError> {
+        let mut weights = self.resident.gather(block)?;
+        if !self.tables.contains_key(&block) {
+            weights.tensors.extend(self.pool.take(Unit::of_matrices(block, 0))?);
+        }
+        Ok(weights)
+    }
+
+    /// The step is done with a unit for now, of which no view is left, and has changed it or not.
+    pub(crate) fn release(&mut self, unit: Unit, changed: bool) {
+        self.pool.release(unit, changed);
+    }
+
+    /// The rows of each piece of a table that is gathered in pieces; `None` for one that comes with its block.
+    pub(crate) fn pieces(&self, block: BlockId, role: Role) -> Option<Vec<Range<u64>>> {
+        let (table, pieces) = self.tables.get(&block)?;
+        (*table == role).then(|| pieces.clone())
+    }
+
+    /// Makes a piece of such a table available.
+    pub(crate) fn gather_piece(
+        &mut self,
+        block: BlockId,
+        role: Role,
+        piece: u32,
+    ) -> Result<Tensor, StepError> {
+        let found = self.pool.take(Unit::Piece(block, piece))?.into_iter().find(|(r, _)| *r == role);
+        found.map(|(_, tensor)| tensor).ok_or(StepError::MissingWeight { block, role })
+    }
+
+    /// The embedding's weights to look `tokens` up in, and the row of the table in which each is: the token itself where
+    /// the table is whole. To be released as a gathered block is.
+    pub(crate) fn gather_embedding(&mut self, tokens: &Tensor) -> Result<(BlockWeights, Tensor), StepError> {
+        let Some(table) = self.looked_up.and_then(|index| self.away.get(index)) else {
+            return Ok((self.gather(BlockId::Embedding)?, tokens.clone()));
+        };
+        // Rows come from where the table lives.
+        self.pool.flush()?;
+        let mut weights = self.resident.gather(BlockId::Embedding)?;
+        let (n, columns) = (tokens.elements(), table.parameter.columns());
+        let device = self.device;
+        let rows = device.alloc(table.dtype, &[n, columns], Tag::Staging, "embed_rows")?;
+        let places = device.alloc(DType::U32, &[n], Tag::Data, "embed_places")?;
+        let mut wanted = Vec::new();
+        device.read(tokens, &mut |bytes| {
+            wanted = bytes.as_chunks::<4>().0.iter().map(|bytes| u32::from_ne_bytes(*bytes)).collect();
+        })?;
+        let mut outcome = Ok(());
+        device.write(&rows, &mut |out| outcome = table.read_rows(&self.tiers, &wanted, out))?;
+        outcome?;
+        device.write(&places, &mut |bytes| {
+            let places = (0..).zip(bytes.as_chunks_mut::<4>().0);
+            places.for_each(|(place, cell): (u32, _)| *cell = place.to_ne_bytes());
+        })?;
+        weights.tensors.push((table.parameter.role, rows));
+        Ok((weights, places))
     }
 }
 
@@ -314,7 +385,7 @@ fn lodged(
     pieces.sort_by_key(|(piece, _)| *piece);
     for (piece, mut parcel) in pieces {
         parcel.settle(tiers, tier, Tag::Weights, "weights")?;
-        parcels.insert(Unit { block, piece }, parcel);
+        parcels.insert(Unit::of_matrices(block, piece), parcel);
     }
     let mut all = Vec::new();
     for (matrix, starts) in matrices.iter().zip(starts) {
@@ -324,7 +395,7 @@ fn lodged(
         }
         let mut homes = Vec::new();
         for ((piece, rows), start) in (0..).zip(&matrix.pieces).zip(starts) {
-            let home = parcels.get(&Unit { block, piece }).and_then(Parcel::home);
+            let home = parcels.get(&Unit::of_matrices(block, piece)).and_then(Parcel::home);
             let home = home.ok_or(StepError::Invariant { what: "a parcel of weights has no home" })?;
             let Range { start: first, end } = matrix.bytes_of(rows);
             homes.push(HomePart { home: Arc::clone(home), start, bytes: end - first });
@@ -352,71 +423,4 @@ fn away(matrix: &Matrix<'_>, homes: Vec<HomePart>) -> AwayParameter {
     let Matrix { parameter, dtype, pieces, in_file } = matrix;
     let (parameter, pieces) = (parameter.clone(), pieces.clone());
     AwayParameter { parameter, dtype: *dtype, pieces, homes, in_file: in_file.is_some() }
-}
-
-impl<D: Device> WeightStore for StreamedStore<'_, D> {
-    fn gather(&mut self, block: BlockId) -> Result<BlockWeights, StepError> {
-        let mut weights = self.resident.gather(block)?;
-        if !self.tables.contains_key(&block) {
-            weights.tensors.extend(self.pool.take(Unit::whole(block))?);
-        }
-        Ok(weights)
-    }
-
-    fn release(&mut self, block: BlockId) {
-        self.pool.release(Unit::whole(block), false);
-    }
-
-    fn gather_embedding(&mut self, tokens: &Tensor) -> Result<(BlockWeights, Tensor), StepError> {
-        let Some(table) = self.looked_up.and_then(|index| self.away.get(index)) else {
-            return Ok((self.gather(BlockId::Embedding)?, tokens.clone()));
-        };
-        // Rows come from where the table lives.
-        self.pool.flush()?;
-        let mut weights = self.resident.gather(BlockId::Embedding)?;
-        let (n, columns) = (tokens.elements(), table.parameter.columns());
-        let device = self.device;
-        let rows = device.alloc(table.dtype, &[n, columns], Tag::Staging, "embed_rows")?;
-        let places = device.alloc(DType::U32, &[n], Tag::Data, "embed_places")?;
-        let mut wanted = Vec::new();
-        device.read(tokens, &mut |bytes| {
-            wanted = bytes.as_chunks::<4>().0.iter().map(|bytes| u32::from_ne_bytes(*bytes)).collect();
-        })?;
-        let mut outcome = Ok(());
-        device.write(&rows, &mut |out| outcome = table.read_rows(&self.tiers, &wanted, out))?;
-        outcome?;
-        device.write(&places, &mut |bytes| {
-            let places = (0..).zip(bytes.as_chunks_mut::<4>().0);
-            places.for_each(|(place, cell): (u32, _)| *cell = place.to_ne_bytes());
-        })?;
-        weights.tensors.push((table.parameter.role, rows));
-        Ok((weights, places))
-    }
-
-    fn announce(&mut self, blocks: &[BlockId]) -> Result<(), StepError> {
-        let mut units = Vec::new();
-        for block in blocks {
-            match self.tables.get(block) {
-                Some((_, pieces)) => {
-                    units.extend((0..pieces.len() as u32).map(|piece| Unit { block: *block, piece }));
-                }
-                None => units.push(Unit::whole(*block)),
-            }
-        }
-        self.announce_units(units)
-    }
-
-    fn pieces(&self, block: BlockId, role: Role) -> Option<Vec<Range<u64>>> {
-        let (table, pieces) = self.tables.get(&block)?;
-        (*table == role).then(|| pieces.clone())
-    }
-
-    fn gather_piece(&mut self, block: BlockId, role: Role, piece: u32) -> Result<Tensor, StepError> {
-        let found = self.pool.take(Unit { block, piece })?.into_iter().find(|(r, _)| *r == role);
-        found.map(|(_, tensor)| tensor).ok_or(StepError::MissingWeight { block, role })
-    }
-
-    fn release_piece(&mut self, block: BlockId, piece: u32, changed: bool) {
-        self.pool.release(Unit { block, piece }, changed);
-    }
 }

@@ -11,7 +11,7 @@ use plimsoll_disk::LowerTiers;
 
 use super::homes::Homes;
 use super::parcel::Parcel;
-use super::pool::Pool;
+use super::pool::{Pool, Use};
 use crate::StepError;
 
 /// Parcels of tensors `T` under keys `K`.
@@ -52,23 +52,18 @@ impl<'a, D: Device, K: Copy + Eq + Hash + 'a, T: Copy + 'a> Parcels<'a, D, K, T>
     }
 
     /// What will be taken next, in order; keys without a parcel are left out. Nothing is in use any more.
-    pub fn announce(&mut self, keys: impl IntoIterator<Item = K>) -> Result<(), StepError> {
-        let known: Vec<K> = keys.into_iter().filter(|key| self.has(*key)).collect();
+    pub fn announce(&mut self, uses: impl IntoIterator<Item = Use<K>>) -> Result<(), StepError> {
+        let known: Vec<Use<K>> = uses.into_iter().filter(|used| self.has(used.key)).collect();
         self.pool.announce(known)
     }
 
-    /// The tensors of a parcel, brought now where they were not prefetched; none under a key without a parcel.
+    /// The tensors of a parcel, which is the next one that was announced or in use already; none under a key without a
+    /// parcel.
     pub fn take(&mut self, key: K) -> Result<Vec<(T, Tensor)>, StepError> {
         if !self.has(key) {
             return Ok(Vec::new());
         }
         let buffer = self.pool.take(key)?;
-        self.views(key, buffer)
-    }
-
-    /// Room for the tensors of a parcel whose values do not matter, as they are written anew.
-    pub fn take_fresh(&mut self, key: K) -> Result<Vec<(T, Tensor)>, StepError> {
-        let buffer = self.pool.take_fresh(key)?;
         self.views(key, buffer)
     }
 
@@ -97,11 +92,6 @@ impl<'a, D: Device, K: Copy + Eq + Hash + 'a, T: Copy + 'a> Parcels<'a, D, K, T>
     /// Waits until everything that was changed is where it lives.
     pub fn flush(&mut self) -> Result<(), StepError> {
         self.pool.flush()
-    }
-
-    /// How often something was taken that nobody had announced.
-    pub fn unannounced(&self) -> u64 {
-        self.pool.unannounced()
     }
 
     /// Feeds what lies in the buffers to a hasher: with what is announced, it decides all that moves.

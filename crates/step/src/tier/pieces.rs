@@ -1,5 +1,5 @@
-//! What comes and goes as one: a layer's matrices, or a piece of the rows of a table of the vocabulary, so that no
-//! vocabulary is too large.
+//! What comes and goes as one: a layer, or a piece of the rows of a table of the vocabulary, so that no vocabulary is too
+//! large.
 
 use std::ops::Range;
 
@@ -8,18 +8,33 @@ use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
 
 use crate::OptimizerKind;
 
-/// A layer, or one piece of a table.
+/// What comes, is completed and is freed at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct Unit {
-    pub block: BlockId,
-    /// 0 for a layer.
-    pub piece: u32,
+pub(crate) enum Unit {
+    /// Everything of a layer.
+    Layer(u32),
+    /// Some rows of the table of the embedding or of the head.
+    Piece(BlockId, u32),
+    /// What the embedding's or the head's block has beside its table: norms, learned positions, adapters. It never leaves the
+    /// device.
+    Rest(BlockId),
 }
 
 impl Unit {
-    /// A layer, or the first piece of a table.
-    pub fn whole(block: BlockId) -> Unit {
-        Unit { block, piece: 0 }
+    /// The unit of a block's matrices: a layer's, or a piece of the table.
+    pub fn of_matrices(block: BlockId, piece: u32) -> Unit {
+        match block {
+            BlockId::Layer(layer) => Unit::Layer(layer),
+            table => Unit::Piece(table, piece),
+        }
+    }
+
+    /// The block that it belongs to.
+    pub fn block(self) -> BlockId {
+        match self {
+            Unit::Layer(layer) => BlockId::Layer(layer),
+            Unit::Piece(block, _) | Unit::Rest(block) => block,
+        }
     }
 }
 

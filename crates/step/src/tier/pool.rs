@@ -42,10 +42,23 @@ pub(crate) struct Pool<'a, D: Device, K> {
     buffer_bytes: u64,
     buffers: Vec<Buffer<K>>,
     /// What will be taken, the next one first.
-    upcoming: VecDeque<K>,
+    upcoming: VecDeque<Use<K>>,
     carrier: Option<Box<dyn Carrier<K> + 'a>>,
-    /// How often something was taken that nobody had announced, so that it could not be brought ahead.
-    unannounced: u64,
+}
+
+/// That a parcel will be taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Use<K> {
+    pub key: K,
+    /// Whether it is written anew, so that there is nothing to bring.
+    pub fresh: bool,
+}
+
+impl<K> Use<K> {
+    /// Of a parcel with what it holds.
+    pub fn of(key: K) -> Use<K> {
+        Use { key, fresh: false }
+    }
 }
 
 /// One buffer.
@@ -87,7 +100,6 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
             buffers: Vec::new(),
             upcoming: VecDeque::new(),
             carrier: None,
-            unannounced: 0,
         };
         for _ in 0..count {
             let free = pool.new_buffer()?;
@@ -106,8 +118,8 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
     }
 
     /// What will be taken next, in order. Nothing is in use any more.
-    pub fn announce(&mut self, keys: impl IntoIterator<Item = K>) -> Result<(), StepError> {
-        self.upcoming = keys.into_iter().collect();
+    pub fn announce(&mut self, uses: impl IntoIterator<Item = Use<K>>) -> Result<(), StepError> {
+        self.upcoming = uses.into_iter().collect();
         for buffer in &mut self.buffers {
             if let Buffer::There { released, .. } = buffer {
                 *released = true;
@@ -127,28 +139,33 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
                 self.finish(index)?;
             }
         }
+        // What will be written anew needs a buffer when its turn comes, and nothing from elsewhere before.
+        let mut fresh: Vec<K> = Vec::new();
         for place in 0..self.upcoming.len() {
-            let Some(key) = self.upcoming.get(place).copied() else { return Ok(()) };
-            if self.buffers.iter().any(|buffer| buffer.key() == Some(key)) {
+            let Some(Use { key, fresh: anew }) = self.upcoming.get(place).copied() else { return Ok(()) };
+            if self.position(key).is_some() || fresh.contains(&key) {
                 continue;
             }
-            let Some(free) = self.free_buffer(place) else { return Ok(()) };
-            self.begin(free, key)?;
+            let mut free = (0..self.buffers.len()).filter(|index| self.is_free(*index, place));
+            let Some(index) = free.nth(fresh.len()) else { return Ok(()) };
+            match anew {
+                true => fresh.push(key),
+                false => self.begin(index, key)?,
+            }
         }
         Ok(())
     }
 
-    /// A buffer whose parcel is done with, and is not needed again by the first `soon` of the upcoming ones.
-    fn free_buffer(&self, soon: usize) -> Option<usize> {
-        let needed = |key: &K| self.upcoming.iter().take(soon).any(|upcoming| upcoming == key);
-        let usable = |buffer: &Buffer<K>| match buffer {
-            Buffer::Free(_) | Buffer::Lost => true,
-            Buffer::There { key, tensor, released, changed, .. } => {
+    /// Whether a buffer's parcel is done with, and is not needed again by the first `soon` of the upcoming ones.
+    fn is_free(&self, index: usize, soon: usize) -> bool {
+        let needed = |key: &K| self.upcoming.iter().take(soon).any(|upcoming| upcoming.key == *key);
+        match self.buffers.get(index) {
+            Some(Buffer::Free(_) | Buffer::Lost) => true,
+            Some(Buffer::There { key, tensor, released, changed, .. }) => {
                 *released && !*changed && tensor.is_alone() && !needed(key)
             }
-            Buffer::Moving { .. } => false,
-        };
-        self.buffers.iter().position(usable)
+            Some(Buffer::Moving { .. }) | None => false,
+        }
     }
 
     /// Takes the tensor out of a buffer that is not moving.
@@ -233,7 +250,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
         for index in 0..self.buffers.len() {
             self.send_back(index)?;
         }
-        if let Some(index) = self.free_buffer(0) {
+        if let Some(index) = (0..self.buffers.len()).find(|index| self.is_free(*index, 0)) {
             return Ok(Some(index));
         }
         // What is on its way back first: what was brought ahead may still be wanted.
@@ -250,62 +267,60 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
         self.buffers.iter().position(|buffer| buffer.key() == Some(key))
     }
 
-    /// The buffer with a parcel in it, brought now where it was not brought before; `None` where there is no buffer.
+    /// The buffer with a parcel in it, which is the next one that was announced, or one that is in use already; `None` where
+    /// there is no buffer. One that is written anew holds whatever was in its buffer before.
     pub fn take(&mut self, key: K) -> Result<Option<Tensor>, StepError> {
+        // To take again what is in use is no further use of it.
+        if let Some(index) = self.position(key)
+            && let Some(Buffer::There { tensor, taken: true, released: false, .. }) = self.buffers.get(index)
+        {
+            return Ok(Some(tensor.clone()));
+        }
+        let Some(Use { fresh, .. }) = self.upcoming.front().copied().filter(|next| next.key == key) else {
+            return Err(StepError::Invariant {
+                what: "a parcel was taken out of the order that was announced",
+            });
+        };
+        self.upcoming.pop_front();
         let index = match self.position(key) {
-            Some(index) => index,
+            Some(index) => {
+                if let Some(Buffer::Moving { back: true, .. }) = self.buffers.get(index) {
+                    self.finish(index)?;
+                }
+                index
+            }
             None => {
-                self.unannounced += u64::from(!self.upcoming.contains(&key));
                 let Some(index) = self.wait_for_buffer()? else { return Ok(None) };
-                self.begin(index, key)?;
+                match fresh {
+                    true => self.begin_anew(index, key)?,
+                    false => self.begin(index, key)?,
+                }
                 index
             }
         };
         // Not for somebody else from now on: nothing else is brought into its buffer.
         if let Some(Buffer::There { taken, released, .. }) = self.buffers.get_mut(index) {
-            *taken &= !*released;
-            *released = false;
+            (*taken, *released) = (true, false);
         }
         // Before waiting, so that the disk goes on with the next one at once.
         self.advance()?;
         self.finish(index)?;
-        self.take_from(index, key)
+        match self.buffers.get_mut(index) {
+            Some(Buffer::There { key: held, tensor, taken, released, .. }) if *held == key => {
+                (*taken, *released) = (true, false);
+                Ok(Some(tensor.clone()))
+            }
+            _ => Ok(None),
+        }
     }
 
-    /// A buffer for a parcel whose values do not matter, as they are written anew.
-    pub fn take_fresh(&mut self, key: K) -> Result<Option<Tensor>, StepError> {
-        let index = match self.position(key) {
-            Some(index) => {
-                self.finish(index)?;
-                index
-            }
-            None => {
-                let Some(index) = self.wait_for_buffer()? else { return Ok(None) };
-                let Some(tensor) = self.empty(index)? else { return Ok(None) };
-                if let Some(buffer) = self.buffers.get_mut(index) {
-                    *buffer = Buffer::There { key, tensor, taken: false, released: false, changed: false };
-                }
-                index
-            }
-        };
-        self.take_from(index, key)
-    }
-
-    fn take_from(&mut self, index: usize, key: K) -> Result<Option<Tensor>, StepError> {
-        let Some(Buffer::There { key: held, tensor, taken, released, .. }) = self.buffers.get_mut(index)
-        else {
-            return Ok(None);
-        };
-        if *held != key {
-            return Ok(None);
+    /// Has a buffer that is free stand for a parcel that is written anew.
+    fn begin_anew(&mut self, index: usize, key: K) -> Result<(), StepError> {
+        let Some(tensor) = self.empty(index)? else { return Ok(()) };
+        if let Some(buffer) = self.buffers.get_mut(index) {
+            *buffer = Buffer::There { key, tensor, taken: true, released: false, changed: false };
         }
-        // To take again what is in use is no further use of it: what was announced after it is still to come.
-        if !*taken || *released {
-            let announced = self.upcoming.iter().position(|upcoming| *upcoming == key);
-            announced.into_iter().for_each(|place| drop(self.upcoming.drain(..=place)));
-        }
-        (*taken, *released) = (true, false);
-        Ok(Some(tensor.clone()))
+        Ok(())
     }
 
     /// The step is done with a parcel for now; `changed`: it is sent back when all views of it are gone.
@@ -330,11 +345,6 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
                 *buffer = Buffer::Free(tensor);
             }
         }
-    }
-
-    /// How often something was taken that nobody had announced.
-    pub fn unannounced(&self) -> u64 {
-        self.unannounced
     }
 
     /// Feeds what lies in the buffers to a hasher: with what is announced, it decides all that moves.

@@ -1,6 +1,5 @@
-//! A pass: micro-batches forward through all blocks, the loss, and backward again.
+//! A pass: micro-batches forward through all blocks, the loss, and backward again, as its schedule says.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -8,7 +7,8 @@ use plimsoll_device::{Device, Op, Tensor};
 use plimsoll_memory::Phase;
 use plimsoll_model::{BlockId, ModelSpec, Role};
 
-use super::{Finish, Segment, Trainer};
+use super::schedule::{Action, EmbeddingGradient, LossForm, PassShape, Schedule};
+use super::{Completion, Trainer};
 use crate::StepError;
 use crate::adapter::Dropout;
 use crate::block::{self, Held, Saved};
@@ -20,95 +20,348 @@ use crate::inputs::Inputs;
 use crate::policy::LayerPolicy;
 use crate::rope::RopeTables;
 use crate::settings::{MicroBatch, StepSettings, stays};
-use crate::store::WeightStore;
-use crate::tier::{Unit, is_matrix};
+use crate::store::BlockWeights;
+use crate::tier::Unit;
 
-/// What comes after a micro-batch's part of a block's gradients.
-#[derive(Clone, Copy)]
-enum Then {
-    /// The next micro-batch's, at once: they stay where they are.
-    Further,
-    /// Another block; more is added to them in a pass to come.
-    Later,
-    /// They are complete.
-    Finish(Finish),
+/// What a pass carries from action to action.
+pub(super) struct Pass<'c, D: Device> {
+    lanes: Vec<Lane<'c, D>>,
+    /// What the head has beside a table that comes in pieces.
+    head: Option<&'c BlockWeights>,
+    /// The layers of each segment.
+    segments: Vec<Range<u32>>,
+    /// Factor on the gradients.
+    scale: f32,
+    /// Whether weights change within it: what is wrong must be found before.
+    updates: bool,
+    /// The sum of the token losses.
+    loss: f64,
+}
+
+/// One micro-batch on its way.
+struct Lane<'c, D: Device> {
+    ctx: Context<'c, D>,
+    inputs: &'c Inputs,
+    /// The residual stream.
+    x: Option<Tensor>,
+    /// What enters the segment that it goes through.
+    entered: Option<Tensor>,
+    /// What the forward pass left of each segment.
+    kept: Vec<Option<Kept>>,
+    /// The inputs of the layers of a segment, computed again.
+    again: Vec<Tensor>,
+    /// The loss, where the head comes in pieces.
+    loss: Option<PiecedLoss<'c>>,
+    /// The gradient of the residual stream.
+    dx: Option<Tensor>,
+}
+
+/// What a forward pass left of a segment.
+enum Kept {
+    /// The activations of its one layer.
+    Layer(Box<Saved>),
+    /// The input of the first of its layers.
+    Input(Held<Tensor>),
+}
+
+impl Kept {
+    /// Begins to bring what it keeps elsewhere.
+    fn prefetch<D: Device>(&mut self, ctx: &Context<'_, D>) -> Result<(), StepError> {
+        match self {
+            Kept::Layer(saved) => saved.fetch(ctx),
+            Kept::Input(input) => input.fetch(ctx),
+        }
+    }
+}
+
+/// An action without what those before it should have left.
+const NOTHING_LEFT: StepError =
+    StepError::Invariant { what: "a schedule asks for what no action before has left" };
+
+impl<'c, D: Device> Pass<'c, D> {
+    /// One without micro-batches, for updates alone.
+    pub fn empty() -> Self {
+        let (lanes, segments) = (Vec::new(), Vec::new());
+        Pass { lanes, head: None, segments, scale: 1.0, updates: true, loss: 0.0 }
+    }
+
+    /// Whether it has no micro-batches.
+    pub fn is_empty(&self) -> bool {
+        self.lanes.is_empty()
+    }
+
+    fn lane(&mut self, micro_batch: usize) -> Result<&mut Lane<'c, D>, StepError> {
+        self.lanes.get_mut(micro_batch).ok_or(NOTHING_LEFT)
+    }
+
+    fn segment(&self, segment: usize) -> Range<u32> {
+        self.segments.get(segment).cloned().unwrap_or_default()
+    }
+}
+
+impl<D: Device> Lane<'_, D> {
+    fn take_kept(&mut self, segment: usize) -> Result<Kept, StepError> {
+        self.kept.get_mut(segment).and_then(Option::take).ok_or(NOTHING_LEFT)
+    }
 }
 
 impl<'a, D: Device> Trainer<'a, D> {
     /// Some micro-batches forward and backward, each block for all of them before the next block; returns the sum of
-    /// their token losses. `first` is the number of the first of them in the step; `finish` is `None` where more
+    /// their token losses. `first` is the number of the first of them in the step; `completion` is `None` where more
     /// micro-batches will add to the gradients.
     pub(super) fn forward_backward(
         &mut self,
         micro_batches: &[MicroBatch<'_>],
         first: u64,
         scale: f32,
-        finish: Option<Finish>,
+        completion: Option<Completion>,
     ) -> Result<f64, StepError> {
         let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), Rc::clone(&self.ropes));
         let mover = self.mover.clone();
-        let arena = device.arena();
-        arena.enter(Phase::Forward, None);
+        device.arena().enter(Phase::Forward, None);
         let inputs = micro_batches.iter().map(|m| self.upload(m)).collect::<Result<Vec<_>, _>>()?;
-        let contexts: Vec<Context<'_, D>> = (first..)
-            .zip(&inputs)
-            .map(|(i, inputs)| {
-                let ctx = self.context(inputs, &spec, &ropes, self.dropout(i));
-                Context { away: mover.as_deref(), ..ctx }
-            })
-            .collect();
         if let Some(mover) = &mover {
             mover.settle()?;
         }
-        self.weights.announce(&self.order_of_pass(micro_batches.len()))?;
-        self.gradients.announce(&self.order_of_gradients(micro_batches.len()))?;
-        if let Some(Finish::Update(_)) = finish {
-            self.optimizer.announce(self.order_of_updates(true))?;
-        }
-        let (mut xs, mut kept) = (Vec::new(), Vec::new());
-        for (inputs, ctx) in inputs.iter().zip(&contexts) {
-            xs.push(embedding::forward(ctx, &mut self.weights, &inputs.tokens)?);
-        }
         let segments: Vec<Range<u32>> = self.policy.segments().collect();
-        for blocks in segments {
-            let (mut outs, mut of_all) = (Vec::new(), VecDeque::new());
-            for (ctx, x) in contexts.iter().zip(xs) {
-                let (out, segment) = self.forward_segment(ctx, blocks.clone(), x)?;
-                outs.push(out);
-                of_all.push_back(segment);
+        let schedule = Schedule::pass(&self.shape(&segments, micro_batches.len()), completion);
+        let head = self.weights.resident().gather(BlockId::Head)?;
+        let lane = |(number, inputs)| {
+            let ctx = self.context(inputs, &spec, &ropes, self.dropout(number));
+            Lane {
+                ctx: Context { away: mover.as_deref(), ..ctx },
+                inputs,
+                x: None,
+                entered: None,
+                kept: Vec::new(),
+                again: Vec::new(),
+                loss: None,
+                dx: None,
             }
-            xs = outs;
-            kept.push(of_all);
-        }
-
-        arena.enter(Phase::Loss, None);
-        let (loss, dxs) = self.losses(&contexts, &inputs, xs, scale, finish)?;
-        self.finish(BlockId::Head, finish)?;
-
-        let last = micro_batches.len().saturating_sub(1);
-        while let Some(mut of_all) = kept.pop() {
-            for (i, (ctx, dx)) in contexts.iter().zip(&dxs).enumerate() {
-                let Some(segment) = of_all.pop_front() else { break };
-                // What the next segment needs is brought meanwhile.
-                let next = of_all.front_mut().or_else(|| kept.last_mut().and_then(VecDeque::front_mut));
-                if let Some(next) = next {
-                    next.fetch(ctx)?;
-                }
-                let then = match finish {
-                    _ if i < last => Then::Further,
-                    None => Then::Later,
-                    Some(finish) => Then::Finish(finish),
-                };
-                self.backward_segment(ctx, segment, dx, then)?;
-            }
-        }
-        arena.enter(Phase::Backward, None);
-        for (i, ((inputs, ctx), dx)) in inputs.iter().zip(&contexts).zip(dxs).enumerate() {
-            self.embedding_backward(ctx, inputs, dx, finish.filter(|_| i == last))?;
-        }
-        self.finish(BlockId::Embedding, finish)?;
+        };
+        let lanes = (first..).zip(&inputs).map(lane).collect();
+        let updates = matches!(completion, Some(Completion::Update(_)));
+        let mut pass = Pass { lanes, head: Some(&head), segments, scale, updates, loss: 0.0 };
+        self.perform(&schedule, &mut pass)?;
+        let loss = pass.loss;
+        drop(pass);
         mover.map_or(Ok(()), |mover| mover.settle())?;
         Ok(loss)
+    }
+
+    /// What decides the order of a pass.
+    fn shape<'s>(&'s self, segments: &'s [Range<u32>], micro_batches: usize) -> PassShape<'s> {
+        let (head, _) = Head::table(self.spec.tie_word_embeddings);
+        let loss = match &self.loss_pieces {
+            Some(pieces) => LossForm::Pieces(head, pieces.len() as u32),
+            None => LossForm::Whole,
+        };
+        let pieces = self.parts.pieces(BlockId::Embedding);
+        let in_pieces = self.gradients.is_in_pieces(BlockId::Embedding, Role::TokenEmbedding);
+        let embedding = match in_pieces {
+            _ if !self.trained.iter().any(|p| p.block == BlockId::Embedding) => EmbeddingGradient::Frozen,
+            true if self.keeps_looked_up() => EmbeddingGradient::LookedUp(pieces),
+            true => EmbeddingGradient::Scattered(pieces),
+            false => EmbeddingGradient::Whole,
+        };
+        PassShape { segments, micro_batches, loss, embedding, parts: &self.parts }
+    }
+
+    /// Whether the embedding's gradient is kept as the rows that were looked up: of a table that is no head as well.
+    pub(super) fn keeps_looked_up(&self) -> bool {
+        let in_pieces = self.gradients.is_in_pieces(BlockId::Embedding, Role::TokenEmbedding);
+        in_pieces && !self.spec.tie_word_embeddings
+    }
+
+    /// An action of a pass. `weights` are those that it holds.
+    pub(super) fn act(
+        &mut self,
+        pass: &mut Pass<'_, D>,
+        action: Action,
+        weights: Option<&BlockWeights>,
+    ) -> Result<(), StepError> {
+        let device = self.device;
+        let enter = |phase, layer| device.arena().enter(phase, layer);
+        let weights = || weights.ok_or(NOTHING_LEFT);
+        match action {
+            Action::Embed { micro_batch } => {
+                enter(Phase::Forward, None);
+                let lane = pass.lane(micro_batch)?;
+                lane.x = Some(embedding::forward(&lane.ctx, &mut self.weights, &lane.inputs.tokens)?);
+            }
+            Action::Forward { layer, segment, micro_batch } => {
+                enter(Phase::Forward, Some(layer));
+                let layers = pass.segment(segment);
+                self.forward(pass.lane(micro_batch)?, weights()?, layer, &layers)?;
+            }
+            Action::Loss { micro_batch } => {
+                enter(Phase::Loss, None);
+                self.loss(pass, micro_batch)?;
+            }
+            Action::LossBegin { micro_batch } => {
+                enter(Phase::Loss, None);
+                let (head, chunk_tokens) = (pass.head, self.settings.loss_chunk_tokens);
+                let lane = pass.lane(micro_batch)?;
+                let (own, x) = (head.ok_or(NOTHING_LEFT)?, lane.x.take().ok_or(NOTHING_LEFT)?);
+                let norm = own.norm(Role::FinalNorm, Some(Role::FinalNormBias), &lane.ctx.spec.norm)?;
+                let (labels, pieces) = (&lane.inputs.labels, self.loss_pieces.as_deref().unwrap_or_default());
+                lane.loss = Some(PiecedLoss::begin(&lane.ctx, norm, x, labels, chunk_tokens, pieces)?);
+            }
+            Action::LossPiece { unit } => {
+                let piece = self.head_piece(unit, weights()?)?;
+                for lane in &pass.lanes {
+                    lane.loss.as_ref().ok_or(NOTHING_LEFT)?.add(&lane.ctx, piece)?;
+                }
+            }
+            Action::LossTotal => {
+                for lane in &pass.lanes {
+                    lane.loss.as_ref().ok_or(NOTHING_LEFT)?.losses(&lane.ctx)?;
+                    pass.loss += lane.inputs.sum_of_losses(device)?;
+                }
+                if pass.updates {
+                    self.check_finite(pass.loss, 0.0)?;
+                }
+            }
+            Action::LossBackward { unit, last } => {
+                let (gradients, mut additions) = (&mut self.gradients, 0);
+                let pieces = self.loss_pieces.as_deref();
+                let piece = head_piece(self.spec.tie_word_embeddings, pieces, unit, weights()?)?;
+                for lane in &mut pass.lanes {
+                    let loss = lane.loss.as_mut().ok_or(NOTHING_LEFT)?;
+                    loss.backward(&lane.ctx, gradients, piece, pass.scale, additions)?;
+                    additions += loss.additions();
+                }
+                if last && gradients.wants(piece.block, piece.role) {
+                    gradients.count_rows(piece.block, piece.role, additions);
+                }
+            }
+            Action::LossEnd { micro_batch } => {
+                let lane = pass.lane(micro_batch)?;
+                let loss = lane.loss.take().ok_or(NOTHING_LEFT)?;
+                lane.dx = Some(loss.finish(&lane.ctx, &mut self.gradients)?);
+            }
+            Action::PrefetchKept { segment, micro_batch } => {
+                let lane = pass.lane(micro_batch)?;
+                let kept = lane.kept.get_mut(segment).and_then(Option::as_mut).ok_or(NOTHING_LEFT)?;
+                kept.prefetch(&lane.ctx)?;
+            }
+            Action::Recompute { layer, segment, micro_batch } => {
+                enter(Phase::Backward, Some(layer));
+                self.recompute(pass.lane(micro_batch)?, weights()?, layer, segment)?;
+            }
+            Action::Backward { layer, segment, micro_batch } => {
+                enter(Phase::Backward, Some(layer));
+                let alone = pass.segment(segment).len() == 1;
+                let lane = pass.lane(micro_batch)?;
+                let saved = match alone {
+                    true => match lane.take_kept(segment)? {
+                        Kept::Layer(saved) => *saved,
+                        Kept::Input(_) => return Err(NOTHING_LEFT),
+                    },
+                    false => Saved::only(lane.again.pop().ok_or(NOTHING_LEFT)?),
+                };
+                let dx = lane.dx.as_ref().ok_or(NOTHING_LEFT)?;
+                block::backward(&lane.ctx.layer(layer), weights()?, saved, dx, &mut self.gradients)?;
+            }
+            Action::EmbedBackward { micro_batch } => {
+                enter(Phase::Backward, None);
+                self.embed_backward(pass.lane(micro_batch)?)?;
+            }
+            Action::Scatter { unit, micro_batch, last } => {
+                let part = self.parts.of(unit).first().cloned().ok_or(NOTHING_LEFT)?;
+                let key = (part.parameter.block, part.parameter.role);
+                let lane = pass.lane(micro_batch)?;
+                let dx = lane.dx.as_ref().ok_or(NOTHING_LEFT)?;
+                self.gradients.scatter_rows(key, part.piece, &part.rows, (&lane.inputs.tokens, dx), 0)?;
+                if last {
+                    self.gradients.count_rows(key.0, key.1, 1);
+                    lane.dx = None;
+                }
+            }
+            Action::GatherLookedUp { .. }
+            | Action::Measure { .. }
+            | Action::CheckFinite { .. }
+            | Action::Update { .. }
+            | Action::Free { .. } => self.complete(pass, action, weights().ok())?,
+        }
+        Ok(())
+    }
+
+    fn forward(
+        &mut self,
+        lane: &mut Lane<'_, D>,
+        weights: &BlockWeights,
+        layer: u32,
+        layers: &Range<u32>,
+    ) -> Result<(), StepError> {
+        let x = lane.x.take().ok_or(NOTHING_LEFT)?;
+        let alone = layers.len() == 1;
+        if !alone && layer == layers.start {
+            lane.entered = Some(x.clone());
+        }
+        let policy = if alone { self.policy.layer(layer) } else { LayerPolicy::nothing() };
+        let (x, saved) = block::forward(&self.saving(&lane.ctx, layer), weights, policy, x)?;
+        lane.x = Some(x);
+        if alone {
+            lane.kept.push(Some(Kept::Layer(Box::new(saved))));
+        } else if layer + 1 == layers.end {
+            let input = lane.entered.take().ok_or(NOTHING_LEFT)?;
+            let save = self.policy.layer(layers.start).input;
+            let held = Held::new(&self.saving(&lane.ctx, layers.start), save, input)?;
+            lane.kept.push(Some(Kept::Input(held)));
+        }
+        Ok(())
+    }
+
+    fn recompute(
+        &mut self,
+        lane: &mut Lane<'_, D>,
+        weights: &BlockWeights,
+        layer: u32,
+        segment: usize,
+    ) -> Result<(), StepError> {
+        if lane.again.is_empty() {
+            let Kept::Input(input) = lane.take_kept(segment)? else { return Err(NOTHING_LEFT) };
+            lane.again.push(input.restore(&lane.ctx, || Err(NOTHING_LEFT))?);
+        }
+        let x = lane.again.last().cloned().ok_or(NOTHING_LEFT)?;
+        let ctx = &self.saving(&lane.ctx, layer);
+        lane.again.push(block::forward(ctx, weights, LayerPolicy::nothing(), x)?.0);
+        Ok(())
+    }
+
+    /// The loss and the gradient of the last layer's output, with a head that is there as a whole.
+    fn loss(&mut self, pass: &mut Pass<'_, D>, micro_batch: usize) -> Result<(), StepError> {
+        let (scale, updates, chunk_tokens) = (pass.scale, pass.updates, self.settings.loss_chunk_tokens);
+        let head = Head::gather(&mut self.weights, self.spec.tie_word_embeddings)?;
+        let lane = pass.lane(micro_batch)?;
+        let x = lane.x.take().ok_or(NOTHING_LEFT)?;
+        let (labels, gradients) = (&lane.inputs.labels, &mut self.gradients);
+        lane.dx =
+            Some(head::loss_and_backward(&lane.ctx, &head, &x, labels, chunk_tokens, scale, gradients)?);
+        head.release(&mut self.weights);
+        let loss = lane.inputs.sum_of_losses(self.device)?;
+        if updates {
+            self.check_finite(loss, 0.0)?;
+        }
+        pass.loss += loss;
+        Ok(())
+    }
+
+    fn head_piece<'p>(&'p self, unit: Unit, weights: &'p BlockWeights) -> Result<HeadPiece<'p>, StepError> {
+        head_piece(self.spec.tie_word_embeddings, self.loss_pieces.as_deref(), unit, weights)
+    }
+
+    fn embed_backward(&mut self, lane: &mut Lane<'_, D>) -> Result<(), StepError> {
+        let weights = self.weights.resident().gather(BlockId::Embedding)?;
+        let dx = lane.dx.take().ok_or(NOTHING_LEFT)?;
+        embedding::backward(&lane.ctx, &weights, &lane.inputs.tokens, &dx, &mut self.gradients)?;
+        if self.keeps_looked_up() {
+            self.gradients.keep_looked_up(lane.inputs.tokens.clone(), dx);
+        } else if self.gradients.is_in_pieces(BlockId::Embedding, Role::TokenEmbedding) {
+            lane.dx = Some(dx);
+        }
+        Ok(())
     }
 
     fn upload(&self, micro_batch: &MicroBatch<'_>) -> Result<Inputs, StepError> {
@@ -130,300 +383,12 @@ impl<'a, D: Device> Trainer<'a, D> {
         inputs.context(self.device, spec, precision, ropes, attention, mlp_chunk_tokens, dropout)
     }
 
-    /// The blocks that a pass gathers, in order.
-    fn order_of_pass(&self, micro_batches: usize) -> Vec<BlockId> {
-        let repeated = |blocks: Vec<u32>| {
-            let blocks = std::iter::repeat_n(blocks, micro_batches).flatten();
-            blocks.map(BlockId::Layer).collect::<Vec<_>>()
-        };
-        let segments: Vec<Range<u32>> = self.policy.segments().collect();
-        let mut order: Vec<BlockId> =
-            segments.iter().flat_map(|blocks| repeated(blocks.clone().collect())).collect();
-        let (head, _) = Head::table(self.spec.tie_word_embeddings);
-        // The loss takes the head twice where it takes it in pieces.
-        order.extend([head, head]);
-        for blocks in segments.into_iter().rev() {
-            let again = blocks.start..blocks.end.saturating_sub(1);
-            order.extend(repeated(again.chain(blocks.rev()).collect()));
-        }
-        order.push(BlockId::Layer(0));
-        order
-    }
-
-    /// The units whose gradients a pass adds to, in order.
-    fn order_of_gradients(&self, micro_batches: usize) -> Vec<Unit> {
-        let pieces = |block: BlockId| {
-            let own = self.trained.iter().find(|p| p.block == block && is_matrix(p));
-            let count = own.map_or(0, |p| self.cut.of(p).len() as u32);
-            (0..count).map(move |piece| Unit { block, piece })
-        };
-        let (head, _) = Head::table(self.spec.tie_word_embeddings);
-        let mut order: Vec<Unit> = pieces(head).collect();
-        let segments: Vec<Range<u32>> = self.policy.segments().collect();
-        for blocks in segments.into_iter().rev() {
-            for _ in 0..micro_batches {
-                order.extend(blocks.clone().rev().map(|layer| Unit::whole(BlockId::Layer(layer))));
-            }
-        }
-        (0..micro_batches).for_each(|_| order.extend(pieces(BlockId::Embedding)));
-        order
-    }
-
-    /// The sum of the losses of all micro-batches, and the gradient of the last block's output for each.
-    fn losses(
-        &mut self,
-        contexts: &[Context<'_, D>],
-        inputs: &[Inputs],
-        xs: Vec<Tensor>,
-        scale: f32,
-        finish: Option<Finish>,
-    ) -> Result<(f64, Vec<Tensor>), StepError> {
-        let tied = self.spec.tie_word_embeddings;
-        let chunk_tokens = self.settings.loss_chunk_tokens;
-        let table = Head::table(tied);
-        let updates = matches!(finish, Some(Finish::Update(_)));
-        let pieces =
-            self.weights.pieces(table.0, table.1).or_else(|| self.gradients.pieces(table.0, table.1));
-        if let Some(pieces) = pieces {
-            return self.losses_in_pieces(contexts, inputs, xs, scale, (table, &pieces), finish);
-        }
-        let (mut sum, mut dxs) = (0.0, Vec::new());
-        for ((ctx, inputs), x) in contexts.iter().zip(inputs).zip(xs) {
-            let head = Head::gather(&mut self.weights, tied)?;
-            let (labels, gradients) = (&inputs.labels, &mut self.gradients);
-            dxs.push(head::loss_and_backward(ctx, &head, &x, labels, chunk_tokens, scale, gradients)?);
-            head.release(&mut self.weights);
-            let loss = inputs.sum_of_losses(self.device)?;
-            if updates {
-                // After this the weights change: what is wrong must be found before.
-                self.check_finite(loss, 0.0)?;
-            }
-            sum += loss;
-        }
-        Ok((sum, dxs))
-    }
-
-    /// The same with the head's table a piece at a time. A table of its own is done with, piece by piece, as soon as its
-    /// gradient is known.
-    fn losses_in_pieces(
-        &mut self,
-        contexts: &[Context<'_, D>],
-        inputs: &[Inputs],
-        xs: Vec<Tensor>,
-        scale: f32,
-        ((block, role), pieces): ((BlockId, Role), &[Range<u64>]),
-        finish: Option<Finish>,
-    ) -> Result<(f64, Vec<Tensor>), StepError> {
-        let chunk_tokens = self.settings.loss_chunk_tokens;
-        let own = self.weights.gather(BlockId::Head)?;
-        let mut losses = Vec::new();
-        for ((ctx, inputs), x) in contexts.iter().zip(inputs).zip(&xs) {
-            let norm = own.norm(Role::FinalNorm, Some(Role::FinalNormBias), &ctx.spec.norm)?;
-            losses.push(PiecedLoss::begin(ctx, norm, x, &inputs.labels, chunk_tokens, pieces)?);
-        }
-        for (piece, rows) in (0..).zip(pieces) {
-            let weight = &self.weight_rows(block, role, piece, rows)?;
-            for (ctx, loss) in contexts.iter().zip(&losses) {
-                loss.add(ctx, HeadPiece { block, role, piece, rows, weight })?;
-            }
-            self.weights.release_piece(block, piece, false);
-        }
-        let mut sum = 0.0;
-        for ((ctx, loss), inputs) in contexts.iter().zip(&losses).zip(inputs) {
-            loss.losses(ctx)?;
-            sum += inputs.sum_of_losses(self.device)?;
-        }
-        if matches!(finish, Some(Finish::Update(_))) {
-            self.check_finite(sum, 0.0)?;
-        }
-        let trained = self.trained.iter().find(|p| p.block == block && p.role == role).cloned();
-        for (piece, rows) in (0..).zip(pieces) {
-            let weight = self.weight_rows(block, role, piece, rows)?;
-            for (i, (ctx, loss)) in contexts.iter().zip(&mut losses).enumerate() {
-                let nth = i as u64 * loss.additions();
-                let piece = HeadPiece { block, role, piece, rows, weight: &weight };
-                loss.backward(ctx, &mut self.gradients, piece, scale, nth)?;
-            }
-            drop(weight);
-            self.weights.release_piece(block, piece, false);
-            match (&trained, finish) {
-                (Some(p), Some(finish)) if block == BlockId::Head => {
-                    self.finish_rows(p, piece, rows, finish)?;
-                }
-                (Some(_), _) => self.gradients.leave_rows(block, piece, false)?,
-                (None, _) => {}
-            }
-        }
-        if trained.is_some() {
-            let times = losses.iter().map(PiecedLoss::additions).sum();
-            self.gradients.count_rows(block, role, times);
-        }
-        let mut dxs = Vec::new();
-        for (ctx, loss) in contexts.iter().zip(losses) {
-            dxs.push(loss.finish(ctx, &mut self.gradients)?);
-        }
-        Ok((sum, dxs))
-    }
-
-    /// Rows of a table, whether it is there as a whole or comes in pieces.
-    pub(super) fn weight_rows(
-        &mut self,
-        block: BlockId,
-        role: Role,
-        piece: u32,
-        range: &Range<u64>,
-    ) -> Result<Tensor, StepError> {
-        if self.weights.pieces(block, role).is_some() {
-            return self.weights.gather_piece(block, role, piece);
-        }
-        let weights = self.weights.gather(block)?;
-        rows(weights.get(role)?, range.start, range.end)
-    }
-
-    /// The gradients of the embedding's tables and adapter. A table whose gradient comes in pieces is done with, piece by
-    /// piece, as soon as that is known.
-    fn embedding_backward(
-        &mut self,
-        ctx: &Context<'_, D>,
-        inputs: &Inputs,
-        dx: Tensor,
-        finish: Option<Finish>,
-    ) -> Result<(), StepError> {
-        if !self.trained.iter().any(|p| p.block == BlockId::Embedding) {
-            return Ok(());
-        }
-        let (block, role) = (BlockId::Embedding, Role::TokenEmbedding);
-        let weights = self.weights.gather(block)?;
-        embedding::backward(ctx, &weights, &inputs.tokens, &dx, &mut self.gradients)?;
-        self.weights.release(block);
-        let trained = self.trained.iter().find(|p| p.block == block && p.role == role).cloned();
-        let (Some(trained), Some(pieces)) = (trained, self.gradients.pieces(block, role)) else {
-            return Ok(());
-        };
-        if self.keeps_looked_up() {
-            self.gradients.keep_looked_up(inputs.tokens.clone(), dx);
-            for (piece, rows) in (0..).zip(&pieces) {
-                let Some(finish) = finish else { break };
-                self.gradients.gather_looked_up((block, role), piece, rows)?;
-                self.finish_rows(&trained, piece, rows, finish)?;
-            }
-            return Ok(());
-        }
-        for (piece, rows) in (0..).zip(&pieces) {
-            self.gradients.scatter_rows((block, role), piece, rows, (&inputs.tokens, &dx), 0)?;
-            match finish {
-                Some(finish) => self.finish_rows(&trained, piece, rows, finish)?,
-                None => self.gradients.leave_rows(block, piece, false)?,
-            }
-        }
-        self.gradients.count_rows(block, role, 1);
-        Ok(())
-    }
-
-    /// Whether the embedding's gradient is kept as the rows that were looked up: of a table that is no head as well.
-    pub(super) fn keeps_looked_up(&self) -> bool {
-        let in_pieces = self.gradients.is_in_pieces(BlockId::Embedding, Role::TokenEmbedding);
-        in_pieces && !self.spec.tie_word_embeddings
-    }
-
-    /// A segment of blocks forward: one block keeps what its policy says, several keep their input.
-    fn forward_segment(
-        &mut self,
-        ctx: &Context<'_, D>,
-        blocks: Range<u32>,
-        mut x: Tensor,
-    ) -> Result<(Tensor, Segment), StepError> {
-        if blocks.len() == 1 {
-            let policy = self.policy.layer(blocks.start);
-            let (out, saved) = self.forward_block(ctx, Phase::Forward, blocks.start, policy, x)?;
-            return Ok((out, Segment::Block(blocks.start, Box::new(saved))));
-        }
-        let input = x.clone();
-        for layer in blocks.clone() {
-            let policy = LayerPolicy::nothing();
-            x = self.forward_block(ctx, Phase::Forward, layer, policy, x)?.0;
-        }
-        let save = self.policy.layer(blocks.start).input;
-        let held = Held::new(&self.saving(ctx, blocks.start), save, input)?;
-        Ok((x, Segment::Blocks(blocks, held)))
-    }
-
     /// What a layer's forward pass needs to know, with nothing that takes away what is to stay.
     fn saving<'c>(&self, ctx: &Context<'c, D>, layer: u32) -> Context<'c, D> {
         let own = ctx.layer(layer);
         let kept = self.settings.kept_layers.activations;
         let away = own.away.filter(|_| !stays(BlockId::Layer(layer), kept, self.spec.num_layers));
         Context { away, ..own }
-    }
-
-    fn forward_block(
-        &mut self,
-        ctx: &Context<'_, D>,
-        phase: Phase,
-        layer: u32,
-        policy: LayerPolicy,
-        x: Tensor,
-    ) -> Result<(Tensor, Saved), StepError> {
-        ctx.device.arena().enter(phase, Some(layer));
-        let weights = self.weights.gather(BlockId::Layer(layer))?;
-        let out = block::forward(&self.saving(ctx, layer), &weights, policy, x);
-        self.weights.release(BlockId::Layer(layer));
-        out
-    }
-
-    /// A segment backward; a segment of several blocks runs forward again first, for the inputs of its blocks.
-    fn backward_segment(
-        &mut self,
-        ctx: &Context<'_, D>,
-        segment: Segment,
-        dx: &Tensor,
-        then: Then,
-    ) -> Result<(), StepError> {
-        let (blocks, input) = match segment {
-            Segment::Block(layer, saved) => return self.backward_block(ctx, layer, *saved, dx, then),
-            Segment::Blocks(blocks, input) => (blocks, input),
-        };
-        let missing =
-            || Err(StepError::MissingWeight { block: BlockId::Layer(blocks.start), role: Role::QProj });
-        let mut x = input.restore(ctx, missing)?;
-        let mut inputs = vec![x.clone()];
-        for layer in blocks.start..blocks.end.saturating_sub(1) {
-            let policy = LayerPolicy::nothing();
-            x = self.forward_block(ctx, Phase::Backward, layer, policy, x)?.0;
-            inputs.push(x.clone());
-        }
-        drop(x);
-        // Other blocks come before the next micro-batch.
-        let then = if matches!(then, Then::Further) { Then::Later } else { then };
-        for layer in blocks.rev() {
-            if let Some(input) = inputs.pop() {
-                self.backward_block(ctx, layer, Saved::only(input), dx, then)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn backward_block(
-        &mut self,
-        ctx: &Context<'_, D>,
-        layer: u32,
-        saved: Saved,
-        dx: &Tensor,
-        then: Then,
-    ) -> Result<(), StepError> {
-        let block = BlockId::Layer(layer);
-        ctx.device.arena().enter(Phase::Backward, Some(layer));
-        let weights = self.weights.gather(block)?;
-        self.gradients.fetch(block)?;
-        let done = block::backward(&ctx.layer(layer), &weights, saved, dx, &mut self.gradients);
-        self.weights.release(block);
-        drop(weights);
-        done?;
-        match then {
-            Then::Further => Ok(()),
-            Then::Later => self.finish(block, None),
-            Then::Finish(finish) => self.finish(block, Some(finish)),
-        }
     }
 
     /// The first block, in the order of the forward pass, whose output for a micro-batch is not finite. Weights and
@@ -433,7 +398,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         device.arena().enter(Phase::Forward, None);
         let inputs = self.upload(micro_batch)?;
         let ctx = self.context(&inputs, &spec, &ropes, None);
-        self.weights.announce(&self.order_of_pass(1))?;
+        self.weights.announce(Schedule::forward(0..spec.num_layers).weights())?;
         let mut x = embedding::forward(&ctx, &mut self.weights, &inputs.tokens)?;
         let square = rows(&self.squared_norms, 0, 1)?;
         let finite = |x: &Tensor| -> Result<bool, StepError> {
@@ -444,8 +409,11 @@ impl<'a, D: Device> Trainer<'a, D> {
             return Ok(Some(BlockId::Embedding));
         }
         for layer in 0..spec.num_layers {
-            let policy = LayerPolicy::nothing();
-            x = self.forward_block(&ctx, Phase::Forward, layer, policy, x)?.0;
+            device.arena().enter(Phase::Forward, Some(layer));
+            let weights = self.weights.gather(BlockId::Layer(layer))?;
+            x = block::forward(&self.saving(&ctx, layer), &weights, LayerPolicy::nothing(), x)?.0;
+            drop(weights);
+            self.weights.release(Unit::Layer(layer), false);
             if !finite(&x)? {
                 return Ok(Some(BlockId::Layer(layer)));
             }
@@ -477,12 +445,15 @@ impl<'a, D: Device> Trainer<'a, D> {
     }
 }
 
-impl Segment {
-    /// Begins to bring what it keeps elsewhere.
-    fn fetch<D: Device>(&mut self, ctx: &Context<'_, D>) -> Result<(), StepError> {
-        match self {
-            Segment::Block(_, saved) => saved.fetch(ctx),
-            Segment::Blocks(_, input) => input.fetch(ctx),
-        }
-    }
+/// A piece of the head's table among the weights that an action holds.
+fn head_piece<'p>(
+    tied: bool,
+    pieces: Option<&'p [Range<u64>]>,
+    unit: Unit,
+    weights: &'p BlockWeights,
+) -> Result<HeadPiece<'p>, StepError> {
+    let (block, role) = Head::table(tied);
+    let Unit::Piece(_, piece) = unit else { return Err(NOTHING_LEFT) };
+    let rows = pieces.unwrap_or_default().get(piece as usize).ok_or(NOTHING_LEFT)?;
+    Ok(HeadPiece { block, role, piece, rows, weight: weights.get(role)? })
 }

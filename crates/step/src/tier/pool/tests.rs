@@ -79,6 +79,20 @@ fn pool<'a>(device: &'a Cpu, count: usize) -> (Pool<'a, Cpu, u32>, Rc<RefCell<Wo
     (pool, world)
 }
 
+fn announce(pool: &mut Pool<'_, Cpu, u32>, keys: &[u32]) {
+    pool.announce(keys.iter().copied().map(Use::of)).unwrap();
+}
+
+fn anew(key: u32) -> Use<u32> {
+    Use { key, fresh: true }
+}
+
+fn take_and_release(pool: &mut Pool<'_, Cpu, u32>, device: &Cpu, key: u32) -> u8 {
+    let value = take(pool, device, key);
+    pool.release(key, false);
+    value
+}
+
 fn take(pool: &mut Pool<'_, Cpu, u32>, device: &Cpu, key: u32) -> u8 {
     value(device, &pool.take(key).unwrap().unwrap())
 }
@@ -97,7 +111,7 @@ fn did(world: &Rc<RefCell<World>>) -> Vec<Did> {
 fn what_is_announced_is_brought_in_its_order() {
     let device = cpu();
     let (mut pool, world) = pool(&device, 2);
-    pool.announce([4, 2, 7, 2, 9]).unwrap();
+    announce(&mut pool, &[4, 2, 7, 2, 9]);
     // As many as there are buffers.
     assert_eq!(did(&world), [Did::Read(4), Did::Read(2)]);
     assert_eq!(take(&mut pool, &device, 4), 104);
@@ -112,17 +126,44 @@ fn what_is_announced_is_brought_in_its_order() {
         let begun: Vec<Did> = did(&world).into_iter().filter(|did| matches!(did, Did::Read(_))).collect();
         assert_eq!(begun, next.map(Did::Read).into_iter().collect::<Vec<_>>(), "after {key}");
     }
-    assert_eq!(pool.unannounced(), 0);
-    // What nobody announced is brought all the same.
-    assert_eq!(take(&mut pool, &device, 5), 105);
-    assert_eq!((did(&world), pool.unannounced()), (vec![Did::Read(5), Did::Waited(5)], 1));
+}
+
+#[test]
+fn what_nobody_announced_is_not_given() {
+    let device = cpu();
+    let (mut pool, world) = pool(&device, 2);
+    announce(&mut pool, &[1, 2]);
+    did(&world);
+    for key in [2, 3] {
+        assert!(matches!(pool.take(key), Err(StepError::Invariant { .. })), "{key}");
+    }
+    assert_eq!(did(&world), []);
+    assert_eq!([1, 2].map(|key| take(&mut pool, &device, key)), [101, 102]);
+    assert!(matches!(pool.take(3), Err(StepError::Invariant { .. })));
+}
+
+#[test]
+fn what_is_written_anew_is_not_brought_and_has_its_buffer() {
+    let device = cpu();
+    let (mut pool, world) = pool(&device, 2);
+    pool.announce([anew(1), Use::of(2), Use::of(3), Use::of(1)]).unwrap();
+    // One buffer is for 1, which does not come before it was written.
+    assert_eq!(did(&world), [Did::Read(2)]);
+    let one = pool.take(1).unwrap().unwrap();
+    assert_eq!(did(&world), []);
+    device.write(&one, &mut |bytes| bytes.fill(11)).unwrap();
+    drop(one);
+    pool.release(1, true);
+    pool.advance().unwrap();
+    assert_eq!([2, 3].map(|key| take_and_release(&mut pool, &device, key)), [102, 103]);
+    assert_eq!(take(&mut pool, &device, 1), 11);
 }
 
 #[test]
 fn a_buffer_on_its_way_back_is_used_again_when_it_has_arrived() {
     let device = cpu();
     let (mut pool, world) = pool(&device, 2);
-    pool.announce([1, 2, 3]).unwrap();
+    announce(&mut pool, &[1, 2, 3, 1]);
     let tensor = pool.take(1).unwrap().unwrap();
     device.write(&tensor, &mut |bytes| bytes.fill(77)).unwrap();
     did(&world);
@@ -150,7 +191,7 @@ fn a_buffer_on_its_way_back_is_used_again_when_it_has_arrived() {
 fn what_is_taken_again_while_it_goes_back_is_not_lost() {
     let device = cpu();
     let (mut pool, world) = pool(&device, 2);
-    pool.announce([1, 1]).unwrap();
+    announce(&mut pool, &[1, 1]);
     let tensor = pool.take(1).unwrap().unwrap();
     device.write(&tensor, &mut |bytes| bytes.fill(55)).unwrap();
     drop(tensor);
@@ -168,7 +209,7 @@ fn what_is_in_use_is_in_nobodys_way() {
     let device = cpu();
     let (mut pool, world) = pool(&device, 2);
     world.borrow_mut().fast = true;
-    pool.announce([1, 2, 3, 1]).unwrap();
+    announce(&mut pool, &[1, 2, 3, 1]);
     let one = pool.take(1).unwrap().unwrap();
     let two = pool.take(2).unwrap().unwrap();
     // Both buffers are in use.
@@ -176,7 +217,7 @@ fn what_is_in_use_is_in_nobodys_way() {
     assert_eq!([value(&device, &one), value(&device, &two)], [101, 102]);
     // One that is needed sooner than what would replace it stays.
     drop((one, two));
-    pool.announce([1, 3, 2]).unwrap();
+    announce(&mut pool, &[1, 3, 2]);
     did(&world);
     assert_eq!(take(&mut pool, &device, 1), 101);
     assert_eq!(did(&world), []);
@@ -186,14 +227,14 @@ fn what_is_in_use_is_in_nobodys_way() {
 fn everything_changed_is_home_after_a_flush_and_nothing_else_was_sent() {
     let device = cpu();
     let (mut pool, world) = pool(&device, 3);
-    pool.announce([1, 2]).unwrap();
+    pool.announce([Use::of(1), Use::of(2), anew(3)]).unwrap();
     for (key, changed) in [(1, true), (2, false)] {
         let tensor = pool.take(key).unwrap().unwrap();
         device.write(&tensor, &mut |bytes| bytes.fill(key as u8)).unwrap();
         drop(tensor);
         pool.release(key, changed);
     }
-    let fresh = pool.take_fresh(3).unwrap().unwrap();
+    let fresh = pool.take(3).unwrap().unwrap();
     device.write(&fresh, &mut |bytes| bytes.fill(33)).unwrap();
     drop(fresh);
     pool.release(3, true);
@@ -205,7 +246,8 @@ fn everything_changed_is_home_after_a_flush_and_nothing_else_was_sent() {
     );
     assert_eq!([1, 2, 3].map(|key| world.borrow().homes[&key]), [1, 102, 33]);
     // A parcel that is forgotten is not sent, whatever was done to it.
-    let fresh = pool.take_fresh(4).unwrap().unwrap();
+    pool.announce([anew(4), Use::of(4)]).unwrap();
+    let fresh = pool.take(4).unwrap().unwrap();
     drop(fresh);
     pool.release(4, true);
     pool.forget(4);
@@ -219,8 +261,10 @@ fn a_move_that_fails_is_an_error_and_costs_no_buffer() {
     let device = cpu();
     let (mut pool, world) = pool(&device, 1);
     world.borrow_mut().broken = Some(2);
+    announce(&mut pool, &[2]);
     assert!(pool.take(2).is_err());
     world.borrow_mut().broken = None;
+    announce(&mut pool, &[2]);
     assert_eq!(take(&mut pool, &device, 2), 102);
     // The other way too.
     let tensor = pool.take(2).unwrap().unwrap();
@@ -230,6 +274,7 @@ fn a_move_that_fails_is_an_error_and_costs_no_buffer() {
     world.borrow_mut().broken = Some(2);
     assert!(pool.flush().is_err());
     world.borrow_mut().broken = None;
+    announce(&mut pool, &[5]);
     assert_eq!(take(&mut pool, &device, 5), 105);
 }
 
@@ -239,7 +284,7 @@ fn a_move_that_fails_is_an_error_and_costs_no_buffer() {
 fn to_take_again_what_is_in_use_uses_up_no_announcement() {
     let device = cpu();
     let (mut pool, world) = pool(&device, 2);
-    pool.announce([1, 2, 3, 1]).unwrap();
+    announce(&mut pool, &[1, 2, 3, 1]);
     for _ in 0..3 {
         assert_eq!(take(&mut pool, &device, 1), 101);
     }
@@ -251,11 +296,28 @@ fn to_take_again_what_is_in_use_uses_up_no_announcement() {
         pool.advance().unwrap();
     }
     let reads = did(&world).into_iter().filter(|did| matches!(did, Did::Read(_))).collect::<Vec<_>>();
-    assert_eq!((reads, pool.unannounced()), ([1, 2, 3, 1].map(Did::Read).to_vec(), 0));
+    assert_eq!(reads, [1, 2, 3, 1].map(Did::Read));
     // The same of what is written anew.
-    pool.announce([5, 6, 5]).unwrap();
-    (0..2).for_each(|_| drop(pool.take_fresh(5).unwrap().unwrap()));
+    pool.announce([anew(5), Use::of(6), Use::of(5)]).unwrap();
+    drop(pool.take(5).unwrap().unwrap());
+    device.write(&pool.take(5).unwrap().unwrap(), &mut |bytes| bytes.fill(55)).unwrap();
     pool.release(5, true);
-    (6..7).for_each(|key| assert_eq!(take(&mut pool, &device, key), 106));
-    assert_eq!(pool.unannounced(), 0);
+    assert_eq!([6, 5].map(|key| take(&mut pool, &device, key)), [106, 55]);
+}
+
+/// Whether its way back is done when it is taken again or not, it is the one that is given.
+#[test]
+fn what_is_taken_again_on_its_way_back_does_not_lose_its_buffer() {
+    for fast in [false, true] {
+        let device = cpu();
+        let (mut pool, world) = pool(&device, 2);
+        announce(&mut pool, &[1, 1, 2, 3]);
+        let tensor = pool.take(1).unwrap().unwrap();
+        device.write(&tensor, &mut |bytes| bytes.fill(44)).unwrap();
+        drop(tensor);
+        pool.release(1, true);
+        pool.advance().unwrap();
+        world.borrow_mut().fast = fast;
+        assert_eq!([1, 2, 3].map(|key| take_and_release(&mut pool, &device, key)), [44, 102, 103]);
+    }
 }

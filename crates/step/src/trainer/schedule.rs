@@ -1,0 +1,338 @@
+//! What a pass and an update do, in order, as a value. Everything else follows from that order: what is prefetched and
+//! when, what stays in its buffer for the next action, and what is written back. No other order is kept.
+
+use std::ops::Range;
+
+use plimsoll_model::{BlockId, ModelSpec};
+
+use super::Completion;
+use super::parts::Parts;
+use crate::optimizer::Update;
+use crate::tier::Unit;
+
+/// One thing that a step does.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Action {
+    /// The tokens of a micro-batch become the residual stream.
+    Embed { micro_batch: usize },
+    /// A layer forward.
+    Forward { layer: u32, segment: usize, micro_batch: usize },
+    /// Final norm, head, loss and their gradients, of a head that is there as a whole.
+    Loss { micro_batch: usize },
+    /// Makes ready for a head that comes in pieces.
+    LossBegin { micro_batch: usize },
+    /// What a piece of the head adds to the losses of all micro-batches.
+    LossPiece { unit: Unit },
+    /// The losses, when every piece was seen.
+    LossTotal,
+    /// The gradients through a piece of the head, of all micro-batches.
+    LossBackward { unit: Unit, last: bool },
+    /// The gradient of the last layer's output.
+    LossEnd { micro_batch: usize },
+    /// Begins to bring back what a segment keeps below the device.
+    PrefetchKept { segment: usize, micro_batch: usize },
+    /// A layer forward once more, for the input of the next one of its segment.
+    Recompute { layer: u32, segment: usize, micro_batch: usize },
+    /// A layer backward.
+    Backward { layer: u32, segment: usize, micro_batch: usize },
+    /// The gradients of the embedding's block that are on the device.
+    EmbedBackward { micro_batch: usize },
+    /// Adds a micro-batch's part of the gradient of a piece of the embedding.
+    Scatter { unit: Unit, micro_batch: usize, last: bool },
+    /// Makes the gradient of a piece of the embedding, of the rows that all micro-batches have looked up.
+    GatherLookedUp { unit: Unit },
+    /// Sums complete gradients over all ranks and takes their squared norms.
+    Measure { unit: Unit },
+    /// Refuses to update from gradients that are not finite.
+    CheckFinite { unit: Unit },
+    /// Updates one of the parts of a unit.
+    Update { unit: Unit, part: usize, numbers: Update },
+    /// Gives back gradients that have served.
+    Free { unit: Unit },
+}
+
+impl Action {
+    /// The weights that it reads or changes, of those that may live below the device.
+    fn weights(&self, parts: &Parts) -> Option<Unit> {
+        match *self {
+            Action::Forward { layer, .. }
+            | Action::Recompute { layer, .. }
+            | Action::Backward { layer, .. } => Some(Unit::Layer(layer)),
+            Action::LossPiece { unit } | Action::LossBackward { unit, .. } => Some(unit),
+            Action::Update { unit, .. } => parts.changes_matrices(unit).then_some(unit),
+            _ => None,
+        }
+    }
+
+    /// The gradients that it adds to, reads or gives back.
+    pub fn gradients(&self) -> Option<Unit> {
+        match *self {
+            Action::Backward { layer, .. } => Some(Unit::Layer(layer)),
+            Action::LossBackward { unit, .. }
+            | Action::Scatter { unit, .. }
+            | Action::GatherLookedUp { unit }
+            | Action::Measure { unit }
+            | Action::Update { unit, .. }
+            | Action::Free { unit } => Some(unit),
+            _ => None,
+        }
+    }
+}
+
+/// A unit that stays in its buffer for actions that follow each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Hold {
+    pub unit: Unit,
+    /// Whether the action is the first of them: the unit is taken.
+    pub first: bool,
+    /// Whether it is the last one: the unit is released.
+    pub last: bool,
+    /// Whether any of them changes the unit (weights), or gives it back (gradients).
+    pub ends: bool,
+}
+
+/// An action with what it needs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Entry {
+    pub action: Action,
+    pub weights: Option<Hold>,
+    pub gradients: Option<Hold>,
+}
+
+/// Actions, in order.
+#[derive(Clone, Debug)]
+pub(crate) struct Schedule {
+    entries: Vec<Entry>,
+    /// The weights that are needed first when it is done.
+    ahead: Option<Unit>,
+}
+
+/// What a pass is made for.
+pub(crate) struct PassShape<'s> {
+    pub segments: &'s [Range<u32>],
+    /// Micro-batches that go through each block together.
+    pub micro_batches: usize,
+    pub loss: LossForm,
+    pub embedding: EmbeddingGradient,
+    pub parts: &'s Parts,
+}
+
+/// How the loss has the head's table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LossForm {
+    /// As a whole.
+    Whole,
+    /// In so many pieces of a block's table.
+    Pieces(BlockId, u32),
+}
+
+/// How the embedding's gradient comes about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EmbeddingGradient {
+    /// Not at all.
+    Frozen,
+    /// On the device.
+    Whole,
+    /// In so many pieces, each made of what was looked up when it is needed.
+    LookedUp(u32),
+    /// In so many pieces, to each of which every micro-batch adds.
+    Scattered(u32),
+}
+
+impl Schedule {
+    /// A pass: micro-batches forward and backward, each block for all of them before the next block. `completion` is
+    /// `None` where more micro-batches will add to the gradients.
+    pub fn pass(shape: &PassShape<'_>, completion: Option<Completion>) -> Schedule {
+        let mut actions = Vec::new();
+        let all = || 0..shape.micro_batches;
+        actions.extend(all().map(|micro_batch| Action::Embed { micro_batch }));
+        for (segment, layers) in shape.segments.iter().enumerate() {
+            for micro_batch in all() {
+                actions.extend(layers.clone().map(|layer| Action::Forward { layer, segment, micro_batch }));
+            }
+        }
+        loss(&mut actions, shape, completion);
+        for (segment, layers) in shape.segments.iter().enumerate().rev() {
+            for micro_batch in all() {
+                let next = match micro_batch + 1 < shape.micro_batches {
+                    true => Some((segment, micro_batch + 1)),
+                    false => segment.checked_sub(1).map(|segment| (segment, 0)),
+                };
+                let prefetch = |(segment, micro_batch)| Action::PrefetchKept { segment, micro_batch };
+                actions.extend(next.map(prefetch));
+                let again = layers.start..layers.end.saturating_sub(1);
+                actions.extend(again.map(|layer| Action::Recompute { layer, segment, micro_batch }));
+                for layer in layers.clone().rev() {
+                    actions.push(Action::Backward { layer, segment, micro_batch });
+                    if micro_batch + 1 == shape.micro_batches {
+                        complete(&mut actions, shape.parts, Unit::Layer(layer), completion);
+                    }
+                }
+            }
+        }
+        embedding(&mut actions, shape, completion);
+        Schedule::new(actions, shape.parts, Some(Unit::Layer(0)))
+    }
+
+    /// The layers forward, of one micro-batch, and nothing else.
+    pub fn forward(layers: Range<u32>) -> Schedule {
+        let forward = |layer| Action::Forward { layer, segment: 0, micro_batch: 0 };
+        Schedule::new(layers.map(forward).collect(), &Parts::default(), None)
+    }
+
+    /// Updates of everything that is trained, from complete gradients. `looked_up`: those of the embedding's table are made
+    /// of the rows that were looked up.
+    pub fn updates(spec: &ModelSpec, parts: &Parts, looked_up: bool, numbers: Update) -> Schedule {
+        let mut actions = Vec::new();
+        for unit in spec.blocks().flat_map(|block| parts.units_of(block)) {
+            if looked_up && matches!(unit, Unit::Piece(BlockId::Embedding, _)) {
+                actions.push(Action::GatherLookedUp { unit });
+            }
+            update(&mut actions, parts, unit, numbers);
+        }
+        Schedule::new(actions, parts, None)
+    }
+
+    fn new(actions: Vec<Action>, parts: &Parts, ahead: Option<Unit>) -> Schedule {
+        let weights =
+            holds(&actions, |action| action.weights(parts), |action| matches!(action, Action::Update { .. }));
+        let gradients = holds(&actions, Action::gradients, |action| matches!(action, Action::Free { .. }));
+        let entry = |((action, weights), gradients)| Entry { action, weights, gradients };
+        let entries = actions.into_iter().zip(weights).zip(gradients).map(entry).collect();
+        Schedule { entries, ahead }
+    }
+
+    /// The actions.
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// The weights that are taken, in order, and those that the next schedule begins with.
+    pub fn weights(&self) -> impl Iterator<Item = Unit> {
+        let taken = self.entries.iter().filter_map(|entry| entry.weights).filter(|hold| hold.first);
+        taken.map(|hold| hold.unit).chain(self.ahead)
+    }
+
+    /// The gradients that are taken, in order, and whether they are given back before they are released.
+    pub fn gradients(&self) -> impl Iterator<Item = (Unit, bool)> {
+        let taken = self.entries.iter().filter_map(|entry| entry.gradients).filter(|hold| hold.first);
+        taken.map(|hold| (hold.unit, hold.ends))
+    }
+
+    /// The parts that are updated, in order: their units and places.
+    pub fn updated(&self) -> impl Iterator<Item = (Unit, usize)> {
+        self.entries.iter().filter_map(|entry| match entry.action {
+            Action::Update { unit, part, .. } => Some((unit, part)),
+            _ => None,
+        })
+    }
+}
+
+/// For each action, what it holds; actions that follow each other and need the same unit hold it together.
+fn holds(
+    actions: &[Action],
+    needs: impl Fn(&Action) -> Option<Unit>,
+    ends: impl Fn(&Action) -> bool,
+) -> Vec<Option<Hold>> {
+    let mut all: Vec<Option<Hold>> = actions
+        .iter()
+        .map(|action| {
+            let hold = |unit| Hold { unit, first: false, last: false, ends: ends(action) };
+            needs(action).map(hold)
+        })
+        .collect();
+    let mut held: Vec<&mut Hold> = all.iter_mut().flatten().collect();
+    for together in held.chunk_by_mut(|a, b| a.unit == b.unit) {
+        let ends = together.iter().any(|hold| hold.ends);
+        together.iter_mut().for_each(|hold| hold.ends = ends);
+        if let Some(hold) = together.first_mut() {
+            hold.first = true;
+        }
+        if let Some(hold) = together.last_mut() {
+            hold.last = true;
+        }
+    }
+    all
+}
+
+fn loss(actions: &mut Vec<Action>, shape: &PassShape<'_>, completion: Option<Completion>) {
+    let all = || 0..shape.micro_batches;
+    let LossForm::Pieces(block, pieces) = shape.loss else {
+        actions.extend(all().map(|micro_batch| Action::Loss { micro_batch }));
+        let units = shape.parts.units_of(BlockId::Head);
+        units.into_iter().for_each(|unit| complete(actions, shape.parts, unit, completion));
+        return;
+    };
+    actions.extend(all().map(|micro_batch| Action::LossBegin { micro_batch }));
+    let units = || (0..pieces).map(|piece| Unit::Piece(block, piece));
+    actions.extend(units().map(|unit| Action::LossPiece { unit }));
+    actions.push(Action::LossTotal);
+    for (unit, piece) in units().zip(1..) {
+        actions.push(Action::LossBackward { unit, last: piece == pieces });
+        // A tied table has more to come.
+        if block == BlockId::Head {
+            complete(actions, shape.parts, unit, completion);
+        }
+    }
+    actions.extend(all().map(|micro_batch| Action::LossEnd { micro_batch }));
+    complete(actions, shape.parts, Unit::Rest(BlockId::Head), completion);
+}
+
+fn embedding(actions: &mut Vec<Action>, shape: &PassShape<'_>, completion: Option<Completion>) {
+    if shape.embedding == EmbeddingGradient::Frozen {
+        return;
+    }
+    let units = |pieces| (0..pieces).map(|piece| Unit::Piece(BlockId::Embedding, piece));
+    for micro_batch in 0..shape.micro_batches {
+        let completion = completion.filter(|_| micro_batch + 1 == shape.micro_batches);
+        actions.push(Action::EmbedBackward { micro_batch });
+        match shape.embedding {
+            EmbeddingGradient::Frozen | EmbeddingGradient::Whole => {}
+            EmbeddingGradient::LookedUp(pieces) => {
+                let Some(completion) = completion else { continue };
+                for unit in units(pieces) {
+                    actions.push(Action::GatherLookedUp { unit });
+                    complete(actions, shape.parts, unit, Some(completion));
+                    // It can be made again.
+                    if matches!(completion, Completion::Keep) {
+                        actions.push(Action::Free { unit });
+                    }
+                }
+            }
+            EmbeddingGradient::Scattered(pieces) => {
+                for (unit, piece) in units(pieces).zip(1..) {
+                    actions.push(Action::Scatter { unit, micro_batch, last: piece == pieces });
+                    complete(actions, shape.parts, unit, completion);
+                }
+            }
+        }
+    }
+    if shape.embedding == EmbeddingGradient::Whole {
+        let units = units(shape.parts.pieces(BlockId::Embedding));
+        units.for_each(|unit| complete(actions, shape.parts, unit, completion));
+    }
+    complete(actions, shape.parts, Unit::Rest(BlockId::Embedding), completion);
+}
+
+/// What becomes of a unit's complete gradients.
+fn complete(actions: &mut Vec<Action>, parts: &Parts, unit: Unit, completion: Option<Completion>) {
+    let Some(completion) = completion.filter(|_| !parts.of(unit).is_empty()) else { return };
+    actions.push(Action::Measure { unit });
+    match completion {
+        Completion::Keep => {}
+        Completion::Measure => actions.push(Action::Free { unit }),
+        Completion::Update(numbers) => {
+            actions.push(Action::CheckFinite { unit });
+            update(actions, parts, unit, numbers);
+        }
+    }
+}
+
+fn update(actions: &mut Vec<Action>, parts: &Parts, unit: Unit, numbers: Update) {
+    let of_unit = 0..parts.of(unit).len();
+    actions.extend(of_unit.map(|part| Action::Update { unit, part, numbers }));
+    actions.push(Action::Free { unit });
+}
+
+#[cfg(test)]
+mod tests;

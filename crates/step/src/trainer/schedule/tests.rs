@@ -1,0 +1,158 @@
+//! Schedules written out, and what is derived from them.
+
+use plimsoll_model::{Parameter, Role};
+
+use super::*;
+use crate::tier::{Pieces, is_matrix};
+
+const UPDATE: Completion = Completion::Update(Update { lr: 1e-3, grad_scale: 1.0, step: 1 });
+
+/// Both layers, as one segment.
+const BOTH: Range<u32> = 0..2;
+
+fn parameter(block: BlockId, role: Role, shape: &[u64]) -> Parameter {
+    Parameter { name: format!("{block:?}.{role:?}"), block, role, shape: shape.to_vec() }
+}
+
+/// Tables of two pieces, and two layers.
+fn parts(tied: bool) -> Parts {
+    let mut trained = vec![parameter(BlockId::Embedding, Role::TokenEmbedding, &[2048, 8])];
+    for layer in (0..2).map(BlockId::Layer) {
+        trained.push(parameter(layer, Role::AttentionNorm, &[8]));
+        trained.push(parameter(layer, Role::QProj, &[8, 8]));
+    }
+    trained.push(parameter(BlockId::Head, Role::FinalNorm, &[8]));
+    trained.extend((!tied).then(|| parameter(BlockId::Head, Role::LmHead, &[2048, 8])));
+    Parts::new(&trained, Pieces::of_bytes(0, 1))
+}
+
+fn unit(unit: Unit) -> String {
+    match unit {
+        Unit::Layer(layer) => format!("{layer}"),
+        Unit::Piece(block, piece) => format!("{block:?}.{piece}"),
+        Unit::Rest(block) => format!("{block:?}"),
+    }
+}
+
+/// A word for each action.
+fn words(schedule: &Schedule) -> Vec<String> {
+    let word = |entry: &Entry| match entry.action {
+        Action::Embed { micro_batch } => format!("embed:{micro_batch}"),
+        Action::Forward { layer, micro_batch, .. } => format!("forward {layer}:{micro_batch}"),
+        Action::Loss { micro_batch } => format!("loss:{micro_batch}"),
+        Action::LossBegin { micro_batch } => format!("begin:{micro_batch}"),
+        Action::LossPiece { unit: of } => format!("logits {}", unit(of)),
+        Action::LossTotal => "total".into(),
+        Action::LossBackward { unit: of, .. } => format!("head {}", unit(of)),
+        Action::LossEnd { micro_batch } => format!("end:{micro_batch}"),
+        Action::PrefetchKept { segment, micro_batch } => format!("kept {segment}:{micro_batch}"),
+        Action::Recompute { layer, micro_batch, .. } => format!("again {layer}:{micro_batch}"),
+        Action::Backward { layer, micro_batch, .. } => format!("backward {layer}:{micro_batch}"),
+        Action::EmbedBackward { micro_batch } => format!("embedding:{micro_batch}"),
+        Action::Scatter { unit: of, micro_batch, .. } => format!("scatter {}:{micro_batch}", unit(of)),
+        Action::GatherLookedUp { unit: of } => format!("rows {}", unit(of)),
+        Action::Measure { unit: of } => format!("norm {}", unit(of)),
+        Action::CheckFinite { unit: of } => format!("check {}", unit(of)),
+        Action::Update { unit: of, part, .. } => format!("update {}/{part}", unit(of)),
+        Action::Free { unit: of } => format!("free {}", unit(of)),
+    };
+    schedule.entries().iter().map(word).collect()
+}
+
+fn shape<'s>(parts: &'s Parts, segments: &'s [Range<u32>], micro_batches: usize) -> PassShape<'s> {
+    let (loss, embedding) = (LossForm::Whole, EmbeddingGradient::Whole);
+    PassShape { segments, micro_batches, loss, embedding, parts }
+}
+
+#[test]
+fn a_pass_goes_forward_and_back_and_leaves_gradients() {
+    let parts = parts(true);
+    let schedule = Schedule::pass(&shape(&parts, &[0..1, 1..2], 1), Some(Completion::Keep));
+    let expected = "embed:0 | forward 0:0 | forward 1:0 | loss:0 | norm Head | kept 0:0 | backward 1:0 | norm 1 | \
+                    backward 0:0 | norm 0 | embedding:0 | norm Embedding.0 | norm Embedding.1";
+    assert_eq!(words(&schedule).join(" | "), expected);
+    // A layer stays for its way back; then the first one is brought for the next pass.
+    assert_eq!(schedule.weights().map(unit).collect::<Vec<_>>(), ["0", "1", "0", "0"]);
+    let gradients: Vec<_> = schedule.gradients().map(|(of, freed)| (unit(of), freed)).collect();
+    let expected = ["Head", "1", "0", "Embedding.0", "Embedding.1"].map(|of| (of.to_owned(), false));
+    assert_eq!(gradients, expected);
+}
+
+#[test]
+fn micro_batches_go_through_a_segment_together() {
+    let parts = parts(true);
+    let schedule = Schedule::pass(&shape(&parts, &[BOTH], 2), None);
+    let expected = "embed:0 | embed:1 | forward 0:0 | forward 1:0 | forward 0:1 | forward 1:1 | loss:0 | loss:1 | \
+                    kept 0:1 | again 0:0 | backward 1:0 | backward 0:0 | again 0:1 | backward 1:1 | \
+                    backward 0:1 | embedding:0 | embedding:1";
+    assert_eq!(words(&schedule).join(" | "), expected);
+    let weights: Vec<_> = schedule.weights().map(unit).collect();
+    assert_eq!(weights, ["0", "1", "0", "1", "0", "1", "0", "1", "0", "0"]);
+}
+
+#[test]
+fn updates_in_the_backward_pass_free_what_they_have_used() {
+    let parts = parts(false);
+    let (loss, embedding) = (LossForm::Pieces(BlockId::Head, 2), EmbeddingGradient::LookedUp(2));
+    let shape = PassShape { loss, embedding, ..shape(&parts, &[0..1, 1..2], 1) };
+    let schedule = Schedule::pass(&shape, Some(UPDATE));
+    let done = |of: &str, count: usize| {
+        let updates = (0..count).map(|part| format!("update {of}/{part} | ")).collect::<String>();
+        format!("norm {of} | check {of} | {updates}free {of}")
+    };
+    let pieces = |first: &str, block: &str| {
+        let piece = |piece| format!("{first} {block}.{piece} | {}", done(&format!("{block}.{piece}"), 1));
+        format!("{} | {}", piece(0), piece(1))
+    };
+    let expected = format!(
+        "embed:0 | forward 0:0 | forward 1:0 | begin:0 | logits Head.0 | logits Head.1 | total | {} | end:0 | {} | \
+         kept 0:0 | backward 1:0 | {} | backward 0:0 | {} | embedding:0 | {}",
+        pieces("head", "Head"),
+        done("Head", 1),
+        done("1", 2),
+        done("0", 2),
+        pieces("rows", "Embedding"),
+    );
+    assert_eq!(words(&schedule).join(" | "), expected);
+    // Every gradient that is begun is given back, and every matrix that is held to be updated is changed.
+    assert!(schedule.gradients().all(|(_, freed)| freed));
+    let changed =
+        schedule.entries().iter().filter_map(|entry| entry.weights).filter(|hold| hold.last && hold.ends);
+    let expected = ["Head.0", "Head.1", "1", "0", "Embedding.0", "Embedding.1"];
+    assert_eq!(changed.map(|hold| unit(hold.unit)).collect::<Vec<_>>(), expected);
+}
+
+#[test]
+fn what_is_held_is_taken_once_and_released_once() {
+    let parts = parts(true);
+    for segments in [vec![0..1, 1..2], vec![BOTH]] {
+        for (micro_batches, completion) in [(1, Some(UPDATE)), (3, Some(Completion::Measure)), (2, None)] {
+            let (loss, embedding) =
+                (LossForm::Pieces(BlockId::Embedding, 2), EmbeddingGradient::Scattered(2));
+            let shape = PassShape { loss, embedding, ..shape(&parts, &segments, micro_batches) };
+            let schedule = Schedule::pass(&shape, completion);
+            for holds in [|entry: &Entry| entry.weights, |entry: &Entry| entry.gradients] {
+                let mut held = None;
+                for hold in schedule.entries().iter().filter_map(holds) {
+                    assert_eq!(held.is_none(), hold.first, "{hold:?}");
+                    held = Some(hold.unit).filter(|_| !hold.last);
+                }
+                assert_eq!(held, None);
+            }
+        }
+    }
+}
+
+#[test]
+fn adapters_are_updated_without_the_weights_beside_them() {
+    let adapter = parameter(
+        BlockId::Layer(0),
+        Role::Lora(plimsoll_model::LoraPart::A, plimsoll_model::Adapted::QProj),
+        &[2, 8],
+    );
+    assert!(!is_matrix(&adapter));
+    let parts = Parts::new(&[adapter], Pieces::of_bytes(0, 1));
+    let Completion::Update(numbers) = UPDATE else { return };
+    let entries = [Action::Update { unit: Unit::Layer(0), part: 0, numbers }];
+    assert_eq!(Schedule::new(entries.to_vec(), &parts, None).weights().count(), 0);
+}
