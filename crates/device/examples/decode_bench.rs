@@ -5,7 +5,9 @@
 
 use std::time::Instant;
 
-use plimsoll_device::{AttentionShape, Compute, Cpu, CpuOptions, DType, Device, DeviceError, Op, Tensor};
+use plimsoll_device::{
+    Attention, AttentionShape, Compute, Cpu, CpuOptions, DType, Device, DeviceError, DeviceExt, Tensor,
+};
 use plimsoll_memory::Tag;
 
 const LAYERS: usize = 30;
@@ -54,7 +56,7 @@ fn tokens(cpu: &Cpu, dtype: DType, positions: u64) -> Result<Vec<f64>, DeviceErr
     let mut caches = Vec::new();
     for _ in 0..2 * LAYERS {
         let cache = alloc(dtype, &[positions, KV_HEADS * dtype.cached_columns(HEAD_DIM)])?;
-        cpu.run(Op::WriteCache { x: &x, cache: &cache, first: 0, head_dim: HEAD_DIM })?;
+        cpu.run(Attention::WriteCache { x: &x, cache: &cache, first: 0, head_dim: HEAD_DIM })?;
         caches.push(cache);
     }
     let q = filled(&[1, HEADS * HEAD_DIM])?;
@@ -78,7 +80,7 @@ fn tokens(cpu: &Cpu, dtype: DType, positions: u64) -> Result<Vec<f64>, DeviceErr
             for layer in caches.chunks_exact(2) {
                 let (k, v) = (&layer[0], &layer[1]);
                 let compute = Compute::F32;
-                cpu.run(Op::Attention {
+                cpu.run(Attention::Forward {
                     q: &q,
                     k,
                     v,

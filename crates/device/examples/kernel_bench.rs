@@ -9,8 +9,9 @@ use std::time::Instant;
 
 use plimsoll_device::cpu::Isa;
 use plimsoll_device::{
-    Adam, BLOCK_8BIT, Codes, Cpu, CpuOptions, DType, Device, DeviceError, Glu, Lion, Op, PIECE_ROWS,
-    Rounding, Rule, Tensor, Update,
+    Activation, Adam, BLOCK_8BIT, Codes, Cpu, CpuOptions, DType, Device, DeviceError, DeviceExt, Elementwise,
+    Embedding, Glu, Lion, Loss, Norm, Op, PIECE_ROWS, Position, Product, Reduction, Rounding, Rule, Tensor,
+    Update,
 };
 use plimsoll_memory::Tag;
 
@@ -57,7 +58,7 @@ impl Bench {
                 x.copy_from_slice(&value.to_ne_bytes());
             }
         })?;
-        self.cpu.run(Op::Cast { x: &source, out: &tensor, rounding: Rounding::Nearest })?;
+        self.cpu.run(Elementwise::Cast { x: &source, out: &tensor, rounding: Rounding::Nearest })?;
         Ok(tensor)
     }
 
@@ -69,14 +70,15 @@ impl Bench {
     }
 
     /// Times the operation and a copy of half as many bytes as it moves, by turns.
-    fn time(&self, label: &str, op: Op<'_>) -> Result<(), DeviceError> {
+    fn time<'a>(&self, label: &str, op: impl Into<Op<'a>>) -> Result<(), DeviceError> {
+        let op = op.into();
         let bytes = op.cost().bytes;
         let [from, to] = [0, 1].map(|_| self.tensor(DType::F32, &[bytes / 8]));
         let (from, to) = (from?, to?);
-        let copy = Op::Cast { x: &from, out: &to, rounding: Rounding::Nearest };
+        let copy = Elementwise::Cast { x: &from, out: &to, rounding: Rounding::Nearest };
         let mut seconds = [vec![], vec![]];
         for _ in 0..ROUNDS {
-            for (op, seconds) in [op, copy].into_iter().zip(&mut seconds) {
+            for (op, seconds) in [op, copy.into()].into_iter().zip(&mut seconds) {
                 let start = Instant::now();
                 self.cpu.run(op)?;
                 seconds.push(start.elapsed().as_secs_f64());
@@ -100,8 +102,14 @@ impl Bench {
     }
 
     /// Times two operations by turns: the median of the first one's time over the second one's right after it.
-    fn compare(&self, label: &str, op: Op<'_>, baseline: Op<'_>) -> Result<(), DeviceError> {
-        let seconds = |op| -> Result<f64, DeviceError> {
+    fn compare<'a>(
+        &self,
+        label: &str,
+        op: impl Into<Op<'a>>,
+        baseline: impl Into<Op<'a>>,
+    ) -> Result<(), DeviceError> {
+        let (op, baseline) = (op.into(), baseline.into());
+        let seconds = |op: Op<'a>| -> Result<f64, DeviceError> {
             let start = Instant::now();
             self.cpu.run(op)?;
             Ok(start.elapsed().as_secs_f64())
@@ -120,24 +128,27 @@ impl Bench {
         let (mean, rstd) = (self.tensor(DType::F32, &[n])?, self.tensor(DType::F32, &[n])?);
         let label = |name| format!("{name} {dtype} of {n}x{h}");
         let activation = Glu::Silu;
-        self.time(&label("fill"), Op::Fill { out: &x, value: 0.5 })?;
-        self.time(&label("scale"), Op::Scale { x: &x, factor: 1.0 })?;
-        self.time(&label("add"), Op::Add { a: &x, b: &y, out: &z })?;
-        self.time(&label("add in place"), Op::Add { a: &z, b: &y, out: &z })?;
+        self.time(&label("fill"), Elementwise::Fill { out: &x, value: 0.5 })?;
+        self.time(&label("scale"), Elementwise::Scale { x: &x, factor: 1.0 })?;
+        self.time(&label("add"), Elementwise::Add { a: &x, b: &y, out: &z })?;
+        self.time(&label("add in place"), Elementwise::Add { a: &z, b: &y, out: &z })?;
         let other = self.tensor(if dtype == DType::F32 { DType::Bf16 } else { DType::F32 }, &[n, h])?;
-        self.time(&label("cast from"), Op::Cast { x: &x, out: &other, rounding: Rounding::Nearest })?;
+        self.time(
+            &label("cast from"),
+            Elementwise::Cast { x: &x, out: &other, rounding: Rounding::Nearest },
+        )?;
         if dtype == DType::F32 {
             let rounding = Rounding::Stochastic { seed: 1, first: 0 };
-            self.time(&label("cast, stochastic, from"), Op::Cast { x: &x, out: &other, rounding })?;
+            self.time(&label("cast, stochastic, from"), Elementwise::Cast { x: &x, out: &other, rounding })?;
         }
         drop(other);
         self.time(
             &label("rms_norm"),
-            Op::RmsNorm { x: &x, weight: &weight, weight_offset: 0.0, epsilon: 1e-5, out: &y, rstd: &rstd },
+            Norm::RmsNorm { x: &x, weight: &weight, weight_offset: 0.0, epsilon: 1e-5, out: &y, rstd: &rstd },
         )?;
         self.time(
             &label("rms_norm_backward"),
-            Op::RmsNormBackward {
+            Norm::RmsNormBackward {
                 x: &x,
                 weight: &weight,
                 weight_offset: 0.0,
@@ -150,7 +161,7 @@ impl Bench {
         )?;
         self.time(
             &label("layer_norm"),
-            Op::LayerNorm {
+            Norm::LayerNorm {
                 x: &x,
                 weight: &weight,
                 bias: &bias,
@@ -163,7 +174,7 @@ impl Bench {
         let dbias = self.tensor(dtype, &[h])?;
         self.time(
             &label("layer_norm_backward"),
-            Op::LayerNormBackward {
+            Norm::LayerNormBackward {
                 x: &x,
                 weight: &weight,
                 mean: &mean,
@@ -175,30 +186,40 @@ impl Bench {
                 accumulate_weight: true,
             },
         )?;
-        self.time(&label("bias_backward"), Op::BiasBackward { dout: &x, dbias: &dbias, accumulate: false })?;
+        self.time(
+            &label("bias_backward"),
+            Product::BiasBackward { dout: &x, dbias: &dbias, accumulate: false },
+        )?;
         for (name, activation) in
             [("swiglu", Glu::Silu), ("geglu", Glu::Gelu), ("geglu, tanh,", Glu::GeluTanh)]
         {
-            self.time(&label(name), Op::Gated { gate: &x, up: &y, out: &z, activation })?;
+            self.time(&label(name), Activation::Gated { gate: &x, up: &y, out: &z, activation })?;
         }
-        self.time(&label("gelu"), Op::Activate { x: &x, out: &y, activation: Glu::Gelu })?;
+        self.time(&label("gelu"), Activation::Activate { x: &x, out: &y, activation: Glu::Gelu })?;
         let (dgate, dup) = (matrix()?, matrix()?);
         self.time(
             &label("swiglu backward"),
-            Op::GatedBackward { gate: &x, up: &y, dout: &z, dgate: &dgate, dup: &dup, activation },
+            Activation::GatedBackward { gate: &x, up: &y, dout: &z, dgate: &dgate, dup: &dup, activation },
         )?;
         let positions = self.u32s((0..n as u32).map(|i| i % 512))?;
         let (cos, sin) = (self.tensor(DType::F32, &[512, 32])?, self.tensor(DType::F32, &[512, 32])?);
         self.time(
             &label("rope"),
-            Op::Rope { x: &x, positions: &positions, cos: &cos, sin: &sin, head_dim: 64, inverse: false },
+            Position::Rope {
+                x: &x,
+                positions: &positions,
+                cos: &cos,
+                sin: &sin,
+                head_dim: 64,
+                inverse: false,
+            },
         )?;
         let tokens = self.u32s((0..n as u32).map(|i| i.wrapping_mul(2_654_435_761) % 10_000))?;
         let table = self.tensor(dtype, &[10_000, h])?;
-        self.time(&label("embedding"), Op::Embedding { tokens: &tokens, table: &table, out: &x })?;
+        self.time(&label("embedding"), Embedding::Lookup { tokens: &tokens, table: &table, out: &x })?;
         self.time(
             &label("embedding_backward"),
-            Op::EmbeddingBackward {
+            Embedding::Backward {
                 tokens: &tokens,
                 dout: &y,
                 dtable: &table,
@@ -207,17 +228,22 @@ impl Bench {
             },
         )?;
         let sum = self.tensor(DType::F32, &[1])?;
-        self.time(&label("sum_squares"), Op::SumSquares { x: &x, out: &sum })
+        self.time(&label("sum_squares"), Reduction::SumSquares { x: &x, out: &sum })
     }
 
     fn optimizer(&self, dtype: DType, n: u64) -> Result<(), DeviceError> {
         let (param, grad) = (self.tensor(dtype, &[n])?, self.tensor(dtype, &[n])?);
         let [m, v, master] = [0, 1, 2].map(|_| self.tensor(DType::F32, &[n]));
         let (m, v, master) = (m?, v?, master?);
-        self.cpu.run(Op::Fill { out: &v, value: 0.1 })?;
+        self.cpu.run(Elementwise::Fill { out: &v, value: 0.1 })?;
         let hyper = Adam { lr: 1e-5, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.1, step: 10 };
-        let step = |master, rounding, rule| {
-            Op::Update(Update { param: &param, master, grad: &grad, grad_scale: 1.0, rounding, rule })
+        let step = |master, rounding, rule| Update {
+            param: &param,
+            master,
+            grad: &grad,
+            grad_scale: 1.0,
+            rounding,
+            rule,
         };
         let (nearest, stochastic) = (Rounding::Nearest, Rounding::Stochastic { seed: 1, first: 0 });
         let adamw = Rule::AdamW { m: &m, v: &v, hyper };
@@ -246,7 +272,7 @@ impl Bench {
         let logits = self.tensor(DType::F32, &[n, v])?;
         let losses = self.tensor(DType::F32, &[n])?;
         let targets = self.u32s((0..n as u32).map(|i| i * 97 % v as u32))?;
-        let op = |soft_cap, gradient_scale| Op::CrossEntropy {
+        let op = |soft_cap, gradient_scale| Loss::CrossEntropy {
             logits: &logits,
             targets: &targets,
             weights: None,
@@ -261,7 +287,7 @@ impl Bench {
         let runs = self.tensor(DType::F32, &[n, 2 * v.div_ceil(PIECE_ROWS)])?;
         let target_logits = self.tensor(DType::F32, &[n])?;
         let label = |name| format!("{name} of {n}x{}", 8 * PIECE_ROWS);
-        let runs_of = Op::LogitRuns {
+        let runs_of = Loss::LogitRuns {
             logits: &piece,
             first_column: 0,
             targets: &targets,
@@ -270,7 +296,7 @@ impl Bench {
             target_logits: &target_logits,
         };
         self.time(&label("logit_runs"), runs_of)?;
-        let gradient = Op::GradientOfRuns {
+        let gradient = Loss::GradientOfRuns {
             logits: &piece,
             first_column: 0,
             targets: &targets,

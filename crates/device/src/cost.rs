@@ -1,6 +1,6 @@
 //! What operations cost: arithmetic and bytes moved. The planner turns a tally into time.
 
-use crate::{Compute, Op, PIECE_ROWS, Tensor};
+use crate::Compute;
 
 /// The cost of one operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -91,80 +91,7 @@ impl Tally {
     }
 }
 
-impl Op<'_> {
-    /// Arithmetic and bytes of this operation.
-    pub fn cost(&self) -> Cost {
-        let access = self.access();
-        let bytes = access.reads.iter().chain(&access.writes).map(|t| t.bytes()).sum();
-        let product =
-            |out: &Tensor, inner: u64, compute| Some((compute, product_of(&[2, out.elements(), inner])));
-        let mut cost = Cost { bytes, ..Cost::default() };
-        match *self {
-            Op::Linear { x, out, compute, .. } => cost.matmul = product(out, x.columns(), compute),
-            Op::LinearBackwardInput { dout, dx, compute, .. } => {
-                cost.matmul = product(dx, dout.columns(), compute)
-            }
-            Op::LinearBackwardWeight { dout, dweight, compute, .. } => {
-                cost.matmul = product(dweight, dout.rows(), compute);
-            }
-            Op::Attention { q, k, v, probabilities, shape, compute, .. } => {
-                let seen = (shape.kv_len - shape.first_seen()).min(shape.kv_capacity);
-                let share = |t: &Tensor| t.bytes() / shape.kv_capacity.max(1) * seen;
-                let written = probabilities.map_or(0, Tensor::bytes);
-                cost.bytes = 2 * q.bytes() + share(k) + share(v) + written;
-                cost.attention = Some((compute, product_of(&[4, shape.score_count(), shape.head_dim])));
-                cost.exps = shape.score_count();
-            }
-            Op::AttentionBackward { probabilities, shape, compute, .. } => {
-                // Five products, of which kept probabilities save the first.
-                let products = if probabilities.is_some() { 4 } else { 5 };
-                cost.attention =
-                    Some((compute, product_of(&[2 * products, shape.score_count(), shape.head_dim])));
-                cost.exps = if probabilities.is_some() { 0 } else { shape.score_count() };
-            }
-            Op::Gated { gate, .. } | Op::GatedBackward { gate, .. } => cost.exps = gate.elements(),
-            Op::Activate { x, .. } | Op::ActivateBackward { x, .. } => cost.exps = x.elements(),
-            Op::CrossEntropy { logits, .. } | Op::GradientOfRuns { logits, .. } => {
-                cost.exps = logits.elements()
-            }
-            // Only the piece's runs are written.
-            Op::LogitRuns { logits, targets, target_logits, .. } => {
-                let runs = 2 * logits.rows() * logits.columns().div_ceil(PIECE_ROWS);
-                let written = runs * target_logits.dtype().block_bytes();
-                cost.bytes = logits.bytes() + targets.bytes() + target_logits.bytes() + written;
-                cost.exps = logits.elements();
-            }
-            Op::LossOfRuns { runs, .. } => cost.exps = runs.elements() / 2,
-            // Only the rows that are written move.
-            Op::WriteCache { x, cache, .. } => {
-                let row = cache.bytes() / cache.rows().max(1);
-                cost.bytes = x.bytes() + x.rows() * row;
-            }
-            // Only the looked-up rows of the table move.
-            Op::Embedding { tokens, out: rows, .. } | Op::EmbeddingBackward { tokens, dout: rows, .. } => {
-                cost.bytes = tokens.bytes() + 2 * rows.bytes();
-            }
-            Op::Update(update) => cost.bytes += update.further_bytes(),
-            // Once for the largest magnitude, once to round.
-            Op::QuantizeFp8 { x, .. } => cost.bytes += x.bytes(),
-            Op::NormRatios { a, b, .. } => cost.bytes = a.bytes() + b.bytes(),
-            // A logarithm and a cosine for every element.
-            Op::RandomNormal { out, .. } => cost.exps = 2 * out.elements(),
-            // Twice, a product and a multiple of each row for each row before it.
-            Op::Orthonormalize { x } => {
-                cost.matmul = Some((Compute::F32, product_of(&[4, x.rows(), x.elements()])));
-            }
-            // Some eight sweeps, each of which rotates every pair of rows and columns, and vectors.
-            Op::Eigenvectors { matrix, .. } => {
-                cost.matmul = Some((Compute::F32, product_of(&[8 * 9, matrix.rows(), matrix.elements()])));
-            }
-            _ => {}
-        }
-        cost
-    }
-}
-
 /// A product that ends at the largest number: sizes are whatever somebody wants planned.
-fn product_of(factors: &[u64]) -> u64 {
+pub(crate) fn product_of(factors: &[u64]) -> u64 {
     factors.iter().copied().fold(1, u64::saturating_mul)
 }

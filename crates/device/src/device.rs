@@ -2,7 +2,8 @@
 
 use plimsoll_memory::{Arena, OutOfMemory, Region, Tag};
 
-use crate::{Counted, DType, Iterations, Op, Shape, Tensor};
+use crate::repeat::count;
+use crate::{Counted, DType, Dry, Iterations, Op, Shape, Tensor};
 
 /// What a device can fail with.
 #[derive(Debug, thiserror::Error)]
@@ -47,8 +48,8 @@ pub trait Device {
     /// The arena that all tensors of this device live in.
     fn arena(&self) -> &Arena;
 
-    /// Carries out one operation.
-    fn run(&self, op: Op<'_>) -> Result<(), DeviceError>;
+    /// Carries out one operation; [`DeviceExt::run`] takes a family's as it is.
+    fn execute(&self, op: Op<'_>) -> Result<(), DeviceError>;
 
     /// Lets `fill` write the tensor's bytes. A device without memory does not call it.
     fn write(&self, out: &Tensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError>;
@@ -74,16 +75,9 @@ pub trait Device {
         false
     }
 
-    /// Runs `times` iterations that do the same on other data. A device without memory runs them only until they repeat and
-    /// counts the others, in its tally and in its arena.
-    fn repeat<I: Iterations>(&self, times: u64, mut iterations: I) -> Result<Counted, I::Error>
-    where
-        Self: Sized,
-    {
-        for index in 0..times {
-            iterations.run(index)?;
-        }
-        Ok(Counted::default())
+    /// The dry device that iterations are counted on as soon as they repeat, where that is done: see [`DeviceExt::repeat`].
+    fn counts_repeats(&self) -> Option<&Dry> {
+        None
     }
 
     /// A new tensor; its contents are whatever was there.
@@ -129,3 +123,25 @@ pub trait Device {
         self.write(out, &mut |bytes| bytes.copy_from_slice(bytemuck::cast_slice(values)))
     }
 }
+
+/// What every device can be asked for that no object can say by itself.
+pub trait DeviceExt: Device {
+    /// Carries out one operation, of any family.
+    fn run<'a>(&self, op: impl Into<Op<'a>>) -> Result<(), DeviceError> {
+        self.execute(op.into())
+    }
+
+    /// Runs `times` iterations that do the same on other data. A device without memory runs them only until they repeat and
+    /// counts the others, in its tally and in its arena.
+    fn repeat<I: Iterations>(&self, times: u64, mut iterations: I) -> Result<Counted, I::Error> {
+        if let Some(dry) = self.counts_repeats() {
+            return count(dry, times, iterations);
+        }
+        for index in 0..times {
+            iterations.run(index)?;
+        }
+        Ok(Counted::default())
+    }
+}
+
+impl<D: Device + ?Sized> DeviceExt for D {}

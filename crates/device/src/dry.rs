@@ -1,29 +1,33 @@
 //! The device of the plan: allocates from the same arena type with no memory behind it, checks every operation
 //! and adds up what it would cost.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 
 use plimsoll_memory::{Arena, Region, Tier};
 
-use crate::repeat::count;
-use crate::{Counted, Device, DeviceError, Iterations, Lent, Op, Tally, Tensor};
+use crate::{Device, DeviceError, Lent, Op, Tally, Tensor, Workspace};
 
 /// A device without memory.
 #[derive(Debug)]
 pub struct Dry {
     arena: Arena,
     tally: RefCell<Tally>,
+    workspace: Cell<Workspace>,
 }
 
 impl Dry {
     /// A dry device with an arena that has no end.
     pub fn new() -> Dry {
-        Dry { arena: Arena::unbounded(Tier::Device), tally: RefCell::default() }
+        Dry::within(Arena::unbounded(Tier::Device))
     }
 
     /// The same with an arena that records every event.
     pub fn recording() -> Dry {
-        Dry { arena: Arena::recording(Tier::Device), tally: RefCell::default() }
+        Dry::within(Arena::recording(Tier::Device))
+    }
+
+    fn within(arena: Arena) -> Dry {
+        Dry { arena, tally: RefCell::default(), workspace: Cell::default() }
     }
 
     /// What the operations so far would cost.
@@ -34,6 +38,11 @@ impl Dry {
     /// The tally so far, and a fresh one from here on.
     pub fn take_tally(&self) -> Tally {
         self.tally.take()
+    }
+
+    /// The most that an operation so far would need beside the arena.
+    pub fn workspace(&self) -> Workspace {
+        self.workspace.get()
     }
 
     pub(crate) fn add(&self, more: Tally) {
@@ -53,9 +62,10 @@ impl Device for Dry {
         &self.arena
     }
 
-    fn run(&self, op: Op<'_>) -> Result<(), DeviceError> {
-        op.check(&self.arena)?;
-        self.tally.borrow_mut().add(op.cost());
+    fn execute(&self, op: Op<'_>) -> Result<(), DeviceError> {
+        let (needed, cost) = op.check_and_cost(&self.arena)?;
+        self.workspace.set(self.workspace.get().or(needed));
+        self.tally.borrow_mut().add(cost);
         Ok(())
     }
 
@@ -63,8 +73,8 @@ impl Device for Dry {
         true
     }
 
-    fn repeat<I: Iterations>(&self, times: u64, iterations: I) -> Result<Counted, I::Error> {
-        count(self, times, iterations)
+    fn counts_repeats(&self) -> Option<&Dry> {
+        Some(self)
     }
 
     fn write(&self, _: &Tensor, _: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {

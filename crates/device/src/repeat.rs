@@ -10,7 +10,7 @@ use crate::{Device, DeviceError, Dry, Tally};
 /// Iterations between two that are alike, at most: buffers that are used in turn come round after a few.
 const LONGEST_PERIOD: usize = 4;
 
-/// A loop, as [`Device::repeat`](crate::Device::repeat) takes it. A closure is one that has no state beside the device.
+/// A loop, as [`DeviceExt::repeat`](crate::DeviceExt::repeat) takes it. A closure is one that has no state beside the device.
 pub trait Iterations {
     /// What an iteration can fail with.
     type Error: From<DeviceError>;

@@ -1,6 +1,8 @@
 //! Memory that is lent to another thread while the device computes, and views of it when it is back.
 
-use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceError, Dry, Lent, Op, Tensor};
+use plimsoll_device::{
+    Cpu, CpuOptions, DType, Device, DeviceError, DeviceExt, Dry, Elementwise, Lent, Tensor,
+};
 use plimsoll_memory::{Region, Tag};
 
 fn cpu() -> Cpu {
@@ -31,8 +33,8 @@ fn another_thread_fills_what_is_lent_while_the_device_computes() {
         region
     });
     for _ in 0..50 {
-        cpu.run(Op::Fill { out: &x, value: 2.0 }).unwrap();
-        cpu.run(Op::Scale { x: &x, factor: 0.5 }).unwrap();
+        cpu.run(Elementwise::Fill { out: &x, value: 2.0 }).unwrap();
+        cpu.run(Elementwise::Scale { x: &x, factor: 0.5 }).unwrap();
     }
     let staging = cpu.reclaim(filling.join().unwrap()).unwrap();
     let view = staging.view(8, DType::F32, &[2, 3]).unwrap();

@@ -1,29 +1,31 @@
 //! What operations refuse: the same on every device, before anything is computed.
 
 use plimsoll_device::{
-    Adafactor, Adam, AttentionShape, Channels, Codes, Compute, Cpu, CpuOptions, DType, Device, Dry, Glu,
-    Lion, Op, Rounding, Rule, SecondMoment, Shape, Tensor, Update,
+    Activation, Adafactor, Adam, Attention, AttentionShape, Channels, Codes, Compute, Cpu, CpuOptions, DType,
+    Device, DeviceError, DeviceExt, Dry, Elementwise, Embedding, Glu, Lion, Loss, Norm, Op, Position,
+    Product, Rounding, Rule, SecondMoment, Shape, Subspace, Tensor, Update,
 };
 use plimsoll_memory::Tag;
 
 use DType::{Bf16, F16, F32, Q8_0, U8, U32};
 
-fn tensor(device: &impl Device, dtype: DType, sizes: &[u64]) -> Tensor {
+fn tensor(device: &dyn Device, dtype: DType, sizes: &[u64]) -> Tensor {
     device.alloc(dtype, sizes, Tag::Workspace, "t").unwrap()
 }
 
 /// The complaint about the operation on tensors of these types and sizes; "" where there is none. The dry device and
 /// the CPU must agree.
-fn complaint(tensors: &[(DType, &[u64])], op: impl for<'a> Fn(&'a [Tensor]) -> Op<'a>) -> String {
-    let (dry, cpu) = (Dry::new(), cpu());
-    let run = |device: &dyn Fn(Op<'_>) -> Result<(), plimsoll_device::DeviceError>, t: &[Tensor]| {
-        device(op(t)).err().map_or(String::new(), |error| error.to_string())
+fn complaint(
+    tensors: &[(DType, &[u64])],
+    op: impl Fn(&dyn Device, &[Tensor]) -> Result<(), DeviceError>,
+) -> String {
+    let said = |device: &dyn Device| {
+        let made: Vec<Tensor> = tensors.iter().map(|(dtype, sizes)| tensor(device, *dtype, sizes)).collect();
+        op(device, &made).err().map_or(String::new(), |error| error.to_string())
     };
-    let dry_tensors: Vec<Tensor> = tensors.iter().map(|(dtype, sizes)| tensor(&dry, *dtype, sizes)).collect();
-    let cpu_tensors: Vec<Tensor> = tensors.iter().map(|(dtype, sizes)| tensor(&cpu, *dtype, sizes)).collect();
-    let said = run(&|op| dry.run(op), &dry_tensors);
-    assert_eq!(said, run(&|op| cpu.run(op), &cpu_tensors), "the dry device and the CPU differ");
-    said
+    let dry = said(&Dry::new());
+    assert_eq!(dry, said(&cpu()), "the dry device and the CPU differ");
+    dry
 }
 
 fn cpu() -> Cpu {
@@ -33,17 +35,17 @@ fn cpu() -> Cpu {
 #[test]
 fn types() {
     let add = |a, b, out| {
-        complaint(&[(a, &[4]), (b, &[4]), (out, &[4])], |t| Op::Add { a: &t[0], b: &t[1], out: &t[2] })
+        complaint(&[(a, &[4]), (b, &[4]), (out, &[4])], |device, t| {
+            device.run(Elementwise::Add { a: &t[0], b: &t[1], out: &t[2] })
+        })
     };
     assert_eq!(add(F32, Bf16, F32), "");
     assert_eq!(add(F32, U32, F32), "add: t u32[4] is not f32, bf16 or f16");
     assert_eq!(add(F16, F32, F32), "");
 
     let cast = |x, out| {
-        complaint(&[(x, &[32]), (out, &[32])], |t| Op::Cast {
-            x: &t[0],
-            out: &t[1],
-            rounding: Rounding::Nearest,
+        complaint(&[(x, &[32]), (out, &[32])], |device, t| {
+            device.run(Elementwise::Cast { x: &t[0], out: &t[1], rounding: Rounding::Nearest })
         })
     };
     assert_eq!(cast(F16, Bf16), "");
@@ -51,19 +53,19 @@ fn types() {
     assert_eq!(cast(U32, F32), "cast: t u32[32] and t f32[32]: u32 casts only to itself");
     assert_eq!(cast(Q8_0, F32), "cast: t q8_0[32] to t f32[32]: codes are not cast");
 
-    let tokens = complaint(&[(F32, &[2]), (F32, &[5, 4]), (F32, &[2, 4])], |t| Op::Embedding {
-        tokens: &t[0],
-        table: &t[1],
-        out: &t[2],
+    let tokens = complaint(&[(F32, &[2]), (F32, &[5, 4]), (F32, &[2, 4])], |device, t| {
+        device.run(Embedding::Lookup { tokens: &t[0], table: &t[1], out: &t[2] })
     });
     assert_eq!(tokens, "embedding: t f32[2] is not u32");
-    let logits = complaint(&[(Bf16, &[2, 4]), (U32, &[2]), (F32, &[2])], |t| Op::CrossEntropy {
-        logits: &t[0],
-        targets: &t[1],
-        weights: None,
-        losses: &t[2],
-        soft_cap: None,
-        gradient_scale: None,
+    let logits = complaint(&[(Bf16, &[2, 4]), (U32, &[2]), (F32, &[2])], |device, t| {
+        device.run(Loss::CrossEntropy {
+            logits: &t[0],
+            targets: &t[1],
+            weights: None,
+            losses: &t[2],
+            soft_cap: None,
+            gradient_scale: None,
+        })
     });
     assert_eq!(logits, "cross_entropy: t bf16[2, 4] is not f32");
 }
@@ -71,20 +73,24 @@ fn types() {
 #[test]
 fn shapes() {
     let activate = |x: &[u64], out: &[u64]| {
-        complaint(&[(F32, x), (F32, out)], |t| Op::Activate { x: &t[0], out: &t[1], activation: Glu::Silu })
+        complaint(&[(F32, x), (F32, out)], |device, t| {
+            device.run(Activation::Activate { x: &t[0], out: &t[1], activation: Glu::Silu })
+        })
     };
     assert_eq!(activate(&[2, 6], &[2, 6]), "");
     assert_eq!(activate(&[2, 6], &[2, 7]), "activate: t f32[2, 6] and t f32[2, 7] differ in shape");
     assert_eq!(activate(&[2, 6], &[3, 4]), "activate: t f32[2, 6] and t f32[3, 4] differ in shape");
 
     let norm = |weight: &[u64], rstd: &[u64]| {
-        complaint(&[(F32, &[2, 6]), (F32, weight), (F32, &[2, 6]), (F32, rstd)], |t| Op::RmsNorm {
-            x: &t[0],
-            weight: &t[1],
-            weight_offset: 0.0,
-            epsilon: 1e-5,
-            out: &t[2],
-            rstd: &t[3],
+        complaint(&[(F32, &[2, 6]), (F32, weight), (F32, &[2, 6]), (F32, rstd)], |device, t| {
+            device.run(Norm::RmsNorm {
+                x: &t[0],
+                weight: &t[1],
+                weight_offset: 0.0,
+                epsilon: 1e-5,
+                out: &t[2],
+                rstd: &t[3],
+            })
         })
     };
     assert_eq!(norm(&[6], &[2]), "");
@@ -92,38 +98,44 @@ fn shapes() {
     assert_eq!(norm(&[6], &[3]), "rms_norm: t f32[3] does not have 2 elements");
 
     let embedding = |table: &[u64], out: &[u64]| {
-        complaint(&[(U32, &[2]), (F32, table), (F32, out)], |t| Op::EmbeddingBackward {
-            tokens: &t[0],
-            dout: &t[2],
-            dtable: &t[1],
-            first_row: 0,
-            rounding: plimsoll_device::Rounding::Nearest,
+        complaint(&[(U32, &[2]), (F32, table), (F32, out)], |device, t| {
+            device.run(Embedding::Backward {
+                tokens: &t[0],
+                dout: &t[2],
+                dtable: &t[1],
+                first_row: 0,
+                rounding: plimsoll_device::Rounding::Nearest,
+            })
         })
     };
     assert_eq!(embedding(&[1, 4], &[3, 4]), "embedding_backward: t f32[3, 4] is not [2, 4]");
     assert_eq!(embedding(&[1, 4], &[2, 5]), "embedding_backward: t f32[2, 5] is not [2, 4]");
 
     let rope = |x: &[u64], angles: &[u64]| {
-        complaint(&[(F32, x), (U32, &[2]), (F32, angles), (F32, angles)], |t| Op::Rope {
-            x: &t[0],
-            positions: &t[1],
-            cos: &t[2],
-            sin: &t[3],
-            head_dim: 8,
-            inverse: false,
+        complaint(&[(F32, x), (U32, &[2]), (F32, angles), (F32, angles)], |device, t| {
+            device.run(Position::Rope {
+                x: &t[0],
+                positions: &t[1],
+                cos: &t[2],
+                sin: &t[3],
+                head_dim: 8,
+                inverse: false,
+            })
         })
     };
     assert_eq!(rope(&[2, 12], &[1, 4]), "rope: t f32[2, 12] is not whole heads of 8");
     assert_eq!(rope(&[3, 8], &[1, 4]), "rope: t u32[2] does not have 3 elements");
 
     let linear = |x: &[u64], weight: &[u64], out: &[u64]| {
-        complaint(&[(F32, x), (F32, weight), (F32, out)], |t| Op::Linear {
-            x: &t[0],
-            weight: &t[1],
-            bias: None,
-            out: &t[2],
-            accumulate: false,
-            compute: Compute::F32,
+        complaint(&[(F32, x), (F32, weight), (F32, out)], |device, t| {
+            device.run(Product::Linear {
+                x: &t[0],
+                weight: &t[1],
+                bias: None,
+                out: &t[2],
+                accumulate: false,
+                compute: Compute::F32,
+            })
         })
     };
     assert_eq!(linear(&[2, 3], &[4, 3], &[2, 4]), "");
@@ -132,23 +144,27 @@ fn shapes() {
 
     let adamw = |m: &[u64]| {
         let hyper = Adam { lr: 1e-3, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.0, step: 1 };
-        complaint(&[(Bf16, &[4]), (F32, &[4]), (F32, m), (F32, &[4])], |t| {
-            update(&t[0], &t[1], Rule::AdamW { m: &t[2], v: &t[3], hyper })
+        complaint(&[(Bf16, &[4]), (F32, &[4]), (F32, m), (F32, &[4])], |device, t| {
+            device.run(update(&t[0], &t[1], Rule::AdamW { m: &t[2], v: &t[3], hyper }))
         })
     };
     assert_eq!(adamw(&[3]), "adamw: t bf16[4] and t f32[3] differ in shape");
 }
 
-fn update<'a>(param: &'a Tensor, grad: &'a Tensor, rule: Rule<'a>) -> Op<'a> {
-    Op::Update(Update { param, master: None, grad, grad_scale: 1.0, rounding: Rounding::Nearest, rule })
+fn update<'a>(param: &'a Tensor, grad: &'a Tensor, rule: Rule<'a>) -> Update<'a> {
+    Update { param, master: None, grad, grad_scale: 1.0, rounding: Rounding::Nearest, rule }
 }
 
 #[test]
 fn optimizers() {
     let hyper = Lion { lr: 1e-3, beta1: 0.9, beta2: 0.99, weight_decay: 0.0 };
     let lion_8bit = |codes, absmax: &[u64]| {
-        complaint(&[(F32, &[257]), (F32, &[257]), (codes, &[257]), (F32, absmax)], |t| {
-            update(&t[0], &t[1], Rule::Lion8bit { m: Codes { codes: &t[2], absmax: &t[3] }, hyper })
+        complaint(&[(F32, &[257]), (F32, &[257]), (codes, &[257]), (F32, absmax)], |device, t| {
+            device.run(update(
+                &t[0],
+                &t[1],
+                Rule::Lion8bit { m: Codes { codes: &t[2], absmax: &t[3] }, hyper },
+            ))
         })
     };
     assert_eq!(lion_8bit(U8, &[2]), "");
@@ -157,15 +173,15 @@ fn optimizers() {
 
     let adam = Adam { lr: 1e-3, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.0, step: 1 };
     let adam_mini = |runs: &[u64]| {
-        complaint(&[(F32, &[6]), (F32, &[6]), (F32, &[6]), (F32, runs)], |t| {
-            update(&t[0], &t[1], Rule::AdamMini { m: &t[2], v: &t[3], hyper: adam })
+        complaint(&[(F32, &[6]), (F32, &[6]), (F32, &[6]), (F32, runs)], |device, t| {
+            device.run(update(&t[0], &t[1], Rule::AdamMini { m: &t[2], v: &t[3], hyper: adam }))
         })
     };
     assert_eq!(adam_mini(&[3]), "");
     assert_eq!(adam_mini(&[4]), "adam_mini: t f32[6] does not fall into 4 equal runs");
 
     let adafactor = |rows: &[u64]| {
-        complaint(&[(F32, &[2, 3]), (F32, &[2, 3]), (F32, rows), (F32, &[3])], |t| {
+        complaint(&[(F32, &[2, 3]), (F32, &[2, 3]), (F32, rows), (F32, &[3])], |device, t| {
             let hyper = Adafactor {
                 lr: 1e-3,
                 beta2: 0.5,
@@ -176,28 +192,28 @@ fn optimizers() {
                 weight_decay: 0.0,
             };
             let second = SecondMoment::Factored { rows: &t[2], columns: &t[3] };
-            update(&t[0], &t[1], Rule::Adafactor { second, m: None, hyper })
+            device.run(update(&t[0], &t[1], Rule::Adafactor { second, m: None, hyper }))
         })
     };
     assert_eq!(adafactor(&[2]), "");
     assert_eq!(adafactor(&[3]), "adafactor: t f32[3] does not have 2 elements");
 
     let eigen = |out: &[u64]| {
-        complaint(&[(F32, &[3, 3]), (F32, &[3, 3]), (F32, out)], |t| Op::Eigenvectors {
-            matrix: &t[0],
-            vectors: &t[1],
-            out: &t[2],
+        complaint(&[(F32, &[3, 3]), (F32, &[3, 3]), (F32, out)], |device, t| {
+            device.run(Subspace::Eigenvectors { matrix: &t[0], vectors: &t[1], out: &t[2] })
         })
     };
     assert_eq!(eigen(&[3, 2]), "");
     assert_eq!(eigen(&[3, 4]), "eigenvectors: t f32[3, 4] is not columns of t f32[3, 3]");
     let ratios = |out: &[u64]| {
-        complaint(&[(F32, &[2, 3]), (F32, &[2, 3]), (F32, out)], |t| Op::NormRatios {
-            a: &t[0],
-            b: &t[1],
-            out: &t[2],
-            channels: Channels::Columns,
-            epsilon: 1e-8,
+        complaint(&[(F32, &[2, 3]), (F32, &[2, 3]), (F32, out)], |device, t| {
+            device.run(Subspace::NormRatios {
+                a: &t[0],
+                b: &t[1],
+                out: &t[2],
+                channels: Channels::Columns,
+                epsilon: 1e-8,
+            })
         })
     };
     assert_eq!(ratios(&[3]), "");
@@ -220,19 +236,22 @@ fn attention() {
         soft_cap: None,
     };
     let attention = |shape: AttentionShape, kv: &[u64]| {
-        complaint(&[(F32, &[2, 32]), (F32, kv), (F32, kv), (F32, &[2, 32]), (F32, &[1, 4, 2])], |t| {
-            Op::Attention {
-                q: &t[0],
-                k: &t[1],
-                v: &t[2],
-                documents: None,
-                probabilities: None,
-                out: &t[3],
-                lse: &t[4],
-                shape,
-                compute: Compute::F32,
-            }
-        })
+        complaint(
+            &[(F32, &[2, 32]), (F32, kv), (F32, kv), (F32, &[2, 32]), (F32, &[1, 4, 2])],
+            |device, t| {
+                device.run(Attention::Forward {
+                    q: &t[0],
+                    k: &t[1],
+                    v: &t[2],
+                    documents: None,
+                    probabilities: None,
+                    out: &t[3],
+                    lse: &t[4],
+                    shape,
+                    compute: Compute::F32,
+                })
+            },
+        )
     };
     assert_eq!(attention(shape, &[2, 16]), "");
     assert_eq!(attention(shape, &[2, 32]), "attention: t f32[2, 32] is not [2, 16]");
@@ -240,6 +259,8 @@ fn attention() {
     assert_eq!(attention(impossible, &[2, 24]), format!("attention: {impossible:?} is impossible"));
     let impossible = AttentionShape { q_len: 2, kv_len: 1, kv_capacity: 1, ..shape };
     assert_eq!(attention(impossible, &[1, 16]), format!("attention: {impossible:?} is impossible"));
+    let wide = AttentionShape { head_dim: 513, ..shape };
+    assert_eq!(attention(wide, &[2, 16]), "attention: heads of 513 values are wider than 512");
 }
 
 /// Pieces of logits are whole runs of 1024 columns, the last of what is left.
@@ -247,22 +268,26 @@ fn attention() {
 fn pieces() {
     let runs_of = |logits: &[u64], first_column, runs: &[u64]| {
         let tensors = [(F32, logits), (U32, &[2][..]), (F32, runs), (F32, &[2])];
-        let runs_of = complaint(&tensors, |t| Op::LogitRuns {
-            logits: &t[0],
-            first_column,
-            targets: &t[1],
-            soft_cap: None,
-            runs: &t[2],
-            target_logits: &t[3],
+        let runs_of = complaint(&tensors, |device, t| {
+            device.run(Loss::LogitRuns {
+                logits: &t[0],
+                first_column,
+                targets: &t[1],
+                soft_cap: None,
+                runs: &t[2],
+                target_logits: &t[3],
+            })
         });
-        let gradient = complaint(&tensors, |t| Op::GradientOfRuns {
-            logits: &t[0],
-            first_column,
-            targets: &t[1],
-            weights: None,
-            runs: &t[2],
-            soft_cap: None,
-            gradient_scale: 1.0,
+        let gradient = complaint(&tensors, |device, t| {
+            device.run(Loss::GradientOfRuns {
+                logits: &t[0],
+                first_column,
+                targets: &t[1],
+                weights: None,
+                runs: &t[2],
+                soft_cap: None,
+                gradient_scale: 1.0,
+            })
         });
         assert_eq!(runs_of.replace("logit_runs", ""), gradient.replace("gradient_of_runs", ""));
         runs_of
@@ -284,24 +309,28 @@ fn pieces() {
     assert_eq!(runs_of(&[2, 1024], 0, &[2, 5]), pairs);
 
     let loss = |losses: &[u64]| {
-        complaint(&[(F32, &[2, 6]), (F32, &[2]), (U32, &[2]), (F32, losses)], |t| Op::LossOfRuns {
-            runs: &t[0],
-            target_logits: &t[1],
-            targets: &t[2],
-            weights: None,
-            losses: &t[3],
+        complaint(&[(F32, &[2, 6]), (F32, &[2]), (U32, &[2]), (F32, losses)], |device, t| {
+            device.run(Loss::LossOfRuns {
+                runs: &t[0],
+                target_logits: &t[1],
+                targets: &t[2],
+                weights: None,
+                losses: &t[3],
+            })
         })
     };
     assert_eq!(loss(&[2]), "");
     assert_eq!(loss(&[3]), "loss_of_runs: t f32[3] does not have 2 elements");
 
     let table = |first_row| {
-        complaint(&[(U32, &[2]), (F32, &[2, 4]), (F32, &[5, 4])], |t| Op::EmbeddingBackward {
-            tokens: &t[0],
-            dout: &t[1],
-            dtable: &t[2],
-            first_row,
-            rounding: Rounding::Nearest,
+        complaint(&[(U32, &[2]), (F32, &[2, 4]), (F32, &[5, 4])], |device, t| {
+            device.run(Embedding::Backward {
+                tokens: &t[0],
+                dout: &t[1],
+                dtable: &t[2],
+                first_row,
+                rounding: Rounding::Nearest,
+            })
         })
     };
     assert_eq!(table((1 << 32) - 5), "");
@@ -321,17 +350,17 @@ fn costs_of_pieces() {
     let [logits, piece, last] = [[2, 2500], [2, 2048], [2, 452]].map(|sizes| tensor(&dry, F32, &sizes));
     let (targets, target_logits) = (tensor(&dry, U32, &[2]), tensor(&dry, F32, &[2]));
     let (runs, losses) = (tensor(&dry, F32, &[2, 6]), tensor(&dry, F32, &[2]));
-    let cost = |ops: &[Op<'_>]| {
+    let cost = |ops: &[Loss<'_>]| {
         ops.iter().for_each(|op| dry.run(*op).unwrap());
         dry.take_tally()
     };
     let of_piece = |logits, first_column| {
         let (targets, runs, target_logits, soft_cap) = (&targets, &runs, &target_logits, None);
-        Op::LogitRuns { logits, first_column, targets, soft_cap, runs, target_logits }
+        Loss::LogitRuns { logits, first_column, targets, soft_cap, runs, target_logits }
     };
     let gradient_of_piece = |logits, first_column| {
         let (targets, runs, weights, soft_cap) = (&targets, &runs, None, None);
-        Op::GradientOfRuns { logits, first_column, targets, weights, runs, soft_cap, gradient_scale: 1.0 }
+        Loss::GradientOfRuns { logits, first_column, targets, weights, runs, soft_cap, gradient_scale: 1.0 }
     };
     let pieces = cost(&[of_piece(&piece, 0), of_piece(&last, 2048)]);
     assert_eq!((pieces.exps, pieces.bytes), (5000, logits.bytes() + runs.bytes() + 2 * 16));
@@ -339,7 +368,7 @@ fn costs_of_pieces() {
     assert_eq!((pieces.exps, pieces.bytes), (5000, 2 * logits.bytes() + 2 * (runs.bytes() + 8)));
     let (runs, targets, losses) = (&runs, &targets, &losses);
     let loss =
-        cost(&[Op::LossOfRuns { runs, target_logits: &target_logits, targets, weights: None, losses }]);
+        cost(&[Loss::LossOfRuns { runs, target_logits: &target_logits, targets, weights: None, losses }]);
     assert_eq!((loss.exps, loss.bytes), (6, runs.bytes() + 3 * 8));
 }
 
@@ -352,35 +381,39 @@ fn overlaps() {
     let rounding = Rounding::Nearest;
 
     // The same memory where that is allowed, and not where it is not.
-    assert_eq!(said(Op::Add { a: &x, b: &y, out: &x }), "");
-    assert_eq!(said(Op::Add { a: &x, b: &x, out: &x }), "");
-    let copy = said(Op::Cast { x: &x, out: &x, rounding });
+    assert_eq!(said(Elementwise::Add { a: &x, b: &y, out: &x }.into()), "");
+    assert_eq!(said(Elementwise::Add { a: &x, b: &x, out: &x }.into()), "");
+    let copy = said(Elementwise::Cast { x: &x, out: &x, rounding }.into());
     assert_eq!(copy, "cast: output t f32[8, 4] overlaps input t f32[8, 4]");
     // A part of the memory is never allowed.
     let (upper, lower) = (rows(&x, 0..5), rows(&x, 3..8));
-    let add = said(Op::Add { a: &upper, b: &rows(&y, 0..5), out: &lower });
+    let add = said(Elementwise::Add { a: &upper, b: &rows(&y, 0..5), out: &lower }.into());
     assert_eq!(add, "add: output t f32[5, 4] overlaps input t f32[5, 4]");
-    assert_eq!(said(Op::Cast { x: &rows(&x, 0..4), out: &rows(&x, 4..8), rounding }), "");
+    assert_eq!(said(Elementwise::Cast { x: &rows(&x, 0..4), out: &rows(&x, 4..8), rounding }.into()), "");
     // The same bytes as another type: half as many elements.
     let narrow = tensor(&cpu, Bf16, &[8, 4]);
-    assert_eq!(said(Op::Cast { x: &x, out: &narrow, rounding }), "");
+    assert_eq!(said(Elementwise::Cast { x: &x, out: &narrow, rounding }.into()), "");
 
     let statistics = [tensor(&cpu, F32, &[8]), tensor(&cpu, F32, &[8])];
     let weight = tensor(&cpu, F32, &[4]);
-    let layer_norm = said(Op::LayerNorm {
-        x: &x,
-        weight: &weight,
-        bias: &weight,
-        epsilon: 1e-5,
-        out: &y,
-        mean: &statistics[0],
-        rstd: &statistics[0],
-    });
+    let layer_norm = said(
+        Norm::LayerNorm {
+            x: &x,
+            weight: &weight,
+            bias: &weight,
+            epsilon: 1e-5,
+            out: &y,
+            mean: &statistics[0],
+            rstd: &statistics[0],
+        }
+        .into(),
+    );
     assert_eq!(layer_norm, "layer_norm: outputs t f32[8] and t f32[8] overlap");
     let gate = tensor(&cpu, F32, &[8, 4]);
     let activation = Glu::Silu;
-    let backward =
-        |dgate, dup| said(Op::GatedBackward { gate: &gate, up: &x, dout: &y, dgate, dup, activation });
+    let backward = |dgate, dup| {
+        said(Activation::GatedBackward { gate: &gate, up: &x, dout: &y, dgate, dup, activation }.into())
+    };
     assert_eq!(backward(&gate, &x), "");
     assert_eq!(backward(&y, &x), "");
     assert_eq!(backward(&gate, &y), "");
@@ -393,7 +426,7 @@ fn overlaps() {
 fn other_arenas() {
     let (here, there) = (cpu(), cpu());
     let (x, y) = (tensor(&here, F32, &[4]), tensor(&there, F32, &[4]));
-    let op = Op::Cast { x: &x, out: &y, rounding: Rounding::Nearest };
+    let op = Elementwise::Cast { x: &x, out: &y, rounding: Rounding::Nearest };
     assert_eq!(here.run(op).unwrap_err().to_string(), "cast: t f32[4] belongs to another arena");
     assert_eq!(
         here.read(&y, &mut |_| {}).unwrap_err().to_string(),
@@ -409,8 +442,8 @@ fn other_arenas() {
 fn memory_that_is_lent_out() {
     let cpu = cpu();
     let x = tensor(&cpu, F32, &[4]);
-    let fill = Op::Fill { out: &x, value: 1.0 };
-    let refused = |result: Result<(), plimsoll_device::DeviceError>, op| {
+    let fill = Elementwise::Fill { out: &x, value: 1.0 };
+    let refused = |result: Result<(), DeviceError>, op| {
         let message = format!("{op}: called from inside this device's `read` or `write`");
         assert_eq!(result.unwrap_err().to_string(), message);
     };
@@ -451,7 +484,7 @@ fn more_columns_than_sums_have_room_for() {
     let (row, vector) = (tensor(&cpu, F32, &[1, 270_000]), || tensor(&cpu, F32, &[270_000]));
     let (dx, weight, dweight) = (tensor(&cpu, F32, &[1, 270_000]), vector(), vector());
     let rstd = tensor(&cpu, F32, &[1]);
-    let op = Op::RmsNormBackward {
+    let op = Norm::RmsNormBackward {
         x: &row,
         weight: &weight,
         weight_offset: 0.0,

@@ -156,6 +156,11 @@ impl DiskEngine {
         self.meter().totals()
     }
 
+    /// What keeps the totals.
+    pub(crate) fn clock(&self) -> Arc<Mutex<Clock>> {
+        Arc::clone(&self.shared.clock)
+    }
+
     /// Something to look at the totals by when the engine is in other hands.
     pub fn meter(&self) -> IoMeter {
         IoMeter::new(Arc::clone(&self.shared.clock))

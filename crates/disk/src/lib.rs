@@ -15,6 +15,7 @@ mod measure;
 mod request;
 mod spill;
 mod statistics;
+mod stream;
 mod system;
 mod tiers;
 
@@ -26,6 +27,7 @@ pub use measure::{DiskSpeed, measure};
 pub use request::{Finished, Ticket};
 pub use spill::{SpillFile, SpillSettings, default_folder};
 pub use statistics::{IoMeter, IoStatistics};
+pub use stream::{CopyStream, Event};
 pub use system::{is_in_memory, run_on_all_cores_of_the_process};
 pub use tiers::{Home, LowerTiers, Moved, Transfer};
 

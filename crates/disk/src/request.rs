@@ -61,14 +61,21 @@ impl Ticket {
 
     /// Waits until the request is done and gives its memory back.
     pub fn wait(self) -> Finished {
+        let began = (!self.is_done()).then(Instant::now);
+        let clock = Arc::clone(&self.watched.0.clock);
+        let finished = self.wait_behind();
+        if let Some(began) = began {
+            lock(&clock).waited(began.elapsed().as_secs_f64());
+        }
+        finished
+    }
+
+    /// The same where nothing else waits meanwhile, so that it does not count as waiting.
+    pub(crate) fn wait_behind(self) -> Finished {
         let request = &self.watched.0;
         let mut state = request.state();
-        if state.pending > 0 {
-            let began = Instant::now();
-            while state.pending > 0 {
-                state = request.done.wait(state).unwrap_or_else(PoisonError::into_inner);
-            }
-            lock(&request.clock).waited(began.elapsed().as_secs_f64());
+        while state.pending > 0 {
+            state = request.done.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         let parts = std::mem::take(&mut state.parts);
         let outcome = match state.error.take() {

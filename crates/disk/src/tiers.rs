@@ -11,8 +11,8 @@ use plimsoll_memory::{Arena, Block, OutOfMemory, Phase, Region, Tag, Tier};
 
 use crate::request::{Finished, Ticket, lock};
 use crate::{
-    ALIGNMENT, BufferPool, DiskEngine, DiskError, DiskFile, EngineSettings, IoMeter, IoMode, SpillFile,
-    SpillSettings,
+    ALIGNMENT, BufferPool, CopyStream, DiskEngine, DiskError, DiskFile, EngineSettings, IoMeter, IoMode,
+    SpillFile, SpillSettings,
 };
 
 /// Host memory and disk, as far as a job may use them.
@@ -71,6 +71,11 @@ impl Home {
     pub fn is_in_file(&self) -> bool {
         matches!(self.place, Place::File(..))
     }
+
+    /// Whether it is on a disk.
+    pub fn is_on_disk(&self) -> bool {
+        self.tier == Tier::Disk
+    }
 }
 
 /// Something on its way between the device and a home.
@@ -98,6 +103,14 @@ impl Transfer {
     pub fn wait(self) -> Finished {
         match self.0 {
             Way::Disk(ticket) => ticket.wait(),
+            Way::Host(finished) => finished,
+        }
+    }
+
+    /// The same on a [`CopyStream`]: the computation goes on meanwhile.
+    pub fn wait_on_stream(self) -> Finished {
+        match self.0 {
+            Way::Disk(ticket) => ticket.wait_behind(),
             Way::Host(finished) => finished,
         }
     }
@@ -141,12 +154,21 @@ impl LowerTiers {
     /// [`read_all_now`](Self::read_all_now) is asked for.
     pub fn memory_bytes(row_bytes: u64) -> u64 {
         let rows = row_bytes.saturating_add(2 * ALIGNMENT).saturating_mul(AT_ONCE as u64);
-        EngineSettings::default().memory_bytes().saturating_add(rows)
+        let streams = STREAMS * crate::stream::STACK_BYTES as u64;
+        EngineSettings::default().memory_bytes().saturating_add(streams).saturating_add(rows)
     }
 
     /// Whether nothing is behind the homes.
     pub fn is_dry(&self) -> bool {
         self.backing.is_none()
+    }
+
+    /// A stream for moves between these tiers and the device; `None` where nothing is behind the homes.
+    ///
+    /// # Errors
+    /// The system starts no more threads.
+    pub fn copy_stream(&self) -> Result<Option<CopyStream>, DiskError> {
+        self.backing.as_ref().map(|backing| CopyStream::start(backing.engine.clock())).transpose()
     }
 
     /// Labels what is taken from now on with a phase and a layer.
@@ -345,6 +367,9 @@ impl LowerTiers {
         Ok(())
     }
 }
+
+/// Streams of a job at most: of weights, gradients and optimizer states.
+const STREAMS: u64 = 3;
 
 /// Small reads under way at once.
 const AT_ONCE: usize = 16;

@@ -1,7 +1,9 @@
 //! The low-rank adapter of a linear or an embedding (LoRA, Hu et al. 2021): beside y = x W^T comes s (x A^T) B^T. Nothing
 //! of the weight's size is made, forward or backward: what is `[N, r]` wide is computed again where it is needed.
 
-use plimsoll_device::{Compute, DType, Device, Op, Tensor};
+use plimsoll_device::{
+    Compute, DType, Device, DeviceExt, Elementwise, Embedding, Magnitude, Op, Product, Tensor,
+};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Role};
 
@@ -67,11 +69,11 @@ impl LowRank<'_> {
         let gram = alloc(&[rank, rank], "dora.gram")?;
         for (weight, out) in [(weight, &cross), (self.a, &gram)] {
             let compute = Compute::F32;
-            device.run(Op::Linear { x: self.a, weight, bias: None, out, accumulate: false, compute })?;
+            device.run(Product::Linear { x: self.a, weight, bias: None, out, accumulate: false, compute })?;
         }
         let lengths = alloc(&[outputs], "dora.lengths")?;
         let (cross, gram, b, scale) = (&cross, &gram, self.b, self.scale);
-        device.run(Op::RowLengths { squares, cross, gram, b, scale, lengths: &lengths })?;
+        device.run(Magnitude::RowLengths { squares, cross, gram, b, scale, lengths: &lengths })?;
         Ok(lengths)
     }
 
@@ -113,7 +115,7 @@ impl LowRank<'_> {
     ) -> Result<(), StepError> {
         let product = |dx: &Tensor, accumulate| {
             let compute = ctx.compute;
-            ctx.device.run(Op::LinearBackwardInput { dout: dh, weight: self.a, dx, accumulate, compute })
+            ctx.device.run(Product::LinearBackwardInput { dout: dh, weight: self.a, dx, accumulate, compute })
         };
         let Some(dropout) = ctx.dropout else { return Ok(product(dx, true)?) };
         let through = ctx.device.alloc(dx.dtype(), dx.shape().dims(), Tag::Activations, "lora.dx")?;
@@ -146,7 +148,7 @@ impl LowRank<'_> {
         let dh = self.inner_gradient(ctx, dout)?;
         let dtable = gradients.scatter_target(self.block, self.a_role)?;
         let rounding = gradients.rounding(self.block, self.a_role);
-        Ok(ctx.device.run(Op::EmbeddingBackward {
+        Ok(ctx.device.run(Embedding::Backward {
             tokens,
             dout: &dh,
             dtable: &dtable,
@@ -161,13 +163,20 @@ impl LowRank<'_> {
         let dropped = self.dropped(ctx, x)?;
         let x = dropped.as_ref().unwrap_or(x);
         let compute = ctx.compute;
-        ctx.device.run(Op::Linear { x, weight: self.a, bias: None, out: &h, accumulate: false, compute })?;
+        ctx.device.run(Product::Linear {
+            x,
+            weight: self.a,
+            bias: None,
+            out: &h,
+            accumulate: false,
+            compute,
+        })?;
         self.scaled(ctx, h)
     }
 
     fn embedded<D: Device>(&self, ctx: &Context<'_, D>, tokens: &Tensor) -> Result<Tensor, StepError> {
         let h = self.middle(ctx, tokens.elements(), self.a.columns())?;
-        ctx.device.run(Op::Embedding { tokens, table: self.a, out: &h })?;
+        ctx.device.run(Embedding::Lookup { tokens, table: self.a, out: &h })?;
         self.scaled(ctx, h)
     }
 
@@ -175,7 +184,7 @@ impl LowRank<'_> {
     fn inner_gradient<D: Device>(&self, ctx: &Context<'_, D>, dout: &Tensor) -> Result<Tensor, StepError> {
         let dh = self.middle(ctx, dout.rows(), self.b.columns())?;
         let compute = ctx.compute;
-        let op = Op::LinearBackwardInput { dout, weight: self.b, dx: &dh, accumulate: false, compute };
+        let op = Product::LinearBackwardInput { dout, weight: self.b, dx: &dh, accumulate: false, compute };
         ctx.device.run(op)?;
         self.scaled(ctx, dh)
     }
@@ -183,7 +192,7 @@ impl LowRank<'_> {
     /// out += h B^T
     fn expand<D: Device>(&self, ctx: &Context<'_, D>, h: &Tensor, out: &Tensor) -> Result<(), StepError> {
         let compute = ctx.compute;
-        let op = Op::Linear { x: h, weight: self.b, bias: None, out, accumulate: true, compute };
+        let op = Product::Linear { x: h, weight: self.b, bias: None, out, accumulate: true, compute };
         Ok(ctx.device.run(op)?)
     }
 
@@ -193,7 +202,7 @@ impl LowRank<'_> {
 
     fn scaled<D: Device>(&self, ctx: &Context<'_, D>, h: Tensor) -> Result<Tensor, StepError> {
         if self.scale != 1.0 {
-            ctx.device.run(Op::Scale { x: &h, factor: self.scale })?;
+            ctx.device.run(Elementwise::Scale { x: &h, factor: self.scale })?;
         }
         Ok(h)
     }
@@ -210,6 +219,6 @@ impl LowRank<'_> {
         // Linears that read the same input drop different elements of it.
         let seed = mix(dropout.seed, parameter_number(self.block, self.b_role));
         let first = dropout.first_row * x.columns();
-        Op::Dropout { x, out, probability: dropout.probability, seed, first, accumulate }
+        Elementwise::Dropout { x, out, probability: dropout.probability, seed, first, accumulate }.into()
     }
 }

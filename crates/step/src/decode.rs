@@ -6,7 +6,7 @@ mod cache;
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{AttentionShape, DType, Device, Op, Tensor};
+use plimsoll_device::{AttentionShape, DType, Device, DeviceExt, Product, Tensor};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
@@ -235,7 +235,7 @@ impl<'a, D: Device> Decoder<'a, D> {
                     let out = &reshaped(&rows(&column, range.start, range.end)?, &[1, weight.rows()])?;
                     let (x, compute) = (&normed.out, ctx.compute);
                     let bias = None;
-                    self.device.run(Op::Linear { x, weight, bias, out, accumulate: false, compute })?;
+                    self.device.run(Product::Linear { x, weight, bias, out, accumulate: false, compute })?;
                     self.weights.release(Unit::Piece(block, piece), false);
                 }
             }

@@ -1,7 +1,7 @@
 //! The beginning of the residual stream: token embeddings, scaled where the family does so, and learned positions where
 //! it has them.
 
-use plimsoll_device::{Device, Op, Tensor};
+use plimsoll_device::{Device, DeviceExt, Elementwise, Embedding, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Role};
 
@@ -21,18 +21,22 @@ pub(crate) fn forward<D: Device>(
     let sizes = [tokens.elements(), ctx.spec.hidden_size];
     let alloc = |name| ctx.device.alloc(ctx.activations, &sizes, Tag::Activations, name);
     let out = alloc("residual")?;
-    ctx.device.run(Op::Embedding { tokens: &rows, table: weights.get(Role::TokenEmbedding)?, out: &out })?;
+    ctx.device.run(Embedding::Lookup {
+        tokens: &rows,
+        table: weights.get(Role::TokenEmbedding)?,
+        out: &out,
+    })?;
     drop(rows);
     if let Some(adapter) = weights.adapter(Role::TokenEmbedding)? {
         adapter.embed(ctx, tokens, &out)?;
     }
     if let Some(factor) = ctx.spec.embedding_scale {
-        ctx.device.run(Op::Scale { x: &out, factor: factor as f32 })?;
+        ctx.device.run(Elementwise::Scale { x: &out, factor: factor as f32 })?;
     }
     if let Some(table) = weights.find(Role::PositionEmbedding) {
         let positions = alloc("positions")?;
-        ctx.device.run(Op::Embedding { tokens: ctx.positions, table, out: &positions })?;
-        ctx.device.run(Op::Add { a: &out, b: &positions, out: &out })?;
+        ctx.device.run(Embedding::Lookup { tokens: ctx.positions, table, out: &positions })?;
+        ctx.device.run(Elementwise::Add { a: &out, b: &positions, out: &out })?;
     }
     drop(weights);
     store.release(Unit::of_matrices(BlockId::Embedding, 0), false);
@@ -57,20 +61,14 @@ pub(crate) fn backward<D: Device>(
         }
         let dtable = gradients.scatter_target(BlockId::Embedding, role)?;
         let rounding = gradients.rounding(BlockId::Embedding, role);
-        ctx.device.run(Op::EmbeddingBackward {
-            tokens,
-            dout: dx,
-            dtable: &dtable,
-            first_row: 0,
-            rounding,
-        })?;
+        ctx.device.run(Embedding::Backward { tokens, dout: dx, dtable: &dtable, first_row: 0, rounding })?;
         Ok(())
     };
     if ctx.spec.attention.rope.is_none() {
         scatter(gradients, ctx.positions, Role::PositionEmbedding)?;
     }
     if let Some(factor) = ctx.spec.embedding_scale {
-        ctx.device.run(Op::Scale { x: dx, factor: factor as f32 })?;
+        ctx.device.run(Elementwise::Scale { x: dx, factor: factor as f32 })?;
     }
     scatter(gradients, tokens, Role::TokenEmbedding)?;
     match adapter {

@@ -9,7 +9,9 @@ use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{Compute, Counted, DType, Device, Op, Rounding, Tensor};
+use plimsoll_device::{
+    Compute, Counted, DType, Device, DeviceExt, Elementwise, Embedding, Product, Rounding, Tensor,
+};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, Parameter, Role};
@@ -307,10 +309,10 @@ impl<'a, D: Device> Gradients<'a, D> {
     ) -> Result<(), StepError> {
         let Target { tensor, accumulate, rounding } = self.rows_target(key, piece, range, nth)?;
         if !accumulate {
-            self.device.run(Op::Fill { out: &tensor, value: 0.0 })?;
+            self.device.run(Elementwise::Fill { out: &tensor, value: 0.0 })?;
         }
         let (dtable, first_row) = (&tensor, range.start);
-        Ok(self.device.run(Op::EmbeddingBackward { tokens, dout, dtable, first_row, rounding })?)
+        Ok(self.device.run(Embedding::Backward { tokens, dout, dtable, first_row, rounding })?)
     }
 
     /// All rows of a table were written `times` more times.
@@ -342,7 +344,7 @@ impl<'a, D: Device> Gradients<'a, D> {
     pub fn scatter_target(&mut self, block: BlockId, role: Role) -> Result<Tensor, StepError> {
         let (gradient, accumulate) = self.target(block, role)?;
         if !accumulate {
-            self.device.run(Op::Fill { out: &gradient, value: 0.0 })?;
+            self.device.run(Elementwise::Fill { out: &gradient, value: 0.0 })?;
         }
         Ok(gradient)
     }
@@ -358,7 +360,14 @@ impl<'a, D: Device> Gradients<'a, D> {
     ) -> Result<(), StepError> {
         let (dweight, accumulate) = self.target(block, role)?;
         let (dweight, rounding) = (&dweight, self.rounding(block, role));
-        Ok(self.device.run(Op::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute })?)
+        Ok(self.device.run(Product::LinearBackwardWeight {
+            dout,
+            x,
+            dweight,
+            accumulate,
+            rounding,
+            compute,
+        })?)
     }
 
     /// The rounding of what is now added to a gradient.

@@ -3,7 +3,7 @@
 
 mod pieces;
 
-use plimsoll_device::{Counted, DType, Device, Op, Tensor};
+use plimsoll_device::{Counted, DType, Device, DeviceExt, Elementwise, Loss, Op, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, NormSpec, Role};
 
@@ -140,7 +140,7 @@ fn through_norm<D: Device>(
     gradients: &mut Gradients<'_, D>,
 ) -> Result<Tensor, StepError> {
     let dx = ctx.device.alloc(ctx.activations, &[x.rows(), x.columns()], Tag::Activations, "dresidual")?;
-    ctx.device.run(Op::Fill { out: &dx, value: 0.0 })?;
+    ctx.device.run(Elementwise::Fill { out: &dx, value: 0.0 })?;
     if let Some(statistics) = statistics {
         norm.backward(ctx.device, gradients, x, statistics, dnormed, &dx)?;
     }
@@ -160,7 +160,7 @@ struct Chunk {
 
 impl Chunk {
     fn cross_entropy(&self, soft_cap: Option<f32>, gradient_scale: Option<f32>) -> Op<'_> {
-        Op::CrossEntropy {
+        Loss::CrossEntropy {
             logits: &self.logits,
             targets: &self.targets,
             weights: self.weights.as_ref(),
@@ -168,6 +168,7 @@ impl Chunk {
             soft_cap,
             gradient_scale,
         }
+        .into()
     }
 }
 

@@ -3,7 +3,7 @@
 //! What is not trained has no gradient: a frozen weight is read by the products, in whatever storage it is, and that
 //! is all.
 
-use plimsoll_device::{Compute, DType, Device, Op, Tensor};
+use plimsoll_device::{Compute, DType, Device, DeviceExt, Magnitude, Product, Quantization, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Role};
 
@@ -37,7 +37,7 @@ impl Multiply {
             return Ok(x.clone());
         }
         let out = device.alloc(dtype, x.shape().dims(), Tag::Activations, "fp8")?;
-        device.run(Op::QuantizeFp8 { x, out: &out })?;
+        device.run(Quantization::QuantizeFp8 { x, out: &out })?;
         Ok(out)
     }
 
@@ -106,7 +106,14 @@ impl Linear<'_> {
             let lengths = adapter.lengths(ctx, dora, self.weight)?;
             let (factors, divisors) = (dora.magnitude, lengths.as_ref());
             let x = &y;
-            return Ok(ctx.device.run(Op::ScaleColumns { x, factors, divisors, bias, out, accumulate })?);
+            return Ok(ctx.device.run(Magnitude::ScaleColumns {
+                x,
+                factors,
+                divisors,
+                bias,
+                out,
+                accumulate,
+            })?);
         }
         self.product(ctx, x, bias, out, accumulate)?;
         match &self.adapter {
@@ -132,7 +139,7 @@ impl Linear<'_> {
         let multiply = self.multiply(ctx);
         let (x, weight) = (&multiply.input(ctx.device, x)?, &multiply.input(ctx.device, self.weight)?);
         let compute = multiply.compute();
-        Ok(ctx.device.run(Op::Linear { x, weight, bias, out, accumulate, compute })?)
+        Ok(ctx.device.run(Product::Linear { x, weight, bias, out, accumulate, compute })?)
     }
 
     fn dora(&self) -> Option<(&LowRank<'_>, Dora<'_>)> {
@@ -169,7 +176,7 @@ impl Linear<'_> {
         }
         if self.bias.is_some() && gradients.wants(self.block, self.bias_role) {
             let (dbias, accumulate) = gradients.target(self.block, self.bias_role)?;
-            ctx.device.run(Op::BiasBackward { dout, dbias: &dbias, accumulate })?;
+            ctx.device.run(Product::BiasBackward { dout, dbias: &dbias, accumulate })?;
         }
         let Some(adapter) = &self.adapter else { return Ok(Through { inner: None, dout: None }) };
         let Some(dora) = adapter.dora else {
@@ -180,11 +187,18 @@ impl Linear<'_> {
         let lengths = adapter.lengths(ctx, dora, self.weight)?;
         if let (Some(divisors), true) = (&lengths, gradients.wants(self.block, dora.role)) {
             let (out, accumulate) = gradients.target(self.block, dora.role)?;
-            ctx.device.run(Op::ColumnDots { a: dout, b: &y, divisors, out: &out, accumulate })?;
+            ctx.device.run(Magnitude::ColumnDots { a: dout, b: &y, divisors, out: &out, accumulate })?;
         }
         // The output has served; the gradient before the scaling takes its place.
         let (factors, divisors, bias) = (dora.magnitude, lengths.as_ref(), None);
-        ctx.device.run(Op::ScaleColumns { x: dout, factors, divisors, bias, out: &y, accumulate: false })?;
+        ctx.device.run(Magnitude::ScaleColumns {
+            x: dout,
+            factors,
+            divisors,
+            bias,
+            out: &y,
+            accumulate: false,
+        })?;
         let inner = Some(adapter.backward_weights(ctx, gradients, &y, x)?);
         Ok(Through { inner, dout: Some(y) })
     }
@@ -203,7 +217,7 @@ impl Linear<'_> {
         let (narrow, weight) =
             (&multiply.gradient(ctx.device, dout)?, &multiply.input(ctx.device, self.weight)?);
         let compute = multiply.compute();
-        ctx.device.run(Op::LinearBackwardInput { dout: narrow, weight, dx, accumulate, compute })?;
+        ctx.device.run(Product::LinearBackwardInput { dout: narrow, weight, dx, accumulate, compute })?;
         match (&self.adapter, through.inner) {
             (Some(adapter), Some(dh)) => adapter.backward_input(ctx, &dh, dx),
             _ => Ok(()),

@@ -1,6 +1,6 @@
 //! RMSNorm or LayerNorm, whichever the block has (one with a bias is a LayerNorm).
 
-use plimsoll_device::{DType, Device, Op, Tensor};
+use plimsoll_device::{DType, Device, DeviceExt, Norm as NormOp, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Role};
 
@@ -45,12 +45,12 @@ impl Norm<'_> {
         let Norm { weight, epsilon, weight_offset, .. } = *self;
         let mean = match self.bias {
             None => {
-                device.run(Op::RmsNorm { x, weight, weight_offset, epsilon, out: &out, rstd: &rstd })?;
+                device.run(NormOp::RmsNorm { x, weight, weight_offset, epsilon, out: &out, rstd: &rstd })?;
                 None
             }
             Some((_, bias)) => {
                 let mean = device.alloc(DType::F32, &[rows], Tag::Activations, "norm.mean")?;
-                device.run(Op::LayerNorm {
+                device.run(NormOp::LayerNorm {
                     x,
                     weight,
                     bias,
@@ -90,7 +90,7 @@ impl Norm<'_> {
         let (weight, rstd) = (self.weight, &statistics.rstd);
         match (&statistics.mean, self.bias) {
             (Some(mean), Some(_)) => {
-                device.run(Op::LayerNormBackward {
+                device.run(NormOp::LayerNormBackward {
                     x,
                     weight,
                     mean,
@@ -102,7 +102,7 @@ impl Norm<'_> {
                     accumulate_weight,
                 })?;
             }
-            _ => device.run(Op::RmsNormBackward {
+            _ => device.run(NormOp::RmsNormBackward {
                 x,
                 weight,
                 weight_offset: self.weight_offset,

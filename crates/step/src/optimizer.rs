@@ -8,7 +8,7 @@ use std::hash::Hasher;
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{DType, Device, Op, Rounding, Rule, Tensor};
+use plimsoll_device::{DType, Device, DeviceExt, Rounding, Rule, Tensor};
 use plimsoll_disk::{Home, LowerTiers};
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, Parameter, Role};
@@ -370,14 +370,14 @@ impl<'a, D: Device> Job<'a, D> {
 
     /// Updates the weights by a rule.
     fn run(&self, rule: Rule<'_>) -> Result<(), StepError> {
-        Ok(self.device.run(Op::Update(plimsoll_device::Update {
+        Ok(self.device.run(plimsoll_device::Update {
             param: self.weight,
             master: self.state.master(),
             grad: self.grad,
             grad_scale: self.grad_scale,
             rounding: Rounding::Stochastic { seed: self.seed(), first: self.first },
             rule,
-        }))?)
+        })?)
     }
 }
 

@@ -5,7 +5,7 @@ mod streamed;
 
 use std::collections::HashMap;
 
-use plimsoll_device::{DType, Device, DeviceError, Op, Rounding, Tensor};
+use plimsoll_device::{DType, Device, DeviceError, DeviceExt, Elementwise, Magnitude, Rounding, Tensor};
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{
     Adapted, AdapterLayout, BlockId, LoraPart, ModelSpec, NormSpec, Parameter, Role, StoredWeights,
@@ -75,18 +75,18 @@ impl BlockWeights {
             let Some(adapter) = self.adapter(used.of.role())? else { continue };
             let Some(dora) = adapter.dora else { continue };
             if let Some(squares) = dora.squares {
-                device.run(Op::RowSquares { x: weight, out: squares })?;
+                device.run(Magnitude::RowSquares { x: weight, out: squares })?;
                 continue;
             }
             let outputs = weight.rows();
             let alloc = |name| device.alloc(DType::F32, &[1, outputs], Tag::Workspace, name);
             let (squares, copy) = (alloc("dora.squares")?, alloc("dora.magnitude")?);
-            device.run(Op::RowSquares { x: weight, out: &squares })?;
+            device.run(Magnitude::RowSquares { x: weight, out: &squares })?;
             let lengths = adapter.lengths_of(device, &squares, weight)?;
-            device.run(Op::Cast { x: dora.magnitude, out: &copy, rounding: Rounding::Nearest })?;
-            device.run(Op::Fill { out: &squares, value: 1.0 })?;
+            device.run(Elementwise::Cast { x: dora.magnitude, out: &copy, rounding: Rounding::Nearest })?;
+            device.run(Elementwise::Fill { out: &squares, value: 1.0 })?;
             let out = reshaped(dora.magnitude, &[1, outputs])?;
-            device.run(Op::ScaleColumns {
+            device.run(Magnitude::ScaleColumns {
                 x: &squares,
                 factors: &copy,
                 divisors: Some(&lengths),
@@ -105,7 +105,7 @@ impl BlockWeights {
             let Some(adapter) = self.adapter(used.of.role())? else { continue };
             if let Some(Dora { magnitude: out, squares: Some(squares), .. }) = adapter.dora {
                 let x = &adapter.lengths_of(device, squares, weight)?;
-                device.run(Op::Cast { x, out, rounding: Rounding::Nearest })?;
+                device.run(Elementwise::Cast { x, out, rounding: Rounding::Nearest })?;
             }
         }
         Ok(())

@@ -8,17 +8,19 @@
 //!    home of their own, which [`Parcel::settle`] takes of the host's arena or of the spill file's. In a dry run the same
 //!    homes are taken of arenas with nothing behind them.
 //! 2. `WeightStore::load` fills the homes of their own a part at a time ([`Contents::load`]).
-//! 3. A schedule announces what it will take ([`Parcels::announce`]), and nothing else is taken. The pool lends a free buffer of the arena to the tiers
-//!    (`Device::lend`): nobody has a view of it from here on. A transit cuts it into stretches, one for each home,
-//!    and the disk's threads read into them, straight from the file.
+//! 3. A schedule announces what it will take ([`Parcels::announce`]), in order, and nothing else is taken. The pool lends a
+//!    free buffer of the arena to the tiers (`Device::lend`): nobody has a view of it from here on. A transit says which
+//!    stretches of it move from which home, and a copy stream (`plimsoll_disk::CopyStream`) makes the move behind the
+//!    computation: the disk's threads read into the buffer, straight from the file.
 //! 4. `gather` takes the parcel ([`Parcels::take`]): the pool first sees to it that the next one is on its way, then waits for
-//!    this one, gets its buffer back (`Device::reclaim`), and gives views of the tensors in it.
+//!    this one's event, gets its buffer back (`Device::reclaim`), and gives views of the tensors in it.
 //! 5. `release` says that the step is done with it. When the last view is gone, a buffer that was changed is lent again and
-//!    written back to the parcel's own home, and a buffer that was not is free at once.
+//!    written back to the parcel's own home; what comes into the same buffer next follows on the stream, behind the write. A
+//!    buffer that was not changed is free at once.
 //! 6. `flush`, at the end of a step, waits until everything that was changed has arrived.
 //!
-//! Buffers are taken once, so that memory does not depend on how fast a disk is. On the dry device a buffer stays where it
-//! is and the bytes that would move are counted.
+//! Buffers are taken once, and where somebody waits is fixed by the schedule, so that neither memory nor order depends on how
+//! fast a disk is. On the dry device a buffer stays where it is and the bytes that would move are counted.
 
 mod contents;
 mod homes;

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use plimsoll_device::{DType, Device, Tensor};
+use plimsoll_device::{DType, Device, DeviceExt, Tensor};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};

@@ -23,8 +23,8 @@ impl Device for RunsAll {
         self.0.arena()
     }
 
-    fn run(&self, op: Op<'_>) -> Result<(), DeviceError> {
-        self.0.run(op)
+    fn execute(&self, op: Op<'_>) -> Result<(), DeviceError> {
+        self.0.execute(op)
     }
 
     fn is_dry(&self) -> bool {

@@ -34,8 +34,9 @@ fn the_plan_is_the_step_run_dry() {
         for step in 0..2 {
             one_step(&mut trainer, &settings, step);
         }
-        let planned = planned_peak(&spec, &settings, 2);
+        let (planned, workspace) = planned(&spec, &settings, 2);
         assert_eq!(device.arena().high_water(), planned, "{settings:?}");
+        assert_eq!(device.workspace(), workspace, "{settings:?}");
         assert_eq!(device.arena().capacity(), planned, "{settings:?}");
     }
 }

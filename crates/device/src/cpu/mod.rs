@@ -1,18 +1,19 @@
 //! The CPU device: SIMD kernels on RAM, the same bits whatever the number of threads.
 //!
-//! `mod.rs` turns operations on tensors into calls of kernels on slices. The kernels know no tensors.
+//! `run` turns operations on tensors into calls of kernels on slices, a file for each family of them. The kernels know no
+//! tensors.
 
-mod dispatch;
+mod device;
 pub mod isa;
 mod kernels;
 pub mod matmul;
-mod optimizer;
 pub mod pool;
 pub mod quantize;
 mod rates;
+mod run;
 mod slices;
 
-pub use dispatch::{Cpu, CpuOptions};
+pub use device::{Cpu, CpuOptions};
 pub use isa::Isa;
 pub use matmul::dequantize;
 pub use pool::Pool;

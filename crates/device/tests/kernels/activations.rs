@@ -1,6 +1,6 @@
 //! SiLU, GELU and its tanh approximation, alone and gated; rotary embedding.
 
-use plimsoll_device::{DType, Glu, Op, Tensor};
+use plimsoll_device::{Activation, DType, DeviceExt, Glu, Tensor};
 
 use crate::harness::{Expected, Operand, check, check_gradient, check_in_place, noise, storages};
 use crate::reference::{act, act_slope};
@@ -20,7 +20,7 @@ fn activate() {
             check(
                 &format!("{activation:?} {n} {x} {out}"),
                 &operands,
-                |t| Op::Activate { x: &t[0], out: &t[1], activation },
+                |cpu, t| cpu.run(Activation::Activate { x: &t[0], out: &t[1], activation }),
                 &[Expected { operand: 1, values, tolerance: TOLERANCE }],
             );
         }
@@ -36,7 +36,7 @@ fn activate_far_out() {
             check(
                 &format!("{activation:?} of {x}"),
                 &operands,
-                |t| Op::Activate { x: &t[0], out: &t[1], activation },
+                |cpu, t| cpu.run(Activation::Activate { x: &t[0], out: &t[1], activation }),
                 &[Expected { operand: 1, values: vec![act(activation, x)], tolerance: 2e-5 }],
             );
         }
@@ -51,7 +51,12 @@ fn activate_of_special_values() {
         let operands = [Operand::new(DType::F32, &[6], x), Operand::garbage(DType::F32, &[6])];
         let expected = Expected { operand: 1, values, tolerance: TOLERANCE };
         let label = format!("{activation:?}");
-        check(&label, &operands, |t| Op::Activate { x: &t[0], out: &t[1], activation }, &[expected]);
+        check(
+            &label,
+            &operands,
+            |cpu, t| cpu.run(Activation::Activate { x: &t[0], out: &t[1], activation }),
+            &[expected],
+        );
     }
 }
 
@@ -69,7 +74,9 @@ fn activate_backward() {
             check(
                 &format!("{activation:?} {n} {x} {dout} {dx}"),
                 &operands,
-                |t| Op::ActivateBackward { x: &t[0], dout: &t[1], dx: &t[2], activation },
+                |cpu, t| {
+                    cpu.run(Activation::ActivateBackward { x: &t[0], dout: &t[1], dx: &t[2], activation })
+                },
                 &[Expected { operand: 2, values, tolerance: 4.0 * TOLERANCE }],
             );
         }
@@ -90,7 +97,7 @@ fn gated() {
             check(
                 &format!("{activation:?} {n} {gate} {up} {out}"),
                 &operands,
-                |t| Op::Gated { gate: &t[0], up: &t[1], out: &t[2], activation },
+                |cpu, t| cpu.run(Activation::Gated { gate: &t[0], up: &t[1], out: &t[2], activation }),
                 &[Expected { operand: 2, values, tolerance: TOLERANCE }],
             );
         }
@@ -115,13 +122,15 @@ fn gated_backward() {
             check(
                 &format!("{activation:?} {n} {types:?}"),
                 &operands,
-                |t| Op::GatedBackward {
-                    gate: &t[0],
-                    up: &t[1],
-                    dout: &t[2],
-                    dgate: &t[3],
-                    dup: &t[4],
-                    activation,
+                |cpu, t| {
+                    cpu.run(Activation::GatedBackward {
+                        gate: &t[0],
+                        up: &t[1],
+                        dout: &t[2],
+                        dgate: &t[3],
+                        dup: &t[4],
+                        activation,
+                    })
                 },
                 &[
                     Expected { operand: 3, values: dgates, tolerance: 4.0 * TOLERANCE },
@@ -146,28 +155,57 @@ fn in_place() {
         let with = |out| [inputs.to_vec(), vec![Operand::garbage(out, &[n])]].concat();
         check_in_place(
             &label,
-            (&with(a), &|t| Op::Gated { gate: &t[0], up: &t[1], out: &t[3], activation }, 3),
-            (&inputs, &|t| Op::Gated { gate: &t[0], up: &t[1], out: &t[0], activation }, 0),
+            (
+                &with(a),
+                &|cpu, t| cpu.run(Activation::Gated { gate: &t[0], up: &t[1], out: &t[3], activation }),
+                3,
+            ),
+            (
+                &inputs,
+                &|cpu, t| cpu.run(Activation::Gated { gate: &t[0], up: &t[1], out: &t[0], activation }),
+                0,
+            ),
         );
         check_in_place(
             &label,
-            (&with(b), &|t| Op::Gated { gate: &t[0], up: &t[1], out: &t[3], activation }, 3),
-            (&inputs, &|t| Op::Gated { gate: &t[0], up: &t[1], out: &t[1], activation }, 1),
+            (
+                &with(b),
+                &|cpu, t| cpu.run(Activation::Gated { gate: &t[0], up: &t[1], out: &t[3], activation }),
+                3,
+            ),
+            (
+                &inputs,
+                &|cpu, t| cpu.run(Activation::Gated { gate: &t[0], up: &t[1], out: &t[1], activation }),
+                1,
+            ),
         );
         check_in_place(
             &label,
-            (&with(a), &|t| Op::Activate { x: &t[0], out: &t[3], activation }, 3),
-            (&inputs, &|t| Op::Activate { x: &t[0], out: &t[0], activation }, 0),
+            (&with(a), &|cpu, t| cpu.run(Activation::Activate { x: &t[0], out: &t[3], activation }), 3),
+            (&inputs, &|cpu, t| cpu.run(Activation::Activate { x: &t[0], out: &t[0], activation }), 0),
         );
         for (out, operand) in [(0, a), (1, b)] {
             check_in_place(
                 &label,
                 (
                     &with(operand),
-                    &|t| Op::ActivateBackward { x: &t[0], dout: &t[1], dx: &t[3], activation },
+                    &|cpu, t| {
+                        cpu.run(Activation::ActivateBackward { x: &t[0], dout: &t[1], dx: &t[3], activation })
+                    },
                     3,
                 ),
-                (&inputs, &|t| Op::ActivateBackward { x: &t[0], dout: &t[1], dx: &t[out], activation }, out),
+                (
+                    &inputs,
+                    &|cpu, t| {
+                        cpu.run(Activation::ActivateBackward {
+                            x: &t[0],
+                            dout: &t[1],
+                            dx: &t[out],
+                            activation,
+                        })
+                    },
+                    out,
+                ),
             );
         }
         // (dgate, dup) in the places of (gate, up), (dout, up) and (gate, dout).
@@ -181,16 +219,16 @@ fn in_place() {
             for (apart_at, at) in [(3, dgate), (4, dup)] {
                 check_in_place(
                     &label,
-                    (&apart, &|t| swiglu_backward(t, 3, 4), apart_at),
-                    (&inputs, &|t| swiglu_backward(t, dgate, dup), at),
+                    (&apart, &|cpu, t| cpu.run(swiglu_backward(t, 3, 4)), apart_at),
+                    (&inputs, &|cpu, t| cpu.run(swiglu_backward(t, dgate, dup)), at),
                 );
             }
         }
     }
 }
 
-fn swiglu_backward(t: &[Tensor], dgate: usize, dup: usize) -> Op<'_> {
-    Op::GatedBackward {
+fn swiglu_backward(t: &[Tensor], dgate: usize, dup: usize) -> Activation<'_> {
+    Activation::GatedBackward {
         gate: &t[0],
         up: &t[1],
         dout: &t[2],

@@ -1,7 +1,7 @@
 //! Dropout and the row lengths of adapters, against plain f64.
 
 use plimsoll_device::cpu::Isa;
-use plimsoll_device::{DType, Op};
+use plimsoll_device::{DType, DeviceExt, Elementwise, Magnitude};
 
 use crate::harness::{Expected, Operand, check, check_in_place, decode, noise, run, storages};
 
@@ -10,13 +10,8 @@ const SHAPES: [[usize; 2]; 5] = [[1, 1], [3, 8], [17, 33], [64, 100], [130, 1040
 /// What is left of ones.
 fn mask_of(ones: &Operand, out: &Operand, probability: f32, seed: u64, first: u64) -> Vec<f64> {
     let operands = [ones.clone(), out.clone()];
-    let written = run(Isa::detect(), 2, &operands, &|t| Op::Dropout {
-        x: &t[0],
-        out: &t[1],
-        probability,
-        seed,
-        first,
-        accumulate: false,
+    let written = run(Isa::detect(), 2, &operands, &|cpu, t| {
+        cpu.run(Elementwise::Dropout { x: &t[0], out: &t[1], probability, seed, first, accumulate: false })
     });
     decode(DType::F32, &written.unwrap()[1])
 }
@@ -49,7 +44,16 @@ fn dropout() {
                 check(
                     &format!("{n} {accumulate}"),
                     &operands,
-                    |t| Op::Dropout { x: &t[0], out: &t[1], probability: 0.5, seed: 3, first: 9, accumulate },
+                    |cpu, t| {
+                        cpu.run(Elementwise::Dropout {
+                            x: &t[0],
+                            out: &t[1],
+                            probability: 0.5,
+                            seed: 3,
+                            first: 9,
+                            accumulate,
+                        })
+                    },
                     &[Expected { operand: 1, values, tolerance: 1e-6 }],
                 );
             }
@@ -60,12 +64,30 @@ fn dropout() {
         "in place",
         (
             &apart,
-            &|t| Op::Dropout { x: &t[0], out: &t[1], probability: 0.3, seed: 1, first: 0, accumulate: false },
+            &|cpu, t| {
+                cpu.run(Elementwise::Dropout {
+                    x: &t[0],
+                    out: &t[1],
+                    probability: 0.3,
+                    seed: 1,
+                    first: 0,
+                    accumulate: false,
+                })
+            },
             1,
         ),
         (
             &apart[..1],
-            &|t| Op::Dropout { x: &t[0], out: &t[0], probability: 0.3, seed: 1, first: 0, accumulate: false },
+            &|cpu, t| {
+                cpu.run(Elementwise::Dropout {
+                    x: &t[0],
+                    out: &t[0],
+                    probability: 0.3,
+                    seed: 1,
+                    first: 0,
+                    accumulate: false,
+                })
+            },
             0,
         ),
     );
@@ -79,7 +101,12 @@ fn row_squares() {
             let rows = operands[0].values.chunks(i);
             let values = rows.map(|row| row.iter().map(|x| x * x).sum()).collect();
             let expected = Expected { operand: 1, values, tolerance: 2e-6 };
-            check(&format!("{o} {i}"), &operands, |t| Op::RowSquares { x: &t[0], out: &t[1] }, &[expected]);
+            check(
+                &format!("{o} {i}"),
+                &operands,
+                |cpu, t| cpu.run(Magnitude::RowSquares { x: &t[0], out: &t[1] }),
+                &[expected],
+            );
         }
     }
 }
@@ -110,7 +137,16 @@ fn row_lengths_are_those_of_the_sum() {
         check(
             &format!("{o} {i} {r}"),
             &operands,
-            |t| Op::RowLengths { squares: &t[0], cross: &t[1], gram: &t[2], b: &t[3], scale, lengths: &t[4] },
+            |cpu, t| {
+                cpu.run(Magnitude::RowLengths {
+                    squares: &t[0],
+                    cross: &t[1],
+                    gram: &t[2],
+                    b: &t[3],
+                    scale,
+                    lengths: &t[4],
+                })
+            },
             &[Expected { operand: 4, values: values.collect(), tolerance: 1e-5 }],
         );
     }
@@ -137,13 +173,15 @@ fn scale_columns() {
                 check(
                     &format!("{n} {o} {accumulate}"),
                     &operands,
-                    |t| Op::ScaleColumns {
-                        x: &t[0],
-                        factors: &t[1],
-                        divisors: whole.then_some(&t[2]),
-                        bias: whole.then_some(&t[3]),
-                        out: &t[4],
-                        accumulate,
+                    |cpu, t| {
+                        cpu.run(Magnitude::ScaleColumns {
+                            x: &t[0],
+                            factors: &t[1],
+                            divisors: whole.then_some(&t[2]),
+                            bias: whole.then_some(&t[3]),
+                            out: &t[4],
+                            accumulate,
+                        })
                     },
                     &[Expected { operand: 4, values: (0..n * o).map(value).collect(), tolerance: 2e-6 }],
                 );
@@ -171,7 +209,15 @@ fn column_dots() {
                 check(
                     &format!("{n} {o} {accumulate}"),
                     &operands,
-                    |t| Op::ColumnDots { a: &t[0], b: &t[1], divisors: &t[2], out: &t[3], accumulate },
+                    |cpu, t| {
+                        cpu.run(Magnitude::ColumnDots {
+                            a: &t[0],
+                            b: &t[1],
+                            divisors: &t[2],
+                            out: &t[3],
+                            accumulate,
+                        })
+                    },
                     &[Expected { operand: 3, values: (0..o).map(value).collect(), tolerance: 5e-6 }],
                 );
             }

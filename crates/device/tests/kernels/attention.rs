@@ -1,6 +1,6 @@
 //! Attention, forward and backward, against softmax written out in f64.
 
-use plimsoll_device::{AttentionShape, BlockSparse, Compute, DType, Op};
+use plimsoll_device::{Attention, AttentionShape, BlockSparse, Compute, DType, DeviceExt};
 
 use crate::harness::{Expected, Operand, check, check_gradient, noise, refusal};
 
@@ -295,16 +295,18 @@ fn check_forward(s: AttentionShape, documents: &[u64], standard: bool) {
         check(
             &format!("{s:?} {dtype} {compute:?}, standard: {standard}"),
             &operands,
-            |t| Op::Attention {
-                q: &t[0],
-                k: &t[1],
-                v: &t[2],
-                documents: (!documents.is_empty()).then_some(&t[5]),
-                out: &t[3],
-                lse: &t[4],
-                probabilities: standard.then_some(&t[6]),
-                shape: s,
-                compute,
+            |cpu, t| {
+                cpu.run(Attention::Forward {
+                    q: &t[0],
+                    k: &t[1],
+                    v: &t[2],
+                    documents: (!documents.is_empty()).then_some(&t[5]),
+                    out: &t[3],
+                    lse: &t[4],
+                    probabilities: standard.then_some(&t[6]),
+                    shape: s,
+                    compute,
+                })
             },
             &expected,
         );
@@ -388,22 +390,24 @@ fn check_backward(s: AttentionShape, documents: &[u64], standard: bool) {
         check(
             &format!("{s:?} {dtype} {compute:?}, standard: {standard}"),
             &operands,
-            |t| Op::AttentionBackward {
-                q: &t[0],
-                k: &t[1],
-                v: &t[2],
-                documents: (!documents.is_empty()).then_some(&t[11]),
-                out: &t[3],
-                lse: &t[4],
-                probabilities: standard.then_some(&t[12]),
-                dout: &t[5],
-                delta: &t[6],
-                sums: Some(&t[7]),
-                dq: &t[8],
-                dk: &t[9],
-                dv: &t[10],
-                shape: s,
-                compute,
+            |cpu, t| {
+                cpu.run(Attention::Backward {
+                    q: &t[0],
+                    k: &t[1],
+                    v: &t[2],
+                    documents: (!documents.is_empty()).then_some(&t[11]),
+                    out: &t[3],
+                    lse: &t[4],
+                    probabilities: standard.then_some(&t[12]),
+                    dout: &t[5],
+                    delta: &t[6],
+                    sums: Some(&t[7]),
+                    dq: &t[8],
+                    dk: &t[9],
+                    dv: &t[10],
+                    shape: s,
+                    compute,
+                })
             },
             &expected,
         );
@@ -456,22 +460,24 @@ fn narrow_gradients_need_sums() {
     let statistics = Operand::garbage(DType::F32, &[1, 1, 4]);
     let row = || Operand::garbage(DType::Bf16, &[4, 2]);
     let operands = [q, k, v, row(), statistics.clone(), row(), statistics, row(), row(), row()];
-    let refused = refusal(&operands, |t| Op::AttentionBackward {
-        q: &t[0],
-        k: &t[1],
-        v: &t[2],
-        documents: None,
-        out: &t[3],
-        lse: &t[4],
-        probabilities: None,
-        dout: &t[5],
-        delta: &t[6],
-        sums: None,
-        dq: &t[7],
-        dk: &t[8],
-        dv: &t[9],
-        shape: s,
-        compute: Compute::F32,
+    let refused = refusal(&operands, |cpu, t| {
+        cpu.run(Attention::Backward {
+            q: &t[0],
+            k: &t[1],
+            v: &t[2],
+            documents: None,
+            out: &t[3],
+            lse: &t[4],
+            probabilities: None,
+            dout: &t[5],
+            delta: &t[6],
+            sums: None,
+            dq: &t[7],
+            dk: &t[8],
+            dv: &t[9],
+            shape: s,
+            compute: Compute::F32,
+        })
     });
     assert_eq!(refused, "attention_backward: gradients that are not f32 need sums");
 }
@@ -485,16 +491,18 @@ fn masks_must_fit() {
         let out = Operand::garbage(DType::F32, &[4, 2]);
         let lse = Operand::garbage(DType::F32, &[1, 1, 4]);
         let probabilities = Operand::garbage(DType::F32, &[probabilities]);
-        refusal(&[q, k, v, out, lse, starts, probabilities], |t| Op::Attention {
-            q: &t[0],
-            k: &t[1],
-            v: &t[2],
-            documents: Some(&t[5]),
-            out: &t[3],
-            lse: &t[4],
-            probabilities: Some(&t[6]),
-            shape,
-            compute: Compute::F32,
+        refusal(&[q, k, v, out, lse, starts, probabilities], |cpu, t| {
+            cpu.run(Attention::Forward {
+                q: &t[0],
+                k: &t[1],
+                v: &t[2],
+                documents: Some(&t[5]),
+                out: &t[3],
+                lse: &t[4],
+                probabilities: Some(&t[6]),
+                shape,
+                compute: Compute::F32,
+            })
         })
     };
     let starts = |n| Operand::new(DType::U32, &[n], [0.0; 8]);

@@ -1,7 +1,7 @@
 //! Caches of keys and values: what is written into them, and attention that reads them as they are stored.
 
 use plimsoll_device::cpu::{Isa, dequantize};
-use plimsoll_device::{AttentionShape, Compute, DType, Op};
+use plimsoll_device::{Attention, AttentionShape, Compute, DType, DeviceExt};
 
 use crate::attention::{decoding_shapes, forward, shape};
 use crate::harness::{Expected, Operand, check, decode, noise, refusal, run};
@@ -13,11 +13,8 @@ fn written(dtype: DType, x: &Operand, rows: usize, [heads, d]: [usize; 2], first
     let cache = zeros(dtype, rows, heads, d);
     let operands = [x.clone(), cache];
     let op = |isa, threads| {
-        run(isa, threads, &operands, &|t| Op::WriteCache {
-            x: &t[0],
-            cache: &t[1],
-            first,
-            head_dim: d as u64,
+        run(isa, threads, &operands, &|cpu, t| {
+            cpu.run(Attention::WriteCache { x: &t[0], cache: &t[1], first, head_dim: d as u64 })
         })
     };
     let bytes = op(Isa::detect(), 1).unwrap().remove(1);
@@ -140,16 +137,18 @@ fn attention_reads_what_is_stored() {
             check(
                 &format!("{s:?} {dtype}"),
                 &operands,
-                |t| Op::Attention {
-                    q: &t[0],
-                    k: &t[1],
-                    v: &t[2],
-                    documents: None,
-                    out: &t[3],
-                    lse: &t[4],
-                    probabilities: None,
-                    shape: s,
-                    compute,
+                |cpu, t| {
+                    cpu.run(Attention::Forward {
+                        q: &t[0],
+                        k: &t[1],
+                        v: &t[2],
+                        documents: None,
+                        out: &t[3],
+                        lse: &t[4],
+                        probabilities: None,
+                        shape: s,
+                        compute,
+                    })
                 },
                 &expected,
             );
@@ -161,7 +160,9 @@ fn attention_reads_what_is_stored() {
 fn what_does_not_fit_is_refused() {
     let x = Operand::new(DType::F32, &[3, 8], noise(1));
     let write = |cache, head_dim| {
-        refusal(&[x.clone(), cache], |t| Op::WriteCache { x: &t[0], cache: &t[1], first: 0, head_dim })
+        refusal(&[x.clone(), cache], |cpu, t| {
+            cpu.run(Attention::WriteCache { x: &t[0], cache: &t[1], first: 0, head_dim })
+        })
     };
     assert_eq!(write(zeros(DType::Q8_0, 3, 2, 4), 4), "accepted");
     for (cache, head_dim) in [

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 use plimsoll_device::cpu::Isa;
-use plimsoll_device::{DType, Op, Rounding, Tensor};
+use plimsoll_device::{Cpu, DType, DeviceError, DeviceExt, Elementwise, Rounding, Tensor};
 
 use crate::harness::{Expected, Operand, check, check_in_place, decode, noise, run, storages};
 
@@ -15,7 +15,12 @@ fn fill() {
             let values = Operand::new(dtype, &[n], vec![0.1; n]).values;
             let expected = Expected { operand: 0, values, tolerance: 0.0 };
             let out = Operand::garbage(dtype, &[n]);
-            check(&format!("{dtype} {n}"), &[out], |t| Op::Fill { out: &t[0], value: 0.1 }, &[expected]);
+            check(
+                &format!("{dtype} {n}"),
+                &[out],
+                |cpu, t| cpu.run(Elementwise::Fill { out: &t[0], value: 0.1 }),
+                &[expected],
+            );
         }
     }
 }
@@ -34,7 +39,7 @@ fn add() {
             check(
                 &format!("{a} {b} {out} {n}"),
                 &operands,
-                |t| Op::Add { a: &t[0], b: &t[1], out: &t[2] },
+                |cpu, t| cpu.run(Elementwise::Add { a: &t[0], b: &t[1], out: &t[2] }),
                 &[expected],
             );
         }
@@ -49,13 +54,13 @@ fn add_in_place() {
         let label = format!("{kept} {changed}");
         check_in_place(
             &label,
-            (&apart, &|t| Op::Add { a: &t[0], b: &t[1], out: &t[2] }, 2),
-            (&pair, &|t| Op::Add { a: &t[0], b: &t[1], out: &t[1] }, 1),
+            (&apart, &|cpu, t| cpu.run(Elementwise::Add { a: &t[0], b: &t[1], out: &t[2] }), 2),
+            (&pair, &|cpu, t| cpu.run(Elementwise::Add { a: &t[0], b: &t[1], out: &t[1] }), 1),
         );
         check_in_place(
             &label,
-            (&apart, &|t| Op::Add { a: &t[1], b: &t[1], out: &t[2] }, 2),
-            (&pair, &|t| Op::Add { a: &t[1], b: &t[1], out: &t[1] }, 1),
+            (&apart, &|cpu, t| cpu.run(Elementwise::Add { a: &t[1], b: &t[1], out: &t[2] }), 2),
+            (&pair, &|cpu, t| cpu.run(Elementwise::Add { a: &t[1], b: &t[1], out: &t[1] }), 1),
         );
     }
 }
@@ -67,7 +72,12 @@ fn scale() {
             let x = Operand::new(dtype, &[n], noise(1));
             let values = x.values.iter().map(|x| x * 0.75).collect();
             let expected = Expected { operand: 0, values, tolerance: 0.0 };
-            check(&format!("{dtype} {n}"), &[x], |t| Op::Scale { x: &t[0], factor: 0.75 }, &[expected]);
+            check(
+                &format!("{dtype} {n}"),
+                &[x],
+                |cpu, t| cpu.run(Elementwise::Scale { x: &t[0], factor: 0.75 }),
+                &[expected],
+            );
         }
     }
 }
@@ -98,8 +108,8 @@ fn check_exact_cast(label: &str, x: Operand, to: DType, n: usize, expected: Expe
     check(label, &operands, cast_nearest, &[expected]);
 }
 
-fn cast_nearest(t: &[Tensor]) -> Op<'_> {
-    Op::Cast { x: &t[0], out: &t[1], rounding: Rounding::Nearest }
+fn cast_nearest(cpu: &Cpu, t: &[Tensor]) -> Result<(), DeviceError> {
+    cpu.run(Elementwise::Cast { x: &t[0], out: &t[1], rounding: Rounding::Nearest })
 }
 
 #[test]
@@ -156,7 +166,7 @@ fn stochastic_rounding_is_right_on_average_and_repeats_with_the_seed() {
         let x = lower + 0.3 * step;
         let operands = [Operand::new(DType::F32, &[n], vec![x; n]), Operand::garbage(to, &[n])];
         let rounded = |seed, isa, threads| {
-            let results = run(isa, threads, &operands, &|t| cast_stochastic(t, seed));
+            let results = run(isa, threads, &operands, &|cpu, t| cpu.run(cast_stochastic(t, seed)));
             decode(to, &results.unwrap()[1])
         };
         let first = rounded(1, Isa::detect(), 1);
@@ -179,7 +189,7 @@ fn stochastic_rounding_keeps_what_is_exact() {
         let special = [0.0, 1.0, -2.5, f64::INFINITY, f64::NEG_INFINITY, f64::NAN];
         let operands = [Operand::new(DType::F32, &[6], special), Operand::garbage(to, &[6])];
         for isa in Isa::available() {
-            let results = run(isa, 1, &operands, &|t| cast_stochastic(t, 7));
+            let results = run(isa, 1, &operands, &|cpu, t| cpu.run(cast_stochastic(t, 7)));
             let got = decode(to, &results.unwrap()[1]);
             assert_eq!(got[..5], special[..5], "{isa}");
             assert!(got[5].is_nan(), "{isa}");
@@ -187,6 +197,6 @@ fn stochastic_rounding_keeps_what_is_exact() {
     }
 }
 
-fn cast_stochastic(t: &[Tensor], seed: u64) -> Op<'_> {
-    Op::Cast { x: &t[0], out: &t[1], rounding: Rounding::Stochastic { seed, first: 0 } }
+fn cast_stochastic(t: &[Tensor], seed: u64) -> Elementwise<'_> {
+    Elementwise::Cast { x: &t[0], out: &t[1], rounding: Rounding::Stochastic { seed, first: 0 } }
 }

@@ -1,7 +1,7 @@
 //! Token embeddings and rotary position embeddings.
 
 use plimsoll_device::cpu::{Isa, dequantize};
-use plimsoll_device::{DType, Op, Rounding};
+use plimsoll_device::{DType, DeviceExt, Embedding, Position, Rounding};
 
 use crate::harness::{Expected, Operand, check, check_gradient, noise, refusal, storages};
 use crate::reference;
@@ -26,7 +26,7 @@ fn embedding() {
         check(
             &format!("{n} {h} {table} {out}"),
             &operands,
-            |t| Op::Embedding { tokens: &t[0], table: &t[1], out: &t[2] },
+            |cpu, t| cpu.run(Embedding::Lookup { tokens: &t[0], table: &t[1], out: &t[2] }),
             &[Expected { operand: 2, values, tolerance: 0.0 }],
         );
     }
@@ -51,7 +51,7 @@ fn embedding_of_blocks() {
             check(
                 &format!("{dtype} {h}"),
                 &operands,
-                |t| Op::Embedding { tokens: &t[0], table: &t[1], out: &t[2] },
+                |cpu, t| cpu.run(Embedding::Lookup { tokens: &t[0], table: &t[1], out: &t[2] }),
                 &[Expected { operand: 2, values, tolerance: 0.0 }],
             );
         }
@@ -77,12 +77,14 @@ fn embedding_backward() {
         check(
             &format!("{n} {h} {dout} {dtable}"),
             &operands,
-            |t| Op::EmbeddingBackward {
-                tokens: &t[0],
-                dout: &t[1],
-                dtable: &t[2],
-                first_row: 0,
-                rounding: Rounding::Nearest,
+            |cpu, t| {
+                cpu.run(Embedding::Backward {
+                    tokens: &t[0],
+                    dout: &t[1],
+                    dtable: &t[2],
+                    first_row: 0,
+                    rounding: Rounding::Nearest,
+                })
             },
             &[Expected { operand: 2, values, tolerance: 2e-6 }],
         );
@@ -96,7 +98,8 @@ fn tokens_outside_the_table_are_refused() {
         Operand::new(DType::F32, &[VOCABULARY, 2], noise(1)),
         Operand::new(DType::F32, &[2, 2], noise(1)),
     ];
-    let forward = refusal(&operands, |t| Op::Embedding { tokens: &t[0], table: &t[1], out: &t[2] });
+    let forward =
+        refusal(&operands, |cpu, t| cpu.run(Embedding::Lookup { tokens: &t[0], table: &t[1], out: &t[2] }));
     assert_eq!(forward, "embedding: token 11 at 1 is outside operand f32[11, 2]");
 }
 
@@ -123,13 +126,15 @@ fn rope() {
             check(
                 &format!("{n} {heads} {pairs} {dtype} {inverse}"),
                 &[x, Operand::u32s(&positions), cos, sin],
-                |t| Op::Rope {
-                    x: &t[0],
-                    positions: &t[1],
-                    cos: &t[2],
-                    sin: &t[3],
-                    head_dim: 2 * pairs as u64,
-                    inverse,
+                |cpu, t| {
+                    cpu.run(Position::Rope {
+                        x: &t[0],
+                        positions: &t[1],
+                        cos: &t[2],
+                        sin: &t[3],
+                        head_dim: 2 * pairs as u64,
+                        inverse,
+                    })
                 },
                 &[Expected { operand: 0, values, tolerance: 2e-7 }],
             );
@@ -155,7 +160,16 @@ fn partial_rope() {
     check(
         "partial",
         &[x, Operand::u32s(&positions), cos, sin],
-        |t| Op::Rope { x: &t[0], positions: &t[1], cos: &t[2], sin: &t[3], head_dim, inverse: false },
+        |cpu, t| {
+            cpu.run(Position::Rope {
+                x: &t[0],
+                positions: &t[1],
+                cos: &t[2],
+                sin: &t[3],
+                head_dim,
+                inverse: false,
+            })
+        },
         &[Expected { operand: 0, values, tolerance: 2e-7 }],
     );
 }
@@ -174,13 +188,15 @@ fn turning_back_is_the_gradient() {
 fn positions_outside_the_table_are_refused() {
     let [cos, sin] = angles(2);
     let operands = [Operand::new(DType::F32, &[2, 4], noise(1)), Operand::u32s(&[0, 50]), cos, sin];
-    let refusal = refusal(&operands, |t| Op::Rope {
-        x: &t[0],
-        positions: &t[1],
-        cos: &t[2],
-        sin: &t[3],
-        head_dim: 4,
-        inverse: false,
+    let refusal = refusal(&operands, |cpu, t| {
+        cpu.run(Position::Rope {
+            x: &t[0],
+            positions: &t[1],
+            cos: &t[2],
+            sin: &t[3],
+            head_dim: 4,
+            inverse: false,
+        })
     });
     assert_eq!(refusal, "rope: position 50 at 1 is outside operand f32[50, 2]");
 }

@@ -1,10 +1,10 @@
 //! 8-bit floats and products of them, against PyTorch's and against sums in f64 (`docs/bench/fp8_fixtures.py`).
 
 use plimsoll_device::cpu::Isa;
-use plimsoll_device::{Compute, DType, Op, Rounding};
+use plimsoll_device::{Compute, DType, DeviceExt, Elementwise, Product, Quantization, Rounding};
 use serde_json::Value;
 
-use crate::harness::{Expected, MakeOp, Operand, check, decode, noise, refusal, run};
+use crate::harness::{Expected, Operand, RunOp, check, decode, noise, refusal, run};
 
 fn fixtures() -> Value {
     serde_json::from_str(include_str!("../fixtures/fp8.json")).unwrap()
@@ -32,8 +32,11 @@ fn room(dtype: DType, sizes: &[usize]) -> Operand {
 fn quantised(dtype: DType, x: &Operand, sizes: &[usize]) -> Vec<u8> {
     let operands = [x.clone(), room(dtype, sizes)];
     let make = |isa, threads| {
-        let result =
-            run(isa, threads, &operands, &|t| Op::QuantizeFp8 { x: &t[0], out: &t[1] }).unwrap().remove(1);
+        let result = run(isa, threads, &operands, &|cpu, t| {
+            cpu.run(Quantization::QuantizeFp8 { x: &t[0], out: &t[1] })
+        })
+        .unwrap()
+        .remove(1);
         let (factor, codes) = result.split_first_chunk::<4>().unwrap();
         (f32::from_ne_bytes(*factor), codes.to_vec(), result)
     };
@@ -104,27 +107,46 @@ fn products_are_those_of_pytorch() {
         check(
             "forward",
             &operands,
-            |t| Op::Linear { x: &t[0], weight: &t[1], bias: None, out: &t[2], accumulate: false, compute },
+            |cpu, t| {
+                cpu.run(Product::Linear {
+                    x: &t[0],
+                    weight: &t[1],
+                    bias: None,
+                    out: &t[2],
+                    accumulate: false,
+                    compute,
+                })
+            },
             &expected("out"),
         );
         let operands = [dout.clone(), weight.clone(), Operand::garbage(DType::F32, &[n, i])];
         check(
             "backward, input",
             &operands,
-            |t| Op::LinearBackwardInput { dout: &t[0], weight: &t[1], dx: &t[2], accumulate: false, compute },
+            |cpu, t| {
+                cpu.run(Product::LinearBackwardInput {
+                    dout: &t[0],
+                    weight: &t[1],
+                    dx: &t[2],
+                    accumulate: false,
+                    compute,
+                })
+            },
             &expected("dx"),
         );
         let operands = [dout.clone(), x.clone(), Operand::garbage(DType::F32, &[o, i])];
         check(
             "backward, weight",
             &operands,
-            |t| Op::LinearBackwardWeight {
-                dout: &t[0],
-                x: &t[1],
-                dweight: &t[2],
-                accumulate: false,
-                rounding: Rounding::Nearest,
-                compute,
+            |cpu, t| {
+                cpu.run(Product::LinearBackwardWeight {
+                    dout: &t[0],
+                    x: &t[1],
+                    dweight: &t[2],
+                    accumulate: false,
+                    rounding: Rounding::Nearest,
+                    compute,
+                })
             },
             &expected("dweight"),
         );
@@ -151,46 +173,51 @@ fn operands_are_read_as_they_are_stored() {
                 (Operand::blocks(dtype, &sizes, stored), values)
             };
             let (x, weight, dout) = (make(a, [n, i], 1), make(b, [o, i], 2), make(a, [n, o], 3));
-            let compare =
-                |a: &(Operand, Operand), b: &(Operand, Operand), sizes: &[usize], op: MakeOp<'_>| {
-                    let out = Operand::new(DType::Bf16, sizes, noise(4));
-                    for isa in Isa::available() {
-                        let run = |a: &Operand, b: &Operand| {
-                            let operands = [a.clone(), b.clone(), out.clone()];
-                            decode(DType::Bf16, &run(isa, 2, &operands, op).unwrap()[2])
-                        };
-                        let (got, want) = (run(&a.0, &b.0), run(&a.1, &b.1));
-                        // Few rows of 8-bit floats are summed in another order than those of bf16.
-                        let near = |a: &f64, b: &f64| (a - b).abs() <= 0.01 * b.abs().max(1.0);
-                        assert!(
-                            if n > 24 { got == want } else { got.iter().zip(&want).all(|(a, b)| near(a, b)) },
-                            "{isa} {n} {i} {o}: {got:?} {want:?}"
-                        );
-                    }
-                };
+            let compare = |a: &(Operand, Operand), b: &(Operand, Operand), sizes: &[usize], op: RunOp<'_>| {
+                let out = Operand::new(DType::Bf16, sizes, noise(4));
+                for isa in Isa::available() {
+                    let run = |a: &Operand, b: &Operand| {
+                        let operands = [a.clone(), b.clone(), out.clone()];
+                        decode(DType::Bf16, &run(isa, 2, &operands, op).unwrap()[2])
+                    };
+                    let (got, want) = (run(&a.0, &b.0), run(&a.1, &b.1));
+                    // Few rows of 8-bit floats are summed in another order than those of bf16.
+                    let near = |a: &f64, b: &f64| (a - b).abs() <= 0.01 * b.abs().max(1.0);
+                    assert!(
+                        if n > 24 { got == want } else { got.iter().zip(&want).all(|(a, b)| near(a, b)) },
+                        "{isa} {n} {i} {o}: {got:?} {want:?}"
+                    );
+                }
+            };
             let (accumulate, compute) = (true, Compute::Bf16);
-            compare(&x, &weight, &[n, o], &|t| Op::Linear {
-                x: &t[0],
-                weight: &t[1],
-                bias: None,
-                out: &t[2],
-                accumulate,
-                compute,
+            compare(&x, &weight, &[n, o], &|cpu, t| {
+                cpu.run(Product::Linear {
+                    x: &t[0],
+                    weight: &t[1],
+                    bias: None,
+                    out: &t[2],
+                    accumulate,
+                    compute,
+                })
             });
-            compare(&dout, &weight, &[n, i], &|t| Op::LinearBackwardInput {
-                dout: &t[0],
-                weight: &t[1],
-                dx: &t[2],
-                accumulate,
-                compute,
+            compare(&dout, &weight, &[n, i], &|cpu, t| {
+                cpu.run(Product::LinearBackwardInput {
+                    dout: &t[0],
+                    weight: &t[1],
+                    dx: &t[2],
+                    accumulate,
+                    compute,
+                })
             });
-            compare(&dout, &x, &[o, i], &|t| Op::LinearBackwardWeight {
-                dout: &t[0],
-                x: &t[1],
-                dweight: &t[2],
-                accumulate,
-                rounding: Rounding::Nearest,
-                compute,
+            compare(&dout, &x, &[o, i], &|cpu, t| {
+                cpu.run(Product::LinearBackwardWeight {
+                    dout: &t[0],
+                    x: &t[1],
+                    dweight: &t[2],
+                    accumulate,
+                    rounding: Rounding::Nearest,
+                    compute,
+                })
             });
         }
     }
@@ -232,13 +259,15 @@ fn zeros_stay_zeros_and_what_is_not_finite_is_not_hidden() {
                 Operand::new(DType::F32, &[5, 70], std::iter::repeat(0.0)),
                 Operand::garbage(DType::F32, &[30, 5]),
             ];
-            let out = run(Isa::detect(), 1, &operands, &|t| Op::Linear {
-                x: &t[0],
-                weight: &t[1],
-                bias: None,
-                out: &t[2],
-                accumulate: false,
-                compute: Compute::Bf16,
+            let out = run(Isa::detect(), 1, &operands, &|cpu, t| {
+                cpu.run(Product::Linear {
+                    x: &t[0],
+                    weight: &t[1],
+                    bias: None,
+                    out: &t[2],
+                    accumulate: false,
+                    compute: Compute::Bf16,
+                })
             })
             .unwrap();
             assert!(decode(DType::F32, &out[2]).iter().all(|x| x.is_nan()));
@@ -254,12 +283,14 @@ fn other_uses_are_refused() {
         Operand::garbage(DType::F32, &[4, 4]),
         Operand::garbage(DType::F32, &[4, 8]),
     ];
-    let words = refusal(&operands, |t| Op::QuantizeFp8 { x: &t[0], out: &t[3] });
+    let words = refusal(&operands, |cpu, t| cpu.run(Quantization::QuantizeFp8 { x: &t[0], out: &t[3] }));
     assert!(words.contains("is not e4m3 or e5m2"), "{words}");
-    let words = refusal(&operands, |t| Op::QuantizeFp8 { x: &t[1], out: &t[1] });
+    let words = refusal(&operands, |cpu, t| cpu.run(Quantization::QuantizeFp8 { x: &t[1], out: &t[1] }));
     assert!(words.contains("overlaps"), "{words}");
-    let words = refusal(&operands, |t| Op::Add { a: &t[0], b: &t[1], out: &t[3] });
+    let words = refusal(&operands, |cpu, t| cpu.run(Elementwise::Add { a: &t[0], b: &t[1], out: &t[3] }));
     assert!(words.contains("is not f32, bf16 or f16"), "{words}");
-    let words = refusal(&operands, |t| Op::Cast { x: &t[1], out: &t[3], rounding: Rounding::Nearest });
+    let words = refusal(&operands, |cpu, t| {
+        cpu.run(Elementwise::Cast { x: &t[1], out: &t[3], rounding: Rounding::Nearest })
+    });
     assert!(words.contains("codes are not cast"), "{words}");
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use half::{bf16, f16};
 use plimsoll_device::cpu::{Isa, Pool};
-use plimsoll_device::{Cpu, DType, Device, DeviceError, Op, Tensor};
+use plimsoll_device::{Cpu, DType, Device, DeviceError, Tensor};
 use plimsoll_memory::Tag;
 
 /// A tensor's type, sizes and values; the values are what remains of those given once they are stored.
@@ -55,7 +55,7 @@ pub struct Expected {
 pub fn check(
     label: &str,
     operands: &[Operand],
-    op: impl for<'a> Fn(&'a [Tensor]) -> Op<'a>,
+    op: impl Fn(&Cpu, &[Tensor]) -> Result<(), DeviceError>,
     expected: &[Expected],
 ) {
     for isa in Isa::available() {
@@ -78,14 +78,14 @@ pub fn check(
     }
 }
 
-/// An operation on tensors still to be made.
-pub type MakeOp<'f> = &'f dyn for<'a> Fn(&'a [Tensor]) -> Op<'a>;
+/// Runs an operation on a device's tensors.
+pub type RunOp<'f> = &'f dyn Fn(&Cpu, &[Tensor]) -> Result<(), DeviceError>;
 
 /// Checks that the first operation gives the same bits in the operand of that number as the second in its own.
 pub fn check_in_place(
     label: &str,
-    apart: (&[Operand], MakeOp<'_>, usize),
-    in_place: (&[Operand], MakeOp<'_>, usize),
+    apart: (&[Operand], RunOp<'_>, usize),
+    in_place: (&[Operand], RunOp<'_>, usize),
 ) {
     for isa in Isa::available() {
         let want = run(isa, 2, apart.0, apart.1).unwrap();
@@ -95,7 +95,7 @@ pub fn check_in_place(
 }
 
 /// The message with which the operation is refused.
-pub fn refusal(operands: &[Operand], op: impl for<'a> Fn(&'a [Tensor]) -> Op<'a>) -> String {
+pub fn refusal(operands: &[Operand], op: impl Fn(&Cpu, &[Tensor]) -> Result<(), DeviceError>) -> String {
     match run(Isa::detect(), 2, operands, &op) {
         Ok(_) => "accepted".to_owned(),
         Err(error) => error.to_string(),
@@ -107,7 +107,7 @@ pub fn run(
     isa: Isa,
     threads: usize,
     operands: &[Operand],
-    op: MakeOp<'_>,
+    op: RunOp<'_>,
 ) -> Result<Vec<Vec<u8>>, DeviceError> {
     let cpu = device(isa, threads);
     let mut tensors = Vec::new();
@@ -116,7 +116,7 @@ pub fn run(
         cpu.write(&tensor, &mut |out| out.copy_from_slice(&operand.bytes)).unwrap();
         tensors.push(tensor);
     }
-    cpu.run(op(&tensors))?;
+    op(&cpu, &tensors)?;
     let mut results = Vec::new();
     for tensor in &tensors {
         cpu.read(tensor, &mut |x| results.push(x.to_vec())).unwrap();

@@ -1,7 +1,7 @@
 //! Eight-bit codes with a scale for each run of elements.
 
 use plimsoll_device::cpu::Isa;
-use plimsoll_device::{DType, Op};
+use plimsoll_device::{DType, DeviceExt, Quantization};
 
 use crate::harness::{Expected, Operand, check, decode, noise, refusal, run};
 
@@ -29,11 +29,8 @@ fn codes_are_the_nearest() {
             let operands = [x, Operand::garbage(DType::I8, &[n]), Operand::garbage(DType::F32, &[count])];
             let label = format!("{dtype} {n} in runs of {block}");
             for isa in Isa::available() {
-                let got = run(isa, 2, &operands, &|t| Op::QuantizeInt8 {
-                    x: &t[0],
-                    codes: &t[1],
-                    scales: &t[2],
-                    block,
+                let got = run(isa, 2, &operands, &|cpu, t| {
+                    cpu.run(Quantization::QuantizeInt8 { x: &t[0], codes: &t[1], scales: &t[2], block })
                 })
                 .unwrap();
                 assert_eq!(decode(DType::F32, &got[2]), scales, "{label}");
@@ -46,7 +43,7 @@ fn codes_are_the_nearest() {
             check(
                 &label,
                 &operands,
-                |t| Op::QuantizeInt8 { x: &t[0], codes: &t[1], scales: &t[2], block },
+                |cpu, t| cpu.run(Quantization::QuantizeInt8 { x: &t[0], codes: &t[1], scales: &t[2], block }),
                 &[
                     Expected { operand: 1, values: codes, tolerance: 1.0 },
                     Expected { operand: 2, values: scales, tolerance: 0.0 },
@@ -74,7 +71,9 @@ fn values_come_back_within_half_a_scale() {
             check(
                 &format!("{dtype} {n} in runs of {block}"),
                 &operands,
-                |t| Op::DequantizeInt8 { codes: &t[0], scales: &t[1], block, out: &t[2] },
+                |cpu, t| {
+                    cpu.run(Quantization::DequantizeInt8 { codes: &t[0], scales: &t[1], block, out: &t[2] })
+                },
                 &[expected],
             );
         }
@@ -93,11 +92,8 @@ fn what_is_not_finite_is_not_hidden() {
                 Operand::garbage(DType::I8, &[n]),
                 Operand::garbage(DType::F32, &sizes),
             ];
-            let packed = run(Isa::detect(), 2, &operands, &|t| Op::QuantizeInt8 {
-                x: &t[0],
-                codes: &t[1],
-                scales: &t[2],
-                block,
+            let packed = run(Isa::detect(), 2, &operands, &|cpu, t| {
+                cpu.run(Quantization::QuantizeInt8 { x: &t[0], codes: &t[1], scales: &t[2], block })
             })
             .unwrap();
             let operands = [
@@ -105,11 +101,8 @@ fn what_is_not_finite_is_not_hidden() {
                 Operand::new(DType::F32, &sizes, decode(DType::F32, &packed[2])),
                 Operand::garbage(DType::F32, &[n]),
             ];
-            let back = run(Isa::detect(), 2, &operands, &|t| Op::DequantizeInt8 {
-                codes: &t[0],
-                scales: &t[1],
-                block,
-                out: &t[2],
+            let back = run(Isa::detect(), 2, &operands, &|cpu, t| {
+                cpu.run(Quantization::DequantizeInt8 { codes: &t[0], scales: &t[1], block, out: &t[2] })
             })
             .unwrap();
             assert!(decode(DType::F32, &back[2])[17].is_nan(), "{bad}");
@@ -124,8 +117,12 @@ fn wrong_shapes_are_refused() {
         Operand::garbage(DType::I8, &[10]),
         Operand::garbage(DType::F32, &[2]),
     ];
-    let words = refusal(&operands, |t| Op::QuantizeInt8 { x: &t[0], codes: &t[1], scales: &t[2], block: 4 });
+    let words = refusal(&operands, |cpu, t| {
+        cpu.run(Quantization::QuantizeInt8 { x: &t[0], codes: &t[1], scales: &t[2], block: 4 })
+    });
     assert!(words.contains("does not have 3 elements"), "{words}");
-    let words = refusal(&operands, |t| Op::QuantizeInt8 { x: &t[0], codes: &t[2], scales: &t[1], block: 5 });
+    let words = refusal(&operands, |cpu, t| {
+        cpu.run(Quantization::QuantizeInt8 { x: &t[0], codes: &t[2], scales: &t[1], block: 5 })
+    });
     assert!(words.contains("is not i8"), "{words}");
 }

@@ -1,6 +1,6 @@
 //! The three products of a linear layer, and its bias: that each is made of the right matrices.
 
-use plimsoll_device::{Compute, DType, Op, Rounding};
+use plimsoll_device::{Compute, DType, DeviceExt, Product, Rounding};
 
 use crate::harness::{Expected, Operand, check, noise, storages};
 
@@ -45,13 +45,15 @@ fn forward() {
             check(
                 &format!("{n} {i} {o} {x} {weight} {bias} {out} {with_bias} {accumulate}"),
                 &operands,
-                |t| Op::Linear {
-                    x: &t[0],
-                    weight: &t[1],
-                    bias: with_bias.then(|| &t[2]),
-                    out: &t[3],
-                    accumulate,
-                    compute: Compute::F32,
+                |cpu, t| {
+                    cpu.run(Product::Linear {
+                        x: &t[0],
+                        weight: &t[1],
+                        bias: with_bias.then(|| &t[2]),
+                        out: &t[3],
+                        accumulate,
+                        compute: Compute::F32,
+                    })
                 },
                 &[expected],
             );
@@ -72,12 +74,14 @@ fn backward_input() {
             check(
                 &format!("{n} {i} {o} {dout} {weight} {dx} {accumulate}"),
                 &operands,
-                |t| Op::LinearBackwardInput {
-                    dout: &t[0],
-                    weight: &t[1],
-                    dx: &t[2],
-                    accumulate,
-                    compute: Compute::F32,
+                |cpu, t| {
+                    cpu.run(Product::LinearBackwardInput {
+                        dout: &t[0],
+                        weight: &t[1],
+                        dx: &t[2],
+                        accumulate,
+                        compute: Compute::F32,
+                    })
                 },
                 &[expect(2, product(douts, weights, [n, o, i]), before, accumulate)],
             );
@@ -98,13 +102,15 @@ fn backward_weight() {
             check(
                 &format!("{n} {i} {o} {dout} {x} {dweight} {accumulate}"),
                 &operands,
-                |t| Op::LinearBackwardWeight {
-                    dout: &t[0],
-                    x: &t[1],
-                    dweight: &t[2],
-                    accumulate,
-                    rounding: Rounding::Nearest,
-                    compute: Compute::F32,
+                |cpu, t| {
+                    cpu.run(Product::LinearBackwardWeight {
+                        dout: &t[0],
+                        x: &t[1],
+                        dweight: &t[2],
+                        accumulate,
+                        rounding: Rounding::Nearest,
+                        compute: Compute::F32,
+                    })
                 },
                 &[expect(2, product(&transposed(douts, o), xs, [o, n, i]), before, accumulate)],
             );
@@ -127,13 +133,15 @@ fn half_precision_operands_and_outputs() {
             check(
                 &format!("f16, {rows} rows, {accumulate}"),
                 &operands,
-                |t| Op::Linear {
-                    x: &t[0],
-                    weight: &t[1],
-                    bias: None,
-                    out: &t[2],
-                    accumulate,
-                    compute: Compute::F32,
+                |cpu, t| {
+                    cpu.run(Product::Linear {
+                        x: &t[0],
+                        weight: &t[1],
+                        bias: None,
+                        out: &t[2],
+                        accumulate,
+                        compute: Compute::F32,
+                    })
                 },
                 &[expected],
             );
@@ -151,13 +159,15 @@ fn small_terms_are_not_lost_in_narrow_sums() {
         Operand::new(DType::Bf16, &[o, i], std::iter::repeat(4.0)),
     ];
     let mean = |rounding| {
-        let op: crate::harness::MakeOp<'_> = &|t| Op::LinearBackwardWeight {
-            dout: &t[0],
-            x: &t[1],
-            dweight: &t[2],
-            accumulate: true,
-            rounding,
-            compute: Compute::F32,
+        let op: crate::harness::RunOp<'_> = &|cpu, t| {
+            cpu.run(Product::LinearBackwardWeight {
+                dout: &t[0],
+                x: &t[1],
+                dweight: &t[2],
+                accumulate: true,
+                rounding,
+                compute: Compute::F32,
+            })
         };
         let mut sums = Vec::new();
         for isa in plimsoll_device::cpu::Isa::available() {

@@ -1,7 +1,7 @@
 //! Cross-entropy and the sum of squares.
 
 use plimsoll_device::cpu::Isa;
-use plimsoll_device::{DType, IGNORED_TARGET, Op, Tensor};
+use plimsoll_device::{DType, DeviceExt, IGNORED_TARGET, Loss, Reduction, Tensor};
 
 use crate::harness::{Expected, Operand, check, check_gradient, noise, refusal, run, storages};
 use crate::reference;
@@ -18,14 +18,14 @@ fn operands(n: usize, v: usize, spread: f64) -> [Operand; 3] {
     ]
 }
 
-fn op(t: &[Tensor], gradient_scale: Option<f32>) -> Op<'_> {
+fn op(t: &[Tensor], gradient_scale: Option<f32>) -> Loss<'_> {
     capped_op(t, None, gradient_scale)
 }
 
-fn capped_op(t: &[Tensor], soft_cap: Option<f32>, gradient_scale: Option<f32>) -> Op<'_> {
+fn capped_op(t: &[Tensor], soft_cap: Option<f32>, gradient_scale: Option<f32>) -> Loss<'_> {
     // The fourth operand, where there is one, are weights.
     let weights = t.get(3);
-    Op::CrossEntropy { logits: &t[0], targets: &t[1], weights, losses: &t[2], soft_cap, gradient_scale }
+    Loss::CrossEntropy { logits: &t[0], targets: &t[1], weights, losses: &t[2], soft_cap, gradient_scale }
 }
 
 /// Every row by its weight, in f64; weights of one change no bit.
@@ -47,10 +47,16 @@ fn weighted_cross_entropy() {
         };
         let losses = Expected { operand: 2, values: expected, tolerance: 1e-6 };
         let gradient = Expected { operand: 0, values: gradient, tolerance: 2e-6 };
-        check(&format!("{n} {v}"), &weighted(&weights), |t| op(t, Some(0.125)), &[losses, gradient]);
+        check(
+            &format!("{n} {v}"),
+            &weighted(&weights),
+            |cpu, t| cpu.run(op(t, Some(0.125))),
+            &[losses, gradient],
+        );
         for isa in Isa::available() {
-            let ones = run(isa, 1, &weighted(&vec![1.0; n]), &|t| op(t, Some(0.125))).unwrap();
-            let none = run(isa, 1, &weighted(&vec![1.0; n])[..3], &|t| op(t, Some(0.125))).unwrap();
+            let ones = run(isa, 1, &weighted(&vec![1.0; n]), &|cpu, t| cpu.run(op(t, Some(0.125)))).unwrap();
+            let none =
+                run(isa, 1, &weighted(&vec![1.0; n])[..3], &|cpu, t| cpu.run(op(t, Some(0.125)))).unwrap();
             assert_eq!(ones[..3], none[..], "{isa}");
         }
     }
@@ -65,9 +71,9 @@ fn cross_entropy() {
             let (losses, gradient) = reference::cross_entropy(&operands[0].values, v, &targets, 0.125);
             let label = format!("{n} {v} {spread}");
             let losses = || Expected { operand: 2, values: losses.clone(), tolerance: 1e-6 };
-            check(&label, &operands, |t| op(t, None), &[losses()]);
+            check(&label, &operands, |cpu, t| cpu.run(op(t, None)), &[losses()]);
             let gradient = Expected { operand: 0, values: gradient, tolerance: 2e-6 };
-            check(&label, &operands, |t| op(t, Some(0.125)), &[losses(), gradient]);
+            check(&label, &operands, |cpu, t| cpu.run(op(t, Some(0.125))), &[losses(), gradient]);
         }
     }
 }
@@ -86,7 +92,7 @@ fn capped_cross_entropy() {
         check(
             &format!("{n} {v} {cap}"),
             &operands,
-            |t| capped_op(t, soft_cap, Some(0.125)),
+            |cpu, t| cpu.run(capped_op(t, soft_cap, Some(0.125))),
             &[losses(), gradient],
         );
         let capped = Expected {
@@ -94,7 +100,12 @@ fn capped_cross_entropy() {
             values: capped_or_ignored(&operands[0].values, &targets, cap),
             tolerance: 4e-6,
         };
-        check(&format!("{n} {v} {cap}"), &operands, |t| capped_op(t, soft_cap, None), &[losses(), capped]);
+        check(
+            &format!("{n} {v} {cap}"),
+            &operands,
+            |cpu, t| cpu.run(capped_op(t, soft_cap, None)),
+            &[losses(), capped],
+        );
     }
 }
 
@@ -117,8 +128,9 @@ fn the_loss_is_the_same_with_and_without_the_gradient_and_alone() {
         Operand::garbage(DType::F32, &[1]),
     ];
     for isa in Isa::available() {
-        let losses_of =
-            |operands: &[Operand], scale| run(isa, 1, operands, &|t| op(t, scale)).unwrap()[2].clone();
+        let losses_of = |operands: &[Operand], scale| {
+            run(isa, 1, operands, &|cpu, t| cpu.run(op(t, scale))).unwrap()[2].clone()
+        };
         let all = [logits.clone(), targets.clone(), losses.clone()];
         assert_eq!(losses_of(&all, None), losses_of(&all, Some(1.0)), "{isa}");
         assert_eq!(losses_of(&all, None)[8..12], losses_of(&alone, None), "{isa}");
@@ -135,7 +147,7 @@ fn infinitely_unlikely_tokens_have_no_gradient() {
     check(
         "masked",
         &operands,
-        |t| op(t, Some(1.0)),
+        |cpu, t| cpu.run(op(t, Some(1.0))),
         &[
             Expected { operand: 0, values: vec![0.0, -0.5, 0.5, 0.0], tolerance: 1e-7 },
             Expected { operand: 2, values: vec![2f64.ln()], tolerance: 1e-7 },
@@ -150,7 +162,7 @@ fn targets_outside_the_vocabulary_are_refused() {
         Operand::u32s(&[3, IGNORED_TARGET, 4]),
         Operand::garbage(DType::F32, &[3]),
     ];
-    let refusal = refusal(&operands, |t| op(t, None));
+    let refusal = refusal(&operands, |cpu, t| cpu.run(op(t, None)));
     assert_eq!(refusal, "cross_entropy: target 4 at 2 is outside operand f32[3, 4]");
 }
 
@@ -171,7 +183,7 @@ fn sum_squares() {
         check(
             &format!("{dtype} {n}"),
             &operands,
-            |t| Op::SumSquares { x: &t[0], out: &t[1] },
+            |cpu, t| cpu.run(Reduction::SumSquares { x: &t[0], out: &t[1] }),
             &[Expected { operand: 1, values: vec![sum], tolerance: 0.0 }],
         );
     }

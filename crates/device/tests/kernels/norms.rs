@@ -1,9 +1,9 @@
 //! RMSNorm, LayerNorm, and the sums over rows behind their gradients.
 
 use plimsoll_device::cpu::Isa;
-use plimsoll_device::{DType, Op};
+use plimsoll_device::{DType, DeviceExt, Norm, Product};
 
-use crate::harness::{Expected, MakeOp, Operand, check, check_gradient, decode, noise, run, storages};
+use crate::harness::{Expected, Operand, RunOp, check, check_gradient, decode, noise, run, storages};
 use crate::reference;
 
 const SHAPES: [[usize; 2]; 8] = [[0, 5], [1, 1], [3, 7], [5, 63], [70, 20], [4, 576], [2, 1000], [3, 2500]];
@@ -30,13 +30,15 @@ fn rms_norm() {
         check(
             &format!("{n} {h} {x} {weight} {out}"),
             &operands,
-            |t| Op::RmsNorm {
-                x: &t[0],
-                weight: &t[1],
-                weight_offset,
-                epsilon: EPSILON,
-                out: &t[2],
-                rstd: &t[3],
+            |cpu, t| {
+                cpu.run(Norm::RmsNorm {
+                    x: &t[0],
+                    weight: &t[1],
+                    weight_offset,
+                    epsilon: EPSILON,
+                    out: &t[2],
+                    rstd: &t[3],
+                })
             },
             &[
                 Expected { operand: 2, values: y, tolerance: 1e-6 },
@@ -68,15 +70,17 @@ fn rms_norm_backward() {
             check(
                 &format!("{n} {h} {types:?} {accumulate_weight}"),
                 &operands,
-                |t| Op::RmsNormBackward {
-                    x: &t[0],
-                    weight: &t[1],
-                    weight_offset,
-                    rstd: &t[2],
-                    dout: &t[3],
-                    dx: &t[4],
-                    dweight: Some(&t[5]),
-                    accumulate_weight,
+                |cpu, t| {
+                    cpu.run(Norm::RmsNormBackward {
+                        x: &t[0],
+                        weight: &t[1],
+                        weight_offset,
+                        rstd: &t[2],
+                        dout: &t[3],
+                        dx: &t[4],
+                        dweight: Some(&t[5]),
+                        accumulate_weight,
+                    })
                 },
                 &[
                     Expected { operand: 4, values: sum(base_dx, &dx), tolerance: 2e-6 },
@@ -105,14 +109,16 @@ fn layer_norm() {
         check(
             &format!("{n} {h} {types:?}"),
             &operands,
-            |t| Op::LayerNorm {
-                x: &t[0],
-                weight: &t[1],
-                bias: &t[2],
-                epsilon: EPSILON,
-                out: &t[3],
-                mean: &t[4],
-                rstd: &t[5],
+            |cpu, t| {
+                cpu.run(Norm::LayerNorm {
+                    x: &t[0],
+                    weight: &t[1],
+                    bias: &t[2],
+                    epsilon: EPSILON,
+                    out: &t[3],
+                    mean: &t[4],
+                    rstd: &t[5],
+                })
             },
             &[
                 Expected { operand: 3, values: y, tolerance },
@@ -147,16 +153,18 @@ fn layer_norm_backward() {
         check(
             &format!("{n} {h} {types:?}"),
             &operands,
-            |t| Op::LayerNormBackward {
-                x: &t[0],
-                weight: &t[1],
-                mean: &t[2],
-                rstd: &t[3],
-                dout: &t[4],
-                dx: &t[5],
-                dweight: Some(&t[6]),
-                dbias: Some(&t[7]),
-                accumulate_weight,
+            |cpu, t| {
+                cpu.run(Norm::LayerNormBackward {
+                    x: &t[0],
+                    weight: &t[1],
+                    mean: &t[2],
+                    rstd: &t[3],
+                    dout: &t[4],
+                    dx: &t[5],
+                    dweight: Some(&t[6]),
+                    dbias: Some(&t[7]),
+                    accumulate_weight,
+                })
             },
             &[
                 Expected { operand: 5, values: sum(base_dx, &dx), tolerance: 1e-5 },
@@ -179,7 +187,7 @@ fn bias_backward() {
             check(
                 &format!("{n} {h} {dout} {dbias} {accumulate}"),
                 &operands,
-                |t| Op::BiasBackward { dout: &t[0], dbias: &t[1], accumulate },
+                |cpu, t| cpu.run(Product::BiasBackward { dout: &t[0], dbias: &t[1], accumulate }),
                 &[accumulated(1, &operands[1].values, sums, accumulate)],
             );
         }
@@ -201,13 +209,15 @@ fn a_row_alone() {
                 Operand::garbage(out, &[n, h]),
                 Operand::garbage(DType::F32, &[n]),
             ];
-            let op: MakeOp<'_> = &|t| Op::RmsNorm {
-                x: &t[0],
-                weight: &t[1],
-                weight_offset: 0.0,
-                epsilon: EPSILON,
-                out: &t[2],
-                rstd: &t[3],
+            let op: RunOp<'_> = &|cpu, t| {
+                cpu.run(Norm::RmsNorm {
+                    x: &t[0],
+                    weight: &t[1],
+                    weight_offset: 0.0,
+                    epsilon: EPSILON,
+                    out: &t[2],
+                    rstd: &t[3],
+                })
             };
             decode(out, &run(isa, 2, &operands, op).unwrap()[2])
         };

@@ -5,11 +5,11 @@ use std::ops::Range;
 use half::bf16;
 use plimsoll_device::cpu::Isa;
 use plimsoll_device::{
-    Adam, BLOCK_8BIT, Codes, Compute, DType, IGNORED_TARGET, Lion, Op, PIECE_ROWS, Rounding, Rule, Sgd,
-    Tensor, Update,
+    Adam, BLOCK_8BIT, Codes, Compute, DType, DeviceExt, Elementwise, Embedding, IGNORED_TARGET, Lion, Loss,
+    PIECE_ROWS, Product, Rounding, Rule, Sgd, Tensor, Update,
 };
 
-use crate::harness::{MakeOp, Operand, decode, noise, refusal, run};
+use crate::harness::{Operand, RunOp, decode, noise, refusal, run};
 
 const PIECE: usize = PIECE_ROWS as usize;
 
@@ -36,7 +36,7 @@ fn columns_of(x: &[f64], columns: usize, range: &Range<usize>) -> Vec<f64> {
 }
 
 /// What the operation leaves in the operand of that number, alone and on three threads.
-fn result(isa: Isa, operands: &[Operand], dtype: DType, number: usize, op: MakeOp<'_>) -> Vec<f64> {
+fn result(isa: Isa, operands: &[Operand], dtype: DType, number: usize, op: RunOp<'_>) -> Vec<f64> {
     let alone = run(isa, 1, operands, op).unwrap();
     assert!(alone == run(isa, 3, operands, op).unwrap(), "{isa}: three threads give other bits than one");
     decode(dtype, &alone[number])
@@ -76,13 +76,15 @@ fn logits() {
         let logits_of = |rows: &Range<usize>| {
             let weight = Operand::new(dtype, &[rows.len(), h], weight.values[rows.start * h..].to_vec());
             let operands = [x.clone(), weight, Operand::garbage(DType::F32, &[n, rows.len()])];
-            result(isa, &operands, DType::F32, 2, &|t| Op::Linear {
-                x: &t[0],
-                weight: &t[1],
-                bias: None,
-                out: &t[2],
-                accumulate: false,
-                compute,
+            result(isa, &operands, DType::F32, 2, &|cpu, t| {
+                cpu.run(Product::Linear {
+                    x: &t[0],
+                    weight: &t[1],
+                    bias: None,
+                    out: &t[2],
+                    accumulate: false,
+                    compute,
+                })
             })
         };
         let whole = logits_of(&(0..v));
@@ -107,12 +109,14 @@ fn input_gradients() {
                 Operand::new(dtype, &[rows.len(), h], weight[rows.start * h..].to_vec()),
                 dx,
             ];
-            result(isa, &operands, out, 2, &|t| Op::LinearBackwardInput {
-                dout: &t[0],
-                weight: &t[1],
-                dx: &t[2],
-                accumulate: before.is_some(),
-                compute,
+            result(isa, &operands, out, 2, &|cpu, t| {
+                cpu.run(Product::LinearBackwardInput {
+                    dout: &t[0],
+                    weight: &t[1],
+                    dx: &t[2],
+                    accumulate: before.is_some(),
+                    compute,
+                })
             })
         };
         let whole = gradient(&(0..v), None, DType::F32);
@@ -124,10 +128,8 @@ fn input_gradients() {
             assert_same(label, &whole, &sum.unwrap());
         }
         let operands = [Operand::new(DType::F32, &[n, h], whole), Operand::garbage(DType::Bf16, &[n, h])];
-        let cast = result(isa, &operands, DType::Bf16, 1, &|t| Op::Cast {
-            x: &t[0],
-            out: &t[1],
-            rounding: Rounding::Nearest,
+        let cast = result(isa, &operands, DType::Bf16, 1, &|cpu, t| {
+            cpu.run(Elementwise::Cast { x: &t[0], out: &t[1], rounding: Rounding::Nearest })
         });
         assert_same(&format!("{label}, cast"), &gradient(&(0..v), None, DType::Bf16), &cast);
     });
@@ -153,13 +155,15 @@ fn weight_gradients() {
                     before.map_or(Operand::garbage(dtype, &sizes), |x| Operand::new(dtype, &sizes, x)),
                 ];
                 let rounding = Rounding::Stochastic { seed, first: (rows.start * h) as u64 };
-                sum = Some(result(isa, &operands, dtype, 2, &|t| Op::LinearBackwardWeight {
-                    dout: &t[0],
-                    x: &t[1],
-                    dweight: &t[2],
-                    accumulate,
-                    rounding,
-                    compute,
+                sum = Some(result(isa, &operands, dtype, 2, &|cpu, t| {
+                    cpu.run(Product::LinearBackwardWeight {
+                        dout: &t[0],
+                        x: &t[1],
+                        dweight: &t[2],
+                        accumulate,
+                        rounding,
+                        compute,
+                    })
                 }));
             }
             sum.unwrap()
@@ -205,13 +209,15 @@ fn loss_and_its_gradient() {
             let label = format!("{isa} {n} {v} {cap:?} {weighted}");
             let whole = |gradient_scale, operand| {
                 let operands = [logits.clone(), targets.clone(), garbage(&[n]), weights.clone()];
-                result(isa, &operands, DType::F32, operand, &|t| Op::CrossEntropy {
-                    logits: &t[0],
-                    targets: &t[1],
-                    weights: weighted.then_some(&t[3]),
-                    losses: &t[2],
-                    soft_cap: cap,
-                    gradient_scale,
+                result(isa, &operands, DType::F32, operand, &|cpu, t| {
+                    cpu.run(Loss::CrossEntropy {
+                        logits: &t[0],
+                        targets: &t[1],
+                        weights: weighted.then_some(&t[3]),
+                        losses: &t[2],
+                        soft_cap: cap,
+                        gradient_scale,
+                    })
                 })
             };
             let (losses, gradient) = (whole(Some(0.125), 2), whole(Some(0.125), 0));
@@ -224,13 +230,15 @@ fn loss_and_its_gradient() {
                 let mut target_logits = garbage(&[n]);
                 for piece in &pieces {
                     let operands = [piece_of(piece), targets.clone(), runs.clone(), target_logits.clone()];
-                    let op: MakeOp<'_> = &|t| Op::LogitRuns {
-                        logits: &t[0],
-                        first_column: piece.start as u64,
-                        targets: &t[1],
-                        soft_cap: cap,
-                        runs: &t[2],
-                        target_logits: &t[3],
+                    let op: RunOp<'_> = &|cpu, t| {
+                        cpu.run(Loss::LogitRuns {
+                            logits: &t[0],
+                            first_column: piece.start as u64,
+                            targets: &t[1],
+                            soft_cap: cap,
+                            runs: &t[2],
+                            target_logits: &t[3],
+                        })
                     };
                     let after = |operand| result(isa, &operands, DType::F32, operand, op);
                     assert_same(&label, &operands[0].values, &after(0));
@@ -239,24 +247,28 @@ fn loss_and_its_gradient() {
                 }
                 assert!(runs.values.iter().all(|x| x.is_finite()), "{label}: all runs are written");
                 let operands = [runs.clone(), target_logits, targets.clone(), weights.clone(), garbage(&[n])];
-                let by_runs = result(isa, &operands, DType::F32, 4, &|t| Op::LossOfRuns {
-                    runs: &t[0],
-                    target_logits: &t[1],
-                    targets: &t[2],
-                    weights: weighted.then_some(&t[3]),
-                    losses: &t[4],
+                let by_runs = result(isa, &operands, DType::F32, 4, &|cpu, t| {
+                    cpu.run(Loss::LossOfRuns {
+                        runs: &t[0],
+                        target_logits: &t[1],
+                        targets: &t[2],
+                        weights: weighted.then_some(&t[3]),
+                        losses: &t[4],
+                    })
                 });
                 assert_same(&label, &losses, &by_runs);
                 for piece in &pieces {
                     let operands = [piece_of(piece), targets.clone(), runs.clone(), weights.clone()];
-                    let by_runs = result(isa, &operands, DType::F32, 0, &|t| Op::GradientOfRuns {
-                        logits: &t[0],
-                        first_column: piece.start as u64,
-                        targets: &t[1],
-                        weights: weighted.then_some(&t[3]),
-                        runs: &t[2],
-                        soft_cap: cap,
-                        gradient_scale: 0.125,
+                    let by_runs = result(isa, &operands, DType::F32, 0, &|cpu, t| {
+                        cpu.run(Loss::GradientOfRuns {
+                            logits: &t[0],
+                            first_column: piece.start as u64,
+                            targets: &t[1],
+                            weights: weighted.then_some(&t[3]),
+                            runs: &t[2],
+                            soft_cap: cap,
+                            gradient_scale: 0.125,
+                        })
                     });
                     assert_same(&label, &columns_of(&gradient, v, piece), &by_runs);
                 }
@@ -275,13 +287,15 @@ fn targets_outside_the_vocabulary_are_refused() {
             Operand::garbage(DType::F32, &[1, 4]),
             Operand::garbage(DType::F32, &[1]),
         ];
-        refusal(&operands, |t| Op::LogitRuns {
-            logits: &t[0],
-            first_column,
-            targets: &t[1],
-            soft_cap: None,
-            runs: &t[2],
-            target_logits: &t[3],
+        refusal(&operands, |cpu, t| {
+            cpu.run(Loss::LogitRuns {
+                logits: &t[0],
+                first_column,
+                targets: &t[1],
+                soft_cap: None,
+                runs: &t[2],
+                target_logits: &t[3],
+            })
         })
     };
     assert_eq!(runs_of(1024, 0, 2047), "accepted");
@@ -303,12 +317,14 @@ fn gradients_of_tables() {
                 let rounding = Rounding::Stochastic { seed: 7, first: (rows.start * h) as u64 };
                 let dtable = Operand::new(dtype, &[rows.len(), h], table[rows.start * h..].to_vec());
                 let operands = [Operand::u32s(&tokens), dout.clone(), dtable];
-                result(isa, &operands, dtype, 2, &|t| Op::EmbeddingBackward {
-                    tokens: &t[0],
-                    dout: &t[1],
-                    dtable: &t[2],
-                    first_row: rows.start as u64,
-                    rounding,
+                result(isa, &operands, dtype, 2, &|cpu, t| {
+                    cpu.run(Embedding::Backward {
+                        tokens: &t[0],
+                        dout: &t[1],
+                        dtable: &t[2],
+                        first_row: rows.start as u64,
+                        rounding,
+                    })
                 })
             };
             let whole = gradient(&(0..v));
@@ -359,8 +375,8 @@ fn updates() {
                     operands.push(part(*dtype, seed, block));
                 }
                 let rounding = Rounding::Stochastic { seed: 3, first: first + range.start as u64 };
-                let op: MakeOp<'_> = &|t| {
-                    Op::Update(Update {
+                let op: RunOp<'_> = &|cpu, t| {
+                    cpu.run(Update {
                         param: &t[0],
                         master: None,
                         grad: &t[1],
@@ -401,7 +417,9 @@ fn stochastic_casts() {
                     Operand::new(DType::F32, &[range.len()], noise(1).skip(range.start)),
                     Operand::garbage(dtype, &[range.len()]),
                 ];
-                result(isa, &operands, dtype, 1, &|t| Op::Cast { x: &t[0], out: &t[1], rounding })
+                result(isa, &operands, dtype, 1, &|cpu, t| {
+                    cpu.run(Elementwise::Cast { x: &t[0], out: &t[1], rounding })
+                })
             };
             let whole = cast(&(0..n));
             for piece in [0..1, 1..500, 500..2900, 2900..n] {
@@ -423,7 +441,9 @@ fn casts_to_nearest() {
     let want: Vec<f64> = values.iter().map(|x| bf16::from_f32(*x).to_f64()).collect();
     for isa in Isa::available() {
         let rounding = Rounding::Nearest;
-        let got = result(isa, &operands, DType::Bf16, 1, &|t| Op::Cast { x: &t[0], out: &t[1], rounding });
+        let got = result(isa, &operands, DType::Bf16, 1, &|cpu, t| {
+            cpu.run(Elementwise::Cast { x: &t[0], out: &t[1], rounding })
+        });
         assert_same(&isa.to_string(), &want, &got);
     }
 }

@@ -5,7 +5,7 @@
 //! The matrix is in f32 on a device of its own, which multiplies; vectors are in f64. Every sum has one order, so that
 //! the bits are the same whatever the number of threads.
 
-use plimsoll_device::{Compute, Cpu, CpuOptions, DType, Device, DeviceError, Op, Tensor};
+use plimsoll_device::{Compute, Cpu, CpuOptions, DType, Device, DeviceError, DeviceExt, Product, Tensor};
 use plimsoll_memory::Tag;
 
 use crate::init;
@@ -275,9 +275,9 @@ impl Operator<'_> {
         self.device.write_f32(&given, &narrow)?;
         let (weight, accumulate, compute) = (&self.weight, false, Compute::F32);
         self.device.run(if transposed {
-            Op::Linear { x: &given, weight, bias: None, out: &out, accumulate, compute }
+            Product::Linear { x: &given, weight, bias: None, out: &out, accumulate, compute }
         } else {
-            Op::LinearBackwardInput { dout: &given, weight, dx: &out, accumulate, compute }
+            Product::LinearBackwardInput { dout: &given, weight, dx: &out, accumulate, compute }
         })?;
         result.values.extend(self.device.read_f32(&out)?.into_iter().map(f64::from));
         Ok(result)

@@ -1,6 +1,6 @@
 //! The attention part: projections, norms of heads, rotation, attention itself.
 
-use plimsoll_device::{DType, Device, Op, Tensor};
+use plimsoll_device::{Attention, DType, Device, DeviceExt, Position, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::Role;
 
@@ -81,7 +81,7 @@ fn in_rows(x: &Tensor, norm: &Norm<'_>) -> Result<Tensor, StepError> {
 fn rotate<D: Device>(ctx: &Context<'_, D>, x: &Tensor, inverse: bool) -> Result<(), StepError> {
     let Some(RopeTable { cos, sin }) = ctx.rope else { return Ok(()) };
     let head_dim = ctx.attention.head_dim;
-    ctx.device.run(Op::Rope { x, positions: ctx.positions, cos, sin, head_dim, inverse })?;
+    ctx.device.run(Position::Rope { x, positions: ctx.positions, cos, sin, head_dim, inverse })?;
     Ok(())
 }
 
@@ -100,7 +100,7 @@ pub(super) fn attend<D: Device>(ctx: &Context<'_, D>, qkv: &Qkv) -> Result<Atten
         _ => None,
     };
     let Qkv { q, k, v, .. } = qkv;
-    ctx.device.run(Op::Attention {
+    ctx.device.run(Attention::Forward {
         q,
         k,
         v,
@@ -153,7 +153,7 @@ pub(super) fn backward<D: Device>(
             Some(device.alloc(DType::F32, &[elements], Tag::Workspace, "dqkv.sums")?)
         }
     };
-    device.run(Op::AttentionBackward {
+    device.run(Attention::Backward {
         q: &qkv.q,
         k: &qkv.k,
         v: &qkv.v,

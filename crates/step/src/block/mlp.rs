@@ -1,6 +1,6 @@
 //! The feed-forward part: gate and up projections, activation, down projection; whole or in chunks of tokens.
 
-use plimsoll_device::{Device, Op, Tensor};
+use plimsoll_device::{Activation, Device, DeviceExt, Tensor};
 use plimsoll_model::Role;
 
 use super::parts::activation_tensor;
@@ -46,8 +46,8 @@ pub(super) fn activate_in_place<D: Device>(ctx: &Context<'_, D>, inner: Inner) -
 fn activate_into<D: Device>(ctx: &Context<'_, D>, inner: &Inner, out: &Tensor) -> Result<(), StepError> {
     let activation = ctx.activation();
     ctx.device.run(match &inner.gate {
-        Some(gate) => Op::Gated { gate, up: &inner.up, out, activation },
-        None => Op::Activate { x: &inner.up, out, activation },
+        Some(gate) => Activation::Gated { gate, up: &inner.up, out, activation },
+        None => Activation::Activate { x: &inner.up, out, activation },
     })?;
     Ok(())
 }
@@ -150,7 +150,7 @@ fn backward_into<D: Device>(
     let Inner { gate, up } = inner;
     // The gradients overwrite the activations that they are the gradients of.
     ctx.device.run(match &gate {
-        Some(gate) => Op::GatedBackward {
+        Some(gate) => Activation::GatedBackward {
             gate,
             up: &up,
             dout: &dactivation,
@@ -158,7 +158,9 @@ fn backward_into<D: Device>(
             dup: &up,
             activation: ctx.activation(),
         },
-        None => Op::ActivateBackward { x: &up, dout: &dactivation, dx: &up, activation: ctx.activation() },
+        None => {
+            Activation::ActivateBackward { x: &up, dout: &dactivation, dx: &up, activation: ctx.activation() }
+        }
     })?;
     drop(dactivation);
     let up_proj = weights.linear(Role::UpProj, Role::UpBias)?;

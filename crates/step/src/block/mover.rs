@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use plimsoll_device::{DType, Device, Lent, Op, Rounding, Shape, Tensor};
+use plimsoll_device::{DType, Device, DeviceExt, Elementwise, Lent, Rounding, Shape, Tensor};
 use plimsoll_disk::{ALIGNMENT, Home, LowerTiers, Transfer};
 use plimsoll_memory::{Tag, Tier};
 
@@ -78,7 +78,7 @@ impl<'a, D: Device> Mover<'a, D> {
     /// Sends a copy of a tensor.
     pub fn send_copy(&self, x: &Tensor) -> Result<Stored, StepError> {
         let (buffer, out) = self.new_tensor(x.dtype(), x.shape())?;
-        self.device.run(Op::Cast { x, out: &out, rounding: Rounding::Nearest })?;
+        self.device.run(Elementwise::Cast { x, out: &out, rounding: Rounding::Nearest })?;
         self.send(buffer, out)
     }
 

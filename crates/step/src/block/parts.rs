@@ -1,6 +1,6 @@
 //! What both parts of a block have in common: a norm before or after, and the addition to the residual stream.
 
-use plimsoll_device::{Device, Op, Rounding, Tensor};
+use plimsoll_device::{Device, DeviceExt, Elementwise, Rounding, Tensor};
 use plimsoll_memory::Tag;
 
 use super::saved::{Raw, Summed};
@@ -57,7 +57,7 @@ pub(super) fn before_backward<D: Device>(
             drop(normed.out);
             norm.backward(ctx.device, gradients, stream, &statistics, &dnormed, dx)
         }
-        _ => Ok(ctx.device.run(Op::Add { a: dx, b: &dnormed, out: dx })?),
+        _ => Ok(ctx.device.run(Elementwise::Add { a: dx, b: &dnormed, out: dx })?),
     }
 }
 
@@ -111,7 +111,7 @@ pub(super) fn add_part<D: Device>(
                 Stream::Shared(stream) => *stream,
             };
             let (normed, raw) = project_raw(ctx, &norm, stream, project)?;
-            ctx.device.run(Op::Add { a: stream, b: &normed, out: &normed })?;
+            ctx.device.run(Elementwise::Add { a: stream, b: &normed, out: &normed })?;
             Ok(Summed { stream: normed, raw: Some(raw) })
         }
     }
@@ -138,7 +138,7 @@ pub(super) fn zeroed<D: Device>(
     name: &'static str,
 ) -> Result<Tensor, StepError> {
     let out = ctx.device.alloc(like.dtype(), like.shape().dims(), Tag::Activations, name)?;
-    ctx.device.run(Op::Fill { out: &out, value: 0.0 })?;
+    ctx.device.run(Elementwise::Fill { out: &out, value: 0.0 })?;
     Ok(out)
 }
 
@@ -154,6 +154,6 @@ pub(super) fn activation_tensor<D: Device>(
 
 fn copy<D: Device>(ctx: &Context<'_, D>, x: &Tensor, name: &'static str) -> Result<Tensor, StepError> {
     let out = activation_tensor(ctx, x.rows(), x.columns(), name)?;
-    ctx.device.run(Op::Cast { x, out: &out, rounding: Rounding::Nearest })?;
+    ctx.device.run(Elementwise::Cast { x, out: &out, rounding: Rounding::Nearest })?;
     Ok(out)
 }

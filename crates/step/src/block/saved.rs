@@ -1,6 +1,6 @@
 //! What the forward pass leaves for the backward pass, and how it is held meanwhile.
 
-use plimsoll_device::{DType, Device, Op, Tensor};
+use plimsoll_device::{DType, Device, DeviceExt, Quantization, Tensor};
 use plimsoll_memory::Tag;
 
 use super::mover::{Mover, Stored};
@@ -192,7 +192,7 @@ impl<T: Activations> Held<T> {
             };
             let runs = tensor.elements().div_ceil(block);
             let scales = device.alloc(DType::F32, &[runs], Tag::Activations, "codes.scales")?;
-            device.run(Op::QuantizeInt8 { x: tensor, codes: &codes, scales: &scales, block })?;
+            device.run(Quantization::QuantizeInt8 { x: tensor, codes: &codes, scales: &scales, block })?;
             packings.push(Packing { scales, block, dtype: tensor.dtype() });
             match (ctx.away, buffer.take()) {
                 (Some(mover), Some(buffer)) => {
@@ -252,7 +252,7 @@ impl<T: Activations> Held<T> {
                 {
                     let dims = tensor.shape();
                     let out = ctx.device.alloc(dtype, dims.dims(), Tag::Activations, "restored")?;
-                    ctx.device.run(Op::DequantizeInt8 {
+                    ctx.device.run(Quantization::DequantizeInt8 {
                         codes: tensor,
                         scales: &scales,
                         block,

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{DType, Device, Op, Tensor};
+use plimsoll_device::{Attention, DType, Device, DeviceExt, Tensor};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Role};
@@ -149,7 +149,7 @@ impl<'a, D: Device> KvCache<'a, D> {
             }
         };
         for (x, cache) in [(keys, &k), (values, &v)] {
-            self.device.run(Op::WriteCache { x, cache, first: past, head_dim: self.head_dim })?;
+            self.device.run(Attention::WriteCache { x, cache, first: past, head_dim: self.head_dim })?;
         }
         Ok((k, v))
     }

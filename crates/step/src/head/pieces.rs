@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use plimsoll_device::{DType, Device, Op, PIECE_ROWS, Tensor};
+use plimsoll_device::{DType, Device, DeviceExt, Elementwise, Loss, PIECE_ROWS, Product, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Role};
 
@@ -61,7 +61,7 @@ impl<'a> PiecedLoss<'a> {
         let alloc = |sizes: &[u64], tag, name| device.alloc(DType::F32, sizes, tag, name);
         let runs = alloc(&[tokens, 2 * runs], Tag::Logits, "logits.runs")?;
         let target_logits = alloc(&[tokens, 1], Tag::Logits, "logits.targets")?;
-        device.run(Op::Fill { out: &target_logits, value: 0.0 })?;
+        device.run(Elementwise::Fill { out: &target_logits, value: 0.0 })?;
         let logits = alloc(&[chunk_tokens, widest], Tag::Logits, "logits")?;
         let dnormed = None;
         Ok(PiecedLoss { norm, x, labels, normed, chunk_tokens, runs, target_logits, logits, dnormed })
@@ -92,7 +92,7 @@ impl<'a> PiecedLoss<'a> {
                 range: start..end,
             };
             let (x, out, compute) = (&chunk.normed, &chunk.logits, ctx.compute);
-            ctx.device.run(Op::Linear { x, weight, bias: None, out, accumulate: false, compute })?;
+            ctx.device.run(Product::Linear { x, weight, bias: None, out, accumulate: false, compute })?;
             body(&chunk)
         })
     }
@@ -100,7 +100,7 @@ impl<'a> PiecedLoss<'a> {
     /// Takes what a piece adds to the losses.
     pub fn add<D: Device>(&self, ctx: &Context<'_, D>, piece: HeadPiece<'_>) -> Result<(), StepError> {
         self.for_each_chunk(ctx, piece.weight, |chunk| {
-            Ok(ctx.device.run(Op::LogitRuns {
+            Ok(ctx.device.run(Loss::LogitRuns {
                 logits: &chunk.logits,
                 first_column: piece.rows.start,
                 targets: &chunk.targets,
@@ -113,7 +113,7 @@ impl<'a> PiecedLoss<'a> {
 
     /// Writes the losses, when all pieces were added.
     pub fn losses<D: Device>(&self, ctx: &Context<'_, D>) -> Result<(), StepError> {
-        Ok(ctx.device.run(Op::LossOfRuns {
+        Ok(ctx.device.run(Loss::LossOfRuns {
             runs: &self.runs,
             target_logits: &self.target_logits,
             targets: &self.labels.targets,
@@ -143,7 +143,7 @@ impl<'a> PiecedLoss<'a> {
         let wanted = gradients.wants(block, role);
         self.for_each_chunk(ctx, piece.weight, |chunk| {
             let (device, compute, logits) = (ctx.device, ctx.compute, &chunk.logits);
-            device.run(Op::GradientOfRuns {
+            device.run(Loss::GradientOfRuns {
                 logits,
                 first_column: range.start,
                 targets: &chunk.targets,
@@ -157,11 +157,18 @@ impl<'a> PiecedLoss<'a> {
                 let (x, dweight) = (&chunk.normed, &target.tensor);
                 let (accumulate, rounding) = (target.accumulate, target.rounding);
                 let dout = logits;
-                device.run(Op::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute })?;
+                device.run(Product::LinearBackwardWeight {
+                    dout,
+                    x,
+                    dweight,
+                    accumulate,
+                    rounding,
+                    compute,
+                })?;
             }
             let dx = &rows(&dnormed, chunk.range.start, chunk.range.end)?;
             let (dout, weight, accumulate) = (logits, piece.weight, range.start > 0);
-            Ok(device.run(Op::LinearBackwardInput { dout, weight, dx, accumulate, compute })?)
+            Ok(device.run(Product::LinearBackwardInput { dout, weight, dx, accumulate, compute })?)
         })?;
         self.dnormed = Some(dnormed);
         Ok(())
@@ -183,7 +190,7 @@ impl<'a> PiecedLoss<'a> {
         let Normed { out, statistics, .. } = normed;
         if let Some(dnormed) = dnormed {
             let rounding = plimsoll_device::Rounding::Nearest;
-            ctx.device.run(Op::Cast { x: &dnormed, out: &out, rounding })?;
+            ctx.device.run(Elementwise::Cast { x: &dnormed, out: &out, rounding })?;
         }
         super::through_norm(ctx, &norm, &x, &out, statistics.as_ref(), gradients)
     }

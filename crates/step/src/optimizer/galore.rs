@@ -5,7 +5,9 @@
 //! Rayleigh-Ritz step, so that they are singular vectors and not only a basis. Signs are whatever comes out: the
 //! update does not depend on them.
 
-use plimsoll_device::{Compute, DType, Device, Op, Rounding, Rule, Sgd, Tensor, Update};
+use plimsoll_device::{
+    Compute, DType, Device, DeviceExt, Product, Rounding, Rule, Sgd, Subspace, Tensor, Update,
+};
 
 use super::low_rank::{Projected, allocate_moments, update_plain};
 use super::state::{NewState, StateKind};
@@ -42,7 +44,7 @@ pub(super) fn update<D: Device>(job: &Job<'_, D>, settings: &LowRankSettings) ->
     }
     let low = job.project(shape, projection)?;
     let hyper = adamw::numbers(job, settings.adam);
-    job.device.run(Op::AdamDirection {
+    job.device.run(Subspace::AdamDirection {
         grad: &low,
         m: job.state(StateKind::FirstMoment)?,
         v: job.state(StateKind::SecondMoment)?,
@@ -78,7 +80,7 @@ fn apply<D: Device>(
     while first < shape.rows {
         let range = first..(first + rows).min(shape.rows);
         let chunk = slice(&buffer, 0..range.end - range.start)?;
-        job.device.run(Op::LinearBackwardInput {
+        job.device.run(Product::LinearBackwardInput {
             dout: &slice(left, range.clone())?,
             weight: right,
             dx: &chunk,
@@ -86,14 +88,14 @@ fn apply<D: Device>(
             compute: Compute::F32,
         })?;
         let master = job.state.master().map(|master| slice(master, range.clone())).transpose()?;
-        job.device.run(Op::Update(Update {
+        job.device.run(Update {
             param: &slice(job.weight, range)?,
             master: master.as_ref(),
             grad: &chunk,
             grad_scale: 1.0,
             rounding: Rounding::Stochastic { seed: mix(job.seed(), first), first: 0 },
             rule: Rule::Sgd { m: None, hyper },
-        }))?;
+        })?;
         first += rows;
     }
     Ok(())
@@ -113,31 +115,38 @@ fn find_projection<D: Device>(
     // Both hold vectors in rows: of the side that is projected, and of the other.
     let basis = job.workspace(&[count, narrow], "subspace")?;
     let image = job.workspace(&[count, wide], "subspace_image")?;
-    device.run(Op::RandomNormal { out: &basis, std: 1.0, seed: job.seed() })?;
+    device.run(Subspace::RandomNormal { out: &basis, std: 1.0, seed: job.seed() })?;
     let product = |x: &Tensor, transposed: bool, out: &Tensor| {
         device.run(if transposed {
-            Op::Linear { x, weight: grad, bias: None, out, accumulate, compute }
+            Product::Linear { x, weight: grad, bias: None, out, accumulate, compute }
         } else {
-            Op::LinearBackwardInput { dout: x, weight: grad, dx: out, accumulate, compute }
+            Product::LinearBackwardInput { dout: x, weight: grad, dx: out, accumulate, compute }
         })
     };
-    device.run(Op::Orthonormalize { x: &basis })?;
+    device.run(Subspace::Orthonormalize { x: &basis })?;
     for _ in 0..ITERATIONS {
         product(&basis, shape.is_tall(), &image)?;
-        device.run(Op::Orthonormalize { x: &image })?;
+        device.run(Subspace::Orthonormalize { x: &image })?;
         product(&image, !shape.is_tall(), &basis)?;
-        device.run(Op::Orthonormalize { x: &basis })?;
+        device.run(Subspace::Orthonormalize { x: &basis })?;
     }
     // Rayleigh-Ritz: the eigenvectors of (Q G^T)(Q G^T)^T turn the basis into singular vectors.
     product(&basis, shape.is_tall(), &image)?;
     let matrix = job.workspace(&[count, count], "subspace_products")?;
-    device.run(Op::Linear { x: &image, weight: &image, bias: None, out: &matrix, accumulate, compute })?;
+    device.run(Product::Linear {
+        x: &image,
+        weight: &image,
+        bias: None,
+        out: &matrix,
+        accumulate,
+        compute,
+    })?;
     drop(image);
     let vectors = job.workspace(&[count, count], "subspace_vectors")?;
     let turn = job.workspace(&[count, shape.rank], "subspace_turn")?;
-    device.run(Op::Eigenvectors { matrix: &matrix, vectors: &vectors, out: &turn })?;
+    device.run(Subspace::Eigenvectors { matrix: &matrix, vectors: &vectors, out: &turn })?;
     let (dout, x) = if shape.is_tall() { (&turn, &basis) } else { (&basis, &turn) };
-    Ok(device.run(Op::LinearBackwardWeight {
+    Ok(device.run(Product::LinearBackwardWeight {
         dout,
         x,
         dweight: projection,

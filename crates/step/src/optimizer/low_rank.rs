@@ -3,7 +3,7 @@
 //! Of a tall matrix's gradient `[M, N]`, M at least N, the rows are projected: low = G P^T `[M, R]`, P `[R, N]`. Of a wide
 //! one's, the columns: low = P^T G `[R, N]`, P `[M, R]`. Other parameters, and those of a lower rank, have AdamW's states.
 
-use plimsoll_device::{Adam, Compute, DType, Device, Op, Rounding, Tensor};
+use plimsoll_device::{Adam, Compute, DType, Device, DeviceExt, Elementwise, Product, Rounding, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::Parameter;
 
@@ -74,9 +74,9 @@ impl<D: Device> Job<'_, D> {
         let low = self.workspace(&shape.low(), "projected_gradient")?;
         let (accumulate, compute) = (false, Compute::F32);
         self.device.run(if shape.is_tall() {
-            Op::Linear { x: self.grad, weight: projection, bias: None, out: &low, accumulate, compute }
+            Product::Linear { x: self.grad, weight: projection, bias: None, out: &low, accumulate, compute }
         } else {
-            Op::LinearBackwardWeight {
+            Product::LinearBackwardWeight {
                 dout: projection,
                 x: self.grad,
                 dweight: &low,
@@ -86,7 +86,7 @@ impl<D: Device> Job<'_, D> {
             }
         })?;
         if self.grad_scale != 1.0 {
-            self.device.run(Op::Scale { x: &low, factor: self.grad_scale })?;
+            self.device.run(Elementwise::Scale { x: &low, factor: self.grad_scale })?;
         }
         Ok(low)
     }

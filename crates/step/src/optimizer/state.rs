@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use plimsoll_device::{BLOCK_8BIT, Codes, DType, Device, Op, Tensor};
+use plimsoll_device::{BLOCK_8BIT, Codes, DType, Device, DeviceExt, Elementwise, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::Parameter;
 
@@ -126,7 +126,7 @@ impl<'a, D: Device> NewState<'a, D> {
     /// A float tensor of zeros.
     pub fn zeros(&mut self, kind: StateKind, dtype: DType, shape: &[u64]) -> Result<(), StepError> {
         let tensor = self.alloc(kind, dtype, shape)?;
-        Ok(self.device.run(Op::Fill { out: &tensor, value: 0.0 })?)
+        Ok(self.device.run(Elementwise::Fill { out: &tensor, value: 0.0 })?)
     }
 
     /// A tensor of zeros of the parameter's shape.

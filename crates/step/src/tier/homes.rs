@@ -1,35 +1,42 @@
-//! The carrier of parcels: it moves them between buffers and their homes, on whichever tier and in whichever file these are.
+//! The carrier of parcels: between buffers and their homes, on whichever tier and in whichever file these are. Moves happen on
+//! a copy stream, in the order in which they are begun.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use plimsoll_disk::{DiskError, LowerTiers};
+use plimsoll_disk::{CopyStream, DiskError, Event, LowerTiers};
 use plimsoll_memory::Region;
 
 use super::parcel::Parcel;
-use super::pool::Carrier;
+use super::pool::{Carrier, Memory};
 use super::transit::{Direction, Transit};
+
+/// A buffer's memory, behind its move, and what came of that.
+type Arrived = (Region, Result<(), DiskError>);
 
 /// Parcels under their keys, with where they live, and those that are on their way.
 pub(super) struct Homes<K, T> {
     tiers: Arc<LowerTiers>,
     parcels: Rc<RefCell<HashMap<K, Parcel<T>>>>,
-    under_way: HashMap<K, Transit>,
+    /// `None` in a dry run.
+    stream: Option<CopyStream>,
+    under_way: HashMap<K, Event<Option<Arrived>>>,
+    /// What came of a write-back whose buffer was used again before anybody asked.
+    failed: Arc<Mutex<Option<DiskError>>>,
 }
 
 impl<K: Copy + Eq + Hash, T> Homes<K, T> {
     /// A carrier of these.
-    pub fn new(tiers: &Arc<LowerTiers>, parcels: &Rc<RefCell<HashMap<K, Parcel<T>>>>) -> Self {
-        Homes { tiers: Arc::clone(tiers), parcels: Rc::clone(parcels), under_way: HashMap::new() }
-    }
-
-    fn begin(&mut self, key: K, direction: Direction, memory: Region) {
-        if let Some(parcel) = self.parcels.borrow().get(&key) {
-            self.under_way.insert(key, Transit::begin(&self.tiers, parcel, direction, memory));
-        }
+    pub fn new(
+        tiers: &Arc<LowerTiers>,
+        parcels: &Rc<RefCell<HashMap<K, Parcel<T>>>>,
+    ) -> Result<Self, DiskError> {
+        let (stream, failed) = (tiers.copy_stream()?, Arc::default());
+        let (tiers, parcels) = (Arc::clone(tiers), Rc::clone(parcels));
+        Ok(Homes { tiers, parcels, stream, under_way: HashMap::new(), failed })
     }
 }
 
@@ -39,30 +46,44 @@ impl<K: Copy + Eq + Hash, T> Carrier<K> for Homes<K, T> {
         parcels.get_mut(&key).map_or(Ok(()), |parcel| parcel.prepare_write_back(&self.tiers))
     }
 
-    fn count(&self, key: K, back: bool) {
+    fn count(&self, key: K, direction: Direction) {
         if let Some(parcel) = self.parcels.borrow().get(&key) {
-            Transit::count(
-                &self.tiers,
-                parcel,
-                if back { Direction::WriteBack } else { Direction::Prefetch },
-            );
+            Transit::count(&self.tiers, parcel, direction);
         }
     }
 
-    fn begin_read(&mut self, key: K, memory: Region) {
-        self.begin(key, Direction::Prefetch, memory);
-    }
-
-    fn begin_write(&mut self, key: K, memory: Region) {
-        self.begin(key, Direction::WriteBack, memory);
-    }
-
-    fn is_done(&self, key: K) -> bool {
-        self.under_way.get(&key).is_none_or(Transit::is_done)
+    fn begin(&mut self, key: K, direction: Direction, memory: Memory<K>) {
+        let parcels = self.parcels.borrow();
+        let (Some(parcel), Some(stream)) = (parcels.get(&key), &self.stream) else { return };
+        let transit = Transit::of(parcel, direction);
+        let (tiers, on_disk) = (Arc::clone(&self.tiers), transit.is_on_disk());
+        let event = match memory {
+            Memory::Here(memory) => stream.begin(on_disk, move || Some(transit.run(&tiers, memory))),
+            Memory::Behind(before) => {
+                let Some(before) = self.under_way.remove(&before) else { return };
+                let failed = Arc::clone(&self.failed);
+                stream.begin(on_disk, move || {
+                    // It was begun earlier on this stream: it is done.
+                    let (memory, outcome) = before.wait().ok().flatten()?;
+                    if let Err(error) = outcome {
+                        failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    }
+                    Some(transit.run(&tiers, memory))
+                })
+            }
+        };
+        self.under_way.insert(key, event);
     }
 
     fn finish(&mut self, key: K) -> Option<(Region, Result<(), DiskError>)> {
-        let (memory, outcome) = self.under_way.remove(&key)?.finish();
-        Some((memory?, outcome))
+        self.under_way.remove(&key)?.wait().ok().flatten()
+    }
+
+    fn settle(&mut self) -> Result<(), DiskError> {
+        if let Some(stream) = &self.stream {
+            stream.begin(true, || ()).wait()?;
+        }
+        let failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner).take();
+        failed.map_or(Ok(()), Err)
     }
 }

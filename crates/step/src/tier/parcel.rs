@@ -142,8 +142,8 @@ impl<T> Parcel<T> {
     }
 
     /// The homes in files, with the bytes of the pages of each.
-    pub fn files(&self) -> impl Iterator<Item = (&Home, u64)> {
-        self.files.iter().filter_map(|file| Some((file.home.as_deref()?, file.page_bytes())))
+    pub fn files(&self) -> impl Iterator<Item = (&Arc<Home>, u64)> {
+        self.files.iter().filter_map(|file| Some((file.home.as_ref()?, file.page_bytes())))
     }
 
     /// Bytes that it takes of a buffer.

@@ -11,29 +11,35 @@ use plimsoll_disk::DiskError;
 use plimsoll_memory::{Region, Tag};
 
 use super::parcel::buffer;
+use super::transit::Direction;
 use crate::StepError;
 
-/// Moves parcels between buffers and wherever they live.
+/// Moves parcels between buffers and wherever they live, in the order in which the moves are begun.
 pub(crate) trait Carrier<K> {
-    /// Sees to it that a parcel can be sent back; in a dry run too.
+    /// Sees to it that a parcel can be written back; in a dry run too.
     fn reserve(&mut self, _: K) -> Result<(), DiskError> {
         Ok(())
     }
 
     /// Counts what a move would move, in a dry run.
-    fn count(&self, _: K, _back: bool) {}
+    fn count(&self, _: K, _: Direction) {}
 
-    /// Begins to bring a parcel into memory that has room for it from its first whole page on.
-    fn begin_read(&mut self, key: K, memory: Region);
+    /// Begins to move a parcel between its homes and memory that has room for it from its first whole page on.
+    fn begin(&mut self, key: K, direction: Direction, memory: Memory<K>);
 
-    /// Begins to send a parcel back.
-    fn begin_write(&mut self, key: K, memory: Region);
-
-    /// Whether [`finish`](Self::finish) would return at once.
-    fn is_done(&self, key: K) -> bool;
-
-    /// Waits until what was begun is done, and gives the memory back; `None` where nothing was begun.
+    /// Waits until a parcel's move is done, and gives the memory back; `None` where nothing was begun, or all has ended.
     fn finish(&mut self, key: K) -> Option<(Region, Result<(), DiskError>)>;
+
+    /// Waits until every move is done. Fails with a write whose buffer was used again since.
+    fn settle(&mut self) -> Result<(), DiskError>;
+}
+
+/// The memory of a buffer.
+#[derive(Debug)]
+pub(crate) enum Memory<K> {
+    Here(Region),
+    /// That of a parcel which is written back before.
+    Behind(K),
 }
 
 /// Buffers of one size.
@@ -64,11 +70,11 @@ impl<K> Use<K> {
 /// One buffer.
 enum Buffer<K> {
     Free(Tensor),
-    /// It is on its way, hither or back; on a device without memory the tensor stays here.
+    /// It is on its way; on a device without memory the tensor stays here.
     Moving {
         key: K,
         tensor: Option<Tensor>,
-        back: bool,
+        direction: Direction,
     },
     /// It is there, and in use from when it is taken until it is released.
     There {
@@ -128,16 +134,11 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
         self.advance()
     }
 
-    /// Sends back what was changed and is done with, and has as much brought as there are free buffers for. Waits for
-    /// nothing.
+    /// Begins to write back what was changed and is done with, and to prefetch as much as there are buffers for. Waits for
+    /// nothing: what comes into a buffer follows behind what goes out of it.
     pub fn advance(&mut self) -> Result<(), StepError> {
         for index in 0..self.buffers.len() {
-            self.send_back(index)?;
-            if let Some(Buffer::Moving { key, back: true, .. }) = self.buffers.get(index)
-                && self.carrier.as_ref().is_none_or(|carrier| carrier.is_done(*key))
-            {
-                self.finish(index)?;
-            }
+            self.write_back(index)?;
         }
         // What will be written anew needs a buffer when its turn comes, and nothing from elsewhere before.
         let mut fresh: Vec<K> = Vec::new();
@@ -150,7 +151,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
             let Some(index) = free.nth(fresh.len()) else { return Ok(()) };
             match anew {
                 true => fresh.push(key),
-                false => self.begin(index, key)?,
+                false => self.prefetch(index, key)?,
             }
         }
         Ok(())
@@ -164,7 +165,8 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
             Some(Buffer::There { key, tensor, released, changed, .. }) => {
                 *released && !*changed && tensor.is_alone() && !needed(key)
             }
-            Some(Buffer::Moving { .. }) | None => false,
+            Some(Buffer::Moving { key, direction, .. }) => *direction == Direction::WriteBack && !needed(key),
+            None => false,
         }
     }
 
@@ -178,46 +180,54 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
         }
     }
 
-    /// Has a parcel brought into a buffer that is free.
-    fn begin(&mut self, index: usize, key: K) -> Result<(), StepError> {
-        let Some(tensor) = self.empty(index)? else { return Ok(()) };
-        self.start(index, key, tensor, false)
+    /// Begins to prefetch a parcel into a buffer that is free.
+    fn prefetch(&mut self, index: usize, key: K) -> Result<(), StepError> {
+        let behind = match (self.buffers.get_mut(index), &mut self.carrier) {
+            (Some(Buffer::Moving { key, tensor: None, .. }), Some(_)) => Some(*key),
+            _ => None,
+        };
+        let (Some(before), Some(carrier)) = (behind, &mut self.carrier) else {
+            let Some(tensor) = self.empty(index)? else { return Ok(()) };
+            return self.start(index, key, tensor, Direction::Prefetch);
+        };
+        carrier.begin(key, Direction::Prefetch, Memory::Behind(before));
+        if let Some(buffer) = self.buffers.get_mut(index) {
+            *buffer = Buffer::Moving { key, tensor: None, direction: Direction::Prefetch };
+        }
+        Ok(())
     }
 
-    /// Begins to send a buffer back if its parcel was changed and is done with.
-    fn send_back(&mut self, index: usize) -> Result<(), StepError> {
+    /// Begins to write a buffer back if its parcel was changed and is done with.
+    fn write_back(&mut self, index: usize) -> Result<(), StepError> {
         let key = match self.buffers.get(index) {
             Some(Buffer::There { key, tensor, released: true, changed: true, .. }) if tensor.is_alone() => {
                 *key
             }
             _ => return Ok(()),
         };
-        let Some(tensor) = self.empty(index)? else { return Ok(()) };
-        self.start(index, key, tensor, true)
-    }
-
-    fn start(&mut self, index: usize, key: K, tensor: Tensor, back: bool) -> Result<(), StepError> {
-        if let (true, Some(carrier)) = (back, &mut self.carrier) {
+        if let Some(carrier) = &mut self.carrier {
             carrier.reserve(key)?;
         }
+        let Some(tensor) = self.empty(index)? else { return Ok(()) };
+        self.start(index, key, tensor, Direction::WriteBack)
+    }
+
+    fn start(&mut self, index: usize, key: K, tensor: Tensor, direction: Direction) -> Result<(), StepError> {
         let kept = match &mut self.carrier {
             None => Some(tensor),
             Some(carrier) => match self.device.lend(tensor)? {
                 Lent::Memory(memory) => {
-                    match back {
-                        true => carrier.begin_write(key, memory),
-                        false => carrier.begin_read(key, memory),
-                    }
+                    carrier.begin(key, direction, Memory::Here(memory));
                     None
                 }
                 Lent::Nothing(tensor) => {
-                    carrier.count(key, back);
+                    carrier.count(key, direction);
                     Some(tensor)
                 }
             },
         };
         if let Some(buffer) = self.buffers.get_mut(index) {
-            *buffer = Buffer::Moving { key, tensor: kept, back };
+            *buffer = Buffer::Moving { key, tensor: kept, direction };
         }
         Ok(())
     }
@@ -225,40 +235,36 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
     /// Waits until what moves in a buffer has arrived.
     fn finish(&mut self, index: usize) -> Result<(), StepError> {
         let Some(buffer) = self.buffers.get_mut(index) else { return Ok(()) };
-        let Buffer::Moving { key, tensor, back } = buffer else { return Ok(()) };
-        let (key, back) = (*key, *back);
+        let Buffer::Moving { key, tensor, direction } = buffer else { return Ok(()) };
+        let (key, released) = (*key, *direction == Direction::WriteBack);
         let (tensor, outcome) = match (tensor.take(), &mut self.carrier) {
             (Some(tensor), _) => (Some(tensor), Ok(())),
             (None, Some(carrier)) => match carrier.finish(key) {
                 Some((memory, outcome)) => (Some(self.device.reclaim(memory)?), outcome),
-                None => (None, Ok(())),
+                None => (None, Err(DiskError::Stopped)),
             },
             (None, None) => (None, Ok(())),
         };
         *buffer = match (tensor, &outcome) {
-            (Some(tensor), Ok(())) => {
-                Buffer::There { key, tensor, taken: false, released: back, changed: false }
-            }
+            (Some(tensor), Ok(())) => Buffer::There { key, tensor, taken: false, released, changed: false },
             (Some(tensor), Err(_)) => Buffer::Free(tensor),
             (None, _) => Buffer::Lost,
         };
         Ok(outcome?)
     }
 
-    /// A buffer to put a parcel in, waiting for one where none is free.
+    /// A buffer to put a parcel in; where none is free, one whose prefetch is given up.
     fn wait_for_buffer(&mut self) -> Result<Option<usize>, StepError> {
         for index in 0..self.buffers.len() {
-            self.send_back(index)?;
+            self.write_back(index)?;
         }
         if let Some(index) = (0..self.buffers.len()).find(|index| self.is_free(*index, 0)) {
             return Ok(Some(index));
         }
-        // What is on its way back first: what was brought ahead may still be wanted.
-        let moving = |back| {
-            let found = |buffer: &Buffer<K>| matches!(buffer, Buffer::Moving { back: b, .. } if *b == back);
-            self.buffers.iter().position(found)
+        let Some(index) = self.buffers.iter().position(|buffer| matches!(buffer, Buffer::Moving { .. }))
+        else {
+            return Ok(None);
         };
-        let Some(index) = moving(true).or_else(|| moving(false)) else { return Ok(None) };
         self.finish(index)?;
         Ok(Some(index))
     }
@@ -284,7 +290,8 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
         self.upcoming.pop_front();
         let index = match self.position(key) {
             Some(index) => {
-                if let Some(Buffer::Moving { back: true, .. }) = self.buffers.get(index) {
+                if let Some(Buffer::Moving { direction: Direction::WriteBack, .. }) = self.buffers.get(index)
+                {
                     self.finish(index)?;
                 }
                 index
@@ -293,7 +300,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
                 let Some(index) = self.wait_for_buffer()? else { return Ok(None) };
                 match fresh {
                     true => self.begin_anew(index, key)?,
-                    false => self.begin(index, key)?,
+                    false => self.prefetch(index, key)?,
                 }
                 index
             }
@@ -316,6 +323,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
 
     /// Has a buffer that is free stand for a parcel that is written anew.
     fn begin_anew(&mut self, index: usize, key: K) -> Result<(), StepError> {
+        self.finish(index)?;
         let Some(tensor) = self.empty(index)? else { return Ok(()) };
         if let Some(buffer) = self.buffers.get_mut(index) {
             *buffer = Buffer::There { key, tensor, taken: true, released: false, changed: false };
@@ -356,7 +364,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
             std::mem::discriminant(buffer).hash(hasher);
             buffer.key().hash(hasher);
             match buffer {
-                Buffer::Moving { back, .. } => back.hash(hasher),
+                Buffer::Moving { direction, .. } => (*direction == Direction::WriteBack).hash(hasher),
                 Buffer::There { released, changed, .. } => (released, changed).hash(hasher),
                 Buffer::Free(_) | Buffer::Lost => {}
             }
@@ -366,12 +374,12 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
     /// Waits until everything that was changed is where it lives.
     pub fn flush(&mut self) -> Result<(), StepError> {
         for index in 0..self.buffers.len() {
-            self.send_back(index)?;
-            if let Some(Buffer::Moving { back: true, .. }) = self.buffers.get(index) {
+            self.write_back(index)?;
+            if let Some(Buffer::Moving { direction: Direction::WriteBack, .. }) = self.buffers.get(index) {
                 self.finish(index)?;
             }
         }
-        Ok(())
+        self.carrier.as_mut().map_or(Ok(()), |carrier| Ok(carrier.settle()?))
     }
 }
 

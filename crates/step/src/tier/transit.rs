@@ -1,6 +1,7 @@
-//! A buffer on its way: the stretches of it that move between memory and a parcel's homes, and those that stay.
+//! How a parcel moves: the stretches of a buffer that go between memory and the parcel's homes, and those that stay.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use plimsoll_disk::{ALIGNMENT, DiskError, Finished, Home, LowerTiers, Transfer, pages};
 use plimsoll_memory::Region;
@@ -16,25 +17,31 @@ pub(crate) enum Direction {
     WriteBack,
 }
 
-/// A buffer's memory, in stretches, in order.
+/// A move of a parcel, to be made by whoever has its buffer.
 #[derive(Debug)]
 pub(crate) struct Transit {
+    direction: Direction,
+    /// In the order of the buffer, from its first whole page on.
     stretches: Vec<Stretch>,
-    rest: Option<Region>,
 }
 
+/// Some bytes of a buffer, in whole pages but for the end of a home, and the part of a home that they move from or to; none
+/// for bytes that stay.
 #[derive(Debug)]
-enum Stretch {
-    Still(Region),
-    Moving(Transfer),
+struct Stretch {
+    bytes: u64,
+    moves: Option<(Arc<Home>, Range<u64>)>,
 }
 
 impl Transit {
-    /// Begins to move a parcel. `memory` has room for it from its first whole page on.
-    pub fn begin<T>(tiers: &LowerTiers, parcel: &Parcel<T>, direction: Direction, memory: Region) -> Transit {
-        let skip = memory.skip_to(ALIGNMENT as usize) as u64;
-        let mut transit = Transit { stretches: Vec::new(), rest: Some(memory) };
-        transit.still(skip);
+    /// What it takes to move a parcel.
+    pub fn of<T>(parcel: &Parcel<T>, direction: Direction) -> Transit {
+        let mut stretches = Vec::new();
+        let mut stretch = |bytes, moves| {
+            if bytes > 0 {
+                stretches.push(Stretch { bytes, moves });
+            }
+        };
         if let Some(home) = parcel.home() {
             let all = home.bytes().next_multiple_of(ALIGNMENT);
             let mut at = 0;
@@ -45,23 +52,27 @@ impl Transit {
                 if pages.is_empty() {
                     continue;
                 }
-                transit.still(pages.start - at);
+                stretch(pages.start - at, None);
                 at = pages.end;
-                transit.moving(pages.end - pages.start, |region| match direction {
-                    Direction::WriteBack => tiers.send_part(home, pages, region),
-                    Direction::Prefetch => {
-                        tiers.bring_part(home, pages.start..pages.end.min(home.bytes()), region)
-                    }
-                });
+                let part = match direction {
+                    Direction::WriteBack => pages.clone(),
+                    Direction::Prefetch => pages.start..pages.end.min(home.bytes()),
+                };
+                stretch(pages.end - pages.start, Some((Arc::clone(home), part)));
             }
-            transit.still(all - at);
+            stretch(all - at, None);
         }
         if direction == Direction::Prefetch {
             for (home, page_bytes) in parcel.files() {
-                transit.moving(page_bytes, |region| tiers.bring(home, region));
+                stretch(page_bytes, Some((Arc::clone(home), 0..home.bytes())));
             }
         }
-        transit
+        Transit { direction, stretches }
+    }
+
+    /// Whether any of it is on a disk.
+    pub fn is_on_disk(&self) -> bool {
+        self.stretches.iter().filter_map(|stretch| stretch.moves.as_ref()).any(|(home, _)| home.is_on_disk())
     }
 
     /// Counts what a move would move, in a dry run.
@@ -75,49 +86,34 @@ impl Transit {
         }
     }
 
-    /// Whether [`finish`](Self::finish) would return at once.
-    pub fn is_done(&self) -> bool {
-        self.stretches.iter().all(|stretch| match stretch {
-            Stretch::Still(_) => true,
-            Stretch::Moving(transfer) => transfer.is_done(),
-        })
-    }
-
-    /// Waits until everything has arrived and gives the memory back; `None` only if it was of no bytes.
-    pub fn finish(self) -> (Option<Region>, Result<(), DiskError>) {
+    /// Makes the move, now. `memory` has room for the parcel from its first whole page on; all of it is given back.
+    pub fn run(self, tiers: &LowerTiers, memory: Region) -> (Region, Result<(), DiskError>) {
+        let skip = memory.skip_to(ALIGNMENT as usize);
+        let (before, mut rest) = memory.split_at(skip);
+        let mut under_way: Vec<Result<Transfer, Region>> = Vec::new();
+        for Stretch { bytes, moves } in self.stretches {
+            let (region, after) = rest.split_at(usize::try_from(bytes).unwrap_or(usize::MAX));
+            rest = after;
+            under_way.push(match (moves, self.direction) {
+                (None, _) => Err(region),
+                (Some((home, part)), Direction::WriteBack) => Ok(tiers.send_part(&home, part, region)),
+                (Some((home, part)), Direction::Prefetch) => Ok(tiers.bring_part(&home, part, region)),
+            });
+        }
         let mut outcome = Ok(());
-        let mut region = |stretch| match stretch {
-            Stretch::Still(region) => region,
-            Stretch::Moving(transfer) => {
-                let Finished { region, outcome: own } = transfer.wait();
+        let mut arrive = |stretch| match stretch {
+            Err(region) => region,
+            Ok(transfer) => {
+                let Finished { region, outcome: own } = Transfer::wait_on_stream(transfer);
                 if let (Ok(()), Err(error)) = (&outcome, own) {
                     outcome = Err(error);
                 }
                 region
             }
         };
-        let regions: Vec<Region> = self.stretches.into_iter().map(&mut region).collect();
+        let regions: Vec<Region> = under_way.into_iter().map(&mut arrive).chain([rest]).collect();
         let join = |whole: Region, part| whole.join(part).unwrap_or_else(|(whole, _)| whole);
-        (regions.into_iter().chain(self.rest).reduce(join), outcome)
-    }
-
-    /// The next bytes of the buffer.
-    fn split(&mut self, bytes: u64) -> Option<Region> {
-        let (part, rest) = self.rest.take()?.split_at(usize::try_from(bytes).unwrap_or(usize::MAX));
-        self.rest = Some(rest);
-        Some(part)
-    }
-
-    /// Bytes that stay.
-    fn still(&mut self, bytes: u64) {
-        let part = self.split(bytes).map(Stretch::Still);
-        self.stretches.extend(part);
-    }
-
-    /// Bytes that move.
-    fn moving(&mut self, bytes: u64, begin: impl FnOnce(Region) -> Transfer) {
-        let part = self.split(bytes).map(|region| Stretch::Moving(begin(region)));
-        self.stretches.extend(part);
+        (regions.into_iter().fold(before, join), outcome)
     }
 }
 

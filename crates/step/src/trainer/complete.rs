@@ -1,6 +1,6 @@
 //! What happens to complete gradients: they are measured, the weights are updated from them, and they are given back.
 
-use plimsoll_device::{Device, Op};
+use plimsoll_device::{Device, DeviceExt, Reduction};
 use plimsoll_memory::Phase;
 use plimsoll_model::{BlockId, Role};
 
@@ -86,7 +86,7 @@ impl<D: Device> Trainer<'_, D> {
                     let gradient = self.gradients.part(part)?;
                     self.communicator.all_reduce(&gradient)?;
                     let out = rows(&self.squared_norms, part.norm_row, part.norm_row + 1)?;
-                    self.device.run(Op::SumSquares { x: &gradient, out: &out })?;
+                    self.device.run(Reduction::SumSquares { x: &gradient, out: &out })?;
                 }
             }
             Action::CheckFinite { unit } => {

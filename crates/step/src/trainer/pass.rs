@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use plimsoll_device::{Device, Op, Tensor};
+use plimsoll_device::{Device, DeviceExt, Reduction, Tensor};
 use plimsoll_memory::Phase;
 use plimsoll_model::{BlockId, ModelSpec, Role};
 
@@ -402,7 +402,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         let mut x = embedding::forward(&ctx, &mut self.weights, &inputs.tokens)?;
         let square = rows(&self.squared_norms, 0, 1)?;
         let finite = |x: &Tensor| -> Result<bool, StepError> {
-            device.run(Op::SumSquares { x, out: &square })?;
+            device.run(Reduction::SumSquares { x, out: &square })?;
             Ok(device.read_f32(&square)?.iter().all(|square| square.is_finite()))
         };
         if !finite(&x)? {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use plimsoll_device::{DType, Device, Op, Rounding, Tensor};
+use plimsoll_device::{DType, Device, DeviceExt, Elementwise, Rounding, Tensor};
 use plimsoll_memory::release_free_heap;
 use plimsoll_model::convert::convert;
 use plimsoll_model::{BlockId, Parameter, Role};
@@ -49,7 +49,7 @@ impl<D: Device> Trainer<'_, D> {
             let contents = Contents::Device(target.clone());
             contents.load(self.device, &self.tiers, (p, target.dtype()), &mut fill)?;
             if let Some(x) = master {
-                let cast = Op::Cast { x, out: weight, rounding: Rounding::Nearest };
+                let cast = Elementwise::Cast { x, out: weight, rounding: Rounding::Nearest };
                 self.device.run(cast).map_err(StepError::from)?;
             }
         }

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry, IGNORED_TARGET};
+use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry, IGNORED_TARGET, Workspace};
 use plimsoll_model::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, Parameter,
     ParameterKind, QkNorm, RopeSpec, SlidingWindow,
@@ -173,6 +173,11 @@ pub fn tokens(seed: u64, sequences: u64, length: u64) -> (Vec<u32>, Vec<u32>) {
 }
 
 pub fn planned_peak(spec: &ModelSpec, settings: &StepSettings, micro_batches: usize) -> u64 {
+    planned(spec, settings, micro_batches).0
+}
+
+/// The arena's peak in a step, and the most that an operation needs beside it.
+pub fn planned(spec: &ModelSpec, settings: &StepSettings, micro_batches: usize) -> (u64, Workspace) {
     let dry = Dry::new();
     let mut trainer = Trainer::new(&dry, spec.clone(), settings.clone(), &Solo).unwrap();
     let n = (settings.batch_size * settings.sequence_length) as usize;
@@ -184,7 +189,7 @@ pub fn planned_peak(spec: &ModelSpec, settings: &StepSettings, micro_batches: us
         ..MicroBatch::new(&tokens, &targets)
     };
     trainer.step(&vec![batch; micro_batches], 1e-3).unwrap();
-    dry.arena().high_water()
+    (dry.arena().high_water(), dry.workspace())
 }
 
 /// A device of just the planned size.

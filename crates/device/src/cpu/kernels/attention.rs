@@ -29,7 +29,7 @@ const QUERIES: usize = 128;
 /// Keys of a tile.
 const KEYS: usize = 256;
 /// The widest head.
-const MAX_HEAD_DIM: usize = 512;
+const MAX_HEAD_DIM: usize = crate::op::MAX_HEAD_DIM as usize;
 
 /// Scratch for two tiles of scores and a block of results, and for the products.
 pub(in crate::cpu) const SCRATCH_BYTES: usize =
@@ -217,7 +217,7 @@ pub(in crate::cpu) fn forward(
     workspace: &mut [f32],
 ) {
     let g = g.cached(k.1, v.1);
-    if g.d == 0 || g.d > MAX_HEAD_DIM {
+    if g.d == 0 {
         return;
     }
     let [k, v] = [k, v].map(|(bytes, dtype)| Rows::stored(bytes, dtype));

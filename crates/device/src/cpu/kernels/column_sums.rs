@@ -5,32 +5,10 @@ use super::simd::per_isa;
 use super::split::{Shared, SharedFloats, for_each_part};
 use super::storage::{TILE, Tile, spans};
 use super::{Exec, Floats, FloatsMut};
+use crate::op::{MAX_PARTIAL_COLUMNS, RowPieces};
 
-/// Columns of partial sums that the workspace holds.
-pub(in crate::cpu) const MAX_PARTIAL_COLUMNS: usize = 256 * 1024;
-
-/// At most this many pieces, each of at least this many rows.
-const MAX_PIECES: usize = 32;
-const MIN_PIECE_ROWS: usize = 16;
-
-/// How rows fall into pieces: by the shape alone.
-#[derive(Clone, Copy)]
-pub(super) struct RowPieces {
-    pub count: usize,
-    pub rows: usize,
-}
-
-impl RowPieces {
-    /// Pieces of `rows` rows with partial sums of `columns` columns, at most [`MAX_PARTIAL_COLUMNS`].
-    pub fn new(rows: usize, columns: usize) -> RowPieces {
-        let most = (MAX_PARTIAL_COLUMNS / columns.max(1)).clamp(1, MAX_PIECES);
-        let piece = rows.div_ceil(most).max(MIN_PIECE_ROWS);
-        RowPieces { count: rows.div_ceil(piece), rows: piece }
-    }
-}
-
-/// dbias (+)= sum over the rows of dout. `partials` has room for [`MAX_PARTIAL_COLUMNS`]; more columns are taken by
-/// turns.
+/// dbias (+)= sum over the rows of dout. `partials` has room for the pieces' sums of [`MAX_PARTIAL_COLUMNS`] columns
+/// at most; more are taken by turns.
 pub(in crate::cpu) fn bias_backward(
     exec: Exec<'_>,
     dout: Floats<'_>,

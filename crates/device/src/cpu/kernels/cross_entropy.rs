@@ -12,14 +12,15 @@ use super::soft_cap::soft_cap;
 use super::split::{Shared, for_each_part};
 use super::storage::{TILE, Tile, buffers};
 use super::{Exec, attention, rows_per_task};
+use crate::op::Workspace;
 use crate::{IGNORED_TARGET, PIECE_ROWS};
 
 /// Columns of a run.
 const RUN: usize = PIECE_ROWS as usize;
 const _: () = assert!(RUN <= TILE);
 
-/// Columns at most of rows that are taken whole: their runs lie in a thread's scratch.
-pub(in crate::cpu) const MAX_COLUMNS: usize = attention::SCRATCH_BYTES / (2 * size_of::<f32>()) * RUN;
+/// The runs of a row that is taken whole lie in a thread's scratch. The operation's check has found them to fit.
+const _: () = assert!(Workspace::MOST.each_task as usize <= attention::SCRATCH_BYTES);
 
 /// What rows of logits are compared with: targets [N] and, where rows count differently, their weights [N].
 #[derive(Clone, Copy)]
@@ -39,8 +40,8 @@ fn target(target: u32) -> Option<usize> {
     (target != IGNORED_TARGET).then_some(target as usize)
 }
 
-/// losses[n] = -ln softmax(logits[n])[targets[n]], 0 for ignored targets; logits [N, V], every other target below V, V at
-/// most [`MAX_COLUMNS`]. With `gradient_scale`, logits becomes (softmax - onehot) * scale, 0 for ignored targets. With
+/// losses[n] = -ln softmax(logits[n])[targets[n]], 0 for ignored targets; logits [N, V], every other target below V.
+/// With `gradient_scale`, logits becomes (softmax - onehot) * scale, 0 for ignored targets. With
 /// `cap` logits are cap * tanh(logits / cap) before that, and the gradient is that of the uncapped. With weights [N] a
 /// row's loss and gradient are multiplied by its weight.
 pub(in crate::cpu) fn cross_entropy(

@@ -1,12 +1,13 @@
 //! DoRA (Liu et al. 2024): rows of a weight have lengths of their own. What is as large as the weight is never made.
 
-use super::column_sums::{MAX_PARTIAL_COLUMNS, RowPieces, add_partials};
+use super::column_sums::add_partials;
 use super::split::{Shared, SharedFloats, for_each_part};
 use super::storage::{Tile, spans, tiles};
 use super::sum_squares::squares;
 use super::{Exec, Floats, FloatsMut, rows_per_task};
 use crate::DType;
 use crate::cpu::matmul::read_elements;
+use crate::op::RowPieces;
 
 /// Elements of a row that are read at a time.
 const ROW_PART: usize = 256;
@@ -125,7 +126,6 @@ pub(in crate::cpu) fn column_dots(
     partials: &mut [f32],
 ) {
     let columns = divisors.len();
-    debug_assert!(columns <= MAX_PARTIAL_COLUMNS);
     let pieces = RowPieces::new(a.len() / columns.max(1), columns);
     let rows = a.len() / columns.max(1);
     let partials = &mut partials[..pieces.count * columns];

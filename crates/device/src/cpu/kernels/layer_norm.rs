@@ -1,10 +1,11 @@
 //! LayerNorm, row by row.
 
-use super::column_sums::{RowPieces, add_partials};
+use super::column_sums::add_partials;
 use super::simd::{LANES, mul_add, per_isa, sum_lanes};
 use super::split::{Shared, SharedFloats, for_each_part};
 use super::storage::{Tile, buffers, spans, tiles};
 use super::{Exec, Floats, FloatsMut, rows_per_task};
+use crate::op::RowPieces;
 
 /// out = (x - mean) * rstd * weight + bias; x, out [N, H], weight, bias [H], mean, rstd [N].
 pub(in crate::cpu) fn layer_norm(
@@ -56,7 +57,7 @@ pub(in crate::cpu) fn layer_norm(
 
 /// dx += rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dout * weight, xhat = (x - mean) * rstd;
 /// dweight (+)= sum of dout * xhat, dbias (+)= sum of dout.
-/// `partials` has room for [`MAX_PARTIAL_COLUMNS`](super::column_sums::MAX_PARTIAL_COLUMNS).
+/// `partials` has room for the sums of all [`RowPieces`].
 pub(in crate::cpu) fn layer_norm_backward(
     exec: Exec<'_>,
     x: Floats<'_>,

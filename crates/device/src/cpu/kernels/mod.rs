@@ -35,18 +35,11 @@ pub(super) use simd::Simd;
 pub(super) use storage::{Floats, FloatsMut};
 
 use super::Pool;
+use crate::op::{PIECE, rows_per_task, task_elements};
 
 /// What a kernel runs on.
 #[derive(Clone, Copy)]
 pub(super) struct Exec<'a> {
     pub pool: &'a Pool,
     pub simd: Simd,
-}
-
-/// Elements of one task of an element-wise kernel: enough to be worth handing out, few enough to spread.
-const PIECE: usize = 16 * 1024;
-
-/// Rows of one task of a row-wise kernel.
-fn rows_per_task(columns: usize) -> usize {
-    (PIECE / columns.max(1)).max(1)
 }

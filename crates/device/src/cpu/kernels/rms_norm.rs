@@ -1,10 +1,11 @@
 //! RMSNorm, row by row.
 
-use super::column_sums::{RowPieces, add_partials};
+use super::column_sums::add_partials;
 use super::simd::{LANES, mul_add, per_isa, sum_lanes};
 use super::split::{Shared, SharedFloats, for_each_part};
 use super::storage::{Tile, buffers, spans, tiles};
 use super::{Exec, Floats, FloatsMut, rows_per_task};
+use crate::op::RowPieces;
 
 /// A norm's weight [H], with a constant that is added to it where it is used: 1 for Gemma's.
 #[derive(Clone, Copy)]
@@ -50,7 +51,7 @@ pub(in crate::cpu) fn rms_norm(
 }
 
 /// dx += rstd * (g - xhat * mean(g * xhat)) with g = dout * weight, xhat = x * rstd; dweight (+)= sum of dout * xhat.
-/// `partials` has room for [`MAX_PARTIAL_COLUMNS`](super::column_sums::MAX_PARTIAL_COLUMNS).
+/// `partials` has room for the sums of all [`RowPieces`].
 pub(in crate::cpu) fn rms_norm_backward(
     exec: Exec<'_>,
     x: Floats<'_>,

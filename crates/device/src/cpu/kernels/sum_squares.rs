@@ -4,21 +4,19 @@ use super::simd::{LANES, per_isa};
 use super::split::{Shared, for_each_part};
 use super::storage::{Tile, tiles};
 use super::{Exec, Floats};
-
-/// Elements of one partial sum.
-const PIECE: usize = 64 * 1024;
+use crate::op::SUM_ELEMENTS;
 
 /// The sum of squares of x, summed in f64 over pieces of a fixed size, in order. `partials` holds a sum per piece;
 /// more pieces than fit are taken in several rounds.
 pub(in crate::cpu) fn sum_squares(exec: Exec<'_>, x: Floats<'_>, partials: &mut [f64]) -> f64 {
-    let pieces = x.len().div_ceil(PIECE);
+    let pieces = x.len().div_ceil(SUM_ELEMENTS);
     let mut sum = 0.0;
     for first in (0..pieces).step_by(partials.len().max(1)) {
         let count = partials.len().min(pieces - first);
         let partials = &mut partials[..count];
         for_each_part(exec, partials.len(), Shared::new(partials, 1), |task, partial, _| {
-            let start = (first + task) * PIECE;
-            let x = x.slice(start..x.len().min(start + PIECE));
+            let start = (first + task) * SUM_ELEMENTS;
+            let x = x.slice(start..x.len().min(start + SUM_ELEMENTS));
             let mut tile = Tile::new();
             let sums = tiles(x.len()).map(|range| squares(exec.simd, x.load(exec.simd, range, &mut tile)));
             partial.fill(sums.sum());

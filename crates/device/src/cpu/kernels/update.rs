@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use super::split::{Shared, SharedFloats, Split, for_each_part};
 use super::storage::{Tile, tiles};
-use super::{Exec, Floats, FloatsMut, PIECE, rows_per_task};
+use super::{Exec, Floats, FloatsMut, PIECE, task_elements};
 use crate::Rounding;
 
 mod adam_direction;
@@ -61,11 +61,6 @@ struct Span {
     row: usize,
     /// First column.
     column: usize,
-}
-
-/// Elements of a task of whole rows of `columns`.
-fn task_elements(columns: usize) -> usize {
-    rows_per_task(columns) * columns.max(1)
 }
 
 /// The spans of the part of task number `task` that has `len` elements.

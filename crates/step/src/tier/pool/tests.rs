@@ -1,4 +1,4 @@
-//! A pool whose carrier says what it was asked for, in order, and is done when it is told to.
+//! A pool whose carrier says what it was asked for, in order.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -23,47 +23,60 @@ struct World {
     did: Vec<Did>,
     /// What lives in the homes.
     homes: HashMap<u32, u8>,
-    under_way: HashMap<u32, (Region, bool)>,
-    /// Moves end by themselves.
-    fast: bool,
+    under_way: HashMap<u32, (Region, Direction)>,
     broken: Option<u32>,
+    failed: bool,
+}
+
+impl World {
+    /// A move ends. What is written arrives then, not before.
+    fn end(&mut self, key: u32) -> Option<(Region, Result<(), DiskError>)> {
+        let (memory, direction) = self.under_way.remove(&key)?;
+        if direction == Direction::WriteBack {
+            let value = memory.bytes()[memory.len() - 1];
+            self.homes.insert(key, value);
+        }
+        let outcome = if self.broken == Some(key) { Err(DiskError::Stopped) } else { Ok(()) };
+        Some((memory, outcome))
+    }
 }
 
 struct Slow(Rc<RefCell<World>>);
 
 impl Carrier<u32> for Slow {
-    fn begin_read(&mut self, key: u32, mut memory: Region) {
+    fn begin(&mut self, key: u32, direction: Direction, memory: Memory<u32>) {
         let mut world = self.0.borrow_mut();
-        world.did.push(Did::Read(key));
-        let value = world.homes.get(&key).copied().unwrap_or(0);
-        memory.bytes_mut().fill(value);
-        assert!(world.under_way.insert(key, (memory, false)).is_none(), "{key} moves twice at once");
-    }
-
-    fn begin_write(&mut self, key: u32, memory: Region) {
-        let mut world = self.0.borrow_mut();
-        let value = memory.bytes()[memory.len() - 1];
-        world.did.push(Did::Wrote(key, value));
-        assert!(world.under_way.insert(key, (memory, true)).is_none(), "{key} moves twice at once");
-    }
-
-    fn is_done(&self, _: u32) -> bool {
-        self.0.borrow().fast
+        let mut memory = match memory {
+            Memory::Here(memory) => memory,
+            Memory::Behind(before) => {
+                let (memory, outcome) = world.end(before).unwrap();
+                world.failed |= outcome.is_err();
+                memory
+            }
+        };
+        match direction {
+            Direction::Prefetch => {
+                world.did.push(Did::Read(key));
+                let value = world.homes.get(&key).copied().unwrap_or(0);
+                memory.bytes_mut().fill(value);
+            }
+            Direction::WriteBack => {
+                let value = memory.bytes()[memory.len() - 1];
+                world.did.push(Did::Wrote(key, value));
+            }
+        }
+        assert!(world.under_way.insert(key, (memory, direction)).is_none(), "{key} moves twice at once");
     }
 
     fn finish(&mut self, key: u32) -> Option<(Region, Result<(), DiskError>)> {
         let mut world = self.0.borrow_mut();
-        let (memory, write) = world.under_way.remove(&key)?;
-        if !world.fast {
-            world.did.push(Did::Waited(key));
-        }
-        // What is written arrives when the write is done, not before.
-        if write {
-            let value = memory.bytes()[memory.len() - 1];
-            world.homes.insert(key, value);
-        }
-        let outcome = if world.broken == Some(key) { Err(DiskError::Stopped) } else { Ok(()) };
-        Some((memory, outcome))
+        let ended = world.end(key)?;
+        world.did.push(Did::Waited(key));
+        Some(ended)
+    }
+
+    fn settle(&mut self) -> Result<(), DiskError> {
+        if std::mem::take(&mut self.0.borrow_mut().failed) { Err(DiskError::Stopped) } else { Ok(()) }
     }
 }
 
@@ -160,7 +173,7 @@ fn what_is_written_anew_is_not_brought_and_has_its_buffer() {
 }
 
 #[test]
-fn a_buffer_on_its_way_back_is_used_again_when_it_has_arrived() {
+fn what_comes_into_a_buffer_follows_behind_what_goes_out_of_it() {
     let device = cpu();
     let (mut pool, world) = pool(&device, 2);
     announce(&mut pool, &[1, 2, 3, 1]);
@@ -173,18 +186,28 @@ fn a_buffer_on_its_way_back_is_used_again_when_it_has_arrived() {
     assert_eq!(did(&world), []);
     drop(tensor);
     pool.advance().unwrap();
-    // It is on its way: its memory is not free, and 3 cannot come.
-    assert_eq!(did(&world), [Did::Wrote(1, 77)]);
-    pool.advance().unwrap();
-    assert_eq!(did(&world), []);
-    assert_eq!(take(&mut pool, &device, 2), 102);
-    // 2 is in use: 3 waits for the way back of 1.
-    assert_eq!(take(&mut pool, &device, 3), 103);
-    assert_eq!(did(&world), [Did::Waited(2), Did::Waited(1), Did::Read(3), Did::Waited(3)]);
+    // Nobody has waited for the way back of 1.
+    assert_eq!(did(&world), [Did::Wrote(1, 77), Did::Read(3)]);
     assert_eq!(world.borrow().homes[&1], 77);
+    assert_eq!([2, 3].map(|key| take(&mut pool, &device, key)), [102, 103]);
+    assert_eq!(did(&world), [Did::Waited(2), Did::Waited(3)]);
     pool.release(2, false);
     pool.release(3, false);
     assert_eq!(take(&mut pool, &device, 1), 77);
+}
+
+#[test]
+fn a_write_back_that_failed_is_told_when_everything_is_to_be_home() {
+    let device = cpu();
+    let (mut pool, world) = pool(&device, 1);
+    announce(&mut pool, &[1, 2]);
+    take(&mut pool, &device, 1);
+    pool.release(1, true);
+    world.borrow_mut().broken = Some(1);
+    pool.advance().unwrap();
+    assert_eq!(take(&mut pool, &device, 2), 102);
+    assert!(pool.flush().is_err());
+    assert!(pool.flush().is_ok());
 }
 
 #[test]
@@ -208,7 +231,6 @@ fn what_is_taken_again_while_it_goes_back_is_not_lost() {
 fn what_is_in_use_is_in_nobodys_way() {
     let device = cpu();
     let (mut pool, world) = pool(&device, 2);
-    world.borrow_mut().fast = true;
     announce(&mut pool, &[1, 2, 3, 1]);
     let one = pool.take(1).unwrap().unwrap();
     let two = pool.take(2).unwrap().unwrap();
@@ -305,19 +327,15 @@ fn to_take_again_what_is_in_use_uses_up_no_announcement() {
     assert_eq!([6, 5].map(|key| take(&mut pool, &device, key)), [106, 55]);
 }
 
-/// Whether its way back is done when it is taken again or not, it is the one that is given.
 #[test]
 fn what_is_taken_again_on_its_way_back_does_not_lose_its_buffer() {
-    for fast in [false, true] {
-        let device = cpu();
-        let (mut pool, world) = pool(&device, 2);
-        announce(&mut pool, &[1, 1, 2, 3]);
-        let tensor = pool.take(1).unwrap().unwrap();
-        device.write(&tensor, &mut |bytes| bytes.fill(44)).unwrap();
-        drop(tensor);
-        pool.release(1, true);
-        pool.advance().unwrap();
-        world.borrow_mut().fast = fast;
-        assert_eq!([1, 2, 3].map(|key| take_and_release(&mut pool, &device, key)), [44, 102, 103]);
-    }
+    let device = cpu();
+    let (mut pool, _) = pool(&device, 2);
+    announce(&mut pool, &[1, 1, 2, 3]);
+    let tensor = pool.take(1).unwrap().unwrap();
+    device.write(&tensor, &mut |bytes| bytes.fill(44)).unwrap();
+    drop(tensor);
+    pool.release(1, true);
+    pool.advance().unwrap();
+    assert_eq!([1, 2, 3].map(|key| take_and_release(&mut pool, &device, key)), [44, 102, 103]);
 }

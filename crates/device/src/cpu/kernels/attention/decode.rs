@@ -13,13 +13,10 @@ use crate::cpu::kernels::split::{Shared, Split};
 use crate::cpu::kernels::storage::buffers;
 use crate::cpu::kernels::{Exec, Floats, FloatsMut};
 use crate::cpu::matmul::cached::{CachedRows, MAX_TOGETHER, add_weighted, dots};
+use crate::op;
 
-/// Positions of a piece, where there are not too many pieces.
-const POSITIONS: usize = 128;
-/// Pieces at most.
-const MAX_PIECES: usize = 64;
 /// Positions of a piece at most: their scores lie in a thread's scratch.
-const MAX_POSITIONS: usize = 16 * 1024;
+const MAX_POSITIONS: usize = op::MAX_POSITIONS as usize;
 /// Elements of a query, a sum or a part in scratch: whole groups of 32.
 const PADDED: usize = MAX_HEAD_DIM;
 /// Heads whose parts one task puts together.
@@ -39,19 +36,12 @@ pub(super) struct Parts<'a> {
 }
 
 impl<'a> Parts<'a> {
-    /// `None` for more than one query of a head, for patterns that only training has, or where there is no room.
+    /// `None` where all positions are better taken by tiles.
     pub fn of(g: &Geometry<'_>, workspace: &'a mut [f32]) -> Option<Parts<'a>> {
-        if g.q_len != 1 || g.heads == 0 || !g.is_contiguous() {
-            return None;
-        }
-        let [_, seen] = g.keys(&g.block(0, 0, 0));
-        let part = g.batch * g.heads * (2 + g.d);
-        // Aligned pieces may be one more than the positions fill.
-        let most = (workspace.len() / part.max(1)).min(MAX_PIECES).checked_sub(1).filter(|most| *most > 0)?;
-        let positions = seen.len().div_ceil(most).next_multiple_of(POSITIONS);
-        let (first, end) = (seen.start / positions, seen.end.div_ceil(positions));
-        let values = workspace.get_mut(..part * (end - first))?;
-        (positions <= MAX_POSITIONS).then_some(Parts { values, positions, first, pieces: end - first })
+        let pieces = g.key_pieces()?;
+        let [positions, first, pieces] = [pieces.positions, pieces.first, pieces.count].map(|n| n as usize);
+        let values = workspace.get_mut(..g.batch * g.heads * (2 + g.d) * pieces)?;
+        Some(Parts { values, positions, first, pieces })
     }
 }
 

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::{KEYS, QUERIES};
 use crate::cpu::kernels::Simd;
 use crate::cpu::kernels::soft_cap::soft_cap;
+use crate::op::KeyPieces;
 use crate::{AttentionShape, DType};
 
 /// The shape as indices.
@@ -187,9 +188,9 @@ impl<'a> Geometry<'a> {
         (distance as u64) < self.shape.reach()
     }
 
-    /// Whether a query sees the keys of one range whatever its document.
-    pub fn is_contiguous(&self) -> bool {
-        self.documents.is_none() && self.shape.block_sparse.is_none()
+    /// How the positions are cut that the only query of each head sees, where they are.
+    pub fn key_pieces(&self) -> Option<KeyPieces> {
+        KeyPieces::of(&self.shape, self.documents.is_some())
     }
 
     pub fn soft_cap(&self) -> Option<f32> {

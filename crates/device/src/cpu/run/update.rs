@@ -1,14 +1,13 @@
-//! From steps of optimizers on tensors to their kernels on slices.
+//! Steps of optimizers on the CPU.
 
-use super::kernels::Exec;
-use super::kernels::update::{
+use super::Job;
+use crate::cpu::kernels::update::{
     CodesMut, Second, Weights, adafactor, adam_mini, adamw, adamw_8bit, apollo, lion, lion_8bit, sgd,
 };
-use super::slices::Slices;
 use crate::{Codes, Rule, SecondMoment, Update};
 
-/// Carries out a step that has been checked. `partials` is workspace for sums.
-pub(super) fn update(exec: Exec<'_>, t: Slices<'_>, step: &Update<'_>, partials: &mut [f64]) {
+pub(super) fn run(step: Update<'_>, job: Job<'_>) {
+    let (exec, t) = (job.exec, job.t);
     let weights = Weights {
         param: t.floats_mut(step.param),
         master: step.master.map(|master| t.f32s_mut(master)),
@@ -32,11 +31,20 @@ pub(super) fn update(exec: Exec<'_>, t: Slices<'_>, step: &Update<'_>, partials:
                 }
                 SecondMoment::Full(v) => Second::Full(t.f32s_mut(v)),
             };
-            adafactor(exec, weights, second, m.map(|m| t.f32s_mut(m)), hyper, partials);
+            adafactor(exec, weights, second, m.map(|m| t.f32s_mut(m)), hyper, job.workspace());
         }
         Rule::Apollo { ratios, channels, norm, hyper } => {
             let columns = step.param.columns() as usize;
-            apollo(exec, weights, t.f32s(ratios), channels, columns, t.f32s_mut(norm), hyper, partials);
+            apollo(
+                exec,
+                weights,
+                t.f32s(ratios),
+                channels,
+                columns,
+                t.f32s_mut(norm),
+                hyper,
+                job.workspace(),
+            );
         }
     }
 }

@@ -3,8 +3,9 @@
 //! Every rule needs the gradient of its own tensor alone. Numbers that hold for a whole step are f64, so that what is
 //! worked out of them (1 - beta2, bias corrections) is as exact as in the packages that they come from.
 
-use crate::check::{Access, Mismatch};
-use crate::{DType, Rounding, Tensor};
+use super::{Family, PIECE, Rounding};
+use crate::check::Description;
+use crate::{Cost, DType, Tensor};
 
 /// Elements that share a scale in 8-bit states (bitsandbytes).
 pub const BLOCK_8BIT: u64 = 256;
@@ -225,122 +226,65 @@ pub enum Rule<'a> {
     },
 }
 
-impl<'a> Update<'a> {
-    pub(crate) fn name(&self) -> &'static str {
-        match self.rule {
-            Rule::AdamW { .. } => "adamw",
-            Rule::AdamW8bit { .. } => "adamw_8bit",
-            Rule::AdamMini { .. } => "adam_mini",
-            Rule::Lion { .. } => "lion",
-            Rule::Lion8bit { .. } => "lion_8bit",
-            Rule::Sgd { .. } => "sgd",
-            Rule::Adafactor { .. } => "adafactor",
-            Rule::Apollo { .. } => "apollo",
-        }
-    }
-
-    /// What is both read and written: weights and states.
-    fn state(&self) -> Vec<&'a Tensor> {
-        let mut state = vec![self.param];
-        state.extend(self.master);
-        match self.rule {
-            Rule::AdamW { m, v, .. } | Rule::AdamMini { m, v, .. } => state.extend([m, v]),
-            Rule::AdamW8bit { m, v, .. } => state.extend([m.codes, m.absmax, v.codes, v.absmax]),
-            Rule::Lion { m, .. } => state.push(m),
-            Rule::Lion8bit { m, .. } => state.extend([m.codes, m.absmax]),
-            Rule::Sgd { m, .. } => state.extend(m),
-            Rule::Adafactor { second, m, .. } => {
-                match second {
-                    SecondMoment::Factored { rows, columns } => state.extend([rows, columns]),
-                    SecondMoment::Full(v) => state.push(v),
-                }
-                state.extend(m);
+impl<'a> Family<'a> for Update<'a> {
+    fn describe(&self) -> Description<'a> {
+        let Update { param, master, grad, rule, .. } = *self;
+        let new = |name| {
+            Description::new(name, [], [])
+                .changing([param])
+                .changing(master)
+                .reading([grad])
+                .floats([param, grad])
+                .same_size(param, [grad])
+                .f32s(master)
+                .same_size(param, master)
+        };
+        match rule {
+            Rule::AdamW { m, v, .. } => new("adamw").state(param, [m, v]),
+            Rule::AdamW8bit { m, v, .. } => new("adamw_8bit").codes(param, m).codes(param, v),
+            Rule::AdamMini { m, v, .. } => {
+                let runs = v.elements();
+                new("adam_mini")
+                    .f32_state(param, [m])
+                    .changing([v])
+                    .f32s([v])
+                    .that(runs > 0 && param.elements().is_multiple_of(runs.max(1)), || {
+                        format!("{param:?} does not fall into {runs} equal runs")
+                    })
             }
-            Rule::Apollo { norm, .. } => state.push(norm),
+            Rule::Lion { m, .. } => new("lion").state(param, [m]),
+            Rule::Lion8bit { m, .. } => new("lion_8bit").codes(param, m),
+            Rule::Sgd { m, .. } => new("sgd").f32_state(param, m),
+            Rule::Adafactor { second: SecondMoment::Factored { rows, columns }, m, .. } => new("adafactor")
+                .changing([rows, columns])
+                .f32_vectors([rows], param.rows())
+                .f32_vectors([columns], param.columns())
+                .f32_state(param, m)
+                .task_sums(param, param.columns())
+                .task_sums(param, PIECE as u64),
+            Rule::Adafactor { second: SecondMoment::Full(v), m, .. } => {
+                new("adafactor").f32_state(param, [v]).f32_state(param, m).task_sums(param, PIECE as u64)
+            }
+            Rule::Apollo { ratios, channels, norm, .. } => new("apollo")
+                .changing([norm])
+                .reading([ratios])
+                .f32_vectors([ratios], channels.count(param))
+                .f32_vectors([norm], 1)
+                .task_sums(param, param.columns()),
         }
-        state
     }
 
-    pub(crate) fn access(&self) -> Access<'a> {
-        let writes = self.state();
-        let mut reads = writes.clone();
-        reads.push(self.grad);
-        if let Rule::Apollo { ratios, .. } = self.rule {
-            reads.push(ratios);
-        }
-        let in_place = writes.iter().map(|t| (*t, *t)).collect();
-        Access { reads, writes, in_place }
-    }
-
-    /// Bytes that are moved beyond one pass over everything: rules that need a sum before the update read the gradient
-    /// more often.
-    pub(crate) fn further_bytes(&self) -> u64 {
+    /// Rules that need a sum before the update read the gradient more often.
+    fn cost(&self, once: Cost) -> Cost {
         let weights = self.master.unwrap_or(self.param).bytes();
         let grad = self.grad.bytes();
-        match self.rule {
+        let again = match self.rule {
             Rule::AdamMini { .. } | Rule::Apollo { .. } => grad,
             Rule::Adafactor { second: SecondMoment::Factored { .. }, .. } => 3 * grad + weights,
             Rule::Adafactor { second: SecondMoment::Full(v), .. } => 2 * (grad + v.bytes()) + weights,
             _ => 0,
-        }
-    }
-
-    pub(crate) fn check(&self, check: &mut Mismatch) {
-        let (param, n) = (self.param, self.param.elements());
-        [param, self.grad].into_iter().for_each(|t| check.float(t));
-        check.same_size(param, self.grad);
-        if let Some(master) = self.master {
-            check.f32(master);
-            check.same_size(param, master);
-        }
-        match self.rule {
-            Rule::AdamW { m, v, .. } => {
-                for state in [m, v] {
-                    check.float(state);
-                    check.same_size(param, state);
-                }
-            }
-            Rule::AdamW8bit { m, v, .. } => [m, v].into_iter().for_each(|codes| check.codes(param, codes)),
-            Rule::AdamMini { m, v, .. } => {
-                check.f32(m);
-                check.same_size(param, m);
-                check.f32(v);
-                check.that(v.elements() > 0 && n.is_multiple_of(v.elements().max(1)), || {
-                    format!("{param:?} does not fall into {} equal runs", v.elements())
-                });
-            }
-            Rule::Lion { m, .. } => {
-                check.float(m);
-                check.same_size(param, m);
-            }
-            Rule::Lion8bit { m, .. } => check.codes(param, m),
-            Rule::Sgd { m, .. } => {
-                if let Some(m) = m {
-                    check.f32(m);
-                    check.same_size(param, m);
-                }
-            }
-            Rule::Adafactor { second, m, .. } => {
-                match second {
-                    SecondMoment::Factored { rows, columns } => {
-                        check.f32_vector(rows, param.rows());
-                        check.f32_vector(columns, param.columns());
-                    }
-                    SecondMoment::Full(v) => {
-                        check.f32(v);
-                        check.same_size(param, v);
-                    }
-                }
-                if let Some(m) = m {
-                    check.f32(m);
-                    check.same_size(param, m);
-                }
-            }
-            Rule::Apollo { ratios, channels, norm, .. } => {
-                check.f32_vector(ratios, channels.count(param));
-                check.f32_vector(norm, 1);
-            }
-        }
+        };
+        Cost { bytes: once.bytes + again, ..once }
     }
 }
 
@@ -355,10 +299,21 @@ impl Channels {
     }
 }
 
-impl Mismatch {
-    fn codes(&mut self, param: &Tensor, Codes { codes, absmax }: Codes<'_>) {
-        self.that(codes.dtype() == DType::U8, || format!("{codes:?} is not u8"));
-        self.same_size(param, codes);
-        self.f32_vector(absmax, param.elements().div_ceil(BLOCK_8BIT));
+impl<'a> Description<'a> {
+    /// States of the parameter's size.
+    fn state(self, param: &Tensor, states: impl IntoIterator<Item = &'a Tensor>) -> Self {
+        states.into_iter().fold(self, |op, t| op.changing([t]).floats([t]).same_size(param, [t]))
+    }
+
+    /// The same, f32.
+    fn f32_state(self, param: &Tensor, states: impl IntoIterator<Item = &'a Tensor>) -> Self {
+        states.into_iter().fold(self, |op, t| op.changing([t]).f32s([t]).same_size(param, [t]))
+    }
+
+    fn codes(self, param: &Tensor, Codes { codes, absmax }: Codes<'a>) -> Self {
+        self.changing([codes, absmax])
+            .that(codes.dtype() == DType::U8, || format!("{codes:?} is not u8"))
+            .same_size(param, [codes])
+            .f32_vectors([absmax], param.elements().div_ceil(BLOCK_8BIT))
     }
 }

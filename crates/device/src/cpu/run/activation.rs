@@ -1,0 +1,25 @@
+//! Non-linearities on the CPU.
+
+use super::Job;
+use crate::Activation;
+use crate::cpu::kernels::activation::{activate, activate_backward, gated, gated_backward};
+
+pub(super) fn run(op: Activation<'_>, Job { exec, t, .. }: Job<'_>) {
+    match op {
+        Activation::Gated { gate, up, out, activation } => {
+            let (gate, up) = (t.input(gate, &[out]), t.input(up, &[out]));
+            gated(exec, gate, up, t.floats_mut(out), activation);
+        }
+        Activation::GatedBackward { gate, up, dout, dgate, dup, activation } => {
+            let [gate, up, dout] = [gate, up, dout].map(|x| t.input(x, &[dgate, dup]));
+            gated_backward(exec, gate, up, dout, t.floats_mut(dgate), t.floats_mut(dup), activation);
+        }
+        Activation::Activate { x, out, activation } => {
+            activate(exec, t.input(x, &[out]), t.floats_mut(out), activation);
+        }
+        Activation::ActivateBackward { x, dout, dx, activation } => {
+            let (x, dout) = (t.input(x, &[dx]), t.input(dout, &[dx]));
+            activate_backward(exec, x, dout, t.floats_mut(dx), activation);
+        }
+    }
+}

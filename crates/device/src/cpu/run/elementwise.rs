@@ -1,0 +1,24 @@
+//! Element by element on the CPU.
+
+use super::Job;
+use crate::cpu::kernels::elementwise::{add, fill, scale};
+use crate::cpu::kernels::{cast, dropout};
+use crate::{DType, Elementwise};
+
+pub(super) fn run(op: Elementwise<'_>, Job { exec, t, .. }: Job<'_>) {
+    match op {
+        Elementwise::Fill { out, value } => fill(exec, t.floats_mut(out), value),
+        Elementwise::Cast { x, out, .. } if x.dtype() == DType::U32 => {
+            cast::copy_u32(exec, t.u32s(x), t.u32s_mut(out));
+        }
+        Elementwise::Cast { x, out, rounding } => cast::cast(exec, t.floats(x), t.floats_mut(out), rounding),
+        Elementwise::Add { a, b, out } => {
+            add(exec, t.input(a, &[out]), t.input(b, &[out]), t.floats_mut(out));
+        }
+        Elementwise::Scale { x, factor } => scale(exec, t.floats_mut(x), factor),
+        Elementwise::Dropout { x, out, probability, seed, first, accumulate } => {
+            let mask = dropout::Mask { probability, seed, first };
+            dropout::dropout(exec, t.input(x, &[out]), t.floats_mut(out), mask, accumulate);
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! Operations that take every element by itself.
+
+use super::Family;
+use crate::check::Description;
+use crate::{DType, Tensor};
+
+/// How an f32 result becomes a narrower type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rounding {
+    /// To nearest, ties to even.
+    Nearest,
+    /// Up with the probability of what is cut off. Element i is rounded by a random number from the seed and `first + i`.
+    Stochastic {
+        /// Seed; the same seed gives the same bits.
+        seed: u64,
+        /// Place of the tensor's first element in what it is a piece of; 0 of a whole tensor.
+        first: u64,
+    },
+}
+
+/// An operation on every element by itself.
+#[allow(missing_docs)]
+#[derive(Clone, Copy, Debug)]
+pub enum Elementwise<'a> {
+    /// out = value
+    Fill { out: &'a Tensor, value: f32 },
+    /// out = x, converted; any plain types, `U32` only to itself.
+    Cast { x: &'a Tensor, out: &'a Tensor, rounding: Rounding },
+    /// out = a + b. In place: out = a or out = b.
+    Add { a: &'a Tensor, b: &'a Tensor, out: &'a Tensor },
+    /// x *= factor
+    Scale { x: &'a Tensor, factor: f32 },
+    /// out (+)= x / (1 - probability) where an element is kept, 0 where it is dropped (Srivastava et al. 2014). Element i
+    /// is dropped by a random number from the seed and `first + i`. In place: out = x.
+    Dropout { x: &'a Tensor, out: &'a Tensor, probability: f32, seed: u64, first: u64, accumulate: bool },
+}
+
+impl<'a> Family<'a> for Elementwise<'a> {
+    fn describe(&self) -> Description<'a> {
+        match *self {
+            Elementwise::Fill { out, .. } => Description::new("fill", [], [out]).floats([out]),
+            Elementwise::Cast { x, out, .. } => {
+                let [x_is_u32, out_is_u32] = [x, out].map(|t| t.dtype() == DType::U32);
+                let plain = [x, out].iter().all(|t| t.dtype().is_float() || t.dtype() == DType::U32);
+                Description::new("cast", [x], [out])
+                    .same_size(x, [out])
+                    .that(x_is_u32 == out_is_u32, || format!("{x:?} and {out:?}: u32 casts only to itself"))
+                    .that(plain, || format!("{x:?} to {out:?}: codes are not cast"))
+            }
+            Elementwise::Add { a, b, out } => Description::new("add", [a, b], [out])
+                .in_place([(out, a), (out, b)])
+                .floats([a, b, out])
+                .same_size(a, [out])
+                .same_size(b, [out]),
+            Elementwise::Scale { x, .. } => Description::new("scale", [], []).changing([x]).floats([x]),
+            Elementwise::Dropout { x, out, probability, .. } => Description::new("dropout", [x], [out])
+                .in_place([(out, x)])
+                .floats([x, out])
+                .same_size(x, [out])
+                .that((0.0..1.0).contains(&probability), || {
+                    format!("{probability} is no probability below 1")
+                }),
+        }
+    }
+}
