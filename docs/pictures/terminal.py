@@ -5,7 +5,7 @@ usage: docs/pictures/terminal.py PLIMSOLL [NAME ...]
 
 PLIMSOLL is the built program. Every picture of PICTURES, or those that are named, is drawn again into this folder as
 NAME.svg. The commands run in a scratch folder that has the repository's examples and models, on a terminal of a fixed
-width; `train` needs the model of examples/get-smollm2 and a few minutes. Only Python's standard library is needed.
+width; `train` needs the model of examples/get-smollm2 and a quiet minute. Only Python's standard library is needed.
 """
 import fcntl
 import html
@@ -52,7 +52,7 @@ PICTURES = [
     ),
     Picture(
         "train",
-        "plimsoll train examples/finetune-smollm2.yaml",
+        "plimsoll train examples/finetune-smollm2.yaml --set training.steps=6",
         left_out=(("  weights", "  in all"), ("this machine's speeds", "fits")),
     ),
     Picture("preview", "plimsoll preview examples/finetune-chat.yaml --samples 2", columns=90),
