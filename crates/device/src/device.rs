@@ -3,7 +3,7 @@
 use plimsoll_memory::{Arena, OutOfMemory, Region, Tag};
 
 use crate::repeat::count;
-use crate::{Counted, DType, Dry, Iterations, Op, Shape, Tensor};
+use crate::{Clock, Counted, DType, Dry, Iterations, Op, Shape, Tensor};
 
 /// What a device can fail with.
 #[derive(Debug, thiserror::Error)]
@@ -69,6 +69,11 @@ pub trait Device {
     /// # Errors
     /// The memory is not this device's, or parts of it are still elsewhere.
     fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError>;
+
+    /// The time lines of a dry run that has them.
+    fn clock(&self) -> Option<&Clock> {
+        None
+    }
 
     /// Whether nothing is behind the tensors: what is written into them is not asked for.
     fn is_dry(&self) -> bool {

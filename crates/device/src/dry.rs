@@ -5,7 +5,7 @@ use std::cell::{Cell, RefCell};
 
 use plimsoll_memory::{Arena, Region, Tier};
 
-use crate::{Device, DeviceError, Lent, Op, Tally, Tensor, Workspace};
+use crate::{Clock, Device, DeviceError, Lent, Op, Tally, Tensor, Workspace};
 
 /// A device without memory.
 #[derive(Debug)]
@@ -13,6 +13,7 @@ pub struct Dry {
     arena: Arena,
     tally: RefCell<Tally>,
     workspace: Cell<Workspace>,
+    clock: Option<Clock>,
 }
 
 impl Dry {
@@ -27,7 +28,12 @@ impl Dry {
     }
 
     fn within(arena: Arena) -> Dry {
-        Dry { arena, tally: RefCell::default(), workspace: Cell::default() }
+        Dry { arena, tally: RefCell::default(), workspace: Cell::default(), clock: None }
+    }
+
+    /// The same, which finds out what would happen when.
+    pub fn timed(self, clock: Clock) -> Dry {
+        Dry { clock: Some(clock), ..self }
     }
 
     /// What the operations so far would cost.
@@ -66,11 +72,20 @@ impl Device for Dry {
         let (needed, cost) = op.check_and_cost(&self.arena)?;
         self.workspace.set(self.workspace.get().or(needed));
         self.tally.borrow_mut().add(cost);
+        if let Some(clock) = &self.clock {
+            let mut own = Tally::default();
+            own.add(cost);
+            clock.compute(&own);
+        }
         Ok(())
     }
 
     fn is_dry(&self) -> bool {
         true
+    }
+
+    fn clock(&self) -> Option<&Clock> {
+        self.clock.as_ref()
     }
 
     fn counts_repeats(&self) -> Option<&Dry> {

@@ -6,6 +6,7 @@
 
 mod attention_shape;
 mod check;
+mod clock;
 mod cost;
 pub mod cpu;
 mod device;
@@ -16,6 +17,7 @@ mod repeat;
 mod tensor;
 
 pub use attention_shape::{AttentionShape, BlockSparse};
+pub use clock::{Clock, Due, Lines, Pace, Times, Transferred};
 pub use cost::{Cost, Tally};
 pub use cpu::{Cpu, CpuOptions};
 pub use device::{Device, DeviceError, DeviceExt, Lent};

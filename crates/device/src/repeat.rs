@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 
 use plimsoll_memory::{Block, Growth, Layout, Traffic};
 
-use crate::{Device, DeviceError, Dry, Tally};
+use crate::{Clock, Device, DeviceError, Dry, Tally, Times};
 
 /// Iterations between two that are alike, at most: buffers that are used in turn come round after a few.
 const LONGEST_PERIOD: usize = 4;
@@ -60,6 +60,7 @@ struct Border {
     layout: Layout,
     state: u64,
     tally: Tally,
+    times: Option<Times>,
     totals: [u64; 2],
     /// `None` where none came before.
     traffic: Option<Traffic>,
@@ -68,7 +69,8 @@ struct Border {
 impl Border {
     fn of<I: Iterations>(dry: &Dry, iterations: &I, traffic: Option<Traffic>) -> Border {
         let (layout, state) = (dry.arena().layout(), iterations.state());
-        Border { layout, state, tally: dry.tally(), totals: iterations.totals(), traffic }
+        let times = dry.clock().map(Clock::times);
+        Border { layout, state, tally: dry.tally(), times, totals: iterations.totals(), traffic }
     }
 }
 
@@ -77,6 +79,8 @@ struct Round {
     growth: Growth,
     tally: Tally,
     totals: [u64; 2],
+    /// The clock before it.
+    began: Option<Times>,
 }
 
 /// The round of `period` iterations that the last borders have seen twice: each iteration did what the one a period
@@ -102,7 +106,7 @@ fn round(borders: &VecDeque<Border>, period: usize) -> Option<Round> {
     }
     let growth = newer.layout.growth_since(&older.layout)?;
     let totals = [0, 1].map(|i| newer.totals[i] - older.totals[i]);
-    Some(Round { growth, tally: newer.tally.less(older.tally), totals })
+    Some(Round { growth, tally: newer.tally.less(older.tally), totals, began: older.times })
 }
 
 /// Runs iterations until they repeat, and counts the others.
@@ -124,7 +128,7 @@ pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> 
             borders.pop_front();
         }
         let found = (1..=LONGEST_PERIOD).find_map(|period| Some((period as u64, round(&borders, period)?)));
-        let Some((period, Round { growth, tally, totals })) = found else { continue };
+        let Some((period, Round { growth, tally, totals, began })) = found else { continue };
         // Where memory grows, the last round runs, for the peak.
         let run_at_last = if growth.is_none() { 0 } else { period };
         let rounds = (times - index).saturating_sub(run_at_last) / period;
@@ -133,6 +137,9 @@ pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> 
         }
         counted.held = dry.arena().extend(&growth, rounds).map_err(DeviceError::from)?;
         dry.add(tally.times(rounds));
+        if let (Some(clock), Some(began)) = (dry.clock(), began) {
+            clock.repeat(began, rounds);
+        }
         iterations.count(totals.map(|total| total.saturating_mul(rounds)));
         counted.times = rounds * period;
         index += counted.times;

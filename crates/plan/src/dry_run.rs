@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{DType, Device, Dry, IGNORED_TARGET, Tally};
+use plimsoll_device::{Clock, DType, Device, Dry, IGNORED_TARGET, Tally, Times};
 use plimsoll_disk::{LowerTiers, Moved};
 use plimsoll_memory::{AtPeak, Ledger, TagBytes};
 use plimsoll_model::{ModelSpec, Parameter};
@@ -13,7 +13,7 @@ use plimsoll_step::{
     UpdateTiming, WeightStorage,
 };
 
-use crate::PassFootprint;
+use crate::{PassFootprint, Rates};
 
 /// What a dry run found out.
 #[derive(Clone, Debug)]
@@ -28,6 +28,8 @@ pub struct DryRun {
     pub tally: Tally,
     /// What one step moves to and from the disk.
     pub moved: Moved,
+    /// How long the step takes, where the run had a clock.
+    pub times: Option<Times>,
 }
 
 impl DryRun {
@@ -38,6 +40,16 @@ impl DryRun {
         accumulation: u64,
     ) -> Result<DryRun, StepError> {
         DryRun::training_on(&Dry::new(), spec, settings, accumulation)
+    }
+
+    /// The same, on a machine of these rates.
+    pub fn timed_training(
+        spec: &ModelSpec,
+        settings: &StepSettings,
+        accumulation: u64,
+        rates: &Rates,
+    ) -> Result<DryRun, StepError> {
+        DryRun::training_on(&Dry::new().timed(Clock::new(*rates)), spec, settings, accumulation)
     }
 
     /// The same with every allocation and release of the step in the device's ledger, but for iterations that are like those
@@ -66,21 +78,26 @@ impl DryRun {
             document_starts: settings.document_starts.then_some(&[]),
             ..MicroBatch::new(&[], &[])
         };
-        dry.take_tally();
-        tiers.take_moved();
+        let took = || {
+            let times = dry.clock().map(Clock::times);
+            (dry.take_tally(), tiers.take_moved(), times)
+        };
+        let (.., mut began) = took();
         trainer.step_alike(&micro_batch, accumulation, 0.0)?;
-        let first = (dry.take_tally(), tiers.take_moved());
+        let first = took();
         // The first step of a run may do more than the others, as there is no norm of a step before it to clip by; and it
         // finds nothing in the buffers of what lives elsewhere.
         let is_like_all = settings.update == UpdateTiming::AfterBackward && settings.offload.is_none();
-        let (tally, moved) = if is_like_all {
+        let (tally, moved, ended) = if is_like_all {
             first
         } else {
+            began = first.2;
             trainer.step_alike(&micro_batch, accumulation, 0.0)?;
-            (dry.take_tally(), tiers.take_moved())
+            took()
         };
+        let times = ended.zip(began).map(|(ended, began)| ended.since(began));
         trainer.evaluate(settings.batch_size, &micro_batch)?;
-        Ok(DryRun::of(dry, &tiers, tally, moved))
+        Ok(DryRun { times, ..DryRun::of(dry, &tiers, tally, moved) })
     }
 
     /// One evaluation pass over `batch_size` sequences of `length` tokens, with weights as `storage` says.
@@ -199,7 +216,7 @@ impl DryRun {
 
     fn of(dry: &Dry, tiers: &LowerTiers, tally: Tally, moved: Moved) -> DryRun {
         let (host, disk) = (tiers.host().ledger(), tiers.disk().ledger());
-        DryRun { ledger: dry.arena().ledger(), host, disk, tally, moved }
+        DryRun { ledger: dry.arena().ledger(), host, disk, tally, moved, times: None }
     }
 
     /// Bytes of host memory that the job needs beside the data pipeline's.

@@ -36,8 +36,8 @@ impl Search<'_> {
         self.filled_to(choice, self.limits.target_bytes)
     }
 
-    /// The same up to `room`: kind by kind, first the one that spares the disk most for a byte of memory; all of it, or
-    /// that of as many layers as there is room for.
+    /// The same up to `room`: kind by kind, first the one that spares most waiting for a byte of memory; all of it, or that
+    /// of as many layers as there is room for.
     fn filled_to(&self, choice: Choice, room: u64) -> Result<Choice, StepError> {
         let away = |kind: &Kind| {
             kind.is_open(&self.config.memory) && kind.tier(choice.settings.offload) == Tier::Disk
@@ -49,7 +49,7 @@ impl Search<'_> {
         let mut by_worth = Vec::new();
         for kind in kinds {
             let home = self.with_home(&choice, kind)?;
-            let seconds = choice.time.disk_seconds - home.time.disk_seconds;
+            let seconds = choice.time.step_seconds - home.time.step_seconds;
             let bytes = self.limits.memory(&home).saturating_sub(self.limits.memory(&choice));
             by_worth.push((kind, seconds / bytes.max(1) as f64));
         }

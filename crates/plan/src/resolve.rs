@@ -53,9 +53,9 @@ impl Choice {
         accumulation: u64,
         rates: &Rates,
     ) -> Result<Choice, StepError> {
-        let dry_run = DryRun::training(spec, &settings, accumulation)?;
+        let dry_run = DryRun::timed_training(spec, &settings, accumulation, rates)?;
         let tokens = (settings.batch_size * settings.sequence_length).saturating_mul(accumulation);
-        let time = rates.estimate(&dry_run.tally, dry_run.moved, tokens);
+        let time = TimeEstimate::new(dry_run.times.unwrap_or_default(), &dry_run.tally, tokens);
         Ok(Choice { settings, accumulation, dry_run, time })
     }
 

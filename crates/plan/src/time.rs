@@ -1,7 +1,6 @@
-//! How long a step takes: its arithmetic and bytes against what the machine was measured to do.
+//! How long things take: arithmetic and bytes against what the machine was measured to do.
 
-use plimsoll_device::Tally;
-use plimsoll_disk::Moved;
+use plimsoll_device::{Lines, Pace, Tally, Times, Transferred};
 use serde::{Deserialize, Serialize};
 
 /// What a machine does, as measured or as told.
@@ -42,36 +41,50 @@ const SECONDS_PER_OPERATION: f64 = 3e-5;
 /// An estimate.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct TimeEstimate {
-    /// Seconds of one optimizer step, those of the disk included.
+    /// Seconds of one optimizer step: its operations, and what it waits for the disk.
     pub step_seconds: f64,
-    /// Seconds that the disk needs for what a step moves. Some of the I/O is hidden behind the computation; the time of a
-    /// step counts as if none were.
+    /// Seconds in which the disk is busy with what a step moves, most of them behind the computation.
     pub disk_seconds: f64,
+    /// Seconds for which a step waits, for the disk or for copies from and to the host.
+    pub waiting_seconds: f64,
     /// Tokens of a step over that time.
     pub tokens_per_second: f64,
     /// Floating-point operations of a step's matrix products and attention.
     pub flops_per_step: u64,
 }
 
-impl Rates {
-    /// The time of a tally that handles `tokens` tokens and moves so much to and from the disk.
-    pub fn estimate(&self, tally: &Tally, moved: Moved, tokens: u64) -> TimeEstimate {
-        let product = |flops: u64, rate: f64| flops as f64 / rate.max(1.0);
-        let matmul =
-            product(tally.matmul_f32, self.matmul_f32) + product(tally.matmul_bf16, self.matmul_bf16);
-        let attention = product(tally.attention_f32, self.matmul_f32 * ATTENTION_EFFICIENCY)
-            + product(tally.attention_bf16, self.matmul_bf16 * ATTENTION_EFFICIENCY);
-        // Products overlap their own traffic unless they are all traffic, as in decoding.
-        let matmul = matmul.max(product(tally.matmul_bytes, self.memory_bandwidth));
-        let rest = product(tally.bytes, self.memory_bandwidth) + product(tally.exps, self.exps);
-        let starts = tally.operations as f64 * SECONDS_PER_OPERATION;
-        let disk_seconds = product(moved.read, self.disk.read) + product(moved.written, self.disk.write);
-        let step_seconds = matmul + attention + rest + starts + disk_seconds;
+impl TimeEstimate {
+    /// That of a step that handles `tokens` tokens.
+    pub fn new(times: Times, tally: &Tally, tokens: u64) -> TimeEstimate {
         TimeEstimate {
-            step_seconds,
-            disk_seconds,
-            tokens_per_second: tokens as f64 / step_seconds.max(f64::MIN_POSITIVE),
+            step_seconds: times.elapsed,
+            disk_seconds: times.busy.disk,
+            waiting_seconds: times.waited,
+            tokens_per_second: tokens as f64 / times.elapsed.max(f64::MIN_POSITIVE),
             flops_per_step: tally.flops(),
         }
+    }
+}
+
+fn at_rate(count: u64, rate: f64) -> f64 {
+    count as f64 / rate.max(1.0)
+}
+
+impl Pace for Rates {
+    fn operations(&self, tally: &Tally) -> f64 {
+        let matmul =
+            at_rate(tally.matmul_f32, self.matmul_f32) + at_rate(tally.matmul_bf16, self.matmul_bf16);
+        let attention = at_rate(tally.attention_f32, self.matmul_f32 * ATTENTION_EFFICIENCY)
+            + at_rate(tally.attention_bf16, self.matmul_bf16 * ATTENTION_EFFICIENCY);
+        // Products overlap their own traffic unless they are all traffic, as in decoding.
+        let matmul = matmul.max(at_rate(tally.matmul_bytes, self.memory_bandwidth));
+        let rest = at_rate(tally.bytes, self.memory_bandwidth) + at_rate(tally.exps, self.exps);
+        matmul + attention + rest + tally.operations as f64 * SECONDS_PER_OPERATION
+    }
+
+    fn transfer(&self, bytes: Transferred) -> Lines {
+        let disk = at_rate(bytes.read, self.disk.read) + at_rate(bytes.written, self.disk.write);
+        // A copy reads and writes.
+        Lines { disk, copies: at_rate(2 * bytes.copied, self.memory_bandwidth) }
     }
 }

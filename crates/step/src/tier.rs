@@ -35,3 +35,4 @@ pub(crate) use parcel::{Extents, Parcel, aligned_view, buffer};
 pub(crate) use parcels::Parcels;
 pub(crate) use pieces::{Pieces, Unit, is_matrix};
 pub(crate) use pool::Use;
+pub(crate) use transit::{Direction, count};

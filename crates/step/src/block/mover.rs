@@ -5,12 +5,12 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use plimsoll_device::{DType, Device, DeviceExt, Elementwise, Lent, Rounding, Shape, Tensor};
+use plimsoll_device::{DType, Device, DeviceExt, Due, Elementwise, Lent, Rounding, Shape, Tensor};
 use plimsoll_disk::{ALIGNMENT, Home, LowerTiers, Transfer};
 use plimsoll_memory::{Tag, Tier};
 
 use crate::StepError;
-use crate::tier::{aligned_view, buffer};
+use crate::tier::{Direction, aligned_view, buffer, count};
 
 /// Buffers on their way out at most: memory does not depend on how fast a disk is.
 const LEAVING: usize = 2;
@@ -38,7 +38,7 @@ pub(crate) struct Stored {
 enum Moving {
     Under(Transfer),
     /// On a device without memory.
-    Dry(Tensor),
+    Dry(Tensor, Due),
 }
 
 impl<'a, D: Device> Mover<'a, D> {
@@ -93,12 +93,23 @@ impl<'a, D: Device> Mover<'a, D> {
         let moving = match self.device.lend(buffer)? {
             Lent::Memory(memory) => Moving::Under(self.tiers.send(&home, memory)),
             Lent::Nothing(tensor) => {
-                self.tiers.count(&home, bytes, true);
-                Moving::Dry(tensor)
+                let due = self.count(&home, bytes, Direction::WriteBack);
+                Moving::Dry(tensor, due)
             }
         };
         self.leaving.borrow_mut().push_back((moving, Arc::clone(&home)));
         Ok(Stored { home, dtype, shape, coming: None })
+    }
+
+    /// Counts a move, in a dry run. One to or from the host is made at once.
+    fn count(&self, home: &Home, bytes: u64, direction: Direction) -> Due {
+        let moved = count(&self.tiers, home, bytes, direction);
+        let Some(clock) = self.device.clock() else { return Due::default() };
+        let due = clock.transfer(moved);
+        if !home.is_on_disk() {
+            clock.wait(due);
+        }
+        due
     }
 
     fn wait_for_one(&self) -> Result<(), StepError> {
@@ -116,7 +127,12 @@ impl<'a, D: Device> Mover<'a, D> {
 
     fn arrived(&self, moving: Moving) -> Result<Tensor, StepError> {
         match moving {
-            Moving::Dry(tensor) => Ok(tensor),
+            Moving::Dry(tensor, due) => {
+                if let Some(clock) = self.device.clock() {
+                    clock.wait(due);
+                }
+                Ok(tensor)
+            }
             Moving::Under(transfer) => {
                 let finished = transfer.wait();
                 let tensor = self.device.reclaim(finished.region)?;
@@ -137,8 +153,8 @@ impl<'a, D: Device> Mover<'a, D> {
         stored.coming = Some(match self.device.lend(buffer)? {
             Lent::Memory(memory) => Moving::Under(self.tiers.bring(&stored.home, memory)),
             Lent::Nothing(tensor) => {
-                self.tiers.count(&stored.home, bytes, false);
-                Moving::Dry(tensor)
+                let due = self.count(&stored.home, bytes, Direction::Prefetch);
+                Moving::Dry(tensor, due)
             }
         });
         Ok(())

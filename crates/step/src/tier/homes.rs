@@ -7,6 +7,7 @@ use std::hash::Hash;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use plimsoll_device::Transferred;
 use plimsoll_disk::{CopyStream, DiskError, Event, LowerTiers};
 use plimsoll_memory::Region;
 
@@ -46,10 +47,9 @@ impl<K: Copy + Eq + Hash, T> Carrier<K> for Homes<K, T> {
         parcels.get_mut(&key).map_or(Ok(()), |parcel| parcel.prepare_write_back(&self.tiers))
     }
 
-    fn count(&self, key: K, direction: Direction) {
-        if let Some(parcel) = self.parcels.borrow().get(&key) {
-            Transit::count(&self.tiers, parcel, direction);
-        }
+    fn count(&self, key: K, direction: Direction) -> Transferred {
+        let parcels = self.parcels.borrow();
+        parcels.get(&key).map(|parcel| Transit::count(&self.tiers, parcel, direction)).unwrap_or_default()
     }
 
     fn begin(&mut self, key: K, direction: Direction, memory: Memory<K>) {

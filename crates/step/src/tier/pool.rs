@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::hash::{Hash, Hasher};
 
-use plimsoll_device::{Device, Lent, Tensor};
+use plimsoll_device::{Device, Due, Lent, Tensor, Transferred};
 use plimsoll_disk::DiskError;
 use plimsoll_memory::{Region, Tag};
 
@@ -22,7 +22,9 @@ pub(crate) trait Carrier<K> {
     }
 
     /// Counts what a move would move, in a dry run.
-    fn count(&self, _: K, _: Direction) {}
+    fn count(&self, _: K, _: Direction) -> Transferred {
+        Transferred::default()
+    }
 
     /// Begins to move a parcel between its homes and memory that has room for it from its first whole page on.
     fn begin(&mut self, key: K, direction: Direction, memory: Memory<K>);
@@ -75,6 +77,8 @@ enum Buffer<K> {
         key: K,
         tensor: Option<Tensor>,
         direction: Direction,
+        /// When it will have arrived, in a dry run that knows.
+        due: Due,
     },
     /// It is there, and in use from when it is taken until it is released.
     There {
@@ -192,7 +196,8 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
         };
         carrier.begin(key, Direction::Prefetch, Memory::Behind(before));
         if let Some(buffer) = self.buffers.get_mut(index) {
-            *buffer = Buffer::Moving { key, tensor: None, direction: Direction::Prefetch };
+            *buffer =
+                Buffer::Moving { key, tensor: None, direction: Direction::Prefetch, due: Due::default() };
         }
         Ok(())
     }
@@ -213,6 +218,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
     }
 
     fn start(&mut self, index: usize, key: K, tensor: Tensor, direction: Direction) -> Result<(), StepError> {
+        let mut due = Due::default();
         let kept = match &mut self.carrier {
             None => Some(tensor),
             Some(carrier) => match self.device.lend(tensor)? {
@@ -221,13 +227,14 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
                     None
                 }
                 Lent::Nothing(tensor) => {
-                    carrier.count(key, direction);
+                    let moved = carrier.count(key, direction);
+                    due = self.device.clock().map(|clock| clock.transfer(moved)).unwrap_or_default();
                     Some(tensor)
                 }
             },
         };
         if let Some(buffer) = self.buffers.get_mut(index) {
-            *buffer = Buffer::Moving { key, tensor: kept, direction };
+            *buffer = Buffer::Moving { key, tensor: kept, direction, due };
         }
         Ok(())
     }
@@ -235,7 +242,10 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
     /// Waits until what moves in a buffer has arrived.
     fn finish(&mut self, index: usize) -> Result<(), StepError> {
         let Some(buffer) = self.buffers.get_mut(index) else { return Ok(()) };
-        let Buffer::Moving { key, tensor, direction } = buffer else { return Ok(()) };
+        let Buffer::Moving { key, tensor, direction, due } = buffer else { return Ok(()) };
+        if let Some(clock) = self.device.clock() {
+            clock.wait(*due);
+        }
         let (key, released) = (*key, *direction == Direction::WriteBack);
         let (tensor, outcome) = match (tensor.take(), &mut self.carrier) {
             (Some(tensor), _) => (Some(tensor), Ok(())),

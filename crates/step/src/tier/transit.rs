@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use plimsoll_device::Transferred;
 use plimsoll_disk::{ALIGNMENT, DiskError, Finished, Home, LowerTiers, Transfer, pages};
 use plimsoll_memory::Region;
 
@@ -76,14 +77,22 @@ impl Transit {
     }
 
     /// Counts what a move would move, in a dry run.
-    pub fn count<T>(tiers: &LowerTiers, parcel: &Parcel<T>, direction: Direction) {
+    pub fn count<T>(tiers: &LowerTiers, parcel: &Parcel<T>, direction: Direction) -> Transferred {
+        let mut all = Transferred::default();
+        let mut add = |home: &Home, bytes| {
+            let more = count(tiers, home, bytes, direction);
+            all.read += more.read;
+            all.written += more.written;
+            all.copied += more.copied;
+        };
         if let Some(home) = parcel.home() {
             let bytes = extents(parcel, home, direction).iter().map(|extent| extent.end - extent.start).sum();
-            tiers.count(home, bytes, direction == Direction::WriteBack);
+            add(home, bytes);
         }
         if direction == Direction::Prefetch {
-            parcel.files().for_each(|(home, page_bytes)| tiers.count(home, page_bytes, false));
+            parcel.files().for_each(|(home, page_bytes)| add(home, page_bytes));
         }
+        all
     }
 
     /// Makes the move, now. `memory` has room for the parcel from its first whole page on; all of it is given back.
@@ -114,6 +123,17 @@ impl Transit {
         let regions: Vec<Region> = under_way.into_iter().map(&mut arrive).chain([rest]).collect();
         let join = |whole: Region, part| whole.join(part).unwrap_or_else(|(whole, _)| whole);
         (regions.into_iter().fold(before, join), outcome)
+    }
+}
+
+/// Counts bytes that a dry run would move between the device and a home.
+pub(crate) fn count(tiers: &LowerTiers, home: &Home, bytes: u64, direction: Direction) -> Transferred {
+    tiers.count(home, bytes, direction == Direction::WriteBack);
+    let none = Transferred::default();
+    match direction {
+        _ if !home.is_on_disk() => Transferred { copied: bytes, ..none },
+        Direction::Prefetch => Transferred { read: bytes, ..none },
+        Direction::WriteBack => Transferred { written: bytes, ..none },
     }
 }
 
