@@ -109,7 +109,7 @@ pub struct ConfigSource {
     /// f32, bf16, fp16 or fp8 (training.mixed_precision)
     #[arg(long, value_name = "TYPE")]
     pub mixed_precision: Option<String>,
-    /// none or full (training.gradient_checkpointing)
+    /// none, full, sqrt or another form (training.gradient_checkpointing)
     #[arg(long, value_name = "FORM")]
     pub gradient_checkpointing: Option<String>,
 }
@@ -118,8 +118,7 @@ pub struct ConfigSource {
 pub struct PlanArgs {
     #[command(flatten)]
     pub source: ConfigSource,
-    /// Plan for another machine: limits of this one do not count, only the budgets that are given, of which that of memory
-    /// is needed
+    /// Plan for another machine: only the given budgets count, not the limits of this machine; a memory budget is needed
     #[arg(long)]
     pub elsewhere: bool,
     /// Print one JSON document and nothing else
@@ -167,8 +166,8 @@ pub struct EvalArgs {
     /// Text file, or file of samples
     #[arg(long)]
     pub data: PathBuf,
-    /// text, chat or instruction (data.format). Of chats and instructions the tokens are scored that training would
-    /// train, in windows as its validation has them
+    /// text, chat or instruction (data.format). Of chats and instructions, the tokens that training would train are
+    /// scored, in the windows of its validation
     #[arg(long, value_name = "FORMAT")]
     pub format: Option<String>,
     /// Change how samples are read, for example data.chat_template=alpaca or data.train_on=all (may be repeated)
@@ -181,7 +180,7 @@ pub struct EvalArgs {
     /// int4)
     #[arg(long, value_name = "TYPE")]
     pub kv_cache: Option<String>,
-    /// Memory that may be used, for example 2GiB; weights that do not fit are read when they are needed
+    /// Memory that the process may use, for example 2GiB. Weights that do not fit are streamed from disk
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<ByteSize>,
     #[command(flatten)]
@@ -210,7 +209,7 @@ pub struct GenerateArgs {
     #[arg(long, visible_alias = "max-new-tokens", value_name = "N", default_value_t = 128)]
     #[arg(value_parser = inference::tokens)]
     pub max_tokens: usize,
-    /// Answers to a prompt, the first with the seed that was given, each other with the next one
+    /// Answers to a prompt: the first with the given seed, each further one with the next seed
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     pub samples: u64,
     /// Take the prompt as what a user says, in the model's chat template, and stop where the answer ends
@@ -244,10 +243,10 @@ pub struct OutputArgs {
     /// without double quantisation); in a GGUF q8_0, q5_0, q5_1, q4_0, q4_1, q4_k and q6_k
     #[arg(long, default_value = "bf16")]
     pub dtype: String,
-    /// Begin a further file of a folder where one would get larger, for example 5GB
+    /// Largest file of a folder's weights, for example 5GB; what goes beyond begins a new file
     #[arg(long, value_name = "SIZE")]
     pub max_shard_size: Option<ByteSize>,
-    /// Replace an output that is there
+    /// Replace an existing output
     #[arg(long)]
     pub force: bool,
     /// Print one JSON document and nothing else

@@ -86,7 +86,7 @@ impl<'a> Inference<'a> {
         usize::try_from(self.spec().max_position_embeddings).unwrap_or(usize::MAX)
     }
 
-    /// Whether there is nothing that a position beyond the trained context could be.
+    /// Whether positions are learned, so that there is none beyond the trained context.
     pub fn has_learned_positions(&self) -> bool {
         self.spec().attention.rope.is_none()
     }

@@ -7,13 +7,14 @@ use serde_json::{Value, json};
 
 use crate::failure::Failure;
 
-/// The least of what is stated and what a container or a shell enforces; what is free where nothing is stated.
+/// The least of the stated budget and the limits of container and shell; without a budget, what is free takes its
+/// place.
 pub fn load_line(stated: Option<ByteSize>) -> LoadLine {
     ProcessLimits::detect().load_line(stated.map(|size| size.0))
 }
 
-/// Refuses to go on where the process has been larger than the line already: reading a tokenizer, measuring the machine
-/// and planning take memory for a moment that no plan can give back.
+/// Refuses to go on where the process has been larger than the load line already: reading a tokenizer, measuring the
+/// machine and planning take memory for a moment, which no plan can undo.
 pub fn kept_so_far(line: LoadLine) -> Result<(), Failure> {
     match peak_bytes() {
         Some(peak) if peak > line.bytes => Err(Failure::does_not_fit(format!(
@@ -53,7 +54,8 @@ impl PlanningRoom {
         self.line.saturating_sub(overhead).saturating_sub(self.spare)
     }
 
-    /// Whether to keep a plan that takes `bytes` in all, as it is now; the next one has so much less room as it was over.
+    /// Whether to keep a plan that takes `bytes` in all. If not, the next plan has less room, by as much as this one was
+    /// over.
     pub fn settles(&mut self, bytes: u64) -> bool {
         let over = bytes.saturating_sub(self.line);
         self.plans += 1;

@@ -1,5 +1,5 @@
-//! Standard output: what cannot be written there is an error with an exit code, where `println!` would panic. And
-//! standard error, where what cannot be written is lost.
+//! Standard output, where a failed write is an error with an exit code (`println!` would panic); and standard error,
+//! where a failed write is ignored.
 
 use std::fmt;
 use std::io::{self, Write};

@@ -81,7 +81,7 @@ impl Engine {
         Engine::start_measuring(threads, false)
     }
 
-    /// The same; `again`: measures the machine even if it was before.
+    /// The same; `again` measures the machine even if it was measured before.
     pub fn start_measuring(threads: Option<usize>, again: bool) -> Result<Engine, Failure> {
         let hardware = Hardware::detect();
         let isa = Isa::detect();
@@ -117,7 +117,8 @@ impl Engine {
         }
     }
 
-    /// Plans for a machine, and again with its disk measured where tensors go to one that never was.
+    /// Plans for a machine. Where the plan puts tensors on a disk that was never measured, the disk is measured and
+    /// the plan made again.
     pub fn plan<E>(
         &self,
         config: &RawConfig,

@@ -1,7 +1,8 @@
 //! Signals that ask for an end: Ctrl-C, `kill`, and a terminal that goes away.
 //!
-//! The first one is a wish, heard between steps. A Ctrl-C after it ends the program at once; the others do not, since shells
-//! and launchers send them twice. A signal that whoever started the program has it ignore (`nohup`) stays ignored.
+//! The first signal asks the run to stop between steps. A Ctrl-C after the first signal ends the program at once; other
+//! signals do not, since shells and launchers send them twice. A signal that was ignored when the program was started
+//! (`nohup`) stays ignored.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use plimsoll_train::StopFlag;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-/// Listens from its making on.
+/// Listens for the signals from its creation on.
 pub struct StopSignals {
     flag: StopFlag,
     last: Arc<AtomicUsize>,
@@ -35,12 +36,13 @@ impl StopSignals {
         Ok(signals)
     }
 
-    /// Raised by each of them.
+    /// The flag that each signal raises.
     pub fn flag(&self) -> &StopFlag {
         &self.flag
     }
 
-    /// The exit code of a program that ended because of the last one, as shells have it: 128 and the signal's number.
+    /// The exit code of a program that ended because of the last signal, as shells have it: 128 and the signal's
+    /// number.
     pub fn exit_code(&self) -> u8 {
         match self.last.load(Ordering::SeqCst) {
             0 => exit_code(SIGINT as usize),

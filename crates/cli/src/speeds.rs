@@ -1,5 +1,5 @@
-//! How fast this machine and its disks are: as it was measured once and kept in the user's cache folder, so that a plan
-//! depends on the machine and not on how busy it was.
+//! How fast this machine and its disks are, measured once and kept in the user's cache folder. So a plan depends on the
+//! machine and not on how busy the machine was.
 
 use std::path::{Path, PathBuf};
 
@@ -32,8 +32,8 @@ pub struct Speeds {
 }
 
 impl Speeds {
-    /// What is known of this machine; measured where nothing is, or where `again` asks for it. What was measured in less
-    /// `room` than it takes says something of this run alone and is not kept.
+    /// The speeds of this machine: measured where they are unknown, or where `again` asks for it. A measurement that has
+    /// less `room` than it takes counts for this run alone and is not kept.
     pub fn of(cpu: &Cpu, (pool, isa): (&Pool, Isa), again: bool, room: u64) -> Speeds {
         let file = RatesFile::from_variables(&|key| std::env::var_os(key));
         let name = MachineName::of(cpu, pool.threads(), isa.to_string());

@@ -1,4 +1,4 @@
-//! Weights and caches that do not fit in memory: the disk opened for them, with a word about it; and what that cost.
+//! Weights and caches that do not fit in memory: opens the disk for them, says so, and reports what was read.
 
 use std::sync::Arc;
 
@@ -25,8 +25,8 @@ pub struct Streaming {
     cache_bytes: Option<u64>,
 }
 
-/// Opens the disk for what a plan leaves there, and says what that is and why. Where all is in memory there is nothing to
-/// open.
+/// Opens the disk for what a plan leaves there, and says what that is and why. Where everything is in memory there is
+/// nothing to open.
 pub fn open(
     weights: &Weights,
     dry_run: &DryRun,

@@ -69,7 +69,8 @@ impl Weights {
         quantized.unwrap_or_else(|| self.files.weights().inference_dtype(p, self.precision.weights))
     }
 
-    /// Whether weights need not all be in memory: lengths of rows (DoRA) are taken of all of them before the first token.
+    /// Whether weights can be streamed. With DoRA they cannot: the lengths of the rows of all weights are taken before the
+    /// first token.
     pub fn can_stream(&self) -> bool {
         let lengths = |p: &Parameter| matches!(p.role, Role::Lora(LoraPart::Magnitude, _));
         self.adapters.as_ref().is_none_or(|set| !set.layout().parameters().iter().any(lengths))

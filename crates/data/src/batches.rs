@@ -17,7 +17,7 @@ pub struct Batch {
     pub tokens: Vec<u32>,
     /// What each position predicts.
     pub targets: Vec<u32>,
-    /// What each target counts in the loss; `None` where all count alike.
+    /// Weight of each target in the loss; `None` where all have the same.
     pub weights: Option<Vec<f32>>,
     /// The place in its window where each token's sample begins, where samples share windows.
     pub document_starts: Option<Vec<u32>>,

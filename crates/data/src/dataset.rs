@@ -176,7 +176,7 @@ impl Dataset {
         }
     }
 
-    /// The `count` windows from the `position`-th since the beginning of training on; after the last one they begin anew.
+    /// `count` windows, beginning with the `position`-th since training began. After the last window the next epoch begins.
     pub fn batch(&self, position: u64, count: u64) -> Result<Batch, DataError> {
         let length = self.sequence_length as usize;
         let mut batch = Batch::default();

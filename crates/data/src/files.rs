@@ -72,7 +72,7 @@ pub fn expand(patterns: &[String], wanted: Wanted) -> Result<Vec<DataFile>, Data
     Ok(files)
 }
 
-/// Refuses what has no end, or can be read but once.
+/// Refuses files that have no end or can be read only once, such as pipes and devices.
 pub fn check_regular(path: &Path) -> Result<(), DataError> {
     let kind = std::fs::metadata(path).map_err(DataError::io("open", path))?.file_type();
     match what(kind) {

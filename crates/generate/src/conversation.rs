@@ -1,13 +1,13 @@
 //! A conversation: its turns, and the prompt that the next answer continues.
 //!
 //! The prompt is always the whole conversation in the model's chat template, so that the model sees what it was
-//! trained on. That most of it was computed before is the [`Session`](crate::Session)'s knowledge. Where it does not
-//! fit the context any more, the oldest turns after the system message are left out.
+//! trained on. The [`Session`](crate::Session) knows which part of the prompt was computed before. Where the
+//! conversation does not fit the context any more, the oldest turns after the system message are left out.
 
 use plimsoll_model::chat_template::{ChatMessage, ChatOptions, ChatTemplate, ChatTemplateError};
 use plimsoll_model::tokenizer::{Tokenizer, TokenizerError};
 
-/// A conversation that has no prompt, or messages that are none.
+/// A conversation that gives no prompt, or messages that are no conversation.
 #[derive(Debug, thiserror::Error)]
 pub enum ConversationError {
     /// The template refused.
@@ -59,8 +59,8 @@ pub struct Prompt {
 pub struct Conversation {
     system: Option<String>,
     turns: Vec<Turn>,
-    /// The first turns that the prompt leaves out. More stay than what would just fit, or every turn would drop
-    /// another one and the cache could never be reused.
+    /// How many of the first turns the prompt leaves out. More stay than what would just fit, or every turn would
+    /// drop another one and the cache could never be reused.
     dropped: usize,
 }
 

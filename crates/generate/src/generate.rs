@@ -77,7 +77,7 @@ impl StopReason {
 /// What came out.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Generated {
-    /// New tokens: a stop token is not among them, those that a stop string is made of are.
+    /// New tokens: without a stop token, with the tokens of a stop string.
     pub tokens: Vec<u32>,
     /// Their text up to the stop string, special tokens left out.
     pub text: String,

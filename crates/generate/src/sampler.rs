@@ -31,11 +31,12 @@ pub struct SamplerSettings {
     pub min_p: f64,
     /// Only the tokens that are about as likely as is to be expected, together of this probability; 1 for all.
     pub typical_p: f64,
-    /// Makes tokens that were there less likely: logits above 0 are divided by it, others multiplied; 1 for none.
+    /// Makes tokens that occurred less likely: logits above 0 are divided by this number, others multiplied; 1 for no
+    /// penalty.
     pub repetition_penalty: f64,
-    /// Taken from the logit of every token that was there; 0 for none.
+    /// Subtracted from the logit of each token that occurred; 0 for no penalty.
     pub presence_penalty: f64,
-    /// Taken from a token's logit for every time that it was there; 0 for none.
+    /// Subtracted from a token's logit for each time that the token occurred; 0 for no penalty.
     pub frequency_penalty: f64,
     /// The last tokens, of the prompt and drawn ones, that count for the penalties; `None` for all.
     pub penalty_last_n: Option<usize>,

@@ -1,4 +1,4 @@
-//! A decoder that knows which tokens are in its cache, so that what two prompts begin with is computed once.
+//! A decoder that knows which tokens are in its cache, so that a common prefix of two prompts is computed once.
 
 use plimsoll_device::Device;
 use plimsoll_step::{DecodeSettings, Decoder};
@@ -55,7 +55,7 @@ impl<'a, D: Device> Session<'a, D> {
         &self.cached
     }
 
-    /// Puts a prompt into the cache, where only what it does not begin with already is computed. Between two passes
+    /// Puts a prompt into the cache. A prefix that the cache has already is not computed again. Between two passes
     /// `interrupted` is asked; what was computed until then stays in the cache.
     ///
     /// # Errors

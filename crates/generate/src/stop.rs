@@ -1,13 +1,13 @@
-//! What ends an answer: texts and tokens. Texts are found across the borders of tokens, and nothing that may be the
-//! beginning of one is given out before it is known not to be.
+//! What ends an answer: texts and tokens. Texts are found across the borders of tokens. Text that may be the
+//! beginning of a stop string is held back until it is known not to be.
 
-/// A text that would stop everything.
+/// An empty stop string, which would stop everything.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a stop string is empty; give at least one character")]
 pub struct EmptyStopString;
 
-/// Texts that end an answer. The first to be complete counts; of those that are complete at once the longest. So what
-/// is found does not depend on how the text comes in pieces.
+/// Texts that end an answer. The first stop string to be complete counts; of several that are complete at once, the
+/// longest. So the result does not depend on how the text is cut into pieces.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StopStrings {
     strings: Vec<String>,
@@ -85,7 +85,7 @@ impl<'s> StopStream<'s> {
         self.found
     }
 
-    /// What was held back and is no stop string after all; empty where one was found.
+    /// Text that was held back and is no stop string after all; empty where a stop string was found.
     pub fn finish(self) -> String {
         if self.found.is_some() { String::new() } else { self.held }
     }

@@ -1,8 +1,7 @@
-//! The cache's layout, shared with Python's `huggingface_hub`: `models--org--name/` with `blobs/`, a file for each
-//! content; `snapshots/COMMIT/`, links to them by their names; `refs/`, the commit of each branch. Locks lie beside, in
-//! `.locks/`.
+//! The cache's layout, shared with Python's `huggingface_hub`: `models--org--name/` has `blobs/`, a file for each content;
+//! `snapshots/COMMIT/`, links to blobs by the files' names; and `refs/`, the commit of each branch. Locks are in `.locks/`.
 //!
-//! A content has its name only once it is whole and checked; before that it is `NAME.incomplete`.
+//! A blob gets its name once it is whole and checked; before that it is `NAME.incomplete`.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Write};
@@ -23,7 +22,7 @@ pub(crate) struct RepoCache {
     layout: CacheRepo,
 }
 
-/// A content that nobody else is fetching as long as this lives.
+/// A blob that no other process fetches as long as this value lives.
 pub(crate) struct Locked {
     _file: File,
 }
@@ -40,7 +39,7 @@ impl RepoCache {
         }
     }
 
-    /// The commit that the revision was when it was last fetched whole.
+    /// The commit that the revision was when a whole model was last fetched.
     pub(crate) fn commit(&self) -> Option<String> {
         let known = fs::read_to_string(self.reference()).ok().map(|text| text.trim().to_owned());
         // A revision may be a commit itself.
@@ -53,12 +52,12 @@ impl RepoCache {
         self.layout.pointer_path(commit)
     }
 
-    /// A content.
+    /// The path of a blob.
     pub(crate) fn blob(&self, etag: &str) -> PathBuf {
         self.layout.blob_path(etag)
     }
 
-    /// What has come of a content.
+    /// The path of a blob that is not whole yet.
     pub(crate) fn incomplete(&self, etag: &str) -> PathBuf {
         self.layout.blob_path(&format!("{etag}.incomplete"))
     }
@@ -67,7 +66,7 @@ impl RepoCache {
         self.folder.join("refs").join(&self.revision)
     }
 
-    /// Takes a content for this process; `wait` is called where another one has it.
+    /// Locks a blob for this process; `wait` is called where another process has it.
     pub(crate) fn lock(&self, etag: &str, wait: impl FnOnce()) -> Result<Locked, HubError> {
         make_folder(&self.locks)?;
         let path = self.locks.join(format!("{etag}.lock"));
@@ -84,7 +83,7 @@ impl RepoCache {
         Ok(Locked { _file: file })
     }
 
-    /// Whether a content is there with all its bytes; one with another size is removed.
+    /// Whether a blob is there with all its bytes; a blob of another size is removed.
     pub(crate) fn has(&self, file: &RemoteFile) -> Result<bool, HubError> {
         let path = self.blob(&file.etag);
         match fs::metadata(&path) {
@@ -95,18 +94,18 @@ impl RepoCache {
         }
     }
 
-    /// Makes the folder of the contents.
+    /// Makes the folder of the blobs.
     pub(crate) fn make_blobs(&self) -> Result<(), HubError> {
         make_folder(&self.folder.join("blobs"))
     }
 
-    /// Gives a whole content its name.
+    /// Gives a whole blob its name.
     pub(crate) fn keep(&self, file: &RemoteFile) -> Result<(), HubError> {
         let (from, to) = (self.incomplete(&file.etag), self.blob(&file.etag));
         fs::rename(&from, &to).map_err(HubError::io("rename a file to", &to))
     }
 
-    /// Puts a content into a commit's folder under the file's name.
+    /// Links a blob into a commit's folder under the file's name.
     pub(crate) fn link(&self, commit: &str, file: &RemoteFile) -> Result<(), HubError> {
         let path = self.snapshot(commit).join(&file.name);
         if let Some(folder) = path.parent() {
@@ -153,7 +152,7 @@ fn link_file(target: &Path, _: &Path, path: &Path) -> io::Result<()> {
     std::os::unix::fs::symlink(target, path)
 }
 
-/// Links need a privilege elsewhere; a second name of the same file, or a copy, serves as well.
+/// Symbolic links need a privilege on other systems; a hard link, or a copy, serves as well.
 #[cfg(not(unix))]
 fn link_file(_: &Path, blob: &Path, path: &Path) -> io::Result<()> {
     fs::hard_link(blob, path).or_else(|_| fs::copy(blob, path).map(drop))

@@ -1,4 +1,5 @@
-//! A model from its id to its place in the cache: what it consists of, what of it is there, and the rest.
+//! From a model's id to its folder in the cache: which files it consists of, which of them are there, and fetching
+//! the others.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -11,7 +11,7 @@ use crate::id::is_relative_file;
 pub(crate) struct Listed {
     /// Its bytes, where the listing says so.
     pub size: Option<u64>,
-    /// The name of its content, where the listing says so.
+    /// The name of its blob, where the listing says so.
     pub etag: Option<String>,
 }
 
@@ -72,7 +72,7 @@ impl Listing {
     }
 }
 
-/// Whether a commit or the name of a content may be a file's name in the cache.
+/// Whether a commit or the name of a blob may be a file's name in the cache.
 pub(crate) fn is_plain_name(text: &str) -> bool {
     (1..=128).contains(&text.len())
         && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b))

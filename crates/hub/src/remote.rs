@@ -24,7 +24,7 @@ const MAX_LISTING: u64 = 32 << 20;
 /// The longest pause that a server may ask for.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(60);
 
-/// A request that did not do what it should.
+/// A request that failed.
 #[derive(Debug)]
 pub(crate) enum Attempt {
     /// It may do so when made again.
@@ -56,7 +56,7 @@ pub(crate) struct RemoteFile {
     pub name: String,
     /// Its bytes.
     pub size: u64,
-    /// The name of its content; for large files its SHA-256.
+    /// The name of its blob; for large files its SHA-256.
     pub etag: String,
     /// The commit that it belongs to, where the hub says so.
     pub commit: Option<String>,
@@ -77,7 +77,7 @@ struct Reply {
 pub(crate) struct Bytes {
     /// The bytes.
     pub body: Body,
-    /// Whether they begin where it was asked for; else at the file's beginning.
+    /// Whether the bytes begin at the offset that was asked for; else they begin at the file's start.
     pub resumed: bool,
 }
 
@@ -216,7 +216,7 @@ impl Remote {
         Ok(Some(RemoteFile { name: file.to_owned(), size, etag, commit: reply.commit }))
     }
 
-    /// The bytes of a file from `start` on, or from its beginning where the server knows no ranges.
+    /// The bytes of a file from `start` on, or from the file's beginning where the server knows no ranges.
     pub(crate) fn bytes(&self, file: &RemoteFile, start: u64) -> Result<Bytes, Attempt> {
         let Reply { url, status, headers, body, .. } =
             self.get(&file.name, (start > 0).then(|| format!("bytes={start}-")))?;

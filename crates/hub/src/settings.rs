@@ -14,7 +14,7 @@ use crate::error::HubError;
 
 const DEFAULT_ENDPOINT: &str = "https://huggingface.co";
 
-/// A secret that shows itself to nobody but the hub.
+/// A secret that is sent to the hub alone and never shown.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(String);
 
@@ -99,15 +99,15 @@ pub struct HubSettings {
     pub login: Option<Login>,
     /// The folder with `models--org--name`.
     pub cache: PathBuf,
-    /// Who asks.
+    /// The token that requests carry.
     pub token: Option<Token>,
     /// Whether only the cache is looked at.
     pub offline: bool,
-    /// Times that a request is made again without any progress in between.
+    /// How often a request is tried again without any progress in between.
     pub retries: u32,
-    /// Pause before the first of them; each doubles it.
+    /// Pause before the first new attempt; each attempt doubles the pause.
     pub retry_pause: Duration,
-    /// The longest silence of a server.
+    /// How long a server may be silent.
     pub patience: Duration,
 }
 

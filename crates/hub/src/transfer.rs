@@ -1,5 +1,5 @@
-//! One file from the hub to the disk: begun or gone on with, made again where it breaks off, checked, and only then
-//! given its name.
+//! One file from the hub to the disk: begun or continued, tried again where the transfer breaks off, checked, and
+//! only then given its name.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -21,11 +21,11 @@ const BUFFER: usize = 256 << 10;
 /// The longest pause between two attempts.
 const MAX_PAUSE: Duration = Duration::from_secs(20);
 
-/// Why a request was not made once more.
+/// Why a request is not tried again.
 pub(crate) enum GaveUp {
-    /// It would never do.
+    /// The request would fail every time.
     Fatal(HubError),
-    /// It failed too often without any progress in between.
+    /// The request failed too often without any progress in between.
     Exhausted {
         /// How it failed last.
         reason: String,
@@ -44,7 +44,8 @@ impl GaveUp {
     }
 }
 
-/// Makes a request again as long as it fails in passing. It also says whether it made progress before it failed.
+/// Tries a request again as long as its errors may pass. The request also says whether it made progress before it
+/// failed.
 pub(crate) fn with_retries<T>(
     settings: &HubSettings,
     name: &str,

@@ -8,7 +8,7 @@ use serde::de::IgnoredAny;
 
 use crate::id::is_relative_file;
 
-/// The shape and the tokenizer; those that a repository has.
+/// Files of the shape and the tokenizer; a repository has some of them.
 pub(crate) const COMPANIONS: [&str; 9] = [
     "config.json",
     "generation_config.json",
@@ -30,7 +30,7 @@ pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// The weights of an adapter.
 pub(crate) const ADAPTER: &str = "adapter_model.safetensors";
 
-/// What the weights are in; the first of them that a repository has counts.
+/// Which file holds the weights; the first that a repository has counts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Weights {
     /// One safetensors file.

@@ -1,4 +1,4 @@
-//! What was sent away comes back as far as there is room: automatic choices use the line.
+//! Tensors that the planner offloaded come back as far as there is room, so that automatic choices use the load line.
 
 use plimsoll_memory::Tier;
 use plimsoll_step::{StepError, StepSettings};

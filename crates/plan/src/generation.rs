@@ -33,14 +33,14 @@ pub struct GenerationRequest<'a> {
     pub prompt_tokens: Option<u64>,
     /// The least context that will do, and the most that can be used.
     pub context: RangeInclusive<u64>,
-    /// The type of the cache. Where `None`, f32 for a small cache, f16 for a larger one, and 8 bits where only they fit;
+    /// The type of the cache. Where `None`, f32 for a small cache, f16 for a larger one, and 8 bits where only 8 bits fit;
     /// with bf16 activations bf16 or 8 bits.
     pub cache: Option<DType>,
     /// Bytes that weights, cache and workspace may take.
     pub room: u64,
     /// Where files hold weights as they are computed with, if weights may be brought from disk when they are needed.
     pub in_files: Option<&'a StoredWeights>,
-    /// A context from which on it is better to have all weights in memory than more context.
+    /// A context that is enough: beyond it, weights in memory are preferred to more context.
     pub enough_context: u64,
 }
 

@@ -1,4 +1,4 @@
-//! What a plan must keep to: the line, the budgets, and what the system enforces.
+//! What a plan must keep to: the load line, the budgets, and the limits that the system enforces.
 
 use plimsoll_memory::Tag;
 
@@ -47,7 +47,7 @@ impl Limits {
         }
     }
 
-    /// Whether a step keeps to them.
+    /// Whether a step keeps to the limits.
     pub fn allow(&self, choice: &Choice) -> bool {
         self.allow_within(choice, self.room_bytes)
     }

@@ -1,14 +1,14 @@
 //! The load line: how much memory a run may take, and who says so.
 //!
-//! What the user states counts, but a container's limit and those of the shell (`ulimit`) count more: whoever goes over
-//! them is killed or refused. Where nothing is stated the line is what is free, less a margin.
+//! The user's budget counts, but a container's limit and the limits of the shell (`ulimit`) count more: a process that goes
+//! over them is killed or refused. Without a budget the line is what is free, less a margin.
 
 use plimsoll_memory::ByteSize;
 use serde::Serialize;
 
 use crate::hardware::{Memory, ProcessMemory};
 
-/// Who draws the line.
+/// Whose limit the line is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum LimitedBy {
     /// `memory.device_budget`.
@@ -49,16 +49,16 @@ pub struct LoadLine {
     pub by: LimitedBy,
 }
 
-/// The most that this process can be, in bytes of resident memory, by what sets an end to it; `None` where nothing does.
+/// How large this process can get, in bytes of resident memory, by each limit; `None` where there is none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProcessLimits {
-    /// What it has and what the machine has free.
+    /// What the process has and what the machine has free.
     pub available: Option<u64>,
-    /// What it has and what its control groups leave.
+    /// What the process has and what its control groups leave.
     pub container: Option<u64>,
-    /// What it has and what `ulimit -v` leaves.
+    /// What the process has and what `ulimit -v` leaves.
     pub address_space: Option<u64>,
-    /// What it has and what `ulimit -d` leaves.
+    /// What the process has and what `ulimit -d` leaves.
     pub data: Option<u64>,
 }
 
@@ -70,7 +70,7 @@ pub const ADDRESS_SPACE_BESIDE: u64 = 96 << 20;
 const DATA_BESIDE: u64 = 48 << 20;
 
 impl ProcessLimits {
-    /// No end to anything: for a plan that is made for another machine.
+    /// No limit at all: for a plan that is made for another machine.
     pub const NONE: ProcessLimits =
         ProcessLimits { available: None, container: None, address_space: None, data: None };
 
@@ -102,7 +102,7 @@ impl ProcessLimits {
         self.address_space.map(|most| most.saturating_sub(resident))
     }
 
-    /// What nobody may go over: the least of the container's limit and the shell's, less a margin.
+    /// The limit that the system enforces: the least of the container's and the shell's, less a margin.
     pub fn enforced(&self) -> Option<LoadLine> {
         let all = [
             (self.container, LimitedBy::Container),

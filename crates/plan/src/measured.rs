@@ -1,7 +1,7 @@
-//! What was measured of machines and disks, kept in a file of the user's cache folder: a plan does not change because a
-//! machine was busy while it was made.
+//! Speeds of machines and disks, measured once and kept in a file of the user's cache folder. So a plan does not change
+//! because the machine was busy while the plan was made.
 //!
-//! Who measures, and when, is left to others. A file that cannot be read, or says what cannot be, is as good as none.
+//! When to measure is left to others. A file that cannot be read, or holds impossible numbers, counts as none.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};

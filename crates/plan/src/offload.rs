@@ -15,7 +15,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// The order in which they leave: first what is used once a step, last what every pass reads.
+    /// The order in which kinds are offloaded: first what is used once a step, last what every pass reads.
     pub const IN_ORDER: [Kind; 4] = [Kind::Optimizer, Kind::Gradients, Kind::Activations, Kind::Parameters];
 
     /// Its key in `memory.offload`.

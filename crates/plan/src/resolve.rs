@@ -186,8 +186,8 @@ impl Search<'_> {
         Ok(None)
     }
 
-    /// The same with as many micro-batches in a pass as is worth their memory, where the user leaves that open: where
-    /// passes bring tensors from a disk, and no bit depends on it.
+    /// The same with as many micro-batches in a pass as are worth their memory. Only where the user leaves the number
+    /// open, where passes read tensors from a disk, and where no bit depends on the number.
     fn together(&self, choice: &Choice) -> Result<Option<Choice>, StepError> {
         let Choice { settings, accumulation, .. } = choice;
         let Offload { parameters, gradients, .. } = settings.offload;
@@ -229,16 +229,16 @@ impl Search<'_> {
     }
 }
 
-/// Whether the order in which micro-batches go through the blocks changes no bit: it does where the gradient of a tied
-/// embedding is summed, of which each micro-batch has two parts.
+/// Whether the order in which micro-batches go through the blocks changes no bit. It changes bits where a tied embedding is
+/// trained: each micro-batch adds two parts to that gradient.
 fn keeps_bits(spec: &ModelSpec, method: &TrainingMethod) -> bool {
     let table = |p: &Parameter| p.role == Role::TokenEmbedding;
     let trains_table = method.adapters().is_none_or(|adapters| adapters.layout.trained().any(table));
     !(spec.tie_word_embeddings && trains_table)
 }
 
-/// The fastest that fits; among equally fast ones the smallest. Where weights or gradients are brought from elsewhere in
-/// every pass, fewer passes come first: that traffic is not in the time.
+/// The fastest candidate that fits; of equally fast ones the smallest. Where weights or gradients are offloaded, fewer
+/// passes come first: the time does not count their traffic.
 fn best(candidates: &[Choice], fits: impl Fn(&Choice) -> bool) -> Option<usize> {
     let per_token = |c: &Choice| 1.0 / c.time.tokens_per_second;
     let passes = |c: &Choice| {

@@ -1,4 +1,4 @@
-//! What a step would need more of than there is: which resource, how much of it, and who draws the line.
+//! Which resource a step needs more of than there is, by how much, and whose limit that is.
 
 use serde::Serialize;
 

@@ -1,5 +1,5 @@
-//! How much of a model stays in memory where not all of it fits: as much as dry runs find room for, and the rest is
-//! brought when it is needed.
+//! How much of a model stays in memory where not all of it fits: as much as dry runs find room for. The rest is
+//! streamed from disk.
 
 use plimsoll_disk::LowerTiers;
 use plimsoll_model::{ModelSpec, Parameter};

@@ -52,15 +52,15 @@ pub struct TrainingPlan {
     pub load_line: LoadLine,
     /// What lies outside the arena, in bytes.
     pub overhead_bytes: u64,
-    /// What it keeps to.
+    /// The limits that the plan keeps to.
     pub limits: Limits,
-    /// The machine that it is made for.
+    /// The machine that the plan is made for.
     pub machine: Machine,
-    /// Other settings that need less memory or, where it does not fit, do fit.
+    /// Other settings that need less memory or, where the plan does not fit, settings that fit.
     pub alternatives: Vec<Alternative>,
     /// What the run writes.
     pub saved: SavedBytes,
-    /// What it would take, where it does not fit.
+    /// What it would take to fit, where the plan does not.
     pub refusal: Option<Refusal>,
 }
 
@@ -230,7 +230,7 @@ impl TrainingPlan {
         all
     }
 
-    /// Why it does not fit, every reason in a sentence of its own; none if it does.
+    /// Why the plan does not fit, each reason in a sentence of its own; none if it fits.
     pub fn misfits(&self) -> Vec<String> {
         self.shortages().iter().map(|shortage| self.sentence(shortage)).collect()
     }

@@ -211,7 +211,7 @@ pub(crate) fn tidy(run: &Path, limit: Option<u64>) -> Result<(), TrainError> {
     Ok(())
 }
 
-/// Gives a checkpoint its name back that a killed run had put aside for a new one, which did not come.
+/// Restores the name of a checkpoint that a killed run had put aside for a new one, where the new one is missing.
 pub(crate) fn put_back(run: &Path) -> Result<(), TrainError> {
     let entries = std::fs::read_dir(run).map_err(|e| TrainError::io("list", run, e))?;
     for entry in entries.flatten() {

@@ -1,8 +1,8 @@
-//! A run on a ladder of plans: down where memory is taken away, up where it comes back, again from the last good state where
-//! an allocation was refused.
+//! A run on a ladder of plans: to a smaller plan where memory is taken away, to a larger one when memory comes back. Where
+//! an allocation was refused, the run continues from the last checkpoint.
 //!
-//! State goes from rung to rung through a checkpoint, the same way as to a run that is resumed: every rung begins with the
-//! bits that the one before it ended with.
+//! State goes from rung to rung through a checkpoint, as in a resumed run: every rung begins with the bits that the rung
+//! before ended with.
 
 use plimsoll_device::{Device, DeviceError};
 use plimsoll_disk::DiskError;
@@ -20,7 +20,7 @@ use crate::{Event, Observer, Prepared, StopFlag, TrainError, room};
 pub struct Surroundings<'s, D> {
     /// Makes a device whose arena has that many bytes.
     pub device: &'s mut dyn FnMut(u64) -> Result<D, DeviceError>,
-    /// Reads how memory is, at every step boundary; [`MemoryReading::now`] but in tests.
+    /// Reads the state of memory, after every step; [`MemoryReading::now`], but for tests.
     pub memory: &'s mut dyn FnMut() -> MemoryReading,
     /// Watches the run.
     pub observer: &'s mut dyn Observer,

@@ -1,7 +1,7 @@
 //! The folder that a run writes to: one owner at a time, and where in it a run begins.
 //!
-//! The owner holds a lock on a file in the folder. The system drops the lock when the process ends, however it ends, so that
-//! a killed run keeps nobody out. A folder that was made for a run and has got nothing goes away again.
+//! The owner holds a lock on a file in the folder. The system drops the lock when the process ends, however it ends, so
+//! that a killed run keeps nobody out. A folder that was made for a run and is still empty at the end is removed.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};

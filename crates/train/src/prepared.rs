@@ -62,8 +62,8 @@ pub(crate) fn buffer_bytes(config: &RawConfig) -> usize {
 }
 
 impl Prepared {
-    /// Opens the model and reads the data. The output folder is made, and nobody else's until this value is dropped; one that
-    /// holds a run is refused unless it is to be continued.
+    /// Opens the model and reads the data. The output folder is made, and locked until this value is dropped. A folder that
+    /// holds a run is refused unless the run is to be resumed.
     pub fn new(config: RawConfig, resume: bool) -> Result<Prepared, TrainError> {
         config.training_data()?;
         let origin = ModelOrigin::find(&config)?;

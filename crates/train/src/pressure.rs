@@ -69,7 +69,7 @@ impl Pressure {
         Pressure { needs, load_line, thresholds, patience: PATIENCE, good_steps: 0, climbed: false }
     }
 
-    /// Never goes to a rung again: its memory was refused.
+    /// Rules a rung out for the rest of the run: its memory was refused.
     pub fn refuse(&mut self, rung: usize) {
         if let Some(need) = self.needs.get_mut(rung) {
             *need = u64::MAX;
@@ -78,8 +78,8 @@ impl Pressure {
 
     /// Whether a run on `rung` should be on another.
     ///
-    /// It steps down where the rung would take more than the emergency threshold's share of what there is, to the first
-    /// that takes at most the critical threshold's; it climbs to such a one when that has been so for some steps.
+    /// Down: where the rung would take more than the emergency threshold's share of what there is, to the first rung that
+    /// takes at most the critical threshold's share. Up: to such a rung, when there has been room for it for some steps.
     pub fn judge(&mut self, rung: usize, reading: &MemoryReading) -> Option<Change> {
         let present = *self.needs.get(rung)?;
         // What nobody planned stays, whatever the rung.

@@ -1,4 +1,4 @@
-//! A run that goes on where an earlier part of it ended: what may be another choice now, and what makes it another run.
+//! A run that is resumed: which choices may have changed since, and which changes would make it another run.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ pub struct Resumption {
     pub step: u64,
     /// Keys that have another value from here on.
     pub changes: Vec<KeyChange>,
-    /// Whether the file that says how the run was begun is missing or cannot be read, so that nobody knows.
+    /// Whether the file that says how the run was begun is missing or cannot be read, so that changes are unknown.
     pub unknown: bool,
 }
 

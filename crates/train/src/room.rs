@@ -1,5 +1,5 @@
-//! Room on disk for what a run writes: asked for before the data is read and before the first step, and waited for while
-//! there is no checkpoint.
+//! Room on disk for what a run writes. It is checked before the data is read and before the first step. While there is no
+//! checkpoint, a full disk is waited for.
 
 use std::error::Error;
 use std::io;
@@ -98,8 +98,8 @@ impl Clock for SystemClock {
     }
 }
 
-/// Writes a file of a run. While there is no checkpoint that it could be continued from, a full disk does not end it: it
-/// tries again until there is room, or somebody asks to stop, or ten minutes have passed.
+/// Writes a file of a run. While there is no checkpoint to resume from, a full disk does not end the run: the write is
+/// tried again until there is room, or somebody asks to stop, or ten minutes have passed.
 pub(crate) fn write_patiently<T>(
     run: &Path,
     mut write: impl FnMut() -> Result<T, TrainError>,

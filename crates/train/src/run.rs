@@ -18,7 +18,7 @@ use crate::{Event, MemoryLevel, Observer, Schedule, StopFlag, TrainError, room};
 /// Steps that may be skipped one after the other: a model that gives nothing but these is lost.
 const MOST_SKIPPED: u64 = 10;
 
-/// How a run is conducted; the step itself is set up already.
+/// How a run goes; the step itself is set up already.
 #[derive(Clone, Debug)]
 pub struct RunSettings {
     /// The run's folder.

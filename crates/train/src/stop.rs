@@ -1,14 +1,14 @@
-//! A wish to stop, raised from a signal handler or another thread, heard between steps.
+//! A request to stop, raised from a signal handler or another thread, and asked for between steps.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Clones share the wish.
+/// Clones share the request.
 #[derive(Clone, Debug, Default)]
 pub struct StopFlag(Arc<AtomicBool>);
 
 impl StopFlag {
-    /// A flag that nobody has raised.
+    /// A flag that is not raised.
     pub fn new() -> StopFlag {
         StopFlag::default()
     }
@@ -18,7 +18,7 @@ impl StopFlag {
         self.0.store(true, Ordering::Relaxed);
     }
 
-    /// Whether somebody did.
+    /// Whether the flag is raised.
     pub fn is_raised(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }

@@ -37,7 +37,7 @@ pub struct InferenceArgs {
     #[arg(long, value_name = "TYPE")]
     pub kv_cache: Option<String>,
     /// Memory that the process may use, for example 1GiB: weights, cache and workspace are planned to keep to it. Weights
-    /// that do not fit are read when they are needed; and the context is as large as fits unless --context is given
+    /// that do not fit are streamed from disk. The context is as large as fits unless --context is given
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<ByteSize>,
     #[command(flatten)]
@@ -47,14 +47,14 @@ pub struct InferenceArgs {
     pub threads: Option<usize>,
 }
 
-/// Where weights go that do not fit in memory and are not in the model's files as they are computed with.
+/// The disk for weights that do not fit in memory and cannot be read from the model's files as they are.
 #[derive(Debug, Args)]
 pub struct DiskArgs {
     /// Folder for weights that do not fit in memory and have to be converted first; by default the system's for large
     /// temporary files. Nothing is left there
     #[arg(long, value_name = "DIR")]
     pub disk_path: Option<PathBuf>,
-    /// Disk that they may use; by default all that is free
+    /// Disk that these weights may use; by default all that is free
     #[arg(long, value_name = "SIZE")]
     pub disk_budget: Option<ByteSize>,
 }

@@ -8,13 +8,13 @@ pub struct SamplingArgs {
     /// Add a number to a token's logit; may be given more than once
     #[arg(long, value_name = "ID=NUMBER", value_parser = logit_bias, allow_hyphen_values = true)]
     pub logit_bias: Vec<(u32, f32)>,
-    /// Make tokens that were there less likely; 1 for none
+    /// Make tokens that occurred less likely; 1 for no penalty
     #[arg(long, value_name = "NUMBER", default_value_t = 1.0)]
     pub repetition_penalty: f64,
-    /// Taken from the logit of tokens that were there
+    /// Subtracted from the logit of tokens that occurred; 0 for no penalty
     #[arg(long, value_name = "NUMBER", default_value_t = 0.0, allow_hyphen_values = true)]
     pub presence_penalty: f64,
-    /// Taken from a token's logit for every time that it was there
+    /// Subtracted from a token's logit for each time that the token occurred; 0 for no penalty
     #[arg(long, value_name = "NUMBER", default_value_t = 0.0, allow_hyphen_values = true)]
     pub frequency_penalty: f64,
     /// The last tokens that count for the penalties; by default all

@@ -30,7 +30,7 @@ const SMALLEST_CONTEXT: usize = 64;
 /// With this part of the usual context an answer is better had fast, from weights in memory.
 const ENOUGH: usize = 4;
 
-/// Ctrl-C: ends the program while nothing is answered, and an answer else.
+/// Ctrl-C: stops the answer under way; where there is none, ends the program.
 #[derive(Clone, Debug)]
 pub struct Interrupts {
     raised: Arc<AtomicBool>,

@@ -1,4 +1,4 @@
-//! From a record to tokens, each with what it counts in the loss.
+//! From a record to tokens, each with its weight in the loss.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -100,7 +100,7 @@ pub struct EncodedSample {
     pub tokens: Vec<u32>,
     /// The bytes of the text that each token stands for.
     pub offsets: Vec<Range<usize>>,
-    /// What each token counts in the loss; 0: not trained.
+    /// Weight of each token in the loss; 0: not trained.
     pub weights: Vec<f32>,
     /// Whether it was cut to the length of a sequence.
     pub truncated: bool,
@@ -109,7 +109,7 @@ pub struct EncodedSample {
 }
 
 impl EncodedSample {
-    /// Tokens that count in the loss: the first one is predicted from nothing.
+    /// Tokens that count in the loss. The first token of a sample never does: nothing predicts it.
     pub fn trained_tokens(&self) -> u64 {
         self.weights.iter().skip(1).filter(|weight| **weight > 0.0).count() as u64
     }
@@ -157,7 +157,7 @@ impl<'a> SampleEncoder<'a> {
         &self.options
     }
 
-    /// The token that fills sequences up; nothing attends to it and it is not trained.
+    /// The padding token; nothing attends to it and it is not trained.
     pub fn padding(&self) -> u32 {
         self.tokenizer.pad_token().or(self.tokenizer.eos_token()).unwrap_or(0)
     }

@@ -53,12 +53,12 @@ pub enum Sample {
     },
 }
 
-/// What one of a chat says.
+/// One turn of a chat.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Turn {
     /// The message.
     pub message: ChatMessage,
-    /// What its tokens count in the loss, where the record says so.
+    /// Weight of its tokens in the loss, where the record says so.
     pub weight: Option<f32>,
 }
 

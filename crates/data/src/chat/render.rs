@@ -1,10 +1,10 @@
 //! From turns to the text that the model reads, and which bytes of it count in the loss.
 //!
-//! A template with `{% generation %}` blocks says itself what the assistant says. Of others the turns are found by
-//! rendering the chat up to a turn, with the beginning of an answer, and through it: where these are beginnings of the
-//! whole text, the turn is what is between their ends. A template may write a turn differently depending on what comes
-//! after it (as those do that leave out earlier thoughts); then a character that is nowhere else is put in place of the
-//! turn's content, which shows where the content is and what the template writes after it.
+//! A template with `{% generation %}` blocks says itself what the assistant says. With other templates the chat is rendered
+//! twice for each turn: up to the turn, with the beginning of an answer, and through the turn. Where both texts are
+//! beginnings of the whole text, the turn is what lies between their ends. A template may write a turn differently
+//! depending on later turns (templates that leave out earlier thoughts do). Then a character that occurs nowhere else takes
+//! the place of the turn's content: it shows where the content is and what the template writes after the content.
 
 use std::ops::Range;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -15,11 +15,11 @@ use serde_json::{Map, Value};
 use super::fields::Turn;
 use super::{Skip, SkipReason, TrainOn};
 
-/// The date that templates write, so that a run that is continued on another day reads the same texts: 26 July 2024,
-/// which Llama's templates write where there is no clock.
+/// The date that templates write: 26 July 2024, which Llama's templates write where there is no clock. So a run that
+/// is resumed on another day reads the same texts.
 const TODAY: Duration = Duration::from_secs(1_721_952_000);
 
-/// A text and what of it counts.
+/// A text and which parts of it count in the loss.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rendered {
     pub text: String,
@@ -31,7 +31,7 @@ pub struct Rendered {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Span {
     pub bytes: Range<usize>,
-    /// What its tokens count in the loss.
+    /// Weight of its tokens in the loss.
     pub weight: f32,
     /// Whether white space after its last special token is no part of what is said.
     pub trim: bool,

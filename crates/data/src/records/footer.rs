@@ -1,5 +1,5 @@
-//! The description at the end of a Parquet file, looked through before the library reads it: that reserves memory for as
-//! many elements as a list says it has, which may be more than any machine holds.
+//! The description at the end of a Parquet file, checked before the library reads it. The library reserves memory for as
+//! many elements as a list claims to have, which may be more than any machine holds.
 //!
 //! The description is a struct of Thrift's compact protocol (Apache Thrift, `thrift-compact-protocol.md`), followed by its
 //! length in four bytes and `PAR1`.
@@ -10,8 +10,8 @@ use std::io::{self, Read, Seek, SeekFrom};
 /// Structs inside one another at most; a schema needs a handful.
 const DEPTH: usize = 32;
 
-/// Whether every list and text of a file's description is as long as it says. What is wrong with it in other ways is for
-/// the library to say. The file is at its beginning afterwards.
+/// Whether every list and text of a file's description is as long as it says. Other errors are left to the library.
+/// Afterwards the file is at its beginning.
 pub fn check(file: &mut File) -> io::Result<Result<(), String>> {
     let length = file.seek(SeekFrom::End(0))?;
     let outcome = match described(file, length)? {

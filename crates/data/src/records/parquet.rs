@@ -48,8 +48,8 @@ thread_local! {
     static CAUGHT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether a panic of this thread would now be caught and become an error. A program's panic hook asks, so that it does
-/// not print what is not the end.
+/// Whether a panic of this thread would now be caught and become an error. A program's panic hook asks, so that it prints
+/// no panic that the program survives.
 pub fn panics_are_caught() -> bool {
     CAUGHT.get()
 }

@@ -1,4 +1,4 @@
-//! Settings that no sampler can have.
+//! Settings outside of their range.
 
 /// A setting outside of its range.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]

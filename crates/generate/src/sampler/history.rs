@@ -1,4 +1,4 @@
-//! The tokens that were there, for penalties.
+//! The tokens so far, for penalties.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -24,7 +24,7 @@ impl History {
         }
     }
 
-    /// How often each of the last `last_n` tokens was there.
+    /// How often each of the last `last_n` tokens occurred.
     pub fn counts(&self, last_n: Option<usize>) -> HashMap<u32, u32> {
         let first = last_n.map_or(0, |last_n| self.tokens.len().saturating_sub(last_n));
         let mut counts = HashMap::new();

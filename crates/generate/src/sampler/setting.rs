@@ -1,4 +1,4 @@
-//! Settings by name, for those who change them while they talk.
+//! Settings by name, to be changed during a chat.
 
 use std::str::FromStr;
 

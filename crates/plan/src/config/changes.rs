@@ -1,4 +1,4 @@
-//! What one configuration says otherwise than another.
+//! The keys in which two configurations differ.
 
 use std::collections::BTreeMap;
 use std::fmt;

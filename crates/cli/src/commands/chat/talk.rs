@@ -20,7 +20,7 @@ use crate::table;
 /// The setting that is no sampler's.
 const MAX_TOKENS: &str = "max_tokens";
 
-/// A conversation and all that answers it.
+/// A conversation, and the model that answers.
 pub struct Talk<'t> {
     pub model: &'t Inference<'t>,
     pub template: ChatTemplate,

@@ -29,8 +29,8 @@ pub(super) struct Passes {
 
 impl Passes {
     /// The most windows at a time, up to `most`, with all weights in memory; where one window does not fit so, the most
-    /// with weights left on disk. Where nothing fits, the least that there is: [`device`](Passes::device) refuses it.
-    /// `run` is the evaluation of so many windows, run dry.
+    /// with weights left on disk. Where nothing fits, the smallest pass: [`device`](Passes::device) refuses it. `run` is
+    /// the evaluation of so many windows, run dry.
     pub fn plan(
         engine: &Engine,
         model: &Weights,
