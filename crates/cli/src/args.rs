@@ -121,6 +121,10 @@ pub struct PlanArgs {
     /// Plan for another machine: only the given budgets count, not the limits of this machine; a memory budget is needed
     #[arg(long)]
     pub elsewhere: bool,
+    /// Write every allocation of the step with its birth and death: a .json file for Perfetto or chrome://tracing, or an .svg
+    /// picture
+    #[arg(long, value_name = "FILE")]
+    pub timeline: Option<PathBuf>,
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub json: bool,

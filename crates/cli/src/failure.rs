@@ -12,7 +12,7 @@ use plimsoll_model::chat_template::ChatTemplateError;
 use plimsoll_model::tokenizer::TokenizerError;
 use plimsoll_model::{ModelError, SaveError};
 use plimsoll_plan::config::ConfigError;
-use plimsoll_plan::{GenerationPlanError, OriginError};
+use plimsoll_plan::{GenerationPlanError, OriginError, TimelineError};
 use plimsoll_step::StepError;
 use plimsoll_train::TrainError;
 
@@ -91,6 +91,7 @@ macro_rules! failure_from {
 failure_from! {
     ConfigError => USAGE,
     OriginError => USAGE,
+    TimelineError => USAGE,
     SamplerError => USAGE,
     ModelError => OTHER,
     TokenizerError => OTHER,

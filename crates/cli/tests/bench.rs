@@ -1,10 +1,14 @@
 //! `plimsoll bench memory` on a tiny model: planned peaks are measured ones for every technique, and the pictures are
 //! whole. `plimsoll bench disk`: every way is measured, and nothing is left on the disk.
 
+#[path = "support/svg.rs"]
+mod svg;
+
 use std::path::Path;
 use std::process::{Command, Output};
 
 use serde_json::Value;
+use svg::well_formed;
 
 const MODEL: &str = "model.from_scratch={hidden_size: 16, intermediate_size: 24, num_hidden_layers: 4, num_attention_heads: 2}";
 
@@ -28,25 +32,6 @@ fn document(output: &Output) -> Value {
 
 fn names(rungs: &Value) -> Vec<&str> {
     rungs.as_array().unwrap().iter().map(|rung| rung["name"].as_str().unwrap()).collect()
-}
-
-/// A document of elements that each end, in order, with texts that hold no bare markup.
-fn well_formed(svg: &str) {
-    let mut open = Vec::new();
-    let mut rest = svg;
-    while let Some(start) = rest.find('<') {
-        let end = start + rest[start..].find('>').unwrap();
-        let tag = &rest[start + 1..end];
-        match (tag.strip_prefix('/'), tag.ends_with('/') || tag.starts_with(['?', '!'])) {
-            (Some(name), _) => assert_eq!(open.pop(), Some(name.trim())),
-            (None, true) => {}
-            (None, false) => open.push(tag.split_whitespace().next().unwrap()),
-        }
-        assert_eq!(tag.matches('"').count() % 2, 0, "{tag}");
-        rest = &rest[end + 1..];
-    }
-    assert!(open.is_empty() && svg.contains("<svg"), "{open:?}");
-    assert!(!svg.contains("NaN") && !svg.contains("inf\""));
 }
 
 #[test]

@@ -21,7 +21,7 @@ pub enum DType {
     U8,
     /// 8-bit floats of 4 exponent and 3 mantissa bits, 448 at most, without infinity (Micikevicius et al. 2022, "FP8
     /// formats for deep learning"). An f32 factor, a power of two, stands before the tensor's first element; all
-    /// elements are multiplied by it. Operands of products, made by [`Op::QuantizeFp8`](crate::Op::QuantizeFp8).
+    /// elements are multiplied by it. Operands of products, made by [`Quantization::QuantizeFp8`](crate::Quantization::QuantizeFp8).
     F8E4m3,
     /// The same with 5 exponent and 2 mantissa bits, 57344 at most: the upper halves of f16.
     F8E5m2,

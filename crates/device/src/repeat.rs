@@ -59,6 +59,8 @@ pub struct Counted {
 struct Border {
     layout: Layout,
     state: u64,
+    /// The number of the arena's next event.
+    event: u64,
     tally: Tally,
     times: Option<Times>,
     totals: [u64; 2],
@@ -70,12 +72,15 @@ impl Border {
     fn of<I: Iterations>(dry: &Dry, iterations: &I, traffic: Option<Traffic>) -> Border {
         let (layout, state) = (dry.arena().layout(), iterations.state());
         let times = dry.clock().map(Clock::times);
-        Border { layout, state, tally: dry.tally(), times, totals: iterations.totals(), traffic }
+        let event = dry.arena().next_event();
+        Border { layout, state, event, tally: dry.tally(), times, totals: iterations.totals(), traffic }
     }
 }
 
 /// What one round of iterations adds.
 struct Round {
+    /// The number of its first event.
+    first_event: u64,
     growth: Growth,
     tally: Tally,
     totals: [u64; 2],
@@ -106,7 +111,8 @@ fn round(borders: &VecDeque<Border>, period: usize) -> Option<Round> {
     }
     let growth = newer.layout.growth_since(&older.layout)?;
     let totals = [0, 1].map(|i| newer.totals[i] - older.totals[i]);
-    Some(Round { growth, tally: newer.tally.less(older.tally), totals, began: older.times })
+    let (first_event, began) = (older.event, older.times);
+    Some(Round { first_event, growth, tally: newer.tally.less(older.tally), totals, began })
 }
 
 /// Runs iterations until they repeat, and counts the others.
@@ -128,13 +134,14 @@ pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> 
             borders.pop_front();
         }
         let found = (1..=LONGEST_PERIOD).find_map(|period| Some((period as u64, round(&borders, period)?)));
-        let Some((period, Round { growth, tally, totals, began })) = found else { continue };
+        let Some((period, Round { first_event, growth, tally, totals, began })) = found else { continue };
         // Where memory grows, the last round runs, for the peak.
         let run_at_last = if growth.is_none() { 0 } else { period };
         let rounds = (times - index).saturating_sub(run_at_last) / period;
         if rounds == 0 {
             continue;
         }
+        dry.arena().count_again(first_event, rounds);
         counted.held = dry.arena().extend(&growth, rounds).map_err(DeviceError::from)?;
         dry.add(tally.times(rounds));
         if let (Some(clock), Some(began)) = (dry.clock(), began) {

@@ -123,6 +123,11 @@ impl LowerTiers {
         LowerTiers::with(arena(Tier::Host), arena(Tier::Disk), None)
     }
 
+    /// The same for a dry run on a device with this arena: they record where it does.
+    pub fn dry_beside(device: &Arena) -> LowerTiers {
+        LowerTiers::with(device.beside(Tier::Host), device.beside(Tier::Disk), None)
+    }
+
     fn with(host: Arena, disk: Arena, backing: Option<Backing>) -> LowerTiers {
         LowerTiers { host, disk, backing, moved: Mutex::default() }
     }

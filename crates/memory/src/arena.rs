@@ -75,6 +75,11 @@ impl Arena {
         Arena::with_ledger(tier, ENDLESS, Ledger::recording())
     }
 
+    /// An arena without an end for another tier. It records where this one does, and their events are numbered together.
+    pub fn beside(&self, tier: Tier) -> Arena {
+        Arena::with_ledger(tier, ENDLESS, self.lock().ledger.beside())
+    }
+
     fn with_ledger(tier: Tier, capacity: u64, ledger: Ledger) -> Arena {
         let capacity = capacity / ALIGNMENT * ALIGNMENT;
         let free = if capacity > 0 { BTreeMap::from([(0, capacity)]) } else { BTreeMap::new() };
@@ -94,6 +99,32 @@ impl Arena {
     /// Labels what follows with a phase and a layer.
     pub fn enter(&self, phase: Phase, layer: Option<u32>) {
         self.lock().ledger.enter(phase, layer);
+    }
+
+    /// Marks the beginning of a part of the work, where events are recorded.
+    pub fn mark(&self, name: &'static str) {
+        if let Some(record) = self.lock().ledger.record_mut() {
+            record.mark(name);
+        }
+    }
+
+    /// The number of the next event; 0 where none is recorded.
+    pub fn next_event(&self) -> u64 {
+        self.lock().ledger.record_mut().map_or(0, |record| record.next_event())
+    }
+
+    /// Takes down, where events are recorded, that those from `first` on would happen so many times more.
+    pub fn count_again(&self, first: u64, times: u64) {
+        if let Some(record) = self.lock().ledger.record_mut() {
+            record.count_again(first, times);
+        }
+    }
+
+    /// Says what time it is for the events that follow, here and in the arenas [beside](Self::beside), in seconds.
+    pub fn tell_time(&self, seconds: f64) {
+        if let Some(record) = self.lock().ledger.record_mut() {
+            record.tell_time(seconds);
+        }
     }
 
     /// The arena's size in bytes.
@@ -267,7 +298,7 @@ impl Drop for Block {
     fn drop(&mut self) {
         let mut inner = self.arena.lock();
         inner.give_back(self.offset, self.size);
-        inner.ledger.gave_back(self.tag, self.name, self.owner, self.size);
+        inner.ledger.gave_back(self.tag, self.name, self.owner, self.offset, self.size);
     }
 }
 

@@ -9,6 +9,8 @@ use std::fmt;
 
 use serde::Serialize;
 
+use crate::recording::{CountedEvents, Event, Mark, Recording};
+
 /// What memory is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -129,27 +131,6 @@ impl fmt::Display for Phase {
     }
 }
 
-/// One allocation or release, as recorded.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Event {
-    /// Phase of the step.
-    pub phase: Phase,
-    /// Layer in whose scope it happened.
-    pub layer: Option<u32>,
-    /// Layer in whose scope the memory was taken: the one it belongs to.
-    pub owner: Option<u32>,
-    /// What the memory is for.
-    pub tag: Tag,
-    /// The allocation's own name, such as `q` or `mlp.gate`.
-    pub name: &'static str,
-    /// Bytes taken (positive) or given back (negative).
-    pub delta: i64,
-    /// Bytes live after the event.
-    pub live: u64,
-    /// Whether the event raised the arena's high-water mark.
-    pub raised_peak: bool,
-}
-
 /// What was live when the arena's high-water mark was reached.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AtPeak {
@@ -186,12 +167,18 @@ pub struct Ledger {
     at_peak: AtPeak,
     phase: Phase,
     layer: Option<u32>,
-    events: Option<Vec<Event>>,
+    record: Option<Box<Recording>>,
 }
 
 impl Ledger {
     pub(crate) fn recording() -> Ledger {
-        Ledger { events: Some(Vec::new()), ..Ledger::default() }
+        Ledger { record: Some(Box::default()), ..Ledger::default() }
+    }
+
+    /// A ledger that records where this one does, with events that are numbered together with this one's.
+    pub(crate) fn beside(&self) -> Ledger {
+        let record = self.record.as_ref().map(|record| Box::new(record.beside()));
+        Ledger { record, ..Ledger::default() }
     }
 
     pub(crate) fn enter(&mut self, phase: Phase, layer: Option<u32>) {
@@ -219,14 +206,21 @@ impl Ledger {
         if raised {
             self.at_peak = AtPeak { peak: end, by_tag: self.live, phase: self.phase, layer: self.layer };
         }
-        self.record(tag, name, owner, bytes as i64, raised);
+        self.record(tag, name, owner, end - bytes, bytes as i64, raised);
     }
 
-    pub(crate) fn gave_back(&mut self, tag: Tag, name: &'static str, owner: Option<u32>, bytes: u64) {
+    pub(crate) fn gave_back(
+        &mut self,
+        tag: Tag,
+        name: &'static str,
+        owner: Option<u32>,
+        offset: u64,
+        bytes: u64,
+    ) {
         self.before_change(false);
         self.live.remove(tag, bytes);
         self.live_by_layer.entry(owner).or_default().remove(tag, bytes);
-        self.record(tag, name, owner, -(bytes as i64), false);
+        self.record(tag, name, owner, offset, -(bytes as i64), false);
     }
 
     /// Remembers what was live at the peak before the first change that leaves the peak behind.
@@ -238,11 +232,35 @@ impl Ledger {
         }
     }
 
-    fn record(&mut self, tag: Tag, name: &'static str, owner: Option<u32>, delta: i64, raised_peak: bool) {
+    fn record(
+        &mut self,
+        tag: Tag,
+        name: &'static str,
+        owner: Option<u32>,
+        offset: u64,
+        delta: i64,
+        raised_peak: bool,
+    ) {
         let (phase, layer, live) = (self.phase, self.layer, self.live.total());
-        if let Some(events) = &mut self.events {
-            events.push(Event { phase, layer, owner, tag, name, delta, live, raised_peak });
+        if let Some(record) = &mut self.record {
+            record.add(|number, seconds| Event {
+                number,
+                seconds,
+                phase,
+                layer,
+                owner,
+                tag,
+                name,
+                offset,
+                delta,
+                live,
+                raised_peak,
+            });
         }
+    }
+
+    pub(crate) fn record_mut(&mut self) -> Option<&mut Recording> {
+        self.record.as_deref_mut()
     }
 
     pub(crate) fn layer(&self) -> Option<u32> {
@@ -275,6 +293,16 @@ impl Ledger {
 
     /// The recorded events; empty when recording is off.
     pub fn events(&self) -> &[Event] {
-        self.events.as_deref().unwrap_or(&[])
+        self.record.as_ref().map_or(&[], |record| &record.events)
+    }
+
+    /// The parts of the work that were marked, in order.
+    pub fn marks(&self) -> &[Mark] {
+        self.record.as_ref().map_or(&[], |record| &record.marks)
+    }
+
+    /// Which events stand for iterations that were counted.
+    pub fn counted(&self) -> &[CountedEvents] {
+        self.record.as_ref().map_or(&[], |record| &record.counted)
     }
 }

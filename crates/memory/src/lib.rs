@@ -9,6 +9,7 @@ mod file_map;
 mod heap;
 mod layout;
 mod ledger;
+mod recording;
 mod region;
 mod reservation;
 
@@ -17,7 +18,8 @@ pub use bytes::{ByteSize, ParseByteSizeError};
 pub use file_map::FileMap;
 pub use heap::release_free_heap;
 pub use layout::{Growth, Layout, Traffic};
-pub use ledger::{AtPeak, Event, Ledger, Phase, Tag, TagBytes};
+pub use ledger::{AtPeak, Ledger, Phase, Tag, TagBytes};
+pub use recording::{CountedEvents, Event, Mark};
 pub use region::Region;
 pub use reservation::{Reservation, ReservationError};
 

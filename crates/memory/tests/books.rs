@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use plimsoll_memory::{Arena, Block, Event, Ledger, OutOfMemory, Phase, Tag, TagBytes, Tier};
+use plimsoll_memory::{Arena, Block, CountedEvents, Event, Ledger, OutOfMemory, Phase, Tag, TagBytes, Tier};
 
 fn arena(capacity: u64) -> Arena {
     Arena::new(Tier::Device, capacity)
@@ -152,23 +152,27 @@ fn recorded_events_say_everything_and_nothing_is_recorded_unasked() {
     drop(first);
     let third = arena.alloc(64, Tag::Activations, "again").unwrap();
     drop(second);
-    let event = |phase, layer, owner, tag, name, delta, live, raised_peak| Event {
+    let mut number = 0..;
+    let mut event = |phase, layer, owner, tag, name, offset, delta, live, raised_peak| Event {
+        number: number.next().unwrap(),
+        seconds: None,
         phase,
         layer,
         owner,
         tag,
         name,
+        offset,
         delta,
         live,
         raised_peak,
     };
     let (forward, backward) = (Phase::Forward, Phase::Backward);
     let expected = [
-        event(forward, Some(4), Some(4), Tag::Activations, "q", 64, 64, true),
-        event(backward, Some(3), Some(3), Tag::Gradients, "dq", 128, 192, true),
-        event(backward, Some(3), Some(4), Tag::Activations, "q", -64, 128, false),
-        event(backward, Some(3), Some(3), Tag::Activations, "again", 64, 192, false),
-        event(backward, Some(3), Some(3), Tag::Gradients, "dq", -128, 64, false),
+        event(forward, Some(4), Some(4), Tag::Activations, "q", 0, 64, 64, true),
+        event(backward, Some(3), Some(3), Tag::Gradients, "dq", 64, 128, 192, true),
+        event(backward, Some(3), Some(4), Tag::Activations, "q", 0, -64, 128, false),
+        event(backward, Some(3), Some(3), Tag::Activations, "again", 0, 64, 192, false),
+        event(backward, Some(3), Some(3), Tag::Gradients, "dq", 64, -128, 64, false),
     ];
     let ledger = arena.ledger();
     assert_eq!(ledger.events(), expected);
@@ -187,6 +191,38 @@ fn recorded_events_say_everything_and_nothing_is_recorded_unasked() {
         assert!(plain.ledger().events().is_empty());
         assert_eq!(by_layer(&plain.ledger()).keys().copied().collect::<Vec<_>>(), [Some(2)]);
     }
+}
+
+/// Arenas that record together have one numbering and one time; marks and counted iterations refer to it.
+#[test]
+fn arenas_beside_each_other_share_numbers_and_time() {
+    let device = Arena::recording(Tier::Device);
+    let host = device.beside(Tier::Host);
+    device.mark("load");
+    let weight = device.alloc(64, Tag::Weights, "w").unwrap();
+    let home = host.alloc(64, Tag::Optimizer, "m").unwrap();
+    device.mark("step");
+    device.tell_time(1.5);
+    let first = device.next_event();
+    drop((weight, home));
+    device.count_again(first, 7);
+    device.count_again(device.next_event(), 3);
+    let moments = |arena: &Arena| -> Vec<(u64, Option<f64>)> {
+        arena.ledger().events().iter().map(|event| (event.number, event.seconds)).collect()
+    };
+    assert_eq!(moments(&device), [(0, None), (2, Some(1.5))]);
+    assert_eq!(moments(&host), [(1, None), (3, Some(1.5))]);
+    let ledger = device.ledger();
+    let marks: Vec<(&str, u64)> = ledger.marks().iter().map(|mark| (mark.name, mark.event)).collect();
+    assert_eq!(marks, [("load", 0), ("step", 2)]);
+    assert_eq!(ledger.counted(), [CountedEvents { first: 2, end: 4, times: 7 }]);
+    // Beside an arena that records nothing, nothing is recorded.
+    let plain = Arena::unbounded(Tier::Device);
+    let below = plain.beside(Tier::Disk);
+    plain.mark("load");
+    plain.tell_time(1.0);
+    drop(take(&below, 1));
+    assert_eq!((below.ledger().events(), plain.ledger().marks(), plain.next_event()), (&[][..], &[][..], 0));
 }
 
 #[test]

@@ -52,7 +52,7 @@ impl DryRun {
         DryRun::training_on(&Dry::new().timed(Clock::new(*rates)), spec, settings, accumulation)
     }
 
-    /// The same with every allocation and release of the step in the device's ledger, but for iterations that are like those
+    /// The same with every allocation and release of the step in the ledgers, but for iterations that are like those
     /// before them.
     pub fn timeline(
         spec: &ModelSpec,
@@ -68,7 +68,8 @@ impl DryRun {
         settings: &StepSettings,
         accumulation: u64,
     ) -> Result<DryRun, StepError> {
-        let tiers = Arc::new(LowerTiers::dry());
+        let tiers = Arc::new(LowerTiers::dry_beside(dry.arena()));
+        dry.arena().mark("load");
         let (own, step) = (spec.clone(), settings.clone());
         let mut trainer = Trainer::with_tiers(dry, Arc::clone(&tiers), own, step, &Solo)?;
         trainer.load(nothing)?;
@@ -83,6 +84,7 @@ impl DryRun {
             (dry.take_tally(), tiers.take_moved(), times)
         };
         let (.., mut began) = took();
+        dry.arena().mark("step");
         trainer.step_alike(&micro_batch, accumulation, 0.0)?;
         let first = took();
         // The first step of a run may do more than the others, as there is no norm of a step before it to clip by; and it
@@ -92,10 +94,12 @@ impl DryRun {
             first
         } else {
             began = first.2;
+            dry.arena().mark("next step");
             trainer.step_alike(&micro_batch, accumulation, 0.0)?;
             took()
         };
         let times = ended.zip(began).map(|(ended, began)| ended.since(began));
+        dry.arena().mark("evaluation");
         trainer.evaluate(settings.batch_size, &micro_batch)?;
         Ok(DryRun { times, ..DryRun::of(dry, &tiers, tally, moved) })
     }

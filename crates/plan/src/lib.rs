@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod advice;
+mod colours;
 pub mod config;
 mod dry_run;
 mod filling;
@@ -23,9 +24,11 @@ mod scratch;
 mod shortage;
 mod streaming;
 mod time;
+mod timeline;
 mod training_plan;
 
 pub use advice::{Alternative, Extent, LeastNeed, MemoryAndDisk, Refusal};
+pub use colours::{COLOURS, Colour, OTHER_COLOUR};
 pub use dry_run::DryRun;
 pub use generation::{CacheContext, DoesNotFit, GenerationPlan, GenerationPlanError, GenerationRequest};
 pub use limits::Limits;
@@ -41,4 +44,7 @@ pub use scratch::ScratchTokenizer;
 pub use shortage::{Resource, Shortage};
 pub use streaming::{PassFootprint, fitting_residency, streaming_overhead_bytes};
 pub use time::{DiskRates, Rates, TimeEstimate};
+pub use timeline::{
+    Allocation, Change, Moment, Part, Stretch, TierTimeline, Timeline, TimelineError, TimelineFormat,
+};
 pub use training_plan::{LayerBytes, Machine, TrainingPlan, tags_json};

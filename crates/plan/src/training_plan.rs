@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use plimsoll_memory::{AtPeak, ByteSize, Ledger, Phase, Tag, TagBytes};
+use plimsoll_memory::{AtPeak, ByteSize, Phase, Tag, TagBytes};
 use plimsoll_model::{ModelSpec, Parameter, WeightSource};
 use plimsoll_step::StepError;
 use serde::Serialize;
@@ -19,6 +19,7 @@ use crate::resolve::{Choice, choose, lighter_choices, resolved_config};
 use crate::run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes, Written, steps_in};
 use crate::shortage::{Resource, Shortage};
 use crate::time::Rates;
+use crate::timeline::Timeline;
 
 /// What the plan is made for.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -159,10 +160,10 @@ impl TrainingPlan {
         Ok(ladder)
     }
 
-    /// The device's ledger with every allocation and release of the step.
-    pub fn timeline(&self) -> Result<Ledger, StepError> {
+    /// Every allocation of the step, on every tier, with its birth and death.
+    pub fn timeline(&self) -> Result<Timeline, StepError> {
         let Choice { settings, accumulation, .. } = &self.choice;
-        Ok(DryRun::timeline(&self.spec, settings, *accumulation)?.ledger)
+        Ok(Timeline::of(self, &DryRun::timeline(&self.spec, settings, *accumulation)?))
     }
 
     /// Bytes of arena.

@@ -144,7 +144,8 @@ impl<'a, D: Device> Optimizer<'a, D> {
         let mut away = None;
         if !parcels.is_empty() {
             device.arena().enter(Phase::Setup, None);
-            away = Some(Away { pool: Parcels::new(device, tiers, parcels, BUFFERS)? });
+            let pool = Parcels::new(device, tiers, parcels, BUFFERS, "states.staging")?;
+            away = Some(Away { pool });
         }
         Ok(Optimizer { kind, slots, seed, away })
     }

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use plimsoll_disk::IoStatistics;
+use plimsoll_plan::{Timeline, TimelineFormat};
 use serde::Serialize;
 
 use crate::TrainError;
@@ -122,12 +123,17 @@ impl Report {
     }
 }
 
-/// Writes `memory_timeline.json`: every allocation and release of the planned step, in order.
-pub(crate) fn write_timeline(run: &Path, ledger: &plimsoll_memory::Ledger) -> Result<(), TrainError> {
-    let path = run.join("memory_timeline.json");
-    let json = serde_json::to_vec(ledger.events())
-        .map_err(|e| TrainError::io("write", &path, std::io::Error::other(e)))?;
-    crate::write_whole(&path, &json)
+/// Writes `memory_timeline.json` and `memory_timeline.svg`: every allocation of the planned step.
+pub(crate) fn write_timeline(run: &Path, timeline: &Timeline) -> Result<(), TrainError> {
+    for (name, format) in
+        [("memory_timeline.json", TimelineFormat::Json), ("memory_timeline.svg", TimelineFormat::Svg)]
+    {
+        let path = run.join(name);
+        let bytes = timeline.to_bytes(format);
+        let bytes = bytes.map_err(|e| TrainError::io("write", &path, std::io::Error::other(e)))?;
+        crate::write_whole(&path, &bytes)?;
+    }
+    Ok(())
 }
 
 /// The middle value; the mean of the two middle ones for an even number; 0 for none.

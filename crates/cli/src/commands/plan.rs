@@ -1,11 +1,13 @@
 //! `plimsoll plan`: what a training run needs, before anything is loaded.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use plimsoll_memory::{AtPeak, ByteSize, Tag};
 use plimsoll_plan::config::GradientCheckpointing;
-use plimsoll_plan::{DiskRates, ModelOrigin, ProcessLimits, TimeEstimate, TrainingPlan};
+use plimsoll_plan::{DiskRates, ModelOrigin, ProcessLimits, TimeEstimate, TimelineFormat, TrainingPlan};
 use plimsoll_step::{Adapters, Linears};
+use plimsoll_train::{TrainError, write_whole};
 use serde_json::Value;
 
 use crate::args::PlanArgs;
@@ -19,6 +21,11 @@ use crate::session::{Engine, load_config};
 use crate::table;
 
 pub fn run(args: &PlanArgs) -> Result<(), Failure> {
+    // Before anything is planned, so that nobody waits for a file that cannot be written.
+    let timeline = match &args.timeline {
+        Some(file) => Some((file.as_path(), TimelineFormat::of(file)?)),
+        None => None,
+    };
     let config = load_config(&args.source)?;
     let stated = config.memory.device_budget().set().is_some();
     if args.elsewhere && !stated {
@@ -62,7 +69,25 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
             out!("\n{}\n{}", needs::TITLE, needs::table(&needs))?;
         }
     }
+    if let Some((file, format)) = timeline {
+        write_timeline(&plan, file, format)?;
+        if !args.json {
+            outln!("\nevery allocation of the step is in {}", file.display())?;
+        }
+    }
     if plan.fits() { Ok(()) } else { Err(Failure::shown_not_to_fit()) }
+}
+
+fn write_timeline(plan: &TrainingPlan, file: &Path, format: TimelineFormat) -> Result<(), Failure> {
+    let bytes = plan.timeline()?.to_bytes(format)?;
+    write_whole(file, &bytes).map_err(|error| match error {
+        // The remedies of other files are those of a run's folder.
+        TrainError::Io { source, .. } => Failure::other(format!(
+            "the timeline could not be written to {}: {source}; name a file in a folder that you may write to and that has room",
+            file.display()
+        )),
+        other => other.into(),
+    })
 }
 
 /// Whose speeds a plan's time is made of.

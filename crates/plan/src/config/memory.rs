@@ -32,8 +32,8 @@ section! {
         emergency_threshold: f64 = 0.98, SHARE;
         /// Whether a run that memory is taken away from goes on with a plan that needs less, and back when there is room.
         ladder: bool = true;
-        /// Whether the timeline of allocations of a step is written to the output folder; iterations that are alike are in
-        /// it once.
+        /// Whether every allocation of a step is written to the output folder, as memory_timeline.json for Perfetto and
+        /// memory_timeline.svg; iterations that are alike are in it once.
         profile: bool = false;
         /// Whether messages about memory are left out of the progress.
         silent_mode: bool = false;

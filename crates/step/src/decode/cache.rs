@@ -89,7 +89,7 @@ impl<'a, D: Device> KvCache<'a, D> {
                     parcels.insert(layer, parcel);
                 }
                 device.arena().enter(Phase::Setup, None);
-                let pool = Parcels::new(device, tiers, parcels, BUFFERS)?;
+                let pool = Parcels::new(device, tiers, parcels, BUFFERS, "kv.staging")?;
                 Place::Away(Away { row_bytes: dtype.bytes_for(columns).unwrap_or(0), pool })
             }
         };

@@ -175,7 +175,7 @@ impl<'a, D: Device> WeightStore<'a, D> {
             away.extend(of_block);
         }
         device.arena().enter(Phase::Setup, None);
-        let pool = Parcels::new(device, tiers, parcels, BUFFERS)?;
+        let pool = Parcels::new(device, tiers, parcels, BUFFERS, "weights.staging")?;
         // Where nothing changes, a table of one piece comes with its block.
         let in_pieces = |away: &&AwayParameter| {
             let table = layer_of(away.parameter.block).is_none();

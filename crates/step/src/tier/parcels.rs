@@ -22,15 +22,16 @@ pub(crate) struct Parcels<'a, D: Device, K, T> {
 }
 
 impl<'a, D: Device, K: Copy + Eq + Hash + 'a, T: Copy + 'a> Parcels<'a, D, K, T> {
-    /// Takes memory for `buffers` buffers, or for as many as there are parcels.
+    /// Takes memory for `buffers` buffers, or for as many as there are parcels; `name` says what they hold.
     pub fn new(
         device: &'a D,
         tiers: &Arc<LowerTiers>,
         parcels: HashMap<K, Parcel<T>>,
         buffers: usize,
+        name: &'static str,
     ) -> Result<Self, StepError> {
         let bytes = parcels.values().map(Parcel::bytes).max().unwrap_or(0);
-        let mut pool = Pool::new(device, bytes, buffers.min(parcels.len()))?;
+        let mut pool = Pool::new(device, name, bytes, buffers.min(parcels.len()))?;
         let parcels = Rc::new(RefCell::new(parcels));
         pool.carry_with(Box::new(Homes::new(tiers, &parcels)?));
         Ok(Parcels { parcels, pool })

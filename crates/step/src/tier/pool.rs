@@ -47,6 +47,8 @@ pub(crate) enum Memory<K> {
 /// Buffers of one size.
 pub(crate) struct Pool<'a, D: Device, K> {
     device: &'a D,
+    /// What the buffers hold, in the ledger.
+    name: &'static str,
     buffer_bytes: u64,
     buffers: Vec<Buffer<K>>,
     /// What will be taken, the next one first.
@@ -103,9 +105,10 @@ impl<K: Copy + Eq> Buffer<K> {
 
 impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
     /// Takes memory for `count` buffers of parcels of up to `bytes` bytes.
-    pub fn new(device: &'a D, bytes: u64, count: usize) -> Result<Self, StepError> {
+    pub fn new(device: &'a D, name: &'static str, bytes: u64, count: usize) -> Result<Self, StepError> {
         let mut pool = Pool {
             device,
+            name,
             buffer_bytes: bytes,
             buffers: Vec::new(),
             upcoming: VecDeque::new(),
@@ -124,7 +127,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
     }
 
     fn new_buffer(&self) -> Result<Tensor, StepError> {
-        buffer(self.device, self.buffer_bytes, Tag::Staging, "staging")
+        buffer(self.device, self.buffer_bytes, Tag::Staging, self.name)
     }
 
     /// What will be taken next, in order. Nothing is in use any more.

@@ -1,6 +1,6 @@
 //! The pictures of `bench memory`, as SVG: the ladder as a waterfall, and checkpointing as memory against time.
 
-use plimsoll_memory::Tag;
+use plimsoll_plan::{COLOURS, OTHER_COLOUR};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -16,20 +16,6 @@ const FONT: &str = "sans-serif";
 const GREY: RGBColor = RGBColor(90, 90, 90);
 const GONE: RGBColor = RGBColor(232, 232, 232);
 const LINE: RGBColor = RGBColor(0, 114, 178);
-
-/// Colours that the colour-blind can tell apart (Okabe and Ito), one a tag that occurs in training.
-const COLOURS: [(Tag, RGBColor); 8] = [
-    (Tag::Weights, RGBColor(0, 114, 178)),
-    (Tag::MasterWeights, RGBColor(86, 180, 233)),
-    (Tag::Gradients, RGBColor(213, 94, 0)),
-    (Tag::Optimizer, RGBColor(230, 159, 0)),
-    (Tag::Activations, RGBColor(0, 158, 115)),
-    (Tag::Attention, RGBColor(148, 203, 149)),
-    (Tag::Logits, RGBColor(204, 121, 167)),
-    (Tag::Workspace, RGBColor(120, 94, 140)),
-];
-/// Everything else, and the gaps between allocations.
-const OTHER: RGBColor = RGBColor(150, 150, 150);
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
@@ -222,7 +208,9 @@ fn parts(rung: &Rung) -> Vec<(RGBColor, u64)> {
 }
 
 fn colour(tag: &str) -> RGBColor {
-    COLOURS.iter().find(|(known, _)| known.name() == tag).map_or(OTHER, |(_, colour)| *colour)
+    let [red, green, blue] =
+        COLOURS.iter().find(|(known, _)| known.name() == tag).map_or(OTHER_COLOUR, |(_, colour)| *colour);
+    RGBColor(red, green, blue)
 }
 
 fn gib(rung: &Rung) -> f64 {

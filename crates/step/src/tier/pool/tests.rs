@@ -85,7 +85,7 @@ fn cpu() -> Cpu {
 }
 
 fn pool<'a>(device: &'a Cpu, count: usize) -> (Pool<'a, Cpu, u32>, Rc<RefCell<World>>) {
-    let mut pool = Pool::new(device, ALIGNMENT, count).unwrap();
+    let mut pool = Pool::new(device, "tests.staging", ALIGNMENT, count).unwrap();
     let world = Rc::new(RefCell::new(World::default()));
     world.borrow_mut().homes.extend((0..10).map(|key| (key, key as u8 + 100)));
     pool.carry_with(Box::new(Slow(Rc::clone(&world))));
