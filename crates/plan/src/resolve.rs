@@ -394,8 +394,7 @@ fn batches(training: &TrainingConfig) -> Vec<Vec<(u64, u64)>> {
         return vec![first];
     }
     // A sum over micro-batches is a gradient that lives through the whole pass: without it there is none to keep.
-    let most = DEFAULT_EFFECTIVE_BATCH / 2;
-    vec![first, powers_of_two(most).map(|batch_size| (batch_size, 1)).collect()]
+    vec![first, powers_of_two(DEFAULT_EFFECTIVE_BATCH).map(|batch_size| (batch_size, 1)).collect()]
 }
 
 fn preferred_batches(training: &TrainingConfig) -> Vec<(u64, u64)> {
