@@ -3,14 +3,16 @@
 
 mod common;
 
+use std::collections::BTreeSet;
+
 use plimsoll_device::DType;
 use plimsoll_memory::Tier;
 use plimsoll_model::{ModelSpec, catalogue};
 use plimsoll_plan::config::{GradientDtype, MasterWeights, MixedPrecision, RawConfig};
-use plimsoll_plan::{Choice, Limits, TrainingPlan, lighter_choices, loss_chunk_tokens};
+use plimsoll_plan::{Choice, DiskRates, Limits, TrainingPlan, lighter_choices, loss_chunk_tokens};
 use plimsoll_step::{
     Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling, NormSource, Offload, Precision,
-    StepSettings, UpdateTiming,
+    StepError, StepSettings, UpdateTiming,
 };
 
 use common::machine;
@@ -368,4 +370,103 @@ fn a_ladder_of_one_rung_where_nothing_is_smaller() {
     let spec = ModelSpec { num_layers: 6, ..spec() };
     let plan = plan_of(&spec, &[&set[..], &smallest].concat());
     assert_eq!(plan.ladder().unwrap().len(), 1);
+}
+
+/// Rows of an untied embedding's gradient are held of 256 micro-batches at most, where gradients live elsewhere.
+#[test]
+fn what_is_not_possible_is_left_out_unless_it_was_asked_for() {
+    let untied = ModelSpec { tie_word_embeddings: false, ..spec() };
+    let step = [F32, "training.batch_size=1", "training.gradient_accumulation_steps=257"];
+    let budget = |set: &[&str], bytes: u64| {
+        let mut config = config(&[&step[..], set].concat());
+        config.apply_set(&format!("memory.device_budget={bytes}")).unwrap();
+        TrainingPlan::new(&config, &untied, &machine())
+    };
+    let gradients = ["memory.offload.gradients=disk"];
+    assert!(matches!(budget(&gradients, 64 << 30), Err(StepError::TooManyHeld { .. })));
+    // Only what leaves gradients at home is possible, and does not fit.
+    let short = budget(&[], 1 << 20).unwrap();
+    assert!(!short.fits());
+    assert_eq!(short.choice.settings.offload.gradients, Tier::Device);
+    let ladder = budget(&[], 64 << 30).unwrap().ladder().unwrap();
+    let last = ladder.last().unwrap().choice.settings.offload;
+    assert_eq!((last.optimizer, last.gradients), (Tier::Disk, Tier::Device));
+}
+
+/// What passes share saves time by what is not brought again: where that is less than a hundredth, nothing is shared.
+#[test]
+fn a_pass_is_shared_where_that_saves_a_hundredth_of_the_time() {
+    let untied = ModelSpec { tie_word_embeddings: false, ..spec() };
+    let away = "memory.offload={optimizer: device, gradients: device, activations: device, parameters: disk}";
+    let step = [
+        "training.gradient_checkpointing=full",
+        "training.batch_size=1",
+        F32,
+        away,
+        "training.gradient_accumulation_steps=6",
+    ];
+    let of = |read: f64, set: &[&str]| {
+        let mut machine = machine();
+        machine.rates.disk = DiskRates { read, write: read };
+        TrainingPlan::new(&config(&[&step[..], set].concat()), &untied, &machine).unwrap().choice
+    };
+    for (read, gain, shared) in [(2e9, 1.1..2.0, 6), (1e11, 1.001..1.01, 1)] {
+        let [one, six] = ["1", "6"].map(|n| of(read, &[&format!("training.micro_batches_per_pass={n}")]));
+        let faster = six.time.tokens_per_second / one.time.tokens_per_second;
+        assert!(gain.contains(&faster), "{read}: {faster} of {}", one.time.tokens_per_second);
+        assert_eq!(of(read, &[]).settings.micro_batches_per_pass, shared);
+    }
+}
+
+/// What may leave the device, in the order in which it does.
+const KINDS: [fn(&mut StepSettings) -> (&mut Tier, &mut u32); 4] = [
+    |s| (&mut s.offload.optimizer, &mut s.kept_layers.optimizer),
+    |s| (&mut s.offload.gradients, &mut s.kept_layers.gradients),
+    |s| (&mut s.offload.activations, &mut s.kept_layers.activations),
+    |s| (&mut s.offload.parameters, &mut s.kept_layers.parameters),
+];
+
+#[test]
+fn what_spares_the_disk_most_for_a_byte_comes_back_first() {
+    let spec = ModelSpec { num_layers: 12, ..spec() };
+    let mut first = BTreeSet::new();
+    for mib in [160, 180, 220, 360] {
+        let set = [F32, "data.sequence_length=128", &format!("memory.device_budget={mib}MiB")];
+        let plan = plan_of(&spec, &set);
+        assert!(plan.fits(), "{mib}");
+        let fits = |choice: &Choice| plan.limits.memory(choice) <= plan.limits.target_bytes;
+        let of = |settings| Choice::new(&spec, settings, plan.choice.accumulation, &machine().rates).unwrap();
+        // All that had left before anything came back.
+        let mut settings = plan.choice.settings.clone();
+        let last = (0..4).rfind(|kind| *KINDS[*kind](&mut settings).0 == Tier::Disk).unwrap();
+        settings.kept_layers = KeptLayers::NONE;
+        KINDS[..=last].iter().for_each(|kind| *kind(&mut settings).0 = Tier::Disk);
+        let away = of(settings.clone());
+        let home = |kind: usize| {
+            let mut settings = settings.clone();
+            *KINDS[kind](&mut settings).0 = Tier::Device;
+            of(settings)
+        };
+        let worth = |kind: &usize| {
+            let home = home(*kind);
+            let seconds = away.time.disk_seconds - home.time.disk_seconds;
+            seconds / plan.limits.memory(&home).saturating_sub(plan.limits.memory(&away)).max(1) as f64
+        };
+        let best = (0..=last).max_by(|a, b| worth(a).total_cmp(&worth(b))).unwrap();
+        let mut chosen = plan.choice.settings.clone();
+        let (tier, kept) = KINDS[best](&mut chosen);
+        if fits(&home(best)) {
+            assert_eq!(*tier, Tier::Device, "{mib}");
+        } else {
+            let with = |layers| {
+                let mut settings = settings.clone();
+                *KINDS[best](&mut settings).1 = layers;
+                fits(&of(settings))
+            };
+            assert!(*tier == Tier::Disk && with(*kept) && !with(*kept + 1), "{mib}: {kept}");
+        }
+        first.insert((best, last));
+    }
+    // Weights, which every pass reads, before gradients, and these before the states of the optimizer.
+    assert_eq!(first.into_iter().collect::<Vec<_>>(), [(1, 1), (3, 3)]);
 }

@@ -221,6 +221,20 @@ fn what_goes_together_is_let_through_and_the_rest_is_refused_for_one_reason() {
 }
 
 #[test]
+fn numbers_are_names_as_they_were_written() {
+    for (text, path) in [
+        ("model: 2024", Some("2024")),
+        ("model: 007", Some("007")),
+        ("model: 1.50", Some("1.50")),
+        ("model: \"2024\"", Some("2024")),
+    ] {
+        assert_eq!(read(text).model.path.as_deref(), path, "{text}");
+    }
+    let said = verdict("model: !!int \"2024\"");
+    assert!(said.contains("model.path: expected text, got the number 2024"), "{said}");
+}
+
+#[test]
 fn keys_and_places() {
     let mut config = read("model: x\ntraining: {seed: 1}\n");
     let place = config.place("training.seed").unwrap();
