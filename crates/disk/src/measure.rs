@@ -122,6 +122,8 @@ mod tests {
             assert_eq!((speed.queue_depth, speed.block_bytes), (queue_depth, block_bytes));
             assert_eq!(speed.bytes, 100_000 / block_bytes * block_bytes);
             assert!(speed.write_rate() > 0.0 && speed.read_rate() > 0.0);
+            // What a clock showed: no round number.
+            assert!(speed.read_seconds > 0.0 && speed.read_seconds.fract() != 0.0);
             assert!(direct || speed.mode == IoMode::Buffered);
         }
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);

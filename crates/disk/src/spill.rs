@@ -114,6 +114,7 @@ pub fn default_folder() -> PathBuf {
 mod tests {
     use super::*;
     use crate::system::unlinked_file;
+    use rustix::fs::{FallocateFlags, fallocate};
     use std::os::unix::fs::MetadataExt;
 
     fn settings(folder: &Path, budget: Option<u64>) -> SpillSettings {
@@ -131,6 +132,17 @@ mod tests {
             assert_eq!((found.mode() & 0o777, found.nlink()), (0o600, 0));
         }
         assert_eq!(std::fs::read_dir(&inner).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_name_that_is_taken_is_left_to_its_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let taken = folder.path().join(format!("{PREFIX}{}-0", std::process::id()));
+        std::fs::write(&taken, b"x").unwrap();
+        assert_eq!(unlinked_file(folder.path(), PREFIX).unwrap().metadata().unwrap().len(), 0);
+        assert_eq!(std::fs::read(&taken).unwrap(), b"x");
+        let nowhere = unlinked_file(&folder.path().join("none"), PREFIX).unwrap_err();
+        assert_eq!(nowhere.kind(), std::io::ErrorKind::NotFound);
     }
 
     #[test]
@@ -171,6 +183,9 @@ mod tests {
             take_room(&plain, 0, end).unwrap();
             let length = |file: &std::fs::File| file.metadata().unwrap().len();
             assert_eq!(length(spill.file().handle()), length(&plain), "{bytes}");
+            let (other, flags) = (tempfile::tempfile_in(folder.path()).unwrap(), FallocateFlags::empty());
+            let taken = fallocate(&other, flags, 0, end).is_ok();
+            assert_eq!(length(&plain), if taken { end } else { 0 }, "{bytes}");
         }
         assert_eq!(spill.folder(), folder.path());
     }

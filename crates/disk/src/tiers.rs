@@ -435,4 +435,26 @@ mod tests {
         let home = dry.take(Tier::Disk, 5000, Tag::Weights, "a").unwrap();
         assert_eq!((dry.disk().high_water(), home.bytes()), (8192, 5000));
     }
+
+    #[test]
+    fn a_part_that_a_buffer_has_no_room_for_is_refused_with_its_size() {
+        let folder = tempfile::tempdir().unwrap();
+        let tiers = LowerTiers::open(1 << 20, 0, &settings(folder.path())).unwrap();
+        let home = tiers.take(Tier::Host, 40_000, Tag::Weights, "a").unwrap();
+        for moved in [
+            tiers.bring_part(&home, 4096..40_000, Region::new(4096).unwrap()),
+            tiers.send_part(&home, 4096..40_000, Region::new(4096).unwrap()),
+        ] {
+            let error = moved.wait().outcome.unwrap_err();
+            assert!(matches!(error, DiskError::Buffer { has: 4096..=8192, needed: 35_904 }), "{error}");
+        }
+    }
+
+    /// The threads of the engine and of three streams, and sixteen parts with a page at each end.
+    #[test]
+    fn what_tiers_take_beside_what_is_handed_to_them() {
+        let threads = EngineSettings::default().memory_bytes() + 3 * crate::stream::STACK_BYTES as u64;
+        assert_eq!(LowerTiers::memory_bytes(0), threads + 16 * 2 * 4096);
+        assert_eq!(LowerTiers::memory_bytes(100), threads + 16 * (2 * 4096 + 100));
+    }
 }

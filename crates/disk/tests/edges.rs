@@ -397,3 +397,38 @@ fn spill_files_go_where_a_disk_is() {
     assert!(folder == Path::new(".") || !plimsoll_disk::is_in_memory(&folder));
     assert!(folder == usual || !usual.is_dir() || plimsoll_disk::is_in_memory(usual));
 }
+
+/// As far as this machine has such folders and cores.
+#[cfg(target_os = "linux")]
+#[test]
+fn folders_in_memory_and_cores_are_known() {
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+    assert!(!plimsoll_disk::is_in_memory(Path::new("/proc")));
+    let mounts = std::fs::read_to_string("/proc/mounts").unwrap();
+    let mounted: Vec<(&str, &str)> = mounts
+        .lines()
+        .filter_map(|line| {
+            let mut words = line.split(' ').skip(1);
+            Some((words.next()?, words.next()?))
+        })
+        .collect();
+    // What is mounted last on a folder is what is seen there.
+    let last = |folder: &str| mounted.iter().rfind(|(other, _)| *other == folder).map(|(_, kind)| *kind);
+    match last("/dev/shm") {
+        Some("tmpfs") => assert!(plimsoll_disk::is_in_memory(Path::new("/dev/shm"))),
+        _ => println!("skipped: /dev/shm is no tmpfs here"),
+    }
+    let all = sched_getaffinity(None).unwrap();
+    let first = (0..CpuSet::MAX_CPU).find(|core| all.is_set(*core)).unwrap();
+    // A thread that was begun on one core goes where the others may go.
+    std::thread::spawn(move || {
+        let mut one = CpuSet::new();
+        one.set(first);
+        sched_setaffinity(None, &one).unwrap();
+        plimsoll_disk::run_on_all_cores_of_the_process();
+        let now = sched_getaffinity(None).unwrap();
+        assert!((0..CpuSet::MAX_CPU).all(|core| now.is_set(core) || !all.is_set(core)));
+    })
+    .join()
+    .unwrap();
+}

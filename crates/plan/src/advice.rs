@@ -193,11 +193,15 @@ impl Question<'_> {
 
     /// The changes that are worth a try.
     fn changes(&self, choice: &Choice, fits: bool) -> Vec<Change> {
-        let lossless: Vec<Change> =
-            [self.checkpointing(), self.batch(choice)].into_iter().flatten().collect();
-        let places = self.places(fits);
-        let narrow = vec![self.narrow()];
-        let shorter: Vec<Change> = self.shorter().into_iter().collect();
+        // What the user's keys say already changes nothing.
+        let news = |mut changes: Vec<Change>| {
+            changes.retain(|change| self.with(&change.sets).is_none_or(|other| other != *self.config));
+            changes
+        };
+        let lossless = news([self.checkpointing(), self.batch(choice)].into_iter().flatten().collect());
+        let places = news(self.places(fits));
+        let narrow = news(vec![self.narrow()]);
+        let shorter = news(self.shorter().into_iter().collect());
         let budgets = if fits { Vec::new() } else { self.budgets(choice) };
         let mut list = [&budgets[..], &lossless, &places, &narrow, &shorter].concat();
         let mut bundles = vec![
@@ -218,8 +222,6 @@ impl Question<'_> {
                 list.push(bundle);
             }
         }
-        // What the user's keys say already changes nothing.
-        list.retain(|change| self.with(&change.sets).is_some_and(|other| other != *self.config));
         list
     }
 

@@ -106,8 +106,11 @@ mod tests {
     #[test]
     fn an_unknown_system_is_described_all_the_same() {
         let root = tempfile::tempdir().unwrap();
+        let cores = root.path().join("sys/devices/system/cpu");
+        std::fs::create_dir_all(&cores).unwrap();
+        std::fs::write(cores.join("online"), "\n").unwrap();
         let hardware = Hardware::under(&SystemFiles::under(root.path()));
-        assert_eq!(hardware.memory, Memory::default());
+        assert_eq!((&hardware.memory, hardware.cpu.logical_cores), (&Memory::default(), None));
         assert!(hardware.cpu.threads >= 1);
         assert!(hardware.to_string().contains("unknown"));
         assert!(serde_json::to_value(&hardware).unwrap()["memory"]["total"].is_null());

@@ -50,7 +50,7 @@ pub fn needs(spec: &ModelSpec, weight_types: &dyn Fn(&Parameter) -> DType) -> Re
         let mut config = config.clone();
         config.training.method = Some(method);
         let method = training_method(&config, spec, None)?;
-        let precision = Precision { gradients: DType::F32, master_weights: false, ..bf16 };
+        let precision = Precision { master_weights: false, ..bf16 };
         let settings = step_settings(&config, spec, &method, precision, Checkpointing::Full, 1);
         DryRun::training(spec, &settings, 1)
     };

@@ -129,18 +129,9 @@ impl TrainingPlan {
         let limits = self.limits;
         let choices = lighter_choices(&self.spec, &self.choice, rates, limits)?;
         let mut ladder: Vec<TrainingPlan> = Vec::new();
-        let mut left = choices.as_slice();
-        let own = limits.memory(&self.choice);
-        while let Some(smallest) = left.last() {
-            let least = limits.memory(smallest);
-            let above = ladder.last().map_or(own, |plan| limits.memory(&plan.choice));
-            let most = (above as f64 * RUNG) as u64;
-            // The fastest that is a whole rung smaller; where none is, the last rung is the smallest of all.
-            let next = left.iter().filter(|choice| limits.memory(choice) <= most);
-            let rate = |choice: &&Choice| choice.time.tokens_per_second;
-            let next = next.max_by(|a, b| rate(a).total_cmp(&rate(b))).cloned();
-            let Some(choice) = next.or_else(|| (least < above).then(|| smallest.clone())) else { break };
-            let memory = limits.memory(&choice);
+        let mut above = limits.memory(&self.choice);
+        while let Some(choice) = rung_below(&choices, limits, above).cloned() {
+            above = limits.memory(&choice);
             ladder.push(TrainingPlan {
                 config: resolved_config(&self.config, &choice),
                 spec: self.spec.clone(),
@@ -153,8 +144,6 @@ impl TrainingPlan {
                 saved: self.saved,
                 refusal: None,
             });
-            let smaller = left.iter().position(|choice| limits.memory(choice) < memory);
-            left = smaller.and_then(|first| left.get(first..)).unwrap_or(&[]);
         }
         ladder.insert(0, self);
         Ok(ladder)
@@ -381,6 +370,16 @@ impl TrainingPlan {
             "refusal": self.refusal,
         })
     }
+}
+
+/// Of choices in the order in which they need less, the fastest that is a whole rung smaller than what needs `above` bytes;
+/// where none is, the last rung is the smallest of all. `None` where there is nothing smaller.
+fn rung_below(choices: &[Choice], limits: Limits, above: u64) -> Option<&Choice> {
+    let most = (above as f64 * RUNG) as u64;
+    let rate = |choice: &&Choice| choice.time.tokens_per_second;
+    let smaller = choices.iter().filter(|choice| limits.memory(choice) <= most);
+    let fastest = smaller.max_by(|a, b| rate(a).total_cmp(&rate(b)));
+    fastest.or_else(|| choices.last().filter(|smallest| limits.memory(smallest) < above))
 }
 
 /// A tier below the device; `data` bytes of it are the pipeline's.

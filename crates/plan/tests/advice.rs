@@ -1,8 +1,8 @@
 //! What a plan says when it does not fit: each suggestion, applied as it is said, fits, and what is called the least is.
 
 use plimsoll_model::{ModelSpec, catalogue};
-use plimsoll_plan::config::RawConfig;
-use plimsoll_plan::{DiskRates, Machine, ProcessLimits, Rates, Resource, TrainingPlan};
+use plimsoll_plan::config::{Method, RawConfig};
+use plimsoll_plan::{Alternative, DiskRates, Extent, Machine, ProcessLimits, Rates, Resource, TrainingPlan};
 
 fn spec() -> ModelSpec {
     ModelSpec { num_layers: 2, vocab_size: 4096, ..catalogue::find("smollm2-135m").unwrap() }
@@ -159,4 +159,288 @@ fn a_plan_that_fits_lists_what_would_need_less() {
             "{other:?}"
         );
     }
+}
+
+/// The assignments behind words of a suggestion; one sequence at a time with `effective` of them in a step.
+fn assignments(words: &str, effective: u64) -> Vec<String> {
+    let kinds = [
+        ("optimizer states", "optimizer"),
+        ("gradients", "gradients"),
+        ("activations", "activations"),
+        ("weights", "parameters"),
+    ];
+    for (kind, key) in kinds {
+        if words == format!("{kind} on disk") {
+            return vec![format!("memory.offload.{key}=disk")];
+        }
+        if words == format!("{kind} wherever there is room") {
+            return vec![format!("memory.offload.{key}=auto"), format!("memory.kept_layers.{key}=auto")];
+        }
+    }
+    let sets: &[&str] = match words {
+        "checkpointing of all layers" => &["training.gradient_checkpointing=full"],
+        "bf16" => &["training.mixed_precision=bf16"],
+        "bf16 without master weights" => {
+            &["training.mixed_precision=bf16", "training.master_weights=none", "training.gradient_dtype=bf16"]
+        }
+        "half the sequence length" => &["data.sequence_length=128"],
+        "LoRA" => &["training.method=lora"],
+        "QLoRA" => &["training.method=qlora"],
+        "one sequence at a time" => {
+            return vec![
+                "training.batch_size=1".to_owned(),
+                format!("training.gradient_accumulation_steps={effective}"),
+                format!("training.effective_batch_size={effective}"),
+            ];
+        }
+        other => panic!("{other}"),
+    };
+    sets.iter().map(|set| set.to_string()).collect()
+}
+
+/// Checks everything that a plan suggests: `+` before what fits, `-` before what does not.
+#[track_caller]
+fn check(mib: u64, disk: u64, set: &[&str], effective: u64, expected: &[&str]) -> TrainingPlan {
+    let plan = plan(&config(mib * MIB, set), &machine(disk));
+    let sign = |other: &Alternative| format!("{}{}", if other.fits { '+' } else { '-' }, other.what);
+    let mut found: Vec<String> = plan.alternatives.iter().map(sign).collect();
+    let mut expected: Vec<String> = expected.iter().map(|words| words.to_string()).collect();
+    found.sort();
+    expected.sort();
+    assert_eq!(found, expected, "{set:?}");
+    assert!(
+        plan.alternatives
+            .is_sorted_by(|a, b| { (a.fits, a.tokens_per_second) >= (b.fits, b.tokens_per_second) })
+    );
+    for other in &plan.alternatives {
+        if other.what.starts_with("a larger") {
+            continue;
+        }
+        let parts: Vec<&str> = other.what.split(" + ").collect();
+        let change: Vec<String> = parts.iter().flat_map(|part| assignments(part, effective)).collect();
+        assert_eq!(other.change, change, "{}", other.what);
+        let extent = match parts[..] {
+            ["LoRA" | "QLoRA"] => Extent::Method,
+            [_] => Extent::Single,
+            _ => Extent::Bundle,
+        };
+        assert_eq!(other.extent, extent, "{}", other.what);
+    }
+    plan
+}
+
+const HOME: &str =
+    "memory.offload={optimizer: device, gradients: device, activations: device, parameters: device}";
+const F32: &str = "training.mixed_precision=f32";
+const NONE: &str = "training.gradient_checkpointing=none";
+
+#[test]
+fn what_would_need_less_is_listed_by_itself_and_together() {
+    let ways = "optimizer states on disk + gradients on disk + activations on disk + weights on disk";
+    let lossless = "checkpointing of all layers + one sequence at a time";
+    let narrow = "bf16 without master weights";
+    check(
+        4096,
+        1 << 40,
+        &[HOME, F32, NONE, "training.batch_size=4"],
+        4,
+        &[
+            "+checkpointing of all layers",
+            "+one sequence at a time",
+            "+optimizer states on disk",
+            "+activations on disk",
+            "+weights on disk",
+            "+bf16 without master weights",
+            "+half the sequence length",
+            &format!("+{lossless}"),
+            &format!("+{ways}"),
+            &format!("+{lossless} + {ways}"),
+            &format!("+{lossless} + {narrow}"),
+            &format!("+{lossless} + {ways} + {narrow}"),
+            &format!("+{lossless} + {ways} + {narrow} + half the sequence length"),
+        ],
+    );
+    // What is so already is not named, nor what saves nothing: this optimizer has no states.
+    let full = "training.gradient_checkpointing=full";
+    check(
+        4096,
+        1 << 40,
+        &[HOME, F32, full, "training.batch_size=1", "training.optimizer=sgd"],
+        1,
+        &[
+            "+activations on disk",
+            "+weights on disk",
+            "+bf16 without master weights",
+            "+half the sequence length",
+            &format!("+{ways}"),
+            &format!("+{ways} + {narrow}"),
+            &format!("+{ways} + {narrow} + half the sequence length"),
+        ],
+    );
+    // Half of 254 tokens is too short.
+    let away = "memory.offload={optimizer: disk, gradients: disk, activations: device, parameters: device}";
+    let set = [
+        away,
+        "training.mixed_precision=bf16",
+        "training.master_weights=none",
+        NONE,
+        "training.batch_size=1",
+        "data.sequence_length=254",
+    ];
+    check(
+        4096,
+        1 << 40,
+        &set,
+        1,
+        &[
+            "+checkpointing of all layers",
+            "+activations on disk",
+            "+weights on disk",
+            "+activations on disk + weights on disk",
+            "+checkpointing of all layers + activations on disk + weights on disk",
+        ],
+    );
+}
+
+#[test]
+fn what_would_fit_is_tried_from_one_change_to_several_and_to_other_methods() {
+    let room = "optimizer states wherever there is room + gradients wherever there is room + activations wherever there is room + weights wherever there is room";
+    let lossless = "checkpointing of all layers + one sequence at a time";
+    let narrow = "bf16 without master weights";
+    check(
+        60,
+        0,
+        &[HOME, "training.batch_size=8", NONE],
+        8,
+        &[
+            "-checkpointing of all layers",
+            "-one sequence at a time",
+            "-bf16 without master weights",
+            "-half the sequence length",
+            &format!("-{lossless}"),
+            &format!("-{lossless} + {room}"),
+            &format!("-{lossless} + {narrow}"),
+            &format!("-{lossless} + {room} + {narrow}"),
+            &format!("-{lossless} + {room} + {narrow} + half the sequence length"),
+            "-LoRA",
+            "-QLoRA",
+            &format!("+LoRA + {lossless} + {room}"),
+        ],
+    );
+    // A batch that follows from two others is the user's; several changes are left out once one of them fits.
+    let accumulate = "training.gradient_accumulation_steps=2";
+    let singles = [
+        "-checkpointing of all layers",
+        "-bf16 without master weights",
+        "-half the sequence length",
+        "-optimizer states wherever there is room",
+        "-activations wherever there is room",
+        "-weights wherever there is room",
+    ];
+    check(
+        100,
+        1 << 40,
+        &["training.effective_batch_size=16", accumulate, NONE, HOME],
+        16,
+        &[
+            &singles[..],
+            &[
+                "-one sequence at a time",
+                "-gradients wherever there is room",
+                &format!("-{lossless}"),
+                &format!("-{room}"),
+                &format!("+{lossless} + {room}"),
+                "-LoRA",
+                "-QLoRA",
+            ],
+        ]
+        .concat(),
+    );
+    check(100, 1 << 40, &[accumulate, NONE, HOME], 16, &[&singles[..], &["+LoRA", "+QLoRA"]].concat());
+    let disk = check(
+        needs_disk(),
+        1 << 40,
+        &["memory.disk_budget=0"],
+        8,
+        &[
+            "+a larger disk budget",
+            "-bf16 without master weights",
+            "-half the sequence length",
+            "+LoRA",
+            "+QLoRA",
+        ],
+    );
+    let larger = disk.alternatives.iter().find(|other| other.what == "a larger disk budget").unwrap();
+    assert_eq!(larger.change, [format!("memory.disk_budget={}", larger.disk_bytes)]);
+}
+
+#[test]
+fn a_host_that_is_too_small_gets_the_budget_that_is_needed() {
+    let on_host = "memory.offload={optimizer: host, gradients: host, activations: host, parameters: host}";
+    let short = check(
+        160,
+        1 << 40,
+        &[on_host, "memory.host_budget=1MiB"],
+        8,
+        &[
+            "+a larger host budget",
+            "-optimizer states wherever there is room",
+            "-gradients wherever there is room",
+            "-activations wherever there is room",
+            "-bf16 without master weights",
+            "-half the sequence length",
+            "-LoRA",
+            "-QLoRA",
+        ],
+    );
+    let larger = short.alternatives.iter().find(|other| other.fits).unwrap();
+    assert_eq!(larger.change, [format!("memory.host_budget={}", short.host_bytes())]);
+}
+
+#[test]
+fn the_least_is_named_for_the_method_and_for_those_that_need_less() {
+    let bundle = "one sequence at a time + bf16";
+    let lora = check(
+        20,
+        0,
+        &["training.method=lora", "training.batch_size=4"],
+        4,
+        &[
+            "-one sequence at a time",
+            "-half the sequence length",
+            &format!("-{bundle}"),
+            &format!("-{bundle} + half the sequence length"),
+            "-QLoRA",
+            "-QLoRA + one sequence at a time",
+        ],
+    );
+    let auto = "{optimizer: auto, gradients: auto, activations: auto, parameters: auto}";
+    let common = [
+        "training.mixed_precision=bf16",
+        "training.batch_size=1",
+        "training.gradient_accumulation_steps=4",
+        "training.effective_batch_size=4",
+        "training.gradient_checkpointing=auto",
+        &format!("memory.offload={auto}"),
+        &format!("memory.kept_layers={auto}"),
+    ];
+    let least = lora.refusal.unwrap().least;
+    let changes: Vec<&[String]> = least.iter().map(|least| &least.change[..]).collect();
+    assert_eq!(changes, [&common[..], &[&["training.method=qlora"], &common[..]].concat()]);
+    let methods: Vec<Method> = least.iter().map(|least| least.method).collect();
+    assert_eq!(methods, [Method::Lora, Method::Qlora]);
+    // Where something else fits, nobody asks for the least.
+    let qlora = check(
+        20,
+        0,
+        &["training.method=qlora", "training.batch_size=4"],
+        4,
+        &[
+            "-one sequence at a time",
+            "-half the sequence length",
+            &format!("-{bundle}"),
+            &format!("+{bundle} + half the sequence length"),
+        ],
+    );
+    assert!(qlora.refusal.unwrap().least.is_empty());
 }

@@ -113,6 +113,13 @@ fn a_single_micro_batch_is_turned_to_where_updates_come_in_the_backward_pass() {
     assert!(short.fits(), "{:?}", short.misfits());
     assert_eq!(short.choice.accumulation, 1);
     assert!(short.choice.settings.batch_size < 8);
+    // Eight sequences at once have no sum either.
+    let together = ["training.batch_size=8", "training.gradient_accumulation_steps=1"];
+    let full = "training.gradient_checkpointing=full";
+    let together = plan(1 << 34, &[&set[..], &together, &[full]].concat()).process_bytes();
+    assert!(together < eight.process_bytes());
+    let chosen = plan(together, &[&set[..], &["memory.target_utilization=1"]].concat());
+    assert_eq!((chosen.choice.settings.batch_size, chosen.choice.accumulation), (8, 1));
     // What is said is kept to.
     let said = [&set[..], &["training.effective_batch_size=8", "training.batch_size=1"]].concat();
     assert!(!plan(one.process_bytes(), &said).fits());

@@ -6,10 +6,12 @@ use std::cell::Cell;
 use std::path::Path;
 
 use plimsoll_device::{Cpu, CpuOptions, DeviceError};
-use plimsoll_memory::{OutOfMemory, Tag, TagBytes, Tier};
+use plimsoll_memory::{ByteSize, OutOfMemory, Tag, TagBytes, Tier};
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::RawConfig;
-use plimsoll_train::{Event, MemoryReading, Observer, Prepared, StopFlag, Surroundings, TrainingOutcome};
+use plimsoll_train::{
+    Event, MemoryReading, Observer, Prepared, StopFlag, Surroundings, TrainError, TrainingOutcome,
+};
 use serde_json::Value;
 
 use common::machine;
@@ -41,15 +43,17 @@ output: {{dir: '{}', save_steps: 0}}
 struct Watcher {
     moves: Vec<(u64, usize, usize)>,
     whys: Vec<String>,
+    now: Vec<String>,
     steps: u64,
 }
 
 impl Observer for Watcher {
     fn event(&mut self, event: Event<'_>) {
         match event {
-            Event::Rung { step, from, to, why, .. } => {
+            Event::Rung { step, from, to, why, now } => {
                 self.moves.push((step, from, to));
                 self.whys.push(why.to_owned());
+                self.now.push(now.to_owned());
             }
             Event::Step(metrics) => self.steps = metrics.step,
             _ => {}
@@ -202,6 +206,51 @@ fn memory_that_is_refused_is_survived_from_the_last_good_state() {
     assert_eq!(asked.get(), 2);
     assert_eq!(again.moves.len(), 3, "{:?}", again.moves);
     assert_eq!(numbers(&folder.path().join("again"), "loss"), numbers(&folder.path().join("still"), "loss"));
+}
+
+/// How often a device was asked for, and how the run ended, where none is given.
+fn without_a_device(refused: &dyn Fn(u64) -> DeviceError) -> (usize, usize, TrainError) {
+    let folder = tempfile::tempdir().unwrap();
+    let prepared = Prepared::new(config(folder.path(), "out", &[]), false).unwrap();
+    let ladder = prepared.plan(&machine()).unwrap().ladder().unwrap();
+    let (mut watcher, mut asked) = (Watcher::default(), 0);
+    let mut device = |bytes| -> Result<Cpu, DeviceError> {
+        asked += 1;
+        Err(refused(bytes))
+    };
+    let with = Surroundings {
+        device: &mut device,
+        memory: &mut MemoryReading::default,
+        observer: &mut watcher,
+        stop: StopFlag::new(),
+    };
+    let error = prepared.run(&ladder, with).unwrap_err();
+    assert_eq!(watcher.moves.len() + 1, asked);
+    (asked, ladder.len(), error)
+}
+
+#[test]
+fn only_refused_memory_is_a_reason_to_step_down_and_only_while_there_is_a_rung() {
+    let (asked, rungs, error) = without_a_device(&refusal);
+    assert_eq!(asked, rungs);
+    assert!(matches!(error, TrainError::Device(DeviceError::OutOfMemory(_))), "{error}");
+    let (asked, _, error) = without_a_device(&|_| DeviceError::Mismatch { op: "test", reason: "none here".to_owned() });
+    assert_eq!(asked, 1);
+    assert!(matches!(error, TrainError::Device(_)), "{error}");
+}
+
+#[test]
+fn a_plan_that_a_run_goes_on_with_is_described() {
+    let folder = tempfile::tempdir().unwrap();
+    let (moved, _, ladder) = run(config(folder.path(), "moved", &[]), |_| true, &shrinking, &never);
+    let words = |plan: &TrainingPlan| {
+        let (settings, bytes) = (&plan.choice.settings, ByteSize(plan.process_bytes()));
+        let away = if settings.offload.is_none() { "" } else { ", offloading" };
+        let (batch, steps) = (settings.batch_size, plan.choice.accumulation);
+        let form = plan.config.training.gradient_checkpointing().set().unwrap();
+        format!("batch {batch} x {steps}, checkpointing {form}{away}, {bytes} in all")
+    };
+    assert_eq!(moved.now, [words(ladder.last().unwrap()), words(&ladder[0])]);
 }
 
 #[test]

@@ -248,6 +248,7 @@ mod tests {
         check("0::/abc", "/a /sys/fs/cgroup", "/sys/fs/cgroup");
         check("0::/../other", "/ /sys/fs/cgroup", "/sys/fs/cgroup");
         check("0::/a", "/ /mnt/c\\040g", "/mnt/c g/a");
+        check("3::/a\n0:pids:/b\n0::/c", "/ /sys/fs/cgroup", "/sys/fs/cgroup/c");
         assert_eq!(Cgroups::parse("", "").unified, None);
     }
 
@@ -261,6 +262,8 @@ mod tests {
             ("", None),
             ("0\n", Some(0)),
             ("1073741824\n", Some(1 << 30)),
+            ("1152921504606846975", Some((1 << 60) - 1)),
+            ("1152921504606846976", None),
         ] {
             assert_eq!(limit(text), bytes, "{text}");
         }
@@ -316,6 +319,14 @@ mod tests {
                 ("unified/system.slice/memory.high", "2000\n"),
             ],
             Some((2000, None, "unified/system.slice/memory.high")),
+        );
+        check_memory(
+            &[
+                ("unified/system.slice/memory.max", "5000\n"),
+                ("unified/system.slice/memory.high", "3000\n"),
+                ("unified/memory.max", "3000\n"),
+            ],
+            Some((3000, None, "unified/system.slice/memory.high")),
         );
     }
 
