@@ -13,12 +13,16 @@ use crate::state::{Caught, How, Outcome, Program, Reached, State, Test};
 /// Several tests are run at once while they take less than this.
 const GROUP_SECONDS: f64 = 3.0;
 
+/// The lists of survivors are written after so many mutants, and at the end.
+const LISTED_EVERY: u32 = 20;
+
 /// Which mutants to try, and how long.
 pub struct Request<'a> {
     pub crates: &'a [String],
     /// Parts of paths of files that are not to be tried.
     pub without: &'a [String],
-    /// Time for each mutant. Tests that are left then are run the next time.
+    /// Time for each mutant. Tests that are left then are run the next time; those that take longer by themselves, when a
+    /// mutant is given more.
     pub seconds: f64,
 }
 
@@ -33,6 +37,7 @@ pub fn attempt(state: &State, request: &Request<'_>) -> Result<()> {
         }
     }
     let room = Room::new(state.path("room"));
+    let mut tried = 0;
     // How often a test caught a mutant of a file.
     let mut fails: HashMap<(String, String), u32> = HashMap::new();
     for mutant in &mutants {
@@ -53,7 +58,7 @@ pub fn attempt(state: &State, request: &Request<'_>) -> Result<()> {
             let passed = known.map(|outcome| outcome.passed.clone()).unwrap_or_default();
             let before: HashSet<&Test> = passed.iter().collect();
             let mut tests: Vec<&Reached> = by_mutant.get(&mutant.id).cloned().unwrap_or_default();
-            tests.retain(|reached| !before.contains(&reached.test));
+            tests.retain(|reached| !before.contains(&reached.test) && reached.seconds <= request.seconds);
             if tests.is_empty() && known.is_some() {
                 continue;
             }
@@ -74,10 +79,13 @@ pub fn attempt(state: &State, request: &Request<'_>) -> Result<()> {
             println!("{}: {}", mutant.name, words(&outcome));
             state.add_outcome(&outcome)?;
             outcomes.insert(mutant.name.clone(), outcome);
+            tried += 1;
+            if tried % LISTED_EVERY == 0 {
+                report::write_survivors(state)?;
+            }
         }
-        report::write_survivors(state)?;
     }
-    Ok(())
+    report::write_survivors(state)
 }
 
 fn words(outcome: &Outcome) -> String {
