@@ -124,9 +124,11 @@ fn gaps_between_allocations_are_named_where_there_are_any() {
 fn a_timeline_has_every_allocation_of_the_step_and_its_peak() {
     let plan = step(&[]);
     let timeline = plan.timeline().unwrap();
-    assert_eq!(timeline.at_peak().peak, plan.peak_bytes());
-    assert!(timeline.events().len() > 100);
-    assert_eq!(timeline.most(Tag::Optimizer), 8 * MODEL);
+    let device = &timeline.tiers[0];
+    assert_eq!(device.at_peak.peak, plan.peak_bytes());
+    assert!(device.allocations.len() > 100);
+    let states = device.allocations.iter().filter(|allocation| allocation.tag == Tag::Optimizer);
+    assert_eq!(states.map(|allocation| allocation.bytes).sum::<u64>(), 8 * MODEL);
 }
 
 #[test]

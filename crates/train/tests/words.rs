@@ -30,7 +30,9 @@ fn what_there_is_no_room_for_is_named_with_what_would_take_less() {
         let error = TrainError::NoRoom { path: "out".into(), needs, available: ByteSize(512) };
         assert_eq!(
             error.to_string(),
-            format!("out: the run would write {written}, and this disk has room for 512 bytes; free some space or choose another output.dir{remedy}")
+            format!(
+                "out: the run would write {written}, and this disk has room for 512 bytes; free some space or choose another output.dir{remedy}"
+            )
         );
     }
 }
