@@ -234,7 +234,8 @@ fn only_refused_memory_is_a_reason_to_step_down_and_only_while_there_is_a_rung()
     let (asked, rungs, error) = without_a_device(&refusal);
     assert_eq!(asked, rungs);
     assert!(matches!(error, TrainError::Device(DeviceError::OutOfMemory(_))), "{error}");
-    let (asked, _, error) = without_a_device(&|_| DeviceError::Mismatch { op: "test", reason: "none here".to_owned() });
+    let (asked, _, error) =
+        without_a_device(&|_| DeviceError::Mismatch { op: "test", reason: "none here".to_owned() });
     assert_eq!(asked, 1);
     assert!(matches!(error, TrainError::Device(_)), "{error}");
 }
