@@ -100,6 +100,9 @@ fn folder(place: &Path) -> PathBuf {
     place.to_owned()
 }
 
+/// A model, what is said, the types of frozen weights, how many there are and how many are read from files.
+type Kept<'a> = (&'a ModelOrigin, &'a [&'a str], &'a [&'a str], usize, usize);
+
 struct Case {
     _place: tempfile::TempDir,
     floats: ModelOrigin,
@@ -149,7 +152,7 @@ fn frozen_weights_stay_as_their_file_has_them_unless_they_are_to_be_quantised() 
     // Seven matrices and two norms in each of two layers, a norm and an embedding. The GGUF file has them all but the norms
     // in blocks, and the rows of queries and keys in another order.
     let (floats, packed) = (&case.floats, &case.packed);
-    let cases: [(&ModelOrigin, &[&str], &[&str], usize, usize); 15] = [
+    let cases: [Kept; 15] = [
         (floats, &[lora], &[], 0, 20),
         (floats, &[lora, &stored_as_they_are], &[], 0, 20),
         (floats, &[lora, &nf4], &["nf4"], 14, 6),
