@@ -418,10 +418,11 @@ fn a_pass_is_shared_where_that_saves_a_hundredth_of_the_time() {
     }
 }
 
-/// What may leave the device, in the order in which it does.
-type Places = fn(&mut StepSettings) -> (&mut Tier, &mut u32);
+/// Where a kind of tensor lives, and how many of its layers stay.
+type Place = fn(&mut StepSettings) -> (&mut Tier, &mut u32);
 
-const KINDS: [Places; 4] = [
+/// What may leave the device, in the order in which it does.
+const KINDS: [Place; 4] = [
     |s| (&mut s.offload.optimizer, &mut s.kept_layers.optimizer),
     |s| (&mut s.offload.gradients, &mut s.kept_layers.gradients),
     |s| (&mut s.offload.activations, &mut s.kept_layers.activations),
