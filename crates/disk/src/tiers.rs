@@ -450,10 +450,10 @@ mod tests {
         }
     }
 
-    /// The threads of the engine and of three streams, and sixteen parts with a page at each end.
+    /// The threads of the engine and of four streams, and sixteen parts with a page at each end.
     #[test]
     fn what_tiers_take_beside_what_is_handed_to_them() {
-        let threads = EngineSettings::default().memory_bytes() + 3 * crate::stream::STACK_BYTES as u64;
+        let threads = EngineSettings::default().memory_bytes() + 4 * crate::stream::STACK_BYTES as u64;
         assert_eq!(LowerTiers::memory_bytes(0), threads + 16 * 2 * 4096);
         assert_eq!(LowerTiers::memory_bytes(100), threads + 16 * (2 * 4096 + 100));
     }

@@ -393,7 +393,8 @@ fn what_is_not_possible_is_left_out_unless_it_was_asked_for() {
     assert_eq!((last.optimizer, last.gradients), (Tier::Disk, Tier::Device));
 }
 
-/// What passes share saves time by what is not brought again: where that is less than a hundredth, nothing is shared.
+/// What passes share saves time by what is not brought again: where less than a hundredth of it was waited for, nothing is
+/// shared.
 #[test]
 fn a_pass_is_shared_where_that_saves_a_hundredth_of_the_time() {
     let untied = ModelSpec { tie_word_embeddings: false, ..spec() };
@@ -410,7 +411,7 @@ fn a_pass_is_shared_where_that_saves_a_hundredth_of_the_time() {
         machine.rates.disk = DiskRates { read, write: read };
         TrainingPlan::new(&config(&[&step[..], set].concat()), &untied, &machine).unwrap().choice
     };
-    for (read, gain, shared) in [(2e9, 1.1..2.0, 6), (1e11, 1.001..1.01, 1)] {
+    for (read, gain, shared) in [(2e9, 1.01..2.0, 6), (1e11, 0.99..1.01, 1)] {
         let [one, six] = ["1", "6"].map(|n| of(read, &[&format!("training.micro_batches_per_pass={n}")]));
         let faster = six.time.tokens_per_second / one.time.tokens_per_second;
         assert!(gain.contains(&faster), "{read}: {faster} of {}", one.time.tokens_per_second);
@@ -430,7 +431,7 @@ const KINDS: [Place; 4] = [
 ];
 
 #[test]
-fn what_spares_the_disk_most_for_a_byte_comes_back_first() {
+fn what_spares_most_waiting_for_a_byte_comes_back_first() {
     let spec = ModelSpec { num_layers: 12, ..spec() };
     let mut first = BTreeSet::new();
     for mib in [160, 180, 220, 360] {
@@ -452,7 +453,7 @@ fn what_spares_the_disk_most_for_a_byte_comes_back_first() {
         };
         let worth = |kind: &usize| {
             let home = home(*kind);
-            let seconds = away.time.disk_seconds - home.time.disk_seconds;
+            let seconds = away.time.step_seconds - home.time.step_seconds;
             seconds / plan.limits.memory(&home).saturating_sub(plan.limits.memory(&away)).max(1) as f64
         };
         let best = (0..=last).max_by(|a, b| worth(a).total_cmp(&worth(b))).unwrap();
@@ -470,6 +471,7 @@ fn what_spares_the_disk_most_for_a_byte_comes_back_first() {
         }
         first.insert((best, last));
     }
-    // Weights, which every pass reads, before gradients, and these before the states of the optimizer.
-    assert_eq!(first.into_iter().collect::<Vec<_>>(), [(1, 1), (3, 3)]);
+    // Gradients, which every micro-batch waits for twice, before weights, which are prefetched behind the computation, and both
+    // before the states of the optimizer.
+    assert_eq!(first.into_iter().collect::<Vec<_>>(), [(1, 1), (1, 3)]);
 }
