@@ -154,14 +154,23 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
             if self.position(key).is_some() || fresh.contains(&key) {
                 continue;
             }
-            let mut free = (0..self.buffers.len()).filter(|index| self.is_free(*index, place));
-            let Some(index) = free.nth(fresh.len()) else { return Ok(()) };
+            let Some(index) = self.free_buffers(place).nth(fresh.len()) else { return Ok(()) };
             match anew {
                 true => fresh.push(key),
                 false => self.prefetch(index, key)?,
             }
         }
         Ok(())
+    }
+
+    /// The buffers that are free, those that are still being written back last.
+    fn free_buffers(&self, soon: usize) -> impl Iterator<Item = usize> {
+        let moves = |buffer: &Buffer<K>| matches!(buffer, Buffer::Moving { .. });
+        let of = move |moving| {
+            let buffers = (0..).zip(&self.buffers).filter(move |(_, buffer)| moves(buffer) == moving);
+            buffers.map(|(index, _)| index).filter(move |index| self.is_free(*index, soon))
+        };
+        of(false).chain(of(true))
     }
 
     /// Whether a buffer's parcel is done with, and is not needed again by the first `soon` of the upcoming ones.
@@ -271,8 +280,9 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
         for index in 0..self.buffers.len() {
             self.write_back(index)?;
         }
-        if let Some(index) = (0..self.buffers.len()).find(|index| self.is_free(*index, 0)) {
-            return Ok(Some(index));
+        let free = self.free_buffers(0).next();
+        if free.is_some() {
+            return Ok(free);
         }
         let Some(index) = self.buffers.iter().position(|buffer| matches!(buffer, Buffer::Moving { .. }))
         else {

@@ -339,3 +339,21 @@ fn what_is_taken_again_on_its_way_back_does_not_lose_its_buffer() {
     pool.advance().unwrap();
     assert_eq!([1, 2, 3].map(|key| take_and_release(&mut pool, &device, key)), [44, 102, 103]);
 }
+
+/// Nobody waits for a write-back while another buffer is free.
+#[test]
+fn a_buffer_that_is_being_written_back_is_the_last_to_be_used_again() {
+    let device = cpu();
+    let (mut pool, world) = pool(&device, 3);
+    pool.announce([Use::of(1), anew(2), anew(3), Use::of(4)]).unwrap();
+    take(&mut pool, &device, 1);
+    pool.release(1, true);
+    did(&world);
+    for key in [2, 3] {
+        drop(pool.take(key).unwrap().unwrap());
+        assert!(!did(&world).contains(&Did::Waited(1)), "{key}");
+    }
+    // What comes next has its turn in that buffer, behind the write.
+    assert_eq!(take(&mut pool, &device, 4), 104);
+    assert_eq!(world.borrow().homes[&1], 101);
+}
