@@ -5,6 +5,7 @@ mod complete;
 mod parts;
 mod pass;
 mod passes;
+mod perform;
 mod schedule;
 mod state;
 

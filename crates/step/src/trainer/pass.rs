@@ -208,7 +208,8 @@ impl<'a, D: Device> Trainer<'a, D> {
                 lane.loss = Some(PiecedLoss::begin(&lane.ctx, norm, x, labels, chunk_tokens, pieces)?);
             }
             Action::LossPiece { unit } => {
-                let piece = self.head_piece(unit, weights()?)?;
+                let pieces = self.loss_pieces.as_deref();
+                let piece = head_piece(self.spec.tie_word_embeddings, pieces, unit, weights()?)?;
                 for lane in &pass.lanes {
                     lane.loss.as_ref().ok_or(NOTHING_LEFT)?.add(&lane.ctx, piece)?;
                 }
@@ -346,10 +347,6 @@ impl<'a, D: Device> Trainer<'a, D> {
         }
         pass.loss += loss;
         Ok(())
-    }
-
-    fn head_piece<'p>(&'p self, unit: Unit, weights: &'p BlockWeights) -> Result<HeadPiece<'p>, StepError> {
-        head_piece(self.spec.tie_word_embeddings, self.loss_pieces.as_deref(), unit, weights)
     }
 
     fn embed_backward(&mut self, lane: &mut Lane<'_, D>) -> Result<(), StepError> {
