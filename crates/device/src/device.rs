@@ -3,7 +3,7 @@
 use plimsoll_memory::{Arena, OutOfMemory, Region, Tag};
 
 use crate::repeat::count;
-use crate::{Clock, Counted, DType, Dry, Iterations, Op, Shape, Tensor};
+use crate::{Clock, DType, Dry, Iterations, Op, Shape, Tensor};
 
 /// What a device can fail with.
 #[derive(Debug, thiserror::Error)]
@@ -137,15 +137,15 @@ pub trait DeviceExt: Device {
     }
 
     /// Runs `times` iterations that do the same on other data. A device without memory runs them only until they repeat and
-    /// counts the others, in its tally and in its arena.
-    fn repeat<I: Iterations>(&self, times: u64, mut iterations: I) -> Result<Counted, I::Error> {
+    /// counts the others.
+    fn repeat<I: Iterations>(&self, times: u64, mut iterations: I) -> Result<(), I::Error> {
         if let Some(dry) = self.counts_repeats() {
             return count(dry, times, iterations);
         }
         for index in 0..times {
             iterations.run(index)?;
         }
-        Ok(Counted::default())
+        Ok(())
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use plimsoll_memory::{Block, Growth, Layout, Traffic};
+use plimsoll_memory::{Layout, Traffic};
 
 use crate::{Clock, Device, DeviceError, Dry, Tally, Times};
 
@@ -44,16 +44,6 @@ where
     }
 }
 
-/// What iterations that were counted hold of the arena, where each leaves something behind. It is given back on drop.
-#[derive(Debug, Default)]
-#[must_use = "what is left behind belongs to whoever keeps what the iterations leave"]
-pub struct Counted {
-    /// How many were counted.
-    pub times: u64,
-    /// In the place of what they would have left.
-    pub held: Vec<Block>,
-}
-
 /// The border between two iterations, and what the one before it did.
 #[derive(Clone)]
 struct Border {
@@ -81,7 +71,6 @@ impl Border {
 struct Round {
     /// The number of its first event.
     first_event: u64,
-    growth: Growth,
     tally: Tally,
     totals: [u64; 2],
     /// The clock before it.
@@ -89,7 +78,7 @@ struct Round {
 }
 
 /// The round of `period` iterations that the last borders have seen twice: each iteration did what the one a period
-/// before it did, and the border that it leaves is the one a period before, but for what was added behind everything.
+/// before it did, and the border that it leaves is the one a period before.
 fn round(borders: &VecDeque<Border>, period: usize) -> Option<Round> {
     let last = borders.len().checked_sub(1)?;
     let at = |back: usize| borders.get(last.checked_sub(back)?);
@@ -100,25 +89,23 @@ fn round(borders: &VecDeque<Border>, period: usize) -> Option<Round> {
     };
     for back in 0..period {
         let (newer, older) = (at(back)?, at(back + period)?);
-        let same_traffic = newer.traffic?.is_like(&older.traffic?);
+        let same_traffic = newer.traffic? == older.traffic?;
         if !same_traffic || added(back)? != added(back + period)? {
             return None;
         }
     }
     let (newer, older) = (at(0)?, at(period)?);
-    if newer.state != older.state {
+    if newer.state != older.state || newer.layout != older.layout {
         return None;
     }
-    let growth = newer.layout.growth_since(&older.layout)?;
     let totals = [0, 1].map(|i| newer.totals[i] - older.totals[i]);
     let (first_event, began) = (older.event, older.times);
-    Some(Round { first_event, growth, tally: newer.tally.less(older.tally), totals, began })
+    Some(Round { first_event, tally: newer.tally.less(older.tally), totals, began })
 }
 
 /// Runs iterations until they repeat, and counts the others.
-pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> Result<Counted, I::Error> {
-    let mut counted = Counted::default();
-    let mut index = 0;
+pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> Result<(), I::Error> {
+    let (mut index, mut counted) = (0, false);
     let mut borders = VecDeque::from([Border::of(dry, &iterations, None)]);
     while index < times {
         let before = dry.arena().begin_traffic();
@@ -126,7 +113,7 @@ pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> 
         let traffic = dry.arena().end_traffic(before);
         outcome?;
         index += 1;
-        if counted.times > 0 || times - index < 2 {
+        if counted || times - index < 2 {
             continue;
         }
         borders.push_back(Border::of(dry, &iterations, Some(traffic)));
@@ -134,22 +121,19 @@ pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> 
             borders.pop_front();
         }
         let found = (1..=LONGEST_PERIOD).find_map(|period| Some((period as u64, round(&borders, period)?)));
-        let Some((period, Round { first_event, growth, tally, totals, began })) = found else { continue };
-        // Where memory grows, the last round runs, for the peak.
-        let run_at_last = if growth.is_none() { 0 } else { period };
-        let rounds = (times - index).saturating_sub(run_at_last) / period;
+        let Some((period, Round { first_event, tally, totals, began })) = found else { continue };
+        let rounds = (times - index) / period;
         if rounds == 0 {
             continue;
         }
         dry.arena().count_again(first_event, rounds);
-        counted.held = dry.arena().extend(&growth, rounds).map_err(DeviceError::from)?;
         dry.add(tally.times(rounds));
         if let (Some(clock), Some(began)) = (dry.clock(), began) {
             clock.repeat(began, rounds);
         }
         iterations.count(totals.map(|total| total.saturating_mul(rounds)));
-        counted.times = rounds * period;
-        index += counted.times;
+        counted = true;
+        index += rounds * period;
     }
-    Ok(counted)
+    Ok(())
 }

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::layout::{Growth, Layout, Traffic};
+use crate::layout::{Layout, Traffic};
 use crate::ledger::{Ledger, Phase, Tag, TagBytes};
 use crate::{ByteSize, Tier};
 
@@ -16,9 +16,6 @@ const ALIGNMENT: u64 = 64;
 
 /// The capacity of an arena that never fills up.
 const ENDLESS: u64 = u64::MAX / 2;
-
-/// The name of what [`Arena::extend`] takes.
-const REPEATED: &str = "repeated";
 
 /// A request that the arena could not meet.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -83,7 +80,7 @@ impl Arena {
     fn with_ledger(tier: Tier, capacity: u64, ledger: Ledger) -> Arena {
         let capacity = capacity / ALIGNMENT * ALIGNMENT;
         let free = if capacity > 0 { BTreeMap::from([(0, capacity)]) } else { BTreeMap::new() };
-        let traffic = Traffic::from_here(0);
+        let traffic = Traffic::default();
         Arena { shared: Arc::new(Mutex::new(Inner { tier, capacity, free, ledger, traffic })) }
     }
 
@@ -140,49 +137,22 @@ impl Arena {
     /// What of the arena decides where the next allocations go, and what is live: equal layouts behave alike.
     pub fn layout(&self) -> Layout {
         let inner = self.lock();
-        let (end, _) = inner.open_end();
-        let holes = inner.free.range(..end).map(|(offset, size)| (*offset, *size)).collect();
-        Layout { holes, end, live: inner.ledger.live_by_layer().clone() }
+        let holes = inner.free.iter().map(|(offset, size)| (*offset, *size)).collect();
+        Layout { holes, live: inner.ledger.live_by_layer().clone() }
     }
 
     /// Begins to take down what is allocated and given back, and where; what was taken down until now comes back, to be
     /// [continued](Self::end_traffic).
     pub fn begin_traffic(&self) -> Traffic {
-        let mut inner = self.lock();
-        let (end, _) = inner.open_end();
-        std::mem::replace(&mut inner.traffic, Traffic::from_here(end))
+        std::mem::take(&mut self.lock().traffic)
     }
 
     /// What was taken down since [`begin_traffic`](Self::begin_traffic), which gave `before`.
     pub fn end_traffic(&self, before: Traffic) -> Traffic {
         let mut inner = self.lock();
         let traffic = std::mem::replace(&mut inner.traffic, before);
-        inner.traffic.mix(traffic.hash);
+        inner.traffic.includes(traffic);
         traffic
-    }
-
-    /// Takes, behind everything that is live, what `times` repetitions of the growth from one layout to another would.
-    pub fn extend(&self, growth: &Growth, times: u64) -> Result<Vec<Block>, OutOfMemory> {
-        let mut inner = self.lock();
-        let mut blocks = Vec::new();
-        for &(owner, tag, bytes) in &growth.by_owner {
-            let size = bytes.saturating_mul(times);
-            let (end, room) = inner.open_end();
-            if size == 0 {
-                continue;
-            }
-            if size > room {
-                return Err(inner.full(size, tag, REPEATED));
-            }
-            inner.free.remove(&end);
-            if room > size {
-                inner.free.insert(end + size, room - size);
-            }
-            inner.traffic.took(end, size, tag);
-            inner.ledger.took_for(owner, tag, REPEATED, size, end + size);
-            blocks.push(Block { arena: self.clone(), offset: end, size, tag, name: REPEATED, owner });
-        }
-        Ok(blocks)
     }
 
     /// A copy of the ledger as it stands.
@@ -218,14 +188,6 @@ impl Inner {
         self.traffic.took(offset, size, tag);
         self.ledger.took(tag, name, size, offset + size);
         Ok(offset)
-    }
-
-    /// Where the open end begins, and its size.
-    fn open_end(&self) -> (u64, u64) {
-        match self.free.last_key_value() {
-            Some((&offset, &free)) if offset + free == self.capacity => (offset, free),
-            _ => (self.capacity, 0),
-        }
     }
 
     fn full(&self, requested: u64, tag: Tag, name: &'static str) -> OutOfMemory {

@@ -17,7 +17,7 @@ pub use arena::{Arena, Block, OutOfMemory};
 pub use bytes::{ByteSize, ParseByteSizeError};
 pub use file_map::FileMap;
 pub use heap::release_free_heap;
-pub use layout::{Growth, Layout, Traffic};
+pub use layout::{Layout, Traffic};
 pub use ledger::{AtPeak, Ledger, Phase, Tag, TagBytes};
 pub use recording::{CountedEvents, Event, Mark};
 pub use region::Region;

@@ -76,14 +76,8 @@ pub fn choose(
 ) -> Result<Choice, StepError> {
     let search = Search { config, spec, method, rates, limits };
     let mut smallest: Vec<Choice> = Vec::new();
-    let said = as_said(&config.memory.offload);
     for offload in search.offloads() {
-        let found = match search.candidates(offload, &mut smallest) {
-            // What the user did not ask for need not be possible.
-            Err(StepError::TooManyHeld { .. }) if offload != said => None,
-            found => found?,
-        };
-        if let Some(choice) = found {
+        if let Some(choice) = search.candidates(offload, &mut smallest)? {
             let together = search.together(&choice)?;
             let filled = search.filled(choice)?;
             let Some(together) = together else { return Ok(filled) };
@@ -303,10 +297,7 @@ pub fn lighter_choices(
             continue;
         }
         *tier = Tier::Disk;
-        let further = match lighter(Checkpointing::Full, 1, offload, KeptLayers::NONE) {
-            Err(StepError::TooManyHeld { .. }) => continue,
-            further => further?,
-        };
+        let further = lighter(Checkpointing::Full, 1, offload, KeptLayers::NONE)?;
         if limits.memory(&further) < least {
             all.push(further);
         }

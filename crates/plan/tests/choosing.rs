@@ -12,7 +12,7 @@ use plimsoll_plan::config::{GradientDtype, MasterWeights, MixedPrecision, RawCon
 use plimsoll_plan::{Choice, DiskRates, Limits, TrainingPlan, lighter_choices, loss_chunk_tokens};
 use plimsoll_step::{
     Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling, NormSource, Offload, Precision,
-    StepError, StepSettings, UpdateTiming,
+    StepSettings, UpdateTiming,
 };
 
 use common::machine;
@@ -372,25 +372,20 @@ fn a_ladder_of_one_rung_where_nothing_is_smaller() {
     assert_eq!(plan.ladder().unwrap().len(), 1);
 }
 
-/// Rows of an untied embedding's gradient are held of 256 micro-batches at most, where gradients live elsewhere.
+/// Rows of an untied embedding's gradient are kept of every micro-batch where gradients live elsewhere, however many.
 #[test]
-fn what_is_not_possible_is_left_out_unless_it_was_asked_for() {
+fn rows_that_were_looked_up_take_their_room() {
     let untied = ModelSpec { tie_word_embeddings: false, ..spec() };
-    let step = [F32, "training.batch_size=1", "training.gradient_accumulation_steps=257"];
-    let budget = |set: &[&str], bytes: u64| {
-        let mut config = config(&[&step[..], set].concat());
-        config.apply_set(&format!("memory.device_budget={bytes}")).unwrap();
-        TrainingPlan::new(&config, &untied, &machine())
+    let peak = |micro_batches: u64| {
+        let times = format!("training.gradient_accumulation_steps={micro_batches}");
+        let set = [F32, "training.batch_size=1", "memory.offload.gradients=disk", &times];
+        plan_of(&untied, &set).choice.dry_run.peak_bytes()
     };
-    let gradients = ["memory.offload.gradients=disk"];
-    assert!(matches!(budget(&gradients, 64 << 30), Err(StepError::TooManyHeld { .. })));
-    // Only what leaves gradients at home is possible, and does not fit.
-    let short = budget(&[], 1 << 20).unwrap();
-    assert!(!short.fits());
-    assert_eq!(short.choice.settings.offload.gradients, Tier::Device);
-    let ladder = budget(&[], 64 << 30).unwrap().ladder().unwrap();
-    let last = ladder.last().unwrap().choice.settings.offload;
-    assert_eq!((last.optimizer, last.gradients), (Tier::Disk, Tier::Device));
+    let sequence = plan_of(&untied, &[F32, "training.batch_size=1"]).choice.settings.sequence_length;
+    // The last one's are where they were made.
+    let each = sequence * 4 * (untied.hidden_size + 1);
+    assert_eq!(peak(1001) - peak(1000), each);
+    assert!(peak(2) - peak(1) <= each);
 }
 
 /// What passes share saves time by what is not brought again: where less than a hundredth of it was waited for, nothing is

@@ -59,16 +59,6 @@ pub enum StepError {
         /// Their length.
         sequence_length: u64,
     },
-    /// More micro-batches than may be held at once.
-    #[error(
-        "training.gradient_accumulation_steps: {micro_batches} micro-batches with gradients away from the device: of a model with a head of its own the step keeps the embedding's gradient as the rows of each micro-batch, of {most} at most; take a larger training.batch_size, or set memory.offload.gradients to device"
-    )]
-    TooManyHeld {
-        /// Micro-batches of the step.
-        micro_batches: u64,
-        /// How many there may be.
-        most: u64,
-    },
     /// A document that starts after its own token: a programming error.
     #[error("token {place} of a sequence is said to be of a document that starts at {start}, after it")]
     DocumentStart {

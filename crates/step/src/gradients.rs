@@ -9,9 +9,7 @@ use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{
-    Compute, Counted, DType, Device, DeviceExt, Elementwise, Embedding, Product, Rounding, Tensor,
-};
+use plimsoll_device::{Compute, DType, Device, DeviceExt, Elementwise, Embedding, Product, Rounding, Tensor};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, Parameter, Role};
@@ -31,13 +29,42 @@ pub(crate) struct Gradients<'a, D: Device> {
     tensors: HashMap<(BlockId, Role), Written>,
     seed: u64,
     away: Option<Away<'a, D>>,
-    /// Of an embedding that is looked up and nothing else, and whose gradient does not stay on the device: the tokens of
-    /// every micro-batch and the gradients of their rows. The table's gradient is made of them, a piece at a time, when it is
-    /// needed, and never lives anywhere.
-    looked_up: Vec<(Tensor, Tensor)>,
-    /// Micro-batches that a dry run has counted and not run, and what their passes would have left here.
-    counted_micro_batches: u64,
-    counted: Counted,
+    looked_up: LookedUp,
+}
+
+/// Of an embedding that is looked up and nothing else, and whose gradient does not stay on the device: the tokens of every
+/// micro-batch and the gradients of their rows. The table's gradient is made of them, a piece at a time, when it is needed,
+/// and never lives anywhere.
+#[derive(Debug, Default)]
+struct LookedUp {
+    /// Micro-batches of the passes before the last one.
+    before: u64,
+    /// Theirs: u32 `[before, N]` and `[before N, H]`.
+    kept: Option<(Tensor, Tensor)>,
+    /// Those of the last pass, each where it was made.
+    last: Vec<(Tensor, Tensor)>,
+}
+
+impl LookedUp {
+    fn len(&self) -> u64 {
+        // Without any of the last pass the others are not complete.
+        if self.last.is_empty() { 0 } else { self.before + self.last.len() as u64 }
+    }
+
+    /// The tokens and the gradients of the rows of a micro-batch.
+    fn get(&self, number: u64) -> Result<Option<(Tensor, Tensor)>, StepError> {
+        match &self.kept {
+            Some((tokens, dx)) if number < self.before => {
+                let each = tokens.columns();
+                let dx = rows(dx, number * each, (number + 1) * each)?;
+                Ok(Some((rows(tokens, number, number + 1)?, dx)))
+            }
+            _ => {
+                let last = number.checked_sub(self.before).and_then(|nth| usize::try_from(nth).ok());
+                Ok(last.and_then(|nth| self.last.get(nth)).cloned())
+            }
+        }
+    }
 }
 
 /// A gradient that something was added to.
@@ -94,9 +121,7 @@ impl<'a, D: Device> Gradients<'a, D> {
             tensors: HashMap::new(),
             seed: 0,
             away: None,
-            looked_up: Vec::new(),
-            counted_micro_batches: 0,
-            counted: Counted::default(),
+            looked_up: LookedUp::default(),
         };
         if tier == Tier::Device {
             return Ok(gradients);
@@ -132,8 +157,7 @@ impl<'a, D: Device> Gradients<'a, D> {
     /// Gives all gradients back.
     pub fn clear(&mut self) {
         self.tensors.clear();
-        self.looked_up.clear();
-        self.keep_counted(Counted::default(), 0);
+        self.looked_up = LookedUp::default();
         if let Some(away) = &mut self.away {
             away.held = None;
             std::mem::take(&mut away.exist).into_iter().for_each(|unit| away.pool.forget(unit));
@@ -260,9 +284,38 @@ impl<'a, D: Device> Gradients<'a, D> {
         Ok(gradient)
     }
 
-    /// Keeps the gradients of the rows that a micro-batch looked up.
-    pub fn keep_looked_up(&mut self, tokens: Tensor, dx: Tensor) {
-        self.looked_up.push((tokens, dx));
+    /// Takes room for the rows that the micro-batches of the passes before the last one look up: `before` times as many as
+    /// `tokens`, with gradients of `columns` elements.
+    pub fn make_room_for_looked_up(
+        &mut self,
+        before: u64,
+        tokens: u64,
+        (dtype, columns): (DType, u64),
+    ) -> Result<(), StepError> {
+        let alloc = |dtype, sizes: &[u64], name| self.device.alloc(dtype, sizes, Tag::Gradients, name);
+        let kept = match before {
+            0 => None,
+            _ => {
+                let rows = before.saturating_mul(tokens);
+                let tokens = alloc(DType::U32, &[before, tokens], "looked_up.tokens")?;
+                Some((tokens, alloc(dtype, &[rows, columns], "looked_up.rows")?))
+            }
+        };
+        self.looked_up = LookedUp { before, kept, last: Vec::new() };
+        Ok(())
+    }
+
+    /// Keeps the gradients dx `[N, H]` of the rows that a micro-batch looked up.
+    pub fn keep_looked_up(&mut self, number: u64, tokens: Tensor, dx: Tensor) -> Result<(), StepError> {
+        match self.looked_up.get(number)? {
+            Some((own_tokens, own_dx)) => {
+                let rounding = Rounding::Nearest;
+                self.device.run(Elementwise::Cast { x: &tokens, out: &own_tokens, rounding })?;
+                self.device.run(Elementwise::Cast { x: &dx, out: &own_dx, rounding })?;
+            }
+            None => self.looked_up.last.push((tokens, dx)),
+        }
+        Ok(())
     }
 
     /// Makes a piece of the embedding's gradient of what was looked up.
@@ -272,22 +325,11 @@ impl<'a, D: Device> Gradients<'a, D> {
         piece: u32,
         range: &Range<u64>,
     ) -> Result<(), StepError> {
-        let (device, held) = (self.device, self.looked_up.clone());
-        let times = if held.is_empty() { 0 } else { held.len() as u64 + self.counted_micro_batches };
-        // Behind those that were counted comes the last one.
-        let of = |nth: u64| held.get(usize::try_from(nth).unwrap_or(usize::MAX)).or(held.last());
-        let left = device.repeat(times, |nth| match of(nth) {
-            Some((tokens, dx)) => self.scatter_rows(key, piece, range, (tokens, dx), nth),
+        let (device, times) = (self.device, self.looked_up.len());
+        device.repeat(times, |nth| match self.looked_up.get(nth)? {
+            Some((tokens, dx)) => self.scatter_rows(key, piece, range, (&tokens, &dx), nth),
             None => Ok(()),
-        })?;
-        drop(left);
-        Ok(())
-    }
-
-    /// Takes what passes of so many micro-batches would have left that a dry run has counted.
-    pub fn keep_counted(&mut self, counted: Counted, micro_batches: u64) {
-        self.counted_micro_batches = counted.times * micro_batches;
-        self.counted = counted;
+        })
     }
 
     /// Feeds what lies in the buffers to a hasher.

@@ -40,10 +40,6 @@ use parts::Parts;
 use passes::Passes;
 pub use state::NamedTensor;
 
-/// Micro-batches of which rows are kept at most: where they go in the arena repeats after so many that a plan would have to
-/// run all of them.
-const MOST_HELD: u64 = 256;
-
 /// Sets the seeds of dropout apart from others.
 const DROPOUT: u64 = 0xd309;
 
@@ -326,10 +322,6 @@ impl<'a, D: Device> Trainer<'a, D> {
         micro_batches: MicroBatches<'_>,
         completion: Completion,
     ) -> Result<(f64, u64), StepError> {
-        let held = micro_batches.len();
-        if self.keeps_looked_up() && held > MOST_HELD {
-            return Err(StepError::TooManyHeld { micro_batches: held, most: MOST_HELD });
-        }
         self.gradients.begin(mix(self.settings.seed, self.progress.steps));
         let targets = self.communicator.sum(micro_batches.target_count() as f64)?;
         let weight = self.communicator.sum(micro_batches.target_weight())?;
@@ -339,12 +331,16 @@ impl<'a, D: Device> Trainer<'a, D> {
             return Ok((self.communicator.sum(0.0)? * scale, targets as u64));
         };
         let gradient_scale = (scale * self.loss_scale()) as f32;
-        let device = self.device;
+        let (device, first) = (self.device, before_last * together);
+        if self.keeps_looked_up() {
+            let StepSettings { batch_size, sequence_length, precision, .. } = self.settings;
+            let row = (precision.activations, self.spec.hidden_size);
+            device.arena().enter(Phase::Backward, None);
+            self.gradients.make_room_for_looked_up(first, batch_size.saturating_mul(sequence_length), row)?;
+        }
         let mut sum = 0.0;
         let passes = Passes { trainer: &mut *self, micro_batches, together, gradient_scale, sum: &mut sum };
-        let counted = device.repeat(before_last, passes)?;
-        self.gradients.keep_counted(counted, together);
-        let first = before_last * together;
+        device.repeat(before_last, passes)?;
         let last = micro_batches.group(first, together);
         sum += self.forward_backward(&last, first, gradient_scale, Some(completion))?;
         Ok((self.communicator.sum(sum)? * scale, targets as u64))

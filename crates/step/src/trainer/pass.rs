@@ -40,6 +40,8 @@ pub(super) struct Pass<'c, D: Device> {
 
 /// One micro-batch on its way.
 struct Lane<'c, D: Device> {
+    /// Which micro-batch of the step it is.
+    number: u64,
     ctx: Context<'c, D>,
     inputs: &'c Inputs,
     /// The residual stream.
@@ -129,6 +131,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         let lane = |(number, inputs)| {
             let ctx = self.context(inputs, &spec, &ropes, self.dropout(number));
             Lane {
+                number,
                 ctx: Context { away: mover.as_deref(), ..ctx },
                 inputs,
                 x: None,
@@ -354,7 +357,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         let dx = lane.dx.take().ok_or(NOTHING_LEFT)?;
         embedding::backward(&lane.ctx, &weights, &lane.inputs.tokens, &dx, &mut self.gradients)?;
         if self.keeps_looked_up() {
-            self.gradients.keep_looked_up(lane.inputs.tokens.clone(), dx);
+            self.gradients.keep_looked_up(lane.number, lane.inputs.tokens.clone(), dx)?;
         } else if self.gradients.is_in_pieces(BlockId::Embedding, Role::TokenEmbedding) {
             lane.dx = Some(dx);
         }
