@@ -88,7 +88,9 @@ proptest! {
             let distance = |x: f32| (f64::from(x) * f64::from(largest[i / BLOCK]) - f64::from(*value)).abs();
             let least = kind.values().iter().map(|x| distance(*x)).fold(f64::INFINITY, f64::min);
             let own = f64::from(defined(kind, &codes, &largest, i)) - f64::from(*value);
-            prop_assert!(own.abs() <= least + 1e-6, "element {i}");
+            // bitsandbytes writes the limits of FP4 with six digits: 0.583333 for 7/12.
+            let written = 2e-6 * f64::from(largest[i / BLOCK]);
+            prop_assert!(own.abs() <= least + written, "element {i}");
         }
 
         let magnitudes = Magnitudes::new(largest.clone(), doubly);
