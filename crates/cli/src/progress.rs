@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use plimsoll_hub::HubId;
 use plimsoll_memory::ByteSize;
-use plimsoll_train::{Event, MemoryLevel, Observer, StepMetrics};
+use plimsoll_train::{MemoryLevel, Observer, RunEvent, StepMetrics};
 
 /// Off a terminal there is a line after at most this time.
 const LINE_EVERY: Duration = Duration::from_secs(30);
@@ -112,9 +112,9 @@ impl TrainingProgress {
 }
 
 impl Observer for TrainingProgress {
-    fn event(&mut self, event: Event<'_>) {
+    fn event(&mut self, event: RunEvent<'_>) {
         match event {
-            Event::Started { steps_done, total_steps, data_tokens } => {
+            RunEvent::Started { steps_done, total_steps, data_tokens } => {
                 self.total_steps = total_steps;
                 self.begun = Instant::now();
                 self.say(&format!(
@@ -129,7 +129,7 @@ impl Observer for TrainingProgress {
                     self.bar = Some(bar);
                 }
             }
-            Event::Step(metrics) => {
+            RunEvent::Step(metrics) => {
                 self.step(metrics);
                 if metrics.step == self.total_steps
                     && let Some(bar) = self.bar.take()
@@ -137,11 +137,11 @@ impl Observer for TrainingProgress {
                     bar.finish();
                 }
             }
-            Event::Validated { step, loss } => {
+            RunEvent::Validated { step, loss } => {
                 self.say(&format!("step {step}: validation loss {loss:.4}, perplexity {:.3}", loss.exp()));
             }
-            Event::Saved(path) => self.saved(path),
-            Event::MemoryHigh { step, level, process_bytes, budget_bytes } => {
+            RunEvent::Saved(path) => self.saved(path),
+            RunEvent::MemoryHigh { step, level, process_bytes, budget_bytes } => {
                 let words = match level {
                     MemoryLevel::Emergency => "at the load line, saving",
                     MemoryLevel::Critical => "critically near the load line",
@@ -153,17 +153,17 @@ impl Observer for TrainingProgress {
                     ByteSize(budget_bytes)
                 ));
             }
-            Event::BufferedDisk(folder) => {
+            RunEvent::BufferedDisk(folder) => {
                 self.say(&format!(
                     "direct I/O is refused in {}: offloaded tensors go through the page cache, which is emptied of them again",
                     folder.display()
                 ));
             }
-            Event::Rung { step, from, to, why, now } => {
+            RunEvent::Rung { step, from, to, why, now } => {
                 let way = if to > from { "less" } else { "more" };
                 self.say(&format!("step {step}: going on with {way} memory: {why}; now {now}"));
             }
-            Event::WaitingForSpace { error, waited, patience } => {
+            RunEvent::WaitingForSpace { error, waited, patience } => {
                 let minutes = |time: Duration| time.as_secs() / 60;
                 let already = match minutes(waited) {
                     0 => String::new(),
@@ -174,13 +174,13 @@ impl Observer for TrainingProgress {
                     minutes(patience)
                 ));
             }
-            Event::Stopping { step, saving: true } => {
+            RunEvent::Stopping { step, saving: true } => {
                 self.say(&format!("asked to stop: saving after step {step}; --resume goes on from there"));
             }
-            Event::Stopping { step: 0, saving: false } => {
+            RunEvent::Stopping { step: 0, saving: false } => {
                 self.say("asked to stop before the first step: there is nothing to save");
             }
-            Event::Stopping { step, saving: false } => {
+            RunEvent::Stopping { step, saving: false } => {
                 self.say(&format!("asked to stop: nothing was done since the checkpoint of step {step}"));
             }
         }
@@ -219,10 +219,10 @@ impl FetchProgress {
 }
 
 impl plimsoll_hub::Progress for FetchProgress {
-    fn event(&mut self, event: plimsoll_hub::Event<'_>) {
-        use plimsoll_hub::Event;
+    fn event(&mut self, event: plimsoll_hub::FetchEvent<'_>) {
+        use plimsoll_hub::FetchEvent;
         match event {
-            Event::Started { files, bytes, already } => {
+            FetchEvent::Started { files, bytes, already } => {
                 let plural = if files == 1 { "" } else { "s" };
                 let kept = match already {
                     0 => String::new(),
@@ -242,19 +242,19 @@ impl plimsoll_hub::Progress for FetchProgress {
                         .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
                 }
             }
-            Event::File { name } => self.bar.set_message(name.to_owned()),
-            Event::Bytes(n) if n >= 0 => self.bar.inc(n.unsigned_abs()),
-            Event::Bytes(n) => {
+            FetchEvent::File { name } => self.bar.set_message(name.to_owned()),
+            FetchEvent::Bytes(n) if n >= 0 => self.bar.inc(n.unsigned_abs()),
+            FetchEvent::Bytes(n) => {
                 self.bar.set_position(self.bar.position().saturating_sub(n.unsigned_abs()));
             }
-            Event::Waiting { name } => self.say(&format!("waiting: another process fetches {name}")),
-            Event::Retrying { name, reason, pause } => {
+            FetchEvent::Waiting { name } => self.say(&format!("waiting: another process fetches {name}")),
+            FetchEvent::Retrying { name, reason, pause } => {
                 self.say(&format!("{name}: {reason}; again in {:.1} s", pause.as_secs_f64()));
             }
-            Event::Unreachable { reason, snapshot } => {
+            FetchEvent::Unreachable { reason, snapshot } => {
                 self.say(&format!("the hub cannot be reached ({reason}); using {}", snapshot.display()));
             }
-            Event::Done => {
+            FetchEvent::Done => {
                 self.bar.finish_and_clear();
                 self.bar = ProgressBar::hidden();
                 let seconds = self.begun.elapsed().as_secs_f64();

@@ -7,13 +7,13 @@ use serde_json::Value;
 
 use crate::DataError;
 use crate::chat::{Skip, SkipReason};
-use crate::files::{DataFile, Kind, check_regular};
-use crate::records::{self, LARGEST_RECORD, Place};
+use crate::files::{DataFile, FileKind, check_regular};
+use crate::records::{self, LARGEST_RECORD, RecordPlace};
 
 const BYTE_ORDER_MARK: &str = "\u{feff}";
 
 /// A document, or why a record is none.
-pub type Document<'a> = Result<&'a str, (&'a Place, Skip)>;
+pub type Document<'a> = Result<&'a str, (&'a RecordPlace, Skip)>;
 
 /// Calls `each` with every document of a file, in order, and with the records that are none. Empty documents are passed
 /// over. Files with a document a line are read through a buffer of `buffer_bytes`.
@@ -23,7 +23,7 @@ pub fn for_each(
     buffer_bytes: usize,
     each: &mut dyn FnMut(Document<'_>) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    if file.kind == Kind::Text {
+    if file.kind == FileKind::Text {
         let text = read_text(&file.path)?;
         return if text.is_empty() { Ok(()) } else { each(Ok(&text)) };
     }
@@ -137,7 +137,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn documents(content: &[u8], kind: Kind) -> Result<Vec<String>, String> {
+    fn documents(content: &[u8], kind: FileKind) -> Result<Vec<String>, String> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("data");
         std::fs::write(&path, content).unwrap();
@@ -155,10 +155,10 @@ mod tests {
 
     #[test]
     fn a_text_file_is_one_document() {
-        assert_eq!(documents("\u{feff}a\r\nb".as_bytes(), Kind::Text).unwrap(), ["a\r\nb"]);
-        assert_eq!(documents(b"", Kind::Text).unwrap(), [""; 0]);
+        assert_eq!(documents("\u{feff}a\r\nb".as_bytes(), FileKind::Text).unwrap(), ["a\r\nb"]);
+        assert_eq!(documents(b"", FileKind::Text).unwrap(), [""; 0]);
         assert_eq!(
-            documents(b"ab\xff", Kind::Text).unwrap_err(),
+            documents(b"ab\xff", FileKind::Text).unwrap_err(),
             "not UTF-8 at byte 2; convert the file to UTF-8"
         );
     }
@@ -166,7 +166,7 @@ mod tests {
     #[test]
     fn every_line_is_a_document() {
         let good = b"{\"text\":\"one\"}\n\n{\"x\":1,\"text\":\"two\\n\"}\r\n{\"text\":\"\"}";
-        assert_eq!(documents(good, Kind::JsonLines).unwrap(), ["one", "two\n"]);
+        assert_eq!(documents(good, FileKind::JsonLines).unwrap(), ["one", "two\n"]);
         for (bad, words) in [
             (
                 &b"{\"text\":\"one\"}\n{\"text\":"[..],
@@ -180,20 +180,20 @@ mod tests {
             ),
             (b"{\"text\":\"a\"}\n\xff\n", "line 2: not UTF-8 at byte 13 of the file; convert it to UTF-8"),
         ] {
-            assert_eq!(documents(bad, Kind::JsonLines).unwrap_err(), words);
+            assert_eq!(documents(bad, FileKind::JsonLines).unwrap_err(), words);
         }
     }
 
     proptest! {
         #[test]
         fn any_bytes_are_documents_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            let _ = documents(&bytes, Kind::JsonLines);
+            let _ = documents(&bytes, FileKind::JsonLines);
         }
 
         #[test]
         fn texts_survive_json(texts in prop::collection::vec(".{1,20}", 1..6)) {
             let lines: String = texts.iter().map(|t| format!("{}\n", serde_json::json!({ "text": t }))).collect();
-            prop_assert_eq!(documents(lines.as_bytes(), Kind::JsonLines).unwrap(), texts);
+            prop_assert_eq!(documents(lines.as_bytes(), FileKind::JsonLines).unwrap(), texts);
         }
     }
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use plimsoll_model::chat_template::ChatTemplateError;
 use plimsoll_model::tokenizer::TokenizerError;
 
-use crate::records::Place;
+use crate::records::RecordPlace;
 
 /// Data that cannot be trained or evaluated on.
 #[derive(Debug, thiserror::Error)]
@@ -64,7 +64,7 @@ pub enum DataError {
     #[error("{place}: {reason}")]
     Record {
         /// Where it is.
-        place: Place,
+        place: RecordPlace,
         /// What is wrong, and what was expected.
         reason: String,
     },
@@ -88,7 +88,7 @@ pub enum DataError {
     )]
     TooLong {
         /// Where it is.
-        place: Place,
+        place: RecordPlace,
         /// Its tokens.
         tokens: usize,
         /// Tokens that a sequence has.

@@ -6,7 +6,7 @@ use crate::DataError;
 
 /// What a file holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum FileKind {
     /// One document.
     Text,
     /// One JSON document a line.
@@ -27,10 +27,10 @@ pub enum Wanted {
 }
 
 impl Wanted {
-    fn takes(self, kind: Kind) -> bool {
+    fn takes(self, kind: FileKind) -> bool {
         match self {
-            Wanted::Texts => kind != Kind::Json,
-            Wanted::Records => kind != Kind::Text,
+            Wanted::Texts => kind != FileKind::Json,
+            Wanted::Records => kind != FileKind::Text,
         }
     }
 }
@@ -39,7 +39,7 @@ impl Wanted {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DataFile {
     pub path: PathBuf,
-    pub kind: Kind,
+    pub kind: FileKind,
 }
 
 /// Bytes of the files that the patterns stand for; of records where `records`, else of texts.
@@ -61,7 +61,7 @@ pub fn expand(patterns: &[String], wanted: Wanted) -> Result<Vec<DataFile>, Data
         } else if path.exists() {
             check_regular(path)?;
             // A file that was named is text unless its name says otherwise.
-            files.push(DataFile { path: path.to_owned(), kind: kind(path).unwrap_or(Kind::Text) });
+            files.push(DataFile { path: path.to_owned(), kind: kind(path).unwrap_or(FileKind::Text) });
         } else {
             matches(pattern, &mut files)?;
         }
@@ -140,12 +140,12 @@ fn folder(path: &Path, wanted: Wanted, files: &mut Vec<DataFile>) -> Result<(), 
 }
 
 /// What a file holds by its name.
-pub fn kind(path: &Path) -> Option<Kind> {
+pub fn kind(path: &Path) -> Option<FileKind> {
     match path.extension()?.to_str()?.to_ascii_lowercase().as_str() {
-        "txt" | "text" | "md" => Some(Kind::Text),
-        "jsonl" | "ndjson" => Some(Kind::JsonLines),
-        "json" => Some(Kind::Json),
-        "parquet" => Some(Kind::Parquet),
+        "txt" | "text" | "md" => Some(FileKind::Text),
+        "jsonl" | "ndjson" => Some(FileKind::JsonLines),
+        "json" => Some(FileKind::Json),
+        "parquet" => Some(FileKind::Parquet),
         _ => None,
     }
 }
@@ -193,8 +193,8 @@ mod tests {
         std::fs::write(root.path().join("c.json"), "[]").unwrap();
         check(&[""], &["a.jsonl", "b.txt", "sub/c.md"]);
         let all = [root.path().to_str().unwrap().to_owned()];
-        let kinds: Vec<Kind> = expand(&all, Wanted::Records).unwrap().iter().map(|f| f.kind).collect();
-        assert_eq!(kinds, [Kind::JsonLines, Kind::Json]);
+        let kinds: Vec<FileKind> = expand(&all, Wanted::Records).unwrap().iter().map(|f| f.kind).collect();
+        assert_eq!(kinds, [FileKind::JsonLines, FileKind::Json]);
         let missing = root.path().join("*.csv").to_str().unwrap().to_owned();
         assert!(matches!(expand(&[missing], Wanted::Texts), Err(DataError::NothingFound { .. })));
     }

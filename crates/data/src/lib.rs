@@ -21,5 +21,5 @@ pub use documents::json_lines;
 pub use error::DataError;
 pub use evaluation::EvalWindows;
 pub use files::bytes_of;
-pub use records::{Place, Record, for_each_record, panics_are_caught};
+pub use records::{Record, RecordPlace, for_each_record, panics_are_caught};
 pub use texts::{TextOptions, for_each_text};

@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 
 use crate::DataError;
 use crate::documents::lines;
-use crate::files::{DataFile, Kind, check_regular, kind};
+use crate::files::{DataFile, FileKind, check_regular, kind};
 
 /// The largest record that is read; a larger one is no record but a mistake.
 pub const LARGEST_RECORD: u64 = 256 << 20;
@@ -26,7 +26,7 @@ pub type Record = Map<String, Value>;
 
 /// Where a record is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct RecordPlace {
     /// The file.
     pub path: PathBuf,
     /// What is counted: lines, records or rows.
@@ -35,7 +35,7 @@ pub struct Place {
     pub number: u64,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for RecordPlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {} {}", self.path.display(), self.unit, self.number)
     }
@@ -49,7 +49,7 @@ impl fmt::Display for Place {
 pub fn for_each_record(
     path: &Path,
     buffer_bytes: usize,
-    each: &mut dyn FnMut(Place, Result<Record, String>) -> Result<(), DataError>,
+    each: &mut dyn FnMut(RecordPlace, Result<Record, String>) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     check_regular(path)?;
     let kind = kind(path).ok_or_else(|| DataError::UnknownKind { path: path.to_owned() })?;
@@ -60,13 +60,13 @@ pub fn for_each_record(
 pub fn for_each(
     file: &DataFile,
     buffer_bytes: usize,
-    each: &mut dyn FnMut(Place, Result<Record, String>) -> Result<(), DataError>,
+    each: &mut dyn FnMut(RecordPlace, Result<Record, String>) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    let place = |unit, number| Place { path: file.path.clone(), unit, number };
+    let place = |unit, number| RecordPlace { path: file.path.clone(), unit, number };
     let open = || File::open(&file.path).map_err(DataError::io("open", &file.path));
     match file.kind {
-        Kind::Text => Err(DataError::NoRecords { path: file.path.clone() }),
-        Kind::JsonLines => {
+        FileKind::Text => Err(DataError::NoRecords { path: file.path.clone() }),
+        FileKind::JsonLines => {
             let mut reader = BufReader::with_capacity(buffer_bytes.max(1), open()?);
             lines(&mut reader, &file.path, &mut |number, line| {
                 let value =
@@ -74,13 +74,13 @@ pub fn for_each(
                 each(place("line", number), value.and_then(object))
             })
         }
-        Kind::Json => {
+        FileKind::Json => {
             let mut reader = BufReader::with_capacity(buffer_bytes.max(16), open()?);
             json::for_each(&mut reader, &file.path, &mut |number, value| {
                 each(place("record", number), object(value))
             })
         }
-        Kind::Parquet => parquet::for_each(open()?, &file.path, &mut |number, value| {
+        FileKind::Parquet => parquet::for_each(open()?, &file.path, &mut |number, value| {
             each(place("row", number), object(value))
         }),
     }
@@ -94,7 +94,7 @@ fn object(value: Value) -> Result<Record, String> {
 }
 
 /// An error at a place.
-pub fn broken(place: &Place, reason: String) -> DataError {
+pub fn broken(place: &RecordPlace, reason: String) -> DataError {
     DataError::Record { place: place.clone(), reason }
 }
 
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn read(content: &[u8], kind: Kind) -> Result<Vec<(u64, String)>, String> {
+    fn read(content: &[u8], kind: FileKind) -> Result<Vec<(u64, String)>, String> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("data");
         std::fs::write(&path, content).unwrap();
@@ -126,40 +126,52 @@ mod tests {
     fn lists_lines_and_objects_in_a_row_are_records() {
         let two = vec![(1, "{\"a\":1}".to_owned()), (2, "{\"b\":[2]}".to_owned())];
         for (content, kind) in [
-            ("[{\"a\": 1}, {\"b\": [2]}]\n", Kind::Json),
-            ("\u{feff} [{\"a\": 1},\n{\"b\": [2]}]", Kind::Json),
-            ("{\"a\": 1}\n{\"b\": [2]}\n", Kind::Json),
-            ("{\n\"a\": 1}{\"b\":\n[2]}", Kind::Json),
-            ("{\"a\": 1}\n{\"b\": [2]}\n", Kind::JsonLines),
+            ("[{\"a\": 1}, {\"b\": [2]}]\n", FileKind::Json),
+            ("\u{feff} [{\"a\": 1},\n{\"b\": [2]}]", FileKind::Json),
+            ("{\"a\": 1}\n{\"b\": [2]}\n", FileKind::Json),
+            ("{\n\"a\": 1}{\"b\":\n[2]}", FileKind::Json),
+            ("{\"a\": 1}\n{\"b\": [2]}\n", FileKind::JsonLines),
         ] {
             assert_eq!(read(content.as_bytes(), kind).unwrap(), two, "{content}");
         }
-        assert_eq!(read(b"[]", Kind::Json).unwrap(), []);
-        assert_eq!(read(b"", Kind::Json).unwrap(), []);
+        assert_eq!(read(b"[]", FileKind::Json).unwrap(), []);
+        assert_eq!(read(b"", FileKind::Json).unwrap(), []);
     }
 
     #[test]
     fn what_is_no_record_is_an_error_with_its_place() {
         for (content, kind, words) in [
-            ("[{\"a\": 1}, 3]", Kind::Json, "record 2: not an object with fields"),
-            ("[{\"a\": 1}, {\"b\" 2}]", Kind::Json, "record 2: not JSON: expected `:` at line 1 column 17"),
-            ("[{\"a\": 1}", Kind::Json, "record 2: not JSON: EOF while parsing a list at line 1 column 9"),
-            ("[] {}", Kind::Json, "record 1: not JSON: trailing characters at line 1 column 4"),
-            ("7", Kind::Json, "record 1: not an object with fields"),
-            ("[1]\n", Kind::JsonLines, "line 1: not an object with fields"),
-            ("{}\n{", Kind::JsonLines, "line 2: not JSON: EOF while parsing an object at line 1 column 1"),
+            ("[{\"a\": 1}, 3]", FileKind::Json, "record 2: not an object with fields"),
+            (
+                "[{\"a\": 1}, {\"b\" 2}]",
+                FileKind::Json,
+                "record 2: not JSON: expected `:` at line 1 column 17",
+            ),
+            (
+                "[{\"a\": 1}",
+                FileKind::Json,
+                "record 2: not JSON: EOF while parsing a list at line 1 column 9",
+            ),
+            ("[] {}", FileKind::Json, "record 1: not JSON: trailing characters at line 1 column 4"),
+            ("7", FileKind::Json, "record 1: not an object with fields"),
+            ("[1]\n", FileKind::JsonLines, "line 1: not an object with fields"),
+            (
+                "{}\n{",
+                FileKind::JsonLines,
+                "line 2: not JSON: EOF while parsing an object at line 1 column 1",
+            ),
         ] {
             assert_eq!(read(content.as_bytes(), kind).unwrap_err(), words, "{content}");
         }
         let deep = "[".repeat(100_000);
-        assert!(read(deep.as_bytes(), Kind::Json).unwrap_err().contains("recursion limit"));
-        assert!(read(b"PAR1", Kind::Parquet).unwrap_err().contains("not readable as Parquet"));
+        assert!(read(deep.as_bytes(), FileKind::Json).unwrap_err().contains("recursion limit"));
+        assert!(read(b"PAR1", FileKind::Parquet).unwrap_err().contains("not readable as Parquet"));
     }
 
     proptest! {
         #[test]
         fn any_bytes_are_records_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
-            for kind in [Kind::Json, Kind::JsonLines, Kind::Parquet] {
+            for kind in [FileKind::Json, FileKind::JsonLines, FileKind::Parquet] {
                 let _ = read(&bytes, kind);
             }
         }
@@ -167,7 +179,7 @@ mod tests {
         #[test]
         fn texts_survive(texts in prop::collection::vec(".{0,20}", 0..6)) {
             let list: Vec<Value> = texts.iter().map(|t| serde_json::json!({ "t": t })).collect();
-            let read = read(Value::Array(list.clone()).to_string().as_bytes(), Kind::Json).unwrap();
+            let read = read(Value::Array(list.clone()).to_string().as_bytes(), FileKind::Json).unwrap();
             let expected: Vec<String> = list.iter().map(Value::to_string).collect();
             prop_assert_eq!(read.into_iter().map(|(_, text)| text).collect::<Vec<_>>(), expected);
         }

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use plimsoll_data::chat::{Columns, PromptTemplate, SampleEncoder, SampleOptions, TrainOn, Truncation};
-use plimsoll_data::{DataError, Dataset, IGNORED_TARGET, Place};
+use plimsoll_data::{DataError, Dataset, IGNORED_TARGET, RecordPlace};
 use plimsoll_model::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
@@ -47,7 +47,7 @@ fn unmarked(template: &str) -> String {
 #[test]
 fn trained_tokens_are_those_that_transformers_masks() {
     let (fixture, tokenizer) = (fixture(), tokenizer());
-    let place = Place { path: "fixture".into(), unit: "case", number: 1 };
+    let place = RecordPlace { path: "fixture".into(), unit: "case", number: 1 };
     for case in fixture["cases"].as_array().unwrap() {
         let template = fixture["templates"][case["template"].as_str().unwrap()].as_str().unwrap();
         let ids: Vec<u32> = serde_json::from_value(case["ids"].clone()).unwrap();
@@ -154,7 +154,7 @@ fn windows_hold_the_samples_their_weights_and_their_beginnings() {
 fn instructions_without_a_template_are_plain_text() {
     let tokenizer = tokenizer();
     let encoder = SampleEncoder::new(&tokenizer, PromptTemplate::Alpaca, options()).unwrap();
-    let place = Place { path: "x".into(), unit: "line", number: 1 };
+    let place = RecordPlace { path: "x".into(), unit: "line", number: 1 };
     let check = |record: Value, text: &str, trained: &str| {
         let sample = encoder.encode(record.as_object().unwrap(), &place).unwrap().unwrap();
         assert_eq!(sample.text, text);

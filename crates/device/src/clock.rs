@@ -126,10 +126,9 @@ impl Clock {
         self.times.set(Times { elapsed: times.elapsed + waited, waited: times.waited + waited, ..times });
     }
 
-    /// Goes on by what was added since `earlier`, so many times.
-    pub(crate) fn repeat(&self, earlier: Times, rounds: u64) {
+    /// Goes on by `added`, so many times.
+    pub(crate) fn repeat(&self, added: Times, rounds: u64) {
         let times = self.times.get();
-        let added = times.since(earlier);
         let further = added.elapsed * rounds as f64;
         self.times.set(times.plus(added, rounds as f64));
         let Lines { disk, copies } = self.lines.get();
@@ -201,7 +200,7 @@ mod tests {
         let due = clock.transfer(read(2));
         clock.compute(&operations(1));
         clock.wait(due);
-        clock.repeat(earlier, 3);
+        clock.repeat(clock.times().since(earlier), 3);
         assert_eq!(
             clock.times(),
             Times { elapsed: 9.0, busy: Lines { disk: 8.0, copies: 0.0 }, waited: 4.0 }

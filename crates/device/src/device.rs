@@ -3,7 +3,7 @@
 use plimsoll_memory::{Arena, OutOfMemory, Region, Tag};
 
 use crate::repeat::count;
-use crate::{Clock, DType, Dry, Iterations, Op, Shape, Tensor};
+use crate::{DType, Dry, Due, Iterations, Op, Shape, Tensor, Transferred};
 
 /// What a device can fail with.
 #[derive(Debug, thiserror::Error)]
@@ -70,10 +70,13 @@ pub trait Device {
     /// The memory is not this device's, or parts of it are still elsewhere.
     fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError>;
 
-    /// The time lines of a dry run that has them.
-    fn clock(&self) -> Option<&Clock> {
-        None
+    /// Begins a move between tiers, on the time lines of a dry run that has them.
+    fn transfer(&self, _: Transferred) -> Due {
+        Due::default()
     }
+
+    /// Waits until a move is done, on the time lines of a dry run that has them.
+    fn wait(&self, _: Due) {}
 
     /// Whether nothing is behind the tensors: what is written into them is not asked for.
     fn is_dry(&self) -> bool {

@@ -5,7 +5,7 @@ use std::cell::{Cell, RefCell};
 
 use plimsoll_memory::{Arena, Region, Tier};
 
-use crate::{Clock, Device, DeviceError, Lent, Op, Tally, Tensor, Workspace};
+use crate::{Clock, Device, DeviceError, Due, Lent, Op, Tally, Tensor, Times, Transferred, Workspace};
 
 /// A device without memory.
 #[derive(Debug)]
@@ -14,6 +14,8 @@ pub struct Dry {
     tally: RefCell<Tally>,
     workspace: Cell<Workspace>,
     clock: Option<Clock>,
+    /// Whether the arena records every event.
+    records: bool,
 }
 
 impl Dry {
@@ -28,12 +30,18 @@ impl Dry {
     }
 
     fn within(arena: Arena) -> Dry {
-        Dry { arena, tally: RefCell::default(), workspace: Cell::default(), clock: None }
+        let records = arena.is_recording();
+        Dry { arena, tally: RefCell::default(), workspace: Cell::default(), clock: None, records }
     }
 
     /// The same, which finds out what would happen when.
     pub fn timed(self, clock: Clock) -> Dry {
         Dry { clock: Some(clock), ..self }
+    }
+
+    /// The time lines, if it has them.
+    pub fn clock(&self) -> Option<&Clock> {
+        self.clock.as_ref()
     }
 
     /// What the operations so far would cost.
@@ -51,7 +59,23 @@ impl Dry {
         self.workspace.get()
     }
 
-    pub(crate) fn add(&self, more: Tally) {
+    /// Lets the arenas know how late it is, where there is a clock and events are recorded.
+    fn tell_time(&self) {
+        if let Some(clock) = self.clock.as_ref().filter(|_| self.records) {
+            self.arena.tell_time(clock.times().elapsed);
+        }
+    }
+
+    /// Adds what is not run.
+    pub(crate) fn skip(&self, tally: Tally, added: Option<Times>, rounds: u64) {
+        self.add(tally.times(rounds));
+        if let (Some(clock), Some(added)) = (&self.clock, added) {
+            clock.repeat(added, rounds);
+        }
+        self.tell_time();
+    }
+
+    fn add(&self, more: Tally) {
         let mut tally = self.tally.borrow_mut();
         *tally = tally.plus(more);
     }
@@ -76,6 +100,7 @@ impl Device for Dry {
             let mut own = Tally::default();
             own.add(cost);
             clock.compute(&own);
+            self.tell_time();
         }
         Ok(())
     }
@@ -84,8 +109,15 @@ impl Device for Dry {
         true
     }
 
-    fn clock(&self) -> Option<&Clock> {
-        self.clock.as_ref()
+    fn transfer(&self, bytes: Transferred) -> Due {
+        self.clock.as_ref().map(|clock| clock.transfer(bytes)).unwrap_or_default()
+    }
+
+    fn wait(&self, due: Due) {
+        if let Some(clock) = &self.clock {
+            clock.wait(due);
+            self.tell_time();
+        }
     }
 
     fn counts_repeats(&self) -> Option<&Dry> {

@@ -28,5 +28,5 @@ pub use op::{
     Embedding, Glu, IGNORED_TARGET, Lion, Loss, Magnitude, Norm, Op, PIECE_ROWS, Position, Product,
     Quantization, Reduction, Rounding, Rule, SecondMoment, Sgd, Subspace, Update, Workspace,
 };
-pub use repeat::Iterations;
+pub use repeat::{Iterations, KnownRounds};
 pub use tensor::{Shape, Tensor};

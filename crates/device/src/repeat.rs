@@ -18,9 +18,10 @@ pub trait Iterations {
     /// Runs one of them. Those that a dry device counts are left out, the numbers go on behind them.
     fn run(&mut self, index: u64) -> Result<(), Self::Error>;
 
-    /// A number for whatever decides, beside the device's arena, what the next iteration does: equal ones mean the same.
-    fn state(&self) -> u64 {
-        0
+    /// A number for whatever decides, beside the device's arena, what the iterations behind the first do: equal ones mean
+    /// the same. `None` where that is not known: an iteration is then run once more, to see that it does the same.
+    fn state(&self) -> Option<u64> {
+        None
     }
 
     /// Totals that the iterations add to beside the device's tally.
@@ -30,6 +31,11 @@ pub trait Iterations {
 
     /// Adds to these totals what iterations would that are counted.
     fn count(&mut self, _totals: [u64; 2]) {}
+
+    /// What earlier loops of the kind were found to repeat.
+    fn known(&mut self) -> Option<&mut KnownRounds> {
+        None
+    }
 }
 
 impl<F, E> Iterations for F
@@ -44,11 +50,14 @@ where
     }
 }
 
+/// What loops of a kind were found to repeat, for the next of them: which it may join, and what a round from there adds.
+#[derive(Debug, Default)]
+pub struct KnownRounds(Vec<(Layout, u64, Round)>);
+
 /// The border between two iterations, and what the one before it did.
-#[derive(Clone)]
 struct Border {
     layout: Layout,
-    state: u64,
+    state: Option<u64>,
     /// The number of the arena's next event.
     event: u64,
     tally: Tally,
@@ -65,42 +74,54 @@ impl Border {
         let event = dry.arena().next_event();
         Border { layout, state, event, tally: dry.tally(), times, totals: iterations.totals(), traffic }
     }
+
+    /// What the iterations since `earlier` have added.
+    fn since(&self, earlier: &Border, period: usize) -> Round {
+        Round {
+            period: period as u64,
+            first_event: earlier.event,
+            tally: self.tally.less(earlier.tally),
+            totals: [0, 1].map(|i| self.totals[i] - earlier.totals[i]),
+            times: self.times.zip(earlier.times).map(|(now, earlier)| now.since(earlier)),
+        }
+    }
 }
 
 /// What one round of iterations adds.
+#[derive(Clone, Copy, Debug)]
 struct Round {
+    /// Iterations.
+    period: u64,
     /// The number of its first event.
     first_event: u64,
     tally: Tally,
     totals: [u64; 2],
-    /// The clock before it.
-    began: Option<Times>,
+    times: Option<Times>,
 }
 
-/// The round of `period` iterations that the last borders have seen twice: each iteration did what the one a period
-/// before it did, and the border that it leaves is the one a period before.
+/// The round of `period` iterations that the last border closes: it is the one a period before. Where its state is not
+/// known, each iteration must have done what the one a period before it did.
 fn round(borders: &VecDeque<Border>, period: usize) -> Option<Round> {
     let last = borders.len().checked_sub(1)?;
     let at = |back: usize| borders.get(last.checked_sub(back)?);
-    let added = |back: usize| {
-        let (after, before) = (at(back)?, at(back + 1)?);
-        let totals = [0, 1].map(|i| after.totals[i] - before.totals[i]);
-        Some((after.tally.less(before.tally), totals))
-    };
-    for back in 0..period {
-        let (newer, older) = (at(back)?, at(back + period)?);
-        let same_traffic = newer.traffic? == older.traffic?;
-        if !same_traffic || added(back)? != added(back + period)? {
-            return None;
-        }
-    }
     let (newer, older) = (at(0)?, at(period)?);
+    // Before the first iteration, that one decides what it does.
+    older.traffic?;
     if newer.state != older.state || newer.layout != older.layout {
         return None;
     }
-    let totals = [0, 1].map(|i| newer.totals[i] - older.totals[i]);
-    let (first_event, began) = (older.event, older.times);
-    Some(Round { first_event, tally: newer.tally.less(older.tally), totals, began })
+    if newer.state.is_none() {
+        let did = |back: usize| {
+            let (after, before) = (at(back)?, at(back + 1)?);
+            let Round { tally, totals, .. } = after.since(before, 1);
+            Some((after.traffic?, tally, totals))
+        };
+        let same = |back| Some(did(back)? == did(back + period)?);
+        if !(0..period).all(|back| same(back) == Some(true)) {
+            return None;
+        }
+    }
+    Some(newer.since(older, period))
 }
 
 /// Runs iterations until they repeat, and counts the others.
@@ -113,27 +134,48 @@ pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> 
         let traffic = dry.arena().end_traffic(before);
         outcome?;
         index += 1;
-        if counted || times - index < 2 {
+        if counted || index == times {
             continue;
         }
-        borders.push_back(Border::of(dry, &iterations, Some(traffic)));
-        if borders.len() > 2 * LONGEST_PERIOD + 1 {
-            borders.pop_front();
+        let border = Border::of(dry, &iterations, Some(traffic));
+        let mut found = known(dry, &mut iterations, &border);
+        if found.is_none() {
+            borders.push_back(border);
+            if borders.len() > 2 * LONGEST_PERIOD + 1 {
+                borders.pop_front();
+            }
+            found = (1..=LONGEST_PERIOD).find_map(|period| round(&borders, period));
+            if let (Some(round), Some(known)) = (found, iterations.known()) {
+                known.learn(&borders, round);
+            }
         }
-        let found = (1..=LONGEST_PERIOD).find_map(|period| Some((period as u64, round(&borders, period)?)));
-        let Some((period, Round { first_event, tally, totals, began })) = found else { continue };
-        let rounds = (times - index) / period;
+        let Some(round) = found else { continue };
+        let rounds = (times - index) / round.period;
         if rounds == 0 {
             continue;
         }
-        dry.arena().count_again(first_event, rounds);
-        dry.add(tally.times(rounds));
-        if let (Some(clock), Some(began)) = (dry.clock(), began) {
-            clock.repeat(began, rounds);
-        }
-        iterations.count(totals.map(|total| total.saturating_mul(rounds)));
+        dry.arena().count_again(round.first_event, rounds);
+        dry.skip(round.tally, round.times, rounds);
+        iterations.count(round.totals.map(|total| total.saturating_mul(rounds)));
         counted = true;
-        index += rounds * period;
+        index += rounds * round.period;
     }
     Ok(())
+}
+
+/// The round that begins at a border, as earlier loops have found. Events of these loops stand for nothing in this one.
+fn known<I: Iterations>(dry: &Dry, iterations: &mut I, border: &Border) -> Option<Round> {
+    let known = iterations.known().filter(|_| !dry.arena().is_recording())?;
+    let at_border =
+        |(layout, state, _): &&(Layout, u64, Round)| Some(*state) == border.state && *layout == border.layout;
+    known.0.iter().find(at_border).map(|(.., round)| *round)
+}
+
+impl KnownRounds {
+    /// Any of the borders of a round begins one that adds as much.
+    fn learn(&mut self, borders: &VecDeque<Border>, round: Round) {
+        let of_round = borders.iter().rev().take(usize::try_from(round.period).unwrap_or(usize::MAX));
+        let known = of_round.filter_map(|border| Some((border.layout.clone(), border.state?, round)));
+        self.0.extend(known);
+    }
 }

@@ -11,8 +11,8 @@ use std::thread::JoinHandle;
 use plimsoll_memory::Region;
 
 use crate::file::DiskFile;
-use crate::request::{Job, Request, Ticket, lock};
-use crate::statistics::{Clock, IoMeter, IoStatistics};
+use crate::request::{Piece, Request, Ticket, lock};
+use crate::statistics::{IoClock, IoMeter, IoStatistics};
 use crate::system::run_on_all_cores_of_the_process;
 use crate::{ALIGNMENT, BufferPool, DiskError, pages};
 
@@ -54,12 +54,12 @@ pub struct DiskEngine {
 struct Shared {
     queue: Mutex<Queue>,
     changed: Condvar,
-    clock: Arc<Mutex<Clock>>,
+    clock: Arc<Mutex<IoClock>>,
 }
 
 #[derive(Debug, Default)]
 struct Queue {
-    jobs: VecDeque<Job>,
+    jobs: VecDeque<Piece>,
     closing: bool,
 }
 
@@ -157,7 +157,7 @@ impl DiskEngine {
     }
 
     /// What keeps the totals.
-    pub(crate) fn clock(&self) -> Arc<Mutex<Clock>> {
+    pub(crate) fn clock(&self) -> Arc<Mutex<IoClock>> {
         Arc::clone(&self.shared.clock)
     }
 
@@ -193,7 +193,7 @@ impl DiskEngine {
             let length = region.len() as u64;
             let needed = (bytes.end - offset).min(length) as usize;
             let (file, request) = (Arc::clone(file), Arc::clone(&request));
-            jobs.push(Job { file, request, part, offset, needed, region: Some(region) });
+            jobs.push(Piece { file, request, part, offset, needed, region: Some(region) });
             offset += length;
         }
         lock(&self.shared.queue).jobs.extend(jobs);

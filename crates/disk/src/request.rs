@@ -9,7 +9,7 @@ use plimsoll_memory::Region;
 
 use crate::DiskError;
 use crate::file::DiskFile;
-use crate::statistics::Clock;
+use crate::statistics::IoClock;
 
 /// A read or a write that was asked for. Dropped, what has not begun of it is left out, and the memory is given up when
 /// what has begun is done.
@@ -96,7 +96,7 @@ pub(crate) struct Request {
     state: Mutex<State>,
     done: Condvar,
     cancelled: AtomicBool,
-    clock: Arc<Mutex<Clock>>,
+    clock: Arc<Mutex<IoClock>>,
     /// Where the bytes asked for lie in the memory.
     bytes: Range<usize>,
     write: bool,
@@ -111,7 +111,7 @@ struct State {
 
 impl Request {
     /// A request of `parts` pieces.
-    pub fn begin(clock: Arc<Mutex<Clock>>, parts: usize, bytes: Range<usize>, write: bool) -> Arc<Request> {
+    pub fn begin(clock: Arc<Mutex<IoClock>>, parts: usize, bytes: Range<usize>, write: bool) -> Arc<Request> {
         if parts > 0 {
             lock(&clock).began();
         }
@@ -123,7 +123,7 @@ impl Request {
     }
 
     /// One that could not be begun.
-    pub fn refused(clock: Arc<Mutex<Clock>>, error: DiskError) -> Arc<Request> {
+    pub fn refused(clock: Arc<Mutex<IoClock>>, error: DiskError) -> Arc<Request> {
         let request = Request::begin(clock, 0, 0..0, false);
         request.state().error = Some(error);
         request
@@ -153,7 +153,7 @@ impl Request {
 
 /// A piece of a request: whole pages of a file, and memory for them.
 #[derive(Debug)]
-pub(crate) struct Job {
+pub(crate) struct Piece {
     pub file: Arc<DiskFile>,
     pub request: Arc<Request>,
     pub part: usize,
@@ -164,7 +164,7 @@ pub(crate) struct Job {
     pub region: Option<Region>,
 }
 
-impl Job {
+impl Piece {
     /// Does it, unless nobody waits for it any more.
     pub fn run(mut self) {
         let request = Arc::clone(&self.request);
@@ -184,7 +184,7 @@ impl Job {
     }
 }
 
-impl Drop for Job {
+impl Drop for Piece {
     /// One that was never done is answered too, so that nobody waits for it for ever.
     fn drop(&mut self) {
         self.give_back(Err(DiskError::Stopped));

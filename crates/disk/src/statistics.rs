@@ -37,10 +37,10 @@ impl IoStatistics {
 
 /// An engine's totals, to look at from anywhere.
 #[derive(Clone, Debug)]
-pub struct IoMeter(Arc<Mutex<Clock>>);
+pub struct IoMeter(Arc<Mutex<IoClock>>);
 
 impl IoMeter {
-    pub(crate) fn new(clock: Arc<Mutex<Clock>>) -> IoMeter {
+    pub(crate) fn new(clock: Arc<Mutex<IoClock>>) -> IoMeter {
         IoMeter(clock)
     }
 
@@ -52,14 +52,14 @@ impl IoMeter {
 
 /// Keeps the totals: time counts while anything is under way, however much at once.
 #[derive(Debug, Default)]
-pub(crate) struct Clock {
+pub(crate) struct IoClock {
     totals: IoStatistics,
     under_way: usize,
     /// Since when anything is.
     since: Option<Instant>,
 }
 
-impl Clock {
+impl IoClock {
     pub fn began(&mut self) {
         if self.under_way == 0 {
             self.since = Some(Instant::now());
@@ -107,7 +107,7 @@ mod tests {
 
     #[test]
     fn requests_under_way_together_count_once() {
-        let mut clock = Clock::default();
+        let mut clock = IoClock::default();
         clock.began();
         clock.began();
         clock.ended(10, false);
@@ -120,7 +120,7 @@ mod tests {
     }
     #[test]
     fn time_counts_from_the_first_beginning_to_the_last_end() {
-        let mut clock = Clock::default();
+        let mut clock = IoClock::default();
         clock.totals.io_seconds = 5.0;
         clock.began();
         clock.began();

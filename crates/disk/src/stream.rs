@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use crate::DiskError;
 use crate::request::lock;
-use crate::statistics::Clock;
+use crate::statistics::IoClock;
 use crate::system::run_on_all_cores_of_the_process;
 
 /// The stack of a stream's thread, which waits and copies.
@@ -25,7 +25,7 @@ pub struct CopyStream {
     queue: Option<Sender<Work>>,
     worker: Option<JoinHandle<()>>,
     closing: Arc<AtomicBool>,
-    clock: Arc<Mutex<Clock>>,
+    clock: Arc<Mutex<IoClock>>,
 }
 
 /// That something which was begun will be done.
@@ -34,7 +34,7 @@ pub struct CopyStream {
 pub struct Event<T> {
     outcome: Receiver<T>,
     /// Where waiting for a disk is counted.
-    clock: Option<Arc<Mutex<Clock>>>,
+    clock: Option<Arc<Mutex<IoClock>>>,
 }
 
 impl<T> Event<T> {
@@ -60,7 +60,7 @@ impl CopyStream {
     ///
     /// # Errors
     /// The system starts no more.
-    pub(crate) fn start(clock: Arc<Mutex<Clock>>) -> Result<CopyStream, DiskError> {
+    pub(crate) fn start(clock: Arc<Mutex<IoClock>>) -> Result<CopyStream, DiskError> {
         let (queue, moves) = channel::<Work>();
         let closing = Arc::new(AtomicBool::new(false));
         let closed = Arc::clone(&closing);

@@ -46,13 +46,13 @@ struct Backing {
 /// Where a tensor lives between its uses: whole pages of a lower tier, given back on drop.
 #[derive(Debug)]
 pub struct Home {
-    place: Place,
+    place: HomeKind,
     tier: Tier,
     bytes: u64,
 }
 
 #[derive(Debug)]
-enum Place {
+enum HomeKind {
     /// On disk, in the spill file; or in a dry run.
     Spill(Block),
     /// On the host: the memory itself, and what it takes of the tier.
@@ -69,7 +69,7 @@ impl Home {
 
     /// Whether it is in a file that is only read.
     pub fn is_in_file(&self) -> bool {
-        matches!(self.place, Place::File(..))
+        matches!(self.place, HomeKind::File(..))
     }
 
     /// Whether it is on a disk.
@@ -215,8 +215,10 @@ impl LowerTiers {
         let block =
             arena.alloc(pages, tag, name).map_err(|full: OutOfMemory| DiskError::Tier(Box::new(full)))?;
         let place = match (tier, &self.backing) {
-            (Tier::Host, Some(_)) => Place::Host { memory: Mutex::new(Region::new(pages)?), _taken: block },
-            _ => Place::Spill(block),
+            (Tier::Host, Some(_)) => {
+                HomeKind::Host { memory: Mutex::new(Region::new(pages)?), _taken: block }
+            }
+            _ => HomeKind::Spill(block),
         };
         Ok(Home { place, tier, bytes })
     }
@@ -241,7 +243,7 @@ impl LowerTiers {
             }
         };
         let length = bytes.end.saturating_sub(bytes.start);
-        Ok(Home { tier: Tier::Disk, bytes: length, place: Place::File(file, bytes) })
+        Ok(Home { tier: Tier::Disk, bytes: length, place: HomeKind::File(file, bytes) })
     }
 
     /// Counts bytes of a home that a dry run would move.
@@ -293,7 +295,7 @@ impl LowerTiers {
 
     fn move_bytes(&self, home: &Home, part: Range<u64>, mut region: Region, home_wards: bool) -> Transfer {
         let bytes = part.end.saturating_sub(part.start);
-        if let Place::Host { memory, .. } = &home.place {
+        if let HomeKind::Host { memory, .. } = &home.place {
             let mut memory = lock(memory);
             let start = region.skip_to(ALIGNMENT as usize);
             let outcome = copy(&mut memory, part, (&mut region, start), home_wards);
@@ -314,9 +316,9 @@ impl LowerTiers {
     fn on_disk<'h>(&'h self, home: &'h Home) -> Option<(&'h DiskEngine, &'h Arc<DiskFile>, u64)> {
         let Backing { engine, spill, .. } = self.backing.as_ref()?;
         match &home.place {
-            Place::Spill(block) => Some((engine, spill.as_ref()?.file(), block.offset())),
-            Place::File(file, bytes) => Some((engine, file.as_ref()?, bytes.start)),
-            Place::Host { .. } => None,
+            HomeKind::Spill(block) => Some((engine, spill.as_ref()?.file(), block.offset())),
+            HomeKind::File(file, bytes) => Some((engine, file.as_ref()?, bytes.start)),
+            HomeKind::Host { .. } => None,
         }
     }
 
@@ -332,7 +334,7 @@ impl LowerTiers {
         let longest = parts.iter().map(|(.., out)| out.len()).max().unwrap_or(0);
         let mut on_disk = Vec::new();
         for (home, start, out) in parts {
-            if let Place::Host { memory, .. } = &home.place {
+            if let HomeKind::Host { memory, .. } = &home.place {
                 let memory = lock(memory);
                 let begin = usize::try_from(*start).unwrap_or(usize::MAX);
                 match memory.bytes().get(begin..begin.saturating_add(out.len())) {
@@ -351,7 +353,7 @@ impl LowerTiers {
 
     /// Replaces bytes from `start`, a whole page's, on of a home, now.
     pub fn write_now(&self, home: &Home, start: u64, bytes: &[u8]) -> Result<(), DiskError> {
-        if let Place::Host { memory, .. } = &home.place {
+        if let HomeKind::Host { memory, .. } = &home.place {
             let mut memory = lock(memory);
             let begin = usize::try_from(start).unwrap_or(usize::MAX);
             let needed = start.saturating_add(bytes.len() as u64);

@@ -9,7 +9,7 @@ use crate::cache::RepoCache;
 use crate::error::HubError;
 use crate::id::HubId;
 use crate::listing::{Listed, Listing};
-use crate::progress::{Event, Progress};
+use crate::progress::{FetchEvent, Progress};
 use crate::remote::{Attempt, Remote, RemoteFile};
 use crate::settings::HubSettings;
 use crate::transfer::{GaveUp, fetch_content, with_retries};
@@ -67,7 +67,7 @@ impl Hub {
                     missing,
                 };
                 let path = self.cached(id, &cache).map_err(unreachable)?;
-                progress.event(Event::Unreachable { reason: &reason, snapshot: &path });
+                progress.event(FetchEvent::Unreachable { reason: &reason, snapshot: &path });
                 return Ok(path);
             }
         };
@@ -251,11 +251,11 @@ impl Fetch<'_> {
         let already = contents.values().map(|file| self.already(file)).fold(0, u64::saturating_add);
         self.check_space(bytes - already.min(bytes))?;
         if !contents.is_empty() {
-            progress.event(Event::Started { files: contents.len(), bytes, already });
+            progress.event(FetchEvent::Started { files: contents.len(), bytes, already });
             for file in contents.values() {
                 fetch_content(&self.hub.settings, self.id, &self.remote, &self.cache, file, progress)?;
             }
-            progress.event(Event::Done);
+            progress.event(FetchEvent::Done);
         }
         let commit = self.commit.clone();
         for file in &links {

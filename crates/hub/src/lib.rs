@@ -22,5 +22,5 @@ mod wanted;
 pub use error::{HubError, IdError};
 pub use fetch::Hub;
 pub use id::HubId;
-pub use progress::{Event, Progress};
+pub use progress::{FetchEvent, Progress};
 pub use settings::{HubSettings, Login, Token};

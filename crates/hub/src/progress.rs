@@ -5,7 +5,7 @@ use std::time::Duration;
 
 /// Something that happened.
 #[derive(Debug)]
-pub enum Event<'a> {
+pub enum FetchEvent<'a> {
     /// Files are to be fetched.
     Started {
         /// How many.
@@ -50,10 +50,10 @@ pub enum Event<'a> {
 /// Whoever shows them.
 pub trait Progress {
     /// Takes an event.
-    fn event(&mut self, event: Event<'_>);
+    fn event(&mut self, event: FetchEvent<'_>);
 }
 
 /// Nobody.
 impl Progress for () {
-    fn event(&mut self, _: Event<'_>) {}
+    fn event(&mut self, _: FetchEvent<'_>) {}
 }

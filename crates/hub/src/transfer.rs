@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 use crate::cache::RepoCache;
 use crate::error::HubError;
 use crate::id::HubId;
-use crate::progress::{Event, Progress};
+use crate::progress::{FetchEvent, Progress};
 use crate::remote::{Attempt, Remote, RemoteFile};
 use crate::settings::HubSettings;
 
@@ -67,7 +67,7 @@ pub(crate) fn with_retries<T>(
         }
         let doubled = settings.retry_pause.saturating_mul(1 << (attempts - 1).min(16)).min(MAX_PAUSE);
         let pause = asked.unwrap_or(doubled);
-        progress.event(Event::Retrying { name, reason: &reason, pause });
+        progress.event(FetchEvent::Retrying { name, reason: &reason, pause });
         std::thread::sleep(pause);
     }
 }
@@ -82,12 +82,12 @@ pub(crate) fn fetch_content(
     progress: &mut dyn Progress,
 ) -> Result<(), HubError> {
     cache.make_blobs()?;
-    let _lock = cache.lock(&file.etag, || progress.event(Event::Waiting { name: &file.name }))?;
+    let _lock = cache.lock(&file.etag, || progress.event(FetchEvent::Waiting { name: &file.name }))?;
     if cache.has(file)? {
-        progress.event(Event::Bytes(file.size as i64));
+        progress.event(FetchEvent::Bytes(file.size as i64));
         return Ok(());
     }
-    progress.event(Event::File { name: &file.name });
+    progress.event(FetchEvent::File { name: &file.name });
     let path = cache.incomplete(&file.etag);
     let opened = File::options().create(true).truncate(false).read(true).write(true).open(&path);
     let mut out = opened.map_err(HubError::io("open", &path))?;
@@ -118,7 +118,7 @@ fn receive(
         out.set_len(0).map_err(HubError::io("shorten", path))?;
         have = 0;
     }
-    progress.event(Event::Bytes(have as i64));
+    progress.event(FetchEvent::Bytes(have as i64));
     let mut furthest = have;
     let received = with_retries(settings, &file.name, progress, |progress| {
         let before = furthest;
@@ -148,7 +148,7 @@ fn receive_once(
     let bytes = remote.bytes(file, *have)?;
     if !bytes.resumed && *have > 0 {
         out.set_len(0).map_err(HubError::io("shorten", path))?;
-        progress.event(Event::Bytes(-(*have as i64)));
+        progress.event(FetchEvent::Bytes(-(*have as i64)));
         *have = 0;
     }
     out.seek(SeekFrom::Start(*have)).map_err(HubError::io("write", path))?;
@@ -176,7 +176,7 @@ fn receive_once(
         }
         out.write_all(&buffer[..n]).map_err(HubError::io("write", path))?;
         *have += n as u64;
-        progress.event(Event::Bytes(n as i64));
+        progress.event(FetchEvent::Bytes(n as i64));
     }
 }
 

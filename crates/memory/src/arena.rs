@@ -105,6 +105,11 @@ impl Arena {
         }
     }
 
+    /// Whether every event is recorded.
+    pub fn is_recording(&self) -> bool {
+        self.lock().ledger.record_mut().is_some()
+    }
+
     /// The number of the next event; 0 where none is recorded.
     pub fn next_event(&self) -> u64 {
         self.lock().ledger.record_mut().map_or(0, |record| record.next_event())
@@ -138,7 +143,7 @@ impl Arena {
     pub fn layout(&self) -> Layout {
         let inner = self.lock();
         let holes = inner.free.iter().map(|(offset, size)| (*offset, *size)).collect();
-        Layout { holes, live: inner.ledger.live_by_layer().clone() }
+        Layout { holes, live: inner.ledger.fingerprint() }
     }
 
     /// Begins to take down what is allocated and given back, and where; what was taken down until now comes back, to be

@@ -1,13 +1,14 @@
 //! The layout of an arena at one moment, and what happened between two: how a dry run finds that the iterations of a loop
 //! repeat, so that it need not run all of them.
 
-use crate::ledger::{LayerTags, Tag};
+use crate::ledger::Tag;
 
 /// The free pieces of an arena and what is live in it. Where the next allocations go depends on these pieces alone.
 #[derive(Clone, Debug, PartialEq, Hash)]
 pub struct Layout {
     pub(crate) holes: Vec<(u64, u64)>,
-    pub(crate) live: LayerTags,
+    /// A number for what is live, by layer and tag.
+    pub(crate) live: u64,
 }
 
 /// What was allocated and given back, where and in which order, as one number: equal ones mean the same.
@@ -30,17 +31,21 @@ impl Traffic {
     }
 
     fn mix(&mut self, value: u64) {
-        // A step of splitmix64 for each value: its output depends on the order of all values.
-        let mut x = (self.0 ^ value).wrapping_add(0x9e37_79b9_7f4a_7c15);
-        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        self.0 = x ^ (x >> 31);
+        self.0 = mixed(self.0 ^ value);
     }
+}
+
+/// A step of splitmix64: the outputs of numbers that are near each other have nothing in common.
+pub(crate) fn mixed(value: u64) -> u64 {
+    let x = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
 }
 
 #[cfg(test)]
 mod tests {
-    use crate::{Arena, Tag, Tier};
+    use crate::{Arena, Phase, Tag, Tier};
 
     #[test]
     fn equal_traffic_is_the_same_memory_in_the_same_order() {
@@ -82,6 +87,15 @@ mod tests {
         let alloc = |tag| arena.alloc(64, tag, "x").unwrap();
         let first = alloc(Tag::Data);
         let layout = arena.layout();
+        arena.enter(Phase::Forward, Some(1));
+        let of_layer = alloc(Tag::Data);
+        let with_layer = arena.layout();
+        drop(of_layer);
+        arena.enter(Phase::Forward, Some(2));
+        let of_another = alloc(Tag::Data);
+        assert_ne!(arena.layout(), with_layer);
+        drop(of_another);
+        arena.enter(Phase::Setup, None);
         drop(alloc(Tag::Data));
         assert_eq!(arena.layout(), layout);
         let second = alloc(Tag::Data);

@@ -9,7 +9,8 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::recording::{CountedEvents, Event, Mark, Recording};
+use crate::layout::mixed;
+use crate::recording::{CountedEvents, Mark, MemoryEvent, Recording};
 
 /// What memory is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
@@ -159,6 +160,8 @@ pub(crate) type LayerTags = BTreeMap<Option<u32>, TagBytes>;
 pub struct Ledger {
     live: TagBytes,
     live_by_layer: LayerTags,
+    /// A number for what is live by layer and tag.
+    fingerprint: u64,
     /// What [`live_by_layer`](Self::live_by_layer) was at the peak; `None` where nothing has changed since. Most that raises
     /// the peak is followed by something that raises it further: the copy is made when something does not.
     at_peak_by_layer: Option<LayerTags>,
@@ -186,22 +189,12 @@ impl Ledger {
     }
 
     pub(crate) fn took(&mut self, tag: Tag, name: &'static str, bytes: u64, end: u64) {
-        self.took_for(self.layer, tag, name, bytes, end);
-    }
-
-    /// The same for a layer that need not be the one in whose scope it happens.
-    pub(crate) fn took_for(
-        &mut self,
-        owner: Option<u32>,
-        tag: Tag,
-        name: &'static str,
-        bytes: u64,
-        end: u64,
-    ) {
         let raised = end > self.at_peak.peak;
         self.before_change(raised);
         self.live.add(tag, bytes);
+        let owner = self.layer;
         self.live_by_layer.entry(owner).or_default().add(tag, bytes);
+        self.fingerprint = self.fingerprint.wrapping_add(weight(owner, tag).wrapping_mul(bytes));
         self.most.0[tag as usize] = self.most.get(tag).max(self.live.get(tag));
         if raised {
             self.at_peak = AtPeak { peak: end, by_tag: self.live, phase: self.phase, layer: self.layer };
@@ -220,6 +213,7 @@ impl Ledger {
         self.before_change(false);
         self.live.remove(tag, bytes);
         self.live_by_layer.entry(owner).or_default().remove(tag, bytes);
+        self.fingerprint = self.fingerprint.wrapping_sub(weight(owner, tag).wrapping_mul(bytes));
         self.record(tag, name, owner, offset, -(bytes as i64), false);
     }
 
@@ -243,7 +237,7 @@ impl Ledger {
     ) {
         let (phase, layer, live) = (self.phase, self.layer, self.live.total());
         if let Some(record) = &mut self.record {
-            record.add(|number, seconds| Event {
+            record.add(|number, seconds| MemoryEvent {
                 number,
                 seconds,
                 phase,
@@ -267,6 +261,11 @@ impl Ledger {
         self.layer
     }
 
+    /// A number for what is live by layer and tag: equal ones mean the same.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        self.fingerprint
+    }
+
     /// Live bytes by tag, now.
     pub fn live(&self) -> TagBytes {
         self.live
@@ -287,12 +286,8 @@ impl Ledger {
         self.at_peak_by_layer.as_ref().unwrap_or(&self.live_by_layer).clone()
     }
 
-    pub(crate) fn live_by_layer(&self) -> &LayerTags {
-        &self.live_by_layer
-    }
-
     /// The recorded events; empty when recording is off.
-    pub fn events(&self) -> &[Event] {
+    pub fn events(&self) -> &[MemoryEvent] {
         self.record.as_ref().map_or(&[], |record| &record.events)
     }
 
@@ -305,4 +300,9 @@ impl Ledger {
     pub fn counted(&self) -> &[CountedEvents] {
         self.record.as_ref().map_or(&[], |record| &record.counted)
     }
+}
+
+/// What a byte adds to the fingerprint of what is live.
+fn weight(owner: Option<u32>, tag: Tag) -> u64 {
+    mixed(owner.map_or(0, |layer| u64::from(layer) + 1) << 8 | tag as u64)
 }

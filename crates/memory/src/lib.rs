@@ -19,7 +19,7 @@ pub use file_map::FileMap;
 pub use heap::release_free_heap;
 pub use layout::{Layout, Traffic};
 pub use ledger::{AtPeak, Ledger, Phase, Tag, TagBytes};
-pub use recording::{CountedEvents, Event, Mark};
+pub use recording::{CountedEvents, Mark, MemoryEvent};
 pub use region::Region;
 pub use reservation::{Reservation, ReservationError};
 

@@ -9,7 +9,7 @@ use crate::ledger::{Phase, Tag};
 
 /// One allocation or release, as recorded. What is live at an offset is one allocation: the next release there ends it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Event {
+pub struct MemoryEvent {
     /// Its place among the events of all arenas that record together.
     pub number: u64,
     /// When it happens, in seconds; `None` where nobody tells the time.
@@ -81,7 +81,7 @@ impl Moments {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Recording {
     pub(crate) moments: Moments,
-    pub(crate) events: Vec<Event>,
+    pub(crate) events: Vec<MemoryEvent>,
     pub(crate) marks: Vec<Mark>,
     pub(crate) counted: Vec<CountedEvents>,
 }
@@ -93,7 +93,7 @@ impl Recording {
     }
 
     /// Adds an event, which is made of its number and time.
-    pub(crate) fn add(&mut self, event: impl FnOnce(u64, Option<f64>) -> Event) {
+    pub(crate) fn add(&mut self, event: impl FnOnce(u64, Option<f64>) -> MemoryEvent) {
         let Now { events, seconds } = self.moments.with(|now| {
             let before = *now;
             now.events += 1;

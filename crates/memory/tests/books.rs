@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use plimsoll_memory::{Arena, Block, CountedEvents, Event, Ledger, OutOfMemory, Phase, Tag, TagBytes, Tier};
+use plimsoll_memory::{
+    Arena, Block, CountedEvents, Ledger, MemoryEvent, OutOfMemory, Phase, Tag, TagBytes, Tier,
+};
 
 fn arena(capacity: u64) -> Arena {
     Arena::new(Tier::Device, capacity)
@@ -153,7 +155,7 @@ fn recorded_events_say_everything_and_nothing_is_recorded_unasked() {
     let third = arena.alloc(64, Tag::Activations, "again").unwrap();
     drop(second);
     let mut number = 0..;
-    let mut event = |phase, layer, owner, tag, name, offset, delta, live, raised_peak| Event {
+    let mut event = |phase, layer, owner, tag, name, offset, delta, live, raised_peak| MemoryEvent {
         number: number.next().unwrap(),
         seconds: None,
         phase,

@@ -25,7 +25,7 @@ pub use metadata::{Metadata, MetadataEntry, Value, ValueType};
 pub use tensors::GgufTensor;
 pub use write::{GgufValue, NewGgufTensor, ggml_type, write_gguf};
 
-use cursor::{Cursor, Place};
+use cursor::{Cursor, Reading};
 
 const MAGIC: [u8; 4] = *b"GGUF";
 
@@ -47,8 +47,8 @@ impl GgufFile {
         let map = FileMap::open(path).map_err(|source| GgufError::Io { path: path.to_owned(), source })?;
         let mut cursor = Cursor::new(path, map.bytes());
         let version = read_version(&mut cursor)?;
-        let tensor_count = cursor.u64(Place::Header("tensor_count"))?;
-        let entry_count = cursor.u64(Place::Header("metadata_kv_count"))?;
+        let tensor_count = cursor.u64(Reading::Header("tensor_count"))?;
+        let entry_count = cursor.u64(Reading::Header("metadata_kv_count"))?;
         let (entries, by_key) = metadata::read(&mut cursor, entry_count)?;
         let alignment = Metadata::new(path, map.bytes(), &entries, &by_key).alignment()?;
         let tensors = tensors::read(&mut cursor, tensor_count, alignment)?;
@@ -100,11 +100,11 @@ impl GgufFile {
 
 fn read_version(cursor: &mut Cursor<'_>) -> Result<u32, GgufError> {
     let path = cursor.path().to_owned();
-    let magic = cursor.array::<4>(Place::Header("magic"))?;
+    let magic = cursor.array::<4>(Reading::Header("magic"))?;
     if magic != MAGIC {
         return Err(GgufError::NotGguf { path, found: magic });
     }
-    match cursor.u32(Place::Header("version"))? {
+    match cursor.u32(Reading::Header("version"))? {
         version @ (2 | 3) => Ok(version),
         version => Err(GgufError::Version { path, version }),
     }

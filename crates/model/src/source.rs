@@ -99,7 +99,7 @@ pub type StoredWeights = HashMap<(BlockId, Role), StoredWeight>;
 
 /// Where a parameter is stored.
 #[derive(Debug)]
-struct Place {
+struct StoredAt {
     file: usize,
     bytes: Range<usize>,
     dtype: DType,
@@ -118,7 +118,7 @@ struct PackedRows {
     first: usize,
 }
 
-impl Place {
+impl StoredAt {
     fn rows(&self) -> u64 {
         self.shape.first().copied().unwrap_or(1)
     }
@@ -138,7 +138,7 @@ impl Place {
 pub struct WeightSource {
     path: PathBuf,
     files: Vec<FileMap>,
-    places: HashMap<String, Place>,
+    places: HashMap<String, StoredAt>,
 }
 
 /// An opened model.
@@ -216,7 +216,7 @@ impl WeightSource {
 
     /// Bytes of all parameters as stored.
     pub fn stored_bytes(&self) -> u64 {
-        let bytes = |place: &Place| match &place.packed {
+        let bytes = |place: &StoredAt| match &place.packed {
             None => place.bytes.len() as u64,
             Some(packed) if packed.first == 0 => packed.matrix.stored_bytes(),
             Some(_) => 0,
@@ -227,7 +227,7 @@ impl WeightSource {
     /// A parameter as stored, if it is one tensor. Its pages stay in memory after they are read until [`WeightSource::release`].
     pub fn view(&self, parameter: &Parameter) -> Result<StoredView<'_>, ModelError> {
         let place = self.place(parameter)?;
-        let Place { dtype, rows, plus_one, .. } = *place;
+        let StoredAt { dtype, rows, plus_one, .. } = *place;
         if place.packed.is_some() {
             return Err(ModelError::Packed {
                 path: self.path.clone(),
@@ -255,7 +255,7 @@ impl WeightSource {
         self.files.iter().for_each(FileMap::release_all);
     }
 
-    fn bytes(&self, place: &Place) -> &[u8] {
+    fn bytes(&self, place: &StoredAt) -> &[u8] {
         self.files.get(place.file).and_then(|file| file.bytes().get(place.bytes.clone())).unwrap_or_default()
     }
 
@@ -265,7 +265,7 @@ impl WeightSource {
         self.place(parameter).is_ok()
     }
 
-    fn place(&self, parameter: &Parameter) -> Result<&Place, ModelError> {
+    fn place(&self, parameter: &Parameter) -> Result<&StoredAt, ModelError> {
         self.places.get(&parameter.name).filter(|place| place.shape == parameter.shape).ok_or_else(|| {
             ModelError::NoSuchParameter {
                 path: self.path.clone(),

@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::config::{Auto, Method, OffloadTarget, RawConfig};
 use crate::limits::Limits;
 use crate::method::training_method;
-use crate::offload::Kind;
+use crate::offload::TensorKind;
 use crate::resolve::{Choice, lightest_that_fits};
 use crate::shortage::{Resource, Shortage};
 use crate::training_plan::Machine;
@@ -244,7 +244,7 @@ impl Question<'_> {
 
     /// Other places for tensors: the disk or, where it does not fit, wherever there is room.
     fn places(&self, fits: bool) -> Vec<Change> {
-        let place = |kind: Kind| {
+        let place = |kind: TensorKind| {
             let Auto::Set(target) = kind.said(&self.config.memory.offload) else { return None };
             let name = kind.name();
             let key = format!("memory.offload.{name}");
@@ -255,7 +255,7 @@ impl Question<'_> {
             let sets = vec![set(&key, "disk")];
             (target == OffloadTarget::Device).then(|| single(&format!("{} on disk", kind.words()), sets))
         };
-        Kind::IN_ORDER.into_iter().filter_map(place).collect()
+        TensorKind::IN_ORDER.into_iter().filter_map(place).collect()
     }
 
     /// Types of two bytes, without anything of four behind them.

@@ -52,14 +52,16 @@ impl DryRun {
         DryRun::training_on(&Dry::new().timed(Clock::new(*rates)), spec, settings, accumulation)
     }
 
-    /// The same with every allocation and release of the step in the ledgers, but for iterations that are like those
-    /// before them.
+    /// The same with every allocation and release of the step in the ledgers, and when it happens, but for iterations that
+    /// are like those before them.
     pub fn timeline(
         spec: &ModelSpec,
         settings: &StepSettings,
         accumulation: u64,
+        rates: &Rates,
     ) -> Result<DryRun, StepError> {
-        DryRun::training_on(&Dry::recording(), spec, settings, accumulation)
+        let dry = Dry::recording().timed(Clock::new(*rates));
+        DryRun::training_on(&dry, spec, settings, accumulation)
     }
 
     fn training_on(

@@ -4,7 +4,7 @@ use plimsoll_memory::Tier;
 use plimsoll_step::{StepError, StepSettings};
 
 use crate::limits::Limits;
-use crate::offload::Kind;
+use crate::offload::TensorKind;
 use crate::resolve::{Choice, Search};
 
 impl Search<'_> {
@@ -39,10 +39,10 @@ impl Search<'_> {
     /// The same up to `room`: kind by kind, first the one that spares most waiting for a byte of memory; all of it, or that
     /// of as many layers as there is room for.
     fn filled_to(&self, choice: Choice, room: u64) -> Result<Choice, StepError> {
-        let away = |kind: &Kind| {
+        let away = |kind: &TensorKind| {
             kind.is_open(&self.config.memory) && kind.tier(choice.settings.offload) == Tier::Disk
         };
-        let kinds: Vec<Kind> = Kind::IN_ORDER.into_iter().filter(away).collect();
+        let kinds: Vec<TensorKind> = TensorKind::IN_ORDER.into_iter().filter(away).collect();
         if kinds.is_empty() || !self.fits(&choice, room) {
             return Ok(choice);
         }
@@ -80,7 +80,7 @@ impl Search<'_> {
     }
 
     /// The same step with a kind of tensor on the device.
-    fn with_home(&self, choice: &Choice, kind: Kind) -> Result<Choice, StepError> {
+    fn with_home(&self, choice: &Choice, kind: TensorKind) -> Result<Choice, StepError> {
         let mut settings = choice.settings.clone();
         *kind.tier_mut(&mut settings.offload) = Tier::Device;
         self.again(choice, settings)

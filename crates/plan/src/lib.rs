@@ -45,6 +45,6 @@ pub use shortage::{Resource, Shortage};
 pub use streaming::{PassFootprint, fitting_residency, streaming_overhead_bytes};
 pub use time::{DiskRates, Rates, TimeEstimate};
 pub use timeline::{
-    Allocation, Change, Moment, Part, Stretch, TierTimeline, Timeline, TimelineError, TimelineFormat,
+    Allocation, LiveChange, Moment, Part, Stretch, TierTimeline, Timeline, TimelineError, TimelineFormat,
 };
 pub use training_plan::{LayerBytes, Machine, TrainingPlan, tags_json};

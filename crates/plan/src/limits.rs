@@ -2,7 +2,7 @@
 
 use plimsoll_memory::Tag;
 
-use crate::config::RawConfig;
+use crate::config::{GradientCheckpointing, RawConfig};
 use crate::dry_run::DryRun;
 use crate::load_line::LoadLine;
 use crate::resolve::Choice;
@@ -17,6 +17,8 @@ pub struct Limits {
     pub room_bytes: u64,
     /// Bytes of them that automatic choices may fill.
     pub target_bytes: u64,
+    /// Bytes of the arena for which the form of checkpointing is to be found.
+    pub arena_bytes: u64,
     /// The host tier's own budget.
     pub host_bytes: Option<u64>,
     /// Bytes that all of it together may take, beside the overhead.
@@ -39,6 +41,10 @@ impl Limits {
         Limits {
             room_bytes: line.bytes.saturating_sub(overhead),
             target_bytes: target.saturating_sub(overhead),
+            arena_bytes: match config.training.gradient_checkpointing().set() {
+                Some(GradientCheckpointing::Within(size)) => size.0,
+                _ => u64::MAX,
+            },
             host_bytes: config.memory.host_budget().set().map(|size| size.0),
             memory_bytes: enforced.map_or(u64::MAX, |line| line.bytes.saturating_sub(overhead)),
             address_bytes: machine.limits.address_space_left(overhead).unwrap_or(u64::MAX),
@@ -62,6 +68,7 @@ impl Limits {
         let in_room = if self.host_bytes.is_none() { host } else { 0 };
         let needs = [
             (Resource::Memory, choice.peak_bytes().saturating_add(in_room), self.room_bytes),
+            (Resource::Arena, choice.peak_bytes(), self.arena_bytes),
             (Resource::Host, host, self.host_bytes.unwrap_or(u64::MAX)),
             (Resource::Process, self.memory(choice), self.memory_bytes),
             (Resource::AddressSpace, self.address_space(choice), self.address_bytes),

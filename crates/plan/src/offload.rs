@@ -7,53 +7,54 @@ use crate::config::{Auto, KeptLayersConfig, MemoryConfig, OffloadConfig, Offload
 
 /// A kind of tensor that may live below the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum TensorKind {
     Optimizer,
     Gradients,
     Activations,
     Parameters,
 }
 
-impl Kind {
+impl TensorKind {
     /// The order in which kinds are offloaded: first what is used once a step, last what every pass reads.
-    pub const IN_ORDER: [Kind; 4] = [Kind::Optimizer, Kind::Gradients, Kind::Activations, Kind::Parameters];
+    pub const IN_ORDER: [TensorKind; 4] =
+        [TensorKind::Optimizer, TensorKind::Gradients, TensorKind::Activations, TensorKind::Parameters];
 
     /// Its key in `memory.offload`.
     pub fn name(self) -> &'static str {
         match self {
-            Kind::Optimizer => "optimizer",
-            Kind::Gradients => "gradients",
-            Kind::Activations => "activations",
-            Kind::Parameters => "parameters",
+            TensorKind::Optimizer => "optimizer",
+            TensorKind::Gradients => "gradients",
+            TensorKind::Activations => "activations",
+            TensorKind::Parameters => "parameters",
         }
     }
 
     /// What it holds.
     pub fn words(self) -> &'static str {
         match self {
-            Kind::Optimizer => "optimizer states",
-            Kind::Gradients => "gradients",
-            Kind::Activations => "activations",
-            Kind::Parameters => "weights",
+            TensorKind::Optimizer => "optimizer states",
+            TensorKind::Gradients => "gradients",
+            TensorKind::Activations => "activations",
+            TensorKind::Parameters => "weights",
         }
     }
 
     /// What the user says of its place.
     pub fn said(self, config: &OffloadConfig) -> Auto<OffloadTarget> {
         match self {
-            Kind::Optimizer => config.optimizer(),
-            Kind::Gradients => config.gradients(),
-            Kind::Activations => config.activations(),
-            Kind::Parameters => config.parameters(),
+            TensorKind::Optimizer => config.optimizer(),
+            TensorKind::Gradients => config.gradients(),
+            TensorKind::Activations => config.activations(),
+            TensorKind::Parameters => config.parameters(),
         }
     }
 
     fn said_kept(self, config: &KeptLayersConfig) -> Auto<u64> {
         match self {
-            Kind::Optimizer => config.optimizer(),
-            Kind::Gradients => config.gradients(),
-            Kind::Activations => config.activations(),
-            Kind::Parameters => config.parameters(),
+            TensorKind::Optimizer => config.optimizer(),
+            TensorKind::Gradients => config.gradients(),
+            TensorKind::Activations => config.activations(),
+            TensorKind::Parameters => config.parameters(),
         }
     }
 
@@ -68,19 +69,19 @@ impl Kind {
 
     pub fn kept_mut(self, kept: &mut KeptLayers) -> &mut u32 {
         match self {
-            Kind::Optimizer => &mut kept.optimizer,
-            Kind::Gradients => &mut kept.gradients,
-            Kind::Activations => &mut kept.activations,
-            Kind::Parameters => &mut kept.parameters,
+            TensorKind::Optimizer => &mut kept.optimizer,
+            TensorKind::Gradients => &mut kept.gradients,
+            TensorKind::Activations => &mut kept.activations,
+            TensorKind::Parameters => &mut kept.parameters,
         }
     }
 
     pub fn tier_mut(self, offload: &mut Offload) -> &mut Tier {
         match self {
-            Kind::Optimizer => &mut offload.optimizer,
-            Kind::Gradients => &mut offload.gradients,
-            Kind::Activations => &mut offload.activations,
-            Kind::Parameters => &mut offload.parameters,
+            TensorKind::Optimizer => &mut offload.optimizer,
+            TensorKind::Gradients => &mut offload.gradients,
+            TensorKind::Activations => &mut offload.activations,
+            TensorKind::Parameters => &mut offload.parameters,
         }
     }
 }
@@ -88,7 +89,7 @@ impl Kind {
 /// What the user said, and everything that was left open on the device.
 pub(crate) fn as_said(config: &OffloadConfig) -> Offload {
     let mut offload = Offload::NONE;
-    for kind in Kind::IN_ORDER {
+    for kind in TensorKind::IN_ORDER {
         if let Auto::Set(target) = kind.said(config) {
             *kind.tier_mut(&mut offload) = target.into();
         }
@@ -99,7 +100,7 @@ pub(crate) fn as_said(config: &OffloadConfig) -> Offload {
 /// The layers that the user leaves out of the offload.
 pub(crate) fn kept_as_said(config: &KeptLayersConfig) -> KeptLayers {
     let mut kept = KeptLayers::NONE;
-    for kind in Kind::IN_ORDER {
+    for kind in TensorKind::IN_ORDER {
         if let Auto::Set(layers) = kind.said_kept(config) {
             *kind.kept_mut(&mut kept) = u32::try_from(layers).unwrap_or(u32::MAX);
         }
@@ -109,7 +110,7 @@ pub(crate) fn kept_as_said(config: &KeptLayersConfig) -> KeptLayers {
 
 /// Further and further offload to disk of what the user left open, a kind more each time.
 pub(crate) fn stages(config: &OffloadConfig) -> Vec<Offload> {
-    let open = Kind::IN_ORDER.into_iter().filter(|kind| kind.said(config) == Auto::Auto);
+    let open = TensorKind::IN_ORDER.into_iter().filter(|kind| kind.said(config) == Auto::Auto);
     let stages = open.scan(as_said(config), |offload, kind| {
         *kind.tier_mut(offload) = Tier::Disk;
         Some(*offload)

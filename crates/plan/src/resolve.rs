@@ -15,7 +15,7 @@ use crate::config::{
 };
 use crate::dry_run::DryRun;
 use crate::limits::Limits;
-use crate::offload::{self, Kind, as_said, kept_as_said, stages};
+use crate::offload::{self, TensorKind, as_said, kept_as_said, stages};
 use crate::optimizer::optimizer_settings;
 use crate::time::{Rates, TimeEstimate};
 
@@ -133,11 +133,7 @@ impl Search<'_> {
 
     /// Whether a step keeps to the limits with so much room under the line.
     pub fn fits(&self, choice: &Choice, room: u64) -> bool {
-        let within = match self.config.training.gradient_checkpointing().set() {
-            Some(GradientCheckpointing::Within(size)) => size.0,
-            _ => u64::MAX,
-        };
-        choice.peak_bytes() <= within && self.limits.allow_within(choice, room)
+        self.limits.allow_within(choice, room)
     }
 
     fn candidate(
@@ -231,16 +227,10 @@ fn keeps_bits(spec: &ModelSpec, method: &TrainingMethod) -> bool {
     !(spec.tie_word_embeddings && trains_table)
 }
 
-/// The fastest candidate that fits; of equally fast ones the smallest. Where weights or gradients are offloaded, fewer
-/// passes come first: the time does not count their traffic.
+/// The fastest candidate that fits; of equally fast ones the smallest.
 fn best(candidates: &[Choice], fits: impl Fn(&Choice) -> bool) -> Option<usize> {
     let per_token = |c: &Choice| 1.0 / c.time.tokens_per_second;
-    let passes = |c: &Choice| {
-        let Offload { parameters, gradients, .. } = c.settings.offload;
-        if (parameters, gradients) == (Tier::Device, Tier::Device) { 0 } else { c.accumulation }
-    };
-    let least = candidates.iter().filter(|c| fits(c)).map(passes).min()?;
-    let fitting = || candidates.iter().enumerate().filter(|(_, c)| fits(c) && passes(c) == least);
+    let fitting = || candidates.iter().enumerate().filter(|(_, c)| fits(c));
     let fastest = fitting().map(|(_, c)| per_token(c)).min_by(f64::total_cmp)?;
     fitting()
         .filter(|(_, c)| per_token(c) <= fastest * AS_FAST)
@@ -291,7 +281,7 @@ pub fn lighter_choices(
     }
     let least = all.iter().map(|other| limits.memory(other)).min().unwrap_or(0);
     let mut offload = own.offload;
-    for kind in Kind::IN_ORDER {
+    for kind in TensorKind::IN_ORDER {
         let tier = kind.tier_mut(&mut offload);
         if *tier != Tier::Device {
             continue;

@@ -8,6 +8,8 @@ use serde::Serialize;
 pub enum Resource {
     /// Memory under the load line.
     Memory,
+    /// The device's arena, where `training.gradient_checkpointing: {auto: SIZE}` says what it may be.
+    Arena,
     /// Memory of the host tier, under a budget of its own.
     Host,
     /// Memory of device and host tier together, under a limit that the system enforces.

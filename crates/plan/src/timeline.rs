@@ -12,7 +12,7 @@ mod trace;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use plimsoll_memory::{AtPeak, CountedEvents, Event, Ledger, Phase, Tag, Tier};
+use plimsoll_memory::{AtPeak, CountedEvents, Ledger, MemoryEvent, Phase, Tag, Tier};
 use plimsoll_step::StepSettings;
 
 use crate::config::GradientCheckpointing;
@@ -52,7 +52,7 @@ pub struct TierTimeline {
     /// Bytes that the tier may take, and who says so.
     pub line: Option<(u64, &'static str)>,
     /// Live bytes of a tag after each event.
-    pub changes: Vec<Change>,
+    pub changes: Vec<LiveChange>,
 }
 
 /// An allocation.
@@ -103,7 +103,7 @@ pub struct Stretch<W> {
 
 /// What is live under a tag from a moment on.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Change {
+pub struct LiveChange {
     /// The moment.
     pub moment: Moment,
     /// The tag.
@@ -176,7 +176,7 @@ impl Timeline {
             let micros = if has_seconds { 1e6 * seconds.unwrap_or(0.0) } else { event as f64 };
             Moment { event, micros }
         };
-        let moment = |event: &Event| at(event.number, event.seconds);
+        let moment = |event: &MemoryEvent| at(event.number, event.seconds);
         let end = all()
             .max_by_key(|event| event.number)
             .map_or(Moment::default(), |last| at(last.number + 1, last.seconds));
@@ -188,7 +188,7 @@ impl Timeline {
         let mut stretches: Vec<_> = phases.map(|(what, begin)| Stretch { what, begin, end }).collect();
         stretches.dedup_by_key(|stretch| stretch.what);
         let stretches = until_the_next(stretches.into_iter());
-        let place = |event: &Event| {
+        let place = |event: &MemoryEvent| {
             let behind = stretches.partition_point(|stretch| stretch.begin.event <= event.number);
             let around = behind.checked_sub(1).and_then(|index| stretches.get(index));
             let around = around.filter(|_| event.number >= loaded);
@@ -196,7 +196,7 @@ impl Timeline {
         };
         let lines = lines(plan);
         let tiers = ledgers.iter().map(|&(tier, ledger)| {
-            let own = |event: &Event| (event.phase, event.owner);
+            let own = |event: &MemoryEvent| (event.phase, event.owner);
             let allocations = match tier {
                 Tier::Device => pair(ledger, end, moment, own),
                 Tier::Host | Tier::Disk => pair(ledger, end, moment, place),
@@ -259,8 +259,8 @@ fn until_the_next<W>(stretches: impl Iterator<Item = Stretch<W>>) -> Vec<Stretch
 fn pair(
     ledger: &Ledger,
     end: Moment,
-    moment: impl Fn(&Event) -> Moment,
-    place: impl Fn(&Event) -> (Phase, Option<u32>),
+    moment: impl Fn(&MemoryEvent) -> Moment,
+    place: impl Fn(&MemoryEvent) -> (Phase, Option<u32>),
 ) -> Vec<Allocation> {
     let mut all: Vec<Allocation> = Vec::new();
     // What is live, by its offset.
@@ -294,14 +294,14 @@ fn pair(
 }
 
 /// Live bytes of the tag that an event changes, after it; of several events at one time the last.
-fn changes(ledger: &Ledger, moment: impl Fn(&Event) -> Moment) -> Vec<Change> {
+fn changes(ledger: &Ledger, moment: impl Fn(&MemoryEvent) -> Moment) -> Vec<LiveChange> {
     let mut live: HashMap<Tag, u64> = HashMap::new();
     let mut last: HashMap<Tag, usize> = HashMap::new();
-    let mut all: Vec<Change> = Vec::new();
+    let mut all: Vec<LiveChange> = Vec::new();
     for event in ledger.events() {
         let bytes = live.entry(event.tag).or_default();
         *bytes = bytes.saturating_add_signed(event.delta);
-        let change = Change { moment: moment(event), tag: event.tag, live: *bytes };
+        let change = LiveChange { moment: moment(event), tag: event.tag, live: *bytes };
         let before = last.get(&event.tag).and_then(|index| all.get_mut(*index));
         match before.filter(|before| before.moment.micros == change.moment.micros) {
             Some(before) => *before = change,

@@ -152,7 +152,8 @@ impl TrainingPlan {
     /// Every allocation of the step, on every tier, with its birth and death.
     pub fn timeline(&self) -> Result<Timeline, StepError> {
         let Choice { settings, accumulation, .. } = &self.choice;
-        Ok(Timeline::of(self, &DryRun::timeline(&self.spec, settings, *accumulation)?))
+        let rates = &self.machine.rates;
+        Ok(Timeline::of(self, &DryRun::timeline(&self.spec, settings, *accumulation, rates)?))
     }
 
     /// Bytes of arena.
@@ -215,7 +216,7 @@ impl TrainingPlan {
         all.retain(|shortage| match shortage.resource {
             Resource::Process => !line,
             Resource::AddressSpace => !line && !process,
-            Resource::Memory | Resource::Host | Resource::Disk => true,
+            Resource::Memory | Resource::Arena | Resource::Host | Resource::Disk => true,
         });
         all
     }
@@ -240,6 +241,9 @@ impl TrainingPlan {
                 let line = ByteSize(bytes);
                 format!("the plan needs {in_all} of memory and the load line is {line} ({by}): {short} short")
             }
+            Resource::Arena => format!(
+                "the step needs {needed} of the arena in the lightest form of checkpointing and training.gradient_checkpointing says {{auto: {allowed}}}: {short} short"
+            ),
             Resource::Host => {
                 format!(
                     "the plan needs {needed} on the host and memory.host_budget is {allowed}: {short} short"

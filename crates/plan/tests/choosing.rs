@@ -9,7 +9,7 @@ use plimsoll_device::DType;
 use plimsoll_memory::Tier;
 use plimsoll_model::{ModelSpec, catalogue};
 use plimsoll_plan::config::{GradientDtype, MasterWeights, MixedPrecision, RawConfig};
-use plimsoll_plan::{Choice, DiskRates, Limits, TrainingPlan, lighter_choices, loss_chunk_tokens};
+use plimsoll_plan::{Choice, DiskRates, Limits, Resource, TrainingPlan, lighter_choices, loss_chunk_tokens};
 use plimsoll_step::{
     Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling, NormSource, Offload, Precision,
     StepSettings, UpdateTiming,
@@ -81,6 +81,28 @@ fn a_limit_on_the_arena_gets_the_best_form_of_checkpointing_under_it() {
         let chosen = set(&format!("training.gradient_checkpointing={{auto: {within}}}"));
         assert_eq!(chosen.peak_bytes(), smallest_of_the_fastest(&candidates, within), "{within}");
     }
+}
+
+/// A limit on the arena that no form of checkpointing keeps is a reason not to fit, with what the lightest needs; what is
+/// offloaded comes back no further than it.
+#[test]
+fn a_limit_on_the_arena_that_no_form_keeps_is_refused() {
+    let least = plan(&[F32, HOME, "training.batch_size=1", "training.gradient_checkpointing=full"]);
+    let within = |bytes: u64, set: &[&str]| {
+        let form = format!("training.gradient_checkpointing={{auto: {bytes}}}");
+        plan(&[&[F32, "training.batch_size=1", &form], set].concat())
+    };
+    let short = within(least.peak_bytes() / 2, &[HOME]);
+    assert!(!short.fits());
+    let [shortage] = short.shortages()[..] else { panic!("{:?}", short.misfits()) };
+    assert_eq!((shortage.resource, shortage.needed_bytes), (Resource::Arena, short.peak_bytes()));
+    assert_eq!(shortage.allowed_bytes, least.peak_bytes() / 2);
+    let words = short.misfits().concat();
+    assert!(words.contains("training.gradient_checkpointing says {auto: "), "{words}");
+    assert!(within(least.peak_bytes(), &[HOME]).fits());
+    let less = least.peak_bytes() / 4 * 3;
+    let away = within(less, &[]);
+    assert!(away.fits() && away.peak_bytes() <= less, "{:?}", away.misfits());
 }
 
 #[test]
@@ -241,6 +263,7 @@ fn micro_batches_share_a_pass_where_no_bit_depends_on_it() {
 /// No limit but that of the disk.
 fn limits(disk_bytes: u64) -> Limits {
     Limits {
+        arena_bytes: u64::MAX,
         room_bytes: u64::MAX,
         target_bytes: u64::MAX,
         host_bytes: None,

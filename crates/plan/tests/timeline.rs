@@ -59,7 +59,8 @@ fn number(value: &Value) -> u64 {
 fn every_allocation_is_in_the_trace_once_and_the_peak_is_the_ledgers() {
     for set in SETTINGS {
         let plan = plan(&small(), set);
-        let run = DryRun::timeline(&small(), &plan.choice.settings, plan.choice.accumulation).unwrap();
+        let (settings, accumulation) = (&plan.choice.settings, plan.choice.accumulation);
+        let run = DryRun::timeline(&small(), settings, accumulation, &machine().rates).unwrap();
         let document = document(&plan.timeline().unwrap());
         let tiers = [("device memory", &run.ledger), ("host memory", &run.host), ("disk", &run.disk)];
         for (name, ledger) in tiers {
@@ -102,13 +103,16 @@ fn every_allocation_is_in_the_trace_once_and_the_peak_is_the_ledgers() {
             let expected: BTreeMap<&str, u64> =
                 ledger.at_peak().by_tag.iter().map(|(tag, bytes)| (tag.name(), bytes)).collect();
             assert_eq!((live, highest), (expected.clone(), ledger.at_peak().peak), "{set:?}: {name}");
-            // The counters say the same.
-            let counted = expected.keys().map(|tag| {
-                let own = events(&document, "C", pid).filter(|event| event["name"] == *tag);
-                let until = own.filter(|event| event["ts"].as_f64().unwrap() <= peak.number as f64);
-                (*tag, number(&until.last().unwrap()["args"]["bytes"]))
-            });
-            assert_eq!(counted.collect::<BTreeMap<&str, u64>>(), expected);
+            // The counters say what is live behind all events of that moment.
+            let moment = 1e6 * peak.seconds.unwrap_or(0.0);
+            for tag in expected.keys() {
+                let of_tag = ledger.events().iter().filter(|event| event.tag.name() == *tag);
+                let until = of_tag.take_while(|event| 1e6 * event.seconds.unwrap_or(0.0) <= moment);
+                let live: i64 = until.map(|event| event.delta).sum();
+                let counters = events(&document, "C", pid).filter(|event| event["name"] == *tag);
+                let until = counters.take_while(|event| event["ts"].as_f64().unwrap() <= moment);
+                assert_eq!(number(&until.last().unwrap()["args"]["bytes"]), live as u64, "{set:?}: {tag}");
+            }
         }
         assert_eq!(document["otherData"]["peaks"]["device"]["bytes"], plan.peak_bytes());
     }
@@ -173,23 +177,46 @@ fn a_picture_of_126_layers_is_small_and_says_what_it_leaves_out() {
     }
 }
 
-/// Moments may be the plan's seconds: then the axis says so, and allocations of one moment are still in it.
+/// Moments are the plan's seconds: a step is as long as the plan says, what happens later is later, and the axis says so.
 #[test]
-fn a_picture_may_have_seconds() {
+fn moments_are_the_plans_seconds() {
+    for set in SETTINGS {
+        let plan = plan(&small(), set);
+        let timeline = plan.timeline().unwrap();
+        assert!(timeline.has_seconds);
+        let step = timeline.parts.iter().rfind(|part| part.what.ends_with("step")).unwrap();
+        let seconds = 1e-6 * (step.end.micros - step.begin.micros);
+        let planned = plan.choice.time.step_seconds;
+        assert!((seconds - planned).abs() < 0.02 * planned, "{set:?}: {seconds} and {planned}");
+        let mut moments: Vec<Moment> = timeline
+            .tiers
+            .iter()
+            .flat_map(|tier| &tier.allocations)
+            .flat_map(|own| [own.birth, own.death])
+            .collect();
+        moments.sort_by_key(|moment| moment.event);
+        assert!(moments.windows(2).all(|two| two[0].micros <= two[1].micros), "{set:?}");
+        let picture = timeline.to_svg();
+        assert!(picture.contains(" s<") && !picture.contains("one after the other"), "{set:?}");
+        assert!(!picture.contains("NaN") && !picture.contains("inf"), "{set:?}");
+    }
+}
+
+/// Where nobody tells the time, the axis has the numbers of events.
+#[test]
+fn a_picture_may_do_without_seconds() {
     let mut timeline = plan(&small(), SETTINGS[0]).timeline().unwrap();
-    assert!(timeline.to_svg().contains("one after the other"));
-    timeline.has_seconds = true;
-    let later = |moment: &mut Moment| moment.micros = 1e6 * (moment.micros / 100.0).floor();
+    timeline.has_seconds = false;
+    let number = |moment: &mut Moment| moment.micros = moment.event as f64;
     for tier in &mut timeline.tiers {
         let allocations = tier.allocations.iter_mut();
-        allocations.for_each(|own| [&mut own.birth, &mut own.death].into_iter().for_each(later));
+        allocations.for_each(|own| [&mut own.birth, &mut own.death].into_iter().for_each(number));
     }
     for part in &mut timeline.parts {
-        [&mut part.begin, &mut part.end].into_iter().for_each(later);
+        [&mut part.begin, &mut part.end].into_iter().for_each(number);
     }
     let picture = timeline.to_svg();
-    assert!(picture.contains("1.0 s<") || picture.contains("1 s<"), "{picture}");
-    assert!(!picture.contains("one after the other") && !picture.contains("NaN") && !picture.contains("inf"));
+    assert!(picture.contains("one after the other") && !picture.contains(" s<"));
 }
 
 #[test]

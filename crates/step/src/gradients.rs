@@ -5,7 +5,7 @@
 //! their layer, or on their piece of a table.
 
 use std::collections::{BTreeSet, HashMap};
-use std::hash::{Hash, Hasher};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -332,12 +332,19 @@ impl<'a, D: Device> Gradients<'a, D> {
         })
     }
 
-    /// Feeds what lies in the buffers to a hasher.
-    pub fn hash_buffers(&self, hasher: &mut impl Hasher) {
+    /// Feeds what lies in the buffers to a hasher, and which gradients there are.
+    pub fn hash_state(&self, hasher: &mut impl Hasher) {
         if let Some(away) = &self.away {
             away.pool.hash_buffers(hasher);
             away.exist.hash(hasher);
         }
+        // In no order.
+        let there = self.tensors.iter().map(|(key, Written { gradient, times })| {
+            let mut hasher = DefaultHasher::new();
+            (key, gradient.is_some(), *times > 0).hash(&mut hasher);
+            hasher.finish()
+        });
+        there.fold(0, u64::wrapping_add).hash(hasher);
     }
 
     /// Adds dx `[N, H]`, the gradient of the rows of `tokens`, to a piece of the table's.

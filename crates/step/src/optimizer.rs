@@ -263,7 +263,7 @@ impl<'a, D: Device> Optimizer<'a, D> {
     ) -> Result<(), StepError> {
         let Slot { lr_scale, weight_decay, .. } = self.slot(parameter.block, parameter.role)?;
         let own_seed = mix(self.seed, parameter_number(parameter.block, parameter.role));
-        let job = Job {
+        let job = ParameterStep {
             device,
             parameter,
             weight,
@@ -347,7 +347,7 @@ fn send_now<D: Device>(
 }
 
 /// One parameter's step: what a rule is given.
-struct Job<'a, D: Device> {
+struct ParameterStep<'a, D: Device> {
     device: &'a D,
     parameter: &'a Parameter,
     weight: &'a Tensor,
@@ -364,7 +364,7 @@ struct Job<'a, D: Device> {
     first: u64,
 }
 
-impl<'a, D: Device> Job<'a, D> {
+impl<'a, D: Device> ParameterStep<'a, D> {
     fn find(&self, kind: StateKind) -> Option<&'a Tensor> {
         self.state.find(kind)
     }

@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use plimsoll_device::{DType, Device, DeviceExt, Tensor};
+use plimsoll_device::{DType, Device, DeviceExt, KnownRounds, Tensor};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};
@@ -66,6 +66,8 @@ pub struct Trainer<'a, D: Device> {
     /// f32 `[parts, 1]`: where the squared norms of the gradients meet.
     squared_norms: Tensor,
     progress: StepProgress,
+    /// What a dry run has found the passes of a step to repeat.
+    known_passes: KnownRounds,
 }
 
 /// How far training has come, as far as the step itself needs to know.
@@ -190,6 +192,7 @@ impl<'a, D: Device> Trainer<'a, D> {
             ropes,
             squared_norms,
             progress,
+            known_passes: KnownRounds::default(),
         })
     }
 

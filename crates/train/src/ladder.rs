@@ -12,9 +12,9 @@ use plimsoll_plan::{Past, TrainingPlan};
 use plimsoll_step::StepError;
 
 use crate::checkpoint::{Checkpoint, sweep};
-use crate::pressure::{Change, MemoryReading, Pressure};
+use crate::pressure::{MemoryReading, Pressure, RungChange};
 use crate::run::{PartEnd, Progress, Thresholds, TrainingOutcome};
-use crate::{Event, Observer, Prepared, StopFlag, TrainError, room};
+use crate::{Observer, Prepared, RunEvent, StopFlag, TrainError, room};
 
 /// What a run on a ladder needs from outside.
 pub struct Surroundings<'s, D> {
@@ -80,7 +80,7 @@ impl Prepared {
                 Err(error) if is_out_of_memory(&error) && rung + 1 < plans.len() => {
                     pressure.refuse(rung);
                     let back_to = progress.checkpoint.clone().or_else(|| self.resumed_from());
-                    (Change { to: rung + 1, why: format!("memory was refused: {error}") }, back_to)
+                    (RungChange { to: rung + 1, why: format!("memory was refused: {error}") }, back_to)
                 }
                 Err(error) => return Err(error),
             };
@@ -89,8 +89,8 @@ impl Prepared {
             progress.rung_changes += 1;
             if let Some(next) = plans.get(change.to) {
                 let step = progress.state.step;
-                let Change { to, why } = change;
-                observer.event(Event::Rung { step, from: rung, to, why: &why, now: &describe(next) });
+                let RungChange { to, why } = change;
+                observer.event(RunEvent::Rung { step, from: rung, to, why: &why, now: &describe(next) });
             }
             rung = change.to;
         }
@@ -129,5 +129,29 @@ fn is_out_of_memory(error: &TrainError) -> bool {
         TrainError::Disk(error) | TrainError::Step(StepError::Disk(error)) => disk(error),
         TrainError::Io { source, .. } => source.kind() == std::io::ErrorKind::OutOfMemory,
         _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Error, ErrorKind};
+
+    use plimsoll_memory::{Arena, Tag, Tier};
+
+    use super::*;
+
+    /// What a smaller rung may mend, and what no rung mends.
+    #[test]
+    fn memory_that_was_refused_is_told_from_other_errors() {
+        let full = || Arena::new(Tier::Host, 64).alloc(128, Tag::Data, "x").unwrap_err();
+        let io = |kind| TrainError::io("read", std::path::Path::new("file"), Error::from(kind));
+        assert!(is_out_of_memory(&TrainError::Device(DeviceError::OutOfMemory(full()))));
+        assert!(is_out_of_memory(&TrainError::Step(StepError::Device(DeviceError::OutOfMemory(full())))));
+        assert!(is_out_of_memory(&TrainError::Disk(DiskError::Tier(Box::new(full())))));
+        assert!(is_out_of_memory(&TrainError::Step(StepError::Disk(DiskError::Tier(Box::new(full()))))));
+        assert!(is_out_of_memory(&io(ErrorKind::OutOfMemory)));
+        assert!(!is_out_of_memory(&io(ErrorKind::NotFound)));
+        assert!(!is_out_of_memory(&TrainError::Disk(DiskError::Stopped)));
+        assert!(!is_out_of_memory(&TrainError::Step(StepError::Disk(DiskError::Stopped))));
     }
 }

@@ -25,7 +25,7 @@ pub use diagnostic::{BadOutput, Diagnostic};
 pub use error::TrainError;
 pub use ladder::Surroundings;
 pub use metrics::{MemoryMetrics, StepMetrics};
-pub use observer::{Event, MemoryLevel, Observer};
+pub use observer::{MemoryLevel, Observer, RunEvent};
 pub use output_folder::OutputFolder;
 pub use prepared::{Prepared, host_bytes_per_token};
 pub use pressure::MemoryReading;

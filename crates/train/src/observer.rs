@@ -7,7 +7,7 @@ use crate::{StepMetrics, TrainError};
 
 /// Something happened in a run.
 #[derive(Clone, Debug)]
-pub enum Event<'a> {
+pub enum RunEvent<'a> {
     /// Training begins, after `steps_done` steps of an earlier part of the run.
     Started {
         /// Steps done before.
@@ -90,10 +90,10 @@ pub enum MemoryLevel {
 /// Watches a run.
 pub trait Observer {
     /// Called from the training thread, between steps.
-    fn event(&mut self, event: Event<'_>);
+    fn event(&mut self, event: RunEvent<'_>);
 }
 
 /// Watches nothing.
 impl Observer for () {
-    fn event(&mut self, _: Event<'_>) {}
+    fn event(&mut self, _: RunEvent<'_>) {}
 }

@@ -18,11 +18,11 @@ use plimsoll_plan::{Machine, ModelOrigin, TrainingPlan};
 use plimsoll_step::{StepSettings, Trainer};
 
 use crate::checkpoint::{Checkpoint, TrainerState, VERSION, copy_out};
-use crate::pressure::Change;
+use crate::pressure::RungChange;
 use crate::run::{Connections, PartEnd, Progress, RunSettings, Thresholds, micro_batch, run};
 use crate::samples::sample_encoder;
 use crate::tokenizer::tokenizer_of_run;
-use crate::{Event, Observer, OutputFolder, Planned, Resumption, Schedule, StopFlag, TrainError, room};
+use crate::{Observer, OutputFolder, Planned, Resumption, RunEvent, Schedule, StopFlag, TrainError, room};
 
 /// Bytes between a file with a document a line and the tokenizer, where the user does not say.
 const DEFAULT_BUFFER: usize = 64 << 10;
@@ -202,7 +202,7 @@ impl Prepared {
         device: &D,
         plan: &TrainingPlan,
         progress: &mut Progress,
-        judge: &mut dyn FnMut() -> Option<Change>,
+        judge: &mut dyn FnMut() -> Option<RungChange>,
         observer: &mut dyn Observer,
         stop: StopFlag,
     ) -> Result<PartEnd, TrainError> {
@@ -213,7 +213,7 @@ impl Prepared {
         let tiers = Arc::new(open_tiers(plan)?);
         let mut trainer = Trainer::with_tiers(device, tiers, plan.spec.clone(), step, &Solo)?;
         if let Some(file) = trainer.tiers().buffered_file() {
-            observer.event(Event::BufferedDisk(file.path()));
+            observer.event(RunEvent::BufferedDisk(file.path()));
         }
         self.load(&mut trainer, plan)?;
 

@@ -59,7 +59,7 @@ pub(crate) struct Pressure {
 
 /// A change of rungs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Change {
+pub(crate) struct RungChange {
     pub to: usize,
     pub why: String,
 }
@@ -80,7 +80,7 @@ impl Pressure {
     ///
     /// Down: where the rung would take more than the emergency threshold's share of what there is, to the first rung that
     /// takes at most the critical threshold's share. Up: to such a rung, when there has been room for it for some steps.
-    pub fn judge(&mut self, rung: usize, reading: &MemoryReading) -> Option<Change> {
+    pub fn judge(&mut self, rung: usize, reading: &MemoryReading) -> Option<RungChange> {
         let present = *self.needs.get(rung)?;
         // What nobody planned stays, whatever the rung.
         let unplanned = reading.own_bytes.saturating_sub(present);
@@ -105,13 +105,13 @@ impl Pressure {
                 .filter(|(room, _)| *room < self.load_line)
                 .unwrap_or((self.load_line, "the load line is"));
             let need = ByteSize(present.saturating_add(unplanned));
-            return Some(Change { to, why: format!("it needs {need} and {who} {}", ByteSize(least)) });
+            return Some(RungChange { to, why: format!("it needs {need} and {who} {}", ByteSize(least)) });
         }
         let to = first.filter(|first| *first < rung);
         self.good_steps = if to.is_some() { self.good_steps + 1 } else { 0 };
         let to = to.filter(|_| self.good_steps >= self.patience)?;
         (self.good_steps, self.climbed) = (0, true);
-        Some(Change { to, why: format!("there has been room again for {} steps", self.patience) })
+        Some(RungChange { to, why: format!("there has been room again for {} steps", self.patience) })
     }
 }
 
@@ -154,6 +154,28 @@ mod tests {
         // Room that comes and goes is waited for longer.
         assert_eq!(pressure.judge(1, &container(590, 400)).unwrap().to, 2);
         assert_eq!(climb(&mut pressure, 20), Some((2 * PATIENCE - 1, 1)));
+    }
+
+    /// Where the machine leaves just what the load line is, the line is what is named.
+    #[test]
+    fn of_equals_the_load_line_is_named() {
+        let change = pressure().judge(0, &container(1010, 1024)).unwrap();
+        assert_eq!(change.why, "it needs 1010.0 MiB and the load line is 1.00 GiB");
+    }
+
+    /// The process counts what is its own alone and what it shares.
+    #[test]
+    fn a_reading_is_of_this_process() {
+        let mine = std::hint::black_box(vec![1u8; 64 << 20]);
+        let now = MemoryReading::now();
+        let length = std::hint::black_box(&mine).len() as u64;
+        assert!(now.own_bytes >= length, "{now:?}");
+        let process = process_memory().unwrap_or_default();
+        let bytes = |size: Option<ByteSize>| size.map_or(0, |size| size.0);
+        let own = bytes(process.anonymous.or(process.resident));
+        // Other tests come and go meanwhile.
+        assert!(now.own_bytes < own + bytes(process.shared) + (512 << 20), "{now:?} {process:?}");
+        assert!(now.available.is_none_or(|available| available > 0));
     }
 
     #[test]

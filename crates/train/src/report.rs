@@ -149,7 +149,23 @@ pub(crate) fn median(values: &[f64]) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::median;
+    use super::{Io, median};
+
+    #[test]
+    fn what_was_moved_before_is_added() {
+        let io = |bytes_read, bytes_written, io_seconds, waited_seconds| Io {
+            bytes_read,
+            bytes_written,
+            io_seconds,
+            waited_seconds,
+            hidden_share: None,
+        };
+        let all = io(5, 7, 4.0, 0.5).and(Some(io(3, 2, 6.0, 2.0)));
+        let Io { bytes_read, bytes_written, io_seconds, waited_seconds, hidden_share } = all;
+        assert_eq!((bytes_read, bytes_written, io_seconds, waited_seconds), (8, 9, 10.0, 2.5));
+        assert_eq!(hidden_share, Some(0.75));
+        assert_eq!(io(5, 7, 4.0, 0.5).and(None).bytes_read, 5);
+    }
 
     #[test]
     fn medians() {

@@ -20,7 +20,7 @@ pub struct Resumption {
 
 /// What a key is to a run that is continued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum KeyKind {
     /// A choice that may be made anew.
     Choice,
     /// Part of what the run is: its model, its windows and their order, the states of its optimizer.
@@ -31,9 +31,9 @@ enum Kind {
     Elsewhere,
 }
 
-fn kind(key: &str) -> Kind {
+fn kind(key: &str) -> KeyKind {
     match key {
-        "model.path" | "model.from_scratch.tokenizer" => Kind::FixedPath,
+        "model.path" | "model.from_scratch.tokenizer" => KeyKind::FixedPath,
         "data.format"
         | "data.append_eos"
         | "data.train_on"
@@ -41,7 +41,7 @@ fn kind(key: &str) -> Kind {
         | "data.sequence_length"
         | "data.packing"
         | "data.document_mask"
-        | "data.shuffle" => Kind::Fixed,
+        | "data.shuffle" => KeyKind::Fixed,
         "training.method"
         | "training.quantization"
         | "training.mixed_precision"
@@ -50,17 +50,17 @@ fn kind(key: &str) -> Kind {
         | "training.optimizer_options.rank"
         | "training.optimizer_options.scale_type"
         | "training.optimizer_options.embedding_bits"
-        | "training.seed" => Kind::Fixed,
-        "training.lora.dropout" | "training.lora.loraplus_lr_ratio" => Kind::Choice,
+        | "training.seed" => KeyKind::Fixed,
+        "training.lora.dropout" | "training.lora.loraplus_lr_ratio" => KeyKind::Choice,
         "data.validation"
         | "data.num_workers"
         | "data.prefetch_factor"
         | "data.buffer_size"
-        | "data.persistent_workers" => Kind::Choice,
-        "output.dir" => Kind::Elsewhere,
-        key if key.starts_with("model.") || key.starts_with("training.lora.") => Kind::Fixed,
-        key if key.starts_with("data.") => Kind::Elsewhere,
-        _ => Kind::Choice,
+        | "data.persistent_workers" => KeyKind::Choice,
+        "output.dir" => KeyKind::Elsewhere,
+        key if key.starts_with("model.") || key.starts_with("training.lora.") => KeyKind::Fixed,
+        key if key.starts_with("data.") => KeyKind::Elsewhere,
+        _ => KeyKind::Choice,
     }
 }
 
@@ -92,15 +92,15 @@ impl Resumption {
         let changes = config.changes_since(&earlier);
         let (refused, others): (Vec<_>, Vec<_>) =
             changes.into_iter().partition(|change| match kind(change.key) {
-                Kind::Fixed => true,
-                Kind::FixedPath => !is_one_place(&change.before, &change.after),
-                Kind::Choice | Kind::Elsewhere => false,
+                KeyKind::Fixed => true,
+                KeyKind::FixedPath => !is_one_place(&change.before, &change.after),
+                KeyKind::Choice | KeyKind::Elsewhere => false,
             });
         if !refused.is_empty() {
             return Err(TrainError::NotTheSameRun { changes: refused, config: saved.to_owned() });
         }
         keep_automatic(config, &earlier);
-        let changes = others.into_iter().filter(|change| kind(change.key) == Kind::Choice).collect();
+        let changes = others.into_iter().filter(|change| kind(change.key) == KeyKind::Choice).collect();
         Ok(Resumption { step, changes, unknown: false })
     }
 }

@@ -11,7 +11,7 @@ use plimsoll_plan::hardware::disk_space;
 use plimsoll_plan::{DiskNeeds, ModelOrigin, Past, TrainingPlan};
 
 use crate::checkpoint::Checkpoint;
-use crate::{Event, Observer, StopFlag, TrainError};
+use crate::{Observer, RunEvent, StopFlag, TrainError};
 
 /// Bytes of data from which on reading takes so long that room is asked for before.
 const MUCH_DATA: u64 = 32 << 20;
@@ -72,7 +72,7 @@ fn is_one_disk(one: &Path, other: &Path) -> bool {
 }
 
 /// Time as waiting sees it.
-pub(crate) trait Clock {
+pub(crate) trait WallClock {
     /// Time since some fixed moment.
     fn now(&self) -> Duration;
     /// Lets time pass.
@@ -88,7 +88,7 @@ impl SystemClock {
     }
 }
 
-impl Clock for SystemClock {
+impl WallClock for SystemClock {
     fn now(&self) -> Duration {
         self.0.elapsed()
     }
@@ -105,7 +105,7 @@ pub(crate) fn write_patiently<T>(
     mut write: impl FnMut() -> Result<T, TrainError>,
     observer: &mut dyn Observer,
     stop: &StopFlag,
-    clock: &dyn Clock,
+    clock: &dyn WallClock,
 ) -> Result<T, TrainError> {
     let begun = clock.now();
     let (mut pause, mut say_at) = (FIRST_PAUSE, Duration::ZERO);
@@ -120,7 +120,7 @@ pub(crate) fn write_patiently<T>(
             return Err(error);
         }
         if waited >= say_at {
-            observer.event(Event::WaitingForSpace { error: &error, waited, patience: PATIENCE });
+            observer.event(RunEvent::WaitingForSpace { error: &error, waited, patience: PATIENCE });
             say_at = waited + SAY_EVERY;
         }
         // It wakes for what it has to say, and for its last attempt.
@@ -153,7 +153,7 @@ mod tests {
     #[derive(Default)]
     struct Slept(Cell<Duration>);
 
-    impl Clock for Slept {
+    impl WallClock for Slept {
         fn now(&self) -> Duration {
             self.0.get()
         }
@@ -171,8 +171,8 @@ mod tests {
     }
 
     impl Observer for Told {
-        fn event(&mut self, event: Event<'_>) {
-            if let Event::WaitingForSpace { waited, .. } = event {
+        fn event(&mut self, event: RunEvent<'_>) {
+            if let RunEvent::WaitingForSpace { waited, .. } = event {
                 self.seconds.push(waited.as_secs());
                 if waited >= self.stop_at {
                     self.stop.raise();

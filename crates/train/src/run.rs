@@ -11,9 +11,9 @@ use plimsoll_step::{MicroBatch, StepError, StepOutcome, Trainer};
 use crate::checkpoint::{Checkpoint, TrainerState, tidy};
 use crate::diagnostic::Diagnostic;
 use crate::metrics::{MemoryMetrics, MetricsFile, StepMetrics};
-use crate::pressure::Change;
+use crate::pressure::RungChange;
 use crate::report::{Io, Measured, Planned, Report, median};
-use crate::{Event, MemoryLevel, Observer, Schedule, StopFlag, TrainError, room};
+use crate::{MemoryLevel, Observer, RunEvent, Schedule, StopFlag, TrainError, room};
 
 /// Steps that may be skipped one after the other: a model that gives nothing but these is lost.
 const MOST_SKIPPED: u64 = 10;
@@ -91,7 +91,7 @@ pub(crate) struct Connections<'c, 'a, D: Device> {
     /// Resident set of the process: now, and the highest so far.
     pub process_memory: &'c dyn Fn() -> (u64, u64),
     /// Says at a step boundary whether the run has to go on with another plan.
-    pub judge: &'c mut dyn FnMut() -> Option<Change>,
+    pub judge: &'c mut dyn FnMut() -> Option<RungChange>,
     /// Watches the run.
     pub observer: &'c mut dyn Observer,
     /// Ends the run early.
@@ -112,7 +112,7 @@ pub(crate) enum PartEnd {
     /// With the schedule, or because somebody asked to stop.
     Done(Box<Report>),
     /// With a checkpoint, for another rung to go on from.
-    Move(Change),
+    Move(RungChange),
 }
 
 /// Trains until the schedule ends, somebody asks to stop, or the run has to change rungs.
@@ -127,7 +127,7 @@ pub(crate) fn run<'a, D: Device>(
     let mut metrics_file = MetricsFile::open(&settings.output, progress.state.step)?;
     if progress.planned.is_none() {
         progress.planned = Some(settings.planned);
-        with.observer.event(Event::Started {
+        with.observer.event(RunEvent::Started {
             steps_done: progress.state.step,
             total_steps: settings.schedule.total_steps,
             data_tokens: settings.data_tokens,
@@ -137,7 +137,7 @@ pub(crate) fn run<'a, D: Device>(
     // What was done before this part is saved already.
     let mut stopped = progress.state.step < total && with.stop.is_raised();
     if stopped {
-        with.observer.event(Event::Stopping { step: progress.state.step, saving: false });
+        with.observer.event(RunEvent::Stopping { step: progress.state.step, saving: false });
     }
     while !stopped && progress.state.step < total {
         let mut metrics = one_step(device, trainer, settings, progress, &mut with)?;
@@ -147,7 +147,7 @@ pub(crate) fn run<'a, D: Device>(
         {
             metrics.validation_loss = Some(loss);
             progress.validation_loss = Some(loss);
-            with.observer.event(Event::Validated { step, loss });
+            with.observer.event(RunEvent::Validated { step, loss });
         }
         let write = || metrics_file.append(&metrics);
         room::write_patiently(
@@ -157,12 +157,12 @@ pub(crate) fn run<'a, D: Device>(
             &with.stop,
             &room::SystemClock::start(),
         )?;
-        with.observer.event(Event::Step(&metrics));
+        with.observer.event(RunEvent::Step(&metrics));
         let rescue = progress.watch_memory(settings, &metrics, &mut with);
         // Asked once a step: whoever asks to stop after this is heard after the next one.
         stopped = step < total && with.stop.is_raised();
         if stopped {
-            with.observer.event(Event::Stopping { step, saving: true });
+            with.observer.event(RunEvent::Stopping { step, saving: true });
         }
         let change = if stopped || step >= total { None } else { (with.judge)() };
         let due = settings.save_steps.is_some_and(|n| n > 0 && step.is_multiple_of(n));
@@ -186,7 +186,7 @@ pub(crate) fn run<'a, D: Device>(
             &with.stop,
             &room::SystemClock::start(),
         )?;
-        with.observer.event(Event::Saved(&settings.output));
+        with.observer.event(RunEvent::Saved(&settings.output));
     }
     progress.note_tiers(device, trainer, settings);
     let report = progress.report(settings, &with, finished);
@@ -353,7 +353,12 @@ impl Progress {
         let risen = level > self.memory_level;
         self.memory_level = level;
         if risen && !settings.silent {
-            with.observer.event(Event::MemoryHigh { step: metrics.step, level, process_bytes, budget_bytes });
+            with.observer.event(RunEvent::MemoryHigh {
+                step: metrics.step,
+                level,
+                process_bytes,
+                budget_bytes,
+            });
         }
         risen && level == MemoryLevel::Emergency
     }
@@ -376,7 +381,7 @@ impl Progress {
             &room::SystemClock::start(),
         )?;
         tidy(&settings.output, settings.save_total_limit)?;
-        with.observer.event(Event::Saved(&checkpoint.path));
+        with.observer.event(RunEvent::Saved(&checkpoint.path));
         self.checkpoint = Some(checkpoint);
         Ok(())
     }
@@ -407,5 +412,28 @@ impl Progress {
             finished,
             seconds: self.begun.elapsed().as_secs_f64(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_share_has_the_highest_level_that_it_reaches() {
+        let thresholds = Thresholds { warning: 0.5, critical: 0.75, emergency: 0.875 };
+        let levels = [0.0, 0.49, 0.5, 0.74, 0.75, 0.87, 0.875, 2.0].map(|share| thresholds.level(share));
+        use MemoryLevel::{Critical, Emergency, Normal, Warning};
+        assert_eq!(levels, [Normal, Normal, Warning, Warning, Critical, Critical, Emergency, Emergency]);
+    }
+
+    #[test]
+    fn what_is_done_every_few_steps_is_done_at_the_end_too() {
+        let due = |every| (1..=7).filter(|step| is_due(every, *step, 7)).collect::<Vec<_>>();
+        assert_eq!(
+            [due(Some(2)), due(Some(7)), due(Some(0)), due(None)],
+            [vec![2, 4, 6, 7], vec![7], vec![7], vec![7]]
+        );
+        assert_eq!(due(Some(1)), [1, 2, 3, 4, 5, 6, 7]);
     }
 }

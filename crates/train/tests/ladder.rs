@@ -10,7 +10,7 @@ use plimsoll_memory::{ByteSize, OutOfMemory, Tag, TagBytes, Tier};
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_train::{
-    Event, MemoryReading, Observer, Prepared, StopFlag, Surroundings, TrainError, TrainingOutcome,
+    MemoryReading, Observer, Prepared, RunEvent, StopFlag, Surroundings, TrainError, TrainingOutcome,
 };
 use serde_json::Value;
 
@@ -48,14 +48,14 @@ struct Watcher {
 }
 
 impl Observer for Watcher {
-    fn event(&mut self, event: Event<'_>) {
+    fn event(&mut self, event: RunEvent<'_>) {
         match event {
-            Event::Rung { step, from, to, why, now } => {
+            RunEvent::Rung { step, from, to, why, now } => {
                 self.moves.push((step, from, to));
                 self.whys.push(why.to_owned());
                 self.now.push(now.to_owned());
             }
-            Event::Step(metrics) => self.steps = metrics.step,
+            RunEvent::Step(metrics) => self.steps = metrics.step,
             _ => {}
         }
     }

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use plimsoll_device::{Cpu, CpuOptions};
 use plimsoll_plan::config::RawConfig;
-use plimsoll_train::{Event, MemoryReading, Observer, Prepared, StopFlag, Surroundings, TrainingOutcome};
+use plimsoll_train::{MemoryReading, Observer, Prepared, RunEvent, StopFlag, Surroundings, TrainingOutcome};
 
 use common::machine;
 
@@ -67,16 +67,16 @@ impl Watcher {
 }
 
 impl Observer for Watcher {
-    fn event(&mut self, event: Event<'_>) {
+    fn event(&mut self, event: RunEvent<'_>) {
         match event {
-            Event::Started { .. } => self.pass(Place::Started),
-            Event::Validated { step, .. } => self.pass(Place::Validated(step)),
-            Event::Step(metrics) => {
+            RunEvent::Started { .. } => self.pass(Place::Started),
+            RunEvent::Validated { step, .. } => self.pass(Place::Validated(step)),
+            RunEvent::Step(metrics) => {
                 self.step = metrics.step;
                 self.pass(Place::Step(metrics.step));
             }
-            Event::Saved(_) => self.pass(Place::Saved(self.step)),
-            Event::Stopping { step, saving } => self.stopping.push((step, saving)),
+            RunEvent::Saved(_) => self.pass(Place::Saved(self.step)),
+            RunEvent::Stopping { step, saving } => self.stopping.push((step, saving)),
             _ => {}
         }
     }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use plimsoll_device::{Cpu, CpuOptions};
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::RawConfig;
-use plimsoll_train::{Event, MemoryReading, Observer, Prepared, StopFlag, Surroundings};
+use plimsoll_train::{MemoryReading, Observer, Prepared, RunEvent, StopFlag, Surroundings};
 use serde_json::Value;
 
 use common::machine;
@@ -40,8 +40,8 @@ struct Looking {
 }
 
 impl Observer for Looking {
-    fn event(&mut self, event: Event<'_>) {
-        if let Event::Saved(_) = event {
+    fn event(&mut self, event: RunEvent<'_>) {
+        if let RunEvent::Saved(_) = event {
             self.seen.push(checkpoints(&self.run));
         }
     }
@@ -73,6 +73,25 @@ fn run(config: RawConfig, resume: bool) -> (TrainingPlan, Vec<Vec<String>>) {
 fn metrics(run: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Epochs are steps over the sequences that there are, the last of them begun counts; a part of an epoch is a step at least.
+#[test]
+fn epochs_are_so_many_steps() {
+    let folder = tempfile::tempdir().unwrap();
+    let steps = |epochs: &str, batch: &[&str]| {
+        let mut config = config(folder.path(), batch);
+        config.training.steps = None;
+        config.apply_set(&format!("training.epochs={epochs}")).unwrap();
+        let prepared = Prepared::new(config, false).unwrap();
+        prepared.total_steps(&prepared.plan(&machine()).unwrap())
+    };
+    let windows = steps("1", &["training.batch_size=1", "training.gradient_accumulation_steps=1"]);
+    // Six sequences a step.
+    assert!(windows > 12 && windows % 6 != 0, "{windows}");
+    assert_eq!(steps("1", &[]), windows.div_ceil(6));
+    assert_eq!(steps("2.5", &[]), (5 * windows).div_ceil(12));
+    assert_eq!(steps("0.001", &[]), 1);
 }
 
 #[test]

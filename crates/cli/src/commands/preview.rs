@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::io::IsTerminal;
 
 use plimsoll_data::chat::{EncodedSample, SampleEncoder, SampleReport};
-use plimsoll_data::{DataError, Place};
+use plimsoll_data::{DataError, RecordPlace};
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_plan::config::ConfigError;
 use plimsoll_train::{sample_encoder, tokenizer};
@@ -71,7 +71,7 @@ fn summary(encoder: &SampleEncoder<'_>, report: &SampleReport, colours: bool) ->
 }
 
 /// A sample with what is trained of it.
-fn for_people(place: &Place, sample: &EncodedSample, colours: bool) -> String {
+fn for_people(place: &RecordPlace, sample: &EncodedSample, colours: bool) -> String {
     let cut = if sample.truncated { ", cut" } else { "" };
     let (tokens, trained) = (sample.tokens.len(), sample.trained_tokens());
     let mut out = format!("── {place}: {tokens} tokens, {trained} trained{cut}\n");
@@ -127,7 +127,7 @@ fn harmless(text: &str) -> String {
     out
 }
 
-fn as_json(tokenizer: &Tokenizer, place: &Place, sample: &EncodedSample) -> Value {
+fn as_json(tokenizer: &Tokenizer, place: &RecordPlace, sample: &EncodedSample) -> Value {
     let pieces: Vec<Option<String>> = sample.tokens.iter().map(|id| tokenizer.id_to_token(*id)).collect();
     json!({
         "file": place.path.display().to_string(),
@@ -157,7 +157,7 @@ mod tests {
 
     #[test]
     fn what_is_trained_is_marked() {
-        let place = Place { path: "x.jsonl".into(), unit: "line", number: 3 };
+        let place = RecordPlace { path: "x.jsonl".into(), unit: "line", number: 3 };
         let shown = for_people(&place, &sample(), false);
         assert_eq!(shown, "── x.jsonl: line 3: 5 tokens, 2 trained\n<u>a\\u{1b}<a>⟦b⟧⟦0.5: c⟧");
         let coloured = for_people(&place, &sample(), true);

@@ -12,7 +12,7 @@ use super::render::{self, Rendered, Span, Unwritten};
 use super::{Columns, SampleReport, Skip, SkipReason, check_share};
 use crate::DataError;
 use crate::files::{Wanted, expand};
-use crate::records::{self, Place, Record};
+use crate::records::{self, Record, RecordPlace};
 
 /// Instructions as plain text (Taori et al. 2023, "Stanford Alpaca"), for models without a chat template. An answer
 /// ends with the end-of-text token.
@@ -169,7 +169,7 @@ impl<'a> SampleEncoder<'a> {
     pub fn for_each(
         &self,
         patterns: &[String],
-        each: &mut dyn FnMut(&Place, &EncodedSample) -> Result<(), DataError>,
+        each: &mut dyn FnMut(&RecordPlace, &EncodedSample) -> Result<(), DataError>,
     ) -> Result<SampleReport, DataError> {
         let mut report = SampleReport::default();
         let files = expand(patterns, Wanted::Records)?;
@@ -213,7 +213,11 @@ impl<'a> SampleEncoder<'a> {
     ///
     /// # Errors
     /// The template goes beyond its bounds, the tokenizer refuses its text, or it is too long where that is an error.
-    pub fn encode(&self, record: &Record, place: &Place) -> Result<Result<EncodedSample, Skip>, DataError> {
+    pub fn encode(
+        &self,
+        record: &Record,
+        place: &RecordPlace,
+    ) -> Result<Result<EncodedSample, Skip>, DataError> {
         let reading = Reading {
             columns: &self.options.columns,
             train_on: self.options.train_on,
@@ -306,7 +310,7 @@ impl<'a> SampleEncoder<'a> {
     fn cut(
         &self,
         mut sample: EncodedSample,
-        place: &Place,
+        place: &RecordPlace,
     ) -> Result<Result<EncodedSample, Skip>, DataError> {
         let length = usize::try_from(self.options.sequence_length).unwrap_or(usize::MAX);
         let tokens = sample.tokens.len();

@@ -5,7 +5,7 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::DataError;
-use crate::records::Place;
+use crate::records::RecordPlace;
 
 /// Samples left out for one reason of which the report keeps the places.
 const EXAMPLES: usize = 3;
@@ -110,7 +110,7 @@ pub struct SampleReport {
 }
 
 /// Counts a record that is left out.
-pub(crate) fn count(skipped: &mut Vec<Skipped>, place: &Place, skip: Skip) {
+pub(crate) fn count(skipped: &mut Vec<Skipped>, place: &RecordPlace, skip: Skip) {
     let example = format!("{place}: {}", skip.detail);
     match skipped.iter_mut().find(|skipped| skipped.reason == skip.reason) {
         Some(skipped) => {
@@ -140,7 +140,7 @@ pub(crate) fn check_share(skipped: &[Skipped], records: u64, most: f64) -> Resul
 
 impl SampleReport {
     /// Counts a sample that is left out.
-    pub(crate) fn skip(&mut self, place: &Place, skip: Skip) {
+    pub(crate) fn skip(&mut self, place: &RecordPlace, skip: Skip) {
         self.samples += 1;
         count(&mut self.skipped, place, skip);
     }

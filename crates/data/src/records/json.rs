@@ -9,7 +9,7 @@ use serde::Deserializer as _;
 use serde::de::{Error as _, SeqAccess, Visitor};
 use serde_json::{Deserializer, Value};
 
-use super::{LARGEST_RECORD, Place, broken};
+use super::{LARGEST_RECORD, RecordPlace, broken};
 use crate::DataError;
 
 type Each<'a> = &'a mut dyn FnMut(u64, Value) -> Result<(), DataError>;
@@ -40,7 +40,7 @@ pub fn for_each(reader: &mut dyn BufRead, path: &Path, each: Each<'_>) -> Result
         (Some(error), _) => Err(error),
         (None, Ok(())) => Ok(()),
         (None, Err(error)) => {
-            let place = Place { path: path.to_owned(), unit: "record", number: number + 1 };
+            let place = RecordPlace { path: path.to_owned(), unit: "record", number: number + 1 };
             Err(broken(&place, format!("not JSON: {error}")))
         }
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use plimsoll_memory::{Arena, Region, Reservation, Tier};
 
 use super::kernels::{Exec, Simd, attention};
-use super::run::{Job, run};
+use super::run::{KernelCall, run};
 use super::slices::Slices;
 use super::{Isa, Pool};
 use crate::{Device, DeviceError, Lent, Op, Tensor, Workspace};
@@ -129,7 +129,7 @@ impl Device for Cpu {
         let workspace: &mut [u64] =
             unsafe { std::slice::from_raw_parts_mut(memory.workspace.as_ptr().cast(), words) };
         let exec = Exec { pool: &self.pool, simd: self.simd };
-        run(op, Job { exec, t: slices, workspace })
+        run(op, KernelCall { exec, t: slices, workspace })
             .map_err(|reason| DeviceError::Mismatch { op: op.name(), reason })
     }
 

@@ -22,7 +22,7 @@ use super::slices::Slices;
 use crate::{Compute, Op, Tensor};
 
 /// What the kernels of an operation are called with. The operation has been checked.
-pub(super) struct Job<'a> {
+pub(super) struct KernelCall<'a> {
     pub exec: Exec<'a>,
     /// Of all tensors.
     pub t: Slices<'a>,
@@ -32,7 +32,7 @@ pub(super) struct Job<'a> {
 
 /// Calls the operation's kernel. The operation has been checked; what only its numbers can tell is checked here, and is
 /// the error.
-pub(super) fn run(op: Op<'_>, job: Job<'_>) -> Result<(), String> {
+pub(super) fn run(op: Op<'_>, job: KernelCall<'_>) -> Result<(), String> {
     match op {
         Op::Activation(op) => activation::run(op, job),
         Op::Attention(op) => attention::run(op, job),
@@ -51,7 +51,7 @@ pub(super) fn run(op: Op<'_>, job: Job<'_>) -> Result<(), String> {
     Ok(())
 }
 
-impl<'a> Job<'a> {
+impl<'a> KernelCall<'a> {
     /// The workspace as numbers of a type.
     fn workspace<T: Pod>(self) -> &'a mut [T] {
         bytemuck::cast_slice_mut(self.workspace)

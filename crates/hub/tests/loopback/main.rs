@@ -8,7 +8,7 @@ mod whole;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use plimsoll_hub::{Event, Hub, HubError, HubSettings, Progress};
+use plimsoll_hub::{FetchEvent, Hub, HubError, HubSettings, Progress};
 use server::Server;
 use tempfile::TempDir;
 
@@ -81,14 +81,14 @@ struct Told {
 }
 
 impl Progress for Told {
-    fn event(&mut self, event: Event<'_>) {
+    fn event(&mut self, event: FetchEvent<'_>) {
         match event {
-            Event::Started { bytes, .. } => self.total += bytes,
-            Event::Bytes(n) => self.bytes += n,
-            Event::Retrying { .. } => self.retries += 1,
-            Event::Unreachable { .. } => self.unreachable = true,
-            Event::Waiting { .. } => self.waited = true,
-            Event::File { .. } | Event::Done => {}
+            FetchEvent::Started { bytes, .. } => self.total += bytes,
+            FetchEvent::Bytes(n) => self.bytes += n,
+            FetchEvent::Retrying { .. } => self.retries += 1,
+            FetchEvent::Unreachable { .. } => self.unreachable = true,
+            FetchEvent::Waiting { .. } => self.waited = true,
+            FetchEvent::File { .. } | FetchEvent::Done => {}
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::shown::Shown;
 
 /// What is being read, for errors.
 #[derive(Clone, Copy)]
-pub(super) enum Place<'a> {
+pub(super) enum Reading<'a> {
     Header(&'static str),
     Key(u64),
     Value(&'a str),
@@ -16,14 +16,14 @@ pub(super) enum Place<'a> {
     TensorInfo(&'a str),
 }
 
-impl fmt::Display for Place<'_> {
+impl fmt::Display for Reading<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Place::Header(field) => write!(f, "the header's {field}"),
-            Place::Key(index) => write!(f, "metadata key number {index}"),
-            Place::Value(key) => write!(f, "the value of metadata key {}", Shown(key)),
-            Place::TensorName(index) => write!(f, "the name of tensor number {index}"),
-            Place::TensorInfo(name) => write!(f, "the description of tensor {}", Shown(name)),
+            Reading::Header(field) => write!(f, "the header's {field}"),
+            Reading::Key(index) => write!(f, "metadata key number {index}"),
+            Reading::Value(key) => write!(f, "the value of metadata key {}", Shown(key)),
+            Reading::TensorName(index) => write!(f, "the name of tensor number {index}"),
+            Reading::TensorInfo(name) => write!(f, "the description of tensor {}", Shown(name)),
         }
     }
 }
@@ -58,7 +58,7 @@ impl<'a> Cursor<'a> {
         self.at
     }
 
-    pub(super) fn malformed(&self, offset: usize, place: Place<'_>, reason: String) -> GgufError {
+    pub(super) fn malformed(&self, offset: usize, place: Reading<'_>, reason: String) -> GgufError {
         GgufError::Malformed { path: self.path.to_owned(), offset, place: place.to_string(), reason }
     }
 
@@ -68,7 +68,7 @@ impl<'a> Cursor<'a> {
         &self,
         count: u64,
         each: u64,
-        place: Place<'_>,
+        place: Reading<'_>,
         most: u64,
     ) -> Result<(), GgufError> {
         let available = (self.bytes.len() - self.at) as u64;
@@ -83,7 +83,7 @@ impl<'a> Cursor<'a> {
         Ok(())
     }
 
-    pub(super) fn take(&mut self, length: u64, place: Place<'_>) -> Result<&'a [u8], GgufError> {
+    pub(super) fn take(&mut self, length: u64, place: Reading<'_>) -> Result<&'a [u8], GgufError> {
         let rest = &self.bytes[self.at..];
         match usize::try_from(length).ok().and_then(|length| rest.get(..length)) {
             Some(taken) => {
@@ -94,7 +94,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    pub(super) fn array<const N: usize>(&mut self, place: Place<'_>) -> Result<[u8; N], GgufError> {
+    pub(super) fn array<const N: usize>(&mut self, place: Reading<'_>) -> Result<[u8; N], GgufError> {
         match self.bytes[self.at..].first_chunk::<N>() {
             Some(taken) => {
                 self.at += N;
@@ -104,22 +104,22 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    pub(super) fn u32(&mut self, place: Place<'_>) -> Result<u32, GgufError> {
+    pub(super) fn u32(&mut self, place: Reading<'_>) -> Result<u32, GgufError> {
         self.array(place).map(u32::from_le_bytes)
     }
 
-    pub(super) fn u64(&mut self, place: Place<'_>) -> Result<u64, GgufError> {
+    pub(super) fn u64(&mut self, place: Reading<'_>) -> Result<u64, GgufError> {
         self.array(place).map(u64::from_le_bytes)
     }
 
     /// A length and that many bytes.
-    pub(super) fn string_bytes(&mut self, place: Place<'_>) -> Result<&'a [u8], GgufError> {
+    pub(super) fn string_bytes(&mut self, place: Reading<'_>) -> Result<&'a [u8], GgufError> {
         let length = self.u64(place)?;
         self.take(length, place)
     }
 
     /// A length and that many bytes of UTF-8.
-    pub(super) fn string(&mut self, place: Place<'_>) -> Result<&'a str, GgufError> {
+    pub(super) fn string(&mut self, place: Reading<'_>) -> Result<&'a str, GgufError> {
         let bytes = self.string_bytes(place)?;
         std::str::from_utf8(bytes).map_err(|error| {
             let offset = self.at - bytes.len() + error.valid_up_to();
@@ -127,7 +127,7 @@ impl<'a> Cursor<'a> {
         })
     }
 
-    fn truncated(&self, place: Place<'_>, needed: u64, available: u64) -> GgufError {
+    fn truncated(&self, place: Reading<'_>, needed: u64, available: u64) -> GgufError {
         GgufError::Truncated {
             path: self.path.to_owned(),
             offset: self.at,

@@ -7,7 +7,7 @@ use std::fmt;
 use std::path::Path;
 
 use super::GgufError;
-use super::cursor::{Cursor, Place};
+use super::cursor::{Cursor, Reading};
 use crate::shown::Shown;
 
 /// Longest key that the format allows.
@@ -112,19 +112,19 @@ pub(super) fn read(
     count: u64,
 ) -> Result<(Vec<MetadataEntry>, HashMap<String, usize>), GgufError> {
     // A key's length, a type, and a value of at least one byte.
-    cursor.check_count(count, 8 + 4 + 1, Place::Header("metadata"), MAX_ENTRIES)?;
+    cursor.check_count(count, 8 + 4 + 1, Reading::Header("metadata"), MAX_ENTRIES)?;
     let mut entries = Vec::new();
     let mut by_key = HashMap::new();
     for index in 0..count {
         let start = cursor.position();
-        let key = cursor.string(Place::Key(index))?;
+        let key = cursor.string(Reading::Key(index))?;
         if key.is_empty() || key.len() > MAX_KEY {
             let reason = format!("has {} bytes; the format allows 1 to {MAX_KEY}", key.len());
-            return Err(cursor.malformed(start, Place::Key(index), reason));
+            return Err(cursor.malformed(start, Reading::Key(index), reason));
         }
         let entry = read_entry(cursor, key)?;
         if by_key.insert(key.to_owned(), entries.len()).is_some() {
-            return Err(cursor.malformed(start, Place::Key(index), format!("repeats {}", Shown(key))));
+            return Err(cursor.malformed(start, Reading::Key(index), format!("repeats {}", Shown(key))));
         }
         entries.push(entry);
     }
@@ -132,7 +132,7 @@ pub(super) fn read(
 }
 
 fn read_entry(cursor: &mut Cursor<'_>, key: &str) -> Result<MetadataEntry, GgufError> {
-    let place = Place::Value(key);
+    let place = Reading::Value(key);
     let kind = read_type(cursor, place)?;
     let mut offset = cursor.position();
     let value = match kind {
@@ -165,14 +165,14 @@ fn read_entry(cursor: &mut Cursor<'_>, key: &str) -> Result<MetadataEntry, GgufE
     Ok(MetadataEntry { key: key.to_owned(), kind, value, offset })
 }
 
-fn read_type(cursor: &mut Cursor<'_>, place: Place<'_>) -> Result<ValueType, GgufError> {
+fn read_type(cursor: &mut Cursor<'_>, place: Reading<'_>) -> Result<ValueType, GgufError> {
     let offset = cursor.position();
     let id = cursor.u32(place)?;
     ValueType::from_id(id)
         .ok_or_else(|| cursor.malformed(offset, place, format!("has the unknown type {id}")))
 }
 
-fn read_scalar(cursor: &mut Cursor<'_>, kind: ValueType, place: Place<'_>) -> Result<Value, GgufError> {
+fn read_scalar(cursor: &mut Cursor<'_>, kind: ValueType, place: Reading<'_>) -> Result<Value, GgufError> {
     Ok(match kind {
         ValueType::U8 => Value::Unsigned(u8::from_le_bytes(cursor.array(place)?).into()),
         ValueType::U16 => Value::Unsigned(u16::from_le_bytes(cursor.array(place)?).into()),
@@ -257,7 +257,7 @@ impl<'a> Metadata<'a> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match entry.value {
             Value::String => {
-                Cursor::at(self.path, self.bytes, entry.offset).string(Place::Value(key)).map(Some)
+                Cursor::at(self.path, self.bytes, entry.offset).string(Reading::Value(key)).map(Some)
             }
             _ => Err(self.wrong_type(entry, "a string")),
         }
@@ -329,14 +329,14 @@ impl<'a> Metadata<'a> {
         &self,
         key: &str,
         wanted: &str,
-        mut read: impl FnMut(&mut Cursor<'a>, ValueType, Place<'_>) -> Result<Option<T>, GgufError>,
+        mut read: impl FnMut(&mut Cursor<'a>, ValueType, Reading<'_>) -> Result<Option<T>, GgufError>,
     ) -> Result<Option<Vec<T>>, GgufError> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         let Value::Array { element, count } = entry.value else { return Err(self.wrong_type(entry, wanted)) };
         let mut cursor = Cursor::at(self.path, self.bytes, entry.offset);
         let mut values = Vec::new();
         for _ in 0..count {
-            match read(&mut cursor, element, Place::Value(key))? {
+            match read(&mut cursor, element, Reading::Value(key))? {
                 Some(value) => values.push(value),
                 None => return Err(self.wrong_type(entry, wanted)),
             }

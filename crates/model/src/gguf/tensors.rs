@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use plimsoll_device::DType;
 
-use super::cursor::{Cursor, Place};
+use super::cursor::{Cursor, Reading};
 use super::{GgufError, GgufTensorProblem};
 
 /// Dimensions that ggml has at most.
@@ -43,7 +43,7 @@ pub(super) fn read(
     alignment: u64,
 ) -> Result<Vec<GgufTensor>, GgufError> {
     // A name's length, a number of dimensions, a type and an offset.
-    cursor.check_count(count, 8 + 4 + 4 + 8, Place::Header("tensor list"), MAX_TENSORS)?;
+    cursor.check_count(count, 8 + 4 + 4 + 8, Reading::Header("tensor list"), MAX_TENSORS)?;
     let mut infos = Vec::new();
     for index in 0..count {
         infos.push(read_info(cursor, index, alignment)?);
@@ -97,8 +97,8 @@ pub(super) fn read(
 
 fn read_info(cursor: &mut Cursor<'_>, index: u64, alignment: u64) -> Result<Info, GgufError> {
     let info_offset = cursor.position();
-    let name = cursor.string(Place::TensorName(index))?;
-    let place = Place::TensorInfo(name);
+    let name = cursor.string(Reading::TensorName(index))?;
+    let place = Reading::TensorInfo(name);
     let fail = |cursor: &Cursor<'_>, problem| {
         let path = cursor.path().to_owned();
         GgufError::Tensor { path, offset: info_offset, tensor: name.to_owned(), problem }

@@ -9,7 +9,7 @@ use plimsoll_device::DType;
 use plimsoll_memory::FileMap;
 
 use super::packed::Packed;
-use super::{ModelError, NameList, PackedRows, Place, RowOrder, WeightSource};
+use super::{ModelError, NameList, PackedRows, RowOrder, StoredAt, WeightSource};
 use crate::layout::StoredTensor;
 use crate::parameters::BlockId;
 use crate::spec::ModelSpec;
@@ -102,7 +102,7 @@ fn parts(
     bytes: Range<usize>,
     dtype: DType,
     packed: Option<Arc<Packed>>,
-) -> impl Iterator<Item = (String, Place)> {
+) -> impl Iterator<Item = (String, StoredAt)> {
     let row_bytes = bytes.len() / stored.total_rows().max(1) as usize;
     let StoredTensor { parts, rows, plus_one, .. } = stored;
     let mut first = 0;
@@ -119,6 +119,6 @@ fn parts(
             }
         };
         first += count;
-        (part.name, Place { file, bytes, dtype, shape: part.shape, rows, plus_one, packed: part_of })
+        (part.name, StoredAt { file, bytes, dtype, shape: part.shape, rows, plus_one, packed: part_of })
     })
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use plimsoll_device::DType;
 use plimsoll_memory::FileMap;
 
-use super::{ModelError, Place, RowOrder, WeightSource};
+use super::{ModelError, RowOrder, StoredAt, WeightSource};
 use crate::convert::{ConversionError, convert, encode};
 use crate::parameters::Parameter;
 
@@ -57,7 +57,7 @@ impl WeightSource {
 }
 
 /// The elements in order, a stripe at a time.
-fn read_plain(file: &FileMap, place: &Place, to: DType, out: &mut [u8]) -> Result<(), ConversionError> {
+fn read_plain(file: &FileMap, place: &StoredAt, to: DType, out: &mut [u8]) -> Result<(), ConversionError> {
     let bytes = &file.bytes()[place.bytes.clone()];
     check_length(place, bytes, to, out)?;
     let (from_bytes, from_elements) =
@@ -76,7 +76,7 @@ fn read_plain(file: &FileMap, place: &Place, to: DType, out: &mut [u8]) -> Resul
 }
 
 /// A stored 1 + x, less 1.
-fn read_less_one(file: &FileMap, place: &Place, to: DType, out: &mut [u8]) -> Result<(), ConversionError> {
+fn read_less_one(file: &FileMap, place: &StoredAt, to: DType, out: &mut [u8]) -> Result<(), ConversionError> {
     let bytes = &file.bytes()[place.bytes.clone()];
     check_length(place, bytes, to, out)?;
     let mut values = vec![0.0f32; place.shape.iter().product::<u64>() as usize];
@@ -88,7 +88,7 @@ fn read_less_one(file: &FileMap, place: &Place, to: DType, out: &mut [u8]) -> Re
 /// Columns `first..` of a matrix of `total` columns, as rows.
 fn read_columns(
     file: &FileMap,
-    place: &Place,
+    place: &StoredAt,
     [total, first]: [u64; 2],
     to: DType,
     out: &mut [u8],
@@ -118,7 +118,7 @@ fn read_columns(
 /// The rows of every head put back in order, a head at a time.
 fn read_heads(
     file: &FileMap,
-    place: &Place,
+    place: &StoredAt,
     head_dim: u64,
     to: DType,
     out: &mut [u8],
@@ -142,7 +142,7 @@ fn read_heads(
 }
 
 /// Refuses a type that is not computed on, and bytes that are too few or too many, before any is written.
-fn check_length(place: &Place, bytes: &[u8], to: DType, out: &[u8]) -> Result<(), ConversionError> {
+fn check_length(place: &StoredAt, bytes: &[u8], to: DType, out: &[u8]) -> Result<(), ConversionError> {
     if !to.is_float() && to != place.dtype {
         return Err(ConversionError::Unsupported { from: place.dtype, to });
     }

@@ -7,7 +7,7 @@ use plimsoll_device::DType;
 use plimsoll_device::cpu::quantize::four_bit::{self, FourBit, Magnitudes};
 use plimsoll_device::cpu::quantize::{can_quantize, quantize};
 
-use super::{ModelError, Place, RowOrder, WeightSource};
+use super::{ModelError, RowOrder, StoredAt, WeightSource};
 use crate::convert::{ConversionError, convert, encode};
 use crate::parameters::Parameter;
 
@@ -71,7 +71,7 @@ impl WeightSource {
     /// Rows of one tensor.
     fn read_stored_rows(
         &self,
-        place: &Place,
+        place: &StoredAt,
         rows: Range<u64>,
         out: &mut [f32],
     ) -> Result<(), ConversionError> {
@@ -130,7 +130,7 @@ impl WeightSource {
     pub(super) fn read_by_rows(
         &self,
         parameter: &Parameter,
-        place: &Place,
+        place: &StoredAt,
         rows: Range<u64>,
         to: DType,
         out: &mut [u8],

@@ -123,7 +123,7 @@ impl RawConfig {
         value: &str,
         argument: &str,
     ) -> Result<BTreeSet<String>, ConfigError> {
-        let document = Document { text: value, kind: Kind::Argument(argument) };
+        let document = Document { text: value, kind: NodeKind::Argument(argument) };
         if value.len() as u64 > MAX_BYTES {
             return Err(ConfigError::TooLarge { origin: shortened(argument), limit: MAX_BYTES });
         }
@@ -220,7 +220,7 @@ fn layer_of(text: &str, origin: &str) -> Result<(RawConfig, Vec<Wrong>), ConfigE
     if text.len() as u64 > MAX_BYTES {
         return Err(ConfigError::TooLarge { origin, limit: MAX_BYTES });
     }
-    let document = Document { text, kind: Kind::File(&origin) };
+    let document = Document { text, kind: NodeKind::File(&origin) };
     let node = document.parse()?;
     if matches!(node.value, Yaml::Null) {
         return Err(ConfigError::Empty { origin });
@@ -242,10 +242,10 @@ fn unlocated(value: Yaml) -> Node {
 /// A text with its name.
 struct Document<'a> {
     text: &'a str,
-    kind: Kind<'a>,
+    kind: NodeKind<'a>,
 }
 
-enum Kind<'a> {
+enum NodeKind<'a> {
     File(&'a str),
     Argument(&'a str),
 }
@@ -253,8 +253,8 @@ enum Kind<'a> {
 impl Document<'_> {
     fn place(&self, location: Location) -> Place {
         match self.kind {
-            Kind::File(origin) => Place::in_text(origin, self.text, location),
-            Kind::Argument(argument) => Place::argument(argument),
+            NodeKind::File(origin) => Place::in_text(origin, self.text, location),
+            NodeKind::Argument(argument) => Place::argument(argument),
         }
     }
 

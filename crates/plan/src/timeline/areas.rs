@@ -161,6 +161,33 @@ mod tests {
         assert_eq!(drawn.areas, areas.into());
     }
 
+    /// What is as large as the least that is seen is drawn; as many as the most are.
+    #[test]
+    fn the_edge_of_what_is_drawn() {
+        let apart = |count: usize, width: f64, height: f64| {
+            let all = vec![(Tag::Weights, rectangle(0.0, 0.0, width, height)); count];
+            super::drawn(&all, [20.0, 20.0]).apart.len()
+        };
+        assert_eq!(
+            [apart(1, 1.0, 4.0), apart(1, 4.0, 1.0), apart(1, 0.9, 4.0), apart(1, 4.0, 0.9)],
+            [1, 1, 0, 0]
+        );
+        assert_eq!(apart(MOST_RECTANGLES, 1.0, 1.0), MOST_RECTANGLES);
+        assert_eq!(apart(MOST_RECTANGLES + 1, 1.0, 1.0), 0);
+        assert_eq!(apart(MOST_RECTANGLES + 1, 1.6, 1.6), 0);
+        // Sizes go up by halves: of these, the larger are left.
+        let mixed: Vec<(Tag, Rectangle)> = (0..2 * MOST_RECTANGLES)
+            .map(|i| if i % 2 == 0 { 1.6 } else { 2.0 })
+            .map(|size| (Tag::Weights, rectangle(0.0, 0.0, size, size)))
+            .collect();
+        assert_eq!(super::drawn(&mixed, [20.0, 20.0]).apart.len(), 0);
+        let mixed: Vec<(Tag, Rectangle)> = (0..2 * MOST_RECTANGLES)
+            .map(|i| if i % 2 == 0 { 1.4 } else { 1.6 })
+            .map(|size| (Tag::Weights, rectangle(0.0, 0.0, size, size)))
+            .collect();
+        assert_eq!(super::drawn(&mixed, [20.0, 20.0]).apart.len(), MOST_RECTANGLES);
+    }
+
     #[test]
     fn there_is_a_most_of_what_is_drawn() {
         let tags = [Tag::Weights, Tag::Logits, Tag::Activations];

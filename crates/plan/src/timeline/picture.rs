@@ -358,3 +358,6 @@ fn seconds(time: f64, step: f64) -> String {
     let decimals = (-step.log10().floor()).clamp(0.0, 9.0) as usize;
     format!("{time:.decimals$} s")
 }
+
+#[cfg(test)]
+mod tests;

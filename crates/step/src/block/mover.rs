@@ -101,7 +101,7 @@ impl<'a, D: Device> Mover<'a, D> {
             }
             (Lent::Nothing(tensor), _) => {
                 let moved = Transit::count(&self.tiers, parcel, direction);
-                let due = self.device.clock().map(|clock| clock.transfer(moved)).unwrap_or_default();
+                let due = self.device.transfer(moved);
                 Ok(Moving::Dry(tensor, due))
             }
         }
@@ -123,9 +123,7 @@ impl<'a, D: Device> Mover<'a, D> {
     fn arrived(&self, moving: Moving) -> Result<Tensor, StepError> {
         match moving {
             Moving::Dry(tensor, due) => {
-                if let Some(clock) = self.device.clock() {
-                    clock.wait(due);
-                }
+                self.device.wait(due);
                 Ok(tensor)
             }
             Moving::Under(event) => {

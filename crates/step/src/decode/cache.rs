@@ -21,7 +21,7 @@ pub(super) struct KvCache<'a, D: Device> {
     device: &'a D,
     layers: Vec<Geometry>,
     head_dim: u64,
-    place: Place<'a, D>,
+    place: CacheHome<'a, D>,
 }
 
 /// How a layer's keys and values lie.
@@ -32,7 +32,7 @@ struct Geometry {
     window: Option<u64>,
 }
 
-enum Place<'a, D: Device> {
+enum CacheHome<'a, D: Device> {
     Device(Vec<[Tensor; 2]>),
     Away(Away<'a, D>),
 }
@@ -75,7 +75,7 @@ impl<'a, D: Device> KvCache<'a, D> {
                     tensors.push([alloc("k")?, alloc("v")?]);
                 }
                 device.arena().enter(Phase::Setup, None);
-                Place::Device(tensors)
+                CacheHome::Device(tensors)
             }
             tier => {
                 let mut parcels = HashMap::new();
@@ -90,7 +90,7 @@ impl<'a, D: Device> KvCache<'a, D> {
                 }
                 device.arena().enter(Phase::Setup, None);
                 let pool = Parcels::new(device, tiers, parcels, BUFFERS, "kv.staging")?;
-                Place::Away(Away { row_bytes: dtype.bytes_for(columns).unwrap_or(0), pool })
+                CacheHome::Away(Away { row_bytes: dtype.bytes_for(columns).unwrap_or(0), pool })
             }
         };
         Ok(KvCache { device, layers, head_dim: attention.head_dim, place })
@@ -111,7 +111,7 @@ impl<'a, D: Device> KvCache<'a, D> {
 
     /// Prepares for a pass through all layers, in which `n` positions follow `past` others.
     pub fn begin(&mut self, past: u64, n: u64) -> Result<(), StepError> {
-        let Place::Away(Away { row_bytes, pool }) = &mut self.place else { return Ok(()) };
+        let CacheHome::Away(Away { row_bytes, pool }) = &mut self.place else { return Ok(()) };
         for (layer, geometry) in (0..).zip(&self.layers) {
             let Some(mut parcel) = pool.get_mut(layer) else { continue };
             // A ring may hold them anywhere.
@@ -139,8 +139,8 @@ impl<'a, D: Device> KvCache<'a, D> {
     ) -> Result<(Tensor, Tensor), StepError> {
         let missing = StepError::MissingWeight { block: BlockId::Layer(layer), role: Role::KProj };
         let [k, v] = match &mut self.place {
-            Place::Device(tensors) => tensors.get(layer as usize).cloned().ok_or(missing)?,
-            Place::Away(Away { pool, .. }) => {
+            CacheHome::Device(tensors) => tensors.get(layer as usize).cloned().ok_or(missing)?,
+            CacheHome::Away(Away { pool, .. }) => {
                 let mut views = pool.take(layer)?.into_iter().map(|(_, tensor)| tensor);
                 match (views.next(), views.next()) {
                     (Some(k), Some(v)) => [k, v],
@@ -156,14 +156,14 @@ impl<'a, D: Device> KvCache<'a, D> {
 
     /// Done with a layer, whose tensors are gone.
     pub fn leave(&mut self, layer: u32) -> Result<(), StepError> {
-        let Place::Away(Away { pool, .. }) = &mut self.place else { return Ok(()) };
+        let CacheHome::Away(Away { pool, .. }) = &mut self.place else { return Ok(()) };
         pool.release(layer, true);
         pool.advance()
     }
 
     /// Waits until everything that was written is where it lives.
     pub fn settle(&mut self) -> Result<(), StepError> {
-        let Place::Away(Away { pool, .. }) = &mut self.place else { return Ok(()) };
+        let CacheHome::Away(Away { pool, .. }) = &mut self.place else { return Ok(()) };
         pool.flush()
     }
 }

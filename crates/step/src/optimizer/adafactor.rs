@@ -4,7 +4,7 @@
 use plimsoll_device::{Adafactor, DType, Device, Rule, SecondMoment};
 
 use super::state::{NewState, StateKind};
-use super::{AdafactorSettings, Job};
+use super::{AdafactorSettings, ParameterStep};
 use crate::StepError;
 
 pub(super) fn allocate<D: Device>(
@@ -20,7 +20,10 @@ pub(super) fn allocate<D: Device>(
     if settings.beta1.is_some() { new.like_parameter(StateKind::FirstMoment, DType::F32) } else { Ok(()) }
 }
 
-pub(super) fn update<D: Device>(job: &Job<'_, D>, settings: &AdafactorSettings) -> Result<(), StepError> {
+pub(super) fn update<D: Device>(
+    job: &ParameterStep<'_, D>,
+    settings: &AdafactorSettings,
+) -> Result<(), StepError> {
     let factors = job.find(StateKind::SecondMomentRows).zip(job.find(StateKind::SecondMomentColumns));
     let second = match factors {
         Some((rows, columns)) => SecondMoment::Factored { rows, columns },

@@ -6,7 +6,7 @@ use plimsoll_device::{DType, Device, Rule};
 use plimsoll_model::{Parameter, ParameterKind, Role};
 
 use super::state::{NewState, StateKind};
-use super::{AdamSettings, Job, adamw};
+use super::{AdamSettings, ParameterStep, adamw};
 use crate::StepError;
 
 pub(super) fn allocate<D: Device>(new: &mut NewState<'_, D>, head_dim: u64) -> Result<(), StepError> {
@@ -19,7 +19,7 @@ pub(super) fn allocate<D: Device>(new: &mut NewState<'_, D>, head_dim: u64) -> R
     }
 }
 
-pub(super) fn update<D: Device>(job: &Job<'_, D>, adam: AdamSettings) -> Result<(), StepError> {
+pub(super) fn update<D: Device>(job: &ParameterStep<'_, D>, adam: AdamSettings) -> Result<(), StepError> {
     if is_bias(job.parameter) {
         return adamw::update(job, adam);
     }

@@ -3,7 +3,7 @@
 use plimsoll_device::{Adam, DType, Device, Rule};
 
 use super::state::{NewState, StateKind};
-use super::{AdamSettings, Job};
+use super::{AdamSettings, ParameterStep};
 use crate::StepError;
 
 /// First and second moment in `dtype`.
@@ -12,12 +12,12 @@ pub(super) fn allocate<D: Device>(new: &mut NewState<'_, D>, dtype: DType) -> Re
     new.like_parameter(StateKind::SecondMoment, dtype)
 }
 
-pub(super) fn update<D: Device>(job: &Job<'_, D>, adam: AdamSettings) -> Result<(), StepError> {
+pub(super) fn update<D: Device>(job: &ParameterStep<'_, D>, adam: AdamSettings) -> Result<(), StepError> {
     step(job, numbers(job, adam))
 }
 
 /// A step with the given numbers on the moments that [`allocate`] made.
-pub(super) fn step<D: Device>(job: &Job<'_, D>, hyper: Adam) -> Result<(), StepError> {
+pub(super) fn step<D: Device>(job: &ParameterStep<'_, D>, hyper: Adam) -> Result<(), StepError> {
     job.run(Rule::AdamW {
         m: job.state(StateKind::FirstMoment)?,
         v: job.state(StateKind::SecondMoment)?,
@@ -26,7 +26,7 @@ pub(super) fn step<D: Device>(job: &Job<'_, D>, hyper: Adam) -> Result<(), StepE
 }
 
 /// The numbers of a job's step.
-pub(super) fn numbers<D: Device>(job: &Job<'_, D>, adam: AdamSettings) -> Adam {
+pub(super) fn numbers<D: Device>(job: &ParameterStep<'_, D>, adam: AdamSettings) -> Adam {
     let AdamSettings { beta1, beta2, epsilon } = adam;
     Adam { lr: job.lr, beta1, beta2, epsilon, weight_decay: job.weight_decay, step: job.step }
 }

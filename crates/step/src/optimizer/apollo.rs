@@ -5,7 +5,7 @@ use plimsoll_device::{Apollo, Channels, DType, Device, DeviceExt, Rule, Subspace
 
 use super::low_rank::{Projected, allocate_moments, update_plain};
 use super::state::{NewState, StateKind};
-use super::{ApolloChannels, Job, LowRankSettings, adamw, mix};
+use super::{ApolloChannels, LowRankSettings, ParameterStep, adamw, mix};
 use crate::StepError;
 
 /// Added to the projected gradient's norm.
@@ -26,7 +26,7 @@ pub(super) fn allocate<D: Device>(
 }
 
 pub(super) fn update<D: Device>(
-    job: &Job<'_, D>,
+    job: &ParameterStep<'_, D>,
     settings: &LowRankSettings,
     channels: ApolloChannels,
 ) -> Result<(), StepError> {

@@ -4,7 +4,7 @@
 use plimsoll_device::{Adam, DType, Device, Rule};
 
 use super::state::{NewState, StateKind, codes};
-use super::{AdamSettings, EightBit, Job, LionSettings, adamw, decay_after_step, lion};
+use super::{AdamSettings, EightBit, LionSettings, ParameterStep, adamw, decay_after_step, lion};
 use crate::StepError;
 
 pub(super) fn allocate_adamw<D: Device>(new: &mut NewState<'_, D>, bits: EightBit) -> Result<(), StepError> {
@@ -16,7 +16,10 @@ pub(super) fn allocate_adamw<D: Device>(new: &mut NewState<'_, D>, bits: EightBi
 }
 
 /// Weights decay after the step, those with f32 states too.
-pub(super) fn update_adamw<D: Device>(job: &Job<'_, D>, adam: AdamSettings) -> Result<(), StepError> {
+pub(super) fn update_adamw<D: Device>(
+    job: &ParameterStep<'_, D>,
+    adam: AdamSettings,
+) -> Result<(), StepError> {
     let hyper = adamw::numbers(job, adam);
     let m = codes(job.state, StateKind::FirstMoment, StateKind::FirstMomentAbsmax);
     let v = codes(job.state, StateKind::SecondMoment, StateKind::SecondMomentAbsmax);
@@ -37,7 +40,10 @@ pub(super) fn allocate_lion<D: Device>(new: &mut NewState<'_, D>, bits: EightBit
     }
 }
 
-pub(super) fn update_lion<D: Device>(job: &Job<'_, D>, numbers: LionSettings) -> Result<(), StepError> {
+pub(super) fn update_lion<D: Device>(
+    job: &ParameterStep<'_, D>,
+    numbers: LionSettings,
+) -> Result<(), StepError> {
     match codes(job.state, StateKind::FirstMoment, StateKind::FirstMomentAbsmax) {
         Some(m) => job.run(Rule::Lion8bit { m, hyper: lion::numbers(job, numbers) }),
         None => lion::update(job, numbers),

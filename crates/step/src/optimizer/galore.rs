@@ -11,7 +11,7 @@ use plimsoll_device::{
 
 use super::low_rank::{Projected, allocate_moments, update_plain};
 use super::state::{NewState, StateKind};
-use super::{Job, LowRankSettings, adamw, mix};
+use super::{LowRankSettings, ParameterStep, adamw, mix};
 use crate::StepError;
 
 /// Dimensions of the iteration beyond those that are kept.
@@ -34,7 +34,10 @@ pub(super) fn allocate<D: Device>(
     }
 }
 
-pub(super) fn update<D: Device>(job: &Job<'_, D>, settings: &LowRankSettings) -> Result<(), StepError> {
+pub(super) fn update<D: Device>(
+    job: &ParameterStep<'_, D>,
+    settings: &LowRankSettings,
+) -> Result<(), StepError> {
     let Some(shape) = Projected::of(job.parameter, settings.rank) else {
         return update_plain(job, settings.adam);
     };
@@ -56,7 +59,7 @@ pub(super) fn update<D: Device>(job: &Job<'_, D>, settings: &LowRankSettings) ->
 
 /// Projects the direction back, some rows at a time, and takes it off the weights, which decay afterwards.
 fn apply<D: Device>(
-    job: &Job<'_, D>,
+    job: &ParameterStep<'_, D>,
     shape: Projected,
     projection: &Tensor,
     low: &Tensor,
@@ -104,7 +107,7 @@ fn apply<D: Device>(
 /// Fills the projection with the singular vectors of the gradient's largest singular values: right ones of a tall
 /// matrix in rows, left ones of a wide one in columns.
 fn find_projection<D: Device>(
-    job: &Job<'_, D>,
+    job: &ParameterStep<'_, D>,
     shape: Projected,
     projection: &Tensor,
 ) -> Result<(), StepError> {

@@ -3,19 +3,19 @@
 use plimsoll_device::{DType, Device, Lion, Rule};
 
 use super::state::{NewState, StateKind};
-use super::{Job, LionSettings};
+use super::{LionSettings, ParameterStep};
 use crate::StepError;
 
 pub(super) fn allocate<D: Device>(new: &mut NewState<'_, D>) -> Result<(), StepError> {
     new.like_parameter(StateKind::FirstMoment, DType::F32)
 }
 
-pub(super) fn update<D: Device>(job: &Job<'_, D>, settings: LionSettings) -> Result<(), StepError> {
+pub(super) fn update<D: Device>(job: &ParameterStep<'_, D>, settings: LionSettings) -> Result<(), StepError> {
     job.run(Rule::Lion { m: job.state(StateKind::FirstMoment)?, hyper: numbers(job, settings) })
 }
 
 /// The numbers of a job's step.
-pub(super) fn numbers<D: Device>(job: &Job<'_, D>, settings: LionSettings) -> Lion {
+pub(super) fn numbers<D: Device>(job: &ParameterStep<'_, D>, settings: LionSettings) -> Lion {
     let LionSettings { beta1, beta2 } = settings;
     Lion { lr: job.lr, beta1, beta2, weight_decay: job.weight_decay }
 }

@@ -8,7 +8,7 @@ use plimsoll_memory::Tag;
 use plimsoll_model::Parameter;
 
 use super::state::{NewState, StateKind};
-use super::{AdamSettings, Job, adamw, decay_after_step};
+use super::{AdamSettings, ParameterStep, adamw, decay_after_step};
 use crate::StepError;
 
 /// The shapes of a projection.
@@ -56,14 +56,17 @@ pub(super) fn allocate_moments<D: Device>(new: &mut NewState<'_, D>, rank: u64) 
 
 /// The step of a parameter whose gradient is not projected, with the AdamW that both packages have: epsilon is added
 /// before the bias correction, and weights decay after the step.
-pub(super) fn update_plain<D: Device>(job: &Job<'_, D>, adam: AdamSettings) -> Result<(), StepError> {
+pub(super) fn update_plain<D: Device>(
+    job: &ParameterStep<'_, D>,
+    adam: AdamSettings,
+) -> Result<(), StepError> {
     let hyper = adamw::numbers(job, adam);
     let (lr, weight_decay) = decay_after_step(hyper.lr, hyper.weight_decay);
     let epsilon = hyper.epsilon / hyper.root_of_correction2();
     adamw::step(job, Adam { lr, weight_decay, epsilon, ..hyper })
 }
 
-impl<D: Device> Job<'_, D> {
+impl<D: Device> ParameterStep<'_, D> {
     /// An f32 tensor for the time of the step.
     pub(super) fn workspace(&self, shape: &[u64], name: &'static str) -> Result<Tensor, StepError> {
         Ok(self.device.alloc(DType::F32, shape, Tag::Workspace, name)?)

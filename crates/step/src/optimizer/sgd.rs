@@ -3,7 +3,7 @@
 use plimsoll_device::{DType, Device, Rule, Sgd};
 
 use super::state::{NewState, StateKind};
-use super::{Job, SgdSettings};
+use super::{ParameterStep, SgdSettings};
 use crate::StepError;
 
 pub(super) fn allocate<D: Device>(
@@ -13,7 +13,7 @@ pub(super) fn allocate<D: Device>(
     if settings.momentum > 0.0 { new.like_parameter(StateKind::FirstMoment, DType::F32) } else { Ok(()) }
 }
 
-pub(super) fn update<D: Device>(job: &Job<'_, D>, settings: &SgdSettings) -> Result<(), StepError> {
+pub(super) fn update<D: Device>(job: &ParameterStep<'_, D>, settings: &SgdSettings) -> Result<(), StepError> {
     let hyper = Sgd {
         lr: job.lr,
         momentum: settings.momentum,

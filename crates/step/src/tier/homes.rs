@@ -12,7 +12,7 @@ use plimsoll_disk::{CopyStream, DiskError, Event, LowerTiers};
 use plimsoll_memory::Region;
 
 use super::parcel::Parcel;
-use super::pool::{Carrier, Memory};
+use super::pool::{BufferMemory, Carrier};
 use super::transit::{Direction, Transit};
 
 /// A buffer's memory, behind its move, and what came of that.
@@ -52,14 +52,14 @@ impl<K: Copy + Eq + Hash, T> Carrier<K> for Homes<K, T> {
         parcels.get(&key).map(|parcel| Transit::count(&self.tiers, parcel, direction)).unwrap_or_default()
     }
 
-    fn begin(&mut self, key: K, direction: Direction, memory: Memory<K>) {
+    fn begin(&mut self, key: K, direction: Direction, memory: BufferMemory<K>) {
         let parcels = self.parcels.borrow();
         let (Some(parcel), Some(stream)) = (parcels.get(&key), &self.stream) else { return };
         let transit = Transit::of(parcel, direction);
         let (tiers, on_disk) = (Arc::clone(&self.tiers), transit.is_on_disk());
         let event = match memory {
-            Memory::Here(memory) => stream.begin(on_disk, move || Some(transit.run(&tiers, memory))),
-            Memory::Behind(before) => {
+            BufferMemory::Here(memory) => stream.begin(on_disk, move || Some(transit.run(&tiers, memory))),
+            BufferMemory::Behind(before) => {
                 let Some(before) = self.under_way.remove(&before) else { return };
                 let failed = Arc::clone(&self.failed);
                 stream.begin(on_disk, move || {

@@ -27,7 +27,7 @@ pub(crate) trait Carrier<K> {
     }
 
     /// Begins to move a parcel between its homes and memory that has room for it from its first whole page on.
-    fn begin(&mut self, key: K, direction: Direction, memory: Memory<K>);
+    fn begin(&mut self, key: K, direction: Direction, memory: BufferMemory<K>);
 
     /// Waits until a parcel's move is done, and gives the memory back; `None` where nothing was begun, or all has ended.
     fn finish(&mut self, key: K) -> Option<(Region, Result<(), DiskError>)>;
@@ -38,7 +38,7 @@ pub(crate) trait Carrier<K> {
 
 /// The memory of a buffer.
 #[derive(Debug)]
-pub(crate) enum Memory<K> {
+pub(crate) enum BufferMemory<K> {
     Here(Region),
     /// That of a parcel which is written back before.
     Behind(K),
@@ -206,7 +206,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
             let Some(tensor) = self.empty(index)? else { return Ok(()) };
             return self.start(index, key, tensor, Direction::Prefetch);
         };
-        carrier.begin(key, Direction::Prefetch, Memory::Behind(before));
+        carrier.begin(key, Direction::Prefetch, BufferMemory::Behind(before));
         if let Some(buffer) = self.buffers.get_mut(index) {
             *buffer =
                 Buffer::Moving { key, tensor: None, direction: Direction::Prefetch, due: Due::default() };
@@ -235,12 +235,12 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
             None => Some(tensor),
             Some(carrier) => match self.device.lend(tensor)? {
                 Lent::Memory(memory) => {
-                    carrier.begin(key, direction, Memory::Here(memory));
+                    carrier.begin(key, direction, BufferMemory::Here(memory));
                     None
                 }
                 Lent::Nothing(tensor) => {
                     let moved = carrier.count(key, direction);
-                    due = self.device.clock().map(|clock| clock.transfer(moved)).unwrap_or_default();
+                    due = self.device.transfer(moved);
                     Some(tensor)
                 }
             },
@@ -255,9 +255,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
     fn finish(&mut self, index: usize) -> Result<(), StepError> {
         let Some(buffer) = self.buffers.get_mut(index) else { return Ok(()) };
         let Buffer::Moving { key, tensor, direction, due } = buffer else { return Ok(()) };
-        if let Some(clock) = self.device.clock() {
-            clock.wait(*due);
-        }
+        self.device.wait(*due);
         let (key, released) = (*key, *direction == Direction::WriteBack);
         let (tensor, outcome) = match (tensor.take(), &mut self.carrier) {
             (Some(tensor), _) => (Some(tensor), Ok(())),

@@ -2,7 +2,7 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use plimsoll_device::{Device, Iterations};
+use plimsoll_device::{Device, Iterations, KnownRounds};
 use plimsoll_disk::Moved;
 
 use super::Trainer;
@@ -30,21 +30,25 @@ impl<D: Device> Iterations for Passes<'_, '_, D> {
         Ok(())
     }
 
-    /// What lies in the buffers, and on the tiers below.
-    fn state(&self) -> u64 {
+    /// What lies in the buffers and on the tiers below, and which gradients there are.
+    fn state(&self) -> Option<u64> {
         let mut hasher = DefaultHasher::new();
         let Trainer { weights, gradients, optimizer, tiers, .. } = &*self.trainer;
         weights.hash_buffers(&mut hasher);
-        gradients.hash_buffers(&mut hasher);
+        gradients.hash_state(&mut hasher);
         optimizer.hash_buffers(&mut hasher);
         tiers.host().layout().hash(&mut hasher);
         tiers.disk().layout().hash(&mut hasher);
-        hasher.finish()
+        Some(hasher.finish())
     }
 
     fn totals(&self) -> [u64; 2] {
         let Moved { read, written } = self.trainer.tiers.moved();
         [read, written]
+    }
+
+    fn known(&mut self) -> Option<&mut KnownRounds> {
+        Some(&mut self.trainer.known_passes)
     }
 
     fn count(&mut self, [read, written]: [u64; 2]) {

@@ -106,7 +106,7 @@ pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
             let (rows, columns) =
                 if share_a { (&shared_lines, &strips_lines) } else { (&strips_lines, &shared_lines) };
             for k_part in parts_or_nothing(k, k_block) {
-                let place = Place { first: k_part.start == 0, last: k_part.end == k, rows, columns };
+                let place = ProductPart { first: k_part.start == 0, last: k_part.end == k, rows, columns };
                 let round = Round {
                     kernels,
                     share_a,
@@ -127,7 +127,7 @@ pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
 }
 
 /// Which part of the product a round computes.
-struct Place<'a> {
+struct ProductPart<'a> {
     /// Whether it is the first and the last block of k.
     first: bool,
     last: bool,
@@ -136,7 +136,7 @@ struct Place<'a> {
 }
 
 /// Where the sums of a round start from and go to. `beside` is memory for f32 sums that C cannot hold.
-fn sums(product: &Product, place: &Place<'_>, beside: Option<Memory>) -> Sums {
+fn sums(product: &Product, place: &ProductPart<'_>, beside: Option<Memory>) -> Sums {
     let c = product.c;
     let finish = match (c.dtype, product.accumulate) {
         (DType::Bf16, false) => Finish::Bf16,

@@ -1,10 +1,10 @@
 //! Non-linearities on the CPU.
 
-use super::Job;
+use super::KernelCall;
 use crate::Activation;
 use crate::cpu::kernels::activation::{activate, activate_backward, gated, gated_backward};
 
-pub(super) fn run(op: Activation<'_>, Job { exec, t, .. }: Job<'_>) {
+pub(super) fn run(op: Activation<'_>, KernelCall { exec, t, .. }: KernelCall<'_>) {
     match op {
         Activation::Gated { gate, up, out, activation } => {
             let (gate, up) = (t.input(gate, &[out]), t.input(up, &[out]));

@@ -1,11 +1,11 @@
 //! Attention and its cache on the CPU.
 
-use super::Job;
+use super::KernelCall;
 use crate::Attention;
 use crate::cpu::kernels::attention::{Geometry, backward, forward};
 use crate::cpu::kernels::cache;
 
-pub(super) fn run(op: Attention<'_>, job: Job<'_>) {
+pub(super) fn run(op: Attention<'_>, job: KernelCall<'_>) {
     let (exec, t) = (job.exec, job.t);
     match op {
         Attention::WriteCache { x, cache, first, head_dim } => {

@@ -1,11 +1,11 @@
 //! Element by element on the CPU.
 
-use super::Job;
+use super::KernelCall;
 use crate::cpu::kernels::elementwise::{add, fill, scale};
 use crate::cpu::kernels::{cast, dropout};
 use crate::{DType, Elementwise};
 
-pub(super) fn run(op: Elementwise<'_>, Job { exec, t, .. }: Job<'_>) {
+pub(super) fn run(op: Elementwise<'_>, KernelCall { exec, t, .. }: KernelCall<'_>) {
     match op {
         Elementwise::Fill { out, value } => fill(exec, t.floats_mut(out), value),
         Elementwise::Cast { x, out, .. } if x.dtype() == DType::U32 => {

@@ -1,10 +1,10 @@
 //! Rows of tables on the CPU.
 
-use super::{Job, in_table};
+use super::{KernelCall, in_table};
 use crate::Embedding;
 use crate::cpu::kernels::embedding::{embedding, embedding_backward};
 
-pub(super) fn run(op: Embedding<'_>, job: Job<'_>) -> Result<(), String> {
+pub(super) fn run(op: Embedding<'_>, job: KernelCall<'_>) -> Result<(), String> {
     let (exec, t) = (job.exec, job.t);
     match op {
         Embedding::Lookup { tokens, table, out } => {

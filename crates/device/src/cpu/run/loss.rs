@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use super::{Job, in_table};
+use super::{KernelCall, in_table};
 use crate::cpu::kernels::cross_entropy::{Labels, cross_entropy, gradient_of_runs, logit_runs, loss_of_runs};
 use crate::cpu::slices::Slices;
 use crate::{IGNORED_TARGET, Loss, PIECE_ROWS, Tensor};
 
-pub(super) fn run(op: Loss<'_>, Job { exec, t, .. }: Job<'_>) -> Result<(), String> {
+pub(super) fn run(op: Loss<'_>, KernelCall { exec, t, .. }: KernelCall<'_>) -> Result<(), String> {
     match op {
         Loss::CrossEntropy { logits, targets, weights, losses, soft_cap, gradient_scale } => {
             in_vocabulary(t.u32s(targets), logits.columns(), logits)?;

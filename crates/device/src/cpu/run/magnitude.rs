@@ -1,10 +1,10 @@
 //! Lengths of rows and factors of columns on the CPU.
 
-use super::Job;
+use super::KernelCall;
 use crate::Magnitude;
 use crate::cpu::kernels::dora::{ColumnFactors, Sum, column_dots, row_lengths, row_squares, scale_columns};
 
-pub(super) fn run(op: Magnitude<'_>, job: Job<'_>) {
+pub(super) fn run(op: Magnitude<'_>, job: KernelCall<'_>) {
     let (exec, t) = (job.exec, job.t);
     match op {
         Magnitude::RowSquares { x, out } => {

@@ -1,11 +1,11 @@
 //! Norms on the CPU.
 
-use super::Job;
+use super::KernelCall;
 use crate::Norm;
 use crate::cpu::kernels::layer_norm::{layer_norm, layer_norm_backward};
 use crate::cpu::kernels::rms_norm::{Weight, rms_norm, rms_norm_backward};
 
-pub(super) fn run(op: Norm<'_>, job: Job<'_>) {
+pub(super) fn run(op: Norm<'_>, job: KernelCall<'_>) {
     let (exec, t) = (job.exec, job.t);
     match op {
         Norm::RmsNorm { x, weight, weight_offset, epsilon, out, rstd } => {

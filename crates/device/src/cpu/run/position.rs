@@ -1,10 +1,10 @@
 //! Rotary embeddings on the CPU.
 
-use super::{Job, in_table};
+use super::{KernelCall, in_table};
 use crate::Position;
 use crate::cpu::kernels::rope::{Angles, rope};
 
-pub(super) fn run(op: Position<'_>, Job { exec, t, .. }: Job<'_>) -> Result<(), String> {
+pub(super) fn run(op: Position<'_>, KernelCall { exec, t, .. }: KernelCall<'_>) -> Result<(), String> {
     let Position::Rope { x, positions, cos, sin, head_dim, inverse } = op;
     in_table("position", t.u32s(positions), cos.rows(), None, cos)?;
     let angles = Angles { cos: t.f32s(cos), sin: t.f32s(sin), pairs: cos.columns() as usize };

@@ -1,11 +1,11 @@
 //! Matrix products and biases on the CPU.
 
-use super::Job;
+use super::KernelCall;
 use crate::Product;
 use crate::cpu::kernels::column_sums::bias_backward;
 use crate::cpu::kernels::elementwise::add_rows;
 
-pub(super) fn run(op: Product<'_>, job: Job<'_>) {
+pub(super) fn run(op: Product<'_>, job: KernelCall<'_>) {
     let (exec, t) = (job.exec, job.t);
     match op {
         Product::Linear { x, weight, bias, out, accumulate, compute } => {

@@ -1,10 +1,10 @@
 //! Activations to codes and back on the CPU.
 
-use super::Job;
+use super::KernelCall;
 use crate::cpu::kernels::{fp8, int8};
 use crate::{DType, Quantization};
 
-pub(super) fn run(op: Quantization<'_>, Job { exec, t, .. }: Job<'_>) {
+pub(super) fn run(op: Quantization<'_>, KernelCall { exec, t, .. }: KernelCall<'_>) {
     match op {
         Quantization::QuantizeInt8 { x, codes, scales, block } => {
             int8::quantize(exec, t.floats(x), t.i8s_mut(codes), t.f32s_mut(scales), block as usize);

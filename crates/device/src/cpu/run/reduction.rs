@@ -1,10 +1,10 @@
 //! Sums over whole tensors on the CPU.
 
-use super::Job;
+use super::KernelCall;
 use crate::Reduction;
 use crate::cpu::kernels::sum_squares::sum_squares;
 
-pub(super) fn run(op: Reduction<'_>, job: Job<'_>) {
+pub(super) fn run(op: Reduction<'_>, job: KernelCall<'_>) {
     let (exec, t) = (job.exec, job.t);
     match op {
         Reduction::SumSquares { x, out } => {

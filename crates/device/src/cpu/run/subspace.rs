@@ -1,12 +1,12 @@
 //! Bases of subspaces, and what is done with gradients in them, on the CPU.
 
-use super::Job;
+use super::KernelCall;
 use crate::Subspace;
 use crate::cpu::kernels::random::random_normal;
 use crate::cpu::kernels::subspace::{eigenvectors, orthonormalize};
 use crate::cpu::kernels::update::{adam_direction, norm_ratios};
 
-pub(super) fn run(op: Subspace<'_>, job: Job<'_>) {
+pub(super) fn run(op: Subspace<'_>, job: KernelCall<'_>) {
     let (exec, t) = (job.exec, job.t);
     match op {
         Subspace::AdamDirection { grad, m, v, out, hyper } => {

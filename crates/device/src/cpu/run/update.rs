@@ -1,12 +1,12 @@
 //! Steps of optimizers on the CPU.
 
-use super::Job;
+use super::KernelCall;
 use crate::cpu::kernels::update::{
     CodesMut, Second, Weights, adafactor, adam_mini, adamw, adamw_8bit, apollo, lion, lion_8bit, sgd,
 };
 use crate::{Codes, Rule, SecondMoment, Update};
 
-pub(super) fn run(step: Update<'_>, job: Job<'_>) {
+pub(super) fn run(step: Update<'_>, job: KernelCall<'_>) {
     let (exec, t) = (job.exec, job.t);
     let weights = Weights {
         param: t.floats_mut(step.param),

@@ -44,11 +44,11 @@ impl World {
 struct Slow(Rc<RefCell<World>>);
 
 impl Carrier<u32> for Slow {
-    fn begin(&mut self, key: u32, direction: Direction, memory: Memory<u32>) {
+    fn begin(&mut self, key: u32, direction: Direction, memory: BufferMemory<u32>) {
         let mut world = self.0.borrow_mut();
         let mut memory = match memory {
-            Memory::Here(memory) => memory,
-            Memory::Behind(before) => {
+            BufferMemory::Here(memory) => memory,
+            BufferMemory::Behind(before) => {
                 let (memory, outcome) = world.end(before).unwrap();
                 world.failed |= outcome.is_err();
                 memory
