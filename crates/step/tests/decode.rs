@@ -2,13 +2,14 @@
 
 mod common;
 
+use std::path::Path;
 use std::sync::Arc;
 
 use common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry, IGNORED_TARGET};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Tag, Tier};
-use plimsoll_model::{ModelSpec, SlidingWindow};
+use plimsoll_model::{ModelSpec, RopeSpec, SlidingWindow};
 use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, WeightStorage};
 
 fn decoder<D: Device>(device: &D, spec: ModelSpec, settings: DecodeSettings) -> Decoder<'_, D> {
@@ -220,29 +221,92 @@ fn a_cache_may_live_on_disk() {
             ..spec
         };
         for cache in [DType::F32, DType::Q8_0] {
-            let run = |cache_tier| {
-                let settings = DecodeSettings { cache, cache_tier, context: 60, ..settings(7) };
-                let (dry, dry_tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
-                let storage = WeightStorage::new(&|_| DType::F32);
-                let mut planned =
-                    Decoder::with_tiers(&dry, &dry_tiers, spec.clone(), settings, storage).unwrap();
-                say(&mut planned, &tokens);
-                let planned = [dry.arena().high_water(), dry_tiers.disk().high_water()];
-                let device = Cpu::new(planned[0], CpuOptions { threads: Some(2), isa: None }).unwrap();
-                let spill = SpillSettings { folder: folder.path().to_owned(), budget: None, direct: true };
-                let tiers = Arc::new(LowerTiers::open(0, planned[1], &spill).unwrap());
-                let mut decoder =
-                    Decoder::with_tiers(&device, &tiers, spec.clone(), settings, storage).unwrap();
-                decoder.load(fill).unwrap();
-                let said = say(&mut decoder, &tokens);
-                assert_eq!([device.arena().high_water(), tiers.disk().high_water()], planned);
-                (said, planned)
-            };
-            let ((memory, _), (disk, planned)) = (run(Tier::Device), run(Tier::Disk));
-            assert!(memory == disk, "{} {cache}", spec.architecture);
-            assert!(planned[1] > 0);
+            said_alike(folder.path(), &spec, cache, &tokens);
         }
     }
+}
+
+/// The same with rows of a KiB, so that a page holds four positions: rows that are not read or written are missed. A layer
+/// with a window holds fewer positions than it has seen, anywhere.
+#[test]
+fn a_cache_of_many_pages_may_live_on_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tokens, _) = tokens(4, 1, 60);
+    let wide = |spec: ModelSpec| ModelSpec {
+        attention: plimsoll_model::AttentionSpec {
+            head_dim: 128,
+            local_rope: None,
+            rope: Some(RopeSpec::plain(128, 10_000.0)),
+            ..spec.attention.clone()
+        },
+        ..spec
+    };
+    for window in [3, 17, 40] {
+        said_alike(folder.path(), &wide(windowed(window)), DType::F32, &tokens);
+    }
+    said_alike(folder.path(), &wide(llama()), DType::F32, &tokens);
+}
+
+/// A pass reads the positions before it and writes its own, in whole pages; of a ring all of them. A few layers are still in
+/// their buffers from the pass before.
+#[test]
+fn a_cache_on_disk_moves_what_a_pass_needs() {
+    const ROW: u64 = 1024;
+    const LAYERS: u64 = 12;
+    const IN_BUFFERS: u64 = 4;
+    let mut spec = ModelSpec { num_layers: LAYERS as u32, ..windowed(9) };
+    let own = &mut spec.attention;
+    (own.head_dim, own.rope) = (128, Some(RopeSpec::plain(128, 10_000.0)));
+    let layers = (0..LAYERS).map(|layer| layer % 2 == 0).collect();
+    own.sliding_window = Some(SlidingWindow { size: 9, layers });
+    let settings = DecodeSettings { cache_tier: Tier::Disk, context: 60, ..settings(8) };
+    let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
+    let storage = WeightStorage::new(&|_| DType::F32);
+    let mut decoder = Decoder::with_tiers(&dry, &tiers, spec, settings, storage).unwrap();
+    // Windows hold nine positions and those of a pass less one.
+    let ring = 9 + 8 - 1;
+    let mut past = 0;
+    for n in [8, 8, 3, 1, 1, 8, 8] {
+        tiers.take_moved();
+        decoder.append(&vec![0; n as usize]).unwrap();
+        let moved = tiers.take_moved();
+        let of = |in_window: u64, elsewhere: u64| ROW * LAYERS * (in_window + elsewhere);
+        let full = past + n > ring;
+        let (read, written) = if full { (of(ring, past), of(ring, n)) } else { (of(past, past), of(n, n)) };
+        // Keys and values each have two ends in the middle of a page at most.
+        let pages = LAYERS * 2 * 2 * 4096;
+        let still_there = IN_BUFFERS * 2 * ROW * past.max(ring);
+        let reads = read.saturating_sub(still_there)..=read + pages;
+        assert!(reads.contains(&moved.read), "{past} + {n}: {moved:?} and {reads:?}");
+        assert!(
+            (written..=written + pages).contains(&moved.written),
+            "{past} + {n}: {moved:?} and {written}"
+        );
+        past += n;
+    }
+}
+
+/// Runs a decoder with its cache in memory and one with it on disk, each in the memory that was planned.
+fn said_alike(folder: &Path, spec: &ModelSpec, cache: DType, tokens: &[u32]) {
+    let run = |cache_tier| {
+        let settings = DecodeSettings { cache, cache_tier, context: 60, ..settings(7) };
+        let (dry, dry_tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
+        let storage = WeightStorage::new(&|_| DType::F32);
+        let mut planned = Decoder::with_tiers(&dry, &dry_tiers, spec.clone(), settings, storage).unwrap();
+        say(&mut planned, tokens);
+        let planned = [dry.arena().high_water(), dry_tiers.disk().high_water()];
+        let device = Cpu::new(planned[0], CpuOptions { threads: Some(2), isa: None }).unwrap();
+        let spill = SpillSettings { folder: folder.to_owned(), budget: None, direct: true };
+        let tiers = Arc::new(LowerTiers::open(0, planned[1], &spill).unwrap());
+        let mut decoder = Decoder::with_tiers(&device, &tiers, spec.clone(), settings, storage).unwrap();
+        decoder.load(fill).unwrap();
+        let said = say(&mut decoder, tokens);
+        assert_eq!([device.arena().high_water(), tiers.disk().high_water()], planned);
+        (said, planned)
+    };
+    let ((memory, _), (disk, planned)) = (run(Tier::Device), run(Tier::Disk));
+    assert!(memory == disk, "{} {cache}", spec.architecture);
+    assert!(planned[1] > 0);
 }
 
 /// A prompt in several passes, tokens one by one, and again from an earlier place.
