@@ -192,7 +192,7 @@ impl Search<'_> {
         for micro_batches_per_pass in sizes.into_iter().rev() {
             let settings = StepSettings { micro_batches_per_pass, ..settings.clone() };
             let other = Choice::new(self.spec, settings, *accumulation, self.rates)?;
-            if self.limits.allow_within(&other, self.limits.target_bytes) {
+            if self.fits(&other, self.limits.target_bytes) {
                 let faster = other.time.tokens_per_second > choice.time.tokens_per_second * AS_FAST;
                 return Ok(faster.then_some(other));
             }

@@ -169,7 +169,17 @@ impl TimelineFormat {
 impl Timeline {
     /// What a plan's recorded dry run found out.
     pub(crate) fn of(plan: &TrainingPlan, run: &DryRun) -> Timeline {
-        let ledgers = [(Tier::Device, &run.ledger), (Tier::Host, &run.host), (Tier::Disk, &run.disk)];
+        let names = (plan.spec.name.clone(), words(&plan.choice.settings, plan.choice.accumulation, plan));
+        Timeline::of_ledgers([&run.ledger, &run.host, &run.disk], &lines(plan), names)
+    }
+
+    /// What the ledgers of device, host and disk recorded, with what each tier may take, for a model and settings.
+    fn of_ledgers(
+        [device, host, disk]: [&Ledger; 3],
+        lines: &[(Tier, u64, &'static str)],
+        (model, settings): (String, String),
+    ) -> Timeline {
+        let ledgers = [(Tier::Device, device), (Tier::Host, host), (Tier::Disk, disk)];
         let all = || ledgers.iter().flat_map(|(_, ledger)| ledger.events());
         let has_seconds = all().any(|event| event.seconds.is_some());
         let at = |event: u64, seconds: Option<f64>| {
@@ -180,11 +190,11 @@ impl Timeline {
         let end = all()
             .max_by_key(|event| event.number)
             .map_or(Moment::default(), |last| at(last.number + 1, last.seconds));
-        let marks = run.ledger.marks().iter().map(|mark| (mark.name, at(mark.event, mark.seconds)));
+        let marks = device.marks().iter().map(|mark| (mark.name, at(mark.event, mark.seconds)));
         let parts = until_the_next(marks.map(|(what, begin)| Stretch { what, begin, end }));
         let loaded = parts.get(1).map_or(end.event, |step| step.begin.event);
         // The tiers below are not told of every phase: there, the device's counts.
-        let phases = run.ledger.events().iter().map(|event| ((event.phase, event.layer), moment(event)));
+        let phases = device.events().iter().map(|event| ((event.phase, event.layer), moment(event)));
         let mut stretches: Vec<_> = phases.map(|(what, begin)| Stretch { what, begin, end }).collect();
         stretches.dedup_by_key(|stretch| stretch.what);
         let stretches = until_the_next(stretches.into_iter());
@@ -194,7 +204,6 @@ impl Timeline {
             let around = around.filter(|_| event.number >= loaded);
             around.map_or((event.phase, event.owner), |around| around.what)
         };
-        let lines = lines(plan);
         let tiers = ledgers.iter().map(|&(tier, ledger)| {
             let own = |event: &MemoryEvent| (event.phase, event.owner);
             let allocations = match tier {
@@ -213,10 +222,10 @@ impl Timeline {
         });
         Timeline {
             tiers: tiers.collect(),
-            model: plan.spec.name.clone(),
-            settings: words(&plan.choice.settings, plan.choice.accumulation, plan),
+            model,
+            settings,
             parts,
-            counted: run.ledger.counted().to_vec(),
+            counted: device.counted().to_vec(),
             has_seconds,
             stretches,
         }

@@ -21,6 +21,10 @@ use crate::store::{layer_of, role_name};
 use crate::tier::{Parcel, Parcels, Pieces, Unit, Use, is_matrix};
 use crate::trainer::Part;
 
+mod looked_up;
+
+use looked_up::LookedUp;
+
 /// The gradients that exist at the moment.
 pub(crate) struct Gradients<'a, D: Device> {
     device: &'a D,
@@ -30,41 +34,6 @@ pub(crate) struct Gradients<'a, D: Device> {
     seed: u64,
     away: Option<Away<'a, D>>,
     looked_up: LookedUp,
-}
-
-/// Of an embedding that is looked up and nothing else, and whose gradient does not stay on the device: the tokens of every
-/// micro-batch and the gradients of their rows. The table's gradient is made of them, a piece at a time, when it is needed,
-/// and never lives anywhere.
-#[derive(Debug, Default)]
-struct LookedUp {
-    /// Micro-batches of the passes before the last one.
-    before: u64,
-    /// Theirs: u32 `[before, N]` and `[before N, H]`.
-    kept: Option<(Tensor, Tensor)>,
-    /// Those of the last pass, each where it was made.
-    last: Vec<(Tensor, Tensor)>,
-}
-
-impl LookedUp {
-    fn len(&self) -> u64 {
-        // Without any of the last pass the others are not complete.
-        if self.last.is_empty() { 0 } else { self.before + self.last.len() as u64 }
-    }
-
-    /// The tokens and the gradients of the rows of a micro-batch.
-    fn get(&self, number: u64) -> Result<Option<(Tensor, Tensor)>, StepError> {
-        match &self.kept {
-            Some((tokens, dx)) if number < self.before => {
-                let each = tokens.columns();
-                let dx = rows(dx, number * each, (number + 1) * each)?;
-                Ok(Some((rows(tokens, number, number + 1)?, dx)))
-            }
-            _ => {
-                let last = number.checked_sub(self.before).and_then(|nth| usize::try_from(nth).ok());
-                Ok(last.and_then(|nth| self.last.get(nth)).cloned())
-            }
-        }
-    }
 }
 
 /// A gradient that something was added to.
@@ -284,38 +253,21 @@ impl<'a, D: Device> Gradients<'a, D> {
         Ok(gradient)
     }
 
-    /// Takes room for the rows that the micro-batches of the passes before the last one look up: `before` times as many as
-    /// `tokens`, with gradients of `columns` elements.
+    /// Takes room for the rows that the `before` micro-batches of the passes before the last one look up, each of `tokens`
+    /// tokens, with gradients of so many columns.
     pub fn make_room_for_looked_up(
         &mut self,
         before: u64,
         tokens: u64,
-        (dtype, columns): (DType, u64),
+        row: (DType, u64),
     ) -> Result<(), StepError> {
-        let alloc = |dtype, sizes: &[u64], name| self.device.alloc(dtype, sizes, Tag::Gradients, name);
-        let kept = match before {
-            0 => None,
-            _ => {
-                let rows = before.saturating_mul(tokens);
-                let tokens = alloc(DType::U32, &[before, tokens], "looked_up.tokens")?;
-                Some((tokens, alloc(dtype, &[rows, columns], "looked_up.rows")?))
-            }
-        };
-        self.looked_up = LookedUp { before, kept, last: Vec::new() };
+        self.looked_up = LookedUp::with_room(self.device, before, tokens, row)?;
         Ok(())
     }
 
     /// Keeps the gradients dx `[N, H]` of the rows that a micro-batch looked up.
     pub fn keep_looked_up(&mut self, number: u64, tokens: Tensor, dx: Tensor) -> Result<(), StepError> {
-        match self.looked_up.get(number)? {
-            Some((own_tokens, own_dx)) => {
-                let rounding = Rounding::Nearest;
-                self.device.run(Elementwise::Cast { x: &tokens, out: &own_tokens, rounding })?;
-                self.device.run(Elementwise::Cast { x: &dx, out: &own_dx, rounding })?;
-            }
-            None => self.looked_up.last.push((tokens, dx)),
-        }
-        Ok(())
+        self.looked_up.keep(self.device, number, tokens, dx)
     }
 
     /// Makes a piece of the embedding's gradient of what was looked up.

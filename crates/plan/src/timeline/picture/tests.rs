@@ -5,7 +5,6 @@ use std::path::Path;
 use plimsoll_memory::{Arena, Block, CountedEvents, Ledger};
 
 use super::*;
-use crate::timeline::{LiveChange, Stretch};
 
 /// Work that keeps what it takes until it is told to give it back.
 struct Work {
@@ -25,11 +24,13 @@ impl Work {
 
 /// A load, two steps and an evaluation of a model of two layers. A step's forward pass takes a second, its loss half a
 /// second, its backward pass two, its update a quarter. The second layer's norm is too small to be seen.
-fn device() -> Ledger {
+fn device(has_seconds: bool) -> Ledger {
     let mut work = Work { arena: Arena::recording(Tier::Device), blocks: Vec::new() };
     let at = |work: &Work, phase, layer, seconds| {
         work.arena.enter(phase, layer);
-        work.arena.tell_time(seconds);
+        if has_seconds {
+            work.arena.tell_time(seconds);
+        }
     };
     work.arena.mark("load");
     at(&work, Phase::Setup, None, 0.0);
@@ -60,9 +61,8 @@ fn device() -> Ledger {
         work.give_back("second gradient");
         work.give_back("tokens");
     }
-    work.arena.tell_time(8.25);
-    work.arena.mark("evaluation");
     at(&work, Phase::Forward, None, 8.25);
+    work.arena.mark("evaluation");
     work.take(Tag::Activations, "residual", 1 << 20);
     work.give_back("residual");
     work.arena.ledger()
@@ -75,48 +75,16 @@ fn host() -> Ledger {
 }
 
 fn timeline(has_seconds: bool) -> Timeline {
-    let at = |event: u64, seconds: Option<f64>| {
-        let micros = if has_seconds { 1e6 * seconds.unwrap_or(0.0) } else { event as f64 };
-        Moment { event, micros }
-    };
-    let end = at(1000, Some(9.0));
-    let tier = |tier, ledger: &Ledger, line| {
-        let moment = |event: &plimsoll_memory::MemoryEvent| at(event.number, event.seconds);
-        let own = |event: &plimsoll_memory::MemoryEvent| (event.phase, event.owner);
-        let peak = ledger.events().iter().rfind(|event| event.raised_peak);
-        TierTimeline {
-            tier,
-            allocations: crate::timeline::pair(ledger, end, moment, own),
-            at_peak: ledger.at_peak().clone(),
-            peak_moment: peak.map(moment),
-            line,
-            changes: Vec::<LiveChange>::new(),
-        }
-    };
-    let device = device();
-    let marks = device.marks().iter().map(|mark| (mark.name, at(mark.event, mark.seconds)));
-    let parts = marks.map(|(what, begin)| Stretch { what, begin, end });
-    let phases =
-        device.events().iter().map(|event| ((event.phase, event.layer), at(event.number, event.seconds)));
-    let mut stretches: Vec<_> = phases.map(|(what, begin)| Stretch { what, begin, end }).collect();
-    stretches.dedup_by_key(|stretch| stretch.what);
-    let host = tier(Tier::Host, &host(), Some((1 << 30, "memory.host_budget")));
-    let device_line = Some((15 << 20, "load line, less the overhead"));
+    let lines = [
+        (Tier::Device, 15 << 20, "load line, less the overhead"),
+        (Tier::Host, 1 << 30, "memory.host_budget"),
+    ];
+    let names = ("small <& model>".to_owned(), "1 x 64 tokens".to_owned());
+    let ledgers = [&device(has_seconds), &host(), &Ledger::default()];
     let counted = |first: u64| CountedEvents { first, end: first + 3, times: 7 };
-    Timeline {
-        model: "small <& model>".to_owned(),
-        settings: "1 x 64 tokens".to_owned(),
-        parts: crate::timeline::until_the_next(parts),
-        stretches: crate::timeline::until_the_next(stretches.into_iter()),
-        // The first is before the part that is drawn; of the others three are named.
-        counted: [3, 22, 25, 28, 31].map(counted).to_vec(),
-        has_seconds,
-        tiers: vec![
-            tier(Tier::Device, &device, device_line),
-            host,
-            tier(Tier::Disk, &Ledger::default(), None),
-        ],
-    }
+    // The first is before the part that is drawn; of the others three are named.
+    let counted = [3, 22, 25, 28, 31].map(counted).to_vec();
+    Timeline { counted, ..Timeline::of_ledgers(ledgers, &lines, names) }
 }
 
 fn check(file: &str, picture: &str) {
