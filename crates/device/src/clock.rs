@@ -29,6 +29,31 @@ pub struct Transferred {
     pub copied: u64,
 }
 
+impl Transferred {
+    /// What is left without `other`, which must be a part of it.
+    pub fn less(self, other: Transferred) -> Transferred {
+        self.combine(other, u64::saturating_sub)
+    }
+
+    /// Both together.
+    pub fn plus(self, other: Transferred) -> Transferred {
+        self.combine(other, u64::saturating_add)
+    }
+
+    /// The same so many times.
+    pub fn times(self, times: u64) -> Transferred {
+        self.combine(self, |one, _| one.saturating_mul(times))
+    }
+
+    fn combine(self, other: Transferred, with: impl Fn(u64, u64) -> u64) -> Transferred {
+        Transferred {
+            read: with(self.read, other.read),
+            written: with(self.written, other.written),
+            copied: with(self.copied, other.copied),
+        }
+    }
+}
+
 /// Seconds on the lines beside that of the computation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Lines {
@@ -63,7 +88,8 @@ impl Times {
         Times { elapsed: self.elapsed - earlier.elapsed, busy, waited: self.waited - earlier.waited }
     }
 
-    fn plus(self, more: Times, times: f64) -> Times {
+    /// These and `more`, so many times.
+    pub fn plus(self, more: Times, times: f64) -> Times {
         let busy = Lines {
             disk: self.busy.disk + times * more.busy.disk,
             copies: self.busy.copies + times * more.busy.copies,

@@ -1,6 +1,6 @@
 //! The seam between the step program and what it runs on.
 
-use plimsoll_memory::{Arena, OutOfMemory, Region, Tag};
+use plimsoll_memory::{Arena, OutOfMemory, Phase, Region, Tag};
 
 use crate::repeat::count;
 use crate::{DType, Dry, Due, Iterations, Op, Shape, Tensor, Transferred};
@@ -47,6 +47,11 @@ pub enum Lent {
 pub trait Device {
     /// The arena that all tensors of this device live in.
     fn arena(&self) -> &Arena;
+
+    /// Labels what follows with a phase of the work and a layer.
+    fn enter(&self, phase: Phase, layer: Option<u32>) {
+        self.arena().enter(phase, layer);
+    }
 
     /// Carries out one operation; [`DeviceExt::run`] takes a family's as it is.
     fn execute(&self, op: Op<'_>) -> Result<(), DeviceError>;

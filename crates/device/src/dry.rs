@@ -3,9 +3,10 @@
 
 use std::cell::{Cell, RefCell};
 
-use plimsoll_memory::{Arena, Region, Tier};
+use plimsoll_memory::{Arena, Phase, Region, Tier};
 
-use crate::{Clock, Device, DeviceError, Due, Lent, Op, Tally, Tensor, Times, Transferred, Workspace};
+use crate::trace::{Counted, Repeat, Trace};
+use crate::{Clock, Device, DeviceError, Due, Lent, Op, Tally, Tensor, Transferred, Workspace};
 
 /// A device without memory.
 #[derive(Debug)]
@@ -13,9 +14,12 @@ pub struct Dry {
     arena: Arena,
     tally: RefCell<Tally>,
     workspace: Cell<Workspace>,
+    moved: Cell<Transferred>,
     clock: Option<Clock>,
     /// Whether the arena records every event.
     records: bool,
+    /// What was done so far and what had been counted when its last scope began, where that is recorded.
+    trace: Option<RefCell<(Trace, Counted)>>,
 }
 
 impl Dry {
@@ -29,9 +33,15 @@ impl Dry {
         Dry::within(Arena::recording(Tier::Device))
     }
 
+    /// The same, which also records what was done in which scope.
+    pub fn tracing() -> Dry {
+        Dry { trace: Some(RefCell::default()), ..Dry::recording() }
+    }
+
     fn within(arena: Arena) -> Dry {
         let records = arena.is_recording();
-        Dry { arena, tally: RefCell::default(), workspace: Cell::default(), clock: None, records }
+        let (tally, workspace, moved) = (RefCell::default(), Cell::default(), Cell::default());
+        Dry { arena, tally, workspace, moved, clock: None, records, trace: None }
     }
 
     /// The same, which finds out what would happen when.
@@ -42,6 +52,24 @@ impl Dry {
     /// The time lines, if it has them.
     pub fn clock(&self) -> Option<&Clock> {
         self.clock.as_ref()
+    }
+
+    /// What was done so far, where that is recorded.
+    pub fn trace(&self) -> Option<Trace> {
+        let (mut trace, since) = self.trace.as_ref()?.borrow().clone();
+        trace.end(self.counted().since(since));
+        Some(trace)
+    }
+
+    /// How many scopes there were so far, where they are recorded.
+    pub fn scopes(&self) -> usize {
+        self.trace.as_ref().map_or(0, |trace| trace.borrow().0.scopes.len())
+    }
+
+    /// Everything that was counted.
+    pub(crate) fn counted(&self) -> Counted {
+        let times = self.clock.as_ref().map(Clock::times).unwrap_or_default();
+        Counted { tally: self.tally(), moved: self.moved.get(), times }
     }
 
     /// What the operations so far would cost.
@@ -66,18 +94,21 @@ impl Dry {
         }
     }
 
-    /// Adds what is not run.
-    pub(crate) fn skip(&self, tally: Tally, added: Option<Times>, rounds: u64) {
-        self.add(tally.times(rounds));
-        if let (Some(clock), Some(added)) = (&self.clock, added) {
-            clock.repeat(added, rounds);
+    /// Adds so many rounds that are not run: each adds as much as those events that `first_event` begins.
+    pub(crate) fn skip(&self, Counted { tally, moved, times }: Counted, rounds: u64, first_event: u64) {
+        self.arena.count_again(first_event, rounds);
+        if let Some(trace) = &self.trace {
+            let (trace, _) = &mut *trace.borrow_mut();
+            let (end_event, scope) = (self.arena.next_event(), trace.scopes.len().saturating_sub(1));
+            trace.repeats.push(Repeat { first_event, end_event, scope, times: rounds });
+        }
+        let more = self.tally.borrow().plus(tally.times(rounds));
+        self.tally.replace(more);
+        self.moved.set(self.moved.get().plus(moved.times(rounds)));
+        if let Some(clock) = &self.clock {
+            clock.repeat(times, rounds);
         }
         self.tell_time();
-    }
-
-    fn add(&self, more: Tally) {
-        let mut tally = self.tally.borrow_mut();
-        *tally = tally.plus(more);
     }
 }
 
@@ -90,6 +121,16 @@ impl Default for Dry {
 impl Device for Dry {
     fn arena(&self) -> &Arena {
         &self.arena
+    }
+
+    fn enter(&self, phase: Phase, layer: Option<u32>) {
+        self.arena.enter(phase, layer);
+        if let Some(trace) = &self.trace {
+            let (trace, since) = &mut *trace.borrow_mut();
+            let now = self.counted();
+            trace.enter((phase, layer), self.arena.next_event(), now.since(*since));
+            *since = now;
+        }
     }
 
     fn execute(&self, op: Op<'_>) -> Result<(), DeviceError> {
@@ -110,6 +151,7 @@ impl Device for Dry {
     }
 
     fn transfer(&self, bytes: Transferred) -> Due {
+        self.moved.set(self.moved.get().plus(bytes));
         self.clock.as_ref().map(|clock| clock.transfer(bytes)).unwrap_or_default()
     }
 

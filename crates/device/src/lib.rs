@@ -15,6 +15,7 @@ mod dtype;
 mod op;
 mod repeat;
 mod tensor;
+mod trace;
 
 pub use attention_shape::{AttentionShape, BlockSparse};
 pub use clock::{Clock, Due, Lines, Pace, Times, Transferred};
@@ -30,3 +31,4 @@ pub use op::{
 };
 pub use repeat::{Iterations, KnownRounds};
 pub use tensor::{Shape, Tensor};
+pub use trace::{Repeat, Scope, Trace};

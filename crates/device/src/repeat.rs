@@ -5,7 +5,8 @@ use std::collections::VecDeque;
 
 use plimsoll_memory::{Layout, Traffic};
 
-use crate::{Clock, Device, DeviceError, Dry, Tally, Times};
+use crate::trace::Counted;
+use crate::{Device, DeviceError, Dry};
 
 /// Iterations between two that are alike, at most: buffers that are used in turn come round after a few.
 const LONGEST_PERIOD: usize = 4;
@@ -60,8 +61,7 @@ struct Border {
     state: Option<u64>,
     /// The number of the arena's next event.
     event: u64,
-    tally: Tally,
-    times: Option<Times>,
+    counted: Counted,
     totals: [u64; 2],
     /// `None` where none came before.
     traffic: Option<Traffic>,
@@ -70,9 +70,8 @@ struct Border {
 impl Border {
     fn of<I: Iterations>(dry: &Dry, iterations: &I, traffic: Option<Traffic>) -> Border {
         let (layout, state) = (dry.arena().layout(), iterations.state());
-        let times = dry.clock().map(Clock::times);
-        let event = dry.arena().next_event();
-        Border { layout, state, event, tally: dry.tally(), times, totals: iterations.totals(), traffic }
+        let (event, counted) = (dry.arena().next_event(), dry.counted());
+        Border { layout, state, event, counted, totals: iterations.totals(), traffic }
     }
 
     /// What the iterations since `earlier` have added.
@@ -80,9 +79,8 @@ impl Border {
         Round {
             period: period as u64,
             first_event: earlier.event,
-            tally: self.tally.less(earlier.tally),
+            added: self.counted.since(earlier.counted),
             totals: [0, 1].map(|i| self.totals[i] - earlier.totals[i]),
-            times: self.times.zip(earlier.times).map(|(now, earlier)| now.since(earlier)),
         }
     }
 }
@@ -94,9 +92,8 @@ struct Round {
     period: u64,
     /// The number of its first event.
     first_event: u64,
-    tally: Tally,
+    added: Counted,
     totals: [u64; 2],
-    times: Option<Times>,
 }
 
 /// The round of `period` iterations that the last border closes: it is the one a period before. Where its state is not
@@ -113,8 +110,8 @@ fn round(borders: &VecDeque<Border>, period: usize) -> Option<Round> {
     if newer.state.is_none() {
         let did = |back: usize| {
             let (after, before) = (at(back)?, at(back + 1)?);
-            let Round { tally, totals, .. } = after.since(before, 1);
-            Some((after.traffic?, tally, totals))
+            let Round { added, totals, .. } = after.since(before, 1);
+            Some((after.traffic?, added.tally, totals))
         };
         let same = |back| Some(did(back)? == did(back + period)?);
         if !(0..period).all(|back| same(back) == Some(true)) {
@@ -154,8 +151,7 @@ pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> 
         if rounds == 0 {
             continue;
         }
-        dry.arena().count_again(round.first_event, rounds);
-        dry.skip(round.tally, round.times, rounds);
+        dry.skip(round.added, rounds, round.first_event);
         iterations.count(round.totals.map(|total| total.saturating_mul(rounds)));
         counted = true;
         index += rounds * round.period;

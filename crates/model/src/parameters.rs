@@ -20,6 +20,16 @@ pub enum BlockId {
     Head,
 }
 
+impl BlockId {
+    /// The same block of a model that has no more than some of the layers, numbered anew; `None` for a layer that is not
+    /// among them. `layers` ascend.
+    pub fn among(self, layers: &[u32]) -> Option<BlockId> {
+        let BlockId::Layer(layer) = self else { return Some(self) };
+        let place = layers.binary_search(&layer).ok()?;
+        u32::try_from(place).ok().map(BlockId::Layer)
+    }
+}
+
 /// What a parameter does in its block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]
@@ -333,6 +343,16 @@ impl Parameter {
 }
 
 impl ModelSpec {
+    /// The same model with no more than some of its layers, which ascend and are numbered anew.
+    pub fn of_layers(&self, layers: &[u32]) -> ModelSpec {
+        let mut spec = self.clone();
+        spec.num_layers = layers.len() as u32;
+        if let Some(window) = &mut spec.attention.sliding_window {
+            window.layers = layers.iter().map(|layer| self.attention.window(*layer).is_some()).collect();
+        }
+        spec
+    }
+
     /// All parameters: the embedding, the blocks in order, the head.
     pub fn parameters(&self) -> Vec<Parameter> {
         let mut all = self.block_parameters(BlockId::Embedding);

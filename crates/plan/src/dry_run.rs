@@ -1,5 +1,8 @@
 //! Runs the step program dry: the exact memory of a job and its arithmetic, in milliseconds.
 
+mod fold;
+mod unfold;
+
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -13,6 +16,8 @@ use plimsoll_step::{
     UpdateTiming, WeightStorage,
 };
 
+use self::fold::Fold;
+use self::unfold::{Unfolded, unfolded};
 use crate::{PassFootprint, Rates};
 
 /// What a dry run found out.
@@ -32,14 +37,24 @@ pub struct DryRun {
     pub times: Option<Times>,
 }
 
+/// A training step, and what it takes to find it in a trace.
+struct Traced {
+    run: DryRun,
+    /// The scopes of the step.
+    step: Range<usize>,
+    /// The parts that are measured and updated by themselves.
+    parts: u64,
+}
+
 impl DryRun {
-    /// One optimizer step of `accumulation` micro-batches.
+    /// One optimizer step of `accumulation` micro-batches. Of layers that are alike a few are run, and the others counted.
     pub fn training(
         spec: &ModelSpec,
         settings: &StepSettings,
         accumulation: u64,
     ) -> Result<DryRun, StepError> {
-        DryRun::training_on(&Dry::new(), spec, settings, accumulation)
+        let counted = DryRun::training_of_few(&Dry::tracing(), spec, settings, accumulation);
+        counted.map_or_else(|| DryRun::training_of_all(&Dry::new(), spec, settings, accumulation), Ok)
     }
 
     /// The same, on a machine of these rates.
@@ -49,7 +64,41 @@ impl DryRun {
         accumulation: u64,
         rates: &Rates,
     ) -> Result<DryRun, StepError> {
-        DryRun::training_on(&Dry::new().timed(Clock::new(*rates)), spec, settings, accumulation)
+        let timed = |dry: Dry| dry.timed(Clock::new(*rates));
+        let counted = DryRun::training_of_few(&timed(Dry::tracing()), spec, settings, accumulation);
+        counted.map_or_else(|| DryRun::training_of_all(&timed(Dry::new()), spec, settings, accumulation), Ok)
+    }
+
+    /// The same through every layer, on a dry device of one's own.
+    pub fn training_of_all(
+        dry: &Dry,
+        spec: &ModelSpec,
+        settings: &StepSettings,
+        accumulation: u64,
+    ) -> Result<DryRun, StepError> {
+        Ok(DryRun::training_on(dry, spec, settings, accumulation)?.run)
+    }
+
+    /// The same through a few layers of those that are alike, on a dry device that traces. `None` where too few are, or where
+    /// what the few did does not say what all would do: an error is better told of the whole model too.
+    pub fn training_of_few(
+        dry: &Dry,
+        spec: &ModelSpec,
+        settings: &StepSettings,
+        accumulation: u64,
+    ) -> Option<DryRun> {
+        let fold = Fold::of(spec, settings)?;
+        let Traced { run, step, parts } =
+            DryRun::training_on(dry, &fold.spec, &fold.settings, accumulation).ok()?;
+        let ledgers = [&run.ledger, &run.host, &run.disk];
+        let Unfolded { ledgers, added } = unfolded(&fold, &dry.trace()?, ledgers, step, parts)?;
+        let [ledger, host, disk] = ledgers;
+        let moved = Moved {
+            read: run.moved.read.saturating_add(added.moved.read),
+            written: run.moved.written.saturating_add(added.moved.written),
+        };
+        let times = run.times.map(|times| times.plus(added.times, 1.0));
+        Some(DryRun { ledger, host, disk, tally: run.tally.plus(added.tally), moved, times })
     }
 
     /// The same with every allocation and release of the step in the ledgers, and when it happens, but for iterations that
@@ -61,7 +110,7 @@ impl DryRun {
         rates: &Rates,
     ) -> Result<DryRun, StepError> {
         let dry = Dry::recording().timed(Clock::new(*rates));
-        DryRun::training_on(&dry, spec, settings, accumulation)
+        DryRun::training_of_all(&dry, spec, settings, accumulation)
     }
 
     fn training_on(
@@ -69,7 +118,7 @@ impl DryRun {
         spec: &ModelSpec,
         settings: &StepSettings,
         accumulation: u64,
-    ) -> Result<DryRun, StepError> {
+    ) -> Result<Traced, StepError> {
         let tiers = Arc::new(LowerTiers::dry_beside(dry.arena()));
         dry.arena().mark("load");
         let (own, step) = (spec.clone(), settings.clone());
@@ -83,27 +132,28 @@ impl DryRun {
         };
         let took = || {
             let times = dry.clock().map(Clock::times);
-            (dry.take_tally(), tiers.take_moved(), times)
+            (dry.take_tally(), tiers.take_moved(), times, dry.scopes())
         };
-        let (.., mut began) = took();
+        let mut before = took();
         dry.arena().mark("step");
         trainer.step_alike(&micro_batch, accumulation, 0.0)?;
-        let first = took();
+        let mut after = took();
         // The first step of a run may do more than the others, as there is no norm of a step before it to clip by; and it
         // finds nothing in the buffers of what lives elsewhere.
         let is_like_all = settings.update == UpdateTiming::AfterBackward && settings.offload.is_none();
-        let (tally, moved, ended) = if is_like_all {
-            first
-        } else {
-            began = first.2;
+        if !is_like_all {
+            before = after;
             dry.arena().mark("next step");
             trainer.step_alike(&micro_batch, accumulation, 0.0)?;
-            took()
-        };
+            after = took();
+        }
+        let (tally, moved, ended, end) = after;
+        let (.., began, begin) = before;
         let times = ended.zip(began).map(|(ended, began)| ended.since(began));
         dry.arena().mark("evaluation");
         trainer.evaluate(settings.batch_size, &micro_batch)?;
-        Ok(DryRun { times, ..DryRun::of(dry, &tiers, tally, moved) })
+        let run = DryRun { times, ..DryRun::of(dry, &tiers, tally, moved) };
+        Ok(Traced { run, step: begin..end, parts: trainer.parts() })
     }
 
     /// One evaluation pass over `batch_size` sequences of `length` tokens, with weights as `storage` says.

@@ -170,8 +170,7 @@ impl<'a, D: Device> Decoder<'a, D> {
     fn forward(&mut self, tokens: &[u32], with_head: bool) -> Result<Tensor, StepError> {
         let device = self.device;
         let (past, n) = (self.length, tokens.len() as u64);
-        let arena = device.arena();
-        arena.enter(Phase::Generate, None);
+        device.enter(Phase::Generate, None);
         let ids = device.alloc(DType::U32, &[n], Tag::Data, "tokens")?;
         device.write_u32(&ids, tokens)?;
         let positions = positions(device, 1, n, past)?;
@@ -180,7 +179,7 @@ impl<'a, D: Device> Decoder<'a, D> {
         let mut x = embedding::forward(&ctx, &mut self.weights, &ids)?;
         self.cache.begin(past, n)?;
         for layer in 0..self.spec.num_layers {
-            arena.enter(Phase::Generate, Some(layer));
+            device.enter(Phase::Generate, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
             let mut ctx = ctx.layer(layer);
             let cache = &mut self.cache;
@@ -199,7 +198,7 @@ impl<'a, D: Device> Decoder<'a, D> {
     /// The sum of the losses of a chunk whose residual stream is `x`.
     fn losses(&mut self, x: &Tensor, targets: &[u32], loss_chunk_tokens: u64) -> Result<f64, StepError> {
         let device = self.device;
-        device.arena().enter(Phase::Loss, None);
+        device.enter(Phase::Loss, None);
         let wanted = device.alloc(DType::U32, &[x.rows()], Tag::Data, "targets")?;
         device.write_u32(&wanted, targets)?;
         let losses = device.alloc(DType::F32, &[x.rows()], Tag::Data, "losses")?;
@@ -212,7 +211,7 @@ impl<'a, D: Device> Decoder<'a, D> {
     }
 
     fn logits(&mut self, x: &Tensor) -> Result<Vec<f32>, StepError> {
-        self.device.arena().enter(Phase::Generate, None);
+        self.device.enter(Phase::Generate, None);
         let last = rows(x, x.rows() - 1, x.rows())?;
         let own = self.weights.resident().gather(BlockId::Head)?;
         let norm = own.norm(Role::FinalNorm, Some(Role::FinalNormBias), &self.spec.norm)?;

@@ -38,8 +38,7 @@ impl<D: Device> Evaluation<'_, D> {
         batch_size: u64,
         micro_batch: &MicroBatch<'_>,
     ) -> Result<(f64, u64), StepError> {
-        let arena = self.device.arena();
-        arena.enter(Phase::Forward, None);
+        self.device.enter(Phase::Forward, None);
         let length = match micro_batch.tokens.len() as u64 {
             0 if self.device.is_dry() => self.longest,
             tokens => tokens / batch_size.max(1),
@@ -57,13 +56,13 @@ impl<D: Device> Evaluation<'_, D> {
         store.announce_forward(self.spec, true)?;
         let mut x = embedding::forward(&ctx, store, &inputs.tokens)?;
         for layer in 0..self.spec.num_layers {
-            arena.enter(Phase::Forward, Some(layer));
+            self.device.enter(Phase::Forward, Some(layer));
             let weights = store.gather(BlockId::Layer(layer))?;
             x = block::infer(&ctx.layer(layer), &weights, x, |qkv| Ok((qkv.k.clone(), qkv.v.clone())))?;
             drop(weights);
             store.release(Unit::Layer(layer), false);
         }
-        arena.enter(Phase::Loss, None);
+        self.device.enter(Phase::Loss, None);
         head::loss_of(&ctx, store, &x, &inputs.labels, self.loss_chunk_tokens)?;
         Ok((inputs.sum_of_losses(self.device)?, micro_batch.target_count()))
     }
@@ -124,7 +123,7 @@ impl<'a, D: Device> Evaluator<'a, D> {
         (longest, loss_chunk_tokens): (u64, u64),
     ) -> Result<Self, StepError> {
         let weights = WeightStore::new(device, tiers, &spec, storage, None)?;
-        device.arena().enter(Phase::Setup, None);
+        device.enter(Phase::Setup, None);
         let ropes = RopeTables::new(device, &spec, longest)?;
         Ok(Evaluator { device, spec, precision, loss_chunk_tokens, weights, ropes, longest })
     }

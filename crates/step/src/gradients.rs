@@ -109,7 +109,7 @@ impl<'a, D: Device> Gradients<'a, D> {
             }
         }
         if !parcels.is_empty() {
-            device.arena().enter(Phase::Setup, None);
+            device.enter(Phase::Setup, None);
             let pool = Parcels::new(device, tiers, parcels, buffers, "gradients.staging")?;
             gradients.away = Some(Away { pool, pieces, exist: BTreeSet::new(), held: None });
         }

@@ -113,7 +113,7 @@ impl<'a, D: Device> Optimizer<'a, D> {
         let mut slots = HashMap::new();
         let mut parcels = HashMap::new();
         for p in trained {
-            device.arena().enter(Phase::Setup, layer_of(p.block));
+            device.enter(Phase::Setup, layer_of(p.block));
             tiers.enter(Phase::Setup, layer_of(p.block));
             let mut state = OptimizerState::default();
             if tier == Tier::Device || !is_matrix(p) || stays(p) {
@@ -143,7 +143,7 @@ impl<'a, D: Device> Optimizer<'a, D> {
         }
         let mut away = None;
         if !parcels.is_empty() {
-            device.arena().enter(Phase::Setup, None);
+            device.enter(Phase::Setup, None);
             let pool = Parcels::new(device, tiers, parcels, BUFFERS, "states.staging")?;
             away = Some(Away { pool });
         }

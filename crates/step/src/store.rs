@@ -262,7 +262,7 @@ impl ResidentStore {
         let modules = adapters.map(AdapterLayout::modules).unwrap_or_default();
         let mut blocks = HashMap::new();
         for block in spec.blocks() {
-            device.arena().enter(Phase::Setup, layer_of(block));
+            device.enter(Phase::Setup, layer_of(block));
             let mut tensors = spec
                 .block_parameters(block)
                 .into_iter()

@@ -161,7 +161,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         };
         let (dtype, cut_in) = (precision.gradients, (cut, buffers));
         let gradients = Gradients::new(device, &trained, dtype, on_tier, cut_in)?;
-        device.arena().enter(Phase::Setup, None);
+        device.enter(Phase::Setup, None);
         let ropes = Rc::new(RopeTables::new(device, &spec, settings.sequence_length)?);
         let parts = Rc::new(Parts::new(&trained, cut));
         let squared_norms =
@@ -216,6 +216,11 @@ impl<'a, D: Device> Trainer<'a, D> {
         &self.trained
     }
 
+    /// How many parts are measured and updated by themselves.
+    pub fn parts(&self) -> u64 {
+        self.parts.count()
+    }
+
     /// How far training has come.
     pub fn progress(&self) -> StepProgress {
         self.progress
@@ -262,7 +267,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         lr: f64,
     ) -> Result<StepOutcome, StepError> {
         let (loss, targets) = self.pass(micro_batches, Completion::Keep)?;
-        self.device.arena().enter(Phase::Optimizer, None);
+        self.device.enter(Phase::Optimizer, None);
         let grad_norm = self.global_norm()?;
         if let (Some(scaling), Some(scale)) = (self.settings.loss_scaling, &mut self.progress.loss_scale)
             && !grad_norm.is_finite()
@@ -338,7 +343,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         if self.keeps_looked_up() {
             let StepSettings { batch_size, sequence_length, precision, .. } = self.settings;
             let row = (precision.activations, self.spec.hidden_size);
-            device.arena().enter(Phase::Backward, None);
+            device.enter(Phase::Backward, None);
             self.gradients.make_room_for_looked_up(first, batch_size.saturating_mul(sequence_length), row)?;
         }
         let mut sum = 0.0;

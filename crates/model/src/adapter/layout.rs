@@ -115,6 +115,22 @@ impl AdapterLayout {
         Ok(AdapterLayout { config, modules, parameters, trained_base: Vec::new() })
     }
 
+    /// The same of a model that has no more than some of the layers, which are numbered anew: the first of them is layer 0.
+    pub fn of_layers(&self, layers: &[u32]) -> AdapterLayout {
+        let of = |block: BlockId| block.among(layers);
+        let parameters = |all: &[Parameter]| {
+            let own = |p: &Parameter| Some(Parameter { block: of(p.block)?, ..p.clone() });
+            all.iter().filter_map(own).collect()
+        };
+        let module = |m: &AdaptedModule| Some(AdaptedModule { block: of(m.block)?, ..m.clone() });
+        AdapterLayout {
+            config: self.config.clone(),
+            modules: self.modules.iter().filter_map(module).collect(),
+            parameters: parameters(&self.parameters),
+            trained_base: parameters(&self.trained_base),
+        }
+    }
+
     /// The configuration, as it will be written.
     pub fn config(&self) -> &AdapterConfig {
         &self.config

@@ -70,11 +70,11 @@ impl<'a, D: Device> KvCache<'a, D> {
             Tier::Device => {
                 let mut tensors = Vec::new();
                 for (layer, Geometry { capacity, .. }) in (0..).zip(&layers) {
-                    device.arena().enter(Phase::Setup, Some(layer));
+                    device.enter(Phase::Setup, Some(layer));
                     let alloc = |name| device.alloc(dtype, &[*capacity, columns], Tag::KvCache, name);
                     tensors.push([alloc("k")?, alloc("v")?]);
                 }
-                device.arena().enter(Phase::Setup, None);
+                device.enter(Phase::Setup, None);
                 CacheHome::Device(tensors)
             }
             tier => {
@@ -88,7 +88,7 @@ impl<'a, D: Device> KvCache<'a, D> {
                     parcel.settle(tiers, tier, Tag::KvCache, "kv")?;
                     parcels.insert(layer, parcel);
                 }
-                device.arena().enter(Phase::Setup, None);
+                device.enter(Phase::Setup, None);
                 let pool = Parcels::new(device, tiers, parcels, BUFFERS, "kv.staging")?;
                 CacheHome::Away(Away { row_bytes: dtype.bytes_for(columns).unwrap_or(0), pool })
             }

@@ -144,6 +144,7 @@ impl<'a, D: Device> WeightStore<'a, D> {
         for block in spec.blocks() {
             let Some(WeightOffload { tier, in_files, .. }) = storage.offload else { break };
             let in_files = in_files.filter(|_| tier == Tier::Disk);
+            device.enter(Phase::Setup, layer_of(block));
             tiers.enter(Phase::Setup, layer_of(block));
             let mut own = Vec::new();
             for parameter in spec.block_parameters(block).into_iter().filter(goes) {
@@ -174,7 +175,7 @@ impl<'a, D: Device> WeightStore<'a, D> {
             };
             away.extend(of_block);
         }
-        device.arena().enter(Phase::Setup, None);
+        device.enter(Phase::Setup, None);
         let pool = Parcels::new(device, tiers, parcels, BUFFERS, "weights.staging")?;
         // Where nothing changes, a table of one piece comes with its block.
         let in_pieces = |away: &&AwayParameter| {
@@ -252,7 +253,7 @@ impl<'a, D: Device> WeightStore<'a, D> {
         }
         self.announce(blocks.iter().map(|block| Unit::of_matrices(*block, 0)))?;
         for block in blocks {
-            self.device.arena().enter(Phase::Setup, layer_of(block));
+            self.device.enter(Phase::Setup, layer_of(block));
             let weights = self.gather(block)?;
             work(self.device, &weights)?;
             drop(weights);

@@ -21,7 +21,7 @@ impl<D: Device> Trainer<'_, D> {
         weights: Option<&BlockWeights>,
     ) -> Result<(), StepError> {
         if let (true, Some(unit)) = (pass.is_empty(), action.gradients()) {
-            self.device.arena().enter(Phase::Optimizer, layer_of(unit.block()));
+            self.device.enter(Phase::Optimizer, layer_of(unit.block()));
         }
         match action {
             Action::GatherLookedUp { unit } => {

@@ -120,7 +120,7 @@ impl<'a, D: Device> Trainer<'a, D> {
     ) -> Result<f64, StepError> {
         let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), Rc::clone(&self.ropes));
         let mover = self.mover.clone();
-        device.arena().enter(Phase::Forward, None);
+        device.enter(Phase::Forward, None);
         let inputs = micro_batches.iter().map(|m| self.upload(m)).collect::<Result<Vec<_>, _>>()?;
         if let Some(mover) = &mover {
             mover.settle()?;
@@ -184,7 +184,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         weights: Option<&BlockWeights>,
     ) -> Result<(), StepError> {
         let device = self.device;
-        let enter = |phase, layer| device.arena().enter(phase, layer);
+        let enter = |phase, layer| device.enter(phase, layer);
         let weights = || weights.ok_or(NOTHING_LEFT);
         match action {
             Action::Embed { micro_batch } => {
@@ -395,7 +395,7 @@ impl<'a, D: Device> Trainer<'a, D> {
     /// gradients stay as they are.
     pub fn first_bad_output(&mut self, micro_batch: &MicroBatch<'_>) -> Result<Option<BlockId>, StepError> {
         let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), Rc::clone(&self.ropes));
-        device.arena().enter(Phase::Forward, None);
+        device.enter(Phase::Forward, None);
         let inputs = self.upload(micro_batch)?;
         let ctx = self.context(&inputs, &spec, &ropes, None);
         self.weights.announce(Schedule::forward(0..spec.num_layers).weights())?;
@@ -409,7 +409,7 @@ impl<'a, D: Device> Trainer<'a, D> {
             return Ok(Some(BlockId::Embedding));
         }
         for layer in 0..spec.num_layers {
-            device.arena().enter(Phase::Forward, Some(layer));
+            device.enter(Phase::Forward, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
             x = block::forward(&self.saving(&ctx, layer), &weights, LayerPolicy::nothing(), x)?.0;
             drop(weights);

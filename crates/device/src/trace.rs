@@ -1,0 +1,80 @@
+//! What a dry run did, scope by scope: which layer it was in, and what was added there. With the events of its arenas that is
+//! enough to work out what a run through more layers of the kind would do.
+
+use plimsoll_memory::Phase;
+
+use crate::{Tally, Times, Transferred};
+
+/// What happened between two calls of [`Device::enter`](crate::Device::enter).
+#[derive(Clone, Copy, Debug)]
+pub struct Scope {
+    /// The phase of the work.
+    pub phase: Phase,
+    /// The layer; `None` for what belongs to none.
+    pub layer: Option<u32>,
+    /// The number of its first event.
+    pub first_event: u64,
+    /// Its operations.
+    pub tally: Tally,
+    /// What it moved.
+    pub moved: Transferred,
+    /// Its time; nothing where there was no clock.
+    pub times: Times,
+}
+
+/// Iterations of a loop that were counted and not run.
+#[derive(Clone, Copy, Debug)]
+pub struct Repeat {
+    /// The number of the first event of the iterations that they are like.
+    pub first_event: u64,
+    /// The first event after these.
+    pub end_event: u64,
+    /// The place of the scope in which they ended.
+    pub scope: usize,
+    /// How many times more they would happen.
+    pub times: u64,
+}
+
+/// The scopes of a dry run, in order, and its repeats, which nothing else shows.
+#[derive(Clone, Debug, Default)]
+pub struct Trace {
+    /// What happened, scope by scope.
+    pub scopes: Vec<Scope>,
+    /// In the order of their ends.
+    pub repeats: Vec<Repeat>,
+}
+
+/// What a dry device has counted until some moment.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Counted {
+    pub tally: Tally,
+    pub moved: Transferred,
+    pub times: Times,
+}
+
+impl Counted {
+    /// What came since `earlier`.
+    pub fn since(self, earlier: Counted) -> Counted {
+        Counted {
+            tally: self.tally.less(earlier.tally),
+            moved: self.moved.less(earlier.moved),
+            times: self.times.since(earlier.times),
+        }
+    }
+}
+
+impl Trace {
+    /// Ends the last scope and begins another.
+    pub(crate) fn enter(&mut self, scope: (Phase, Option<u32>), first_event: u64, since: Counted) {
+        self.end(since);
+        let Counted { tally, moved, times } = Counted::default();
+        self.scopes.push(Scope { phase: scope.0, layer: scope.1, first_event, tally, moved, times });
+    }
+
+    /// Adds to the last scope what came since it was entered.
+    pub(crate) fn end(&mut self, Counted { tally, moved, times }: Counted) {
+        if let Some(last) = self.scopes.last_mut() {
+            (last.tally, last.moved, last.times) = (tally, moved, times);
+        }
+    }
+}

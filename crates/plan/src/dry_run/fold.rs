@@ -1,0 +1,211 @@
+//! A model of fewer layers that stands for one of many: of layers that are alike in a row, the first few and the last few stay.
+//! What a step does to the layers between them is what it does to the last of the first ones.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use plimsoll_device::DType;
+use plimsoll_memory::Tier;
+use plimsoll_model::{BlockId, ModelSpec, Role};
+use plimsoll_step::{
+    Adapters, Checkpointing, KeptLayers, LayerPolicy, SavePolicy, StepSettings, TrainingMethod,
+};
+
+/// Layers of a pattern that repeats, at most: Gemma 3 has one with full attention behind every five with a window.
+const LONGEST_PATTERN: usize = 8;
+
+/// Layers ahead of the one in use that anything is done for: buffers are few, and what is prefetched goes into them.
+const AHEAD: usize = 3;
+
+/// Inputs of segments that are on their way out of the device at once.
+const LEAVING: usize = 2;
+
+/// Layers after which buffers that are used in turn, two or three of them, stand as before.
+const ROUND: usize = 6;
+
+/// The smaller model, its step, and what is missing.
+pub(super) struct Fold {
+    pub spec: ModelSpec,
+    pub settings: StepSettings,
+    /// The layers of the whole model that are there, in order.
+    pub layers: Vec<u32>,
+    /// The smaller model's layers by what repeats together: one layer, or a pattern of several.
+    pub units: Vec<Range<u32>>,
+    pub gaps: Vec<Gap>,
+}
+
+/// Units that are not there.
+pub(super) struct Gap {
+    /// The unit before them, which they are like.
+    pub unit: usize,
+    /// How many they are.
+    pub times: usize,
+}
+
+/// What distinguishes a layer from others, for memory and costs.
+#[derive(PartialEq)]
+struct Layer {
+    window: Option<u64>,
+    saved: LayerPolicy,
+    /// Whether its parameters, gradients, states and activations stay on the device.
+    stays: [bool; 4],
+    /// Adapters and what is trained beside them, by shape.
+    trained: Vec<(Role, Vec<u64>)>,
+    /// Weights of types of their own.
+    types: Vec<(Role, DType)>,
+}
+
+impl Fold {
+    /// The smallest that is known to do; `None` where that is the model itself.
+    pub fn of(spec: &ModelSpec, settings: &StepSettings) -> Option<Fold> {
+        // Files hold some layers in more pages than others.
+        let from_files = |adapters: &Adapters| !adapters.in_files.is_empty();
+        if settings.offload.parameters == Tier::Disk && settings.method.adapters().is_some_and(from_files) {
+            return None;
+        }
+        let policy = SavePolicy::new(settings.checkpointing, settings.compression, spec.num_layers);
+        let segment = policy.segments().next()?.len();
+        let alike = layers(spec, settings, &policy);
+        let round = if settings.offload.is_none() { 1 } else { ROUND };
+        let (mut kept, mut units, mut gaps) = (Vec::new(), Vec::new(), Vec::new());
+        let mut keep = |layers: Range<usize>| {
+            let place = kept.len() as u32;
+            units.push(place..place + layers.len() as u32);
+            kept.extend(layers.map(|layer| layer as u32));
+            units.len() - 1
+        };
+        let mut next = 0;
+        while next < alike.len() {
+            let Some((pattern, missing)) = repeated(&alike, next, segment, round) else {
+                keep(next..next + 1);
+                next += 1;
+                continue;
+            };
+            let (before, after) = stay(pattern, segment);
+            let mut several = |first: usize, times| {
+                let patterns = (first..).step_by(pattern).take(times);
+                patterns.map(|first| keep(first..first + pattern)).last()
+            };
+            let unit = several(next, before)?;
+            next += (before + missing) * pattern;
+            several(next, after)?;
+            next += after * pattern;
+            gaps.push(Gap { unit, times: missing });
+        }
+        (!gaps.is_empty()).then(|| {
+            let settings = smaller(spec, settings, segment as u32, &kept);
+            Fold { spec: spec.of_layers(&kept), settings, layers: kept, units, gaps }
+        })
+    }
+
+    /// Parts that are measured and updated by themselves, of the layers that are missing.
+    pub fn missing_parts(&self) -> u64 {
+        let trained = self.settings.method.trained(&self.spec);
+        let of = |gap: &Gap| {
+            let layers = self.units.get(gap.unit).cloned().unwrap_or_default();
+            let own = |block| matches!(block, BlockId::Layer(layer) if layers.contains(&layer));
+            trained.iter().filter(|p| own(p.block)).count() as u64 * gap.times as u64
+        };
+        self.gaps.iter().map(of).sum()
+    }
+}
+
+/// Patterns that stay at the beginning and at the end of layers in a row. Two before a gap and one behind it must do what those
+/// between them do: neither the first nor the last, and nobody ahead of whom is beyond these.
+fn stay(pattern: usize, segment: usize) -> (usize, usize) {
+    // A segment keeps and prefetches as much as a layer that is a segment of its own.
+    let ahead = if segment > 1 { LEAVING } else { AHEAD.div_ceil(pattern) };
+    (2 + ahead, 1 + ahead)
+}
+
+/// The length of the pattern that layers from `first` on repeat, and how many of the patterns need not be there, so that the
+/// most layers go. Layers that are checkpointed in segments go by whole segments, and all go by whole rounds.
+fn repeated(alike: &[Layer], first: usize, segment: usize, round: usize) -> Option<(usize, usize)> {
+    let patterns = if segment > 1 { segment..=segment } else { 1..=LONGEST_PATTERN };
+    if !first.is_multiple_of(segment) {
+        return None;
+    }
+    let missing = |pattern: usize| {
+        let later = alike.iter().skip(first + pattern);
+        let same = alike.iter().skip(first).zip(later).take_while(|(one, other)| one == other).count();
+        let (before, after) = stay(pattern, segment);
+        let most = ((same + pattern) / pattern).checked_sub(before + after)?;
+        let together = (1..).find(|patterns| (patterns * pattern).is_multiple_of(round))?;
+        Some((pattern, most / together * together)).filter(|(_, missing)| *missing > 0)
+    };
+    // Of those that leave out as many, the shortest.
+    patterns.rev().filter_map(missing).max_by_key(|(pattern, missing)| pattern * missing)
+}
+
+fn layers(spec: &ModelSpec, settings: &StepSettings, policy: &SavePolicy) -> Vec<Layer> {
+    let KeptLayers { parameters, gradients, optimizer, activations } = settings.kept_layers;
+    let kept = [parameters, gradients, optimizer, activations];
+    let mut all: Vec<Layer> = (0..spec.num_layers)
+        .map(|layer| Layer {
+            window: spec.attention.window(layer),
+            saved: policy.layer(layer),
+            stays: kept.map(|kept| layer >= spec.num_layers.saturating_sub(kept)),
+            trained: Vec::new(),
+            types: Vec::new(),
+        })
+        .collect();
+    let Some(adapters) = settings.method.adapters() else { return all };
+    let layer_of = |block| if let BlockId::Layer(layer) = block { Some(layer as usize) } else { None };
+    for p in adapters.layout.trained() {
+        if let Some(own) = layer_of(p.block).and_then(|layer| all.get_mut(layer)) {
+            own.trained.push((p.role, p.shape.clone()));
+        }
+    }
+    let types = spec.parameters().into_iter().filter_map(|p| {
+        let dtype = adapters.weight_types.get(&(p.block, p.role))?;
+        Some((layer_of(p.block)?, (p.role, *dtype)))
+    });
+    for (layer, own_type) in types {
+        if let Some(own) = all.get_mut(layer) {
+            own.types.push(own_type);
+        }
+    }
+    all
+}
+
+/// The settings for no more than some of the layers, which say the same of each.
+fn smaller(spec: &ModelSpec, settings: &StepSettings, segment: u32, layers: &[u32]) -> StepSettings {
+    let kept = |kept: u32| {
+        let first = spec.num_layers.saturating_sub(kept);
+        layers.iter().filter(|layer| **layer >= first).count() as u32
+    };
+    let KeptLayers { parameters, gradients, optimizer, activations } = settings.kept_layers;
+    let checkpointing = match settings.checkpointing {
+        Checkpointing::Every(_) | Checkpointing::Sqrt => Checkpointing::Every(segment),
+        Checkpointing::Ratio(share) => {
+            let first = (f64::from(spec.num_layers) * share.clamp(0.0, 1.0)).round() as u32;
+            let own = layers.iter().filter(|layer| **layer < first).count();
+            Checkpointing::Ratio(own as f64 / layers.len().max(1) as f64)
+        }
+        form @ (Checkpointing::None | Checkpointing::Full | Checkpointing::Selective(_)) => form,
+    };
+    let method = match settings.method.adapters() {
+        None => TrainingMethod::Full,
+        Some(adapters) => {
+            let types = adapters.weight_types.iter();
+            let types = types.filter_map(|((block, role), dtype)| Some(((block.among(layers)?, *role), *dtype)));
+            TrainingMethod::Adapters(Arc::new(Adapters {
+                layout: adapters.layout.of_layers(layers),
+                dropout: adapters.dropout,
+                weight_types: types.collect(),
+                in_files: Default::default(),
+            }))
+        }
+    };
+    StepSettings {
+        checkpointing,
+        method,
+        kept_layers: KeptLayers {
+            parameters: kept(parameters),
+            gradients: kept(gradients),
+            optimizer: kept(optimizer),
+            activations: kept(activations),
+        },
+        ..settings.clone()
+    }
+}

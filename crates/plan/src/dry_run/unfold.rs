@@ -1,0 +1,371 @@
+//! From what a model of fewer layers did to what the whole one does: each visit of the last layer before a gap is made again for
+//! each layer that is missing. The same requests go to the same allocators, so that peaks are those of a run through all
+//! layers, to the byte.
+//!
+//! That holds because no request depends on an address. What is checked: that the layers around a gap did the same, request by
+//! request, and that loops which were counted end in the memory that they began with here too.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use plimsoll_device::{Scope, Tally, Times, Trace, Transferred};
+use plimsoll_memory::{Arena, Block, Layout, Ledger, MemoryEvent, Phase, Tag, Tier};
+
+use super::fold::Fold;
+
+/// Memory that a visit gives back and a visit of another unit took is found by how far that unit is away, up to so many units.
+const NEAR: isize = 3;
+
+/// The one tensor whose size depends on the number of layers: a number for each part that is trained.
+const NORMS: &str = "grad_norm";
+
+/// What a run through all layers does.
+pub(super) struct Unfolded {
+    /// The ledgers of device, host and disk.
+    pub ledgers: [Ledger; 3],
+    /// What the missing layers add to the scopes that were asked for.
+    pub added: Added,
+}
+
+/// What scopes add up to.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Added {
+    pub tally: Tally,
+    pub moved: Transferred,
+    pub times: Times,
+}
+
+/// Something that a scope does to memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Request {
+    Take(Taken),
+    /// Gives back what a visit took: which visit, and the how manieth that it took.
+    Give(usize, usize),
+    /// Before the iterations that others are like.
+    LoopBegins(usize),
+    /// Behind them.
+    LoopEnds(usize),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Taken {
+    tier: usize,
+    bytes: u64,
+    tag: Tag,
+    name: &'static str,
+    phase: Phase,
+    /// The layer that it belongs to.
+    owner: Option<u32>,
+}
+
+/// Scopes of one unit that follow each other, or of none.
+struct Visit {
+    /// A layer, or layers that repeat together.
+    unit: Option<usize>,
+    /// The how manieth visit of its unit it is.
+    nth: usize,
+    scopes: Range<usize>,
+    /// The number of requests that take.
+    takes: usize,
+}
+
+/// A run through a part of the layers.
+struct Folded<'a> {
+    fold: &'a Fold,
+    trace: &'a Trace,
+    visits: Vec<Visit>,
+    /// What each scope requests.
+    requests: Vec<Vec<Request>>,
+}
+
+/// A visit of the whole run: which one it is like, and by how many units its own comes later.
+#[derive(Clone, Copy)]
+struct Again {
+    visit: usize,
+    later: usize,
+}
+
+/// The whole run. `None` where the smaller one does not say what that is. `ledgers` are those of device, host and disk, which
+/// recorded their events; costs are added up of the scopes `step`; `parts` are those whose norms are taken.
+pub(super) fn unfolded(
+    fold: &Fold,
+    trace: &Trace,
+    ledgers: [&Ledger; 3],
+    step: Range<usize>,
+    parts: u64,
+) -> Option<Unfolded> {
+    let folded = Folded::new(fold, trace, ledgers)?;
+    for gap in &fold.gaps {
+        folded.check_alike(gap.unit)?;
+    }
+    let ledgers = folded.run(&folded.order()?, parts + fold.missing_parts())?;
+    Some(Unfolded { ledgers, added: folded.added(step) })
+}
+
+impl<'a> Folded<'a> {
+    fn new(fold: &'a Fold, trace: &'a Trace, ledgers: [&Ledger; 3]) -> Option<Self> {
+        let unit_of = |layer| fold.units.iter().position(|unit| unit.contains(&layer));
+        let mut visits: Vec<Visit> = Vec::new();
+        let mut seen: HashMap<usize, usize> = HashMap::new();
+        for (index, scope) in trace.scopes.iter().enumerate() {
+            let unit = match scope.layer {
+                Some(layer) => Some(unit_of(layer)?),
+                None => None,
+            };
+            match visits.last_mut().filter(|last| last.unit == unit) {
+                Some(last) => last.scopes.end = index + 1,
+                None => {
+                    let nth = unit.map_or(0, |unit| {
+                        let seen = seen.entry(unit).or_default();
+                        *seen += 1;
+                        *seen - 1
+                    });
+                    visits.push(Visit { unit, nth, scopes: index..index + 1, takes: 0 });
+                }
+            }
+        }
+        let requests = requests(trace, ledgers, &mut visits)?;
+        Some(Folded { fold, trace, visits, requests })
+    }
+
+    /// The scopes of a visit with what they request.
+    fn scopes(&self, visit: &Visit) -> impl Iterator<Item = (&Scope, &Vec<Request>)> {
+        let scopes = self.trace.scopes.iter().zip(&self.requests);
+        scopes.skip(visit.scopes.start).take(visit.scopes.len())
+    }
+
+    /// Whether the units around a gap did the same at each visit: the one behind it, the one before, and the one before that.
+    fn check_alike(&self, unit: usize) -> Option<()> {
+        let all = |unit| self.visits.iter().filter(move |visit| visit.unit == Some(unit));
+        let (last, others) = (all(unit), [all(unit.checked_sub(1)?), all(unit + 1)]);
+        let last: Vec<&Visit> = last.collect();
+        for other in others {
+            let other: Vec<&Visit> = other.collect();
+            let same = last.len() == other.len() && last.iter().zip(&other).all(|(a, b)| self.is_like(a, b));
+            same.then_some(())?;
+        }
+        Some(())
+    }
+
+    fn is_like(&self, one: &Visit, other: &Visit) -> bool {
+        let (Some(own), Some(others)) = (one.unit, other.unit) else { return false };
+        let first = |unit: usize| self.fold.units.get(unit).map_or(0, |layers| layers.start);
+        let layers = i64::from(first(others)) - i64::from(first(own));
+        let units = others as isize - own as isize;
+        let later = |layer: Option<u32>| layer.map(|layer| i64::from(layer) + layers);
+        let layer = |layer: Option<u32>| layer.map(i64::from);
+        let unit = |visit: usize| self.visits.get(visit).map(|visit| (visit.unit, visit.nth));
+        let same = |a: &Request, b: &Request| match (a, b) {
+            (Request::Take(a), Request::Take(b)) => {
+                let owner = later(a.owner) == layer(b.owner) || a.owner == b.owner;
+                owner && Taken { owner: None, ..*a } == Taken { owner: None, ..*b }
+            }
+            (Request::Give(a, place), Request::Give(b, other)) => {
+                let (Some((Some(a), nth)), Some((Some(b), nth_of_b))) = (unit(*a), unit(*b)) else {
+                    return false;
+                };
+                place == other && nth == nth_of_b && a as isize + units == b as isize
+            }
+            (Request::LoopBegins(_), Request::LoopBegins(_))
+            | (Request::LoopEnds(_), Request::LoopEnds(_)) => true,
+            _ => false,
+        };
+        one.nth == other.nth
+            && one.scopes.len() == other.scopes.len()
+            && self.scopes(one).zip(self.scopes(other)).all(|((a, of_a), (b, of_b))| {
+                a.phase == b.phase
+                    && later(a.layer) == layer(b.layer)
+                    && (a.tally, a.moved) == (b.tally, b.moved)
+                    && of_a.len() == of_b.len()
+                    && of_a.iter().zip(of_b).all(|(a, b)| same(a, b))
+            })
+    }
+
+    /// The visits of the whole run, in order: through a gap in the direction in which the visits go.
+    fn order(&self) -> Option<Vec<Again>> {
+        let unit = |index: Option<usize>| index.and_then(|index| self.visits.get(index)?.unit);
+        let mut all = Vec::new();
+        for (visit, own) in self.visits.iter().enumerate() {
+            let gap = self.fold.gaps.iter().find(|gap| own.unit == Some(gap.unit));
+            let here = Again { visit, later: 0 };
+            let Some(gap) = gap else {
+                all.push(here);
+                continue;
+            };
+            let missing = (1..=gap.times).map(|later| Again { visit, later });
+            let comes_next = unit(Some(visit + 1)) == Some(gap.unit + 1);
+            let came_before = unit(visit.checked_sub(1)) == Some(gap.unit + 1);
+            match (came_before, comes_next) {
+                (false, true) => all.extend(std::iter::once(here).chain(missing)),
+                (true, false) => all.extend(missing.rev().chain([here])),
+                _ => return None,
+            }
+        }
+        Some(all)
+    }
+
+    /// The place of a unit among all units.
+    fn place(&self, unit: usize) -> usize {
+        let before = self.fold.gaps.iter().filter(|gap| gap.unit < unit);
+        unit + before.map(|gap| gap.times).sum::<usize>()
+    }
+
+    /// Makes all requests.
+    fn run(&self, order: &[Again], parts: u64) -> Option<[Ledger; 3]> {
+        let arenas = [Tier::Device, Tier::Host, Tier::Disk].map(Arena::unbounded);
+        // What is held, visit after visit; where a visit's begins, by its unit's place and its number, or by itself.
+        let mut held: Vec<Option<Block>> = Vec::new();
+        let mut of_units: HashMap<(usize, usize), usize> = HashMap::new();
+        let mut of_none: HashMap<usize, usize> = HashMap::new();
+        let mut loops: HashMap<usize, [Layout; 3]> = HashMap::new();
+        let layouts = || arenas.each_ref().map(Arena::layout);
+        for Again { visit: index, later } in order {
+            let visit = self.visits.get(*index)?;
+            let (mut next, here) = (held.len(), visit.unit.map(|unit| self.place(unit) + later));
+            match here {
+                Some(place) => of_units.insert((place, visit.nth), next),
+                None => of_none.insert(*index, next),
+            };
+            held.resize_with(next + visit.takes, || None);
+            for (scope, requests) in self.scopes(visit) {
+                let label = |layer: Option<u32>| self.layer(layer, visit, *later);
+                let mut entered = [None; 3];
+                let [device, ..] = &arenas;
+                device.enter(scope.phase, label(scope.layer));
+                for request in requests {
+                    match *request {
+                        Request::Take(Taken { tier, bytes, tag, name, phase, owner }) => {
+                            let arena = arenas.get(tier)?;
+                            let scope = (phase, label(owner));
+                            let entered = entered.get_mut(tier)?;
+                            if *entered != Some(scope) {
+                                arena.enter(scope.0, scope.1);
+                                *entered = Some(scope);
+                            }
+                            let norms = visit.unit.is_none() && name == NORMS;
+                            let bytes = if norms { parts * size_of::<f32>() as u64 } else { bytes };
+                            *held.get_mut(next)? = Some(arena.alloc(bytes, tag, name).ok()?);
+                            next += 1;
+                        }
+                        Request::Give(from, place) => {
+                            let taken = self.visits.get(from)?;
+                            let first = match taken.unit {
+                                None => of_none.get(&from),
+                                Some(unit) => of_units.get(&(self.place_from(visit, here, unit)?, taken.nth)),
+                            };
+                            drop(held.get_mut(first? + place)?.take()?);
+                        }
+                        Request::LoopBegins(index) => {
+                            loops.insert(index, layouts());
+                        }
+                        Request::LoopEnds(index) => (loops.get(&index) == Some(&layouts())).then_some(())?,
+                    }
+                }
+            }
+        }
+        Some(arenas.each_ref().map(Arena::ledger))
+    }
+
+    /// The place of a unit that a visit has to do with, which is itself at `here`.
+    fn place_from(&self, visit: &Visit, here: Option<usize>, unit: usize) -> Option<usize> {
+        if let (Some(own), Some(here)) = (visit.unit, here) {
+            let away = unit as isize - own as isize;
+            if away.abs() <= NEAR {
+                return here.checked_add_signed(away);
+            }
+        }
+        // From far away nobody knows which of the missing ones it is.
+        let is_before_gap = self.fold.gaps.iter().any(|gap| gap.unit == unit);
+        (!is_before_gap).then(|| self.place(unit))
+    }
+
+    /// The whole model's number of a layer, in a visit that is made again so many units later.
+    fn layer(&self, layer: Option<u32>, visit: &Visit, later: usize) -> Option<u32> {
+        let layer = layer?;
+        let own = visit.unit.and_then(|unit| self.fold.units.get(unit)).filter(|own| own.contains(&layer));
+        let further = own.map_or(0, |own| later as u32 * own.len() as u32);
+        self.fold.layers.get(layer as usize).map(|number| number + further)
+    }
+
+    /// What the missing layers add to these scopes.
+    fn added(&self, scopes: Range<usize>) -> Added {
+        let mut added = Added::default();
+        for gap in &self.fold.gaps {
+            for visit in self.visits.iter().filter(|visit| visit.unit == Some(gap.unit)) {
+                for index in visit.scopes.clone().filter(|scope| scopes.contains(scope)) {
+                    let Some(scope) = self.trace.scopes.get(index) else { continue };
+                    let times = (gap.times as u64).saturating_mul(self.times_of(index));
+                    added.tally = added.tally.plus(scope.tally.times(times));
+                    added.moved = added.moved.plus(scope.moved.times(times));
+                    added.times = added.times.plus(scope.times, times as f64);
+                }
+            }
+        }
+        added
+    }
+
+    /// How often a scope happens, by the loops that it is in.
+    fn times_of(&self, scope: usize) -> u64 {
+        let first = self.trace.scopes.get(scope).map_or(0, |scope| scope.first_event);
+        let around = self.trace.repeats.iter().filter(|r| r.first_event <= first && scope < r.scope);
+        around.fold(1, |times, r| times.saturating_mul(r.times.saturating_add(1)))
+    }
+}
+
+/// What each scope requests, in order. What is given back is what was last taken at its address.
+fn requests(trace: &Trace, ledgers: [&Ledger; 3], visits: &mut [Visit]) -> Option<Vec<Vec<Request>>> {
+    let mut events: Vec<(usize, &MemoryEvent)> = Vec::new();
+    for (tier, ledger) in ledgers.into_iter().enumerate() {
+        events.extend(ledger.events().iter().map(|event| (tier, event)));
+    }
+    events.sort_unstable_by_key(|(_, event)| event.number);
+    let first_event = |scope: usize| trace.scopes.get(scope).map(|scope| scope.first_event);
+    // Where loops begin and end: the scope, the event before which that is, ends before beginnings.
+    let mut borders = Vec::new();
+    let repeats = trace.repeats.iter().enumerate().filter(|(_, r)| r.first_event < r.end_event);
+    for (index, repeat) in repeats {
+        let begins = match first_event(repeat.scope)? <= repeat.first_event {
+            true => repeat.scope,
+            false => trace.scopes.partition_point(|s| s.first_event <= repeat.first_event).checked_sub(1)?,
+        };
+        borders.push((begins, repeat.first_event, 1, Request::LoopBegins(index)));
+        borders.push((repeat.scope, repeat.end_event, 0, Request::LoopEnds(index)));
+    }
+    borders.sort_by_key(|(scope, event, order, _)| (*scope, *event, *order));
+    let (mut events, mut borders) = (events.into_iter().peekable(), borders.into_iter().peekable());
+    let mut live: HashMap<(usize, u64), (usize, usize)> = HashMap::new();
+    let mut all = Vec::new();
+    for (index, visit) in visits.iter_mut().enumerate() {
+        for scope in visit.scopes.clone() {
+            let end = first_event(scope + 1).unwrap_or(u64::MAX);
+            let mut own = Vec::new();
+            loop {
+                let event = events.peek().filter(|(_, event)| event.number < end);
+                let number = event.map_or(u64::MAX, |(_, event)| event.number);
+                if let Some((.., border)) = borders.next_if(|(of, before, ..)| *of == scope && *before <= number) {
+                    own.push(border);
+                    continue;
+                }
+                if event.is_none() {
+                    break;
+                }
+                let (tier, event) = events.next()?;
+                let address = (tier, event.offset);
+                own.push(match event.delta > 0 {
+                    true => {
+                        live.insert(address, (index, visit.takes));
+                        visit.takes += 1;
+                        let MemoryEvent { tag, name, phase, owner, .. } = *event;
+                        Request::Take(Taken { tier, bytes: event.delta as u64, tag, name, phase, owner })
+                    }
+                    false => {
+                        let (visit, place) = live.remove(&address)?;
+                        Request::Give(visit, place)
+                    }
+                });
+            }
+            all.push(own);
+        }
+    }
+    events.next().is_none().then_some(all)
+}
