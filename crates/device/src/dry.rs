@@ -2,6 +2,7 @@
 //! and adds up what it would cost.
 
 use std::cell::{Cell, RefCell};
+use std::ops::Range;
 
 use plimsoll_memory::{Arena, Phase, Region, Tier};
 
@@ -16,7 +17,7 @@ pub struct Dry {
     workspace: Cell<Workspace>,
     moved: Cell<Transferred>,
     clock: Option<Clock>,
-    /// Whether the arena records every event.
+    /// Whether every event is recorded with its time.
     records: bool,
     /// What was done so far and what had been counted when its last scope began, where that is recorded.
     trace: Option<RefCell<(Trace, Counted)>>,
@@ -35,7 +36,8 @@ impl Dry {
 
     /// The same, which also records what was done in which scope.
     pub fn tracing() -> Dry {
-        Dry { trace: Some(RefCell::default()), ..Dry::recording() }
+        // When each event happens is for timelines alone.
+        Dry { trace: Some(RefCell::default()), records: false, ..Dry::recording() }
     }
 
     fn within(arena: Arena) -> Dry {
@@ -66,6 +68,11 @@ impl Dry {
         self.trace.as_ref().map_or(0, |trace| trace.borrow().0.scopes.len())
     }
 
+    /// Whether events of earlier loops may stand for those of later ones: in a timeline they do not.
+    pub(crate) fn joins_loops(&self) -> bool {
+        !self.records
+    }
+
     /// Everything that was counted.
     pub(crate) fn counted(&self) -> Counted {
         let times = self.clock.as_ref().map(Clock::times).unwrap_or_default();
@@ -94,19 +101,21 @@ impl Dry {
         }
     }
 
-    /// Adds so many rounds that are not run: each adds as much as those events that `first_event` begins.
-    pub(crate) fn skip(&self, Counted { tally, moved, times }: Counted, rounds: u64, first_event: u64) {
-        self.arena.count_again(first_event, rounds);
+    /// Adds so many rounds that are not run: each adds as much as the events `round`, and begins with the memory that there was
+    /// before `like_event`.
+    pub(crate) fn skip(&self, added: Counted, times: u64, like_event: u64, round: Range<u64>) {
+        let Counted { tally, moved, times: seconds } = added;
+        self.arena.count_again(round.start, times);
         if let Some(trace) = &self.trace {
             let (trace, _) = &mut *trace.borrow_mut();
-            let (end_event, scope) = (self.arena.next_event(), trace.scopes.len().saturating_sub(1));
-            trace.repeats.push(Repeat { first_event, end_event, scope, times: rounds });
+            let (event, scope) = (self.arena.next_event(), trace.scopes.len().saturating_sub(1));
+            trace.repeats.push(Repeat { like_event, round, times, event, scope });
         }
-        let more = self.tally.borrow().plus(tally.times(rounds));
+        let more = self.tally.borrow().plus(tally.times(times));
         self.tally.replace(more);
-        self.moved.set(self.moved.get().plus(moved.times(rounds)));
+        self.moved.set(self.moved.get().plus(moved.times(times)));
         if let Some(clock) = &self.clock {
-            clock.repeat(times, rounds);
+            clock.repeat(seconds, times);
         }
         self.tell_time();
     }

@@ -2,6 +2,7 @@
 //! repeats, and counts the others: what a plan costs does not depend on how often something is done.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use plimsoll_memory::{Layout, Traffic};
 
@@ -78,7 +79,8 @@ impl Border {
     fn since(&self, earlier: &Border, period: usize) -> Round {
         Round {
             period: period as u64,
-            first_event: earlier.event,
+            like_event: earlier.event,
+            events: earlier.event..self.event,
             added: self.counted.since(earlier.counted),
             totals: [0, 1].map(|i| self.totals[i] - earlier.totals[i]),
         }
@@ -86,12 +88,13 @@ impl Border {
 }
 
 /// What one round of iterations adds.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Round {
     /// Iterations.
     period: u64,
-    /// The number of its first event.
-    first_event: u64,
+    /// The next event when memory was as it is where the round begins.
+    like_event: u64,
+    events: Range<u64>,
     added: Counted,
     totals: [u64; 2],
 }
@@ -142,8 +145,8 @@ pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> 
                 borders.pop_front();
             }
             found = (1..=LONGEST_PERIOD).find_map(|period| round(&borders, period));
-            if let (Some(round), Some(known)) = (found, iterations.known()) {
-                known.learn(&borders, round);
+            if let (Some(round), Some(known)) = (&found, iterations.known()) {
+                known.learn(&borders, round.clone());
             }
         }
         let Some(round) = found else { continue };
@@ -151,7 +154,7 @@ pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> 
         if rounds == 0 {
             continue;
         }
-        dry.skip(round.added, rounds, round.first_event);
+        dry.skip(round.added, rounds, round.like_event, round.events);
         iterations.count(round.totals.map(|total| total.saturating_mul(rounds)));
         counted = true;
         index += rounds * round.period;
@@ -159,19 +162,21 @@ pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> 
     Ok(())
 }
 
-/// The round that begins at a border, as earlier loops have found. Events of these loops stand for nothing in this one.
+/// The round that begins at a border, as earlier loops have found.
 fn known<I: Iterations>(dry: &Dry, iterations: &mut I, border: &Border) -> Option<Round> {
-    let known = iterations.known().filter(|_| !dry.arena().is_recording())?;
+    let known = iterations.known().filter(|_| dry.joins_loops())?;
     let at_border =
         |(layout, state, _): &&(Layout, u64, Round)| Some(*state) == border.state && *layout == border.layout;
-    known.0.iter().find(at_border).map(|(.., round)| *round)
+    known.0.iter().find(at_border).map(|(.., round)| round.clone())
 }
 
 impl KnownRounds {
     /// Any of the borders of a round begins one that adds as much.
     fn learn(&mut self, borders: &VecDeque<Border>, round: Round) {
         let of_round = borders.iter().rev().take(usize::try_from(round.period).unwrap_or(usize::MAX));
-        let known = of_round.filter_map(|border| Some((border.layout.clone(), border.state?, round)));
+        let begins = |border: &Border| Round { like_event: border.event, ..round.clone() };
+        let known =
+            of_round.filter_map(|border| Some((border.layout.clone(), border.state?, begins(border))));
         self.0.extend(known);
     }
 }

@@ -1,6 +1,8 @@
 //! What a dry run did, scope by scope: which layer it was in, and what was added there. With the events of its arenas that is
 //! enough to work out what a run through more layers of the kind would do.
 
+use std::ops::Range;
+
 use plimsoll_memory::Phase;
 
 use crate::{Tally, Times, Transferred};
@@ -23,16 +25,18 @@ pub struct Scope {
 }
 
 /// Iterations of a loop that were counted and not run.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Repeat {
-    /// The number of the first event of the iterations that they are like.
-    pub first_event: u64,
-    /// The first event after these.
-    pub end_event: u64,
-    /// The place of the scope in which they ended.
-    pub scope: usize,
-    /// How many times more they would happen.
+    /// The event before which memory was as it was when they were counted.
+    pub like_event: u64,
+    /// The events of the iterations that they are like.
+    pub round: Range<u64>,
+    /// How many times more these would happen.
     pub times: u64,
+    /// The event before which they were counted.
+    pub event: u64,
+    /// The place of the scope in which they were.
+    pub scope: usize,
 }
 
 /// The scopes of a dry run, in order, and its repeats, which nothing else shows.
@@ -40,7 +44,7 @@ pub struct Repeat {
 pub struct Trace {
     /// What happened, scope by scope.
     pub scopes: Vec<Scope>,
-    /// In the order of their ends.
+    /// In the order in which they were counted.
     pub repeats: Vec<Repeat>,
 }
 

@@ -4,7 +4,6 @@
 //! GPU memory, or nothing, in a dry run) is the device's affair. The same sequence of requests gives
 //! the same offsets and the same high-water mark everywhere: that is what makes a plan exact.
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::layout::{Layout, Traffic};
@@ -50,8 +49,8 @@ pub struct Arena {
 struct Inner {
     tier: Tier,
     capacity: u64,
-    /// Free ranges, offset to size, coalesced.
-    free: BTreeMap<u64, u64>,
+    /// Free ranges, offset and size, in order and coalesced. They are few.
+    free: Vec<(u64, u64)>,
     ledger: Ledger,
     traffic: Traffic,
 }
@@ -79,7 +78,7 @@ impl Arena {
 
     fn with_ledger(tier: Tier, capacity: u64, ledger: Ledger) -> Arena {
         let capacity = capacity / ALIGNMENT * ALIGNMENT;
-        let free = if capacity > 0 { BTreeMap::from([(0, capacity)]) } else { BTreeMap::new() };
+        let free = if capacity > 0 { vec![(0, capacity)] } else { Vec::new() };
         let traffic = Traffic::default();
         Arena { shared: Arc::new(Mutex::new(Inner { tier, capacity, free, ledger, traffic })) }
     }
@@ -142,8 +141,7 @@ impl Arena {
     /// What of the arena decides where the next allocations go, and what is live: equal layouts behave alike.
     pub fn layout(&self) -> Layout {
         let inner = self.lock();
-        let holes = inner.free.iter().map(|(offset, size)| (*offset, *size)).collect();
-        Layout { holes, live: inner.ledger.fingerprint() }
+        Layout { holes: inner.free.clone(), live: inner.ledger.fingerprint() }
     }
 
     /// Begins to take down what is allocated and given back, and where; what was taken down until now comes back, to be
@@ -176,19 +174,20 @@ impl Inner {
         // Best fit, the lowest offset among equals.
         // The piece at the end counts as endless, whatever the capacity: an arena of just the size that a dry run found
         // then hands out the very same offsets as the dry run's.
-        let length = |offset: u64, free: u64| if offset + free == self.capacity { u64::MAX } else { free };
-        let best = self
-            .free
-            .iter()
-            .filter(|(_, free)| **free >= size)
-            .min_by_key(|(offset, free)| (length(**offset, **free), **offset))
-            .map(|(offset, free)| (*offset, *free));
-        let Some((offset, free)) = best else {
+        let mut best: Option<(u64, usize)> = None;
+        for (index, (offset, free)) in self.free.iter().enumerate() {
+            let length = if offset + free == self.capacity { u64::MAX } else { *free };
+            if *free >= size && best.is_none_or(|(shortest, _)| length < shortest) {
+                best = Some((length, index));
+            }
+        }
+        let Some((index, hole)) = best.and_then(|(_, index)| Some((index, self.free.get_mut(index)?))) else {
             return Err(self.full(size, tag, name));
         };
-        self.free.remove(&offset);
-        if free > size {
-            self.free.insert(offset + size, free - size);
+        let (offset, free) = *hole;
+        *hole = (offset + size, free - size);
+        if free == size {
+            self.free.remove(index);
         }
         self.traffic.took(offset, size, tag);
         self.ledger.took(tag, name, size, offset + size);
@@ -202,23 +201,21 @@ impl Inner {
             tag,
             name,
             capacity: self.capacity,
-            largest_free: self.free.values().copied().max().unwrap_or(0),
+            largest_free: self.free.iter().map(|(_, size)| *size).max().unwrap_or(0),
             live: Box::new(self.ledger.live()),
         }
     }
 
-    fn give_back(&mut self, mut offset: u64, mut size: u64) {
+    fn give_back(&mut self, offset: u64, size: u64) {
         self.traffic.gave_back(offset);
-        if let Some((&before, &before_size)) = self.free.range(..offset).next_back()
-            && before + before_size == offset
-        {
-            self.free.remove(&before);
-            (offset, size) = (before, size + before_size);
+        let index = self.free.partition_point(|(other, _)| *other < offset);
+        let touches_next = self.free.get(index).is_some_and(|(next, _)| *next == offset + size);
+        let next_bytes = if touches_next { self.free.remove(index).1 } else { 0 };
+        let before = index.checked_sub(1).and_then(|before| self.free.get_mut(before));
+        match before {
+            Some((start, bytes)) if *start + *bytes == offset => *bytes += size + next_bytes,
+            _ => self.free.insert(index, (offset, size + next_bytes)),
         }
-        if let Some(after_size) = self.free.remove(&(offset + size)) {
-            size += after_size;
-        }
-        self.free.insert(offset, size);
     }
 }
 

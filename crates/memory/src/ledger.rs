@@ -152,25 +152,36 @@ impl AtPeak {
     }
 }
 
-/// Live bytes by owning layer (`None`: outside the layers) and tag; a layer that ever held anything stays.
-pub(crate) type LayerTags = BTreeMap<Option<u32>, TagBytes>;
-
 /// Totals and, where recording is on, the events of one arena.
 #[derive(Clone, Debug, Default)]
 pub struct Ledger {
     live: TagBytes,
-    live_by_layer: LayerTags,
+    /// What is live of each owner, and what of it has changed since the peak: of nobody first, then of layer after layer.
+    owners: Vec<Owner>,
+    /// The owners of which something has changed since the peak.
+    changed: Vec<usize>,
     /// A number for what is live by layer and tag.
     fingerprint: u64,
-    /// What [`live_by_layer`](Self::live_by_layer) was at the peak; `None` where nothing has changed since. Most that raises
-    /// the peak is followed by something that raises it further: the copy is made when something does not.
-    at_peak_by_layer: Option<LayerTags>,
     /// The most that was ever live under each tag.
     most: TagBytes,
     at_peak: AtPeak,
     phase: Phase,
     layer: Option<u32>,
     record: Option<Box<Recording>>,
+}
+
+/// What belongs to a layer, or to none.
+#[derive(Clone, Copy, Debug, Default)]
+struct Owner {
+    live: TagBytes,
+    /// Bytes given back and taken since the peak.
+    gone: TagBytes,
+    come: TagBytes,
+    /// Whether it has held anything, ever and at the peak.
+    known: bool,
+    known_at_peak: bool,
+    /// Whether it is among those that have changed.
+    changed: bool,
 }
 
 impl Ledger {
@@ -190,14 +201,21 @@ impl Ledger {
 
     pub(crate) fn took(&mut self, tag: Tag, name: &'static str, bytes: u64, end: u64) {
         let raised = end > self.at_peak.peak;
-        self.before_change(raised);
         self.live.add(tag, bytes);
         let owner = self.layer;
-        self.live_by_layer.entry(owner).or_default().add(tag, bytes);
+        let own = self.changed(owner);
+        own.live.add(tag, bytes);
+        own.come.add(tag, bytes);
+        own.known = true;
         self.fingerprint = self.fingerprint.wrapping_add(weight(owner, tag).wrapping_mul(bytes));
         self.most.0[tag as usize] = self.most.get(tag).max(self.live.get(tag));
         if raised {
             self.at_peak = AtPeak { peak: end, by_tag: self.live, phase: self.phase, layer: self.layer };
+            for place in self.changed.drain(..) {
+                let own = &mut self.owners[place];
+                *own =
+                    Owner { live: own.live, known: own.known, known_at_peak: own.known, ..Owner::default() };
+            }
         }
         self.record(tag, name, owner, end - bytes, bytes as i64, raised);
     }
@@ -210,20 +228,26 @@ impl Ledger {
         offset: u64,
         bytes: u64,
     ) {
-        self.before_change(false);
         self.live.remove(tag, bytes);
-        self.live_by_layer.entry(owner).or_default().remove(tag, bytes);
+        let own = self.changed(owner);
+        own.live.remove(tag, bytes);
+        own.gone.add(tag, bytes);
         self.fingerprint = self.fingerprint.wrapping_sub(weight(owner, tag).wrapping_mul(bytes));
         self.record(tag, name, owner, offset, -(bytes as i64), false);
     }
 
-    /// Remembers what was live at the peak before the first change that leaves the peak behind.
-    fn before_change(&mut self, raises: bool) {
-        if raises {
-            self.at_peak_by_layer = None;
-        } else if self.at_peak_by_layer.is_none() {
-            self.at_peak_by_layer = Some(self.live_by_layer.clone());
+    /// An owner that changes now.
+    fn changed(&mut self, owner: Option<u32>) -> &mut Owner {
+        let place = owner.map_or(0, |layer| layer as usize + 1);
+        if place >= self.owners.len() {
+            self.owners.resize(place + 1, Owner::default());
         }
+        let own = &mut self.owners[place];
+        if !own.changed {
+            own.changed = true;
+            self.changed.push(place);
+        }
+        own
     }
 
     fn record(
@@ -283,7 +307,12 @@ impl Ledger {
 
     /// What was live at the peak by owning layer (`None`: outside the layers) and tag.
     pub fn at_peak_by_layer(&self) -> BTreeMap<Option<u32>, TagBytes> {
-        self.at_peak_by_layer.as_ref().unwrap_or(&self.live_by_layer).clone()
+        let known = (0u32..).zip(&self.owners).filter(|(_, own)| own.known_at_peak);
+        let at_peak = |own: &Owner| {
+            let of = |tag: Tag| own.live.get(tag) + own.gone.get(tag) - own.come.get(tag);
+            TagBytes(Tag::ALL.map(of))
+        };
+        known.map(|(place, own)| (place.checked_sub(1), at_peak(own))).collect()
     }
 
     /// The recorded events; empty when recording is off.

@@ -51,29 +51,49 @@ impl Search<'_> {
             let home = self.with_home(&choice, kind)?;
             let seconds = choice.time.step_seconds - home.time.step_seconds;
             let bytes = self.limits.memory(&home).saturating_sub(self.limits.memory(&choice));
-            by_worth.push((kind, seconds / bytes.max(1) as f64));
+            by_worth.push((kind, seconds / bytes.max(1) as f64, home));
         }
-        by_worth.sort_by(|(_, a), (_, b)| b.total_cmp(a));
-        let mut filled = choice;
-        for (kind, _) in by_worth {
-            let home = self.with_home(&filled, kind)?;
+        by_worth.sort_by(|(_, a, _), (_, b, _)| b.total_cmp(a));
+        let (before, mut filled) = (choice.settings.clone(), choice);
+        for (kind, _, home) in by_worth {
+            let home = if filled.settings == before { home } else { self.with_home(&filled, kind)? };
             if self.fits(&home, room) {
                 filled = home;
                 continue;
             }
-            // `low` layers fit, `high` do not.
-            let (mut low, mut high) = (0, self.spec.num_layers.saturating_add(1));
-            let from = filled.clone();
-            while low + 1 < high {
-                let middle = low.midpoint(high);
-                let mut kept_layers = from.settings.kept_layers;
-                *kind.kept_mut(&mut kept_layers) = middle;
-                let other = self.again(&from, StepSettings { kept_layers, ..from.settings.clone() })?;
-                if self.fits(&other, room) {
-                    (low, filled) = (middle, other);
-                } else {
-                    high = middle;
-                }
+            filled = self.with_kept(filled, kind, &home, room)?;
+        }
+        Ok(filled)
+    }
+
+    /// The same step with a kind of tensor on the device for as many layers as there is room for; `home`, with all of it
+    /// there, does not fit. Memory grows by about as much with each layer: that says where to look next.
+    fn with_kept(
+        &self,
+        from: Choice,
+        kind: TensorKind,
+        home: &Choice,
+        room: u64,
+    ) -> Result<Choice, StepError> {
+        let memory = |choice: &Choice| self.limits.memory(choice);
+        // `low` layers fit, `high` do not.
+        let (mut low, mut high) = (0, self.spec.num_layers.saturating_add(1));
+        let (mut least, mut most) = (memory(&from), memory(home));
+        let (base, mut filled, mut guesses) = (from.settings.clone(), from, 0);
+        while low + 1 < high {
+            let share = room.saturating_sub(least) as f64 / most.saturating_sub(least).max(1) as f64;
+            let guess = low + (f64::from(high - low) * share.min(1.0)) as u32;
+            // Where guesses do not come near, halves do.
+            let guess = if guesses < 4 { guess } else { low.midpoint(high) };
+            guesses += 1;
+            let layers = guess.clamp(low + 1, high - 1);
+            let mut kept_layers = base.kept_layers;
+            *kind.kept_mut(&mut kept_layers) = layers;
+            let other = self.again(&filled, StepSettings { kept_layers, ..base.clone() })?;
+            if self.fits(&other, room) {
+                (low, least, filled) = (layers, memory(&other), other);
+            } else {
+                (high, most) = (layers, memory(&other));
             }
         }
         Ok(filled)

@@ -103,11 +103,8 @@ pub(crate) fn lightest_that_fits(
     for offload in search.offloads() {
         for precision in precisions(&config.training, method) {
             for batches in batches(&config.training) {
-                for choice in search.lightest(precision, offload, &batches)? {
-                    if search.fits(&choice, limits.room_bytes) {
-                        return Ok(choice);
-                    }
-                    smallest.push(choice);
+                if let Some(choice) = search.lightest(precision, offload, &batches, &mut smallest)? {
+                    return Ok(choice);
                 }
             }
         }
@@ -155,15 +152,16 @@ impl Search<'_> {
         for precision in precisions(training, self.method) {
             for batches in batches(training) {
                 // Where the lightest form does not fit, no other will.
-                let lightest = self.lightest(precision, offload, &batches)?;
-                if !lightest.iter().any(|choice| self.fits(choice, self.limits.room_bytes)) {
-                    smallest.extend(lightest);
-                    continue;
-                }
+                let Some(lightest) = self.lightest(precision, offload, &batches, smallest)? else { continue };
                 let mut candidates = Vec::new();
                 for checkpointing in checkpointings(training) {
                     for batch in &batches {
-                        candidates.push(self.candidate(precision, checkpointing, *batch, offload)?);
+                        let is_lightest = lightest.settings.checkpointing == checkpointing
+                            && (lightest.settings.batch_size, lightest.accumulation) == *batch;
+                        candidates.push(match is_lightest {
+                            true => lightest.clone(),
+                            false => self.candidate(precision, checkpointing, *batch, offload)?,
+                        });
                     }
                 }
                 for room in [self.limits.target_bytes, self.limits.room_bytes] {
@@ -200,22 +198,33 @@ impl Search<'_> {
         Ok(None)
     }
 
-    /// The lightest candidates: the shortest batch, and the two strongest forms of checkpointing where it is left open.
+    /// The first that fits of the lightest candidates: the shortest batch, and the two strongest forms of checkpointing where
+    /// it is left open. Where none does, they join `smallest`.
     fn lightest(
         &self,
         precision: Precision,
         offload: Offload,
         batches: &[(u64, u64)],
-    ) -> Result<Vec<Choice>, StepError> {
+        smallest: &mut Vec<Choice>,
+    ) -> Result<Option<Choice>, StepError> {
         let training = &self.config.training;
         let Some(batch) = batches.iter().copied().min_by_key(|(size, _)| *size) else {
-            return Ok(Vec::new());
+            return Ok(None);
         };
         let mut forms = checkpointings(training);
         if forms.len() > 1 {
             forms = vec![Checkpointing::Full, Checkpointing::Sqrt];
         }
-        forms.into_iter().map(|form| self.candidate(precision, form, batch, offload)).collect()
+        let mut too_large = Vec::new();
+        for form in forms {
+            let choice = self.candidate(precision, form, batch, offload)?;
+            if self.fits(&choice, self.limits.room_bytes) {
+                return Ok(Some(choice));
+            }
+            too_large.push(choice);
+        }
+        smallest.extend(too_large);
+        Ok(None)
     }
 }
 

@@ -108,13 +108,8 @@ fn odd() -> ModelSpec {
     }
 }
 
-const RATES: Rates = Rates {
-    matmul_f32: 1e11,
-    matmul_bf16: 1e11,
-    memory_bandwidth: 1e10,
-    exps: 1e9,
-    disk: DiskRates::USUAL,
-};
+const RATES: Rates =
+    Rates { matmul_f32: 1e11, matmul_bf16: 1e11, memory_bandwidth: 1e10, exps: 1e9, disk: DiskRates::USUAL };
 
 fn chosen(case: &Case<'_>) -> Choice {
     let (rates, limits) = (RATES, ProcessLimits::NONE);

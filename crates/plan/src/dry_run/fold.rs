@@ -188,7 +188,8 @@ fn smaller(spec: &ModelSpec, settings: &StepSettings, segment: u32, layers: &[u3
         None => TrainingMethod::Full,
         Some(adapters) => {
             let types = adapters.weight_types.iter();
-            let types = types.filter_map(|((block, role), dtype)| Some(((block.among(layers)?, *role), *dtype)));
+            let types =
+                types.filter_map(|((block, role), dtype)| Some(((block.among(layers)?, *role), *dtype)));
             TrainingMethod::Adapters(Arc::new(Adapters {
                 layout: adapters.layout.of_layers(layers),
                 dropout: adapters.dropout,

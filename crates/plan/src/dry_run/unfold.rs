@@ -78,6 +78,61 @@ struct Folded<'a> {
     requests: Vec<Vec<Request>>,
 }
 
+/// What visits have taken and not given back.
+struct Held {
+    blocks: Vec<Option<Block>>,
+    /// Places of blocks that were given back.
+    free: Vec<u32>,
+    /// Where each thing is that was taken, visit after visit.
+    taken: Vec<u32>,
+    /// Where in these a visit begins that belongs to no unit, by its number.
+    visits: Vec<usize>,
+    /// The same of a unit's visit, by the number of the visit and the unit's place.
+    units: Vec<Vec<usize>>,
+}
+
+impl Held {
+    fn new(folded: &Folded<'_>) -> Held {
+        let nths = folded.visits.iter().map(|visit| visit.nth + 1).max().unwrap_or(0);
+        let places = folded.place(folded.fold.units.len());
+        let (blocks, free, taken) = (Vec::new(), Vec::new(), Vec::new());
+        let visits = vec![usize::MAX; folded.visits.len()];
+        Held { blocks, free, taken, visits, units: vec![vec![usize::MAX; places]; nths] }
+    }
+
+    /// A visit begins: what is added from now on is what it takes.
+    fn begin(&mut self, index: usize, place: Option<usize>, visit: &Visit) {
+        let first = match place {
+            None => self.visits.get_mut(index),
+            Some(place) => self.units.get_mut(visit.nth).and_then(|places| places.get_mut(place)),
+        };
+        if let Some(first) = first {
+            *first = self.taken.len();
+        }
+    }
+
+    fn add(&mut self, block: Block) {
+        let place = self.free.pop().unwrap_or(self.blocks.len() as u32);
+        match self.blocks.get_mut(place as usize) {
+            Some(free) => *free = Some(block),
+            None => self.blocks.push(Some(block)),
+        }
+        self.taken.push(place);
+    }
+
+    /// What a visit took, which is given back.
+    fn take(&mut self, index: usize, unit: Option<usize>, visit: &Visit, place: usize) -> Option<Block> {
+        let first = match unit {
+            None => self.visits.get(index)?,
+            Some(unit) => self.units.get(visit.nth)?.get(unit)?,
+        };
+        let slot = self.taken.get_mut(first.checked_add(place)?)?;
+        let block = self.blocks.get_mut(*slot as usize)?.take();
+        self.free.push(std::mem::replace(slot, u32::MAX));
+        block
+    }
+}
+
 /// A visit of the whole run: which one it is like, and by how many units its own comes later.
 #[derive(Clone, Copy)]
 struct Again {
@@ -213,20 +268,13 @@ impl<'a> Folded<'a> {
     /// Makes all requests.
     fn run(&self, order: &[Again], parts: u64) -> Option<[Ledger; 3]> {
         let arenas = [Tier::Device, Tier::Host, Tier::Disk].map(Arena::unbounded);
-        // What is held, visit after visit; where a visit's begins, by its unit's place and its number, or by itself.
-        let mut held: Vec<Option<Block>> = Vec::new();
-        let mut of_units: HashMap<(usize, usize), usize> = HashMap::new();
-        let mut of_none: HashMap<usize, usize> = HashMap::new();
-        let mut loops: HashMap<usize, [Layout; 3]> = HashMap::new();
         let layouts = || arenas.each_ref().map(Arena::layout);
+        let mut held = Held::new(self);
+        let mut loops: HashMap<usize, [Layout; 3]> = HashMap::new();
         for Again { visit: index, later } in order {
             let visit = self.visits.get(*index)?;
-            let (mut next, here) = (held.len(), visit.unit.map(|unit| self.place(unit) + later));
-            match here {
-                Some(place) => of_units.insert((place, visit.nth), next),
-                None => of_none.insert(*index, next),
-            };
-            held.resize_with(next + visit.takes, || None);
+            let here = visit.unit.map(|unit| self.place(unit) + later);
+            held.begin(*index, here, visit);
             for (scope, requests) in self.scopes(visit) {
                 let label = |layer: Option<u32>| self.layer(layer, visit, *later);
                 let mut entered = [None; 3];
@@ -236,24 +284,22 @@ impl<'a> Folded<'a> {
                     match *request {
                         Request::Take(Taken { tier, bytes, tag, name, phase, owner }) => {
                             let arena = arenas.get(tier)?;
-                            let scope = (phase, label(owner));
                             let entered = entered.get_mut(tier)?;
-                            if *entered != Some(scope) {
-                                arena.enter(scope.0, scope.1);
-                                *entered = Some(scope);
+                            if *entered != Some((phase, owner)) {
+                                arena.enter(phase, label(owner));
+                                *entered = Some((phase, owner));
                             }
                             let norms = visit.unit.is_none() && name == NORMS;
                             let bytes = if norms { parts * size_of::<f32>() as u64 } else { bytes };
-                            *held.get_mut(next)? = Some(arena.alloc(bytes, tag, name).ok()?);
-                            next += 1;
+                            held.add(arena.alloc(bytes, tag, name).ok()?);
                         }
                         Request::Give(from, place) => {
                             let taken = self.visits.get(from)?;
-                            let first = match taken.unit {
-                                None => of_none.get(&from),
-                                Some(unit) => of_units.get(&(self.place_from(visit, here, unit)?, taken.nth)),
+                            let of = match taken.unit {
+                                None => None,
+                                Some(unit) => Some(self.place_from(visit, here, unit)?),
                             };
-                            drop(held.get_mut(first? + place)?.take()?);
+                            drop(held.take(from, of, taken, place)?);
                         }
                         Request::LoopBegins(index) => {
                             loops.insert(index, layouts());
@@ -287,14 +333,21 @@ impl<'a> Folded<'a> {
         self.fold.layers.get(layer as usize).map(|number| number + further)
     }
 
-    /// What the missing layers add to these scopes.
+    /// What the missing layers add to these scopes, and to iterations that were counted in them.
     fn added(&self, scopes: Range<usize>) -> Added {
         let mut added = Added::default();
+        let within: Vec<_> =
+            self.trace.repeats.iter().filter(|repeat| scopes.contains(&repeat.scope)).collect();
         for gap in &self.fold.gaps {
             for visit in self.visits.iter().filter(|visit| visit.unit == Some(gap.unit)) {
-                for index in visit.scopes.clone().filter(|scope| scopes.contains(scope)) {
+                for index in visit.scopes.clone() {
                     let Some(scope) = self.trace.scopes.get(index) else { continue };
-                    let times = (gap.times as u64).saturating_mul(self.times_of(index));
+                    // What is counted in the scope itself is part of what it adds.
+                    let around =
+                        within.iter().filter(|r| r.scope != index && r.round.contains(&scope.first_event));
+                    let counted = around.fold(0u64, |all, repeat| all.saturating_add(repeat.times));
+                    let times = counted.saturating_add(u64::from(scopes.contains(&index)));
+                    let times = times.saturating_mul(gap.times as u64);
                     added.tally = added.tally.plus(scope.tally.times(times));
                     added.moved = added.moved.plus(scope.moved.times(times));
                     added.times = added.times.plus(scope.times, times as f64);
@@ -302,13 +355,6 @@ impl<'a> Folded<'a> {
             }
         }
         added
-    }
-
-    /// How often a scope happens, by the loops that it is in.
-    fn times_of(&self, scope: usize) -> u64 {
-        let first = self.trace.scopes.get(scope).map_or(0, |scope| scope.first_event);
-        let around = self.trace.repeats.iter().filter(|r| r.first_event <= first && scope < r.scope);
-        around.fold(1, |times, r| times.saturating_mul(r.times.saturating_add(1)))
     }
 }
 
@@ -322,14 +368,14 @@ fn requests(trace: &Trace, ledgers: [&Ledger; 3], visits: &mut [Visit]) -> Optio
     let first_event = |scope: usize| trace.scopes.get(scope).map(|scope| scope.first_event);
     // Where loops begin and end: the scope, the event before which that is, ends before beginnings.
     let mut borders = Vec::new();
-    let repeats = trace.repeats.iter().enumerate().filter(|(_, r)| r.first_event < r.end_event);
+    let repeats = trace.repeats.iter().enumerate().filter(|(_, repeat)| repeat.like_event < repeat.event);
     for (index, repeat) in repeats {
-        let begins = match first_event(repeat.scope)? <= repeat.first_event {
+        let begins = match first_event(repeat.scope)? <= repeat.like_event {
             true => repeat.scope,
-            false => trace.scopes.partition_point(|s| s.first_event <= repeat.first_event).checked_sub(1)?,
+            false => trace.scopes.partition_point(|s| s.first_event <= repeat.like_event).checked_sub(1)?,
         };
-        borders.push((begins, repeat.first_event, 1, Request::LoopBegins(index)));
-        borders.push((repeat.scope, repeat.end_event, 0, Request::LoopEnds(index)));
+        borders.push((begins, repeat.like_event, 1, Request::LoopBegins(index)));
+        borders.push((repeat.scope, repeat.event, 0, Request::LoopEnds(index)));
     }
     borders.sort_by_key(|(scope, event, order, _)| (*scope, *event, *order));
     let (mut events, mut borders) = (events.into_iter().peekable(), borders.into_iter().peekable());
@@ -342,7 +388,9 @@ fn requests(trace: &Trace, ledgers: [&Ledger; 3], visits: &mut [Visit]) -> Optio
             loop {
                 let event = events.peek().filter(|(_, event)| event.number < end);
                 let number = event.map_or(u64::MAX, |(_, event)| event.number);
-                if let Some((.., border)) = borders.next_if(|(of, before, ..)| *of == scope && *before <= number) {
+                if let Some((.., border)) =
+                    borders.next_if(|(of, before, ..)| *of == scope && *before <= number)
+                {
                     own.push(border);
                     continue;
                 }
