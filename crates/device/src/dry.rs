@@ -109,8 +109,8 @@ impl Device for Dry {
         true
     }
 
-    fn transfer(&self, bytes: Transferred) -> Due {
-        self.clock.as_ref().map(|clock| clock.transfer(bytes)).unwrap_or_default()
+    fn transfer(&self, bytes: Transferred, behind: Due) -> Due {
+        self.clock.as_ref().map(|clock| clock.transfer(bytes, behind)).unwrap_or_default()
     }
 
     fn wait(&self, due: Due) {
