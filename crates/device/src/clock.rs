@@ -1,8 +1,9 @@
-//! What would happen when, in a dry run: a time line of the computation, one of the disk and one of copies to and from the
-//! host, with the places where the computation waits for the others.
+//! What would happen when, in a dry run: time lines of the computation, the disk, and copies from and to the host, with the
+//! places where the computation waits for the others.
 //!
 //! Operations follow each other. A move begins when it is asked for and those before it on its line are done, and goes on
-//! behind the computation. Who needs what it brings waits until it is done.
+//! behind the computation. Who needs what it brings waits until it is done. Copies in and copies out go on at once; reads and
+//! writes share a disk, which does no more of both at once than of one after the other.
 
 use std::cell::Cell;
 use std::fmt;
@@ -25,8 +26,10 @@ pub struct Transferred {
     pub read: u64,
     /// Written to it.
     pub written: u64,
-    /// Copied between device and host.
-    pub copied: u64,
+    /// Copied from the host to the device.
+    pub copied_in: u64,
+    /// Copied from the device to the host.
+    pub copied_out: u64,
 }
 
 impl Transferred {
@@ -49,7 +52,8 @@ impl Transferred {
         Transferred {
             read: with(self.read, other.read),
             written: with(self.written, other.written),
-            copied: with(self.copied, other.copied),
+            copied_in: with(self.copied_in, other.copied_in),
+            copied_out: with(self.copied_out, other.copied_out),
         }
     }
 }
@@ -59,8 +63,21 @@ impl Transferred {
 pub struct Lines {
     /// The disk's.
     pub disk: f64,
-    /// Copies between device and host.
-    pub copies: f64,
+    /// Copies from the host to the device.
+    pub copies_in: f64,
+    /// Copies from the device to the host.
+    pub copies_out: f64,
+}
+
+impl Lines {
+    /// Each line with the same one of others.
+    fn with(self, other: Lines, of: impl Fn(f64, f64) -> f64) -> Lines {
+        Lines {
+            disk: of(self.disk, other.disk),
+            copies_in: of(self.copies_in, other.copies_in),
+            copies_out: of(self.copies_out, other.copies_out),
+        }
+    }
 }
 
 /// When something will be done, in seconds since the clock was made.
@@ -81,19 +98,13 @@ pub struct Times {
 impl Times {
     /// What was added since `earlier`.
     pub fn since(self, earlier: Times) -> Times {
-        let busy = Lines {
-            disk: self.busy.disk - earlier.busy.disk,
-            copies: self.busy.copies - earlier.busy.copies,
-        };
+        let busy = self.busy.with(earlier.busy, |now, earlier| now - earlier);
         Times { elapsed: self.elapsed - earlier.elapsed, busy, waited: self.waited - earlier.waited }
     }
 
     /// These and `more`, so many times.
     pub fn plus(self, more: Times, times: f64) -> Times {
-        let busy = Lines {
-            disk: self.busy.disk + times * more.busy.disk,
-            copies: self.busy.copies + times * more.busy.copies,
-        };
+        let busy = self.busy.with(more.busy, |so_far, more| so_far + times * more);
         let elapsed = self.elapsed + times * more.elapsed;
         Times { elapsed, busy, waited: self.waited + times * more.waited }
     }
@@ -133,16 +144,17 @@ impl Clock {
         self.times.set(Times { elapsed: times.elapsed + self.pace.operations(tally), ..times });
     }
 
-    /// Begins a move.
-    pub fn transfer(&self, bytes: Transferred) -> Due {
-        let (times, lines, own) = (self.times.get(), self.lines.get(), self.pace.transfer(bytes));
-        let end = |line: f64, own: f64| if own > 0.0 { line.max(times.elapsed) + own } else { line };
-        let lines = Lines { disk: end(lines.disk, own.disk), copies: end(lines.copies, own.copies) };
+    /// Begins a move, when what it follows `behind` is done.
+    pub fn transfer(&self, bytes: Transferred, behind: Due) -> Due {
+        let (times, own) = (self.times.get(), self.pace.transfer(bytes));
+        let begin = times.elapsed.max(behind.0);
+        let takes_part = |own| own > 0.0;
+        let end = |line: f64, own| if takes_part(own) { line.max(begin) + own } else { line };
+        let lines = self.lines.get().with(own, end);
         self.lines.set(lines);
-        let busy = Lines { disk: times.busy.disk + own.disk, copies: times.busy.copies + own.copies };
-        self.times.set(Times { busy, ..times });
-        let last = |line, own| if own > 0.0 { line } else { times.elapsed };
-        Due(last(lines.disk, own.disk).max(last(lines.copies, own.copies)))
+        self.times.set(Times { busy: times.busy.with(own, |so_far, own| so_far + own), ..times });
+        let due = lines.with(own, |line, own| if takes_part(own) { line } else { times.elapsed });
+        Due(due.disk.max(due.copies_in).max(due.copies_out))
     }
 
     /// Waits until something is done.
@@ -157,8 +169,8 @@ impl Clock {
         let times = self.times.get();
         let further = added.elapsed * rounds as f64;
         self.times.set(times.plus(added, rounds as f64));
-        let Lines { disk, copies } = self.lines.get();
-        self.lines.set(Lines { disk: disk + further, copies: copies + further });
+        let lines = self.lines.get();
+        self.lines.set(lines.with(lines, |line, _| line + further));
     }
 }
 
@@ -175,12 +187,17 @@ mod tests {
         }
 
         fn transfer(&self, bytes: Transferred) -> Lines {
-            Lines { disk: bytes.read as f64 + 2.0 * bytes.written as f64, copies: bytes.copied as f64 }
+            let disk = bytes.read as f64 + 2.0 * bytes.written as f64;
+            Lines { disk, copies_in: bytes.copied_in as f64, copies_out: bytes.copied_out as f64 }
         }
     }
 
     fn read(read: u64) -> Transferred {
         Transferred { read, ..Transferred::default() }
+    }
+
+    fn begin(clock: &Clock, bytes: Transferred) -> Due {
+        clock.transfer(bytes, Due::default())
     }
 
     fn operations(operations: u64) -> Tally {
@@ -190,26 +207,26 @@ mod tests {
     #[test]
     fn what_happens_behind_the_computation_costs_what_is_waited_for() {
         let clock = Clock::new(Seconds);
-        let first = clock.transfer(read(3));
+        let first = begin(&clock, read(3));
         clock.compute(&operations(2));
         // One second is left of it.
         clock.wait(first);
         assert_eq!((clock.times().elapsed, clock.times().waited), (3.0, 1.0));
         let (second, written) =
-            (clock.transfer(read(2)), clock.transfer(Transferred { written: 1, ..read(0) }));
+            (begin(&clock, read(2)), begin(&clock, Transferred { written: 1, ..read(0) }));
         clock.compute(&operations(5));
         clock.wait(second);
         clock.wait(written);
-        let busy = Lines { disk: 7.0, copies: 0.0 };
+        let busy = Lines { disk: 7.0, ..Lines::default() };
         assert_eq!(clock.times(), Times { elapsed: 8.0, busy, waited: 1.0 });
     }
 
     #[test]
     fn moves_on_a_line_follow_each_other_and_lines_go_beside_each_other() {
         let clock = Clock::new(Seconds);
-        let first = clock.transfer(read(4));
-        let second = clock.transfer(read(4));
-        let copied = clock.transfer(Transferred { copied: 5, ..read(0) });
+        let first = begin(&clock, read(4));
+        let second = begin(&clock, read(4));
+        let copied = begin(&clock, Transferred { copied_in: 5, ..read(0) });
         clock.wait(copied);
         assert_eq!(clock.times().elapsed, 5.0);
         clock.wait(first);
@@ -219,20 +236,37 @@ mod tests {
     }
 
     #[test]
+    fn copies_in_and_out_go_beside_each_other_but_for_what_follows_behind() {
+        let clock = Clock::new(Seconds);
+        let out = begin(&clock, Transferred { copied_out: 4, ..read(0) });
+        let beside = begin(&clock, Transferred { copied_in: 3, ..read(0) });
+        clock.wait(beside);
+        assert_eq!(clock.times().elapsed, 3.0);
+        // Into the buffer that goes out until 4; the next one waits for its turn.
+        let behind = clock.transfer(Transferred { copied_in: 2, ..read(0) }, out);
+        let next = begin(&clock, Transferred { copied_in: 1, ..read(0) });
+        clock.wait(behind);
+        assert_eq!(clock.times().elapsed, 6.0);
+        clock.wait(next);
+        let busy = Lines { disk: 0.0, copies_in: 6.0, copies_out: 4.0 };
+        assert_eq!(clock.times(), Times { elapsed: 7.0, busy, waited: 7.0 });
+    }
+
+    #[test]
     fn what_is_counted_takes_its_time() {
         let clock = Clock::new(Seconds);
         clock.compute(&operations(1));
         let earlier = clock.times();
-        let due = clock.transfer(read(2));
+        let due = begin(&clock, read(2));
         clock.compute(&operations(1));
         clock.wait(due);
         clock.repeat(clock.times().since(earlier), 3);
         assert_eq!(
             clock.times(),
-            Times { elapsed: 9.0, busy: Lines { disk: 8.0, copies: 0.0 }, waited: 4.0 }
+            Times { elapsed: 9.0, busy: Lines { disk: 8.0, ..Lines::default() }, waited: 4.0 }
         );
         // Nothing is under way.
-        let due = clock.transfer(read(1));
+        let due = begin(&clock, read(1));
         clock.wait(due);
         assert_eq!(clock.times().elapsed, 10.0);
     }

@@ -75,8 +75,8 @@ pub trait Device {
     /// The memory is not this device's, or parts of it are still elsewhere.
     fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError>;
 
-    /// Begins a move between tiers, on the time lines of a dry run that has them.
-    fn transfer(&self, _: Transferred) -> Due {
+    /// Begins a move between tiers, when what it follows behind is done, on the time lines of a dry run that has them.
+    fn transfer(&self, _: Transferred, _behind: Due) -> Due {
         Due::default()
     }
 

@@ -159,9 +159,9 @@ impl Device for Dry {
         true
     }
 
-    fn transfer(&self, bytes: Transferred) -> Due {
+    fn transfer(&self, bytes: Transferred, behind: Due) -> Due {
         self.moved.set(self.moved.get().plus(bytes));
-        self.clock.as_ref().map(|clock| clock.transfer(bytes)).unwrap_or_default()
+        self.clock.as_ref().map(|clock| clock.transfer(bytes, behind)).unwrap_or_default()
     }
 
     fn wait(&self, due: Due) {

@@ -1,7 +1,5 @@
-//! A copy stream: moves between tiers that happen behind the computation, one after the other, in the order in which they were
-//! begun. Each gives an event, which is waited for where its outcome is needed and nowhere else.
-//!
-//! As the order is fixed, a read may follow a write in the same memory without anybody looking whether the write is done.
+//! A copy stream: work that is done behind the computation, one thing after the other, in the order in which it was begun. Each
+//! gives an event, which is waited for where its outcome is needed and nowhere else.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
@@ -19,9 +17,9 @@ pub(crate) const STACK_BYTES: usize = 64 << 10;
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// Moves in order, on a thread of its own. Dropping it leaves out what has not begun.
+/// Work in order, on a thread of its own. Dropping it leaves out what has not begun.
 #[derive(Debug)]
-pub struct CopyStream {
+pub(crate) struct CopyStream {
     queue: Option<Sender<Work>>,
     worker: Option<JoinHandle<()>>,
     closing: Arc<AtomicBool>,
@@ -31,7 +29,7 @@ pub struct CopyStream {
 /// That something which was begun will be done.
 #[derive(Debug)]
 #[must_use = "what was begun has to be waited for"]
-pub struct Event<T> {
+pub(crate) struct Event<T> {
     outcome: Receiver<T>,
     /// Where waiting for a disk is counted.
     clock: Option<Arc<Mutex<IoClock>>>,
@@ -53,6 +51,11 @@ impl<T> Event<T> {
         }
         outcome
     }
+
+    /// The same where nothing else waits meanwhile, so that it does not count as waiting; `None` where the stream ended.
+    pub fn wait_behind(self) -> Option<T> {
+        self.outcome.recv().ok()
+    }
 }
 
 impl CopyStream {
@@ -60,7 +63,7 @@ impl CopyStream {
     ///
     /// # Errors
     /// The system starts no more.
-    pub(crate) fn start(clock: Arc<Mutex<IoClock>>) -> Result<CopyStream, DiskError> {
+    pub fn start(clock: Arc<Mutex<IoClock>>) -> Result<CopyStream, DiskError> {
         let (queue, moves) = channel::<Work>();
         let closing = Arc::new(AtomicBool::new(false));
         let closed = Arc::clone(&closing);

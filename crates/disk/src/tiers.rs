@@ -9,10 +9,11 @@ use std::sync::{Arc, Mutex};
 
 use plimsoll_memory::{Arena, Block, OutOfMemory, Phase, Region, Tag, Tier};
 
+use crate::moves::Streams;
 use crate::request::{Finished, Ticket, lock};
 use crate::{
-    ALIGNMENT, BufferPool, CopyStream, DiskEngine, DiskError, DiskFile, EngineSettings, IoMeter, IoMode,
-    SpillFile, SpillSettings,
+    ALIGNMENT, BufferMemory, BufferPool, Direction, DiskEngine, DiskError, DiskFile, EngineSettings, IoMeter,
+    IoMode, Moving, SpillFile, SpillSettings, Stretch,
 };
 
 /// Host memory and disk, as far as a job may use them.
@@ -37,7 +38,8 @@ pub struct Moved {
 
 #[derive(Debug)]
 struct Backing {
-    engine: DiskEngine,
+    streams: Streams,
+    engine: Arc<DiskEngine>,
     spill: Option<SpillFile>,
     /// Files that are only read.
     files: Mutex<Vec<Arc<DiskFile>>>,
@@ -53,12 +55,10 @@ pub struct Home {
 
 #[derive(Debug)]
 enum HomeKind {
-    /// On disk, in the spill file; or in a dry run.
-    Spill(Block),
+    /// Bytes of a file from a place on, `None` in a dry run; and what they take of the tier, unless the file is only read.
+    Disk { file: Option<Arc<DiskFile>>, start: u64, taken: Option<Block> },
     /// On the host: the memory itself, and what it takes of the tier.
     Host { memory: Mutex<Region>, _taken: Block },
-    /// Bytes of a file that is only read; `None` in a dry run.
-    File(Option<Arc<DiskFile>>, Range<u64>),
 }
 
 impl Home {
@@ -69,12 +69,46 @@ impl Home {
 
     /// Whether it is in a file that is only read.
     pub fn is_in_file(&self) -> bool {
-        matches!(self.place, HomeKind::File(..))
+        matches!(self.place, HomeKind::Disk { taken: None, .. })
     }
 
     /// Whether it is on a disk.
     pub fn is_on_disk(&self) -> bool {
         self.tier == Tier::Disk
+    }
+
+    /// The file that it is in, and where in it.
+    fn on_disk(&self) -> Option<(&Arc<DiskFile>, u64)> {
+        match &self.place {
+            HomeKind::Disk { file, start, .. } => Some((file.as_ref()?, *start)),
+            HomeKind::Host { .. } => None,
+        }
+    }
+
+    /// Begins to move a part that begins with a page.
+    pub(crate) fn begin(
+        &self,
+        engine: &DiskEngine,
+        direction: Direction,
+        part: Range<u64>,
+        mut region: Region,
+    ) -> Transfer {
+        let bytes = part.end.saturating_sub(part.start);
+        if let HomeKind::Host { memory, .. } = &self.place {
+            let mut memory = lock(memory);
+            let start = region.skip_to(ALIGNMENT as usize);
+            let outcome = copy(&mut memory, part, (&mut region, start), direction);
+            return Transfer(Way::Host(Finished { region, outcome }));
+        }
+        match (direction, self.on_disk()) {
+            (Direction::WriteBack, Some((file, start))) if !self.is_in_file() => {
+                Transfer(Way::Disk(engine.write_back(file, start + part.start, bytes, region)))
+            }
+            (Direction::Prefetch, Some((file, start))) => {
+                Transfer(Way::Disk(engine.prefetch(file, start + part.start..start + part.end, region)))
+            }
+            _ => Transfer::stopped(region),
+        }
     }
 }
 
@@ -107,12 +141,17 @@ impl Transfer {
         }
     }
 
-    /// The same on a [`CopyStream`]: the computation goes on meanwhile.
-    pub fn wait_on_stream(self) -> Finished {
+    /// The same where nothing else waits meanwhile.
+    pub(crate) fn wait_behind(self) -> Finished {
         match self.0 {
             Way::Disk(ticket) => ticket.wait_behind(),
             Way::Host(finished) => finished,
         }
+    }
+
+    /// Of what cannot be begun.
+    fn stopped(region: Region) -> Transfer {
+        Transfer(Way::Host(Finished { region, outcome: Err(DiskError::Stopped) }))
     }
 }
 
@@ -150,17 +189,17 @@ impl LowerTiers {
             file.allocate(disk_bytes)?;
             spill = Some(file);
         }
-        let engine = DiskEngine::start(EngineSettings::default())?;
+        let engine = Arc::new(DiskEngine::start(EngineSettings::default())?);
+        let streams = Streams::start(&engine)?;
         let (host, disk) = (Arena::new(Tier::Host, host_bytes), Arena::new(Tier::Disk, disk_bytes));
-        Ok(LowerTiers::with(host, disk, Some(Backing { engine, spill, files: Mutex::default() })))
+        Ok(LowerTiers::with(host, disk, Some(Backing { streams, engine, spill, files: Mutex::default() })))
     }
 
     /// Memory that tiers on a disk take at most, beside what is handed to them; `row_bytes` are those of the parts that
     /// [`read_all_now`](Self::read_all_now) is asked for.
     pub fn memory_bytes(row_bytes: u64) -> u64 {
         let rows = row_bytes.saturating_add(2 * ALIGNMENT).saturating_mul(AT_ONCE as u64);
-        let streams = STREAMS * crate::stream::STACK_BYTES as u64;
-        EngineSettings::default().memory_bytes().saturating_add(streams).saturating_add(rows)
+        EngineSettings::default().memory_bytes().saturating_add(Streams::STACK_BYTES).saturating_add(rows)
     }
 
     /// Whether nothing is behind the homes.
@@ -168,12 +207,24 @@ impl LowerTiers {
         self.backing.is_none()
     }
 
-    /// A stream for moves between these tiers and the device; `None` where nothing is behind the homes.
+    /// Begins to move the bytes of a buffer between these tiers and the device, behind the moves that were asked for before
+    /// in this direction. The stretches are in the order of the buffer, from its first whole page on. `None` where nothing is
+    /// behind the homes.
+    pub fn begin(
+        &self,
+        direction: Direction,
+        stretches: Vec<Stretch>,
+        memory: BufferMemory<Moving>,
+    ) -> Option<Moving> {
+        self.backing.as_ref().map(|backing| backing.streams.begin(direction, stretches, memory))
+    }
+
+    /// Waits until every move out of a buffer that is used again since is done.
     ///
     /// # Errors
-    /// The system starts no more threads.
-    pub fn copy_stream(&self) -> Result<Option<CopyStream>, DiskError> {
-        self.backing.as_ref().map(|backing| CopyStream::start(backing.engine.clock())).transpose()
+    /// One of them failed.
+    pub fn settle(&self) -> Result<(), DiskError> {
+        self.backing.as_ref().map_or(Ok(()), |backing| backing.streams.settle())
     }
 
     /// Labels what is taken from now on with a phase and a layer.
@@ -218,7 +269,11 @@ impl LowerTiers {
             (Tier::Host, Some(_)) => {
                 HomeKind::Host { memory: Mutex::new(Region::new(pages)?), _taken: block }
             }
-            _ => HomeKind::Spill(block),
+            (_, backing) => {
+                let spill = backing.as_ref().and_then(|backing| backing.spill.as_ref());
+                let file = spill.map(|spill| Arc::clone(spill.file()));
+                HomeKind::Disk { file, start: block.offset(), taken: Some(block) }
+            }
         };
         Ok(Home { place, tier, bytes })
     }
@@ -243,7 +298,8 @@ impl LowerTiers {
             }
         };
         let length = bytes.end.saturating_sub(bytes.start);
-        Ok(Home { tier: Tier::Disk, bytes: length, place: HomeKind::File(file, bytes) })
+        let place = HomeKind::Disk { file, start: bytes.start, taken: None };
+        Ok(Home { tier: Tier::Disk, bytes: length, place })
     }
 
     /// Counts bytes of a home that a dry run would move.
@@ -275,50 +331,28 @@ impl LowerTiers {
 
     /// Begins to bring what a home holds into memory that has room for its whole pages from its first aligned byte on.
     pub fn bring(&self, home: &Home, into: Region) -> Transfer {
-        self.move_bytes(home, 0..home.bytes, into, false)
+        self.move_part(home, 0..home.bytes, into, Direction::Prefetch)
     }
 
     /// Begins to send the pages of a buffer, from its first aligned byte on, home.
     pub fn send(&self, home: &Home, from: Region) -> Transfer {
-        self.move_bytes(home, 0..home.bytes, from, true)
+        self.move_part(home, 0..home.bytes, from, Direction::WriteBack)
     }
 
     /// As [`bring`](Self::bring), of a part that begins with a page.
     pub fn bring_part(&self, home: &Home, part: Range<u64>, into: Region) -> Transfer {
-        self.move_bytes(home, part, into, false)
+        self.move_part(home, part, into, Direction::Prefetch)
     }
 
     /// As [`send`](Self::send), of a part that begins with a page.
     pub fn send_part(&self, home: &Home, part: Range<u64>, from: Region) -> Transfer {
-        self.move_bytes(home, part, from, true)
+        self.move_part(home, part, from, Direction::WriteBack)
     }
 
-    fn move_bytes(&self, home: &Home, part: Range<u64>, mut region: Region, home_wards: bool) -> Transfer {
-        let bytes = part.end.saturating_sub(part.start);
-        if let HomeKind::Host { memory, .. } = &home.place {
-            let mut memory = lock(memory);
-            let start = region.skip_to(ALIGNMENT as usize);
-            let outcome = copy(&mut memory, part, (&mut region, start), home_wards);
-            return Transfer(Way::Host(Finished { region, outcome }));
-        }
-        match self.on_disk(home) {
-            Some((engine, file, start)) if home_wards && !home.is_in_file() => {
-                Transfer(Way::Disk(engine.write_back(file, start + part.start, bytes, region)))
-            }
-            Some((engine, file, start)) if !home_wards => {
-                Transfer(Way::Disk(engine.prefetch(file, start + part.start..start + part.end, region)))
-            }
-            _ => Transfer(Way::Host(Finished { region, outcome: Err(DiskError::Stopped) })),
-        }
-    }
-
-    /// The file that a home is in, and where in it.
-    fn on_disk<'h>(&'h self, home: &'h Home) -> Option<(&'h DiskEngine, &'h Arc<DiskFile>, u64)> {
-        let Backing { engine, spill, .. } = self.backing.as_ref()?;
-        match &home.place {
-            HomeKind::Spill(block) => Some((engine, spill.as_ref()?.file(), block.offset())),
-            HomeKind::File(file, bytes) => Some((engine, file.as_ref()?, bytes.start)),
-            HomeKind::Host { .. } => None,
+    fn move_part(&self, home: &Home, part: Range<u64>, region: Region, direction: Direction) -> Transfer {
+        match &self.backing {
+            Some(backing) => home.begin(&backing.engine, direction, part, region),
+            None => Transfer::stopped(region),
         }
     }
 
@@ -343,7 +377,7 @@ impl LowerTiers {
                 }
                 continue;
             }
-            let Some((_, file, first)) = self.on_disk(home) else { return Err(DiskError::Stopped) };
+            let Some((file, first)) = home.on_disk() else { return Err(DiskError::Stopped) };
             let from = first.saturating_add(*start);
             on_disk.push((file, from..from.saturating_add(out.len() as u64), &mut **out));
         }
@@ -362,7 +396,8 @@ impl LowerTiers {
             out.ok_or(DiskError::Buffer { has, needed })?.copy_from_slice(bytes);
             return Ok(());
         }
-        let Some((engine, file, first)) = self.on_disk(home).filter(|_| !home.is_in_file()) else {
+        let place = home.on_disk().filter(|_| !home.is_in_file());
+        let (Some(Backing { engine, .. }), Some((file, first))) = (&self.backing, place) else {
             return Err(DiskError::Stopped);
         };
         let mut region = Region::new((bytes.len() as u64).next_multiple_of(ALIGNMENT))?;
@@ -375,9 +410,6 @@ impl LowerTiers {
     }
 }
 
-/// Streams of a job at most: of weights, gradients, optimizer states and activations.
-const STREAMS: u64 = 4;
-
 /// Small reads under way at once.
 const AT_ONCE: usize = 16;
 
@@ -386,13 +418,13 @@ fn copy(
     memory: &mut Region,
     part: Range<u64>,
     (region, start): (&mut Region, usize),
-    home_wards: bool,
+    direction: Direction,
 ) -> Result<Range<usize>, DiskError> {
     let [first, last] = [part.start, part.end].map(|at| usize::try_from(at).unwrap_or(usize::MAX));
     let has = region.len().saturating_sub(start) as u64;
     let too_small = || DiskError::Buffer { has, needed: part.end - part.start };
     let end = start.saturating_add(last.saturating_sub(first));
-    if home_wards {
+    if direction == Direction::WriteBack {
         let from = region.bytes().get(start..end).ok_or_else(too_small)?;
         memory.bytes_mut().get_mut(first..last).ok_or_else(too_small)?.copy_from_slice(from);
     } else {
@@ -452,10 +484,10 @@ mod tests {
         }
     }
 
-    /// The threads of the engine and of four streams, and sixteen parts with a page at each end.
+    /// The threads of the engine and of two streams, and sixteen parts with a page at each end.
     #[test]
     fn what_tiers_take_beside_what_is_handed_to_them() {
-        let threads = EngineSettings::default().memory_bytes() + 4 * crate::stream::STACK_BYTES as u64;
+        let threads = EngineSettings::default().memory_bytes() + 2 * crate::stream::STACK_BYTES as u64;
         assert_eq!(LowerTiers::memory_bytes(0), threads + 16 * 2 * 4096);
         assert_eq!(LowerTiers::memory_bytes(100), threads + 16 * (2 * 4096 + 100));
     }

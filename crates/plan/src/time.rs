@@ -85,6 +85,7 @@ impl Pace for Rates {
     fn transfer(&self, bytes: Transferred) -> Lines {
         let disk = at_rate(bytes.read, self.disk.read) + at_rate(bytes.written, self.disk.write);
         // A copy reads and writes.
-        Lines { disk, copies: at_rate(2 * bytes.copied, self.memory_bandwidth) }
+        let copies = |bytes: u64| at_rate(2 * bytes, self.memory_bandwidth);
+        Lines { disk, copies_in: copies(bytes.copied_in), copies_out: copies(bytes.copied_out) }
     }
 }

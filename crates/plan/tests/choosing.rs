@@ -401,7 +401,8 @@ fn rows_that_were_looked_up_take_their_room() {
     let untied = ModelSpec { tie_word_embeddings: false, ..spec() };
     let peak = |micro_batches: u64| {
         let times = format!("training.gradient_accumulation_steps={micro_batches}");
-        let set = [F32, "training.batch_size=1", "memory.offload.gradients=disk", &times];
+        let alone = "training.micro_batches_per_pass=1";
+        let set = [F32, "training.batch_size=1", "memory.offload.gradients=disk", &times, alone];
         plan_of(&untied, &set).choice.dry_run.peak_bytes()
     };
     let sequence = plan_of(&untied, &[F32, "training.batch_size=1"]).choice.settings.sequence_length;
@@ -489,7 +490,7 @@ fn what_spares_most_waiting_for_a_byte_comes_back_first() {
         }
         first.insert((best, last));
     }
-    // Gradients, which every micro-batch waits for twice, before weights, which are prefetched behind the computation, and both
-    // before the states of the optimizer.
-    assert_eq!(first.into_iter().collect::<Vec<_>>(), [(1, 1), (1, 3)]);
+    // Weights, which every pass reads twice and the update once more, before gradients, which are written back behind the
+    // computation; and those before the states of the optimizer.
+    assert_eq!(first.into_iter().collect::<Vec<_>>(), [(1, 1), (3, 3)]);
 }

@@ -9,14 +9,14 @@
 //!    homes are taken of arenas with nothing behind them.
 //! 2. `WeightStore::load` fills the homes of their own a part at a time ([`Contents::load`]).
 //! 3. A schedule announces what it will take ([`Parcels::announce`]), in order, and nothing else is taken. The pool lends a
-//!    free buffer of the arena to the tiers (`Device::lend`): nobody has a view of it from here on. A transit says which
-//!    stretches of it move from which home, and a copy stream (`plimsoll_disk::CopyStream`) makes the move behind the
-//!    computation: the disk's threads read into the buffer, straight from the file.
+//!    free buffer of the arena to the tiers (`Device::lend`): nobody has a view of it from here on. `transit` says which
+//!    stretches of it move from which home, and the tiers move them behind the computation (`LowerTiers::begin`), on the stream
+//!    of copies in: the disk's threads read into the buffer, straight from the file.
 //! 4. `gather` takes the parcel ([`Parcels::take`]): the pool first sees to it that the next one is on its way, then waits for
 //!    this one's event, gets its buffer back (`Device::reclaim`), and gives views of the tensors in it.
 //! 5. `release` says that the step is done with it. When the last view is gone, a buffer that was changed is lent again and
-//!    written back to the parcel's own home; what comes into the same buffer next follows on the stream, behind the write. A
-//!    buffer that was not changed is free at once.
+//!    written back to the parcel's own home, on the stream of copies out; what comes into the same buffer next begins when the
+//!    write is done. A buffer that was not changed is free at once.
 //! 6. `flush`, at the end of a step, waits until everything that was changed has arrived.
 //!
 //! Buffers are taken once, and where somebody waits is fixed by the schedule, so that neither memory nor order depends on how
@@ -35,4 +35,4 @@ pub(crate) use parcel::{Extents, Parcel, buffer};
 pub(crate) use parcels::Parcels;
 pub(crate) use pieces::{Pieces, Unit, is_matrix};
 pub(crate) use pool::Use;
-pub(crate) use transit::{Direction, Transit};
+pub(crate) use transit::{count, stretches};

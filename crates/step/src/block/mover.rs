@@ -6,11 +6,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use plimsoll_device::{DType, Device, DeviceExt, Due, Elementwise, Lent, Rounding, Shape, Tensor};
-use plimsoll_disk::{ALIGNMENT, CopyStream, DiskError, Event, Home, LowerTiers};
-use plimsoll_memory::{Region, Tag, Tier};
+use plimsoll_disk::{ALIGNMENT, BufferMemory, Direction, DiskError, Home, LowerTiers};
+use plimsoll_memory::{Tag, Tier};
 
 use crate::StepError;
-use crate::tier::{Direction, Parcel, Transit, buffer};
+use crate::tier::{Parcel, buffer, count, stretches};
 
 /// Buffers on their way out at most: memory does not depend on how fast a disk is.
 const LEAVING: usize = 2;
@@ -19,8 +19,6 @@ const LEAVING: usize = 2;
 pub(crate) struct Mover<'a, D: Device> {
     device: &'a D,
     tiers: Arc<LowerTiers>,
-    /// `None` in a dry run.
-    stream: Option<CopyStream>,
     tier: Tier,
     /// Stands for what is away.
     nothing: Tensor,
@@ -36,7 +34,7 @@ pub(crate) struct Stored {
 
 /// A buffer on its way.
 enum Moving {
-    Under(Event<(Region, Result<(), DiskError>)>),
+    Under(plimsoll_disk::Moving),
     /// On a device without memory.
     Dry(Tensor, Due),
 }
@@ -45,8 +43,7 @@ impl<'a, D: Device> Mover<'a, D> {
     /// Nothing is away yet.
     pub fn new(device: &'a D, tiers: &Arc<LowerTiers>, tier: Tier) -> Result<Self, StepError> {
         let nothing = device.alloc(DType::U8, &[1], Tag::Staging, "away")?;
-        let (stream, tiers, leaving) = (tiers.copy_stream()?, Arc::clone(tiers), RefCell::default());
-        Ok(Mover { device, tiers, stream, tier, nothing, leaving })
+        Ok(Mover { device, tiers: Arc::clone(tiers), tier, nothing, leaving: RefCell::default() })
     }
 
     /// Whether a tensor is large enough to be worth its way: smaller ones would take a page all the same.
@@ -90,18 +87,15 @@ impl<'a, D: Device> Mover<'a, D> {
     }
 
     fn begin(&self, parcel: &Parcel<()>, buffer: Tensor, direction: Direction) -> Result<Moving, StepError> {
-        match (self.device.lend(buffer)?, &self.stream) {
-            (Lent::Memory(memory), Some(stream)) => {
-                let (tiers, transit) = (Arc::clone(&self.tiers), Transit::of(parcel, direction));
-                let on_disk = transit.is_on_disk();
-                Ok(Moving::Under(stream.begin(on_disk, move || transit.run(&tiers, memory))))
+        match self.device.lend(buffer)? {
+            Lent::Memory(memory) => {
+                let what = "activations leave a device that has no tiers";
+                let memory = BufferMemory::Here(memory);
+                let moving = self.tiers.begin(direction, stretches(parcel, direction), memory);
+                moving.map(Moving::Under).ok_or(StepError::Invariant { what })
             }
-            (Lent::Memory(_), None) => {
-                Err(StepError::Invariant { what: "activations leave a device that has no tiers" })
-            }
-            (Lent::Nothing(tensor), _) => {
-                let moved = Transit::count(&self.tiers, parcel, direction);
-                let due = self.device.transfer(moved);
+            Lent::Nothing(tensor) => {
+                let due = self.device.transfer(count(&self.tiers, parcel, direction), Due::default());
                 Ok(Moving::Dry(tensor, due))
             }
         }
@@ -126,8 +120,8 @@ impl<'a, D: Device> Mover<'a, D> {
                 self.device.wait(due);
                 Ok(tensor)
             }
-            Moving::Under(event) => {
-                let (memory, outcome) = event.wait()?;
+            Moving::Under(moving) => {
+                let (memory, outcome) = moving.wait().ok_or(DiskError::Stopped)?;
                 let tensor = self.device.reclaim(memory)?;
                 outcome?;
                 Ok(tensor)

@@ -33,7 +33,7 @@ impl<'a, D: Device, K: Copy + Eq + Hash + 'a, T: Copy + 'a> Parcels<'a, D, K, T>
         let bytes = parcels.values().map(Parcel::bytes).max().unwrap_or(0);
         let mut pool = Pool::new(device, name, bytes, buffers.min(parcels.len()))?;
         let parcels = Rc::new(RefCell::new(parcels));
-        pool.carry_with(Box::new(Homes::new(tiers, &parcels)?));
+        pool.carry_with(Box::new(Homes::new(tiers, &parcels)));
         Ok(Parcels { parcels, pool })
     }
 

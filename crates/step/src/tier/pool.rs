@@ -7,14 +7,13 @@ use std::collections::VecDeque;
 use std::hash::{Hash, Hasher};
 
 use plimsoll_device::{Device, Due, Lent, Tensor, Transferred};
-use plimsoll_disk::DiskError;
-use plimsoll_memory::{Region, Tag};
+use plimsoll_disk::{Arrived, BufferMemory, Direction, DiskError};
+use plimsoll_memory::Tag;
 
 use super::parcel::buffer;
-use super::transit::Direction;
 use crate::StepError;
 
-/// Moves parcels between buffers and wherever they live, in the order in which the moves are begun.
+/// Moves parcels between buffers and wherever they live: those of a direction in the order in which they are begun.
 pub(crate) trait Carrier<K> {
     /// Sees to it that a parcel can be written back; in a dry run too.
     fn reserve(&mut self, _: K) -> Result<(), DiskError> {
@@ -26,22 +25,15 @@ pub(crate) trait Carrier<K> {
         Transferred::default()
     }
 
-    /// Begins to move a parcel between its homes and memory that has room for it from its first whole page on.
+    /// Begins to move a parcel between its homes and memory that has room for it from its first whole page on: a buffer's, or
+    /// that of a parcel which is written back before.
     fn begin(&mut self, key: K, direction: Direction, memory: BufferMemory<K>);
 
     /// Waits until a parcel's move is done, and gives the memory back; `None` where nothing was begun, or all has ended.
-    fn finish(&mut self, key: K) -> Option<(Region, Result<(), DiskError>)>;
+    fn finish(&mut self, key: K) -> Option<Arrived>;
 
     /// Waits until every move is done. Fails with a write whose buffer was used again since.
     fn settle(&mut self) -> Result<(), DiskError>;
-}
-
-/// The memory of a buffer.
-#[derive(Debug)]
-pub(crate) enum BufferMemory<K> {
-    Here(Region),
-    /// That of a parcel which is written back before.
-    Behind(K),
 }
 
 /// Buffers of one size.
@@ -144,9 +136,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
     /// Begins to write back what was changed and is done with, and to prefetch as much as there are buffers for. Waits for
     /// nothing: what comes into a buffer follows behind what goes out of it.
     pub fn advance(&mut self) -> Result<(), StepError> {
-        for index in 0..self.buffers.len() {
-            self.write_back(index)?;
-        }
+        self.write_back()?;
         // What will be written anew needs a buffer when its turn comes, and nothing from elsewhere before.
         let mut fresh: Vec<K> = Vec::new();
         for place in 0..self.upcoming.len() {
@@ -163,7 +153,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
         Ok(())
     }
 
-    /// The buffers that are free, those that are still being written back last.
+    /// The buffers that are free; last those that are still being written back, the one first that began first.
     fn free_buffers(&self, soon: usize) -> impl Iterator<Item = usize> {
         let moves = |buffer: &Buffer<K>| matches!(buffer, Buffer::Moving { .. });
         let of = move |moving| {
@@ -196,40 +186,51 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
         }
     }
 
-    /// Begins to prefetch a parcel into a buffer that is free.
+    /// Begins to prefetch a parcel into a buffer that is free, behind what is written back from it.
     fn prefetch(&mut self, index: usize, key: K) -> Result<(), StepError> {
-        let behind = match (self.buffers.get_mut(index), &mut self.carrier) {
-            (Some(Buffer::Moving { key, tensor: None, .. }), Some(_)) => Some(*key),
-            _ => None,
+        let Some(buffer) = self.buffers.get_mut(index) else { return Ok(()) };
+        let due = match (buffer, &mut self.carrier) {
+            (Buffer::Moving { key: held, tensor: None, direction, .. }, Some(carrier)) => {
+                carrier.begin(key, Direction::Prefetch, BufferMemory::Behind(*held));
+                (*held, *direction) = (key, Direction::Prefetch);
+                return Ok(());
+            }
+            (Buffer::Moving { due, .. }, _) => *due,
+            _ => Due::default(),
         };
-        let (Some(before), Some(carrier)) = (behind, &mut self.carrier) else {
+        let Some(tensor) = self.empty(index)? else { return Ok(()) };
+        self.start(index, key, tensor, Direction::Prefetch, due)
+    }
+
+    /// Begins to write back the buffers whose parcels were changed and are done with.
+    fn write_back(&mut self) -> Result<(), StepError> {
+        let changed = |buffer: &Buffer<K>| match buffer {
+            Buffer::There { tensor, released: true, changed: true, .. } => tensor.is_alone(),
+            _ => false,
+        };
+        while let Some(index) = self.buffers.iter().position(changed) {
+            let Some(key) = self.buffers.get(index).and_then(Buffer::key) else { return Ok(()) };
+            if let Some(carrier) = &mut self.carrier {
+                carrier.reserve(key)?;
+            }
             let Some(tensor) = self.empty(index)? else { return Ok(()) };
-            return self.start(index, key, tensor, Direction::Prefetch);
-        };
-        carrier.begin(key, Direction::Prefetch, BufferMemory::Behind(before));
-        if let Some(buffer) = self.buffers.get_mut(index) {
-            *buffer =
-                Buffer::Moving { key, tensor: None, direction: Direction::Prefetch, due: Due::default() };
+            self.start(index, key, tensor, Direction::WriteBack, Due::default())?;
+            // Behind the others: of those that are written back, the first is the one that began first.
+            if let Some(later) = self.buffers.get_mut(index..) {
+                later.rotate_left(1);
+            }
         }
         Ok(())
     }
 
-    /// Begins to write a buffer back if its parcel was changed and is done with.
-    fn write_back(&mut self, index: usize) -> Result<(), StepError> {
-        let key = match self.buffers.get(index) {
-            Some(Buffer::There { key, tensor, released: true, changed: true, .. }) if tensor.is_alone() => {
-                *key
-            }
-            _ => return Ok(()),
-        };
-        if let Some(carrier) = &mut self.carrier {
-            carrier.reserve(key)?;
-        }
-        let Some(tensor) = self.empty(index)? else { return Ok(()) };
-        self.start(index, key, tensor, Direction::WriteBack)
-    }
-
-    fn start(&mut self, index: usize, key: K, tensor: Tensor, direction: Direction) -> Result<(), StepError> {
+    fn start(
+        &mut self,
+        index: usize,
+        key: K,
+        tensor: Tensor,
+        direction: Direction,
+        behind: Due,
+    ) -> Result<(), StepError> {
         let mut due = Due::default();
         let kept = match &mut self.carrier {
             None => Some(tensor),
@@ -239,8 +240,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
                     None
                 }
                 Lent::Nothing(tensor) => {
-                    let moved = carrier.count(key, direction);
-                    due = self.device.transfer(moved);
+                    due = self.device.transfer(carrier.count(key, direction), behind);
                     Some(tensor)
                 }
             },
@@ -275,9 +275,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
 
     /// A buffer to put a parcel in; where none is free, one whose prefetch is given up.
     fn wait_for_buffer(&mut self) -> Result<Option<usize>, StepError> {
-        for index in 0..self.buffers.len() {
-            self.write_back(index)?;
-        }
+        self.write_back()?;
         let free = self.free_buffers(0).next();
         if free.is_some() {
             return Ok(free);
@@ -332,6 +330,7 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
         }
         // Before waiting, so that the disk goes on with the next one at once.
         self.advance()?;
+        let Some(index) = self.position(key) else { return Ok(None) };
         self.finish(index)?;
         match self.buffers.get_mut(index) {
             Some(Buffer::There { key: held, tensor, taken, released, .. }) if *held == key => {
@@ -394,8 +393,8 @@ impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
 
     /// Waits until everything that was changed is where it lives.
     pub fn flush(&mut self) -> Result<(), StepError> {
+        self.write_back()?;
         for index in 0..self.buffers.len() {
-            self.write_back(index)?;
             if let Some(Buffer::Moving { direction: Direction::WriteBack, .. }) = self.buffers.get(index) {
                 self.finish(index)?;
             }

@@ -6,6 +6,7 @@ use std::rc::Rc;
 
 use plimsoll_device::{Cpu, CpuOptions};
 use plimsoll_disk::ALIGNMENT;
+use plimsoll_memory::Region;
 
 use super::*;
 
@@ -356,4 +357,22 @@ fn a_buffer_that_is_being_written_back_is_the_last_to_be_used_again() {
     // What comes next has its turn in that buffer, behind the write.
     assert_eq!(take(&mut pool, &device, 4), 104);
     assert_eq!(world.borrow().homes[&1], 101);
+}
+
+/// Who has to wait for a write-back waits for the one that began first.
+#[test]
+fn of_buffers_that_are_being_written_back_the_first_is_used_again() {
+    let device = cpu();
+    let (mut pool, world) = pool(&device, 2);
+    pool.announce([1, 2, 3, 4, 5].map(anew)).unwrap();
+    for key in [1, 2, 3, 4, 5] {
+        drop(pool.take(key).unwrap().unwrap());
+        let waited = key.checked_sub(2).filter(|before| *before > 0).map(Did::Waited);
+        let did: Vec<Did> = did(&world).into_iter().filter(|did| matches!(did, Did::Waited(_))).collect();
+        assert_eq!(did, waited.into_iter().collect::<Vec<_>>(), "{key}");
+        pool.release(key, true);
+        pool.advance().unwrap();
+    }
+    pool.flush().unwrap();
+    assert!((1..=5).all(|key| world.borrow().homes.contains_key(&key)));
 }
