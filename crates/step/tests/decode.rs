@@ -328,3 +328,17 @@ fn an_evaluation_of_nothing_is_nothing() {
     evaluator.load(fill).unwrap();
     assert_eq!(evaluator.losses(1, &MicroBatch::new(&[], &[])).unwrap(), (0.0, 0));
 }
+
+/// Keys and values that were written are waited for before the head computes.
+#[test]
+fn a_pass_waits_for_what_it_has_written_of_the_cache() {
+    let (noting, tiers) = (Noting::default(), Arc::new(LowerTiers::dry()));
+    let settings = DecodeSettings { cache_tier: Tier::Disk, ..settings(8) };
+    let storage = WeightStorage::new(&|_| DType::F32);
+    let mut decoder = Decoder::with_tiers(&noting, &tiers, llama(), settings, storage).unwrap();
+    for tokens in [8, 1, 1] {
+        decoder.append(&vec![0; tokens]).unwrap();
+        let log = noting.log();
+        assert!(log.contains('w') && log.trim_end_matches('o').ends_with('.'), "{log}");
+    }
+}

@@ -35,12 +35,15 @@ fn pieces_of_bytes_are_whole_runs_that_fit_with_their_rest() {
 
 #[test]
 fn a_rest_of_a_few_rows_goes_with_the_piece_before() {
-    let cut = |rows| Pieces::of_bytes(32 * 3 * 1024, 32).of(&table(rows));
-    assert_eq!(cut(2048), [0..2048]);
-    assert_eq!(cut(3071), [0..3071]);
-    assert_eq!(cut(3072), [0..2048, 2048..3072]);
-    assert_eq!(cut(5119), [0..2048, 2048..5119]);
-    assert_eq!(cut(10), [0..10]);
+    let cut = |rows| {
+        let pieces = Pieces::of_bytes(32 * 3 * 1024, 32).of(&table(rows));
+        pieces.iter().map(|piece| (piece.start, piece.end)).collect::<Vec<_>>()
+    };
+    assert_eq!(cut(2048), [(0, 2048)]);
+    assert_eq!(cut(3071), [(0, 3071)]);
+    assert_eq!(cut(3072), [(0, 2048), (2048, 3072)]);
+    assert_eq!(cut(5119), [(0, 2048), (2048, 5119)]);
+    assert_eq!(cut(10), [(0, 10)]);
 }
 
 /// More than two parts of a MiB, from a page of the home on.

@@ -1,13 +1,9 @@
 //! What a trainer does at its edges, and what its passes take, move and compute, with numbers worked out by hand.
 
-use std::cell::Cell;
 use std::collections::HashMap;
 
-use plimsoll_device::{
-    Cpu, CpuOptions, DeviceError, Dry, Due, Elementwise, Iterations, Lent, Op, Transferred,
-};
-use plimsoll_disk::{Moved, SpillSettings};
-use plimsoll_memory::{Arena, Region};
+use plimsoll_device::{Cpu, CpuOptions, Dry, Iterations};
+use plimsoll_disk::SpillSettings;
 use plimsoll_model::{AdapterConfig, AdapterLayout, BlockId};
 use plimsoll_parallel::{CommunicationError, Solo};
 
@@ -15,7 +11,7 @@ use super::pass::Pass;
 use super::*;
 use crate::common::*;
 use crate::optimizer::{LowRankSettings, OptimizerKind, OptimizerSettings};
-use crate::settings::{Adapters, AttentionKind, KeptLayers, LossScaling, Offload, TrainingMethod};
+use crate::settings::{Adapters, KeptLayers, LossScaling, Offload, TrainingMethod};
 use crate::tier::Unit;
 use crate::{AdamSettings, Checkpointing, Group, Precision};
 
@@ -324,60 +320,6 @@ fn a_loss_in_pieces_takes_the_logits_of_one() {
     assert_eq!(dry.arena().ledger().most(plimsoll_memory::Tag::Logits), expected);
 }
 
-/// A dry device that notes some of what it is asked for.
-#[derive(Default)]
-struct Noting {
-    dry: Dry,
-    /// Reads from a disk that are begun and not waited for, now and at most.
-    begun: Cell<u64>,
-    most: Cell<u64>,
-    /// Tensors that are multiplied by a number.
-    scaled: Cell<u64>,
-}
-
-impl Device for Noting {
-    fn arena(&self) -> &Arena {
-        self.dry.arena()
-    }
-
-    fn execute(&self, op: Op<'_>) -> Result<(), DeviceError> {
-        let scales = matches!(op, Op::Elementwise(Elementwise::Scale { .. }));
-        self.scaled.set(self.scaled.get() + u64::from(scales));
-        self.dry.execute(op)
-    }
-
-    fn is_dry(&self) -> bool {
-        true
-    }
-
-    fn write(&self, out: &Tensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
-        self.dry.write(out, fill)
-    }
-
-    fn read(&self, x: &Tensor, look: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
-        self.dry.read(x, look)
-    }
-
-    fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
-        self.dry.lend(tensor)
-    }
-
-    fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError> {
-        self.dry.reclaim(memory)
-    }
-
-    fn transfer(&self, moved: Transferred) -> Due {
-        self.begun.set(self.begun.get() + u64::from(moved.read > 0));
-        self.most.set(self.most.get().max(self.begun.get()));
-        Due::default()
-    }
-
-    fn wait(&self, _: Due) {
-        // What is written is waited for before anything is read.
-        self.begun.set(self.begun.get().saturating_sub(1));
-    }
-}
-
 /// When the backward pass comes to a layer, everything that the layer has kept is on its way, and everything that the one before
 /// it has: its input, two norms, queries, keys, values, what attention gave, the residual stream in the middle, gate, up and their
 /// product.
@@ -389,7 +331,20 @@ fn what_a_layer_has_kept_is_on_its_way_while_the_one_behind_it_computes() {
     let settings = StepSettings { offload, ..settings(2, 48) };
     let mut trainer = dry_trainer(&noting, &llama(), &settings);
     trainer.step(&[MicroBatch::new(&[], &[])], 1e-3).unwrap();
-    assert_eq!(noting.most.get(), 2 * 11);
+    assert_eq!(noting.most_reads(), 2 * 11);
+}
+
+/// What is written back at the end of a step is waited for, so that the next one, or a checkpoint, finds it.
+#[test]
+fn a_step_ends_when_everything_has_arrived() {
+    let none = Offload::NONE;
+    for offload in [Offload { parameters: Tier::Disk, ..none }, Offload { optimizer: Tier::Disk, ..none }] {
+        let noting = Noting::default();
+        let settings = StepSettings { offload, ..settings(1, 9) };
+        let mut trainer = dry_trainer(&noting, &llama(), &settings);
+        trainer.step(&[MicroBatch::new(&[], &[])], 1e-3).unwrap();
+        assert!(noting.log().ends_with('.'), "{offload:?}: {}", noting.log());
+    }
 }
 
 /// Gemma's embeddings are scaled; their gradients are where they have any, which adapters of the layers do not give them.
@@ -400,7 +355,7 @@ fn a_frozen_embedding_has_no_gradient() {
         let settings = StepSettings { method, ..settings(1, 9) };
         let mut trainer = dry_trainer(&noting, &gemma(), &settings);
         trainer.step(&[MicroBatch::new(&[], &[])], 1e-3).unwrap();
-        noting.scaled.get()
+        noting.scaled()
     };
     // Each of seven adapters in three layers scales the middle of its product, forward and for the gradients of A and B.
     assert_eq!([scaled(TrainingMethod::Full), scaled(adapters(&gemma(), 0.0))], [2, 1 + 3 * 7 * 3]);
@@ -452,7 +407,7 @@ fn values_are_read_in_the_type_of_their_weight() {
     }
 }
 
-/// What a dry trainer says of the training state is what it takes of the device and of the tiers.
+/// A checkpoint holds the same tensors wherever they live.
 #[test]
 fn the_state_has_the_shapes_of_the_parameters_wherever_it_lives() {
     let spec = ModelSpec { vocab_size: 3101, ..biased() };
@@ -473,14 +428,4 @@ fn the_state_has_the_shapes_of_the_parameters_wherever_it_lives() {
         assert_eq!(*dtype, if *kind == "weight" { DType::Bf16 } else { DType::F32 }, "{name} {kind}");
     }
     assert_eq!(state(everything_on(Tier::Disk)), resident);
-}
-
-/// Plain descent with the device's own attention, to be sure that what was moved is not counted twice.
-#[test]
-fn a_step_without_offload_moves_nothing() {
-    let dry = Dry::new();
-    let settings = StepSettings { attention: AttentionKind::Standard, ..settings(2, 9) };
-    let mut trainer = on_dry_device(&dry, &llama(), &settings);
-    trainer.step_alike(&MicroBatch::new(&[], &[]), 3, 1e-3).unwrap();
-    assert_eq!(trainer.tiers().take_moved(), Moved::default());
 }
