@@ -101,3 +101,58 @@ pub(crate) fn attention_shape(
         soft_cap: attention.soft_cap.map(|cap| cap as f32),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_device::Dry;
+
+    use super::*;
+    use crate::common::{gemma, llama};
+    use crate::inputs::Inputs;
+    use crate::settings::{MicroBatch, Precision};
+
+    /// Looks at the context of a pass over nine tokens.
+    fn with_context(
+        spec: &ModelSpec,
+        mlp_chunk_tokens: Option<u64>,
+        dropout: Option<Dropout>,
+        look: impl FnOnce(&Context<'_, Dry>),
+    ) {
+        let dry = Dry::new();
+        let ropes = RopeTables::new(&dry, spec, 9).unwrap();
+        let inputs = Inputs::upload(&dry, spec, 1, 9, None, &MicroBatch::new(&[], &[])).unwrap();
+        let (precision, kind) = (Precision::F32, AttentionKind::Flash);
+        look(&inputs.context(&dry, spec, precision, &ropes, kind, mlp_chunk_tokens, dropout));
+    }
+
+    /// The first and the last layer of the three have windows.
+    #[test]
+    fn layers_with_a_window_have_a_rotation_of_their_own() {
+        with_context(&gemma(), None, None, |ctx| {
+            for (layer, windowed) in [(0, true), (1, false), (2, true)] {
+                let own = ctx.layer(layer);
+                assert!(std::ptr::eq(own.rope.unwrap(), ctx.ropes.of(windowed).unwrap()), "{layer}");
+                assert_eq!(own.attention.window, windowed.then_some(3));
+            }
+            assert!(!std::ptr::eq(ctx.ropes.of(true).unwrap(), ctx.ropes.of(false).unwrap()));
+        });
+    }
+
+    #[test]
+    fn what_is_dropped_depends_on_the_row() {
+        let dropout = Dropout { probability: 0.5, seed: 7, first_row: 0 };
+        with_context(&llama(), None, Some(dropout), |ctx| {
+            let later = ctx.at_row(6).dropout.unwrap();
+            assert_eq!((later.first_row, later.seed, later.probability), (6, 7, 0.5));
+        });
+        with_context(&llama(), None, None, |ctx| assert!(ctx.at_row(6).dropout.is_none()));
+    }
+
+    #[test]
+    fn a_chunk_that_holds_all_tokens_is_none() {
+        with_context(&llama(), Some(5), None, |ctx| {
+            assert_eq!([4, 5, 6].map(|tokens| ctx.mlp_chunk(tokens)), [None, None, Some(5)]);
+        });
+        with_context(&llama(), None, None, |ctx| assert_eq!(ctx.mlp_chunk(100), None));
+    }
+}

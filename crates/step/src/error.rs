@@ -127,3 +127,27 @@ pub fn block_name(block: BlockId) -> String {
 fn first_seen(block: Option<BlockId>) -> String {
     block.map(|block| format!(", first in the gradients of {}", block_name(block))).unwrap_or_default()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_names_the_block_that_was_first() {
+        let not_finite = |block| StepError::NotFinite { loss: 1.5, grad_norm: f64::NAN, block }.to_string();
+        let expected = |place: &str| {
+            format!("the step gave loss 1.5 and gradient norm NaN{place}; the weights were not changed. ")
+        };
+        for (block, place) in [
+            (None, ""),
+            (Some(BlockId::Embedding), ", first in the gradients of the embedding"),
+            (Some(BlockId::Layer(12)), ", first in the gradients of layer 12"),
+            (Some(BlockId::Head), ", first in the gradients of the head"),
+        ] {
+            let message = not_finite(block);
+            assert!(message.starts_with(&expected(place)), "{message}");
+        }
+        let within = StepError::NotFiniteWithin { block: BlockId::Layer(3) }.to_string();
+        assert!(within.starts_with("the gradients of layer 3 are not finite, "), "{within}");
+    }
+}

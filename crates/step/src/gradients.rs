@@ -388,3 +388,6 @@ impl<'a, D: Device> Gradients<'a, D> {
         written.ok_or(StepError::MissingWeight { block, role })
     }
 }
+
+#[cfg(test)]
+mod tests;

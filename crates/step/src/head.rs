@@ -234,3 +234,29 @@ pub(crate) fn reshaped(x: &Tensor, sizes: &[u64]) -> Result<Tensor, StepError> {
 fn mismatch(op: &'static str, x: &Tensor) -> StepError {
     plimsoll_device::DeviceError::Mismatch { op, reason: format!("{x:?} cannot be cut so") }.into()
 }
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_device::{Cpu, CpuOptions};
+
+    use super::*;
+
+    #[test]
+    fn chunks_are_alike_but_for_the_last_one() {
+        let device = Cpu::new(1 << 12, CpuOptions { threads: Some(1), isa: None }).unwrap();
+        let ranges = |tokens, chunk| {
+            let mut ranges = Vec::new();
+            let body = |start, end, nth| {
+                ranges.push((start, end, nth));
+                Ok(())
+            };
+            for_each_range(&device, tokens, chunk, body).unwrap();
+            ranges
+        };
+        assert_eq!(ranges(8, 4), [(0, 4, 0), (4, 8, 1)]);
+        assert_eq!(ranges(9, 4), [(0, 4, 0), (4, 8, 1), (8, 9, 2)]);
+        assert_eq!(ranges(3, 4), [(0, 3, 0)]);
+        assert_eq!(ranges(2, 0), [(0, 1, 0), (1, 2, 1)]);
+        assert_eq!(ranges(0, 4), []);
+    }
+}

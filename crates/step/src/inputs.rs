@@ -197,7 +197,28 @@ pub(crate) fn positions<D: Device>(
 
 #[cfg(test)]
 mod tests {
-    use super::{positions_within, starts_after};
+    use plimsoll_device::{Cpu, CpuOptions, Dry};
+
+    use super::*;
+
+    /// Nothing stands for any number of tokens, in a dry run alone.
+    #[test]
+    fn micro_batches_of_another_length_are_refused() {
+        let spec = crate::common::llama();
+        let length = [1; 6];
+        fn refused<D: Device>(device: &D, spec: &ModelSpec, tokens: &[u32]) -> Option<String> {
+            let micro_batch = MicroBatch::new(tokens, tokens);
+            Inputs::upload(device, spec, 2, 3, None, &micro_batch).err().map(|error| error.to_string())
+        }
+        let error = |got| format!("a micro-batch of {got} tokens was given to a step made for 2 x 3");
+        let cpu = Cpu::new(1 << 16, CpuOptions { threads: Some(1), isa: None }).unwrap();
+        let of = |count: usize| {
+            [refused(&cpu, &spec, &length[..count]), refused(&Dry::new(), &spec, &length[..count])]
+        };
+        assert_eq!(of(6), [None, None]);
+        assert_eq!(of(5), [Some(error(5)), Some(error(5))]);
+        assert_eq!(of(0), [Some(error(0)), None]);
+    }
 
     #[test]
     fn documents_begin_after_an_end_and_with_a_sequence() {

@@ -27,6 +27,13 @@ mod store;
 mod tier;
 mod trainer;
 
+// What the tests in `tests/` share names this crate as they do.
+#[cfg(test)]
+#[path = "../tests/common/mod.rs"]
+mod common;
+#[cfg(test)]
+extern crate self as plimsoll_step;
+
 pub use plimsoll_device::BlockSparse;
 
 pub use decode::{DecodeSettings, Decoder};

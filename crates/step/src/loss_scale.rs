@@ -38,3 +38,36 @@ impl LossScale {
         possible
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SCALING: LossScaling = LossScaling { initial: 4.0, growth: 2.0, growth_interval: 3, backoff: 0.5 };
+
+    /// Good steps are counted anew after every change.
+    #[test]
+    fn the_scale_grows_after_so_many_good_steps_each_time() {
+        let mut scale = LossScale::new(SCALING);
+        let scales: Vec<f64> = (0..7)
+            .map(|_| {
+                scale.grow(SCALING);
+                scale.scale
+            })
+            .collect();
+        assert_eq!(scales, [4.0, 4.0, 8.0, 8.0, 8.0, 16.0, 16.0]);
+        assert_eq!((scale.good_steps, scale.skipped_steps), (1, 0));
+        assert!(scale.back_off(SCALING));
+        assert_eq!(scale, LossScale { scale: 8.0, good_steps: 0, skipped_steps: 1 });
+    }
+
+    /// Gradients that overflow with a scale of 1 are not the scale's fault: such a step is not skipped.
+    #[test]
+    fn the_scale_does_not_get_smaller_than_one() {
+        let mut scale = LossScale { scale: 1.5, good_steps: 2, skipped_steps: 7 };
+        assert!(scale.back_off(SCALING));
+        assert_eq!(scale, LossScale { scale: 1.0, good_steps: 0, skipped_steps: 8 });
+        assert!(!scale.back_off(SCALING));
+        assert_eq!(scale, LossScale { scale: 1.0, good_steps: 0, skipped_steps: 8 });
+    }
+}

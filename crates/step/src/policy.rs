@@ -248,6 +248,13 @@ mod tests {
     }
 
     #[test]
+    fn a_block_that_runs_for_its_output_keeps_nothing() {
+        let LayerPolicy { input, norms, qkv, attention, middle, gate_up, activation } =
+            LayerPolicy::nothing();
+        assert_eq!([input, norms, qkv, attention, middle, gate_up, activation], [Save::Recompute; 7]);
+    }
+
+    #[test]
     fn groups_are_sets() {
         let groups: Groups = [Group::Qkv, Group::Norms, Group::Qkv].into_iter().collect();
         assert_eq!(groups.iter().collect::<Vec<_>>(), [Group::Norms, Group::Qkv]);

@@ -193,4 +193,43 @@ mod tests {
         check(long.clone(), 100, 1, 0.1, 1.25);
         check(long, 101, 1, 0.05, 1.25);
     }
+
+    /// Wavelengths 6.28, 62.8, 628, 6283 against 8192/2 = 4096 and 8192/4 = 2048; and against 512/0.5 = 1024 and 512/4.
+    #[test]
+    fn low_frequencies_begin_where_the_original_length_over_their_factor_ends() {
+        let llama3 = |low_freq_factor, original_max_position_embeddings| RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings,
+        };
+        check(llama3(2.0, 8192.0), 64, 2, 0.01, 1.0);
+        check(llama3(2.0, 8192.0), 64, 3, 0.001 / 8.0, 1.0);
+        let smooth = (512.0 / (TAU * 100.0) - 0.5) / 3.5;
+        check(llama3(0.5, 512.0), 64, 2, (1.0 - smooth) * 0.01 / 8.0 + smooth * 0.01, 1.0);
+        check(llama3(0.5, 512.0), 64, 3, 0.001 / 8.0, 1.0);
+    }
+
+    /// Where YaRN's ramp would end behind the last dimension, it ends there; where it has no width, it is a step.
+    #[test]
+    fn the_ramp_of_yarn_ends_within_the_dimensions() {
+        let yarn = |beta_fast, original_max_position_embeddings| RopeScaling::Yarn {
+            factor: 4.0,
+            attention_factor: 1.0,
+            beta_fast,
+            beta_slow: 1.0,
+            original_max_position_embeddings,
+        };
+        // With theta 10, 8 ln(4096/(300 tau)) / (2 ln 10) = 1.35, floor 1; 8 ln(4096/tau) / (2 ln 10) = 11.3, which is 7 at most.
+        let rope = RopeSpec { dims: 8, theta: 10.0, scaling: yarn(300.0, 4096.0) };
+        let (found, _) = frequencies(&rope, 64);
+        for (index, ramp) in [(0, 0.0), (1, 0.0), (2, 1.0 / 6.0), (3, 2.0 / 6.0)] {
+            let plain = 10f64.powf(-0.25 * index as f64);
+            let expected = plain / 4.0 * ramp + plain * (1.0 - ramp);
+            assert!((f64::from(found[index]) / expected - 1.0).abs() < 1e-6, "{index}: {found:?} {expected}");
+        }
+        // No wavelength makes a turn within 5 positions: the ramp begins and ends with the first pair.
+        check(yarn(32.0, 5.0), 64, 0, 1.0, 1.0);
+        check(yarn(32.0, 5.0), 64, 1, 0.1 / 4.0, 1.0);
+    }
 }

@@ -57,3 +57,42 @@ pub(crate) fn mix(a: u64, b: u64) -> u64 {
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use plimsoll_model::{Adapted, LoraPart};
+
+    use super::*;
+
+    /// Runs repeat as long as these stay what they are.
+    #[test]
+    fn the_numbers_of_parameters_stay_what_they_are() {
+        let of = parameter_number;
+        assert_eq!(of(BlockId::Embedding, Role::TokenEmbedding), 0);
+        assert_eq!(of(BlockId::Head, Role::LmHead), 256 + 26);
+        assert_eq!(of(BlockId::Layer(0), Role::QProj), 2 * 256 + 4);
+        assert_eq!(of(BlockId::Layer(7), Role::DownProj), 9 * 256 + 19);
+        let lora = |part| of(BlockId::Layer(1), Role::Lora(part, Adapted::QProj));
+        let parts = [LoraPart::A, LoraPart::B, LoraPart::Magnitude].map(lora);
+        assert_eq!(parts, [32, 64, 96].map(|part| 3 * 256 + part + 4));
+    }
+
+    #[test]
+    fn every_parameter_has_a_number_of_its_own() {
+        let blocks = [BlockId::Embedding, BlockId::Head].into_iter().chain((0..40).map(BlockId::Layer));
+        let adapted =
+            [Adapted::QProj, Adapted::KProj, Adapted::VProj, Adapted::OProj, Adapted::TokenEmbedding];
+        let mut numbers = HashSet::new();
+        for block in blocks {
+            for of in adapted {
+                assert!(numbers.insert(parameter_number(block, of.role())), "{block:?} {of:?}");
+                for part in [LoraPart::A, LoraPart::B, LoraPart::Magnitude] {
+                    let new = numbers.insert(parameter_number(block, Role::Lora(part, of)));
+                    assert!(new, "{block:?} {part:?} {of:?}");
+                }
+            }
+        }
+    }
+}

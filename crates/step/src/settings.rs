@@ -397,3 +397,29 @@ impl<'a> MicroBatches<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A token and a target of four bytes each; a weight and a beginning where there are any.
+    #[test]
+    fn a_token_takes_what_is_said_of_it() {
+        let bytes = |target_weights, document_starts| {
+            StepSettings { target_weights, document_starts, ..StepSettings::new(1, 1) }.host_bytes_per_token()
+        };
+        let all = [bytes(false, false), bytes(true, false), bytes(false, true), bytes(true, true)];
+        assert_eq!(all, [8, 12, 12, 16]);
+    }
+
+    #[test]
+    fn micro_batches_that_are_alike_count_each() {
+        let (targets, weights) = ([2, plimsoll_device::IGNORED_TARGET, 1], [0.5, 4.0, 2.0]);
+        let one = MicroBatch { weights: Some(&weights), ..MicroBatch::new(&[1, 2, 3], &targets) };
+        let (alike, these) = (MicroBatches::Alike(&one, 3), [one; 3]);
+        for all in [alike, MicroBatches::These(&these)] {
+            assert_eq!((all.len(), all.target_count(), all.target_weight()), (3, 6, 7.5));
+            assert_eq!([all.group(0, 2).len(), all.group(2, 2).len(), all.group(3, 2).len()], [2, 1, 0]);
+        }
+    }
+}

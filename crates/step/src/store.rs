@@ -347,3 +347,24 @@ pub(crate) fn role_name(role: Role) -> &'static str {
         Role::Lora(LoraPart::Squares, _) => "dora.squares",
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ledger_calls_weights_what_files_call_them() {
+        let names = [
+            (Role::TokenEmbedding, "embed_tokens"),
+            (Role::QProj, "q_proj"),
+            (Role::QBias, "q_proj"),
+            (Role::MlpNorm, "mlp_layernorm"),
+            (Role::FinalNorm, "norm"),
+            (Role::LmHead, "lm_head"),
+            (Role::Lora(LoraPart::B, Adapted::QProj), "lora_B"),
+        ];
+        for (role, name) in names {
+            assert_eq!(role_name(role), name);
+        }
+    }
+}

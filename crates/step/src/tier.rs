@@ -36,3 +36,6 @@ pub(crate) use parcels::Parcels;
 pub(crate) use pieces::{Pieces, Unit, is_matrix};
 pub(crate) use pool::Use;
 pub(crate) use transit::{count, stretches};
+
+#[cfg(test)]
+mod tests;

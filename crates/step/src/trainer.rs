@@ -361,3 +361,6 @@ impl<'a, D: Device> Trainer<'a, D> {
         (probability > 0.0).then_some(Dropout { probability, seed, first_row: 0 })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -167,6 +167,8 @@ fn what_a_window_forgot_cannot_be_gone_back_to() {
     assert_eq!(decoder.truncate(9), 9);
     let again = decoder.append(&tokens[9..10]).unwrap();
     assert!(first.iter().zip(&again).all(|(a, b)| (a - b).abs() < 1e-4));
+    assert!(!decoder.is_empty() && decoder.len() == 10);
+    assert_eq!(decoder.truncate(10), 10);
     assert_eq!(decoder.truncate(8), 0);
     assert!(decoder.is_empty());
     let again = decoder.append(&tokens[..10]).unwrap();
@@ -316,4 +318,27 @@ fn say<D: Device>(decoder: &mut Decoder<'_, D>, tokens: &[u32]) -> Vec<Vec<f32>>
     let left = decoder.truncate(40) as usize;
     said.push(decoder.append(&tokens[left..57]).unwrap());
     said
+}
+
+/// Only a plan takes nothing for any number of tokens.
+#[test]
+fn an_evaluation_of_nothing_is_nothing() {
+    let device = device();
+    let mut evaluator = Evaluator::new(&device, llama(), Precision::F32, 16, 16).unwrap();
+    evaluator.load(fill).unwrap();
+    assert_eq!(evaluator.losses(1, &MicroBatch::new(&[], &[])).unwrap(), (0.0, 0));
+}
+
+/// Keys and values that were written are waited for before the head computes.
+#[test]
+fn a_pass_waits_for_what_it_has_written_of_the_cache() {
+    let (noting, tiers) = (Noting::default(), Arc::new(LowerTiers::dry()));
+    let settings = DecodeSettings { cache_tier: Tier::Disk, ..settings(8) };
+    let storage = WeightStorage::new(&|_| DType::F32);
+    let mut decoder = Decoder::with_tiers(&noting, &tiers, llama(), settings, storage).unwrap();
+    for tokens in [8, 1, 1] {
+        decoder.append(&vec![0; tokens]).unwrap();
+        let log = noting.log();
+        assert!(log.contains('w') && log.trim_end_matches('o').ends_with('.'), "{log}");
+    }
 }

@@ -304,3 +304,60 @@ pub(crate) fn sync_folder(folder: &Path) {
         let _ = folder.sync_all();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A folder with a checkpoint's state, or without one.
+    fn left(run: &Path, name: &str, step: Option<u64>) {
+        let folder = run.join(name);
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::write(folder.join("from"), name).unwrap();
+        let Some(step) = step else { return };
+        let state = TrainerState {
+            version: VERSION,
+            step,
+            updates: step,
+            grad_norm: None,
+            loss_scale: None,
+            windows: 0,
+            tokens: 0,
+            data: String::new(),
+            optimizer: first_optimizer(),
+        };
+        std::fs::write(folder.join(STATE), serde_json::to_vec(&state).unwrap()).unwrap();
+    }
+
+    /// Whole, of the step that its name says, and with nothing in its place.
+    #[test]
+    fn what_was_put_aside_comes_back_where_it_is_whole_and_nothing_took_its_place() {
+        let run = tempfile::tempdir().unwrap();
+        left(run.path(), ".old-checkpoint-1", Some(1));
+        left(run.path(), ".old-checkpoint-2", Some(2));
+        left(run.path(), "checkpoint-2", Some(2));
+        left(run.path(), ".old-checkpoint-3", None);
+        left(run.path(), ".old-checkpoint-4", Some(5));
+        left(run.path(), ".old-something", Some(1));
+        put_back(run.path()).unwrap();
+        let found = Checkpoint::list(run.path()).unwrap();
+        let from = |checkpoint: &Checkpoint| {
+            (checkpoint.step, std::fs::read_to_string(checkpoint.path.join("from")).unwrap())
+        };
+        let expected = [(1, ".old-checkpoint-1".to_owned()), (2, "checkpoint-2".to_owned())];
+        assert_eq!(found.iter().map(from).collect::<Vec<_>>(), expected);
+        for name in ["checkpoint-2", "checkpoint-3", "checkpoint-4"] {
+            assert!(run.path().join(format!("{ASIDE}{name}")).exists(), "{name}");
+        }
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn a_checkpoint_may_be_read_by_others() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
+        make_public(folder.path());
+        assert_eq!(std::fs::metadata(folder.path()).unwrap().permissions().mode() & 0o777, 0o755);
+    }
+}

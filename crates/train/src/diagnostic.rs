@@ -72,3 +72,37 @@ impl Diagnostic {
         Ok(path)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_device::Dry;
+    use plimsoll_model::BlockId;
+    use plimsoll_parallel::Solo;
+    use plimsoll_plan::ModelOrigin;
+    use plimsoll_plan::config::RawConfig;
+    use plimsoll_step::{LossScaling, StepSettings};
+
+    use super::*;
+
+    #[test]
+    fn the_block_that_a_gradient_is_blamed_on_is_named() {
+        let text = "model: {from_scratch: {hidden_size: 16, intermediate_size: 24, num_hidden_layers: 1, num_attention_heads: 2}}";
+        let origin = ModelOrigin::find(&RawConfig::from_str(text, "test").unwrap()).unwrap();
+        let dry = Dry::new();
+        let loss_scaling = Some(LossScaling { initial: 8.0, ..LossScaling::default() });
+        let settings = StepSettings { loss_scaling, ..StepSettings::new(1, 4) };
+        let mut trainer = Trainer::new(&dry, origin.spec().clone(), settings, &Solo).unwrap();
+        let mut blamed = |error: StepError| {
+            let diagnostic = Diagnostic::of_step(&mut trainer, &[], (3, 0.5, 24), &error);
+            assert_eq!((diagnostic.step, diagnostic.lr, diagnostic.windows), (3, 0.5, 24));
+            assert_eq!((diagnostic.loss_scale, &diagnostic.first_bad_output), (Some(8.0), &None));
+            assert_eq!(diagnostic.error, error.to_string());
+            diagnostic.first_bad_gradient
+        };
+        let not_finite = |block| StepError::NotFinite { loss: 1.0, grad_norm: f64::NAN, block };
+        assert_eq!(blamed(not_finite(Some(BlockId::Layer(0)))).as_deref(), Some("layer 0"));
+        assert_eq!(blamed(not_finite(None)), None);
+        let within = StepError::NotFiniteWithin { block: BlockId::Head };
+        assert_eq!(blamed(within).as_deref(), Some("the head"));
+    }
+}

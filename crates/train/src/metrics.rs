@@ -163,4 +163,38 @@ mod tests {
             "{text}"
         );
     }
+
+    /// What a line that could not be written is cut back to.
+    #[test]
+    fn the_length_of_whole_lines_is_known() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut file = MetricsFile::open(folder.path(), 0).unwrap();
+        for step in 1..=3 {
+            file.append(&metrics(step)).unwrap();
+            assert_eq!(file.length, std::fs::metadata(&path).unwrap().len(), "{step}");
+        }
+        assert_eq!(MetricsFile::open(folder.path(), 3).unwrap().length, file.length);
+    }
+
+    #[test]
+    fn a_missing_file_has_no_lines_and_one_that_cannot_be_opened_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(lines_up_to(&folder.path().join("metrics.jsonl"), 3).unwrap().is_empty());
+        // A file is no folder.
+        let file = folder.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        let error = lines_up_to(&file.join("metrics.jsonl"), 3).unwrap_err();
+        assert!(matches!(error, TrainError::Io { .. }), "{error}");
+    }
+
+    /// Nothing of `/dev/null` outlives anything, and the system says so.
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn lines_that_cannot_be_made_to_last_are_an_error() {
+        let path = PathBuf::from("/dev/null");
+        let file = OpenOptions::new().append(true).open(&path).unwrap();
+        let error = MetricsFile { path, file, length: 0 }.sync().unwrap_err();
+        assert!(error.to_string().contains("/dev/null"), "{error}");
+    }
 }

@@ -220,4 +220,35 @@ mod tests {
         assert_eq!(described(&format!("17 {}", host().unwrap_or_default())), "process 17");
         assert_eq!([described(""), described("nobody")], ["another process"; 2]);
     }
+
+    /// The owner before may remove the folder, or the lock's file, at any moment.
+    #[test]
+    fn a_folder_that_has_just_gone_is_made_again_and_one_that_cannot_be_is_an_error() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = |path: PathBuf| OutputFolder { path, lock: None, made: Vec::new() };
+        assert!(matches!(folder(root.path().join("gone")).try_lock(), Ok(Attempt::Gone)));
+        std::fs::write(root.path().join("file"), "").unwrap();
+        let error = folder(root.path().join("file")).try_lock().err().unwrap();
+        assert_eq!(error.kind(), io::ErrorKind::NotADirectory);
+    }
+
+    #[test]
+    fn a_file_is_at_its_path_until_another_one_is() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join(LOCK);
+        let file = File::create(&path).unwrap();
+        assert!(is_at(&file, &path));
+        std::fs::remove_file(&path).unwrap();
+        assert!(!is_at(&file, &path));
+        let other = File::create(&path).unwrap();
+        assert!(!is_at(&file, &path) && is_at(&other, &path));
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn the_machine_has_the_name_that_the_system_shows() {
+        let shown = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+        assert_eq!(host().unwrap_or_default(), shown.trim_end());
+        assert_eq!(described(&format!("17 {}", shown.trim_end())), "process 17");
+    }
 }

@@ -419,3 +419,6 @@ fn open_tiers(plan: &TrainingPlan) -> Result<LowerTiers, TrainError> {
 fn batches_ahead(config: &RawConfig) -> usize {
     if config.data.num_workers().set() == Some(0) { 0 } else { config.data.prefetch_factor() as usize }
 }
+
+#[cfg(test)]
+mod tests;

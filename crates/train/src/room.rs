@@ -224,4 +224,117 @@ mod tests {
         assert!(outcome.is_err());
         assert_eq!((told, waited), (vec![], 0));
     }
+
+    /// Every waiting ends at the moment that it was to end at.
+    #[test]
+    fn a_run_that_waits_wakes_in_time() {
+        struct Exact(Vec<Duration>);
+        impl Observer for Exact {
+            fn event(&mut self, event: RunEvent<'_>) {
+                if let RunEvent::WaitingForSpace { waited, .. } = event {
+                    self.0.push(waited);
+                }
+            }
+        }
+        let (run, clock) = (tempfile::tempdir().unwrap(), Slept::default());
+        let (mut told, mut tried) = (Exact(Vec::new()), Vec::new());
+        let write = || -> Result<(), TrainError> {
+            tried.push(clock.now());
+            Err(full())
+        };
+        write_patiently(run.path(), write, &mut told, &StopFlag::new(), &clock).unwrap_err();
+        assert_eq!(told.0, (0..10).map(|minute| Duration::from_secs(60 * minute)).collect::<Vec<_>>());
+        // Pauses of 1, 2, 4, 8 and 16 seconds, and the rest of the minute.
+        let seconds = [0, 1, 3, 7, 15, 31, 60, 90, 120];
+        assert_eq!(tried[..9], seconds.map(Duration::from_secs));
+        assert_eq!(tried.last(), Some(&PATIENCE));
+    }
+
+    #[test]
+    fn the_clock_of_the_system_goes_on_while_it_sleeps() {
+        let (clock, time) = (SystemClock::start(), Duration::from_millis(30));
+        clock.sleep(time);
+        assert!(clock.now() >= time);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn folders_are_on_one_disk_or_on_two() {
+        let root = tempfile::tempdir().unwrap();
+        assert!(is_one_disk(root.path(), root.path()));
+        assert!(is_one_disk(&root.path().join("not/yet"), &root.path().join("neither")));
+        assert!(!is_one_disk(root.path(), Path::new("/proc")));
+        assert!(!is_one_disk(Path::new("/proc/no/such/folder"), root.path()));
+    }
+
+    /// A model of far more than any disk has room for, which is trained from its beginning.
+    fn enormous(folder: &Path, memory: &str) -> (RawConfig, ModelOrigin) {
+        let text = format!(
+            "
+model:
+  from_scratch: {{hidden_size: 262144, intermediate_size: 1048576, num_hidden_layers: 150, num_attention_heads: 2048, vocab_size: 1000}}
+data: {{train: '{}'}}
+training: {{batch_size: 1, gradient_accumulation_steps: 1, gradient_checkpointing: full}}
+memory: {{device_budget: 4096TiB, {memory}}}
+output: {{dir: '{}'}}
+",
+            folder.join("data.txt").display(),
+            folder.join("out").display()
+        );
+        let config = RawConfig::from_str(&text, "test").unwrap();
+        let origin = ModelOrigin::find(&config).unwrap();
+        (config, origin)
+    }
+
+    /// From 32 MiB of data on, room is asked for before they are read.
+    #[test]
+    fn room_is_asked_for_before_much_data_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let (config, origin) = enormous(folder.path(), "");
+        let data = std::fs::File::create(folder.path().join("data.txt")).unwrap();
+        let check = |bytes| {
+            data.set_len(bytes).unwrap();
+            check_before_data(&config, &origin, 0)
+        };
+        check(0).unwrap();
+        check((32 << 20) - 1).unwrap();
+        for bytes in [32 << 20, (32 << 20) + 1] {
+            assert!(matches!(check(bytes), Err(TrainError::NoRoom { .. })), "{bytes}");
+        }
+    }
+
+    /// Offloaded tensors count where they go to the disk that the run is written to.
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn offloaded_tensors_take_room_of_their_own_disk() {
+        let folder = tempfile::tempdir().unwrap();
+        let rates = plimsoll_plan::Rates {
+            matmul_f32: 1e10,
+            matmul_bf16: 1e10,
+            memory_bandwidth: 1e10,
+            exps: 1e8,
+            disk: plimsoll_plan::DiskRates::USUAL,
+        };
+        let machine = plimsoll_plan::Machine {
+            rates,
+            limits: plimsoll_plan::ProcessLimits::NONE,
+            overhead_bytes: 0,
+            host_bytes_per_token: 32,
+            disk_available: None,
+        };
+        let check = |disk_path: &Path| {
+            let offload = format!("offload: {{optimizer: disk}}, disk_path: '{}'", disk_path.display());
+            let (config, origin) = enormous(folder.path(), &offload);
+            let plan = TrainingPlan::for_model(&config, &origin, &machine).unwrap();
+            assert!(plan.disk_bytes() > 1 << 50);
+            let needs =
+                DiskNeeds { model_bytes: 1, checkpoint_bytes: 1, most_checkpoints: 1, spill_bytes: 0 };
+            (plan.disk_bytes(), super::check(&folder.path().join("out"), &plan, needs))
+        };
+        match check(&folder.path().join("spill")) {
+            (spilled, Err(TrainError::NoRoom { needs, .. })) => assert_eq!(needs.spill_bytes, spilled),
+            (_, other) => panic!("{other:?}"),
+        }
+        check(Path::new("/proc/nowhere")).1.unwrap();
+    }
 }

@@ -75,3 +75,35 @@ fn template(config: &RawConfig, tokenizer: &Tokenizer) -> Result<PromptTemplate,
         },
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_plan::ModelOrigin;
+
+    use super::*;
+
+    /// Instructions have headings where a model has no template of its own; chats need one.
+    #[test]
+    fn only_instructions_do_without_a_template() {
+        let folder = tempfile::tempdir().unwrap();
+        let text = folder.path().join("text.txt");
+        std::fs::write(&text, "word word again and again ".repeat(40)).unwrap();
+        let template = |format: &str| {
+            let config = format!(
+                "
+model:
+  from_scratch: {{hidden_size: 16, intermediate_size: 24, num_hidden_layers: 1, num_attention_heads: 2}}
+data: {{train: '{}', format: {format}}}
+",
+                text.display()
+            );
+            let of_texts = RawConfig::from_str(&config.replace(format, "text"), "test").unwrap();
+            let origin = ModelOrigin::find(&of_texts).unwrap();
+            let tokenizer = crate::tokenizer(&of_texts, &origin).unwrap();
+            super::template(&RawConfig::from_str(&config, "test").unwrap(), &tokenizer)
+        };
+        assert!(matches!(template("instruction"), Ok(PromptTemplate::Alpaca)));
+        let error = template("chat").err().unwrap();
+        assert!(matches!(error, TrainError::Data(DataError::NoChatTemplate { .. })), "{error}");
+    }
+}

@@ -190,4 +190,18 @@ mod tests {
         };
         assert_eq!([0, 1, 2].map(|s| schedule.lr(s)), [0.1, 0.2, 0.3]);
     }
+
+    /// Adafactor has rates of its own, unless one is set.
+    #[test]
+    fn a_relative_step_takes_the_place_of_every_schedule() {
+        let decay = |setting: &str| {
+            let config = RawConfig::from_str(&format!("training: {{{setting}}}"), "test").unwrap();
+            Schedule::of(&config, 8, 10).decay
+        };
+        let relative = |warmup_init| Decay::Relative { warmup_init };
+        assert_eq!(decay("optimizer: adafactor"), relative(false));
+        assert_eq!(decay("optimizer: adafactor, optimizer_options: {warmup_init: true}"), relative(true));
+        assert_eq!(decay("optimizer: adafactor, learning_rate: 1e-3, lr_schedule: linear"), Decay::Linear);
+        assert_eq!(decay("lr_schedule: constant"), Decay::Constant);
+    }
 }

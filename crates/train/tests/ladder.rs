@@ -5,8 +5,8 @@ mod common;
 use std::cell::Cell;
 use std::path::Path;
 
-use plimsoll_device::{Cpu, CpuOptions, DeviceError};
-use plimsoll_memory::{ByteSize, OutOfMemory, Tag, TagBytes, Tier};
+use plimsoll_device::{Cpu, CpuOptions, Device, DeviceError, Lent, Op, Tensor};
+use plimsoll_memory::{Arena, ByteSize, OutOfMemory, Region, Tag, TagBytes, Tier};
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_train::{
@@ -268,4 +268,99 @@ fn a_run_without_a_checkpoint_may_be_started_again_and_a_finished_one_may_not() 
         let refused = open(resume).unwrap_err().to_string();
         assert!(refused.contains("has finished") && !refused.contains("--resume"), "{refused}");
     }
+}
+
+/// A processor that refuses memory while it is told to.
+struct Refusing<'r> {
+    cpu: Cpu,
+    refuse: &'r Cell<bool>,
+}
+
+impl Device for Refusing<'_> {
+    fn arena(&self) -> &Arena {
+        self.cpu.arena()
+    }
+
+    fn execute(&self, op: Op<'_>) -> Result<(), DeviceError> {
+        if self.refuse.take() { Err(refusal(1)) } else { self.cpu.execute(op) }
+    }
+
+    fn write(&self, out: &Tensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
+        self.cpu.write(out, fill)
+    }
+
+    fn read(&self, x: &Tensor, look: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
+        self.cpu.read(x, look)
+    }
+
+    fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
+        self.cpu.lend(tensor)
+    }
+
+    fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError> {
+        self.cpu.reclaim(memory)
+    }
+}
+
+/// Memory that is refused in the middle of a step takes a run back to its last checkpoint, or to its beginning.
+#[test]
+fn a_step_that_gets_no_memory_is_taken_again_from_the_last_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let same_batch = |plan: &TrainingPlan| plan.choice.settings.batch_size == 8;
+    run(config(folder.path(), "still", &[]), same_batch, &|_, _| PLENTY, &never);
+    let still = numbers(&folder.path().join("still"), "loss");
+    for (save_steps, back_to) in [(0, 0), (4, 4), (5, 5)] {
+        let out = format!("back-to-{back_to}");
+        let config = config(folder.path(), &out, &[&format!("output.save_steps={save_steps}")]);
+        let prepared = Prepared::new(config, false).unwrap();
+        let ladder: Vec<TrainingPlan> =
+            prepared.plan(&machine()).unwrap().ladder().unwrap().into_iter().filter(same_batch).collect();
+        let (mut watcher, refuse, readings) = (Watcher::default(), Cell::new(false), Cell::new(0));
+        let outcome = prepared
+            .run(
+                &ladder,
+                Surroundings {
+                    device: &mut |bytes| {
+                        Ok(Refusing { cpu: Cpu::new(bytes, CpuOptions::default())?, refuse: &refuse })
+                    },
+                    memory: &mut || {
+                        readings.set(readings.get() + 1);
+                        // The eighth step is refused.
+                        refuse.set(readings.get() == 7);
+                        MemoryReading::default()
+                    },
+                    observer: &mut watcher,
+                    stop: StopFlag::new(),
+                },
+            )
+            .unwrap();
+        assert_eq!(watcher.moves, [(back_to, 0, 1)], "{:?}", watcher.whys);
+        let run = folder.path().join(&out);
+        assert_eq!(numbers(&run, "loss"), still, "{save_steps}");
+        let steps: Vec<f64> = (1..=STEPS).map(|step| step as f64).collect();
+        assert_eq!(numbers(&run, "step"), steps);
+        assert_eq!((outcome.report.steps, outcome.report.tokens), (STEPS, STEPS * 8 * 16));
+    }
+}
+
+/// A run that was resumed, and gets no memory before it has written anything, begins again where it was resumed.
+#[test]
+fn a_resumed_run_that_gets_no_memory_begins_where_it_was_resumed() {
+    let folder = tempfile::tempdir().unwrap();
+    let (first, more) = (["training.steps=3", "output.save_steps=3"], ["training.steps=5"]);
+    run(config(folder.path(), "out", &first), |_| true, &|_, _| PLENTY, &never);
+    let prepared = Prepared::new(config(folder.path(), "out", &more), true).unwrap();
+    let ladder = prepared.plan(&machine()).unwrap().ladder().unwrap();
+    let mut watcher = Watcher::default();
+    let whole = ladder[0].peak_bytes();
+    let with = Surroundings {
+        device: &mut |bytes| {
+            if bytes == whole { Err(refusal(bytes)) } else { Cpu::new(bytes, CpuOptions::default()) }
+        },
+        memory: &mut MemoryReading::default,
+        observer: &mut watcher,
+        stop: StopFlag::new(),
+    };
+    let outcome = prepared.run(&ladder, with).unwrap();
+    assert_eq!((watcher.moves, outcome.report.steps), (vec![(3, 0, 1)], 5));
 }

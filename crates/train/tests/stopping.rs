@@ -177,3 +177,17 @@ fn a_run_that_reached_its_last_step_has_finished() {
         assert!(folder.path().join(out).join("model.safetensors").exists(), "{place:?}");
     }
 }
+
+/// One that was ended between its last checkpoint and its model writes the model, whatever is wished for.
+#[test]
+fn a_run_whose_steps_are_all_done_has_finished_whatever_is_wished_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let saving = || config(folder.path(), "out", &["output.save_steps=3"]);
+    run(saving(), false, Place::Nowhere);
+    let out = folder.path().join("out");
+    std::fs::remove_file(out.join("report.json")).unwrap();
+    std::fs::remove_file(out.join("model.safetensors")).unwrap();
+    let (outcome, stopping) = run(saving(), true, Place::Device);
+    assert_eq!((outcome.report.steps, outcome.report.finished, stopping), (STEPS, true, vec![]));
+    assert!(out.join("model.safetensors").exists());
+}

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use plimsoll_device::{Cpu, CpuOptions};
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::RawConfig;
-use plimsoll_train::{MemoryReading, Observer, Prepared, RunEvent, StopFlag, Surroundings};
+use plimsoll_train::{MemoryLevel, MemoryReading, Observer, Prepared, RunEvent, StopFlag, Surroundings};
 use serde_json::Value;
 
 use common::machine;
@@ -204,4 +204,139 @@ fn the_gradient_norm_of_the_step_before_is_carried_over() {
     }
     run(config(folder.path(), &settings), true);
     assert!(model() == whole, "other bits");
+}
+
+/// What is said of memory, and when something was saved.
+#[derive(Default)]
+struct Hearing {
+    high: Vec<(u64, MemoryLevel)>,
+    saved: Vec<String>,
+}
+
+impl Observer for Hearing {
+    fn event(&mut self, event: RunEvent<'_>) {
+        match event {
+            RunEvent::MemoryHigh { step, level, process_bytes, budget_bytes } => {
+                assert!(process_bytes > 0 && budget_bytes > 0);
+                self.high.push((step, level));
+            }
+            RunEvent::Saved(path) => {
+                self.saved.push(path.file_name().unwrap().to_string_lossy().into_owned())
+            }
+            _ => {}
+        }
+    }
+}
+
+/// A process takes more than a ten-thousandth of its budget and less than all of it. It is said once; where it is an emergency a
+/// checkpoint is written, once.
+#[test]
+fn high_memory_is_said_once_and_an_emergency_saves_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let hear = |thresholds: [f64; 3], silent: bool| {
+        let [warning, critical, emergency] = thresholds;
+        let settings = [
+            "output.save_steps=0".to_owned(),
+            "output.final_model=false".to_owned(),
+            "memory.device_budget=16GiB".to_owned(),
+            format!("memory.warning_threshold={warning}"),
+            format!("memory.critical_threshold={critical}"),
+            format!("memory.emergency_threshold={emergency}"),
+            format!("memory.silent_mode={silent}"),
+        ];
+        let config = config(folder.path(), &settings.each_ref().map(String::as_str));
+        let prepared = Prepared::new(config, false).unwrap();
+        let plan = prepared.plan(&machine()).unwrap();
+        let mut hearing = Hearing::default();
+        let surroundings = Surroundings {
+            device: &mut |bytes| Cpu::new(bytes, CpuOptions::default()),
+            memory: &mut MemoryReading::default,
+            observer: &mut hearing,
+            stop: StopFlag::new(),
+        };
+        prepared.run(std::slice::from_ref(&plan), surroundings).unwrap();
+        std::fs::remove_dir_all(folder.path().join("out")).unwrap();
+        (hearing.high, hearing.saved)
+    };
+    let checkpoint = vec!["checkpoint-1".to_owned()];
+    assert_eq!(hear([0.9, 0.95, 0.98], false), (vec![], vec![]));
+    assert_eq!(hear([1e-6, 0.95, 0.98], false), (vec![(1, MemoryLevel::Warning)], vec![]));
+    assert_eq!(hear([1e-7, 1e-6, 0.98], false), (vec![(1, MemoryLevel::Critical)], vec![]));
+    let emergency = [1e-8, 1e-7, 1e-6];
+    assert_eq!(hear(emergency, false), (vec![(1, MemoryLevel::Emergency)], checkpoint.clone()));
+    assert_eq!(hear(emergency, true), (vec![], checkpoint));
+}
+
+/// Five steps of 96 tokens: the median speed is that of the step of median length.
+#[test]
+fn the_report_says_what_the_metrics_say() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = ["training.steps=5", "output.save_steps=0", "memory.offload={optimizer: host}"];
+    let (plan, _) = run(config(folder.path(), &settings), false);
+    let out = folder.path().join("out");
+    let report: Value = serde_json::from_slice(&std::fs::read(out.join("report.json")).unwrap()).unwrap();
+    let number = |value: &Value| value.as_f64().unwrap();
+    let speed = number(&report["tokens_per_second_median"]);
+    let seconds = number(&report["measured"]["step_seconds_median"]);
+    assert!((speed * seconds / 96.0 - 1.0).abs() < 1e-9, "{speed} {seconds}");
+    let mut speeds: Vec<f64> = metrics(&out).iter().map(|line| number(&line["tokens_per_second"])).collect();
+    speeds.sort_by(f64::total_cmp);
+    assert!((speeds[2] / speed - 1.0).abs() < 1e-9, "{speeds:?} {speed}");
+    let bytes = |part: &str, key: &str| report[part][key].as_u64().unwrap();
+    for key in ["device_peak_bytes", "host_peak_bytes"] {
+        assert_eq!(bytes("measured", key), bytes("planned", key), "{key}");
+    }
+    // The states and what the pipeline holds.
+    assert_eq!(bytes("measured", "host_peak_bytes"), plan.host_bytes());
+    assert!(plan.host_bytes() > plan.pipeline_bytes() && plan.pipeline_bytes() > 0);
+}
+
+/// A window of several documents is another one to a model that tells them apart.
+#[test]
+fn documents_of_a_run_are_told_apart_where_that_was_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let losses = |mask: &str| {
+        let config = config(folder.path(), &[mask, "output.save_steps=0", "data.append_eos=true"]);
+        let lines: String = (0..60).map(|i| format!("{{\"text\": \"word{}\"}}\n", i * 7 % 23)).collect();
+        let text = folder.path().join("text.jsonl");
+        std::fs::write(&text, lines).unwrap();
+        let mut config = config;
+        config.apply_set(&format!("data.train={}", text.display())).unwrap();
+        run(config, false);
+        let out = folder.path().join("out");
+        let losses: Vec<f64> = metrics(&out).iter().map(|line| line["loss"].as_f64().unwrap()).collect();
+        std::fs::remove_dir_all(out).unwrap();
+        losses
+    };
+    let (apart, together) = (losses("data.document_mask=true"), losses("data.document_mask=false"));
+    assert_eq!(apart.len(), 6);
+    assert!(apart[0] != together[0], "{apart:?} {together:?}");
+}
+
+/// Another type, or another shape, is another optimizer's.
+#[test]
+fn a_state_of_another_type_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    run(config(folder.path(), &["training.steps=1"]), false);
+    let out = folder.path().join("out");
+    let prepared = Prepared::new(config(folder.path(), &["training.steps=2"]), true).unwrap();
+    assert_eq!(prepared.resumption().map(|resumption| resumption.step), Some(1));
+    drop(prepared);
+    let path = out.join("checkpoint-1/optimizer.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let (from, to) = (b"\"dtype\":\"F32\"", b"\"dtype\":\"I32\"");
+    let place = bytes.windows(from.len()).position(|window| window == from).unwrap();
+    let mut other = bytes.clone();
+    other[place..place + to.len()].copy_from_slice(to);
+    std::fs::write(&path, other).unwrap();
+    let prepared = Prepared::new(config(folder.path(), &["training.steps=2"]), true).unwrap();
+    let plan = prepared.plan(&machine()).unwrap();
+    let surroundings = Surroundings {
+        device: &mut |bytes| Cpu::new(bytes, CpuOptions::default()),
+        memory: &mut MemoryReading::default,
+        observer: &mut (),
+        stop: StopFlag::new(),
+    };
+    let error = prepared.run(std::slice::from_ref(&plan), surroundings).unwrap_err().to_string();
+    assert!(error.contains("optimizer.safetensors") && error.contains("the run needs"), "{error}");
 }

@@ -263,3 +263,6 @@ impl<T: Activations> Held<T> {
         matches!(self, Held::Dropped)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -310,3 +310,239 @@ fn groups_have_numbers_of_their_own() {
     let error = optimizer(&device(1), &spec, &empty).err().unwrap().to_string();
     assert!(error.contains("no parameter of the model has a name like '*.experts.*'"), "{error}");
 }
+
+/// The rate of a group is a factor on the step's.
+#[test]
+fn a_group_moves_by_its_own_rate() {
+    let group =
+        ParameterGroup { pattern: glob::Pattern::new("*norm*").unwrap(), lr_scale: 4.0, weight_decay: None };
+    let settings = OptimizerSettings { groups: vec![group], weight_decay: 0.0, ..settings(sgd(0.0, false)) };
+    let (spec, device) = (spec(), device(1));
+    let mut optimizer = optimizer(&device, &spec, &settings).unwrap();
+    for (name, expected) in [("norm", 1.0 - 0.125 * 4.0 * 0.5), ("down_proj", 1.0 - 0.125 * 0.5)] {
+        let p = spec.parameters().into_iter().find(|p| p.name.contains(name)).unwrap();
+        let [weight, grad] = [1.0, 0.5].map(|value| {
+            let tensor = device.alloc(DType::F32, &p.shape, Tag::Weights, "test").unwrap();
+            write(&device, &tensor, &vec![value; p.elements() as usize]);
+            tensor
+        });
+        let update = Update { lr: 0.125, grad_scale: 1.0, step: 1 };
+        optimizer.update(&device, &Part::whole(&p), (&weight, &grad), update).unwrap();
+        assert!(device.read_f32(&weight).unwrap().iter().all(|x| *x == expected), "{name}");
+    }
+}
+
+/// Weights that are rounded at random are rounded alike whether a table is updated as a whole or a piece at a time.
+#[test]
+fn pieces_of_a_table_are_updated_as_the_whole_is() {
+    let (spec, device) = (spec(), device(2));
+    let p = spec.parameters().into_iter().find(|p| p.name == NAMES[0]).unwrap();
+    for kind in
+        [OptimizerKind::AdamW(ADAM), OptimizerKind::AdamMini(ADAM), OptimizerKind::AdamW8bit(ADAM, BITS)]
+    {
+        let run = |cuts: &[Range<u64>]| {
+            let mut optimizer = optimizer(&device, &spec, &settings(kind)).unwrap();
+            let alloc = |dtype| device.alloc(dtype, &p.shape, Tag::Weights, "test").unwrap();
+            let (weight, grad) = (alloc(DType::Bf16), alloc(DType::F32));
+            device.write(&weight, &mut |bytes| bytes.fill(0x3f)).unwrap();
+            for step in 1..=2 {
+                write(&device, &grad, &noise(0, step, p.elements()));
+                for (piece, rows) in (0..).zip(cuts) {
+                    let part = Part { parameter: p.clone(), piece, rows: rows.clone(), norm_row: 0 };
+                    let [weight, grad] = [&weight, &grad].map(|x| x.slice_rows(rows.clone()).unwrap());
+                    let update = Update { lr: LR, grad_scale: 1.0, step: u64::from(step) };
+                    optimizer.update(&device, &part, (&weight, &grad), update).unwrap();
+                }
+            }
+            bytes(&device, &weight)
+        };
+        let all = 0..p.rows();
+        assert!(run(&[0..32, 32..p.rows()]) == run(std::slice::from_ref(&all)), "{kind:?}");
+    }
+}
+
+/// One step of what has f32 states beside narrower ones of others: the weight decays after the step, and epsilon is added
+/// before the bias correction in GaLore, after it in 8-bit AdamW.
+#[test]
+fn plain_parameters_decay_after_their_step() {
+    const RATE: f64 = 0.125;
+    const DECAY: f64 = 2.0;
+    const EPSILON: f64 = 0.01;
+    let adam = AdamSettings { epsilon: EPSILON, ..ADAM };
+    let galore = LowRankSettings { adam, ..low_rank(8, 200, 0.25) };
+    let (spec, device) = (spec(), device(1));
+    let p = spec.parameters().into_iter().find(|p| p.name == NAMES[1]).unwrap();
+    let root_of_correction2 = (1.0 - ADAM.beta2).sqrt();
+    for (kind, epsilon) in [
+        (OptimizerKind::GaLore(galore), EPSILON / root_of_correction2),
+        (OptimizerKind::AdamW8bit(adam, BITS), EPSILON),
+    ] {
+        let pattern = glob::Pattern::new("*").unwrap();
+        let group = ParameterGroup { pattern, lr_scale: 1.0, weight_decay: Some(DECAY) };
+        let settings = OptimizerSettings { groups: vec![group], ..settings(kind) };
+        let mut optimizer = optimizer(&device, &spec, &settings).unwrap();
+        let tensor = || device.alloc(DType::F32, &p.shape, Tag::Weights, "test").unwrap();
+        let (weight, grad, gradients) = (tensor(), tensor(), noise(1, 1, p.elements()));
+        write(&device, &weight, &vec![1.0; p.elements() as usize]);
+        write(&device, &grad, &gradients);
+        let update = Update { lr: RATE, grad_scale: 1.0, step: 1 };
+        optimizer.update(&device, &Part::whole(&p), (&weight, &grad), update).unwrap();
+        for (found, g) in device.read_f32(&weight).unwrap().into_iter().zip(gradients) {
+            let g = f64::from(g);
+            let expected = (1.0 - RATE * g / (g.abs() + epsilon)) * (1.0 - RATE * DECAY);
+            assert!((f64::from(found) - expected).abs() < 1e-6, "{kind:?}: {found} {expected} {g}");
+        }
+    }
+}
+
+/// A gradient is projected where that makes it smaller, and scaled after that.
+#[test]
+fn gradients_are_projected_where_that_makes_them_smaller() {
+    let (spec, device) = (spec(), device(1));
+    // k_proj is [32, 64].
+    let p = spec.parameters().into_iter().find(|p| p.name == NAMES[3]).unwrap();
+    let first_moment = |rank, grad_scale| {
+        let mut optimizer =
+            optimizer(&device, &spec, &settings(OptimizerKind::GaLore(low_rank(rank, 200, 0.25)))).unwrap();
+        let tensor = || device.alloc(DType::F32, &p.shape, Tag::Weights, "test").unwrap();
+        let (weight, grad) = (tensor(), tensor());
+        write(&device, &weight, &noise(3, 0, p.elements()));
+        write(&device, &grad, &noise(3, 1, p.elements()));
+        optimizer
+            .update(&device, &Part::whole(&p), (&weight, &grad), Update { lr: LR, grad_scale, step: 1 })
+            .unwrap();
+        let state = optimizer.state(p.block, p.role).unwrap();
+        let moment = state.find(StateKind::FirstMoment).unwrap();
+        let projection = state.find(StateKind::Projection).map(|x| x.shape().dims().to_vec());
+        (moment.shape().dims().to_vec(), projection, device.read_f32(moment).unwrap())
+    };
+    let (shape, projection, whole) = first_moment(31, 1.0);
+    assert_eq!((shape, projection), (vec![31, 64], Some(vec![32, 31])));
+    let (.., half) = first_moment(31, 0.5);
+    assert!(whole.iter().zip(&half).all(|(whole, half)| *half == 0.5 * whole) && whole[0] != 0.0);
+    let (shape, projection, _) = first_moment(32, 1.0);
+    assert_eq!((shape, projection), (vec![32, 64], None));
+}
+
+/// Updates of more than 4 MiB are made some rows at a time, in so much memory and no more. What is taken off each row is the
+/// direction, from the moments and the projection, in f64.
+#[test]
+fn large_updates_of_galore_come_in_chunks() {
+    const RATE: f64 = 0.5;
+    const RANK: usize = 4;
+    let adam = AdamSettings { epsilon: 1e-6, ..ADAM };
+    let galore = OptimizerKind::GaLore(low_rank(RANK as u64, 200, 0.25));
+    for shape in [[1100, 1024], [700, 2048]] {
+        let device = Cpu::new(48 << 20, CpuOptions { threads: Some(2), isa: None }).unwrap();
+        let base = spec().parameters().into_iter().find(|p| p.name == NAMES[2]).unwrap();
+        let p = Parameter { shape: shape.to_vec(), ..base };
+        let [rows, columns] = shape.map(|size| size as usize);
+        let storage = StateStorage {
+            tiers: &Arc::new(LowerTiers::none()),
+            tier: Tier::Device,
+            cut: Pieces::new(&spec(), &galore),
+            head_dim: 16,
+            stays: &|_| false,
+            needs_master: &|_| false,
+            seed: 3,
+        };
+        let trained = std::slice::from_ref(&p);
+        let mut optimizer = Optimizer::allocate(&device, trained, &settings(galore), storage).unwrap();
+        let tensor = || device.alloc(DType::F32, &p.shape, Tag::Weights, "test").unwrap();
+        let (weight, grad) = (tensor(), tensor());
+        let before = noise(3, 0, p.elements());
+        write(&device, &weight, &before);
+        write(&device, &grad, &noise(3, 1, p.elements()));
+        let update = Update { lr: RATE, grad_scale: 1.0, step: 1 };
+        optimizer.update(&device, &Part::whole(&p), (&weight, &grad), update).unwrap();
+        let tall = rows >= columns;
+        let low = RANK * if tall { rows } else { columns };
+        assert_eq!(device.arena().ledger().most(Tag::Workspace), (4 << 20) + 4 * low as u64, "{shape:?}");
+        let state = optimizer.state(p.block, p.role).unwrap();
+        let read = |kind| -> Vec<f64> {
+            device.read_f32(state.find(kind).unwrap()).unwrap().into_iter().map(f64::from).collect()
+        };
+        let (m, v) = (read(StateKind::FirstMoment), read(StateKind::SecondMoment));
+        let projection = read(StateKind::Projection);
+        let direction: Vec<f64> = m.iter().zip(&v).map(|(m, v)| m / (v.sqrt() + adam.epsilon)).collect();
+        let corrections = (1.0 - adam.beta2).sqrt() / (1.0 - adam.beta1);
+        let after = device.read_f32(&weight).unwrap();
+        for row in 0..rows {
+            for column in (row % 7..columns).step_by(7) {
+                let back: f64 = (0..RANK)
+                    .map(|k| match tall {
+                        true => direction[row * RANK + k] * projection[k * columns + column],
+                        false => projection[row * RANK + k] * direction[k * columns + column],
+                    })
+                    .sum();
+                let place = row * columns + column;
+                let moved = f64::from(before[place]) - 0.25 * RATE * corrections * back;
+                let expected = moved * (1.0 - RATE * 0.1);
+                let found = f64::from(after[place]);
+                assert!((found - expected).abs() < 1e-5, "{shape:?} {row} {column}: {found} {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn masters_are_told_from_other_states() {
+    let (spec, device) = (spec(), Cpu::new(16 << 20, CpuOptions { threads: Some(1), isa: None }).unwrap());
+    let settings = settings(OptimizerKind::AdamW(ADAM));
+    let storage = StateStorage {
+        tiers: &Arc::new(LowerTiers::none()),
+        tier: Tier::Device,
+        cut: Pieces::new(&spec, &settings.kind),
+        head_dim: 16,
+        stays: &|_| false,
+        needs_master: &|p| p.shape.len() == 2,
+        seed: 3,
+    };
+    let _optimizer = Optimizer::allocate(&device, &spec.parameters(), &settings, storage).unwrap();
+    // Sizes are whole lines of 64 bytes.
+    let bytes = |matrices: bool| -> u64 {
+        spec.parameters().iter().filter(|p| !matrices || p.shape.len() == 2).map(|p| 4 * p.elements()).sum()
+    };
+    let live = device.arena().ledger().live();
+    assert_eq!(live.get(Tag::MasterWeights), bytes(true));
+    assert_eq!(live.get(Tag::Optimizer), 2 * bytes(false));
+}
+
+/// A home may be where another one was.
+#[test]
+fn states_below_the_device_begin_with_zeros() {
+    let folder = tempfile::tempdir().unwrap();
+    let spill = plimsoll_disk::SpillSettings { folder: folder.path().to_owned(), budget: None, direct: true };
+    let (spec, device) = (spec(), device(1));
+    let settings = settings(OptimizerKind::AdamW(ADAM));
+    for tier in [Tier::Host, Tier::Disk] {
+        let tiers = Arc::new(LowerTiers::open(1 << 20, 1 << 20, &spill).unwrap());
+        let before = tiers.take(tier, 1 << 20, Tag::Optimizer, "before").unwrap();
+        tiers.write_now(&before, 0, &vec![0xff; 1 << 20]).unwrap();
+        drop(before);
+        let storage = StateStorage {
+            tiers: &tiers,
+            tier,
+            cut: Pieces::new(&spec, &settings.kind),
+            head_dim: 16,
+            stays: &|_| false,
+            needs_master: &|_| false,
+            seed: 3,
+        };
+        let optimizer = Optimizer::allocate(&device, &spec.parameters(), &settings, storage).unwrap();
+        for p in spec.parameters().iter().filter(|p| is_matrix(p)) {
+            for kind in [StateKind::FirstMoment, StateKind::SecondMoment] {
+                let contents = optimizer.contents(p, kind).unwrap();
+                assert!(matches!(contents, Contents::Homes(_)));
+                let mut seen = 0;
+                contents
+                    .read(&device, &tiers, &mut |bytes| {
+                        assert!(bytes.iter().all(|byte| *byte == 0), "{} {kind:?} on {tier:?}", p.name);
+                        seen += bytes.len() as u64;
+                    })
+                    .unwrap();
+                assert_eq!(seen, 4 * p.elements());
+            }
+        }
+    }
+}

@@ -296,10 +296,12 @@ impl<'a, D: Device> WeightStore<'a, D> {
     /// Announces a forward pass, with the head if it comes to that, and what the next one begins with.
     pub(crate) fn announce_forward(&mut self, spec: &ModelSpec, with_head: bool) -> Result<(), StepError> {
         let (head, _) = Head::table(spec.tie_word_embeddings);
-        // Of a table whose rows are looked up, or that comes in pieces, the embedding takes nothing through the buffers.
-        let whole = |block| !self.tables.contains_key(&block);
-        let embedding = (self.looked_up.is_none() && whole(BlockId::Embedding))
-            .then_some(Unit::Piece(BlockId::Embedding, 0));
+        // Of a table that stays, whose rows are looked up or that comes in pieces, the embedding takes nothing through the
+        // buffers.
+        let whole = Unit::Piece(BlockId::Embedding, 0);
+        let in_pieces = self.tables.contains_key(&BlockId::Embedding);
+        let comes = self.looked_up.is_none() && !in_pieces && self.pool.has(whole);
+        let embedding = comes.then_some(whole);
         let pieces = self.tables.get(&head).map_or(1, |(_, pieces)| pieces.len() as u32);
         let head = (0..pieces).map(|piece| Unit::Piece(head, piece)).filter(|_| with_head);
         let layers = (0..spec.num_layers).map(Unit::Layer);
@@ -443,3 +445,6 @@ fn away(matrix: &Matrix<'_>, homes: Vec<HomePart>) -> AwayParameter {
     let (parameter, pieces) = (parameter.clone(), pieces.clone());
     AwayParameter { parameter, dtype: *dtype, pieces, homes, in_file: in_file.is_some() }
 }
+
+#[cfg(test)]
+mod tests;

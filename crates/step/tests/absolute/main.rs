@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod lengths;
 mod loss;
 mod norm;
 mod plain_llama;

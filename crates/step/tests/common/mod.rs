@@ -2,9 +2,14 @@
 
 #![allow(dead_code)]
 
+use std::cell::{Cell, RefCell};
 use std::ops::Range;
 
-use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry, IGNORED_TARGET, Workspace};
+use plimsoll_device::{
+    Cpu, CpuOptions, DType, Device, DeviceError, Dry, Due, Elementwise, IGNORED_TARGET, Lent, Op, Tensor,
+    Transferred, Workspace,
+};
+use plimsoll_memory::{Arena, Region};
 use plimsoll_model::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, Parameter,
     ParameterKind, QkNorm, RopeSpec, SlidingWindow,
@@ -231,4 +236,78 @@ pub fn state(trainer: &Trainer<'_, Cpu>) -> Vec<Vec<u8>> {
         copy
     };
     trainer.state().unwrap().iter().map(bytes).collect()
+}
+
+/// A dry device that notes some of what it is asked for.
+#[derive(Default)]
+pub struct Noting {
+    dry: Dry,
+    log: RefCell<String>,
+    reads: Cell<u64>,
+    most_reads: Cell<u64>,
+    scaled: Cell<u64>,
+}
+
+impl Noting {
+    /// In order: `r` a read from a disk begins, `w` a write or a copy, `.` one of them is waited for, `o` an operation.
+    pub fn log(&self) -> String {
+        self.log.borrow().clone()
+    }
+
+    /// The most reads that were begun and not waited for at once.
+    pub fn most_reads(&self) -> u64 {
+        self.most_reads.get()
+    }
+
+    /// Tensors that were multiplied by a number.
+    pub fn scaled(&self) -> u64 {
+        self.scaled.get()
+    }
+}
+
+impl Device for Noting {
+    fn arena(&self) -> &Arena {
+        self.dry.arena()
+    }
+
+    fn execute(&self, op: Op<'_>) -> Result<(), DeviceError> {
+        self.log.borrow_mut().push('o');
+        let scales = matches!(op, Op::Elementwise(Elementwise::Scale { .. }));
+        self.scaled.set(self.scaled.get() + u64::from(scales));
+        self.dry.execute(op)
+    }
+
+    fn is_dry(&self) -> bool {
+        true
+    }
+
+    fn write(&self, out: &Tensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
+        self.dry.write(out, fill)
+    }
+
+    fn read(&self, x: &Tensor, look: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
+        self.dry.read(x, look)
+    }
+
+    fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
+        self.dry.lend(tensor)
+    }
+
+    fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError> {
+        self.dry.reclaim(memory)
+    }
+
+    fn transfer(&self, moved: Transferred, _: Due) -> Due {
+        let is_read = moved.read > 0;
+        self.log.borrow_mut().push(if is_read { 'r' } else { 'w' });
+        self.reads.set(self.reads.get() + u64::from(is_read));
+        self.most_reads.set(self.most_reads.get().max(self.reads.get()));
+        Due::default()
+    }
+
+    fn wait(&self, _: Due) {
+        self.log.borrow_mut().push('.');
+        // What is written is waited for before anything is read.
+        self.reads.set(self.reads.get().saturating_sub(1));
+    }
 }

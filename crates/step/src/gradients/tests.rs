@@ -1,0 +1,74 @@
+//! Where gradients are, and in which type.
+
+use plimsoll_device::{Cpu, CpuOptions, Dry};
+use plimsoll_model::ModelSpec;
+
+use super::*;
+use crate::common::llama;
+
+/// Tables of two pieces of 1024 rows and one of 1053.
+fn gradients<'a>(dry: &'a Dry, tiers: &Arc<LowerTiers>, tier: Tier) -> (Vec<Parameter>, Gradients<'a, Dry>) {
+    let trained = ModelSpec { vocab_size: 3101, ..llama() }.parameters();
+    let on_tier = OnTier { tiers, tier, stays: &|_| false };
+    let gradients = Gradients::new(dry, &trained, DType::Bf16, on_tier, (Pieces::of_bytes(0, 1), 3)).unwrap();
+    (trained, gradients)
+}
+
+#[test]
+fn vectors_have_wide_gradients_and_matrices_those_of_the_settings() {
+    let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::none()));
+    let (trained, mut gradients) = gradients(&dry, &tiers, Tier::Device);
+    for p in &trained {
+        let (gradient, accumulate) = gradients.target(p.block, p.role).unwrap();
+        let expected = if p.shape.len() == 1 { DType::F32 } else { DType::Bf16 };
+        assert_eq!((gradient.dtype(), accumulate), (expected, false), "{}", p.name);
+        assert!(gradients.target(p.block, p.role).unwrap().1, "{}", p.name);
+    }
+}
+
+#[test]
+fn a_piece_in_a_buffer_is_no_other_piece() {
+    let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
+    let (_, mut gradients) = gradients(&dry, &tiers, Tier::Host);
+    let (block, role) = (BlockId::Embedding, Role::TokenEmbedding);
+    assert_eq!(gradients.pieces(block, role), Some(vec![0..1024, 1024..2048, 2048..3101]));
+    let unit = Unit::Piece(block, 1);
+    gradients.announce([(unit, false)].into_iter()).unwrap();
+    gradients.hold(unit).unwrap();
+    let held = |piece| gradients.held_piece(block, role, piece).map(|tensor| tensor.rows());
+    assert_eq!([0, 1, 2].map(held), [None, Some(1024), None]);
+    assert!(gradients.held_piece(block, Role::LmHead, 1).is_none());
+    assert!(gradients.held_piece(BlockId::Head, role, 1).is_none());
+}
+
+/// Rows that were looked up in two micro-batches of passes before the last one, and in one of the last: 1, 2 and 4 times a row of
+/// two numbers.
+#[test]
+fn rows_that_were_looked_up_are_added_to_their_piece() {
+    let device = Cpu::new(1 << 16, CpuOptions { threads: Some(1), isa: None }).unwrap();
+    let (block, role) = (BlockId::Embedding, Role::TokenEmbedding);
+    let table = Parameter { name: "table".into(), block, role, shape: vec![8, 2] };
+    let tiers = Arc::new(LowerTiers::none());
+    let on_tier = OnTier { tiers: &tiers, tier: Tier::Device, stays: &|_| false };
+    let trained = std::slice::from_ref(&table);
+    let mut gradients =
+        Gradients::new(&device, trained, DType::F32, on_tier, (Pieces::of_bytes(0, 1), 3)).unwrap();
+    gradients.begin(7);
+    gradients.make_room_for_looked_up(2, 3, (DType::F32, 2)).unwrap();
+    // Without the last pass nothing is complete.
+    let unfinished = gradients.looked_up.len();
+    for (number, tokens, times) in [(0, [5, 1, 5], 1.0), (1, [1, 2, 7], 2.0), (2, [7, 7, 0], 4.0)] {
+        let places = device.alloc(DType::U32, &[3], Tag::Data, "tokens").unwrap();
+        device.write_u32(&places, &tokens).unwrap();
+        let dx = device.alloc(DType::F32, &[3, 2], Tag::Data, "dx").unwrap();
+        device.write_f32(&dx, &[1.0, 10.0, 1.0, 10.0, 1.0, 10.0].map(|x| times * x)).unwrap();
+        gradients.keep_looked_up(number, places, dx).unwrap();
+    }
+    assert_eq!((unfinished, gradients.looked_up.len()), (0, 3));
+    gradients.gather_looked_up((block, role), 0, &(0..8)).unwrap();
+    let found = device.read_f32(gradients.get(block, role).unwrap()).unwrap();
+    let expected = [4.0, 3.0, 2.0, 0.0, 0.0, 2.0, 0.0, 10.0].map(|x: f32| [x, 10.0 * x]);
+    assert_eq!(found.as_chunks().0, expected);
+    gradients.clear();
+    assert_eq!(gradients.looked_up.len(), 0);
+}
