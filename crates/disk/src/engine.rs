@@ -167,8 +167,7 @@ impl DiskEngine {
     }
 
     fn refuse(&self, region: Region, error: DiskError) -> Ticket {
-        let (before, after) = region.split_at(0);
-        Ticket::new(Request::refused(Arc::clone(&self.shared.clock), error), before, after)
+        Ticket::answered(self.clock(), region, Err(error))
     }
 
     fn submit(&self, file: &Arc<DiskFile>, bytes: Range<u64>, region: Region, write: bool) -> Ticket {

@@ -11,9 +11,8 @@ use std::sync::{Arc, Mutex};
 
 use plimsoll_memory::Region;
 
-use crate::request::{Finished, lock};
+use crate::request::{Finished, Ticket, lock};
 use crate::stream::{CopyStream, Event};
-use crate::tiers::Transfer;
 use crate::{ALIGNMENT, DiskEngine, DiskError, Home};
 
 /// In which direction bytes move.
@@ -55,12 +54,12 @@ pub type Arrived = (Region, Result<(), DiskError>);
 impl Moving {
     /// Waits until it is done, and gives the buffer's memory back; `None` where the tiers ended before it began.
     pub fn wait(mut self) -> Option<Arrived> {
-        Some(self.0.take()?.wait().ok()??.finish(Transfer::wait))
+        Some(self.0.take()?.wait().ok()??.finish(Ticket::wait))
     }
 
     /// The same where nothing else waits meanwhile.
     fn wait_behind(&mut self) -> Option<Arrived> {
-        Some(self.0.take()?.wait_behind()??.finish(Transfer::wait_behind))
+        Some(self.0.take()?.wait_behind()??.finish(Ticket::wait_behind))
     }
 }
 
@@ -82,7 +81,7 @@ struct UnderWay {
 enum Part {
     Stays(Region),
     /// From or to this home, which is nobody else's before it is done.
-    Moves(Arc<Home>, Transfer),
+    Moves(Arc<Home>, Ticket),
 }
 
 impl UnderWay {
@@ -97,8 +96,8 @@ impl UnderWay {
             parts.push(match moves {
                 None => Part::Stays(region),
                 Some((home, part)) => {
-                    let transfer = home.begin(engine, direction, part, region);
-                    Part::Moves(home, transfer)
+                    let ticket = home.begin(engine, direction, part, region);
+                    Part::Moves(home, ticket)
                 }
             });
         }
@@ -106,12 +105,12 @@ impl UnderWay {
     }
 
     /// Waits until all of it is done.
-    fn finish(self, wait: impl Fn(Transfer) -> Finished) -> Arrived {
+    fn finish(self, wait: impl Fn(Ticket) -> Finished) -> Arrived {
         let mut outcome = Ok(());
         let mut arrive = |part| match part {
             Part::Stays(region) => region,
-            Part::Moves(_home, transfer) => {
-                let Finished { region, outcome: own } = wait(transfer);
+            Part::Moves(_home, ticket) => {
+                let Finished { region, outcome: own } = wait(ticket);
                 if let (Ok(()), Err(error)) = (&outcome, own) {
                     outcome = Err(error);
                 }

@@ -54,6 +54,19 @@ impl Ticket {
         Ticket { watched: Watched(request), before, after }
     }
 
+    /// That of a request which is done, or could not be begun.
+    pub(crate) fn answered(
+        clock: Arc<Mutex<IoClock>>,
+        region: Region,
+        outcome: Result<Range<usize>, DiskError>,
+    ) -> Ticket {
+        let (bytes, error) = outcome.map_or_else(|error| (0..0, Some(error)), |bytes| (bytes, None));
+        let request = Request::begin(clock, 0, bytes, false);
+        request.state().error = error;
+        let (before, after) = region.split_at(0);
+        Ticket::new(request, before, after)
+    }
+
     /// Whether [`wait`](Self::wait) would return at once.
     pub fn is_done(&self) -> bool {
         self.watched.0.state().pending == 0
@@ -120,13 +133,6 @@ impl Request {
         let state = State { pending: parts, parts: places, error: None };
         let cancelled = AtomicBool::new(false);
         Arc::new(Request { state: Mutex::new(state), done: Condvar::new(), cancelled, clock, bytes, write })
-    }
-
-    /// One that could not be begun.
-    pub fn refused(clock: Arc<Mutex<IoClock>>, error: DiskError) -> Arc<Request> {
-        let request = Request::begin(clock, 0, 0..0, false);
-        request.state().error = Some(error);
-        request
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use plimsoll_memory::{Arena, Block, OutOfMemory, Phase, Region, Tag, Tier};
 
 use crate::moves::Streams;
-use crate::request::{Finished, Ticket, lock};
+use crate::request::{Ticket, lock};
 use crate::{
     ALIGNMENT, BufferMemory, BufferPool, Direction, DiskEngine, DiskError, DiskFile, EngineSettings, IoMeter,
     IoMode, Moving, SpillFile, SpillSettings, Stretch,
@@ -92,66 +92,23 @@ impl Home {
         direction: Direction,
         part: Range<u64>,
         mut region: Region,
-    ) -> Transfer {
+    ) -> Ticket {
         let bytes = part.end.saturating_sub(part.start);
         if let HomeKind::Host { memory, .. } = &self.place {
             let mut memory = lock(memory);
             let start = region.skip_to(ALIGNMENT as usize);
             let outcome = copy(&mut memory, part, (&mut region, start), direction);
-            return Transfer(Way::Host(Finished { region, outcome }));
+            return Ticket::answered(engine.clock(), region, outcome);
         }
         match (direction, self.on_disk()) {
             (Direction::WriteBack, Some((file, start))) if !self.is_in_file() => {
-                Transfer(Way::Disk(engine.write_back(file, start + part.start, bytes, region)))
+                engine.write_back(file, start + part.start, bytes, region)
             }
             (Direction::Prefetch, Some((file, start))) => {
-                Transfer(Way::Disk(engine.prefetch(file, start + part.start..start + part.end, region)))
+                engine.prefetch(file, start + part.start..start + part.end, region)
             }
-            _ => Transfer::stopped(region),
+            _ => Ticket::answered(engine.clock(), region, Err(DiskError::Stopped)),
         }
-    }
-}
-
-/// Something on its way between the device and a home.
-#[derive(Debug)]
-#[must_use = "what is on its way has to be waited for"]
-pub struct Transfer(Way);
-
-#[derive(Debug)]
-enum Way {
-    Disk(Ticket),
-    /// Copied at once.
-    Host(Finished),
-}
-
-impl Transfer {
-    /// Whether [`wait`](Self::wait) would return at once.
-    pub fn is_done(&self) -> bool {
-        match &self.0 {
-            Way::Disk(ticket) => ticket.is_done(),
-            Way::Host(_) => true,
-        }
-    }
-
-    /// Waits until it has arrived and gives the device's memory back.
-    pub fn wait(self) -> Finished {
-        match self.0 {
-            Way::Disk(ticket) => ticket.wait(),
-            Way::Host(finished) => finished,
-        }
-    }
-
-    /// The same where nothing else waits meanwhile.
-    pub(crate) fn wait_behind(self) -> Finished {
-        match self.0 {
-            Way::Disk(ticket) => ticket.wait_behind(),
-            Way::Host(finished) => finished,
-        }
-    }
-
-    /// Of what cannot be begun.
-    fn stopped(region: Region) -> Transfer {
-        Transfer(Way::Host(Finished { region, outcome: Err(DiskError::Stopped) }))
     }
 }
 
@@ -330,29 +287,29 @@ impl LowerTiers {
     }
 
     /// Begins to bring what a home holds into memory that has room for its whole pages from its first aligned byte on.
-    pub fn bring(&self, home: &Home, into: Region) -> Transfer {
+    pub fn bring(&self, home: &Home, into: Region) -> Ticket {
         self.move_part(home, 0..home.bytes, into, Direction::Prefetch)
     }
 
     /// Begins to send the pages of a buffer, from its first aligned byte on, home.
-    pub fn send(&self, home: &Home, from: Region) -> Transfer {
+    pub fn send(&self, home: &Home, from: Region) -> Ticket {
         self.move_part(home, 0..home.bytes, from, Direction::WriteBack)
     }
 
     /// As [`bring`](Self::bring), of a part that begins with a page.
-    pub fn bring_part(&self, home: &Home, part: Range<u64>, into: Region) -> Transfer {
+    pub fn bring_part(&self, home: &Home, part: Range<u64>, into: Region) -> Ticket {
         self.move_part(home, part, into, Direction::Prefetch)
     }
 
     /// As [`send`](Self::send), of a part that begins with a page.
-    pub fn send_part(&self, home: &Home, part: Range<u64>, from: Region) -> Transfer {
+    pub fn send_part(&self, home: &Home, part: Range<u64>, from: Region) -> Ticket {
         self.move_part(home, part, from, Direction::WriteBack)
     }
 
-    fn move_part(&self, home: &Home, part: Range<u64>, region: Region, direction: Direction) -> Transfer {
+    fn move_part(&self, home: &Home, part: Range<u64>, region: Region, direction: Direction) -> Ticket {
         match &self.backing {
             Some(backing) => home.begin(&backing.engine, direction, part, region),
-            None => Transfer::stopped(region),
+            None => Ticket::answered(Arc::default(), region, Err(DiskError::Stopped)),
         }
     }
 
