@@ -340,3 +340,23 @@ fn a_state_of_another_type_is_refused() {
     let error = prepared.run(std::slice::from_ref(&plan), surroundings).unwrap_err().to_string();
     assert!(error.contains("optimizer.safetensors") && error.contains("the run needs"), "{error}");
 }
+
+/// Nobody asks for another plan behind the last step.
+#[test]
+fn memory_is_judged_between_steps() {
+    let folder = tempfile::tempdir().unwrap();
+    let prepared = Prepared::new(config(folder.path(), &["output.save_steps=0"]), false).unwrap();
+    let plan = prepared.plan(&machine()).unwrap();
+    let mut readings = 0;
+    let surroundings = Surroundings {
+        device: &mut |bytes| Cpu::new(bytes, CpuOptions::default()),
+        memory: &mut || {
+            readings += 1;
+            MemoryReading::default()
+        },
+        observer: &mut (),
+        stop: StopFlag::new(),
+    };
+    prepared.run(std::slice::from_ref(&plan), surroundings).unwrap();
+    assert_eq!(readings, 5);
+}

@@ -167,3 +167,41 @@ impl<'a, D: Device> KvCache<'a, D> {
         pool.flush()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_device::Dry;
+    use plimsoll_disk::Moved;
+    use plimsoll_model::SlidingWindow;
+
+    use super::*;
+    use crate::common::llama;
+
+    /// Five layers of windows of nine positions, of which passes of up to eight leave 9 + 8 - 1; keys and values of 1 KiB each.
+    #[test]
+    fn a_pass_moves_what_comes_before_it_and_what_it_writes() {
+        let moved = |past, n| {
+            let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
+            let mut spec = ModelSpec { num_layers: 5, ..llama() };
+            spec.attention.head_dim = 128;
+            spec.attention.sliding_window = Some(SlidingWindow { size: 9, layers: vec![true; 5] });
+            let place = (&tiers, Tier::Disk);
+            let mut cache = KvCache::new(&dry, &spec, DType::F32, (60, 8), place).unwrap();
+            cache.begin(past, n).unwrap();
+            for layer in 0..5 {
+                let new = dry.alloc(DType::F32, &[n, 256], Tag::Activations, "test").unwrap();
+                drop(cache.write(layer, &new, &new, past).unwrap());
+                cache.leave(layer).unwrap();
+            }
+            cache.settle().unwrap();
+            let Moved { read, written } = tiers.take_moved();
+            (read / (5 * 2 * 1024), written / (5 * 2 * 1024))
+        };
+        assert_eq!(moved(0, 8), (0, 8));
+        assert_eq!(moved(8, 7), (8, 7));
+        assert_eq!(moved(8, 8), (8, 8));
+        // From here on a position may lie anywhere.
+        assert_eq!(moved(8, 9), (16, 16));
+        assert_eq!(moved(40, 1), (16, 16));
+    }
+}

@@ -72,3 +72,35 @@ fn rows_that_were_looked_up_are_added_to_their_piece() {
     gradients.clear();
     assert_eq!(gradients.looked_up.len(), 0);
 }
+
+/// Sums are rounded by how often something was added before, and by the place of the first number of a piece.
+#[test]
+fn roundings_of_a_piece_depend_on_its_place_and_on_what_was_added() {
+    let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::none()));
+    let (_, mut gradients) = gradients(&dry, &tiers, Tier::Device);
+    let (block, role) = (BlockId::Embedding, Role::TokenEmbedding);
+    gradients.begin(5);
+    let seeds: Vec<u64> = (0..9).map(|times| mix(mix(5, times), parameter_number(block, role))).collect();
+    let target = |gradients: &mut Gradients<'_, Dry>, piece, range: &Range<u64>, nth| {
+        let Target { tensor, accumulate, rounding } =
+            gradients.rows_target((block, role), piece, range, nth).unwrap();
+        let Rounding::Stochastic { seed, first } = rounding else { panic!("{rounding:?}") };
+        let times = seeds.iter().position(|of| *of == seed).unwrap();
+        (tensor.rows(), accumulate, times, first)
+    };
+    // Rows of 24.
+    assert_eq!(target(&mut gradients, 0, &(0..1024), 0), (1024, false, 0, 0));
+    assert_eq!(target(&mut gradients, 2, &(2048..3101), 1), (1053, true, 1, 2048 * 24));
+    gradients.count_rows(block, role, 2);
+    assert_eq!(target(&mut gradients, 1, &(1024..2048), 0), (1024, true, 2, 1024 * 24));
+    assert_eq!(target(&mut gradients, 1, &(1024..2048), 3), (1024, true, 5, 1024 * 24));
+    gradients.count_rows(block, role, 1);
+    assert_eq!(target(&mut gradients, 0, &(0..1024), 2), (1024, true, 5, 0));
+    // Of what is added as a whole, the first addition is the one of no other before it.
+    let (head, norm) = (BlockId::Head, Role::FinalNorm);
+    let seeds: Vec<u64> = (0..3).map(|times| mix(mix(5, times), parameter_number(head, norm))).collect();
+    for seed in &seeds {
+        gradients.target(head, norm).unwrap();
+        assert_eq!(gradients.rounding(head, norm), Rounding::Stochastic { seed: *seed, first: 0 });
+    }
+}

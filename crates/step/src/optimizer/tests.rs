@@ -546,3 +546,34 @@ fn states_below_the_device_begin_with_zeros() {
         }
     }
 }
+
+/// The vectors that are kept and 16 more are looked for, of the shorter side; not more than there are.
+#[test]
+fn a_subspace_is_looked_for_with_a_few_vectors_more() {
+    let rows_of = |rank, shape: [u64; 2]| {
+        let (dry, galore) =
+            (plimsoll_device::Dry::recording(), OptimizerKind::GaLore(low_rank(rank, 200, 0.25)));
+        let base = spec().parameters().into_iter().find(|p| p.name == NAMES[2]).unwrap();
+        let p = Parameter { shape: shape.to_vec(), ..base };
+        let storage = StateStorage {
+            tiers: &Arc::new(LowerTiers::none()),
+            tier: Tier::Device,
+            cut: Pieces::new(&spec(), &galore),
+            head_dim: 16,
+            stays: &|_| false,
+            needs_master: &|_| false,
+            seed: 3,
+        };
+        let trained = std::slice::from_ref(&p);
+        let mut optimizer = Optimizer::allocate(&dry, trained, &settings(galore), storage).unwrap();
+        let tensor = || dry.alloc(DType::F32, &p.shape, Tag::Weights, "test").unwrap();
+        let update = Update { lr: LR, grad_scale: 1.0, step: 1 };
+        optimizer.update(&dry, &Part::whole(&p), (&tensor(), &tensor()), update).unwrap();
+        let ledger = dry.arena().ledger();
+        let bytes = |name| ledger.events().iter().find(|event| event.name == name).unwrap().delta as u64 / 4;
+        (bytes("subspace") / shape[0].min(shape[1]), bytes("subspace_image") / shape[0].max(shape[1]))
+    };
+    assert_eq!(rows_of(4, [128, 64]), (20, 20));
+    assert_eq!(rows_of(4, [64, 128]), (20, 20));
+    assert_eq!(rows_of(60, [128, 64]), (64, 64));
+}

@@ -169,6 +169,11 @@ fn passes_are_alike_where_all_that_they_find_is() {
     trainer.gradients.announce([(Unit::Layer(1), false)].into_iter()).unwrap();
     trainer.gradients.hold(Unit::Layer(1)).unwrap();
     numbers.push(number(&mut trainer));
+    // Whether anything was added to them, and not how often.
+    trainer.gradients.target(BlockId::Layer(1), Role::QProj).unwrap();
+    numbers.push(number(&mut trainer));
+    trainer.gradients.target(BlockId::Layer(1), Role::QProj).unwrap();
+    assert_eq!(number(&mut trainer), numbers[4]);
     trainer.gradients.target(BlockId::Head, Role::FinalNorm).unwrap();
     numbers.push(number(&mut trainer));
     // What is taken of the tiers.
@@ -179,7 +184,7 @@ fn passes_are_alike_where_all_that_they_find_is() {
         home
     });
     drop(homes);
-    assert_eq!(number(&mut trainer), numbers[4]);
+    assert_eq!(number(&mut trainer), numbers[5]);
     let mut different = numbers.clone();
     different.sort_unstable();
     different.dedup();
@@ -405,6 +410,27 @@ fn values_are_read_in_the_type_of_their_weight() {
         let near = found.iter().zip(values(&p)).all(|(found, x)| (found - x).abs() <= precision * x.abs());
         assert!(near, "{}", p.name);
     }
+    // What is trained is the adapters, which are f32 whatever they stand beside.
+    assert!(trainer.state().unwrap().iter().all(|named| named.dtype == DType::F32));
+}
+
+/// Of an embedding that is no head, and whose gradient is away, the rows that were looked up are kept until they are needed.
+#[test]
+fn rows_are_kept_of_an_embedding_that_is_no_head() {
+    let kept = |spec: ModelSpec, gradients| {
+        let dry = Dry::recording();
+        let offload = Offload { gradients, ..Offload::NONE };
+        let spec = ModelSpec { vocab_size: 3101, ..spec };
+        let mut trainer = on_dry_device(&dry, &spec, &StepSettings { offload, ..settings(2, 9) });
+        trainer.step_alike(&MicroBatch::new(&[], &[]), 3, 1e-3).unwrap();
+        let ledger = dry.arena().ledger();
+        let rows = ledger.events().iter().find(|event| event.name == "looked_up.rows" && event.delta > 0);
+        rows.map(|event| event.delta)
+    };
+    // Of the two micro-batches before the last one, 18 rows of 24 numbers each, in lines of 64 bytes.
+    assert_eq!(kept(biased(), Tier::Host), Some((2 * 18 * 24 * 4_i64 + 63) / 64 * 64));
+    assert_eq!(kept(biased(), Tier::Device), None);
+    assert_eq!(kept(llama(), Tier::Host), None);
 }
 
 /// A checkpoint holds the same tensors wherever they live.
