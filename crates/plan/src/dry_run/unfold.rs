@@ -2,8 +2,8 @@
 //! each layer that is missing. The same requests go to the same allocators, so that peaks are those of a run through all
 //! layers, to the byte.
 //!
-//! That holds because no request depends on an address. What is checked: that the layers around a gap did the same, request by
-//! request, and that loops which were counted end in the memory that they began with here too.
+//! That holds because no request depends on an address. Two things are checked: the layers around a gap did the same, request by
+//! request; and a loop that was counted ends with the memory as it was when the loop began, in the whole model too.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -13,7 +13,7 @@ use plimsoll_memory::{Arena, Block, Layout, Ledger, MemoryEvent, Phase, Tag, Tie
 
 use super::fold::Fold;
 
-/// Memory that a visit gives back and a visit of another unit took is found by how far that unit is away, up to so many units.
+/// What another unit's visit took is found by how far away that unit is, up to so many units; beyond, by which unit it is.
 const NEAR: isize = 3;
 
 /// The one tensor whose size depends on the number of layers: a number for each part that is trained.
@@ -39,11 +39,11 @@ pub(super) struct Added {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Request {
     Take(Taken),
-    /// Gives back what a visit took: which visit, and the how manieth that it took.
+    /// Gives back what a visit took: the visit, and the number of the request among those with which it took something.
     Give(usize, usize),
-    /// Before the iterations that others are like.
+    /// Memory is as it will be where iterations are counted: the number of the repeat.
     LoopBegins(usize),
-    /// Behind them.
+    /// Iterations are counted.
     LoopEnds(usize),
 }
 
@@ -62,7 +62,7 @@ struct Taken {
 struct Visit {
     /// A layer, or layers that repeat together.
     unit: Option<usize>,
-    /// The how manieth visit of its unit it is.
+    /// Its number among the visits of its unit.
     nth: usize,
     scopes: Range<usize>,
     /// The number of requests that take.
@@ -85,9 +85,9 @@ struct Held {
     free: Vec<u32>,
     /// Where each thing is that was taken, visit after visit.
     taken: Vec<u32>,
-    /// Where in these a visit begins that belongs to no unit, by its number.
+    /// Where in `taken` a visit begins, of visits that belong to no unit.
     visits: Vec<usize>,
-    /// The same of a unit's visit, by the number of the visit and the unit's place.
+    /// The same of units' visits, by the number of the visit and the place of the unit.
     units: Vec<Vec<usize>>,
 }
 
