@@ -53,8 +53,7 @@ impl DryRun {
         settings: &StepSettings,
         accumulation: u64,
     ) -> Result<DryRun, StepError> {
-        let counted = DryRun::training_of_few(&Dry::tracing(), spec, settings, accumulation);
-        counted.map_or_else(|| DryRun::training_of_all(&Dry::new(), spec, settings, accumulation), Ok)
+        DryRun::training_within(|dry| dry, spec, settings, accumulation)
     }
 
     /// The same, on a machine of these rates.
@@ -65,8 +64,18 @@ impl DryRun {
         rates: &Rates,
     ) -> Result<DryRun, StepError> {
         let timed = |dry: Dry| dry.timed(Clock::new(*rates));
-        let counted = DryRun::training_of_few(&timed(Dry::tracing()), spec, settings, accumulation);
-        counted.map_or_else(|| DryRun::training_of_all(&timed(Dry::new()), spec, settings, accumulation), Ok)
+        DryRun::training_within(timed, spec, settings, accumulation)
+    }
+
+    /// The same on dry devices that are `made` what they have to be.
+    fn training_within(
+        made: impl Fn(Dry) -> Dry,
+        spec: &ModelSpec,
+        settings: &StepSettings,
+        accumulation: u64,
+    ) -> Result<DryRun, StepError> {
+        let counted = DryRun::training_of_few(&made(Dry::tracing()), spec, settings, accumulation);
+        counted.map_or_else(|| DryRun::training_of_all(&made(Dry::new()), spec, settings, accumulation), Ok)
     }
 
     /// The same through every layer, on a dry device of one's own.

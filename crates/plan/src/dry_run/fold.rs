@@ -137,6 +137,11 @@ fn repeated(alike: &[Layer], first: usize, segment: usize, round: usize) -> Opti
     patterns.rev().filter_map(missing).max_by_key(|(pattern, missing)| pattern * missing)
 }
 
+/// Whether a layer is among the last `kept`.
+fn stays(spec: &ModelSpec, layer: u32, kept: u32) -> bool {
+    layer >= spec.num_layers.saturating_sub(kept)
+}
+
 fn layers(spec: &ModelSpec, settings: &StepSettings, policy: &SavePolicy) -> Vec<Layer> {
     let KeptLayers { parameters, gradients, optimizer, activations } = settings.kept_layers;
     let kept = [parameters, gradients, optimizer, activations];
@@ -144,7 +149,7 @@ fn layers(spec: &ModelSpec, settings: &StepSettings, policy: &SavePolicy) -> Vec
         .map(|layer| Layer {
             window: spec.attention.window(layer),
             saved: policy.layer(layer),
-            stays: kept.map(|kept| layer >= spec.num_layers.saturating_sub(kept)),
+            stays: kept.map(|kept| stays(spec, layer, kept)),
             trained: Vec::new(),
             types: Vec::new(),
         })
@@ -170,10 +175,7 @@ fn layers(spec: &ModelSpec, settings: &StepSettings, policy: &SavePolicy) -> Vec
 
 /// The settings for no more than some of the layers, which say the same of each.
 fn smaller(spec: &ModelSpec, settings: &StepSettings, segment: u32, layers: &[u32]) -> StepSettings {
-    let kept = |kept: u32| {
-        let first = spec.num_layers.saturating_sub(kept);
-        layers.iter().filter(|layer| **layer >= first).count() as u32
-    };
+    let kept = |kept: u32| layers.iter().filter(|layer| stays(spec, **layer, kept)).count() as u32;
     let KeptLayers { parameters, gradients, optimizer, activations } = settings.kept_layers;
     let checkpointing = match settings.checkpointing {
         Checkpointing::Every(_) | Checkpointing::Sqrt => Checkpointing::Every(segment),

@@ -275,11 +275,9 @@ impl<'a> Folded<'a> {
             let visit = self.visits.get(*index)?;
             let here = visit.unit.map(|unit| self.place(unit) + later);
             held.begin(*index, here, visit);
-            for (scope, requests) in self.scopes(visit) {
+            for (_, requests) in self.scopes(visit) {
                 let label = |layer: Option<u32>| self.layer(layer, visit, *later);
                 let mut entered = [None; 3];
-                let [device, ..] = &arenas;
-                device.enter(scope.phase, label(scope.layer));
                 for request in requests {
                     match *request {
                         Request::Take(Taken { tier, bytes, tag, name, phase, owner }) => {

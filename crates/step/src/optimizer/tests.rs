@@ -424,6 +424,23 @@ fn gradients_are_projected_where_that_makes_them_smaller() {
     assert_eq!((shape, projection), (vec![32, 64], None));
 }
 
+/// An optimizer of a single matrix of some shape.
+fn of_one<D: Device>(device: &D, kind: OptimizerKind, shape: [u64; 2]) -> (Parameter, Optimizer<'_, D>) {
+    let base = spec().parameters().into_iter().find(|p| p.name == NAMES[2]).unwrap();
+    let p = Parameter { shape: shape.to_vec(), ..base };
+    let storage = StateStorage {
+        tiers: &Arc::new(LowerTiers::none()),
+        tier: Tier::Device,
+        cut: Pieces::new(&spec(), &kind),
+        head_dim: 16,
+        stays: &|_| false,
+        needs_master: &|_| false,
+        seed: 3,
+    };
+    let optimizer = Optimizer::allocate(device, std::slice::from_ref(&p), &settings(kind), storage).unwrap();
+    (p, optimizer)
+}
+
 /// Updates of more than 4 MiB are made some rows at a time, in so much memory and no more. What is taken off each row is the
 /// direction, from the moments and the projection, in f64.
 #[test]
@@ -434,20 +451,8 @@ fn large_updates_of_galore_come_in_chunks() {
     let galore = OptimizerKind::GaLore(low_rank(RANK as u64, 200, 0.25));
     for shape in [[1100, 1024], [700, 2048]] {
         let device = Cpu::new(48 << 20, CpuOptions { threads: Some(2), isa: None }).unwrap();
-        let base = spec().parameters().into_iter().find(|p| p.name == NAMES[2]).unwrap();
-        let p = Parameter { shape: shape.to_vec(), ..base };
         let [rows, columns] = shape.map(|size| size as usize);
-        let storage = StateStorage {
-            tiers: &Arc::new(LowerTiers::none()),
-            tier: Tier::Device,
-            cut: Pieces::new(&spec(), &galore),
-            head_dim: 16,
-            stays: &|_| false,
-            needs_master: &|_| false,
-            seed: 3,
-        };
-        let trained = std::slice::from_ref(&p);
-        let mut optimizer = Optimizer::allocate(&device, trained, &settings(galore), storage).unwrap();
+        let (p, mut optimizer) = of_one(&device, galore, shape);
         let tensor = || device.alloc(DType::F32, &p.shape, Tag::Weights, "test").unwrap();
         let (weight, grad) = (tensor(), tensor());
         let before = noise(3, 0, p.elements());
@@ -553,19 +558,7 @@ fn a_subspace_is_looked_for_with_a_few_vectors_more() {
     let rows_of = |rank, shape: [u64; 2]| {
         let (dry, galore) =
             (plimsoll_device::Dry::recording(), OptimizerKind::GaLore(low_rank(rank, 200, 0.25)));
-        let base = spec().parameters().into_iter().find(|p| p.name == NAMES[2]).unwrap();
-        let p = Parameter { shape: shape.to_vec(), ..base };
-        let storage = StateStorage {
-            tiers: &Arc::new(LowerTiers::none()),
-            tier: Tier::Device,
-            cut: Pieces::new(&spec(), &galore),
-            head_dim: 16,
-            stays: &|_| false,
-            needs_master: &|_| false,
-            seed: 3,
-        };
-        let trained = std::slice::from_ref(&p);
-        let mut optimizer = Optimizer::allocate(&dry, trained, &settings(galore), storage).unwrap();
+        let (p, mut optimizer) = of_one(&dry, galore, shape);
         let tensor = || dry.alloc(DType::F32, &p.shape, Tag::Weights, "test").unwrap();
         let update = Update { lr: LR, grad_scale: 1.0, step: 1 };
         optimizer.update(&dry, &Part::whole(&p), (&tensor(), &tensor()), update).unwrap();
