@@ -154,7 +154,7 @@ impl<'a> Inference<'a> {
         &self,
         device: &'d Cpu,
         plan: &GenerationPlan,
-    ) -> Result<(Session<'d, Cpu>, Option<Streaming>), Failure> {
+    ) -> Result<(Session<'d>, Option<Streaming>), Failure> {
         let (tiers, streaming) = streaming::open(&self.weights, &plan.dry_run, plan.residency, self.disk)?;
         let types = |p: &Parameter| self.weights.weight_type(p);
         let storage = self.weights.storage(&types, plan.residency);

@@ -2,7 +2,6 @@
 
 use std::time::Instant;
 
-use plimsoll_device::Device;
 use plimsoll_model::tokenizer::{SpecialTokens, Tokenizer, TokenizerError};
 use plimsoll_step::StepError;
 
@@ -98,7 +97,7 @@ impl Generated {
     }
 }
 
-impl<D: Device> Session<'_, D> {
+impl Session<'_> {
     /// Continues `prompt`. `on_text` sees the text as it comes, never a part of a character or of a stop string;
     /// `interrupted` is asked after every token and between the passes of a long prompt. Rows of the head beyond the
     /// tokenizer's vocabulary, which many models have to fill up a round number, are never drawn.

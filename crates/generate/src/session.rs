@@ -1,13 +1,12 @@
 //! A decoder that knows which tokens are in its cache, so that a common prefix of two prompts is computed once.
 
-use plimsoll_device::Device;
 use plimsoll_step::{DecodeSettings, Decoder};
 
 use crate::GenerateError;
 
 /// A decoder with a cache for one sequence at a time.
-pub struct Session<'a, D: Device> {
-    decoder: Decoder<'a, D>,
+pub struct Session<'a> {
+    decoder: Decoder<'a>,
     context: usize,
     pass_tokens: usize,
     /// The tokens in the cache, one a position.
@@ -31,9 +30,9 @@ pub struct Prefill {
     pub reused: usize,
 }
 
-impl<'a, D: Device> Session<'a, D> {
+impl<'a> Session<'a> {
     /// A session with an empty cache, of a decoder that was made with these settings.
-    pub fn new(mut decoder: Decoder<'a, D>, settings: &DecodeSettings) -> Session<'a, D> {
+    pub fn new(mut decoder: Decoder<'a>, settings: &DecodeSettings) -> Session<'a> {
         decoder.truncate(0);
         let tokens = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
         Session {

@@ -40,11 +40,11 @@ fn device() -> Cpu {
     Cpu::new(1 << 20, CpuOptions { threads: Some(1), isa: None }).unwrap()
 }
 
-fn session(device: &Cpu) -> Session<'_, Cpu> {
+fn session(device: &Cpu) -> Session<'_> {
     session_of(device, spec())
 }
 
-fn session_of(device: &Cpu, spec: ModelSpec) -> Session<'_, Cpu> {
+fn session_of(device: &Cpu, spec: ModelSpec) -> Session<'_> {
     let settings = DecodeSettings {
         cache_tier: Tier::Device,
         precision: Precision::F32,
@@ -78,7 +78,7 @@ fn limits(max_tokens: usize) -> Limits {
 
 /// An answer and all that was shown of it.
 fn answer(
-    session: &mut Session<'_, Cpu>,
+    session: &mut Session<'_>,
     prompt: &[u32],
     seed: u64,
     limits: &Limits,
@@ -129,7 +129,7 @@ fn samples_share_the_prompt_and_have_seeds_of_their_own() {
     let device = device();
     let mut session = session(&device);
     let prompt = bytes("some prompt");
-    let draw = |session: &mut Session<'_, Cpu>, seed| answer(session, &prompt, seed, &limits(12)).unwrap().0;
+    let draw = |session: &mut Session<'_>, seed| answer(session, &prompt, seed, &limits(12)).unwrap().0;
     let first = draw(&mut session, 1);
     let second = draw(&mut session, 2);
     assert_eq!((first.reused_tokens, second.reused_tokens), (0, prompt.len()));

@@ -47,9 +47,9 @@ pub(crate) struct Dora<'a> {
 
 impl LowRank<'_> {
     /// c `[O]`, where the adapter may have changed since it was last computed.
-    pub fn lengths<D: Device>(
+    pub fn lengths(
         &self,
-        ctx: &Context<'_, D>,
+        ctx: &Context<'_>,
         dora: Dora<'_>,
         weight: &Tensor,
     ) -> Result<Option<Tensor>, StepError> {
@@ -57,9 +57,9 @@ impl LowRank<'_> {
     }
 
     /// |W + s B A| row by row, `[O]`, from |W|^2.
-    pub fn lengths_of<D: Device>(
+    pub fn lengths_of(
         &self,
-        device: &D,
+        device: &dyn Device,
         squares: &Tensor,
         weight: &Tensor,
     ) -> Result<Tensor, StepError> {
@@ -78,21 +78,16 @@ impl LowRank<'_> {
     }
 
     /// out += s (x A^T) B^T; x `[N, I]`, out `[N, O]`.
-    pub fn forward<D: Device>(
-        &self,
-        ctx: &Context<'_, D>,
-        x: &Tensor,
-        out: &Tensor,
-    ) -> Result<(), StepError> {
+    pub fn forward(&self, ctx: &Context<'_>, x: &Tensor, out: &Tensor) -> Result<(), StepError> {
         let h = self.inner(ctx, x)?;
         self.expand(ctx, &h, out)
     }
 
     /// Adds to the gradients of A and B; returns what the gradient of x needs, `[N, r]`.
-    pub fn backward_weights<D: Device>(
+    pub fn backward_weights(
         &self,
-        ctx: &Context<'_, D>,
-        gradients: &mut Gradients<'_, D>,
+        ctx: &Context<'_>,
+        gradients: &mut Gradients<'_>,
         dout: &Tensor,
         x: &Tensor,
     ) -> Result<Tensor, StepError> {
@@ -107,12 +102,7 @@ impl LowRank<'_> {
     }
 
     /// dx += what comes through the adapter; `dh` is what [`backward_weights`](Self::backward_weights) returned.
-    pub fn backward_input<D: Device>(
-        &self,
-        ctx: &Context<'_, D>,
-        dh: &Tensor,
-        dx: &Tensor,
-    ) -> Result<(), StepError> {
+    pub fn backward_input(&self, ctx: &Context<'_>, dh: &Tensor, dx: &Tensor) -> Result<(), StepError> {
         let product = |dx: &Tensor, accumulate| {
             let compute = ctx.compute;
             ctx.device.run(Product::LinearBackwardInput { dout: dh, weight: self.a, dx, accumulate, compute })
@@ -124,21 +114,16 @@ impl LowRank<'_> {
     }
 
     /// out += s A[tokens] B^T, of an embedding; out `[N, H]`.
-    pub fn embed<D: Device>(
-        &self,
-        ctx: &Context<'_, D>,
-        tokens: &Tensor,
-        out: &Tensor,
-    ) -> Result<(), StepError> {
+    pub fn embed(&self, ctx: &Context<'_>, tokens: &Tensor, out: &Tensor) -> Result<(), StepError> {
         let h = self.embedded(ctx, tokens)?;
         self.expand(ctx, &h, out)
     }
 
     /// Adds to the gradients of an embedding's A and B.
-    pub fn embed_backward<D: Device>(
+    pub fn embed_backward(
         &self,
-        ctx: &Context<'_, D>,
-        gradients: &mut Gradients<'_, D>,
+        ctx: &Context<'_>,
+        gradients: &mut Gradients<'_>,
         tokens: &Tensor,
         dout: &Tensor,
     ) -> Result<(), StepError> {
@@ -158,7 +143,7 @@ impl LowRank<'_> {
     }
 
     /// s x A^T `[N, r]`, of x with elements dropped.
-    fn inner<D: Device>(&self, ctx: &Context<'_, D>, x: &Tensor) -> Result<Tensor, StepError> {
+    fn inner(&self, ctx: &Context<'_>, x: &Tensor) -> Result<Tensor, StepError> {
         let h = self.middle(ctx, x.rows(), self.a.rows())?;
         let dropped = self.dropped(ctx, x)?;
         let x = dropped.as_ref().unwrap_or(x);
@@ -174,14 +159,14 @@ impl LowRank<'_> {
         self.scaled(ctx, h)
     }
 
-    fn embedded<D: Device>(&self, ctx: &Context<'_, D>, tokens: &Tensor) -> Result<Tensor, StepError> {
+    fn embedded(&self, ctx: &Context<'_>, tokens: &Tensor) -> Result<Tensor, StepError> {
         let h = self.middle(ctx, tokens.elements(), self.a.columns())?;
         ctx.device.run(Embedding::Lookup { tokens, table: self.a, out: &h })?;
         self.scaled(ctx, h)
     }
 
     /// s dout B `[N, r]`
-    fn inner_gradient<D: Device>(&self, ctx: &Context<'_, D>, dout: &Tensor) -> Result<Tensor, StepError> {
+    fn inner_gradient(&self, ctx: &Context<'_>, dout: &Tensor) -> Result<Tensor, StepError> {
         let dh = self.middle(ctx, dout.rows(), self.b.columns())?;
         let compute = ctx.compute;
         let op = Product::LinearBackwardInput { dout, weight: self.b, dx: &dh, accumulate: false, compute };
@@ -190,17 +175,17 @@ impl LowRank<'_> {
     }
 
     /// out += h B^T
-    fn expand<D: Device>(&self, ctx: &Context<'_, D>, h: &Tensor, out: &Tensor) -> Result<(), StepError> {
+    fn expand(&self, ctx: &Context<'_>, h: &Tensor, out: &Tensor) -> Result<(), StepError> {
         let compute = ctx.compute;
         let op = Product::Linear { x: h, weight: self.b, bias: None, out, accumulate: true, compute };
         Ok(ctx.device.run(op)?)
     }
 
-    fn middle<D: Device>(&self, ctx: &Context<'_, D>, rows: u64, rank: u64) -> Result<Tensor, StepError> {
+    fn middle(&self, ctx: &Context<'_>, rows: u64, rank: u64) -> Result<Tensor, StepError> {
         Ok(ctx.device.alloc(ctx.activations, &[rows, rank], Tag::Activations, "lora")?)
     }
 
-    fn scaled<D: Device>(&self, ctx: &Context<'_, D>, h: Tensor) -> Result<Tensor, StepError> {
+    fn scaled(&self, ctx: &Context<'_>, h: Tensor) -> Result<Tensor, StepError> {
         if self.scale != 1.0 {
             ctx.device.run(Elementwise::Scale { x: &h, factor: self.scale })?;
         }
@@ -208,7 +193,7 @@ impl LowRank<'_> {
     }
 
     /// x with elements dropped, where any are.
-    fn dropped<D: Device>(&self, ctx: &Context<'_, D>, x: &Tensor) -> Result<Option<Tensor>, StepError> {
+    fn dropped(&self, ctx: &Context<'_>, x: &Tensor) -> Result<Option<Tensor>, StepError> {
         let Some(dropout) = ctx.dropout else { return Ok(None) };
         let out = ctx.device.alloc(x.dtype(), x.shape().dims(), Tag::Activations, "lora.dropout")?;
         ctx.device.run(self.mask(dropout, x, &out, false))?;

@@ -10,7 +10,7 @@ mod mover;
 mod parts;
 mod saved;
 
-use plimsoll_device::{Device, Tensor};
+use plimsoll_device::Tensor;
 use plimsoll_model::Role;
 
 use crate::StepError;
@@ -27,8 +27,8 @@ pub(crate) use mover::Mover;
 pub(crate) use saved::{Held, Qkv, Saved};
 
 /// x `[N, H]` through the block; the result and what was kept of the way.
-pub(crate) fn forward<D: Device>(
-    ctx: &Context<'_, D>,
+pub(crate) fn forward(
+    ctx: &Context<'_>,
     weights: &BlockWeights,
     policy: LayerPolicy,
     x: Tensor,
@@ -77,8 +77,8 @@ fn own_or_shared(save: Save, stream: &Tensor) -> Stream<'_> {
 }
 
 /// The same for inference: nothing is kept, and attention reads keys and values where `cache` says.
-pub(crate) fn infer<D: Device>(
-    ctx: &Context<'_, D>,
+pub(crate) fn infer(
+    ctx: &Context<'_>,
     weights: &BlockWeights,
     input: Tensor,
     cache: impl FnOnce(&Qkv) -> Result<(Tensor, Tensor), StepError>,
@@ -103,12 +103,12 @@ pub(crate) fn infer<D: Device>(
 }
 
 /// dx `[N, H]` holds the gradient of the block's output and becomes that of its input; weight gradients are added.
-pub(crate) fn backward<D: Device>(
-    ctx: &Context<'_, D>,
+pub(crate) fn backward(
+    ctx: &Context<'_>,
     weights: &BlockWeights,
     saved: Saved,
     dx: &Tensor,
-    gradients: &mut Gradients<'_, D>,
+    gradients: &mut Gradients<'_>,
 ) -> Result<(), StepError> {
     let Saved { input, attention_norm, qkv, attention, middle, mlp, mlp_out } = saved;
     let SavedMlp { norm: mlp_norm, inner, activation } = mlp;
@@ -152,8 +152,8 @@ pub(crate) fn backward<D: Device>(
 }
 
 /// What the norm after the feed-forward part saw, where there is one.
-fn restore_raw<D: Device>(
-    ctx: &Context<'_, D>,
+fn restore_raw(
+    ctx: &Context<'_>,
     norm: Option<Norm<'_>>,
     held: Held<saved::Raw>,
     like: &Tensor,
@@ -172,7 +172,7 @@ struct Norms<'w> {
 }
 
 impl<'w> Norms<'w> {
-    fn of<D: Device>(ctx: &Context<'_, D>, weights: &'w BlockWeights) -> Result<Norms<'w>, StepError> {
+    fn of(ctx: &Context<'_>, weights: &'w BlockWeights) -> Result<Norms<'w>, StepError> {
         let norm = |role, bias| weights.optional_norm(role, bias, &ctx.spec.norm);
         Ok(Norms {
             attention: norm(Role::AttentionNorm, Some(Role::AttentionNormBias))?,

@@ -10,8 +10,8 @@ use crate::rope::{RopeTable, RopeTables};
 use crate::settings::AttentionKind;
 
 /// What a block needs to know of its pass. N = batch * q_len tokens.
-pub(crate) struct Context<'a, D: Device> {
-    pub device: &'a D,
+pub(crate) struct Context<'a> {
+    pub device: &'a dyn Device,
     pub spec: &'a ModelSpec,
     /// Type of the residual stream and of saved activations.
     pub activations: DType,
@@ -34,12 +34,12 @@ pub(crate) struct Context<'a, D: Device> {
     /// What adapters drop of their inputs.
     pub dropout: Option<Dropout>,
     /// Takes what is kept for the backward pass to where it waits, where that is not the device.
-    pub away: Option<&'a Mover<'a, D>>,
+    pub away: Option<&'a Mover<'a>>,
 }
 
-impl<'a, D: Device> Context<'a, D> {
+impl<'a> Context<'a> {
     /// The same for a layer: its window, its rotation and its feed-forward part.
-    pub fn layer(&self, layer: u32) -> Context<'a, D> {
+    pub fn layer(&self, layer: u32) -> Context<'a> {
         let own = self.spec.attention.window(layer);
         let (asked, block_sparse) = match self.attention_kind {
             AttentionKind::Flash | AttentionKind::Standard => (None, None),
@@ -53,7 +53,7 @@ impl<'a, D: Device> Context<'a, D> {
     }
 
     /// The same for tokens from `row` on.
-    pub fn at_row(&self, row: u64) -> Context<'a, D> {
+    pub fn at_row(&self, row: u64) -> Context<'a> {
         let dropout = self.dropout.map(|dropout| Dropout { first_row: row, ..dropout });
         Context { dropout, ..*self }
     }
@@ -116,7 +116,7 @@ mod tests {
         spec: &ModelSpec,
         mlp_chunk_tokens: Option<u64>,
         dropout: Option<Dropout>,
-        look: impl FnOnce(&Context<'_, Dry>),
+        look: impl FnOnce(&Context<'_>),
     ) {
         let dry = Dry::new();
         let ropes = RopeTables::new(&dry, spec, 9).unwrap();

@@ -40,27 +40,27 @@ pub struct DecodeSettings {
 }
 
 /// A model with a key-value cache for one sequence.
-pub struct Decoder<'a, D: Device> {
-    device: &'a D,
+pub struct Decoder<'a> {
+    device: &'a dyn Device,
     spec: ModelSpec,
     settings: DecodeSettings,
-    weights: WeightStore<'a, D>,
+    weights: WeightStore<'a>,
     ropes: RopeTables,
-    cache: KvCache<'a, D>,
+    cache: KvCache<'a>,
     length: u64,
     /// The longest that the sequence has been since it was empty: older positions of a window are gone.
     written: u64,
 }
 
-impl<'a, D: Device> Decoder<'a, D> {
+impl<'a> Decoder<'a> {
     /// Takes memory for the weights and the cache.
-    pub fn new(device: &'a D, spec: ModelSpec, settings: DecodeSettings) -> Result<Self, StepError> {
+    pub fn new(device: &'a dyn Device, spec: ModelSpec, settings: DecodeSettings) -> Result<Self, StepError> {
         Self::with_storage(device, spec, settings, WeightStorage::new(&|_| settings.precision.weights))
     }
 
     /// The same with a type for each weight, and with adapters.
     pub fn with_storage(
-        device: &'a D,
+        device: &'a dyn Device,
         spec: ModelSpec,
         settings: DecodeSettings,
         storage: WeightStorage<'_>,
@@ -70,7 +70,7 @@ impl<'a, D: Device> Decoder<'a, D> {
 
     /// The same with tiers below the device, for weights and a cache that live there.
     pub fn with_tiers(
-        device: &'a D,
+        device: &'a dyn Device,
         tiers: &Arc<LowerTiers>,
         spec: ModelSpec,
         settings: DecodeSettings,
@@ -248,14 +248,14 @@ impl<'a, D: Device> Decoder<'a, D> {
 }
 
 /// What blocks need to know of the tokens at `positions`, which come after `past` others.
-fn context<'c, D: Device>(
-    device: &'c D,
+fn context<'c>(
+    device: &'c dyn Device,
     spec: &'c ModelSpec,
     settings: &DecodeSettings,
     ropes: &'c RopeTables,
     positions: &'c Tensor,
     past: u64,
-) -> Context<'c, D> {
+) -> Context<'c> {
     Context {
         device,
         spec,

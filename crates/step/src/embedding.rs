@@ -1,7 +1,7 @@
 //! The beginning of the residual stream: token embeddings, scaled where the family does so, and learned positions where
 //! it has them.
 
-use plimsoll_device::{Device, DeviceExt, Elementwise, Embedding, Tensor};
+use plimsoll_device::{DeviceExt, Elementwise, Embedding, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Role};
 
@@ -12,9 +12,9 @@ use crate::store::{BlockWeights, WeightStore};
 use crate::tier::Unit;
 
 /// The embeddings [N, H] of `tokens` at the context's positions.
-pub(crate) fn forward<D: Device>(
-    ctx: &Context<'_, D>,
-    store: &mut WeightStore<'_, D>,
+pub(crate) fn forward(
+    ctx: &Context<'_>,
+    store: &mut WeightStore<'_>,
     tokens: &Tensor,
 ) -> Result<Tensor, StepError> {
     let (weights, rows) = store.gather_embedding(tokens)?;
@@ -45,15 +45,15 @@ pub(crate) fn forward<D: Device>(
 
 /// Adds the gradient of the embeddings, dx [N, H], to that of their tables and adapter, where these are trained; dx is
 /// scaled on the way.
-pub(crate) fn backward<D: Device>(
-    ctx: &Context<'_, D>,
+pub(crate) fn backward(
+    ctx: &Context<'_>,
     weights: &BlockWeights,
     tokens: &Tensor,
     dx: &Tensor,
-    gradients: &mut Gradients<'_, D>,
+    gradients: &mut Gradients<'_>,
 ) -> Result<(), StepError> {
     let adapter = weights.adapter(Role::TokenEmbedding)?;
-    let scatter = |gradients: &mut Gradients<'_, D>, tokens: &Tensor, role| -> Result<(), StepError> {
+    let scatter = |gradients: &mut Gradients<'_>, tokens: &Tensor, role| -> Result<(), StepError> {
         // One that is written in pieces is the caller's affair.
         let in_pieces = gradients.is_in_pieces(BlockId::Embedding, role);
         if in_pieces || !gradients.wants(BlockId::Embedding, role) {

@@ -19,8 +19,8 @@ use crate::store::{WeightStorage, WeightStore};
 use crate::tier::Unit;
 
 /// A forward pass over whole sequences, whatever holds the weights.
-pub(crate) struct Evaluation<'a, D: Device> {
-    pub device: &'a D,
+pub(crate) struct Evaluation<'a> {
+    pub device: &'a dyn Device,
     pub spec: &'a ModelSpec,
     pub precision: Precision,
     pub ropes: &'a RopeTables,
@@ -30,11 +30,11 @@ pub(crate) struct Evaluation<'a, D: Device> {
     pub longest: u64,
 }
 
-impl<D: Device> Evaluation<'_, D> {
+impl Evaluation<'_> {
     /// Sum of token losses, each by its weight, and number of targets of `batch_size` sequences of equal length.
     pub fn run(
         &self,
-        store: &mut WeightStore<'_, D>,
+        store: &mut WeightStore<'_>,
         batch_size: u64,
         micro_batch: &MicroBatch<'_>,
     ) -> Result<(f64, u64), StepError> {
@@ -69,20 +69,20 @@ impl<D: Device> Evaluation<'_, D> {
 }
 
 /// A model that is only measured: weights and nothing else.
-pub struct Evaluator<'a, D: Device> {
-    device: &'a D,
+pub struct Evaluator<'a> {
+    device: &'a dyn Device,
     spec: ModelSpec,
     precision: Precision,
     loss_chunk_tokens: u64,
-    weights: WeightStore<'a, D>,
+    weights: WeightStore<'a>,
     ropes: RopeTables,
     longest: u64,
 }
 
-impl<'a, D: Device> Evaluator<'a, D> {
+impl<'a> Evaluator<'a> {
     /// Takes memory for the weights and for sequences of up to `longest` tokens.
     pub fn new(
-        device: &'a D,
+        device: &'a dyn Device,
         spec: ModelSpec,
         precision: Precision,
         longest: u64,
@@ -95,7 +95,7 @@ impl<'a, D: Device> Evaluator<'a, D> {
 
     /// The same with a type for each weight, and with adapters.
     pub fn with_storage(
-        device: &'a D,
+        device: &'a dyn Device,
         spec: ModelSpec,
         precision: Precision,
         storage: WeightStorage<'_>,
@@ -115,7 +115,7 @@ impl<'a, D: Device> Evaluator<'a, D> {
     /// The same with tiers below the device, for weights that live there; the last are the longest sequence and the tokens
     /// of a chunk of logits.
     pub fn with_tiers(
-        device: &'a D,
+        device: &'a dyn Device,
         tiers: &Arc<LowerTiers>,
         spec: ModelSpec,
         precision: Precision,

@@ -26,13 +26,13 @@ mod looked_up;
 use looked_up::LookedUp;
 
 /// The gradients that exist at the moment.
-pub(crate) struct Gradients<'a, D: Device> {
-    device: &'a D,
+pub(crate) struct Gradients<'a> {
+    device: &'a dyn Device,
     dtype: DType,
     shapes: HashMap<(BlockId, Role), Vec<u64>>,
     tensors: HashMap<(BlockId, Role), Written>,
     seed: u64,
-    away: Option<Away<'a, D>>,
+    away: Option<Away<'a>>,
     looked_up: LookedUp,
 }
 
@@ -46,8 +46,8 @@ struct Written {
 }
 
 /// Gradients that live on a lower tier.
-struct Away<'a, D: Device> {
-    pool: Parcels<'a, D, Unit, Role>,
+struct Away<'a> {
+    pool: Parcels<'a, Unit, Role>,
     /// The pieces of tables.
     pieces: HashMap<(BlockId, Role), Vec<Range<u64>>>,
     /// The units whose gradients were begun and not given back.
@@ -73,10 +73,10 @@ pub(crate) struct OnTier<'s> {
     pub stays: &'s dyn Fn(&Parameter) -> bool,
 }
 
-impl<'a, D: Device> Gradients<'a, D> {
+impl<'a> Gradients<'a> {
     /// No gradients yet, for the parameters that are trained; those of matrices live on a tier and come through buffers.
     pub fn new(
-        device: &'a D,
+        device: &'a dyn Device,
         trained: &[Parameter],
         dtype: DType,
         OnTier { tiers, tier, stays }: OnTier<'_>,

@@ -26,14 +26,14 @@ pub(crate) use pieces::{HeadPiece, PiecedLoss};
 
 impl Head {
     /// Gathers the head's block and, where the head is tied, the embedding's.
-    pub fn gather<D: Device>(store: &mut WeightStore<'_, D>, tied: bool) -> Result<Head, StepError> {
+    pub fn gather(store: &mut WeightStore<'_>, tied: bool) -> Result<Head, StepError> {
         let own = store.gather(BlockId::Head)?;
         let tied = if tied { Some(store.gather(BlockId::Embedding)?) } else { None };
         Ok(Head { own, tied })
     }
 
     /// Gives the blocks back.
-    pub fn release<D: Device>(self, store: &mut WeightStore<'_, D>) {
+    pub fn release(self, store: &mut WeightStore<'_>) {
         drop(self.own);
         store.release(Unit::of_matrices(BlockId::Head, 0), false);
         if self.tied.is_some() {
@@ -66,8 +66,8 @@ impl Head {
 }
 
 /// The losses of x [N, H] against its labels. Nothing is kept.
-fn loss<D: Device>(
-    ctx: &Context<'_, D>,
+fn loss(
+    ctx: &Context<'_>,
     head: &Head,
     x: &Tensor,
     labels: &Labels,
@@ -81,9 +81,9 @@ fn loss<D: Device>(
 }
 
 /// As [`loss`], whether the head's table is there as a whole or comes in pieces.
-pub(crate) fn loss_of<D: Device>(
-    ctx: &Context<'_, D>,
-    store: &mut WeightStore<'_, D>,
+pub(crate) fn loss_of(
+    ctx: &Context<'_>,
+    store: &mut WeightStore<'_>,
     x: &Tensor,
     labels: &Labels,
     chunk_tokens: u64,
@@ -108,14 +108,14 @@ pub(crate) fn loss_of<D: Device>(
 }
 
 /// As [`loss`], and the backward pass with it: returns the gradient of x, for a loss multiplied by `scale`.
-pub(crate) fn loss_and_backward<D: Device>(
-    ctx: &Context<'_, D>,
+pub(crate) fn loss_and_backward(
+    ctx: &Context<'_>,
     head: &Head,
     x: &Tensor,
     labels: &Labels,
     chunk_tokens: u64,
     scale: f32,
-    gradients: &mut Gradients<'_, D>,
+    gradients: &mut Gradients<'_>,
 ) -> Result<Tensor, StepError> {
     let norm = head.norm(&ctx.spec.norm)?;
     let linear = head.linear()?;
@@ -131,13 +131,13 @@ pub(crate) fn loss_and_backward<D: Device>(
 }
 
 /// The gradient of x from that of its norm.
-fn through_norm<D: Device>(
-    ctx: &Context<'_, D>,
+fn through_norm(
+    ctx: &Context<'_>,
     norm: &Norm<'_>,
     x: &Tensor,
     dnormed: &Tensor,
     statistics: Option<&Statistics>,
-    gradients: &mut Gradients<'_, D>,
+    gradients: &mut Gradients<'_>,
 ) -> Result<Tensor, StepError> {
     let dx = ctx.device.alloc(ctx.activations, &[x.rows(), x.columns()], Tag::Activations, "dresidual")?;
     ctx.device.run(Elementwise::Fill { out: &dx, value: 0.0 })?;
@@ -172,8 +172,8 @@ impl Chunk {
     }
 }
 
-fn for_each_chunk<D: Device>(
-    ctx: &Context<'_, D>,
+fn for_each_chunk(
+    ctx: &Context<'_>,
     linear: &Linear<'_>,
     normed: &Tensor,
     labels: &Labels,
@@ -202,8 +202,8 @@ fn for_each_chunk<D: Device>(
 
 /// Calls `body` with the first token of every chunk, the one behind its last and its number. Chunks are alike but for the last
 /// one.
-pub(crate) fn for_each_range<D: Device>(
-    device: &D,
+pub(crate) fn for_each_range(
+    device: &dyn Device,
     tokens: u64,
     chunk: u64,
     mut body: impl FnMut(u64, u64, u64) -> Result<(), StepError>,

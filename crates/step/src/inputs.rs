@@ -38,8 +38,8 @@ impl Inputs {
     /// Copies a micro-batch of `batch_size` sequences of `sequence_length` tokens to the device. With `document_end`, or
     /// where the micro-batch says itself where they start, every document has positions of its own and is told apart
     /// from the others.
-    pub fn upload<D: Device>(
-        device: &D,
+    pub fn upload(
+        device: &dyn Device,
         spec: &ModelSpec,
         batch_size: u64,
         sequence_length: u64,
@@ -90,16 +90,16 @@ impl Inputs {
     }
 
     /// The context of blocks that see these tokens and no others.
-    pub fn context<'a, D: Device>(
+    pub fn context<'a>(
         &'a self,
-        device: &'a D,
+        device: &'a dyn Device,
         spec: &'a ModelSpec,
         precision: Precision,
         ropes: &'a RopeTables,
         attention_kind: AttentionKind,
         mlp_chunk_tokens: Option<u64>,
         dropout: Option<Dropout>,
-    ) -> Context<'a, D> {
+    ) -> Context<'a> {
         let length = self.sequence_length;
         Context {
             device,
@@ -121,13 +121,13 @@ impl Inputs {
     }
 
     /// The sum of the token losses, in the order of the tokens.
-    pub fn sum_of_losses<D: Device>(&self, device: &D) -> Result<f64, StepError> {
+    pub fn sum_of_losses(&self, device: &dyn Device) -> Result<f64, StepError> {
         sum(device, &self.labels.losses)
     }
 }
 
 /// The sum of an f32 tensor in the order of its elements; 0 on a device without memory.
-pub(crate) fn sum<D: Device>(device: &D, x: &Tensor) -> Result<f64, StepError> {
+pub(crate) fn sum(device: &dyn Device, x: &Tensor) -> Result<f64, StepError> {
     let mut sum = 0.0;
     device.read(x, &mut |bytes| {
         let values = bytes.as_chunks::<4>().0.iter().map(|value| f32::from_ne_bytes(*value));
@@ -137,7 +137,7 @@ pub(crate) fn sum<D: Device>(device: &D, x: &Tensor) -> Result<f64, StepError> {
 }
 
 /// Copies ids in; a device without memory takes none.
-fn write_u32<D: Device>(device: &D, out: &Tensor, values: &[u32]) -> Result<(), StepError> {
+fn write_u32(device: &dyn Device, out: &Tensor, values: &[u32]) -> Result<(), StepError> {
     match device.is_dry() && values.is_empty() {
         true => Ok(()),
         false => Ok(device.write_u32(out, values)?),
@@ -179,8 +179,8 @@ fn positions_within(starts: &[u32], sequence_length: u64) -> Result<Vec<u32>, St
 }
 
 /// Positions `past..past + length` for every sequence, u32 [batch * length].
-pub(crate) fn positions<D: Device>(
-    device: &D,
+pub(crate) fn positions(
+    device: &dyn Device,
     batch: u64,
     length: u64,
     past: u64,
@@ -206,7 +206,7 @@ mod tests {
     fn micro_batches_of_another_length_are_refused() {
         let spec = crate::common::llama();
         let length = [1; 6];
-        fn refused<D: Device>(device: &D, spec: &ModelSpec, tokens: &[u32]) -> Option<String> {
+        fn refused(device: &dyn Device, spec: &ModelSpec, tokens: &[u32]) -> Option<String> {
             let micro_batch = MicroBatch::new(tokens, tokens);
             Inputs::upload(device, spec, 2, 3, None, &micro_batch).err().map(|error| error.to_string())
         }

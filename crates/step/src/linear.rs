@@ -32,7 +32,7 @@ impl Multiply {
     }
 
     /// The tensor as it is multiplied: in 8-bit floats of `dtype`, unless it is stored in codes already.
-    pub fn operand<D: Device>(self, device: &D, x: &Tensor, dtype: DType) -> Result<Tensor, StepError> {
+    pub fn operand(self, device: &dyn Device, x: &Tensor, dtype: DType) -> Result<Tensor, StepError> {
         if self != Multiply::Fp8 || !x.dtype().is_float() {
             return Ok(x.clone());
         }
@@ -42,12 +42,12 @@ impl Multiply {
     }
 
     /// An input or a weight as it is multiplied.
-    pub fn input<D: Device>(self, device: &D, x: &Tensor) -> Result<Tensor, StepError> {
+    pub fn input(self, device: &dyn Device, x: &Tensor) -> Result<Tensor, StepError> {
         self.operand(device, x, DType::F8E4m3)
     }
 
     /// The gradient of an output as it is multiplied: of a wider range.
-    pub fn gradient<D: Device>(self, device: &D, dout: &Tensor) -> Result<Tensor, StepError> {
+    pub fn gradient(self, device: &dyn Device, dout: &Tensor) -> Result<Tensor, StepError> {
         self.operand(device, dout, DType::F8E5m2)
     }
 
@@ -93,9 +93,9 @@ impl Linear<'_> {
     }
 
     /// out (+)= the linear of x; x `[N, I]`, out `[N, O]`.
-    pub fn forward<D: Device>(
+    pub fn forward(
         &self,
-        ctx: &Context<'_, D>,
+        ctx: &Context<'_>,
         x: &Tensor,
         out: &Tensor,
         accumulate: bool,
@@ -123,14 +123,14 @@ impl Linear<'_> {
     }
 
     /// How its operands are multiplied: the head is no linear of a block.
-    fn multiply<D: Device>(&self, ctx: &Context<'_, D>) -> Multiply {
+    fn multiply(&self, ctx: &Context<'_>) -> Multiply {
         if self.role.is_block_matrix() { ctx.linears } else { Multiply::Plain(ctx.compute) }
     }
 
     /// out (+)= x W^T + b
-    fn product<D: Device>(
+    fn product(
         &self,
-        ctx: &Context<'_, D>,
+        ctx: &Context<'_>,
         x: &Tensor,
         bias: Option<&Tensor>,
         out: &Tensor,
@@ -148,12 +148,7 @@ impl Linear<'_> {
     }
 
     /// x W^T + s (x A^T) B^T `[N, O]`, in memory of its own.
-    fn undirected<D: Device>(
-        &self,
-        ctx: &Context<'_, D>,
-        adapter: &LowRank<'_>,
-        x: &Tensor,
-    ) -> Result<Tensor, StepError> {
+    fn undirected(&self, ctx: &Context<'_>, adapter: &LowRank<'_>, x: &Tensor) -> Result<Tensor, StepError> {
         let y = ctx.device.alloc(ctx.activations, &[x.rows(), self.outputs()], Tag::Activations, "dora")?;
         self.product(ctx, x, None, &y, false)?;
         adapter.forward(ctx, x, &y)?;
@@ -162,10 +157,10 @@ impl Linear<'_> {
 
     /// Adds dout^T x to the weight's gradient and the sum of dout to the bias's, where they are trained, and to those
     /// of the adapter.
-    pub fn backward_weight<D: Device>(
+    pub fn backward_weight(
         &self,
-        ctx: &Context<'_, D>,
-        gradients: &mut Gradients<'_, D>,
+        ctx: &Context<'_>,
+        gradients: &mut Gradients<'_>,
         dout: &Tensor,
         x: &Tensor,
     ) -> Result<Through, StepError> {
@@ -204,9 +199,9 @@ impl Linear<'_> {
     }
 
     /// dx (+)= dout W and what comes through the adapter; dout `[N, O]`, dx `[N, I]`, which may have been x.
-    pub fn backward_input<D: Device>(
+    pub fn backward_input(
         &self,
-        ctx: &Context<'_, D>,
+        ctx: &Context<'_>,
         through: Through,
         dout: &Tensor,
         dx: &Tensor,

@@ -38,7 +38,7 @@ pub(crate) struct Statistics {
 
 impl Norm<'_> {
     /// Normalises x [N, H].
-    pub fn forward<D: Device>(&self, device: &D, x: &Tensor) -> Result<Normed, StepError> {
+    pub fn forward(&self, device: &dyn Device, x: &Tensor) -> Result<Normed, StepError> {
         let rows = x.rows();
         let out = device.alloc(x.dtype(), x.shape().dims(), Tag::Activations, "norm")?;
         let rstd = device.alloc(DType::F32, &[rows], Tag::Activations, "norm.rstd")?;
@@ -66,10 +66,10 @@ impl Norm<'_> {
     }
 
     /// dx += gradient through the norm; the gradients of its weights are added to theirs.
-    pub fn backward<D: Device>(
+    pub fn backward(
         &self,
-        device: &D,
-        gradients: &mut Gradients<'_, D>,
+        device: &dyn Device,
+        gradients: &mut Gradients<'_>,
         x: &Tensor,
         statistics: &Statistics,
         dout: &Tensor,

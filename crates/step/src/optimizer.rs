@@ -42,11 +42,11 @@ pub use state::{OptimizerState, StateKind};
 use state::NewState;
 
 /// The optimizer's states: on the device, or those of matrices in homes on a lower tier.
-pub(crate) struct Optimizer<'a, D: Device> {
+pub(crate) struct Optimizer<'a> {
     kind: OptimizerKind,
     slots: HashMap<(BlockId, Role), Slot>,
     seed: u64,
-    away: Option<Away<'a, D>>,
+    away: Option<Away<'a>>,
 }
 
 /// A parameter's state, and its numbers.
@@ -61,8 +61,8 @@ struct Slot {
 type StateUnit = (BlockId, Role, u32);
 
 /// States that live on a lower tier.
-struct Away<'a, D: Device> {
-    pool: Parcels<'a, D, StateUnit, StateKind>,
+struct Away<'a> {
+    pool: Parcels<'a, StateUnit, StateKind>,
 }
 
 /// Buffers for states that live on a lower tier: one in use, one on its way and one on its way back.
@@ -95,10 +95,10 @@ pub(crate) struct Update {
     pub step: u64,
 }
 
-impl<'a, D: Device> Optimizer<'a, D> {
+impl<'a> Optimizer<'a> {
     /// Takes memory for the states of all parameters that are trained and sets them to those before the first step.
     pub fn allocate(
-        device: &'a D,
+        device: &'a dyn Device,
         trained: &[Parameter],
         settings: &OptimizerSettings,
         storage: StateStorage<'_>,
@@ -203,7 +203,7 @@ impl<'a, D: Device> Optimizer<'a, D> {
 
     /// The parameters that will be updated next, in order, with the pieces that each has.
     pub fn announce(&mut self, order: impl IntoIterator<Item = StateUnit>) -> Result<(), StepError> {
-        let announce = |away: &mut Away<'a, D>| away.pool.announce(order.into_iter().map(Use::of));
+        let announce = |away: &mut Away<'a>| away.pool.announce(order.into_iter().map(Use::of));
         self.away.as_mut().map_or(Ok(()), announce)
     }
 
@@ -222,7 +222,7 @@ impl<'a, D: Device> Optimizer<'a, D> {
     /// Updates a part of a parameter from the part's gradient.
     pub fn update(
         &mut self,
-        device: &D,
+        device: &dyn Device,
         part: &Part,
         (weight, grad): (&Tensor, &Tensor),
         update: Update,
@@ -255,7 +255,7 @@ impl<'a, D: Device> Optimizer<'a, D> {
 
     fn run(
         &self,
-        device: &D,
+        device: &dyn Device,
         parameter: &Parameter,
         first: u64,
         (weight, grad, state): (&Tensor, &Tensor, &OptimizerState),
@@ -302,8 +302,8 @@ pub(crate) struct AwayState {
 }
 
 /// The state of a parameter before its first step, on the device.
-fn new_state<D: Device>(
-    device: &D,
+fn new_state(
+    device: &dyn Device,
     parameter: &Parameter,
     kind: OptimizerKind,
     head_dim: u64,
@@ -334,8 +334,8 @@ fn of_rows(parameter: &Parameter, rows: &Range<u64>) -> Parameter {
 }
 
 /// Writes a tensor into a home, now. A dry run has none.
-fn send_now<D: Device>(
-    device: &D,
+fn send_now(
+    device: &dyn Device,
     tiers: &LowerTiers,
     home: &Home,
     offset: u64,
@@ -347,8 +347,8 @@ fn send_now<D: Device>(
 }
 
 /// One parameter's step: what a rule is given.
-struct ParameterStep<'a, D: Device> {
-    device: &'a D,
+struct ParameterStep<'a> {
+    device: &'a dyn Device,
     parameter: &'a Parameter,
     weight: &'a Tensor,
     grad: &'a Tensor,
@@ -364,7 +364,7 @@ struct ParameterStep<'a, D: Device> {
     first: u64,
 }
 
-impl<'a, D: Device> ParameterStep<'a, D> {
+impl<'a> ParameterStep<'a> {
     fn find(&self, kind: StateKind) -> Option<&'a Tensor> {
         self.state.find(kind)
     }

@@ -17,7 +17,7 @@ pub(crate) struct RopeTables {
 
 impl RopeTables {
     /// The tables for positions `0..positions`.
-    pub fn new<D: Device>(device: &D, spec: &ModelSpec, positions: u64) -> Result<Self, StepError> {
+    pub fn new(device: &dyn Device, spec: &ModelSpec, positions: u64) -> Result<Self, StepError> {
         let table = |rope: &Option<RopeSpec>| -> Result<Option<RopeTable>, StepError> {
             rope.as_ref().map(|rope| RopeTable::new(device, rope, positions)).transpose()
         };
@@ -42,7 +42,7 @@ pub(crate) struct RopeTable {
 
 impl RopeTable {
     /// The table for positions `0..positions`.
-    pub fn new<D: Device>(device: &D, rope: &RopeSpec, positions: u64) -> Result<Self, StepError> {
+    pub fn new(device: &dyn Device, rope: &RopeSpec, positions: u64) -> Result<Self, StepError> {
         let sizes = [positions, rope.dims / 2];
         let cos = device.alloc(DType::F32, &sizes, Tag::Workspace, "rope.cos")?;
         let sin = device.alloc(DType::F32, &sizes, Tag::Workspace, "rope.sin")?;

@@ -69,7 +69,7 @@ impl BlockWeights {
     }
 
     /// Does once what adapters with lengths need of the weights, when all have their values.
-    fn prepare<D: Device>(&self, device: &D) -> Result<(), StepError> {
+    fn prepare(&self, device: &dyn Device) -> Result<(), StepError> {
         for used in self.adapters.iter().filter(|used| used.dora) {
             let weight = self.get(used.of.role())?;
             let Some(adapter) = self.adapter(used.of.role())? else { continue };
@@ -99,7 +99,7 @@ impl BlockWeights {
     }
 
     /// Sets the lengths of rows to those that the weights have with their adapters: where DoRA begins.
-    fn reset_magnitudes<D: Device>(&self, device: &D) -> Result<(), StepError> {
+    fn reset_magnitudes(&self, device: &dyn Device) -> Result<(), StepError> {
         for used in self.adapters.iter().filter(|used| used.dora) {
             let weight = self.get(used.of.role())?;
             let Some(adapter) = self.adapter(used.of.role())? else { continue };
@@ -250,8 +250,8 @@ impl ResidentStore {
 
     /// Takes memory for those weights of the model that are resident, and for all of the adapters; their values are to be
     /// written by the caller.
-    fn allocate<D: Device>(
-        device: &D,
+    fn allocate(
+        device: &dyn Device,
         spec: &ModelSpec,
         storage: WeightStorage<'_>,
         is_resident: &dyn Fn(&Parameter) -> bool,

@@ -44,8 +44,8 @@ pub use state::NamedTensor;
 const DROPOUT: u64 = 0xd309;
 
 /// A model in training: weights, gradients, optimizer states, and the step that moves them.
-pub struct Trainer<'a, D: Device> {
-    device: &'a D,
+pub struct Trainer<'a> {
+    device: &'a dyn Device,
     spec: Rc<ModelSpec>,
     settings: StepSettings,
     policy: SavePolicy,
@@ -53,11 +53,11 @@ pub struct Trainer<'a, D: Device> {
     trained: Vec<Parameter>,
     communicator: &'a dyn Communicator,
     tiers: Arc<LowerTiers>,
-    weights: WeightStore<'a, D>,
-    gradients: Gradients<'a, D>,
-    optimizer: Optimizer<'a, D>,
+    weights: WeightStore<'a>,
+    gradients: Gradients<'a>,
+    optimizer: Optimizer<'a>,
     /// Moves activations to the tier that they wait on.
-    mover: Option<Rc<Mover<'a, D>>>,
+    mover: Option<Rc<Mover<'a>>>,
     /// What is measured and updated at once.
     parts: Rc<Parts>,
     /// The rows of each piece of the head's table, where its weights or gradients come in pieces.
@@ -105,10 +105,10 @@ pub struct StepOutcome {
     pub skipped: bool,
 }
 
-impl<'a, D: Device> Trainer<'a, D> {
+impl<'a> Trainer<'a> {
     /// As [`Trainer::with_tiers`], for settings that offload nothing.
     pub fn new(
-        device: &'a D,
+        device: &'a dyn Device,
         spec: ModelSpec,
         settings: StepSettings,
         communicator: &'a dyn Communicator,
@@ -118,7 +118,7 @@ impl<'a, D: Device> Trainer<'a, D> {
 
     /// Takes all persistent memory, on the device and on the tiers below it. Weights are uninitialised until [`Trainer::load`]; moments are zero.
     pub fn with_tiers(
-        device: &'a D,
+        device: &'a dyn Device,
         tiers: Arc<LowerTiers>,
         spec: ModelSpec,
         settings: StepSettings,

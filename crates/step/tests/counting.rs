@@ -79,7 +79,7 @@ struct Found {
     costs: Vec<(Tally, Moved)>,
 }
 
-fn found<D: Device>(device: &D, dry: &Dry, spec: &ModelSpec, settings: &StepSettings, times: u64) -> Found {
+fn found(device: &dyn Device, dry: &Dry, spec: &ModelSpec, settings: &StepSettings, times: u64) -> Found {
     let tiers = Arc::new(LowerTiers::dry());
     let (own, step) = (spec.clone(), settings.clone());
     let mut trainer = Trainer::with_tiers(device, Arc::clone(&tiers), own, step, &Solo).unwrap();

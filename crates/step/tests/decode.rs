@@ -12,7 +12,7 @@ use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, RopeSpec, SlidingWindow};
 use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, WeightStorage};
 
-fn decoder<D: Device>(device: &D, spec: ModelSpec, settings: DecodeSettings) -> Decoder<'_, D> {
+fn decoder(device: &dyn Device, spec: ModelSpec, settings: DecodeSettings) -> Decoder<'_> {
     let mut decoder = Decoder::new(device, spec, settings).unwrap();
     decoder.load(fill).unwrap();
     decoder
@@ -312,7 +312,7 @@ fn said_alike(folder: &Path, spec: &ModelSpec, cache: DType, tokens: &[u32]) {
 }
 
 /// A prompt in several passes, tokens one by one, and again from an earlier place.
-fn say<D: Device>(decoder: &mut Decoder<'_, D>, tokens: &[u32]) -> Vec<Vec<f32>> {
+fn say(decoder: &mut Decoder<'_>, tokens: &[u32]) -> Vec<Vec<f32>> {
     let mut said = vec![decoder.append(&tokens[..23]).unwrap()];
     said.extend(tokens[23..45].chunks(1).map(|token| decoder.append(token).unwrap()));
     let left = decoder.truncate(40) as usize;

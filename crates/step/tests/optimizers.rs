@@ -3,7 +3,7 @@
 mod common;
 
 use common::*;
-use plimsoll_device::{Cpu, Device};
+use plimsoll_device::Device;
 use plimsoll_step::{
     AdafactorSettings, AdamSettings, ApolloChannels, EightBit, LionSettings, LowRankSettings, MicroBatch,
     OptimizerKind, OptimizerSettings, Precision, SgdSettings, StepProgress, StepSettings, Trainer,
@@ -64,7 +64,7 @@ fn cases() -> impl Iterator<Item = (StepSettings, f64)> {
     })
 }
 
-fn steps(trainer: &mut Trainer<'_, Cpu>, lr: f64, count: usize) -> Vec<f64> {
+fn steps(trainer: &mut Trainer<'_>, lr: f64, count: usize) -> Vec<f64> {
     let (tokens, targets) = tokens(7, 2, 9);
     let batch = MicroBatch::new(&tokens, &targets);
     (0..count).map(|_| trainer.step(&[batch, batch], lr).unwrap().loss).collect()

@@ -61,7 +61,7 @@ fn offloads() -> Vec<Offload> {
 }
 
 /// Two micro-batches a step.
-fn steps<D: Device>(trainer: &mut Trainer<'_, D>, settings: &StepSettings, count: u64) -> Vec<[f64; 2]> {
+fn steps(trainer: &mut Trainer<'_>, settings: &StepSettings, count: u64) -> Vec<[f64; 2]> {
     let step = |step| {
         let data = [0, 1].map(|i| tokens(40 + 2 * step + i, settings.batch_size, settings.sequence_length));
         let batches = data.each_ref().map(|(tokens, targets)| MicroBatch::new(tokens, targets));

@@ -70,7 +70,7 @@ fn tiers(folder: &Path, bytes: u64) -> Arc<LowerTiers> {
 }
 
 /// A prompt of several passes, and tokens one by one.
-fn logits<D: Device>(decoder: &mut Decoder<'_, D>) -> Vec<Vec<f32>> {
+fn logits(decoder: &mut Decoder<'_>) -> Vec<Vec<f32>> {
     let (tokens, _) = tokens(4, 1, 16);
     let prompts = [&tokens[..12], &tokens[12..13], &tokens[13..14], &tokens[14..]];
     prompts.map(|tokens| decoder.append(tokens).unwrap()).to_vec()
@@ -89,7 +89,7 @@ fn decoded(folder: &Path, spec: &ModelSpec, storage: WeightStorage<'_>) -> (u64,
     (planned, logits)
 }
 
-fn losses<D: Device>(evaluator: &mut Evaluator<'_, D>) -> Vec<f64> {
+fn losses(evaluator: &mut Evaluator<'_>) -> Vec<f64> {
     [(3, 2), (5, 1)]
         .map(|(seed, batch)| {
             let (tokens, targets) = tokens(seed, batch, 9);

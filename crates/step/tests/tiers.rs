@@ -42,11 +42,7 @@ struct Trained {
     state: Vec<Vec<u8>>,
 }
 
-fn steps(
-    trainer: &mut Trainer<'_, impl Device>,
-    settings: &StepSettings,
-    count: u64,
-) -> (Vec<f64>, Vec<f64>) {
+fn steps(trainer: &mut Trainer<'_>, settings: &StepSettings, count: u64) -> (Vec<f64>, Vec<f64>) {
     let mut results = (Vec::new(), Vec::new());
     for step in 0..count {
         let data: Vec<_> = (0..3).map(|i| spread(100 + 3 * step + i, settings)).collect();

@@ -6,7 +6,7 @@
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use plimsoll_device::{DType, Device};
+use plimsoll_device::DType;
 use plimsoll_model::{NewTensor, SafetensorsFile, StoredDType, write_tensors};
 use plimsoll_step::{LossScale, NamedTensor, StateKind, StepError, StepProgress, Trainer};
 use serde::{Deserialize, Serialize};
@@ -114,10 +114,10 @@ impl Checkpoint {
     }
 
     /// Writes a checkpoint of `trainer` into the run's folder. `save_model` writes the model's files.
-    pub fn write<D: Device>(
+    pub fn write(
         run: &Path,
         state: &TrainerState,
-        trainer: &Trainer<'_, D>,
+        trainer: &Trainer<'_>,
         save_model: impl FnOnce(&Path) -> Result<(), TrainError>,
     ) -> Result<Checkpoint, TrainError> {
         let path = run.join(format!("{PREFIX}{}", state.step));
@@ -166,7 +166,7 @@ impl Checkpoint {
     }
 
     /// Reads moments and masters back into `trainer`. Weights are the model folder's.
-    pub fn read_optimizer<D: Device>(&self, trainer: &mut Trainer<'_, D>) -> Result<(), TrainError> {
+    pub fn read_optimizer(&self, trainer: &mut Trainer<'_>) -> Result<(), TrainError> {
         let path = self.path.join(OPTIMIZER);
         let file = SafetensorsFile::open(&path)?;
         let wanted: Vec<NamedTensor> =
@@ -244,11 +244,7 @@ pub(crate) fn sweep(run: &Path) -> Result<(), TrainError> {
     Ok(())
 }
 
-fn write_named<D: Device>(
-    path: &Path,
-    trainer: &Trainer<'_, D>,
-    tensors: &[NamedTensor],
-) -> Result<(), TrainError> {
+fn write_named(path: &Path, trainer: &Trainer<'_>, tensors: &[NamedTensor]) -> Result<(), TrainError> {
     let new: Vec<NewTensor> = tensors
         .iter()
         .map(|t| NewTensor { name: stored_name(t), dtype: stored_dtype(t.dtype), shape: t.shape.clone() })

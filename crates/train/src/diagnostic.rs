@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use plimsoll_device::Device;
 use plimsoll_step::{MicroBatch, StepError, Trainer, block_name};
 use serde::Serialize;
 
@@ -41,8 +40,8 @@ pub struct BadOutput {
 
 impl Diagnostic {
     /// Looks for the place by another forward pass of every micro-batch; weights stay as they are.
-    pub(crate) fn of_step<D: Device>(
-        trainer: &mut Trainer<'_, D>,
+    pub(crate) fn of_step(
+        trainer: &mut Trainer<'_>,
         micro_batches: &[MicroBatch<'_>],
         (step, lr, windows): (u64, f64, u64),
         error: &StepError,

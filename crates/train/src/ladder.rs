@@ -17,9 +17,9 @@ use crate::run::{PartEnd, Progress, Thresholds, TrainingOutcome};
 use crate::{Observer, Prepared, RunEvent, StopFlag, TrainError, room};
 
 /// What a run on a ladder needs from outside.
-pub struct Surroundings<'s, D> {
+pub struct Surroundings<'s> {
     /// Makes a device whose arena has that many bytes.
-    pub device: &'s mut dyn FnMut(u64) -> Result<D, DeviceError>,
+    pub device: &'s mut dyn FnMut(u64) -> Result<Box<dyn Device + 's>, DeviceError>,
     /// Reads the state of memory, after every step; [`MemoryReading::now`], but for tests.
     pub memory: &'s mut dyn FnMut() -> MemoryReading,
     /// Watches the run.
@@ -34,10 +34,10 @@ impl Prepared {
     ///
     /// # Errors
     /// Whatever ends the run. Memory that is refused does so on the last rung alone.
-    pub fn run<D: Device>(
+    pub fn run(
         mut self,
         plans: &[TrainingPlan],
-        with: Surroundings<'_, D>,
+        with: Surroundings<'_>,
     ) -> Result<TrainingOutcome, TrainError> {
         let Surroundings { device, memory, observer, stop } = with;
         let Some(first) = plans.first() else { return Err(TrainError::NoPlan) };
@@ -63,7 +63,7 @@ impl Prepared {
             let mut judge = || pressure.judge(rung, &memory());
             let made = device(plan.peak_bytes()).map_err(TrainError::from);
             let ended = made.and_then(|device| {
-                self.run_rung(&device, plan, &mut progress, &mut judge, observer, stop.clone())
+                self.run_rung(&*device, plan, &mut progress, &mut judge, observer, stop.clone())
             });
             // The arena is gone; what the heap holds without need would count against the next one.
             release_free_heap();

@@ -197,9 +197,9 @@ impl Prepared {
     }
 
     /// Trains on one rung, on a device whose arena has the plan's size.
-    pub(crate) fn run_rung<D: Device>(
+    pub(crate) fn run_rung(
         &self,
-        device: &D,
+        device: &dyn Device,
         plan: &TrainingPlan,
         progress: &mut Progress,
         judge: &mut dyn FnMut() -> Option<RungChange>,
@@ -222,12 +222,12 @@ impl Prepared {
         let ahead = batches_ahead(&plan.config);
         let mut batches = Batches::start(Arc::clone(train), batch_size, ahead, progress.state.windows)?;
         let mut next_batch = || Ok(batches.next_batch()?);
-        let mut measure = |trainer: &mut Trainer<'_, D>| match validation {
+        let mut measure = |trainer: &mut Trainer<'_>| match validation {
             Some(dataset) => validation_loss(trainer, dataset, batch_size).map(Some),
             None => Ok(None),
         };
         let dtype = plan.choice.settings.precision.weights;
-        let save_model = |trainer: &Trainer<'_, D>, folder: &Path| -> Result<(), TrainError> {
+        let save_model = |trainer: &Trainer<'_>, folder: &Path| -> Result<(), TrainError> {
             if let Some(adapters) = plan.choice.settings.method.adapters() {
                 let read = |p: &Parameter| trainer.values(p).map_err(std::io::Error::other);
                 let layout = &adapters.layout;
@@ -260,7 +260,7 @@ impl Prepared {
     }
 
     /// Sets the weights: from the checkpoint, from the model's files, or drawn at random.
-    fn load<D: Device>(&self, trainer: &mut Trainer<'_, D>, plan: &TrainingPlan) -> Result<(), TrainError> {
+    fn load(&self, trainer: &mut Trainer<'_>, plan: &TrainingPlan) -> Result<(), TrainError> {
         if let (Some(adapters), Some(base)) = (plan.choice.settings.method.adapters(), self.origin.weights())
         {
             return self.load_adapters(trainer, &adapters.layout, base);
@@ -284,9 +284,9 @@ impl Prepared {
     }
 
     /// Sets the frozen weights from the model's files, and the adapters from the checkpoint or to their first values.
-    fn load_adapters<D: Device>(
+    fn load_adapters(
         &self,
-        trainer: &mut Trainer<'_, D>,
+        trainer: &mut Trainer<'_>,
         layout: &AdapterLayout,
         base: &WeightSource,
     ) -> Result<(), TrainError> {
@@ -313,9 +313,9 @@ impl Prepared {
 
     /// The same where the adapters begin with a part of the weights, of which the frozen ones are what is left. The first
     /// values lie in the run's folder, for what is written as an adapter is what was trained less them.
-    fn load_beside_residuals<D: Device>(
+    fn load_beside_residuals(
         &self,
-        trainer: &mut Trainer<'_, D>,
+        trainer: &mut Trainer<'_>,
         layout: &AdapterLayout,
         base: &WeightSource,
     ) -> Result<(), TrainError> {
@@ -387,11 +387,7 @@ fn highest_so_far() -> u64 {
 }
 
 /// Mean loss over all windows of a data set.
-fn validation_loss<D: Device>(
-    trainer: &mut Trainer<'_, D>,
-    dataset: &Dataset,
-    batch_size: u64,
-) -> Result<f64, TrainError> {
+fn validation_loss(trainer: &mut Trainer<'_>, dataset: &Dataset, batch_size: u64) -> Result<f64, TrainError> {
     let (mut sum, mut weight) = (0.0, 0.0);
     let mut first = 0;
     while first < dataset.windows() {

@@ -75,19 +75,19 @@ impl Thresholds {
 }
 
 /// Measures a validation loss.
-pub type Validate<'c, 'a, D> = dyn FnMut(&mut Trainer<'a, D>) -> Result<Option<f64>, TrainError> + 'c;
+pub type Validate<'c, 'a> = dyn FnMut(&mut Trainer<'a>) -> Result<Option<f64>, TrainError> + 'c;
 
 /// Writes a model's files into a folder.
-pub type SaveModel<'c, 'a, D> = dyn Fn(&Trainer<'a, D>, &Path) -> Result<(), TrainError> + 'c;
+pub type SaveModel<'c, 'a> = dyn Fn(&Trainer<'a>, &Path) -> Result<(), TrainError> + 'c;
 
 /// The run's connections to the rest: where batches come from, how the model is saved, who watches.
-pub(crate) struct Connections<'c, 'a, D: Device> {
+pub(crate) struct Connections<'c, 'a> {
     /// Gives the next micro-batch; there is always one.
     pub next_batch: &'c mut dyn FnMut() -> Result<Batch, TrainError>,
     /// Measures the mean validation loss; `None` where there is no validation data.
-    pub validate: &'c mut Validate<'c, 'a, D>,
+    pub validate: &'c mut Validate<'c, 'a>,
     /// Writes the model's files into a folder.
-    pub save_model: &'c SaveModel<'c, 'a, D>,
+    pub save_model: &'c SaveModel<'c, 'a>,
     /// Resident set of the process: now, and the highest so far.
     pub process_memory: &'c dyn Fn() -> (u64, u64),
     /// Says at a step boundary whether the run has to go on with another plan.
@@ -116,12 +116,12 @@ pub(crate) enum PartEnd {
 }
 
 /// Trains until the schedule ends, somebody asks to stop, or the run has to change rungs.
-pub(crate) fn run<'a, D: Device>(
-    device: &'a D,
-    trainer: &mut Trainer<'a, D>,
+pub(crate) fn run<'a>(
+    device: &'a dyn Device,
+    trainer: &mut Trainer<'a>,
     settings: &RunSettings,
     progress: &mut Progress,
-    mut with: Connections<'_, 'a, D>,
+    mut with: Connections<'_, 'a>,
 ) -> Result<PartEnd, TrainError> {
     trainer.resume(progress.state.progress(trainer.progress()));
     let mut metrics_file = MetricsFile::open(&settings.output, progress.state.step)?;
@@ -195,12 +195,12 @@ pub(crate) fn run<'a, D: Device>(
 }
 
 /// Takes one optimizer step and describes it.
-fn one_step<'a, D: Device>(
-    device: &D,
-    trainer: &mut Trainer<'a, D>,
+fn one_step<'a>(
+    device: &dyn Device,
+    trainer: &mut Trainer<'a>,
     settings: &RunSettings,
     progress: &mut Progress,
-    with: &mut Connections<'_, 'a, D>,
+    with: &mut Connections<'_, 'a>,
 ) -> Result<StepMetrics, TrainError> {
     let begun = Instant::now();
     let batches =
@@ -330,7 +330,7 @@ impl Progress {
     }
 
     /// Notes what a part of the run has taken of every tier.
-    fn note_tiers<D: Device>(&mut self, device: &D, trainer: &Trainer<'_, D>, settings: &RunSettings) {
+    fn note_tiers(&mut self, device: &dyn Device, trainer: &Trainer<'_>, settings: &RunSettings) {
         let tiers = trainer.tiers();
         let host = tiers.host().high_water() + settings.pipeline_bytes;
         self.device_peak = self.device_peak.max(device.arena().high_water());
@@ -342,11 +342,11 @@ impl Progress {
     }
 
     /// Says when memory has risen to another level; whether it is time to save because of it.
-    fn watch_memory<D: Device>(
+    fn watch_memory(
         &mut self,
         settings: &RunSettings,
         metrics: &StepMetrics,
-        with: &mut Connections<'_, '_, D>,
+        with: &mut Connections<'_, '_>,
     ) -> bool {
         let (process_bytes, budget_bytes) = (metrics.memory.process_rss_bytes, settings.load_line);
         let level = settings.thresholds.level(process_bytes as f64 / budget_bytes.max(1) as f64);
@@ -363,11 +363,11 @@ impl Progress {
         risen && level == MemoryLevel::Emergency
     }
 
-    fn save<'a, D: Device>(
+    fn save<'a>(
         &mut self,
-        trainer: &Trainer<'a, D>,
+        trainer: &Trainer<'a>,
         settings: &RunSettings,
-        with: &mut Connections<'_, 'a, D>,
+        with: &mut Connections<'_, 'a>,
     ) -> Result<(), TrainError> {
         let save_model = with.save_model;
         let write = || {
@@ -386,12 +386,7 @@ impl Progress {
         Ok(())
     }
 
-    fn report<D: Device>(
-        &self,
-        settings: &RunSettings,
-        with: &Connections<'_, '_, D>,
-        finished: bool,
-    ) -> Report {
+    fn report(&self, settings: &RunSettings, with: &Connections<'_, '_>, finished: bool) -> Report {
         Report {
             planned: self.planned.unwrap_or(settings.planned),
             measured: Measured {

@@ -74,7 +74,7 @@ impl Case {
         }
     }
 
-    fn trainer<'d>(&self, device: &'d Cpu, settings: &StepSettings) -> Trainer<'d, Cpu> {
+    fn trainer<'d>(&self, device: &'d Cpu, settings: &StepSettings) -> Trainer<'d> {
         let layout = &settings.method.adapters().unwrap().layout;
         let set = AdapterSet::for_layout(&self.folder, self.spec(), layout).unwrap();
         let mut trainer = Trainer::new(device, self.spec().clone(), settings.clone(), &Solo).unwrap();
@@ -169,7 +169,7 @@ fn gradients_are_those_of_pytorch_and_plans_hold() {
     }
 }
 
-fn trained_bits(device: &Cpu, trainer: &Trainer<'_, Cpu>) -> Vec<Vec<u32>> {
+fn trained_bits(device: &Cpu, trainer: &Trainer<'_>) -> Vec<Vec<u32>> {
     let bits = |p: &Parameter| {
         let values = device.read_f32(trainer.weight(p).unwrap()).unwrap();
         values.iter().map(|x| x.to_bits()).collect()

@@ -14,7 +14,7 @@ use plimsoll_train::{
 };
 use serde_json::Value;
 
-use common::machine;
+use common::{cpu, machine};
 
 const STEPS: u64 = 24;
 
@@ -81,7 +81,7 @@ fn run(
                     if refuse(bytes, &ladder) {
                         return Err(refusal(bytes));
                     }
-                    Cpu::new(bytes, CpuOptions::default())
+                    cpu(bytes)
                 },
                 memory: &mut || {
                     readings.set(readings.get() + 1);
@@ -214,7 +214,7 @@ fn without_a_device(refused: &dyn Fn(u64) -> DeviceError) -> (usize, usize, Trai
     let prepared = Prepared::new(config(folder.path(), "out", &[]), false).unwrap();
     let ladder = prepared.plan(&machine()).unwrap().ladder().unwrap();
     let (mut watcher, mut asked) = (Watcher::default(), 0);
-    let mut device = |bytes| -> Result<Cpu, DeviceError> {
+    let mut device = |bytes| -> Result<Box<dyn Device>, DeviceError> {
         asked += 1;
         Err(refused(bytes))
     };
@@ -321,7 +321,10 @@ fn a_step_that_gets_no_memory_is_taken_again_from_the_last_checkpoint() {
                 &ladder,
                 Surroundings {
                     device: &mut |bytes| {
-                        Ok(Refusing { cpu: Cpu::new(bytes, CpuOptions::default())?, refuse: &refuse })
+                        Ok(Box::new(Refusing {
+                            cpu: Cpu::new(bytes, CpuOptions::default())?,
+                            refuse: &refuse,
+                        }))
                     },
                     memory: &mut || {
                         readings.set(readings.get() + 1);
@@ -355,7 +358,7 @@ fn a_resumed_run_that_gets_no_memory_begins_where_it_was_resumed() {
     let whole = ladder[0].peak_bytes();
     let with = Surroundings {
         device: &mut |bytes| {
-            if bytes == whole { Err(refusal(bytes)) } else { Cpu::new(bytes, CpuOptions::default()) }
+            if bytes == whole { Err(refusal(bytes)) } else { cpu(bytes) }
         },
         memory: &mut MemoryReading::default,
         observer: &mut watcher,

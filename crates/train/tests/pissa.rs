@@ -104,7 +104,7 @@ impl Case {
         }
     }
 
-    fn trainer<'d>(&self, device: &'d Cpu, settings: &StepSettings, first: &FirstValues) -> Trainer<'d, Cpu> {
+    fn trainer<'d>(&self, device: &'d Cpu, settings: &StepSettings, first: &FirstValues) -> Trainer<'d> {
         let (spec, base) = (self.files.spec(), self.files.weights());
         let layout = &settings.method.adapters().unwrap().layout;
         let mut trainer = Trainer::new(device, spec.clone(), settings.clone(), &Solo).unwrap();

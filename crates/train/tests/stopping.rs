@@ -5,11 +5,10 @@ mod common;
 
 use std::path::Path;
 
-use plimsoll_device::{Cpu, CpuOptions};
 use plimsoll_plan::config::RawConfig;
 use plimsoll_train::{MemoryReading, Observer, Prepared, RunEvent, StopFlag, Surroundings, TrainingOutcome};
 
-use common::machine;
+use common::{cpu, machine};
 
 const STEPS: u64 = 6;
 
@@ -93,7 +92,7 @@ fn run(config: RawConfig, resume: bool, place: Place) -> (TrainingOutcome, Vec<(
             if place == Place::Device {
                 stop.raise();
             }
-            Cpu::new(bytes, CpuOptions::default())
+            cpu(bytes)
         },
         memory: &mut || {
             judged += 1;

@@ -5,13 +5,12 @@ mod common;
 
 use std::path::{Path, PathBuf};
 
-use plimsoll_device::{Cpu, CpuOptions};
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_train::{MemoryLevel, MemoryReading, Observer, Prepared, RunEvent, StopFlag, Surroundings};
 use serde_json::Value;
 
-use common::machine;
+use common::{cpu, machine};
 
 fn config(folder: &Path, set: &[&str]) -> RawConfig {
     let words: String = (0..200).map(|i| format!("word{} ", i * 7 % 23)).collect();
@@ -61,7 +60,7 @@ fn run(config: RawConfig, resume: bool) -> (TrainingPlan, Vec<Vec<String>>) {
     let plan = prepared.plan(&machine()).unwrap();
     let mut looking = Looking { run: plan.config.output.dir(), seen: Vec::new() };
     let surroundings = Surroundings {
-        device: &mut |bytes| Cpu::new(bytes, CpuOptions::default()),
+        device: &mut cpu,
         memory: &mut MemoryReading::default,
         observer: &mut looking,
         stop: StopFlag::new(),
@@ -249,7 +248,7 @@ fn high_memory_is_said_once_and_an_emergency_saves_the_run() {
         let plan = prepared.plan(&machine()).unwrap();
         let mut hearing = Hearing::default();
         let surroundings = Surroundings {
-            device: &mut |bytes| Cpu::new(bytes, CpuOptions::default()),
+            device: &mut cpu,
             memory: &mut MemoryReading::default,
             observer: &mut hearing,
             stop: StopFlag::new(),
@@ -332,7 +331,7 @@ fn a_state_of_another_type_is_refused() {
     let prepared = Prepared::new(config(folder.path(), &["training.steps=2"]), true).unwrap();
     let plan = prepared.plan(&machine()).unwrap();
     let surroundings = Surroundings {
-        device: &mut |bytes| Cpu::new(bytes, CpuOptions::default()),
+        device: &mut cpu,
         memory: &mut MemoryReading::default,
         observer: &mut (),
         stop: StopFlag::new(),
@@ -349,7 +348,7 @@ fn memory_is_judged_between_steps() {
     let plan = prepared.plan(&machine()).unwrap();
     let mut readings = 0;
     let surroundings = Surroundings {
-        device: &mut |bytes| Cpu::new(bytes, CpuOptions::default()),
+        device: &mut cpu,
         memory: &mut || {
             readings += 1;
             MemoryReading::default()

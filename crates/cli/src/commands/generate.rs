@@ -2,7 +2,6 @@
 
 mod prompts;
 
-use plimsoll_device::Cpu;
 use plimsoll_generate::{Generated, Limits, Sampler, SamplerSettings, Session, StopReason};
 use plimsoll_model::chat_template::{ChatMessage, ChatOptions};
 use serde_json::{Value, json};
@@ -129,7 +128,7 @@ struct Run<'r> {
     model: &'r Inference<'r>,
     settings: SamplerSettings,
     limits: Limits,
-    session: Session<'r, Cpu>,
+    session: Session<'r>,
     streaming: Option<Streaming>,
     planned: PlannedProcess,
 }

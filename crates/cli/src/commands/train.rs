@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::sync::Arc;
 
-use plimsoll_device::Cpu;
+use plimsoll_device::{Cpu, Device};
 use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_train::{MemoryReading, Prepared, Resumption, Surroundings, TrainingOutcome};
 
@@ -69,7 +69,10 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     // Until here there is nothing to save.
     let signals = StopSignals::listen()?;
     let surroundings = Surroundings {
-        device: &mut |bytes| Cpu::with_pool(Arc::clone(&engine.pool), engine.isa, bytes),
+        device: &mut |bytes| {
+            Cpu::with_pool(Arc::clone(&engine.pool), engine.isa, bytes)
+                .map(|cpu| -> Box<dyn Device> { Box::new(cpu) })
+        },
         memory: &mut MemoryReading::now,
         observer: &mut progress,
         stop: signals.flag().clone(),

@@ -1,6 +1,6 @@
 //! The attention part: projections, norms of heads, rotation, attention itself.
 
-use plimsoll_device::{Attention, DType, Device, DeviceExt, Position, Tensor};
+use plimsoll_device::{Attention, DType, DeviceExt, Position, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::Role;
 
@@ -16,8 +16,8 @@ use crate::settings::AttentionKind;
 use crate::store::BlockWeights;
 
 /// Queries, keys and values of the normed input.
-pub(super) fn project_qkv<D: Device>(
-    ctx: &Context<'_, D>,
+pub(super) fn project_qkv(
+    ctx: &Context<'_>,
     weights: &BlockWeights,
     normed: &Tensor,
 ) -> Result<Qkv, StepError> {
@@ -43,8 +43,8 @@ pub(super) fn project_qkv<D: Device>(
 }
 
 /// x [N, heads * D] with every head, or all heads of a token, normalised; and x itself.
-fn normalise_heads<D: Device>(
-    ctx: &Context<'_, D>,
+fn normalise_heads(
+    ctx: &Context<'_>,
     weights: &BlockWeights,
     role: Role,
     x: Tensor,
@@ -57,13 +57,13 @@ fn normalise_heads<D: Device>(
 }
 
 /// The gradient of x from that of [`normalise_heads`].
-fn heads_norm_backward<D: Device>(
-    ctx: &Context<'_, D>,
+fn heads_norm_backward(
+    ctx: &Context<'_>,
     weights: &BlockWeights,
     role: Role,
     raw: Raw,
     dout: &Tensor,
-    gradients: &mut Gradients<'_, D>,
+    gradients: &mut Gradients<'_>,
 ) -> Result<Tensor, StepError> {
     let norm = weights.norm(role, None, &ctx.spec.norm)?;
     let dx = zeroed(ctx, &raw.x, "dheads")?;
@@ -78,7 +78,7 @@ fn in_rows(x: &Tensor, norm: &Norm<'_>) -> Result<Tensor, StepError> {
     reshaped(x, &[x.elements() / width, width])
 }
 
-fn rotate<D: Device>(ctx: &Context<'_, D>, x: &Tensor, inverse: bool) -> Result<(), StepError> {
+fn rotate(ctx: &Context<'_>, x: &Tensor, inverse: bool) -> Result<(), StepError> {
     let Some(RopeTable { cos, sin }) = ctx.rope else { return Ok(()) };
     let head_dim = ctx.attention.head_dim;
     ctx.device.run(Position::Rope { x, positions: ctx.positions, cos, sin, head_dim, inverse })?;
@@ -86,7 +86,7 @@ fn rotate<D: Device>(ctx: &Context<'_, D>, x: &Tensor, inverse: bool) -> Result<
 }
 
 /// Attention of the queries over the keys and values.
-pub(super) fn attend<D: Device>(ctx: &Context<'_, D>, qkv: &Qkv) -> Result<Attended, StepError> {
+pub(super) fn attend(ctx: &Context<'_>, qkv: &Qkv) -> Result<Attended, StepError> {
     let shape = ctx.attention;
     let out =
         ctx.device.alloc(ctx.activations, &[qkv.q.rows(), qkv.q.columns()], Tag::Attention, "attention")?;
@@ -115,8 +115,8 @@ pub(super) fn attend<D: Device>(ctx: &Context<'_, D>, qkv: &Qkv) -> Result<Atten
 }
 
 /// out (+)= output projection of what attention gave.
-pub(super) fn project_out<D: Device>(
-    ctx: &Context<'_, D>,
+pub(super) fn project_out(
+    ctx: &Context<'_>,
     weights: &BlockWeights,
     attended: &Tensor,
     out: &Tensor,
@@ -127,14 +127,14 @@ pub(super) fn project_out<D: Device>(
 }
 
 /// Returns the gradient of the attention's normed input `[N, H]`.
-pub(super) fn backward<D: Device>(
-    ctx: &Context<'_, D>,
+pub(super) fn backward(
+    ctx: &Context<'_>,
     weights: &BlockWeights,
     qkv: Qkv,
     attended: Attended,
     normed: &Tensor,
     dx: &Tensor,
-    gradients: &mut Gradients<'_, D>,
+    gradients: &mut Gradients<'_>,
 ) -> Result<Tensor, StepError> {
     let rows = dx.rows();
     let device = ctx.device;

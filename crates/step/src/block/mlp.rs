@@ -1,7 +1,7 @@
 //! The feed-forward part: gate and up projections, activation, down projection; whole or in chunks of tokens. Nobody else
 //! knows of chunks.
 
-use plimsoll_device::{Activation, Device, DeviceExt, Tensor};
+use plimsoll_device::{Activation, DeviceExt, Tensor};
 use plimsoll_model::Role;
 
 use super::parts::activation_tensor;
@@ -29,7 +29,7 @@ impl SavedMlp {
     }
 
     /// Begins to bring back what is away.
-    pub fn fetch<D: Device>(&mut self, ctx: &Context<'_, D>) -> Result<(), StepError> {
+    pub fn fetch(&mut self, ctx: &Context<'_>) -> Result<(), StepError> {
         self.norm.fetch(ctx)?;
         self.inner.fetch(ctx)?;
         self.activation.fetch(ctx)
@@ -37,8 +37,8 @@ impl SavedMlp {
 }
 
 /// The part forward, whole or in chunks of tokens. `add` is given what writes the part's output to a tensor, or adds it there.
-pub(super) fn forward<D: Device, R>(
-    ctx: &Context<'_, D>,
+pub(super) fn forward<R>(
+    ctx: &Context<'_>,
     weights: &BlockWeights,
     policy: LayerPolicy,
     normed: Normed,
@@ -65,15 +65,15 @@ pub(super) fn forward<D: Device, R>(
 
 /// The gradient of the part's normed input `[N, H]`; weight gradients are added. `dout` makes the gradient of the part's
 /// output, and is given what computes that output again.
-pub(super) fn backward<D: Device>(
-    ctx: &Context<'_, D>,
+pub(super) fn backward(
+    ctx: &Context<'_>,
     weights: &BlockWeights,
     (inner, activation): (Held<Inner>, Held<Tensor>),
     normed: &Tensor,
-    gradients: &mut Gradients<'_, D>,
+    gradients: &mut Gradients<'_>,
     dout: impl FnOnce(
         &dyn Fn(&Tensor, bool) -> Result<(), StepError>,
-        &mut Gradients<'_, D>,
+        &mut Gradients<'_>,
     ) -> Result<Tensor, StepError>,
 ) -> Result<Tensor, StepError> {
     if let Some(chunk) = ctx.mlp_chunk(normed.rows()) {
@@ -90,11 +90,7 @@ pub(super) fn backward<D: Device>(
 }
 
 /// Gate and up projections of the normed input.
-fn project_inner<D: Device>(
-    ctx: &Context<'_, D>,
-    weights: &BlockWeights,
-    normed: &Tensor,
-) -> Result<Inner, StepError> {
+fn project_inner(ctx: &Context<'_>, weights: &BlockWeights, normed: &Tensor) -> Result<Inner, StepError> {
     let project = |weight, bias, name| -> Result<Tensor, StepError> {
         let linear = weights.linear(weight, bias)?;
         let out = activation_tensor(ctx, normed.rows(), linear.outputs(), name)?;
@@ -109,19 +105,19 @@ fn project_inner<D: Device>(
 }
 
 /// The activation in memory of its own.
-fn activate<D: Device>(ctx: &Context<'_, D>, inner: &Inner) -> Result<Tensor, StepError> {
+fn activate(ctx: &Context<'_>, inner: &Inner) -> Result<Tensor, StepError> {
     let out = activation_tensor(ctx, inner.up.rows(), inner.up.columns(), "activation")?;
     activate_into(ctx, inner, &out)?;
     ctx.linears.input(ctx.device, &out)
 }
 
 /// The activation in the memory of its input.
-fn activate_in_place<D: Device>(ctx: &Context<'_, D>, inner: Inner) -> Result<Tensor, StepError> {
+fn activate_in_place(ctx: &Context<'_>, inner: Inner) -> Result<Tensor, StepError> {
     activate_into(ctx, &inner, &inner.up)?;
     ctx.linears.input(ctx.device, &inner.up)
 }
 
-fn activate_into<D: Device>(ctx: &Context<'_, D>, inner: &Inner, out: &Tensor) -> Result<(), StepError> {
+fn activate_into(ctx: &Context<'_>, inner: &Inner, out: &Tensor) -> Result<(), StepError> {
     let activation = ctx.activation();
     ctx.device.run(match &inner.gate {
         Some(gate) => Activation::Gated { gate, up: &inner.up, out, activation },
@@ -131,8 +127,8 @@ fn activate_into<D: Device>(ctx: &Context<'_, D>, inner: &Inner, out: &Tensor) -
 }
 
 /// out (+)= down projection of the activation.
-fn project_down<D: Device>(
-    ctx: &Context<'_, D>,
+fn project_down(
+    ctx: &Context<'_>,
     weights: &BlockWeights,
     activation: &Tensor,
     out: &Tensor,
@@ -143,8 +139,8 @@ fn project_down<D: Device>(
 }
 
 /// out (+)= the whole part, of which nothing is kept: only a chunk of tokens is `[., I]` wide at a time.
-fn in_chunks<D: Device>(
-    ctx: &Context<'_, D>,
+fn in_chunks(
+    ctx: &Context<'_>,
     weights: &BlockWeights,
     chunk: u64,
     normed: &Tensor,
@@ -160,13 +156,13 @@ fn in_chunks<D: Device>(
 }
 
 /// As [`backward`], a chunk of tokens at a time, each computed again first.
-fn backward_in_chunks<D: Device>(
-    ctx: &Context<'_, D>,
+fn backward_in_chunks(
+    ctx: &Context<'_>,
     weights: &BlockWeights,
     chunk: u64,
     normed: &Tensor,
     dout: &Tensor,
-    gradients: &mut Gradients<'_, D>,
+    gradients: &mut Gradients<'_>,
 ) -> Result<Tensor, StepError> {
     let dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
     for_each_chunk(ctx, normed.rows(), chunk, |ctx, start, end| {
@@ -182,24 +178,24 @@ fn backward_in_chunks<D: Device>(
 }
 
 /// Calls `body` with the context, the first and the last row of every chunk.
-fn for_each_chunk<D: Device>(
-    ctx: &Context<'_, D>,
+fn for_each_chunk(
+    ctx: &Context<'_>,
     tokens: u64,
     chunk: u64,
-    mut body: impl FnMut(&Context<'_, D>, u64, u64) -> Result<(), StepError>,
+    mut body: impl FnMut(&Context<'_>, u64, u64) -> Result<(), StepError>,
 ) -> Result<(), StepError> {
     for_each_range(ctx.device, tokens, chunk, |start, end, _| body(&ctx.at_row(start), start, end))
 }
 
-fn backward_into<D: Device>(
-    ctx: &Context<'_, D>,
+fn backward_into(
+    ctx: &Context<'_>,
     weights: &BlockWeights,
     inner: Inner,
     activation: Tensor,
     normed: &Tensor,
     dout: &Tensor,
     dnormed: impl FnOnce() -> Result<Tensor, StepError>,
-    gradients: &mut Gradients<'_, D>,
+    gradients: &mut Gradients<'_>,
 ) -> Result<Tensor, StepError> {
     let down = weights.linear(Role::DownProj, Role::DownBias)?;
     let through = down.backward_weight(ctx, gradients, dout, &activation)?;

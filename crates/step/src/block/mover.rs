@@ -16,8 +16,8 @@ use crate::tier::{Parcel, buffer, count, stretches};
 const LEAVING: usize = 2;
 
 /// Moves activations to a lower tier and back.
-pub(crate) struct Mover<'a, D: Device> {
-    device: &'a D,
+pub(crate) struct Mover<'a> {
+    device: &'a dyn Device,
     tiers: Arc<LowerTiers>,
     tier: Tier,
     /// Stands for what is away.
@@ -39,9 +39,9 @@ enum Moving {
     Dry(Tensor, Due),
 }
 
-impl<'a, D: Device> Mover<'a, D> {
+impl<'a> Mover<'a> {
     /// Nothing is away yet.
-    pub fn new(device: &'a D, tiers: &Arc<LowerTiers>, tier: Tier) -> Result<Self, StepError> {
+    pub fn new(device: &'a dyn Device, tiers: &Arc<LowerTiers>, tier: Tier) -> Result<Self, StepError> {
         let nothing = device.alloc(DType::U8, &[1], Tag::Staging, "away")?;
         Ok(Mover { device, tiers: Arc::clone(tiers), tier, nothing, leaving: RefCell::default() })
     }

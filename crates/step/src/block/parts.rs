@@ -1,6 +1,6 @@
 //! What both parts of a block have in common: a norm before or after, and the addition to the residual stream.
 
-use plimsoll_device::{Device, DeviceExt, Elementwise, Rounding, Tensor};
+use plimsoll_device::{DeviceExt, Elementwise, Rounding, Tensor};
 use plimsoll_memory::Tag;
 
 use super::saved::{Raw, Summed};
@@ -10,8 +10,8 @@ use crate::gradients::Gradients;
 use crate::norm::{Norm, Normed};
 
 /// What a part of the block multiplies: the stream normalised, or as it is where no norm stands before the part.
-pub(super) fn before<D: Device>(
-    ctx: &Context<'_, D>,
+pub(super) fn before(
+    ctx: &Context<'_>,
     norm: Option<Norm<'_>>,
     stream: &Tensor,
 ) -> Result<Normed, StepError> {
@@ -20,8 +20,8 @@ pub(super) fn before<D: Device>(
 }
 
 /// The same for the feed-forward part, whose chunks are each multiplied as a tensor of its own.
-pub(super) fn before_mlp<D: Device>(
-    ctx: &Context<'_, D>,
+pub(super) fn before_mlp(
+    ctx: &Context<'_>,
     norm: Option<Norm<'_>>,
     stream: &Tensor,
 ) -> Result<Normed, StepError> {
@@ -31,11 +31,7 @@ pub(super) fn before_mlp<D: Device>(
     }
 }
 
-fn normalise<D: Device>(
-    ctx: &Context<'_, D>,
-    norm: Option<Norm<'_>>,
-    stream: &Tensor,
-) -> Result<Normed, StepError> {
+fn normalise(ctx: &Context<'_>, norm: Option<Norm<'_>>, stream: &Tensor) -> Result<Normed, StepError> {
     match norm {
         Some(norm) => norm.forward(ctx.device, stream),
         None => Ok(Normed { out: stream.clone(), statistics: None }),
@@ -43,14 +39,14 @@ fn normalise<D: Device>(
 }
 
 /// dx += the gradient of the stream through [`before`].
-pub(super) fn before_backward<D: Device>(
-    ctx: &Context<'_, D>,
+pub(super) fn before_backward(
+    ctx: &Context<'_>,
     norm: Option<Norm<'_>>,
     stream: &Tensor,
     normed: Normed,
     dnormed: Tensor,
     dx: &Tensor,
-    gradients: &mut Gradients<'_, D>,
+    gradients: &mut Gradients<'_>,
 ) -> Result<(), StepError> {
     match (norm, normed.statistics) {
         (Some(norm), Some(statistics)) => {
@@ -67,8 +63,8 @@ pub(super) trait Project: FnOnce(&Tensor, bool) -> Result<(), StepError> {}
 impl<F: FnOnce(&Tensor, bool) -> Result<(), StepError>> Project for F {}
 
 /// A part whose output is normalised: the normed output and what the norm saw, both of the shape of `like`.
-pub(super) fn project_raw<D: Device>(
-    ctx: &Context<'_, D>,
+pub(super) fn project_raw(
+    ctx: &Context<'_>,
     norm: &Norm<'_>,
     like: &Tensor,
     project: impl Project,
@@ -89,8 +85,8 @@ pub(super) enum Stream<'a> {
 }
 
 /// The sum of the residual stream and a part's output, normalised first where there is a norm for it.
-pub(super) fn add_part<D: Device>(
-    ctx: &Context<'_, D>,
+pub(super) fn add_part(
+    ctx: &Context<'_>,
     norm: Option<Norm<'_>>,
     stream: Stream<'_>,
     name: &'static str,
@@ -118,12 +114,12 @@ pub(super) fn add_part<D: Device>(
 }
 
 /// The gradient of what a norm after a part saw, or dx itself where there is none.
-pub(super) fn after_backward<D: Device>(
-    ctx: &Context<'_, D>,
+pub(super) fn after_backward(
+    ctx: &Context<'_>,
     norm: Option<Norm<'_>>,
     raw: Option<Raw>,
     dx: &Tensor,
-    gradients: &mut Gradients<'_, D>,
+    gradients: &mut Gradients<'_>,
 ) -> Result<Tensor, StepError> {
     let (Some(norm), Some(Raw { x, statistics })) = (norm, raw) else { return Ok(dx.clone()) };
     let draw = zeroed(ctx, &x, "dpart")?;
@@ -132,19 +128,15 @@ pub(super) fn after_backward<D: Device>(
 }
 
 /// Zeros of the shape and type of `like`.
-pub(super) fn zeroed<D: Device>(
-    ctx: &Context<'_, D>,
-    like: &Tensor,
-    name: &'static str,
-) -> Result<Tensor, StepError> {
+pub(super) fn zeroed(ctx: &Context<'_>, like: &Tensor, name: &'static str) -> Result<Tensor, StepError> {
     let out = ctx.device.alloc(like.dtype(), like.shape().dims(), Tag::Activations, name)?;
     ctx.device.run(Elementwise::Fill { out: &out, value: 0.0 })?;
     Ok(out)
 }
 
 /// Room for activations `[rows, columns]`.
-pub(super) fn activation_tensor<D: Device>(
-    ctx: &Context<'_, D>,
+pub(super) fn activation_tensor(
+    ctx: &Context<'_>,
     rows: u64,
     columns: u64,
     name: &'static str,
@@ -152,7 +144,7 @@ pub(super) fn activation_tensor<D: Device>(
     Ok(ctx.device.alloc(ctx.activations, &[rows, columns], Tag::Activations, name)?)
 }
 
-fn copy<D: Device>(ctx: &Context<'_, D>, x: &Tensor, name: &'static str) -> Result<Tensor, StepError> {
+fn copy(ctx: &Context<'_>, x: &Tensor, name: &'static str) -> Result<Tensor, StepError> {
     let out = activation_tensor(ctx, x.rows(), x.columns(), name)?;
     ctx.device.run(Elementwise::Cast { x, out: &out, rounding: Rounding::Nearest })?;
     Ok(out)

@@ -1,6 +1,6 @@
 //! What the forward pass leaves for the backward pass, and how it is held meanwhile.
 
-use plimsoll_device::{DType, Device, DeviceExt, Quantization, Tensor};
+use plimsoll_device::{DType, DeviceExt, Quantization, Tensor};
 use plimsoll_memory::Tag;
 
 use super::mlp::SavedMlp;
@@ -26,7 +26,7 @@ pub(crate) struct Saved {
 
 impl Saved {
     /// Begins to bring back what is away.
-    pub fn fetch<D: Device>(&mut self, ctx: &Context<'_, D>) -> Result<(), StepError> {
+    pub fn fetch(&mut self, ctx: &Context<'_>) -> Result<(), StepError> {
         self.input.fetch(ctx)?;
         self.attention_norm.fetch(ctx)?;
         self.qkv.fetch(ctx)?;
@@ -165,7 +165,7 @@ pub(crate) struct Packing {
 
 impl<T: Activations> Held<T> {
     /// Treats a group as the policy says.
-    pub fn new<D: Device>(ctx: &Context<'_, D>, save: Save, mut value: T) -> Result<Held<T>, StepError> {
+    pub fn new(ctx: &Context<'_>, save: Save, mut value: T) -> Result<Held<T>, StepError> {
         let Save::Int8 { block } = save else {
             return match (save, ctx.away) {
                 (Save::Keep, Some(mover)) => Held::send(mover, value),
@@ -200,7 +200,7 @@ impl<T: Activations> Held<T> {
     }
 
     /// Sends the larger tensors away.
-    fn send<D: Device>(mover: &Mover<'_, D>, mut value: T) -> Result<Held<T>, StepError> {
+    fn send(mover: &Mover<'_>, mut value: T) -> Result<Held<T>, StepError> {
         let mut stored = Vec::new();
         for tensor in value.wide_tensors() {
             stored.push(None);
@@ -213,7 +213,7 @@ impl<T: Activations> Held<T> {
     }
 
     /// Begins to bring the group back, if it is away.
-    pub fn fetch<D: Device>(&mut self, ctx: &Context<'_, D>) -> Result<(), StepError> {
+    pub fn fetch(&mut self, ctx: &Context<'_>) -> Result<(), StepError> {
         if let (Held::Away(_, stored, _), Some(mover)) = (self, ctx.away) {
             for stored in stored.iter_mut().flatten() {
                 mover.fetch(stored)?;
@@ -223,9 +223,9 @@ impl<T: Activations> Held<T> {
     }
 
     /// The group as it was, or as `compute` makes it again.
-    pub fn restore<D: Device>(
+    pub fn restore(
         self,
-        ctx: &Context<'_, D>,
+        ctx: &Context<'_>,
         compute: impl FnOnce() -> Result<T, StepError>,
     ) -> Result<T, StepError> {
         match self {

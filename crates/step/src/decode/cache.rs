@@ -17,11 +17,11 @@ use crate::tier::{Extents, Parcel, Parcels, Use};
 const BUFFERS: usize = 3;
 
 /// Keys and values of one sequence. Position p of a layer lies in row p modulo the layer's capacity.
-pub(super) struct KvCache<'a, D: Device> {
-    device: &'a D,
+pub(super) struct KvCache<'a> {
+    device: &'a dyn Device,
     layers: Vec<Geometry>,
     head_dim: u64,
-    place: CacheHome<'a, D>,
+    place: CacheHome<'a>,
 }
 
 /// How a layer's keys and values lie.
@@ -32,21 +32,21 @@ struct Geometry {
     window: Option<u64>,
 }
 
-enum CacheHome<'a, D: Device> {
+enum CacheHome<'a> {
     Device(Vec<[Tensor; 2]>),
-    Away(Away<'a, D>),
+    Away(Away<'a>),
 }
 
 /// Caches that live on a lower tier.
-struct Away<'a, D: Device> {
+struct Away<'a> {
     row_bytes: u64,
-    pool: Parcels<'a, D, u32, usize>,
+    pool: Parcels<'a, u32, usize>,
 }
 
-impl<'a, D: Device> KvCache<'a, D> {
+impl<'a> KvCache<'a> {
     /// Room for `context` positions, of which up to `chunk` are written at a time before they are read.
     pub fn new(
-        device: &'a D,
+        device: &'a dyn Device,
         spec: &ModelSpec,
         dtype: DType,
         (context, chunk): (u64, u64),

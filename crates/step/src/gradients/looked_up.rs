@@ -19,8 +19,8 @@ pub(super) struct LookedUp {
 
 impl LookedUp {
     /// Nothing yet, with room for `before` micro-batches of `tokens` tokens with gradients of so many columns.
-    pub fn with_room<D: Device>(
-        device: &D,
+    pub fn with_room(
+        device: &dyn Device,
         before: u64,
         tokens: u64,
         (dtype, columns): (DType, u64),
@@ -36,9 +36,9 @@ impl LookedUp {
     }
 
     /// Keeps the gradients dx `[N, H]` of the rows that a micro-batch looked up.
-    pub fn keep<D: Device>(
+    pub fn keep(
         &mut self,
-        device: &D,
+        device: &dyn Device,
         number: u64,
         tokens: Tensor,
         dx: Tensor,

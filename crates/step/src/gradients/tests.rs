@@ -7,7 +7,7 @@ use super::*;
 use crate::common::llama;
 
 /// Tables of two pieces of 1024 rows and one of 1053.
-fn gradients<'a>(dry: &'a Dry, tiers: &Arc<LowerTiers>, tier: Tier) -> (Vec<Parameter>, Gradients<'a, Dry>) {
+fn gradients<'a>(dry: &'a Dry, tiers: &Arc<LowerTiers>, tier: Tier) -> (Vec<Parameter>, Gradients<'a>) {
     let trained = ModelSpec { vocab_size: 3101, ..llama() }.parameters();
     let on_tier = OnTier { tiers, tier, stays: &|_| false };
     let gradients = Gradients::new(dry, &trained, DType::Bf16, on_tier, (Pieces::of_bytes(0, 1), 3)).unwrap();
@@ -81,7 +81,7 @@ fn roundings_of_a_piece_depend_on_its_place_and_on_what_was_added() {
     let (block, role) = (BlockId::Embedding, Role::TokenEmbedding);
     gradients.begin(5);
     let seeds: Vec<u64> = (0..9).map(|times| mix(mix(5, times), parameter_number(block, role))).collect();
-    let target = |gradients: &mut Gradients<'_, Dry>, piece, range: &Range<u64>, nth| {
+    let target = |gradients: &mut Gradients<'_>, piece, range: &Range<u64>, nth| {
         let Target { tensor, accumulate, rounding } =
             gradients.rows_target((block, role), piece, range, nth).unwrap();
         let Rounding::Stochastic { seed, first } = rounding else { panic!("{rounding:?}") };

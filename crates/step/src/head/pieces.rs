@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use plimsoll_device::{DType, Device, DeviceExt, Elementwise, Loss, PIECE_ROWS, Product, Tensor};
+use plimsoll_device::{DType, DeviceExt, Elementwise, Loss, PIECE_ROWS, Product, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Role};
 
@@ -44,8 +44,8 @@ pub(crate) struct HeadPiece<'p> {
 
 impl<'a> PiecedLoss<'a> {
     /// Begins with x `[N, H]`, for pieces of a vocabulary of `vocab_size` tokens.
-    pub fn begin<D: Device>(
-        ctx: &Context<'_, D>,
+    pub fn begin(
+        ctx: &Context<'_>,
         norm: Norm<'a>,
         x: Tensor,
         labels: &'a Labels,
@@ -68,9 +68,9 @@ impl<'a> PiecedLoss<'a> {
     }
 
     /// The logits of a piece, for every chunk of tokens.
-    fn for_each_chunk<D: Device>(
+    fn for_each_chunk(
         &self,
-        ctx: &Context<'_, D>,
+        ctx: &Context<'_>,
         weight: &Tensor,
         mut body: impl FnMut(&PieceChunk) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
@@ -98,7 +98,7 @@ impl<'a> PiecedLoss<'a> {
     }
 
     /// Takes what a piece adds to the losses.
-    pub fn add<D: Device>(&self, ctx: &Context<'_, D>, piece: HeadPiece<'_>) -> Result<(), StepError> {
+    pub fn add(&self, ctx: &Context<'_>, piece: HeadPiece<'_>) -> Result<(), StepError> {
         self.for_each_chunk(ctx, piece.weight, |chunk| {
             Ok(ctx.device.run(Loss::LogitRuns {
                 logits: &chunk.logits,
@@ -112,7 +112,7 @@ impl<'a> PiecedLoss<'a> {
     }
 
     /// Writes the losses, when all pieces were added.
-    pub fn losses<D: Device>(&self, ctx: &Context<'_, D>) -> Result<(), StepError> {
+    pub fn losses(&self, ctx: &Context<'_>) -> Result<(), StepError> {
         Ok(ctx.device.run(Loss::LossOfRuns {
             runs: &self.runs,
             target_logits: &self.target_logits,
@@ -124,10 +124,10 @@ impl<'a> PiecedLoss<'a> {
 
     /// The gradients of a piece and of its part of the input, for a loss multiplied by `scale`; the pieces in order.
     /// `first` additions were made to the gradients of each piece in this pass before.
-    pub fn backward<D: Device>(
+    pub fn backward(
         &mut self,
-        ctx: &Context<'_, D>,
-        gradients: &mut Gradients<'_, D>,
+        ctx: &Context<'_>,
+        gradients: &mut Gradients<'_>,
         piece: HeadPiece<'_>,
         scale: f32,
         first: u64,
@@ -180,11 +180,7 @@ impl<'a> PiecedLoss<'a> {
     }
 
     /// The gradient of x, when the backward pass has seen all pieces.
-    pub fn finish<D: Device>(
-        self,
-        ctx: &Context<'_, D>,
-        gradients: &mut Gradients<'_, D>,
-    ) -> Result<Tensor, StepError> {
+    pub fn finish(self, ctx: &Context<'_>, gradients: &mut Gradients<'_>) -> Result<Tensor, StepError> {
         let PiecedLoss { norm, x, normed, dnormed, runs, logits, target_logits, .. } = self;
         drop((runs, logits, target_logits));
         let Normed { out, statistics, .. } = normed;

@@ -1,16 +1,13 @@
 //! Adafactor (Shazeer and Stern 2018) and AdaLomo (Lv et al. 2023): of a matrix's second moment only the means over rows
 //! and columns are kept.
 
-use plimsoll_device::{Adafactor, DType, Device, Rule, SecondMoment};
+use plimsoll_device::{Adafactor, DType, Rule, SecondMoment};
 
 use super::state::{NewState, StateKind};
 use super::{AdafactorSettings, ParameterStep};
 use crate::StepError;
 
-pub(super) fn allocate<D: Device>(
-    new: &mut NewState<'_, D>,
-    settings: &AdafactorSettings,
-) -> Result<(), StepError> {
+pub(super) fn allocate(new: &mut NewState<'_>, settings: &AdafactorSettings) -> Result<(), StepError> {
     if let [rows, columns] = new.parameter.shape[..] {
         new.zeros(StateKind::SecondMomentRows, DType::F32, &[rows])?;
         new.zeros(StateKind::SecondMomentColumns, DType::F32, &[columns])?;
@@ -20,10 +17,7 @@ pub(super) fn allocate<D: Device>(
     if settings.beta1.is_some() { new.like_parameter(StateKind::FirstMoment, DType::F32) } else { Ok(()) }
 }
 
-pub(super) fn update<D: Device>(
-    job: &ParameterStep<'_, D>,
-    settings: &AdafactorSettings,
-) -> Result<(), StepError> {
+pub(super) fn update(job: &ParameterStep<'_>, settings: &AdafactorSettings) -> Result<(), StepError> {
     let factors = job.find(StateKind::SecondMomentRows).zip(job.find(StateKind::SecondMomentColumns));
     let second = match factors {
         Some((rows, columns)) => SecondMoment::Factored { rows, columns },

@@ -2,14 +2,14 @@
 //! the query and key projections, for each output row of the other matrices, for each token of embeddings, and one for
 //! a norm. Biases have ordinary Adam.
 
-use plimsoll_device::{DType, Device, Rule};
+use plimsoll_device::{DType, Rule};
 use plimsoll_model::{Parameter, ParameterKind, Role};
 
 use super::state::{NewState, StateKind};
 use super::{AdamSettings, ParameterStep, adamw};
 use crate::StepError;
 
-pub(super) fn allocate<D: Device>(new: &mut NewState<'_, D>, head_dim: u64) -> Result<(), StepError> {
+pub(super) fn allocate(new: &mut NewState<'_>, head_dim: u64) -> Result<(), StepError> {
     match runs(new.parameter, head_dim) {
         None => adamw::allocate(new, DType::F32),
         Some(runs) => {
@@ -19,7 +19,7 @@ pub(super) fn allocate<D: Device>(new: &mut NewState<'_, D>, head_dim: u64) -> R
     }
 }
 
-pub(super) fn update<D: Device>(job: &ParameterStep<'_, D>, adam: AdamSettings) -> Result<(), StepError> {
+pub(super) fn update(job: &ParameterStep<'_>, adam: AdamSettings) -> Result<(), StepError> {
     if is_bias(job.parameter) {
         return adamw::update(job, adam);
     }

@@ -1,7 +1,7 @@
 //! APOLLO (Zhu et al. 2024): Adam in a random space of few dimensions says how much to scale each channel of the
 //! gradient, or all of it (APOLLO-Mini). The projection is made anew from its seed at every step, and not kept.
 
-use plimsoll_device::{Apollo, Channels, DType, Device, DeviceExt, Rule, Subspace};
+use plimsoll_device::{Apollo, Channels, DType, DeviceExt, Rule, Subspace};
 
 use super::low_rank::{Projected, allocate_moments, update_plain};
 use super::state::{NewState, StateKind};
@@ -14,10 +14,7 @@ const EPSILON: f32 = 1e-8;
 /// The scaled gradient's norm grows by this factor at most in a step (Fira, Chen et al. 2024).
 const GROWTH_LIMIT: f64 = 1.01;
 
-pub(super) fn allocate<D: Device>(
-    new: &mut NewState<'_, D>,
-    settings: &LowRankSettings,
-) -> Result<(), StepError> {
+pub(super) fn allocate(new: &mut NewState<'_>, settings: &LowRankSettings) -> Result<(), StepError> {
     allocate_moments(new, settings.rank)?;
     match Projected::of(new.parameter, settings.rank) {
         Some(_) => new.zeros(StateKind::UpdateNorm, DType::F32, &[1]),
@@ -25,8 +22,8 @@ pub(super) fn allocate<D: Device>(
     }
 }
 
-pub(super) fn update<D: Device>(
-    job: &ParameterStep<'_, D>,
+pub(super) fn update(
+    job: &ParameterStep<'_>,
     settings: &LowRankSettings,
     channels: ApolloChannels,
 ) -> Result<(), StepError> {

@@ -1,13 +1,13 @@
 //! AdamW and Lion with block-wise 8-bit states (Dettmers et al. 2022), as bitsandbytes has them: small parameters, and
 //! embeddings unless wanted otherwise, have f32 states.
 
-use plimsoll_device::{Adam, DType, Device, Rule};
+use plimsoll_device::{Adam, DType, Rule};
 
 use super::state::{NewState, StateKind, codes};
 use super::{AdamSettings, EightBit, LionSettings, ParameterStep, adamw, decay_after_step, lion};
 use crate::StepError;
 
-pub(super) fn allocate_adamw<D: Device>(new: &mut NewState<'_, D>, bits: EightBit) -> Result<(), StepError> {
+pub(super) fn allocate_adamw(new: &mut NewState<'_>, bits: EightBit) -> Result<(), StepError> {
     if !bits.holds(new.parameter) {
         return adamw::allocate(new, DType::F32);
     }
@@ -16,10 +16,7 @@ pub(super) fn allocate_adamw<D: Device>(new: &mut NewState<'_, D>, bits: EightBi
 }
 
 /// Weights decay after the step, those with f32 states too.
-pub(super) fn update_adamw<D: Device>(
-    job: &ParameterStep<'_, D>,
-    adam: AdamSettings,
-) -> Result<(), StepError> {
+pub(super) fn update_adamw(job: &ParameterStep<'_>, adam: AdamSettings) -> Result<(), StepError> {
     let hyper = adamw::numbers(job, adam);
     let m = codes(job.state, StateKind::FirstMoment, StateKind::FirstMomentAbsmax);
     let v = codes(job.state, StateKind::SecondMoment, StateKind::SecondMomentAbsmax);
@@ -32,7 +29,7 @@ pub(super) fn update_adamw<D: Device>(
     }
 }
 
-pub(super) fn allocate_lion<D: Device>(new: &mut NewState<'_, D>, bits: EightBit) -> Result<(), StepError> {
+pub(super) fn allocate_lion(new: &mut NewState<'_>, bits: EightBit) -> Result<(), StepError> {
     if bits.holds(new.parameter) {
         new.codes(StateKind::FirstMoment, StateKind::FirstMomentAbsmax)
     } else {
@@ -40,10 +37,7 @@ pub(super) fn allocate_lion<D: Device>(new: &mut NewState<'_, D>, bits: EightBit
     }
 }
 
-pub(super) fn update_lion<D: Device>(
-    job: &ParameterStep<'_, D>,
-    numbers: LionSettings,
-) -> Result<(), StepError> {
+pub(super) fn update_lion(job: &ParameterStep<'_>, numbers: LionSettings) -> Result<(), StepError> {
     match codes(job.state, StateKind::FirstMoment, StateKind::FirstMomentAbsmax) {
         Some(m) => job.run(Rule::Lion8bit { m, hyper: lion::numbers(job, numbers) }),
         None => lion::update(job, numbers),

@@ -5,9 +5,7 @@
 //! Rayleigh-Ritz step, so that they are singular vectors and not only a basis. Signs are whatever comes out: the
 //! update does not depend on them.
 
-use plimsoll_device::{
-    Compute, DType, Device, DeviceExt, Product, Rounding, Rule, Sgd, Subspace, Tensor, Update,
-};
+use plimsoll_device::{Compute, DType, DeviceExt, Product, Rounding, Rule, Sgd, Subspace, Tensor, Update};
 
 use super::low_rank::{Projected, allocate_moments, update_plain};
 use super::state::{NewState, StateKind};
@@ -23,10 +21,7 @@ const ITERATIONS: u32 = 4;
 /// Bytes of the update that exist at once.
 const CHUNK_BYTES: u64 = 4 << 20;
 
-pub(super) fn allocate<D: Device>(
-    new: &mut NewState<'_, D>,
-    settings: &LowRankSettings,
-) -> Result<(), StepError> {
+pub(super) fn allocate(new: &mut NewState<'_>, settings: &LowRankSettings) -> Result<(), StepError> {
     allocate_moments(new, settings.rank)?;
     match Projected::of(new.parameter, settings.rank) {
         Some(shape) => new.zeros(StateKind::Projection, DType::F32, &shape.projection()),
@@ -34,10 +29,7 @@ pub(super) fn allocate<D: Device>(
     }
 }
 
-pub(super) fn update<D: Device>(
-    job: &ParameterStep<'_, D>,
-    settings: &LowRankSettings,
-) -> Result<(), StepError> {
+pub(super) fn update(job: &ParameterStep<'_>, settings: &LowRankSettings) -> Result<(), StepError> {
     let Some(shape) = Projected::of(job.parameter, settings.rank) else {
         return update_plain(job, settings.adam);
     };
@@ -58,8 +50,8 @@ pub(super) fn update<D: Device>(
 }
 
 /// Projects the direction back, some rows at a time, and takes it off the weights, which decay afterwards.
-fn apply<D: Device>(
-    job: &ParameterStep<'_, D>,
+fn apply(
+    job: &ParameterStep<'_>,
     shape: Projected,
     projection: &Tensor,
     low: &Tensor,
@@ -106,11 +98,7 @@ fn apply<D: Device>(
 
 /// Fills the projection with the singular vectors of the gradient's largest singular values: right ones of a tall
 /// matrix in rows, left ones of a wide one in columns.
-fn find_projection<D: Device>(
-    job: &ParameterStep<'_, D>,
-    shape: Projected,
-    projection: &Tensor,
-) -> Result<(), StepError> {
+fn find_projection(job: &ParameterStep<'_>, shape: Projected, projection: &Tensor) -> Result<(), StepError> {
     let (device, grad, compute, accumulate) = (job.device, job.grad, Compute::F32, false);
     let (narrow, wide) =
         if shape.is_tall() { (shape.columns, shape.rows) } else { (shape.rows, shape.columns) };

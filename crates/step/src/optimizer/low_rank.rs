@@ -3,7 +3,7 @@
 //! Of a tall matrix's gradient `[M, N]`, M at least N, the rows are projected: low = G P^T `[M, R]`, P `[R, N]`. Of a wide
 //! one's, the columns: low = P^T G `[R, N]`, P `[M, R]`. Other parameters, and those of a lower rank, have AdamW's states.
 
-use plimsoll_device::{Adam, Compute, DType, Device, DeviceExt, Elementwise, Product, Rounding, Tensor};
+use plimsoll_device::{Adam, Compute, DType, DeviceExt, Elementwise, Product, Rounding, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::Parameter;
 
@@ -44,7 +44,7 @@ impl Projected {
 }
 
 /// Adam's moments: of the projected gradient, or of the gradient.
-pub(super) fn allocate_moments<D: Device>(new: &mut NewState<'_, D>, rank: u64) -> Result<(), StepError> {
+pub(super) fn allocate_moments(new: &mut NewState<'_>, rank: u64) -> Result<(), StepError> {
     match Projected::of(new.parameter, rank) {
         None => adamw::allocate(new, DType::F32),
         Some(projected) => {
@@ -56,17 +56,14 @@ pub(super) fn allocate_moments<D: Device>(new: &mut NewState<'_, D>, rank: u64) 
 
 /// The step of a parameter whose gradient is not projected, with the AdamW that both packages have: epsilon is added
 /// before the bias correction, and weights decay after the step.
-pub(super) fn update_plain<D: Device>(
-    job: &ParameterStep<'_, D>,
-    adam: AdamSettings,
-) -> Result<(), StepError> {
+pub(super) fn update_plain(job: &ParameterStep<'_>, adam: AdamSettings) -> Result<(), StepError> {
     let hyper = adamw::numbers(job, adam);
     let (lr, weight_decay) = decay_after_step(hyper.lr, hyper.weight_decay);
     let epsilon = hyper.epsilon / hyper.root_of_correction2();
     adamw::step(job, Adam { lr, weight_decay, epsilon, ..hyper })
 }
 
-impl<D: Device> ParameterStep<'_, D> {
+impl ParameterStep<'_> {
     /// An f32 tensor for the time of the step.
     pub(super) fn workspace(&self, shape: &[u64], name: &'static str) -> Result<Tensor, StepError> {
         Ok(self.device.alloc(DType::F32, shape, Tag::Workspace, name)?)

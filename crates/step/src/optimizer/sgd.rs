@@ -1,19 +1,16 @@
 //! SGD with or without momentum, as PyTorch defines it: weight decay is L2 regularisation.
 
-use plimsoll_device::{DType, Device, Rule, Sgd};
+use plimsoll_device::{DType, Rule, Sgd};
 
 use super::state::{NewState, StateKind};
 use super::{ParameterStep, SgdSettings};
 use crate::StepError;
 
-pub(super) fn allocate<D: Device>(
-    new: &mut NewState<'_, D>,
-    settings: &SgdSettings,
-) -> Result<(), StepError> {
+pub(super) fn allocate(new: &mut NewState<'_>, settings: &SgdSettings) -> Result<(), StepError> {
     if settings.momentum > 0.0 { new.like_parameter(StateKind::FirstMoment, DType::F32) } else { Ok(()) }
 }
 
-pub(super) fn update<D: Device>(job: &ParameterStep<'_, D>, settings: &SgdSettings) -> Result<(), StepError> {
+pub(super) fn update(job: &ParameterStep<'_>, settings: &SgdSettings) -> Result<(), StepError> {
     let hyper = Sgd {
         lr: job.lr,
         momentum: settings.momentum,

@@ -105,14 +105,14 @@ impl OptimizerState {
 }
 
 /// Makes the state of one parameter.
-pub(super) struct NewState<'a, D: Device> {
-    pub device: &'a D,
+pub(super) struct NewState<'a> {
+    pub device: &'a dyn Device,
     pub parameter: &'a Parameter,
     state: OptimizerState,
 }
 
-impl<'a, D: Device> NewState<'a, D> {
-    pub fn new(device: &'a D, parameter: &'a Parameter) -> Self {
+impl<'a> NewState<'a> {
+    pub fn new(device: &'a dyn Device, parameter: &'a Parameter) -> Self {
         NewState { device, parameter, state: OptimizerState::default() }
     }
 

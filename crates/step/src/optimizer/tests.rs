@@ -73,7 +73,7 @@ fn optimizer<'a>(
     device: &'a Cpu,
     spec: &ModelSpec,
     settings: &OptimizerSettings,
-) -> Result<Optimizer<'a, Cpu>, StepError> {
+) -> Result<Optimizer<'a>, StepError> {
     let storage = StateStorage {
         tiers: &Arc::new(LowerTiers::none()),
         tier: Tier::Device,
@@ -425,7 +425,7 @@ fn gradients_are_projected_where_that_makes_them_smaller() {
 }
 
 /// An optimizer of a single matrix of some shape.
-fn of_one<D: Device>(device: &D, kind: OptimizerKind, shape: [u64; 2]) -> (Parameter, Optimizer<'_, D>) {
+fn of_one(device: &dyn Device, kind: OptimizerKind, shape: [u64; 2]) -> (Parameter, Optimizer<'_>) {
     let base = spec().parameters().into_iter().find(|p| p.name == NAMES[2]).unwrap();
     let p = Parameter { shape: shape.to_vec(), ..base };
     let storage = StateStorage {

@@ -24,8 +24,8 @@ use crate::tier::{Contents, HomePart, Parcel, Parcels, Pieces, Unit, Use, is_mat
 const BUFFERS: usize = 2;
 
 /// Weights of which some may be away.
-pub(crate) struct WeightStore<'a, D: Device> {
-    device: &'a D,
+pub(crate) struct WeightStore<'a> {
+    device: &'a dyn Device,
     tiers: Arc<LowerTiers>,
     resident: ResidentStore,
     /// What lives on a lower tier.
@@ -34,7 +34,7 @@ pub(crate) struct WeightStore<'a, D: Device> {
     tables: HashMap<BlockId, (Role, Vec<Range<u64>>)>,
     /// Which of `away` is the table of which the rows that are looked up are brought.
     looked_up: Option<usize>,
-    pool: Parcels<'a, D, Unit, Role>,
+    pool: Parcels<'a, Unit, Role>,
 }
 
 /// A parameter that lives on a lower tier.
@@ -111,11 +111,11 @@ impl Matrix<'_> {
     }
 }
 
-impl<'a, D: Device> WeightStore<'a, D> {
+impl<'a> WeightStore<'a> {
     /// Takes memory for the weights that stay, homes for those that live below the device, and buffers for these. `cut`
     /// says how tables come and go; where it says nothing, a piece of one is no larger than a layer.
     pub(crate) fn new(
-        device: &'a D,
+        device: &'a dyn Device,
         tiers: &Arc<LowerTiers>,
         spec: &ModelSpec,
         storage: WeightStorage<'_>,
@@ -243,7 +243,7 @@ impl<'a, D: Device> WeightStore<'a, D> {
 
     fn for_each_with_lengths(
         &mut self,
-        work: impl Fn(&D, &BlockWeights) -> Result<(), StepError>,
+        work: impl Fn(&dyn Device, &BlockWeights) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
         let mut blocks = Vec::new();
         for block in self.resident.ordered() {

@@ -33,9 +33,9 @@ pub(crate) struct HomePart {
 
 impl Contents {
     /// Shows the bytes, in order, part by part. Nothing is shown in a dry run.
-    pub fn read<D: Device>(
+    pub fn read(
         &self,
-        device: &D,
+        device: &dyn Device,
         tiers: &LowerTiers,
         look: &mut dyn FnMut(&[u8]),
     ) -> Result<(), StepError> {
@@ -51,9 +51,9 @@ impl Contents {
     }
 
     /// Has the bytes written, in order, part by part.
-    pub fn write<D: Device>(
+    pub fn write(
         &self,
-        device: &D,
+        device: &dyn Device,
         tiers: &LowerTiers,
         fill: &mut dyn FnMut(&mut [u8]),
     ) -> Result<(), StepError> {
@@ -69,9 +69,9 @@ impl Contents {
 
     /// Sets the bytes to a parameter's values in a type. `fill` writes those of some rows; in homes that is a part of a
     /// table at a time, so that none of its size is ever in memory.
-    pub fn load<D: Device, E: From<StepError>>(
+    pub fn load<E: From<StepError>>(
         &self,
-        device: &D,
+        device: &dyn Device,
         tiers: &LowerTiers,
         (p, dtype): (&Parameter, DType),
         fill: &mut impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,

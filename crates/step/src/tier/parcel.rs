@@ -178,8 +178,8 @@ pub(crate) fn aligned_bytes(bytes: u64) -> u64 {
 }
 
 /// Memory for a parcel of so many bytes.
-pub(crate) fn buffer<D: Device>(
-    device: &D,
+pub(crate) fn buffer(
+    device: &dyn Device,
     bytes: u64,
     tag: Tag,
     name: &'static str,

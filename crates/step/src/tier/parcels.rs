@@ -15,16 +15,16 @@ use super::pool::{Pool, Use};
 use crate::StepError;
 
 /// Parcels of tensors `T` under keys `K`.
-pub(crate) struct Parcels<'a, D: Device, K, T> {
+pub(crate) struct Parcels<'a, K, T> {
     /// Shared with the carrier, which needs to know where they live.
     parcels: Rc<RefCell<HashMap<K, Parcel<T>>>>,
-    pool: Pool<'a, D, K>,
+    pool: Pool<'a, K>,
 }
 
-impl<'a, D: Device, K: Copy + Eq + Hash + 'a, T: Copy + 'a> Parcels<'a, D, K, T> {
+impl<'a, K: Copy + Eq + Hash + 'a, T: Copy + 'a> Parcels<'a, K, T> {
     /// Takes memory for `buffers` buffers, or for as many as there are parcels; `name` says what they hold.
     pub fn new(
-        device: &'a D,
+        device: &'a dyn Device,
         tiers: &Arc<LowerTiers>,
         parcels: HashMap<K, Parcel<T>>,
         buffers: usize,

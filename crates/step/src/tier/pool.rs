@@ -37,8 +37,8 @@ pub(crate) trait Carrier<K> {
 }
 
 /// Buffers of one size.
-pub(crate) struct Pool<'a, D: Device, K> {
-    device: &'a D,
+pub(crate) struct Pool<'a, K> {
+    device: &'a dyn Device,
     /// What the buffers hold, in the ledger.
     name: &'static str,
     buffer_bytes: u64,
@@ -95,9 +95,14 @@ impl<K: Copy + Eq> Buffer<K> {
     }
 }
 
-impl<'a, D: Device, K: Copy + Eq> Pool<'a, D, K> {
+impl<'a, K: Copy + Eq> Pool<'a, K> {
     /// Takes memory for `count` buffers of parcels of up to `bytes` bytes.
-    pub fn new(device: &'a D, name: &'static str, bytes: u64, count: usize) -> Result<Self, StepError> {
+    pub fn new(
+        device: &'a dyn Device,
+        name: &'static str,
+        bytes: u64,
+        count: usize,
+    ) -> Result<Self, StepError> {
         let mut pool = Pool {
             device,
             name,

@@ -178,7 +178,7 @@ fn a_move_knows_whether_it_needs_a_disk() {
 }
 
 /// Parcels of a page each under the keys 0 to 3, on a disk, and so many buffers for them.
-fn parcels<'a>(dry: &'a Dry, tiers: &Arc<LowerTiers>, buffers: usize) -> Parcels<'a, Dry, u32, ()> {
+fn parcels<'a>(dry: &'a Dry, tiers: &Arc<LowerTiers>, buffers: usize) -> Parcels<'a, u32, ()> {
     let mut all = HashMap::new();
     for key in 0..4 {
         let mut parcel = Parcel::new();
@@ -189,7 +189,7 @@ fn parcels<'a>(dry: &'a Dry, tiers: &Arc<LowerTiers>, buffers: usize) -> Parcels
     Parcels::new(dry, tiers, all, buffers, "tests.staging").unwrap()
 }
 
-fn announce(parcels: &mut Parcels<'_, Dry, u32, ()>, keys: &[u32]) {
+fn announce(parcels: &mut Parcels<'_, u32, ()>, keys: &[u32]) {
     parcels.announce(keys.iter().copied().map(Use::of)).unwrap();
 }
 
@@ -223,7 +223,7 @@ fn a_buffer_is_written_back_and_free_again() {
 fn what_lies_in_the_buffers_has_a_number() {
     let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
     let mut parcels = parcels(&dry, &tiers, 2);
-    let number = |parcels: &Parcels<'_, Dry, u32, ()>| {
+    let number = |parcels: &Parcels<'_, u32, ()>| {
         let mut hasher = DefaultHasher::new();
         parcels.hash_buffers(&mut hasher);
         hasher.finish()

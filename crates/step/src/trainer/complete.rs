@@ -1,6 +1,6 @@
 //! What happens to complete gradients: they are measured, the weights are updated from them, and they are given back.
 
-use plimsoll_device::{Device, DeviceExt, Reduction};
+use plimsoll_device::{DeviceExt, Reduction};
 use plimsoll_memory::Phase;
 
 use super::Trainer;
@@ -12,11 +12,11 @@ use crate::head::rows;
 use crate::optimizer::Update;
 use crate::store::{BlockWeights, layer_of};
 
-impl<D: Device> Trainer<'_, D> {
+impl Trainer<'_> {
     /// An action on complete gradients.
     pub(super) fn complete(
         &mut self,
-        pass: &Pass<'_, D>,
+        pass: &Pass<'_>,
         action: Action,
         weights: Option<&BlockWeights>,
     ) -> Result<(), StepError> {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use plimsoll_device::{Device, DeviceExt, Reduction, Tensor};
+use plimsoll_device::{DeviceExt, Reduction, Tensor};
 use plimsoll_memory::Phase;
 use plimsoll_model::{BlockId, ModelSpec, Role};
 
@@ -24,8 +24,8 @@ use crate::store::BlockWeights;
 use crate::tier::Unit;
 
 /// What a pass carries from action to action.
-pub(super) struct Pass<'c, D: Device> {
-    lanes: Vec<Lane<'c, D>>,
+pub(super) struct Pass<'c> {
+    lanes: Vec<Lane<'c>>,
     /// What the head has beside a table that comes in pieces.
     head: Option<&'c BlockWeights>,
     /// The layers of each segment.
@@ -39,10 +39,10 @@ pub(super) struct Pass<'c, D: Device> {
 }
 
 /// One micro-batch on its way.
-struct Lane<'c, D: Device> {
+struct Lane<'c> {
     /// Which micro-batch of the step it is.
     number: u64,
-    ctx: Context<'c, D>,
+    ctx: Context<'c>,
     inputs: &'c Inputs,
     /// The residual stream.
     x: Option<Tensor>,
@@ -68,7 +68,7 @@ enum Kept {
 
 impl Kept {
     /// Begins to bring what it keeps elsewhere.
-    fn prefetch<D: Device>(&mut self, ctx: &Context<'_, D>) -> Result<(), StepError> {
+    fn prefetch(&mut self, ctx: &Context<'_>) -> Result<(), StepError> {
         match self {
             Kept::Layer(saved) => saved.fetch(ctx),
             Kept::Input(input) => input.fetch(ctx),
@@ -80,7 +80,7 @@ impl Kept {
 const NOTHING_LEFT: StepError =
     StepError::Invariant { what: "a schedule asks for what no action before has left" };
 
-impl<'c, D: Device> Pass<'c, D> {
+impl<'c> Pass<'c> {
     /// One without micro-batches, for updates alone.
     pub fn empty() -> Self {
         let (lanes, segments) = (Vec::new(), Vec::new());
@@ -92,7 +92,7 @@ impl<'c, D: Device> Pass<'c, D> {
         self.lanes.is_empty()
     }
 
-    fn lane(&mut self, micro_batch: usize) -> Result<&mut Lane<'c, D>, StepError> {
+    fn lane(&mut self, micro_batch: usize) -> Result<&mut Lane<'c>, StepError> {
         self.lanes.get_mut(micro_batch).ok_or(NOTHING_LEFT)
     }
 
@@ -101,13 +101,13 @@ impl<'c, D: Device> Pass<'c, D> {
     }
 }
 
-impl<D: Device> Lane<'_, D> {
+impl Lane<'_> {
     fn take_kept(&mut self, segment: usize) -> Result<Kept, StepError> {
         self.kept.get_mut(segment).and_then(Option::take).ok_or(NOTHING_LEFT)
     }
 }
 
-impl<'a, D: Device> Trainer<'a, D> {
+impl<'a> Trainer<'a> {
     /// Some micro-batches forward and backward, each block for all of them before the next block; returns the sum of
     /// their token losses. `first` is the number of the first of them in the step; `completion` is `None` where more
     /// micro-batches will add to the gradients.
@@ -179,7 +179,7 @@ impl<'a, D: Device> Trainer<'a, D> {
     /// An action of a pass. `weights` are those that it holds.
     pub(super) fn act(
         &mut self,
-        pass: &mut Pass<'_, D>,
+        pass: &mut Pass<'_>,
         action: Action,
         weights: Option<&BlockWeights>,
     ) -> Result<(), StepError> {
@@ -293,7 +293,7 @@ impl<'a, D: Device> Trainer<'a, D> {
 
     fn forward(
         &mut self,
-        lane: &mut Lane<'_, D>,
+        lane: &mut Lane<'_>,
         weights: &BlockWeights,
         layer: u32,
         layers: &Range<u32>,
@@ -319,7 +319,7 @@ impl<'a, D: Device> Trainer<'a, D> {
 
     fn recompute(
         &mut self,
-        lane: &mut Lane<'_, D>,
+        lane: &mut Lane<'_>,
         weights: &BlockWeights,
         layer: u32,
         segment: usize,
@@ -335,7 +335,7 @@ impl<'a, D: Device> Trainer<'a, D> {
     }
 
     /// The loss and the gradient of the last layer's output, with a head that is there as a whole.
-    fn loss(&mut self, pass: &mut Pass<'_, D>, micro_batch: usize) -> Result<(), StepError> {
+    fn loss(&mut self, pass: &mut Pass<'_>, micro_batch: usize) -> Result<(), StepError> {
         let (scale, updates, chunk_tokens) = (pass.scale, pass.updates, self.settings.loss_chunk_tokens);
         let head = Head::gather(&mut self.weights, self.spec.tie_word_embeddings)?;
         let lane = pass.lane(micro_batch)?;
@@ -352,7 +352,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         Ok(())
     }
 
-    fn embed_backward(&mut self, lane: &mut Lane<'_, D>) -> Result<(), StepError> {
+    fn embed_backward(&mut self, lane: &mut Lane<'_>) -> Result<(), StepError> {
         let weights = self.weights.resident().gather(BlockId::Embedding)?;
         let dx = lane.dx.take().ok_or(NOTHING_LEFT)?;
         embedding::backward(&lane.ctx, &weights, &lane.inputs.tokens, &dx, &mut self.gradients)?;
@@ -375,7 +375,7 @@ impl<'a, D: Device> Trainer<'a, D> {
         spec: &'c ModelSpec,
         ropes: &'c RopeTables,
         dropout: Option<Dropout>,
-    ) -> Context<'c, D>
+    ) -> Context<'c>
     where
         'a: 'c,
     {
@@ -384,7 +384,7 @@ impl<'a, D: Device> Trainer<'a, D> {
     }
 
     /// What a layer's forward pass needs to know, with nothing that takes away what is to stay.
-    fn saving<'c>(&self, ctx: &Context<'c, D>, layer: u32) -> Context<'c, D> {
+    fn saving<'c>(&self, ctx: &Context<'c>, layer: u32) -> Context<'c> {
         let own = ctx.layer(layer);
         let kept = self.settings.kept_layers.activations;
         let away = own.away.filter(|_| !stays(BlockId::Layer(layer), kept, self.spec.num_layers));

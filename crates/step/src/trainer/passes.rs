@@ -2,7 +2,7 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use plimsoll_device::{Device, Iterations, KnownRounds};
+use plimsoll_device::{Iterations, KnownRounds};
 use plimsoll_disk::Moved;
 
 use super::Trainer;
@@ -10,8 +10,8 @@ use crate::StepError;
 use crate::settings::MicroBatches;
 
 /// Every pass but the last one.
-pub(super) struct Passes<'s, 'a, D: Device> {
-    pub trainer: &'s mut Trainer<'a, D>,
+pub(super) struct Passes<'s, 'a> {
+    pub trainer: &'s mut Trainer<'a>,
     pub micro_batches: MicroBatches<'s>,
     /// Micro-batches of each.
     pub together: u64,
@@ -20,7 +20,7 @@ pub(super) struct Passes<'s, 'a, D: Device> {
     pub sum: &'s mut f64,
 }
 
-impl<D: Device> Iterations for Passes<'_, '_, D> {
+impl Iterations for Passes<'_, '_> {
     type Error = StepError;
 
     fn run(&mut self, index: u64) -> Result<(), StepError> {

@@ -1,6 +1,5 @@
 //! How a schedule is gone through: what it announces, and what is held for its actions.
 
-use plimsoll_device::Device;
 use plimsoll_model::{BlockId, Role};
 
 use super::Trainer;
@@ -11,10 +10,10 @@ use crate::head::rows;
 use crate::store::BlockWeights;
 use crate::tier::Unit;
 
-impl<D: Device> Trainer<'_, D> {
+impl Trainer<'_> {
     /// Goes through a schedule: everything that it will need is announced, each unit is taken once for the actions that
     /// hold it, and released behind the last of them.
-    pub(super) fn perform(&mut self, schedule: &Schedule, pass: &mut Pass<'_, D>) -> Result<(), StepError> {
+    pub(super) fn perform(&mut self, schedule: &Schedule, pass: &mut Pass<'_>) -> Result<(), StepError> {
         self.weights.announce(schedule.weights())?;
         self.gradients.announce(schedule.gradients())?;
         let states = schedule.updated().filter_map(|(unit, part)| {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use plimsoll_device::{DType, Device, Tensor};
+use plimsoll_device::{DType, Tensor};
 use plimsoll_model::convert::convert;
 use plimsoll_model::{BlockId, Parameter, Role};
 
@@ -32,7 +32,7 @@ impl NamedTensor {
     }
 }
 
-impl<D: Device> Trainer<'_, D> {
+impl Trainer<'_> {
     /// Sets every weight, those of adapters too. `fill` writes the values of some rows of a parameter in the given type; it
     /// is not called on a dry device. With master weights it fills the master, and the weight is that, rounded.
     pub fn load<E: From<StepError>>(

@@ -19,12 +19,12 @@ fn cpu() -> Cpu {
     Cpu::new(16 << 20, CpuOptions { threads: Some(2), isa: None }).unwrap()
 }
 
-fn dry_trainer<'a, D: Device>(device: &'a D, spec: &ModelSpec, settings: &StepSettings) -> Trainer<'a, D> {
+fn dry_trainer<'a>(device: &'a dyn Device, spec: &ModelSpec, settings: &StepSettings) -> Trainer<'a> {
     let tiers = Arc::new(LowerTiers::dry());
     Trainer::with_tiers(device, tiers, spec.clone(), settings.clone(), &Solo).unwrap()
 }
 
-fn on_dry_device<'a>(dry: &'a Dry, spec: &ModelSpec, settings: &StepSettings) -> Trainer<'a, Dry> {
+fn on_dry_device<'a>(dry: &'a Dry, spec: &ModelSpec, settings: &StepSettings) -> Trainer<'a> {
     dry_trainer(dry, spec, settings)
 }
 
@@ -86,7 +86,7 @@ fn a_batch_without_a_target_changes_nothing_and_is_no_error() {
 }
 
 /// Says that the gradients of some blocks are not finite.
-fn spoil(trainer: &Trainer<'_, Cpu>, blocks: &[BlockId]) {
+fn spoil(trainer: &Trainer<'_>, blocks: &[BlockId]) {
     let mut squares = vec![1.0; trainer.parts.count() as usize];
     for part in blocks.iter().flat_map(|block| trainer.parts.of_block(*block)) {
         squares[part.norm_row as usize] = f32::INFINITY;
@@ -148,7 +148,7 @@ fn nothing_is_dropped_without_a_probability() {
 }
 
 /// The number by which a dry run knows that passes repeat.
-fn number(trainer: &mut Trainer<'_, Dry>) -> u64 {
+fn number(trainer: &mut Trainer<'_>) -> u64 {
     let (micro_batches, mut sum) = (MicroBatches::These(&[]), 0.0);
     Passes { trainer, micro_batches, together: 1, gradient_scale: 1.0, sum: &mut sum }.state().unwrap()
 }
@@ -307,7 +307,7 @@ fn updates_are_noted_where_they_happen() {
     // Seven matrices in each of three layers.
     assert_eq!(updates(UpdateTiming::AfterBackward), [0, 21]);
     assert_eq!(updates(UpdateTiming::InBackward(NormSource::SecondBackward)), [21, 0]);
-    assert!(Pass::<Dry>::empty().is_empty());
+    assert!(Pass::empty().is_empty());
 }
 
 /// For 18 tokens: runs of at most 1024 columns, of which pieces of 1024, 1024 and 1053 rows have 4, with two numbers each; the

@@ -16,7 +16,7 @@ fn scale() -> f64 {
 }
 
 /// The values of the weight that an adapter changes.
-fn whole(trainer: &Trainer<'_, Cpu>, spec: &ModelSpec, magnitude: &Parameter) -> Vec<Vec<f64>> {
+fn whole(trainer: &Trainer<'_>, spec: &ModelSpec, magnitude: &Parameter) -> Vec<Vec<f64>> {
     let Role::Lora(_, of) = magnitude.role else { panic!("{}", magnitude.name) };
     let values =
         |p: &Parameter| -> Vec<f64> { trainer.values(p).unwrap().into_iter().map(f64::from).collect() };
@@ -40,7 +40,7 @@ fn is_magnitude(p: &&Parameter) -> bool {
     matches!(p.role, Role::Lora(LoraPart::Magnitude, _))
 }
 
-fn loss(trainer: &mut Trainer<'_, Cpu>) -> f64 {
+fn loss(trainer: &mut Trainer<'_>) -> f64 {
     let (tokens, targets) = tokens(3, 2, 9);
     assert!(targets.contains(&IGNORED_TARGET));
     trainer.accumulate(&[MicroBatch::new(&tokens, &targets)]).unwrap().0

@@ -41,7 +41,7 @@ fn roomy(threads: usize) -> Cpu {
 /// Every gradient of the mean loss over some micro-batches, in the order of what is trained.
 fn gradients(
     device: &Cpu,
-    trainer: &mut Trainer<'_, Cpu>,
+    trainer: &mut Trainer<'_>,
     batches: &[MicroBatch<'_>],
 ) -> Vec<(Parameter, Vec<f64>)> {
     trainer.accumulate(batches).unwrap();
@@ -57,7 +57,7 @@ fn gradients(
 }
 
 /// Every trained weight, or its master.
-fn weights(trainer: &Trainer<'_, Cpu>) -> Vec<Vec<f64>> {
+fn weights(trainer: &Trainer<'_>) -> Vec<Vec<f64>> {
     let of = |p| trainer.values(p).unwrap().into_iter().map(f64::from).collect();
     trainer.trained().iter().map(of).collect()
 }

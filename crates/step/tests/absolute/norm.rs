@@ -146,7 +146,7 @@ fn clipping_makes_long_gradients_shorter_and_leaves_short_ones() {
     }
 }
 
-fn copy_weights(from: &Trainer<'_, Cpu>, to: &mut Trainer<'_, Cpu>) {
+fn copy_weights(from: &Trainer<'_>, to: &mut Trainer<'_>) {
     let load = |p: &Parameter, rows: std::ops::Range<u64>, dtype, out: &mut [u8]| {
         let values = from.values(p)?;
         let [first, last] = [rows.start, rows.end].map(|row| (row * p.columns()) as usize);

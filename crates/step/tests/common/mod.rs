@@ -202,7 +202,7 @@ pub fn device(spec: &ModelSpec, settings: &StepSettings, threads: usize) -> Cpu 
     Cpu::new(planned_peak(spec, settings, 2), CpuOptions { threads: Some(threads), isa: None }).unwrap()
 }
 
-pub fn trainer<'a>(device: &'a Cpu, spec: &ModelSpec, settings: &StepSettings) -> Trainer<'a, Cpu> {
+pub fn trainer<'a>(device: &'a Cpu, spec: &ModelSpec, settings: &StepSettings) -> Trainer<'a> {
     let mut trainer = Trainer::new(device, spec.clone(), settings.clone(), &Solo).unwrap();
     trainer.load(fill).unwrap();
     trainer
@@ -221,7 +221,7 @@ pub fn train(
     (losses, state(&trainer))
 }
 
-pub fn one_step(trainer: &mut Trainer<'_, Cpu>, settings: &StepSettings, step: u64) -> f64 {
+pub fn one_step(trainer: &mut Trainer<'_>, settings: &StepSettings, step: u64) -> f64 {
     let (batch, length) = (settings.batch_size, settings.sequence_length);
     let halves: Vec<_> = (0..2).map(|half| tokens(100 + 2 * step + half, batch, length)).collect();
     let batches: Vec<MicroBatch<'_>> =
@@ -229,7 +229,7 @@ pub fn one_step(trainer: &mut Trainer<'_, Cpu>, settings: &StepSettings, step: u
     trainer.step(&batches, 1e-2).unwrap().loss
 }
 
-pub fn state(trainer: &Trainer<'_, Cpu>) -> Vec<Vec<u8>> {
+pub fn state(trainer: &Trainer<'_>) -> Vec<Vec<u8>> {
     let bytes = |named: &plimsoll_step::NamedTensor| {
         let mut copy = Vec::new();
         trainer.read_state(named, &mut |bytes| copy.extend_from_slice(bytes)).unwrap();

@@ -1,6 +1,12 @@
 //! What the tests of runs share.
 
+use plimsoll_device::{Cpu, CpuOptions, Device, DeviceError};
 use plimsoll_plan::{DiskRates, Machine, ProcessLimits, Rates};
+
+/// The device of a run: this machine's processor with an arena of so many bytes.
+pub fn cpu<'d>(bytes: u64) -> Result<Box<dyn Device + 'd>, DeviceError> {
+    Ok(Box::new(Cpu::new(bytes, CpuOptions::default())?))
+}
 
 /// A machine without limits of its own, at made-up speeds: plans do not depend on where they are made.
 pub fn machine() -> Machine {

@@ -1,6 +1,5 @@
 //! The loop of a chat: a line in, an answer or a command's reply out.
 
-use plimsoll_device::Cpu;
 use plimsoll_generate::{Conversation, Limits, Sampler, SamplerSettings, Session, StopReason};
 use plimsoll_memory::{ByteSize, Tag};
 use plimsoll_model::chat_template::ChatTemplate;
@@ -25,7 +24,7 @@ pub struct Talk<'t> {
     pub model: &'t Inference<'t>,
     pub template: ChatTemplate,
     pub plan: DryRun,
-    pub session: Session<'t, Cpu>,
+    pub session: Session<'t>,
     pub conversation: Conversation,
     pub settings: SamplerSettings,
     pub limits: Limits,

@@ -114,7 +114,7 @@ impl Passes {
         model: &Weights,
         device: &'d Cpu,
         shape: (u64, u64),
-    ) -> Result<(Evaluator<'d, Cpu>, Option<Streaming>), Failure> {
+    ) -> Result<(Evaluator<'d>, Option<Streaming>), Failure> {
         let (tiers, streaming) = self.tiers(args, model)?;
         let types = |p: &Parameter| model.weight_type(p);
         let (spec, storage) = (model.spec().clone(), self.storage(model, &types));

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_device::Dry;
+use plimsoll_device::{Device, Dry};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::Tier;
 
@@ -13,7 +13,7 @@ use crate::rope::RopeTables;
 use crate::settings::{AttentionKind, MicroBatch, Precision};
 
 /// Looks at the context of a pass over 100 tokens.
-fn with_context(look: impl FnOnce(&Dry, &Context<'_, Dry>)) {
+fn with_context(look: impl FnOnce(&Dry, &Context<'_>)) {
     let (dry, spec) = (Dry::new(), llama());
     let ropes = RopeTables::new(&dry, &spec, 100).unwrap();
     let inputs = Inputs::upload(&dry, &spec, 1, 100, None, &MicroBatch::new(&[], &[])).unwrap();
@@ -21,7 +21,7 @@ fn with_context(look: impl FnOnce(&Dry, &Context<'_, Dry>)) {
 }
 
 /// How many tensors of a group are kept as codes, and how many go to the host: those of a page at least.
-fn kept<T: Activations>(dry: &Dry, ctx: &Context<'_, Dry>, group: impl Fn() -> T) -> (usize, usize) {
+fn kept<T: Activations>(dry: &Dry, ctx: &Context<'_>, group: impl Fn() -> T) -> (usize, usize) {
     let Held::Int8(mut codes, packings) = Held::new(ctx, Save::Int8 { block: 16 }, group()).unwrap() else {
         panic!("no codes")
     };

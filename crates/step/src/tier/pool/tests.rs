@@ -85,7 +85,7 @@ fn cpu() -> Cpu {
     Cpu::new(1 << 20, CpuOptions { threads: Some(1), isa: None }).unwrap()
 }
 
-fn pool<'a>(device: &'a Cpu, count: usize) -> (Pool<'a, Cpu, u32>, Rc<RefCell<World>>) {
+fn pool<'a>(device: &'a Cpu, count: usize) -> (Pool<'a, u32>, Rc<RefCell<World>>) {
     let mut pool = Pool::new(device, "tests.staging", ALIGNMENT, count).unwrap();
     let world = Rc::new(RefCell::new(World::default()));
     world.borrow_mut().homes.extend((0..10).map(|key| (key, key as u8 + 100)));
@@ -93,7 +93,7 @@ fn pool<'a>(device: &'a Cpu, count: usize) -> (Pool<'a, Cpu, u32>, Rc<RefCell<Wo
     (pool, world)
 }
 
-fn announce(pool: &mut Pool<'_, Cpu, u32>, keys: &[u32]) {
+fn announce(pool: &mut Pool<'_, u32>, keys: &[u32]) {
     pool.announce(keys.iter().copied().map(Use::of)).unwrap();
 }
 
@@ -101,13 +101,13 @@ fn anew(key: u32) -> Use<u32> {
     Use { key, fresh: true }
 }
 
-fn take_and_release(pool: &mut Pool<'_, Cpu, u32>, device: &Cpu, key: u32) -> u8 {
+fn take_and_release(pool: &mut Pool<'_, u32>, device: &Cpu, key: u32) -> u8 {
     let value = take(pool, device, key);
     pool.release(key, false);
     value
 }
 
-fn take(pool: &mut Pool<'_, Cpu, u32>, device: &Cpu, key: u32) -> u8 {
+fn take(pool: &mut Pool<'_, u32>, device: &Cpu, key: u32) -> u8 {
     value(device, &pool.take(key).unwrap().unwrap())
 }
 
