@@ -228,7 +228,7 @@ impl Bench {
             },
         )?;
         let sum = self.tensor(DType::F32, &[1])?;
-        self.time(&label("sum_squares"), Reduction::SumSquares { x: &x, out: &sum })
+        self.time(&label("sum_squares"), Reduction::SumSquares { x: &x, out: &sum, finite: None })
     }
 
     fn optimizer(&self, dtype: DType, n: u64) -> Result<(), DeviceError> {
@@ -241,7 +241,7 @@ impl Bench {
             param: &param,
             master,
             grad: &grad,
-            grad_scale: 1.0,
+            grad_scale: None,
             rounding,
             rule,
         };

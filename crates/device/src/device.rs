@@ -53,8 +53,9 @@ pub trait Device {
         self.arena().enter(phase, layer);
     }
 
-    /// Carries out one operation; [`DeviceExt::run`] takes a family's as it is.
-    fn execute(&self, op: Op<'_>) -> Result<(), DeviceError>;
+    /// Carries out one operation; [`DeviceExt::run`] takes a family's as it is. With a flag, an f32 `[1]`, it writes nothing
+    /// where that is 0: the host need not know.
+    fn execute(&self, op: Op<'_>, unless_zero: Option<&Tensor>) -> Result<(), DeviceError>;
 
     /// Lets `fill` write the tensor's bytes. A device without memory does not call it.
     fn write(&self, out: &Tensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError>;
@@ -141,7 +142,12 @@ pub trait Device {
 pub trait DeviceExt: Device {
     /// Carries out one operation, of any family.
     fn run<'a>(&self, op: impl Into<Op<'a>>) -> Result<(), DeviceError> {
-        self.execute(op.into())
+        self.execute(op.into(), None)
+    }
+
+    /// The same, but nothing where a flag on the device, an f32 `[1]`, is 0.
+    fn run_unless_zero<'a>(&self, flag: &Tensor, op: impl Into<Op<'a>>) -> Result<(), DeviceError> {
+        self.execute(op.into(), Some(flag))
     }
 
     /// Runs `times` iterations that do the same on other data. A device without memory runs them only until they repeat and

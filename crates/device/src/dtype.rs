@@ -11,6 +11,8 @@ use std::fmt;
 #[allow(missing_docs)]
 pub enum DType {
     F32,
+    /// Sums of a whole step, which f32 would round.
+    F64,
     Bf16,
     F16,
     /// Token ids and positions.
@@ -74,8 +76,9 @@ pub(crate) const FP8_FACTOR_BYTES: u64 = 4;
 
 impl DType {
     /// Every type.
-    pub const ALL: [DType; 26] = [
+    pub const ALL: [DType; 27] = [
         DType::F32,
+        DType::F64,
         DType::Bf16,
         DType::F16,
         DType::U32,
@@ -107,6 +110,7 @@ impl DType {
     pub fn block_elements(self) -> u64 {
         match self {
             DType::F32 | DType::Bf16 | DType::F16 | DType::U32 | DType::I8 | DType::U8 => 1,
+            DType::F64 => 1,
             DType::F8E4m3 | DType::F8E5m2 => 1,
             DType::Q8_0 | DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 => 32,
             DType::Iq4Nl | DType::Mxfp4 => 32,
@@ -138,6 +142,7 @@ impl DType {
     /// Bytes of one block, without factors that several blocks share.
     pub fn block_bytes(self) -> u64 {
         match self {
+            DType::F64 => 8,
             DType::F32 | DType::U32 => 4,
             DType::Bf16 | DType::F16 => 2,
             DType::I8 | DType::U8 | DType::F8E4m3 | DType::F8E5m2 => 1,
@@ -178,9 +183,10 @@ impl DType {
         if self.has_rows() { self.block_elements() } else { self.block_elements() * BLOCKS_PER_FACTOR }
     }
 
-    /// Whether weights may be kept in it: not in integers, nor in 8-bit floats, which a step makes of its weights.
+    /// Whether weights may be kept in it: not in integers, nor in f64, nor in 8-bit floats, which a step makes of its
+    /// weights.
     pub fn is_weight(self) -> bool {
-        !matches!(self, DType::U32 | DType::I8 | DType::U8) && !self.is_fp8()
+        !matches!(self, DType::F64 | DType::U32 | DType::I8 | DType::U8) && !self.is_fp8()
     }
 
     /// Whether it is one of 8-bit floats with a factor for the whole tensor.
@@ -212,6 +218,7 @@ impl DType {
     pub fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",
+            DType::F64 => "f64",
             DType::Bf16 => "bf16",
             DType::F16 => "f16",
             DType::U32 => "u32",

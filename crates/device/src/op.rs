@@ -46,7 +46,7 @@ pub(crate) use workspace::{MAX_PARTIAL_COLUMNS, PIECE, RowPieces, rows_per_task,
 use plimsoll_memory::Arena;
 
 use crate::check::Description;
-use crate::{Cost, DeviceError};
+use crate::{Cost, DType, DeviceError, Tensor};
 
 /// Rows of a table of which a piece has a multiple, but for the last piece: what is computed from such pieces, one after
 /// the other, has the bits of what is computed from the whole. That holds for products, the loss and its gradient,
@@ -122,9 +122,9 @@ impl<'a> Op<'a> {
     }
 
     /// Refuses tensors of another arena, of wrong types or shapes, outputs that overlap what they must not, and what
-    /// needs more workspace than there is. Says what it needs.
-    pub fn check(&self, arena: &Arena) -> Result<Workspace, DeviceError> {
-        Ok(self.described(arena)?.workspace)
+    /// needs more workspace than there is; and a flag that is none. Says what it needs.
+    pub fn check(&self, arena: &Arena, flag: Option<&Tensor>) -> Result<Workspace, DeviceError> {
+        Ok(self.described(arena, flag)?.workspace)
     }
 
     /// Arithmetic and bytes of this operation, which has been checked.
@@ -133,14 +133,27 @@ impl<'a> Op<'a> {
     }
 
     /// Both at once.
-    pub(crate) fn check_and_cost(&self, arena: &Arena) -> Result<(Workspace, Cost), DeviceError> {
-        let op = self.described(arena)?;
+    pub(crate) fn check_and_cost(
+        &self,
+        arena: &Arena,
+        flag: Option<&Tensor>,
+    ) -> Result<(Workspace, Cost), DeviceError> {
+        let op = self.described(arena, flag)?;
         Ok((op.workspace, self.family().cost(op.once())))
     }
 
-    fn described(&self, arena: &Arena) -> Result<Description<'a>, DeviceError> {
+    fn described(&self, arena: &Arena, flag: Option<&Tensor>) -> Result<Description<'a>, DeviceError> {
         let mut op = self.family().describe();
-        let refusal = op.refusal(arena);
+        let refusal = op.refusal(arena).or_else(|| refused_flag(flag?, arena));
         refusal.map_or(Ok(op), |reason| Err(DeviceError::Mismatch { op: self.name(), reason }))
     }
+}
+
+/// Why a tensor cannot say whether an operation is carried out, if so.
+fn refused_flag(flag: &Tensor, arena: &Arena) -> Option<String> {
+    if !flag.is_in(arena) {
+        return Some(format!("{flag:?} belongs to another arena"));
+    }
+    let fits = flag.dtype() == DType::F32 && flag.elements() == 1;
+    (!fits).then(|| format!("{flag:?} is not f32 [1]"))
 }

@@ -152,7 +152,7 @@ fn shapes() {
 }
 
 fn update<'a>(param: &'a Tensor, grad: &'a Tensor, rule: Rule<'a>) -> Update<'a> {
-    Update { param, master: None, grad, grad_scale: 1.0, rounding: Rounding::Nearest, rule }
+    Update { param, master: None, grad, grad_scale: None, rounding: Rounding::Nearest, rule }
 }
 
 #[test]

@@ -112,7 +112,7 @@ fn sums_over_rows() {
 fn sums_over_everything() {
     let squares = |n| {
         needs(&[(F32, &[n]), (F32, &[1])], |device, t| {
-            device.run(Reduction::SumSquares { x: &t[0], out: &t[1] })
+            device.run(Reduction::SumSquares { x: &t[0], out: &t[1], finite: None })
         })
     };
     assert_eq!(squares(1), Ok([8, 0]));
@@ -130,7 +130,7 @@ fn sums_over_everything() {
         let weights: [(DType, &[u64]); 2] = [(F32, &[30, 1000]), (F32, &[30, 1000])];
         needs(&[&weights[..], tensors].concat(), |device, t| {
             let (param, grad, rounding) = (&t[0], &t[1], Rounding::Nearest);
-            device.run(Update { param, master: None, grad, grad_scale: 1.0, rounding, rule: rule(&t[2..]) })
+            device.run(Update { param, master: None, grad, grad_scale: None, rounding, rule: rule(&t[2..]) })
         })
     };
     // Tasks of 16 whole rows, or of 16,384 elements.
@@ -243,7 +243,7 @@ fn runs_of_logits() {
             soft_cap: None,
             gradient_scale: Some(1.0),
         };
-        let needed = Op::from(op).check(device.arena()).map_err(|error| error.to_string())?;
+        let needed = Op::from(op).check(device.arena(), None).map_err(|error| error.to_string())?;
         Ok([needed.shared, needed.each_task])
     };
     assert_eq!(cross_entropy(&dry, 2500), Ok([0, 3 * 8]));
@@ -326,7 +326,7 @@ fn the_largest_counts() {
     assert_eq!(dry.workspace(), Workspace::default());
     for x in [&x, &sum] {
         let out = &alloc(F32, &[1]);
-        dry.run(Reduction::SumSquares { x, out }).unwrap();
+        dry.run(Reduction::SumSquares { x, out, finite: None }).unwrap();
     }
     assert_eq!(dry.workspace(), Workspace { shared: 32, each_task: 0 });
 }

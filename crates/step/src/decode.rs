@@ -176,7 +176,7 @@ impl<'a> Decoder<'a> {
         let positions = positions(device, 1, n, past)?;
         let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions, past);
         self.weights.announce_forward(&self.spec, with_head)?;
-        let mut x = embedding::forward(&ctx, &mut self.weights, &ids)?;
+        let mut x = embedding::forward(&ctx, &mut self.weights, (&ids, tokens))?;
         self.cache.begin(past, n)?;
         for layer in 0..self.spec.num_layers {
             device.enter(Phase::Generate, Some(layer));

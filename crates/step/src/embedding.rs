@@ -11,13 +11,14 @@ use crate::gradients::Gradients;
 use crate::store::{BlockWeights, WeightStore};
 use crate::tier::Unit;
 
-/// The embeddings [N, H] of `tokens` at the context's positions.
+/// The embeddings [N, H] of `tokens` at the context's positions. `ids` are the tokens as the host knows them; a dry run need
+/// not.
 pub(crate) fn forward(
     ctx: &Context<'_>,
     store: &mut WeightStore<'_>,
-    tokens: &Tensor,
+    (tokens, ids): (&Tensor, &[u32]),
 ) -> Result<Tensor, StepError> {
-    let (weights, rows) = store.gather_embedding(tokens)?;
+    let (weights, rows) = store.gather_embedding(tokens, ids)?;
     let sizes = [tokens.elements(), ctx.spec.hidden_size];
     let alloc = |name| ctx.device.alloc(ctx.activations, &sizes, Tag::Activations, name);
     let out = alloc("residual")?;

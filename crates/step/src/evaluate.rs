@@ -54,7 +54,7 @@ impl Evaluation<'_> {
             None,
         );
         store.announce_forward(self.spec, true)?;
-        let mut x = embedding::forward(&ctx, store, &inputs.tokens)?;
+        let mut x = embedding::forward(&ctx, store, (&inputs.tokens, inputs.ids))?;
         for layer in 0..self.spec.num_layers {
             self.device.enter(Phase::Forward, Some(layer));
             let weights = store.gather(BlockId::Layer(layer))?;

@@ -24,8 +24,10 @@ pub(crate) struct Labels {
 }
 
 /// One pass's tokens, u32 [N].
-pub(crate) struct Inputs {
+pub(crate) struct Inputs<'m> {
     pub tokens: Tensor,
+    /// The same on the host; none in a dry run.
+    pub ids: &'m [u32],
     pub labels: Labels,
     positions: Tensor,
     /// Where each token's document begins, if documents are told apart.
@@ -34,7 +36,7 @@ pub(crate) struct Inputs {
     sequence_length: u64,
 }
 
-impl Inputs {
+impl<'m> Inputs<'m> {
     /// Copies a micro-batch of `batch_size` sequences of `sequence_length` tokens to the device. With `document_end`, or
     /// where the micro-batch says itself where they start, every document has positions of its own and is told apart
     /// from the others.
@@ -44,8 +46,8 @@ impl Inputs {
         batch_size: u64,
         sequence_length: u64,
         document_end: Option<u32>,
-        micro_batch: &MicroBatch<'_>,
-    ) -> Result<Inputs, StepError> {
+        micro_batch: &MicroBatch<'m>,
+    ) -> Result<Inputs<'m>, StepError> {
         let n = batch_size * sequence_length;
         let MicroBatch { tokens: ids, targets: wanted, weights: factors, document_starts } = *micro_batch;
         let lengths = [ids, wanted].into_iter().chain(document_starts).map(<[u32]>::len);
@@ -86,7 +88,7 @@ impl Inputs {
             }
         };
         let labels = Labels { targets, losses, weights };
-        Ok(Inputs { tokens, labels, positions, documents, batch_size, sequence_length })
+        Ok(Inputs { tokens, ids, labels, positions, documents, batch_size, sequence_length })
     }
 
     /// The context of blocks that see these tokens and no others.

@@ -1,6 +1,6 @@
 //! The step program: one transformer step with explicit forward and backward functions, block by block.
 //!
-//! It is written once, generic over the [`Device`](plimsoll_device::Device): run on the dry device it is the plan,
+//! It is written once, for any [`Device`](plimsoll_device::Device): run on the dry device it is the plan,
 //! on the CPU it is the training. Read it from [`Trainer::step`] down. It knows no files and no command line.
 
 #![forbid(unsafe_code)]
@@ -50,4 +50,4 @@ pub use settings::{
     Offload, Precision, StepSettings, TrainingMethod, UpdateTiming,
 };
 pub use store::{Residency, WeightOffload, WeightStorage};
-pub use trainer::{NamedTensor, StepOutcome, StepProgress, Trainer};
+pub use trainer::{NamedTensor, Numbers, StepOutcome, StepProgress, Trainer};

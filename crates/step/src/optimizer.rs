@@ -8,7 +8,7 @@ use std::hash::Hasher;
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{DType, Device, DeviceExt, Rounding, Rule, Tensor};
+use plimsoll_device::{DType, Device, Op, Rounding, Rule, Tensor};
 use plimsoll_disk::{Home, LowerTiers};
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, Parameter, Role};
@@ -89,10 +89,17 @@ pub(crate) struct StateStorage<'s> {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Update {
     pub lr: f64,
-    /// Factor on the gradients.
-    pub grad_scale: f64,
     /// 1-based.
     pub step: u64,
+}
+
+/// What is known on the device alone when weights are updated.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Control<'c> {
+    /// f32 `[1]`: the factor on gradients, where there is one.
+    pub factor: Option<&'c Tensor>,
+    /// f32 `[1]`: where it is 0 nothing is changed.
+    pub flag: Option<&'c Tensor>,
 }
 
 impl<'a> Optimizer<'a> {
@@ -226,6 +233,7 @@ impl<'a> Optimizer<'a> {
         part: &Part,
         (weight, grad): (&Tensor, &Tensor),
         update: Update,
+        control: Control<'_>,
     ) -> Result<(), StepError> {
         let parameter = &part.parameter;
         let unit = (parameter.block, parameter.role, part.piece);
@@ -244,7 +252,8 @@ impl<'a> Optimizer<'a> {
         };
         let rows = (!part.is_whole()).then(|| of_rows(parameter, &part.rows));
         let first = part.rows.start * parameter.columns();
-        self.run(device, rows.as_ref().unwrap_or(parameter), first, (weight, grad, &state), update)?;
+        let parameter = rows.as_ref().unwrap_or(parameter);
+        self.run(device, parameter, first, (weight, grad, &state), update, control)?;
         drop(state);
         if was_brought && let Some(away) = &mut self.away {
             away.pool.release(unit, true);
@@ -260,6 +269,7 @@ impl<'a> Optimizer<'a> {
         first: u64,
         (weight, grad, state): (&Tensor, &Tensor, &OptimizerState),
         update: Update,
+        control: Control<'_>,
     ) -> Result<(), StepError> {
         let Slot { lr_scale, weight_decay, .. } = self.slot(parameter.block, parameter.role)?;
         let own_seed = mix(self.seed, parameter_number(parameter.block, parameter.role));
@@ -271,7 +281,7 @@ impl<'a> Optimizer<'a> {
             state,
             lr: update.lr * lr_scale,
             weight_decay: *weight_decay,
-            grad_scale: update.grad_scale as f32,
+            control,
             step: update.step,
             own_seed,
             first,
@@ -355,7 +365,7 @@ struct ParameterStep<'a> {
     state: &'a OptimizerState,
     lr: f64,
     weight_decay: f64,
-    grad_scale: f32,
+    control: Control<'a>,
     /// 1-based.
     step: u64,
     /// Of the parameter, the same at every step.
@@ -385,14 +395,19 @@ impl<'a> ParameterStep<'a> {
 
     /// Updates the weights by a rule.
     fn run(&self, rule: Rule<'_>) -> Result<(), StepError> {
-        Ok(self.device.run(plimsoll_device::Update {
+        self.execute(plimsoll_device::Update {
             param: self.weight,
             master: self.state.master(),
             grad: self.grad,
-            grad_scale: self.grad_scale,
+            grad_scale: self.control.factor,
             rounding: Rounding::Stochastic { seed: self.seed(), first: self.first },
             rule,
-        })?)
+        })
+    }
+
+    /// Carries out an operation of the step, unless nothing is to be changed.
+    fn execute<'o>(&self, op: impl Into<Op<'o>>) -> Result<(), StepError> {
+        Ok(self.device.execute(op.into(), self.control.flag)?)
     }
 }
 

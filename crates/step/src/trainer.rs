@@ -2,6 +2,7 @@
 //! update`. What is done in which order is a [`Schedule`](schedule::Schedule).
 
 mod complete;
+mod numbers;
 mod parts;
 mod pass;
 mod passes;
@@ -13,9 +14,9 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use plimsoll_device::{DType, Device, DeviceExt, KnownRounds, Tensor};
+use plimsoll_device::{Device, DeviceExt, KnownRounds};
 use plimsoll_disk::LowerTiers;
-use plimsoll_memory::{Phase, Tag, Tier};
+use plimsoll_memory::{Phase, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_parallel::Communicator;
 
@@ -35,6 +36,8 @@ use crate::settings::{
 use crate::store::{Residency, WeightOffload, WeightStorage, WeightStore};
 use crate::tier::Pieces;
 
+use numbers::Found;
+pub use numbers::Numbers;
 pub(crate) use parts::Part;
 use parts::Parts;
 use passes::Passes;
@@ -63,8 +66,8 @@ pub struct Trainer<'a> {
     /// The rows of each piece of the head's table, where its weights or gradients come in pieces.
     loss_pieces: Option<Vec<Range<u64>>>,
     ropes: Rc<RopeTables>,
-    /// f32 `[parts, 1]`: where the squared norms of the gradients meet.
-    squared_norms: Tensor,
+    /// What the device finds out in a step.
+    numbers: Numbers,
     progress: StepProgress,
     /// What a dry run has found the passes of a step to repeat.
     known_passes: KnownRounds,
@@ -90,6 +93,17 @@ enum Completion {
     Measure,
     /// Their norms are taken, the weights are updated, and they are given back.
     Update(Update),
+}
+
+/// What the host knows when the passes of a step are done.
+#[derive(Clone, Copy, Debug)]
+struct Passed {
+    /// Target tokens of all ranks.
+    targets: u64,
+    /// Factor that makes a mean of the sum of losses.
+    scale: f64,
+    /// Whether weights were updated before all gradients had been seen.
+    within: bool,
 }
 
 /// What a step gave.
@@ -164,8 +178,7 @@ impl<'a> Trainer<'a> {
         device.enter(Phase::Setup, None);
         let ropes = Rc::new(RopeTables::new(device, &spec, settings.sequence_length)?);
         let parts = Rc::new(Parts::new(&trained, cut));
-        let squared_norms =
-            device.alloc(DType::F32, &[parts.count().max(1), 1], Tag::Workspace, "grad_norm")?;
+        let numbers = Numbers::new(device, parts.count())?;
         let (block, role) = Head::table(spec.tie_word_embeddings);
         let loss_pieces = weights.pieces(block, role).or_else(|| gradients.pieces(block, role));
         let mover = match offload.activations {
@@ -190,7 +203,7 @@ impl<'a> Trainer<'a> {
             optimizer,
             mover,
             ropes,
-            squared_norms,
+            numbers,
             progress,
             known_passes: KnownRounds::default(),
         })
@@ -247,41 +260,24 @@ impl<'a> Trainer<'a> {
     }
 
     fn step_over(&mut self, micro_batches: MicroBatches<'_>, lr: f64) -> Result<StepOutcome, StepError> {
-        let outcome = match self.settings.update {
+        let passed = match self.settings.update {
             UpdateTiming::AfterBackward => self.step_after_backward(micro_batches, lr),
             UpdateTiming::InBackward(source) => self.step_in_backward(micro_batches, lr, source),
         };
         self.gradients.clear();
-        let outcome = outcome?;
+        let passed = passed?;
         self.settle()?;
-        if !outcome.skipped {
-            self.progress.steps += 1;
-            self.progress.grad_norm = Some(outcome.grad_norm);
-        }
-        Ok(outcome)
+        let found = self.numbers.read(self.device)?;
+        self.conclude(passed, &found)
     }
 
-    fn step_after_backward(
-        &mut self,
-        micro_batches: MicroBatches<'_>,
-        lr: f64,
-    ) -> Result<StepOutcome, StepError> {
-        let (loss, targets) = self.pass(micro_batches, Completion::Keep)?;
+    fn step_after_backward(&mut self, micro_batches: MicroBatches<'_>, lr: f64) -> Result<Passed, StepError> {
+        self.numbers.begin(self.device, self.gradient_factor(None))?;
+        let passed = self.pass(micro_batches, Completion::Keep)?;
         self.device.enter(Phase::Optimizer, None);
-        let grad_norm = self.global_norm()?;
-        if let (Some(scaling), Some(scale)) = (self.settings.loss_scaling, &mut self.progress.loss_scale)
-            && !grad_norm.is_finite()
-            && scale.back_off(scaling)
-        {
-            return Ok(StepOutcome { loss, grad_norm, targets, skipped: true });
-        }
-        self.check_finite(loss, grad_norm)?;
-        let update = self.next_update(lr, Some(grad_norm));
-        self.update_all(update)?;
-        if let (Some(scaling), Some(scale)) = (self.settings.loss_scaling, &mut self.progress.loss_scale) {
-            scale.grow(scaling);
-        }
-        Ok(StepOutcome { loss, grad_norm, targets, skipped: false })
+        self.clip()?;
+        self.update_all(self.next_update(lr))?;
+        Ok(passed)
     }
 
     fn step_in_backward(
@@ -289,29 +285,43 @@ impl<'a> Trainer<'a> {
         micro_batches: MicroBatches<'_>,
         lr: f64,
         source: NormSource,
-    ) -> Result<StepOutcome, StepError> {
-        let before = match (self.settings.clipping, source, self.progress.grad_norm) {
-            (GradientClipping::None, ..) => None,
-            (_, NormSource::PreviousStep, Some(norm)) => Some(norm),
-            (_, NormSource::SecondBackward, _) | (_, NormSource::PreviousStep, None) => {
-                let (loss, _) = self.pass(micro_batches, Completion::Measure)?;
-                let norm = self.global_norm()?;
-                self.check_finite(loss, norm)?;
-                Some(norm)
-            }
+    ) -> Result<Passed, StepError> {
+        let before = match (self.settings.clipping, source) {
+            (GradientClipping::None, _) => None,
+            (GradientClipping::GlobalNorm(_), NormSource::SecondBackward) => None,
+            (GradientClipping::GlobalNorm(_), NormSource::PreviousStep) => self.progress.grad_norm,
         };
-        let update = self.next_update(lr, before);
-        let (loss, targets) = self.pass(micro_batches, Completion::Update(update))?;
-        Ok(StepOutcome { loss, grad_norm: self.global_norm()?, targets, skipped: false })
+        self.numbers.begin(self.device, self.gradient_factor(before))?;
+        let measures_first = before.is_none() && self.settings.clipping != GradientClipping::None;
+        if measures_first {
+            self.pass(micro_batches, Completion::Measure)?;
+            self.clip()?;
+            self.numbers.forget_loss(self.device)?;
+        }
+        let passed = self.pass(micro_batches, Completion::Update(self.next_update(lr)))?;
+        Ok(Passed { within: !measures_first, ..passed })
     }
 
-    /// The numbers of the next update, clipped by a gradient norm where there is one.
-    fn next_update(&self, lr: f64, grad_norm: Option<f64>) -> Update {
+    /// The numbers of the next update.
+    fn next_update(&self, lr: f64) -> Update {
+        Update { lr, step: self.progress.steps + 1 }
+    }
+
+    /// The factor on gradients of this global norm, or of one that need not be known.
+    fn gradient_factor(&self, grad_norm: Option<f64>) -> f32 {
         let clip = match (self.settings.clipping, grad_norm) {
             (GradientClipping::GlobalNorm(most), Some(norm)) => (most / (norm + 1e-6)).min(1.0),
             _ => 1.0,
         };
-        Update { lr, grad_scale: clip / self.loss_scale(), step: self.progress.steps + 1 }
+        (clip / self.loss_scale()) as f32
+    }
+
+    /// Has the device clip the gradients that were measured, if they are to be clipped.
+    fn clip(&self) -> Result<(), StepError> {
+        match self.settings.clipping {
+            GradientClipping::None => Ok(()),
+            GradientClipping::GlobalNorm(most) => self.numbers.clip(self.device, most, self.loss_scale()),
+        }
     }
 
     /// The factor on the loss of the next step.
@@ -321,22 +331,27 @@ impl<'a> Trainer<'a> {
 
     /// The gradients of the mean loss, scaled where it is, over all target tokens of `micro_batches`; returns that loss and their number.
     pub fn accumulate(&mut self, micro_batches: &[MicroBatch<'_>]) -> Result<(f64, u64), StepError> {
-        self.pass(MicroBatches::These(micro_batches), Completion::Keep)
+        self.numbers.begin(self.device, 1.0)?;
+        let passed = self.pass(MicroBatches::These(micro_batches), Completion::Keep)?;
+        let found = self.numbers.read(self.device)?;
+        Ok((self.mean_loss(passed, &found)?, passed.targets))
+    }
+
+    /// The mean loss over the targets of all ranks.
+    fn mean_loss(&self, passed: Passed, found: &Found) -> Result<f64, StepError> {
+        Ok(self.communicator.sum(found.loss)? * passed.scale)
     }
 
     /// All micro-batches forward and backward, and what becomes of the gradients behind the last one.
-    fn pass(
-        &mut self,
-        micro_batches: MicroBatches<'_>,
-        completion: Completion,
-    ) -> Result<(f64, u64), StepError> {
+    fn pass(&mut self, micro_batches: MicroBatches<'_>, completion: Completion) -> Result<Passed, StepError> {
         self.gradients.begin(mix(self.settings.seed, self.progress.steps));
-        let targets = self.communicator.sum(micro_batches.target_count() as f64)?;
+        let targets = self.communicator.sum(micro_batches.target_count() as f64)? as u64;
         let weight = self.communicator.sum(micro_batches.target_weight())?;
         let scale = if weight > 0.0 { 1.0 / weight } else { 0.0 };
+        let passed = Passed { targets, scale, within: false };
         let together = self.settings.micro_batches_per_pass.max(1);
         let Some(before_last) = micro_batches.len().div_ceil(together).checked_sub(1) else {
-            return Ok((self.communicator.sum(0.0)? * scale, targets as u64));
+            return Ok(passed);
         };
         let gradient_scale = (scale * self.loss_scale()) as f32;
         let (device, first) = (self.device, before_last * together);
@@ -346,12 +361,11 @@ impl<'a> Trainer<'a> {
             device.enter(Phase::Backward, None);
             self.gradients.make_room_for_looked_up(first, batch_size.saturating_mul(sequence_length), row)?;
         }
-        let mut sum = 0.0;
-        let passes = Passes { trainer: &mut *self, micro_batches, together, gradient_scale, sum: &mut sum };
+        let passes = Passes { trainer: &mut *self, micro_batches, together, gradient_scale };
         device.repeat(before_last, passes)?;
         let last = micro_batches.group(first, together);
-        sum += self.forward_backward(&last, first, gradient_scale, Some(completion))?;
-        Ok((self.communicator.sum(sum)? * scale, targets as u64))
+        self.forward_backward(&last, first, gradient_scale, Some(completion))?;
+        Ok(passed)
     }
 
     /// What adapters drop in a micro-batch of this step.

@@ -23,8 +23,8 @@ impl Device for RunsAll {
         self.0.arena()
     }
 
-    fn execute(&self, op: Op<'_>) -> Result<(), DeviceError> {
-        self.0.execute(op)
+    fn execute(&self, op: Op<'_>, unless_zero: Option<&Tensor>) -> Result<(), DeviceError> {
+        self.0.execute(op, unless_zero)
     }
 
     fn is_dry(&self) -> bool {

@@ -281,8 +281,8 @@ impl Device for Refusing<'_> {
         self.cpu.arena()
     }
 
-    fn execute(&self, op: Op<'_>) -> Result<(), DeviceError> {
-        if self.refuse.take() { Err(refusal(1)) } else { self.cpu.execute(op) }
+    fn execute(&self, op: Op<'_>, unless_zero: Option<&Tensor>) -> Result<(), DeviceError> {
+        if self.refuse.take() { Err(refusal(1)) } else { self.cpu.execute(op, unless_zero) }
     }
 
     fn write(&self, out: &Tensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {

@@ -115,8 +115,8 @@ impl Device for Cpu {
         &self.arena
     }
 
-    fn execute(&self, op: Op<'_>) -> Result<(), DeviceError> {
-        let needed = op.check(&self.arena)?;
+    fn execute(&self, op: Op<'_>, unless_zero: Option<&Tensor>) -> Result<(), DeviceError> {
+        let needed = op.check(&self.arena, unless_zero)?;
         let mut memory = self.memory.try_borrow_mut().map_err(|_| lent(op.name()))?;
         let memory = &mut *memory;
         self.workspace.set(self.workspace.get().or(needed));
@@ -124,6 +124,9 @@ impl Device for Cpu {
         // function; what is lent of it belongs to no tensor. `check` has found every tensor in the arena and no output overlapping another tensor, but for
         // what may be in place: there the kernel is given the output alone, by `Slices::input` or as its only operand.
         let slices = unsafe { Slices::new(memory.arena.as_ptr()) };
+        if unless_zero.is_some_and(|flag| slices.f32s(flag).contains(&0.0)) {
+            return Ok(());
+        }
         let words = needed.shared.min(Workspace::MOST.shared).div_ceil(size_of::<u64>() as u64) as usize;
         // SAFETY: the workspace is that long at least, aligned to 2 MiB, borrowed as above and used by nothing else.
         let workspace: &mut [u64] =

@@ -30,6 +30,8 @@ pub enum Elementwise<'a> {
     Add { a: &'a Tensor, b: &'a Tensor, out: &'a Tensor },
     /// x *= factor
     Scale { x: &'a Tensor, factor: f32 },
+    /// x *= factor, f32 `[1]`
+    ScaleBy { x: &'a Tensor, factor: &'a Tensor },
     /// out (+)= x / (1 - probability) where an element is kept, 0 where it is dropped (Srivastava et al. 2014). Element i
     /// is dropped by a random number from the seed and `first + i`. In place: out = x.
     Dropout { x: &'a Tensor, out: &'a Tensor, probability: f32, seed: u64, first: u64, accumulate: bool },
@@ -53,6 +55,9 @@ impl<'a> Family<'a> for Elementwise<'a> {
                 .same_size(a, [out])
                 .same_size(b, [out]),
             Elementwise::Scale { x, .. } => Description::new("scale", [], []).changing([x]).floats([x]),
+            Elementwise::ScaleBy { x, factor } => {
+                Description::new("scale_by", [factor], []).changing([x]).floats([x]).f32_vectors([factor], 1)
+            }
             Elementwise::Dropout { x, out, probability, .. } => Description::new("dropout", [x], [out])
                 .in_place([(out, x)])
                 .floats([x, out])

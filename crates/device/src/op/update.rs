@@ -20,8 +20,8 @@ pub struct Update<'a> {
     pub master: Option<&'a Tensor>,
     /// The gradient, f32 or bf16.
     pub grad: &'a Tensor,
-    /// Factor on the gradient (the clipping coefficient).
-    pub grad_scale: f32,
+    /// f32 `[1]`: factor on the gradient (the clipping coefficient); 1 where there is none.
+    pub grad_scale: Option<&'a Tensor>,
     /// How bf16 weights and bf16 states are rounded.
     pub rounding: Rounding,
     /// The optimizer.
@@ -228,12 +228,14 @@ pub enum Rule<'a> {
 
 impl<'a> Family<'a> for Update<'a> {
     fn describe(&self) -> Description<'a> {
-        let Update { param, master, grad, rule, .. } = *self;
+        let Update { param, master, grad, grad_scale, rule, .. } = *self;
         let new = |name| {
             Description::new(name, [], [])
                 .changing([param])
                 .changing(master)
                 .reading([grad])
+                .reading(grad_scale)
+                .f32_vectors(grad_scale, 1)
                 .floats([param, grad])
                 .same_size(param, [grad])
                 .f32s(master)

@@ -124,6 +124,13 @@ pub fn run(
     Ok(results)
 }
 
+/// A number on the device.
+pub fn factor(cpu: &Cpu, value: f32) -> Result<Tensor, DeviceError> {
+    let factor = cpu.alloc(DType::F32, &[1], Tag::Workspace, "factor")?;
+    cpu.write_f32(&factor, &[value])?;
+    Ok(factor)
+}
+
 /// A device for each test thread, instruction set and number of threads, for all its operations.
 fn device(isa: Isa, threads: usize) -> Rc<Cpu> {
     thread_local!(static DEVICES: RefCell<Vec<Rc<Cpu>>> = const { RefCell::new(Vec::new()) });

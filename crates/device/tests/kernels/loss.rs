@@ -183,7 +183,7 @@ fn sum_squares() {
         check(
             &format!("{dtype} {n}"),
             &operands,
-            |cpu, t| cpu.run(Reduction::SumSquares { x: &t[0], out: &t[1] }),
+            |cpu, t| cpu.run(Reduction::SumSquares { x: &t[0], out: &t[1], finite: None }),
             &[Expected { operand: 1, values: vec![sum], tolerance: 0.0 }],
         );
     }

@@ -16,3 +16,4 @@ mod norms;
 mod optimizer;
 mod pieces;
 mod reference;
+mod step_numbers;

@@ -1,9 +1,9 @@
 //! AdamW.
 
 use plimsoll_device::cpu::Isa;
-use plimsoll_device::{Adam, DType, DeviceExt, Rounding, Rule, Tensor, Update};
+use plimsoll_device::{Adam, Cpu, DType, DeviceError, DeviceExt, Rounding, Rule, Tensor, Update};
 
-use crate::harness::{Expected, Operand, check, decode, noise, run, storages};
+use crate::harness::{Expected, Operand, check, decode, factor, noise, run, storages};
 use crate::reference;
 
 const HYPER: Adam = Adam { lr: 1e-3, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.1, step: 3 };
@@ -21,10 +21,18 @@ fn operands(n: usize, param: DType, grad: DType) -> [Operand; 5] {
     ]
 }
 
-fn op(t: &[Tensor], with_master: bool, hyper: Adam, grad_scale: f32, rounding: Rounding) -> Update<'_> {
+fn adamw_step(
+    cpu: &Cpu,
+    t: &[Tensor],
+    with_master: bool,
+    hyper: Adam,
+    grad_scale: f32,
+    rounding: Rounding,
+) -> Result<(), DeviceError> {
     let master = with_master.then(|| &t[4]);
     let rule = Rule::AdamW { m: &t[2], v: &t[3], hyper };
-    Update { param: &t[0], master, grad: &t[1], grad_scale, rounding, rule }
+    let factor = factor(cpu, grad_scale)?;
+    cpu.run(Update { param: &t[0], master, grad: &t[1], grad_scale: Some(&factor), rounding, rule })
 }
 
 #[test]
@@ -44,7 +52,7 @@ fn adamw() {
             check(
                 &format!("{n} {param} {grad} {with_master} {step}"),
                 &operands,
-                |cpu, t| cpu.run(op(t, with_master, hyper, 0.5, Rounding::Nearest)),
+                |cpu, t| adamw_step(cpu, t, with_master, hyper, 0.5, Rounding::Nearest),
                 &expected,
             );
         }
@@ -74,7 +82,7 @@ fn as_pytorch_does() {
             let [param, m, v] = state;
             let operands = [param, grad.to_vec(), m, v].map(|x| Operand::new(DType::F32, &[6], x));
             let after =
-                run(isa, 1, &operands, &|cpu, t| cpu.run(op(t, false, hyper, 1.0, Rounding::Nearest)))
+                run(isa, 1, &operands, &|cpu, t| adamw_step(cpu, t, false, hyper, 1.0, Rounding::Nearest))
                     .unwrap();
             state = [0, 2, 3].map(|i| decode(DType::F32, &after[i]));
         }
@@ -93,7 +101,8 @@ fn moments_fade_to_zero() {
     let operands = [0.5, 0.0, 1e-38, 1.1e-38].map(|x| Operand::new(DType::F32, &[40], [x; 40]));
     for isa in Isa::available() {
         let after =
-            run(isa, 1, &operands, &|cpu, t| cpu.run(op(t, false, HYPER, 0.5, Rounding::Nearest))).unwrap();
+            run(isa, 1, &operands, &|cpu, t| adamw_step(cpu, t, false, HYPER, 0.5, Rounding::Nearest))
+                .unwrap();
         assert_eq!(decode(DType::F32, &after[2]), [0.0; 40], "{isa}");
         assert_eq!(decode(DType::F32, &after[3]), [0.0; 40], "{isa}");
     }
@@ -112,7 +121,8 @@ fn stochastic_rounding_keeps_small_steps() {
         constant(DType::F32, 0.0),
     ];
     let mean = |isa, rounding| {
-        let after = run(isa, 2, &operands, &|cpu, t| cpu.run(op(t, false, hyper, 1.0, rounding))).unwrap();
+        let after =
+            run(isa, 2, &operands, &|cpu, t| adamw_step(cpu, t, false, hyper, 1.0, rounding)).unwrap();
         decode(DType::Bf16, &after[0]).iter().sum::<f64>() / n as f64
     };
     for isa in Isa::available() {

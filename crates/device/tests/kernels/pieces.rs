@@ -9,7 +9,7 @@ use plimsoll_device::{
     PIECE_ROWS, Product, Rounding, Rule, Sgd, Tensor, Update,
 };
 
-use crate::harness::{Operand, RunOp, decode, noise, refusal, run};
+use crate::harness::{Operand, RunOp, decode, factor, noise, refusal, run};
 
 const PIECE: usize = PIECE_ROWS as usize;
 
@@ -376,11 +376,12 @@ fn updates() {
                 }
                 let rounding = Rounding::Stochastic { seed: 3, first: first + range.start as u64 };
                 let op: RunOp<'_> = &|cpu, t| {
+                    let factor = factor(cpu, 0.5)?;
                     cpu.run(Update {
                         param: &t[0],
                         master: None,
                         grad: &t[1],
-                        grad_scale: 0.5,
+                        grad_scale: Some(&factor),
                         rounding,
                         rule: rule(t),
                     })

@@ -57,7 +57,8 @@ pub fn ggml_type(dtype: DType) -> Option<u32> {
         DType::Iq4Nl => Some(20),
         DType::Bf16 => Some(30),
         DType::Mxfp4 => Some(39),
-        DType::U32
+        DType::F64
+        | DType::U32
         | DType::I8
         | DType::U8
         | DType::F8E4m3

@@ -10,14 +10,12 @@ use std::ops::Range;
 
 use plimsoll_device::{Scope, Tally, Times, Trace, Transferred};
 use plimsoll_memory::{Arena, Block, Layout, Ledger, MemoryEvent, Phase, Tag, Tier};
+use plimsoll_step::Numbers;
 
 use super::fold::Fold;
 
 /// What another unit's visit took is found by how far away that unit is, up to so many units; beyond, by which unit it is.
 const NEAR: isize = 3;
-
-/// The one tensor whose size depends on the number of layers: a number for each part that is trained.
-const NORMS: &str = "grad_norm";
 
 /// What a run through all layers does.
 pub(super) struct Unfolded {
@@ -287,8 +285,8 @@ impl<'a> Folded<'a> {
                                 arena.enter(phase, label(owner));
                                 *entered = Some((phase, owner));
                             }
-                            let norms = visit.unit.is_none() && name == NORMS;
-                            let bytes = if norms { parts * size_of::<f32>() as u64 } else { bytes };
+                            let numbers = visit.unit.is_none() && name == Numbers::NAME;
+                            let bytes = if numbers { Numbers::bytes(parts) } else { bytes };
                             held.add(arena.alloc(bytes, tag, name).ok()?);
                         }
                         Request::Give(from, place) => {

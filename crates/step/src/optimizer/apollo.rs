@@ -1,7 +1,7 @@
 //! APOLLO (Zhu et al. 2024): Adam in a random space of few dimensions says how much to scale each channel of the
 //! gradient, or all of it (APOLLO-Mini). The projection is made anew from its seed at every step, and not kept.
 
-use plimsoll_device::{Apollo, Channels, DType, DeviceExt, Rule, Subspace};
+use plimsoll_device::{Apollo, Channels, DType, Rule, Subspace};
 
 use super::low_rank::{Projected, allocate_moments, update_plain};
 use super::state::{NewState, StateKind};
@@ -30,17 +30,16 @@ pub(super) fn update(
     let Some(shape) = Projected::of(job.parameter, settings.rank) else {
         return update_plain(job, settings.adam);
     };
-    let device = job.device;
     let projection = job.workspace(&shape.projection(), "projection")?;
     let seed = mix(job.own_seed, job.step.saturating_sub(1) / settings.update_proj_gap.max(1));
     let std = (settings.rank as f64).powf(-0.5) as f32;
-    device.run(Subspace::RandomNormal { out: &projection, std, seed })?;
+    job.execute(Subspace::RandomNormal { out: &projection, std, seed })?;
     let low = job.project(shape, &projection)?;
     drop(projection);
 
     let direction = job.workspace(&shape.low(), "direction")?;
     let hyper = adamw::numbers(job, settings.adam);
-    device.run(Subspace::AdamDirection {
+    job.execute(Subspace::AdamDirection {
         grad: &low,
         m: job.state(StateKind::FirstMoment)?,
         v: job.state(StateKind::SecondMoment)?,
@@ -53,7 +52,7 @@ pub(super) fn update(
         ApolloChannels::Channel => (Channels::Columns, shape.columns),
     };
     let ratios = job.workspace(&[count], "channel_scales")?;
-    device.run(Subspace::NormRatios { a: &direction, b: &low, out: &ratios, channels, epsilon: EPSILON })?;
+    job.execute(Subspace::NormRatios { a: &direction, b: &low, out: &ratios, channels, epsilon: EPSILON })?;
     let lr = job.corrected_lr(&hyper) * settings.scale.sqrt();
     let hyper = Apollo { lr, decay: job.lr * job.weight_decay, growth_limit: GROWTH_LIMIT };
     job.run(Rule::Apollo { ratios: &ratios, channels, norm: job.state(StateKind::UpdateNorm)?, hyper })

@@ -5,7 +5,7 @@
 //! Rayleigh-Ritz step, so that they are singular vectors and not only a basis. Signs are whatever comes out: the
 //! update does not depend on them.
 
-use plimsoll_device::{Compute, DType, DeviceExt, Product, Rounding, Rule, Sgd, Subspace, Tensor, Update};
+use plimsoll_device::{Compute, DType, Product, Rounding, Rule, Sgd, Subspace, Tensor, Update};
 
 use super::low_rank::{Projected, allocate_moments, update_plain};
 use super::state::{NewState, StateKind};
@@ -39,7 +39,7 @@ pub(super) fn update(job: &ParameterStep<'_>, settings: &LowRankSettings) -> Res
     }
     let low = job.project(shape, projection)?;
     let hyper = adamw::numbers(job, settings.adam);
-    job.device.run(Subspace::AdamDirection {
+    job.execute(Subspace::AdamDirection {
         grad: &low,
         m: job.state(StateKind::FirstMoment)?,
         v: job.state(StateKind::SecondMoment)?,
@@ -75,7 +75,7 @@ fn apply(
     while first < shape.rows {
         let range = first..(first + rows).min(shape.rows);
         let chunk = slice(&buffer, 0..range.end - range.start)?;
-        job.device.run(Product::LinearBackwardInput {
+        job.execute(Product::LinearBackwardInput {
             dout: &slice(left, range.clone())?,
             weight: right,
             dx: &chunk,
@@ -83,11 +83,11 @@ fn apply(
             compute: Compute::F32,
         })?;
         let master = job.state.master().map(|master| slice(master, range.clone())).transpose()?;
-        job.device.run(Update {
+        job.execute(Update {
             param: &slice(job.weight, range)?,
             master: master.as_ref(),
             grad: &chunk,
-            grad_scale: 1.0,
+            grad_scale: None,
             rounding: Rounding::Stochastic { seed: mix(job.seed(), first), first: 0 },
             rule: Rule::Sgd { m: None, hyper },
         })?;
@@ -99,32 +99,32 @@ fn apply(
 /// Fills the projection with the singular vectors of the gradient's largest singular values: right ones of a tall
 /// matrix in rows, left ones of a wide one in columns.
 fn find_projection(job: &ParameterStep<'_>, shape: Projected, projection: &Tensor) -> Result<(), StepError> {
-    let (device, grad, compute, accumulate) = (job.device, job.grad, Compute::F32, false);
+    let (grad, compute, accumulate) = (job.grad, Compute::F32, false);
     let (narrow, wide) =
         if shape.is_tall() { (shape.columns, shape.rows) } else { (shape.rows, shape.columns) };
     let count = (shape.rank + OVERSAMPLING).min(narrow);
     // Both hold vectors in rows: of the side that is projected, and of the other.
     let basis = job.workspace(&[count, narrow], "subspace")?;
     let image = job.workspace(&[count, wide], "subspace_image")?;
-    device.run(Subspace::RandomNormal { out: &basis, std: 1.0, seed: job.seed() })?;
+    job.execute(Subspace::RandomNormal { out: &basis, std: 1.0, seed: job.seed() })?;
     let product = |x: &Tensor, transposed: bool, out: &Tensor| {
-        device.run(if transposed {
+        job.execute(if transposed {
             Product::Linear { x, weight: grad, bias: None, out, accumulate, compute }
         } else {
             Product::LinearBackwardInput { dout: x, weight: grad, dx: out, accumulate, compute }
         })
     };
-    device.run(Subspace::Orthonormalize { x: &basis })?;
+    job.execute(Subspace::Orthonormalize { x: &basis })?;
     for _ in 0..ITERATIONS {
         product(&basis, shape.is_tall(), &image)?;
-        device.run(Subspace::Orthonormalize { x: &image })?;
+        job.execute(Subspace::Orthonormalize { x: &image })?;
         product(&image, !shape.is_tall(), &basis)?;
-        device.run(Subspace::Orthonormalize { x: &basis })?;
+        job.execute(Subspace::Orthonormalize { x: &basis })?;
     }
     // Rayleigh-Ritz: the eigenvectors of (Q G^T)(Q G^T)^T turn the basis into singular vectors.
     product(&basis, shape.is_tall(), &image)?;
     let matrix = job.workspace(&[count, count], "subspace_products")?;
-    device.run(Product::Linear {
+    job.execute(Product::Linear {
         x: &image,
         weight: &image,
         bias: None,
@@ -135,14 +135,14 @@ fn find_projection(job: &ParameterStep<'_>, shape: Projected, projection: &Tenso
     drop(image);
     let vectors = job.workspace(&[count, count], "subspace_vectors")?;
     let turn = job.workspace(&[count, shape.rank], "subspace_turn")?;
-    device.run(Subspace::Eigenvectors { matrix: &matrix, vectors: &vectors, out: &turn })?;
+    job.execute(Subspace::Eigenvectors { matrix: &matrix, vectors: &vectors, out: &turn })?;
     let (dout, x) = if shape.is_tall() { (&turn, &basis) } else { (&basis, &turn) };
-    Ok(device.run(Product::LinearBackwardWeight {
+    job.execute(Product::LinearBackwardWeight {
         dout,
         x,
         dweight: projection,
         accumulate,
         rounding: Rounding::Nearest,
         compute,
-    })?)
+    })
 }

@@ -3,7 +3,7 @@
 //! Of a tall matrix's gradient `[M, N]`, M at least N, the rows are projected: low = G P^T `[M, R]`, P `[R, N]`. Of a wide
 //! one's, the columns: low = P^T G `[R, N]`, P `[M, R]`. Other parameters, and those of a lower rank, have AdamW's states.
 
-use plimsoll_device::{Adam, Compute, DType, DeviceExt, Elementwise, Product, Rounding, Tensor};
+use plimsoll_device::{Adam, Compute, DType, Elementwise, Product, Rounding, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::Parameter;
 
@@ -73,7 +73,7 @@ impl ParameterStep<'_> {
     pub(super) fn project(&self, shape: Projected, projection: &Tensor) -> Result<Tensor, StepError> {
         let low = self.workspace(&shape.low(), "projected_gradient")?;
         let (accumulate, compute) = (false, Compute::F32);
-        self.device.run(if shape.is_tall() {
+        self.execute(if shape.is_tall() {
             Product::Linear { x: self.grad, weight: projection, bias: None, out: &low, accumulate, compute }
         } else {
             Product::LinearBackwardWeight {
@@ -85,8 +85,8 @@ impl ParameterStep<'_> {
                 compute,
             }
         })?;
-        if self.grad_scale != 1.0 {
-            self.device.run(Elementwise::Scale { x: &low, factor: self.grad_scale })?;
+        if let Some(factor) = self.control.factor {
+            self.execute(Elementwise::ScaleBy { x: &low, factor })?;
         }
         Ok(low)
     }

@@ -106,8 +106,10 @@ fn five_steps(device: &Cpu, settings: &OptimizerSettings) -> Vec<(Parameter, Vec
             write(device, &weight, &noise(number, 0, p.elements()));
             for step in 1..=5 {
                 write(device, &grad, &noise(number, step, p.elements()));
-                let update = Update { lr: LR, grad_scale: 1.0, step: u64::from(step) };
-                optimizer.update(device, &Part::whole(&p), (&weight, &grad), update).unwrap();
+                let update = Update { lr: LR, step: u64::from(step) };
+                optimizer
+                    .update(device, &Part::whole(&p), (&weight, &grad), update, Control::default())
+                    .unwrap();
             }
             let state = optimizer.state(p.block, p.role).unwrap().clone();
             (p, device.read_f32(&weight).unwrap(), state)
@@ -260,8 +262,8 @@ fn a_truncated_subspace_holds_the_gradient() {
         let (weight, grad) = (tensor(), tensor());
         write(&device, &weight, &values);
         write(&device, &grad, &values);
-        let update = Update { lr: LR, grad_scale: 1.0, step: 1 };
-        optimizer.update(&device, &Part::whole(p), (&weight, &grad), update).unwrap();
+        let update = Update { lr: LR, step: 1 };
+        optimizer.update(&device, &Part::whole(p), (&weight, &grad), update, Control::default()).unwrap();
         let projection = optimizer.state(p.block, p.role).unwrap().find(StateKind::Projection).unwrap();
         let projection = device.read_f32(projection).unwrap();
         // Rows of the projection, whichever way it lies.
@@ -326,8 +328,8 @@ fn a_group_moves_by_its_own_rate() {
             write(&device, &tensor, &vec![value; p.elements() as usize]);
             tensor
         });
-        let update = Update { lr: 0.125, grad_scale: 1.0, step: 1 };
-        optimizer.update(&device, &Part::whole(&p), (&weight, &grad), update).unwrap();
+        let update = Update { lr: 0.125, step: 1 };
+        optimizer.update(&device, &Part::whole(&p), (&weight, &grad), update, Control::default()).unwrap();
         assert!(device.read_f32(&weight).unwrap().iter().all(|x| *x == expected), "{name}");
     }
 }
@@ -350,8 +352,8 @@ fn pieces_of_a_table_are_updated_as_the_whole_is() {
                 for (piece, rows) in (0..).zip(cuts) {
                     let part = Part { parameter: p.clone(), piece, rows: rows.clone(), norm_row: 0 };
                     let [weight, grad] = [&weight, &grad].map(|x| x.slice_rows(rows.clone()).unwrap());
-                    let update = Update { lr: LR, grad_scale: 1.0, step: u64::from(step) };
-                    optimizer.update(&device, &part, (&weight, &grad), update).unwrap();
+                    let update = Update { lr: LR, step: u64::from(step) };
+                    optimizer.update(&device, &part, (&weight, &grad), update, Control::default()).unwrap();
                 }
             }
             bytes(&device, &weight)
@@ -385,8 +387,8 @@ fn plain_parameters_decay_after_their_step() {
         let (weight, grad, gradients) = (tensor(), tensor(), noise(1, 1, p.elements()));
         write(&device, &weight, &vec![1.0; p.elements() as usize]);
         write(&device, &grad, &gradients);
-        let update = Update { lr: RATE, grad_scale: 1.0, step: 1 };
-        optimizer.update(&device, &Part::whole(&p), (&weight, &grad), update).unwrap();
+        let update = Update { lr: RATE, step: 1 };
+        optimizer.update(&device, &Part::whole(&p), (&weight, &grad), update, Control::default()).unwrap();
         for (found, g) in device.read_f32(&weight).unwrap().into_iter().zip(gradients) {
             let g = f64::from(g);
             let expected = (1.0 - RATE * g / (g.abs() + epsilon)) * (1.0 - RATE * DECAY);
@@ -408,9 +410,10 @@ fn gradients_are_projected_where_that_makes_them_smaller() {
         let (weight, grad) = (tensor(), tensor());
         write(&device, &weight, &noise(3, 0, p.elements()));
         write(&device, &grad, &noise(3, 1, p.elements()));
-        optimizer
-            .update(&device, &Part::whole(&p), (&weight, &grad), Update { lr: LR, grad_scale, step: 1 })
-            .unwrap();
+        let factor = device.alloc(DType::F32, &[1], Tag::Workspace, "factor").unwrap();
+        write(&device, &factor, &[grad_scale]);
+        let (update, control) = (Update { lr: LR, step: 1 }, Control { factor: Some(&factor), flag: None });
+        optimizer.update(&device, &Part::whole(&p), (&weight, &grad), update, control).unwrap();
         let state = optimizer.state(p.block, p.role).unwrap();
         let moment = state.find(StateKind::FirstMoment).unwrap();
         let projection = state.find(StateKind::Projection).map(|x| x.shape().dims().to_vec());
@@ -458,8 +461,8 @@ fn large_updates_of_galore_come_in_chunks() {
         let before = noise(3, 0, p.elements());
         write(&device, &weight, &before);
         write(&device, &grad, &noise(3, 1, p.elements()));
-        let update = Update { lr: RATE, grad_scale: 1.0, step: 1 };
-        optimizer.update(&device, &Part::whole(&p), (&weight, &grad), update).unwrap();
+        let update = Update { lr: RATE, step: 1 };
+        optimizer.update(&device, &Part::whole(&p), (&weight, &grad), update, Control::default()).unwrap();
         let tall = rows >= columns;
         let low = RANK * if tall { rows } else { columns };
         assert_eq!(device.arena().ledger().most(Tag::Workspace), (4 << 20) + 4 * low as u64, "{shape:?}");
@@ -560,8 +563,8 @@ fn a_subspace_is_looked_for_with_a_few_vectors_more() {
             (plimsoll_device::Dry::recording(), OptimizerKind::GaLore(low_rank(rank, 200, 0.25)));
         let (p, mut optimizer) = of_one(&dry, galore, shape);
         let tensor = || dry.alloc(DType::F32, &p.shape, Tag::Weights, "test").unwrap();
-        let update = Update { lr: LR, grad_scale: 1.0, step: 1 };
-        optimizer.update(&dry, &Part::whole(&p), (&tensor(), &tensor()), update).unwrap();
+        let update = Update { lr: LR, step: 1 };
+        optimizer.update(&dry, &Part::whole(&p), (&tensor(), &tensor()), update, Control::default()).unwrap();
         let ledger = dry.arena().ledger();
         let bytes = |name| ledger.events().iter().find(|event| event.name == name).unwrap().delta as u64 / 4;
         (bytes("subspace") / shape[0].min(shape[1]), bytes("subspace_image") / shape[0].max(shape[1]))

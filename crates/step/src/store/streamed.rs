@@ -341,9 +341,13 @@ impl<'a> WeightStore<'a> {
         found.map(|(_, tensor)| tensor).ok_or(StepError::MissingWeight { block, role })
     }
 
-    /// The embedding's weights to look `tokens` up in, and the row of the table in which each is: the token itself where
+    /// The embedding's weights to look `tokens` up in, which are `ids` on the host, and the row of the table in which each is: the token itself where
     /// the table is whole. To be released as a gathered block is.
-    pub(crate) fn gather_embedding(&mut self, tokens: &Tensor) -> Result<(BlockWeights, Tensor), StepError> {
+    pub(crate) fn gather_embedding(
+        &mut self,
+        tokens: &Tensor,
+        ids: &[u32],
+    ) -> Result<(BlockWeights, Tensor), StepError> {
         let Some(table) = self.looked_up.and_then(|index| self.away.get(index)) else {
             return Ok((self.gather(BlockId::Embedding)?, tokens.clone()));
         };
@@ -354,12 +358,8 @@ impl<'a> WeightStore<'a> {
         let device = self.device;
         let rows = device.alloc(table.dtype, &[n, columns], Tag::Staging, "embed_rows")?;
         let places = device.alloc(DType::U32, &[n], Tag::Data, "embed_places")?;
-        let mut wanted = Vec::new();
-        device.read(tokens, &mut |bytes| {
-            wanted = bytes.as_chunks::<4>().0.iter().map(|bytes| u32::from_ne_bytes(*bytes)).collect();
-        })?;
         let mut outcome = Ok(());
-        device.write(&rows, &mut |out| outcome = table.read_rows(&self.tiers, &wanted, out))?;
+        device.write(&rows, &mut |out| outcome = table.read_rows(&self.tiers, ids, out))?;
         outcome?;
         device.write(&places, &mut |bytes| {
             let places = (0..).zip(bytes.as_chunks_mut::<4>().0);

@@ -1,14 +1,14 @@
 //! What happens to complete gradients: they are measured, the weights are updated from them, and they are given back.
 
-use plimsoll_device::{DeviceExt, Reduction};
 use plimsoll_memory::Phase;
+use plimsoll_model::BlockId;
 
-use super::Trainer;
+use super::numbers::Found;
 use super::parts::Part;
 use super::pass::Pass;
 use super::schedule::{Action, Schedule};
+use super::{Passed, StepOutcome, Trainer};
 use crate::StepError;
-use crate::head::rows;
 use crate::optimizer::Update;
 use crate::store::{BlockWeights, layer_of};
 
@@ -34,14 +34,7 @@ impl Trainer<'_> {
                 for part in self.parts.of(unit) {
                     let gradient = self.gradients.part(part)?;
                     self.communicator.all_reduce(&gradient)?;
-                    let out = rows(&self.squared_norms, part.norm_row, part.norm_row + 1)?;
-                    self.device.run(Reduction::SumSquares { x: &gradient, out: &out })?;
-                }
-            }
-            Action::CheckFinite { unit } => {
-                let squares = self.device.read_f32(&self.squared_norms)?;
-                if !self.are_finite(&squares, self.parts.of(unit)) {
-                    return Err(StepError::NotFiniteWithin { block: unit.block() });
+                    self.numbers.measure(self.device, part.norm_row, &gradient)?;
                 }
             }
             Action::Update { unit, part, numbers } => {
@@ -53,7 +46,13 @@ impl Trainer<'_> {
                     None => self.weights.resident().tensor(&part.parameter)?.clone(),
                 };
                 let gradient = self.gradients.part(part)?;
-                self.optimizer.update(self.device, part, (&weight, &gradient), numbers)?;
+                self.optimizer.update(
+                    self.device,
+                    part,
+                    (&weight, &gradient),
+                    numbers,
+                    self.numbers.control(),
+                )?;
             }
             Action::Free { unit } => self.gradients.free(unit, self.parts.of(unit)),
             _ => return Err(StepError::Invariant { what: "an action of a pass came to the gradients" }),
@@ -61,31 +60,47 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// The norm of all unscaled gradients together, of which the squared norms have been taken.
-    pub(super) fn global_norm(&self) -> Result<f64, StepError> {
-        let squares = self.device.read_f32(&self.squared_norms)?;
-        Ok(squares.into_iter().map(f64::from).sum::<f64>().sqrt() / self.loss_scale())
+    /// What a step gave, with the numbers that the device has found. Where any of them is not finite nothing was updated
+    /// from then on: a smaller loss scale is for the next step, if that can help.
+    pub(super) fn conclude(&mut self, passed: Passed, found: &Found) -> Result<StepOutcome, StepError> {
+        let loss = self.mean_loss(passed, found)?;
+        let grad_norm = found.norm() / self.loss_scale();
+        let mut outcome = StepOutcome { loss, grad_norm, targets: passed.targets, skipped: false };
+        let scaling = self.settings.loss_scaling;
+        if let (Some(scaling), Some(scale)) = (scaling, &mut self.progress.loss_scale)
+            && !grad_norm.is_finite()
+            && scale.back_off(scaling)
+        {
+            outcome.skipped = true;
+            return Ok(outcome);
+        }
+        self.check_finite(outcome, found, passed.within)?;
+        if let (Some(scaling), Some(scale)) = (scaling, &mut self.progress.loss_scale) {
+            scale.grow(scaling);
+        }
+        self.progress.steps += 1;
+        self.progress.grad_norm = Some(grad_norm);
+        Ok(outcome)
     }
 
-    /// Whether the gradients of some parts are finite, by their squared norms. A device without memory has none.
-    fn are_finite<'p>(&self, squares: &[f32], parts: impl IntoIterator<Item = &'p Part>) -> bool {
-        let square = |part: &Part| squares.get(part.norm_row as usize).copied();
-        parts.into_iter().filter_map(square).all(f32::is_finite)
-    }
-
-    /// Refuses numbers that no update may be made of.
-    pub(super) fn check_finite(&self, loss: f64, grad_norm: f64) -> Result<(), StepError> {
+    /// Refuses numbers that no update may be made of. `within`: weights were updated until one was found.
+    fn check_finite(&self, outcome: StepOutcome, found: &Found, within: bool) -> Result<(), StepError> {
+        let StepOutcome { loss, grad_norm, .. } = outcome;
         if loss.is_finite() && grad_norm.is_finite() {
             return Ok(());
         }
         let mut block = None;
         if loss.is_finite() {
-            let squares = self.device.read_f32(&self.squared_norms)?;
             // In the order of the backward pass: the first one had it from the loss or made it itself.
-            let mut order = self.spec.blocks().rev();
-            block = order.find(|block| !self.are_finite(&squares, self.parts.of_block(*block)));
+            let square = |part: &Part| found.squares.get(part.norm_row as usize).copied();
+            let is_bad =
+                |block: &BlockId| !self.parts.of_block(*block).filter_map(square).all(f32::is_finite);
+            block = self.spec.blocks().rev().find(is_bad);
         }
-        Err(StepError::NotFinite { loss, grad_norm, block })
+        Err(match block {
+            Some(block) if within => StepError::NotFiniteWithin { block },
+            _ => StepError::NotFinite { loss, grad_norm, block },
+        })
     }
 
     /// Updates all weights from their gradients.

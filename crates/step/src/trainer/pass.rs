@@ -15,7 +15,7 @@ use crate::block::{self, Held, Saved};
 use crate::context::Context;
 use crate::embedding;
 use crate::evaluate::Evaluation;
-use crate::head::{self, Head, HeadPiece, PiecedLoss, rows};
+use crate::head::{self, Head, HeadPiece, PiecedLoss};
 use crate::inputs::Inputs;
 use crate::policy::LayerPolicy;
 use crate::rope::RopeTables;
@@ -32,10 +32,6 @@ pub(super) struct Pass<'c> {
     segments: Vec<Range<u32>>,
     /// Factor on the gradients.
     scale: f32,
-    /// Whether weights change within it: what is wrong must be found before.
-    updates: bool,
-    /// The sum of the token losses.
-    loss: f64,
 }
 
 /// One micro-batch on its way.
@@ -43,7 +39,7 @@ struct Lane<'c> {
     /// Which micro-batch of the step it is.
     number: u64,
     ctx: Context<'c>,
-    inputs: &'c Inputs,
+    inputs: &'c Inputs<'c>,
     /// The residual stream.
     x: Option<Tensor>,
     /// What enters the segment that it goes through.
@@ -84,7 +80,7 @@ impl<'c> Pass<'c> {
     /// One without micro-batches, for updates alone.
     pub fn empty() -> Self {
         let (lanes, segments) = (Vec::new(), Vec::new());
-        Pass { lanes, head: None, segments, scale: 1.0, updates: true, loss: 0.0 }
+        Pass { lanes, head: None, segments, scale: 1.0 }
     }
 
     /// Whether it has no micro-batches.
@@ -108,8 +104,7 @@ impl Lane<'_> {
 }
 
 impl<'a> Trainer<'a> {
-    /// Some micro-batches forward and backward, each block for all of them before the next block; returns the sum of
-    /// their token losses. `first` is the number of the first of them in the step; `completion` is `None` where more
+    /// Some micro-batches forward and backward, each block for all of them before the next block. `first` is the number of the first of them in the step; `completion` is `None` where more
     /// micro-batches will add to the gradients.
     pub(super) fn forward_backward(
         &mut self,
@@ -117,7 +112,7 @@ impl<'a> Trainer<'a> {
         first: u64,
         scale: f32,
         completion: Option<Completion>,
-    ) -> Result<f64, StepError> {
+    ) -> Result<(), StepError> {
         let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), Rc::clone(&self.ropes));
         let mover = self.mover.clone();
         device.enter(Phase::Forward, None);
@@ -143,13 +138,10 @@ impl<'a> Trainer<'a> {
             }
         };
         let lanes = (first..).zip(&inputs).map(lane).collect();
-        let updates = matches!(completion, Some(Completion::Update(_)));
-        let mut pass = Pass { lanes, head: Some(&head), segments, scale, updates, loss: 0.0 };
+        let mut pass = Pass { lanes, head: Some(&head), segments, scale };
         self.perform(&schedule, &mut pass)?;
-        let loss = pass.loss;
         drop(pass);
-        mover.map_or(Ok(()), |mover| mover.settle())?;
-        Ok(loss)
+        mover.map_or(Ok(()), |mover| mover.settle())
     }
 
     /// What decides the order of a pass.
@@ -190,7 +182,11 @@ impl<'a> Trainer<'a> {
             Action::Embed { micro_batch } => {
                 enter(Phase::Forward, None);
                 let lane = pass.lane(micro_batch)?;
-                lane.x = Some(embedding::forward(&lane.ctx, &mut self.weights, &lane.inputs.tokens)?);
+                lane.x = Some(embedding::forward(
+                    &lane.ctx,
+                    &mut self.weights,
+                    (&lane.inputs.tokens, lane.inputs.ids),
+                )?);
             }
             Action::Forward { layer, segment, micro_batch } => {
                 enter(Phase::Forward, Some(layer));
@@ -220,10 +216,7 @@ impl<'a> Trainer<'a> {
             Action::LossTotal => {
                 for lane in &pass.lanes {
                     lane.loss.as_ref().ok_or(NOTHING_LEFT)?.losses(&lane.ctx)?;
-                    pass.loss += lane.inputs.sum_of_losses(device)?;
-                }
-                if pass.updates {
-                    self.check_finite(pass.loss, 0.0)?;
+                    self.numbers.add_losses(device, &lane.inputs.labels.losses)?;
                 }
             }
             Action::LossBackward { unit, last } => {
@@ -284,7 +277,6 @@ impl<'a> Trainer<'a> {
             }
             Action::GatherLookedUp { .. }
             | Action::Measure { .. }
-            | Action::CheckFinite { .. }
             | Action::Update { .. }
             | Action::Free { .. } => self.complete(pass, action, weights().ok())?,
         }
@@ -336,7 +328,7 @@ impl<'a> Trainer<'a> {
 
     /// The loss and the gradient of the last layer's output, with a head that is there as a whole.
     fn loss(&mut self, pass: &mut Pass<'_>, micro_batch: usize) -> Result<(), StepError> {
-        let (scale, updates, chunk_tokens) = (pass.scale, pass.updates, self.settings.loss_chunk_tokens);
+        let (scale, chunk_tokens) = (pass.scale, self.settings.loss_chunk_tokens);
         let head = Head::gather(&mut self.weights, self.spec.tie_word_embeddings)?;
         let lane = pass.lane(micro_batch)?;
         let x = lane.x.take().ok_or(NOTHING_LEFT)?;
@@ -344,12 +336,7 @@ impl<'a> Trainer<'a> {
         lane.dx =
             Some(head::loss_and_backward(&lane.ctx, &head, &x, labels, chunk_tokens, scale, gradients)?);
         head.release(&mut self.weights);
-        let loss = lane.inputs.sum_of_losses(self.device)?;
-        if updates {
-            self.check_finite(loss, 0.0)?;
-        }
-        pass.loss += loss;
-        Ok(())
+        self.numbers.add_losses(self.device, &lane.inputs.labels.losses)
     }
 
     fn embed_backward(&mut self, lane: &mut Lane<'_>) -> Result<(), StepError> {
@@ -364,14 +351,14 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    fn upload(&self, micro_batch: &MicroBatch<'_>) -> Result<Inputs, StepError> {
+    fn upload<'m>(&self, micro_batch: &MicroBatch<'m>) -> Result<Inputs<'m>, StepError> {
         let StepSettings { batch_size, sequence_length, document_end, .. } = self.settings;
         Inputs::upload(self.device, &self.spec, batch_size, sequence_length, document_end, micro_batch)
     }
 
     fn context<'c>(
         &self,
-        inputs: &'c Inputs,
+        inputs: &'c Inputs<'_>,
         spec: &'c ModelSpec,
         ropes: &'c RopeTables,
         dropout: Option<Dropout>,
@@ -399,10 +386,10 @@ impl<'a> Trainer<'a> {
         let inputs = self.upload(micro_batch)?;
         let ctx = self.context(&inputs, &spec, &ropes, None);
         self.weights.announce(Schedule::forward(0..spec.num_layers).weights())?;
-        let mut x = embedding::forward(&ctx, &mut self.weights, &inputs.tokens)?;
-        let square = rows(&self.squared_norms, 0, 1)?;
+        let mut x = embedding::forward(&ctx, &mut self.weights, (&inputs.tokens, inputs.ids))?;
+        let square = self.numbers.spare()?;
         let finite = |x: &Tensor| -> Result<bool, StepError> {
-            device.run(Reduction::SumSquares { x, out: &square })?;
+            device.run(Reduction::SumSquares { x, out: &square, finite: None })?;
             Ok(device.read_f32(&square)?.iter().all(|square| square.is_finite()))
         };
         if !finite(&x)? {

@@ -16,8 +16,6 @@ pub(super) struct Passes<'s, 'a> {
     /// Micro-batches of each.
     pub together: u64,
     pub gradient_scale: f32,
-    /// Of the losses.
-    pub sum: &'s mut f64,
 }
 
 impl Iterations for Passes<'_, '_> {
@@ -26,8 +24,7 @@ impl Iterations for Passes<'_, '_> {
     fn run(&mut self, index: u64) -> Result<(), StepError> {
         let first = index * self.together;
         let group = self.micro_batches.group(first, self.together);
-        *self.sum += self.trainer.forward_backward(&group, first, self.gradient_scale, None)?;
-        Ok(())
+        self.trainer.forward_backward(&group, first, self.gradient_scale, None)
     }
 
     /// What lies in the buffers and on the tiers below, and which gradients there are.

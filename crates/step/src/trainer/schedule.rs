@@ -43,8 +43,6 @@ pub(crate) enum Action {
     GatherLookedUp { unit: Unit },
     /// Sums complete gradients over all ranks and takes their squared norms.
     Measure { unit: Unit },
-    /// Refuses to update from gradients that are not finite.
-    CheckFinite { unit: Unit },
     /// Updates one of the parts of a unit.
     Update { unit: Unit, part: usize, numbers: Update },
     /// Gives back gradients that have served.
@@ -322,7 +320,6 @@ fn complete(actions: &mut Vec<Action>, parts: &Parts, unit: Unit, completion: Op
         Completion::Keep => {}
         Completion::Measure => actions.push(Action::Free { unit }),
         Completion::Update(numbers) => {
-            actions.push(Action::CheckFinite { unit });
             update(actions, parts, unit, numbers);
         }
     }

@@ -2,11 +2,12 @@
 
 use std::collections::HashMap;
 
-use plimsoll_device::{Cpu, CpuOptions, Dry, Iterations};
+use plimsoll_device::{Cpu, CpuOptions, DType, Dry, Iterations, Tensor};
 use plimsoll_disk::SpillSettings;
 use plimsoll_model::{AdapterConfig, AdapterLayout, BlockId};
 use plimsoll_parallel::{CommunicationError, Solo};
 
+use super::numbers::Found;
 use super::pass::Pass;
 use super::*;
 use crate::common::*;
@@ -85,13 +86,13 @@ fn a_batch_without_a_target_changes_nothing_and_is_no_error() {
     assert_eq!(trainer.values(&trainer.trained()[3]).unwrap(), before);
 }
 
-/// Says that the gradients of some blocks are not finite.
-fn spoil(trainer: &Trainer<'_>, blocks: &[BlockId]) {
+/// Numbers of a step in which the gradients of some blocks are not finite.
+fn spoiled(trainer: &Trainer<'_>, blocks: &[BlockId]) -> Found {
     let mut squares = vec![1.0; trainer.parts.count() as usize];
     for part in blocks.iter().flat_map(|block| trainer.parts.of_block(*block)) {
         squares[part.norm_row as usize] = f32::INFINITY;
     }
-    trainer.device.write_f32(&trainer.squared_norms, &squares).unwrap();
+    Found { loss: 1.0, squares }
 }
 
 /// It is the one that comes first in the backward pass.
@@ -99,40 +100,63 @@ fn spoil(trainer: &Trainer<'_>, blocks: &[BlockId]) {
 fn a_gradient_that_is_not_finite_is_blamed_on_a_block() {
     use BlockId::{Embedding, Head, Layer};
     let device = cpu();
-    let trainer = trainer(&device, &biased(), &settings(1, 9));
-    let blamed = |loss, grad_norm| match trainer.check_finite(loss, grad_norm) {
-        Err(StepError::NotFinite { block, .. }) => Some(block),
-        Ok(()) => None,
-        Err(other) => panic!("{other}"),
+    let mut trainer = trainer(&device, &biased(), &settings(1, 9));
+    let passed = |within| Passed { targets: 1, scale: 2.0, within };
+    let mut blamed = |loss, bad: &[BlockId], within| {
+        let found = Found { loss, ..spoiled(&trainer, bad) };
+        match trainer.conclude(passed(within), &found) {
+            Err(StepError::NotFinite { block, .. }) => Some((block, false)),
+            Err(StepError::NotFiniteWithin { block }) => Some((Some(block), true)),
+            Ok(_) => None,
+            Err(other) => panic!("{other}"),
+        }
     };
-    for (bad, expected) in [
-        (&[Layer(0), Layer(2)][..], Some(Layer(2))),
-        (&[Embedding, Layer(1)], Some(Layer(1))),
-        (&[Embedding], Some(Embedding)),
-        (&[Head, Layer(0)], Some(Head)),
-        (&[], None),
-    ] {
-        spoil(&trainer, bad);
-        assert_eq!(blamed(2.0, f64::NAN), Some(expected), "{bad:?}");
-        assert_eq!(blamed(2.0, f64::INFINITY), Some(expected), "{bad:?}");
-        // Where the loss is none, no gradient is to blame.
-        assert_eq!(blamed(f64::NAN, f64::NAN), Some(None), "{bad:?}");
-        assert_eq!(blamed(f64::INFINITY, 1.0), Some(None), "{bad:?}");
+    for within in [false, true] {
+        for (bad, expected) in [
+            (&[Layer(0), Layer(2)][..], Layer(2)),
+            (&[Embedding, Layer(1)], Layer(1)),
+            (&[Embedding], Embedding),
+            (&[Head, Layer(0)], Head),
+        ] {
+            assert_eq!(blamed(2.0, bad, within), Some((Some(expected), within)), "{bad:?}");
+            // Where the loss is none, no gradient is to blame, and nothing was updated.
+            assert_eq!(blamed(f64::NAN, bad, within), Some((None, false)), "{bad:?}");
+            assert_eq!(blamed(f64::INFINITY, bad, within), Some((None, false)), "{bad:?}");
+        }
+        assert_eq!(blamed(f64::NAN, &[], within), Some((None, false)));
+        assert_eq!(blamed(2.0, &[], within), None);
     }
-    assert_eq!(blamed(2.0, 1.0), None);
+    assert_eq!(trainer.progress().steps, 2);
 }
 
 #[test]
 fn a_short_gradient_is_divided_by_a_little_more_than_its_norm() {
-    let dry = Dry::new();
+    let (dry, device) = (Dry::new(), cpu());
     let scaling = LossScaling { initial: 4.0, ..LossScaling::default() };
     let clipping = GradientClipping::GlobalNorm(1e-6);
     let settings = StepSettings { clipping, loss_scaling: Some(scaling), ..settings(1, 9) };
-    let trainer = on_dry_device(&dry, &llama(), &settings);
-    let scale = |norm| trainer.next_update(0.5, norm).grad_scale * 4.0;
-    assert_eq!([scale(None), scale(Some(0.0))], [1.0, 1.0]);
-    assert!((scale(Some(1e-6)) - 0.5).abs() < 1e-12 && (scale(Some(3e-6)) - 0.25).abs() < 1e-12);
-    assert_eq!((trainer.next_update(0.5, None).lr, trainer.next_update(0.5, None).step), (0.5, 1));
+    let planned = on_dry_device(&dry, &llama(), &settings);
+    let trainer = trainer(&device, &llama(), &settings);
+    // The host's factor and the device's are the same bits.
+    let factor = |norm: Option<f64>| {
+        let factor = planned.gradient_factor(norm);
+        let mut found = spoiled(&trainer, &[]);
+        found.squares.fill(0.0);
+        // The squares of gradients that are four times too large; as f32 has them.
+        found.squares[3] = (4.0 * norm.unwrap_or(0.0)).powi(2) as f32;
+        trainer.numbers.set_squares(&device, &found.squares).unwrap();
+        trainer.clip().unwrap();
+        let clipped = device.read_f32(trainer.numbers.control().factor.unwrap()).unwrap();
+        let exact = (found.norm() / 4.0 - norm.unwrap_or(0.0)).abs() == 0.0;
+        assert!(!exact || clipped == [factor], "{norm:?}");
+        f64::from(factor) * 4.0
+    };
+    assert_eq!([factor(None), factor(Some(0.0))], [1.0, 1.0]);
+    assert!((factor(Some(1e-6)) - 0.5).abs() < 1e-7 && (factor(Some(3e-6)) - 0.25).abs() < 1e-7);
+    for norm in [2.0, 0.5, 0.015625] {
+        assert!(factor(Some(norm)) < 1.0);
+    }
+    assert_eq!((trainer.next_update(0.5).lr, trainer.next_update(0.5).step), (0.5, 1));
 }
 
 #[test]
@@ -149,8 +173,8 @@ fn nothing_is_dropped_without_a_probability() {
 
 /// The number by which a dry run knows that passes repeat.
 fn number(trainer: &mut Trainer<'_>) -> u64 {
-    let (micro_batches, mut sum) = (MicroBatches::These(&[]), 0.0);
-    Passes { trainer, micro_batches, together: 1, gradient_scale: 1.0, sum: &mut sum }.state().unwrap()
+    let micro_batches = MicroBatches::These(&[]);
+    Passes { trainer, micro_batches, together: 1, gradient_scale: 1.0 }.state().unwrap()
 }
 
 #[test]

@@ -270,11 +270,11 @@ impl Device for Noting {
         self.dry.arena()
     }
 
-    fn execute(&self, op: Op<'_>) -> Result<(), DeviceError> {
+    fn execute(&self, op: Op<'_>, unless_zero: Option<&Tensor>) -> Result<(), DeviceError> {
         self.log.borrow_mut().push('o');
-        let scales = matches!(op, Op::Elementwise(Elementwise::Scale { .. }));
+        let scales = matches!(op, Op::Elementwise(Elementwise::Scale { .. } | Elementwise::ScaleBy { .. }));
         self.scaled.set(self.scaled.get() + u64::from(scales));
-        self.dry.execute(op)
+        self.dry.execute(op, unless_zero)
     }
 
     fn is_dry(&self) -> bool {

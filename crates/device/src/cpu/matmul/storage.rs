@@ -324,7 +324,7 @@ macro_rules! by_storage {
             DType::Int8 => $function::<storage::Int8 $(, $parameter)*>($($argument),*),
             DType::F8E4m3 => $function::<storage::Fp8<storage::E4m3> $(, $parameter)*>($($argument),*),
             DType::F8E5m2 => $function::<storage::Fp8<storage::E5m2> $(, $parameter)*>($($argument),*),
-            DType::U32 | DType::I8 | DType::U8 => Default::default(),
+            DType::F64 | DType::U32 | DType::I8 | DType::U8 => Default::default(),
         }
     };
 }
@@ -351,6 +351,7 @@ pub(super) unsafe fn element(dtype: DType, data: *const u8, index: usize) -> f32
             DType::F32 => *data.cast::<f32>().add(index),
             DType::Bf16 => bf16_value(*data.cast::<u16>().add(index)),
             DType::F16 => f16_value(*data.cast::<u16>().add(index)),
+            DType::F64 => *data.cast::<f64>().add(index) as f32,
             DType::U32 => *data.cast::<u32>().add(index) as f32,
             DType::I8 => f32::from(*data.cast::<i8>().add(index)),
             DType::U8 => f32::from(*data.add(index)),

@@ -16,6 +16,9 @@ pub(super) fn run(op: Elementwise<'_>, KernelCall { exec, t, .. }: KernelCall<'_
             add(exec, t.input(a, &[out]), t.input(b, &[out]), t.floats_mut(out));
         }
         Elementwise::Scale { x, factor } => scale(exec, t.floats_mut(x), factor),
+        Elementwise::ScaleBy { x, factor } => {
+            scale(exec, t.floats_mut(x), t.f32s(factor).iter().product());
+        }
         Elementwise::Dropout { x, out, probability, seed, first, accumulate } => {
             let mask = dropout::Mask { probability, seed, first };
             dropout::dropout(exec, t.input(x, &[out]), t.floats_mut(out), mask, accumulate);

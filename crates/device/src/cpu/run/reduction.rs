@@ -7,9 +7,26 @@ use crate::cpu::kernels::sum_squares::sum_squares;
 pub(super) fn run(op: Reduction<'_>, job: KernelCall<'_>) {
     let (exec, t) = (job.exec, job.t);
     match op {
-        Reduction::SumSquares { x, out } => {
-            let sum = sum_squares(exec, t.floats(x), job.workspace());
-            t.f32s_mut(out).fill(sum as f32);
+        Reduction::SumSquares { x, out, finite } => {
+            let sum = sum_squares(exec, t.floats(x), job.workspace()) as f32;
+            t.f32s_mut(out).fill(sum);
+            if let Some(finite) = finite.filter(|_| !sum.is_finite()) {
+                t.f32s_mut(finite).fill(0.0);
+            }
+        }
+        Reduction::AddSum { x, out, finite } => {
+            let sum: f64 = t.f32s(x).iter().copied().map(f64::from).sum();
+            let total = t.f64s_mut(out);
+            total.iter_mut().for_each(|total| *total += sum);
+            if !total.iter().all(|total| total.is_finite()) {
+                t.f32s_mut(finite).fill(0.0);
+            }
+        }
+        Reduction::ClipFactor { squares, max_norm, loss_scale, out } => {
+            let squares: f64 = t.f32s(squares).iter().copied().map(f64::from).sum();
+            let norm = squares.sqrt() / loss_scale;
+            let clip = (max_norm / (norm + 1e-6)).min(1.0);
+            t.f32s_mut(out).fill((clip / loss_scale) as f32);
         }
     }
 }

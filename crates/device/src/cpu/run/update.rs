@@ -12,7 +12,7 @@ pub(super) fn run(step: Update<'_>, job: KernelCall<'_>) {
         param: t.floats_mut(step.param),
         master: step.master.map(|master| t.f32s_mut(master)),
         grad: t.floats(step.grad),
-        grad_scale: step.grad_scale,
+        grad_scale: step.grad_scale.map_or(1.0, |scale| t.f32s(scale).iter().product()),
         rounding: step.rounding,
     };
     let codes =

@@ -5,7 +5,7 @@ use plimsoll_model::{Parameter, Role};
 use super::*;
 use crate::tier::{Pieces, is_matrix};
 
-const UPDATE: Completion = Completion::Update(Update { lr: 1e-3, grad_scale: 1.0, step: 1 });
+const UPDATE: Completion = Completion::Update(Update { lr: 1e-3, step: 1 });
 
 /// Both layers, as one segment.
 const BOTH: Range<u32> = 0..2;
@@ -52,7 +52,6 @@ fn words(schedule: &Schedule) -> Vec<String> {
         Action::Scatter { unit: of, micro_batch, .. } => format!("scatter {}:{micro_batch}", unit(of)),
         Action::GatherLookedUp { unit: of } => format!("rows {}", unit(of)),
         Action::Measure { unit: of } => format!("norm {}", unit(of)),
-        Action::CheckFinite { unit: of } => format!("check {}", unit(of)),
         Action::Update { unit: of, part, .. } => format!("update {}/{part}", unit(of)),
         Action::Free { unit: of } => format!("free {}", unit(of)),
     };
@@ -98,7 +97,7 @@ fn updates_in_the_backward_pass_free_what_they_have_used() {
     let schedule = Schedule::pass(&shape, Some(UPDATE));
     let done = |of: &str, count: usize| {
         let updates = (0..count).map(|part| format!("update {of}/{part} | ")).collect::<String>();
-        format!("norm {of} | check {of} | {updates}free {of}")
+        format!("norm {of} | {updates}free {of}")
     };
     let pieces = |first: &str, block: &str| {
         let piece = |piece| format!("{first} {block}.{piece} | {}", done(&format!("{block}.{piece}"), 1));

@@ -123,7 +123,8 @@ fn defined(dtype: DType, block: &[u8], i: usize) -> f64 {
             f64::from(magnitude) * f64::from(values[nibble(4 + i % 32, i >= 32) as usize])
         }
         DType::Nf4 | DType::Fp4 => unreachable!("blocks that share factors"),
-        DType::F32
+        DType::F64
+        | DType::F32
         | DType::Bf16
         | DType::F16
         | DType::U32
