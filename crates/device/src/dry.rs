@@ -89,6 +89,11 @@ impl Dry {
         self.tally.take()
     }
 
+    /// What would have moved so far between the tiers.
+    pub fn moved(&self) -> Transferred {
+        self.moved.get()
+    }
+
     /// The most that an operation so far would need beside the arena.
     pub fn workspace(&self) -> Workspace {
         self.workspace.get()

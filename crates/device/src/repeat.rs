@@ -26,14 +26,6 @@ pub trait Iterations {
         None
     }
 
-    /// Totals that the iterations add to beside the device's tally.
-    fn totals(&self) -> [u64; 2] {
-        [0; 2]
-    }
-
-    /// Adds to these totals what iterations would that are counted.
-    fn count(&mut self, _totals: [u64; 2]) {}
-
     /// What earlier loops of the kind were found to repeat.
     fn known(&mut self) -> Option<&mut KnownRounds> {
         None
@@ -63,7 +55,6 @@ struct Border {
     /// The number of the arena's next event.
     event: u64,
     counted: Counted,
-    totals: [u64; 2],
     /// `None` where none came before.
     traffic: Option<Traffic>,
 }
@@ -72,7 +63,7 @@ impl Border {
     fn of<I: Iterations>(dry: &Dry, iterations: &I, traffic: Option<Traffic>) -> Border {
         let (layout, state) = (dry.arena().layout(), iterations.state());
         let (event, counted) = (dry.arena().next_event(), dry.counted());
-        Border { layout, state, event, counted, totals: iterations.totals(), traffic }
+        Border { layout, state, event, counted, traffic }
     }
 
     /// What the iterations since `earlier` have added.
@@ -82,7 +73,6 @@ impl Border {
             like_event: earlier.event,
             events: earlier.event..self.event,
             added: self.counted.since(earlier.counted),
-            totals: [0, 1].map(|i| self.totals[i] - earlier.totals[i]),
         }
     }
 }
@@ -96,7 +86,6 @@ struct Round {
     like_event: u64,
     events: Range<u64>,
     added: Counted,
-    totals: [u64; 2],
 }
 
 /// The round of `period` iterations that the last border closes: it is the one a period before. Where its state is not
@@ -113,8 +102,8 @@ fn round(borders: &VecDeque<Border>, period: usize) -> Option<Round> {
     if newer.state.is_none() {
         let did = |back: usize| {
             let (after, before) = (at(back)?, at(back + 1)?);
-            let Round { added, totals, .. } = after.since(before, 1);
-            Some((after.traffic?, added.tally, totals))
+            let Round { added, .. } = after.since(before, 1);
+            Some((after.traffic?, added.tally, added.moved))
         };
         let same = |back| Some(did(back)? == did(back + period)?);
         if !(0..period).all(|back| same(back) == Some(true)) {
@@ -155,7 +144,6 @@ pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> 
             continue;
         }
         dry.skip(round.added, rounds, round.like_event, round.events);
-        iterations.count(round.totals.map(|total| total.saturating_mul(rounds)));
         counted = true;
         index += rounds * round.period;
     }

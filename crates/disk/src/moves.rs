@@ -36,11 +36,11 @@ pub struct Stretch {
 
 /// The memory of a buffer.
 #[derive(Debug)]
-pub enum BufferMemory<M> {
+pub enum BufferMemory {
     /// The memory itself.
     Here(Region),
     /// That of a move out of it, behind which the next one begins.
-    Behind(M),
+    Behind(Moving),
 }
 
 /// A move that was asked for. Dropped, it is waited for: nothing stays under way behind who has asked.
@@ -149,12 +149,7 @@ impl Streams {
     }
 
     /// Begins a move behind those that were asked for before in its direction.
-    pub fn begin(
-        &self,
-        direction: Direction,
-        stretches: Vec<Stretch>,
-        memory: BufferMemory<Moving>,
-    ) -> Moving {
+    pub fn begin(&self, direction: Direction, stretches: Vec<Stretch>, memory: BufferMemory) -> Moving {
         let homes = || stretches.iter().filter_map(|stretch| stretch.moves.as_ref());
         let on_disk = homes().any(|(home, _)| home.is_on_disk());
         let (engine, failed) = (Arc::clone(&self.engine), Arc::clone(&self.failed));

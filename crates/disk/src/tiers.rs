@@ -23,17 +23,6 @@ pub struct LowerTiers {
     disk: Arena,
     /// `None` in a dry run.
     backing: Option<Backing>,
-    /// Bytes that a dry run would have moved to and from the disk.
-    moved: Mutex<Moved>,
-}
-
-/// Bytes that go to and from a disk.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Moved {
-    /// Read.
-    pub read: u64,
-    /// Written.
-    pub written: u64,
 }
 
 #[derive(Debug)]
@@ -116,22 +105,17 @@ impl LowerTiers {
     /// Tiers without an end and with nothing behind them.
     pub fn dry() -> LowerTiers {
         let arena = Arena::unbounded;
-        LowerTiers::with(arena(Tier::Host), arena(Tier::Disk), None)
+        LowerTiers { host: arena(Tier::Host), disk: arena(Tier::Disk), backing: None }
     }
 
     /// The same for a dry run on a device with this arena: they record where it does.
     pub fn dry_beside(device: &Arena) -> LowerTiers {
-        LowerTiers::with(device.beside(Tier::Host), device.beside(Tier::Disk), None)
-    }
-
-    fn with(host: Arena, disk: Arena, backing: Option<Backing>) -> LowerTiers {
-        LowerTiers { host, disk, backing, moved: Mutex::default() }
+        LowerTiers { host: device.beside(Tier::Host), disk: device.beside(Tier::Disk), backing: None }
     }
 
     /// Tiers of no size.
     pub fn none() -> LowerTiers {
-        let arena = |tier| Arena::new(tier, 0);
-        LowerTiers::with(arena(Tier::Host), arena(Tier::Disk), None)
+        LowerTiers { host: Arena::new(Tier::Host, 0), disk: Arena::new(Tier::Disk, 0), backing: None }
     }
 
     /// Tiers of these sizes. The room on disk is taken at once, so that a disk that is too full is found before anything
@@ -149,7 +133,11 @@ impl LowerTiers {
         let engine = Arc::new(DiskEngine::start(EngineSettings::default())?);
         let streams = Streams::start(&engine)?;
         let (host, disk) = (Arena::new(Tier::Host, host_bytes), Arena::new(Tier::Disk, disk_bytes));
-        Ok(LowerTiers::with(host, disk, Some(Backing { streams, engine, spill, files: Mutex::default() })))
+        Ok(LowerTiers {
+            host,
+            disk,
+            backing: Some(Backing { streams, engine, spill, files: Mutex::default() }),
+        })
     }
 
     /// Memory that tiers on a disk take at most, beside what is handed to them; `row_bytes` are those of the parts that
@@ -171,7 +159,7 @@ impl LowerTiers {
         &self,
         direction: Direction,
         stretches: Vec<Stretch>,
-        memory: BufferMemory<Moving>,
+        memory: BufferMemory,
     ) -> Option<Moving> {
         self.backing.as_ref().map(|backing| backing.streams.begin(direction, stretches, memory))
     }
@@ -257,60 +245,6 @@ impl LowerTiers {
         let length = bytes.end.saturating_sub(bytes.start);
         let place = HomeKind::Disk { file, start: bytes.start, taken: None };
         Ok(Home { tier: Tier::Disk, bytes: length, place })
-    }
-
-    /// Counts bytes of a home that a dry run would move.
-    pub fn count(&self, home: &Home, bytes: u64, home_wards: bool) {
-        if home.tier == Tier::Host {
-            return;
-        }
-        let mut moved = lock(&self.moved);
-        let counter = if home_wards { &mut moved.written } else { &mut moved.read };
-        *counter = counter.saturating_add(bytes);
-    }
-
-    /// What was counted since it was last taken.
-    pub fn moved(&self) -> Moved {
-        *lock(&self.moved)
-    }
-
-    /// Counts what the same again would move, in a dry run.
-    pub fn add_moved(&self, more: Moved) {
-        let mut moved = lock(&self.moved);
-        moved.read = moved.read.saturating_add(more.read);
-        moved.written = moved.written.saturating_add(more.written);
-    }
-
-    /// The same, which is counted from nothing again.
-    pub fn take_moved(&self) -> Moved {
-        std::mem::take(&mut *lock(&self.moved))
-    }
-
-    /// Begins to bring what a home holds into memory that has room for its whole pages from its first aligned byte on.
-    pub fn bring(&self, home: &Home, into: Region) -> Ticket {
-        self.move_part(home, 0..home.bytes, into, Direction::Prefetch)
-    }
-
-    /// Begins to send the pages of a buffer, from its first aligned byte on, home.
-    pub fn send(&self, home: &Home, from: Region) -> Ticket {
-        self.move_part(home, 0..home.bytes, from, Direction::WriteBack)
-    }
-
-    /// As [`bring`](Self::bring), of a part that begins with a page.
-    pub fn bring_part(&self, home: &Home, part: Range<u64>, into: Region) -> Ticket {
-        self.move_part(home, part, into, Direction::Prefetch)
-    }
-
-    /// As [`send`](Self::send), of a part that begins with a page.
-    pub fn send_part(&self, home: &Home, part: Range<u64>, from: Region) -> Ticket {
-        self.move_part(home, part, from, Direction::WriteBack)
-    }
-
-    fn move_part(&self, home: &Home, part: Range<u64>, region: Region, direction: Direction) -> Ticket {
-        match &self.backing {
-            Some(backing) => home.begin(&backing.engine, direction, part, region),
-            None => Ticket::answered(Arc::default(), region, Err(DiskError::Stopped)),
-        }
     }
 
     /// Bytes `start..start + out.len()` of a home, now.
@@ -399,6 +333,20 @@ mod tests {
         SpillSettings { folder: folder.to_owned(), budget: None, direct: true }
     }
 
+    /// Moves a part of a home, and waits for it.
+    fn moved(
+        tiers: &LowerTiers,
+        direction: Direction,
+        (home, part): (&Arc<Home>, Range<u64>),
+        memory: Region,
+    ) -> Result<Region, DiskError> {
+        let bytes = (part.end - part.start).next_multiple_of(ALIGNMENT);
+        let stretch = Stretch { bytes, moves: Some((Arc::clone(home), part)) };
+        let moving = tiers.begin(direction, vec![stretch], BufferMemory::Here(memory)).unwrap();
+        let (memory, outcome) = moving.wait().unwrap();
+        outcome.map(|()| memory)
+    }
+
     #[test]
     fn what_was_sent_home_comes_back() {
         let folder = tempfile::tempdir().unwrap();
@@ -409,13 +357,14 @@ mod tests {
             let mut region = Region::new(16_384).unwrap();
             (0..).zip(region.bytes_mut()).for_each(|(i, byte): (usize, _)| *byte = i as u8);
             let sent = region.bytes().to_vec();
-            let back = tiers.send(&home, region).wait();
-            back.outcome.unwrap();
+            let home = Arc::new(home);
+            moved(&tiers, Direction::WriteBack, (&home, 0..10_000), region).unwrap();
             tiers.write_now(&first, 0, &[7; 5000]).unwrap();
-            let other = tiers.bring(&home, Region::new(16_384).unwrap()).wait();
-            assert_eq!(other.bytes().unwrap(), &sent[..10_000]);
+            let into = Region::new(16_384).unwrap();
+            let other = moved(&tiers, Direction::Prefetch, (&home, 0..10_000), into).unwrap();
+            assert_eq!(other.bytes()[..10_000], sent[..10_000]);
             let (mut row, mut second) = (vec![0; 100], vec![0; 3]);
-            let mut parts = [(&home, 4990, row.as_mut_slice()), (&first, 4997, second.as_mut_slice())];
+            let mut parts = [(&*home, 4990, row.as_mut_slice()), (&first, 4997, second.as_mut_slice())];
             tiers.read_all_now(&mut parts).unwrap();
             assert_eq!(row, &sent[4990..5090]);
             assert_eq!(second, [7; 3]);
@@ -431,12 +380,10 @@ mod tests {
     fn a_part_that_a_buffer_has_no_room_for_is_refused_with_its_size() {
         let folder = tempfile::tempdir().unwrap();
         let tiers = LowerTiers::open(1 << 20, 0, &settings(folder.path())).unwrap();
-        let home = tiers.take(Tier::Host, 40_000, Tag::Weights, "a").unwrap();
-        for moved in [
-            tiers.bring_part(&home, 4096..40_000, Region::new(4096).unwrap()),
-            tiers.send_part(&home, 4096..40_000, Region::new(4096).unwrap()),
-        ] {
-            let error = moved.wait().outcome.unwrap_err();
+        let home = Arc::new(tiers.take(Tier::Host, 40_000, Tag::Weights, "a").unwrap());
+        for direction in [Direction::Prefetch, Direction::WriteBack] {
+            let error =
+                moved(&tiers, direction, (&home, 4096..40_000), Region::new(4096).unwrap()).unwrap_err();
             assert!(matches!(error, DiskError::Buffer { has: 4096..=8192, needed: 35_904 }), "{error}");
         }
     }

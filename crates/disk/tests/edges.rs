@@ -2,12 +2,13 @@
 //! used again, homes that are full.
 
 use std::fs::OpenOptions;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use plimsoll_disk::{
-    ALIGNMENT, BufferPool, DiskEngine, DiskError, DiskFile, EngineSettings, IoMode, LowerTiers, Moved,
-    SpillFile, SpillSettings, pages,
+    ALIGNMENT, Arrived, BufferMemory, BufferPool, Direction, DiskEngine, DiskError, DiskFile, EngineSettings,
+    Home, IoMode, LowerTiers, SpillFile, SpillSettings, Stretch, pages,
 };
 use plimsoll_memory::{Phase, Region, Tag, Tier};
 
@@ -158,6 +159,17 @@ fn buffers_serve_again_and_again() {
     assert!(matches!(outcome, Err(DiskError::Buffer { needed: 20_480, .. })), "{outcome:?}");
 }
 
+/// Moves a part of a home, and waits for it.
+fn moved(
+    tiers: &LowerTiers,
+    direction: Direction,
+    (home, part): (&Arc<Home>, Range<u64>),
+    memory: Region,
+) -> Arrived {
+    let stretch = Stretch { bytes: memory.len() as u64, moves: Some((Arc::clone(home), part)) };
+    tiers.begin(direction, vec![stretch], BufferMemory::Here(memory)).unwrap().wait().unwrap()
+}
+
 #[test]
 fn parts_of_homes_move_by_themselves() {
     let folder = folder();
@@ -171,25 +183,27 @@ fn parts_of_homes_move_by_themselves() {
         }
         let mut region = Region::new(20_480).unwrap();
         region.bytes_mut().fill(1);
-        assert_eq!(tiers.send(&home, region).wait().outcome.unwrap(), 0..20_000);
+        let home = Arc::new(home);
+        moved(&tiers, Direction::WriteBack, (&home, 0..20_000), region).1.unwrap();
         let mut region = Region::new(8192).unwrap();
         region.bytes_mut().fill(2);
-        let sent = tiers.send_part(&home, 4096..12_288, region);
-        assert!(tier == Tier::Disk || sent.is_done());
-        sent.wait().outcome.unwrap();
+        moved(&tiers, Direction::WriteBack, (&home, 4096..12_288), region).1.unwrap();
         tiers.write_now(&home, 16_384, &[3; 3616]).unwrap();
-        let part = tiers.bring_part(&home, 8192..20_000, Region::new(12_288).unwrap()).wait();
+        let into = Region::new(12_288).unwrap();
+        let (part, outcome) = moved(&tiers, Direction::Prefetch, (&home, 8192..20_000), into);
+        outcome.unwrap();
         let expected = [vec![2; 4096], vec![1; 4096], vec![3; 3616]].concat();
-        assert!(part.bytes().unwrap() == expected);
+        assert!(part.bytes()[..11_808] == expected);
         for home in [&before, &after] {
             let mut out = [0; 100];
             tiers.read_now(home, 0, &mut out).unwrap();
             assert_eq!(out, [9; 100]);
         }
         // What does not fit is refused.
-        let small = tiers.bring(&home, Region::new(16_384).unwrap()).wait();
-        assert!(matches!(small.outcome, Err(DiskError::Buffer { .. })), "{tier}");
-        assert_eq!(small.region.len(), 16_384);
+        let into = Region::new(16_384).unwrap();
+        let (small, outcome) = moved(&tiers, Direction::Prefetch, (&home, 0..20_000), into);
+        assert!(matches!(outcome, Err(DiskError::Buffer { .. })), "{tier}");
+        assert_eq!(small.len(), 16_384);
         if tier == Tier::Host {
             let mut out = [0; 10];
             assert!(matches!(
@@ -224,15 +238,17 @@ fn homes_in_files_are_read_and_never_written() {
     let tiers = LowerTiers::open(0, 0, &settings(folder.path(), false)).unwrap();
     let home = tiers.adopt(&path, 5000..17_000).unwrap();
     assert_eq!((home.bytes(), home.is_in_file(), tiers.is_dry()), (12_000, true, false));
-    let brought = tiers.bring(&home, Region::new(16_384).unwrap()).wait();
-    assert!(brought.bytes().unwrap() == &bytes[5000..17_000]);
+    let home = Arc::new(home);
+    let into = || Region::new(16_384).unwrap();
+    let (brought, outcome) = moved(&tiers, Direction::Prefetch, (&home, 0..12_000), into());
+    outcome.unwrap();
+    // As it lies in its pages.
+    assert!(brought.bytes()[904..12_904] == bytes[5000..17_000]);
     let mut out = [0; 50];
     tiers.read_now(&home, 100, &mut out).unwrap();
     assert_eq!(out, bytes[5100..5150]);
-    assert!(matches!(
-        tiers.send(&home, Region::new(16_384).unwrap()).wait().outcome,
-        Err(DiskError::Stopped)
-    ));
+    let sent = moved(&tiers, Direction::WriteBack, (&home, 0..12_000), into());
+    assert!(matches!(sent.1, Err(DiskError::Stopped)));
     assert!(matches!(tiers.write_now(&home, 0, &[1; 10]), Err(DiskError::Stopped)));
     assert!(std::fs::read(&path).unwrap() == bytes);
     assert!(tiers.adopt(&folder.path().join("missing"), 0..10).is_err());
@@ -248,22 +264,16 @@ fn homes_in_files_are_read_and_never_written() {
 }
 
 #[test]
-fn dry_tiers_count_what_would_move() {
+fn dry_tiers_have_homes_and_move_nothing() {
     let tiers = LowerTiers::dry();
     let disk = tiers.take(Tier::Disk, 5000, Tag::Weights, "a").unwrap();
     let host = tiers.take(Tier::Host, 7000, Tag::Weights, "b").unwrap();
     let file = tiers.adopt(Path::new("/nowhere"), 10..30).unwrap();
     assert_eq!((tiers.is_dry(), file.bytes(), tiers.meter().is_none()), (true, 20, true));
-    tiers.count(&disk, 5000, false);
-    tiers.count(&disk, 4096, true);
-    tiers.count(&disk, 1, true);
-    tiers.count(&host, 7000, true);
-    tiers.count(&file, 20, false);
-    assert_eq!(tiers.take_moved(), Moved { read: 5020, written: 4097 });
-    assert_eq!(tiers.take_moved(), Moved::default());
+    assert_eq!([&disk, &host, &file].map(Home::is_on_disk), [true, false, true]);
     assert_eq!([tiers.host().high_water(), tiers.disk().high_water()], [8192, 8192]);
-    let outcome = tiers.bring(&disk, Region::new(8192).unwrap()).wait().outcome;
-    assert!(matches!(outcome, Err(DiskError::Stopped)));
+    let memory = BufferMemory::Here(Region::new(8192).unwrap());
+    assert!(tiers.begin(Direction::Prefetch, Vec::new(), memory).is_none());
     assert!(matches!(tiers.read_now(&disk, 0, &mut [0; 10]), Err(DiskError::Stopped)));
     assert!(matches!(tiers.write_now(&disk, 0, &[0; 10]), Err(DiskError::Stopped)));
     assert!(tiers.buffered_file().is_none());
@@ -375,17 +385,8 @@ fn tiers_say_what_they_hold_for_whom_and_how_their_files_are_reached() {
             Some(file) => assert_eq!((file.path(), file.mode()), (folder.path(), IoMode::Buffered)),
             None => assert!(direct),
         }
-        // What is on its way says so: it is tried a few times, as this thread may have to wait for its core.
-        let mut was_pending = false;
-        for _ in 0..100 {
-            let transfer = tiers.send(&home, Region::new(4 << 20).unwrap());
-            was_pending |= !transfer.is_done();
-            transfer.wait().outcome.unwrap();
-            if was_pending {
-                break;
-            }
-        }
-        assert!(was_pending);
+        let (home, region) = (Arc::new(home), Region::new(4 << 20).unwrap());
+        moved(&tiers, Direction::WriteBack, (&home, 0..4 << 20), region).1.unwrap();
     }
 }
 

@@ -6,8 +6,8 @@ mod unfold;
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{Clock, DType, Device, Dry, IGNORED_TARGET, Tally, Times};
-use plimsoll_disk::{LowerTiers, Moved};
+use plimsoll_device::{Clock, DType, Device, Dry, IGNORED_TARGET, Tally, Times, Transferred};
+use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{AtPeak, Ledger, TagBytes};
 use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_parallel::Solo;
@@ -31,8 +31,8 @@ pub struct DryRun {
     pub disk: Ledger,
     /// Arithmetic of one step, evaluation pass or generated token.
     pub tally: Tally,
-    /// What one step moves to and from the disk.
-    pub moved: Moved,
+    /// What one step moves between the tiers.
+    pub moved: Transferred,
     /// How long the step takes, where the run had a clock.
     pub times: Option<Times>,
 }
@@ -102,10 +102,7 @@ impl DryRun {
         let ledgers = [&run.ledger, &run.host, &run.disk];
         let Unfolded { ledgers, added } = unfolded(&fold, &dry.trace()?, ledgers, step, parts)?;
         let [ledger, host, disk] = ledgers;
-        let moved = Moved {
-            read: run.moved.read.saturating_add(added.moved.read),
-            written: run.moved.written.saturating_add(added.moved.written),
-        };
+        let moved = run.moved.plus(added.moved);
         let times = run.times.map(|times| times.plus(added.times, 1.0));
         Some(DryRun { ledger, host, disk, tally: run.tally.plus(added.tally), moved, times })
     }
@@ -141,7 +138,7 @@ impl DryRun {
         };
         let took = || {
             let times = dry.clock().map(Clock::times);
-            (dry.take_tally(), tiers.take_moved(), times, dry.scopes())
+            (dry.take_tally(), dry.moved(), times, dry.scopes())
         };
         let mut before = took();
         dry.arena().mark("step");
@@ -157,7 +154,8 @@ impl DryRun {
             after = took();
         }
         let (tally, moved, ended, end) = after;
-        let (.., began, begin) = before;
+        let (_, moved_before, began, begin) = before;
+        let moved = moved.less(moved_before);
         let times = ended.zip(began).map(|(ended, began)| ended.since(began));
         dry.arena().mark("evaluation");
         trainer.evaluate(settings.batch_size, &micro_batch)?;
@@ -207,14 +205,15 @@ impl DryRun {
             document_starts: samples.then_some(&[]),
             ..MicroBatch::new(&[], &[])
         };
+        let mut before = Transferred::default();
         if storage.offload.is_some() {
             // What a pass reads once the one before it has prefetched its beginning.
             evaluator.losses(batch_size, &micro_batch)?;
-            tiers.take_moved();
+            before = dry.moved();
         }
         dry.take_tally();
         evaluator.losses(batch_size, &micro_batch)?;
-        Ok(DryRun::of(&dry, &tiers, dry.tally(), tiers.take_moved()))
+        Ok(DryRun::of(&dry, &tiers, dry.tally(), dry.moved().less(before)))
     }
 
     /// The losses of a sequence as long as the context, in chunks that read each other from the cache.
@@ -231,7 +230,7 @@ impl DryRun {
         let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
         dry.take_tally();
         decoder.append_losses(&MicroBatch::new(&tokens, &targets), loss_chunk_tokens)?;
-        Ok(DryRun::of(&dry, &tiers, dry.tally(), tiers.take_moved()))
+        Ok(DryRun::of(&dry, &tiers, dry.tally(), dry.moved()))
     }
 
     /// A prompt of `prompt_tokens` and a token after it, with weights as `storage` says; the tally is that of the token.
@@ -247,10 +246,10 @@ impl DryRun {
         decoder.load(nothing)?;
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
         decoder.append(&vec![0; prompt as usize])?;
-        let (mut tally, mut moved) = (dry.take_tally(), tiers.take_moved());
+        let (mut tally, mut moved) = (dry.take_tally(), dry.moved());
         if prompt < settings.context {
             decoder.append(&[0])?;
-            (tally, moved) = (dry.take_tally(), tiers.take_moved());
+            (tally, moved) = (dry.take_tally(), dry.moved().less(moved));
         }
         Ok(DryRun::of(&dry, &tiers, tally, moved))
     }
@@ -272,14 +271,16 @@ impl DryRun {
         // A whole pass and what is left after the last whole one; logits come after the last pass alone.
         let passes = if prompt > chunk { chunk + prompt % chunk } else { prompt };
         decoder.append(&vec![0; passes as usize])?;
+        let mut before = Transferred::default();
         if prompt < settings.context {
-            tiers.take_moved();
+            before = dry.moved();
             decoder.append(&[0])?;
         }
-        Ok(PassFootprint { peak_bytes: dry.arena().high_water(), read_bytes: tiers.take_moved().read })
+        let read_bytes = dry.moved().less(before).read;
+        Ok(PassFootprint { peak_bytes: dry.arena().high_water(), read_bytes })
     }
 
-    fn of(dry: &Dry, tiers: &LowerTiers, tally: Tally, moved: Moved) -> DryRun {
+    fn of(dry: &Dry, tiers: &LowerTiers, tally: Tally, moved: Transferred) -> DryRun {
         let (host, disk) = (tiers.host().ledger(), tiers.disk().ledger());
         DryRun { ledger: dry.arena().ledger(), host, disk, tally, moved, times: None }
     }

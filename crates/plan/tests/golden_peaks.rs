@@ -8,8 +8,7 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use plimsoll_device::{Clock, Dry};
-use plimsoll_disk::Moved;
+use plimsoll_device::{Clock, Dry, Transferred};
 use plimsoll_memory::{AtPeak, Ledger, Tag};
 use plimsoll_model::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, RopeSpec, SlidingWindow, catalogue,
@@ -126,7 +125,7 @@ fn chosen(case: &Case<'_>) -> Choice {
 /// The lines of a dry run.
 fn measured(run: &DryRun) -> Vec<String> {
     let DryRun { ledger, host, disk, moved, .. } = run;
-    let Moved { read, written } = moved;
+    let Transferred { read, written, .. } = moved;
     vec![
         format!("device {}", peak(ledger)),
         format!("most   {}", most(ledger)),

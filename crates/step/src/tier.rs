@@ -1,5 +1,7 @@
 //! What is not on the device all the time: parcels of tensors with their homes, and the buffers through which they come
-//! and go. Weights, gradients, optimizer states and key-value caches share this one way, in training and in inference.
+//! and go. Weights, gradients, optimizer states and key-value caches share a pool's buffers, in training and in inference.
+//! Activations take a buffer when there is one to send or to bring (`block::Mover`). All of them move in the same way
+//! ([`Transits`]).
 //!
 //! # How a weight that lives below the device comes and goes
 //!
@@ -35,7 +37,7 @@ pub(crate) use parcel::{Extents, Parcel, buffer};
 pub(crate) use parcels::Parcels;
 pub(crate) use pieces::{Pieces, Unit, is_matrix};
 pub(crate) use pool::Use;
-pub(crate) use transit::{count, stretches};
+pub(crate) use transit::{Source, Transit, Transits};
 
 #[cfg(test)]
 mod tests;

@@ -5,8 +5,8 @@ mod common;
 use std::sync::Arc;
 
 use common::*;
-use plimsoll_device::{Device, DeviceError, Dry, Lent, Op, Tally, Tensor};
-use plimsoll_disk::{LowerTiers, Moved};
+use plimsoll_device::{Device, DeviceError, Dry, Due, Lent, Op, Tally, Tensor, Transferred};
+use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Arena, AtPeak, Ledger, Region, Tag, Tier};
 use plimsoll_model::ModelSpec;
 use plimsoll_parallel::Solo;
@@ -46,6 +46,10 @@ impl Device for RunsAll {
     fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError> {
         self.0.reclaim(memory)
     }
+
+    fn transfer(&self, moved: Transferred, behind: Due) -> Due {
+        self.0.transfer(moved, behind)
+    }
 }
 
 /// Bytes by kind.
@@ -76,7 +80,7 @@ impl Books {
 #[derive(Debug, PartialEq)]
 struct Found {
     books: [Books; 3],
-    costs: Vec<(Tally, Moved)>,
+    costs: Vec<(Tally, Transferred)>,
 }
 
 fn found(device: &dyn Device, dry: &Dry, spec: &ModelSpec, settings: &StepSettings, times: u64) -> Found {
@@ -86,7 +90,7 @@ fn found(device: &dyn Device, dry: &Dry, spec: &ModelSpec, settings: &StepSettin
     trainer.load::<StepError>(|_, _, _, _| Ok(())).unwrap();
     let micro_batch = MicroBatch::new(&[], &[]);
     let mut costs = Vec::new();
-    let mut note = || costs.push((dry.take_tally(), tiers.take_moved()));
+    let mut note = || costs.push((dry.take_tally(), dry.moved()));
     note();
     for _ in 0..2 {
         trainer.step_alike(&micro_batch, times, 0.0).unwrap();

@@ -5,45 +5,37 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use plimsoll_device::{DType, Device, DeviceExt, Due, Elementwise, Lent, Rounding, Shape, Tensor};
-use plimsoll_disk::{ALIGNMENT, BufferMemory, Direction, DiskError, Home, LowerTiers};
+use plimsoll_device::{DType, Device, DeviceExt, Elementwise, Rounding, Shape, Tensor};
+use plimsoll_disk::{ALIGNMENT, Direction, Home, LowerTiers};
 use plimsoll_memory::{Tag, Tier};
 
 use crate::StepError;
-use crate::tier::{Parcel, buffer, count, stretches};
+use crate::tier::{Parcel, Source, Transit, Transits, buffer};
 
 /// Buffers on their way out at most: memory does not depend on how fast a disk is.
 const LEAVING: usize = 2;
 
 /// Moves activations to a lower tier and back.
 pub(crate) struct Mover<'a> {
-    device: &'a dyn Device,
-    tiers: Arc<LowerTiers>,
+    transits: Transits<'a>,
     tier: Tier,
     /// Stands for what is away.
     nothing: Tensor,
     /// With their homes, which are nobody else's before they have arrived.
-    leaving: RefCell<VecDeque<(Moving, Option<Arc<Home>>)>>,
+    leaving: RefCell<VecDeque<(Transit, Option<Arc<Home>>)>>,
 }
 
 /// A tensor that is away.
 pub(crate) struct Stored {
     parcel: Parcel<()>,
-    coming: Option<Moving>,
-}
-
-/// A buffer on its way.
-enum Moving {
-    Under(plimsoll_disk::Moving),
-    /// On a device without memory.
-    Dry(Tensor, Due),
+    coming: Option<Transit>,
 }
 
 impl<'a> Mover<'a> {
     /// Nothing is away yet.
     pub fn new(device: &'a dyn Device, tiers: &Arc<LowerTiers>, tier: Tier) -> Result<Self, StepError> {
         let nothing = device.alloc(DType::U8, &[1], Tag::Staging, "away")?;
-        Ok(Mover { device, tiers: Arc::clone(tiers), tier, nothing, leaving: RefCell::default() })
+        Ok(Mover { transits: Transits::new(device, tiers), tier, nothing, leaving: RefCell::default() })
     }
 
     /// Whether a tensor is large enough to be worth its way: smaller ones would take a page all the same.
@@ -60,7 +52,7 @@ impl<'a> Mover<'a> {
     pub fn new_tensor(&self, dtype: DType, shape: Shape) -> Result<(Tensor, Tensor), StepError> {
         let mut parcel = Parcel::new();
         parcel.add((), dtype, shape.dims());
-        let buffer = buffer(self.device, parcel.bytes(), Tag::Staging, "activation")?;
+        let buffer = buffer(self.transits.device, parcel.bytes(), Tag::Staging, "activation")?;
         let view = tensor_in(&parcel, &buffer)?;
         Ok((buffer, view))
     }
@@ -68,7 +60,7 @@ impl<'a> Mover<'a> {
     /// Sends a copy of a tensor.
     pub fn send_copy(&self, x: &Tensor) -> Result<Stored, StepError> {
         let (buffer, out) = self.new_tensor(x.dtype(), x.shape())?;
-        self.device.run(Elementwise::Cast { x, out: &out, rounding: Rounding::Nearest })?;
+        self.transits.device.run(Elementwise::Cast { x, out: &out, rounding: Rounding::Nearest })?;
         self.send(buffer, out)
     }
 
@@ -80,25 +72,10 @@ impl<'a> Mover<'a> {
         while self.leaving.borrow().len() >= LEAVING {
             self.wait_for_one()?;
         }
-        parcel.settle(&self.tiers, self.tier, Tag::Activations, "activation")?;
-        let moving = self.begin(&parcel, buffer, Direction::WriteBack)?;
+        parcel.settle(&self.transits.tiers, self.tier, Tag::Activations, "activation")?;
+        let moving = self.transits.begin(&parcel, Direction::WriteBack, Source::Buffer(buffer))?;
         self.leaving.borrow_mut().push_back((moving, parcel.home().cloned()));
         Ok(Stored { parcel, coming: None })
-    }
-
-    fn begin(&self, parcel: &Parcel<()>, buffer: Tensor, direction: Direction) -> Result<Moving, StepError> {
-        match self.device.lend(buffer)? {
-            Lent::Memory(memory) => {
-                let what = "activations leave a device that has no tiers";
-                let memory = BufferMemory::Here(memory);
-                let moving = self.tiers.begin(direction, stretches(parcel, direction), memory);
-                moving.map(Moving::Under).ok_or(StepError::Invariant { what })
-            }
-            Lent::Nothing(tensor) => {
-                let due = self.device.transfer(count(&self.tiers, parcel, direction), Due::default());
-                Ok(Moving::Dry(tensor, due))
-            }
-        }
     }
 
     fn wait_for_one(&self) -> Result<(), StepError> {
@@ -114,27 +91,19 @@ impl<'a> Mover<'a> {
         Ok(())
     }
 
-    fn arrived(&self, moving: Moving) -> Result<Tensor, StepError> {
-        match moving {
-            Moving::Dry(tensor, due) => {
-                self.device.wait(due);
-                Ok(tensor)
-            }
-            Moving::Under(moving) => {
-                let (memory, outcome) = moving.wait().ok_or(DiskError::Stopped)?;
-                let tensor = self.device.reclaim(memory)?;
-                outcome?;
-                Ok(tensor)
-            }
-        }
+    fn arrived(&self, moving: Transit) -> Result<Tensor, StepError> {
+        let (tensor, outcome) = self.transits.wait(moving)?;
+        outcome?;
+        Ok(tensor)
     }
 
     /// Begins to bring a tensor back.
     pub fn fetch(&self, stored: &mut Stored) -> Result<(), StepError> {
         if stored.coming.is_none() {
             self.settle()?;
-            let buffer = buffer(self.device, stored.parcel.bytes(), Tag::Staging, "activation")?;
-            stored.coming = Some(self.begin(&stored.parcel, buffer, Direction::Prefetch)?);
+            let buffer = buffer(self.transits.device, stored.parcel.bytes(), Tag::Staging, "activation")?;
+            let source = Source::Buffer(buffer);
+            stored.coming = Some(self.transits.begin(&stored.parcel, Direction::Prefetch, source)?);
         }
         Ok(())
     }

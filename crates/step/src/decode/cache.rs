@@ -113,7 +113,7 @@ impl<'a> KvCache<'a> {
     pub fn begin(&mut self, past: u64, n: u64) -> Result<(), StepError> {
         let CacheHome::Away(Away { row_bytes, pool }) = &mut self.place else { return Ok(()) };
         for (layer, geometry) in (0..).zip(&self.layers) {
-            let Some(mut parcel) = pool.get_mut(layer) else { continue };
+            let Some(parcel) = pool.get_mut(layer) else { continue };
             // A ring may hold them anywhere.
             let ring = past + n > geometry.capacity;
             let rows = |rows: Range<u64>| -> Vec<Range<u64>> {
@@ -170,8 +170,7 @@ impl<'a> KvCache<'a> {
 
 #[cfg(test)]
 mod tests {
-    use plimsoll_device::Dry;
-    use plimsoll_disk::Moved;
+    use plimsoll_device::{Dry, Transferred};
     use plimsoll_model::SlidingWindow;
 
     use super::*;
@@ -194,7 +193,7 @@ mod tests {
                 cache.leave(layer).unwrap();
             }
             cache.settle().unwrap();
-            let Moved { read, written } = tiers.take_moved();
+            let Transferred { read, written, .. } = dry.moved();
             (read / (5 * 2 * 1024), written / (5 * 2 * 1024))
         };
         assert_eq!(moved(0, 8), (0, 8));

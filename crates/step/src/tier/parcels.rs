@@ -1,9 +1,7 @@
 //! Parcels that live below the device, taken and released by their keys: a pool of buffers, and what lies in each of them.
 
-use std::cell::{Ref, RefCell, RefMut};
 use std::collections::HashMap;
 use std::hash::{Hash, Hasher};
-use std::rc::Rc;
 use std::sync::Arc;
 
 use plimsoll_device::{Device, Tensor};
@@ -12,13 +10,12 @@ use plimsoll_disk::LowerTiers;
 use super::homes::Homes;
 use super::parcel::Parcel;
 use super::pool::{Pool, Use};
+use super::transit::Transits;
 use crate::StepError;
 
 /// Parcels of tensors `T` under keys `K`.
-pub(crate) struct Parcels<'a, K, T> {
-    /// Shared with the carrier, which needs to know where they live.
-    parcels: Rc<RefCell<HashMap<K, Parcel<T>>>>,
-    pool: Pool<'a, K>,
+pub(crate) struct Parcels<'a, K: Eq + Hash, T> {
+    pool: Pool<'a, K, Homes<'a, K, T>>,
 }
 
 impl<'a, K: Copy + Eq + Hash + 'a, T: Copy + 'a> Parcels<'a, K, T> {
@@ -31,25 +28,24 @@ impl<'a, K: Copy + Eq + Hash + 'a, T: Copy + 'a> Parcels<'a, K, T> {
         name: &'static str,
     ) -> Result<Self, StepError> {
         let bytes = parcels.values().map(Parcel::bytes).max().unwrap_or(0);
-        let mut pool = Pool::new(device, name, bytes, buffers.min(parcels.len()))?;
-        let parcels = Rc::new(RefCell::new(parcels));
-        pool.carry_with(Box::new(Homes::new(tiers, &parcels)));
-        Ok(Parcels { parcels, pool })
+        let buffers = buffers.min(parcels.len());
+        let homes = Homes { transits: Transits::new(device, tiers), parcels };
+        Ok(Parcels { pool: Pool::new(device, homes, name, bytes, buffers)? })
     }
 
     /// Whether there is a parcel under this key.
     pub fn has(&self, key: K) -> bool {
-        self.parcels.borrow().contains_key(&key)
+        self.get(key).is_some()
     }
 
     /// A parcel.
-    pub fn get(&self, key: K) -> Option<Ref<'_, Parcel<T>>> {
-        Ref::filter_map(self.parcels.borrow(), |parcels| parcels.get(&key)).ok()
+    pub fn get(&self, key: K) -> Option<&Parcel<T>> {
+        self.pool.carrier.parcels.get(&key)
     }
 
     /// A parcel, to say which of its bytes move.
-    pub fn get_mut(&mut self, key: K) -> Option<RefMut<'_, Parcel<T>>> {
-        RefMut::filter_map(self.parcels.borrow_mut(), |parcels| parcels.get_mut(&key)).ok()
+    pub fn get_mut(&mut self, key: K) -> Option<&mut Parcel<T>> {
+        self.pool.carrier.parcels.get_mut(&key)
     }
 
     /// What will be taken next, in order; keys without a parcel are left out. Nothing is in use any more.

@@ -6,46 +6,52 @@
 use std::collections::VecDeque;
 use std::hash::{Hash, Hasher};
 
-use plimsoll_device::{Device, Due, Lent, Tensor, Transferred};
-use plimsoll_disk::{Arrived, BufferMemory, Direction, DiskError};
+use plimsoll_device::{Device, Tensor};
+use plimsoll_disk::{Direction, DiskError};
 use plimsoll_memory::Tag;
 
 use super::parcel::buffer;
+use super::transit::Source;
 use crate::StepError;
 
 /// Moves parcels between buffers and wherever they live: those of a direction in the order in which they are begun.
 pub(crate) trait Carrier<K> {
+    /// A buffer on its way.
+    type Transit;
+
     /// Sees to it that a parcel can be written back; in a dry run too.
     fn reserve(&mut self, _: K) -> Result<(), DiskError> {
         Ok(())
     }
 
-    /// Counts what a move would move, in a dry run.
-    fn count(&self, _: K, _: Direction) -> Transferred {
-        Transferred::default()
-    }
+    /// Begins to move a parcel between its homes and a buffer that has room for it from its first whole page on.
+    fn begin(
+        &mut self,
+        key: K,
+        direction: Direction,
+        source: Source<Self::Transit>,
+    ) -> Result<Self::Transit, StepError>;
 
-    /// Begins to move a parcel between its homes and memory that has room for it from its first whole page on: a buffer's, or
-    /// that of a parcel which is written back before.
-    fn begin(&mut self, key: K, direction: Direction, memory: BufferMemory<K>);
-
-    /// Waits until a parcel's move is done, and gives the memory back; `None` where nothing was begun, or all has ended.
-    fn finish(&mut self, key: K) -> Option<Arrived>;
+    /// Waits until a move is done, and gives the buffer back with what came of the move.
+    ///
+    /// # Errors
+    /// The buffer is lost.
+    fn finish(&mut self, transit: Self::Transit) -> Result<(Tensor, Result<(), DiskError>), StepError>;
 
     /// Waits until every move is done. Fails with a write whose buffer was used again since.
     fn settle(&mut self) -> Result<(), DiskError>;
 }
 
 /// Buffers of one size.
-pub(crate) struct Pool<'a, K> {
+pub(crate) struct Pool<'a, K, C: Carrier<K>> {
     device: &'a dyn Device,
+    pub carrier: C,
     /// What the buffers hold, in the ledger.
     name: &'static str,
     buffer_bytes: u64,
-    buffers: Vec<Buffer<K>>,
+    buffers: Vec<Buffer<K, C::Transit>>,
     /// What will be taken, the next one first.
     upcoming: VecDeque<Use<K>>,
-    carrier: Option<Box<dyn Carrier<K> + 'a>>,
 }
 
 /// That a parcel will be taken.
@@ -64,15 +70,13 @@ impl<K> Use<K> {
 }
 
 /// One buffer.
-enum Buffer<K> {
+enum Buffer<K, M> {
     Free(Tensor),
-    /// It is on its way; on a device without memory the tensor stays here.
+    /// It is on its way.
     Moving {
         key: K,
-        tensor: Option<Tensor>,
         direction: Direction,
-        /// When it will have arrived, in a dry run that knows.
-        due: Due,
+        transit: M,
     },
     /// It is there, and in use from when it is taken until it is released.
     There {
@@ -86,7 +90,7 @@ enum Buffer<K> {
     Lost,
 }
 
-impl<K: Copy + Eq> Buffer<K> {
+impl<K: Copy + Eq, M> Buffer<K, M> {
     fn key(&self) -> Option<K> {
         match self {
             Buffer::Moving { key, .. } | Buffer::There { key, .. } => Some(*key),
@@ -95,32 +99,22 @@ impl<K: Copy + Eq> Buffer<K> {
     }
 }
 
-impl<'a, K: Copy + Eq> Pool<'a, K> {
-    /// Takes memory for `count` buffers of parcels of up to `bytes` bytes.
+impl<'a, K: Copy + Eq, C: Carrier<K>> Pool<'a, K, C> {
+    /// Takes memory for `count` buffers of parcels of up to `bytes` bytes, which the carrier moves.
     pub fn new(
         device: &'a dyn Device,
+        carrier: C,
         name: &'static str,
         bytes: u64,
         count: usize,
     ) -> Result<Self, StepError> {
-        let mut pool = Pool {
-            device,
-            name,
-            buffer_bytes: bytes,
-            buffers: Vec::new(),
-            upcoming: VecDeque::new(),
-            carrier: None,
-        };
+        let upcoming = VecDeque::new();
+        let mut pool = Pool { device, carrier, name, buffer_bytes: bytes, buffers: Vec::new(), upcoming };
         for _ in 0..count {
             let free = pool.new_buffer()?;
             pool.buffers.push(Buffer::Free(free));
         }
         Ok(pool)
-    }
-
-    /// Takes parcels from here from now on. Until then buffers hold whatever was there.
-    pub fn carry_with(&mut self, carrier: Box<dyn Carrier<K> + 'a>) {
-        self.carrier = Some(carrier);
     }
 
     fn new_buffer(&self) -> Result<Tensor, StepError> {
@@ -152,7 +146,7 @@ impl<'a, K: Copy + Eq> Pool<'a, K> {
             let Some(index) = self.free_buffers(place).nth(fresh.len()) else { return Ok(()) };
             match anew {
                 true => fresh.push(key),
-                false => self.prefetch(index, key)?,
+                false => self.start(index, key, Direction::Prefetch)?,
             }
         }
         Ok(())
@@ -160,7 +154,7 @@ impl<'a, K: Copy + Eq> Pool<'a, K> {
 
     /// The buffers that are free; last those that are still being written back, the one first that began first.
     fn free_buffers(&self, soon: usize) -> impl Iterator<Item = usize> {
-        let moves = |buffer: &Buffer<K>| matches!(buffer, Buffer::Moving { .. });
+        let moves = |buffer: &Buffer<K, C::Transit>| matches!(buffer, Buffer::Moving { .. });
         let of = move |moving| {
             let buffers = (0..).zip(&self.buffers).filter(move |(_, buffer)| moves(buffer) == moving);
             buffers.map(|(index, _)| index).filter(move |index| self.is_free(*index, soon))
@@ -181,45 +175,35 @@ impl<'a, K: Copy + Eq> Pool<'a, K> {
         }
     }
 
-    /// Takes the tensor out of a buffer that is not moving.
-    fn empty(&mut self, index: usize) -> Result<Option<Tensor>, StepError> {
-        let Some(buffer) = self.buffers.get_mut(index) else { return Ok(None) };
-        match std::mem::replace(buffer, Buffer::Lost) {
-            Buffer::Free(tensor) | Buffer::There { tensor, .. } => Ok(Some(tensor)),
-            Buffer::Moving { tensor: Some(tensor), .. } => Ok(Some(tensor)),
-            Buffer::Lost | Buffer::Moving { tensor: None, .. } => self.new_buffer().map(Some),
+    /// Takes what is in a buffer out of it.
+    fn empty(&mut self, index: usize) -> Result<Source<C::Transit>, StepError> {
+        match self.buffers.get_mut(index).map(|buffer| std::mem::replace(buffer, Buffer::Lost)) {
+            Some(Buffer::Free(tensor) | Buffer::There { tensor, .. }) => Ok(Source::Buffer(tensor)),
+            Some(Buffer::Moving { transit, .. }) => Ok(Source::Behind(transit)),
+            Some(Buffer::Lost) | None => self.new_buffer().map(Source::Buffer),
         }
     }
 
-    /// Begins to prefetch a parcel into a buffer that is free, behind what is written back from it.
-    fn prefetch(&mut self, index: usize, key: K) -> Result<(), StepError> {
-        let Some(buffer) = self.buffers.get_mut(index) else { return Ok(()) };
-        let due = match (buffer, &mut self.carrier) {
-            (Buffer::Moving { key: held, tensor: None, direction, .. }, Some(carrier)) => {
-                carrier.begin(key, Direction::Prefetch, BufferMemory::Behind(*held));
-                (*held, *direction) = (key, Direction::Prefetch);
-                return Ok(());
-            }
-            (Buffer::Moving { due, .. }, _) => *due,
-            _ => Due::default(),
-        };
-        let Some(tensor) = self.empty(index)? else { return Ok(()) };
-        self.start(index, key, tensor, Direction::Prefetch, due)
+    /// Begins to move a parcel with a buffer; into one that is being written back, behind that.
+    fn start(&mut self, index: usize, key: K, direction: Direction) -> Result<(), StepError> {
+        let source = self.empty(index)?;
+        let transit = self.carrier.begin(key, direction, source)?;
+        if let Some(buffer) = self.buffers.get_mut(index) {
+            *buffer = Buffer::Moving { key, direction, transit };
+        }
+        Ok(())
     }
 
     /// Begins to write back the buffers whose parcels were changed and are done with.
     fn write_back(&mut self) -> Result<(), StepError> {
-        let changed = |buffer: &Buffer<K>| match buffer {
+        let changed = |buffer: &Buffer<K, C::Transit>| match buffer {
             Buffer::There { tensor, released: true, changed: true, .. } => tensor.is_alone(),
             _ => false,
         };
         while let Some(index) = self.buffers.iter().position(changed) {
             let Some(key) = self.buffers.get(index).and_then(Buffer::key) else { return Ok(()) };
-            if let Some(carrier) = &mut self.carrier {
-                carrier.reserve(key)?;
-            }
-            let Some(tensor) = self.empty(index)? else { return Ok(()) };
-            self.start(index, key, tensor, Direction::WriteBack, Due::default())?;
+            self.carrier.reserve(key)?;
+            self.start(index, key, Direction::WriteBack)?;
             // Behind the others: of those that are written back, the first is the one that began first.
             if let Some(later) = self.buffers.get_mut(index..) {
                 later.rotate_left(1);
@@ -228,52 +212,21 @@ impl<'a, K: Copy + Eq> Pool<'a, K> {
         Ok(())
     }
 
-    fn start(
-        &mut self,
-        index: usize,
-        key: K,
-        tensor: Tensor,
-        direction: Direction,
-        behind: Due,
-    ) -> Result<(), StepError> {
-        let mut due = Due::default();
-        let kept = match &mut self.carrier {
-            None => Some(tensor),
-            Some(carrier) => match self.device.lend(tensor)? {
-                Lent::Memory(memory) => {
-                    carrier.begin(key, direction, BufferMemory::Here(memory));
-                    None
-                }
-                Lent::Nothing(tensor) => {
-                    due = self.device.transfer(carrier.count(key, direction), behind);
-                    Some(tensor)
-                }
-            },
-        };
-        if let Some(buffer) = self.buffers.get_mut(index) {
-            *buffer = Buffer::Moving { key, tensor: kept, direction, due };
-        }
-        Ok(())
-    }
-
     /// Waits until what moves in a buffer has arrived.
     fn finish(&mut self, index: usize) -> Result<(), StepError> {
         let Some(buffer) = self.buffers.get_mut(index) else { return Ok(()) };
-        let Buffer::Moving { key, tensor, direction, due } = buffer else { return Ok(()) };
-        self.device.wait(*due);
-        let (key, released) = (*key, *direction == Direction::WriteBack);
-        let (tensor, outcome) = match (tensor.take(), &mut self.carrier) {
-            (Some(tensor), _) => (Some(tensor), Ok(())),
-            (None, Some(carrier)) => match carrier.finish(key) {
-                Some((memory, outcome)) => (Some(self.device.reclaim(memory)?), outcome),
-                None => (None, Err(DiskError::Stopped)),
-            },
-            (None, None) => (None, Ok(())),
+        let (key, direction, transit) = match std::mem::replace(buffer, Buffer::Lost) {
+            Buffer::Moving { key, direction, transit } => (key, direction, transit),
+            still => {
+                *buffer = still;
+                return Ok(());
+            }
         };
-        *buffer = match (tensor, &outcome) {
-            (Some(tensor), Ok(())) => Buffer::There { key, tensor, taken: false, released, changed: false },
-            (Some(tensor), Err(_)) => Buffer::Free(tensor),
-            (None, _) => Buffer::Lost,
+        let (tensor, outcome) = self.carrier.finish(transit)?;
+        let released = direction == Direction::WriteBack;
+        *buffer = match outcome {
+            Ok(()) => Buffer::There { key, tensor, taken: false, released, changed: false },
+            Err(_) => Buffer::Free(tensor),
         };
         Ok(outcome?)
     }
@@ -324,7 +277,7 @@ impl<'a, K: Copy + Eq> Pool<'a, K> {
                 let Some(index) = self.wait_for_buffer()? else { return Ok(None) };
                 match fresh {
                     true => self.begin_anew(index, key)?,
-                    false => self.prefetch(index, key)?,
+                    false => self.start(index, key, Direction::Prefetch)?,
                 }
                 index
             }
@@ -349,7 +302,7 @@ impl<'a, K: Copy + Eq> Pool<'a, K> {
     /// Has a buffer that is free stand for a parcel that is written anew.
     fn begin_anew(&mut self, index: usize, key: K) -> Result<(), StepError> {
         self.finish(index)?;
-        let Some(tensor) = self.empty(index)? else { return Ok(()) };
+        let Source::Buffer(tensor) = self.empty(index)? else { return Ok(()) };
         if let Some(buffer) = self.buffers.get_mut(index) {
             *buffer = Buffer::There { key, tensor, taken: true, released: false, changed: false };
         }
@@ -404,7 +357,7 @@ impl<'a, K: Copy + Eq> Pool<'a, K> {
                 self.finish(index)?;
             }
         }
-        self.carrier.as_mut().map_or(Ok(()), |carrier| Ok(carrier.settle()?))
+        Ok(self.carrier.settle()?)
     }
 }
 

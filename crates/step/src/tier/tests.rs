@@ -6,10 +6,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use plimsoll_device::{Cpu, CpuOptions, DType, Dry, Transferred};
-use plimsoll_disk::{Direction, LowerTiers, Moved, SpillSettings};
+use plimsoll_disk::{Direction, LowerTiers, SpillSettings};
 use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{BlockId, Parameter, Role};
 
+use super::transit::{stretches, transferred};
 use super::*;
 
 const PAGE: u64 = 4096;
@@ -148,11 +149,17 @@ fn what_a_move_moves_is_counted() {
         (Tier::Disk, Transferred { read: 3 * PAGE, ..nothing }, Transferred { written: PAGE, ..nothing }),
     ] {
         let parcel = parcel(&tiers, tier);
-        tiers.take_moved();
-        assert_eq!(count(&tiers, &parcel, Direction::Prefetch), prefetched, "{tier:?}");
-        assert_eq!(tiers.take_moved(), Moved { read: prefetched.read, written: 0 });
-        assert_eq!(count(&tiers, &parcel, Direction::WriteBack), written, "{tier:?}");
-        assert_eq!(tiers.take_moved(), Moved { read: 0, written: written.written });
+        let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
+        let transits = Transits::new(&dry, &tiers);
+        let mut expected = nothing;
+        for (direction, bytes) in [(Direction::Prefetch, prefetched), (Direction::WriteBack, written)] {
+            assert_eq!(transferred(&parcel, direction), bytes, "{tier:?}");
+            let buffer = buffer(&dry, parcel.bytes(), Tag::Staging, "test").unwrap();
+            let transit = transits.begin(&parcel, direction, Source::Buffer(buffer)).unwrap();
+            expected = expected.plus(bytes);
+            assert_eq!(dry.moved(), expected);
+            assert!(transits.wait(transit).unwrap().1.is_ok());
+        }
     }
     // Bytes that do not matter stay.
     let mut parcel = Parcel::new();
@@ -161,8 +168,8 @@ fn what_a_move_moves_is_counted() {
     let extents =
         Extents { read: vec![100..300, 9000..9010], changed: std::iter::once(4000..5000).collect() };
     parcel.extents = Some(extents);
-    assert_eq!(count(&tiers, &parcel, Direction::Prefetch).read, 210);
-    assert_eq!(count(&tiers, &parcel, Direction::WriteBack).written, 1000);
+    assert_eq!(transferred(&parcel, Direction::Prefetch).read, 210);
+    assert_eq!(transferred(&parcel, Direction::WriteBack).written, 1000);
 }
 
 #[test]
@@ -199,7 +206,7 @@ fn a_buffer_is_written_back_and_free_again() {
     let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
     let mut parcels = parcels(&dry, &tiers, 1);
     let pages = || {
-        let Moved { read, written } = tiers.moved();
+        let Transferred { read, written, .. } = dry.moved();
         (read / PAGE, written / PAGE)
     };
     announce(&mut parcels, &[1, 2, 3]);
@@ -261,5 +268,5 @@ fn bytes_that_matter_can_be_named() {
     drop(parcels.take(2).unwrap());
     parcels.release(2, true);
     parcels.flush().unwrap();
-    assert_eq!(tiers.moved(), Moved { read: 100, written: 7 });
+    assert_eq!(dry.moved(), Transferred { read: 100, written: 7, ..Transferred::default() });
 }

@@ -1,15 +1,85 @@
-//! How a parcel moves: the stretches of a buffer that go between memory and the parcel's homes, and those that stay.
+//! Buffers on their way between the device and the homes of parcels: where every move is begun and waited for.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::Transferred;
-use plimsoll_disk::{ALIGNMENT, Direction, Home, LowerTiers, Stretch, pages};
+use plimsoll_device::{Device, Due, Lent, Tensor, Transferred};
+use plimsoll_disk::{
+    ALIGNMENT, BufferMemory, Direction, DiskError, Home, LowerTiers, Moving, Stretch, pages,
+};
 
 use super::parcel::Parcel;
+use crate::StepError;
 
-/// What it takes to move a parcel, in the order of the buffer, from its first whole page on.
-pub(crate) fn stretches<T>(parcel: &Parcel<T>, direction: Direction) -> Vec<Stretch> {
+/// A device and the tiers below it, between which buffers move.
+pub(crate) struct Transits<'a> {
+    pub device: &'a dyn Device,
+    pub tiers: Arc<LowerTiers>,
+}
+
+/// A buffer on its way.
+pub(crate) enum Transit {
+    /// In the hands of the tiers.
+    Under(Moving),
+    /// On a device without memory it stays where it is; when it would have arrived, in a dry run that knows.
+    Dry(Tensor, Due),
+}
+
+/// The buffer of a move.
+pub(crate) enum Source<M> {
+    Buffer(Tensor),
+    /// That of a move which is still under way: the next one follows behind it.
+    Behind(M),
+}
+
+impl<'a> Transits<'a> {
+    pub fn new(device: &'a dyn Device, tiers: &Arc<LowerTiers>) -> Self {
+        Transits { device, tiers: Arc::clone(tiers) }
+    }
+
+    /// Begins to move a parcel between its homes and a buffer; in a dry run counts what would move.
+    pub fn begin<T>(
+        &self,
+        parcel: &Parcel<T>,
+        direction: Direction,
+        source: Source<Transit>,
+    ) -> Result<Transit, StepError> {
+        let count = |tensor, behind| {
+            Ok(Transit::Dry(tensor, self.device.transfer(transferred(parcel, direction), behind)))
+        };
+        let memory = match source {
+            Source::Buffer(tensor) => match self.device.lend(tensor)? {
+                Lent::Memory(memory) => BufferMemory::Here(memory),
+                Lent::Nothing(tensor) => return count(tensor, Due::default()),
+            },
+            Source::Behind(Transit::Under(before)) => BufferMemory::Behind(before),
+            Source::Behind(Transit::Dry(tensor, due)) => return count(tensor, due),
+        };
+        let moving = self.tiers.begin(direction, stretches(parcel, direction), memory);
+        moving.map(Transit::Under).ok_or(StepError::Invariant { what: "a device with memory has dry tiers" })
+    }
+
+    /// Waits until a move is done, and gives the buffer back with what came of the move.
+    ///
+    /// # Errors
+    /// The buffer is lost.
+    pub fn wait(&self, transit: Transit) -> Result<(Tensor, Result<(), DiskError>), StepError> {
+        match transit {
+            Transit::Dry(tensor, due) => {
+                self.device.wait(due);
+                Ok((tensor, Ok(())))
+            }
+            Transit::Under(moving) => {
+                let (memory, outcome) = moving.wait().ok_or(DiskError::Stopped)?;
+                Ok((self.device.reclaim(memory)?, outcome))
+            }
+        }
+    }
+}
+
+/// The stretches of a buffer, in order from its first whole page: those that go between memory and the parcel's homes, and
+/// those that stay.
+pub(super) fn stretches<T>(parcel: &Parcel<T>, direction: Direction) -> Vec<Stretch> {
     let mut stretches = Vec::new();
     let mut stretch = |bytes, moves| {
         if bytes > 0 {
@@ -44,17 +114,14 @@ pub(crate) fn stretches<T>(parcel: &Parcel<T>, direction: Direction) -> Vec<Stre
     stretches
 }
 
-/// Counts what a move would move, in a dry run.
-pub(crate) fn count<T>(tiers: &LowerTiers, parcel: &Parcel<T>, direction: Direction) -> Transferred {
+/// The bytes that a move moves.
+pub(super) fn transferred<T>(parcel: &Parcel<T>, direction: Direction) -> Transferred {
     let mut all = Transferred::default();
-    let mut add = |home: &Home, bytes| {
-        tiers.count(home, bytes, direction == Direction::WriteBack);
-        match (direction, home.is_on_disk()) {
-            (Direction::Prefetch, true) => all.read += bytes,
-            (Direction::Prefetch, false) => all.copied_in += bytes,
-            (Direction::WriteBack, true) => all.written += bytes,
-            (Direction::WriteBack, false) => all.copied_out += bytes,
-        }
+    let mut add = |home: &Home, bytes| match (direction, home.is_on_disk()) {
+        (Direction::Prefetch, true) => all.read += bytes,
+        (Direction::Prefetch, false) => all.copied_in += bytes,
+        (Direction::WriteBack, true) => all.written += bytes,
+        (Direction::WriteBack, false) => all.copied_out += bytes,
     };
     if let Some(home) = parcel.home() {
         let bytes = extents(parcel, home, direction).iter().map(|extent| extent.end - extent.start).sum();

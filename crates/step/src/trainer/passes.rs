@@ -3,7 +3,6 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use plimsoll_device::{Iterations, KnownRounds};
-use plimsoll_disk::Moved;
 
 use super::Trainer;
 use crate::StepError;
@@ -39,16 +38,7 @@ impl Iterations for Passes<'_, '_> {
         Some(hasher.finish())
     }
 
-    fn totals(&self) -> [u64; 2] {
-        let Moved { read, written } = self.trainer.tiers.moved();
-        [read, written]
-    }
-
     fn known(&mut self) -> Option<&mut KnownRounds> {
         Some(&mut self.trainer.known_passes)
-    }
-
-    fn count(&mut self, [read, written]: [u64; 2]) {
-        self.trainer.tiers.add_moved(Moved { read, written });
     }
 }

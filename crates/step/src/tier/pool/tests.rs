@@ -6,7 +6,6 @@ use std::rc::Rc;
 
 use plimsoll_device::{Cpu, CpuOptions};
 use plimsoll_disk::ALIGNMENT;
-use plimsoll_memory::Region;
 
 use super::*;
 
@@ -19,61 +18,65 @@ enum Did {
     Waited(u32),
 }
 
-#[derive(Default)]
-struct World {
+struct World<'a> {
+    device: &'a Cpu,
     did: Vec<Did>,
     /// What lives in the homes.
     homes: HashMap<u32, u8>,
-    under_way: HashMap<u32, (Region, Direction)>,
+    under_way: HashMap<u32, (Tensor, Direction)>,
     broken: Option<u32>,
     failed: bool,
 }
 
-impl World {
+impl World<'_> {
     /// A move ends. What is written arrives then, not before.
-    fn end(&mut self, key: u32) -> Option<(Region, Result<(), DiskError>)> {
-        let (memory, direction) = self.under_way.remove(&key)?;
+    fn end(&mut self, key: u32) -> (Tensor, Result<(), DiskError>) {
+        let (tensor, direction) = self.under_way.remove(&key).unwrap();
         if direction == Direction::WriteBack {
-            let value = memory.bytes()[memory.len() - 1];
-            self.homes.insert(key, value);
+            self.homes.insert(key, value(self.device, &tensor));
         }
         let outcome = if self.broken == Some(key) { Err(DiskError::Stopped) } else { Ok(()) };
-        Some((memory, outcome))
+        (tensor, outcome)
     }
 }
 
-struct Slow(Rc<RefCell<World>>);
+struct Slow<'a>(Rc<RefCell<World<'a>>>);
 
-impl Carrier<u32> for Slow {
-    fn begin(&mut self, key: u32, direction: Direction, memory: BufferMemory<u32>) {
+impl Carrier<u32> for Slow<'_> {
+    /// The parcel that moves.
+    type Transit = u32;
+
+    fn begin(&mut self, key: u32, direction: Direction, source: Source<u32>) -> Result<u32, StepError> {
         let mut world = self.0.borrow_mut();
-        let mut memory = match memory {
-            BufferMemory::Here(memory) => memory,
-            BufferMemory::Behind(before) => {
-                let (memory, outcome) = world.end(before).unwrap();
+        let tensor = match source {
+            Source::Buffer(tensor) => tensor,
+            Source::Behind(before) => {
+                let (tensor, outcome) = world.end(before);
                 world.failed |= outcome.is_err();
-                memory
+                tensor
             }
         };
+        assert!(tensor.is_alone(), "{key} moves while somebody sees its buffer");
         match direction {
             Direction::Prefetch => {
                 world.did.push(Did::Read(key));
                 let value = world.homes.get(&key).copied().unwrap_or(0);
-                memory.bytes_mut().fill(value);
+                world.device.write(&tensor, &mut |bytes| bytes.fill(value)).unwrap();
             }
             Direction::WriteBack => {
-                let value = memory.bytes()[memory.len() - 1];
+                let value = value(world.device, &tensor);
                 world.did.push(Did::Wrote(key, value));
             }
         }
-        assert!(world.under_way.insert(key, (memory, direction)).is_none(), "{key} moves twice at once");
+        assert!(world.under_way.insert(key, (tensor, direction)).is_none(), "{key} moves twice at once");
+        Ok(key)
     }
 
-    fn finish(&mut self, key: u32) -> Option<(Region, Result<(), DiskError>)> {
+    fn finish(&mut self, key: u32) -> Result<(Tensor, Result<(), DiskError>), StepError> {
         let mut world = self.0.borrow_mut();
-        let ended = world.end(key)?;
+        let ended = world.end(key);
         world.did.push(Did::Waited(key));
-        Some(ended)
+        Ok(ended)
     }
 
     fn settle(&mut self) -> Result<(), DiskError> {
@@ -85,15 +88,18 @@ fn cpu() -> Cpu {
     Cpu::new(1 << 20, CpuOptions { threads: Some(1), isa: None }).unwrap()
 }
 
-fn pool<'a>(device: &'a Cpu, count: usize) -> (Pool<'a, u32>, Rc<RefCell<World>>) {
-    let mut pool = Pool::new(device, "tests.staging", ALIGNMENT, count).unwrap();
-    let world = Rc::new(RefCell::new(World::default()));
-    world.borrow_mut().homes.extend((0..10).map(|key| (key, key as u8 + 100)));
-    pool.carry_with(Box::new(Slow(Rc::clone(&world))));
-    (pool, world)
+type SlowPool<'a> = Pool<'a, u32, Slow<'a>>;
+
+fn pool(device: &Cpu, count: usize) -> (SlowPool<'_>, Rc<RefCell<World<'_>>>) {
+    let homes = (0..10).map(|key| (key, key as u8 + 100)).collect();
+    let (did, under_way) = (Vec::new(), HashMap::new());
+    let world = World { device, did, homes, under_way, broken: None, failed: false };
+    let world = Rc::new(RefCell::new(world));
+    let carrier = Slow(Rc::clone(&world));
+    (Pool::new(device, carrier, "tests.staging", ALIGNMENT, count).unwrap(), world)
 }
 
-fn announce(pool: &mut Pool<'_, u32>, keys: &[u32]) {
+fn announce(pool: &mut SlowPool<'_>, keys: &[u32]) {
     pool.announce(keys.iter().copied().map(Use::of)).unwrap();
 }
 
@@ -101,13 +107,13 @@ fn anew(key: u32) -> Use<u32> {
     Use { key, fresh: true }
 }
 
-fn take_and_release(pool: &mut Pool<'_, u32>, device: &Cpu, key: u32) -> u8 {
+fn take_and_release(pool: &mut SlowPool<'_>, device: &Cpu, key: u32) -> u8 {
     let value = take(pool, device, key);
     pool.release(key, false);
     value
 }
 
-fn take(pool: &mut Pool<'_, u32>, device: &Cpu, key: u32) -> u8 {
+fn take(pool: &mut SlowPool<'_>, device: &Cpu, key: u32) -> u8 {
     value(device, &pool.take(key).unwrap().unwrap())
 }
 
@@ -117,7 +123,7 @@ fn value(device: &Cpu, tensor: &Tensor) -> u8 {
     last
 }
 
-fn did(world: &Rc<RefCell<World>>) -> Vec<Did> {
+fn did(world: &Rc<RefCell<World<'_>>>) -> Vec<Did> {
     std::mem::take(&mut world.borrow_mut().did)
 }
 
