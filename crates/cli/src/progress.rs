@@ -1,5 +1,7 @@
 //! Progress for people: a bar on a terminal, plain lines elsewhere, nothing beside a JSON document.
 
+mod time_left;
+
 use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -7,7 +9,10 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use plimsoll_hub::HubId;
 use plimsoll_memory::ByteSize;
+use plimsoll_plan::config::OutputConfig;
 use plimsoll_train::{MemoryLevel, Observer, RunEvent, StepMetrics};
+
+use self::time_left::TimeLeft;
 
 /// Off a terminal there is a line after at most this time.
 const LINE_EVERY: Duration = Duration::from_secs(30);
@@ -33,21 +38,24 @@ pub struct TrainingProgress {
     last_line: Instant,
     first_step: Option<u64>,
     begun: Instant,
+    left: TimeLeft,
 }
 
 impl TrainingProgress {
-    /// A display for a run whose memory is held against `load_line` bytes, with `overhead` planned outside the arena.
-    pub fn new(logging_steps: u64, load_line: u64, overhead: u64, quiet: bool) -> TrainingProgress {
+    /// A display for a run that writes into `output`, whose memory is held against `load_line` bytes, with `overhead` planned
+    /// outside the arena.
+    pub fn new(output: &OutputConfig, load_line: u64, overhead: u64, quiet: bool) -> TrainingProgress {
         TrainingProgress {
             bar: None,
             total_steps: 0,
-            logging_steps,
+            logging_steps: output.logging_steps(),
             load_line,
             overhead,
             quiet,
             last_line: Instant::now(),
             first_step: None,
             begun: Instant::now(),
+            left: TimeLeft::new(output.eval_steps(), output.save_steps()),
         }
     }
 
@@ -70,6 +78,9 @@ impl TrainingProgress {
 
     fn step(&mut self, metrics: &StepMetrics) {
         let first = *self.first_step.get_or_insert(metrics.step);
+        self.left.stepped(self.begun.elapsed());
+        let left = self.left.after(metrics.step, self.total_steps).as_secs_f64();
+        let left = format!("{} left", crate::commands::plan::seconds(left));
         // The system may not say what the process takes now.
         let now = match metrics.memory.process_rss_bytes {
             0 => String::new(),
@@ -83,7 +94,7 @@ impl TrainingProgress {
         let text =
             format!("loss {:.4}  {:.0} tokens/s  memory {memory}", metrics.loss, metrics.tokens_per_second);
         if let Some(bar) = &self.bar {
-            bar.set_message(text);
+            bar.set_message(format!("{text}  {left}"));
             bar.set_position(metrics.step);
             return;
         }
@@ -93,15 +104,9 @@ impl TrainingProgress {
             || self.last_line.elapsed() > LINE_EVERY;
         if due {
             self.last_line = Instant::now();
-            let done = (metrics.step - first + 1) as f64;
-            let left = self.begun.elapsed().as_secs_f64() / done * (self.total_steps - metrics.step) as f64;
             self.say(&format!(
-                "step {}/{}  {text}  lr {:.2e}  grad norm {:.3}  {} left",
-                metrics.step,
-                self.total_steps,
-                metrics.lr,
-                metrics.grad_norm,
-                crate::commands::plan::seconds(left)
+                "step {}/{}  {text}  lr {:.2e}  grad norm {:.3}  {left}",
+                metrics.step, self.total_steps, metrics.lr, metrics.grad_norm,
             ));
         }
     }
@@ -116,16 +121,15 @@ impl Observer for TrainingProgress {
         match event {
             RunEvent::Started { steps_done, total_steps, data_tokens } => {
                 self.total_steps = total_steps;
-                self.begun = Instant::now();
+                self.left.pass(self.begun.elapsed());
                 self.say(&format!(
                     "training on {data_tokens} tokens, step {} of {total_steps} is next",
                     steps_done + 1
                 ));
                 if !self.quiet && std::io::stderr().is_terminal() {
-                    let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {eta} left")
+                    let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}")
                         .unwrap_or_else(|_| ProgressStyle::default_bar());
                     let bar = ProgressBar::new(total_steps).with_style(style).with_position(steps_done);
-                    bar.reset_eta();
                     self.bar = Some(bar);
                 }
             }
@@ -138,9 +142,13 @@ impl Observer for TrainingProgress {
                 }
             }
             RunEvent::Validated { step, loss } => {
+                self.left.validated();
                 self.say(&format!("step {step}: validation loss {loss:.4}, perplexity {:.3}", loss.exp()));
             }
-            RunEvent::Saved(path) => self.saved(path),
+            RunEvent::Saved(path) => {
+                self.left.saved(self.begun.elapsed());
+                self.saved(path);
+            }
             RunEvent::MemoryHigh { step, level, process_bytes, budget_bytes } => {
                 let words = match level {
                     MemoryLevel::Emergency => "at the load line, saving",

@@ -60,9 +60,8 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
         )));
     }
     let output = plan.config.output.dir();
-    let logging_steps = plan.config.output.logging_steps();
     let beside = plan.process_bytes() - plan.peak_bytes();
-    let mut progress = TrainingProgress::new(logging_steps, plan.load_line.bytes, beside, args.json);
+    let mut progress = TrainingProgress::new(&plan.config.output, plan.load_line.bytes, beside, args.json);
     let ladder = if plan.config.memory.ladder() { plan.ladder()? } else { vec![plan] };
     // What planning leaves over is no part of what the run needs.
     release_free_heap();
