@@ -8,7 +8,7 @@ use std::sync::Arc;
 use common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
-use plimsoll_memory::Tier;
+use plimsoll_memory::{Region, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
@@ -68,7 +68,7 @@ fn train_in(folder: &Path, spec: &ModelSpec, settings: &StepSettings) -> Trained
     let [device_bytes, host_bytes, disk_bytes] = planned(spec, settings);
     let device = Cpu::new(device_bytes, CpuOptions { threads: Some(2), isa: None }).unwrap();
     let spill = SpillSettings { folder: folder.to_owned(), budget: None, direct: true };
-    let tiers = Arc::new(LowerTiers::open(host_bytes, disk_bytes, &spill).unwrap());
+    let tiers = Arc::new(LowerTiers::open(Region::new(host_bytes).unwrap(), disk_bytes, &spill).unwrap());
     let mut trainer =
         Trainer::with_tiers(&device, Arc::clone(&tiers), spec.clone(), settings.clone(), &Solo).unwrap();
     trainer.load(fill).unwrap();
@@ -251,7 +251,7 @@ fn a_table_is_brought_to_its_tier_a_part_at_a_time() {
         let device = Cpu::new(device_bytes, CpuOptions { threads: Some(2), isa: None }).unwrap();
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let spill = SpillSettings { folder: folder.path().to_owned(), budget: None, direct: true };
-        let tiers = Arc::new(LowerTiers::open(host_bytes, disk_bytes, &spill).unwrap());
+        let tiers = Arc::new(LowerTiers::open(Region::new(host_bytes).unwrap(), disk_bytes, &spill).unwrap());
         let mut trainer = Trainer::with_tiers(&device, tiers, spec.clone(), settings, &Solo).unwrap();
         let (mut most, mut covered) = (0, Vec::new());
         trainer
