@@ -155,7 +155,8 @@ impl<'a> Inference<'a> {
         device: &'d Cpu,
         plan: &GenerationPlan,
     ) -> Result<(Session<'d>, Option<Streaming>), Failure> {
-        let (tiers, streaming) = streaming::open(&self.weights, &plan.dry_run, plan.residency, self.disk)?;
+        let (tiers, streaming) =
+            streaming::open(device, &self.weights, &plan.dry_run, plan.residency, self.disk)?;
         let types = |p: &Parameter| self.weights.weight_type(p);
         let storage = self.weights.storage(&types, plan.residency);
         let mut decoder = Decoder::with_tiers(device, &tiers, self.spec().clone(), plan.settings, storage)?;

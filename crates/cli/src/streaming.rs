@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use plimsoll_device::Device;
 use plimsoll_disk::{IoMeter, LowerTiers, SpillSettings, default_folder, is_in_memory};
 use plimsoll_memory::{ByteSize, Tag};
 use plimsoll_plan::DryRun;
@@ -28,6 +29,7 @@ pub struct Streaming {
 /// Opens the disk for what a plan leaves there, and says what that is and why. Where everything is in memory there is
 /// nothing to open.
 pub fn open(
+    device: &dyn Device,
     weights: &Weights,
     dry_run: &DryRun,
     residency: Option<Residency>,
@@ -71,7 +73,8 @@ pub fn open(
         errln!("the key-value cache, {}, is kept in a file in {}", ByteSize(cache_bytes), folder.display());
     }
     let settings = SpillSettings { folder, budget: disk.disk_budget.map(|budget| budget.0), direct: true };
-    let tiers = Arc::new(LowerTiers::open(0, dry_run.disk_bytes(), &settings)?);
+    let host = device.host_memory(dry_run.host_bytes())?;
+    let tiers = Arc::new(LowerTiers::open(host, dry_run.disk_bytes(), &settings)?);
     let streaming = tiers.meter().map(|meter| Streaming {
         meter,
         bytes_per_pass: dry_run.moved.read,

@@ -1,6 +1,6 @@
 //! The seam between the step program and what it runs on.
 
-use plimsoll_memory::{Arena, OutOfMemory, Phase, Region, Tag};
+use plimsoll_memory::{ALIGNMENT, Arena, Loan, OutOfMemory, Phase, Region, Tag};
 
 use crate::repeat::count;
 use crate::{DType, Dry, Due, Iterations, Op, Shape, Tensor, Transferred};
@@ -38,13 +38,40 @@ pub enum DeviceError {
 #[derive(Debug)]
 pub enum Lent {
     /// The tensor's memory.
-    Memory(Region),
+    Memory(Loan),
     /// The tensor again, from a device without memory.
     Nothing(Tensor),
 }
 
+/// What a plan has to know of the device that it is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceTraits {
+    /// Whether the arena is host memory, which a disk reads into and writes from; else bytes are copied in and out.
+    pub unified: bool,
+    /// Tensors begin at multiples of so many bytes in the arena.
+    pub alignment: u64,
+}
+
+impl DeviceTraits {
+    /// The CPU's.
+    pub const CPU: DeviceTraits = DeviceTraits { unified: true, alignment: ALIGNMENT };
+}
+
 /// Something that carries out the operations of a step in memory of its own.
 pub trait Device {
+    /// What it is: a plan for it is made by a dry device of the same traits.
+    fn traits(&self) -> DeviceTraits {
+        DeviceTraits::CPU
+    }
+
+    /// Host memory for the tier below, of the kind that this device copies from and to best.
+    ///
+    /// # Errors
+    /// The system gives none.
+    fn host_memory(&self, bytes: u64) -> Result<Region, DeviceError> {
+        Ok(Region::new(bytes)?)
+    }
+
     /// The arena that all tensors of this device live in.
     fn arena(&self) -> &Arena;
 
@@ -74,7 +101,7 @@ pub trait Device {
     ///
     /// # Errors
     /// The memory is not this device's, or parts of it are still elsewhere.
-    fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError>;
+    fn reclaim(&self, memory: Loan) -> Result<Tensor, DeviceError>;
 
     /// Begins a move between tiers, when what it follows behind is done, on the time lines of a dry run that has them.
     fn transfer(&self, _: Transferred, _behind: Due) -> Due {

@@ -4,15 +4,16 @@
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 
-use plimsoll_memory::{Arena, Phase, Region, Tier};
+use plimsoll_memory::{Arena, Loan, Phase, Tier};
 
 use crate::trace::{Counted, Repeat, Trace};
-use crate::{Clock, Device, DeviceError, Due, Lent, Op, Tally, Tensor, Transferred, Workspace};
+use crate::{Clock, Device, DeviceError, DeviceTraits, Due, Lent, Op, Tally, Tensor, Transferred, Workspace};
 
 /// A device without memory.
 #[derive(Debug)]
 pub struct Dry {
     arena: Arena,
+    traits: DeviceTraits,
     tally: RefCell<Tally>,
     workspace: Cell<Workspace>,
     moved: Cell<Transferred>,
@@ -43,7 +44,14 @@ impl Dry {
     fn within(arena: Arena) -> Dry {
         let records = arena.is_recording();
         let (tally, workspace, moved) = (RefCell::default(), Cell::default(), Cell::default());
-        Dry { arena, tally, workspace, moved, clock: None, records, trace: None }
+        let traits = DeviceTraits::CPU;
+        Dry { arena, traits, tally, workspace, moved, clock: None, records, trace: None }
+    }
+
+    /// The same, which stands for a device of these traits; for a new one.
+    pub fn standing_for(self, traits: DeviceTraits) -> Dry {
+        self.arena.align_to(traits.alignment);
+        Dry { traits, ..self }
     }
 
     /// The same, which finds out what would happen when.
@@ -133,6 +141,10 @@ impl Default for Dry {
 }
 
 impl Device for Dry {
+    fn traits(&self) -> DeviceTraits {
+        self.traits
+    }
+
     fn arena(&self) -> &Arena {
         &self.arena
     }
@@ -193,8 +205,8 @@ impl Device for Dry {
         Ok(Lent::Nothing(tensor))
     }
 
-    fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError> {
-        let reason = format!("{} bytes come from a device with memory", memory.len());
+    fn reclaim(&self, memory: Loan) -> Result<Tensor, DeviceError> {
+        let reason = format!("{memory:?} comes from a device with memory");
         Err(DeviceError::Mismatch { op: "reclaim", reason })
     }
 }

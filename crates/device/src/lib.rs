@@ -21,7 +21,7 @@ pub use attention_shape::{AttentionShape, BlockSparse};
 pub use clock::{Clock, Due, Lines, Pace, Times, Transferred};
 pub use cost::{Cost, Tally};
 pub use cpu::{Cpu, CpuOptions};
-pub use device::{Device, DeviceError, DeviceExt, Lent};
+pub use device::{Device, DeviceError, DeviceExt, DeviceTraits, Lent};
 pub use dry::Dry;
 pub use dtype::DType;
 pub use op::{

@@ -3,7 +3,7 @@
 use plimsoll_device::{
     Cpu, CpuOptions, DType, Device, DeviceError, DeviceExt, Dry, Elementwise, Lent, Tensor,
 };
-use plimsoll_memory::{Region, Tag};
+use plimsoll_memory::{Loan, Region, Tag};
 
 fn cpu() -> Cpu {
     Cpu::new(1 << 20, CpuOptions { threads: Some(2), isa: None }).unwrap()
@@ -15,8 +15,8 @@ fn staging<D: Device>(device: &D, bytes: u64) -> Tensor {
 
 fn memory(lent: Lent) -> Region {
     match lent {
-        Lent::Memory(region) => region,
-        Lent::Nothing(tensor) => panic!("{tensor:?}"),
+        Lent::Memory(Loan::Region(region)) => region,
+        elsewhere => panic!("{elsewhere:?}"),
     }
 }
 
@@ -36,7 +36,7 @@ fn another_thread_fills_what_is_lent_while_the_device_computes() {
         cpu.run(Elementwise::Fill { out: &x, value: 2.0 }).unwrap();
         cpu.run(Elementwise::Scale { x: &x, factor: 0.5 }).unwrap();
     }
-    let staging = cpu.reclaim(filling.join().unwrap()).unwrap();
+    let staging = cpu.reclaim(Loan::Region(filling.join().unwrap())).unwrap();
     let view = staging.view(8, DType::F32, &[2, 3]).unwrap();
     assert_eq!(cpu.read_f32(&view).unwrap(), [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
     assert!(!staging.is_alone());
@@ -56,10 +56,10 @@ fn what_others_still_see_is_not_lent() {
     let region = memory(cpu.lend(staging(&cpu, 64)).unwrap());
     assert_eq!(cpu.arena().ledger().live().get(Tag::Staging), 64);
     let (first, second) = region.split_at(10);
-    assert!(cpu.reclaim(first).is_err());
-    assert!(other.reclaim(second).is_err());
+    assert!(cpu.reclaim(Loan::Region(first)).is_err());
+    assert!(other.reclaim(Loan::Region(second)).is_err());
     assert_eq!(cpu.arena().ledger().live().total(), 0);
-    assert!(cpu.reclaim(Region::new(64).unwrap()).is_err());
+    assert!(cpu.reclaim(Loan::Region(Region::new(64).unwrap())).is_err());
 }
 
 #[test]

@@ -19,7 +19,13 @@ impl BufferPool {
     pub fn new(count: usize, bytes: u64) -> Result<BufferPool, DiskError> {
         let bytes_each = bytes.saturating_add(2 * ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
         let free = (0..count).map(|_| Region::new(bytes_each)).collect::<Result<Vec<_>, _>>()?;
-        Ok(BufferPool { free: Mutex::new(free), count, bytes_each })
+        Ok(BufferPool::of(free, bytes_each))
+    }
+
+    /// Buffers of `bytes_each` that are there already.
+    pub(crate) fn of(free: Vec<Region>, bytes_each: u64) -> BufferPool {
+        let count = free.len();
+        BufferPool { free: Mutex::new(free), count, bytes_each }
     }
 
     /// Memory of all buffers, in use or not.

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use plimsoll_memory::{ByteSize, OutOfMemory, ReservationError};
+use plimsoll_memory::{ByteSize, CopyError, OutOfMemory, ReservationError};
 
 /// A file that could not be opened, read or written. Names the file and the place.
 #[derive(Debug, thiserror::Error)]
@@ -77,6 +77,9 @@ pub enum DiskError {
     /// A tier holds no more.
     #[error(transparent)]
     Tier(Box<OutOfMemory>),
+    /// The device failed to copy.
+    #[error(transparent)]
+    Copy(#[from] CopyError),
     /// The engine was stopped before it came to this request.
     #[error("the disk engine was stopped")]
     Stopped,
@@ -86,6 +89,12 @@ pub enum DiskError {
     /// The system starts no more threads.
     #[error("a thread for the disk could not be started: {0}")]
     Thread(io::Error),
+}
+
+impl From<OutOfMemory> for DiskError {
+    fn from(full: OutOfMemory) -> DiskError {
+        DiskError::Tier(Box::new(full))
+    }
 }
 
 impl DiskError {

@@ -15,6 +15,7 @@ mod measure;
 mod moves;
 mod request;
 mod spill;
+mod staging;
 mod statistics;
 mod stream;
 mod system;

@@ -7,10 +7,11 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use plimsoll_memory::{Arena, Block, OutOfMemory, Phase, Region, Tag, Tier};
+use plimsoll_memory::{Arena, Block, HostPool, Phase, Region, Tag, Tier};
 
 use crate::moves::Streams;
 use crate::request::{Ticket, lock};
+use crate::staging::Staging;
 use crate::{
     ALIGNMENT, BufferMemory, BufferPool, Direction, DiskEngine, DiskError, DiskFile, EngineSettings, IoMeter,
     IoMode, Moving, SpillFile, SpillSettings, Stretch,
@@ -23,10 +24,13 @@ pub struct LowerTiers {
     disk: Arena,
     /// `None` in a dry run.
     backing: Option<Backing>,
+    /// What a device with memory of its own needs between that and a disk.
+    staging: Mutex<Option<Arc<Staging>>>,
 }
 
 #[derive(Debug)]
 struct Backing {
+    host: HostPool,
     streams: Streams,
     engine: Arc<DiskEngine>,
     spill: Option<SpillFile>,
@@ -44,10 +48,11 @@ pub struct Home {
 
 #[derive(Debug)]
 enum HomeKind {
-    /// Bytes of a file from a place on, `None` in a dry run; and what they take of the tier, unless the file is only read.
+    /// Bytes of a file from a place on, `None` in a dry run of either tier; and what they take of the tier, unless the file is
+    /// only read.
     Disk { file: Option<Arc<DiskFile>>, start: u64, taken: Option<Block> },
-    /// On the host: the memory itself, and what it takes of the tier.
-    Host { memory: Mutex<Region>, _taken: Block },
+    /// The memory itself.
+    Host(Mutex<Region>),
 }
 
 impl Home {
@@ -67,10 +72,18 @@ impl Home {
     }
 
     /// The file that it is in, and where in it.
-    fn on_disk(&self) -> Option<(&Arc<DiskFile>, u64)> {
+    pub(crate) fn on_disk(&self) -> Option<(&Arc<DiskFile>, u64)> {
         match &self.place {
             HomeKind::Disk { file, start, .. } => Some((file.as_ref()?, *start)),
-            HomeKind::Host { .. } => None,
+            HomeKind::Host(_) => None,
+        }
+    }
+
+    /// Its memory on the host.
+    pub(crate) fn on_host(&self) -> Option<&Mutex<Region>> {
+        match &self.place {
+            HomeKind::Host(memory) => Some(memory),
+            HomeKind::Disk { .. } => None,
         }
     }
 
@@ -83,7 +96,7 @@ impl Home {
         mut region: Region,
     ) -> Ticket {
         let bytes = part.end.saturating_sub(part.start);
-        if let HomeKind::Host { memory, .. } = &self.place {
+        if let Some(memory) = self.on_host() {
             let mut memory = lock(memory);
             let start = region.skip_to(ALIGNMENT as usize);
             let outcome = copy(&mut memory, part, (&mut region, start), direction);
@@ -105,25 +118,29 @@ impl LowerTiers {
     /// Tiers without an end and with nothing behind them.
     pub fn dry() -> LowerTiers {
         let arena = Arena::unbounded;
-        LowerTiers { host: arena(Tier::Host), disk: arena(Tier::Disk), backing: None }
+        LowerTiers::with(arena(Tier::Host), arena(Tier::Disk), None)
     }
 
     /// The same for a dry run on a device with this arena: they record where it does.
     pub fn dry_beside(device: &Arena) -> LowerTiers {
-        LowerTiers { host: device.beside(Tier::Host), disk: device.beside(Tier::Disk), backing: None }
+        LowerTiers::with(device.beside(Tier::Host), device.beside(Tier::Disk), None)
+    }
+
+    fn with(host: Arena, disk: Arena, backing: Option<Backing>) -> LowerTiers {
+        LowerTiers { host, disk, backing, staging: Mutex::default() }
     }
 
     /// Tiers of no size.
     pub fn none() -> LowerTiers {
-        LowerTiers { host: Arena::new(Tier::Host, 0), disk: Arena::new(Tier::Disk, 0), backing: None }
+        LowerTiers::with(Arena::new(Tier::Host, 0), Arena::new(Tier::Disk, 0), None)
     }
 
-    /// Tiers of these sizes. The room on disk is taken at once, so that a disk that is too full is found before anything
-    /// is computed.
+    /// A host tier of this memory, and a disk of this size. The room on disk is taken at once, so that a disk that is too full
+    /// is found before anything is computed.
     ///
     /// # Errors
     /// The folder cannot be used, its disk is too full, or the budget is too small.
-    pub fn open(host_bytes: u64, disk_bytes: u64, settings: &SpillSettings) -> Result<LowerTiers, DiskError> {
+    pub fn open(host: Region, disk_bytes: u64, settings: &SpillSettings) -> Result<LowerTiers, DiskError> {
         let mut spill = None;
         if disk_bytes > 0 {
             let file = SpillFile::create(settings)?;
@@ -132,12 +149,10 @@ impl LowerTiers {
         }
         let engine = Arc::new(DiskEngine::start(EngineSettings::default())?);
         let streams = Streams::start(&engine)?;
-        let (host, disk) = (Arena::new(Tier::Host, host_bytes), Arena::new(Tier::Disk, disk_bytes));
-        Ok(LowerTiers {
-            host,
-            disk,
-            backing: Some(Backing { streams, engine, spill, files: Mutex::default() }),
-        })
+        let (host, disk) = (HostPool::new(host), Arena::new(Tier::Disk, disk_bytes));
+        let arena = host.arena().clone();
+        let backing = Backing { host, streams, engine, spill, files: Mutex::default() };
+        Ok(LowerTiers::with(arena, disk, Some(backing)))
     }
 
     /// Memory that tiers on a disk take at most, beside what is handed to them; `row_bytes` are those of the parts that
@@ -152,6 +167,23 @@ impl LowerTiers {
         self.backing.is_none()
     }
 
+    /// Takes what staging needs of the host, once: what moves between a disk and a device with memory of its own goes through
+    /// there.
+    ///
+    /// # Errors
+    /// The host has no room.
+    pub fn stage(&self) -> Result<(), DiskError> {
+        let mut staging = lock(&self.staging);
+        if staging.is_none() {
+            let (bytes, tag, name) = (Staging::BYTES, Tag::Staging, "disk.staging");
+            *staging = Some(Arc::new(match &self.backing {
+                Some(backing) => Staging::of(backing.host.take(bytes, tag, name)?),
+                None => Staging::dry(self.host.alloc(bytes, tag, name)?),
+            }));
+        }
+        Ok(())
+    }
+
     /// Begins to move the bytes of a buffer between these tiers and the device, behind the moves that were asked for before
     /// in this direction. The stretches are in the order of the buffer, from its first whole page on. `None` where nothing is
     /// behind the homes.
@@ -161,7 +193,8 @@ impl LowerTiers {
         stretches: Vec<Stretch>,
         memory: BufferMemory,
     ) -> Option<Moving> {
-        self.backing.as_ref().map(|backing| backing.streams.begin(direction, stretches, memory))
+        let staging = lock(&self.staging).clone();
+        self.backing.as_ref().map(|backing| backing.streams.begin(staging, direction, stretches, memory))
     }
 
     /// Waits until every move out of a buffer that is used again since is done.
@@ -207,14 +240,11 @@ impl LowerTiers {
     /// The tier is full.
     pub fn take(&self, tier: Tier, bytes: u64, tag: Tag, name: &'static str) -> Result<Home, DiskError> {
         let pages = bytes.max(1).checked_next_multiple_of(ALIGNMENT).unwrap_or(u64::MAX);
-        let arena = if tier == Tier::Host { &self.host } else { &self.disk };
-        let block =
-            arena.alloc(pages, tag, name).map_err(|full: OutOfMemory| DiskError::Tier(Box::new(full)))?;
         let place = match (tier, &self.backing) {
-            (Tier::Host, Some(_)) => {
-                HomeKind::Host { memory: Mutex::new(Region::new(pages)?), _taken: block }
-            }
+            (Tier::Host, Some(backing)) => HomeKind::Host(Mutex::new(backing.host.take(pages, tag, name)?)),
             (_, backing) => {
+                let arena = if tier == Tier::Host { &self.host } else { &self.disk };
+                let block = arena.alloc(pages, tag, name)?;
                 let spill = backing.as_ref().and_then(|backing| backing.spill.as_ref());
                 let file = spill.map(|spill| Arc::clone(spill.file()));
                 HomeKind::Disk { file, start: block.offset(), taken: Some(block) }
@@ -259,7 +289,7 @@ impl LowerTiers {
         let longest = parts.iter().map(|(.., out)| out.len()).max().unwrap_or(0);
         let mut on_disk = Vec::new();
         for (home, start, out) in parts {
-            if let HomeKind::Host { memory, .. } = &home.place {
+            if let Some(memory) = home.on_host() {
                 let memory = lock(memory);
                 let begin = usize::try_from(*start).unwrap_or(usize::MAX);
                 match memory.bytes().get(begin..begin.saturating_add(out.len())) {
@@ -278,7 +308,7 @@ impl LowerTiers {
 
     /// Replaces bytes from `start`, a whole page's, on of a home, now.
     pub fn write_now(&self, home: &Home, start: u64, bytes: &[u8]) -> Result<(), DiskError> {
-        if let HomeKind::Host { memory, .. } = &home.place {
+        if let Some(memory) = home.on_host() {
             let mut memory = lock(memory);
             let begin = usize::try_from(start).unwrap_or(usize::MAX);
             let needed = start.saturating_add(bytes.len() as u64);
@@ -326,73 +356,4 @@ fn copy(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn settings(folder: &std::path::Path) -> SpillSettings {
-        SpillSettings { folder: folder.to_owned(), budget: None, direct: true }
-    }
-
-    /// Moves a part of a home, and waits for it.
-    fn moved(
-        tiers: &LowerTiers,
-        direction: Direction,
-        (home, part): (&Arc<Home>, Range<u64>),
-        memory: Region,
-    ) -> Result<Region, DiskError> {
-        let bytes = (part.end - part.start).next_multiple_of(ALIGNMENT);
-        let stretch = Stretch { bytes, moves: Some((Arc::clone(home), part)) };
-        let moving = tiers.begin(direction, vec![stretch], BufferMemory::Here(memory)).unwrap();
-        let (memory, outcome) = moving.wait().unwrap();
-        outcome.map(|()| memory)
-    }
-
-    #[test]
-    fn what_was_sent_home_comes_back() {
-        let folder = tempfile::tempdir().unwrap();
-        let tiers = LowerTiers::open(1 << 20, 1 << 20, &settings(folder.path())).unwrap();
-        for tier in [Tier::Host, Tier::Disk] {
-            let first = tiers.take(tier, 5000, Tag::Weights, "a").unwrap();
-            let home = tiers.take(tier, 10_000, Tag::Weights, "b").unwrap();
-            let mut region = Region::new(16_384).unwrap();
-            (0..).zip(region.bytes_mut()).for_each(|(i, byte): (usize, _)| *byte = i as u8);
-            let sent = region.bytes().to_vec();
-            let home = Arc::new(home);
-            moved(&tiers, Direction::WriteBack, (&home, 0..10_000), region).unwrap();
-            tiers.write_now(&first, 0, &[7; 5000]).unwrap();
-            let into = Region::new(16_384).unwrap();
-            let other = moved(&tiers, Direction::Prefetch, (&home, 0..10_000), into).unwrap();
-            assert_eq!(other.bytes()[..10_000], sent[..10_000]);
-            let (mut row, mut second) = (vec![0; 100], vec![0; 3]);
-            let mut parts = [(&*home, 4990, row.as_mut_slice()), (&first, 4997, second.as_mut_slice())];
-            tiers.read_all_now(&mut parts).unwrap();
-            assert_eq!(row, &sent[4990..5090]);
-            assert_eq!(second, [7; 3]);
-            assert!(tiers.take(tier, 2 << 20, Tag::Weights, "c").is_err());
-        }
-        assert_eq!([tiers.host().high_water(), tiers.disk().high_water()], [20_480; 2]);
-        let dry = LowerTiers::dry();
-        let home = dry.take(Tier::Disk, 5000, Tag::Weights, "a").unwrap();
-        assert_eq!((dry.disk().high_water(), home.bytes()), (8192, 5000));
-    }
-
-    #[test]
-    fn a_part_that_a_buffer_has_no_room_for_is_refused_with_its_size() {
-        let folder = tempfile::tempdir().unwrap();
-        let tiers = LowerTiers::open(1 << 20, 0, &settings(folder.path())).unwrap();
-        let home = Arc::new(tiers.take(Tier::Host, 40_000, Tag::Weights, "a").unwrap());
-        for direction in [Direction::Prefetch, Direction::WriteBack] {
-            let error =
-                moved(&tiers, direction, (&home, 4096..40_000), Region::new(4096).unwrap()).unwrap_err();
-            assert!(matches!(error, DiskError::Buffer { has: 4096..=8192, needed: 35_904 }), "{error}");
-        }
-    }
-
-    /// The threads of the engine and of two streams, and sixteen parts with a page at each end.
-    #[test]
-    fn what_tiers_take_beside_what_is_handed_to_them() {
-        let threads = EngineSettings::default().memory_bytes() + 2 * crate::stream::STACK_BYTES as u64;
-        assert_eq!(LowerTiers::memory_bytes(0), threads + 16 * 2 * 4096);
-        assert_eq!(LowerTiers::memory_bytes(100), threads + 16 * (2 * 4096 + 100));
-    }
-}
+mod tests;

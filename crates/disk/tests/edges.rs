@@ -7,10 +7,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use plimsoll_disk::{
-    ALIGNMENT, Arrived, BufferMemory, BufferPool, Direction, DiskEngine, DiskError, DiskFile, EngineSettings,
-    Home, IoMode, LowerTiers, SpillFile, SpillSettings, Stretch, pages,
+    ALIGNMENT, BufferMemory, BufferPool, Direction, DiskEngine, DiskError, DiskFile, EngineSettings, Home,
+    IoMode, LowerTiers, SpillFile, SpillSettings, Stretch, pages,
 };
-use plimsoll_memory::{Phase, Region, Tag, Tier};
+use plimsoll_memory::{Loan, Phase, Region, Tag, Tier};
 
 /// Pieces of two pages.
 const PIECE: u64 = 2 * ALIGNMENT;
@@ -165,15 +165,20 @@ fn moved(
     direction: Direction,
     (home, part): (&Arc<Home>, Range<u64>),
     memory: Region,
-) -> Arrived {
+) -> (Region, Result<(), DiskError>) {
     let stretch = Stretch { bytes: memory.len() as u64, moves: Some((Arc::clone(home), part)) };
-    tiers.begin(direction, vec![stretch], BufferMemory::Here(memory)).unwrap().wait().unwrap()
+    let memory = BufferMemory::Here(Loan::Region(memory));
+    match tiers.begin(direction, vec![stretch], memory).unwrap().wait().unwrap() {
+        (Loan::Region(memory), outcome) => (memory, outcome),
+        (far, _) => panic!("{far:?}"),
+    }
 }
 
 #[test]
 fn parts_of_homes_move_by_themselves() {
     let folder = folder();
-    let tiers = LowerTiers::open(1 << 20, 1 << 20, &settings(folder.path(), true)).unwrap();
+    let tiers =
+        LowerTiers::open(Region::new(1 << 20).unwrap(), 1 << 20, &settings(folder.path(), true)).unwrap();
     for tier in [Tier::Host, Tier::Disk] {
         let before = tiers.take(tier, 100, Tag::Weights, "before").unwrap();
         let home = tiers.take(tier, 20_000, Tag::Weights, "home").unwrap();
@@ -235,7 +240,7 @@ fn homes_in_files_are_read_and_never_written() {
     let bytes = content(30_000);
     std::fs::write(&path, &bytes).unwrap();
     // Without a spill file too.
-    let tiers = LowerTiers::open(0, 0, &settings(folder.path(), false)).unwrap();
+    let tiers = LowerTiers::open(Region::new(0).unwrap(), 0, &settings(folder.path(), false)).unwrap();
     let home = tiers.adopt(&path, 5000..17_000).unwrap();
     assert_eq!((home.bytes(), home.is_in_file(), tiers.is_dry()), (12_000, true, false));
     let home = Arc::new(home);
@@ -272,7 +277,7 @@ fn dry_tiers_have_homes_and_move_nothing() {
     assert_eq!((tiers.is_dry(), file.bytes(), tiers.meter().is_none()), (true, 20, true));
     assert_eq!([&disk, &host, &file].map(Home::is_on_disk), [true, false, true]);
     assert_eq!([tiers.host().high_water(), tiers.disk().high_water()], [8192, 8192]);
-    let memory = BufferMemory::Here(Region::new(8192).unwrap());
+    let memory = BufferMemory::Here(Loan::Region(Region::new(8192).unwrap()));
     assert!(tiers.begin(Direction::Prefetch, Vec::new(), memory).is_none());
     assert!(matches!(tiers.read_now(&disk, 0, &mut [0; 10]), Err(DiskError::Stopped)));
     assert!(matches!(tiers.write_now(&disk, 0, &[0; 10]), Err(DiskError::Stopped)));
@@ -373,7 +378,9 @@ fn nobody_waits_for_what_is_done_and_nothing_takes_no_time() {
 fn tiers_say_what_they_hold_for_whom_and_how_their_files_are_reached() {
     let folder = folder();
     for direct in [true, false] {
-        let tiers = LowerTiers::open(1 << 16, 8 << 20, &settings(folder.path(), direct)).unwrap();
+        let tiers =
+            LowerTiers::open(Region::new(1 << 16).unwrap(), 8 << 20, &settings(folder.path(), direct))
+                .unwrap();
         tiers.enter(Phase::Backward, Some(3));
         let home = tiers.take(Tier::Disk, 4 << 20, Tag::Weights, "x").unwrap();
         let _host = tiers.take(Tier::Host, 100, Tag::Weights, "x").unwrap();

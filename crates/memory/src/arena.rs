@@ -10,8 +10,8 @@ use crate::layout::{Layout, Traffic};
 use crate::ledger::{Ledger, Phase, Tag, TagBytes};
 use crate::{ByteSize, Tier};
 
-/// Offsets and sizes are multiples of this: a cache line, and the width of the widest vector.
-const ALIGNMENT: u64 = 64;
+/// Offsets and sizes are multiples of this where nothing else is said: a cache line, and the width of the widest vector.
+pub const ALIGNMENT: u64 = 64;
 
 /// The capacity of an arena that never fills up.
 const ENDLESS: u64 = u64::MAX / 2;
@@ -48,6 +48,7 @@ pub struct Arena {
 #[derive(Debug)]
 struct Inner {
     tier: Tier,
+    alignment: u64,
     capacity: u64,
     /// Free ranges, offset and size, in order and coalesced. They are few.
     free: Vec<(u64, u64)>,
@@ -79,14 +80,19 @@ impl Arena {
     fn with_ledger(tier: Tier, capacity: u64, ledger: Ledger) -> Arena {
         let capacity = capacity / ALIGNMENT * ALIGNMENT;
         let free = if capacity > 0 { vec![(0, capacity)] } else { Vec::new() };
-        let traffic = Traffic::default();
-        Arena { shared: Arc::new(Mutex::new(Inner { tier, capacity, free, ledger, traffic })) }
+        let (alignment, traffic) = (ALIGNMENT, Traffic::default());
+        Arena { shared: Arc::new(Mutex::new(Inner { tier, alignment, capacity, free, ledger, traffic })) }
+    }
+
+    /// Has what is allocated from here on begin at multiples of this, which is one of [`ALIGNMENT`]; for a new arena.
+    pub fn align_to(&self, alignment: u64) {
+        self.lock().alignment = alignment.next_multiple_of(ALIGNMENT);
     }
 
     /// Takes `bytes` (rounded up to the alignment). They come back when the block is dropped.
     pub fn alloc(&self, bytes: u64, tag: Tag, name: &'static str) -> Result<Block, OutOfMemory> {
-        let size = bytes.max(1).div_ceil(ALIGNMENT) * ALIGNMENT;
         let mut inner = self.lock();
+        let size = bytes.max(1).div_ceil(inner.alignment) * inner.alignment;
         let offset = inner.take(size, tag, name)?;
         let owner = inner.ledger.layer();
         Ok(Block { arena: self.clone(), offset, size, tag, name, owner })

@@ -9,18 +9,20 @@ mod file_map;
 mod heap;
 mod layout;
 mod ledger;
+mod loan;
 mod recording;
 mod region;
 mod reservation;
 
-pub use arena::{Arena, Block, OutOfMemory};
+pub use arena::{ALIGNMENT, Arena, Block, OutOfMemory};
 pub use bytes::{ByteSize, ParseByteSizeError};
 pub use file_map::FileMap;
 pub use heap::release_free_heap;
 pub use layout::{Layout, Traffic};
 pub use ledger::{AtPeak, Ledger, Phase, Tag, TagBytes};
+pub use loan::{CopyError, FarMemory, Loan};
 pub use recording::{CountedEvents, Mark, MemoryEvent};
-pub use region::Region;
+pub use region::{HostPool, Region};
 pub use reservation::{Reservation, ReservationError};
 
 /// Where memory lives.

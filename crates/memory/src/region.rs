@@ -4,8 +4,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::arena::{Arena, Block};
+use crate::arena::{Arena, Block, OutOfMemory};
 use crate::reservation::{Reservation, ReservationError};
+use crate::{Tag, Tier};
 
 /// Bytes of a reservation that nobody else reads or writes. Regions can be split and joined again.
 #[derive(Debug)]
@@ -61,7 +62,8 @@ impl Region {
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: the range lies in the reservation, any bytes are valid, and only this region accesses them: the range
-        // of a new one is the whole reservation, `of_block` asks for it, and split ones have no byte in common.
+        // of a new one is the whole reservation, `of_block` asks for it, split ones have no byte in common, and so have
+        // those that a pool hands out of its own.
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr().add(self.range.start), self.range.len()) }
     }
 
@@ -94,10 +96,58 @@ impl Region {
     }
 }
 
+/// Host memory of which pieces are taken and given back, with the arena that says where.
+#[derive(Debug)]
+pub struct HostPool {
+    arena: Arena,
+    /// All of it. It is never looked at itself.
+    memory: Region,
+}
+
+impl HostPool {
+    /// A pool of this memory.
+    pub fn new(memory: Region) -> HostPool {
+        HostPool { arena: Arena::new(Tier::Host, memory.len() as u64), memory }
+    }
+
+    /// Says what is taken.
+    pub fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    /// Takes a piece, which comes back when its last region is dropped.
+    ///
+    /// # Errors
+    /// There is no piece of that size.
+    pub fn take(&self, bytes: u64, tag: Tag, name: &'static str) -> Result<Region, OutOfMemory> {
+        let block = self.arena.alloc(bytes, tag, name)?;
+        // The arena is no larger than the memory, and its blocks have no byte in common.
+        let start = self.memory.range.start + block.offset() as usize;
+        let range = start..start + block.size() as usize;
+        Ok(Region { memory: Arc::clone(&self.memory.memory), range, block: Some(Arc::new(block)) })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Tag, Tier};
+
+    #[test]
+    fn pieces_of_a_pool_are_apart_and_come_back() {
+        let pool = HostPool::new(Region::new(8192 + 127).unwrap().split_at(64).1);
+        assert_eq!(pool.arena().capacity(), 8192);
+        let mut pieces = [1, 2].map(|value| {
+            let mut piece = pool.take(4000, Tag::Staging, "x").unwrap();
+            piece.bytes_mut().fill(value);
+            piece
+        });
+        assert!(pool.take(4000, Tag::Staging, "x").is_err());
+        assert!(pieces[0].bytes().iter().all(|byte| *byte == 1) && pieces[0].len() == 4032);
+        pieces[0] = pool.take(128, Tag::Staging, "x").unwrap();
+        assert!(pieces[1].bytes().iter().all(|byte| *byte == 2));
+        drop(pieces);
+        assert_eq!((pool.arena().ledger().live().total(), pool.arena().high_water()), (0, 8192));
+    }
 
     #[test]
     fn parts_are_apart_and_come_together() {

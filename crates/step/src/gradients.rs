@@ -110,7 +110,7 @@ impl<'a> Gradients<'a> {
         }
         if !parcels.is_empty() {
             device.enter(Phase::Setup, None);
-            let pool = Parcels::new(device, tiers, parcels, buffers, "gradients.staging")?;
+            let pool = Parcels::of(device, tiers, parcels, buffers, "gradients.staging")?;
             gradients.away = Some(Away { pool, pieces, exist: BTreeSet::new(), held: None });
         }
         Ok(gradients)
@@ -157,7 +157,7 @@ impl<'a> Gradients<'a> {
             return Ok(());
         }
         exist.insert(unit);
-        for (role, tensor) in pool.take(unit)? {
+        for (role, tensor) in pool.gather(unit)? {
             if let Unit::Piece(..) = unit {
                 *held = Some((unit, role, tensor));
                 continue;

@@ -151,7 +151,7 @@ impl<'a> Optimizer<'a> {
         let mut away = None;
         if !parcels.is_empty() {
             device.enter(Phase::Setup, None);
-            let pool = Parcels::new(device, tiers, parcels, BUFFERS, "states.staging")?;
+            let pool = Parcels::of(device, tiers, parcels, BUFFERS, "states.staging")?;
             away = Some(Away { pool });
         }
         Ok(Optimizer { kind, slots, seed, away })
@@ -238,7 +238,7 @@ impl<'a> Optimizer<'a> {
         let parameter = &part.parameter;
         let unit = (parameter.block, parameter.role, part.piece);
         let brought = match &mut self.away {
-            Some(Away { pool }) if pool.has(unit) => Some(OptimizerState::new(pool.take(unit)?)),
+            Some(Away { pool }) if pool.has(unit) => Some(OptimizerState::new(pool.gather(unit)?)),
             _ => None,
         };
         let was_brought = brought.is_some();

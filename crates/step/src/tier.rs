@@ -13,16 +13,18 @@
 //! 3. A schedule announces what it will take ([`Parcels::announce`]), in order, and nothing else is taken. The pool lends a
 //!    free buffer of the arena to the tiers (`Device::lend`): nobody has a view of it from here on. `transit` says which
 //!    stretches of it move from which home, and the tiers move them behind the computation (`LowerTiers::begin`), on the stream
-//!    of copies in: the disk's threads read into the buffer, straight from the file.
-//! 4. `gather` takes the parcel ([`Parcels::take`]): the pool first sees to it that the next one is on its way, then waits for
+//!    of copies in: the disk's threads read into the buffer, straight from the file. Where the device has memory of its own
+//!    (`DeviceTraits::unified` says no), they read into pieces of host memory, which the stream copies on to the device.
+//! 4. `gather` takes the parcel ([`Parcels::gather`]): the pool first sees to it that the next one is on its way, then waits for
 //!    this one's event, gets its buffer back (`Device::reclaim`), and gives views of the tensors in it.
 //! 5. `release` says that the step is done with it. When the last view is gone, a buffer that was changed is lent again and
 //!    written back to the parcel's own home, on the stream of copies out; what comes into the same buffer next begins when the
 //!    write is done. A buffer that was not changed is free at once.
 //! 6. `flush`, at the end of a step, waits until everything that was changed has arrived.
 //!
-//! Buffers are taken once, and where somebody waits is fixed by the schedule, so that neither memory nor order depends on how
-//! fast a disk is. On the dry device a buffer stays where it is and the bytes that would move are counted.
+//! Buffers are taken once, the pieces of host memory too, and where somebody waits is fixed by the schedule, so that neither
+//! memory nor order depends on how fast a disk is. On the dry device a buffer stays where it is and the bytes that would move
+//! are counted, on every hop.
 
 mod contents;
 mod homes;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use common::*;
 use plimsoll_device::{Device, DeviceError, Dry, Due, Lent, Op, Tally, Tensor, Transferred};
 use plimsoll_disk::LowerTiers;
-use plimsoll_memory::{Arena, AtPeak, Ledger, Region, Tag, Tier};
+use plimsoll_memory::{Arena, AtPeak, Ledger, Loan, Tag, Tier};
 use plimsoll_model::ModelSpec;
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
@@ -43,7 +43,7 @@ impl Device for RunsAll {
         self.0.lend(tensor)
     }
 
-    fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError> {
+    fn reclaim(&self, memory: Loan) -> Result<Tensor, DeviceError> {
         self.0.reclaim(memory)
     }
 

@@ -6,9 +6,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use common::*;
-use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry, IGNORED_TARGET};
+use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceTraits, Dry, IGNORED_TARGET};
 use plimsoll_disk::{LowerTiers, SpillSettings};
-use plimsoll_memory::{Tag, Tier};
+use plimsoll_memory::{Arena, Region, Tag, Tier};
 use plimsoll_model::{ModelSpec, RopeSpec, SlidingWindow};
 use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, WeightStorage};
 
@@ -288,27 +288,32 @@ fn a_cache_on_disk_moves_what_a_pass_needs() {
     }
 }
 
-/// Runs a decoder with its cache in memory and one with it on disk, each in the memory that was planned.
+/// Runs a decoder with its cache in memory, one with it on disk, and one with it on disk and a device with memory of its own, each
+/// in the memory that was planned.
 fn said_alike(folder: &Path, spec: &ModelSpec, cache: DType, tokens: &[u32]) {
-    let run = |cache_tier| {
+    let run = |traits, cache_tier| {
         let settings = DecodeSettings { cache, cache_tier, context: 60, ..settings(7) };
-        let (dry, dry_tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
+        let (dry, dry_tiers) = (Dry::new().standing_for(traits), Arc::new(LowerTiers::dry()));
         let storage = WeightStorage::new(&|_| DType::F32);
         let mut planned = Decoder::with_tiers(&dry, &dry_tiers, spec.clone(), settings, storage).unwrap();
         say(&mut planned, tokens);
-        let planned = [dry.arena().high_water(), dry_tiers.disk().high_water()];
+        let planned = [dry.arena(), dry_tiers.disk(), dry_tiers.host()].map(Arena::high_water);
         let device = Cpu::new(planned[0], CpuOptions { threads: Some(2), isa: None }).unwrap();
+        let (device, host) = (device.standing_for(traits), Region::new(planned[2]).unwrap());
         let spill = SpillSettings { folder: folder.to_owned(), budget: None, direct: true };
-        let tiers = Arc::new(LowerTiers::open(0, planned[1], &spill).unwrap());
+        let tiers = Arc::new(LowerTiers::open(host, planned[1], &spill).unwrap());
         let mut decoder = Decoder::with_tiers(&device, &tiers, spec.clone(), settings, storage).unwrap();
         decoder.load(fill).unwrap();
         let said = say(&mut decoder, tokens);
-        assert_eq!([device.arena().high_water(), tiers.disk().high_water()], planned);
+        assert_eq!([device.arena(), tiers.disk(), tiers.host()].map(Arena::high_water), planned);
         (said, planned)
     };
-    let ((memory, _), (disk, planned)) = (run(Tier::Device), run(Tier::Disk));
+    let ((memory, _), (disk, planned)) =
+        (run(DeviceTraits::CPU, Tier::Device), run(DeviceTraits::CPU, Tier::Disk));
     assert!(memory == disk, "{} {cache}", spec.architecture);
     assert!(planned[1] > 0);
+    let apart = DeviceTraits { unified: false, alignment: 256 };
+    assert!(memory == run(apart, Tier::Disk).0, "{} {cache}", spec.architecture);
 }
 
 /// A prompt in several passes, tokens one by one, and again from an earlier place.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use common::*;
 use plimsoll_device::{Cpu, CpuOptions, Device, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
-use plimsoll_memory::Tier;
+use plimsoll_memory::{Region, Tier};
 use plimsoll_model::ModelSpec;
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
@@ -84,7 +84,7 @@ fn train_in(folder: &Path, spec: &ModelSpec, settings: &StepSettings) -> Result<
 
     let device = Cpu::new(peaks[0], CpuOptions { threads: Some(1), isa: None })?;
     let spill = SpillSettings { folder: folder.to_owned(), budget: None, direct: true };
-    let tiers = Arc::new(LowerTiers::open(peaks[1], peaks[2], &spill)?);
+    let tiers = Arc::new(LowerTiers::open(Region::new(peaks[1]).unwrap(), peaks[2], &spill)?);
     let (own, step) = (spec.clone(), settings.clone());
     let mut trainer = Trainer::with_tiers(&device, Arc::clone(&tiers), own, step, &Solo)?;
     trainer.load(fill)?;

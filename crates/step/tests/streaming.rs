@@ -10,14 +10,17 @@ use std::path::Path;
 use std::sync::Arc;
 
 use common::*;
-use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry};
+use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceTraits, Dry};
 use plimsoll_disk::{ALIGNMENT, DiskError, LowerTiers, SpillSettings};
-use plimsoll_memory::{Tag, Tier};
+use plimsoll_memory::{Region, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Parameter, Role, StoredWeight, StoredWeights};
 use plimsoll_step::{
     DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, Residency, StepError, WeightOffload,
     WeightStorage,
 };
+
+/// A device with memory of its own.
+const APART: DeviceTraits = DeviceTraits { unified: false, alignment: 256 };
 
 const TYPES: &dyn Fn(&Parameter) -> DType = &|_| DType::F32;
 
@@ -65,8 +68,12 @@ fn cpu(bytes: u64) -> Cpu {
 }
 
 fn tiers(folder: &Path, bytes: u64) -> Arc<LowerTiers> {
+    with_host(folder, bytes, 0)
+}
+
+fn with_host(folder: &Path, bytes: u64, host: u64) -> Arc<LowerTiers> {
     let settings = SpillSettings { folder: folder.to_owned(), budget: Some(bytes), direct: true };
-    Arc::new(LowerTiers::open(0, bytes, &settings).unwrap())
+    Arc::new(LowerTiers::open(Region::new(host).unwrap(), bytes, &settings).unwrap())
 }
 
 /// A prompt of several passes, and tokens one by one.
@@ -78,13 +85,25 @@ fn logits(decoder: &mut Decoder<'_>) -> Vec<Vec<f32>> {
 
 /// The planned peak and the logits of a decoder in just as much memory, and on just as much disk.
 fn decoded(folder: &Path, spec: &ModelSpec, storage: WeightStorage<'_>) -> (u64, Vec<Vec<f32>>) {
-    let (dry, none) = (Dry::new(), Arc::new(LowerTiers::dry()));
+    decoded_on(DeviceTraits::CPU, folder, spec, storage)
+}
+
+/// The same on a device of these traits.
+fn decoded_on(
+    traits: DeviceTraits,
+    folder: &Path,
+    spec: &ModelSpec,
+    storage: WeightStorage<'_>,
+) -> (u64, Vec<Vec<f32>>) {
+    let (dry, none) = (Dry::new().standing_for(traits), Arc::new(LowerTiers::dry()));
     logits(&mut Decoder::with_tiers(&dry, &none, spec.clone(), settings(), storage).unwrap());
     let (planned, on_disk) = (dry.arena().high_water(), none.disk().high_water());
-    let (device, tiers) = (cpu(planned), tiers(folder, on_disk));
+    let host = none.host().high_water();
+    let (device, tiers) = (cpu(planned).standing_for(traits), with_host(folder, on_disk, host));
     let mut decoder = Decoder::with_tiers(&device, &tiers, spec.clone(), settings(), storage).unwrap();
     decoder.load(fill).unwrap();
     let logits = logits(&mut decoder);
+    assert_eq!(tiers.host().high_water(), host);
     assert_eq!((device.arena().high_water(), tiers.disk().high_water()), (planned, on_disk));
     (planned, logits)
 }
@@ -129,6 +148,7 @@ fn weights_on_disk_give_the_same_bits_in_the_planned_memory() {
                 let storage = on_disk(&stored, kept);
                 assert_eq!(decoded(path, &spec, storage).1, logits, "{kept:?}");
                 assert_eq!(evaluated(path, &spec, storage).1, losses, "{kept:?}");
+                assert_eq!(decoded_on(APART, path, &spec, storage).1, logits, "{kept:?}");
             }
         }
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceError, Dry, Lent, Op, Tensor};
 use plimsoll_disk::{LowerTiers, SpillSettings};
-use plimsoll_memory::{Arena, Region, Tier};
+use plimsoll_memory::{Arena, Loan, Region, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
@@ -49,7 +49,7 @@ impl Device for CountsReads {
         self.cpu.lend(tensor)
     }
 
-    fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError> {
+    fn reclaim(&self, memory: Loan) -> Result<Tensor, DeviceError> {
         self.cpu.reclaim(memory)
     }
 }
@@ -103,7 +103,7 @@ fn train_in(folder: &Path, spec: &ModelSpec, settings: &StepSettings) -> Trained
     let cpu = Cpu::new(device_bytes, CpuOptions { threads: Some(2), isa: None }).unwrap();
     let device = CountsReads { cpu, reads: Cell::new(0) };
     let spill = SpillSettings { folder: folder.to_owned(), budget: None, direct: true };
-    let tiers = Arc::new(LowerTiers::open(host_bytes, disk_bytes, &spill).unwrap());
+    let tiers = Arc::new(LowerTiers::open(Region::new(host_bytes).unwrap(), disk_bytes, &spill).unwrap());
     let mut trainer =
         Trainer::with_tiers(&device, Arc::clone(&tiers), spec.clone(), settings.clone(), &Solo).unwrap();
     trainer.load(fill).unwrap();
@@ -288,7 +288,7 @@ fn a_table_is_brought_to_its_tier_a_part_at_a_time() {
         let device = Cpu::new(device_bytes, CpuOptions { threads: Some(2), isa: None }).unwrap();
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let spill = SpillSettings { folder: folder.path().to_owned(), budget: None, direct: true };
-        let tiers = Arc::new(LowerTiers::open(host_bytes, disk_bytes, &spill).unwrap());
+        let tiers = Arc::new(LowerTiers::open(Region::new(host_bytes).unwrap(), disk_bytes, &spill).unwrap());
         let mut trainer = Trainer::with_tiers(&device, tiers, spec.clone(), settings, &Solo).unwrap();
         let (mut most, mut covered) = (0, Vec::new());
         trainer

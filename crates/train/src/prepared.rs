@@ -210,7 +210,7 @@ impl Prepared {
         let settings = self.run_settings(plan, &output);
         let document_end = self.train.document_end();
         let step = StepSettings { document_end, ..plan.choice.settings.clone() };
-        let tiers = Arc::new(open_tiers(plan)?);
+        let tiers = Arc::new(open_tiers(device, plan)?);
         let mut trainer = Trainer::with_tiers(device, tiers, plan.spec.clone(), step, &Solo)?;
         if let Some(file) = trainer.tiers().buffered_file() {
             observer.event(RunEvent::BufferedDisk(file.path()));
@@ -401,14 +401,14 @@ fn validation_loss(trainer: &mut Trainer<'_>, dataset: &Dataset, batch_size: u64
 }
 
 /// The tiers below the device, of the planned sizes.
-fn open_tiers(plan: &TrainingPlan) -> Result<LowerTiers, TrainError> {
+fn open_tiers(device: &dyn Device, plan: &TrainingPlan) -> Result<LowerTiers, TrainError> {
     let (host, disk) = (plan.choice.dry_run.host_bytes(), plan.disk_bytes());
     if plan.choice.settings.offload.is_none() {
         return Ok(LowerTiers::none());
     }
     let budget = plan.config.memory.disk_budget().set().map(|size| size.0);
     let spill = SpillSettings { folder: plan.config.disk_path(), budget, direct: true };
-    Ok(LowerTiers::open(host, disk, &spill)?)
+    Ok(LowerTiers::open(device.host_memory(host)?, disk, &spill)?)
 }
 
 /// Batches that the pipeline makes before they are asked for.

@@ -6,7 +6,7 @@ use std::cell::Cell;
 use std::path::Path;
 
 use plimsoll_device::{Cpu, CpuOptions, Device, DeviceError, Lent, Op, Tensor};
-use plimsoll_memory::{Arena, ByteSize, OutOfMemory, Region, Tag, TagBytes, Tier};
+use plimsoll_memory::{Arena, ByteSize, Loan, OutOfMemory, Tag, TagBytes, Tier};
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_train::{
@@ -297,7 +297,7 @@ impl Device for Refusing<'_> {
         self.cpu.lend(tensor)
     }
 
-    fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError> {
+    fn reclaim(&self, memory: Loan) -> Result<Tensor, DeviceError> {
         self.cpu.reclaim(memory)
     }
 }

@@ -156,7 +156,7 @@ fn through_the_cache(
         DryRun::cached_evaluation(files.spec(), settings, storage, chunk)
     })?;
     let (device, planned) = passes.device(engine, line)?;
-    let (tiers, streaming) = passes.tiers(args, model)?;
+    let (tiers, streaming) = passes.tiers(args, model, &device)?;
     let types = |p: &Parameter| model.weight_type(p);
     let storage = passes.storage(model, &types);
     let mut decoder = Decoder::with_tiers(&device, &tiers, files.spec().clone(), settings, storage)?;

@@ -1,17 +1,18 @@
 //! The CPU as a device: an arena in RAM, and where operations get their slices of it. What kernels make of them is said
 //! in `run`.
 
+use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::num::NonZero;
 use std::sync::Arc;
 
-use plimsoll_memory::{Arena, Region, Reservation, Tier};
+use plimsoll_memory::{Arena, CopyError, FarMemory, Loan, Region, Reservation, Tier};
 
 use super::kernels::{Exec, Simd, attention};
 use super::run::{KernelCall, run};
 use super::slices::Slices;
 use super::{Isa, Pool};
-use crate::{Device, DeviceError, Lent, Op, Tensor, Workspace};
+use crate::{Device, DeviceError, DeviceTraits, Lent, Op, Tensor, Workspace};
 
 /// How a [`Cpu`] is to work. The default is all cores and the best instructions.
 #[derive(Clone, Copy, Debug, Default)]
@@ -27,6 +28,7 @@ pub struct CpuOptions {
 /// One thread at a time may use it: it is not `Sync`.
 pub struct Cpu {
     arena: Arena,
+    traits: DeviceTraits,
     memory: RefCell<Memory>,
     /// What operations have needed of it, at most.
     workspace: Cell<Workspace>,
@@ -60,11 +62,18 @@ impl Cpu {
         let arena = Arena::new(Tier::Device, arena_bytes);
         Ok(Cpu {
             arena,
+            traits: DeviceTraits::CPU,
             memory: RefCell::new(memory),
             workspace: Cell::default(),
             pool,
             simd: Simd::new(isa),
         })
+    }
+
+    /// The same, which behaves as a device of other traits does: for tests of what moves between tiers; for a new one.
+    pub fn standing_for(self, traits: DeviceTraits) -> Cpu {
+        self.arena.align_to(traits.alignment);
+        Cpu { traits, ..self }
     }
 
     /// Scratch that each thread of a shared pool needs, in bytes.
@@ -105,12 +114,49 @@ impl Cpu {
     }
 }
 
+/// Memory of a CPU that stands for a device apart: bytes are copied in and out.
+#[derive(Debug)]
+struct Apart {
+    region: Region,
+    start: u64,
+}
+
+impl Apart {
+    fn bytes(&mut self, offset: u64, bytes: usize) -> Result<&mut [u8], CopyError> {
+        let start = usize::try_from(offset).unwrap_or(usize::MAX);
+        let own = self.region.len();
+        let within = self.region.bytes_mut().get_mut(start..start.saturating_add(bytes));
+        let outside = || CopyError { offset, bytes: bytes as u64, reason: format!("it has {own} bytes") };
+        within.ok_or_else(outside)
+    }
+}
+
+impl FarMemory for Apart {
+    fn start(&self) -> u64 {
+        self.start
+    }
+
+    fn copy_in(&mut self, offset: u64, from: &[u8]) -> Result<(), CopyError> {
+        self.bytes(offset, from.len())?.copy_from_slice(from);
+        Ok(())
+    }
+
+    fn copy_out(&mut self, offset: u64, to: &mut [u8]) -> Result<(), CopyError> {
+        to.copy_from_slice(self.bytes(offset, to.len())?);
+        Ok(())
+    }
+}
+
 /// The device's memory is lent to a closure that asks for more of it.
 fn lent(op: &'static str) -> DeviceError {
     DeviceError::Mismatch { op, reason: "called from inside this device's `read` or `write`".to_owned() }
 }
 
 impl Device for Cpu {
+    fn traits(&self) -> DeviceTraits {
+        self.traits
+    }
+
     fn arena(&self) -> &Arena {
         &self.arena
     }
@@ -156,17 +202,26 @@ impl Device for Cpu {
     fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
         let refuse = |reason: String| DeviceError::Mismatch { op: "lend", reason };
         let block = tensor.into_lent_block(&self.arena)?;
+        let start = block.offset();
         // A borrow that is out keeps pointers into the arena alive, though not to this tensor, which is moved in here.
         let memory = self.memory.try_borrow_mut().map_err(|_| lent("lend"))?;
         // SAFETY: the block is of the arena that the reservation stands behind. No tensor is a view of it, as this
         // handle of it is the only one, so that no operation can be asked to access its bytes until it is reclaimed.
         let region = unsafe { Region::of_block(Arc::clone(&memory.arena), block) };
-        region.map(Lent::Memory).ok_or_else(|| refuse("the block lies outside the arena's memory".to_owned()))
+        let region = region.ok_or_else(|| refuse("the block lies outside the arena's memory".to_owned()))?;
+        Ok(Lent::Memory(match self.traits.unified {
+            true => Loan::Region(region),
+            false => Loan::Far(Box::new(Apart { region, start })),
+        }))
     }
 
-    fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError> {
+    fn reclaim(&self, memory: Loan) -> Result<Tensor, DeviceError> {
         let refuse = |reason: &str| DeviceError::Mismatch { op: "reclaim", reason: reason.to_owned() };
-        let block = memory.into_block(&self.arena).map_err(|_| {
+        let region = match memory {
+            Loan::Region(region) => Some(region),
+            Loan::Far(far) => (far as Box<dyn Any>).downcast::<Apart>().ok().map(|apart| apart.region),
+        };
+        let block = region.and_then(|region| region.into_block(&self.arena).ok()).ok_or_else(|| {
             refuse("the memory is not of this device's arena, or parts of it are still elsewhere")
         })?;
         Tensor::of_block(block).ok_or_else(|| refuse("a block of that size cannot be"))

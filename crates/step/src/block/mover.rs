@@ -35,7 +35,8 @@ impl<'a> Mover<'a> {
     /// Nothing is away yet.
     pub fn new(device: &'a dyn Device, tiers: &Arc<LowerTiers>, tier: Tier) -> Result<Self, StepError> {
         let nothing = device.alloc(DType::U8, &[1], Tag::Staging, "away")?;
-        Ok(Mover { transits: Transits::new(device, tiers), tier, nothing, leaving: RefCell::default() })
+        let transits = Transits::new(device, tiers, tier == Tier::Disk)?;
+        Ok(Mover { transits, tier, nothing, leaving: RefCell::default() })
     }
 
     /// Whether a tensor is large enough to be worth its way: smaller ones would take a page all the same.

@@ -89,7 +89,7 @@ impl<'a> KvCache<'a> {
                     parcels.insert(layer, parcel);
                 }
                 device.enter(Phase::Setup, None);
-                let pool = Parcels::new(device, tiers, parcels, BUFFERS, "kv.staging")?;
+                let pool = Parcels::of(device, tiers, parcels, BUFFERS, "kv.staging")?;
                 CacheHome::Away(Away { row_bytes: dtype.bytes_for(columns).unwrap_or(0), pool })
             }
         };
@@ -141,7 +141,7 @@ impl<'a> KvCache<'a> {
         let [k, v] = match &mut self.place {
             CacheHome::Device(tensors) => tensors.get(layer as usize).cloned().ok_or(missing)?,
             CacheHome::Away(Away { pool, .. }) => {
-                let mut views = pool.take(layer)?.into_iter().map(|(_, tensor)| tensor);
+                let mut views = pool.gather(layer)?.into_iter().map(|(_, tensor)| tensor);
                 match (views.next(), views.next()) {
                     (Some(k), Some(v)) => [k, v],
                     _ => return Err(missing),

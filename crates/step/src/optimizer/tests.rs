@@ -1,7 +1,7 @@
 //! Five steps of every optimizer beside values computed by others: `docs/bench/optimizer_fixtures.py` makes them.
 
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, Tensor};
-use plimsoll_memory::Tag;
+use plimsoll_memory::{Region, Tag};
 use plimsoll_model::{Activation, AttentionSpec, MlpSpec, ModelSpec, NormSpec, Parameter, RopeSpec};
 use serde_json::Value;
 
@@ -524,7 +524,7 @@ fn states_below_the_device_begin_with_zeros() {
     let (spec, device) = (spec(), device(1));
     let settings = settings(OptimizerKind::AdamW(ADAM));
     for tier in [Tier::Host, Tier::Disk] {
-        let tiers = Arc::new(LowerTiers::open(1 << 20, 1 << 20, &spill).unwrap());
+        let tiers = Arc::new(LowerTiers::open(Region::new(1 << 20).unwrap(), 1 << 20, &spill).unwrap());
         let before = tiers.take(tier, 1 << 20, Tag::Optimizer, "before").unwrap();
         tiers.write_now(&before, 0, &vec![0xff; 1 << 20]).unwrap();
         drop(before);

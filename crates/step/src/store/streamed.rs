@@ -176,7 +176,7 @@ impl<'a> WeightStore<'a> {
             away.extend(of_block);
         }
         device.enter(Phase::Setup, None);
-        let pool = Parcels::new(device, tiers, parcels, BUFFERS, "weights.staging")?;
+        let pool = Parcels::of(device, tiers, parcels, BUFFERS, "weights.staging")?;
         // Where nothing changes, a table of one piece comes with its block.
         let in_pieces = |away: &&AwayParameter| {
             let table = layer_of(away.parameter.block).is_none();
@@ -314,7 +314,7 @@ impl<'a> WeightStore<'a> {
     pub(crate) fn gather(&mut self, block: BlockId) -> Result<BlockWeights, StepError> {
         let mut weights = self.resident.gather(block)?;
         if !self.tables.contains_key(&block) {
-            weights.tensors.extend(self.pool.take(Unit::of_matrices(block, 0))?);
+            weights.tensors.extend(self.pool.gather(Unit::of_matrices(block, 0))?);
         }
         Ok(weights)
     }
@@ -337,7 +337,7 @@ impl<'a> WeightStore<'a> {
         role: Role,
         piece: u32,
     ) -> Result<Tensor, StepError> {
-        let found = self.pool.take(Unit::Piece(block, piece))?.into_iter().find(|(r, _)| *r == role);
+        let found = self.pool.gather(Unit::Piece(block, piece))?.into_iter().find(|(r, _)| *r == role);
         found.map(|(_, tensor)| tensor).ok_or(StepError::MissingWeight { block, role })
     }
 

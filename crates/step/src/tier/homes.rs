@@ -12,13 +12,17 @@ use super::transit::{Source, Transit, Transits};
 use crate::StepError;
 
 /// Parcels under their keys, with where they live.
-pub(super) struct Homes<'a, K, T> {
+pub(crate) struct Homes<'a, K, T> {
     pub transits: Transits<'a>,
     pub parcels: HashMap<K, Parcel<T>>,
 }
 
 impl<K: Eq + Hash, T> Carrier<K> for Homes<'_, K, T> {
     type Transit = Transit;
+
+    fn has(&self, key: K) -> bool {
+        self.parcels.contains_key(&key)
+    }
 
     fn reserve(&mut self, key: K) -> Result<(), DiskError> {
         let tiers = &self.transits.tiers;

@@ -141,6 +141,16 @@ impl<T> Parcel<T> {
         }
     }
 
+    /// Whether some of it lives on a disk, or will.
+    pub fn uses_disk(&self) -> bool {
+        let own = match &self.lodging {
+            Lodging::None => false,
+            Lodging::AtFirstWriteBack { tier, .. } => *tier == Tier::Disk,
+            Lodging::Home(home) => home.is_on_disk(),
+        };
+        own || !self.files.is_empty()
+    }
+
     /// The homes in files, with the bytes of the pages of each.
     pub fn files(&self) -> impl Iterator<Item = (&Arc<Home>, u64)> {
         self.files.iter().filter_map(|file| Some((file.home.as_ref()?, file.page_bytes())))

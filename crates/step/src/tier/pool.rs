@@ -19,6 +19,9 @@ pub(crate) trait Carrier<K> {
     /// A buffer on its way.
     type Transit;
 
+    /// Whether there is a parcel under this key.
+    fn has(&self, key: K) -> bool;
+
     /// Sees to it that a parcel can be written back; in a dry run too.
     fn reserve(&mut self, _: K) -> Result<(), DiskError> {
         Ok(())
@@ -121,9 +124,9 @@ impl<'a, K: Copy + Eq, C: Carrier<K>> Pool<'a, K, C> {
         buffer(self.device, self.buffer_bytes, Tag::Staging, self.name)
     }
 
-    /// What will be taken next, in order. Nothing is in use any more.
+    /// What will be taken next, in order; keys without a parcel are left out. Nothing is in use any more.
     pub fn announce(&mut self, uses: impl IntoIterator<Item = Use<K>>) -> Result<(), StepError> {
-        self.upcoming = uses.into_iter().collect();
+        self.upcoming = uses.into_iter().filter(|used| self.carrier.has(used.key)).collect();
         for buffer in &mut self.buffers {
             if let Buffer::There { released, .. } = buffer {
                 *released = true;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use plimsoll_device::{Cpu, CpuOptions, DType, Dry, Transferred};
 use plimsoll_disk::{Direction, LowerTiers, SpillSettings};
-use plimsoll_memory::{Tag, Tier};
+use plimsoll_memory::{Region, Tag, Tier};
 use plimsoll_model::{BlockId, Parameter, Role};
 
 use super::transit::{stretches, transferred};
@@ -55,7 +55,7 @@ fn homes_are_read_and_written_a_part_at_a_time() {
     let device = Cpu::new(PAGE, CpuOptions { threads: Some(1), isa: None }).unwrap();
     let bytes = (2 << 20) + 5 * PAGE;
     for tier in [Tier::Host, Tier::Disk] {
-        let tiers = LowerTiers::open(8 << 20, 8 << 20, &spill).unwrap();
+        let tiers = LowerTiers::open(Region::new(8 << 20).unwrap(), 8 << 20, &spill).unwrap();
         let home = |size| Arc::new(tiers.take(tier, size, Tag::Weights, "test").unwrap());
         let (first, second) = (home(bytes + 2 * PAGE), home(PAGE));
         let parts = vec![
@@ -150,10 +150,10 @@ fn what_a_move_moves_is_counted() {
     ] {
         let parcel = parcel(&tiers, tier);
         let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
-        let transits = Transits::new(&dry, &tiers);
+        let transits = Transits::new(&dry, &tiers, false).unwrap();
         let mut expected = nothing;
         for (direction, bytes) in [(Direction::Prefetch, prefetched), (Direction::WriteBack, written)] {
-            assert_eq!(transferred(&parcel, direction), bytes, "{tier:?}");
+            assert_eq!(transferred(&parcel, direction, true), bytes, "{tier:?}");
             let buffer = buffer(&dry, parcel.bytes(), Tag::Staging, "test").unwrap();
             let transit = transits.begin(&parcel, direction, Source::Buffer(buffer)).unwrap();
             expected = expected.plus(bytes);
@@ -168,8 +168,8 @@ fn what_a_move_moves_is_counted() {
     let extents =
         Extents { read: vec![100..300, 9000..9010], changed: std::iter::once(4000..5000).collect() };
     parcel.extents = Some(extents);
-    assert_eq!(transferred(&parcel, Direction::Prefetch).read, 210);
-    assert_eq!(transferred(&parcel, Direction::WriteBack).written, 1000);
+    assert_eq!(transferred(&parcel, Direction::Prefetch, true).read, 210);
+    assert_eq!(transferred(&parcel, Direction::WriteBack, true).written, 1000);
 }
 
 #[test]
@@ -193,7 +193,7 @@ fn parcels<'a>(dry: &'a Dry, tiers: &Arc<LowerTiers>, buffers: usize) -> Parcels
         parcel.settle(tiers, Tier::Disk, Tag::Weights, "test").unwrap();
         all.insert(key, parcel);
     }
-    Parcels::new(dry, tiers, all, buffers, "tests.staging").unwrap()
+    Parcels::of(dry, tiers, all, buffers, "tests.staging").unwrap()
 }
 
 fn announce(parcels: &mut Parcels<'_, u32, ()>, keys: &[u32]) {
@@ -211,13 +211,13 @@ fn a_buffer_is_written_back_and_free_again() {
     };
     announce(&mut parcels, &[1, 2, 3]);
     assert_eq!(pages(), (1, 0));
-    drop(parcels.take(1).unwrap());
+    drop(parcels.gather(1).unwrap());
     parcels.release(1, true);
     assert_eq!(pages(), (1, 0));
     parcels.advance().unwrap();
     // What comes into the buffer follows behind what goes out of it.
     assert_eq!(pages(), (2, 1));
-    drop(parcels.take(2).unwrap());
+    drop(parcels.gather(2).unwrap());
     parcels.release(2, true);
     parcels.flush().unwrap();
     assert_eq!(pages(), (2, 2));
@@ -239,7 +239,7 @@ fn what_lies_in_the_buffers_has_a_number() {
     announce(&mut parcels, &[1, 2]);
     numbers.push(number(&parcels));
     assert_eq!(numbers[1], number(&parcels));
-    drop(parcels.take(1).unwrap());
+    drop(parcels.gather(1).unwrap());
     numbers.push(number(&parcels));
     parcels.release(1, true);
     numbers.push(number(&parcels));
@@ -265,7 +265,7 @@ fn bytes_that_matter_can_be_named() {
     parcels.get_mut(2).unwrap().extents = Some(Extents { read, changed });
     assert!(parcels.get_mut(9).is_none());
     announce(&mut parcels, &[2]);
-    drop(parcels.take(2).unwrap());
+    drop(parcels.gather(2).unwrap());
     parcels.release(2, true);
     parcels.flush().unwrap();
     assert_eq!(dry.moved(), Transferred { read: 100, written: 7, ..Transferred::default() });

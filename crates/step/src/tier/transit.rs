@@ -33,8 +33,13 @@ pub(crate) enum Source<M> {
 }
 
 impl<'a> Transits<'a> {
-    pub fn new(device: &'a dyn Device, tiers: &Arc<LowerTiers>) -> Self {
-        Transits { device, tiers: Arc::clone(tiers) }
+    /// `to_disk`: some of what moves has its home on a disk. Between that and a device with memory of its own are two hops, and
+    /// the tiers take what these need of the host.
+    pub fn new(device: &'a dyn Device, tiers: &Arc<LowerTiers>, to_disk: bool) -> Result<Self, StepError> {
+        if to_disk && !device.traits().unified {
+            tiers.stage()?;
+        }
+        Ok(Transits { device, tiers: Arc::clone(tiers) })
     }
 
     /// Begins to move a parcel between its homes and a buffer; in a dry run counts what would move.
@@ -45,7 +50,8 @@ impl<'a> Transits<'a> {
         source: Source<Transit>,
     ) -> Result<Transit, StepError> {
         let count = |tensor, behind| {
-            Ok(Transit::Dry(tensor, self.device.transfer(transferred(parcel, direction), behind)))
+            let moved = transferred(parcel, direction, self.device.traits().unified);
+            Ok(Transit::Dry(tensor, self.device.transfer(moved, behind)))
         };
         let memory = match source {
             Source::Buffer(tensor) => match self.device.lend(tensor)? {
@@ -114,14 +120,20 @@ pub(super) fn stretches<T>(parcel: &Parcel<T>, direction: Direction) -> Vec<Stre
     stretches
 }
 
-/// The bytes that a move moves.
-pub(super) fn transferred<T>(parcel: &Parcel<T>, direction: Direction) -> Transferred {
+/// The bytes that a move moves, on each hop. Where the device's memory is the host's, a disk is one hop away.
+pub(super) fn transferred<T>(parcel: &Parcel<T>, direction: Direction, unified: bool) -> Transferred {
     let mut all = Transferred::default();
-    let mut add = |home: &Home, bytes| match (direction, home.is_on_disk()) {
-        (Direction::Prefetch, true) => all.read += bytes,
-        (Direction::Prefetch, false) => all.copied_in += bytes,
-        (Direction::WriteBack, true) => all.written += bytes,
-        (Direction::WriteBack, false) => all.copied_out += bytes,
+    let mut add = |home: &Home, bytes| {
+        let (on_disk, copied) = match direction {
+            Direction::Prefetch => (&mut all.read, &mut all.copied_in),
+            Direction::WriteBack => (&mut all.written, &mut all.copied_out),
+        };
+        if home.is_on_disk() {
+            *on_disk += bytes;
+        }
+        if !(home.is_on_disk() && unified) {
+            *copied += bytes;
+        }
     };
     if let Some(home) = parcel.home() {
         let bytes = extents(parcel, home, direction).iter().map(|extent| extent.end - extent.start).sum();

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use plimsoll_device::{Cpu, CpuOptions, DType, Dry, Iterations, Tensor};
 use plimsoll_disk::SpillSettings;
+use plimsoll_memory::Region;
 use plimsoll_model::{AdapterConfig, AdapterLayout, BlockId};
 use plimsoll_parallel::{CommunicationError, Solo};
 
@@ -219,7 +220,7 @@ fn passes_are_alike_where_all_that_they_find_is() {
 fn loss(spec: &ModelSpec, settings: &StepSettings) -> f64 {
     let folder = tempfile::tempdir().unwrap();
     let spill = SpillSettings { folder: folder.path().to_owned(), budget: None, direct: true };
-    let tiers = Arc::new(LowerTiers::open(16 << 20, 16 << 20, &spill).unwrap());
+    let tiers = Arc::new(LowerTiers::open(Region::new(16 << 20).unwrap(), 16 << 20, &spill).unwrap());
     let device = cpu();
     let mut trainer = Trainer::with_tiers(&device, tiers, spec.clone(), settings.clone(), &Solo).unwrap();
     trainer.load(fill).unwrap();
@@ -397,7 +398,7 @@ fn weights_and_masters_have_their_values_wherever_they_live() {
     let spill = SpillSettings { folder: folder.path().to_owned(), budget: None, direct: true };
     let none = Offload::NONE;
     for offload in [Offload { optimizer: Tier::Host, ..none }, Offload { parameters: Tier::Host, ..none }] {
-        let tiers = Arc::new(LowerTiers::open(16 << 20, 16 << 20, &spill).unwrap());
+        let tiers = Arc::new(LowerTiers::open(Region::new(16 << 20).unwrap(), 16 << 20, &spill).unwrap());
         let settings = StepSettings { offload, precision: BF16_WITH_MASTERS, ..settings(1, 9) };
         let device = cpu();
         let mut trainer = Trainer::with_tiers(&device, tiers, llama(), settings, &Solo).unwrap();
@@ -421,7 +422,8 @@ fn values_are_read_in_the_type_of_their_weight() {
     let offload = Offload { parameters: Tier::Host, ..Offload::NONE };
     let precision = Precision { weights: DType::Bf16, activations: DType::Bf16, ..Precision::F32 };
     let settings = StepSettings { method, offload, precision, ..settings(1, 9) };
-    let (tiers, device) = (Arc::new(LowerTiers::open(16 << 20, 0, &spill).unwrap()), cpu());
+    let (tiers, device) =
+        (Arc::new(LowerTiers::open(Region::new(16 << 20).unwrap(), 0, &spill).unwrap()), cpu());
     let mut trainer = Trainer::with_tiers(&device, tiers, spec.clone(), settings, &Solo).unwrap();
     trainer.load(fill).unwrap();
     for p in spec.parameters() {

@@ -2,7 +2,7 @@
 
 use plimsoll_device::IGNORED_TARGET;
 use plimsoll_disk::{LowerTiers, SpillSettings};
-use plimsoll_memory::Tier;
+use plimsoll_memory::{Region, Tier};
 use plimsoll_model::{BlockId, LoraPart, Role};
 use plimsoll_parallel::Solo;
 use plimsoll_step::{Offload, StateKind, StepError, StepSettings};
@@ -76,7 +76,8 @@ fn rows_have_the_lengths_that_were_set() {
     for parameters in [Tier::Device, Tier::Host] {
         let offload = Offload { parameters, ..Offload::NONE };
         let dora = StepSettings { method: adapters(&spec, 0.0, true), offload, ..settings(2, 9) };
-        let (device, tiers) = (roomy(2), Arc::new(LowerTiers::open(16 << 20, 0, &spill).unwrap()));
+        let (device, tiers) =
+            (roomy(2), Arc::new(LowerTiers::open(Region::new(16 << 20).unwrap(), 0, &spill).unwrap()));
         let mut trainer = Trainer::with_tiers(&device, tiers, spec.clone(), dora, &Solo).unwrap();
         trainer.load(fill).unwrap();
         trainer.reset_magnitudes().unwrap();

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use plimsoll_disk::{LowerTiers, SpillSettings};
-use plimsoll_memory::Tier;
+use plimsoll_memory::{Region, Tier};
 use plimsoll_parallel::Solo;
 use plimsoll_step::{GradientClipping, NormSource, Offload, StepSettings, UpdateTiming};
 
@@ -50,7 +50,7 @@ fn expected(spec: &ModelSpec, settings: &StepSettings) -> f64 {
 fn reported(folder: &Path, spec: &ModelSpec, settings: &StepSettings) -> f64 {
     let device = roomy(2);
     let spill = SpillSettings { folder: folder.to_owned(), budget: None, direct: true };
-    let tiers = Arc::new(LowerTiers::open(16 << 20, 16 << 20, &spill).unwrap());
+    let tiers = Arc::new(LowerTiers::open(Region::new(16 << 20).unwrap(), 16 << 20, &spill).unwrap());
     let mut trainer = Trainer::with_tiers(&device, tiers, spec.clone(), settings.clone(), &Solo).unwrap();
     trainer.load(fill).unwrap();
     trainer.reset_magnitudes().unwrap();

@@ -9,7 +9,7 @@ use plimsoll_device::{
     Cpu, CpuOptions, DType, Device, DeviceError, Dry, Due, Elementwise, IGNORED_TARGET, Lent, Op, Tensor,
     Transferred, Workspace,
 };
-use plimsoll_memory::{Arena, Region};
+use plimsoll_memory::{Arena, Loan};
 use plimsoll_model::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, Parameter,
     ParameterKind, QkNorm, RopeSpec, SlidingWindow,
@@ -293,7 +293,7 @@ impl Device for Noting {
         self.dry.lend(tensor)
     }
 
-    fn reclaim(&self, memory: Region) -> Result<Tensor, DeviceError> {
+    fn reclaim(&self, memory: Loan) -> Result<Tensor, DeviceError> {
         self.dry.reclaim(memory)
     }
 

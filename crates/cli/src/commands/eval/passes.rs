@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_device::{Cpu, DType};
+use plimsoll_device::{Cpu, DType, Device};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::release_free_heap;
 use plimsoll_model::Parameter;
@@ -102,8 +102,9 @@ impl Passes {
         &self,
         args: &EvalArgs,
         model: &Weights,
+        device: &dyn Device,
     ) -> Result<(Arc<LowerTiers>, Option<Streaming>), Failure> {
-        streaming::open(model, &self.dry_run, self.residency, &args.disk)
+        streaming::open(device, model, &self.dry_run, self.residency, &args.disk)
     }
 
     /// A model that is measured as it was planned, and what is streamed of it; `shape` is the longest sequence and the
@@ -115,7 +116,7 @@ impl Passes {
         device: &'d Cpu,
         shape: (u64, u64),
     ) -> Result<(Evaluator<'d>, Option<Streaming>), Failure> {
-        let (tiers, streaming) = self.tiers(args, model)?;
+        let (tiers, streaming) = self.tiers(args, model, device)?;
         let types = |p: &Parameter| model.weight_type(p);
         let (spec, storage) = (model.spec().clone(), self.storage(model, &types));
         let mut evaluator = Evaluator::with_tiers(device, &tiers, spec, model.precision, storage, shape)?;

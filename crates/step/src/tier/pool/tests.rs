@@ -46,6 +46,10 @@ impl Carrier<u32> for Slow<'_> {
     /// The parcel that moves.
     type Transit = u32;
 
+    fn has(&self, _: u32) -> bool {
+        true
+    }
+
     fn begin(&mut self, key: u32, direction: Direction, source: Source<u32>) -> Result<u32, StepError> {
         let mut world = self.0.borrow_mut();
         let tensor = match source {

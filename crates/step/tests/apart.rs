@@ -1,0 +1,206 @@
+//! A device with memory of its own: what moves between that and a disk goes through the host, in the bytes that a plan for such
+//! a device says, and changes no bit.
+
+mod common;
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use common::*;
+use plimsoll_device::{
+    Cpu, CpuOptions, Device, DeviceError, DeviceTraits, Dry, Lent, Op, Tensor, Transferred,
+};
+use plimsoll_disk::{LowerTiers, SpillSettings};
+use plimsoll_memory::{Arena, CopyError, FarMemory, Loan, Tag, Tier};
+use plimsoll_model::{AdapterConfig, AdapterLayout, ModelSpec};
+use plimsoll_parallel::Solo;
+use plimsoll_step::{
+    Adapters, Checkpointing, Compression, NormSource, Offload, StepError, StepSettings, Trainer,
+    TrainingMethod, UpdateTiming,
+};
+
+const APART: DeviceTraits = DeviceTraits { unified: false, alignment: 256 };
+
+/// What lies between such a device and a disk: two pieces of 4 MiB in each direction.
+const STAGING: u64 = 16 << 20;
+
+/// A CPU that stands for such a device, and counts the bytes that are copied in and out.
+struct Apart {
+    cpu: Cpu,
+    copied: Arc<[AtomicU64; 2]>,
+}
+
+#[derive(Debug)]
+struct Counted {
+    memory: Box<dyn FarMemory>,
+    copied: Arc<[AtomicU64; 2]>,
+}
+
+impl FarMemory for Counted {
+    fn start(&self) -> u64 {
+        self.memory.start()
+    }
+
+    fn copy_in(&mut self, offset: u64, from: &[u8]) -> Result<(), CopyError> {
+        self.copied[0].fetch_add(from.len() as u64, Ordering::Relaxed);
+        self.memory.copy_in(offset, from)
+    }
+
+    fn copy_out(&mut self, offset: u64, to: &mut [u8]) -> Result<(), CopyError> {
+        self.copied[1].fetch_add(to.len() as u64, Ordering::Relaxed);
+        self.memory.copy_out(offset, to)
+    }
+}
+
+impl Device for Apart {
+    fn traits(&self) -> DeviceTraits {
+        self.cpu.traits()
+    }
+
+    fn arena(&self) -> &Arena {
+        self.cpu.arena()
+    }
+
+    fn execute(&self, op: Op<'_>, unless_zero: Option<&Tensor>) -> Result<(), DeviceError> {
+        self.cpu.execute(op, unless_zero)
+    }
+
+    fn write(&self, out: &Tensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
+        self.cpu.write(out, fill)
+    }
+
+    fn read(&self, x: &Tensor, look: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
+        self.cpu.read(x, look)
+    }
+
+    fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
+        match self.cpu.lend(tensor)? {
+            Lent::Memory(Loan::Far(memory)) => {
+                let copied = Arc::clone(&self.copied);
+                Ok(Lent::Memory(Loan::Far(Box::new(Counted { memory, copied }))))
+            }
+            addressable => panic!("{addressable:?}"),
+        }
+    }
+
+    fn reclaim(&self, memory: Loan) -> Result<Tensor, DeviceError> {
+        let Loan::Far(far) = memory else { panic!("{memory:?}") };
+        let counted = (far as Box<dyn Any>).downcast::<Counted>().unwrap();
+        self.cpu.reclaim(Loan::Far(counted.memory))
+    }
+}
+
+/// The losses of three steps.
+fn steps(trainer: &mut Trainer<'_>, settings: &StepSettings) -> Vec<f64> {
+    (0..3).map(|step| one_step(trainer, settings, step)).collect()
+}
+
+/// Peaks of the device, the host and the disk, and what three steps move.
+fn planned(traits: DeviceTraits, spec: &ModelSpec, settings: &StepSettings) -> ([u64; 3], Transferred) {
+    let (dry, tiers) = (Dry::new().standing_for(traits), Arc::new(LowerTiers::dry()));
+    let (own, step) = (spec.clone(), settings.clone());
+    let mut trainer = Trainer::with_tiers(&dry, Arc::clone(&tiers), own, step, &Solo).unwrap();
+    trainer.load::<StepError>(|_, _, _, _| Ok(())).unwrap();
+    trainer.reset_magnitudes().unwrap();
+    steps(&mut trainer, settings);
+    ([dry.arena().high_water(), tiers.host().high_water(), tiers.disk().high_water()], dry.moved())
+}
+
+/// The losses and the state that a device ends with in the memory that was planned; and what is copied meanwhile.
+fn trained(spec: &ModelSpec, settings: &StepSettings) -> (Vec<f64>, Vec<Vec<u8>>) {
+    let (peaks, moved) = planned(APART, spec, settings);
+    let [device_bytes, host_bytes, disk_bytes] = peaks;
+    let cpu = Cpu::new(device_bytes, CpuOptions { threads: Some(2), isa: None }).unwrap();
+    let device = Apart { cpu: cpu.standing_for(APART), copied: Arc::default() };
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let spill = SpillSettings { folder: folder.path().to_owned(), budget: None, direct: true };
+    let host = device.host_memory(host_bytes).unwrap();
+    let tiers = Arc::new(LowerTiers::open(host, disk_bytes, &spill).unwrap());
+    let (own, step) = (spec.clone(), settings.clone());
+    let mut trainer = Trainer::with_tiers(&device, Arc::clone(&tiers), own, step, &Solo).unwrap();
+    trainer.load(fill).unwrap();
+    trainer.reset_magnitudes().unwrap();
+    let losses = steps(&mut trainer, settings);
+    let state = state(&trainer);
+    // What was prefetched for a further step arrives.
+    drop(trainer);
+    let found = [device.arena(), tiers.host(), tiers.disk()].map(Arena::high_water);
+    assert_eq!(found, peaks, "{settings:?}");
+    let copied = [0, 1].map(|way| device.copied[way].load(Ordering::Relaxed));
+    assert_eq!(copied, [moved.copied_in, moved.copied_out], "{settings:?}");
+    (losses, state)
+}
+
+fn adapters(spec: &ModelSpec) -> TrainingMethod {
+    let config = AdapterConfig { rank: 3, use_dora: true, ..AdapterConfig::default() };
+    let layout = AdapterLayout::new(&config, spec).unwrap();
+    let (weight_types, in_files) = (HashMap::new(), HashMap::new());
+    TrainingMethod::Adapters(Arc::new(Adapters { layout, dropout: 0.0, weight_types, in_files }))
+}
+
+fn cases(spec: &ModelSpec) -> Vec<StepSettings> {
+    let base = settings(4, 24);
+    vec![
+        base.clone(),
+        StepSettings { method: adapters(spec), ..base.clone() },
+        StepSettings {
+            precision: PURE_BF16,
+            checkpointing: Checkpointing::Full,
+            update: UpdateTiming::InBackward(NormSource::SecondBackward),
+            ..base.clone()
+        },
+        StepSettings {
+            precision: BF16_WITH_MASTERS,
+            checkpointing: Checkpointing::Every(2),
+            compression: Compression::Int8 { block: 32 },
+            ..base
+        },
+    ]
+}
+
+fn all_on(tier: Tier) -> Offload {
+    Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier }
+}
+
+#[test]
+fn what_comes_from_a_disk_in_two_hops_gives_the_same_bits_in_the_planned_memory() {
+    let offloads = [
+        all_on(Tier::Disk),
+        all_on(Tier::Host),
+        Offload { gradients: Tier::Host, activations: Tier::Disk, ..Offload::NONE },
+    ];
+    // Tables of several pieces.
+    for spec in [llama(), biased()].map(|spec| ModelSpec { vocab_size: 3101, ..spec }) {
+        for settings in cases(&spec) {
+            let resident = trained(&spec, &settings);
+            for offload in offloads {
+                let away = StepSettings { offload, ..settings.clone() };
+                assert!(trained(&spec, &away) == resident, "{} {away:?}", spec.name);
+                let ([_, host, disk], moved) = planned(DeviceTraits::CPU, &spec, &away);
+                let ([_, staged_host, same_disk], hops) = planned(APART, &spec, &away);
+                let staging = if offload.uses(Tier::Disk) { STAGING } else { 0 };
+                assert_eq!((staged_host, same_disk), (host + staging, disk));
+                // Each byte of a disk's is copied too.
+                let Transferred { read, written, copied_in, copied_out } = moved;
+                let expected =
+                    Transferred { copied_in: copied_in + read, copied_out: copied_out + written, ..moved };
+                assert_eq!(hops, expected);
+            }
+        }
+    }
+}
+
+/// Of a device apart alone, and where something is on a disk.
+#[test]
+fn staging_is_planned_on_the_host() {
+    let most = |traits, tier| {
+        let (dry, tiers) = (Dry::new().standing_for(traits), Arc::new(LowerTiers::dry()));
+        let settings = StepSettings { offload: all_on(tier), ..settings(2, 9) };
+        Trainer::with_tiers(&dry, Arc::clone(&tiers), llama(), settings, &Solo).unwrap();
+        tiers.host().ledger().most(Tag::Staging)
+    };
+    assert_eq!([Tier::Host, Tier::Disk].map(|tier| most(APART, tier)), [0, STAGING]);
+    assert_eq!([Tier::Host, Tier::Disk].map(|tier| most(DeviceTraits::CPU, tier)), [0, 0]);
+}
