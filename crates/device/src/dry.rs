@@ -25,7 +25,7 @@ pub struct Dry {
 }
 
 impl Dry {
-    /// A dry device with an arena that has no end.
+    /// A dry device with an arena that has no end. It stands for the CPU.
     pub fn new() -> Dry {
         Dry::within(Arena::unbounded(Tier::Device))
     }

@@ -100,7 +100,8 @@ impl DryRun {
         let Traced { run, step, parts } =
             DryRun::training_on(dry, &fold.spec, &fold.settings, accumulation).ok()?;
         let ledgers = [&run.ledger, &run.host, &run.disk];
-        let Unfolded { ledgers, added } = unfolded(&fold, &dry.trace()?, ledgers, step, parts)?;
+        let alignment = dry.traits().alignment;
+        let Unfolded { ledgers, added } = unfolded(&fold, &dry.trace()?, ledgers, step, parts, alignment)?;
         let [ledger, host, disk] = ledgers;
         let moved = run.moved.plus(added.moved);
         let times = run.times.map(|times| times.plus(added.times, 1.0));

@@ -8,13 +8,14 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use plimsoll_device::{Clock, Dry, Transferred};
-use plimsoll_memory::{AtPeak, Ledger, Tag};
+use plimsoll_device::{Clock, DeviceTraits, Dry, Transferred};
+use plimsoll_memory::{AtPeak, Ledger, Tag, Tier};
 use plimsoll_model::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, RopeSpec, SlidingWindow, catalogue,
 };
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{Choice, DiskRates, DryRun, Machine, ProcessLimits, Rates, TrainingPlan};
+use plimsoll_step::StepSettings;
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden_peaks.txt");
 
@@ -218,19 +219,32 @@ fn layers_that_are_counted_do_what_they_would_if_they_were_run() {
         let case = Case { name: &name, model: model_name, set, reason: "", measured: Vec::new() };
         let Choice { settings, accumulation, .. } = chosen(&case);
         let spec = model(model_name);
-        let timed = |dry: Dry| dry.timed(Clock::new(RATES));
-        let all = DryRun::training_of_all(&timed(Dry::new()), &spec, &settings, accumulation).unwrap();
-        let few = DryRun::training_of_few(&timed(Dry::tracing()), &spec, &settings, accumulation);
-        let few = few.unwrap_or_else(|| panic!("{name}: every layer is run"));
-        assert_eq!(measured(&few), measured(&all), "{name}");
-        for [few, all] in [[&few.ledger, &all.ledger], [&few.host, &all.host], [&few.disk, &all.disk]] {
-            assert_eq!(few.at_peak_by_layer(), all.at_peak_by_layer(), "{name}");
-            assert_eq!(few.live(), all.live(), "{name}");
+        few_do_what_all_do(&name, &spec, (&settings, accumulation), DeviceTraits::CPU);
+        if settings.offload.uses(Tier::Disk) {
+            let apart = DeviceTraits { unified: false, alignment: 256 };
+            few_do_what_all_do(&name, &spec, (&settings, accumulation), apart);
         }
-        assert_eq!(few.tally, all.tally, "{name}");
-        let [few, all] = [few, all].map(|run| run.times.unwrap().elapsed);
-        assert!((few / all - 1.0).abs() < 0.01, "{name}: {few} s, {all} s");
     }
+}
+
+fn few_do_what_all_do(
+    name: &str,
+    spec: &ModelSpec,
+    (settings, accumulation): (&StepSettings, u64),
+    traits: DeviceTraits,
+) {
+    let timed = |dry: Dry| dry.standing_for(traits).timed(Clock::new(RATES));
+    let all = DryRun::training_of_all(&timed(Dry::new()), spec, settings, accumulation).unwrap();
+    let few = DryRun::training_of_few(&timed(Dry::tracing()), spec, settings, accumulation);
+    let few = few.unwrap_or_else(|| panic!("{name}: every layer is run"));
+    assert_eq!(measured(&few), measured(&all), "{name}");
+    for [few, all] in [[&few.ledger, &all.ledger], [&few.host, &all.host], [&few.disk, &all.disk]] {
+        assert_eq!(few.at_peak_by_layer(), all.at_peak_by_layer(), "{name}");
+        assert_eq!(few.live(), all.live(), "{name}");
+    }
+    assert_eq!(few.tally, all.tally, "{name}");
+    let [few, all] = [few, all].map(|run| run.times.unwrap().elapsed);
+    assert!((few / all - 1.0).abs() < 0.01, "{name}: {few} s, {all} s");
 }
 
 /// The same with enough layers for some of them to be counted.

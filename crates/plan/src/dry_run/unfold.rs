@@ -139,19 +139,21 @@ struct Again {
 }
 
 /// The whole run. `None` where the smaller one does not say what that is. `ledgers` are those of device, host and disk, which
-/// recorded their events; costs are added up of the scopes `step`; `parts` are those whose norms are taken.
+/// recorded their events; costs are added up of the scopes `step`; `parts` are those whose norms are taken. `alignment` is that of
+/// the device's arena.
 pub(super) fn unfolded(
     fold: &Fold,
     trace: &Trace,
     ledgers: [&Ledger; 3],
     step: Range<usize>,
     parts: u64,
+    alignment: u64,
 ) -> Option<Unfolded> {
     let folded = Folded::new(fold, trace, ledgers)?;
     for gap in &fold.gaps {
         folded.check_alike(gap.unit)?;
     }
-    let ledgers = folded.run(&folded.order()?, parts + fold.missing_parts())?;
+    let ledgers = folded.run(&folded.order()?, parts + fold.missing_parts(), alignment)?;
     Some(Unfolded { ledgers, added: folded.added(step) })
 }
 
@@ -264,8 +266,9 @@ impl<'a> Folded<'a> {
     }
 
     /// Makes all requests.
-    fn run(&self, order: &[Again], parts: u64) -> Option<[Ledger; 3]> {
+    fn run(&self, order: &[Again], parts: u64, alignment: u64) -> Option<[Ledger; 3]> {
         let arenas = [Tier::Device, Tier::Host, Tier::Disk].map(Arena::unbounded);
+        arenas[0].align_to(alignment);
         let layouts = || arenas.each_ref().map(Arena::layout);
         let mut held = Held::new(self);
         let mut loops: HashMap<usize, [Layout; 3]> = HashMap::new();
