@@ -4,11 +4,15 @@
 //! GPU memory, or nothing, in a dry run) is the device's affair. The same sequence of requests gives
 //! the same offsets and the same high-water mark everywhere: that is what makes a plan exact.
 
+mod replay;
+
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::layout::{Layout, Traffic};
 use crate::ledger::{Ledger, Phase, Tag, TagBytes};
 use crate::{ByteSize, Tier};
+
+pub use replay::{Piece, Replay};
 
 /// Offsets and sizes are multiples of this: a cache line, and the width of the widest vector.
 const ALIGNMENT: u64 = 64;
@@ -77,15 +81,12 @@ impl Arena {
     }
 
     fn with_ledger(tier: Tier, capacity: u64, ledger: Ledger) -> Arena {
-        let capacity = capacity / ALIGNMENT * ALIGNMENT;
-        let free = if capacity > 0 { vec![(0, capacity)] } else { Vec::new() };
-        let traffic = Traffic::default();
-        Arena { shared: Arc::new(Mutex::new(Inner { tier, capacity, free, ledger, traffic })) }
+        Arena { shared: Arc::new(Mutex::new(Inner::new(tier, capacity, ledger))) }
     }
 
     /// Takes `bytes` (rounded up to the alignment). They come back when the block is dropped.
     pub fn alloc(&self, bytes: u64, tag: Tag, name: &'static str) -> Result<Block, OutOfMemory> {
-        let size = bytes.max(1).div_ceil(ALIGNMENT) * ALIGNMENT;
+        let size = whole_lines(bytes);
         let mut inner = self.lock();
         let offset = inner.take(size, tag, name)?;
         let owner = inner.ledger.layer();
@@ -140,8 +141,7 @@ impl Arena {
 
     /// What of the arena decides where the next allocations go, and what is live: equal layouts behave alike.
     pub fn layout(&self) -> Layout {
-        let inner = self.lock();
-        Layout { holes: inner.free.clone(), live: inner.ledger.fingerprint() }
+        self.lock().layout()
     }
 
     /// Begins to take down what is allocated and given back, and where; what was taken down until now comes back, to be
@@ -163,13 +163,35 @@ impl Arena {
         self.lock().ledger.clone()
     }
 
+    /// The ledger as it stands, with all that was recorded. Nothing more is.
+    pub fn end_record(&self) -> Ledger {
+        let ledger = &mut self.lock().ledger;
+        let record = ledger.end_record();
+        Ledger::with_record(ledger.clone(), record)
+    }
+
     fn lock(&self) -> MutexGuard<'_, Inner> {
         // A panic elsewhere leaves the maps whole: every change below is complete or not begun.
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
+/// The size of a piece of `bytes`.
+fn whole_lines(bytes: u64) -> u64 {
+    bytes.max(1).div_ceil(ALIGNMENT) * ALIGNMENT
+}
+
 impl Inner {
+    fn new(tier: Tier, capacity: u64, ledger: Ledger) -> Inner {
+        let capacity = capacity / ALIGNMENT * ALIGNMENT;
+        let free = if capacity > 0 { vec![(0, capacity)] } else { Vec::new() };
+        Inner { tier, capacity, free, ledger, traffic: Traffic::default() }
+    }
+
+    fn layout(&self) -> Layout {
+        Layout { holes: self.free.clone(), live: self.ledger.fingerprint() }
+    }
+
     fn take(&mut self, size: u64, tag: Tag, name: &'static str) -> Result<u64, OutOfMemory> {
         // Best fit, the lowest offset among equals.
         // The piece at the end counts as endless, whatever the capacity: an arena of just the size that a dry run found
