@@ -62,13 +62,21 @@ pub struct Tensor {
     start: u64,
     shape: Shape,
     dtype: DType,
+    /// Size of the view.
+    bytes: u64,
 }
 
 impl Tensor {
     /// The whole of `block` as a tensor. `None` where the block is too small for the shape.
     pub fn new(block: Block, dtype: DType, shape: Shape) -> Option<Tensor> {
         let needed = dtype.bytes_for(shape.elements())?;
-        (needed <= block.size()).then(|| Tensor { block: Arc::new(block), start: 0, shape, dtype })
+        (needed <= block.size()).then(|| Tensor {
+            block: Arc::new(block),
+            start: 0,
+            shape,
+            dtype,
+            bytes: needed,
+        })
     }
 
     /// The element type.
@@ -98,8 +106,7 @@ impl Tensor {
 
     /// Size in bytes.
     pub fn bytes(&self) -> u64 {
-        // Both were checked when the tensor was made.
-        self.dtype.bytes_for(self.elements()).unwrap_or(0)
+        self.bytes
     }
 
     /// Rows `range` of this tensor, as `[range.len(), columns]`. `None` outside the tensor, and where no row can be had
@@ -113,7 +120,8 @@ impl Tensor {
         }
         let row = self.dtype.bytes_for(self.columns())?;
         let shape = Shape::new(&[range.end - range.start, self.columns()])?;
-        Some(Tensor { start: self.start + range.start * row, shape, ..self.clone() })
+        let bytes = self.dtype.bytes_for(shape.elements())?;
+        Some(Tensor { start: self.start + range.start * row, shape, bytes, ..self.clone() })
     }
 
     /// The same elements under another shape. `None` where the number of elements differs.
@@ -126,10 +134,11 @@ impl Tensor {
     /// the type cannot begin there ([`DType::alignment`]; arenas begin at multiples of all).
     pub fn view(&self, start: u64, dtype: DType, sizes: &[u64]) -> Option<Tensor> {
         let shape = Shape::new(sizes)?;
-        let end = start.checked_add(dtype.bytes_for(shape.elements())?)?;
+        let bytes = dtype.bytes_for(shape.elements())?;
+        let end = start.checked_add(bytes)?;
         let at = self.range().start + start;
         let possible = self.dtype == DType::U8 && end <= self.bytes() && at.is_multiple_of(dtype.alignment());
-        possible.then(|| Tensor { start: self.start + start, shape, dtype, ..self.clone() })
+        possible.then(|| Tensor { start: self.start + start, shape, dtype, bytes, ..self.clone() })
     }
 
     /// Whether no other tensor is a view of the same block.
@@ -161,7 +170,8 @@ impl Tensor {
     /// The whole of a block, as bytes.
     pub(crate) fn of_block(block: Arc<Block>) -> Option<Tensor> {
         let shape = Shape::new(&[block.size()])?;
-        Some(Tensor { block, start: 0, shape, dtype: DType::U8 })
+        let bytes = block.size();
+        Some(Tensor { block, start: 0, shape, dtype: DType::U8, bytes })
     }
 
     /// Byte range in the arena.

@@ -4,11 +4,15 @@
 //! GPU memory, or nothing, in a dry run) is the device's affair. The same sequence of requests gives
 //! the same offsets and the same high-water mark everywhere: that is what makes a plan exact.
 
+mod replay;
+
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::layout::{Layout, Traffic};
 use crate::ledger::{Ledger, Phase, Tag, TagBytes};
 use crate::{ByteSize, Tier};
+
+pub use replay::{Piece, Replay};
 
 /// Offsets and sizes are multiples of this where nothing else is said: a cache line, and the width of the widest vector.
 pub const ALIGNMENT: u64 = 64;
@@ -78,21 +82,18 @@ impl Arena {
     }
 
     fn with_ledger(tier: Tier, capacity: u64, ledger: Ledger) -> Arena {
-        let capacity = capacity / ALIGNMENT * ALIGNMENT;
-        let free = if capacity > 0 { vec![(0, capacity)] } else { Vec::new() };
-        let (alignment, traffic) = (ALIGNMENT, Traffic::default());
-        Arena { shared: Arc::new(Mutex::new(Inner { tier, alignment, capacity, free, ledger, traffic })) }
+        Arena { shared: Arc::new(Mutex::new(Inner::new(tier, capacity, ledger))) }
     }
 
     /// Has what is allocated from here on begin at multiples of this, which is one of [`ALIGNMENT`]; for a new arena.
     pub fn align_to(&self, alignment: u64) {
-        self.lock().alignment = alignment.next_multiple_of(ALIGNMENT);
+        self.lock().align_to(alignment);
     }
 
     /// Takes `bytes` (rounded up to the alignment). They come back when the block is dropped.
     pub fn alloc(&self, bytes: u64, tag: Tag, name: &'static str) -> Result<Block, OutOfMemory> {
         let mut inner = self.lock();
-        let size = bytes.max(1).div_ceil(inner.alignment) * inner.alignment;
+        let size = inner.whole(bytes);
         let offset = inner.take(size, tag, name)?;
         let owner = inner.ledger.layer();
         Ok(Block { arena: self.clone(), offset, size, tag, name, owner })
@@ -146,8 +147,7 @@ impl Arena {
 
     /// What of the arena decides where the next allocations go, and what is live: equal layouts behave alike.
     pub fn layout(&self) -> Layout {
-        let inner = self.lock();
-        Layout { holes: inner.free.clone(), live: inner.ledger.fingerprint() }
+        self.lock().layout()
     }
 
     /// Begins to take down what is allocated and given back, and where; what was taken down until now comes back, to be
@@ -169,6 +169,13 @@ impl Arena {
         self.lock().ledger.clone()
     }
 
+    /// The ledger as it stands, with all that was recorded. Nothing more is.
+    pub fn end_record(&self) -> Ledger {
+        let ledger = &mut self.lock().ledger;
+        let record = ledger.end_record();
+        Ledger::with_record(ledger.clone(), record)
+    }
+
     fn lock(&self) -> MutexGuard<'_, Inner> {
         // A panic elsewhere leaves the maps whole: every change below is complete or not begun.
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
@@ -176,6 +183,25 @@ impl Arena {
 }
 
 impl Inner {
+    fn new(tier: Tier, capacity: u64, ledger: Ledger) -> Inner {
+        let capacity = capacity / ALIGNMENT * ALIGNMENT;
+        let free = if capacity > 0 { vec![(0, capacity)] } else { Vec::new() };
+        Inner { tier, alignment: ALIGNMENT, capacity, free, ledger, traffic: Traffic::default() }
+    }
+
+    fn align_to(&mut self, alignment: u64) {
+        self.alignment = alignment.next_multiple_of(ALIGNMENT);
+    }
+
+    /// What is taken for so many bytes.
+    fn whole(&self, bytes: u64) -> u64 {
+        bytes.max(1).div_ceil(self.alignment) * self.alignment
+    }
+
+    fn layout(&self) -> Layout {
+        Layout { holes: self.free.clone(), live: self.ledger.fingerprint() }
+    }
+
     fn take(&mut self, size: u64, tag: Tag, name: &'static str) -> Result<u64, OutOfMemory> {
         // Best fit, the lowest offset among equals.
         // The piece at the end counts as endless, whatever the capacity: an arena of just the size that a dry run found

@@ -195,6 +195,15 @@ impl Ledger {
         Ledger { record, ..Ledger::default() }
     }
 
+    /// What was recorded so far; nothing more is.
+    pub(crate) fn end_record(&mut self) -> Option<Box<Recording>> {
+        self.record.take()
+    }
+
+    pub(crate) fn with_record(self, record: Option<Box<Recording>>) -> Ledger {
+        Ledger { record, ..self }
+    }
+
     pub(crate) fn enter(&mut self, phase: Phase, layer: Option<u32>) {
         (self.phase, self.layer) = (phase, layer);
     }

@@ -14,7 +14,7 @@ mod recording;
 mod region;
 mod reservation;
 
-pub use arena::{ALIGNMENT, Arena, Block, OutOfMemory};
+pub use arena::{ALIGNMENT, Arena, Block, OutOfMemory, Piece, Replay};
 pub use bytes::{ByteSize, ParseByteSizeError};
 pub use file_map::FileMap;
 pub use heap::release_free_heap;

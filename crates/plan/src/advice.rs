@@ -2,7 +2,7 @@
 //!
 //! A change that is said to fit does: what is said of it comes from the search that the planner makes with it.
 
-use plimsoll_model::{ModelSpec, WeightSource};
+use plimsoll_model::WeightSource;
 use serde::Serialize;
 
 use crate::config::{Auto, Method, OffloadTarget, RawConfig};
@@ -10,6 +10,7 @@ use crate::limits::Limits;
 use crate::method::training_method;
 use crate::offload::TensorKind;
 use crate::resolve::{Choice, lightest_that_fits};
+use crate::runs::DryRuns;
 use crate::shortage::{Resource, Shortage};
 use crate::training_plan::Machine;
 
@@ -84,7 +85,7 @@ pub struct LeastNeed {
 /// What is asked of a planner.
 struct Question<'a> {
     config: &'a RawConfig,
-    spec: &'a ModelSpec,
+    runs: &'a DryRuns<'a>,
     stored: Option<&'a WeightSource>,
     machine: &'a Machine,
 }
@@ -100,38 +101,31 @@ struct Change {
 /// Ways to need less memory than `choice` or, where that does not fit, ways to fit.
 pub(crate) fn alternatives(
     config: &RawConfig,
-    spec: &ModelSpec,
+    runs: &DryRuns<'_>,
     stored: Option<&WeightSource>,
     machine: &Machine,
     choice: &Choice,
 ) -> Vec<Alternative> {
-    let question = Question { config, spec, stored, machine };
+    let question = Question { config, runs, stored, machine };
     let limits = Limits::of(config, machine);
     let fits = limits.allow(choice);
-    let mut list: Vec<Alternative> = Vec::new();
-    for change in question.changes(choice, fits) {
-        // Several changes at once are for when none by itself is enough.
-        if !fits && change.extent == Extent::Bundle && list.iter().any(|other| other.fits) {
-            continue;
+    let (bundles, others): (Vec<Change>, Vec<Change>) = question
+        .changes(choice, fits)
+        .into_iter()
+        .partition(|change| !fits && change.extent == Extent::Bundle);
+    let runs = question.runs;
+    let tried = |changes: &[Change]| runs.each(changes, |change| question.alternative(change, choice, fits));
+    let mut list: Vec<Alternative> = tried(&others).into_iter().flatten().collect();
+    // Several changes at once are for when none by itself is enough.
+    let enough = |list: &[Alternative]| list.iter().any(|other| other.fits);
+    for some in bundles.chunks(runs.threads()) {
+        if enough(&list) {
+            break;
         }
-        let Some(other) = question.with(&change.sets) else { continue };
-        let limits = Limits::of(&other, machine);
-        let Some(found) = question.lightest(&other, limits) else { continue };
-        let shortages: Vec<Shortage> = limits.shortages(&found).collect();
-        let lighter = found.peak_bytes() < choice.peak_bytes();
-        if lighter || (!fits && shortages.is_empty()) {
-            list.push(Alternative {
-                what: change.what,
-                extent: change.extent,
-                change: change.sets,
-                peak_bytes: found.peak_bytes(),
-                host_bytes: limits.host_tier(&found),
-                disk_bytes: found.dry_run.disk_bytes(),
-                step_seconds: found.time.step_seconds,
-                tokens_per_second: found.time.tokens_per_second,
-                fits: shortages.is_empty(),
-                shortages,
-            });
+        for other in tried(some).into_iter().flatten() {
+            if !enough(&list) {
+                list.push(other);
+            }
         }
     }
     // Those that fit first, the fastest of them first.
@@ -143,13 +137,13 @@ impl Refusal {
     /// For a configuration of which nothing fits; `tried` is what else was.
     pub(crate) fn new(
         config: &RawConfig,
-        spec: &ModelSpec,
+        runs: &DryRuns<'_>,
         stored: Option<&WeightSource>,
         machine: &Machine,
         choice: &Choice,
         tried: &[Alternative],
     ) -> Refusal {
-        let question = Question { config, spec, stored, machine };
+        let question = Question { config, runs, stored, machine };
         let limits = Limits::of(config, machine);
         let any_disk = Limits { disk_bytes: u64::MAX, ..limits };
         let found = question.lightest(config, any_disk).filter(|found| any_disk.allow(found));
@@ -157,21 +151,18 @@ impl Refusal {
             memory_bytes: limits.memory(found),
             disk_bytes: found.dry_run.disk_bytes(),
         };
-        let mut least = Vec::new();
         let none_fits = tried.iter().all(|other| !other.fits);
         let lightest = if none_fits { question.lightest_changes(choice) } else { Vec::new() };
-        for change in lightest {
-            let Some(other) = question.with(&change) else { continue };
+        let least = runs.each(&lightest, |change| {
+            let other = question.with(change)?;
             // With no room at all the nearest is the smallest.
             let nothing = Limits { room_bytes: 0, host_bytes: None, disk_bytes: u64::MAX, ..limits };
-            let with_disk = question.lightest(&other, nothing);
-            let without_disk = question.lightest(&other, Limits { disk_bytes: 0, ..nothing });
-            if let (Some(with_disk), Some(without_disk)) = (with_disk, without_disk) {
-                let (with_disk, without_disk) = (need(&with_disk), need(&without_disk));
-                least.push(LeastNeed { method: other.training.method(), change, with_disk, without_disk });
-            }
-        }
-        Refusal { with_more_disk: found.as_ref().map(need), least }
+            let with_disk = need(&question.lightest(&other, nothing)?);
+            let without_disk = need(&question.lightest(&other, Limits { disk_bytes: 0, ..nothing })?);
+            let (method, change) = (other.training.method(), change.clone());
+            Some(LeastNeed { method, change, with_disk, without_disk })
+        });
+        Refusal { with_more_disk: found.as_ref().map(need), least: least.into_iter().flatten().collect() }
     }
 }
 
@@ -187,8 +178,30 @@ impl Question<'_> {
 
     /// The lightest step of a configuration that fits, or the nearest; `None` where the model cannot be trained so.
     fn lightest(&self, config: &RawConfig, limits: Limits) -> Option<Choice> {
-        let method = training_method(config, self.spec, self.stored).ok()?;
-        lightest_that_fits(config, self.spec, &method, &self.machine.rates, limits).ok()
+        let method = training_method(config, self.runs.spec, self.stored).ok()?;
+        lightest_that_fits(config, &method, &self.runs.one_at_a_time(), limits).ok()
+    }
+
+    /// What a change leads to; `None` where it helps nothing.
+    fn alternative(&self, change: &Change, choice: &Choice, fits: bool) -> Option<Alternative> {
+        let other = self.with(&change.sets)?;
+        let limits = Limits::of(&other, self.machine);
+        let found = self.lightest(&other, limits)?;
+        let shortages: Vec<Shortage> = limits.shortages(&found).collect();
+        let lighter = found.peak_bytes() < choice.peak_bytes();
+        let helps = lighter || (!fits && shortages.is_empty());
+        helps.then(|| Alternative {
+            what: change.what.clone(),
+            extent: change.extent,
+            change: change.sets.clone(),
+            peak_bytes: found.peak_bytes(),
+            host_bytes: limits.host_tier(&found),
+            disk_bytes: found.dry_run.disk_bytes(),
+            step_seconds: found.time.step_seconds,
+            tokens_per_second: found.time.tokens_per_second,
+            fits: shortages.is_empty(),
+            shortages,
+        })
     }
 
     /// The changes that are worth a try.

@@ -282,8 +282,8 @@ impl DryRun {
     }
 
     fn of(dry: &Dry, tiers: &LowerTiers, tally: Tally, moved: Transferred) -> DryRun {
-        let (host, disk) = (tiers.host().ledger(), tiers.disk().ledger());
-        DryRun { ledger: dry.arena().ledger(), host, disk, tally, moved, times: None }
+        let (host, disk) = (tiers.host().end_record(), tiers.disk().end_record());
+        DryRun { ledger: dry.arena().end_record(), host, disk, tally, moved, times: None }
     }
 
     /// Bytes of host memory that the job needs beside the data pipeline's.

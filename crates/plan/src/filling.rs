@@ -10,7 +10,11 @@ use crate::resolve::{Choice, Search};
 impl Search<'_> {
     /// Where nothing fits: one that does when as many layers stay as the memory has room for, which a small disk may
     /// need, or the nearest.
-    pub fn nearest(&self, smallest: Vec<Choice>) -> Result<Choice, StepError> {
+    pub fn nearest(&self) -> Result<Choice, StepError> {
+        self.runs.ahead(self.ladder.iter().cloned());
+        let smallest =
+            self.ladder.iter().map(|(settings, accumulation)| self.runs.of(settings.clone(), *accumulation));
+        let smallest: Vec<Choice> = smallest.collect::<Result<_, StepError>>()?;
         let room = self.limits.room_bytes;
         let any_disk = Search { limits: Limits { disk_bytes: u64::MAX, ..self.limits }, ..*self };
         let fitting = smallest.iter().filter(|choice| any_disk.fits(choice, room));
@@ -46,9 +50,10 @@ impl Search<'_> {
         if kinds.is_empty() || !self.fits(&choice, room) {
             return Ok(choice);
         }
+        self.runs.ahead(kinds.iter().map(|kind| (with_home(&choice, *kind), choice.accumulation)));
         let mut by_worth = Vec::new();
         for kind in kinds {
-            let home = self.with_home(&choice, kind)?;
+            let home = self.again(&choice, with_home(&choice, kind))?;
             let seconds = choice.time.step_seconds - home.time.step_seconds;
             let bytes = self.limits.memory(&home).saturating_sub(self.limits.memory(&choice));
             by_worth.push((kind, seconds / bytes.max(1) as f64, home));
@@ -56,7 +61,10 @@ impl Search<'_> {
         by_worth.sort_by(|(_, a, _), (_, b, _)| b.total_cmp(a));
         let (before, mut filled) = (choice.settings.clone(), choice);
         for (kind, _, home) in by_worth {
-            let home = if filled.settings == before { home } else { self.with_home(&filled, kind)? };
+            let home = match filled.settings == before {
+                true => home,
+                false => self.again(&filled, with_home(&filled, kind))?,
+            };
             if self.fits(&home, room) {
                 filled = home;
                 continue;
@@ -77,7 +85,7 @@ impl Search<'_> {
     ) -> Result<Choice, StepError> {
         let memory = |choice: &Choice| self.limits.memory(choice);
         // `low` layers fit, `high` do not.
-        let (mut low, mut high) = (0, self.spec.num_layers.saturating_add(1));
+        let (mut low, mut high) = (0, self.runs.spec.num_layers.saturating_add(1));
         let (mut least, mut most) = (memory(&from), memory(home));
         let (base, mut filled, mut guesses) = (from.settings.clone(), from, 0);
         while low + 1 < high {
@@ -87,9 +95,16 @@ impl Search<'_> {
             let guess = if guesses < 4 { guess } else { low.midpoint(high) };
             guesses += 1;
             let layers = guess.clamp(low + 1, high - 1);
-            let mut kept_layers = base.kept_layers;
-            *kind.kept_mut(&mut kept_layers) = layers;
-            let other = self.again(&filled, StepSettings { kept_layers, ..base.clone() })?;
+            let with = |layers: u32| {
+                let mut kept_layers = base.kept_layers;
+                *kind.kept_mut(&mut kept_layers) = layers;
+                StepSettings { kept_layers, ..base.clone() }
+            };
+            // If so many fit, perhaps one more does; if not, perhaps one less.
+            let next =
+                [layers, layers + 1, layers - 1].into_iter().filter(|next| (low + 1..high).contains(next));
+            self.runs.ahead_of_first(next.map(|next| (with(next), filled.accumulation)));
+            let other = self.again(&filled, with(layers))?;
             if self.fits(&other, room) {
                 (low, least, filled) = (layers, memory(&other), other);
             } else {
@@ -99,14 +114,14 @@ impl Search<'_> {
         Ok(filled)
     }
 
-    /// The same step with a kind of tensor on the device.
-    fn with_home(&self, choice: &Choice, kind: TensorKind) -> Result<Choice, StepError> {
-        let mut settings = choice.settings.clone();
-        *kind.tier_mut(&mut settings.offload) = Tier::Device;
-        self.again(choice, settings)
-    }
-
     fn again(&self, choice: &Choice, settings: StepSettings) -> Result<Choice, StepError> {
-        Choice::new(self.spec, settings, choice.accumulation, self.rates)
+        self.runs.of(settings, choice.accumulation)
     }
+}
+
+/// The same step with a kind of tensor on the device.
+fn with_home(choice: &Choice, kind: TensorKind) -> StepSettings {
+    let mut settings = choice.settings.clone();
+    *kind.tier_mut(&mut settings.offload) = Tier::Device;
+    settings
 }

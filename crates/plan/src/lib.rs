@@ -20,6 +20,7 @@ mod optimizer;
 mod origin;
 mod resolve;
 mod run_needs;
+mod runs;
 mod scratch;
 mod shortage;
 mod streaming;

@@ -10,6 +10,7 @@ use crate::config::{Method, RawConfig};
 use crate::dry_run::DryRun;
 use crate::method::training_method;
 use crate::resolve::step_settings;
+use crate::runs::{at_once, threads};
 
 /// Tokens of a sequence, or of a context, unless the model is made for fewer.
 const TOKENS: u64 = 2048;
@@ -36,7 +37,10 @@ pub struct Need {
 ///
 /// # Errors
 /// The model cannot be run: its sizes overflow or contradict each other.
-pub fn needs(spec: &ModelSpec, weight_types: &dyn Fn(&Parameter) -> DType) -> Result<Vec<Need>, StepError> {
+pub fn needs(
+    spec: &ModelSpec,
+    weight_types: &(dyn Fn(&Parameter) -> DType + Sync),
+) -> Result<Vec<Need>, StepError> {
     let bf16 =
         Precision { weights: DType::Bf16, activations: DType::Bf16, master_weights: true, ..Precision::F32 };
     let tokens = TOKENS.min(spec.max_position_embeddings).max(2);
@@ -65,24 +69,26 @@ pub fn needs(spec: &ModelSpec, weight_types: &dyn Fn(&Parameter) -> DType) -> Re
         };
         DryRun::generation(spec, settings, WeightStorage::new(weight_types), tokens - 1)
     };
-    let list = [
-        ("full fine-tune", "f32", full(Precision::F32, Checkpointing::None)?),
-        ("full fine-tune", "bf16, f32 master weights, checkpointing", full(bf16, Checkpointing::Full)?),
-        ("LoRA", "bf16, rank 16, all linears, checkpointing", adapters(Method::Lora)?),
-        ("QLoRA", "4-bit NF4, rank 16, all linears, checkpointing", adapters(Method::Qlora)?),
-        ("inference", "weights as stored, f32 cache", inference(DType::F32)?),
-        ("inference", "weights as stored, bf16 cache", inference(DType::Bf16)?),
+    type Run<'a> = &'a (dyn Fn() -> Result<DryRun, StepError> + Sync);
+    let list: [(&str, &str, Run<'_>); 6] = [
+        ("full fine-tune", "f32", &|| full(Precision::F32, Checkpointing::None)),
+        ("full fine-tune", "bf16, f32 master weights, checkpointing", &|| full(bf16, Checkpointing::Full)),
+        ("LoRA", "bf16, rank 16, all linears, checkpointing", &|| adapters(Method::Lora)),
+        ("QLoRA", "4-bit NF4, rank 16, all linears, checkpointing", &|| adapters(Method::Qlora)),
+        ("inference", "weights as stored, f32 cache", &|| inference(DType::F32)),
+        ("inference", "weights as stored, bf16 cache", &|| inference(DType::Bf16)),
     ];
-    Ok(list
-        .into_iter()
-        .map(|(what, settings, dry_run)| Need {
+    let needs = at_once(&list, threads(), |(what, settings, run)| {
+        let dry_run = run()?;
+        Ok(Need {
             what,
-            settings: settings.to_owned(),
+            settings: (*settings).to_owned(),
             tokens,
             peak_bytes: dry_run.peak_bytes(),
             weight_bytes: dry_run.tags_at_peak().get(plimsoll_memory::Tag::Weights),
         })
-        .collect())
+    });
+    needs.into_iter().collect()
 }
 
 #[cfg(test)]

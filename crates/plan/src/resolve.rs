@@ -2,11 +2,11 @@
 //! taking the fastest that fits.
 
 use plimsoll_device::DType;
-use plimsoll_memory::Tier;
+use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
-    AttentionKind, Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling, NormSource,
-    Offload, Precision, StepError, StepSettings, TrainingMethod, UpdateTiming,
+    AttentionKind, Checkpointing, Compression, GradientClipping, Group, KeptLayers, Linears, LossScaling,
+    NormSource, Offload, Precision, StepError, StepSettings, TrainingMethod, UpdateTiming,
 };
 
 use crate::config::{
@@ -17,6 +17,7 @@ use crate::dry_run::DryRun;
 use crate::limits::Limits;
 use crate::offload::{self, TensorKind, as_said, kept_as_said, stages};
 use crate::optimizer::optimizer_settings;
+use crate::runs::{DryRuns, Wanted, at_once, threads};
 use crate::time::{Rates, TimeEstimate};
 
 /// Sequences of an optimizer step where the user names none.
@@ -67,17 +68,16 @@ impl Choice {
 
 /// Decides every `auto` of the step. What the user left open stays on the device unless nothing fits then. Where nothing
 /// fits at all, the smallest candidate comes back: it does not fit either.
-pub fn choose(
+pub(crate) fn choose(
     config: &RawConfig,
-    spec: &ModelSpec,
     method: &TrainingMethod,
-    rates: &Rates,
+    runs: &DryRuns<'_>,
     limits: Limits,
 ) -> Result<Choice, StepError> {
-    let search = Search { config, spec, method, rates, limits };
-    let mut smallest: Vec<Choice> = Vec::new();
-    for offload in search.offloads() {
-        if let Some(choice) = search.candidates(offload, &mut smallest)? {
+    let ladder = ladder(config, runs.spec, method);
+    let search = Search { config, method, runs, limits, ladder: &ladder };
+    for offload in offloads(config) {
+        if let Some(choice) = search.candidates(offload)? {
             let together = search.together(&choice)?;
             let filled = search.filled(choice)?;
             let Some(together) = together else { return Ok(filled) };
@@ -86,48 +86,76 @@ pub fn choose(
             return Ok(if faster { together } else { filled });
         }
     }
-    search.nearest(smallest)
+    search.nearest()
 }
 
 /// The first of the lightest forms that fits, or, where none does, the nearest: whether anything fits, without a search
 /// for the fastest that does. [`choose`] finds something that fits wherever this does.
 pub(crate) fn lightest_that_fits(
     config: &RawConfig,
-    spec: &ModelSpec,
     method: &TrainingMethod,
-    rates: &Rates,
+    runs: &DryRuns<'_>,
     limits: Limits,
 ) -> Result<Choice, StepError> {
-    let search = Search { config, spec, method, rates, limits };
-    let mut smallest: Vec<Choice> = Vec::new();
-    for offload in search.offloads() {
+    let ladder = ladder(config, runs.spec, method);
+    let search = Search { config, method, runs, limits, ladder: &ladder };
+    for offload in offloads(config) {
         for precision in precisions(&config.training, method) {
             for batches in batches(&config.training) {
-                if let Some(choice) = search.lightest(precision, offload, &batches, &mut smallest)? {
+                if let Some(choice) = search.lightest(precision, offload, &batches)? {
                     return Ok(choice);
                 }
             }
         }
     }
-    search.nearest(smallest)
+    search.nearest()
 }
 
 /// What a search for a step goes by.
 pub(crate) struct Search<'a> {
     pub config: &'a RawConfig,
-    pub spec: &'a ModelSpec,
     pub method: &'a TrainingMethod,
-    pub rates: &'a Rates,
+    pub runs: &'a DryRuns<'a>,
     pub limits: Limits,
+    /// The lightest forms in the order in which they are tried.
+    pub ladder: &'a [Wanted],
+}
+
+/// What the user says of offload, and more and more of it where that is left open.
+fn offloads(config: &RawConfig) -> impl Iterator<Item = Offload> {
+    let said = &config.memory.offload;
+    std::iter::once(as_said(said)).chain(stages(said))
+}
+
+/// The lightest forms of all offloads, precisions and batches, in the order in which they are tried.
+fn ladder(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod) -> Vec<Wanted> {
+    let training = &config.training;
+    let mut all = Vec::new();
+    for offload in offloads(config) {
+        for precision in precisions(training, method) {
+            for batch in batches(training).iter().filter_map(|batches| shortest(batches)) {
+                for form in lightest_forms(training) {
+                    let settings = step_settings(config, spec, method, precision, form, batch.0);
+                    all.push((StepSettings { offload, ..settings }, batch.1));
+                }
+            }
+        }
+    }
+    all
+}
+
+/// The batch of the fewest sequences.
+fn shortest(batches: &[(u64, u64)]) -> Option<(u64, u64)> {
+    batches.iter().copied().min_by_key(|(size, _)| *size)
+}
+
+/// The two strongest forms of checkpointing where it is left open.
+fn lightest_forms(training: &TrainingConfig) -> Vec<Checkpointing> {
+    let forms = checkpointings(training);
+    if forms.len() > 1 { vec![Checkpointing::Full, Checkpointing::Sqrt] } else { forms }
 }
 
 impl Search<'_> {
-    /// What the user says of offload, and more and more of it where that is left open.
-    fn offloads(&self) -> impl Iterator<Item = Offload> {
-        let said = &self.config.memory.offload;
-        std::iter::once(as_said(said)).chain(stages(said))
-    }
-
     /// Whether a step keeps to the limits with so much room under the line.
     pub fn fits(&self, choice: &Choice, room: u64) -> bool {
         self.limits.allow_within(choice, room)
@@ -139,31 +167,23 @@ impl Search<'_> {
         checkpointing: Checkpointing,
         (batch_size, accumulation): (u64, u64),
         offload: Offload,
-    ) -> Result<Choice, StepError> {
-        let settings =
-            step_settings(self.config, self.spec, self.method, precision, checkpointing, batch_size);
-        Choice::new(self.spec, StepSettings { offload, ..settings }, accumulation, self.rates)
+    ) -> Wanted {
+        let Search { config, method, runs, .. } = self;
+        let settings = step_settings(config, runs.spec, method, precision, checkpointing, batch_size);
+        (StepSettings { offload, ..settings }, accumulation)
     }
 
-    /// The best of all candidates with an offload; where none fits, the smallest joins `smallest`.
-    fn candidates(&self, offload: Offload, smallest: &mut Vec<Choice>) -> Result<Option<Choice>, StepError> {
+    /// The best of all candidates with an offload.
+    fn candidates(&self, offload: Offload) -> Result<Option<Choice>, StepError> {
         let training = &self.config.training;
         // A precision that loses nothing is preferred to one that does, however fast.
         for precision in precisions(training, self.method) {
             for batches in batches(training) {
                 // Where the lightest form does not fit, no other will.
-                let Some(lightest) = self.lightest(precision, offload, &batches, smallest)? else { continue };
-                let mut candidates = Vec::new();
-                for checkpointing in checkpointings(training) {
-                    for batch in &batches {
-                        let is_lightest = lightest.settings.checkpointing == checkpointing
-                            && (lightest.settings.batch_size, lightest.accumulation) == *batch;
-                        candidates.push(match is_lightest {
-                            true => lightest.clone(),
-                            false => self.candidate(precision, checkpointing, *batch, offload)?,
-                        });
-                    }
+                if self.lightest(precision, offload, &batches)?.is_none() {
+                    continue;
                 }
+                let mut candidates = self.of_all_forms(precision, offload, &batches)?;
                 for room in [self.limits.target_bytes, self.limits.room_bytes] {
                     if let Some(index) = best(&candidates, |choice| self.fits(choice, room)) {
                         return Ok(Some(candidates.swap_remove(index)));
@@ -174,6 +194,63 @@ impl Search<'_> {
         Ok(None)
     }
 
+    /// A candidate for every form of checkpointing and batch, but for those of which others say that they cannot be taken.
+    fn of_all_forms(
+        &self,
+        precision: Precision,
+        offload: Offload,
+        batches: &[(u64, u64)],
+    ) -> Result<Vec<Choice>, StepError> {
+        let forms = checkpointings(&self.config.training);
+        let mut found: Vec<Vec<Option<Choice>>> = forms.iter().map(|_| vec![None; batches.len()]).collect();
+        // Forms that keep more and shorter batches come before, those that do not wait for each other at once.
+        for turn in 0..forms.len() + batches.len() {
+            let known: Vec<&Choice> = found.iter().flatten().flatten().collect();
+            let places = (0..forms.len()).filter_map(|form| Some((form, turn.checked_sub(form)?)));
+            let next = places.filter_map(|(form, batch)| {
+                let wanted = self.candidate(precision, *forms.get(form)?, *batches.get(batch)?, offload);
+                let of_form = found.get(form)?.iter().flatten();
+                let of_batch = found.iter().take(form).filter_map(|of_form| of_form.get(batch)?.as_ref());
+                let less = of_batch
+                    .filter(|less| recomputes_less(less.settings.checkpointing, wanted.0.checkpointing));
+                let too_large = of_form.clone().any(|shorter| self.has_no_room_for_more(shorter, &wanted));
+                (!too_large && !self.is_slower(&known, less)).then_some((form, batch, wanted))
+            });
+            let next: Vec<(usize, usize, Wanted)> = next.collect();
+            self.runs.ahead(next.iter().map(|(.., wanted)| wanted.clone()));
+            for (form, batch, (settings, accumulation)) in next {
+                let place = found.get_mut(form).and_then(|of_form| of_form.get_mut(batch));
+                let choice = self.runs.of(settings, accumulation)?;
+                if let Some(place) = place {
+                    *place = Some(choice);
+                }
+            }
+        }
+        Ok(found.into_iter().flatten().flatten().collect())
+    }
+
+    /// Whether a candidate shows that no other of its form with more sequences fits: there is no room for its own.
+    fn has_no_room_for_more(&self, shorter: &Choice, (settings, accumulation): &Wanted) -> bool {
+        // A sum over micro-batches is memory that one micro-batch does without.
+        let more = shorter.settings.batch_size <= settings.batch_size
+            && (shorter.accumulation > 1) == (*accumulation > 1);
+        more && shorter.peak_bytes() > self.limits.room_bytes.min(self.limits.arena_bytes)
+    }
+
+    /// Whether a candidate would not be among the fastest, as one of its batch that recomputes less is not: what is recomputed
+    /// takes time, and what is kept takes none where it is neither moved nor compressed.
+    fn is_slower<'c>(&self, known: &[&Choice], mut less: impl Iterator<Item = &'c Choice>) -> bool {
+        let fitting = known.iter().filter(|choice| self.fits(choice, self.limits.target_bytes));
+        let Some(fastest) = fitting.map(|choice| per_token(choice)).min_by(f64::total_cmp) else {
+            return false;
+        };
+        less.any(|less| {
+            let StepSettings { offload, compression, .. } = &less.settings;
+            let costs_nothing = offload.activations == Tier::Device && *compression == Compression::None;
+            costs_nothing && per_token(less) > fastest * AS_FAST
+        })
+    }
+
     /// The same with as many micro-batches in a pass as are worth their memory. Only where the user leaves the number
     /// open, where passes read tensors from a disk, and where no bit depends on the number.
     fn together(&self, choice: &Choice) -> Result<Option<Choice>, StepError> {
@@ -181,51 +258,68 @@ impl Search<'_> {
         let Offload { parameters, gradients, .. } = settings.offload;
         let brings = parameters == Tier::Disk || gradients == Tier::Disk;
         let open = self.config.training.micro_batches_per_pass().set().is_none();
-        if !(open && brings && *accumulation <= MOST_TOGETHER && keeps_bits(self.spec, self.method)) {
+        let bits_stay = keeps_bits(self.runs.spec, self.method);
+        // More of them take no less memory.
+        let fits = |choice: &Choice| self.fits(choice, self.limits.target_bytes);
+        if !(open && brings && *accumulation <= MOST_TOGETHER && bits_stay && fits(choice)) {
             return Ok(None);
         }
         let mut sizes: Vec<u64> = powers_of_two(*accumulation).chain([*accumulation]).skip(1).collect();
         sizes.dedup();
-        // The more, the fewer passes: the most that there is room for are the fastest.
-        for micro_batches_per_pass in sizes.into_iter().rev() {
-            let settings = StepSettings { micro_batches_per_pass, ..settings.clone() };
-            let other = Choice::new(self.spec, settings, *accumulation, self.rates)?;
-            if self.fits(&other, self.limits.target_bytes) {
-                let faster = other.time.tokens_per_second > choice.time.tokens_per_second * AS_FAST;
-                return Ok(faster.then_some(other));
+        // The more, the fewer passes: the most that there is room for are the fastest. All of them first, then by halves.
+        let with = |place: usize| {
+            let micro_batches_per_pass = sizes.get(place).copied()?;
+            Some((StepSettings { micro_batches_per_pass, ..settings.clone() }, *accumulation))
+        };
+        let (mut low, mut high, mut next) = (0, sizes.len(), sizes.len().saturating_sub(1));
+        self.runs.ahead_of_first([next, sizes.len() / 2].into_iter().filter_map(with));
+        let mut most = None;
+        while low < high
+            && let Some((settings, accumulation)) = with(next)
+        {
+            let other = self.runs.of(settings, accumulation)?;
+            if fits(&other) {
+                (low, most) = (next + 1, Some(other));
+            } else {
+                high = next;
             }
+            next = low.midpoint(high);
         }
-        Ok(None)
+        let faster = |other: &Choice| other.time.tokens_per_second > choice.time.tokens_per_second * AS_FAST;
+        Ok(most.filter(faster))
     }
 
-    /// The first that fits of the lightest candidates: the shortest batch, and the two strongest forms of checkpointing where
-    /// it is left open. Where none does, they join `smallest`.
+    /// The first that fits of the lightest candidates: the shortest batch, and the lightest forms.
     fn lightest(
         &self,
         precision: Precision,
         offload: Offload,
         batches: &[(u64, u64)],
-        smallest: &mut Vec<Choice>,
     ) -> Result<Option<Choice>, StepError> {
-        let training = &self.config.training;
-        let Some(batch) = batches.iter().copied().min_by_key(|(size, _)| *size) else {
-            return Ok(None);
-        };
-        let mut forms = checkpointings(training);
-        if forms.len() > 1 {
-            forms = vec![Checkpointing::Full, Checkpointing::Sqrt];
-        }
-        let mut too_large = Vec::new();
-        for form in forms {
-            let choice = self.candidate(precision, form, batch, offload)?;
+        let Some(batch) = shortest(batches) else { return Ok(None) };
+        let room = self.limits.room_bytes.min(self.limits.arena_bytes);
+        for form in lightest_forms(&self.config.training) {
+            let wanted = self.candidate(precision, form, batch, offload);
+            // What is tried next, if this does not fit: most often the same form in another precision or place.
+            let next = self.ladder.iter().skip_while(|next| **next != wanted);
+            self.runs.ahead_of_first(next.filter(|(next, _)| next.checkpointing == form).cloned());
+            let choice = self.runs.of(wanted.0, wanted.1)?;
             if self.fits(&choice, self.limits.room_bytes) {
                 return Ok(Some(choice));
             }
-            too_large.push(choice);
+            // No form of checkpointing spares any of that.
+            if resident_bytes(&choice) > room {
+                break;
+            }
         }
-        smallest.extend(too_large);
         Ok(None)
     }
+}
+
+/// What there is of weights and states at the peak, whatever is kept of the activations.
+fn resident_bytes(choice: &Choice) -> u64 {
+    let at_peak = choice.dry_run.tags_at_peak();
+    [Tag::Weights, Tag::MasterWeights, Tag::Optimizer, Tag::Adapters].map(|tag| at_peak.get(tag)).iter().sum()
 }
 
 /// Whether the order in which micro-batches go through the blocks changes no bit. It changes bits where a tied embedding is
@@ -236,9 +330,13 @@ fn keeps_bits(spec: &ModelSpec, method: &TrainingMethod) -> bool {
     !(spec.tie_word_embeddings && trains_table)
 }
 
+/// Seconds that a token takes.
+fn per_token(choice: &Choice) -> f64 {
+    1.0 / choice.time.tokens_per_second
+}
+
 /// The fastest candidate that fits; of equally fast ones the smallest.
 fn best(candidates: &[Choice], fits: impl Fn(&Choice) -> bool) -> Option<usize> {
-    let per_token = |c: &Choice| 1.0 / c.time.tokens_per_second;
     let fitting = || candidates.iter().enumerate().filter(|(_, c)| fits(c));
     let fastest = fitting().map(|(_, c)| per_token(c)).min_by(f64::total_cmp)?;
     fitting()
@@ -276,31 +374,36 @@ pub fn lighter_choices(
             micro_batches_per_pass: 1,
             ..own.clone()
         };
-        Choice::new(spec, settings, effective / batch_size, rates)
+        (settings, effective / batch_size)
     };
-    let mut all = Vec::new();
+    let made = |wanted: Vec<Wanted>| -> Result<Vec<Choice>, StepError> {
+        let made = at_once(&wanted, threads(), |(settings, accumulation)| {
+            Choice::new(spec, settings.clone(), *accumulation, rates)
+        });
+        made.into_iter().collect()
+    };
+    let mut wanted = Vec::new();
     let mut kepts = vec![own.kept_layers, KeptLayers::NONE];
     kepts.dedup();
     for kept_layers in kepts {
         for checkpointing in &forms {
             for size in &sizes {
-                all.push(lighter(*checkpointing, *size, own.offload, kept_layers)?);
+                wanted.push(lighter(*checkpointing, *size, own.offload, kept_layers));
             }
         }
     }
+    let mut all = made(wanted)?;
     let least = all.iter().map(|other| limits.memory(other)).min().unwrap_or(0);
-    let mut offload = own.offload;
+    let (mut offload, mut wanted) = (own.offload, Vec::new());
     for kind in TensorKind::IN_ORDER {
         let tier = kind.tier_mut(&mut offload);
         if *tier != Tier::Device {
             continue;
         }
         *tier = Tier::Disk;
-        let further = lighter(Checkpointing::Full, 1, offload, KeptLayers::NONE)?;
-        if limits.memory(&further) < least {
-            all.push(further);
-        }
+        wanted.push(lighter(Checkpointing::Full, 1, offload, KeptLayers::NONE));
     }
+    all.extend(made(wanted)?.into_iter().filter(|further| limits.memory(further) < least));
     all.retain(|other| {
         limits.memory(other) < limits.memory(choice)
             && other.dry_run.disk_bytes() <= limits.disk_bytes.max(choice.dry_run.disk_bytes())
@@ -360,6 +463,18 @@ fn checkpointings(training: &TrainingConfig) -> Vec<Checkpointing> {
             let some = (2..Group::ALL.len()).map(groups);
             none.into_iter().chain(some).chain([Checkpointing::Full, Checkpointing::Sqrt]).collect()
         }
+    }
+}
+
+/// Whether one form recomputes nothing that another does not.
+fn recomputes_less(one: Checkpointing, other: Checkpointing) -> bool {
+    use Checkpointing::{Every, Full, None, Selective, Sqrt};
+    match (one, other) {
+        (None, _) | (Selective(_), Full | Every(_) | Sqrt) | (Full, Every(_) | Sqrt) => true,
+        (Selective(one), Selective(other)) => {
+            Group::ALL.into_iter().all(|group| !one.contains(group) || other.contains(group))
+        }
+        _ => false,
     }
 }
 

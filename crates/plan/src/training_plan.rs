@@ -17,6 +17,7 @@ use crate::method::training_method;
 use crate::origin::ModelOrigin;
 use crate::resolve::{Choice, choose, lighter_choices, resolved_config};
 use crate::run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes, Written, steps_in};
+use crate::runs::DryRuns;
 use crate::shortage::{Resource, Shortage};
 use crate::time::Rates;
 use crate::timeline::Timeline;
@@ -98,13 +99,14 @@ impl TrainingPlan {
         let load_line = load_line(config, machine);
         let limits = Limits::of(config, machine);
         let method = training_method(config, spec, stored)?;
-        let choice = choose(config, spec, &method, &machine.rates, limits)?;
+        let runs = DryRuns::new(spec, &machine.rates);
+        let choice = choose(config, &method, &runs, limits)?;
         let resolved = resolved_config(config, &choice);
         let (alternatives, refusal) = match limits.allow(&choice) {
-            true => (advice::alternatives(&resolved, spec, stored, machine, &choice), None),
+            true => (advice::alternatives(&resolved, &runs, stored, machine, &choice), None),
             false => {
-                let tried = advice::alternatives(config, spec, stored, machine, &choice);
-                let refusal = Refusal::new(config, spec, stored, machine, &choice, &tried);
+                let tried = advice::alternatives(config, &runs, stored, machine, &choice);
+                let refusal = Refusal::new(config, &runs, stored, machine, &choice, &tried);
                 (tried, Some(refusal))
             }
         };

@@ -8,20 +8,14 @@ use plimsoll_device::DType;
 use plimsoll_memory::Tier;
 use plimsoll_model::{BlockId, ModelSpec, Role};
 use plimsoll_step::{
-    Adapters, Checkpointing, KeptLayers, LayerPolicy, SavePolicy, StepSettings, TrainingMethod,
+    Adapters, Checkpointing, KeptLayers, LayerPolicy, Offload, SavePolicy, StepSettings, TrainingMethod,
 };
 
 /// Layers of a pattern that repeats, at most: Gemma 3 has one with full attention behind every five with a window.
 const LONGEST_PATTERN: usize = 8;
 
-/// Layers ahead of the one in use that anything is done for: buffers are few, and what is prefetched goes into them.
-const AHEAD: usize = 3;
-
 /// Inputs of segments that are on their way out of the device at once.
 const LEAVING: usize = 2;
-
-/// Layers after which buffers that are used in turn, two or three of them, stand as before.
-const ROUND: usize = 6;
 
 /// The smaller model, its step, and what is missing.
 pub(super) struct Fold {
@@ -66,7 +60,7 @@ impl Fold {
         let policy = SavePolicy::new(settings.checkpointing, settings.compression, spec.num_layers);
         let segment = policy.segments().next()?.len();
         let alike = layers(spec, settings, &policy);
-        let round = if settings.offload.is_none() { 1 } else { ROUND };
+        let (ahead, round) = (ahead(settings), round(settings, segment));
         let (mut kept, mut units, mut gaps) = (Vec::new(), Vec::new(), Vec::new());
         let mut keep = |layers: Range<usize>| {
             let place = kept.len() as u32;
@@ -76,12 +70,12 @@ impl Fold {
         };
         let mut next = 0;
         while next < alike.len() {
-            let Some((pattern, missing)) = repeated(&alike, next, segment, round) else {
+            let Some((pattern, missing)) = repeated(&alike, next, segment, round, ahead) else {
                 keep(next..next + 1);
                 next += 1;
                 continue;
             };
-            let (before, after) = stay(pattern, segment);
+            let (before, after) = stay(pattern, segment, ahead);
             let mut several = |first: usize, times| {
                 let patterns = (first..).step_by(pattern).take(times);
                 patterns.map(|first| keep(first..first + pattern)).last()
@@ -110,17 +104,38 @@ impl Fold {
     }
 }
 
+/// Layers ahead of the one in use that anything is done for: buffers are few, and what is prefetched goes into them.
+fn ahead(settings: &StepSettings) -> usize {
+    let Offload { gradients, activations, .. } = settings.offload;
+    match (gradients, activations) {
+        _ if settings.offload.is_none() => 1,
+        (Tier::Device, Tier::Device) => 2,
+        _ => 3,
+    }
+}
+
+/// Layers after which what is used in turn stands as before, where that shows: the inputs of segments that leave the device.
+fn round(settings: &StepSettings, segment: usize) -> usize {
+    if segment > 1 && !settings.offload.is_none() { LEAVING } else { 1 }
+}
+
 /// Patterns that stay at the beginning and at the end of layers in a row. Two before a gap and one behind it must do what those
 /// between them do: neither the first nor the last, and nobody ahead of whom is beyond these.
-fn stay(pattern: usize, segment: usize) -> (usize, usize) {
+fn stay(pattern: usize, segment: usize, ahead: usize) -> (usize, usize) {
     // A segment keeps and prefetches as much as a layer that is a segment of its own.
-    let ahead = if segment > 1 { LEAVING } else { AHEAD.div_ceil(pattern) };
+    let ahead = if segment > 1 { LEAVING } else { ahead.div_ceil(pattern) };
     (2 + ahead, 1 + ahead)
 }
 
 /// The length of the pattern that layers from `first` on repeat, and how many of the patterns need not be there, so that the
 /// most layers go. Layers that are checkpointed in segments go by whole segments, and all go by whole rounds.
-fn repeated(alike: &[Layer], first: usize, segment: usize, round: usize) -> Option<(usize, usize)> {
+fn repeated(
+    alike: &[Layer],
+    first: usize,
+    segment: usize,
+    round: usize,
+    ahead: usize,
+) -> Option<(usize, usize)> {
     let patterns = if segment > 1 { segment..=segment } else { 1..=LONGEST_PATTERN };
     if !first.is_multiple_of(segment) {
         return None;
@@ -128,7 +143,7 @@ fn repeated(alike: &[Layer], first: usize, segment: usize, round: usize) -> Opti
     let missing = |pattern: usize| {
         let later = alike.iter().skip(first + pattern);
         let same = alike.iter().skip(first).zip(later).take_while(|(one, other)| one == other).count();
-        let (before, after) = stay(pattern, segment);
+        let (before, after) = stay(pattern, segment, ahead);
         let most = ((same + pattern) / pattern).checked_sub(before + after)?;
         let together = (1..).find(|patterns| (patterns * pattern).is_multiple_of(round))?;
         Some((pattern, most / together * together)).filter(|(_, missing)| *missing > 0)

@@ -6,10 +6,11 @@
 //! request; and a loop that was counted ends with the memory as it was when the loop began, in the whole model too.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
 
 use plimsoll_device::{Scope, Tally, Times, Trace, Transferred};
-use plimsoll_memory::{Arena, Block, Layout, Ledger, MemoryEvent, Phase, Tag, Tier};
+use plimsoll_memory::{ALIGNMENT, Layout, Ledger, MemoryEvent, Phase, Piece, Replay, Tag, Tier};
 use plimsoll_step::Numbers;
 
 use super::fold::Fold;
@@ -76,10 +77,10 @@ struct Folded<'a> {
     requests: Vec<Vec<Request>>,
 }
 
-/// What visits have taken and not given back.
+/// What visits have taken and not given back, and the place of its arena.
 struct Held {
-    blocks: Vec<Option<Block>>,
-    /// Places of blocks that were given back.
+    pieces: Vec<Option<(usize, Piece)>>,
+    /// Places of pieces that were given back.
     free: Vec<u32>,
     /// Where each thing is that was taken, visit after visit.
     taken: Vec<u32>,
@@ -93,9 +94,9 @@ impl Held {
     fn new(folded: &Folded<'_>) -> Held {
         let nths = folded.visits.iter().map(|visit| visit.nth + 1).max().unwrap_or(0);
         let places = folded.place(folded.fold.units.len());
-        let (blocks, free, taken) = (Vec::new(), Vec::new(), Vec::new());
+        let (pieces, free, taken) = (Vec::new(), Vec::new(), Vec::new());
         let visits = vec![usize::MAX; folded.visits.len()];
-        Held { blocks, free, taken, visits, units: vec![vec![usize::MAX; places]; nths] }
+        Held { pieces, free, taken, visits, units: vec![vec![usize::MAX; places]; nths] }
     }
 
     /// A visit begins: what is added from now on is what it takes.
@@ -109,25 +110,31 @@ impl Held {
         }
     }
 
-    fn add(&mut self, block: Block) {
-        let place = self.free.pop().unwrap_or(self.blocks.len() as u32);
-        match self.blocks.get_mut(place as usize) {
-            Some(free) => *free = Some(block),
-            None => self.blocks.push(Some(block)),
+    fn add(&mut self, tier: usize, piece: Piece) {
+        let place = self.free.pop().unwrap_or(self.pieces.len() as u32);
+        match self.pieces.get_mut(place as usize) {
+            Some(free) => *free = Some((tier, piece)),
+            None => self.pieces.push(Some((tier, piece))),
         }
         self.taken.push(place);
     }
 
     /// What a visit took, which is given back.
-    fn take(&mut self, index: usize, unit: Option<usize>, visit: &Visit, place: usize) -> Option<Block> {
+    fn take(
+        &mut self,
+        index: usize,
+        unit: Option<usize>,
+        visit: &Visit,
+        place: usize,
+    ) -> Option<(usize, Piece)> {
         let first = match unit {
             None => self.visits.get(index)?,
             Some(unit) => self.units.get(visit.nth)?.get(unit)?,
         };
         let slot = self.taken.get_mut(first.checked_add(place)?)?;
-        let block = self.blocks.get_mut(*slot as usize)?.take();
+        let piece = self.pieces.get_mut(*slot as usize)?.take();
         self.free.push(std::mem::replace(slot, u32::MAX));
-        block
+        piece
     }
 }
 
@@ -267,9 +274,9 @@ impl<'a> Folded<'a> {
 
     /// Makes all requests.
     fn run(&self, order: &[Again], parts: u64, alignment: u64) -> Option<[Ledger; 3]> {
-        let arenas = [Tier::Device, Tier::Host, Tier::Disk].map(Arena::unbounded);
-        arenas[0].align_to(alignment);
-        let layouts = || arenas.each_ref().map(Arena::layout);
+        let tiers = [(Tier::Device, alignment), (Tier::Host, ALIGNMENT), (Tier::Disk, ALIGNMENT)];
+        let mut arenas = tiers.map(|(tier, alignment)| Replay::new(tier, alignment));
+        let layouts = |arenas: &[Replay; 3]| arenas.each_ref().map(Replay::layout);
         let mut held = Held::new(self);
         let mut loops: HashMap<usize, [Layout; 3]> = HashMap::new();
         for Again { visit: index, later } in order {
@@ -282,7 +289,7 @@ impl<'a> Folded<'a> {
                 for request in requests {
                     match *request {
                         Request::Take(Taken { tier, bytes, tag, name, phase, owner }) => {
-                            let arena = arenas.get(tier)?;
+                            let arena = arenas.get_mut(tier)?;
                             let entered = entered.get_mut(tier)?;
                             if *entered != Some((phase, owner)) {
                                 arena.enter(phase, label(owner));
@@ -290,7 +297,7 @@ impl<'a> Folded<'a> {
                             }
                             let numbers = visit.unit.is_none() && name == Numbers::NAME;
                             let bytes = if numbers { Numbers::bytes(parts) } else { bytes };
-                            held.add(arena.alloc(bytes, tag, name).ok()?);
+                            held.add(tier, arena.take(bytes, tag, name).ok()?);
                         }
                         Request::Give(from, place) => {
                             let taken = self.visits.get(from)?;
@@ -298,17 +305,20 @@ impl<'a> Folded<'a> {
                                 None => None,
                                 Some(unit) => Some(self.place_from(visit, here, unit)?),
                             };
-                            drop(held.take(from, of, taken, place)?);
+                            let (tier, piece) = held.take(from, of, taken, place)?;
+                            arenas.get_mut(tier)?.give_back(piece);
                         }
                         Request::LoopBegins(index) => {
-                            loops.insert(index, layouts());
+                            loops.insert(index, layouts(&arenas));
                         }
-                        Request::LoopEnds(index) => (loops.get(&index) == Some(&layouts())).then_some(())?,
+                        Request::LoopEnds(index) => {
+                            (loops.get(&index) == Some(&layouts(&arenas))).then_some(())?;
+                        }
                     }
                 }
             }
         }
-        Some(arenas.each_ref().map(Arena::ledger))
+        Some(arenas.map(Replay::into_ledger))
     }
 
     /// The place of a unit that a visit has to do with, which is itself at `here`.
@@ -359,11 +369,6 @@ impl<'a> Folded<'a> {
 
 /// What each scope requests, in order. What is given back is what was last taken at its address.
 fn requests(trace: &Trace, ledgers: [&Ledger; 3], visits: &mut [Visit]) -> Option<Vec<Vec<Request>>> {
-    let mut events: Vec<(usize, &MemoryEvent)> = Vec::new();
-    for (tier, ledger) in ledgers.into_iter().enumerate() {
-        events.extend(ledger.events().iter().map(|event| (tier, event)));
-    }
-    events.sort_unstable_by_key(|(_, event)| event.number);
     let first_event = |scope: usize| trace.scopes.get(scope).map(|scope| scope.first_event);
     // Where loops begin and end: the scope, the event before which that is, ends before beginnings.
     let mut borders = Vec::new();
@@ -377,8 +382,8 @@ fn requests(trace: &Trace, ledgers: [&Ledger; 3], visits: &mut [Visit]) -> Optio
         borders.push((repeat.scope, repeat.event, 0, Request::LoopEnds(index)));
     }
     borders.sort_by_key(|(scope, event, order, _)| (*scope, *event, *order));
-    let (mut events, mut borders) = (events.into_iter().peekable(), borders.into_iter().peekable());
-    let mut live: HashMap<(usize, u64), (usize, usize)> = HashMap::new();
+    let (mut events, mut borders) = (in_order(ledgers).peekable(), borders.into_iter().peekable());
+    let mut live: HashMap<u64, (usize, usize), BuildHasherDefault<OfAddress>> = HashMap::default();
     let mut all = Vec::new();
     for (index, visit) in visits.iter_mut().enumerate() {
         for scope in visit.scopes.clone() {
@@ -397,7 +402,8 @@ fn requests(trace: &Trace, ledgers: [&Ledger; 3], visits: &mut [Visit]) -> Optio
                     break;
                 }
                 let (tier, event) = events.next()?;
-                let address = (tier, event.offset);
+                // Offsets are multiples of more than there are tiers.
+                let address = event.offset + tier as u64;
                 own.push(match event.delta > 0 {
                     true => {
                         live.insert(address, (index, visit.takes));
@@ -415,4 +421,34 @@ fn requests(trace: &Trace, ledgers: [&Ledger; 3], visits: &mut [Visit]) -> Optio
         }
     }
     events.next().is_none().then_some(all)
+}
+
+/// The events of several arenas that were numbered together, each with the place of its arena.
+fn in_order(ledgers: [&Ledger; 3]) -> impl Iterator<Item = (usize, &MemoryEvent)> {
+    let mut rest = ledgers.map(Ledger::events);
+    std::iter::from_fn(move || {
+        let first = rest.iter().enumerate().filter_map(|(tier, events)| Some((tier, events.first()?)));
+        let (tier, event) = first.min_by_key(|(_, event)| event.number)?;
+        let own = rest.get_mut(tier)?;
+        *own = own.get(1..)?;
+        Some((tier, event))
+    })
+}
+
+/// A hash of one number, for the many addresses of a run: nobody chooses these so that they collide.
+#[derive(Default)]
+struct OfAddress(u64);
+
+impl Hasher for OfAddress {
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        self.0 = (self.0 ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0 ^ self.0 >> 32
+    }
 }

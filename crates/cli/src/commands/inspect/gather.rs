@@ -200,7 +200,7 @@ fn open_model(report: &mut Report, path: &Path) {
     }
 }
 
-fn shape(report: &mut Report, spec: &ModelSpec, weight_types: &dyn Fn(&Parameter) -> DType) {
+fn shape(report: &mut Report, spec: &ModelSpec, weight_types: &(dyn Fn(&Parameter) -> DType + Sync)) {
     let mut groups: BTreeMap<&'static str, u64> = BTreeMap::new();
     let parameters = spec.parameters();
     for parameter in &parameters {

@@ -1,0 +1,189 @@
+//! The dry runs of a search: each is made once, however often it is asked for, and those that do not wait for each other are
+//! made at the same time. What they say decides, not which of them is done first, so that a plan is the same on any number
+//! of threads.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, available_parallelism, scope};
+
+use plimsoll_model::ModelSpec;
+use plimsoll_step::{StepError, StepSettings};
+
+use crate::resolve::Choice;
+use crate::time::Rates;
+
+/// A step to run dry, and its micro-batches.
+pub(crate) type Wanted = (StepSettings, u64);
+
+/// The dry runs of a model on a machine.
+pub(crate) struct DryRuns<'a> {
+    pub spec: &'a ModelSpec,
+    pub rates: &'a Rates,
+    threads: usize,
+    made: Arc<Mutex<Vec<Arc<Choice>>>>,
+}
+
+impl<'a> DryRuns<'a> {
+    /// None yet; as many at a time as there are cores.
+    pub fn new(spec: &'a ModelSpec, rates: &'a Rates) -> Self {
+        DryRuns { spec, rates, threads: threads(), made: Arc::default() }
+    }
+
+    /// The same runs one at a time: for one of several searches that go on at once.
+    pub fn one_at_a_time(&self) -> DryRuns<'a> {
+        DryRuns { threads: 1, made: Arc::clone(&self.made), ..*self }
+    }
+
+    /// A step run dry, now or earlier.
+    pub fn of(&self, settings: StepSettings, accumulation: u64) -> Result<Choice, StepError> {
+        if let Some(made) = self.find(&settings, accumulation) {
+            return Ok(Choice::clone(&made));
+        }
+        let choice = Choice::new(self.spec, settings, accumulation, self.rates)?;
+        self.made().push(Arc::new(choice.clone()));
+        Ok(choice)
+    }
+
+    /// Makes runs that will be asked for, all at once. On one thread each is made when it is asked for: perhaps it never is.
+    pub fn ahead(&self, wanted: impl IntoIterator<Item = Wanted>) {
+        if self.threads == 1 {
+            return;
+        }
+        let missing = |(settings, accumulation): &Wanted| self.find(settings, *accumulation).is_none();
+        let wanted: Vec<Wanted> = wanted.into_iter().filter(missing).collect();
+        // Whoever asks for one that failed is told why.
+        at_once(&wanted, self.threads, |(settings, accumulation)| {
+            self.of(settings.clone(), *accumulation).is_ok()
+        });
+    }
+
+    /// As many of these as can be made at once: what will be asked for next if the first of them does not settle the matter.
+    pub fn ahead_of_first(&self, wanted: impl IntoIterator<Item = Wanted>) {
+        let mut wanted = wanted.into_iter().peekable();
+        if wanted.peek().is_some_and(|(settings, accumulation)| self.find(settings, *accumulation).is_none())
+        {
+            self.ahead(wanted.take(self.threads));
+        }
+    }
+
+    /// The answer of each question, in order, as many at a time as there are threads.
+    pub fn each<T: Sync, R: Send>(&self, questions: &[T], answer: impl Fn(&T) -> R + Sync) -> Vec<R> {
+        at_once(questions, self.threads, answer)
+    }
+
+    /// How many are made at a time.
+    pub fn threads(&self) -> usize {
+        self.threads
+    }
+
+    fn find(&self, settings: &StepSettings, accumulation: u64) -> Option<Arc<Choice>> {
+        let same = |made: &&Arc<Choice>| made.accumulation == accumulation && made.settings == *settings;
+        self.made().iter().find(same).cloned()
+    }
+
+    fn made(&self) -> MutexGuard<'_, Vec<Arc<Choice>>> {
+        // Runs are added whole.
+        self.made.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Threads that can work at the same time.
+pub(crate) fn threads() -> usize {
+    available_parallelism().map_or(1, |threads| threads.get())
+}
+
+/// The answer of each question, in order. Where the system refuses a thread, the others do its work.
+pub(crate) fn at_once<T: Sync, R: Send>(
+    questions: &[T],
+    threads: usize,
+    answer: impl Fn(&T) -> R + Sync,
+) -> Vec<R> {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut answers = Vec::new();
+        loop {
+            let place = next.fetch_add(1, Ordering::Relaxed);
+            let Some(question) = questions.get(place) else { return answers };
+            answers.push((place, answer(question)));
+        }
+    };
+    let mut answers = scope(|scope| {
+        let others = 1..threads.min(questions.len());
+        let others: Vec<_> = others.filter_map(|_| Builder::new().spawn_scoped(scope, work).ok()).collect();
+        let mut answers = work();
+        for other in others {
+            match other.join() {
+                Ok(more) => answers.extend(more),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        answers
+    });
+    answers.sort_by_key(|(place, _)| *place);
+    answers.into_iter().map(|(_, answer)| answer).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_model::catalogue;
+    use plimsoll_step::TrainingMethod;
+
+    use super::*;
+    use crate::config::RawConfig;
+    use crate::limits::Limits;
+    use crate::resolve::choose;
+    use crate::time::DiskRates;
+
+    const RATES: Rates = Rates {
+        matmul_f32: 1e11,
+        matmul_bf16: 2e11,
+        memory_bandwidth: 2e10,
+        exps: 1e9,
+        disk: DiskRates::USUAL,
+    };
+
+    fn runs(spec: &ModelSpec, threads: usize) -> DryRuns<'_> {
+        DryRuns { spec, rates: &RATES, threads, made: Arc::default() }
+    }
+
+    #[test]
+    fn answers_have_the_order_of_the_questions() {
+        let questions: Vec<u64> = (0..100).collect();
+        for threads in [1, 2, 7, 200] {
+            let squares = at_once(&questions, threads, |number| number * number);
+            assert!(squares.iter().zip(&questions).all(|(square, number)| *square == number * number));
+            assert_eq!(squares.len(), 100);
+        }
+    }
+
+    #[test]
+    fn a_search_finds_the_same_on_any_number_of_threads_and_runs_nothing_twice() {
+        let spec = ModelSpec { num_layers: 12, ..catalogue::find("smollm2-135m").unwrap() };
+        let config = RawConfig::default();
+        for room_bytes in [40 << 20, 300 << 20, 1 << 30, 4 << 30] {
+            let limits = Limits {
+                room_bytes,
+                target_bytes: room_bytes / 10 * 9,
+                arena_bytes: u64::MAX,
+                host_bytes: None,
+                memory_bytes: u64::MAX,
+                address_bytes: u64::MAX,
+                disk_bytes: u64::MAX,
+                pipeline_bytes_per_token: 0,
+            };
+            let found = [1, 2, 5].map(|threads| {
+                let runs = runs(&spec, threads);
+                let found = choose(&config, &TrainingMethod::Full, &runs, limits).unwrap();
+                let made = runs.made();
+                for (place, one) in made.iter().enumerate() {
+                    let again = |other: &Arc<Choice>| {
+                        (&other.settings, other.accumulation) == (&one.settings, one.accumulation)
+                    };
+                    assert!(!made.iter().skip(place + 1).any(again), "{:?}", one.settings);
+                }
+                (found.settings, found.accumulation)
+            });
+            assert!(found.iter().all(|choice| *choice == found[0]), "{room_bytes}: {found:?}");
+        }
+    }
+}
