@@ -344,7 +344,8 @@ impl<'a> Trainer<'a> {
         let dx = lane.dx.take().ok_or(NOTHING_LEFT)?;
         embedding::backward(&lane.ctx, &weights, &lane.inputs.tokens, &dx, &mut self.gradients)?;
         if self.keeps_looked_up() {
-            self.gradients.keep_looked_up(lane.number, lane.inputs.tokens.clone(), dx)?;
+            let looked_up = &mut self.gradients.looked_up;
+            looked_up.keep(self.device, lane.number, lane.inputs.tokens.clone(), dx)?;
         } else if self.gradients.is_in_pieces(BlockId::Embedding, Role::TokenEmbedding) {
             lane.dx = Some(dx);
         }
