@@ -267,15 +267,10 @@ impl<'a> Gradients<'a> {
     }
 
     /// Makes a piece of the embedding's gradient of what was looked up.
-    pub fn gather_looked_up(
-        &mut self,
-        key: (BlockId, Role),
-        piece: u32,
-        range: &Range<u64>,
-    ) -> Result<(), StepError> {
+    pub fn gather_looked_up(&mut self, part: &Part) -> Result<(), StepError> {
         let (device, times) = (self.device, self.looked_up.len());
         device.repeat(times, |nth| match self.looked_up.get(nth)? {
-            Some((tokens, dx)) => self.scatter_rows(key, piece, range, (&tokens, &dx), nth),
+            Some((tokens, dx)) => self.scatter_rows(part, &tokens, &dx, nth),
             None => Ok(()),
         })
     }
@@ -296,14 +291,14 @@ impl<'a> Gradients<'a> {
     /// Adds dx `[N, H]`, the gradient of the rows of `tokens`, to a piece of the table's.
     pub fn scatter_rows(
         &mut self,
-        key: (BlockId, Role),
-        piece: u32,
-        range: &Range<u64>,
-        (tokens, dout): (&Tensor, &Tensor),
+        part: &Part,
+        tokens: &Tensor,
+        dout: &Tensor,
         nth: u64,
     ) -> Result<(), StepError> {
-        let target = self.rows_target(key, piece, range, nth)?;
-        target.scatter(self.device, range.start, tokens, dout)
+        let key = (part.parameter.block, part.parameter.role);
+        let target = self.rows_target(key, part.piece, &part.rows, nth)?;
+        target.scatter(self.device, part.rows.start, tokens, dout)
     }
 
     /// All rows of a table were written `times` more times; gives how often they were before.

@@ -65,7 +65,7 @@ fn rows_that_were_looked_up_are_added_to_their_piece() {
         gradients.looked_up.keep(&device, number, places, dx).unwrap();
     }
     assert_eq!((unfinished, gradients.looked_up.len()), (0, 3));
-    gradients.gather_looked_up((block, role), 0, &(0..8)).unwrap();
+    gradients.gather_looked_up(&Part::whole(&table)).unwrap();
     let found = device.read_f32(gradients.get(block, role).unwrap()).unwrap();
     let expected = [4.0, 3.0, 2.0, 0.0, 0.0, 2.0, 0.0, 10.0].map(|x: f32| [x, 10.0 * x]);
     assert_eq!(found.as_chunks().0, expected);
