@@ -131,15 +131,7 @@ impl LowRank<'_> {
         gradients.add_product(self.block, self.b_role, dout, &h, ctx.compute)?;
         drop(h);
         let dh = self.inner_gradient(ctx, dout)?;
-        let dtable = gradients.scatter_target(self.block, self.a_role)?;
-        let rounding = gradients.rounding(self.block, self.a_role);
-        Ok(ctx.device.run(Embedding::Backward {
-            tokens,
-            dout: &dh,
-            dtable: &dtable,
-            first_row: 0,
-            rounding,
-        })?)
+        gradients.scatter(self.block, self.a_role, tokens, &dh)
     }
 
     /// s x A^T `[N, r]`, of x with elements dropped.

@@ -7,7 +7,7 @@ use crate::adapter::Dropout;
 use crate::block::Mover;
 use crate::linear::Multiply;
 use crate::rope::{RopeTable, RopeTables};
-use crate::settings::AttentionKind;
+use crate::settings::{AttentionKind, Precision};
 
 /// What a block needs to know of its pass. N = batch * q_len tokens.
 pub(crate) struct Context<'a> {
@@ -38,6 +38,34 @@ pub(crate) struct Context<'a> {
 }
 
 impl<'a> Context<'a> {
+    /// That of tokens at `positions` in a pass that drops nothing, cuts nothing into chunks and takes nothing away.
+    pub fn new(
+        device: &'a dyn Device,
+        spec: &'a ModelSpec,
+        precision: Precision,
+        ropes: &'a RopeTables,
+        positions: &'a Tensor,
+        attention: AttentionShape,
+    ) -> Context<'a> {
+        Context {
+            device,
+            spec,
+            activations: precision.activations,
+            compute: precision.compute(),
+            linears: Multiply::of(precision),
+            mlp: &spec.mlp,
+            ropes,
+            rope: ropes.of(false),
+            positions,
+            documents: None,
+            attention,
+            attention_kind: AttentionKind::Flash,
+            mlp_chunk_tokens: None,
+            dropout: None,
+            away: None,
+        }
+    }
+
     /// The same for a layer: its window, its rotation and its feed-forward part.
     pub fn layer(&self, layer: u32) -> Context<'a> {
         let own = self.spec.attention.window(layer);
@@ -109,7 +137,7 @@ mod tests {
     use super::*;
     use crate::common::{gemma, llama};
     use crate::inputs::Inputs;
-    use crate::settings::{MicroBatch, Precision};
+    use crate::settings::MicroBatch;
 
     /// Looks at the context of a pass over nine tokens.
     fn with_context(
@@ -121,8 +149,8 @@ mod tests {
         let dry = Dry::new();
         let ropes = RopeTables::new(&dry, spec, 9).unwrap();
         let inputs = Inputs::upload(&dry, spec, 1, 9, None, &MicroBatch::new(&[], &[])).unwrap();
-        let (precision, kind) = (Precision::F32, AttentionKind::Flash);
-        look(&inputs.context(&dry, spec, precision, &ropes, kind, mlp_chunk_tokens, dropout));
+        let ctx = inputs.context(&dry, spec, Precision::F32, &ropes);
+        look(&Context { mlp_chunk_tokens, dropout, ..ctx });
     }
 
     /// The first and the last layer of the three have windows.

@@ -17,9 +17,8 @@ use crate::context::{Context, attention_shape};
 use crate::embedding;
 use crate::head::{self, Head, reshaped, rows};
 use crate::inputs::{Labels, check_tokens, positions, sum};
-use crate::linear::Multiply;
 use crate::rope::RopeTables;
-use crate::settings::{AttentionKind, MicroBatch, Precision};
+use crate::settings::{MicroBatch, Precision};
 use crate::store::{WeightStorage, WeightStore};
 use crate::tier::Unit;
 use cache::KvCache;
@@ -256,21 +255,6 @@ fn context<'c>(
     positions: &'c Tensor,
     past: u64,
 ) -> Context<'c> {
-    Context {
-        device,
-        spec,
-        activations: settings.precision.activations,
-        compute: settings.precision.compute(),
-        linears: Multiply::of(settings.precision),
-        mlp: &spec.mlp,
-        ropes,
-        rope: ropes.of(false),
-        positions,
-        documents: None,
-        attention: attention_shape(spec, 1, positions.elements(), past, settings.context),
-        attention_kind: AttentionKind::Flash,
-        mlp_chunk_tokens: None,
-        dropout: None,
-        away: None,
-    }
+    let shape = attention_shape(spec, 1, positions.elements(), past, settings.context);
+    Context::new(device, spec, settings.precision, ropes, positions, shape)
 }

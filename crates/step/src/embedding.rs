@@ -60,10 +60,7 @@ pub(crate) fn backward(
         if in_pieces || !gradients.wants(BlockId::Embedding, role) {
             return Ok(());
         }
-        let dtable = gradients.scatter_target(BlockId::Embedding, role)?;
-        let rounding = gradients.rounding(BlockId::Embedding, role);
-        ctx.device.run(Embedding::Backward { tokens, dout: dx, dtable: &dtable, first_row: 0, rounding })?;
-        Ok(())
+        gradients.scatter(BlockId::Embedding, role, tokens, dx)
     };
     if ctx.spec.attention.rope.is_none() {
         scatter(gradients, ctx.positions, Role::PositionEmbedding)?;

@@ -10,11 +10,12 @@ use plimsoll_model::{BlockId, ModelSpec, Parameter};
 
 use crate::StepError;
 use crate::block;
+use crate::context::Context;
 use crate::embedding;
 use crate::head;
-use crate::inputs::Inputs;
+use crate::inputs::{Inputs, sum};
 use crate::rope::RopeTables;
-use crate::settings::{AttentionKind, MicroBatch, Precision};
+use crate::settings::{MicroBatch, Precision};
 use crate::store::{WeightStorage, WeightStore};
 use crate::tier::Unit;
 
@@ -44,15 +45,8 @@ impl Evaluation<'_> {
             tokens => tokens / batch_size.max(1),
         };
         let inputs = Inputs::upload(self.device, self.spec, batch_size, length, None, micro_batch)?;
-        let ctx = inputs.context(
-            self.device,
-            self.spec,
-            self.precision,
-            self.ropes,
-            AttentionKind::Flash,
-            self.mlp_chunk_tokens,
-            None,
-        );
+        let ctx = inputs.context(self.device, self.spec, self.precision, self.ropes);
+        let ctx = Context { mlp_chunk_tokens: self.mlp_chunk_tokens, ..ctx };
         store.announce_forward(self.spec, true)?;
         let mut x = embedding::forward(&ctx, store, (&inputs.tokens, inputs.ids))?;
         for layer in 0..self.spec.num_layers {
@@ -64,7 +58,7 @@ impl Evaluation<'_> {
         }
         self.device.enter(Phase::Loss, None);
         head::loss_of(&ctx, store, &x, &inputs.labels, self.loss_chunk_tokens)?;
-        Ok((inputs.sum_of_losses(self.device)?, micro_batch.target_count()))
+        Ok((sum(self.device, &inputs.labels.losses)?, micro_batch.target_count()))
     }
 }
 

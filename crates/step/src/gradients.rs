@@ -23,7 +23,7 @@ use crate::trainer::Part;
 
 mod looked_up;
 
-use looked_up::LookedUp;
+pub(crate) use looked_up::LookedUp;
 
 /// The gradients that exist at the moment.
 pub(crate) struct Gradients<'a> {
@@ -32,8 +32,16 @@ pub(crate) struct Gradients<'a> {
     shapes: HashMap<(BlockId, Role), Vec<u64>>,
     tensors: HashMap<(BlockId, Role), Written>,
     seed: u64,
-    away: Option<Away<'a>>,
-    looked_up: LookedUp,
+    /// Those that live on a lower tier.
+    away: Parcels<'a, Unit, Role>,
+    /// The pieces of tables there.
+    pieces: HashMap<(BlockId, Role), Vec<Range<u64>>>,
+    /// The units there whose gradients were begun and not given back.
+    exist: BTreeSet<Unit>,
+    /// The piece of a table that is in a buffer.
+    held: Option<(Unit, Role, Tensor)>,
+    /// What makes the embedding's gradient where that does not stay on the device.
+    pub looked_up: LookedUp,
 }
 
 /// A gradient that something was added to.
@@ -45,23 +53,43 @@ struct Written {
     times: u64,
 }
 
-/// Gradients that live on a lower tier.
-struct Away<'a> {
-    pool: Parcels<'a, Unit, Role>,
-    /// The pieces of tables.
-    pieces: HashMap<(BlockId, Role), Vec<Range<u64>>>,
-    /// The units whose gradients were begun and not given back.
-    exist: BTreeSet<Unit>,
-    /// The piece of a table that is in a buffer.
-    held: Option<(Unit, Role, Tensor)>,
-}
-
 /// Where a gradient goes.
 pub(crate) struct Target {
     pub tensor: Tensor,
     /// Whether it is to be added to what is there.
     pub accumulate: bool,
     pub rounding: Rounding,
+}
+
+impl Target {
+    /// Adds dout^T x.
+    pub fn add_product(
+        &self,
+        device: &dyn Device,
+        dout: &Tensor,
+        x: &Tensor,
+        compute: Compute,
+    ) -> Result<(), StepError> {
+        let Target { tensor: dweight, accumulate, rounding } = self;
+        let (accumulate, rounding) = (*accumulate, *rounding);
+        let op = Product::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute };
+        Ok(device.run(op)?)
+    }
+
+    /// Adds dout `[N, H]` to the rows of `tokens`, of a table from `first_row` on.
+    fn scatter(
+        &self,
+        device: &dyn Device,
+        first_row: u64,
+        tokens: &Tensor,
+        dout: &Tensor,
+    ) -> Result<(), StepError> {
+        let Target { tensor: dtable, accumulate, rounding } = self;
+        if !accumulate {
+            device.run(Elementwise::Fill { out: dtable, value: 0.0 })?;
+        }
+        Ok(device.run(Embedding::Backward { tokens, dout, dtable, first_row, rounding: *rounding })?)
+    }
 }
 
 /// Where the gradients of matrices live.
@@ -82,21 +110,8 @@ impl<'a> Gradients<'a> {
         OnTier { tiers, tier, stays }: OnTier<'_>,
         (cut, buffers): (Pieces, usize),
     ) -> Result<Self, StepError> {
-        let shapes = trained.iter().map(|p| ((p.block, p.role), p.shape.clone())).collect();
-        let mut gradients = Gradients {
-            device,
-            dtype,
-            shapes,
-            tensors: HashMap::new(),
-            seed: 0,
-            away: None,
-            looked_up: LookedUp::default(),
-        };
-        if tier == Tier::Device {
-            return Ok(gradients);
-        }
         let (mut parcels, mut pieces) = (HashMap::<Unit, Parcel<Role>>::new(), HashMap::new());
-        for p in trained.iter().filter(|p| is_matrix(p) && !stays(p)) {
+        for p in trained.iter().filter(|p| tier != Tier::Device && is_matrix(p) && !stays(p)) {
             let cuts = cut.of(p);
             for (piece, rows) in (0..).zip(&cuts) {
                 let parcel = parcels.entry(Unit::of_matrices(p.block, piece)).or_insert_with(Parcel::new);
@@ -108,12 +123,19 @@ impl<'a> Gradients<'a> {
                 pieces.insert((p.block, p.role), cuts);
             }
         }
-        if !parcels.is_empty() {
-            device.enter(Phase::Setup, None);
-            let pool = Parcels::of(device, tiers, parcels, buffers, "gradients.staging")?;
-            gradients.away = Some(Away { pool, pieces, exist: BTreeSet::new(), held: None });
-        }
-        Ok(gradients)
+        device.enter(Phase::Setup, None);
+        Ok(Gradients {
+            device,
+            dtype,
+            shapes: trained.iter().map(|p| ((p.block, p.role), p.shape.clone())).collect(),
+            tensors: HashMap::new(),
+            seed: 0,
+            away: Parcels::of(device, tiers, parcels, buffers, "gradients.staging")?,
+            pieces,
+            exist: BTreeSet::new(),
+            held: None,
+            looked_up: LookedUp::default(),
+        })
     }
 
     /// Gives all gradients back and starts a pass. Sums in narrow gradients are rounded stochastically by `seed`, so that
@@ -127,10 +149,8 @@ impl<'a> Gradients<'a> {
     pub fn clear(&mut self) {
         self.tensors.clear();
         self.looked_up = LookedUp::default();
-        if let Some(away) = &mut self.away {
-            away.held = None;
-            std::mem::take(&mut away.exist).into_iter().for_each(|unit| away.pool.forget(unit));
-        }
+        self.held = None;
+        std::mem::take(&mut self.exist).into_iter().for_each(|unit| self.away.forget(unit));
     }
 
     /// Whether a parameter is trained.
@@ -140,26 +160,24 @@ impl<'a> Gradients<'a> {
 
     /// The units that will be held next, in order, and whether they are freed before they are left.
     pub fn announce(&mut self, units: impl Iterator<Item = (Unit, bool)>) -> Result<(), StepError> {
-        let Some(Away { pool, exist, .. }) = &mut self.away else { return Ok(()) };
-        let mut exist = exist.clone();
+        let mut exist = self.exist.clone();
         let mut uses = Vec::new();
         for (unit, frees) in units {
             let fresh = if frees { !exist.remove(&unit) } else { exist.insert(unit) };
             uses.push(Use { key: unit, fresh });
         }
-        pool.announce(uses)
+        self.away.announce(uses)
     }
 
     /// Has the gradients of a unit on the device until they are left: as they are, or room for them where there are none yet.
     pub fn hold(&mut self, unit: Unit) -> Result<(), StepError> {
-        let Some(Away { pool, exist, held, .. }) = &mut self.away else { return Ok(()) };
-        if !pool.has(unit) {
+        if !self.away.has(unit) {
             return Ok(());
         }
-        exist.insert(unit);
-        for (role, tensor) in pool.gather(unit)? {
+        self.exist.insert(unit);
+        for (role, tensor) in self.away.gather(unit)? {
             if let Unit::Piece(..) = unit {
-                *held = Some((unit, role, tensor));
+                self.held = Some((unit, role, tensor));
                 continue;
             }
             let written = self.tensors.entry((unit.block(), role));
@@ -170,22 +188,19 @@ impl<'a> Gradients<'a> {
 
     /// Sends the gradients of a unit to where they live, unless they were freed.
     pub fn leave(&mut self, unit: Unit) -> Result<(), StepError> {
-        let Some(Away { pool, exist, held, .. }) = &mut self.away else { return Ok(()) };
-        if !pool.has(unit) {
-            return Ok(());
-        }
-        *held = None;
-        for placed in pool.get(unit).iter().flat_map(|parcel| parcel.tensors()) {
+        let Some(parcel) = self.away.get(unit) else { return Ok(()) };
+        self.held = None;
+        for placed in parcel.tensors() {
             if let Some(written) = self.tensors.get_mut(&(unit.block(), placed.key)) {
                 written.gradient = None;
             }
         }
-        if exist.contains(&unit) {
-            pool.release(unit, true);
+        if self.exist.contains(&unit) {
+            self.away.release(unit, true);
         } else {
-            pool.forget(unit);
+            self.away.forget(unit);
         }
-        pool.advance()
+        self.away.advance()
     }
 
     /// Gives back the gradients of a unit, which consists of these parts.
@@ -193,10 +208,8 @@ impl<'a> Gradients<'a> {
         for part in parts.iter().filter(|part| part.is_last()) {
             self.tensors.remove(&(part.parameter.block, part.parameter.role));
         }
-        if let Some(Away { exist, held, .. }) = &mut self.away {
-            exist.remove(&unit);
-            *held = None;
-        }
+        self.exist.remove(&unit);
+        self.held = None;
     }
 
     /// What was written of a part, to read it.
@@ -211,18 +224,18 @@ impl<'a> Gradients<'a> {
 
     /// A piece of a table's gradient that is in a buffer.
     fn held_piece(&self, block: BlockId, role: Role, piece: u32) -> Option<Tensor> {
-        let (unit, of, tensor) = self.away.as_ref()?.held.as_ref()?;
+        let (unit, of, tensor) = self.held.as_ref()?;
         (*unit == Unit::Piece(block, piece) && *of == role).then(|| tensor.clone())
     }
 
     /// Whether the gradient of a table lives on a lower tier, in pieces.
     pub fn is_in_pieces(&self, block: BlockId, role: Role) -> bool {
-        self.away.as_ref().is_some_and(|away| away.pieces.contains_key(&(block, role)))
+        self.pieces.contains_key(&(block, role))
     }
 
     /// The pieces of a table whose gradient lives on a lower tier.
     pub fn pieces(&self, block: BlockId, role: Role) -> Option<Vec<Range<u64>>> {
-        self.away.as_ref()?.pieces.get(&(block, role)).cloned()
+        self.pieces.get(&(block, role)).cloned()
     }
 
     /// Where the gradient of some rows of a table goes that is written in pieces: for the `nth` time since
@@ -253,43 +266,19 @@ impl<'a> Gradients<'a> {
         Ok(gradient)
     }
 
-    /// Takes room for the rows that the `before` micro-batches of the passes before the last one look up, each of `tokens`
-    /// tokens, with gradients of so many columns.
-    pub fn make_room_for_looked_up(
-        &mut self,
-        before: u64,
-        tokens: u64,
-        row: (DType, u64),
-    ) -> Result<(), StepError> {
-        self.looked_up = LookedUp::with_room(self.device, before, tokens, row)?;
-        Ok(())
-    }
-
-    /// Keeps the gradients dx `[N, H]` of the rows that a micro-batch looked up.
-    pub fn keep_looked_up(&mut self, number: u64, tokens: Tensor, dx: Tensor) -> Result<(), StepError> {
-        self.looked_up.keep(self.device, number, tokens, dx)
-    }
-
     /// Makes a piece of the embedding's gradient of what was looked up.
-    pub fn gather_looked_up(
-        &mut self,
-        key: (BlockId, Role),
-        piece: u32,
-        range: &Range<u64>,
-    ) -> Result<(), StepError> {
+    pub fn gather_looked_up(&mut self, part: &Part) -> Result<(), StepError> {
         let (device, times) = (self.device, self.looked_up.len());
         device.repeat(times, |nth| match self.looked_up.get(nth)? {
-            Some((tokens, dx)) => self.scatter_rows(key, piece, range, (&tokens, &dx), nth),
+            Some((tokens, dx)) => self.scatter_rows(part, &tokens, &dx, nth),
             None => Ok(()),
         })
     }
 
     /// Feeds what lies in the buffers to a hasher, and which gradients there are.
     pub fn hash_state(&self, hasher: &mut impl Hasher) {
-        if let Some(away) = &self.away {
-            away.pool.hash_buffers(hasher);
-            away.exist.hash(hasher);
-        }
+        self.away.hash_buffers(hasher);
+        self.exist.hash(hasher);
         // In no order.
         let there = self.tensors.iter().map(|(key, Written { gradient, times })| {
             let mut hasher = DefaultHasher::new();
@@ -302,24 +291,22 @@ impl<'a> Gradients<'a> {
     /// Adds dx `[N, H]`, the gradient of the rows of `tokens`, to a piece of the table's.
     pub fn scatter_rows(
         &mut self,
-        key: (BlockId, Role),
-        piece: u32,
-        range: &Range<u64>,
-        (tokens, dout): (&Tensor, &Tensor),
+        part: &Part,
+        tokens: &Tensor,
+        dout: &Tensor,
         nth: u64,
     ) -> Result<(), StepError> {
-        let Target { tensor, accumulate, rounding } = self.rows_target(key, piece, range, nth)?;
-        if !accumulate {
-            self.device.run(Elementwise::Fill { out: &tensor, value: 0.0 })?;
-        }
-        let (dtable, first_row) = (&tensor, range.start);
-        Ok(self.device.run(Embedding::Backward { tokens, dout, dtable, first_row, rounding })?)
+        let key = (part.parameter.block, part.parameter.role);
+        let target = self.rows_target(key, part.piece, &part.rows, nth)?;
+        target.scatter(self.device, part.rows.start, tokens, dout)
     }
 
-    /// All rows of a table were written `times` more times.
-    pub fn count_rows(&mut self, block: BlockId, role: Role, times: u64) {
+    /// All rows of a table were written `times` more times; gives how often they were before.
+    pub fn count_rows(&mut self, block: BlockId, role: Role, times: u64) -> u64 {
         let written = self.tensors.entry((block, role));
-        written.or_insert(Written { gradient: None, times: 0 }).times += times;
+        let written = written.or_insert(Written { gradient: None, times: 0 });
+        written.times += times;
+        written.times - times
     }
 
     fn new_gradient(&self, block: BlockId, role: Role) -> Result<Tensor, StepError> {
@@ -329,25 +316,22 @@ impl<'a> Gradients<'a> {
         Ok(self.device.alloc(dtype, shape, Tag::Gradients, role_name(role))?)
     }
 
-    /// Where a gradient goes, and whether it is to be added to what is there.
-    pub fn target(&mut self, block: BlockId, role: Role) -> Result<(Tensor, bool), StepError> {
-        let key = (block, role);
-        if let Some(Written { gradient: Some(gradient), times }) = self.tensors.get_mut(&key) {
-            *times += 1;
-            return Ok((gradient.clone(), *times > 1));
-        }
-        let gradient = self.new_gradient(block, role)?;
-        self.tensors.insert(key, Written { gradient: Some(gradient.clone()), times: 1 });
-        Ok((gradient, false))
+    /// Where a gradient goes that is written as a whole.
+    pub fn target(&mut self, block: BlockId, role: Role) -> Result<Target, StepError> {
+        let tensor = self.whole(block, role)?;
+        let times = self.count_rows(block, role, 1);
+        Ok(Target { tensor, accumulate: times > 0, rounding: self.rounding_at(block, role, times, 0) })
     }
 
-    /// Where a gradient goes by scattered addition: zeroed if nothing is there yet.
-    pub fn scatter_target(&mut self, block: BlockId, role: Role) -> Result<Tensor, StepError> {
-        let (gradient, accumulate) = self.target(block, role)?;
-        if !accumulate {
-            self.device.run(Elementwise::Fill { out: &gradient, value: 0.0 })?;
-        }
-        Ok(gradient)
+    /// Adds dout `[N, H]`, the gradient of the rows of `tokens`, to a table's gradient.
+    pub fn scatter(
+        &mut self,
+        block: BlockId,
+        role: Role,
+        tokens: &Tensor,
+        dout: &Tensor,
+    ) -> Result<(), StepError> {
+        self.target(block, role)?.scatter(self.device, 0, tokens, dout)
     }
 
     /// Adds dout^T x to a weight's gradient.
@@ -359,24 +343,10 @@ impl<'a> Gradients<'a> {
         x: &Tensor,
         compute: Compute,
     ) -> Result<(), StepError> {
-        let (dweight, accumulate) = self.target(block, role)?;
-        let (dweight, rounding) = (&dweight, self.rounding(block, role));
-        Ok(self.device.run(Product::LinearBackwardWeight {
-            dout,
-            x,
-            dweight,
-            accumulate,
-            rounding,
-            compute,
-        })?)
+        self.target(block, role)?.add_product(self.device, dout, x, compute)
     }
 
-    /// The rounding of what is now added to a gradient.
-    pub fn rounding(&self, block: BlockId, role: Role) -> Rounding {
-        let times = self.tensors.get(&(block, role)).map_or(0, |written| written.times.saturating_sub(1));
-        self.rounding_at(block, role, times, 0)
-    }
-
+    /// The rounding of what is added to a gradient after `times` others.
     fn rounding_at(&self, block: BlockId, role: Role, times: u64, first: u64) -> Rounding {
         let seed = mix(mix(self.seed, times), parameter_number(block, role));
         Rounding::Stochastic { seed, first }

@@ -65,22 +65,8 @@ impl Head {
     }
 }
 
-/// The losses of x [N, H] against its labels. Nothing is kept.
-fn loss(
-    ctx: &Context<'_>,
-    head: &Head,
-    x: &Tensor,
-    labels: &Labels,
-    chunk_tokens: u64,
-) -> Result<(), StepError> {
-    let normed = head.norm(&ctx.spec.norm)?.forward(ctx.device, x)?;
-    for_each_chunk(ctx, &head.linear()?, &normed.out, labels, chunk_tokens, |chunk| {
-        ctx.device.run(chunk.cross_entropy(ctx.logit_soft_cap(), None))?;
-        Ok(())
-    })
-}
-
-/// As [`loss`], whether the head's table is there as a whole or comes in pieces.
+/// The losses of x [N, H] against its labels, whether the head's table is there as a whole or comes in pieces. Nothing is
+/// kept.
 pub(crate) fn loss_of(
     ctx: &Context<'_>,
     store: &mut WeightStore<'_>,
@@ -92,7 +78,11 @@ pub(crate) fn loss_of(
     let (block, role) = Head::table(tied);
     let Some(pieces) = store.pieces(block, role) else {
         let head = Head::gather(store, tied)?;
-        loss(ctx, &head, x, labels, chunk_tokens)?;
+        let normed = head.norm(&ctx.spec.norm)?.forward(ctx.device, x)?;
+        for_each_chunk(ctx, &head.linear()?, &normed.out, labels, chunk_tokens, |chunk| {
+            Ok(ctx.device.run(chunk.cross_entropy(ctx.logit_soft_cap(), None))?)
+        })?;
+        drop(normed);
         head.release(store);
         return Ok(());
     };
@@ -107,7 +97,7 @@ pub(crate) fn loss_of(
     loss.losses(ctx)
 }
 
-/// As [`loss`], and the backward pass with it: returns the gradient of x, for a loss multiplied by `scale`.
+/// The losses, and the backward pass with them: returns the gradient of x, for a loss multiplied by `scale`.
 pub(crate) fn loss_and_backward(
     ctx: &Context<'_>,
     head: &Head,

@@ -7,11 +7,9 @@ use plimsoll_memory::Tag;
 use plimsoll_model::ModelSpec;
 
 use crate::StepError;
-use crate::adapter::Dropout;
 use crate::context::{Context, attention_shape};
-use crate::linear::Multiply;
 use crate::rope::RopeTables;
-use crate::settings::{AttentionKind, MicroBatch, Precision};
+use crate::settings::{MicroBatch, Precision};
 
 /// What the loss of N tokens is computed against, and its place.
 pub(crate) struct Labels {
@@ -98,33 +96,11 @@ impl<'m> Inputs<'m> {
         spec: &'a ModelSpec,
         precision: Precision,
         ropes: &'a RopeTables,
-        attention_kind: AttentionKind,
-        mlp_chunk_tokens: Option<u64>,
-        dropout: Option<Dropout>,
     ) -> Context<'a> {
         let length = self.sequence_length;
-        Context {
-            device,
-            spec,
-            activations: precision.activations,
-            compute: precision.compute(),
-            linears: Multiply::of(precision),
-            mlp: &spec.mlp,
-            ropes,
-            rope: ropes.of(false),
-            positions: &self.positions,
-            documents: self.documents.as_ref(),
-            attention: attention_shape(spec, self.batch_size, length, 0, length),
-            attention_kind,
-            mlp_chunk_tokens,
-            dropout,
-            away: None,
-        }
-    }
-
-    /// The sum of the token losses, in the order of the tokens.
-    pub fn sum_of_losses(&self, device: &dyn Device) -> Result<f64, StepError> {
-        sum(device, &self.labels.losses)
+        let shape = attention_shape(spec, self.batch_size, length, 0, length);
+        let ctx = Context::new(device, spec, precision, ropes, &self.positions, shape);
+        Context { documents: self.documents.as_ref(), ..ctx }
     }
 }
 

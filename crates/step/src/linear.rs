@@ -10,7 +10,7 @@ use plimsoll_model::{BlockId, Role};
 use crate::StepError;
 use crate::adapter::{Dora, LowRank};
 use crate::context::Context;
-use crate::gradients::Gradients;
+use crate::gradients::{Gradients, Target};
 use crate::settings::{Linears, Precision};
 
 /// How operands are multiplied.
@@ -170,7 +170,7 @@ impl Linear<'_> {
             gradients.add_product(self.block, self.role, narrow, x, multiply.compute())?;
         }
         if self.bias.is_some() && gradients.wants(self.block, self.bias_role) {
-            let (dbias, accumulate) = gradients.target(self.block, self.bias_role)?;
+            let Target { tensor: dbias, accumulate, .. } = gradients.target(self.block, self.bias_role)?;
             ctx.device.run(Product::BiasBackward { dout, dbias: &dbias, accumulate })?;
         }
         let Some(adapter) = &self.adapter else { return Ok(Through { inner: None, dout: None }) };
@@ -181,7 +181,7 @@ impl Linear<'_> {
         let y = self.undirected(ctx, adapter, x)?;
         let lengths = adapter.lengths(ctx, dora, self.weight)?;
         if let (Some(divisors), true) = (&lengths, gradients.wants(self.block, dora.role)) {
-            let (out, accumulate) = gradients.target(self.block, dora.role)?;
+            let Target { tensor: out, accumulate, .. } = gradients.target(self.block, dora.role)?;
             ctx.device.run(Magnitude::ColumnDots { a: dout, b: &y, divisors, out: &out, accumulate })?;
         }
         // The output has served; the gradient before the scaling takes its place.

@@ -5,7 +5,7 @@ use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Role};
 
 use crate::StepError;
-use crate::gradients::Gradients;
+use crate::gradients::{Gradients, Target};
 
 /// A norm of a gathered block.
 pub(crate) struct Norm<'a> {
@@ -75,7 +75,7 @@ impl Norm<'_> {
         dout: &Tensor,
         dx: &Tensor,
     ) -> Result<(), StepError> {
-        let mut target = |role| -> Result<Option<(Tensor, bool)>, StepError> {
+        let mut target = |role| -> Result<Option<Target>, StepError> {
             let wanted = gradients.wants(self.block, role);
             wanted.then(|| gradients.target(self.block, role)).transpose()
         };
@@ -85,8 +85,8 @@ impl Norm<'_> {
             None => None,
         };
         // Both are written by the same passes, and so are added to alike.
-        let accumulate_weight = dweight.iter().chain(&dbias).any(|(_, accumulate)| *accumulate);
-        let (dweight, dbias) = (dweight.as_ref().map(|(t, _)| t), dbias.as_ref().map(|(t, _)| t));
+        let accumulate_weight = dweight.iter().chain(&dbias).any(|target| target.accumulate);
+        let [dweight, dbias] = [&dweight, &dbias].map(|target| target.as_ref().map(|target| &target.tensor));
         let (weight, rstd) = (self.weight, &statistics.rstd);
         match (&statistics.mean, self.bias) {
             (Some(mean), Some(_)) => {

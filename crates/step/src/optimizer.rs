@@ -46,7 +46,8 @@ pub(crate) struct Optimizer<'a> {
     kind: OptimizerKind,
     slots: HashMap<(BlockId, Role), Slot>,
     seed: u64,
-    away: Option<Away<'a>>,
+    /// States that live on a lower tier.
+    away: Parcels<'a, StateUnit, StateKind>,
 }
 
 /// A parameter's state, and its numbers.
@@ -59,11 +60,6 @@ struct Slot {
 
 /// The states of a matrix, or of a piece of a table.
 type StateUnit = (BlockId, Role, u32);
-
-/// States that live on a lower tier.
-struct Away<'a> {
-    pool: Parcels<'a, StateUnit, StateKind>,
-}
 
 /// Buffers for states that live on a lower tier: one in use, one on its way and one on its way back.
 const BUFFERS: usize = 3;
@@ -148,12 +144,8 @@ impl<'a> Optimizer<'a> {
             let (lr_scale, weight_decay) = settings.numbers_of(p);
             slots.insert((p.block, p.role), Slot { state, lr_scale, weight_decay });
         }
-        let mut away = None;
-        if !parcels.is_empty() {
-            device.enter(Phase::Setup, None);
-            let pool = Parcels::of(device, tiers, parcels, BUFFERS, "states.staging")?;
-            away = Some(Away { pool });
-        }
+        device.enter(Phase::Setup, None);
+        let away = Parcels::of(device, tiers, parcels, BUFFERS, "states.staging")?;
         Ok(Optimizer { kind, slots, seed, away })
     }
 
@@ -177,53 +169,33 @@ impl<'a> Optimizer<'a> {
         if let Some(tensor) = self.find(block, role).and_then(|state| state.find(kind)) {
             return Some(Contents::Device(tensor.clone()));
         }
-        let homes: Vec<HomePart> = self
-            .at_home(block, role)
-            .into_iter()
-            .filter(|state| state.kind == kind)
-            .map(|state| {
-                let bytes = state.dtype.bytes_for(state.shape.iter().product()).unwrap_or(0);
-                HomePart { home: state.home, start: state.offset, bytes }
-            })
-            .collect();
+        let part = |parcel: &Parcel<StateKind>| {
+            let state = parcel.tensors().iter().find(|state| state.key == kind)?;
+            let bytes = state.dtype.bytes_for(state.shape.iter().product()).unwrap_or(0);
+            Some(HomePart { home: Arc::clone(parcel.home()?), start: state.offset, bytes })
+        };
+        let homes: Vec<HomePart> = self.away(block, role).filter_map(part).collect();
         (!homes.is_empty()).then_some(Contents::Homes(homes))
     }
 
-    /// The states that live on a lower tier: of which piece, where, and what they are.
-    pub fn at_home(&self, block: BlockId, role: Role) -> Vec<AwayState> {
-        let Some(away) = &self.away else { return Vec::new() };
-        let mut states = Vec::new();
-        for piece in 0.. {
-            let Some(parcel) = away.pool.get((block, role, piece)) else { break };
-            let Some(home) = parcel.home() else { break };
-            states.extend(parcel.tensors().iter().map(|placed| AwayState {
-                piece: piece as usize,
-                kind: placed.key,
-                dtype: placed.dtype,
-                shape: placed.shape.clone(),
-                home: Arc::clone(home),
-                offset: placed.offset,
-            }));
-        }
-        states
+    /// The states that live on a lower tier, a parcel for each piece.
+    pub fn away(&self, block: BlockId, role: Role) -> impl Iterator<Item = &Parcel<StateKind>> {
+        (0..).map_while(move |piece| self.away.get((block, role, piece)))
     }
 
     /// The parameters that will be updated next, in order, with the pieces that each has.
     pub fn announce(&mut self, order: impl IntoIterator<Item = StateUnit>) -> Result<(), StepError> {
-        let announce = |away: &mut Away<'a>| away.pool.announce(order.into_iter().map(Use::of));
-        self.away.as_mut().map_or(Ok(()), announce)
+        self.away.announce(order.into_iter().map(Use::of))
     }
 
     /// Feeds what lies in the buffers to a hasher.
     pub fn hash_buffers(&self, hasher: &mut impl Hasher) {
-        if let Some(away) = &self.away {
-            away.pool.hash_buffers(hasher);
-        }
+        self.away.hash_buffers(hasher);
     }
 
     /// Waits until every state is where it lives.
     pub fn flush(&mut self) -> Result<(), StepError> {
-        self.away.as_mut().map_or(Ok(()), |away| away.pool.flush())
+        self.away.flush()
     }
 
     /// Updates a part of a parameter from the part's gradient.
@@ -235,80 +207,50 @@ impl<'a> Optimizer<'a> {
         update: Update,
         control: Control<'_>,
     ) -> Result<(), StepError> {
-        let parameter = &part.parameter;
-        let unit = (parameter.block, parameter.role, part.piece);
-        let brought = match &mut self.away {
-            Some(Away { pool }) if pool.has(unit) => Some(OptimizerState::new(pool.gather(unit)?)),
-            _ => None,
-        };
-        let was_brought = brought.is_some();
-        let missing = StepError::MissingWeight { block: parameter.block, role: parameter.role };
-        let state = match brought {
-            Some(state) => state,
-            None => {
-                let own = self.slot(parameter.block, parameter.role)?;
-                own.state.of_rows(parameter, &part.rows).ok_or(missing)?
-            }
-        };
-        let rows = (!part.is_whole()).then(|| of_rows(parameter, &part.rows));
-        let first = part.rows.start * parameter.columns();
-        let parameter = rows.as_ref().unwrap_or(parameter);
-        self.run(device, parameter, first, (weight, grad, &state), update, control)?;
-        drop(state);
-        if was_brought && let Some(away) = &mut self.away {
-            away.pool.release(unit, true);
-            away.pool.advance()?;
-        }
-        Ok(())
-    }
-
-    fn run(
-        &self,
-        device: &dyn Device,
-        parameter: &Parameter,
-        first: u64,
-        (weight, grad, state): (&Tensor, &Tensor, &OptimizerState),
-        update: Update,
-        control: Control<'_>,
-    ) -> Result<(), StepError> {
-        let Slot { lr_scale, weight_decay, .. } = self.slot(parameter.block, parameter.role)?;
-        let own_seed = mix(self.seed, parameter_number(parameter.block, parameter.role));
+        let (block, role) = (part.parameter.block, part.parameter.role);
+        let unit = (block, role, part.piece);
+        let is_away = self.away.has(unit);
+        let brought = if is_away { Some(OptimizerState::new(self.away.gather(unit)?)) } else { None };
+        let Slot { state, lr_scale, weight_decay } = self.slot(block, role)?;
+        let resident = || state.of_rows(&part.parameter, &part.rows);
+        let state = brought.or_else(resident).ok_or(StepError::MissingWeight { block, role })?;
         let job = ParameterStep {
             device,
-            parameter,
+            parameter: &of_rows(&part.parameter, &part.rows),
             weight,
             grad,
-            state,
+            state: &state,
             lr: update.lr * lr_scale,
             weight_decay: *weight_decay,
             control,
             step: update.step,
-            own_seed,
-            first,
+            own_seed: mix(self.seed, parameter_number(block, role)),
+            first: part.rows.start * part.parameter.columns(),
         };
+        self.apply(&job)?;
+        // The buffer may go back when no view of it is left.
+        drop(state);
+        if is_away {
+            self.away.release(unit, true);
+            self.away.advance()?;
+        }
+        Ok(())
+    }
+
+    /// Makes a parameter's step by the rule.
+    fn apply(&self, job: &ParameterStep<'_>) -> Result<(), StepError> {
         match self.kind {
-            OptimizerKind::AdamW(adam) | OptimizerKind::AdamWBf16(adam) => adamw::update(&job, adam),
-            OptimizerKind::AdamW8bit(adam, _) => eight_bit::update_adamw(&job, adam),
-            OptimizerKind::AdamMini(adam) => adam_mini::update(&job, adam),
-            OptimizerKind::Lion(numbers) => lion::update(&job, numbers),
-            OptimizerKind::Lion8bit(numbers, _) => eight_bit::update_lion(&job, numbers),
-            OptimizerKind::Adafactor(s) | OptimizerKind::AdaLomo(s) => adafactor::update(&job, &s),
-            OptimizerKind::Sgd(s) => sgd::update(&job, &s),
-            OptimizerKind::GaLore(s) => galore::update(&job, &s),
-            OptimizerKind::Apollo(s, channels) => apollo::update(&job, &s, channels),
+            OptimizerKind::AdamW(adam) | OptimizerKind::AdamWBf16(adam) => adamw::update(job, adam),
+            OptimizerKind::AdamW8bit(adam, _) => eight_bit::update_adamw(job, adam),
+            OptimizerKind::AdamMini(adam) => adam_mini::update(job, adam),
+            OptimizerKind::Lion(numbers) => lion::update(job, numbers),
+            OptimizerKind::Lion8bit(numbers, _) => eight_bit::update_lion(job, numbers),
+            OptimizerKind::Adafactor(s) | OptimizerKind::AdaLomo(s) => adafactor::update(job, &s),
+            OptimizerKind::Sgd(s) => sgd::update(job, &s),
+            OptimizerKind::GaLore(s) => galore::update(job, &s),
+            OptimizerKind::Apollo(s, channels) => apollo::update(job, &s, channels),
         }
     }
-}
-
-/// A state that lives on a lower tier.
-pub(crate) struct AwayState {
-    pub piece: usize,
-    pub kind: StateKind,
-    pub dtype: DType,
-    pub shape: Vec<u64>,
-    pub home: Arc<Home>,
-    /// In bytes from the home's beginning.
-    pub offset: u64,
 }
 
 /// The state of a parameter before its first step, on the device.

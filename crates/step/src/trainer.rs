@@ -23,7 +23,7 @@ use plimsoll_parallel::Communicator;
 use crate::StepError;
 use crate::adapter::Dropout;
 use crate::block::Mover;
-use crate::gradients::{Gradients, OnTier};
+use crate::gradients::{Gradients, LookedUp, OnTier};
 use crate::head::Head;
 use crate::loss_scale::LossScale;
 use crate::optimizer::{Optimizer, StateStorage, Update};
@@ -359,7 +359,8 @@ impl<'a> Trainer<'a> {
             let StepSettings { batch_size, sequence_length, precision, .. } = self.settings;
             let row = (precision.activations, self.spec.hidden_size);
             device.enter(Phase::Backward, None);
-            self.gradients.make_room_for_looked_up(first, batch_size.saturating_mul(sequence_length), row)?;
+            let tokens = batch_size.saturating_mul(sequence_length);
+            self.gradients.looked_up = LookedUp::with_room(device, first, tokens, row)?;
         }
         let passes = Passes { trainer: &mut *self, micro_batches, together, gradient_scale };
         device.repeat(before_last, passes)?;

@@ -21,7 +21,11 @@ pub(super) struct KvCache<'a> {
     device: &'a dyn Device,
     layers: Vec<Geometry>,
     head_dim: u64,
-    place: CacheHome<'a>,
+    row_bytes: u64,
+    /// Those of every layer, where they live on the device.
+    resident: Vec<[Tensor; 2]>,
+    /// Those that live on a lower tier.
+    away: Parcels<'a, u32, usize>,
 }
 
 /// How a layer's keys and values lie.
@@ -30,17 +34,6 @@ struct Geometry {
     capacity: u64,
     /// Positions that a query sees at most, its own included.
     window: Option<u64>,
-}
-
-enum CacheHome<'a> {
-    Device(Vec<[Tensor; 2]>),
-    Away(Away<'a>),
-}
-
-/// Caches that live on a lower tier.
-struct Away<'a> {
-    row_bytes: u64,
-    pool: Parcels<'a, u32, usize>,
 }
 
 impl<'a> KvCache<'a> {
@@ -66,34 +59,27 @@ impl<'a> KvCache<'a> {
             Geometry { capacity, window }
         };
         let layers: Vec<Geometry> = (0..spec.num_layers).map(geometry).collect();
-        let place = match tier {
-            Tier::Device => {
-                let mut tensors = Vec::new();
-                for (layer, Geometry { capacity, .. }) in (0..).zip(&layers) {
-                    device.enter(Phase::Setup, Some(layer));
-                    let alloc = |name| device.alloc(dtype, &[*capacity, columns], Tag::KvCache, name);
-                    tensors.push([alloc("k")?, alloc("v")?]);
-                }
-                device.enter(Phase::Setup, None);
-                CacheHome::Device(tensors)
+        let (mut resident, mut parcels) = (Vec::new(), HashMap::new());
+        for (layer, Geometry { capacity, .. }) in (0..).zip(&layers) {
+            let sizes = [*capacity, columns];
+            if tier == Tier::Device {
+                device.enter(Phase::Setup, Some(layer));
+                let alloc = |name| device.alloc(dtype, &sizes, Tag::KvCache, name);
+                resident.push([alloc("k")?, alloc("v")?]);
+                continue;
             }
-            tier => {
-                let mut parcels = HashMap::new();
-                for (layer, Geometry { capacity, .. }) in (0..).zip(&layers) {
-                    tiers.enter(Phase::Setup, Some(layer));
-                    let mut parcel = Parcel::new();
-                    for part in 0..2 {
-                        parcel.add(part, dtype, &[*capacity, columns]);
-                    }
-                    parcel.settle(tiers, tier, Tag::KvCache, "kv")?;
-                    parcels.insert(layer, parcel);
-                }
-                device.enter(Phase::Setup, None);
-                let pool = Parcels::of(device, tiers, parcels, BUFFERS, "kv.staging")?;
-                CacheHome::Away(Away { row_bytes: dtype.bytes_for(columns).unwrap_or(0), pool })
+            tiers.enter(Phase::Setup, Some(layer));
+            let mut parcel = Parcel::new();
+            for part in 0..2 {
+                parcel.add(part, dtype, &sizes);
             }
-        };
-        Ok(KvCache { device, layers, head_dim: attention.head_dim, place })
+            parcel.settle(tiers, tier, Tag::KvCache, "kv")?;
+            parcels.insert(layer, parcel);
+        }
+        device.enter(Phase::Setup, None);
+        let away = Parcels::of(device, tiers, parcels, BUFFERS, "kv.staging")?;
+        let row_bytes = dtype.bytes_for(columns).unwrap_or(0);
+        Ok(KvCache { device, layers, head_dim: attention.head_dim, row_bytes, resident, away })
     }
 
     /// Whether a query at `position` finds all that it sees, after `written` positions have been written.
@@ -111,21 +97,21 @@ impl<'a> KvCache<'a> {
 
     /// Prepares for a pass through all layers, in which `n` positions follow `past` others.
     pub fn begin(&mut self, past: u64, n: u64) -> Result<(), StepError> {
-        let CacheHome::Away(Away { row_bytes, pool }) = &mut self.place else { return Ok(()) };
         for (layer, geometry) in (0..).zip(&self.layers) {
-            let Some(parcel) = pool.get_mut(layer) else { continue };
+            let Some(parcel) = self.away.get_mut(layer) else { continue };
+            let row_bytes = self.row_bytes;
             // A ring may hold them anywhere.
             let ring = past + n > geometry.capacity;
             let rows = |rows: Range<u64>| -> Vec<Range<u64>> {
                 let starts = parcel.tensors().iter().map(|placed| placed.offset);
-                starts.map(|start| start + rows.start * *row_bytes..start + rows.end * *row_bytes).collect()
+                starts.map(|start| start + rows.start * row_bytes..start + rows.end * row_bytes).collect()
             };
             let all = 0..geometry.capacity;
             let read = rows(if ring { all.clone() } else { 0..past });
             let changed = rows(if ring { all } else { past..past + n });
             parcel.extents = Some(Extents { read, changed });
         }
-        pool.announce((0..self.layers.len() as u32).map(Use::of))
+        self.away.announce((0..self.layers.len() as u32).map(Use::of))
     }
 
     /// Puts keys and values `[N, kv_heads * D]` of the positions from `past` on in their rows of a layer, and gives back
@@ -138,10 +124,10 @@ impl<'a> KvCache<'a> {
         past: u64,
     ) -> Result<(Tensor, Tensor), StepError> {
         let missing = StepError::MissingWeight { block: BlockId::Layer(layer), role: Role::KProj };
-        let [k, v] = match &mut self.place {
-            CacheHome::Device(tensors) => tensors.get(layer as usize).cloned().ok_or(missing)?,
-            CacheHome::Away(Away { pool, .. }) => {
-                let mut views = pool.gather(layer)?.into_iter().map(|(_, tensor)| tensor);
+        let [k, v] = match self.resident.get(layer as usize) {
+            Some(tensors) => tensors.clone(),
+            None => {
+                let mut views = self.away.gather(layer)?.into_iter().map(|(_, tensor)| tensor);
                 match (views.next(), views.next()) {
                     (Some(k), Some(v)) => [k, v],
                     _ => return Err(missing),
@@ -156,15 +142,13 @@ impl<'a> KvCache<'a> {
 
     /// Done with a layer, whose tensors are gone.
     pub fn leave(&mut self, layer: u32) -> Result<(), StepError> {
-        let CacheHome::Away(Away { pool, .. }) = &mut self.place else { return Ok(()) };
-        pool.release(layer, true);
-        pool.advance()
+        self.away.release(layer, true);
+        self.away.advance()
     }
 
     /// Waits until everything that was written is where it lives.
     pub fn settle(&mut self) -> Result<(), StepError> {
-        let CacheHome::Away(Away { pool, .. }) = &mut self.place else { return Ok(()) };
-        pool.flush()
+        self.away.flush()
     }
 }
 

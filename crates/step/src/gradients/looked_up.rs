@@ -9,7 +9,7 @@ use crate::StepError;
 use crate::head::rows;
 
 #[derive(Debug, Default)]
-pub(super) struct LookedUp {
+pub(crate) struct LookedUp {
     /// Of the micro-batches of the passes before the last one, in one place, so that passes are alike: u32 `[before, N]` and
     /// `[before N, H]`.
     before: Option<(Tensor, Tensor)>,

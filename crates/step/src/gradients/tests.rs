@@ -19,10 +19,10 @@ fn vectors_have_wide_gradients_and_matrices_those_of_the_settings() {
     let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::none()));
     let (trained, mut gradients) = gradients(&dry, &tiers, Tier::Device);
     for p in &trained {
-        let (gradient, accumulate) = gradients.target(p.block, p.role).unwrap();
+        let Target { tensor: gradient, accumulate, .. } = gradients.target(p.block, p.role).unwrap();
         let expected = if p.shape.len() == 1 { DType::F32 } else { DType::Bf16 };
         assert_eq!((gradient.dtype(), accumulate), (expected, false), "{}", p.name);
-        assert!(gradients.target(p.block, p.role).unwrap().1, "{}", p.name);
+        assert!(gradients.target(p.block, p.role).unwrap().accumulate, "{}", p.name);
     }
 }
 
@@ -54,7 +54,7 @@ fn rows_that_were_looked_up_are_added_to_their_piece() {
     let mut gradients =
         Gradients::new(&device, trained, DType::F32, on_tier, (Pieces::of_bytes(0, 1), 3)).unwrap();
     gradients.begin(7);
-    gradients.make_room_for_looked_up(2, 3, (DType::F32, 2)).unwrap();
+    gradients.looked_up = LookedUp::with_room(&device, 2, 3, (DType::F32, 2)).unwrap();
     // Without the last pass nothing is complete.
     let unfinished = gradients.looked_up.len();
     for (number, tokens, times) in [(0, [5, 1, 5], 1.0), (1, [1, 2, 7], 2.0), (2, [7, 7, 0], 4.0)] {
@@ -62,10 +62,10 @@ fn rows_that_were_looked_up_are_added_to_their_piece() {
         device.write_u32(&places, &tokens).unwrap();
         let dx = device.alloc(DType::F32, &[3, 2], Tag::Data, "dx").unwrap();
         device.write_f32(&dx, &[1.0, 10.0, 1.0, 10.0, 1.0, 10.0].map(|x| times * x)).unwrap();
-        gradients.keep_looked_up(number, places, dx).unwrap();
+        gradients.looked_up.keep(&device, number, places, dx).unwrap();
     }
     assert_eq!((unfinished, gradients.looked_up.len()), (0, 3));
-    gradients.gather_looked_up((block, role), 0, &(0..8)).unwrap();
+    gradients.gather_looked_up(&Part::whole(&table)).unwrap();
     let found = device.read_f32(gradients.get(block, role).unwrap()).unwrap();
     let expected = [4.0, 3.0, 2.0, 0.0, 0.0, 2.0, 0.0, 10.0].map(|x: f32| [x, 10.0 * x]);
     assert_eq!(found.as_chunks().0, expected);
@@ -100,7 +100,7 @@ fn roundings_of_a_piece_depend_on_its_place_and_on_what_was_added() {
     let (head, norm) = (BlockId::Head, Role::FinalNorm);
     let seeds: Vec<u64> = (0..3).map(|times| mix(mix(5, times), parameter_number(head, norm))).collect();
     for seed in &seeds {
-        gradients.target(head, norm).unwrap();
-        assert_eq!(gradients.rounding(head, norm), Rounding::Stochastic { seed: *seed, first: 0 });
+        let rounding = gradients.target(head, norm).unwrap().rounding;
+        assert_eq!(rounding, Rounding::Stochastic { seed: *seed, first: 0 });
     }
 }

@@ -154,17 +154,7 @@ impl<'a> PiecedLoss<'a> {
             })?;
             if wanted {
                 let target = gradients.rows_target((block, role), piece.piece, range, first + chunk.nth)?;
-                let (x, dweight) = (&chunk.normed, &target.tensor);
-                let (accumulate, rounding) = (target.accumulate, target.rounding);
-                let dout = logits;
-                device.run(Product::LinearBackwardWeight {
-                    dout,
-                    x,
-                    dweight,
-                    accumulate,
-                    rounding,
-                    compute,
-                })?;
+                target.add_product(device, logits, &chunk.normed, compute)?;
             }
             let dx = &rows(&dnormed, chunk.range.start, chunk.range.end)?;
             let (dout, weight, accumulate) = (logits, piece.weight, range.start > 0);

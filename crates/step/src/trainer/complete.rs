@@ -26,8 +26,7 @@ impl Trainer<'_> {
         match action {
             Action::GatherLookedUp { unit } => {
                 if let Some(part) = self.parts.of(unit).first() {
-                    let key = (part.parameter.block, part.parameter.role);
-                    self.gradients.gather_looked_up(key, part.piece, &part.rows)?;
+                    self.gradients.gather_looked_up(part)?;
                 }
             }
             Action::Measure { unit } => {

@@ -10,7 +10,6 @@ use plimsoll_model::{BlockId, ModelSpec, Role};
 use super::schedule::{Action, EmbeddingGradient, LossForm, PassShape, Schedule};
 use super::{Completion, Trainer};
 use crate::StepError;
-use crate::adapter::Dropout;
 use crate::block::{self, Held, Saved};
 use crate::context::Context;
 use crate::embedding;
@@ -124,10 +123,10 @@ impl<'a> Trainer<'a> {
         let schedule = Schedule::pass(&self.shape(&segments, micro_batches.len()), completion);
         let head = self.weights.resident().gather(BlockId::Head)?;
         let lane = |(number, inputs)| {
-            let ctx = self.context(inputs, &spec, &ropes, self.dropout(number));
+            let (dropout, away) = (self.dropout(number), mover.as_deref());
             Lane {
                 number,
-                ctx: Context { away: mover.as_deref(), ..ctx },
+                ctx: Context { dropout, away, ..self.context(inputs, &spec, &ropes) },
                 inputs,
                 x: None,
                 entered: None,
@@ -266,12 +265,11 @@ impl<'a> Trainer<'a> {
             }
             Action::Scatter { unit, micro_batch, last } => {
                 let part = self.parts.of(unit).first().cloned().ok_or(NOTHING_LEFT)?;
-                let key = (part.parameter.block, part.parameter.role);
                 let lane = pass.lane(micro_batch)?;
                 let dx = lane.dx.as_ref().ok_or(NOTHING_LEFT)?;
-                self.gradients.scatter_rows(key, part.piece, &part.rows, (&lane.inputs.tokens, dx), 0)?;
+                self.gradients.scatter_rows(&part, &lane.inputs.tokens, dx, 0)?;
                 if last {
-                    self.gradients.count_rows(key.0, key.1, 1);
+                    self.gradients.count_rows(part.parameter.block, part.parameter.role, 1);
                     lane.dx = None;
                 }
             }
@@ -344,7 +342,8 @@ impl<'a> Trainer<'a> {
         let dx = lane.dx.take().ok_or(NOTHING_LEFT)?;
         embedding::backward(&lane.ctx, &weights, &lane.inputs.tokens, &dx, &mut self.gradients)?;
         if self.keeps_looked_up() {
-            self.gradients.keep_looked_up(lane.number, lane.inputs.tokens.clone(), dx)?;
+            let looked_up = &mut self.gradients.looked_up;
+            looked_up.keep(self.device, lane.number, lane.inputs.tokens.clone(), dx)?;
         } else if self.gradients.is_in_pieces(BlockId::Embedding, Role::TokenEmbedding) {
             lane.dx = Some(dx);
         }
@@ -356,18 +355,13 @@ impl<'a> Trainer<'a> {
         Inputs::upload(self.device, &self.spec, batch_size, sequence_length, document_end, micro_batch)
     }
 
-    fn context<'c>(
-        &self,
-        inputs: &'c Inputs<'_>,
-        spec: &'c ModelSpec,
-        ropes: &'c RopeTables,
-        dropout: Option<Dropout>,
-    ) -> Context<'c>
+    fn context<'c>(&self, inputs: &'c Inputs<'_>, spec: &'c ModelSpec, ropes: &'c RopeTables) -> Context<'c>
     where
         'a: 'c,
     {
         let StepSettings { precision, attention, mlp_chunk_tokens, .. } = self.settings;
-        inputs.context(self.device, spec, precision, ropes, attention, mlp_chunk_tokens, dropout)
+        let ctx = inputs.context(self.device, spec, precision, ropes);
+        Context { attention_kind: attention, mlp_chunk_tokens, ..ctx }
     }
 
     /// What a layer's forward pass needs to know, with nothing that takes away what is to stay.
@@ -384,7 +378,7 @@ impl<'a> Trainer<'a> {
         let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), Rc::clone(&self.ropes));
         device.enter(Phase::Forward, None);
         let inputs = self.upload(micro_batch)?;
-        let ctx = self.context(&inputs, &spec, &ropes, None);
+        let ctx = self.context(&inputs, &spec, &ropes);
         self.weights.announce(Schedule::forward(0..spec.num_layers).weights())?;
         let mut x = embedding::forward(&ctx, &mut self.weights, (&inputs.tokens, inputs.ids))?;
         let square = self.numbers.spare()?;

@@ -9,7 +9,7 @@ use plimsoll_model::{BlockId, Parameter, Role};
 use super::Trainer;
 use crate::StepError;
 use crate::optimizer::StateKind;
-use crate::tier::Contents;
+use crate::tier::{Contents, Parcel};
 
 /// One tensor of the training state.
 #[derive(Clone, Debug, PartialEq)]
@@ -57,23 +57,18 @@ impl Trainer<'_> {
             let mut add = |kind, dtype, shape| {
                 all.push(NamedTensor { name: p.name.clone(), kind, dtype, shape, parameter });
             };
-            let weight = self.weights.away().iter().find(|away| away.parameter == *p).map(|away| away.dtype);
-            let dtype = match weight {
-                Some(dtype) => dtype,
-                None => self.weights.resident().tensor(p)?.dtype(),
-            };
-            add(StateKind::Weight, dtype, p.shape.clone());
+            add(StateKind::Weight, self.weight_contents(p)?.1, p.shape.clone());
             for (kind, tensor) in self.optimizer.state(p.block, p.role)?.tensors() {
                 add(*kind, tensor.dtype(), tensor.shape().dims().to_vec());
             }
-            let homes = self.optimizer.at_home(p.block, p.role);
-            for first in homes.iter().filter(|state| state.piece == 0) {
-                let rows = homes.iter().filter(|state| state.kind == first.kind);
+            let pieces = || self.optimizer.away(p.block, p.role);
+            for first in pieces().take(1).flat_map(Parcel::tensors) {
+                let rows = pieces().flat_map(Parcel::tensors).filter(|state| state.key == first.key);
                 let mut shape = first.shape.clone();
                 if let Some(all) = shape.first_mut() {
                     *all = rows.filter_map(|state| state.shape.first()).sum();
                 }
-                add(first.kind, first.dtype, shape);
+                add(first.key, first.dtype, shape);
             }
         }
         Ok(all)
@@ -81,20 +76,21 @@ impl Trainer<'_> {
 
     fn contents(&self, tensor: &NamedTensor) -> Result<Contents, StepError> {
         let (block, role) = tensor.parameter;
-        let missing = StepError::MissingWeight { block, role };
-        let p = self.trained.iter().find(|p| (p.block, p.role) == tensor.parameter).ok_or(missing)?;
-        self.contents_of(p, tensor.kind)
+        let missing = || StepError::MissingWeight { block, role };
+        let p = self.trained.iter().find(|p| (p.block, p.role) == tensor.parameter).ok_or_else(missing)?;
+        match tensor.kind {
+            StateKind::Weight => Ok(self.weight_contents(p)?.0),
+            kind => self.optimizer.contents(p, kind).ok_or(missing()),
+        }
     }
 
-    fn contents_of(&self, p: &Parameter, kind: StateKind) -> Result<Contents, StepError> {
-        let missing = StepError::MissingWeight { block: p.block, role: p.role };
-        if kind == StateKind::Weight {
-            return match self.weights.away().iter().find(|away| away.parameter == *p) {
-                Some(away) => Ok(away.contents()),
-                None => Ok(Contents::Device(self.weights.resident().tensor(p)?.clone())),
-            };
+    /// Where a weight is, and its type.
+    fn weight_contents(&self, p: &Parameter) -> Result<(Contents, DType), StepError> {
+        if let Some(away) = self.weights.away().iter().find(|away| away.parameter == *p) {
+            return Ok((away.contents(), away.dtype));
         }
-        self.optimizer.contents(p, kind).ok_or(missing)
+        let tensor = self.weights.resident().tensor(p)?;
+        Ok((Contents::Device(tensor.clone()), tensor.dtype()))
     }
 
     /// Shows a tensor's bytes, in order, part by part. Nothing is shown in a dry run.
@@ -113,22 +109,14 @@ impl Trainer<'_> {
 
     /// Shows the bytes of a weight of the model, or of an adapter, in the type that it is stored in.
     pub fn read_weight(&self, parameter: &Parameter, look: &mut dyn FnMut(&[u8])) -> Result<(), StepError> {
-        self.contents_of(parameter, StateKind::Weight)?.read(self.device, &self.tiers, look)
+        self.weight_contents(parameter)?.0.read(self.device, &self.tiers, look)
     }
 
     /// The values of a parameter's f32 master, or of the weight itself where there is none.
     pub fn values(&self, parameter: &Parameter) -> Result<Vec<f32>, StepError> {
-        let is_away = |p: &Parameter| self.weights.away().iter().find(|away| away.parameter == *p);
-        let (contents, dtype) = match self.contents_of(parameter, StateKind::Master) {
-            Ok(contents) => (contents, DType::F32),
-            Err(_) => {
-                let contents = self.contents_of(parameter, StateKind::Weight)?;
-                let dtype = match (&contents, is_away(parameter)) {
-                    (Contents::Device(tensor), _) => tensor.dtype(),
-                    (Contents::Homes(_), away) => away.map_or(DType::F32, |away| away.dtype),
-                };
-                (contents, dtype)
-            }
+        let (contents, dtype) = match self.optimizer.contents(parameter, StateKind::Master) {
+            Some(contents) => (contents, DType::F32),
+            None => self.weight_contents(parameter)?,
         };
         let (mut bytes, mut out) = (Vec::new(), vec![0.0; parameter.elements() as usize]);
         contents.read(self.device, &self.tiers, &mut |part| bytes.extend_from_slice(part))?;

@@ -10,14 +10,14 @@ use super::*;
 use crate::common::llama;
 use crate::inputs::Inputs;
 use crate::rope::RopeTables;
-use crate::settings::{AttentionKind, MicroBatch, Precision};
+use crate::settings::{MicroBatch, Precision};
 
 /// Looks at the context of a pass over 100 tokens.
 fn with_context(look: impl FnOnce(&Dry, &Context<'_>)) {
     let (dry, spec) = (Dry::new(), llama());
     let ropes = RopeTables::new(&dry, &spec, 100).unwrap();
     let inputs = Inputs::upload(&dry, &spec, 1, 100, None, &MicroBatch::new(&[], &[])).unwrap();
-    look(&dry, &inputs.context(&dry, &spec, Precision::F32, &ropes, AttentionKind::Flash, None, None));
+    look(&dry, &inputs.context(&dry, &spec, Precision::F32, &ropes));
 }
 
 /// How many tensors of a group are kept as codes, and how many go to the host: those of a page at least.
