@@ -4,8 +4,9 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{Builder, available_parallelism, scope};
+use std::thread::{Builder, scope};
 
+use plimsoll_device::cpu::Pool;
 use plimsoll_model::ModelSpec;
 use plimsoll_step::{StepError, StepSettings};
 
@@ -89,7 +90,7 @@ impl<'a> DryRuns<'a> {
 
 /// Threads that can work at the same time.
 pub(crate) fn threads() -> usize {
-    available_parallelism().map_or(1, |threads| threads.get())
+    Pool::cores()
 }
 
 /// The answer of each question, in order. Where the system refuses a thread, the others do its work.
@@ -109,7 +110,11 @@ pub(crate) fn at_once<T: Sync, R: Send>(
     };
     let mut answers = scope(|scope| {
         let others = 1..threads.min(questions.len());
-        let others: Vec<_> = others.filter_map(|_| Builder::new().spawn_scoped(scope, work).ok()).collect();
+        let beside = || {
+            Pool::run_on_all_cores();
+            work()
+        };
+        let others: Vec<_> = others.filter_map(|_| Builder::new().spawn_scoped(scope, beside).ok()).collect();
         let mut answers = work();
         for other in others {
             match other.join() {

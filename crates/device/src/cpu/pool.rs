@@ -315,6 +315,19 @@ impl Session<'_> {
     }
 }
 
+/// For work beside a pool's.
+impl Pool {
+    /// How many cores this process may keep busy, however few the calling thread keeps to.
+    pub fn cores() -> usize {
+        whole_cores()
+    }
+
+    /// Lets the calling thread run on all of them: its maker may keep to one that a pool has given it.
+    pub fn run_on_all_cores() {
+        keep_to(0, allowed_cores());
+    }
+}
+
 impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.closing.store(true, Ordering::SeqCst);
