@@ -98,14 +98,14 @@ impl<'a> Inference<'a> {
 
     /// What a session needs for a context in the range, and for prompts of up to `longest` tokens where that is known:
     /// the largest context that fits. Shorter passes need less. Weights are left on disk where no context of `enough` fits
-    /// beside them.
+    /// beside them. And what the process takes with it.
     pub fn plan(
         &self,
         engine: &Engine,
         context: RangeInclusive<usize>,
         longest: Option<usize>,
         enough: usize,
-    ) -> Result<GenerationPlan, Failure> {
+    ) -> Result<(GenerationPlan, PlannedProcess), Failure> {
         let mut room = PlanningRoom::below(self.line);
         loop {
             // What the tokenizer's building and planning left over is no part of what generation needs.
@@ -131,8 +131,8 @@ impl<'a> Inference<'a> {
             })?;
             release_free_heap();
             let beside = engine.overhead_bytes().saturating_add(self.stream_bytes(&plan));
-            if room.settles(plan.dry_run.peak_bytes().saturating_add(beside)) {
-                return Ok(plan);
+            if let Some(planned) = room.settle(plan.dry_run.peak_bytes(), beside)? {
+                return Ok((plan, planned));
             }
         }
     }
@@ -144,9 +144,9 @@ impl<'a> Inference<'a> {
         plan.residency.map_or(0, |_| streaming_overhead_bytes(self.spec(), storage))
     }
 
-    /// A device with the memory that was planned, and what the process will take in all.
-    pub fn device(&self, engine: &Engine, plan: &GenerationPlan) -> Result<(Cpu, PlannedProcess), Failure> {
-        engine.device(&plan.dry_run, self.stream_bytes(plan), self.line)
+    /// A device with the memory that was planned.
+    pub fn device(&self, engine: &Engine, plan: &GenerationPlan) -> Result<Cpu, Failure> {
+        engine.device(&plan.dry_run, self.line)
     }
 
     /// A session with the model's weights, and what is streamed of them.

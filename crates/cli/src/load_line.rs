@@ -38,7 +38,7 @@ const DRIFT: u64 = 512 << 10;
 /// The room for a plan, found by planning: a plan that fills all that there was leaves none for itself and for what
 /// planning has touched.
 pub struct PlanningRoom {
-    line: u64,
+    line: LoadLine,
     /// Left free for the plan itself.
     spare: u64,
     plans: u32,
@@ -46,49 +46,49 @@ pub struct PlanningRoom {
 
 impl PlanningRoom {
     pub fn below(line: LoadLine) -> PlanningRoom {
-        PlanningRoom { line: line.bytes, spare: DRIFT, plans: 0 }
+        PlanningRoom { line, spare: DRIFT, plans: 0 }
     }
 
     /// What the model and its working memory may take, where all else takes `overhead` before a plan is made.
     pub fn bytes(&self, overhead: u64) -> u64 {
-        self.line.saturating_sub(overhead).saturating_sub(self.spare)
+        self.line.bytes.saturating_sub(overhead).saturating_sub(self.spare)
     }
 
-    /// Whether to keep a plan that takes `bytes` in all. If not, the next plan has less room, by as much as this one was
-    /// over.
-    pub fn settles(&mut self, bytes: u64) -> bool {
-        let over = bytes.saturating_sub(self.line);
+    /// What the process takes with a plan: `arena` bytes for the model and its working memory, and `beside`, measured once
+    /// the plan was made, for all else. `None` where that is more than the line; the next plan then has less room, by as
+    /// much as this one was over.
+    ///
+    /// # Errors
+    /// No plan was small enough.
+    pub fn settle(&mut self, arena: u64, beside: u64) -> Result<Option<PlannedProcess>, Failure> {
+        let bytes = arena.saturating_add(beside);
+        let over = bytes.saturating_sub(self.line.bytes);
+        if over == 0 {
+            return Ok(Some(PlannedProcess { line: self.line, bytes }));
+        }
         self.plans += 1;
         self.spare = self.spare.saturating_add(over);
-        over == 0 || self.plans == PLANS
+        if self.plans < PLANS {
+            return Ok(None);
+        }
+        Err(Failure::does_not_fit(format!(
+            "this needs {}: {} for the model and its working memory, {}; {}",
+            ByteSize(bytes),
+            ByteSize(arena),
+            beside_the_model(self.line, beside),
+            remedy(self.line)
+        )))
     }
 }
 
 /// What a command without a training's plan will take in all.
+#[derive(Clone, Copy)]
 pub struct PlannedProcess {
     line: LoadLine,
     bytes: u64,
 }
 
 impl PlannedProcess {
-    /// `arena` bytes for the model and its working memory, `beside` for all else.
-    ///
-    /// # Errors
-    /// It is more than the line.
-    pub fn within(line: LoadLine, arena: u64, beside: u64) -> Result<PlannedProcess, Failure> {
-        let bytes = arena.saturating_add(beside);
-        if bytes <= line.bytes {
-            return Ok(PlannedProcess { line, bytes });
-        }
-        Err(Failure::does_not_fit(format!(
-            "this needs {}: {} for the model and its working memory, {}; {}",
-            ByteSize(bytes),
-            ByteSize(arena),
-            beside_the_model(line, beside),
-            remedy(line)
-        )))
-    }
-
     /// Planned against measured, for machines.
     pub fn document(&self) -> Value {
         json!({
@@ -120,4 +120,26 @@ fn remedy(line: LoadLine) -> &'static str {
 /// The most that the process has taken so far; `None` where the system does not say.
 fn peak_bytes() -> Option<u64> {
     process_memory().and_then(|memory| memory.peak_resident).map(|size| size.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plan_over_the_line_leaves_the_next_one_less_room_and_the_last_is_refused() {
+        let mut room = PlanningRoom::below(LoadLine { bytes: 10 << 20, by: LimitedBy::Budget });
+        let first = room.bytes(4 << 20);
+        assert_eq!(first, (6 << 20) - DRIFT);
+        assert!(room.settle(first, (4 << 20) + DRIFT + 100).unwrap().is_none());
+        let second = room.bytes(4 << 20);
+        assert_eq!(second, first - 100);
+        let planned = room.settle(second, (4 << 20) + DRIFT + 100).unwrap().unwrap();
+        assert_eq!(planned.document()["planned_bytes"], 10 << 20);
+        assert!(room.settle(second, 6 << 20).unwrap().is_none());
+        assert!(room.settle(second, 6 << 20).unwrap().is_none());
+        let Err(refusal) = room.settle(second, 6 << 20) else { panic!("four plans were over the line") };
+        let words = refusal.to_string();
+        assert!(words.contains("state a higher line") && words.contains("10.0 MiB"), "{words}");
+    }
 }

@@ -13,7 +13,7 @@ use plimsoll_step::Precision;
 
 use crate::args::ConfigSource;
 use crate::failure::Failure;
-use crate::load_line::{PlannedProcess, kept_so_far, load_line};
+use crate::load_line::{kept_so_far, load_line};
 use crate::speeds::Speeds;
 
 /// The configuration of a command line: the file, then the flags, then every `--set`.
@@ -137,18 +137,10 @@ impl Engine {
         }
     }
 
-    /// A device with an arena of just the planned size, if that keeps to the line with what the process takes and will
-    /// take `beside` it; and what it will take in all.
-    pub fn device(
-        &self,
-        dry_run: &DryRun,
-        beside: u64,
-        line: LoadLine,
-    ) -> Result<(Cpu, PlannedProcess), Failure> {
-        let beside = self.overhead_bytes().saturating_add(beside);
-        let planned = PlannedProcess::within(line, dry_run.peak_bytes(), beside)?;
+    /// A device with an arena of just the planned size, if the process has kept to the line so far.
+    pub fn device(&self, dry_run: &DryRun, line: LoadLine) -> Result<Cpu, Failure> {
         kept_so_far(line)?;
-        Ok((Cpu::with_pool(Arc::clone(&self.pool), self.isa, dry_run.peak_bytes())?, planned))
+        Ok(Cpu::with_pool(Arc::clone(&self.pool), self.isa, dry_run.peak_bytes())?)
     }
 
     /// What the process takes beside the arena: what it has now, when everything else is in memory, and what is still to

@@ -77,14 +77,14 @@ pub fn run(args: &ChatArgs) -> Result<(), Failure> {
 
     let interrupts = Interrupts::listen()?;
     let engine = model.start()?;
-    let plan = planned(&model, &engine)?;
+    let plan = plan(&model, &engine)?;
     let context = usize::try_from(plan.settings.context).unwrap_or(usize::MAX);
     if least >= context {
         return Err(Failure::usage(format!(
             "the context of {context} tokens is too small: the template and the system message alone take {least}; give more with --context or --memory"
         )));
     }
-    let (device, _) = model.device(&engine, &plan)?;
+    let device = model.device(&engine, &plan)?;
     let (session, _) = model.session(&device, &plan)?;
     let console = Console { json: args.json };
     let input = Input::new(!args.json, if args.no_history { None } else { history_file() })?;
@@ -109,12 +109,12 @@ pub fn run(args: &ChatArgs) -> Result<(), Failure> {
 }
 
 /// The context and what it needs. Where none is asked for: the usual one, or the largest that memory allows.
-fn planned(model: &Inference<'_>, engine: &Engine) -> Result<GenerationPlan, Failure> {
+fn plan(model: &Inference<'_>, engine: &Engine) -> Result<GenerationPlan, Failure> {
     if let Some(asked) = model.asked_context() {
-        return model.plan(engine, asked..=asked, None, asked);
+        return Ok(model.plan(engine, asked..=asked, None, asked)?.0);
     }
     let usual = model.trained_context().clamp(1, USUAL_CONTEXT);
-    let plan = model.plan(engine, SMALLEST_CONTEXT.min(usual)..=usual, None, usual / ENOUGH)?;
+    let (plan, _) = model.plan(engine, SMALLEST_CONTEXT.min(usual)..=usual, None, usual / ENOUGH)?;
     if plan.settings.context < usual as u64 {
         eprintln!("memory allows a context of {} tokens", plan.settings.context);
     }

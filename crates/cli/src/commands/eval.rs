@@ -105,7 +105,7 @@ fn whole_windows(
     let passes = Passes::plan(engine, model, line, most, |together, storage| {
         DryRun::evaluation(files.spec(), precision, storage, together, longest, chunk(together))
     })?;
-    let (device, planned) = passes.device(engine, line)?;
+    let device = engine.device(&passes.dry_run, line)?;
     let (most, chunk) = (passes.together, chunk(passes.together));
     let (mut evaluator, streaming) = passes.evaluator(args, model, &device, (longest, chunk))?;
 
@@ -130,7 +130,7 @@ fn whole_windows(
         bar.inc(together as u64);
     }
     bar.finish_and_clear();
-    Ok(Evaluated { loss, targets: targets as f64, streaming, planned })
+    Ok(Evaluated { loss, targets: targets as f64, streaming, planned: passes.planned })
 }
 
 /// The same token by token's way: each window in chunks that read the others from a cache.
@@ -155,7 +155,7 @@ fn through_the_cache(
     let passes = Passes::plan(engine, model, line, 1, |_, storage| {
         DryRun::cached_evaluation(files.spec(), settings, storage, chunk)
     })?;
-    let (device, planned) = passes.device(engine, line)?;
+    let device = engine.device(&passes.dry_run, line)?;
     let (tiers, streaming) = passes.tiers(args, model, &device)?;
     let types = |p: &Parameter| model.weight_type(p);
     let storage = passes.storage(model, &types);
@@ -174,5 +174,5 @@ fn through_the_cache(
         bar.inc(1);
     }
     bar.finish_and_clear();
-    Ok(Evaluated { loss, targets: targets as f64, streaming, planned })
+    Ok(Evaluated { loss, targets: targets as f64, streaming, planned: passes.planned })
 }

@@ -53,11 +53,11 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
         Some(_) => context,
         None => context.min(longest.saturating_add(args.max_tokens.min(1))),
     };
-    let plan = model.plan(&engine, least..=context, Some(longest), context)?;
+    let (plan, planned) = model.plan(&engine, least..=context, Some(longest), context)?;
     if plan.settings.context < context as u64 {
         eprintln!("memory allows a context of {} tokens instead of {context}", plan.settings.context);
     }
-    let (device, planned) = model.device(&engine, &plan)?;
+    let device = model.device(&engine, &plan)?;
     let (session, streaming) = model.session(&device, &plan)?;
     let mut run = Run { args, model: &model, settings, limits, session, streaming, planned };
     if args.prompts.is_some() {

@@ -22,15 +22,17 @@ pub(super) struct Passes {
     pub together: u64,
     /// Which weights stay in memory, where not all fit.
     residency: Option<Residency>,
-    dry_run: DryRun,
-    /// What streaming takes beside the arena.
-    stream_bytes: u64,
+    pub dry_run: DryRun,
+    /// What the process takes with them.
+    pub planned: PlannedProcess,
 }
 
 impl Passes {
     /// The most windows at a time, up to `most`, with all weights in memory; where one window does not fit so, the most
-    /// with weights left on disk. Where nothing fits, the smallest pass: [`device`](Passes::device) refuses it. `run` is
-    /// the evaluation of so many windows, run dry.
+    /// with weights left on disk. `run` is the evaluation of so many windows, run dry.
+    ///
+    /// # Errors
+    /// The smallest pass does not fit; or a dry run failed.
     pub fn plan(
         engine: &Engine,
         model: &Weights,
@@ -50,7 +52,7 @@ impl Passes {
             for together in halves(most) {
                 let dry_run = run(together, None)?;
                 if dry_run.peak_bytes() <= room || (together == 1 && !model.can_stream()) {
-                    found = Some(Passes { together, residency: None, dry_run, stream_bytes: 0 });
+                    found = Some((together, None, dry_run));
                     break;
                 }
             }
@@ -67,25 +69,18 @@ impl Passes {
                     }
                     if residency.is_some() {
                         let dry_run = run(together, residency)?;
-                        found = Some(Passes { together, residency, dry_run, stream_bytes });
+                        found = Some((together, residency, dry_run));
                         break;
                     }
                 }
             }
             release_free_heap();
-            let settles = |passes: &Passes| {
-                let beside = engine.overhead_bytes().saturating_add(passes.stream_bytes);
-                left.settles(passes.dry_run.peak_bytes().saturating_add(beside))
-            };
-            if let Some(passes) = found.filter(settles) {
-                return Ok(passes);
+            let Some((together, residency, dry_run)) = found else { continue };
+            let beside = engine.overhead_bytes().saturating_add(residency.map_or(0, |_| stream_bytes));
+            if let Some(planned) = left.settle(dry_run.peak_bytes(), beside)? {
+                return Ok(Passes { together, residency, dry_run, planned });
             }
         }
-    }
-
-    /// A device with the memory that was planned, and what the process will take in all.
-    pub fn device(&self, engine: &Engine, line: LoadLine) -> Result<(Cpu, PlannedProcess), Failure> {
-        engine.device(&self.dry_run, self.stream_bytes, line)
     }
 
     /// How the weights are held, in these types.

@@ -59,7 +59,7 @@ pub(super) fn measure(
     let passes = Passes::plan(engine, model, line, most, |together, storage| {
         DryRun::evaluation_of_samples(files.spec(), precision, storage, together, length, chunk(together))
     })?;
-    let (device, planned) = passes.device(engine, line)?;
+    let device = engine.device(&passes.dry_run, line)?;
     let (most, chunk) = (passes.together, chunk(passes.together));
     let (mut evaluator, streaming) = passes.evaluator(args, model, &device, (length, chunk))?;
     let bar = progress::counter(samples.windows(), "windows", args.json);
@@ -74,5 +74,5 @@ pub(super) fn measure(
         bar.inc(count);
     }
     bar.finish_and_clear();
-    Ok(Evaluated { loss, targets: weight, streaming, planned })
+    Ok(Evaluated { loss, targets: weight, streaming, planned: passes.planned })
 }
