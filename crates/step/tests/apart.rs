@@ -3,17 +3,15 @@
 
 mod common;
 
-use std::any::Any;
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
+use common::watched::Watched;
 use common::*;
-use plimsoll_device::{
-    Cpu, CpuOptions, Device, DeviceError, DeviceTraits, Dry, Lent, Op, Tensor, Transferred,
-};
+use plimsoll_device::{Cpu, CpuOptions, Device, DeviceTraits, Dry, Transferred};
 use plimsoll_disk::{LowerTiers, SpillSettings};
-use plimsoll_memory::{Arena, CopyError, FarMemory, Loan, Tag, Tier};
+use plimsoll_memory::{Arena, Tag, Tier};
 use plimsoll_model::{AdapterConfig, AdapterLayout, ModelSpec};
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
@@ -25,72 +23,6 @@ const APART: DeviceTraits = DeviceTraits { unified: false, alignment: 256 };
 
 /// What lies between such a device and a disk: two pieces of 4 MiB in each direction.
 const STAGING: u64 = 16 << 20;
-
-/// A CPU that stands for such a device, and counts the bytes that are copied in and out.
-struct Apart {
-    cpu: Cpu,
-    copied: Arc<[AtomicU64; 2]>,
-}
-
-#[derive(Debug)]
-struct Counted {
-    memory: Box<dyn FarMemory>,
-    copied: Arc<[AtomicU64; 2]>,
-}
-
-impl FarMemory for Counted {
-    fn start(&self) -> u64 {
-        self.memory.start()
-    }
-
-    fn copy_in(&mut self, offset: u64, from: &[u8]) -> Result<(), CopyError> {
-        self.copied[0].fetch_add(from.len() as u64, Ordering::Relaxed);
-        self.memory.copy_in(offset, from)
-    }
-
-    fn copy_out(&mut self, offset: u64, to: &mut [u8]) -> Result<(), CopyError> {
-        self.copied[1].fetch_add(to.len() as u64, Ordering::Relaxed);
-        self.memory.copy_out(offset, to)
-    }
-}
-
-impl Device for Apart {
-    fn traits(&self) -> DeviceTraits {
-        self.cpu.traits()
-    }
-
-    fn arena(&self) -> &Arena {
-        self.cpu.arena()
-    }
-
-    fn execute(&self, op: Op<'_>, unless_zero: Option<&Tensor>) -> Result<(), DeviceError> {
-        self.cpu.execute(op, unless_zero)
-    }
-
-    fn write(&self, out: &Tensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
-        self.cpu.write(out, fill)
-    }
-
-    fn read(&self, x: &Tensor, look: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
-        self.cpu.read(x, look)
-    }
-
-    fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
-        match self.cpu.lend(tensor)? {
-            Lent::Memory(Loan::Far(memory)) => {
-                let copied = Arc::clone(&self.copied);
-                Ok(Lent::Memory(Loan::Far(Box::new(Counted { memory, copied }))))
-            }
-            addressable => panic!("{addressable:?}"),
-        }
-    }
-
-    fn reclaim(&self, memory: Loan) -> Result<Tensor, DeviceError> {
-        let Loan::Far(far) = memory else { panic!("{memory:?}") };
-        let counted = (far as Box<dyn Any>).downcast::<Counted>().unwrap();
-        self.cpu.reclaim(Loan::Far(counted.memory))
-    }
-}
 
 /// The losses of three steps.
 fn steps(trainer: &mut Trainer<'_>, settings: &StepSettings) -> Vec<f64> {
@@ -113,7 +45,7 @@ fn trained(spec: &ModelSpec, settings: &StepSettings) -> (Vec<f64>, Vec<Vec<u8>>
     let (peaks, moved) = planned(APART, spec, settings);
     let [device_bytes, host_bytes, disk_bytes] = peaks;
     let cpu = Cpu::new(device_bytes, CpuOptions { threads: Some(2), isa: None }).unwrap();
-    let device = Apart { cpu: cpu.standing_for(APART), copied: Arc::default() };
+    let device = Watched::new(cpu.standing_for(APART));
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let spill = SpillSettings { folder: folder.path().to_owned(), budget: None, direct: true };
     let host = device.host_memory(host_bytes).unwrap();

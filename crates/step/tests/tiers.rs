@@ -2,14 +2,14 @@
 
 mod common;
 
-use std::cell::Cell;
 use std::path::Path;
 use std::sync::Arc;
 
+use common::watched::Watched;
 use common::*;
-use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceError, Dry, Lent, Op, Tensor};
+use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
-use plimsoll_memory::{Arena, Loan, Region, Tier};
+use plimsoll_memory::{Region, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
@@ -20,39 +20,6 @@ use plimsoll_step::{
 
 /// Enough tokens for a table of several pieces, the last of them no multiple of anything.
 const TOKENS: u64 = 3101;
-
-/// A processor that counts how often the host reads what it has found.
-struct CountsReads {
-    cpu: Cpu,
-    reads: Cell<u64>,
-}
-
-impl Device for CountsReads {
-    fn arena(&self) -> &Arena {
-        self.cpu.arena()
-    }
-
-    fn execute(&self, op: Op<'_>, unless_zero: Option<&Tensor>) -> Result<(), DeviceError> {
-        self.cpu.execute(op, unless_zero)
-    }
-
-    fn write(&self, out: &Tensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
-        self.cpu.write(out, fill)
-    }
-
-    fn read(&self, x: &Tensor, look: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
-        self.reads.set(self.reads.get() + 1);
-        self.cpu.read(x, look)
-    }
-
-    fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
-        self.cpu.lend(tensor)
-    }
-
-    fn reclaim(&self, memory: Loan) -> Result<Tensor, DeviceError> {
-        self.cpu.reclaim(memory)
-    }
-}
 
 fn large(spec: ModelSpec) -> ModelSpec {
     ModelSpec { vocab_size: TOKENS, ..spec }
@@ -101,7 +68,7 @@ fn planned(spec: &ModelSpec, settings: &StepSettings) -> [u64; 3] {
 fn train_in(folder: &Path, spec: &ModelSpec, settings: &StepSettings) -> Trained {
     let [device_bytes, host_bytes, disk_bytes] = planned(spec, settings);
     let cpu = Cpu::new(device_bytes, CpuOptions { threads: Some(2), isa: None }).unwrap();
-    let device = CountsReads { cpu, reads: Cell::new(0) };
+    let device = Watched::new(cpu);
     let spill = SpillSettings { folder: folder.to_owned(), budget: None, direct: true };
     let tiers = Arc::new(LowerTiers::open(Region::new(host_bytes).unwrap(), disk_bytes, &spill).unwrap());
     let mut trainer =

@@ -2,6 +2,8 @@
 
 #![allow(dead_code)]
 
+pub mod watched;
+
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 
