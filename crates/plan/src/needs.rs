@@ -1,6 +1,7 @@
 //! What a model needs at a glance: a dry run of each thing that is commonly done with it.
 
 use plimsoll_device::DType;
+use plimsoll_device::cpu::at_once;
 use plimsoll_memory::Tier;
 use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_step::{Checkpointing, DecodeSettings, Precision, StepError, TrainingMethod, WeightStorage};
@@ -10,7 +11,7 @@ use crate::config::{Method, RawConfig};
 use crate::dry_run::DryRun;
 use crate::method::training_method;
 use crate::resolve::step_settings;
-use crate::runs::{at_once, threads};
+use crate::runs::threads;
 
 /// Tokens of a sequence, or of a context, unless the model is made for fewer.
 const TOKENS: u64 = 2048;

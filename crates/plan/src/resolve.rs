@@ -2,6 +2,7 @@
 //! taking the fastest that fits.
 
 use plimsoll_device::DType;
+use plimsoll_device::cpu::at_once;
 use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
@@ -17,7 +18,7 @@ use crate::dry_run::DryRun;
 use crate::limits::Limits;
 use crate::offload::{self, TensorKind, as_said, kept_as_said, stages};
 use crate::optimizer::optimizer_settings;
-use crate::runs::{DryRuns, Wanted, at_once, threads};
+use crate::runs::{DryRuns, Wanted, threads};
 use crate::time::{Rates, TimeEstimate};
 
 /// Sequences of an optimizer step where the user names none.

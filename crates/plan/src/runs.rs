@@ -2,11 +2,9 @@
 //! made at the same time. What they say decides, not which of them is done first, so that a plan is the same on any number
 //! of threads.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{Builder, scope};
 
-use plimsoll_device::cpu::Pool;
+use plimsoll_device::cpu::{Pool, at_once};
 use plimsoll_model::ModelSpec;
 use plimsoll_step::{StepError, StepSettings};
 
@@ -93,41 +91,6 @@ pub(crate) fn threads() -> usize {
     Pool::cores()
 }
 
-/// The answer of each question, in order. Where the system refuses a thread, the others do its work.
-pub(crate) fn at_once<T: Sync, R: Send>(
-    questions: &[T],
-    threads: usize,
-    answer: impl Fn(&T) -> R + Sync,
-) -> Vec<R> {
-    let next = AtomicUsize::new(0);
-    let work = || {
-        let mut answers = Vec::new();
-        loop {
-            let place = next.fetch_add(1, Ordering::Relaxed);
-            let Some(question) = questions.get(place) else { return answers };
-            answers.push((place, answer(question)));
-        }
-    };
-    let mut answers = scope(|scope| {
-        let others = 1..threads.min(questions.len());
-        let beside = || {
-            Pool::run_on_all_cores();
-            work()
-        };
-        let others: Vec<_> = others.filter_map(|_| Builder::new().spawn_scoped(scope, beside).ok()).collect();
-        let mut answers = work();
-        for other in others {
-            match other.join() {
-                Ok(more) => answers.extend(more),
-                Err(panic) => std::panic::resume_unwind(panic),
-            }
-        }
-        answers
-    });
-    answers.sort_by_key(|(place, _)| *place);
-    answers.into_iter().map(|(_, answer)| answer).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use plimsoll_model::catalogue;
@@ -149,16 +112,6 @@ mod tests {
 
     fn runs(spec: &ModelSpec, threads: usize) -> DryRuns<'_> {
         DryRuns { spec, rates: &RATES, threads, made: Arc::default() }
-    }
-
-    #[test]
-    fn answers_have_the_order_of_the_questions() {
-        let questions: Vec<u64> = (0..100).collect();
-        for threads in [1, 2, 7, 200] {
-            let squares = at_once(&questions, threads, |number| number * number);
-            assert!(squares.iter().zip(&questions).all(|(square, number)| *square == number * number));
-            assert_eq!(squares.len(), 100);
-        }
     }
 
     #[test]

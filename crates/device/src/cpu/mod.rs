@@ -3,6 +3,7 @@
 //! `run` turns operations on tensors into calls of kernels on slices, a file for each family of them. The kernels know no
 //! tensors.
 
+mod at_once;
 mod device;
 pub mod isa;
 mod kernels;
@@ -13,6 +14,7 @@ mod rates;
 mod run;
 mod slices;
 
+pub use at_once::at_once;
 pub use device::{Cpu, CpuOptions};
 pub use isa::Isa;
 pub use matmul::dequantize;

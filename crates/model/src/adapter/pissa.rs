@@ -8,9 +8,9 @@
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::thread;
 
 use plimsoll_device::DType;
+use plimsoll_device::cpu::at_once;
 
 use super::layout::FileTensor;
 use super::svd::{Singular, SvdDevice};
@@ -279,18 +279,9 @@ pub enum ResidualError {
 fn subtract(low: &LowRank, first: usize, columns: usize, values: &mut [f32]) {
     let rows = values.len() / columns;
     let each = rows.div_ceil(threads().max(1)).max(1);
-    thread::scope(|scope| {
-        for (part, values) in values.chunks_mut(each * columns).enumerate() {
-            let mut work = move || {
-                for (row, out) in (first + part * each..).zip(values.chunks_exact_mut(columns)) {
-                    low.add_to_row(row, out);
-                }
-            };
-            if part + 1 < rows.div_ceil(each) {
-                scope.spawn(work);
-            } else {
-                work();
-            }
+    at_once(values.chunks_mut(each * columns).enumerate(), threads(), |(part, values)| {
+        for (row, out) in (first + part * each..).zip(values.chunks_exact_mut(columns)) {
+            low.add_to_row(row, out);
         }
     });
 }

@@ -1,9 +1,9 @@
 //! A parameter's values row by row, whatever they are stored as: what converting, quantising and unpacking read.
 
 use std::ops::Range;
-use std::thread::available_parallelism;
 
 use plimsoll_device::DType;
+use plimsoll_device::cpu::Pool;
 use plimsoll_device::cpu::quantize::four_bit::{self, FourBit, Magnitudes};
 use plimsoll_device::cpu::quantize::{can_quantize, quantize};
 
@@ -29,7 +29,7 @@ pub(crate) fn rows_of_whole_blocks(columns: u64) -> u64 {
 
 /// Threads for work on one stripe.
 pub(crate) fn threads() -> usize {
-    available_parallelism().map_or(1, |n| n.get())
+    Pool::cores()
 }
 
 impl WeightSource {

@@ -6,6 +6,7 @@
 
 use super::tables::{FP4_ASCENDING, FP4_LIMITS, NF4_LIMITS, SIGNED_DYNAMIC_MAP};
 use crate::DType;
+use crate::cpu::at_once;
 
 /// Values of a block.
 pub const BLOCK: usize = 64;
@@ -152,24 +153,12 @@ pub fn code(
         return None;
     }
     let each = magnitudes.len().div_ceil(threads.max(1)).max(1);
-    std::thread::scope(|scope| {
-        for ((values, codes), magnitudes) in values
-            .chunks(each * BLOCK)
-            .zip(codes.chunks_mut(each * BLOCK / 2))
-            .zip(magnitudes.chunks_mut(each))
+    let parts = values.chunks(each * BLOCK).zip(codes.chunks_mut(each * BLOCK / 2));
+    at_once(parts.zip(magnitudes.chunks_mut(each)), threads, |((values, codes), magnitudes)| {
+        for ((values, codes), magnitude) in
+            values.chunks(BLOCK).zip(codes.chunks_mut(BLOCK / 2)).zip(magnitudes)
         {
-            let work = move || {
-                for ((values, codes), magnitude) in
-                    values.chunks(BLOCK).zip(codes.chunks_mut(BLOCK / 2)).zip(magnitudes)
-                {
-                    *magnitude = code_block(kind, values, codes);
-                }
-            };
-            if threads > 1 {
-                scope.spawn(work);
-            } else {
-                work();
-            }
+            *magnitude = code_block(kind, values, codes);
         }
     });
     Some(())

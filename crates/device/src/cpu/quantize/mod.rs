@@ -14,6 +14,7 @@ mod tests;
 pub use tables::{FP4_VALUES, NF4_VALUES, SIGNED_DYNAMIC_MAP};
 
 use crate::DType;
+use crate::cpu::at_once;
 use four_bit::{FourBit, Magnitudes};
 
 /// Writes `values` as `dtype` into `out`, over up to `threads` threads: any type of blocks that [`can_quantize`] tells,
@@ -35,18 +36,9 @@ pub fn quantize(dtype: DType, values: &[f32], out: &mut [u8], threads: usize) ->
     let block = quantizer(dtype)?;
     let (elements, bytes) = (dtype.block_elements() as usize, dtype.block_bytes() as usize);
     let each = (values.len() / elements).div_ceil(threads.max(1)).max(1);
-    std::thread::scope(|scope| {
-        for (values, out) in values.chunks(each * elements).zip(out.chunks_mut(each * bytes)) {
-            let mut work = move || {
-                for (values, out) in values.chunks_exact(elements).zip(out.chunks_exact_mut(bytes)) {
-                    block(values, out);
-                }
-            };
-            if threads > 1 {
-                scope.spawn(work);
-            } else {
-                work();
-            }
+    at_once(values.chunks(each * elements).zip(out.chunks_mut(each * bytes)), threads, |(values, out)| {
+        for (values, out) in values.chunks_exact(elements).zip(out.chunks_exact_mut(bytes)) {
+            block(values, out);
         }
     });
     Some(())
