@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
 
+use plimsoll_memory::run_on_all_cores;
+
 use crate::{DataError, Dataset};
 
 /// The target of a position that predicts nothing.
@@ -68,6 +70,7 @@ impl Batches {
         let thread = std::thread::Builder::new()
             .name("plimsoll-data".to_owned())
             .spawn(move || {
+                run_on_all_cores();
                 loop {
                     let batch = maker.next();
                     let failed = batch.is_err();

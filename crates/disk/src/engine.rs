@@ -8,12 +8,11 @@ use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use plimsoll_memory::Region;
+use plimsoll_memory::{Region, run_on_all_cores};
 
 use crate::file::DiskFile;
 use crate::request::{Piece, Request, Ticket, lock};
 use crate::statistics::{IoClock, IoMeter, IoStatistics};
-use crate::system::run_on_all_cores_of_the_process;
 use crate::{ALIGNMENT, BufferPool, DiskError, pages};
 
 /// A worker's stack: system calls and the text of an error.
@@ -78,7 +77,7 @@ impl DiskEngine {
             let shared = Arc::clone(&engine.shared);
             let thread = std::thread::Builder::new().name(format!("disk-{index}")).stack_size(STACK_BYTES);
             let work = move || {
-                run_on_all_cores_of_the_process();
+                run_on_all_cores();
                 shared.work();
             };
             engine.workers.push(thread.spawn(work).map_err(DiskError::Thread)?);

@@ -30,7 +30,7 @@ pub use moves::{Arrived, BufferMemory, Direction, Moving, Stretch};
 pub use request::{Finished, Ticket};
 pub use spill::{SpillFile, SpillSettings, default_folder};
 pub use statistics::{IoMeter, IoStatistics};
-pub use system::{is_in_memory, run_on_all_cores_of_the_process};
+pub use system::is_in_memory;
 pub use tiers::{Home, LowerTiers};
 
 use std::ops::Range;

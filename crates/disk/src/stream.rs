@@ -7,10 +7,11 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use plimsoll_memory::run_on_all_cores;
+
 use crate::DiskError;
 use crate::request::lock;
 use crate::statistics::IoClock;
-use crate::system::run_on_all_cores_of_the_process;
 
 /// The stack of a stream's thread, which waits and copies.
 pub(crate) const STACK_BYTES: usize = 64 << 10;
@@ -68,7 +69,7 @@ impl CopyStream {
         let closing = Arc::new(AtomicBool::new(false));
         let closed = Arc::clone(&closing);
         let work = move || {
-            run_on_all_cores_of_the_process();
+            run_on_all_cores();
             for work in moves {
                 // What is left out answers its event by being dropped.
                 if !closed.load(Ordering::Relaxed) {

@@ -115,21 +115,3 @@ pub fn is_in_memory(folder: &Path) -> bool {
         false
     }
 }
-
-/// Lets this thread run on every core that any thread of the process may use. A thread begins on its maker's cores, which
-/// may be one alone that is busy computing.
-pub fn run_on_all_cores_of_the_process() {
-    #[cfg(target_os = "linux")]
-    {
-        use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
-        let mut all = CpuSet::new();
-        let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
-        for thread in threads {
-            let id = thread.file_name().to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw);
-            let Some(cores) = id.and_then(|id| sched_getaffinity(Some(id)).ok()) else { continue };
-            (0..CpuSet::MAX_CPU).filter(|core| cores.is_set(*core)).for_each(|core| all.set(core));
-        }
-        // Where the system does not allow it the thread stays where it is, only slower.
-        let _ = sched_setaffinity(None, &all);
-    }
-}

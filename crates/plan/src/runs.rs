@@ -4,7 +4,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use plimsoll_device::cpu::{Pool, at_once};
+use plimsoll_device::cpu::at_once;
+use plimsoll_memory::usable_cores;
 use plimsoll_model::ModelSpec;
 use plimsoll_step::{StepError, StepSettings};
 
@@ -88,7 +89,7 @@ impl<'a> DryRuns<'a> {
 
 /// Threads that can work at the same time.
 pub(crate) fn threads() -> usize {
-    Pool::cores()
+    usable_cores()
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::mpsc::sync_channel;
 
 use plimsoll_data::{DataError, TextOptions, for_each_text};
+use plimsoll_memory::run_on_all_cores;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{ModelOrigin, OriginError, ScratchTokenizer};
@@ -62,6 +63,7 @@ fn trained(config: &RawConfig, vocab_size: u64) -> Result<Tokenizer, TrainError>
     // The library takes texts, the files give them.
     let (read, trained) = std::thread::scope(|scope| {
         let reading = scope.spawn(move || {
+            run_on_all_cores();
             for_each_text(&options, &mut |text| sender.send(text).map_err(|_| DataError::WorkerGone))
         });
         let trained = Tokenizer::train_bpe(vocab_size, receiver.into_iter());

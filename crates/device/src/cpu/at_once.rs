@@ -4,7 +4,7 @@
 use std::sync::{Mutex, PoisonError};
 use std::thread::{Builder, scope};
 
-use super::Pool;
+use plimsoll_memory::run_on_all_cores;
 
 /// What `work` makes of each part, in the parts' order, by `threads` at a time of which the calling thread is one. A thread that
 /// is done takes the next part. Where the system refuses a thread, the others do its work.
@@ -31,7 +31,7 @@ where
     };
     let mut done = scope(|scope| {
         let beside = || {
-            Pool::run_on_all_cores();
+            run_on_all_cores();
             some()
         };
         let others: Vec<_> =

@@ -10,14 +10,13 @@
 
 use std::any::Any;
 use std::cell::UnsafeCell;
-use std::num::NonZero;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use plimsoll_memory::{Reservation, ReservationError};
+use plimsoll_memory::{Reservation, ReservationError, allowed_cores, keep_to, usable_cores};
 
 /// How a thread looks for what it waits for before it goes to sleep.
 #[derive(Clone, Copy)]
@@ -220,7 +219,7 @@ impl Pool {
             next_task: AtomicUsize::new(0),
             closing: AtomicBool::new(false),
             panic: Mutex::new(None),
-            patience: if threads > whole_cores() { Patience::SHARED_CORE } else { Patience::OWN_CORE },
+            patience: if threads > usable_cores() { Patience::SHARED_CORE } else { Patience::OWN_CORE },
             idle: Bed::default(),
             done: Bed::default(),
         });
@@ -315,19 +314,6 @@ impl Session<'_> {
     }
 }
 
-/// For work beside a pool's.
-impl Pool {
-    /// How many cores this process may keep busy, however few the calling thread keeps to.
-    pub fn cores() -> usize {
-        whole_cores()
-    }
-
-    /// Lets the calling thread run on all of them: its maker may keep to one that a pool has given it.
-    pub fn run_on_all_cores() {
-        keep_to(0, allowed_cores());
-    }
-}
-
 impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.closing.store(true, Ordering::SeqCst);
@@ -384,45 +370,10 @@ impl ScratchPointer {
     }
 }
 
-/// The cores that this process may use. Found once, before the first pool pins its caller: a pinned thread no longer
-/// knows what it was allowed before.
-#[cfg(target_os = "linux")]
-fn allowed_cores() -> &'static [usize] {
-    static CORES: std::sync::OnceLock<Vec<usize>> = std::sync::OnceLock::new();
-    // SAFETY: the set is plain data that the call fills in; its size is passed.
-    CORES.get_or_init(|| unsafe {
-        let mut set: libc::cpu_set_t = std::mem::zeroed();
-        if libc::sched_getaffinity(0, std::mem::size_of::<libc::cpu_set_t>(), &mut set) != 0 {
-            return Vec::new();
-        }
-        (0..libc::CPU_SETSIZE as usize).filter(|core| libc::CPU_ISSET(*core, &set)).collect()
-    })
-}
-
-/// How many of them this process may keep busy: where a container allows a share of the time, fewer than it may use. Found
-/// once, for the same reason.
-fn whole_cores() -> usize {
-    static CORES: std::sync::OnceLock<usize> = std::sync::OnceLock::new();
-    *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, NonZero::get))
-}
-
 /// Pins the calling thread to the `index`-th allowed core; without success it stays where it is.
 fn pin(cores: &[usize], index: usize) {
     if let Some(core) = cores.get(index..=index) {
         keep_to(0, core);
-    }
-}
-
-/// Lets a thread run on these cores alone; 0 is the calling one. Without success it stays where it is.
-#[cfg(target_os = "linux")]
-fn keep_to(thread: i32, cores: &[usize]) {
-    // SAFETY: the set is plain data, the cores are some that the kernel named.
-    unsafe {
-        let mut set: libc::cpu_set_t = std::mem::zeroed();
-        for core in cores {
-            libc::CPU_SET(*core, &mut set);
-        }
-        libc::sched_setaffinity(thread, std::mem::size_of::<libc::cpu_set_t>(), &set);
     }
 }
 
@@ -449,14 +400,6 @@ impl Pinned {
         keep_to(self.thread, self.cores);
     }
 }
-
-#[cfg(not(target_os = "linux"))]
-fn allowed_cores() -> &'static [usize] {
-    &[]
-}
-
-#[cfg(not(target_os = "linux"))]
-fn keep_to(_: i32, _: &[usize]) {}
 
 #[cfg(test)]
 mod tests {

@@ -3,9 +3,10 @@
 use std::ops::Range;
 
 use plimsoll_device::DType;
-use plimsoll_device::cpu::Pool;
 use plimsoll_device::cpu::quantize::four_bit::{self, FourBit, Magnitudes};
 use plimsoll_device::cpu::quantize::{can_quantize, quantize};
+
+use plimsoll_memory::usable_cores;
 
 use super::{ModelError, RowOrder, StoredAt, WeightSource};
 use crate::convert::{ConversionError, convert, encode};
@@ -29,7 +30,7 @@ pub(crate) fn rows_of_whole_blocks(columns: u64) -> u64 {
 
 /// Threads for work on one stripe.
 pub(crate) fn threads() -> usize {
-    Pool::cores()
+    usable_cores()
 }
 
 impl WeightSource {

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
-use plimsoll_disk::run_on_all_cores_of_the_process;
 use plimsoll_memory::ByteSize;
+use plimsoll_memory::run_on_all_cores;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{Machine, TrainingPlan};
 use plimsoll_train::StopFlag;
@@ -137,7 +137,7 @@ impl Trainings {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&errors_path)?);
         // This thread keeps to one core, and its children would with it.
         let start = move || {
-            run_on_all_cores_of_the_process();
+            run_on_all_cores();
             command.spawn()
         };
         let child = std::thread::spawn(start)
