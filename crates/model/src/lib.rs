@@ -13,6 +13,7 @@ pub mod hf_config;
 pub mod init;
 mod layout;
 pub mod parameters;
+mod rope;
 pub mod safetensors;
 pub mod save;
 mod save_error;
