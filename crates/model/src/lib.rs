@@ -12,6 +12,7 @@ pub mod gguf;
 pub mod hf_config;
 pub mod init;
 mod layout;
+mod naming;
 pub mod parameters;
 mod rope;
 pub mod safetensors;

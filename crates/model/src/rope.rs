@@ -65,8 +65,11 @@ impl RopeSpec {
                 attention_factor,
                 original_max_position_embeddings,
             } => {
-                let factors =
-                    if length as f64 > *original_max_position_embeddings { long_factor } else { short_factor };
+                let factors = if length as f64 > *original_max_position_embeddings {
+                    long_factor
+                } else {
+                    short_factor
+                };
                 let one_by_one = plain(self.theta).zip(factors).map(|(f, factor)| f / factor);
                 (as_f32(&mut { one_by_one }), *attention_factor)
             }

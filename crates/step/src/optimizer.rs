@@ -14,8 +14,7 @@ use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, Parameter, Role};
 
 use crate::StepError;
-use crate::seed::{mix, parameter_number};
-use crate::store::layer_of;
+use crate::seed::mix;
 use crate::tier::{Contents, HomePart, Parcel, Parcels, Pieces, Use, is_matrix};
 use crate::trainer::Part;
 
@@ -116,8 +115,8 @@ impl<'a> Optimizer<'a> {
         let mut slots = HashMap::new();
         let mut parcels = HashMap::new();
         for p in trained {
-            device.enter(Phase::Setup, layer_of(p.block));
-            tiers.enter(Phase::Setup, layer_of(p.block));
+            device.enter(Phase::Setup, p.block.layer());
+            tiers.enter(Phase::Setup, p.block.layer());
             let mut state = OptimizerState::default();
             if tier == Tier::Device || !is_matrix(p) || stays(p) {
                 state = new_state(device, p, kind, head_dim, needs_master(p))?;
@@ -224,7 +223,7 @@ impl<'a> Optimizer<'a> {
             weight_decay: *weight_decay,
             control,
             step: update.step,
-            own_seed: mix(self.seed, parameter_number(block, role)),
+            own_seed: mix(self.seed, block.parameter_number(role)),
             first: part.rows.start * part.parameter.columns(),
         };
         self.apply(&job)?;

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use plimsoll_step::{MicroBatch, StepError, Trainer, block_name};
+use plimsoll_step::{MicroBatch, StepError, Trainer};
 use serde::Serialize;
 
 use crate::TrainError;
@@ -49,12 +49,12 @@ impl Diagnostic {
         let mut outputs = micro_batches.iter().enumerate().filter_map(|(micro_batch, batch)| {
             // Another error here would hide the one that is being looked into.
             let block = trainer.first_bad_output(batch).ok().flatten()?;
-            Some(BadOutput { micro_batch, block: block_name(block) })
+            Some(BadOutput { micro_batch, block: block.to_string() })
         });
         let first_bad_output = outputs.next();
         let first_bad_gradient = match error {
-            StepError::NotFinite { block, .. } => block.map(block_name),
-            StepError::NotFiniteWithin { block } => Some(block_name(*block)),
+            StepError::NotFinite { block, .. } => block.map(|block| block.to_string()),
+            StepError::NotFiniteWithin { block } => Some(block.to_string()),
             _ => None,
         };
         let loss_scale = trainer.progress().loss_scale.map(|loss_scale| loss_scale.scale);

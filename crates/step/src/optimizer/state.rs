@@ -7,7 +7,6 @@ use plimsoll_memory::Tag;
 use plimsoll_model::Parameter;
 
 use crate::StepError;
-use crate::store::role_name;
 
 /// What a tensor of the training state is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -118,7 +117,7 @@ impl<'a> NewState<'a> {
 
     fn alloc(&mut self, kind: StateKind, dtype: DType, shape: &[u64]) -> Result<Tensor, StepError> {
         let tag = if kind == StateKind::Master { Tag::MasterWeights } else { Tag::Optimizer };
-        let tensor = self.device.alloc(dtype, shape, tag, role_name(self.parameter.role))?;
+        let tensor = self.device.alloc(dtype, shape, tag, self.parameter.role.name())?;
         self.state.tensors.push((kind, tensor.clone()));
         Ok(tensor)
     }

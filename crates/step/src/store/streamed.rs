@@ -15,7 +15,7 @@ use plimsoll_model::{
     AdaptedModule, AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeight, StoredWeights,
 };
 
-use super::{BlockWeights, ResidentStore, WeightOffload, WeightStorage, layer_of};
+use super::{BlockWeights, ResidentStore, WeightOffload, WeightStorage};
 use crate::StepError;
 use crate::head::Head;
 use crate::tier::{Contents, HomePart, Parcel, Parcels, Pieces, Unit, Use, is_matrix};
@@ -135,7 +135,7 @@ impl<'a> WeightStore<'a> {
         };
         let resident = ResidentStore::allocate(device, spec, storage, &|p| !goes(p))?;
         let bytes = |p: &Parameter| (storage.types)(p).bytes_for(p.elements()).unwrap_or(0);
-        let layer_bytes = spec.blocks().filter(|block| layer_of(*block).is_some()).map(|block| {
+        let layer_bytes = spec.blocks().filter(|block| block.layer().is_some()).map(|block| {
             spec.block_parameters(block).iter().filter(|p| is_matrix(p)).map(bytes).sum::<u64>()
         });
         let layer_bytes = layer_bytes.max().unwrap_or(0);
@@ -144,8 +144,8 @@ impl<'a> WeightStore<'a> {
         for block in spec.blocks() {
             let Some(WeightOffload { tier, in_files, .. }) = storage.offload else { break };
             let in_files = in_files.filter(|_| tier == Tier::Disk);
-            device.enter(Phase::Setup, layer_of(block));
-            tiers.enter(Phase::Setup, layer_of(block));
+            device.enter(Phase::Setup, block.layer());
+            tiers.enter(Phase::Setup, block.layer());
             let mut own = Vec::new();
             for parameter in spec.block_parameters(block).into_iter().filter(goes) {
                 let dtype = (storage.types)(&parameter);
@@ -179,7 +179,7 @@ impl<'a> WeightStore<'a> {
         let pool = Parcels::of(device, tiers, parcels, BUFFERS, "weights.staging")?;
         // Where nothing changes, a table of one piece comes with its block.
         let in_pieces = |away: &&AwayParameter| {
-            let table = layer_of(away.parameter.block).is_none();
+            let table = away.parameter.block.layer().is_none();
             table && (storage.trained || away.pieces.len() > 1)
         };
         let tables = away
@@ -253,7 +253,7 @@ impl<'a> WeightStore<'a> {
         }
         self.announce(blocks.iter().map(|block| Unit::of_matrices(*block, 0)))?;
         for block in blocks {
-            self.device.enter(Phase::Setup, layer_of(block));
+            self.device.enter(Phase::Setup, block.layer());
             let weights = self.gather(block)?;
             work(self.device, &weights)?;
             drop(weights);

@@ -24,7 +24,7 @@ fn every_piece_has_a_home_of_its_size() {
     let store = WeightStore::new(&dry, &tiers, &large(), on_host(&|_| DType::F32), None).unwrap();
     // Rows of 24 floats.
     let table = [1024 * 96, 1024 * 96, 1053 * 96];
-    for away in store.away().iter().filter(|away| layer_of(away.parameter.block).is_none()) {
+    for away in store.away().iter().filter(|away| away.parameter.block.layer().is_none()) {
         let Contents::Homes(parts) = away.contents() else {
             panic!("{} is on the device", away.parameter.name)
         };
