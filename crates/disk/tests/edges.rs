@@ -282,7 +282,7 @@ fn dry_tiers_have_homes_and_move_nothing() {
     assert!(matches!(tiers.read_now(&disk, 0, &mut [0; 10]), Err(DiskError::Stopped)));
     assert!(matches!(tiers.write_now(&disk, 0, &[0; 10]), Err(DiskError::Stopped)));
     assert!(tiers.buffered_file().is_none());
-    let none = LowerTiers::none();
+    let none = LowerTiers::default();
     assert!(
         none.take(Tier::Host, 1, Tag::Weights, "x").is_err()
             && none.take(Tier::Disk, 1, Tag::Weights, "x").is_err()

@@ -38,7 +38,7 @@ pub use plimsoll_device::BlockSparse;
 
 pub use decode::{DecodeSettings, Decoder};
 pub use error::StepError;
-pub use evaluate::Evaluator;
+pub use evaluate::{EvaluateSettings, Evaluator};
 pub use loss_scale::LossScale;
 pub use optimizer::{
     AdafactorSettings, AdamSettings, ApolloChannels, EightBit, LionSettings, LowRankSettings, OptimizerKind,

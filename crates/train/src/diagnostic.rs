@@ -90,7 +90,8 @@ mod tests {
         let dry = Dry::new();
         let loss_scaling = Some(LossScaling { initial: 8.0, ..LossScaling::default() });
         let settings = StepSettings { loss_scaling, ..StepSettings::new(1, 4) };
-        let mut trainer = Trainer::new(&dry, origin.spec().clone(), settings, &Solo).unwrap();
+        let mut trainer =
+            Trainer::new(&dry, Default::default(), origin.spec().clone(), settings, &Solo).unwrap();
         let mut blamed = |error: StepError| {
             let diagnostic = Diagnostic::of_step(&mut trainer, &[], (3, 0.5, 24), &error);
             assert_eq!((diagnostic.step, diagnostic.lr, diagnostic.windows), (3, 0.5, 24));

@@ -16,7 +16,7 @@ fn gradients<'a>(dry: &'a Dry, tiers: &Arc<LowerTiers>, tier: Tier) -> (Vec<Para
 
 #[test]
 fn vectors_have_wide_gradients_and_matrices_those_of_the_settings() {
-    let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::none()));
+    let (dry, tiers) = (Dry::new(), Arc::default());
     let (trained, mut gradients) = gradients(&dry, &tiers, Tier::Device);
     for p in &trained {
         let Target { tensor: gradient, accumulate, .. } = gradients.target(p.block, p.role).unwrap();
@@ -48,7 +48,7 @@ fn rows_that_were_looked_up_are_added_to_their_piece() {
     let device = Cpu::new(1 << 16, CpuOptions { threads: Some(1), isa: None }).unwrap();
     let (block, role) = (BlockId::Embedding, Role::TokenEmbedding);
     let table = Parameter { name: "table".into(), block, role, shape: vec![8, 2] };
-    let tiers = Arc::new(LowerTiers::none());
+    let tiers = Arc::default();
     let on_tier = OnTier { tiers: &tiers, tier: Tier::Device, stays: &|_| false };
     let trained = std::slice::from_ref(&table);
     let mut gradients =
@@ -76,7 +76,7 @@ fn rows_that_were_looked_up_are_added_to_their_piece() {
 /// Sums are rounded by how often something was added before, and by the place of the first number of a piece.
 #[test]
 fn roundings_of_a_piece_depend_on_its_place_and_on_what_was_added() {
-    let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::none()));
+    let (dry, tiers) = (Dry::new(), Arc::default());
     let (_, mut gradients) = gradients(&dry, &tiers, Tier::Device);
     let (block, role) = (BlockId::Embedding, Role::TokenEmbedding);
     gradients.begin(5);

@@ -75,7 +75,7 @@ fn optimizer<'a>(
     settings: &OptimizerSettings,
 ) -> Result<Optimizer<'a>, StepError> {
     let storage = StateStorage {
-        tiers: &Arc::new(LowerTiers::none()),
+        tiers: &Arc::default(),
         tier: Tier::Device,
         cut: Pieces::new(spec, &settings.kind),
         head_dim: spec.attention.head_dim,
@@ -432,7 +432,7 @@ fn of_one(device: &dyn Device, kind: OptimizerKind, shape: [u64; 2]) -> (Paramet
     let base = spec().parameters().into_iter().find(|p| p.name == NAMES[2]).unwrap();
     let p = Parameter { shape: shape.to_vec(), ..base };
     let storage = StateStorage {
-        tiers: &Arc::new(LowerTiers::none()),
+        tiers: &Arc::default(),
         tier: Tier::Device,
         cut: Pieces::new(&spec(), &kind),
         head_dim: 16,
@@ -498,7 +498,7 @@ fn masters_are_told_from_other_states() {
     let (spec, device) = (spec(), Cpu::new(16 << 20, CpuOptions { threads: Some(1), isa: None }).unwrap());
     let settings = settings(OptimizerKind::AdamW(ADAM));
     let storage = StateStorage {
-        tiers: &Arc::new(LowerTiers::none()),
+        tiers: &Arc::default(),
         tier: Tier::Device,
         cut: Pieces::new(&spec, &settings.kind),
         head_dim: 16,

@@ -5,7 +5,7 @@ use plimsoll_device::Dry;
 use super::*;
 use crate::common::{biased, llama};
 use crate::store::Residency;
-use crate::{Evaluator, MicroBatch, Precision};
+use crate::{EvaluateSettings, Evaluator, MicroBatch, Precision};
 
 /// Tables of two pieces of 1024 rows and one of 1053.
 fn large() -> ModelSpec {
@@ -68,7 +68,14 @@ fn a_table_whose_rows_cannot_be_looked_up_is_refused() {
         _ => DType::F32,
     };
     let (precision, storage) = (Precision::F32, on_host(&types));
-    let mut evaluator = Evaluator::with_tiers(&dry, &tiers, spec, precision, storage, (9, 9)).unwrap();
+    let mut evaluator = Evaluator::new(
+        &dry,
+        &tiers,
+        spec,
+        EvaluateSettings { precision, longest: 9, loss_chunk_tokens: 9 },
+        storage,
+    )
+    .unwrap();
     let error = evaluator.losses(1, &MicroBatch::new(&[], &[])).unwrap_err().to_string();
     assert!(error.contains("rows cannot be read one by one"), "{error}");
 }
@@ -84,8 +91,14 @@ fn a_pass_ends_with_what_the_next_one_begins_with() {
         let residency = Residency::Spread { layers: 0, head };
         let offload = WeightOffload { tier: Tier::Disk, in_files: None, residency };
         let storage = WeightStorage { offload: Some(offload), ..WeightStorage::new(&types) };
-        let mut evaluator =
-            Evaluator::with_tiers(&dry, &tiers, spec, Precision::F32, storage, (9, 9)).unwrap();
+        let mut evaluator = Evaluator::new(
+            &dry,
+            &tiers,
+            spec,
+            EvaluateSettings { precision: Precision::F32, longest: 9, loss_chunk_tokens: 9 },
+            storage,
+        )
+        .unwrap();
         let mut layers_read = || {
             let before = dry.moved();
             evaluator.losses(1, &MicroBatch::new(&[], &[])).unwrap();
