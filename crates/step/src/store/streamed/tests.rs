@@ -49,7 +49,7 @@ fn rows_are_not_looked_for_behind_the_end_of_a_home() {
         dtype: DType::F32,
         pieces: std::iter::once(0..4).collect(),
         homes: vec![part],
-        in_file: false,
+        in_file: None,
     };
     let needed = |row| match table.read_rows(&tiers, &[row], &mut [0; 32]) {
         Err(DiskError::Buffer { has: 64, needed }) => needed,
