@@ -124,7 +124,7 @@ pub(crate) fn backward(
         let normed = held.restore(ctx, || before(ctx, norms()?.attention, &input))?;
         let qkv = attention::project_qkv(ctx, weights, &normed.out)?;
         if !recomputed {
-            attention_norm = Held::Plain(normed);
+            attention_norm = Held::plain(normed);
         }
         Ok(qkv)
     })?;
