@@ -33,24 +33,6 @@ pub enum StateKind {
     UpdateNorm,
 }
 
-impl StateKind {
-    /// What a checkpoint calls it, after the parameter's name.
-    pub fn suffix(self) -> &'static str {
-        match self {
-            StateKind::Weight => "weight",
-            StateKind::Master => "master",
-            StateKind::FirstMoment => "exp_avg",
-            StateKind::SecondMoment => "exp_avg_sq",
-            StateKind::FirstMomentAbsmax => "exp_avg_absmax",
-            StateKind::SecondMomentAbsmax => "exp_avg_sq_absmax",
-            StateKind::SecondMomentRows => "exp_avg_sq_row",
-            StateKind::SecondMomentColumns => "exp_avg_sq_col",
-            StateKind::Projection => "projection",
-            StateKind::UpdateNorm => "update_norm",
-        }
-    }
-}
-
 /// State of one parameter.
 #[derive(Clone, Debug, Default)]
 pub struct OptimizerState {

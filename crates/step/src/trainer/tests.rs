@@ -467,7 +467,7 @@ fn the_state_has_the_shapes_of_the_parameters_wherever_it_lives() {
         let dry = Dry::new();
         let settings = StepSettings { offload, precision: BF16_WITH_MASTERS, ..settings(1, 9) };
         let mut all = on_dry_device(&dry, &spec, &settings).state().unwrap();
-        let key = |named: &NamedTensor| (named.name.clone(), named.kind.suffix());
+        let key = |named: &NamedTensor| (named.name.clone(), format!("{:?}", named.kind));
         all.sort_by_key(key);
         all.iter().map(|named| (key(named), named.dtype, named.shape.clone())).collect::<Vec<_>>()
     };
@@ -477,7 +477,7 @@ fn the_state_has_the_shapes_of_the_parameters_wherever_it_lives() {
     for ((name, kind), dtype, shape) in &resident {
         let p = spec.parameters().into_iter().find(|p| p.name == *name).unwrap();
         assert_eq!(*shape, p.shape, "{name} {kind}");
-        assert_eq!(*dtype, if *kind == "weight" { DType::Bf16 } else { DType::F32 }, "{name} {kind}");
+        assert_eq!(*dtype, if kind == "Weight" { DType::Bf16 } else { DType::F32 }, "{name} {kind}");
     }
     assert_eq!(state(everything_on(Tier::Disk)), resident);
 }
