@@ -7,6 +7,13 @@ use serde_json::Value;
 
 use super::*;
 
+impl Part {
+    /// All of a parameter.
+    pub fn whole(parameter: &Parameter) -> Part {
+        Part { parameter: parameter.clone(), piece: 0, rows: parameter.all_rows(), norm_row: 0 }
+    }
+}
+
 /// The fixtures' parameters, in their order.
 const NAMES: [&str; 6] = [
     "model.embed_tokens.weight",
