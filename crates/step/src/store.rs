@@ -3,7 +3,7 @@
 
 mod streamed;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use plimsoll_device::{DType, Device, DeviceError, DeviceExt, Elementwise, Magnitude, Rounding, Tensor};
 use plimsoll_memory::{Phase, Tag, Tier};
@@ -137,16 +137,6 @@ impl BlockWeights {
         })
     }
 
-    /// A norm that the block may have.
-    pub(crate) fn optional_norm(
-        &self,
-        weight: Role,
-        bias: Option<Role>,
-        spec: &NormSpec,
-    ) -> Result<Option<Norm<'_>>, StepError> {
-        self.find(weight).map(|_| self.norm(weight, bias, spec)).transpose()
-    }
-
     pub(crate) fn norm(
         &self,
         weight: Role,
@@ -237,7 +227,7 @@ impl<'a> WeightStorage<'a> {
 /// What a store has in the arena all the time.
 #[derive(Debug)]
 pub(crate) struct ResidentStore {
-    blocks: HashMap<BlockId, BlockWeights>,
+    blocks: BTreeMap<BlockId, BlockWeights>,
     /// The model's and the adapters'.
     parameters: Vec<Parameter>,
 }
@@ -260,7 +250,7 @@ impl ResidentStore {
         let WeightStorage { types, adapters, .. } = storage;
         let adapter_parameters = adapters.map(AdapterLayout::parameters).unwrap_or_default();
         let modules = adapters.map(AdapterLayout::modules).unwrap_or_default();
-        let mut blocks = HashMap::new();
+        let mut blocks = BTreeMap::new();
         for block in spec.blocks() {
             device.enter(Phase::Setup, block.layer());
             let mut tensors = spec
@@ -297,13 +287,6 @@ impl ResidentStore {
     pub fn gather(&self, block: BlockId) -> Result<BlockWeights, StepError> {
         let missing = StepError::MissingWeight { block, role: Role::TokenEmbedding };
         self.blocks.get(&block).cloned().ok_or(missing)
-    }
-
-    /// The blocks, in order.
-    fn ordered(&self) -> Vec<BlockId> {
-        let mut blocks: Vec<_> = self.blocks.keys().copied().collect();
-        blocks.sort();
-        blocks
     }
 
     /// The tensor of a parameter.

@@ -247,12 +247,8 @@ impl<'a> WeightStore<'a> {
         &mut self,
         work: impl Fn(&dyn Device, &BlockWeights) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
-        let mut blocks = Vec::new();
-        for block in self.resident.ordered() {
-            if self.resident.gather(block)?.has_lengths() {
-                blocks.push(block);
-            }
-        }
+        let with_lengths = self.resident.blocks.values().filter(|weights| weights.has_lengths());
+        let blocks: Vec<BlockId> = with_lengths.map(BlockWeights::block).collect();
         self.announce(blocks.iter().map(|block| Unit::of_matrices(*block, 0)))?;
         for block in blocks {
             self.device.enter(Phase::Setup, block.layer());
