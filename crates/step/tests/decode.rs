@@ -14,15 +14,22 @@ use plimsoll_step::{
     DecodeSettings, Decoder, EvaluateSettings, Evaluator, MicroBatch, Precision, WeightStorage,
 };
 
+/// A decoder whose weights have no values yet.
+fn empty(device: &dyn Device, spec: ModelSpec, settings: DecodeSettings) -> Decoder<'_> {
+    let storage = WeightStorage::new(&|_| DType::F32);
+    Decoder::new(device, &Arc::default(), spec, settings, storage).unwrap()
+}
+
+fn evaluator(device: &dyn Device, spec: ModelSpec) -> Evaluator<'_> {
+    let settings = EvaluateSettings { precision: Precision::F32, longest: 16, loss_chunk_tokens: 16 };
+    let storage = WeightStorage::new(&|_| DType::F32);
+    let mut evaluator = Evaluator::new(device, &Arc::default(), spec, settings, storage).unwrap();
+    evaluator.load(fill).unwrap();
+    evaluator
+}
+
 fn decoder(device: &dyn Device, spec: ModelSpec, settings: DecodeSettings) -> Decoder<'_> {
-    let mut decoder = Decoder::new(
-        device,
-        &Arc::default(),
-        spec,
-        settings,
-        WeightStorage::new(&|_| settings.precision.weights),
-    )
-    .unwrap();
+    let mut decoder = empty(device, spec, settings);
     decoder.load(fill).unwrap();
     decoder
 }
@@ -52,15 +59,7 @@ fn token_by_token_gives_the_losses_of_the_whole() {
     for spec in families() {
         let (tokens, _) = tokens(4, 1, 16);
         let device = device();
-        let mut evaluator = Evaluator::new(
-            &device,
-            &Arc::default(),
-            spec.clone(),
-            EvaluateSettings { precision: Precision::F32, longest: 16, loss_chunk_tokens: 16 },
-            WeightStorage::new(&|_| DType::F32),
-        )
-        .unwrap();
-        evaluator.load(fill).unwrap();
+        let mut evaluator = evaluator(&device, spec.clone());
         let other = self::device();
         let mut one = decoder(&other, spec, settings(5));
         for last in 1..16 {
@@ -82,14 +81,7 @@ fn a_narrow_cache_stays_near_f32() {
     let losses = |cache| {
         let settings = DecodeSettings { cache, ..settings(5) };
         let dry = Dry::new();
-        let _planned = Decoder::new(
-            &dry,
-            &Arc::default(),
-            llama(),
-            settings,
-            WeightStorage::new(&|_| settings.precision.weights),
-        )
-        .unwrap();
+        let _planned = empty(&dry, llama(), settings);
         let device = device();
         let mut decoder = decoder(&device, llama(), settings);
         let live = device.arena().ledger().live().total();
@@ -151,14 +143,7 @@ fn a_window_forgets_and_says_the_same() {
         let run = |chunk: u64| {
             let dry = Dry::new();
             let settings = DecodeSettings { cache, context: 100, ..settings(chunk) };
-            let _planned = Decoder::new(
-                &dry,
-                &Arc::default(),
-                windowed(6),
-                settings,
-                WeightStorage::new(&|_| settings.precision.weights),
-            )
-            .unwrap();
+            let _planned = empty(&dry, windowed(6), settings);
             let device = device();
             let mut decoder = decoder(&device, windowed(6), settings);
             let bytes = device.arena().ledger().live().get(Tag::KvCache);
@@ -212,21 +197,10 @@ fn losses_through_the_cache_are_those_of_the_whole() {
         let (tokens, targets) = tokens(4, 1, 16);
         let batch = MicroBatch::new(&tokens, &targets);
         let device = device();
-        let mut evaluator = Evaluator::new(
-            &device,
-            &Arc::default(),
-            spec.clone(),
-            EvaluateSettings { precision: Precision::F32, longest: 16, loss_chunk_tokens: 16 },
-            WeightStorage::new(&|_| DType::F32),
-        )
-        .unwrap();
-        evaluator.load(fill).unwrap();
+        let mut evaluator = evaluator(&device, spec.clone());
         let (whole, count) = evaluator.losses(1, &batch).unwrap();
         let dry = Dry::new();
-        Decoder::new(&dry, &Arc::default(), spec.clone(), settings(5), WeightStorage::new(&|_| DType::F32))
-            .unwrap()
-            .append_losses(&batch, 3)
-            .unwrap();
+        empty(&dry, spec.clone(), settings(5)).append_losses(&batch, 3).unwrap();
         let other = self::device();
         let mut decoder = decoder(&other, spec, settings(5));
         let (sum, targets) = decoder.append_losses(&batch, 3).unwrap();
@@ -238,9 +212,7 @@ fn losses_through_the_cache_are_those_of_the_whole() {
 #[test]
 fn planned_and_measured_peaks_are_equal() {
     let dry = Dry::new();
-    let mut planned =
-        Decoder::new(&dry, &Arc::default(), llama(), settings(8), WeightStorage::new(&|_| DType::F32))
-            .unwrap();
+    let mut planned = empty(&dry, llama(), settings(8));
     planned.append(&[0; 11]).unwrap();
     planned.append(&[0]).unwrap();
     let device = device();
@@ -371,15 +343,7 @@ fn say(decoder: &mut Decoder<'_>, tokens: &[u32]) -> Vec<Vec<f32>> {
 #[test]
 fn an_evaluation_of_nothing_is_nothing() {
     let device = device();
-    let mut evaluator = Evaluator::new(
-        &device,
-        &Arc::default(),
-        llama(),
-        EvaluateSettings { precision: Precision::F32, longest: 16, loss_chunk_tokens: 16 },
-        WeightStorage::new(&|_| DType::F32),
-    )
-    .unwrap();
-    evaluator.load(fill).unwrap();
+    let mut evaluator = evaluator(&device, llama());
     assert_eq!(evaluator.losses(1, &MicroBatch::new(&[], &[])).unwrap(), (0.0, 0));
 }
 
