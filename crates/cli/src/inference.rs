@@ -159,7 +159,7 @@ impl<'a> Inference<'a> {
             streaming::open(device, &self.weights, &plan.dry_run, plan.residency, self.disk)?;
         let types = |p: &Parameter| self.weights.weight_type(p);
         let storage = self.weights.storage(&types, plan.residency);
-        let mut decoder = Decoder::with_tiers(device, &tiers, self.spec().clone(), plan.settings, storage)?;
+        let mut decoder = Decoder::new(device, &tiers, self.spec().clone(), plan.settings, storage)?;
         streaming::report_buffered(&tiers);
         decoder.load(|p, rows, dtype, out| self.weights.read_rows_into(p, rows, dtype, out))?;
         Ok((Session::new(decoder, &plan.settings), streaming))

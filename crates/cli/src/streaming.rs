@@ -38,7 +38,7 @@ pub fn open(
     let on_disk = |tag| dry_run.disk.most(tag);
     let (spilled_bytes, cache_bytes) = (on_disk(Tag::Weights), on_disk(Tag::KvCache));
     if residency.is_none() && cache_bytes == 0 {
-        return Ok((Arc::new(LowerTiers::none()), None));
+        return Ok((Arc::default(), None));
     }
     let layers = weights.spec().num_layers;
     let resident_layers = residency.map_or(layers, |residency| residency.layers(layers));

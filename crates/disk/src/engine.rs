@@ -12,7 +12,7 @@ use plimsoll_memory::{Region, run_on_all_cores};
 
 use crate::file::DiskFile;
 use crate::request::{Piece, Request, Ticket, lock};
-use crate::statistics::{IoClock, IoMeter, IoStatistics};
+use crate::statistics::{IoClock, IoMeter};
 use crate::{ALIGNMENT, BufferPool, DiskError, pages};
 
 /// A worker's stack: system calls and the text of an error.
@@ -150,19 +150,14 @@ impl DiskEngine {
         reading.into_iter().map(arrive).fold(outcome, |before, now| before.and(now))
     }
 
-    /// Totals since the start.
-    pub fn statistics(&self) -> IoStatistics {
-        self.meter().totals()
-    }
-
     /// What keeps the totals.
     pub(crate) fn clock(&self) -> Arc<Mutex<IoClock>> {
         Arc::clone(&self.shared.clock)
     }
 
-    /// Something to look at the totals by when the engine is in other hands.
+    /// The totals since the start, to look at even when the engine is in other hands.
     pub fn meter(&self) -> IoMeter {
-        IoMeter::new(Arc::clone(&self.shared.clock))
+        IoMeter(self.clock())
     }
 
     fn refuse(&self, region: Region, error: DiskError) -> Ticket {
@@ -252,6 +247,6 @@ mod tests {
         let error = finished.outcome.unwrap_err();
         assert!(matches!(error, DiskError::Full { bytes: 8192, .. }), "{error}");
         assert!(error.to_string().starts_with("the disk of spill has no room for 8.00 KiB more"), "{error}");
-        assert_eq!(engine.statistics().bytes_written, 0);
+        assert_eq!(engine.meter().totals().bytes_written, 0);
     }
 }

@@ -57,7 +57,7 @@ impl DiskFile {
         }
         let buffered = File::open(path).map_err(fail)?;
         let length = buffered.metadata().map_err(fail)?.len();
-        let direct = if direct { open_direct(path).ok() } else { None };
+        let direct = if direct { open_direct(path, false).ok() } else { None };
         let refused = AtomicBool::new(false);
         let file = DiskFile { path: path.to_owned(), buffered, direct, refused, length: Some(length) };
         Ok(file)

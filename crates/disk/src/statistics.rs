@@ -37,13 +37,9 @@ impl IoStatistics {
 
 /// An engine's totals, to look at from anywhere.
 #[derive(Clone, Debug)]
-pub struct IoMeter(Arc<Mutex<IoClock>>);
+pub struct IoMeter(pub(crate) Arc<Mutex<IoClock>>);
 
 impl IoMeter {
-    pub(crate) fn new(clock: Arc<Mutex<IoClock>>) -> IoMeter {
-        IoMeter(clock)
-    }
-
     /// What they are now.
     pub fn totals(&self) -> IoStatistics {
         lock(&self.0).totals()

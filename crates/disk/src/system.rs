@@ -2,22 +2,28 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// Opens an existing file for reading past the page cache.
-pub(crate) fn open_direct(path: &Path) -> io::Result<File> {
+/// Opens an existing file past the page cache, for reading and, where `write`, for writing.
+pub(crate) fn open_direct(path: &Path, write: bool) -> io::Result<File> {
     #[cfg(target_os = "linux")]
     {
-        use rustix::fs::{Mode, OFlags};
-        let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
-        Ok(File::from(rustix::fs::open(path, flags, Mode::empty())?))
+        let direct = rustix::fs::OFlags::DIRECT.bits() as i32;
+        OpenOptions::new().read(true).write(write).custom_flags(direct).open(path)
     }
     #[cfg(not(target_os = "linux"))]
     {
-        let _ = path;
+        let _ = (path, write);
         Err(io::ErrorKind::Unsupported.into())
     }
+}
+
+/// A second handle of an open file, past the page cache.
+pub(crate) fn reopened_direct(file: &File) -> io::Result<File> {
+    // A file without a name can be reached through the process's own list of them.
+    open_direct(Path::new(&format!("/proc/self/fd/{}", file.as_raw_fd())), true)
 }
 
 /// Makes a file without a name in `folder`, for this user alone.
@@ -48,24 +54,6 @@ pub(crate) fn unlinked_file(folder: &Path, prefix: &str) -> io::Result<File> {
         }
     }
     Err(io::ErrorKind::AlreadyExists.into())
-}
-
-/// A second handle of an open file, past the page cache.
-pub(crate) fn reopened_direct(file: &File) -> io::Result<File> {
-    #[cfg(target_os = "linux")]
-    {
-        use rustix::fs::{Mode, OFlags};
-        use std::os::fd::AsRawFd;
-        // A file without a name can be reached through the process's own list of them.
-        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-        let flags = OFlags::RDWR | OFlags::DIRECT | OFlags::CLOEXEC;
-        Ok(File::from(rustix::fs::open(path, flags, Mode::empty())?))
-    }
-    #[cfg(not(target_os = "linux"))]
-    {
-        let _ = file;
-        Err(io::ErrorKind::Unsupported.into())
-    }
 }
 
 /// Takes room for bytes of a file, where the file system can; others find out when they are written.

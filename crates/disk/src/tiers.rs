@@ -114,6 +114,13 @@ impl Home {
     }
 }
 
+impl Default for LowerTiers {
+    /// Tiers of no size.
+    fn default() -> LowerTiers {
+        LowerTiers::with(Arena::new(Tier::Host, 0), Arena::new(Tier::Disk, 0), None)
+    }
+}
+
 impl LowerTiers {
     /// Tiers without an end and with nothing behind them.
     pub fn dry() -> LowerTiers {
@@ -128,11 +135,6 @@ impl LowerTiers {
 
     fn with(host: Arena, disk: Arena, backing: Option<Backing>) -> LowerTiers {
         LowerTiers { host, disk, backing, staging: Mutex::default() }
-    }
-
-    /// Tiers of no size.
-    pub fn none() -> LowerTiers {
-        LowerTiers::with(Arena::new(Tier::Host, 0), Arena::new(Tier::Disk, 0), None)
     }
 
     /// A host tier of this memory, and a disk of this size. The room on disk is taken at once, so that a disk that is too full

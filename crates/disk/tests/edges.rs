@@ -114,7 +114,7 @@ fn writes_reach_their_pages_and_no_other() {
         for chunk in finished.bytes().unwrap().chunks(ALIGNMENT as usize) {
             assert!(chunk.iter().all(|byte| *byte == chunk[0]));
         }
-        let moved = engine.statistics();
+        let moved = engine.meter().totals();
         assert_eq!([moved.bytes_written, moved.bytes_read], [40_960 + 8193 + 1, 40_960]);
         assert!(matches!(write(u64::MAX / ALIGNMENT, 5000, 0), Err(DiskError::Buffer { .. })));
     }
@@ -282,7 +282,7 @@ fn dry_tiers_have_homes_and_move_nothing() {
     assert!(matches!(tiers.read_now(&disk, 0, &mut [0; 10]), Err(DiskError::Stopped)));
     assert!(matches!(tiers.write_now(&disk, 0, &[0; 10]), Err(DiskError::Stopped)));
     assert!(tiers.buffered_file().is_none());
-    let none = LowerTiers::none();
+    let none = LowerTiers::default();
     assert!(
         none.take(Tier::Host, 1, Tag::Weights, "x").is_err()
             && none.take(Tier::Disk, 1, Tag::Weights, "x").is_err()
@@ -341,7 +341,7 @@ fn tickets_know_when_they_are_done_and_what_is_dropped_is_left_out() {
         // The requests before it are done too, as there is one thread.
         assert!(long.is_done());
         long.wait().outcome.unwrap();
-        let read = engine.statistics().bytes_read;
+        let read = engine.meter().totals().bytes_read;
         assert!([(4 << 20) + 10, (4 << 20) + 110].contains(&read), "{read}");
         was_left_out |= read == (4 << 20) + 10;
         if was_pending && was_left_out {
@@ -362,16 +362,16 @@ fn nobody_waits_for_what_is_done_and_nothing_takes_no_time() {
     // Nothing, and what is refused, is never under way.
     assert_eq!(engine.prefetch(&file, 0..0, memory()).wait().bytes().unwrap(), b"");
     assert!(engine.prefetch(&file, 0..20_001, memory()).wait().outcome.is_err());
-    assert_eq!(engine.statistics(), plimsoll_disk::IoStatistics::default());
+    assert_eq!(engine.meter().totals(), plimsoll_disk::IoStatistics::default());
     let ticket = engine.prefetch(&file, 0..20_000, memory());
     while !ticket.is_done() {
         std::thread::yield_now();
     }
     ticket.wait().outcome.unwrap();
-    let done = engine.statistics();
+    let done = engine.meter().totals();
     assert_eq!((done.bytes_read, done.waited_seconds, done.hidden_share()), (20_000, 0.0, Some(1.0)));
     // The clock stands still while nothing is under way.
-    assert_eq!(engine.statistics(), done);
+    assert_eq!(engine.meter().totals(), done);
 }
 
 #[test]

@@ -89,7 +89,7 @@ proptest! {
             prop_assert_eq!(finished.bytes().unwrap(), vec![i as u8 + 1; size]);
             pool.give_back(finished.region);
         }
-        let done = engine.statistics();
+        let done = engine.meter().totals();
         prop_assert_eq!([done.bytes_read, done.bytes_written], [sizes.iter().sum::<usize>() as u64; 2]);
         prop_assert!(done.io_seconds > 0.0 && done.hidden_share().is_some());
     }
@@ -104,7 +104,7 @@ fn what_lies_beyond_a_file_is_refused() {
         assert!(matches!(finished.outcome, Err(DiskError::EndOfFile { length: 5000, .. })));
         assert_eq!(finished.region.len(), 1 << 16);
     }
-    assert_eq!(engine.statistics().bytes_read, 0);
+    assert_eq!(engine.meter().totals().bytes_read, 0);
 }
 
 #[test]

@@ -1,10 +1,12 @@
 //! What lets a session be planned by its longest prompt alone: a shorter pass never needs more memory.
 
+use std::sync::Arc;
+
 use plimsoll_device::{DType, Device, Dry};
 use plimsoll_generate::Session;
 use plimsoll_memory::Tier;
 use plimsoll_model::catalogue;
-use plimsoll_step::{DecodeSettings, Decoder, Precision};
+use plimsoll_step::{DecodeSettings, Decoder, Precision, WeightStorage};
 
 #[test]
 fn a_shorter_pass_never_needs_more_memory() {
@@ -19,7 +21,14 @@ fn a_shorter_pass_never_needs_more_memory() {
         };
         let peak = |tokens: usize| {
             let dry = Dry::new();
-            let decoder = Decoder::new(&dry, spec.clone(), settings).unwrap();
+            let decoder = Decoder::new(
+                &dry,
+                &Arc::default(),
+                spec.clone(),
+                settings,
+                WeightStorage::new(&|_| settings.precision.weights),
+            )
+            .unwrap();
             Session::new(decoder, &settings).append(&vec![0; tokens]).unwrap();
             dry.arena().ledger().at_peak().peak
         };

@@ -1,6 +1,7 @@
 //! Sessions and conversations on a tiny model of bytes: a cache that is used again changes no token.
 
 use std::cell::Cell;
+use std::sync::Arc;
 
 use plimsoll_device::{Cpu, CpuOptions, DType};
 use plimsoll_generate::{
@@ -11,7 +12,7 @@ use plimsoll_memory::Tier;
 use plimsoll_model::chat_template::ChatTemplate;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{Activation, AttentionSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec, init};
-use plimsoll_step::{DecodeSettings, Decoder, Precision, StepError};
+use plimsoll_step::{DecodeSettings, Decoder, Precision, StepError, WeightStorage};
 use proptest::prelude::*;
 
 const CONTEXT: usize = 96;
@@ -52,7 +53,14 @@ fn session_of(device: &Cpu, spec: ModelSpec) -> Session<'_> {
         context: CONTEXT as u64,
         prompt_chunk_tokens: 7,
     };
-    let mut decoder = Decoder::new(device, spec.clone(), settings).unwrap();
+    let mut decoder = Decoder::new(
+        device,
+        &Arc::default(),
+        spec.clone(),
+        settings,
+        WeightStorage::new(&|_| settings.precision.weights),
+    )
+    .unwrap();
     decoder
         .load::<StepError>(|parameter, rows, dtype, out| {
             init::fill(parameter, rows, &spec, 3, dtype, out).unwrap();

@@ -12,8 +12,8 @@ use plimsoll_memory::{AtPeak, Ledger, TagBytes};
 use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
-    DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, StepError, StepSettings, Trainer,
-    UpdateTiming, WeightStorage,
+    DecodeSettings, Decoder, EvaluateSettings, Evaluator, MicroBatch, Precision, StepError, StepSettings,
+    Trainer, UpdateTiming, WeightStorage,
 };
 
 use self::fold::Fold;
@@ -129,7 +129,7 @@ impl DryRun {
         let tiers = Arc::new(LowerTiers::dry_beside(dry.arena()));
         dry.arena().mark("load");
         let (own, step) = (spec.clone(), settings.clone());
-        let mut trainer = Trainer::with_tiers(dry, Arc::clone(&tiers), own, step, &Solo)?;
+        let mut trainer = Trainer::new(dry, Arc::clone(&tiers), own, step, &Solo)?;
         trainer.load(nothing)?;
         trainer.reset_magnitudes()?;
         let micro_batch = MicroBatch {
@@ -199,8 +199,8 @@ impl DryRun {
         samples: bool,
     ) -> Result<DryRun, StepError> {
         let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
-        let shape = (length, loss_chunk_tokens);
-        let mut evaluator = Evaluator::with_tiers(&dry, &tiers, spec.clone(), precision, storage, shape)?;
+        let settings = EvaluateSettings { precision, longest: length, loss_chunk_tokens };
+        let mut evaluator = Evaluator::new(&dry, &tiers, spec.clone(), settings, storage)?;
         let micro_batch = MicroBatch {
             weights: samples.then_some(&[]),
             document_starts: samples.then_some(&[]),
@@ -225,7 +225,7 @@ impl DryRun {
         loss_chunk_tokens: u64,
     ) -> Result<DryRun, StepError> {
         let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
-        let mut decoder = Decoder::with_tiers(&dry, &tiers, spec.clone(), settings, storage)?;
+        let mut decoder = Decoder::new(&dry, &tiers, spec.clone(), settings, storage)?;
         decoder.load(nothing)?;
         let n = settings.context as usize;
         let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
@@ -243,7 +243,7 @@ impl DryRun {
     ) -> Result<DryRun, StepError> {
         let dry = Dry::new();
         let tiers = Arc::new(LowerTiers::dry());
-        let mut decoder = Decoder::with_tiers(&dry, &tiers, spec.clone(), settings, storage)?;
+        let mut decoder = Decoder::new(&dry, &tiers, spec.clone(), settings, storage)?;
         decoder.load(nothing)?;
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
         decoder.append(&vec![0; prompt as usize])?;
@@ -265,7 +265,7 @@ impl DryRun {
     ) -> Result<PassFootprint, StepError> {
         let dry = Dry::new();
         let tiers = Arc::new(LowerTiers::dry());
-        let mut decoder = Decoder::with_tiers(&dry, &tiers, spec.clone(), settings, storage)?;
+        let mut decoder = Decoder::new(&dry, &tiers, spec.clone(), settings, storage)?;
         decoder.load(nothing)?;
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
         let chunk = settings.prompt_chunk_tokens.max(1);

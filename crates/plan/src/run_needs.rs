@@ -27,7 +27,7 @@ impl SavedBytes {
     pub(crate) fn of(spec: &ModelSpec, settings: &StepSettings) -> Result<SavedBytes, StepError> {
         let dry = Dry::new();
         let tiers = Arc::new(LowerTiers::dry());
-        let trainer = Trainer::with_tiers(&dry, tiers, spec.clone(), settings.clone(), &Solo)?;
+        let trainer = Trainer::new(&dry, tiers, spec.clone(), settings.clone(), &Solo)?;
         let (mut weights, mut states) = (0u64, 0u64);
         for tensor in trainer.state()? {
             match tensor.kind {

@@ -10,7 +10,7 @@ use plimsoll_model::{BlockId, Role};
 use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
-use crate::seed::{mix, parameter_number};
+use crate::seed::mix;
 
 /// Which inputs of adapters are dropped in a pass (Srivastava et al. 2014); masks are functions of the seed.
 #[derive(Clone, Copy, Debug)]
@@ -194,7 +194,7 @@ impl LowRank<'_> {
 
     fn mask<'t>(&self, dropout: Dropout, x: &'t Tensor, out: &'t Tensor, accumulate: bool) -> Op<'t> {
         // Linears that read the same input drop different elements of it.
-        let seed = mix(dropout.seed, parameter_number(self.block, self.b_role));
+        let seed = mix(dropout.seed, self.block.parameter_number(self.b_role));
         let first = dropout.first_row * x.columns();
         Elementwise::Dropout { x, out, probability: dropout.probability, seed, first, accumulate }.into()
     }

@@ -124,7 +124,7 @@ pub(crate) fn backward(
         let normed = held.restore(ctx, || before(ctx, norms()?.attention, &input))?;
         let qkv = attention::project_qkv(ctx, weights, &normed.out)?;
         if !recomputed {
-            attention_norm = Held::Plain(normed);
+            attention_norm = Held::plain(normed);
         }
         Ok(qkv)
     })?;
@@ -173,7 +173,8 @@ struct Norms<'w> {
 
 impl<'w> Norms<'w> {
     fn of(ctx: &Context<'_>, weights: &'w BlockWeights) -> Result<Norms<'w>, StepError> {
-        let norm = |role, bias| weights.optional_norm(role, bias, &ctx.spec.norm);
+        let of = |role, bias| weights.norm(role, bias, &ctx.spec.norm);
+        let norm = |role, bias| weights.find(role).map(|_| of(role, bias)).transpose();
         Ok(Norms {
             attention: norm(Role::AttentionNorm, Some(Role::AttentionNormBias))?,
             attention_out: norm(Role::PostAttentionNorm, None)?,

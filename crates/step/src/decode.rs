@@ -52,23 +52,8 @@ pub struct Decoder<'a> {
 }
 
 impl<'a> Decoder<'a> {
-    /// Takes memory for the weights and the cache.
-    pub fn new(device: &'a dyn Device, spec: ModelSpec, settings: DecodeSettings) -> Result<Self, StepError> {
-        Self::with_storage(device, spec, settings, WeightStorage::new(&|_| settings.precision.weights))
-    }
-
-    /// The same with a type for each weight, and with adapters.
-    pub fn with_storage(
-        device: &'a dyn Device,
-        spec: ModelSpec,
-        settings: DecodeSettings,
-        storage: WeightStorage<'_>,
-    ) -> Result<Self, StepError> {
-        Self::with_tiers(device, &Arc::new(LowerTiers::none()), spec, settings, storage)
-    }
-
-    /// The same with tiers below the device, for weights and a cache that live there.
-    pub fn with_tiers(
+    /// Takes memory for the weights and the cache, on the device and on the tiers below it.
+    pub fn new(
         device: &'a dyn Device,
         tiers: &Arc<LowerTiers>,
         spec: ModelSpec,

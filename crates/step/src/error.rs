@@ -92,8 +92,7 @@ pub enum StepError {
     },
     /// A gradient is not a number in a step that updates blocks within the backward pass.
     #[error(
-        "the gradients of {} are not finite, and the blocks after it are updated already: go on from the last checkpoint, with a lower learning rate or updates after the backward pass",
-        block_name(*.block)
+        "the gradients of {block} are not finite, and the blocks after it are updated already: go on from the last checkpoint, with a lower learning rate or updates after the backward pass"
     )]
     NotFiniteWithin {
         /// The block.
@@ -115,17 +114,8 @@ pub enum StepError {
     },
 }
 
-/// A block in words.
-pub fn block_name(block: BlockId) -> String {
-    match block {
-        BlockId::Embedding => "the embedding".to_owned(),
-        BlockId::Head => "the head".to_owned(),
-        BlockId::Layer(layer) => format!("layer {layer}"),
-    }
-}
-
 fn first_seen(block: Option<BlockId>) -> String {
-    block.map(|block| format!(", first in the gradients of {}", block_name(block))).unwrap_or_default()
+    block.map(|block| format!(", first in the gradients of {block}")).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -19,16 +19,24 @@ use crate::settings::{MicroBatch, Precision};
 use crate::store::{WeightStorage, WeightStore};
 use crate::tier::Unit;
 
+/// What measuring needs to know beforehand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EvaluateSettings {
+    /// Storage types.
+    pub precision: Precision,
+    /// Tokens of the longest sequence: what a plan without contents is made for.
+    pub longest: u64,
+    /// Logits of at most this many tokens exist at once.
+    pub loss_chunk_tokens: u64,
+}
+
 /// A forward pass over whole sequences, whatever holds the weights.
 pub(crate) struct Evaluation<'a> {
     pub device: &'a dyn Device,
     pub spec: &'a ModelSpec,
-    pub precision: Precision,
     pub ropes: &'a RopeTables,
-    pub loss_chunk_tokens: u64,
+    pub settings: EvaluateSettings,
     pub mlp_chunk_tokens: Option<u64>,
-    /// Tokens of the longest sequence: what a plan without contents is made for.
-    pub longest: u64,
 }
 
 impl Evaluation<'_> {
@@ -41,11 +49,11 @@ impl Evaluation<'_> {
     ) -> Result<(f64, u64), StepError> {
         self.device.enter(Phase::Forward, None);
         let length = match micro_batch.tokens.len() as u64 {
-            0 if self.device.is_dry() => self.longest,
+            0 if self.device.is_dry() => self.settings.longest,
             tokens => tokens / batch_size.max(1),
         };
         let inputs = Inputs::upload(self.device, self.spec, batch_size, length, None, micro_batch)?;
-        let ctx = inputs.context(self.device, self.spec, self.precision, self.ropes);
+        let ctx = inputs.context(self.device, self.spec, self.settings.precision, self.ropes);
         let ctx = Context { mlp_chunk_tokens: self.mlp_chunk_tokens, ..ctx };
         store.announce_forward(self.spec, true)?;
         let mut x = embedding::forward(&ctx, store, (&inputs.tokens, inputs.ids))?;
@@ -57,7 +65,7 @@ impl Evaluation<'_> {
             store.release(Unit::Layer(layer), false);
         }
         self.device.enter(Phase::Loss, None);
-        head::loss_of(&ctx, store, &x, &inputs.labels, self.loss_chunk_tokens)?;
+        head::loss_of(&ctx, store, &x, &inputs.labels, self.settings.loss_chunk_tokens)?;
         Ok((sum(self.device, &inputs.labels.losses)?, micro_batch.target_count()))
     }
 }
@@ -66,60 +74,24 @@ impl Evaluation<'_> {
 pub struct Evaluator<'a> {
     device: &'a dyn Device,
     spec: ModelSpec,
-    precision: Precision,
-    loss_chunk_tokens: u64,
+    settings: EvaluateSettings,
     weights: WeightStore<'a>,
     ropes: RopeTables,
-    longest: u64,
 }
 
 impl<'a> Evaluator<'a> {
-    /// Takes memory for the weights and for sequences of up to `longest` tokens.
+    /// Takes memory for the weights, on the device and on the tiers below it.
     pub fn new(
-        device: &'a dyn Device,
-        spec: ModelSpec,
-        precision: Precision,
-        longest: u64,
-        loss_chunk_tokens: u64,
-    ) -> Result<Self, StepError> {
-        let types = |_: &Parameter| precision.weights;
-        let storage = WeightStorage::new(&types);
-        Self::with_storage(device, spec, precision, storage, longest, loss_chunk_tokens)
-    }
-
-    /// The same with a type for each weight, and with adapters.
-    pub fn with_storage(
-        device: &'a dyn Device,
-        spec: ModelSpec,
-        precision: Precision,
-        storage: WeightStorage<'_>,
-        longest: u64,
-        loss_chunk_tokens: u64,
-    ) -> Result<Self, StepError> {
-        Self::with_tiers(
-            device,
-            &Arc::new(LowerTiers::none()),
-            spec,
-            precision,
-            storage,
-            (longest, loss_chunk_tokens),
-        )
-    }
-
-    /// The same with tiers below the device, for weights that live there; the last are the longest sequence and the tokens
-    /// of a chunk of logits.
-    pub fn with_tiers(
         device: &'a dyn Device,
         tiers: &Arc<LowerTiers>,
         spec: ModelSpec,
-        precision: Precision,
+        settings: EvaluateSettings,
         storage: WeightStorage<'_>,
-        (longest, loss_chunk_tokens): (u64, u64),
     ) -> Result<Self, StepError> {
         let weights = WeightStore::new(device, tiers, &spec, storage, None)?;
         device.enter(Phase::Setup, None);
-        let ropes = RopeTables::new(device, &spec, longest)?;
-        Ok(Evaluator { device, spec, precision, loss_chunk_tokens, weights, ropes, longest })
+        let ropes = RopeTables::new(device, &spec, settings.longest)?;
+        Ok(Evaluator { device, spec, settings, weights, ropes })
     }
 
     /// Sets every weight that no file holds as it is computed with; `fill` writes the values of some rows of a parameter in the given type
@@ -133,10 +105,9 @@ impl<'a> Evaluator<'a> {
 
     /// Sum of token losses and number of targets of `batch_size` sequences of equal length.
     pub fn losses(&mut self, batch_size: u64, micro_batch: &MicroBatch<'_>) -> Result<(f64, u64), StepError> {
-        let Evaluator { device, precision, loss_chunk_tokens, longest, .. } = *self;
-        let (spec, ropes, mlp_chunk_tokens) = (&self.spec, &self.ropes, None);
-        let pass =
-            Evaluation { device, spec, precision, ropes, loss_chunk_tokens, mlp_chunk_tokens, longest };
-        pass.run(&mut self.weights, batch_size, micro_batch)
+        let Evaluator { device, spec, settings, weights, ropes } = self;
+        let (device, settings) = (*device, *settings);
+        let pass = Evaluation { device, spec, ropes, settings, mlp_chunk_tokens: None };
+        pass.run(weights, batch_size, micro_batch)
     }
 }

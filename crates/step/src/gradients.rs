@@ -16,8 +16,7 @@ use plimsoll_model::{BlockId, Parameter, Role};
 
 use crate::StepError;
 use crate::head::rows;
-use crate::seed::{mix, parameter_number};
-use crate::store::{layer_of, role_name};
+use crate::seed::mix;
 use crate::tier::{Parcel, Parcels, Pieces, Unit, Use, is_matrix};
 use crate::trainer::Part;
 
@@ -119,7 +118,7 @@ impl<'a> Gradients<'a> {
                 // Gradients that are used up at once never leave the device.
                 parcel.settle_later(tier, Tag::Gradients, "gradients");
             }
-            if layer_of(p.block).is_none() {
+            if p.block.layer().is_none() {
                 pieces.insert((p.block, p.role), cuts);
             }
         }
@@ -313,7 +312,7 @@ impl<'a> Gradients<'a> {
         let shape = self.shapes.get(&(block, role)).ok_or(StepError::MissingWeight { block, role })?;
         // Vectors are too small to save anything on, and many sums end in each of their elements.
         let dtype = if shape.len() < 2 { DType::F32 } else { self.dtype };
-        Ok(self.device.alloc(dtype, shape, Tag::Gradients, role_name(role))?)
+        Ok(self.device.alloc(dtype, shape, Tag::Gradients, role.name())?)
     }
 
     /// Where a gradient goes that is written as a whole.
@@ -348,7 +347,7 @@ impl<'a> Gradients<'a> {
 
     /// The rounding of what is added to a gradient after `times` others.
     fn rounding_at(&self, block: BlockId, role: Role, times: u64, first: u64) -> Rounding {
-        let seed = mix(mix(self.seed, times), parameter_number(block, role));
+        let seed = mix(mix(self.seed, times), block.parameter_number(role));
         Rounding::Stochastic { seed, first }
     }
 

@@ -37,8 +37,8 @@ extern crate self as plimsoll_step;
 pub use plimsoll_device::BlockSparse;
 
 pub use decode::{DecodeSettings, Decoder};
-pub use error::{StepError, block_name};
-pub use evaluate::Evaluator;
+pub use error::StepError;
+pub use evaluate::{EvaluateSettings, Evaluator};
 pub use loss_scale::LossScale;
 pub use optimizer::{
     AdafactorSettings, AdamSettings, ApolloChannels, EightBit, LionSettings, LowRankSettings, OptimizerKind,

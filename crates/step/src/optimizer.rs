@@ -14,8 +14,7 @@ use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, Parameter, Role};
 
 use crate::StepError;
-use crate::seed::{mix, parameter_number};
-use crate::store::layer_of;
+use crate::seed::mix;
 use crate::tier::{Contents, HomePart, Parcel, Parcels, Pieces, Use, is_matrix};
 use crate::trainer::Part;
 
@@ -116,8 +115,8 @@ impl<'a> Optimizer<'a> {
         let mut slots = HashMap::new();
         let mut parcels = HashMap::new();
         for p in trained {
-            device.enter(Phase::Setup, layer_of(p.block));
-            tiers.enter(Phase::Setup, layer_of(p.block));
+            device.enter(Phase::Setup, p.block.layer());
+            tiers.enter(Phase::Setup, p.block.layer());
             let mut state = OptimizerState::default();
             if tier == Tier::Device || !is_matrix(p) || stays(p) {
                 state = new_state(device, p, kind, head_dim, needs_master(p))?;
@@ -149,24 +148,15 @@ impl<'a> Optimizer<'a> {
         Ok(Optimizer { kind, slots, seed, away })
     }
 
-    fn slot(&self, block: BlockId, role: Role) -> Result<&Slot, StepError> {
-        self.slots.get(&(block, role)).ok_or(StepError::MissingWeight { block, role })
-    }
-
     /// The state of a parameter, if it is trained.
-    pub fn find(&self, block: BlockId, role: Role) -> Option<&OptimizerState> {
+    pub fn state(&self, block: BlockId, role: Role) -> Option<&OptimizerState> {
         self.slots.get(&(block, role)).map(|slot| &slot.state)
-    }
-
-    /// The state of a parameter.
-    pub fn state(&self, block: BlockId, role: Role) -> Result<&OptimizerState, StepError> {
-        self.slot(block, role).map(|slot| &slot.state)
     }
 
     /// Where a state of a parameter is.
     pub fn contents(&self, parameter: &Parameter, kind: StateKind) -> Option<Contents> {
         let (block, role) = (parameter.block, parameter.role);
-        if let Some(tensor) = self.find(block, role).and_then(|state| state.find(kind)) {
+        if let Some(tensor) = self.state(block, role).and_then(|state| state.find(kind)) {
             return Some(Contents::Device(tensor.clone()));
         }
         let part = |parcel: &Parcel<StateKind>| {
@@ -211,9 +201,10 @@ impl<'a> Optimizer<'a> {
         let unit = (block, role, part.piece);
         let is_away = self.away.has(unit);
         let brought = if is_away { Some(OptimizerState::new(self.away.gather(unit)?)) } else { None };
-        let Slot { state, lr_scale, weight_decay } = self.slot(block, role)?;
+        let missing = || StepError::MissingWeight { block, role };
+        let Slot { state, lr_scale, weight_decay } = self.slots.get(&(block, role)).ok_or_else(missing)?;
         let resident = || state.of_rows(&part.parameter, &part.rows);
-        let state = brought.or_else(resident).ok_or(StepError::MissingWeight { block, role })?;
+        let state = brought.or_else(resident).ok_or_else(missing)?;
         let job = ParameterStep {
             device,
             parameter: &of_rows(&part.parameter, &part.rows),
@@ -224,7 +215,7 @@ impl<'a> Optimizer<'a> {
             weight_decay: *weight_decay,
             control,
             step: update.step,
-            own_seed: mix(self.seed, parameter_number(block, role)),
+            own_seed: mix(self.seed, block.parameter_number(role)),
             first: part.rows.start * part.parameter.columns(),
         };
         self.apply(&job)?;

@@ -111,18 +111,6 @@ impl Group {
     /// Every group, cheapest work for a byte first.
     pub const ALL: [Group; 6] =
         [Group::Swiglu, Group::Norms, Group::Attention, Group::Qkv, Group::Ffn, Group::Block];
-
-    /// The name used in configurations.
-    pub fn name(self) -> &'static str {
-        match self {
-            Group::Norms => "norms",
-            Group::Swiglu => "swiglu",
-            Group::Ffn => "ffn",
-            Group::Qkv => "qkv",
-            Group::Attention => "attention",
-            Group::Block => "block",
-        }
-    }
 }
 
 /// A set of groups.

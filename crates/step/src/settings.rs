@@ -310,9 +310,7 @@ impl StepSettings {
             seed: 0,
         }
     }
-}
 
-impl StepSettings {
     /// Bytes that a token of a [`MicroBatch`] takes on the host.
     pub fn host_bytes_per_token(&self) -> u64 {
         let further = u64::from(self.target_weights) + u64::from(self.document_starts);

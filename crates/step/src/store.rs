@@ -3,7 +3,7 @@
 
 mod streamed;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use plimsoll_device::{DType, Device, DeviceError, DeviceExt, Elementwise, Magnitude, Rounding, Tensor};
 use plimsoll_memory::{Phase, Tag, Tier};
@@ -137,16 +137,6 @@ impl BlockWeights {
         })
     }
 
-    /// A norm that the block may have.
-    pub(crate) fn optional_norm(
-        &self,
-        weight: Role,
-        bias: Option<Role>,
-        spec: &NormSpec,
-    ) -> Result<Option<Norm<'_>>, StepError> {
-        self.find(weight).map(|_| self.norm(weight, bias, spec)).transpose()
-    }
-
     pub(crate) fn norm(
         &self,
         weight: Role,
@@ -237,7 +227,7 @@ impl<'a> WeightStorage<'a> {
 /// What a store has in the arena all the time.
 #[derive(Debug)]
 pub(crate) struct ResidentStore {
-    blocks: HashMap<BlockId, BlockWeights>,
+    blocks: BTreeMap<BlockId, BlockWeights>,
     /// The model's and the adapters'.
     parameters: Vec<Parameter>,
 }
@@ -260,17 +250,17 @@ impl ResidentStore {
         let WeightStorage { types, adapters, .. } = storage;
         let adapter_parameters = adapters.map(AdapterLayout::parameters).unwrap_or_default();
         let modules = adapters.map(AdapterLayout::modules).unwrap_or_default();
-        let mut blocks = HashMap::new();
+        let mut blocks = BTreeMap::new();
         for block in spec.blocks() {
-            device.enter(Phase::Setup, layer_of(block));
+            device.enter(Phase::Setup, block.layer());
             let mut tensors = spec
                 .block_parameters(block)
                 .into_iter()
                 .filter(is_resident)
-                .map(|p| Ok((p.role, device.alloc(types(&p), &p.shape, Tag::Weights, role_name(p.role))?)))
+                .map(|p| Ok((p.role, device.alloc(types(&p), &p.shape, Tag::Weights, p.role.name())?)))
                 .collect::<Result<Vec<_>, DeviceError>>()?;
             for p in adapter_parameters.iter().filter(|p| p.block == block) {
-                let tensor = device.alloc(DType::F32, &p.shape, Tag::Adapters, role_name(p.role))?;
+                let tensor = device.alloc(DType::F32, &p.shape, Tag::Adapters, p.role.name())?;
                 tensors.push((p.role, tensor));
             }
             let mut weights = BlockWeights::new(block, tensors);
@@ -299,72 +289,9 @@ impl ResidentStore {
         self.blocks.get(&block).cloned().ok_or(missing)
     }
 
-    /// The blocks, in order.
-    fn ordered(&self) -> Vec<BlockId> {
-        let mut blocks: Vec<_> = self.blocks.keys().copied().collect();
-        blocks.sort();
-        blocks
-    }
-
     /// The tensor of a parameter.
     pub fn tensor(&self, parameter: &Parameter) -> Result<&Tensor, StepError> {
         let missing = StepError::MissingWeight { block: parameter.block, role: parameter.role };
         self.blocks.get(&parameter.block).ok_or(missing)?.get(parameter.role)
-    }
-}
-
-/// The layer number of a block, for the ledger.
-pub(crate) fn layer_of(block: BlockId) -> Option<u32> {
-    match block {
-        BlockId::Layer(i) => Some(i),
-        BlockId::Embedding | BlockId::Head => None,
-    }
-}
-
-/// What the ledger calls a weight.
-pub(crate) fn role_name(role: Role) -> &'static str {
-    match role {
-        Role::TokenEmbedding => "embed_tokens",
-        Role::PositionEmbedding => "embed_positions",
-        Role::AttentionNorm | Role::AttentionNormBias => "input_layernorm",
-        Role::QProj | Role::QBias => "q_proj",
-        Role::KProj | Role::KBias => "k_proj",
-        Role::VProj | Role::VBias => "v_proj",
-        Role::OProj | Role::OBias => "o_proj",
-        Role::QNorm => "q_norm",
-        Role::KNorm => "k_norm",
-        Role::PostAttentionNorm => "attention_out_layernorm",
-        Role::MlpNorm | Role::MlpNormBias => "mlp_layernorm",
-        Role::PostMlpNorm => "mlp_out_layernorm",
-        Role::GateProj | Role::GateBias => "gate_proj",
-        Role::UpProj | Role::UpBias => "up_proj",
-        Role::DownProj | Role::DownBias => "down_proj",
-        Role::FinalNorm | Role::FinalNormBias => "norm",
-        Role::LmHead => "lm_head",
-        Role::Lora(LoraPart::A, _) => "lora_A",
-        Role::Lora(LoraPart::B, _) => "lora_B",
-        Role::Lora(LoraPart::Magnitude, _) => "lora_magnitude_vector",
-        Role::Lora(LoraPart::Squares, _) => "dora.squares",
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_ledger_calls_weights_what_files_call_them() {
-        let names = [
-            (Role::TokenEmbedding, "embed_tokens"),
-            (Role::QProj, "q_proj"),
-            (Role::QBias, "q_proj"),
-            (Role::MlpNorm, "mlp_layernorm"),
-            (Role::FinalNorm, "norm"),
-            (Role::LmHead, "lm_head"),
-            (Role::Lora(LoraPart::B, Adapted::QProj), "lora_B"),
-        ];
-        for (role, name) in names {
-            assert_eq!(role_name(role), name);
-        }
     }
 }

@@ -120,18 +120,8 @@ pub struct StepOutcome {
 }
 
 impl<'a> Trainer<'a> {
-    /// As [`Trainer::with_tiers`], for settings that offload nothing.
-    pub fn new(
-        device: &'a dyn Device,
-        spec: ModelSpec,
-        settings: StepSettings,
-        communicator: &'a dyn Communicator,
-    ) -> Result<Self, StepError> {
-        Trainer::with_tiers(device, Arc::new(LowerTiers::none()), spec, settings, communicator)
-    }
-
     /// Takes all persistent memory, on the device and on the tiers below it. Weights are uninitialised until [`Trainer::load`]; moments are zero.
-    pub fn with_tiers(
+    pub fn new(
         device: &'a dyn Device,
         tiers: Arc<LowerTiers>,
         spec: ModelSpec,

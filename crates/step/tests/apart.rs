@@ -33,7 +33,7 @@ fn steps(trainer: &mut Trainer<'_>, settings: &StepSettings) -> Vec<f64> {
 fn planned(traits: DeviceTraits, spec: &ModelSpec, settings: &StepSettings) -> ([u64; 3], Transferred) {
     let (dry, tiers) = (Dry::new().standing_for(traits), Arc::new(LowerTiers::dry()));
     let (own, step) = (spec.clone(), settings.clone());
-    let mut trainer = Trainer::with_tiers(&dry, Arc::clone(&tiers), own, step, &Solo).unwrap();
+    let mut trainer = Trainer::new(&dry, Arc::clone(&tiers), own, step, &Solo).unwrap();
     trainer.load::<StepError>(|_, _, _, _| Ok(())).unwrap();
     trainer.reset_magnitudes().unwrap();
     steps(&mut trainer, settings);
@@ -51,7 +51,7 @@ fn trained(spec: &ModelSpec, settings: &StepSettings) -> (Vec<f64>, Vec<Vec<u8>>
     let host = device.host_memory(host_bytes).unwrap();
     let tiers = Arc::new(LowerTiers::open(host, disk_bytes, &spill).unwrap());
     let (own, step) = (spec.clone(), settings.clone());
-    let mut trainer = Trainer::with_tiers(&device, Arc::clone(&tiers), own, step, &Solo).unwrap();
+    let mut trainer = Trainer::new(&device, Arc::clone(&tiers), own, step, &Solo).unwrap();
     trainer.load(fill).unwrap();
     trainer.reset_magnitudes().unwrap();
     let losses = steps(&mut trainer, settings);
@@ -130,7 +130,7 @@ fn staging_is_planned_on_the_host() {
     let most = |traits, tier| {
         let (dry, tiers) = (Dry::new().standing_for(traits), Arc::new(LowerTiers::dry()));
         let settings = StepSettings { offload: all_on(tier), ..settings(2, 9) };
-        Trainer::with_tiers(&dry, Arc::clone(&tiers), llama(), settings, &Solo).unwrap();
+        Trainer::new(&dry, Arc::clone(&tiers), llama(), settings, &Solo).unwrap();
         tiers.host().ledger().most(Tag::Staging)
     };
     assert_eq!([Tier::Host, Tier::Disk].map(|tier| most(APART, tier)), [0, STAGING]);

@@ -86,7 +86,7 @@ struct Found {
 fn found(device: &dyn Device, dry: &Dry, spec: &ModelSpec, settings: &StepSettings, times: u64) -> Found {
     let tiers = Arc::new(LowerTiers::dry());
     let (own, step) = (spec.clone(), settings.clone());
-    let mut trainer = Trainer::with_tiers(device, Arc::clone(&tiers), own, step, &Solo).unwrap();
+    let mut trainer = Trainer::new(device, Arc::clone(&tiers), own, step, &Solo).unwrap();
     trainer.load::<StepError>(|_, _, _, _| Ok(())).unwrap();
     let micro_batch = MicroBatch::new(&[], &[]);
     let mut costs = Vec::new();

@@ -10,10 +10,26 @@ use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceTraits, Dry, IGNORED
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Arena, Region, Tag, Tier};
 use plimsoll_model::{ModelSpec, RopeSpec, SlidingWindow};
-use plimsoll_step::{DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, WeightStorage};
+use plimsoll_step::{
+    DecodeSettings, Decoder, EvaluateSettings, Evaluator, MicroBatch, Precision, WeightStorage,
+};
+
+/// A decoder whose weights have no values yet.
+fn empty(device: &dyn Device, spec: ModelSpec, settings: DecodeSettings) -> Decoder<'_> {
+    let storage = WeightStorage::new(&|_| DType::F32);
+    Decoder::new(device, &Arc::default(), spec, settings, storage).unwrap()
+}
+
+fn evaluator(device: &dyn Device, spec: ModelSpec) -> Evaluator<'_> {
+    let settings = EvaluateSettings { precision: Precision::F32, longest: 16, loss_chunk_tokens: 16 };
+    let storage = WeightStorage::new(&|_| DType::F32);
+    let mut evaluator = Evaluator::new(device, &Arc::default(), spec, settings, storage).unwrap();
+    evaluator.load(fill).unwrap();
+    evaluator
+}
 
 fn decoder(device: &dyn Device, spec: ModelSpec, settings: DecodeSettings) -> Decoder<'_> {
-    let mut decoder = Decoder::new(device, spec, settings).unwrap();
+    let mut decoder = empty(device, spec, settings);
     decoder.load(fill).unwrap();
     decoder
 }
@@ -43,8 +59,7 @@ fn token_by_token_gives_the_losses_of_the_whole() {
     for spec in families() {
         let (tokens, _) = tokens(4, 1, 16);
         let device = device();
-        let mut evaluator = Evaluator::new(&device, spec.clone(), Precision::F32, 16, 16).unwrap();
-        evaluator.load(fill).unwrap();
+        let mut evaluator = evaluator(&device, spec.clone());
         let other = self::device();
         let mut one = decoder(&other, spec, settings(5));
         for last in 1..16 {
@@ -66,7 +81,7 @@ fn a_narrow_cache_stays_near_f32() {
     let losses = |cache| {
         let settings = DecodeSettings { cache, ..settings(5) };
         let dry = Dry::new();
-        let _planned = Decoder::new(&dry, llama(), settings).unwrap();
+        let _planned = empty(&dry, llama(), settings);
         let device = device();
         let mut decoder = decoder(&device, llama(), settings);
         let live = device.arena().ledger().live().total();
@@ -128,7 +143,7 @@ fn a_window_forgets_and_says_the_same() {
         let run = |chunk: u64| {
             let dry = Dry::new();
             let settings = DecodeSettings { cache, context: 100, ..settings(chunk) };
-            let _planned = Decoder::new(&dry, windowed(6), settings).unwrap();
+            let _planned = empty(&dry, windowed(6), settings);
             let device = device();
             let mut decoder = decoder(&device, windowed(6), settings);
             let bytes = device.arena().ledger().live().get(Tag::KvCache);
@@ -182,11 +197,10 @@ fn losses_through_the_cache_are_those_of_the_whole() {
         let (tokens, targets) = tokens(4, 1, 16);
         let batch = MicroBatch::new(&tokens, &targets);
         let device = device();
-        let mut evaluator = Evaluator::new(&device, spec.clone(), Precision::F32, 16, 16).unwrap();
-        evaluator.load(fill).unwrap();
+        let mut evaluator = evaluator(&device, spec.clone());
         let (whole, count) = evaluator.losses(1, &batch).unwrap();
         let dry = Dry::new();
-        Decoder::new(&dry, spec.clone(), settings(5)).unwrap().append_losses(&batch, 3).unwrap();
+        empty(&dry, spec.clone(), settings(5)).append_losses(&batch, 3).unwrap();
         let other = self::device();
         let mut decoder = decoder(&other, spec, settings(5));
         let (sum, targets) = decoder.append_losses(&batch, 3).unwrap();
@@ -198,7 +212,7 @@ fn losses_through_the_cache_are_those_of_the_whole() {
 #[test]
 fn planned_and_measured_peaks_are_equal() {
     let dry = Dry::new();
-    let mut planned = Decoder::new(&dry, llama(), settings(8)).unwrap();
+    let mut planned = empty(&dry, llama(), settings(8));
     planned.append(&[0; 11]).unwrap();
     planned.append(&[0]).unwrap();
     let device = device();
@@ -264,7 +278,7 @@ fn a_cache_on_disk_moves_what_a_pass_needs() {
     let settings = DecodeSettings { cache_tier: Tier::Disk, context: 60, ..settings(8) };
     let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
     let storage = WeightStorage::new(&|_| DType::F32);
-    let mut decoder = Decoder::with_tiers(&dry, &tiers, spec, settings, storage).unwrap();
+    let mut decoder = Decoder::new(&dry, &tiers, spec, settings, storage).unwrap();
     // Windows hold nine positions and those of a pass less one.
     let ring = 9 + 8 - 1;
     let mut past = 0;
@@ -295,14 +309,14 @@ fn said_alike(folder: &Path, spec: &ModelSpec, cache: DType, tokens: &[u32]) {
         let settings = DecodeSettings { cache, cache_tier, context: 60, ..settings(7) };
         let (dry, dry_tiers) = (Dry::new().standing_for(traits), Arc::new(LowerTiers::dry()));
         let storage = WeightStorage::new(&|_| DType::F32);
-        let mut planned = Decoder::with_tiers(&dry, &dry_tiers, spec.clone(), settings, storage).unwrap();
+        let mut planned = Decoder::new(&dry, &dry_tiers, spec.clone(), settings, storage).unwrap();
         say(&mut planned, tokens);
         let planned = [dry.arena(), dry_tiers.disk(), dry_tiers.host()].map(Arena::high_water);
         let device = Cpu::new(planned[0], CpuOptions { threads: Some(2), isa: None }).unwrap();
         let (device, host) = (device.standing_for(traits), Region::new(planned[2]).unwrap());
         let spill = SpillSettings { folder: folder.to_owned(), budget: None, direct: true };
         let tiers = Arc::new(LowerTiers::open(host, planned[1], &spill).unwrap());
-        let mut decoder = Decoder::with_tiers(&device, &tiers, spec.clone(), settings, storage).unwrap();
+        let mut decoder = Decoder::new(&device, &tiers, spec.clone(), settings, storage).unwrap();
         decoder.load(fill).unwrap();
         let said = say(&mut decoder, tokens);
         assert_eq!([device.arena(), tiers.disk(), tiers.host()].map(Arena::high_water), planned);
@@ -329,8 +343,7 @@ fn say(decoder: &mut Decoder<'_>, tokens: &[u32]) -> Vec<Vec<f32>> {
 #[test]
 fn an_evaluation_of_nothing_is_nothing() {
     let device = device();
-    let mut evaluator = Evaluator::new(&device, llama(), Precision::F32, 16, 16).unwrap();
-    evaluator.load(fill).unwrap();
+    let mut evaluator = evaluator(&device, llama());
     assert_eq!(evaluator.losses(1, &MicroBatch::new(&[], &[])).unwrap(), (0.0, 0));
 }
 
@@ -340,7 +353,7 @@ fn a_pass_waits_for_what_it_has_written_of_the_cache() {
     let (noting, tiers) = (Noting::default(), Arc::new(LowerTiers::dry()));
     let settings = DecodeSettings { cache_tier: Tier::Disk, ..settings(8) };
     let storage = WeightStorage::new(&|_| DType::F32);
-    let mut decoder = Decoder::with_tiers(&noting, &tiers, llama(), settings, storage).unwrap();
+    let mut decoder = Decoder::new(&noting, &tiers, llama(), settings, storage).unwrap();
     for tokens in [8, 1, 1] {
         decoder.append(&vec![0; tokens]).unwrap();
         let log = noting.log();

@@ -24,7 +24,7 @@ const VOCABULARY: u64 = 5 * 1024 + 100;
 /// Steps of three, one and two micro-batches. A parcel that is taken out of the order that its schedule announced is an error.
 fn take_steps(spec: &ModelSpec, settings: &StepSettings) -> Result<(), StepError> {
     let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
-    let mut trainer = Trainer::with_tiers(&dry, tiers, spec.clone(), settings.clone(), &Solo)?;
+    let mut trainer = Trainer::new(&dry, tiers, spec.clone(), settings.clone(), &Solo)?;
     let data = [1, 2, 3].map(|seed| tokens(seed, settings.batch_size, settings.sequence_length));
     let batches: Vec<_> = data.iter().map(|(tokens, targets)| MicroBatch::new(tokens, targets)).collect();
     for count in [3, 1, 2] {

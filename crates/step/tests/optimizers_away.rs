@@ -77,7 +77,7 @@ type Outcome = (Vec<[f64; 2]>, Vec<Vec<u8>>);
 fn train_in(folder: &Path, spec: &ModelSpec, settings: &StepSettings) -> Result<Outcome, StepError> {
     let (dry, planned) = (Dry::new(), Arc::new(LowerTiers::dry()));
     let (own, step) = (spec.clone(), settings.clone());
-    let mut plan = Trainer::with_tiers(&dry, Arc::clone(&planned), own, step, &Solo)?;
+    let mut plan = Trainer::new(&dry, Arc::clone(&planned), own, step, &Solo)?;
     plan.load::<StepError>(|_, _, _, _| Ok(()))?;
     steps(&mut plan, settings, 2);
     let peaks = [dry.arena(), planned.host(), planned.disk()].map(|arena| arena.high_water());
@@ -86,7 +86,7 @@ fn train_in(folder: &Path, spec: &ModelSpec, settings: &StepSettings) -> Result<
     let spill = SpillSettings { folder: folder.to_owned(), budget: None, direct: true };
     let tiers = Arc::new(LowerTiers::open(Region::new(peaks[1]).unwrap(), peaks[2], &spill)?);
     let (own, step) = (spec.clone(), settings.clone());
-    let mut trainer = Trainer::with_tiers(&device, Arc::clone(&tiers), own, step, &Solo)?;
+    let mut trainer = Trainer::new(&device, Arc::clone(&tiers), own, step, &Solo)?;
     trainer.load(fill)?;
     let results = steps(&mut trainer, settings, 3);
     assert_eq!([device.arena(), tiers.host(), tiers.disk()].map(|arena| arena.high_water()), peaks);

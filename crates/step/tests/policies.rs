@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use common::*;
 use plimsoll_device::Device;
 use plimsoll_step::{
@@ -227,7 +229,8 @@ fn updates_in_the_backward_pass_hold_one_block_of_gradients() {
     };
     let dry = plimsoll_device::Dry::new();
     let mut trainer =
-        plimsoll_step::Trainer::new(&dry, spec.clone(), settings, &plimsoll_parallel::Solo).unwrap();
+        plimsoll_step::Trainer::new(&dry, Arc::default(), spec.clone(), settings, &plimsoll_parallel::Solo)
+            .unwrap();
     let (tokens, targets) = tokens(1, 1, 4);
     trainer.step(&[MicroBatch::new(&tokens, &targets)], 1e-3).unwrap();
     let most = dry.arena().ledger().most(plimsoll_memory::Tag::Gradients);

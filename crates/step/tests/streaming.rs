@@ -15,8 +15,8 @@ use plimsoll_disk::{ALIGNMENT, DiskError, LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Parameter, Role, StoredWeight, StoredWeights};
 use plimsoll_step::{
-    DecodeSettings, Decoder, Evaluator, MicroBatch, Precision, Residency, StepError, WeightOffload,
-    WeightStorage,
+    DecodeSettings, Decoder, EvaluateSettings, Evaluator, MicroBatch, Precision, Residency, StepError,
+    WeightOffload, WeightStorage,
 };
 
 /// A device with memory of its own.
@@ -96,11 +96,11 @@ fn decoded_on(
     storage: WeightStorage<'_>,
 ) -> (u64, Vec<Vec<f32>>) {
     let (dry, none) = (Dry::new().standing_for(traits), Arc::new(LowerTiers::dry()));
-    logits(&mut Decoder::with_tiers(&dry, &none, spec.clone(), settings(), storage).unwrap());
+    logits(&mut Decoder::new(&dry, &none, spec.clone(), settings(), storage).unwrap());
     let (planned, on_disk) = (dry.arena().high_water(), none.disk().high_water());
     let host = none.host().high_water();
     let (device, tiers) = (cpu(planned).standing_for(traits), with_host(folder, on_disk, host));
-    let mut decoder = Decoder::with_tiers(&device, &tiers, spec.clone(), settings(), storage).unwrap();
+    let mut decoder = Decoder::new(&device, &tiers, spec.clone(), settings(), storage).unwrap();
     decoder.load(fill).unwrap();
     let logits = logits(&mut decoder);
     assert_eq!(tiers.host().high_water(), host);
@@ -118,13 +118,12 @@ fn losses(evaluator: &mut Evaluator<'_>) -> Vec<f64> {
 }
 
 fn evaluated(folder: &Path, spec: &ModelSpec, storage: WeightStorage<'_>) -> (u64, Vec<f64>) {
-    let (precision, shape) = (Precision::F32, (9, 4));
+    let settings = EvaluateSettings { precision: Precision::F32, longest: 9, loss_chunk_tokens: 4 };
     let (dry, none) = (Dry::new(), Arc::new(LowerTiers::dry()));
-    losses(&mut Evaluator::with_tiers(&dry, &none, spec.clone(), precision, storage, shape).unwrap());
+    losses(&mut Evaluator::new(&dry, &none, spec.clone(), settings, storage).unwrap());
     let (planned, on_disk) = (dry.arena().high_water(), none.disk().high_water());
     let (device, tiers) = (cpu(planned), tiers(folder, on_disk));
-    let mut evaluator =
-        Evaluator::with_tiers(&device, &tiers, spec.clone(), precision, storage, shape).unwrap();
+    let mut evaluator = Evaluator::new(&device, &tiers, spec.clone(), settings, storage).unwrap();
     evaluator.load(fill).unwrap();
     let losses = losses(&mut evaluator);
     assert_eq!((device.arena().high_water(), tiers.disk().high_water()), (planned, on_disk));
@@ -163,7 +162,7 @@ fn less_memory_is_planned_the_fewer_layers_stay() {
     assert!(peak(0) < peak(4) && peak(4) < peak(7), "{} {} {}", peak(0), peak(4), peak(7));
     let (dry, none) = (Dry::new(), Arc::new(LowerTiers::dry()));
     let storage = on_disk(&stored, residency(0, false));
-    let _decoder = Decoder::with_tiers(&dry, &none, spec.clone(), settings(), storage).unwrap();
+    let _decoder = Decoder::new(&dry, &none, spec.clone(), settings(), storage).unwrap();
     let live = dry.arena().ledger().live();
     // Two buffers for the pages of the largest layer, or of the table, and room to begin with a whole page.
     let layer = |i| {
@@ -189,9 +188,9 @@ fn every_block_comes_once_in_a_pass() {
     let storage = on_disk(&stored, residency(0, false));
     let none = Arc::new(LowerTiers::dry());
     let dry = Dry::new();
-    let mut planned = Decoder::with_tiers(&dry, &none, spec.clone(), settings(), storage).unwrap();
+    let mut planned = Decoder::new(&dry, &none, spec.clone(), settings(), storage).unwrap();
     let (device, tiers) = (cpu(1 << 20), tiers(folder.path(), none.disk().high_water()));
-    let mut decoder = Decoder::with_tiers(&device, &tiers, spec.clone(), settings(), storage).unwrap();
+    let mut decoder = Decoder::new(&device, &tiers, spec.clone(), settings(), storage).unwrap();
     decoder.load(fill).unwrap();
     let meter = tiers.meter().unwrap();
     // The row of the token is read beside them.
@@ -224,7 +223,7 @@ fn a_disk_that_fails_once_is_an_error_once() {
     let storage = on_disk(&stored, residency(0, false));
     let exact = decoded(folder.path(), &spec, WeightStorage::new(TYPES)).1;
     let (device, tiers) = (cpu(1 << 20), tiers(folder.path(), 0));
-    let mut decoder = Decoder::with_tiers(&device, &tiers, spec, settings(), storage).unwrap();
+    let mut decoder = Decoder::new(&device, &tiers, spec, settings(), storage).unwrap();
     decoder.load(fill).unwrap();
     let live = device.arena().ledger().live().total();
     let path = folder.path().join("model");

@@ -58,8 +58,7 @@ fn steps(trainer: &mut Trainer<'_>, settings: &StepSettings, count: u64) -> (Vec
 /// Peaks of the device, the host and the disk.
 fn planned(spec: &ModelSpec, settings: &StepSettings) -> [u64; 3] {
     let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
-    let mut trainer =
-        Trainer::with_tiers(&dry, Arc::clone(&tiers), spec.clone(), settings.clone(), &Solo).unwrap();
+    let mut trainer = Trainer::new(&dry, Arc::clone(&tiers), spec.clone(), settings.clone(), &Solo).unwrap();
     trainer.load::<StepError>(|_, _, _, _| Ok(())).unwrap();
     steps(&mut trainer, settings, 2);
     [dry.arena().high_water(), tiers.host().high_water(), tiers.disk().high_water()]
@@ -72,7 +71,7 @@ fn train_in(folder: &Path, spec: &ModelSpec, settings: &StepSettings) -> Trained
     let spill = SpillSettings { folder: folder.to_owned(), budget: None, direct: true };
     let tiers = Arc::new(LowerTiers::open(Region::new(host_bytes).unwrap(), disk_bytes, &spill).unwrap());
     let mut trainer =
-        Trainer::with_tiers(&device, Arc::clone(&tiers), spec.clone(), settings.clone(), &Solo).unwrap();
+        Trainer::new(&device, Arc::clone(&tiers), spec.clone(), settings.clone(), &Solo).unwrap();
     trainer.load(fill).unwrap();
     let reads = device.reads.get();
     let (losses, norms) = steps(&mut trainer, settings, 3);
@@ -256,7 +255,7 @@ fn a_table_is_brought_to_its_tier_a_part_at_a_time() {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let spill = SpillSettings { folder: folder.path().to_owned(), budget: None, direct: true };
         let tiers = Arc::new(LowerTiers::open(Region::new(host_bytes).unwrap(), disk_bytes, &spill).unwrap());
-        let mut trainer = Trainer::with_tiers(&device, tiers, spec.clone(), settings, &Solo).unwrap();
+        let mut trainer = Trainer::new(&device, tiers, spec.clone(), settings, &Solo).unwrap();
         let (mut most, mut covered) = (0, Vec::new());
         trainer
             .load::<StepError>(|p, part, dtype, out| {

@@ -273,8 +273,21 @@ pub(crate) fn copy_out(
     outcome
 }
 
+/// What a checkpoint calls a tensor: by its parameter, and by what the tensor is to that.
 fn stored_name(tensor: &NamedTensor) -> String {
-    format!("{}.{}", tensor.name, tensor.kind.suffix())
+    let kind = match tensor.kind {
+        StateKind::Weight => "weight",
+        StateKind::Master => "master",
+        StateKind::FirstMoment => "exp_avg",
+        StateKind::SecondMoment => "exp_avg_sq",
+        StateKind::FirstMomentAbsmax => "exp_avg_absmax",
+        StateKind::SecondMomentAbsmax => "exp_avg_sq_absmax",
+        StateKind::SecondMomentRows => "exp_avg_sq_row",
+        StateKind::SecondMomentColumns => "exp_avg_sq_col",
+        StateKind::Projection => "projection",
+        StateKind::UpdateNorm => "update_norm",
+    };
+    format!("{}.{kind}", tensor.name)
 }
 
 fn stored_dtype(dtype: DType) -> StoredDType {

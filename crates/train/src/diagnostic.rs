@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use plimsoll_step::{MicroBatch, StepError, Trainer, block_name};
+use plimsoll_step::{MicroBatch, StepError, Trainer};
 use serde::Serialize;
 
 use crate::TrainError;
@@ -49,12 +49,12 @@ impl Diagnostic {
         let mut outputs = micro_batches.iter().enumerate().filter_map(|(micro_batch, batch)| {
             // Another error here would hide the one that is being looked into.
             let block = trainer.first_bad_output(batch).ok().flatten()?;
-            Some(BadOutput { micro_batch, block: block_name(block) })
+            Some(BadOutput { micro_batch, block: block.to_string() })
         });
         let first_bad_output = outputs.next();
         let first_bad_gradient = match error {
-            StepError::NotFinite { block, .. } => block.map(block_name),
-            StepError::NotFiniteWithin { block } => Some(block_name(*block)),
+            StepError::NotFinite { block, .. } => block.map(|block| block.to_string()),
+            StepError::NotFiniteWithin { block } => Some(block.to_string()),
             _ => None,
         };
         let loss_scale = trainer.progress().loss_scale.map(|loss_scale| loss_scale.scale);
@@ -90,7 +90,8 @@ mod tests {
         let dry = Dry::new();
         let loss_scaling = Some(LossScaling { initial: 8.0, ..LossScaling::default() });
         let settings = StepSettings { loss_scaling, ..StepSettings::new(1, 4) };
-        let mut trainer = Trainer::new(&dry, origin.spec().clone(), settings, &Solo).unwrap();
+        let mut trainer =
+            Trainer::new(&dry, Default::default(), origin.spec().clone(), settings, &Solo).unwrap();
         let mut blamed = |error: StepError| {
             let diagnostic = Diagnostic::of_step(&mut trainer, &[], (3, 0.5, 24), &error);
             assert_eq!((diagnostic.step, diagnostic.lr, diagnostic.windows), (3, 0.5, 24));

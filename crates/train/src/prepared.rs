@@ -211,7 +211,7 @@ impl Prepared {
         let document_end = self.train.document_end();
         let step = StepSettings { document_end, ..plan.choice.settings.clone() };
         let tiers = Arc::new(open_tiers(device, plan)?);
-        let mut trainer = Trainer::with_tiers(device, tiers, plan.spec.clone(), step, &Solo)?;
+        let mut trainer = Trainer::new(device, tiers, plan.spec.clone(), step, &Solo)?;
         if let Some(file) = trainer.tiers().buffered_file() {
             observer.event(RunEvent::BufferedDisk(file.path()));
         }
@@ -404,7 +404,7 @@ fn validation_loss(trainer: &mut Trainer<'_>, dataset: &Dataset, batch_size: u64
 fn open_tiers(device: &dyn Device, plan: &TrainingPlan) -> Result<LowerTiers, TrainError> {
     let (host, disk) = (plan.choice.dry_run.host_bytes(), plan.disk_bytes());
     if plan.choice.settings.offload.is_none() {
-        return Ok(LowerTiers::none());
+        return Ok(LowerTiers::default());
     }
     let budget = plan.config.memory.disk_budget().set().map(|size| size.0);
     let spill = SpillSettings { folder: plan.config.disk_path(), budget, direct: true };

@@ -11,8 +11,8 @@ use plimsoll_model::{Adapter, AdapterLayout, ModelFiles, ModelSpec, Parameter, R
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
 use plimsoll_step::{
-    Adapters, Checkpointing, Evaluator, MicroBatch, NormSource, Precision, StepSettings, Trainer,
-    TrainingMethod, UpdateTiming, WeightStorage,
+    Adapters, Checkpointing, EvaluateSettings, Evaluator, MicroBatch, NormSource, Precision, StepSettings,
+    Trainer, TrainingMethod, UpdateTiming, WeightStorage,
 };
 use plimsoll_train::TrainError;
 use serde_json::Value;
@@ -77,7 +77,8 @@ impl Case {
     fn trainer<'d>(&self, device: &'d Cpu, settings: &StepSettings) -> Trainer<'d> {
         let layout = &settings.method.adapters().unwrap().layout;
         let set = AdapterSet::for_layout(&self.folder, self.spec(), layout).unwrap();
-        let mut trainer = Trainer::new(device, self.spec().clone(), settings.clone(), &Solo).unwrap();
+        let mut trainer =
+            Trainer::new(device, Arc::default(), self.spec().clone(), settings.clone(), &Solo).unwrap();
         let base = self.files.weights();
         trainer
             .load::<TrainError>(|p, rows, dtype, out| {
@@ -105,8 +106,14 @@ fn losses_are_those_of_pytorch() {
         let storage = WeightStorage { adapters: Some(set.layout()), ..WeightStorage::new(&types) };
         let dry = DryRun::evaluation(spec, Precision::F32, storage, 1, length, 64).unwrap();
         let device = cpu(dry.peak_bytes());
-        let mut evaluator =
-            Evaluator::with_storage(&device, spec.clone(), Precision::F32, storage, length, 64).unwrap();
+        let mut evaluator = Evaluator::new(
+            &device,
+            &Arc::default(),
+            spec.clone(),
+            EvaluateSettings { precision: Precision::F32, longest: length, loss_chunk_tokens: 64 },
+            storage,
+        )
+        .unwrap();
         let base = case.files.weights();
         evaluator
             .load::<TrainError>(
@@ -251,8 +258,14 @@ fn several_adapters_are_added_up() {
         let types = |_: &Parameter| DType::F32;
         let storage = WeightStorage { adapters: Some(set.layout()), ..WeightStorage::new(&types) };
         let device = cpu(1 << 24);
-        let mut evaluator =
-            Evaluator::with_storage(&device, spec.clone(), Precision::F32, storage, 64, 64).unwrap();
+        let mut evaluator = Evaluator::new(
+            &device,
+            &Arc::default(),
+            spec.clone(),
+            EvaluateSettings { precision: Precision::F32, longest: 64, loss_chunk_tokens: 64 },
+            storage,
+        )
+        .unwrap();
         let base = case.files.weights();
         evaluator
             .load::<TrainError>(
@@ -332,7 +345,14 @@ fn merging_an_adapter_of_a_tied_embedding_unties_the_head() {
         assert!(read(&files, &head) == read(&case.files, &embedding));
         assert!(read(&files, &embedding) != read(&case.files, &embedding));
         let device = cpu(1 << 24);
-        let mut evaluator = Evaluator::new(&device, files.spec().clone(), Precision::F32, 64, 64).unwrap();
+        let mut evaluator = Evaluator::new(
+            &device,
+            &Arc::default(),
+            files.spec().clone(),
+            EvaluateSettings { precision: Precision::F32, longest: 64, loss_chunk_tokens: 64 },
+            WeightStorage::new(&|_| DType::F32),
+        )
+        .unwrap();
         evaluator
             .load::<TrainError>(|p, rows, dtype, out| {
                 Ok(files.weights().read_rows_into(p, rows, dtype, out)?)

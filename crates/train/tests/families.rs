@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, IGNORED_TARGET};
 use plimsoll_memory::Tier;
@@ -64,7 +65,7 @@ fn losses_and_gradients_are_those_of_pytorch() {
             };
             let dry = DryRun::training(&spec, &settings, 1).unwrap();
             let device = cpu(dry.peak_bytes());
-            let mut trainer = Trainer::new(&device, spec.clone(), settings, &Solo).unwrap();
+            let mut trainer = Trainer::new(&device, Arc::default(), spec.clone(), settings, &Solo).unwrap();
             trainer.load(load(&files)).unwrap();
             let batch = MicroBatch::new(&tokens, &targets);
             let (loss, _) = trainer.accumulate(&[batch]).unwrap();
@@ -108,7 +109,14 @@ fn greedy_continuations_are_those_of_pytorch() {
             let device = cpu(DryRun::generation(&spec, settings, WeightStorage::new(&|_| DType::F32), 16)
                 .unwrap()
                 .peak_bytes());
-            let mut decoder = Decoder::new(&device, spec.clone(), settings).unwrap();
+            let mut decoder = Decoder::new(
+                &device,
+                &Arc::default(),
+                spec.clone(),
+                settings,
+                WeightStorage::new(&|_| settings.precision.weights),
+            )
+            .unwrap();
             decoder.load(load(&files)).unwrap();
             let mut logits = decoder.append(&tokens[..prompt]).unwrap();
             let mut continuation = Vec::new();

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use plimsoll_device::{Cpu, CpuOptions, DType, IGNORED_TARGET};
 use plimsoll_model::gguf::GgufFile;
@@ -38,7 +39,7 @@ fn loss(files: &ModelFiles, tokens: &[u32]) -> f64 {
     let settings = StepSettings::new(1, tokens.len() as u64);
     let dry = DryRun::training(files.spec(), &settings, 1).unwrap();
     let device = Cpu::new(dry.peak_bytes(), CpuOptions { threads: Some(2), isa: None }).unwrap();
-    let mut trainer = Trainer::new(&device, files.spec().clone(), settings, &Solo).unwrap();
+    let mut trainer = Trainer::new(&device, Arc::default(), files.spec().clone(), settings, &Solo).unwrap();
     trainer
         .load(|parameter, rows, dtype, out| {
             files.weights().read_rows_into(parameter, rows, dtype, out).unwrap();

@@ -12,8 +12,8 @@ use plimsoll_model::{AdapterConfig, AdapterLayout, ModelFiles, Parameter, Role, 
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
 use plimsoll_step::{
-    Adapters, Evaluator, MicroBatch, OptimizerSettings, Precision, StepSettings, Trainer, TrainingMethod,
-    WeightStorage,
+    Adapters, EvaluateSettings, Evaluator, MicroBatch, OptimizerSettings, Precision, StepSettings, Trainer,
+    TrainingMethod, WeightStorage,
 };
 use plimsoll_train::TrainError;
 use serde_json::Value;
@@ -107,7 +107,8 @@ impl Case {
     fn trainer<'d>(&self, device: &'d Cpu, settings: &StepSettings, first: &FirstValues) -> Trainer<'d> {
         let (spec, base) = (self.files.spec(), self.files.weights());
         let layout = &settings.method.adapters().unwrap().layout;
-        let mut trainer = Trainer::new(device, spec.clone(), settings.clone(), &Solo).unwrap();
+        let mut trainer =
+            Trainer::new(device, Arc::default(), spec.clone(), settings.clone(), &Solo).unwrap();
         trainer
             .load::<TrainError>(|p, rows, dtype, out| match p.role {
                 Role::Lora(..) => Ok(encode(&first.values(layout, spec, p)?, dtype, out)?),
@@ -129,8 +130,14 @@ impl Case {
         let types = |_: &Parameter| DType::F32;
         let storage = WeightStorage { adapters: Some(set.layout()), ..WeightStorage::new(&types) };
         let device = cpu(1 << 24);
-        let mut evaluator =
-            Evaluator::with_storage(&device, spec.clone(), Precision::F32, storage, 64, 64).unwrap();
+        let mut evaluator = Evaluator::new(
+            &device,
+            &Arc::default(),
+            spec.clone(),
+            EvaluateSettings { precision: Precision::F32, longest: 64, loss_chunk_tokens: 64 },
+            storage,
+        )
+        .unwrap();
         let base = self.files.weights();
         evaluator
             .load::<TrainError>(

@@ -2,6 +2,7 @@
 //! `docs/bench/real-models`; of one that is not there these tests say so and check nothing.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use plimsoll_data::{EvalWindows, IGNORED_TARGET, targets};
 use plimsoll_device::{Cpu, CpuOptions, DType, Device};
@@ -11,8 +12,8 @@ use plimsoll_model::{ModelError, ModelFiles, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
 use plimsoll_step::{
-    Checkpointing, DecodeSettings, Decoder, Evaluator, GradientClipping, MicroBatch, OptimizerSettings,
-    Precision, StepError, StepSettings, Trainer, WeightStorage,
+    Checkpointing, DecodeSettings, Decoder, EvaluateSettings, Evaluator, GradientClipping, MicroBatch,
+    OptimizerSettings, Precision, StepError, StepSettings, Trainer, WeightStorage,
 };
 use serde_json::Value;
 
@@ -116,9 +117,14 @@ fn the_loss_of_a_text_is_that_of_the_reference() {
         let types = |p: &Parameter| files.weights().inference_dtype(p, DType::F32);
         let dry = DryRun::evaluation(&spec, Precision::F32, WeightStorage::new(&types), 1, 512, 512).unwrap();
         let device = cpu(dry.peak_bytes());
-        let mut evaluator =
-            Evaluator::with_storage(&device, spec, Precision::F32, WeightStorage::new(&types), 512, 512)
-                .unwrap();
+        let mut evaluator = Evaluator::new(
+            &device,
+            &Arc::default(),
+            spec,
+            EvaluateSettings { precision: Precision::F32, longest: 512, loss_chunk_tokens: 512 },
+            WeightStorage::new(&types),
+        )
+        .unwrap();
         evaluator.load(load(&files)).unwrap();
         let windows = EvalWindows::new(tokens, 512);
         let (mut sum, mut count) = (0.0, 0);
@@ -153,7 +159,7 @@ fn gradients_and_steps_are_those_of_the_reference() {
         let spec = files.spec().clone();
         let dry = DryRun::training(&spec, &settings, 1).unwrap();
         let device = cpu(dry.peak_bytes());
-        let mut trainer = Trainer::new(&device, spec.clone(), settings, &Solo).unwrap();
+        let mut trainer = Trainer::new(&device, Arc::default(), spec.clone(), settings, &Solo).unwrap();
         trainer.load(load(&files)).unwrap();
         trainer.accumulate(&[batch]).unwrap();
         for p in spec.parameters() {
@@ -197,7 +203,8 @@ fn greedy_continuations_are_identical() {
         let types = |p: &Parameter| files.weights().inference_dtype(p, DType::F32);
         let device =
             cpu(DryRun::generation(&spec, settings, WeightStorage::new(&types), 100).unwrap().peak_bytes());
-        let mut decoder = Decoder::with_storage(&device, spec, settings, WeightStorage::new(&types)).unwrap();
+        let mut decoder =
+            Decoder::new(&device, &Arc::default(), spec, settings, WeightStorage::new(&types)).unwrap();
         decoder.load(load(&files)).unwrap();
         let tokenizer = files.tokenizer().unwrap();
         let mut session = Session::new(decoder, &settings);

@@ -159,7 +159,7 @@ fn through_the_cache(
     let (tiers, streaming) = passes.tiers(args, model, &device)?;
     let types = |p: &Parameter| model.weight_type(p);
     let storage = passes.storage(model, &types);
-    let mut decoder = Decoder::with_tiers(&device, &tiers, files.spec().clone(), settings, storage)?;
+    let mut decoder = Decoder::new(&device, &tiers, files.spec().clone(), settings, storage)?;
     streaming::report_buffered(&tiers);
     decoder.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
     let bar = progress::counter(windows.len() as u64, "windows", args.json);

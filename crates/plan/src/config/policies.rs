@@ -38,7 +38,7 @@ impl ConfigValue for GradientCheckpointing {
     }
 
     fn describe() -> String {
-        let groups: Vec<&str> = Group::ALL.map(Group::name).to_vec();
+        let groups: Vec<&str> = Group::ALL.map(group_name).to_vec();
         format!(
             "none | full | sqrt | {{every: BLOCKS}} | {{ratio: SHARE}} | {{selective: [{}]}} | {{auto: SIZE}}",
             groups.join(", ")
@@ -163,7 +163,7 @@ pub(super) fn one_entry<S: Serializer, T: Serialize + ?Sized>(
 fn read_groups(input: Input<'_>) -> Result<Groups, Mismatch> {
     let group = |input: Input<'_>| {
         let word = input.word().unwrap_or_default();
-        let found = Group::ALL.into_iter().find(|group| group.name() == word);
+        let found = Group::ALL.into_iter().find(|group| group_name(*group) == word);
         found.ok_or_else(|| because::<GradientCheckpointing>(input, input.describe()))
     };
     match &input.node.value {
@@ -176,7 +176,18 @@ fn read_groups(input: Input<'_>) -> Result<Groups, Mismatch> {
 }
 
 fn names(groups: Groups) -> Vec<&'static str> {
-    groups.iter().map(Group::name).collect()
+    groups.iter().map(group_name).collect()
+}
+
+fn group_name(group: Group) -> &'static str {
+    match group {
+        Group::Norms => "norms",
+        Group::Swiglu => "swiglu",
+        Group::Ffn => "ffn",
+        Group::Qkv => "qkv",
+        Group::Attention => "attention",
+        Group::Block => "block",
+    }
 }
 
 #[cfg(test)]

@@ -107,23 +107,21 @@ fn project_inner(ctx: &Context<'_>, weights: &BlockWeights, normed: &Tensor) -> 
 /// The activation in memory of its own.
 fn activate(ctx: &Context<'_>, inner: &Inner) -> Result<Tensor, StepError> {
     let out = activation_tensor(ctx, inner.up.rows(), inner.up.columns(), "activation")?;
-    activate_into(ctx, inner, &out)?;
-    ctx.linears.input(ctx.device, &out)
+    activate_into(ctx, inner, &out)
 }
 
 /// The activation in the memory of its input.
 fn activate_in_place(ctx: &Context<'_>, inner: Inner) -> Result<Tensor, StepError> {
-    activate_into(ctx, &inner, &inner.up)?;
-    ctx.linears.input(ctx.device, &inner.up)
+    activate_into(ctx, &inner, &inner.up)
 }
 
-fn activate_into(ctx: &Context<'_>, inner: &Inner, out: &Tensor) -> Result<(), StepError> {
+fn activate_into(ctx: &Context<'_>, inner: &Inner, out: &Tensor) -> Result<Tensor, StepError> {
     let activation = ctx.activation();
     ctx.device.run(match &inner.gate {
         Some(gate) => Activation::Gated { gate, up: &inner.up, out, activation },
         None => Activation::Activate { x: &inner.up, out, activation },
     })?;
-    Ok(())
+    ctx.linears.input(ctx.device, out)
 }
 
 /// out (+)= down projection of the activation.
@@ -225,11 +223,8 @@ fn backward_into(
     drop(dactivation);
     let up_proj = weights.linear(Role::UpProj, Role::UpBias)?;
     let gated = match gate {
-        Some(gate) => Some((weights.linear(Role::GateProj, Role::GateBias)?, gate)),
-        None => None,
-    };
-    let gated = match gated {
-        Some((gate_proj, dgate)) => {
+        Some(dgate) => {
+            let gate_proj = weights.linear(Role::GateProj, Role::GateBias)?;
             let through = gate_proj.backward_weight(ctx, gradients, &dgate, normed)?;
             Some((gate_proj, dgate, through))
         }

@@ -4,7 +4,7 @@ use plimsoll_device::{DType, DeviceExt, Quantization, Tensor};
 use plimsoll_memory::Tag;
 
 use super::mlp::SavedMlp;
-use super::mover::{Mover, Stored};
+use super::mover::Stored;
 use crate::StepError;
 use crate::context::Context;
 use crate::norm::{Normed, Statistics};
@@ -39,7 +39,7 @@ impl Saved {
     /// The input alone: everything else is computed again.
     pub fn only(input: Tensor) -> Saved {
         Saved {
-            input: Held::Plain(input),
+            input: Held::plain(input),
             attention_norm: Held::Dropped,
             qkv: Held::Dropped,
             attention: Held::Dropped,
@@ -149,11 +149,14 @@ impl Activations for Inner {
 pub(crate) enum Held<T> {
     /// It will be computed again.
     Dropped,
-    Plain(T),
-    /// Codes stand in the place of the tensors.
-    Int8(T, Vec<Packing>),
-    /// The tensors, or their codes, wait on a lower tier.
-    Away(T, Vec<Option<Stored>>, Vec<Packing>),
+    /// Codes stand in the place of tensors that are compressed, and nothing in that of what is away.
+    Kept {
+        value: T,
+        /// Which of the tensors, or of their codes, wait on a lower tier; none where nothing does.
+        away: Vec<Option<Stored>>,
+        /// Of tensors that are compressed.
+        packings: Vec<Packing>,
+    },
 }
 
 /// What turns codes back into a tensor.
@@ -166,15 +169,20 @@ pub(crate) struct Packing {
 impl<T: Activations> Held<T> {
     /// Treats a group as the policy says.
     pub fn new(ctx: &Context<'_>, save: Save, mut value: T) -> Result<Held<T>, StepError> {
-        let Save::Int8 { block } = save else {
-            return match (save, ctx.away) {
-                (Save::Keep, Some(mover)) => Held::send(mover, value),
-                (Save::Keep, None) => Ok(Held::Plain(value)),
-                _ => Ok(Held::Dropped),
-            };
-        };
-        let (mut packings, mut stored) = (Vec::new(), Vec::new());
+        if save == Save::Recompute {
+            return Ok(Held::Dropped);
+        }
+        let (mut away, mut packings) = (Vec::new(), Vec::new());
         for tensor in value.wide_tensors() {
+            let Save::Int8 { block } = save else {
+                let Some(mover) = ctx.away else { break };
+                let sent = mover.takes(tensor).then(|| mover.send_copy(tensor)).transpose()?;
+                if sent.is_some() {
+                    *tensor = mover.nothing();
+                }
+                away.push(sent);
+                continue;
+            };
             let device = ctx.device;
             let block = block.clamp(1, tensor.elements().max(1));
             let (mut buffer, codes) = match ctx.away {
@@ -190,32 +198,24 @@ impl<T: Activations> Held<T> {
             packings.push(Packing { scales, block, dtype: tensor.dtype() });
             match (ctx.away, buffer.take()) {
                 (Some(mover), Some(buffer)) => {
-                    stored.push(Some(mover.send(buffer, codes)?));
+                    away.push(Some(mover.send(buffer, codes)?));
                     *tensor = mover.nothing();
                 }
                 _ => *tensor = codes,
             }
         }
-        Ok(if stored.is_empty() { Held::Int8(value, packings) } else { Held::Away(value, stored, packings) })
+        Ok(Held::Kept { value, away, packings })
     }
 
-    /// Sends the larger tensors away.
-    fn send(mover: &Mover<'_>, mut value: T) -> Result<Held<T>, StepError> {
-        let mut stored = Vec::new();
-        for tensor in value.wide_tensors() {
-            stored.push(None);
-            if mover.takes(tensor) {
-                *stored.last_mut().unwrap_or(&mut None) = Some(mover.send_copy(tensor)?);
-                *tensor = mover.nothing();
-            }
-        }
-        Ok(Held::Away(value, stored, Vec::new()))
+    /// A group that stays as it is.
+    pub fn plain(value: T) -> Held<T> {
+        Held::Kept { value, away: Vec::new(), packings: Vec::new() }
     }
 
     /// Begins to bring the group back, if it is away.
     pub fn fetch(&mut self, ctx: &Context<'_>) -> Result<(), StepError> {
-        if let (Held::Away(_, stored, _), Some(mover)) = (self, ctx.away) {
-            for stored in stored.iter_mut().flatten() {
+        if let (Held::Kept { away, .. }, Some(mover)) = (self, ctx.away) {
+            for stored in away.iter_mut().flatten() {
                 mover.fetch(stored)?;
             }
         }
@@ -228,35 +228,19 @@ impl<T: Activations> Held<T> {
         ctx: &Context<'_>,
         compute: impl FnOnce() -> Result<T, StepError>,
     ) -> Result<T, StepError> {
-        match self {
-            Held::Dropped => compute(),
-            Held::Plain(value) => Ok(value),
-            Held::Away(mut value, stored, packings) => {
-                for (tensor, stored) in value.wide_tensors().into_iter().zip(stored) {
-                    if let (Some(stored), Some(mover)) = (stored, ctx.away) {
-                        *tensor = mover.take(stored)?;
-                    }
-                }
-                let held = if packings.is_empty() { Held::Plain(value) } else { Held::Int8(value, packings) };
-                held.restore(ctx, compute)
-            }
-            Held::Int8(mut value, packings) => {
-                for (tensor, Packing { scales, block, dtype }) in
-                    value.wide_tensors().into_iter().zip(packings)
-                {
-                    let dims = tensor.shape();
-                    let out = ctx.device.alloc(dtype, dims.dims(), Tag::Activations, "restored")?;
-                    ctx.device.run(Quantization::DequantizeInt8 {
-                        codes: tensor,
-                        scales: &scales,
-                        block,
-                        out: &out,
-                    })?;
-                    *tensor = out;
-                }
-                Ok(value)
+        let Held::Kept { mut value, away, packings } = self else { return compute() };
+        for (tensor, stored) in value.wide_tensors().into_iter().zip(away) {
+            if let (Some(stored), Some(mover)) = (stored, ctx.away) {
+                *tensor = mover.take(stored)?;
             }
         }
+        for (tensor, Packing { scales, block, dtype }) in value.wide_tensors().into_iter().zip(packings) {
+            let out = ctx.device.alloc(dtype, tensor.shape().dims(), Tag::Activations, "restored")?;
+            let (codes, scales) = (&*tensor, &scales);
+            ctx.device.run(Quantization::DequantizeInt8 { codes, scales, block, out: &out })?;
+            *tensor = out;
+        }
+        Ok(value)
     }
 
     pub fn is_dropped(&self) -> bool {

@@ -16,7 +16,7 @@ fn gradients<'a>(dry: &'a Dry, tiers: &Arc<LowerTiers>, tier: Tier) -> (Vec<Para
 
 #[test]
 fn vectors_have_wide_gradients_and_matrices_those_of_the_settings() {
-    let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::none()));
+    let (dry, tiers) = (Dry::new(), Arc::default());
     let (trained, mut gradients) = gradients(&dry, &tiers, Tier::Device);
     for p in &trained {
         let Target { tensor: gradient, accumulate, .. } = gradients.target(p.block, p.role).unwrap();
@@ -48,7 +48,7 @@ fn rows_that_were_looked_up_are_added_to_their_piece() {
     let device = Cpu::new(1 << 16, CpuOptions { threads: Some(1), isa: None }).unwrap();
     let (block, role) = (BlockId::Embedding, Role::TokenEmbedding);
     let table = Parameter { name: "table".into(), block, role, shape: vec![8, 2] };
-    let tiers = Arc::new(LowerTiers::none());
+    let tiers = Arc::default();
     let on_tier = OnTier { tiers: &tiers, tier: Tier::Device, stays: &|_| false };
     let trained = std::slice::from_ref(&table);
     let mut gradients =
@@ -76,11 +76,11 @@ fn rows_that_were_looked_up_are_added_to_their_piece() {
 /// Sums are rounded by how often something was added before, and by the place of the first number of a piece.
 #[test]
 fn roundings_of_a_piece_depend_on_its_place_and_on_what_was_added() {
-    let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::none()));
+    let (dry, tiers) = (Dry::new(), Arc::default());
     let (_, mut gradients) = gradients(&dry, &tiers, Tier::Device);
     let (block, role) = (BlockId::Embedding, Role::TokenEmbedding);
     gradients.begin(5);
-    let seeds: Vec<u64> = (0..9).map(|times| mix(mix(5, times), parameter_number(block, role))).collect();
+    let seeds: Vec<u64> = (0..9).map(|times| mix(mix(5, times), block.parameter_number(role))).collect();
     let target = |gradients: &mut Gradients<'_>, piece, range: &Range<u64>, nth| {
         let Target { tensor, accumulate, rounding } =
             gradients.rows_target((block, role), piece, range, nth).unwrap();
@@ -98,7 +98,7 @@ fn roundings_of_a_piece_depend_on_its_place_and_on_what_was_added() {
     assert_eq!(target(&mut gradients, 0, &(0..1024), 2), (1024, true, 5, 0));
     // Of what is added as a whole, the first addition is the one of no other before it.
     let (head, norm) = (BlockId::Head, Role::FinalNorm);
-    let seeds: Vec<u64> = (0..3).map(|times| mix(mix(5, times), parameter_number(head, norm))).collect();
+    let seeds: Vec<u64> = (0..3).map(|times| mix(mix(5, times), head.parameter_number(norm))).collect();
     for seed in &seeds {
         let rounding = gradients.target(head, norm).unwrap().rounding;
         assert_eq!(rounding, Rounding::Stochastic { seed: *seed, first: 0 });

@@ -5,7 +5,7 @@ use plimsoll_device::{Apollo, Channels, DType, Rule, Subspace};
 
 use super::low_rank::{Projected, allocate_moments, update_plain};
 use super::state::{NewState, StateKind};
-use super::{ApolloChannels, LowRankSettings, ParameterStep, adamw, mix};
+use super::{ApolloChannels, LowRankSettings, ParameterStep, mix};
 use crate::StepError;
 
 /// Added to the projected gradient's norm.
@@ -38,14 +38,7 @@ pub(super) fn update(
     drop(projection);
 
     let direction = job.workspace(&shape.low(), "direction")?;
-    let hyper = adamw::numbers(job, settings.adam);
-    job.execute(Subspace::AdamDirection {
-        grad: &low,
-        m: job.state(StateKind::FirstMoment)?,
-        v: job.state(StateKind::SecondMoment)?,
-        out: &direction,
-        hyper,
-    })?;
+    let lr = job.adam_direction(settings.adam, &low, &direction)? * settings.scale.sqrt();
     let (channels, count) = match channels {
         ApolloChannels::Tensor => (Channels::Whole, 1),
         ApolloChannels::Channel if shape.is_tall() => (Channels::Rows, shape.rows),
@@ -53,7 +46,6 @@ pub(super) fn update(
     };
     let ratios = job.workspace(&[count], "channel_scales")?;
     job.execute(Subspace::NormRatios { a: &direction, b: &low, out: &ratios, channels, epsilon: EPSILON })?;
-    let lr = job.corrected_lr(&hyper) * settings.scale.sqrt();
     let hyper = Apollo { lr, decay: job.lr * job.weight_decay, growth_limit: GROWTH_LIMIT };
     job.run(Rule::Apollo { ratios: &ratios, channels, norm: job.state(StateKind::UpdateNorm)?, hyper })
 }

@@ -9,7 +9,7 @@ use plimsoll_device::{Compute, DType, Product, Rounding, Rule, Sgd, Subspace, Te
 
 use super::low_rank::{Projected, allocate_moments, update_plain};
 use super::state::{NewState, StateKind};
-use super::{LowRankSettings, ParameterStep, adamw, mix};
+use super::{LowRankSettings, ParameterStep, mix};
 use crate::StepError;
 
 /// Dimensions of the iteration beyond those that are kept.
@@ -38,15 +38,8 @@ pub(super) fn update(job: &ParameterStep<'_>, settings: &LowRankSettings) -> Res
         find_projection(job, shape, projection)?;
     }
     let low = job.project(shape, projection)?;
-    let hyper = adamw::numbers(job, settings.adam);
-    job.execute(Subspace::AdamDirection {
-        grad: &low,
-        m: job.state(StateKind::FirstMoment)?,
-        v: job.state(StateKind::SecondMoment)?,
-        out: &low,
-        hyper,
-    })?;
-    apply(job, shape, projection, &low, job.corrected_lr(&hyper) * settings.scale)
+    let lr = job.adam_direction(settings.adam, &low, &low)?;
+    apply(job, shape, projection, &low, lr * settings.scale)
 }
 
 /// Projects the direction back, some rows at a time, and takes it off the weights, which decay afterwards.

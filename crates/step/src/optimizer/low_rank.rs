@@ -3,7 +3,7 @@
 //! Of a tall matrix's gradient `[M, N]`, M at least N, the rows are projected: low = G P^T `[M, R]`, P `[R, N]`. Of a wide
 //! one's, the columns: low = P^T G `[R, N]`, P `[M, R]`. Other parameters, and those of a lower rank, have AdamW's states.
 
-use plimsoll_device::{Adam, Compute, DType, Elementwise, Product, Rounding, Tensor};
+use plimsoll_device::{Adam, Compute, DType, Elementwise, Product, Rounding, Subspace, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::Parameter;
 
@@ -91,8 +91,16 @@ impl ParameterStep<'_> {
         Ok(low)
     }
 
-    /// The learning rate with both of Adam's bias corrections.
-    pub(super) fn corrected_lr(&self, hyper: &Adam) -> f64 {
-        self.lr * hyper.root_of_correction2() / hyper.correction1()
+    /// Writes Adam's direction for a projected gradient to `out`; the learning rate with both of Adam's bias corrections.
+    pub(super) fn adam_direction(
+        &self,
+        adam: AdamSettings,
+        grad: &Tensor,
+        out: &Tensor,
+    ) -> Result<f64, StepError> {
+        let hyper = adamw::numbers(self, adam);
+        let (m, v) = (self.state(StateKind::FirstMoment)?, self.state(StateKind::SecondMoment)?);
+        self.execute(Subspace::AdamDirection { grad, m, v, out, hyper })?;
+        Ok(self.lr * hyper.root_of_correction2() / hyper.correction1())
     }
 }

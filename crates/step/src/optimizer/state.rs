@@ -7,7 +7,6 @@ use plimsoll_memory::Tag;
 use plimsoll_model::Parameter;
 
 use crate::StepError;
-use crate::store::role_name;
 
 /// What a tensor of the training state is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -32,24 +31,6 @@ pub enum StateKind {
     Projection,
     /// Norm of the last update.
     UpdateNorm,
-}
-
-impl StateKind {
-    /// What a checkpoint calls it, after the parameter's name.
-    pub fn suffix(self) -> &'static str {
-        match self {
-            StateKind::Weight => "weight",
-            StateKind::Master => "master",
-            StateKind::FirstMoment => "exp_avg",
-            StateKind::SecondMoment => "exp_avg_sq",
-            StateKind::FirstMomentAbsmax => "exp_avg_absmax",
-            StateKind::SecondMomentAbsmax => "exp_avg_sq_absmax",
-            StateKind::SecondMomentRows => "exp_avg_sq_row",
-            StateKind::SecondMomentColumns => "exp_avg_sq_col",
-            StateKind::Projection => "projection",
-            StateKind::UpdateNorm => "update_norm",
-        }
-    }
 }
 
 /// State of one parameter.
@@ -118,7 +99,7 @@ impl<'a> NewState<'a> {
 
     fn alloc(&mut self, kind: StateKind, dtype: DType, shape: &[u64]) -> Result<Tensor, StepError> {
         let tag = if kind == StateKind::Master { Tag::MasterWeights } else { Tag::Optimizer };
-        let tensor = self.device.alloc(dtype, shape, tag, role_name(self.parameter.role))?;
+        let tensor = self.device.alloc(dtype, shape, tag, self.parameter.role.name())?;
         self.state.tensors.push((kind, tensor.clone()));
         Ok(tensor)
     }

@@ -7,6 +7,13 @@ use serde_json::Value;
 
 use super::*;
 
+impl Part {
+    /// All of a parameter.
+    pub fn whole(parameter: &Parameter) -> Part {
+        Part { parameter: parameter.clone(), piece: 0, rows: parameter.all_rows(), norm_row: 0 }
+    }
+}
+
 /// The fixtures' parameters, in their order.
 const NAMES: [&str; 6] = [
     "model.embed_tokens.weight",
@@ -75,7 +82,7 @@ fn optimizer<'a>(
     settings: &OptimizerSettings,
 ) -> Result<Optimizer<'a>, StepError> {
     let storage = StateStorage {
-        tiers: &Arc::new(LowerTiers::none()),
+        tiers: &Arc::default(),
         tier: Tier::Device,
         cut: Pieces::new(spec, &settings.kind),
         head_dim: spec.attention.head_dim,
@@ -432,7 +439,7 @@ fn of_one(device: &dyn Device, kind: OptimizerKind, shape: [u64; 2]) -> (Paramet
     let base = spec().parameters().into_iter().find(|p| p.name == NAMES[2]).unwrap();
     let p = Parameter { shape: shape.to_vec(), ..base };
     let storage = StateStorage {
-        tiers: &Arc::new(LowerTiers::none()),
+        tiers: &Arc::default(),
         tier: Tier::Device,
         cut: Pieces::new(&spec(), &kind),
         head_dim: 16,
@@ -498,7 +505,7 @@ fn masters_are_told_from_other_states() {
     let (spec, device) = (spec(), Cpu::new(16 << 20, CpuOptions { threads: Some(1), isa: None }).unwrap());
     let settings = settings(OptimizerKind::AdamW(ADAM));
     let storage = StateStorage {
-        tiers: &Arc::new(LowerTiers::none()),
+        tiers: &Arc::default(),
         tier: Tier::Device,
         cut: Pieces::new(&spec, &settings.kind),
         head_dim: 16,

@@ -3,9 +3,10 @@
 //!
 //! The weights that come are those that would be on the device otherwise, bit for bit.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::hash::Hasher;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 use plimsoll_device::{DType, Device, DeviceExt, Elementwise, Rounding, Tensor};
@@ -15,7 +16,7 @@ use plimsoll_model::{
     AdaptedModule, AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeight, StoredWeights,
 };
 
-use super::{BlockWeights, ResidentStore, WeightOffload, WeightStorage, layer_of};
+use super::{BlockWeights, ResidentStore, WeightOffload, WeightStorage};
 use crate::StepError;
 use crate::head::Head;
 use crate::tier::{Contents, HomePart, Parcel, Parcels, Pieces, Unit, Use, is_matrix};
@@ -46,8 +47,8 @@ pub(crate) struct AwayParameter {
     pub pieces: Vec<Range<u64>>,
     /// Where each piece is.
     homes: Vec<HomePart>,
-    /// Whether a file of the model's holds it, which is only read.
-    in_file: bool,
+    /// Where a file of the model's holds it, which is only read.
+    in_file: Option<StoredWeight>,
 }
 
 impl AwayParameter {
@@ -58,16 +59,39 @@ impl AwayParameter {
 
     /// Whether it has to be loaded: what a file holds is there.
     pub fn is_loaded(&self) -> bool {
-        !self.in_file
+        self.in_file.is_none()
     }
 
-    fn row_bytes(&self) -> u64 {
-        self.dtype.bytes_for(self.parameter.columns()).unwrap_or(0)
+    /// The bytes of some rows, among its own.
+    fn bytes_of(&self, rows: &Range<u64>) -> Range<u64> {
+        let byte = |row: u64| self.dtype.bytes_for(row * self.parameter.columns()).unwrap_or(0);
+        byte(rows.start)..byte(rows.end)
+    }
+
+    /// The bytes of some rows in the file that holds it.
+    fn stored(&self, rows: &Range<u64>) -> Option<(&Path, Range<u64>)> {
+        let StoredWeight { path, bytes, .. } = self.in_file.as_ref()?;
+        let Range { start, end } = self.bytes_of(rows);
+        Some((path, bytes.start + start..bytes.start + end))
+    }
+
+    /// A home for each piece by itself: in the file that holds it, or one that is taken.
+    fn lodge_alone(&mut self, tiers: &LowerTiers, tier: Tier) -> Result<(), DiskError> {
+        let home = |rows| {
+            let Range { start, end } = self.bytes_of(rows);
+            let home = match self.stored(rows) {
+                Some((path, bytes)) => tiers.adopt(path, bytes)?,
+                None => tiers.take(tier, end - start, Tag::Weights, "weights")?,
+            };
+            Ok(HomePart { home: Arc::new(home), start: 0, bytes: end - start })
+        };
+        self.homes = self.pieces.iter().map(home).collect::<Result<_, DiskError>>()?;
+        Ok(())
     }
 
     /// Writes rows of it into `out`, one after the other.
     fn read_rows(&self, tiers: &LowerTiers, rows: &[u32], out: &mut [u8]) -> Result<(), DiskError> {
-        let row_bytes = self.row_bytes();
+        let row_bytes = self.bytes_of(&(0..1)).end;
         let chunks = out.chunks_exact_mut(usize::try_from(row_bytes).unwrap_or(usize::MAX).max(1));
         let mut parts = Vec::with_capacity(rows.len());
         for (row, out) in rows.iter().map(|row| u64::from(*row)).zip(chunks) {
@@ -86,28 +110,6 @@ impl AwayParameter {
             parts.push((home.as_ref(), start + first, out));
         }
         tiers.read_all_now(&mut parts)
-    }
-}
-
-/// A matrix that is to live on a lower tier.
-struct Matrix<'f> {
-    parameter: Parameter,
-    dtype: DType,
-    pieces: Vec<Range<u64>>,
-    in_file: Option<&'f StoredWeight>,
-}
-
-impl Matrix<'_> {
-    fn bytes_of(&self, rows: &Range<u64>) -> Range<u64> {
-        let byte = |row: u64| self.dtype.bytes_for(row * self.parameter.columns()).unwrap_or(0);
-        byte(rows.start)..byte(rows.end)
-    }
-
-    /// The bytes of some rows in the file that holds it.
-    fn stored(&self, rows: &Range<u64>) -> Option<(&StoredWeight, Range<u64>)> {
-        let stored = self.in_file?;
-        let Range { start, end } = self.bytes_of(rows);
-        Some((stored, stored.bytes.start + start..stored.bytes.start + end))
     }
 }
 
@@ -135,7 +137,7 @@ impl<'a> WeightStore<'a> {
         };
         let resident = ResidentStore::allocate(device, spec, storage, &|p| !goes(p))?;
         let bytes = |p: &Parameter| (storage.types)(p).bytes_for(p.elements()).unwrap_or(0);
-        let layer_bytes = spec.blocks().filter(|block| layer_of(*block).is_some()).map(|block| {
+        let layer_bytes = spec.blocks().filter(|block| block.layer().is_some()).map(|block| {
             spec.block_parameters(block).iter().filter(|p| is_matrix(p)).map(bytes).sum::<u64>()
         });
         let layer_bytes = layer_bytes.max().unwrap_or(0);
@@ -144,8 +146,8 @@ impl<'a> WeightStore<'a> {
         for block in spec.blocks() {
             let Some(WeightOffload { tier, in_files, .. }) = storage.offload else { break };
             let in_files = in_files.filter(|_| tier == Tier::Disk);
-            device.enter(Phase::Setup, layer_of(block));
-            tiers.enter(Phase::Setup, layer_of(block));
+            device.enter(Phase::Setup, block.layer());
+            tiers.enter(Phase::Setup, block.layer());
             let mut own = Vec::new();
             for parameter in spec.block_parameters(block).into_iter().filter(goes) {
                 let dtype = (storage.types)(&parameter);
@@ -158,28 +160,28 @@ impl<'a> WeightStore<'a> {
                     false => std::iter::once(parameter.all_rows()).collect(),
                 };
                 let place = in_files.and_then(|files: &StoredWeights| files.get(&(block, parameter.role)));
-                let in_file = place.filter(|place| place.dtype == dtype);
+                let in_file = place.filter(|place| place.dtype == dtype).cloned();
                 if block == BlockId::Embedding && divisible {
                     looked_up = Some(away.len() + own.len());
                 }
-                own.push(Matrix { parameter, dtype, pieces, in_file });
+                own.push(AwayParameter { parameter, dtype, pieces, homes: Vec::new(), in_file });
             }
             // Rows are all that inference needs of an embedding that is no head.
             let only_rows = block == BlockId::Embedding
                 && looked_up.is_some()
                 && !spec.tie_word_embeddings
                 && !storage.trained;
-            let of_block = match only_rows {
-                true => own.iter().map(|m| lodged_alone(tiers, m, tier)).collect::<Result<Vec<_>, _>>()?,
-                false => lodged(tiers, block, &own, tier, &mut parcels)?,
-            };
-            away.extend(of_block);
+            match only_rows {
+                true => own.iter_mut().try_for_each(|matrix| matrix.lodge_alone(tiers, tier))?,
+                false => lodge(tiers, block, &mut own, tier, &mut parcels)?,
+            }
+            away.append(&mut own);
         }
         device.enter(Phase::Setup, None);
         let pool = Parcels::of(device, tiers, parcels, BUFFERS, "weights.staging")?;
         // Where nothing changes, a table of one piece comes with its block.
         let in_pieces = |away: &&AwayParameter| {
-            let table = layer_of(away.parameter.block).is_none();
+            let table = away.parameter.block.layer().is_none();
             table && (storage.trained || away.pieces.len() > 1)
         };
         let tables = away
@@ -245,15 +247,11 @@ impl<'a> WeightStore<'a> {
         &mut self,
         work: impl Fn(&dyn Device, &BlockWeights) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
-        let mut blocks = Vec::new();
-        for block in self.resident.ordered() {
-            if self.resident.gather(block)?.has_lengths() {
-                blocks.push(block);
-            }
-        }
+        let with_lengths = self.resident.blocks.values().filter(|weights| weights.has_lengths());
+        let blocks: Vec<BlockId> = with_lengths.map(BlockWeights::block).collect();
         self.announce(blocks.iter().map(|block| Unit::of_matrices(*block, 0)))?;
         for block in blocks {
-            self.device.enter(Phase::Setup, layer_of(block));
+            self.device.enter(Phase::Setup, block.layer());
             let weights = self.gather(block)?;
             work(self.device, &weights)?;
             drop(weights);
@@ -371,47 +369,38 @@ impl<'a> WeightStore<'a> {
 }
 
 /// Homes for the matrices of a block, in parcels that travel together.
-fn lodged(
+fn lodge(
     tiers: &LowerTiers,
     block: BlockId,
-    matrices: &[Matrix<'_>],
+    matrices: &mut [AwayParameter],
     tier: Tier,
     parcels: &mut HashMap<Unit, Parcel<Role>>,
-) -> Result<Vec<AwayParameter>, StepError> {
-    let mut own: HashMap<u32, Parcel<Role>> = HashMap::new();
-    let mut in_files: Vec<(u32, &Matrix<'_>, &StoredWeight, Range<u64>)> = Vec::new();
-    let mut starts = Vec::new();
-    for matrix in matrices {
-        let mut of_matrix = Vec::new();
+) -> Result<(), StepError> {
+    let mut own: BTreeMap<u32, Parcel<Role>> = BTreeMap::new();
+    let (mut in_files, mut starts) = (Vec::new(), Vec::new());
+    for matrix in matrices.iter() {
+        let (role, mut of_matrix) = (matrix.parameter.role, Vec::new());
         for (piece, rows) in (0..).zip(&matrix.pieces) {
             let parcel = own.entry(piece).or_insert_with(Parcel::new);
+            let shape = matrix.parameter.shape_of(rows);
             match matrix.stored(rows) {
-                Some((stored, bytes)) => in_files.push((piece, matrix, stored, bytes)),
-                None => {
-                    let shape = matrix.parameter.shape_of(rows);
-                    of_matrix.push(parcel.add(matrix.parameter.role, matrix.dtype, &shape));
-                }
+                Some((path, bytes)) => in_files.push((path, bytes, piece, role, matrix.dtype, shape)),
+                None => of_matrix.push(parcel.add(role, matrix.dtype, &shape)),
             }
         }
         starts.push(of_matrix);
     }
-    in_files.sort_by(|(.., a, first), (.., b, second)| (&a.path, first.start).cmp(&(&b.path, second.start)));
-    for (piece, matrix, stored, bytes) in in_files {
-        let parcel = own.entry(piece).or_insert_with(Parcel::new);
-        let rows = matrix.pieces.get(piece as usize).cloned().unwrap_or_default();
-        let shape = matrix.parameter.shape_of(&rows);
-        parcel.add_stored(matrix.parameter.role, matrix.dtype, &shape, &stored.path, bytes);
+    in_files.sort_by_key(|(path, bytes, ..)| (*path, bytes.start));
+    for (path, bytes, piece, role, dtype, shape) in in_files {
+        own.entry(piece).or_insert_with(Parcel::new).add_stored(role, dtype, &shape, path, bytes);
     }
-    let mut pieces: Vec<(u32, Parcel<Role>)> = own.into_iter().collect();
-    pieces.sort_by_key(|(piece, _)| *piece);
-    for (piece, mut parcel) in pieces {
+    for (piece, mut parcel) in own {
         parcel.settle(tiers, tier, Tag::Weights, "weights")?;
         parcels.insert(Unit::of_matrices(block, piece), parcel);
     }
-    let mut all = Vec::new();
-    for (matrix, starts) in matrices.iter().zip(starts) {
+    for (matrix, starts) in matrices.iter_mut().zip(starts) {
         if matrix.in_file.is_some() {
-            all.push(lodged_alone(tiers, matrix, tier)?);
+            matrix.lodge_alone(tiers, tier)?;
             continue;
         }
         let mut homes = Vec::new();
@@ -421,29 +410,9 @@ fn lodged(
             let Range { start: first, end } = matrix.bytes_of(rows);
             homes.push(HomePart { home: Arc::clone(home), start, bytes: end - first });
         }
-        all.push(away(matrix, homes));
+        matrix.homes = homes;
     }
-    Ok(all)
-}
-
-/// A home for each piece of a matrix by itself: in the file that holds it, or one that is taken.
-fn lodged_alone(tiers: &LowerTiers, matrix: &Matrix<'_>, tier: Tier) -> Result<AwayParameter, StepError> {
-    let mut homes = Vec::new();
-    for rows in &matrix.pieces {
-        let Range { start, end } = matrix.bytes_of(rows);
-        let home = match matrix.stored(rows) {
-            Some((stored, bytes)) => tiers.adopt(&stored.path, bytes)?,
-            None => tiers.take(tier, end - start, Tag::Weights, "weights")?,
-        };
-        homes.push(HomePart { home: Arc::new(home), start: 0, bytes: end - start });
-    }
-    Ok(away(matrix, homes))
-}
-
-fn away(matrix: &Matrix<'_>, homes: Vec<HomePart>) -> AwayParameter {
-    let Matrix { parameter, dtype, pieces, in_file } = matrix;
-    let (parameter, pieces) = (parameter.clone(), pieces.clone());
-    AwayParameter { parameter, dtype: *dtype, pieces, homes, in_file: in_file.is_some() }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use super::schedule::{Action, Schedule};
 use super::{Passed, StepOutcome, Trainer};
 use crate::StepError;
 use crate::optimizer::Update;
-use crate::store::{BlockWeights, layer_of};
+use crate::store::BlockWeights;
 
 impl Trainer<'_> {
     /// An action on complete gradients.
@@ -21,7 +21,7 @@ impl Trainer<'_> {
         weights: Option<&BlockWeights>,
     ) -> Result<(), StepError> {
         if let (true, Some(unit)) = (pass.is_empty(), action.gradients()) {
-            self.device.enter(Phase::Optimizer, layer_of(unit.block()));
+            self.device.enter(Phase::Optimizer, unit.block().layer());
         }
         match action {
             Action::GatherLookedUp { unit } => {

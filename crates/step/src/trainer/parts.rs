@@ -20,12 +20,6 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// All of a parameter.
-    #[cfg(test)]
-    pub fn whole(parameter: &Parameter) -> Part {
-        Part { parameter: parameter.clone(), piece: 0, rows: parameter.all_rows(), norm_row: 0 }
-    }
-
     /// Whether it is all of the parameter.
     pub fn is_whole(&self) -> bool {
         self.rows == self.parameter.all_rows()

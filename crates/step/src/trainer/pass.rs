@@ -13,7 +13,7 @@ use crate::StepError;
 use crate::block::{self, Held, Saved};
 use crate::context::Context;
 use crate::embedding;
-use crate::evaluate::Evaluation;
+use crate::evaluate::{EvaluateSettings, Evaluation};
 use crate::head::{self, Head, HeadPiece, PiecedLoss};
 use crate::inputs::Inputs;
 use crate::policy::LayerPolicy;
@@ -410,19 +410,12 @@ impl<'a> Trainer<'a> {
         batch_size: u64,
         micro_batch: &MicroBatch<'_>,
     ) -> Result<(f64, u64), StepError> {
-        let StepSettings { loss_chunk_tokens, mlp_chunk_tokens, precision, sequence_length, .. } =
-            self.settings;
-        let store = &mut self.weights;
-        let pass = Evaluation {
-            device: self.device,
-            spec: &self.spec,
-            precision,
-            ropes: &self.ropes,
-            loss_chunk_tokens,
-            mlp_chunk_tokens,
-            longest: sequence_length,
-        };
-        pass.run(store, batch_size, micro_batch)
+        let StepSettings { precision, loss_chunk_tokens, mlp_chunk_tokens, .. } = self.settings;
+        let longest = self.settings.sequence_length;
+        let settings = EvaluateSettings { precision, longest, loss_chunk_tokens };
+        let (device, spec, ropes) = (self.device, &*self.spec, &*self.ropes);
+        let pass = Evaluation { device, spec, ropes, settings, mlp_chunk_tokens };
+        pass.run(&mut self.weights, batch_size, micro_batch)
     }
 }
 

@@ -8,7 +8,7 @@ use plimsoll_model::{BlockId, Parameter, Role};
 
 use super::Trainer;
 use crate::StepError;
-use crate::optimizer::StateKind;
+use crate::optimizer::{OptimizerState, StateKind};
 use crate::tier::{Contents, Parcel};
 
 /// One tensor of the training state.
@@ -58,7 +58,9 @@ impl Trainer<'_> {
                 all.push(NamedTensor { name: p.name.clone(), kind, dtype, shape, parameter });
             };
             add(StateKind::Weight, self.weight_contents(p)?.1, p.shape.clone());
-            for (kind, tensor) in self.optimizer.state(p.block, p.role)?.tensors() {
+            for (kind, tensor) in
+                self.optimizer.state(p.block, p.role).into_iter().flat_map(OptimizerState::tensors)
+            {
                 add(*kind, tensor.dtype(), tensor.shape().dims().to_vec());
             }
             let pieces = || self.optimizer.away(p.block, p.role);

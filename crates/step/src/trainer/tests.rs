@@ -23,7 +23,7 @@ fn cpu() -> Cpu {
 
 fn dry_trainer<'a>(device: &'a dyn Device, spec: &ModelSpec, settings: &StepSettings) -> Trainer<'a> {
     let tiers = Arc::new(LowerTiers::dry());
-    Trainer::with_tiers(device, tiers, spec.clone(), settings.clone(), &Solo).unwrap()
+    Trainer::new(device, tiers, spec.clone(), settings.clone(), &Solo).unwrap()
 }
 
 fn on_dry_device<'a>(dry: &'a Dry, spec: &ModelSpec, settings: &StepSettings) -> Trainer<'a> {
@@ -67,10 +67,10 @@ impl Communicator for Others {
 #[test]
 fn a_rank_without_micro_batches_has_the_loss_of_the_others() {
     let device = cpu();
-    let mut trainer = Trainer::new(&device, llama(), settings(1, 9), &Others(8.0)).unwrap();
+    let mut trainer = Trainer::new(&device, Arc::default(), llama(), settings(1, 9), &Others(8.0)).unwrap();
     trainer.load(fill).unwrap();
     assert_eq!(trainer.accumulate(&[]).unwrap(), (1.0, 8));
-    let mut alone = Trainer::new(&device, llama(), settings(1, 9), &Solo).unwrap();
+    let mut alone = Trainer::new(&device, Arc::default(), llama(), settings(1, 9), &Solo).unwrap();
     assert_eq!(alone.accumulate(&[]).unwrap(), (0.0, 0));
 }
 
@@ -222,7 +222,7 @@ fn loss(spec: &ModelSpec, settings: &StepSettings) -> f64 {
     let spill = SpillSettings { folder: folder.path().to_owned(), budget: None, direct: true };
     let tiers = Arc::new(LowerTiers::open(Region::new(16 << 20).unwrap(), 16 << 20, &spill).unwrap());
     let device = cpu();
-    let mut trainer = Trainer::with_tiers(&device, tiers, spec.clone(), settings.clone(), &Solo).unwrap();
+    let mut trainer = Trainer::new(&device, tiers, spec.clone(), settings.clone(), &Solo).unwrap();
     trainer.load(fill).unwrap();
     let data = [1, 2, 3, 4, 5].map(|seed| tokens(seed, 1, 9));
     let batches: Vec<_> = data.iter().map(|(tokens, targets)| MicroBatch::new(tokens, targets)).collect();
@@ -401,7 +401,7 @@ fn weights_and_masters_have_their_values_wherever_they_live() {
         let tiers = Arc::new(LowerTiers::open(Region::new(16 << 20).unwrap(), 16 << 20, &spill).unwrap());
         let settings = StepSettings { offload, precision: BF16_WITH_MASTERS, ..settings(1, 9) };
         let device = cpu();
-        let mut trainer = Trainer::with_tiers(&device, tiers, llama(), settings, &Solo).unwrap();
+        let mut trainer = Trainer::new(&device, tiers, llama(), settings, &Solo).unwrap();
         trainer.load(fill).unwrap();
         for p in trainer.trained() {
             assert!(trainer.values(p).unwrap() == values(p), "{}: {offload:?}", p.name);
@@ -424,7 +424,7 @@ fn values_are_read_in_the_type_of_their_weight() {
     let settings = StepSettings { method, offload, precision, ..settings(1, 9) };
     let (tiers, device) =
         (Arc::new(LowerTiers::open(Region::new(16 << 20).unwrap(), 0, &spill).unwrap()), cpu());
-    let mut trainer = Trainer::with_tiers(&device, tiers, spec.clone(), settings, &Solo).unwrap();
+    let mut trainer = Trainer::new(&device, tiers, spec.clone(), settings, &Solo).unwrap();
     trainer.load(fill).unwrap();
     for p in spec.parameters() {
         let precision = match (p.block, p.role) {
@@ -467,7 +467,7 @@ fn the_state_has_the_shapes_of_the_parameters_wherever_it_lives() {
         let dry = Dry::new();
         let settings = StepSettings { offload, precision: BF16_WITH_MASTERS, ..settings(1, 9) };
         let mut all = on_dry_device(&dry, &spec, &settings).state().unwrap();
-        let key = |named: &NamedTensor| (named.name.clone(), named.kind.suffix());
+        let key = |named: &NamedTensor| (named.name.clone(), format!("{:?}", named.kind));
         all.sort_by_key(key);
         all.iter().map(|named| (key(named), named.dtype, named.shape.clone())).collect::<Vec<_>>()
     };
@@ -477,7 +477,7 @@ fn the_state_has_the_shapes_of_the_parameters_wherever_it_lives() {
     for ((name, kind), dtype, shape) in &resident {
         let p = spec.parameters().into_iter().find(|p| p.name == *name).unwrap();
         assert_eq!(*shape, p.shape, "{name} {kind}");
-        assert_eq!(*dtype, if *kind == "weight" { DType::Bf16 } else { DType::F32 }, "{name} {kind}");
+        assert_eq!(*dtype, if kind == "Weight" { DType::Bf16 } else { DType::F32 }, "{name} {kind}");
     }
     assert_eq!(state(everything_on(Tier::Disk)), resident);
 }

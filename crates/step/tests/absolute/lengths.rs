@@ -1,5 +1,7 @@
 //! DoRA: rows of weights with lengths of their own (Liu et al. 2024).
 
+use std::sync::Arc;
+
 use plimsoll_device::IGNORED_TARGET;
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tier};
@@ -61,7 +63,7 @@ fn rows_have_the_lengths_that_were_set() {
     };
     let doubled = {
         let device = roomy(1);
-        let mut trainer = Trainer::new(&device, spec.clone(), lora, &Solo).unwrap();
+        let mut trainer = Trainer::new(&device, Arc::default(), spec.clone(), lora, &Solo).unwrap();
         trainer
             .load::<StepError>(|p, rows, dtype, out| {
                 let [first, last] = [rows.start, rows.end].map(|row| (row * p.columns()) as usize);
@@ -78,7 +80,7 @@ fn rows_have_the_lengths_that_were_set() {
         let dora = StepSettings { method: adapters(&spec, 0.0, true), offload, ..settings(2, 9) };
         let (device, tiers) =
             (roomy(2), Arc::new(LowerTiers::open(Region::new(16 << 20).unwrap(), 0, &spill).unwrap()));
-        let mut trainer = Trainer::with_tiers(&device, tiers, spec.clone(), dora, &Solo).unwrap();
+        let mut trainer = Trainer::new(&device, tiers, spec.clone(), dora, &Solo).unwrap();
         trainer.load(fill).unwrap();
         trainer.reset_magnitudes().unwrap();
         let magnitudes: Vec<Parameter> = trainer.trained().iter().filter(is_magnitude).cloned().collect();

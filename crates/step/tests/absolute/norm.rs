@@ -51,7 +51,7 @@ fn reported(folder: &Path, spec: &ModelSpec, settings: &StepSettings) -> f64 {
     let device = roomy(2);
     let spill = SpillSettings { folder: folder.to_owned(), budget: None, direct: true };
     let tiers = Arc::new(LowerTiers::open(Region::new(16 << 20).unwrap(), 16 << 20, &spill).unwrap());
-    let mut trainer = Trainer::with_tiers(&device, tiers, spec.clone(), settings.clone(), &Solo).unwrap();
+    let mut trainer = Trainer::new(&device, tiers, spec.clone(), settings.clone(), &Solo).unwrap();
     trainer.load(fill).unwrap();
     trainer.reset_magnitudes().unwrap();
     trainer.step(&view(&batches(settings)), 0.0).unwrap().grad_norm

@@ -6,6 +6,7 @@ pub mod watched;
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
+use std::sync::Arc;
 
 use plimsoll_device::{
     Cpu, CpuOptions, DType, Device, DeviceError, Dry, Due, Elementwise, IGNORED_TARGET, Lent, Op, Tensor,
@@ -186,7 +187,7 @@ pub fn planned_peak(spec: &ModelSpec, settings: &StepSettings, micro_batches: us
 /// The arena's peak in a step, and the most that an operation needs beside it.
 pub fn planned(spec: &ModelSpec, settings: &StepSettings, micro_batches: usize) -> (u64, Workspace) {
     let dry = Dry::new();
-    let mut trainer = Trainer::new(&dry, spec.clone(), settings.clone(), &Solo).unwrap();
+    let mut trainer = Trainer::new(&dry, Arc::default(), spec.clone(), settings.clone(), &Solo).unwrap();
     let n = (settings.batch_size * settings.sequence_length) as usize;
     let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
     let weights = settings.target_weights.then(|| vec![0.0; n]);
@@ -205,7 +206,7 @@ pub fn device(spec: &ModelSpec, settings: &StepSettings, threads: usize) -> Cpu 
 }
 
 pub fn trainer<'a>(device: &'a Cpu, spec: &ModelSpec, settings: &StepSettings) -> Trainer<'a> {
-    let mut trainer = Trainer::new(device, spec.clone(), settings.clone(), &Solo).unwrap();
+    let mut trainer = Trainer::new(device, Arc::default(), spec.clone(), settings.clone(), &Solo).unwrap();
     trainer.load(fill).unwrap();
     trainer
 }

@@ -7,7 +7,7 @@ use plimsoll_disk::LowerTiers;
 use plimsoll_memory::release_free_heap;
 use plimsoll_model::Parameter;
 use plimsoll_plan::{DryRun, LoadLine, PassFootprint, fitting_residency, streaming_overhead_bytes};
-use plimsoll_step::{Evaluator, Residency, StepError, WeightStorage};
+use plimsoll_step::{EvaluateSettings, Evaluator, Residency, StepError, WeightStorage};
 
 use crate::args::EvalArgs;
 use crate::failure::Failure;
@@ -102,19 +102,20 @@ impl Passes {
         streaming::open(device, model, &self.dry_run, self.residency, &args.disk)
     }
 
-    /// A model that is measured as it was planned, and what is streamed of it; `shape` is the longest sequence and the
+    /// A model that is measured as it was planned, and what is streamed of it; the last are the longest sequence and the
     /// tokens of a chunk of logits.
     pub fn evaluator<'d>(
         &self,
         args: &EvalArgs,
         model: &Weights,
         device: &'d Cpu,
-        shape: (u64, u64),
+        (longest, loss_chunk_tokens): (u64, u64),
     ) -> Result<(Evaluator<'d>, Option<Streaming>), Failure> {
         let (tiers, streaming) = self.tiers(args, model, device)?;
         let types = |p: &Parameter| model.weight_type(p);
         let (spec, storage) = (model.spec().clone(), self.storage(model, &types));
-        let mut evaluator = Evaluator::with_tiers(device, &tiers, spec, model.precision, storage, shape)?;
+        let settings = EvaluateSettings { precision: model.precision, longest, loss_chunk_tokens };
+        let mut evaluator = Evaluator::new(device, &tiers, spec, settings, storage)?;
         streaming::report_buffered(&tiers);
         evaluator.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
         Ok((evaluator, streaming))

@@ -7,6 +7,7 @@ use plimsoll_disk::LowerTiers;
 use plimsoll_memory::Tier;
 
 use super::*;
+use crate::block::Mover;
 use crate::common::llama;
 use crate::inputs::Inputs;
 use crate::rope::RopeTables;
@@ -22,18 +23,20 @@ fn with_context(look: impl FnOnce(&Dry, &Context<'_>)) {
 
 /// How many tensors of a group are kept as codes, and how many go to the host: those of a page at least.
 fn kept<T: Activations>(dry: &Dry, ctx: &Context<'_>, group: impl Fn() -> T) -> (usize, usize) {
-    let Held::Int8(mut codes, packings) = Held::new(ctx, Save::Int8 { block: 16 }, group()).unwrap() else {
+    let Held::Kept { mut value, away, packings } = Held::new(ctx, Save::Int8 { block: 16 }, group()).unwrap()
+    else {
         panic!("no codes")
     };
-    let count = codes.tensors().iter().filter(|tensor| tensor.dtype() == DType::I8).count();
+    assert!(away.is_empty());
+    let count = value.tensors().iter().filter(|tensor| tensor.dtype() == DType::I8).count();
     assert_eq!(count, packings.len());
     let mover = Mover::new(dry, &Arc::new(LowerTiers::dry()), Tier::Host).unwrap();
-    let away = Context { away: Some(&mover), ..*ctx };
-    let Held::Away(_, stored, packings) = Held::new(&away, Save::Keep, group()).unwrap() else {
+    let ctx = Context { away: Some(&mover), ..*ctx };
+    let Held::Kept { away, packings, .. } = Held::new(&ctx, Save::Keep, group()).unwrap() else {
         panic!("it stays")
     };
     assert!(packings.is_empty());
-    (count, stored.into_iter().flatten().count())
+    (count, away.into_iter().flatten().count())
 }
 
 #[test]

@@ -5,7 +5,7 @@ use plimsoll_device::Dry;
 use super::*;
 use crate::common::{biased, llama};
 use crate::store::Residency;
-use crate::{Evaluator, MicroBatch, Precision};
+use crate::{EvaluateSettings, Evaluator, MicroBatch, Precision};
 
 /// Tables of two pieces of 1024 rows and one of 1053.
 fn large() -> ModelSpec {
@@ -24,7 +24,7 @@ fn every_piece_has_a_home_of_its_size() {
     let store = WeightStore::new(&dry, &tiers, &large(), on_host(&|_| DType::F32), None).unwrap();
     // Rows of 24 floats.
     let table = [1024 * 96, 1024 * 96, 1053 * 96];
-    for away in store.away().iter().filter(|away| layer_of(away.parameter.block).is_none()) {
+    for away in store.away().iter().filter(|away| away.parameter.block.layer().is_none()) {
         let Contents::Homes(parts) = away.contents() else {
             panic!("{} is on the device", away.parameter.name)
         };
@@ -49,7 +49,7 @@ fn rows_are_not_looked_for_behind_the_end_of_a_home() {
         dtype: DType::F32,
         pieces: std::iter::once(0..4).collect(),
         homes: vec![part],
-        in_file: false,
+        in_file: None,
     };
     let needed = |row| match table.read_rows(&tiers, &[row], &mut [0; 32]) {
         Err(DiskError::Buffer { has: 64, needed }) => needed,
@@ -68,7 +68,14 @@ fn a_table_whose_rows_cannot_be_looked_up_is_refused() {
         _ => DType::F32,
     };
     let (precision, storage) = (Precision::F32, on_host(&types));
-    let mut evaluator = Evaluator::with_tiers(&dry, &tiers, spec, precision, storage, (9, 9)).unwrap();
+    let mut evaluator = Evaluator::new(
+        &dry,
+        &tiers,
+        spec,
+        EvaluateSettings { precision, longest: 9, loss_chunk_tokens: 9 },
+        storage,
+    )
+    .unwrap();
     let error = evaluator.losses(1, &MicroBatch::new(&[], &[])).unwrap_err().to_string();
     assert!(error.contains("rows cannot be read one by one"), "{error}");
 }
@@ -84,8 +91,14 @@ fn a_pass_ends_with_what_the_next_one_begins_with() {
         let residency = Residency::Spread { layers: 0, head };
         let offload = WeightOffload { tier: Tier::Disk, in_files: None, residency };
         let storage = WeightStorage { offload: Some(offload), ..WeightStorage::new(&types) };
-        let mut evaluator =
-            Evaluator::with_tiers(&dry, &tiers, spec, Precision::F32, storage, (9, 9)).unwrap();
+        let mut evaluator = Evaluator::new(
+            &dry,
+            &tiers,
+            spec,
+            EvaluateSettings { precision: Precision::F32, longest: 9, loss_chunk_tokens: 9 },
+            storage,
+        )
+        .unwrap();
         let mut layers_read = || {
             let before = dry.moved();
             evaluator.losses(1, &MicroBatch::new(&[], &[])).unwrap();
