@@ -129,7 +129,7 @@ pub(crate) fn at_once<T: Sync, R: Send>(
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use plimsoll_model::catalogue;
     use plimsoll_step::TrainingMethod;
 
@@ -139,7 +139,7 @@ mod tests {
     use crate::resolve::choose;
     use crate::time::DiskRates;
 
-    const RATES: Rates = Rates {
+    pub(crate) const RATES: Rates = Rates {
         matmul_f32: 1e11,
         matmul_bf16: 2e11,
         memory_bandwidth: 2e10,
@@ -166,16 +166,7 @@ mod tests {
         let spec = ModelSpec { num_layers: 12, ..catalogue::find("smollm2-135m").unwrap() };
         let config = RawConfig::default();
         for room_bytes in [40 << 20, 300 << 20, 1 << 30, 4 << 30] {
-            let limits = Limits {
-                room_bytes,
-                target_bytes: room_bytes / 10 * 9,
-                arena_bytes: u64::MAX,
-                host_bytes: None,
-                memory_bytes: u64::MAX,
-                address_bytes: u64::MAX,
-                disk_bytes: u64::MAX,
-                pipeline_bytes_per_token: 0,
-            };
+            let limits = Limits { room_bytes, target_bytes: room_bytes / 10 * 9, ..Limits::endless() };
             let found = [1, 2, 5].map(|threads| {
                 let runs = runs(&spec, threads);
                 let found = choose(&config, &TrainingMethod::Full, &runs, limits).unwrap();
