@@ -108,10 +108,11 @@ pub(crate) fn at_once<T: Sync, R: Send>(
             answers.push((place, answer(question)));
         }
     };
+    let own_core = Pool::current_core();
     let mut answers = scope(|scope| {
         let others = 1..threads.min(questions.len());
         let beside = || {
-            Pool::run_on_all_cores();
+            Pool::run_beside(own_core);
             work()
         };
         let others: Vec<_> = others.filter_map(|_| Builder::new().spawn_scoped(scope, beside).ok()).collect();

@@ -322,9 +322,16 @@ impl Pool {
         whole_cores()
     }
 
-    /// Lets the calling thread run on all of them: its maker may keep to one that a pool has given it.
-    pub fn run_on_all_cores() {
-        keep_to(0, allowed_cores());
+    /// The core on which the calling thread runs now; `None` where nobody knows.
+    pub fn current_core() -> Option<usize> {
+        current_core()
+    }
+
+    /// Lets the calling thread run on all cores but one, that of its maker: it would begin there, and wait for its turn.
+    pub fn run_beside(core: Option<usize>) {
+        let others: Vec<usize> =
+            allowed_cores().iter().copied().filter(|other| Some(*other) != core).collect();
+        keep_to(0, if others.is_empty() { allowed_cores() } else { &others });
     }
 }
 
@@ -411,6 +418,17 @@ fn pin(cores: &[usize], index: usize) {
     if let Some(core) = cores.get(index..=index) {
         keep_to(0, core);
     }
+}
+
+#[cfg(target_os = "linux")]
+fn current_core() -> Option<usize> {
+    // SAFETY: a plain question to the kernel.
+    usize::try_from(unsafe { libc::sched_getcpu() }).ok()
+}
+
+#[cfg(not(target_os = "linux"))]
+fn current_core() -> Option<usize> {
+    None
 }
 
 /// Lets a thread run on these cores alone; 0 is the calling one. Without success it stays where it is.
