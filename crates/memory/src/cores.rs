@@ -39,6 +39,25 @@ pub fn run_on_all_cores() {
     keep_to(0, allowed_cores());
 }
 
+/// The core on which the calling thread runs now; `None` where nobody knows.
+#[cfg(target_os = "linux")]
+pub fn current_core() -> Option<usize> {
+    // SAFETY: a plain question to the kernel.
+    usize::try_from(unsafe { libc::sched_getcpu() }).ok()
+}
+
+#[cfg(not(target_os = "linux"))]
+pub fn current_core() -> Option<usize> {
+    None
+}
+
+/// Lets the calling thread run on every core but one, its maker's, which is busy: the thread would begin there and wait for its
+/// turn. Where there is no other core, it waits.
+pub fn run_beside(core: Option<usize>) {
+    let others: Vec<usize> = allowed_cores().iter().copied().filter(|other| Some(*other) != core).collect();
+    keep_to(0, if others.is_empty() { allowed_cores() } else { &others });
+}
+
 /// Lets a thread run on these cores alone; 0 is the calling one. Where the system refuses, the thread stays where it is.
 #[cfg(target_os = "linux")]
 pub fn keep_to(thread: i32, cores: &[usize]) {

@@ -186,7 +186,7 @@ struct Owner {
 
 impl Ledger {
     pub(crate) fn recording() -> Ledger {
-        Ledger { record: Some(Box::default()), ..Ledger::default() }
+        Ledger { record: Some(Box::new(Recording::new())), ..Ledger::default() }
     }
 
     /// A ledger that records where this one does, with events that are numbered together with this one's.

@@ -17,7 +17,7 @@ mod reservation;
 
 pub use arena::{ALIGNMENT, Arena, Block, OutOfMemory, Piece, Replay};
 pub use bytes::{ByteSize, ParseByteSizeError};
-pub use cores::{allowed_cores, keep_to, run_on_all_cores, usable_cores};
+pub use cores::{allowed_cores, current_core, keep_to, run_beside, run_on_all_cores, usable_cores};
 pub use file_map::FileMap;
 pub use heap::release_free_heap;
 pub use layout::{Layout, Traffic};

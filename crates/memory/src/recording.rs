@@ -86,7 +86,15 @@ pub(crate) struct Recording {
     pub(crate) counted: Vec<CountedEvents>,
 }
 
+/// Events of a step of a few layers, about.
+const USUAL_EVENTS: usize = 4096;
+
 impl Recording {
+    /// An empty one, with room for the events of a usual step.
+    pub(crate) fn new() -> Recording {
+        Recording { events: Vec::with_capacity(USUAL_EVENTS), ..Recording::default() }
+    }
+
     /// An empty one whose events are numbered together with this one's.
     pub(crate) fn beside(&self) -> Recording {
         Recording { moments: self.moments.clone(), ..Recording::default() }

@@ -120,6 +120,14 @@ impl DryRun {
         DryRun::training_of_all(&dry, spec, settings, accumulation)
     }
 
+    /// What a step takes of the arena before its first pass.
+    pub(crate) fn bytes_at_rest(spec: &ModelSpec, settings: &StepSettings) -> Result<u64, StepError> {
+        let dry = Dry::new();
+        let tiers = Arc::new(LowerTiers::dry_beside(dry.arena()));
+        Trainer::new(&dry, tiers, spec.clone(), settings.clone(), &Solo)?;
+        Ok(dry.arena().high_water())
+    }
+
     fn training_on(
         dry: &Dry,
         spec: &ModelSpec,

@@ -1,20 +1,18 @@
 //! Tensors that the planner offloaded come back as far as there is room, so that automatic choices use the load line.
 
 use plimsoll_memory::Tier;
-use plimsoll_step::{StepError, StepSettings};
+use plimsoll_step::{Checkpointing, KeptLayers, StepError, StepSettings};
 
 use crate::limits::Limits;
 use crate::offload::TensorKind;
 use crate::resolve::{Choice, Search};
+use crate::runs::Wanted;
 
 impl Search<'_> {
     /// Where nothing fits: one that does when as many layers stay as the memory has room for, which a small disk may
     /// need, or the nearest.
     pub fn nearest(&self) -> Result<Choice, StepError> {
-        self.runs.ahead(self.ladder.iter().cloned());
-        let smallest =
-            self.ladder.iter().map(|(settings, accumulation)| self.runs.of(settings.clone(), *accumulation));
-        let smallest: Vec<Choice> = smallest.collect::<Result<_, StepError>>()?;
+        let smallest = self.smallest()?;
         let room = self.limits.room_bytes;
         let any_disk = Search { limits: Limits { disk_bytes: u64::MAX, ..self.limits }, ..*self };
         let fitting = smallest.iter().filter(|choice| any_disk.fits(choice, room));
@@ -33,6 +31,46 @@ impl Search<'_> {
         // Every list has at least one entry; among equals the first is the one with the least offload.
         let nearest = smallest.into_iter().min_by_key(|choice| self.limits.distance(choice));
         nearest.ok_or(StepError::BatchShape { got: 0, batch_size: 0, sequence_length: 0 })
+    }
+
+    /// The lightest forms, in their order, but for those that are known without a run to be neither nearest nor fitting.
+    fn smallest(&self) -> Result<Vec<Choice>, StepError> {
+        let Limits { room_bytes, disk_bytes, .. } = self.limits;
+        let first_form = self.ladder.first().map(|(settings, _)| settings.checkpointing);
+        let over_disk = |settings: &StepSettings| {
+            let on_disk =
+                settings.offload.parameters == Tier::Disk && settings.kept_layers == KeptLayers::NONE;
+            disk_bytes == 0 && on_disk
+        };
+        // What keeps the least comes first: it says most of the others.
+        let mut order: Vec<(usize, &Wanted)> = self.ladder.iter().enumerate().collect();
+        order.sort_by_cached_key(|(_, (settings, _))| {
+            let other_form = Some(settings.checkpointing) != first_form;
+            (over_disk(settings), other_form, self.least_bytes(settings, None))
+        });
+        let may_fit = |settings: &StepSettings| self.least_bytes(settings, None) <= room_bytes;
+        let ahead = order.iter().filter(|(_, (settings, _))| {
+            Some(settings.checkpointing) == first_form && may_fit(settings) && !over_disk(settings)
+        });
+        self.runs.ahead(ahead.map(|(_, wanted)| (*wanted).clone()));
+        let mut found: Vec<(usize, Choice)> = Vec::new();
+        for (place, (settings, accumulation)) in order {
+            let is_like = |choice: &&Choice| {
+                let other = StepSettings { checkpointing: settings.checkpointing, ..choice.settings.clone() };
+                other == *settings && choice.settings.checkpointing == Checkpointing::Full
+            };
+            let like = found.iter().map(|(_, choice)| choice).find(is_like);
+            let least = self.least_bytes(settings, like);
+            let distance = (over_disk(settings), least);
+            let nearer = |(_, choice): &(usize, Choice)| self.limits.distance(choice) < distance;
+            // A step of no bytes at all does not fit in no room.
+            if least.max(1) > room_bytes && found.iter().any(nearer) {
+                continue;
+            }
+            found.push((place, self.runs.of(settings.clone(), *accumulation)?));
+        }
+        found.sort_by_key(|(place, _)| *place);
+        Ok(found.into_iter().map(|(_, choice)| choice).collect())
     }
 
     /// The same step with what the planner has sent away brought back as far as automatic choices may fill the memory.
@@ -61,7 +99,9 @@ impl Search<'_> {
         by_worth.sort_by(|(_, a, _), (_, b, _)| b.total_cmp(a));
         let (before, mut filled) = (choice.settings.clone(), choice);
         for (kind, _, home) in by_worth {
-            let home = match filled.settings == before {
+            // What was far too much then is too much now.
+            let is_as_before = filled.settings == before || self.limits.memory(&home) / 2 > room;
+            let home = match is_as_before {
                 true => home,
                 false => self.again(&filled, with_home(&filled, kind))?,
             };
@@ -88,6 +128,12 @@ impl Search<'_> {
         let (mut low, mut high) = (0, self.runs.spec.num_layers.saturating_add(1));
         let (mut least, mut most) = (memory(&from), memory(home));
         let (base, mut filled, mut guesses) = (from.settings.clone(), from, 0);
+        let layer_bytes = most.saturating_sub(least) / u64::from(high);
+        // Of what is not there all the time, the first layers may take less than their share: they are not there at the peak.
+        let even = kind != TensorKind::Activations;
+        if even && least.saturating_add(layer_bytes / 4) > room {
+            return Ok(filled);
+        }
         while low + 1 < high {
             let share = room.saturating_sub(least) as f64 / most.saturating_sub(least).max(1) as f64;
             let guess = low + (f64::from(high - low) * share.min(1.0)) as u32;

@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod advice;
+mod bounds;
 mod colours;
 pub mod config;
 mod dry_run;

@@ -32,6 +32,22 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// None at all.
+    #[cfg(test)]
+    pub(crate) fn endless() -> Limits {
+        let most = u64::MAX;
+        Limits {
+            room_bytes: most,
+            target_bytes: most,
+            arena_bytes: most,
+            host_bytes: None,
+            memory_bytes: most,
+            address_bytes: most,
+            disk_bytes: most,
+            pipeline_bytes_per_token: 0,
+        }
+    }
+
     /// What a configuration may have on a machine, under a load line.
     pub(crate) fn of(config: &RawConfig, machine: &Machine) -> Limits {
         let (overhead, line) = (machine.overhead_bytes, load_line(config, machine));

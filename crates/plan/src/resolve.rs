@@ -6,8 +6,8 @@ use plimsoll_device::cpu::at_once;
 use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
-    AttentionKind, Checkpointing, Compression, GradientClipping, Group, KeptLayers, Linears, LossScaling,
-    NormSource, Offload, Precision, StepError, StepSettings, TrainingMethod, UpdateTiming,
+    AttentionKind, Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling, NormSource,
+    Offload, Precision, StepError, StepSettings, TrainingMethod, UpdateTiming,
 };
 
 use crate::config::{
@@ -28,7 +28,7 @@ const DEFAULT_EFFECTIVE_BATCH: u64 = 8;
 const LOGITS_BYTES: u64 = 32 << 20;
 
 /// Choices within this share of the fastest one count as equally fast; the smallest of them is taken.
-const AS_FAST: f64 = 1.01;
+pub(crate) const AS_FAST: f64 = 1.01;
 
 /// Micro-batches of a step up to which it is tried how many of them are best taken together: each such plan runs those of a
 /// pass dry.
@@ -123,7 +123,7 @@ pub(crate) struct Search<'a> {
 }
 
 /// What the user says of offload, and more and more of it where that is left open.
-fn offloads(config: &RawConfig) -> impl Iterator<Item = Offload> {
+pub(crate) fn offloads(config: &RawConfig) -> impl Iterator<Item = Offload> {
     let said = &config.memory.offload;
     std::iter::once(as_said(said)).chain(stages(said))
 }
@@ -211,11 +211,9 @@ impl Search<'_> {
             let next = places.filter_map(|(form, batch)| {
                 let wanted = self.candidate(precision, *forms.get(form)?, *batches.get(batch)?, offload);
                 let of_form = found.get(form)?.iter().flatten();
-                let of_batch = found.iter().take(form).filter_map(|of_form| of_form.get(batch)?.as_ref());
-                let less = of_batch
-                    .filter(|less| recomputes_less(less.settings.checkpointing, wanted.0.checkpointing));
-                let too_large = of_form.clone().any(|shorter| self.has_no_room_for_more(shorter, &wanted));
-                (!too_large && !self.is_slower(&known, less)).then_some((form, batch, wanted))
+                let too_large = of_form.clone().any(|shorter| self.has_no_room_for_more(shorter, &wanted))
+                    || known.iter().any(|full| self.has_no_room_for_segments(full, &wanted));
+                (!too_large && !self.is_slower(&known, &wanted)).then_some((form, batch, wanted))
             });
             let next: Vec<(usize, usize, Wanted)> = next.collect();
             self.runs.ahead(next.iter().map(|(.., wanted)| wanted.clone()));
@@ -228,28 +226,6 @@ impl Search<'_> {
             }
         }
         Ok(found.into_iter().flatten().flatten().collect())
-    }
-
-    /// Whether a candidate shows that no other of its form with more sequences fits: there is no room for its own.
-    fn has_no_room_for_more(&self, shorter: &Choice, (settings, accumulation): &Wanted) -> bool {
-        // A sum over micro-batches is memory that one micro-batch does without.
-        let more = shorter.settings.batch_size <= settings.batch_size
-            && (shorter.accumulation > 1) == (*accumulation > 1);
-        more && shorter.peak_bytes() > self.limits.room_bytes.min(self.limits.arena_bytes)
-    }
-
-    /// Whether a candidate would not be among the fastest, as one of its batch that recomputes less is not: what is recomputed
-    /// takes time, and what is kept takes none where it is neither moved nor compressed.
-    fn is_slower<'c>(&self, known: &[&Choice], mut less: impl Iterator<Item = &'c Choice>) -> bool {
-        let fitting = known.iter().filter(|choice| self.fits(choice, self.limits.target_bytes));
-        let Some(fastest) = fitting.map(|choice| per_token(choice)).min_by(f64::total_cmp) else {
-            return false;
-        };
-        less.any(|less| {
-            let StepSettings { offload, compression, .. } = &less.settings;
-            let costs_nothing = offload.activations == Tier::Device && *compression == Compression::None;
-            costs_nothing && per_token(less) > fastest * AS_FAST
-        })
     }
 
     /// The same with as many micro-batches in a pass as are worth their memory. Only where the user leaves the number
@@ -299,11 +275,17 @@ impl Search<'_> {
     ) -> Result<Option<Choice>, StepError> {
         let Some(batch) = shortest(batches) else { return Ok(None) };
         let room = self.limits.room_bytes.min(self.limits.arena_bytes);
+        let mut lighter: Option<Choice> = None;
         for form in lightest_forms(&self.config.training) {
             let wanted = self.candidate(precision, form, batch, offload);
+            if self.least_bytes(&wanted.0, lighter.as_ref()) > room {
+                break;
+            }
             // What is tried next, if this does not fit: most often the same form in another precision or place.
             let next = self.ladder.iter().skip_while(|next| **next != wanted);
-            self.runs.ahead_of_first(next.filter(|(next, _)| next.checkpointing == form).cloned());
+            let next =
+                next.filter(|(next, _)| next.checkpointing == form && self.least_bytes(next, None) <= room);
+            self.runs.ahead_of_first(next.cloned());
             let choice = self.runs.of(wanted.0, wanted.1)?;
             if self.fits(&choice, self.limits.room_bytes) {
                 return Ok(Some(choice));
@@ -312,6 +294,7 @@ impl Search<'_> {
             if resident_bytes(&choice) > room {
                 break;
             }
+            lighter = Some(choice);
         }
         Ok(None)
     }
@@ -332,7 +315,7 @@ fn keeps_bits(spec: &ModelSpec, method: &TrainingMethod) -> bool {
 }
 
 /// Seconds that a token takes.
-fn per_token(choice: &Choice) -> f64 {
+pub(crate) fn per_token(choice: &Choice) -> f64 {
     1.0 / choice.time.tokens_per_second
 }
 
@@ -464,18 +447,6 @@ fn checkpointings(training: &TrainingConfig) -> Vec<Checkpointing> {
             let some = (2..Group::ALL.len()).map(groups);
             none.into_iter().chain(some).chain([Checkpointing::Full, Checkpointing::Sqrt]).collect()
         }
-    }
-}
-
-/// Whether one form recomputes nothing that another does not.
-fn recomputes_less(one: Checkpointing, other: Checkpointing) -> bool {
-    use Checkpointing::{Every, Full, None, Selective, Sqrt};
-    match (one, other) {
-        (None, _) | (Selective(_), Full | Every(_) | Sqrt) | (Full, Every(_) | Sqrt) => true,
-        (Selective(one), Selective(other)) => {
-            Group::ALL.into_iter().all(|group| !one.contains(group) || other.contains(group))
-        }
-        _ => false,
     }
 }
 

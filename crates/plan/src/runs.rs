@@ -5,10 +5,11 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use plimsoll_device::cpu::at_once;
-use plimsoll_memory::usable_cores;
+use plimsoll_memory::{Tier, usable_cores};
 use plimsoll_model::ModelSpec;
-use plimsoll_step::{StepError, StepSettings};
+use plimsoll_step::{Checkpointing, Offload, StepError, StepSettings};
 
+use crate::dry_run::DryRun;
 use crate::resolve::Choice;
 use crate::time::Rates;
 
@@ -21,17 +22,20 @@ pub(crate) struct DryRuns<'a> {
     pub rates: &'a Rates,
     threads: usize,
     made: Arc<Mutex<Vec<Arc<Choice>>>>,
+    /// Steps at rest.
+    rested: Arc<Mutex<Vec<(StepSettings, u64)>>>,
 }
 
 impl<'a> DryRuns<'a> {
     /// None yet; as many at a time as there are cores.
     pub fn new(spec: &'a ModelSpec, rates: &'a Rates) -> Self {
-        DryRuns { spec, rates, threads: threads(), made: Arc::default() }
+        DryRuns { spec, rates, threads: threads(), made: Arc::default(), rested: Arc::default() }
     }
 
     /// The same runs one at a time: for one of several searches that go on at once.
     pub fn one_at_a_time(&self) -> DryRuns<'a> {
-        DryRuns { threads: 1, made: Arc::clone(&self.made), ..*self }
+        let (made, rested) = (Arc::clone(&self.made), Arc::clone(&self.rested));
+        DryRuns { threads: 1, made, rested, ..*self }
     }
 
     /// A step run dry, now or earlier.
@@ -71,6 +75,24 @@ impl<'a> DryRuns<'a> {
         at_once(questions, self.threads, answer)
     }
 
+    /// Bytes of arena that a step's weights, states and buffers take before the first pass, whatever its batch and its
+    /// checkpointing are; 0 where it cannot begin, and where nothing but buffers stays on the device.
+    pub fn bytes_at_rest(&self, settings: &StepSettings) -> u64 {
+        let Offload { parameters, optimizer, .. } = settings.offload;
+        if parameters != Tier::Device && optimizer != Tier::Device {
+            return 0;
+        }
+        let (batch_size, micro_batches_per_pass) = (1, 1);
+        let checkpointing = Checkpointing::Full;
+        let alike = StepSettings { batch_size, micro_batches_per_pass, checkpointing, ..settings.clone() };
+        let known = self.rested().iter().find(|(settings, _)| *settings == alike).map(|(_, bytes)| *bytes);
+        known.unwrap_or_else(|| {
+            let bytes = DryRun::bytes_at_rest(self.spec, &alike).unwrap_or(0);
+            self.rested().push((alike, bytes));
+            bytes
+        })
+    }
+
     /// How many are made at a time.
     pub fn threads(&self) -> usize {
         self.threads
@@ -79,6 +101,10 @@ impl<'a> DryRuns<'a> {
     fn find(&self, settings: &StepSettings, accumulation: u64) -> Option<Arc<Choice>> {
         let same = |made: &&Arc<Choice>| made.accumulation == accumulation && made.settings == *settings;
         self.made().iter().find(same).cloned()
+    }
+
+    fn rested(&self) -> MutexGuard<'_, Vec<(StepSettings, u64)>> {
+        self.rested.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn made(&self) -> MutexGuard<'_, Vec<Arc<Choice>>> {
@@ -93,7 +119,7 @@ pub(crate) fn threads() -> usize {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use plimsoll_model::catalogue;
     use plimsoll_step::TrainingMethod;
 
@@ -103,7 +129,7 @@ mod tests {
     use crate::resolve::choose;
     use crate::time::DiskRates;
 
-    const RATES: Rates = Rates {
+    pub(crate) const RATES: Rates = Rates {
         matmul_f32: 1e11,
         matmul_bf16: 2e11,
         memory_bandwidth: 2e10,
@@ -112,7 +138,7 @@ mod tests {
     };
 
     fn runs(spec: &ModelSpec, threads: usize) -> DryRuns<'_> {
-        DryRuns { spec, rates: &RATES, threads, made: Arc::default() }
+        DryRuns { threads, ..DryRuns::new(spec, &RATES) }
     }
 
     #[test]
@@ -120,16 +146,7 @@ mod tests {
         let spec = ModelSpec { num_layers: 12, ..catalogue::find("smollm2-135m").unwrap() };
         let config = RawConfig::default();
         for room_bytes in [40 << 20, 300 << 20, 1 << 30, 4 << 30] {
-            let limits = Limits {
-                room_bytes,
-                target_bytes: room_bytes / 10 * 9,
-                arena_bytes: u64::MAX,
-                host_bytes: None,
-                memory_bytes: u64::MAX,
-                address_bytes: u64::MAX,
-                disk_bytes: u64::MAX,
-                pipeline_bytes_per_token: 0,
-            };
+            let limits = Limits { room_bytes, target_bytes: room_bytes / 10 * 9, ..Limits::endless() };
             let found = [1, 2, 5].map(|threads| {
                 let runs = runs(&spec, threads);
                 let found = choose(&config, &TrainingMethod::Full, &runs, limits).unwrap();

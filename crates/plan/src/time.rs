@@ -70,12 +70,25 @@ fn at_rate(count: u64, rate: f64) -> f64 {
     count as f64 / rate.max(1.0)
 }
 
-impl Pace for Rates {
-    fn operations(&self, tally: &Tally) -> f64 {
+impl Rates {
+    /// Seconds that the arithmetic of matrix products takes, and that of attention.
+    fn arithmetic(&self, tally: &Tally) -> [f64; 2] {
         let matmul =
             at_rate(tally.matmul_f32, self.matmul_f32) + at_rate(tally.matmul_bf16, self.matmul_bf16);
         let attention = at_rate(tally.attention_f32, self.matmul_f32 * ATTENTION_EFFICIENCY)
             + at_rate(tally.attention_bf16, self.matmul_bf16 * ATTENTION_EFFICIENCY);
+        [matmul, attention]
+    }
+
+    /// Seconds that operations take at least: the arithmetic of their products, which a token adds to whatever comes with it.
+    pub(crate) fn products(&self, tally: &Tally) -> f64 {
+        self.arithmetic(tally).iter().sum()
+    }
+}
+
+impl Pace for Rates {
+    fn operations(&self, tally: &Tally) -> f64 {
+        let [matmul, attention] = self.arithmetic(tally);
         // Products overlap their own traffic unless they are all traffic, as in decoding.
         let matmul = matmul.max(at_rate(tally.matmul_bytes, self.memory_bandwidth));
         let rest = at_rate(tally.bytes, self.memory_bandwidth) + at_rate(tally.exps, self.exps);

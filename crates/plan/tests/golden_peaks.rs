@@ -180,8 +180,10 @@ fn peaks_are_what_they_were() {
 }
 
 /// Forms that layers can take which the file's cases have not, or of too few layers.
-const OF_MANY_LAYERS: [(&str, &str); 16] = [
+const OF_MANY_LAYERS: [(&str, &str); 18] = [
     ("gemma-3-12b", "training.mixed_precision=bf16"),
+    ("gemma-3-12b", "data.sequence_length=1024; memory.offload.parameters=disk"),
+    ("gemma-3-12b", "data.sequence_length=1025; memory.offload.parameters=disk"),
     ("gemma-3-12b", "training.method=lora; training.gradient_checkpointing=full"),
     ("gemma-2-27b", "memory.offload.activations=host"),
     ("smollm2-135m/61", "training.gradient_checkpointing={every: 3}; training.gradient_accumulation_steps=5"),

@@ -311,6 +311,12 @@ impl StepSettings {
         }
     }
 
+    /// Bytes of what goes into a layer, for all micro-batches of a pass: what checkpointing may keep or spare of each layer.
+    pub fn layer_input_bytes(&self, spec: &ModelSpec) -> u64 {
+        let tokens = self.batch_size * self.sequence_length * self.micro_batches_per_pass;
+        self.precision.activations.bytes_for(tokens * spec.hidden_size).unwrap_or(u64::MAX)
+    }
+
     /// Bytes that a token of a [`MicroBatch`] takes on the host.
     pub fn host_bytes_per_token(&self) -> u64 {
         let further = u64::from(self.target_weights) + u64::from(self.document_starts);

@@ -4,12 +4,12 @@
 use std::sync::{Mutex, PoisonError};
 use std::thread::{Builder, scope};
 
-use plimsoll_memory::run_on_all_cores;
+use plimsoll_memory::{current_core, run_beside};
 
 /// What `work` makes of each part, in the parts' order, by `threads` at a time of which the calling thread is one. A thread that
 /// is done takes the next part. Where the system refuses a thread, the others do its work.
 ///
-/// The threads may use every core of the process, however few the calling thread keeps to.
+/// The threads may use every other core of the process, however few the calling thread keeps to.
 ///
 /// # Panics
 /// As `work` does.
@@ -29,9 +29,10 @@ where
         }
         done
     };
+    let own_core = current_core();
     let mut done = scope(|scope| {
         let beside = || {
-            run_on_all_cores();
+            run_beside(own_core);
             some()
         };
         let others: Vec<_> =

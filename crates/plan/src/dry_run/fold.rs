@@ -162,7 +162,8 @@ fn layers(spec: &ModelSpec, settings: &StepSettings, policy: &SavePolicy) -> Vec
     let kept = [parameters, gradients, optimizer, activations];
     let mut all: Vec<Layer> = (0..spec.num_layers)
         .map(|layer| Layer {
-            window: spec.attention.window(layer),
+            // One that reaches over all positions is none.
+            window: spec.attention.window(layer).filter(|window| *window < settings.sequence_length),
             saved: policy.layer(layer),
             stays: kept.map(|kept| stays(spec, layer, kept)),
             trained: Vec::new(),

@@ -246,7 +246,9 @@ impl<'a> Folded<'a> {
     /// The visits of the whole run, in order: through a gap in the direction in which the visits go.
     fn order(&self) -> Option<Vec<Again>> {
         let unit = |index: Option<usize>| index.and_then(|index| self.visits.get(index)?.unit);
-        let mut all = Vec::new();
+        let missing: usize = self.fold.gaps.iter().map(|gap| gap.times).sum();
+        let rounds = self.visits.iter().map(|visit| visit.nth + 1).max().unwrap_or(0);
+        let mut all = Vec::with_capacity(self.visits.len() + missing * rounds);
         for (visit, own) in self.visits.iter().enumerate() {
             let gap = self.fold.gaps.iter().find(|gap| own.unit == Some(gap.unit));
             let here = Again { visit, later: 0 };
@@ -388,7 +390,8 @@ fn requests(trace: &Trace, ledgers: [&Ledger; 3], visits: &mut [Visit]) -> Optio
     for (index, visit) in visits.iter_mut().enumerate() {
         for scope in visit.scopes.clone() {
             let end = first_event(scope + 1).unwrap_or(u64::MAX);
-            let mut own = Vec::new();
+            let count = first_event(scope + 1).zip(first_event(scope)).map_or(0, |(end, first)| end - first);
+            let mut own = Vec::with_capacity(count as usize);
             loop {
                 let event = events.peek().filter(|(_, event)| event.number < end);
                 let number = event.map_or(u64::MAX, |(_, event)| event.number);
