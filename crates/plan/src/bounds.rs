@@ -3,18 +3,44 @@
 
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::ModelSpec;
-use plimsoll_step::{Checkpointing, Compression, Group, SavePolicy, StepSettings};
+use plimsoll_step::{Checkpointing, Compression, Group, Offload, SavePolicy, StepSettings};
 
 use crate::limits::Limits;
+use crate::offload::TensorKind;
 use crate::resolve::{AS_FAST, Choice, Search, per_token};
 use crate::runs::Wanted;
 
+/// Inputs of layers that are on their way out of the device at once.
+const LEAVING: u64 = 2;
+
 impl Search<'_> {
-    /// Bytes of arena that a step takes at least, known without running it: what it takes at rest and, where `like` is the same
-    /// step with another form of checkpointing, what that does not spare.
-    pub fn least_bytes(&self, settings: &StepSettings, like: Option<&Choice>) -> u64 {
-        let at_rest = self.runs.bytes_at_rest(settings);
-        like.map_or(at_rest, |like| at_rest.max(not_spared(self.runs.spec, like)))
+    /// Bytes of arena that a step takes at least, known without running it: what it takes at rest and, of those `known` that
+    /// keep more on the device and are otherwise the same, what it would have there too.
+    pub fn least_bytes<'c>(&self, wanted: &Wanted, known: impl IntoIterator<Item = &'c Choice>) -> u64 {
+        let Offload { parameters, optimizer, .. } = wanted.0.offload;
+        // Where nothing but buffers stays on the device, that is not worth asking.
+        let at_rest = match (parameters, optimizer) {
+            (Tier::Device, _) | (_, Tier::Device) => self.runs.at_rest(&wanted.0).device,
+            _ => 0,
+        };
+        let still_there = known.into_iter().filter_map(|choice| still_there(self.runs.spec, choice, wanted));
+        still_there.fold(at_rest, u64::max)
+    }
+
+    /// Bytes of disk that a step takes at least, known without running it; 0 where there is enough for anything.
+    pub fn least_disk_bytes(&self, settings: &StepSettings) -> u64 {
+        let Offload { parameters, gradients, optimizer, .. } = settings.offload;
+        match [parameters, gradients, optimizer].contains(&Tier::Disk) && self.limits.disk_bytes < u64::MAX {
+            true => self.runs.at_rest(settings).disk,
+            false => 0,
+        }
+    }
+
+    /// Whether a step is known not to fit without running it; `known` as in [`least_bytes`](Self::least_bytes).
+    pub fn cannot_fit<'c>(&self, wanted: &Wanted, known: impl IntoIterator<Item = &'c Choice>) -> bool {
+        let Limits { room_bytes, arena_bytes, disk_bytes, .. } = self.limits;
+        self.least_disk_bytes(&wanted.0) > disk_bytes
+            || self.least_bytes(wanted, known) > room_bytes.min(arena_bytes)
     }
 
     /// Whether a candidate shows that no other of its form with more sequences fits: there is no room for its own.
@@ -46,13 +72,9 @@ impl Search<'_> {
         };
         let Limits { target_bytes, room_bytes, .. } = self.limits;
         // Where it would be over the target, those count that fit in the room.
-        let strongest = known.iter().find(|choice| {
-            let StepSettings { checkpointing, batch_size, .. } = choice.settings;
-            checkpointing == Checkpointing::Full && batch_size == wanted.0.batch_size
-        });
         let over_target = || {
             wanted.0.checkpointing == Checkpointing::Sqrt
-                && self.least_bytes(&wanted.0, strongest.copied()) > target_bytes
+                && self.least_bytes(wanted, known.iter().copied()) > target_bytes
         };
         slower(target_bytes) || over_target() && slower(room_bytes)
     }
@@ -87,11 +109,55 @@ fn takes_no_less(shorter: &Choice, (settings, accumulation): &Wanted) -> bool {
     shorter.settings.batch_size <= settings.batch_size && (shorter.accumulation > 1) == (*accumulation > 1)
 }
 
+/// Bytes that a step has on the device at the moment when another reaches its peak which keeps more there: the inputs of all layers
+/// instead of those of segments, or kinds of tensors that are away in the step. `None` where they differ otherwise.
+fn still_there(spec: &ModelSpec, other: &Choice, (settings, accumulation): &Wanted) -> Option<u64> {
+    let StepSettings { checkpointing, offload, .. } = *settings;
+    let before = &other.settings;
+    let in_segments = match (before.checkpointing, checkpointing) {
+        (Checkpointing::Full, Checkpointing::Sqrt) => true,
+        (one, other) if one == other => false,
+        _ => return None,
+    };
+    let alike = StepSettings { checkpointing, offload, ..before.clone() };
+    if (other.accumulation > 1) != (*accumulation > 1) || alike != *settings {
+        return None;
+    }
+    let at_peak = other.dry_run.at_peak();
+    let mut left = if in_segments { not_spared(spec, other) } else { at_peak.by_tag.total() };
+    for kind in TensorKind::IN_ORDER {
+        match (kind.tier(before.offload), kind.tier(offload)) {
+            (one, other) if one == other => {}
+            // Updates take what they need in other ways where states are away.
+            (Tier::Device, _) if at_peak.phase == Phase::Backward => {
+                let of_kind = tags(kind).iter().map(|tag| at_peak.by_tag.get(*tag)).sum();
+                left = left.saturating_sub(of_kind);
+            }
+            _ => return None,
+        }
+    }
+    Some(left)
+}
+
+/// What tensors of a kind are tagged with.
+fn tags(kind: TensorKind) -> &'static [Tag] {
+    match kind {
+        TensorKind::Optimizer => &[Tag::Optimizer, Tag::MasterWeights],
+        TensorKind::Gradients => &[Tag::Gradients],
+        TensorKind::Activations => &[Tag::Activations, Tag::Attention],
+        TensorKind::Parameters => &[Tag::Weights, Tag::MasterWeights, Tag::Adapters],
+    }
+}
+
 /// Bytes that are live at the peak of a step which keeps the inputs of layers, and would be there if it kept those of
 /// segments: all but inputs of layers. Whoever goes back through a layer has those of its segment before it too.
 fn not_spared(spec: &ModelSpec, full: &Choice) -> u64 {
     let at_peak = full.dry_run.at_peak();
     let spared = match (at_peak.phase, at_peak.layer) {
+        // Inputs that leave the device are there for as long as they are on their way.
+        _ if full.settings.offload.activations != Tier::Device => {
+            LEAVING.saturating_add(u64::from(full.settings.kept_layers.activations))
+        }
         (Phase::Backward, Some(layer)) => {
             let policy = SavePolicy::new(Checkpointing::Sqrt, full.settings.compression, spec.num_layers);
             let before = policy.segments().filter(|segment| segment.end <= layer);
@@ -122,51 +188,62 @@ fn recomputes_less(one: Checkpointing, other: Checkpointing) -> bool {
 #[cfg(test)]
 mod tests {
     use plimsoll_model::catalogue;
-    use plimsoll_step::TrainingMethod;
 
     use super::*;
-    use crate::config::RawConfig;
+    use crate::config::{Method, RawConfig};
+    use crate::method::training_method;
     use crate::resolve::{offloads, precisions, step_settings};
     use crate::runs::{DryRuns, tests::RATES};
 
     /// Every form, batch, precision and offload of an automatic search, run: none is below what was known of it.
     #[test]
     fn no_run_is_smaller_or_faster_than_what_is_known_before() {
+        for method in [Method::Full, Method::Lora, Method::Qlora] {
+            for optimizer_in_backward in [false, true] {
+                let mut config = RawConfig::default();
+                config.training.method = Some(method);
+                config.training.optimizer_in_backward = Some(optimizer_in_backward);
+                check_bounds(&config);
+            }
+        }
+    }
+
+    fn check_bounds(config: &RawConfig) {
         let spec = ModelSpec { num_layers: 12, ..catalogue::find("smollm2-135m").unwrap() };
-        let (config, method) = (RawConfig::default(), TrainingMethod::Full);
+        let method = training_method(config, &spec, None).unwrap();
         let runs = DryRuns::new(&spec, &RATES);
-        let limits = Limits::endless();
-        let search = Search { config: &config, method: &method, runs: &runs, limits, ladder: &[] };
+        let limits = Limits { disk_bytes: 1 << 50, ..Limits::endless() };
+        let search = Search { config, method: &method, runs: &runs, limits, ladder: &[] };
         let groups = |n| Checkpointing::Selective(Group::ALL.into_iter().take(n).collect());
         let forms = [Checkpointing::None, groups(2), groups(4), Checkpointing::Full, Checkpointing::Sqrt];
+        let accumulates = !config.training.optimizer_in_backward();
+        let batches: &[(u64, u64)] = if accumulates { &[(1, 4), (2, 2), (4, 1)] } else { &[(1, 1), (4, 1)] };
         for precision in precisions(&config.training, &method) {
-            for offload in offloads(&config) {
+            let mut made = Vec::new();
+            for offload in offloads(config) {
                 let wanted = |form, (batch_size, accumulation)| {
-                    let settings = step_settings(&config, &spec, &method, precision, form, batch_size);
+                    let settings = step_settings(config, &spec, &method, precision, form, batch_size);
                     (StepSettings { offload, ..settings }, accumulation)
                 };
-                let batches = [(1, 4), (2, 2), (4, 1)];
-                let all = forms.iter().flat_map(|form| batches.map(|batch| wanted(*form, batch)));
+                let all = forms.iter().flat_map(|form| batches.iter().map(|batch| wanted(*form, *batch)));
                 let all: Vec<Wanted> = all.collect();
                 runs.ahead(all.iter().cloned());
-                let made: Vec<Choice> =
-                    all.iter().map(|(settings, n)| runs.of(settings.clone(), *n).unwrap()).collect();
-                for choice in &made {
-                    let own = (choice.settings.clone(), choice.accumulation);
-                    assert!(search.least_bytes(&own.0, None) <= choice.peak_bytes(), "{own:?}");
-                    for other in &made {
-                        let (before, after) = (other.settings.checkpointing, own.0.checkpointing);
-                        if (before, after) == (Checkpointing::Full, Checkpointing::Sqrt)
-                            && takes_no_less(other, &own)
-                        {
-                            assert!(
-                                search.least_bytes(&own.0, Some(other)) <= choice.peak_bytes(),
-                                "{own:?}"
-                            );
-                        }
-                        if recomputes_less(before, after) {
-                            assert!(search.least_per_token(other, &own) <= per_token(choice) * 1.000_001);
-                        }
+                made.extend(all.into_iter().map(|(settings, n)| runs.of(settings, n).unwrap()));
+            }
+            for choice in &made {
+                let own = (choice.settings.clone(), choice.accumulation);
+                let StepSettings { offload, checkpointing, batch_size, .. } = choice.settings;
+                let which = (offload, checkpointing, batch_size);
+                let others = made.iter().filter(|other| other.settings != own.0);
+                assert!(search.least_bytes(&own, others) <= choice.peak_bytes(), "{which:?}");
+                let least_disk = search.least_disk_bytes(&own.0);
+                assert!(least_disk <= choice.dry_run.disk_bytes(), "{which:?}");
+                // Adapters and their states are small: they stay.
+                let moves_states = offload.optimizer == Tier::Disk && method.adapters().is_none();
+                assert!(least_disk > 0 || !moves_states, "{which:?}");
+                for other in made.iter().filter(|other| other.settings.offload == own.0.offload) {
+                    if recomputes_less(other.settings.checkpointing, own.0.checkpointing) {
+                        assert!(search.least_per_token(other, &own) <= per_token(choice) * 1.000_001);
                     }
                 }
             }

@@ -37,6 +37,15 @@ pub struct DryRun {
     pub times: Option<Times>,
 }
 
+/// What weights, states and buffers of a step take before its first pass, in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct AtRest {
+    /// Of the device's arena.
+    pub device: u64,
+    /// Of the disk.
+    pub disk: u64,
+}
+
 /// A training step, and what it takes to find it in a trace.
 struct Traced {
     run: DryRun,
@@ -120,12 +129,12 @@ impl DryRun {
         DryRun::training_of_all(&dry, spec, settings, accumulation)
     }
 
-    /// What a step takes of the arena before its first pass.
-    pub(crate) fn bytes_at_rest(spec: &ModelSpec, settings: &StepSettings) -> Result<u64, StepError> {
+    /// What a step takes before its first pass.
+    pub(crate) fn at_rest(spec: &ModelSpec, settings: &StepSettings) -> Result<AtRest, StepError> {
         let dry = Dry::new();
         let tiers = Arc::new(LowerTiers::dry_beside(dry.arena()));
-        Trainer::new(&dry, tiers, spec.clone(), settings.clone(), &Solo)?;
-        Ok(dry.arena().high_water())
+        Trainer::new(&dry, Arc::clone(&tiers), spec.clone(), settings.clone(), &Solo)?;
+        Ok(AtRest { device: dry.arena().high_water(), disk: tiers.disk().high_water() })
     }
 
     fn training_on(

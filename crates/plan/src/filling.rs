@@ -1,76 +1,102 @@
 //! Tensors that the planner offloaded come back as far as there is room, so that automatic choices use the load line.
 
 use plimsoll_memory::Tier;
-use plimsoll_step::{Checkpointing, KeptLayers, StepError, StepSettings};
+use plimsoll_step::{StepError, StepSettings};
 
 use crate::limits::Limits;
 use crate::offload::TensorKind;
 use crate::resolve::{Choice, Search};
 use crate::runs::Wanted;
 
+/// Steps that do not fit count as equally near where one takes no more than this share of the other: the first that is found is
+/// taken.
+const AS_NEAR: f64 = 1.01;
+
 impl Search<'_> {
     /// Where nothing fits: one that does when as many layers stay as the memory has room for, which a small disk may
     /// need, or the nearest.
     pub fn nearest(&self) -> Result<Choice, StepError> {
-        let smallest = self.smallest()?;
+        let mut found: Vec<(usize, Choice)> = Vec::new();
+        let first = self.ladder.first().map(|(settings, _)| settings.checkpointing);
+        // Forms that recompute more are for where those that recompute less do not do.
+        for is_first in [true, false] {
+            let of_form =
+                |(_, wanted): &(usize, &Wanted)| (Some(wanted.0.checkpointing) == first) == is_first;
+            let ladder = || self.ladder.iter().enumerate().filter(of_form);
+            let may_fit = ladder().filter(|(_, wanted)| !self.cannot_fit(wanted, []));
+            self.runs.ahead(may_fit.map(|(_, wanted)| wanted.clone()));
+            let before = found.len();
+            for (place, wanted) in ladder() {
+                if !self.is_hopeless(wanted, found.iter().map(|(_, choice)| choice)) {
+                    found.push((place, self.runs.of(wanted.0.clone(), wanted.1)?));
+                }
+            }
+            if let Some(filled) = self.with_less_disk(found.iter().skip(before).map(|(_, choice)| choice))? {
+                return Ok(filled);
+            }
+        }
+        self.add_nearer(&mut found)?;
+        // There is at least one; among equals the first is the one with the least offload.
+        let nearest = found.into_iter().min_by_key(|(place, choice)| (self.limits.distance(choice), *place));
+        let nearest = nearest.map(|(_, choice)| choice);
+        nearest.ok_or(StepError::BatchShape { got: 0, batch_size: 0, sequence_length: 0 })
+    }
+
+    /// Adds those of the lightest forms that may be nearer to what there is room for than what was found.
+    fn add_nearer(&self, found: &mut Vec<(usize, Choice)>) -> Result<(), StepError> {
+        let missing = self.ladder.iter().enumerate();
+        let missing = missing.filter(|(place, _)| found.iter().all(|(other, _)| other != place));
+        // What keeps the least comes first: it says most of the others.
+        let known = || found.iter().map(|(_, choice)| choice);
+        let mut missing: Vec<(usize, &Wanted)> = missing.collect();
+        missing.sort_by_cached_key(|(_, wanted)| self.least_distance(wanted, known()));
+        for (place, wanted) in missing {
+            let known = || found.iter().map(|(_, choice)| choice);
+            let (over_disk, bytes) = self.least_distance(wanted, known());
+            let distance = (over_disk, (bytes as f64 * AS_NEAR) as u64);
+            if known().all(|choice| self.limits.distance(choice) >= distance) {
+                found.push((place, self.runs.of(wanted.0.clone(), wanted.1)?));
+            }
+        }
+        Ok(())
+    }
+
+    /// What the distance of a step is at least, as far as that is known without running it.
+    fn least_distance<'c>(
+        &self,
+        wanted: &Wanted,
+        known: impl IntoIterator<Item = &'c Choice>,
+    ) -> (bool, u64) {
+        let over_disk = self.least_disk_bytes(&wanted.0) > self.limits.disk_bytes;
+        (over_disk, self.least_bytes(wanted, known))
+    }
+
+    /// Whether a step is known not to fit, however much of what is on disk comes back.
+    fn is_hopeless<'c>(&self, wanted: &Wanted, known: impl IntoIterator<Item = &'c Choice>) -> bool {
+        let Limits { room_bytes, disk_bytes, .. } = self.limits;
+        let short_of_disk = self.least_disk_bytes(&wanted.0).saturating_sub(disk_bytes);
+        // A step of no bytes at all does not fit in no room.
+        short_of_disk / 2 > room_bytes || self.least_bytes(wanted, known).max(1) > room_bytes
+    }
+
+    /// Of steps that need more disk than there is, the one that needs least of it, with as much in memory as fits; `None` where
+    /// that is not enough.
+    fn with_less_disk<'c>(
+        &self,
+        smallest: impl Iterator<Item = &'c Choice>,
+    ) -> Result<Option<Choice>, StepError> {
         let room = self.limits.room_bytes;
         let any_disk = Search { limits: Limits { disk_bytes: u64::MAX, ..self.limits }, ..*self };
-        let fitting = smallest.iter().filter(|choice| any_disk.fits(choice, room));
+        let fitting = smallest.filter(|choice| any_disk.fits(choice, room));
         let least_disk = fitting.min_by_key(|choice| choice.dry_run.disk_bytes());
         // What comes back leaves the disk and takes as much memory, whole pages aside.
         let may_do = |choice: &&Choice| {
             let short = choice.dry_run.disk_bytes().saturating_sub(self.limits.disk_bytes);
             short / 2 <= room.saturating_sub(self.limits.memory(choice))
         };
-        if let Some(choice) = least_disk.filter(may_do) {
-            let filled = any_disk.filled_to(choice.clone(), room)?;
-            if self.fits(&filled, room) {
-                return Ok(filled);
-            }
-        }
-        // Every list has at least one entry; among equals the first is the one with the least offload.
-        let nearest = smallest.into_iter().min_by_key(|choice| self.limits.distance(choice));
-        nearest.ok_or(StepError::BatchShape { got: 0, batch_size: 0, sequence_length: 0 })
-    }
-
-    /// The lightest forms, in their order, but for those that are known without a run to be neither nearest nor fitting.
-    fn smallest(&self) -> Result<Vec<Choice>, StepError> {
-        let Limits { room_bytes, disk_bytes, .. } = self.limits;
-        let first_form = self.ladder.first().map(|(settings, _)| settings.checkpointing);
-        let over_disk = |settings: &StepSettings| {
-            let on_disk =
-                settings.offload.parameters == Tier::Disk && settings.kept_layers == KeptLayers::NONE;
-            disk_bytes == 0 && on_disk
-        };
-        // What keeps the least comes first: it says most of the others.
-        let mut order: Vec<(usize, &Wanted)> = self.ladder.iter().enumerate().collect();
-        order.sort_by_cached_key(|(_, (settings, _))| {
-            let other_form = Some(settings.checkpointing) != first_form;
-            (over_disk(settings), other_form, self.least_bytes(settings, None))
-        });
-        let may_fit = |settings: &StepSettings| self.least_bytes(settings, None) <= room_bytes;
-        let ahead = order.iter().filter(|(_, (settings, _))| {
-            Some(settings.checkpointing) == first_form && may_fit(settings) && !over_disk(settings)
-        });
-        self.runs.ahead(ahead.map(|(_, wanted)| (*wanted).clone()));
-        let mut found: Vec<(usize, Choice)> = Vec::new();
-        for (place, (settings, accumulation)) in order {
-            let is_like = |choice: &&Choice| {
-                let other = StepSettings { checkpointing: settings.checkpointing, ..choice.settings.clone() };
-                other == *settings && choice.settings.checkpointing == Checkpointing::Full
-            };
-            let like = found.iter().map(|(_, choice)| choice).find(is_like);
-            let least = self.least_bytes(settings, like);
-            let distance = (over_disk(settings), least);
-            let nearer = |(_, choice): &(usize, Choice)| self.limits.distance(choice) < distance;
-            // A step of no bytes at all does not fit in no room.
-            if least.max(1) > room_bytes && found.iter().any(nearer) {
-                continue;
-            }
-            found.push((place, self.runs.of(settings.clone(), *accumulation)?));
-        }
-        found.sort_by_key(|(place, _)| *place);
-        Ok(found.into_iter().map(|(_, choice)| choice).collect())
+        let Some(choice) = least_disk.filter(may_do) else { return Ok(None) };
+        let filled = any_disk.filled_to(choice.clone(), room)?;
+        Ok(self.fits(&filled, room).then_some(filled))
     }
 
     /// The same step with what the planner has sent away brought back as far as automatic choices may fill the memory.

@@ -1,6 +1,8 @@
 //! From what the user wrote to what will run: every `auto` decided by dry-running a short list of candidates and
 //! taking the fastest that fits.
 
+use std::sync::Arc;
+
 use plimsoll_device::DType;
 use plimsoll_device::cpu::at_once;
 use plimsoll_memory::{Tag, Tier};
@@ -275,16 +277,16 @@ impl Search<'_> {
     ) -> Result<Option<Choice>, StepError> {
         let Some(batch) = shortest(batches) else { return Ok(None) };
         let room = self.limits.room_bytes.min(self.limits.arena_bytes);
-        let mut lighter: Option<Choice> = None;
         for form in lightest_forms(&self.config.training) {
+            let known = self.runs.known();
+            let known = || known.iter().map(Arc::as_ref);
             let wanted = self.candidate(precision, form, batch, offload);
-            if self.least_bytes(&wanted.0, lighter.as_ref()) > room {
-                break;
+            if self.cannot_fit(&wanted, known()) {
+                continue;
             }
             // What is tried next, if this does not fit: most often the same form in another precision or place.
             let next = self.ladder.iter().skip_while(|next| **next != wanted);
-            let next =
-                next.filter(|(next, _)| next.checkpointing == form && self.least_bytes(next, None) <= room);
+            let next = next.filter(|next| next.0.checkpointing == form && !self.cannot_fit(next, known()));
             self.runs.ahead_of_first(next.cloned());
             let choice = self.runs.of(wanted.0, wanted.1)?;
             if self.fits(&choice, self.limits.room_bytes) {
@@ -294,7 +296,6 @@ impl Search<'_> {
             if resident_bytes(&choice) > room {
                 break;
             }
-            lighter = Some(choice);
         }
         Ok(None)
     }

@@ -5,11 +5,11 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use plimsoll_device::cpu::at_once;
-use plimsoll_memory::{Tier, usable_cores};
+use plimsoll_memory::usable_cores;
 use plimsoll_model::ModelSpec;
-use plimsoll_step::{Checkpointing, Offload, StepError, StepSettings};
+use plimsoll_step::{Checkpointing, StepError, StepSettings};
 
-use crate::dry_run::DryRun;
+use crate::dry_run::{AtRest, DryRun};
 use crate::resolve::Choice;
 use crate::time::Rates;
 
@@ -23,7 +23,7 @@ pub(crate) struct DryRuns<'a> {
     threads: usize,
     made: Arc<Mutex<Vec<Arc<Choice>>>>,
     /// Steps at rest.
-    rested: Arc<Mutex<Vec<(StepSettings, u64)>>>,
+    rested: Arc<Mutex<Vec<(StepSettings, AtRest)>>>,
 }
 
 impl<'a> DryRuns<'a> {
@@ -75,21 +75,17 @@ impl<'a> DryRuns<'a> {
         at_once(questions, self.threads, answer)
     }
 
-    /// Bytes of arena that a step's weights, states and buffers take before the first pass, whatever its batch and its
-    /// checkpointing are; 0 where it cannot begin, and where nothing but buffers stays on the device.
-    pub fn bytes_at_rest(&self, settings: &StepSettings) -> u64 {
-        let Offload { parameters, optimizer, .. } = settings.offload;
-        if parameters != Tier::Device && optimizer != Tier::Device {
-            return 0;
-        }
+    /// What a step's weights, states and buffers take before the first pass, whatever its batch and its checkpointing are;
+    /// nothing where it cannot begin.
+    pub fn at_rest(&self, settings: &StepSettings) -> AtRest {
         let (batch_size, micro_batches_per_pass) = (1, 1);
         let checkpointing = Checkpointing::Full;
         let alike = StepSettings { batch_size, micro_batches_per_pass, checkpointing, ..settings.clone() };
-        let known = self.rested().iter().find(|(settings, _)| *settings == alike).map(|(_, bytes)| *bytes);
+        let known = self.rested().iter().find(|(settings, _)| *settings == alike).map(|(_, known)| *known);
         known.unwrap_or_else(|| {
-            let bytes = DryRun::bytes_at_rest(self.spec, &alike).unwrap_or(0);
-            self.rested().push((alike, bytes));
-            bytes
+            let at_rest = DryRun::at_rest(self.spec, &alike).unwrap_or_default();
+            self.rested().push((alike, at_rest));
+            at_rest
         })
     }
 
@@ -98,12 +94,17 @@ impl<'a> DryRuns<'a> {
         self.threads
     }
 
+    /// All runs that were made.
+    pub fn known(&self) -> Vec<Arc<Choice>> {
+        self.made().clone()
+    }
+
     fn find(&self, settings: &StepSettings, accumulation: u64) -> Option<Arc<Choice>> {
         let same = |made: &&Arc<Choice>| made.accumulation == accumulation && made.settings == *settings;
         self.made().iter().find(same).cloned()
     }
 
-    fn rested(&self) -> MutexGuard<'_, Vec<(StepSettings, u64)>> {
+    fn rested(&self) -> MutexGuard<'_, Vec<(StepSettings, AtRest)>> {
         self.rested.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
