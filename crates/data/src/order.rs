@@ -1,5 +1,7 @@
 //! The order of windows: as they come, or shuffled anew in every epoch by a keyed permutation that takes no memory.
 
+use plimsoll_memory::splitmix64;
+
 /// Which window is the `position`-th since the beginning, of `windows` in an epoch.
 pub fn window(position: u64, windows: u64, shuffle: Option<u64>) -> u64 {
     let windows = windows.max(1);
@@ -28,12 +30,9 @@ fn permute(index: u64, size: u64, key: u64) -> u64 {
     }
 }
 
-/// SplitMix64's finaliser.
+/// A number that has nothing in common with those of other values.
 fn mix(value: u64) -> u64 {
-    let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
+    splitmix64(value, 0)
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@ mod tests;
 use candidates::Candidates;
 pub use error::SamplerError;
 use history::History;
+use plimsoll_memory::splitmix64;
 pub use setting::SettingError;
 pub use step::SamplerStep;
 
@@ -135,11 +136,9 @@ impl Sampler {
 
     /// A number in [0, 1): SplitMix64 over seed and number of the draw.
     fn uniform(&mut self) -> f64 {
+        let bits = splitmix64(self.seed, self.draws);
         self.draws = self.draws.wrapping_add(1);
-        let mut z = self.seed.wrapping_add(self.draws.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+        (bits >> 11) as f64 / (1u64 << 53) as f64
     }
 }
 

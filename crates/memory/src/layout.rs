@@ -2,6 +2,7 @@
 //! repeat, so that it need not run all of them.
 
 use crate::ledger::Tag;
+use crate::splitmix::splitmix64;
 
 /// The free pieces of an arena and what is live in it. Where the next allocations go depends on these pieces alone.
 #[derive(Clone, Debug, PartialEq, Hash)]
@@ -31,16 +32,8 @@ impl Traffic {
     }
 
     fn mix(&mut self, value: u64) {
-        self.0 = mixed(self.0 ^ value);
+        self.0 = splitmix64(self.0 ^ value, 0);
     }
-}
-
-/// A step of splitmix64: the outputs of numbers that are near each other have nothing in common.
-pub(crate) fn mixed(value: u64) -> u64 {
-    let x = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
 }
 
 #[cfg(test)]

@@ -9,8 +9,8 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::layout::mixed;
 use crate::recording::{CountedEvents, Mark, MemoryEvent, Recording};
+use crate::splitmix::splitmix64;
 
 /// What memory is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
@@ -342,5 +342,5 @@ impl Ledger {
 
 /// What a byte adds to the fingerprint of what is live.
 fn weight(owner: Option<u32>, tag: Tag) -> u64 {
-    mixed(owner.map_or(0, |layer| u64::from(layer) + 1) << 8 | tag as u64)
+    splitmix64(owner.map_or(0, |layer| u64::from(layer) + 1) << 8 | tag as u64, 0)
 }

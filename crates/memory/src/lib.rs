@@ -14,6 +14,7 @@ mod loan;
 mod recording;
 mod region;
 mod reservation;
+mod splitmix;
 
 pub use arena::{ALIGNMENT, Arena, Block, OutOfMemory, Piece, Replay};
 pub use bytes::{ByteSize, ParseByteSizeError};
@@ -26,6 +27,7 @@ pub use loan::{CopyError, FarMemory, Loan};
 pub use recording::{CountedEvents, Mark, MemoryEvent};
 pub use region::{HostPool, Region};
 pub use reservation::{Reservation, ReservationError};
+pub use splitmix::splitmix64;
 
 /// Where memory lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]

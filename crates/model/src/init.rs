@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use plimsoll_device::DType;
+use plimsoll_memory::splitmix64;
 
 use crate::convert::{ConversionError, encode};
 use crate::parameters::{Initialisation, Parameter};
@@ -67,12 +68,9 @@ fn normal(key: u64, index: u64) -> f64 {
     (-2.0 * radius.ln()).sqrt() * (std::f64::consts::TAU * turn).cos()
 }
 
-/// SplitMix64's finaliser.
+/// A number that has nothing in common with those of other values.
 fn mix(value: u64) -> u64 {
-    let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
+    splitmix64(value, 0)
 }
 
 #[cfg(test)]

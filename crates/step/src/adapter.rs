@@ -4,13 +4,12 @@
 use plimsoll_device::{
     Compute, DType, Device, DeviceExt, Elementwise, Embedding, Magnitude, Op, Product, Tensor,
 };
-use plimsoll_memory::Tag;
+use plimsoll_memory::{Tag, splitmix64};
 use plimsoll_model::{BlockId, Role};
 
 use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
-use crate::seed::mix;
 
 /// Which inputs of adapters are dropped in a pass (Srivastava et al. 2014); masks are functions of the seed.
 #[derive(Clone, Copy, Debug)]
@@ -194,7 +193,7 @@ impl LowRank<'_> {
 
     fn mask<'t>(&self, dropout: Dropout, x: &'t Tensor, out: &'t Tensor, accumulate: bool) -> Op<'t> {
         // Linears that read the same input drop different elements of it.
-        let seed = mix(dropout.seed, self.block.parameter_number(self.b_role));
+        let seed = splitmix64(dropout.seed, self.block.parameter_number(self.b_role));
         let first = dropout.first_row * x.columns();
         Elementwise::Dropout { x, out, probability: dropout.probability, seed, first, accumulate }.into()
     }

@@ -11,12 +11,11 @@ use std::sync::Arc;
 
 use plimsoll_device::{Compute, DType, Device, DeviceExt, Elementwise, Embedding, Product, Rounding, Tensor};
 use plimsoll_disk::LowerTiers;
-use plimsoll_memory::{Phase, Tag, Tier};
+use plimsoll_memory::{Phase, Tag, Tier, splitmix64};
 use plimsoll_model::{BlockId, Parameter, Role};
 
 use crate::StepError;
 use crate::head::rows;
-use crate::seed::mix;
 use crate::tier::{Parcel, Parcels, Pieces, Unit, Use, is_matrix};
 use crate::trainer::Part;
 
@@ -347,7 +346,7 @@ impl<'a> Gradients<'a> {
 
     /// The rounding of what is added to a gradient after `times` others.
     fn rounding_at(&self, block: BlockId, role: Role, times: u64, first: u64) -> Rounding {
-        let seed = mix(mix(self.seed, times), block.parameter_number(role));
+        let seed = splitmix64(splitmix64(self.seed, times), block.parameter_number(role));
         Rounding::Stochastic { seed, first }
     }
 

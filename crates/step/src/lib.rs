@@ -21,7 +21,6 @@ mod norm;
 mod optimizer;
 mod policy;
 mod rope;
-mod seed;
 mod settings;
 mod store;
 mod tier;

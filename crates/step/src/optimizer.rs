@@ -10,11 +10,10 @@ use std::sync::Arc;
 
 use plimsoll_device::{DType, Device, Op, Rounding, Rule, Tensor};
 use plimsoll_disk::{Home, LowerTiers};
-use plimsoll_memory::{Phase, Tag, Tier};
+use plimsoll_memory::{Phase, Tag, Tier, splitmix64};
 use plimsoll_model::{BlockId, Parameter, Role};
 
 use crate::StepError;
-use crate::seed::mix;
 use crate::tier::{Contents, HomePart, Parcel, Parcels, Pieces, Use, is_matrix};
 use crate::trainer::Part;
 
@@ -215,7 +214,7 @@ impl<'a> Optimizer<'a> {
             weight_decay: *weight_decay,
             control,
             step: update.step,
-            own_seed: mix(self.seed, block.parameter_number(role)),
+            own_seed: splitmix64(self.seed, block.parameter_number(role)),
             first: part.rows.start * part.parameter.columns(),
         };
         self.apply(&job)?;
@@ -323,7 +322,7 @@ impl<'a> ParameterStep<'a> {
 
     /// Random numbers of this step.
     fn seed(&self) -> u64 {
-        mix(self.own_seed, self.step)
+        splitmix64(self.own_seed, self.step)
     }
 
     /// Updates the weights by a rule.

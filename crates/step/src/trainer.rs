@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use plimsoll_device::{Device, DeviceExt, KnownRounds};
 use plimsoll_disk::LowerTiers;
-use plimsoll_memory::{Phase, Tier};
+use plimsoll_memory::{Phase, Tier, splitmix64};
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_parallel::Communicator;
 
@@ -29,7 +29,6 @@ use crate::loss_scale::LossScale;
 use crate::optimizer::{Optimizer, StateStorage, Update};
 use crate::policy::SavePolicy;
 use crate::rope::RopeTables;
-use crate::seed::mix;
 use crate::settings::{
     GradientClipping, MicroBatch, MicroBatches, NormSource, StepSettings, UpdateTiming, stays,
 };
@@ -334,7 +333,7 @@ impl<'a> Trainer<'a> {
 
     /// All micro-batches forward and backward, and what becomes of the gradients behind the last one.
     fn pass(&mut self, micro_batches: MicroBatches<'_>, completion: Completion) -> Result<Passed, StepError> {
-        self.gradients.begin(mix(self.settings.seed, self.progress.steps));
+        self.gradients.begin(splitmix64(self.settings.seed, self.progress.steps));
         let targets = self.communicator.sum(micro_batches.target_count() as f64)? as u64;
         let weight = self.communicator.sum(micro_batches.target_weight())?;
         let scale = if weight > 0.0 { 1.0 / weight } else { 0.0 };
@@ -362,7 +361,8 @@ impl<'a> Trainer<'a> {
     /// What adapters drop in a micro-batch of this step.
     fn dropout(&self, micro_batch: u64) -> Option<Dropout> {
         let probability = self.settings.method.adapters().map_or(0.0, |adapters| adapters.dropout);
-        let seed = mix(mix(mix(self.settings.seed, DROPOUT), self.progress.steps), micro_batch);
+        let seed =
+            splitmix64(splitmix64(splitmix64(self.settings.seed, DROPOUT), self.progress.steps), micro_batch);
         (probability > 0.0).then_some(Dropout { probability, seed, first_row: 0 })
     }
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use plimsoll_device::DType;
-use plimsoll_memory::ByteSize;
+use plimsoll_memory::{ByteSize, splitmix64};
 use plimsoll_model::adapter::{AdapterStart, TargetModules};
 
 use super::lora::LoraInit;
@@ -15,21 +15,19 @@ use super::{
 
 /// Random words (SplitMix64), and a text to take strings from.
 pub(super) struct Source<'a> {
-    state: u64,
+    seed: u64,
+    drawn: u64,
     texts: &'a [String],
 }
 
 impl<'a> Source<'a> {
     pub fn new(seed: u64, texts: &'a [String]) -> Source<'a> {
-        Source { state: seed, texts }
+        Source { seed, drawn: 0, texts }
     }
 
     fn next(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.drawn += 1;
+        splitmix64(self.seed, self.drawn - 1)
     }
 
     pub fn pick<T: Clone>(&mut self, choices: &[T]) -> T {

@@ -80,7 +80,8 @@ fn roundings_of_a_piece_depend_on_its_place_and_on_what_was_added() {
     let (_, mut gradients) = gradients(&dry, &tiers, Tier::Device);
     let (block, role) = (BlockId::Embedding, Role::TokenEmbedding);
     gradients.begin(5);
-    let seeds: Vec<u64> = (0..9).map(|times| mix(mix(5, times), block.parameter_number(role))).collect();
+    let seeds: Vec<u64> =
+        (0..9).map(|times| splitmix64(splitmix64(5, times), block.parameter_number(role))).collect();
     let target = |gradients: &mut Gradients<'_>, piece, range: &Range<u64>, nth| {
         let Target { tensor, accumulate, rounding } =
             gradients.rows_target((block, role), piece, range, nth).unwrap();
@@ -98,7 +99,8 @@ fn roundings_of_a_piece_depend_on_its_place_and_on_what_was_added() {
     assert_eq!(target(&mut gradients, 0, &(0..1024), 2), (1024, true, 5, 0));
     // Of what is added as a whole, the first addition is the one of no other before it.
     let (head, norm) = (BlockId::Head, Role::FinalNorm);
-    let seeds: Vec<u64> = (0..3).map(|times| mix(mix(5, times), head.parameter_number(norm))).collect();
+    let seeds: Vec<u64> =
+        (0..3).map(|times| splitmix64(splitmix64(5, times), head.parameter_number(norm))).collect();
     for seed in &seeds {
         let rounding = gradients.target(head, norm).unwrap().rounding;
         assert_eq!(rounding, Rounding::Stochastic { seed: *seed, first: 0 });

@@ -2,10 +2,11 @@
 //! gradient, or all of it (APOLLO-Mini). The projection is made anew from its seed at every step, and not kept.
 
 use plimsoll_device::{Apollo, Channels, DType, Rule, Subspace};
+use plimsoll_memory::splitmix64;
 
 use super::low_rank::{Projected, allocate_moments, update_plain};
 use super::state::{NewState, StateKind};
-use super::{ApolloChannels, LowRankSettings, ParameterStep, mix};
+use super::{ApolloChannels, LowRankSettings, ParameterStep};
 use crate::StepError;
 
 /// Added to the projected gradient's norm.
@@ -31,7 +32,7 @@ pub(super) fn update(
         return update_plain(job, settings.adam);
     };
     let projection = job.workspace(&shape.projection(), "projection")?;
-    let seed = mix(job.own_seed, job.step.saturating_sub(1) / settings.update_proj_gap.max(1));
+    let seed = splitmix64(job.own_seed, job.step.saturating_sub(1) / settings.update_proj_gap.max(1));
     let std = (settings.rank as f64).powf(-0.5) as f32;
     job.execute(Subspace::RandomNormal { out: &projection, std, seed })?;
     let low = job.project(shape, &projection)?;

@@ -6,10 +6,11 @@
 //! update does not depend on them.
 
 use plimsoll_device::{Compute, DType, Product, Rounding, Rule, Sgd, Subspace, Tensor, Update};
+use plimsoll_memory::splitmix64;
 
 use super::low_rank::{Projected, allocate_moments, update_plain};
 use super::state::{NewState, StateKind};
-use super::{LowRankSettings, ParameterStep, mix};
+use super::{LowRankSettings, ParameterStep};
 use crate::StepError;
 
 /// Dimensions of the iteration beyond those that are kept.
@@ -81,7 +82,7 @@ fn apply(
             master: master.as_ref(),
             grad: &chunk,
             grad_scale: None,
-            rounding: Rounding::Stochastic { seed: mix(job.seed(), first), first: 0 },
+            rounding: Rounding::Stochastic { seed: splitmix64(job.seed(), first), first: 0 },
             rule: Rule::Sgd { m: None, hyper },
         })?;
         first += rows;

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use half::{bf16, f16};
+use plimsoll_memory::splitmix64;
 
 use super::simd::{Simd, per_isa};
 #[cfg(target_arch = "x86_64")]
@@ -91,11 +92,8 @@ pub(in crate::cpu) struct Dither {
 impl Dither {
     /// For the elements from index `first` on; the run must not cross a multiple of 2^32.
     pub fn new(seed: u64, first: u64) -> Dither {
-        // SplitMix64 (Steele, Lea and Flood 2014) spreads the seed and the upper half of the index over both keys.
-        let mut z = seed.wrapping_add((first >> 32).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^= z >> 31;
+        // The seed and the upper half of the index are spread over both keys.
+        let z = splitmix64(seed, first >> 32);
         Dither { keys: [z as u32, (z >> 32) as u32], first: first as u32 }
     }
 
