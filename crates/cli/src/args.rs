@@ -155,7 +155,10 @@ pub struct TrainArgs {
     /// Continue the run in output.dir from its last checkpoint
     #[arg(long)]
     pub resume: bool,
-    /// Threads; by default one a core that may be used. The results do not depend on it
+    /// Train on so many ranks of this machine, each a process with its own share of the batch (docs/ranks.md)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub ranks: Option<u32>,
+    /// Threads of a rank; by default one a core that may be used. The results do not depend on it
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
     /// Print the report as one JSON document and nothing else

@@ -14,6 +14,7 @@ mod models;
 mod needs;
 mod output;
 mod progress;
+mod ranks;
 mod session;
 mod signals;
 mod speeds;

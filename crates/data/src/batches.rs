@@ -5,6 +5,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
 
 use plimsoll_memory::run_on_all_cores;
+use plimsoll_parallel::Deal;
 
 use crate::{DataError, Dataset};
 
@@ -50,7 +51,11 @@ enum Source {
 struct Maker {
     dataset: Arc<Dataset>,
     batch_size: u64,
+    /// Windows before the first step.
     position: u64,
+    /// Batches made so far.
+    made: u64,
+    deal: Deal,
 }
 
 impl Batches {
@@ -62,7 +67,18 @@ impl Batches {
         ahead: usize,
         position: u64,
     ) -> Result<Batches, DataError> {
-        let mut maker = Maker { dataset: dataset.into(), batch_size, position };
+        Batches::dealt(dataset, batch_size, ahead, position, Deal::ALONE)
+    }
+
+    /// The same for one of several ranks: of each step's batches, those that are dealt to it.
+    pub fn dealt(
+        dataset: impl Into<Arc<Dataset>>,
+        batch_size: u64,
+        ahead: usize,
+        position: u64,
+        deal: Deal,
+    ) -> Result<Batches, DataError> {
+        let mut maker = Maker { dataset: dataset.into(), batch_size, position, made: 0, deal };
         if ahead == 0 {
             return Ok(Batches { source: Source::Direct(maker) });
         }
@@ -110,8 +126,11 @@ impl Drop for Batches {
 
 impl Maker {
     fn next(&mut self) -> Result<Batch, DataError> {
-        let batch = self.dataset.batch(self.position, self.batch_size)?;
-        self.position += self.batch_size;
+        let own = self.deal.own.max(1);
+        let (step, within) = (self.made / own, self.made % own);
+        let number = step * self.deal.all() + self.deal.place(within);
+        let batch = self.dataset.batch(self.position + number * self.batch_size, self.batch_size)?;
+        self.made += 1;
         Ok(batch)
     }
 }
@@ -161,6 +180,25 @@ mod tests {
             let all = first(make(), 3, 0, 0, 30);
             assert_eq!(first(make(), 3, 2, 0, 30), all);
             assert_eq!(first(make(), 3, 2, 3 * 11, 19), all[11..]);
+        }
+    }
+
+    #[test]
+    fn ranks_take_the_batches_of_one_without_overlap() {
+        let text: String = (0..400u32).map(|i| char::from(b'a' + (i % 26) as u8)).collect();
+        let make = || dataset(&text, 7, Some(5)).unwrap();
+        let all = first(make(), 2, 0, 6, 24);
+        for (ranks, own, together) in [(2, 3, 1), (3, 2, 2), (4, 1, 1)] {
+            for rank in 0..ranks {
+                let deal = Deal { rank, ranks, own, together };
+                let mut batches = Batches::dealt(make(), 2, 1, 6, deal).unwrap();
+                for step in 0..24 / deal.all() {
+                    for within in 0..own {
+                        let place = step * deal.all() + deal.place(within);
+                        assert_eq!(batches.next_batch().unwrap(), all[place as usize]);
+                    }
+                }
+            }
         }
     }
 

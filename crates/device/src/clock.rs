@@ -9,7 +9,7 @@
 use std::cell::Cell;
 use std::fmt;
 
-use crate::Tally;
+use crate::{Communicated, Tally};
 
 /// How fast things happen.
 pub trait Pace {
@@ -31,6 +31,8 @@ pub struct Transferred {
     pub copied_in: u64,
     /// Copied from the device to the host.
     pub copied_out: u64,
+    /// Sent to other ranks.
+    pub sent: Communicated,
 }
 
 impl Transferred {
@@ -49,12 +51,13 @@ impl Transferred {
         self.combine(self, |one, _| one.saturating_mul(times))
     }
 
-    fn combine(self, other: Transferred, with: impl Fn(u64, u64) -> u64) -> Transferred {
+    fn combine(self, other: Transferred, with: impl Fn(u64, u64) -> u64 + Copy) -> Transferred {
         Transferred {
             read: with(self.read, other.read),
             written: with(self.written, other.written),
             copied_in: with(self.copied_in, other.copied_in),
             copied_out: with(self.copied_out, other.copied_out),
+            sent: self.sent.combine(other.sent, with),
         }
     }
 }
@@ -68,6 +71,8 @@ pub struct Lines {
     pub copies_in: f64,
     /// Copies from the device to the host.
     pub copies_out: f64,
+    /// Messages to other ranks.
+    pub links: f64,
 }
 
 impl Lines {
@@ -77,6 +82,7 @@ impl Lines {
             disk: of(self.disk, other.disk),
             copies_in: of(self.copies_in, other.copies_in),
             copies_out: of(self.copies_out, other.copies_out),
+            links: of(self.links, other.links),
         }
     }
 }
@@ -155,7 +161,7 @@ impl Clock {
         self.lines.set(lines);
         self.times.set(Times { busy: times.busy.with(own, |so_far, own| so_far + own), ..times });
         let due = lines.with(own, |line, own| if takes_part(own) { line } else { times.elapsed });
-        Due(due.disk.max(due.copies_in).max(due.copies_out))
+        Due(due.disk.max(due.copies_in).max(due.copies_out).max(due.links))
     }
 
     /// Waits until something is done.
@@ -189,7 +195,7 @@ mod tests {
 
         fn transfer(&self, bytes: Transferred) -> Lines {
             let disk = bytes.read as f64 + 2.0 * bytes.written as f64;
-            Lines { disk, copies_in: bytes.copied_in as f64, copies_out: bytes.copied_out as f64 }
+            Lines { disk, copies_in: bytes.copied_in as f64, copies_out: bytes.copied_out as f64, links: 0.0 }
         }
     }
 
@@ -249,7 +255,7 @@ mod tests {
         clock.wait(behind);
         assert_eq!(clock.times().elapsed, 6.0);
         clock.wait(next);
-        let busy = Lines { disk: 0.0, copies_in: 6.0, copies_out: 4.0 };
+        let busy = Lines { copies_in: 6.0, copies_out: 4.0, ..Lines::default() };
         assert_eq!(clock.times(), Times { elapsed: 7.0, busy, waited: 7.0 });
     }
 

@@ -90,6 +90,19 @@ pub trait Device {
     /// Lets `look` read the tensor's bytes. A device without memory does not call it.
     fn read(&self, x: &Tensor, look: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError>;
 
+    /// Lets `exchange` read the bytes of one tensor and write those of another, which overlap nowhere. A device without memory
+    /// does not call it.
+    fn read_and_write(
+        &self,
+        x: &Tensor,
+        out: &Tensor,
+        exchange: &mut dyn FnMut(&[u8], &mut [u8]),
+    ) -> Result<(), DeviceError> {
+        let mut copy = Vec::new();
+        self.read(x, &mut |bytes| copy.extend_from_slice(bytes))?;
+        self.write(out, &mut |bytes| exchange(&copy, bytes))
+    }
+
     /// Takes a tensor's memory out of the device's hands, so that another thread can fill it while the device works on
     /// others. It stays taken in the arena; [`reclaim`](Self::reclaim) makes a tensor of it again.
     ///

@@ -12,6 +12,8 @@ pub mod cpu;
 mod device;
 mod dry;
 mod dtype;
+mod exact;
+mod links;
 mod op;
 mod repeat;
 mod tensor;
@@ -24,6 +26,8 @@ pub use cpu::{Cpu, CpuOptions};
 pub use device::{Device, DeviceError, DeviceExt, DeviceTraits, Lent};
 pub use dry::Dry;
 pub use dtype::DType;
+pub use exact::ExactSum;
+pub use links::{Collective, Communicated};
 pub use op::{
     Activation, Adafactor, Adam, Apollo, Attention, BLOCK_8BIT, Channels, Codes, Compute, Elementwise,
     Embedding, Glu, IGNORED_TARGET, Lion, Loss, Magnitude, Norm, Op, PIECE_ROWS, Position, Product,

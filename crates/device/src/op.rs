@@ -35,7 +35,7 @@ pub use position::Position;
 pub use product::{Compute, Product};
 pub use quantization::Quantization;
 pub use reduction::Reduction;
-pub(crate) use reduction::SUM_ELEMENTS;
+pub(crate) use reduction::{RUN_ELEMENTS, SUM_ELEMENTS};
 pub use subspace::Subspace;
 pub use update::{
     Adafactor, Adam, Apollo, BLOCK_8BIT, Channels, Codes, Lion, Rule, SecondMoment, Sgd, Update,

@@ -7,19 +7,47 @@ use std::num::NonZero;
 use std::sync::OnceLock;
 use std::thread::available_parallelism;
 
-/// The cores that this process may use. Found once, before [`keep_to`] first keeps a thread to less: that thread no longer
-/// knows what it was allowed before.
+/// The cores that the calling thread may run on now: before others are begun and [`allowed_cores`] is asked for, the process's.
 #[cfg(target_os = "linux")]
-pub fn allowed_cores() -> &'static [usize] {
-    static CORES: OnceLock<Vec<usize>> = OnceLock::new();
+pub fn cores_of_process() -> Vec<usize> {
     // SAFETY: the set is plain data that the call fills in; its size is passed.
-    CORES.get_or_init(|| unsafe {
+    unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
         if libc::sched_getaffinity(0, std::mem::size_of::<libc::cpu_set_t>(), &mut set) != 0 {
             return Vec::new();
         }
         (0..libc::CPU_SETSIZE as usize).filter(|core| libc::CPU_ISSET(*core, &set)).collect()
-    })
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+pub fn cores_of_process() -> Vec<usize> {
+    Vec::new()
+}
+
+/// Lets this process run on these cores alone: to be called before threads are begun and [`allowed_cores`] is asked for. Where
+/// the system refuses, nothing changes.
+#[cfg(target_os = "linux")]
+pub fn keep_process_to(cores: &[usize]) {
+    set_affinity(0, cores);
+}
+
+#[cfg(not(target_os = "linux"))]
+pub fn keep_process_to(_: &[usize]) {}
+
+/// Whether the process has all rights.
+#[cfg(unix)]
+pub fn is_root() -> bool {
+    // SAFETY: a plain question to the kernel.
+    unsafe { libc::geteuid() == 0 }
+}
+
+/// The cores that this process may use. Found once, before [`keep_to`] first keeps a thread to less: that thread no longer
+/// knows what it was allowed before.
+#[cfg(target_os = "linux")]
+pub fn allowed_cores() -> &'static [usize] {
+    static CORES: OnceLock<Vec<usize>> = OnceLock::new();
+    CORES.get_or_init(cores_of_process)
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -63,6 +91,11 @@ pub fn run_beside(core: Option<usize>) {
 pub fn keep_to(thread: i32, cores: &[usize]) {
     allowed_cores();
     usable_cores();
+    set_affinity(thread, cores);
+}
+
+#[cfg(target_os = "linux")]
+fn set_affinity(thread: i32, cores: &[usize]) {
     // SAFETY: the set is plain data, the cores are some that the kernel named.
     unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();

@@ -18,7 +18,12 @@ mod splitmix;
 
 pub use arena::{ALIGNMENT, Arena, Block, OutOfMemory, Piece, Replay};
 pub use bytes::{ByteSize, ParseByteSizeError};
-pub use cores::{allowed_cores, current_core, keep_to, run_beside, run_on_all_cores, usable_cores};
+#[cfg(unix)]
+pub use cores::is_root;
+pub use cores::{
+    allowed_cores, cores_of_process, current_core, keep_process_to, keep_to, run_beside, run_on_all_cores,
+    usable_cores,
+};
 pub use file_map::FileMap;
 pub use heap::release_free_heap;
 pub use layout::{Layout, Traffic};

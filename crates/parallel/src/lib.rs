@@ -1,33 +1,89 @@
 //! Ranks and what they say to each other.
 //!
-//! The step program speaks to a [`Communicator`] wherever ranks would have to agree, so that a program for one
-//! rank is a program for many. This version runs one process: [`Solo`].
+//! The step program speaks to a [`Communicator`] wherever ranks have to agree, so that a program for one rank is a program for
+//! many. No communicator adds anything up: bytes go from rank to rank, and whoever owns a sum adds its terms on the device in an
+//! order that does not depend on who is faster. So every transport gives the same bits.
+//!
+//! - [`Solo`]: the only rank there is.
+//! - [`DryRanks`]: a rank of many, without wires. What it would send is counted by the dry device.
+//! - [`Wired`]: a rank whose bytes go by a [`Transport`]. `Mpi` joins processes, over the system's MPI (feature `mpi`);
+//!   [`ThreadRank`] joins threads of one process, for tests.
 
 #![forbid(unsafe_code)]
 
-use plimsoll_device::{DeviceError, Tensor};
+mod collectives;
+mod deal;
+mod dry;
+#[cfg(feature = "mpi")]
+mod mpi;
+mod shares;
+mod threads;
+mod transport;
+mod wired;
 
-/// A group of ranks that hold parts of one run.
+use plimsoll_device::{Collective, Communicated, Device, DeviceError, Tensor};
+
+pub use collectives::Collectives;
+pub use deal::Deal;
+pub use dry::DryRanks;
+#[cfg(feature = "mpi")]
+pub use mpi::Mpi;
+pub use shares::Shares;
+pub use threads::{ThreadRank, thread_ranks};
+pub use transport::{Transport, TransportError};
+pub use wired::Wired;
+
+/// A rank among others that hold parts of one run.
 pub trait Communicator {
     /// This rank's number, from 0.
     fn rank(&self) -> u32;
 
     /// Number of ranks.
-    fn world_size(&self) -> u32;
+    fn size(&self) -> u32;
 
-    /// Every rank's `x` becomes the sum over all ranks, added in the order of the ranks.
-    fn all_reduce(&self, x: &Tensor) -> Result<(), CommunicationError>;
+    /// What this rank has sent so far. On a dry device the device counts.
+    fn sent(&self) -> Communicated;
 
-    /// The sum of a host value over all ranks.
-    fn sum(&self, value: f64) -> Result<f64, CommunicationError>;
+    /// Sends a tensor to a rank and receives one from a rank, both at once; either may be left out. The two overlap nowhere.
+    ///
+    /// # Errors
+    /// The other rank is gone, or what it sends has another size.
+    fn send_receive(
+        &self,
+        device: &dyn Device,
+        within: Collective,
+        send: Option<(u32, &Tensor)>,
+        receive: Option<(u32, &Tensor)>,
+    ) -> Result<(), CommunicationError>;
+
+    /// Sends bytes of the host's to a rank.
+    ///
+    /// # Errors
+    /// As of [`send_receive`](Self::send_receive).
+    fn send_bytes(&self, to: u32, bytes: &[u8]) -> Result<(), CommunicationError>;
+
+    /// Receives bytes of the host's from a rank, as many as there is room for.
+    ///
+    /// # Errors
+    /// As of [`send_receive`](Self::send_receive).
+    fn receive_bytes(&self, from: u32, into: &mut [u8]) -> Result<(), CommunicationError>;
+
+    /// A few numbers of the host's from every rank, in the order of the ranks; all bring as many.
+    ///
+    /// # Errors
+    /// As of [`send_receive`](Self::send_receive).
+    fn gather_numbers(&self, own: &[f64]) -> Result<Vec<Vec<f64>>, CommunicationError>;
 }
 
-/// A collective operation failed.
+/// Ranks did not come together.
 #[derive(Debug, thiserror::Error)]
 pub enum CommunicationError {
     /// The device refused.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// The transport failed.
+    #[error(transparent)]
+    Transport(#[from] TransportError),
 }
 
 /// The only rank there is: sums over all ranks are what they are.
@@ -39,15 +95,33 @@ impl Communicator for Solo {
         0
     }
 
-    fn world_size(&self) -> u32 {
+    fn size(&self) -> u32 {
         1
     }
 
-    fn all_reduce(&self, _: &Tensor) -> Result<(), CommunicationError> {
+    fn sent(&self) -> Communicated {
+        Communicated::default()
+    }
+
+    fn send_receive(
+        &self,
+        _: &dyn Device,
+        _: Collective,
+        _: Option<(u32, &Tensor)>,
+        _: Option<(u32, &Tensor)>,
+    ) -> Result<(), CommunicationError> {
         Ok(())
     }
 
-    fn sum(&self, value: f64) -> Result<f64, CommunicationError> {
-        Ok(value)
+    fn send_bytes(&self, _: u32, _: &[u8]) -> Result<(), CommunicationError> {
+        Ok(())
+    }
+
+    fn receive_bytes(&self, _: u32, _: &mut [u8]) -> Result<(), CommunicationError> {
+        Ok(())
+    }
+
+    fn gather_numbers(&self, own: &[f64]) -> Result<Vec<Vec<f64>>, CommunicationError> {
+        Ok(vec![own.to_vec()])
     }
 }

@@ -250,7 +250,7 @@ impl Question<'_> {
         let said = training.batch_size().set().is_some()
             || training.gradient_accumulation_steps().set().is_some()
                 && training.effective_batch_size.is_some();
-        let effective = choice.settings.batch_size.saturating_mul(choice.accumulation);
+        let effective = choice.sequences();
         let sets = one_at_a_time(effective);
         (said && choice.settings.batch_size > 1).then(|| single("one sequence at a time", sets))
     }
@@ -324,7 +324,7 @@ impl Question<'_> {
 
     /// What leads to the least memory, by the user's method and by those that need less.
     fn lightest_changes(&self, choice: &Choice) -> Vec<Vec<String>> {
-        let effective = choice.settings.batch_size.saturating_mul(choice.accumulation);
+        let effective = choice.sequences();
         let mut common = one_at_a_time(effective);
         common.push(set("training.gradient_checkpointing", "auto"));
         common.push(set(

@@ -85,6 +85,9 @@ pub struct RawConfig {
     /// What is written, where, and how often.
     #[serde(skip_serializing_if = "is_unset")]
     pub output: OutputConfig,
+    /// Which of the ranks this process is. Each is another one: it is no part of the document.
+    #[serde(skip)]
+    pub rank: u32,
     #[serde(skip)]
     origins: Origins,
 }

@@ -10,7 +10,7 @@ use plimsoll_device::{Clock, DType, Device, Dry, IGNORED_TARGET, Tally, Times, T
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{AtPeak, Ledger, TagBytes};
 use plimsoll_model::{ModelSpec, Parameter};
-use plimsoll_parallel::Solo;
+use plimsoll_parallel::DryRanks;
 use plimsoll_step::{
     DecodeSettings, Decoder, EvaluateSettings, Evaluator, MicroBatch, Precision, StepError, StepSettings,
     Trainer, UpdateTiming, WeightStorage,
@@ -133,7 +133,7 @@ impl DryRun {
     pub(crate) fn at_rest(spec: &ModelSpec, settings: &StepSettings) -> Result<AtRest, StepError> {
         let dry = Dry::new();
         let tiers = Arc::new(LowerTiers::dry_beside(dry.arena()));
-        Trainer::new(&dry, Arc::clone(&tiers), spec.clone(), settings.clone(), &Solo)?;
+        Trainer::new(&dry, Arc::clone(&tiers), spec.clone(), settings.clone(), &ranks_of(settings))?;
         Ok(AtRest { device: dry.arena().high_water(), disk: tiers.disk().high_water() })
     }
 
@@ -146,7 +146,8 @@ impl DryRun {
         let tiers = Arc::new(LowerTiers::dry_beside(dry.arena()));
         dry.arena().mark("load");
         let (own, step) = (spec.clone(), settings.clone());
-        let mut trainer = Trainer::new(dry, Arc::clone(&tiers), own, step, &Solo)?;
+        let ranks = ranks_of(settings);
+        let mut trainer = Trainer::new(dry, Arc::clone(&tiers), own, step, &ranks)?;
         trainer.load(nothing)?;
         trainer.reset_magnitudes()?;
         let micro_batch = MicroBatch {
@@ -327,6 +328,11 @@ impl DryRun {
     pub fn tags_at_peak(&self) -> TagBytes {
         self.at_peak().by_tag
     }
+}
+
+/// The rank that takes a step, without wires.
+fn ranks_of(settings: &StepSettings) -> DryRanks {
+    DryRanks::new(settings.ranks.rank, settings.ranks.count)
 }
 
 /// There is nothing to load on a dry device, but what follows the loading is run.

@@ -9,7 +9,7 @@ use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
     AttentionKind, Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling, NormSource,
-    Offload, Precision, StepError, StepSettings, TrainingMethod, UpdateTiming,
+    Offload, Precision, Ranks, StepError, StepSettings, TrainingMethod, UpdateTiming,
 };
 
 use crate::config::{
@@ -59,8 +59,15 @@ impl Choice {
     ) -> Result<Choice, StepError> {
         let dry_run = DryRun::timed_training(spec, &settings, accumulation, rates)?;
         let tokens = (settings.batch_size * settings.sequence_length).saturating_mul(accumulation);
+        let tokens = tokens.saturating_mul(u64::from(settings.ranks.count));
         let time = TimeEstimate::new(dry_run.times.unwrap_or_default(), &dry_run.tally, tokens);
         Ok(Choice { settings, accumulation, dry_run, time })
+    }
+
+    /// Sequences of an optimizer step, of all ranks.
+    pub fn sequences(&self) -> u64 {
+        let own = self.settings.batch_size.saturating_mul(self.accumulation);
+        own.saturating_mul(u64::from(self.settings.ranks.count))
     }
 
     /// Bytes of arena that the step needs.
@@ -104,7 +111,7 @@ pub(crate) fn lightest_that_fits(
     let search = Search { config, method, runs, limits, ladder: &ladder };
     for offload in offloads(config) {
         for precision in precisions(&config.training, method) {
-            for batches in batches(&config.training) {
+            for batches in batches(config) {
                 if let Some(choice) = search.lightest(precision, offload, &batches)? {
                     return Ok(choice);
                 }
@@ -136,7 +143,7 @@ fn ladder(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod) -> Vec<
     let mut all = Vec::new();
     for offload in offloads(config) {
         for precision in precisions(training, method) {
-            for batch in batches(training).iter().filter_map(|batches| shortest(batches)) {
+            for batch in batches(config).iter().filter_map(|batches| shortest(batches)) {
                 for form in lightest_forms(training) {
                     let settings = step_settings(config, spec, method, precision, form, batch.0);
                     all.push((StepSettings { offload, ..settings }, batch.1));
@@ -181,7 +188,7 @@ impl Search<'_> {
         let training = &self.config.training;
         // A precision that loses nothing is preferred to one that does, however fast.
         for precision in precisions(training, self.method) {
-            for batches in batches(training) {
+            for batches in batches(self.config) {
                 // Where the lightest form does not fit, no other will.
                 if self.lightest(precision, offload, &batches)?.is_none() {
                     continue;
@@ -464,8 +471,10 @@ fn every_checkpointing() -> Vec<Checkpointing> {
 }
 
 /// Pairs of batch size and accumulation that the user's words leave open, and those to turn to where none of them fits.
-fn batches(training: &TrainingConfig) -> Vec<Vec<(u64, u64)>> {
-    let first = preferred_batches(training);
+fn batches(config: &RawConfig) -> Vec<Vec<(u64, u64)>> {
+    let training = &config.training;
+    let ranks = u64::from(config.parallel.ranks());
+    let first = preferred_batches(training, ranks);
     let said = [training.batch_size(), training.gradient_accumulation_steps()];
     let said = said.into_iter().chain(training.effective_batch_size).any(|key| key.set().is_some());
     if said || !training.optimizer_in_backward() {
@@ -477,18 +486,20 @@ fn batches(training: &TrainingConfig) -> Vec<Vec<(u64, u64)>> {
     vec![first, vec![together(DEFAULT_EFFECTIVE_BATCH)], fewer]
 }
 
-fn preferred_batches(training: &TrainingConfig) -> Vec<(u64, u64)> {
+/// Of one of so many ranks.
+fn preferred_batches(training: &TrainingConfig, ranks: u64) -> Vec<(u64, u64)> {
     let batch_size = training.batch_size().set();
     let accumulation = training.gradient_accumulation_steps().set();
-    let effective = training.effective_batch_size.and_then(Auto::set);
+    let own_of = |whole: u64| (whole / ranks.max(1)).max(1);
+    let effective = training.effective_batch_size.and_then(Auto::set).map(own_of);
     match (batch_size, accumulation, effective) {
         (Some(b), Some(a), _) => vec![(b, a)],
         (Some(b), None, None) => vec![(b, 1)],
         (Some(b), None, Some(e)) => vec![(b, (e / b).max(1))],
         (None, Some(a), Some(e)) => vec![((e / a).max(1), a)],
-        (None, Some(a), None) => powers_of_two(DEFAULT_EFFECTIVE_BATCH).map(|b| (b, a)).collect(),
+        (None, Some(a), None) => powers_of_two(own_of(DEFAULT_EFFECTIVE_BATCH)).map(|b| (b, a)).collect(),
         (None, None, effective) => {
-            let effective = effective.unwrap_or(DEFAULT_EFFECTIVE_BATCH);
+            let effective = effective.unwrap_or(own_of(DEFAULT_EFFECTIVE_BATCH));
             let splits = powers_of_two(effective).chain([effective]).filter(|b| effective.is_multiple_of(*b));
             let mut splits: Vec<_> = splits.map(|b| (b, effective / b)).collect();
             splits.dedup();
@@ -546,6 +557,8 @@ pub(crate) fn step_settings(
         offload: Offload::NONE,
         kept_layers: kept_as_said(&config.memory.kept_layers),
         micro_batches_per_pass: training.micro_batches_per_pass().set().unwrap_or(1),
+        ranks: Ranks { rank: config.rank, count: config.parallel.ranks() },
+        sharding: config.parallel.sharding(),
         seed: training.seed(),
     }
 }
@@ -568,7 +581,7 @@ pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
     let training = &mut resolved.training;
     training.batch_size = Some(Auto::Set(choice.settings.batch_size));
     training.gradient_accumulation_steps = Some(Auto::Set(choice.accumulation));
-    training.effective_batch_size = Some(Auto::Set(choice.settings.batch_size * choice.accumulation));
+    training.effective_batch_size = Some(Auto::Set(choice.sequences()));
     training.mixed_precision = Some(Auto::Set(match weights {
         _ if fp8 => MixedPrecision::Fp8,
         DType::Bf16 => MixedPrecision::Bf16,

@@ -6,7 +6,7 @@ use plimsoll_device::Dry;
 use plimsoll_disk::LowerTiers;
 use plimsoll_model::{ModelSpec, WeightSource};
 use plimsoll_parallel::Solo;
-use plimsoll_step::{Checkpointing, StateKind, StepError, StepSettings, Trainer};
+use plimsoll_step::{Checkpointing, Ranks, StateKind, StepError, StepSettings, Trainer};
 use serde::Serialize;
 
 use crate::config::{OutputConfig, RawConfig, TrainingLength};
@@ -27,7 +27,9 @@ impl SavedBytes {
     pub(crate) fn of(spec: &ModelSpec, settings: &StepSettings) -> Result<SavedBytes, StepError> {
         let dry = Dry::new();
         let tiers = Arc::new(LowerTiers::dry());
-        let trainer = Trainer::new(&dry, tiers, spec.clone(), settings.clone(), &Solo)?;
+        // A checkpoint holds what all ranks have.
+        let alone = StepSettings { ranks: Ranks::default(), ..settings.clone() };
+        let trainer = Trainer::new(&dry, tiers, spec.clone(), alone, &Solo)?;
         let (mut weights, mut states) = (0u64, 0u64);
         for tensor in trainer.state()? {
             match tensor.kind {

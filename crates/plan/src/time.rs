@@ -35,6 +35,9 @@ impl DiskRates {
 /// Share of the product rate that attention reaches on its smaller tiles.
 const ATTENTION_EFFICIENCY: f64 = 0.6;
 
+/// Bytes a second between two processes of one machine.
+const LINK_RATE: f64 = 2e9;
+
 /// Starting an operation and waiting for all threads takes about this long, whatever its size.
 const SECONDS_PER_OPERATION: f64 = 3e-5;
 
@@ -99,6 +102,7 @@ impl Pace for Rates {
         let disk = at_rate(bytes.read, self.disk.read) + at_rate(bytes.written, self.disk.write);
         // A copy reads and writes.
         let copies = |bytes: u64| at_rate(2 * bytes, self.memory_bandwidth);
-        Lines { disk, copies_in: copies(bytes.copied_in), copies_out: copies(bytes.copied_out) }
+        let links = at_rate(bytes.sent.total_bytes(), LINK_RATE);
+        Lines { disk, copies_in: copies(bytes.copied_in), copies_out: copies(bytes.copied_out), links }
     }
 }

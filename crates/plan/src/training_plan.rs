@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use plimsoll_device::Collective;
 use plimsoll_memory::{AtPeak, ByteSize, Phase, Tag, TagBytes};
 use plimsoll_model::{ModelSpec, Parameter, WeightSource};
 use plimsoll_step::StepError;
@@ -15,6 +16,7 @@ use crate::limits::{Limits, load_line};
 use crate::load_line::{LoadLine, ProcessLimits};
 use crate::method::training_method;
 use crate::origin::ModelOrigin;
+use crate::ranks::{RankGroup, rank_groups};
 use crate::resolve::{Choice, choose, lighter_choices, resolved_config};
 use crate::run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes, Written, steps_in};
 use crate::runs::DryRuns;
@@ -64,6 +66,8 @@ pub struct TrainingPlan {
     pub saved: SavedBytes,
     /// What it would take to fit, where the plan does not.
     pub refusal: Option<Refusal>,
+    /// What each of several ranks takes, as the first one knows it.
+    pub ranks: Vec<RankGroup>,
 }
 
 /// Bytes by kind at the peak.
@@ -114,11 +118,12 @@ impl TrainingPlan {
             saved: SavedBytes::of(spec, &choice.settings)?,
             spec: spec.clone(),
             config: resolved,
-            choice,
             load_line,
             overhead_bytes: machine.overhead_bytes,
             limits,
             machine: *machine,
+            ranks: if config.rank == 0 { rank_groups(spec, &choice)? } else { Vec::new() },
+            choice,
             alternatives,
             refusal,
         })
@@ -145,6 +150,7 @@ impl TrainingPlan {
                 alternatives: Vec::new(),
                 saved: self.saved,
                 refusal: None,
+                ranks: Vec::new(),
             });
         }
         ladder.insert(0, self);
@@ -330,7 +336,7 @@ impl TrainingPlan {
         let time = &self.choice.time;
         let (phase, layer) = self.peak_place();
         let parameters = self.parameters();
-        json!({
+        let mut document = json!({
             "model": {
                 "name": self.spec.name,
                 "architecture": self.spec.architecture,
@@ -374,6 +380,46 @@ impl TrainingPlan {
             "alternatives": self.alternatives,
             "shortages": self.shortages(),
             "refusal": self.refusal,
+        });
+        if let (Value::Object(map), false) = (&mut document, self.ranks.is_empty()) {
+            map.insert("ranks".to_owned(), self.ranks_json());
+            map.insert("communication".to_owned(), self.communication_json());
+        }
+        document
+    }
+
+    /// The rank that takes most of the device.
+    pub fn largest_rank(&self) -> Option<&RankGroup> {
+        // Of several, the first.
+        self.ranks.iter().rev().max_by_key(|group| group.device_peak_bytes)
+    }
+
+    fn ranks_json(&self) -> Value {
+        let largest = self.largest_rank().map(|group| {
+            json!({
+                "rank": group.ranks.first(),
+                "device": { "peak_bytes": group.device_peak_bytes },
+                "host": { "peak_bytes": group.host_peak_bytes },
+                "disk": { "peak_bytes": group.disk_bytes },
+            })
+        });
+        json!({
+            "world_size": self.choice.settings.ranks.count,
+            "largest": largest,
+            "groups": self.ranks,
+        })
+    }
+
+    /// What the rank that the plan is for sends in a step.
+    fn communication_json(&self) -> Value {
+        let sent = self.choice.dry_run.moved.sent;
+        let of = |number: &dyn Fn(Collective) -> u64| -> Map<String, Value> {
+            let used = Collective::ALL.into_iter().filter(|within| sent.messages(*within) > 0);
+            used.map(|within| (within.name().to_owned(), number(within).into())).collect()
+        };
+        json!({
+            "bytes_per_step": of(&|within| sent.bytes(within)),
+            "calls": of(&|within| sent.messages(within)),
         })
     }
 }

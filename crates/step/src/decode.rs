@@ -73,7 +73,7 @@ impl<'a> Decoder<'a> {
         &mut self,
         fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.weights.load(&|_| None, fill)
+        self.weights.load(&|_| Vec::new(), fill)
     }
 
     /// Tokens in the cache.

@@ -100,7 +100,7 @@ impl<'a> Evaluator<'a> {
         &mut self,
         fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.weights.load(&|_| None, fill)
+        self.weights.load(&|_| Vec::new(), fill)
     }
 
     /// Sum of token losses and number of targets of `batch_size` sequences of equal length.

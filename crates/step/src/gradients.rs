@@ -4,7 +4,7 @@
 //! Those of matrices may live on a lower tier between their uses. Then they are in a buffer only while the step works on
 //! their layer, or on their piece of a table.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,12 +16,18 @@ use plimsoll_model::{BlockId, Parameter, Role};
 
 use crate::StepError;
 use crate::head::rows;
+use crate::optimizer::OwnParts;
 use crate::tier::{Parcel, Parcels, Pieces, Unit, Use, is_matrix};
 use crate::trainer::Part;
 
 mod looked_up;
 
 pub(crate) use looked_up::LookedUp;
+
+/// Sets seeds of what a pass writes apart from others.
+const PASSES: u64 = 0x9a55;
+/// Sets seeds of sums over passes or ranks apart from others.
+const SUMS: u64 = 0x50a5;
 
 /// The gradients that exist at the moment.
 pub(crate) struct Gradients<'a> {
@@ -30,6 +36,14 @@ pub(crate) struct Gradients<'a> {
     shapes: HashMap<(BlockId, Role), Vec<u64>>,
     tensors: HashMap<(BlockId, Role), Written>,
     seed: u64,
+    /// Of what the present pass writes.
+    pass_seed: u64,
+    /// What the passes so far add up to, where each pass has gradients of its own: of this rank's shares, or of whole parts.
+    totals: HashMap<(BlockId, Role, u32), Tensor>,
+    /// The parts of which there are such sums, here or below the device.
+    begun: HashSet<(BlockId, Role, u32)>,
+    /// Whether it is such sums that live below the device.
+    totals_away: bool,
     /// Those that live on a lower tier.
     away: Parcels<'a, Unit, Role>,
     /// The pieces of tables there.
@@ -97,6 +111,8 @@ pub(crate) struct OnTier<'s> {
     pub tier: Tier,
     /// Whose gradients stay on the device all the same.
     pub stays: &'s dyn Fn(&Parameter) -> bool,
+    /// This rank's share of each part, where it is what passes add up to that lives there.
+    pub totals: Option<OwnParts<'s>>,
 }
 
 impl<'a> Gradients<'a> {
@@ -105,11 +121,20 @@ impl<'a> Gradients<'a> {
         device: &'a dyn Device,
         trained: &[Parameter],
         dtype: DType,
-        OnTier { tiers, tier, stays }: OnTier<'_>,
+        OnTier { tiers, tier, stays, totals }: OnTier<'_>,
         (cut, buffers): (Pieces, usize),
     ) -> Result<Self, StepError> {
         let (mut parcels, mut pieces) = (HashMap::<Unit, Parcel<Role>>::new(), HashMap::new());
         for p in trained.iter().filter(|p| tier != Tier::Device && is_matrix(p) && !stays(p)) {
+            if let Some(totals) = totals {
+                for part in totals(p).iter().filter(|part| !part.rows.is_empty()) {
+                    let unit = Unit::of_matrices(p.block, part.piece);
+                    let parcel = parcels.entry(unit).or_insert_with(Parcel::new);
+                    parcel.add(p.role, dtype, &p.shape_of(&part.rows));
+                    parcel.settle_later(tier, Tag::Gradients, "gradients");
+                }
+                continue;
+            }
             let cuts = cut.of(p);
             for (piece, rows) in (0..).zip(&cuts) {
                 let parcel = parcels.entry(Unit::of_matrices(p.block, piece)).or_insert_with(Parcel::new);
@@ -128,6 +153,10 @@ impl<'a> Gradients<'a> {
             shapes: trained.iter().map(|p| ((p.block, p.role), p.shape.clone())).collect(),
             tensors: HashMap::new(),
             seed: 0,
+            pass_seed: 0,
+            totals: HashMap::new(),
+            begun: HashSet::new(),
+            totals_away: totals.is_some(),
             away: Parcels::of(device, tiers, parcels, buffers, "gradients.staging")?,
             pieces,
             exist: BTreeSet::new(),
@@ -140,12 +169,49 @@ impl<'a> Gradients<'a> {
     /// what is small beside the sum is not lost: twice the same pass gives the same bits.
     pub fn begin(&mut self, seed: u64) {
         self.clear();
-        self.seed = seed;
+        (self.seed, self.pass_seed) = (seed, seed);
+    }
+
+    /// Starts a pass whose gradients are its own: `number` is its place in the whole batch.
+    pub fn begin_pass(&mut self, number: u64) {
+        self.pass_seed = splitmix64(splitmix64(self.seed, PASSES), number);
+    }
+
+    /// What the passes so far add up to of a part, where each has gradients of its own.
+    pub fn total(&self, part: &Part) -> Option<&Tensor> {
+        self.totals.get(&part.key())
+    }
+
+    /// Where a term of what passes add up to goes, and whether it is the first.
+    pub fn total_to_add_to(&mut self, part: &Part, term: &Tensor) -> Result<(Tensor, bool), StepError> {
+        let is_first = self.begun.insert(part.key());
+        if let Some(total) = self.totals.get(&part.key()) {
+            return Ok((total.clone(), is_first));
+        }
+        let (sizes, name) = (term.shape(), part.parameter.role.name());
+        let total = self.device.alloc(term.dtype(), sizes.dims(), Tag::Gradients, name)?;
+        self.totals.insert(part.key(), total.clone());
+        Ok((total, is_first))
+    }
+
+    /// Sets what the passes so far add up to.
+    pub fn set_total(&mut self, part: &Part, total: Tensor) {
+        self.totals.insert(part.key(), total);
+    }
+
+    /// The rounding of what comes from the `number`-th rank or pass to some rows of a part.
+    pub fn rounding_of_sum(&self, part: &Part, number: u64, rows: &Range<u64>) -> Rounding {
+        let Parameter { block, role, .. } = &part.parameter;
+        let seed = splitmix64(splitmix64(self.seed, SUMS), number);
+        let first = rows.start * part.parameter.columns();
+        Rounding::Stochastic { seed: splitmix64(seed, block.parameter_number(*role)), first }
     }
 
     /// Gives all gradients back.
     pub fn clear(&mut self) {
         self.tensors.clear();
+        self.totals.clear();
+        self.begun.clear();
         self.looked_up = LookedUp::default();
         self.held = None;
         std::mem::take(&mut self.exist).into_iter().for_each(|unit| self.away.forget(unit));
@@ -174,6 +240,10 @@ impl<'a> Gradients<'a> {
         }
         self.exist.insert(unit);
         for (role, tensor) in self.away.gather(unit)? {
+            if self.totals_away {
+                self.totals.insert((unit.block(), role, unit.piece()), tensor);
+                continue;
+            }
             if let Unit::Piece(..) = unit {
                 self.held = Some((unit, role, tensor));
                 continue;
@@ -189,7 +259,9 @@ impl<'a> Gradients<'a> {
         let Some(parcel) = self.away.get(unit) else { return Ok(()) };
         self.held = None;
         for placed in parcel.tensors() {
-            if let Some(written) = self.tensors.get_mut(&(unit.block(), placed.key)) {
+            if self.totals_away {
+                self.totals.remove(&(unit.block(), placed.key, unit.piece()));
+            } else if let Some(written) = self.tensors.get_mut(&(unit.block(), placed.key)) {
                 written.gradient = None;
             }
         }
@@ -203,10 +275,19 @@ impl<'a> Gradients<'a> {
 
     /// Gives back the gradients of a unit, which consists of these parts.
     pub fn free(&mut self, unit: Unit, parts: &[Part]) {
+        for part in parts {
+            self.totals.remove(&part.key());
+            self.begun.remove(&part.key());
+        }
+        self.exist.remove(&unit);
+        self.free_pass(parts);
+    }
+
+    /// Gives back what a pass has written of a unit, not what the passes add up to.
+    pub fn free_pass(&mut self, parts: &[Part]) {
         for part in parts.iter().filter(|part| part.is_last()) {
             self.tensors.remove(&(part.parameter.block, part.parameter.role));
         }
-        self.exist.remove(&unit);
         self.held = None;
     }
 
@@ -284,6 +365,7 @@ impl<'a> Gradients<'a> {
             hasher.finish()
         });
         there.fold(0, u64::wrapping_add).hash(hasher);
+        (self.totals.len(), self.begun.len()).hash(hasher);
     }
 
     /// Adds dx `[N, H]`, the gradient of the rows of `tokens`, to a piece of the table's.
@@ -307,10 +389,19 @@ impl<'a> Gradients<'a> {
         written.times - times
     }
 
+    /// The type of a part's gradient.
+    pub fn dtype_of(&self, part: &Part) -> DType {
+        self.dtype_of_shape(&part.parameter.shape)
+    }
+
+    fn dtype_of_shape(&self, shape: &[u64]) -> DType {
+        // Vectors are too small to save anything on, and many sums end in each of their elements.
+        if shape.len() < 2 { DType::F32 } else { self.dtype }
+    }
+
     fn new_gradient(&self, block: BlockId, role: Role) -> Result<Tensor, StepError> {
         let shape = self.shapes.get(&(block, role)).ok_or(StepError::MissingWeight { block, role })?;
-        // Vectors are too small to save anything on, and many sums end in each of their elements.
-        let dtype = if shape.len() < 2 { DType::F32 } else { self.dtype };
+        let dtype = self.dtype_of_shape(shape);
         Ok(self.device.alloc(dtype, shape, Tag::Gradients, role.name())?)
     }
 
@@ -346,7 +437,7 @@ impl<'a> Gradients<'a> {
 
     /// The rounding of what is added to a gradient after `times` others.
     fn rounding_at(&self, block: BlockId, role: Role, times: u64, first: u64) -> Rounding {
-        let seed = splitmix64(splitmix64(self.seed, times), block.parameter_number(role));
+        let seed = splitmix64(splitmix64(self.pass_seed, times), block.parameter_number(role));
         Rounding::Stochastic { seed, first }
     }
 

@@ -46,7 +46,7 @@ pub use optimizer::{
 pub use policy::{Checkpointing, Compression, Group, Groups, LayerPolicy, Save, SavePolicy};
 pub use settings::{
     Adapters, AttentionKind, GradientClipping, KeptLayers, Linears, LossScaling, MicroBatch, NormSource,
-    Offload, Precision, StepSettings, TrainingMethod, UpdateTiming,
+    Offload, Precision, Ranks, Sharding, StepSettings, TrainingMethod, UpdateTiming, ZeroStage,
 };
 pub use store::{Residency, WeightOffload, WeightStorage};
 pub use trainer::{NamedTensor, Numbers, StepOutcome, StepProgress, Trainer};

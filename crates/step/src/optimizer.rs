@@ -8,7 +8,7 @@ use std::hash::Hasher;
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{DType, Device, Op, Rounding, Rule, Tensor};
+use plimsoll_device::{DType, Device, Dry, Op, Rounding, Rule, Tensor};
 use plimsoll_disk::{Home, LowerTiers};
 use plimsoll_memory::{Phase, Tag, Tier, splitmix64};
 use plimsoll_model::{BlockId, Parameter, Role};
@@ -42,22 +42,52 @@ use state::NewState;
 /// The optimizer's states: on the device, or those of matrices in homes on a lower tier.
 pub(crate) struct Optimizer<'a> {
     kind: OptimizerKind,
+    /// Elements of a query head.
+    head_dim: u64,
     slots: HashMap<(BlockId, Role), Slot>,
     seed: u64,
     /// States that live on a lower tier.
     away: Parcels<'a, StateUnit, StateKind>,
+    /// Their pieces, with the rows that each is of.
+    pieces: HashMap<(BlockId, Role), Vec<Piece>>,
 }
 
 /// A parameter's state, and its numbers.
 #[derive(Debug)]
 struct Slot {
-    state: OptimizerState,
+    /// On the device, of these rows: of all at once, or of each of this rank's shares.
+    states: Vec<(Range<u64>, OptimizerState)>,
     lr_scale: f64,
     weight_decay: f64,
 }
 
 /// The states of a matrix, or of a piece of a table.
 type StateUnit = (BlockId, Role, u32);
+
+/// Some rows of a parameter, by the number of the piece that they are of.
+#[derive(Clone, Debug)]
+struct Piece {
+    number: u32,
+    rows: Range<u64>,
+}
+
+/// This rank's share of each part of a parameter.
+pub(crate) type OwnParts<'s> = &'s dyn Fn(&Parameter) -> Vec<Part>;
+
+/// A state of a parameter: what it is and how large.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct StateShape {
+    pub kind: StateKind,
+    pub dtype: DType,
+    pub shape: Vec<u64>,
+}
+
+impl StateShape {
+    /// Size in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.dtype.bytes_for(self.shape.iter().product()).unwrap_or(0)
+    }
+}
 
 /// Buffers for states that live on a lower tier: one in use, one on its way and one on its way back.
 const BUFFERS: usize = 3;
@@ -77,6 +107,8 @@ pub(crate) struct StateStorage<'s> {
     /// Which weights have an f32 master.
     pub needs_master: &'s dyn Fn(&Parameter) -> bool,
     pub seed: u64,
+    /// This rank's share of each part of a parameter, where ranks have shares.
+    pub shares: Option<OwnParts<'s>>,
 }
 
 /// The numbers of one update.
@@ -110,24 +142,33 @@ impl<'a> Optimizer<'a> {
             }
         }
         let kind = settings.kind;
-        let StateStorage { tiers, tier, stays, cut, head_dim, needs_master, seed } = storage;
+        let StateStorage { tiers, tier, stays, cut, head_dim, needs_master, seed, shares } = storage;
         let mut slots = HashMap::new();
-        let mut parcels = HashMap::new();
+        let (mut parcels, mut pieces) = (HashMap::new(), HashMap::<_, Vec<_>>::new());
         for p in trained {
             device.enter(Phase::Setup, p.block.layer());
             tiers.enter(Phase::Setup, p.block.layer());
-            let mut state = OptimizerState::default();
-            if tier == Tier::Device || !is_matrix(p) || stays(p) {
-                state = new_state(device, p, kind, head_dim, needs_master(p))?;
-            } else {
-                for (piece, rows) in (0..).zip(cut.of(p)) {
-                    let first = new_state(device, &of_rows(p, &rows), kind, head_dim, needs_master(p))?;
-                    let unit = (p.block, p.role, piece);
+            let mut states = Vec::new();
+            let is_resident = tier == Tier::Device || !is_matrix(p) || stays(p);
+            let piece = |(number, rows)| Piece { number, rows };
+            let own: Vec<Piece> = match shares {
+                Some(shares) => shares(p).into_iter().map(|part| piece((part.piece, part.rows))).collect(),
+                None if is_resident => vec![piece((0, p.all_rows()))],
+                None => (0..).zip(cut.of(p)).map(piece).collect(),
+            };
+            for own in own.into_iter().filter(|own| !own.rows.is_empty()) {
+                let first = new_state(device, (p, &of_rows(p, &own.rows)), kind, head_dim, needs_master(p))?;
+                if is_resident {
+                    states.push((own.rows, first));
+                } else {
+                    let unit = (p.block, p.role, own.number);
                     let mut parcel = Parcel::new();
                     for (kind, tensor) in first.tensors() {
                         parcel.add(*kind, tensor.dtype(), tensor.shape().dims());
                     }
                     if parcel.is_empty() {
+                        // There is nothing to be anywhere.
+                        states.push((own.rows, first));
                         continue;
                     }
                     parcel.settle(tiers, tier, Tag::Optimizer, "states")?;
@@ -137,39 +178,85 @@ impl<'a> Optimizer<'a> {
                         }
                     }
                     parcels.insert(unit, parcel);
+                    pieces.entry((p.block, p.role)).or_default().push(own);
                 }
             }
             let (lr_scale, weight_decay) = settings.numbers_of(p);
-            slots.insert((p.block, p.role), Slot { state, lr_scale, weight_decay });
+            slots.insert((p.block, p.role), Slot { states, lr_scale, weight_decay });
         }
         device.enter(Phase::Setup, None);
         let away = Parcels::of(device, tiers, parcels, BUFFERS, "states.staging")?;
-        Ok(Optimizer { kind, slots, seed, away })
+        Ok(Optimizer { kind, head_dim, slots, seed, away, pieces })
     }
 
-    /// The state of a parameter, if it is trained.
-    pub fn state(&self, block: BlockId, role: Role) -> Option<&OptimizerState> {
-        self.slots.get(&(block, role)).map(|slot| &slot.state)
+    /// The states of a parameter that are on the device, with the rows that each is of.
+    pub fn states(&self, block: BlockId, role: Role) -> &[(Range<u64>, OptimizerState)] {
+        self.slots.get(&(block, role)).map_or(&[], |slot| &slot.states)
     }
 
-    /// Where a state of a parameter is.
+    /// Where a state of a parameter is: of the rows that this rank has.
     pub fn contents(&self, parameter: &Parameter, kind: StateKind) -> Option<Contents> {
         let (block, role) = (parameter.block, parameter.role);
-        if let Some(tensor) = self.state(block, role).and_then(|state| state.find(kind)) {
-            return Some(Contents::Device(tensor.clone()));
+        let states = self.states(block, role).iter().filter_map(|(_, state)| state.find(kind).cloned());
+        let states: Vec<Tensor> = states.collect();
+        if !states.is_empty() {
+            return Some(Contents::Device(states));
         }
-        let part = |parcel: &Parcel<StateKind>| {
-            let state = parcel.tensors().iter().find(|state| state.key == kind)?;
-            let bytes = state.dtype.bytes_for(state.shape.iter().product()).unwrap_or(0);
-            Some(HomePart { home: Arc::clone(parcel.home()?), start: state.offset, bytes })
-        };
-        let homes: Vec<HomePart> = self.away(block, role).filter_map(part).collect();
+        let homes = self.away(block, role).filter_map(|(_, parcel)| home_of(parcel, kind));
+        let homes: Vec<HomePart> = homes.collect();
         (!homes.is_empty()).then_some(Contents::Homes(homes))
     }
 
-    /// The states that live on a lower tier, a parcel for each piece.
-    pub fn away(&self, block: BlockId, role: Role) -> impl Iterator<Item = &Parcel<StateKind>> {
-        (0..).map_while(move |piece| self.away.get((block, role, piece)))
+    /// The f32 weights behind a parameter, of the rows that this rank has: each run of rows, and where they are.
+    pub fn masters(&self, parameter: &Parameter) -> Vec<(Range<u64>, Contents)> {
+        let (block, role) = (parameter.block, parameter.role);
+        let resident = self.states(block, role).iter();
+        let resident = resident.filter_map(|(rows, state)| {
+            Some((rows.clone(), Contents::Device(vec![state.master()?.clone()])))
+        });
+        let away = self.away(block, role).filter_map(|(rows, parcel)| {
+            Some((rows.clone(), Contents::Homes(vec![home_of(parcel, StateKind::Master)?])))
+        });
+        resident.chain(away).collect()
+    }
+
+    /// The states that some rows of a parameter have, with their types and shapes: whoever has them.
+    pub fn shapes_of(
+        &self,
+        parameter: &Parameter,
+        rows: &Range<u64>,
+        with_master: bool,
+    ) -> Result<Vec<StateShape>, StepError> {
+        let dry = Dry::new();
+        let own = of_rows(parameter, rows);
+        let state = new_state(&dry, (parameter, &own), self.kind, self.head_dim, with_master)?;
+        let shape = |(kind, tensor): &(StateKind, Tensor)| StateShape {
+            kind: *kind,
+            dtype: tensor.dtype(),
+            shape: tensor.shape().dims().to_vec(),
+        };
+        Ok(state.tensors().iter().map(shape).collect())
+    }
+
+    /// Where a state of one of this rank's shares is.
+    pub fn contents_of_part(&self, part: &Part, kind: StateKind) -> Option<Contents> {
+        let (block, role) = (part.parameter.block, part.parameter.role);
+        let resident = self.states(block, role).iter().find(|(rows, _)| *rows == part.rows);
+        if let Some(tensor) = resident.and_then(|(_, state)| state.find(kind)) {
+            return Some(Contents::Device(vec![tensor.clone()]));
+        }
+        let (_, parcel) = self.away(block, role).find(|(rows, _)| **rows == part.rows)?;
+        Some(Contents::Homes(vec![home_of(parcel, kind)?]))
+    }
+
+    /// The states that live on a lower tier, a parcel for each piece, with the rows that it is of.
+    pub fn away(
+        &self,
+        block: BlockId,
+        role: Role,
+    ) -> impl Iterator<Item = (&Range<u64>, &Parcel<StateKind>)> {
+        let pieces = self.pieces.get(&(block, role)).into_iter().flatten();
+        pieces.filter_map(move |piece| Some((&piece.rows, self.away.get((block, role, piece.number))?)))
     }
 
     /// The parameters that will be updated next, in order, with the pieces that each has.
@@ -201,8 +288,13 @@ impl<'a> Optimizer<'a> {
         let is_away = self.away.has(unit);
         let brought = if is_away { Some(OptimizerState::new(self.away.gather(unit)?)) } else { None };
         let missing = || StepError::MissingWeight { block, role };
-        let Slot { state, lr_scale, weight_decay } = self.slots.get(&(block, role)).ok_or_else(missing)?;
-        let resident = || state.of_rows(&part.parameter, &part.rows);
+        let Slot { states, lr_scale, weight_decay } = self.slots.get(&(block, role)).ok_or_else(missing)?;
+        let resident = || {
+            let within = |of: &Range<u64>| of.start <= part.rows.start && part.rows.end <= of.end;
+            let (of, state) = states.iter().find(|(of, _)| within(of))?;
+            let rows = part.rows.start - of.start..part.rows.end - of.start;
+            state.of_rows(&of_rows(&part.parameter, of), &rows)
+        };
         let state = brought.or_else(resident).ok_or_else(missing)?;
         let job = ParameterStep {
             device,
@@ -243,15 +335,22 @@ impl<'a> Optimizer<'a> {
     }
 }
 
-/// The state of a parameter before its first step, on the device.
+/// Where a state lies in its parcel's home.
+fn home_of(parcel: &Parcel<StateKind>, kind: StateKind) -> Option<HomePart> {
+    let state = parcel.tensors().iter().find(|state| state.key == kind)?;
+    let bytes = state.dtype.bytes_for(state.shape.iter().product()).unwrap_or(0);
+    Some(HomePart { home: Arc::clone(parcel.home()?), start: state.offset, bytes })
+}
+
+/// The state of some rows of a parameter before its first step, on the device.
 fn new_state(
     device: &dyn Device,
-    parameter: &Parameter,
+    (whole, rows): (&Parameter, &Parameter),
     kind: OptimizerKind,
     head_dim: u64,
     with_master: bool,
 ) -> Result<OptimizerState, StepError> {
-    let mut new = NewState::new(device, parameter);
+    let mut new = NewState::new(device, whole, rows);
     match kind {
         OptimizerKind::AdamW(_) => adamw::allocate(&mut new, DType::F32),
         OptimizerKind::AdamWBf16(_) => adamw::allocate(&mut new, DType::Bf16),

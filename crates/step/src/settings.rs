@@ -188,6 +188,51 @@ pub(crate) fn stays(block: BlockId, kept: u32, num_layers: u32) -> bool {
     matches!(block, BlockId::Layer(layer) if layer >= num_layers.saturating_sub(kept))
 }
 
+/// What the ranks of a step share out between them (ZeRO, Rajbhandari et al. 2020). Each rank takes its own micro-batches.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sharding {
+    /// What each rank has its own share of.
+    pub stage: ZeroStage,
+    /// Whether gradients are added up in the order of the whole batch, so that the number of ranks changes no bit. Stages that
+    /// shard gradients always do.
+    pub reproducible: bool,
+}
+
+/// Which of how many ranks takes the step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ranks {
+    /// The number of this one, from 0.
+    pub rank: u32,
+    /// All of them.
+    pub count: u32,
+}
+
+impl Default for Ranks {
+    /// The only one.
+    fn default() -> Self {
+        Ranks { rank: 0, count: 1 }
+    }
+}
+
+/// What each rank has its own share of; what is not listed, each rank has all of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ZeroStage {
+    /// Nothing: gradients are summed over all ranks, and each rank makes the same update.
+    #[default]
+    Nothing,
+    /// Optimizer states and master weights.
+    States,
+    /// Gradients too.
+    Gradients,
+}
+
+impl Sharding {
+    /// Whether every pass adds its gradients to those of the passes before, over all ranks and in the order of the whole batch.
+    pub fn reduces_each_pass(self) -> bool {
+        self.reproducible || self.stage >= ZeroStage::Gradients
+    }
+}
+
 /// Everything that shapes a training step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepSettings {
@@ -231,6 +276,10 @@ pub struct StepSettings {
     /// Micro-batches that go through a block before the next block's turn. More than one bring what is offloaded fewer
     /// times and hold the activations of all; the gradient of a tied embedding is then summed in another order.
     pub micro_batches_per_pass: u64,
+    /// Which of how many ranks takes the step.
+    pub ranks: Ranks,
+    /// What ranks share out between them, where there are several.
+    pub sharding: Sharding,
     /// Seed of stochastic rounding and dropout.
     pub seed: u64,
 }
@@ -307,6 +356,8 @@ impl StepSettings {
             offload: Offload::NONE,
             kept_layers: KeptLayers::NONE,
             micro_batches_per_pass: 1,
+            ranks: Ranks::default(),
+            sharding: Sharding::default(),
             seed: 0,
         }
     }

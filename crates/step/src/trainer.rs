@@ -7,6 +7,7 @@ mod parts;
 mod pass;
 mod passes;
 mod perform;
+mod ranks;
 mod schedule;
 mod state;
 
@@ -18,7 +19,7 @@ use plimsoll_device::{Device, DeviceExt, KnownRounds};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tier, splitmix64};
 use plimsoll_model::{ModelSpec, Parameter, Role};
-use plimsoll_parallel::Communicator;
+use plimsoll_parallel::{Collectives, Communicator, Deal};
 
 use crate::StepError;
 use crate::adapter::Dropout;
@@ -26,11 +27,11 @@ use crate::block::Mover;
 use crate::gradients::{Gradients, LookedUp, OnTier};
 use crate::head::Head;
 use crate::loss_scale::LossScale;
-use crate::optimizer::{Optimizer, StateStorage, Update};
+use crate::optimizer::{Optimizer, OwnParts, StateStorage, Update};
 use crate::policy::SavePolicy;
 use crate::rope::RopeTables;
 use crate::settings::{
-    GradientClipping, MicroBatch, MicroBatches, NormSource, StepSettings, UpdateTiming, stays,
+    GradientClipping, MicroBatch, MicroBatches, NormSource, Ranks, StepSettings, UpdateTiming, stays,
 };
 use crate::store::{Residency, WeightOffload, WeightStorage, WeightStore};
 use crate::tier::Pieces;
@@ -68,6 +69,8 @@ pub struct Trainer<'a> {
     /// What the device finds out in a step.
     numbers: Numbers,
     progress: StepProgress,
+    /// How the micro-batches of the present step were dealt to the ranks.
+    deal: Deal,
     /// What a dry run has found the passes of a step to repeat.
     known_passes: KnownRounds,
 }
@@ -128,6 +131,15 @@ impl<'a> Trainer<'a> {
         communicator: &'a dyn Communicator,
     ) -> Result<Self, StepError> {
         let precision = settings.precision;
+        let ranks = communicator.size();
+        if (settings.ranks != Ranks { rank: communicator.rank(), count: ranks }) {
+            return Err(StepError::Invariant { what: "a step is taken by another rank than it is set for" });
+        }
+        let shares_updates = ranks::shares_updates(&settings);
+        let each_pass = settings.sharding.reduces_each_pass();
+        if each_pass && !shares_updates && ranks > 1 && settings.offload.gradients != Tier::Device {
+            return Err(StepError::Invariant { what: "whole sums of single passes stay on the device" });
+        }
         let method = &settings.method;
         let types = |p: &Parameter| method.weight_type(p, precision.weights);
         let adapters = method.adapters().map(|adapters| &adapters.layout);
@@ -152,10 +164,19 @@ impl<'a> Trainer<'a> {
             stays: &|p| stays(p.block, kept.optimizer, num_layers),
             needs_master: &needs_master,
             seed: settings.seed,
+            shares: None,
         };
+        let parts = Rc::new(Parts::new(&trained, cut, &settings.optimizer.kind, ranks));
+        let own_parts = |p: &Parameter| -> Vec<Part> {
+            let share = |part: &Part| part.of_rows(part.share(communicator.rank(), ranks));
+            parts.of_parameter(p).map(share).collect()
+        };
+        let shares: Option<OwnParts<'_>> = shares_updates.then_some(&own_parts);
+        let states = StateStorage { shares, ..states };
         let optimizer = Optimizer::allocate(device, &trained, &settings.optimizer, states)?;
         let stays_there = |p: &Parameter| stays(p.block, kept.gradients, num_layers);
-        let on_tier = OnTier { tiers: &tiers, tier: offload.gradients, stays: &stays_there };
+        let totals: Option<OwnParts<'_>> = each_pass.then_some(&own_parts);
+        let on_tier = OnTier { tiers: &tiers, tier: offload.gradients, stays: &stays_there, totals };
         let buffers = match (settings.update, spec.tie_word_embeddings) {
             // One in use, one on its way and one on its way back.
             (UpdateTiming::AfterBackward, _) => 3,
@@ -166,8 +187,7 @@ impl<'a> Trainer<'a> {
         let gradients = Gradients::new(device, &trained, dtype, on_tier, cut_in)?;
         device.enter(Phase::Setup, None);
         let ropes = Rc::new(RopeTables::new(device, &spec, settings.sequence_length)?);
-        let parts = Rc::new(Parts::new(&trained, cut));
-        let numbers = Numbers::new(device, parts.count())?;
+        let numbers = Numbers::new(device, parts.count(), shares_updates)?;
         let (block, role) = Head::table(spec.tie_word_embeddings);
         let loss_pieces = weights.pieces(block, role).or_else(|| gradients.pieces(block, role));
         let mover = match offload.activations {
@@ -194,6 +214,7 @@ impl<'a> Trainer<'a> {
             ropes,
             numbers,
             progress,
+            deal: Deal::ALONE,
             known_passes: KnownRounds::default(),
         })
     }
@@ -256,6 +277,9 @@ impl<'a> Trainer<'a> {
         self.gradients.clear();
         let passed = passed?;
         self.settle()?;
+        if self.settings.update != UpdateTiming::AfterBackward {
+            self.numbers.agree(self.device, self.communicator)?;
+        }
         let found = self.numbers.read(self.device)?;
         self.conclude(passed, &found)
     }
@@ -264,6 +288,7 @@ impl<'a> Trainer<'a> {
         self.numbers.begin(self.device, self.gradient_factor(None))?;
         let passed = self.pass(micro_batches, Completion::Keep)?;
         self.device.enter(Phase::Optimizer, None);
+        self.numbers.agree(self.device, self.communicator)?;
         self.clip()?;
         self.update_all(self.next_update(lr))?;
         Ok(passed)
@@ -284,6 +309,7 @@ impl<'a> Trainer<'a> {
         let measures_first = before.is_none() && self.settings.clipping != GradientClipping::None;
         if measures_first {
             self.pass(micro_batches, Completion::Measure)?;
+            self.numbers.agree(self.device, self.communicator)?;
             self.clip()?;
             self.numbers.forget_loss(self.device)?;
         }
@@ -336,9 +362,11 @@ impl<'a> Trainer<'a> {
         self.gradients.begin(splitmix64(self.settings.seed, self.progress.steps));
         let targets = self.communicator.sum(micro_batches.target_count() as f64)? as u64;
         let weight = self.communicator.sum(micro_batches.target_weight())?;
+        let Ranks { rank, count } = self.settings.ranks;
+        let (own, together) = (micro_batches.len(), self.settings.micro_batches_per_pass.max(1));
+        self.deal = Deal { rank, ranks: count, own, together };
         let scale = if weight > 0.0 { 1.0 / weight } else { 0.0 };
         let passed = Passed { targets, scale, within: false };
-        let together = self.settings.micro_batches_per_pass.max(1);
         let Some(before_last) = micro_batches.len().div_ceil(together).checked_sub(1) else {
             return Ok(passed);
         };

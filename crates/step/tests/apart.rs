@@ -115,7 +115,7 @@ fn what_comes_from_a_disk_in_two_hops_gives_the_same_bits_in_the_planned_memory(
                 let staging = if offload.uses(Tier::Disk) { STAGING } else { 0 };
                 assert_eq!((staged_host, same_disk), (host + staging, disk));
                 // Each byte of a disk's is copied too.
-                let Transferred { read, written, copied_in, copied_out } = moved;
+                let Transferred { read, written, copied_in, copied_out, .. } = moved;
                 let expected =
                     Transferred { copied_in: copied_in + read, copied_out: copied_out + written, ..moved };
                 assert_eq!(hops, expected);

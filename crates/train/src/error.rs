@@ -10,6 +10,7 @@ use plimsoll_model::adapter::ResidualError;
 use plimsoll_model::convert::ConversionError;
 use plimsoll_model::tokenizer::TokenizerError;
 use plimsoll_model::{AdapterError, ModelError, SafetensorsError, SaveError};
+use plimsoll_parallel::CommunicationError;
 use plimsoll_plan::config::{ConfigError, KeyChange};
 use plimsoll_plan::{DiskNeeds, OriginError};
 use plimsoll_step::StepError;
@@ -20,6 +21,17 @@ pub enum TrainError {
     /// The step failed.
     #[error(transparent)]
     Step(#[from] StepError),
+    /// Other ranks could not be reached.
+    #[error(transparent)]
+    Ranks(#[from] CommunicationError),
+    /// Ranks do not train on the same.
+    #[error(
+        "rank {rank} reads other training data than rank 0: data.train and the tokenizer must be the same files on every machine"
+    )]
+    OtherData {
+        /// Which rank.
+        rank: u32,
+    },
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),

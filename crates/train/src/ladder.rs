@@ -7,6 +7,7 @@
 use plimsoll_device::{Device, DeviceError};
 use plimsoll_disk::DiskError;
 use plimsoll_memory::release_free_heap;
+use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::config::GradientCheckpointing;
 use plimsoll_plan::{Past, TrainingPlan};
 use plimsoll_step::StepError;
@@ -26,6 +27,8 @@ pub struct Surroundings<'s> {
     pub observer: &'s mut dyn Observer,
     /// Ends the run early.
     pub stop: StopFlag,
+    /// The ranks that train together, each with a plan of its own; several are on one rung alone.
+    pub ranks: &'s dyn Communicator,
 }
 
 impl Prepared {
@@ -39,14 +42,18 @@ impl Prepared {
         plans: &[TrainingPlan],
         with: Surroundings<'_>,
     ) -> Result<TrainingOutcome, TrainError> {
-        let Surroundings { device, memory, observer, stop } = with;
+        let Surroundings { device, memory, observer, stop, ranks } = with;
+        let leads = ranks.rank() == 0;
+        let plans = if ranks.is_alone() { plans } else { plans.get(..1).unwrap_or_default() };
         let Some(first) = plans.first() else { return Err(TrainError::NoPlan) };
         let output = self.folder.path().to_owned();
         let past =
             Past { steps: self.start_state().step, checkpoints: Checkpoint::list(&output)?.len() as u64 };
-        room::check(&output, first, first.still_to_write(self.total_steps(first), past))?;
-        self.write_plan(first, &output)?;
-        sweep(&output)?;
+        if leads {
+            room::check(&output, first, first.still_to_write(self.total_steps(first), past))?;
+            self.write_plan(first, &output)?;
+            sweep(&output)?;
+        }
         let config = &first.config.memory;
         let thresholds = Thresholds {
             warning: config.warning_threshold(),
@@ -60,10 +67,13 @@ impl Prepared {
         loop {
             let Some(plan) = plans.get(rung) else { return Err(TrainError::NoPlan) };
             progress.rung = rung as u64;
-            let mut judge = || pressure.judge(rung, &memory());
+            let mut judge = || match ranks.is_alone() {
+                true => pressure.judge(rung, &memory()),
+                false => None,
+            };
             let made = device(plan.peak_bytes()).map_err(TrainError::from);
             let ended = made.and_then(|device| {
-                self.run_rung(&*device, plan, &mut progress, &mut judge, observer, stop.clone())
+                self.run_rung(&*device, plan, &mut progress, &mut judge, observer, stop.clone(), ranks)
             });
             // The arena is gone; what the heap holds without need would count against the next one.
             release_free_heap();

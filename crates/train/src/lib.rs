@@ -29,7 +29,7 @@ pub use observer::{MemoryLevel, Observer, RunEvent};
 pub use output_folder::OutputFolder;
 pub use prepared::{Prepared, host_bytes_per_token};
 pub use pressure::MemoryReading;
-pub use report::{Io, Measured, Planned, Report};
+pub use report::{Io, Measured, Planned, RankBytes, RankReport, Report};
 pub use resumption::Resumption;
 pub use run::{RunSettings, Thresholds, TrainingOutcome, micro_batch};
 pub use samples::sample_encoder;

@@ -24,6 +24,8 @@ pub struct OutputFolder {
     lock: Option<File>,
     /// The folders that were made for it, the innermost first.
     made: Vec<PathBuf>,
+    /// Whether it is removed with all that is in it.
+    passes: bool,
 }
 
 impl OutputFolder {
@@ -34,7 +36,7 @@ impl OutputFolder {
     pub fn take(path: &Path) -> Result<OutputFolder, TrainError> {
         let missing = |folder: &&Path| !folder.as_os_str().is_empty() && !folder.exists();
         let made = path.ancestors().take_while(missing).map(Path::to_owned).collect();
-        let mut folder = OutputFolder { path: path.to_owned(), lock: None, made };
+        let mut folder = OutputFolder { path: path.to_owned(), lock: None, made, passes: false };
         for _ in 0..TRIES {
             std::fs::create_dir_all(path).map_err(|e| TrainError::io("create", path, e))?;
             match folder.try_lock() {
@@ -83,6 +85,16 @@ impl OutputFolder {
         }
     }
 
+    /// The same for a folder that is removed in the end, with all that is in it.
+    ///
+    /// # Errors
+    /// As of [`take`](Self::take).
+    pub(crate) fn passing(path: &Path) -> Result<OutputFolder, TrainError> {
+        let mut folder = OutputFolder::take(path)?;
+        folder.passes = true;
+        Ok(folder)
+    }
+
     /// The folder.
     pub fn path(&self) -> &Path {
         &self.path
@@ -110,6 +122,10 @@ impl OutputFolder {
 
 impl Drop for OutputFolder {
     fn drop(&mut self) {
+        if self.passes {
+            // With everything in it.
+            let _ = std::fs::remove_dir_all(&self.path);
+        }
         if self.lock.is_some() {
             // Removed while it is locked: whoever waits for it sees that it is gone, and makes another.
             let _ = std::fs::remove_file(self.path.join(LOCK));
@@ -225,7 +241,7 @@ mod tests {
     #[test]
     fn a_folder_that_has_just_gone_is_made_again_and_one_that_cannot_be_is_an_error() {
         let root = tempfile::tempdir().unwrap();
-        let folder = |path: PathBuf| OutputFolder { path, lock: None, made: Vec::new() };
+        let folder = |path: PathBuf| OutputFolder { path, lock: None, made: Vec::new(), passes: false };
         assert!(matches!(folder(root.path().join("gone")).try_lock(), Ok(Attempt::Gone)));
         std::fs::write(root.path().join("file"), "").unwrap();
         let error = folder(root.path().join("file")).try_lock().err().unwrap();

@@ -1,17 +1,18 @@
 //! From a configuration to a run: opens the model, reads the data, plans, and starts the loop.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use plimsoll_data::chat::{SampleReport, Skipped};
 use plimsoll_data::{Batches, Dataset, DatasetOptions};
 use plimsoll_device::Device;
 use plimsoll_disk::{LowerTiers, SpillSettings};
+use plimsoll_memory::splitmix64;
 use plimsoll_model::adapter::{Adapter, AdapterSet, FirstValues};
 use plimsoll_model::convert::encode;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{AdapterLayout, ModelFiles, Parameter, Role, SaveWriter, WeightSource, init};
-use plimsoll_parallel::Solo;
+use plimsoll_parallel::{Collectives, Communicator, Deal, Solo};
 use plimsoll_plan::config::{NotFinite, RawConfig, TrainingLength};
 use plimsoll_plan::hardware::process_memory;
 use plimsoll_plan::{Machine, ModelOrigin, TrainingPlan};
@@ -29,6 +30,9 @@ const DEFAULT_BUFFER: usize = 64 << 10;
 
 /// The values that adapters began with, where those are a part of the weights.
 const INITIAL_ADAPTER: &str = "initial_adapter";
+
+/// What the folders of ranks but the first are called, within the run's; removed when these end.
+const OF_RANK: &str = ".rank-";
 
 /// The configuration as it was resolved, saved with the run.
 const CONFIG_FILE: &str = "plimsoll.yaml";
@@ -71,28 +75,78 @@ impl Prepared {
     }
 
     /// As [`Prepared::new`] with a model that was found already, wherever it came from.
-    pub fn with_model(
-        mut config: RawConfig,
+    pub fn with_model(config: RawConfig, origin: ModelOrigin, resume: bool) -> Result<Prepared, TrainError> {
+        Prepared::of_rank(config, origin, resume, &Solo)
+    }
+
+    /// The same for one of several ranks. The first one opens the run; the others go on where it does, and write nothing
+    /// beside a folder of their own, which they remove.
+    pub fn of_rank(
+        config: RawConfig,
         origin: ModelOrigin,
         resume: bool,
+        ranks: &dyn Communicator,
+    ) -> Result<Prepared, TrainError> {
+        config.training_data()?;
+        let output = config.output.dir();
+        let prepared = match ranks.rank() {
+            0 => {
+                let folder = OutputFolder::take(&output)?;
+                let resumed = folder.beginning(resume)?;
+                let prepared = Prepared::open(config, origin, folder, resumed, true)?;
+                let checkpoint = prepared.resumed.as_ref().map(|(checkpoint, _)| &checkpoint.path);
+                let path = checkpoint.map(|path| path.as_os_str().as_encoded_bytes().to_vec());
+                ranks.broadcast(path.unwrap_or_default())?;
+                prepared
+            }
+            rank => {
+                let path = ranks.broadcast(Vec::new())?;
+                let folder = OutputFolder::passing(&output.join(format!("{OF_RANK}{rank}")))?;
+                let path = PathBuf::from(String::from_utf8_lossy(&path).into_owned());
+                let resumed = match path.as_os_str().is_empty() {
+                    true => None,
+                    false => {
+                        let checkpoint = Checkpoint::at(&path);
+                        let state = checkpoint.state()?;
+                        Some((Checkpoint { step: state.step, ..checkpoint }, state))
+                    }
+                };
+                Prepared::open(config, origin, folder, resumed, false)?
+            }
+        };
+        let identity = splitmix_of(&prepared.train.identity());
+        let all = ranks.gather_numbers(&[identity])?;
+        match (0..).zip(&all).find(|(_, own)| own.first() != Some(&identity)) {
+            Some((rank, _)) if ranks.rank() == 0 => Err(TrainError::OtherData { rank }),
+            _ => Ok(prepared),
+        }
+    }
+
+    /// Opens the model and reads the data, in a folder that belongs to this value. `leads`: the run's folder is this one.
+    fn open(
+        mut config: RawConfig,
+        origin: ModelOrigin,
+        folder: OutputFolder,
+        resumed: Option<(Checkpoint, TrainerState)>,
+        leads: bool,
     ) -> Result<Prepared, TrainError> {
         let train_paths = config.training_data()?.patterns().to_vec();
         let output = config.output.dir();
-        let folder = OutputFolder::take(&output)?;
-        let resumed = folder.beginning(resume)?;
         let resumption = match &resumed {
             Some((checkpoint, state)) => {
                 Some(Resumption::of(&mut config, &output.join(CONFIG_FILE), checkpoint, state)?)
             }
             None => None,
         };
-        let steps_done = resumed.as_ref().map_or(0, |(_, state)| state.step);
-        room::check_before_data(&config, &origin, steps_done)?;
-        let tokenizer = tokenizer_of_run(&config, &origin, &output, resumed.is_some())?;
+        if leads {
+            let steps_done = resumed.as_ref().map_or(0, |(_, state)| state.step);
+            room::check_before_data(&config, &origin, steps_done)?;
+        }
+        let tokenizer = tokenizer_of_run(&config, &origin, &output, resumed.is_some() || !leads)?;
         let encoder = sample_encoder(&config, &tokenizer)?;
         let open = |patterns: &[String], shuffle, document_mask| {
             if let Some(encoder) = &encoder {
-                return Dataset::open_samples(patterns, encoder, shuffle, &output);
+                return Dataset::open_samples(patterns, encoder, shuffle, folder.path());
             }
             let options = DatasetOptions {
                 patterns: patterns.to_vec(),
@@ -104,7 +158,7 @@ impl Prepared {
                 shuffle,
                 document_mask,
             };
-            Dataset::open(&options, &tokenizer, &output)
+            Dataset::open(&options, &tokenizer, folder.path())
         };
         let order = config.data.shuffle().then(|| config.data.seed.unwrap_or(config.training.seed()));
         let train = Arc::new(open(&train_paths, order, config.data.document_mask())?);
@@ -137,7 +191,7 @@ impl Prepared {
 
     /// Optimizer steps of the whole run that a plan leads to.
     pub fn total_steps(&self, plan: &TrainingPlan) -> u64 {
-        let sequences = plan.choice.settings.batch_size * plan.choice.accumulation;
+        let sequences = plan.choice.sequences();
         match plan.config.training.length() {
             TrainingLength::Steps(steps) => steps,
             TrainingLength::Epochs(epochs) => {
@@ -157,6 +211,11 @@ impl Prepared {
     /// What the user wrote.
     pub fn config(&self) -> &RawConfig {
         &self.config
+    }
+
+    /// Replaces what the user wrote by what was decided of it elsewhere.
+    pub fn decide(&mut self, config: RawConfig) {
+        self.config = config;
     }
 
     /// Plans the run for a machine.
@@ -205,13 +264,14 @@ impl Prepared {
         judge: &mut dyn FnMut() -> Option<RungChange>,
         observer: &mut dyn Observer,
         stop: StopFlag,
+        ranks: &dyn Communicator,
     ) -> Result<PartEnd, TrainError> {
         let output = plan.config.output.dir();
         let settings = self.run_settings(plan, &output);
         let document_end = self.train.document_end();
         let step = StepSettings { document_end, ..plan.choice.settings.clone() };
         let tiers = Arc::new(open_tiers(device, plan)?);
-        let mut trainer = Trainer::new(device, tiers, plan.spec.clone(), step, &Solo)?;
+        let mut trainer = Trainer::new(device, tiers, plan.spec.clone(), step, ranks)?;
         if let Some(file) = trainer.tiers().buffered_file() {
             observer.event(RunEvent::BufferedDisk(file.path()));
         }
@@ -220,10 +280,14 @@ impl Prepared {
         let Prepared { tokenizer, train, validation, .. } = self;
         let batch_size = plan.choice.settings.batch_size;
         let ahead = batches_ahead(&plan.config);
-        let mut batches = Batches::start(Arc::clone(train), batch_size, ahead, progress.state.windows)?;
+        let (rank, count) = (ranks.rank(), ranks.size());
+        let (own, together) = (plan.choice.accumulation, plan.choice.settings.micro_batches_per_pass);
+        let deal = Deal { rank, ranks: count, own, together };
+        let position = progress.state.windows;
+        let mut batches = Batches::dealt(Arc::clone(train), batch_size, ahead, position, deal)?;
         let mut next_batch = || Ok(batches.next_batch()?);
         let mut measure = |trainer: &mut Trainer<'_>| match validation {
-            Some(dataset) => validation_loss(trainer, dataset, batch_size).map(Some),
+            Some(dataset) => validation_loss(trainer, dataset, batch_size, ranks).map(Some),
             None => Ok(None),
         };
         let dtype = plan.choice.settings.precision.weights;
@@ -255,6 +319,7 @@ impl Prepared {
             judge,
             observer,
             stop,
+            ranks,
         };
         run(device, &mut trainer, &settings, progress, connections)
     }
@@ -320,7 +385,7 @@ impl Prepared {
         base: &WeightSource,
     ) -> Result<(), TrainError> {
         let spec = self.origin.spec();
-        let folder = self.config.output.dir().join(INITIAL_ADAPTER);
+        let folder = self.folder.path().join(INITIAL_ADAPTER);
         if let Some((checkpoint, _)) = &self.resumed {
             let (trained, first) = Adapter::open(&checkpoint.path, spec)?.split(layout)?;
             first.save(&folder)?;
@@ -346,7 +411,7 @@ impl Prepared {
 
     fn run_settings(&self, plan: &TrainingPlan, output: &Path) -> RunSettings {
         let training = &plan.config.training;
-        let sequences = plan.choice.settings.batch_size * plan.choice.accumulation;
+        let sequences = plan.choice.sequences();
         let every = |steps: u64| (steps > 0).then_some(steps);
         let time = &plan.choice.time;
         RunSettings {
@@ -386,18 +451,31 @@ fn highest_so_far() -> u64 {
     process_memory().and_then(|memory| memory.peak_resident).map_or(0, |size| size.0)
 }
 
-/// Mean loss over all windows of a data set.
-fn validation_loss(trainer: &mut Trainer<'_>, dataset: &Dataset, batch_size: u64) -> Result<f64, TrainError> {
+/// Mean loss over all windows of a data set, whose batches the ranks take in turn.
+fn validation_loss(
+    trainer: &mut Trainer<'_>,
+    dataset: &Dataset,
+    batch_size: u64,
+    ranks: &dyn Communicator,
+) -> Result<f64, TrainError> {
     let (mut sum, mut weight) = (0.0, 0.0);
-    let mut first = 0;
-    while first < dataset.windows() {
+    let batches = dataset.windows().div_ceil(batch_size.max(1));
+    for number in (u64::from(ranks.rank())..batches).step_by(ranks.size() as usize) {
+        let first = number * batch_size;
         let end = (first + batch_size).min(dataset.windows());
         let batch = dataset.batch(first, end - first)?;
         let micro_batch = micro_batch(&batch);
         let (loss, _) = trainer.evaluate(end - first, &micro_batch)?;
-        (sum, weight, first) = (sum + loss, weight + micro_batch.target_weight(), end);
+        (sum, weight) = (sum + loss, weight + micro_batch.target_weight());
     }
+    let (sum, weight) = (ranks.sum(sum)?, ranks.sum(weight)?);
     Ok(if weight > 0.0 { sum / weight } else { 0.0 })
+}
+
+/// A number that stands for a text, as exact as another rank's.
+fn splitmix_of(text: &str) -> f64 {
+    let hash = text.bytes().fold(0, |hash, byte| splitmix64(hash, u64::from(byte)));
+    (hash >> 12) as f64
 }
 
 /// The tiers below the device, of the planned sizes.

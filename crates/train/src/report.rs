@@ -104,6 +104,53 @@ pub struct Report {
     pub finished: bool,
     /// Seconds of training in this part of the run.
     pub seconds: f64,
+    /// Each of several ranks.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub ranks: Vec<RankReport>,
+}
+
+/// What one of several ranks was planned to take and took.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct RankReport {
+    /// Which.
+    pub rank: u32,
+    /// What its plan said.
+    pub planned: RankBytes,
+    /// What came out.
+    pub measured: RankBytes,
+}
+
+/// Bytes of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct RankBytes {
+    /// High-water mark of the device arena.
+    pub device_peak_bytes: u64,
+    /// The host tier with the data pipeline.
+    pub host_peak_bytes: u64,
+    /// Bytes on disk.
+    pub disk_bytes: u64,
+    /// The whole process: planned, and the highest resident set.
+    pub process_bytes: u64,
+}
+
+impl RankReport {
+    /// Of what each rank tells: eight numbers, those planned first.
+    pub(crate) fn of_all(told: &[Vec<f64>]) -> Vec<RankReport> {
+        let bytes = |numbers: &[f64]| {
+            let number = |at: usize| numbers.get(at).map_or(0, |number| *number as u64);
+            RankBytes {
+                device_peak_bytes: number(0),
+                host_peak_bytes: number(1),
+                disk_bytes: number(2),
+                process_bytes: number(3),
+            }
+        };
+        let report = |(rank, numbers): (u32, &Vec<f64>)| {
+            let (planned, measured) = numbers.split_at(numbers.len().min(4));
+            RankReport { rank, planned: bytes(planned), measured: bytes(measured) }
+        };
+        (0..).zip(told).map(report).collect()
+    }
 }
 
 impl Report {

@@ -6,13 +6,14 @@ use std::time::Instant;
 
 use plimsoll_data::Batch;
 use plimsoll_device::Device;
+use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_step::{MicroBatch, StepError, StepOutcome, Trainer};
 
 use crate::checkpoint::{Checkpoint, TrainerState, tidy};
 use crate::diagnostic::Diagnostic;
 use crate::metrics::{MemoryMetrics, MetricsFile, StepMetrics};
 use crate::pressure::RungChange;
-use crate::report::{Io, Measured, Planned, Report, median};
+use crate::report::{Io, Measured, Planned, RankReport, Report, median};
 use crate::{MemoryLevel, Observer, RunEvent, Schedule, StopFlag, TrainError, room};
 
 /// Steps that may be skipped one after the other: a model that gives nothing but these is lost.
@@ -96,6 +97,39 @@ pub(crate) struct Connections<'c, 'a> {
     pub observer: &'c mut dyn Observer,
     /// Ends the run early.
     pub stop: StopFlag,
+    /// The ranks that train together. The first one writes what the run leaves; all end alike.
+    pub ranks: &'c dyn Communicator,
+}
+
+impl Connections<'_, '_> {
+    /// Whether this rank writes what the run leaves.
+    fn leads(&self) -> bool {
+        self.ranks.rank() == 0
+    }
+
+    /// Whether something is so on any rank.
+    fn on_any(&self, here: bool) -> Result<bool, TrainError> {
+        match self.ranks.is_alone() {
+            true => Ok(here),
+            false => Ok(self.ranks.sum(f64::from(u8::from(here)))? > 0.0),
+        }
+    }
+
+    /// Writes something, where this rank is the one that does. A run on one rank waits for room on a full disk.
+    fn write<T>(
+        &mut self,
+        folder: &Path,
+        mut write: impl FnMut() -> Result<T, TrainError>,
+    ) -> Result<Option<T>, TrainError> {
+        if !self.leads() {
+            return Ok(None);
+        }
+        if !self.ranks.is_alone() {
+            return write().map(Some);
+        }
+        let clock = room::SystemClock::start();
+        room::write_patiently(folder, write, self.observer, &self.stop, &clock).map(Some)
+    }
 }
 
 /// How a run ended.
@@ -124,7 +158,10 @@ pub(crate) fn run<'a>(
     mut with: Connections<'_, 'a>,
 ) -> Result<PartEnd, TrainError> {
     trainer.resume(progress.state.progress(trainer.progress()));
-    let mut metrics_file = MetricsFile::open(&settings.output, progress.state.step)?;
+    let mut metrics_file = match with.leads() {
+        true => Some(MetricsFile::open(&settings.output, progress.state.step)?),
+        false => None,
+    };
     if progress.planned.is_none() {
         progress.planned = Some(settings.planned);
         with.observer.event(RunEvent::Started {
@@ -135,7 +172,7 @@ pub(crate) fn run<'a>(
     }
     let total = settings.schedule.total_steps;
     // What was done before this part is saved already.
-    let mut stopped = progress.state.step < total && with.stop.is_raised();
+    let mut stopped = with.on_any(progress.state.step < total && with.stop.is_raised())?;
     if stopped {
         with.observer.event(RunEvent::Stopping { step: progress.state.step, saving: false });
     }
@@ -149,18 +186,14 @@ pub(crate) fn run<'a>(
             progress.validation_loss = Some(loss);
             with.observer.event(RunEvent::Validated { step, loss });
         }
-        let write = || metrics_file.append(&metrics);
-        room::write_patiently(
-            &settings.output,
-            write,
-            with.observer,
-            &with.stop,
-            &room::SystemClock::start(),
-        )?;
+        if let Some(file) = &mut metrics_file {
+            with.write(&settings.output, || file.append(&metrics))?;
+        }
         with.observer.event(RunEvent::Step(&metrics));
         let rescue = progress.watch_memory(settings, &metrics, &mut with);
         // Asked once a step: whoever asks to stop after this is heard after the next one.
-        stopped = step < total && with.stop.is_raised();
+        stopped = with.on_any(step < total && with.stop.is_raised())?;
+        let rescue = with.on_any(rescue)?;
         if stopped {
             with.observer.event(RunEvent::Stopping { step, saving: true });
         }
@@ -168,7 +201,9 @@ pub(crate) fn run<'a>(
         let due = settings.save_steps.is_some_and(|n| n > 0 && step.is_multiple_of(n));
         if stopped || rescue || due || change.is_some() {
             // A checkpoint is continued by the lines after it, so that those before it must not get lost.
-            metrics_file.sync()?;
+            if let Some(file) = &mut metrics_file {
+                file.sync()?;
+            }
             progress.save(trainer, settings, &mut with)?;
         }
         if let Some(change) = change {
@@ -178,19 +213,15 @@ pub(crate) fn run<'a>(
     }
     let finished = progress.state.step >= total;
     if finished && settings.final_model {
-        let write = || (with.save_model)(trainer, &settings.output);
-        room::write_patiently(
-            &settings.output,
-            write,
-            with.observer,
-            &with.stop,
-            &room::SystemClock::start(),
-        )?;
+        let save_model = with.save_model;
+        with.write(&settings.output, || save_model(trainer, &settings.output))?;
         with.observer.event(RunEvent::Saved(&settings.output));
     }
     progress.note_tiers(device, trainer, settings);
-    let report = progress.report(settings, &with, finished);
-    report.write(&settings.output)?;
+    let report = progress.report(settings, &with, finished)?;
+    if with.leads() {
+        report.write(&settings.output)?;
+    }
     Ok(PartEnd::Done(Box::new(report)))
 }
 
@@ -213,7 +244,10 @@ fn one_step<'a>(
         Err(error @ (StepError::NotFinite { .. } | StepError::NotFiniteWithin { .. })) => {
             let place = (step, lr, progress.state.windows);
             let diagnostic = Diagnostic::of_step(trainer, &micro_batches, place, &error);
-            let path = diagnostic.write(&settings.output)?;
+            let path = match with.leads() {
+                true => diagnostic.write(&settings.output)?,
+                false => settings.output.clone(),
+            };
             match error {
                 StepError::NotFinite { loss, grad_norm, .. }
                     if settings.skip_not_finite && progress.skipped_in_a_row < MOST_SKIPPED =>
@@ -227,8 +261,9 @@ fn one_step<'a>(
     };
     progress.skipped_in_a_row = if outcome.skipped { progress.skipped_in_a_row + 1 } else { 0 };
     let seconds = begun.elapsed().as_secs_f64();
-    let tokens: u64 = batches.iter().map(|b| b.tokens.len() as u64).sum();
-    let sequences = trainer.settings().batch_size * settings.accumulation;
+    let ranks = u64::from(with.ranks.size());
+    let tokens = ranks * batches.iter().map(|b| b.tokens.len() as u64).sum::<u64>();
+    let sequences = ranks * trainer.settings().batch_size * settings.accumulation;
     progress.state.step = step;
     progress.state.take(trainer.progress());
     progress.state.windows += sequences;
@@ -373,27 +408,44 @@ impl Progress {
         let write = || {
             Checkpoint::write(&settings.output, &self.state, trainer, |folder| save_model(trainer, folder))
         };
-        let checkpoint = room::write_patiently(
-            &settings.output,
-            write,
-            with.observer,
-            &with.stop,
-            &room::SystemClock::start(),
-        )?;
+        let Some(checkpoint) = with.write(&settings.output, write)? else {
+            return Checkpoint::send_states(trainer);
+        };
         tidy(&settings.output, settings.save_total_limit)?;
         with.observer.event(RunEvent::Saved(&checkpoint.path));
         self.checkpoint = Some(checkpoint);
         Ok(())
     }
 
-    fn report(&self, settings: &RunSettings, with: &Connections<'_, '_>, finished: bool) -> Report {
-        Report {
-            planned: self.planned.unwrap_or(settings.planned),
+    fn report(
+        &self,
+        settings: &RunSettings,
+        with: &Connections<'_, '_>,
+        finished: bool,
+    ) -> Result<Report, TrainError> {
+        let planned = self.planned.unwrap_or(settings.planned);
+        let rss = (with.process_memory)().1;
+        let own = [
+            planned.device_peak_bytes,
+            planned.host_peak_bytes,
+            planned.disk_bytes,
+            planned.process_bytes,
+            self.device_peak,
+            self.host_peak,
+            self.disk_peak,
+            rss,
+        ];
+        let ranks = match with.ranks.is_alone() {
+            true => Vec::new(),
+            false => RankReport::of_all(&with.ranks.gather_numbers(&own.map(|bytes| bytes as f64))?),
+        };
+        Ok(Report {
+            planned,
             measured: Measured {
                 device_peak_bytes: self.device_peak,
                 host_peak_bytes: self.host_peak,
                 disk_bytes: self.disk_peak,
-                process_peak_rss_bytes: (with.process_memory)().1,
+                process_peak_rss_bytes: rss,
                 step_seconds_median: median(&self.seconds),
             },
             tokens_per_second_median: median(&self.tokens_per_second),
@@ -406,7 +458,8 @@ impl Progress {
             validation_loss: self.validation_loss,
             finished,
             seconds: self.begun.elapsed().as_secs_f64(),
-        }
+            ranks,
+        })
     }
 }
 

@@ -90,6 +90,7 @@ fn run(
                 },
                 observer: &mut watcher,
                 stop: StopFlag::new(),
+                ranks: &plimsoll_parallel::Solo,
             },
         )
         .unwrap();
@@ -223,6 +224,7 @@ fn without_a_device(refused: &dyn Fn(u64) -> DeviceError) -> (usize, usize, Trai
         memory: &mut MemoryReading::default,
         observer: &mut watcher,
         stop: StopFlag::new(),
+        ranks: &plimsoll_parallel::Solo,
     };
     let error = prepared.run(&ladder, with).unwrap_err();
     assert_eq!(watcher.moves.len() + 1, asked);
@@ -334,6 +336,7 @@ fn a_step_that_gets_no_memory_is_taken_again_from_the_last_checkpoint() {
                     },
                     observer: &mut watcher,
                     stop: StopFlag::new(),
+                    ranks: &plimsoll_parallel::Solo,
                 },
             )
             .unwrap();
@@ -363,6 +366,7 @@ fn a_resumed_run_that_gets_no_memory_begins_where_it_was_resumed() {
         memory: &mut MemoryReading::default,
         observer: &mut watcher,
         stop: StopFlag::new(),
+        ranks: &plimsoll_parallel::Solo,
     };
     let outcome = prepared.run(&ladder, with).unwrap();
     assert_eq!((watcher.moves, outcome.report.steps), (vec![(3, 0, 1)], 5));

@@ -103,6 +103,7 @@ fn run(config: RawConfig, resume: bool, place: Place) -> (TrainingOutcome, Vec<(
         },
         observer: &mut watcher,
         stop: stop.clone(),
+        ranks: &plimsoll_parallel::Solo,
     };
     let outcome = prepared.run(&[plan], surroundings).unwrap();
     (outcome, watcher.stopping)

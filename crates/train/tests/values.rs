@@ -64,6 +64,7 @@ fn run(config: RawConfig, resume: bool) -> (TrainingPlan, Vec<Vec<String>>) {
         memory: &mut MemoryReading::default,
         observer: &mut looking,
         stop: StopFlag::new(),
+        ranks: &plimsoll_parallel::Solo,
     };
     prepared.run(std::slice::from_ref(&plan), surroundings).unwrap();
     (plan, looking.seen)
@@ -252,6 +253,7 @@ fn high_memory_is_said_once_and_an_emergency_saves_the_run() {
             memory: &mut MemoryReading::default,
             observer: &mut hearing,
             stop: StopFlag::new(),
+            ranks: &plimsoll_parallel::Solo,
         };
         prepared.run(std::slice::from_ref(&plan), surroundings).unwrap();
         std::fs::remove_dir_all(folder.path().join("out")).unwrap();
@@ -335,6 +337,7 @@ fn a_state_of_another_type_is_refused() {
         memory: &mut MemoryReading::default,
         observer: &mut (),
         stop: StopFlag::new(),
+        ranks: &plimsoll_parallel::Solo,
     };
     let error = prepared.run(std::slice::from_ref(&plan), surroundings).unwrap_err().to_string();
     assert!(error.contains("optimizer.safetensors") && error.contains("the run needs"), "{error}");
@@ -355,6 +358,7 @@ fn memory_is_judged_between_steps() {
         },
         observer: &mut (),
         stop: StopFlag::new(),
+        ranks: &plimsoll_parallel::Solo,
     };
     prepared.run(std::slice::from_ref(&plan), surroundings).unwrap();
     assert_eq!(readings, 5);

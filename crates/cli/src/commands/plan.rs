@@ -6,7 +6,7 @@ use std::path::Path;
 use plimsoll_memory::{AtPeak, ByteSize, Tag};
 use plimsoll_plan::config::GradientCheckpointing;
 use plimsoll_plan::{DiskRates, ModelOrigin, ProcessLimits, TimeEstimate, TimelineFormat, TrainingPlan};
-use plimsoll_step::{Adapters, Linears};
+use plimsoll_step::{Adapters, Linears, ZeroStage};
 use plimsoll_train::{TrainError, write_whole};
 use serde_json::Value;
 
@@ -139,6 +139,27 @@ fn frozen_types(adapters: &Adapters) -> String {
     if names.is_empty() { String::new() } else { format!(", quantised as {}", names.join(", ")) }
 }
 
+/// The ranks in a line, where there are several.
+fn ranks(plan: &TrainingPlan) -> String {
+    let (Some(largest), settings) = (plan.largest_rank(), &plan.choice.settings) else {
+        return String::new();
+    };
+    let shared = match settings.sharding.stage {
+        ZeroStage::Nothing => "each with everything",
+        ZeroStage::States => "with shares of optimizer states (ZeRO 1)",
+        ZeroStage::Gradients => "with shares of optimizer states and gradients (ZeRO 2)",
+    };
+    let first = largest.ranks.first().copied().unwrap_or(0);
+    let least = plan.ranks.iter().map(|group| group.device_peak_bytes).min().unwrap_or(0);
+    let span = match least == largest.device_peak_bytes {
+        true => "all take the same".to_owned(),
+        false => format!("rank {first} takes most, the others at least {} of arena", ByteSize(least)),
+    };
+    let sent = plan.choice.dry_run.moved.sent;
+    let count = settings.ranks.count;
+    format!("ranks: {count}, {shared}; {span}; each sends {} a step\n", ByteSize(sent.total_bytes()))
+}
+
 /// The plan for people.
 pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
     let settings = &plan.choice.settings;
@@ -180,6 +201,7 @@ pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
         checkpointing(plan),
         settings.loss_chunk_tokens
     ));
+    out.push_str(&ranks(plan));
     let at_peak = plan.at_peak();
     out.push_str(&format!(
         "optimizer {}: {:.3} bytes of state a parameter\n\n",
@@ -221,7 +243,7 @@ pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
         "\nthe peak is {place}; a layer holds {} there\nabout {} a step{}, {:.0} tokens/s {}\n{}\n{}\n",
         per_layer(plan),
         seconds(time.step_seconds),
-        waiting(time),
+        waiting(time, settings.ranks.count),
         time.tokens_per_second,
         speeds.place(),
         speeds.words,
@@ -231,14 +253,17 @@ pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
 }
 
 /// What of a step is waiting, where that is a hundredth of it or more.
-fn waiting(time: &TimeEstimate) -> String {
-    match time.waiting_seconds >= 0.01 * time.step_seconds && time.waiting_seconds > 0.0 {
-        true if time.disk_seconds > 0.0 => {
-            format!(" ({} of it waiting for the disk)", seconds(time.waiting_seconds))
-        }
-        true => format!(" ({} of it waiting for the host's memory)", seconds(time.waiting_seconds)),
-        false => String::new(),
+fn waiting(time: &TimeEstimate, ranks: u32) -> String {
+    if time.waiting_seconds < 0.01 * time.step_seconds || time.waiting_seconds <= 0.0 {
+        return String::new();
     }
+    let what = match (time.disk_seconds > 0.0, ranks > 1) {
+        (true, true) => "the disk and other ranks",
+        (true, false) => "the disk",
+        (false, true) => "other ranks",
+        (false, false) => "the host's memory",
+    };
+    format!(" ({} of it waiting for {what})", seconds(time.waiting_seconds))
 }
 
 /// How long the whole run takes, of so many steps where that is known better than the configuration says it, and what it

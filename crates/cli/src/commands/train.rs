@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use plimsoll_device::{Cpu, Device};
 use plimsoll_memory::{ByteSize, release_free_heap};
-use plimsoll_train::{MemoryReading, Prepared, Resumption, Surroundings, TrainingOutcome};
+use plimsoll_parallel::{Collectives, Communicator};
+use plimsoll_plan::config::RawConfig;
+use plimsoll_train::{MemoryReading, Prepared, Resumption, Surroundings, TrainError, TrainingOutcome};
 
 use crate::args::TrainArgs;
 use crate::commands::advice::{misfits, remedies};
@@ -15,33 +17,71 @@ use crate::load_line::kept_so_far;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
 use crate::progress::TrainingProgress;
+use crate::ranks;
 use crate::row;
 use crate::session::{Engine, load_config};
 use crate::signals::StopSignals;
 use crate::table;
 
 pub fn run(args: &TrainArgs) -> Result<(), Failure> {
-    let config = load_config(&args.source)?;
+    if let Some(exit_code) = ranks::launch(args)? {
+        // The ranks have said what there is to say.
+        return if exit_code == 0 { Ok(()) } else { Err(Failure::stopped(exit_code)) };
+    }
+    let joined = ranks::join()?;
+    let outcome = run_rank(args, joined.communicator());
+    if let Err(failure) = &outcome
+        && !failure.is_silent()
+    {
+        joined.end_all(failure);
+    }
+    outcome
+}
+
+/// One rank of a run, or the only one.
+fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
+    let leads = ranks.rank() == 0;
+    let config = config_of_rank(load_config(&args.source)?, ranks)?;
     config.training_data()?;
-    let origin = models::origin(&config, Need::Files, args.json)?;
-    let prepared = Prepared::with_model(config, origin, args.resume)?;
-    let said = beginning(&prepared, args.resume);
+    let quiet = args.json || !leads;
+    let origin = models::origin(&config, Need::Files, quiet)?;
+    let mut prepared = Prepared::of_rank(config, origin, args.resume, ranks)?;
+    let said = if leads { beginning(&prepared, args.resume) } else { String::new() };
     if args.json {
         let _ = write!(std::io::stderr(), "{said}");
     } else {
         // What cannot be shown is no reason not to train.
         let _ = out!("{said}");
     }
-    for (key, report) in prepared.sample_reports().filter(|_| !args.json) {
+    for (key, report) in prepared.sample_reports().filter(|_| !quiet) {
         let _ = outln!("{key}: {report}\n");
     }
-    for (key, left_out) in prepared.left_out_records().filter(|_| !args.json) {
+    for (key, left_out) in prepared.left_out_records().filter(|_| !quiet) {
         let _ = outln!("{key}: {left_out}\n");
     }
     let engine = Engine::start(args.threads)?;
     let machine = engine.machine(prepared.config());
-    let plan = engine.plan(prepared.config(), &machine, |machine| prepared.plan(machine))?;
-    if !args.json {
+    // The first rank decides, and all plan what it has decided, each for itself.
+    let decided = match leads {
+        true => Some(engine.plan(prepared.config(), &machine, |machine| prepared.plan(machine))?),
+        false => None,
+    };
+    let plan = match (decided, ranks.is_alone()) {
+        (Some(plan), true) => plan,
+        (decided, _) => {
+            let yaml = decided.as_ref().map(|plan| plan.config.to_yaml()).transpose()?;
+            let yaml = ranks.broadcast(yaml.unwrap_or_default().into_bytes()).map_err(TrainError::from)?;
+            match decided {
+                Some(plan) => plan,
+                None => {
+                    let config = RawConfig::from_str(&String::from_utf8_lossy(&yaml), "the plan of rank 0")?;
+                    prepared.decide(config_of_rank(config, ranks)?);
+                    prepared.plan(&machine)?
+                }
+            }
+        }
+    };
+    if !quiet {
         let speeds = PlanSpeeds::here(&engine, &plan);
         // What cannot be shown is no reason not to train.
         let _ = out!("{}{}", describe(&plan, &speeds), whole_run(&plan, Some(prepared.total_steps(&plan))));
@@ -59,10 +99,12 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
             ByteSize(available)
         )));
     }
+    // Nobody begins before everybody has room.
+    ranks.gather_numbers(&[]).map_err(TrainError::from)?;
     let output = plan.config.output.dir();
     let beside = plan.process_bytes() - plan.peak_bytes();
-    let mut progress = TrainingProgress::new(&plan.config.output, plan.load_line.bytes, beside, args.json);
-    let ladder = if plan.config.memory.ladder() { plan.ladder()? } else { vec![plan] };
+    let mut progress = TrainingProgress::new(&plan.config.output, plan.load_line.bytes, beside, quiet);
+    let ladder = if plan.config.memory.ladder() && ranks.is_alone() { plan.ladder()? } else { vec![plan] };
     // What planning leaves over is no part of what the run needs.
     release_free_heap();
     // Until here there is nothing to save.
@@ -75,15 +117,36 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
         memory: &mut MemoryReading::now,
         observer: &mut progress,
         stop: signals.flag().clone(),
+        ranks,
     };
     let outcome = prepared.run(&ladder, surroundings)?;
-    if args.json {
+    if !leads {
+        // The first one speaks for all.
+    } else if args.json {
         outln!("{}", serde_json::to_string_pretty(&outcome.report)?)?;
     } else {
         out!("\n{}", summary(&outcome))?;
         outln!("everything is in {}", output.display())?;
     }
     if outcome.report.finished { Ok(()) } else { Err(Failure::stopped(signals.exit_code())) }
+}
+
+/// The configuration of one of the ranks that were started.
+fn config_of_rank(mut config: RawConfig, ranks: &dyn Communicator) -> Result<RawConfig, Failure> {
+    let started = u64::from(ranks.size());
+    match config.parallel.data_parallel {
+        Some(said) if said != started => {
+            return Err(Failure::usage(format!(
+                "parallel.data_parallel is {said}, and {started} rank{} started; start {said} with `plimsoll train --ranks {said}`, or leave the key away",
+                if started == 1 { " was" } else { "s were" }
+            )));
+        }
+        _ if started > 1 => config.parallel.data_parallel = Some(started),
+        _ => {}
+    }
+    config.rank = ranks.rank();
+    config.validate()?;
+    Ok(config)
 }
 
 /// Where a run that was asked to resume goes on, and what is different from there.

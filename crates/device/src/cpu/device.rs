@@ -199,6 +199,27 @@ impl Device for Cpu {
         Ok(())
     }
 
+    fn read_and_write(
+        &self,
+        x: &Tensor,
+        out: &Tensor,
+        exchange: &mut dyn FnMut(&[u8], &mut [u8]),
+    ) -> Result<(), DeviceError> {
+        if x.overlaps(out) {
+            let reason = format!("{out:?} overlaps {x:?}");
+            return Err(DeviceError::Mismatch { op: "read_and_write", reason });
+        }
+        let memory = self.memory.try_borrow_mut().map_err(|_| lent("read_and_write"))?;
+        let (from, from_bytes) = self.place(x, "read_and_write", &memory)?;
+        let (to, to_bytes) = self.place(out, "read_and_write", &memory)?;
+        // SAFETY: as in `write`, and the two are apart.
+        let slices = unsafe {
+            (std::slice::from_raw_parts(from, from_bytes), std::slice::from_raw_parts_mut(to, to_bytes))
+        };
+        exchange(slices.0, slices.1);
+        Ok(())
+    }
+
     fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
         let refuse = |reason: String| DeviceError::Mismatch { op: "lend", reason };
         let block = tensor.into_lent_block(&self.arena)?;

@@ -28,6 +28,8 @@ pub enum Elementwise<'a> {
     Cast { x: &'a Tensor, out: &'a Tensor, rounding: Rounding },
     /// out = a + b. In place: out = a or out = b.
     Add { a: &'a Tensor, b: &'a Tensor, out: &'a Tensor },
+    /// out += x, in f32 and then rounded. The order of several such additions is a part of their result.
+    Accumulate { x: &'a Tensor, out: &'a Tensor, rounding: Rounding },
     /// x *= factor
     Scale { x: &'a Tensor, factor: f32 },
     /// x *= factor, f32 `[1]`
@@ -54,6 +56,9 @@ impl<'a> Family<'a> for Elementwise<'a> {
                 .floats([a, b, out])
                 .same_size(a, [out])
                 .same_size(b, [out]),
+            Elementwise::Accumulate { x, out, .. } => {
+                Description::new("accumulate", [x], []).changing([out]).floats([x, out]).same_size(x, [out])
+            }
             Elementwise::Scale { x, .. } => Description::new("scale", [], []).changing([x]).floats([x]),
             Elementwise::ScaleBy { x, factor } => {
                 Description::new("scale_by", [factor], []).changing([x]).floats([x]).f32_vectors([factor], 1)

@@ -1,5 +1,7 @@
 //! Fill, cast, add, scale.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 use plimsoll_device::cpu::Isa;
 use plimsoll_device::{Cpu, DType, DeviceError, DeviceExt, Elementwise, Rounding, Tensor};
@@ -63,6 +65,47 @@ fn add_in_place() {
             (&pair, &|cpu, t| cpu.run(Elementwise::Add { a: &t[1], b: &t[1], out: &t[1] }), 1),
         );
     }
+}
+
+#[test]
+fn accumulate() {
+    for [x, out] in storages() {
+        for n in SIZES {
+            let operands = [Operand::new(x, &[n], noise(1)), Operand::new(out, &[n], noise(2))];
+            let values = operands[0].values.iter().zip(&operands[1].values).map(|(x, out)| x + out).collect();
+            let rounding = Rounding::Nearest;
+            check(
+                &format!("{x} {out} {n}"),
+                &operands,
+                |cpu, t| cpu.run(Elementwise::Accumulate { x: &t[0], out: &t[1], rounding }),
+                &[Expected { operand: 1, values, tolerance: 0.0 }],
+            );
+        }
+    }
+}
+
+/// Wherever a piece begins, its elements are rounded as they are in the whole.
+#[test]
+fn pieces_accumulate_as_the_whole_does() {
+    let n = 70_000;
+    let operands = [Operand::new(DType::Bf16, &[n], noise(1)), Operand::new(DType::Bf16, &[n], noise(2))];
+    let add = |cpu: &Cpu, t: &[Tensor], first: u64, rows: Range<u64>| {
+        let part = |t: &Tensor| t.reshape(&[n as u64, 1]).unwrap().slice_rows(rows.clone()).unwrap();
+        let rounding = Rounding::Stochastic { seed: 5, first: first + rows.start };
+        cpu.run(Elementwise::Accumulate { x: &part(&t[0]), out: &part(&t[1]), rounding })
+    };
+    // Cut before these places.
+    let sum = |first, cuts: &[u64]| {
+        let ends = cuts.iter().copied().chain([n as u64]);
+        let pieces: Vec<Range<u64>> =
+            [0].iter().chain(cuts).copied().zip(ends).map(|(start, end)| start..end).collect();
+        let all =
+            |cpu: &Cpu, t: &[Tensor]| pieces.iter().try_for_each(|rows| add(cpu, t, first, rows.clone()));
+        run(Isa::detect(), 2, &operands, &all).unwrap().swap_remove(1)
+    };
+    let whole = sum(9, &[]);
+    assert_eq!(sum(9, &[1, 20_000]), whole);
+    assert_ne!(sum(10, &[]), whole);
 }
 
 #[test]

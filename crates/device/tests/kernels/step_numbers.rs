@@ -2,8 +2,8 @@
 
 use plimsoll_device::cpu::Isa;
 use plimsoll_device::{
-    Adam, Cpu, CpuOptions, DType, Device, DeviceExt, Dry, Elementwise, Reduction, Rounding, Rule, Tensor,
-    Update,
+    Adam, Cpu, CpuOptions, DType, Device, DeviceExt, Dry, Elementwise, ExactSum, Reduction, Rounding, Rule,
+    Tensor, Update,
 };
 use plimsoll_memory::Tag;
 
@@ -66,6 +66,40 @@ fn squares_that_are_not_finite_clear_the_flag() {
         let (x, out, finite) = (f32s(&cpu, &values), f32s(&cpu, &[7.0]), factor(&cpu, 1.0).unwrap());
         cpu.run(Reduction::SumSquares { x: &x, out: &out, finite: Some(&finite) }).unwrap();
         assert_eq!(cpu.read_f32(&finite).unwrap(), [flag], "{values:?}");
+    }
+}
+
+/// Whole runs of a tensor, measured by themselves, add up to what the tensor has.
+#[test]
+fn squares_of_shares_add_up_to_those_of_the_whole() {
+    let cpu = Cpu::new(4 << 20, CpuOptions { threads: Some(2), isa: None }).unwrap();
+    for dtype in [DType::F32, DType::Bf16] {
+        let n = 150_001;
+        let values: Vec<f32> = noise(1).map(|x| (x * 1e-3) as f32).take(n).collect();
+        let (plain, x) = (f32s(&cpu, &values), cpu.alloc(dtype, &[n as u64], Tag::Workspace, "x").unwrap());
+        cpu.run(Elementwise::Cast { x: &plain, out: &x, rounding: Rounding::Nearest }).unwrap();
+        let (whole, finite) = (f32s(&cpu, &[7.0]), factor(&cpu, 1.0).unwrap());
+        cpu.run(Reduction::SumSquares { x: &x, out: &whole, finite: None }).unwrap();
+        let sums =
+            |rows: u64| cpu.alloc(DType::U8, &[rows, ExactSum::BYTES as u64], Tag::Workspace, "s").unwrap();
+        let total = sums(2);
+        cpu.write(&total, &mut |bytes| bytes.fill(0)).unwrap();
+        for share in [99_840..150_001, 0..256, 256..99_840] {
+            let share = x.reshape(&[n as u64, 1]).unwrap().slice_rows(share).unwrap();
+            let sum = sums(2);
+            cpu.write(&sum, &mut |bytes| bytes.fill(0)).unwrap();
+            let own = sum.slice_rows(1..2).unwrap();
+            cpu.run(Reduction::ExactSquares { x: &share, out: &own }).unwrap();
+            cpu.run(Reduction::AddExact { x: &sum, out: &total }).unwrap();
+        }
+        let rounded = f32s(&cpu, &[7.0, 7.0]);
+        cpu.run(Reduction::RoundExact { x: &total, out: &rounded, finite: &finite }).unwrap();
+        assert_eq!(cpu.read_f32(&rounded).unwrap(), [0.0, cpu.read_f32(&whole).unwrap()[0]]);
+        assert_eq!(cpu.read_f32(&finite).unwrap(), [1.0]);
+        let bad = f32s(&cpu, &[f32::NAN]);
+        cpu.run(Reduction::ExactSquares { x: &bad, out: &total.slice_rows(0..1).unwrap() }).unwrap();
+        cpu.run(Reduction::RoundExact { x: &total, out: &rounded, finite: &finite }).unwrap();
+        assert_eq!(cpu.read_f32(&finite).unwrap(), [0.0]);
     }
 }
 

@@ -12,11 +12,13 @@ pub(super) struct Refusal {
 enum Values {
     /// These words.
     Words(&'static [&'static str]),
+    /// These numbers.
+    Numbers(&'static [&'static str]),
     /// Every value but this one.
     AllBut(&'static str),
 }
 
-use Values::{AllBut, Words};
+use Values::{AllBut, Numbers, Words};
 
 static REFUSALS: &[Refusal] = &[
     Refusal {
@@ -159,20 +161,26 @@ static REFUSALS: &[Refusal] = &[
     },
     Refusal {
         keys: &["parallel.zero_stage"],
-        values: AllBut("0"),
-        reason: "one process trains",
-        instead: "0",
+        values: Numbers(&["3"]),
+        reason: "each rank has all weights",
+        instead: "2",
     },
     Refusal {
         keys: &["parallel.sharding_strategy"],
-        values: Words(&["full_shard", "shard_grad_op", "hybrid_shard", "zero1", "zero2", "zero3"]),
-        reason: "one process trains",
-        instead: "none",
+        values: Words(&["full_shard", "hybrid_shard", "zero3"]),
+        reason: "each rank has all weights",
+        instead: "shard_grad_op",
     },
     Refusal {
-        keys: &["parallel.data_parallel", "parallel.tensor_parallel", "parallel.pipeline_parallel"],
+        keys: &["parallel.sharding_strategy"],
+        values: Words(&["zero1"]),
+        reason: "FSDP has no name for it",
+        instead: "none with parallel.zero_stage: 1",
+    },
+    Refusal {
+        keys: &["parallel.tensor_parallel", "parallel.pipeline_parallel"],
         values: AllBut("1"),
-        reason: "one process trains",
+        reason: "ranks share batches, states and gradients",
         instead: "1",
     },
 ];
@@ -181,6 +189,7 @@ static REFUSALS: &[Refusal] = &[
 pub(super) fn refusal(key: &str, word: &str) -> Option<&'static Refusal> {
     REFUSALS.iter().filter(|refusal| refusal.keys.contains(&key)).find(|refusal| match refusal.values {
         Words(words) => words.iter().any(|refused| refused.eq_ignore_ascii_case(word)),
+        Numbers(numbers) => numbers.contains(&word),
         AllBut(legal) => word != legal,
     })
 }
@@ -191,7 +200,7 @@ pub(super) fn refused_words() -> impl Iterator<Item = (&'static str, &'static st
     REFUSALS.iter().flat_map(|refusal| {
         let words = match refusal.values {
             Words(words) => words,
-            AllBut(_) => &[],
+            Numbers(_) | AllBut(_) => &[],
         };
         refusal.keys.iter().flat_map(move |key| words.iter().map(move |word| (*key, *word)))
     })

@@ -172,6 +172,7 @@ impl Sample for Quantization {
 impl Sample for RawConfig {
     fn sample(source: &mut Source<'_>) -> Self {
         RawConfig {
+            rank: 0,
             model: ModelConfig::sample(source),
             data: DataConfig::sample(source),
             training: TrainingConfig::sample(source),

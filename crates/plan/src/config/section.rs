@@ -34,6 +34,8 @@ pub(super) struct Bounds {
 const LARGEST_COUNT: f64 = (1u64 << 24) as f64;
 
 pub(super) static AT_LEAST_ONE: Bounds = Bounds { words: "at least 1", hold: |v| v >= 1.0 };
+pub(super) static RANKS: Bounds = Bounds { words: "1 to 65536", hold: |v| (1.0..=65536.0).contains(&v) };
+pub(super) static ZERO_STAGES: Bounds = Bounds { words: "0 to 3", hold: |v| (0.0..=3.0).contains(&v) };
 pub(super) static COUNT: Bounds =
     Bounds { words: "1 to 16777216", hold: |v| (1.0..=LARGEST_COUNT).contains(&v) };
 pub(super) static LAYERS: Bounds = Bounds { words: "1 to 65536", hold: |v| (1.0..=65536.0).contains(&v) };

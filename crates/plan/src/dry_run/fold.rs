@@ -57,6 +57,9 @@ impl Fold {
         if settings.offload.parameters == Tier::Disk && settings.method.adapters().is_some_and(from_files) {
             return None;
         }
+        if settings.ranks.count > 1 || settings.sharding.reduces_each_pass() {
+            return None;
+        }
         let policy = SavePolicy::new(settings.checkpointing, settings.compression, spec.num_layers);
         let segment = policy.segments().next()?.len();
         let alike = layers(spec, settings, &policy);

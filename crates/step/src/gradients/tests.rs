@@ -9,7 +9,7 @@ use crate::common::llama;
 /// Tables of two pieces of 1024 rows and one of 1053.
 fn gradients<'a>(dry: &'a Dry, tiers: &Arc<LowerTiers>, tier: Tier) -> (Vec<Parameter>, Gradients<'a>) {
     let trained = ModelSpec { vocab_size: 3101, ..llama() }.parameters();
-    let on_tier = OnTier { tiers, tier, stays: &|_| false };
+    let on_tier = OnTier { tiers, tier, stays: &|_| false, totals: None };
     let gradients = Gradients::new(dry, &trained, DType::Bf16, on_tier, (Pieces::of_bytes(0, 1), 3)).unwrap();
     (trained, gradients)
 }
@@ -49,7 +49,7 @@ fn rows_that_were_looked_up_are_added_to_their_piece() {
     let (block, role) = (BlockId::Embedding, Role::TokenEmbedding);
     let table = Parameter { name: "table".into(), block, role, shape: vec![8, 2] };
     let tiers = Arc::default();
-    let on_tier = OnTier { tiers: &tiers, tier: Tier::Device, stays: &|_| false };
+    let on_tier = OnTier { tiers: &tiers, tier: Tier::Device, stays: &|_| false, totals: None };
     let trained = std::slice::from_ref(&table);
     let mut gradients =
         Gradients::new(&device, trained, DType::F32, on_tier, (Pieces::of_bytes(0, 1), 3)).unwrap();

@@ -8,7 +8,7 @@ use super::{AdamSettings, EightBit, LionSettings, ParameterStep, adamw, decay_af
 use crate::StepError;
 
 pub(super) fn allocate_adamw(new: &mut NewState<'_>, bits: EightBit) -> Result<(), StepError> {
-    if !bits.holds(new.parameter) {
+    if !bits.holds(new.whole) {
         return adamw::allocate(new, DType::F32);
     }
     new.codes(StateKind::FirstMoment, StateKind::FirstMomentAbsmax)?;
@@ -30,7 +30,7 @@ pub(super) fn update_adamw(job: &ParameterStep<'_>, adam: AdamSettings) -> Resul
 }
 
 pub(super) fn allocate_lion(new: &mut NewState<'_>, bits: EightBit) -> Result<(), StepError> {
-    if bits.holds(new.parameter) {
+    if bits.holds(new.whole) {
         new.codes(StateKind::FirstMoment, StateKind::FirstMomentAbsmax)
     } else {
         lion::allocate(new)

@@ -131,6 +131,14 @@ pub enum OptimizerKind {
 }
 
 impl OptimizerKind {
+    /// Whether any whole blocks of rows of a parameter can be updated by themselves.
+    pub(crate) fn takes_rows(&self, parameter: &Parameter) -> bool {
+        match self {
+            OptimizerKind::AdamMini(_) => parameter.is_table(),
+            kind => kind.is_local(),
+        }
+    }
+
     /// Whether it treats every element of a table of the vocabulary, or every short run of them, by itself.
     pub(crate) fn is_local(&self) -> bool {
         match self {

@@ -88,13 +88,16 @@ impl OptimizerState {
 /// Makes the state of one parameter.
 pub(super) struct NewState<'a> {
     pub device: &'a dyn Device,
+    /// All of the parameter.
+    pub whole: &'a Parameter,
+    /// The rows whose state it is, as a parameter.
     pub parameter: &'a Parameter,
     state: OptimizerState,
 }
 
 impl<'a> NewState<'a> {
-    pub fn new(device: &'a dyn Device, parameter: &'a Parameter) -> Self {
-        NewState { device, parameter, state: OptimizerState::default() }
+    pub fn new(device: &'a dyn Device, whole: &'a Parameter, parameter: &'a Parameter) -> Self {
+        NewState { device, whole, parameter, state: OptimizerState::default() }
     }
 
     fn alloc(&mut self, kind: StateKind, dtype: DType, shape: &[u64]) -> Result<Tensor, StepError> {

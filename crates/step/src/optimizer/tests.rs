@@ -10,7 +10,7 @@ use super::*;
 impl Part {
     /// All of a parameter.
     pub fn whole(parameter: &Parameter) -> Part {
-        Part { parameter: parameter.clone(), piece: 0, rows: parameter.all_rows(), norm_row: 0 }
+        Part { parameter: parameter.clone(), piece: 0, rows: parameter.all_rows(), norm_row: 0, owner: None }
     }
 }
 
@@ -89,6 +89,7 @@ fn optimizer<'a>(
         stays: &|_| false,
         needs_master: &|_| false,
         seed: 3,
+        shares: None,
     };
     Optimizer::allocate(device, &spec.parameters(), settings, storage)
 }
@@ -118,7 +119,7 @@ fn five_steps(device: &Cpu, settings: &OptimizerSettings) -> Vec<(Parameter, Vec
                     .update(device, &Part::whole(&p), (&weight, &grad), update, Control::default())
                     .unwrap();
             }
-            let state = optimizer.state(p.block, p.role).unwrap().clone();
+            let state = optimizer.states(p.block, p.role)[0].1.clone();
             (p, device.read_f32(&weight).unwrap(), state)
         })
         .collect()
@@ -271,7 +272,7 @@ fn a_truncated_subspace_holds_the_gradient() {
         write(&device, &grad, &values);
         let update = Update { lr: LR, step: 1 };
         optimizer.update(&device, &Part::whole(p), (&weight, &grad), update, Control::default()).unwrap();
-        let projection = optimizer.state(p.block, p.role).unwrap().find(StateKind::Projection).unwrap();
+        let projection = optimizer.states(p.block, p.role)[0].1.find(StateKind::Projection).unwrap();
         let projection = device.read_f32(projection).unwrap();
         // Rows of the projection, whichever way it lies.
         let (narrow, tall) = (rows.min(columns), rows >= columns);
@@ -357,7 +358,8 @@ fn pieces_of_a_table_are_updated_as_the_whole_is() {
             for step in 1..=2 {
                 write(&device, &grad, &noise(0, step, p.elements()));
                 for (piece, rows) in (0..).zip(cuts) {
-                    let part = Part { parameter: p.clone(), piece, rows: rows.clone(), norm_row: 0 };
+                    let part =
+                        Part { parameter: p.clone(), piece, rows: rows.clone(), norm_row: 0, owner: None };
                     let [weight, grad] = [&weight, &grad].map(|x| x.slice_rows(rows.clone()).unwrap());
                     let update = Update { lr: LR, step: u64::from(step) };
                     optimizer.update(&device, &part, (&weight, &grad), update, Control::default()).unwrap();
@@ -421,7 +423,7 @@ fn gradients_are_projected_where_that_makes_them_smaller() {
         write(&device, &factor, &[grad_scale]);
         let (update, control) = (Update { lr: LR, step: 1 }, Control { factor: Some(&factor), flag: None });
         optimizer.update(&device, &Part::whole(&p), (&weight, &grad), update, control).unwrap();
-        let state = optimizer.state(p.block, p.role).unwrap();
+        let state = &optimizer.states(p.block, p.role)[0].1;
         let moment = state.find(StateKind::FirstMoment).unwrap();
         let projection = state.find(StateKind::Projection).map(|x| x.shape().dims().to_vec());
         (moment.shape().dims().to_vec(), projection, device.read_f32(moment).unwrap())
@@ -446,6 +448,7 @@ fn of_one(device: &dyn Device, kind: OptimizerKind, shape: [u64; 2]) -> (Paramet
         stays: &|_| false,
         needs_master: &|_| false,
         seed: 3,
+        shares: None,
     };
     let optimizer = Optimizer::allocate(device, std::slice::from_ref(&p), &settings(kind), storage).unwrap();
     (p, optimizer)
@@ -473,7 +476,7 @@ fn large_updates_of_galore_come_in_chunks() {
         let tall = rows >= columns;
         let low = RANK * if tall { rows } else { columns };
         assert_eq!(device.arena().ledger().most(Tag::Workspace), (4 << 20) + 4 * low as u64, "{shape:?}");
-        let state = optimizer.state(p.block, p.role).unwrap();
+        let state = &optimizer.states(p.block, p.role)[0].1;
         let read = |kind| -> Vec<f64> {
             device.read_f32(state.find(kind).unwrap()).unwrap().into_iter().map(f64::from).collect()
         };
@@ -512,6 +515,7 @@ fn masters_are_told_from_other_states() {
         stays: &|_| false,
         needs_master: &|p| p.shape.len() == 2,
         seed: 3,
+        shares: None,
     };
     let _optimizer = Optimizer::allocate(&device, &spec.parameters(), &settings, storage).unwrap();
     // Sizes are whole lines of 64 bytes.
@@ -543,6 +547,7 @@ fn states_below_the_device_begin_with_zeros() {
             stays: &|_| false,
             needs_master: &|_| false,
             seed: 3,
+            shares: None,
         };
         let optimizer = Optimizer::allocate(&device, &spec.parameters(), &settings, storage).unwrap();
         for p in spec.parameters().iter().filter(|p| is_matrix(p)) {

@@ -113,6 +113,9 @@ impl AwayParameter {
     }
 }
 
+/// The f32 weights behind a parameter: some rows, and where they are.
+type Masters<'s> = dyn Fn(&Parameter) -> Vec<(Range<u64>, Contents)> + 's;
+
 impl<'a> WeightStore<'a> {
     /// Takes memory for the weights that stay, homes for those that live below the device, and buffers for these. `cut`
     /// says how tables come and go; where it says nothing, a piece of one is no larger than a layer.
@@ -197,36 +200,45 @@ impl<'a> WeightStore<'a> {
     /// beside its master on the device is that, rounded.
     pub fn load<E: From<StepError>>(
         &mut self,
-        masters: &dyn Fn(&Parameter) -> Option<Contents>,
+        masters: &Masters<'_>,
         mut fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let (device, tiers) = (self.device, &self.tiers);
         let in_homes = |contents: &Contents| matches!(contents, Contents::Homes(_));
+        let fill_master = |p: &Parameter, rows: &Range<u64>, master: &Contents, fill: &mut _| {
+            master.load(device, tiers, (p, rows, DType::F32), fill)
+        };
         // First what needs memory of its own on its way, while little of the arena has been touched.
         let resident = self.resident.parameters();
         for p in resident.iter().filter(|_| !tiers.is_dry()) {
-            if let Some(master) = masters(p).filter(in_homes) {
-                master.load(device, tiers, (p, DType::F32), &mut fill)?;
+            for (rows, master) in masters(p).iter().filter(|(_, master)| in_homes(master)) {
+                fill_master(p, rows, master, &mut fill)?;
             }
         }
         for away in self.away.iter().filter(|_| !tiers.is_dry()) {
             if away.is_loaded() {
-                away.contents().load(device, tiers, (&away.parameter, away.dtype), &mut fill)?;
+                let p = &away.parameter;
+                away.contents().load(device, tiers, (p, &p.all_rows(), away.dtype), &mut fill)?;
             }
-            if let Some(master) = masters(&away.parameter) {
-                master.load(device, tiers, (&away.parameter, DType::F32), &mut fill)?;
+            for (rows, master) in masters(&away.parameter) {
+                fill_master(&away.parameter, &rows, &master, &mut fill)?;
             }
         }
         for p in resident {
             let weight = self.resident.tensor(p)?;
-            let Some(Contents::Device(x)) = masters(p) else {
-                let contents = Contents::Device(weight.clone());
-                contents.load(device, tiers, (p, weight.dtype()), &mut fill)?;
+            let masters = masters(p);
+            for (rows, master) in masters.iter().filter(|(_, master)| !in_homes(master)) {
+                fill_master(p, rows, master, &mut fill)?;
+            }
+            if let [(rows, Contents::Device(masters))] = &masters[..]
+                && let ([x], true) = (&masters[..], *rows == p.all_rows())
+            {
+                let cast = Elementwise::Cast { x, out: weight, rounding: Rounding::Nearest };
+                device.run(cast).map_err(StepError::from)?;
                 continue;
-            };
-            Contents::Device(x.clone()).load(device, tiers, (p, x.dtype()), &mut fill)?;
-            let cast = Elementwise::Cast { x: &x, out: weight, rounding: Rounding::Nearest };
-            device.run(cast).map_err(StepError::from)?;
+            }
+            let contents = Contents::Device(vec![weight.clone()]);
+            contents.load(device, tiers, (p, &p.all_rows(), weight.dtype()), &mut fill)?;
         }
         // What quantising and converting took of the heap counts against the arena, the rest of which is touched from here on.
         release_free_heap();

@@ -17,7 +17,8 @@ const PART: usize = 1 << 20;
 /// Where the bytes are.
 #[derive(Clone, Debug)]
 pub(crate) enum Contents {
-    Device(Tensor),
+    /// In these tensors, one after the other.
+    Device(Vec<Tensor>),
     /// In these, one after the other.
     Homes(Vec<HomePart>),
 }
@@ -40,7 +41,9 @@ impl Contents {
         look: &mut dyn FnMut(&[u8]),
     ) -> Result<(), StepError> {
         let parts = match self {
-            Contents::Device(tensor) => return Ok(device.read(tensor, look)?),
+            Contents::Device(tensors) => {
+                return Ok(tensors.iter().try_for_each(|tensor| device.read(tensor, look))?);
+            }
             Contents::Homes(parts) => parts,
         };
         each_part(tiers, parts, |home, start, out| {
@@ -58,7 +61,9 @@ impl Contents {
         fill: &mut dyn FnMut(&mut [u8]),
     ) -> Result<(), StepError> {
         let parts = match self {
-            Contents::Device(tensor) => return Ok(device.write(tensor, fill)?),
+            Contents::Device(tensors) => {
+                return Ok(tensors.iter().try_for_each(|tensor| device.write(tensor, fill))?);
+            }
             Contents::Homes(parts) => parts,
         };
         each_part(tiers, parts, |home, start, out| {
@@ -67,23 +72,27 @@ impl Contents {
         })
     }
 
-    /// Sets the bytes to a parameter's values in a type. `fill` writes those of some rows; in homes that is a part of a
-    /// table at a time, so that none of its size is ever in memory.
+    /// Sets the bytes to the values of some rows of a parameter in a type. `fill` writes those of rows; in homes that is a part
+    /// of a table at a time, so that none of its size is ever in memory.
     pub fn load<E: From<StepError>>(
         &self,
         device: &dyn Device,
         tiers: &LowerTiers,
-        (p, dtype): (&Parameter, DType),
+        (p, rows, dtype): (&Parameter, &Range<u64>, DType),
         fill: &mut impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let mut outcome = Ok(());
-        if let Contents::Device(tensor) = self {
-            device
-                .write(tensor, &mut |bytes| outcome = fill(p, p.all_rows(), dtype, bytes))
-                .map_err(StepError::from)?;
+        if let Contents::Device(tensors) = self {
+            for tensor in tensors {
+                device
+                    .write(tensor, &mut |bytes| outcome = fill(p, rows.clone(), dtype, bytes))
+                    .map_err(StepError::from)?;
+            }
             return outcome;
         }
-        let mut parts = p.parts(dtype, 1).map(|rows| -> Result<Region, E> {
+        let within = |part: Range<u64>| part.start.max(rows.start)..part.end.min(rows.end);
+        let parts = p.parts(dtype, 1).map(within).filter(|part| !part.is_empty());
+        let mut parts = parts.map(|rows| -> Result<Region, E> {
             let bytes = dtype.bytes_for((rows.end - rows.start) * p.columns()).unwrap_or(0);
             let mut memory = Region::new(bytes).map_err(|e| StepError::from(DiskError::from(e)))?;
             fill(p, rows, dtype, memory.bytes_mut())?;

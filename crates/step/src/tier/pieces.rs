@@ -29,6 +29,14 @@ impl Unit {
         }
     }
 
+    /// The number of a piece of a table; 0 of anything else.
+    pub fn piece(self) -> u32 {
+        match self {
+            Unit::Piece(_, piece) => piece,
+            Unit::Layer(_) | Unit::Rest(_) => 0,
+        }
+    }
+
     /// The block that it belongs to.
     pub fn block(self) -> BlockId {
         match self {

@@ -1,5 +1,8 @@
 //! What happens to complete gradients: they are measured, the weights are updated from them, and they are given back.
 
+use std::rc::Rc;
+
+use plimsoll_device::Tensor;
 use plimsoll_memory::Phase;
 use plimsoll_model::BlockId;
 
@@ -10,6 +13,7 @@ use super::schedule::{Action, Schedule};
 use super::{Passed, StepOutcome, Trainer};
 use crate::StepError;
 use crate::optimizer::Update;
+use crate::settings::UpdateTiming;
 use crate::store::BlockWeights;
 
 impl Trainer<'_> {
@@ -29,34 +33,62 @@ impl Trainer<'_> {
                     self.gradients.gather_looked_up(part)?;
                 }
             }
+            Action::Reduce { unit } => {
+                let parts = Rc::clone(&self.parts);
+                for part in parts.of(unit) {
+                    self.add_pass(part, pass.group)?;
+                }
+                self.gradients.free_pass(parts.of(unit));
+            }
+            Action::Sum { unit } => {
+                let parts = Rc::clone(&self.parts);
+                for part in parts.of(unit) {
+                    self.sum_over_ranks(part)?;
+                }
+            }
             Action::Measure { unit } => {
                 for part in self.parts.of(unit) {
-                    let gradient = self.gradients.part(part)?;
-                    self.communicator.all_reduce(&gradient)?;
-                    self.numbers.measure(self.device, part.norm_row, &gradient)?;
+                    let Some(gradient) = self.summed(part)? else { continue };
+                    match self.shares_updates() {
+                        true => self.numbers.measure_share(self.device, part.norm_row, &gradient)?,
+                        false => self.numbers.measure(self.device, part.norm_row, &gradient)?,
+                    }
+                }
+                // What is updated next knows nothing of what others have found yet.
+                if !pass.is_empty() && self.settings.update != UpdateTiming::AfterBackward {
+                    self.numbers.agree_on_flag(self.device, self.communicator)?;
                 }
             }
             Action::Update { unit, part, numbers } => {
                 let missing = StepError::Invariant { what: "a schedule updates what is not trained" };
                 let part = self.parts.of(unit).get(part).ok_or(missing)?;
-                let role = part.parameter.role;
-                let weight = match weights.and_then(|weights| weights.find(role)) {
-                    Some(weight) => weight.clone(),
-                    None => self.weights.resident().tensor(&part.parameter)?.clone(),
+                let Some(gradient) = self.summed(part)? else { return Ok(()) };
+                let weight = self.weight_of(part, weights)?;
+                let rows = match self.shares_updates() {
+                    true => part.share(self.communicator.rank(), self.communicator.size()),
+                    false => part.rows.clone(),
                 };
-                let gradient = self.gradients.part(part)?;
-                self.optimizer.update(
-                    self.device,
-                    part,
-                    (&weight, &gradient),
-                    numbers,
-                    self.numbers.control(),
-                )?;
+                let Some(weight) = part.view(&weight, &rows) else { return Ok(()) };
+                let (own, control) = (part.of_rows(rows), self.numbers.control());
+                self.optimizer.update(self.device, &own, (&weight, &gradient), numbers, control)?;
+            }
+            Action::AllGather { unit } => {
+                for part in self.parts.of(unit) {
+                    self.gather_weight(part, &self.weight_of(part, weights)?)?;
+                }
             }
             Action::Free { unit } => self.gradients.free(unit, self.parts.of(unit)),
             _ => return Err(StepError::Invariant { what: "an action of a pass came to the gradients" }),
         }
         Ok(())
+    }
+
+    /// The weight of a part: all of its rows.
+    fn weight_of(&self, part: &Part, held: Option<&BlockWeights>) -> Result<Tensor, StepError> {
+        match held.and_then(|weights| weights.find(part.parameter.role)) {
+            Some(weight) => Ok(weight.clone()),
+            None => Ok(self.weights.resident().tensor(&part.parameter)?.clone()),
+        }
     }
 
     /// What a step gave, with the numbers that the device has found. Where any of them is not finite nothing was updated
@@ -104,7 +136,8 @@ impl Trainer<'_> {
 
     /// Updates all weights from their gradients.
     pub(super) fn update_all(&mut self, numbers: Update) -> Result<(), StepError> {
-        let schedule = Schedule::updates(&self.spec, &self.parts, self.keeps_looked_up(), numbers);
+        let (ranks, looked_up) = (self.between_ranks(), self.keeps_looked_up());
+        let schedule = Schedule::updates(&self.spec, &self.parts, ranks, looked_up, numbers);
         self.perform(&schedule, &mut Pass::empty())
     }
 

@@ -1,8 +1,11 @@
 //! The numbers of a step that stay on the device until its end: what the loss adds up to, the squared norms of gradients, and
 //! what updates make of them. The host reads them once, behind the last update.
 
-use plimsoll_device::{DType, Device, DeviceExt, Reduction, Tensor};
+use plimsoll_device::{
+    Collective, DType, Device, DeviceExt, Elementwise, ExactSum, Reduction, Rounding, Tensor,
+};
 use plimsoll_memory::Tag;
+use plimsoll_parallel::{Collectives, Communicator};
 
 use crate::StepError;
 use crate::head::rows;
@@ -23,6 +26,8 @@ pub struct Numbers {
     finite: Tensor,
     /// f32 `[parts, 1]`: the squared norm of each part's gradient.
     squares: Tensor,
+    /// U8 `[parts, ExactSum::BYTES]`: those of this rank's shares, where ranks have shares of gradients.
+    shares: Option<Tensor>,
 }
 
 /// What the host has read of them.
@@ -48,8 +53,8 @@ impl Numbers {
         BEFORE_SQUARES as u64 + parts.max(1).saturating_mul(size_of::<f32>() as u64)
     }
 
-    /// Takes memory for those of a step with so many parts.
-    pub(super) fn new(device: &dyn Device, parts: u64) -> Result<Numbers, StepError> {
+    /// Takes memory for those of a step with so many parts. `shared`: each rank measures its own shares of them.
+    pub(super) fn new(device: &dyn Device, parts: u64, shared: bool) -> Result<Numbers, StepError> {
         let all = device.alloc(DType::U8, &[Numbers::bytes(parts)], Tag::Workspace, Numbers::NAME)?;
         let what = StepError::Invariant { what: "the numbers of a step do not fit their memory" };
         let view = |start, dtype, sizes: &[u64]| all.view(start, dtype, sizes);
@@ -58,12 +63,18 @@ impl Numbers {
             Some([loss, factor, view(12, DType::F32, &[1])?, view(16, DType::F32, &[parts.max(1), 1])?])
         };
         let [loss, factor, finite, squares] = views().ok_or(what)?;
-        Ok(Numbers { all, loss, factor, finite, squares })
+        let sums = [parts.max(1), ExactSum::BYTES as u64];
+        let shares = shared.then(|| device.alloc(DType::U8, &sums, Tag::Communication, "norms.own"));
+        Ok(Numbers { all, loss, factor, finite, squares, shares: shares.transpose()? })
     }
 
     /// Begins a step, with this factor on its gradients until another is found.
     pub(super) fn begin(&self, device: &dyn Device, factor: f32) -> Result<(), StepError> {
         self.forget_loss(device)?;
+        // A rank measures nothing of what it has no share of.
+        if let Some(shares) = &self.shares {
+            device.write(shares, &mut |bytes| bytes.fill(0))?;
+        }
         device.write_f32(&self.factor, &[factor])?;
         Ok(device.write_f32(&self.finite, &[1.0])?)
     }
@@ -82,6 +93,53 @@ impl Numbers {
     pub(super) fn measure(&self, device: &dyn Device, row: u64, gradient: &Tensor) -> Result<(), StepError> {
         let out = rows(&self.squares, row, row + 1)?;
         Ok(device.run(Reduction::SumSquares { x: gradient, out: &out, finite: Some(&self.finite) })?)
+    }
+
+    /// Takes the squared norm of this rank's share of a part's gradient.
+    pub(super) fn measure_share(&self, device: &dyn Device, row: u64, x: &Tensor) -> Result<(), StepError> {
+        let what = StepError::Invariant { what: "a share was measured where ranks have none" };
+        let sum = rows(self.shares.as_ref().ok_or(what)?, row, row + 1)?;
+        device.run(Reduction::ExactSquares { x, out: &sum })?;
+        let out = rows(&self.squares, row, row + 1)?;
+        Ok(device.run(Reduction::RoundExact { x: &sum, out: &out, finite: &self.finite })?)
+    }
+
+    /// Has every rank know what all have found: whether everything is finite, and the squared norms of whole parts.
+    pub(super) fn agree(&self, device: &dyn Device, ranks: &dyn Communicator) -> Result<(), StepError> {
+        if let Some(own) = &self.shares {
+            let alloc = |name| device.alloc(DType::U8, own.shape().dims(), Tag::Communication, name);
+            let (total, received) = (alloc("norms.total")?, alloc("norms.received")?);
+            device.write(&total, &mut |bytes| bytes.fill(0))?;
+            device.run(Reduction::AddExact { x: own, out: &total })?;
+            for (to, from) in ranks.rounds() {
+                let (send, receive) = (Some((to, own)), Some((from, &received)));
+                ranks.send_receive(device, Collective::AllReduce, send, receive)?;
+                device.run(Reduction::AddExact { x: &received, out: &total })?;
+            }
+            let (out, finite) = (&self.squares, &self.finite);
+            device.run(Reduction::RoundExact { x: &total, out, finite })?;
+        }
+        self.agree_on_flag(device, ranks)
+    }
+
+    /// Has every rank know whether everything that all have found is finite.
+    pub(super) fn agree_on_flag(
+        &self,
+        device: &dyn Device,
+        ranks: &dyn Communicator,
+    ) -> Result<(), StepError> {
+        if ranks.is_alone() {
+            return Ok(());
+        }
+        let own = device.alloc(DType::F32, &[1], Tag::Communication, "flag.own")?;
+        let received = device.alloc(DType::F32, &[1], Tag::Communication, "flag.received")?;
+        device.run(Elementwise::Cast { x: &self.finite, out: &own, rounding: Rounding::Nearest })?;
+        for (to, from) in ranks.rounds() {
+            let (send, receive) = (Some((to, &own)), Some((from, &received)));
+            ranks.send_receive(device, Collective::AllReduce, send, receive)?;
+            device.run(Elementwise::ScaleBy { x: &self.finite, factor: &received })?;
+        }
+        Ok(())
     }
 
     /// Works out the factor that clips gradients, `loss_scale` times too large, to a global norm.

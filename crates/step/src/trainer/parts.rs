@@ -4,8 +4,11 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use plimsoll_model::{BlockId, Parameter};
+use plimsoll_device::Tensor;
+use plimsoll_model::{BlockId, Parameter, Role};
+use plimsoll_parallel::Shares;
 
+use crate::OptimizerKind;
 use crate::tier::{Pieces, Unit, is_matrix};
 
 /// Rows of a parameter that is trained; all of them but for a table.
@@ -17,12 +20,48 @@ pub(crate) struct Part {
     pub rows: Range<u64>,
     /// Where the squared norm of its gradient goes.
     pub norm_row: u64,
+    /// The rank whose share is all of it, where the optimizer's rule has to see it whole.
+    pub owner: Option<u32>,
 }
 
 impl Part {
     /// Whether it is all of the parameter.
     pub fn is_whole(&self) -> bool {
         self.rows == self.parameter.all_rows()
+    }
+
+    /// What tells it from all others.
+    pub fn key(&self) -> (BlockId, Role, u32) {
+        (self.parameter.block, self.parameter.role, self.piece)
+    }
+
+    /// The rows that a rank of `ranks` has as its share.
+    pub fn share(&self, rank: u32, ranks: u32) -> Range<u64> {
+        let Range { start, end } = self.rows;
+        match self.owner {
+            Some(owner) if owner == rank => start..end,
+            Some(_) => start..start,
+            None => {
+                let share = Shares::new(end - start, self.parameter.columns(), ranks).of(rank);
+                start + share.start..start + share.end
+            }
+        }
+    }
+
+    /// Some of its rows in a tensor that holds all of them; `None` where there are none.
+    pub fn view(&self, tensor: &Tensor, rows: &Range<u64>) -> Option<Tensor> {
+        if *rows == self.rows {
+            return Some(tensor.clone());
+        }
+        let all = self.rows.end - self.rows.start;
+        let within = rows.start.checked_sub(self.rows.start)?..rows.end.checked_sub(self.rows.start)?;
+        let matrix = tensor.reshape(&[all, self.parameter.columns()])?;
+        matrix.slice_rows(within).filter(|rows| rows.elements() > 0)
+    }
+
+    /// Some of its rows, as a part.
+    pub fn of_rows(&self, rows: Range<u64>) -> Part {
+        Part { rows, ..self.clone() }
     }
 
     /// Whether no further part of the parameter follows.
@@ -41,9 +80,11 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    /// Those of what is trained, which comes in the order of the blocks.
-    pub fn new(trained: &[Parameter], cut: Pieces) -> Parts {
+    /// Those of what is trained, which comes in the order of the blocks. Where the rule has to see a parameter whole, the ranks
+    /// take parameters in turn, whoever has the fewest elements so far.
+    pub fn new(trained: &[Parameter], cut: Pieces, kind: &OptimizerKind, ranks: u32) -> Parts {
         let mut parts = Parts::default();
+        let mut taken = vec![0; ranks as usize];
         for parameter in trained {
             for (piece, rows) in (0..).zip(cut.of(parameter)) {
                 let block = parameter.block;
@@ -56,7 +97,15 @@ impl Parts {
                 if is_table {
                     parts.pieces.insert(block, piece + 1);
                 }
-                let part = Part { parameter: parameter.clone(), piece, rows, norm_row: parts.count };
+                let mut owner = None;
+                if ranks > 1 && !kind.takes_rows(parameter) {
+                    let least = taken.iter_mut().zip(0..).min_by_key(|(taken, rank)| (**taken, *rank));
+                    owner = least.map(|(taken, rank)| {
+                        *taken += parameter.elements();
+                        rank
+                    });
+                }
+                let part = Part { parameter: parameter.clone(), piece, rows, norm_row: parts.count, owner };
                 parts.units.entry(unit).or_default().push(part);
                 parts.count += 1;
             }
@@ -92,6 +141,11 @@ impl Parts {
     /// Whether anything of a unit is trained that may live below the device.
     pub fn changes_matrices(&self, unit: Unit) -> bool {
         self.of(unit).iter().any(|part| is_matrix(&part.parameter))
+    }
+
+    /// Those of a parameter, in the order of their rows.
+    pub fn of_parameter<'p>(&'p self, parameter: &'p Parameter) -> impl Iterator<Item = &'p Part> {
+        self.of_block(parameter.block).filter(|part| part.parameter.role == parameter.role)
     }
 
     /// All parts of a block.

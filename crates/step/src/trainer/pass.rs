@@ -31,6 +31,8 @@ pub(super) struct Pass<'c> {
     segments: Vec<Range<u32>>,
     /// Factor on the gradients.
     scale: f32,
+    /// Which of the step's passes it is.
+    pub group: u64,
 }
 
 /// One micro-batch on its way.
@@ -79,7 +81,7 @@ impl<'c> Pass<'c> {
     /// One without micro-batches, for updates alone.
     pub fn empty() -> Self {
         let (lanes, segments) = (Vec::new(), Vec::new());
-        Pass { lanes, head: None, segments, scale: 1.0 }
+        Pass { lanes, head: None, segments, scale: 1.0, group: 0 }
     }
 
     /// Whether it has no micro-batches.
@@ -114,6 +116,11 @@ impl<'a> Trainer<'a> {
     ) -> Result<(), StepError> {
         let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), Rc::clone(&self.ropes));
         let mover = self.mover.clone();
+        let group = first / self.settings.micro_batches_per_pass.max(1);
+        if self.settings.sharding.reduces_each_pass() {
+            let ranks = self.communicator;
+            self.gradients.begin_pass(group * u64::from(ranks.size()) + u64::from(ranks.rank()));
+        }
         device.enter(Phase::Forward, None);
         let inputs = micro_batches.iter().map(|m| self.upload(m)).collect::<Result<Vec<_>, _>>()?;
         if let Some(mover) = &mover {
@@ -123,7 +130,7 @@ impl<'a> Trainer<'a> {
         let schedule = Schedule::pass(&self.shape(&segments, micro_batches.len()), completion);
         let head = self.weights.resident().gather(BlockId::Head)?;
         let lane = |(number, inputs)| {
-            let (dropout, away) = (self.dropout(number), mover.as_deref());
+            let (dropout, away) = (self.dropout(self.deal.place(number)), mover.as_deref());
             Lane {
                 number,
                 ctx: Context { dropout, away, ..self.context(inputs, &spec, &ropes) },
@@ -137,7 +144,7 @@ impl<'a> Trainer<'a> {
             }
         };
         let lanes = (first..).zip(&inputs).map(lane).collect();
-        let mut pass = Pass { lanes, head: Some(&head), segments, scale };
+        let mut pass = Pass { lanes, head: Some(&head), segments, scale, group };
         self.perform(&schedule, &mut pass)?;
         drop(pass);
         mover.map_or(Ok(()), |mover| mover.settle())
@@ -158,7 +165,14 @@ impl<'a> Trainer<'a> {
             true => EmbeddingGradient::Scattered(pieces),
             false => EmbeddingGradient::Whole,
         };
-        PassShape { segments, micro_batches, loss, embedding, parts: &self.parts }
+        PassShape {
+            segments,
+            micro_batches,
+            loss,
+            embedding,
+            parts: &self.parts,
+            ranks: self.between_ranks(),
+        }
     }
 
     /// Whether the embedding's gradient is kept as the rows that were looked up: of a table that is no head as well.
@@ -274,8 +288,11 @@ impl<'a> Trainer<'a> {
                 }
             }
             Action::GatherLookedUp { .. }
+            | Action::Reduce { .. }
+            | Action::Sum { .. }
             | Action::Measure { .. }
             | Action::Update { .. }
+            | Action::AllGather { .. }
             | Action::Free { .. } => self.complete(pass, action, weights().ok())?,
         }
         Ok(())

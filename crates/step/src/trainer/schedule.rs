@@ -41,10 +41,16 @@ pub(crate) enum Action {
     Scatter { unit: Unit, micro_batch: usize, last: bool },
     /// Makes the gradient of a piece of the embedding, of the rows that all micro-batches have looked up.
     GatherLookedUp { unit: Unit },
-    /// Sums complete gradients over all ranks and takes their squared norms.
+    /// Adds what a pass has written, on all ranks, to what the passes before add up to.
+    Reduce { unit: Unit },
+    /// Sums complete gradients over all ranks.
+    Sum { unit: Unit },
+    /// Takes the squared norms of complete gradients.
     Measure { unit: Unit },
     /// Updates one of the parts of a unit.
     Update { unit: Unit, part: usize, numbers: Update },
+    /// Brings every rank the weights of a unit that others have updated.
+    AllGather { unit: Unit },
     /// Gives back gradients that have served.
     Free { unit: Unit },
 }
@@ -57,9 +63,24 @@ impl Action {
             | Action::Recompute { layer, .. }
             | Action::Backward { layer, .. } => Some(Unit::Layer(layer)),
             Action::LossPiece { unit } | Action::LossBackward { unit, .. } => Some(unit),
-            Action::Update { unit, .. } => parts.changes_matrices(unit).then_some(unit),
+            Action::Update { unit, .. } | Action::AllGather { unit } => {
+                parts.changes_matrices(unit).then_some(unit)
+            }
             _ => None,
         }
+    }
+
+    /// The gradients that it adds to, reads or gives back, of those that may live below the device. Where each pass has gradients
+    /// of its own, it is what they add up to that does.
+    fn held_gradients(&self, ranks: BetweenRanks) -> Option<Unit> {
+        let of_one_pass = matches!(
+            self,
+            Action::Backward { .. }
+                | Action::LossBackward { .. }
+                | Action::Scatter { .. }
+                | Action::GatherLookedUp { .. }
+        );
+        self.gradients().filter(|_| !(ranks.reduce_each_pass && of_one_pass))
     }
 
     /// The gradients that it adds to, reads or gives back.
@@ -69,6 +90,8 @@ impl Action {
             Action::LossBackward { unit, .. }
             | Action::Scatter { unit, .. }
             | Action::GatherLookedUp { unit }
+            | Action::Reduce { unit }
+            | Action::Sum { unit }
             | Action::Measure { unit }
             | Action::Update { unit, .. }
             | Action::Free { unit } => Some(unit),
@@ -113,6 +136,18 @@ pub(crate) struct PassShape<'s> {
     pub loss: LossForm,
     pub embedding: EmbeddingGradient,
     pub parts: &'s Parts,
+    pub ranks: BetweenRanks,
+}
+
+/// What ranks do together in a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct BetweenRanks {
+    /// Whether there are several.
+    pub are_many: bool,
+    /// Whether gradients are reduced in every pass.
+    pub reduce_each_pass: bool,
+    /// Whether each rank updates its own share of the weights.
+    pub share_updates: bool,
 }
 
 /// How the loss has the head's table.
@@ -163,38 +198,48 @@ impl Schedule {
                 for layer in layers.clone().rev() {
                     actions.push(Action::Backward { layer, segment, micro_batch });
                     if micro_batch + 1 == shape.micro_batches {
-                        complete(&mut actions, shape.parts, Unit::Layer(layer), completion);
+                        complete(&mut actions, shape, Unit::Layer(layer), completion);
                     }
                 }
             }
         }
         embedding(&mut actions, shape, completion);
-        Schedule::new(actions, shape.parts, Some(Unit::Layer(0)))
+        Schedule::new(actions, shape.parts, shape.ranks, Some(Unit::Layer(0)))
     }
 
     /// The layers forward, of one micro-batch, and nothing else.
     pub fn forward(layers: Range<u32>) -> Schedule {
         let forward = |layer| Action::Forward { layer, segment: 0, micro_batch: 0 };
-        Schedule::new(layers.map(forward).collect(), &Parts::default(), None)
+        let ranks = BetweenRanks::default();
+        Schedule::new(layers.map(forward).collect(), &Parts::default(), ranks, None)
     }
 
     /// Updates of everything that is trained, from complete gradients. `looked_up`: those of the embedding's table are made
     /// of the rows that were looked up.
-    pub fn updates(spec: &ModelSpec, parts: &Parts, looked_up: bool, numbers: Update) -> Schedule {
+    pub fn updates(
+        spec: &ModelSpec,
+        parts: &Parts,
+        ranks: BetweenRanks,
+        looked_up: bool,
+        numbers: Update,
+    ) -> Schedule {
         let mut actions = Vec::new();
         for unit in spec.blocks().flat_map(|block| parts.units_of(block)) {
             if looked_up && matches!(unit, Unit::Piece(BlockId::Embedding, _)) {
                 actions.push(Action::GatherLookedUp { unit });
+                if ranks.are_many {
+                    actions.push(Action::Sum { unit });
+                }
             }
-            update(&mut actions, parts, unit, numbers);
+            update(&mut actions, parts, ranks, unit, numbers);
         }
-        Schedule::new(actions, parts, None)
+        Schedule::new(actions, parts, ranks, None)
     }
 
-    fn new(actions: Vec<Action>, parts: &Parts, ahead: Option<Unit>) -> Schedule {
-        let weights =
-            holds(&actions, |action| action.weights(parts), |action| matches!(action, Action::Update { .. }));
-        let gradients = holds(&actions, Action::gradients, |action| matches!(action, Action::Free { .. }));
+    fn new(actions: Vec<Action>, parts: &Parts, ranks: BetweenRanks, ahead: Option<Unit>) -> Schedule {
+        let weights = holds(&actions, |action| action.weights(parts), is_change);
+        let held = |action: &Action| action.held_gradients(ranks);
+        let gradients = holds(&actions, held, |action| matches!(action, Action::Free { .. }));
         let entry = |((action, weights), gradients)| Entry { action, weights, gradients };
         let entries = actions.into_iter().zip(weights).zip(gradients).map(entry).collect();
         Schedule { entries, ahead }
@@ -258,7 +303,7 @@ fn loss(actions: &mut Vec<Action>, shape: &PassShape<'_>, completion: Option<Com
     let LossForm::Pieces(block, pieces) = shape.loss else {
         actions.extend(all().map(|micro_batch| Action::Loss { micro_batch }));
         let units = shape.parts.units_of(BlockId::Head);
-        units.into_iter().for_each(|unit| complete(actions, shape.parts, unit, completion));
+        units.into_iter().for_each(|unit| complete(actions, shape, unit, completion));
         return;
     };
     actions.extend(all().map(|micro_batch| Action::LossBegin { micro_batch }));
@@ -269,11 +314,11 @@ fn loss(actions: &mut Vec<Action>, shape: &PassShape<'_>, completion: Option<Com
         actions.push(Action::LossBackward { unit, last: piece == pieces });
         // A tied table has more to come.
         if block == BlockId::Head {
-            complete(actions, shape.parts, unit, completion);
+            complete(actions, shape, unit, completion);
         }
     }
     actions.extend(all().map(|micro_batch| Action::LossEnd { micro_batch }));
-    complete(actions, shape.parts, Unit::Rest(BlockId::Head), completion);
+    complete(actions, shape, Unit::Rest(BlockId::Head), completion);
 }
 
 fn embedding(actions: &mut Vec<Action>, shape: &PassShape<'_>, completion: Option<Completion>) {
@@ -282,7 +327,8 @@ fn embedding(actions: &mut Vec<Action>, shape: &PassShape<'_>, completion: Optio
     }
     let units = |pieces| (0..pieces).map(|piece| Unit::Piece(BlockId::Embedding, piece));
     for micro_batch in 0..shape.micro_batches {
-        let completion = completion.filter(|_| micro_batch + 1 == shape.micro_batches);
+        let is_last = micro_batch + 1 == shape.micro_batches;
+        let completion = completion.filter(|_| is_last);
         actions.push(Action::EmbedBackward { micro_batch });
         match shape.embedding {
             EmbeddingGradient::Frozen | EmbeddingGradient::Whole => {}
@@ -290,7 +336,7 @@ fn embedding(actions: &mut Vec<Action>, shape: &PassShape<'_>, completion: Optio
                 let Some(completion) = completion else { continue };
                 for unit in units(pieces) {
                     actions.push(Action::GatherLookedUp { unit });
-                    complete(actions, shape.parts, unit, Some(completion));
+                    complete(actions, shape, unit, Some(completion));
                     // It can be made again.
                     if matches!(completion, Completion::Keep) {
                         actions.push(Action::Free { unit });
@@ -300,34 +346,53 @@ fn embedding(actions: &mut Vec<Action>, shape: &PassShape<'_>, completion: Optio
             EmbeddingGradient::Scattered(pieces) => {
                 for (unit, piece) in units(pieces).zip(1..) {
                     actions.push(Action::Scatter { unit, micro_batch, last: piece == pieces });
-                    complete(actions, shape.parts, unit, completion);
+                    if is_last {
+                        complete(actions, shape, unit, completion);
+                    }
                 }
             }
         }
     }
     if shape.embedding == EmbeddingGradient::Whole {
         let units = units(shape.parts.pieces(BlockId::Embedding));
-        units.for_each(|unit| complete(actions, shape.parts, unit, completion));
+        units.for_each(|unit| complete(actions, shape, unit, completion));
     }
-    complete(actions, shape.parts, Unit::Rest(BlockId::Embedding), completion);
+    complete(actions, shape, Unit::Rest(BlockId::Embedding), completion);
 }
 
-/// What becomes of a unit's complete gradients.
-fn complete(actions: &mut Vec<Action>, parts: &Parts, unit: Unit, completion: Option<Completion>) {
-    let Some(completion) = completion.filter(|_| !parts.of(unit).is_empty()) else { return };
+/// What becomes of a unit's gradients when a pass has written them, and when they are complete.
+fn complete(actions: &mut Vec<Action>, shape: &PassShape<'_>, unit: Unit, completion: Option<Completion>) {
+    if shape.parts.of(unit).is_empty() {
+        return;
+    }
+    if shape.ranks.reduce_each_pass {
+        actions.push(Action::Reduce { unit });
+    }
+    let Some(completion) = completion else { return };
+    if shape.ranks.are_many {
+        actions.push(Action::Sum { unit });
+    }
     actions.push(Action::Measure { unit });
     match completion {
         Completion::Keep => {}
         Completion::Measure => actions.push(Action::Free { unit }),
         Completion::Update(numbers) => {
-            update(actions, parts, unit, numbers);
+            update(actions, shape.parts, shape.ranks, unit, numbers);
         }
     }
 }
 
-fn update(actions: &mut Vec<Action>, parts: &Parts, unit: Unit, numbers: Update) {
+/// Whether an action changes the weights that it holds.
+fn is_change(action: &Action) -> bool {
+    matches!(action, Action::Update { .. } | Action::AllGather { .. })
+}
+
+fn update(actions: &mut Vec<Action>, parts: &Parts, ranks: BetweenRanks, unit: Unit, numbers: Update) {
     let of_unit = 0..parts.of(unit).len();
     actions.extend(of_unit.map(|part| Action::Update { unit, part, numbers }));
+    if ranks.share_updates {
+        actions.push(Action::AllGather { unit });
+    }
     actions.push(Action::Free { unit });
 }
 

@@ -6,10 +6,11 @@ use plimsoll_device::{DType, Tensor};
 use plimsoll_model::convert::convert;
 use plimsoll_model::{BlockId, Parameter, Role};
 
-use super::Trainer;
+use super::{Part, Trainer};
 use crate::StepError;
-use crate::optimizer::{OptimizerState, StateKind};
-use crate::tier::{Contents, Parcel};
+use crate::optimizer::StateKind;
+use crate::settings::Ranks;
+use crate::tier::Contents;
 
 /// One tensor of the training state.
 #[derive(Clone, Debug, PartialEq)]
@@ -32,6 +33,21 @@ impl NamedTensor {
     }
 }
 
+/// Bytes of a message in which a state goes from rank to rank.
+const MESSAGE: u64 = 1 << 20;
+
+/// The lengths of the messages that so many bytes are.
+fn messages(bytes: u64) -> impl Iterator<Item = usize> {
+    (0..bytes.div_ceil(MESSAGE)).map(move |nth| (bytes - nth * MESSAGE).min(MESSAGE) as usize)
+}
+
+/// A rank's share of a state.
+struct Share {
+    rank: u32,
+    part: Part,
+    bytes: u64,
+}
+
 impl Trainer<'_> {
     /// Sets every weight, those of adapters too. `fill` writes the values of some rows of a parameter in the given type; it
     /// is not called on a dry device. With master weights it fills the master, and the weight is that, rounded.
@@ -40,7 +56,7 @@ impl Trainer<'_> {
         fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let optimizer = &self.optimizer;
-        self.weights.load(&|p| optimizer.contents(p, StateKind::Master), fill)
+        self.weights.load(&|p| optimizer.masters(p), fill)
     }
 
     /// Sets the lengths of rows, where adapters have them (DoRA), to those that the loaded weights have: once, before
@@ -58,19 +74,8 @@ impl Trainer<'_> {
                 all.push(NamedTensor { name: p.name.clone(), kind, dtype, shape, parameter });
             };
             add(StateKind::Weight, self.weight_contents(p)?.1, p.shape.clone());
-            for (kind, tensor) in
-                self.optimizer.state(p.block, p.role).into_iter().flat_map(OptimizerState::tensors)
-            {
-                add(*kind, tensor.dtype(), tensor.shape().dims().to_vec());
-            }
-            let pieces = || self.optimizer.away(p.block, p.role);
-            for first in pieces().take(1).flat_map(Parcel::tensors) {
-                let rows = pieces().flat_map(Parcel::tensors).filter(|state| state.key == first.key);
-                let mut shape = first.shape.clone();
-                if let Some(all) = shape.first_mut() {
-                    *all = rows.filter_map(|state| state.shape.first()).sum();
-                }
-                add(first.key, first.dtype, shape);
+            for state in self.optimizer.shapes_of(p, &p.all_rows(), self.has_master(p))? {
+                add(state.kind, state.dtype, state.shape);
             }
         }
         Ok(all)
@@ -92,12 +97,15 @@ impl Trainer<'_> {
             return Ok((away.contents(), away.dtype));
         }
         let tensor = self.weights.resident().tensor(p)?;
-        Ok((Contents::Device(tensor.clone()), tensor.dtype()))
+        Ok((Contents::Device(vec![tensor.clone()]), tensor.dtype()))
     }
 
     /// Shows a tensor's bytes, in order, part by part. Nothing is shown in a dry run.
     pub fn read_state(&self, tensor: &NamedTensor, look: &mut dyn FnMut(&[u8])) -> Result<(), StepError> {
-        self.contents(tensor)?.read(self.device, &self.tiers, look)
+        match self.is_shared_out(tensor) {
+            true => self.read_shares(tensor, look),
+            false => self.contents(tensor)?.read(self.device, &self.tiers, look),
+        }
     }
 
     /// Has a tensor's bytes written, in order, part by part.
@@ -106,7 +114,96 @@ impl Trainer<'_> {
         tensor: &NamedTensor,
         fill: &mut dyn FnMut(&mut [u8]),
     ) -> Result<(), StepError> {
-        self.contents(tensor)?.write(self.device, &self.tiers, fill)
+        match self.is_shared_out(tensor) {
+            true => self.write_shares(tensor, fill),
+            false => self.contents(tensor)?.write(self.device, &self.tiers, fill),
+        }
+    }
+
+    /// Whether each rank has its own rows of a tensor.
+    fn is_shared_out(&self, tensor: &NamedTensor) -> bool {
+        tensor.kind != StateKind::Weight && self.shares_updates()
+    }
+
+    /// Whether a weight has an f32 master.
+    fn has_master(&self, parameter: &Parameter) -> bool {
+        // Adapters are in f32 themselves.
+        self.settings.precision.master_weights && !matches!(parameter.role, Role::Lora(..))
+    }
+
+    /// Every rank's shares of a state, in the order of the rows, with their bytes.
+    fn shares_of_state(&self, tensor: &NamedTensor) -> Result<Vec<Share>, StepError> {
+        let Ranks { count, .. } = self.settings.ranks;
+        let (block, role) = tensor.parameter;
+        let p = self.trained.iter().find(|p| (p.block, p.role) == tensor.parameter);
+        let p = p.ok_or(StepError::MissingWeight { block, role })?;
+        let mut all = Vec::new();
+        for (part, rank) in
+            self.parts.of_parameter(p).flat_map(|part| (0..count).map(move |rank| (part, rank)))
+        {
+            let part = part.of_rows(part.share(rank, count));
+            if part.rows.is_empty() {
+                continue;
+            }
+            let shapes = self.optimizer.shapes_of(p, &part.rows, self.has_master(p))?;
+            let state = shapes.iter().find(|state| state.kind == tensor.kind);
+            all.extend(state.map(|state| Share { rank, bytes: state.bytes(), part }));
+        }
+        Ok(all)
+    }
+
+    /// Has the first rank see a state of which each rank has its shares. All ranks call it, for the same tensors in the same
+    /// order; what the others have goes to the first rank.
+    fn read_shares(&self, tensor: &NamedTensor, look: &mut dyn FnMut(&[u8])) -> Result<(), StepError> {
+        let (device, tiers, own) = (self.device, &*self.tiers, self.settings.ranks.rank);
+        for Share { rank, part, bytes } in self.shares_of_state(tensor)? {
+            if own != rank {
+                if own == 0 {
+                    let mut memory = vec![0; bytes.min(MESSAGE) as usize];
+                    for message in messages(bytes) {
+                        let into = memory.get_mut(..message).unwrap_or_default();
+                        self.communicator.receive_bytes(rank, into)?;
+                        look(into);
+                    }
+                }
+                continue;
+            }
+            let contents = self.share_of_state(&part, tensor)?;
+            if own == 0 {
+                contents.read(device, tiers, look)?;
+                continue;
+            }
+            let mut outcome = Ok(());
+            contents.read(device, tiers, &mut |bytes| {
+                if outcome.is_ok() {
+                    let mut messages = bytes.chunks(MESSAGE as usize);
+                    outcome = messages.try_for_each(|message| self.communicator.send_bytes(0, message));
+                }
+            })?;
+            outcome?;
+        }
+        Ok(())
+    }
+
+    /// Has this rank's shares of a state written. `fill` gives the bytes of the whole state, in order.
+    fn write_shares(&self, tensor: &NamedTensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), StepError> {
+        let mut memory = Vec::new();
+        for Share { rank, part, bytes } in self.shares_of_state(tensor)? {
+            if rank == self.settings.ranks.rank {
+                self.share_of_state(&part, tensor)?.write(self.device, &self.tiers, fill)?;
+                continue;
+            }
+            memory.resize(bytes.min(MESSAGE) as usize, 0);
+            messages(bytes).for_each(|message| fill(memory.get_mut(..message).unwrap_or_default()));
+        }
+        Ok(())
+    }
+
+    /// Where a state of one of this rank's shares is.
+    fn share_of_state(&self, part: &Part, tensor: &NamedTensor) -> Result<Contents, StepError> {
+        let (block, role) = tensor.parameter;
+        let contents = self.optimizer.contents_of_part(part, tensor.kind);
+        contents.ok_or(StepError::MissingWeight { block, role })
     }
 
     /// Shows the bytes of a weight of the model, or of an adapter, in the type that it is stored in.
@@ -116,7 +213,11 @@ impl Trainer<'_> {
 
     /// The values of a parameter's f32 master, or of the weight itself where there is none.
     pub fn values(&self, parameter: &Parameter) -> Result<Vec<f32>, StepError> {
-        let (contents, dtype) = match self.optimizer.contents(parameter, StateKind::Master) {
+        // Where this rank has a share of the master, the weight is what all have.
+        let masters = self.optimizer.masters(parameter);
+        let rows: u64 = masters.iter().map(|(rows, _)| rows.end - rows.start).sum();
+        let master = self.optimizer.contents(parameter, StateKind::Master);
+        let (contents, dtype) = match master.filter(|_| rows == parameter.rows()) {
             Some(contents) => (contents, DType::F32),
             None => self.weight_contents(parameter)?,
         };

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use plimsoll_device::{Cpu, CpuOptions, DType, Dry, Iterations, Tensor};
+use plimsoll_device::{Collective, Communicated, Cpu, CpuOptions, DType, Dry, Iterations, Tensor};
 use plimsoll_disk::SpillSettings;
 use plimsoll_memory::Region;
 use plimsoll_model::{AdapterConfig, AdapterLayout, BlockId};
@@ -42,7 +42,7 @@ fn adapters(spec: &ModelSpec, dropout: f32) -> TrainingMethod {
     TrainingMethod::Adapters(Arc::new(Adapters { layout, dropout, weight_types, in_files }))
 }
 
-/// One of several ranks, of which the others bring so much to every sum.
+/// One of two ranks, of which the other brings so much to every sum.
 struct Others(f64);
 
 impl Communicator for Others {
@@ -50,16 +50,34 @@ impl Communicator for Others {
         0
     }
 
-    fn world_size(&self) -> u32 {
+    fn size(&self) -> u32 {
         2
     }
 
-    fn all_reduce(&self, _: &Tensor) -> Result<(), CommunicationError> {
+    fn sent(&self) -> Communicated {
+        Communicated::default()
+    }
+
+    fn send_receive(
+        &self,
+        _: &dyn Device,
+        _: Collective,
+        _: Option<(u32, &Tensor)>,
+        _: Option<(u32, &Tensor)>,
+    ) -> Result<(), CommunicationError> {
         Ok(())
     }
 
-    fn sum(&self, value: f64) -> Result<f64, CommunicationError> {
-        Ok(value + self.0)
+    fn send_bytes(&self, _: u32, _: &[u8]) -> Result<(), CommunicationError> {
+        Ok(())
+    }
+
+    fn receive_bytes(&self, _: u32, _: &mut [u8]) -> Result<(), CommunicationError> {
+        Ok(())
+    }
+
+    fn gather_numbers(&self, own: &[f64]) -> Result<Vec<Vec<f64>>, CommunicationError> {
+        Ok(vec![own.to_vec(), vec![self.0; own.len()]])
     }
 }
 
@@ -67,7 +85,8 @@ impl Communicator for Others {
 #[test]
 fn a_rank_without_micro_batches_has_the_loss_of_the_others() {
     let device = cpu();
-    let mut trainer = Trainer::new(&device, Arc::default(), llama(), settings(1, 9), &Others(8.0)).unwrap();
+    let of_two = StepSettings { ranks: Ranks { rank: 0, count: 2 }, ..settings(1, 9) };
+    let mut trainer = Trainer::new(&device, Arc::default(), llama(), of_two, &Others(8.0)).unwrap();
     trainer.load(fill).unwrap();
     assert_eq!(trainer.accumulate(&[]).unwrap(), (1.0, 8));
     let mut alone = Trainer::new(&device, Arc::default(), llama(), settings(1, 9), &Solo).unwrap();

@@ -5,6 +5,7 @@ use super::simd::per_isa;
 use super::split::{SharedFloats, for_each_part};
 use super::storage::{Floats, FloatsMut, Tile, tiles};
 use super::{Exec, PIECE, rows_per_task};
+use crate::Rounding;
 
 /// An input of an element-wise kernel.
 #[derive(Clone, Copy)]
@@ -62,6 +63,19 @@ pub(in crate::cpu) fn fill(exec: Exec<'_>, out: FloatsMut<'_>, value: f32) {
 /// out = a + b
 pub(in crate::cpu) fn add(exec: Exec<'_>, a: Input<'_>, b: Input<'_>, out: FloatsMut<'_>) {
     for_each_tile(exec, [a, b], [out], |[a, b], [out]| add_tile(exec.simd, a, b, out));
+}
+
+/// out += x
+pub(in crate::cpu) fn accumulate(exec: Exec<'_>, x: Floats<'_>, out: FloatsMut<'_>, rounding: Rounding) {
+    for_each_part(exec, out.len().div_ceil(PIECE), SharedFloats::new(out, PIECE), |task, mut out, _| {
+        let first = task * PIECE;
+        let [mut x_tile, mut out_tile] = Tile::array();
+        for range in tiles(out.len()) {
+            let x = x.load(exec.simd, first + range.start..first + range.end, &mut x_tile);
+            let place = first + range.start;
+            out.modify(exec.simd, range, &mut out_tile, rounding, place, |out| add_assign(exec.simd, x, out));
+        }
+    });
 }
 
 /// out (+)= row, for every row of out.

@@ -2,26 +2,32 @@
 
 use super::simd::{LANES, per_isa};
 use super::split::{Shared, for_each_part};
-use super::storage::{Tile, tiles};
+use super::storage::{TILE, Tile, tiles};
 use super::{Exec, Floats};
-use crate::op::SUM_ELEMENTS;
+use crate::ExactSum;
+use crate::op::{RUN_ELEMENTS, SUM_ELEMENTS};
 
-/// The sum of squares of x, summed in f64 over pieces of a fixed size, in order. `partials` holds a sum per piece;
-/// more pieces than fit are taken in several rounds.
-pub(in crate::cpu) fn sum_squares(exec: Exec<'_>, x: Floats<'_>, partials: &mut [f64]) -> f64 {
-    let pieces = x.len().div_ceil(SUM_ELEMENTS);
-    let mut sum = 0.0;
-    for first in (0..pieces).step_by(partials.len().max(1)) {
-        let count = partials.len().min(pieces - first);
-        let partials = &mut partials[..count];
-        for_each_part(exec, partials.len(), Shared::new(partials, 1), |task, partial, _| {
+/// The sum of squares of x: runs of [`RUN_ELEMENTS`] in f64, the runs exactly. `words` holds a sum for each task; more tasks
+/// than fit are taken in several rounds.
+pub(in crate::cpu) fn sum_squares(exec: Exec<'_>, x: Floats<'_>, words: &mut [u64]) -> ExactSum {
+    const { assert!(TILE.is_multiple_of(RUN_ELEMENTS) && SUM_ELEMENTS.is_multiple_of(TILE)) };
+    const WORDS: usize = ExactSum::BYTES / size_of::<u64>();
+    let tasks = x.len().div_ceil(SUM_ELEMENTS);
+    let mut sum = ExactSum::ZERO;
+    let at_once = (words.len() / WORDS).max(1);
+    for first in (0..tasks).step_by(at_once) {
+        let words = &mut words[..WORDS * at_once.min(tasks - first)];
+        for_each_part(exec, words.len() / WORDS, Shared::new(words, WORDS), |task, words, _| {
             let start = (first + task) * SUM_ELEMENTS;
             let x = x.slice(start..x.len().min(start + SUM_ELEMENTS));
-            let mut tile = Tile::new();
-            let sums = tiles(x.len()).map(|range| squares(exec.simd, x.load(exec.simd, range, &mut tile)));
-            partial.fill(sums.sum());
+            let (mut tile, mut sum) = (Tile::new(), ExactSum::ZERO);
+            for range in tiles(x.len()) {
+                let x = x.load(exec.simd, range, &mut tile);
+                x.chunks(RUN_ELEMENTS).for_each(|run| sum.add(squares(exec.simd, run)));
+            }
+            sum.write(bytemuck::cast_slice_mut(words));
         });
-        sum += partials.iter().sum::<f64>();
+        words.chunks_exact(WORDS).for_each(|words| sum.add_sum(ExactSum::read(bytemuck::cast_slice(words))));
     }
     sum
 }

@@ -1,7 +1,7 @@
 //! Element by element on the CPU.
 
 use super::KernelCall;
-use crate::cpu::kernels::elementwise::{add, fill, scale};
+use crate::cpu::kernels::elementwise::{accumulate, add, fill, scale};
 use crate::cpu::kernels::{cast, dropout};
 use crate::{DType, Elementwise};
 
@@ -14,6 +14,9 @@ pub(super) fn run(op: Elementwise<'_>, KernelCall { exec, t, .. }: KernelCall<'_
         Elementwise::Cast { x, out, rounding } => cast::cast(exec, t.floats(x), t.floats_mut(out), rounding),
         Elementwise::Add { a, b, out } => {
             add(exec, t.input(a, &[out]), t.input(b, &[out]), t.floats_mut(out));
+        }
+        Elementwise::Accumulate { x, out, rounding } => {
+            accumulate(exec, t.floats(x), t.floats_mut(out), rounding);
         }
         Elementwise::Scale { x, factor } => scale(exec, t.floats_mut(x), factor),
         Elementwise::ScaleBy { x, factor } => {

@@ -192,11 +192,11 @@ fn what_this_version_does_not_have_is_refused_with_the_nearest() {
         ),
         (
             "parallel: {zero_stage: 3}",
-            "parallel.zero_stage: 3 is not available in this version: one process trains; use 0",
+            "parallel.zero_stage: 3 is not available in this version: each rank has all weights; use 2",
         ),
         (
             "parallel: {tensor_parallel: 2}",
-            "parallel.tensor_parallel: 2 is not available in this version: one process trains; use 1",
+            "parallel.tensor_parallel: 2 is not available in this version: ranks share batches, states and gradients; use 1",
         ),
     ] {
         let message = message(&format!("model: x\n{written}"));

@@ -3,6 +3,7 @@
 use plimsoll_model::{Parameter, Role};
 
 use super::*;
+use crate::OptimizerSettings;
 use crate::tier::{Pieces, is_matrix};
 
 const UPDATE: Completion = Completion::Update(Update { lr: 1e-3, step: 1 });
@@ -23,7 +24,7 @@ fn parts(tied: bool) -> Parts {
     }
     trained.push(parameter(BlockId::Head, Role::FinalNorm, &[8]));
     trained.extend((!tied).then(|| parameter(BlockId::Head, Role::LmHead, &[2048, 8])));
-    Parts::new(&trained, Pieces::of_bytes(0, 1))
+    Parts::new(&trained, Pieces::of_bytes(0, 1), &OptimizerSettings::default().kind, 1)
 }
 
 fn unit(unit: Unit) -> String {
@@ -51,6 +52,9 @@ fn words(schedule: &Schedule) -> Vec<String> {
         Action::EmbedBackward { micro_batch } => format!("embedding:{micro_batch}"),
         Action::Scatter { unit: of, micro_batch, .. } => format!("scatter {}:{micro_batch}", unit(of)),
         Action::GatherLookedUp { unit: of } => format!("rows {}", unit(of)),
+        Action::Reduce { unit: of } => format!("reduce {}", unit(of)),
+        Action::Sum { unit: of } => format!("sum {}", unit(of)),
+        Action::AllGather { unit: of } => format!("all-gather {}", unit(of)),
         Action::Measure { unit: of } => format!("norm {}", unit(of)),
         Action::Update { unit: of, part, .. } => format!("update {}/{part}", unit(of)),
         Action::Free { unit: of } => format!("free {}", unit(of)),
@@ -60,7 +64,7 @@ fn words(schedule: &Schedule) -> Vec<String> {
 
 fn shape<'s>(parts: &'s Parts, segments: &'s [Range<u32>], micro_batches: usize) -> PassShape<'s> {
     let (loss, embedding) = (LossForm::Whole, EmbeddingGradient::Whole);
-    PassShape { segments, micro_batches, loss, embedding, parts }
+    PassShape { segments, micro_batches, loss, embedding, parts, ranks: BetweenRanks::default() }
 }
 
 #[test]
@@ -150,8 +154,42 @@ fn adapters_are_updated_without_the_weights_beside_them() {
         &[2, 8],
     );
     assert!(!is_matrix(&adapter));
-    let parts = Parts::new(&[adapter], Pieces::of_bytes(0, 1));
+    let parts = Parts::new(&[adapter], Pieces::of_bytes(0, 1), &OptimizerSettings::default().kind, 1);
     let Completion::Update(numbers) = UPDATE else { return };
     let entries = [Action::Update { unit: Unit::Layer(0), part: 0, numbers }];
-    assert_eq!(Schedule::new(entries.to_vec(), &parts, None).weights().count(), 0);
+    assert_eq!(Schedule::new(entries.to_vec(), &parts, BetweenRanks::default(), None).weights().count(), 0);
+}
+
+/// Every pass adds its gradients to the sums, and what is complete goes to all ranks and comes back as weights.
+#[test]
+fn ranks_add_up_gradients_and_share_out_updates() {
+    let parts = parts(true);
+    let of = |ranks, completion| {
+        let shape = PassShape { ranks, ..shape(&parts, &[0..1, 1..2], 1) };
+        words(&Schedule::pass(&shape, completion)).join(" | ")
+    };
+    let ranks = BetweenRanks { are_many: true, reduce_each_pass: true, share_updates: true };
+    let complete = of(ranks, Some(UPDATE));
+    let layer = "backward 1:0 | reduce 1 | sum 1 | norm 1 | update 1/0 | update 1/1 | all-gather 1 | free 1";
+    assert!(complete.contains(layer), "{complete}");
+    assert!(of(ranks, None).contains("backward 1:0 | reduce 1 | backward 0:0"), "{}", of(ranks, None));
+    let replicated = BetweenRanks { are_many: true, ..BetweenRanks::default() };
+    let once = of(replicated, Some(Completion::Keep));
+    assert!(once.contains("backward 1:0 | sum 1 | norm 1 | backward 0:0"), "{once}");
+    assert!(!of(replicated, None).contains("sum"));
+}
+
+/// Where each pass has gradients of its own, the backward pass holds none of those below the device.
+#[test]
+fn what_a_pass_writes_waits_for_nothing_below_the_device() {
+    let parts = parts(true);
+    let held = |ranks| {
+        let shape = PassShape { ranks, ..shape(&parts, &[0..1, 1..2], 1) };
+        Schedule::pass(&shape, None).gradients().map(|(unit, _)| unit).collect::<Vec<_>>()
+    };
+    assert_eq!(held(BetweenRanks::default()), [Unit::Layer(1), Unit::Layer(0)]);
+    let each_pass = BetweenRanks { reduce_each_pass: true, ..BetweenRanks::default() };
+    let pieces = (0..2).map(|piece| Unit::Piece(BlockId::Embedding, piece));
+    let rest = [Unit::Rest(BlockId::Head), Unit::Layer(1), Unit::Layer(0)].into_iter();
+    assert_eq!(held(each_pass), rest.chain(pieces).collect::<Vec<_>>());
 }

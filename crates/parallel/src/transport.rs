@@ -1,0 +1,50 @@
+//! What carries bytes between ranks.
+
+/// Carries bytes between ranks, each of which has one.
+pub trait Transport {
+    /// This rank's number, from 0.
+    fn rank(&self) -> u32;
+
+    /// Number of ranks.
+    fn size(&self) -> u32;
+
+    /// Sends bytes to a rank, and receives as many as there is room for from a rank; both are under way at once, and what a rank
+    /// sends to another arrives in order. Nothing goes to or comes from this rank itself.
+    ///
+    /// # Errors
+    /// The other rank has ended, or what it sends has another size.
+    fn send_receive(
+        &self,
+        send: Option<(u32, &[u8])>,
+        receive: Option<(u32, &mut [u8])>,
+    ) -> Result<(), TransportError>;
+}
+
+/// Bytes did not arrive.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TransportError {
+    /// The other side is no more.
+    #[error("rank {rank} has ended; the run can be resumed from its last checkpoint")]
+    Ended {
+        /// Which one.
+        rank: u32,
+    },
+    /// Two ranks do not do the same.
+    #[error(
+        "rank {rank} sent {sent} bytes where {expected} were expected: the ranks do not run the same step"
+    )]
+    Size {
+        /// Who sent.
+        rank: u32,
+        /// How much.
+        sent: u64,
+        /// How much there is room for.
+        expected: u64,
+    },
+    /// There is no such rank, or it is this one.
+    #[error("rank {rank} cannot be reached")]
+    NoSuchRank {
+        /// Its number.
+        rank: u32,
+    },
+}

@@ -1,0 +1,154 @@
+//! Runs on several ranks, here threads of one process: they leave what a run on one leaves, and go on from each other's checkpoints.
+
+mod common;
+
+use std::path::Path;
+
+use plimsoll_parallel::{Communicator, Wired, thread_ranks};
+use plimsoll_plan::ModelOrigin;
+use plimsoll_plan::config::RawConfig;
+use plimsoll_train::{
+    MemoryReading, Observer, Prepared, Report, RunEvent, StopFlag, Surroundings, TrainError,
+};
+
+use common::{cpu, machine};
+
+/// Micro-batches of a step, of all ranks.
+const MICRO_BATCHES: u32 = 4;
+
+fn config(folder: &Path, out: &str, set: &[&str]) -> RawConfig {
+    let words: String = (0..400).map(|i| format!("word{} ", i * 7 % 23)).collect();
+    std::fs::write(folder.join("text.txt"), words).unwrap();
+    let text = format!(
+        "
+model:
+  from_scratch: {{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}}
+data: {{train: '{0}', validation: '{0}', sequence_length: 16}}
+training: {{steps: 6, batch_size: 2, learning_rate: 1e-2, mixed_precision: bf16}}
+memory: {{device_budget: 256MiB, ladder: false}}
+parallel: {{reproducible: true}}
+output: {{dir: '{1}', save_steps: 2, eval_steps: 3}}
+",
+        folder.join("text.txt").display(),
+        folder.join(out).display()
+    );
+    let mut config = RawConfig::from_str(&text, "test").unwrap();
+    set.iter().for_each(|assignment| config.apply_set(assignment).unwrap());
+    config
+}
+
+/// Raises a flag behind a step.
+struct StopsAt<'f>(Option<u64>, &'f StopFlag);
+
+impl Observer for StopsAt<'_> {
+    fn event(&mut self, event: RunEvent<'_>) {
+        if let RunEvent::Step(metrics) = event
+            && Some(metrics.step) == self.0
+        {
+            self.1.raise();
+        }
+    }
+}
+
+/// Trains on so many ranks; `stop_at`: the last of them is asked to stop behind this step.
+fn run(config: &RawConfig, ranks: u32, resume: bool, stop_at: Option<u64>) -> Result<Report, TrainError> {
+    let one = |ranks: &dyn Communicator| {
+        let mut config = config.clone();
+        (config.rank, config.parallel.data_parallel) = (ranks.rank(), Some(u64::from(ranks.size())));
+        let accumulation = MICRO_BATCHES / ranks.size();
+        config.apply_set(&format!("training.gradient_accumulation_steps={accumulation}")).unwrap();
+        let origin = ModelOrigin::find(&config).unwrap();
+        let prepared = Prepared::of_rank(config, origin, resume, ranks)?;
+        let plan = prepared.plan(&machine())?;
+        let stop = StopFlag::new();
+        let is_last = ranks.rank() + 1 == ranks.size();
+        let surroundings = Surroundings {
+            device: &mut cpu,
+            memory: &mut MemoryReading::default,
+            observer: &mut StopsAt(stop_at.filter(|_| is_last), &stop),
+            stop: stop.clone(),
+            ranks,
+        };
+        let report = prepared.run(std::slice::from_ref(&plan), surroundings)?.report;
+        assert_eq!(report.measured.device_peak_bytes, plan.peak_bytes(), "rank {}", ranks.rank());
+        Ok(report)
+    };
+    std::thread::scope(|scope| {
+        let start = |rank| scope.spawn(move || one(&Wired::new(rank)));
+        let threads: Vec<_> = thread_ranks(ranks).into_iter().map(start).collect();
+        let mut reports: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+        reports.swap_remove(0)
+    })
+}
+
+/// What the files that matter hold.
+fn left(folder: &Path) -> Vec<Vec<u8>> {
+    let files = ["model.safetensors", "checkpoint-6/optimizer.safetensors", "checkpoint-6/model.safetensors"];
+    files.iter().map(|file| std::fs::read(folder.join(file)).unwrap()).collect()
+}
+
+fn metrics(folder: &Path) -> Vec<serde_json::Value> {
+    let lines = std::fs::read_to_string(folder.join("metrics.jsonl")).unwrap();
+    lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn many_ranks_leave_what_one_leaves() {
+    let folder = tempfile::tempdir().unwrap();
+    let one = run(&config(folder.path(), "one", &[]), 1, false, None).unwrap();
+    assert!(one.ranks.is_empty());
+    for (ranks, stage) in [(2, 0), (2, 1), (4, 2)] {
+        let out = format!("out-{ranks}-{stage}");
+        let set = format!("parallel.zero_stage={stage}");
+        let report = run(&config(folder.path(), &out, &[&set]), ranks, false, None).unwrap();
+        let [one, many] = ["one", &out].map(|out| folder.path().join(out));
+        assert!(left(&many) == left(&one), "{out}");
+        assert_eq!(names(&many), names(&one));
+        for (many, one) in metrics(&many).iter().zip(metrics(&one)) {
+            for same in ["step", "lr", "tokens", "batch_size", "grad_norm"] {
+                assert_eq!(many[same], one[same], "{same}");
+            }
+            for near in ["loss", "validation_loss"] {
+                let [many, one] = [&many[near], &one[near]].map(|loss| loss.as_f64().unwrap_or(0.0));
+                assert!((many - one).abs() <= 1e-9 * one.abs(), "{near}: {many} {one}");
+            }
+        }
+        assert_eq!(report.ranks.len(), ranks as usize);
+        for (rank, of_rank) in report.ranks.iter().enumerate() {
+            assert_eq!(of_rank.rank as usize, rank);
+            assert_eq!(of_rank.measured.device_peak_bytes, of_rank.planned.device_peak_bytes);
+        }
+    }
+}
+
+/// Any rank may be asked to stop, and the run goes on with other ranks and another stage.
+#[test]
+fn a_run_goes_on_with_another_number_of_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    run(&config(folder.path(), "unbroken", &[]), 1, false, None).unwrap();
+    let of = |stage: u64| config(folder.path(), "out", &[&format!("parallel.zero_stage={stage}")]);
+    let stopped = run(&of(2), 4, false, Some(1)).unwrap();
+    assert_eq!((stopped.steps, stopped.finished), (1, false));
+    let stopped = run(&of(1), 2, true, Some(3)).unwrap();
+    assert_eq!((stopped.steps, stopped.finished), (3, false));
+    let finished = run(&of(0), 1, true, None).unwrap();
+    assert_eq!((finished.steps, finished.finished), (6, true));
+    assert!(left(&folder.path().join("out")) == left(&folder.path().join("unbroken")));
+}
+
+#[test]
+fn a_rank_that_fails_ends_the_others() {
+    let folder = tempfile::tempdir().unwrap();
+    run(&config(folder.path(), "out", &[]), 1, false, None).unwrap();
+    // The first rank refuses the folder.
+    let error = run(&config(folder.path(), "out", &[]), 2, false, None).unwrap_err();
+    assert!(matches!(error, TrainError::OutputInUse { .. }), "{error}");
+    assert!(names(&folder.path().join("out")).iter().all(|name| !name.starts_with(".rank")));
+}
