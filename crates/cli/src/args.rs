@@ -125,6 +125,9 @@ pub struct PlanArgs {
     /// picture
     #[arg(long, value_name = "FILE")]
     pub timeline: Option<PathBuf>,
+    /// Show what a rank holds by stage of ZeRO and number of ranks, beside the paper's formula
+    #[arg(long)]
+    pub zero_table: bool,
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub json: bool,

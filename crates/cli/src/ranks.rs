@@ -1,8 +1,19 @@
 //! The ranks that train together: started by this program, by mpirun or by SLURM.
 
-use std::process::Command;
+use std::process::{Command, ExitStatus};
+#[cfg(unix)]
+use std::sync::{
+    Arc,
+    atomic::{AtomicI32, Ordering},
+};
 
 use plimsoll_parallel::{Communicator, Solo};
+#[cfg(unix)]
+use rustix::process::{Pid, Signal, kill_process};
+#[cfg(unix)]
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+#[cfg(unix)]
+use signal_hook::iterator::Signals;
 
 use crate::args::TrainArgs;
 use crate::failure::Failure;
@@ -78,17 +89,55 @@ pub fn launch(args: &TrainArgs) -> Result<Option<u8>, Failure> {
     let mut mpirun = Command::new("mpirun");
     mpirun.args(["-n", &ranks.to_string()]);
     if String::from_utf8_lossy(&version.stdout).contains("Open MPI") {
-        // Ranks share out the cores themselves, may be more than the cores, and save before they stop.
-        mpirun.args(["--oversubscribe", "--bind-to", "none", "--mca", "odls_base_sigkill_timeout", "60"]);
+        // Ranks share out the cores themselves, and may be more than the cores.
+        mpirun.args(["--oversubscribe", "--bind-to", "none"]);
         #[cfg(unix)]
-        if plimsoll_memory::is_root() {
+        if rustix::process::geteuid().is_root() {
             mpirun.arg("--allow-run-as-root");
         }
     }
     let program = std::env::current_exe().map_err(|error| Failure::other(error.to_string()))?;
-    let status = mpirun.arg(program).args(std::env::args_os().skip(1)).status();
-    let status = status.map_err(|error| Failure::other(format!("mpirun could not be started: {error}")))?;
-    Ok(Some(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(crate::failure::OTHER)))
+    mpirun.arg(program).args(std::env::args_os().skip(1));
+    let (status, stopped) = run(mpirun).map_err(|error| Failure::other(format!("mpirun: {error}")))?;
+    let code = status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(crate::failure::OTHER);
+    Ok(Some(if code == 0 { stopped.unwrap_or(0) } else { code }))
+}
+
+/// Runs mpirun to its end. The first signal that asks for an end is told to the ranks, which save and stop; another one ends them
+/// at once. Gives the exit code of a program that ended because of the first one, too.
+#[cfg(unix)]
+fn run(mut mpirun: Command) -> std::io::Result<(ExitStatus, Option<u8>)> {
+    use std::os::unix::process::CommandExt;
+
+    // A terminal's Ctrl-C would reach mpirun, too, which ends the ranks before they have saved.
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+    let mut child = mpirun.process_group(0).spawn()?;
+    let launcher = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+    let (handle, first) = (signals.handle(), Arc::new(AtomicI32::new(0)));
+    let noted = Arc::clone(&first);
+    let listener = std::thread::spawn(move || {
+        for signal in signals.forever() {
+            let is_first = noted.compare_exchange(0, signal, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+            if let Some(launcher) = launcher {
+                // Where mpirun has ended there is nobody to tell.
+                let _ = kill_process(launcher, if is_first { Signal::USR1 } else { Signal::TERM });
+            }
+        }
+    });
+    let status = child.wait()?;
+    handle.close();
+    // It ends with its handle.
+    let _ = listener.join();
+    let stopped = match first.load(Ordering::SeqCst) {
+        0 => None,
+        signal => u8::try_from(128 + signal).ok(),
+    };
+    Ok((status, stopped))
+}
+
+#[cfg(not(unix))]
+fn run(mut mpirun: Command) -> std::io::Result<(ExitStatus, Option<u8>)> {
+    Ok((mpirun.status()?, None))
 }
 
 #[cfg(not(feature = "mpi"))]

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use plimsoll_train::StopFlag;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 
 /// Listens for the signals from its creation on.
 pub struct StopSignals {
@@ -17,11 +17,13 @@ pub struct StopSignals {
 }
 
 impl StopSignals {
-    /// Begins to listen; until then a signal ends the program, as it does by default.
-    pub fn listen() -> std::io::Result<StopSignals> {
+    /// Begins to listen; until then a signal ends the program, as it does by default. `of_rank`: launchers of ranks tell them to
+    /// stop by SIGUSR1, for other signals end them.
+    pub fn listen(of_rank: bool) -> std::io::Result<StopSignals> {
         let signals = StopSignals { flag: StopFlag::new(), last: Arc::default() };
         let ignored = ignored(&std::fs::read_to_string("/proc/self/status").unwrap_or_default());
-        for signal in [SIGINT, SIGTERM, SIGHUP] {
+        let all = [SIGINT, SIGTERM, SIGHUP].into_iter().chain(of_rank.then_some(SIGUSR1));
+        for signal in all {
             if ignored & (1 << (signal - 1)) != 0 {
                 continue;
             }
@@ -43,9 +45,11 @@ impl StopSignals {
 
     /// The exit code of a program that ended because of the last signal, as shells have it: 128 and the signal's
     /// number.
+    /// 0 where the launcher of the ranks has asked, which knows the signal.
     pub fn exit_code(&self) -> u8 {
         match self.last.load(Ordering::SeqCst) {
             0 => exit_code(SIGINT as usize),
+            signal if signal == SIGUSR1 as usize => 0,
             signal => exit_code(signal),
         }
     }

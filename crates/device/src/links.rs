@@ -45,6 +45,19 @@ impl Communicated {
         sent
     }
 
+    /// So many messages of so many bytes together.
+    pub fn of_many(within: Collective, bytes: u64, messages: u64) -> Communicated {
+        let mut sent = Communicated::default();
+        (sent.bytes[within as usize], sent.messages[within as usize]) = (bytes, messages);
+        sent
+    }
+
+    /// The same bytes in messages that were counted before.
+    #[must_use]
+    pub fn without_messages(self) -> Communicated {
+        Communicated { messages: [0; Collective::ALL.len()], ..self }
+    }
+
     /// Bytes within one kind of operation.
     pub fn bytes(&self, within: Collective) -> u64 {
         self.bytes[within as usize]

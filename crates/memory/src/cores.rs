@@ -35,13 +35,6 @@ pub fn keep_process_to(cores: &[usize]) {
 #[cfg(not(target_os = "linux"))]
 pub fn keep_process_to(_: &[usize]) {}
 
-/// Whether the process has all rights.
-#[cfg(unix)]
-pub fn is_root() -> bool {
-    // SAFETY: a plain question to the kernel.
-    unsafe { libc::geteuid() == 0 }
-}
-
 /// The cores that this process may use. Found once, before [`keep_to`] first keeps a thread to less: that thread no longer
 /// knows what it was allowed before.
 #[cfg(target_os = "linux")]

@@ -18,8 +18,6 @@ mod splitmix;
 
 pub use arena::{ALIGNMENT, Arena, Block, OutOfMemory, Piece, Replay};
 pub use bytes::{ByteSize, ParseByteSizeError};
-#[cfg(unix)]
-pub use cores::is_root;
 pub use cores::{
     allowed_cores, cores_of_process, current_core, keep_process_to, keep_to, run_beside, run_on_all_cores,
     usable_cores,

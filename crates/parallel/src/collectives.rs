@@ -1,7 +1,4 @@
-//! Collective operations, made of messages between pairs. In round `i` a rank sends to the `i`-th rank after it and receives from
-//! the `i`-th before it: everybody sends and receives at once, and nobody waits for somebody who waits.
-
-use plimsoll_device::{Collective, Device, Tensor};
+//! What every communicator can do.
 
 use crate::{CommunicationError, Communicator};
 
@@ -16,45 +13,6 @@ pub trait Collectives: Communicator {
     fn rounds(&self) -> impl Iterator<Item = (u32, u32)> + use<Self> {
         let (rank, size) = (self.rank(), self.size());
         (1..size).map(move |round| ((rank + round) % size, (rank + size - round) % size))
-    }
-
-    /// Every rank's part to every rank: `parts` are views of where they belong, in the order of the ranks, `None` for an empty
-    /// one. This rank's is sent, the others' are received.
-    ///
-    /// # Errors
-    /// A rank is gone.
-    fn all_gather(
-        &self,
-        device: &dyn Device,
-        within: Collective,
-        parts: &[Option<Tensor>],
-    ) -> Result<(), CommunicationError> {
-        let part = |rank: u32| parts.get(rank as usize).and_then(Option::as_ref);
-        for (to, from) in self.rounds() {
-            let send = part(self.rank()).map(|part| (to, part));
-            self.send_receive(device, within, send, part(from).map(|part| (from, part)))?;
-        }
-        Ok(())
-    }
-
-    /// To every rank its own part: `parts[r]` goes to rank `r`, and what rank `r` has for this one comes into `received[r]`.
-    ///
-    /// # Errors
-    /// A rank is gone.
-    fn all_to_all(
-        &self,
-        device: &dyn Device,
-        within: Collective,
-        parts: &[Option<Tensor>],
-        received: &[Option<Tensor>],
-    ) -> Result<(), CommunicationError> {
-        for (to, from) in self.rounds() {
-            let of = |all: &[Option<Tensor>], rank: u32| all.get(rank as usize).cloned().flatten();
-            let (send, receive) = (of(parts, to), of(received, from));
-            let send = send.as_ref().map(|part| (to, part));
-            self.send_receive(device, within, send, receive.as_ref().map(|part| (from, part)))?;
-        }
-        Ok(())
     }
 
     /// What the first rank has, on every rank.

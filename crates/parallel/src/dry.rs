@@ -2,7 +2,7 @@
 
 use plimsoll_device::{Collective, Communicated, Device, Due, Tensor, Transferred};
 
-use crate::{CommunicationError, Communicator};
+use crate::{CommunicationError, Communicator, Sent};
 
 /// One of so many ranks, with nobody behind the others. The dry device counts what the rank would send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,8 +38,34 @@ impl Communicator for DryRanks {
         send: Option<(u32, &Tensor)>,
         _: Option<(u32, &Tensor)>,
     ) -> Result<(), CommunicationError> {
-        let sent = Communicated::of(within, send.map_or(0, |(_, x)| x.bytes()));
-        device.wait(device.transfer(Transferred { sent, ..Transferred::default() }, Due::default()));
+        if let Some((_, x)) = send {
+            count(device, within, Sent { bytes: x.bytes(), messages: u64::from(x.bytes() > 0) });
+        }
+        Ok(())
+    }
+
+    fn all_gather(
+        &self,
+        device: &dyn Device,
+        within: Collective,
+        part: &dyn Fn(u32) -> Option<Tensor>,
+    ) -> Result<(), CommunicationError> {
+        let others = u64::from(self.size.saturating_sub(1));
+        if let Some(own) = part(self.rank) {
+            count(device, within, Sent { bytes: own.bytes().saturating_mul(others), messages: others });
+        }
+        Ok(())
+    }
+
+    fn all_to_all(
+        &self,
+        device: &dyn Device,
+        within: Collective,
+        sent: Sent,
+        _: &dyn Fn(u32) -> Option<Tensor>,
+        _: &dyn Fn(u32) -> Option<Tensor>,
+    ) -> Result<(), CommunicationError> {
+        count(device, within, sent);
         Ok(())
     }
 
@@ -54,4 +80,10 @@ impl Communicator for DryRanks {
     fn gather_numbers(&self, own: &[f64]) -> Result<Vec<Vec<f64>>, CommunicationError> {
         Ok(vec![own.to_vec(); self.size as usize])
     }
+}
+
+/// Has the device count what is sent.
+fn count(device: &dyn Device, within: Collective, Sent { bytes, messages }: Sent) {
+    let sent = Communicated::of_many(within, bytes, messages);
+    device.wait(device.transfer(Transferred { sent, ..Transferred::default() }, Due::default()));
 }

@@ -56,6 +56,50 @@ pub trait Communicator {
         receive: Option<(u32, &Tensor)>,
     ) -> Result<(), CommunicationError>;
 
+    /// Every rank's part to every rank: `part` is a view of where a rank's belongs, `None` for an empty one. This rank's is sent,
+    /// the others' are received. In round `i` a rank sends to the `i`-th rank after it and receives from the `i`-th before it:
+    /// everybody sends and receives at once, and nobody waits for somebody who waits.
+    ///
+    /// # Errors
+    /// As of [`send_receive`](Self::send_receive).
+    fn all_gather(
+        &self,
+        device: &dyn Device,
+        within: Collective,
+        part: &dyn Fn(u32) -> Option<Tensor>,
+    ) -> Result<(), CommunicationError> {
+        let (rank, size, own) = (self.rank(), self.size(), part(self.rank()));
+        for round in 1..size {
+            let (to, from) = ((rank + round) % size, (rank + size - round) % size);
+            let (send, receive) = (own.as_ref().map(|own| (to, own)), part(from));
+            self.send_receive(device, within, send, receive.as_ref().map(|part| (from, part)))?;
+        }
+        Ok(())
+    }
+
+    /// To every rank its own part, in the same rounds: `part(r)` goes to rank `r`, and what rank `r` has for this one comes into
+    /// `received(r)`. `sent` is what this rank sends in all.
+    ///
+    /// # Errors
+    /// As of [`send_receive`](Self::send_receive).
+    fn all_to_all(
+        &self,
+        device: &dyn Device,
+        within: Collective,
+        _sent: Sent,
+        part: &dyn Fn(u32) -> Option<Tensor>,
+        received: &dyn Fn(u32) -> Option<Tensor>,
+    ) -> Result<(), CommunicationError> {
+        let (rank, size) = (self.rank(), self.size());
+        for round in 1..size {
+            let (to, from) = ((rank + round) % size, (rank + size - round) % size);
+            let (send, receive) = (part(to), received(from));
+            let send = send.as_ref().map(|part| (to, part));
+            self.send_receive(device, within, send, receive.as_ref().map(|part| (from, part)))?;
+        }
+        Ok(())
+    }
+
     /// Sends bytes of the host's to a rank.
     ///
     /// # Errors
@@ -73,6 +117,15 @@ pub trait Communicator {
     /// # Errors
     /// As of [`send_receive`](Self::send_receive).
     fn gather_numbers(&self, own: &[f64]) -> Result<Vec<Vec<f64>>, CommunicationError>;
+}
+
+/// What a rank sends to all others together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sent {
+    /// Bytes.
+    pub bytes: u64,
+    /// Messages; an empty part is none.
+    pub messages: u64,
 }
 
 /// Ranks did not come together.

@@ -32,6 +32,11 @@ impl Shares {
         first(rank)..first(rank.saturating_add(1))
     }
 
+    /// How many ranks have any rows: the first ones.
+    pub fn filled(self) -> u32 {
+        u32::try_from(self.rows.div_ceil(self.grain_rows)).unwrap_or(u32::MAX).min(self.ranks)
+    }
+
     /// All shares, in the order of the ranks.
     pub fn all(self) -> impl Iterator<Item = Range<u64>> {
         (0..self.ranks).map(move |rank| self.of(rank))
@@ -59,6 +64,8 @@ mod tests {
                         end = share.end;
                     }
                     assert_eq!(end, rows);
+                    let filled = shares.all().filter(|share| !share.is_empty()).count();
+                    assert_eq!(filled as u32, shares.filled());
                 }
             }
         }

@@ -29,6 +29,7 @@ mod streaming;
 mod time;
 mod timeline;
 mod training_plan;
+mod zero_table;
 
 pub use advice::{Alternative, Extent, LeastNeed, MemoryAndDisk, Refusal};
 pub use colours::{COLOURS, Colour, OTHER_COLOUR};
@@ -52,3 +53,4 @@ pub use timeline::{
     Allocation, LiveChange, Moment, Part, Stretch, TierTimeline, Timeline, TimelineError, TimelineFormat,
 };
 pub use training_plan::{LayerBytes, Machine, TrainingPlan, tags_json};
+pub use zero_table::ZeroRow;

@@ -295,6 +295,15 @@ impl TrainingPlan {
         self.spec.parameter_count() + own.iter().map(Parameter::elements).sum::<u64>()
     }
 
+    /// Bytes of optimizer states of all ranks together; master weights are not among them.
+    pub(crate) fn state_bytes_whole(&self) -> u64 {
+        let masters = match self.choice.settings.precision.master_weights {
+            true => self.trainable_parameters().saturating_mul(4),
+            false => 0,
+        };
+        self.saved.checkpoint.saturating_sub(self.saved.model).saturating_sub(masters)
+    }
+
     /// Bytes of optimizer states, on whatever tier.
     fn state_bytes(&self) -> u64 {
         let DryRun { ledger, host, disk, .. } = &self.choice.dry_run;

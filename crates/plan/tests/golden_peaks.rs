@@ -180,7 +180,7 @@ fn peaks_are_what_they_were() {
 }
 
 /// Forms that layers can take which the file's cases have not, or of too few layers.
-const OF_MANY_LAYERS: [(&str, &str); 18] = [
+const OF_MANY_LAYERS: [(&str, &str); 25] = [
     ("gemma-3-12b", "training.mixed_precision=bf16"),
     ("gemma-3-12b", "data.sequence_length=1024; memory.offload.parameters=disk"),
     ("gemma-3-12b", "data.sequence_length=1025; memory.offload.parameters=disk"),
@@ -207,6 +207,22 @@ const OF_MANY_LAYERS: [(&str, &str); 18] = [
     ("qwen3-0.6b", "training.optimizer=galore; training.gradient_accumulation_steps=3"),
     ("olmo-2-1b/33", "training.activation_compression=int8; training.gradient_checkpointing=full"),
     ("llama-3.1-8b", "training.method=lora; training.lora={use_dora: true}"),
+    ("llama-3.1-8b", "parallel.data_parallel=8; training.gradient_accumulation_steps=3"),
+    ("llama-2-7b", "parallel.data_parallel=4; parallel.zero_stage=1; training.mixed_precision=bf16"),
+    ("llama-2-7b", "parallel.data_parallel=5; parallel.zero_stage=2; training.gradient_accumulation_steps=4"),
+    (
+        "llama-3.1-8b",
+        "parallel.data_parallel=2; parallel.zero_stage=2; training.gradient_accumulation_steps=3; memory.offload.parameters=disk; memory.offload.gradients=disk; memory.offload.optimizer=disk",
+    ),
+    (
+        "gpt2/30",
+        "parallel.data_parallel=3; parallel.zero_stage=1; training.optimizer=lion; training.optimizer_in_backward=true",
+    ),
+    (
+        "llama-3.1-8b",
+        "parallel.data_parallel=16; parallel.zero_stage=1; parallel.reproducible=true; training.method=lora",
+    ),
+    ("odd/64", "parallel.reproducible=true; training.gradient_accumulation_steps=3"),
 ];
 
 #[test]
@@ -245,6 +261,7 @@ fn few_do_what_all_do(
         assert_eq!(few.live(), all.live(), "{name}");
     }
     assert_eq!(few.tally, all.tally, "{name}");
+    assert_eq!(few.moved, all.moved, "{name}");
     let [few, all] = [few, all].map(|run| run.times.unwrap().elapsed);
     assert!((few / all - 1.0).abs() < 0.01, "{name}: {few} s, {all} s");
 }

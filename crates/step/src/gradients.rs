@@ -199,12 +199,10 @@ impl<'a> Gradients<'a> {
         self.totals.insert(part.key(), total);
     }
 
-    /// The rounding of what comes from the `number`-th rank or pass to some rows of a part.
-    pub fn rounding_of_sum(&self, part: &Part, number: u64, rows: &Range<u64>) -> Rounding {
+    /// What sums of a part over ranks and passes are rounded by.
+    pub fn seed_of_sums(&self, part: &Part) -> u64 {
         let Parameter { block, role, .. } = &part.parameter;
-        let seed = splitmix64(splitmix64(self.seed, SUMS), number);
-        let first = rows.start * part.parameter.columns();
-        Rounding::Stochastic { seed: splitmix64(seed, block.parameter_number(*role)), first }
+        splitmix64(splitmix64(self.seed, SUMS), block.parameter_number(*role))
     }
 
     /// Gives all gradients back.

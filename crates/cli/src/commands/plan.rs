@@ -5,7 +5,9 @@ use std::path::Path;
 
 use plimsoll_memory::{AtPeak, ByteSize, Tag};
 use plimsoll_plan::config::GradientCheckpointing;
-use plimsoll_plan::{DiskRates, ModelOrigin, ProcessLimits, TimeEstimate, TimelineFormat, TrainingPlan};
+use plimsoll_plan::{
+    DiskRates, ModelOrigin, ProcessLimits, TimeEstimate, TimelineFormat, TrainingPlan, ZeroRow,
+};
 use plimsoll_step::{Adapters, Linears, ZeroStage};
 use plimsoll_train::{TrainError, write_whole};
 use serde_json::Value;
@@ -58,12 +60,18 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         if let Value::Object(map) = &mut document {
             map.insert("speeds".to_owned(), speeds.json.clone());
             map.insert("needs".to_owned(), serde_json::to_value(&needs)?);
+            if args.zero_table {
+                map.insert("zero_table".to_owned(), serde_json::to_value(plan.zero_table()?)?);
+            }
         }
         outln!("{}", serde_json::to_string_pretty(&document)?)?;
     } else {
         out!("{}{}", describe(&plan, &speeds), whole_run(&plan, None))?;
         if !plan.fits() {
             out!("\n{}{}", misfits(&plan), remedies(&plan))?;
+        }
+        if args.zero_table {
+            out!("\n{}", zero_table(&plan)?)?;
         }
         if !needs.is_empty() {
             out!("\n{}\n{}", needs::TITLE, needs::table(&needs))?;
@@ -76,6 +84,24 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         }
     }
     if plan.fits() { Ok(()) } else { Err(Failure::shown_not_to_fit()) }
+}
+
+/// What a rank holds, by stage and number of ranks.
+fn zero_table(plan: &TrainingPlan) -> Result<String, Failure> {
+    let mut rows =
+        vec![row!["ZeRO", "ranks", "weights", "gradients", "states", "messages", "paper", "arena"]];
+    for line in plan.zero_table()? {
+        let ZeroRow { zero_stage, ranks, weights, gradients, states, communication, .. } = line;
+        let bytes = [weights, gradients, states, communication, line.paper_bytes, line.device_peak_bytes];
+        let numbers = [zero_stage, ranks].map(|number| number.to_string());
+        rows.push(numbers.into_iter().chain(bytes.map(|bytes| ByteSize(bytes).to_string())).collect());
+    }
+    Ok(format!(
+        "what a rank holds, the most of each kind, on whatever tier:\n{}\
+         paper: weights, gradients and states by the formula of the ZeRO paper. The arena has besides: activations,\n\
+         workspace, and the gradients of a layer in whole before each rank has its share.\n",
+        table::render(&rows)
+    ))
 }
 
 fn write_timeline(plan: &TrainingPlan, file: &Path, format: TimelineFormat) -> Result<(), Failure> {

@@ -24,6 +24,10 @@ use crate::signals::StopSignals;
 use crate::table;
 
 pub fn run(args: &TrainArgs) -> Result<(), Failure> {
+    if args.ranks.is_some() {
+        // What is wrong in the configuration is said once.
+        load_config(&args.source)?.training_data()?;
+    }
     if let Some(exit_code) = ranks::launch(args)? {
         // The ranks have said what there is to say.
         return if exit_code == 0 { Ok(()) } else { Err(Failure::stopped(exit_code)) };
@@ -108,7 +112,7 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     // What planning leaves over is no part of what the run needs.
     release_free_heap();
     // Until here there is nothing to save.
-    let signals = StopSignals::listen()?;
+    let signals = StopSignals::listen(!ranks.is_alone())?;
     let surroundings = Surroundings {
         device: &mut |bytes| {
             Cpu::with_pool(Arc::clone(&engine.pool), engine.isa, bytes)

@@ -28,8 +28,9 @@ pub enum Elementwise<'a> {
     Cast { x: &'a Tensor, out: &'a Tensor, rounding: Rounding },
     /// out = a + b. In place: out = a or out = b.
     Add { a: &'a Tensor, b: &'a Tensor, out: &'a Tensor },
-    /// out += x, in f32 and then rounded. The order of several such additions is a part of their result.
-    Accumulate { x: &'a Tensor, out: &'a Tensor, rounding: Rounding },
+    /// out += each of `terms` `[T, ..]` in turn, each sum in f32 and then rounded: stochastically, for term t by the seed
+    /// `splitmix64(seed, number + t)`. `first` as in [`Rounding::Stochastic`].
+    AccumulateAll { terms: &'a Tensor, out: &'a Tensor, seed: u64, number: u64, first: u64 },
     /// x *= factor
     Scale { x: &'a Tensor, factor: f32 },
     /// x *= factor, f32 `[1]`
@@ -56,8 +57,12 @@ impl<'a> Family<'a> for Elementwise<'a> {
                 .floats([a, b, out])
                 .same_size(a, [out])
                 .same_size(b, [out]),
-            Elementwise::Accumulate { x, out, .. } => {
-                Description::new("accumulate", [x], []).changing([out]).floats([x, out]).same_size(x, [out])
+            Elementwise::AccumulateAll { terms, out, .. } => {
+                let whole = out.elements() > 0 && terms.elements().is_multiple_of(out.elements());
+                Description::new("accumulate_all", [terms], [])
+                    .changing([out])
+                    .floats([terms, out])
+                    .that(whole, || format!("{terms:?} are not terms like {out:?}"))
             }
             Elementwise::Scale { x, .. } => Description::new("scale", [], []).changing([x]).floats([x]),
             Elementwise::ScaleBy { x, factor } => {

@@ -67,45 +67,58 @@ fn add_in_place() {
     }
 }
 
+/// Whatever the pieces, and wherever the terms come from, each sum is rounded as it is in the whole.
 #[test]
-fn accumulate() {
-    for [x, out] in storages() {
-        for n in SIZES {
-            let operands = [Operand::new(x, &[n], noise(1)), Operand::new(out, &[n], noise(2))];
-            let values = operands[0].values.iter().zip(&operands[1].values).map(|(x, out)| x + out).collect();
-            let rounding = Rounding::Nearest;
-            check(
-                &format!("{x} {out} {n}"),
-                &operands,
-                |cpu, t| cpu.run(Elementwise::Accumulate { x: &t[0], out: &t[1], rounding }),
-                &[Expected { operand: 1, values, tolerance: 0.0 }],
+fn terms_accumulate_in_turn_in_pieces_as_in_the_whole() {
+    let n = 70_000u64;
+    for dtype in [DType::F32, DType::Bf16] {
+        let terms = Operand::new(dtype, &[3, n as usize], noise(1));
+        let operands = [terms, Operand::new(dtype, &[n as usize], noise(2))];
+        // Terms of a run, and rows before these places by themselves.
+        let sum = |runs: &[Range<u64>], cuts: &[u64], seed| {
+            let add = |cpu: &Cpu, t: &[Tensor]| {
+                let ends = cuts.iter().copied().chain([n]);
+                let pieces = [0].iter().chain(cuts).copied().zip(ends);
+                for (start, end) in pieces {
+                    for run in runs {
+                        let out = t[1].reshape(&[n, 1]).unwrap().slice_rows(start..end).unwrap();
+                        // Only whole terms follow each other.
+                        let whole = (end - start) == n;
+                        let each =
+                            if whole { vec![run.clone()] } else { run.clone().map(|t| t..t + 1).collect() };
+                        for terms in each {
+                            let number = terms.start + 7;
+                            let of = t[0].slice_rows(terms).unwrap();
+                            let of = match whole {
+                                true => of,
+                                false => of.reshape(&[n, 1]).unwrap().slice_rows(start..end).unwrap(),
+                            };
+                            let (terms, out, first) = (&of, &out, 9 + start);
+                            cpu.run(Elementwise::AccumulateAll { terms, out, seed, number, first })?;
+                        }
+                    }
+                }
+                Ok(())
+            };
+            run(Isa::detect(), 2, &operands, &add).unwrap().swap_remove(1)
+        };
+        let all = 0..3;
+        let whole = sum(std::slice::from_ref(&all), &[], 5);
+        assert_eq!(sum(&[0..1, 1..3], &[], 5), whole);
+        assert_eq!(sum(std::slice::from_ref(&all), &[1, 20_000], 5), whole);
+        let rounded = dtype == DType::Bf16;
+        assert_eq!(sum(std::slice::from_ref(&all), &[], 6) != whole, rounded);
+        let values = decode(dtype, &whole);
+        for (i, value) in values.iter().enumerate().step_by(997) {
+            let of = |t: usize| f64::from(operands[0].values[t * n as usize + i] as f32);
+            let expected = f64::from(operands[1].values[i] as f32) + of(0) + of(1) + of(2);
+            let tolerance = if rounded { 0.03 } else { 1e-6 };
+            assert!(
+                (f64::from(*value as f32) - expected).abs() <= tolerance,
+                "{dtype} {i}: {value} {expected}"
             );
         }
     }
-}
-
-/// Wherever a piece begins, its elements are rounded as they are in the whole.
-#[test]
-fn pieces_accumulate_as_the_whole_does() {
-    let n = 70_000;
-    let operands = [Operand::new(DType::Bf16, &[n], noise(1)), Operand::new(DType::Bf16, &[n], noise(2))];
-    let add = |cpu: &Cpu, t: &[Tensor], first: u64, rows: Range<u64>| {
-        let part = |t: &Tensor| t.reshape(&[n as u64, 1]).unwrap().slice_rows(rows.clone()).unwrap();
-        let rounding = Rounding::Stochastic { seed: 5, first: first + rows.start };
-        cpu.run(Elementwise::Accumulate { x: &part(&t[0]), out: &part(&t[1]), rounding })
-    };
-    // Cut before these places.
-    let sum = |first, cuts: &[u64]| {
-        let ends = cuts.iter().copied().chain([n as u64]);
-        let pieces: Vec<Range<u64>> =
-            [0].iter().chain(cuts).copied().zip(ends).map(|(start, end)| start..end).collect();
-        let all =
-            |cpu: &Cpu, t: &[Tensor]| pieces.iter().try_for_each(|rows| add(cpu, t, first, rows.clone()));
-        run(Isa::detect(), 2, &operands, &all).unwrap().swap_remove(1)
-    };
-    let whole = sum(9, &[]);
-    assert_eq!(sum(9, &[1, 20_000]), whole);
-    assert_ne!(sum(10, &[]), whole);
 }
 
 #[test]

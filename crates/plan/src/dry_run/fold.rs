@@ -57,7 +57,8 @@ impl Fold {
         if settings.offload.parameters == Tier::Disk && settings.method.adapters().is_some_and(from_files) {
             return None;
         }
-        if settings.ranks.count > 1 || settings.sharding.reduces_each_pass() {
+        // Whole matrices are dealt out: layers differ.
+        if settings.ranks.count > 1 && !settings.optimizer.kind.shares_rows() {
             return None;
         }
         let policy = SavePolicy::new(settings.checkpointing, settings.compression, spec.num_layers);

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
 
-use plimsoll_device::{Scope, Tally, Times, Trace, Transferred};
+use plimsoll_device::{Collective, Communicated, Scope, Tally, Times, Trace, Transferred};
 use plimsoll_memory::{ALIGNMENT, Layout, Ledger, MemoryEvent, Phase, Piece, Replay, Tag, Tier};
 use plimsoll_step::Numbers;
 
@@ -161,7 +161,9 @@ pub(super) fn unfolded(
         folded.check_alike(gap.unit)?;
     }
     let ledgers = folded.run(&folded.order()?, parts + fold.missing_parts(), alignment)?;
-    Some(Unfolded { ledgers, added: folded.added(step) })
+    let mut added = folded.added(step.clone());
+    added.moved.sent = added.moved.sent.plus(folded.norms_sent(step, parts));
+    Some(Unfolded { ledgers, added })
 }
 
 impl<'a> Folded<'a> {
@@ -297,8 +299,8 @@ impl<'a> Folded<'a> {
                                 arena.enter(phase, label(owner));
                                 *entered = Some((phase, owner));
                             }
-                            let numbers = visit.unit.is_none() && name == Numbers::NAME;
-                            let bytes = if numbers { Numbers::bytes(parts) } else { bytes };
+                            let numbers = Numbers::bytes_under(name, parts).filter(|_| visit.unit.is_none());
+                            let bytes = numbers.unwrap_or(bytes);
                             held.add(tier, arena.take(bytes, tag, name).ok()?);
                         }
                         Request::Give(from, place) => {
@@ -342,6 +344,17 @@ impl<'a> Folded<'a> {
         let own = visit.unit.and_then(|unit| self.fold.units.get(unit)).filter(|own| own.contains(&layer));
         let further = own.map_or(0, |own| later as u32 * own.len() as u32);
         self.fold.layers.get(layer as usize).map(|number| number + further)
+    }
+
+    /// What ranks send each other more in these scopes when they agree on the norms of the missing layers too.
+    fn norms_sent(&self, scopes: Range<usize>, parts: u64) -> Communicated {
+        let is_total =
+            |request: &&Request| matches!(request, Request::Take(taken) if taken.name == Numbers::TOTAL);
+        let own = self.requests.get(scopes).unwrap_or_default();
+        let times = own.iter().flatten().filter(is_total).count() as u64;
+        let missing = Numbers::share_bytes(parts + self.fold.missing_parts()) - Numbers::share_bytes(parts);
+        let others = u64::from(self.fold.settings.ranks.count.saturating_sub(1));
+        Communicated::of(Collective::AllReduce, times * others * missing).without_messages()
     }
 
     /// What the missing layers add to these scopes, and to iterations that were counted in them.

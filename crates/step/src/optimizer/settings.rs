@@ -131,6 +131,11 @@ pub enum OptimizerKind {
 }
 
 impl OptimizerKind {
+    /// Whether ranks share the rows of every parameter; else they share some parameters as a whole.
+    pub fn shares_rows(&self) -> bool {
+        self.is_local() && !matches!(self, OptimizerKind::AdamMini(_))
+    }
+
     /// Whether any whole blocks of rows of a parameter can be updated by themselves.
     pub(crate) fn takes_rows(&self, parameter: &Parameter) -> bool {
         match self {

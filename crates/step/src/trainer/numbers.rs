@@ -4,7 +4,7 @@
 use plimsoll_device::{
     Collective, DType, Device, DeviceExt, Elementwise, ExactSum, Reduction, Rounding, Tensor,
 };
-use plimsoll_memory::Tag;
+use plimsoll_memory::{Phase, Tag};
 use plimsoll_parallel::{Collectives, Communicator};
 
 use crate::StepError;
@@ -48,6 +48,27 @@ impl Numbers {
     /// What their memory is called in the ledger: the one tensor whose size depends on the number of layers.
     pub const NAME: &str = "step.numbers";
 
+    /// What the squared norms of a rank's shares are called, and what they are added up in.
+    const SHARES: &str = "norms.own";
+    const RECEIVED: &str = "norms.received";
+    /// What the squared norms of all ranks are called. Ranks send each other as many bytes whenever these are taken.
+    pub const TOTAL: &str = "norms.total";
+
+    /// Bytes of what has this name in the ledger, of a step that measures and updates so many parts; `None` of what does not
+    /// depend on them.
+    pub fn bytes_under(name: &str, parts: u64) -> Option<u64> {
+        match name {
+            Numbers::NAME => Some(Numbers::bytes(parts)),
+            Numbers::SHARES | Numbers::RECEIVED | Numbers::TOTAL => Some(Numbers::share_bytes(parts)),
+            _ => None,
+        }
+    }
+
+    /// Bytes of the squared norms of shares of so many parts.
+    pub fn share_bytes(parts: u64) -> u64 {
+        parts.max(1).saturating_mul(ExactSum::BYTES as u64)
+    }
+
     /// Bytes of those of a step that measures and updates so many parts.
     pub fn bytes(parts: u64) -> u64 {
         BEFORE_SQUARES as u64 + parts.max(1).saturating_mul(size_of::<f32>() as u64)
@@ -64,7 +85,7 @@ impl Numbers {
         };
         let [loss, factor, finite, squares] = views().ok_or(what)?;
         let sums = [parts.max(1), ExactSum::BYTES as u64];
-        let shares = shared.then(|| device.alloc(DType::U8, &sums, Tag::Communication, "norms.own"));
+        let shares = shared.then(|| device.alloc(DType::U8, &sums, Tag::Communication, Numbers::SHARES));
         Ok(Numbers { all, loss, factor, finite, squares, shares: shares.transpose()? })
     }
 
@@ -106,9 +127,13 @@ impl Numbers {
 
     /// Has every rank know what all have found: whether everything is finite, and the squared norms of whole parts.
     pub(super) fn agree(&self, device: &dyn Device, ranks: &dyn Communicator) -> Result<(), StepError> {
+        if ranks.is_alone() {
+            return Ok(());
+        }
+        device.enter(Phase::Optimizer, None);
         if let Some(own) = &self.shares {
             let alloc = |name| device.alloc(DType::U8, own.shape().dims(), Tag::Communication, name);
-            let (total, received) = (alloc("norms.total")?, alloc("norms.received")?);
+            let (total, received) = (alloc(Numbers::TOTAL)?, alloc(Numbers::RECEIVED)?);
             device.write(&total, &mut |bytes| bytes.fill(0))?;
             device.run(Reduction::AddExact { x: own, out: &total })?;
             for (to, from) in ranks.rounds() {

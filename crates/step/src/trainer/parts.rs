@@ -48,6 +48,12 @@ impl Part {
         }
     }
 
+    /// How many of so many ranks have a share of it.
+    pub fn sharing(&self, ranks: u32) -> u32 {
+        let rows = self.rows.end - self.rows.start;
+        self.owner.map_or_else(|| Shares::new(rows, self.parameter.columns(), ranks).filled(), |_| 1)
+    }
+
     /// Some of its rows in a tensor that holds all of them; `None` where there are none.
     pub fn view(&self, tensor: &Tensor, rows: &Range<u64>) -> Option<Tensor> {
         if *rows == self.rows {

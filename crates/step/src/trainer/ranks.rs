@@ -1,15 +1,40 @@
 //! What ranks do together with the gradients and weights of a step: gradients are summed, in an order that is fixed, and what one
 //! rank has updated is brought to all.
 
+use std::ops::Range;
+
 use plimsoll_device::{Collective, DeviceExt, Elementwise, Rounding, Tensor};
 use plimsoll_memory::Tag;
-use plimsoll_parallel::Collectives;
+use plimsoll_parallel::{Collectives, Sent};
 
 use super::Trainer;
 use super::parts::Part;
 use super::schedule::BetweenRanks;
 use crate::settings::ZeroStage;
 use crate::{StepError, StepSettings};
+
+/// What each rank has of this one's share of a gradient.
+struct Terms {
+    own: Tensor,
+    /// Those of the others, in the order of the ranks: `[N - 1, elements]`.
+    received: Option<Tensor>,
+    /// This rank, before which so many terms come.
+    rank: u64,
+}
+
+impl Terms {
+    /// Terms of ranks before this one.
+    fn of_lower(&self, ranks: Range<u64>) -> Option<Tensor> {
+        let within = ranks.start.min(self.rank)..ranks.end.min(self.rank);
+        self.received.as_ref()?.slice_rows(within).filter(|terms| terms.elements() > 0)
+    }
+
+    /// Terms of the ranks behind this one.
+    fn of_higher(&self) -> Option<Tensor> {
+        let received = self.received.as_ref()?;
+        received.slice_rows(self.rank..received.rows())
+    }
+}
 
 impl Trainer<'_> {
     /// What the ranks do together.
@@ -40,47 +65,70 @@ impl Trainer<'_> {
         }
     }
 
-    /// Each rank's share of a tensor that holds a part.
-    fn shares(&self, part: &Part, tensor: &Tensor) -> Vec<Option<Tensor>> {
-        let ranks = self.communicator.size();
-        (0..ranks).map(|rank| part.view(tensor, &part.share(rank, ranks))).collect()
+    /// A rank's share of a tensor that holds a part.
+    fn share(&self, part: &Part, tensor: &Tensor, rank: u32) -> Option<Tensor> {
+        part.view(tensor, &part.share(rank, self.communicator.size()))
     }
 
-    /// Sends each rank its share of what this one has of a part's gradient. Gives this rank's share of what each of them has, in
-    /// the order of the ranks; nothing where this rank has no share.
-    fn exchange(&self, part: &Part, gradient: &Tensor, within: Collective) -> Result<Vec<Tensor>, StepError> {
+    /// Sends each rank its share of what this one has of a part's gradient. Gives what each of them has of this rank's share;
+    /// nothing where this rank has none.
+    fn exchange(
+        &self,
+        part: &Part,
+        gradient: &Tensor,
+        within: Collective,
+    ) -> Result<Option<Terms>, StepError> {
         let (device, ranks) = (self.device, self.communicator);
-        let shares = self.shares(part, gradient);
-        let own = shares.get(ranks.rank() as usize).cloned().flatten();
-        let place = |rank: u32| -> Result<Option<Tensor>, StepError> {
-            let Some(own) = &own else { return Ok(None) };
-            if rank == ranks.rank() {
-                return Ok(Some(own.clone()));
+        let (rank, size) = (ranks.rank(), ranks.size());
+        let own = self.share(part, gradient, rank);
+        let others = u64::from(size.saturating_sub(1));
+        let received = match &own {
+            Some(own) if others > 0 => {
+                let sizes = [others, own.elements()];
+                Some(device.alloc(own.dtype(), &sizes, Tag::Communication, "gradients.received")?)
             }
-            let (tag, name) = (Tag::Communication, "gradients.received");
-            Ok(Some(device.alloc(own.dtype(), own.shape().dims(), tag, name)?))
+            _ => None,
         };
-        let received = (0..ranks.size()).map(place).collect::<Result<Vec<_>, _>>()?;
-        ranks.all_to_all(device, within, &shares, &received)?;
-        Ok(received.into_iter().flatten().collect())
+        let place = |from: u32| {
+            let row = u64::from(if from < rank { from } else { from - 1 });
+            received.as_ref()?.slice_rows(row..row + 1)
+        };
+        let sent = Sent {
+            bytes: gradient.bytes() - own.as_ref().map_or(0, Tensor::bytes),
+            messages: u64::from(part.sharing(size)) - u64::from(own.is_some()),
+        };
+        ranks.all_to_all(device, within, sent, &|to| self.share(part, gradient, to), &place)?;
+        Ok(own.map(|own| Terms { own, received, rank: u64::from(rank) }))
+    }
+
+    /// Adds terms to a sum, one after the other; the first of them is the `number`-th of the sum.
+    fn add(&self, part: &Part, out: &Tensor, terms: Option<Tensor>, number: u64) -> Result<(), StepError> {
+        let Some(terms) = terms.filter(|terms| terms.elements() > 0) else { return Ok(()) };
+        let ranks = self.communicator;
+        let first = part.share(ranks.rank(), ranks.size()).start * part.parameter.columns();
+        let seed = self.gradients.seed_of_sums(part);
+        Ok(self.device.run(Elementwise::AccumulateAll { terms: &terms, out, seed, number, first })?)
     }
 
     /// Adds what a pass has written of a part, on all ranks, to what the passes before add up to: pass after pass and rank after
     /// rank, as one rank adds up the passes of the whole batch.
     pub(super) fn add_pass(&mut self, part: &Part, group: u64) -> Result<(), StepError> {
-        let (device, ranks) = (self.device, self.communicator);
         let gradient = self.gradients.part(part)?;
-        let terms = self.exchange(part, &gradient, Collective::ReduceScatter)?;
-        let share = part.share(ranks.rank(), ranks.size());
-        for (number, x) in (group * u64::from(ranks.size())..).zip(&terms) {
-            let (out, is_first) = self.gradients.total_to_add_to(part, x)?;
-            let rounding = self.gradients.rounding_of_sum(part, number, &share);
-            match is_first {
-                true => device.run(Elementwise::Cast { x, out: &out, rounding: Rounding::Nearest })?,
-                false => device.run(Elementwise::Accumulate { x, out: &out, rounding })?,
-            }
+        let Some(terms) = self.exchange(part, &gradient, Collective::ReduceScatter)? else { return Ok(()) };
+        let number = group * u64::from(self.communicator.size());
+        let (out, is_first) = self.gradients.total_to_add_to(part, &terms.own)?;
+        let mut added = 0;
+        if is_first {
+            let first = terms.of_lower(0..1).unwrap_or_else(|| terms.own.clone());
+            let x = &first.reshape(out.shape().dims()).unwrap_or(first);
+            self.device.run(Elementwise::Cast { x, out: &out, rounding: Rounding::Nearest })?;
+            added = 1;
         }
-        Ok(())
+        self.add(part, &out, terms.of_lower(added.min(terms.rank)..terms.rank), number + added)?;
+        if terms.rank >= added {
+            self.add(part, &out, Some(terms.own.clone()), number + terms.rank)?;
+        }
+        self.add(part, &out, terms.of_higher(), number + terms.rank + 1)
     }
 
     /// Sums a part's gradient over all ranks, when all passes have added to it.
@@ -92,17 +140,12 @@ impl Trainer<'_> {
         }
         let within = if everybody_updates { Collective::AllReduce } else { Collective::ReduceScatter };
         let gradient = self.gradients.part(part)?;
-        let terms = self.exchange(part, &gradient, within)?;
-        let share = part.share(ranks.rank(), ranks.size());
-        let own = ranks.rank() as usize;
-        if let Some(out) = terms.get(own) {
-            for (number, x) in (0..).zip(&terms).filter(|(number, _)| *number != own) {
-                let rounding = self.gradients.rounding_of_sum(part, number as u64, &share);
-                device.run(Elementwise::Accumulate { x, out, rounding })?;
-            }
+        if let Some(terms) = self.exchange(part, &gradient, within)? {
+            self.add(part, &terms.own, terms.of_lower(0..terms.rank), 0)?;
+            self.add(part, &terms.own, terms.of_higher(), terms.rank)?;
         }
         if everybody_updates {
-            ranks.all_gather(device, within, &self.shares(part, &gradient))?;
+            ranks.all_gather(device, within, &|rank| self.share(part, &gradient, rank))?;
         }
         Ok(())
     }
@@ -115,19 +158,18 @@ impl Trainer<'_> {
             if part.is_whole() { part.parameter.shape.clone() } else { vec![rows, part.parameter.columns()] };
         let dtype = self.gradients.dtype_of(part);
         let whole = device.alloc(dtype, &sizes, Tag::Gradients, name)?;
-        let shares = self.shares(part, &whole);
-        if let (Some(x), Some(Some(out))) = (self.gradients.total(part), shares.get(ranks.rank() as usize)) {
-            device.run(Elementwise::Cast { x, out, rounding: Rounding::Nearest })?;
+        if let (Some(x), Some(out)) = (self.gradients.total(part), self.share(part, &whole, ranks.rank())) {
+            device.run(Elementwise::Cast { x, out: &out, rounding: Rounding::Nearest })?;
         }
-        ranks.all_gather(device, Collective::AllReduce, &shares)?;
+        ranks.all_gather(device, Collective::AllReduce, &|rank| self.share(part, &whole, rank))?;
         self.gradients.set_total(part, whole);
         Ok(())
     }
 
     /// Brings every rank the rows of a part of a weight that the others have updated.
     pub(super) fn gather_weight(&self, part: &Part, weight: &Tensor) -> Result<(), StepError> {
-        let shares = self.shares(part, weight);
-        Ok(self.communicator.all_gather(self.device, Collective::AllGather, &shares)?)
+        let share = |rank| self.share(part, weight, rank);
+        Ok(self.communicator.all_gather(self.device, Collective::AllGather, &share)?)
     }
 }
 

@@ -60,7 +60,7 @@ pub fn run(args: &BenchMemoryArgs) -> Result<(), Failure> {
     let settings = Setting::all(&base, &chosen, origin.spec(), &machine)?;
     let mut trainings = None;
     if !args.plan_only {
-        let stop = StopSignals::listen()?.flag().clone();
+        let stop = StopSignals::listen(false)?.flag().clone();
         trainings = Some(Trainings::new(base.train_arguments, stop));
     }
     let count = settings.len();

@@ -65,15 +65,24 @@ pub(in crate::cpu) fn add(exec: Exec<'_>, a: Input<'_>, b: Input<'_>, out: Float
     for_each_tile(exec, [a, b], [out], |[a, b], [out]| add_tile(exec.simd, a, b, out));
 }
 
-/// out += x
-pub(in crate::cpu) fn accumulate(exec: Exec<'_>, x: Floats<'_>, out: FloatsMut<'_>, rounding: Rounding) {
+/// out += each of the terms in turn, of which each has as many elements.
+pub(in crate::cpu) fn accumulate_all(
+    exec: Exec<'_>,
+    terms: Floats<'_>,
+    out: FloatsMut<'_>,
+    rounding: impl Fn(u64) -> Rounding + Sync,
+) {
+    let each = out.len().max(1);
     for_each_part(exec, out.len().div_ceil(PIECE), SharedFloats::new(out, PIECE), |task, mut out, _| {
         let first = task * PIECE;
         let [mut x_tile, mut out_tile] = Tile::array();
         for range in tiles(out.len()) {
-            let x = x.load(exec.simd, first + range.start..first + range.end, &mut x_tile);
             let place = first + range.start;
-            out.modify(exec.simd, range, &mut out_tile, rounding, place, |out| add_assign(exec.simd, x, out));
+            for (term, start) in (0..).zip((0..terms.len()).step_by(each)) {
+                let x = terms.load(exec.simd, start + place..start + first + range.end, &mut x_tile);
+                let add = |out: &mut [f32]| add_assign(exec.simd, x, out);
+                out.modify(exec.simd, range.clone(), &mut out_tile, rounding(term), place, add);
+            }
         }
     });
 }

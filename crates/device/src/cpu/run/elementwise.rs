@@ -1,9 +1,11 @@
 //! Element by element on the CPU.
 
+use plimsoll_memory::splitmix64;
+
 use super::KernelCall;
-use crate::cpu::kernels::elementwise::{accumulate, add, fill, scale};
+use crate::cpu::kernels::elementwise::{accumulate_all, add, fill, scale};
 use crate::cpu::kernels::{cast, dropout};
-use crate::{DType, Elementwise};
+use crate::{DType, Elementwise, Rounding};
 
 pub(super) fn run(op: Elementwise<'_>, KernelCall { exec, t, .. }: KernelCall<'_>) {
     match op {
@@ -15,8 +17,9 @@ pub(super) fn run(op: Elementwise<'_>, KernelCall { exec, t, .. }: KernelCall<'_
         Elementwise::Add { a, b, out } => {
             add(exec, t.input(a, &[out]), t.input(b, &[out]), t.floats_mut(out));
         }
-        Elementwise::Accumulate { x, out, rounding } => {
-            accumulate(exec, t.floats(x), t.floats_mut(out), rounding);
+        Elementwise::AccumulateAll { terms, out, seed, number, first } => {
+            let rounding = |term| Rounding::Stochastic { seed: splitmix64(seed, number + term), first };
+            accumulate_all(exec, t.floats(terms), t.floats_mut(out), rounding);
         }
         Elementwise::Scale { x, factor } => scale(exec, t.floats_mut(x), factor),
         Elementwise::ScaleBy { x, factor } => {

@@ -1,0 +1,171 @@
+//! The program on several ranks over MPI, as a user starts it.
+
+#![cfg_attr(not(feature = "mpi"), allow(dead_code, unused_imports))]
+
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+use serde_json::Value;
+
+/// One micro-batch of four goes to each rank in turn.
+const CONFIG: &str = "
+model:
+  from_scratch: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}
+data: {train: text.txt, validation: text.txt, sequence_length: 16}
+training: {steps: 6, batch_size: 1, effective_batch_size: 6, learning_rate: 1e-2, mixed_precision: bf16}
+memory: {device_budget: 256MiB}
+parallel: {reproducible: true}
+output: {save_steps: 2, eval_steps: 3}
+";
+
+fn folder() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let words: String = (0..900).map(|i| format!("word{} ", i * 7 % 23)).collect();
+    std::fs::write(folder.path().join("text.txt"), words).unwrap();
+    std::fs::write(folder.path().join("c.yaml"), CONFIG).unwrap();
+    folder
+}
+
+fn train(folder: &Path, out: &str, more: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_plimsoll"));
+    command.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder);
+    command.args(["train", "c.yaml", "--set", &format!("output.dir={out}")]).args(more);
+    command
+}
+
+fn said(output: &Output) -> String {
+    [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes)).concat()
+}
+
+fn ok(folder: &Path, out: &str, more: &[&str]) -> String {
+    let output = train(folder, out, more).output().unwrap();
+    assert!(output.status.success(), "{more:?}: {}", said(&output));
+    said(&output)
+}
+
+fn model(folder: &Path, out: &str) -> Vec<u8> {
+    std::fs::read(folder.join(out).join("model.safetensors")).unwrap()
+}
+
+#[cfg(not(feature = "mpi"))]
+#[test]
+fn ranks_need_the_feature() {
+    println!("skipped: runs on several ranks; this program is built without the feature mpi");
+    let folder = folder();
+    let output = train(folder.path(), "out", &["--ranks", "2"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+    assert!(said(&output).contains("--features mpi"), "{}", said(&output));
+    assert!(!folder.path().join("out").exists());
+}
+
+#[cfg(feature = "mpi")]
+mod over_mpi {
+    use super::*;
+
+    #[test]
+    fn many_ranks_leave_what_one_leaves() {
+        let folder = folder();
+        let folder = folder.path();
+        ok(folder, "one", &[]);
+        for (ranks, stage) in [(2, 0), (3, 1), (2, 2)] {
+            let out = format!("out-{ranks}-{stage}");
+            let stage = format!("parallel.zero_stage={stage}");
+            let words = ok(folder, &out, &["--ranks", &ranks.to_string(), "--set", &stage]);
+            // The first rank speaks for all.
+            assert_eq!(words.matches("everything is in").count(), 1, "{words}");
+            assert!(model(folder, &out) == model(folder, "one"), "{out}");
+            let report = std::fs::read(folder.join(&out).join("report.json")).unwrap();
+            let report: Value = serde_json::from_slice(&report).unwrap();
+            let of_ranks = report["ranks"].as_array().unwrap();
+            assert_eq!(of_ranks.len(), ranks);
+            for rank in of_ranks {
+                assert_eq!(rank["planned"]["device_peak_bytes"], rank["measured"]["device_peak_bytes"]);
+            }
+        }
+    }
+
+    /// The processes below one, and their command lines.
+    fn ranks_below(launcher: &Child) -> Vec<u32> {
+        let parent = |id: u32| -> Option<u32> {
+            let status = std::fs::read_to_string(format!("/proc/{id}/status")).ok()?;
+            status.lines().find_map(|line| line.strip_prefix("PPid:")?.trim().parse().ok())
+        };
+        let all = std::fs::read_dir("/proc").unwrap().flatten();
+        let ids: Vec<u32> = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+        // The launcher has started mpirun, and mpirun the ranks.
+        let below =
+            |above: u32| ids.iter().copied().filter(move |id| parent(*id) == Some(above)).collect::<Vec<_>>();
+        below(launcher.id()).into_iter().flat_map(below).collect()
+    }
+
+    const LONG: [&str; 6] =
+        ["--set", "training.steps=60", "--set", "output.eval_steps=0", "--set", "parallel.zero_stage=2"];
+
+    /// Starts ranks, and waits until they have written a checkpoint.
+    fn started(folder: &Path, ranks: &str) -> Child {
+        let mut run = train(folder, "out", &[&["--ranks", ranks], &LONG[..]].concat());
+        let mut run = run.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        while !folder.join("out/checkpoint-4").exists() {
+            assert!(run.try_wait().unwrap().is_none(), "it ended by itself");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        run
+    }
+
+    fn signal(name: &str, process: u32) {
+        assert!(Command::new("kill").args([name, &process.to_string()]).status().unwrap().success());
+    }
+
+    /// Both ways of ending before the end, and then the rest on other ranks.
+    #[test]
+    fn a_run_that_is_stopped_or_loses_a_rank_goes_on_with_others() {
+        let folder = folder();
+        let folder = folder.path();
+        // Ctrl-C.
+        let run = started(folder, "2");
+        signal("-INT", run.id());
+        let output = run.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(130), "{}", said(&output));
+        let checkpoints = std::fs::read_dir(folder.join("out")).unwrap().flatten();
+        assert!(checkpoints.count() > 1);
+        std::fs::remove_dir_all(folder.join("out")).unwrap();
+        // A rank is killed.
+        let run = started(folder, "3");
+        let ranks = ranks_below(&run);
+        assert_eq!(ranks.len(), 3, "{ranks:?}");
+        signal("-9", ranks[1]);
+        let output = run.wait_with_output().unwrap();
+        assert!(!output.status.success());
+        // Which rank and where, says the launcher.
+        assert!(said(&output).contains("rank 1"), "{}", said(&output));
+        ok(folder, "out", &[&["--ranks", "2", "--resume"], &LONG[..]].concat());
+        ok(folder, "unbroken", &LONG);
+        assert!(model(folder, "out") == model(folder, "unbroken"));
+    }
+
+    #[test]
+    fn what_cannot_be_is_said_once_with_the_rank_and_ends_all() {
+        let folder = folder();
+        let output =
+            train(folder.path(), "out", &["--ranks", "2", "--set", "parallel.data_parallel=3"]).output();
+        let output = output.unwrap();
+        assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+        let words = said(&output);
+        assert!(words.contains("parallel.data_parallel is 3, and 2 ranks were started"), "{words}");
+        // What is wrong in the configuration is said before any rank is there.
+        let output =
+            train(folder.path(), "out", &["--ranks", "2", "--set", "training.steps=-1"]).output().unwrap();
+        assert_eq!(
+            (output.status.code(), said(&output).matches("training.steps").count()),
+            (Some(2), 2),
+            "{}",
+            said(&output)
+        );
+        // A run is there already.
+        ok(folder.path(), "out", &["--ranks", "2"]);
+        let output = train(folder.path(), "out", &["--ranks", "2"]).output().unwrap();
+        assert!(!output.status.success());
+        assert!(said(&output).contains("already holds a run"), "{}", said(&output));
+    }
+}

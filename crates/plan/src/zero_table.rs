@@ -1,0 +1,87 @@
+//! What a rank holds by stage of ZeRO and number of ranks, beside what the paper's formula says.
+
+use plimsoll_memory::Tag;
+use plimsoll_step::{Ranks, Sharding, StepError, StepSettings, ZeroStage};
+use serde::Serialize;
+
+use crate::dry_run::DryRun;
+use crate::training_plan::TrainingPlan;
+
+/// Numbers of ranks that people ask for first.
+const RANKS: [u32; 5] = [1, 2, 4, 8, 64];
+
+/// What the first rank of so many holds, in bytes: the most of each kind, and the peak.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ZeroRow {
+    /// The stage.
+    pub zero_stage: u32,
+    /// Ranks.
+    pub ranks: u32,
+    /// Weights, with adapters.
+    pub weights: u64,
+    /// Gradients.
+    pub gradients: u64,
+    /// Optimizer states and master weights.
+    pub states: u64,
+    /// What ranks send and receive through.
+    pub communication: u64,
+    /// Peak of the device's arena, with activations and everything else.
+    pub device_peak_bytes: u64,
+    /// Weights, gradients and states by the formula of the ZeRO paper, which knows nothing else.
+    pub paper_bytes: u64,
+}
+
+impl TrainingPlan {
+    /// The step of the plan on several numbers of ranks, in each stage. Each rank takes the micro-batches of the plan.
+    pub fn zero_table(&self) -> Result<Vec<ZeroRow>, StepError> {
+        let own = self.choice.settings.ranks.count;
+        let mut counts: Vec<u32> = RANKS.into_iter().chain([own]).collect();
+        counts.sort_unstable();
+        counts.dedup();
+        let mut rows = Vec::new();
+        for (number, stage) in (0..).zip([ZeroStage::Nothing, ZeroStage::States, ZeroStage::Gradients]) {
+            for count in counts.iter().copied() {
+                rows.push(self.zero_row(number, stage, count)?);
+            }
+        }
+        Ok(rows)
+    }
+
+    fn zero_row(&self, zero_stage: u32, stage: ZeroStage, count: u32) -> Result<ZeroRow, StepError> {
+        let settings = StepSettings {
+            ranks: Ranks { rank: 0, count },
+            sharding: Sharding { stage, reproducible: false },
+            ..self.choice.settings.clone()
+        };
+        let run = DryRun::training(&self.spec, &settings, self.choice.accumulation)?;
+        let ledgers = [&run.ledger, &run.host, &run.disk];
+        let most = |tags: &[Tag]| -> u64 {
+            let of = |tag: &Tag| ledgers.iter().map(|ledger| ledger.most(*tag)).sum::<u64>();
+            tags.iter().map(of).sum()
+        };
+        Ok(ZeroRow {
+            zero_stage,
+            ranks: count,
+            weights: most(&[Tag::Weights, Tag::Adapters]),
+            gradients: most(&[Tag::Gradients]),
+            states: most(&[Tag::Optimizer, Tag::MasterWeights]),
+            communication: most(&[Tag::Communication]),
+            device_peak_bytes: run.peak_bytes(),
+            paper_bytes: self.by_the_paper(stage, count),
+        })
+    }
+
+    /// Rajbhandari et al. 2020, section 3: weights and gradients of their types and K bytes of states a parameter, the shares of
+    /// which are so many of the ranks.
+    fn by_the_paper(&self, stage: ZeroStage, ranks: u32) -> u64 {
+        let StepSettings { precision, .. } = &self.choice.settings;
+        let parameters = self.trainable_parameters() as f64;
+        let bytes = |dtype: plimsoll_device::DType| dtype.bytes_for(1).unwrap_or(0) as f64;
+        let master = if precision.master_weights { 4.0 } else { 0.0 };
+        let [weights, gradients] = [precision.weights, precision.gradients].map(bytes);
+        let states = self.state_bytes_whole() as f64 / parameters.max(1.0) + master;
+        let shared = |from: ZeroStage| if stage >= from { f64::from(ranks) } else { 1.0 };
+        let each = weights + gradients / shared(ZeroStage::Gradients) + states / shared(ZeroStage::States);
+        (parameters * each) as u64
+    }
+}
