@@ -200,15 +200,6 @@ impl Device for Dry {
         Ok(())
     }
 
-    fn read_and_write(
-        &self,
-        _: &Tensor,
-        _: &Tensor,
-        _: &mut dyn FnMut(&[u8], &mut [u8]),
-    ) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
     fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
         tensor.check_lendable(&self.arena)?;
         Ok(Lent::Nothing(tensor))

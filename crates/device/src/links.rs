@@ -39,10 +39,7 @@ pub struct Communicated {
 impl Communicated {
     /// One message of so many bytes; none of an empty one.
     pub fn of(within: Collective, bytes: u64) -> Communicated {
-        let mut sent = Communicated::default();
-        sent.bytes[within as usize] = bytes;
-        sent.messages[within as usize] = u64::from(bytes > 0);
-        sent
+        Communicated::of_many(within, bytes, u64::from(bytes > 0))
     }
 
     /// So many messages of so many bytes together.
@@ -50,12 +47,6 @@ impl Communicated {
         let mut sent = Communicated::default();
         (sent.bytes[within as usize], sent.messages[within as usize]) = (bytes, messages);
         sent
-    }
-
-    /// The same bytes in messages that were counted before.
-    #[must_use]
-    pub fn without_messages(self) -> Communicated {
-        Communicated { messages: [0; Collective::ALL.len()], ..self }
     }
 
     /// Bytes within one kind of operation.

@@ -1,6 +1,6 @@
 //! What every communicator can do.
 
-use crate::{CommunicationError, Communicator};
+use crate::{CommunicationError, Communicator, rounds};
 
 /// What every communicator can do.
 pub trait Collectives: Communicator {
@@ -11,8 +11,7 @@ pub trait Collectives: Communicator {
 
     /// For each round the rank that is sent to and the one that is received from.
     fn rounds(&self) -> impl Iterator<Item = (u32, u32)> + use<Self> {
-        let (rank, size) = (self.rank(), self.size());
-        (1..size).map(move |round| ((rank + round) % size, (rank + size - round) % size))
+        rounds(self.rank(), self.size())
     }
 
     /// What the first rank has, on every rank.

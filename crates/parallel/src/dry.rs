@@ -2,7 +2,7 @@
 
 use plimsoll_device::{Collective, Communicated, Device, Due, Tensor, Transferred};
 
-use crate::{CommunicationError, Communicator, Sent};
+use crate::{CommunicationError, Communicator};
 
 /// One of so many ranks, with nobody behind the others. The dry device counts what the rank would send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +39,7 @@ impl Communicator for DryRanks {
         _: Option<(u32, &Tensor)>,
     ) -> Result<(), CommunicationError> {
         if let Some((_, x)) = send {
-            count(device, within, Sent { bytes: x.bytes(), messages: u64::from(x.bytes() > 0) });
+            count(device, Communicated::of(within, x.bytes()));
         }
         Ok(())
     }
@@ -52,7 +52,7 @@ impl Communicator for DryRanks {
     ) -> Result<(), CommunicationError> {
         let others = u64::from(self.size.saturating_sub(1));
         if let Some(own) = part(self.rank) {
-            count(device, within, Sent { bytes: own.bytes().saturating_mul(others), messages: others });
+            count(device, Communicated::of_many(within, own.bytes().saturating_mul(others), others));
         }
         Ok(())
     }
@@ -60,12 +60,12 @@ impl Communicator for DryRanks {
     fn all_to_all(
         &self,
         device: &dyn Device,
-        within: Collective,
-        sent: Sent,
+        _: Collective,
+        sent: Communicated,
         _: &dyn Fn(u32) -> Option<Tensor>,
         _: &dyn Fn(u32) -> Option<Tensor>,
     ) -> Result<(), CommunicationError> {
-        count(device, within, sent);
+        count(device, sent);
         Ok(())
     }
 
@@ -83,7 +83,6 @@ impl Communicator for DryRanks {
 }
 
 /// Has the device count what is sent.
-fn count(device: &dyn Device, within: Collective, Sent { bytes, messages }: Sent) {
-    let sent = Communicated::of_many(within, bytes, messages);
+fn count(device: &dyn Device, sent: Communicated) {
     device.wait(device.transfer(Transferred { sent, ..Transferred::default() }, Due::default()));
 }

@@ -68,9 +68,8 @@ pub trait Communicator {
         within: Collective,
         part: &dyn Fn(u32) -> Option<Tensor>,
     ) -> Result<(), CommunicationError> {
-        let (rank, size, own) = (self.rank(), self.size(), part(self.rank()));
-        for round in 1..size {
-            let (to, from) = ((rank + round) % size, (rank + size - round) % size);
+        let own = part(self.rank());
+        for (to, from) in rounds(self.rank(), self.size()) {
             let (send, receive) = (own.as_ref().map(|own| (to, own)), part(from));
             self.send_receive(device, within, send, receive.as_ref().map(|part| (from, part)))?;
         }
@@ -86,13 +85,11 @@ pub trait Communicator {
         &self,
         device: &dyn Device,
         within: Collective,
-        _sent: Sent,
+        _sent: Communicated,
         part: &dyn Fn(u32) -> Option<Tensor>,
         received: &dyn Fn(u32) -> Option<Tensor>,
     ) -> Result<(), CommunicationError> {
-        let (rank, size) = (self.rank(), self.size());
-        for round in 1..size {
-            let (to, from) = ((rank + round) % size, (rank + size - round) % size);
+        for (to, from) in rounds(self.rank(), self.size()) {
             let (send, receive) = (part(to), received(from));
             let send = send.as_ref().map(|part| (to, part));
             self.send_receive(device, within, send, receive.as_ref().map(|part| (from, part)))?;
@@ -119,13 +116,9 @@ pub trait Communicator {
     fn gather_numbers(&self, own: &[f64]) -> Result<Vec<Vec<f64>>, CommunicationError>;
 }
 
-/// What a rank sends to all others together.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sent {
-    /// Bytes.
-    pub bytes: u64,
-    /// Messages; an empty part is none.
-    pub messages: u64,
+/// For each round of a rank among `size` the rank that is sent to and the one that is received from.
+fn rounds(rank: u32, size: u32) -> impl Iterator<Item = (u32, u32)> {
+    (1..size).map(move |round| ((rank + round) % size, (rank + size - round) % size))
 }
 
 /// Ranks did not come together.

@@ -4,7 +4,7 @@ use mpi::environment::Universe;
 use mpi::point_to_point::{self, Status};
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, Destination, Equivalence, Source};
-use mpi::{Count, Threading, environment};
+use mpi::{Count, Threading};
 
 use crate::{Transport, TransportError};
 
@@ -24,19 +24,10 @@ impl Mpi {
         Some(Mpi { world: universe.world(), _universe: universe })
     }
 
-    /// What MPI calls itself.
-    pub fn library() -> String {
-        environment::library_version().map(|words| first_line(&words)).unwrap_or_default()
-    }
-
     /// Ends all ranks at once.
     pub fn abort(&self, code: i32) -> ! {
         self.world.abort(code)
     }
-}
-
-fn first_line(words: &str) -> String {
-    words.lines().next().unwrap_or_default().trim_end_matches('\0').to_owned()
 }
 
 impl Transport for Mpi {

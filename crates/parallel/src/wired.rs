@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use plimsoll_device::{Collective, Communicated, Device, Tensor};
 
-use crate::{CommunicationError, Communicator, Transport};
+use crate::{CommunicationError, Communicator, Transport, rounds};
 
 /// A rank that reaches the others.
 #[derive(Debug)]
@@ -78,8 +78,7 @@ impl<T: Transport> Communicator for Wired<T> {
         if let Some(place) = all.get_mut(rank as usize) {
             place.copy_from_slice(own);
         }
-        for step in 1..size {
-            let (to, from) = ((rank + step) % size, (rank + size - step) % size);
+        for (to, from) in rounds(rank, size) {
             let Some(place) = all.get_mut(from as usize) else { continue };
             let (send, receive) = (bytemuck::cast_slice(own), bytemuck::cast_slice_mut(place));
             self.transport.send_receive(Some((to, send)), Some((from, receive)))?;

@@ -1,6 +1,5 @@
 //! What each of several ranks takes.
 
-use plimsoll_device::Communicated;
 use plimsoll_model::ModelSpec;
 use plimsoll_step::{Ranks, StepError, StepSettings};
 use serde::Serialize;
@@ -23,9 +22,6 @@ pub struct RankGroup {
     pub host_peak_bytes: u64,
     /// Of the disk.
     pub disk_bytes: u64,
-    /// What each of them sends in a step.
-    #[serde(skip)]
-    pub sent: Communicated,
 }
 
 impl RankGroup {
@@ -43,14 +39,19 @@ pub(crate) fn rank_groups(spec: &ModelSpec, choice: &Choice) -> Result<Vec<RankG
         return Ok(Vec::new());
     }
     let alone = |rank| -> Result<RankGroup, StepError> {
-        let settings = StepSettings { ranks: Ranks { rank, count }, ..choice.settings.clone() };
-        let run = DryRun::training(spec, &settings, choice.accumulation)?;
+        let ranks = Ranks { rank, count };
+        let run = match ranks == choice.settings.ranks {
+            true => &choice.dry_run,
+            false => {
+                let settings = StepSettings { ranks, ..choice.settings.clone() };
+                &DryRun::training(spec, &settings, choice.accumulation)?
+            }
+        };
         Ok(RankGroup {
             ranks: vec![rank],
             device_peak_bytes: run.peak_bytes(),
             host_peak_bytes: run.host_bytes(),
             disk_bytes: run.disk_bytes(),
-            sent: run.moved.sent,
         })
     };
     let mut all = vec![alone(0)?];

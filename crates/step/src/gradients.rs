@@ -38,7 +38,7 @@ pub(crate) struct Gradients<'a> {
     seed: u64,
     /// Of what the present pass writes.
     pass_seed: u64,
-    /// What the passes so far add up to, where each pass has gradients of its own: of this rank's shares, or of whole parts.
+    /// What the passes so far add up to, where each pass has gradients of its own: of this rank's shares.
     totals: HashMap<(BlockId, Role, u32), Tensor>,
     /// The parts of which there are such sums, here or below the device.
     begun: HashSet<(BlockId, Role, u32)>,
@@ -192,11 +192,6 @@ impl<'a> Gradients<'a> {
         let total = self.device.alloc(term.dtype(), sizes.dims(), Tag::Gradients, name)?;
         self.totals.insert(part.key(), total.clone());
         Ok((total, is_first))
-    }
-
-    /// Sets what the passes so far add up to.
-    pub fn set_total(&mut self, part: &Part, total: Tensor) {
-        self.totals.insert(part.key(), total);
     }
 
     /// What sums of a part over ranks and passes are rounded by.

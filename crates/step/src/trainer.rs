@@ -137,9 +137,6 @@ impl<'a> Trainer<'a> {
         }
         let shares_updates = ranks::shares_updates(&settings);
         let each_pass = settings.sharding.reduces_each_pass();
-        if each_pass && !shares_updates && ranks > 1 && settings.offload.gradients != Tier::Device {
-            return Err(StepError::Invariant { what: "whole sums of single passes stay on the device" });
-        }
         let method = &settings.method;
         let types = |p: &Parameter| method.weight_type(p, precision.weights);
         let adapters = method.adapters().map(|adapters| &adapters.layout);
@@ -156,6 +153,12 @@ impl<'a> Trainer<'a> {
         let trained = method.trained(&spec);
         // Adapters are in f32 themselves.
         let needs_master = |p: &Parameter| precision.master_weights && !matches!(p.role, Role::Lora(..));
+        let parts = Rc::new(Parts::new(&trained, cut, &settings.optimizer.kind, ranks));
+        let own_parts = |p: &Parameter| -> Vec<Part> {
+            let share = |part: &Part| part.of_rows(part.share(communicator.rank(), ranks));
+            parts.of_parameter(p).map(share).collect()
+        };
+        let shares: Option<OwnParts<'_>> = shares_updates.then_some(&own_parts);
         let states = StateStorage {
             tiers: &tiers,
             tier: offload.optimizer,
@@ -164,15 +167,8 @@ impl<'a> Trainer<'a> {
             stays: &|p| stays(p.block, kept.optimizer, num_layers),
             needs_master: &needs_master,
             seed: settings.seed,
-            shares: None,
+            shares,
         };
-        let parts = Rc::new(Parts::new(&trained, cut, &settings.optimizer.kind, ranks));
-        let own_parts = |p: &Parameter| -> Vec<Part> {
-            let share = |part: &Part| part.of_rows(part.share(communicator.rank(), ranks));
-            parts.of_parameter(p).map(share).collect()
-        };
-        let shares: Option<OwnParts<'_>> = shares_updates.then_some(&own_parts);
-        let states = StateStorage { shares, ..states };
         let optimizer = Optimizer::allocate(device, &trained, &settings.optimizer, states)?;
         let stays_there = |p: &Parameter| stays(p.block, kept.gradients, num_layers);
         let totals: Option<OwnParts<'_>> = each_pass.then_some(&own_parts);
@@ -187,7 +183,7 @@ impl<'a> Trainer<'a> {
         let gradients = Gradients::new(device, &trained, dtype, on_tier, cut_in)?;
         device.enter(Phase::Setup, None);
         let ropes = Rc::new(RopeTables::new(device, &spec, settings.sequence_length)?);
-        let numbers = Numbers::new(device, parts.count(), shares_updates)?;
+        let numbers = Numbers::new(device, parts.count(), ranks::shares_sums(&settings))?;
         let (block, role) = Head::table(spec.tie_word_embeddings);
         let loss_pieces = weights.pieces(block, role).or_else(|| gradients.pieces(block, role));
         let mover = match offload.activations {

@@ -14,9 +14,9 @@ use plimsoll_memory::{Region, Tag, Tier};
 use plimsoll_model::{AdapterConfig, AdapterLayout, AttentionSpec, MlpSpec, ModelSpec, RopeSpec};
 use plimsoll_parallel::{Communicator, Deal, DryRanks, ThreadRank, Wired, thread_ranks};
 use plimsoll_step::{
-    AdafactorSettings, AdamSettings, Adapters, Checkpointing, EightBit, GradientClipping, LionSettings,
-    MicroBatch, NamedTensor, NormSource, Offload, OptimizerKind, OptimizerSettings, Precision, Ranks,
-    Sharding, StepError, StepSettings, Trainer, TrainingMethod, UpdateTiming, ZeroStage,
+    AdamSettings, Adapters, Checkpointing, EightBit, GradientClipping, LionSettings, MicroBatch, NamedTensor,
+    NormSource, Offload, OptimizerKind, Precision, Ranks, Sharding, StepError, StepSettings, Trainer,
+    TrainingMethod, UpdateTiming, ZeroStage,
 };
 
 /// Micro-batches of a step, over all ranks.
@@ -37,10 +37,6 @@ fn wider(spec: ModelSpec) -> ModelSpec {
 
 fn sharded(settings: StepSettings, stage: ZeroStage, reproducible: bool) -> StepSettings {
     StepSettings { sharding: Sharding { stage, reproducible }, ..settings }
-}
-
-fn with_kind(kind: OptimizerKind) -> OptimizerSettings {
-    OptimizerSettings { kind, ..OptimizerSettings::default() }
 }
 
 /// What a rank ends with.
@@ -201,14 +197,6 @@ fn cases() -> Vec<StepSettings> {
     ]
 }
 
-const ADALOMO: AdafactorSettings = AdafactorSettings {
-    decay_rate: -0.8,
-    beta1: None,
-    epsilon: 1e-30,
-    scale_by_parameter: Some(1e-3),
-    clip_threshold: 1.0,
-};
-
 /// Adapters of every linear, some of whose inputs are dropped; beside weights of a type.
 fn adapters(spec: &ModelSpec, use_dora: bool, weights: DType) -> TrainingMethod {
     let config = AdapterConfig { rank: 8, use_dora, ..AdapterConfig::default() };
@@ -291,8 +279,10 @@ fn what_lives_below_a_rank_changes_no_bit() {
     // Tables of several pieces.
     for spec in [llama(), biased()].map(|spec| ModelSpec { vocab_size: 3101, ..wider(spec) }) {
         for precision in [Precision::F32, BF16_WITH_MASTERS] {
-            for stage in [ZeroStage::Nothing, ZeroStage::States, ZeroStage::Gradients] {
-                let settings = StepSettings { precision, ..sharded(settings(1, 12), stage, false) };
+            let stages = [ZeroStage::Nothing, ZeroStage::States, ZeroStage::Gradients];
+            let in_order = [(ZeroStage::Nothing, true)];
+            for (stage, reproducible) in stages.map(|stage| (stage, false)).into_iter().chain(in_order) {
+                let settings = StepSettings { precision, ..sharded(settings(1, 12), stage, reproducible) };
                 let resident = run(&spec, &settings, 2);
                 let mut offloads = vec![
                     away(Tier::Device, Tier::Device, disk, Tier::Device),

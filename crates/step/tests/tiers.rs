@@ -13,9 +13,8 @@ use plimsoll_memory::{Region, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
-    AdafactorSettings, AdamSettings, Checkpointing, Compression, EightBit, GradientClipping, Group,
-    KeptLayers, MicroBatch, NormSource, Offload, OptimizerKind, Precision, StepError, StepSettings, Trainer,
-    UpdateTiming,
+    AdamSettings, Checkpointing, Compression, EightBit, GradientClipping, Group, KeptLayers, MicroBatch,
+    NormSource, Offload, OptimizerKind, Precision, StepError, StepSettings, Trainer, UpdateTiming,
 };
 
 /// Enough tokens for a table of several pieces, the last of them no multiple of anything.
@@ -99,7 +98,7 @@ fn cases() -> Vec<StepSettings> {
         StepSettings {
             precision: PURE_BF16,
             checkpointing: Checkpointing::Full,
-            optimizer: with(OptimizerKind::AdamW8bit(AdamSettings::default(), eight_bit)),
+            optimizer: with_kind(OptimizerKind::AdamW8bit(AdamSettings::default(), eight_bit)),
             update: in_backward(NormSource::SecondBackward),
             ..base.clone()
         },
@@ -116,20 +115,8 @@ fn cases() -> Vec<StepSettings> {
             clipping: GradientClipping::None,
             ..base.clone()
         },
-        StepSettings { precision: PURE_FP8, optimizer: with(OptimizerKind::AdaLomo(ADALOMO)), ..base },
+        StepSettings { precision: PURE_FP8, optimizer: with_kind(OptimizerKind::AdaLomo(ADALOMO)), ..base },
     ]
-}
-
-const ADALOMO: AdafactorSettings = AdafactorSettings {
-    decay_rate: -0.8,
-    beta1: None,
-    epsilon: 1e-30,
-    scale_by_parameter: Some(1e-3),
-    clip_threshold: 1.0,
-};
-
-fn with(kind: OptimizerKind) -> plimsoll_step::OptimizerSettings {
-    plimsoll_step::OptimizerSettings { kind, ..Default::default() }
 }
 
 #[test]

@@ -354,7 +354,8 @@ impl<'a> Folded<'a> {
         let times = own.iter().flatten().filter(is_total).count() as u64;
         let missing = Numbers::share_bytes(parts + self.fold.missing_parts()) - Numbers::share_bytes(parts);
         let others = u64::from(self.fold.settings.ranks.count.saturating_sub(1));
-        Communicated::of(Collective::AllReduce, times * others * missing).without_messages()
+        // In messages that were counted before.
+        Communicated::of_many(Collective::AllReduce, times * others * missing, 0)
     }
 
     /// What the missing layers add to these scopes, and to iterations that were counted in them.

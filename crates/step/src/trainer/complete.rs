@@ -9,6 +9,7 @@ use plimsoll_model::BlockId;
 use super::numbers::Found;
 use super::parts::Part;
 use super::pass::Pass;
+use super::ranks::shares_sums;
 use super::schedule::{Action, Schedule};
 use super::{Passed, StepOutcome, Trainer};
 use crate::StepError;
@@ -49,7 +50,7 @@ impl Trainer<'_> {
             Action::Measure { unit } => {
                 for part in self.parts.of(unit) {
                     let Some(gradient) = self.summed(part)? else { continue };
-                    match self.shares_updates() {
+                    match shares_sums(&self.settings) {
                         true => self.numbers.measure_share(self.device, part.norm_row, &gradient)?,
                         false => self.numbers.measure(self.device, part.norm_row, &gradient)?,
                     }
@@ -62,12 +63,8 @@ impl Trainer<'_> {
             Action::Update { unit, part, numbers } => {
                 let missing = StepError::Invariant { what: "a schedule updates what is not trained" };
                 let part = self.parts.of(unit).get(part).ok_or(missing)?;
-                let Some(gradient) = self.summed(part)? else { return Ok(()) };
-                let weight = self.weight_of(part, weights)?;
-                let rows = match self.shares_updates() {
-                    true => part.share(self.communicator.rank(), self.communicator.size()),
-                    false => part.rows.clone(),
-                };
+                let Some(gradient) = self.to_update(part)? else { return Ok(()) };
+                let (weight, rows) = (self.weight_of(part, weights)?, self.updated_rows(part));
                 let Some(weight) = part.view(&weight, &rows) else { return Ok(()) };
                 let (own, control) = (part.of_rows(rows), self.numbers.control());
                 self.optimizer.update(self.device, &own, (&weight, &gradient), numbers, control)?;

@@ -3,9 +3,9 @@
 
 use std::ops::Range;
 
-use plimsoll_device::{Collective, DeviceExt, Elementwise, Rounding, Tensor};
+use plimsoll_device::{Collective, Communicated, DeviceExt, Elementwise, Rounding, Tensor};
 use plimsoll_memory::Tag;
-use plimsoll_parallel::{Collectives, Sent};
+use plimsoll_parallel::Collectives;
 
 use super::Trainer;
 use super::parts::Part;
@@ -40,7 +40,7 @@ impl Trainer<'_> {
     /// What the ranks do together.
     pub(super) fn between_ranks(&self) -> BetweenRanks {
         BetweenRanks {
-            are_many: !self.communicator.is_alone(),
+            sum_once: !self.communicator.is_alone() && !self.settings.sharding.reduces_each_pass(),
             reduce_each_pass: self.settings.sharding.reduces_each_pass(),
             share_updates: self.shares_updates(),
         }
@@ -51,18 +51,42 @@ impl Trainer<'_> {
         shares_updates(&self.settings)
     }
 
-    /// What a part's gradients add up to over all passes and ranks, of the rows that this rank updates; `None` where it updates
-    /// none. Before they were summed it is what this rank has.
+    /// The rows of a part that this rank has as its share.
+    fn own_share(&self, part: &Part) -> Range<u64> {
+        part.share(self.communicator.rank(), self.communicator.size())
+    }
+
+    /// The rows of a part that this rank updates.
+    pub(super) fn updated_rows(&self, part: &Part) -> Range<u64> {
+        if self.shares_updates() { self.own_share(part) } else { part.rows.clone() }
+    }
+
+    /// What a part's gradients add up to over all passes and ranks: of the rows of which this rank has the sum, which are its share
+    /// or all; `None` where there are none.
     pub(super) fn summed(&self, part: &Part) -> Result<Option<Tensor>, StepError> {
-        let gradient = match self.gradients.total(part) {
-            Some(total) => return Ok(Some(total.clone())),
-            None if self.settings.sharding.reduces_each_pass() => return Ok(None),
-            None => self.gradients.part(part)?,
-        };
-        match self.shares_updates() {
-            true => Ok(part.view(&gradient, &part.share(self.communicator.rank(), self.communicator.size()))),
-            false => Ok(Some(gradient)),
+        if self.settings.sharding.reduces_each_pass() {
+            return Ok(self.gradients.total(part).cloned());
         }
+        let gradient = self.gradients.part(part)?;
+        Ok(part.view(&gradient, &self.updated_rows(part)))
+    }
+
+    /// The same of the rows that this rank updates. Where it updates all rows and has summed its share, the others' are
+    /// gathered.
+    pub(super) fn to_update(&self, part: &Part) -> Result<Option<Tensor>, StepError> {
+        let summed = self.summed(part)?;
+        if self.shares_updates() || !shares_sums(&self.settings) {
+            return Ok(summed);
+        }
+        let (device, ranks) = (self.device, self.communicator);
+        let sizes = part.parameter.shape_of(&part.rows);
+        let dtype = self.gradients.dtype_of(part);
+        let whole = device.alloc(dtype, &sizes, Tag::Communication, "gradients.gathered")?;
+        if let (Some(x), Some(out)) = (&summed, self.share(part, &whole, ranks.rank())) {
+            device.run(Elementwise::Cast { x, out: &out, rounding: Rounding::Nearest })?;
+        }
+        ranks.all_gather(device, Collective::AllReduce, &|rank| self.share(part, &whole, rank))?;
+        Ok(Some(whole))
     }
 
     /// A rank's share of a tensor that holds a part.
@@ -93,10 +117,9 @@ impl Trainer<'_> {
             let row = u64::from(if from < rank { from } else { from - 1 });
             received.as_ref()?.slice_rows(row..row + 1)
         };
-        let sent = Sent {
-            bytes: gradient.bytes() - own.as_ref().map_or(0, Tensor::bytes),
-            messages: u64::from(part.sharing(size)) - u64::from(own.is_some()),
-        };
+        let bytes = gradient.bytes() - own.as_ref().map_or(0, Tensor::bytes);
+        let messages = u64::from(part.sharing(size)) - u64::from(own.is_some());
+        let sent = Communicated::of_many(within, bytes, messages);
         ranks.all_to_all(device, within, sent, &|to| self.share(part, gradient, to), &place)?;
         Ok(own.map(|own| Terms { own, received, rank: u64::from(rank) }))
     }
@@ -104,8 +127,7 @@ impl Trainer<'_> {
     /// Adds terms to a sum, one after the other; the first of them is the `number`-th of the sum.
     fn add(&self, part: &Part, out: &Tensor, terms: Option<Tensor>, number: u64) -> Result<(), StepError> {
         let Some(terms) = terms.filter(|terms| terms.elements() > 0) else { return Ok(()) };
-        let ranks = self.communicator;
-        let first = part.share(ranks.rank(), ranks.size()).start * part.parameter.columns();
+        let first = self.own_share(part).start * part.parameter.columns();
         let seed = self.gradients.seed_of_sums(part);
         Ok(self.device.run(Elementwise::AccumulateAll { terms: &terms, out, seed, number, first })?)
     }
@@ -131,13 +153,10 @@ impl Trainer<'_> {
         self.add(part, &out, terms.of_higher(), number + terms.rank + 1)
     }
 
-    /// Sums a part's gradient over all ranks, when all passes have added to it.
+    /// Sums a part's gradient over all ranks, when all passes have added to it and none was summed by itself.
     pub(super) fn sum_over_ranks(&mut self, part: &Part) -> Result<(), StepError> {
         let (device, ranks) = (self.device, self.communicator);
         let everybody_updates = !self.shares_updates();
-        if self.settings.sharding.reduces_each_pass() {
-            return if everybody_updates { self.gather_total(part) } else { Ok(()) };
-        }
         let within = if everybody_updates { Collective::AllReduce } else { Collective::ReduceScatter };
         let gradient = self.gradients.part(part)?;
         if let Some(terms) = self.exchange(part, &gradient, within)? {
@@ -147,22 +166,6 @@ impl Trainer<'_> {
         if everybody_updates {
             ranks.all_gather(device, within, &|rank| self.share(part, &gradient, rank))?;
         }
-        Ok(())
-    }
-
-    /// Brings every rank all of a part's gradient, of which each has summed its share.
-    fn gather_total(&mut self, part: &Part) -> Result<(), StepError> {
-        let (device, ranks) = (self.device, self.communicator);
-        let (rows, name) = (part.rows.end - part.rows.start, part.parameter.role.name());
-        let sizes =
-            if part.is_whole() { part.parameter.shape.clone() } else { vec![rows, part.parameter.columns()] };
-        let dtype = self.gradients.dtype_of(part);
-        let whole = device.alloc(dtype, &sizes, Tag::Gradients, name)?;
-        if let (Some(x), Some(out)) = (self.gradients.total(part), self.share(part, &whole, ranks.rank())) {
-            device.run(Elementwise::Cast { x, out: &out, rounding: Rounding::Nearest })?;
-        }
-        ranks.all_gather(device, Collective::AllReduce, &|rank| self.share(part, &whole, rank))?;
-        self.gradients.set_total(part, whole);
         Ok(())
     }
 
@@ -176,4 +179,9 @@ impl Trainer<'_> {
 /// Whether each rank has its own share of the optimizer's states.
 pub(super) fn shares_updates(settings: &StepSettings) -> bool {
     settings.ranks.count > 1 && settings.sharding.stage >= ZeroStage::States
+}
+
+/// Whether each rank has the sums of its own share of the gradients alone.
+pub(super) fn shares_sums(settings: &StepSettings) -> bool {
+    shares_updates(settings) || settings.ranks.count > 1 && settings.sharding.reduces_each_pass()
 }

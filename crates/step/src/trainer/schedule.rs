@@ -142,8 +142,8 @@ pub(crate) struct PassShape<'s> {
 /// What ranks do together in a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BetweenRanks {
-    /// Whether there are several.
-    pub are_many: bool,
+    /// Whether there are several, which sum gradients when these are complete.
+    pub sum_once: bool,
     /// Whether gradients are reduced in every pass.
     pub reduce_each_pass: bool,
     /// Whether each rank updates its own share of the weights.
@@ -227,7 +227,7 @@ impl Schedule {
         for unit in spec.blocks().flat_map(|block| parts.units_of(block)) {
             if looked_up && matches!(unit, Unit::Piece(BlockId::Embedding, _)) {
                 actions.push(Action::GatherLookedUp { unit });
-                if ranks.are_many {
+                if ranks.sum_once {
                     actions.push(Action::Sum { unit });
                 }
             }
@@ -369,7 +369,7 @@ fn complete(actions: &mut Vec<Action>, shape: &PassShape<'_>, unit: Unit, comple
         actions.push(Action::Reduce { unit });
     }
     let Some(completion) = completion else { return };
-    if shape.ranks.are_many {
+    if shape.ranks.sum_once {
         actions.push(Action::Sum { unit });
     }
     actions.push(Action::Measure { unit });

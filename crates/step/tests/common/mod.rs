@@ -18,7 +18,10 @@ use plimsoll_model::{
     ParameterKind, QkNorm, RopeSpec, SlidingWindow,
 };
 use plimsoll_parallel::Solo;
-use plimsoll_step::{GradientClipping, Linears, MicroBatch, Precision, StepError, StepSettings, Trainer};
+use plimsoll_step::{
+    AdafactorSettings, GradientClipping, Linears, MicroBatch, OptimizerKind, OptimizerSettings, Precision,
+    StepError, StepSettings, Trainer,
+};
 
 pub const VOCAB: u32 = 61;
 
@@ -313,4 +316,18 @@ impl Device for Noting {
         // What is written is waited for before anything is read.
         self.reads.set(self.reads.get().saturating_sub(1));
     }
+}
+
+/// AdaLomo's own numbers.
+pub const ADALOMO: AdafactorSettings = AdafactorSettings {
+    decay_rate: -0.8,
+    beta1: None,
+    epsilon: 1e-30,
+    scale_by_parameter: Some(1e-3),
+    clip_threshold: 1.0,
+};
+
+/// An optimizer with the usual numbers beside its rule's.
+pub fn with_kind(kind: OptimizerKind) -> OptimizerSettings {
+    OptimizerSettings { kind, ..Default::default() }
 }

@@ -168,12 +168,12 @@ fn ranks_add_up_gradients_and_share_out_updates() {
         let shape = PassShape { ranks, ..shape(&parts, &[0..1, 1..2], 1) };
         words(&Schedule::pass(&shape, completion)).join(" | ")
     };
-    let ranks = BetweenRanks { are_many: true, reduce_each_pass: true, share_updates: true };
+    let ranks = BetweenRanks { sum_once: false, reduce_each_pass: true, share_updates: true };
     let complete = of(ranks, Some(UPDATE));
-    let layer = "backward 1:0 | reduce 1 | sum 1 | norm 1 | update 1/0 | update 1/1 | all-gather 1 | free 1";
+    let layer = "backward 1:0 | reduce 1 | norm 1 | update 1/0 | update 1/1 | all-gather 1 | free 1";
     assert!(complete.contains(layer), "{complete}");
     assert!(of(ranks, None).contains("backward 1:0 | reduce 1 | backward 0:0"), "{}", of(ranks, None));
-    let replicated = BetweenRanks { are_many: true, ..BetweenRanks::default() };
+    let replicated = BetweenRanks { sum_once: true, ..BetweenRanks::default() };
     let once = of(replicated, Some(Completion::Keep));
     assert!(once.contains("backward 1:0 | sum 1 | norm 1 | backward 0:0"), "{once}");
     assert!(!of(replicated, None).contains("sum"));
