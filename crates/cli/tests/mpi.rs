@@ -68,7 +68,7 @@ mod over_mpi {
         let folder = folder();
         let folder = folder.path();
         ok(folder, "one", &[]);
-        for (ranks, stage) in [(2, 0), (3, 1), (2, 2)] {
+        for (ranks, stage) in [(2, 0), (3, 1), (2, 2), (2, 3)] {
             let out = format!("out-{ranks}-{stage}");
             let stage = format!("parallel.zero_stage={stage}");
             let words = ok(folder, &out, &["--ranks", &ranks.to_string(), "--set", &stage]);

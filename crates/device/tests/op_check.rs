@@ -50,7 +50,9 @@ fn types() {
     };
     assert_eq!(cast(F16, Bf16), "");
     assert_eq!(cast(U32, U32), "");
-    assert_eq!(cast(U32, F32), "cast: t u32[32] and t f32[32]: u32 casts only to itself");
+    assert_eq!(cast(U8, U8), "");
+    assert_eq!(cast(U8, U32), "cast: t u8[32] and t u32[32]: integers are cast only to themselves");
+    assert_eq!(cast(U32, F32), "cast: t u32[32] and t f32[32]: integers are cast only to themselves");
     assert_eq!(cast(Q8_0, F32), "cast: t q8_0[32] to t f32[32]: codes are not cast");
 
     let tokens = complaint(&[(F32, &[2]), (F32, &[5, 4]), (F32, &[2, 4])], |device, t| {

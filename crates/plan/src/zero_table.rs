@@ -10,6 +10,9 @@ use crate::training_plan::TrainingPlan;
 /// Numbers of ranks that people ask for first.
 const RANKS: [u32; 5] = [1, 2, 4, 8, 64];
 
+const STAGES: [ZeroStage; 4] =
+    [ZeroStage::Nothing, ZeroStage::States, ZeroStage::Gradients, ZeroStage::Weights];
+
 /// What the first rank of so many holds, in bytes: the most of each kind, and the peak.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ZeroRow {
@@ -39,7 +42,7 @@ impl TrainingPlan {
         counts.sort_unstable();
         counts.dedup();
         let mut rows = Vec::new();
-        for (number, stage) in (0..).zip([ZeroStage::Nothing, ZeroStage::States, ZeroStage::Gradients]) {
+        for (number, stage) in (0..).zip(STAGES) {
             for count in counts.iter().copied() {
                 rows.push(self.zero_row(number, stage, count)?);
             }
@@ -81,7 +84,11 @@ impl TrainingPlan {
         let [weights, gradients] = [precision.weights, precision.gradients].map(bytes);
         let states = self.state_bytes_whole() as f64 / parameters.max(1.0) + master;
         let shared = |from: ZeroStage| if stage >= from { f64::from(ranks) } else { 1.0 };
-        let each = weights + gradients / shared(ZeroStage::Gradients) + states / shared(ZeroStage::States);
-        (parameters * each) as u64
+        let each = [
+            weights / shared(ZeroStage::Weights),
+            gradients / shared(ZeroStage::Gradients),
+            states / shared(ZeroStage::States),
+        ];
+        (parameters * each.iter().sum::<f64>()) as u64
     }
 }

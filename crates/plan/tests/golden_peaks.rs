@@ -180,7 +180,7 @@ fn peaks_are_what_they_were() {
 }
 
 /// Forms that layers can take which the file's cases have not, or of too few layers.
-const OF_MANY_LAYERS: [(&str, &str); 25] = [
+const OF_MANY_LAYERS: [(&str, &str); 28] = [
     ("gemma-3-12b", "training.mixed_precision=bf16"),
     ("gemma-3-12b", "data.sequence_length=1024; memory.offload.parameters=disk"),
     ("gemma-3-12b", "data.sequence_length=1025; memory.offload.parameters=disk"),
@@ -223,6 +223,12 @@ const OF_MANY_LAYERS: [(&str, &str); 25] = [
         "parallel.data_parallel=16; parallel.zero_stage=1; parallel.reproducible=true; training.method=lora",
     ),
     ("odd/64", "parallel.reproducible=true; training.gradient_accumulation_steps=3"),
+    ("llama-2-7b", "parallel.data_parallel=4; parallel.zero_stage=3; training.gradient_accumulation_steps=3"),
+    (
+        "llama-3.1-8b",
+        "parallel.data_parallel=8; parallel.zero_stage=3; training.mixed_precision=bf16; training.optimizer_in_backward=true; memory.offload.parameters=disk; memory.offload.gradients=disk; memory.offload.optimizer=disk",
+    ),
+    ("llama-2-7b", "parallel.data_parallel=3; parallel.zero_stage=3; training.method=qlora"),
 ];
 
 #[test]

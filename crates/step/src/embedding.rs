@@ -18,30 +18,70 @@ pub(crate) fn forward(
     store: &mut WeightStore<'_>,
     (tokens, ids): (&Tensor, &[u32]),
 ) -> Result<Tensor, StepError> {
+    let pieces: Vec<_> = store.embedding_pieces().map(|(unit, rows)| (unit.piece(), rows.start)).collect();
+    if !pieces.is_empty() {
+        let (block, role) = (BlockId::Embedding, Role::TokenEmbedding);
+        let out = residual(ctx, tokens)?;
+        for (piece, first_row) in pieces {
+            let table = store.gather_piece(block, role, piece)?;
+            look_up_piece(ctx, &BlockWeights::new(block, vec![(role, table)]), tokens, first_row, &out)?;
+            store.release(Unit::Piece(block, piece), false);
+        }
+        finish(ctx, &store.resident().gather(block)?, tokens, &out)?;
+        return Ok(out);
+    }
     let (weights, rows) = store.gather_embedding(tokens, ids)?;
-    let sizes = [tokens.elements(), ctx.spec.hidden_size];
-    let alloc = |name| ctx.device.alloc(ctx.activations, &sizes, Tag::Activations, name);
-    let out = alloc("residual")?;
+    let out = residual(ctx, tokens)?;
     ctx.device.run(Embedding::Lookup {
         tokens: &rows,
         table: weights.get(Role::TokenEmbedding)?,
         out: &out,
     })?;
     drop(rows);
-    if let Some(adapter) = weights.adapter(Role::TokenEmbedding)? {
-        adapter.embed(ctx, tokens, &out)?;
-    }
-    if let Some(factor) = ctx.spec.embedding_scale {
-        ctx.device.run(Elementwise::Scale { x: &out, factor: factor as f32 })?;
-    }
-    if let Some(table) = weights.find(Role::PositionEmbedding) {
-        let positions = alloc("positions")?;
-        ctx.device.run(Embedding::Lookup { tokens: ctx.positions, table, out: &positions })?;
-        ctx.device.run(Elementwise::Add { a: &out, b: &positions, out: &out })?;
-    }
+    finish(ctx, &weights, tokens, &out)?;
     drop(weights);
     store.release(Unit::of_matrices(BlockId::Embedding, 0), false);
     Ok(out)
+}
+
+/// Room for the residual stream [N, H] of `tokens`.
+pub(crate) fn residual(ctx: &Context<'_>, tokens: &Tensor) -> Result<Tensor, StepError> {
+    let sizes = [tokens.elements(), ctx.spec.hidden_size];
+    Ok(ctx.device.alloc(ctx.activations, &sizes, Tag::Activations, "residual")?)
+}
+
+/// Writes the rows of those tokens that a piece of the table has, from its first row on.
+pub(crate) fn look_up_piece(
+    ctx: &Context<'_>,
+    piece: &BlockWeights,
+    tokens: &Tensor,
+    first_row: u64,
+    out: &Tensor,
+) -> Result<(), StepError> {
+    let table = piece.get(Role::TokenEmbedding)?;
+    Ok(ctx.device.run(Embedding::LookupPiece { tokens, table, first_row, out })?)
+}
+
+/// What is added to the rows of the table, in place.
+pub(crate) fn finish(
+    ctx: &Context<'_>,
+    weights: &BlockWeights,
+    tokens: &Tensor,
+    out: &Tensor,
+) -> Result<(), StepError> {
+    if let Some(adapter) = weights.adapter(Role::TokenEmbedding)? {
+        adapter.embed(ctx, tokens, out)?;
+    }
+    if let Some(factor) = ctx.spec.embedding_scale {
+        ctx.device.run(Elementwise::Scale { x: out, factor: factor as f32 })?;
+    }
+    if let Some(table) = weights.find(Role::PositionEmbedding) {
+        let sizes = out.shape();
+        let positions = ctx.device.alloc(ctx.activations, sizes.dims(), Tag::Activations, "positions")?;
+        ctx.device.run(Embedding::Lookup { tokens: ctx.positions, table, out: &positions })?;
+        ctx.device.run(Elementwise::Add { a: out, b: &positions, out })?;
+    }
+    Ok(())
 }
 
 /// Adds the gradient of the embeddings, dx [N, H], to that of their tables and adapter, where these are trained; dx is

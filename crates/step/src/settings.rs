@@ -224,6 +224,8 @@ pub enum ZeroStage {
     States,
     /// Gradients too.
     Gradients,
+    /// Weights too, but for vectors: a layer, or a piece of a table, is gathered for as long as it is used.
+    Weights,
 }
 
 impl Sharding {

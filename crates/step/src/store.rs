@@ -1,6 +1,8 @@
 //! Where weights are while a step runs. The step gathers a block, uses it, and releases it; whether the block was
 //! there all along or came from a file is the store's affair.
 
+mod away;
+mod shared;
 mod streamed;
 
 use std::collections::BTreeMap;
@@ -18,7 +20,8 @@ use crate::linear::Linear;
 use crate::norm::Norm;
 use crate::settings::stays;
 
-pub(crate) use streamed::WeightStore;
+pub(crate) use shared::Sharing;
+pub(crate) use streamed::{Training, WeightStore};
 
 /// The weights of one block, for as long as the step works on it.
 #[derive(Clone, Debug)]

@@ -33,13 +33,12 @@ use crate::rope::RopeTables;
 use crate::settings::{
     GradientClipping, MicroBatch, MicroBatches, NormSource, Ranks, StepSettings, UpdateTiming, stays,
 };
-use crate::store::{Residency, WeightOffload, WeightStorage, WeightStore};
+use crate::store::{Residency, Sharing, Training, WeightOffload, WeightStorage, WeightStore};
 use crate::tier::Pieces;
 
 use numbers::Found;
 pub use numbers::Numbers;
-pub(crate) use parts::Part;
-use parts::Parts;
+pub(crate) use parts::{Part, Parts};
 use passes::Passes;
 pub use state::NamedTensor;
 
@@ -149,11 +148,13 @@ impl<'a> Trainer<'a> {
         let below = (offload.parameters != Tier::Device).then_some(below);
         let storage = WeightStorage { types: &types, adapters, trained: true, offload: below };
         let cut = Pieces::new(&spec, &settings.optimizer.kind);
-        let weights = WeightStore::new(device, &tiers, &spec, storage, Some(cut))?;
         let trained = method.trained(&spec);
+        let parts = Rc::new(Parts::new(&trained, cut, &settings.optimizer.kind, ranks));
+        let sharing = ranks::shares_weights(&settings).then_some(Sharing { communicator, parts: &parts });
+        let training = Training { cut, sharing };
+        let weights = WeightStore::new(device, &tiers, &spec, storage, Some(training))?;
         // Adapters are in f32 themselves.
         let needs_master = |p: &Parameter| precision.master_weights && !matches!(p.role, Role::Lora(..));
-        let parts = Rc::new(Parts::new(&trained, cut, &settings.optimizer.kind, ranks));
         let own_parts = |p: &Parameter| -> Vec<Part> {
             let share = |part: &Part| part.of_rows(part.share(communicator.rank(), ranks));
             parts.of_parameter(p).map(share).collect()

@@ -154,14 +154,6 @@ impl Checkpoint {
         Checkpoint { path: path.to_owned(), step: 0 }
     }
 
-    /// What every rank but the first does while that one writes a checkpoint: it sends what it has of the optimizer's states.
-    pub(crate) fn send_states(trainer: &Trainer<'_>) -> Result<(), TrainError> {
-        for tensor in trainer.state()?.iter().filter(|t| t.kind != StateKind::Weight) {
-            trainer.read_state(tensor, &mut |_| {})?;
-        }
-        Ok(())
-    }
-
     /// The run's position at this checkpoint.
     pub fn state(&self) -> Result<TrainerState, TrainError> {
         let path = self.path.join(STATE);

@@ -460,13 +460,18 @@ fn validation_loss(
 ) -> Result<f64, TrainError> {
     let (mut sum, mut weight) = (0.0, 0.0);
     let batches = dataset.windows().div_ceil(batch_size.max(1));
-    for number in (u64::from(ranks.rank())..batches).step_by(ranks.size() as usize) {
-        let first = number * batch_size;
+    let (rank, size) = (u64::from(ranks.rank()), u64::from(ranks.size()));
+    for round in 0..batches.div_ceil(size) {
+        // Weights that ranks share come together on all of them: who has no batch left takes the last one without counting it.
+        let number = round * size + rank;
+        let first = number.min(batches - 1) * batch_size;
         let end = (first + batch_size).min(dataset.windows());
         let batch = dataset.batch(first, end - first)?;
         let micro_batch = micro_batch(&batch);
         let (loss, _) = trainer.evaluate(end - first, &micro_batch)?;
-        (sum, weight) = (sum + loss, weight + micro_batch.target_weight());
+        if number < batches {
+            (sum, weight) = (sum + loss, weight + micro_batch.target_weight());
+        }
     }
     let (sum, weight) = (ranks.sum(sum)?, ranks.sum(weight)?);
     Ok(if weight > 0.0 { sum / weight } else { 0.0 })

@@ -115,20 +115,17 @@ impl Connections<'_, '_> {
         }
     }
 
-    /// Writes something, where this rank is the one that does. A run on one rank waits for room on a full disk.
+    /// Writes something. A run on one rank waits for room on a full disk.
     fn write<T>(
         &mut self,
         folder: &Path,
         mut write: impl FnMut() -> Result<T, TrainError>,
-    ) -> Result<Option<T>, TrainError> {
-        if !self.leads() {
-            return Ok(None);
-        }
+    ) -> Result<T, TrainError> {
         if !self.ranks.is_alone() {
-            return write().map(Some);
+            return write();
         }
         let clock = room::SystemClock::start();
-        room::write_patiently(folder, write, self.observer, &self.stop, &clock).map(Some)
+        room::write_patiently(folder, write, self.observer, &self.stop, &clock)
     }
 }
 
@@ -214,7 +211,7 @@ pub(crate) fn run<'a>(
     let finished = progress.state.step >= total;
     if finished && settings.final_model {
         let save_model = with.save_model;
-        with.write(&settings.output, || save_model(trainer, &settings.output))?;
+        trainer.on_first_rank(|| with.write(&settings.output, || save_model(trainer, &settings.output)))?;
         with.observer.event(RunEvent::Saved(&settings.output));
     }
     progress.note_tiers(device, trainer, settings);
@@ -408,9 +405,8 @@ impl Progress {
         let write = || {
             Checkpoint::write(&settings.output, &self.state, trainer, |folder| save_model(trainer, folder))
         };
-        let Some(checkpoint) = with.write(&settings.output, write)? else {
-            return Checkpoint::send_states(trainer);
-        };
+        let written = trainer.on_first_rank(|| with.write(&settings.output, write))?;
+        let Some(checkpoint) = written else { return Ok(()) };
         tidy(&settings.output, settings.save_total_limit)?;
         with.observer.event(RunEvent::Saved(&checkpoint.path));
         self.checkpoint = Some(checkpoint);

@@ -104,7 +104,7 @@ fn many_ranks_leave_what_one_leaves() {
     let folder = tempfile::tempdir().unwrap();
     let one = run(&config(folder.path(), "one", &[]), 1, false, None).unwrap();
     assert!(one.ranks.is_empty());
-    for (ranks, stage) in [(2, 0), (2, 1), (4, 2)] {
+    for (ranks, stage) in [(2, 0), (2, 1), (4, 2), (2, 3)] {
         let out = format!("out-{ranks}-{stage}");
         let set = format!("parallel.zero_stage={stage}");
         let report = run(&config(folder.path(), &out, &[&set]), ranks, false, None).unwrap();
@@ -134,7 +134,7 @@ fn a_run_goes_on_with_another_number_of_ranks() {
     let folder = tempfile::tempdir().unwrap();
     run(&config(folder.path(), "unbroken", &[]), 1, false, None).unwrap();
     let of = |stage: u64| config(folder.path(), "out", &[&format!("parallel.zero_stage={stage}")]);
-    let stopped = run(&of(2), 4, false, Some(1)).unwrap();
+    let stopped = run(&of(3), 4, false, Some(1)).unwrap();
     assert_eq!((stopped.steps, stopped.finished), (1, false));
     let stopped = run(&of(1), 2, true, Some(3)).unwrap();
     assert_eq!((stopped.steps, stopped.finished), (3, false));

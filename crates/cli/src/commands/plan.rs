@@ -174,6 +174,7 @@ fn ranks(plan: &TrainingPlan) -> String {
         ZeroStage::Nothing => "each with everything",
         ZeroStage::States => "with shares of optimizer states (ZeRO 1)",
         ZeroStage::Gradients => "with shares of optimizer states and gradients (ZeRO 2)",
+        ZeroStage::Weights => "with shares of optimizer states, gradients and weights (ZeRO 3)",
     };
     let first = largest.ranks.first().copied().unwrap_or(0);
     let least = plan.ranks.iter().map(|group| group.device_peak_bytes).min().unwrap_or(0);

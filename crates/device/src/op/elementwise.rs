@@ -24,7 +24,7 @@ pub enum Rounding {
 pub enum Elementwise<'a> {
     /// out = value
     Fill { out: &'a Tensor, value: f32 },
-    /// out = x, converted; any plain types, `U32` only to itself.
+    /// out = x, converted; any plain types, integers only to themselves.
     Cast { x: &'a Tensor, out: &'a Tensor, rounding: Rounding },
     /// out = a + b. In place: out = a or out = b.
     Add { a: &'a Tensor, b: &'a Tensor, out: &'a Tensor },
@@ -45,11 +45,12 @@ impl<'a> Family<'a> for Elementwise<'a> {
         match *self {
             Elementwise::Fill { out, .. } => Description::new("fill", [], [out]).floats([out]),
             Elementwise::Cast { x, out, .. } => {
-                let [x_is_u32, out_is_u32] = [x, out].map(|t| t.dtype() == DType::U32);
-                let plain = [x, out].iter().all(|t| t.dtype().is_float() || t.dtype() == DType::U32);
+                let integers = |t: &Tensor| matches!(t.dtype(), DType::U32 | DType::U8);
+                let alike = x.dtype() == out.dtype() || !(integers(x) || integers(out));
+                let plain = [x, out].iter().all(|t| t.dtype().is_float() || integers(t));
                 Description::new("cast", [x], [out])
                     .same_size(x, [out])
-                    .that(x_is_u32 == out_is_u32, || format!("{x:?} and {out:?}: u32 casts only to itself"))
+                    .that(alike, || format!("{x:?} and {out:?}: integers are cast only to themselves"))
                     .that(plain, || format!("{x:?} to {out:?}: codes are not cast"))
             }
             Elementwise::Add { a, b, out } => Description::new("add", [a, b], [out])

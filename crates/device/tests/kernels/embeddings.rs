@@ -58,6 +58,30 @@ fn embedding_of_blocks() {
     }
 }
 
+/// Pieces of a table that are looked up one after the other give what the whole gives.
+#[test]
+fn embedding_pieces() {
+    for ([table, out], [n, h]) in storages().flat_map(|t| [[0, 4], [7, 63], [100, 576]].map(|s| (t, s))) {
+        let tokens = tokens(n);
+        let table = Operand::new(table, &[VOCABULARY, h], noise(1));
+        let values = tokens.iter().flat_map(|t| table.values[*t as usize * h..][..h].to_vec()).collect();
+        let operands = [Operand::u32s(&tokens), table, Operand::garbage(out, &[n, h])];
+        check(
+            &format!("{n} {h} {out}"),
+            &operands,
+            |cpu, t| {
+                for rows in [0..4, 4..5, 5..VOCABULARY as u64] {
+                    let (tokens, out, first_row) = (&t[0], &t[2], rows.start);
+                    let table = &t[1].slice_rows(rows).unwrap();
+                    cpu.run(Embedding::LookupPiece { tokens, table, first_row, out })?;
+                }
+                Ok(())
+            },
+            &[Expected { operand: 2, values, tolerance: 0.0 }],
+        );
+    }
+}
+
 #[test]
 fn embedding_backward() {
     for ([dout, dtable], [n, h]) in

@@ -12,13 +12,11 @@ pub(super) struct Refusal {
 enum Values {
     /// These words.
     Words(&'static [&'static str]),
-    /// These numbers.
-    Numbers(&'static [&'static str]),
     /// Every value but this one.
     AllBut(&'static str),
 }
 
-use Values::{AllBut, Numbers, Words};
+use Values::{AllBut, Words};
 
 static REFUSALS: &[Refusal] = &[
     Refusal {
@@ -160,16 +158,10 @@ static REFUSALS: &[Refusal] = &[
         instead: "flash",
     },
     Refusal {
-        keys: &["parallel.zero_stage"],
-        values: Numbers(&["3"]),
-        reason: "each rank has all weights",
-        instead: "2",
-    },
-    Refusal {
         keys: &["parallel.sharding_strategy"],
-        values: Words(&["full_shard", "hybrid_shard", "zero3"]),
-        reason: "each rank has all weights",
-        instead: "shard_grad_op",
+        values: Words(&["hybrid_shard"]),
+        reason: "weights are shared by all ranks or by none",
+        instead: "full_shard",
     },
     Refusal {
         keys: &["parallel.sharding_strategy"],
@@ -189,7 +181,6 @@ static REFUSALS: &[Refusal] = &[
 pub(super) fn refusal(key: &str, word: &str) -> Option<&'static Refusal> {
     REFUSALS.iter().filter(|refusal| refusal.keys.contains(&key)).find(|refusal| match refusal.values {
         Words(words) => words.iter().any(|refused| refused.eq_ignore_ascii_case(word)),
-        Numbers(numbers) => numbers.contains(&word),
         AllBut(legal) => word != legal,
     })
 }
@@ -200,7 +191,7 @@ pub(super) fn refused_words() -> impl Iterator<Item = (&'static str, &'static st
     REFUSALS.iter().flat_map(|refusal| {
         let words = match refusal.values {
             Words(words) => words,
-            Numbers(_) | AllBut(_) => &[],
+            AllBut(_) => &[],
         };
         refusal.keys.iter().flat_map(move |key| words.iter().map(move |word| (*key, *word)))
     })

@@ -10,12 +10,13 @@ section! {
     pub struct ParallelConfig at "parallel" {
         /// Ranks that each take their own part of a batch. A run that is started on several ranks has as many.
         data_parallel: u64 = 1, RANKS;
-        /// What each rank has its own share of (ZeRO): 0 nothing, 1 optimizer states and master weights, 2 gradients too.
+        /// What each rank has its own share of (ZeRO): 0 nothing, 1 optimizer states and master weights, 2 gradients too, 3 weights
+        /// too.
         zero_stage: u64 = 0, ZERO_STAGES;
         /// The same in the words of PyTorch's FSDP.
         sharding_strategy: ShardingStrategy = ShardingStrategy::None;
-        /// Whether gradients are summed in the order of the whole batch, so that the number of ranks changes no bit. Stage 2 always
-        /// does.
+        /// Whether gradients are summed in the order of the whole batch, so that the number of ranks changes no bit. Stages 2 and 3
+        /// always do.
         reproducible: bool = false;
         /// Ranks that share every matrix product.
         tensor_parallel: u64 = 1;
@@ -31,6 +32,8 @@ choice! {
         None = "none" | "no_shard",
         /// Optimizer states and gradients.
         ShardGradOp = "shard_grad_op" | "zero2",
+        /// Optimizer states, gradients and weights.
+        FullShard = "full_shard" | "zero3",
     }
 }
 
@@ -38,6 +41,7 @@ impl ParallelConfig {
     /// What the step's ranks share out between them.
     pub fn sharding(&self) -> Sharding {
         let stage = match (self.zero_stage(), self.sharding_strategy()) {
+            (3, _) | (_, ShardingStrategy::FullShard) => ZeroStage::Weights,
             (2, _) | (_, ShardingStrategy::ShardGradOp) => ZeroStage::Gradients,
             (1, _) => ZeroStage::States,
             _ => ZeroStage::Nothing,

@@ -1,25 +1,26 @@
 //! A store that has some of the weights on the device all the time and brings the others, ahead of their use, through a few
-//! buffers: from the model's files, or from homes on a lower tier, to which they are written back when they were changed.
+//! buffers: from the model's files, or from homes on a lower tier, to which they are written back when they were changed. Where
+//! ranks share the weights, what is here and what comes is this rank's share; the whole is gathered for as long as it is used.
 //!
 //! The weights that come are those that would be on the device otherwise, bit for bit.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::hash::Hasher;
 use std::ops::Range;
-use std::path::Path;
 use std::sync::Arc;
 
 use plimsoll_device::{DType, Device, DeviceExt, Elementwise, Rounding, Tensor};
-use plimsoll_disk::{DiskError, LowerTiers};
+use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier, release_free_heap};
-use plimsoll_model::{
-    AdaptedModule, AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeight, StoredWeights,
-};
+use plimsoll_model::{AdaptedModule, AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeights};
 
+use super::away::{AwayParameter, AwayPiece, lodge};
+use super::shared::{Shared, SharedMatrix, Sharing};
 use super::{BlockWeights, ResidentStore, WeightOffload, WeightStorage};
 use crate::StepError;
 use crate::head::Head;
-use crate::tier::{Contents, HomePart, Parcel, Parcels, Pieces, Unit, Use, is_matrix};
+use crate::tier::{Contents, Parcels, Pieces, Unit, Use, Values, is_matrix};
+use crate::trainer::Part;
 
 /// Buffers of weights that live on a lower tier: one in use and one prefetched.
 const BUFFERS: usize = 2;
@@ -36,105 +37,43 @@ pub(crate) struct WeightStore<'a> {
     /// Which of `away` is the table of which the rows that are looked up are brought.
     looked_up: Option<usize>,
     pool: Parcels<'a, Unit, Role>,
+    /// What ranks share.
+    shared: Option<Shared<'a>>,
 }
 
-/// A parameter that lives on a lower tier.
-#[derive(Clone, Debug)]
-pub(crate) struct AwayParameter {
-    pub parameter: Parameter,
-    pub dtype: DType,
-    /// The rows of each piece; one for a matrix of a layer.
-    pub pieces: Vec<Range<u64>>,
-    /// Where each piece is.
-    homes: Vec<HomePart>,
-    /// Where a file of the model's holds it, which is only read.
-    in_file: Option<StoredWeight>,
-}
-
-impl AwayParameter {
-    /// Where its bytes are.
-    pub fn contents(&self) -> Contents {
-        Contents::Homes(self.homes.clone())
-    }
-
-    /// Whether it has to be loaded: what a file holds is there.
-    pub fn is_loaded(&self) -> bool {
-        self.in_file.is_none()
-    }
-
-    /// The bytes of some rows, among its own.
-    fn bytes_of(&self, rows: &Range<u64>) -> Range<u64> {
-        let byte = |row: u64| self.dtype.bytes_for(row * self.parameter.columns()).unwrap_or(0);
-        byte(rows.start)..byte(rows.end)
-    }
-
-    /// The bytes of some rows in the file that holds it.
-    fn stored(&self, rows: &Range<u64>) -> Option<(&Path, Range<u64>)> {
-        let StoredWeight { path, bytes, .. } = self.in_file.as_ref()?;
-        let Range { start, end } = self.bytes_of(rows);
-        Some((path, bytes.start + start..bytes.start + end))
-    }
-
-    /// A home for each piece by itself: in the file that holds it, or one that is taken.
-    fn lodge_alone(&mut self, tiers: &LowerTiers, tier: Tier) -> Result<(), DiskError> {
-        let home = |rows| {
-            let Range { start, end } = self.bytes_of(rows);
-            let home = match self.stored(rows) {
-                Some((path, bytes)) => tiers.adopt(path, bytes)?,
-                None => tiers.take(tier, end - start, Tag::Weights, "weights")?,
-            };
-            Ok(HomePart { home: Arc::new(home), start: 0, bytes: end - start })
-        };
-        self.homes = self.pieces.iter().map(home).collect::<Result<_, DiskError>>()?;
-        Ok(())
-    }
-
-    /// Writes rows of it into `out`, one after the other.
-    fn read_rows(&self, tiers: &LowerTiers, rows: &[u32], out: &mut [u8]) -> Result<(), DiskError> {
-        let row_bytes = self.bytes_of(&(0..1)).end;
-        let chunks = out.chunks_exact_mut(usize::try_from(row_bytes).unwrap_or(usize::MAX).max(1));
-        let mut parts = Vec::with_capacity(rows.len());
-        for (row, out) in rows.iter().map(|row| u64::from(*row)).zip(chunks) {
-            let place = self.pieces.iter().zip(&self.homes).find(|(rows, _)| rows.contains(&row));
-            let Some((piece, HomePart { home, start, bytes })) = place else {
-                let needed = row.saturating_add(1).saturating_mul(row_bytes);
-                return Err(DiskError::Buffer {
-                    has: self.homes.iter().map(|part| part.bytes).sum(),
-                    needed,
-                });
-            };
-            let first = (row - piece.start) * row_bytes;
-            if first + row_bytes > *bytes {
-                return Err(DiskError::Buffer { has: *bytes, needed: first + row_bytes });
-            }
-            parts.push((home.as_ref(), start + first, out));
-        }
-        tiers.read_all_now(&mut parts)
-    }
+/// How weights that are trained are held.
+#[derive(Clone, Copy)]
+pub(crate) struct Training<'s, 'a> {
+    /// How tables come and go.
+    pub cut: Pieces,
+    /// How ranks share the matrices, where they do.
+    pub sharing: Option<Sharing<'s, 'a>>,
 }
 
 /// The f32 weights behind a parameter: some rows, and where they are.
 type Masters<'s> = dyn Fn(&Parameter) -> Vec<(Range<u64>, Contents)> + 's;
 
 impl<'a> WeightStore<'a> {
-    /// Takes memory for the weights that stay, homes for those that live below the device, and buffers for these. `cut`
-    /// says how tables come and go; where it says nothing, a piece of one is no larger than a layer.
+    /// Takes memory for the weights that stay, homes for those that live below the device, and buffers for these. Where nothing is
+    /// trained, a piece of a table is no larger than a layer.
     pub(crate) fn new(
         device: &'a dyn Device,
         tiers: &Arc<LowerTiers>,
         spec: &ModelSpec,
         storage: WeightStorage<'_>,
-        cut: Option<Pieces>,
+        training: Option<Training<'_, 'a>>,
     ) -> Result<Self, StepError> {
+        let sharing = training.and_then(|training| training.sharing);
         // An adapter of the head is computed beside all of it.
         let modules = storage.adapters.map(AdapterLayout::modules).unwrap_or_default();
         let has_adapter = |p: &Parameter| {
             let own = |module: &&AdaptedModule| module.block == p.block && p.role == Role::LmHead;
             modules.iter().find(own).is_some_and(|m| m.parts.iter().any(|of| of.role() == p.role))
         };
+        let goes_below =
+            |block: BlockId| storage.offload.filter(|offload| !offload.residency.keeps(spec, block));
         let goes = |p: &Parameter| {
-            let kept = |offload: &WeightOffload<'_>| offload.residency.keeps(spec, p.block);
-            storage.offload.is_some_and(|offload| !kept(&offload))
+            (sharing.is_some() || goes_below(p.block).is_some())
                 && is_matrix(p)
                 && !(storage.trained && has_adapter(p))
         };
@@ -145,10 +84,14 @@ impl<'a> WeightStore<'a> {
         });
         let layer_bytes = layer_bytes.max().unwrap_or(0);
         let (mut away, mut parcels) = (Vec::new(), HashMap::new());
-        let mut looked_up = None;
+        let (mut looked_up, mut shared) = (None, sharing.map(|sharing| Shared::new(sharing.communicator)));
         for block in spec.blocks() {
-            let Some(WeightOffload { tier, in_files, .. }) = storage.offload else { break };
-            let in_files = in_files.filter(|_| tier == Tier::Disk);
+            let below = goes_below(block);
+            if below.is_none() && sharing.is_none() {
+                continue;
+            }
+            let in_files = below
+                .and_then(|WeightOffload { tier, in_files, .. }| in_files.filter(|_| tier == Tier::Disk));
             device.enter(Phase::Setup, block.layer());
             tiers.enter(Phase::Setup, block.layer());
             let mut own = Vec::new();
@@ -157,26 +100,45 @@ impl<'a> WeightStore<'a> {
                 let divisible =
                     dtype.has_rows() && parameter.columns().is_multiple_of(dtype.block_elements());
                 let row_bytes = dtype.bytes_for(parameter.columns()).unwrap_or(0);
+                let cut = training.map(|training| training.cut);
                 let cut = cut.unwrap_or_else(|| Pieces::of_bytes(layer_bytes, row_bytes));
                 let pieces = match divisible && !has_adapter(&parameter) {
                     true => cut.of(&parameter),
                     false => std::iter::once(parameter.all_rows()).collect(),
                 };
+                let piece = |(number, rows): (u32, Range<u64>)| {
+                    let shared =
+                        sharing.map(|sharing| SharedMatrix::new(sharing, &parameter, (number, &rows), dtype));
+                    let own = match (sharing, &shared) {
+                        (Some(Sharing { communicator: ranks, .. }), Some(matrix)) => {
+                            matrix.share(ranks.rank(), ranks.size())
+                        }
+                        _ => 0..Values::all(&parameter, &rows, dtype).bytes.end,
+                    };
+                    AwayPiece { rows, shared, own, contents: Contents::Homes(Vec::new()) }
+                };
+                let pieces = (0..).zip(pieces).map(piece).collect();
                 let place = in_files.and_then(|files: &StoredWeights| files.get(&(block, parameter.role)));
                 let in_file = place.filter(|place| place.dtype == dtype).cloned();
-                if block == BlockId::Embedding && divisible {
+                if block == BlockId::Embedding && divisible && sharing.is_none() {
                     looked_up = Some(away.len() + own.len());
                 }
-                own.push(AwayParameter { parameter, dtype, pieces, homes: Vec::new(), in_file });
+                own.push(AwayParameter { parameter, dtype, pieces, in_file });
             }
             // Rows are all that inference needs of an embedding that is no head.
             let only_rows = block == BlockId::Embedding
                 && looked_up.is_some()
                 && !spec.tie_word_embeddings
                 && !storage.trained;
-            match only_rows {
-                true => own.iter_mut().try_for_each(|matrix| matrix.lodge_alone(tiers, tier))?,
-                false => lodge(tiers, block, &mut own, tier, &mut parcels)?,
+            match below {
+                None => own.iter_mut().try_for_each(|matrix| matrix.settle(device))?,
+                Some(WeightOffload { tier, .. }) if only_rows => {
+                    own.iter_mut().try_for_each(|matrix| matrix.lodge_alone(tiers, tier))?;
+                }
+                Some(WeightOffload { tier, .. }) => lodge(tiers, block, &mut own, tier, &mut parcels)?,
+            }
+            if let Some(shared) = &mut shared {
+                share_out(shared, &own);
             }
             away.append(&mut own);
         }
@@ -190,9 +152,13 @@ impl<'a> WeightStore<'a> {
         let tables = away
             .iter()
             .filter(in_pieces)
-            .map(|away| (away.parameter.block, (away.parameter.role, away.pieces.clone())))
+            .map(|away| {
+                let rows = away.pieces.iter().map(|piece| piece.rows.clone()).collect();
+                (away.parameter.block, (away.parameter.role, rows))
+            })
             .collect();
-        Ok(WeightStore { device, tiers: Arc::clone(tiers), resident, away, tables, looked_up, pool })
+        let tiers = Arc::clone(tiers);
+        Ok(WeightStore { device, tiers, resident, away, tables, looked_up, pool, shared })
     }
 
     /// Sets every weight that no file holds as it is computed with, and its f32 master, of which `masters` says where it is.
@@ -206,19 +172,20 @@ impl<'a> WeightStore<'a> {
         let (device, tiers) = (self.device, &self.tiers);
         let in_homes = |contents: &Contents| matches!(contents, Contents::Homes(_));
         let fill_master = |p: &Parameter, rows: &Range<u64>, master: &Contents, fill: &mut _| {
-            master.load(device, tiers, (p, rows, DType::F32), fill)
+            master.load(device, tiers, Values::all(p, rows, DType::F32), fill)
         };
         // First what needs memory of its own on its way, while little of the arena has been touched.
         let resident = self.resident.parameters();
-        for p in resident.iter().filter(|_| !tiers.is_dry()) {
+        for p in resident {
             for (rows, master) in masters(p).iter().filter(|(_, master)| in_homes(master)) {
                 fill_master(p, rows, master, &mut fill)?;
             }
         }
-        for away in self.away.iter().filter(|_| !tiers.is_dry()) {
+        for away in &self.away {
             if away.is_loaded() {
-                let p = &away.parameter;
-                away.contents().load(device, tiers, (p, &p.all_rows(), away.dtype), &mut fill)?;
+                for (values, contents) in away.values() {
+                    contents.load(device, tiers, values, &mut fill)?;
+                }
             }
             for (rows, master) in masters(&away.parameter) {
                 fill_master(&away.parameter, &rows, &master, &mut fill)?;
@@ -238,7 +205,7 @@ impl<'a> WeightStore<'a> {
                 continue;
             }
             let contents = Contents::Device(vec![weight.clone()]);
-            contents.load(device, tiers, (p, &p.all_rows(), weight.dtype()), &mut fill)?;
+            contents.load(device, tiers, Values::all(p, &p.all_rows(), weight.dtype()), &mut fill)?;
         }
         // What quantising and converting took of the heap counts against the arena, the rest of which is touched from here on.
         release_free_heap();
@@ -277,9 +244,15 @@ impl<'a> WeightStore<'a> {
         &self.resident
     }
 
-    /// What lives on a lower tier.
+    /// What lives on a lower tier, or is shared by ranks.
     pub(crate) fn away(&self) -> &[AwayParameter] {
         &self.away
+    }
+
+    /// Where this rank's share of a part of a weight is, where ranks share it.
+    pub(crate) fn contents_of_part(&self, part: &Part) -> Option<Contents> {
+        let away = self.away.iter().find(|away| away.parameter == part.parameter)?;
+        away.pieces.get(part.piece as usize).map(|piece| piece.contents.clone())
     }
 
     /// Moves on what is under way, without waiting.
@@ -311,22 +284,50 @@ impl<'a> WeightStore<'a> {
         let whole = Unit::Piece(BlockId::Embedding, 0);
         let in_pieces = self.tables.contains_key(&BlockId::Embedding);
         let comes = self.looked_up.is_none() && !in_pieces && self.pool.has(whole);
-        let embedding = comes.then_some(whole);
+        let mut embedding = self.embedding_pieces().map(|(unit, _)| unit).collect::<Vec<_>>();
+        embedding.extend(comes.then_some(whole));
         let pieces = self.tables.get(&head).map_or(1, |(_, pieces)| pieces.len() as u32);
         let head = (0..pieces).map(|piece| Unit::Piece(head, piece)).filter(|_| with_head);
         let layers = (0..spec.num_layers).map(Unit::Layer);
-        let next = embedding.unwrap_or(Unit::Layer(0));
-        let units: Vec<Unit> = embedding.into_iter().chain(layers).chain(head).chain([next]).collect();
-        self.announce(units)
+        let next = embedding.first().copied().unwrap_or(Unit::Layer(0));
+        self.announce(embedding.into_iter().chain(layers).chain(head).chain([next]))
     }
 
     /// Makes the block's weights available, but for a table that comes in pieces.
     pub(crate) fn gather(&mut self, block: BlockId) -> Result<BlockWeights, StepError> {
         let mut weights = self.resident.gather(block)?;
         if !self.tables.contains_key(&block) {
-            weights.tensors.extend(self.pool.gather(Unit::of_matrices(block, 0))?);
+            weights.tensors.extend(self.bring(Unit::of_matrices(block, 0))?);
         }
         Ok(weights)
+    }
+
+    /// The matrices of a unit as a whole.
+    fn bring(&mut self, unit: Unit) -> Result<Vec<(Role, Tensor)>, StepError> {
+        let brought = self.pool.gather(unit)?;
+        match &self.shared {
+            Some(shared) => shared.whole(self.device, unit, &brought),
+            None => Ok(brought),
+        }
+    }
+
+    /// This rank's rows of the matrices of a unit, where ranks share them: what it updates. None of the others' come.
+    pub(crate) fn gather_own(&mut self, unit: Unit) -> Result<BlockWeights, StepError> {
+        let brought = self.pool.gather(unit)?;
+        let own = self.shared.as_ref().map(|shared| shared.own_rows(unit, &brought));
+        Ok(BlockWeights::new(unit.block(), own.transpose()?.unwrap_or_default()))
+    }
+
+    /// Whether each rank has its share of a weight.
+    pub(crate) fn shares(&self, block: BlockId, role: Role) -> bool {
+        self.shared.as_ref().is_some_and(|shared| shared.has(block, role))
+    }
+
+    /// The pieces in which the embedding's table comes to look tokens up, with their rows: where ranks share it.
+    pub(crate) fn embedding_pieces(&self) -> impl Iterator<Item = (Unit, &Range<u64>)> {
+        let table = self.tables.get(&BlockId::Embedding).filter(|_| self.shared.is_some());
+        let pieces = (0..).zip(table.into_iter().flat_map(|(_, pieces)| pieces));
+        pieces.map(|(number, rows)| (Unit::Piece(BlockId::Embedding, number), rows))
     }
 
     /// The step is done with a unit for now, of which no view is left, and has changed it or not.
@@ -347,7 +348,7 @@ impl<'a> WeightStore<'a> {
         role: Role,
         piece: u32,
     ) -> Result<Tensor, StepError> {
-        let found = self.pool.gather(Unit::Piece(block, piece))?.into_iter().find(|(r, _)| *r == role);
+        let found = self.bring(Unit::Piece(block, piece))?.into_iter().find(|(r, _)| *r == role);
         found.map(|(_, tensor)| tensor).ok_or(StepError::MissingWeight { block, role })
     }
 
@@ -380,51 +381,18 @@ impl<'a> WeightStore<'a> {
     }
 }
 
-/// Homes for the matrices of a block, in parcels that travel together.
-fn lodge(
-    tiers: &LowerTiers,
-    block: BlockId,
-    matrices: &mut [AwayParameter],
-    tier: Tier,
-    parcels: &mut HashMap<Unit, Parcel<Role>>,
-) -> Result<(), StepError> {
-    let mut own: BTreeMap<u32, Parcel<Role>> = BTreeMap::new();
-    let (mut in_files, mut starts) = (Vec::new(), Vec::new());
-    for matrix in matrices.iter() {
-        let (role, mut of_matrix) = (matrix.parameter.role, Vec::new());
-        for (piece, rows) in (0..).zip(&matrix.pieces) {
-            let parcel = own.entry(piece).or_insert_with(Parcel::new);
-            let shape = matrix.parameter.shape_of(rows);
-            match matrix.stored(rows) {
-                Some((path, bytes)) => in_files.push((path, bytes, piece, role, matrix.dtype, shape)),
-                None => of_matrix.push(parcel.add(role, matrix.dtype, &shape)),
-            }
+/// Adds the matrices of a block to what ranks share.
+fn share_out(shared: &mut Shared<'_>, matrices: &[AwayParameter]) {
+    for matrix in matrices {
+        for (number, piece) in (0..).zip(&matrix.pieces) {
+            let Some(of_piece) = &piece.shared else { continue };
+            let here = match &piece.contents {
+                Contents::Device(shares) => shares.first().cloned(),
+                Contents::Homes(_) => None,
+            };
+            shared.add(Unit::of_matrices(matrix.parameter.block, number), of_piece.clone(), here);
         }
-        starts.push(of_matrix);
     }
-    in_files.sort_by_key(|(path, bytes, ..)| (*path, bytes.start));
-    for (path, bytes, piece, role, dtype, shape) in in_files {
-        own.entry(piece).or_insert_with(Parcel::new).add_stored(role, dtype, &shape, path, bytes);
-    }
-    for (piece, mut parcel) in own {
-        parcel.settle(tiers, tier, Tag::Weights, "weights")?;
-        parcels.insert(Unit::of_matrices(block, piece), parcel);
-    }
-    for (matrix, starts) in matrices.iter_mut().zip(starts) {
-        if matrix.in_file.is_some() {
-            matrix.lodge_alone(tiers, tier)?;
-            continue;
-        }
-        let mut homes = Vec::new();
-        for ((piece, rows), start) in (0..).zip(&matrix.pieces).zip(starts) {
-            let home = parcels.get(&Unit::of_matrices(block, piece)).and_then(Parcel::home);
-            let home = home.ok_or(StepError::Invariant { what: "a parcel of weights has no home" })?;
-            let Range { start: first, end } = matrix.bytes_of(rows);
-            homes.push(HomePart { home: Arc::clone(home), start, bytes: end - first });
-        }
-        matrix.homes = homes;
-    }
-    Ok(())
 }
 
 #[cfg(test)]

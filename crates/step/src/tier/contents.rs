@@ -72,40 +72,39 @@ impl Contents {
         })
     }
 
-    /// Sets the bytes to the values of some rows of a parameter in a type. `fill` writes those of rows; in homes that is a part
-    /// of a table at a time, so that none of its size is ever in memory.
+    /// Sets the bytes to the values of a parameter. `fill` writes those of rows; but where all of them are on the device, that is a
+    /// part of a table at a time, so that none of its size is ever in memory.
     pub fn load<E: From<StepError>>(
         &self,
         device: &dyn Device,
         tiers: &LowerTiers,
-        (p, rows, dtype): (&Parameter, &Range<u64>, DType),
+        values: Values<'_>,
         fill: &mut impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
+        let Values { parameter: p, rows, dtype, .. } = &values;
         let mut outcome = Ok(());
-        if let Contents::Device(tensors) = self {
+        if let (Contents::Device(tensors), true) = (self, values.is_all()) {
             for tensor in tensors {
                 device
-                    .write(tensor, &mut |bytes| outcome = fill(p, rows.clone(), dtype, bytes))
+                    .write(tensor, &mut |bytes| outcome = fill(p, rows.clone(), *dtype, bytes))
                     .map_err(StepError::from)?;
             }
             return outcome;
         }
-        let within = |part: Range<u64>| part.start.max(rows.start)..part.end.min(rows.end);
-        let parts = p.parts(dtype, 1).map(within).filter(|part| !part.is_empty());
-        let mut parts = parts.map(|rows| -> Result<Region, E> {
+        let mut parts = values.parts().map(|(rows, wanted)| -> Result<(Region, Range<usize>), E> {
             let bytes = dtype.bytes_for((rows.end - rows.start) * p.columns()).unwrap_or(0);
             let mut memory = Region::new(bytes).map_err(|e| StepError::from(DiskError::from(e)))?;
-            fill(p, rows, dtype, memory.bytes_mut())?;
-            Ok(memory)
+            fill(p, rows, *dtype, memory.bytes_mut())?;
+            Ok((memory, wanted))
         });
-        let (mut part, mut taken) = (None, 0);
+        let mut part: Option<(Region, Range<usize>)> = None;
         self.write(device, tiers, &mut |mut out| {
             while !out.is_empty() && outcome.is_ok() {
-                let left =
-                    part.as_ref().and_then(|part: &Region| part.bytes().get(taken..)).unwrap_or_default();
+                let left = part.as_ref().and_then(|(part, wanted)| part.bytes().get(wanted.clone()));
+                let left = left.unwrap_or_default();
                 if left.is_empty() {
                     match parts.next() {
-                        Some(Ok(next)) => (part, taken) = (Some(next), 0),
+                        Some(Ok(next)) => part = Some(next),
                         Some(Err(error)) => outcome = Err(error),
                         None => return,
                     }
@@ -113,10 +112,51 @@ impl Contents {
                 }
                 let count = out.len().min(left.len());
                 out.iter_mut().zip(left).for_each(|(out, byte)| *out = *byte);
-                (taken, out) = (taken + count, out.get_mut(count..).unwrap_or_default());
+                out = out.get_mut(count..).unwrap_or_default();
+                if let Some((_, wanted)) = &mut part {
+                    wanted.start += count;
+                }
             }
         })?;
         outcome
+    }
+}
+
+/// Some bytes of the values of a parameter in a type.
+#[derive(Clone, Debug)]
+pub(crate) struct Values<'p> {
+    pub parameter: &'p Parameter,
+    pub rows: Range<u64>,
+    pub dtype: DType,
+    /// Which bytes, of those of the rows.
+    pub bytes: Range<u64>,
+}
+
+impl<'p> Values<'p> {
+    /// All values of some rows.
+    pub fn all(parameter: &'p Parameter, rows: &Range<u64>, dtype: DType) -> Values<'p> {
+        let bytes = 0..dtype.bytes_for((rows.end - rows.start) * parameter.columns()).unwrap_or(0);
+        Values { parameter, rows: rows.clone(), dtype, bytes }
+    }
+
+    fn is_all(&self) -> bool {
+        self.bytes == Values::all(self.parameter, &self.rows, self.dtype).bytes
+    }
+
+    /// The rows that are had at once, and which of their bytes are wanted.
+    fn parts(&self) -> impl Iterator<Item = (Range<u64>, Range<usize>)> {
+        let (rows, wanted, dtype, columns) =
+            (self.rows.clone(), self.bytes.clone(), self.dtype, self.parameter.columns());
+        self.parameter.parts(dtype, 1).filter_map(move |part| {
+            let part = part.start.max(rows.start)..part.end.min(rows.end);
+            if part.is_empty() {
+                return None;
+            }
+            let byte = |row: u64| dtype.bytes_for(row.saturating_sub(rows.start) * columns).unwrap_or(0);
+            let (first, end) = (byte(part.start), byte(part.end));
+            let bytes = wanted.start.clamp(first, end) - first..wanted.end.clamp(first, end) - first;
+            (!bytes.is_empty()).then_some((part, bytes.start as usize..bytes.end as usize))
+        })
     }
 }
 

@@ -64,13 +64,18 @@ impl Trainer<'_> {
                 let missing = StepError::Invariant { what: "a schedule updates what is not trained" };
                 let part = self.parts.of(unit).get(part).ok_or(missing)?;
                 let Some(gradient) = self.to_update(part)? else { return Ok(()) };
-                let (weight, rows) = (self.weight_of(part, weights)?, self.updated_rows(part));
-                let Some(weight) = part.view(&weight, &rows) else { return Ok(()) };
+                let rows = self.updated_rows(part);
+                let weight = match self.weights.shares(part.parameter.block, part.parameter.role) {
+                    true => weights.and_then(|own| own.find(part.parameter.role)).cloned(),
+                    false => part.view(&self.weight_of(part, weights)?, &rows),
+                };
+                let Some(weight) = weight else { return Ok(()) };
                 let (own, control) = (part.of_rows(rows), self.numbers.control());
                 self.optimizer.update(self.device, &own, (&weight, &gradient), numbers, control)?;
             }
             Action::AllGather { unit } => {
-                for part in self.parts.of(unit) {
+                let shared = |part: &&Part| self.weights.shares(part.parameter.block, part.parameter.role);
+                for part in self.parts.of(unit).iter().filter(|part| !shared(part)) {
                     self.gather_weight(part, &self.weight_of(part, weights)?)?;
                 }
             }

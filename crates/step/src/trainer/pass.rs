@@ -168,6 +168,7 @@ impl<'a> Trainer<'a> {
         PassShape {
             segments,
             micro_batches,
+            embedding_pieces: self.weights.embedding_pieces().count() as u32,
             loss,
             embedding,
             parts: &self.parts,
@@ -200,6 +201,27 @@ impl<'a> Trainer<'a> {
                     &mut self.weights,
                     (&lane.inputs.tokens, lane.inputs.ids),
                 )?);
+            }
+            Action::EmbedPiece { unit, last } => {
+                enter(Phase::Forward, None);
+                let piece = self.weights.embedding_pieces().find(|(piece, _)| *piece == unit);
+                let (_, rows) = piece.ok_or(NOTHING_LEFT)?;
+                for lane in &mut pass.lanes {
+                    let tokens = &lane.inputs.tokens;
+                    let x = match lane.x.take() {
+                        Some(x) => x,
+                        None => embedding::residual(&lane.ctx, tokens)?,
+                    };
+                    embedding::look_up_piece(&lane.ctx, weights()?, tokens, rows.start, &x)?;
+                    lane.x = Some(x);
+                }
+                if last {
+                    let own = self.weights.resident().gather(BlockId::Embedding)?;
+                    for lane in &pass.lanes {
+                        let x = lane.x.as_ref().ok_or(NOTHING_LEFT)?;
+                        embedding::finish(&lane.ctx, &own, &lane.inputs.tokens, x)?;
+                    }
+                }
             }
             Action::Forward { layer, segment, micro_batch } => {
                 enter(Phase::Forward, Some(layer));
@@ -390,33 +412,33 @@ impl<'a> Trainer<'a> {
     }
 
     /// The first block, in the order of the forward pass, whose output for a micro-batch is not finite. Weights and
-    /// gradients stay as they are.
+    /// gradients stay as they are. Every rank goes through all layers: others need its share of them.
     pub fn first_bad_output(&mut self, micro_batch: &MicroBatch<'_>) -> Result<Option<BlockId>, StepError> {
         let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), Rc::clone(&self.ropes));
         device.enter(Phase::Forward, None);
         let inputs = self.upload(micro_batch)?;
         let ctx = self.context(&inputs, &spec, &ropes);
-        self.weights.announce(Schedule::forward(0..spec.num_layers).weights())?;
+        let table: Vec<Unit> = self.weights.embedding_pieces().map(|(unit, _)| unit).collect();
+        let layers = Schedule::forward(0..spec.num_layers);
+        self.weights.announce(table.into_iter().chain(layers.weights()))?;
         let mut x = embedding::forward(&ctx, &mut self.weights, (&inputs.tokens, inputs.ids))?;
         let square = self.numbers.spare()?;
         let finite = |x: &Tensor| -> Result<bool, StepError> {
             device.run(Reduction::SumSquares { x, out: &square, finite: None })?;
             Ok(device.read_f32(&square)?.iter().all(|square| square.is_finite()))
         };
-        if !finite(&x)? {
-            return Ok(Some(BlockId::Embedding));
-        }
+        let mut first = if finite(&x)? { None } else { Some(BlockId::Embedding) };
         for layer in 0..spec.num_layers {
             device.enter(Phase::Forward, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
             x = block::forward(&self.saving(&ctx, layer), &weights, LayerPolicy::nothing(), x)?.0;
             drop(weights);
             self.weights.release(Unit::Layer(layer), false);
-            if !finite(&x)? {
-                return Ok(Some(BlockId::Layer(layer)));
+            if first.is_none() && !finite(&x)? {
+                first = Some(BlockId::Layer(layer));
             }
         }
-        Ok(None)
+        Ok(first)
     }
 
     /// Sum of token losses, each by its weight, and number of targets of a batch of at most the step's shape, with the

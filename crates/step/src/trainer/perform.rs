@@ -4,7 +4,7 @@ use plimsoll_model::{BlockId, Role};
 
 use super::Trainer;
 use super::pass::Pass;
-use super::schedule::Schedule;
+use super::schedule::{Form, Schedule};
 use crate::StepError;
 use crate::head::rows;
 use crate::store::BlockWeights;
@@ -24,7 +24,10 @@ impl Trainer<'_> {
         let mut held = None;
         for entry in schedule.entries() {
             if let Some(hold) = entry.weights.filter(|hold| hold.first) {
-                held = Some(self.held_weights(hold.unit)?);
+                held = Some(match hold.form {
+                    Form::Whole => self.held_weights(hold.unit)?,
+                    Form::Own => self.weights.gather_own(hold.unit)?,
+                });
             }
             if let Some(hold) = entry.gradients.filter(|hold| hold.first) {
                 self.gradients.hold(hold.unit)?;

@@ -43,6 +43,7 @@ impl Trainer<'_> {
             sum_once: !self.communicator.is_alone() && !self.settings.sharding.reduces_each_pass(),
             reduce_each_pass: self.settings.sharding.reduces_each_pass(),
             share_updates: self.shares_updates(),
+            share_weights: shares_weights(&self.settings),
         }
     }
 
@@ -179,6 +180,11 @@ impl Trainer<'_> {
 /// Whether each rank has its own share of the optimizer's states.
 pub(super) fn shares_updates(settings: &StepSettings) -> bool {
     settings.ranks.count > 1 && settings.sharding.stage >= ZeroStage::States
+}
+
+/// Whether each rank has its own share of the weights.
+pub(super) fn shares_weights(settings: &StepSettings) -> bool {
+    settings.ranks.count > 1 && settings.sharding.stage >= ZeroStage::Weights
 }
 
 /// Whether each rank has the sums of its own share of the gradients alone.

@@ -15,6 +15,8 @@ use crate::tier::Unit;
 pub(crate) enum Action {
     /// The tokens of a micro-batch become the residual stream.
     Embed { micro_batch: usize },
+    /// The tokens of all micro-batches that a piece of the embedding has.
+    EmbedPiece { unit: Unit, last: bool },
     /// A layer forward.
     Forward { layer: u32, segment: usize, micro_batch: usize },
     /// Final norm, head, loss and their gradients, of a head that is there as a whole.
@@ -56,23 +58,27 @@ pub(crate) enum Action {
 }
 
 impl Action {
-    /// The weights that it reads or changes, of those that may live below the device.
-    fn weights(&self, parts: &Parts) -> Option<Unit> {
+    /// The weights that it reads or changes, of those that may live below the device or on other ranks.
+    fn weights(&self, parts: &Parts, ranks: BetweenRanks) -> Option<(Unit, Form)> {
+        let form = if ranks.share_weights { Form::Own } else { Form::Whole };
         match *self {
             Action::Forward { layer, .. }
             | Action::Recompute { layer, .. }
-            | Action::Backward { layer, .. } => Some(Unit::Layer(layer)),
-            Action::LossPiece { unit } | Action::LossBackward { unit, .. } => Some(unit),
-            Action::Update { unit, .. } | Action::AllGather { unit } => {
-                parts.changes_matrices(unit).then_some(unit)
-            }
+            | Action::Backward { layer, .. } => Some((Unit::Layer(layer), Form::Whole)),
+            Action::EmbedPiece { unit, .. }
+            | Action::LossPiece { unit }
+            | Action::LossBackward { unit, .. } => Some((unit, Form::Whole)),
+            Action::Update { unit, .. } => parts.changes_matrices(unit).then_some((unit, form)),
+            // What ranks share stays so.
+            Action::AllGather { .. } if ranks.share_weights => None,
+            Action::AllGather { unit } => parts.changes_matrices(unit).then_some((unit, form)),
             _ => None,
         }
     }
 
     /// The gradients that it adds to, reads or gives back, of those that may live below the device. Where each pass has gradients
     /// of its own, it is what they add up to that does.
-    fn held_gradients(&self, ranks: BetweenRanks) -> Option<Unit> {
+    fn held_gradients(&self, ranks: BetweenRanks) -> Option<(Unit, Form)> {
         let of_one_pass = matches!(
             self,
             Action::Backward { .. }
@@ -80,7 +86,8 @@ impl Action {
                 | Action::Scatter { .. }
                 | Action::GatherLookedUp { .. }
         );
-        self.gradients().filter(|_| !(ranks.reduce_each_pass && of_one_pass))
+        let held = self.gradients().filter(|_| !(ranks.reduce_each_pass && of_one_pass));
+        held.map(|unit| (unit, Form::Whole))
     }
 
     /// The gradients that it adds to, reads or gives back.
@@ -100,10 +107,20 @@ impl Action {
     }
 }
 
+/// What of a unit an action needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// All of it.
+    Whole,
+    /// What is this rank's, of weights that ranks share.
+    Own,
+}
+
 /// A unit that stays in its buffer for actions that follow each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Hold {
     pub unit: Unit,
+    pub form: Form,
     /// Whether the action is the first of them: the unit is taken.
     pub first: bool,
     /// Whether it is the last one: the unit is released.
@@ -133,6 +150,8 @@ pub(crate) struct PassShape<'s> {
     pub segments: &'s [Range<u32>],
     /// Micro-batches that go through each block together.
     pub micro_batches: usize,
+    /// Pieces in which the embedding's table comes; 0 where it does not.
+    pub embedding_pieces: u32,
     pub loss: LossForm,
     pub embedding: EmbeddingGradient,
     pub parts: &'s Parts,
@@ -148,6 +167,8 @@ pub(crate) struct BetweenRanks {
     pub reduce_each_pass: bool,
     /// Whether each rank updates its own share of the weights.
     pub share_updates: bool,
+    /// Whether each rank has its own share of the weights alone.
+    pub share_weights: bool,
 }
 
 /// How the loss has the head's table.
@@ -178,7 +199,13 @@ impl Schedule {
     pub fn pass(shape: &PassShape<'_>, completion: Option<Completion>) -> Schedule {
         let mut actions = Vec::new();
         let all = || 0..shape.micro_batches;
-        actions.extend(all().map(|micro_batch| Action::Embed { micro_batch }));
+        match shape.embedding_pieces {
+            0 => actions.extend(all().map(|micro_batch| Action::Embed { micro_batch })),
+            pieces => actions.extend((0..pieces).map(|piece| Action::EmbedPiece {
+                unit: Unit::Piece(BlockId::Embedding, piece),
+                last: piece + 1 == pieces,
+            })),
+        }
         for (segment, layers) in shape.segments.iter().enumerate() {
             for micro_batch in all() {
                 actions.extend(layers.clone().map(|layer| Action::Forward { layer, segment, micro_batch }));
@@ -204,14 +231,17 @@ impl Schedule {
             }
         }
         embedding(&mut actions, shape, completion);
-        Schedule::new(actions, shape.parts, shape.ranks, Some(Unit::Layer(0)))
+        let schedule = Schedule::new(actions, shape.parts, shape.ranks);
+        // The next one begins as this one does.
+        let ahead = schedule.weights().next();
+        Schedule { ahead, ..schedule }
     }
 
     /// The layers forward, of one micro-batch, and nothing else.
     pub fn forward(layers: Range<u32>) -> Schedule {
         let forward = |layer| Action::Forward { layer, segment: 0, micro_batch: 0 };
         let ranks = BetweenRanks::default();
-        Schedule::new(layers.map(forward).collect(), &Parts::default(), ranks, None)
+        Schedule::new(layers.map(forward).collect(), &Parts::default(), ranks)
     }
 
     /// Updates of everything that is trained, from complete gradients. `looked_up`: those of the embedding's table are made
@@ -233,16 +263,16 @@ impl Schedule {
             }
             update(&mut actions, parts, ranks, unit, numbers);
         }
-        Schedule::new(actions, parts, ranks, None)
+        Schedule::new(actions, parts, ranks)
     }
 
-    fn new(actions: Vec<Action>, parts: &Parts, ranks: BetweenRanks, ahead: Option<Unit>) -> Schedule {
-        let weights = holds(&actions, |action| action.weights(parts), is_change);
+    fn new(actions: Vec<Action>, parts: &Parts, ranks: BetweenRanks) -> Schedule {
+        let weights = holds(&actions, |action| action.weights(parts, ranks), is_change);
         let held = |action: &Action| action.held_gradients(ranks);
         let gradients = holds(&actions, held, |action| matches!(action, Action::Free { .. }));
         let entry = |((action, weights), gradients)| Entry { action, weights, gradients };
         let entries = actions.into_iter().zip(weights).zip(gradients).map(entry).collect();
-        Schedule { entries, ahead }
+        Schedule { entries, ahead: None }
     }
 
     /// The actions.
@@ -271,21 +301,21 @@ impl Schedule {
     }
 }
 
-/// For each action, what it holds; actions that follow each other and need the same unit hold it together.
+/// For each action, what it holds; actions that follow each other and need the same of a unit hold it together.
 fn holds(
     actions: &[Action],
-    needs: impl Fn(&Action) -> Option<Unit>,
+    needs: impl Fn(&Action) -> Option<(Unit, Form)>,
     ends: impl Fn(&Action) -> bool,
 ) -> Vec<Option<Hold>> {
     let mut all: Vec<Option<Hold>> = actions
         .iter()
         .map(|action| {
-            let hold = |unit| Hold { unit, first: false, last: false, ends: ends(action) };
+            let hold = |(unit, form)| Hold { unit, form, first: false, last: false, ends: ends(action) };
             needs(action).map(hold)
         })
         .collect();
     let mut held: Vec<&mut Hold> = all.iter_mut().flatten().collect();
-    for together in held.chunk_by_mut(|a, b| a.unit == b.unit) {
+    for together in held.chunk_by_mut(|a, b| (a.unit, a.form) == (b.unit, b.form)) {
         let ends = together.iter().any(|hold| hold.ends);
         together.iter_mut().for_each(|hold| hold.ends = ends);
         if let Some(hold) = together.first_mut() {

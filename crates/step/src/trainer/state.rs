@@ -5,6 +5,7 @@ use std::ops::Range;
 use plimsoll_device::{DType, Tensor};
 use plimsoll_model::convert::convert;
 use plimsoll_model::{BlockId, Parameter, Role};
+use plimsoll_parallel::Collectives;
 
 use super::{Part, Trainer};
 use crate::StepError;
@@ -100,7 +101,52 @@ impl Trainer<'_> {
         Ok((Contents::Device(vec![tensor.clone()]), tensor.dtype()))
     }
 
-    /// Shows a tensor's bytes, in order, part by part. Nothing is shown in a dry run.
+    /// Does something on the first rank, which may read all states and weights meanwhile. All ranks call it together: the others
+    /// send what the first one asks for, until the work is done, and give nothing.
+    pub fn on_first_rank<T, E: From<StepError>>(
+        &self,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<Option<T>, E> {
+        if self.communicator.rank() == 0 {
+            let outcome = work();
+            self.ask(None)?;
+            return outcome.map(Some);
+        }
+        let state = self.state()?;
+        while let Some((parameter, kind)) = self.asked()? {
+            let of = self.trained.get(parameter).map(|p| (p.block, p.role));
+            let tensor =
+                state.iter().find(|tensor| Some(tensor.parameter) == of && tensor.kind as u8 == kind);
+            let what = "the first rank asks for a state that this rank does not know";
+            self.send_shares(tensor.ok_or(StepError::Invariant { what })?)?;
+        }
+        Ok(None)
+    }
+
+    /// Has all ranks send their shares of a tensor to this one, the first; with none, has them go on.
+    fn ask(&self, tensor: Option<&NamedTensor>) -> Result<(), StepError> {
+        if self.communicator.is_alone() {
+            return Ok(());
+        }
+        let number = |tensor: &NamedTensor| {
+            let place = self.trained.iter().position(|p| (p.block, p.role) == tensor.parameter);
+            [place.map_or(0.0, |place| (place + 1) as f64), f64::from(tensor.kind as u8)]
+        };
+        self.communicator.gather_numbers(&tensor.map_or([0.0; 2], number))?;
+        Ok(())
+    }
+
+    /// What the first rank asks for: the place of the parameter, and the number of the kind.
+    fn asked(&self) -> Result<Option<(usize, u8)>, StepError> {
+        let asked = self.communicator.gather_numbers(&[0.0; 2])?;
+        Ok(match asked.first().map(Vec::as_slice) {
+            Some([place, kind]) if *place > 0.0 => Some((*place as usize - 1, *kind as u8)),
+            _ => None,
+        })
+    }
+
+    /// Shows a tensor's bytes, in order, part by part. Nothing is shown in a dry run. What ranks have shares of is read by the first
+    /// one, within [`Trainer::on_first_rank`].
     pub fn read_state(&self, tensor: &NamedTensor, look: &mut dyn FnMut(&[u8])) -> Result<(), StepError> {
         match self.is_shared_out(tensor) {
             true => self.read_shares(tensor, look),
@@ -122,7 +168,10 @@ impl Trainer<'_> {
 
     /// Whether each rank has its own rows of a tensor.
     fn is_shared_out(&self, tensor: &NamedTensor) -> bool {
-        tensor.kind != StateKind::Weight && self.shares_updates()
+        match (tensor.kind, tensor.parameter) {
+            (StateKind::Weight, (block, role)) => self.weights.shares(block, role),
+            _ => self.shares_updates(),
+        }
     }
 
     /// Whether a weight has an f32 master.
@@ -145,6 +194,12 @@ impl Trainer<'_> {
             if part.rows.is_empty() {
                 continue;
             }
+            if tensor.kind == StateKind::Weight {
+                let elements = (part.rows.end - part.rows.start) * p.columns();
+                let bytes = tensor.dtype.bytes_for(elements).unwrap_or(0);
+                all.push(Share { rank, bytes, part });
+                continue;
+            }
             let shapes = self.optimizer.shapes_of(p, &part.rows, self.has_master(p))?;
             let state = shapes.iter().find(|state| state.kind == tensor.kind);
             all.extend(state.map(|state| Share { rank, bytes: state.bytes(), part }));
@@ -152,29 +207,33 @@ impl Trainer<'_> {
         Ok(all)
     }
 
-    /// Has the first rank see a state of which each rank has its shares. All ranks call it, for the same tensors in the same
-    /// order; what the others have goes to the first rank.
+    /// Shows the first rank a tensor of which each rank has its shares.
     fn read_shares(&self, tensor: &NamedTensor, look: &mut dyn FnMut(&[u8])) -> Result<(), StepError> {
-        let (device, tiers, own) = (self.device, &*self.tiers, self.settings.ranks.rank);
+        if self.communicator.rank() != 0 {
+            return Err(StepError::Invariant { what: "a rank that is not the first reads what ranks share" });
+        }
+        self.ask(Some(tensor))?;
         for Share { rank, part, bytes } in self.shares_of_state(tensor)? {
-            if own != rank {
-                if own == 0 {
-                    let mut memory = vec![0; bytes.min(MESSAGE) as usize];
-                    for message in messages(bytes) {
-                        let into = memory.get_mut(..message).unwrap_or_default();
-                        self.communicator.receive_bytes(rank, into)?;
-                        look(into);
-                    }
-                }
+            if rank == 0 {
+                self.share_of_state(&part, tensor)?.read(self.device, &self.tiers, look)?;
                 continue;
             }
-            let contents = self.share_of_state(&part, tensor)?;
-            if own == 0 {
-                contents.read(device, tiers, look)?;
-                continue;
+            let mut memory = vec![0; bytes.min(MESSAGE) as usize];
+            for message in messages(bytes) {
+                let into = memory.get_mut(..message).unwrap_or_default();
+                self.communicator.receive_bytes(rank, into)?;
+                look(into);
             }
+        }
+        Ok(())
+    }
+
+    /// Sends the first rank this one's shares of a tensor.
+    fn send_shares(&self, tensor: &NamedTensor) -> Result<(), StepError> {
+        let own = self.communicator.rank();
+        for Share { part, .. } in self.shares_of_state(tensor)?.iter().filter(|share| share.rank == own) {
             let mut outcome = Ok(());
-            contents.read(device, tiers, &mut |bytes| {
+            self.share_of_state(part, tensor)?.read(self.device, &self.tiers, &mut |bytes| {
                 if outcome.is_ok() {
                     let mut messages = bytes.chunks(MESSAGE as usize);
                     outcome = messages.try_for_each(|message| self.communicator.send_bytes(0, message));
@@ -202,13 +261,22 @@ impl Trainer<'_> {
     /// Where a state of one of this rank's shares is.
     fn share_of_state(&self, part: &Part, tensor: &NamedTensor) -> Result<Contents, StepError> {
         let (block, role) = tensor.parameter;
-        let contents = self.optimizer.contents_of_part(part, tensor.kind);
+        let contents = match tensor.kind {
+            StateKind::Weight => self.weights.contents_of_part(part),
+            kind => self.optimizer.contents_of_part(part, kind),
+        };
         contents.ok_or(StepError::MissingWeight { block, role })
     }
 
-    /// Shows the bytes of a weight of the model, or of an adapter, in the type that it is stored in.
-    pub fn read_weight(&self, parameter: &Parameter, look: &mut dyn FnMut(&[u8])) -> Result<(), StepError> {
-        self.weight_contents(parameter)?.0.read(self.device, &self.tiers, look)
+    /// Shows the bytes of a weight of the model, or of an adapter, in the type that it is stored in. Where ranks share it, it is
+    /// trained and the first one reads it, within [`Trainer::on_first_rank`].
+    pub fn read_weight(&self, p: &Parameter, look: &mut dyn FnMut(&[u8])) -> Result<(), StepError> {
+        let (contents, dtype) = self.weight_contents(p)?;
+        if !self.weights.shares(p.block, p.role) {
+            return contents.read(self.device, &self.tiers, look);
+        }
+        let (name, shape, parameter) = (p.name.clone(), p.shape.clone(), (p.block, p.role));
+        self.read_shares(&NamedTensor { name, kind: StateKind::Weight, dtype, shape, parameter }, look)
     }
 
     /// The values of a parameter's f32 master, or of the weight itself where there is none.
@@ -217,12 +285,18 @@ impl Trainer<'_> {
         let masters = self.optimizer.masters(parameter);
         let rows: u64 = masters.iter().map(|(rows, _)| rows.end - rows.start).sum();
         let master = self.optimizer.contents(parameter, StateKind::Master);
-        let (contents, dtype) = match master.filter(|_| rows == parameter.rows()) {
-            Some(contents) => (contents, DType::F32),
-            None => self.weight_contents(parameter)?,
-        };
         let (mut bytes, mut out) = (Vec::new(), vec![0.0; parameter.elements() as usize]);
-        contents.read(self.device, &self.tiers, &mut |part| bytes.extend_from_slice(part))?;
+        let mut look = |part: &[u8]| bytes.extend_from_slice(part);
+        let dtype = match master.filter(|_| rows == parameter.rows()) {
+            Some(contents) => {
+                contents.read(self.device, &self.tiers, &mut look)?;
+                DType::F32
+            }
+            None => {
+                self.read_weight(parameter, &mut look)?;
+                self.weight_contents(parameter)?.1
+            }
+        };
         if !bytes.is_empty() {
             convert(dtype, &bytes, DType::F32, bytemuck::cast_slice_mut(&mut out))?;
         }

@@ -8,6 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::sync::Arc;
 
+use plimsoll_device::cpu::quantize;
 use plimsoll_device::{
     Cpu, CpuOptions, DType, Device, DeviceError, Dry, Due, Elementwise, IGNORED_TARGET, Lent, Op, Tensor,
     Transferred, Workspace,
@@ -164,6 +165,7 @@ pub fn write_values(values: &[f32], dtype: DType, out: &mut [u8]) {
                 cell.copy_from_slice(&half::f16::from_f32(*v).to_ne_bytes());
             }
         }
+        quantised if quantised.is_block() => quantize::quantize(quantised, values, out, 1).unwrap(),
         _ => {
             for (cell, v) in out.chunks_exact_mut(4).zip(values) {
                 cell.copy_from_slice(&v.to_ne_bytes());

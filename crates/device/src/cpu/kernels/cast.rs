@@ -16,7 +16,7 @@ pub(in crate::cpu) fn cast(exec: Exec<'_>, x: Floats<'_>, out: FloatsMut<'_>, ro
 }
 
 /// out = x for integers.
-pub(in crate::cpu) fn copy_u32(exec: Exec<'_>, x: &[u32], out: &mut [u32]) {
+pub(in crate::cpu) fn copy<T: Copy + Send + Sync>(exec: Exec<'_>, x: &[T], out: &mut [T]) {
     let tasks = out.len().div_ceil(PIECE);
     for_each_part(exec, tasks, Shared::new(out, PIECE), |task, out, _| {
         out.copy_from_slice(&x[task * PIECE..][..out.len()]);

@@ -9,11 +9,12 @@ use super::{Exec, Floats, FloatsMut, rows_per_task};
 use crate::cpu::matmul::dequantize;
 use crate::{DType, Rounding};
 
-/// out[n] = table[tokens[n]]; table [V, H] as it is stored, rows whole blocks of `dtype`, out [N, H], every token below V.
+/// out[n] = table[tokens[n] - first]; the table's `rows` from the first on `[V, H]` as they are stored, rows whole blocks of
+/// `dtype`, out [N, H]. What other tokens have stays as it is.
 pub(in crate::cpu) fn embedding(
     exec: Exec<'_>,
     tokens: &[u32],
-    table: &[u8],
+    (table, rows): (&[u8], Range<u64>),
     dtype: DType,
     out: FloatsMut<'_>,
 ) {
@@ -25,7 +26,11 @@ pub(in crate::cpu) fn embedding(
     for_each_part(exec, tasks, SharedFloats::new(out, task_rows * columns), |task, mut out, _| {
         let mut tile = Tile::new();
         for (row, &token) in tokens.iter().skip(task * task_rows).take(task_rows).enumerate() {
-            let embedding = &table[token as usize * row_bytes..][..row_bytes];
+            if !rows.contains(&u64::from(token)) {
+                continue;
+            }
+            let place = (u64::from(token) - rows.start) as usize;
+            let embedding = &table[place * row_bytes..][..row_bytes];
             let mut out = out.row(row, columns);
             for range in tiles(columns) {
                 let values = out.target(range.clone(), &mut tile);

@@ -11,7 +11,10 @@ pub(super) fn run(op: Elementwise<'_>, KernelCall { exec, t, .. }: KernelCall<'_
     match op {
         Elementwise::Fill { out, value } => fill(exec, t.floats_mut(out), value),
         Elementwise::Cast { x, out, .. } if x.dtype() == DType::U32 => {
-            cast::copy_u32(exec, t.u32s(x), t.u32s_mut(out));
+            cast::copy(exec, t.u32s(x), t.u32s_mut(out));
+        }
+        Elementwise::Cast { x, out, .. } if x.dtype() == DType::U8 => {
+            cast::copy(exec, t.bytes(x), t.bytes_mut(out));
         }
         Elementwise::Cast { x, out, rounding } => cast::cast(exec, t.floats(x), t.floats_mut(out), rounding),
         Elementwise::Add { a, b, out } => {

@@ -9,7 +9,13 @@ pub(super) fn run(op: Embedding<'_>, job: KernelCall<'_>) -> Result<(), String> 
     match op {
         Embedding::Lookup { tokens, table, out } => {
             in_table("token", t.u32s(tokens), table.rows(), None, table)?;
-            embedding(exec, t.u32s(tokens), t.bytes(table), table.dtype(), t.floats_mut(out));
+            let (rows, out) = (0..table.rows(), t.floats_mut(out));
+            embedding(exec, t.u32s(tokens), (t.bytes(table), rows), table.dtype(), out);
+        }
+        Embedding::LookupPiece { tokens, table, first_row, out } => {
+            // The check has found the last row to be below 2^32.
+            let (rows, out) = (first_row..first_row + table.rows(), t.floats_mut(out));
+            embedding(exec, t.u32s(tokens), (t.bytes(table), rows), table.dtype(), out);
         }
         Embedding::Backward { tokens, dout, dtable, first_row, rounding } => {
             // The check has found the last row to be below 2^32.

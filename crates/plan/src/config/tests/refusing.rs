@@ -191,8 +191,8 @@ fn what_this_version_does_not_have_is_refused_with_the_nearest() {
             "training.mixed_precision: e4m3 is not available in this version: both formats are used: E4M3 for weights and activations, E5M2 for gradients; use fp8",
         ),
         (
-            "parallel: {zero_stage: 3}",
-            "parallel.zero_stage: 3 is not available in this version: each rank has all weights; use 2",
+            "parallel: {sharding_strategy: hybrid_shard}",
+            "parallel.sharding_strategy: hybrid_shard is not available in this version: weights are shared by all ranks or by none; use full_shard",
         ),
         (
             "parallel: {tensor_parallel: 2}",

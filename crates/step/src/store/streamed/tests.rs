@@ -2,9 +2,12 @@
 
 use plimsoll_device::Dry;
 
+use plimsoll_disk::DiskError;
+
 use super::*;
 use crate::common::{biased, llama};
 use crate::store::Residency;
+use crate::tier::HomePart;
 use crate::{EvaluateSettings, Evaluator, MicroBatch, Precision};
 
 /// Tables of two pieces of 1024 rows and one of 1053.
@@ -47,8 +50,12 @@ fn rows_are_not_looked_for_behind_the_end_of_a_home() {
     let table = AwayParameter {
         parameter,
         dtype: DType::F32,
-        pieces: std::iter::once(0..4).collect(),
-        homes: vec![part],
+        pieces: vec![AwayPiece {
+            rows: 0..4,
+            shared: None,
+            own: 0..128,
+            contents: Contents::Homes(vec![part]),
+        }],
         in_file: None,
     };
     let needed = |row| match table.read_rows(&tiers, &[row], &mut [0; 32]) {

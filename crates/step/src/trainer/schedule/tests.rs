@@ -39,6 +39,7 @@ fn unit(unit: Unit) -> String {
 fn words(schedule: &Schedule) -> Vec<String> {
     let word = |entry: &Entry| match entry.action {
         Action::Embed { micro_batch } => format!("embed:{micro_batch}"),
+        Action::EmbedPiece { unit: of, .. } => format!("embed {}", unit(of)),
         Action::Forward { layer, micro_batch, .. } => format!("forward {layer}:{micro_batch}"),
         Action::Loss { micro_batch } => format!("loss:{micro_batch}"),
         Action::LossBegin { micro_batch } => format!("begin:{micro_batch}"),
@@ -64,7 +65,8 @@ fn words(schedule: &Schedule) -> Vec<String> {
 
 fn shape<'s>(parts: &'s Parts, segments: &'s [Range<u32>], micro_batches: usize) -> PassShape<'s> {
     let (loss, embedding) = (LossForm::Whole, EmbeddingGradient::Whole);
-    PassShape { segments, micro_batches, loss, embedding, parts, ranks: BetweenRanks::default() }
+    let ranks = BetweenRanks::default();
+    PassShape { segments, micro_batches, embedding_pieces: 0, loss, embedding, parts, ranks }
 }
 
 #[test]
@@ -157,7 +159,7 @@ fn adapters_are_updated_without_the_weights_beside_them() {
     let parts = Parts::new(&[adapter], Pieces::of_bytes(0, 1), &OptimizerSettings::default().kind, 1);
     let Completion::Update(numbers) = UPDATE else { return };
     let entries = [Action::Update { unit: Unit::Layer(0), part: 0, numbers }];
-    assert_eq!(Schedule::new(entries.to_vec(), &parts, BetweenRanks::default(), None).weights().count(), 0);
+    assert_eq!(Schedule::new(entries.to_vec(), &parts, BetweenRanks::default()).weights().count(), 0);
 }
 
 /// Every pass adds its gradients to the sums, and what is complete goes to all ranks and comes back as weights.
@@ -168,7 +170,7 @@ fn ranks_add_up_gradients_and_share_out_updates() {
         let shape = PassShape { ranks, ..shape(&parts, &[0..1, 1..2], 1) };
         words(&Schedule::pass(&shape, completion)).join(" | ")
     };
-    let ranks = BetweenRanks { sum_once: false, reduce_each_pass: true, share_updates: true };
+    let ranks = BetweenRanks { reduce_each_pass: true, share_updates: true, ..BetweenRanks::default() };
     let complete = of(ranks, Some(UPDATE));
     let layer = "backward 1:0 | reduce 1 | norm 1 | update 1/0 | update 1/1 | all-gather 1 | free 1";
     assert!(complete.contains(layer), "{complete}");
@@ -177,6 +179,38 @@ fn ranks_add_up_gradients_and_share_out_updates() {
     let once = of(replicated, Some(Completion::Keep));
     assert!(once.contains("backward 1:0 | sum 1 | norm 1 | backward 0:0"), "{once}");
     assert!(!of(replicated, None).contains("sum"));
+}
+
+/// A layer that ranks share comes whole for its products and is given back; what is updated is a rank's own rows. The next pass
+/// begins with the embedding.
+#[test]
+fn weights_that_ranks_share_come_whole_for_products_alone() {
+    let parts = parts(false);
+    let ranks =
+        BetweenRanks { sum_once: false, reduce_each_pass: true, share_updates: true, share_weights: true };
+    let loss = LossForm::Pieces(BlockId::Head, 2);
+    let shape = PassShape { ranks, embedding_pieces: 2, loss, ..shape(&parts, &[0..1, 1..2], 1) };
+    let schedule = Schedule::pass(&shape, Some(UPDATE));
+    let held = |entry: &Entry| {
+        let hold = entry.weights.filter(|hold| hold.first)?;
+        Some(format!("{} {:?}{}", unit(hold.unit), hold.form, if hold.ends { " changed" } else { "" }))
+    };
+    let held: Vec<String> = schedule.entries().iter().filter_map(held).collect();
+    let table =
+        |block: &str, form: &str| (0..2).map(|piece| format!("{block}.{piece} {form}")).collect::<Vec<_>>();
+    let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    let head = (0..2)
+        .flat_map(|piece| words(&[&format!("Head.{piece} Whole"), &format!("Head.{piece} Own changed")]));
+    let expected = [
+        table("Embedding", "Whole"),
+        words(&["0 Whole", "1 Whole"]),
+        table("Head", "Whole"),
+        head.collect(),
+        words(&["1 Whole", "1 Own changed", "0 Whole", "0 Own changed"]),
+        table("Embedding", "Own changed"),
+    ];
+    assert_eq!(held, expected.concat());
+    assert_eq!(schedule.weights().last(), Some(Unit::Piece(BlockId::Embedding, 0)));
 }
 
 /// Where each pass has gradients of its own, the backward pass holds none of those below the device.
