@@ -15,6 +15,7 @@ mod embedding;
 mod loss;
 mod magnitude;
 mod norm;
+mod pieced_attention;
 mod position;
 mod product;
 mod quantization;
@@ -31,6 +32,7 @@ pub use embedding::Embedding;
 pub use loss::{IGNORED_TARGET, Loss};
 pub use magnitude::Magnitude;
 pub use norm::Norm;
+pub use pieced_attention::{KeyPiece, PiecedAttention, Running};
 pub use position::Position;
 pub use product::{Compute, Product};
 pub use quantization::Quantization;
@@ -101,6 +103,8 @@ families! {
     Magnitude,
     /// RMSNorm and LayerNorm.
     Norm,
+    /// Attention by pieces of the keys.
+    PiecedAttention,
     /// Where a token stands.
     Position,
     /// Matrix products, and biases.

@@ -14,6 +14,11 @@ use crate::runs::DryRuns;
 use crate::shortage::{Resource, Shortage};
 use crate::training_plan::Machine;
 
+/// Tokens of a chunk of a sequence that is visited in chunks, at least: enough for thick products.
+const CHUNK: u64 = 2048;
+/// Chunks of a sequence at most: a plan takes every pair of them.
+const CHUNKS: u64 = 32;
+
 /// How much a change alters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -215,8 +220,9 @@ impl Question<'_> {
         let places = news(self.places(fits));
         let narrow = news(vec![self.narrow()]);
         let shorter = news(self.shorter().into_iter().collect());
+        let chunks = news(self.chunks(choice).into_iter().collect());
         let budgets = if fits { Vec::new() } else { self.budgets(choice) };
-        let mut list = [&budgets[..], &lossless, &places, &narrow, &shorter].concat();
+        let mut list = [&budgets[..], &lossless, &places, &narrow, &shorter, &chunks].concat();
         let mut bundles = vec![
             bundle(&[&lossless]),
             bundle(&[&places]),
@@ -225,6 +231,9 @@ impl Question<'_> {
             bundle(&[&lossless, &places, &narrow]),
             bundle(&[&lossless, &places, &narrow, &shorter]),
         ];
+        if !chunks.is_empty() {
+            bundles.extend([bundle(&[&places, &chunks]), bundle(&[&places, &narrow, &chunks])]);
+        }
         let methods = if fits { Vec::new() } else { self.methods() };
         for method in &methods {
             list.push(method.clone());
@@ -284,6 +293,25 @@ impl Question<'_> {
         let half = self.config.data.sequence_length() / 2;
         let sets = vec![set("data.sequence_length", &half.to_string())];
         (half >= 128).then(|| single("half the sequence length", sets))
+    }
+
+    /// Long sequences in chunks: the same but for the order of sums.
+    fn chunks(&self, choice: &Choice) -> Option<Change> {
+        let training = &self.config.training;
+        let length = self.config.data.sequence_length();
+        if training.sequence_chunk_tokens.is_some() || length < 2 * CHUNK {
+            return None;
+        }
+        let chunk = length.div_ceil(CHUNKS).next_multiple_of(CHUNK);
+        let mut sets = one_at_a_time(choice.sequences());
+        if training.gradient_checkpointing().set().is_some() {
+            sets.push(set("training.gradient_checkpointing", "full"));
+        }
+        if self.config.memory.offload.activations() == Auto::Set(OffloadTarget::Device) {
+            sets.push(set("memory.offload.activations", "auto"));
+        }
+        sets.push(set("training.sequence_chunk_tokens", &chunk.to_string()));
+        Some(single("sequences in chunks", sets))
     }
 
     /// Larger budgets for what there is enough of.

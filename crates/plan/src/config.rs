@@ -12,6 +12,7 @@ mod attention;
 mod availability;
 mod batch;
 mod changes;
+mod chunks;
 mod data;
 mod document;
 mod error;

@@ -32,6 +32,9 @@ const LOGITS_BYTES: u64 = 32 << 20;
 /// Choices within this share of the fastest one count as equally fast; the smallest of them is taken.
 pub(crate) const AS_FAST: f64 = 1.01;
 
+/// Tokens of a chunk below which a plan that is to need less does not go.
+const LEAST_CHUNK: u64 = 256;
+
 /// Micro-batches of a step up to which it is tried how many of them are best taken together: each such plan runs those of a
 /// pass dry.
 const MOST_TOGETHER: u64 = 32;
@@ -84,6 +87,7 @@ pub(crate) fn choose(
     runs: &DryRuns<'_>,
     limits: Limits,
 ) -> Result<Choice, StepError> {
+    let config = &*config.for_chunks();
     let ladder = ladder(config, runs.spec, method);
     let search = Search { config, method, runs, limits, ladder: &ladder };
     for offload in offloads(config) {
@@ -107,6 +111,7 @@ pub(crate) fn lightest_that_fits(
     runs: &DryRuns<'_>,
     limits: Limits,
 ) -> Result<Choice, StepError> {
+    let config = &*config.for_chunks();
     let ladder = ladder(config, runs.spec, method);
     let search = Search { config, method, runs, limits, ladder: &ladder };
     for offload in offloads(config) {
@@ -146,12 +151,17 @@ fn ladder(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod) -> Vec<
             for batch in batches(config).iter().filter_map(|batches| shortest(batches)) {
                 for form in lightest_forms(training) {
                     let settings = step_settings(config, spec, method, precision, form, batch.0);
-                    all.push((StepSettings { offload, ..settings }, batch.1));
+                    all.push((at_home(config, settings, offload), batch.1));
                 }
             }
         }
     }
     all
+}
+
+/// A step with its tensors on these tiers, and its sequences in chunks where they are to be.
+fn at_home(config: &RawConfig, settings: StepSettings, offload: Offload) -> StepSettings {
+    StepSettings { offload, sequence_chunk_tokens: config.sequence_chunk(), ..settings }
 }
 
 /// The batch of the fewest sequences.
@@ -180,7 +190,7 @@ impl Search<'_> {
     ) -> Wanted {
         let Search { config, method, runs, .. } = self;
         let settings = step_settings(config, runs.spec, method, precision, checkpointing, batch_size);
-        (StepSettings { offload, ..settings }, accumulation)
+        (at_home(config, settings, offload), accumulation)
     }
 
     /// The best of all candidates with an offload.
@@ -354,7 +364,10 @@ pub fn lighter_choices(
     sizes.dedup();
     let groups = Checkpointing::Selective(Group::ALL.into_iter().take(3).collect());
     let mut forms = vec![own.checkpointing];
-    forms.extend([groups, Checkpointing::Full, Checkpointing::Sqrt]);
+    // A sequence in chunks keeps the inputs of layers, whatever there is room for.
+    if own.chunk_tokens().is_none() {
+        forms.extend([groups, Checkpointing::Full, Checkpointing::Sqrt]);
+    }
     let lighter = |checkpointing, batch_size, offload, kept_layers| {
         let loss_chunk_tokens = own.loss_chunk_tokens.min(batch_size * own.sequence_length);
         let settings = StepSettings {
@@ -375,6 +388,11 @@ pub fn lighter_choices(
         made.into_iter().collect()
     };
     let mut wanted = Vec::new();
+    if let Some(half) = own.chunk_tokens().map(|chunk| chunk / 2).filter(|half| *half >= LEAST_CHUNK) {
+        let (settings, accumulation) =
+            lighter(own.checkpointing, own.batch_size, own.offload, KeptLayers::NONE);
+        wanted.push((StepSettings { sequence_chunk_tokens: Some(half), ..settings }, accumulation));
+    }
     let mut kepts = vec![own.kept_layers, KeptLayers::NONE];
     kepts.dedup();
     for kept_layers in kepts {
@@ -472,6 +490,15 @@ fn every_checkpointing() -> Vec<Checkpointing> {
 
 /// Pairs of batch size and accumulation that the user's words leave open, and those to turn to where none of them fits.
 fn batches(config: &RawConfig) -> Vec<Vec<(u64, u64)>> {
+    let mut all = every_batch(config);
+    if config.sequence_chunk().is_some() {
+        all.iter_mut().for_each(|batches| batches.retain(|(batch_size, _)| *batch_size == 1));
+        all.retain(|batches| !batches.is_empty());
+    }
+    all
+}
+
+fn every_batch(config: &RawConfig) -> Vec<Vec<(u64, u64)>> {
     let training = &config.training;
     let ranks = u64::from(config.parallel.ranks());
     let first = preferred_batches(training, ranks);
@@ -536,10 +563,10 @@ pub(crate) fn step_settings(
         document_starts: config.data.has_samples() && config.data.packing(),
         target_weights: config.data.has_samples(),
         mlp_chunk_tokens: training.mlp_chunk_tokens,
-        loss_chunk_tokens: training
-            .loss_chunk_tokens()
-            .set()
-            .unwrap_or_else(|| loss_chunk_tokens(spec.vocab_size, batch_size * sequence_length)),
+        loss_chunk_tokens: training.loss_chunk_tokens().set().unwrap_or_else(|| {
+            let tokens = config.sequence_chunk().unwrap_or(batch_size * sequence_length);
+            loss_chunk_tokens(spec.vocab_size, tokens)
+        }),
         optimizer: optimizer_settings(training),
         clipping: if clip > 0.0 { GradientClipping::GlobalNorm(clip) } else { GradientClipping::None },
         loss_scaling: (precision.activations == DType::F16).then(LossScaling::default),
@@ -559,6 +586,7 @@ pub(crate) fn step_settings(
         micro_batches_per_pass: training.micro_batches_per_pass().set().unwrap_or(1),
         ranks: Ranks { rank: config.rank, count: config.parallel.ranks() },
         sharding: config.parallel.sharding(),
+        sequence_chunk_tokens: None,
         seed: training.seed(),
     }
 }
@@ -601,5 +629,6 @@ pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
     training.loss_chunk_tokens = Some(Auto::Set(choice.settings.loss_chunk_tokens));
     training.micro_batches_per_pass = Some(Auto::Set(choice.settings.micro_batches_per_pass));
     training.attention = Some(Auto::Set(Attention(choice.settings.attention)));
+    training.sequence_chunk_tokens = choice.settings.sequence_chunk_tokens.or(training.sequence_chunk_tokens);
     resolved
 }

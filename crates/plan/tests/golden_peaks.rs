@@ -180,7 +180,7 @@ fn peaks_are_what_they_were() {
 }
 
 /// Forms that layers can take which the file's cases have not, or of too few layers.
-const OF_MANY_LAYERS: [(&str, &str); 28] = [
+const OF_MANY_LAYERS: [(&str, &str); 30] = [
     ("gemma-3-12b", "training.mixed_precision=bf16"),
     ("gemma-3-12b", "data.sequence_length=1024; memory.offload.parameters=disk"),
     ("gemma-3-12b", "data.sequence_length=1025; memory.offload.parameters=disk"),
@@ -229,6 +229,14 @@ const OF_MANY_LAYERS: [(&str, &str); 28] = [
         "parallel.data_parallel=8; parallel.zero_stage=3; training.mixed_precision=bf16; training.optimizer_in_backward=true; memory.offload.parameters=disk; memory.offload.gradients=disk; memory.offload.optimizer=disk",
     ),
     ("llama-2-7b", "parallel.data_parallel=3; parallel.zero_stage=3; training.method=qlora"),
+    (
+        "llama-2-7b",
+        "data.sequence_length=4096; training.sequence_chunk_tokens=1024; training.batch_size=1; training.gradient_checkpointing=full; training.gradient_accumulation_steps=3; memory.offload={parameters: disk, gradients: disk, optimizer: disk, activations: disk}",
+    ),
+    (
+        "qwen3-0.6b",
+        "data.sequence_length=2048; training.sequence_chunk_tokens=512; training.batch_size=1; training.gradient_checkpointing=full; memory.offload.activations=host",
+    ),
 ];
 
 #[test]

@@ -5,6 +5,7 @@
 //! queries and keys, I inner width.
 
 mod attention;
+mod keys;
 mod mlp;
 mod mover;
 mod parts;
@@ -23,6 +24,7 @@ use crate::store::BlockWeights;
 pub(crate) use mlp::SavedMlp;
 use parts::{Stream, add_part, after_backward, before, before_backward, before_mlp, project_raw};
 
+pub(crate) use keys::{Attend, Chunk, Keys, Turn, Visit, chunks};
 pub(crate) use mover::Mover;
 pub(crate) use saved::{Held, Qkv, Saved};
 

@@ -4,7 +4,7 @@ use plimsoll_device::{AttentionShape, Compute, DType, Device, Glu, Tensor};
 use plimsoll_model::{Activation, MlpSpec, ModelSpec};
 
 use crate::adapter::Dropout;
-use crate::block::Mover;
+use crate::block::{Chunk, Mover, Turn};
 use crate::linear::Multiply;
 use crate::rope::{RopeTable, RopeTables};
 use crate::settings::{AttentionKind, Precision};
@@ -35,6 +35,8 @@ pub(crate) struct Context<'a> {
     pub dropout: Option<Dropout>,
     /// Takes what is kept for the backward pass to where it waits, where that is not the device.
     pub away: Option<&'a Mover<'a>>,
+    /// The chunk of a sequence that these tokens are, where it is visited in chunks.
+    pub chunk: Option<Chunk<'a>>,
 }
 
 impl<'a> Context<'a> {
@@ -63,6 +65,7 @@ impl<'a> Context<'a> {
             mlp_chunk_tokens: None,
             dropout: None,
             away: None,
+            chunk: None,
         }
     }
 
@@ -77,12 +80,13 @@ impl<'a> Context<'a> {
         let window = own.into_iter().chain(asked).min();
         let attention = AttentionShape { window, block_sparse, ..self.attention };
         let mlp = self.spec.feed_forward(layer);
-        Context { rope: self.ropes.of(own.is_some()), attention, mlp, ..*self }
+        let chunk = self.chunk.map(|chunk| Chunk { turn: Turn { layer, ..chunk.turn }, ..chunk });
+        Context { rope: self.ropes.of(own.is_some()), attention, mlp, chunk, ..*self }
     }
 
     /// The same for tokens from `row` on.
     pub fn at_row(&self, row: u64) -> Context<'a> {
-        let dropout = self.dropout.map(|dropout| Dropout { first_row: row, ..dropout });
+        let dropout = self.dropout.map(|dropout| Dropout { first_row: dropout.first_row + row, ..dropout });
         Context { dropout, ..*self }
     }
 

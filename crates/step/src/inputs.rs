@@ -12,6 +12,7 @@ use crate::rope::RopeTables;
 use crate::settings::{MicroBatch, Precision};
 
 /// What the loss of N tokens is computed against, and its place.
+#[derive(Clone)]
 pub(crate) struct Labels {
     /// u32 [N]
     pub targets: Tensor,
@@ -32,6 +33,8 @@ pub(crate) struct Inputs<'m> {
     documents: Option<Tensor>,
     batch_size: u64,
     sequence_length: u64,
+    /// Tokens of the sequence before these.
+    past: u64,
 }
 
 impl<'m> Inputs<'m> {
@@ -43,6 +46,18 @@ impl<'m> Inputs<'m> {
         spec: &ModelSpec,
         batch_size: u64,
         sequence_length: u64,
+        document_end: Option<u32>,
+        micro_batch: &MicroBatch<'m>,
+    ) -> Result<Inputs<'m>, StepError> {
+        Inputs::upload_behind(device, spec, batch_size, (0, sequence_length), document_end, micro_batch)
+    }
+
+    /// The same with tokens that come behind `past` others of their sequence. Places in it are counted from its beginning.
+    pub fn upload_behind(
+        device: &dyn Device,
+        spec: &ModelSpec,
+        batch_size: u64,
+        (past, sequence_length): (u64, u64),
         document_end: Option<u32>,
         micro_batch: &MicroBatch<'m>,
     ) -> Result<Inputs<'m>, StepError> {
@@ -66,10 +81,10 @@ impl<'m> Inputs<'m> {
             (None, None) => None,
         };
         let (positions, documents) = match starts {
-            None => (positions(device, batch_size, sequence_length, 0)?, None),
+            None => (positions(device, batch_size, sequence_length, past)?, None),
             Some(starts) => {
                 let (positions, documents) = (alloc("positions")?, alloc("documents")?);
-                write_u32(device, &positions, &positions_within(&starts, sequence_length)?)?;
+                write_u32(device, &positions, &positions_within(&starts, (past, sequence_length))?)?;
                 write_u32(device, &documents, &starts)?;
                 (positions, Some(documents))
             }
@@ -86,7 +101,7 @@ impl<'m> Inputs<'m> {
             }
         };
         let labels = Labels { targets, losses, weights };
-        Ok(Inputs { tokens, ids, labels, positions, documents, batch_size, sequence_length })
+        Ok(Inputs { tokens, ids, labels, positions, documents, batch_size, sequence_length, past })
     }
 
     /// The context of blocks that see these tokens and no others.
@@ -98,7 +113,7 @@ impl<'m> Inputs<'m> {
         ropes: &'a RopeTables,
     ) -> Context<'a> {
         let length = self.sequence_length;
-        let shape = attention_shape(spec, self.batch_size, length, 0, length);
+        let shape = attention_shape(spec, self.batch_size, length, self.past, length);
         let ctx = Context::new(device, spec, precision, ropes, &self.positions, shape);
         Context { documents: self.documents.as_ref(), ..ctx }
     }
@@ -133,7 +148,7 @@ pub(crate) fn check_tokens(spec: &ModelSpec, tokens: &[u32]) -> Result<(), StepE
 
 /// For every token of the sequences, the place in its sequence where its document begins: `end` is a document's last
 /// token, and a sequence begins one of its own.
-fn starts_after(tokens: &[u32], sequence_length: u64, end: u32) -> Vec<u32> {
+pub(crate) fn starts_after(tokens: &[u32], sequence_length: u64, end: u32) -> Vec<u32> {
     let mut starts = Vec::with_capacity(tokens.len());
     for sequence in tokens.chunks(sequence_length.max(1) as usize) {
         let mut start = 0;
@@ -148,9 +163,12 @@ fn starts_after(tokens: &[u32], sequence_length: u64, end: u32) -> Vec<u32> {
 }
 
 /// The position of every token in its document.
-fn positions_within(starts: &[u32], sequence_length: u64) -> Result<Vec<u32>, StepError> {
+pub(crate) fn positions_within(
+    starts: &[u32],
+    (past, sequence_length): (u64, u64),
+) -> Result<Vec<u32>, StepError> {
     let within = |(i, start): (u64, &u32)| {
-        let place = (i % sequence_length.max(1)) as u32;
+        let place = (past + i % sequence_length.max(1)) as u32;
         place.checked_sub(*start).ok_or(StepError::DocumentStart { place, start: *start })
     };
     (0..).zip(starts).map(within).collect()
@@ -203,7 +221,7 @@ mod tests {
         let starts = |tokens: &[u32]| starts_after(tokens, 5, 9);
         assert_eq!(starts(&[1, 9, 2, 3, 9, 4, 5, 9, 9, 6]), [0, 0, 2, 2, 2, 0, 0, 0, 3, 4]);
         assert_eq!(starts(&[1, 2, 3, 4, 5]), [0; 5]);
-        assert_eq!(positions_within(&[0, 0, 2, 2, 4, 0], 5).unwrap(), [0, 1, 0, 1, 0, 0]);
-        assert!(positions_within(&[0, 2], 5).unwrap_err().to_string().contains("token 1"));
+        assert_eq!(positions_within(&[0, 0, 2, 2, 4, 0], (0, 5)).unwrap(), [0, 1, 0, 1, 0, 0]);
+        assert!(positions_within(&[0, 2], (0, 5)).unwrap_err().to_string().contains("token 1"));
     }
 }

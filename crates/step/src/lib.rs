@@ -45,8 +45,8 @@ pub use optimizer::{
 };
 pub use policy::{Checkpointing, Compression, Group, Groups, LayerPolicy, Save, SavePolicy};
 pub use settings::{
-    Adapters, AttentionKind, GradientClipping, KeptLayers, Linears, LossScaling, MicroBatch, NormSource,
-    Offload, Precision, Ranks, Sharding, StepSettings, TrainingMethod, UpdateTiming, ZeroStage,
+    Adapters, AttentionKind, GradientClipping, KeptLayers, Linears, LossScaling, MOST_CHUNKS, MicroBatch,
+    NormSource, Offload, Precision, Ranks, Sharding, StepSettings, TrainingMethod, UpdateTiming, ZeroStage,
 };
 pub use store::{Residency, WeightOffload, WeightStorage};
 pub use trainer::{NamedTensor, Numbers, StepOutcome, StepProgress, Trainer};

@@ -11,15 +11,44 @@ use crate::StepError;
 pub(crate) struct RopeTables {
     global: Option<RopeTable>,
     local: Option<RopeTable>,
+    /// u32 `[N]`: the row that each token has, where it is not that of its position.
+    rows: Option<Tensor>,
 }
 
 impl RopeTables {
     /// The tables for positions `0..positions`.
     pub fn new(device: &dyn Device, spec: &ModelSpec, positions: u64) -> Result<Self, StepError> {
+        RopeTables::of_rows(device, spec, positions, (positions, &|row| row), None)
+    }
+
+    /// Those of some tokens of a sequence of `length`: a row for each of `count` tokens, which `position` knows.
+    pub fn of_tokens(
+        device: &dyn Device,
+        spec: &ModelSpec,
+        length: u64,
+        tokens: (u64, &dyn Fn(u64) -> u64),
+    ) -> Result<Self, StepError> {
+        let rows = crate::inputs::positions(device, 1, tokens.0, 0)?;
+        RopeTables::of_rows(device, spec, length, tokens, Some(rows))
+    }
+
+    fn of_rows(
+        device: &dyn Device,
+        spec: &ModelSpec,
+        length: u64,
+        tokens: (u64, &dyn Fn(u64) -> u64),
+        rows: Option<Tensor>,
+    ) -> Result<Self, StepError> {
         let table = |rope: &Option<RopeSpec>| -> Result<Option<RopeTable>, StepError> {
-            rope.as_ref().map(|rope| RopeTable::new(device, rope, positions)).transpose()
+            rope.as_ref().map(|rope| RopeTable::new(device, rope, length, tokens)).transpose()
         };
-        Ok(RopeTables { global: table(&spec.attention.rope)?, local: table(&spec.attention.local_rope)? })
+        let (global, local) = (table(&spec.attention.rope)?, table(&spec.attention.local_rope)?);
+        Ok(RopeTables { global, local, rows })
+    }
+
+    /// The rows of the tokens, where these are not their positions.
+    pub fn rows(&self) -> Option<&Tensor> {
+        self.rows.as_ref()
     }
 
     /// The table of layers with or without a window.
@@ -39,16 +68,22 @@ pub(crate) struct RopeTable {
 }
 
 impl RopeTable {
-    /// The table for positions `0..positions`.
-    pub fn new(device: &dyn Device, rope: &RopeSpec, positions: u64) -> Result<Self, StepError> {
-        let sizes = [positions, rope.dims / 2];
+    /// A row for each of so many tokens of a sequence of `length`, whose positions `position` knows.
+    fn new(
+        device: &dyn Device,
+        rope: &RopeSpec,
+        length: u64,
+        (count, position): (u64, &dyn Fn(u64) -> u64),
+    ) -> Result<Self, StepError> {
+        let sizes = [count, rope.dims / 2];
         let cos = device.alloc(DType::F32, &sizes, Tag::Workspace, "rope.cos")?;
         let sin = device.alloc(DType::F32, &sizes, Tag::Workspace, "rope.sin")?;
-        let (frequencies, magnitude) = rope.frequencies(positions);
+        let (frequencies, magnitude) = rope.frequencies(length);
         for (table, function) in [(&cos, f64::cos as fn(f64) -> f64), (&sin, f64::sin)] {
             device.write(table, &mut |bytes| {
                 let rows = bytes.chunks_exact_mut(4 * frequencies.len().max(1));
-                for (position, row) in rows.enumerate() {
+                for (token, row) in (0..).zip(rows) {
+                    let position = position(token);
                     for (cell, frequency) in row.chunks_exact_mut(4).zip(&frequencies) {
                         // Angles are f32 products, as in the implementations that models were trained with.
                         let angle = f64::from(position as f32 * frequency);

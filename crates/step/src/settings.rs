@@ -7,7 +7,7 @@ use plimsoll_device::{BlockSparse, Compute, DType};
 use plimsoll_memory::Tier;
 use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeights};
 
-use crate::{Checkpointing, Compression, OptimizerSettings};
+use crate::{Checkpointing, Compression, OptimizerSettings, StepError};
 
 /// Storage types of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -235,6 +235,9 @@ impl Sharding {
     }
 }
 
+/// Chunks of a sequence at most: every one of them sees all before it, which a plan counts one by one.
+pub const MOST_CHUNKS: u64 = 1024;
+
 /// Everything that shapes a training step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepSettings {
@@ -282,6 +285,9 @@ pub struct StepSettings {
     pub ranks: Ranks,
     /// What ranks share out between them, where there are several.
     pub sharding: Sharding,
+    /// A sequence that is longer is visited in chunks of so many tokens: each layer takes one chunk after the other, and what a
+    /// chunk leaves waits where activations do, below the device. The memory of the device does not grow with the sequence.
+    pub sequence_chunk_tokens: Option<u64>,
     /// Seed of stochastic rounding and dropout.
     pub seed: u64,
 }
@@ -360,6 +366,7 @@ impl StepSettings {
             micro_batches_per_pass: 1,
             ranks: Ranks::default(),
             sharding: Sharding::default(),
+            sequence_chunk_tokens: None,
             seed: 0,
         }
     }
@@ -368,6 +375,36 @@ impl StepSettings {
     pub fn layer_input_bytes(&self, spec: &ModelSpec) -> u64 {
         let tokens = self.batch_size * self.sequence_length * self.micro_batches_per_pass;
         self.precision.activations.bytes_for(tokens * spec.hidden_size).unwrap_or(u64::MAX)
+    }
+
+    /// Tokens of a chunk, where a sequence is visited in several.
+    pub fn chunk_tokens(&self) -> Option<u64> {
+        self.sequence_chunk_tokens.filter(|chunk| *chunk < self.sequence_length)
+    }
+
+    /// What stands in the way of visiting sequences in chunks, if they are.
+    pub(crate) fn check_chunks(&self) -> Result<(), StepError> {
+        let what = match self.chunk_tokens() {
+            None => return Ok(()),
+            Some(0) => "a chunk of a sequence has no tokens",
+            Some(chunk) if self.sequence_length.div_ceil(chunk) > MOST_CHUNKS => {
+                "a sequence has too many chunks"
+            }
+            Some(_) if self.batch_size != 1 || self.micro_batches_per_pass > 1 => {
+                "sequences in chunks come one at a time"
+            }
+            Some(_) if self.offload.activations == Tier::Device || self.kept_layers.activations > 0 => {
+                "what chunks of a sequence leave waits below the device"
+            }
+            Some(_) if self.checkpointing != Checkpointing::Full || self.compression != Compression::None => {
+                "chunks of a sequence keep the inputs of layers alone, as they are"
+            }
+            Some(_) if self.attention == AttentionKind::Standard => {
+                "scores of a sequence in chunks are not written out"
+            }
+            Some(_) => return Ok(()),
+        };
+        Err(StepError::Invariant { what })
     }
 
     /// Bytes that a token of a [`MicroBatch`] takes on the host.

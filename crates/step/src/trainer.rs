@@ -23,7 +23,7 @@ use plimsoll_parallel::{Collectives, Communicator, Deal};
 
 use crate::StepError;
 use crate::adapter::Dropout;
-use crate::block::Mover;
+use crate::block::{Keys, Mover};
 use crate::gradients::{Gradients, LookedUp, OnTier};
 use crate::head::Head;
 use crate::loss_scale::LossScale;
@@ -60,11 +60,14 @@ pub struct Trainer<'a> {
     optimizer: Optimizer<'a>,
     /// Moves activations to the tier that they wait on.
     mover: Option<Rc<Mover<'a>>>,
+    /// Keys and values of a sequence that is visited in chunks.
+    keys: Option<Rc<Keys<'a>>>,
     /// What is measured and updated at once.
     parts: Rc<Parts>,
     /// The rows of each piece of the head's table, where its weights or gradients come in pieces.
     loss_pieces: Option<Vec<Range<u64>>>,
-    ropes: Rc<RopeTables>,
+    /// Of whole sequences; chunks have their own.
+    ropes: Option<Rc<RopeTables>>,
     /// What the device finds out in a step.
     numbers: Numbers,
     progress: StepProgress,
@@ -129,6 +132,7 @@ impl<'a> Trainer<'a> {
         settings: StepSettings,
         communicator: &'a dyn Communicator,
     ) -> Result<Self, StepError> {
+        settings.check_chunks()?;
         let precision = settings.precision;
         let ranks = communicator.size();
         if (settings.ranks != Ranks { rank: communicator.rank(), count: ranks }) {
@@ -175,21 +179,33 @@ impl<'a> Trainer<'a> {
         let totals: Option<OwnParts<'_>> = each_pass.then_some(&own_parts);
         let on_tier = OnTier { tiers: &tiers, tier: offload.gradients, stays: &stays_there, totals };
         let buffers = match (settings.update, spec.tie_word_embeddings) {
-            // One in use, one on its way and one on its way back.
+            // One in use, one on its way and one on its way back. The chunks of a sequence have pieces of tables in turn.
             (UpdateTiming::AfterBackward, _) => 3,
+            _ if settings.chunk_tokens().is_some() => 3,
             // Nothing but the pieces of a tied table is kept.
             (UpdateTiming::InBackward(_), tied) => 1 + usize::from(tied),
         };
         let (dtype, cut_in) = (precision.gradients, (cut, buffers));
         let gradients = Gradients::new(device, &trained, dtype, on_tier, cut_in)?;
         device.enter(Phase::Setup, None);
-        let ropes = Rc::new(RopeTables::new(device, &spec, settings.sequence_length)?);
+        let (length, chunk) = (settings.sequence_length, settings.chunk_tokens());
+        let ropes = match chunk {
+            None => Some(Rc::new(RopeTables::new(device, &spec, length)?)),
+            Some(_) => None,
+        };
         let numbers = Numbers::new(device, parts.count(), ranks::shares_sums(&settings))?;
         let (block, role) = Head::table(spec.tie_word_embeddings);
         let loss_pieces = weights.pieces(block, role).or_else(|| gradients.pieces(block, role));
         let mover = match offload.activations {
             Tier::Device => None,
             tier => Some(Rc::new(Mover::new(device, &tiers, tier)?)),
+        };
+        let keys = match chunk {
+            None => None,
+            Some(chunk) => {
+                let (tier, dtype) = (offload.activations, precision.activations);
+                Some(Rc::new(Keys::new(device, &tiers, tier, &spec, dtype, (length, chunk))?))
+            }
         };
         let loss_scale = settings.loss_scaling.map(LossScale::new);
         let progress = StepProgress { loss_scale, ..StepProgress::default() };
@@ -208,6 +224,7 @@ impl<'a> Trainer<'a> {
             gradients,
             optimizer,
             mover,
+            keys,
             ropes,
             numbers,
             progress,

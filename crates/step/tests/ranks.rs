@@ -199,6 +199,12 @@ fn cases() -> Vec<StepSettings> {
             optimizer: with_kind(OptimizerKind::AdamMini(AdamSettings::default())),
             ..base.clone()
         },
+        StepSettings {
+            sequence_chunk_tokens: Some(5),
+            checkpointing: Checkpointing::Full,
+            offload: Offload { activations: Tier::Disk, ..Offload::NONE },
+            ..base.clone()
+        },
         StepSettings { micro_batches_per_pass: 2, ..base },
     ]
 }

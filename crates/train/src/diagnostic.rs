@@ -46,14 +46,17 @@ impl Diagnostic {
         (step, lr, windows): (u64, f64, u64),
         error: &StepError,
     ) -> Diagnostic {
+        let several = trainer.settings().ranks.count > 1;
         let outputs = micro_batches.iter().enumerate().map(|(micro_batch, batch)| {
             // Another error here would hide the one that is being looked into.
             let block = trainer.first_bad_output(batch).ok().flatten()?;
             Some(BadOutput { micro_batch, block: block.to_string() })
         });
-        // All are looked at: ranks that share weights bring them together.
-        let all: Vec<Option<BadOutput>> = outputs.collect();
-        let first_bad_output = all.into_iter().flatten().next();
+        let first_bad_output = match several {
+            // All are looked at: ranks that share weights bring them together.
+            true => outputs.collect::<Vec<_>>().into_iter().flatten().next(),
+            false => outputs.flatten().next(),
+        };
         let first_bad_gradient = match error {
             StepError::NotFinite { block, .. } => block.map(|block| block.to_string()),
             StepError::NotFiniteWithin { block } => Some(block.to_string()),

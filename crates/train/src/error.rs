@@ -26,11 +26,13 @@ pub enum TrainError {
     Ranks(#[from] CommunicationError),
     /// Ranks do not train on the same.
     #[error(
-        "rank {rank} reads other training data than rank 0: data.train and the tokenizer must be the same files on every machine"
+        "rank {rank} reads other data than rank 0: {key} and the tokenizer must be the same files on every machine"
     )]
     OtherData {
         /// Which rank.
         rank: u32,
+        /// The data that differ.
+        key: &'static str,
     },
     /// The device failed.
     #[error(transparent)]

@@ -114,10 +114,17 @@ impl Prepared {
                 Prepared::open(config, origin, folder, resumed, false)?
             }
         };
-        let identity = splitmix_of(&prepared.train.identity());
-        let all = ranks.gather_numbers(&[identity])?;
-        match (0..).zip(&all).find(|(_, own)| own.first() != Some(&identity)) {
-            Some((rank, _)) if ranks.rank() == 0 => Err(TrainError::OtherData { rank }),
+        let validation = prepared.validation.as_ref().map(|validation| validation.identity());
+        let own = [prepared.train.identity(), validation.unwrap_or_default()].map(|text| splitmix_of(&text));
+        let all = ranks.gather_numbers(&own)?;
+        match (0..).zip(&all).find(|(_, other)| other[..] != own) {
+            Some((rank, other)) if ranks.rank() == 0 => {
+                let is_train = other.first() != own.first();
+                Err(TrainError::OtherData {
+                    rank,
+                    key: if is_train { "data.train" } else { "data.validation" },
+                })
+            }
             _ => Ok(prepared),
         }
     }

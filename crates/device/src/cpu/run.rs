@@ -7,6 +7,7 @@ mod embedding;
 mod loss;
 mod magnitude;
 mod norm;
+mod pieced_attention;
 mod position;
 mod product;
 mod quantization;
@@ -40,6 +41,7 @@ pub(super) fn run(op: Op<'_>, job: KernelCall<'_>) -> Result<(), String> {
         Op::Embedding(op) => return embedding::run(op, job),
         Op::Loss(op) => return loss::run(op, job),
         Op::Magnitude(op) => magnitude::run(op, job),
+        Op::PiecedAttention(op) => pieced_attention::run(op, job),
         Op::Norm(op) => norm::run(op, job),
         Op::Position(op) => return position::run(op, job),
         Op::Product(op) => product::run(op, job),

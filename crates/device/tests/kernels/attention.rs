@@ -117,7 +117,7 @@ fn documents(s: &AttentionShape, kind: u64) -> Vec<u64> {
 }
 
 /// Shapes and the documents of their sequences, none where there are none.
-fn cases() -> Vec<(AttentionShape, Vec<u64>)> {
+pub fn cases() -> Vec<(AttentionShape, Vec<u64>)> {
     let plain = shapes().into_iter().chain(sparse_shapes());
     let mut all: Vec<_> = plain.map(|s| (s, Vec::new())).collect();
     let packed = [
@@ -198,7 +198,7 @@ fn probabilities(s: &AttentionShape, documents: &[u64], q: &[f64], k: &[f64]) ->
 }
 
 /// The sums of dout * out over each head of each row.
-fn deltas(s: &AttentionShape, out: &[f64], dout: &[f64]) -> Vec<f64> {
+pub fn deltas(s: &AttentionShape, out: &[f64], dout: &[f64]) -> Vec<f64> {
     let row = |n: u64| -> f64 {
         let (batch, head, i) = (n / s.q_len / s.heads, n / s.q_len % s.heads, n % s.q_len);
         let at = |t| query(s, batch, i, head, t);
@@ -208,7 +208,7 @@ fn deltas(s: &AttentionShape, out: &[f64], dout: &[f64]) -> Vec<f64> {
 }
 
 /// Gradients of q, k and v.
-fn backward(
+pub fn backward(
     s: &AttentionShape,
     documents: &[u64],
     [q, k, v, dout]: [&[f64]; 4],
@@ -235,7 +235,7 @@ fn backward(
 }
 
 /// q, k and v; scores of a spread that makes some probabilities large.
-fn inputs(s: &AttentionShape, dtype: DType) -> [Operand; 3] {
+pub fn inputs(s: &AttentionShape, dtype: DType) -> [Operand; 3] {
     let [n, m] = [s.batch * s.q_len, s.batch * s.kv_capacity].map(|n| n as usize);
     let [qw, kw] = [s.heads * s.head_dim, s.kv_heads * s.head_dim].map(|n| n as usize);
     [
@@ -245,18 +245,18 @@ fn inputs(s: &AttentionShape, dtype: DType) -> [Operand; 3] {
     ]
 }
 
-fn tolerance(compute: Compute) -> f64 {
+pub fn tolerance(compute: Compute) -> f64 {
     match compute {
         Compute::F32 => 6e-6,
         Compute::Bf16 => 3e-2,
     }
 }
 
-const KINDS: [(DType, Compute); 3] =
+pub const KINDS: [(DType, Compute); 3] =
     [(DType::F32, Compute::F32), (DType::Bf16, Compute::F32), (DType::Bf16, Compute::Bf16)];
 
 /// The operand that says where documents begin; of no use where there are none.
-fn starts(documents: &[u64]) -> Operand {
+pub fn starts(documents: &[u64]) -> Operand {
     let values: Vec<f64> = documents.iter().map(|first| *first as f64).collect();
     Operand::new(DType::U32, &[documents.len().max(1)], values.into_iter().chain([0.0]))
 }

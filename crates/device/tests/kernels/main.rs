@@ -14,6 +14,7 @@ mod linear;
 mod loss;
 mod norms;
 mod optimizer;
+mod pieced_attention;
 mod pieces;
 mod reference;
 mod step_numbers;

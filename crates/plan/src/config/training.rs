@@ -76,6 +76,9 @@ section! {
         loss_chunk_tokens: Auto<u64> = Auto::Auto, COUNT;
         /// The feed-forward parts take at most this many tokens at once, and compute them again in the backward pass.
         mlp_chunk_tokens: u64, "all tokens at once", COUNT;
+        /// A sequence that is longer is visited in chunks of so many tokens: each layer takes one chunk after the other, and what
+        /// they leave waits below the device, so that its memory does not grow with the sequence.
+        sequence_chunk_tokens: u64, "whole sequences", COUNT;
         /// Micro-batches that go through a block before the next block's turn: what is offloaded is brought once for all of
         /// them, and the activations of all are kept.
         micro_batches_per_pass: Auto<u64> = Auto::Auto, MICRO_BATCHES;

@@ -187,6 +187,7 @@ impl RawConfig {
         self.check_in_backward(errors);
         self.check_fp16(errors);
         self.check_block_sparse(errors);
+        self.check_chunks(errors);
         if training.mixed_precision() != Auto::Set(MixedPrecision::F32) {
             return;
         }

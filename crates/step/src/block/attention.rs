@@ -81,12 +81,16 @@ fn in_rows(x: &Tensor, norm: &Norm<'_>) -> Result<Tensor, StepError> {
 fn rotate(ctx: &Context<'_>, x: &Tensor, inverse: bool) -> Result<(), StepError> {
     let Some(RopeTable { cos, sin }) = ctx.rope else { return Ok(()) };
     let head_dim = ctx.attention.head_dim;
-    ctx.device.run(Position::Rope { x, positions: ctx.positions, cos, sin, head_dim, inverse })?;
+    let positions = ctx.ropes.rows().unwrap_or(ctx.positions);
+    ctx.device.run(Position::Rope { x, positions, cos, sin, head_dim, inverse })?;
     Ok(())
 }
 
 /// Attention of the queries over the keys and values.
 pub(super) fn attend(ctx: &Context<'_>, qkv: &Qkv) -> Result<Attended, StepError> {
+    if let Some(chunk) = ctx.chunk {
+        return chunk.keys.attend(chunk.turn, ctx, qkv);
+    }
     let shape = ctx.attention;
     let out =
         ctx.device.alloc(ctx.activations, &[qkv.q.rows(), qkv.q.columns()], Tag::Attention, "attention")?;
@@ -144,34 +148,12 @@ pub(super) fn backward(
     let through = o_proj.backward_weight(ctx, gradients, dx, &attended.out)?;
     let dout = alloc(&attended.out, "dattention")?;
     o_proj.backward_input(ctx, through, dx, &dout, false)?;
-    let (dq, dk, dv) = (alloc(&qkv.q, "dq")?, alloc(&qkv.k, "dk")?, alloc(&qkv.v, "dv")?);
-    let delta = device.alloc(DType::F32, attended.lse.shape().dims(), Tag::Attention, "delta")?;
-    let sums = match ctx.activations {
-        DType::F32 => None,
-        _ => {
-            let elements = dq.elements() + dk.elements() + dv.elements();
-            Some(device.alloc(DType::F32, &[elements], Tag::Workspace, "dqkv.sums")?)
-        }
+    let raw = qkv.raw.clone();
+    let [dq, dk, dv] = match ctx.chunk {
+        Some(chunk) => chunk.keys.backward(chunk.turn, ctx, &qkv, &attended, &dout)?,
+        None => whole_backward(ctx, &qkv, &attended, &dout)?,
     };
-    device.run(Attention::Backward {
-        q: &qkv.q,
-        k: &qkv.k,
-        v: &qkv.v,
-        documents: ctx.documents,
-        out: &attended.out,
-        lse: &attended.lse,
-        probabilities: attended.probabilities.as_ref(),
-        dout: &dout,
-        delta: &delta,
-        sums: sums.as_ref(),
-        dq: &dq,
-        dk: &dk,
-        dv: &dv,
-        shape: ctx.attention,
-        compute: ctx.compute,
-    })?;
-    let raw = qkv.raw;
-    drop((delta, sums, dout, attended, qkv.q, qkv.k, qkv.v));
+    drop((dout, attended, qkv));
     rotate(ctx, &dq, true)?;
     rotate(ctx, &dk, true)?;
     let [dq, dk] = match raw {
@@ -195,4 +177,44 @@ pub(super) fn backward(
         dnormed = Some(out);
     }
     dnormed.ok_or(StepError::MissingWeight { block: weights.block(), role: Role::QProj })
+}
+
+/// The gradients of queries, keys and values, of sequences that are there as a whole.
+fn whole_backward(
+    ctx: &Context<'_>,
+    qkv: &Qkv,
+    attended: &Attended,
+    dout: &Tensor,
+) -> Result<[Tensor; 3], StepError> {
+    let device = ctx.device;
+    let alloc = |like: &Tensor, name| {
+        device.alloc(ctx.activations, &[like.rows(), like.columns()], Tag::Attention, name)
+    };
+    let (dq, dk, dv) = (alloc(&qkv.q, "dq")?, alloc(&qkv.k, "dk")?, alloc(&qkv.v, "dv")?);
+    let delta = device.alloc(DType::F32, attended.lse.shape().dims(), Tag::Attention, "delta")?;
+    let sums = match ctx.activations {
+        DType::F32 => None,
+        _ => {
+            let elements = dq.elements() + dk.elements() + dv.elements();
+            Some(device.alloc(DType::F32, &[elements], Tag::Workspace, "dqkv.sums")?)
+        }
+    };
+    device.run(Attention::Backward {
+        q: &qkv.q,
+        k: &qkv.k,
+        v: &qkv.v,
+        documents: ctx.documents,
+        out: &attended.out,
+        lse: &attended.lse,
+        probabilities: attended.probabilities.as_ref(),
+        dout,
+        delta: &delta,
+        sums: sums.as_ref(),
+        dq: &dq,
+        dk: &dk,
+        dv: &dv,
+        shape: ctx.attention,
+        compute: ctx.compute,
+    })?;
+    Ok([dq, dk, dv])
 }

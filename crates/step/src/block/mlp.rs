@@ -4,6 +4,7 @@
 use plimsoll_device::{Activation, DeviceExt, Tensor};
 use plimsoll_model::Role;
 
+use super::mover::Mover;
 use super::parts::activation_tensor;
 use super::saved::{Held, Inner};
 use crate::StepError;
@@ -29,10 +30,10 @@ impl SavedMlp {
     }
 
     /// Begins to bring back what is away.
-    pub fn fetch(&mut self, ctx: &Context<'_>) -> Result<(), StepError> {
-        self.norm.fetch(ctx)?;
-        self.inner.fetch(ctx)?;
-        self.activation.fetch(ctx)
+    pub fn fetch(&mut self, away: Option<&Mover<'_>>) -> Result<(), StepError> {
+        self.norm.fetch(away)?;
+        self.inner.fetch(away)?;
+        self.activation.fetch(away)
     }
 }
 

@@ -4,7 +4,7 @@ use plimsoll_device::{DType, DeviceExt, Quantization, Tensor};
 use plimsoll_memory::Tag;
 
 use super::mlp::SavedMlp;
-use super::mover::Stored;
+use super::mover::{Mover, Stored};
 use crate::StepError;
 use crate::context::Context;
 use crate::norm::{Normed, Statistics};
@@ -26,20 +26,20 @@ pub(crate) struct Saved {
 
 impl Saved {
     /// Begins to bring back what is away.
-    pub fn fetch(&mut self, ctx: &Context<'_>) -> Result<(), StepError> {
-        self.input.fetch(ctx)?;
-        self.attention_norm.fetch(ctx)?;
-        self.qkv.fetch(ctx)?;
-        self.attention.fetch(ctx)?;
-        self.middle.fetch(ctx)?;
-        self.mlp.fetch(ctx)?;
-        self.mlp_out.fetch(ctx)
+    pub fn fetch(&mut self, away: Option<&Mover<'_>>) -> Result<(), StepError> {
+        self.input.fetch(away)?;
+        self.attention_norm.fetch(away)?;
+        self.qkv.fetch(away)?;
+        self.attention.fetch(away)?;
+        self.middle.fetch(away)?;
+        self.mlp.fetch(away)?;
+        self.mlp_out.fetch(away)
     }
 
     /// The input alone: everything else is computed again.
-    pub fn only(input: Tensor) -> Saved {
+    pub fn of_input(input: Held<Tensor>) -> Saved {
         Saved {
-            input: Held::plain(input),
+            input,
             attention_norm: Held::Dropped,
             qkv: Held::Dropped,
             attention: Held::Dropped,
@@ -213,9 +213,9 @@ impl<T: Activations> Held<T> {
     }
 
     /// Begins to bring the group back, if it is away.
-    pub fn fetch(&mut self, ctx: &Context<'_>) -> Result<(), StepError> {
-        if let (Held::Kept { away, .. }, Some(mover)) = (self, ctx.away) {
-            for stored in away.iter_mut().flatten() {
+    pub fn fetch(&mut self, away: Option<&Mover<'_>>) -> Result<(), StepError> {
+        if let (Held::Kept { away: stored, .. }, Some(mover)) = (self, away) {
+            for stored in stored.iter_mut().flatten() {
                 mover.fetch(stored)?;
             }
         }
@@ -241,6 +241,14 @@ impl<T: Activations> Held<T> {
             *tensor = out;
         }
         Ok(value)
+    }
+
+    /// What stays as it is.
+    pub fn value(&self) -> Option<&T> {
+        match self {
+            Held::Kept { value, away, packings } if away.is_empty() && packings.is_empty() => Some(value),
+            _ => None,
+        }
     }
 
     pub fn is_dropped(&self) -> bool {

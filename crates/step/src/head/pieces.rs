@@ -18,7 +18,7 @@ use crate::norm::{Norm, Normed};
 pub(crate) struct PiecedLoss<'a> {
     norm: Norm<'a>,
     x: Tensor,
-    labels: &'a Labels,
+    labels: Labels,
     normed: Normed,
     chunk_tokens: u64,
     /// f32 `[N, 2 R]`
@@ -48,7 +48,7 @@ impl<'a> PiecedLoss<'a> {
         ctx: &Context<'_>,
         norm: Norm<'a>,
         x: Tensor,
-        labels: &'a Labels,
+        labels: &Labels,
         chunk_tokens: u64,
         pieces: &[Range<u64>],
     ) -> Result<PiecedLoss<'a>, StepError> {
@@ -63,7 +63,7 @@ impl<'a> PiecedLoss<'a> {
         let target_logits = alloc(&[tokens, 1], Tag::Logits, "logits.targets")?;
         device.run(Elementwise::Fill { out: &target_logits, value: 0.0 })?;
         let logits = alloc(&[chunk_tokens, widest], Tag::Logits, "logits")?;
-        let dnormed = None;
+        let (dnormed, labels) = (None, labels.clone());
         Ok(PiecedLoss { norm, x, labels, normed, chunk_tokens, runs, target_logits, logits, dnormed })
     }
 

@@ -3,22 +3,23 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use plimsoll_device::{DeviceExt, Reduction, Tensor};
+use plimsoll_device::{Device, DeviceExt, Reduction, Tensor};
 use plimsoll_memory::Phase;
 use plimsoll_model::{BlockId, ModelSpec, Role};
 
-use super::schedule::{Action, EmbeddingGradient, LossForm, PassShape, Schedule};
+use super::schedule::{Action, EmbeddingGradient, Lanes, LossForm, PassShape, Schedule};
 use super::{Completion, Trainer};
 use crate::StepError;
-use crate::block::{self, Held, Saved};
+use crate::adapter::Dropout;
+use crate::block::{self, Attend, Chunk, Held, Keys, Mover, Saved, Turn, Visit, chunks};
 use crate::context::Context;
 use crate::embedding;
 use crate::evaluate::{EvaluateSettings, Evaluation};
 use crate::head::{self, Head, HeadPiece, PiecedLoss};
-use crate::inputs::Inputs;
-use crate::policy::LayerPolicy;
+use crate::inputs::{Inputs, positions_within, starts_after, sum};
+use crate::policy::{LayerPolicy, Save};
 use crate::rope::RopeTables;
-use crate::settings::{MicroBatch, StepSettings, stays};
+use crate::settings::{AttentionKind, MicroBatch, StepSettings, stays};
 use crate::store::BlockWeights;
 use crate::tier::Unit;
 
@@ -35,14 +36,19 @@ pub(super) struct Pass<'c> {
     pub group: u64,
 }
 
-/// One micro-batch on its way.
+/// One micro-batch on its way, or one chunk of a sequence.
 struct Lane<'c> {
     /// Which micro-batch of the step it is.
     number: u64,
-    ctx: Context<'c>,
-    inputs: &'c Inputs<'c>,
+    source: MicroBatch<'c>,
+    /// Tokens of each sequence before these, and these.
+    span: (u64, u64),
+    /// Which chunk it is of its sequence.
+    chunk: Option<u32>,
+    /// Its tokens on the device. Those of a chunk come when its turn does.
+    ready: Option<Rc<Ready<'c>>>,
     /// The residual stream.
-    x: Option<Tensor>,
+    x: Option<Held<Tensor>>,
     /// What enters the segment that it goes through.
     entered: Option<Tensor>,
     /// What the forward pass left of each segment.
@@ -52,7 +58,24 @@ struct Lane<'c> {
     /// The loss, where the head comes in pieces.
     loss: Option<PiecedLoss<'c>>,
     /// The gradient of the residual stream.
-    dx: Option<Tensor>,
+    dx: Option<Held<Tensor>>,
+}
+
+/// Sees what comes out of each block.
+type Look<'l> = &'l mut dyn FnMut(&dyn Device, BlockId, &Tensor) -> Result<(), StepError>;
+
+/// The tokens of a lane on the device, and the rotations of a chunk's.
+struct Ready<'c> {
+    inputs: Inputs<'c>,
+    ropes: Option<RopeTables>,
+}
+
+/// What contexts borrow of a trainer.
+struct Env<'a> {
+    spec: Rc<ModelSpec>,
+    ropes: Option<Rc<RopeTables>>,
+    mover: Option<Rc<Mover<'a>>>,
+    keys: Option<Rc<Keys<'a>>>,
 }
 
 /// What a forward pass left of a segment.
@@ -65,10 +88,10 @@ enum Kept {
 
 impl Kept {
     /// Begins to bring what it keeps elsewhere.
-    fn prefetch(&mut self, ctx: &Context<'_>) -> Result<(), StepError> {
+    fn prefetch(&mut self, away: Option<&Mover<'_>>) -> Result<(), StepError> {
         match self {
-            Kept::Layer(saved) => saved.fetch(ctx),
-            Kept::Input(input) => input.fetch(ctx),
+            Kept::Layer(saved) => saved.fetch(away),
+            Kept::Input(input) => input.fetch(away),
         }
     }
 }
@@ -93,12 +116,41 @@ impl<'c> Pass<'c> {
         self.lanes.get_mut(micro_batch).ok_or(NOTHING_LEFT)
     }
 
+    /// Those that an action is of.
+    fn lanes(&mut self, lanes: Lanes) -> &mut [Lane<'c>] {
+        let range = match lanes {
+            Lanes::All => 0..self.lanes.len(),
+            Lanes::One(lane) => lane..lane + 1,
+        };
+        self.lanes.get_mut(range).unwrap_or_default()
+    }
+
     fn segment(&self, segment: usize) -> Range<u32> {
         self.segments.get(segment).cloned().unwrap_or_default()
     }
 }
 
+/// A tensor between two turns of a lane.
+fn again(held: Option<Held<Tensor>>, ctx: &Context<'_>) -> Result<Tensor, StepError> {
+    held.ok_or(NOTHING_LEFT)?.restore(ctx, || Err(NOTHING_LEFT))
+}
+
+/// Has a tensor wait for the next turn of its lane: that of a chunk goes below the device.
+fn until_next(ctx: &Context<'_>, x: Tensor) -> Result<Option<Held<Tensor>>, StepError> {
+    Ok(Some(match ctx.chunk {
+        Some(_) => Held::new(ctx, Save::Keep, x)?,
+        None => Held::plain(x),
+    }))
+}
+
 impl Lane<'_> {
+    /// A chunk's turn is over: its tokens leave the device.
+    fn leave(&mut self) {
+        if self.chunk.is_some() {
+            self.ready = None;
+        }
+    }
+
     fn take_kept(&mut self, segment: usize) -> Result<Kept, StepError> {
         self.kept.get_mut(segment).and_then(Option::take).ok_or(NOTHING_LEFT)
     }
@@ -114,7 +166,7 @@ impl<'a> Trainer<'a> {
         scale: f32,
         completion: Option<Completion>,
     ) -> Result<(), StepError> {
-        let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), Rc::clone(&self.ropes));
+        let device = self.device;
         let mover = self.mover.clone();
         let group = first / self.settings.micro_batches_per_pass.max(1);
         if self.settings.sharding.reduces_each_pass() {
@@ -122,32 +174,130 @@ impl<'a> Trainer<'a> {
             self.gradients.begin_pass(group * u64::from(ranks.size()) + u64::from(ranks.rank()));
         }
         device.enter(Phase::Forward, None);
-        let inputs = micro_batches.iter().map(|m| self.upload(m)).collect::<Result<Vec<_>, _>>()?;
+        let starts = micro_batches.first().and_then(|m| self.starts_of_chunks(m));
+        let lanes = self.lanes(micro_batches, first, starts.as_deref())?;
         if let Some(mover) = &mover {
             mover.settle()?;
         }
         let segments: Vec<Range<u32>> = self.policy.segments().collect();
-        let schedule = Schedule::pass(&self.shape(&segments, micro_batches.len()), completion);
+        let schedule = Schedule::pass(&self.shape(&segments, lanes.len()), completion);
         let head = self.weights.resident().gather(BlockId::Head)?;
-        let lane = |(number, inputs)| {
-            let (dropout, away) = (self.dropout(self.deal.place(number)), mover.as_deref());
-            Lane {
-                number,
-                ctx: Context { dropout, away, ..self.context(inputs, &spec, &ropes) },
-                inputs,
-                x: None,
-                entered: None,
-                kept: Vec::new(),
-                again: Vec::new(),
-                loss: None,
-                dx: None,
-            }
-        };
-        let lanes = (first..).zip(&inputs).map(lane).collect();
         let mut pass = Pass { lanes, head: Some(&head), segments, scale, group };
         self.perform(&schedule, &mut pass)?;
         drop(pass);
+        if let Some(keys) = &self.keys {
+            keys.settle()?;
+        }
         mover.map_or(Ok(()), |mover| mover.settle())
+    }
+
+    /// Where each token's document begins in its sequence, of a sequence that is visited in chunks.
+    fn starts_of_chunks(&self, micro_batch: &MicroBatch<'_>) -> Option<Vec<u32>> {
+        let StepSettings { sequence_length, document_end, .. } = self.settings;
+        self.settings.chunk_tokens()?;
+        match micro_batch.document_starts {
+            Some(starts) => Some(starts.to_vec()),
+            None => document_end.map(|end| starts_after(micro_batch.tokens, sequence_length, end)),
+        }
+    }
+
+    /// A lane for each micro-batch, with its tokens on the device; or for each chunk of the only one.
+    fn lanes<'c>(
+        &self,
+        micro_batches: &[MicroBatch<'c>],
+        first: u64,
+        starts: Option<&'c [u32]>,
+    ) -> Result<Vec<Lane<'c>>, StepError> {
+        let length = self.settings.sequence_length;
+        let lane = |number, source, span, chunk| Lane {
+            number,
+            source,
+            span,
+            chunk,
+            ready: None,
+            x: None,
+            entered: None,
+            kept: Vec::new(),
+            again: Vec::new(),
+            loss: None,
+            dx: None,
+        };
+        let Some(chunk) = self.settings.chunk_tokens() else {
+            let numbered = (first..).zip(micro_batches);
+            let ready = |(number, source): (u64, &MicroBatch<'c>)| {
+                let lane = lane(number, *source, (0, length), None);
+                Ok(Lane { ready: Some(self.ready(&lane)?), ..lane })
+            };
+            return numbered.map(ready).collect();
+        };
+        let Some(whole) = micro_batches.first() else { return Ok(Vec::new()) };
+        let got = whole.tokens.len() as u64;
+        if got != length && !(got == 0 && self.device.is_dry()) {
+            let got = whole.tokens.len();
+            return Err(StepError::BatchShape { got, batch_size: 1, sequence_length: length });
+        }
+        let of_chunk = |(number, tokens): (u32, Range<u64>)| {
+            let place = tokens.start as usize..tokens.end as usize;
+            let source = MicroBatch {
+                tokens: whole.tokens.get(place.clone()).unwrap_or_default(),
+                targets: whole.targets.get(place.clone()).unwrap_or_default(),
+                weights: whole.weights.map(|weights| weights.get(place.clone()).unwrap_or_default()),
+                document_starts: starts.map(|starts| starts.get(place.clone()).unwrap_or_default()),
+            };
+            lane(first, source, (tokens.start, tokens.end - tokens.start), Some(number))
+        };
+        Ok((0..).zip(chunks(length, chunk)).map(of_chunk).collect())
+    }
+
+    /// A lane's tokens on the device.
+    fn ready<'c>(&self, lane: &Lane<'c>) -> Result<Rc<Ready<'c>>, StepError> {
+        if let Some(ready) = &lane.ready {
+            return Ok(Rc::clone(ready));
+        }
+        let StepSettings { batch_size, sequence_length, document_end, .. } = self.settings;
+        let (device, spec, span, source) = (self.device, &*self.spec, lane.span, &lane.source);
+        // A chunk knows the beginnings of documents from the whole sequence.
+        let end = document_end.filter(|_| lane.chunk.is_none());
+        let inputs = Inputs::upload_behind(device, spec, batch_size, span, end, source)?;
+        let ropes = match lane.chunk {
+            None => None,
+            Some(_) => {
+                let within =
+                    source.document_starts.map(|starts| positions_within(starts, span)).transpose()?;
+                let position = |token: u64| match &within {
+                    Some(within) => within.get(token as usize).copied().map_or(0, u64::from),
+                    None => span.0 + token,
+                };
+                Some(RopeTables::of_tokens(device, spec, sequence_length, (span.1, &position))?)
+            }
+        };
+        Ok(Rc::new(Ready { inputs, ropes }))
+    }
+
+    fn env(&self) -> Env<'a> {
+        let Trainer { spec, ropes, mover, keys, .. } = self;
+        Env { spec: Rc::clone(spec), ropes: ropes.clone(), mover: mover.clone(), keys: keys.clone() }
+    }
+
+    /// What a lane's turn needs to know.
+    fn turn<'x>(
+        &self,
+        env: &'x Env<'a>,
+        lane: &Lane<'_>,
+        ready: &'x Ready<'_>,
+        visit: Visit,
+    ) -> Result<Context<'x>, StepError>
+    where
+        'a: 'x,
+    {
+        let ropes = ready.ropes.as_ref().or(env.ropes.as_deref()).ok_or(NOTHING_LEFT)?;
+        let keys = env.keys.as_deref().map(|keys| -> &dyn Attend { keys });
+        let of = |(number, keys)| Chunk { keys, turn: Turn { number, layer: 0, visit } };
+        let chunk = lane.chunk.zip(keys).map(of);
+        let dropout = self.dropout(self.deal.place(lane.number));
+        let dropout = dropout.map(|dropout| Dropout { first_row: lane.span.0, ..dropout });
+        let ctx = self.context(&ready.inputs, &env.spec, ropes);
+        Ok(Context { dropout, away: env.mover.as_deref(), chunk, ..ctx })
     }
 
     /// What decides the order of a pass.
@@ -168,6 +318,7 @@ impl<'a> Trainer<'a> {
         PassShape {
             segments,
             micro_batches,
+            chunks: self.settings.chunk_tokens().is_some(),
             embedding_pieces: self.weights.embedding_pieces().count() as u32,
             loss,
             embedding,
@@ -179,7 +330,8 @@ impl<'a> Trainer<'a> {
     /// Whether the embedding's gradient is kept as the rows that were looked up: of a table that is no head as well.
     pub(super) fn keeps_looked_up(&self) -> bool {
         let in_pieces = self.gradients.is_in_pieces(BlockId::Embedding, Role::TokenEmbedding);
-        in_pieces && !self.spec.tie_word_embeddings
+        // What all chunks of a sequence look up is as long as the sequence.
+        in_pieces && !self.spec.tie_word_embeddings && self.settings.chunk_tokens().is_none()
     }
 
     /// An action of a pass. `weights` are those that it holds.
@@ -192,41 +344,54 @@ impl<'a> Trainer<'a> {
         let device = self.device;
         let enter = |phase, layer| device.enter(phase, layer);
         let weights = || weights.ok_or(NOTHING_LEFT);
+        let env = &self.env();
         match action {
             Action::Embed { micro_batch } => {
                 enter(Phase::Forward, None);
                 let lane = pass.lane(micro_batch)?;
-                lane.x = Some(embedding::forward(
-                    &lane.ctx,
-                    &mut self.weights,
-                    (&lane.inputs.tokens, lane.inputs.ids),
-                )?);
+                let ready = self.ready(lane)?;
+                let ctx = self.turn(env, lane, &ready, Visit::Forward)?;
+                let Inputs { tokens, ids, .. } = &ready.inputs;
+                let x = embedding::forward(&ctx, &mut self.weights, (tokens, ids))?;
+                lane.x = until_next(&ctx, x)?;
             }
-            Action::EmbedPiece { unit, last } => {
+            Action::EmbedPiece { unit, lanes, last } => {
                 enter(Phase::Forward, None);
                 let piece = self.weights.embedding_pieces().find(|(piece, _)| *piece == unit);
-                let (_, rows) = piece.ok_or(NOTHING_LEFT)?;
-                for lane in &mut pass.lanes {
-                    let tokens = &lane.inputs.tokens;
+                let first_row = piece.ok_or(NOTHING_LEFT)?.1.start;
+                for lane in pass.lanes(lanes) {
+                    // A chunk stays until it has all pieces.
+                    lane.ready = Some(self.ready(lane)?);
+                    let ready = lane.ready.clone().ok_or(NOTHING_LEFT)?;
+                    let ctx = self.turn(env, lane, &ready, Visit::Forward)?;
+                    let tokens = &ready.inputs.tokens;
                     let x = match lane.x.take() {
-                        Some(x) => x,
-                        None => embedding::residual(&lane.ctx, tokens)?,
+                        Some(x) => again(Some(x), &ctx)?,
+                        None => embedding::residual(&ctx, tokens)?,
                     };
-                    embedding::look_up_piece(&lane.ctx, weights()?, tokens, rows.start, &x)?;
-                    lane.x = Some(x);
+                    embedding::look_up_piece(&ctx, weights()?, tokens, first_row, &x)?;
+                    lane.x = Some(Held::plain(x));
                 }
                 if last {
                     let own = self.weights.resident().gather(BlockId::Embedding)?;
-                    for lane in &pass.lanes {
-                        let x = lane.x.as_ref().ok_or(NOTHING_LEFT)?;
-                        embedding::finish(&lane.ctx, &own, &lane.inputs.tokens, x)?;
+                    for lane in pass.lanes(lanes) {
+                        let ready = self.ready(lane)?;
+                        let ctx = self.turn(env, lane, &ready, Visit::Forward)?;
+                        let x = again(lane.x.take(), &ctx)?;
+                        embedding::finish(&ctx, &own, &ready.inputs.tokens, &x)?;
+                        lane.x = until_next(&ctx, x)?;
+                        lane.leave();
                     }
                 }
             }
             Action::Forward { layer, segment, micro_batch } => {
                 enter(Phase::Forward, Some(layer));
                 let layers = pass.segment(segment);
-                self.forward(pass.lane(micro_batch)?, weights()?, layer, &layers)?;
+                self.forward(env, pass.lane(micro_batch)?, weights()?, layer, &layers)?;
+                // The next chunk comes ahead of its turn.
+                if let Some(next) = pass.lanes.get_mut(micro_batch + 1).and_then(|lane| lane.x.as_mut()) {
+                    next.fetch(env.mover.as_deref())?;
+                }
             }
             Action::Loss { micro_batch } => {
                 enter(Phase::Loss, None);
@@ -236,50 +401,67 @@ impl<'a> Trainer<'a> {
                 enter(Phase::Loss, None);
                 let (head, chunk_tokens) = (pass.head, self.settings.loss_chunk_tokens);
                 let lane = pass.lane(micro_batch)?;
-                let (own, x) = (head.ok_or(NOTHING_LEFT)?, lane.x.take().ok_or(NOTHING_LEFT)?);
-                let norm = own.norm(Role::FinalNorm, Some(Role::FinalNormBias), &lane.ctx.spec.norm)?;
-                let (labels, pieces) = (&lane.inputs.labels, self.loss_pieces.as_deref().unwrap_or_default());
-                lane.loss = Some(PiecedLoss::begin(&lane.ctx, norm, x, labels, chunk_tokens, pieces)?);
+                lane.ready = Some(self.ready(lane)?);
+                let ready = lane.ready.clone().ok_or(NOTHING_LEFT)?;
+                let ctx = self.turn(env, lane, &ready, Visit::Forward)?;
+                let (own, x) = (head.ok_or(NOTHING_LEFT)?, again(lane.x.take(), &ctx)?);
+                let norm = own.norm(Role::FinalNorm, Some(Role::FinalNormBias), &ctx.spec.norm)?;
+                let pieces = self.loss_pieces.as_deref().unwrap_or_default();
+                let labels = &ready.inputs.labels;
+                lane.loss = Some(PiecedLoss::begin(&ctx, norm, x, labels, chunk_tokens, pieces)?);
             }
-            Action::LossPiece { unit } => {
+            Action::LossPiece { unit, lanes } => {
                 let pieces = self.loss_pieces.as_deref();
                 let piece = head_piece(self.spec.tie_word_embeddings, pieces, unit, weights()?)?;
-                for lane in &pass.lanes {
-                    lane.loss.as_ref().ok_or(NOTHING_LEFT)?.add(&lane.ctx, piece)?;
+                for lane in pass.lanes(lanes) {
+                    let ready = self.ready(lane)?;
+                    let ctx = self.turn(env, lane, &ready, Visit::Forward)?;
+                    lane.loss.as_ref().ok_or(NOTHING_LEFT)?.add(&ctx, piece)?;
                 }
             }
-            Action::LossTotal => {
-                for lane in &pass.lanes {
-                    lane.loss.as_ref().ok_or(NOTHING_LEFT)?.losses(&lane.ctx)?;
-                    self.numbers.add_losses(device, &lane.inputs.labels.losses)?;
+            Action::LossTotal { lanes } => {
+                for lane in pass.lanes(lanes) {
+                    let ready = self.ready(lane)?;
+                    let ctx = self.turn(env, lane, &ready, Visit::Forward)?;
+                    lane.loss.as_ref().ok_or(NOTHING_LEFT)?.losses(&ctx)?;
+                    self.numbers.add_losses(device, &ready.inputs.labels.losses)?;
                 }
             }
-            Action::LossBackward { unit, last } => {
-                let (gradients, mut additions) = (&mut self.gradients, 0);
+            Action::LossBackward { unit, lanes, last } => {
+                let (mut additions, scale) = (0, pass.scale);
                 let pieces = self.loss_pieces.as_deref();
                 let piece = head_piece(self.spec.tie_word_embeddings, pieces, unit, weights()?)?;
-                for lane in &mut pass.lanes {
+                for lane in pass.lanes(lanes) {
+                    let ready = self.ready(lane)?;
+                    let ctx = self.turn(env, lane, &ready, Visit::Forward)?;
                     let loss = lane.loss.as_mut().ok_or(NOTHING_LEFT)?;
-                    loss.backward(&lane.ctx, gradients, piece, pass.scale, additions)?;
+                    loss.backward(&ctx, &mut self.gradients, piece, scale, additions)?;
                     additions += loss.additions();
                 }
-                if last && gradients.wants(piece.block, piece.role) {
-                    gradients.count_rows(piece.block, piece.role, additions);
+                if last && self.gradients.wants(piece.block, piece.role) {
+                    self.gradients.count_rows(piece.block, piece.role, additions);
                 }
             }
             Action::LossEnd { micro_batch } => {
                 let lane = pass.lane(micro_batch)?;
+                let ready = self.ready(lane)?;
+                let ctx = self.turn(env, lane, &ready, Visit::Backward)?;
                 let loss = lane.loss.take().ok_or(NOTHING_LEFT)?;
-                lane.dx = Some(loss.finish(&lane.ctx, &mut self.gradients)?);
+                let dx = loss.finish(&ctx, &mut self.gradients)?;
+                lane.dx = until_next(&ctx, dx)?;
+                lane.leave();
             }
             Action::PrefetchKept { segment, micro_batch } => {
-                let lane = pass.lane(micro_batch)?;
+                let (lane, away) = (pass.lane(micro_batch)?, env.mover.as_deref());
                 let kept = lane.kept.get_mut(segment).and_then(Option::as_mut).ok_or(NOTHING_LEFT)?;
-                kept.prefetch(&lane.ctx)?;
+                kept.prefetch(away)?;
+                if let Some(dx) = lane.dx.as_mut().filter(|_| lane.chunk.is_some()) {
+                    dx.fetch(away)?;
+                }
             }
             Action::Recompute { layer, segment, micro_batch } => {
                 enter(Phase::Backward, Some(layer));
-                self.recompute(pass.lane(micro_batch)?, weights()?, layer, segment)?;
+                self.recompute(env, pass.lane(micro_batch)?, weights()?, layer, segment)?;
             }
             Action::Backward { layer, segment, micro_batch } => {
                 enter(Phase::Backward, Some(layer));
@@ -288,25 +470,30 @@ impl<'a> Trainer<'a> {
                 let saved = match alone {
                     true => match lane.take_kept(segment)? {
                         Kept::Layer(saved) => *saved,
-                        Kept::Input(_) => return Err(NOTHING_LEFT),
+                        Kept::Input(input) => Saved::of_input(input),
                     },
-                    false => Saved::only(lane.again.pop().ok_or(NOTHING_LEFT)?),
+                    false => Saved::of_input(Held::plain(lane.again.pop().ok_or(NOTHING_LEFT)?)),
                 };
-                let dx = lane.dx.as_ref().ok_or(NOTHING_LEFT)?;
-                block::backward(&lane.ctx.layer(layer), weights()?, saved, dx, &mut self.gradients)?;
+                let ready = self.ready(lane)?;
+                let ctx = self.turn(env, lane, &ready, Visit::Backward)?;
+                let dx = again(lane.dx.take(), &ctx)?;
+                block::backward(&ctx.layer(layer), weights()?, saved, &dx, &mut self.gradients)?;
+                lane.dx = until_next(&ctx, dx)?;
             }
             Action::EmbedBackward { micro_batch } => {
                 enter(Phase::Backward, None);
-                self.embed_backward(pass.lane(micro_batch)?)?;
+                self.embed_backward(env, pass.lane(micro_batch)?)?;
             }
             Action::Scatter { unit, micro_batch, last } => {
                 let part = self.parts.of(unit).first().cloned().ok_or(NOTHING_LEFT)?;
                 let lane = pass.lane(micro_batch)?;
-                let dx = lane.dx.as_ref().ok_or(NOTHING_LEFT)?;
-                self.gradients.scatter_rows(&part, &lane.inputs.tokens, dx, 0)?;
+                let dx = lane.dx.as_ref().and_then(Held::value).ok_or(NOTHING_LEFT)?;
+                let ready = lane.ready.as_ref().ok_or(NOTHING_LEFT)?;
+                self.gradients.scatter_rows(&part, &ready.inputs.tokens, dx, 0)?;
                 if last {
                     self.gradients.count_rows(part.parameter.block, part.parameter.role, 1);
                     lane.dx = None;
+                    lane.leave();
                 }
             }
             Action::GatherLookedUp { .. }
@@ -322,25 +509,30 @@ impl<'a> Trainer<'a> {
 
     fn forward(
         &mut self,
+        env: &Env<'a>,
         lane: &mut Lane<'_>,
         weights: &BlockWeights,
         layer: u32,
         layers: &Range<u32>,
     ) -> Result<(), StepError> {
-        let x = lane.x.take().ok_or(NOTHING_LEFT)?;
+        let ready = self.ready(lane)?;
+        let ctx = self.turn(env, lane, &ready, Visit::Forward)?;
+        let x = again(lane.x.take(), &ctx)?;
         let alone = layers.len() == 1;
         if !alone && layer == layers.start {
             lane.entered = Some(x.clone());
         }
         let policy = if alone { self.policy.layer(layer) } else { LayerPolicy::nothing() };
-        let (x, saved) = block::forward(&self.saving(&lane.ctx, layer), weights, policy, x)?;
-        lane.x = Some(x);
-        if alone {
+        let (x, saved) = block::forward(&self.saving(&ctx, layer), weights, policy, x)?;
+        lane.x = until_next(&ctx, x)?;
+        if lane.chunk.is_some() {
+            lane.kept.push(Some(Kept::Input(saved.input)));
+        } else if alone {
             lane.kept.push(Some(Kept::Layer(Box::new(saved))));
         } else if layer + 1 == layers.end {
             let input = lane.entered.take().ok_or(NOTHING_LEFT)?;
             let save = self.policy.layer(layers.start).input;
-            let held = Held::new(&self.saving(&lane.ctx, layers.start), save, input)?;
+            let held = Held::new(&self.saving(&ctx, layers.start), save, input)?;
             lane.kept.push(Some(Kept::Input(held)));
         }
         Ok(())
@@ -348,17 +540,20 @@ impl<'a> Trainer<'a> {
 
     fn recompute(
         &mut self,
+        env: &Env<'a>,
         lane: &mut Lane<'_>,
         weights: &BlockWeights,
         layer: u32,
         segment: usize,
     ) -> Result<(), StepError> {
+        let ready = self.ready(lane)?;
+        let ctx = self.turn(env, lane, &ready, Visit::Forward)?;
         if lane.again.is_empty() {
             let Kept::Input(input) = lane.take_kept(segment)? else { return Err(NOTHING_LEFT) };
-            lane.again.push(input.restore(&lane.ctx, || Err(NOTHING_LEFT))?);
+            lane.again.push(input.restore(&ctx, || Err(NOTHING_LEFT))?);
         }
         let x = lane.again.last().cloned().ok_or(NOTHING_LEFT)?;
-        let ctx = &self.saving(&lane.ctx, layer);
+        let ctx = &self.saving(&ctx, layer);
         lane.again.push(block::forward(ctx, weights, LayerPolicy::nothing(), x)?.0);
         Ok(())
     }
@@ -367,24 +562,29 @@ impl<'a> Trainer<'a> {
     fn loss(&mut self, pass: &mut Pass<'_>, micro_batch: usize) -> Result<(), StepError> {
         let (scale, chunk_tokens) = (pass.scale, self.settings.loss_chunk_tokens);
         let head = Head::gather(&mut self.weights, self.spec.tie_word_embeddings)?;
-        let lane = pass.lane(micro_batch)?;
-        let x = lane.x.take().ok_or(NOTHING_LEFT)?;
-        let (labels, gradients) = (&lane.inputs.labels, &mut self.gradients);
-        lane.dx =
-            Some(head::loss_and_backward(&lane.ctx, &head, &x, labels, chunk_tokens, scale, gradients)?);
+        let (lane, env) = (pass.lane(micro_batch)?, &self.env());
+        let ready = self.ready(lane)?;
+        let ctx = self.turn(env, lane, &ready, Visit::Forward)?;
+        let x = again(lane.x.take(), &ctx)?;
+        let (labels, gradients) = (&ready.inputs.labels, &mut self.gradients);
+        let dx = head::loss_and_backward(&ctx, &head, &x, labels, chunk_tokens, scale, gradients)?;
+        lane.dx = until_next(&ctx, dx)?;
         head.release(&mut self.weights);
-        self.numbers.add_losses(self.device, &lane.inputs.labels.losses)
+        self.numbers.add_losses(self.device, &labels.losses)
     }
 
-    fn embed_backward(&mut self, lane: &mut Lane<'_>) -> Result<(), StepError> {
+    fn embed_backward(&mut self, env: &Env<'a>, lane: &mut Lane<'_>) -> Result<(), StepError> {
         let weights = self.weights.resident().gather(BlockId::Embedding)?;
-        let dx = lane.dx.take().ok_or(NOTHING_LEFT)?;
-        embedding::backward(&lane.ctx, &weights, &lane.inputs.tokens, &dx, &mut self.gradients)?;
+        let ready = self.ready(lane)?;
+        let ctx = self.turn(env, lane, &ready, Visit::Backward)?;
+        let dx = again(lane.dx.take(), &ctx)?;
+        let tokens = &ready.inputs.tokens;
+        embedding::backward(&ctx, &weights, tokens, &dx, &mut self.gradients)?;
         if self.keeps_looked_up() {
             let looked_up = &mut self.gradients.looked_up;
-            looked_up.keep(self.device, lane.number, lane.inputs.tokens.clone(), dx)?;
+            looked_up.keep(self.device, lane.number, tokens.clone(), dx)?;
         } else if self.gradients.is_in_pieces(BlockId::Embedding, Role::TokenEmbedding) {
-            lane.dx = Some(dx);
+            (lane.dx, lane.ready) = (Some(Held::plain(dx)), Some(ready));
         }
         Ok(())
     }
@@ -414,20 +614,32 @@ impl<'a> Trainer<'a> {
     /// The first block, in the order of the forward pass, whose output for a micro-batch is not finite. Weights and
     /// gradients stay as they are. Every rank goes through all layers: others need its share of them.
     pub fn first_bad_output(&mut self, micro_batch: &MicroBatch<'_>) -> Result<Option<BlockId>, StepError> {
-        let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), Rc::clone(&self.ropes));
+        let square = self.numbers.spare()?;
+        let mut first = None;
+        if self.settings.chunk_tokens().is_some() {
+            let starts = self.starts_of_chunks(micro_batch);
+            let seen = (starts.as_deref(), self.settings.attention);
+            self.forward_in_chunks(micro_batch, seen, &mut |device, block, x| {
+                if first.is_none() && !is_finite(device, x, &square)? {
+                    first = Some(block);
+                }
+                Ok(())
+            })?;
+            return Ok(first);
+        }
+        let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), self.ropes.clone());
+        let ropes = ropes.ok_or(NOTHING_LEFT)?;
         device.enter(Phase::Forward, None);
         let inputs = self.upload(micro_batch)?;
         let ctx = self.context(&inputs, &spec, &ropes);
         let table: Vec<Unit> = self.weights.embedding_pieces().map(|(unit, _)| unit).collect();
-        let layers = Schedule::forward(0..spec.num_layers);
+        let layers = Schedule::forward(0..spec.num_layers, 1);
         self.weights.announce(table.into_iter().chain(layers.weights()))?;
         let mut x = embedding::forward(&ctx, &mut self.weights, (&inputs.tokens, inputs.ids))?;
-        let square = self.numbers.spare()?;
-        let finite = |x: &Tensor| -> Result<bool, StepError> {
-            device.run(Reduction::SumSquares { x, out: &square, finite: None })?;
-            Ok(device.read_f32(&square)?.iter().all(|square| square.is_finite()))
-        };
-        let mut first = if finite(&x)? { None } else { Some(BlockId::Embedding) };
+        let finite = |x: &Tensor| is_finite(device, x, &square);
+        if !finite(&x)? {
+            first = Some(BlockId::Embedding);
+        }
         for layer in 0..spec.num_layers {
             device.enter(Phase::Forward, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
@@ -441,6 +653,77 @@ impl<'a> Trainer<'a> {
         Ok(first)
     }
 
+    /// One sequence forward in chunks, for what comes out of each block; the lanes with the last layer's output.
+    fn forward_in_chunks<'c>(
+        &mut self,
+        micro_batch: &MicroBatch<'c>,
+        (starts, attention_kind): (Option<&'c [u32]>, AttentionKind),
+        look: Look<'_>,
+    ) -> Result<Vec<Lane<'c>>, StepError> {
+        let (device, env) = (self.device, &self.env());
+        device.enter(Phase::Forward, None);
+        let mut lanes = self.lanes(std::slice::from_ref(micro_batch), 0, starts)?;
+        for lane in &mut lanes {
+            let ready = self.ready(lane)?;
+            let ctx = self.turn(env, lane, &ready, Visit::Evaluate)?;
+            let table: Vec<Unit> = self.weights.embedding_pieces().map(|(unit, _)| unit).collect();
+            self.weights.announce(table)?;
+            let x = embedding::forward(&ctx, &mut self.weights, (&ready.inputs.tokens, ready.inputs.ids))?;
+            look(device, BlockId::Embedding, &x)?;
+            lane.x = until_next(&ctx, x)?;
+        }
+        self.weights.announce(Schedule::forward(0..self.spec.num_layers, 1).weights())?;
+        for layer in 0..self.spec.num_layers {
+            device.enter(Phase::Forward, Some(layer));
+            let weights = self.weights.gather(BlockId::Layer(layer))?;
+            for lane in &mut lanes {
+                let ready = self.ready(lane)?;
+                let ctx = self.turn(env, lane, &ready, Visit::Evaluate)?;
+                let ctx = Context { dropout: None, attention_kind, ..ctx };
+                let x = again(lane.x.take(), &ctx)?;
+                let x = block::forward(&ctx.layer(layer), &weights, LayerPolicy::nothing(), x)?.0;
+                look(device, BlockId::Layer(layer), &x)?;
+                lane.x = until_next(&ctx, x)?;
+            }
+            drop(weights);
+            self.weights.release(Unit::Layer(layer), false);
+        }
+        Ok(lanes)
+    }
+
+    /// The loss of one sequence of the step's length, in chunks.
+    fn evaluate_in_chunks(&mut self, micro_batch: &MicroBatch<'_>) -> Result<(f64, u64), StepError> {
+        let device = self.device;
+        // A batch that is evaluated says itself where documents begin, and is seen as the model sees it.
+        let seen = (micro_batch.document_starts, AttentionKind::Flash);
+        let lanes = self.forward_in_chunks(micro_batch, seen, &mut |_, _, _| Ok(()))?;
+        let (mut total, chunk_tokens, env) = (0.0, self.settings.loss_chunk_tokens, &self.env());
+        device.enter(Phase::Loss, None);
+        let (head, _) = Head::table(self.spec.tie_word_embeddings);
+        for mut lane in lanes {
+            let ready = self.ready(&lane)?;
+            let ctx = self.turn(env, &lane, &ready, Visit::Evaluate)?;
+            let pieces = self.loss_pieces.as_ref().map_or(1, Vec::len) as u32;
+            self.weights.announce((0..pieces).map(|piece| Unit::Piece(head, piece)))?;
+            let x = again(lane.x.take(), &ctx)?;
+            head::loss_of(&ctx, &mut self.weights, &x, &ready.inputs.labels, chunk_tokens)?;
+            total += sum(device, &ready.inputs.labels.losses)?;
+        }
+        if let Some(keys) = &self.keys {
+            keys.settle()?;
+        }
+        if let Some(mover) = &self.mover {
+            mover.settle()?;
+        }
+        Ok((total, micro_batch.target_count()))
+    }
+
+    /// Whether a batch is one sequence of the step's length.
+    fn fills_a_sequence(&self, batch_size: u64, micro_batch: &MicroBatch<'_>) -> bool {
+        let tokens = micro_batch.tokens.len() as u64;
+        batch_size == 1 && (tokens == self.settings.sequence_length || tokens == 0 && self.device.is_dry())
+    }
+
     /// Sum of token losses, each by its weight, and number of targets of a batch of at most the step's shape, with the
     /// model's own attention over whole sequences, or documents where the batch says where they start; weights and
     /// gradients stay as they are.
@@ -452,10 +735,24 @@ impl<'a> Trainer<'a> {
         let StepSettings { precision, loss_chunk_tokens, mlp_chunk_tokens, .. } = self.settings;
         let longest = self.settings.sequence_length;
         let settings = EvaluateSettings { precision, longest, loss_chunk_tokens };
-        let (device, spec, ropes) = (self.device, &*self.spec, &*self.ropes);
+        if self.settings.chunk_tokens().is_some() {
+            if !self.fills_a_sequence(batch_size, micro_batch) {
+                let got = micro_batch.tokens.len();
+                return Err(StepError::BatchShape { got, batch_size: 1, sequence_length: longest });
+            }
+            return self.evaluate_in_chunks(micro_batch);
+        }
+        let (device, spec) = (self.device, &*self.spec);
+        let ropes = self.ropes.as_deref().ok_or(NOTHING_LEFT)?;
         let pass = Evaluation { device, spec, ropes, settings, mlp_chunk_tokens };
         pass.run(&mut self.weights, batch_size, micro_batch)
     }
+}
+
+/// Whether every element of a tensor is finite. `square`: f32 `[1]`.
+fn is_finite(device: &dyn Device, x: &Tensor, square: &Tensor) -> Result<bool, StepError> {
+    device.run(Reduction::SumSquares { x, out: square, finite: None })?;
+    Ok(device.read_f32(square)?.iter().all(|square| square.is_finite()))
 }
 
 /// A piece of the head's table among the weights that an action holds.

@@ -29,10 +29,11 @@ impl Iterations for Passes<'_, '_> {
     /// What lies in the buffers and on the tiers below, and which gradients there are.
     fn state(&self) -> Option<u64> {
         let mut hasher = DefaultHasher::new();
-        let Trainer { weights, gradients, optimizer, tiers, .. } = &*self.trainer;
+        let Trainer { weights, gradients, optimizer, keys, tiers, .. } = &*self.trainer;
         weights.hash_buffers(&mut hasher);
         gradients.hash_state(&mut hasher);
         optimizer.hash_buffers(&mut hasher);
+        keys.iter().for_each(|keys| keys.hash_buffers(&mut hasher));
         tiers.host().layout().hash(&mut hasher);
         tiers.disk().layout().hash(&mut hasher);
         Some(hasher.finish())

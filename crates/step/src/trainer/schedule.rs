@@ -15,20 +15,20 @@ use crate::tier::Unit;
 pub(crate) enum Action {
     /// The tokens of a micro-batch become the residual stream.
     Embed { micro_batch: usize },
-    /// The tokens of all micro-batches that a piece of the embedding has.
-    EmbedPiece { unit: Unit, last: bool },
+    /// The tokens of some micro-batches that a piece of the embedding has.
+    EmbedPiece { unit: Unit, lanes: Lanes, last: bool },
     /// A layer forward.
     Forward { layer: u32, segment: usize, micro_batch: usize },
     /// Final norm, head, loss and their gradients, of a head that is there as a whole.
     Loss { micro_batch: usize },
     /// Makes ready for a head that comes in pieces.
     LossBegin { micro_batch: usize },
-    /// What a piece of the head adds to the losses of all micro-batches.
-    LossPiece { unit: Unit },
+    /// What a piece of the head adds to the losses of some micro-batches.
+    LossPiece { unit: Unit, lanes: Lanes },
     /// The losses, when every piece was seen.
-    LossTotal,
-    /// The gradients through a piece of the head, of all micro-batches.
-    LossBackward { unit: Unit, last: bool },
+    LossTotal { lanes: Lanes },
+    /// The gradients through a piece of the head, of some micro-batches.
+    LossBackward { unit: Unit, lanes: Lanes, last: bool },
     /// The gradient of the last layer's output.
     LossEnd { micro_batch: usize },
     /// Begins to bring back what a segment keeps below the device.
@@ -66,7 +66,7 @@ impl Action {
             | Action::Recompute { layer, .. }
             | Action::Backward { layer, .. } => Some((Unit::Layer(layer), Form::Whole)),
             Action::EmbedPiece { unit, .. }
-            | Action::LossPiece { unit }
+            | Action::LossPiece { unit, .. }
             | Action::LossBackward { unit, .. } => Some((unit, Form::Whole)),
             Action::Update { unit, .. } => parts.changes_matrices(unit).then_some((unit, form)),
             // What ranks share stays so.
@@ -105,6 +105,13 @@ impl Action {
             _ => None,
         }
     }
+}
+
+/// The micro-batches that an action is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lanes {
+    All,
+    One(usize),
 }
 
 /// What of a unit an action needs.
@@ -148,14 +155,36 @@ pub(crate) struct Schedule {
 /// What a pass is made for.
 pub(crate) struct PassShape<'s> {
     pub segments: &'s [Range<u32>],
-    /// Micro-batches that go through each block together.
+    /// Micro-batches that go through each block together; or the chunks of a sequence.
     pub micro_batches: usize,
+    /// Whether they are chunks of one sequence. These come back from the last one to the first, and one after the other where
+    /// micro-batches are taken together.
+    pub chunks: bool,
     /// Pieces in which the embedding's table comes; 0 where it does not.
     pub embedding_pieces: u32,
     pub loss: LossForm,
     pub embedding: EmbeddingGradient,
     pub parts: &'s Parts,
     pub ranks: BetweenRanks,
+}
+
+impl PassShape<'_> {
+    /// The micro-batches that are taken together.
+    fn lanes(&self) -> Vec<Lanes> {
+        match self.chunks {
+            true => (0..self.micro_batches).map(Lanes::One).collect(),
+            false => vec![Lanes::All],
+        }
+    }
+
+    /// The order in which they come back.
+    fn back(&self) -> Vec<usize> {
+        let mut back: Vec<usize> = (0..self.micro_batches).collect();
+        if self.chunks {
+            back.reverse();
+        }
+        back
+    }
 }
 
 /// What ranks do together in a step.
@@ -201,9 +230,12 @@ impl Schedule {
         let all = || 0..shape.micro_batches;
         match shape.embedding_pieces {
             0 => actions.extend(all().map(|micro_batch| Action::Embed { micro_batch })),
-            pieces => actions.extend((0..pieces).map(|piece| Action::EmbedPiece {
-                unit: Unit::Piece(BlockId::Embedding, piece),
-                last: piece + 1 == pieces,
+            pieces => actions.extend(shape.lanes().into_iter().flat_map(|lanes| {
+                (0..pieces).map(move |piece| Action::EmbedPiece {
+                    unit: Unit::Piece(BlockId::Embedding, piece),
+                    lanes,
+                    last: piece + 1 == pieces,
+                })
             })),
         }
         for (segment, layers) in shape.segments.iter().enumerate() {
@@ -212,11 +244,12 @@ impl Schedule {
             }
         }
         loss(&mut actions, shape, completion);
+        let back = shape.back();
         for (segment, layers) in shape.segments.iter().enumerate().rev() {
-            for micro_batch in all() {
-                let next = match micro_batch + 1 < shape.micro_batches {
-                    true => Some((segment, micro_batch + 1)),
-                    false => segment.checked_sub(1).map(|segment| (segment, 0)),
+            for (place, micro_batch) in back.iter().copied().enumerate() {
+                let next = match back.get(place + 1) {
+                    Some(next) => Some((segment, *next)),
+                    None => segment.checked_sub(1).zip(back.first().copied()),
                 };
                 let prefetch = |(segment, micro_batch)| Action::PrefetchKept { segment, micro_batch };
                 actions.extend(next.map(prefetch));
@@ -224,7 +257,7 @@ impl Schedule {
                 actions.extend(again.map(|layer| Action::Recompute { layer, segment, micro_batch }));
                 for layer in layers.clone().rev() {
                     actions.push(Action::Backward { layer, segment, micro_batch });
-                    if micro_batch + 1 == shape.micro_batches {
+                    if place + 1 == back.len() {
                         complete(&mut actions, shape, Unit::Layer(layer), completion);
                     }
                 }
@@ -237,11 +270,13 @@ impl Schedule {
         Schedule { ahead, ..schedule }
     }
 
-    /// The layers forward, of one micro-batch, and nothing else.
-    pub fn forward(layers: Range<u32>) -> Schedule {
-        let forward = |layer| Action::Forward { layer, segment: 0, micro_batch: 0 };
+    /// The layers forward, of so many chunks of a sequence or one micro-batch, and nothing else.
+    pub fn forward(layers: Range<u32>, chunks: usize) -> Schedule {
+        let forward = |layer| (0..chunks).map(move |chunk| (layer, chunk));
+        let forward = layers.flat_map(forward);
+        let forward = forward.map(|(layer, micro_batch)| Action::Forward { layer, segment: 0, micro_batch });
         let ranks = BetweenRanks::default();
-        Schedule::new(layers.map(forward).collect(), &Parts::default(), ranks)
+        Schedule::new(forward.collect(), &Parts::default(), ranks)
     }
 
     /// Updates of everything that is trained, from complete gradients. `looked_up`: those of the embedding's table are made
@@ -336,18 +371,25 @@ fn loss(actions: &mut Vec<Action>, shape: &PassShape<'_>, completion: Option<Com
         units.into_iter().for_each(|unit| complete(actions, shape, unit, completion));
         return;
     };
-    actions.extend(all().map(|micro_batch| Action::LossBegin { micro_batch }));
     let units = || (0..pieces).map(|piece| Unit::Piece(block, piece));
-    actions.extend(units().map(|unit| Action::LossPiece { unit }));
-    actions.push(Action::LossTotal);
-    for (unit, piece) in units().zip(1..) {
-        actions.push(Action::LossBackward { unit, last: piece == pieces });
-        // A tied table has more to come.
-        if block == BlockId::Head {
-            complete(actions, shape, unit, completion);
+    let together = shape.lanes();
+    for (place, lanes) in together.iter().copied().enumerate() {
+        let own = || match lanes {
+            Lanes::All => all(),
+            Lanes::One(one) => one..one + 1,
+        };
+        actions.extend(own().map(|micro_batch| Action::LossBegin { micro_batch }));
+        actions.extend(units().map(|unit| Action::LossPiece { unit, lanes }));
+        actions.push(Action::LossTotal { lanes });
+        for (unit, piece) in units().zip(1..) {
+            actions.push(Action::LossBackward { unit, lanes, last: piece == pieces });
+            // A tied table has more to come.
+            if block == BlockId::Head && place + 1 == together.len() {
+                complete(actions, shape, unit, completion);
+            }
         }
+        actions.extend(own().map(|micro_batch| Action::LossEnd { micro_batch }));
     }
-    actions.extend(all().map(|micro_batch| Action::LossEnd { micro_batch }));
     complete(actions, shape, Unit::Rest(BlockId::Head), completion);
 }
 

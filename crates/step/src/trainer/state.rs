@@ -129,10 +129,12 @@ impl Trainer<'_> {
             return Ok(());
         }
         let number = |tensor: &NamedTensor| {
+            let (block, role) = tensor.parameter;
             let place = self.trained.iter().position(|p| (p.block, p.role) == tensor.parameter);
-            [place.map_or(0.0, |place| (place + 1) as f64), f64::from(tensor.kind as u8)]
+            let place = place.ok_or(StepError::MissingWeight { block, role })?;
+            Ok::<_, StepError>([(place + 1) as f64, f64::from(tensor.kind as u8)])
         };
-        self.communicator.gather_numbers(&tensor.map_or([0.0; 2], number))?;
+        self.communicator.gather_numbers(&tensor.map_or(Ok([0.0; 2]), number)?)?;
         Ok(())
     }
 

@@ -8,6 +8,7 @@
 mod backward;
 mod decode;
 mod geometry;
+mod pieces;
 mod standard;
 
 use std::ops::Range;
@@ -21,8 +22,10 @@ use super::{Exec, Floats, FloatsMut, Simd};
 use crate::cpu::matmul::{Operand, Output, SCRATCH_BYTES as MATMUL_SCRATCH_BYTES, matmul_serial};
 use crate::{Compute, DType};
 
-pub(in crate::cpu) use backward::backward;
+pub(in crate::cpu) use backward::{backward, deltas};
+use geometry::Block;
 pub(in crate::cpu) use geometry::Geometry;
+pub(in crate::cpu) use pieces::{add_piece, add_piece_gradients, finish};
 
 /// Queries of a block.
 const QUERIES: usize = 128;
@@ -233,57 +236,12 @@ pub(in crate::cpu) fn forward(
     exec.pool.run(g.query_tasks(), &|task, worker| {
         let block = g.query_task(task);
         let (rows, d) = (block.rows, g.d);
-        let scratch = Scratch::new(worker.scratch);
-        let sums = &mut scratch.sums[..rows * d];
-        sums.fill(0.0);
-        let (mut max, mut total) = ([f32::NEG_INFINITY; QUERIES], [0.0f32; QUERIES]);
-        for range in g.tiles(&block) {
-            let keys = range.len();
-            let queries = q.operand(block.start, rows, d, g.q_stride());
-            let at = g.key(block.batch, block.kv_head, range.start);
-            let key_rows = k.operand(at, keys, d, g.k_stride());
-            let scores = &mut scratch.scores[..rows * keys];
-            // SAFETY: the operands lie in slices that outlive this call, the tile in scratch.
-            unsafe {
-                let c = tile(scores, rows, keys);
-                matmul_serial(
-                    exec.simd.isa(),
-                    compute,
-                    queries,
-                    transposed(key_rows),
-                    c,
-                    false,
-                    scratch.matmul,
-                );
-            }
-            for (row, scores) in scores.chunks_exact_mut(keys).enumerate() {
-                let seen = only(scores, g.visible(&block, row, &range));
-                let [first, second] = seen;
-                let scale = g.cap_scores(exec.simd, first);
-                g.cap_scores(exec.simd, second);
-                let highest = row_max(exec.simd, first).max(row_max(exec.simd, second));
-                let higher = (highest * scale).max(max[row]);
-                // A row whose every score is -inf, or that holds a NaN, keeps what its scores make of it.
-                let shift = if higher == f32::NEG_INFINITY { 0.0 } else { higher };
-                let fade = if max[row] == f32::NEG_INFINITY { 0.0 } else { (max[row] - shift).exp() };
-                let sum = exponentials(exec.simd, first, scale, shift)
-                    + exponentials(exec.simd, second, scale, shift);
-                total[row] = total[row] * fade + sum;
-                if fade != 1.0 {
-                    multiply(exec.simd, &mut sums[row * d..(row + 1) * d], fade);
-                }
-                max[row] = higher;
-            }
-            let at = g.value(block.batch, block.kv_head, range.start);
-            let value_rows = v.operand(at, keys, d, g.v_stride());
-            // SAFETY: as above.
-            unsafe {
-                let p = tile_operand(scores, rows, keys);
-                let c = tile(sums, rows, d);
-                matmul_serial(exec.simd.isa(), compute, p, value_rows, c, true, scratch.matmul);
-            }
-        }
-        for (row, sums) in sums.chunks_exact_mut(d).enumerate() {
+        let mut scratch = Scratch::new(worker.scratch);
+        scratch.sums[..rows * d].fill(0.0);
+        let mut seen = Softmax { max: [f32::NEG_INFINITY; QUERIES], total: [0.0; QUERIES] };
+        over_keys(exec, [q, k, v], &g, &block, &mut seen, &mut scratch, compute);
+        let Softmax { max, total } = seen;
+        for (row, sums) in scratch.sums[..rows * d].chunks_exact_mut(d).enumerate() {
             // SAFETY: each row of each head is written by one task, and so is its statistic.
             unsafe {
                 out.write(exec.simd, block.start + row * g.q_stride(), sums, 1.0 / total[row]);
@@ -293,6 +251,65 @@ pub(in crate::cpu) fn forward(
             }
         }
     });
+}
+
+/// What the rows of a block have seen: the highest score of each, and the sum of the exponentials of all, counted from the highest.
+struct Softmax {
+    max: [f32; QUERIES],
+    total: [f32; QUERIES],
+}
+
+/// Takes a block of queries over the tiles of keys that it sees, with an online softmax: the weighted values are added to
+/// the `sums` of the scratch.
+fn over_keys(
+    exec: Exec<'_>,
+    [q, k, v]: [Rows; 3],
+    g: &Geometry<'_>,
+    block: &Block,
+    Softmax { max, total }: &mut Softmax,
+    scratch: &mut Scratch<'_>,
+    compute: Compute,
+) {
+    let (rows, d) = (block.rows, g.d);
+    let sums = &mut scratch.sums[..rows * d];
+    for range in g.tiles(block) {
+        let keys = range.len();
+        let queries = q.operand(block.start, rows, d, g.q_stride());
+        let at = g.key(block.batch, block.kv_head, range.start);
+        let key_rows = k.operand(at, keys, d, g.k_stride());
+        let scores = &mut scratch.scores[..rows * keys];
+        // SAFETY: the operands lie in slices that outlive this call, the tile in scratch.
+        unsafe {
+            let c = tile(scores, rows, keys);
+            matmul_serial(exec.simd.isa(), compute, queries, transposed(key_rows), c, false, scratch.matmul);
+        }
+        for (row, scores) in scores.chunks_exact_mut(keys).enumerate() {
+            let seen = only(scores, g.visible(block, row, &range));
+            let [first, second] = seen;
+            let scale = g.cap_scores(exec.simd, first);
+            g.cap_scores(exec.simd, second);
+            let highest = row_max(exec.simd, first).max(row_max(exec.simd, second));
+            let higher = (highest * scale).max(max[row]);
+            // A row whose every score is -inf, or that holds a NaN, keeps what its scores make of it.
+            let shift = if higher == f32::NEG_INFINITY { 0.0 } else { higher };
+            let fade = if max[row] == f32::NEG_INFINITY { 0.0 } else { (max[row] - shift).exp() };
+            let sum =
+                exponentials(exec.simd, first, scale, shift) + exponentials(exec.simd, second, scale, shift);
+            total[row] = total[row] * fade + sum;
+            if fade != 1.0 {
+                multiply(exec.simd, &mut sums[row * d..(row + 1) * d], fade);
+            }
+            max[row] = higher;
+        }
+        let at = g.value(block.batch, block.kv_head, range.start);
+        let value_rows = v.operand(at, keys, d, g.v_stride());
+        // SAFETY: as above.
+        unsafe {
+            let p = tile_operand(scores, rows, keys);
+            let c = tile(sums, rows, d);
+            matmul_serial(exec.simd.isa(), compute, p, value_rows, c, true, scratch.matmul);
+        }
+    }
 }
 
 per_isa! {

@@ -279,6 +279,30 @@ fn contradictions_are_refused_with_both_places() {
             "a sequence of 500 tokens is not whole blocks of 64; set data.sequence_length to 512, or the block to 50",
         ),
         (
+            "model: x\ndata: {sequence_length: 4096}\ntraining: {sequence_chunk_tokens: 1024, batch_size: 2}",
+            "sequences in chunks come one at a time; set training.batch_size to 1, and training.gradient_accumulation_steps to as many sequences",
+        ),
+        (
+            "model: x\ndata: {sequence_length: 4096}\ntraining: {sequence_chunk_tokens: 1024, gradient_checkpointing: sqrt}",
+            "chunks of a sequence keep the inputs of layers alone; set training.gradient_checkpointing to full or auto",
+        ),
+        (
+            "model: x\ndata: {sequence_length: 4096}\ntraining: {sequence_chunk_tokens: 1024, attention: standard}",
+            "scores of a sequence in chunks are not written out; set training.attention to flash or auto",
+        ),
+        (
+            "model: x\ndata: {sequence_length: 4096}\ntraining: {sequence_chunk_tokens: 1024}\nmemory: {offload: {activations: device}}",
+            "what chunks of a sequence leave waits below the device; set memory.offload.activations to host, disk or auto",
+        ),
+        (
+            "model: x\ndata: {sequence_length: 4096}\ntraining: {sequence_chunk_tokens: 1024, gradient_accumulation_steps: 4, effective_batch_size: 8}",
+            "sequences in chunks come one at a time; set training.batch_size to 1, and training.gradient_accumulation_steps to as many sequences",
+        ),
+        (
+            "model: x\ndata: {sequence_length: 4096}\ntraining: {sequence_chunk_tokens: 3}",
+            "a sequence has at most 1024 chunks; set training.sequence_chunk_tokens to 4 or more",
+        ),
+        (
             "model: x\noutput: {eval_steps: 10}",
             "there is nothing to validate on; set data.validation, or remove output.eval_steps",
         ),

@@ -43,8 +43,8 @@ fn words(schedule: &Schedule) -> Vec<String> {
         Action::Forward { layer, micro_batch, .. } => format!("forward {layer}:{micro_batch}"),
         Action::Loss { micro_batch } => format!("loss:{micro_batch}"),
         Action::LossBegin { micro_batch } => format!("begin:{micro_batch}"),
-        Action::LossPiece { unit: of } => format!("logits {}", unit(of)),
-        Action::LossTotal => "total".into(),
+        Action::LossPiece { unit: of, .. } => format!("logits {}", unit(of)),
+        Action::LossTotal { .. } => "total".into(),
         Action::LossBackward { unit: of, .. } => format!("head {}", unit(of)),
         Action::LossEnd { micro_batch } => format!("end:{micro_batch}"),
         Action::PrefetchKept { segment, micro_batch } => format!("kept {segment}:{micro_batch}"),
@@ -66,7 +66,8 @@ fn words(schedule: &Schedule) -> Vec<String> {
 fn shape<'s>(parts: &'s Parts, segments: &'s [Range<u32>], micro_batches: usize) -> PassShape<'s> {
     let (loss, embedding) = (LossForm::Whole, EmbeddingGradient::Whole);
     let ranks = BetweenRanks::default();
-    PassShape { segments, micro_batches, embedding_pieces: 0, loss, embedding, parts, ranks }
+    let (chunks, embedding_pieces) = (false, 0);
+    PassShape { segments, micro_batches, chunks, embedding_pieces, loss, embedding, parts, ranks }
 }
 
 #[test]
@@ -211,6 +212,28 @@ fn weights_that_ranks_share_come_whole_for_products_alone() {
     ];
     assert_eq!(held, expected.concat());
     assert_eq!(schedule.weights().last(), Some(Unit::Piece(BlockId::Embedding, 0)));
+}
+
+/// The chunks of a sequence go forward one after the other and come back from the last one on; each has its own turn at the head.
+#[test]
+fn chunks_of_a_sequence_come_back_from_the_last_one() {
+    let parts = parts(true);
+    let (loss, embedding) = (LossForm::Pieces(BlockId::Embedding, 2), EmbeddingGradient::Scattered(2));
+    let shape = PassShape { chunks: true, loss, embedding, ..shape(&parts, &[0..1, 1..2], 2) };
+    let schedule = Schedule::pass(&shape, Some(Completion::Keep));
+    let loss = |chunk: u32| {
+        let both = |first: &str| format!("{first} Embedding.0 | {first} Embedding.1");
+        format!("begin:{chunk} | {} | total | {} | end:{chunk}", both("logits"), both("head"))
+    };
+    let expected = format!(
+        "embed:0 | embed:1 | forward 0:0 | forward 0:1 | forward 1:0 | forward 1:1 | {} | {} | norm Head | \
+         kept 1:0 | backward 1:1 | kept 0:1 | backward 1:0 | norm 1 | kept 0:0 | backward 0:1 | backward 0:0 | norm 0 | \
+         embedding:0 | scatter Embedding.0:0 | scatter Embedding.1:0 | \
+         embedding:1 | scatter Embedding.0:1 | norm Embedding.0 | scatter Embedding.1:1 | norm Embedding.1",
+        loss(0),
+        loss(1),
+    );
+    assert_eq!(words(&schedule).join(" | "), expected);
 }
 
 /// Where each pass has gradients of its own, the backward pass holds none of those below the device.

@@ -54,21 +54,21 @@ pub(in crate::cpu) fn backward(
 }
 
 /// What a task needs.
-struct Backward<'a> {
-    exec: Exec<'a>,
-    compute: Compute,
-    g: Geometry<'a>,
-    q: Rows,
-    k: Rows,
-    v: Rows,
-    dout: Rows,
-    lse: &'a [f32],
-    delta: &'a [f32],
+pub(super) struct Backward<'a> {
+    pub exec: Exec<'a>,
+    pub compute: Compute,
+    pub g: Geometry<'a>,
+    pub q: Rows,
+    pub k: Rows,
+    pub v: Rows,
+    pub dout: Rows,
+    pub lse: &'a [f32],
+    pub delta: &'a [f32],
     /// [batch, heads, q_len, kv_len], where they were kept.
-    probabilities: Option<&'a [f32]>,
-    dq: RowsMut,
-    dk: RowsMut,
-    dv: RowsMut,
+    pub probabilities: Option<&'a [f32]>,
+    pub dq: RowsMut,
+    pub dk: RowsMut,
+    pub dv: RowsMut,
 }
 
 impl Backward<'_> {
@@ -85,6 +85,40 @@ impl Backward<'_> {
                 let (keys, pair) = (task / outer, task % outer);
                 let mut scratch = Scratch::new(worker.scratch);
                 self.sections(pair / g.kv_heads, pair % g.kv_heads, keys + phase, keys, &mut scratch);
+            });
+        }
+    }
+
+    /// The same with a piece of the keys, of which everything is added to what is there. A phase handles the pairs (query section
+    /// i, key section j) of one i - j: a query adds the sections of a piece from the last on, as it does those of the whole.
+    pub fn run_piece(&self) {
+        let g = self.g;
+        let held = g.held();
+        let (queries, keys) = (g.q_len.div_ceil(SECTION), held.len().div_ceil(SECTION));
+        let outer = g.batch * g.kv_heads;
+        for phase in 0..(queries + keys).saturating_sub(1) {
+            // The key section of query section i is the `phase - i`-th from the last one.
+            let first = (phase + 1).saturating_sub(keys);
+            let count = queries.min(phase + 1).saturating_sub(first);
+            self.exec.pool.run(outer * count, &|task, worker| {
+                let (query, pair) = (first + task / outer, task % outer);
+                let key = keys - 1 - (phase - query);
+                let start = held.start + key * SECTION;
+                let section = start..held.end.min(start + SECTION);
+                let mut scratch = Scratch::new(worker.scratch);
+                let (batch, kv_head) = (pair / g.kv_heads, pair % g.kv_heads);
+                for head in kv_head * g.group()..(kv_head + 1) * g.group() {
+                    let queries = query * SECTION..g.q_len.min((query + 1) * SECTION);
+                    for start in queries.step_by(QUERIES) {
+                        let block = g.block(batch, head, start);
+                        for seen in g.keys(&block) {
+                            let range = seen.start.max(section.start)..seen.end.min(section.end);
+                            if !range.is_empty() {
+                                self.tile(&block, &range, true, &mut scratch);
+                            }
+                        }
+                    }
+                }
             });
         }
     }
@@ -209,7 +243,13 @@ fn kept_slopes(probabilities: &[f32], gradients: &mut [f32], [lse, delta]: [f32;
 }
 
 /// delta of every head of every row: the sum over D of dout * out.
-fn deltas(exec: Exec<'_>, out: Floats<'_>, dout: Floats<'_>, delta: &mut [f32], g: Geometry<'_>) {
+pub(in crate::cpu) fn deltas(
+    exec: Exec<'_>,
+    out: Floats<'_>,
+    dout: Floats<'_>,
+    delta: &mut [f32],
+    g: Geometry<'_>,
+) {
     let delta = Shared::new(delta, g.q_len);
     exec.pool.run(g.batch * g.heads, &|task, _| {
         // SAFETY: the pool runs each task once.

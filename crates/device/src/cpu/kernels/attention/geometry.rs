@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::{KEYS, QUERIES};
+use crate::KeyPiece;
 use crate::cpu::kernels::Simd;
 use crate::cpu::kernels::soft_cap::soft_cap;
 use crate::op::KeyPieces;
@@ -26,6 +27,8 @@ pub(in crate::cpu) struct Geometry<'a> {
     soft_cap: Option<f32>,
     /// The first position that each query sees, where there are documents.
     documents: Option<&'a [u32]>,
+    /// The positions of the keys that are there, where they are a piece.
+    piece: Option<(usize, usize)>,
 }
 
 /// Queries that are handled together: consecutive positions of one head.
@@ -60,7 +63,15 @@ impl<'a> Geometry<'a> {
             scale: s.scale,
             soft_cap: s.soft_cap,
             documents,
+            piece: None,
         }
+    }
+
+    /// The same with a piece of the keys.
+    pub fn of_piece(KeyPiece { first, shape }: KeyPiece, documents: Option<&'a [u32]>) -> Geometry<'a> {
+        let first = first as usize;
+        let piece = Some((first, first + shape.kv_capacity as usize));
+        Geometry { piece, ..Geometry::new(shape, documents) }
     }
 
     /// The same with k and v of these types.
@@ -103,7 +114,11 @@ impl<'a> Geometry<'a> {
 
     /// Row of a key or value; heads are as many places along the row.
     fn row(&self, batch: usize, position: usize) -> usize {
-        batch * self.kv_capacity + position % self.kv_capacity.max(1)
+        let place = match self.piece {
+            Some((first, _)) => position - first,
+            None => position % self.kv_capacity.max(1),
+        };
+        batch * self.kv_capacity + place
     }
 
     /// Element of a key.
@@ -134,7 +149,10 @@ impl<'a> Geometry<'a> {
     /// The end of a piece of `positions` whose rows follow each other, `most` of them at most.
     pub fn piece_end(&self, positions: &Range<usize>, most: usize) -> usize {
         let capacity = self.kv_capacity.max(1);
-        let wrap = (positions.start / capacity + 1) * capacity;
+        let wrap = match self.piece {
+            Some(_) => usize::MAX,
+            None => (positions.start / capacity + 1) * capacity,
+        };
         positions.end.min(positions.start.saturating_add(most)).min(wrap)
     }
 
@@ -180,7 +198,18 @@ impl<'a> Geometry<'a> {
                 left.start = end;
                 (!tile.is_empty()).then_some(tile)
             })
+            .filter_map(move |tile| {
+                let (first, end) = self.piece.unwrap_or((0, usize::MAX));
+                let here = tile.start.max(first)..tile.end.min(end);
+                (!here.is_empty()).then_some(here)
+            })
         })
+    }
+
+    /// The positions of the keys that are there.
+    pub fn held(&self) -> Range<usize> {
+        let (first, end) = self.piece.unwrap_or((0, self.kv_len));
+        first..end.min(self.kv_len)
     }
 
     /// Whether a query may see a key that is at least `distance` positions before it.
