@@ -1,11 +1,15 @@
 //! The ranks that train together: started by this program, by mpirun or by SLURM.
 
+#[cfg(unix)]
+use std::process::Child;
 use std::process::{Command, ExitStatus};
 #[cfg(unix)]
 use std::sync::{
     Arc,
     atomic::{AtomicI32, Ordering},
 };
+#[cfg(unix)]
+use std::time::{Duration, Instant};
 
 use plimsoll_parallel::{Communicator, Solo};
 #[cfg(unix)]
@@ -17,6 +21,13 @@ use signal_hook::iterator::Signals;
 
 use crate::args::TrainArgs;
 use crate::failure::Failure;
+
+/// How long mpirun may take to end behind the last rank.
+#[cfg(unix)]
+const TIME_TO_END: Duration = Duration::from_secs(5);
+/// How often it is looked whether it has.
+#[cfg(unix)]
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// The variables by which launchers tell a process how many ranks there are.
 const SIZES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
@@ -124,15 +135,52 @@ fn run(mut mpirun: Command) -> std::io::Result<(ExitStatus, Option<u8>)> {
             }
         }
     });
-    let status = child.wait()?;
+    let status = wait(&mut child);
     handle.close();
     // It ends with its handle.
     let _ = listener.join();
+    let status = status?;
     let stopped = match first.load(Ordering::SeqCst) {
         0 => None,
         signal => u8::try_from(128 + signal).ok(),
     };
     Ok((status, stopped))
+}
+
+/// Waits until mpirun has ended. Open MPI may hang where a rank was killed while it joined the others: mpirun is ended then.
+#[cfg(unix)]
+fn wait(mpirun: &mut Child) -> std::io::Result<ExitStatus> {
+    let (mut had_ranks, mut without) = (false, None::<Instant>);
+    loop {
+        if let Some(status) = mpirun.try_wait()? {
+            return Ok(status);
+        }
+        let ranks = has_living_children(mpirun.id());
+        had_ranks |= ranks == Some(true);
+        without = match had_ranks && ranks == Some(false) {
+            true => without.or_else(|| Some(Instant::now())),
+            false => None,
+        };
+        if without.is_some_and(|since| since.elapsed() > TIME_TO_END) {
+            mpirun.kill()?;
+            mpirun.wait()?;
+            let words = "a rank was killed and mpirun did not end with the others; --resume goes on from what was saved";
+            return Err(std::io::Error::other(words));
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+/// Whether a process has children that have not ended; `None` where the system does not say.
+#[cfg(unix)]
+fn has_living_children(id: u32) -> Option<bool> {
+    let children = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children")).ok()?;
+    let lives = |child: &str| {
+        let status = std::fs::read_to_string(format!("/proc/{child}/status")).unwrap_or_default();
+        let state = status.lines().find_map(|line| line.strip_prefix("State:"));
+        state.is_some_and(|state| !state.trim_start().starts_with('Z'))
+    };
+    Some(children.split_whitespace().any(lives))
 }
 
 #[cfg(not(unix))]
