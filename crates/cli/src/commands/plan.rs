@@ -214,7 +214,7 @@ pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
         ));
     }
     out.push_str(&format!(
- "step: {} x {} tokens{}, {} accumulated{}; {} weights{master}{linears}, {} gradients, checkpointing {}; logits of {} tokens at once\n",
+        "step: {} x {} tokens{}, {} accumulated{}; {} weights{master}{linears}, {} gradients, checkpointing {}; logits of {} tokens at once\n",
         settings.batch_size,
         settings.sequence_length,
         settings.chunk_tokens().map_or(String::new(), |chunk| format!(" in chunks of {chunk}")),

@@ -194,11 +194,11 @@ impl<'a> Family<'a> for Attention<'a> {
 }
 
 impl Description<'_> {
-    fn attention(self, q: &Tensor, cached: [&Tensor; 2], shape: AttentionShape) -> Self {
+    /// Queries of heads that kv heads serve, behind the positions before them, and what hides keys from them.
+    pub(super) fn queries(self, shape: AttentionShape) -> Self {
         let possible = shape.kv_heads > 0
             && shape.heads.is_multiple_of(shape.kv_heads)
             && shape.q_len <= shape.kv_len
-            && shape.kv_len - shape.first_seen() <= shape.kv_capacity
             && shape.window != Some(0)
             && shape.block_sparse.is_none_or(|sparse| sparse.block > 0 && sparse.local_blocks > 0)
             && shape.soft_cap.is_none_or(|cap| cap > 0.0);
@@ -206,6 +206,12 @@ impl Description<'_> {
             .that(shape.head_dim <= MAX_HEAD_DIM, || {
                 format!("heads of {} values are wider than {MAX_HEAD_DIM}", shape.head_dim)
             })
+    }
+
+    fn attention(self, q: &Tensor, cached: [&Tensor; 2], shape: AttentionShape) -> Self {
+        let is_there = shape.kv_len.saturating_sub(shape.first_seen()) <= shape.kv_capacity;
+        self.queries(shape)
+            .that(is_there, || format!("{shape:?} is impossible"))
             .size(q, shape.batch * shape.q_len, shape.heads * shape.head_dim)
             .each(cached, |op, t| {
                 let columns = shape.kv_heads * t.dtype().cached_columns(shape.head_dim);

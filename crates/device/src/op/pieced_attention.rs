@@ -1,7 +1,7 @@
 //! Attention over keys and values that come a piece at a time: of a sequence that is visited in chunks, or of which other ranks
 //! have parts. What is exact of it does not depend on how the keys are cut (Milakov and Gimelshein 2018; Liu et al. 2023).
 
-use super::{Family, MAX_HEAD_DIM};
+use super::Family;
 use crate::check::Description;
 use crate::cost::product_of;
 use crate::{AttentionShape, Compute, Cost, Tensor};
@@ -71,21 +71,24 @@ impl KeyPiece {
         let KeyPiece { first, shape } = *self;
         let (before, end) =
             (shape.kv_len.saturating_sub(shape.q_len), first.saturating_add(shape.kv_capacity));
-        let pairs = match shape.window.is_none() && shape.block_sparse.is_none() && end <= before {
-            true => product_of(&[shape.q_len, shape.kv_capacity]),
-            false => {
-                let of = |position| {
-                    let within = |key: u64| key.clamp(first, end);
-                    shape
-                        .seen(position, 0)
-                        .map(|seen| within(seen.end) - within(seen.start))
-                        .iter()
-                        .sum::<u64>()
-                };
-                (before..shape.kv_len).map(of).sum()
+        let pairs = match shape.window.is_none() && shape.block_sparse.is_none() {
+            true => {
+                // Queries within the piece see one key more each than the one before, those behind it all of its keys.
+                let [rising, full] = [first, end].map(|position| position.clamp(before, shape.kv_len));
+                let first_and_last = (rising + full + 1).saturating_sub(first.saturating_mul(2));
+                let within = (full - rising).saturating_mul(first_and_last) / 2;
+                within.saturating_add(product_of(&[shape.kv_len - full, shape.kv_capacity]))
             }
+            false => (before..shape.kv_len).map(|position| self.seen_by(position)).sum(),
         };
         product_of(&[shape.batch, shape.heads, pairs])
+    }
+
+    /// How many keys of the piece a query sees.
+    fn seen_by(&self, position: u64) -> u64 {
+        let end = self.first.saturating_add(self.shape.kv_capacity);
+        let within = |key: u64| key.clamp(self.first, end);
+        self.shape.seen(position, 0).map(|seen| within(seen.end) - within(seen.start)).iter().sum()
     }
 }
 
@@ -152,11 +155,8 @@ impl<'a> Family<'a> for PiecedAttention<'a> {
 impl Description<'_> {
     fn pieced(self, q: &Tensor, cached: [&Tensor; 2], documents: Option<&Tensor>, piece: KeyPiece) -> Self {
         let shape = piece.shape;
-        let possible = piece.first.checked_add(shape.kv_capacity).is_some()
-            && shape.window != Some(0)
-            && shape.block_sparse.is_none_or(|sparse| sparse.block > 0 && sparse.local_blocks > 0)
-            && shape.soft_cap.is_none_or(|cap| cap > 0.0);
-        self.that(possible, || format!("{piece:?} is impossible"))
+        let ends = piece.first.checked_add(shape.kv_capacity).is_some();
+        self.that(ends, || format!("{piece:?} is impossible"))
             .queries(shape)
             .size(q, shape.batch * shape.q_len, shape.heads * shape.head_dim)
             .each(cached, |op, t| {
@@ -165,20 +165,41 @@ impl Description<'_> {
             .each(documents, |op, t| op.u32_vector(t, shape.batch * shape.q_len))
     }
 
-    /// Queries of heads that kv heads serve, behind the positions before them.
-    fn queries(self, shape: AttentionShape) -> Self {
-        let possible =
-            shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads) && shape.q_len <= shape.kv_len;
-        self.that(possible, || format!("{shape:?} is impossible"))
-            .that(shape.head_dim <= MAX_HEAD_DIM, || {
-                format!("heads of {} values are wider than {MAX_HEAD_DIM}", shape.head_dim)
-            })
-    }
-
     fn running(self, Running { sums, most, total }: Running<'_>, shape: AttentionShape) -> Self {
         let queries = shape.batch * shape.q_len;
         self.size(sums, queries, shape.heads * shape.head_dim)
             .f32_vectors([sums], queries * shape.heads * shape.head_dim)
             .f32_vectors([most, total], queries * shape.heads)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_are_counted_without_looking_at_each_query() {
+        for (q_len, kv_len) in [(4, 4), (3, 10), (10, 10), (1, 7)] {
+            for first in 0..12 {
+                for kv_capacity in 0..9 {
+                    let shape = AttentionShape {
+                        batch: 2,
+                        q_len,
+                        kv_len,
+                        kv_capacity,
+                        heads: 3,
+                        kv_heads: 1,
+                        head_dim: 4,
+                        scale: 1.0,
+                        window: None,
+                        block_sparse: None,
+                        soft_cap: None,
+                    };
+                    let piece = KeyPiece { first, shape };
+                    let pairs: u64 = (kv_len - q_len..kv_len).map(|position| piece.seen_by(position)).sum();
+                    assert_eq!(piece.score_count(), 6 * pairs, "{piece:?}");
+                }
+            }
+        }
     }
 }

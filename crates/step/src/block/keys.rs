@@ -167,15 +167,19 @@ impl<'a> Keys<'a> {
 
     /// The positions of a chunk of these sequences.
     fn positions(&self, number: u32, length: u64) -> Range<u64> {
-        let first = u64::from(number) * self.chunk;
-        first..(first + self.chunk).min(length)
+        tokens_of(u64::from(number), self.chunk, length)
     }
 }
 
 /// The tokens of each chunk.
 pub(crate) fn chunks(length: u64, chunk: u64) -> impl Iterator<Item = Range<u64>> {
     let chunk = chunk.max(1);
-    (0..length.div_ceil(chunk)).map(move |number| number * chunk..length.min((number + 1) * chunk))
+    (0..length.div_ceil(chunk)).map(move |number| tokens_of(number, chunk, length))
+}
+
+/// Those of one.
+fn tokens_of(number: u64, chunk: u64, length: u64) -> Range<u64> {
+    number * chunk..length.min((number + 1) * chunk)
 }
 
 impl Turn {
@@ -214,17 +218,17 @@ impl Keys<'_> {
 
 impl Attend for Keys<'_> {
     fn attend(&self, turn: Turn, ctx: &Context<'_>, qkv: &Qkv) -> Result<Attended, StepError> {
-        let (device, keys, shape) = (ctx.device, self, ctx.attention);
+        let (device, shape) = (ctx.device, ctx.attention);
         let alloc = |dtype, sizes: &[u64], name| device.alloc(dtype, sizes, Tag::Attention, name);
         let out = alloc(ctx.activations, &[qkv.q.rows(), qkv.q.columns()], "attention")?;
         let statistics = [shape.batch, shape.heads, shape.q_len];
         let lse = alloc(DType::F32, &statistics, "lse")?;
-        let mut pool = keys.of_layers.borrow_mut();
+        let mut pool = self.of_layers.borrow_mut();
         if turn.visit == Visit::Backward {
             pool.announce([Use::of(turn.kept_attended())])?;
             let kept = pool.gather(turn.kept_attended())?;
-            keys.copy(of(&kept, Kind::Out)?, &out)?;
-            keys.copy(of(&kept, Kind::Lse)?, &lse)?;
+            self.copy(of(&kept, Kind::Out)?, &out)?;
+            self.copy(of(&kept, Kind::Lse)?, &lse)?;
             drop(kept);
             pool.release(turn.kept_attended(), false);
             return Ok(Attended { out, lse, probabilities: None });
@@ -236,14 +240,14 @@ impl Attend for Keys<'_> {
         uses.extend((turn.visit == Visit::Forward).then(|| anew(turn.kept_attended())));
         pool.announce(uses)?;
         let own = pool.gather(turn.kept_keys(turn.number))?;
-        keys.copy(&qkv.k, of(&own, Kind::Key)?)?;
-        keys.copy(&qkv.v, of(&own, Kind::Value)?)?;
+        self.copy(&qkv.k, of(&own, Kind::Key)?)?;
+        self.copy(&qkv.v, of(&own, Kind::Value)?)?;
         drop(own);
         pool.release(turn.kept_keys(turn.number), true);
         let running = [
-            keys.filled(&[qkv.q.rows(), qkv.q.columns()], Tag::Attention, "attention.sums", 0.0)?,
-            keys.filled(&statistics, Tag::Attention, "attention.most", f32::NEG_INFINITY)?,
-            keys.filled(&statistics, Tag::Attention, "attention.total", 0.0)?,
+            self.filled(&[qkv.q.rows(), qkv.q.columns()], Tag::Attention, "attention.sums", 0.0)?,
+            self.filled(&statistics, Tag::Attention, "attention.most", f32::NEG_INFINITY)?,
+            self.filled(&statistics, Tag::Attention, "attention.total", 0.0)?,
         ];
         let [sums, most, total] = &running;
         let running = Running { sums, most, total };
@@ -262,8 +266,8 @@ impl Attend for Keys<'_> {
         device.run(PiecedAttention::Finish { running, out: &out, lse: &lse, shape })?;
         if turn.visit == Visit::Forward {
             let kept = pool.gather(turn.kept_attended())?;
-            keys.copy(&out, of(&kept, Kind::Out)?)?;
-            keys.copy(&lse, of(&kept, Kind::Lse)?)?;
+            self.copy(&out, of(&kept, Kind::Out)?)?;
+            self.copy(&lse, of(&kept, Kind::Lse)?)?;
             drop(kept);
             pool.release(turn.kept_attended(), true);
         }
@@ -279,16 +283,16 @@ impl Attend for Keys<'_> {
         attended: &Attended,
         dout: &Tensor,
     ) -> Result<[Tensor; 3], StepError> {
-        let (device, keys, shape) = (ctx.device, self, ctx.attention);
+        let (device, shape) = (ctx.device, ctx.attention);
         let Attended { out, lse, .. } = attended;
         let delta = device.alloc(DType::F32, lse.shape().dims(), Tag::Attention, "delta")?;
         device.run(PiecedAttention::Deltas { out, dout, delta: &delta, shape })?;
-        let dq_sums = keys.filled(&[qkv.q.rows(), qkv.q.columns()], Tag::Workspace, "dq.sums", 0.0)?;
+        let dq_sums = self.filled(&[qkv.q.rows(), qkv.q.columns()], Tag::Workspace, "dq.sums", 0.0)?;
         let mut before = self.seen_before(turn, shape);
         before.reverse();
-        let mut pool = keys.of_layers.borrow_mut();
+        let mut pool = self.of_layers.borrow_mut();
         pool.announce(before.iter().map(|chunk| Use::of(turn.kept_keys(*chunk))))?;
-        let mut all = keys.gradients.borrow_mut();
+        let mut all = self.gradients.borrow_mut();
         let Gradients { parcels: gradients, begun } = &mut *all;
         let order = [turn.number].into_iter().chain(before.iter().copied());
         gradients.announce(order.map(|key| Use { key, fresh: !begun.contains(&key) }))?;
@@ -318,7 +322,7 @@ impl Attend for Keys<'_> {
         };
         let narrow = |x: &Tensor, name| -> Result<Tensor, StepError> {
             let out = device.alloc(ctx.activations, &[x.rows(), x.columns()], Tag::Attention, name)?;
-            keys.copy(x, &out)?;
+            self.copy(x, &out)?;
             Ok(out)
         };
         // Later chunks have added theirs.

@@ -167,7 +167,6 @@ impl<'a> Trainer<'a> {
         completion: Option<Completion>,
     ) -> Result<(), StepError> {
         let device = self.device;
-        let mover = self.mover.clone();
         let group = first / self.settings.micro_batches_per_pass.max(1);
         if self.settings.sharding.reduces_each_pass() {
             let ranks = self.communicator;
@@ -176,7 +175,7 @@ impl<'a> Trainer<'a> {
         device.enter(Phase::Forward, None);
         let starts = micro_batches.first().and_then(|m| self.starts_of_chunks(m));
         let lanes = self.lanes(micro_batches, first, starts.as_deref())?;
-        if let Some(mover) = &mover {
+        if let Some(mover) = &self.mover {
             mover.settle()?;
         }
         let segments: Vec<Range<u32>> = self.policy.segments().collect();
@@ -185,10 +184,15 @@ impl<'a> Trainer<'a> {
         let mut pass = Pass { lanes, head: Some(&head), segments, scale, group };
         self.perform(&schedule, &mut pass)?;
         drop(pass);
+        self.settle_lanes()
+    }
+
+    /// Waits until what lanes have left below the device is there.
+    fn settle_lanes(&self) -> Result<(), StepError> {
         if let Some(keys) = &self.keys {
             keys.settle()?;
         }
-        mover.map_or(Ok(()), |mover| mover.settle())
+        self.mover.as_ref().map_or(Ok(()), |mover| mover.settle())
     }
 
     /// Where each token's document begins in its sequence, of a sequence that is visited in chunks.
@@ -361,8 +365,8 @@ impl<'a> Trainer<'a> {
                 let first_row = piece.ok_or(NOTHING_LEFT)?.1.start;
                 for lane in pass.lanes(lanes) {
                     // A chunk stays until it has all pieces.
-                    lane.ready = Some(self.ready(lane)?);
-                    let ready = lane.ready.clone().ok_or(NOTHING_LEFT)?;
+                    let ready = self.ready(lane)?;
+                    lane.ready = Some(Rc::clone(&ready));
                     let ctx = self.turn(env, lane, &ready, Visit::Forward)?;
                     let tokens = &ready.inputs.tokens;
                     let x = match lane.x.take() {
@@ -401,8 +405,8 @@ impl<'a> Trainer<'a> {
                 enter(Phase::Loss, None);
                 let (head, chunk_tokens) = (pass.head, self.settings.loss_chunk_tokens);
                 let lane = pass.lane(micro_batch)?;
-                lane.ready = Some(self.ready(lane)?);
-                let ready = lane.ready.clone().ok_or(NOTHING_LEFT)?;
+                let ready = self.ready(lane)?;
+                lane.ready = Some(Rc::clone(&ready));
                 let ctx = self.turn(env, lane, &ready, Visit::Forward)?;
                 let (own, x) = (head.ok_or(NOTHING_LEFT)?, again(lane.x.take(), &ctx)?);
                 let norm = own.norm(Role::FinalNorm, Some(Role::FinalNormBias), &ctx.spec.norm)?;
@@ -455,7 +459,7 @@ impl<'a> Trainer<'a> {
                 let (lane, away) = (pass.lane(micro_batch)?, env.mover.as_deref());
                 let kept = lane.kept.get_mut(segment).and_then(Option::as_mut).ok_or(NOTHING_LEFT)?;
                 kept.prefetch(away)?;
-                if let Some(dx) = lane.dx.as_mut().filter(|_| lane.chunk.is_some()) {
+                if let Some(dx) = &mut lane.dx {
                     dx.fetch(away)?;
                 }
             }
@@ -625,6 +629,7 @@ impl<'a> Trainer<'a> {
                 }
                 Ok(())
             })?;
+            self.settle_lanes()?;
             return Ok(first);
         }
         let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), self.ropes.clone());
@@ -633,7 +638,7 @@ impl<'a> Trainer<'a> {
         let inputs = self.upload(micro_batch)?;
         let ctx = self.context(&inputs, &spec, &ropes);
         let table: Vec<Unit> = self.weights.embedding_pieces().map(|(unit, _)| unit).collect();
-        let layers = Schedule::forward(0..spec.num_layers, 1);
+        let layers = Schedule::forward(0..spec.num_layers);
         self.weights.announce(table.into_iter().chain(layers.weights()))?;
         let mut x = embedding::forward(&ctx, &mut self.weights, (&inputs.tokens, inputs.ids))?;
         let finite = |x: &Tensor| is_finite(device, x, &square);
@@ -672,7 +677,7 @@ impl<'a> Trainer<'a> {
             look(device, BlockId::Embedding, &x)?;
             lane.x = until_next(&ctx, x)?;
         }
-        self.weights.announce(Schedule::forward(0..self.spec.num_layers, 1).weights())?;
+        self.weights.announce(Schedule::forward(0..self.spec.num_layers).weights())?;
         for layer in 0..self.spec.num_layers {
             device.enter(Phase::Forward, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
@@ -709,12 +714,7 @@ impl<'a> Trainer<'a> {
             head::loss_of(&ctx, &mut self.weights, &x, &ready.inputs.labels, chunk_tokens)?;
             total += sum(device, &ready.inputs.labels.losses)?;
         }
-        if let Some(keys) = &self.keys {
-            keys.settle()?;
-        }
-        if let Some(mover) = &self.mover {
-            mover.settle()?;
-        }
+        self.settle_lanes()?;
         Ok((total, micro_batch.target_count()))
     }
 

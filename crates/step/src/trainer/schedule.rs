@@ -270,13 +270,11 @@ impl Schedule {
         Schedule { ahead, ..schedule }
     }
 
-    /// The layers forward, of so many chunks of a sequence or one micro-batch, and nothing else.
-    pub fn forward(layers: Range<u32>, chunks: usize) -> Schedule {
-        let forward = |layer| (0..chunks).map(move |chunk| (layer, chunk));
-        let forward = layers.flat_map(forward);
-        let forward = forward.map(|(layer, micro_batch)| Action::Forward { layer, segment: 0, micro_batch });
+    /// The layers forward, of one micro-batch, and nothing else.
+    pub fn forward(layers: Range<u32>) -> Schedule {
+        let forward = |layer| Action::Forward { layer, segment: 0, micro_batch: 0 };
         let ranks = BetweenRanks::default();
-        Schedule::new(forward.collect(), &Parts::default(), ranks)
+        Schedule::new(layers.map(forward).collect(), &Parts::default(), ranks)
     }
 
     /// Updates of everything that is trained, from complete gradients. `looked_up`: those of the embedding's table are made
