@@ -2,6 +2,8 @@
 //! update`. What is done in which order is a [`Schedule`](schedule::Schedule).
 
 mod complete;
+mod lanes;
+mod look;
 mod numbers;
 mod parts;
 mod pass;

@@ -3,23 +3,20 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use plimsoll_device::{Device, DeviceExt, Reduction, Tensor};
 use plimsoll_memory::Phase;
-use plimsoll_model::{BlockId, ModelSpec, Role};
+use plimsoll_model::{BlockId, Role};
 
+use super::lanes::{Env, Kept, Lane, NOTHING_LEFT, again, until_next};
 use super::schedule::{Action, EmbeddingGradient, Lanes, LossForm, PassShape, Schedule};
 use super::{Completion, Trainer};
 use crate::StepError;
-use crate::adapter::Dropout;
-use crate::block::{self, Attend, Chunk, Held, Keys, Mover, Saved, Turn, Visit, chunks};
+use crate::block::{self, Held, Saved, Visit};
 use crate::context::Context;
 use crate::embedding;
-use crate::evaluate::{EvaluateSettings, Evaluation};
 use crate::head::{self, Head, HeadPiece, PiecedLoss};
-use crate::inputs::{Inputs, positions_within, starts_after, sum};
-use crate::policy::{LayerPolicy, Save};
-use crate::rope::RopeTables;
-use crate::settings::{AttentionKind, MicroBatch, StepSettings, stays};
+use crate::inputs::Inputs;
+use crate::policy::LayerPolicy;
+use crate::settings::{MicroBatch, stays};
 use crate::store::BlockWeights;
 use crate::tier::Unit;
 
@@ -35,70 +32,6 @@ pub(super) struct Pass<'c> {
     /// Which of the step's passes it is.
     pub group: u64,
 }
-
-/// One micro-batch on its way, or one chunk of a sequence.
-struct Lane<'c> {
-    /// Which micro-batch of the step it is.
-    number: u64,
-    source: MicroBatch<'c>,
-    /// Tokens of each sequence before these, and these.
-    span: (u64, u64),
-    /// Which chunk it is of its sequence.
-    chunk: Option<u32>,
-    /// Its tokens on the device. Those of a chunk come when its turn does.
-    ready: Option<Rc<Ready<'c>>>,
-    /// The residual stream.
-    x: Option<Held<Tensor>>,
-    /// What enters the segment that it goes through.
-    entered: Option<Tensor>,
-    /// What the forward pass left of each segment.
-    kept: Vec<Option<Kept>>,
-    /// The inputs of the layers of a segment, computed again.
-    again: Vec<Tensor>,
-    /// The loss, where the head comes in pieces.
-    loss: Option<PiecedLoss<'c>>,
-    /// The gradient of the residual stream.
-    dx: Option<Held<Tensor>>,
-}
-
-/// Sees what comes out of each block.
-type Look<'l> = &'l mut dyn FnMut(&dyn Device, BlockId, &Tensor) -> Result<(), StepError>;
-
-/// The tokens of a lane on the device, and the rotations of a chunk's.
-struct Ready<'c> {
-    inputs: Inputs<'c>,
-    ropes: Option<RopeTables>,
-}
-
-/// What contexts borrow of a trainer.
-struct Env<'a> {
-    spec: Rc<ModelSpec>,
-    ropes: Option<Rc<RopeTables>>,
-    mover: Option<Rc<Mover<'a>>>,
-    keys: Option<Rc<Keys<'a>>>,
-}
-
-/// What a forward pass left of a segment.
-enum Kept {
-    /// The activations of its one layer.
-    Layer(Box<Saved>),
-    /// The input of the first of its layers.
-    Input(Held<Tensor>),
-}
-
-impl Kept {
-    /// Begins to bring what it keeps elsewhere.
-    fn prefetch(&mut self, away: Option<&Mover<'_>>) -> Result<(), StepError> {
-        match self {
-            Kept::Layer(saved) => saved.fetch(away),
-            Kept::Input(input) => input.fetch(away),
-        }
-    }
-}
-
-/// An action without what those before it should have left.
-const NOTHING_LEFT: StepError =
-    StepError::Invariant { what: "a schedule asks for what no action before has left" };
 
 impl<'c> Pass<'c> {
     /// One without micro-batches, for updates alone.
@@ -127,32 +60,6 @@ impl<'c> Pass<'c> {
 
     fn segment(&self, segment: usize) -> Range<u32> {
         self.segments.get(segment).cloned().unwrap_or_default()
-    }
-}
-
-/// A tensor between two turns of a lane.
-fn again(held: Option<Held<Tensor>>, ctx: &Context<'_>) -> Result<Tensor, StepError> {
-    held.ok_or(NOTHING_LEFT)?.restore(ctx, || Err(NOTHING_LEFT))
-}
-
-/// Has a tensor wait for the next turn of its lane: that of a chunk goes below the device.
-fn until_next(ctx: &Context<'_>, x: Tensor) -> Result<Option<Held<Tensor>>, StepError> {
-    Ok(Some(match ctx.chunk {
-        Some(_) => Held::new(ctx, Save::Keep, x)?,
-        None => Held::plain(x),
-    }))
-}
-
-impl Lane<'_> {
-    /// A chunk's turn is over: its tokens leave the device.
-    fn leave(&mut self) {
-        if self.chunk.is_some() {
-            self.ready = None;
-        }
-    }
-
-    fn take_kept(&mut self, segment: usize) -> Result<Kept, StepError> {
-        self.kept.get_mut(segment).and_then(Option::take).ok_or(NOTHING_LEFT)
     }
 }
 
@@ -185,123 +92,6 @@ impl<'a> Trainer<'a> {
         self.perform(&schedule, &mut pass)?;
         drop(pass);
         self.settle_lanes()
-    }
-
-    /// Waits until what lanes have left below the device is there.
-    fn settle_lanes(&self) -> Result<(), StepError> {
-        if let Some(keys) = &self.keys {
-            keys.settle()?;
-        }
-        self.mover.as_ref().map_or(Ok(()), |mover| mover.settle())
-    }
-
-    /// Where each token's document begins in its sequence, of a sequence that is visited in chunks.
-    fn starts_of_chunks(&self, micro_batch: &MicroBatch<'_>) -> Option<Vec<u32>> {
-        let StepSettings { sequence_length, document_end, .. } = self.settings;
-        self.settings.chunk_tokens()?;
-        match micro_batch.document_starts {
-            Some(starts) => Some(starts.to_vec()),
-            None => document_end.map(|end| starts_after(micro_batch.tokens, sequence_length, end)),
-        }
-    }
-
-    /// A lane for each micro-batch, with its tokens on the device; or for each chunk of the only one.
-    fn lanes<'c>(
-        &self,
-        micro_batches: &[MicroBatch<'c>],
-        first: u64,
-        starts: Option<&'c [u32]>,
-    ) -> Result<Vec<Lane<'c>>, StepError> {
-        let length = self.settings.sequence_length;
-        let lane = |number, source, span, chunk| Lane {
-            number,
-            source,
-            span,
-            chunk,
-            ready: None,
-            x: None,
-            entered: None,
-            kept: Vec::new(),
-            again: Vec::new(),
-            loss: None,
-            dx: None,
-        };
-        let Some(chunk) = self.settings.chunk_tokens() else {
-            let numbered = (first..).zip(micro_batches);
-            let ready = |(number, source): (u64, &MicroBatch<'c>)| {
-                let lane = lane(number, *source, (0, length), None);
-                Ok(Lane { ready: Some(self.ready(&lane)?), ..lane })
-            };
-            return numbered.map(ready).collect();
-        };
-        let Some(whole) = micro_batches.first() else { return Ok(Vec::new()) };
-        let got = whole.tokens.len() as u64;
-        if got != length && !(got == 0 && self.device.is_dry()) {
-            let got = whole.tokens.len();
-            return Err(StepError::BatchShape { got, batch_size: 1, sequence_length: length });
-        }
-        let of_chunk = |(number, tokens): (u32, Range<u64>)| {
-            let place = tokens.start as usize..tokens.end as usize;
-            let source = MicroBatch {
-                tokens: whole.tokens.get(place.clone()).unwrap_or_default(),
-                targets: whole.targets.get(place.clone()).unwrap_or_default(),
-                weights: whole.weights.map(|weights| weights.get(place.clone()).unwrap_or_default()),
-                document_starts: starts.map(|starts| starts.get(place.clone()).unwrap_or_default()),
-            };
-            lane(first, source, (tokens.start, tokens.end - tokens.start), Some(number))
-        };
-        Ok((0..).zip(chunks(length, chunk)).map(of_chunk).collect())
-    }
-
-    /// A lane's tokens on the device.
-    fn ready<'c>(&self, lane: &Lane<'c>) -> Result<Rc<Ready<'c>>, StepError> {
-        if let Some(ready) = &lane.ready {
-            return Ok(Rc::clone(ready));
-        }
-        let StepSettings { batch_size, sequence_length, document_end, .. } = self.settings;
-        let (device, spec, span, source) = (self.device, &*self.spec, lane.span, &lane.source);
-        // A chunk knows the beginnings of documents from the whole sequence.
-        let end = document_end.filter(|_| lane.chunk.is_none());
-        let inputs = Inputs::upload_behind(device, spec, batch_size, span, end, source)?;
-        let ropes = match lane.chunk {
-            None => None,
-            Some(_) => {
-                let within =
-                    source.document_starts.map(|starts| positions_within(starts, span)).transpose()?;
-                let position = |token: u64| match &within {
-                    Some(within) => within.get(token as usize).copied().map_or(0, u64::from),
-                    None => span.0 + token,
-                };
-                Some(RopeTables::of_tokens(device, spec, sequence_length, (span.1, &position))?)
-            }
-        };
-        Ok(Rc::new(Ready { inputs, ropes }))
-    }
-
-    fn env(&self) -> Env<'a> {
-        let Trainer { spec, ropes, mover, keys, .. } = self;
-        Env { spec: Rc::clone(spec), ropes: ropes.clone(), mover: mover.clone(), keys: keys.clone() }
-    }
-
-    /// What a lane's turn needs to know.
-    fn turn<'x>(
-        &self,
-        env: &'x Env<'a>,
-        lane: &Lane<'_>,
-        ready: &'x Ready<'_>,
-        visit: Visit,
-    ) -> Result<Context<'x>, StepError>
-    where
-        'a: 'x,
-    {
-        let ropes = ready.ropes.as_ref().or(env.ropes.as_deref()).ok_or(NOTHING_LEFT)?;
-        let keys = env.keys.as_deref().map(|keys| -> &dyn Attend { keys });
-        let of = |(number, keys)| Chunk { keys, turn: Turn { number, layer: 0, visit } };
-        let chunk = lane.chunk.zip(keys).map(of);
-        let dropout = self.dropout(self.deal.place(lane.number));
-        let dropout = dropout.map(|dropout| Dropout { first_row: lane.span.0, ..dropout });
-        let ctx = self.context(&ready.inputs, &env.spec, ropes);
-        Ok(Context { dropout, away: env.mover.as_deref(), chunk, ..ctx })
     }
 
     /// What decides the order of a pass.
@@ -593,166 +383,13 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    fn upload<'m>(&self, micro_batch: &MicroBatch<'m>) -> Result<Inputs<'m>, StepError> {
-        let StepSettings { batch_size, sequence_length, document_end, .. } = self.settings;
-        Inputs::upload(self.device, &self.spec, batch_size, sequence_length, document_end, micro_batch)
-    }
-
-    fn context<'c>(&self, inputs: &'c Inputs<'_>, spec: &'c ModelSpec, ropes: &'c RopeTables) -> Context<'c>
-    where
-        'a: 'c,
-    {
-        let StepSettings { precision, attention, mlp_chunk_tokens, .. } = self.settings;
-        let ctx = inputs.context(self.device, spec, precision, ropes);
-        Context { attention_kind: attention, mlp_chunk_tokens, ..ctx }
-    }
-
     /// What a layer's forward pass needs to know, with nothing that takes away what is to stay.
-    fn saving<'c>(&self, ctx: &Context<'c>, layer: u32) -> Context<'c> {
+    pub(super) fn saving<'c>(&self, ctx: &Context<'c>, layer: u32) -> Context<'c> {
         let own = ctx.layer(layer);
         let kept = self.settings.kept_layers.activations;
         let away = own.away.filter(|_| !stays(BlockId::Layer(layer), kept, self.spec.num_layers));
         Context { away, ..own }
     }
-
-    /// The first block, in the order of the forward pass, whose output for a micro-batch is not finite. Weights and
-    /// gradients stay as they are. Every rank goes through all layers: others need its share of them.
-    pub fn first_bad_output(&mut self, micro_batch: &MicroBatch<'_>) -> Result<Option<BlockId>, StepError> {
-        let square = self.numbers.spare()?;
-        let mut first = None;
-        if self.settings.chunk_tokens().is_some() {
-            let starts = self.starts_of_chunks(micro_batch);
-            let seen = (starts.as_deref(), self.settings.attention);
-            self.forward_in_chunks(micro_batch, seen, &mut |device, block, x| {
-                if first.is_none() && !is_finite(device, x, &square)? {
-                    first = Some(block);
-                }
-                Ok(())
-            })?;
-            self.settle_lanes()?;
-            return Ok(first);
-        }
-        let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), self.ropes.clone());
-        let ropes = ropes.ok_or(NOTHING_LEFT)?;
-        device.enter(Phase::Forward, None);
-        let inputs = self.upload(micro_batch)?;
-        let ctx = self.context(&inputs, &spec, &ropes);
-        let table: Vec<Unit> = self.weights.embedding_pieces().map(|(unit, _)| unit).collect();
-        let layers = Schedule::forward(0..spec.num_layers);
-        self.weights.announce(table.into_iter().chain(layers.weights()))?;
-        let mut x = embedding::forward(&ctx, &mut self.weights, (&inputs.tokens, inputs.ids))?;
-        let finite = |x: &Tensor| is_finite(device, x, &square);
-        if !finite(&x)? {
-            first = Some(BlockId::Embedding);
-        }
-        for layer in 0..spec.num_layers {
-            device.enter(Phase::Forward, Some(layer));
-            let weights = self.weights.gather(BlockId::Layer(layer))?;
-            x = block::forward(&self.saving(&ctx, layer), &weights, LayerPolicy::nothing(), x)?.0;
-            drop(weights);
-            self.weights.release(Unit::Layer(layer), false);
-            if first.is_none() && !finite(&x)? {
-                first = Some(BlockId::Layer(layer));
-            }
-        }
-        Ok(first)
-    }
-
-    /// One sequence forward in chunks, for what comes out of each block; the lanes with the last layer's output.
-    fn forward_in_chunks<'c>(
-        &mut self,
-        micro_batch: &MicroBatch<'c>,
-        (starts, attention_kind): (Option<&'c [u32]>, AttentionKind),
-        look: Look<'_>,
-    ) -> Result<Vec<Lane<'c>>, StepError> {
-        let (device, env) = (self.device, &self.env());
-        device.enter(Phase::Forward, None);
-        let mut lanes = self.lanes(std::slice::from_ref(micro_batch), 0, starts)?;
-        for lane in &mut lanes {
-            let ready = self.ready(lane)?;
-            let ctx = self.turn(env, lane, &ready, Visit::Evaluate)?;
-            let table: Vec<Unit> = self.weights.embedding_pieces().map(|(unit, _)| unit).collect();
-            self.weights.announce(table)?;
-            let x = embedding::forward(&ctx, &mut self.weights, (&ready.inputs.tokens, ready.inputs.ids))?;
-            look(device, BlockId::Embedding, &x)?;
-            lane.x = until_next(&ctx, x)?;
-        }
-        self.weights.announce(Schedule::forward(0..self.spec.num_layers).weights())?;
-        for layer in 0..self.spec.num_layers {
-            device.enter(Phase::Forward, Some(layer));
-            let weights = self.weights.gather(BlockId::Layer(layer))?;
-            for lane in &mut lanes {
-                let ready = self.ready(lane)?;
-                let ctx = self.turn(env, lane, &ready, Visit::Evaluate)?;
-                let ctx = Context { dropout: None, attention_kind, ..ctx };
-                let x = again(lane.x.take(), &ctx)?;
-                let x = block::forward(&ctx.layer(layer), &weights, LayerPolicy::nothing(), x)?.0;
-                look(device, BlockId::Layer(layer), &x)?;
-                lane.x = until_next(&ctx, x)?;
-            }
-            drop(weights);
-            self.weights.release(Unit::Layer(layer), false);
-        }
-        Ok(lanes)
-    }
-
-    /// The loss of one sequence of the step's length, in chunks.
-    fn evaluate_in_chunks(&mut self, micro_batch: &MicroBatch<'_>) -> Result<(f64, u64), StepError> {
-        let device = self.device;
-        // A batch that is evaluated says itself where documents begin, and is seen as the model sees it.
-        let seen = (micro_batch.document_starts, AttentionKind::Flash);
-        let lanes = self.forward_in_chunks(micro_batch, seen, &mut |_, _, _| Ok(()))?;
-        let (mut total, chunk_tokens, env) = (0.0, self.settings.loss_chunk_tokens, &self.env());
-        device.enter(Phase::Loss, None);
-        let (head, _) = Head::table(self.spec.tie_word_embeddings);
-        for mut lane in lanes {
-            let ready = self.ready(&lane)?;
-            let ctx = self.turn(env, &lane, &ready, Visit::Evaluate)?;
-            let pieces = self.loss_pieces.as_ref().map_or(1, Vec::len) as u32;
-            self.weights.announce((0..pieces).map(|piece| Unit::Piece(head, piece)))?;
-            let x = again(lane.x.take(), &ctx)?;
-            head::loss_of(&ctx, &mut self.weights, &x, &ready.inputs.labels, chunk_tokens)?;
-            total += sum(device, &ready.inputs.labels.losses)?;
-        }
-        self.settle_lanes()?;
-        Ok((total, micro_batch.target_count()))
-    }
-
-    /// Whether a batch is one sequence of the step's length.
-    fn fills_a_sequence(&self, batch_size: u64, micro_batch: &MicroBatch<'_>) -> bool {
-        let tokens = micro_batch.tokens.len() as u64;
-        batch_size == 1 && (tokens == self.settings.sequence_length || tokens == 0 && self.device.is_dry())
-    }
-
-    /// Sum of token losses, each by its weight, and number of targets of a batch of at most the step's shape, with the
-    /// model's own attention over whole sequences, or documents where the batch says where they start; weights and
-    /// gradients stay as they are.
-    pub fn evaluate(
-        &mut self,
-        batch_size: u64,
-        micro_batch: &MicroBatch<'_>,
-    ) -> Result<(f64, u64), StepError> {
-        let StepSettings { precision, loss_chunk_tokens, mlp_chunk_tokens, .. } = self.settings;
-        let longest = self.settings.sequence_length;
-        let settings = EvaluateSettings { precision, longest, loss_chunk_tokens };
-        if self.settings.chunk_tokens().is_some() {
-            if !self.fills_a_sequence(batch_size, micro_batch) {
-                let got = micro_batch.tokens.len();
-                return Err(StepError::BatchShape { got, batch_size: 1, sequence_length: longest });
-            }
-            return self.evaluate_in_chunks(micro_batch);
-        }
-        let (device, spec) = (self.device, &*self.spec);
-        let ropes = self.ropes.as_deref().ok_or(NOTHING_LEFT)?;
-        let pass = Evaluation { device, spec, ropes, settings, mlp_chunk_tokens };
-        pass.run(&mut self.weights, batch_size, micro_batch)
-    }
-}
-
-/// Whether every element of a tensor is finite. `square`: f32 `[1]`.
-fn is_finite(device: &dyn Device, x: &Tensor, square: &Tensor) -> Result<bool, StepError> {
-    device.run(Reduction::SumSquares { x, out: square, finite: None })?;
-    Ok(device.read_f32(square)?.iter().all(|square| square.is_finite()))
 }
 
 /// A piece of the head's table among the weights that an action holds.

@@ -1,0 +1,239 @@
+//! The micro-batches of a pass on their way, or the chunks of a sequence: what each has on the device, what waits for its next
+//! turn, and what its turn needs to know.
+
+use std::ops::Range;
+use std::rc::Rc;
+
+use plimsoll_device::Tensor;
+use plimsoll_model::ModelSpec;
+
+use super::Trainer;
+use crate::StepError;
+use crate::adapter::Dropout;
+use crate::block::{Attend, Chunk, Held, Keys, Mover, Saved, Turn, Visit, chunks};
+use crate::context::Context;
+use crate::head::PiecedLoss;
+use crate::inputs::{Inputs, positions_within, starts_after};
+use crate::policy::Save;
+use crate::rope::RopeTables;
+use crate::settings::{MicroBatch, StepSettings};
+
+/// One micro-batch on its way, or one chunk of a sequence.
+pub(super) struct Lane<'c> {
+    /// Which micro-batch of the step it is.
+    pub number: u64,
+    pub source: MicroBatch<'c>,
+    /// Tokens of each sequence before these, and these.
+    pub span: (u64, u64),
+    /// Which chunk it is of its sequence.
+    pub chunk: Option<u32>,
+    /// Its tokens on the device. Those of a chunk come when its turn does.
+    pub ready: Option<Rc<Ready<'c>>>,
+    /// The residual stream.
+    pub x: Option<Held<Tensor>>,
+    /// What enters the segment that it goes through.
+    pub entered: Option<Tensor>,
+    /// What the forward pass left of each segment.
+    pub kept: Vec<Option<Kept>>,
+    /// The inputs of the layers of a segment, computed again.
+    pub again: Vec<Tensor>,
+    /// The loss, where the head comes in pieces.
+    pub loss: Option<PiecedLoss<'c>>,
+    /// The gradient of the residual stream.
+    pub dx: Option<Held<Tensor>>,
+}
+
+/// The tokens of a lane on the device, and the rotations of a chunk's.
+pub(super) struct Ready<'c> {
+    pub inputs: Inputs<'c>,
+    pub ropes: Option<RopeTables>,
+}
+
+/// What contexts borrow of a trainer.
+pub(super) struct Env<'a> {
+    pub spec: Rc<ModelSpec>,
+    pub ropes: Option<Rc<RopeTables>>,
+    pub mover: Option<Rc<Mover<'a>>>,
+    pub keys: Option<Rc<Keys<'a>>>,
+}
+
+/// What a forward pass left of a segment.
+pub(super) enum Kept {
+    /// The activations of its one layer.
+    Layer(Box<Saved>),
+    /// The input of the first of its layers.
+    Input(Held<Tensor>),
+}
+
+impl Kept {
+    /// Begins to bring what it keeps elsewhere.
+    pub fn prefetch(&mut self, away: Option<&Mover<'_>>) -> Result<(), StepError> {
+        match self {
+            Kept::Layer(saved) => saved.fetch(away),
+            Kept::Input(input) => input.fetch(away),
+        }
+    }
+}
+
+/// An action without what those before it should have left.
+pub(super) const NOTHING_LEFT: StepError =
+    StepError::Invariant { what: "a schedule asks for what no action before has left" };
+
+/// A tensor between two turns of a lane.
+pub(super) fn again(held: Option<Held<Tensor>>, ctx: &Context<'_>) -> Result<Tensor, StepError> {
+    held.ok_or(NOTHING_LEFT)?.restore(ctx, || Err(NOTHING_LEFT))
+}
+
+/// Has a tensor wait for the next turn of its lane: that of a chunk goes below the device.
+pub(super) fn until_next(ctx: &Context<'_>, x: Tensor) -> Result<Option<Held<Tensor>>, StepError> {
+    Ok(Some(match ctx.chunk {
+        Some(_) => Held::new(ctx, Save::Keep, x)?,
+        None => Held::plain(x),
+    }))
+}
+
+impl Lane<'_> {
+    /// A chunk's turn is over: its tokens leave the device.
+    pub fn leave(&mut self) {
+        if self.chunk.is_some() {
+            self.ready = None;
+        }
+    }
+
+    pub fn take_kept(&mut self, segment: usize) -> Result<Kept, StepError> {
+        self.kept.get_mut(segment).and_then(Option::take).ok_or(NOTHING_LEFT)
+    }
+}
+
+impl<'a> Trainer<'a> {
+    /// Where each token's document begins in its sequence, of a sequence that is visited in chunks.
+    pub(super) fn starts_of_chunks(&self, micro_batch: &MicroBatch<'_>) -> Option<Vec<u32>> {
+        let StepSettings { sequence_length, document_end, .. } = self.settings;
+        self.settings.chunk_tokens()?;
+        match micro_batch.document_starts {
+            Some(starts) => Some(starts.to_vec()),
+            None => document_end.map(|end| starts_after(micro_batch.tokens, sequence_length, end)),
+        }
+    }
+
+    /// A lane for each micro-batch, with its tokens on the device; or for each chunk of the only one.
+    pub(super) fn lanes<'c>(
+        &self,
+        micro_batches: &[MicroBatch<'c>],
+        first: u64,
+        starts: Option<&'c [u32]>,
+    ) -> Result<Vec<Lane<'c>>, StepError> {
+        let length = self.settings.sequence_length;
+        let lane = |number, source, span, chunk| Lane {
+            number,
+            source,
+            span,
+            chunk,
+            ready: None,
+            x: None,
+            entered: None,
+            kept: Vec::new(),
+            again: Vec::new(),
+            loss: None,
+            dx: None,
+        };
+        let Some(chunk) = self.settings.chunk_tokens() else {
+            let numbered = (first..).zip(micro_batches);
+            let ready = |(number, source): (u64, &MicroBatch<'c>)| {
+                let lane = lane(number, *source, (0, length), None);
+                Ok(Lane { ready: Some(self.ready(&lane)?), ..lane })
+            };
+            return numbered.map(ready).collect();
+        };
+        let Some(whole) = micro_batches.first() else { return Ok(Vec::new()) };
+        let got = whole.tokens.len() as u64;
+        if got != length && !(got == 0 && self.device.is_dry()) {
+            let got = whole.tokens.len();
+            return Err(StepError::BatchShape { got, batch_size: 1, sequence_length: length });
+        }
+        let of_chunk = |(number, tokens): (u32, Range<u64>)| {
+            let place = tokens.start as usize..tokens.end as usize;
+            let source = MicroBatch {
+                tokens: whole.tokens.get(place.clone()).unwrap_or_default(),
+                targets: whole.targets.get(place.clone()).unwrap_or_default(),
+                weights: whole.weights.map(|weights| weights.get(place.clone()).unwrap_or_default()),
+                document_starts: starts.map(|starts| starts.get(place.clone()).unwrap_or_default()),
+            };
+            lane(first, source, (tokens.start, tokens.end - tokens.start), Some(number))
+        };
+        Ok((0..).zip(chunks(length, chunk)).map(of_chunk).collect())
+    }
+
+    /// A lane's tokens on the device.
+    pub(super) fn ready<'c>(&self, lane: &Lane<'c>) -> Result<Rc<Ready<'c>>, StepError> {
+        if let Some(ready) = &lane.ready {
+            return Ok(Rc::clone(ready));
+        }
+        let StepSettings { batch_size, sequence_length, document_end, .. } = self.settings;
+        let (device, spec, span, source) = (self.device, &*self.spec, lane.span, &lane.source);
+        // A chunk knows the beginnings of documents from the whole sequence.
+        let end = document_end.filter(|_| lane.chunk.is_none());
+        let inputs = Inputs::upload_behind(device, spec, batch_size, span, end, source)?;
+        let ropes = match lane.chunk {
+            None => None,
+            Some(_) => {
+                let within =
+                    source.document_starts.map(|starts| positions_within(starts, span)).transpose()?;
+                let position = |token: u64| match &within {
+                    Some(within) => within.get(token as usize).copied().map_or(0, u64::from),
+                    None => span.0 + token,
+                };
+                Some(RopeTables::of_tokens(device, spec, sequence_length, (span.1, &position))?)
+            }
+        };
+        Ok(Rc::new(Ready { inputs, ropes }))
+    }
+
+    pub(super) fn env(&self) -> Env<'a> {
+        let Trainer { spec, ropes, mover, keys, .. } = self;
+        Env { spec: Rc::clone(spec), ropes: ropes.clone(), mover: mover.clone(), keys: keys.clone() }
+    }
+
+    /// What a lane's turn needs to know.
+    pub(super) fn turn<'x>(
+        &self,
+        env: &'x Env<'a>,
+        lane: &Lane<'_>,
+        ready: &'x Ready<'_>,
+        visit: Visit,
+    ) -> Result<Context<'x>, StepError>
+    where
+        'a: 'x,
+    {
+        let ropes = ready.ropes.as_ref().or(env.ropes.as_deref()).ok_or(NOTHING_LEFT)?;
+        let keys = env.keys.as_deref().map(|keys| -> &dyn Attend { keys });
+        let of = |(number, keys)| Chunk { keys, turn: Turn { number, layer: 0, visit } };
+        let chunk = lane.chunk.zip(keys).map(of);
+        let dropout = self.dropout(self.deal.place(lane.number));
+        let dropout = dropout.map(|dropout| Dropout { first_row: lane.span.0, ..dropout });
+        let ctx = self.context(&ready.inputs, &env.spec, ropes);
+        Ok(Context { dropout, away: env.mover.as_deref(), chunk, ..ctx })
+    }
+
+    /// Waits until what lanes have left below the device is there.
+    pub(super) fn settle_lanes(&self) -> Result<(), StepError> {
+        if let Some(keys) = &self.keys {
+            keys.settle()?;
+        }
+        self.mover.as_ref().map_or(Ok(()), |mover| mover.settle())
+    }
+
+    pub(super) fn context<'c>(
+        &self,
+        inputs: &'c Inputs<'_>,
+        spec: &'c ModelSpec,
+        ropes: &'c RopeTables,
+    ) -> Context<'c>
+    where
+        'a: 'c,
+    {
+        let StepSettings { precision, attention, mlp_chunk_tokens, .. } = self.settings;
+        let ctx = inputs.context(self.device, spec, precision, ropes);
+        Context { attention_kind: attention, mlp_chunk_tokens, ..ctx }
+    }
+}
