@@ -32,6 +32,7 @@ fn spec() -> ModelSpec {
         tie_word_embeddings: true,
         max_position_embeddings: 512,
         initializer_range: 0.5,
+        part: Default::default(),
         bos_token: None,
         eos_tokens: vec![],
     }

@@ -34,7 +34,7 @@ pub use source::{
     Format, ModelError, ModelFiles, RowOrder, StoredView, StoredWeight, StoredWeights, WeightSource,
 };
 pub use spec::{
-    Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, QkNorm, RopeScaling,
-    RopeSpec, SlidingWindow, SpecError,
+    Activation, AttentionSpec, MlpSpec, ModelPart, ModelSpec, NormKind, NormPlacement, NormSpec, QkNorm,
+    RopeScaling, RopeSpec, SlidingWindow, SpecError,
 };
 pub use transcode::{RowSource, Target, Transcoder};

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use plimsoll_device::DType;
 
-use crate::spec::{ModelSpec, NormKind, QkNorm};
+use crate::spec::{ModelPart, ModelSpec, NormKind, QkNorm};
 
 /// The unit in which weights are gathered, updated and released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -347,6 +347,7 @@ impl ModelSpec {
     pub fn of_layers(&self, layers: &[u32]) -> ModelSpec {
         let mut spec = self.clone();
         spec.num_layers = layers.len() as u32;
+        spec.part.first_layer = 0;
         if let Some(window) = &mut spec.attention.sliding_window {
             window.layers = layers.iter().map(|layer| self.attention.window(*layer).is_some()).collect();
         }
@@ -355,19 +356,29 @@ impl ModelSpec {
 
     /// All parameters: the embedding, the blocks in order, the head.
     pub fn parameters(&self) -> Vec<Parameter> {
-        let mut all = self.block_parameters(BlockId::Embedding);
-        for layer in 0..self.num_layers {
-            all.extend(self.block_parameters(BlockId::Layer(layer)));
+        self.blocks().flat_map(|block| self.block_parameters(block)).collect()
+    }
+
+    /// The numbers of its layers.
+    pub fn layers(&self) -> Range<u32> {
+        self.part.first_layer..self.part.first_layer + self.num_layers
+    }
+
+    /// A part of the same model, which has its layers' numbers. Where it has a head and no embedding, the head has a table of its own.
+    pub fn stage(&self, layers: Range<u32>, part: ModelPart) -> ModelSpec {
+        ModelSpec {
+            num_layers: layers.end - layers.start,
+            part: ModelPart { first_layer: layers.start, ..part },
+            tie_word_embeddings: self.tie_word_embeddings && part.embedding,
+            ..self.clone()
         }
-        all.extend(self.block_parameters(BlockId::Head));
-        all
     }
 
     /// The blocks, in the order of the forward pass.
     pub fn blocks(&self) -> impl DoubleEndedIterator<Item = BlockId> + use<> {
-        std::iter::once(BlockId::Embedding)
-            .chain((0..self.num_layers).map(BlockId::Layer))
-            .chain(std::iter::once(BlockId::Head))
+        let ModelPart { embedding, head, .. } = self.part;
+        let first = embedding.then_some(BlockId::Embedding).into_iter();
+        first.chain(self.layers().map(BlockId::Layer)).chain(head.then_some(BlockId::Head))
     }
 
     /// The parameters of one block.

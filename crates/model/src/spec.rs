@@ -23,6 +23,8 @@ pub struct ModelSpec {
     pub hidden_size: u64,
     /// Number of transformer blocks.
     pub num_layers: u32,
+    /// Which of a larger model's blocks these are; all, but for a stage of a pipeline.
+    pub part: ModelPart,
     /// Attention of every block.
     pub attention: AttentionSpec,
     /// Feed-forward part of every block.
@@ -43,6 +45,28 @@ pub struct ModelSpec {
     pub bos_token: Option<u32>,
     /// End-of-sequence tokens; the first one ends documents.
     pub eos_tokens: Vec<u32>,
+}
+
+/// A part of a model: some layers that follow each other, and what comes before or behind all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ModelPart {
+    /// The number of its first layer in the whole model.
+    pub first_layer: u32,
+    /// Whether it begins with the embedding.
+    pub embedding: bool,
+    /// Whether it ends with the head.
+    pub head: bool,
+}
+
+impl ModelPart {
+    /// All of a model.
+    pub const WHOLE: ModelPart = ModelPart { first_layer: 0, embedding: true, head: true };
+}
+
+impl Default for ModelPart {
+    fn default() -> Self {
+        ModelPart::WHOLE
+    }
 }
 
 /// Multi-head attention with grouped key and value heads.
@@ -406,8 +430,9 @@ impl ModelSpec {
             if window.size == 0 {
                 return fail("sliding_window", format_args!("must be at least 1"));
             }
-            if window.layers.len() != self.num_layers as usize {
-                let (given, layers) = (window.layers.len(), self.num_layers);
+            let (given, layers) = (window.layers.len(), self.layers().end);
+            let tells_of_all = given == layers as usize || !self.part.head && given > layers as usize;
+            if !tells_of_all {
                 return fail("layer_types", format_args!("tells of {given} layers; the model has {layers}"));
             }
         }

@@ -2,6 +2,7 @@
 
 use plimsoll_device::{Collective, Communicated, Device, Due, Tensor, Transferred};
 
+use crate::group::place_among;
 use crate::{CommunicationError, Communicator};
 
 /// One of so many ranks, with nobody behind the others. The dry device counts what the rank would send.
@@ -29,6 +30,11 @@ impl Communicator for DryRanks {
 
     fn sent(&self) -> Communicated {
         Communicated::default()
+    }
+
+    fn group(&self, members: Vec<u32>) -> Result<Box<dyn Communicator + '_>, CommunicationError> {
+        let rank = place_among(self.rank, &members)?;
+        Ok(Box::new(DryRanks { rank, size: members.len() as u32 }))
     }
 
     fn send_receive(

@@ -14,6 +14,8 @@
 mod collectives;
 mod deal;
 mod dry;
+mod group;
+mod mesh;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod shares;
@@ -21,11 +23,13 @@ mod threads;
 mod transport;
 mod wired;
 
+use group::place_among;
 use plimsoll_device::{Collective, Communicated, Device, DeviceError, Tensor};
 
 pub use collectives::Collectives;
 pub use deal::Deal;
 pub use dry::DryRanks;
+pub use mesh::{Mesh, MeshPlace};
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 pub use shares::Shares;
@@ -43,6 +47,13 @@ pub trait Communicator {
 
     /// What this rank has sent so far. On a dry device the device counts.
     fn sent(&self) -> Communicated;
+
+    /// Some of the ranks, as ranks of their own: the n-th member is rank n. This rank is one of them. What it sends to members counts
+    /// as sent here.
+    ///
+    /// # Errors
+    /// This rank is no member.
+    fn group(&self, members: Vec<u32>) -> Result<Box<dyn Communicator + '_>, CommunicationError>;
 
     /// Sends a tensor to a rank and receives one from a rank, both at once; either may be left out. The two overlap nowhere.
     ///
@@ -147,6 +158,11 @@ impl Communicator for Solo {
 
     fn sent(&self) -> Communicated {
         Communicated::default()
+    }
+
+    fn group(&self, members: Vec<u32>) -> Result<Box<dyn Communicator + '_>, CommunicationError> {
+        place_among(0, &members)?;
+        Ok(Box::new(Solo))
     }
 
     fn send_receive(

@@ -1,22 +1,25 @@
 //! A rank whose bytes go by a transport.
 
 use std::cell::Cell;
+use std::rc::Rc;
 
 use plimsoll_device::{Collective, Communicated, Device, Tensor};
 
+use crate::group::Members;
 use crate::{CommunicationError, Communicator, Transport, rounds};
 
 /// A rank that reaches the others.
 #[derive(Debug)]
 pub struct Wired<T> {
     transport: T,
-    sent: Cell<Communicated>,
+    /// Together with those of its groups.
+    sent: Rc<Cell<Communicated>>,
 }
 
 impl<T: Transport> Wired<T> {
     /// The rank that the transport is of.
     pub fn new(transport: T) -> Wired<T> {
-        Wired { transport, sent: Cell::default() }
+        Wired { transport, sent: Rc::default() }
     }
 
     /// What carries its bytes.
@@ -36,6 +39,11 @@ impl<T: Transport> Communicator for Wired<T> {
 
     fn sent(&self) -> Communicated {
         self.sent.get()
+    }
+
+    fn group(&self, members: Vec<u32>) -> Result<Box<dyn Communicator + '_>, CommunicationError> {
+        let transport = Members::new(&self.transport, members)?;
+        Ok(Box::new(Wired { transport, sent: Rc::clone(&self.sent) }))
     }
 
     fn send_receive(

@@ -83,6 +83,7 @@ impl DryRun {
         settings: &StepSettings,
         accumulation: u64,
     ) -> Result<DryRun, StepError> {
+        let (spec, settings) = &settings.of_stage(spec);
         let counted = DryRun::training_of_few(&made(Dry::tracing()), spec, settings, accumulation);
         counted.map_or_else(|| DryRun::training_of_all(&made(Dry::new()), spec, settings, accumulation), Ok)
     }
@@ -105,6 +106,7 @@ impl DryRun {
         settings: &StepSettings,
         accumulation: u64,
     ) -> Option<DryRun> {
+        let (spec, settings) = &settings.of_stage(spec);
         let fold = Fold::of(spec, settings)?;
         let Traced { run, step, parts } =
             DryRun::training_on(dry, &fold.spec, &fold.settings, accumulation).ok()?;
@@ -332,7 +334,7 @@ impl DryRun {
 
 /// The rank that takes a step, without wires.
 fn ranks_of(settings: &StepSettings) -> DryRanks {
-    DryRanks::new(settings.ranks.rank, settings.ranks.count)
+    DryRanks::new(settings.ranks.rank, settings.ranks.count())
 }
 
 /// There is nothing to load on a dry device, but what follows the loading is run.

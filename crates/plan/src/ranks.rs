@@ -34,12 +34,12 @@ impl RankGroup {
 
 /// The ranks of a step, by what they take; none where there is only one.
 pub(crate) fn rank_groups(spec: &ModelSpec, choice: &Choice) -> Result<Vec<RankGroup>, StepError> {
-    let count = choice.settings.ranks.count;
+    let count = choice.settings.ranks.count();
     if count <= 1 {
         return Ok(Vec::new());
     }
     let alone = |rank| -> Result<RankGroup, StepError> {
-        let ranks = Ranks { rank, count };
+        let ranks = Ranks { rank, ..choice.settings.ranks };
         let run = match ranks == choice.settings.ranks {
             true => &choice.dry_run,
             false => {

@@ -62,7 +62,7 @@ impl Choice {
     ) -> Result<Choice, StepError> {
         let dry_run = DryRun::timed_training(spec, &settings, accumulation, rates)?;
         let tokens = (settings.batch_size * settings.sequence_length).saturating_mul(accumulation);
-        let tokens = tokens.saturating_mul(u64::from(settings.ranks.count));
+        let tokens = tokens.saturating_mul(u64::from(settings.ranks.mesh.data));
         let time = TimeEstimate::new(dry_run.times.unwrap_or_default(), &dry_run.tally, tokens);
         Ok(Choice { settings, accumulation, dry_run, time })
     }
@@ -70,7 +70,7 @@ impl Choice {
     /// Sequences of an optimizer step, of all ranks.
     pub fn sequences(&self) -> u64 {
         let own = self.settings.batch_size.saturating_mul(self.accumulation);
-        own.saturating_mul(u64::from(self.settings.ranks.count))
+        own.saturating_mul(u64::from(self.settings.ranks.mesh.data))
     }
 
     /// Bytes of arena that the step needs.
@@ -500,7 +500,7 @@ fn batches(config: &RawConfig) -> Vec<Vec<(u64, u64)>> {
 
 fn every_batch(config: &RawConfig) -> Vec<Vec<(u64, u64)>> {
     let training = &config.training;
-    let ranks = u64::from(config.parallel.ranks());
+    let ranks = config.parallel.data_parallel();
     let first = preferred_batches(training, ranks);
     let said = [training.batch_size(), training.gradient_accumulation_steps()];
     let said = said.into_iter().chain(training.effective_batch_size).any(|key| key.set().is_some());
@@ -584,9 +584,11 @@ pub(crate) fn step_settings(
         offload: Offload::NONE,
         kept_layers: kept_as_said(&config.memory.kept_layers),
         micro_batches_per_pass: training.micro_batches_per_pass().set().unwrap_or(1),
-        ranks: Ranks { rank: config.rank, count: config.parallel.ranks() },
+        ranks: Ranks { rank: config.rank, mesh: config.parallel.mesh() },
         sharding: config.parallel.sharding(),
         sequence_chunk_tokens: None,
+        pipeline_schedule: config.parallel.pipeline_schedule().schedule(),
+        stage: None,
         seed: training.seed(),
     }
 }

@@ -413,7 +413,7 @@ impl TrainingPlan {
             })
         });
         json!({
-            "world_size": self.choice.settings.ranks.count,
+            "world_size": self.choice.settings.ranks.count(),
             "largest": largest,
             "groups": self.ranks,
         })

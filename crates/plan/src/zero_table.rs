@@ -37,7 +37,7 @@ pub struct ZeroRow {
 impl TrainingPlan {
     /// The step of the plan on several numbers of ranks, in each stage. Each rank takes the micro-batches of the plan.
     pub fn zero_table(&self) -> Result<Vec<ZeroRow>, StepError> {
-        let own = self.choice.settings.ranks.count;
+        let own = self.choice.settings.ranks.count();
         let mut counts: Vec<u32> = RANKS.into_iter().chain([own]).collect();
         counts.sort_unstable();
         counts.dedup();
@@ -52,7 +52,7 @@ impl TrainingPlan {
 
     fn zero_row(&self, zero_stage: u32, stage: ZeroStage, count: u32) -> Result<ZeroRow, StepError> {
         let settings = StepSettings {
-            ranks: Ranks { rank: 0, count },
+            ranks: Ranks::of_data(0, count),
             sharding: Sharding { stage, reproducible: false },
             ..self.choice.settings.clone()
         };

@@ -103,6 +103,7 @@ fn odd() -> ModelSpec {
         tie_word_embeddings: true,
         max_position_embeddings: 4096,
         initializer_range: 0.2,
+        part: Default::default(),
         bos_token: None,
         eos_tokens: vec![2],
     }
@@ -180,7 +181,7 @@ fn peaks_are_what_they_were() {
 }
 
 /// Forms that layers can take which the file's cases have not, or of too few layers.
-const OF_MANY_LAYERS: [(&str, &str); 30] = [
+const OF_MANY_LAYERS: [(&str, &str); 32] = [
     ("gemma-3-12b", "training.mixed_precision=bf16"),
     ("gemma-3-12b", "data.sequence_length=1024; memory.offload.parameters=disk"),
     ("gemma-3-12b", "data.sequence_length=1025; memory.offload.parameters=disk"),
@@ -236,6 +237,14 @@ const OF_MANY_LAYERS: [(&str, &str); 30] = [
     (
         "qwen3-0.6b",
         "data.sequence_length=2048; training.sequence_chunk_tokens=512; training.batch_size=1; training.gradient_checkpointing=full; memory.offload.activations=host",
+    ),
+    (
+        "llama-2-7b",
+        "parallel.context_parallel=4; parallel.zero_stage=3; data.sequence_length=4096; training.gradient_accumulation_steps=3; training.mixed_precision=bf16",
+    ),
+    (
+        "gemma-2-2b",
+        "parallel.data_parallel=2; parallel.context_parallel=2; data.sequence_length=2048; training.method=lora",
     ),
 ];
 

@@ -9,6 +9,7 @@ mod keys;
 mod mlp;
 mod mover;
 mod parts;
+mod ring;
 mod saved;
 
 use plimsoll_device::Tensor;
@@ -26,6 +27,7 @@ use parts::{Stream, add_part, after_backward, before, before_backward, before_ml
 
 pub(crate) use keys::{Attend, Chunk, Keys, Turn, Visit, chunks};
 pub(crate) use mover::Mover;
+pub(crate) use ring::{Around, Ring};
 pub(crate) use saved::{Held, Qkv, Saved};
 
 /// x `[N, H]` through the block; the result and what was kept of the way.

@@ -4,7 +4,7 @@ use plimsoll_device::{AttentionShape, Compute, DType, Device, Glu, Tensor};
 use plimsoll_model::{Activation, MlpSpec, ModelSpec};
 
 use crate::adapter::Dropout;
-use crate::block::{Chunk, Mover, Turn};
+use crate::block::{Around, Chunk, Mover, Turn};
 use crate::linear::Multiply;
 use crate::rope::{RopeTable, RopeTables};
 use crate::settings::{AttentionKind, Precision};
@@ -37,6 +37,8 @@ pub(crate) struct Context<'a> {
     pub away: Option<&'a Mover<'a>>,
     /// The chunk of a sequence that these tokens are, where it is visited in chunks.
     pub chunk: Option<Chunk<'a>>,
+    /// The ranks that have the rest of the sequences, where they have parts of them.
+    pub around: Option<Around<'a>>,
 }
 
 impl<'a> Context<'a> {
@@ -66,6 +68,7 @@ impl<'a> Context<'a> {
             dropout: None,
             away: None,
             chunk: None,
+            around: None,
         }
     }
 
@@ -140,7 +143,7 @@ mod tests {
 
     use super::*;
     use crate::common::{gemma, llama};
-    use crate::inputs::Inputs;
+    use crate::inputs::{Inputs, Places};
     use crate::settings::MicroBatch;
 
     /// Looks at the context of a pass over nine tokens.
@@ -152,7 +155,8 @@ mod tests {
     ) {
         let dry = Dry::new();
         let ropes = RopeTables::new(&dry, spec, 9).unwrap();
-        let inputs = Inputs::upload(&dry, spec, 1, 9, None, &MicroBatch::new(&[], &[])).unwrap();
+        let inputs =
+            Inputs::upload(&dry, spec, &Places::whole(1, 9), None, &MicroBatch::new(&[], &[])).unwrap();
         let ctx = inputs.context(&dry, spec, Precision::F32, &ropes);
         look(&Context { mlp_chunk_tokens, dropout, ..ctx });
     }

@@ -157,7 +157,7 @@ impl<'a> Decoder<'a> {
         device.enter(Phase::Generate, None);
         let ids = device.alloc(DType::U32, &[n], Tag::Data, "tokens")?;
         device.write_u32(&ids, tokens)?;
-        let positions = positions(device, 1, n, past)?;
+        let positions = positions(device, n, past..)?;
         let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions, past);
         self.weights.announce_forward(&self.spec, with_head)?;
         let mut x = embedding::forward(&ctx, &mut self.weights, (&ids, tokens))?;
@@ -188,7 +188,7 @@ impl<'a> Decoder<'a> {
         let losses = device.alloc(DType::F32, &[x.rows()], Tag::Data, "losses")?;
         let labels = Labels { targets: wanted, losses, weights: None };
         let past = self.length - x.rows();
-        let positions = positions(device, 1, x.rows(), past)?;
+        let positions = positions(device, x.rows(), past..)?;
         let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions, past);
         head::loss_of(&ctx, &mut self.weights, x, &labels, loss_chunk_tokens)?;
         sum(device, &labels.losses)
@@ -202,7 +202,7 @@ impl<'a> Decoder<'a> {
         let normed = norm.forward(self.device, &last)?;
         let logits = self.device.alloc(DType::F32, &[1, self.spec.vocab_size], Tag::Logits, "logits")?;
         let last = self.length.saturating_sub(1);
-        let positions = positions(self.device, 1, 1, last)?;
+        let positions = positions(self.device, 1, [last])?;
         let ctx = context(self.device, &self.spec, &self.settings, &self.ropes, &positions, last);
         let (block, role) = Head::table(self.spec.tie_word_embeddings);
         match self.weights.pieces(block, role) {

@@ -9,15 +9,16 @@ use plimsoll_memory::Phase;
 use plimsoll_model::{BlockId, ModelSpec, Parameter};
 
 use crate::StepError;
-use crate::block;
+use crate::block::{self, Around, Ring};
 use crate::context::Context;
 use crate::embedding;
 use crate::head;
-use crate::inputs::{Inputs, sum};
+use crate::inputs::{Inputs, Places, sum};
 use crate::rope::RopeTables;
 use crate::settings::{MicroBatch, Precision};
 use crate::store::{WeightStorage, WeightStore};
 use crate::tier::Unit;
+use crate::trainer::Flow;
 
 /// What measuring needs to know beforehand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,13 +35,18 @@ pub struct EvaluateSettings {
 pub(crate) struct Evaluation<'a> {
     pub device: &'a dyn Device,
     pub spec: &'a ModelSpec,
-    pub ropes: &'a RopeTables,
+    pub ropes: Option<&'a RopeTables>,
+    /// The ranks that have the rest of the sequences, where they have parts of them.
+    pub ring: Option<&'a Ring<'a>>,
+    /// Where the residual stream comes from and goes to.
+    pub flow: Flow<'a>,
     pub settings: EvaluateSettings,
     pub mlp_chunk_tokens: Option<u64>,
 }
 
 impl Evaluation<'_> {
-    /// Sum of token losses, each by its weight, and number of targets of `batch_size` sequences of equal length.
+    /// Sum of token losses, each by its weight, and number of targets of `batch_size` sequences of equal length. Of losses, those
+    /// of the tokens that this rank has.
     pub fn run(
         &self,
         store: &mut WeightStore<'_>,
@@ -52,12 +58,26 @@ impl Evaluation<'_> {
             0 if self.device.is_dry() => self.settings.longest,
             tokens => tokens / batch_size.max(1),
         };
-        let inputs = Inputs::upload(self.device, self.spec, batch_size, length, None, micro_batch)?;
-        let ctx = inputs.context(self.device, self.spec, self.settings.precision, self.ropes);
-        let ctx = Context { mlp_chunk_tokens: self.mlp_chunk_tokens, ..ctx };
-        store.announce_forward(self.spec, true)?;
-        let mut x = embedding::forward(&ctx, store, (&inputs.tokens, inputs.ids))?;
-        for layer in 0..self.spec.num_layers {
+        let places = match self.ring {
+            None => Places::whole(batch_size, length),
+            Some(ring) => ring.own_places(batch_size, length),
+        };
+        let inputs = Inputs::upload(self.device, self.spec, &places, None, micro_batch)?;
+        let (own_ropes, ropes);
+        match self.ropes {
+            Some(shared) => ropes = shared,
+            None => {
+                own_ropes = inputs.ropes(self.device, self.spec, &places)?;
+                ropes = &own_ropes;
+            }
+        }
+        let ctx = inputs.context(self.device, self.spec, self.settings.precision, ropes);
+        let around = self.ring.map(|ring| Around { ring, length });
+        let ctx = Context { mlp_chunk_tokens: self.mlp_chunk_tokens, around, ..ctx };
+        store.announce_forward(self.spec, self.spec.part.head)?;
+        let tokens = (&inputs.tokens, &*inputs.ids);
+        let mut x = self.flow.enter(&ctx, tokens.0, || embedding::forward(&ctx, store, tokens))?;
+        for layer in self.spec.layers() {
             self.device.enter(Phase::Forward, Some(layer));
             let weights = store.gather(BlockId::Layer(layer))?;
             x = block::infer(&ctx.layer(layer), &weights, x, |qkv| Ok((qkv.k.clone(), qkv.v.clone())))?;
@@ -65,6 +85,7 @@ impl Evaluation<'_> {
             store.release(Unit::Layer(layer), false);
         }
         self.device.enter(Phase::Loss, None);
+        let Some(x) = self.flow.leave(&ctx, x)? else { return Ok((0.0, micro_batch.target_count())) };
         head::loss_of(&ctx, store, &x, &inputs.labels, self.settings.loss_chunk_tokens)?;
         Ok((sum(self.device, &inputs.labels.losses)?, micro_batch.target_count()))
     }
@@ -107,7 +128,9 @@ impl<'a> Evaluator<'a> {
     pub fn losses(&mut self, batch_size: u64, micro_batch: &MicroBatch<'_>) -> Result<(f64, u64), StepError> {
         let Evaluator { device, spec, settings, weights, ropes } = self;
         let (device, settings) = (*device, *settings);
-        let pass = Evaluation { device, spec, ropes, settings, mlp_chunk_tokens: None };
+        let ropes = Some(&*ropes);
+        let (flow, ring) = (Flow::through(None), None);
+        let pass = Evaluation { device, spec, ropes, ring, flow, settings, mlp_chunk_tokens: None };
         pass.run(weights, batch_size, micro_batch)
     }
 }

@@ -22,6 +22,7 @@ mod optimizer;
 mod policy;
 mod rope;
 mod settings;
+mod stage;
 mod store;
 mod tier;
 mod trainer;
@@ -48,5 +49,6 @@ pub use settings::{
     Adapters, AttentionKind, GradientClipping, KeptLayers, Linears, LossScaling, MOST_CHUNKS, MicroBatch,
     NormSource, Offload, Precision, Ranks, Sharding, StepSettings, TrainingMethod, UpdateTiming, ZeroStage,
 };
+pub use stage::{PipelineSchedule, Stage};
 pub use store::{Residency, WeightOffload, WeightStorage};
 pub use trainer::{NamedTensor, Numbers, StepOutcome, StepProgress, Trainer};

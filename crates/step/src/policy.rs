@@ -169,6 +169,8 @@ pub enum Compression {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SavePolicy {
     layers: Vec<LayerPolicy>,
+    /// The number of the first block.
+    first: u32,
     /// Blocks between two inputs that are kept through the forward pass.
     segment: u32,
 }
@@ -190,18 +192,26 @@ impl SavePolicy {
         };
         let mut layers = vec![each.compressed(compression); layers as usize];
         layers.iter_mut().take(first).for_each(|layer| *layer = full.compressed(compression));
-        SavePolicy { layers, segment }
+        SavePolicy { layers, first: 0, segment }
+    }
+
+    /// The same for blocks that are numbered from another one on.
+    #[must_use]
+    pub fn beginning_at(self, first: u32) -> SavePolicy {
+        SavePolicy { first, ..self }
     }
 
     /// The policy of one block; blocks beyond the last keep nothing.
     pub fn layer(&self, layer: u32) -> LayerPolicy {
-        self.layers.get(layer as usize).copied().unwrap_or(LayerPolicy::all(Save::Recompute))
+        let place = layer.checked_sub(self.first).and_then(|place| self.layers.get(place as usize));
+        place.copied().unwrap_or(LayerPolicy::all(Save::Recompute))
     }
 
     /// The segments that the blocks fall into, in order.
     pub fn segments(&self) -> impl Iterator<Item = Range<u32>> {
-        let (layers, segment) = (self.layers.len() as u32, self.segment);
-        (0..layers).step_by(segment as usize).map(move |first| first..layers.min(first + segment))
+        let (first, segment) = (self.first, self.segment);
+        let end = first + self.layers.len() as u32;
+        (first..end).step_by(segment as usize).map(move |first| first..end.min(first + segment))
     }
 }
 

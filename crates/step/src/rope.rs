@@ -5,6 +5,7 @@ use plimsoll_memory::Tag;
 use plimsoll_model::{ModelSpec, RopeSpec};
 
 use crate::StepError;
+use crate::inputs::{Places, positions};
 
 /// The tables of a model: none where positions are learned, a second one where layers with a window have their own.
 #[derive(Debug)]
@@ -21,15 +22,19 @@ impl RopeTables {
         RopeTables::of_rows(device, spec, positions, (positions, &|row| row), None)
     }
 
-    /// Those of some tokens of a sequence of `length`: a row for each of `count` tokens, which `position` knows.
+    /// Those of some tokens: a row for each. `within` are their positions, where these are not their places.
     pub fn of_tokens(
         device: &dyn Device,
         spec: &ModelSpec,
-        length: u64,
-        tokens: (u64, &dyn Fn(u64) -> u64),
+        places: &Places,
+        within: Option<&[u32]>,
     ) -> Result<Self, StepError> {
-        let rows = crate::inputs::positions(device, 1, tokens.0, 0)?;
-        RopeTables::of_rows(device, spec, length, tokens, Some(rows))
+        let rows = positions(device, places.rows(), 0..)?;
+        let position = |row: u64| match within {
+            Some(within) => within.get(row as usize).copied().map_or(0, u64::from),
+            None => places.of_row(row),
+        };
+        RopeTables::of_rows(device, spec, places.length, (places.rows(), &position), Some(rows))
     }
 
     fn of_rows(

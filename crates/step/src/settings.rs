@@ -1,13 +1,16 @@
 //! What a step is asked to do: precision, batch, policies and numbers. All of it decided; nothing is `auto` here.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use plimsoll_device::{BlockSparse, Compute, DType};
 use plimsoll_memory::Tier;
 use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeights};
+use plimsoll_parallel::{Mesh, MeshPlace};
 
-use crate::{Checkpointing, Compression, OptimizerSettings, StepError};
+use crate::inputs::Places;
+use crate::{Checkpointing, Compression, OptimizerSettings, PipelineSchedule, Stage, StepError};
 
 /// Storage types of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -183,9 +186,9 @@ impl KeptLayers {
     pub const NONE: KeptLayers = KeptLayers { parameters: 0, gradients: 0, optimizer: 0, activations: 0 };
 }
 
-/// Whether a block is among the last `kept` of `num_layers` layers.
-pub(crate) fn stays(block: BlockId, kept: u32, num_layers: u32) -> bool {
-    matches!(block, BlockId::Layer(layer) if layer >= num_layers.saturating_sub(kept))
+/// Whether a block is among the last `kept` layers before `end`.
+pub(crate) fn stays(block: BlockId, kept: u32, end: u32) -> bool {
+    matches!(block, BlockId::Layer(layer) if layer >= end.saturating_sub(kept))
 }
 
 /// What the ranks of a step share out between them (ZeRO, Rajbhandari et al. 2020). Each rank takes its own micro-batches.
@@ -203,14 +206,31 @@ pub struct Sharding {
 pub struct Ranks {
     /// The number of this one, from 0.
     pub rank: u32,
+    /// How all of them divide the work.
+    pub mesh: Mesh,
+}
+
+impl Ranks {
+    /// One of several that each take their own micro-batches.
+    pub fn of_data(rank: u32, count: u32) -> Ranks {
+        Ranks { rank, mesh: Mesh::of_data(count) }
+    }
+
     /// All of them.
-    pub count: u32,
+    pub fn count(self) -> u32 {
+        self.mesh.size()
+    }
+
+    /// Where this one is among them.
+    pub fn place(self) -> MeshPlace {
+        self.mesh.place(self.rank)
+    }
 }
 
 impl Default for Ranks {
     /// The only one.
     fn default() -> Self {
-        Ranks { rank: 0, count: 1 }
+        Ranks { rank: 0, mesh: Mesh::ALONE }
     }
 }
 
@@ -288,6 +308,11 @@ pub struct StepSettings {
     /// A sequence that is longer is visited in chunks of so many tokens: each layer takes one chunk after the other, and what a
     /// chunk leaves waits where activations do, below the device. The memory of the device does not grow with the sequence.
     pub sequence_chunk_tokens: Option<u64>,
+    /// When the stages of a pipeline take micro-batches back, where ranks have some of the layers each.
+    pub pipeline_schedule: PipelineSchedule,
+    /// The stage that these settings are of, where they say what they say of its layers alone
+    /// ([`of_stage`](StepSettings::of_stage)).
+    pub stage: Option<Stage>,
     /// Seed of stochastic rounding and dropout.
     pub seed: u64,
 }
@@ -367,14 +392,74 @@ impl StepSettings {
             ranks: Ranks::default(),
             sharding: Sharding::default(),
             sequence_chunk_tokens: None,
+            pipeline_schedule: PipelineSchedule::default(),
+            stage: None,
             seed: 0,
         }
     }
 
     /// Bytes of what goes into a layer, for all micro-batches of a pass: what checkpointing may keep or spare of each layer.
     pub fn layer_input_bytes(&self, spec: &ModelSpec) -> u64 {
-        let tokens = self.batch_size * self.sequence_length * self.micro_batches_per_pass;
+        let tokens = self.batch_size * self.own_tokens() * self.micro_batches_per_pass;
         self.precision.activations.bytes_for(tokens * spec.hidden_size).unwrap_or(u64::MAX)
+    }
+
+    /// The places in a sequence of `length` tokens that this rank has.
+    pub(crate) fn own_runs(&self, length: u64) -> Vec<Range<u64>> {
+        self.ranks.mesh.runs(self.ranks.place().context, length)
+    }
+
+    /// The tokens of a micro-batch that this rank has.
+    pub(crate) fn own_places(&self) -> Places {
+        let (batch_size, length) = (self.batch_size, self.sequence_length);
+        Places { batch_size, length, runs: self.own_runs(length) }
+    }
+
+    /// Tokens of each sequence that this rank has.
+    pub fn own_tokens(&self) -> u64 {
+        self.own_runs(self.sequence_length).iter().map(|run| run.end - run.start).sum()
+    }
+
+    /// What stands in the way of ranks that have parts of the same sequences, if they do.
+    pub(crate) fn check_context(&self) -> Result<(), StepError> {
+        let what = match self.ranks.mesh.context {
+            0 | 1 => return Ok(()),
+            _ if self.chunk_tokens().is_some() => "sequences in chunks are not shared by ranks",
+            _ if self.attention == AttentionKind::Standard => {
+                "scores of shared sequences are not written out"
+            }
+            ranks if self.sequence_length < 2 * u64::from(ranks) => {
+                "a sequence has too few tokens for the ranks that share it"
+            }
+            _ => return Ok(()),
+        };
+        Err(StepError::Invariant { what })
+    }
+
+    /// What stands in the way of ranks that have some of the layers each, if they do.
+    pub(crate) fn check_pipeline(&self, spec: &ModelSpec) -> Result<(), StepError> {
+        let has_table =
+            |adapters: &Adapters| adapters.layout.trains_base(BlockId::Embedding, Role::TokenEmbedding);
+        let what = match self.ranks.mesh.pipeline {
+            0 | 1 => return Ok(()),
+            // The layers of one stage may be fewer.
+            stages if self.stage.is_none() && spec.num_layers < stages => "a stage has no layers",
+            _ if self.chunk_tokens().is_some() => "sequences in chunks go through no pipeline",
+            _ if self.micro_batches_per_pass > 1 => "micro-batches go through a pipeline one by one",
+            _ if self.update != UpdateTiming::AfterBackward => {
+                "the stages of a pipeline update behind the backward pass"
+            }
+            _ if spec.tie_word_embeddings && self.method.adapters().is_some_and(has_table) => {
+                "a table that two stages of a pipeline have is trained with all weights or not at all"
+            }
+            _ => return Ok(()),
+        };
+        Err(StepError::Invariant { what })
+    }
+
+    /// Whether the head's table is the embedding's, here or of the whole model.
+    pub(crate) fn is_tied(&self, spec: &ModelSpec) -> bool {
+        self.stage.as_ref().map_or(spec.tie_word_embeddings, Stage::is_tied)
     }
 
     /// Tokens of a chunk, where a sequence is visited in several.

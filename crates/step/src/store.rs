@@ -215,7 +215,7 @@ impl Residency {
             }
             (Residency::Spread { head, .. }, BlockId::Embedding) => head && spec.tie_word_embeddings,
             (Residency::Spread { head, .. }, BlockId::Head) => head,
-            (Residency::Last(kept), block) => stays(block, kept, spec.num_layers),
+            (Residency::Last(kept), block) => stays(block, kept, spec.layers().end),
         }
     }
 }

@@ -9,6 +9,7 @@ mod parts;
 mod pass;
 mod passes;
 mod perform;
+mod pipeline;
 mod ranks;
 mod schedule;
 mod state;
@@ -25,7 +26,7 @@ use plimsoll_parallel::{Collectives, Communicator, Deal};
 
 use crate::StepError;
 use crate::adapter::Dropout;
-use crate::block::{Keys, Mover};
+use crate::block::{Keys, Mover, Ring};
 use crate::gradients::{Gradients, LookedUp, OnTier};
 use crate::head::Head;
 use crate::loss_scale::LossScale;
@@ -35,6 +36,7 @@ use crate::rope::RopeTables;
 use crate::settings::{
     GradientClipping, MicroBatch, MicroBatches, NormSource, Ranks, StepSettings, UpdateTiming, stays,
 };
+use crate::stage::Stage;
 use crate::store::{Residency, Sharing, Training, WeightOffload, WeightStorage, WeightStore};
 use crate::tier::Pieces;
 
@@ -42,6 +44,8 @@ use numbers::Found;
 pub use numbers::Numbers;
 pub(crate) use parts::{Part, Parts};
 use passes::Passes;
+pub(crate) use pipeline::Flow;
+use pipeline::Stages;
 pub use state::NamedTensor;
 
 /// Sets the seeds of dropout apart from others.
@@ -53,9 +57,16 @@ pub struct Trainer<'a> {
     spec: Rc<ModelSpec>,
     settings: StepSettings,
     policy: SavePolicy,
-    /// What is trained, in the order of the blocks.
+    /// What is trained here, in the order of the blocks.
     trained: Vec<Parameter>,
+    /// The same of all stages, where there are several.
+    trained_by_all: Option<Vec<Parameter>>,
+    /// All ranks.
     communicator: &'a dyn Communicator,
+    /// Those that hold the same weights, or shares of them.
+    replicas: Rc<dyn Communicator + 'a>,
+    /// Those that have the other layers, where ranks have some of the layers each.
+    stages: Option<Rc<Stages<'a>>>,
     tiers: Arc<LowerTiers>,
     weights: WeightStore<'a>,
     gradients: Gradients<'a>,
@@ -64,11 +75,13 @@ pub struct Trainer<'a> {
     mover: Option<Rc<Mover<'a>>>,
     /// Keys and values of a sequence that is visited in chunks.
     keys: Option<Rc<Keys<'a>>>,
+    /// The ranks that have the rest of the sequences, where they have parts of them.
+    ring: Option<Rc<Ring<'a>>>,
     /// What is measured and updated at once.
     parts: Rc<Parts>,
     /// The rows of each piece of the head's table, where its weights or gradients come in pieces.
     loss_pieces: Option<Vec<Range<u64>>>,
-    /// Of whole sequences; chunks have their own.
+    /// Of all tokens of a sequence that this rank has. Chunks have their own, and so have documents of shared sequences.
     ropes: Option<Rc<RopeTables>>,
     /// What the device finds out in a step.
     numbers: Numbers,
@@ -135,17 +148,31 @@ impl<'a> Trainer<'a> {
         communicator: &'a dyn Communicator,
     ) -> Result<Self, StepError> {
         settings.check_chunks()?;
+        settings.check_context()?;
+        settings.check_pipeline(&spec)?;
+        let (spec, settings) = settings.of_stage(&spec);
         let precision = settings.precision;
-        let ranks = communicator.size();
-        if (settings.ranks != Ranks { rank: communicator.rank(), count: ranks }) {
+        let mesh = settings.ranks.mesh;
+        if settings.ranks.rank != communicator.rank() || mesh.size() != communicator.size() {
             return Err(StepError::Invariant { what: "a step is taken by another rank than it is set for" });
         }
+        let replicas: Rc<dyn Communicator + 'a> =
+            Rc::from(communicator.group(mesh.replica_group(communicator.rank()))?);
+        let ranks = replicas.size();
+        let stages = match &settings.stage {
+            None => None,
+            Some(stage) => {
+                let ranks = communicator.group(mesh.stage_group(communicator.rank()))?;
+                Some(Rc::new(Stages { ranks, stage: stage.clone() }))
+            }
+        };
+        let is_copy = |p: &Parameter| settings.stage.as_ref().is_some_and(|stage| stage.is_copy(p));
         let shares_updates = ranks::shares_updates(&settings);
         let each_pass = settings.sharding.reduces_each_pass();
         let method = &settings.method;
         let types = |p: &Parameter| method.weight_type(p, precision.weights);
         let adapters = method.adapters().map(|adapters| &adapters.layout);
-        let (offload, kept, num_layers) = (settings.offload, settings.kept_layers, spec.num_layers);
+        let (offload, kept, end) = (settings.offload, settings.kept_layers, spec.layers().end);
         let below = WeightOffload {
             tier: offload.parameters,
             in_files: method.adapters().map(|adapters| &adapters.in_files),
@@ -155,14 +182,16 @@ impl<'a> Trainer<'a> {
         let storage = WeightStorage { types: &types, adapters, trained: true, offload: below };
         let cut = Pieces::new(&spec, &settings.optimizer.kind);
         let trained = method.trained(&spec);
-        let parts = Rc::new(Parts::new(&trained, cut, &settings.optimizer.kind, ranks));
-        let sharing = ranks::shares_weights(&settings).then_some(Sharing { communicator, parts: &parts });
+        let parts = Parts::of_copies(&trained, cut, &settings.optimizer.kind, ranks, &is_copy);
+        let parts = Rc::new(parts);
+        let sharing = Sharing { communicator: &replicas, parts: &parts };
+        let sharing = ranks::shares_weights(&settings).then_some(sharing);
         let training = Training { cut, sharing };
         let weights = WeightStore::new(device, &tiers, &spec, storage, Some(training))?;
         // Adapters are in f32 themselves.
         let needs_master = |p: &Parameter| precision.master_weights && !matches!(p.role, Role::Lora(..));
         let own_parts = |p: &Parameter| -> Vec<Part> {
-            let share = |part: &Part| part.of_rows(part.share(communicator.rank(), ranks));
+            let share = |part: &Part| part.of_rows(part.share(replicas.rank(), ranks));
             parts.of_parameter(p).map(share).collect()
         };
         let shares: Option<OwnParts<'_>> = shares_updates.then_some(&own_parts);
@@ -171,16 +200,17 @@ impl<'a> Trainer<'a> {
             tier: offload.optimizer,
             cut,
             head_dim: spec.attention.head_dim,
-            stays: &|p| stays(p.block, kept.optimizer, num_layers),
+            stays: &|p| stays(p.block, kept.optimizer, end),
             needs_master: &needs_master,
             seed: settings.seed,
             shares,
         };
-        let optimizer = Optimizer::allocate(device, &trained, &settings.optimizer, states)?;
-        let stays_there = |p: &Parameter| stays(p.block, kept.gradients, num_layers);
+        let updated: Vec<Parameter> = trained.iter().filter(|p| !is_copy(p)).cloned().collect();
+        let optimizer = Optimizer::allocate(device, &updated, &settings.optimizer, states)?;
+        let stays_there = |p: &Parameter| stays(p.block, kept.gradients, end);
         let totals: Option<OwnParts<'_>> = each_pass.then_some(&own_parts);
         let on_tier = OnTier { tiers: &tiers, tier: offload.gradients, stays: &stays_there, totals };
-        let buffers = match (settings.update, spec.tie_word_embeddings) {
+        let buffers = match (settings.update, settings.is_tied(&spec)) {
             // One in use, one on its way and one on its way back. The chunks of a sequence have pieces of tables in turn.
             (UpdateTiming::AfterBackward, _) => 3,
             _ if settings.chunk_tokens().is_some() => 3,
@@ -191,11 +221,27 @@ impl<'a> Trainer<'a> {
         let gradients = Gradients::new(device, &trained, dtype, on_tier, cut_in)?;
         device.enter(Phase::Setup, None);
         let (length, chunk) = (settings.sequence_length, settings.chunk_tokens());
-        let ropes = match chunk {
-            None => Some(Rc::new(RopeTables::new(device, &spec, length)?)),
-            Some(_) => None,
+        let ring = match mesh.context {
+            0 | 1 => None,
+            _ => {
+                let around = communicator.group(mesh.context_group(communicator.rank()))?;
+                Some(Rc::new(Ring::new(around, mesh)))
+            }
         };
-        let numbers = Numbers::new(device, parts.count(), ranks::shares_sums(&settings))?;
+        let has_documents = settings.document_end.is_some() || settings.document_starts;
+        let ropes = match (chunk, &ring) {
+            (Some(_), _) => None,
+            (None, Some(_)) if has_documents => None,
+            (None, Some(_)) => {
+                let own = RopeTables::of_tokens(device, &spec, &settings.own_places(), None)?;
+                Some(Rc::new(own))
+            }
+            (None, None) => Some(Rc::new(RopeTables::new(device, &spec, length)?)),
+        };
+        let before = settings.stage.as_ref().map_or(0, Stage::parts_before);
+        let elsewhere = settings.stage.as_ref().map_or(0, Stage::parts_elsewhere);
+        let shares_sums = ranks::shares_sums(&settings);
+        let numbers = Numbers::new(device, (before, parts.count(), elsewhere), shares_sums)?;
         let (block, role) = Head::table(spec.tie_word_embeddings);
         let loss_pieces = weights.pieces(block, role).or_else(|| gradients.pieces(block, role));
         let mover = match offload.activations {
@@ -212,6 +258,8 @@ impl<'a> Trainer<'a> {
         let loss_scale = settings.loss_scaling.map(LossScale::new);
         let progress = StepProgress { loss_scale, ..StepProgress::default() };
         let policy = SavePolicy::new(settings.checkpointing, settings.compression, spec.num_layers);
+        let policy = policy.beginning_at(spec.part.first_layer);
+        let trained_by_all = settings.stage.as_ref().map(Stage::trained);
         Ok(Trainer {
             device,
             spec: Rc::new(spec),
@@ -220,13 +268,17 @@ impl<'a> Trainer<'a> {
             parts,
             loss_pieces,
             trained,
+            trained_by_all,
             communicator,
+            replicas,
+            stages,
             tiers,
             weights,
             gradients,
             optimizer,
             mover,
             keys,
+            ring,
             ropes,
             numbers,
             progress,
@@ -250,9 +302,9 @@ impl<'a> Trainer<'a> {
         &self.settings
     }
 
-    /// What is trained, in the order of the blocks.
+    /// What is trained, in the order of the blocks, by whatever rank.
     pub fn trained(&self) -> &[Parameter] {
-        &self.trained
+        self.trained_by_all.as_deref().unwrap_or(&self.trained)
     }
 
     /// How many parts are measured and updated by themselves.
@@ -294,7 +346,7 @@ impl<'a> Trainer<'a> {
         let passed = passed?;
         self.settle()?;
         if self.settings.update != UpdateTiming::AfterBackward {
-            self.numbers.agree(self.device, self.communicator)?;
+            self.agree()?;
         }
         let found = self.numbers.read(self.device)?;
         self.conclude(passed, &found)
@@ -304,7 +356,7 @@ impl<'a> Trainer<'a> {
         self.numbers.begin(self.device, self.gradient_factor(None))?;
         let passed = self.pass(micro_batches, Completion::Keep)?;
         self.device.enter(Phase::Optimizer, None);
-        self.numbers.agree(self.device, self.communicator)?;
+        self.agree()?;
         self.clip()?;
         self.update_all(self.next_update(lr))?;
         Ok(passed)
@@ -325,12 +377,21 @@ impl<'a> Trainer<'a> {
         let measures_first = before.is_none() && self.settings.clipping != GradientClipping::None;
         if measures_first {
             self.pass(micro_batches, Completion::Measure)?;
-            self.numbers.agree(self.device, self.communicator)?;
+            self.agree()?;
             self.clip()?;
             self.numbers.forget_loss(self.device)?;
         }
         let passed = self.pass(micro_batches, Completion::Update(self.next_update(lr)))?;
         Ok(Passed { within: !measures_first, ..passed })
+    }
+
+    /// Has every rank know the norms and the flag of all.
+    fn agree(&self) -> Result<(), StepError> {
+        self.numbers.agree(self.device, &*self.replicas)?;
+        match &self.stages {
+            Some(stages) => self.numbers.agree_between_stages(self.device, stages),
+            None => Ok(()),
+        }
     }
 
     /// The numbers of the next update.
@@ -376,11 +437,13 @@ impl<'a> Trainer<'a> {
     /// All micro-batches forward and backward, and what becomes of the gradients behind the last one.
     fn pass(&mut self, micro_batches: MicroBatches<'_>, completion: Completion) -> Result<Passed, StepError> {
         self.gradients.begin(splitmix64(self.settings.seed, self.progress.steps));
-        let targets = self.communicator.sum(micro_batches.target_count() as f64)? as u64;
-        let weight = self.communicator.sum(micro_batches.target_weight())?;
-        let Ranks { rank, count } = self.settings.ranks;
+        let (Ranks { mesh, .. }, place) = (self.settings.ranks, self.settings.ranks.place());
+        // Ranks that work on the same sequences count them once.
+        let counted = |own: f64| if place.context == 0 && place.stage == 0 { own } else { 0.0 };
+        let targets = self.communicator.sum(counted(micro_batches.target_count() as f64))? as u64;
+        let weight = self.communicator.sum(counted(micro_batches.target_weight()))?;
         let (own, together) = (micro_batches.len(), self.settings.micro_batches_per_pass.max(1));
-        self.deal = Deal { rank, ranks: count, own, together };
+        self.deal = Deal { rank: place.data, ranks: mesh.data, own, together };
         let scale = if weight > 0.0 { 1.0 / weight } else { 0.0 };
         let passed = Passed { targets, scale, within: false };
         let Some(before_last) = micro_batches.len().div_ceil(together).checked_sub(1) else {
@@ -389,11 +452,15 @@ impl<'a> Trainer<'a> {
         let gradient_scale = (scale * self.loss_scale()) as f32;
         let (device, first) = (self.device, before_last * together);
         if self.keeps_looked_up() {
-            let StepSettings { batch_size, sequence_length, precision, .. } = self.settings;
+            let StepSettings { batch_size, precision, .. } = self.settings;
             let row = (precision.activations, self.spec.hidden_size);
             device.enter(Phase::Backward, None);
-            let tokens = batch_size.saturating_mul(sequence_length);
+            let tokens = batch_size.saturating_mul(self.settings.own_tokens());
             self.gradients.looked_up = LookedUp::with_room(device, first, tokens, row)?;
+        }
+        if self.stages.is_some() {
+            self.through_stage(micro_batches, gradient_scale, completion)?;
+            return Ok(passed);
         }
         let passes = Passes { trainer: &mut *self, micro_batches, together, gradient_scale };
         device.repeat(before_last, passes)?;
@@ -407,6 +474,11 @@ impl<'a> Trainer<'a> {
         let probability = self.settings.method.adapters().map_or(0.0, |adapters| adapters.dropout);
         let seed =
             splitmix64(splitmix64(splitmix64(self.settings.seed, DROPOUT), self.progress.steps), micro_batch);
+        // Other tokens of the same sequences have a choice of their own.
+        let seed = match self.settings.ranks.place().context {
+            0 => seed,
+            context => splitmix64(seed, u64::from(context)),
+        };
         (probability > 0.0).then_some(Dropout { probability, seed, first_row: 0 })
     }
 }

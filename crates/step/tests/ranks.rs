@@ -12,11 +12,11 @@ use plimsoll_device::{Communicated, Cpu, CpuOptions, DType, Device, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tag, Tier};
 use plimsoll_model::{AdapterConfig, AdapterLayout, AttentionSpec, MlpSpec, ModelSpec, RopeSpec};
-use plimsoll_parallel::{Communicator, Deal, DryRanks, ThreadRank, Wired, thread_ranks};
+use plimsoll_parallel::{Collectives, Communicator, Deal, DryRanks, Mesh, ThreadRank, Wired, thread_ranks};
 use plimsoll_step::{
-    AdamSettings, Adapters, Checkpointing, EightBit, GradientClipping, LionSettings, MicroBatch, NamedTensor,
-    NormSource, Offload, OptimizerKind, Precision, Ranks, Sharding, StepError, StepSettings, Trainer,
-    TrainingMethod, UpdateTiming, ZeroStage,
+    AdamSettings, Adapters, AttentionKind, Checkpointing, EightBit, GradientClipping, LionSettings,
+    MicroBatch, NamedTensor, NormSource, Offload, OptimizerKind, PipelineSchedule, Precision, Ranks,
+    Sharding, StepError, StepSettings, Trainer, TrainingMethod, UpdateTiming, ZeroStage,
 };
 
 /// Micro-batches of a step, over all ranks.
@@ -50,31 +50,36 @@ struct Ended {
     state: Vec<(String, Vec<u8>)>,
 }
 
+/// Those of a rank; who does not take other micro-batches takes another part of the mesh.
 fn of_rank(settings: &StepSettings, ranks: &dyn Communicator) -> StepSettings {
-    StepSettings { ranks: Ranks { rank: ranks.rank(), count: ranks.size() }, ..settings.clone() }
+    let mesh = settings.ranks.mesh;
+    let mesh = Mesh { data: ranks.size() / mesh.context / mesh.pipeline, ..mesh };
+    StepSettings { ranks: Ranks { rank: ranks.rank(), mesh }, ..settings.clone() }
 }
 
 /// This rank's micro-batches of a step.
-fn own_batches(settings: &StepSettings, step: u64, rank: u32, ranks: u32) -> Vec<(Vec<u32>, Vec<u32>)> {
+fn own_batches(settings: &StepSettings, step: u64) -> Vec<(Vec<u32>, Vec<u32>)> {
+    let Ranks { mesh: Mesh { data: ranks, .. }, .. } = settings.ranks;
     let (own, together) = (u64::from(MICRO_BATCHES / ranks), settings.micro_batches_per_pass);
-    let deal = Deal { rank, ranks, own, together };
+    let deal = Deal { rank: settings.ranks.place().data, ranks, own, together };
     let seed = |micro_batch| 100 + step * u64::from(MICRO_BATCHES) + deal.place(micro_batch);
     (0..own).map(|own| tokens(seed(own), settings.batch_size, settings.sequence_length)).collect()
 }
 
-fn steps(
-    trainer: &mut Trainer<'_>,
-    settings: &StepSettings,
-    ranks: &dyn Communicator,
-) -> (Vec<f64>, Vec<f64>) {
+/// Losses and norms; last, the loss of a batch that is evaluated on every group of ranks that share sequences.
+fn steps(trainer: &mut Trainer<'_>, ranks: &dyn Communicator) -> (Vec<f64>, Vec<f64>) {
     let mut ended = (Vec::new(), Vec::new());
+    let settings = trainer.settings().clone();
     for step in 0..STEPS {
-        let data = own_batches(settings, step, ranks.rank(), ranks.size());
+        let data = own_batches(&settings, step);
         let batches: Vec<_> = data.iter().map(|(tokens, targets)| MicroBatch::new(tokens, targets)).collect();
         let outcome = trainer.step(&batches, 1e-2).unwrap();
         ended.0.push(outcome.loss);
         ended.1.push(outcome.grad_norm);
     }
+    let (tokens, targets) = tokens(7, settings.batch_size, settings.sequence_length);
+    let own = trainer.evaluate(settings.batch_size, &MicroBatch::new(&tokens, &targets)).unwrap().0;
+    ended.0.push(ranks.sum(own).unwrap() / f64::from(settings.ranks.mesh.data));
     ended
 }
 
@@ -85,7 +90,7 @@ fn planned(spec: &ModelSpec, settings: &StepSettings, ranks: DryRanks) -> (Dry, 
     let mut trainer = Trainer::new(&dry, Arc::clone(&tiers), own, step, &ranks).unwrap();
     trainer.load::<StepError>(|_, _, _, _| Ok(())).unwrap();
     trainer.reset_magnitudes().unwrap();
-    steps(&mut trainer, settings, &ranks);
+    steps(&mut trainer, &ranks);
     drop(trainer);
     let sent = dry.moved().sent;
     (dry, [tiers.host().high_water(), tiers.disk().high_water()], sent)
@@ -103,7 +108,7 @@ fn run_rank(spec: &ModelSpec, settings: &StepSettings, rank: ThreadRank, folder:
     let mut trainer = Trainer::new(&device, Arc::clone(&tiers), own, step, &ranks).unwrap();
     trainer.load(fill).unwrap();
     trainer.reset_magnitudes().unwrap();
-    let (losses, norms) = steps(&mut trainer, settings, &ranks);
+    let (losses, norms) = steps(&mut trainer, &ranks);
     assert_eq!(device.arena().high_water(), peak, "rank {}", ranks.rank());
     assert_eq!([tiers.host().high_water(), tiers.disk().high_water()], below, "rank {}", ranks.rank());
     assert_eq!(ranks.sent(), sent, "rank {}", ranks.rank());
@@ -286,16 +291,24 @@ fn adapters_have_the_same_bits_on_any_number_of_ranks() {
     }
 }
 
+fn away(parameters: Tier, gradients: Tier, optimizer: Tier, activations: Tier) -> Offload {
+    Offload { parameters, gradients, optimizer, activations }
+}
+
+/// The same method, of which nothing is dropped: another choice is made for other tokens.
+fn without_dropout(settings: &StepSettings) -> TrainingMethod {
+    match &settings.method {
+        TrainingMethod::Full => TrainingMethod::Full,
+        TrainingMethod::Adapters(adapters) => {
+            TrainingMethod::Adapters(Arc::new(Adapters { dropout: 0.0, ..(**adapters).clone() }))
+        }
+    }
+}
+
 /// Shares may live on the host or on a disk of their rank.
 #[test]
 fn what_lives_below_a_rank_changes_no_bit() {
     let (host, disk) = (Tier::Host, Tier::Disk);
-    let away = |parameters, gradients, optimizer, activations| Offload {
-        parameters,
-        gradients,
-        optimizer,
-        activations,
-    };
     // Tables of several pieces.
     for spec in [llama(), biased()].map(|spec| ModelSpec { vocab_size: 3101, ..wider(spec) }) {
         for precision in [Precision::F32, BF16_WITH_MASTERS] {
@@ -353,4 +366,178 @@ fn a_rank_has_its_share_of_what_is_sharded() {
     }
     let (whole, share) = (of(ZeroStage::Gradients, Tag::Weights), of(ZeroStage::Weights, Tag::Weights));
     assert!(share * 100 < whole * 51, "{share} of {whole}");
+}
+
+/// Ranks of which so many have parts of the same sequences.
+fn sharing_sequences(settings: StepSettings, context: u32) -> StepSettings {
+    let mesh = Mesh { context, ..Mesh::ALONE };
+    StepSettings { ranks: Ranks { rank: 0, mesh }, ..settings }
+}
+
+#[test]
+fn ranks_that_share_sequences_come_near_one() {
+    for spec in families().map(wider) {
+        for precision in [Precision::F32, PURE_BF16] {
+            let settings = StepSettings { precision, ..settings(1, 18) };
+            let one = run(&spec, &settings, 1);
+            let tolerance = if precision == Precision::F32 { 2e-5 } else { 2e-2 };
+            for (context, ranks) in [(2, 2), (2, 4), (4, 4)] {
+                let shared = run(&spec, &sharing_sequences(settings.clone(), context), ranks);
+                assert_close(&shared, &one, tolerance, &format!("{} {context} {ranks}", spec.name));
+            }
+        }
+    }
+}
+
+/// Documents, windows, patterns, shares of everything, lower tiers, forms of checkpointing and adapters go with them.
+#[test]
+fn whatever_else_is_asked_ranks_that_share_sequences_come_near_one() {
+    let (spec, base) = (wider(llama()), settings(2, 19));
+    let everything = away(Tier::Disk, Tier::Disk, Tier::Disk, Tier::Disk);
+    let pattern = plimsoll_device::BlockSparse { block: 4, local_blocks: 1, global_blocks: 1 };
+    for settings in [
+        StepSettings { document_end: Some(3), ..base.clone() },
+        StepSettings { attention: AttentionKind::SlidingWindow(5), ..base.clone() },
+        StepSettings { attention: AttentionKind::BlockSparse(pattern), ..base.clone() },
+        StepSettings { offload: everything, checkpointing: Checkpointing::Every(2), ..base.clone() },
+        StepSettings { checkpointing: Checkpointing::Full, micro_batches_per_pass: 2, ..base.clone() },
+        StepSettings { update: UpdateTiming::InBackward(NormSource::SecondBackward), ..base.clone() },
+        StepSettings { method: adapters(&spec, false, DType::F32), ..base.clone() },
+        StepSettings { method: adapters(&spec, true, DType::Nf4), ..base.clone() },
+    ] {
+        let settings = StepSettings { method: without_dropout(&settings), ..settings };
+        let one = run(&spec, &settings, 1);
+        let shared = sharing_sequences(settings, 2);
+        for (stage, ranks) in [
+            (ZeroStage::Nothing, 2),
+            (ZeroStage::States, 4),
+            (ZeroStage::Gradients, 2),
+            (ZeroStage::Weights, 4),
+        ] {
+            let shared = sharded(shared.clone(), stage, false);
+            assert_close(&run(&spec, &shared, ranks), &one, 2e-5, &format!("{ranks} ranks, {shared:?}"));
+        }
+    }
+}
+
+/// Keys are received and given back, and all ranks have as much to do.
+#[test]
+fn a_rank_has_its_part_of_every_sequence() {
+    let (spec, settings) = (wider(llama()), settings(1, 64));
+    let alone = at_peak(&spec, &settings, DryRanks::new(0, 1), Tag::Activations);
+    let shared = sharing_sequences(settings, 4);
+    for rank in 0..4 {
+        let own = at_peak(&spec, &shared, DryRanks::new(rank, 4), Tag::Activations);
+        assert!(own * 3 < alone, "{own} of {alone}");
+    }
+}
+
+/// Ranks of which so many have some of the layers each.
+fn in_stages(settings: StepSettings, pipeline: u32, pipeline_schedule: PipelineSchedule) -> StepSettings {
+    let mesh = Mesh { pipeline, ..settings.ranks.mesh };
+    StepSettings { ranks: Ranks { rank: 0, mesh }, pipeline_schedule, ..settings }
+}
+
+const SCHEDULES: [PipelineSchedule; 2] = [PipelineSchedule::OneForwardOneBackward, PipelineSchedule::GPipe];
+
+/// Every stage adds up the gradients of micro-batches in their order, as one rank does.
+#[test]
+fn a_pipeline_changes_no_bit() {
+    for spec in families().map(wider) {
+        let spec = ModelSpec { tie_word_embeddings: false, ..spec };
+        for precision in [Precision::F32, PURE_BF16, BF16_WITH_MASTERS] {
+            let settings = StepSettings { precision, ..settings(1, 12) };
+            let one = run(&spec, &settings, 1);
+            let reduced = run(&spec, &sharded(settings.clone(), ZeroStage::Gradients, false), 1);
+            for schedule in SCHEDULES {
+                for stages in [2, 3] {
+                    let settings = in_stages(settings.clone(), stages, schedule);
+                    let what = format!("{} {precision:?} {schedule:?} {stages}", spec.name);
+                    assert_same_weights(&run(&spec, &settings, stages), &one, &what);
+                }
+                for (stage, reproducible) in
+                    [(ZeroStage::Nothing, true), (ZeroStage::Gradients, false), (ZeroStage::Weights, false)]
+                {
+                    let settings = in_stages(sharded(settings.clone(), stage, reproducible), 2, schedule);
+                    let what = format!("{} {precision:?} {schedule:?} {stage:?}", spec.name);
+                    assert_same_weights(&run(&spec, &settings, 4), &reduced, &what);
+                }
+            }
+        }
+    }
+}
+
+/// A table that the first and the last stage have: its gradient is added up in another order, and both have the same values.
+#[test]
+fn a_pipeline_of_a_tied_model_comes_near_one() {
+    for spec in families().map(wider) {
+        let spec = ModelSpec { tie_word_embeddings: true, ..spec };
+        // Tables of several pieces too.
+        for spec in [spec.clone(), ModelSpec { vocab_size: 3101, ..spec }] {
+            let settings = settings(1, 12);
+            let one = run(&spec, &settings, 1);
+            let everything = away(Tier::Disk, Tier::Disk, Tier::Disk, Tier::Disk);
+            for (stage, offload, ranks) in [
+                (ZeroStage::Nothing, Offload::NONE, 2),
+                (ZeroStage::Nothing, everything, 4),
+                (ZeroStage::States, Offload::NONE, 4),
+                (ZeroStage::Gradients, everything, 4),
+                (ZeroStage::Weights, everything, 4),
+            ] {
+                let settings = StepSettings { offload, ..sharded(settings.clone(), stage, false) };
+                let many = run(&spec, &in_stages(settings, 2, SCHEDULES[0]), ranks);
+                assert_close(&many, &one, 2e-5, &format!("{} {stage:?} {offload:?}", spec.name));
+            }
+        }
+    }
+}
+
+/// Precisions, optimizers, forms of checkpointing, lower tiers, adapters, documents and shared sequences go with stages.
+#[test]
+fn whatever_else_is_asked_a_pipeline_changes_no_bit() {
+    let sizes = ModelSpec { num_layers: 5, vocab_size: 3101, ..wider(llama()) };
+    let spec = ModelSpec { tie_word_embeddings: false, ..sizes };
+    let base = settings(1, 12);
+    let after = |settings: &StepSettings| settings.update == UpdateTiming::AfterBackward;
+    let goes = |settings: &StepSettings| {
+        after(settings) && settings.sequence_chunk_tokens.is_none() && settings.micro_batches_per_pass == 1
+    };
+    let mut all: Vec<StepSettings> = cases().into_iter().filter(goes).collect();
+    all.extend([
+        StepSettings { document_end: Some(3), ..base.clone() },
+        StepSettings { method: adapters(&spec, false, DType::F32), ..base.clone() },
+        StepSettings { method: adapters(&spec, true, DType::Nf4), ..base.clone() },
+        StepSettings { offload: away(Tier::Disk, Tier::Disk, Tier::Disk, Tier::Disk), ..base.clone() },
+        StepSettings { offload: away(Tier::Host, Tier::Device, Tier::Disk, Tier::Disk), ..base.clone() },
+        StepSettings {
+            offload: away(Tier::Disk, Tier::Device, Tier::Device, Tier::Disk),
+            checkpointing: Checkpointing::Every(2),
+            ..base.clone()
+        },
+        StepSettings { checkpointing: Checkpointing::Sqrt, ..base.clone() },
+    ]);
+    for settings in all {
+        let one = run(&spec, &settings, 1);
+        for (stages, schedule) in [(2, SCHEDULES[0]), (4, SCHEDULES[0]), (3, SCHEDULES[1])] {
+            let settings = in_stages(settings.clone(), stages, schedule);
+            assert_same_weights(&run(&spec, &settings, stages), &one, &format!("{stages}, {settings:?}"));
+        }
+        let shared = sharing_sequences(StepSettings { method: without_dropout(&settings), ..settings }, 2);
+        let flat = run(&spec, &shared, 2);
+        let staged = run(&spec, &in_stages(shared.clone(), 2, SCHEDULES[0]), 4);
+        assert_same_weights(&staged, &flat, &format!("{shared:?}"));
+    }
+}
+
+/// What a stage has under way is no more than there are stages behind it, and itself.
+#[test]
+fn one_forward_one_backward_keeps_fewer_activations() {
+    let spec = ModelSpec { num_layers: 8, ..wider(llama()) };
+    let of = |schedule, rank| {
+        let settings = in_stages(settings(1, 64), 2, schedule);
+        at_peak(&spec, &settings, DryRanks::new(rank, 2), Tag::Activations)
+    };
+    let [[first, last], [first_of_all, last_of_all]] =
+        SCHEDULES.map(|schedule| [0, 1].map(|rank| of(schedule, rank)));
+    assert!(2 * first < first_of_all && 2 * last < last_of_all && last < first);
 }

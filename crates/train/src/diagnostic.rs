@@ -46,7 +46,7 @@ impl Diagnostic {
         (step, lr, windows): (u64, f64, u64),
         error: &StepError,
     ) -> Diagnostic {
-        let several = trainer.settings().ranks.count > 1;
+        let several = trainer.settings().ranks.count() > 1;
         let outputs = micro_batches.iter().enumerate().map(|(micro_batch, batch)| {
             // Another error here would hide the one that is being looked into.
             let block = trainer.first_bad_output(batch).ok().flatten()?;

@@ -287,9 +287,9 @@ impl Prepared {
         let Prepared { tokenizer, train, validation, .. } = self;
         let batch_size = plan.choice.settings.batch_size;
         let ahead = batches_ahead(&plan.config);
-        let (rank, count) = (ranks.rank(), ranks.size());
+        let (place, mesh) = (plan.choice.settings.ranks.place(), plan.choice.settings.ranks.mesh);
         let (own, together) = (plan.choice.accumulation, plan.choice.settings.micro_batches_per_pass);
-        let deal = Deal { rank, ranks: count, own, together };
+        let deal = Deal { rank: place.data, ranks: mesh.data, own, together };
         let position = progress.state.windows;
         let mut batches = Batches::dealt(Arc::clone(train), batch_size, ahead, position, deal)?;
         let mut next_batch = || Ok(batches.next_batch()?);
@@ -458,7 +458,7 @@ fn highest_so_far() -> u64 {
     process_memory().and_then(|memory| memory.peak_resident).map_or(0, |size| size.0)
 }
 
-/// Mean loss over all windows of a data set, whose batches the ranks take in turn.
+/// Mean loss over all windows of a data set, whose batches the ranks take in turn; those that share sequences take the same.
 fn validation_loss(
     trainer: &mut Trainer<'_>,
     dataset: &Dataset,
@@ -467,7 +467,8 @@ fn validation_loss(
 ) -> Result<f64, TrainError> {
     let (mut sum, mut weight) = (0.0, 0.0);
     let batches = dataset.windows().div_ceil(batch_size.max(1));
-    let (rank, size) = (u64::from(ranks.rank()), u64::from(ranks.size()));
+    let (place, mesh) = (trainer.settings().ranks.place(), trainer.settings().ranks.mesh);
+    let (rank, size) = (u64::from(place.data), u64::from(mesh.data));
     for round in 0..batches.div_ceil(size) {
         // Weights that ranks share come together on all of them: who has no batch left takes the last one without counting it.
         let number = round * size + rank;
@@ -477,7 +478,8 @@ fn validation_loss(
         let micro_batch = micro_batch(&batch);
         let (loss, _) = trainer.evaluate(end - first, &micro_batch)?;
         if number < batches {
-            (sum, weight) = (sum + loss, weight + micro_batch.target_weight());
+            let counted = if place.context == 0 { micro_batch.target_weight() } else { 0.0 };
+            (sum, weight) = (sum + loss, weight + counted);
         }
     }
     let (sum, weight) = (ranks.sum(sum)?, ranks.sum(weight)?);

@@ -258,7 +258,7 @@ fn one_step<'a>(
     };
     progress.skipped_in_a_row = if outcome.skipped { progress.skipped_in_a_row + 1 } else { 0 };
     let seconds = begun.elapsed().as_secs_f64();
-    let ranks = u64::from(with.ranks.size());
+    let ranks = u64::from(trainer.settings().ranks.mesh.data);
     let tokens = ranks * batches.iter().map(|b| b.tokens.len() as u64).sum::<u64>();
     let sequences = ranks * trainer.settings().batch_size * settings.accumulation;
     progress.state.step = step;

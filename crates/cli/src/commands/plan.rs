@@ -183,7 +183,7 @@ fn ranks(plan: &TrainingPlan) -> String {
         false => format!("rank {first} takes most, the others at least {} of arena", ByteSize(least)),
     };
     let sent = plan.choice.dry_run.moved.sent;
-    let count = settings.ranks.count;
+    let count = settings.ranks.count();
     format!("ranks: {count}, {shared}; {span}; each sends {} a step\n", ByteSize(sent.total_bytes()))
 }
 
@@ -271,7 +271,7 @@ pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
         "\nthe peak is {place}; a layer holds {} there\nabout {} a step{}, {:.0} tokens/s {}\n{}\n{}\n",
         per_layer(plan),
         seconds(time.step_seconds),
-        waiting(time, settings.ranks.count),
+        waiting(time, settings.ranks.count()),
         time.tokens_per_second,
         speeds.place(),
         speeds.words,

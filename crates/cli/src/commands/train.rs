@@ -138,14 +138,24 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
 /// The configuration of one of the ranks that were started.
 fn config_of_rank(mut config: RawConfig, ranks: &dyn Communicator) -> Result<RawConfig, Failure> {
     let started = u64::from(ranks.size());
+    let were = format!("{started} rank{} started", if started == 1 { " was" } else { "s were" });
+    let context = config.parallel.context_parallel();
     match config.parallel.data_parallel {
-        Some(said) if said != started => {
+        Some(said) if said.saturating_mul(context) != started => {
+            let (words, all) = match context {
+                1 => (format!("is {said}"), said),
+                _ => (format!("{said} x context_parallel {context}"), said.saturating_mul(context)),
+            };
             return Err(Failure::usage(format!(
-                "parallel.data_parallel is {said}, and {started} rank{} started; start {said} with `plimsoll train --ranks {said}`, or leave the key away",
-                if started == 1 { " was" } else { "s were" }
+                "parallel.data_parallel {words}, and {were}; start {all} with `plimsoll train --ranks {all}`, or leave the key away"
             )));
         }
-        _ if started > 1 => config.parallel.data_parallel = Some(started),
+        None if !started.is_multiple_of(context) => {
+            return Err(Failure::usage(format!(
+                "parallel.context_parallel is {context}, and {were}; start {context} with `plimsoll train --ranks {context}`, or a multiple"
+            )));
+        }
+        None if started > 1 => config.parallel.data_parallel = Some(started / context),
         _ => {}
     }
     config.rank = ranks.rank();

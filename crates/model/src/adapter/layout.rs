@@ -131,6 +131,17 @@ impl AdapterLayout {
         }
     }
 
+    /// The same for no more than some of the blocks.
+    pub fn of_blocks(&self, has: &dyn Fn(BlockId) -> bool) -> AdapterLayout {
+        let parameters = |all: &[Parameter]| all.iter().filter(|p| has(p.block)).cloned().collect();
+        AdapterLayout {
+            config: self.config.clone(),
+            modules: self.modules.iter().filter(|module| has(module.block)).cloned().collect(),
+            parameters: parameters(&self.parameters),
+            trained_base: parameters(&self.trained_base),
+        }
+    }
+
     /// The configuration, as it will be written.
     pub fn config(&self) -> &AdapterConfig {
         &self.config

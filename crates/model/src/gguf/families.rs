@@ -148,6 +148,7 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
         tie_word_embeddings: gpt2 || !has("output.weight"),
         max_position_embeddings: keys.require_u64("context_length")?,
         initializer_range: 0.02,
+        part: Default::default(),
         bos_token: token_id(&metadata, "tokenizer.ggml.bos_token_id", vocab_size)?,
         eos_tokens: eos_tokens(&metadata, vocab_size)?,
     };

@@ -25,6 +25,7 @@ pub fn tiny_spec() -> ModelSpec {
         tie_word_embeddings: true,
         max_position_embeddings: 256,
         initializer_range: 0.02,
+        part: Default::default(),
         bos_token: Some(1),
         eos_tokens: vec![2],
     }

@@ -170,9 +170,15 @@ static REFUSALS: &[Refusal] = &[
         instead: "none with parallel.zero_stage: 1",
     },
     Refusal {
-        keys: &["parallel.tensor_parallel", "parallel.pipeline_parallel"],
+        keys: &["parallel.pipeline_schedule"],
+        values: Words(&["interleaved"]),
+        reason: "a stage is one run of layers",
+        instead: "1f1b or gpipe",
+    },
+    Refusal {
+        keys: &["parallel.tensor_parallel"],
         values: AllBut("1"),
-        reason: "ranks share batches, states and gradients",
+        reason: "ranks share batches, sequences, layers, states and weights",
         instead: "1",
     },
 ];

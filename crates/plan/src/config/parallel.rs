@@ -1,15 +1,19 @@
 //! `parallel`: how work and tensors are spread over ranks.
 
-use plimsoll_step::{Sharding, ZeroStage};
+use plimsoll_parallel::Mesh;
+use plimsoll_step::{AttentionKind, PipelineSchedule, Sharding, ZeroStage};
 
 use super::section::section;
 use super::value::choice;
+use super::{Auto, ConfigError, RawConfig};
 
 section! {
     /// How work and tensors are spread over ranks.
     pub struct ParallelConfig at "parallel" {
         /// Ranks that each take their own part of a batch. A run that is started on several ranks has as many.
         data_parallel: u64 = 1, RANKS;
+        /// Ranks that have parts of the same sequences, for sequences that are too long for one rank (ring attention).
+        context_parallel: u64 = 1, RANKS;
         /// What each rank has its own share of (ZeRO): 0 nothing, 1 optimizer states and master weights, 2 gradients too, 3 weights
         /// too.
         zero_stage: u64 = 0, ZERO_STAGES;
@@ -20,8 +24,30 @@ section! {
         reproducible: bool = false;
         /// Ranks that share every matrix product.
         tensor_parallel: u64 = 1;
-        /// Ranks that share the model by layers.
-        pipeline_parallel: u64 = 1;
+        /// Stages that the model's layers are divided into. A stage is a rank, or as many as there are others along the other ways.
+        pipeline_parallel: u64 = 1, RANKS;
+        /// When a stage takes micro-batches back: gpipe all of them at the end, 1f1b as soon as they can come.
+        pipeline_schedule: PipelineForm = PipelineForm::OneForwardOneBackward;
+    }
+}
+
+choice! {
+    /// When a stage of a pipeline takes micro-batches back.
+    pub enum PipelineForm {
+        /// One forward, one backward.
+        OneForwardOneBackward = "1f1b",
+        /// All forward, then all backward.
+        GPipe = "gpipe",
+    }
+}
+
+impl PipelineForm {
+    /// As the step knows it.
+    pub fn schedule(self) -> PipelineSchedule {
+        match self {
+            PipelineForm::OneForwardOneBackward => PipelineSchedule::OneForwardOneBackward,
+            PipelineForm::GPipe => PipelineSchedule::GPipe,
+        }
     }
 }
 
@@ -49,8 +75,50 @@ impl ParallelConfig {
         Sharding { stage, reproducible: self.reproducible() }
     }
 
-    /// Ranks that take the step together.
-    pub fn ranks(&self) -> u32 {
-        u32::try_from(self.data_parallel()).unwrap_or(u32::MAX)
+    /// The ranks that take the step together.
+    pub fn mesh(&self) -> Mesh {
+        let [data, context, pipeline] =
+            [self.data_parallel(), self.context_parallel(), self.pipeline_parallel()];
+        let count = |ranks: u64| u32::try_from(ranks).unwrap_or(u32::MAX);
+        Mesh { data: count(data), context: count(context), pipeline: count(pipeline) }
+    }
+}
+
+impl RawConfig {
+    pub(super) fn check_mesh(&self, errors: &mut Vec<ConfigError>) {
+        let context = self.parallel.context_parallel();
+        if context <= 1 {
+            return;
+        }
+        let own = self.conflicting("parallel.context_parallel", context);
+        let mut conflict = |key, reason: &str, remedy: &str| {
+            let keys = vec![own.clone(), key];
+            errors.push(ConfigError::Conflict { keys, reason: reason.to_owned(), remedy: remedy.to_owned() });
+        };
+        if let Some(chunk) = self.sequence_chunk() {
+            conflict(
+                self.conflicting("training.sequence_chunk_tokens", chunk),
+                "a sequence is in chunks on one rank, or whole on several",
+                "leave one of the two away",
+            );
+        }
+        let length = self.data.sequence_length();
+        let runs = 2 * context;
+        if !length.is_multiple_of(runs) {
+            conflict(
+                self.conflicting("data.sequence_length", length),
+                &format!("ranks that share sequences have two runs of each, all as long: {runs} in all"),
+                &format!("set data.sequence_length to {}", length.next_multiple_of(runs)),
+            );
+        }
+        if let Auto::Set(attention) = self.training.attention()
+            && attention.0 == AttentionKind::Standard
+        {
+            conflict(
+                self.conflicting("training.attention", attention),
+                "scores of sequences that ranks share are not written out",
+                "set training.attention to flash or auto",
+            );
+        }
     }
 }

@@ -8,7 +8,8 @@ use plimsoll_device::DType;
 use plimsoll_memory::Tier;
 use plimsoll_model::{BlockId, ModelSpec, Role};
 use plimsoll_step::{
-    Adapters, Checkpointing, KeptLayers, LayerPolicy, Offload, SavePolicy, StepSettings, TrainingMethod,
+    Adapters, Checkpointing, KeptLayers, LayerPolicy, Offload, SavePolicy, Stage, StepSettings,
+    TrainingMethod,
 };
 
 /// Layers of a pattern that repeats, at most: Gemma 3 has one with full attention behind every five with a window.
@@ -58,9 +59,13 @@ impl Fold {
             return None;
         }
         // Whole matrices are dealt out: layers differ.
-        if settings.ranks.count > 1 && !settings.optimizer.kind.shares_rows() {
+        if settings.ranks.mesh.replicas() > 1 && !settings.optimizer.kind.shares_rows() {
             return None;
         }
+        // The layers of a stage are numbered anew.
+        let (first, all) = (spec.part.first_layer, spec.layers().collect::<Vec<u32>>());
+        let spec = &spec.of_layers(&all);
+        let settings = &StepSettings { method: method_of(settings, &all), ..settings.clone() };
         let policy = SavePolicy::new(settings.checkpointing, settings.compression, spec.num_layers);
         let segment = policy.segments().next()?.len();
         let alike = layers(spec, settings, &policy);
@@ -92,8 +97,14 @@ impl Fold {
         }
         (!gaps.is_empty()).then(|| {
             let settings = smaller(spec, settings, segment as u32, &kept);
-            Fold { spec: spec.of_layers(&kept), settings, layers: kept, units, gaps }
+            let of_model = kept.iter().map(|layer| first + layer).collect();
+            Fold { spec: spec.of_layers(&kept), settings, layers: of_model, units, gaps }
         })
+    }
+
+    /// Parts of other stages.
+    pub fn parts_elsewhere(&self) -> u64 {
+        self.settings.stage.as_ref().map_or(0, Stage::parts_elsewhere)
     }
 
     /// Parts that are measured and updated by themselves, of the layers that are missing.
@@ -206,23 +217,9 @@ fn smaller(spec: &ModelSpec, settings: &StepSettings, segment: u32, layers: &[u3
         }
         form @ (Checkpointing::None | Checkpointing::Full | Checkpointing::Selective(_)) => form,
     };
-    let method = match settings.method.adapters() {
-        None => TrainingMethod::Full,
-        Some(adapters) => {
-            let types = adapters.weight_types.iter();
-            let types =
-                types.filter_map(|((block, role), dtype)| Some(((block.among(layers)?, *role), *dtype)));
-            TrainingMethod::Adapters(Arc::new(Adapters {
-                layout: adapters.layout.of_layers(layers),
-                dropout: adapters.dropout,
-                weight_types: types.collect(),
-                in_files: Default::default(),
-            }))
-        }
-    };
     StepSettings {
         checkpointing,
-        method,
+        method: method_of(settings, layers),
         kept_layers: KeptLayers {
             parameters: kept(parameters),
             gradients: kept(gradients),
@@ -231,4 +228,17 @@ fn smaller(spec: &ModelSpec, settings: &StepSettings, segment: u32, layers: &[u3
         },
         ..settings.clone()
     }
+}
+
+/// What is trained of no more than some of the layers, numbered anew.
+fn method_of(settings: &StepSettings, layers: &[u32]) -> TrainingMethod {
+    let Some(adapters) = settings.method.adapters() else { return TrainingMethod::Full };
+    let types = adapters.weight_types.iter();
+    let types = types.filter_map(|((block, role), dtype)| Some(((block.among(layers)?, *role), *dtype)));
+    TrainingMethod::Adapters(Arc::new(Adapters {
+        layout: adapters.layout.of_layers(layers),
+        dropout: adapters.dropout,
+        weight_types: types.collect(),
+        in_files: Default::default(),
+    }))
 }

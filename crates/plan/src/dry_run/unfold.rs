@@ -299,7 +299,9 @@ impl<'a> Folded<'a> {
                                 arena.enter(phase, label(owner));
                                 *entered = Some((phase, owner));
                             }
-                            let numbers = Numbers::bytes_under(name, parts).filter(|_| visit.unit.is_none());
+                            let all = parts + self.fold.parts_elsewhere();
+                            let numbers = Numbers::bytes_under(name, parts, all);
+                            let numbers = numbers.filter(|_| visit.unit.is_none());
                             let bytes = numbers.unwrap_or(bytes);
                             held.add(tier, arena.take(bytes, tag, name).ok()?);
                         }
@@ -353,9 +355,13 @@ impl<'a> Folded<'a> {
         let own = self.requests.get(scopes).unwrap_or_default();
         let times = own.iter().flatten().filter(is_total).count() as u64;
         let missing = Numbers::share_bytes(parts + self.fold.missing_parts()) - Numbers::share_bytes(parts);
-        let others = u64::from(self.fold.settings.ranks.count.saturating_sub(1));
+        let mesh = self.fold.settings.ranks.mesh;
+        let others = |ranks: u32| u64::from(ranks.saturating_sub(1));
         // In messages that were counted before.
-        Communicated::of_many(Collective::AllReduce, times * others * missing, 0)
+        let shares =
+            Communicated::of_many(Collective::AllReduce, times * others(mesh.replicas()) * missing, 0);
+        let squares = self.fold.missing_parts() * size_of::<f32>() as u64;
+        shares.plus(Communicated::of_many(Collective::AllGather, others(mesh.pipeline) * squares, 0))
     }
 
     /// What the missing layers add to these scopes, and to iterations that were counted in them.

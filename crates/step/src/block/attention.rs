@@ -88,8 +88,10 @@ fn rotate(ctx: &Context<'_>, x: &Tensor, inverse: bool) -> Result<(), StepError>
 
 /// Attention of the queries over the keys and values.
 pub(super) fn attend(ctx: &Context<'_>, qkv: &Qkv) -> Result<Attended, StepError> {
-    if let Some(chunk) = ctx.chunk {
-        return chunk.keys.attend(chunk.turn, ctx, qkv);
+    match (ctx.chunk, ctx.around) {
+        (Some(chunk), _) => return chunk.keys.attend(chunk.turn, ctx, qkv),
+        (None, Some(around)) => return around.attend(ctx, qkv),
+        (None, None) => {}
     }
     let shape = ctx.attention;
     let out =
@@ -149,9 +151,10 @@ pub(super) fn backward(
     let dout = alloc(&attended.out, "dattention")?;
     o_proj.backward_input(ctx, through, dx, &dout, false)?;
     let raw = qkv.raw.clone();
-    let [dq, dk, dv] = match ctx.chunk {
-        Some(chunk) => chunk.keys.backward(chunk.turn, ctx, &qkv, &attended, &dout)?,
-        None => whole_backward(ctx, &qkv, &attended, &dout)?,
+    let [dq, dk, dv] = match (ctx.chunk, ctx.around) {
+        (Some(chunk), _) => chunk.keys.backward(chunk.turn, ctx, &qkv, &attended, &dout)?,
+        (None, Some(around)) => around.backward(ctx, &qkv, &attended, &dout)?,
+        (None, None) => whole_backward(ctx, &qkv, &attended, &dout)?,
     };
     drop((dout, attended, qkv));
     rotate(ctx, &dq, true)?;

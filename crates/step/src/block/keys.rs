@@ -196,17 +196,7 @@ impl Keys<'_> {
     /// The chunks before a chunk of which its queries see anything, in order.
     fn seen_before(&self, turn: Turn, shape: AttentionShape) -> Vec<u32> {
         let before = shape.kv_len.saturating_sub(shape.q_len);
-        let sees = |number: &u32| {
-            let held = self.positions(*number, before);
-            match shape.block_sparse {
-                None => held.end > shape.first_seen(),
-                Some(_) => (before..shape.kv_len).any(|position| {
-                    let seen = shape.seen(position, 0);
-                    seen.iter().any(|seen| seen.start.max(held.start) < seen.end.min(held.end))
-                }),
-            }
-        };
-        (0..turn.number).filter(sees).collect()
+        (0..turn.number).filter(|number| sees(shape, &self.positions(*number, before))).collect()
     }
 
     /// The keys of a chunk, as queries of this shape see them.
@@ -343,6 +333,17 @@ impl Attend for Keys<'_> {
         }
         drop(delta);
         Ok([narrow(&dq_sums, "dq")?, dk, dv])
+    }
+}
+
+/// Whether any query sees any of these keys.
+pub(super) fn sees(shape: AttentionShape, keys: &Range<u64>) -> bool {
+    match shape.block_sparse {
+        None => keys.start < shape.kv_len && keys.end > shape.first_seen(),
+        Some(_) => (shape.kv_len.saturating_sub(shape.q_len)..shape.kv_len).any(|position| {
+            let seen = shape.seen(position, 0);
+            seen.iter().any(|seen| seen.start.max(keys.start) < seen.end.min(keys.end))
+        }),
     }
 }
 

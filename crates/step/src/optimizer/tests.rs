@@ -41,6 +41,7 @@ fn spec() -> ModelSpec {
         tie_word_embeddings: true,
         max_position_embeddings: 64,
         initializer_range: 0.2,
+        part: Default::default(),
         bos_token: None,
         eos_tokens: vec![],
     }

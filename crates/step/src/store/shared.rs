@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::rc::Rc;
 
 use plimsoll_device::{Collective, DType, Device, DeviceExt, Elementwise, Rounding, Tensor};
 use plimsoll_memory::Tag;
@@ -16,7 +17,7 @@ use crate::trainer::{Part, Parts};
 /// How ranks share out the matrices of a model.
 #[derive(Clone, Copy)]
 pub(crate) struct Sharing<'s, 'a> {
-    pub communicator: &'a dyn Communicator,
+    pub communicator: &'s Rc<dyn Communicator + 'a>,
     /// What is trained: a rank has the rows that it updates.
     pub parts: &'s Parts,
 }
@@ -59,14 +60,15 @@ impl SharedMatrix {
 
 /// The matrices of which each rank has a share, by the unit in which they come.
 pub(super) struct Shared<'a> {
-    communicator: &'a dyn Communicator,
+    communicator: Rc<dyn Communicator + 'a>,
     units: HashMap<Unit, Vec<SharedMatrix>>,
     /// This rank's shares that are on the device all the time.
     here: HashMap<Unit, Vec<(Role, Tensor)>>,
 }
 
 impl<'a> Shared<'a> {
-    pub fn new(communicator: &'a dyn Communicator) -> Self {
+    pub fn new(communicator: &Rc<dyn Communicator + 'a>) -> Self {
+        let communicator = Rc::clone(communicator);
         Shared { communicator, units: HashMap::new(), here: HashMap::new() }
     }
 
@@ -118,7 +120,7 @@ impl<'a> Shared<'a> {
         unit: Unit,
         brought: &[(Role, Tensor)],
     ) -> Result<Vec<(Role, Tensor)>, StepError> {
-        let (ranks, mut all) = (self.communicator, Vec::new());
+        let (ranks, mut all) = (&*self.communicator, Vec::new());
         for matrix in self.units.get(&unit).into_iter().flatten() {
             let bytes = device.alloc(DType::U8, &[matrix.bytes], Tag::Communication, "weights.gathered")?;
             let share = |rank| {

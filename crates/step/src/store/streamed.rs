@@ -288,8 +288,8 @@ impl<'a> WeightStore<'a> {
         embedding.extend(comes.then_some(whole));
         let pieces = self.tables.get(&head).map_or(1, |(_, pieces)| pieces.len() as u32);
         let head = (0..pieces).map(|piece| Unit::Piece(head, piece)).filter(|_| with_head);
-        let layers = (0..spec.num_layers).map(Unit::Layer);
-        let next = embedding.first().copied().unwrap_or(Unit::Layer(0));
+        let layers = spec.layers().map(Unit::Layer);
+        let next = embedding.first().copied().unwrap_or(Unit::Layer(spec.part.first_layer));
         self.announce(embedding.into_iter().chain(layers).chain(head).chain([next]))
     }
 

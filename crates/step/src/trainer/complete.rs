@@ -51,13 +51,13 @@ impl Trainer<'_> {
                 for part in self.parts.of(unit) {
                     let Some(gradient) = self.summed(part)? else { continue };
                     match shares_sums(&self.settings) {
-                        true => self.numbers.measure_share(self.device, part.norm_row, &gradient)?,
-                        false => self.numbers.measure(self.device, part.norm_row, &gradient)?,
+                        true => self.numbers.measure_share(self.device, part, &gradient)?,
+                        false => self.numbers.measure(self.device, part, &gradient)?,
                     }
                 }
                 // What is updated next knows nothing of what others have found yet.
                 if !pass.is_empty() && self.settings.update != UpdateTiming::AfterBackward {
-                    self.numbers.agree_on_flag(self.device, self.communicator)?;
+                    self.numbers.agree_on_flag(self.device, &*self.replicas)?;
                 }
             }
             Action::Update { unit, part, numbers } => {
@@ -77,6 +77,24 @@ impl Trainer<'_> {
                 let shared = |part: &&Part| self.weights.shares(part.parameter.block, part.parameter.role);
                 for part in self.parts.of(unit).iter().filter(|part| !shared(part)) {
                     self.gather_weight(part, &self.weight_of(part, weights)?)?;
+                }
+            }
+            Action::Tie { unit } => {
+                let parts = Rc::clone(&self.parts);
+                for part in parts.of(unit) {
+                    self.tie(part)?;
+                }
+            }
+            Action::Follow { unit, .. } => {
+                for part in self.parts.of(unit) {
+                    let shared = self.weights.shares(part.parameter.block, part.parameter.role);
+                    let weight = match shared {
+                        true => weights.and_then(|own| own.find(part.parameter.role)).cloned(),
+                        false => Some(self.weight_of(part, weights)?),
+                    };
+                    if let Some(weight) = weight {
+                        self.between_ends(&weight)?;
+                    }
                 }
             }
             Action::Free { unit } => self.gradients.free(unit, self.parts.of(unit)),
@@ -125,7 +143,7 @@ impl Trainer<'_> {
         let mut block = None;
         if loss.is_finite() {
             // In the order of the backward pass: the first one had it from the loss or made it itself.
-            let square = |part: &Part| found.squares.get(part.norm_row as usize).copied();
+            let square = |part: &Part| found.squares.get(self.numbers.row_of(part) as usize).copied();
             let is_bad =
                 |block: &BlockId| !self.parts.of_block(*block).filter_map(square).all(f32::is_finite);
             block = self.spec.blocks().rev().find(is_bad);
@@ -140,7 +158,8 @@ impl Trainer<'_> {
     pub(super) fn update_all(&mut self, numbers: Update) -> Result<(), StepError> {
         let (ranks, looked_up) = (self.between_ranks(), self.keeps_looked_up());
         let schedule = Schedule::updates(&self.spec, &self.parts, ranks, looked_up, numbers);
-        self.perform(&schedule, &mut Pass::empty())
+        self.perform(&schedule, &mut Pass::empty())?;
+        self.follow_table()
     }
 
     /// Waits until everything that the step has changed is where it lives.

@@ -10,10 +10,10 @@ use plimsoll_model::ModelSpec;
 use super::Trainer;
 use crate::StepError;
 use crate::adapter::Dropout;
-use crate::block::{Attend, Chunk, Held, Keys, Mover, Saved, Turn, Visit, chunks};
+use crate::block::{Around, Attend, Chunk, Held, Keys, Mover, Ring, Saved, Turn, Visit, chunks};
 use crate::context::Context;
 use crate::head::PiecedLoss;
-use crate::inputs::{Inputs, positions_within, starts_after};
+use crate::inputs::{Inputs, Places, starts_after};
 use crate::policy::Save;
 use crate::rope::RopeTables;
 use crate::settings::{MicroBatch, StepSettings};
@@ -23,8 +23,8 @@ pub(super) struct Lane<'c> {
     /// Which micro-batch of the step it is.
     pub number: u64,
     pub source: MicroBatch<'c>,
-    /// Tokens of each sequence before these, and these.
-    pub span: (u64, u64),
+    /// Which of its tokens.
+    pub places: Places,
     /// Which chunk it is of its sequence.
     pub chunk: Option<u32>,
     /// Its tokens on the device. Those of a chunk come when its turn does.
@@ -43,7 +43,7 @@ pub(super) struct Lane<'c> {
     pub dx: Option<Held<Tensor>>,
 }
 
-/// The tokens of a lane on the device, and the rotations of a chunk's.
+/// The tokens of a lane on the device, and their rotations where they have their own.
 pub(super) struct Ready<'c> {
     pub inputs: Inputs<'c>,
     pub ropes: Option<RopeTables>,
@@ -55,6 +55,7 @@ pub(super) struct Env<'a> {
     pub ropes: Option<Rc<RopeTables>>,
     pub mover: Option<Rc<Mover<'a>>>,
     pub keys: Option<Rc<Keys<'a>>>,
+    pub ring: Option<Rc<Ring<'a>>>,
 }
 
 /// What a forward pass left of a segment.
@@ -123,11 +124,11 @@ impl<'a> Trainer<'a> {
         first: u64,
         starts: Option<&'c [u32]>,
     ) -> Result<Vec<Lane<'c>>, StepError> {
-        let length = self.settings.sequence_length;
-        let lane = |number, source, span, chunk| Lane {
+        let StepSettings { batch_size, sequence_length: length, .. } = self.settings;
+        let lane = |number, source, runs, chunk| Lane {
             number,
             source,
-            span,
+            places: Places { batch_size, length, runs },
             chunk,
             ready: None,
             x: None,
@@ -140,27 +141,14 @@ impl<'a> Trainer<'a> {
         let Some(chunk) = self.settings.chunk_tokens() else {
             let numbered = (first..).zip(micro_batches);
             let ready = |(number, source): (u64, &MicroBatch<'c>)| {
-                let lane = lane(number, *source, (0, length), None);
+                let lane = lane(number, *source, self.settings.own_runs(length), None);
                 Ok(Lane { ready: Some(self.ready(&lane)?), ..lane })
             };
             return numbered.map(ready).collect();
         };
         let Some(whole) = micro_batches.first() else { return Ok(Vec::new()) };
-        let got = whole.tokens.len() as u64;
-        if got != length && !(got == 0 && self.device.is_dry()) {
-            let got = whole.tokens.len();
-            return Err(StepError::BatchShape { got, batch_size: 1, sequence_length: length });
-        }
-        let of_chunk = |(number, tokens): (u32, Range<u64>)| {
-            let place = tokens.start as usize..tokens.end as usize;
-            let source = MicroBatch {
-                tokens: whole.tokens.get(place.clone()).unwrap_or_default(),
-                targets: whole.targets.get(place.clone()).unwrap_or_default(),
-                weights: whole.weights.map(|weights| weights.get(place.clone()).unwrap_or_default()),
-                document_starts: starts.map(|starts| starts.get(place.clone()).unwrap_or_default()),
-            };
-            lane(first, source, (tokens.start, tokens.end - tokens.start), Some(number))
-        };
+        let source = MicroBatch { document_starts: starts, ..*whole };
+        let of_chunk = |(number, tokens): (u32, Range<u64>)| lane(first, source, vec![tokens], Some(number));
         Ok((0..).zip(chunks(length, chunk)).map(of_chunk).collect())
     }
 
@@ -169,29 +157,21 @@ impl<'a> Trainer<'a> {
         if let Some(ready) = &lane.ready {
             return Ok(Rc::clone(ready));
         }
-        let StepSettings { batch_size, sequence_length, document_end, .. } = self.settings;
-        let (device, spec, span, source) = (self.device, &*self.spec, lane.span, &lane.source);
+        let (device, spec, places, source) = (self.device, &*self.spec, &lane.places, &lane.source);
         // A chunk knows the beginnings of documents from the whole sequence.
-        let end = document_end.filter(|_| lane.chunk.is_none());
-        let inputs = Inputs::upload_behind(device, spec, batch_size, span, end, source)?;
-        let ropes = match lane.chunk {
-            None => None,
-            Some(_) => {
-                let within =
-                    source.document_starts.map(|starts| positions_within(starts, span)).transpose()?;
-                let position = |token: u64| match &within {
-                    Some(within) => within.get(token as usize).copied().map_or(0, u64::from),
-                    None => span.0 + token,
-                };
-                Some(RopeTables::of_tokens(device, spec, sequence_length, (span.1, &position))?)
-            }
+        let end = self.settings.document_end.filter(|_| lane.chunk.is_none());
+        let inputs = Inputs::upload(device, spec, places, end, source)?;
+        let ropes = match &self.ropes {
+            Some(_) => None,
+            None => Some(inputs.ropes(device, spec, places)?),
         };
         Ok(Rc::new(Ready { inputs, ropes }))
     }
 
     pub(super) fn env(&self) -> Env<'a> {
-        let Trainer { spec, ropes, mover, keys, .. } = self;
-        Env { spec: Rc::clone(spec), ropes: ropes.clone(), mover: mover.clone(), keys: keys.clone() }
+        let Trainer { spec, ropes, mover, keys, ring, .. } = self;
+        let (spec, ropes, ring) = (Rc::clone(spec), ropes.clone(), ring.clone());
+        Env { spec, ropes, mover: mover.clone(), keys: keys.clone(), ring }
     }
 
     /// What a lane's turn needs to know.
@@ -210,9 +190,11 @@ impl<'a> Trainer<'a> {
         let of = |(number, keys)| Chunk { keys, turn: Turn { number, layer: 0, visit } };
         let chunk = lane.chunk.zip(keys).map(of);
         let dropout = self.dropout(self.deal.place(lane.number));
-        let dropout = dropout.map(|dropout| Dropout { first_row: lane.span.0, ..dropout });
+        let first_row = lane.chunk.map_or(0, |_| lane.places.runs.first().map_or(0, |run| run.start));
+        let dropout = dropout.map(|dropout| Dropout { first_row, ..dropout });
+        let around = env.ring.as_deref().map(|ring| Around { ring, length: lane.places.length });
         let ctx = self.context(&ready.inputs, &env.spec, ropes);
-        Ok(Context { dropout, away: env.mover.as_deref(), chunk, ..ctx })
+        Ok(Context { dropout, away: env.mover.as_deref(), chunk, around, ..ctx })
     }
 
     /// Waits until what lanes have left below the device is there.

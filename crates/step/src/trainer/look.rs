@@ -1,21 +1,19 @@
 //! Forward passes that change nothing: the loss of a batch that is evaluated, and the first block whose output is no number.
 
-use std::rc::Rc;
-
 use plimsoll_device::{Device, DeviceExt, Reduction, Tensor};
 use plimsoll_memory::Phase;
 use plimsoll_model::BlockId;
 
-use super::Trainer;
 use super::lanes::{Lane, NOTHING_LEFT, again, until_next};
 use super::schedule::Schedule;
+use super::{Flow, Trainer};
 use crate::StepError;
 use crate::block::{self, Visit};
 use crate::context::Context;
 use crate::embedding;
 use crate::evaluate::{EvaluateSettings, Evaluation};
 use crate::head::{self, Head};
-use crate::inputs::{Inputs, sum};
+use crate::inputs::sum;
 use crate::policy::LayerPolicy;
 use crate::settings::{AttentionKind, MicroBatch, StepSettings};
 use crate::tier::Unit;
@@ -24,11 +22,6 @@ use crate::tier::Unit;
 type Look<'l> = &'l mut dyn FnMut(&dyn Device, BlockId, &Tensor) -> Result<(), StepError>;
 
 impl<'a> Trainer<'a> {
-    fn upload<'m>(&self, micro_batch: &MicroBatch<'m>) -> Result<Inputs<'m>, StepError> {
-        let StepSettings { batch_size, sequence_length, document_end, .. } = self.settings;
-        Inputs::upload(self.device, &self.spec, batch_size, sequence_length, document_end, micro_batch)
-    }
-
     /// The first block, in the order of the forward pass, whose output for a micro-batch is not finite. Weights and
     /// gradients stay as they are. Every rank goes through all layers: others need its share of them.
     pub fn first_bad_output(&mut self, micro_batch: &MicroBatch<'_>) -> Result<Option<BlockId>, StepError> {
@@ -46,30 +39,36 @@ impl<'a> Trainer<'a> {
             self.settle_lanes()?;
             return Ok(first);
         }
-        let (device, spec, ropes) = (self.device, Rc::clone(&self.spec), self.ropes.clone());
-        let ropes = ropes.ok_or(NOTHING_LEFT)?;
+        let (device, env, numbers) = (self.device, &self.env(), self.spec.layers());
         device.enter(Phase::Forward, None);
-        let inputs = self.upload(micro_batch)?;
-        let ctx = self.context(&inputs, &spec, &ropes);
+        let lanes = self.lanes(std::slice::from_ref(micro_batch), 0, None)?;
+        let lane = lanes.first().ok_or(NOTHING_LEFT)?;
+        let ready = self.ready(lane)?;
+        let ctx = Context { dropout: None, away: None, ..self.turn(env, lane, &ready, Visit::Evaluate)? };
+        let inputs = &ready.inputs;
         let table: Vec<Unit> = self.weights.embedding_pieces().map(|(unit, _)| unit).collect();
-        let layers = Schedule::forward(0..spec.num_layers);
+        let layers = Schedule::forward(numbers.clone());
         self.weights.announce(table.into_iter().chain(layers.weights()))?;
-        let mut x = embedding::forward(&ctx, &mut self.weights, (&inputs.tokens, inputs.ids))?;
+        let stages = self.stages.clone();
+        let (flow, tokens) = (Flow::through(stages.as_deref()), (&inputs.tokens, &*inputs.ids));
+        let weights = &mut self.weights;
+        let mut x = flow.enter(&ctx, tokens.0, || embedding::forward(&ctx, weights, tokens))?;
         let finite = |x: &Tensor| is_finite(device, x, &square);
-        if !finite(&x)? {
+        if self.spec.part.embedding && !finite(&x)? {
             first = Some(BlockId::Embedding);
         }
-        for layer in 0..spec.num_layers {
+        for layer in numbers {
             device.enter(Phase::Forward, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
-            x = block::forward(&self.saving(&ctx, layer), &weights, LayerPolicy::nothing(), x)?.0;
+            x = block::forward(&ctx.layer(layer), &weights, LayerPolicy::nothing(), x)?.0;
             drop(weights);
             self.weights.release(Unit::Layer(layer), false);
             if first.is_none() && !finite(&x)? {
                 first = Some(BlockId::Layer(layer));
             }
         }
-        Ok(first)
+        flow.leave(&ctx, x)?;
+        self.first_of_stages(first)
     }
 
     /// One sequence forward in chunks, for what comes out of each block; the lanes with the last layer's output.
@@ -87,12 +86,12 @@ impl<'a> Trainer<'a> {
             let ctx = self.turn(env, lane, &ready, Visit::Evaluate)?;
             let table: Vec<Unit> = self.weights.embedding_pieces().map(|(unit, _)| unit).collect();
             self.weights.announce(table)?;
-            let x = embedding::forward(&ctx, &mut self.weights, (&ready.inputs.tokens, ready.inputs.ids))?;
+            let x = embedding::forward(&ctx, &mut self.weights, (&ready.inputs.tokens, &ready.inputs.ids))?;
             look(device, BlockId::Embedding, &x)?;
             lane.x = until_next(&ctx, x)?;
         }
-        self.weights.announce(Schedule::forward(0..self.spec.num_layers).weights())?;
-        for layer in 0..self.spec.num_layers {
+        self.weights.announce(Schedule::forward(self.spec.layers()).weights())?;
+        for layer in self.spec.layers() {
             device.enter(Phase::Forward, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
             for lane in &mut lanes {
@@ -140,7 +139,8 @@ impl<'a> Trainer<'a> {
 
     /// Sum of token losses, each by its weight, and number of targets of a batch of at most the step's shape, with the
     /// model's own attention over whole sequences, or documents where the batch says where they start; weights and
-    /// gradients stay as they are.
+    /// gradients stay as they are. Where ranks share sequences, the losses are those of this rank's tokens; of a pipeline, the last
+    /// stage has them.
     pub fn evaluate(
         &mut self,
         batch_size: u64,
@@ -157,8 +157,12 @@ impl<'a> Trainer<'a> {
             return self.evaluate_in_chunks(micro_batch);
         }
         let (device, spec) = (self.device, &*self.spec);
-        let ropes = self.ropes.as_deref().ok_or(NOTHING_LEFT)?;
-        let pass = Evaluation { device, spec, ropes, settings, mlp_chunk_tokens };
+        let ring = self.ring.as_deref();
+        // Of shared sequences, those at hand are of the step's batches.
+        let ropes = self.ropes.as_deref().filter(|_| ring.is_none());
+        let stages = self.stages.clone();
+        let flow = Flow::through(stages.as_deref());
+        let pass = Evaluation { device, spec, ropes, ring, flow, settings, mlp_chunk_tokens };
         pass.run(&mut self.weights, batch_size, micro_batch)
     }
 }

@@ -11,6 +11,9 @@ use crate::StepError;
 use crate::head::rows;
 use crate::optimizer::Control;
 
+use super::parts::Part;
+use super::pipeline::Stages;
+
 /// Bytes of what comes before the squared norms: the loss, the factor and the flag.
 const BEFORE_SQUARES: usize = 16;
 
@@ -28,6 +31,8 @@ pub struct Numbers {
     squares: Tensor,
     /// U8 `[parts, ExactSum::BYTES]`: those of this rank's shares, where ranks have shares of gradients.
     shares: Option<Tensor>,
+    /// Parts of this rank's layers, of those before them, and of those behind.
+    parts: [u64; 3],
 }
 
 /// What the host has read of them.
@@ -54,11 +59,11 @@ impl Numbers {
     /// What the squared norms of all ranks are called. Ranks send each other as many bytes whenever these are taken.
     pub const TOTAL: &str = "norms.total";
 
-    /// Bytes of what has this name in the ledger, of a step that measures and updates so many parts; `None` of what does not
-    /// depend on them.
-    pub fn bytes_under(name: &str, parts: u64) -> Option<u64> {
+    /// Bytes of what has this name in the ledger, of a step that measures and updates so many parts, of `all` that all stages of a
+    /// pipeline do; `None` of what does not depend on them.
+    pub fn bytes_under(name: &str, parts: u64, all: u64) -> Option<u64> {
         match name {
-            Numbers::NAME => Some(Numbers::bytes(parts)),
+            Numbers::NAME => Some(Numbers::bytes(all)),
             Numbers::SHARES | Numbers::RECEIVED | Numbers::TOTAL => Some(Numbers::share_bytes(parts)),
             _ => None,
         }
@@ -75,7 +80,13 @@ impl Numbers {
     }
 
     /// Takes memory for those of a step with so many parts. `shared`: each rank measures its own shares of them.
-    pub(super) fn new(device: &dyn Device, parts: u64, shared: bool) -> Result<Numbers, StepError> {
+    /// The parts are those before this rank's layers, of them, and of all other layers.
+    pub(super) fn new(
+        device: &dyn Device,
+        (before, own, elsewhere): (u64, u64, u64),
+        shared: bool,
+    ) -> Result<Numbers, StepError> {
+        let parts = own + elsewhere;
         let all = device.alloc(DType::U8, &[Numbers::bytes(parts)], Tag::Workspace, Numbers::NAME)?;
         let what = StepError::Invariant { what: "the numbers of a step do not fit their memory" };
         let view = |start, dtype, sizes: &[u64]| all.view(start, dtype, sizes);
@@ -84,9 +95,10 @@ impl Numbers {
             Some([loss, factor, view(12, DType::F32, &[1])?, view(16, DType::F32, &[parts.max(1), 1])?])
         };
         let [loss, factor, finite, squares] = views().ok_or(what)?;
-        let sums = [parts.max(1), ExactSum::BYTES as u64];
+        let sums = [own.max(1), ExactSum::BYTES as u64];
         let shares = shared.then(|| device.alloc(DType::U8, &sums, Tag::Communication, Numbers::SHARES));
-        Ok(Numbers { all, loss, factor, finite, squares, shares: shares.transpose()? })
+        let (shares, parts) = (shares.transpose()?, [before, own, elsewhere.saturating_sub(before)]);
+        Ok(Numbers { all, loss, factor, finite, squares, shares, parts })
     }
 
     /// Begins a step, with this factor on its gradients until another is found.
@@ -111,16 +123,29 @@ impl Numbers {
     }
 
     /// Takes the squared norm of a part's gradient.
-    pub(super) fn measure(&self, device: &dyn Device, row: u64, gradient: &Tensor) -> Result<(), StepError> {
+    pub(super) fn measure(
+        &self,
+        device: &dyn Device,
+        part: &Part,
+        gradient: &Tensor,
+    ) -> Result<(), StepError> {
+        let row = self.row_of(part);
         let out = rows(&self.squares, row, row + 1)?;
         Ok(device.run(Reduction::SumSquares { x: gradient, out: &out, finite: Some(&self.finite) })?)
     }
 
     /// Takes the squared norm of this rank's share of a part's gradient.
-    pub(super) fn measure_share(&self, device: &dyn Device, row: u64, x: &Tensor) -> Result<(), StepError> {
+    pub(super) fn measure_share(
+        &self,
+        device: &dyn Device,
+        part: &Part,
+        x: &Tensor,
+    ) -> Result<(), StepError> {
+        let row = part.norm_row;
         let what = StepError::Invariant { what: "a share was measured where ranks have none" };
         let sum = rows(self.shares.as_ref().ok_or(what)?, row, row + 1)?;
         device.run(Reduction::ExactSquares { x, out: &sum })?;
+        let row = self.row_of(part);
         let out = rows(&self.squares, row, row + 1)?;
         Ok(device.run(Reduction::RoundExact { x: &sum, out: &out, finite: &self.finite })?)
     }
@@ -131,7 +156,7 @@ impl Numbers {
             return Ok(());
         }
         device.enter(Phase::Optimizer, None);
-        if let Some(own) = &self.shares {
+        if let Some(own) = self.shares.as_ref().filter(|_| self.parts[1] > 0) {
             let alloc = |name| device.alloc(DType::U8, own.shape().dims(), Tag::Communication, name);
             let (total, received) = (alloc(Numbers::TOTAL)?, alloc(Numbers::RECEIVED)?);
             device.write(&total, &mut |bytes| bytes.fill(0))?;
@@ -141,10 +166,43 @@ impl Numbers {
                 ranks.send_receive(device, Collective::AllReduce, send, receive)?;
                 device.run(Reduction::AddExact { x: &received, out: &total })?;
             }
-            let (out, finite) = (&self.squares, &self.finite);
+            let (out, finite) = (&self.own_squares()?, &self.finite);
             device.run(Reduction::RoundExact { x: &total, out, finite })?;
         }
         self.agree_on_flag(device, ranks)
+    }
+
+    /// The squared norms of this rank's layers.
+    fn own_squares(&self) -> Result<Tensor, StepError> {
+        let [before, own, _] = self.parts;
+        rows(&self.squares, before, before + own)
+    }
+
+    /// Where the squared norm of a part is.
+    pub(super) fn row_of(&self, part: &Part) -> u64 {
+        let [before, ..] = self.parts;
+        before + part.norm_row
+    }
+
+    /// Has the stages of a pipeline know the norms of all layers, when those with the same layers have agreed.
+    pub(super) fn agree_between_stages(
+        &self,
+        device: &dyn Device,
+        stages: &Stages<'_>,
+    ) -> Result<(), StepError> {
+        let [own_before, own, _] = self.parts;
+        let (number, parts) = (stages.stage.number as usize, &stages.stage.parts);
+        let squares = |stage: u32| {
+            let of =
+                |stage: usize| if stage == number { own } else { parts.get(stage).copied().unwrap_or(0) };
+            let begin = match stage as usize {
+                stage if stage <= number => parts.iter().take(stage).sum(),
+                stage => own_before + own + (number + 1..stage).map(of).sum::<u64>(),
+            };
+            self.squares.slice_rows(begin..begin + of(stage as usize)).filter(|rows| rows.elements() > 0)
+        };
+        stages.ranks.all_gather(device, Collective::AllGather, &squares)?;
+        self.agree_on_flag(device, &*stages.ranks)
     }
 
     /// Has every rank know whether everything that all have found is finite.

@@ -22,6 +22,8 @@ pub(crate) struct Part {
     pub norm_row: u64,
     /// The rank whose share is all of it, where the optimizer's rule has to see it whole.
     pub owner: Option<u32>,
+    /// Whether it is a copy of another stage's, which measures and updates it.
+    pub is_copy: bool,
 }
 
 impl Part {
@@ -89,6 +91,17 @@ impl Parts {
     /// Those of what is trained, which comes in the order of the blocks. Where the rule has to see a parameter whole, the ranks
     /// take parameters in turn, whoever has the fewest elements so far.
     pub fn new(trained: &[Parameter], cut: Pieces, kind: &OptimizerKind, ranks: u32) -> Parts {
+        Parts::of_copies(trained, cut, kind, ranks, &|_| false)
+    }
+
+    /// The same where some of it are copies of other stages', which count nowhere.
+    pub fn of_copies(
+        trained: &[Parameter],
+        cut: Pieces,
+        kind: &OptimizerKind,
+        ranks: u32,
+        is_copy: &dyn Fn(&Parameter) -> bool,
+    ) -> Parts {
         let mut parts = Parts::default();
         let mut taken = vec![0; ranks as usize];
         for parameter in trained {
@@ -111,9 +124,10 @@ impl Parts {
                         rank
                     });
                 }
-                let part = Part { parameter: parameter.clone(), piece, rows, norm_row: parts.count, owner };
+                let (is_copy, norm_row) = (is_copy(parameter), parts.count);
+                let part = Part { parameter: parameter.clone(), piece, rows, norm_row, owner, is_copy };
                 parts.units.entry(unit).or_default().push(part);
-                parts.count += 1;
+                parts.count += u64::from(!is_copy);
             }
         }
         parts
@@ -147,6 +161,11 @@ impl Parts {
     /// Whether anything of a unit is trained that may live below the device.
     pub fn changes_matrices(&self, unit: Unit) -> bool {
         self.of(unit).iter().any(|part| is_matrix(&part.parameter))
+    }
+
+    /// Whether a unit is a copy of another stage's.
+    pub fn is_copy(&self, unit: Unit) -> bool {
+        self.of(unit).iter().any(|part| part.is_copy)
     }
 
     /// Those of a parameter, in the order of their rows.

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::rc::Rc;
 
+use plimsoll_device::Tensor;
 use plimsoll_memory::Phase;
 use plimsoll_model::{BlockId, Role};
 
@@ -22,22 +23,24 @@ use crate::tier::Unit;
 
 /// What a pass carries from action to action.
 pub(super) struct Pass<'c> {
-    lanes: Vec<Lane<'c>>,
+    pub lanes: Vec<Lane<'c>>,
     /// What the head has beside a table that comes in pieces.
-    head: Option<&'c BlockWeights>,
+    pub head: Option<&'c BlockWeights>,
     /// The layers of each segment.
-    segments: Vec<Range<u32>>,
+    pub segments: Vec<Range<u32>>,
     /// Factor on the gradients.
-    scale: f32,
+    pub scale: f32,
     /// Which of the step's passes it is.
     pub group: u64,
+    /// The residual stream that has come from an earlier stage, of the micro-batch that enters next.
+    pub incoming: Option<Tensor>,
 }
 
 impl<'c> Pass<'c> {
     /// One without micro-batches, for updates alone.
     pub fn empty() -> Self {
         let (lanes, segments) = (Vec::new(), Vec::new());
-        Pass { lanes, head: None, segments, scale: 1.0, group: 0 }
+        Pass { lanes, head: None, segments, scale: 1.0, group: 0, incoming: None }
     }
 
     /// Whether it has no micro-batches.
@@ -45,7 +48,7 @@ impl<'c> Pass<'c> {
         self.lanes.is_empty()
     }
 
-    fn lane(&mut self, micro_batch: usize) -> Result<&mut Lane<'c>, StepError> {
+    pub fn lane(&mut self, micro_batch: usize) -> Result<&mut Lane<'c>, StepError> {
         self.lanes.get_mut(micro_batch).ok_or(NOTHING_LEFT)
     }
 
@@ -76,8 +79,7 @@ impl<'a> Trainer<'a> {
         let device = self.device;
         let group = first / self.settings.micro_batches_per_pass.max(1);
         if self.settings.sharding.reduces_each_pass() {
-            let ranks = self.communicator;
-            self.gradients.begin_pass(group * u64::from(ranks.size()) + u64::from(ranks.rank()));
+            self.begin_pass(group);
         }
         device.enter(Phase::Forward, None);
         let starts = micro_batches.first().and_then(|m| self.starts_of_chunks(m));
@@ -88,14 +90,20 @@ impl<'a> Trainer<'a> {
         let segments: Vec<Range<u32>> = self.policy.segments().collect();
         let schedule = Schedule::pass(&self.shape(&segments, lanes.len()), completion);
         let head = self.weights.resident().gather(BlockId::Head)?;
-        let mut pass = Pass { lanes, head: Some(&head), segments, scale, group };
+        let mut pass = Pass { lanes, head: Some(&head), segments, scale, group, incoming: None };
         self.perform(&schedule, &mut pass)?;
         drop(pass);
         self.settle_lanes()
     }
 
+    /// Begins what a pass adds to gradients, where each has gradients of its own.
+    pub(super) fn begin_pass(&mut self, group: u64) {
+        let (rank, count) = (self.replicas.rank(), self.replicas.size());
+        self.gradients.begin_pass(group * u64::from(count) + u64::from(rank));
+    }
+
     /// What decides the order of a pass.
-    fn shape<'s>(&'s self, segments: &'s [Range<u32>], micro_batches: usize) -> PassShape<'s> {
+    pub(super) fn shape<'s>(&'s self, segments: &'s [Range<u32>], micro_batches: usize) -> PassShape<'s> {
         let (head, _) = Head::table(self.spec.tie_word_embeddings);
         let loss = match &self.loss_pieces {
             Some(pieces) => LossForm::Pieces(head, pieces.len() as u32),
@@ -118,6 +126,8 @@ impl<'a> Trainer<'a> {
             embedding,
             parts: &self.parts,
             ranks: self.between_ranks(),
+            part: self.spec.part,
+            tied: self.tied_block(),
         }
     }
 
@@ -125,7 +135,7 @@ impl<'a> Trainer<'a> {
     pub(super) fn keeps_looked_up(&self) -> bool {
         let in_pieces = self.gradients.is_in_pieces(BlockId::Embedding, Role::TokenEmbedding);
         // What all chunks of a sequence look up is as long as the sequence.
-        in_pieces && !self.spec.tie_word_embeddings && self.settings.chunk_tokens().is_none()
+        in_pieces && !self.settings.is_tied(&self.spec) && self.settings.chunk_tokens().is_none()
     }
 
     /// An action of a pass. `weights` are those that it holds.
@@ -290,7 +300,28 @@ impl<'a> Trainer<'a> {
                     lane.leave();
                 }
             }
+            Action::Enter { micro_batch } => {
+                let x = pass.incoming.take().ok_or(NOTHING_LEFT)?;
+                pass.lane(micro_batch)?.x = Some(Held::plain(x));
+            }
+            Action::Number { number } => {
+                pass.group = number;
+                if self.settings.sharding.reduces_each_pass() {
+                    self.begin_pass(number);
+                }
+            }
+            Action::Exchange { side, send, receive } => {
+                enter(Phase::Forward, None);
+                self.exchange_lanes(pass, side, send, receive)?;
+            }
+            Action::Leave { micro_batch } => {
+                let lane = pass.lane(micro_batch)?;
+                (lane.ready, lane.x, lane.dx) = (None, None, None);
+                lane.kept.clear();
+            }
             Action::GatherLookedUp { .. }
+            | Action::Tie { .. }
+            | Action::Follow { .. }
             | Action::Reduce { .. }
             | Action::Sum { .. }
             | Action::Measure { .. }
@@ -387,7 +418,7 @@ impl<'a> Trainer<'a> {
     pub(super) fn saving<'c>(&self, ctx: &Context<'c>, layer: u32) -> Context<'c> {
         let own = ctx.layer(layer);
         let kept = self.settings.kept_layers.activations;
-        let away = own.away.filter(|_| !stays(BlockId::Layer(layer), kept, self.spec.num_layers));
+        let away = own.away.filter(|_| !stays(BlockId::Layer(layer), kept, self.spec.layers().end));
         Context { away, ..own }
     }
 }

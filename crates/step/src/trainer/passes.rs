@@ -26,20 +26,26 @@ impl Iterations for Passes<'_, '_> {
         self.trainer.forward_backward(&group, first, self.gradient_scale, None)
     }
 
-    /// What lies in the buffers and on the tiers below, and which gradients there are.
     fn state(&self) -> Option<u64> {
+        Some(self.trainer.state_of_passes())
+    }
+
+    fn known(&mut self) -> Option<&mut KnownRounds> {
+        Some(&mut self.trainer.known_passes)
+    }
+}
+
+impl Trainer<'_> {
+    /// What lies in the buffers and on the tiers below, and which gradients there are, as a number.
+    pub(super) fn state_of_passes(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
-        let Trainer { weights, gradients, optimizer, keys, tiers, .. } = &*self.trainer;
+        let Trainer { weights, gradients, optimizer, keys, tiers, .. } = self;
         weights.hash_buffers(&mut hasher);
         gradients.hash_state(&mut hasher);
         optimizer.hash_buffers(&mut hasher);
         keys.iter().for_each(|keys| keys.hash_buffers(&mut hasher));
         tiers.host().layout().hash(&mut hasher);
         tiers.disk().layout().hash(&mut hasher);
-        Some(hasher.finish())
-    }
-
-    fn known(&mut self) -> Option<&mut KnownRounds> {
-        Some(&mut self.trainer.known_passes)
+        hasher.finish()
     }
 }

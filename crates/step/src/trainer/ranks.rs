@@ -40,7 +40,7 @@ impl Trainer<'_> {
     /// What the ranks do together.
     pub(super) fn between_ranks(&self) -> BetweenRanks {
         BetweenRanks {
-            sum_once: !self.communicator.is_alone() && !self.settings.sharding.reduces_each_pass(),
+            sum_once: !self.replicas.is_alone() && !self.settings.sharding.reduces_each_pass(),
             reduce_each_pass: self.settings.sharding.reduces_each_pass(),
             share_updates: self.shares_updates(),
             share_weights: shares_weights(&self.settings),
@@ -54,7 +54,7 @@ impl Trainer<'_> {
 
     /// The rows of a part that this rank has as its share.
     fn own_share(&self, part: &Part) -> Range<u64> {
-        part.share(self.communicator.rank(), self.communicator.size())
+        part.share(self.replicas.rank(), self.replicas.size())
     }
 
     /// The rows of a part that this rank updates.
@@ -79,7 +79,7 @@ impl Trainer<'_> {
         if self.shares_updates() || !shares_sums(&self.settings) {
             return Ok(summed);
         }
-        let (device, ranks) = (self.device, self.communicator);
+        let (device, ranks) = (self.device, &*self.replicas);
         let sizes = part.parameter.shape_of(&part.rows);
         let dtype = self.gradients.dtype_of(part);
         let whole = device.alloc(dtype, &sizes, Tag::Communication, "gradients.gathered")?;
@@ -92,7 +92,7 @@ impl Trainer<'_> {
 
     /// A rank's share of a tensor that holds a part.
     fn share(&self, part: &Part, tensor: &Tensor, rank: u32) -> Option<Tensor> {
-        part.view(tensor, &part.share(rank, self.communicator.size()))
+        part.view(tensor, &part.share(rank, self.replicas.size()))
     }
 
     /// Sends each rank its share of what this one has of a part's gradient. Gives what each of them has of this rank's share;
@@ -103,7 +103,7 @@ impl Trainer<'_> {
         gradient: &Tensor,
         within: Collective,
     ) -> Result<Option<Terms>, StepError> {
-        let (device, ranks) = (self.device, self.communicator);
+        let (device, ranks) = (self.device, &*self.replicas);
         let (rank, size) = (ranks.rank(), ranks.size());
         let own = self.share(part, gradient, rank);
         let others = u64::from(size.saturating_sub(1));
@@ -133,12 +133,22 @@ impl Trainer<'_> {
         Ok(self.device.run(Elementwise::AccumulateAll { terms: &terms, out, seed, number, first })?)
     }
 
+    /// Adds the gradient of another stage's copy of a table to what this rank has summed of it.
+    pub(super) fn add_tied(&self, part: &Part, own: &Tensor, theirs: &Tensor) -> Result<(), StepError> {
+        /// Sets it apart from the terms of all passes.
+        const NUMBER: u64 = 1 << 40;
+        let rows = if shares_sums(&self.settings) { self.own_share(part) } else { part.rows.clone() };
+        let (seed, first) = (self.gradients.seed_of_sums(part), rows.start * part.parameter.columns());
+        let terms = theirs;
+        Ok(self.device.run(Elementwise::AccumulateAll { terms, out: own, seed, number: NUMBER, first })?)
+    }
+
     /// Adds what a pass has written of a part, on all ranks, to what the passes before add up to: pass after pass and rank after
     /// rank, as one rank adds up the passes of the whole batch.
     pub(super) fn add_pass(&mut self, part: &Part, group: u64) -> Result<(), StepError> {
         let gradient = self.gradients.part(part)?;
         let Some(terms) = self.exchange(part, &gradient, Collective::ReduceScatter)? else { return Ok(()) };
-        let number = group * u64::from(self.communicator.size());
+        let number = group * u64::from(self.replicas.size());
         let (out, is_first) = self.gradients.total_to_add_to(part, &terms.own)?;
         let mut added = 0;
         if is_first {
@@ -156,7 +166,7 @@ impl Trainer<'_> {
 
     /// Sums a part's gradient over all ranks, when all passes have added to it and none was summed by itself.
     pub(super) fn sum_over_ranks(&mut self, part: &Part) -> Result<(), StepError> {
-        let (device, ranks) = (self.device, self.communicator);
+        let (device, ranks) = (self.device, &*self.replicas);
         let everybody_updates = !self.shares_updates();
         let within = if everybody_updates { Collective::AllReduce } else { Collective::ReduceScatter };
         let gradient = self.gradients.part(part)?;
@@ -173,21 +183,21 @@ impl Trainer<'_> {
     /// Brings every rank the rows of a part of a weight that the others have updated.
     pub(super) fn gather_weight(&self, part: &Part, weight: &Tensor) -> Result<(), StepError> {
         let share = |rank| self.share(part, weight, rank);
-        Ok(self.communicator.all_gather(self.device, Collective::AllGather, &share)?)
+        Ok(self.replicas.all_gather(self.device, Collective::AllGather, &share)?)
     }
 }
 
 /// Whether each rank has its own share of the optimizer's states.
 pub(super) fn shares_updates(settings: &StepSettings) -> bool {
-    settings.ranks.count > 1 && settings.sharding.stage >= ZeroStage::States
+    settings.ranks.mesh.replicas() > 1 && settings.sharding.stage >= ZeroStage::States
 }
 
 /// Whether each rank has its own share of the weights.
 pub(super) fn shares_weights(settings: &StepSettings) -> bool {
-    settings.ranks.count > 1 && settings.sharding.stage >= ZeroStage::Weights
+    settings.ranks.mesh.replicas() > 1 && settings.sharding.stage >= ZeroStage::Weights
 }
 
 /// Whether each rank has the sums of its own share of the gradients alone.
 pub(super) fn shares_sums(settings: &StepSettings) -> bool {
-    shares_updates(settings) || settings.ranks.count > 1 && settings.sharding.reduces_each_pass()
+    shares_updates(settings) || settings.ranks.mesh.replicas() > 1 && settings.sharding.reduces_each_pass()
 }

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use plimsoll_model::{BlockId, ModelSpec};
+use plimsoll_model::{BlockId, ModelPart, ModelSpec};
 
 use super::Completion;
 use super::parts::Parts;
@@ -15,6 +15,15 @@ use crate::tier::Unit;
 pub(crate) enum Action {
     /// The tokens of a micro-batch become the residual stream.
     Embed { micro_batch: usize },
+    /// What an earlier stage has sent is a micro-batch's residual stream.
+    Enter { micro_batch: usize },
+    /// Which micro-batch of the step what follows adds to gradients.
+    Number { number: u64 },
+    /// Sends what a lane has to the neighbouring stage, and receives what it has for another lane, or for the one that enters next;
+    /// both at once.
+    Exchange { side: Side, send: Option<usize>, receive: Option<usize> },
+    /// A micro-batch is through.
+    Leave { micro_batch: usize },
     /// The tokens of some micro-batches that a piece of the embedding has.
     EmbedPiece { unit: Unit, lanes: Lanes, last: bool },
     /// A layer forward.
@@ -53,6 +62,10 @@ pub(crate) enum Action {
     Update { unit: Unit, part: usize, numbers: Update },
     /// Brings every rank the weights of a unit that others have updated.
     AllGather { unit: Unit },
+    /// Adds the gradients of a table that the first and the last stage have.
+    Tie { unit: Unit },
+    /// The last stage's table takes the values of the first one's.
+    Follow { unit: Unit, takes: bool },
     /// Gives back gradients that have served.
     Free { unit: Unit },
 }
@@ -69,6 +82,7 @@ impl Action {
             | Action::LossPiece { unit, .. }
             | Action::LossBackward { unit, .. } => Some((unit, Form::Whole)),
             Action::Update { unit, .. } => parts.changes_matrices(unit).then_some((unit, form)),
+            Action::Follow { unit, .. } => Some((unit, form)),
             // What ranks share stays so.
             Action::AllGather { .. } if ranks.share_weights => None,
             Action::AllGather { unit } => parts.changes_matrices(unit).then_some((unit, form)),
@@ -101,6 +115,7 @@ impl Action {
             | Action::Sum { unit }
             | Action::Measure { unit }
             | Action::Update { unit, .. }
+            | Action::Tie { unit }
             | Action::Free { unit } => Some(unit),
             _ => None,
         }
@@ -112,6 +127,28 @@ impl Action {
 pub(crate) enum Lanes {
     All,
     One(usize),
+}
+
+/// What a stage of a pipeline does with a micro-batch, and between two.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Slot {
+    /// Through its layers; on the last stage the loss too.
+    Forward { lane: usize, number: u64, completion: Option<Completion> },
+    /// Back through them.
+    Backward { lane: usize, number: u64, completion: Option<Completion> },
+    /// It is through.
+    Done { lane: usize },
+    /// As in [`Action::Exchange`].
+    Exchange { side: Side, send: Option<usize>, receive: Option<usize> },
+}
+
+/// A neighbour among the stages of a pipeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// The stage before: gradients go there, and residual streams come from there.
+    Previous,
+    /// The stage behind.
+    Next,
 }
 
 /// What of a unit an action needs.
@@ -166,9 +203,18 @@ pub(crate) struct PassShape<'s> {
     pub embedding: EmbeddingGradient,
     pub parts: &'s Parts,
     pub ranks: BetweenRanks,
+    /// Which blocks there are.
+    pub part: ModelPart,
+    /// The block of the table that two stages have, where its gradients are added.
+    pub tied: Option<BlockId>,
 }
 
 impl PassShape<'_> {
+    /// Whether a unit is of a table that two stages have.
+    fn is_tied(&self, unit: Unit) -> bool {
+        matches!(unit, Unit::Piece(block, _) if self.tied == Some(block))
+    }
+
     /// The micro-batches that are taken together.
     fn lanes(&self) -> Vec<Lanes> {
         match self.chunks {
@@ -227,43 +273,73 @@ impl Schedule {
     /// `None` where more micro-batches will add to the gradients.
     pub fn pass(shape: &PassShape<'_>, completion: Option<Completion>) -> Schedule {
         let mut actions = Vec::new();
-        let all = || 0..shape.micro_batches;
-        match shape.embedding_pieces {
-            0 => actions.extend(all().map(|micro_batch| Action::Embed { micro_batch })),
-            pieces => actions.extend(shape.lanes().into_iter().flat_map(|lanes| {
-                (0..pieces).map(move |piece| Action::EmbedPiece {
-                    unit: Unit::Piece(BlockId::Embedding, piece),
-                    lanes,
-                    last: piece + 1 == pieces,
-                })
-            })),
-        }
-        for (segment, layers) in shape.segments.iter().enumerate() {
-            for micro_batch in all() {
-                actions.extend(layers.clone().map(|layer| Action::Forward { layer, segment, micro_batch }));
-            }
-        }
-        loss(&mut actions, shape, completion);
-        let back = shape.back();
-        for (segment, layers) in shape.segments.iter().enumerate().rev() {
-            for (place, micro_batch) in back.iter().copied().enumerate() {
-                let next = match back.get(place + 1) {
-                    Some(next) => Some((segment, *next)),
-                    None => segment.checked_sub(1).zip(back.first().copied()),
-                };
-                let prefetch = |(segment, micro_batch)| Action::PrefetchKept { segment, micro_batch };
-                actions.extend(next.map(prefetch));
-                let again = layers.start..layers.end.saturating_sub(1);
-                actions.extend(again.map(|layer| Action::Recompute { layer, segment, micro_batch }));
-                for layer in layers.clone().rev() {
-                    actions.push(Action::Backward { layer, segment, micro_batch });
-                    if place + 1 == back.len() {
-                        complete(&mut actions, shape, Unit::Layer(layer), completion);
+        let lanes: Vec<usize> = (0..shape.micro_batches).collect();
+        embed(&mut actions, shape, &lanes, &shape.lanes());
+        forward(&mut actions, shape, &lanes);
+        loss(&mut actions, shape, &shape.lanes(), completion);
+        backward(&mut actions, shape, &shape.back(), completion);
+        embedding(&mut actions, shape, &lanes, completion);
+        Schedule::again(actions, shape)
+    }
+
+    /// What a stage of a pipeline does between two points at which it waits for nobody.
+    pub fn stage(shape: &PassShape<'_>, slots: &[Slot]) -> Schedule {
+        let mut actions = Vec::new();
+        let ModelPart { embedding: is_first, head: is_last, .. } = shape.part;
+        for slot in slots {
+            match *slot {
+                Slot::Forward { lane, number, completion } => {
+                    let (lanes, together) = ([lane], [Lanes::One(lane)]);
+                    match is_first {
+                        true => embed(&mut actions, shape, &lanes, &together),
+                        false => actions.push(Action::Enter { micro_batch: lane }),
+                    }
+                    forward(&mut actions, shape, &lanes);
+                    if is_last {
+                        actions.push(Action::Number { number });
+                        loss(&mut actions, shape, &together, completion);
                     }
                 }
+                Slot::Exchange { side, send, receive } => {
+                    actions.push(Action::Exchange { side, send, receive });
+                }
+                Slot::Backward { lane, number, completion } => {
+                    actions.push(Action::Number { number });
+                    actions
+                        .push(Action::PrefetchKept { segment: shape.segments.len() - 1, micro_batch: lane });
+                    backward(&mut actions, shape, &[lane], completion);
+                    if is_first {
+                        embedding(&mut actions, shape, &[lane], completion);
+                    }
+                }
+                Slot::Done { lane } => actions.push(Action::Leave { micro_batch: lane }),
             }
         }
-        embedding(&mut actions, shape, completion);
+        Schedule::again(actions, shape)
+    }
+
+    /// What the first and the last stage do with the table that both have, when all of its gradients are complete.
+    pub fn tie(parts: &Parts, ranks: BetweenRanks, block: BlockId) -> Schedule {
+        let mut actions = Vec::new();
+        for unit in (0..parts.pieces(block)).map(|piece| Unit::Piece(block, piece)) {
+            actions.push(Action::Tie { unit });
+            match parts.is_copy(unit) {
+                true => actions.push(Action::Free { unit }),
+                false => actions.push(Action::Measure { unit }),
+            }
+        }
+        Schedule::new(actions, parts, ranks)
+    }
+
+    /// Brings the updated table from the first stage to the last one.
+    pub fn follow(parts: &Parts, ranks: BetweenRanks, block: BlockId) -> Schedule {
+        let units = (0..parts.pieces(block)).map(|piece| Unit::Piece(block, piece));
+        let follow = |unit| Action::Follow { unit, takes: parts.is_copy(unit) };
+        Schedule::new(units.map(follow).collect(), parts, ranks)
+    }
+
+    /// One behind which another follows that begins as it does.
+    fn again(actions: Vec<Action>, shape: &PassShape<'_>) -> Schedule {
         let schedule = Schedule::new(actions, shape.parts, shape.ranks);
         // The next one begins as this one does.
         let ahead = schedule.weights().next();
@@ -287,7 +363,8 @@ impl Schedule {
         numbers: Update,
     ) -> Schedule {
         let mut actions = Vec::new();
-        for unit in spec.blocks().flat_map(|block| parts.units_of(block)) {
+        let units = spec.blocks().flat_map(|block| parts.units_of(block));
+        for unit in units.filter(|unit| !parts.is_copy(*unit)) {
             if looked_up && matches!(unit, Unit::Piece(BlockId::Embedding, _)) {
                 actions.push(Action::GatherLookedUp { unit });
                 if ranks.sum_once {
@@ -361,22 +438,76 @@ fn holds(
     all
 }
 
-fn loss(actions: &mut Vec<Action>, shape: &PassShape<'_>, completion: Option<Completion>) {
-    let all = || 0..shape.micro_batches;
+/// The tokens of some micro-batches become residual streams.
+fn embed(actions: &mut Vec<Action>, shape: &PassShape<'_>, lanes: &[usize], together: &[Lanes]) {
+    match shape.embedding_pieces {
+        0 => actions.extend(lanes.iter().map(|lane| Action::Embed { micro_batch: *lane })),
+        pieces => actions.extend(together.iter().flat_map(|lanes| {
+            (0..pieces).map(move |piece| Action::EmbedPiece {
+                unit: Unit::Piece(BlockId::Embedding, piece),
+                lanes: *lanes,
+                last: piece + 1 == pieces,
+            })
+        })),
+    }
+}
+
+/// Micro-batches through all layers.
+fn forward(actions: &mut Vec<Action>, shape: &PassShape<'_>, lanes: &[usize]) {
+    for (segment, layers) in shape.segments.iter().enumerate() {
+        for micro_batch in lanes.iter().copied() {
+            actions.extend(layers.clone().map(|layer| Action::Forward { layer, segment, micro_batch }));
+        }
+    }
+}
+
+/// The same back.
+fn backward(
+    actions: &mut Vec<Action>,
+    shape: &PassShape<'_>,
+    back: &[usize],
+    completion: Option<Completion>,
+) {
+    for (segment, layers) in shape.segments.iter().enumerate().rev() {
+        for (place, micro_batch) in back.iter().copied().enumerate() {
+            let next = match back.get(place + 1) {
+                Some(next) => Some((segment, *next)),
+                None => segment.checked_sub(1).zip(back.first().copied()),
+            };
+            let prefetch = |(segment, micro_batch)| Action::PrefetchKept { segment, micro_batch };
+            actions.extend(next.map(prefetch));
+            let again = layers.start..layers.end.saturating_sub(1);
+            actions.extend(again.map(|layer| Action::Recompute { layer, segment, micro_batch }));
+            for layer in layers.clone().rev() {
+                actions.push(Action::Backward { layer, segment, micro_batch });
+                if place + 1 == back.len() {
+                    complete(actions, shape, Unit::Layer(layer), completion);
+                }
+            }
+        }
+    }
+}
+
+fn loss(
+    actions: &mut Vec<Action>,
+    shape: &PassShape<'_>,
+    together: &[Lanes],
+    completion: Option<Completion>,
+) {
+    let own = |lanes| match lanes {
+        Lanes::All => 0..shape.micro_batches,
+        Lanes::One(one) => one..one + 1,
+    };
     let LossForm::Pieces(block, pieces) = shape.loss else {
-        actions.extend(all().map(|micro_batch| Action::Loss { micro_batch }));
+        let all = together.iter().flat_map(|lanes| own(*lanes));
+        actions.extend(all.map(|micro_batch| Action::Loss { micro_batch }));
         let units = shape.parts.units_of(BlockId::Head);
         units.into_iter().for_each(|unit| complete(actions, shape, unit, completion));
         return;
     };
     let units = || (0..pieces).map(|piece| Unit::Piece(block, piece));
-    let together = shape.lanes();
     for (place, lanes) in together.iter().copied().enumerate() {
-        let own = || match lanes {
-            Lanes::All => all(),
-            Lanes::One(one) => one..one + 1,
-        };
-        actions.extend(own().map(|micro_batch| Action::LossBegin { micro_batch }));
+        actions.extend(own(lanes).map(|micro_batch| Action::LossBegin { micro_batch }));
         actions.extend(units().map(|unit| Action::LossPiece { unit, lanes }));
         actions.push(Action::LossTotal { lanes });
         for (unit, piece) in units().zip(1..) {
@@ -386,18 +517,23 @@ fn loss(actions: &mut Vec<Action>, shape: &PassShape<'_>, completion: Option<Com
                 complete(actions, shape, unit, completion);
             }
         }
-        actions.extend(own().map(|micro_batch| Action::LossEnd { micro_batch }));
+        actions.extend(own(lanes).map(|micro_batch| Action::LossEnd { micro_batch }));
     }
     complete(actions, shape, Unit::Rest(BlockId::Head), completion);
 }
 
-fn embedding(actions: &mut Vec<Action>, shape: &PassShape<'_>, completion: Option<Completion>) {
+fn embedding(
+    actions: &mut Vec<Action>,
+    shape: &PassShape<'_>,
+    lanes: &[usize],
+    completion: Option<Completion>,
+) {
     if shape.embedding == EmbeddingGradient::Frozen {
         return;
     }
     let units = |pieces| (0..pieces).map(|piece| Unit::Piece(BlockId::Embedding, piece));
-    for micro_batch in 0..shape.micro_batches {
-        let is_last = micro_batch + 1 == shape.micro_batches;
+    for (place, micro_batch) in lanes.iter().copied().enumerate() {
+        let is_last = place + 1 == lanes.len();
         let completion = completion.filter(|_| is_last);
         actions.push(Action::EmbedBackward { micro_batch });
         match shape.embedding {
@@ -442,6 +578,10 @@ fn complete(actions: &mut Vec<Action>, shape: &PassShape<'_>, unit: Unit, comple
     if shape.ranks.sum_once {
         actions.push(Action::Sum { unit });
     }
+    // A table that two stages have has more to come.
+    if shape.is_tied(unit) {
+        return;
+    }
     actions.push(Action::Measure { unit });
     match completion {
         Completion::Keep => {}
@@ -454,7 +594,7 @@ fn complete(actions: &mut Vec<Action>, shape: &PassShape<'_>, unit: Unit, comple
 
 /// Whether an action changes the weights that it holds.
 fn is_change(action: &Action) -> bool {
-    matches!(action, Action::Update { .. } | Action::AllGather { .. })
+    matches!(action, Action::Update { .. } | Action::AllGather { .. } | Action::Follow { takes: true, .. })
 }
 
 fn update(actions: &mut Vec<Action>, parts: &Parts, ranks: BetweenRanks, unit: Unit, numbers: Update) {

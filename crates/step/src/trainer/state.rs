@@ -7,11 +7,11 @@ use plimsoll_model::convert::convert;
 use plimsoll_model::{BlockId, Parameter, Role};
 use plimsoll_parallel::Collectives;
 
-use super::{Part, Trainer};
+use super::ranks::shares_weights;
+use super::{Part, Parts, Trainer};
 use crate::StepError;
 use crate::optimizer::StateKind;
-use crate::settings::Ranks;
-use crate::tier::Contents;
+use crate::tier::{Contents, Pieces, is_matrix};
 
 /// One tensor of the training state.
 #[derive(Clone, Debug, PartialEq)]
@@ -42,10 +42,10 @@ fn messages(bytes: u64) -> impl Iterator<Item = usize> {
     (0..bytes.div_ceil(MESSAGE)).map(move |nth| (bytes - nth * MESSAGE).min(MESSAGE) as usize)
 }
 
-/// A rank's share of a state.
+/// What a rank has of a state: its share of a part, or all of it.
 struct Share {
     rank: u32,
-    part: Part,
+    part: Option<Part>,
     bytes: u64,
 }
 
@@ -56,8 +56,15 @@ impl Trainer<'_> {
         &mut self,
         fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let optimizer = &self.optimizer;
-        self.weights.load(&|p| optimizer.masters(p), fill)
+        let (optimizer, stages) = (&self.optimizer, &self.stages);
+        let mut fill = fill;
+        self.weights.load(
+            &|p| optimizer.masters(p),
+            |p: &Parameter, rows, dtype, out: &mut [u8]| match stages {
+                Some(stages) => fill(&stages.stage.original(p), rows, dtype, out),
+                None => fill(p, rows, dtype, out),
+            },
+        )
     }
 
     /// Sets the lengths of rows, where adapters have them (DoRA), to those that the loaded weights have: once, before
@@ -69,12 +76,12 @@ impl Trainer<'_> {
     /// Every tensor that a run must keep to continue to the same bits.
     pub fn state(&self) -> Result<Vec<NamedTensor>, StepError> {
         let mut all = Vec::new();
-        for p in &self.trained {
+        for p in self.trained() {
             let parameter = (p.block, p.role);
             let mut add = |kind, dtype, shape| {
                 all.push(NamedTensor { name: p.name.clone(), kind, dtype, shape, parameter });
             };
-            add(StateKind::Weight, self.weight_contents(p)?.1, p.shape.clone());
+            add(StateKind::Weight, self.weight_dtype(p), p.shape.clone());
             for state in self.optimizer.shapes_of(p, &p.all_rows(), self.has_master(p))? {
                 add(state.kind, state.dtype, state.shape);
             }
@@ -82,10 +89,26 @@ impl Trainer<'_> {
         Ok(all)
     }
 
+    /// The type in which a parameter is computed with.
+    fn weight_dtype(&self, p: &Parameter) -> DType {
+        match (p.role, &self.stages) {
+            (Role::Lora(..), _) => DType::F32,
+            (_, None) => self.settings.method.weight_type(p, self.settings.precision.weights),
+            (_, Some(stages)) => stages.stage.whole.1.weight_type(p, self.settings.precision.weights),
+        }
+    }
+
+    /// What is trained, by whatever stage.
+    fn parameter_of(&self, tensor: &NamedTensor) -> Result<&Parameter, StepError> {
+        let (block, role) = tensor.parameter;
+        let found = self.trained().iter().find(|p| (p.block, p.role) == tensor.parameter);
+        found.ok_or(StepError::MissingWeight { block, role })
+    }
+
     fn contents(&self, tensor: &NamedTensor) -> Result<Contents, StepError> {
         let (block, role) = tensor.parameter;
         let missing = || StepError::MissingWeight { block, role };
-        let p = self.trained.iter().find(|p| (p.block, p.role) == tensor.parameter).ok_or_else(missing)?;
+        let p = self.parameter_of(tensor)?;
         match tensor.kind {
             StateKind::Weight => Ok(self.weight_contents(p)?.0),
             kind => self.optimizer.contents(p, kind).ok_or(missing()),
@@ -114,7 +137,7 @@ impl Trainer<'_> {
         }
         let state = self.state()?;
         while let Some((parameter, kind)) = self.asked()? {
-            let of = self.trained.get(parameter).map(|p| (p.block, p.role));
+            let of = self.trained().get(parameter).map(|p| (p.block, p.role));
             let tensor =
                 state.iter().find(|tensor| Some(tensor.parameter) == of && tensor.kind as u8 == kind);
             let what = "the first rank asks for a state that this rank does not know";
@@ -130,7 +153,7 @@ impl Trainer<'_> {
         }
         let number = |tensor: &NamedTensor| {
             let (block, role) = tensor.parameter;
-            let place = self.trained.iter().position(|p| (p.block, p.role) == tensor.parameter);
+            let place = self.trained().iter().position(|p| (p.block, p.role) == tensor.parameter);
             let place = place.ok_or(StepError::MissingWeight { block, role })?;
             Ok::<_, StepError>([(place + 1) as f64, f64::from(tensor.kind as u8)])
         };
@@ -168,9 +191,23 @@ impl Trainer<'_> {
         }
     }
 
-    /// Whether each rank has its own rows of a tensor.
+    /// Whether the ranks that have a block have their own rows of a tensor each, or this rank does not have the block.
     fn is_shared_out(&self, tensor: &NamedTensor) -> bool {
+        self.is_elsewhere(tensor.parameter.0) || self.has_shares(tensor)
+    }
+
+    /// Whether a block is another stage's.
+    fn is_elsewhere(&self, block: BlockId) -> bool {
+        self.stages.as_ref().is_some_and(|stages| stages.stage.of_block(block) != stages.stage.number)
+    }
+
+    /// Whether each of the ranks that have a block has its own rows of a tensor.
+    fn has_shares(&self, tensor: &NamedTensor) -> bool {
         match (tensor.kind, tensor.parameter) {
+            // Whoever has shares of weights has shares of all matrices.
+            (StateKind::Weight, (block, _)) if self.is_elsewhere(block) => {
+                shares_weights(&self.settings) && self.parameter_of(tensor).is_ok_and(is_matrix)
+            }
             (StateKind::Weight, (block, role)) => self.weights.shares(block, role),
             _ => self.shares_updates(),
         }
@@ -184,14 +221,22 @@ impl Trainer<'_> {
 
     /// Every rank's shares of a state, in the order of the rows, with their bytes.
     fn shares_of_state(&self, tensor: &NamedTensor) -> Result<Vec<Share>, StepError> {
-        let Ranks { count, .. } = self.settings.ranks;
-        let (block, role) = tensor.parameter;
-        let p = self.trained.iter().find(|p| (p.block, p.role) == tensor.parameter);
-        let p = p.ok_or(StepError::MissingWeight { block, role })?;
+        let (count, p) = (self.replicas.size(), self.parameter_of(tensor)?);
+        let stage = self.stages.as_ref().map(|stages| &stages.stage);
+        let owner = stage.map_or(0, |stage| stage.of_block(p.block));
+        // The first rank of the stage that has it.
+        let base = owner * count;
+        if !self.has_shares(tensor) {
+            return Ok(vec![Share { rank: base, bytes: tensor.bytes(), part: None }]);
+        }
+        let others = stage.filter(|stage| stage.number != owner).map(|stage| {
+            let kind = &self.settings.optimizer.kind;
+            let trained = stage.trained_by(owner);
+            Parts::of_copies(&trained, Pieces::new(&stage.whole.0, kind), kind, count, &|p| stage.is_copy(p))
+        });
+        let parts = others.as_ref().unwrap_or(&self.parts);
         let mut all = Vec::new();
-        for (part, rank) in
-            self.parts.of_parameter(p).flat_map(|part| (0..count).map(move |rank| (part, rank)))
-        {
+        for (part, rank) in parts.of_parameter(p).flat_map(|part| (0..count).map(move |rank| (part, rank))) {
             let part = part.of_rows(part.share(rank, count));
             if part.rows.is_empty() {
                 continue;
@@ -199,12 +244,16 @@ impl Trainer<'_> {
             if tensor.kind == StateKind::Weight {
                 let elements = (part.rows.end - part.rows.start) * p.columns();
                 let bytes = tensor.dtype.bytes_for(elements).unwrap_or(0);
-                all.push(Share { rank, bytes, part });
+                all.push(Share { rank: base + rank, bytes, part: Some(part) });
                 continue;
             }
             let shapes = self.optimizer.shapes_of(p, &part.rows, self.has_master(p))?;
             let state = shapes.iter().find(|state| state.kind == tensor.kind);
-            all.extend(state.map(|state| Share { rank, bytes: state.bytes(), part }));
+            all.extend(state.map(|state| Share {
+                rank: base + rank,
+                bytes: state.bytes(),
+                part: Some(part),
+            }));
         }
         Ok(all)
     }
@@ -217,7 +266,7 @@ impl Trainer<'_> {
         self.ask(Some(tensor))?;
         for Share { rank, part, bytes } in self.shares_of_state(tensor)? {
             if rank == 0 {
-                self.share_of_state(&part, tensor)?.read(self.device, &self.tiers, look)?;
+                self.share_of_state(part.as_ref(), tensor)?.read(self.device, &self.tiers, look)?;
                 continue;
             }
             let mut memory = vec![0; bytes.min(MESSAGE) as usize];
@@ -230,17 +279,30 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// Sends the first rank this one's shares of a tensor.
+    /// Sends the first rank this one's shares of a tensor, in messages that do not depend on the parts that a share is read in.
     fn send_shares(&self, tensor: &NamedTensor) -> Result<(), StepError> {
         let own = self.communicator.rank();
-        for Share { part, .. } in self.shares_of_state(tensor)?.iter().filter(|share| share.rank == own) {
-            let mut outcome = Ok(());
-            self.share_of_state(part, tensor)?.read(self.device, &self.tiers, &mut |bytes| {
-                if outcome.is_ok() {
-                    let mut messages = bytes.chunks(MESSAGE as usize);
-                    outcome = messages.try_for_each(|message| self.communicator.send_bytes(0, message));
-                }
-            })?;
+        let shares = self.shares_of_state(tensor)?;
+        for Share { part, bytes, .. } in shares.iter().filter(|share| share.rank == own) {
+            let (mut outcome, mut lengths) = (Ok(()), messages(*bytes));
+            let mut message = Vec::with_capacity((*bytes).min(MESSAGE) as usize);
+            let mut length = lengths.next().unwrap_or(0);
+            self.share_of_state(part.as_ref(), tensor)?.read(
+                self.device,
+                &self.tiers,
+                &mut |mut bytes| {
+                    while outcome.is_ok() && !bytes.is_empty() {
+                        let (now, later) = bytes.split_at(bytes.len().min(length - message.len()).max(1));
+                        message.extend_from_slice(now);
+                        bytes = later;
+                        if message.len() >= length {
+                            outcome = self.communicator.send_bytes(0, &message);
+                            message.clear();
+                            length = lengths.next().unwrap_or(usize::MAX);
+                        }
+                    }
+                },
+            )?;
             outcome?;
         }
         Ok(())
@@ -251,7 +313,7 @@ impl Trainer<'_> {
         let mut memory = Vec::new();
         for Share { rank, part, bytes } in self.shares_of_state(tensor)? {
             if rank == self.settings.ranks.rank {
-                self.share_of_state(&part, tensor)?.write(self.device, &self.tiers, fill)?;
+                self.share_of_state(part.as_ref(), tensor)?.write(self.device, &self.tiers, fill)?;
                 continue;
             }
             memory.resize(bytes.min(MESSAGE) as usize, 0);
@@ -261,7 +323,8 @@ impl Trainer<'_> {
     }
 
     /// Where a state of one of this rank's shares is.
-    fn share_of_state(&self, part: &Part, tensor: &NamedTensor) -> Result<Contents, StepError> {
+    fn share_of_state(&self, part: Option<&Part>, tensor: &NamedTensor) -> Result<Contents, StepError> {
+        let Some(part) = part else { return self.contents(tensor) };
         let (block, role) = tensor.parameter;
         let contents = match tensor.kind {
             StateKind::Weight => self.weights.contents_of_part(part),
@@ -273,9 +336,9 @@ impl Trainer<'_> {
     /// Shows the bytes of a weight of the model, or of an adapter, in the type that it is stored in. Where ranks share it, it is
     /// trained and the first one reads it, within [`Trainer::on_first_rank`].
     pub fn read_weight(&self, p: &Parameter, look: &mut dyn FnMut(&[u8])) -> Result<(), StepError> {
-        let (contents, dtype) = self.weight_contents(p)?;
-        if !self.weights.shares(p.block, p.role) {
-            return contents.read(self.device, &self.tiers, look);
+        let dtype = self.weight_dtype(p);
+        if !self.weights.shares(p.block, p.role) && !self.is_elsewhere(p.block) {
+            return self.weight_contents(p)?.0.read(self.device, &self.tiers, look);
         }
         let (name, shape, parameter) = (p.name.clone(), p.shape.clone(), (p.block, p.role));
         self.read_shares(&NamedTensor { name, kind: StateKind::Weight, dtype, shape, parameter }, look)
@@ -296,7 +359,7 @@ impl Trainer<'_> {
             }
             None => {
                 self.read_weight(parameter, &mut look)?;
-                self.weight_contents(parameter)?.1
+                self.weight_dtype(parameter)
             }
         };
         if !bytes.is_empty() {

@@ -58,6 +58,10 @@ impl Communicator for Others {
         Communicated::default()
     }
 
+    fn group(&self, _: Vec<u32>) -> Result<Box<dyn Communicator + '_>, CommunicationError> {
+        Ok(Box::new(Others(self.0)))
+    }
+
     fn send_receive(
         &self,
         _: &dyn Device,
@@ -85,7 +89,7 @@ impl Communicator for Others {
 #[test]
 fn a_rank_without_micro_batches_has_the_loss_of_the_others() {
     let device = cpu();
-    let of_two = StepSettings { ranks: Ranks { rank: 0, count: 2 }, ..settings(1, 9) };
+    let of_two = StepSettings { ranks: Ranks::of_data(0, 2), ..settings(1, 9) };
     let mut trainer = Trainer::new(&device, Arc::default(), llama(), of_two, &Others(8.0)).unwrap();
     trainer.load(fill).unwrap();
     assert_eq!(trainer.accumulate(&[]).unwrap(), (1.0, 8));

@@ -299,6 +299,18 @@ fn contradictions_are_refused_with_both_places() {
             "sequences in chunks come one at a time; set training.batch_size to 1, and training.gradient_accumulation_steps to as many sequences",
         ),
         (
+            "model: x\ndata: {sequence_length: 4094}\nparallel: {context_parallel: 4}",
+            "ranks that share sequences have two runs of each, all as long: 8 in all; set data.sequence_length to 4096",
+        ),
+        (
+            "model: x\ndata: {sequence_length: 4096}\ntraining: {sequence_chunk_tokens: 1024}\nparallel: {context_parallel: 2}",
+            "a sequence is in chunks on one rank, or whole on several; leave one of the two away",
+        ),
+        (
+            "model: x\ndata: {sequence_length: 4096}\ntraining: {attention: standard}\nparallel: {context_parallel: 2}",
+            "scores of sequences that ranks share are not written out; set training.attention to flash or auto",
+        ),
+        (
             "model: x\ndata: {sequence_length: 4096}\ntraining: {sequence_chunk_tokens: 3}",
             "a sequence has at most 1024 chunks; set training.sequence_chunk_tokens to 4 or more",
         ),

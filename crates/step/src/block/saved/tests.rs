@@ -9,7 +9,7 @@ use plimsoll_memory::Tier;
 use super::*;
 use crate::block::Mover;
 use crate::common::llama;
-use crate::inputs::Inputs;
+use crate::inputs::{Inputs, Places};
 use crate::rope::RopeTables;
 use crate::settings::{MicroBatch, Precision};
 
@@ -17,7 +17,8 @@ use crate::settings::{MicroBatch, Precision};
 fn with_context(look: impl FnOnce(&Dry, &Context<'_>)) {
     let (dry, spec) = (Dry::new(), llama());
     let ropes = RopeTables::new(&dry, &spec, 100).unwrap();
-    let inputs = Inputs::upload(&dry, &spec, 1, 100, None, &MicroBatch::new(&[], &[])).unwrap();
+    let inputs =
+        Inputs::upload(&dry, &spec, &Places::whole(1, 100), None, &MicroBatch::new(&[], &[])).unwrap();
     look(&dry, &inputs.context(&dry, &spec, Precision::F32, &ropes));
 }
 

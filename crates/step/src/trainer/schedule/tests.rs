@@ -67,7 +67,8 @@ fn shape<'s>(parts: &'s Parts, segments: &'s [Range<u32>], micro_batches: usize)
     let (loss, embedding) = (LossForm::Whole, EmbeddingGradient::Whole);
     let ranks = BetweenRanks::default();
     let (chunks, embedding_pieces) = (false, 0);
-    PassShape { segments, micro_batches, chunks, embedding_pieces, loss, embedding, parts, ranks }
+    let (part, tied) = (Default::default(), None);
+    PassShape { segments, micro_batches, chunks, embedding_pieces, loss, embedding, parts, ranks, part, tied }
 }
 
 #[test]

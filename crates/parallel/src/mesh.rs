@@ -1,0 +1,121 @@
+//! How ranks stand to each other: which take other micro-batches, which other tokens of the same sequences.
+
+use std::ops::Range;
+
+/// Ranks along each way in which work is divided. Those that share sequences are neighbours, and so are those that hold the same
+/// weights or shares of them: the stages of a pipeline are furthest from each other, since they have least to say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Mesh {
+    /// Groups of ranks that take other micro-batches than each other (data parallelism).
+    pub data: u32,
+    /// Ranks of such a group, which each have a part of every sequence (context parallelism).
+    pub context: u32,
+    /// Stages that a model's layers are divided into (pipeline parallelism).
+    pub pipeline: u32,
+}
+
+/// Where a rank is in a mesh.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct MeshPlace {
+    /// Which micro-batches are its own.
+    pub data: u32,
+    /// Which part of their sequences.
+    pub context: u32,
+    /// Which layers.
+    pub stage: u32,
+}
+
+impl Mesh {
+    /// One rank.
+    pub const ALONE: Mesh = Mesh { data: 1, context: 1, pipeline: 1 };
+
+    /// Ranks that each take their own micro-batches.
+    pub fn of_data(data: u32) -> Mesh {
+        Mesh { data, ..Mesh::ALONE }
+    }
+
+    /// All ranks.
+    pub fn size(self) -> u32 {
+        self.replicas().saturating_mul(self.pipeline.max(1))
+    }
+
+    /// Ranks that hold the same weights, or shares of them.
+    pub fn replicas(self) -> u32 {
+        self.data.max(1).saturating_mul(self.context.max(1))
+    }
+
+    /// Where a rank is.
+    pub fn place(self, rank: u32) -> MeshPlace {
+        let (context, within) = (self.context.max(1), rank % self.replicas());
+        MeshPlace { data: within / context, context: within % context, stage: rank / self.replicas() }
+    }
+
+    /// The places in a sequence of `length` tokens that a rank of a context group has: one run of them near the beginning, whose
+    /// queries see little, and one as near the end, whose queries see much. So all ranks of a group have as much to do.
+    pub fn runs(self, context: u32, length: u64) -> Vec<Range<u64>> {
+        let ranks = u64::from(self.context.max(1));
+        if ranks == 1 {
+            let whole = 0..length;
+            return vec![whole];
+        }
+        let (context, cuts) = (u64::from(context), 2 * ranks);
+        let cut = |number: u64| (u128::from(length) * u128::from(number) / u128::from(cuts)) as u64;
+        let run = |number: u64| cut(number)..cut(number + 1);
+        let runs = [run(context), run((cuts - 1).saturating_sub(context))];
+        runs.into_iter().filter(|run| !run.is_empty()).collect()
+    }
+
+    /// The ranks that have parts of the same sequences as a rank, in the order of the parts.
+    pub fn context_group(self, rank: u32) -> Vec<u32> {
+        let first = rank - self.place(rank).context;
+        (first..first + self.context.max(1)).collect()
+    }
+
+    /// The ranks that hold the same weights as a rank.
+    pub fn replica_group(self, rank: u32) -> Vec<u32> {
+        let first = self.place(rank).stage * self.replicas();
+        (first..first + self.replicas()).collect()
+    }
+
+    /// The ranks that micro-batches of a rank go through, in the order of the stages.
+    pub fn stage_group(self, rank: u32) -> Vec<u32> {
+        let first = rank % self.replicas();
+        (0..self.pipeline.max(1)).map(|stage| first + stage * self.replicas()).collect()
+    }
+}
+
+impl Default for Mesh {
+    fn default() -> Self {
+        Mesh::ALONE
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_token_is_in_one_run() {
+        for (context, length) in [(1, 5), (2, 16), (3, 17), (4, 5), (8, 1000)] {
+            let mesh = Mesh { context, ..Mesh::ALONE };
+            let mut all: Vec<u64> = (0..context).flat_map(|rank| mesh.runs(rank, length)).flatten().collect();
+            all.sort_unstable();
+            assert_eq!(all, (0..length).collect::<Vec<_>>(), "{context} {length}");
+        }
+        let mesh = Mesh { context: 2, ..Mesh::ALONE };
+        assert_eq!((mesh.runs(0, 8), mesh.runs(1, 8)), (vec![0..2, 6..8], vec![2..4, 4..6]));
+    }
+
+    #[test]
+    fn each_rank_has_a_place_and_a_group_of_its_own() {
+        let mesh = Mesh { data: 2, context: 3, pipeline: 2 };
+        assert_eq!((mesh.size(), Mesh::ALONE.size(), Mesh::of_data(4).size()), (12, 1, 4));
+        let places: Vec<_> = (0..6).map(|rank| mesh.place(rank)).map(|at| (at.data, at.context)).collect();
+        assert_eq!(places, [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]);
+        assert_eq!((mesh.place(10).data, mesh.place(10).context, mesh.place(10).stage), (1, 1, 1));
+        assert_eq!((mesh.context_group(1), mesh.context_group(11)), (vec![0, 1, 2], vec![9, 10, 11]));
+        assert_eq!((mesh.replica_group(2), mesh.replica_group(7)), ((0..6).collect(), (6..12).collect()));
+        assert_eq!((mesh.stage_group(1), mesh.stage_group(10)), (vec![1, 7], vec![4, 10]));
+        assert_eq!(Mesh::of_data(4).context_group(2), [2]);
+    }
+}
