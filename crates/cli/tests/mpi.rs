@@ -68,10 +68,12 @@ mod over_mpi {
         let folder = folder();
         let folder = folder.path();
         ok(folder, "one", &[]);
-        for (ranks, stage) in [(2, 0), (3, 1), (2, 2), (2, 3)] {
-            let out = format!("out-{ranks}-{stage}");
-            let stage = format!("parallel.zero_stage={stage}");
-            let words = ok(folder, &out, &["--ranks", &ranks.to_string(), "--set", &stage]);
+        for (ranks, stage, stages) in [(2, 0, 1), (3, 1, 1), (2, 2, 1), (2, 3, 1), (2, 0, 2), (4, 2, 2)] {
+            let out = format!("out-{ranks}-{stage}-{stages}");
+            let set =
+                [format!("parallel.zero_stage={stage}"), format!("parallel.pipeline_parallel={stages}")];
+            let number = ranks.to_string();
+            let words = ok(folder, &out, &["--ranks", &number, "--set", &set[0], "--set", &set[1]]);
             // The first rank speaks for all.
             assert_eq!(words.matches("everything is in").count(), 1, "{words}");
             assert!(model(folder, &out) == model(folder, "one"), "{out}");
@@ -83,6 +85,26 @@ mod over_mpi {
                 assert_eq!(rank["planned"]["device_peak_bytes"], rank["measured"]["device_peak_bytes"]);
             }
         }
+    }
+
+    /// Sums are made in another order, which is all that differs.
+    #[test]
+    fn ranks_that_share_sequences_come_near_one() {
+        let folder = folder();
+        let folder = folder.path();
+        let more = ["--set", "training.mixed_precision=f32"];
+        ok(folder, "one", &more);
+        let shared = ["--ranks", "4", "--set", "parallel.context_parallel=2"];
+        ok(folder, "shared", &[&more[..], &shared].concat());
+        let losses = |out: &str| -> Vec<f64> {
+            let lines = std::fs::read_to_string(folder.join(out).join("metrics.jsonl")).unwrap();
+            let line = |line: &str| serde_json::from_str::<Value>(line).unwrap();
+            let loss = |line: Value| line["loss"].as_f64().unwrap();
+            lines.lines().map(line).map(loss).collect()
+        };
+        let (one, shared) = (losses("one"), losses("shared"));
+        assert_eq!((one.len(), shared.len()), (6, 6));
+        assert!(one.iter().zip(&shared).all(|(a, b)| (a - b).abs() < 2e-5 * a), "{one:?} {shared:?}");
     }
 
     /// The processes below one, and their command lines.

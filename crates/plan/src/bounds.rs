@@ -52,6 +52,7 @@ impl Search<'_> {
     /// The same of a candidate that is checkpointed layer by layer, and one in segments.
     pub fn has_no_room_for_segments(&self, full: &Choice, wanted: &Wanted) -> bool {
         full.settings.checkpointing == Checkpointing::Full
+            && full.settings.ranks.mesh.pipeline <= 1
             && wanted.0.checkpointing == Checkpointing::Sqrt
             && takes_no_less(full, wanted)
             && not_spared(self.runs.spec, full) > self.limits.room_bytes.min(self.limits.arena_bytes)
@@ -115,7 +116,8 @@ fn still_there(spec: &ModelSpec, other: &Choice, (settings, accumulation): &Want
     let StepSettings { checkpointing, offload, .. } = *settings;
     let before = &other.settings;
     let in_segments = match (before.checkpointing, checkpointing) {
-        (Checkpointing::Full, Checkpointing::Sqrt) => true,
+        // A stage of a pipeline has several micro-batches under way.
+        (Checkpointing::Full, Checkpointing::Sqrt) if settings.ranks.mesh.pipeline <= 1 => true,
         (one, other) if one == other => false,
         _ => return None,
     };

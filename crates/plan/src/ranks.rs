@@ -7,8 +7,8 @@ use serde::Serialize;
 use crate::dry_run::DryRun;
 use crate::resolve::Choice;
 
-/// Ranks of which each is run dry, where they are so few. Of more, those between two that take the same are taken to be alike: no
-/// rank has a larger share of anything than the rank before.
+/// Ranks of which each is run dry, where they are so few. Of more, those between two of a stage that take the same are taken to be
+/// alike: no rank has a larger share of anything than the rank before.
 const FEW: u32 = 8;
 
 /// Ranks that follow each other and take the same.
@@ -38,9 +38,10 @@ pub(crate) fn rank_groups(spec: &ModelSpec, choice: &Choice) -> Result<Vec<RankG
     if count <= 1 {
         return Ok(Vec::new());
     }
+    let mesh = choice.settings.ranks.mesh;
     let alone = |rank| -> Result<RankGroup, StepError> {
-        let ranks = Ranks { rank, ..choice.settings.ranks };
-        let run = match ranks == choice.settings.ranks {
+        let ranks = Ranks { rank, mesh };
+        let run = match ranks == choice.settings.ranks && mesh.pipeline <= 1 {
             true => &choice.dry_run,
             false => {
                 let settings = StepSettings { ranks, ..choice.settings.clone() };
@@ -54,13 +55,20 @@ pub(crate) fn rank_groups(spec: &ModelSpec, choice: &Choice) -> Result<Vec<RankG
             disk_bytes: run.disk_bytes(),
         })
     };
-    let mut all = vec![alone(0)?];
-    if count <= FEW {
-        all.extend((1..count).map(alone).collect::<Result<Vec<_>, _>>()?);
-    } else {
-        let last = alone(count - 1)?;
-        between(&mut all, &last, &alone)?;
-        all.push(last);
+    let mut all = Vec::new();
+    for first in (0..count).step_by(mesh.replicas() as usize) {
+        let end = count.min(first + mesh.replicas());
+        if count <= FEW {
+            all.extend((first..end).map(alone).collect::<Result<Vec<_>, _>>()?);
+            continue;
+        }
+        let mut of_stage = vec![alone(first)?];
+        if end - first > 1 {
+            let last = alone(end - 1)?;
+            between(&mut of_stage, &last, &alone)?;
+            of_stage.push(last);
+        }
+        all.append(&mut of_stage);
     }
     let mut groups: Vec<RankGroup> = Vec::new();
     for rank in all {

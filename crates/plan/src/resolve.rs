@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
-use plimsoll_device::DType;
 use plimsoll_device::cpu::at_once;
+use plimsoll_device::{DType, Times};
 use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
@@ -60,11 +60,20 @@ impl Choice {
         accumulation: u64,
         rates: &Rates,
     ) -> Result<Choice, StepError> {
-        let dry_run = DryRun::timed_training(spec, &settings, accumulation, rates)?;
+        let (dry_run, times) = heaviest_stage(spec, &settings, accumulation, rates)?;
         let tokens = (settings.batch_size * settings.sequence_length).saturating_mul(accumulation);
         let tokens = tokens.saturating_mul(u64::from(settings.ranks.mesh.data));
-        let time = TimeEstimate::new(dry_run.times.unwrap_or_default(), &dry_run.tally, tokens);
+        let time = TimeEstimate::new(times, &dry_run.tally, tokens);
         Ok(Choice { settings, accumulation, dry_run, time })
+    }
+
+    /// The same with what the rank that the settings are of takes, where another stage of a pipeline takes more.
+    pub fn of_own_stage(self, spec: &ModelSpec, rates: &Rates) -> Result<Choice, StepError> {
+        if self.settings.ranks.mesh.pipeline <= 1 {
+            return Ok(self);
+        }
+        let dry_run = DryRun::timed_training(spec, &self.settings, self.accumulation, rates)?;
+        Ok(Choice { dry_run, ..self })
     }
 
     /// Sequences of an optimizer step, of all ranks.
@@ -257,7 +266,8 @@ impl Search<'_> {
         let bits_stay = keeps_bits(self.runs.spec, self.method);
         // More of them take no less memory.
         let fits = |choice: &Choice| self.fits(choice, self.limits.target_bytes);
-        if !(open && brings && *accumulation <= MOST_TOGETHER && bits_stay && fits(choice)) {
+        let alone = settings.ranks.mesh.pipeline <= 1;
+        if !(alone && open && brings && *accumulation <= MOST_TOGETHER && bits_stay && fits(choice)) {
             return Ok(None);
         }
         let mut sizes: Vec<u64> = powers_of_two(*accumulation).chain([*accumulation]).skip(1).collect();
@@ -486,6 +496,33 @@ fn every_checkpointing() -> Vec<Checkpointing> {
     let whole = [Checkpointing::None, Checkpointing::Full, Checkpointing::Sqrt];
     let every = [2, 3, 4, 8].map(Checkpointing::Every);
     whole.into_iter().chain(every).chain(sets).collect()
+}
+
+/// The step of the stage that takes the most memory, and the time of a step: the stages wait for the first micro-batch to reach them,
+/// and for the last one to come back, each as long as the slowest takes for a micro-batch.
+fn heaviest_stage(
+    spec: &ModelSpec,
+    settings: &StepSettings,
+    accumulation: u64,
+    rates: &Rates,
+) -> Result<(DryRun, Times), StepError> {
+    let Ranks { rank, mesh } = settings.ranks;
+    let mut all = Vec::new();
+    // The ranks that micro-batches of this one go through.
+    for rank in if mesh.pipeline > 1 { mesh.stage_group(rank) } else { vec![rank] } {
+        let settings = StepSettings { ranks: Ranks { rank, mesh }, ..settings.clone() };
+        all.push(DryRun::timed_training(spec, &settings, accumulation, rates)?);
+    }
+    let elapsed = |run: &DryRun| run.times.unwrap_or_default().elapsed;
+    let slowest = all.iter().max_by(|a, b| elapsed(a).total_cmp(&elapsed(b)));
+    let mut times = slowest.and_then(|run| run.times).unwrap_or_default();
+    let idle = times.elapsed * f64::from(mesh.pipeline.saturating_sub(1)) / accumulation.max(1) as f64;
+    times.elapsed += idle;
+    times.waited += idle;
+    let bytes = |run: &DryRun| (run.peak_bytes().saturating_add(run.host_bytes()), run.disk_bytes());
+    // Of several, the first.
+    let heaviest = all.into_iter().rev().max_by_key(bytes);
+    heaviest.map(|run| (run, times)).ok_or(StepError::Invariant { what: "a pipeline has no stages" })
 }
 
 /// Pairs of batch size and accumulation that the user's words leave open, and those to turn to where none of them fits.

@@ -1,6 +1,7 @@
 //! The plan of a training run: every decision, what every byte is for, how long a step takes, and what else could be done.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use plimsoll_device::Collective;
 use plimsoll_memory::{AtPeak, ByteSize, Phase, Tag, TagBytes};
@@ -114,6 +115,8 @@ impl TrainingPlan {
                 (tried, Some(refusal))
             }
         };
+        // Where it fits, each rank takes what its own stage needs.
+        let choice = if refusal.is_none() { choice.of_own_stage(spec, &machine.rates)? } else { choice };
         Ok(TrainingPlan {
             saved: SavedBytes::of(spec, &choice.settings)?,
             spec: spec.clone(),
@@ -162,6 +165,11 @@ impl TrainingPlan {
         let Choice { settings, accumulation, .. } = &self.choice;
         let rates = &self.machine.rates;
         Ok(Timeline::of(self, &DryRun::timeline(&self.spec, settings, *accumulation, rates)?))
+    }
+
+    /// The layers that the rank has which the plan is for.
+    pub fn own_layers(&self) -> Range<u32> {
+        self.choice.settings.of_stage(&self.spec).0.layers()
     }
 
     /// Bytes of arena.

@@ -15,7 +15,7 @@ use plimsoll_model::{
 };
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{Choice, DiskRates, DryRun, Machine, ProcessLimits, Rates, TrainingPlan};
-use plimsoll_step::StepSettings;
+use plimsoll_step::{Ranks, StepSettings};
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden_peaks.txt");
 
@@ -181,7 +181,7 @@ fn peaks_are_what_they_were() {
 }
 
 /// Forms that layers can take which the file's cases have not, or of too few layers.
-const OF_MANY_LAYERS: [(&str, &str); 32] = [
+const OF_MANY_LAYERS: [(&str, &str); 37] = [
     ("gemma-3-12b", "training.mixed_precision=bf16"),
     ("gemma-3-12b", "data.sequence_length=1024; memory.offload.parameters=disk"),
     ("gemma-3-12b", "data.sequence_length=1025; memory.offload.parameters=disk"),
@@ -246,6 +246,23 @@ const OF_MANY_LAYERS: [(&str, &str); 32] = [
         "gemma-2-2b",
         "parallel.data_parallel=2; parallel.context_parallel=2; data.sequence_length=2048; training.method=lora",
     ),
+    ("llama-2-7b", "parallel.pipeline_parallel=4; training.gradient_accumulation_steps=8"),
+    (
+        "llama-2-7b",
+        "parallel.pipeline_parallel=2; parallel.data_parallel=2; parallel.zero_stage=2; training.gradient_accumulation_steps=5; training.mixed_precision=bf16",
+    ),
+    (
+        "qwen3-0.6b",
+        "parallel.pipeline_parallel=2; parallel.pipeline_schedule=gpipe; training.gradient_accumulation_steps=4",
+    ),
+    (
+        "llama-3.1-8b",
+        "parallel.pipeline_parallel=2; training.method=lora; training.gradient_accumulation_steps=3",
+    ),
+    (
+        "llama-3.1-8b",
+        "parallel.pipeline_parallel=2; training.gradient_checkpointing=full; training.gradient_accumulation_steps=4; memory.offload={parameters: disk, gradients: disk, optimizer: disk, activations: disk}",
+    ),
 ];
 
 #[test]
@@ -261,6 +278,13 @@ fn layers_that_are_counted_do_what_they_would_if_they_were_run() {
         let Choice { settings, accumulation, .. } = chosen(&case);
         let spec = model(model_name);
         few_do_what_all_do(&name, &spec, (&settings, accumulation), DeviceTraits::CPU);
+        // The stages of a pipeline differ.
+        for rank in settings.ranks.mesh.stage_group(0).into_iter().skip(1) {
+            let ranks = Ranks { rank, ..settings.ranks };
+            let (name, settings) =
+                (format!("{name}, rank {rank}"), StepSettings { ranks, ..settings.clone() });
+            few_do_what_all_do(&name, &spec, (&settings, accumulation), DeviceTraits::CPU);
+        }
         if settings.offload.uses(Tier::Disk) {
             let apart = DeviceTraits { unified: false, alignment: 256 };
             few_do_what_all_do(&name, &spec, (&settings, accumulation), apart);

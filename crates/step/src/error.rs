@@ -49,6 +49,16 @@ pub enum StepError {
         /// The group's pattern.
         pattern: String,
     },
+    /// A pipeline has more stages than there are layers.
+    #[error(
+        "{stages} stages are more than the model has layers, which are {layers}; set parallel.pipeline_parallel to {layers} or less"
+    )]
+    TooManyStages {
+        /// Stages of the pipeline.
+        stages: u32,
+        /// Layers of the model.
+        layers: u32,
+    },
     /// A batch of another shape than the step was made for.
     #[error("a micro-batch of {got} tokens was given to a step made for {batch_size} x {sequence_length}")]
     BatchShape {

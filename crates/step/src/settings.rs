@@ -443,7 +443,9 @@ impl StepSettings {
         let what = match self.ranks.mesh.pipeline {
             0 | 1 => return Ok(()),
             // The layers of one stage may be fewer.
-            stages if self.stage.is_none() && spec.num_layers < stages => "a stage has no layers",
+            stages if self.stage.is_none() && spec.num_layers < stages => {
+                return Err(StepError::TooManyStages { stages, layers: spec.num_layers });
+            }
             _ if self.chunk_tokens().is_some() => "sequences in chunks go through no pipeline",
             _ if self.micro_batches_per_pass > 1 => "micro-batches go through a pipeline one by one",
             _ if self.update != UpdateTiming::AfterBackward => {

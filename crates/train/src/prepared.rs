@@ -458,7 +458,8 @@ fn highest_so_far() -> u64 {
     process_memory().and_then(|memory| memory.peak_resident).map_or(0, |size| size.0)
 }
 
-/// Mean loss over all windows of a data set, whose batches the ranks take in turn; those that share sequences take the same.
+/// Mean loss over all windows of a data set, whose batches the ranks take in turn; those that share sequences or
+/// layers take the same.
 fn validation_loss(
     trainer: &mut Trainer<'_>,
     dataset: &Dataset,
@@ -478,7 +479,8 @@ fn validation_loss(
         let micro_batch = micro_batch(&batch);
         let (loss, _) = trainer.evaluate(end - first, &micro_batch)?;
         if number < batches {
-            let counted = if place.context == 0 { micro_batch.target_weight() } else { 0.0 };
+            let counted =
+                if place.context == 0 && place.stage == 0 { micro_batch.target_weight() } else { 0.0 };
             (sum, weight) = (sum + loss, weight + counted);
         }
     }

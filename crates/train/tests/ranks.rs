@@ -54,8 +54,10 @@ impl Observer for StopsAt<'_> {
 fn run(config: &RawConfig, ranks: u32, resume: bool, stop_at: Option<u64>) -> Result<Report, TrainError> {
     let one = |ranks: &dyn Communicator| {
         let mut config = config.clone();
-        (config.rank, config.parallel.data_parallel) = (ranks.rank(), Some(u64::from(ranks.size())));
-        let accumulation = MICRO_BATCHES / ranks.size();
+        let parallel = &mut config.parallel;
+        let data = u64::from(ranks.size()) / parallel.context_parallel() / parallel.pipeline_parallel();
+        (config.rank, parallel.data_parallel) = (ranks.rank(), Some(data));
+        let accumulation = u64::from(MICRO_BATCHES) / data;
         config.apply_set(&format!("training.gradient_accumulation_steps={accumulation}")).unwrap();
         let origin = ModelOrigin::find(&config).unwrap();
         let prepared = Prepared::of_rank(config, origin, resume, ranks)?;
@@ -104,10 +106,13 @@ fn many_ranks_leave_what_one_leaves() {
     let folder = tempfile::tempdir().unwrap();
     let one = run(&config(folder.path(), "one", &[]), 1, false, None).unwrap();
     assert!(one.ranks.is_empty());
-    for (ranks, stage) in [(2, 0), (2, 1), (4, 2), (2, 3)] {
-        let out = format!("out-{ranks}-{stage}");
-        let set = format!("parallel.zero_stage={stage}");
-        let report = run(&config(folder.path(), &out, &[&set]), ranks, false, None).unwrap();
+    for (ranks, stage, stages) in
+        [(2, 0, 1), (2, 1, 1), (4, 2, 1), (2, 3, 1), (2, 0, 2), (4, 0, 2), (4, 2, 2), (4, 3, 2)]
+    {
+        let out = format!("out-{ranks}-{stage}-{stages}");
+        let set = [format!("parallel.zero_stage={stage}"), format!("parallel.pipeline_parallel={stages}")];
+        let set = set.each_ref().map(String::as_str);
+        let report = run(&config(folder.path(), &out, &set), ranks, false, None).unwrap();
         let [one, many] = ["one", &out].map(|out| folder.path().join(out));
         assert!(left(&many) == left(&one), "{out}");
         assert_eq!(names(&many), names(&one));
@@ -138,6 +143,10 @@ fn a_run_goes_on_with_another_number_of_ranks() {
     assert_eq!((stopped.steps, stopped.finished), (1, false));
     let stopped = run(&of(1), 2, true, Some(3)).unwrap();
     assert_eq!((stopped.steps, stopped.finished), (3, false));
+    // Another way of dividing the work is no other run.
+    let stages = ["parallel.zero_stage=2", "parallel.pipeline_parallel=2"];
+    let stopped = run(&config(folder.path(), "out", &stages), 4, true, Some(4)).unwrap();
+    assert_eq!((stopped.steps, stopped.finished), (4, false));
     let finished = run(&of(0), 1, true, None).unwrap();
     assert_eq!((finished.steps, finished.finished), (6, true));
     assert!(left(&folder.path().join("out")) == left(&folder.path().join("unbroken")));

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use plimsoll_memory::{AtPeak, ByteSize, Tag};
+use plimsoll_parallel::Mesh;
 use plimsoll_plan::config::GradientCheckpointing;
 use plimsoll_plan::{
     DiskRates, ModelOrigin, ProcessLimits, TimeEstimate, TimelineFormat, TrainingPlan, ZeroRow,
@@ -165,6 +166,21 @@ fn frozen_types(adapters: &Adapters) -> String {
     if names.is_empty() { String::new() } else { format!(", quantised as {}", names.join(", ")) }
 }
 
+/// How many ranks there are, and how they divide the work.
+fn ways(mesh: Mesh) -> String {
+    let of = |ranks: u32, what: &str| (ranks > 1).then(|| format!("{ranks} {what}"));
+    let all = [
+        of(mesh.pipeline, "pipeline stages"),
+        of(mesh.data, "data parallel"),
+        of(mesh.context, "context parallel"),
+    ];
+    let all: Vec<String> = all.into_iter().flatten().collect();
+    match mesh.pipeline > 1 || mesh.context > 1 {
+        true => format!("{} ({})", mesh.size(), all.join(" x ")),
+        false => mesh.size().to_string(),
+    }
+}
+
 /// The ranks in a line, where there are several.
 fn ranks(plan: &TrainingPlan) -> String {
     let (Some(largest), settings) = (plan.largest_rank(), &plan.choice.settings) else {
@@ -183,7 +199,7 @@ fn ranks(plan: &TrainingPlan) -> String {
         false => format!("rank {first} takes most, the others at least {} of arena", ByteSize(least)),
     };
     let sent = plan.choice.dry_run.moved.sent;
-    let count = settings.ranks.count();
+    let count = ways(settings.ranks.mesh);
     format!("ranks: {count}, {shared}; {span}; each sends {} a step\n", ByteSize(sent.total_bytes()))
 }
 
@@ -351,7 +367,8 @@ fn checkpointing(plan: &TrainingPlan) -> String {
 
 /// Bytes of a middle layer at the peak, by tag.
 fn per_layer(plan: &TrainingPlan) -> String {
-    let middle = plan.spec.num_layers / 2;
+    let own = plan.own_layers();
+    let middle = own.start.midpoint(own.end);
     let layers = plan.layers();
     let Some(layer) = layers.iter().find(|l| l.layer == Some(middle)) else { return "nothing".to_owned() };
     let parts: Vec<String> =

@@ -139,23 +139,26 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
 fn config_of_rank(mut config: RawConfig, ranks: &dyn Communicator) -> Result<RawConfig, Failure> {
     let started = u64::from(ranks.size());
     let were = format!("{started} rank{} started", if started == 1 { " was" } else { "s were" });
-    let context = config.parallel.context_parallel();
+    let [context, pipeline] = [config.parallel.context_parallel(), config.parallel.pipeline_parallel()];
+    // Ranks of each group that takes micro-batches of its own.
+    let together = context.saturating_mul(pipeline);
     match config.parallel.data_parallel {
-        Some(said) if said.saturating_mul(context) != started => {
-            let (words, all) = match context {
-                1 => (format!("is {said}"), said),
-                _ => (format!("{said} x context_parallel {context}"), said.saturating_mul(context)),
-            };
+        Some(said) if said.saturating_mul(together) != started => {
+            let all = said.saturating_mul(together);
+            let product = [(context, "context_parallel"), (pipeline, "pipeline_parallel")];
+            let factor = |(ranks, key): &(u64, &str)| (*ranks > 1).then(|| format!(" x {key} {ranks}"));
+            let factors: String = product.iter().filter_map(factor).collect();
+            let words = if factors.is_empty() { format!("is {said}") } else { format!("{said}{factors}") };
             return Err(Failure::usage(format!(
                 "parallel.data_parallel {words}, and {were}; start {all} with `plimsoll train --ranks {all}`, or leave the key away"
             )));
         }
-        None if !started.is_multiple_of(context) => {
+        None if !started.is_multiple_of(together) => {
             return Err(Failure::usage(format!(
-                "parallel.context_parallel is {context}, and {were}; start {context} with `plimsoll train --ranks {context}`, or a multiple"
+                "the configuration divides sequences and layers among {together} ranks, and {were}; start {together} with `plimsoll train --ranks {together}`, or a multiple"
             )));
         }
-        None if started > 1 => config.parallel.data_parallel = Some(started / context),
+        None if started > 1 => config.parallel.data_parallel = Some(started / together),
         _ => {}
     }
     config.rank = ranks.rank();

@@ -87,9 +87,46 @@ impl ParallelConfig {
 impl RawConfig {
     pub(super) fn check_mesh(&self, errors: &mut Vec<ConfigError>) {
         let context = self.parallel.context_parallel();
-        if context <= 1 {
-            return;
+        if context > 1 {
+            self.check_context(context, errors);
         }
+        let pipeline = self.parallel.pipeline_parallel();
+        if pipeline > 1 {
+            self.check_pipeline(pipeline, errors);
+        }
+    }
+
+    fn check_pipeline(&self, stages: u64, errors: &mut Vec<ConfigError>) {
+        let own = self.conflicting("parallel.pipeline_parallel", stages);
+        let mut conflict = |key, reason: &str, remedy: &str| {
+            let keys = vec![own.clone(), key];
+            errors.push(ConfigError::Conflict { keys, reason: reason.to_owned(), remedy: remedy.to_owned() });
+        };
+        if let Some(chunk) = self.sequence_chunk() {
+            conflict(
+                self.conflicting("training.sequence_chunk_tokens", chunk),
+                "sequences in chunks go through no pipeline",
+                "leave one of the two away",
+            );
+        }
+        if self.training.optimizer_in_backward() {
+            conflict(
+                self.conflicting("training.optimizer_in_backward", true),
+                "the stages of a pipeline update when the last micro-batch has come back",
+                "set training.optimizer_in_backward to false",
+            );
+        }
+        let together = self.training.micro_batches_per_pass().set();
+        if let Some(together) = together.filter(|together| *together != 1) {
+            conflict(
+                self.conflicting("training.micro_batches_per_pass", together),
+                "micro-batches go through a pipeline one by one",
+                "set training.micro_batches_per_pass to 1 or auto",
+            );
+        }
+    }
+
+    fn check_context(&self, context: u64, errors: &mut Vec<ConfigError>) {
         let own = self.conflicting("parallel.context_parallel", context);
         let mut conflict = |key, reason: &str, remedy: &str| {
             let keys = vec![own.clone(), key];

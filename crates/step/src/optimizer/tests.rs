@@ -10,7 +10,14 @@ use super::*;
 impl Part {
     /// All of a parameter.
     pub fn whole(parameter: &Parameter) -> Part {
-        Part { parameter: parameter.clone(), piece: 0, rows: parameter.all_rows(), norm_row: 0, owner: None }
+        Part {
+            parameter: parameter.clone(),
+            piece: 0,
+            rows: parameter.all_rows(),
+            norm_row: 0,
+            owner: None,
+            is_copy: false,
+        }
     }
 }
 
@@ -359,8 +366,14 @@ fn pieces_of_a_table_are_updated_as_the_whole_is() {
             for step in 1..=2 {
                 write(&device, &grad, &noise(0, step, p.elements()));
                 for (piece, rows) in (0..).zip(cuts) {
-                    let part =
-                        Part { parameter: p.clone(), piece, rows: rows.clone(), norm_row: 0, owner: None };
+                    let part = Part {
+                        parameter: p.clone(),
+                        piece,
+                        rows: rows.clone(),
+                        norm_row: 0,
+                        owner: None,
+                        is_copy: false,
+                    };
                     let [weight, grad] = [&weight, &grad].map(|x| x.slice_rows(rows.clone()).unwrap());
                     let update = Update { lr: LR, step: u64::from(step) };
                     optimizer.update(&device, &part, (&weight, &grad), update, Control::default()).unwrap();

@@ -195,8 +195,12 @@ fn what_this_version_does_not_have_is_refused_with_the_nearest() {
             "parallel.sharding_strategy: hybrid_shard is not available in this version: weights are shared by all ranks or by none; use full_shard",
         ),
         (
+            "parallel: {pipeline_schedule: interleaved}",
+            "parallel.pipeline_schedule: interleaved is not available in this version: a stage is one run of layers; use 1f1b or gpipe",
+        ),
+        (
             "parallel: {tensor_parallel: 2}",
-            "parallel.tensor_parallel: 2 is not available in this version: ranks share batches, states and gradients; use 1",
+            "parallel.tensor_parallel: 2 is not available in this version: ranks share batches, sequences, layers, states and weights; use 1",
         ),
     ] {
         let message = message(&format!("model: x\n{written}"));
@@ -297,6 +301,18 @@ fn contradictions_are_refused_with_both_places() {
         (
             "model: x\ndata: {sequence_length: 4096}\ntraining: {sequence_chunk_tokens: 1024, gradient_accumulation_steps: 4, effective_batch_size: 8}",
             "sequences in chunks come one at a time; set training.batch_size to 1, and training.gradient_accumulation_steps to as many sequences",
+        ),
+        (
+            "model: x\ntraining: {optimizer_in_backward: true, max_gradient_norm: 0}\nparallel: {pipeline_parallel: 2}",
+            "the stages of a pipeline update when the last micro-batch has come back; set training.optimizer_in_backward to false",
+        ),
+        (
+            "model: x\ntraining: {micro_batches_per_pass: 2}\nparallel: {pipeline_parallel: 2}",
+            "micro-batches go through a pipeline one by one; set training.micro_batches_per_pass to 1 or auto",
+        ),
+        (
+            "model: x\ndata: {sequence_length: 4096}\ntraining: {sequence_chunk_tokens: 1024}\nparallel: {pipeline_parallel: 2}",
+            "sequences in chunks go through no pipeline; leave one of the two away",
         ),
         (
             "model: x\ndata: {sequence_length: 4094}\nparallel: {context_parallel: 4}",

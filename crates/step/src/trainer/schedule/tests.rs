@@ -41,6 +41,12 @@ fn words(schedule: &Schedule) -> Vec<String> {
         Action::Embed { micro_batch } => format!("embed:{micro_batch}"),
         Action::EmbedPiece { unit: of, .. } => format!("embed {}", unit(of)),
         Action::Forward { layer, micro_batch, .. } => format!("forward {layer}:{micro_batch}"),
+        Action::Enter { micro_batch } => format!("enter:{micro_batch}"),
+        Action::Number { number } => format!("number {number}"),
+        Action::Exchange { side, send, receive } => format!("{side:?} {send:?} {receive:?}"),
+        Action::Leave { micro_batch } => format!("leave:{micro_batch}"),
+        Action::Tie { unit: of } => format!("tie {}", unit(of)),
+        Action::Follow { unit: of, takes } => format!("{} {}", if takes { "take" } else { "give" }, unit(of)),
         Action::Loss { micro_batch } => format!("loss:{micro_batch}"),
         Action::LossBegin { micro_batch } => format!("begin:{micro_batch}"),
         Action::LossPiece { unit: of, .. } => format!("logits {}", unit(of)),
@@ -250,4 +256,22 @@ fn what_a_pass_writes_waits_for_nothing_below_the_device() {
     let pieces = (0..2).map(|piece| Unit::Piece(BlockId::Embedding, piece));
     let rest = [Unit::Rest(BlockId::Head), Unit::Layer(1), Unit::Layer(0)].into_iter();
     assert_eq!(held(each_pass), rest.chain(pieces).collect::<Vec<_>>());
+}
+
+/// One that sends and receives nothing but what its neighbours wait for.
+#[test]
+fn a_stage_of_a_pipeline_has_a_micro_batch_go_forward_and_one_come_back() {
+    let parts = parts(true);
+    let part = ModelPart { first_layer: 0, embedding: false, head: false };
+    let shape = PassShape { part, ..shape(&parts, &[0..1, 1..2], 1) };
+    let slots = [
+        Slot::Forward { lane: 1, number: 4, completion: None },
+        Slot::Exchange { side: Side::Next, send: Some(1), receive: Some(0) },
+        Slot::Backward { lane: 0, number: 3, completion: Some(Completion::Keep) },
+        Slot::Exchange { side: Side::Previous, send: Some(0), receive: None },
+        Slot::Done { lane: 0 },
+    ];
+    let expected = "enter:1 | forward 0:1 | forward 1:1 | Next Some(1) Some(0) | number 3 | kept 1:0 | kept 0:0 | \
+                    backward 1:0 | norm 1 | backward 0:0 | norm 0 | Previous Some(0) None | leave:0";
+    assert_eq!(words(&Schedule::stage(&shape, &slots)).join(" | "), expected);
 }
