@@ -364,6 +364,22 @@ impl ModelSpec {
         self.part.first_layer..self.part.first_layer + self.num_layers
     }
 
+    /// Rows of the tables of the vocabulary.
+    pub fn table_rows(&self) -> u64 {
+        self.part.vocabulary.map_or(self.vocab_size, |(start, end)| end - start)
+    }
+
+    /// What one of so many ranks has of the model that share every product: some heads, a part of the feed-forward width, and these
+    /// rows of the tables.
+    pub fn share_of_products(&self, ranks: u64, vocabulary: Option<(u64, u64)>) -> ModelSpec {
+        let mut spec = self.clone();
+        spec.attention.heads /= ranks.max(1);
+        spec.attention.kv_heads /= ranks.max(1);
+        spec.mlp.intermediate_size /= ranks.max(1);
+        spec.part.vocabulary = vocabulary;
+        spec
+    }
+
     /// A part of the same model, which has its layers' numbers. Where it has a head and no embedding, the head has a table of its own.
     pub fn stage(&self, layers: Range<u32>, part: ModelPart) -> ModelSpec {
         ModelSpec {
@@ -391,7 +407,7 @@ impl ModelSpec {
         let layer_norm = self.norm.kind == NormKind::Layer;
         match block {
             BlockId::Embedding => {
-                add("model.embed_tokens.weight".into(), Role::TokenEmbedding, &[self.vocab_size, hidden]);
+                add("model.embed_tokens.weight".into(), Role::TokenEmbedding, &[self.table_rows(), hidden]);
                 if self.attention.rope.is_none() {
                     let positions = self.max_position_embeddings;
                     add("model.embed_positions.weight".into(), Role::PositionEmbedding, &[positions, hidden]);
@@ -459,7 +475,7 @@ impl ModelSpec {
                     add("model.norm.bias".into(), Role::FinalNormBias, &[hidden]);
                 }
                 if !self.tie_word_embeddings {
-                    add("lm_head.weight".into(), Role::LmHead, &[self.vocab_size, hidden]);
+                    add("lm_head.weight".into(), Role::LmHead, &[self.table_rows(), hidden]);
                 }
             }
         }

@@ -47,7 +47,8 @@ pub struct ModelSpec {
     pub eos_tokens: Vec<u32>,
 }
 
-/// A part of a model: some layers that follow each other, and what comes before or behind all of them.
+/// A part of a model: some layers that follow each other, and what comes before or behind all of them; of the tables perhaps no more
+/// than some rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ModelPart {
     /// The number of its first layer in the whole model.
@@ -56,11 +57,13 @@ pub struct ModelPart {
     pub embedding: bool,
     /// Whether it ends with the head.
     pub head: bool,
+    /// The first row of the tables, and the one behind the last, where it does not have all.
+    pub vocabulary: Option<(u64, u64)>,
 }
 
 impl ModelPart {
     /// All of a model.
-    pub const WHOLE: ModelPart = ModelPart { first_layer: 0, embedding: true, head: true };
+    pub const WHOLE: ModelPart = ModelPart { first_layer: 0, embedding: true, head: true, vocabulary: None };
 }
 
 impl Default for ModelPart {

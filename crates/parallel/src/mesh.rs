@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 /// Ranks along each way in which work is divided. Those that share sequences are neighbours, and so are those that hold the same
-/// weights or shares of them: the stages of a pipeline are furthest from each other, since they have least to say.
+/// weights or shares of them: the stages of a pipeline are furthest from each other, since they have least to say. Those that share
+/// every product have most, and are next to each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Mesh {
     /// Groups of ranks that take other micro-batches than each other (data parallelism).
@@ -12,6 +13,8 @@ pub struct Mesh {
     pub context: u32,
     /// Stages that a model's layers are divided into (pipeline parallelism).
     pub pipeline: u32,
+    /// Ranks that share every product (tensor parallelism).
+    pub tensor: u32,
 }
 
 /// Where a rank is in a mesh.
@@ -23,11 +26,20 @@ pub struct MeshPlace {
     pub context: u32,
     /// Which layers.
     pub stage: u32,
+    /// Which part of every product.
+    pub tensor: u32,
+}
+
+impl MeshPlace {
+    /// Whether it is the first of the ranks that work on the same micro-batches, and speaks for them.
+    pub fn leads(self) -> bool {
+        self.context == 0 && self.stage == 0 && self.tensor == 0
+    }
 }
 
 impl Mesh {
     /// One rank.
-    pub const ALONE: Mesh = Mesh { data: 1, context: 1, pipeline: 1 };
+    pub const ALONE: Mesh = Mesh { data: 1, context: 1, pipeline: 1, tensor: 1 };
 
     /// Ranks that each take their own micro-batches.
     pub fn of_data(data: u32) -> Mesh {
@@ -36,7 +48,7 @@ impl Mesh {
 
     /// All ranks.
     pub fn size(self) -> u32 {
-        self.replicas().saturating_mul(self.pipeline.max(1))
+        self.replicas().saturating_mul(self.pipeline.max(1)).saturating_mul(self.tensor.max(1))
     }
 
     /// Ranks that hold the same weights, or shares of them.
@@ -46,8 +58,20 @@ impl Mesh {
 
     /// Where a rank is.
     pub fn place(self, rank: u32) -> MeshPlace {
-        let (context, within) = (self.context.max(1), rank % self.replicas());
-        MeshPlace { data: within / context, context: within % context, stage: rank / self.replicas() }
+        let (tensor, context) = (self.tensor.max(1), self.context.max(1));
+        let (tensor, replica) = (rank % tensor, rank / tensor);
+        let (replica, stage) = (replica % self.replicas(), replica / self.replicas());
+        MeshPlace { data: replica / context, context: replica % context, stage, tensor }
+    }
+
+    /// The rank of a stage, of the ranks that hold the same weights, and of those that share products.
+    pub fn rank(self, stage: u32, replica: u32, tensor: u32) -> u32 {
+        (stage * self.replicas() + replica) * self.tensor.max(1) + tensor
+    }
+
+    /// The number of a rank among those that hold the same weights.
+    pub fn replica(self, rank: u32) -> u32 {
+        rank / self.tensor.max(1) % self.replicas()
     }
 
     /// The places in a sequence of `length` tokens that a rank of a context group has: one run of them near the beginning, whose
@@ -67,20 +91,32 @@ impl Mesh {
 
     /// The ranks that have parts of the same sequences as a rank, in the order of the parts.
     pub fn context_group(self, rank: u32) -> Vec<u32> {
-        let first = rank - self.place(rank).context;
-        (first..first + self.context.max(1)).collect()
+        let MeshPlace { context, stage, tensor, .. } = self.place(rank);
+        let first = self.replica(rank) - context;
+        (first..first + self.context.max(1)).map(|replica| self.rank(stage, replica, tensor)).collect()
     }
 
     /// The ranks that hold the same weights as a rank.
     pub fn replica_group(self, rank: u32) -> Vec<u32> {
-        let first = self.place(rank).stage * self.replicas();
-        (first..first + self.replicas()).collect()
+        let MeshPlace { stage, tensor, .. } = self.place(rank);
+        (0..self.replicas()).map(|replica| self.rank(stage, replica, tensor)).collect()
     }
 
     /// The ranks that micro-batches of a rank go through, in the order of the stages.
     pub fn stage_group(self, rank: u32) -> Vec<u32> {
-        let first = rank % self.replicas();
-        (0..self.pipeline.max(1)).map(|stage| first + stage * self.replicas()).collect()
+        let (replica, MeshPlace { tensor, .. }) = (self.replica(rank), self.place(rank));
+        (0..self.pipeline.max(1)).map(|stage| self.rank(stage, replica, tensor)).collect()
+    }
+
+    /// The ranks that share every product with a rank.
+    pub fn tensor_group(self, rank: u32) -> Vec<u32> {
+        let (replica, MeshPlace { stage, .. }) = (self.replica(rank), self.place(rank));
+        (0..self.tensor.max(1)).map(|tensor| self.rank(stage, replica, tensor)).collect()
+    }
+
+    /// The ranks that have the whole model between them, of which a rank is one: those of a stage together.
+    pub fn model_group(self, rank: u32) -> Vec<u32> {
+        self.stage_group(rank).into_iter().flat_map(|rank| self.tensor_group(rank)).collect()
     }
 }
 
@@ -108,7 +144,7 @@ mod tests {
 
     #[test]
     fn each_rank_has_a_place_and_a_group_of_its_own() {
-        let mesh = Mesh { data: 2, context: 3, pipeline: 2 };
+        let mesh = Mesh { data: 2, context: 3, pipeline: 2, tensor: 1 };
         assert_eq!((mesh.size(), Mesh::ALONE.size(), Mesh::of_data(4).size()), (12, 1, 4));
         let places: Vec<_> = (0..6).map(|rank| mesh.place(rank)).map(|at| (at.data, at.context)).collect();
         assert_eq!(places, [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]);
@@ -117,5 +153,12 @@ mod tests {
         assert_eq!((mesh.replica_group(2), mesh.replica_group(7)), ((0..6).collect(), (6..12).collect()));
         assert_eq!((mesh.stage_group(1), mesh.stage_group(10)), (vec![1, 7], vec![4, 10]));
         assert_eq!(Mesh::of_data(4).context_group(2), [2]);
+        let mesh = Mesh { data: 2, context: 1, pipeline: 2, tensor: 3 };
+        for rank in 0..12 {
+            let at = mesh.place(rank);
+            assert_eq!(mesh.rank(at.stage, mesh.replica(rank), at.tensor), rank);
+        }
+        assert_eq!((mesh.tensor_group(4), mesh.replica_group(4)), (vec![3, 4, 5], vec![1, 4]));
+        assert_eq!((mesh.stage_group(4), mesh.model_group(4)), (vec![4, 10], vec![3, 4, 5, 9, 10, 11]));
     }
 }

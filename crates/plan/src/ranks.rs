@@ -56,8 +56,9 @@ pub(crate) fn rank_groups(spec: &ModelSpec, choice: &Choice) -> Result<Vec<RankG
         })
     };
     let mut all = Vec::new();
-    for first in (0..count).step_by(mesh.replicas() as usize) {
-        let end = count.min(first + mesh.replicas());
+    let of_stage = mesh.replicas().saturating_mul(mesh.tensor.max(1));
+    for first in (0..count).step_by(of_stage as usize) {
+        let end = count.min(first + of_stage);
         if count <= FEW {
             all.extend((first..end).map(alone).collect::<Result<Vec<_>, _>>()?);
             continue;

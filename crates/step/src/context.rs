@@ -3,9 +3,11 @@
 use plimsoll_device::{AttentionShape, Compute, DType, Device, Glu, Tensor};
 use plimsoll_model::{Activation, MlpSpec, ModelSpec};
 
+use crate::StepError;
 use crate::adapter::Dropout;
 use crate::block::{Around, Chunk, Mover, Turn};
 use crate::linear::Multiply;
+use crate::products::Products;
 use crate::rope::{RopeTable, RopeTables};
 use crate::settings::{AttentionKind, Precision};
 
@@ -39,6 +41,8 @@ pub(crate) struct Context<'a> {
     pub chunk: Option<Chunk<'a>>,
     /// The ranks that have the rest of the sequences, where they have parts of them.
     pub around: Option<Around<'a>>,
+    /// The ranks that share every product, where there are several.
+    pub products: Option<&'a Products<'a>>,
 }
 
 impl<'a> Context<'a> {
@@ -69,6 +73,7 @@ impl<'a> Context<'a> {
             away: None,
             chunk: None,
             around: None,
+            products: None,
         }
     }
 
@@ -96,6 +101,16 @@ impl<'a> Context<'a> {
     /// Tokens of a chunk of the feed-forward part, if `tokens` are taken in chunks.
     pub fn mlp_chunk(&self, tokens: u64) -> Option<u64> {
         self.mlp_chunk_tokens.filter(|chunk| *chunk < tokens)
+    }
+
+    /// Adds up what all ranks that share products have of x.
+    pub fn sum(&self, x: &Tensor) -> Result<(), StepError> {
+        self.products.map_or(Ok(()), |products| products.sum(self.device, x))
+    }
+
+    /// The ranks that share the tables of the vocabulary.
+    pub fn tables(&self) -> Option<&'a Products<'a>> {
+        self.products.filter(|products| products.vocabulary.is_some())
     }
 
     /// The cap on logits.

@@ -8,6 +8,7 @@ use plimsoll_model::{BlockId, Role};
 use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
+use crate::products::Products;
 use crate::store::{BlockWeights, WeightStore};
 use crate::tier::Unit;
 
@@ -19,9 +20,9 @@ pub(crate) fn forward(
     (tokens, ids): (&Tensor, &[u32]),
 ) -> Result<Tensor, StepError> {
     let pieces: Vec<_> = store.embedding_pieces().map(|(unit, rows)| (unit.piece(), rows.start)).collect();
+    let (block, role) = (BlockId::Embedding, Role::TokenEmbedding);
     if !pieces.is_empty() {
-        let (block, role) = (BlockId::Embedding, Role::TokenEmbedding);
-        let out = residual(ctx, tokens)?;
+        let out = begin(ctx, tokens)?;
         for (piece, first_row) in pieces {
             let table = store.gather_piece(block, role, piece)?;
             look_up_piece(ctx, &BlockWeights::new(block, vec![(role, table)]), tokens, first_row, &out)?;
@@ -31,16 +32,26 @@ pub(crate) fn forward(
         return Ok(out);
     }
     let (weights, rows) = store.gather_embedding(tokens, ids)?;
-    let out = residual(ctx, tokens)?;
-    ctx.device.run(Embedding::Lookup {
-        tokens: &rows,
-        table: weights.get(Role::TokenEmbedding)?,
-        out: &out,
-    })?;
+    let out = begin(ctx, tokens)?;
+    match ctx.tables() {
+        Some(_) => look_up_piece(ctx, &weights, tokens, 0, &out)?,
+        None => {
+            ctx.device.run(Embedding::Lookup { tokens: &rows, table: weights.get(role)?, out: &out })?;
+        }
+    }
     drop(rows);
     finish(ctx, &weights, tokens, &out)?;
     drop(weights);
     store.release(Unit::of_matrices(BlockId::Embedding, 0), false);
+    Ok(out)
+}
+
+/// Room for the embeddings of `tokens`; zeros where other ranks have some of the rows.
+pub(crate) fn begin(ctx: &Context<'_>, tokens: &Tensor) -> Result<Tensor, StepError> {
+    let out = residual(ctx, tokens)?;
+    if ctx.tables().is_some() {
+        ctx.device.run(Elementwise::Fill { out: &out, value: 0.0 })?;
+    }
     Ok(out)
 }
 
@@ -50,7 +61,7 @@ pub(crate) fn residual(ctx: &Context<'_>, tokens: &Tensor) -> Result<Tensor, Ste
     Ok(ctx.device.alloc(ctx.activations, &sizes, Tag::Activations, "residual")?)
 }
 
-/// Writes the rows of those tokens that a piece of the table has, from its first row on.
+/// Writes the rows of those tokens that a piece of this rank's rows of the table has, from its first row on.
 pub(crate) fn look_up_piece(
     ctx: &Context<'_>,
     piece: &BlockWeights,
@@ -59,16 +70,20 @@ pub(crate) fn look_up_piece(
     out: &Tensor,
 ) -> Result<(), StepError> {
     let table = piece.get(Role::TokenEmbedding)?;
+    let first_row = first_row + ctx.tables().map_or(0, Products::first_row);
     Ok(ctx.device.run(Embedding::LookupPiece { tokens, table, first_row, out })?)
 }
 
-/// What is added to the rows of the table, in place.
+/// The rows of all ranks, and what is added to the rows of the table, in place.
 pub(crate) fn finish(
     ctx: &Context<'_>,
     weights: &BlockWeights,
     tokens: &Tensor,
     out: &Tensor,
 ) -> Result<(), StepError> {
+    if let Some(products) = ctx.tables() {
+        products.sum(ctx.device, out)?;
+    }
     if let Some(adapter) = weights.adapter(Role::TokenEmbedding)? {
         adapter.embed(ctx, tokens, out)?;
     }

@@ -49,6 +49,18 @@ pub enum StepError {
         /// The group's pattern.
         pattern: String,
     },
+    /// Ranks that share products cannot have as much of each.
+    #[error(
+        "{what}, of which the model has {size}, are not divisible by {ranks} ranks; set parallel.tensor_parallel to a divisor"
+    )]
+    UnevenProducts {
+        /// Ranks that share every product.
+        ranks: u32,
+        /// What is divided.
+        what: &'static str,
+        /// How many there are.
+        size: u64,
+    },
     /// A pipeline has more stages than there are layers.
     #[error(
         "{stages} stages are more than the model has layers, which are {layers}; set parallel.pipeline_parallel to {layers} or less"

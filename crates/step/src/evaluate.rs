@@ -14,6 +14,7 @@ use crate::context::Context;
 use crate::embedding;
 use crate::head;
 use crate::inputs::{Inputs, Places, sum};
+use crate::products::Products;
 use crate::rope::RopeTables;
 use crate::settings::{MicroBatch, Precision};
 use crate::store::{WeightStorage, WeightStore};
@@ -40,6 +41,8 @@ pub(crate) struct Evaluation<'a> {
     pub ring: Option<&'a Ring<'a>>,
     /// Where the residual stream comes from and goes to.
     pub flow: Flow<'a>,
+    /// The ranks that share every product, where there are several.
+    pub products: Option<&'a Products<'a>>,
     pub settings: EvaluateSettings,
     pub mlp_chunk_tokens: Option<u64>,
 }
@@ -73,7 +76,8 @@ impl Evaluation<'_> {
         }
         let ctx = inputs.context(self.device, self.spec, self.settings.precision, ropes);
         let around = self.ring.map(|ring| Around { ring, length });
-        let ctx = Context { mlp_chunk_tokens: self.mlp_chunk_tokens, around, ..ctx };
+        let products = self.products;
+        let ctx = Context { mlp_chunk_tokens: self.mlp_chunk_tokens, around, products, ..ctx };
         store.announce_forward(self.spec, self.spec.part.head)?;
         let tokens = (&inputs.tokens, &*inputs.ids);
         let mut x = self.flow.enter(&ctx, tokens.0, || embedding::forward(&ctx, store, tokens))?;
@@ -87,7 +91,10 @@ impl Evaluation<'_> {
         self.device.enter(Phase::Loss, None);
         let Some(x) = self.flow.leave(&ctx, x)? else { return Ok((0.0, micro_batch.target_count())) };
         head::loss_of(&ctx, store, &x, &inputs.labels, self.settings.loss_chunk_tokens)?;
-        Ok((sum(self.device, &inputs.labels.losses)?, micro_batch.target_count()))
+        let losses = sum(self.device, &inputs.labels.losses)?;
+        // Ranks that share products have found the same.
+        let counts = products.is_none_or(Products::is_first);
+        Ok((if counts { losses } else { 0.0 }, micro_batch.target_count()))
     }
 }
 
@@ -129,8 +136,8 @@ impl<'a> Evaluator<'a> {
         let Evaluator { device, spec, settings, weights, ropes } = self;
         let (device, settings) = (*device, *settings);
         let ropes = Some(&*ropes);
-        let (flow, ring) = (Flow::through(None), None);
-        let pass = Evaluation { device, spec, ropes, ring, flow, settings, mlp_chunk_tokens: None };
+        let (flow, ring, products) = (Flow::through(None), None, None);
+        let pass = Evaluation { device, spec, ropes, ring, flow, products, settings, mlp_chunk_tokens: None };
         pass.run(weights, batch_size, micro_batch)
     }
 }

@@ -54,6 +54,8 @@ pub(crate) struct Gradients<'a> {
     held: Option<(Unit, Role, Tensor)>,
     /// What makes the embedding's gradient where that does not stay on the device.
     pub looked_up: LookedUp,
+    /// The number of the first row of the embedding's table, where other ranks have those before it.
+    pub first_table_row: u64,
 }
 
 /// A gradient that something was added to.
@@ -162,6 +164,7 @@ impl<'a> Gradients<'a> {
             exist: BTreeSet::new(),
             held: None,
             looked_up: LookedUp::default(),
+            first_table_row: 0,
         })
     }
 
@@ -371,7 +374,7 @@ impl<'a> Gradients<'a> {
     ) -> Result<(), StepError> {
         let key = (part.parameter.block, part.parameter.role);
         let target = self.rows_target(key, part.piece, &part.rows, nth)?;
-        target.scatter(self.device, part.rows.start, tokens, dout)
+        target.scatter(self.device, self.first_table_row + part.rows.start, tokens, dout)
     }
 
     /// All rows of a table were written `times` more times; gives how often they were before.
@@ -413,7 +416,9 @@ impl<'a> Gradients<'a> {
         tokens: &Tensor,
         dout: &Tensor,
     ) -> Result<(), StepError> {
-        self.target(block, role)?.scatter(self.device, 0, tokens, dout)
+        // Positions are no tokens.
+        let first = if role == Role::TokenEmbedding { self.first_table_row } else { 0 };
+        self.target(block, role)?.scatter(self.device, first, tokens, dout)
     }
 
     /// Adds dout^T x to a weight's gradient.

@@ -78,6 +78,17 @@ pub(crate) fn loss_of(
     let (block, role) = Head::table(tied);
     let Some(pieces) = store.pieces(block, role) else {
         let head = Head::gather(store, tied)?;
+        if ctx.tables().is_some() {
+            let (norm, weight) = (head.norm(&ctx.spec.norm)?, head.linear()?.weight);
+            let (piece, rows) = (0, 0..weight.rows());
+            let pieces = std::slice::from_ref(&rows);
+            let loss = PiecedLoss::begin(ctx, norm, x.clone(), labels, chunk_tokens, pieces)?;
+            loss.add(ctx, HeadPiece { block, role, piece, rows: &rows, weight })?;
+            loss.losses(ctx)?;
+            drop(loss);
+            head.release(store);
+            return Ok(());
+        }
         let normed = head.norm(&ctx.spec.norm)?.forward(ctx.device, x)?;
         for_each_chunk(ctx, &head.linear()?, &normed.out, labels, chunk_tokens, |chunk| {
             Ok(ctx.device.run(chunk.cross_entropy(ctx.logit_soft_cap(), None))?)

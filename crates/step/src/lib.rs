@@ -20,6 +20,7 @@ mod loss_scale;
 mod norm;
 mod optimizer;
 mod policy;
+mod products;
 mod rope;
 mod settings;
 mod stage;

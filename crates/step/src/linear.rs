@@ -100,7 +100,8 @@ impl Linear<'_> {
         out: &Tensor,
         accumulate: bool,
     ) -> Result<(), StepError> {
-        let bias = self.bias;
+        let adds_bias = ctx.products.is_none_or(|products| products.adds_bias(self.role));
+        let bias = self.bias.filter(|_| adds_bias);
         if let Some((adapter, dora)) = self.dora() {
             let y = self.undirected(ctx, adapter, x)?;
             let lengths = adapter.lengths(ctx, dora, self.weight)?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use plimsoll_device::{BlockSparse, Compute, DType};
 use plimsoll_memory::Tier;
-use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeights};
+use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter, QkNorm, Role, StoredWeights};
 use plimsoll_parallel::{Mesh, MeshPlace};
 
 use crate::inputs::Places;
@@ -455,6 +455,52 @@ impl StepSettings {
                 "a table that two stages of a pipeline have is trained with all weights or not at all"
             }
             _ => return Ok(()),
+        };
+        Err(StepError::Invariant { what })
+    }
+
+    /// What stands in the way of ranks that share every product, if they do.
+    pub(crate) fn check_products(&self, spec: &ModelSpec) -> Result<(), StepError> {
+        let ranks = self.ranks.mesh.tensor;
+        if ranks <= 1 {
+            return Ok(());
+        }
+        let adapted = |adapters: &Adapters| {
+            let config = adapters.layout.config();
+            let of_table = |p: &Parameter| p.block.layer().is_none() && matches!(p.role, Role::Lora(..));
+            (config.use_dora, adapters.layout.parameters().iter().any(of_table))
+        };
+        let (has_lengths, adapts_tables) = self.method.adapters().map_or((false, false), adapted);
+        let what = match () {
+            () if self.chunk_tokens().is_some() => "sequences in chunks go through products of one rank",
+            () if !self.optimizer.kind.has_states_of_elements() => {
+                "an optimizer whose states are of rows or blocks needs whole matrices"
+            }
+            () if spec.attention.qk_norm == Some(QkNorm::Whole) => "a norm over all heads needs all of them",
+            () if has_lengths => "lengths of rows need whole rows",
+            () if adapts_tables => "an adapter of a table needs all of it",
+            () if self.stage.is_some() => return Ok(()),
+            () => {
+                let sizes = [
+                    ("attention heads", spec.attention.heads),
+                    ("key-value heads", spec.attention.kv_heads),
+                    ("columns of the feed-forward part", spec.mlp.intermediate_size),
+                ];
+                let ranks = u64::from(ranks);
+                let blocks = |p: &Parameter| {
+                    let types = &self.method.adapters()?.weight_types;
+                    let elements = types.get(&(p.block, p.role))?.block_elements();
+                    let is_cut = matches!(p.role, Role::OProj | Role::DownProj);
+                    (is_cut && !(p.columns() / ranks).is_multiple_of(elements))
+                        .then(|| p.columns() / elements)
+                };
+                let blocks = spec.parameters().iter().find_map(blocks);
+                let blocks = blocks.map(|blocks| ("blocks of a row of a quantised weight", blocks));
+                let odd = sizes.into_iter().find(|(_, size)| !size.is_multiple_of(ranks)).or(blocks);
+                let Some((what, size)) = odd else { return Ok(()) };
+                let ranks = self.ranks.mesh.tensor;
+                return Err(StepError::UnevenProducts { ranks, what, size });
+            }
         };
         Err(StepError::Invariant { what })
     }

@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_model::{BlockId, ModelPart, ModelSpec, Parameter, Role};
+use plimsoll_device::PIECE_ROWS;
+use plimsoll_model::{Adapted, BlockId, LoraPart, ModelPart, ModelSpec, Parameter, Role};
+use plimsoll_parallel::{Mesh, MeshPlace};
 
 use crate::StepSettings;
 use crate::settings::{Adapters, TrainingMethod};
@@ -21,16 +23,20 @@ pub enum PipelineSchedule {
     GPipe,
 }
 
-/// One stage of a pipeline.
+/// What a rank has of a model: one stage of a pipeline, and of every product in it one part.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stage {
-    /// Which one, from the embedding on.
+    /// Which stage, from the embedding on.
     pub number: u32,
     /// How many there are.
     pub count: u32,
+    /// Which part of its products.
+    pub tensor: u32,
+    /// In how many parts.
+    pub tensors: u32,
     /// The whole model, and how it is trained.
     pub(crate) whole: Arc<(ModelSpec, TrainingMethod)>,
-    /// Parts that each stage measures and updates.
+    /// Parts that each rank of the whole model measures: stage after stage, and of a stage rank after rank.
     pub(crate) parts: Vec<u64>,
 }
 
@@ -61,7 +67,7 @@ impl Stage {
 
     /// Whether that copy's gradient is added to the table's, and the copy follows the table.
     pub(crate) fn ties_training(&self) -> bool {
-        self.is_tied() && self.trained().iter().any(|p| p.role == Role::TokenEmbedding)
+        self.count > 1 && self.is_tied() && self.trained().iter().any(|p| p.role == Role::TokenEmbedding)
     }
 
     /// Whether it is the first.
@@ -76,7 +82,7 @@ impl Stage {
 
     /// Whether a parameter that this stage has is a copy of another stage's.
     pub(crate) fn is_copy(&self, p: &Parameter) -> bool {
-        self.is_tied() && p.role == Role::LmHead
+        self.count > 1 && self.is_tied() && p.role == Role::LmHead
     }
 
     /// The parameter that a copy is of; itself, of any other.
@@ -89,10 +95,80 @@ impl Stage {
         }
     }
 
-    /// The parameters that a stage trains.
-    pub(crate) fn trained_by(&self, number: u32) -> Vec<Parameter> {
-        let (spec, method) = cut(&self.whole.0, &self.whole.1, number, self.count);
+    /// The parameters that a rank of the whole model trains, as it has them.
+    pub(crate) fn trained_by(&self, number: u32, tensor: u32) -> Vec<Parameter> {
+        let (spec, method) = cut(&self.whole.0, &self.whole.1, (number, self.count), (tensor, self.tensors));
         method.trained(&spec)
+    }
+
+    /// Whether a parameter counts in the norm of all gradients here: it is no copy, and no other rank that shares products with this
+    /// one has all of it too and comes before.
+    pub fn counts(&self, p: &Parameter) -> bool {
+        self.counts_of(self.tensor, p)
+    }
+
+    fn counts_of(&self, tensor: u32, p: &Parameter) -> bool {
+        !self.is_copy(p) && (tensor == 0 || self.split(p) != Split::Whole)
+    }
+
+    /// How the ranks that share products have a parameter.
+    pub(crate) fn split(&self, p: &Parameter) -> Split {
+        match self.tensors > 1 {
+            true if p.is_table() && vocabulary(&self.whole.0, 0, self.tensors).is_none() => Split::Whole,
+            true => Split::of(p.role),
+            false => Split::Whole,
+        }
+    }
+
+    /// The rows or columns that a rank has of a parameter, which is given whole.
+    pub(crate) fn share(&self, whole: &Parameter, tensor: u32) -> Range<u64> {
+        if whole.is_table()
+            && let Some((start, end)) = vocabulary(&self.whole.0, tensor, self.tensors)
+        {
+            return start..end;
+        }
+        let all = match self.split(whole) {
+            Split::Columns => whole.columns(),
+            Split::Rows | Split::Whole => whole.rows(),
+        };
+        let (tensor, tensors) = (u64::from(tensor), u64::from(self.tensors));
+        match self.split(whole) {
+            Split::Whole => 0..all,
+            Split::Rows | Split::Columns => all / tensors * tensor..all / tensors * (tensor + 1),
+        }
+    }
+
+    /// A parameter of the whole model's as a rank has it.
+    pub(crate) fn local(&self, whole: &Parameter, tensor: u32) -> Parameter {
+        let (share, mut own) = (self.share(whole, tensor), whole.clone());
+        let place = match self.split(whole) {
+            Split::Whole => None,
+            Split::Rows => own.shape.first_mut(),
+            Split::Columns => own.shape.last_mut(),
+        };
+        if let Some(place) = place {
+            *place = share.end - share.start;
+        }
+        own
+    }
+
+    /// A parameter of this rank's as the whole model has it.
+    pub(crate) fn whole_of(&self, p: &Parameter) -> Parameter {
+        let p = self.original(p);
+        if self.split(&p) == Split::Whole {
+            return p;
+        }
+        let (spec, method) = &*self.whole;
+        let adapters = method.adapters().map(|adapters| adapters.layout.parameters()).unwrap_or_default();
+        let same = |other: &&Parameter| (other.block, other.role) == (p.block, p.role);
+        let base = spec.block_parameters(p.block);
+        base.iter().chain(adapters).find(same).cloned().unwrap_or(p)
+    }
+
+    /// Whether each rank that shares products has its own sum of a gradient, of a parameter that all of them have.
+    pub(crate) fn is_partial(&self, p: &Parameter) -> bool {
+        let of_part = matches!(p.role, Role::QNorm | Role::KNorm | Role::Lora(LoraPart::A | LoraPart::B, _));
+        self.tensors > 1 && of_part && self.split(p) == Split::Whole
     }
 
     /// All that is trained, of every stage. A copy is none of it.
@@ -100,22 +176,76 @@ impl Stage {
         self.whole.1.trained(&self.whole.0)
     }
 
-    /// Parts of the stages before this one.
-    pub(crate) fn parts_before(&self) -> u64 {
-        self.parts.iter().take(self.number as usize).sum()
+    /// This rank's number among those that have the whole model between them.
+    pub(crate) fn place(&self) -> usize {
+        (self.number * self.tensors + self.tensor) as usize
     }
 
-    /// Parts of all other stages.
+    /// Parts that ranks before this one measure.
+    pub(crate) fn parts_before(&self) -> u64 {
+        self.parts.iter().take(self.place()).sum()
+    }
+
+    /// Parts that all others measure.
     pub fn parts_elsewhere(&self) -> u64 {
         let all: u64 = self.parts.iter().sum();
-        all - self.parts.get(self.number as usize).copied().unwrap_or(0)
+        all - self.parts.get(self.place()).copied().unwrap_or(0)
     }
 }
 
-/// What a stage has of a model and of what is trained.
-fn cut(spec: &ModelSpec, method: &TrainingMethod, number: u32, count: u32) -> (ModelSpec, TrainingMethod) {
-    let part = ModelPart { first_layer: 0, embedding: number == 0, head: number + 1 == count };
-    let own = spec.stage(Stage::layers(spec.num_layers, number, count), part);
+/// How ranks that share products have a parameter (Megatron-LM, Shoeybi et al. 2019).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Split {
+    /// Each has all of it.
+    Whole,
+    /// Each has some rows: outputs of a product, or words of the vocabulary.
+    Rows,
+    /// Each has some columns: inputs of a product, whose outputs are added up.
+    Columns,
+}
+
+impl Split {
+    fn of(role: Role) -> Split {
+        use Adapted::{DownProj, GateProj, KProj, OProj, QProj, UpProj, VProj};
+        match role {
+            Role::QProj
+            | Role::KProj
+            | Role::VProj
+            | Role::QBias
+            | Role::KBias
+            | Role::VBias
+            | Role::GateProj
+            | Role::UpProj
+            | Role::GateBias
+            | Role::UpBias
+            | Role::TokenEmbedding
+            | Role::LmHead
+            | Role::Lora(LoraPart::B, QProj | KProj | VProj | GateProj | UpProj) => Split::Rows,
+            Role::OProj | Role::DownProj | Role::Lora(LoraPart::A, OProj | DownProj) => Split::Columns,
+            _ => Split::Whole,
+        }
+    }
+}
+
+/// The rows that a rank has of the tables of the vocabulary, in whole runs of logits; `None` where there are too few for every rank.
+fn vocabulary(spec: &ModelSpec, tensor: u32, tensors: u32) -> Option<(u64, u64)> {
+    let (runs, tensors) = (spec.vocab_size.div_ceil(PIECE_ROWS), u64::from(tensors));
+    let cut = |tensor: u64| spec.vocab_size.min(runs * tensor / tensors * PIECE_ROWS);
+    (tensors > 1 && runs >= tensors).then(|| (cut(u64::from(tensor)), cut(u64::from(tensor) + 1)))
+}
+
+/// What a rank has of a model and of what is trained.
+fn cut(
+    spec: &ModelSpec,
+    method: &TrainingMethod,
+    (number, count): (u32, u32),
+    (tensor, tensors): (u32, u32),
+) -> (ModelSpec, TrainingMethod) {
+    let part = ModelPart { embedding: number == 0, head: number + 1 == count, ..ModelPart::WHOLE };
+    let mut own = spec.stage(Stage::layers(spec.num_layers, number, count), part);
+    if tensors > 1 {
+        own = own.share_of_products(u64::from(tensors), vocabulary(spec, tensor, tensors));
+    }
     let Some(adapters) = method.adapters() else { return (own, TrainingMethod::Full) };
     let blocks: Vec<BlockId> = own.blocks().collect();
     let copied = spec.tie_word_embeddings && !own.tie_word_embeddings && part.head;
@@ -135,8 +265,12 @@ fn cut(spec: &ModelSpec, method: &TrainingMethod, number: u32, count: u32) -> (M
         own
     }
     let copied = copied.then_some((table, copy));
+    let mut layout = adapters.layout.of_blocks(&|block| blocks.contains(&block));
+    if tensors > 1 {
+        layout = layout.of_shapes(&own);
+    }
     let adapters = Adapters {
-        layout: adapters.layout.of_blocks(&|block| blocks.contains(&block)),
+        layout,
         dropout: adapters.dropout,
         weight_types: own_of(&adapters.weight_types, &blocks, copied),
         in_files: own_of(&adapters.in_files, &blocks, copied),
@@ -148,20 +282,23 @@ impl StepSettings {
     /// What the rank that these settings are of has of a model, and the settings for that; both as they are where a rank has all
     /// layers, or where they are of a stage already.
     pub fn of_stage(&self, spec: &ModelSpec) -> (ModelSpec, StepSettings) {
-        let count = self.ranks.mesh.pipeline;
-        if count <= 1 || self.stage.is_some() {
+        let Mesh { pipeline: count, tensor: tensors, .. } = self.ranks.mesh;
+        if count <= 1 && tensors <= 1 || self.stage.is_some() {
             return (spec.clone(), self.clone());
         }
-        let (own, method) = cut(spec, &self.method, self.ranks.place().stage, count);
+        let (count, tensors) = (count.max(1), tensors.max(1));
+        let MeshPlace { stage: number, tensor, .. } = self.ranks.place();
+        let (own, method) = cut(spec, &self.method, (number, count), (tensor, tensors));
         let whole = Arc::new((spec.clone(), self.method.clone()));
-        let mut stage = Stage { number: self.ranks.place().stage, count, whole, parts: Vec::new() };
+        let mut stage = Stage { number, count, tensor, tensors, whole, parts: Vec::new() };
         let (pieces, kind) = (Pieces::new(spec, &self.optimizer.kind), &self.optimizer.kind);
-        let parts = |number| {
-            let trained: Vec<Parameter> =
-                stage.trained_by(number).into_iter().filter(|p| !stage.is_copy(p)).collect();
+        let parts = |place: u32| {
+            let (number, tensor) = (place / tensors, place % tensors);
+            let mut trained = stage.trained_by(number, tensor);
+            trained.retain(|p| stage.counts_of(tensor, p));
             Parts::new(&trained, pieces, kind, 1).count()
         };
-        stage.parts = (0..count).map(parts).collect();
+        stage.parts = (0..count * tensors).map(parts).collect();
         (own, StepSettings { method, stage: Some(stage), ..self.clone() })
     }
 }

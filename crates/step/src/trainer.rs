@@ -32,6 +32,7 @@ use crate::head::Head;
 use crate::loss_scale::LossScale;
 use crate::optimizer::{Optimizer, OwnParts, StateStorage, Update};
 use crate::policy::SavePolicy;
+use crate::products::Products;
 use crate::rope::RopeTables;
 use crate::settings::{
     GradientClipping, MicroBatch, MicroBatches, NormSource, Ranks, StepSettings, UpdateTiming, stays,
@@ -42,10 +43,10 @@ use crate::tier::Pieces;
 
 use numbers::Found;
 pub use numbers::Numbers;
-pub(crate) use parts::{Part, Parts};
+pub(crate) use parts::{Part, Parts, Standing};
 use passes::Passes;
 pub(crate) use pipeline::Flow;
-use pipeline::Stages;
+use pipeline::{Model, Stages};
 pub use state::NamedTensor;
 
 /// Sets the seeds of dropout apart from others.
@@ -67,6 +68,10 @@ pub struct Trainer<'a> {
     replicas: Rc<dyn Communicator + 'a>,
     /// Those that have the other layers, where ranks have some of the layers each.
     stages: Option<Rc<Stages<'a>>>,
+    /// Those that share every product.
+    products: Option<Rc<Products<'a>>>,
+    /// Those that have the whole model between them.
+    model: Option<Model<'a>>,
     tiers: Arc<LowerTiers>,
     weights: WeightStore<'a>,
     gradients: Gradients<'a>,
@@ -150,6 +155,7 @@ impl<'a> Trainer<'a> {
         settings.check_chunks()?;
         settings.check_context()?;
         settings.check_pipeline(&spec)?;
+        settings.check_products(&spec)?;
         let (spec, settings) = settings.of_stage(&spec);
         let precision = settings.precision;
         let mesh = settings.ranks.mesh;
@@ -159,14 +165,29 @@ impl<'a> Trainer<'a> {
         let replicas: Rc<dyn Communicator + 'a> =
             Rc::from(communicator.group(mesh.replica_group(communicator.rank()))?);
         let ranks = replicas.size();
-        let stages = match &settings.stage {
-            None => None,
-            Some(stage) => {
-                let ranks = communicator.group(mesh.stage_group(communicator.rank()))?;
-                Some(Rc::new(Stages { ranks, stage: stage.clone() }))
+        let (mut stages, mut products, mut model) = (None, None, None);
+        if let Some(stage) = &settings.stage {
+            let group = |members| communicator.group(members);
+            if stage.count > 1 {
+                let ranks = group(mesh.stage_group(communicator.rank()))?;
+                stages = Some(Rc::new(Stages { ranks, stage: stage.clone() }));
             }
-        };
+            if stage.tensors > 1 {
+                let ranks = group(mesh.tensor_group(communicator.rank()))?;
+                products = Some(Rc::new(Products::new(ranks, spec.part.vocabulary)));
+            }
+            let ranks = group(mesh.model_group(communicator.rank()))?;
+            model = Some(Model { ranks, stage: stage.clone() });
+        }
         let is_copy = |p: &Parameter| settings.stage.as_ref().is_some_and(|stage| stage.is_copy(p));
+        let standing = |p: &Parameter| match &settings.stage {
+            None => Standing::default(),
+            Some(stage) => Standing {
+                is_copy: stage.is_copy(p),
+                is_measured_elsewhere: !stage.counts(p),
+                is_partial: stage.is_partial(p),
+            },
+        };
         let shares_updates = ranks::shares_updates(&settings);
         let each_pass = settings.sharding.reduces_each_pass();
         let method = &settings.method;
@@ -182,7 +203,7 @@ impl<'a> Trainer<'a> {
         let storage = WeightStorage { types: &types, adapters, trained: true, offload: below };
         let cut = Pieces::new(&spec, &settings.optimizer.kind);
         let trained = method.trained(&spec);
-        let parts = Parts::of_copies(&trained, cut, &settings.optimizer.kind, ranks, &is_copy);
+        let parts = Parts::standing(&trained, cut, &settings.optimizer.kind, ranks, &standing);
         let parts = Rc::new(parts);
         let sharing = Sharing { communicator: &replicas, parts: &parts };
         let sharing = ranks::shares_weights(&settings).then_some(sharing);
@@ -218,7 +239,8 @@ impl<'a> Trainer<'a> {
             (UpdateTiming::InBackward(_), tied) => 1 + usize::from(tied),
         };
         let (dtype, cut_in) = (precision.gradients, (cut, buffers));
-        let gradients = Gradients::new(device, &trained, dtype, on_tier, cut_in)?;
+        let mut gradients = Gradients::new(device, &trained, dtype, on_tier, cut_in)?;
+        gradients.first_table_row = spec.part.vocabulary.map_or(0, |(start, _)| start);
         device.enter(Phase::Setup, None);
         let (length, chunk) = (settings.sequence_length, settings.chunk_tokens());
         let ring = match mesh.context {
@@ -243,7 +265,11 @@ impl<'a> Trainer<'a> {
         let shares_sums = ranks::shares_sums(&settings);
         let numbers = Numbers::new(device, (before, parts.count(), elsewhere), shares_sums)?;
         let (block, role) = Head::table(spec.tie_word_embeddings);
+        let table = spec.block_parameters(block).into_iter().find(|p| p.role == role);
+        // Where ranks have some rows each, the loss comes from all of them.
+        let table = table.filter(|_| spec.part.head && spec.part.vocabulary.is_some());
         let loss_pieces = weights.pieces(block, role).or_else(|| gradients.pieces(block, role));
+        let loss_pieces = loss_pieces.or_else(|| table.map(|table| cut.of(&table)));
         let mover = match offload.activations {
             Tier::Device => None,
             tier => Some(Rc::new(Mover::new(device, &tiers, tier)?)),
@@ -272,6 +298,8 @@ impl<'a> Trainer<'a> {
             communicator,
             replicas,
             stages,
+            products,
+            model,
             tiers,
             weights,
             gradients,
@@ -388,8 +416,8 @@ impl<'a> Trainer<'a> {
     /// Has every rank know the norms and the flag of all.
     fn agree(&self) -> Result<(), StepError> {
         self.numbers.agree(self.device, &*self.replicas)?;
-        match &self.stages {
-            Some(stages) => self.numbers.agree_between_stages(self.device, stages),
+        match &self.model {
+            Some(model) => self.numbers.agree_in_model(self.device, model),
             None => Ok(()),
         }
     }
@@ -431,7 +459,9 @@ impl<'a> Trainer<'a> {
 
     /// The mean loss over the targets of all ranks.
     fn mean_loss(&self, passed: Passed, found: &Found) -> Result<f64, StepError> {
-        Ok(self.communicator.sum(found.loss)? * passed.scale)
+        // Ranks that share products have found the same.
+        let own = if self.settings.ranks.place().tensor == 0 { found.loss } else { 0.0 };
+        Ok(self.communicator.sum(own)? * passed.scale)
     }
 
     /// All micro-batches forward and backward, and what becomes of the gradients behind the last one.
@@ -439,7 +469,7 @@ impl<'a> Trainer<'a> {
         self.gradients.begin(splitmix64(self.settings.seed, self.progress.steps));
         let (Ranks { mesh, .. }, place) = (self.settings.ranks, self.settings.ranks.place());
         // Ranks that work on the same sequences count them once.
-        let counted = |own: f64| if place.context == 0 && place.stage == 0 { own } else { 0.0 };
+        let counted = |own: f64| if place.leads() { own } else { 0.0 };
         let targets = self.communicator.sum(counted(micro_batches.target_count() as f64))? as u64;
         let weight = self.communicator.sum(counted(micro_batches.target_weight()))?;
         let (own, together) = (micro_batches.len(), self.settings.micro_batches_per_pass.max(1));

@@ -11,7 +11,7 @@ use common::*;
 use plimsoll_device::{Communicated, Cpu, CpuOptions, DType, Device, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tag, Tier};
-use plimsoll_model::{AdapterConfig, AdapterLayout, AttentionSpec, MlpSpec, ModelSpec, RopeSpec};
+use plimsoll_model::{AdapterConfig, AdapterLayout, AttentionSpec, MlpSpec, ModelSpec, QkNorm, RopeSpec};
 use plimsoll_parallel::{Collectives, Communicator, Deal, DryRanks, Mesh, ThreadRank, Wired, thread_ranks};
 use plimsoll_step::{
     AdamSettings, Adapters, AttentionKind, Checkpointing, EightBit, GradientClipping, LionSettings,
@@ -53,7 +53,7 @@ struct Ended {
 /// Those of a rank; who does not take other micro-batches takes another part of the mesh.
 fn of_rank(settings: &StepSettings, ranks: &dyn Communicator) -> StepSettings {
     let mesh = settings.ranks.mesh;
-    let mesh = Mesh { data: ranks.size() / mesh.context / mesh.pipeline, ..mesh };
+    let mesh = Mesh { data: ranks.size() / mesh.context / mesh.pipeline / mesh.tensor, ..mesh };
     StepSettings { ranks: Ranks { rank: ranks.rank(), mesh }, ..settings.clone() }
 }
 
@@ -540,4 +540,122 @@ fn one_forward_one_backward_keeps_fewer_activations() {
     let [[first, last], [first_of_all, last_of_all]] =
         SCHEDULES.map(|schedule| [0, 1].map(|rank| of(schedule, rank)));
     assert!(2 * first < first_of_all && 2 * last < last_of_all && last < first);
+}
+
+/// Ranks of which so many share every product.
+fn sharing_products(settings: StepSettings, tensor: u32) -> StepSettings {
+    let mesh = Mesh { tensor, ..settings.ranks.mesh };
+    StepSettings { ranks: Ranks { rank: 0, mesh }, ..settings }
+}
+
+#[test]
+fn ranks_that_share_products_come_near_one() {
+    for spec in families().map(wider) {
+        // A vocabulary that each rank has some rows of.
+        for spec in [spec.clone(), ModelSpec { vocab_size: 3101, ..spec }] {
+            if spec.attention.qk_norm == Some(QkNorm::Whole) {
+                continue;
+            }
+            for precision in [Precision::F32, PURE_BF16] {
+                let settings = StepSettings { precision, ..settings(1, 12) };
+                let one = run(&spec, &settings, 1);
+                let tolerance = if precision == Precision::F32 { 2e-5 } else { 5e-2 };
+                for ranks in [2, 4] {
+                    let shared = run(&spec, &sharing_products(settings.clone(), 2), ranks);
+                    assert_close(&shared, &one, tolerance, &format!("{} {precision:?} {ranks}", spec.name));
+                    let names =
+                        |ended: &Ended| ended.state.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+                    assert_eq!(names(&shared), names(&one));
+                }
+            }
+        }
+    }
+}
+
+/// Stages, shares of everything, shared sequences, lower tiers, forms of checkpointing, adapters and quantised weights go with them.
+#[test]
+fn whatever_else_is_asked_ranks_that_share_products_come_near_one() {
+    // Halves of heads and of the feed-forward width are whole blocks of quantised weights.
+    let sizes = wider(llama());
+    let spec = ModelSpec {
+        num_layers: 4,
+        vocab_size: 3101,
+        attention: AttentionSpec { head_dim: 32, rope: Some(RopeSpec::plain(32, 1e4)), ..sizes.attention },
+        mlp: MlpSpec { intermediate_size: 256, ..sizes.mlp },
+        ..sizes
+    };
+    let untied = ModelSpec { tie_word_embeddings: false, ..spec.clone() };
+    let base = settings(1, 16);
+    let everything = away(Tier::Disk, Tier::Disk, Tier::Disk, Tier::Disk);
+    let adapters =
+        |weights| without_dropout(&StepSettings { method: adapters(&spec, false, weights), ..base.clone() });
+    let lion = OptimizerKind::Lion(LionSettings { beta1: 0.9, beta2: 0.99 });
+    for (settings, tolerance) in [
+        (StepSettings { document_end: Some(3), mlp_chunk_tokens: Some(5), ..base.clone() }, 2e-5),
+        (StepSettings { offload: everything, checkpointing: Checkpointing::Every(2), ..base.clone() }, 2e-5),
+        (
+            StepSettings { checkpointing: Checkpointing::Full, micro_batches_per_pass: 2, ..base.clone() },
+            2e-5,
+        ),
+        (StepSettings { update: UpdateTiming::InBackward(NormSource::SecondBackward), ..base.clone() }, 2e-5),
+        (StepSettings { precision: BF16_WITH_MASTERS, optimizer: with_kind(lion), ..base.clone() }, 2e-2),
+        (StepSettings { method: adapters(DType::F32), ..base.clone() }, 2e-5),
+        (StepSettings { method: adapters(DType::Q8_0), ..base.clone() }, 2e-5),
+        (StepSettings { method: adapters(DType::Nf4), ..base.clone() }, 2e-2),
+    ] {
+        for spec in [&spec, &untied] {
+            let one = run(spec, &settings, 1);
+            let shared = sharing_products(settings.clone(), 2);
+            for (stage, ranks) in [
+                (ZeroStage::Nothing, 2),
+                (ZeroStage::States, 4),
+                (ZeroStage::Gradients, 2),
+                (ZeroStage::Weights, 4),
+            ] {
+                let shared = sharded(shared.clone(), stage, false);
+                let what = format!("{ranks} ranks, {shared:?}");
+                assert_close(&run(spec, &shared, ranks), &one, tolerance, &what);
+            }
+            let sequences = sharing_products(sharing_sequences(settings.clone(), 2), 2);
+            assert_close(&run(spec, &sequences, 4), &one, tolerance, &format!("{sequences:?}"));
+            let after =
+                settings.update == UpdateTiming::AfterBackward && settings.micro_batches_per_pass == 1;
+            for schedule in SCHEDULES.into_iter().filter(|_| after) {
+                let staged = in_stages(shared.clone(), 2, schedule);
+                assert_close(&run(spec, &staged, 4), &one, tolerance, &format!("{staged:?}"));
+                let staged = sharded(staged, ZeroStage::Weights, false);
+                assert_close(&run(spec, &staged, 8), &one, tolerance, &format!("{staged:?}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_has_its_part_of_every_product() {
+    let spec = ModelSpec { vocab_size: 64 * 32, hidden_size: 256, ..wider(llama()) };
+    let of = |settings: &StepSettings, ranks, tag| {
+        (0..ranks).map(|rank| at_peak(&spec, settings, DryRanks::new(rank, ranks), tag)).max().unwrap()
+    };
+    let (alone, shared) = (settings(1, 12), sharing_products(settings(1, 12), 2));
+    for tag in [Tag::Weights, Tag::Optimizer, Tag::Gradients] {
+        let (whole, share) = (of(&alone, 1, tag), of(&shared, 2, tag));
+        assert!(share * 100 < whole * 52, "{tag:?}: {share} of {whole}");
+    }
+}
+
+#[test]
+fn what_products_cannot_be_divided_by_is_refused() {
+    let error = |spec: &ModelSpec, settings: StepSettings| {
+        let (dry, settings) = (Dry::new(), of_rank(&settings, &DryRanks::new(0, settings.ranks.mesh.size())));
+        let ranks = DryRanks::new(0, settings.ranks.mesh.size());
+        Trainer::new(&dry, Arc::default(), spec.clone(), settings, &ranks).err().map(|e| e.to_string())
+    };
+    let (spec, base) = (wider(llama()), settings(1, 12));
+    let heads = error(&spec, sharing_products(base.clone(), 3)).unwrap();
+    assert!(heads.contains("are not divisible by 3 ranks; set parallel.tensor_parallel"), "{heads}");
+    let stages = error(&spec, in_stages(base.clone(), 4, SCHEDULES[0])).unwrap();
+    assert!(stages.contains("set parallel.pipeline_parallel to 3 or less"), "{stages}");
+    let eight_bit = OptimizerKind::AdamW8bit(AdamSettings::default(), EightBit { embeddings: true });
+    let settings = StepSettings { optimizer: with_kind(eight_bit), ..base };
+    assert!(error(&spec, sharing_products(settings, 2)).unwrap().contains("whole matrices"));
 }

@@ -479,8 +479,7 @@ fn validation_loss(
         let micro_batch = micro_batch(&batch);
         let (loss, _) = trainer.evaluate(end - first, &micro_batch)?;
         if number < batches {
-            let counted =
-                if place.context == 0 && place.stage == 0 { micro_batch.target_weight() } else { 0.0 };
+            let counted = if place.leads() { micro_batch.target_weight() } else { 0.0 };
             (sum, weight) = (sum + loss, weight + counted);
         }
     }

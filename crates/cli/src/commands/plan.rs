@@ -173,9 +173,10 @@ fn ways(mesh: Mesh) -> String {
         of(mesh.pipeline, "pipeline stages"),
         of(mesh.data, "data parallel"),
         of(mesh.context, "context parallel"),
+        of(mesh.tensor, "tensor parallel"),
     ];
     let all: Vec<String> = all.into_iter().flatten().collect();
-    match mesh.pipeline > 1 || mesh.context > 1 {
+    match mesh.replicas() < mesh.size() || mesh.context > 1 {
         true => format!("{} ({})", mesh.size(), all.join(" x ")),
         false => mesh.size().to_string(),
     }

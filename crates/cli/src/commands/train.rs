@@ -139,13 +139,16 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
 fn config_of_rank(mut config: RawConfig, ranks: &dyn Communicator) -> Result<RawConfig, Failure> {
     let started = u64::from(ranks.size());
     let were = format!("{started} rank{} started", if started == 1 { " was" } else { "s were" });
-    let [context, pipeline] = [config.parallel.context_parallel(), config.parallel.pipeline_parallel()];
+    let parallel = &config.parallel;
+    let [context, pipeline, tensor] =
+        [parallel.context_parallel(), parallel.pipeline_parallel(), parallel.tensor_parallel()];
     // Ranks of each group that takes micro-batches of its own.
-    let together = context.saturating_mul(pipeline);
+    let together = context.saturating_mul(pipeline).saturating_mul(tensor);
     match config.parallel.data_parallel {
         Some(said) if said.saturating_mul(together) != started => {
             let all = said.saturating_mul(together);
-            let product = [(context, "context_parallel"), (pipeline, "pipeline_parallel")];
+            let product =
+                [(context, "context_parallel"), (pipeline, "pipeline_parallel"), (tensor, "tensor_parallel")];
             let factor = |(ranks, key): &(u64, &str)| (*ranks > 1).then(|| format!(" x {key} {ranks}"));
             let factors: String = product.iter().filter_map(factor).collect();
             let words = if factors.is_empty() { format!("is {said}") } else { format!("{said}{factors}") };
@@ -155,7 +158,7 @@ fn config_of_rank(mut config: RawConfig, ranks: &dyn Communicator) -> Result<Raw
         }
         None if !started.is_multiple_of(together) => {
             return Err(Failure::usage(format!(
-                "the configuration divides sequences and layers among {together} ranks, and {were}; start {together} with `plimsoll train --ranks {together}`, or a multiple"
+                "the configuration divides sequences, layers and products among {together} ranks, and {were}; start {together} with `plimsoll train --ranks {together}`, or a multiple"
             )));
         }
         None if started > 1 => config.parallel.data_parallel = Some(started / together),

@@ -142,6 +142,20 @@ impl AdapterLayout {
         }
     }
 
+    /// The same for weights of other shapes, which are those of this model.
+    pub fn of_shapes(&self, spec: &ModelSpec) -> AdapterLayout {
+        let shaped = |p: &Parameter| {
+            let own = spec.block_parameters(p.block).into_iter().find(|own| own.role == p.role);
+            own.unwrap_or_else(|| p.clone())
+        };
+        AdapterLayout {
+            config: self.config.clone(),
+            modules: self.modules.clone(),
+            parameters: parameters_of(spec, &self.modules, self.config.use_dora),
+            trained_base: self.trained_base.iter().map(shaped).collect(),
+        }
+    }
+
     /// The configuration, as it will be written.
     pub fn config(&self) -> &AdapterConfig {
         &self.config

@@ -23,7 +23,7 @@ section! {
         /// always do.
         reproducible: bool = false;
         /// Ranks that share every matrix product.
-        tensor_parallel: u64 = 1;
+        tensor_parallel: u64 = 1, RANKS;
         /// Stages that the model's layers are divided into. A stage is a rank, or as many as there are others along the other ways.
         pipeline_parallel: u64 = 1, RANKS;
         /// When a stage takes micro-batches back: gpipe all of them at the end, 1f1b as soon as they can come.
@@ -77,10 +77,10 @@ impl ParallelConfig {
 
     /// The ranks that take the step together.
     pub fn mesh(&self) -> Mesh {
-        let [data, context, pipeline] =
-            [self.data_parallel(), self.context_parallel(), self.pipeline_parallel()];
+        let [data, context, pipeline, tensor] =
+            [self.data_parallel(), self.context_parallel(), self.pipeline_parallel(), self.tensor_parallel()];
         let count = |ranks: u64| u32::try_from(ranks).unwrap_or(u32::MAX);
-        Mesh { data: count(data), context: count(context), pipeline: count(pipeline) }
+        Mesh { data: count(data), context: count(context), pipeline: count(pipeline), tensor: count(tensor) }
     }
 }
 

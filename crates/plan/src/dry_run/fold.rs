@@ -109,7 +109,10 @@ impl Fold {
 
     /// Parts that are measured and updated by themselves, of the layers that are missing.
     pub fn missing_parts(&self) -> u64 {
-        let trained = self.settings.method.trained(&self.spec);
+        let mut trained = self.settings.method.trained(&self.spec);
+        if let Some(stage) = &self.settings.stage {
+            trained.retain(|p| stage.counts(p));
+        }
         let of = |gap: &Gap| {
             let layers = self.units.get(gap.unit).cloned().unwrap_or_default();
             let own = |block| matches!(block, BlockId::Layer(layer) if layers.contains(&layer));

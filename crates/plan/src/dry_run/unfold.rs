@@ -361,7 +361,11 @@ impl<'a> Folded<'a> {
         let shares =
             Communicated::of_many(Collective::AllReduce, times * others(mesh.replicas()) * missing, 0);
         let squares = self.fold.missing_parts() * size_of::<f32>() as u64;
-        shares.plus(Communicated::of_many(Collective::AllGather, others(mesh.pipeline) * squares, 0))
+        shares.plus(Communicated::of_many(
+            Collective::AllGather,
+            others(mesh.pipeline * mesh.tensor) * squares,
+            0,
+        ))
     }
 
     /// What the missing layers add to these scopes, and to iterations that were counted in them.

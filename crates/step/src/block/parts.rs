@@ -48,6 +48,7 @@ pub(super) fn before_backward(
     dx: &Tensor,
     gradients: &mut Gradients<'_>,
 ) -> Result<(), StepError> {
+    ctx.sum(&dnormed)?;
     match (norm, normed.statistics) {
         (Some(norm), Some(statistics)) => {
             drop(normed.out);
@@ -71,6 +72,7 @@ pub(super) fn project_raw(
 ) -> Result<(Tensor, Raw), StepError> {
     let raw = activation_tensor(ctx, like.rows(), like.columns(), "part")?;
     project(&raw, false)?;
+    ctx.sum(&raw)?;
     let Normed { out, statistics } = norm.forward(ctx.device, &raw)?;
     let missing = StepError::MissingWeight { block: norm.block, role: norm.role };
     Ok((out, Raw { x: raw, statistics: statistics.ok_or(missing)? }))
@@ -98,6 +100,13 @@ pub(super) fn add_part(
                 Stream::Own(stream) => stream,
                 Stream::Shared(stream) => copy(ctx, stream, name)?,
             };
+            if ctx.products.is_some() {
+                let part = activation_tensor(ctx, stream.rows(), stream.columns(), "part")?;
+                project(&part, false)?;
+                ctx.sum(&part)?;
+                ctx.device.run(Elementwise::Add { a: &stream, b: &part, out: &stream })?;
+                return Ok(Summed { stream, raw: None });
+            }
             project(&stream, true)?;
             Ok(Summed { stream, raw: None })
         }

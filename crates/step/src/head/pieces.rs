@@ -13,6 +13,7 @@ use crate::context::Context;
 use crate::gradients::Gradients;
 use crate::inputs::Labels;
 use crate::norm::{Norm, Normed};
+use crate::products::Products;
 
 /// A loss under way.
 pub(crate) struct PiecedLoss<'a> {
@@ -25,6 +26,8 @@ pub(crate) struct PiecedLoss<'a> {
     runs: Tensor,
     /// f32 `[N, 1]`
     target_logits: Tensor,
+    /// The number of the first of this rank's rows of the table.
+    first_row: u64,
     /// f32 `[chunk, P]`
     logits: Tensor,
     /// The gradient of the normed tokens, f32 `[N, H]`.
@@ -56,15 +59,35 @@ impl<'a> PiecedLoss<'a> {
         let normed = norm.forward(device, &x)?;
         let tokens = x.rows();
         let chunk_tokens = chunk_tokens.clamp(1, tokens.max(1));
-        let runs: u64 = pieces.iter().map(|piece| (piece.end - piece.start).div_ceil(PIECE_ROWS)).sum();
+        let cut = ctx.tables();
+        let runs: u64 = match cut {
+            // Of all ranks.
+            Some(_) => ctx.spec.vocab_size.div_ceil(PIECE_ROWS),
+            None => pieces.iter().map(|piece| (piece.end - piece.start).div_ceil(PIECE_ROWS)).sum(),
+        };
         let widest = pieces.iter().map(|piece| piece.end - piece.start).max().unwrap_or(1);
         let alloc = |sizes: &[u64], tag, name| device.alloc(DType::F32, sizes, tag, name);
         let runs = alloc(&[tokens, 2 * runs], Tag::Logits, "logits.runs")?;
         let target_logits = alloc(&[tokens, 1], Tag::Logits, "logits.targets")?;
         device.run(Elementwise::Fill { out: &target_logits, value: 0.0 })?;
+        if cut.is_some() {
+            device.run(Elementwise::Fill { out: &runs, value: 0.0 })?;
+        }
+        let first_row = cut.map_or(0, Products::first_row);
         let logits = alloc(&[chunk_tokens, widest], Tag::Logits, "logits")?;
         let (dnormed, labels) = (None, labels.clone());
-        Ok(PiecedLoss { norm, x, labels, normed, chunk_tokens, runs, target_logits, logits, dnormed })
+        Ok(PiecedLoss {
+            norm,
+            x,
+            labels,
+            normed,
+            chunk_tokens,
+            runs,
+            target_logits,
+            first_row,
+            logits,
+            dnormed,
+        })
     }
 
     /// The logits of a piece, for every chunk of tokens.
@@ -102,7 +125,7 @@ impl<'a> PiecedLoss<'a> {
         self.for_each_chunk(ctx, piece.weight, |chunk| {
             Ok(ctx.device.run(Loss::LogitRuns {
                 logits: &chunk.logits,
-                first_column: piece.rows.start,
+                first_column: self.first_row + piece.rows.start,
                 targets: &chunk.targets,
                 soft_cap: ctx.logit_soft_cap(),
                 runs: &chunk.runs,
@@ -113,6 +136,11 @@ impl<'a> PiecedLoss<'a> {
 
     /// Writes the losses, when all pieces were added.
     pub fn losses(&self, ctx: &Context<'_>) -> Result<(), StepError> {
+        // Where one rank has written, the others have zeros.
+        if let Some(products) = ctx.tables() {
+            products.sum(ctx.device, &self.runs)?;
+            products.sum(ctx.device, &self.target_logits)?;
+        }
         Ok(ctx.device.run(Loss::LossOfRuns {
             runs: &self.runs,
             target_logits: &self.target_logits,
@@ -145,7 +173,7 @@ impl<'a> PiecedLoss<'a> {
             let (device, compute, logits) = (ctx.device, ctx.compute, &chunk.logits);
             device.run(Loss::GradientOfRuns {
                 logits,
-                first_column: range.start,
+                first_column: self.first_row + range.start,
                 targets: &chunk.targets,
                 weights: chunk.weights.as_ref(),
                 runs: &chunk.runs,
@@ -175,6 +203,9 @@ impl<'a> PiecedLoss<'a> {
         drop((runs, logits, target_logits));
         let Normed { out, statistics, .. } = normed;
         if let Some(dnormed) = dnormed {
+            if let Some(products) = ctx.tables() {
+                products.sum(ctx.device, &dnormed)?;
+            }
             let rounding = plimsoll_device::Rounding::Nearest;
             ctx.device.run(Elementwise::Cast { x: &dnormed, out: &out, rounding })?;
         }

@@ -136,6 +136,12 @@ impl OptimizerKind {
         self.is_local() && !matches!(self, OptimizerKind::AdamMini(_))
     }
 
+    /// Whether its states are of single elements, and in no blocks.
+    pub(crate) fn has_states_of_elements(&self) -> bool {
+        use OptimizerKind::{AdamW, AdamWBf16, Lion, Sgd};
+        matches!(self, AdamW(_) | AdamWBf16(_) | Lion(_) | Sgd(_))
+    }
+
     /// Whether any whole blocks of rows of a parameter can be updated by themselves.
     pub(crate) fn takes_rows(&self, parameter: &Parameter) -> bool {
         match self {

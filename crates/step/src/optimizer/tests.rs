@@ -16,7 +16,7 @@ impl Part {
             rows: parameter.all_rows(),
             norm_row: 0,
             owner: None,
-            is_copy: false,
+            standing: Default::default(),
         }
     }
 }
@@ -372,7 +372,7 @@ fn pieces_of_a_table_are_updated_as_the_whole_is() {
                         rows: rows.clone(),
                         norm_row: 0,
                         owner: None,
-                        is_copy: false,
+                        standing: Default::default(),
                     };
                     let [weight, grad] = [&weight, &grad].map(|x| x.slice_rows(rows.clone()).unwrap());
                     let update = Update { lr: LR, step: u64::from(step) };

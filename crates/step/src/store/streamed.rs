@@ -39,6 +39,8 @@ pub(crate) struct WeightStore<'a> {
     pool: Parcels<'a, Unit, Role>,
     /// What ranks share.
     shared: Option<Shared<'a>>,
+    /// Whether other ranks have some rows of the tables.
+    tables_are_cut: bool,
 }
 
 /// How weights that are trained are held.
@@ -84,6 +86,7 @@ impl<'a> WeightStore<'a> {
         });
         let layer_bytes = layer_bytes.max().unwrap_or(0);
         let (mut away, mut parcels) = (Vec::new(), HashMap::new());
+        let tables_are_cut = spec.part.vocabulary.is_some();
         let (mut looked_up, mut shared) = (None, sharing.map(|sharing| Shared::new(sharing.communicator)));
         for block in spec.blocks() {
             let below = goes_below(block);
@@ -120,7 +123,7 @@ impl<'a> WeightStore<'a> {
                 let pieces = (0..).zip(pieces).map(piece).collect();
                 let place = in_files.and_then(|files: &StoredWeights| files.get(&(block, parameter.role)));
                 let in_file = place.filter(|place| place.dtype == dtype).cloned();
-                if block == BlockId::Embedding && divisible && sharing.is_none() {
+                if block == BlockId::Embedding && divisible && sharing.is_none() && !tables_are_cut {
                     looked_up = Some(away.len() + own.len());
                 }
                 own.push(AwayParameter { parameter, dtype, pieces, in_file });
@@ -158,7 +161,7 @@ impl<'a> WeightStore<'a> {
             })
             .collect();
         let tiers = Arc::clone(tiers);
-        Ok(WeightStore { device, tiers, resident, away, tables, looked_up, pool, shared })
+        Ok(WeightStore { device, tiers, resident, away, tables, looked_up, pool, shared, tables_are_cut })
     }
 
     /// Sets every weight that no file holds as it is computed with, and its f32 master, of which `masters` says where it is.
@@ -323,9 +326,11 @@ impl<'a> WeightStore<'a> {
         self.shared.as_ref().is_some_and(|shared| shared.has(block, role))
     }
 
-    /// The pieces in which the embedding's table comes to look tokens up, with their rows: where ranks share it.
+    /// The pieces in which the embedding's table comes to look tokens up, with their rows: where ranks share it, and where it is below
+    /// the device and other ranks have the rest.
     pub(crate) fn embedding_pieces(&self) -> impl Iterator<Item = (Unit, &Range<u64>)> {
-        let table = self.tables.get(&BlockId::Embedding).filter(|_| self.shared.is_some());
+        let comes = self.shared.is_some() || self.tables_are_cut;
+        let table = self.tables.get(&BlockId::Embedding).filter(|_| comes);
         let pieces = (0..).zip(table.into_iter().flat_map(|(_, pieces)| pieces));
         pieces.map(|(number, rows)| (Unit::Piece(BlockId::Embedding, number), rows))
     }

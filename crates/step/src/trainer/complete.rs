@@ -6,6 +6,7 @@ use plimsoll_device::Tensor;
 use plimsoll_memory::Phase;
 use plimsoll_model::BlockId;
 
+use super::lanes::NOTHING_LEFT;
 use super::numbers::Found;
 use super::parts::Part;
 use super::pass::Pass;
@@ -34,6 +35,12 @@ impl Trainer<'_> {
                     self.gradients.gather_looked_up(part)?;
                 }
             }
+            Action::AddTerms { unit } => {
+                let products = self.products.clone().ok_or(NOTHING_LEFT)?;
+                for part in self.parts.of(unit).iter().filter(|part| part.standing.is_partial) {
+                    products.sum(self.device, &self.gradients.part(part)?)?;
+                }
+            }
             Action::Reduce { unit } => {
                 let parts = Rc::clone(&self.parts);
                 for part in parts.of(unit) {
@@ -48,7 +55,7 @@ impl Trainer<'_> {
                 }
             }
             Action::Measure { unit } => {
-                for part in self.parts.of(unit) {
+                for part in self.parts.of(unit).iter().filter(|part| part.is_measured()) {
                     let Some(gradient) = self.summed(part)? else { continue };
                     match shares_sums(&self.settings) {
                         true => self.numbers.measure_share(self.device, part, &gradient)?,
@@ -143,9 +150,11 @@ impl Trainer<'_> {
         let mut block = None;
         if loss.is_finite() {
             // In the order of the backward pass: the first one had it from the loss or made it itself.
+            let measured = |part: &&Part| part.is_measured();
             let square = |part: &Part| found.squares.get(self.numbers.row_of(part) as usize).copied();
-            let is_bad =
-                |block: &BlockId| !self.parts.of_block(*block).filter_map(square).all(f32::is_finite);
+            let is_bad = |block: &BlockId| {
+                !self.parts.of_block(*block).filter(measured).filter_map(square).all(f32::is_finite)
+            };
             block = self.spec.blocks().rev().find(is_bad);
         }
         Err(match block {

@@ -15,6 +15,7 @@ use crate::context::Context;
 use crate::head::PiecedLoss;
 use crate::inputs::{Inputs, Places, starts_after};
 use crate::policy::Save;
+use crate::products::Products;
 use crate::rope::RopeTables;
 use crate::settings::{MicroBatch, StepSettings};
 
@@ -56,6 +57,7 @@ pub(super) struct Env<'a> {
     pub mover: Option<Rc<Mover<'a>>>,
     pub keys: Option<Rc<Keys<'a>>>,
     pub ring: Option<Rc<Ring<'a>>>,
+    pub products: Option<Rc<Products<'a>>>,
 }
 
 /// What a forward pass left of a segment.
@@ -169,9 +171,9 @@ impl<'a> Trainer<'a> {
     }
 
     pub(super) fn env(&self) -> Env<'a> {
-        let Trainer { spec, ropes, mover, keys, ring, .. } = self;
+        let Trainer { spec, ropes, mover, keys, ring, products, .. } = self;
         let (spec, ropes, ring) = (Rc::clone(spec), ropes.clone(), ring.clone());
-        Env { spec, ropes, mover: mover.clone(), keys: keys.clone(), ring }
+        Env { spec, ropes, mover: mover.clone(), keys: keys.clone(), ring, products: products.clone() }
     }
 
     /// What a lane's turn needs to know.
@@ -194,7 +196,8 @@ impl<'a> Trainer<'a> {
         let dropout = dropout.map(|dropout| Dropout { first_row, ..dropout });
         let around = env.ring.as_deref().map(|ring| Around { ring, length: lane.places.length });
         let ctx = self.context(&ready.inputs, &env.spec, ropes);
-        Ok(Context { dropout, away: env.mover.as_deref(), chunk, around, ..ctx })
+        let products = env.products.as_deref();
+        Ok(Context { dropout, away: env.mover.as_deref(), chunk, around, products, ..ctx })
     }
 
     /// Waits until what lanes have left below the device is there.

@@ -162,7 +162,9 @@ impl<'a> Trainer<'a> {
         let ropes = self.ropes.as_deref().filter(|_| ring.is_none());
         let stages = self.stages.clone();
         let flow = Flow::through(stages.as_deref());
-        let pass = Evaluation { device, spec, ropes, ring, flow, settings, mlp_chunk_tokens };
+        let products = self.products.clone();
+        let products = products.as_deref();
+        let pass = Evaluation { device, spec, ropes, ring, flow, products, settings, mlp_chunk_tokens };
         pass.run(&mut self.weights, batch_size, micro_batch)
     }
 }

@@ -12,7 +12,7 @@ use crate::head::rows;
 use crate::optimizer::Control;
 
 use super::parts::Part;
-use super::pipeline::Stages;
+use super::pipeline::Model;
 
 /// Bytes of what comes before the squared norms: the loss, the factor and the flag.
 const BEFORE_SQUARES: usize = 16;
@@ -184,25 +184,22 @@ impl Numbers {
         before + part.norm_row
     }
 
-    /// Has the stages of a pipeline know the norms of all layers, when those with the same layers have agreed.
-    pub(super) fn agree_between_stages(
-        &self,
-        device: &dyn Device,
-        stages: &Stages<'_>,
-    ) -> Result<(), StepError> {
-        let [own_before, own, _] = self.parts;
-        let (number, parts) = (stages.stage.number as usize, &stages.stage.parts);
-        let squares = |stage: u32| {
+    /// Has the ranks of a whole model know the norms of all of it, when those with the same part have agreed.
+    pub(super) fn agree_in_model(&self, device: &dyn Device, model: &Model<'_>) -> Result<(), StepError> {
+        let [before, own, _] = self.parts;
+        let (number, parts) = (model.stage.place(), &model.stage.parts);
+        let squares = |place: u32| {
+            let place = place as usize;
             let of =
-                |stage: usize| if stage == number { own } else { parts.get(stage).copied().unwrap_or(0) };
-            let begin = match stage as usize {
-                stage if stage <= number => parts.iter().take(stage).sum(),
-                stage => own_before + own + (number + 1..stage).map(of).sum::<u64>(),
+                |place: usize| if place == number { own } else { parts.get(place).copied().unwrap_or(0) };
+            let begin = match place {
+                place if place <= number => parts.iter().take(place).sum(),
+                place => before + own + (number + 1..place).map(of).sum::<u64>(),
             };
-            self.squares.slice_rows(begin..begin + of(stage as usize)).filter(|rows| rows.elements() > 0)
+            self.squares.slice_rows(begin..begin + of(place)).filter(|rows| rows.elements() > 0)
         };
-        stages.ranks.all_gather(device, Collective::AllGather, &squares)?;
-        self.agree_on_flag(device, &*stages.ranks)
+        model.ranks.all_gather(device, Collective::AllGather, &squares)?;
+        self.agree_on_flag(device, &*model.ranks)
     }
 
     /// Has every rank know whether everything that all have found is finite.

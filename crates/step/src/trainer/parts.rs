@@ -22,8 +22,19 @@ pub(crate) struct Part {
     pub norm_row: u64,
     /// The rank whose share is all of it, where the optimizer's rule has to see it whole.
     pub owner: Option<u32>,
+    /// What it is to other ranks.
+    pub standing: Standing,
+}
+
+/// What a part is to other ranks of the whole model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Standing {
     /// Whether it is a copy of another stage's, which measures and updates it.
     pub is_copy: bool,
+    /// Whether a rank that shares products with this one has it too and measures it.
+    pub is_measured_elsewhere: bool,
+    /// Whether such ranks have a term of its gradient each.
+    pub is_partial: bool,
 }
 
 impl Part {
@@ -72,6 +83,11 @@ impl Part {
         Part { rows, ..self.clone() }
     }
 
+    /// Whether this rank takes the norm of its gradient.
+    pub fn is_measured(&self) -> bool {
+        !self.standing.is_copy && !self.standing.is_measured_elsewhere
+    }
+
     /// Whether no further part of the parameter follows.
     pub fn is_last(&self) -> bool {
         self.rows.end == self.parameter.rows()
@@ -91,16 +107,16 @@ impl Parts {
     /// Those of what is trained, which comes in the order of the blocks. Where the rule has to see a parameter whole, the ranks
     /// take parameters in turn, whoever has the fewest elements so far.
     pub fn new(trained: &[Parameter], cut: Pieces, kind: &OptimizerKind, ranks: u32) -> Parts {
-        Parts::of_copies(trained, cut, kind, ranks, &|_| false)
+        Parts::standing(trained, cut, kind, ranks, &|_| Standing::default())
     }
 
-    /// The same where some of it are copies of other stages', which count nowhere.
-    pub fn of_copies(
+    /// The same where other ranks have the rest of the model.
+    pub fn standing(
         trained: &[Parameter],
         cut: Pieces,
         kind: &OptimizerKind,
         ranks: u32,
-        is_copy: &dyn Fn(&Parameter) -> bool,
+        standing: &dyn Fn(&Parameter) -> Standing,
     ) -> Parts {
         let mut parts = Parts::default();
         let mut taken = vec![0; ranks as usize];
@@ -124,10 +140,10 @@ impl Parts {
                         rank
                     });
                 }
-                let (is_copy, norm_row) = (is_copy(parameter), parts.count);
-                let part = Part { parameter: parameter.clone(), piece, rows, norm_row, owner, is_copy };
+                let (standing, norm_row) = (standing(parameter), parts.count);
+                let part = Part { parameter: parameter.clone(), piece, rows, norm_row, owner, standing };
+                parts.count += u64::from(part.is_measured());
                 parts.units.entry(unit).or_default().push(part);
-                parts.count += u64::from(!is_copy);
             }
         }
         parts
@@ -165,7 +181,12 @@ impl Parts {
 
     /// Whether a unit is a copy of another stage's.
     pub fn is_copy(&self, unit: Unit) -> bool {
-        self.of(unit).iter().any(|part| part.is_copy)
+        self.of(unit).iter().any(|part| part.standing.is_copy)
+    }
+
+    /// Whether ranks that share products have terms of a unit's gradients.
+    pub fn is_partial(&self, unit: Unit) -> bool {
+        self.of(unit).iter().any(|part| part.standing.is_partial)
     }
 
     /// Those of a parameter, in the order of their rows.

@@ -171,7 +171,7 @@ impl<'a> Trainer<'a> {
                     let tokens = &ready.inputs.tokens;
                     let x = match lane.x.take() {
                         Some(x) => again(Some(x), &ctx)?,
-                        None => embedding::residual(&ctx, tokens)?,
+                        None => embedding::begin(&ctx, tokens)?,
                     };
                     embedding::look_up_piece(&ctx, weights()?, tokens, first_row, &x)?;
                     lane.x = Some(Held::plain(x));
@@ -320,6 +320,7 @@ impl<'a> Trainer<'a> {
                 lane.kept.clear();
             }
             Action::GatherLookedUp { .. }
+            | Action::AddTerms { .. }
             | Action::Tie { .. }
             | Action::Follow { .. }
             | Action::Reduce { .. }

@@ -29,6 +29,13 @@ pub(crate) struct Stages<'a> {
     pub(crate) stage: Stage,
 }
 
+/// The ranks that have the whole model between them.
+pub(crate) struct Model<'a> {
+    pub(crate) ranks: Box<dyn Communicator + 'a>,
+    /// What this one has.
+    pub(crate) stage: Stage,
+}
+
 /// What goes through the stages in one direction.
 #[derive(Clone, Copy)]
 pub(crate) struct Flow<'s> {

@@ -52,6 +52,8 @@ pub(crate) enum Action {
     Scatter { unit: Unit, micro_batch: usize, last: bool },
     /// Makes the gradient of a piece of the embedding, of the rows that all micro-batches have looked up.
     GatherLookedUp { unit: Unit },
+    /// Adds the terms that ranks which share products have of gradients.
+    AddTerms { unit: Unit },
     /// Adds what a pass has written, on all ranks, to what the passes before add up to.
     Reduce { unit: Unit },
     /// Sums complete gradients over all ranks.
@@ -99,6 +101,7 @@ impl Action {
                 | Action::LossBackward { .. }
                 | Action::Scatter { .. }
                 | Action::GatherLookedUp { .. }
+                | Action::AddTerms { .. }
         );
         let held = self.gradients().filter(|_| !(ranks.reduce_each_pass && of_one_pass));
         held.map(|unit| (unit, Form::Whole))
@@ -111,6 +114,7 @@ impl Action {
             Action::LossBackward { unit, .. }
             | Action::Scatter { unit, .. }
             | Action::GatherLookedUp { unit }
+            | Action::AddTerms { unit }
             | Action::Reduce { unit }
             | Action::Sum { unit }
             | Action::Measure { unit }
@@ -570,6 +574,9 @@ fn embedding(
 fn complete(actions: &mut Vec<Action>, shape: &PassShape<'_>, unit: Unit, completion: Option<Completion>) {
     if shape.parts.of(unit).is_empty() {
         return;
+    }
+    if shape.parts.is_partial(unit) && (shape.ranks.reduce_each_pass || completion.is_some()) {
+        actions.push(Action::AddTerms { unit });
     }
     if shape.ranks.reduce_each_pass {
         actions.push(Action::Reduce { unit });

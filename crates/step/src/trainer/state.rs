@@ -2,15 +2,17 @@
 
 use std::ops::Range;
 
+use plimsoll_device::cpu::quantize::quantize;
 use plimsoll_device::{DType, Tensor};
 use plimsoll_model::convert::convert;
 use plimsoll_model::{BlockId, Parameter, Role};
 use plimsoll_parallel::Collectives;
 
 use super::ranks::shares_weights;
-use super::{Part, Parts, Trainer};
+use super::{Part, Parts, Standing, Trainer};
 use crate::StepError;
-use crate::optimizer::StateKind;
+use crate::optimizer::{StateKind, StateShape};
+use crate::stage::{Split, Stage};
 use crate::tier::{Contents, Pieces, is_matrix};
 
 /// One tensor of the training state.
@@ -45,6 +47,8 @@ fn messages(bytes: u64) -> impl Iterator<Item = usize> {
 /// What a rank has of a state: its share of a part, or all of it.
 struct Share {
     rank: u32,
+    /// Its number among those that share products.
+    tensor: u32,
     part: Option<Part>,
     bytes: u64,
 }
@@ -56,15 +60,13 @@ impl Trainer<'_> {
         &mut self,
         fill: impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let (optimizer, stages) = (&self.optimizer, &self.stages);
+        let (optimizer, stage) = (&self.optimizer, self.settings.stage.as_ref());
         let mut fill = fill;
-        self.weights.load(
-            &|p| optimizer.masters(p),
-            |p: &Parameter, rows, dtype, out: &mut [u8]| match stages {
-                Some(stages) => fill(&stages.stage.original(p), rows, dtype, out),
-                None => fill(p, rows, dtype, out),
-            },
-        )
+        self.weights.load(&|p| optimizer.masters(p), |p: &Parameter, rows, dtype, out: &mut [u8]| match stage
+        {
+            Some(stage) => fill_share(stage, p, rows, dtype, out, &mut fill),
+            None => fill(p, rows, dtype, out),
+        })
     }
 
     /// Sets the lengths of rows, where adapters have them (DoRA), to those that the loaded weights have: once, before
@@ -91,10 +93,10 @@ impl Trainer<'_> {
 
     /// The type in which a parameter is computed with.
     fn weight_dtype(&self, p: &Parameter) -> DType {
-        match (p.role, &self.stages) {
+        match (p.role, &self.settings.stage) {
             (Role::Lora(..), _) => DType::F32,
             (_, None) => self.settings.method.weight_type(p, self.settings.precision.weights),
-            (_, Some(stages)) => stages.stage.whole.1.weight_type(p, self.settings.precision.weights),
+            (_, Some(stage)) => stage.whole.1.weight_type(p, self.settings.precision.weights),
         }
     }
 
@@ -108,7 +110,8 @@ impl Trainer<'_> {
     fn contents(&self, tensor: &NamedTensor) -> Result<Contents, StepError> {
         let (block, role) = tensor.parameter;
         let missing = || StepError::MissingWeight { block, role };
-        let p = self.parameter_of(tensor)?;
+        let own = |p: &&Parameter| (p.block, p.role) == tensor.parameter;
+        let p = self.trained.iter().find(own).ok_or_else(missing)?;
         match tensor.kind {
             StateKind::Weight => Ok(self.weight_contents(p)?.0),
             kind => self.optimizer.contents(p, kind).ok_or(missing()),
@@ -191,9 +194,15 @@ impl Trainer<'_> {
         }
     }
 
-    /// Whether the ranks that have a block have their own rows of a tensor each, or this rank does not have the block.
+    /// Whether other ranks have some of a tensor that this one does not have.
     fn is_shared_out(&self, tensor: &NamedTensor) -> bool {
-        self.is_elsewhere(tensor.parameter.0) || self.has_shares(tensor)
+        let is_split = self.parameter_of(tensor).is_ok_and(|p| self.split(p) != Split::Whole);
+        self.is_elsewhere(tensor.parameter.0) || is_split || self.has_shares(tensor)
+    }
+
+    /// How ranks that share products have a parameter.
+    fn split(&self, p: &Parameter) -> Split {
+        self.settings.stage.as_ref().map_or(Split::Whole, |stage| stage.split(p))
     }
 
     /// Whether a block is another stage's.
@@ -219,41 +228,48 @@ impl Trainer<'_> {
         self.settings.precision.master_weights && !matches!(parameter.role, Role::Lora(..))
     }
 
-    /// Every rank's shares of a state, in the order of the rows, with their bytes.
+    /// What the ranks have of a state: of those that share its products rank after rank, and of each in the order of the rows.
     fn shares_of_state(&self, tensor: &NamedTensor) -> Result<Vec<Share>, StepError> {
-        let (count, p) = (self.replicas.size(), self.parameter_of(tensor)?);
-        let stage = self.stages.as_ref().map(|stages| &stages.stage);
-        let owner = stage.map_or(0, |stage| stage.of_block(p.block));
-        // The first rank of the stage that has it.
-        let base = owner * count;
-        if !self.has_shares(tensor) {
-            return Ok(vec![Share { rank: base, bytes: tensor.bytes(), part: None }]);
-        }
-        let others = stage.filter(|stage| stage.number != owner).map(|stage| {
-            let kind = &self.settings.optimizer.kind;
-            let trained = stage.trained_by(owner);
-            Parts::of_copies(&trained, Pieces::new(&stage.whole.0, kind), kind, count, &|p| stage.is_copy(p))
-        });
-        let parts = others.as_ref().unwrap_or(&self.parts);
+        let (count, whole) = (self.replicas.size(), self.parameter_of(tensor)?);
+        let (stage, mesh) = (self.settings.stage.as_ref(), self.settings.ranks.mesh);
+        let owner = stage.map_or(0, |stage| stage.of_block(whole.block));
+        let tensors = match (stage, self.split(whole)) {
+            (None, _) | (_, Split::Whole) => 1,
+            (Some(stage), _) => stage.tensors,
+        };
         let mut all = Vec::new();
-        for (part, rank) in parts.of_parameter(p).flat_map(|part| (0..count).map(move |rank| (part, rank))) {
-            let part = part.of_rows(part.share(rank, count));
-            if part.rows.is_empty() {
+        for number in 0..tensors {
+            let p = &stage.map_or_else(|| whole.clone(), |stage| stage.local(whole, number));
+            let bytes = |rows: &Range<u64>| -> Result<u64, StepError> {
+                if tensor.kind == StateKind::Weight {
+                    let elements = (rows.end - rows.start) * p.columns();
+                    return Ok(tensor.dtype.bytes_for(elements).unwrap_or(0));
+                }
+                let shapes = self.optimizer.shapes_of(p, rows, self.has_master(p))?;
+                Ok(shapes.iter().find(|state| state.kind == tensor.kind).map_or(0, StateShape::bytes))
+            };
+            let rank = |replica| mesh.rank(owner, replica, number);
+            if !self.has_shares(tensor) {
+                all.push(Share { rank: rank(0), tensor: number, bytes: bytes(&p.all_rows())?, part: None });
                 continue;
             }
-            if tensor.kind == StateKind::Weight {
-                let elements = (part.rows.end - part.rows.start) * p.columns();
-                let bytes = tensor.dtype.bytes_for(elements).unwrap_or(0);
-                all.push(Share { rank: base + rank, bytes, part: Some(part) });
-                continue;
+            let other = |stage: &&Stage| (stage.number, stage.tensor) != (owner, number);
+            let others = stage.filter(other).map(|stage| {
+                let kind = &self.settings.optimizer.kind;
+                let standing = |p: &Parameter| Standing { is_copy: stage.is_copy(p), ..Standing::default() };
+                let (trained, cut) = (stage.trained_by(owner, number), Pieces::new(&stage.whole.0, kind));
+                Parts::standing(&trained, cut, kind, count, &standing)
+            });
+            let parts = others.as_ref().unwrap_or(&self.parts);
+            for (part, replica) in
+                parts.of_parameter(p).flat_map(|part| (0..count).map(move |replica| (part, replica)))
+            {
+                let part = part.of_rows(part.share(replica, count));
+                let bytes = if part.rows.is_empty() { 0 } else { bytes(&part.rows)? };
+                if bytes > 0 {
+                    all.push(Share { rank: rank(replica), tensor: number, bytes, part: Some(part) });
+                }
             }
-            let shapes = self.optimizer.shapes_of(p, &part.rows, self.has_master(p))?;
-            let state = shapes.iter().find(|state| state.kind == tensor.kind);
-            all.extend(state.map(|state| Share {
-                rank: base + rank,
-                bytes: state.bytes(),
-                part: Some(part),
-            }));
         }
         Ok(all)
     }
@@ -264,17 +280,46 @@ impl Trainer<'_> {
             return Err(StepError::Invariant { what: "a rank that is not the first reads what ranks share" });
         }
         self.ask(Some(tensor))?;
-        for Share { rank, part, bytes } in self.shares_of_state(tensor)? {
-            if rank == 0 {
-                self.share_of_state(part.as_ref(), tensor)?.read(self.device, &self.tiers, look)?;
-                continue;
+        let whole = self.parameter_of(tensor)?;
+        if self.split(whole) != Split::Columns {
+            return self
+                .shares_of_state(tensor)?
+                .iter()
+                .try_for_each(|share| self.read_share(tensor, share, look));
+        }
+        // What each rank has of every row.
+        let mut columns: Vec<Vec<u8>> = Vec::new();
+        for share in self.shares_of_state(tensor)? {
+            columns.resize_with(columns.len().max(share.tensor as usize + 1), Vec::new);
+            if let Some(own) = columns.get_mut(share.tensor as usize) {
+                self.read_share(tensor, &share, &mut |bytes| own.extend_from_slice(bytes))?;
             }
-            let mut memory = vec![0; bytes.min(MESSAGE) as usize];
-            for message in messages(bytes) {
-                let into = memory.get_mut(..message).unwrap_or_default();
-                self.communicator.receive_bytes(rank, into)?;
-                look(into);
+        }
+        let rows = whole.rows().max(1) as usize;
+        for row in 0..rows {
+            for own in &columns {
+                let width = own.len() / rows;
+                look(own.get(row * width..(row + 1) * width).unwrap_or_default());
             }
+        }
+        Ok(())
+    }
+
+    /// Shows the first rank what a rank has of a tensor.
+    fn read_share(
+        &self,
+        tensor: &NamedTensor,
+        share: &Share,
+        look: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), StepError> {
+        if share.rank == 0 {
+            return self.share_of_state(share.part.as_ref(), tensor)?.read(self.device, &self.tiers, look);
+        }
+        let mut memory = vec![0; share.bytes.min(MESSAGE) as usize];
+        for message in messages(share.bytes) {
+            let into = memory.get_mut(..message).unwrap_or_default();
+            self.communicator.receive_bytes(share.rank, into)?;
+            look(into);
         }
         Ok(())
     }
@@ -310,9 +355,46 @@ impl Trainer<'_> {
 
     /// Has this rank's shares of a state written. `fill` gives the bytes of the whole state, in order.
     fn write_shares(&self, tensor: &NamedTensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), StepError> {
-        let mut memory = Vec::new();
-        for Share { rank, part, bytes } in self.shares_of_state(tensor)? {
-            if rank == self.settings.ranks.rank {
+        let whole = self.parameter_of(tensor)?;
+        let (Split::Columns, Some(stage)) = (self.split(whole), &self.settings.stage) else {
+            return self.write_own(tensor, None, fill);
+        };
+        let mut all = vec![0; tensor.bytes() as usize];
+        fill(&mut all);
+        let (row, bytes) = (all.len() / whole.rows().max(1) as usize, tensor.dtype.bytes_for(1).unwrap_or(1));
+        let share = stage.share(whole, stage.tensor);
+        let columns = (share.start * bytes) as usize..(share.end * bytes) as usize;
+        let mut own: Vec<u8> = Vec::new();
+        all.chunks(row.max(1)).for_each(|row| own.extend(row.get(columns.clone()).unwrap_or_default()));
+        let mut rest = own.as_slice();
+        self.write_own(tensor, Some(stage.tensor), &mut |out| {
+            let now = rest.split_off(..out.len().min(rest.len())).unwrap_or_default();
+            out.iter_mut().zip(now).for_each(|(out, byte)| *out = *byte);
+        })
+    }
+
+    /// The same where `fill` gives the bytes of all ranks, or of one alone of those that share products.
+    fn write_own(
+        &self,
+        tensor: &NamedTensor,
+        of: Option<u32>,
+        fill: &mut dyn FnMut(&mut [u8]),
+    ) -> Result<(), StepError> {
+        let (own, mut memory) = (self.settings.ranks.place(), Vec::new());
+        let elsewhere = self.is_elsewhere(tensor.parameter.0);
+        for Share { rank, tensor: number, part, bytes } in self.shares_of_state(tensor)? {
+            if of.is_some_and(|of| of != number) {
+                continue;
+            }
+            // What ranks do not share, all that hold it have.
+            let is_own = match part {
+                Some(_) => rank == self.settings.ranks.rank,
+                None => {
+                    !elsewhere
+                        && (number == own.tensor || self.split(self.parameter_of(tensor)?) == Split::Whole)
+                }
+            };
+            if is_own {
                 self.share_of_state(part.as_ref(), tensor)?.write(self.device, &self.tiers, fill)?;
                 continue;
             }
@@ -337,7 +419,8 @@ impl Trainer<'_> {
     /// trained and the first one reads it, within [`Trainer::on_first_rank`].
     pub fn read_weight(&self, p: &Parameter, look: &mut dyn FnMut(&[u8])) -> Result<(), StepError> {
         let dtype = self.weight_dtype(p);
-        if !self.weights.shares(p.block, p.role) && !self.is_elsewhere(p.block) {
+        let is_here = !self.is_elsewhere(p.block) && self.split(p) == Split::Whole;
+        if is_here && !self.weights.shares(p.block, p.role) {
             return self.weight_contents(p)?.0.read(self.device, &self.tiers, look);
         }
         let (name, shape, parameter) = (p.name.clone(), p.shape.clone(), (p.block, p.role));
@@ -352,7 +435,8 @@ impl Trainer<'_> {
         let master = self.optimizer.contents(parameter, StateKind::Master);
         let (mut bytes, mut out) = (Vec::new(), vec![0.0; parameter.elements() as usize]);
         let mut look = |part: &[u8]| bytes.extend_from_slice(part);
-        let dtype = match master.filter(|_| rows == parameter.rows()) {
+        let is_here = self.split(parameter) == Split::Whole && rows == parameter.rows();
+        let dtype = match master.filter(|_| is_here) {
             Some(contents) => {
                 contents.read(self.device, &self.tiers, &mut look)?;
                 DType::F32
@@ -377,4 +461,64 @@ impl Trainer<'_> {
     pub fn gradient(&self, parameter: &Parameter) -> Result<&Tensor, StepError> {
         self.gradients.get(parameter.block, parameter.role)
     }
+}
+
+/// Fills some rows of a parameter of this rank's, from the whole model's.
+fn fill_share<E: From<StepError>>(
+    stage: &Stage,
+    p: &Parameter,
+    rows: Range<u64>,
+    dtype: DType,
+    out: &mut [u8],
+    fill: &mut impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    /// Bytes of whole rows that are had at once.
+    const AT_ONCE: u64 = 1 << 20;
+    let whole = stage.whole_of(p);
+    let (split, share) = (stage.split(&whole), stage.share(&whole, stage.tensor));
+    if split == Split::Whole {
+        return fill(&whole, rows, dtype, out);
+    }
+    let is_adapter = matches!(p.role, Role::Lora(..));
+    if split == Split::Rows && dtype.has_rows() && !is_adapter {
+        return fill(&whole, rows.start + share.start..rows.end + share.start, dtype, out);
+    }
+    // Blocks that share factors are made anew of their values.
+    let read = if dtype.has_rows() { dtype } else { DType::F32 };
+    let columns = if split == Split::Columns { share.clone() } else { 0..whole.columns() };
+    let first = if split == Split::Rows { share.start } else { 0 };
+    let bytes = |elements| {
+        let what = "a part of a product is not whole blocks of its storage";
+        read.bytes_for(elements).ok_or(StepError::Invariant { what })
+    };
+    let (row, before, own) =
+        (bytes(whole.columns())?, bytes(columns.start)?, bytes(columns.end - columns.start)?);
+    // Adapters are read as a whole.
+    let each = if is_adapter { u64::MAX } else { (AT_ONCE / row.max(1)).max(1) };
+    let wanted = first + rows.start..first + rows.end;
+    let all = if is_adapter { whole.all_rows() } else { wanted.clone() };
+    let mut values = Vec::with_capacity((own * (rows.end - rows.start)) as usize);
+    let mut start = all.start;
+    while start < all.end {
+        let end = all.end.min(start.saturating_add(each));
+        let mut some = vec![0; (row * (end - start)) as usize];
+        fill(&whole, start..end, read, &mut some)?;
+        let of_row = |(number, bytes): (u64, &[u8])| {
+            let bytes = bytes.get(before as usize..(before + own) as usize).unwrap_or_default();
+            if wanted.contains(&number) {
+                values.extend_from_slice(bytes);
+            }
+        };
+        (start..end).zip(some.chunks(row.max(1) as usize)).for_each(of_row);
+        start = end;
+    }
+    let what = "a part of a product does not fill its place";
+    let fits = match read == dtype {
+        true => (values.len() == out.len()).then(|| out.copy_from_slice(&values)),
+        false => {
+            let values = values.as_chunks().0.iter().map(|value| f32::from_ne_bytes(*value));
+            quantize(dtype, &values.collect::<Vec<f32>>(), out, 1)
+        }
+    };
+    Ok(fits.ok_or(StepError::Invariant { what })?)
 }

@@ -198,10 +198,6 @@ fn what_this_version_does_not_have_is_refused_with_the_nearest() {
             "parallel: {pipeline_schedule: interleaved}",
             "parallel.pipeline_schedule: interleaved is not available in this version: a stage is one run of layers; use 1f1b or gpipe",
         ),
-        (
-            "parallel: {tensor_parallel: 2}",
-            "parallel.tensor_parallel: 2 is not available in this version: ranks share batches, sequences, layers, states and weights; use 1",
-        ),
     ] {
         let message = message(&format!("model: x\n{written}"));
         let (_, said) = message.lines().next().unwrap().split_once(": ").unwrap();

@@ -59,6 +59,7 @@ fn words(schedule: &Schedule) -> Vec<String> {
         Action::EmbedBackward { micro_batch } => format!("embedding:{micro_batch}"),
         Action::Scatter { unit: of, micro_batch, .. } => format!("scatter {}:{micro_batch}", unit(of)),
         Action::GatherLookedUp { unit: of } => format!("rows {}", unit(of)),
+        Action::AddTerms { unit: of } => format!("terms {}", unit(of)),
         Action::Reduce { unit: of } => format!("reduce {}", unit(of)),
         Action::Sum { unit: of } => format!("sum {}", unit(of)),
         Action::AllGather { unit: of } => format!("all-gather {}", unit(of)),
@@ -262,7 +263,7 @@ fn what_a_pass_writes_waits_for_nothing_below_the_device() {
 #[test]
 fn a_stage_of_a_pipeline_has_a_micro_batch_go_forward_and_one_come_back() {
     let parts = parts(true);
-    let part = ModelPart { first_layer: 0, embedding: false, head: false };
+    let part = ModelPart { embedding: false, head: false, ..ModelPart::WHOLE };
     let shape = PassShape { part, ..shape(&parts, &[0..1, 1..2], 1) };
     let slots = [
         Slot::Forward { lane: 1, number: 4, completion: None },
