@@ -9,8 +9,9 @@ use plimsoll_memory::{Layout, Traffic};
 use crate::trace::Counted;
 use crate::{Device, DeviceError, Dry};
 
-/// Iterations between two that are alike, at most: buffers that are used in turn come round after a few.
-const LONGEST_PERIOD: usize = 4;
+/// Iterations between two that are alike, at most: buffers that are used in turn come round after a few, and the micro-batches that a
+/// stage of a pipeline has under way after as many as there are stages.
+const LONGEST_PERIOD: usize = 32;
 
 /// A loop, as [`DeviceExt::repeat`](crate::DeviceExt::repeat) takes it. A closure is one that has no state beside the device.
 pub trait Iterations {
@@ -24,6 +25,11 @@ pub trait Iterations {
     /// the same. `None` where that is not known: an iteration is then run once more, to see that it does the same.
     fn state(&self) -> Option<u64> {
         None
+    }
+
+    /// Iterations after which what is used in turn comes round: those that repeat are as many, or some times as many.
+    fn turn(&self) -> usize {
+        1
     }
 
     /// What earlier loops of the kind were found to repeat.
@@ -130,10 +136,14 @@ pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> 
         let mut found = known(dry, &mut iterations, &border);
         if found.is_none() {
             borders.push_back(border);
-            if borders.len() > 2 * LONGEST_PERIOD + 1 {
+            if borders.len() > 2 * LONGEST_PERIOD.max(iterations.turn()) + 1 {
                 borders.pop_front();
             }
-            found = (1..=LONGEST_PERIOD).find_map(|period| round(&borders, period));
+            let turn = iterations.turn().max(1);
+            // What comes round late is to have settled.
+            let settled = turn == 1 || index >= 3 * turn as u64;
+            let mut periods = (turn..=LONGEST_PERIOD.max(turn)).step_by(turn).filter(|_| settled);
+            found = periods.find_map(|period| round(&borders, period));
             if let (Some(round), Some(known)) = (&found, iterations.known()) {
                 known.learn(&borders, round.clone());
             }

@@ -181,7 +181,7 @@ fn peaks_are_what_they_were() {
 }
 
 /// Forms that layers can take which the file's cases have not, or of too few layers.
-const OF_MANY_LAYERS: [(&str, &str); 37] = [
+const OF_MANY_LAYERS: [(&str, &str); 42] = [
     ("gemma-3-12b", "training.mixed_precision=bf16"),
     ("gemma-3-12b", "data.sequence_length=1024; memory.offload.parameters=disk"),
     ("gemma-3-12b", "data.sequence_length=1025; memory.offload.parameters=disk"),
@@ -263,6 +263,23 @@ const OF_MANY_LAYERS: [(&str, &str); 37] = [
         "llama-3.1-8b",
         "parallel.pipeline_parallel=2; training.gradient_checkpointing=full; training.gradient_accumulation_steps=4; memory.offload={parameters: disk, gradients: disk, optimizer: disk, activations: disk}",
     ),
+    (
+        "llama-2-7b",
+        "parallel.pipeline_parallel=3; parallel.tensor_parallel=2; training.gradient_accumulation_steps=40; training.gradient_checkpointing=full; data.sequence_length=2048",
+    ),
+    ("llama-2-7b", "parallel.tensor_parallel=2; training.gradient_accumulation_steps=3"),
+    (
+        "llama-3.1-8b",
+        "parallel.tensor_parallel=4; parallel.data_parallel=2; parallel.zero_stage=3; training.mixed_precision=bf16",
+    ),
+    (
+        "llama-2-7b",
+        "parallel.tensor_parallel=2; parallel.pipeline_parallel=2; training.gradient_accumulation_steps=4; training.gradient_checkpointing=full",
+    ),
+    (
+        "llama-3.1-8b",
+        "parallel.tensor_parallel=2; parallel.context_parallel=2; data.sequence_length=1024; training.method=lora; training.gradient_accumulation_steps=2",
+    ),
 ];
 
 #[test]
@@ -278,8 +295,8 @@ fn layers_that_are_counted_do_what_they_would_if_they_were_run() {
         let Choice { settings, accumulation, .. } = chosen(&case);
         let spec = model(model_name);
         few_do_what_all_do(&name, &spec, (&settings, accumulation), DeviceTraits::CPU);
-        // The stages of a pipeline differ.
-        for rank in settings.ranks.mesh.stage_group(0).into_iter().skip(1) {
+        // Stages of a pipeline differ, and so do ranks that share products.
+        for rank in settings.ranks.mesh.model_group(0).into_iter().skip(1) {
             let ranks = Ranks { rank, ..settings.ranks };
             let (name, settings) =
                 (format!("{name}, rank {rank}"), StepSettings { ranks, ..settings.clone() });

@@ -9,10 +9,11 @@ use plimsoll_device::{Device, DeviceError, Dry, Due, Lent, Op, Tally, Tensor, Tr
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Arena, AtPeak, Ledger, Loan, Tag, Tier};
 use plimsoll_model::ModelSpec;
-use plimsoll_parallel::Solo;
+use plimsoll_parallel::{DryRanks, Mesh};
 use plimsoll_step::{
     AdamSettings, Checkpointing, Compression, EightBit, GradientClipping, MicroBatch, NormSource, Offload,
-    OptimizerKind, OptimizerSettings, StepError, StepSettings, Trainer, UpdateTiming,
+    OptimizerKind, OptimizerSettings, PipelineSchedule, Ranks, StepError, StepSettings, Trainer,
+    UpdateTiming,
 };
 
 /// A device without memory that runs every iteration.
@@ -86,7 +87,8 @@ struct Found {
 fn found(device: &dyn Device, dry: &Dry, spec: &ModelSpec, settings: &StepSettings, times: u64) -> Found {
     let tiers = Arc::new(LowerTiers::dry());
     let (own, step) = (spec.clone(), settings.clone());
-    let mut trainer = Trainer::new(device, Arc::clone(&tiers), own, step, &Solo).unwrap();
+    let ranks = DryRanks::new(settings.ranks.rank, settings.ranks.count());
+    let mut trainer = Trainer::new(device, Arc::clone(&tiers), own, step, &ranks).unwrap();
     trainer.load::<StepError>(|_, _, _, _| Ok(())).unwrap();
     let micro_batch = MicroBatch::new(&[], &[]);
     let mut costs = Vec::new();
@@ -198,6 +200,36 @@ fn a_plan_of_any_size_ends() {
             let steps = found(&dry, &dry, &spec, &few_tokens, 1 << 40);
             let few = found(&dry, &dry, &spec, &few_tokens, 2);
             assert!(steps.costs[2].0.flops() > few.costs[2].0.flops() << 38, "{offload:?}");
+        }
+    }
+}
+
+/// Micro-batches take each other's place in a stage of a pipeline, and come round after as many as there are stages.
+#[test]
+fn micro_batches_of_a_pipeline_are_counted() {
+    let all = |tier| Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier };
+    for spec in [llama(), biased()].map(|spec| large(ModelSpec { num_layers: 6, ..spec })) {
+        for (mesh, schedule) in [
+            (Mesh { pipeline: 3, ..Mesh::ALONE }, PipelineSchedule::OneForwardOneBackward),
+            (Mesh { pipeline: 2, tensor: 2, ..Mesh::ALONE }, PipelineSchedule::OneForwardOneBackward),
+            (Mesh { pipeline: 2, ..Mesh::ALONE }, PipelineSchedule::GPipe),
+        ] {
+            for rank in 0..mesh.size() {
+                for (checkpointing, offload) in [
+                    (Checkpointing::None, Offload::NONE),
+                    (Checkpointing::Full, all(Tier::Disk)),
+                    (Checkpointing::Every(2), all(Tier::Host)),
+                ] {
+                    let settings = StepSettings {
+                        ranks: Ranks { rank, mesh },
+                        pipeline_schedule: schedule,
+                        checkpointing,
+                        offload,
+                        ..settings(1, 9)
+                    };
+                    check(&spec, &settings, 23);
+                }
+            }
         }
     }
 }

@@ -2,8 +2,9 @@
 //! each layer that is missing. The same requests go to the same allocators, so that peaks are those of a run through all
 //! layers, to the byte.
 //!
-//! That holds because no request depends on an address. Two things are checked: the layers around a gap did the same, request by
-//! request; and a loop that was counted ends with the memory as it was when the loop began, in the whole model too.
+//! That holds because no request depends on an address. The layers around a gap are checked to have done the same, request by request. A
+//! loop that was counted is gone through once where it ends with the memory as it was when it began, in the whole model too. Where it
+//! does not, as where micro-batches of a pipeline take each other's place, every round of it is gone through.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -57,7 +58,7 @@ struct Taken {
     owner: Option<u32>,
 }
 
-/// Scopes of one unit that follow each other, or of none.
+/// Scopes of one unit that follow each other, or one that is of none.
 struct Visit {
     /// A layer, or layers that repeat together.
     unit: Option<usize>,
@@ -145,6 +146,36 @@ struct Again {
     later: usize,
 }
 
+/// A round of a loop that is gone through again.
+struct Round {
+    /// The loop.
+    index: usize,
+    /// Where it begins in the order.
+    first: usize,
+    /// The visits of the round that was run.
+    visits: Range<usize>,
+    /// Which one it is, after the one that was run.
+    number: u64,
+    /// How many there are.
+    times: u64,
+}
+
+impl Round {
+    /// The visit that stands for one of the rounds before, from which something is given back.
+    fn of_visit(&self, from: usize) -> usize {
+        let length = self.visits.len().max(1);
+        let now = from + length * usize::try_from(self.number).unwrap_or(usize::MAX / length);
+        match now.checked_sub(self.visits.end) {
+            None => now,
+            Some(beyond) => self.visits.start + beyond % length,
+        }
+    }
+
+    fn next(self) -> Option<Round> {
+        (self.number < self.times).then(|| Round { number: self.number + 1, ..self })
+    }
+}
+
 /// The whole run. `None` where the smaller one does not say what that is. `ledgers` are those of device, host and disk, which
 /// recorded their events; costs are added up of the scopes `step`; `parts` are those whose norms are taken. `alignment` is that of
 /// the device's arena.
@@ -176,7 +207,7 @@ impl<'a> Folded<'a> {
                 Some(layer) => Some(unit_of(layer)?),
                 None => None,
             };
-            match visits.last_mut().filter(|last| last.unit == unit) {
+            match visits.last_mut().filter(|last| unit.is_some() && last.unit == unit) {
                 Some(last) => last.scopes.end = index + 1,
                 None => {
                     let nth = unit.map_or(0, |unit| {
@@ -282,9 +313,11 @@ impl<'a> Folded<'a> {
         let mut arenas = tiers.map(|(tier, alignment)| Replay::new(tier, alignment));
         let layouts = |arenas: &[Replay; 3]| arenas.each_ref().map(Replay::layout);
         let mut held = Held::new(self);
-        let mut loops: HashMap<usize, [Layout; 3]> = HashMap::new();
-        for Again { visit: index, later } in order {
-            let visit = self.visits.get(*index)?;
+        let mut loops: HashMap<usize, ([Layout; 3], usize)> = HashMap::new();
+        let (mut next, mut again) = (0, None::<Round>);
+        while let Some(Again { visit: index, later }) = order.get(next) {
+            let (place_in_order, visit) = (next, self.visits.get(*index)?);
+            next += 1;
             let here = visit.unit.map(|unit| self.place(unit) + later);
             held.begin(*index, here, visit);
             for (_, requests) in self.scopes(visit) {
@@ -306,6 +339,7 @@ impl<'a> Folded<'a> {
                             held.add(tier, arena.take(bytes, tag, name).ok()?);
                         }
                         Request::Give(from, place) => {
+                            let from = again.as_ref().map_or(from, |round| round.of_visit(from));
                             let taken = self.visits.get(from)?;
                             let of = match taken.unit {
                                 None => None,
@@ -315,16 +349,42 @@ impl<'a> Folded<'a> {
                             arenas.get_mut(tier)?.give_back(piece);
                         }
                         Request::LoopBegins(index) => {
-                            loops.insert(index, layouts(&arenas));
+                            if again.is_none() {
+                                loops.insert(index, (layouts(&arenas), place_in_order));
+                            }
                         }
                         Request::LoopEnds(index) => {
-                            (loops.get(&index) == Some(&layouts(&arenas))).then_some(())?;
+                            let ended = layouts(&arenas);
+                            let (begun, first) = loops.get(&index)?;
+                            again = match again {
+                                None if *begun == ended => None,
+                                None => Some(self.round(index, order, *first, place_in_order)?),
+                                Some(round) if round.index == index => round.next(),
+                                // Loops within the round come round by themselves, as they did before.
+                                round => round,
+                            };
+                            if let Some(round) = again.as_ref().filter(|round| round.index == index) {
+                                next = round.first;
+                            }
                         }
                     }
                 }
             }
         }
         Some(arenas.map(Replay::into_ledger))
+    }
+
+    /// The second round of a loop that begins and ends at these places of the order; `None` where it does not do so with a visit.
+    fn round(&self, index: usize, order: &[Again], first: usize, last: usize) -> Option<Round> {
+        let repeat = self.trace.repeats.get(index)?;
+        let (begin, end) = (order.get(first)?.visit, order.get(last)?.visit + 1);
+        let first_event = |visit: usize| {
+            let scope = self.visits.get(visit)?.scopes.start;
+            self.trace.scopes.get(scope).map(|scope| scope.first_event)
+        };
+        let ends_with_visit = self.visits.get(end - 1)?.scopes.end == repeat.scope + 1;
+        let whole = first_event(begin)? == repeat.like_event && ends_with_visit && repeat.times > 0;
+        whole.then_some(Round { index, first, visits: begin..end, number: 1, times: repeat.times })
     }
 
     /// The place of a unit that a visit has to do with, which is itself at `here`.

@@ -5,7 +5,7 @@
 //! Gradients are added up in the order of the micro-batches, as one rank does.
 
 use plimsoll_device::{Collective, DeviceExt, Iterations, KnownRounds, Tensor};
-use plimsoll_memory::Tag;
+use plimsoll_memory::{Phase, Tag};
 use plimsoll_model::{BlockId, Role};
 use plimsoll_parallel::Communicator;
 
@@ -331,6 +331,7 @@ impl Way<'_, '_, '_> {
 
     /// One micro-batch forward, and the one back whose turn it is.
     fn one_each(&mut self, back: u64) -> Result<(), StepError> {
+        self.trainer.device.enter(Phase::Forward, None);
         let number = back + self.ahead;
         let forward = self.forward(number)?;
         let (front, lane) = (self.front(), self.back());
@@ -353,6 +354,10 @@ impl Iterations for &mut Way<'_, '_, '_> {
 
     fn state(&self) -> Option<u64> {
         Some(self.trainer.state_of_passes())
+    }
+
+    fn turn(&self) -> usize {
+        (self.ahead + 1).min(self.count) as usize
     }
 
     fn known(&mut self) -> Option<&mut KnownRounds> {
