@@ -140,9 +140,7 @@ pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> 
                 borders.pop_front();
             }
             let turn = iterations.turn().max(1);
-            // What comes round late is to have settled.
-            let settled = turn == 1 || index >= 3 * turn as u64;
-            let mut periods = (turn..=LONGEST_PERIOD.max(turn)).step_by(turn).filter(|_| settled);
+            let mut periods = (turn..=LONGEST_PERIOD.max(turn)).step_by(turn);
             found = periods.find_map(|period| round(&borders, period));
             if let (Some(round), Some(known)) = (&found, iterations.known()) {
                 known.learn(&borders, round.clone());

@@ -1,7 +1,10 @@
 //! What each of several ranks takes.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
 use plimsoll_model::ModelSpec;
-use plimsoll_step::{Ranks, StepError, StepSettings};
+use plimsoll_step::{Ranks, Stage, StepError, StepSettings};
 use serde::Serialize;
 
 use crate::dry_run::DryRun;
@@ -34,11 +37,10 @@ impl RankGroup {
 
 /// The ranks of a step, by what they take; none where there is only one.
 pub(crate) fn rank_groups(spec: &ModelSpec, choice: &Choice) -> Result<Vec<RankGroup>, StepError> {
-    let count = choice.settings.ranks.count();
-    if count <= 1 {
+    let Ranks { mesh, .. } = choice.settings.ranks;
+    if mesh.size() <= 1 {
         return Ok(Vec::new());
     }
-    let mesh = choice.settings.ranks.mesh;
     let alone = |rank| -> Result<RankGroup, StepError> {
         let ranks = Ranks { rank, mesh };
         let run = match ranks == choice.settings.ranks && mesh.pipeline <= 1 {
@@ -55,51 +57,77 @@ pub(crate) fn rank_groups(spec: &ModelSpec, choice: &Choice) -> Result<Vec<RankG
             disk_bytes: run.disk_bytes(),
         })
     };
-    let mut all = Vec::new();
-    let of_stage = mesh.replicas().saturating_mul(mesh.tensor.max(1));
-    for first in (0..count).step_by(of_stage as usize) {
-        let end = count.min(first + of_stage);
-        if count <= FEW {
-            all.extend((first..end).map(alone).collect::<Result<Vec<_>, _>>()?);
-            continue;
-        }
-        let mut of_stage = vec![alone(first)?];
-        if end - first > 1 {
-            let last = alone(end - 1)?;
-            between(&mut of_stage, &last, &alone)?;
-            of_stage.push(last);
-        }
-        all.append(&mut of_stage);
-    }
+    let mut of_kinds: HashMap<Kind, Vec<RankGroup>> = HashMap::new();
     let mut groups: Vec<RankGroup> = Vec::new();
-    for rank in all {
-        match groups.last_mut().filter(|group| group.is_like(&rank)) {
-            Some(group) => group.ranks.extend(rank.ranks),
-            None => groups.push(rank),
+    for rank in 0..mesh.size() {
+        let (kind, replica) = (Kind::of(spec, &choice.settings, rank), mesh.replica(rank));
+        let of_kind = match of_kinds.entry(kind) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => {
+                let place = mesh.place(rank);
+                let rank = |replica| mesh.rank(place.stage, replica, place.tensor);
+                new.insert(replicas(mesh.replicas(), mesh.size() <= FEW, &|replica| alone(rank(replica)))?)
+            }
+        };
+        let what = StepError::Invariant { what: "a rank of a plan takes nothing" };
+        let found = of_kind.get(replica as usize).cloned().ok_or(what)?;
+        match groups.last_mut().filter(|group| group.is_like(&found)) {
+            Some(group) => group.ranks.push(rank),
+            None => groups.push(RankGroup { ranks: vec![rank], ..found }),
         }
     }
     Ok(groups)
 }
 
-/// Adds the ranks between the last of `found` and `last`.
+/// Ranks of which those that hold the same share of everything take the same.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Kind {
+    stage: u32,
+    /// Whether it takes the norms of what all that share products have.
+    leads: bool,
+    /// Rows of the tables.
+    table_rows: u64,
+}
+
+impl Kind {
+    fn of(spec: &ModelSpec, settings: &StepSettings, rank: u32) -> Kind {
+        let place = settings.ranks.mesh.place(rank);
+        let table_rows = Stage::table_rows(spec, place.tensor, settings.ranks.mesh.tensor);
+        Kind { stage: place.stage, leads: place.tensor == 0, table_rows }
+    }
+}
+
+/// What each of so many replicas takes. Unless all are run, those between two that take the same are taken to be alike.
+fn replicas(
+    count: u32,
+    all: bool,
+    alone: &impl Fn(u32) -> Result<RankGroup, StepError>,
+) -> Result<Vec<RankGroup>, StepError> {
+    if all {
+        return (0..count).map(alone).collect();
+    }
+    let mut found = vec![alone(0)?];
+    if count > 1 {
+        between(&mut found, (count - 1, &alone(count - 1)?), alone)?;
+    }
+    Ok(found)
+}
+
+/// Adds the replicas behind the last of `found` up to `last`, whose number comes with it.
 fn between(
     found: &mut Vec<RankGroup>,
-    last: &RankGroup,
+    (end, last): (u32, &RankGroup),
     alone: &impl Fn(u32) -> Result<RankGroup, StepError>,
 ) -> Result<(), StepError> {
-    let (Some(first), Some(end)) = (found.last().cloned(), last.ranks.first().copied()) else {
-        return Ok(());
-    };
-    let begin = first.ranks.last().map_or(0, |rank| rank + 1);
-    if begin >= end {
+    let (begin, Some(first)) = (found.len() as u32, found.last()) else { return Ok(()) };
+    if begin > end {
         return Ok(());
     }
-    if first.is_like(last) {
-        found.push(RankGroup { ranks: (begin..end).collect(), ..first });
+    if begin == end || first.is_like(last) {
+        found.extend((begin..=end).map(|_| last.clone()));
         return Ok(());
     }
-    let middle = alone(begin + (end - begin) / 2)?;
-    between(found, &middle, alone)?;
-    found.push(middle);
-    between(found, last, alone)
+    let middle = begin + (end - begin) / 2;
+    between(found, (middle, &alone(middle)?), alone)?;
+    between(found, (end, last), alone)
 }

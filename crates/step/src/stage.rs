@@ -47,6 +47,11 @@ impl Stage {
         cut(number)..cut(number + 1)
     }
 
+    /// Rows of the tables of the vocabulary that one of so many ranks has which share every product.
+    pub fn table_rows(spec: &ModelSpec, tensor: u32, tensors: u32) -> u64 {
+        vocabulary(spec, tensor, tensors).map_or(spec.vocab_size, |(start, end)| end - start)
+    }
+
     /// The stage that has a block.
     pub(crate) fn of_block(&self, block: BlockId) -> u32 {
         match block {

@@ -55,7 +55,9 @@ fn run(config: &RawConfig, ranks: u32, resume: bool, stop_at: Option<u64>) -> Re
     let one = |ranks: &dyn Communicator| {
         let mut config = config.clone();
         let parallel = &mut config.parallel;
-        let data = u64::from(ranks.size()) / parallel.context_parallel() / parallel.pipeline_parallel();
+        let together =
+            parallel.context_parallel() * parallel.pipeline_parallel() * parallel.tensor_parallel();
+        let data = u64::from(ranks.size()) / together;
         (config.rank, parallel.data_parallel) = (ranks.rank(), Some(data));
         let accumulation = u64::from(MICRO_BATCHES) / data;
         config.apply_set(&format!("training.gradient_accumulation_steps={accumulation}")).unwrap();
@@ -160,4 +162,30 @@ fn a_rank_that_fails_ends_the_others() {
     let error = run(&config(folder.path(), "out", &[]), 2, false, None).unwrap_err();
     assert!(matches!(error, TrainError::OutputInUse { .. }), "{error}");
     assert!(names(&folder.path().join("out")).iter().all(|name| !name.starts_with(".rank")));
+}
+
+/// Sums of products and of sequences are made in another order. What they leave goes on as any other run.
+#[test]
+fn ranks_that_share_products_or_sequences_come_near_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let base = ["training.mixed_precision=f32"];
+    let one = run(&config(folder.path(), "one", &base), 1, false, None).unwrap();
+    for (ranks, ways) in [
+        (2, &["parallel.tensor_parallel=2"][..]),
+        (2, &["parallel.context_parallel=2"]),
+        (4, &["parallel.tensor_parallel=2", "parallel.pipeline_parallel=2"]),
+        (4, &["parallel.tensor_parallel=2", "parallel.zero_stage=3"]),
+    ] {
+        let out = ways.join("-");
+        let set = [&base[..], ways].concat();
+        let stopped = run(&config(folder.path(), &out, &set), ranks, false, Some(3)).unwrap();
+        assert_eq!((stopped.steps, stopped.finished), (3, false));
+        // The rest on one rank.
+        let many = run(&config(folder.path(), &out, &base), 1, true, None).unwrap();
+        for (many, one) in [(many.last_loss, one.last_loss), (many.validation_loss, one.validation_loss)] {
+            let (many, one) = (many.unwrap(), one.unwrap());
+            assert!((many - one).abs() < 2e-5 * one, "{out}: {many} {one}");
+        }
+        assert_eq!(names(&folder.path().join(&out)), names(&folder.path().join("one")));
+    }
 }
