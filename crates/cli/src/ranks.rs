@@ -1,5 +1,6 @@
 //! The ranks that train together: started by this program, by mpirun or by SLURM.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 #[cfg(unix)]
 use std::process::Child;
 use std::process::{Command, ExitStatus};
@@ -200,15 +201,52 @@ fn without_mpi(_: u32) -> Failure {
     Failure::other("MPI could not be started")
 }
 
+/// The name of this machine.
+fn host() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname");
+    name.map(|name| name.trim().to_owned()).unwrap_or_default()
+}
+
+/// The ranks of each machine, of those that have `what` alike.
+fn on_each_machine(ranks: &dyn Communicator, what: &impl Hash) -> Result<Vec<Vec<usize>>, Failure> {
+    let mut hasher = DefaultHasher::new();
+    (host(), what).hash(&mut hasher);
+    // A number that f64 holds.
+    let own = (hasher.finish() >> 12) as f64;
+    let all = ranks.gather_numbers(&[own]).map_err(|error| Failure::other(error.to_string()))?;
+    let mut machines: Vec<(Vec<f64>, Vec<usize>)> = Vec::new();
+    for (rank, told) in all.into_iter().enumerate() {
+        match machines.iter_mut().find(|(machine, _)| *machine == told) {
+            Some((_, here)) => here.push(rank),
+            None => machines.push((told, vec![rank])),
+        }
+    }
+    Ok(machines.into_iter().map(|(_, here)| here).collect())
+}
+
+/// How many ranks each machine has.
+///
+/// # Errors
+/// Some have more than others.
+pub fn of_each_machine(ranks: &dyn Communicator) -> Result<u64, Failure> {
+    let machines = on_each_machine(ranks, &())?;
+    let counts: Vec<usize> = machines.iter().map(Vec::len).collect();
+    match counts.iter().min() == counts.iter().max() {
+        true => Ok(counts.first().map_or(1, |count| *count as u64)),
+        false => Err(Failure::usage(format!(
+            "parallel.sharding_strategy is hybrid_shard, and the machines have {counts:?} ranks; start as many on each, or set parallel.shard_size"
+        ))),
+    }
+}
+
 #[cfg(feature = "mpi")]
 mod mpi {
-    use std::hash::{DefaultHasher, Hash, Hasher};
     use std::io::Write;
 
     use plimsoll_memory::{cores_of_process, keep_process_to};
     use plimsoll_parallel::{Communicator, Mpi, Wired};
 
-    use super::{Joined, without_mpi};
+    use super::{Joined, host, on_each_machine, without_mpi};
     use crate::failure::Failure;
 
     pub fn join() -> Result<Joined, Failure> {
@@ -220,14 +258,10 @@ mod mpi {
     /// Ranks of one machine that may all run on the same cores keep to cores of their own.
     fn share_cores(ranks: &dyn Communicator) -> Result<(), Failure> {
         let cores = cores_of_process();
-        let mut hasher = DefaultHasher::new();
-        (host(), &cores).hash(&mut hasher);
-        // A number that f64 holds.
-        let own = (hasher.finish() >> 12) as f64;
-        let all = ranks.gather_numbers(&[own]).map_err(|error| Failure::other(error.to_string()))?;
-        let beside: Vec<usize> =
-            (0..all.len()).filter(|rank| all.get(*rank).is_some_and(|told| told[..] == [own])).collect();
-        let place = beside.iter().position(|rank| *rank == ranks.rank() as usize).unwrap_or(0);
+        let all = on_each_machine(ranks, &cores)?;
+        let own = ranks.rank() as usize;
+        let beside = all.into_iter().find(|beside| beside.contains(&own)).unwrap_or_default();
+        let place = beside.iter().position(|rank| *rank == own).unwrap_or(0);
         let count = beside.len().max(1);
         if count > 1 && !cores.is_empty() {
             let first = place * cores.len() / count;
@@ -235,13 +269,6 @@ mod mpi {
             keep_process_to(cores.get(first..end.min(cores.len())).unwrap_or(&cores));
         }
         Ok(())
-    }
-
-    /// The name of this machine.
-    fn host() -> String {
-        std::fs::read_to_string("/proc/sys/kernel/hostname")
-            .map(|name| name.trim().to_owned())
-            .unwrap_or_default()
     }
 
     pub fn end_all(ranks: &Wired<Mpi>, failure: &Failure) {

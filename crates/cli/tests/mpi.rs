@@ -89,22 +89,33 @@ mod over_mpi {
 
     /// Sums are made in another order, which is all that differs.
     #[test]
-    fn ranks_that_share_sequences_come_near_one() {
+    fn ranks_that_share_sequences_or_products_come_near_one() {
         let folder = folder();
         let folder = folder.path();
         let more = ["--set", "training.mixed_precision=f32"];
         ok(folder, "one", &more);
-        let shared = ["--ranks", "4", "--set", "parallel.context_parallel=2"];
-        ok(folder, "shared", &[&more[..], &shared].concat());
+        for (ranks, ways) in [
+            ("4", &["parallel.context_parallel=2"][..]),
+            ("2", &["parallel.tensor_parallel=2"]),
+            ("4", &["parallel.tensor_parallel=2", "parallel.pipeline_parallel=2"]),
+        ] {
+            let set = ways.iter().flat_map(|way| ["--set", way]);
+            let shared: Vec<&str> = ["--ranks", ranks].into_iter().chain(set).collect();
+            ok(folder, &ways.join("-"), &[&more[..], &shared].concat());
+        }
         let losses = |out: &str| -> Vec<f64> {
             let lines = std::fs::read_to_string(folder.join(out).join("metrics.jsonl")).unwrap();
             let line = |line: &str| serde_json::from_str::<Value>(line).unwrap();
             let loss = |line: Value| line["loss"].as_f64().unwrap();
             lines.lines().map(line).map(loss).collect()
         };
-        let (one, shared) = (losses("one"), losses("shared"));
-        assert_eq!((one.len(), shared.len()), (6, 6));
-        assert!(one.iter().zip(&shared).all(|(a, b)| (a - b).abs() < 2e-5 * a), "{one:?} {shared:?}");
+        let one = losses("one");
+        let ways = ["parallel.context_parallel=2", "parallel.tensor_parallel=2"];
+        for out in ways.into_iter().chain(["parallel.tensor_parallel=2-parallel.pipeline_parallel=2"]) {
+            let shared = losses(out);
+            assert_eq!((one.len(), shared.len()), (6, 6));
+            assert!(one.iter().zip(&shared).all(|(a, b)| (a - b).abs() < 2e-5 * a), "{one:?} {shared:?}");
+        }
     }
 
     /// The processes below one, and their command lines.

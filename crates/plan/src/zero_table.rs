@@ -53,7 +53,7 @@ impl TrainingPlan {
     fn zero_row(&self, zero_stage: u32, stage: ZeroStage, count: u32) -> Result<ZeroRow, StepError> {
         let settings = StepSettings {
             ranks: Ranks::of_data(0, count),
-            sharding: Sharding { stage, reproducible: false },
+            sharding: Sharding { stage, ..Sharding::default() },
             ..self.choice.settings.clone()
         };
         let run = DryRun::training(&self.spec, &settings, self.choice.accumulation)?;

@@ -199,6 +199,9 @@ pub struct Sharding {
     /// Whether gradients are added up in the order of the whole batch, so that the number of ranks changes no bit. Stages that
     /// shard gradients always do.
     pub reproducible: bool,
+    /// How many neighbours share it, where not all ranks that hold the same weights do: those of a machine, say (FSDP's hybrid
+    /// sharding; MiCS, Zhang et al. 2022). It divides their number.
+    pub among: Option<u32>,
 }
 
 /// Which of how many ranks takes the step.
@@ -436,6 +439,14 @@ impl StepSettings {
         Err(StepError::Invariant { what })
     }
 
+    /// What stands in the way of the neighbours that are to share.
+    pub(crate) fn check_sharers(&self) -> Result<(), StepError> {
+        match self.ranks.mesh.replicas().is_multiple_of(self.sharers()) {
+            true => Ok(()),
+            false => Err(StepError::Invariant { what: "ranks fall into no groups of as many that share" }),
+        }
+    }
+
     /// What stands in the way of ranks that have some of the layers each, if they do.
     pub(crate) fn check_pipeline(&self, spec: &ModelSpec) -> Result<(), StepError> {
         let has_table =
@@ -457,6 +468,15 @@ impl StepSettings {
             _ => return Ok(()),
         };
         Err(StepError::Invariant { what })
+    }
+
+    /// Ranks that have shares of the same states, gradients or weights.
+    pub fn sharers(&self) -> u32 {
+        let replicas = self.ranks.mesh.replicas();
+        match self.sharding.stage {
+            ZeroStage::Nothing => replicas,
+            _ => self.sharding.among.unwrap_or(replicas).clamp(1, replicas),
+        }
     }
 
     /// What stands in the way of ranks that share every product, if they do.

@@ -66,6 +66,8 @@ pub struct Trainer<'a> {
     communicator: &'a dyn Communicator,
     /// Those that hold the same weights, or shares of them.
     replicas: Rc<dyn Communicator + 'a>,
+    /// Those of them that have shares of what is shared.
+    sharers: Rc<dyn Communicator + 'a>,
     /// Those that have the other layers, where ranks have some of the layers each.
     stages: Option<Rc<Stages<'a>>>,
     /// Those that share every product.
@@ -156,6 +158,7 @@ impl<'a> Trainer<'a> {
         settings.check_context()?;
         settings.check_pipeline(&spec)?;
         settings.check_products(&spec)?;
+        settings.check_sharers()?;
         let (spec, settings) = settings.of_stage(&spec);
         let precision = settings.precision;
         let mesh = settings.ranks.mesh;
@@ -164,7 +167,13 @@ impl<'a> Trainer<'a> {
         }
         let replicas: Rc<dyn Communicator + 'a> =
             Rc::from(communicator.group(mesh.replica_group(communicator.rank()))?);
-        let ranks = replicas.size();
+        let sharers = {
+            let (all, rank) = (mesh.replica_group(communicator.rank()), communicator.rank());
+            let mut groups = all.chunks(settings.sharers() as usize);
+            let own = groups.find(|group| group.contains(&rank)).unwrap_or(&all);
+            Rc::<dyn Communicator + 'a>::from(communicator.group(own.to_vec())?)
+        };
+        let ranks = sharers.size();
         let (mut stages, mut products, mut model) = (None, None, None);
         if let Some(stage) = &settings.stage {
             let group = |members| communicator.group(members);
@@ -205,14 +214,14 @@ impl<'a> Trainer<'a> {
         let trained = method.trained(&spec);
         let parts = Parts::standing(&trained, cut, &settings.optimizer.kind, ranks, &standing);
         let parts = Rc::new(parts);
-        let sharing = Sharing { communicator: &replicas, parts: &parts };
+        let sharing = Sharing { communicator: &sharers, parts: &parts };
         let sharing = ranks::shares_weights(&settings).then_some(sharing);
         let training = Training { cut, sharing };
         let weights = WeightStore::new(device, &tiers, &spec, storage, Some(training))?;
         // Adapters are in f32 themselves.
         let needs_master = |p: &Parameter| precision.master_weights && !matches!(p.role, Role::Lora(..));
         let own_parts = |p: &Parameter| -> Vec<Part> {
-            let share = |part: &Part| part.of_rows(part.share(replicas.rank(), ranks));
+            let share = |part: &Part| part.of_rows(part.share(sharers.rank(), ranks));
             parts.of_parameter(p).map(share).collect()
         };
         let shares: Option<OwnParts<'_>> = shares_updates.then_some(&own_parts);
@@ -297,6 +306,7 @@ impl<'a> Trainer<'a> {
             trained_by_all,
             communicator,
             replicas,
+            sharers,
             stages,
             products,
             model,
@@ -415,7 +425,7 @@ impl<'a> Trainer<'a> {
 
     /// Has every rank know the norms and the flag of all.
     fn agree(&self) -> Result<(), StepError> {
-        self.numbers.agree(self.device, &*self.replicas)?;
+        self.numbers.agree(self.device, &*self.sharers, &*self.replicas)?;
         match &self.model {
             Some(model) => self.numbers.agree_in_model(self.device, model),
             None => Ok(()),

@@ -36,7 +36,7 @@ fn wider(spec: ModelSpec) -> ModelSpec {
 }
 
 fn sharded(settings: StepSettings, stage: ZeroStage, reproducible: bool) -> StepSettings {
-    StepSettings { sharding: Sharding { stage, reproducible }, ..settings }
+    StepSettings { sharding: Sharding { stage, reproducible, among: None }, ..settings }
 }
 
 /// What a rank ends with.
@@ -658,4 +658,31 @@ fn what_products_cannot_be_divided_by_is_refused() {
     let eight_bit = OptimizerKind::AdamW8bit(AdamSettings::default(), EightBit { embeddings: true });
     let settings = StepSettings { optimizer: with_kind(eight_bit), ..base };
     assert!(error(&spec, sharing_products(settings, 2)).unwrap().contains("whole matrices"));
+}
+
+/// Neighbours share what others have too: the same sums in the same order.
+#[test]
+fn the_number_of_ranks_that_share_changes_no_bit() {
+    let spec = ModelSpec { vocab_size: 3101, ..wider(llama()) };
+    let everything = away(Tier::Disk, Tier::Disk, Tier::Disk, Tier::Disk);
+    for (precision, offload) in [(Precision::F32, Offload::NONE), (BF16_WITH_MASTERS, everything)] {
+        let settings = StepSettings { precision, offload, ..settings(1, 12) };
+        for stage in [ZeroStage::States, ZeroStage::Gradients, ZeroStage::Weights] {
+            let all = sharded(settings.clone(), stage, false);
+            let (four, eight) = (run(&spec, &all, 4), run(&spec, &all, 8));
+            let some = |among| {
+                let sharding = Sharding { among: Some(among), ..all.sharding };
+                StepSettings { sharding, ..all.clone() }
+            };
+            assert_same_weights(&run(&spec, &some(2), 4), &four, &format!("{stage:?}"));
+            assert_same_weights(&run(&spec, &some(1), 4), &four, &format!("{stage:?}"));
+            assert_same_weights(&run(&spec, &some(4), 8), &eight, &format!("{stage:?}"));
+        }
+    }
+    let share = |among| {
+        let sharding = Sharding { stage: ZeroStage::Weights, reproducible: false, among };
+        let settings = StepSettings { sharding, ..settings(1, 12) };
+        at_peak(&wider(llama()), &settings, DryRanks::new(0, 4), Tag::Optimizer)
+    };
+    assert!(share(Some(2)) > share(None) * 3 / 2);
 }

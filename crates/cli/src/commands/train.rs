@@ -6,7 +6,7 @@ use std::sync::Arc;
 use plimsoll_device::{Cpu, Device};
 use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_parallel::{Collectives, Communicator};
-use plimsoll_plan::config::RawConfig;
+use plimsoll_plan::config::{RawConfig, ShardingStrategy};
 use plimsoll_train::{MemoryReading, Prepared, Resumption, Surroundings, TrainError, TrainingOutcome};
 
 use crate::args::TrainArgs;
@@ -79,8 +79,17 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
                 Some(plan) => plan,
                 None => {
                     let config = RawConfig::from_str(&String::from_utf8_lossy(&yaml), "the plan of rank 0")?;
-                    prepared.decide(config_of_rank(config, ranks)?);
-                    prepared.plan(&machine)?
+                    let config = with_budgets_of(&config_of_rank(config, ranks)?, prepared.config());
+                    let own = with_places_of(&config, prepared.config());
+                    prepared.decide(config);
+                    let plan = prepared.plan(&machine)?;
+                    // A rank with less memory than the first one sends more of its tensors away.
+                    if plan.fits() {
+                        plan
+                    } else {
+                        prepared.decide(own);
+                        prepared.plan(&machine)?
+                    }
                 }
             }
         }
@@ -135,6 +144,30 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     if outcome.report.finished { Ok(()) } else { Err(Failure::stopped(signals.exit_code())) }
 }
 
+/// What the first rank has decided, with the budgets of this one.
+fn with_budgets_of(decided: &RawConfig, said: &RawConfig) -> RawConfig {
+    let mut config = decided.clone();
+    config.memory = said.memory.clone();
+    config.memory.offload = decided.memory.offload.clone();
+    config.memory.kept_layers = decided.memory.kept_layers.clone();
+    config
+}
+
+/// The same with places of tensors as this rank's configuration has them or leaves them open. No other rank sees where a rank has its
+/// weights, states and activations. Gradients are summed in an order that depends on where they are.
+fn with_places_of(decided: &RawConfig, said: &RawConfig) -> RawConfig {
+    let mut config = decided.clone();
+    let (offload, kept) = (&said.memory.offload, &said.memory.kept_layers);
+    let own = &mut config.memory;
+    own.offload.parameters = offload.parameters;
+    own.offload.optimizer = offload.optimizer;
+    own.offload.activations = offload.activations;
+    own.kept_layers.parameters = kept.parameters;
+    own.kept_layers.optimizer = kept.optimizer;
+    own.kept_layers.activations = kept.activations;
+    config
+}
+
 /// The configuration of one of the ranks that were started.
 fn config_of_rank(mut config: RawConfig, ranks: &dyn Communicator) -> Result<RawConfig, Failure> {
     let started = u64::from(ranks.size());
@@ -163,6 +196,13 @@ fn config_of_rank(mut config: RawConfig, ranks: &dyn Communicator) -> Result<Raw
         }
         None if started > 1 => config.parallel.data_parallel = Some(started / together),
         _ => {}
+    }
+    let is_hybrid = config.parallel.sharding_strategy() == ShardingStrategy::HybridShard;
+    if is_hybrid && config.parallel.shard_size.is_none() {
+        // Those of a machine that hold the same weights.
+        let replicas = started / (pipeline * tensor).max(1);
+        let of_machine = crate::ranks::of_each_machine(ranks)? / tensor.max(1);
+        config.parallel.shard_size = Some(of_machine.clamp(1, replicas.max(1)));
     }
     config.rank = ranks.rank();
     config.validate()?;

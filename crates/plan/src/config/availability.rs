@@ -150,12 +150,6 @@ static REFUSALS: &[Refusal] = &[
     },
     Refusal {
         keys: &["parallel.sharding_strategy"],
-        values: &["hybrid_shard"],
-        reason: "weights are shared by all ranks or by none",
-        instead: "full_shard",
-    },
-    Refusal {
-        keys: &["parallel.sharding_strategy"],
         values: &["zero1"],
         reason: "FSDP has no name for it",
         instead: "none with parallel.zero_stage: 1",

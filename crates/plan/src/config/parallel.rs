@@ -19,6 +19,9 @@ section! {
         zero_stage: u64 = 0, ZERO_STAGES;
         /// The same in the words of PyTorch's FSDP.
         sharding_strategy: ShardingStrategy = ShardingStrategy::None;
+        /// Ranks that share what the stage says, where not all do that hold the same weights: those of a machine, so that weights are
+        /// gathered within it. hybrid_shard takes the ranks of each machine.
+        shard_size: u64, "all of them", RANKS;
         /// Whether gradients are summed in the order of the whole batch, so that the number of ranks changes no bit. Stages 2 and 3
         /// always do.
         reproducible: bool = false;
@@ -60,6 +63,8 @@ choice! {
         ShardGradOp = "shard_grad_op" | "zero2",
         /// Optimizer states, gradients and weights.
         FullShard = "full_shard" | "zero3",
+        /// The same within a machine, and replicated between machines.
+        HybridShard = "hybrid_shard",
     }
 }
 
@@ -67,12 +72,13 @@ impl ParallelConfig {
     /// What the step's ranks share out between them.
     pub fn sharding(&self) -> Sharding {
         let stage = match (self.zero_stage(), self.sharding_strategy()) {
-            (3, _) | (_, ShardingStrategy::FullShard) => ZeroStage::Weights,
+            (3, _) | (_, ShardingStrategy::FullShard | ShardingStrategy::HybridShard) => ZeroStage::Weights,
             (2, _) | (_, ShardingStrategy::ShardGradOp) => ZeroStage::Gradients,
             (1, _) => ZeroStage::States,
             _ => ZeroStage::Nothing,
         };
-        Sharding { stage, reproducible: self.reproducible() }
+        let among = self.shard_size.map(|ranks| u32::try_from(ranks).unwrap_or(u32::MAX));
+        Sharding { stage, reproducible: self.reproducible(), among }
     }
 
     /// The ranks that take the step together.
@@ -86,6 +92,30 @@ impl ParallelConfig {
 
 impl RawConfig {
     pub(super) fn check_mesh(&self, errors: &mut Vec<ConfigError>) {
+        if self.parallel.sharding_strategy() == ShardingStrategy::HybridShard
+            && self.parallel.shard_size.is_none()
+            && self.parallel.data_parallel() > 1
+        {
+            errors.push(ConfigError::Conflict {
+                keys: vec![self.conflicting("parallel.sharding_strategy", "hybrid_shard")],
+                reason: "weights are shared within a machine, whose number of ranks is not known here"
+                    .to_owned(),
+                remedy: "set parallel.shard_size to it".to_owned(),
+            });
+        }
+        let replicas = self.parallel.data_parallel().saturating_mul(self.parallel.context_parallel());
+        if let Some(size) = self.parallel.shard_size.filter(|size| !replicas.is_multiple_of(*size)) {
+            errors.push(ConfigError::Conflict {
+                keys: vec![
+                    self.conflicting("parallel.shard_size", size),
+                    self.conflicting("parallel.data_parallel", self.parallel.data_parallel()),
+                ],
+                reason: format!(
+                    "{replicas} ranks hold the same weights, which fall into no groups of {size}"
+                ),
+                remedy: format!("set parallel.shard_size to a divisor of {replicas}"),
+            });
+        }
         let context = self.parallel.context_parallel();
         if context > 1 {
             self.check_context(context, errors);

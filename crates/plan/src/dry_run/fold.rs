@@ -59,7 +59,7 @@ impl Fold {
             return None;
         }
         // Whole matrices are dealt out: layers differ.
-        if settings.ranks.mesh.replicas() > 1 && !settings.optimizer.kind.shares_rows() {
+        if settings.sharers() > 1 && !settings.optimizer.kind.shares_rows() {
             return None;
         }
         // The layers of a stage are numbered anew.

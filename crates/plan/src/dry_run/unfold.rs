@@ -418,8 +418,11 @@ impl<'a> Folded<'a> {
         let mesh = self.fold.settings.ranks.mesh;
         let others = |ranks: u32| u64::from(ranks.saturating_sub(1));
         // In messages that were counted before.
-        let shares =
-            Communicated::of_many(Collective::AllReduce, times * others(mesh.replicas()) * missing, 0);
+        let shares = Communicated::of_many(
+            Collective::AllReduce,
+            times * others(self.fold.settings.sharers()) * missing,
+            0,
+        );
         let squares = self.fold.missing_parts() * size_of::<f32>() as u64;
         shares.plus(Communicated::of_many(
             Collective::AllGather,

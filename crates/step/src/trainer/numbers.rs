@@ -151,8 +151,14 @@ impl Numbers {
     }
 
     /// Has every rank know what all have found: whether everything is finite, and the squared norms of whole parts.
-    pub(super) fn agree(&self, device: &dyn Device, ranks: &dyn Communicator) -> Result<(), StepError> {
-        if ranks.is_alone() {
+    /// `sharers` have shares of the same gradients, `replicas` the same weights.
+    pub(super) fn agree(
+        &self,
+        device: &dyn Device,
+        sharers: &dyn Communicator,
+        replicas: &dyn Communicator,
+    ) -> Result<(), StepError> {
+        if replicas.is_alone() {
             return Ok(());
         }
         device.enter(Phase::Optimizer, None);
@@ -161,15 +167,15 @@ impl Numbers {
             let (total, received) = (alloc(Numbers::TOTAL)?, alloc(Numbers::RECEIVED)?);
             device.write(&total, &mut |bytes| bytes.fill(0))?;
             device.run(Reduction::AddExact { x: own, out: &total })?;
-            for (to, from) in ranks.rounds() {
+            for (to, from) in sharers.rounds() {
                 let (send, receive) = (Some((to, own)), Some((from, &received)));
-                ranks.send_receive(device, Collective::AllReduce, send, receive)?;
+                sharers.send_receive(device, Collective::AllReduce, send, receive)?;
                 device.run(Reduction::AddExact { x: &received, out: &total })?;
             }
             let (out, finite) = (&self.own_squares()?, &self.finite);
             device.run(Reduction::RoundExact { x: &total, out, finite })?;
         }
-        self.agree_on_flag(device, ranks)
+        self.agree_on_flag(device, replicas)
     }
 
     /// The squared norms of this rank's layers.

@@ -54,7 +54,7 @@ impl Trainer<'_> {
 
     /// The rows of a part that this rank has as its share.
     fn own_share(&self, part: &Part) -> Range<u64> {
-        part.share(self.replicas.rank(), self.replicas.size())
+        part.share(self.sharers.rank(), self.sharers.size())
     }
 
     /// The rows of a part that this rank updates.
@@ -79,7 +79,7 @@ impl Trainer<'_> {
         if self.shares_updates() || !shares_sums(&self.settings) {
             return Ok(summed);
         }
-        let (device, ranks) = (self.device, &*self.replicas);
+        let (device, ranks) = (self.device, &*self.sharers);
         let sizes = part.parameter.shape_of(&part.rows);
         let dtype = self.gradients.dtype_of(part);
         let whole = device.alloc(dtype, &sizes, Tag::Communication, "gradients.gathered")?;
@@ -90,9 +90,10 @@ impl Trainer<'_> {
         Ok(Some(whole))
     }
 
-    /// A rank's share of a tensor that holds a part.
+    /// The share of a rank, of those that share or of all with the same weights, of a tensor that holds a part.
     fn share(&self, part: &Part, tensor: &Tensor, rank: u32) -> Option<Tensor> {
-        part.view(tensor, &part.share(rank, self.replicas.size()))
+        let sharers = self.sharers.size();
+        part.view(tensor, &part.share(rank % sharers, sharers))
     }
 
     /// Sends each rank its share of what this one has of a part's gradient. Gives what each of them has of this rank's share;
@@ -118,8 +119,10 @@ impl Trainer<'_> {
             let row = u64::from(if from < rank { from } else { from - 1 });
             received.as_ref()?.slice_rows(row..row + 1)
         };
-        let bytes = gradient.bytes() - own.as_ref().map_or(0, Tensor::bytes);
-        let messages = u64::from(part.sharing(size)) - u64::from(own.is_some());
+        // Every group that shares has as many shares.
+        let groups = u64::from(size / self.sharers.size().max(1));
+        let bytes = groups * gradient.bytes() - own.as_ref().map_or(0, Tensor::bytes);
+        let messages = groups * u64::from(part.sharing(self.sharers.size())) - u64::from(own.is_some());
         let sent = Communicated::of_many(within, bytes, messages);
         ranks.all_to_all(device, within, sent, &|to| self.share(part, gradient, to), &place)?;
         Ok(own.map(|own| Terms { own, received, rank: u64::from(rank) }))
@@ -166,13 +169,23 @@ impl Trainer<'_> {
 
     /// Sums a part's gradient over all ranks, when all passes have added to it and none was summed by itself.
     pub(super) fn sum_over_ranks(&mut self, part: &Part) -> Result<(), StepError> {
-        let (device, ranks) = (self.device, &*self.replicas);
+        let (device, ranks) = (self.device, &*self.sharers);
         let everybody_updates = !self.shares_updates();
         let within = if everybody_updates { Collective::AllReduce } else { Collective::ReduceScatter };
         let gradient = self.gradients.part(part)?;
         if let Some(terms) = self.exchange(part, &gradient, within)? {
-            self.add(part, &terms.own, terms.of_lower(0..terms.rank), 0)?;
-            self.add(part, &terms.own, terms.of_higher(), terms.rank)?;
+            // In the order of the ranks: others may have the same share, and come to the same sum.
+            match terms.of_lower(0..1) {
+                None => self.add(part, &terms.own, terms.of_higher(), 0)?,
+                Some(sum) => {
+                    let sum = &sum.reshape(terms.own.shape().dims()).unwrap_or(sum);
+                    self.add(part, sum, terms.of_lower(1..terms.rank), 0)?;
+                    self.add(part, sum, Some(terms.own.clone()), terms.rank - 1)?;
+                    self.add(part, sum, terms.of_higher(), terms.rank)?;
+                    let (x, out, rounding) = (sum, &terms.own, Rounding::Nearest);
+                    device.run(Elementwise::Cast { x, out, rounding })?;
+                }
+            }
         }
         if everybody_updates {
             ranks.all_gather(device, within, &|rank| self.share(part, &gradient, rank))?;
@@ -183,7 +196,7 @@ impl Trainer<'_> {
     /// Brings every rank the rows of a part of a weight that the others have updated.
     pub(super) fn gather_weight(&self, part: &Part, weight: &Tensor) -> Result<(), StepError> {
         let share = |rank| self.share(part, weight, rank);
-        Ok(self.replicas.all_gather(self.device, Collective::AllGather, &share)?)
+        Ok(self.sharers.all_gather(self.device, Collective::AllGather, &share)?)
     }
 }
 

@@ -230,7 +230,7 @@ impl Trainer<'_> {
 
     /// What the ranks have of a state: of those that share its products rank after rank, and of each in the order of the rows.
     fn shares_of_state(&self, tensor: &NamedTensor) -> Result<Vec<Share>, StepError> {
-        let (count, whole) = (self.replicas.size(), self.parameter_of(tensor)?);
+        let (count, whole) = (self.sharers.size(), self.parameter_of(tensor)?);
         let (stage, mesh) = (self.settings.stage.as_ref(), self.settings.ranks.mesh);
         let owner = stage.map_or(0, |stage| stage.of_block(whole.block));
         let tensors = match (stage, self.split(whole)) {
@@ -388,7 +388,7 @@ impl Trainer<'_> {
             }
             // What ranks do not share, all that hold it have.
             let is_own = match part {
-                Some(_) => rank == self.settings.ranks.rank,
+                Some(_) => self.has_share_of(rank),
                 None => {
                     !elsewhere
                         && (number == own.tensor || self.split(self.parameter_of(tensor)?) == Split::Whole)
@@ -402,6 +402,12 @@ impl Trainer<'_> {
             messages(bytes).for_each(|message| fill(memory.get_mut(..message).unwrap_or_default()));
         }
         Ok(())
+    }
+
+    /// Whether this rank has the shares that a rank of the first group has which shares.
+    fn has_share_of(&self, rank: u32) -> bool {
+        let (mesh, place) = (self.settings.ranks.mesh, self.settings.ranks.place());
+        rank == mesh.rank(place.stage, self.sharers.rank(), place.tensor)
     }
 
     /// Where a state of one of this rank's shares is.

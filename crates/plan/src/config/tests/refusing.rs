@@ -191,10 +191,6 @@ fn what_this_version_does_not_have_is_refused_with_the_nearest() {
             "training.mixed_precision: e4m3 is not available in this version: both formats are used: E4M3 for weights and activations, E5M2 for gradients; use fp8",
         ),
         (
-            "parallel: {sharding_strategy: hybrid_shard}",
-            "parallel.sharding_strategy: hybrid_shard is not available in this version: weights are shared by all ranks or by none; use full_shard",
-        ),
-        (
             "parallel: {pipeline_schedule: interleaved}",
             "parallel.pipeline_schedule: interleaved is not available in this version: a stage is one run of layers; use 1f1b or gpipe",
         ),
@@ -309,6 +305,10 @@ fn contradictions_are_refused_with_both_places() {
         (
             "model: x\ndata: {sequence_length: 4096}\ntraining: {sequence_chunk_tokens: 1024}\nparallel: {pipeline_parallel: 2}",
             "sequences in chunks go through no pipeline; leave one of the two away",
+        ),
+        (
+            "model: x\nparallel: {data_parallel: 6, shard_size: 4, zero_stage: 3}",
+            "6 ranks hold the same weights, which fall into no groups of 4; set parallel.shard_size to a divisor of 6",
         ),
         (
             "model: x\ndata: {sequence_length: 4094}\nparallel: {context_parallel: 4}",
