@@ -9,9 +9,8 @@ use plimsoll_memory::{Layout, Traffic};
 use crate::trace::Counted;
 use crate::{Device, DeviceError, Dry};
 
-/// Iterations between two that are alike, at most: buffers that are used in turn come round after a few, and the micro-batches that a
-/// stage of a pipeline has under way after as many as there are stages.
-const LONGEST_PERIOD: usize = 32;
+/// Rounds of what is used in turn between two iterations that are alike, at most: buffers come round after a few iterations.
+const LONGEST_PERIOD: usize = 4;
 
 /// A loop, as [`DeviceExt::repeat`](crate::DeviceExt::repeat) takes it. A closure is one that has no state beside the device.
 pub trait Iterations {
@@ -136,11 +135,11 @@ pub(crate) fn count<I: Iterations>(dry: &Dry, times: u64, mut iterations: I) -> 
         let mut found = known(dry, &mut iterations, &border);
         if found.is_none() {
             borders.push_back(border);
-            if borders.len() > 2 * LONGEST_PERIOD.max(iterations.turn()) + 1 {
+            if borders.len() > 2 * LONGEST_PERIOD * iterations.turn().max(1) + 1 {
                 borders.pop_front();
             }
             let turn = iterations.turn().max(1);
-            let mut periods = (turn..=LONGEST_PERIOD.max(turn)).step_by(turn);
+            let mut periods = (turn..=LONGEST_PERIOD * turn).step_by(turn);
             found = periods.find_map(|period| round(&borders, period));
             if let (Some(round), Some(known)) = (&found, iterations.known()) {
                 known.learn(&borders, round.clone());

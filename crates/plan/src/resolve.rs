@@ -46,6 +46,8 @@ pub struct Choice {
     pub settings: StepSettings,
     /// Micro-batches of an optimizer step.
     pub accumulation: u64,
+    /// The rank whose step was run dry: of a pipeline, one of the stage that takes most, until it is known that all fit.
+    pub rank: u32,
     /// Its memory and arithmetic.
     pub dry_run: DryRun,
     /// Its time.
@@ -60,11 +62,11 @@ impl Choice {
         accumulation: u64,
         rates: &Rates,
     ) -> Result<Choice, StepError> {
-        let (dry_run, times) = heaviest_stage(spec, &settings, accumulation, rates)?;
+        let (rank, dry_run, times) = heaviest_stage(spec, &settings, accumulation, rates)?;
         let tokens = (settings.batch_size * settings.sequence_length).saturating_mul(accumulation);
         let tokens = tokens.saturating_mul(u64::from(settings.ranks.mesh.data));
         let time = TimeEstimate::new(times, &dry_run.tally, tokens);
-        Ok(Choice { settings, accumulation, dry_run, time })
+        Ok(Choice { settings, accumulation, rank, dry_run, time })
     }
 
     /// The same with what the rank that the settings are of takes, where another stage of a pipeline takes more.
@@ -73,7 +75,7 @@ impl Choice {
             return Ok(self);
         }
         let dry_run = DryRun::timed_training(spec, &self.settings, self.accumulation, rates)?;
-        Ok(Choice { dry_run, ..self })
+        Ok(Choice { dry_run, rank: self.settings.ranks.rank, ..self })
     }
 
     /// Sequences of an optimizer step, of all ranks.
@@ -505,24 +507,27 @@ fn heaviest_stage(
     settings: &StepSettings,
     accumulation: u64,
     rates: &Rates,
-) -> Result<(DryRun, Times), StepError> {
+) -> Result<(u32, DryRun, Times), StepError> {
     let Ranks { rank, mesh } = settings.ranks;
     let mut all = Vec::new();
     // The ranks that micro-batches of this one go through.
     for rank in if mesh.pipeline > 1 { mesh.stage_group(rank) } else { vec![rank] } {
         let settings = StepSettings { ranks: Ranks { rank, mesh }, ..settings.clone() };
-        all.push(DryRun::timed_training(spec, &settings, accumulation, rates)?);
+        all.push((rank, DryRun::timed_training(spec, &settings, accumulation, rates)?));
     }
-    let elapsed = |run: &DryRun| run.times.unwrap_or_default().elapsed;
+    let elapsed = |(_, run): &(u32, DryRun)| run.times.unwrap_or_default().elapsed;
     let slowest = all.iter().max_by(|a, b| elapsed(a).total_cmp(&elapsed(b)));
-    let mut times = slowest.and_then(|run| run.times).unwrap_or_default();
+    let mut times = slowest.and_then(|(_, run)| run.times).unwrap_or_default();
     let idle = times.elapsed * f64::from(mesh.pipeline.saturating_sub(1)) / accumulation.max(1) as f64;
     times.elapsed += idle;
     times.waited += idle;
-    let bytes = |run: &DryRun| (run.peak_bytes().saturating_add(run.host_bytes()), run.disk_bytes());
+    let bytes =
+        |(_, run): &(u32, DryRun)| (run.peak_bytes().saturating_add(run.host_bytes()), run.disk_bytes());
     // Of several, the first.
     let heaviest = all.into_iter().rev().max_by_key(bytes);
-    heaviest.map(|run| (run, times)).ok_or(StepError::Invariant { what: "a pipeline has no stages" })
+    heaviest
+        .map(|(rank, run)| (rank, run, times))
+        .ok_or(StepError::Invariant { what: "a pipeline has no stages" })
 }
 
 /// Pairs of batch size and accumulation that the user's words leave open, and those to turn to where none of them fits.

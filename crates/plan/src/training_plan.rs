@@ -6,7 +6,7 @@ use std::ops::Range;
 use plimsoll_device::Collective;
 use plimsoll_memory::{AtPeak, ByteSize, Phase, Tag, TagBytes};
 use plimsoll_model::{ModelSpec, Parameter, WeightSource};
-use plimsoll_step::StepError;
+use plimsoll_step::{Ranks, StepError, StepSettings};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
@@ -169,7 +169,8 @@ impl TrainingPlan {
 
     /// The layers that the rank has which the plan is for.
     pub fn own_layers(&self) -> Range<u32> {
-        self.choice.settings.of_stage(&self.spec).0.layers()
+        let ranks = Ranks { rank: self.choice.rank, ..self.choice.settings.ranks };
+        StepSettings { ranks, ..self.choice.settings.clone() }.of_stage(&self.spec).0.layers()
     }
 
     /// Bytes of arena.
@@ -320,7 +321,12 @@ impl TrainingPlan {
 
     /// Bytes of optimizer states, which live all the time, for each parameter that is trained; master weights are not among them.
     pub fn state_bytes_per_parameter(&self) -> f64 {
-        self.state_bytes() as f64 / self.trainable_parameters().max(1) as f64
+        // Of several ranks none has all.
+        let bytes = match self.choice.settings.ranks.count() {
+            1 => self.state_bytes(),
+            _ => self.state_bytes_whole(),
+        };
+        bytes as f64 / self.trainable_parameters().max(1) as f64
     }
 
     /// Where in the step the peak is.

@@ -10,6 +10,7 @@ use plimsoll_model::{BlockId, Role};
 use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
+use crate::stage::Split;
 
 /// Which inputs of adapters are dropped in a pass (Srivastava et al. 2014); masks are functions of the seed.
 #[derive(Clone, Copy, Debug)]
@@ -109,7 +110,7 @@ impl LowRank<'_> {
         let Some(dropout) = ctx.dropout else { return Ok(product(dx, true)?) };
         let through = ctx.device.alloc(dx.dtype(), dx.shape().dims(), Tag::Activations, "lora.dx")?;
         product(&through, false)?;
-        Ok(ctx.device.run(self.mask(dropout, &through, dx, true))?)
+        Ok(ctx.device.run(self.mask(ctx, dropout, &through, dx, true))?)
     }
 
     /// out += s A[tokens] B^T, of an embedding; out `[N, H]`.
@@ -187,13 +188,23 @@ impl LowRank<'_> {
     fn dropped(&self, ctx: &Context<'_>, x: &Tensor) -> Result<Option<Tensor>, StepError> {
         let Some(dropout) = ctx.dropout else { return Ok(None) };
         let out = ctx.device.alloc(x.dtype(), x.shape().dims(), Tag::Activations, "lora.dropout")?;
-        ctx.device.run(self.mask(dropout, x, &out, false))?;
+        ctx.device.run(self.mask(ctx, dropout, x, &out, false))?;
         Ok(Some(out))
     }
 
-    fn mask<'t>(&self, dropout: Dropout, x: &'t Tensor, out: &'t Tensor, accumulate: bool) -> Op<'t> {
+    fn mask<'t>(
+        &self,
+        ctx: &Context<'_>,
+        dropout: Dropout,
+        x: &'t Tensor,
+        out: &'t Tensor,
+        accumulate: bool,
+    ) -> Op<'t> {
         // Linears that read the same input drop different elements of it.
         let seed = splitmix64(dropout.seed, self.block.parameter_number(self.b_role));
+        // Ranks that have other columns of an input make a choice of their own.
+        let columns = ctx.products.filter(|_| Split::of(self.a_role) == Split::Columns);
+        let seed = columns.map_or(seed, |products| splitmix64(seed, u64::from(products.ranks().rank())));
         let first = dropout.first_row * x.columns();
         Elementwise::Dropout { x, out, probability: dropout.probability, seed, first, accumulate }.into()
     }

@@ -49,6 +49,16 @@ pub enum StepError {
         /// The group's pattern.
         pattern: String,
     },
+    /// Ranks cannot divide the work of this model so.
+    #[error("{key} does not go with this model or its adapters: {what}; {remedy}")]
+    Mesh {
+        /// The key of the configuration.
+        key: &'static str,
+        /// What stands in the way.
+        what: &'static str,
+        /// What would work.
+        remedy: &'static str,
+    },
     /// Ranks that share products cannot have as much of each.
     #[error(
         "{what}, of which the model has {size}, are not divisible by {ranks} ranks; set parallel.tensor_parallel to a divisor"

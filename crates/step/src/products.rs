@@ -22,6 +22,11 @@ impl<'a> Products<'a> {
         Products { ranks, vocabulary }
     }
 
+    /// All of them.
+    pub fn ranks(&self) -> &dyn Communicator {
+        &*self.ranks
+    }
+
     /// Whether this is the first of them.
     pub fn is_first(&self) -> bool {
         self.ranks.rank() == 0

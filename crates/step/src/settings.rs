@@ -463,7 +463,11 @@ impl StepSettings {
                 "the stages of a pipeline update behind the backward pass"
             }
             _ if spec.tie_word_embeddings && self.method.adapters().is_some_and(has_table) => {
-                "a table that two stages of a pipeline have is trained with all weights or not at all"
+                return Err(StepError::Mesh {
+                    key: "parallel.pipeline_parallel",
+                    what: "the first and the last stage have the embedding's table, which is trained beside adapters",
+                    remedy: "leave embed_tokens out of training.lora.modules_to_save",
+                });
             }
             _ => return Ok(()),
         };
@@ -491,14 +495,21 @@ impl StepSettings {
             (config.use_dora, adapters.layout.parameters().iter().any(of_table))
         };
         let (has_lengths, adapts_tables) = self.method.adapters().map_or((false, false), adapted);
+        let of_mesh = |what, remedy| StepError::Mesh { key: "parallel.tensor_parallel", what, remedy };
         let what = match () {
             () if self.chunk_tokens().is_some() => "sequences in chunks go through products of one rank",
             () if !self.optimizer.kind.has_states_of_elements() => {
                 "an optimizer whose states are of rows or blocks needs whole matrices"
             }
-            () if spec.attention.qk_norm == Some(QkNorm::Whole) => "a norm over all heads needs all of them",
+            () if spec.attention.qk_norm == Some(QkNorm::Whole) => {
+                let what = "queries and keys are normalised over all heads, which no rank has";
+                return Err(of_mesh(what, "divide the layers by parallel.pipeline_parallel"));
+            }
             () if has_lengths => "lengths of rows need whole rows",
-            () if adapts_tables => "an adapter of a table needs all of it",
+            () if adapts_tables => {
+                let what = "an adapter of the embedding or the head needs all of its table";
+                return Err(of_mesh(what, "leave them out of training.lora.target_modules"));
+            }
             () if self.stage.is_some() => return Ok(()),
             () => {
                 let sizes = [

@@ -23,6 +23,9 @@ pub enum PipelineSchedule {
     GPipe,
 }
 
+/// Micro-batches that GPipe has under way at most: a plan goes through each.
+pub const MOST_AT_ONCE: u64 = 256;
+
 /// What a rank has of a model: one stage of a pipeline, and of every product in it one part.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stage {
@@ -210,7 +213,7 @@ pub(crate) enum Split {
 }
 
 impl Split {
-    fn of(role: Role) -> Split {
+    pub fn of(role: Role) -> Split {
         use Adapted::{DownProj, GateProj, KProj, OProj, QProj, UpProj, VProj};
         match role {
             Role::QProj
@@ -235,7 +238,8 @@ impl Split {
 /// The rows that a rank has of the tables of the vocabulary, in whole runs of logits; `None` where there are too few for every rank.
 fn vocabulary(spec: &ModelSpec, tensor: u32, tensors: u32) -> Option<(u64, u64)> {
     let (runs, tensors) = (spec.vocab_size.div_ceil(PIECE_ROWS), u64::from(tensors));
-    let cut = |tensor: u64| spec.vocab_size.min(runs * tensor / tensors * PIECE_ROWS);
+    // The first rank has as much as any other.
+    let cut = |tensor: u64| spec.vocab_size.min((runs * tensor).div_ceil(tensors) * PIECE_ROWS);
     (tensors > 1 && runs >= tensors).then(|| (cut(u64::from(tensor)), cut(u64::from(tensor) + 1)))
 }
 
@@ -274,12 +278,14 @@ fn cut(
     if tensors > 1 {
         layout = layout.of_shapes(&own);
     }
-    let adapters = Adapters {
+    let mut adapters = Adapters {
         layout,
         dropout: adapters.dropout,
         weight_types: own_of(&adapters.weight_types, &blocks, copied),
         in_files: own_of(&adapters.in_files, &blocks, copied),
     };
+    // Files hold whole matrices.
+    adapters.in_files.retain(|(_, role), _| tensors <= 1 || Split::of(*role) == Split::Whole);
     (own, TrainingMethod::Adapters(Arc::new(adapters)))
 }
 

@@ -210,7 +210,9 @@ impl<'a> Trainer<'a> {
         };
         let below = (offload.parameters != Tier::Device).then_some(below);
         let storage = WeightStorage { types: &types, adapters, trained: true, offload: below };
-        let cut = Pieces::new(&spec, &settings.optimizer.kind);
+        // Every rank cuts tables alike, whatever part of a layer it has.
+        let whole = settings.stage.as_ref().map_or(&spec, |stage| &stage.whole.0);
+        let cut = Pieces::new(whole, &settings.optimizer.kind);
         let trained = method.trained(&spec);
         let parts = Parts::standing(&trained, cut, &settings.optimizer.kind, ranks, &standing);
         let parts = Rc::new(parts);

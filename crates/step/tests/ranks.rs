@@ -16,7 +16,7 @@ use plimsoll_parallel::{Collectives, Communicator, Deal, DryRanks, Mesh, ThreadR
 use plimsoll_step::{
     AdamSettings, Adapters, AttentionKind, Checkpointing, EightBit, GradientClipping, LionSettings,
     MicroBatch, NamedTensor, NormSource, Offload, OptimizerKind, PipelineSchedule, Precision, Ranks,
-    Sharding, StepError, StepSettings, Trainer, TrainingMethod, UpdateTiming, ZeroStage,
+    Sharding, StateKind, StepError, StepSettings, Trainer, TrainingMethod, UpdateTiming, ZeroStage,
 };
 
 /// Micro-batches of a step, over all ranks.
@@ -685,4 +685,119 @@ fn the_number_of_ranks_that_share_changes_no_bit() {
         at_peak(&wider(llama()), &settings, DryRanks::new(0, 4), Tag::Optimizer)
     };
     assert!(share(Some(2)) > share(None) * 3 / 2);
+}
+
+/// The losses of the fourth and the fifth step of a run that goes on, and of one that is taken up again from what it has saved.
+fn resumed(spec: &ModelSpec, settings: &StepSettings, ranks: u32) -> [[f64; 2]; 2] {
+    let of_rank = |rank: ThreadRank| -> [[f64; 2]; 2] {
+        let ranks = Wired::new(rank);
+        let step = of_rank(settings, &ranks);
+        let device = Cpu::new(1 << 26, CpuOptions { threads: Some(1), isa: None }).unwrap();
+        let new = || Trainer::new(&device, Arc::default(), spec.clone(), step.clone(), &ranks).unwrap();
+        let take = |trainer: &mut Trainer<'_>, number: u64| {
+            let data = own_batches(&step, number);
+            let batches: Vec<_> =
+                data.iter().map(|(tokens, targets)| MicroBatch::new(tokens, targets)).collect();
+            trainer.step(&batches, 1e-2).unwrap().loss
+        };
+        let mut trainer = new();
+        trainer.load(fill).unwrap();
+        for number in 0..STEPS {
+            take(&mut trainer, number);
+        }
+        let own = trainer.on_first_rank::<_, StepError>(|| Ok(saved(&trainer))).unwrap().unwrap_or_default();
+        let of = |number: usize| own.get(number).map(|(_, bytes)| bytes.clone()).unwrap_or_default();
+        let named = trainer.state().unwrap();
+        let all: Vec<Vec<u8>> = (0..named.len()).map(|number| ranks.broadcast(of(number)).unwrap()).collect();
+        let progress = trainer.progress();
+        let unbroken = [3, 4].map(|number| take(&mut trainer, number));
+        drop(trainer);
+        let mut trainer = new();
+        let weights: HashMap<&str, &[u8]> = named
+            .iter()
+            .zip(&all)
+            .filter(|(tensor, _)| tensor.kind == StateKind::Weight)
+            .map(|(tensor, bytes)| (tensor.name.as_str(), &bytes[..]))
+            .collect();
+        trainer
+            .load::<StepError>(|p, rows, _, out| {
+                let whole = weights[p.name.as_str()];
+                let row = whole.len() / p.rows() as usize;
+                out.copy_from_slice(&whole[rows.start as usize * row..rows.end as usize * row]);
+                Ok(())
+            })
+            .unwrap();
+        for (tensor, bytes) in named.iter().zip(&all) {
+            let mut rest = &bytes[..];
+            let mut fill = |out: &mut [u8]| out.copy_from_slice(rest.split_off(..out.len()).unwrap());
+            if tensor.kind != StateKind::Weight {
+                trainer.write_state(tensor, &mut fill).unwrap();
+                assert!(rest.is_empty());
+            }
+        }
+        trainer.resume(progress);
+        [unbroken, [3, 4].map(|number| take(&mut trainer, number))]
+    };
+    std::thread::scope(|scope| {
+        let start = |rank| scope.spawn(move || of_rank(rank));
+        let threads: Vec<_> = thread_ranks(ranks).into_iter().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).next().unwrap()
+    })
+}
+
+/// Every rank finds its own part of what was saved.
+#[test]
+fn what_was_saved_goes_on_with_the_same_bits() {
+    let spec = ModelSpec { num_layers: 4, ..wider(llama()) };
+    for stage in [ZeroStage::Nothing, ZeroStage::States, ZeroStage::Gradients, ZeroStage::Weights] {
+        let base = sharded(settings(1, 12), stage, false);
+        let among = Sharding { among: Some(2), ..base.sharding };
+        for (settings, ranks) in [
+            (sharing_products(base.clone(), 2), 4),
+            (in_stages(base.clone(), 2, SCHEDULES[0]), 4),
+            (in_stages(sharing_products(base.clone(), 2), 2, SCHEDULES[0]), 8),
+            (sharing_sequences(base.clone(), 2), 4),
+            (StepSettings { sharding: among, ..base.clone() }, 4),
+        ] {
+            let [unbroken, resumed] = resumed(&spec, &settings, ranks);
+            assert_eq!(unbroken, resumed, "{settings:?}");
+        }
+    }
+}
+
+/// Tables of several pieces beside a part of a layer that would make for others.
+#[test]
+fn a_rank_cuts_tables_as_the_whole_model_does() {
+    let sizes = wider(llama());
+    let mlp = MlpSpec { intermediate_size: 8192, ..sizes.mlp };
+    let spec = ModelSpec { vocab_size: 3101, num_layers: 1, mlp, ..sizes };
+    let one = run(&spec, &settings(1, 12), 1);
+    assert_close(&run(&spec, &sharing_products(settings(1, 12), 2), 2), &one, 2e-5, "wide");
+}
+
+/// Some rank has all of what the rule has to see whole; of a table that two stages have, the same one.
+#[test]
+fn whole_matrices_of_tied_models_go_with_stages() {
+    let adalomo = with_kind(OptimizerKind::AdaLomo(ADALOMO));
+    for num_layers in [3, 4, 5] {
+        let spec = ModelSpec { num_layers, ..wider(llama()) };
+        let settings = StepSettings { optimizer: adalomo.clone(), ..settings(1, 12) };
+        let one = run(&spec, &settings, 1);
+        for stage in [ZeroStage::States, ZeroStage::Weights] {
+            let many = in_stages(sharded(settings.clone(), stage, false), 2, SCHEDULES[0]);
+            assert_close(&run(&spec, &many, 4), &one, 2e-5, &format!("{num_layers} {stage:?}"));
+        }
+    }
+}
+
+/// Two micro-batches for three stages.
+#[test]
+fn fewer_micro_batches_than_stages_go_through() {
+    let spec = ModelSpec { tie_word_embeddings: false, ..wider(llama()) };
+    let base = sharded(settings(1, 12), ZeroStage::Gradients, false);
+    let one = run(&spec, &base, 1);
+    for schedule in SCHEDULES {
+        let many = run(&spec, &in_stages(base.clone(), 3, schedule), 12);
+        assert_same_weights(&many, &one, &format!("{schedule:?}"));
+    }
 }

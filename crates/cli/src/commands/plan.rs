@@ -53,6 +53,12 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let plan =
         engine.plan(&config, &machine, |machine| TrainingPlan::for_model(&config, &origin, machine))?;
     let speeds = PlanSpeeds { elsewhere, ..PlanSpeeds::here(&engine, &plan) };
+    let mesh = plan.choice.settings.ranks.mesh;
+    if args.zero_table && mesh.data < mesh.size() {
+        return Err(Failure::usage(
+            "--zero-table is of data parallel ranks; leave context_parallel, pipeline_parallel and tensor_parallel away",
+        ));
+    }
     // Where no method is chosen, what each would need is a part of the answer.
     let undecided = config.training.method.is_none();
     let needs = if undecided { needs::of(&origin).unwrap_or_default() } else { Vec::new() };
@@ -166,6 +172,11 @@ fn frozen_types(adapters: &Adapters) -> String {
     if names.is_empty() { String::new() } else { format!(", quantised as {}", names.join(", ")) }
 }
 
+/// Whose messages the plan has counted.
+fn who_sends(mesh: Mesh) -> &'static str {
+    if mesh.pipeline > 1 { "the first sends" } else { "each sends" }
+}
+
 /// How many ranks there are, and how they divide the work.
 fn ways(mesh: Mesh) -> String {
     let of = |ranks: u32, what: &str| (ranks > 1).then(|| format!("{ranks} {what}"));
@@ -188,6 +199,9 @@ fn ranks(plan: &TrainingPlan) -> String {
         return String::new();
     };
     let shared = match settings.sharding.stage {
+        ZeroStage::Nothing if settings.ranks.mesh.replicas() < settings.ranks.count() => {
+            "each with its part of the model"
+        }
         ZeroStage::Nothing => "each with everything",
         ZeroStage::States => "with shares of optimizer states (ZeRO 1)",
         ZeroStage::Gradients => "with shares of optimizer states and gradients (ZeRO 2)",
@@ -201,7 +215,11 @@ fn ranks(plan: &TrainingPlan) -> String {
     };
     let sent = plan.choice.dry_run.moved.sent;
     let count = ways(settings.ranks.mesh);
-    format!("ranks: {count}, {shared}; {span}; each sends {} a step\n", ByteSize(sent.total_bytes()))
+    format!(
+        "ranks: {count}, {shared}; {span}; {} {} a step\n",
+        who_sends(settings.ranks.mesh),
+        ByteSize(sent.total_bytes())
+    )
 }
 
 /// The plan for people.

@@ -1,11 +1,15 @@
 //! `parallel`: how work and tensors are spread over ranks.
 
 use plimsoll_parallel::Mesh;
-use plimsoll_step::{AttentionKind, PipelineSchedule, Sharding, ZeroStage};
+use plimsoll_step::{AttentionKind, MOST_AT_ONCE, PipelineSchedule, Sharding, ZeroStage};
 
 use super::section::section;
 use super::value::choice;
-use super::{Auto, ConfigError, RawConfig};
+use super::{Auto, ConfigError, Method, RawConfig};
+use crate::optimizer::optimizer_settings;
+
+/// Ranks of a run at most.
+const MOST_RANKS: u64 = 65_536;
 
 section! {
     /// How work and tensors are spread over ranks.
@@ -120,9 +124,58 @@ impl RawConfig {
         if context > 1 {
             self.check_context(context, errors);
         }
+        let tensor = self.parallel.tensor_parallel();
+        if tensor > 1 {
+            self.check_products(tensor, errors);
+        }
+        let parallel = &self.parallel;
+        let ways =
+            [parallel.data_parallel(), parallel.context_parallel(), parallel.pipeline_parallel(), tensor];
+        let ranks = ways.into_iter().fold(1, u64::saturating_mul);
+        if ranks > MOST_RANKS {
+            errors.push(ConfigError::Conflict {
+                keys: vec![
+                    self.conflicting("parallel.data_parallel", parallel.data_parallel()),
+                    self.conflicting("parallel.tensor_parallel", tensor),
+                ],
+                reason: format!("the ways multiply to {ranks} ranks"),
+                remedy: format!("take {MOST_RANKS} or fewer in all"),
+            });
+        }
         let pipeline = self.parallel.pipeline_parallel();
         if pipeline > 1 {
             self.check_pipeline(pipeline, errors);
+        }
+    }
+
+    fn check_products(&self, ranks: u64, errors: &mut Vec<ConfigError>) {
+        let own = self.conflicting("parallel.tensor_parallel", ranks);
+        let mut conflict = |key, reason: &str, remedy: &str| {
+            let keys = vec![own.clone(), key];
+            errors.push(ConfigError::Conflict { keys, reason: reason.to_owned(), remedy: remedy.to_owned() });
+        };
+        if let Some(chunk) = self.sequence_chunk() {
+            conflict(
+                self.conflicting("training.sequence_chunk_tokens", chunk),
+                "sequences in chunks go through products of one rank",
+                "leave one of the two away",
+            );
+        }
+        let optimizer = self.training.optimizer();
+        if !optimizer_settings(&self.training).kind.has_states_of_elements() {
+            conflict(
+                self.conflicting("training.optimizer", optimizer),
+                "ranks that share products have parts of matrices, and states of its kind are of whole ones",
+                "set training.optimizer to adamw, adamw_bf16, lion or sgd",
+            );
+        }
+        let has_adapters = matches!(self.training.method(), Method::Lora | Method::Qlora);
+        if has_adapters && self.training.lora.use_dora() {
+            conflict(
+                self.conflicting("training.lora.use_dora", true),
+                "the lengths of rows are of whole matrices",
+                "set training.lora.use_dora to false",
+            );
         }
     }
 
@@ -144,6 +197,15 @@ impl RawConfig {
                 self.conflicting("training.optimizer_in_backward", true),
                 "the stages of a pipeline update when the last micro-batch has come back",
                 "set training.optimizer_in_backward to false",
+            );
+        }
+        let accumulation = self.batch_settings().ok().and_then(|batch| batch.gradient_accumulation_steps);
+        let is_gpipe = self.parallel.pipeline_schedule() == PipelineForm::GPipe;
+        if let Some(steps) = accumulation.filter(|steps| is_gpipe && *steps > MOST_AT_ONCE) {
+            conflict(
+                self.conflicting("training.gradient_accumulation_steps", steps),
+                &format!("gpipe has every micro-batch of a step under way at once, {MOST_AT_ONCE} at most"),
+                "set parallel.pipeline_schedule to 1f1b",
             );
         }
         let together = self.training.micro_batches_per_pass().set();

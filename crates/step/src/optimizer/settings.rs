@@ -137,7 +137,7 @@ impl OptimizerKind {
     }
 
     /// Whether its states are of single elements, and in no blocks.
-    pub(crate) fn has_states_of_elements(&self) -> bool {
+    pub fn has_states_of_elements(&self) -> bool {
         use OptimizerKind::{AdamW, AdamWBf16, Lion, Sgd};
         matches!(self, AdamW(_) | AdamWBf16(_) | Lion(_) | Sgd(_))
     }

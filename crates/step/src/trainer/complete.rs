@@ -17,6 +17,7 @@ use crate::StepError;
 use crate::optimizer::Update;
 use crate::settings::UpdateTiming;
 use crate::store::BlockWeights;
+use crate::tier::Unit;
 
 impl Trainer<'_> {
     /// An action on complete gradients.
@@ -65,6 +66,11 @@ impl Trainer<'_> {
                 // What is updated next knows nothing of what others have found yet.
                 if !pass.is_empty() && self.settings.update != UpdateTiming::AfterBackward {
                     self.numbers.agree_on_flag(self.device, &*self.replicas)?;
+                    // Of tables they may have other numbers of pieces.
+                    let products = self.products.as_ref().filter(|_| !matches!(unit, Unit::Piece(..)));
+                    if let Some(products) = products {
+                        self.numbers.agree_on_flag(self.device, products.ranks())?;
+                    }
                 }
             }
             Action::Update { unit, part, numbers } => {
@@ -155,7 +161,7 @@ impl Trainer<'_> {
             let is_bad = |block: &BlockId| {
                 !self.parts.of_block(*block).filter(measured).filter_map(square).all(f32::is_finite)
             };
-            block = self.spec.blocks().rev().find(is_bad);
+            block = self.last_of_model(self.spec.blocks().rev().find(is_bad))?;
         }
         Err(match block {
             Some(block) if within => StepError::NotFiniteWithin { block },

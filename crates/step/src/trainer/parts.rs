@@ -133,14 +133,18 @@ impl Parts {
                     parts.pieces.insert(block, piece + 1);
                 }
                 let mut owner = None;
-                if ranks > 1 && !kind.takes_rows(parameter) {
+                let standing = standing(parameter);
+                if ranks > 1 && !kind.takes_rows(parameter) && standing.is_copy {
+                    // That of the original, which is the first of its stage.
+                    owner = Some(0);
+                } else if ranks > 1 && !kind.takes_rows(parameter) {
                     let least = taken.iter_mut().zip(0..).min_by_key(|(taken, rank)| (**taken, *rank));
                     owner = least.map(|(taken, rank)| {
                         *taken += parameter.elements();
                         rank
                     });
                 }
-                let (standing, norm_row) = (standing(parameter), parts.count);
+                let norm_row = parts.count;
                 let part = Part { parameter: parameter.clone(), piece, rows, norm_row, owner, standing };
                 parts.count += u64::from(part.is_measured());
                 parts.units.entry(unit).or_default().push(part);

@@ -19,7 +19,7 @@ use crate::block::{Held, Visit};
 use crate::context::Context;
 use crate::embedding;
 use crate::settings::{MicroBatches, StepSettings};
-use crate::stage::{PipelineSchedule, Stage};
+use crate::stage::{MOST_AT_ONCE, PipelineSchedule, Stage};
 
 /// The ranks that micro-batches of this one go through.
 pub(crate) struct Stages<'a> {
@@ -122,6 +122,9 @@ impl Trainer<'_> {
         let stages = self.stages.clone().ok_or(NOTHING_LEFT)?;
         let (device, count) = (self.device, micro_batches.len());
         let behind = u64::from(stages.stage.count - 1 - stages.stage.number);
+        if self.settings.pipeline_schedule == PipelineSchedule::GPipe && count > MOST_AT_ONCE {
+            return Err(StepError::Invariant { what: "GPipe has too many micro-batches under way" });
+        }
         let ahead = match self.settings.pipeline_schedule {
             PipelineSchedule::OneForwardOneBackward => behind.min(count),
             PipelineSchedule::GPipe => count,
@@ -249,20 +252,35 @@ impl Trainer<'_> {
     /// The first block of all stages whose output is not finite, from that of this one.
     pub(super) fn first_of_stages(&self, own: Option<BlockId>) -> Result<Option<BlockId>, StepError> {
         let Some(stages) = &self.stages else { return Ok(own) };
-        let place = match own {
-            None => f64::INFINITY,
-            Some(BlockId::Embedding) => -1.0,
-            Some(BlockId::Layer(layer)) => f64::from(layer),
-            Some(BlockId::Head) => f64::MAX,
-        };
-        let all = stages.ranks.gather_numbers(&[place])?;
-        let first = all.into_iter().flatten().fold(f64::INFINITY, f64::min);
-        Ok(match first {
-            f64::INFINITY => None,
-            -1.0 => Some(BlockId::Embedding),
-            f64::MAX => Some(BlockId::Head),
-            layer => Some(BlockId::Layer(layer as u32)),
-        })
+        let all = stages.ranks.gather_numbers(&[own.map_or(f64::INFINITY, place_of)])?;
+        Ok(block_at(all.into_iter().flatten().fold(f64::INFINITY, f64::min)))
+    }
+
+    /// The last block of the whole model whose gradient is not finite, from that of this rank: the first in the order of the backward
+    /// pass.
+    pub(super) fn last_of_model(&self, own: Option<BlockId>) -> Result<Option<BlockId>, StepError> {
+        let Some(model) = &self.model else { return Ok(own) };
+        let all = model.ranks.gather_numbers(&[own.map_or(f64::NEG_INFINITY, place_of)])?;
+        Ok(block_at(all.into_iter().flatten().fold(f64::NEG_INFINITY, f64::max)))
+    }
+}
+
+/// A number for a block, in the order of the forward pass.
+fn place_of(block: BlockId) -> f64 {
+    match block {
+        BlockId::Embedding => -1.0,
+        BlockId::Layer(layer) => f64::from(layer),
+        BlockId::Head => f64::MAX,
+    }
+}
+
+/// The block of a number; `None` of an endless one.
+fn block_at(place: f64) -> Option<BlockId> {
+    match place {
+        _ if place.is_infinite() => None,
+        -1.0 => Some(BlockId::Embedding),
+        f64::MAX => Some(BlockId::Head),
+        layer => Some(BlockId::Layer(layer as u32)),
     }
 }
 

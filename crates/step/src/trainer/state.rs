@@ -359,13 +359,15 @@ impl Trainer<'_> {
         let (Split::Columns, Some(stage)) = (self.split(whole), &self.settings.stage) else {
             return self.write_own(tensor, None, fill);
         };
-        let mut all = vec![0; tensor.bytes() as usize];
-        fill(&mut all);
-        let (row, bytes) = (all.len() / whole.rows().max(1) as usize, tensor.dtype.bytes_for(1).unwrap_or(1));
-        let share = stage.share(whole, stage.tensor);
-        let columns = (share.start * bytes) as usize..(share.end * bytes) as usize;
-        let mut own: Vec<u8> = Vec::new();
-        all.chunks(row.max(1)).for_each(|row| own.extend(row.get(columns.clone()).unwrap_or_default()));
+        let bytes = |elements| tensor.dtype.bytes_for(elements).unwrap_or(0) as usize;
+        let (row, share) = (bytes(whole.columns()), stage.share(whole, stage.tensor));
+        let columns = bytes(share.start)..bytes(share.end);
+        let mut own: Vec<u8> = Vec::with_capacity(columns.len() * whole.rows() as usize);
+        let mut memory = vec![0; row];
+        for _ in 0..whole.rows() {
+            fill(&mut memory);
+            own.extend(memory.get(columns.clone()).unwrap_or_default());
+        }
         let mut rest = own.as_slice();
         self.write_own(tensor, Some(stage.tensor), &mut |out| {
             let now = rest.split_off(..out.len().min(rest.len())).unwrap_or_default();
@@ -380,19 +382,19 @@ impl Trainer<'_> {
         of: Option<u32>,
         fill: &mut dyn FnMut(&mut [u8]),
     ) -> Result<(), StepError> {
-        let (own, mut memory) = (self.settings.ranks.place(), Vec::new());
+        let (mesh, own, mut memory) = (self.settings.ranks.mesh, self.settings.ranks.place(), Vec::new());
         let elsewhere = self.is_elsewhere(tensor.parameter.0);
+        let is_whole = self.split(self.parameter_of(tensor)?) == Split::Whole;
+        // What is not cut, all ranks of a stage have that share products.
+        let is_here = |number| !elsewhere && (is_whole || number == own.tensor);
         for Share { rank, tensor: number, part, bytes } in self.shares_of_state(tensor)? {
             if of.is_some_and(|of| of != number) {
                 continue;
             }
             // What ranks do not share, all that hold it have.
             let is_own = match part {
-                Some(_) => self.has_share_of(rank),
-                None => {
-                    !elsewhere
-                        && (number == own.tensor || self.split(self.parameter_of(tensor)?) == Split::Whole)
-                }
+                Some(_) => is_here(number) && mesh.replica(rank) == self.sharers.rank(),
+                None => is_here(number),
             };
             if is_own {
                 self.share_of_state(part.as_ref(), tensor)?.write(self.device, &self.tiers, fill)?;
@@ -402,12 +404,6 @@ impl Trainer<'_> {
             messages(bytes).for_each(|message| fill(memory.get_mut(..message).unwrap_or_default()));
         }
         Ok(())
-    }
-
-    /// Whether this rank has the shares that a rank of the first group has which shares.
-    fn has_share_of(&self, rank: u32) -> bool {
-        let (mesh, place) = (self.settings.ranks.mesh, self.settings.ranks.place());
-        rank == mesh.rank(place.stage, self.sharers.rank(), place.tensor)
     }
 
     /// Where a state of one of this rank's shares is.

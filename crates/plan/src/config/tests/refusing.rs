@@ -307,6 +307,30 @@ fn contradictions_are_refused_with_both_places() {
             "sequences in chunks go through no pipeline; leave one of the two away",
         ),
         (
+            "model: x\ntraining: {optimizer: adamw_8bit}\nparallel: {tensor_parallel: 2}",
+            "ranks that share products have parts of matrices, and states of its kind are of whole ones; set training.optimizer to adamw, adamw_bf16, lion or sgd",
+        ),
+        (
+            "model: x\ntraining: {method: lora, lora: {use_dora: true}}\nparallel: {tensor_parallel: 2}",
+            "the lengths of rows are of whole matrices; set training.lora.use_dora to false",
+        ),
+        (
+            "model: x\ndata: {sequence_length: 4096}\ntraining: {sequence_chunk_tokens: 1024}\nparallel: {tensor_parallel: 2}",
+            "sequences in chunks go through products of one rank; leave one of the two away",
+        ),
+        (
+            "model: x\ntraining: {gradient_accumulation_steps: 1000}\nparallel: {pipeline_parallel: 2, pipeline_schedule: gpipe}",
+            "gpipe has every micro-batch of a step under way at once, 256 at most; set parallel.pipeline_schedule to 1f1b",
+        ),
+        (
+            "model: x\nparallel: {data_parallel: 65536, tensor_parallel: 2}",
+            "the ways multiply to 131072 ranks; take 65536 or fewer in all",
+        ),
+        (
+            "model: x\nparallel: {sharding_strategy: hybrid_shard, data_parallel: 4}",
+            "weights are shared within a machine, whose number of ranks is not known here; set parallel.shard_size to it",
+        ),
+        (
             "model: x\nparallel: {data_parallel: 6, shard_size: 4, zero_stage: 3}",
             "6 ranks hold the same weights, which fall into no groups of 4; set parallel.shard_size to a divisor of 6",
         ),
