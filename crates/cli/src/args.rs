@@ -208,6 +208,9 @@ pub struct EvalArgs {
 pub struct GenerateArgs {
     #[command(flatten)]
     pub inference: InferenceArgs,
+    /// Divide the model's layers among so many ranks of this machine, each a process with its own memory (docs/ranks.md)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub ranks: Option<u32>,
     /// Text to continue; - reads it from standard input, without its last line break
     #[arg(long, value_name = "TEXT")]
     pub prompt: Option<String>,

@@ -6,11 +6,12 @@ use plimsoll_device::{Cpu, DType};
 use plimsoll_generate::Session;
 use plimsoll_memory::release_free_heap;
 use plimsoll_model::tokenizer::Tokenizer;
-use plimsoll_model::{ModelSpec, Parameter};
+use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter};
+use plimsoll_parallel::{Collectives, Communicator, Solo};
 use plimsoll_plan::{
     GenerationPlan, GenerationPlanError, GenerationRequest, LoadLine, streaming_overhead_bytes,
 };
-use plimsoll_step::Decoder;
+use plimsoll_step::{DecodeSettings, Decoder, Residency, Stage, WeightStorage};
 
 use crate::args::{DiskArgs, InferenceArgs};
 use crate::failure::Failure;
@@ -18,6 +19,9 @@ use crate::load_line::{PlannedProcess, PlanningRoom, beside_the_model, load_line
 use crate::session::{Engine, cache_type};
 use crate::streaming::{self, Streaming};
 use crate::weights::Weights;
+
+/// Types of a cache, from the widest to the narrowest.
+const CACHES: [DType; 5] = [DType::F32, DType::F16, DType::Bf16, DType::Q8_0, DType::Q4_1];
 
 /// A model's files and how it is to be computed.
 pub struct Inference<'a> {
@@ -31,6 +35,8 @@ pub struct Inference<'a> {
     threads: Option<usize>,
     /// What `--context` says.
     asked_context: Option<usize>,
+    /// The layers that this rank has, and adapters of theirs, where there are others.
+    part: Option<(ModelSpec, Option<AdapterLayout>)>,
 }
 
 impl<'a> Inference<'a> {
@@ -53,6 +59,7 @@ impl<'a> Inference<'a> {
             line,
             threads: args.threads,
             asked_context: args.context,
+            part: None,
         };
         match args.context {
             Some(0) => Err(Failure::usage("--context must be at least 1")),
@@ -69,6 +76,48 @@ impl<'a> Inference<'a> {
 
     pub fn spec(&self) -> &ModelSpec {
         self.weights.spec()
+    }
+
+    /// Takes this rank's part of the layers.
+    pub fn divide(&mut self, ranks: &dyn Communicator) -> Result<(), Failure> {
+        let (spec, count) = (self.weights.spec(), ranks.size());
+        if ranks.is_alone() {
+            return Ok(());
+        }
+        if spec.num_layers < count {
+            return Err(Failure::usage(format!(
+                "--ranks {count}: the model has {} layers; take {} or fewer",
+                spec.num_layers, spec.num_layers
+            )));
+        }
+        let part = Stage::part(spec, ranks.rank(), count);
+        let blocks: Vec<BlockId> = part.blocks().collect();
+        let own = |layout: &AdapterLayout| layout.of_blocks(&|block| blocks.contains(&block));
+        self.part = Some((part, self.weights.adapters().map(own)));
+        Ok(())
+    }
+
+    /// What this rank has of the model.
+    fn own_spec(&self) -> &ModelSpec {
+        self.part.as_ref().map_or(self.weights.spec(), |(spec, _)| spec)
+    }
+
+    /// How this rank's weights are held.
+    fn storage<'s>(
+        &'s self,
+        types: &'s dyn Fn(&Parameter) -> DType,
+        residency: Option<Residency>,
+    ) -> WeightStorage<'s> {
+        let whole = self.weights.storage(types, residency);
+        match &self.part {
+            None => whole,
+            Some((_, adapters)) => WeightStorage { adapters: adapters.as_ref(), ..whole },
+        }
+    }
+
+    /// The type of one of this rank's weights.
+    fn weight_type(&self, p: &Parameter) -> DType {
+        self.weights.weight_type(&self.spec().original(p))
     }
 
     /// All tokens that end a sequence, as the model's and its tokenizer's files have them.
@@ -106,21 +155,59 @@ impl<'a> Inference<'a> {
         longest: Option<usize>,
         enough: usize,
     ) -> Result<(GenerationPlan, PlannedProcess), Failure> {
+        self.plan_with(engine, context, longest, enough, None)
+    }
+
+    /// The same on every rank: all have the least context that any has, and passes of as many tokens.
+    pub fn plan_together(
+        &self,
+        ranks: &dyn Communicator,
+        engine: &Engine,
+        context: RangeInclusive<usize>,
+        longest: Option<usize>,
+        enough: usize,
+    ) -> Result<(GenerationPlan, PlannedProcess), Failure> {
+        let mut planned = self.plan(engine, context, longest, enough)?;
+        loop {
+            let DecodeSettings { context, prompt_chunk_tokens, cache, .. } = planned.0.settings;
+            let place = CACHES.iter().position(|known| *known == cache).unwrap_or(0);
+            let own = [context as f64, prompt_chunk_tokens as f64, -(place as f64)];
+            let all = ranks.gather_numbers(&own).map_err(|error| Failure::other(error.to_string()))?;
+            if all.iter().all(|other| other[..] == own) {
+                return Ok(planned);
+            }
+            let least =
+                |nth: usize| all.iter().filter_map(|of| of.get(nth).copied()).fold(f64::MAX, f64::min);
+            let (context, tokens) = (least(0) as usize, least(1) as u64);
+            let cache = CACHES.get(-least(2) as usize).copied().unwrap_or(cache);
+            planned = self.plan_with(engine, context..=context, longest, context, Some((tokens, cache)))?;
+        }
+    }
+
+    fn plan_with(
+        &self,
+        engine: &Engine,
+        context: RangeInclusive<usize>,
+        longest: Option<usize>,
+        enough: usize,
+        decided: Option<(u64, DType)>,
+    ) -> Result<(GenerationPlan, PlannedProcess), Failure> {
         let mut room = PlanningRoom::below(self.line);
         loop {
             // What the tokenizer's building and planning left over is no part of what generation needs.
             release_free_heap();
-            let types = |p: &Parameter| self.weights.weight_type(p);
+            let types = |p: &Parameter| self.weight_type(p);
             let request = GenerationRequest {
-                spec: self.spec(),
+                spec: self.own_spec(),
                 precision: self.weights.precision,
-                storage: self.weights.storage(&types, None),
+                storage: self.storage(&types, None),
                 prompt_tokens: longest.map(|n| n as u64),
                 context: *context.start() as u64..=*context.end() as u64,
-                cache: self.cache,
+                cache: decided.map_or(self.cache, |(_, cache)| Some(cache)),
                 room: room.bytes(engine.overhead_bytes()),
                 in_files: self.weights.can_stream().then_some(self.weights.in_files()),
                 enough_context: enough as u64,
+                pass_tokens: decided.map(|(tokens, _)| tokens),
             };
             let plan = GenerationPlan::resolve(&request).map_err(|error| match error {
                 GenerationPlanError::DoesNotFit(_) => Failure::does_not_fit(format!(
@@ -139,9 +226,9 @@ impl<'a> Inference<'a> {
 
     /// What streaming takes beside the arena, where the plan has it.
     fn stream_bytes(&self, plan: &GenerationPlan) -> u64 {
-        let types = |p: &Parameter| self.weights.weight_type(p);
-        let storage = self.weights.storage(&types, None);
-        plan.residency.map_or(0, |_| streaming_overhead_bytes(self.spec(), storage))
+        let types = |p: &Parameter| self.weight_type(p);
+        let storage = self.storage(&types, None);
+        plan.residency.map_or(0, |_| streaming_overhead_bytes(self.own_spec(), storage))
     }
 
     /// A device with the memory that was planned.
@@ -155,13 +242,30 @@ impl<'a> Inference<'a> {
         device: &'d Cpu,
         plan: &GenerationPlan,
     ) -> Result<(Session<'d>, Option<Streaming>), Failure> {
+        self.session_of(&Solo, device, plan)
+    }
+
+    /// The same beside the ranks that have the other layers.
+    pub fn session_of<'d>(
+        &self,
+        ranks: &'d dyn Communicator,
+        device: &'d Cpu,
+        plan: &GenerationPlan,
+    ) -> Result<(Session<'d>, Option<Streaming>), Failure> {
+        let layers = self.own_spec().num_layers;
         let (tiers, streaming) =
-            streaming::open(device, &self.weights, &plan.dry_run, plan.residency, self.disk)?;
-        let types = |p: &Parameter| self.weights.weight_type(p);
-        let storage = self.weights.storage(&types, plan.residency);
-        let mut decoder = Decoder::new(device, &tiers, self.spec().clone(), plan.settings, storage)?;
+            streaming::open(device, &plan.dry_run, plan.residency, self.disk, (layers, ranks.rank() > 0))?;
+        let types = |p: &Parameter| self.weight_type(p);
+        let storage = self.storage(&types, plan.residency);
+        let mut decoder = Decoder::new(device, &tiers, self.own_spec().clone(), plan.settings, storage)?;
         streaming::report_buffered(&tiers);
-        decoder.load(|p, rows, dtype, out| self.weights.read_rows_into(p, rows, dtype, out))?;
+        let whole = self.spec();
+        decoder
+            .load(|p, rows, dtype, out| self.weights.read_rows_into(&whole.original(p), rows, dtype, out))?;
+        if !ranks.is_alone() {
+            let all = ranks.group((0..ranks.size()).collect());
+            decoder.join(all.map_err(|error| Failure::other(error.to_string()))?);
+        }
         Ok((Session::new(decoder, &plan.settings), streaming))
     }
 }

@@ -20,7 +20,6 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 #[cfg(unix)]
 use signal_hook::iterator::Signals;
 
-use crate::args::TrainArgs;
 use crate::failure::Failure;
 
 /// How long mpirun may take to end behind the last rank.
@@ -78,8 +77,8 @@ pub fn join() -> Result<Joined, Failure> {
 }
 
 /// Starts `--ranks` processes of this program, unless a launcher has done so. Gives their exit code when they have ended.
-pub fn launch(args: &TrainArgs) -> Result<Option<u8>, Failure> {
-    let Some(ranks) = args.ranks else { return Ok(None) };
+pub fn launch(ranks: Option<u32>) -> Result<Option<u8>, Failure> {
+    let Some(ranks) = ranks else { return Ok(None) };
     match launched() {
         Some(there) if there != ranks => {
             return Err(Failure::usage(format!(
@@ -222,6 +221,16 @@ fn on_each_machine(ranks: &dyn Communicator, what: &impl Hash) -> Result<Vec<Vec
         }
     }
     Ok(machines.into_iter().map(|(_, here)| here).collect())
+}
+
+/// Has a rank that is not the first say nothing but what goes wrong.
+pub fn be_quiet() -> Result<(), Failure> {
+    let failed = |error: std::io::Error| Failure::other(format!("standard output: {error}"));
+    let nowhere = std::fs::OpenOptions::new().write(true).open("/dev/null").map_err(failed)?;
+    #[cfg(unix)]
+    rustix::stdio::dup2_stdout(&nowhere).map_err(|error| failed(error.into()))?;
+    drop(nowhere);
+    Ok(())
 }
 
 /// How many ranks each machine has.

@@ -13,7 +13,6 @@ use serde_json::{Value, json};
 use crate::args::DiskArgs;
 use crate::failure::Failure;
 use crate::output::errln;
-use crate::weights::Weights;
 
 /// What is streamed, and what of it was read so far.
 pub struct Streaming {
@@ -30,20 +29,19 @@ pub struct Streaming {
 /// nothing to open.
 pub fn open(
     device: &dyn Device,
-    weights: &Weights,
     dry_run: &DryRun,
     residency: Option<Residency>,
     disk: &DiskArgs,
+    (layers, quiet): (u32, bool),
 ) -> Result<(Arc<LowerTiers>, Option<Streaming>), Failure> {
     let on_disk = |tag| dry_run.disk.most(tag);
     let (spilled_bytes, cache_bytes) = (on_disk(Tag::Weights), on_disk(Tag::KvCache));
     if residency.is_none() && cache_bytes == 0 {
         return Ok((Arc::default(), None));
     }
-    let layers = weights.spec().num_layers;
     let resident_layers = residency.map_or(layers, |residency| residency.layers(layers));
     let folder = disk.disk_path.clone().unwrap_or_else(default_folder);
-    if residency.is_some() {
+    if residency.is_some() && !quiet {
         errln!(
             "memory holds {resident_layers} of {layers} layers at once; {} are read from disk in every pass",
             ByteSize(dry_run.moved.read)
@@ -58,18 +56,20 @@ pub fn open(
                 folder.display()
             )));
         }
-        errln!(
-            "{} of them are converted first, into a file in {}{}",
-            ByteSize(spilled_bytes),
-            folder.display(),
-            if is_in_memory(&folder) {
-                ", which is in memory: it counts against the limits there"
-            } else {
-                ""
-            }
-        );
+        if !quiet {
+            errln!(
+                "{} of them are converted first, into a file in {}{}",
+                ByteSize(spilled_bytes),
+                folder.display(),
+                if is_in_memory(&folder) {
+                    ", which is in memory: it counts against the limits there"
+                } else {
+                    ""
+                }
+            );
+        }
     }
-    if cache_bytes > 0 {
+    if cache_bytes > 0 && !quiet {
         errln!("the key-value cache, {}, is kept in a file in {}", ByteSize(cache_bytes), folder.display());
     }
     let settings = SpillSettings { folder, budget: disk.disk_budget.map(|budget| budget.0), direct: true };

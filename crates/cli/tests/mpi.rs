@@ -118,6 +118,25 @@ mod over_mpi {
         }
     }
 
+    /// Every rank has some of the layers, and all draw the same tokens.
+    #[test]
+    fn a_model_that_is_divided_says_what_it_says_on_one_rank() {
+        let folder = folder();
+        let folder = folder.path();
+        ok(folder, "one", &[]);
+        let said = |more: &[&str]| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_plimsoll"));
+            command.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder);
+            command.args(["generate", "--model", "one", "--prompt", "word1 word", "--max-tokens", "6"]);
+            let output = command.args(more).output().unwrap();
+            assert!(output.status.success(), "{}", said(&output));
+            String::from_utf8_lossy(&output.stdout).into_owned()
+        };
+        let alone = said(&[]);
+        assert_eq!(said(&["--ranks", "2"]), alone);
+        assert!(alone.contains("word1 word"), "{alone}");
+    }
+
     /// The processes below one, and their command lines.
     fn ranks_below(launcher: &Child) -> Vec<u32> {
         let parent = |id: u32| -> Option<u32> {

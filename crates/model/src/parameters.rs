@@ -364,6 +364,16 @@ impl ModelSpec {
         self.part.first_layer..self.part.first_layer + self.num_layers
     }
 
+    /// The parameter of this whole model's that a stage's stands for: the head of a stage has the embedding's table where it is tied.
+    pub fn original(&self, p: &Parameter) -> Parameter {
+        let table =
+            || self.block_parameters(BlockId::Embedding).into_iter().find(|p| p.role == Role::TokenEmbedding);
+        match self.tie_word_embeddings && p.role == Role::LmHead {
+            true => table().unwrap_or_else(|| p.clone()),
+            false => p.clone(),
+        }
+    }
+
     /// Rows of the tables of the vocabulary.
     pub fn table_rows(&self) -> u64 {
         self.part.vocabulary.map_or(self.vocab_size, |(start, end)| end - start)

@@ -42,6 +42,8 @@ pub struct GenerationRequest<'a> {
     pub in_files: Option<&'a StoredWeights>,
     /// A context that is enough: beyond it, weights in memory are preferred to more context.
     pub enough_context: u64,
+    /// Tokens of a pass, where others decide.
+    pub pass_tokens: Option<u64>,
 }
 
 /// A context, a type of cache and a length of passes that fit.
@@ -247,7 +249,8 @@ impl GenerationRequest<'_> {
         stream: bool,
         cache_tier: Tier,
     ) -> Result<Option<Found>, StepError> {
-        for chunk in CHUNKS {
+        let chunks = CHUNKS.into_iter().filter(|chunk| self.pass_tokens.is_none_or(|said| said == *chunk));
+        for chunk in chunks {
             let settings = DecodeSettings { cache_tier, ..self.settings(cache, context, chunk) };
             let run = |residency: Option<Residency>| {
                 let storage = self.storage(residency);
@@ -317,6 +320,7 @@ mod tests {
             room,
             in_files: None,
             enough_context: 1,
+            pass_tokens: None,
         }
     }
 

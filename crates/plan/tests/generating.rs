@@ -108,6 +108,7 @@ fn request<'a>(spec: &'a ModelSpec, context: [u64; 2], room: u64) -> GenerationR
         room,
         in_files: None,
         enough_context: 1,
+        pass_tokens: None,
     }
 }
 

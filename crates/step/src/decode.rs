@@ -6,10 +6,11 @@ mod cache;
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{AttentionShape, DType, Device, DeviceExt, Product, Tensor};
+use plimsoll_device::{AttentionShape, Collective, DType, Device, DeviceExt, Product, Tensor};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
+use plimsoll_parallel::{Collectives, Communicator};
 
 use crate::StepError;
 use crate::block;
@@ -38,7 +39,7 @@ pub struct DecodeSettings {
     pub prompt_chunk_tokens: u64,
 }
 
-/// A model with a key-value cache for one sequence.
+/// A model with a key-value cache for one sequence; or a stage of one, beside ranks that have the other layers.
 pub struct Decoder<'a> {
     device: &'a dyn Device,
     spec: ModelSpec,
@@ -46,13 +47,16 @@ pub struct Decoder<'a> {
     weights: WeightStore<'a>,
     ropes: RopeTables,
     cache: KvCache<'a>,
+    /// The ranks that have the other layers, in their order.
+    stages: Option<Box<dyn Communicator + 'a>>,
     length: u64,
     /// The longest that the sequence has been since it was empty: older positions of a window are gone.
     written: u64,
 }
 
 impl<'a> Decoder<'a> {
-    /// Takes memory for the weights and the cache, on the device and on the tiers below it.
+    /// Takes memory for the weights and the cache, on the device and on the tiers below it. Where the model is a stage
+    /// ([`Stage::part`](crate::Stage::part)), [`Decoder::join`] says where the others are.
     pub fn new(
         device: &'a dyn Device,
         tiers: &Arc<LowerTiers>,
@@ -64,7 +68,12 @@ impl<'a> Decoder<'a> {
         let positions = (settings.context, settings.prompt_chunk_tokens);
         let cache = KvCache::new(device, &spec, settings.cache, positions, (tiers, settings.cache_tier))?;
         let ropes = RopeTables::new(device, &spec, settings.context)?;
-        Ok(Decoder { device, spec, settings, weights, ropes, cache, length: 0, written: 0 })
+        Ok(Decoder { device, spec, settings, weights, ropes, cache, stages: None, length: 0, written: 0 })
+    }
+
+    /// Joins the ranks that have the other layers: rank n has stage n. All of them append the same tokens, and all get the logits.
+    pub fn join(&mut self, stages: Box<dyn Communicator + 'a>) {
+        self.stages = Some(stages);
     }
 
     /// Sets every weight that no file holds as it is computed with; `fill` writes the values of some rows of a parameter in the given type
@@ -107,7 +116,8 @@ impl<'a> Decoder<'a> {
             let last = chunks.peek().is_none();
             let x = self.forward(chunk, last)?;
             if last {
-                logits = self.logits(&x)?;
+                let own = x.map(|x| self.logits(&x)).transpose()?;
+                logits = self.everybodys(own)?;
             }
         }
         Ok(logits)
@@ -131,7 +141,12 @@ impl<'a> Decoder<'a> {
         let chunk = self.chunk_tokens();
         for (tokens, targets) in tokens.chunks(chunk).zip(targets.chunks(chunk)) {
             let x = self.forward(tokens, true)?;
-            sum += self.losses(&x, targets, loss_chunk_tokens)?;
+            if let Some(x) = x {
+                sum += self.losses(&x, targets, loss_chunk_tokens)?;
+            }
+        }
+        if let Some(stages) = &self.stages {
+            sum = stages.sum(sum)?;
         }
         Ok((sum, sequence.target_count()))
     }
@@ -149,9 +164,33 @@ impl<'a> Decoder<'a> {
         self.settings.prompt_chunk_tokens.max(1) as usize
     }
 
+    /// The logits of the last stage, on all ranks.
+    fn everybodys(&self, own: Option<Vec<f32>>) -> Result<Vec<f32>, StepError> {
+        let Some(stages) = &self.stages else { return Ok(own.unwrap_or_default()) };
+        let last = stages.size().saturating_sub(1);
+        if let Some(logits) = own {
+            let bytes = bytemuck::cast_slice(&logits);
+            (0..last).try_for_each(|to| stages.send_bytes(to, bytes))?;
+            return Ok(logits);
+        }
+        let mut logits = vec![0.0f32; self.spec.vocab_size as usize];
+        stages.receive_bytes(last, bytemuck::cast_slice_mut(&mut logits))?;
+        Ok(logits)
+    }
+
+    /// What comes to a stage that does not begin with the embedding.
+    fn received(&self, ctx: &Context<'_>, tokens: &Tensor) -> Result<Tensor, StepError> {
+        let x = embedding::residual(ctx, tokens)?;
+        if let Some(stages) = &self.stages {
+            let from = stages.rank().checked_sub(1).map(|from| (from, &x));
+            stages.send_receive(self.device, Collective::Send, None, from)?;
+        }
+        Ok(x)
+    }
+
     /// The residual stream [n, H] after the last block, for `n` tokens that are put into the cache; `with_head` where the
-    /// head comes next.
-    fn forward(&mut self, tokens: &[u32], with_head: bool) -> Result<Tensor, StepError> {
+    /// head comes next. `None` where it has gone to the next stage.
+    fn forward(&mut self, tokens: &[u32], with_head: bool) -> Result<Option<Tensor>, StepError> {
         let device = self.device;
         let (past, n) = (self.length, tokens.len() as u64);
         device.enter(Phase::Generate, None);
@@ -159,24 +198,36 @@ impl<'a> Decoder<'a> {
         device.write_u32(&ids, tokens)?;
         let positions = positions(device, n, past..)?;
         let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions, past);
-        self.weights.announce_forward(&self.spec, with_head)?;
-        let mut x = embedding::forward(&ctx, &mut self.weights, (&ids, tokens))?;
+        let part = self.spec.part;
+        self.weights.announce_forward(&self.spec, with_head && part.head)?;
+        let mut x = match part.embedding {
+            true => embedding::forward(&ctx, &mut self.weights, (&ids, tokens))?,
+            false => self.received(&ctx, &ids)?,
+        };
         self.cache.begin(past, n)?;
-        for layer in 0..self.spec.num_layers {
+        for layer in self.spec.layers() {
             device.enter(Phase::Generate, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
             let mut ctx = ctx.layer(layer);
             let cache = &mut self.cache;
-            ctx.attention = AttentionShape { kv_capacity: cache.capacity(layer), ..ctx.attention };
-            x = block::infer(&ctx, &weights, x, |qkv| cache.write(layer, &qkv.k, &qkv.v, past))?;
-            cache.leave(layer)?;
+            let place = layer - part.first_layer;
+            ctx.attention = AttentionShape { kv_capacity: cache.capacity(place), ..ctx.attention };
+            x = block::infer(&ctx, &weights, x, |qkv| cache.write(place, &qkv.k, &qkv.v, past))?;
+            cache.leave(place)?;
             drop(weights);
             self.weights.release(Unit::Layer(layer), false);
         }
         self.cache.settle()?;
         self.length += n;
         self.written = self.written.max(self.length);
-        Ok(x)
+        if part.head {
+            return Ok(Some(x));
+        }
+        if let Some(stages) = &self.stages {
+            let next = Some((stages.rank() + 1, &x));
+            stages.send_receive(device, Collective::Send, next, None)?;
+        }
+        Ok(None)
     }
 
     /// The sum of the losses of a chunk whose residual stream is `x`.

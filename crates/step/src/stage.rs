@@ -50,6 +50,12 @@ impl Stage {
         cut(number)..cut(number + 1)
     }
 
+    /// What a stage has of a model.
+    pub fn part(spec: &ModelSpec, number: u32, count: u32) -> ModelSpec {
+        let part = ModelPart { embedding: number == 0, head: number + 1 == count, ..ModelPart::WHOLE };
+        spec.stage(Stage::layers(spec.num_layers, number, count), part)
+    }
+
     /// Rows of the tables of the vocabulary that one of so many ranks has which share every product.
     pub fn table_rows(spec: &ModelSpec, tensor: u32, tensors: u32) -> u64 {
         vocabulary(spec, tensor, tensors).map_or(spec.vocab_size, |(start, end)| end - start)
@@ -95,12 +101,7 @@ impl Stage {
 
     /// The parameter that a copy is of; itself, of any other.
     pub(crate) fn original(&self, p: &Parameter) -> Parameter {
-        let all = || self.whole.0.block_parameters(BlockId::Embedding);
-        let table = || all().into_iter().find(|p| p.role == Role::TokenEmbedding);
-        match self.is_copy(p) {
-            true => table().unwrap_or_else(|| p.clone()),
-            false => p.clone(),
-        }
+        if self.is_copy(p) { self.whole.0.original(p) } else { p.clone() }
     }
 
     /// The parameters that a rank of the whole model trains, as it has them.
@@ -250,8 +251,8 @@ fn cut(
     (number, count): (u32, u32),
     (tensor, tensors): (u32, u32),
 ) -> (ModelSpec, TrainingMethod) {
-    let part = ModelPart { embedding: number == 0, head: number + 1 == count, ..ModelPart::WHOLE };
-    let mut own = spec.stage(Stage::layers(spec.num_layers, number, count), part);
+    let mut own = Stage::part(spec, number, count);
+    let part = own.part;
     if tensors > 1 {
         own = own.share_of_products(u64::from(tensors), vocabulary(spec, tensor, tensors));
     }

@@ -210,7 +210,8 @@ impl Residency {
         let (all, kept) = (u64::from(spec.num_layers.max(1)), u64::from(self.layers(spec.num_layers)));
         match (self, block) {
             // Layer i stays where the line of slope kept / all reaches a further whole number.
-            (Residency::Spread { .. }, BlockId::Layer(i)) => {
+            (Residency::Spread { .. }, BlockId::Layer(layer)) => {
+                let i = layer - spec.part.first_layer;
                 (u64::from(i) + 1) * kept / all > u64::from(i) * kept / all
             }
             (Residency::Spread { head, .. }, BlockId::Embedding) => head && spec.tie_word_embeddings,

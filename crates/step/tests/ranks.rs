@@ -11,12 +11,15 @@ use common::*;
 use plimsoll_device::{Communicated, Cpu, CpuOptions, DType, Device, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tag, Tier};
-use plimsoll_model::{AdapterConfig, AdapterLayout, AttentionSpec, MlpSpec, ModelSpec, QkNorm, RopeSpec};
+use plimsoll_model::{
+    AdapterConfig, AdapterLayout, AttentionSpec, MlpSpec, ModelSpec, Parameter, QkNorm, RopeSpec,
+};
 use plimsoll_parallel::{Collectives, Communicator, Deal, DryRanks, Mesh, ThreadRank, Wired, thread_ranks};
 use plimsoll_step::{
-    AdamSettings, Adapters, AttentionKind, Checkpointing, EightBit, GradientClipping, LionSettings,
-    MicroBatch, NamedTensor, NormSource, Offload, OptimizerKind, PipelineSchedule, Precision, Ranks,
-    Sharding, StateKind, StepError, StepSettings, Trainer, TrainingMethod, UpdateTiming, ZeroStage,
+    AdamSettings, Adapters, AttentionKind, Checkpointing, DecodeSettings, Decoder, EightBit,
+    GradientClipping, LionSettings, MicroBatch, NamedTensor, NormSource, Offload, OptimizerKind,
+    PipelineSchedule, Precision, Ranks, Sharding, Stage, StateKind, StepError, StepSettings, Trainer,
+    TrainingMethod, UpdateTiming, WeightStorage, ZeroStage,
 };
 
 /// Micro-batches of a step, over all ranks.
@@ -799,5 +802,64 @@ fn fewer_micro_batches_than_stages_go_through() {
     for schedule in SCHEDULES {
         let many = run(&spec, &in_stages(base.clone(), 3, schedule), 12);
         assert_same_weights(&many, &one, &format!("{schedule:?}"));
+    }
+}
+
+/// The logits behind a prompt and behind each of two tokens, on every rank that has some of the layers.
+fn answers(spec: &ModelSpec, cache: DType, ranks: u32) -> Vec<Vec<Vec<f32>>> {
+    let settings = DecodeSettings {
+        precision: Precision::F32,
+        cache,
+        cache_tier: Tier::Device,
+        context: 24,
+        prompt_chunk_tokens: 5,
+    };
+    let types = |_: &Parameter| DType::F32;
+    let (prompt, _) = tokens(5, 1, 12);
+    let append = |decoder: &mut Decoder<'_>| -> Vec<Vec<f32>> {
+        let mut all = vec![decoder.append(&prompt).unwrap()];
+        all.extend([3, 7].map(|token| decoder.append(&[token]).unwrap()));
+        all
+    };
+    let of_rank = |rank: ThreadRank| {
+        let ranks = Wired::new(rank);
+        let part = Stage::part(spec, ranks.rank(), ranks.size());
+        let dry = Dry::new();
+        let new = |device| {
+            Decoder::new(device, &Arc::default(), part.clone(), settings, WeightStorage::new(&types)).unwrap()
+        };
+        append(&mut new(&dry));
+        let device = Cpu::new(dry.arena().high_water(), CpuOptions { threads: Some(1), isa: None }).unwrap();
+        let mut decoder =
+            Decoder::new(&device, &Arc::default(), part.clone(), settings, WeightStorage::new(&types))
+                .unwrap();
+        decoder.load(|p, rows, dtype, out| fill(&spec.original(p), rows, dtype, out)).unwrap();
+        decoder.join(ranks.group((0..ranks.size()).collect()).unwrap());
+        let logits = append(&mut decoder);
+        assert_eq!(device.arena().high_water(), dry.arena().high_water());
+        logits
+    };
+    std::thread::scope(|scope| {
+        let start = |rank| scope.spawn(move || of_rank(rank));
+        let threads: Vec<_> = thread_ranks(ranks).into_iter().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn a_model_in_stages_answers_with_the_same_bits() {
+    for spec in families().map(wider) {
+        for cache in [DType::F32, DType::Q8_0] {
+            let spec = ModelSpec {
+                attention: AttentionSpec { head_dim: 32, ..spec.attention.clone() },
+                ..spec.clone()
+            };
+            let one = answers(&spec, cache, 1);
+            for ranks in [2, 3] {
+                for of_rank in answers(&spec, cache, ranks) {
+                    assert!(of_rank == one[0], "{} {cache} {ranks}", spec.name);
+                }
+            }
+        }
     }
 }

@@ -4,6 +4,7 @@ mod prompts;
 
 use plimsoll_generate::{Generated, Limits, Sampler, SamplerSettings, Session, StopReason};
 use plimsoll_model::chat_template::{ChatMessage, ChatOptions};
+use plimsoll_parallel::{Collectives, Communicator};
 use serde_json::{Value, json};
 
 use crate::args::GenerateArgs;
@@ -12,6 +13,7 @@ use crate::failure::Failure;
 use crate::inference::Inference;
 use crate::load_line::PlannedProcess;
 use crate::output::{out, outln};
+use crate::ranks;
 use crate::streaming::Streaming;
 use prompts::PromptText;
 
@@ -22,9 +24,35 @@ struct Prompt {
 }
 
 pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
+    if let Some(exit_code) = ranks::launch(args.ranks)? {
+        // The ranks have said what there is to say.
+        return if exit_code == 0 { Ok(()) } else { Err(Failure::stopped(exit_code)) };
+    }
+    let joined = ranks::join()?;
+    let outcome = run_rank(args, joined.communicator());
+    if let Err(failure) = &outcome
+        && !failure.is_silent()
+    {
+        joined.end_all(failure);
+    }
+    outcome
+}
+
+/// One rank, or the only one. All of them read the same prompts, draw the same tokens and come to the same end.
+fn run_rank(args: &GenerateArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
+    let leads = ranks.rank() == 0;
+    if !leads {
+        ranks::be_quiet()?;
+    }
+    if !ranks.is_alone() && args.prompt.as_deref() == Some("-") {
+        return Err(Failure::usage(
+            "standard input reaches one rank; give the prompt with --prompt or --prompts",
+        ));
+    }
     let settings = args.sampling.settings();
     Sampler::new(&settings)?;
-    let model = Inference::open(&args.inference, "generate from", args.json)?;
+    let mut model = Inference::open(&args.inference, "generate from", args.json || !leads)?;
+    model.divide(ranks)?;
     let end_tokens = if args.stop_at_eos || args.chat { model.end_tokens() } else { Vec::new() };
     let format = match args.chat {
         true => Some(ChatFormat::new(&model.tokenizer, args.chat_template.as_deref(), &end_tokens)?),
@@ -53,18 +81,18 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
         Some(_) => context,
         None => context.min(longest.saturating_add(args.max_tokens.min(1))),
     };
-    let (plan, planned) = model.plan(&engine, least..=context, Some(longest), context)?;
-    if plan.settings.context < context as u64 {
+    let (plan, planned) = model.plan_together(ranks, &engine, least..=context, Some(longest), context)?;
+    if leads && plan.settings.context < context as u64 {
         eprintln!("memory allows a context of {} tokens instead of {context}", plan.settings.context);
     }
     let device = model.device(&engine, &plan)?;
-    let (session, streaming) = model.session(&device, &plan)?;
-    let mut run = Run { args, model: &model, settings, limits, session, streaming, planned };
+    let (session, streaming) = model.session_of(ranks, &device, &plan)?;
+    let mut run = Run { args, model: &model, settings, limits, session, streaming, planned, tells: leads };
     if args.prompts.is_some() {
         return run.every(&prompts);
     }
     prompts.iter().try_for_each(|prompt| if args.json { run.document(prompt) } else { run.show(prompt) })?;
-    if let Some(streaming) = run.streaming.filter(|_| !args.json) {
+    if let Some(streaming) = run.streaming.filter(|_| leads && !args.json) {
         streaming.report();
     }
     Ok(())
@@ -131,6 +159,8 @@ struct Run<'r> {
     session: Session<'r>,
     streaming: Option<Streaming>,
     planned: PlannedProcess,
+    /// Whether what was done is told, too: other ranks have done the same.
+    tells: bool,
 }
 
 impl Run<'_> {
@@ -160,6 +190,9 @@ impl Run<'_> {
             }
             let generated = self.sample(prompt, sample, |text| out!("{text}"))?;
             outln!()?;
+            if !self.tells {
+                continue;
+            }
             eprintln!(
                 "{} tokens at {:.1} tokens/s after a prompt of {} in {:.2} s{}",
                 generated.tokens.len(),

@@ -28,7 +28,7 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
         // What is wrong in the configuration is said once.
         load_config(&args.source)?.training_data()?;
     }
-    if let Some(exit_code) = ranks::launch(args)? {
+    if let Some(exit_code) = ranks::launch(args.ranks)? {
         // The ranks have said what there is to say.
         return if exit_code == 0 { Ok(()) } else { Err(Failure::stopped(exit_code)) };
     }

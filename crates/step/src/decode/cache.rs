@@ -58,7 +58,7 @@ impl<'a> KvCache<'a> {
             });
             Geometry { capacity, window }
         };
-        let layers: Vec<Geometry> = (0..spec.num_layers).map(geometry).collect();
+        let layers: Vec<Geometry> = spec.layers().map(geometry).collect();
         let (mut resident, mut parcels) = (Vec::new(), HashMap::new());
         for (layer, Geometry { capacity, .. }) in (0..).zip(&layers) {
             let sizes = [*capacity, columns];
@@ -90,7 +90,7 @@ impl<'a> KvCache<'a> {
         })
     }
 
-    /// Positions that a layer holds.
+    /// Positions that a layer holds, counted from the first of the layers that there are.
     pub fn capacity(&self, layer: u32) -> u64 {
         self.layers.get(layer as usize).map_or(0, |layer| layer.capacity)
     }

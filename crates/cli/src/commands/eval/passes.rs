@@ -99,7 +99,7 @@ impl Passes {
         model: &Weights,
         device: &dyn Device,
     ) -> Result<(Arc<LowerTiers>, Option<Streaming>), Failure> {
-        streaming::open(device, model, &self.dry_run, self.residency, &args.disk)
+        streaming::open(device, &self.dry_run, self.residency, &args.disk, (model.spec().num_layers, false))
     }
 
     /// A model that is measured as it was planned, and what is streamed of it; the last are the longest sequence and the
