@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
+use plimsoll_device::DType;
 use plimsoll_device::cpu::at_once;
-use plimsoll_device::{DType, Times};
 use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
@@ -48,6 +48,8 @@ pub struct Choice {
     pub accumulation: u64,
     /// The rank whose step was run dry: of a pipeline, one of the stage that takes most, until it is known that all fit.
     pub rank: u32,
+    /// Whether all stages have been run: not where one takes more than there is.
+    pub whole: bool,
     /// Its memory and arithmetic.
     pub dry_run: DryRun,
     /// Its time.
@@ -62,11 +64,49 @@ impl Choice {
         accumulation: u64,
         rates: &Rates,
     ) -> Result<Choice, StepError> {
-        let (rank, dry_run, times) = heaviest_stage(spec, &settings, accumulation, rates)?;
-        let tokens = (settings.batch_size * settings.sequence_length).saturating_mul(accumulation);
-        let tokens = tokens.saturating_mul(u64::from(settings.ranks.mesh.data));
-        let time = TimeEstimate::new(times, &dry_run.tally, tokens);
-        Ok(Choice { settings, accumulation, rank, dry_run, time })
+        Choice::within(spec, settings, accumulation, rates, None)
+    }
+
+    /// The same; of a pipeline, no further stages where one does not keep to the limits.
+    pub(crate) fn within(
+        spec: &ModelSpec,
+        settings: StepSettings,
+        accumulation: u64,
+        rates: &Rates,
+        limits: Option<Limits>,
+    ) -> Result<Choice, StepError> {
+        let mesh = settings.ranks.mesh;
+        // The ranks that micro-batches of this one go through. The first has most under way, the last one has the head.
+        let mut ranks = match mesh.pipeline {
+            0 | 1 => vec![settings.ranks.rank],
+            _ => mesh.stage_group(settings.ranks.rank),
+        };
+        if let [_, later @ ..] = &mut ranks[..] {
+            later.reverse();
+        }
+        let stages = ranks.len();
+        let mut all: Vec<Choice> = Vec::new();
+        for rank in ranks {
+            let own = StepSettings { ranks: Ranks { rank, mesh }, ..settings.clone() };
+            let dry_run = DryRun::timed_training(spec, &own, accumulation, rates)?;
+            let time = TimeEstimate::of_stage(&dry_run, &settings, accumulation);
+            all.push(Choice { settings: settings.clone(), accumulation, rank, whole: true, dry_run, time });
+            if limits.is_some_and(|limits| all.last().is_some_and(|stage| !limits.allow(stage))) {
+                break;
+            }
+        }
+        let whole = all.len() == stages;
+        let slowest = all.iter().map(|stage| stage.time);
+        let slowest = slowest.max_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds));
+        let bytes = |stage: &Choice| {
+            let run = &stage.dry_run;
+            (run.peak_bytes().saturating_add(run.host_bytes()), run.disk_bytes())
+        };
+        // Of several, the first.
+        let heaviest = all.into_iter().rev().max_by_key(bytes);
+        let heaviest = heaviest.ok_or(StepError::Invariant { what: "a pipeline has no stages" })?;
+        let time = slowest.unwrap_or(heaviest.time);
+        Ok(Choice { whole, time, ..heaviest })
     }
 
     /// The same with what the rank that the settings are of takes, where another stage of a pipeline takes more.
@@ -75,7 +115,7 @@ impl Choice {
             return Ok(self);
         }
         let dry_run = DryRun::timed_training(spec, &self.settings, self.accumulation, rates)?;
-        Ok(Choice { dry_run, rank: self.settings.ranks.rank, ..self })
+        Ok(Choice { dry_run, rank: self.settings.ranks.rank, whole: true, ..self })
     }
 
     /// Sequences of an optimizer step, of all ranks.
@@ -100,6 +140,7 @@ pub(crate) fn choose(
 ) -> Result<Choice, StepError> {
     let config = &*config.for_chunks();
     let ladder = ladder(config, runs.spec, method);
+    let runs = &runs.within(limits);
     let search = Search { config, method, runs, limits, ladder: &ladder };
     for offload in offloads(config) {
         if let Some(choice) = search.candidates(offload)? {
@@ -111,7 +152,7 @@ pub(crate) fn choose(
             return Ok(if faster { together } else { filled });
         }
     }
-    search.nearest()
+    runs.complete(search.nearest()?)
 }
 
 /// The first of the lightest forms that fits, or, where none does, the nearest: whether anything fits, without a search
@@ -124,6 +165,7 @@ pub(crate) fn lightest_that_fits(
 ) -> Result<Choice, StepError> {
     let config = &*config.for_chunks();
     let ladder = ladder(config, runs.spec, method);
+    let runs = &runs.within(limits);
     let search = Search { config, method, runs, limits, ladder: &ladder };
     for offload in offloads(config) {
         for precision in precisions(&config.training, method) {
@@ -134,7 +176,7 @@ pub(crate) fn lightest_that_fits(
             }
         }
     }
-    search.nearest()
+    runs.complete(search.nearest()?)
 }
 
 /// What a search for a step goes by.
@@ -500,34 +542,19 @@ fn every_checkpointing() -> Vec<Checkpointing> {
     whole.into_iter().chain(every).chain(sets).collect()
 }
 
-/// The step of the stage that takes the most memory, and the time of a step: the stages wait for the first micro-batch to reach them,
-/// and for the last one to come back, each as long as the slowest takes for a micro-batch.
-fn heaviest_stage(
-    spec: &ModelSpec,
-    settings: &StepSettings,
-    accumulation: u64,
-    rates: &Rates,
-) -> Result<(u32, DryRun, Times), StepError> {
-    let Ranks { rank, mesh } = settings.ranks;
-    let mut all = Vec::new();
-    // The ranks that micro-batches of this one go through.
-    for rank in if mesh.pipeline > 1 { mesh.stage_group(rank) } else { vec![rank] } {
-        let settings = StepSettings { ranks: Ranks { rank, mesh }, ..settings.clone() };
-        all.push((rank, DryRun::timed_training(spec, &settings, accumulation, rates)?));
+impl TimeEstimate {
+    /// That of a rank's step. The stages of a pipeline wait for the first micro-batch to reach them, and for the last one to come back,
+    /// each as long as it takes for a micro-batch.
+    fn of_stage(run: &DryRun, settings: &StepSettings, accumulation: u64) -> TimeEstimate {
+        let mesh = settings.ranks.mesh;
+        let tokens = (settings.batch_size * settings.sequence_length).saturating_mul(accumulation);
+        let tokens = tokens.saturating_mul(u64::from(mesh.data));
+        let mut times = run.times.unwrap_or_default();
+        let idle = times.elapsed * f64::from(mesh.pipeline.saturating_sub(1)) / accumulation.max(1) as f64;
+        times.elapsed += idle;
+        times.waited += idle;
+        TimeEstimate::new(times, &run.tally, tokens)
     }
-    let elapsed = |(_, run): &(u32, DryRun)| run.times.unwrap_or_default().elapsed;
-    let slowest = all.iter().max_by(|a, b| elapsed(a).total_cmp(&elapsed(b)));
-    let mut times = slowest.and_then(|(_, run)| run.times).unwrap_or_default();
-    let idle = times.elapsed * f64::from(mesh.pipeline.saturating_sub(1)) / accumulation.max(1) as f64;
-    times.elapsed += idle;
-    times.waited += idle;
-    let bytes =
-        |(_, run): &(u32, DryRun)| (run.peak_bytes().saturating_add(run.host_bytes()), run.disk_bytes());
-    // Of several, the first.
-    let heaviest = all.into_iter().rev().max_by_key(bytes);
-    heaviest
-        .map(|(rank, run)| (rank, run, times))
-        .ok_or(StepError::Invariant { what: "a pipeline has no stages" })
 }
 
 /// Pairs of batch size and accumulation that the user's words leave open, and those to turn to where none of them fits.

@@ -10,6 +10,7 @@ use plimsoll_model::ModelSpec;
 use plimsoll_step::{Checkpointing, StepError, StepSettings};
 
 use crate::dry_run::{AtRest, DryRun};
+use crate::limits::Limits;
 use crate::resolve::Choice;
 use crate::time::Rates;
 
@@ -21,6 +22,8 @@ pub(crate) struct DryRuns<'a> {
     pub spec: &'a ModelSpec,
     pub rates: &'a Rates,
     threads: usize,
+    /// What a step has to keep to, for whoever asks: of one that does not, not all stages of a pipeline need be run.
+    limits: Option<Limits>,
     made: Arc<Mutex<Vec<Arc<Choice>>>>,
     /// Steps at rest.
     rested: Arc<Mutex<Vec<(StepSettings, AtRest)>>>,
@@ -29,7 +32,8 @@ pub(crate) struct DryRuns<'a> {
 impl<'a> DryRuns<'a> {
     /// None yet; as many at a time as there are cores.
     pub fn new(spec: &'a ModelSpec, rates: &'a Rates) -> Self {
-        DryRuns { spec, rates, threads: threads(), made: Arc::default(), rested: Arc::default() }
+        let (made, rested) = (Arc::default(), Arc::default());
+        DryRuns { spec, rates, threads: threads(), limits: None, made, rested }
     }
 
     /// The same runs one at a time: for one of several searches that go on at once.
@@ -38,12 +42,26 @@ impl<'a> DryRuns<'a> {
         DryRuns { threads: 1, made, rested, ..*self }
     }
 
+    /// The same runs for somebody to whom a step is of use that keeps to these limits.
+    pub fn within(&self, limits: Limits) -> DryRuns<'a> {
+        let (made, rested) = (Arc::clone(&self.made), Arc::clone(&self.rested));
+        DryRuns { limits: Some(limits), made, rested, ..*self }
+    }
+
+    /// The same step with all of its stages.
+    pub fn complete(&self, choice: Choice) -> Result<Choice, StepError> {
+        if choice.whole {
+            return Ok(choice);
+        }
+        Choice::new(self.spec, choice.settings, choice.accumulation, self.rates)
+    }
+
     /// A step run dry, now or earlier.
     pub fn of(&self, settings: StepSettings, accumulation: u64) -> Result<Choice, StepError> {
         if let Some(made) = self.find(&settings, accumulation) {
             return Ok(Choice::clone(&made));
         }
-        let choice = Choice::new(self.spec, settings, accumulation, self.rates)?;
+        let choice = Choice::within(self.spec, settings, accumulation, self.rates, self.limits)?;
         self.made().push(Arc::new(choice.clone()));
         Ok(choice)
     }
@@ -100,7 +118,10 @@ impl<'a> DryRuns<'a> {
     }
 
     fn find(&self, settings: &StepSettings, accumulation: u64) -> Option<Arc<Choice>> {
-        let same = |made: &&Arc<Choice>| made.accumulation == accumulation && made.settings == *settings;
+        let says = |made: &Choice| made.whole || self.limits.is_some_and(|limits| !limits.allow(made));
+        let same = |made: &&Arc<Choice>| {
+            made.accumulation == accumulation && made.settings == *settings && says(made)
+        };
         self.made().iter().find(same).cloned()
     }
 
