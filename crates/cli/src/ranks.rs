@@ -76,8 +76,27 @@ pub fn join() -> Result<Joined, Failure> {
     }
 }
 
+/// Does something on each of so many ranks, which are started first where they are not there. What goes wrong on one ends all.
+pub fn on_each(
+    ranks: Option<u32>,
+    work: impl FnOnce(&dyn Communicator) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    if let Some(exit_code) = launch(ranks)? {
+        // The ranks have said what there is to say.
+        return if exit_code == 0 { Ok(()) } else { Err(Failure::stopped(exit_code)) };
+    }
+    let joined = join()?;
+    let outcome = work(joined.communicator());
+    if let Err(failure) = &outcome
+        && !failure.is_silent()
+    {
+        joined.end_all(failure);
+    }
+    outcome
+}
+
 /// Starts `--ranks` processes of this program, unless a launcher has done so. Gives their exit code when they have ended.
-pub fn launch(ranks: Option<u32>) -> Result<Option<u8>, Failure> {
+fn launch(ranks: Option<u32>) -> Result<Option<u8>, Failure> {
     let Some(ranks) = ranks else { return Ok(None) };
     match launched() {
         Some(there) if there != ranks => {

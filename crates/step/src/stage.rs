@@ -41,6 +41,8 @@ pub struct Stage {
     pub(crate) whole: Arc<(ModelSpec, TrainingMethod)>,
     /// Parts that each rank of the whole model measures: stage after stage, and of a stage rank after rank.
     pub(crate) parts: Vec<u64>,
+    /// Whether the gradient of the last stage's copy is added to the first one's table, and the copy follows the table.
+    pub(crate) ties_training: bool,
 }
 
 impl Stage {
@@ -77,11 +79,6 @@ impl Stage {
     /// Whether the last stage works with a copy of the first one's table.
     pub(crate) fn is_tied(&self) -> bool {
         self.whole.0.tie_word_embeddings
-    }
-
-    /// Whether that copy's gradient is added to the table's, and the copy follows the table.
-    pub(crate) fn ties_training(&self) -> bool {
-        self.count > 1 && self.is_tied() && self.trained().iter().any(|p| p.role == Role::TokenEmbedding)
     }
 
     /// Whether it is the first.
@@ -302,7 +299,10 @@ impl StepSettings {
         let MeshPlace { stage: number, tensor, .. } = self.ranks.place();
         let (own, method) = cut(spec, &self.method, (number, count), (tensor, tensors));
         let whole = Arc::new((spec.clone(), self.method.clone()));
-        let mut stage = Stage { number, count, tensor, tensors, whole, parts: Vec::new() };
+        let (parts, ties_training) = (Vec::new(), false);
+        let mut stage = Stage { number, count, tensor, tensors, whole, parts, ties_training };
+        stage.ties_training =
+            count > 1 && stage.is_tied() && stage.trained().iter().any(|p| p.role == Role::TokenEmbedding);
         let (pieces, kind) = (Pieces::new(spec, &self.optimizer.kind), &self.optimizer.kind);
         let parts = |place: u32| {
             let (number, tensor) = (place / tensors, place % tensors);

@@ -24,18 +24,7 @@ struct Prompt {
 }
 
 pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
-    if let Some(exit_code) = ranks::launch(args.ranks)? {
-        // The ranks have said what there is to say.
-        return if exit_code == 0 { Ok(()) } else { Err(Failure::stopped(exit_code)) };
-    }
-    let joined = ranks::join()?;
-    let outcome = run_rank(args, joined.communicator());
-    if let Err(failure) = &outcome
-        && !failure.is_silent()
-    {
-        joined.end_all(failure);
-    }
-    outcome
+    ranks::on_each(args.ranks, |ranks| run_rank(args, ranks))
 }
 
 /// One rank, or the only one. All of them read the same prompts, draw the same tokens and come to the same end.

@@ -28,18 +28,7 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
         // What is wrong in the configuration is said once.
         load_config(&args.source)?.training_data()?;
     }
-    if let Some(exit_code) = ranks::launch(args.ranks)? {
-        // The ranks have said what there is to say.
-        return if exit_code == 0 { Ok(()) } else { Err(Failure::stopped(exit_code)) };
-    }
-    let joined = ranks::join()?;
-    let outcome = run_rank(args, joined.communicator());
-    if let Err(failure) = &outcome
-        && !failure.is_silent()
-    {
-        joined.end_all(failure);
-    }
-    outcome
+    ranks::on_each(args.ranks, |ranks| run_rank(args, ranks))
 }
 
 /// One rank of a run, or the only one.

@@ -5,7 +5,8 @@ use std::borrow::Cow;
 
 use plimsoll_step::{AttentionKind, Checkpointing, Compression, MOST_CHUNKS};
 
-use super::{Auto, ConfigError, ConflictingKey, GradientCheckpointing, OffloadTarget, RawConfig};
+use super::error::conflicts;
+use super::{Auto, ConfigError, GradientCheckpointing, OffloadTarget, RawConfig};
 
 impl RawConfig {
     /// Tokens of a chunk, where a sequence is longer.
@@ -33,13 +34,8 @@ impl RawConfig {
     pub(super) fn check_chunks(&self, errors: &mut Vec<ConfigError>) {
         let Some(chunk) = self.sequence_chunk() else { return };
         let training = &self.training;
-        let mut conflict = |key: ConflictingKey, reason: &str, remedy: &str| {
-            errors.push(ConfigError::Conflict {
-                keys: vec![self.conflicting("training.sequence_chunk_tokens", chunk), key],
-                reason: reason.to_owned(),
-                remedy: remedy.to_owned(),
-            });
-        };
+        let own = self.conflicting("training.sequence_chunk_tokens", chunk);
+        let mut conflict = conflicts(own, errors);
         let length = self.data.sequence_length();
         if length.div_ceil(chunk.max(1)) > MOST_CHUNKS {
             let key = self.conflicting("data.sequence_length", length);

@@ -192,3 +192,14 @@ fn prefix(place: &Option<Place>) -> String {
 fn snippet(place: &Option<Place>) -> &str {
     place.as_ref().map_or("", Place::snippet)
 }
+
+/// Notes what does not go with a key: the other key, why, and what would.
+pub(super) fn conflicts(
+    own: ConflictingKey,
+    errors: &mut Vec<ConfigError>,
+) -> impl FnMut(ConflictingKey, &str, &str) {
+    move |key, reason, remedy| {
+        let keys = vec![own.clone(), key];
+        errors.push(ConfigError::Conflict { keys, reason: reason.to_owned(), remedy: remedy.to_owned() });
+    }
+}

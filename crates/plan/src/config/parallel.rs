@@ -3,9 +3,10 @@
 use plimsoll_parallel::Mesh;
 use plimsoll_step::{AttentionKind, MOST_AT_ONCE, PipelineSchedule, Sharding, ZeroStage};
 
+use super::error::conflicts;
 use super::section::section;
 use super::value::choice;
-use super::{Auto, ConfigError, Method, RawConfig};
+use super::{Auto, ConfigError, ConflictingKey, Method, RawConfig};
 use crate::optimizer::optimizer_settings;
 
 /// Ranks of a run at most.
@@ -96,9 +97,12 @@ impl ParallelConfig {
 
 impl RawConfig {
     pub(super) fn check_mesh(&self, errors: &mut Vec<ConfigError>) {
-        if self.parallel.sharding_strategy() == ShardingStrategy::HybridShard
-            && self.parallel.shard_size.is_none()
-            && self.parallel.data_parallel() > 1
+        let parallel = &self.parallel;
+        let [data, context] = [parallel.data_parallel(), parallel.context_parallel()];
+        let [pipeline, tensor] = [parallel.pipeline_parallel(), parallel.tensor_parallel()];
+        if parallel.sharding_strategy() == ShardingStrategy::HybridShard
+            && parallel.shard_size.is_none()
+            && data > 1
         {
             errors.push(ConfigError::Conflict {
                 keys: vec![self.conflicting("parallel.sharding_strategy", "hybrid_shard")],
@@ -107,60 +111,58 @@ impl RawConfig {
                 remedy: "set parallel.shard_size to it".to_owned(),
             });
         }
-        let replicas = self.parallel.data_parallel().saturating_mul(self.parallel.context_parallel());
-        if let Some(size) = self.parallel.shard_size.filter(|size| !replicas.is_multiple_of(*size)) {
-            errors.push(ConfigError::Conflict {
-                keys: vec![
-                    self.conflicting("parallel.shard_size", size),
-                    self.conflicting("parallel.data_parallel", self.parallel.data_parallel()),
-                ],
-                reason: format!(
-                    "{replicas} ranks hold the same weights, which fall into no groups of {size}"
-                ),
-                remedy: format!("set parallel.shard_size to a divisor of {replicas}"),
-            });
+        let replicas = data.saturating_mul(context);
+        if let Some(size) = parallel.shard_size.filter(|size| !replicas.is_multiple_of(*size)) {
+            conflicts(self.conflicting("parallel.shard_size", size), errors)(
+                self.conflicting("parallel.data_parallel", data),
+                &format!("{replicas} ranks hold the same weights, which fall into no groups of {size}"),
+                &format!("set parallel.shard_size to a divisor of {replicas}"),
+            );
         }
-        let context = self.parallel.context_parallel();
-        if context > 1 {
-            self.check_context(context, errors);
-        }
-        let tensor = self.parallel.tensor_parallel();
-        if tensor > 1 {
-            self.check_products(tensor, errors);
-        }
-        let parallel = &self.parallel;
-        let ways =
-            [parallel.data_parallel(), parallel.context_parallel(), parallel.pipeline_parallel(), tensor];
-        let ranks = ways.into_iter().fold(1, u64::saturating_mul);
+        let ranks = [data, context, pipeline, tensor].into_iter().fold(1, u64::saturating_mul);
         if ranks > MOST_RANKS {
-            errors.push(ConfigError::Conflict {
-                keys: vec![
-                    self.conflicting("parallel.data_parallel", parallel.data_parallel()),
-                    self.conflicting("parallel.tensor_parallel", tensor),
-                ],
-                reason: format!("the ways multiply to {ranks} ranks"),
-                remedy: format!("take {MOST_RANKS} or fewer in all"),
-            });
+            conflicts(self.conflicting("parallel.data_parallel", data), errors)(
+                self.conflicting("parallel.tensor_parallel", tensor),
+                &format!("the ways multiply to {ranks} ranks"),
+                &format!("take {MOST_RANKS} or fewer in all"),
+            );
         }
-        let pipeline = self.parallel.pipeline_parallel();
-        if pipeline > 1 {
-            self.check_pipeline(pipeline, errors);
+        type Check = fn(&RawConfig, ConflictingKey, &mut Vec<ConfigError>);
+        let ways: [(&'static str, u64, &str, Check); 3] = [
+            (
+                "parallel.context_parallel",
+                context,
+                "a sequence is in chunks on one rank, or whole on several",
+                RawConfig::check_context,
+            ),
+            (
+                "parallel.tensor_parallel",
+                tensor,
+                "sequences in chunks go through products of one rank",
+                RawConfig::check_products,
+            ),
+            (
+                "parallel.pipeline_parallel",
+                pipeline,
+                "sequences in chunks go through no pipeline",
+                RawConfig::check_pipeline,
+            ),
+        ];
+        for (key, ranks, beside_chunks, check) in ways.into_iter().filter(|(_, ranks, ..)| *ranks > 1) {
+            let own = self.conflicting(key, ranks);
+            if let Some(chunk) = self.sequence_chunk() {
+                conflicts(own.clone(), errors)(
+                    self.conflicting("training.sequence_chunk_tokens", chunk),
+                    beside_chunks,
+                    "leave one of the two away",
+                );
+            }
+            check(self, own, errors);
         }
     }
 
-    fn check_products(&self, ranks: u64, errors: &mut Vec<ConfigError>) {
-        let own = self.conflicting("parallel.tensor_parallel", ranks);
-        let mut conflict = |key, reason: &str, remedy: &str| {
-            let keys = vec![own.clone(), key];
-            errors.push(ConfigError::Conflict { keys, reason: reason.to_owned(), remedy: remedy.to_owned() });
-        };
-        if let Some(chunk) = self.sequence_chunk() {
-            conflict(
-                self.conflicting("training.sequence_chunk_tokens", chunk),
-                "sequences in chunks go through products of one rank",
-                "leave one of the two away",
-            );
-        }
+    fn check_products(&self, own: ConflictingKey, errors: &mut Vec<ConfigError>) {
+        let mut conflict = conflicts(own, errors);
         let optimizer = self.training.optimizer();
         if !optimizer_settings(&self.training).kind.has_states_of_elements() {
             conflict(
@@ -179,19 +181,8 @@ impl RawConfig {
         }
     }
 
-    fn check_pipeline(&self, stages: u64, errors: &mut Vec<ConfigError>) {
-        let own = self.conflicting("parallel.pipeline_parallel", stages);
-        let mut conflict = |key, reason: &str, remedy: &str| {
-            let keys = vec![own.clone(), key];
-            errors.push(ConfigError::Conflict { keys, reason: reason.to_owned(), remedy: remedy.to_owned() });
-        };
-        if let Some(chunk) = self.sequence_chunk() {
-            conflict(
-                self.conflicting("training.sequence_chunk_tokens", chunk),
-                "sequences in chunks go through no pipeline",
-                "leave one of the two away",
-            );
-        }
+    fn check_pipeline(&self, own: ConflictingKey, errors: &mut Vec<ConfigError>) {
+        let mut conflict = conflicts(own, errors);
         if self.training.optimizer_in_backward() {
             conflict(
                 self.conflicting("training.optimizer_in_backward", true),
@@ -218,21 +209,10 @@ impl RawConfig {
         }
     }
 
-    fn check_context(&self, context: u64, errors: &mut Vec<ConfigError>) {
-        let own = self.conflicting("parallel.context_parallel", context);
-        let mut conflict = |key, reason: &str, remedy: &str| {
-            let keys = vec![own.clone(), key];
-            errors.push(ConfigError::Conflict { keys, reason: reason.to_owned(), remedy: remedy.to_owned() });
-        };
-        if let Some(chunk) = self.sequence_chunk() {
-            conflict(
-                self.conflicting("training.sequence_chunk_tokens", chunk),
-                "a sequence is in chunks on one rank, or whole on several",
-                "leave one of the two away",
-            );
-        }
+    fn check_context(&self, own: ConflictingKey, errors: &mut Vec<ConfigError>) {
+        let mut conflict = conflicts(own, errors);
         let length = self.data.sequence_length();
-        let runs = 2 * context;
+        let runs = 2 * self.parallel.context_parallel();
         if !length.is_multiple_of(runs) {
             conflict(
                 self.conflicting("data.sequence_length", length),

@@ -207,7 +207,7 @@ impl Trainer<'_> {
             () if stage.is_last() => BlockId::Head,
             () => return None,
         };
-        stage.ties_training().then_some(block)
+        stage.ties_training.then_some(block)
     }
 
     /// Adds the gradients of a table that two stages have, and takes their norm.
