@@ -2,7 +2,8 @@
 //!
 //! `forward` keeps of each stage's output what the save policy says; `backward` restores the stages in order, computing
 //! again by the same functions what was dropped, half a block at a time. Shapes: N tokens, H hidden, Q and KV widths of
-//! queries and keys, I inner width.
+//! queries and keys, I inner width. Where ranks share the rows of the residual stream, it has a part of the N rows, and so has
+//! what is kept of it and of its norms.
 
 mod attention;
 mod keys;
@@ -40,7 +41,7 @@ pub(crate) fn forward(
     let norms = Norms::of(ctx, weights)?;
     let normed = before(ctx, norms.attention, &x)?;
     let input = Held::new(ctx, policy.input, x.clone())?;
-    let qkv = attention::project_qkv(ctx, weights, &normed.out)?;
+    let qkv = attention::project_qkv(ctx, weights, &ctx.of_all_rows(&normed.out)?)?;
     // Where there is no norm, its output is the stream itself.
     let kept = |save, has_norm: bool| if has_norm { save } else { Save::Recompute };
     let attention_norm = Held::new(ctx, kept(policy.norms, normed.statistics.is_some()), normed)?;
@@ -89,7 +90,7 @@ pub(crate) fn infer(
 ) -> Result<Tensor, StepError> {
     let norms = Norms::of(ctx, weights)?;
     let normed = before(ctx, norms.attention, &input)?;
-    let mut qkv = attention::project_qkv(ctx, weights, &normed.out)?;
+    let mut qkv = attention::project_qkv(ctx, weights, &ctx.of_all_rows(&normed.out)?)?;
     drop(normed);
     qkv.raw = None;
     let (k, v) = cache(&qkv)?;
@@ -126,7 +127,7 @@ pub(crate) fn backward(
         let recomputed = attention_norm.is_dropped();
         let held = std::mem::replace(&mut attention_norm, Held::Dropped);
         let normed = held.restore(ctx, || before(ctx, norms()?.attention, &input))?;
-        let qkv = attention::project_qkv(ctx, weights, &normed.out)?;
+        let qkv = attention::project_qkv(ctx, weights, &ctx.of_all_rows(&normed.out)?)?;
         if !recomputed {
             attention_norm = Held::plain(normed);
         }
@@ -140,18 +141,20 @@ pub(crate) fn backward(
     })?;
     let normed = mlp_norm.restore(ctx, || before_mlp(ctx, norms()?.mlp, &middle.stream))?;
 
-    let dnormed =
-        mlp::backward(ctx, weights, (inner, activation), &normed.out, gradients, |again, gradients| {
-            let mlp_out = restore_raw(ctx, norms()?.mlp_out, mlp_out, dx, again)?;
-            after_backward(ctx, norms()?.mlp_out, mlp_out, dx, gradients)
-        })?;
+    let all = ctx.of_all_rows(&normed.out)?;
+    let dnormed = mlp::backward(ctx, weights, (inner, activation), &all, gradients, |again, gradients| {
+        let mlp_out = restore_raw(ctx, norms()?.mlp_out, mlp_out, dx, again)?;
+        ctx.of_all_rows(&after_backward(ctx, norms()?.mlp_out, mlp_out, dx, gradients)?)
+    })?;
+    drop(all);
     before_backward(ctx, norms()?.mlp, &middle.stream, normed, dnormed, dx, gradients)?;
 
     let dout = after_backward(ctx, norms()?.attention_out, middle.raw, dx, gradients)?;
     drop(middle.stream);
     let normed = attention_norm.restore(ctx, || before(ctx, norms()?.attention, &input))?;
-    let dnormed = attention::backward(ctx, weights, qkv, attended, &normed.out, &dout, gradients)?;
-    drop(dout);
+    let (all, dout) = (ctx.of_all_rows(&normed.out)?, ctx.of_all_rows(&dout)?);
+    let dnormed = attention::backward(ctx, weights, qkv, attended, &all, &dout, gradients)?;
+    drop((all, dout));
     before_backward(ctx, norms()?.attention, &input, normed, dnormed, dx, gradients)
 }
 

@@ -43,6 +43,8 @@ pub(crate) struct Context<'a> {
     pub around: Option<Around<'a>>,
     /// The ranks that share every product, where there are several.
     pub products: Option<&'a Products<'a>>,
+    /// The same, where each has some rows of the residual stream between the halves of layers.
+    pub rows: Option<&'a Products<'a>>,
 }
 
 impl<'a> Context<'a> {
@@ -74,6 +76,7 @@ impl<'a> Context<'a> {
             chunk: None,
             around: None,
             products: None,
+            rows: None,
         }
     }
 
@@ -103,9 +106,46 @@ impl<'a> Context<'a> {
         self.mlp_chunk_tokens.filter(|chunk| *chunk < tokens)
     }
 
-    /// Adds up what all ranks that share products have of x.
-    pub fn sum(&self, x: &Tensor) -> Result<(), StepError> {
-        self.products.map_or(Ok(()), |products| products.sum(self.device, x))
+    /// The same for ranks that share every product of so many tokens.
+    pub fn sharing(self, products: Option<&'a Products<'a>>, tokens: u64) -> Context<'a> {
+        let rows = products.filter(|products| products.shares_rows(tokens));
+        Context { products, rows, ..self }
+    }
+
+    /// Rows of the residual stream of so many tokens that this rank has.
+    pub fn stream_rows(&self, tokens: u64) -> u64 {
+        tokens / self.row_shares()
+    }
+
+    /// Tokens of a residual stream of so many rows.
+    pub fn tokens(&self, stream_rows: u64) -> u64 {
+        stream_rows * self.row_shares()
+    }
+
+    fn row_shares(&self) -> u64 {
+        self.rows.map_or(1, |products| u64::from(products.ranks().size()))
+    }
+
+    /// What a half of a layer works with, [N, ..], of what is between the halves.
+    pub fn of_all_rows(&self, x: &Tensor) -> Result<Tensor, StepError> {
+        self.rows.map_or_else(|| Ok(x.clone()), |products| products.rows_of_all(self.device, x))
+    }
+
+    /// What is between the halves of something that every rank has all of.
+    pub fn of_stream(&self, x: &Tensor) -> Result<Tensor, StepError> {
+        self.rows.map_or_else(|| Ok(x.clone()), |products| products.own_rows(x))
+    }
+
+    /// What is between the halves: the sum of what all ranks that share products have of x, [N, ..].
+    pub fn sum(&self, x: Tensor, name: &'static str) -> Result<Tensor, StepError> {
+        match (self.products, self.rows) {
+            (_, Some(products)) => products.sum_of_own_rows(self.device, &x, name),
+            (Some(products), None) => {
+                products.sum(self.device, &x)?;
+                Ok(x)
+            }
+            (None, None) => Ok(x),
+        }
     }
 
     /// The ranks that share the tables of the vocabulary.

@@ -180,7 +180,7 @@ impl<'a> Decoder<'a> {
 
     /// What comes to a stage that does not begin with the embedding.
     fn received(&self, ctx: &Context<'_>, tokens: &Tensor) -> Result<Tensor, StepError> {
-        let x = embedding::residual(ctx, tokens)?;
+        let x = embedding::residual(ctx, tokens.elements())?;
         if let Some(stages) = &self.stages {
             let from = stages.rank().checked_sub(1).map(|from| (from, &x));
             stages.send_receive(self.device, Collective::Send, None, from)?;

@@ -8,6 +8,7 @@ use plimsoll_model::{BlockId, Role};
 use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
+use crate::head::reshaped;
 use crate::products::Products;
 use crate::store::{BlockWeights, WeightStore};
 use crate::tier::Unit;
@@ -28,8 +29,7 @@ pub(crate) fn forward(
             look_up_piece(ctx, &BlockWeights::new(block, vec![(role, table)]), tokens, first_row, &out)?;
             store.release(Unit::Piece(block, piece), false);
         }
-        finish(ctx, &store.resident().gather(block)?, tokens, &out)?;
-        return Ok(out);
+        return finish(ctx, &store.resident().gather(block)?, tokens, out);
     }
     let (weights, rows) = store.gather_embedding(tokens, ids)?;
     let out = begin(ctx, tokens)?;
@@ -40,7 +40,7 @@ pub(crate) fn forward(
         }
     }
     drop(rows);
-    finish(ctx, &weights, tokens, &out)?;
+    let out = finish(ctx, &weights, tokens, out)?;
     drop(weights);
     store.release(Unit::of_matrices(BlockId::Embedding, 0), false);
     Ok(out)
@@ -48,16 +48,16 @@ pub(crate) fn forward(
 
 /// Room for the embeddings of `tokens`; zeros where other ranks have some of the rows.
 pub(crate) fn begin(ctx: &Context<'_>, tokens: &Tensor) -> Result<Tensor, StepError> {
-    let out = residual(ctx, tokens)?;
+    let out = residual(ctx, tokens.elements())?;
     if ctx.tables().is_some() {
         ctx.device.run(Elementwise::Fill { out: &out, value: 0.0 })?;
     }
     Ok(out)
 }
 
-/// Room for the residual stream [N, H] of `tokens`.
-pub(crate) fn residual(ctx: &Context<'_>, tokens: &Tensor) -> Result<Tensor, StepError> {
-    let sizes = [tokens.elements(), ctx.spec.hidden_size];
+/// Room for so many rows of the residual stream.
+pub(crate) fn residual(ctx: &Context<'_>, rows: u64) -> Result<Tensor, StepError> {
+    let sizes = [rows, ctx.spec.hidden_size];
     Ok(ctx.device.alloc(ctx.activations, &sizes, Tag::Activations, "residual")?)
 }
 
@@ -74,29 +74,32 @@ pub(crate) fn look_up_piece(
     Ok(ctx.device.run(Embedding::LookupPiece { tokens, table, first_row, out })?)
 }
 
-/// The rows of all ranks, and what is added to the rows of the table, in place.
+/// The residual stream: the rows of all ranks' tables, and what is added to them.
 pub(crate) fn finish(
     ctx: &Context<'_>,
     weights: &BlockWeights,
     tokens: &Tensor,
-    out: &Tensor,
-) -> Result<(), StepError> {
-    if let Some(products) = ctx.tables() {
-        products.sum(ctx.device, out)?;
-    }
+    out: Tensor,
+) -> Result<Tensor, StepError> {
+    let out = match ctx.tables() {
+        Some(_) => ctx.sum(out, "residual")?,
+        None => ctx.of_stream(&out)?,
+    };
     if let Some(adapter) = weights.adapter(Role::TokenEmbedding)? {
-        adapter.embed(ctx, tokens, out)?;
+        adapter.embed(ctx, tokens, &out)?;
     }
     if let Some(factor) = ctx.spec.embedding_scale {
-        ctx.device.run(Elementwise::Scale { x: out, factor: factor as f32 })?;
+        ctx.device.run(Elementwise::Scale { x: &out, factor: factor as f32 })?;
     }
     if let Some(table) = weights.find(Role::PositionEmbedding) {
         let sizes = out.shape();
         let positions = ctx.device.alloc(ctx.activations, sizes.dims(), Tag::Activations, "positions")?;
-        ctx.device.run(Embedding::Lookup { tokens: ctx.positions, table, out: &positions })?;
-        ctx.device.run(Elementwise::Add { a: out, b: &positions, out })?;
+        let column = reshaped(ctx.positions, &[ctx.positions.elements(), 1])?;
+        let tokens = reshaped(&ctx.of_stream(&column)?, &[out.rows()])?;
+        ctx.device.run(Embedding::Lookup { tokens: &tokens, table, out: &positions })?;
+        ctx.device.run(Elementwise::Add { a: &out, b: &positions, out: &out })?;
     }
-    Ok(())
+    Ok(out)
 }
 
 /// Adds the gradient of the embeddings, dx [N, H], to that of their tables and adapter, where these are trained; dx is

@@ -77,7 +77,8 @@ impl Evaluation<'_> {
         let ctx = inputs.context(self.device, self.spec, self.settings.precision, ropes);
         let around = self.ring.map(|ring| Around { ring, length });
         let products = self.products;
-        let ctx = Context { mlp_chunk_tokens: self.mlp_chunk_tokens, around, products, ..ctx };
+        let ctx = Context { mlp_chunk_tokens: self.mlp_chunk_tokens, around, ..ctx };
+        let ctx = ctx.sharing(products, places.rows());
         store.announce_forward(self.spec, self.spec.part.head)?;
         let tokens = (&inputs.tokens, &*inputs.ids);
         let mut x = self.flow.enter(&ctx, tokens.0, || embedding::forward(&ctx, store, tokens))?;

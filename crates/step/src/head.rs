@@ -89,8 +89,8 @@ pub(crate) fn loss_of(
             head.release(store);
             return Ok(());
         }
-        let normed = head.norm(&ctx.spec.norm)?.forward(ctx.device, x)?;
-        for_each_chunk(ctx, &head.linear()?, &normed.out, labels, chunk_tokens, |chunk| {
+        let normed = ctx.of_all_rows(&head.norm(&ctx.spec.norm)?.forward(ctx.device, x)?.out)?;
+        for_each_chunk(ctx, &head.linear()?, &normed, labels, chunk_tokens, |chunk| {
             Ok(ctx.device.run(chunk.cross_entropy(ctx.logit_soft_cap(), None))?)
         })?;
         drop(normed);
@@ -121,14 +121,15 @@ pub(crate) fn loss_and_backward(
     let norm = head.norm(&ctx.spec.norm)?;
     let linear = head.linear()?;
     let normed = norm.forward(ctx.device, x)?;
-    for_each_chunk(ctx, &linear, &normed.out, labels, chunk_tokens, |chunk| {
+    let all = ctx.of_all_rows(&normed.out)?;
+    for_each_chunk(ctx, &linear, &all, labels, chunk_tokens, |chunk| {
         ctx.device.run(chunk.cross_entropy(ctx.logit_soft_cap(), Some(scale)))?;
         let ctx = &ctx.at_row(chunk.first_row);
         let through = linear.backward_weight(ctx, gradients, &chunk.logits, &chunk.normed)?;
         // The normed chunk has served; its gradient takes its place.
         linear.backward_input(ctx, through, &chunk.logits, &chunk.normed, false)
     })?;
-    through_norm(ctx, &norm, x, &normed.out, normed.statistics.as_ref(), gradients)
+    through_norm(ctx, &norm, x, &ctx.of_stream(&all)?, normed.statistics.as_ref(), gradients)
 }
 
 /// The gradient of x from that of its norm.

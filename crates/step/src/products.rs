@@ -1,6 +1,9 @@
 //! Products that several ranks share (Megatron-LM, Shoeybi et al. 2019). Each has some heads and a part of the feed-forward width, and
 //! some rows of the tables of the vocabulary. What goes into a layer's halves and comes out of them is whole on every rank: outputs of
 //! the halves, and the gradients of their inputs, are added up over the ranks.
+//!
+//! With sequence parallelism (Korthikanti et al. 2022) the residual stream is divided between the halves: each rank has some of its rows,
+//! normalises them and keeps them for the backward pass. A half gathers the rows of all ranks, and each rank gets the sum of its own rows.
 
 use plimsoll_device::{Collective, Communicated, Device, DeviceExt, Elementwise, Rounding, Tensor};
 use plimsoll_memory::Tag;
@@ -15,11 +18,18 @@ pub(crate) struct Products<'a> {
     ranks: Box<dyn Communicator + 'a>,
     /// The rows of the tables that this one has, where it does not have all.
     pub vocabulary: Option<(u64, u64)>,
+    /// Whether each has some rows of the residual stream between the halves of layers.
+    shares_rows: bool,
 }
 
 impl<'a> Products<'a> {
-    pub fn new(ranks: Box<dyn Communicator + 'a>, vocabulary: Option<(u64, u64)>) -> Self {
-        Products { ranks, vocabulary }
+    pub fn new(ranks: Box<dyn Communicator + 'a>, vocabulary: Option<(u64, u64)>, shares_rows: bool) -> Self {
+        Products { ranks, vocabulary, shares_rows }
+    }
+
+    /// Whether each has some rows of the residual stream of so many tokens.
+    pub fn shares_rows(&self, tokens: u64) -> bool {
+        self.shares_rows && tokens.is_multiple_of(u64::from(self.ranks.size()))
     }
 
     /// All of them.
@@ -42,46 +52,112 @@ impl<'a> Products<'a> {
         !matches!(role, Role::OProj | Role::DownProj) || self.is_first()
     }
 
-    /// x becomes the sum of what all ranks have of x, in the order of the ranks. Each adds up a share, which all others then get.
+    /// x becomes the sum of what all ranks have of x. Each adds up a share, which all others then get.
     pub fn sum(&self, device: &dyn Device, x: &Tensor) -> Result<(), StepError> {
-        let ranks = &*self.ranks;
-        let (rank, size, all) = (ranks.rank(), ranks.size(), x.elements());
-        let flat = reshaped(x, &[all, 1])?;
-        let cut = |rank: u32| (u128::from(all) * u128::from(rank) / u128::from(size.max(1))) as u64;
-        let share =
-            |rank: u32| flat.slice_rows(cut(rank)..cut(rank + 1)).filter(|share| share.elements() > 0);
-        let (own, others) = (share(rank), u64::from(size.saturating_sub(1)));
+        let flat = reshaped(x, &[x.elements(), 1])?;
+        let shares = self.shares(&flat);
+        if let (Some(sum), Some(own)) =
+            (self.add_up(device, &shares, Collective::AllReduce)?, shares.of(self.rank()))
+            && !sum.same_memory(&own)
+        {
+            device.run(Elementwise::Cast { x: &sum, out: &own, rounding: Rounding::Nearest })?;
+        }
+        Ok(self.ranks.all_gather(device, Collective::AllReduce, &|rank| shares.of(rank))?)
+    }
+
+    /// This rank's rows of the sum of what all ranks have of x.
+    pub fn sum_of_own_rows(
+        &self,
+        device: &dyn Device,
+        x: &Tensor,
+        name: &'static str,
+    ) -> Result<Tensor, StepError> {
+        let own = self.own_rows(x)?;
+        let out = device.alloc(x.dtype(), own.shape().dims(), Tag::Activations, name)?;
+        let missing = StepError::Invariant { what: "a rank has no rows of a sum" };
+        let sum = self.add_up(device, &self.shares(x), Collective::ReduceScatter)?.ok_or(missing)?;
+        let sum = reshaped(&sum, own.shape().dims())?;
+        device.run(Elementwise::Cast { x: &sum, out: &out, rounding: Rounding::Nearest })?;
+        Ok(out)
+    }
+
+    /// The rows of all ranks, of which x has this one's.
+    pub fn rows_of_all(&self, device: &dyn Device, x: &Tensor) -> Result<Tensor, StepError> {
+        let sizes = [x.rows() * u64::from(self.ranks.size()), x.columns()];
+        let all = device.alloc(x.dtype(), &sizes, Tag::Communication, "rows.gathered")?;
+        let shares = self.shares(&all);
+        let own =
+            shares.of(self.rank()).ok_or(StepError::Invariant { what: "a rank has no rows to give" })?;
+        device.run(Elementwise::Cast { x, out: &own, rounding: Rounding::Nearest })?;
+        self.ranks.all_gather(device, Collective::AllGather, &|rank| shares.of(rank))?;
+        Ok(all)
+    }
+
+    /// This rank's rows of x.
+    pub fn own_rows(&self, x: &Tensor) -> Result<Tensor, StepError> {
+        let own = self.shares(x).of(self.rank());
+        own.ok_or(StepError::Invariant { what: "a rank has no rows of a tensor" })
+    }
+
+    fn rank(&self) -> u32 {
+        self.ranks.rank()
+    }
+
+    fn shares<'x>(&self, x: &'x Tensor) -> RowShares<'x> {
+        RowShares { x, ranks: self.ranks.size() }
+    }
+
+    /// The sum of what all ranks have of this rank's share, in the order of the ranks; none where the share is empty.
+    fn add_up(
+        &self,
+        device: &dyn Device,
+        shares: &RowShares<'_>,
+        within: Collective,
+    ) -> Result<Option<Tensor>, StepError> {
+        let (ranks, x) = (&*self.ranks, shares.x);
+        let (rank, size) = (ranks.rank(), ranks.size());
+        let (own, others) = (shares.of(rank), u64::from(size.saturating_sub(1)));
         let received = match &own {
             Some(own) => {
-                let sizes = [others * own.elements(), 1];
+                let sizes = [others * own.rows(), own.columns()];
                 Some(device.alloc(x.dtype(), &sizes, Tag::Communication, "products.received")?)
             }
             None => None,
         };
         let term = |from: u32| {
             let place = u64::from(if from < rank { from } else { from - 1 });
-            let length = own.as_ref()?.elements();
-            received.as_ref()?.slice_rows(place * length..(place + 1) * length)
+            let rows = own.as_ref()?.rows();
+            received.as_ref()?.slice_rows(place * rows..(place + 1) * rows)
         };
         let bytes = x.bytes() - own.as_ref().map_or(0, Tensor::bytes);
-        let messages = (0..size).filter(|other| *other != rank && share(*other).is_some()).count() as u64;
-        let sent = Communicated::of_many(Collective::AllReduce, bytes, messages);
-        ranks.all_to_all(device, Collective::AllReduce, sent, &share, &term)?;
-        if let Some(own) = &own {
-            let terms = (0..size).map(|of| if of == rank { Some(own.clone()) } else { term(of) });
-            let missing = StepError::Invariant { what: "a product has no term of a rank" };
-            let terms = terms.collect::<Option<Vec<Tensor>>>().ok_or(missing)?;
-            let mut sum: Option<Tensor> = None;
-            for term in terms {
-                if let Some(sum) = &sum {
-                    device.run(Elementwise::Add { a: sum, b: &term, out: &term })?;
-                }
-                sum = Some(term);
+        let messages = (0..size).filter(|other| *other != rank && shares.of(*other).is_some()).count() as u64;
+        let sent = Communicated::of_many(within, bytes, messages);
+        ranks.all_to_all(device, within, sent, &|to| shares.of(to), &term)?;
+        let Some(own) = &own else { return Ok(None) };
+        let terms = (0..size).map(|of| if of == rank { Some(own.clone()) } else { term(of) });
+        let mut sum: Option<Tensor> = None;
+        for term in terms {
+            let term = term.ok_or(StepError::Invariant { what: "a product has no term of a rank" })?;
+            if let Some(sum) = &sum {
+                device.run(Elementwise::Add { a: sum, b: &term, out: &term })?;
             }
-            if let Some(sum) = sum.filter(|_| rank + 1 != size) {
-                device.run(Elementwise::Cast { x: &sum, out: own, rounding: Rounding::Nearest })?;
-            }
+            sum = Some(term);
         }
-        Ok(ranks.all_gather(device, Collective::AllReduce, &share)?)
+        Ok(sum)
+    }
+}
+
+/// The rows of a tensor, divided among ranks: as many for each, or one more.
+struct RowShares<'x> {
+    x: &'x Tensor,
+    ranks: u32,
+}
+
+impl RowShares<'_> {
+    /// Those of a rank; none where there are too few for it.
+    fn of(&self, rank: u32) -> Option<Tensor> {
+        let (rows, ranks) = (u128::from(self.x.rows()), u128::from(self.ranks.max(1)));
+        let cut = |rank: u32| (rows * u128::from(rank) / ranks) as u64;
+        self.x.slice_rows(cut(rank)..cut(rank + 1)).filter(|share| share.elements() > 0)
     }
 }

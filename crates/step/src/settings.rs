@@ -313,6 +313,9 @@ pub struct StepSettings {
     pub sequence_chunk_tokens: Option<u64>,
     /// When the stages of a pipeline take micro-batches back, where ranks have some of the layers each.
     pub pipeline_schedule: PipelineSchedule,
+    /// Whether ranks that share every product divide the residual stream between the halves of layers: each normalises and keeps some
+    /// of its rows (sequence parallelism, Korthikanti et al. 2022).
+    pub sequence_parallel: bool,
     /// The stage that these settings are of, where they say what they say of its layers alone
     /// ([`of_stage`](StepSettings::of_stage)).
     pub stage: Option<Stage>,
@@ -396,6 +399,7 @@ impl StepSettings {
             sharding: Sharding::default(),
             sequence_chunk_tokens: None,
             pipeline_schedule: PipelineSchedule::default(),
+            sequence_parallel: false,
             stage: None,
             seed: 0,
         }
@@ -403,7 +407,7 @@ impl StepSettings {
 
     /// Bytes of what goes into a layer, for all micro-batches of a pass: what checkpointing may keep or spare of each layer.
     pub fn layer_input_bytes(&self, spec: &ModelSpec) -> u64 {
-        let tokens = self.batch_size * self.own_tokens() * self.micro_batches_per_pass;
+        let tokens = self.stream_rows() * self.micro_batches_per_pass;
         self.precision.activations.bytes_for(tokens * spec.hidden_size).unwrap_or(u64::MAX)
     }
 
@@ -421,6 +425,18 @@ impl StepSettings {
     /// Tokens of each sequence that this rank has.
     pub fn own_tokens(&self) -> u64 {
         self.own_runs(self.sequence_length).iter().map(|run| run.end - run.start).sum()
+    }
+
+    /// Rows of the residual stream of a micro-batch that this rank has.
+    pub fn stream_rows(&self) -> u64 {
+        let tokens = self.batch_size * self.own_tokens();
+        if self.shares_rows() { tokens / u64::from(self.ranks.mesh.tensor) } else { tokens }
+    }
+
+    /// Whether ranks that share every product have some rows of the residual stream each.
+    pub fn shares_rows(&self) -> bool {
+        let (tokens, ranks) = (self.batch_size * self.own_tokens(), u64::from(self.ranks.mesh.tensor));
+        self.sequence_parallel && ranks > 1 && tokens.is_multiple_of(ranks)
     }
 
     /// What stands in the way of ranks that have parts of the same sequences, if they do.

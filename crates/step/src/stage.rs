@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use plimsoll_device::PIECE_ROWS;
-use plimsoll_model::{Adapted, BlockId, LoraPart, ModelPart, ModelSpec, Parameter, Role};
+use plimsoll_model::{Adapted, BlockId, LoraPart, ModelPart, ModelSpec, Parameter, ParameterGroup, Role};
 use plimsoll_parallel::{Mesh, MeshPlace};
 
 use crate::StepSettings;
@@ -37,6 +37,8 @@ pub struct Stage {
     pub tensor: u32,
     /// In how many parts.
     pub tensors: u32,
+    /// Whether each has some rows of the residual stream.
+    pub(crate) shares_rows: bool,
     /// The whole model, and how it is trained.
     pub(crate) whole: Arc<(ModelSpec, TrainingMethod)>,
     /// Parts that each rank of the whole model measures: stage after stage, and of a stage rank after rank.
@@ -173,7 +175,10 @@ impl Stage {
 
     /// Whether each rank that shares products has its own sum of a gradient, of a parameter that all of them have.
     pub(crate) fn is_partial(&self, p: &Parameter) -> bool {
-        let of_part = matches!(p.role, Role::QNorm | Role::KNorm | Role::Lora(LoraPart::A | LoraPart::B, _));
+        let of_part = match p.role {
+            Role::QNorm | Role::KNorm | Role::Lora(LoraPart::A | LoraPart::B, _) => true,
+            role => self.shares_rows && role.group() == ParameterGroup::Norms,
+        };
         self.tensors > 1 && of_part && self.split(p) == Split::Whole
     }
 
@@ -300,7 +305,8 @@ impl StepSettings {
         let (own, method) = cut(spec, &self.method, (number, count), (tensor, tensors));
         let whole = Arc::new((spec.clone(), self.method.clone()));
         let (parts, ties_training) = (Vec::new(), false);
-        let mut stage = Stage { number, count, tensor, tensors, whole, parts, ties_training };
+        let shares_rows = self.shares_rows();
+        let mut stage = Stage { number, count, tensor, tensors, shares_rows, whole, parts, ties_training };
         stage.ties_training =
             count > 1 && stage.is_tied() && stage.trained().iter().any(|p| p.role == Role::TokenEmbedding);
         let (pieces, kind) = (Pieces::new(spec, &self.optimizer.kind), &self.optimizer.kind);

@@ -183,7 +183,7 @@ impl<'a> Trainer<'a> {
             }
             if stage.tensors > 1 {
                 let ranks = group(mesh.tensor_group(communicator.rank()))?;
-                products = Some(Rc::new(Products::new(ranks, spec.part.vocabulary)));
+                products = Some(Rc::new(Products::new(ranks, spec.part.vocabulary, settings.shares_rows())));
             }
             let ranks = group(mesh.model_group(communicator.rank()))?;
             model = Some(Model { ranks, stage: stage.clone() });

@@ -545,10 +545,10 @@ fn one_forward_one_backward_keeps_fewer_activations() {
     assert!(2 * first < first_of_all && 2 * last < last_of_all && last < first);
 }
 
-/// Ranks of which so many share every product.
+/// Ranks of which so many share every product, and the rows of the residual stream.
 fn sharing_products(settings: StepSettings, tensor: u32) -> StepSettings {
     let mesh = Mesh { tensor, ..settings.ranks.mesh };
-    StepSettings { ranks: Ranks { rank: 0, mesh }, ..settings }
+    StepSettings { ranks: Ranks { rank: 0, mesh }, sequence_parallel: true, ..settings }
 }
 
 #[test]
@@ -563,9 +563,11 @@ fn ranks_that_share_products_come_near_one() {
                 let settings = StepSettings { precision, ..settings(1, 12) };
                 let one = run(&spec, &settings, 1);
                 let tolerance = if precision == Precision::F32 { 2e-5 } else { 5e-2 };
-                for ranks in [2, 4] {
-                    let shared = run(&spec, &sharing_products(settings.clone(), 2), ranks);
-                    assert_close(&shared, &one, tolerance, &format!("{} {precision:?} {ranks}", spec.name));
+                for (ranks, sequence_parallel) in [(2, false), (2, true), (4, true)] {
+                    let shared = StepSettings { sequence_parallel, ..sharing_products(settings.clone(), 2) };
+                    let shared = run(&spec, &shared, ranks);
+                    let what = format!("{} {precision:?} {ranks} {sequence_parallel}", spec.name);
+                    assert_close(&shared, &one, tolerance, &what);
                     let names =
                         |ended: &Ended| ended.state.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
                     assert_eq!(names(&shared), names(&one));
@@ -609,13 +611,14 @@ fn whatever_else_is_asked_ranks_that_share_products_come_near_one() {
         for spec in [&spec, &untied] {
             let one = run(spec, &settings, 1);
             let shared = sharing_products(settings.clone(), 2);
-            for (stage, ranks) in [
-                (ZeroStage::Nothing, 2),
-                (ZeroStage::States, 4),
-                (ZeroStage::Gradients, 2),
-                (ZeroStage::Weights, 4),
+            for (stage, ranks, sequence_parallel) in [
+                (ZeroStage::Nothing, 2, true),
+                (ZeroStage::States, 4, false),
+                (ZeroStage::Gradients, 2, true),
+                (ZeroStage::Weights, 4, false),
+                (ZeroStage::Weights, 4, true),
             ] {
-                let shared = sharded(shared.clone(), stage, false);
+                let shared = StepSettings { sequence_parallel, ..sharded(shared.clone(), stage, false) };
                 let what = format!("{ranks} ranks, {shared:?}");
                 assert_close(&run(spec, &shared, ranks), &one, tolerance, &what);
             }
@@ -644,6 +647,27 @@ fn a_rank_has_its_part_of_every_product() {
         let (whole, share) = (of(&alone, 1, tag), of(&shared, 2, tag));
         assert!(share * 100 < whole * 52, "{tag:?}: {share} of {whole}");
     }
+}
+
+/// Each normalises and keeps its rows of what is between the halves of layers.
+#[test]
+fn ranks_that_share_rows_keep_a_part_of_the_residual_stream() {
+    let spec = ModelSpec { num_layers: 8, ..wider(llama()) };
+    let of = |sequence_parallel| {
+        let settings = StepSettings { checkpointing: Checkpointing::Full, ..settings(1, 256) };
+        let shared = StepSettings { sequence_parallel, ..sharing_products(settings, 2) };
+        at_peak(&spec, &shared, DryRanks::new(0, 2), Tag::Activations)
+    };
+    let inputs = 8 * 256 * spec.hidden_size * 4;
+    assert!(of(true) + inputs / 2 <= of(false), "{} {}", of(true), of(false));
+}
+
+/// An odd number of tokens: every rank has all rows, as where it is not asked to share them.
+#[test]
+fn rows_that_cannot_be_divided_are_not() {
+    let (spec, settings) = (wider(llama()), sharing_products(settings(1, 11), 2));
+    let whole = StepSettings { sequence_parallel: false, ..settings.clone() };
+    assert_same_weights(&run(&spec, &settings, 2), &run(&spec, &whole, 2), "11 tokens");
 }
 
 #[test]

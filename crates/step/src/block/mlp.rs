@@ -47,12 +47,14 @@ pub(super) fn forward<R>(
 ) -> Result<(R, SavedMlp), StepError> {
     // Where there is no norm, its output is the stream itself.
     let of_norm = if normed.statistics.is_some() { policy.norms } else { Save::Recompute };
-    if let Some(chunk) = ctx.mlp_chunk(normed.out.rows()) {
-        let out = add(&|out, accumulate| in_chunks(ctx, weights, chunk, &normed.out, out, accumulate))?;
+    let all = ctx.of_all_rows(&normed.out)?;
+    if let Some(chunk) = ctx.mlp_chunk(all.rows()) {
+        let out = add(&|out, accumulate| in_chunks(ctx, weights, chunk, &all, out, accumulate))?;
         let norm = Held::new(ctx, of_norm, normed)?;
         return Ok((out, SavedMlp { norm, ..SavedMlp::dropped() }));
     }
-    let projected = project_inner(ctx, weights, &normed.out)?;
+    let projected = project_inner(ctx, weights, &all)?;
+    drop(all);
     let norm = Held::new(ctx, of_norm, normed)?;
     let inner = Held::new(ctx, policy.gate_up, projected.clone())?;
     let activated = match policy.gate_up {

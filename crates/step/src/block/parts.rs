@@ -25,7 +25,7 @@ pub(super) fn before_mlp(
     norm: Option<Norm<'_>>,
     stream: &Tensor,
 ) -> Result<Normed, StepError> {
-    match ctx.mlp_chunk(stream.rows()) {
+    match ctx.mlp_chunk(ctx.tokens(stream.rows())) {
         Some(_) => normalise(ctx, norm, stream),
         None => before(ctx, norm, stream),
     }
@@ -48,7 +48,7 @@ pub(super) fn before_backward(
     dx: &Tensor,
     gradients: &mut Gradients<'_>,
 ) -> Result<(), StepError> {
-    ctx.sum(&dnormed)?;
+    let dnormed = ctx.sum(dnormed, "dnorm")?;
     match (norm, normed.statistics) {
         (Some(norm), Some(statistics)) => {
             drop(normed.out);
@@ -70,12 +70,17 @@ pub(super) fn project_raw(
     like: &Tensor,
     project: impl Project,
 ) -> Result<(Tensor, Raw), StepError> {
-    let raw = activation_tensor(ctx, like.rows(), like.columns(), "part")?;
-    project(&raw, false)?;
-    ctx.sum(&raw)?;
+    let raw = project_sum(ctx, like, project)?;
     let Normed { out, statistics } = norm.forward(ctx.device, &raw)?;
     let missing = StepError::MissingWeight { block: norm.block, role: norm.role };
     Ok((out, Raw { x: raw, statistics: statistics.ok_or(missing)? }))
+}
+
+/// A part's output, of all ranks: of the shape of `like`.
+fn project_sum(ctx: &Context<'_>, like: &Tensor, project: impl Project) -> Result<Tensor, StepError> {
+    let part = activation_tensor(ctx, ctx.tokens(like.rows()), like.columns(), "part")?;
+    project(&part, false)?;
+    ctx.sum(part, "part")
 }
 
 /// Where the sum of stream and part goes.
@@ -101,9 +106,7 @@ pub(super) fn add_part(
                 Stream::Shared(stream) => copy(ctx, stream, name)?,
             };
             if ctx.products.is_some() {
-                let part = activation_tensor(ctx, stream.rows(), stream.columns(), "part")?;
-                project(&part, false)?;
-                ctx.sum(&part)?;
+                let part = project_sum(ctx, &stream, project)?;
                 ctx.device.run(Elementwise::Add { a: &stream, b: &part, out: &stream })?;
                 return Ok(Summed { stream, raw: None });
             }

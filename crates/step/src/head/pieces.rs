@@ -20,6 +20,7 @@ pub(crate) struct PiecedLoss<'a> {
     norm: Norm<'a>,
     x: Tensor,
     labels: Labels,
+    /// Of all ranks.
     normed: Normed,
     chunk_tokens: u64,
     /// f32 `[N, 2 R]`
@@ -30,7 +31,7 @@ pub(crate) struct PiecedLoss<'a> {
     first_row: u64,
     /// f32 `[chunk, P]`
     logits: Tensor,
-    /// The gradient of the normed tokens, f32 `[N, H]`.
+    /// The gradient of the normed tokens of all ranks, f32 `[N, H]`.
     dnormed: Option<Tensor>,
 }
 
@@ -56,8 +57,10 @@ impl<'a> PiecedLoss<'a> {
         pieces: &[Range<u64>],
     ) -> Result<PiecedLoss<'a>, StepError> {
         let device = ctx.device;
-        let normed = norm.forward(device, &x)?;
-        let tokens = x.rows();
+        let Normed { out, statistics } = norm.forward(device, &x)?;
+        let normed = Normed { out: ctx.of_all_rows(&out)?, statistics };
+        drop(out);
+        let tokens = normed.out.rows();
         let chunk_tokens = chunk_tokens.clamp(1, tokens.max(1));
         let cut = ctx.tables();
         let runs: u64 = match cut {
@@ -97,7 +100,7 @@ impl<'a> PiecedLoss<'a> {
         weight: &Tensor,
         mut body: impl FnMut(&PieceChunk) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
-        let tokens = self.x.rows();
+        let tokens = self.normed.out.rows();
         let (targets, weights) = (column(&self.labels.targets)?, self.labels.weights.as_ref());
         let weights = weights.map(column).transpose()?;
         let flat = column(&self.logits)?;
@@ -164,7 +167,7 @@ impl<'a> PiecedLoss<'a> {
         let dnormed = match &self.dnormed {
             Some(dnormed) => dnormed.clone(),
             None => {
-                let sizes = [self.x.rows(), self.x.columns()];
+                let sizes = [self.normed.out.rows(), self.normed.out.columns()];
                 ctx.device.alloc(DType::F32, &sizes, Tag::Activations, "dnormed")?
             }
         };
@@ -194,7 +197,7 @@ impl<'a> PiecedLoss<'a> {
 
     /// Times that the backward pass adds to the gradient of a piece.
     pub fn additions(&self) -> u64 {
-        self.x.rows().div_ceil(self.chunk_tokens)
+        self.normed.out.rows().div_ceil(self.chunk_tokens)
     }
 
     /// The gradient of x, when the backward pass has seen all pieces.
@@ -202,10 +205,12 @@ impl<'a> PiecedLoss<'a> {
         let PiecedLoss { norm, x, normed, dnormed, runs, logits, target_logits, .. } = self;
         drop((runs, logits, target_logits));
         let Normed { out, statistics, .. } = normed;
+        let out = ctx.of_stream(&out)?;
         if let Some(dnormed) = dnormed {
-            if let Some(products) = ctx.tables() {
-                products.sum(ctx.device, &dnormed)?;
-            }
+            let dnormed = match ctx.tables() {
+                Some(_) => ctx.sum(dnormed, "dnormed")?,
+                None => ctx.of_stream(&dnormed)?,
+            };
             let rounding = plimsoll_device::Rounding::Nearest;
             ctx.device.run(Elementwise::Cast { x: &dnormed, out: &out, rounding })?;
         }

@@ -196,8 +196,8 @@ impl<'a> Trainer<'a> {
         let dropout = dropout.map(|dropout| Dropout { first_row, ..dropout });
         let around = env.ring.as_deref().map(|ring| Around { ring, length: lane.places.length });
         let ctx = self.context(&ready.inputs, &env.spec, ropes);
-        let products = env.products.as_deref();
-        Ok(Context { dropout, away: env.mover.as_deref(), chunk, around, products, ..ctx })
+        let ctx = Context { dropout, away: env.mover.as_deref(), chunk, around, ..ctx };
+        Ok(ctx.sharing(env.products.as_deref(), lane.places.rows()))
     }
 
     /// Waits until what lanes have left below the device is there.

@@ -182,7 +182,7 @@ impl<'a> Trainer<'a> {
                         let ready = self.ready(lane)?;
                         let ctx = self.turn(env, lane, &ready, Visit::Forward)?;
                         let x = again(lane.x.take(), &ctx)?;
-                        embedding::finish(&ctx, &own, &ready.inputs.tokens, &x)?;
+                        let x = embedding::finish(&ctx, &own, &ready.inputs.tokens, x)?;
                         lane.x = until_next(&ctx, x)?;
                         lane.leave();
                     }
@@ -403,7 +403,7 @@ impl<'a> Trainer<'a> {
         let weights = self.weights.resident().gather(BlockId::Embedding)?;
         let ready = self.ready(lane)?;
         let ctx = self.turn(env, lane, &ready, Visit::Backward)?;
-        let dx = again(lane.dx.take(), &ctx)?;
+        let dx = ctx.of_all_rows(&again(lane.dx.take(), &ctx)?)?;
         let tokens = &ready.inputs.tokens;
         embedding::backward(&ctx, &weights, tokens, &dx, &mut self.gradients)?;
         if self.keeps_looked_up() {

@@ -18,7 +18,7 @@ use crate::StepError;
 use crate::block::{Held, Visit};
 use crate::context::Context;
 use crate::embedding;
-use crate::settings::{MicroBatches, StepSettings};
+use crate::settings::MicroBatches;
 use crate::stage::{MOST_AT_ONCE, PipelineSchedule, Stage};
 
 /// The ranks that micro-batches of this one go through.
@@ -58,7 +58,7 @@ impl<'s> Flow<'s> {
         match self.stages.filter(|stages| !stages.stage.is_first()) {
             None => first(),
             Some(stages) => {
-                let x = embedding::residual(ctx, tokens)?;
+                let x = embedding::residual(ctx, ctx.stream_rows(tokens.elements()))?;
                 stages.exchange(ctx.device, Side::Previous, None, Some(&x))?;
                 Ok(x)
             }
@@ -185,8 +185,8 @@ impl Trainer<'_> {
             let ready = self.ready(lane)?;
             sent = Some(again(held, &self.turn(env, lane, &ready, Visit::Forward)?)?);
         }
-        let StepSettings { batch_size, precision, .. } = self.settings;
-        let sizes = [batch_size * self.settings.own_tokens(), self.spec.hidden_size];
+        let precision = self.settings.precision;
+        let sizes = [self.settings.stream_rows(), self.spec.hidden_size];
         let name = if side == Side::Next { "dresidual" } else { "residual" };
         let room = receive.map(|_| device.alloc(precision.activations, &sizes, Tag::Activations, name));
         let received = room.transpose()?;
