@@ -657,6 +657,7 @@ pub(crate) fn step_settings(
         sharding: config.parallel.sharding(),
         sequence_chunk_tokens: None,
         pipeline_schedule: config.parallel.pipeline_schedule().schedule(),
+        sequence_parallel: config.parallel.sequence_parallel(),
         stage: None,
         seed: training.seed(),
     }

@@ -181,7 +181,7 @@ fn peaks_are_what_they_were() {
 }
 
 /// Forms that layers can take which the file's cases have not, or of too few layers.
-const OF_MANY_LAYERS: [(&str, &str); 43] = [
+const OF_MANY_LAYERS: [(&str, &str); 44] = [
     ("gemma-3-12b", "training.mixed_precision=bf16"),
     ("gemma-3-12b", "data.sequence_length=1024; memory.offload.parameters=disk"),
     ("gemma-3-12b", "data.sequence_length=1025; memory.offload.parameters=disk"),
@@ -272,6 +272,10 @@ const OF_MANY_LAYERS: [(&str, &str); 43] = [
         "parallel.data_parallel=8; parallel.shard_size=4; parallel.zero_stage=3; training.gradient_accumulation_steps=3",
     ),
     ("llama-2-7b", "parallel.tensor_parallel=2; training.gradient_accumulation_steps=3"),
+    (
+        "llama-2-7b",
+        "parallel.tensor_parallel=2; parallel.sequence_parallel=false; training.gradient_accumulation_steps=3",
+    ),
     (
         "llama-3.1-8b",
         "parallel.tensor_parallel=4; parallel.data_parallel=2; parallel.zero_stage=3; training.mixed_precision=bf16",

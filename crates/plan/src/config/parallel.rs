@@ -32,6 +32,9 @@ section! {
         reproducible: bool = false;
         /// Ranks that share every matrix product.
         tensor_parallel: u64 = 1, RANKS;
+        /// Whether they divide the tokens between the halves of layers too: each normalises and keeps its part. Where it does not divide
+        /// the tokens of a micro-batch, each has all of them.
+        sequence_parallel: bool = true;
         /// Stages that the model's layers are divided into. A stage is a rank, or as many as there are others along the other ways.
         pipeline_parallel: u64 = 1, RANKS;
         /// When a stage takes micro-batches back: gpipe all of them at the end, 1f1b as soon as they can come.
@@ -163,6 +166,28 @@ impl RawConfig {
 
     fn check_products(&self, own: ConflictingKey, errors: &mut Vec<ConfigError>) {
         let mut conflict = conflicts(own, errors);
+        let (tensor, length) = (self.parallel.tensor_parallel(), self.data.sequence_length());
+        let of_rank = length / self.parallel.context_parallel().max(1);
+        let batch_size = self.batch_settings().ok().and_then(|batch| batch.batch_size).unwrap_or(1);
+        if self.parallel.sequence_parallel == Some(true)
+            && !of_rank.saturating_mul(batch_size).is_multiple_of(tensor)
+        {
+            // Ranks that share sequences have two runs of each.
+            let runs = match self.parallel.context_parallel() {
+                0 | 1 => 1,
+                ranks => 2 * ranks,
+            };
+            conflict(
+                self.conflicting("data.sequence_length", length),
+                &format!(
+                    "{tensor} ranks do not divide the tokens that parallel.sequence_parallel has them share"
+                ),
+                &format!(
+                    "set data.sequence_length to {}",
+                    length.next_multiple_of(tensor.saturating_mul(runs))
+                ),
+            );
+        }
         let optimizer = self.training.optimizer();
         if !optimizer_settings(&self.training).kind.has_states_of_elements() {
             conflict(

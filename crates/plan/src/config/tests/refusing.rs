@@ -315,6 +315,10 @@ fn contradictions_are_refused_with_both_places() {
             "the lengths of rows are of whole matrices; set training.lora.use_dora to false",
         ),
         (
+            "model: x\ndata: {sequence_length: 511}\ntraining: {batch_size: 3}\nparallel: {tensor_parallel: 4, sequence_parallel: true}",
+            "4 ranks do not divide the tokens that parallel.sequence_parallel has them share; set data.sequence_length to 512",
+        ),
+        (
             "model: x\ndata: {sequence_length: 4096}\ntraining: {sequence_chunk_tokens: 1024}\nparallel: {tensor_parallel: 2}",
             "sequences in chunks go through products of one rank; leave one of the two away",
         ),
