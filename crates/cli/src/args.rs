@@ -79,6 +79,8 @@ pub enum Command {
     Merge(MergeArgs),
     /// Show what a model's files hold
     Inspect(InspectArgs),
+    /// List the devices and machines that plans can be made for
+    Hardware(HardwareArgs),
     /// Show what this machine has and what of it may be used
     Doctor(DoctorArgs),
     /// List every key of the configuration with its default
@@ -121,6 +123,12 @@ pub struct PlanArgs {
     /// Plan for another machine: only the given budgets count, not the limits of this machine; a memory budget is needed
     #[arg(long)]
     pub elsewhere: bool,
+    /// Plan for a machine that is not here: rtx-4090, 8xh100, 16x8xh100 or a .yaml file (plimsoll hardware lists what is known)
+    #[arg(long, value_name = "NAME|FILE", conflicts_with = "elsewhere")]
+    pub hardware: Option<String>,
+    /// Host memory of each such machine, instead of what is common
+    #[arg(long, value_name = "SIZE", requires = "hardware")]
+    pub host_memory: Option<ByteSize>,
     /// Write every allocation of the step with its birth and death: a .json file for Perfetto or chrome://tracing, or an .svg
     /// picture
     #[arg(long, value_name = "FILE")]
@@ -128,6 +136,15 @@ pub struct PlanArgs {
     /// Show what a rank holds by stage of ZeRO and number of ranks, beside the paper's formula
     #[arg(long)]
     pub zero_table: bool,
+    /// Print one JSON document and nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct HardwareArgs {
+    /// A device or a machine: rtx-4090, 8xh100, or a .yaml file
+    pub name: Option<String>,
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub json: bool,

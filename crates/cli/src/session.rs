@@ -114,6 +114,8 @@ impl Engine {
             overhead_bytes: self.overhead_bytes(),
             host_bytes_per_token: plimsoll_train::host_bytes_per_token(config),
             disk_available: disk_space(&config.disk_path()).ok().map(|space| space.available.0),
+            device_bytes: None,
+            host_bytes: None,
         }
     }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use plimsoll_device::cpu::{Isa, MachineRates, Pool};
 use plimsoll_disk::EngineSettings;
 use plimsoll_plan::hardware::{Cpu, disk_space};
-use plimsoll_plan::{DiskName, DiskRates, MachineName, Measured, Rates, RatesFile};
+use plimsoll_plan::{DiskName, DiskRates, MachineName, Measured, Rates, RatesFile, Wiring};
 use serde_json::{Value, json};
 
 /// Transcendental evaluations take about this many products' worth of time.
@@ -117,6 +117,7 @@ fn measure(pool: &Pool, isa: Isa, room: u64) -> Rates {
         memory_bandwidth: measured.memory_bandwidth,
         exps: measured.matmul_f32 / FLOPS_PER_EXP,
         disk: DiskRates::USUAL,
+        wiring: Wiring::CPU,
     }
 }
 

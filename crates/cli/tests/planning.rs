@@ -129,3 +129,46 @@ fn where_nothing_can_be_kept_the_plan_is_made_all_the_same() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stdout).contains("not kept: "), "{}", text(&output.stdout));
 }
+
+#[test]
+fn a_plan_for_a_machine_by_name_has_a_rank_for_each_device() {
+    let folder = folder();
+    let plan = |more: &[&str]| {
+        let all = [&["plan", "--model", "tinyllama-1.1b", "--sequence-length", "512"], more].concat();
+        plimsoll(folder.path(), &all)
+    };
+    let words = text(&plan(&["--hardware", "RTX 4090"]).stdout);
+    assert!(words.contains("on GeForce RTX 4090") && words.contains("the device's memory"), "{words}");
+    assert!(words.contains("the plan's claim"), "{words}");
+    let document = json(&plan(&["--hardware", "8xh100", "--json"]));
+    assert_eq!(document["hardware"]["name"], "8xh100");
+    assert_eq!(document["hardware"]["device"]["name"], "h100");
+    assert_eq!(document["ranks"]["world_size"], 8);
+    assert_eq!(document["memory"]["device"]["limited_by"], "device memory");
+    assert_eq!(document["memory"]["host"]["budget_bytes"], 256u64 << 30);
+    let tensor = ["--hardware", "8xh100", "--json", "--set", "parallel.tensor_parallel=4"];
+    assert_eq!(json(&plan(&tensor))["config"]["parallel"]["data_parallel"], 2);
+    let less = json(&plan(&["--hardware", "rtx-4090", "--host-memory", "8GiB", "--json"]));
+    assert_eq!(less["memory"]["host"]["budget_bytes"], 8u64 << 30);
+    for (more, words) in [
+        (&["--hardware", "8xh100", "--set", "parallel.data_parallel=4"][..], "multiply to 4 ranks"),
+        (&["--hardware", "8xh100", "--set", "parallel.tensor_parallel=3"], "multiply to 3 ranks"),
+        (&["--hardware", "toaster"], "plimsoll hardware lists them"),
+        (&["--hardware", "nowhere.yaml"], "nowhere.yaml"),
+    ] {
+        let refused = plan(more);
+        let said = text(&refused.stderr);
+        assert!(refused.status.code() == Some(2) && said.contains(words), "{more:?}: {said}");
+    }
+}
+
+#[test]
+fn devices_are_listed_with_their_sources() {
+    let folder = folder();
+    let list = ok(folder.path(), &["hardware"]);
+    assert!(["rtx-4090", "a100-80", "mi300x", "dgx-h100"].iter().all(|name| list.contains(name)), "{list}");
+    let one = ok(folder.path(), &["hardware", "2x8xh100"]);
+    assert!(one.contains("to other machines") && one.contains("nvidia:") && one.contains("dollars"), "{one}");
+    let document: Value = serde_json::from_str(&ok(folder.path(), &["hardware", "--json"])).unwrap();
+    assert!(document["devices"].as_array().unwrap().len() >= 25 && document["sources"].is_object());
+}

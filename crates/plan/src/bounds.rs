@@ -222,7 +222,7 @@ mod tests {
         let batches: &[(u64, u64)] = if accumulates { &[(1, 4), (2, 2), (4, 1)] } else { &[(1, 1), (4, 1)] };
         for precision in precisions(&config.training, &method) {
             let mut made = Vec::new();
-            for offload in offloads(config) {
+            for offload in offloads(config, limits) {
                 let wanted = |form, (batch_size, accumulation)| {
                     let settings = step_settings(config, &spec, &method, precision, form, batch_size);
                     (StepSettings { offload, ..settings }, accumulation)

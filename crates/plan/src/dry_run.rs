@@ -6,7 +6,7 @@ mod unfold;
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{Clock, DType, Device, Dry, IGNORED_TARGET, Tally, Times, Transferred};
+use plimsoll_device::{Clock, DType, Device, DeviceTraits, Dry, IGNORED_TARGET, Tally, Times, Transferred};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{AtPeak, Ledger, TagBytes};
 use plimsoll_model::{ModelSpec, Parameter};
@@ -65,6 +65,16 @@ impl DryRun {
         DryRun::training_within(|dry| dry, spec, settings, accumulation)
     }
 
+    /// The same, on a device of these traits.
+    pub fn training_for(
+        device: DeviceTraits,
+        spec: &ModelSpec,
+        settings: &StepSettings,
+        accumulation: u64,
+    ) -> Result<DryRun, StepError> {
+        DryRun::training_within(|dry| dry.standing_for(device), spec, settings, accumulation)
+    }
+
     /// The same, on a machine of these rates.
     pub fn timed_training(
         spec: &ModelSpec,
@@ -72,7 +82,7 @@ impl DryRun {
         accumulation: u64,
         rates: &Rates,
     ) -> Result<DryRun, StepError> {
-        let timed = |dry: Dry| dry.timed(Clock::new(*rates));
+        let timed = |dry: Dry| dry.standing_for(rates.wiring.device).timed(Clock::new(*rates));
         DryRun::training_within(timed, spec, settings, accumulation)
     }
 
@@ -127,13 +137,17 @@ impl DryRun {
         accumulation: u64,
         rates: &Rates,
     ) -> Result<DryRun, StepError> {
-        let dry = Dry::recording().timed(Clock::new(*rates));
+        let dry = Dry::recording().standing_for(rates.wiring.device).timed(Clock::new(*rates));
         DryRun::training_of_all(&dry, spec, settings, accumulation)
     }
 
     /// What a step takes before its first pass.
-    pub(crate) fn at_rest(spec: &ModelSpec, settings: &StepSettings) -> Result<AtRest, StepError> {
-        let dry = Dry::new();
+    pub(crate) fn at_rest(
+        device: DeviceTraits,
+        spec: &ModelSpec,
+        settings: &StepSettings,
+    ) -> Result<AtRest, StepError> {
+        let dry = Dry::new().standing_for(device);
         let tiers = Arc::new(LowerTiers::dry_beside(dry.arena()));
         Trainer::new(&dry, Arc::clone(&tiers), spec.clone(), settings.clone(), &ranks_of(settings))?;
         Ok(AtRest { device: dry.arena().high_water(), disk: tiers.disk().high_water() })

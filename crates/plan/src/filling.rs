@@ -108,7 +108,7 @@ impl Search<'_> {
     /// of as many layers as there is room for.
     fn filled_to(&self, choice: Choice, room: u64) -> Result<Choice, StepError> {
         let away = |kind: &TensorKind| {
-            kind.is_open(&self.config.memory) && kind.tier(choice.settings.offload) == Tier::Disk
+            kind.is_open(&self.config.memory) && kind.tier(choice.settings.offload) != Tier::Device
         };
         let kinds: Vec<TensorKind> = TensorKind::IN_ORDER.into_iter().filter(away).collect();
         if kinds.is_empty() || !self.fits(&choice, room) {
@@ -119,14 +119,14 @@ impl Search<'_> {
         for kind in kinds {
             let home = self.again(&choice, with_home(&choice, kind))?;
             let seconds = choice.time.step_seconds - home.time.step_seconds;
-            let bytes = self.limits.memory(&home).saturating_sub(self.limits.memory(&choice));
+            let bytes = self.limits.spared(&home).saturating_sub(self.limits.spared(&choice));
             by_worth.push((kind, seconds / bytes.max(1) as f64, home));
         }
         by_worth.sort_by(|(_, a, _), (_, b, _)| b.total_cmp(a));
         let (before, mut filled) = (choice.settings.clone(), choice);
         for (kind, _, home) in by_worth {
             // What was far too much then is too much now.
-            let is_as_before = filled.settings == before || self.limits.memory(&home) / 2 > room;
+            let is_as_before = filled.settings == before || self.limits.spared(&home) / 2 > room;
             let home = match is_as_before {
                 true => home,
                 false => self.again(&filled, with_home(&filled, kind))?,
@@ -149,7 +149,7 @@ impl Search<'_> {
         home: &Choice,
         room: u64,
     ) -> Result<Choice, StepError> {
-        let memory = |choice: &Choice| self.limits.memory(choice);
+        let memory = |choice: &Choice| self.limits.spared(choice);
         // `low` layers fit, `high` do not.
         let (mut low, mut high) = (0, self.runs.spec.num_layers.saturating_add(1));
         let (mut least, mut most) = (memory(&from), memory(home));

@@ -5,6 +5,7 @@
 
 mod advice;
 mod bounds;
+mod catalogue;
 mod colours;
 pub mod config;
 mod dry_run;
@@ -32,6 +33,7 @@ mod training_plan;
 mod zero_table;
 
 pub use advice::{Alternative, Extent, LeastNeed, MemoryAndDisk, Refusal};
+pub use catalogue::{Catalogue, CatalogueError, DeviceModel, Price, Spill, Target};
 pub use colours::{COLOURS, Colour, OTHER_COLOUR};
 pub use dry_run::DryRun;
 pub use generation::{CacheContext, DoesNotFit, GenerationPlan, GenerationPlanError, GenerationRequest};
@@ -48,7 +50,7 @@ pub use run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes};
 pub use scratch::ScratchTokenizer;
 pub use shortage::{Resource, Shortage};
 pub use streaming::{PassFootprint, fitting_residency, streaming_overhead_bytes};
-pub use time::{DiskRates, Rates, TimeEstimate};
+pub use time::{DiskRates, Rates, TimeEstimate, Wiring};
 pub use timeline::{
     Allocation, LiveChange, Moment, Part, Stretch, TierTimeline, Timeline, TimelineError, TimelineFormat,
 };

@@ -1,10 +1,10 @@
 //! What a plan must keep to: the load line, the budgets, and the limits that the system enforces.
 
-use plimsoll_memory::Tag;
+use plimsoll_memory::{Tag, Tier};
 
 use crate::config::{GradientCheckpointing, RawConfig};
 use crate::dry_run::DryRun;
-use crate::load_line::LoadLine;
+use crate::load_line::{LimitedBy, LoadLine};
 use crate::resolve::Choice;
 use crate::shortage::{Resource, Shortage};
 use crate::training_plan::Machine;
@@ -21,6 +21,8 @@ pub struct Limits {
     pub arena_bytes: u64,
     /// The host tier's own budget.
     pub host_bytes: Option<u64>,
+    /// Whether the device has memory of its own, so that what is on the host takes none of it.
+    pub is_apart: bool,
     /// Bytes that all of it together may take, beside the overhead.
     pub memory_bytes: u64,
     /// Bytes of address space beside the overhead: for arenas, and for the files of a checkpoint while it is read.
@@ -41,6 +43,7 @@ impl Limits {
             target_bytes: most,
             arena_bytes: most,
             host_bytes: None,
+            is_apart: false,
             memory_bytes: most,
             address_bytes: most,
             disk_bytes: most,
@@ -61,7 +64,8 @@ impl Limits {
                 Some(GradientCheckpointing::Within(size)) => size.0,
                 _ => u64::MAX,
             },
-            host_bytes: config.memory.host_budget().set().map(|size| size.0),
+            host_bytes: config.memory.host_budget().set().map(|size| size.0).or(machine.host_bytes),
+            is_apart: !machine.rates.wiring.device.unified,
             memory_bytes: enforced.map_or(u64::MAX, |line| line.bytes.saturating_sub(overhead)),
             address_bytes: machine.limits.address_space_left(overhead).unwrap_or(u64::MAX),
             disk_bytes: config.memory.disk_budget().set().map_or(free, |size| size.0.min(free)),
@@ -124,6 +128,19 @@ impl Limits {
         self.memory(choice).saturating_add(kinds.into_iter().map(most).sum())
     }
 
+    /// Bytes of the memory that offload spares.
+    pub(crate) fn spared(&self, choice: &Choice) -> u64 {
+        if self.is_apart { choice.peak_bytes() } else { self.memory(choice) }
+    }
+
+    /// The tiers that tensors may go to, the nearest first.
+    pub(crate) fn lower_tiers(&self) -> &'static [Tier] {
+        match self.is_apart && self.host_bytes.is_some() {
+            true => &[Tier::Host, Tier::Disk],
+            false => &[Tier::Disk],
+        }
+    }
+
     /// How far from fitting, the nearest first: more memory is nearer than more disk.
     pub(crate) fn distance(&self, choice: &Choice) -> (bool, u64) {
         (choice.dry_run.disk_bytes() > self.disk_bytes, self.memory(choice))
@@ -132,5 +149,12 @@ impl Limits {
 
 /// The line of a configuration on a machine.
 pub(crate) fn load_line(config: &RawConfig, machine: &Machine) -> LoadLine {
-    machine.limits.load_line(config.memory.device_budget().set().map(|size| size.0))
+    let stated = config.memory.device_budget().set().map(|size| size.0);
+    match machine.device_bytes {
+        None => machine.limits.load_line(stated),
+        Some(bytes) => match stated.filter(|stated| *stated <= bytes) {
+            Some(bytes) => LoadLine { bytes, by: LimitedBy::Budget },
+            None => LoadLine { bytes, by: LimitedBy::Device },
+        },
+    }
 }

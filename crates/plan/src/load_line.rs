@@ -14,6 +14,9 @@ pub enum LimitedBy {
     /// `memory.device_budget`.
     #[serde(rename = "budget")]
     Budget,
+    /// The memory of a device that has its own.
+    #[serde(rename = "device memory")]
+    Device,
     /// What the machine has free.
     #[serde(rename = "available memory")]
     Available,
@@ -32,6 +35,7 @@ impl std::fmt::Display for LimitedBy {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             LimitedBy::Budget => "the budget",
+            LimitedBy::Device => "the device's memory",
             LimitedBy::Available => "what is free on this machine",
             LimitedBy::Container => "the container's limit",
             LimitedBy::AddressSpace => "ulimit -v",

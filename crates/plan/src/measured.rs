@@ -141,7 +141,7 @@ impl RatesFile {
     /// What is known of a machine.
     pub fn machine(&self, name: &MachineName) -> Option<Measured<Rates>> {
         let sound = |rates: &Rates| {
-            let Rates { matmul_f32, matmul_bf16, memory_bandwidth, exps, disk } = *rates;
+            let Rates { matmul_f32, matmul_bf16, memory_bandwidth, exps, disk, .. } = *rates;
             [matmul_f32, matmul_bf16, memory_bandwidth, exps].into_iter().all(is_rate) && is_sound(&disk)
         };
         find(&self.read().machines, name, sound)
@@ -240,6 +240,7 @@ fn seconds_since_1970() -> u64 {
 mod tests {
     use super::*;
     use crate::hardware::Hardware;
+    use crate::time::Wiring;
 
     const RATES: Rates = Rates {
         matmul_f32: 1e11,
@@ -247,6 +248,7 @@ mod tests {
         memory_bandwidth: 1e10,
         exps: 1e9,
         disk: DiskRates::USUAL,
+        wiring: Wiring::CPU,
     };
 
     fn name(threads: usize) -> MachineName {

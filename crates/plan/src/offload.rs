@@ -108,11 +108,13 @@ pub(crate) fn kept_as_said(config: &KeptLayersConfig) -> KeptLayers {
     kept
 }
 
-/// Further and further offload to disk of what the user left open, a kind more each time.
-pub(crate) fn stages(config: &OffloadConfig) -> Vec<Offload> {
-    let open = TensorKind::IN_ORDER.into_iter().filter(|kind| kind.said(config) == Auto::Auto);
-    let stages = open.scan(as_said(config), |offload, kind| {
-        *kind.tier_mut(offload) = Tier::Disk;
+/// Further and further offload of what the user left open, a kind more each time, first to the first of these tiers.
+pub(crate) fn stages(config: &OffloadConfig, tiers: &[Tier]) -> Vec<Offload> {
+    let open: Vec<TensorKind> =
+        TensorKind::IN_ORDER.into_iter().filter(|kind| kind.said(config) == Auto::Auto).collect();
+    let steps = tiers.iter().flat_map(|tier| open.iter().map(move |kind| (*kind, *tier)));
+    let stages = steps.scan(as_said(config), |offload, (kind, tier)| {
+        *kind.tier_mut(offload) = tier;
         Some(*offload)
     });
     stages.collect()
@@ -158,9 +160,20 @@ mod tests {
         };
         assert_eq!(as_said(&config), offload(device, device, device));
         assert_eq!(
-            stages(&config),
+            stages(&config, &[disk]),
             [offload(disk, device, device), offload(disk, disk, device), offload(disk, disk, disk)]
         );
-        assert!(stages(&resolved(Offload::NONE)).is_empty());
+        assert_eq!(
+            stages(&config, &[host, disk]),
+            [
+                offload(host, device, device),
+                offload(host, host, device),
+                offload(host, host, host),
+                offload(disk, host, host),
+                offload(disk, disk, host),
+                offload(disk, disk, disk)
+            ]
+        );
+        assert!(stages(&resolved(Offload::NONE), &[host, disk]).is_empty());
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
+use plimsoll_device::DeviceTraits;
 use plimsoll_model::ModelSpec;
 use plimsoll_step::{Ranks, Stage, StepError, StepSettings};
 use serde::Serialize;
@@ -36,7 +37,11 @@ impl RankGroup {
 }
 
 /// The ranks of a step, by what they take; none where there is only one.
-pub(crate) fn rank_groups(spec: &ModelSpec, choice: &Choice) -> Result<Vec<RankGroup>, StepError> {
+pub(crate) fn rank_groups(
+    spec: &ModelSpec,
+    choice: &Choice,
+    device: DeviceTraits,
+) -> Result<Vec<RankGroup>, StepError> {
     let Ranks { mesh, .. } = choice.settings.ranks;
     if mesh.size() <= 1 {
         return Ok(Vec::new());
@@ -47,7 +52,7 @@ pub(crate) fn rank_groups(spec: &ModelSpec, choice: &Choice) -> Result<Vec<RankG
             true => &choice.dry_run,
             false => {
                 let settings = StepSettings { ranks, ..choice.settings.clone() };
-                &DryRun::training(spec, &settings, choice.accumulation)?
+                &DryRun::training_for(device, spec, &settings, choice.accumulation)?
             }
         };
         Ok(RankGroup {

@@ -139,10 +139,10 @@ pub(crate) fn choose(
     limits: Limits,
 ) -> Result<Choice, StepError> {
     let config = &*config.for_chunks();
-    let ladder = ladder(config, runs.spec, method);
+    let ladder = ladder(config, runs.spec, method, limits);
     let runs = &runs.within(limits);
     let search = Search { config, method, runs, limits, ladder: &ladder };
-    for offload in offloads(config) {
+    for offload in offloads(config, limits) {
         if let Some(choice) = search.candidates(offload)? {
             let together = search.together(&choice)?;
             let filled = search.filled(choice)?;
@@ -164,10 +164,10 @@ pub(crate) fn lightest_that_fits(
     limits: Limits,
 ) -> Result<Choice, StepError> {
     let config = &*config.for_chunks();
-    let ladder = ladder(config, runs.spec, method);
+    let ladder = ladder(config, runs.spec, method, limits);
     let runs = &runs.within(limits);
     let search = Search { config, method, runs, limits, ladder: &ladder };
-    for offload in offloads(config) {
+    for offload in offloads(config, limits) {
         for precision in precisions(&config.training, method) {
             for batches in batches(config) {
                 if let Some(choice) = search.lightest(precision, offload, &batches)? {
@@ -190,16 +190,16 @@ pub(crate) struct Search<'a> {
 }
 
 /// What the user says of offload, and more and more of it where that is left open.
-pub(crate) fn offloads(config: &RawConfig) -> impl Iterator<Item = Offload> {
+pub(crate) fn offloads(config: &RawConfig, limits: Limits) -> impl Iterator<Item = Offload> {
     let said = &config.memory.offload;
-    std::iter::once(as_said(said)).chain(stages(said))
+    std::iter::once(as_said(said)).chain(stages(said, limits.lower_tiers()))
 }
 
 /// The lightest forms of all offloads, precisions and batches, in the order in which they are tried.
-fn ladder(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod) -> Vec<Wanted> {
+fn ladder(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod, limits: Limits) -> Vec<Wanted> {
     let training = &config.training;
     let mut all = Vec::new();
-    for offload in offloads(config) {
+    for offload in offloads(config, limits) {
         for precision in precisions(training, method) {
             for batch in batches(config).iter().filter_map(|batches| shortest(batches)) {
                 for form in lightest_forms(training) {

@@ -101,7 +101,7 @@ impl<'a> DryRuns<'a> {
         let alike = StepSettings { batch_size, micro_batches_per_pass, checkpointing, ..settings.clone() };
         let known = self.rested().iter().find(|(settings, _)| *settings == alike).map(|(_, known)| *known);
         known.unwrap_or_else(|| {
-            let at_rest = DryRun::at_rest(self.spec, &alike).unwrap_or_default();
+            let at_rest = DryRun::at_rest(self.rates.wiring.device, self.spec, &alike).unwrap_or_default();
             self.rested().push((alike, at_rest));
             at_rest
         })
@@ -149,7 +149,7 @@ pub(crate) mod tests {
     use crate::config::RawConfig;
     use crate::limits::Limits;
     use crate::resolve::choose;
-    use crate::time::DiskRates;
+    use crate::time::{DiskRates, Wiring};
 
     pub(crate) const RATES: Rates = Rates {
         matmul_f32: 1e11,
@@ -157,6 +157,7 @@ pub(crate) mod tests {
         memory_bandwidth: 2e10,
         exps: 1e9,
         disk: DiskRates::USUAL,
+        wiring: Wiring::CPU,
     };
 
     fn runs(spec: &ModelSpec, threads: usize) -> DryRuns<'_> {

@@ -1,6 +1,6 @@
 //! How long things take: arithmetic and bytes against what the machine was measured to do.
 
-use plimsoll_device::{Lines, Pace, Tally, Times, Transferred};
+use plimsoll_device::{DeviceTraits, Lines, Pace, Tally, Times, Transferred};
 use serde::{Deserialize, Serialize};
 
 /// What a machine does, as measured or as told.
@@ -16,6 +16,34 @@ pub struct Rates {
     pub exps: f64,
     /// The disk for offloaded tensors, bytes read and written in a second.
     pub disk: DiskRates,
+    /// What device it is, and how it is connected.
+    #[serde(skip)]
+    pub wiring: Wiring,
+}
+
+/// What kind of device a machine has, and how that is connected to the host and to other ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Wiring {
+    /// What the device is.
+    pub device: DeviceTraits,
+    /// Bytes/s of copies between host and device, each way; `None` where they are copies within the device's memory.
+    pub host_link: Option<f64>,
+    /// Bytes/s to another rank.
+    pub rank_link: f64,
+    /// Starting an operation takes about this long, whatever its size.
+    pub seconds_per_operation: f64,
+}
+
+impl Wiring {
+    /// A CPU's: processes of one machine reach about this, and an operation waits for all threads.
+    pub const CPU: Wiring =
+        Wiring { device: DeviceTraits::CPU, host_link: None, rank_link: 2e9, seconds_per_operation: 3e-5 };
+}
+
+impl Default for Wiring {
+    fn default() -> Wiring {
+        Wiring::CPU
+    }
 }
 
 /// What a disk does, in bytes/s.
@@ -34,12 +62,6 @@ impl DiskRates {
 
 /// Share of the product rate that attention reaches on its smaller tiles.
 const ATTENTION_EFFICIENCY: f64 = 0.6;
-
-/// Bytes a second between two processes of one machine.
-const LINK_RATE: f64 = 2e9;
-
-/// Starting an operation and waiting for all threads takes about this long, whatever its size.
-const SECONDS_PER_OPERATION: f64 = 3e-5;
 
 /// An estimate.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -95,14 +117,17 @@ impl Pace for Rates {
         // Products overlap their own traffic unless they are all traffic, as in decoding.
         let matmul = matmul.max(at_rate(tally.matmul_bytes, self.memory_bandwidth));
         let rest = at_rate(tally.bytes, self.memory_bandwidth) + at_rate(tally.exps, self.exps);
-        matmul + attention + rest + tally.operations as f64 * SECONDS_PER_OPERATION
+        matmul + attention + rest + tally.operations as f64 * self.wiring.seconds_per_operation
     }
 
     fn transfer(&self, bytes: Transferred) -> Lines {
         let disk = at_rate(bytes.read, self.disk.read) + at_rate(bytes.written, self.disk.write);
-        // A copy reads and writes.
-        let copies = |bytes: u64| at_rate(2 * bytes, self.memory_bandwidth);
-        let links = at_rate(bytes.sent.total_bytes(), LINK_RATE);
+        let copies = |bytes: u64| match self.wiring.host_link {
+            Some(rate) => at_rate(bytes, rate),
+            // A copy reads and writes.
+            None => at_rate(2 * bytes, self.memory_bandwidth),
+        };
+        let links = at_rate(bytes.sent.total_bytes(), self.wiring.rank_link);
         Lines { disk, copies_in: copies(bytes.copied_in), copies_out: copies(bytes.copied_out), links }
     }
 }

@@ -38,6 +38,10 @@ pub struct Machine {
     pub host_bytes_per_token: u64,
     /// What is free on the disk of the spill file, in bytes; `None` where nobody knows.
     pub disk_available: Option<u64>,
+    /// Memory of the device, in bytes, where it has memory of its own.
+    pub device_bytes: Option<u64>,
+    /// Host memory that is a rank's, in bytes, where that is not the device's.
+    pub host_bytes: Option<u64>,
 }
 
 /// A rung of a ladder needs at most this share of the one above it.
@@ -125,7 +129,11 @@ impl TrainingPlan {
             overhead_bytes: machine.overhead_bytes,
             limits,
             machine: *machine,
-            ranks: if config.rank == 0 { rank_groups(spec, &choice)? } else { Vec::new() },
+            ranks: if config.rank == 0 {
+                rank_groups(spec, &choice, machine.rates.wiring.device)?
+            } else {
+                Vec::new()
+            },
             choice,
             alternatives,
             refusal,
@@ -262,9 +270,9 @@ impl TrainingPlan {
                 "the step needs {needed} of the arena in the lightest form of checkpointing and training.gradient_checkpointing says {{auto: {allowed}}}: {short} short"
             ),
             Resource::Host => {
-                format!(
-                    "the plan needs {needed} on the host and memory.host_budget is {allowed}: {short} short"
-                )
+                let said = self.config.memory.host_budget().set().is_some();
+                let there = if said { "memory.host_budget is" } else { "a rank's host memory is" };
+                format!("the plan needs {needed} on the host and {there} {allowed}: {short} short")
             }
             Resource::Process => {
                 let by = self.machine.limits.enforced().map_or(self.load_line.by, |line| line.by);

@@ -56,7 +56,12 @@ impl TrainingPlan {
             sharding: Sharding { stage, ..Sharding::default() },
             ..self.choice.settings.clone()
         };
-        let run = DryRun::training(&self.spec, &settings, self.choice.accumulation)?;
+        let run = DryRun::training_for(
+            self.machine.rates.wiring.device,
+            &self.spec,
+            &settings,
+            self.choice.accumulation,
+        )?;
         let ledgers = [&run.ledger, &run.host, &run.disk];
         let most = |tags: &[Tag]| -> u64 {
             let of = |tag: &Tag| ledgers.iter().map(|ledger| ledger.most(*tag)).sum::<u64>();

@@ -2,7 +2,9 @@
 
 use plimsoll_model::{ModelSpec, catalogue};
 use plimsoll_plan::config::{Method, RawConfig};
-use plimsoll_plan::{Alternative, DiskRates, Extent, Machine, ProcessLimits, Rates, Resource, TrainingPlan};
+use plimsoll_plan::{
+    Alternative, DiskRates, Extent, Machine, ProcessLimits, Rates, Resource, TrainingPlan, Wiring,
+};
 
 fn spec() -> ModelSpec {
     ModelSpec { num_layers: 2, vocab_size: 4096, ..catalogue::find("smollm2-135m").unwrap() }
@@ -17,9 +19,18 @@ fn machine(disk: u64) -> Machine {
         memory_bandwidth: 1e10,
         exps: 1e9,
         disk: DiskRates::USUAL,
+        wiring: Wiring::CPU,
     };
     let limits = ProcessLimits::NONE;
-    Machine { rates, limits, overhead_bytes: OVERHEAD, host_bytes_per_token: 32, disk_available: Some(disk) }
+    Machine {
+        rates,
+        limits,
+        overhead_bytes: OVERHEAD,
+        host_bytes_per_token: 32,
+        disk_available: Some(disk),
+        device_bytes: None,
+        host_bytes: None,
+    }
 }
 
 fn config(budget: u64, set: &[&str]) -> RawConfig {

@@ -2,7 +2,7 @@
 
 use plimsoll_model::catalogue;
 use plimsoll_plan::config::RawConfig;
-use plimsoll_plan::{DiskRates, Machine, ProcessLimits, Rates, TrainingPlan};
+use plimsoll_plan::{DiskRates, Machine, ProcessLimits, Rates, TrainingPlan, Wiring};
 
 /// The most that this process has had in memory so far, in KiB.
 fn most_resident() -> u64 {
@@ -19,10 +19,19 @@ fn a_plan_takes_little_memory_whatever_is_planned() {
         memory_bandwidth: 1e10,
         exps: 1e9,
         disk: DiskRates::USUAL,
+        wiring: Wiring::CPU,
     };
     let limits = ProcessLimits::NONE;
     let disk_available = Some(1 << 60);
-    let machine = Machine { rates, limits, overhead_bytes: 0, host_bytes_per_token: 32, disk_available };
+    let machine = Machine {
+        rates,
+        limits,
+        overhead_bytes: 0,
+        host_bytes_per_token: 32,
+        disk_available,
+        device_bytes: None,
+        host_bytes: None,
+    };
     let spec = catalogue::find("smollm2-135m").unwrap();
     let away = "memory.offload.gradients=disk";
     for assignments in [

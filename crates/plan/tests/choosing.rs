@@ -267,6 +267,7 @@ fn limits(disk_bytes: u64) -> Limits {
         room_bytes: u64::MAX,
         target_bytes: u64::MAX,
         host_bytes: None,
+        is_apart: false,
         memory_bytes: u64::MAX,
         address_bytes: u64::MAX,
         disk_bytes,

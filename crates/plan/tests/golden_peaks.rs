@@ -14,7 +14,7 @@ use plimsoll_model::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, RopeSpec, SlidingWindow, catalogue,
 };
 use plimsoll_plan::config::RawConfig;
-use plimsoll_plan::{Choice, DiskRates, DryRun, Machine, ProcessLimits, Rates, TrainingPlan};
+use plimsoll_plan::{Choice, DiskRates, DryRun, Machine, ProcessLimits, Rates, TrainingPlan, Wiring};
 use plimsoll_step::{Ranks, StepSettings};
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden_peaks.txt");
@@ -109,13 +109,26 @@ fn odd() -> ModelSpec {
     }
 }
 
-const RATES: Rates =
-    Rates { matmul_f32: 1e11, matmul_bf16: 1e11, memory_bandwidth: 1e10, exps: 1e9, disk: DiskRates::USUAL };
+const RATES: Rates = Rates {
+    matmul_f32: 1e11,
+    matmul_bf16: 1e11,
+    memory_bandwidth: 1e10,
+    exps: 1e9,
+    disk: DiskRates::USUAL,
+    wiring: Wiring::CPU,
+};
 
 fn chosen(case: &Case<'_>) -> Choice {
     let (rates, limits) = (RATES, ProcessLimits::NONE);
-    let machine =
-        Machine { rates, limits, overhead_bytes: 0, host_bytes_per_token: 0, disk_available: Some(1 << 60) };
+    let machine = Machine {
+        rates,
+        limits,
+        overhead_bytes: 0,
+        host_bytes_per_token: 0,
+        disk_available: Some(1 << 60),
+        device_bytes: None,
+        host_bytes: None,
+    };
     let mut config = RawConfig::from_str("{}", case.name).unwrap();
     for assignment in USUAL.iter().chain(&case.set) {
         config.apply_set(assignment).unwrap_or_else(|error| panic!("{}: {error}", case.name));

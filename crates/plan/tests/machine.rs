@@ -3,9 +3,13 @@
 use std::path::Path;
 use std::time::Duration;
 
-use plimsoll_memory::ByteSize;
+use plimsoll_memory::{ByteSize, Tier};
+use plimsoll_model::catalogue;
+use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::hardware::{CgroupVersion, ContainerLimit, Cpu, Memory, disk_space};
-use plimsoll_plan::{DiskName, DiskRates, Measured, RatesFile};
+use plimsoll_plan::{
+    Catalogue, DiskName, DiskRates, LimitedBy, Measured, RatesFile, Resource, Target, TrainingPlan,
+};
 
 fn cpu(allowed_cores: Option<usize>, logical_cores: Option<usize>) -> Cpu {
     Cpu {
@@ -95,4 +99,75 @@ fn a_measurement_has_an_age() {
     let old = Measured { rates: (), at: 0 };
     assert!(old.age() > 50 * YEAR && Measured::now(()).age() < YEAR);
     assert!(Measured::now(()).at > 50 * YEAR.as_secs());
+}
+
+fn target(name: &str) -> Target {
+    Catalogue::known().target(name).unwrap()
+}
+
+/// The plan of a model for a machine of the catalogue.
+fn plan_for(target: &Target, model: &str, set: &[&str]) -> TrainingPlan {
+    let mut config = RawConfig::default();
+    for assignment in ["data.sequence_length=512", "training.effective_batch_size=4"].iter().chain(set) {
+        config.apply_set(assignment).unwrap();
+    }
+    TrainingPlan::new(&config, &catalogue::find(model).unwrap(), &target.machine(0)).unwrap()
+}
+
+/// The device's memory is the line, the host has its own, and the disk comes last.
+#[test]
+fn what_does_not_fit_a_device_goes_to_its_host_before_the_disk() {
+    let card = target("rtx-4090");
+    let plan = plan_for(&card, "tinyllama-1.1b", &[]);
+    assert!(plan.fits() && plan.host_bytes() == 0 && plan.disk_bytes() == 0, "{:?}", plan.misfits());
+    assert_eq!((plan.load_line.bytes, plan.load_line.by), (24_564 << 20, LimitedBy::Device));
+    assert!(plan.peak_bytes() + plan.overhead_bytes <= 24_564 << 20);
+
+    let plan = plan_for(&card, "llama-3.2-3b", &[]);
+    assert!(plan.fits() && plan.disk_bytes() == 0, "{:?}", plan.misfits());
+    let offload = plan.choice.settings.offload;
+    assert!([offload.optimizer, offload.gradients].contains(&Tier::Host), "{offload:?}");
+    assert!(plan.host_bytes() > 8 << 30 && plan.host_bytes() <= 64 << 30, "{}", plan.host_bytes());
+    assert!(plan.bytes_under_the_line() > 20 << 30, "what has room is on the device again");
+
+    // With no host to speak of, the disk serves.
+    let poor = target("rtx-4090").with_host_memory(ByteSize(20 << 20));
+    let plan = plan_for(&poor, "llama-3.2-3b", &[]);
+    assert!(
+        plan.fits() && plan.disk_bytes() > 8 << 30 && plan.host_bytes() <= 20 << 20,
+        "{:?}",
+        plan.misfits()
+    );
+
+    let short = plan_for(&poor, "llama-3.2-3b", &["memory.offload.optimizer=host"]);
+    let host = short.shortages().into_iter().find(|shortage| shortage.resource == Resource::Host).unwrap();
+    assert!(short.sentence(&host).contains("a rank's host memory is 20.0 MiB"), "{}", short.sentence(&host));
+}
+
+/// A budget that is stated counts where it is smaller than the device.
+#[test]
+fn a_budget_below_the_devices_memory_is_the_line() {
+    let stated = |budget: &str| {
+        plan_for(&target("rtx-4090"), "smollm2-135m", &[&format!("memory.device_budget={budget}")]).load_line
+    };
+    assert_eq!((stated("8GiB").bytes, stated("8GiB").by), (8 << 30, LimitedBy::Budget));
+    assert_eq!((stated("80GiB").bytes, stated("80GiB").by), (24_564 << 20, LimitedBy::Device));
+}
+
+/// What is bound by products takes as much less as the products are faster; the bytes are the same.
+#[test]
+fn the_same_step_takes_its_time_on_each_device() {
+    let set =
+        ["training.mixed_precision=bf16", "training.gradient_checkpointing=none", "training.batch_size=4"];
+    let [a100, h100] = ["a100-80", "h100"].map(|name| plan_for(&target(name), "tinyllama-1.1b", &set));
+    assert_eq!(a100.peak_bytes(), h100.peak_bytes());
+    let ratio = a100.choice.time.step_seconds / h100.choice.time.step_seconds;
+    assert!((1.6..3.2).contains(&ratio), "{ratio}");
+    let link = |name: &str| {
+        plan_for(&target(name), "tinyllama-1.1b", &[&set[..], &["parallel.data_parallel=8"]].concat())
+            .choice
+            .time
+            .waiting_seconds
+    };
+    assert!(link("8xa100-80") * 4.0 < link("8xl40s"), "neighbours with NVLink wait less than those without");
 }

@@ -314,6 +314,7 @@ output: {{dir: '{}'}}
             memory_bandwidth: 1e10,
             exps: 1e8,
             disk: plimsoll_plan::DiskRates::USUAL,
+            wiring: plimsoll_plan::Wiring::CPU,
         };
         let machine = plimsoll_plan::Machine {
             rates,
@@ -321,6 +322,8 @@ output: {{dir: '{}'}}
             overhead_bytes: 0,
             host_bytes_per_token: 32,
             disk_available: None,
+            device_bytes: None,
+            host_bytes: None,
         };
         let check = |disk_path: &Path| {
             let offload = format!("offload: {{optimizer: disk}}, disk_path: '{}'", disk_path.display());

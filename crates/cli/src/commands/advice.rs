@@ -57,7 +57,8 @@ fn changes(plan: &TrainingPlan, list: &[&Alternative]) -> String {
         rows[0].push("disk".to_owned());
     }
     for other in list {
-        let bytes = other.peak_bytes.saturating_add(other.host_bytes).saturating_add(plan.overhead_bytes);
+        let host = if plan.limits.is_apart { 0 } else { other.host_bytes };
+        let bytes = other.peak_bytes.saturating_add(host).saturating_add(plan.overhead_bytes);
         let mut row =
             row![shortened(&other.what, 48), ByteSize(bytes), format!("{:.0}", other.tokens_per_second)];
         if disk {

@@ -8,6 +8,7 @@ pub mod convert;
 pub mod doctor;
 pub mod eval;
 pub mod generate;
+pub mod hardware;
 pub mod inspect;
 pub mod merge;
 pub mod plan;

@@ -6,12 +6,14 @@ use std::path::Path;
 use plimsoll_memory::{AtPeak, ByteSize, Tag};
 use plimsoll_parallel::Mesh;
 use plimsoll_plan::config::GradientCheckpointing;
+use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{
-    DiskRates, ModelOrigin, ProcessLimits, TimeEstimate, TimelineFormat, TrainingPlan, ZeroRow,
+    Catalogue, DiskRates, Machine, ModelOrigin, ProcessLimits, Target, TimeEstimate, TimelineFormat,
+    TrainingPlan, ZeroRow,
 };
 use plimsoll_step::{Adapters, Linears, ZeroStage};
 use plimsoll_train::{TrainError, write_whole};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::args::PlanArgs;
 use crate::commands::advice::{misfits, remedies};
@@ -29,7 +31,16 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         Some(file) => Some((file.as_path(), TimelineFormat::of(file)?)),
         None => None,
     };
-    let config = load_config(&args.source)?;
+    let mut config = load_config(&args.source)?;
+    let target = match &args.hardware {
+        None => None,
+        Some(name) => {
+            let found = Catalogue::known().target(name)?;
+            let target = args.host_memory.map_or(found.clone(), |bytes| found.with_host_memory(bytes));
+            ranks_of_devices(&mut config, &target)?;
+            Some(target)
+        }
+    };
     let stated = config.memory.device_budget().set().is_some();
     if args.elsewhere && !stated {
         return Err(Failure::usage(
@@ -42,17 +53,23 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         ModelOrigin::Files(files) => files.tokenizer().ok(),
         ModelOrigin::Catalogue(_) | ModelOrigin::Scratch(..) => None,
     };
-    let engine = Engine::start(None)?;
-    let mut machine = engine.machine(&config);
-    // A model that is known by its dimensions alone is not trained here.
-    let elsewhere = args.elsewhere || matches!(origin, ModelOrigin::Catalogue(_)) && stated;
-    if elsewhere {
-        (machine.limits, machine.disk_available) = (ProcessLimits::NONE, None);
-        machine.rates.disk = DiskRates::USUAL;
+    let plan_for = |machine: &Machine| TrainingPlan::for_model(&config, &origin, machine);
+    let (plan, speeds);
+    if let Some(target) = &target {
+        plan = plan_for(&target.machine(plimsoll_train::host_bytes_per_token(&config)))?;
+        speeds = PlanSpeeds::of_catalogue(target);
+    } else {
+        let engine = Engine::start(None)?;
+        let mut machine = engine.machine(&config);
+        // A model that is known by its dimensions alone is not trained here.
+        let elsewhere = args.elsewhere || matches!(origin, ModelOrigin::Catalogue(_)) && stated;
+        if elsewhere {
+            (machine.limits, machine.disk_available) = (ProcessLimits::NONE, None);
+            machine.rates.disk = DiskRates::USUAL;
+        }
+        plan = engine.plan(&config, &machine, plan_for)?;
+        speeds = PlanSpeeds::of(&engine, &plan, elsewhere);
     }
-    let plan =
-        engine.plan(&config, &machine, |machine| TrainingPlan::for_model(&config, &origin, machine))?;
-    let speeds = PlanSpeeds { elsewhere, ..PlanSpeeds::here(&engine, &plan) };
     let mesh = plan.choice.settings.ranks.mesh;
     if args.zero_table && mesh.data < mesh.size() {
         return Err(Failure::usage(
@@ -66,6 +83,9 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         let mut document = plan.to_json();
         if let Value::Object(map) = &mut document {
             map.insert("speeds".to_owned(), speeds.json.clone());
+            if let Some(target) = &target {
+                map.insert("hardware".to_owned(), serde_json::to_value(target)?);
+            }
             map.insert("needs".to_owned(), serde_json::to_value(&needs)?);
             if args.zero_table {
                 map.insert("zero_table".to_owned(), serde_json::to_value(plan.zero_table()?)?);
@@ -91,6 +111,26 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         }
     }
     if plan.fits() { Ok(()) } else { Err(Failure::shown_not_to_fit()) }
+}
+
+/// Has every device of a machine be a rank: what the other ways leave are data parallel.
+fn ranks_of_devices(config: &mut RawConfig, target: &Target) -> Result<(), Failure> {
+    let (devices, mesh) = (target.devices(), config.parallel.mesh());
+    let others = u64::from(mesh.size() / mesh.data.max(1)).max(1);
+    if config.parallel.data_parallel.is_none() && devices.is_multiple_of(others) {
+        config.parallel.data_parallel = Some(devices / others);
+        config.validate()?;
+    }
+    let ranks = u64::from(config.parallel.mesh().size());
+    match ranks == devices {
+        true => Ok(()),
+        false => Err(Failure::usage(format!(
+            "--hardware {} has {devices} device{}, and the keys of parallel multiply to {ranks} ranks; leave \
+             parallel.data_parallel away, or set it so that they multiply to {devices}",
+            target.name,
+            if devices == 1 { "" } else { "s" }
+        ))),
+    }
 }
 
 /// What a rank holds, by stage and number of ranks.
@@ -125,40 +165,57 @@ fn write_timeline(plan: &TrainingPlan, file: &Path, format: TimelineFormat) -> R
 
 /// Whose speeds a plan's time is made of.
 pub struct PlanSpeeds {
-    /// The processor.
-    cpu: String,
+    /// Where they are found.
+    whose: String,
     /// Where they come from and how old they are.
     words: String,
     json: Value,
-    /// Whether the plan is for another machine.
-    elsewhere: bool,
 }
 
 impl PlanSpeeds {
     /// Those of a plan for this machine.
     pub fn here(engine: &Engine, plan: &TrainingPlan) -> PlanSpeeds {
+        PlanSpeeds::of(engine, plan, false)
+    }
+
+    /// Those of a plan for this machine, or for one of which nothing but its memory is known.
+    fn of(engine: &Engine, plan: &TrainingPlan, elsewhere: bool) -> PlanSpeeds {
         let folder = plan.config.disk_path();
         let folder =
             Some(folder.as_path()).filter(|_| plan.disk_bytes() > 0 && plan.machine.disk_available.is_some());
         let cpu = &engine.hardware.cpu;
         let (name, threads) = (cpu.name.as_deref().unwrap_or(cpu.architecture), engine.pool.threads());
+        let cpu = format!("{name}, {threads} thread{}", if threads == 1 { "" } else { "s" });
         PlanSpeeds {
-            cpu: format!("{name}, {threads} thread{}", if threads == 1 { "" } else { "s" }),
+            whose: match elsewhere {
+                false => format!("on this machine's CPU ({cpu})"),
+                true => format!(
+                    "at the speed of this machine's CPU ({cpu}):\nthe machine that the plan is for has another"
+                ),
+            },
             words: engine.speeds().words(folder),
             json: engine.speeds().json(folder),
-            elsewhere: false,
+        }
+    }
+
+    /// Those of a machine of the catalogue.
+    fn of_catalogue(target: &Target) -> PlanSpeeds {
+        let mut words = "shares of what the vendor states, as measured elsewhere (plimsoll hardware shows the figures);\n\
+                         this version trains on CPUs: what the same step takes on that device is the plan's claim"
+            .to_owned();
+        if target.disk.is_none() {
+            words.push_str("\na disk of 2 GB/s read and 1 GB/s written, of any size, is assumed");
+        }
+        PlanSpeeds {
+            whose: format!("on {}", target.title),
+            words,
+            json: json!({ "machine": null, "disk": null, "file": null }),
         }
     }
 
     /// What a rate is followed by.
-    fn place(&self) -> String {
-        match self.elsewhere {
-            false => format!("on this machine's CPU ({})", self.cpu),
-            true => format!(
-                "at the speed of this machine's CPU ({}):\nthe machine that the plan is for has another",
-                self.cpu
-            ),
-        }
+    fn place(&self) -> &str {
+        &self.whose
     }
 }
 

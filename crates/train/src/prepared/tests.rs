@@ -1,6 +1,6 @@
 //! What a configuration means to a run, in numbers.
 
-use plimsoll_plan::{DiskRates, ProcessLimits, Rates};
+use plimsoll_plan::{DiskRates, ProcessLimits, Rates, Wiring};
 
 use super::*;
 
@@ -70,9 +70,18 @@ fn machine() -> Machine {
         memory_bandwidth: 1e10,
         exps: 1e8,
         disk: DiskRates::USUAL,
+        wiring: Wiring::CPU,
     };
     let limits = ProcessLimits::NONE;
-    Machine { rates, limits, overhead_bytes: 0, host_bytes_per_token: 40, disk_available: None }
+    Machine {
+        rates,
+        limits,
+        overhead_bytes: 0,
+        host_bytes_per_token: 40,
+        disk_available: None,
+        device_bytes: None,
+        host_bytes: None,
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! What the tests of runs share.
 
 use plimsoll_device::{Cpu, CpuOptions, Device, DeviceError};
-use plimsoll_plan::{DiskRates, Machine, ProcessLimits, Rates};
+use plimsoll_plan::{DiskRates, Machine, ProcessLimits, Rates, Wiring};
 
 /// The device of a run: this machine's processor with an arena of so many bytes.
 pub fn cpu<'d>(bytes: u64) -> Result<Box<dyn Device + 'd>, DeviceError> {
@@ -16,6 +16,7 @@ pub fn machine() -> Machine {
         memory_bandwidth: 1e10,
         exps: 1e8,
         disk: DiskRates::USUAL,
+        wiring: Wiring::CPU,
     };
     Machine {
         rates,
@@ -23,5 +24,7 @@ pub fn machine() -> Machine {
         overhead_bytes: 0,
         host_bytes_per_token: 32,
         disk_available: None,
+        device_bytes: None,
+        host_bytes: None,
     }
 }

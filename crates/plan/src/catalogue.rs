@@ -1,0 +1,206 @@
+//! Machines that plans can be made for and that are not here: devices by name, and machines made of them.
+//!
+//! The figures are data (`catalogue/devices.yaml`), each with its source; a user's own machine is a file of the same keys.
+
+mod device;
+mod file;
+mod target;
+
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+pub use device::{DeviceModel, Price};
+pub use target::{Spill, Target};
+
+use file::Content;
+
+/// The catalogue's own text.
+const TEXT: &str = include_str!("catalogue/devices.yaml");
+
+/// Devices of a machine, and machines of a fleet, at most.
+const MOST: u64 = 65_536;
+
+/// Why there is no such machine.
+#[derive(Debug, thiserror::Error)]
+pub enum CatalogueError {
+    /// No device and no machine has the name.
+    #[error("--hardware {name}: there is no such device{}; plimsoll hardware lists them, and a .yaml file describes any other", did_you_mean(.near))]
+    Unknown {
+        /// What was asked for.
+        name: String,
+        /// Names that are like it.
+        near: Vec<String>,
+    },
+    /// A number of devices or machines is none.
+    #[error("--hardware {name}: {what}; write for example 8xh100, or 16x8xh100 for 16 machines of 8")]
+    Count {
+        /// What was asked for.
+        name: String,
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// A file cannot be read.
+    #[error("{}: {source}", path.display())]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A file says something that cannot be.
+    #[error("{}: {what}", path.display())]
+    Content {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong, with its place.
+        what: String,
+    },
+}
+
+/// Names that may have been meant.
+fn did_you_mean(names: &[String]) -> String {
+    if names.is_empty() { String::new() } else { format!("; did you mean {}?", names.join(" or ")) }
+}
+
+/// Every device and machine that is known by name.
+#[derive(Debug)]
+pub struct Catalogue {
+    content: Content,
+}
+
+impl Catalogue {
+    /// The one of this version.
+    pub fn known() -> &'static Catalogue {
+        static KNOWN: OnceLock<Catalogue> = OnceLock::new();
+        // A test reads it.
+        KNOWN.get_or_init(|| Catalogue { content: file::parse(TEXT).unwrap_or_default() })
+    }
+
+    /// The devices, in the order in which they are listed.
+    pub fn devices(&self) -> &[DeviceModel] {
+        &self.content.devices
+    }
+
+    /// The machines with names of their own.
+    pub fn machines(&self) -> impl Iterator<Item = Target> {
+        self.content.machines.iter().filter_map(|machine| machine.target(self).ok())
+    }
+
+    /// Where figures come from: a name and what it stands for.
+    pub fn sources(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.content.sources.iter().map(|(name, text)| (name.as_str(), text.as_str()))
+    }
+
+    /// A machine by what `--hardware` says: the name of a device or a machine, with a number of devices (`8xh100`) and of machines
+    /// (`16x8xh100`) before it, or a file.
+    ///
+    /// # Errors
+    /// There is no such device, or the file describes none.
+    pub fn target(&self, name: &str) -> Result<Target, CatalogueError> {
+        let path = Path::new(name);
+        if path.extension().is_some_and(|ending| ["yaml", "yml", "json"].iter().any(|known| ending == *known))
+        {
+            return self.file(path);
+        }
+        let (counts, device) = counted(name)?;
+        let (devices, nodes) = match counts[..] {
+            [] => (None, None),
+            [devices] => (Some(devices), None),
+            [nodes, devices] => (Some(devices), Some(nodes)),
+            _ => {
+                return Err(CatalogueError::Count {
+                    name: name.to_owned(),
+                    what: "there are too many numbers",
+                });
+            }
+        };
+        let machine = self.content.machines.iter().find(|machine| is_called(&machine.name, device));
+        let target = match machine {
+            Some(machine) if counts.len() < 2 => {
+                // A number before a machine is that of machines.
+                let one = machine.target(self)?;
+                let nodes = devices.unwrap_or(1);
+                one.times(nodes)
+            }
+            Some(_) => {
+                let what = "a machine has as many devices as it has";
+                return Err(CatalogueError::Count { name: name.to_owned(), what });
+            }
+            None => {
+                Target::of(self.device(device, name)?.clone(), devices.unwrap_or(1)).times(nodes.unwrap_or(1))
+            }
+        };
+        match target.devices() <= MOST {
+            true => Ok(Target { name: name.to_owned(), ..target }),
+            false => Err(CatalogueError::Count {
+                name: name.to_owned(),
+                what: "there are more than 65536 devices",
+            }),
+        }
+    }
+
+    fn file(&self, path: &Path) -> Result<Target, CatalogueError> {
+        let text = file::read(path)?;
+        let content = |what: String| CatalogueError::Content { path: path.to_owned(), what };
+        let machine = file::parse_machine(&text).map_err(content)?;
+        let target = machine.target(self).map_err(|error| content(error.to_string()))?;
+        let name = if target.name.is_empty() { path.display().to_string() } else { target.name.clone() };
+        Ok(Target { name, ..target })
+    }
+
+    /// A device by name; `asked` is what the user wrote.
+    fn device(&self, name: &str, asked: &str) -> Result<&DeviceModel, CatalogueError> {
+        let is_it = |device: &&DeviceModel| is_called(&device.name, name) || is_called(&device.title, name);
+        if let Some(device) = self.devices().iter().find(is_it) {
+            return Ok(device);
+        }
+        let wanted = plain(name);
+        let mut near: Vec<(f64, &str)> = self
+            .devices()
+            .iter()
+            .map(|device| (strsim::jaro_winkler(&plain(&device.name), &wanted), device.name.as_str()))
+            .filter(|(likeness, _)| *likeness > 0.85)
+            .collect();
+        near.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+        let near = near.into_iter().take(3).map(|(_, name)| name.to_owned()).collect();
+        Err(CatalogueError::Unknown { name: asked.to_owned(), near })
+    }
+}
+
+/// The numbers before a name, and the name.
+fn counted(name: &str) -> Result<(Vec<u64>, &str), CatalogueError> {
+    let (mut counts, mut rest) = (Vec::new(), name);
+    while let Some((count, behind)) = rest.split_once(['x', 'X'])
+        && !count.is_empty()
+        && count.bytes().all(|byte| byte.is_ascii_digit())
+        && !behind.is_empty()
+    {
+        let count = count.parse().ok().filter(|count| (1..=MOST).contains(count));
+        let what = "a number of devices is 1 to 65536";
+        counts.push(count.ok_or_else(|| CatalogueError::Count { name: name.to_owned(), what })?);
+        rest = behind;
+    }
+    Ok((counts, rest))
+}
+
+/// Whether a device is what somebody calls `name`: RTX 4090, 4090, rtx_4090, NVIDIA GeForce RTX 4090.
+fn is_called(known: &str, name: &str) -> bool {
+    plain(known) == plain(name)
+}
+
+/// A name without what is left away or added by some.
+fn plain(name: &str) -> String {
+    let lower: String =
+        name.chars().filter(char::is_ascii_alphanumeric).collect::<String>().to_ascii_lowercase();
+    let mut rest = lower.as_str();
+    for prefix in ["nvidia", "amd", "geforce", "tesla", "instinct", "rtx"] {
+        rest = rest.strip_prefix(prefix).unwrap_or(rest);
+    }
+    for suffix in ["gb", "sxm", "sxm5"] {
+        rest = rest.strip_suffix(suffix).unwrap_or(rest);
+    }
+    rest.to_owned()
+}
+
+#[cfg(test)]
+mod tests;

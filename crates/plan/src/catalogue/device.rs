@@ -1,0 +1,166 @@
+//! A device as data.
+
+use plimsoll_device::DeviceTraits;
+use plimsoll_memory::ByteSize;
+use serde::{Deserialize, Serialize};
+
+use crate::time::{DiskRates, Rates, Wiring};
+
+/// Share of its stated rate that a device reaches in large products, and of its stated bandwidth in what is bound by memory: what
+/// LLMQ's and llama.cpp's measurements come to.
+const OF_PEAK: f64 = 0.75;
+const OF_BANDWIDTH: f64 = 0.88;
+
+/// Share of a stated link that messages reach.
+const OF_LINK: f64 = 0.8;
+
+/// Seconds until a kernel has begun.
+const SECONDS_PER_LAUNCH: f64 = 4e-6;
+
+/// Evaluations of exp for each f32 operation of the vector units: 16 and 256 a multiprocessor and cycle.
+const EXPS_PER_FLOP: f64 = 1.0 / 16.0;
+
+/// What a context takes for each multiprocessor: 107 MiB were seen with 34, 256 with 82, 426 with 142, 555 with 188.
+const CONTEXT_PER_MULTIPROCESSOR: u64 = 3 << 20;
+
+/// Kernels, and what the library of products keeps.
+const KERNELS: u64 = 96 << 20;
+
+/// What a communicator between devices takes: 1.06 GiB were seen on eight of them.
+const COMMUNICATOR: u64 = 1100 << 20;
+
+/// Tensors on a GPU begin at multiples of so many bytes.
+const ALIGNMENT: u64 = 256;
+
+/// A device, as its vendor and others describe it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DeviceModel {
+    /// What it is asked for by.
+    #[serde(default)]
+    pub name: String,
+    /// What it is called.
+    #[serde(default)]
+    pub title: String,
+    /// What the driver shows of its memory.
+    pub memory: ByteSize,
+    /// Bytes/s of that memory.
+    pub bandwidth: f64,
+    /// FLOP/s of dense products in f32.
+    pub f32: f64,
+    /// In bf16, or in fp16 where it has no bf16; sums in f32.
+    pub half: f64,
+    /// Whether it has bf16.
+    #[serde(default = "yes")]
+    pub bf16: bool,
+    /// In fp8, where it has that.
+    #[serde(default)]
+    pub fp8: Option<f64>,
+    /// Streaming multiprocessors, or compute units.
+    pub multiprocessors: u64,
+    /// CUDA's compute capability.
+    #[serde(default)]
+    pub capability: Option<String>,
+    /// Bytes/s that copies from and to pinned host memory reach, each way.
+    pub host_link: f64,
+    /// Bytes/s to a neighbour in the same machine, each way, as stated; `None`: through the host.
+    #[serde(default)]
+    pub link: Option<f64>,
+    /// Host memory of a common machine, for each device.
+    pub host_memory: ByteSize,
+    /// Bytes/s to another machine, each way.
+    pub network: f64,
+    /// US dollars an hour.
+    #[serde(default)]
+    pub price: Option<Price>,
+    /// The names of the sources.
+    #[serde(default)]
+    pub source: Vec<String>,
+}
+
+/// What a device costs, in US dollars an hour.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Price {
+    /// The lowest offer.
+    pub low: f64,
+    /// The highest.
+    pub high: f64,
+    /// When it was seen: a month, `2026-05`.
+    #[serde(default)]
+    pub date: String,
+    /// Where.
+    #[serde(default)]
+    pub source: String,
+}
+
+fn yes() -> bool {
+    true
+}
+
+impl DeviceModel {
+    /// Memory that nobody can use for tensors: the context, kernels, and what a communicator takes where there are several devices.
+    pub fn overhead_bytes(&self, devices: u64) -> u64 {
+        let context = self.multiprocessors.saturating_mul(CONTEXT_PER_MULTIPROCESSOR);
+        context.saturating_add(KERNELS).saturating_add(if devices > 1 { COMMUNICATOR } else { 0 })
+    }
+
+    /// How fast it is: shares of what is stated, as measured elsewhere.
+    pub fn rates(&self, disk: DiskRates, rank_link: f64) -> Rates {
+        Rates {
+            matmul_f32: OF_PEAK * self.f32,
+            matmul_bf16: OF_PEAK * self.half,
+            memory_bandwidth: OF_BANDWIDTH * self.bandwidth,
+            exps: EXPS_PER_FLOP * self.f32,
+            disk,
+            wiring: Wiring {
+                device: DeviceTraits { unified: false, alignment: ALIGNMENT },
+                host_link: Some(self.host_link),
+                rank_link,
+                seconds_per_operation: SECONDS_PER_LAUNCH,
+            },
+        }
+    }
+
+    /// Bytes/s to a neighbour in the same machine; through the host, two copies share the way.
+    pub fn neighbour_link(&self) -> f64 {
+        self.link.map_or(self.host_link / 2.0, |link| OF_LINK * link)
+    }
+
+    /// Bytes/s to another machine.
+    pub fn network_link(&self) -> f64 {
+        OF_LINK * self.network
+    }
+
+    /// What cannot be, in words.
+    pub(super) fn fault(&self) -> Option<String> {
+        let rates = [
+            ("bandwidth", self.bandwidth),
+            ("f32", self.f32),
+            ("half", self.half),
+            ("host_link", self.host_link),
+            ("network", self.network),
+            ("fp8", self.fp8.unwrap_or(1.0)),
+            ("link", self.link.unwrap_or(1.0)),
+        ];
+        let odd = rates.into_iter().find(|(_, rate)| !(rate.is_finite() && *rate >= 1.0));
+        let rate =
+            odd.map(|(key, rate)| format!("{key} is {rate}; it is a rate in bytes or operations a second"));
+        let memory = || {
+            (self.memory.0 < 1 << 20).then(|| format!("memory is {}; write for example 24GiB", self.memory))
+        };
+        let price = || self.price.as_ref().and_then(Price::fault);
+        rate.or_else(memory).or_else(price)
+    }
+}
+
+impl Price {
+    /// What cannot be, in words.
+    pub(super) fn fault(&self) -> Option<String> {
+        let is_price = |price: f64| price.is_finite() && price >= 0.0;
+        let sound = is_price(self.low) && is_price(self.high) && self.low <= self.high;
+        (!sound).then(|| {
+            format!("price goes from {} to {}; write dollars an hour, the lower first", self.low, self.high)
+        })
+    }
+}

@@ -1,0 +1,117 @@
+use std::collections::HashSet;
+
+use plimsoll_memory::ByteSize;
+
+use super::*;
+
+fn known(name: &str) -> Target {
+    Catalogue::known().target(name).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn refused(name: &str) -> String {
+    Catalogue::known().target(name).unwrap_err().to_string()
+}
+
+#[test]
+fn every_device_has_its_figures_and_their_sources() {
+    let content = file::parse(TEXT).unwrap();
+    let names: HashSet<&str> = content.devices.iter().map(|device| device.name.as_str()).collect();
+    assert_eq!(names.len(), content.devices.len());
+    for device in &content.devices {
+        let cited = device.source.iter().chain(device.price.as_ref().map(|price| &price.source));
+        for source in cited {
+            assert!(content.sources.contains_key(source), "{}: {source}", device.name);
+        }
+        assert!(
+            !device.source.is_empty() && device.overhead_bytes(1) < device.memory.0 / 8,
+            "{}",
+            device.name
+        );
+        assert!(device.half >= device.f32, "{}", device.name);
+        assert_eq!(known(&device.name).device, *device);
+        assert_eq!(known(&device.title.to_uppercase().replace(' ', "_")).device.name, device.name);
+    }
+    assert_eq!(Catalogue::known().machines().count(), content.machines.len());
+}
+
+#[test]
+fn machines_are_counted_before_the_name() {
+    for (name, devices, of_machine, memory) in [
+        ("rtx-4090", 1, 1, 64),
+        ("4090", 1, 1, 64),
+        ("8xh100", 8, 8, 2048),
+        ("16x8xh100", 128, 8, 2048),
+        ("dgx-h100", 8, 8, 2048),
+        ("4xdgx-h100", 32, 8, 2048),
+        ("2xRTX 3090", 2, 2, 128),
+        ("workstation-3090", 2, 2, 64),
+    ] {
+        let target = known(name);
+        assert_eq!((target.devices(), target.devices_of_machine), (devices, of_machine), "{name}");
+        assert_eq!(target.host_memory, ByteSize(memory << 30), "{name}");
+        assert_eq!(target.name, name);
+    }
+}
+
+#[test]
+fn what_is_no_machine_is_refused_with_what_is_like_it() {
+    assert!(refused("rtx-4091").contains("did you mean rtx-4090"), "{}", refused("rtx-4091"));
+    assert!(refused("a100").contains("a100-80"), "{}", refused("a100"));
+    for (name, words) in [
+        ("0xh100", "1 to 65536"),
+        ("99999999999999999999xh100", "1 to 65536"),
+        ("2x3x4xh100", "too many numbers"),
+        ("65536x8xh100", "more than 65536"),
+        ("2x4xdgx-h100", "as many devices as it has"),
+        ("", "no such device"),
+        ("x", "no such device"),
+        ("toaster", "plimsoll hardware lists them"),
+    ] {
+        assert!(refused(name).contains(words), "{name}: {}", refused(name));
+    }
+}
+
+#[test]
+fn a_file_describes_any_other_machine() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("mine.yaml");
+    let of = |text: &str| {
+        std::fs::write(&path, text).unwrap();
+        Catalogue::known().target(path.to_str().unwrap()).map_err(|error| error.to_string())
+    };
+    let named =
+        of("device: 4090\ndevices: 2\nhost_memory: 96GiB\nlink: 10e9\nprice: {low: 0.1, high: 0.1}\n")
+            .unwrap();
+    assert_eq!((named.devices(), named.link, named.host_memory), (2, 10e9, ByteSize(96 << 30)));
+    assert_eq!(named.dollars_an_hour(), Some([0.2, 0.2]));
+    assert_eq!(named.machine(0).host_bytes, Some(48 << 30));
+    let own = of("name: mine\ndevice: {memory: 10GiB, bandwidth: 1e11, f32: 1e12, half: 2e12, multiprocessors: 10, host_link: 1e10, \
+                  host_memory: 8GiB, network: 1e8}\ndisk: {size: 1TB, read: 2e9, write: 1e9}\n")
+    .unwrap();
+    assert_eq!((own.name.as_str(), own.machine(0).device_bytes), ("mine", Some(10 << 30)));
+    for (text, words) in [
+        ("device: 4090\ncolour: red\n", "colour"),
+        ("device: toaster\n", "toaster"),
+        ("device: 4090\ndevices: 0\n", "devices is 0"),
+        ("device: 4090\nlink: -1\n", "link is no rate"),
+        ("device: 4090\nprice: {low: 2, high: 1}\n", "price goes from 2 to 1"),
+        ("device: 4090\ndisk: {size: 1TB, read: 0, write: 1e9}\n", "no rate"),
+        ("device: [\n", "line"),
+        ("", "mine.yaml"),
+    ] {
+        let error = of(text).unwrap_err();
+        assert!(error.contains(words) && error.contains("mine.yaml"), "{text}: {error}");
+    }
+    assert!(refused("/nowhere/at/all.yaml").contains("/nowhere/at/all.yaml"));
+}
+
+/// A context takes more on larger devices, and communicators come with the second.
+#[test]
+fn a_rank_has_its_part_of_the_machine() {
+    let (one, eight) = (known("h100").machine(7), known("dgx-h100").machine(7));
+    assert_eq!(eight.overhead_bytes - one.overhead_bytes, 1100 << 20);
+    assert_eq!((eight.host_bytes, eight.disk_available), (Some(256 << 30), Some(3_750_000_000_000)));
+    assert_eq!((eight.device_bytes, eight.host_bytes_per_token), (Some(81_559 << 20), 7));
+    assert!(eight.rates.wiring.rank_link > known("8x4090").machine(0).rates.wiring.rank_link);
+    assert!(known("2x8xh100").machine(0).rates.wiring.rank_link < eight.rates.wiring.rank_link);
+}
