@@ -11,6 +11,7 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, Parser, Subcommand};
 use plimsoll_memory::ByteSize;
+use plimsoll_plan::Sought;
 
 pub use bench::{Bench, BenchArgs, BenchDiskArgs, BenchMemoryArgs};
 pub use chat::ChatArgs;
@@ -88,7 +89,7 @@ pub enum Command {
 }
 
 /// A configuration and what is changed of it.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct ConfigSource {
     /// Configuration file (YAML)
     pub config: Option<PathBuf>,
@@ -127,8 +128,20 @@ pub struct PlanArgs {
     #[arg(long, value_name = "NAME|FILE", conflicts_with = "elsewhere")]
     pub hardware: Option<String>,
     /// Host memory of each such machine, instead of what is common
-    #[arg(long, value_name = "SIZE", requires = "hardware")]
+    #[arg(long, value_name = "SIZE")]
     pub host_memory: Option<ByteSize>,
+    /// Show the same step on several machines side by side, for example rtx-4090,a100-80,8xh100
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', conflicts_with_all = ["hardware", "elsewhere", "find", "timeline", "zero_table"])]
+    pub compare: Vec<String>,
+    /// Find the largest batch_size, sequence_length, rank or model that fits, or the devices that it fits (hardware)
+    #[arg(long, value_name = "WHAT", conflicts_with_all = ["timeline", "zero_table"])]
+    pub find: Option<Sought>,
+    /// Tokens that the run trains on, for its hours and its price: 300M, 15B or a number
+    #[arg(long, value_name = "N", value_parser = tokens_of_a_run)]
+    pub tokens: Option<u64>,
+    /// US dollars an hour for each device, instead of the catalogue's
+    #[arg(long, value_name = "DOLLARS", value_parser = dollars)]
+    pub price: Option<f64>,
     /// Write every allocation of the step with its birth and death: a .json file for Perfetto or chrome://tracing, or an .svg
     /// picture
     #[arg(long, value_name = "FILE")]
@@ -139,6 +152,27 @@ pub struct PlanArgs {
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub json: bool,
+}
+
+/// A number of tokens: `300M`, `15B`, `1e9`.
+fn tokens_of_a_run(text: &str) -> Result<u64, String> {
+    let wrong = || "write for example 300M, 15B or a number of tokens, at least 1".to_owned();
+    let lower = text.trim().to_ascii_lowercase();
+    let units = [("k", 1e3), ("m", 1e6), ("b", 1e9), ("t", 1e12)];
+    let (number, unit) = units
+        .into_iter()
+        .find_map(|(unit, times)| Some((lower.strip_suffix(unit)?, times)))
+        .unwrap_or((&lower, 1.0));
+    let number: f64 = number.trim().parse().map_err(|_| wrong())?;
+    let tokens = number * unit;
+    if tokens.is_finite() && (1.0..=1e18).contains(&tokens) { Ok(tokens as u64) } else { Err(wrong()) }
+}
+
+/// A price.
+fn dollars(text: &str) -> Result<f64, String> {
+    let price = text.trim().trim_start_matches('$').parse::<f64>().ok();
+    let price = price.filter(|price| price.is_finite() && *price >= 0.0);
+    price.ok_or_else(|| "write dollars an hour, for example 0.45".to_owned())
 }
 
 #[derive(Debug, Args)]

@@ -125,7 +125,7 @@ impl Engine {
         &self,
         config: &RawConfig,
         machine: &Machine,
-        plan: impl Fn(&Machine) -> Result<TrainingPlan, E>,
+        mut plan: impl FnMut(&Machine) -> Result<TrainingPlan, E>,
     ) -> Result<TrainingPlan, E> {
         let first = plan(machine)?;
         let folder = config.disk_path();

@@ -172,3 +172,43 @@ fn devices_are_listed_with_their_sources() {
     let document: Value = serde_json::from_str(&ok(folder.path(), &["hardware", "--json"])).unwrap();
     assert!(document["devices"].as_array().unwrap().len() >= 25 && document["sources"].is_object());
 }
+
+#[test]
+fn machines_are_compared_with_their_hours_and_dollars() {
+    let folder = folder();
+    let plan = |more: &[&str]| {
+        let qlora = "training.method=qlora";
+        let all = ["plan", "--model", "tinyllama-1.1b", "--sequence-length", "512", "--set", qlora];
+        plimsoll(folder.path(), &[&all, more].concat())
+    };
+    let words = text(&plan(&["--compare", "t4,rtx-4090,8xh100", "--tokens", "300M"]).stdout);
+    assert!(["t4", "rtx-4090", "8xh100", "of 300", "$"].iter().all(|part| words.contains(part)), "{words}");
+    let document =
+        json(&plan(&["--compare", "rtx-3060,rtx-4090", "--tokens", "1e9", "--price", "0.5", "--json"]));
+    let rows = document["compare"].as_array().unwrap();
+    assert_eq!((rows.len(), &rows[1]["hardware"]["name"]), (2, &Value::from("rtx-4090")));
+    let [hours, dollars] = ["hours", "dollars"].map(|key| &rows[1]["cost"][key]);
+    assert!((dollars[0].as_f64().unwrap() - 0.5 * hours.as_f64().unwrap()).abs() < 1e-9);
+    let devices = text(&plan(&["--find", "hardware"]).stdout);
+    assert!(devices.contains("laptop-4060") && devices.contains("b200"), "{devices}");
+    let batch = json(&plan(&["--hardware", "rtx-3060", "--find", "batch_size", "--json"]));
+    let value = batch["find"]["value"].as_str().unwrap();
+    assert_eq!(batch["config"]["training"]["batch_size"], value.parse::<u64>().unwrap());
+    assert!(batch["find"]["next"]["short_bytes"].as_u64().unwrap() > 0 && batch["fits"] == true);
+    let model = plimsoll(folder.path(), &["plan", "--hardware", "rtx-3060", "--find", "model", "--json"]);
+    assert!(json(&model)["model"]["parameters"].as_u64().unwrap() > 1 << 30, "{}", text(&model.stderr));
+    let here = text(&plan(&["--memory", "2GiB", "--find", "rank"]).stdout);
+    assert!(here.starts_with("the largest rank that fits: "), "{here}");
+    for (more, code, said) in [
+        (&["--find", "speed"][..], 2, "batch_size, sequence_length"),
+        (&["--compare", "toaster"], 2, "plimsoll hardware lists them"),
+        (&["--tokens", "many"], 2, "300M, 15B"),
+        (&["--price", "-1"], 2, "dollars an hour"),
+        (&["--host-memory", "1GiB"], 2, "--hardware or --compare"),
+        (&["--memory", "64MiB", "--find", "batch_size"], 3, "no batch size fits"),
+    ] {
+        let refused = plan(more);
+        assert!(refused.status.code() == Some(code), "{more:?}: {}", text(&refused.stderr));
+        assert!(text(&refused.stderr).contains(said), "{more:?}: {}", text(&refused.stderr));
+    }
+}

@@ -8,7 +8,8 @@ use plimsoll_model::catalogue;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::hardware::{CgroupVersion, ContainerLimit, Cpu, Memory, disk_space};
 use plimsoll_plan::{
-    Catalogue, DiskName, DiskRates, LimitedBy, Measured, RatesFile, Resource, Target, TrainingPlan,
+    Catalogue, DiskName, DiskRates, LimitedBy, Measured, ModelOrigin, Question, RatesFile, Resource, Sought,
+    Target, TrainingPlan, fitting_devices,
 };
 
 fn cpu(allowed_cores: Option<usize>, logical_cores: Option<usize>) -> Cpu {
@@ -170,4 +171,107 @@ fn the_same_step_takes_its_time_on_each_device() {
             .waiting_seconds
     };
     assert!(link("8xa100-80") * 4.0 < link("8xl40s"), "neighbours with NVLink wait less than those without");
+}
+
+fn origin(model: &str) -> ModelOrigin {
+    ModelOrigin::Catalogue(Box::new(catalogue::find(model).unwrap()))
+}
+
+fn configured(set: &[&str]) -> RawConfig {
+    let mut config = RawConfig::default();
+    config.apply_set("model.path=smollm2-360m").unwrap();
+    set.iter().for_each(|assignment| config.apply_set(assignment).unwrap());
+    config
+}
+
+/// Whatever is found fits when it is set, and the next one does not.
+#[test]
+fn the_largest_that_fits_is_the_last_that_does() {
+    let card = Target { disk: None, ..target("rtx-3060") };
+    let machine = card.machine(0);
+    let stay =
+        "memory.offload={optimizer: device, parameters: device, gradients: device, activations: device}";
+    let adapters = ["training.method=lora", "training.mixed_precision=bf16", stay];
+    for (sought, key, set) in [
+        (
+            Sought::BatchSize,
+            "training.batch_size",
+            &["training.effective_batch_size=6", "data.sequence_length=256", stay][..],
+        ),
+        (Sought::SequenceLength, "data.sequence_length", &["training.batch_size=64", stay]),
+        (Sought::Rank, "training.lora.rank", &adapters),
+    ] {
+        let (config, origin) = (configured(set), origin("smollm2-360m"));
+        let found = Question { config: &config, origin: &origin, machine: &machine }
+            .largest(sought)
+            .unwrap()
+            .unwrap();
+        assert!(found.plan.fits(), "{sought:?} {}", found.value);
+        let value: u64 = found.value.parse().unwrap();
+        let resolved = serde_json::to_value(&found.plan.config).unwrap();
+        let set_to = key.split('.').fold(&resolved, |value, part| &value[part]);
+        assert_eq!(*set_to, value, "{sought:?}");
+        let Some((next, shortages)) = found.next else {
+            // As many positions as the model has, or as many ranks as it is wide.
+            assert!(value == 8192 || value == 960, "{sought:?} {value}");
+            continue;
+        };
+        assert!(!shortages.is_empty());
+        let mut over = configured(set);
+        over.training.effective_batch_size = None;
+        over.apply_set(&format!("{key}={next}")).unwrap();
+        let plan = TrainingPlan::for_model(&over, &origin, &machine).unwrap();
+        assert!(!plan.fits(), "{sought:?} {next}");
+    }
+    let (config, origin) =
+        (configured(&["training.batch_size=1", "data.sequence_length=256", stay]), origin("gpt2"));
+    let question = Question { config: &config, origin: &origin, machine: &machine };
+    let found = question.largest(Sought::Model).unwrap().unwrap();
+    let (larger, _) = found.next.unwrap();
+    let parameters = |name: &str| catalogue::find(name).unwrap().parameter_count();
+    assert!(found.plan.fits() && parameters(&found.value) <= parameters(&larger), "{} {larger}", found.value);
+    assert!(parameters(&found.value) > 300_000_000, "{}", found.value);
+    // A full fine-tuning has no rank, and nothing fits no memory.
+    assert!(question.largest(Sought::Rank).unwrap_err().to_string().contains("lora or qlora"));
+    let tiny = Question { machine: &Target { host_memory: ByteSize(0), ..card }.machine(0), ..question };
+    let small = configured(&["memory.device_budget=300MiB", stay]);
+    let nothing = Question { config: &small, ..tiny }.largest(Sought::BatchSize).unwrap();
+    assert!(nothing.is_none());
+}
+
+#[test]
+fn devices_that_fit_come_from_the_smallest_on() {
+    let set = [
+        "training.method=qlora",
+        "data.sequence_length=512",
+        "training.batch_size=1",
+        "memory.offload.parameters=device",
+    ];
+    let found = fitting_devices(&configured(&set), &origin("llama-2-70b"), 0).unwrap();
+    assert!(found.iter().all(|(_, plan)| plan.fits()));
+    let memory: Vec<u64> = found.iter().map(|(target, _)| target.device.memory.0).collect();
+    assert!(memory.is_sorted() && memory[0] > 35 << 30, "{memory:?}");
+    assert!(found.iter().any(|(target, _)| target.name == "a6000"), "36 GiB of weights fit in 48");
+}
+
+#[test]
+fn a_run_costs_its_hours() {
+    let eight = target("8xa100-80");
+    let plan =
+        plan_for(&eight, "tinyllama-1.1b", &["parallel.data_parallel=8", "training.effective_batch_size=16"]);
+    let of_step = 16 * 512;
+    let cost = plan.cost(Some(1_000_000_000), eight.devices(), eight.dollars_an_hour()).unwrap();
+    assert_eq!(cost.steps, 1_000_000_000_u64.div_ceil(of_step));
+    assert_eq!(cost.tokens, cost.steps * of_step);
+    let hours = cost.steps as f64 * plan.choice.time.step_seconds / 3600.0;
+    assert!((cost.hours - hours).abs() < 1e-9 && (cost.device_hours - 8.0 * hours).abs() < 1e-9);
+    let [low, high] = cost.dollars.unwrap();
+    assert!((low - 0.78 * 8.0 * hours).abs() < 1e-6 && (high - 3.0 * 8.0 * hours).abs() < 1e-6);
+    assert!(plan.cost(None, 8, None).is_none(), "nobody has said how long the run is");
+    let steps = plan_for(
+        &eight,
+        "tinyllama-1.1b",
+        &["parallel.data_parallel=8", "training.effective_batch_size=16", "training.steps=10"],
+    );
+    assert_eq!(steps.cost(None, 8, None).map(|cost| (cost.steps, cost.dollars)), Some((10, None)));
 }

@@ -1,21 +1,26 @@
 //! `plimsoll plan`: what a training run needs, before anything is loaded.
 
+mod compare;
+mod cost;
+mod find;
+
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use plimsoll_memory::{AtPeak, ByteSize, Tag};
+use plimsoll_model::catalogue;
 use plimsoll_parallel::Mesh;
 use plimsoll_plan::config::GradientCheckpointing;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{
-    Catalogue, DiskRates, Machine, ModelOrigin, ProcessLimits, Target, TimeEstimate, TimelineFormat,
-    TrainingPlan, ZeroRow,
+    Catalogue, DiskRates, Machine, ModelOrigin, ProcessLimits, Question, Sought, Target, TimeEstimate,
+    TimelineFormat, TrainingPlan, ZeroRow, fitting_devices,
 };
 use plimsoll_step::{Adapters, Linears, ZeroStage};
 use plimsoll_train::{TrainError, write_whole};
 use serde_json::{Value, json};
 
-use crate::args::PlanArgs;
+use crate::args::{ConfigSource, PlanArgs};
 use crate::commands::advice::{misfits, remedies};
 use crate::failure::Failure;
 use crate::models::{self, Need};
@@ -31,8 +36,14 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         Some(file) => Some((file.as_path(), TimelineFormat::of(file)?)),
         None => None,
     };
-    let mut config = load_config(&args.source)?;
+    // Where a model is looked for, any stands for it.
+    let any = catalogue::names().next().filter(|_| args.find == Some(Sought::Model));
+    let model = any.map(str::to_owned).or_else(|| args.source.model.clone());
+    let mut config = load_config(&ConfigSource { model, ..args.source.clone() })?;
     let target = match &args.hardware {
+        None if args.host_memory.is_some() && args.compare.is_empty() => {
+            return Err(Failure::usage("--host-memory is of a machine that --hardware or --compare names"));
+        }
         None => None,
         Some(name) => {
             let found = Catalogue::known().target(name)?;
@@ -53,7 +64,25 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         ModelOrigin::Files(files) => files.tokenizer().ok(),
         ModelOrigin::Catalogue(_) | ModelOrigin::Scratch(..) => None,
     };
-    let plan_for = |machine: &Machine| TrainingPlan::for_model(&config, &origin, machine);
+    if !args.compare.is_empty() {
+        return compare::named(args, &config, &origin);
+    }
+    if args.find == Some(Sought::Hardware) {
+        let devices = fitting_devices(&config, &origin, plimsoll_train::host_bytes_per_token(&config))?;
+        return match devices.is_empty() {
+            true => Err(find::nothing(Sought::Hardware)),
+            false => compare::show(args, devices),
+        };
+    }
+    let mut found = None;
+    let mut plan_for = |machine: &Machine| -> Result<TrainingPlan, Failure> {
+        let Some(sought) = args.find else { return Ok(TrainingPlan::for_model(&config, &origin, machine)?) };
+        let question = Question { config: &config, origin: &origin, machine };
+        let largest = question.largest(sought)?.ok_or_else(|| find::nothing(sought))?;
+        let plan = largest.plan.clone();
+        found = Some((sought, largest));
+        Ok(plan)
+    };
     let (plan, speeds);
     if let Some(target) = &target {
         plan = plan_for(&target.machine(plimsoll_train::host_bytes_per_token(&config)))?;
@@ -67,7 +96,7 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
             (machine.limits, machine.disk_available) = (ProcessLimits::NONE, None);
             machine.rates.disk = DiskRates::USUAL;
         }
-        plan = engine.plan(&config, &machine, plan_for)?;
+        plan = engine.plan(&config, &machine, &mut plan_for)?;
         speeds = PlanSpeeds::of(&engine, &plan, elsewhere);
     }
     let mesh = plan.choice.settings.ranks.mesh;
@@ -77,7 +106,7 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         ));
     }
     // Where no method is chosen, what each would need is a part of the answer.
-    let undecided = config.training.method.is_none();
+    let undecided = config.training.method.is_none() && args.find.is_none();
     let needs = if undecided { needs::of(&origin).unwrap_or_default() } else { Vec::new() };
     if args.json {
         let mut document = plan.to_json();
@@ -86,6 +115,12 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
             if let Some(target) = &target {
                 map.insert("hardware".to_owned(), serde_json::to_value(target)?);
             }
+            if let Some((sought, found)) = &found {
+                map.insert("find".to_owned(), find::document(*sought, found));
+            }
+            if let Some(cost) = cost::of(&plan, args, target.as_ref()) {
+                map.insert("cost".to_owned(), serde_json::to_value(cost)?);
+            }
             map.insert("needs".to_owned(), serde_json::to_value(&needs)?);
             if args.zero_table {
                 map.insert("zero_table".to_owned(), serde_json::to_value(plan.zero_table()?)?);
@@ -93,7 +128,14 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         }
         outln!("{}", serde_json::to_string_pretty(&document)?)?;
     } else {
-        out!("{}{}", describe(&plan, &speeds), whole_run(&plan, None))?;
+        if let Some((sought, found)) = &found {
+            out!("{}", find::words(*sought, found))?;
+        }
+        let steps = cost::of(&plan, args, target.as_ref());
+        out!("{}{}", describe(&plan, &speeds), whole_run(&plan, steps.map(|cost| cost.steps)))?;
+        if let Some(cost) = steps {
+            out!("{}", cost::words(&cost, args, target.as_ref()))?;
+        }
         if !plan.fits() {
             out!("\n{}{}", misfits(&plan), remedies(&plan))?;
         }

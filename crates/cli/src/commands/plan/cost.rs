@@ -1,0 +1,65 @@
+//! What a run costs.
+
+use plimsoll_plan::{Price, RunCost, Target, TrainingPlan};
+
+use super::seconds;
+use crate::args::PlanArgs;
+
+/// Tokens of a run whose length nobody has said.
+pub const BILLION: u64 = 1_000_000_000;
+
+/// Dollars an hour for all devices: those that the user pays, or those of the catalogue.
+pub fn prices(args: &PlanArgs, target: &Target) -> Option<[f64; 2]> {
+    match args.price {
+        Some(price) => Some([price, price].map(|price| price * target.devices() as f64)),
+        None => target.dollars_an_hour(),
+    }
+}
+
+/// The run on a machine, where the user has asked for its length or price, or its price is known.
+pub fn of(plan: &TrainingPlan, args: &PlanArgs, target: Option<&Target>) -> Option<RunCost> {
+    if target.is_none() && args.tokens.is_none() {
+        return None;
+    }
+    plan.cost(args.tokens, target.map_or(1, Target::devices), target.and_then(|target| prices(args, target)))
+}
+
+/// The same in words.
+pub fn words(cost: &RunCost, args: &PlanArgs, target: Option<&Target>) -> String {
+    let devices = target.map_or(1, Target::devices);
+    let each = match devices {
+        1 => String::new(),
+        _ => format!(", {} device hours", hours(cost.device_hours)),
+    };
+    let date = target.filter(|_| args.price.is_none()).and_then(|target| target.price.as_ref());
+    let date = date.map(|Price { date, .. }| date).filter(|date| !date.is_empty());
+    let date = date.map_or(String::new(), |date| format!(" at prices of {date}"));
+    let price = cost.dollars.map_or(String::new(), |range| format!(", {}{date}", dollars(range)));
+    let time = seconds(cost.hours * 3600.0);
+    format!("{} tokens in {} steps: about {time}{each}{price}\n", count(cost.tokens), cost.steps)
+}
+
+/// From the lowest to the highest, or one price.
+pub fn dollars([low, high]: [f64; 2]) -> String {
+    let of = |price: f64| match price {
+        price if price < 100.0 => format!("{price:.2}"),
+        price => format!("{price:.0}"),
+    };
+    let (low, high) = (of(low), of(high));
+    if low == high { format!("${low}") } else { format!("${low} to ${high}") }
+}
+
+/// Hours with as many figures as matter.
+pub fn hours(hours: f64) -> String {
+    match hours {
+        hours if hours < 10.0 => format!("{hours:.2}"),
+        hours => format!("{hours:.0}"),
+    }
+}
+
+fn count(tokens: u64) -> String {
+    match tokens {
+        0..1_000_000 => tokens.to_string(),
+        _ => super::count(tokens),
+    }
+}
