@@ -82,14 +82,14 @@ pub enum Command {
     Inspect(InspectArgs),
     /// List the devices and machines that plans can be made for
     Hardware(HardwareArgs),
-    /// Show what this machine has and what of it may be used
+    /// Show what this machine has and what of it may be used; or say what a log of memory that ran out means
     Doctor(DoctorArgs),
     /// List every key of the configuration with its default
     Config(ConfigArgs),
 }
 
 /// A configuration and what is changed of it.
-#[derive(Clone, Debug, Args)]
+#[derive(Clone, Debug, Default, Args)]
 pub struct ConfigSource {
     /// Configuration file (YAML)
     pub config: Option<PathBuf>,
@@ -356,9 +356,23 @@ pub struct InspectArgs {
 
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
+    /// A log or a message of memory that ran out, of any program; - is standard input. Without it, this machine is shown
+    pub log: Option<PathBuf>,
+    /// The configuration of that run (YAML), to plan what would fit
+    #[arg(long, value_name = "FILE", requires = "log")]
+    pub config: Option<PathBuf>,
+    /// The model of that run
+    #[arg(long, value_name = "MODEL", requires = "log")]
+    pub model: Option<String>,
+    /// One key of its configuration, for example training.batch_size=4 (may be repeated)
+    #[arg(long = "set", value_name = "KEY=VALUE", requires = "log")]
+    pub set: Vec<String>,
+    /// The device of that run, as in plan --hardware; without it, one of the memory that the message names
+    #[arg(long, value_name = "NAME|FILE", requires = "log")]
+    pub hardware: Option<String>,
     /// Measure this machine anew instead of showing what was measured before; disks are measured anew when plans next use
     /// them
-    #[arg(long)]
+    #[arg(long, conflicts_with = "log")]
     pub measure: bool,
     /// Print one JSON document and nothing else
     #[arg(long)]

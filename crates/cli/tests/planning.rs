@@ -212,3 +212,45 @@ fn machines_are_compared_with_their_hours_and_dollars() {
         assert!(text(&refused.stderr).contains(said), "{more:?}: {}", text(&refused.stderr));
     }
 }
+
+#[test]
+fn a_log_of_memory_that_ran_out_is_read_and_the_run_planned_for_its_device() {
+    let folder = folder();
+    let log = "  3%|x| 12/400 [00:31<16:12,  2.5s/it]\nTraceback (most recent call last):\n  File \"t.py\", in training_step\n\
+               torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB \
+               of which 1.00 GiB is free. Of the allocated memory 19.00 GiB is allocated by PyTorch, and 3.00 GiB is reserved by \
+               PyTorch but unallocated.\n";
+    std::fs::write(folder.path().join("train.log"), log).unwrap();
+    let words = ok(folder.path(), &["doctor", "train.log"]);
+    assert!(words.contains("line 4: PyTorch's allocator ran out of memory, step 12"), "{words}");
+    assert!(words.contains("fragmentation") && words.contains("expandable_segments"), "{words}");
+    let model = ["doctor", "train.log", "--model", "llama-2-7b", "--set", "data.sequence_length=512"];
+    let planned = ok(folder.path(), &model);
+    assert!(
+        planned.contains("as Plimsoll would run it on a device of 23.7 GiB with the rates of")
+            && planned.contains("and fits"),
+        "{planned}"
+    );
+    let stays =
+        [&model[..], &["--set", "memory.offload={optimizer: device, parameters: device, gradients: device}"]]
+            .concat();
+    let refused = ok(folder.path(), &stays);
+    assert!(refused.contains(" short") && refused.contains("training.method=qlora"), "{refused}");
+    let document: Value =
+        serde_json::from_str(&ok(folder.path(), &[&model[..], &["--json"]].concat())).unwrap();
+    assert_eq!(
+        (&document["diagnosis"]["scene"]["step"], &document["plan"]["fits"]),
+        (&Value::from(12), &Value::from(true))
+    );
+    std::fs::write(folder.path().join("fine.log"), "step 1: loss 2\n").unwrap();
+    for (arguments, code, said) in [
+        (&["doctor", "fine.log"][..], 1, "says nothing of memory that ran out"),
+        (&["doctor", "none.log"], 1, "none.log"),
+        (&["doctor", "train.log", "--model", "nobody-7b"], 2, "nobody-7b"),
+        (&["doctor", "--model", "llama-2-7b"], 2, "<LOG>"),
+    ] {
+        let refused = plimsoll(folder.path(), arguments);
+        let words = text(&refused.stderr);
+        assert!(refused.status.code() == Some(code) && words.contains(said), "{arguments:?}: {words}");
+    }
+}

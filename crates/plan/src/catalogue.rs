@@ -9,6 +9,8 @@ mod target;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use plimsoll_memory::ByteSize;
+
 pub use device::{DeviceModel, Price};
 pub use target::{Spill, Target};
 
@@ -137,6 +139,19 @@ impl Catalogue {
                 what: "there are more than 65536 devices",
             }),
         }
+    }
+
+    /// A machine with a device of just so much memory, and the figures of the device that is nearest: programs see less than all of one's
+    /// memory. `None` where there is no device.
+    pub fn like(&self, bytes: u64) -> Option<Target> {
+        let slack = bytes / 64;
+        let enough = self.devices().iter().filter(|device| device.memory.0.saturating_add(slack) >= bytes);
+        let nearest = enough
+            .min_by_key(|device| device.memory)
+            .or(self.devices().iter().max_by_key(|device| device.memory));
+        let device = DeviceModel { memory: ByteSize(bytes), ..nearest?.clone() };
+        let title = format!("a device of {} with the rates of {}", device.memory, device.title);
+        Some(Target { title, ..Target::of(device, 1) })
     }
 
     fn file(&self, path: &Path) -> Result<Target, CatalogueError> {

@@ -20,6 +20,7 @@ mod measured;
 mod method;
 mod needs;
 mod offload;
+pub mod oom;
 mod optimizer;
 mod origin;
 mod ranks;

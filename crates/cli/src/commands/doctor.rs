@@ -1,4 +1,6 @@
-//! `plimsoll doctor`: the machine, its limits, and how fast it is.
+//! `plimsoll doctor`: the machine, its limits, and how fast it is; and what a log of memory that ran out means.
+
+mod log;
 
 use serde_json::json;
 
@@ -8,6 +10,9 @@ use crate::output::outln;
 use crate::session::{Engine, resident_bytes};
 
 pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
+    if let Some(path) = &args.log {
+        return log::run(args, path);
+    }
     let engine = Engine::start_measuring(None, args.measure)?;
     let speeds = engine.speeds();
     let overhead = resident_bytes();

@@ -479,7 +479,8 @@ fn tier_rows(place: &str, at_peak: &AtPeak, plan: &TrainingPlan) -> Vec<Vec<Stri
     tags.chain(gaps).map(row).collect()
 }
 
-fn checkpointing(plan: &TrainingPlan) -> String {
+/// The form of checkpointing.
+pub fn checkpointing(plan: &TrainingPlan) -> String {
     GradientCheckpointing::Form(plan.choice.settings.checkpointing).to_string()
 }
 
