@@ -121,6 +121,9 @@ pub struct PlanArgs {
     /// Plan for another machine: only the given budgets count, not the limits of this machine; a memory budget is needed
     #[arg(long)]
     pub elsewhere: bool,
+    /// Plan for so many ranks, as `train --ranks` starts them; how they divide the work is in parallel.* (docs/ranks.md)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub ranks: Option<u32>,
     /// Write every allocation of the step with its birth and death: a .json file for Perfetto or chrome://tracing, or an .svg
     /// picture
     #[arg(long, value_name = "FILE")]

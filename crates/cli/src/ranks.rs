@@ -13,6 +13,7 @@ use std::sync::{
 use std::time::{Duration, Instant};
 
 use plimsoll_parallel::{Communicator, Solo};
+use plimsoll_plan::config::Started;
 #[cfg(unix)]
 use rustix::process::{Pid, Signal, kill_process};
 #[cfg(unix)]
@@ -252,19 +253,14 @@ pub fn be_quiet() -> Result<(), Failure> {
     Ok(())
 }
 
-/// How many ranks each machine has.
-///
-/// # Errors
-/// Some have more than others.
-pub fn of_each_machine(ranks: &dyn Communicator) -> Result<u64, Failure> {
+/// The ranks that there are, counted by all of them together.
+pub fn started(ranks: &dyn Communicator) -> Result<Started, Failure> {
     let machines = on_each_machine(ranks, &())?;
-    let counts: Vec<usize> = machines.iter().map(Vec::len).collect();
-    match counts.iter().min() == counts.iter().max() {
-        true => Ok(counts.first().map_or(1, |count| *count as u64)),
-        false => Err(Failure::usage(format!(
-            "parallel.sharding_strategy is hybrid_shard, and the machines have {counts:?} ranks; start as many on each, or set parallel.shard_size"
-        ))),
-    }
+    let mut counts = machines.iter().map(Vec::len);
+    let first = counts.next().unwrap_or(1);
+    let alike = counts.all(|count| count == first);
+    let of_each_machine = alike.then(|| u32::try_from(first).unwrap_or(u32::MAX));
+    Ok(Started { ranks: ranks.size(), of_each_machine })
 }
 
 #[cfg(feature = "mpi")]

@@ -57,6 +57,13 @@ fn ranks_need_the_feature() {
     assert_eq!(output.status.code(), Some(2), "{}", said(&output));
     assert!(said(&output).contains("--features mpi"), "{}", said(&output));
     assert!(!folder.path().join("out").exists());
+    // Who shares is checked when the ranks have been counted.
+    let shares = ["--ranks", "4", "--set", "parallel.shard_size=2", "--set", "parallel.zero_stage=3"];
+    let output = train(folder.path(), "out", &shares).output().unwrap();
+    assert!(said(&output).contains("--features mpi"), "{}", said(&output));
+    let output = train(folder.path(), "out", &shares[2..]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+    assert!(said(&output).contains("fall into no groups of 2"), "{}", said(&output));
 }
 
 #[cfg(feature = "mpi")]
@@ -85,6 +92,42 @@ mod over_mpi {
                 assert_eq!(rank["planned"]["device_peak_bytes"], rank["measured"]["device_peak_bytes"]);
             }
         }
+    }
+
+    /// The groups that share are groups of the ranks that were started.
+    #[test]
+    fn neighbours_that_share_leave_what_one_leaves() {
+        let folder = folder();
+        let folder = folder.path();
+        ok(folder, "one", &[]);
+        let shares = ["--set", "parallel.shard_size=2", "--set", "parallel.zero_stage=3"];
+        for (out, how) in
+            [("four", &shares[..]), ("hybrid", &["--set", "parallel.sharding_strategy=hybrid_shard"])]
+        {
+            ok(folder, out, &[&["--ranks", "4", "--set", "training.effective_batch_size=12"], how].concat());
+        }
+        assert!(model(folder, "four") == model(folder, "hybrid"));
+        let output = train(folder, "alone", &shares).output().unwrap();
+        assert!(said(&output).contains("fall into no groups of 2"), "{}", said(&output));
+    }
+
+    /// The first rank decides how the work is divided, and all take it.
+    #[test]
+    fn the_planner_divides_the_ranks_of_a_run() {
+        let folder = folder();
+        let folder = folder.path();
+        let keys =
+            ["data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel", "zero_stage"];
+        let open: Vec<String> = keys.iter().map(|key| format!("parallel.{key}=auto")).collect();
+        let open: Vec<&str> = open.iter().flat_map(|set| ["--set", set]).collect();
+        let words = ok(folder, "open", &[&["--ranks", "2"], &open[..]].concat());
+        assert!(words.contains("divided: ") && words.contains(" ways"), "{words}");
+        let resolved = std::fs::read_to_string(folder.join("open/plimsoll.yaml")).unwrap();
+        assert!(!resolved.contains("parallel: auto") && !resolved.contains("stage: auto"), "{resolved}");
+        // As the run says that it was divided, it can be divided again.
+        std::fs::write(folder.join("c.yaml"), resolved).unwrap();
+        ok(folder, "again", &["--ranks", "2"]);
+        assert!(model(folder, "open") == model(folder, "again"));
     }
 
     /// Sums are made in another order, which is all that differs.

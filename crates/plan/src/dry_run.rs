@@ -83,6 +83,7 @@ impl DryRun {
         settings: &StepSettings,
         accumulation: u64,
     ) -> Result<DryRun, StepError> {
+        settings.check_mesh(spec)?;
         let (spec, settings) = &settings.of_stage(spec);
         let counted = DryRun::training_of_few(&made(Dry::tracing()), spec, settings, accumulation);
         counted.map_or_else(|| DryRun::training_of_all(&made(Dry::new()), spec, settings, accumulation), Ok)

@@ -7,6 +7,7 @@ mod advice;
 mod bounds;
 mod colours;
 pub mod config;
+mod divide;
 mod dry_run;
 mod filling;
 mod generation;
@@ -33,6 +34,7 @@ mod zero_table;
 
 pub use advice::{Alternative, Extent, LeastNeed, MemoryAndDisk, Refusal};
 pub use colours::{COLOURS, Colour, OTHER_COLOUR};
+pub use divide::Division;
 pub use dry_run::DryRun;
 pub use generation::{CacheContext, DoesNotFit, GenerationPlan, GenerationPlanError, GenerationRequest};
 pub use limits::Limits;

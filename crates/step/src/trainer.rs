@@ -155,10 +155,7 @@ impl<'a> Trainer<'a> {
         communicator: &'a dyn Communicator,
     ) -> Result<Self, StepError> {
         settings.check_chunks()?;
-        settings.check_context()?;
-        settings.check_pipeline(&spec)?;
-        settings.check_products(&spec)?;
-        settings.check_sharers()?;
+        settings.check_mesh(&spec)?;
         let (spec, settings) = settings.of_stage(&spec);
         let precision = settings.precision;
         let mesh = settings.ranks.mesh;

@@ -5,9 +5,9 @@ use std::path::Path;
 
 use plimsoll_memory::{AtPeak, ByteSize, Tag};
 use plimsoll_parallel::Mesh;
-use plimsoll_plan::config::GradientCheckpointing;
+use plimsoll_plan::config::{GradientCheckpointing, Started};
 use plimsoll_plan::{
-    DiskRates, ModelOrigin, ProcessLimits, TimeEstimate, TimelineFormat, TrainingPlan, ZeroRow,
+    DiskRates, Division, ModelOrigin, ProcessLimits, TimeEstimate, TimelineFormat, TrainingPlan, ZeroRow,
 };
 use plimsoll_step::{Adapters, Linears, ZeroStage};
 use plimsoll_train::{TrainError, write_whole};
@@ -20,7 +20,7 @@ use crate::models::{self, Need};
 use crate::needs;
 use crate::output::{out, outln};
 use crate::row;
-use crate::session::{Engine, load_config};
+use crate::session::{Engine, load_config, load_config_on};
 use crate::table;
 
 pub fn run(args: &PlanArgs) -> Result<(), Failure> {
@@ -29,7 +29,11 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         Some(file) => Some((file.as_path(), TimelineFormat::of(file)?)),
         None => None,
     };
-    let config = load_config(&args.source)?;
+    let config = match args.ranks {
+        Some(ranks) => load_config_on(&args.source, Started { ranks, of_each_machine: None })?,
+        None => load_config(&args.source)?,
+    };
+    config.divisions()?;
     let stated = config.memory.device_budget().set().is_some();
     if args.elsewhere && !stated {
         return Err(Failure::usage(
@@ -222,6 +226,37 @@ fn ranks(plan: &TrainingPlan) -> String {
     )
 }
 
+/// How the planner has divided the ranks, and why, in a line.
+fn division(division: &Division) -> String {
+    let Division { tensor_parallel, pipeline_parallel, context_parallel, data_parallel, .. } = *division;
+    let ways = [
+        (tensor_parallel, "tensor"),
+        (pipeline_parallel, "pipeline"),
+        (context_parallel, "context"),
+        (data_parallel, "data"),
+    ];
+    let several = ways.into_iter().filter(|(ranks, _)| *ranks > 1);
+    let mut way: Vec<String> = several.map(|(ranks, name)| format!("{name} {ranks}")).collect();
+    if way.is_empty() {
+        way.push("one rank".to_owned());
+    }
+    let chosen = format!("{}, ZeRO {}", way.join(" x "), division.zero_stage);
+    let Division { fitting, not_fitting, slower, candidates, .. } = *division;
+    let why = match (fitting, slower) {
+        (0, _) => format!("none of {candidates} ways fits, and this one takes least at rest"),
+        (1, 0) => "the only way that fits".to_owned(),
+        (_, 0) => format!("fastest of {fitting} ways that fit"),
+        _ => format!("fastest of {} ways, {fitting} of them planned in every form", fitting + slower),
+    };
+    let rest = match not_fitting {
+        _ if fitting == 0 => String::new(),
+        0 => String::new(),
+        1 => "; one does not fit".to_owned(),
+        n => format!("; {n} do not fit"),
+    };
+    format!("divided: {chosen}: {why}{rest}\n")
+}
+
 /// The plan for people.
 pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
     let settings = &plan.choice.settings;
@@ -264,6 +299,7 @@ pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
         checkpointing(plan),
         settings.loss_chunk_tokens
     ));
+    out.push_str(&plan.division.as_ref().map_or(String::new(), division));
     out.push_str(&ranks(plan));
     let at_peak = plan.at_peak();
     out.push_str(&format!(
