@@ -198,6 +198,9 @@ pub struct EvalArgs {
     pub memory: Option<ByteSize>,
     #[command(flatten)]
     pub disk: DiskArgs,
+    /// Divide the model's layers among so many ranks of this machine, each a process with its own memory (docs/ranks.md)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub ranks: Option<u32>,
     /// Threads; by default one a core that may be used. The results do not depend on it
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,

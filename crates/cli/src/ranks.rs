@@ -253,6 +253,11 @@ pub fn be_quiet() -> Result<(), Failure> {
     Ok(())
 }
 
+/// All ranks, for a model that is divided among them.
+pub fn everybody(ranks: &dyn Communicator) -> Result<Box<dyn Communicator + '_>, Failure> {
+    ranks.group((0..ranks.size()).collect()).map_err(|error| Failure::other(error.to_string()))
+}
+
 /// The ranks that there are, counted by all of them together.
 pub fn started(ranks: &dyn Communicator) -> Result<Started, Failure> {
     let machines = on_each_machine(ranks, &())?;

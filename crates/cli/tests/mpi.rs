@@ -180,6 +180,38 @@ mod over_mpi {
         assert!(alone.contains("word1 word"), "{alone}");
     }
 
+    /// Every rank has some of the layers, and one speaks for all.
+    #[test]
+    fn a_model_that_is_divided_is_measured_as_on_one_rank() {
+        let folder = folder();
+        let folder = folder.path();
+        ok(folder, "one", &[]);
+        let chat = r#"{"messages": [{"role": "user", "content": "word1"}, {"role": "assistant", "content": "word2 word3"}]}"#;
+        std::fs::write(folder.join("chats.jsonl"), format!("{chat}\n{chat}\n{chat}\n")).unwrap();
+        let measured = |data: &str, more: &[&str]| -> Value {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_plimsoll"));
+            command.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder);
+            command.args(["eval", "--model", "one", "--data", data, "--json"]).args(more);
+            let output = command.output().unwrap();
+            assert!(output.status.success(), "{}", said(&output));
+            // One document and nothing else.
+            let mut document: Value = serde_json::from_slice(&output.stdout).unwrap();
+            assert!(document["memory"].is_object() && document["loss"].as_f64().unwrap() > 0.0);
+            // Each rank has a memory of its own.
+            document["memory"] = Value::Null;
+            document
+        };
+        let chats = ["--format", "chat", "--set", "data.chat_template=alpaca", "--sequence-length", "256"];
+        for (data, how) in [
+            ("text.txt", &["--sequence-length", "16"][..]),
+            ("text.txt", &["--sequence-length", "13", "--dtype", "bf16"]),
+            ("text.txt", &["--sequence-length", "16", "--kv-cache", "int8"]),
+            ("chats.jsonl", &chats),
+        ] {
+            assert_eq!(measured(data, &[how, &["--ranks", "2"]].concat()), measured(data, how), "{how:?}");
+        }
+    }
+
     /// The processes below one, and their command lines.
     fn ranks_below(launcher: &Child) -> Vec<u32> {
         let parent = |id: u32| -> Option<u32> {

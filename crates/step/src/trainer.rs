@@ -45,8 +45,8 @@ use numbers::Found;
 pub use numbers::Numbers;
 pub(crate) use parts::{Part, Parts, Standing};
 use passes::Passes;
-pub(crate) use pipeline::Flow;
-use pipeline::{Model, Stages};
+use pipeline::Model;
+pub(crate) use pipeline::{Flow, Stages};
 pub use state::NamedTensor;
 
 /// Sets the seeds of dropout apart from others.

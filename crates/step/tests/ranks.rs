@@ -17,9 +17,9 @@ use plimsoll_model::{
 use plimsoll_parallel::{Collectives, Communicator, Deal, DryRanks, Mesh, ThreadRank, Wired, thread_ranks};
 use plimsoll_step::{
     AdamSettings, Adapters, AttentionKind, Checkpointing, DecodeSettings, Decoder, EightBit,
-    GradientClipping, LionSettings, MicroBatch, NamedTensor, NormSource, Offload, OptimizerKind,
-    PipelineSchedule, Precision, Ranks, Sharding, Stage, StateKind, StepError, StepSettings, Trainer,
-    TrainingMethod, UpdateTiming, WeightStorage, ZeroStage,
+    EvaluateSettings, Evaluator, GradientClipping, LionSettings, MicroBatch, NamedTensor, NormSource,
+    Offload, OptimizerKind, PipelineSchedule, Precision, Ranks, Sharding, Stage, StateKind, StepError,
+    StepSettings, Trainer, TrainingMethod, UpdateTiming, WeightStorage, ZeroStage,
 };
 
 /// Micro-batches of a step, over all ranks.
@@ -860,6 +860,53 @@ fn a_model_in_stages_answers_with_the_same_bits() {
                     assert!(of_rank == one[0], "{} {cache} {ranks}", spec.name);
                 }
             }
+        }
+    }
+}
+
+/// The losses of two micro-batches, as the ranks have them that have some of the layers each; and each rank's arena is the planned.
+fn measured(spec: &ModelSpec, ranks: u32) -> Vec<f64> {
+    let settings = EvaluateSettings { precision: Precision::F32, longest: 12, loss_chunk_tokens: 5 };
+    let types = |_: &Parameter| DType::F32;
+    let new = |device, part: &ModelSpec| {
+        Evaluator::new(device, &Arc::default(), part.clone(), settings, WeightStorage::new(&types)).unwrap()
+    };
+    let of_rank = |rank: ThreadRank| {
+        let ranks = Wired::new(rank);
+        let part = Stage::part(spec, ranks.rank(), ranks.size());
+        let dry = Dry::new();
+        let mut planned = new(&dry, &part);
+        planned.join(Box::new(DryRanks::new(ranks.rank(), ranks.size())), spec);
+        planned.losses(3, &MicroBatch::new(&[], &[])).unwrap();
+        let device = Cpu::new(dry.arena().high_water(), CpuOptions { threads: Some(1), isa: None }).unwrap();
+        let mut evaluator = new(&device, &part);
+        evaluator.load(|p, rows, dtype, out| fill(&spec.original(p), rows, dtype, out)).unwrap();
+        evaluator.join(ranks.group((0..ranks.size()).collect()).unwrap(), spec);
+        let losses = [5, 8].map(|seed| {
+            let (tokens, targets) = tokens(seed, 3, 12);
+            evaluator.losses(3, &MicroBatch::new(&tokens, &targets)).unwrap().0
+        });
+        assert_eq!(device.arena().high_water(), dry.arena().high_water());
+        let is_last = ranks.rank() + 1 == ranks.size();
+        assert!(is_last || losses == [0.0, 0.0]);
+        losses.map(|loss| ranks.sum(loss).unwrap()).to_vec()
+    };
+    std::thread::scope(|scope| {
+        let start = |rank| scope.spawn(move || of_rank(rank));
+        let threads: Vec<_> = thread_ranks(ranks).into_iter().map(start).collect();
+        let all: Vec<Vec<f64>> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+        assert!(all.iter().all(|losses| *losses == all[0]));
+        all[0].clone()
+    })
+}
+
+#[test]
+fn a_model_in_stages_is_measured_with_the_same_bits() {
+    for spec in families().map(wider) {
+        let one = measured(&spec, 1);
+        assert!(one.iter().all(|loss| *loss > 0.0) && one[0] != one[1]);
+        for ranks in [2, 3] {
+            assert_eq!(measured(&spec, ranks), one, "{} {ranks}", spec.name);
         }
     }
 }
