@@ -7,7 +7,7 @@ use plimsoll_generate::Session;
 use plimsoll_memory::release_free_heap;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{ModelSpec, Parameter};
-use plimsoll_parallel::{Collectives, Communicator, Solo};
+use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::{
     GenerationPlan, GenerationPlanError, GenerationRequest, LoadLine, streaming_overhead_bytes,
 };
@@ -109,7 +109,7 @@ impl<'a> Inference<'a> {
     /// What a session needs for a context in the range, and for prompts of up to `longest` tokens where that is known:
     /// the largest context that fits. Shorter passes need less. Weights are left on disk where no context of `enough` fits
     /// beside them. And what the process takes with it.
-    pub fn plan(
+    fn plan(
         &self,
         engine: &Engine,
         context: RangeInclusive<usize>,
@@ -197,16 +197,7 @@ impl<'a> Inference<'a> {
         engine.device(&plan.dry_run, self.line)
     }
 
-    /// A session with the model's weights, and what is streamed of them.
-    pub fn session<'d>(
-        &self,
-        device: &'d Cpu,
-        plan: &GenerationPlan,
-    ) -> Result<(Session<'d>, Option<Streaming>), Failure> {
-        self.session_of(&Solo, device, plan)
-    }
-
-    /// The same beside the ranks that have the other layers.
+    /// A session with the weights of this rank's layers, and what is streamed of them.
     pub fn session_of<'d>(
         &self,
         ranks: &'d dyn Communicator,

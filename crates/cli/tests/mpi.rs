@@ -212,6 +212,46 @@ mod over_mpi {
         }
     }
 
+    /// The first rank reads the lines, and the others compute with it.
+    #[test]
+    fn a_chat_over_ranks_is_the_chat_of_one() {
+        let folder = folder();
+        let folder = folder.path();
+        ok(folder, "one", &[]);
+        let lines =
+            "word1 word2\n/tokens\n/undo\nword5\n/system word3\n/retry\n/set max_tokens 3\nword7\n/tokens\n";
+        std::fs::write(folder.join("lines.txt"), lines).unwrap();
+        let talked = |more: &[&str], lines: &str| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_plimsoll"));
+            command.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder);
+            command.args(["chat", "--model", "one", "--chat-template", "plain", "--max-tokens", "6"]);
+            command.args(["--context", "200", "--seed", "7"]).args(more);
+            let output = command.stdin(std::fs::File::open(folder.join(lines)).unwrap()).output().unwrap();
+            (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
+        };
+        let texts = |said: &str| -> Vec<Value> {
+            let line = |line: &str| {
+                let mut line: Value = serde_json::from_str(line).unwrap();
+                // How long it took is another matter.
+                line["prompt_seconds"] = Value::Null;
+                line["tokens_per_second"] = Value::Null;
+                line
+            };
+            said.lines().map(line).collect()
+        };
+        let (code, alone) = talked(&["--json"], "lines.txt");
+        assert_eq!(code, Some(0), "{alone}");
+        let (code, divided) = talked(&["--json", "--ranks", "2"], "lines.txt");
+        assert_eq!(code, Some(0), "{divided}");
+        assert_eq!(texts(&divided), texts(&alone));
+        assert!(alone.lines().filter(|line| line.contains("prompt_tokens")).count() == 4, "{alone}");
+        assert_eq!(talked(&["--ranks", "2"], "lines.txt"), talked(&[], "lines.txt"));
+        // A wrong command ends all ranks, where nobody can try again.
+        std::fs::write(folder.join("wrong.txt"), "word1\n/frobnicate\nword2\n").unwrap();
+        let (code, said) = talked(&["--ranks", "2"], "wrong.txt");
+        assert_eq!(code, Some(2), "{said}");
+    }
+
     /// The processes below one, and their command lines.
     fn ranks_below(launcher: &Child) -> Vec<u32> {
         let parent = |id: u32| -> Option<u32> {

@@ -57,12 +57,6 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let plan =
         engine.plan(&config, &machine, |machine| TrainingPlan::for_model(&config, &origin, machine))?;
     let speeds = PlanSpeeds { elsewhere, ..PlanSpeeds::here(&engine, &plan) };
-    let mesh = plan.choice.settings.ranks.mesh;
-    if args.zero_table && mesh.data < mesh.size() {
-        return Err(Failure::usage(
-            "--zero-table is of data parallel ranks; leave context_parallel, pipeline_parallel and tensor_parallel away",
-        ));
-    }
     // Where no method is chosen, what each would need is a part of the answer.
     let undecided = config.training.method.is_none();
     let needs = if undecided { needs::of(&origin).unwrap_or_default() } else { Vec::new() };
@@ -100,15 +94,16 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
 /// What a rank holds, by stage and number of ranks.
 fn zero_table(plan: &TrainingPlan) -> Result<String, Failure> {
     let mut rows =
-        vec![row!["ZeRO", "ranks", "weights", "gradients", "states", "messages", "paper", "arena"]];
+        vec![row!["ZeRO", "data", "ranks", "weights", "gradients", "states", "messages", "paper", "arena"]];
     for line in plan.zero_table()? {
-        let ZeroRow { zero_stage, ranks, weights, gradients, states, communication, .. } = line;
+        let ZeroRow { zero_stage, ranks, data_parallel, weights, gradients, states, communication, .. } =
+            line;
         let bytes = [weights, gradients, states, communication, line.paper_bytes, line.device_peak_bytes];
-        let numbers = [zero_stage, ranks].map(|number| number.to_string());
+        let numbers = [zero_stage, data_parallel, ranks].map(|number| number.to_string());
         rows.push(numbers.into_iter().chain(bytes.map(|bytes| ByteSize(bytes).to_string())).collect());
     }
     Ok(format!(
-        "what a rank holds, the most of each kind, on whatever tier:\n{}\
+        "what the first rank holds, the most of each kind, on whatever tier, for so many data parallel ranks:\n{}\
          paper: weights, gradients and states by the formula of the ZeRO paper. The arena has besides: activations,\n\
          workspace, and the gradients of a layer in whole before each rank has its share.\n",
         table::render(&rows)
