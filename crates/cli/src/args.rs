@@ -142,6 +142,9 @@ pub struct PlanArgs {
     /// US dollars an hour for each device, instead of the catalogue's
     #[arg(long, value_name = "DOLLARS", value_parser = dollars)]
     pub price: Option<f64>,
+    /// Plan for so many ranks, as `train --ranks` starts them; how they divide the work is in parallel.* (docs/ranks.md)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub ranks: Option<u32>,
     /// Write every allocation of the step with its birth and death: a .json file for Perfetto or chrome://tracing, or an .svg
     /// picture
     #[arg(long, value_name = "FILE")]
@@ -246,6 +249,9 @@ pub struct EvalArgs {
     pub memory: Option<ByteSize>,
     #[command(flatten)]
     pub disk: DiskArgs,
+    /// Divide the model's layers among so many ranks of this machine, each a process with its own memory (docs/ranks.md)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub ranks: Option<u32>,
     /// Threads; by default one a core that may be used. The results do not depend on it
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,

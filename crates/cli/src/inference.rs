@@ -6,16 +6,17 @@ use plimsoll_device::{Cpu, DType};
 use plimsoll_generate::Session;
 use plimsoll_memory::release_free_heap;
 use plimsoll_model::tokenizer::Tokenizer;
-use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter};
-use plimsoll_parallel::{Collectives, Communicator, Solo};
+use plimsoll_model::{ModelSpec, Parameter};
+use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::{
     GenerationPlan, GenerationPlanError, GenerationRequest, LoadLine, streaming_overhead_bytes,
 };
-use plimsoll_step::{DecodeSettings, Decoder, Residency, Stage, WeightStorage};
+use plimsoll_step::{DecodeSettings, Decoder};
 
 use crate::args::{DiskArgs, InferenceArgs};
 use crate::failure::Failure;
 use crate::load_line::{PlannedProcess, PlanningRoom, beside_the_model, load_line};
+use crate::ranks::everybody;
 use crate::session::{Engine, cache_type};
 use crate::streaming::{self, Streaming};
 use crate::weights::Weights;
@@ -35,8 +36,6 @@ pub struct Inference<'a> {
     threads: Option<usize>,
     /// What `--context` says.
     asked_context: Option<usize>,
-    /// The layers that this rank has, and adapters of theirs, where there are others.
-    part: Option<(ModelSpec, Option<AdapterLayout>)>,
 }
 
 impl<'a> Inference<'a> {
@@ -59,7 +58,6 @@ impl<'a> Inference<'a> {
             line,
             threads: args.threads,
             asked_context: args.context,
-            part: None,
         };
         match args.context {
             Some(0) => Err(Failure::usage("--context must be at least 1")),
@@ -80,44 +78,7 @@ impl<'a> Inference<'a> {
 
     /// Takes this rank's part of the layers.
     pub fn divide(&mut self, ranks: &dyn Communicator) -> Result<(), Failure> {
-        let (spec, count) = (self.weights.spec(), ranks.size());
-        if ranks.is_alone() {
-            return Ok(());
-        }
-        if spec.num_layers < count {
-            return Err(Failure::usage(format!(
-                "--ranks {count}: the model has {} layers; take {} or fewer",
-                spec.num_layers, spec.num_layers
-            )));
-        }
-        let part = Stage::part(spec, ranks.rank(), count);
-        let blocks: Vec<BlockId> = part.blocks().collect();
-        let own = |layout: &AdapterLayout| layout.of_blocks(&|block| blocks.contains(&block));
-        self.part = Some((part, self.weights.adapters().map(own)));
-        Ok(())
-    }
-
-    /// What this rank has of the model.
-    fn own_spec(&self) -> &ModelSpec {
-        self.part.as_ref().map_or(self.weights.spec(), |(spec, _)| spec)
-    }
-
-    /// How this rank's weights are held.
-    fn storage<'s>(
-        &'s self,
-        types: &'s dyn Fn(&Parameter) -> DType,
-        residency: Option<Residency>,
-    ) -> WeightStorage<'s> {
-        let whole = self.weights.storage(types, residency);
-        match &self.part {
-            None => whole,
-            Some((_, adapters)) => WeightStorage { adapters: adapters.as_ref(), ..whole },
-        }
-    }
-
-    /// The type of one of this rank's weights.
-    fn weight_type(&self, p: &Parameter) -> DType {
-        self.weights.weight_type(&self.spec().original(p))
+        self.weights.divide(ranks)
     }
 
     /// All tokens that end a sequence, as the model's and its tokenizer's files have them.
@@ -148,7 +109,7 @@ impl<'a> Inference<'a> {
     /// What a session needs for a context in the range, and for prompts of up to `longest` tokens where that is known:
     /// the largest context that fits. Shorter passes need less. Weights are left on disk where no context of `enough` fits
     /// beside them. And what the process takes with it.
-    pub fn plan(
+    fn plan(
         &self,
         engine: &Engine,
         context: RangeInclusive<usize>,
@@ -196,11 +157,11 @@ impl<'a> Inference<'a> {
         loop {
             // What the tokenizer's building and planning left over is no part of what generation needs.
             release_free_heap();
-            let types = |p: &Parameter| self.weight_type(p);
+            let types = |p: &Parameter| self.weights.weight_type(p);
             let request = GenerationRequest {
-                spec: self.own_spec(),
+                spec: self.weights.own_spec(),
                 precision: self.weights.precision,
-                storage: self.storage(&types, None),
+                storage: self.weights.storage(&types, None),
                 prompt_tokens: longest.map(|n| n as u64),
                 context: *context.start() as u64..=*context.end() as u64,
                 cache: decided.map_or(self.cache, |(_, cache)| Some(cache)),
@@ -226,9 +187,9 @@ impl<'a> Inference<'a> {
 
     /// What streaming takes beside the arena, where the plan has it.
     fn stream_bytes(&self, plan: &GenerationPlan) -> u64 {
-        let types = |p: &Parameter| self.weight_type(p);
-        let storage = self.storage(&types, None);
-        plan.residency.map_or(0, |_| streaming_overhead_bytes(self.own_spec(), storage))
+        let types = |p: &Parameter| self.weights.weight_type(p);
+        let storage = self.weights.storage(&types, None);
+        plan.residency.map_or(0, |_| streaming_overhead_bytes(self.weights.own_spec(), storage))
     }
 
     /// A device with the memory that was planned.
@@ -236,35 +197,24 @@ impl<'a> Inference<'a> {
         engine.device(&plan.dry_run, self.line)
     }
 
-    /// A session with the model's weights, and what is streamed of them.
-    pub fn session<'d>(
-        &self,
-        device: &'d Cpu,
-        plan: &GenerationPlan,
-    ) -> Result<(Session<'d>, Option<Streaming>), Failure> {
-        self.session_of(&Solo, device, plan)
-    }
-
-    /// The same beside the ranks that have the other layers.
+    /// A session with the weights of this rank's layers, and what is streamed of them.
     pub fn session_of<'d>(
         &self,
         ranks: &'d dyn Communicator,
         device: &'d Cpu,
         plan: &GenerationPlan,
     ) -> Result<(Session<'d>, Option<Streaming>), Failure> {
-        let layers = self.own_spec().num_layers;
+        let layers = self.weights.own_spec().num_layers;
         let (tiers, streaming) =
             streaming::open(device, &plan.dry_run, plan.residency, self.disk, (layers, ranks.rank() > 0))?;
-        let types = |p: &Parameter| self.weight_type(p);
-        let storage = self.storage(&types, plan.residency);
-        let mut decoder = Decoder::new(device, &tiers, self.own_spec().clone(), plan.settings, storage)?;
+        let types = |p: &Parameter| self.weights.weight_type(p);
+        let storage = self.weights.storage(&types, plan.residency);
+        let mut decoder =
+            Decoder::new(device, &tiers, self.weights.own_spec().clone(), plan.settings, storage)?;
         streaming::report_buffered(&tiers);
-        let whole = self.spec();
-        decoder
-            .load(|p, rows, dtype, out| self.weights.read_rows_into(&whole.original(p), rows, dtype, out))?;
+        decoder.load(|p, rows, dtype, out| self.weights.read_rows_into(p, rows, dtype, out))?;
         if !ranks.is_alone() {
-            let all = ranks.group((0..ranks.size()).collect());
-            decoder.join(all.map_err(|error| Failure::other(error.to_string()))?);
+            decoder.join(everybody(ranks)?);
         }
         Ok((Session::new(decoder, &plan.settings), streaming))
     }

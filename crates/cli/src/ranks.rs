@@ -1,9 +1,10 @@
 //! The ranks that train together: started by this program, by mpirun or by SLURM.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::IsTerminal;
 #[cfg(unix)]
 use std::process::Child;
-use std::process::{Command, ExitStatus};
+use std::process::{Command, ExitStatus, Stdio};
 #[cfg(unix)]
 use std::sync::{
     Arc,
@@ -13,6 +14,7 @@ use std::sync::{
 use std::time::{Duration, Instant};
 
 use plimsoll_parallel::{Communicator, Solo};
+use plimsoll_plan::config::Started;
 #[cfg(unix)]
 use rustix::process::{Pid, Signal, kill_process};
 #[cfg(unix)]
@@ -28,6 +30,9 @@ const TIME_TO_END: Duration = Duration::from_secs(5);
 /// How often it is looked whether it has.
 #[cfg(unix)]
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// The flag by which a launcher tells that somebody types.
+const TYPED: &str = "--typed";
 
 /// The variables by which launchers tell a process how many ranks there are.
 const SIZES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
@@ -76,12 +81,30 @@ pub fn join() -> Result<Joined, Failure> {
     }
 }
 
+/// What ranks that are started here read.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Lines {
+    /// Nothing that concerns the program.
+    Unread,
+    /// The first rank reads the lines of standard input.
+    OfFirst,
+}
+
 /// Does something on each of so many ranks, which are started first where they are not there. What goes wrong on one ends all.
 pub fn on_each(
     ranks: Option<u32>,
     work: impl FnOnce(&dyn Communicator) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
-    if let Some(exit_code) = launch(ranks)? {
+    on_each_with(Lines::Unread, ranks, work)
+}
+
+/// The same of ranks that read something.
+pub fn on_each_with(
+    lines: Lines,
+    ranks: Option<u32>,
+    work: impl FnOnce(&dyn Communicator) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    if let Some(exit_code) = launch(ranks, lines)? {
         // The ranks have said what there is to say.
         return if exit_code == 0 { Ok(()) } else { Err(Failure::stopped(exit_code)) };
     }
@@ -96,7 +119,7 @@ pub fn on_each(
 }
 
 /// Starts `--ranks` processes of this program, unless a launcher has done so. Gives their exit code when they have ended.
-fn launch(ranks: Option<u32>) -> Result<Option<u8>, Failure> {
+fn launch(ranks: Option<u32>, lines: Lines) -> Result<Option<u8>, Failure> {
     let Some(ranks) = ranks else { return Ok(None) };
     match launched() {
         Some(there) if there != ranks => {
@@ -128,6 +151,13 @@ fn launch(ranks: Option<u32>) -> Result<Option<u8>, Failure> {
     }
     let program = std::env::current_exe().map_err(|error| Failure::other(error.to_string()))?;
     mpirun.arg(program).args(std::env::args_os().skip(1));
+    if lines == Lines::OfFirst {
+        // mpirun is in no terminal's foreground, where alone it would read.
+        mpirun.stdin(Stdio::piped());
+        if std::io::stdin().is_terminal() {
+            mpirun.arg(TYPED);
+        }
+    }
     let (status, stopped) = run(mpirun).map_err(|error| Failure::other(format!("mpirun: {error}")))?;
     let code = status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(crate::failure::OTHER);
     Ok(Some(if code == 0 { stopped.unwrap_or(0) } else { code }))
@@ -142,6 +172,10 @@ fn run(mut mpirun: Command) -> std::io::Result<(ExitStatus, Option<u8>)> {
     // A terminal's Ctrl-C would reach mpirun, too, which ends the ranks before they have saved.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     let mut child = mpirun.process_group(0).spawn()?;
+    if let Some(mut lines) = child.stdin.take() {
+        // It ends with the input, or with this process.
+        std::thread::spawn(move || std::io::copy(&mut std::io::stdin().lock(), &mut lines));
+    }
     let launcher = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
     let (handle, first) = (signals.handle(), Arc::new(AtomicI32::new(0)));
     let noted = Arc::clone(&first);
@@ -252,19 +286,19 @@ pub fn be_quiet() -> Result<(), Failure> {
     Ok(())
 }
 
-/// How many ranks each machine has.
-///
-/// # Errors
-/// Some have more than others.
-pub fn of_each_machine(ranks: &dyn Communicator) -> Result<u64, Failure> {
+/// All ranks, for a model that is divided among them.
+pub fn everybody(ranks: &dyn Communicator) -> Result<Box<dyn Communicator + '_>, Failure> {
+    ranks.group((0..ranks.size()).collect()).map_err(|error| Failure::other(error.to_string()))
+}
+
+/// The ranks that there are, counted by all of them together.
+pub fn started(ranks: &dyn Communicator) -> Result<Started, Failure> {
     let machines = on_each_machine(ranks, &())?;
-    let counts: Vec<usize> = machines.iter().map(Vec::len).collect();
-    match counts.iter().min() == counts.iter().max() {
-        true => Ok(counts.first().map_or(1, |count| *count as u64)),
-        false => Err(Failure::usage(format!(
-            "parallel.sharding_strategy is hybrid_shard, and the machines have {counts:?} ranks; start as many on each, or set parallel.shard_size"
-        ))),
-    }
+    let mut counts = machines.iter().map(Vec::len);
+    let first = counts.next().unwrap_or(1);
+    let alike = counts.all(|count| count == first);
+    let of_each_machine = alike.then(|| u32::try_from(first).unwrap_or(u32::MAX));
+    Ok(Started { ranks: ranks.size(), of_each_machine })
 }
 
 #[cfg(feature = "mpi")]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::{Isa, Pool};
 use plimsoll_device::{Cpu, DType};
-use plimsoll_plan::config::{Override, RawConfig};
+use plimsoll_plan::config::{Override, RawConfig, Started};
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
 use plimsoll_plan::{DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates, TrainingPlan};
 use plimsoll_step::Precision;
@@ -21,8 +21,23 @@ pub fn load_config(source: &ConfigSource) -> Result<RawConfig, Failure> {
     load_config_with(source, &[])
 }
 
+/// The same of a run on these ranks.
+pub fn load_config_on(source: &ConfigSource, started: Started) -> Result<RawConfig, Failure> {
+    available(read_config(source, &[])?.on_ranks(started)?)
+}
+
 /// The same with further flags: the key that each sets, its name, and its value if it was given.
 pub fn load_config_with(
+    source: &ConfigSource,
+    further: &[(&str, &str, &Option<String>)],
+) -> Result<RawConfig, Failure> {
+    let config = read_config(source, further)?;
+    config.validate()?;
+    available(config)
+}
+
+/// What was written, each value read by itself.
+fn read_config(
     source: &ConfigSource,
     further: &[(&str, &str, &Option<String>)],
 ) -> Result<RawConfig, Failure> {
@@ -46,17 +61,20 @@ pub fn load_config_with(
     for assignment in &source.set {
         overrides.push(Override::set(assignment)?);
     }
-    let config = match &source.config {
-        Some(path) => RawConfig::from_file_with(path, &overrides)?,
+    match &source.config {
+        Some(path) => Ok(RawConfig::from_file_with(path, &overrides)?),
         None => {
             let mut config = RawConfig::default();
             for Override { key, value, argument } in &overrides {
                 config.apply_override(key, value, argument)?;
             }
-            config
+            Ok(config)
         }
-    };
-    config.validate()?;
+    }
+}
+
+/// Refuses what the program does not have.
+fn available(config: RawConfig) -> Result<RawConfig, Failure> {
     if !config.data.persistent_workers() {
         return Err(Failure::usage(
             "data.persistent_workers: false is not available in this version; leave it true",

@@ -55,6 +55,11 @@ impl StopSignals {
     }
 }
 
+/// The signal that stops an answer: Ctrl-C, or what a launcher of ranks tells them instead.
+pub fn to_interrupt(of_rank: bool) -> i32 {
+    if of_rank { SIGUSR1 } else { SIGINT }
+}
+
 fn exit_code(signal: usize) -> u8 {
     u8::try_from(128 + signal).unwrap_or(u8::MAX)
 }

@@ -6,9 +6,12 @@ use std::path::Path;
 use plimsoll_device::DType;
 use plimsoll_memory::Tier;
 use plimsoll_model::adapter::AdapterSet;
-use plimsoll_model::{AdapterLayout, LoraPart, ModelFiles, ModelSpec, Parameter, Role, StoredWeights};
+use plimsoll_model::{
+    AdapterLayout, BlockId, LoraPart, ModelFiles, ModelSpec, Parameter, Role, StoredWeights,
+};
+use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::quantized_as;
-use plimsoll_step::{Precision, Residency, WeightOffload, WeightStorage};
+use plimsoll_step::{Precision, Residency, Stage, WeightOffload, WeightStorage};
 use plimsoll_train::TrainError;
 
 use crate::args::WeightArgs;
@@ -25,6 +28,8 @@ pub struct Weights {
     quantized: Option<DType>,
     adapters: Option<AdapterSet>,
     in_files: StoredWeights,
+    /// The layers that this rank has, and adapters of theirs, where there are others.
+    part: Option<(ModelSpec, Option<AdapterLayout>)>,
 }
 
 impl Weights {
@@ -48,7 +53,7 @@ impl Weights {
             }
         }
         let in_files = StoredWeights::new();
-        let mut weights = Weights { files, precision, quantized, adapters, in_files };
+        let mut weights = Weights { files, precision, quantized, adapters, in_files, part: None };
         weights.in_files = weights.find_in_files();
         Ok(weights)
     }
@@ -57,14 +62,42 @@ impl Weights {
         self.files.spec()
     }
 
-    /// Which tensors have adapters.
-    pub fn adapters(&self) -> Option<&AdapterLayout> {
-        self.adapters.as_ref().map(AdapterSet::layout)
+    /// Takes this rank's part of the layers.
+    pub fn divide(&mut self, ranks: &dyn Communicator) -> Result<(), Failure> {
+        let (spec, count) = (self.spec(), ranks.size());
+        if ranks.is_alone() {
+            return Ok(());
+        }
+        if spec.num_layers < count {
+            return Err(Failure::usage(format!(
+                "--ranks {count}: the model has {} layers; take {} or fewer",
+                spec.num_layers, spec.num_layers
+            )));
+        }
+        let part = Stage::part(spec, ranks.rank(), count);
+        let blocks: Vec<BlockId> = part.blocks().collect();
+        let own = |set: &AdapterSet| set.layout().of_blocks(&|block| blocks.contains(&block));
+        self.part = Some((part, self.adapters.as_ref().map(own)));
+        Ok(())
+    }
+
+    /// What this rank has of the model.
+    pub fn own_spec(&self) -> &ModelSpec {
+        self.part.as_ref().map_or(self.spec(), |(spec, _)| spec)
+    }
+
+    /// Which of this rank's tensors have adapters.
+    fn adapters(&self) -> Option<&AdapterLayout> {
+        match &self.part {
+            Some((_, own)) => own.as_ref(),
+            None => self.adapters.as_ref().map(AdapterSet::layout),
+        }
     }
 
     /// The type in which a weight is kept: linears of the blocks as `--quantize` says, where their rows are whole blocks
     /// of it; all else as the files suggest.
     pub fn weight_type(&self, p: &Parameter) -> DType {
+        let p = &self.spec().original(p);
         let quantized = self.quantized.and_then(|dtype| quantized_as(p, dtype));
         quantized.unwrap_or_else(|| self.files.weights().inference_dtype(p, self.precision.weights))
     }
@@ -103,7 +136,7 @@ impl Weights {
         WeightStorage { types, adapters: self.adapters(), trained: false, offload }
     }
 
-    /// Writes the values of some rows of a parameter.
+    /// Writes the values of some rows of a parameter, of this rank's part or of the model.
     pub fn read_rows_into(
         &self,
         p: &Parameter,
@@ -111,7 +144,7 @@ impl Weights {
         dtype: DType,
         out: &mut [u8],
     ) -> Result<(), TrainError> {
-        let base = self.files.weights();
+        let (base, p) = (self.files.weights(), &self.spec().original(p));
         let read = match &self.adapters {
             Some(set) => set.read_rows_into(self.spec(), base, p, rows, dtype, out),
             None => base.read_rows_into(p, rows, dtype, out),

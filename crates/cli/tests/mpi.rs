@@ -57,6 +57,13 @@ fn ranks_need_the_feature() {
     assert_eq!(output.status.code(), Some(2), "{}", said(&output));
     assert!(said(&output).contains("--features mpi"), "{}", said(&output));
     assert!(!folder.path().join("out").exists());
+    // Who shares is checked when the ranks have been counted.
+    let shares = ["--ranks", "4", "--set", "parallel.shard_size=2", "--set", "parallel.zero_stage=3"];
+    let output = train(folder.path(), "out", &shares).output().unwrap();
+    assert!(said(&output).contains("--features mpi"), "{}", said(&output));
+    let output = train(folder.path(), "out", &shares[2..]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+    assert!(said(&output).contains("fall into no groups of 2"), "{}", said(&output));
 }
 
 #[cfg(feature = "mpi")]
@@ -85,6 +92,42 @@ mod over_mpi {
                 assert_eq!(rank["planned"]["device_peak_bytes"], rank["measured"]["device_peak_bytes"]);
             }
         }
+    }
+
+    /// The groups that share are groups of the ranks that were started.
+    #[test]
+    fn neighbours_that_share_leave_what_one_leaves() {
+        let folder = folder();
+        let folder = folder.path();
+        ok(folder, "one", &[]);
+        let shares = ["--set", "parallel.shard_size=2", "--set", "parallel.zero_stage=3"];
+        for (out, how) in
+            [("four", &shares[..]), ("hybrid", &["--set", "parallel.sharding_strategy=hybrid_shard"])]
+        {
+            ok(folder, out, &[&["--ranks", "4", "--set", "training.effective_batch_size=12"], how].concat());
+        }
+        assert!(model(folder, "four") == model(folder, "hybrid"));
+        let output = train(folder, "alone", &shares).output().unwrap();
+        assert!(said(&output).contains("fall into no groups of 2"), "{}", said(&output));
+    }
+
+    /// The first rank decides how the work is divided, and all take it.
+    #[test]
+    fn the_planner_divides_the_ranks_of_a_run() {
+        let folder = folder();
+        let folder = folder.path();
+        let keys =
+            ["data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel", "zero_stage"];
+        let open: Vec<String> = keys.iter().map(|key| format!("parallel.{key}=auto")).collect();
+        let open: Vec<&str> = open.iter().flat_map(|set| ["--set", set]).collect();
+        let words = ok(folder, "open", &[&["--ranks", "2"], &open[..]].concat());
+        assert!(words.contains("divided: ") && words.contains(" ways"), "{words}");
+        let resolved = std::fs::read_to_string(folder.join("open/plimsoll.yaml")).unwrap();
+        assert!(!resolved.contains("parallel: auto") && !resolved.contains("stage: auto"), "{resolved}");
+        // As the run says that it was divided, it can be divided again.
+        std::fs::write(folder.join("c.yaml"), resolved).unwrap();
+        ok(folder, "again", &["--ranks", "2"]);
+        assert!(model(folder, "open") == model(folder, "again"));
     }
 
     /// Sums are made in another order, which is all that differs.
@@ -135,6 +178,78 @@ mod over_mpi {
         let alone = said(&[]);
         assert_eq!(said(&["--ranks", "2"]), alone);
         assert!(alone.contains("word1 word"), "{alone}");
+    }
+
+    /// Every rank has some of the layers, and one speaks for all.
+    #[test]
+    fn a_model_that_is_divided_is_measured_as_on_one_rank() {
+        let folder = folder();
+        let folder = folder.path();
+        ok(folder, "one", &[]);
+        let chat = r#"{"messages": [{"role": "user", "content": "word1"}, {"role": "assistant", "content": "word2 word3"}]}"#;
+        std::fs::write(folder.join("chats.jsonl"), format!("{chat}\n{chat}\n{chat}\n")).unwrap();
+        let measured = |data: &str, more: &[&str]| -> Value {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_plimsoll"));
+            command.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder);
+            command.args(["eval", "--model", "one", "--data", data, "--json"]).args(more);
+            let output = command.output().unwrap();
+            assert!(output.status.success(), "{}", said(&output));
+            // One document and nothing else.
+            let mut document: Value = serde_json::from_slice(&output.stdout).unwrap();
+            assert!(document["memory"].is_object() && document["loss"].as_f64().unwrap() > 0.0);
+            // Each rank has a memory of its own.
+            document["memory"] = Value::Null;
+            document
+        };
+        let chats = ["--format", "chat", "--set", "data.chat_template=alpaca", "--sequence-length", "256"];
+        for (data, how) in [
+            ("text.txt", &["--sequence-length", "16"][..]),
+            ("text.txt", &["--sequence-length", "13", "--dtype", "bf16"]),
+            ("text.txt", &["--sequence-length", "16", "--kv-cache", "int8"]),
+            ("chats.jsonl", &chats),
+        ] {
+            assert_eq!(measured(data, &[how, &["--ranks", "2"]].concat()), measured(data, how), "{how:?}");
+        }
+    }
+
+    /// The first rank reads the lines, and the others compute with it.
+    #[test]
+    fn a_chat_over_ranks_is_the_chat_of_one() {
+        let folder = folder();
+        let folder = folder.path();
+        ok(folder, "one", &[]);
+        let lines =
+            "word1 word2\n/tokens\n/undo\nword5\n/system word3\n/retry\n/set max_tokens 3\nword7\n/tokens\n";
+        std::fs::write(folder.join("lines.txt"), lines).unwrap();
+        let talked = |more: &[&str], lines: &str| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_plimsoll"));
+            command.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder);
+            command.args(["chat", "--model", "one", "--chat-template", "plain", "--max-tokens", "6"]);
+            command.args(["--context", "200", "--seed", "7"]).args(more);
+            let output = command.stdin(std::fs::File::open(folder.join(lines)).unwrap()).output().unwrap();
+            (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
+        };
+        let texts = |said: &str| -> Vec<Value> {
+            let line = |line: &str| {
+                let mut line: Value = serde_json::from_str(line).unwrap();
+                // How long it took is another matter.
+                line["prompt_seconds"] = Value::Null;
+                line["tokens_per_second"] = Value::Null;
+                line
+            };
+            said.lines().map(line).collect()
+        };
+        let (code, alone) = talked(&["--json"], "lines.txt");
+        assert_eq!(code, Some(0), "{alone}");
+        let (code, divided) = talked(&["--json", "--ranks", "2"], "lines.txt");
+        assert_eq!(code, Some(0), "{divided}");
+        assert_eq!(texts(&divided), texts(&alone));
+        assert!(alone.lines().filter(|line| line.contains("prompt_tokens")).count() == 4, "{alone}");
+        assert_eq!(talked(&["--ranks", "2"], "lines.txt"), talked(&[], "lines.txt"));
+        // A wrong command ends all ranks, where nobody can try again.
+        std::fs::write(folder.join("wrong.txt"), "word1\n/frobnicate\nword2\n").unwrap();
+        let (code, said) = talked(&["--ranks", "2"], "wrong.txt");
+        assert_eq!(code, Some(2), "{said}");
     }
 
     /// The processes below one, and their command lines.

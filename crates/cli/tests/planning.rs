@@ -46,6 +46,41 @@ fn a_plan_for_another_machine_wants_its_memory_and_says_whose_speed_it_shows() {
     assert!(here.contains("on this machine's CPU") && !here.contains("at the speed of"), "{here}");
 }
 
+/// The number of ranks is known before anything is checked, and the division is planned where it is left open.
+#[test]
+fn a_plan_for_ranks_divides_them_as_it_is_told_or_as_is_fastest() {
+    let folder = folder();
+    let plan = |more: &[&str]| plimsoll(folder.path(), &[&["plan", "c.yaml"], more].concat());
+    let shares = ["--set", "parallel.shard_size=2", "--set", "parallel.zero_stage=3"];
+    let four = plan(&[&["--ranks", "4", "--json"], &shares[..]].concat());
+    assert_eq!((four.status.code(), &json(&four)["ranks"]["world_size"]), (Some(0), &Value::from(4)));
+    assert!(json(&four).get("search").is_none());
+    for ranks in [&[][..], &["--ranks", "1"], &["--ranks", "3"]] {
+        let refused = plan(&[ranks, &shares].concat());
+        assert_eq!(refused.status.code(), Some(2));
+        assert!(text(&refused.stderr).contains("fall into no groups of 2"), "{}", text(&refused.stderr));
+    }
+    let open = ["--set", "parallel.pipeline_parallel=auto", "--set", "parallel.zero_stage=auto"];
+    let two = plan(&[&["--ranks", "2"], &open[..]].concat());
+    let words = text(&two.stdout);
+    let line = words.lines().find(|line| line.starts_with("divided: "));
+    assert!(line.is_some_and(|line| line.contains(", ZeRO ") && line.contains(" ways")), "{words}");
+    let two = json(&plan(&[&["--ranks", "2", "--json"], &open[..]].concat()));
+    let (search, parallel) = (&two["search"], &two["config"]["parallel"]);
+    let ways = ["data_parallel", "pipeline_parallel"].map(|key| search[key].as_u64().unwrap());
+    assert_eq!(ways.iter().product::<u64>(), 2);
+    assert_eq!(
+        [&parallel["data_parallel"], &parallel["pipeline_parallel"]].map(|way| way.as_u64()),
+        ways.map(Some)
+    );
+    assert_eq!(parallel["zero_stage"], search["zero_stage"]);
+    // Four stages of data parallel ranks, and two of layers.
+    assert_eq!((&search["candidates"], &search["exhaustive"]), (&Value::from(5), &Value::from(true)));
+    let uncounted = plan(&open);
+    assert_eq!(uncounted.status.code(), Some(2));
+    assert!(text(&uncounted.stderr).contains("--ranks"), "{}", text(&uncounted.stderr));
+}
+
 #[test]
 fn without_a_method_the_plan_says_what_each_would_need() {
     let folder = folder();

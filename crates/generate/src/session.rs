@@ -44,6 +44,27 @@ impl<'a> Session<'a> {
         }
     }
 
+    /// From here on the other ranks, which have the other layers, [`follow`](Self::follow) this one, the first.
+    pub fn lead(&mut self) {
+        self.decoder.lead();
+    }
+
+    /// Computes what the first rank's session computes, until that one is [dismissed](Self::dismiss).
+    ///
+    /// # Errors
+    /// The step fails, or the first rank is gone.
+    pub fn follow(mut self) -> Result<(), GenerateError> {
+        Ok(self.decoder.follow()?)
+    }
+
+    /// Lets the ranks go that follow this one.
+    ///
+    /// # Errors
+    /// One of them is gone.
+    pub fn dismiss(&mut self) -> Result<(), GenerateError> {
+        Ok(self.decoder.dismiss()?)
+    }
+
     /// Tokens that prompt and answer may have together.
     pub fn context(&self) -> usize {
         self.context

@@ -184,7 +184,20 @@ impl Question<'_> {
     /// The lightest step of a configuration that fits, or the nearest; `None` where the model cannot be trained so.
     fn lightest(&self, config: &RawConfig, limits: Limits) -> Option<Choice> {
         let method = training_method(config, self.runs.spec, self.stored).ok()?;
-        lightest_that_fits(config, &method, &self.runs.one_at_a_time(), limits).ok()
+        let runs = &self.runs.one_at_a_time();
+        let mut nearest: Option<Choice> = None;
+        // Of the stages of ZeRO, where these are left open, the first that fits.
+        for config in config.divisions().ok()? {
+            let Ok(found) = lightest_that_fits(&config, &method, runs, limits) else { continue };
+            if limits.allow(&found) {
+                return Some(found);
+            }
+            let is_nearer = |other: &Choice| limits.distance(&found) < limits.distance(other);
+            if nearest.as_ref().is_none_or(is_nearer) {
+                nearest = Some(found);
+            }
+        }
+        nearest
     }
 
     /// What a change leads to; `None` where it helps nothing.
@@ -195,8 +208,12 @@ impl Question<'_> {
         let shortages: Vec<Shortage> = limits.shortages(&found).collect();
         let lighter = found.peak_bytes() < choice.peak_bytes();
         let helps = lighter || (!fits && shortages.is_empty());
+        let what = match other.parallel.has_open_stage() {
+            true => format!("{}, in stage {}", change.what, found.settings.sharding.stage.number()),
+            false => change.what.clone(),
+        };
         helps.then(|| Alternative {
-            what: change.what.clone(),
+            what,
             extent: change.extent,
             change: change.sets.clone(),
             peak_bytes: found.peak_bytes(),
@@ -221,8 +238,9 @@ impl Question<'_> {
         let narrow = news(vec![self.narrow()]);
         let shorter = news(self.shorter().into_iter().collect());
         let chunks = news(self.chunks(choice).into_iter().collect());
+        let shares = if fits { Vec::new() } else { self.shares(choice).into_iter().collect() };
         let budgets = if fits { Vec::new() } else { self.budgets(choice) };
-        let mut list = [&budgets[..], &lossless, &places, &narrow, &shorter, &chunks].concat();
+        let mut list = [&budgets[..], &shares, &lossless, &places, &narrow, &shorter, &chunks].concat();
         let mut bundles = vec![
             bundle(&[&lossless]),
             bundle(&[&places]),
@@ -231,6 +249,9 @@ impl Question<'_> {
             bundle(&[&lossless, &places, &narrow]),
             bundle(&[&lossless, &places, &narrow, &shorter]),
         ];
+        if !shares.is_empty() {
+            bundles.extend([bundle(&[&shares, &lossless]), bundle(&[&shares, &lossless, &narrow])]);
+        }
         if !chunks.is_empty() {
             bundles.extend([bundle(&[&places, &chunks]), bundle(&[&places, &narrow, &chunks])]);
         }
@@ -245,6 +266,15 @@ impl Question<'_> {
             }
         }
         list
+    }
+
+    /// Ranks that hold the same share it, where the user says nothing of that.
+    fn shares(&self, choice: &Choice) -> Option<Change> {
+        let parallel = &self.config.parallel;
+        let says = parallel.zero_stage.is_some() || parallel.sharding_strategy.is_some();
+        let several = choice.settings.ranks.mesh.replicas() > 1;
+        (several && !says)
+            .then(|| single("ranks that share (ZeRO)", vec![set("parallel.zero_stage", "auto")]))
     }
 
     /// Nothing kept for the backward pass but the inputs of layers, where the user keeps more.

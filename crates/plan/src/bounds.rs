@@ -3,7 +3,9 @@
 
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::ModelSpec;
-use plimsoll_step::{Checkpointing, Compression, Group, Offload, SavePolicy, StepSettings};
+use plimsoll_step::{
+    Checkpointing, Compression, Group, Offload, Precision, SavePolicy, StepError, StepSettings,
+};
 
 use crate::limits::Limits;
 use crate::offload::TensorKind;
@@ -49,6 +51,14 @@ impl Search<'_> {
             && shorter.peak_bytes() > self.limits.room_bytes.min(self.limits.arena_bytes)
     }
 
+    /// The same of a candidate that recomputes more than another one with as many sequences or more.
+    pub fn has_no_room_for_kept(&self, lighter: &Choice, wanted: &Wanted) -> bool {
+        keeps_no_less(wanted.0.checkpointing, lighter.settings.checkpointing)
+            && wanted.0.offload.activations == Tier::Device
+            && takes_no_less(lighter, wanted)
+            && lighter.peak_bytes() > self.limits.room_bytes.min(self.limits.arena_bytes)
+    }
+
     /// The same of a candidate that is checkpointed layer by layer, and one in segments.
     pub fn has_no_room_for_segments(&self, full: &Choice, wanted: &Wanted) -> bool {
         full.settings.checkpointing == Checkpointing::Full
@@ -68,7 +78,8 @@ impl Search<'_> {
         };
         let slower = |room| {
             let fitting = known.iter().filter(|choice| self.fits(choice, room));
-            let fastest = fitting.map(|choice| per_token(choice)).min_by(f64::total_cmp);
+            let rival = self.rival.filter(|_| room == self.limits.target_bytes);
+            let fastest = fitting.map(|choice| per_token(choice)).chain(rival).min_by(f64::total_cmp);
             fastest.is_some_and(|fastest| least > fastest * AS_FAST)
         };
         let Limits { target_bytes, room_bytes, .. } = self.limits;
@@ -80,6 +91,29 @@ impl Search<'_> {
         slower(target_bytes) || over_target() && slower(room_bytes)
     }
 
+    /// Whether another division of the ranks is known to be faster than any form with these batches.
+    pub fn is_beaten(
+        &self,
+        precision: Precision,
+        offload: Offload,
+        batches: &[(u64, u64)],
+    ) -> Result<bool, StepError> {
+        let (Some(rival), Some(form)) = (self.rival, self.first_form()) else { return Ok(false) };
+        // Longer batches are mostly the faster ones.
+        for batch in batches.iter().rev() {
+            let wanted = self.candidate(precision, form, *batch, offload);
+            let is_slower = |run: &Choice| self.least_per_token(run, &wanted) > rival * AS_FAST;
+            // One stage of a pipeline may say so already: no step is faster than any of its stages.
+            if wanted.0.ranks.mesh.pipeline > 1 && is_slower(&self.runs.first_stage(&wanted)?) {
+                continue;
+            }
+            if !is_slower(&self.runs.of(wanted.0.clone(), wanted.1)?) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Seconds that a token takes at least in a step which recomputes all that `less` does. What is recomputed takes time, and
     /// what is kept takes none where it is neither moved nor compressed.
     fn least_per_token(&self, less: &Choice, (settings, accumulation): &Wanted) -> f64 {
@@ -87,8 +121,10 @@ impl Search<'_> {
         if own.compression != Compression::None {
             return 0.0;
         }
+        // Of all ranks, as in the time of a plan.
         let tokens = |settings: &StepSettings, accumulation: u64| {
-            (settings.batch_size * settings.sequence_length).saturating_mul(accumulation)
+            let own = (settings.batch_size * settings.sequence_length).saturating_mul(accumulation);
+            own.saturating_mul(u64::from(settings.ranks.mesh.data))
         };
         let all = tokens(own, less.accumulation);
         let seconds = match own.batch_size == settings.batch_size {
@@ -171,6 +207,12 @@ fn not_spared(spec: &ModelSpec, full: &Choice) -> u64 {
     at_peak.by_tag.total() - at_peak.by_tag.get(Tag::Activations).min(inputs)
 }
 
+/// Whether one form keeps all of every layer that another does, and more.
+fn keeps_no_less(one: Checkpointing, other: Checkpointing) -> bool {
+    let in_layers = matches!(other, Checkpointing::Full | Checkpointing::Selective(_));
+    one != other && in_layers && recomputes_less(one, other)
+}
+
 /// Whether one form recomputes nothing that another does not.
 fn recomputes_less(one: Checkpointing, other: Checkpointing) -> bool {
     use Checkpointing::{Every, Full, None, Selective, Sqrt};
@@ -215,7 +257,7 @@ mod tests {
         let method = training_method(config, &spec, None).unwrap();
         let runs = DryRuns::new(&spec, &RATES);
         let limits = Limits { disk_bytes: 1 << 50, ..Limits::endless() };
-        let search = Search { config, method: &method, runs: &runs, limits, ladder: &[] };
+        let search = Search { config, method: &method, runs: &runs, limits, ladder: &[], rival: None };
         let groups = |n| Checkpointing::Selective(Group::ALL.into_iter().take(n).collect());
         let forms = [Checkpointing::None, groups(2), groups(4), Checkpointing::Full, Checkpointing::Sqrt];
         let accumulates = !config.training.optimizer_in_backward();
@@ -244,6 +286,14 @@ mod tests {
                 let moves_states = offload.optimizer == Tier::Disk && method.adapters().is_none();
                 assert!(least_disk > 0 || !moves_states, "{which:?}");
                 for other in made.iter().filter(|other| other.settings.offload == own.0.offload) {
+                    let keeps_more = keeps_no_less(other.settings.checkpointing, own.0.checkpointing);
+                    let at_home = own.0.offload.activations == Tier::Device;
+                    if keeps_more
+                        && at_home
+                        && takes_no_less(choice, &(other.settings.clone(), other.accumulation))
+                    {
+                        assert!(other.peak_bytes() >= choice.peak_bytes(), "{which:?} {:?}", other.settings);
+                    }
                     if recomputes_less(other.settings.checkpointing, own.0.checkpointing) {
                         assert!(search.least_per_token(other, &own) <= per_token(choice) * 1.000_001);
                     }

@@ -14,6 +14,7 @@ mod batch;
 mod changes;
 mod chunks;
 mod data;
+mod division;
 mod document;
 mod error;
 mod keys;
@@ -40,6 +41,7 @@ pub use attention::Attention;
 pub use batch::BatchSettings;
 pub use changes::KeyChange;
 pub use data::{ColumnsConfig, DataConfig, DataFormat, TrainOn, Truncation};
+pub use division::Started;
 pub use error::{ConfigError, ConflictingKey};
 pub use keys::keys;
 pub use load::Override;
@@ -89,6 +91,9 @@ pub struct RawConfig {
     /// Which of the ranks this process is. Each is another one: it is no part of the document.
     #[serde(skip)]
     pub rank: u32,
+    /// The ranks that there are, where they have been counted; no part of the document either.
+    #[serde(skip)]
+    pub started: Option<Started>,
     #[serde(skip)]
     origins: Origins,
 }

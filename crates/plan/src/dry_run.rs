@@ -10,10 +10,10 @@ use plimsoll_device::{Clock, DType, Device, DeviceTraits, Dry, IGNORED_TARGET, T
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{AtPeak, Ledger, TagBytes};
 use plimsoll_model::{ModelSpec, Parameter};
-use plimsoll_parallel::DryRanks;
+use plimsoll_parallel::{Communicator, DryRanks};
 use plimsoll_step::{
-    DecodeSettings, Decoder, EvaluateSettings, Evaluator, MicroBatch, Precision, StepError, StepSettings,
-    Trainer, UpdateTiming, WeightStorage,
+    DecodeSettings, Decoder, EvaluateSettings, Evaluator, MicroBatch, Precision, Stage, StepError,
+    StepSettings, Trainer, UpdateTiming, WeightStorage,
 };
 
 use self::fold::Fold;
@@ -93,6 +93,7 @@ impl DryRun {
         settings: &StepSettings,
         accumulation: u64,
     ) -> Result<DryRun, StepError> {
+        settings.check_mesh(spec)?;
         let (spec, settings) = &settings.of_stage(spec);
         let counted = DryRun::training_of_few(&made(Dry::tracing()), spec, settings, accumulation);
         counted.map_or_else(|| DryRun::training_of_all(&made(Dry::new()), spec, settings, accumulation), Ok)
@@ -198,9 +199,10 @@ impl DryRun {
         Ok(Traced { run, step: begin..end, parts: trainer.parts() })
     }
 
-    /// One evaluation pass over `batch_size` sequences of `length` tokens, with weights as `storage` says.
+    /// One evaluation pass over `batch_size` sequences of `length` tokens, with weights as `storage` says, through the layers that
+    /// a rank has of the model.
     pub fn evaluation(
-        spec: &ModelSpec,
+        (spec, ranks): (&ModelSpec, DryRanks),
         precision: Precision,
         storage: WeightStorage<'_>,
         batch_size: u64,
@@ -208,12 +210,12 @@ impl DryRun {
         loss_chunk_tokens: u64,
     ) -> Result<DryRun, StepError> {
         let shape = [batch_size, length];
-        DryRun::evaluation_of(spec, precision, storage, shape, loss_chunk_tokens, false)
+        DryRun::evaluation_of((spec, ranks), precision, storage, shape, loss_chunk_tokens, false)
     }
 
     /// The same of windows of samples: targets have weights, and samples see nothing of each other.
     pub fn evaluation_of_samples(
-        spec: &ModelSpec,
+        (spec, ranks): (&ModelSpec, DryRanks),
         precision: Precision,
         storage: WeightStorage<'_>,
         batch_size: u64,
@@ -221,11 +223,11 @@ impl DryRun {
         loss_chunk_tokens: u64,
     ) -> Result<DryRun, StepError> {
         let shape = [batch_size, length];
-        DryRun::evaluation_of(spec, precision, storage, shape, loss_chunk_tokens, true)
+        DryRun::evaluation_of((spec, ranks), precision, storage, shape, loss_chunk_tokens, true)
     }
 
     fn evaluation_of(
-        spec: &ModelSpec,
+        (spec, ranks): (&ModelSpec, DryRanks),
         precision: Precision,
         storage: WeightStorage<'_>,
         [batch_size, length]: [u64; 2],
@@ -234,7 +236,9 @@ impl DryRun {
     ) -> Result<DryRun, StepError> {
         let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
         let settings = EvaluateSettings { precision, longest: length, loss_chunk_tokens };
-        let mut evaluator = Evaluator::new(&dry, &tiers, spec.clone(), settings, storage)?;
+        let own = Stage::part(spec, ranks.rank(), ranks.size());
+        let mut evaluator = Evaluator::new(&dry, &tiers, own, settings, storage)?;
+        evaluator.join(Box::new(ranks), spec);
         let micro_batch = MicroBatch {
             weights: samples.then_some(&[]),
             document_starts: samples.then_some(&[]),

@@ -133,7 +133,7 @@ impl Question<'_> {
             let config = with(value)?;
             // What a number cannot be for another reason, it cannot be at all.
             config.validate()?;
-            Ok(self.shortages(&config, self.origin.spec())?)
+            self.shortages(&config, self.origin.spec())
         };
         let Some(value) = largest(most, |value| Ok::<_, FindError>(shortages(value)?.is_empty()))? else {
             return Ok(None);
@@ -168,14 +168,37 @@ impl Question<'_> {
         Ok(None)
     }
 
-    /// What the lightest form of a step has too little of; nothing where it fits.
-    fn shortages(&self, config: &RawConfig, spec: &ModelSpec) -> Result<Vec<Shortage>, StepError> {
-        let limits = Limits::of(config, self.machine);
+    /// What the lightest form of a step has too little of, in the division of the ranks that is nearest; nothing where it fits.
+    fn shortages(&self, config: &RawConfig, spec: &ModelSpec) -> Result<Vec<Shortage>, FindError> {
         let stored = self.origin.weights().filter(|_| std::ptr::eq(spec, self.origin.spec()));
-        let method = training_method(config, spec, stored)?;
-        let runs = DryRuns::new(spec, &self.machine.rates);
-        let lightest = lightest_that_fits(config, &method, &runs, limits)?;
-        Ok(limits.shortages(&lightest).collect())
+        let mut nearest: Option<Vec<Shortage>> = None;
+        let mut wrong = None;
+        for config in &config.divisions()? {
+            let limits = Limits::of(config, self.machine);
+            let method = training_method(config, spec, stored)?;
+            let runs = DryRuns::new(spec, &self.machine.rates);
+            // What goes with one model or length need not go with another.
+            let lightest = match lightest_that_fits(config, &method, &runs, limits) {
+                Ok(lightest) => lightest,
+                Err(error) => {
+                    wrong = Some(error);
+                    continue;
+                }
+            };
+            let own: Vec<Shortage> = limits.shortages(&lightest).collect();
+            if own.is_empty() {
+                return Ok(own);
+            }
+            let bytes = |all: &[Shortage]| all.iter().map(Shortage::bytes).max();
+            if nearest.as_ref().is_none_or(|nearest| bytes(&own) < bytes(nearest)) {
+                nearest = Some(own);
+            }
+        }
+        match (nearest, wrong) {
+            (Some(nearest), _) => Ok(nearest),
+            (None, Some(error)) => Err(error.into()),
+            (None, None) => Ok(Vec::new()),
+        }
     }
 
     /// The configuration without what would fix the value sought.

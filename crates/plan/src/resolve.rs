@@ -87,10 +87,7 @@ impl Choice {
         let stages = ranks.len();
         let mut all: Vec<Choice> = Vec::new();
         for rank in ranks {
-            let own = StepSettings { ranks: Ranks { rank, mesh }, ..settings.clone() };
-            let dry_run = DryRun::timed_training(spec, &own, accumulation, rates)?;
-            let time = TimeEstimate::of_stage(&dry_run, &settings, accumulation);
-            all.push(Choice { settings: settings.clone(), accumulation, rank, whole: true, dry_run, time });
+            all.push(Choice::of_stage(spec, &settings, rank, accumulation, rates)?);
             if limits.is_some_and(|limits| all.last().is_some_and(|stage| !limits.allow(stage))) {
                 break;
             }
@@ -107,6 +104,32 @@ impl Choice {
         let heaviest = heaviest.ok_or(StepError::Invariant { what: "a pipeline has no stages" })?;
         let time = slowest.unwrap_or(heaviest.time);
         Ok(Choice { whole, time, ..heaviest })
+    }
+
+    /// A step through a pipeline, of which one stage is run: that of a rank.
+    fn of_stage(
+        spec: &ModelSpec,
+        settings: &StepSettings,
+        rank: u32,
+        accumulation: u64,
+        rates: &Rates,
+    ) -> Result<Choice, StepError> {
+        let ranks = Ranks { rank, ..settings.ranks };
+        let own = StepSettings { ranks, ..settings.clone() };
+        let dry_run = DryRun::timed_training(spec, &own, accumulation, rates)?;
+        let time = TimeEstimate::of_stage(&dry_run, settings, accumulation);
+        Ok(Choice { settings: settings.clone(), accumulation, rank, whole: true, dry_run, time })
+    }
+
+    /// The same of the rank that the settings are of.
+    pub(crate) fn first_stage(
+        spec: &ModelSpec,
+        settings: StepSettings,
+        accumulation: u64,
+        rates: &Rates,
+    ) -> Result<Choice, StepError> {
+        let alone = Choice::of_stage(spec, &settings, settings.ranks.rank, accumulation, rates)?;
+        Ok(Choice { whole: settings.ranks.mesh.pipeline <= 1, ..alone })
     }
 
     /// The same with what the rank that the settings are of takes, where another stage of a pipeline takes more.
@@ -141,15 +164,10 @@ pub(crate) fn choose(
     let config = &*config.for_chunks();
     let ladder = ladder(config, runs.spec, method, limits);
     let runs = &runs.within(limits);
-    let search = Search { config, method, runs, limits, ladder: &ladder };
+    let search = Search { config, method, runs, limits, ladder: &ladder, rival: None };
     for offload in offloads(config, limits) {
         if let Some(choice) = search.candidates(offload)? {
-            let together = search.together(&choice)?;
-            let filled = search.filled(choice)?;
-            let Some(together) = together else { return Ok(filled) };
-            let together = search.filled(together)?;
-            let faster = together.time.tokens_per_second > filled.time.tokens_per_second;
-            return Ok(if faster { together } else { filled });
+            return search.finished(choice);
         }
     }
     runs.complete(search.nearest()?)
@@ -166,7 +184,7 @@ pub(crate) fn lightest_that_fits(
     let config = &*config.for_chunks();
     let ladder = ladder(config, runs.spec, method, limits);
     let runs = &runs.within(limits);
-    let search = Search { config, method, runs, limits, ladder: &ladder };
+    let search = Search { config, method, runs, limits, ladder: &ladder, rival: None };
     for offload in offloads(config, limits) {
         for precision in precisions(&config.training, method) {
             for batches in batches(config) {
@@ -187,6 +205,8 @@ pub(crate) struct Search<'a> {
     pub limits: Limits,
     /// The lightest forms in the order in which they are tried.
     pub ladder: &'a [Wanted],
+    /// Seconds that a token takes where the ranks divide the work in another way, if that is known and may be taken.
+    pub rival: Option<f64>,
 }
 
 /// What the user says of offload, and more and more of it where that is left open.
@@ -196,7 +216,12 @@ pub(crate) fn offloads(config: &RawConfig, limits: Limits) -> impl Iterator<Item
 }
 
 /// The lightest forms of all offloads, precisions and batches, in the order in which they are tried.
-fn ladder(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod, limits: Limits) -> Vec<Wanted> {
+pub(crate) fn ladder(
+    config: &RawConfig,
+    spec: &ModelSpec,
+    method: &TrainingMethod,
+    limits: Limits,
+) -> Vec<Wanted> {
     let training = &config.training;
     let mut all = Vec::new();
     for offload in offloads(config, limits) {
@@ -234,7 +259,7 @@ impl Search<'_> {
         self.limits.allow_within(choice, room)
     }
 
-    fn candidate(
+    pub fn candidate(
         &self,
         precision: Precision,
         checkpointing: Checkpointing,
@@ -267,8 +292,36 @@ impl Search<'_> {
         Ok(None)
     }
 
+    /// The form that recomputes least.
+    pub fn first_form(&self) -> Option<Checkpointing> {
+        checkpointings(&self.config.training).first().copied()
+    }
+
+    /// The lightest candidates: the shortest of the batches, and the lightest forms.
+    pub fn lightest_candidates(
+        &self,
+        precision: Precision,
+        offload: Offload,
+        batches: &[(u64, u64)],
+    ) -> Vec<Wanted> {
+        let forms = lightest_forms(&self.config.training);
+        let of = |batch| forms.iter().map(move |form| self.candidate(precision, *form, batch, offload));
+        shortest(batches).into_iter().flat_map(of).collect()
+    }
+
+    /// The same step with as many micro-batches in a pass as are worth it, and what the planner has sent away brought back as
+    /// far as there is room.
+    pub fn finished(&self, choice: Choice) -> Result<Choice, StepError> {
+        let together = self.together(&choice)?;
+        let filled = self.filled(choice)?;
+        let Some(together) = together else { return Ok(filled) };
+        let together = self.filled(together)?;
+        let faster = together.time.tokens_per_second > filled.time.tokens_per_second;
+        Ok(if faster { together } else { filled })
+    }
+
     /// A candidate for every form of checkpointing and batch, but for those of which others say that they cannot be taken.
-    fn of_all_forms(
+    pub fn of_all_forms(
         &self,
         precision: Precision,
         offload: Offload,
@@ -276,6 +329,7 @@ impl Search<'_> {
     ) -> Result<Vec<Choice>, StepError> {
         let forms = checkpointings(&self.config.training);
         let mut found: Vec<Vec<Option<Choice>>> = forms.iter().map(|_| vec![None; batches.len()]).collect();
+        let probes = self.probes(precision, offload, batches)?;
         // Forms that keep more and shorter batches come before, those that do not wait for each other at once.
         for turn in 0..forms.len() + batches.len() {
             let known: Vec<&Choice> = found.iter().flatten().flatten().collect();
@@ -284,6 +338,7 @@ impl Search<'_> {
                 let wanted = self.candidate(precision, *forms.get(form)?, *batches.get(batch)?, offload);
                 let of_form = found.get(form)?.iter().flatten();
                 let too_large = of_form.clone().any(|shorter| self.has_no_room_for_more(shorter, &wanted))
+                    || probes.iter().any(|probe| self.has_no_room_for_kept(probe, &wanted))
                     || known.iter().any(|full| self.has_no_room_for_segments(full, &wanted));
                 (!too_large && !self.is_slower(&known, &wanted)).then_some((form, batch, wanted))
             });
@@ -298,6 +353,31 @@ impl Search<'_> {
             }
         }
         Ok(found.into_iter().flatten().flatten().collect())
+    }
+
+    /// Runs of the shortest batch that may say of several forms that there is no room for them: one of a form that keeps little and,
+    /// where that fits, one that keeps more. Of ranks alone, whose runs are many.
+    fn probes(
+        &self,
+        precision: Precision,
+        offload: Offload,
+        batches: &[(u64, u64)],
+    ) -> Result<Vec<Choice>, StepError> {
+        let forms = checkpointings(&self.config.training);
+        let is_selective = |form: &Checkpointing| matches!(form, Checkpointing::Selective(_));
+        let selective: Vec<Checkpointing> = forms.into_iter().filter(is_selective).collect();
+        let batch = shortest(batches).filter(|_| self.config.parallel.mesh().size() > 1);
+        let (Some(batch), Some(most)) = (batch, selective.last()) else { return Ok(Vec::new()) };
+        let run = |form| {
+            let (settings, accumulation) = self.candidate(precision, form, batch, offload);
+            self.runs.of(settings, accumulation)
+        };
+        let first = run(*most)?;
+        let second = match (self.fits(&first, self.limits.room_bytes), selective.get(selective.len() / 2)) {
+            (true, Some(middle)) => Some(run(*middle)?),
+            _ => None,
+        };
+        Ok([Some(first), second].into_iter().flatten().collect())
     }
 
     /// The same with as many micro-batches in a pass as are worth their memory. Only where the user leaves the number
@@ -339,19 +419,18 @@ impl Search<'_> {
         Ok(most.filter(faster))
     }
 
-    /// The first that fits of the lightest candidates: the shortest batch, and the lightest forms.
-    fn lightest(
+    /// The first that fits of the lightest candidates.
+    pub fn lightest(
         &self,
         precision: Precision,
         offload: Offload,
         batches: &[(u64, u64)],
     ) -> Result<Option<Choice>, StepError> {
-        let Some(batch) = shortest(batches) else { return Ok(None) };
         let room = self.limits.room_bytes.min(self.limits.arena_bytes);
-        for form in lightest_forms(&self.config.training) {
+        for wanted in self.lightest_candidates(precision, offload, batches) {
+            let form = wanted.0.checkpointing;
             let known = self.runs.known();
             let known = || known.iter().map(Arc::as_ref);
-            let wanted = self.candidate(precision, form, batch, offload);
             if self.cannot_fit(&wanted, known()) {
                 continue;
             }
@@ -558,7 +637,7 @@ impl TimeEstimate {
 }
 
 /// Pairs of batch size and accumulation that the user's words leave open, and those to turn to where none of them fits.
-fn batches(config: &RawConfig) -> Vec<Vec<(u64, u64)>> {
+pub(crate) fn batches(config: &RawConfig) -> Vec<Vec<(u64, u64)>> {
     let mut all = every_batch(config);
     if config.sequence_chunk().is_some() {
         all.iter_mut().for_each(|batches| batches.retain(|(batch_size, _)| *batch_size == 1));

@@ -56,6 +56,11 @@ impl<'a> DryRuns<'a> {
         Choice::new(self.spec, choice.settings, choice.accumulation, self.rates)
     }
 
+    /// The first stage of a step through a pipeline.
+    pub fn first_stage(&self, (settings, accumulation): &Wanted) -> Result<Choice, StepError> {
+        Choice::first_stage(self.spec, settings.clone(), *accumulation, self.rates)
+    }
+
     /// A step run dry, now or earlier.
     pub fn of(&self, settings: StepSettings, accumulation: u64) -> Result<Choice, StepError> {
         if let Some(made) = self.find(&settings, accumulation) {

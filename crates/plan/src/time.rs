@@ -109,6 +109,12 @@ impl Rates {
     pub(crate) fn products(&self, tally: &Tally) -> f64 {
         self.arithmetic(tally).iter().sum()
     }
+
+    /// The same without those of attention.
+    pub(crate) fn matrix_products(&self, tally: &Tally) -> f64 {
+        let [matmul, _] = self.arithmetic(tally);
+        matmul
+    }
 }
 
 impl Pace for Rates {

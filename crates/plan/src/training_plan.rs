@@ -1,5 +1,6 @@
 //! The plan of a training run: every decision, what every byte is for, how long a step takes, and what else could be done.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -12,6 +13,7 @@ use serde_json::{Map, Value, json};
 
 use crate::advice::{self, Alternative, Refusal};
 use crate::config::RawConfig;
+use crate::divide::{Divided, Division, divide};
 use crate::dry_run::DryRun;
 use crate::limits::{Limits, load_line};
 use crate::load_line::{LoadLine, ProcessLimits};
@@ -73,6 +75,8 @@ pub struct TrainingPlan {
     pub refusal: Option<Refusal>,
     /// What each of several ranks takes, as the first one knows it.
     pub ranks: Vec<RankGroup>,
+    /// How the ranks were divided, where that was left to the planner.
+    pub division: Option<Division>,
 }
 
 /// Bytes by kind at the peak.
@@ -107,9 +111,23 @@ impl TrainingPlan {
     ) -> Result<TrainingPlan, StepError> {
         let load_line = load_line(config, machine);
         let limits = Limits::of(config, machine);
-        let method = training_method(config, spec, stored)?;
-        let runs = DryRuns::new(spec, &machine.rates);
-        let choice = choose(config, &method, &runs, limits)?;
+        let is_open = config.parallel.has_open_ways() || config.parallel.has_open_stage();
+        let divided = match is_open {
+            true => Some(divide(config, spec, stored, machine)?),
+            false => None,
+        };
+        let (config, runs, choice, division) = match divided {
+            Some(Divided { config, runs, choice, division }) => {
+                (Cow::Owned(config), runs, choice, Some(division))
+            }
+            None => {
+                let method = training_method(config, spec, stored)?;
+                let runs = DryRuns::new(spec, &machine.rates);
+                let choice = choose(config, &method, &runs, limits)?;
+                (Cow::Borrowed(config), runs, choice, None)
+            }
+        };
+        let config = &*config;
         let resolved = resolved_config(config, &choice);
         let (alternatives, refusal) = match limits.allow(&choice) {
             true => (advice::alternatives(&resolved, &runs, stored, machine, &choice), None),
@@ -137,6 +155,7 @@ impl TrainingPlan {
             choice,
             alternatives,
             refusal,
+            division,
         })
     }
 
@@ -162,6 +181,7 @@ impl TrainingPlan {
                 saved: self.saved,
                 refusal: None,
                 ranks: Vec::new(),
+                division: None,
             });
         }
         ladder.insert(0, self);
@@ -412,6 +432,9 @@ impl TrainingPlan {
             "shortages": self.shortages(),
             "refusal": self.refusal,
         });
+        if let (Value::Object(map), Some(division)) = (&mut document, &self.division) {
+            map.insert("search".to_owned(), division.to_json());
+        }
         if let (Value::Object(map), false) = (&mut document, self.ranks.is_empty()) {
             map.insert("ranks".to_owned(), self.ranks_json());
             map.insert("communication".to_owned(), self.communication_json());

@@ -1,13 +1,15 @@
-//! What a rank holds by stage of ZeRO and number of ranks, beside what the paper's formula says.
+//! What a rank holds by stage of ZeRO and number of data parallel ranks, beside what the paper's formula says. What else ranks
+//! share is as in the plan.
 
 use plimsoll_memory::Tag;
+use plimsoll_parallel::Mesh;
 use plimsoll_step::{Ranks, Sharding, StepError, StepSettings, ZeroStage};
 use serde::Serialize;
 
 use crate::dry_run::DryRun;
 use crate::training_plan::TrainingPlan;
 
-/// Numbers of ranks that people ask for first.
+/// Numbers of data parallel ranks that people ask for first.
 const RANKS: [u32; 5] = [1, 2, 4, 8, 64];
 
 const STAGES: [ZeroStage; 4] =
@@ -18,8 +20,10 @@ const STAGES: [ZeroStage; 4] =
 pub struct ZeroRow {
     /// The stage.
     pub zero_stage: u32,
-    /// Ranks.
+    /// All ranks.
     pub ranks: u32,
+    /// Those that take other micro-batches than each other.
+    pub data_parallel: u32,
     /// Weights, with adapters.
     pub weights: u64,
     /// Gradients.
@@ -35,9 +39,9 @@ pub struct ZeroRow {
 }
 
 impl TrainingPlan {
-    /// The step of the plan on several numbers of ranks, in each stage. Each rank takes the micro-batches of the plan.
+    /// The step of the plan with several numbers of data parallel ranks, in each stage. Each rank takes the micro-batches of the plan.
     pub fn zero_table(&self) -> Result<Vec<ZeroRow>, StepError> {
-        let own = self.choice.settings.ranks.count();
+        let own = self.choice.settings.ranks.mesh.data;
         let mut counts: Vec<u32> = RANKS.into_iter().chain([own]).collect();
         counts.sort_unstable();
         counts.dedup();
@@ -51,8 +55,9 @@ impl TrainingPlan {
     }
 
     fn zero_row(&self, zero_stage: u32, stage: ZeroStage, count: u32) -> Result<ZeroRow, StepError> {
+        let mesh = Mesh { data: count, ..self.choice.settings.ranks.mesh };
         let settings = StepSettings {
-            ranks: Ranks::of_data(0, count),
+            ranks: Ranks { rank: 0, mesh },
             sharding: Sharding { stage, ..Sharding::default() },
             ..self.choice.settings.clone()
         };
@@ -69,21 +74,23 @@ impl TrainingPlan {
         };
         Ok(ZeroRow {
             zero_stage,
-            ranks: count,
+            ranks: mesh.size(),
+            data_parallel: count,
             weights: most(&[Tag::Weights, Tag::Adapters]),
             gradients: most(&[Tag::Gradients]),
             states: most(&[Tag::Optimizer, Tag::MasterWeights]),
             communication: most(&[Tag::Communication]),
             device_peak_bytes: run.peak_bytes(),
-            paper_bytes: self.by_the_paper(stage, count),
+            paper_bytes: self.by_the_paper(stage, mesh),
         })
     }
 
     /// Rajbhandari et al. 2020, section 3: weights and gradients of their types and K bytes of states a parameter, the shares of
-    /// which are so many of the ranks.
-    fn by_the_paper(&self, stage: ZeroStage, ranks: u32) -> u64 {
+    /// which are so many of the ranks that hold the same. Stages of a pipeline and ranks that share products have as many parameters
+    /// each.
+    fn by_the_paper(&self, stage: ZeroStage, mesh: Mesh) -> u64 {
         let StepSettings { precision, .. } = &self.choice.settings;
-        let parameters = self.trainable_parameters() as f64;
+        let (parameters, ranks) = (self.trainable_parameters() as f64, mesh.replicas());
         let bytes = |dtype: plimsoll_device::DType| dtype.bytes_for(1).unwrap_or(0) as f64;
         let master = if precision.master_weights { 4.0 } else { 0.0 };
         let [weights, gradients] = [precision.weights, precision.gradients].map(bytes);
@@ -94,6 +101,7 @@ impl TrainingPlan {
             gradients / shared(ZeroStage::Gradients),
             states / shared(ZeroStage::States),
         ];
-        (parameters * each.iter().sum::<f64>()) as u64
+        let parts = f64::from(mesh.pipeline.max(1)) * f64::from(mesh.tensor.max(1));
+        (parameters / parts * each.iter().sum::<f64>()) as u64
     }
 }

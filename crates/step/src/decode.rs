@@ -2,6 +2,7 @@
 //! affair.
 
 mod cache;
+mod follow;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -49,6 +50,8 @@ pub struct Decoder<'a> {
     cache: KvCache<'a>,
     /// The ranks that have the other layers, in their order.
     stages: Option<Box<dyn Communicator + 'a>>,
+    /// Whether the others append what this one tells them.
+    leads: bool,
     length: u64,
     /// The longest that the sequence has been since it was empty: older positions of a window are gone.
     written: u64,
@@ -68,7 +71,18 @@ impl<'a> Decoder<'a> {
         let positions = (settings.context, settings.prompt_chunk_tokens);
         let cache = KvCache::new(device, &spec, settings.cache, positions, (tiers, settings.cache_tier))?;
         let ropes = RopeTables::new(device, &spec, settings.context)?;
-        Ok(Decoder { device, spec, settings, weights, ropes, cache, stages: None, length: 0, written: 0 })
+        Ok(Decoder {
+            device,
+            spec,
+            settings,
+            weights,
+            ropes,
+            cache,
+            stages: None,
+            leads: false,
+            length: 0,
+            written: 0,
+        })
     }
 
     /// Joins the ranks that have the other layers: rank n has stage n. All of them append the same tokens, and all get the logits.
@@ -110,6 +124,7 @@ impl<'a> Decoder<'a> {
     /// Appends `tokens` (at least one) and returns the logits `[V]` of what follows the last of them.
     pub fn append(&mut self, tokens: &[u32]) -> Result<Vec<f32>, StepError> {
         self.check_room(tokens)?;
+        self.tell(tokens)?;
         let mut logits = Vec::new();
         let mut chunks = tokens.chunks(self.chunk_tokens()).peekable();
         while let Some(chunk) = chunks.next() {

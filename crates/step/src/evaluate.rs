@@ -7,6 +7,7 @@ use plimsoll_device::{DType, Device};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::Phase;
 use plimsoll_model::{BlockId, ModelSpec, Parameter};
+use plimsoll_parallel::Communicator;
 
 use crate::StepError;
 use crate::block::{self, Around, Ring};
@@ -17,9 +18,10 @@ use crate::inputs::{Inputs, Places, sum};
 use crate::products::Products;
 use crate::rope::RopeTables;
 use crate::settings::{MicroBatch, Precision};
+use crate::stage::Stage;
 use crate::store::{WeightStorage, WeightStore};
 use crate::tier::Unit;
-use crate::trainer::Flow;
+use crate::trainer::{Flow, Stages};
 
 /// What measuring needs to know beforehand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,17 +101,20 @@ impl Evaluation<'_> {
     }
 }
 
-/// A model that is only measured: weights and nothing else.
+/// A model that is only measured: weights and nothing else. Or a stage of one, beside ranks that have the other layers.
 pub struct Evaluator<'a> {
     device: &'a dyn Device,
     spec: ModelSpec,
     settings: EvaluateSettings,
     weights: WeightStore<'a>,
     ropes: RopeTables,
+    /// The ranks that have the other layers.
+    stages: Option<Stages<'a>>,
 }
 
 impl<'a> Evaluator<'a> {
-    /// Takes memory for the weights, on the device and on the tiers below it.
+    /// Takes memory for the weights, on the device and on the tiers below it. Where the model is a stage
+    /// ([`Stage::part`]), [`Evaluator::join`] says where the others are.
     pub fn new(
         device: &'a dyn Device,
         tiers: &Arc<LowerTiers>,
@@ -120,7 +125,13 @@ impl<'a> Evaluator<'a> {
         let weights = WeightStore::new(device, tiers, &spec, storage, None)?;
         device.enter(Phase::Setup, None);
         let ropes = RopeTables::new(device, &spec, settings.longest)?;
-        Ok(Evaluator { device, spec, settings, weights, ropes })
+        Ok(Evaluator { device, spec, settings, weights, ropes, stages: None })
+    }
+
+    /// Joins the ranks that have the other layers of the whole model: rank n has stage n. All of them measure the same sequences.
+    pub fn join(&mut self, ranks: Box<dyn Communicator + 'a>, whole: &ModelSpec) {
+        let stage = Stage::measured(whole, ranks.rank(), ranks.size());
+        self.stages = (stage.count > 1).then_some(Stages { ranks, stage });
     }
 
     /// Sets every weight that no file holds as it is computed with; `fill` writes the values of some rows of a parameter in the given type
@@ -132,12 +143,13 @@ impl<'a> Evaluator<'a> {
         self.weights.load(&|_| Vec::new(), fill)
     }
 
-    /// Sum of token losses and number of targets of `batch_size` sequences of equal length.
+    /// Sum of token losses and number of targets of `batch_size` sequences of equal length. Of several ranks the last one has the
+    /// losses, and the others none.
     pub fn losses(&mut self, batch_size: u64, micro_batch: &MicroBatch<'_>) -> Result<(f64, u64), StepError> {
-        let Evaluator { device, spec, settings, weights, ropes } = self;
+        let Evaluator { device, spec, settings, weights, ropes, stages } = self;
         let (device, settings) = (*device, *settings);
         let ropes = Some(&*ropes);
-        let (flow, ring, products) = (Flow::through(None), None, None);
+        let (flow, ring, products) = (Flow::through(stages.as_ref()), None, None);
         let pass = Evaluation { device, spec, ropes, ring, flow, products, settings, mlp_chunk_tokens: None };
         pass.run(weights, batch_size, micro_batch)
     }

@@ -251,6 +251,13 @@ pub enum ZeroStage {
     Weights,
 }
 
+impl ZeroStage {
+    /// As the paper counts them.
+    pub fn number(self) -> u32 {
+        self as u32
+    }
+}
+
 impl Sharding {
     /// Whether every pass adds its gradients to those of the passes before, over all ranks and in the order of the whole batch.
     pub fn reduces_each_pass(self) -> bool {
@@ -439,8 +446,19 @@ impl StepSettings {
         self.sequence_parallel && ranks > 1 && tokens.is_multiple_of(ranks)
     }
 
+    /// What stands in the way of ranks that are to divide the work on this model so.
+    ///
+    /// # Errors
+    /// [`StepError`]: which way, and what would work.
+    pub fn check_mesh(&self, spec: &ModelSpec) -> Result<(), StepError> {
+        self.check_context()?;
+        self.check_pipeline(spec)?;
+        self.check_products(spec)?;
+        self.check_sharers()
+    }
+
     /// What stands in the way of ranks that have parts of the same sequences, if they do.
-    pub(crate) fn check_context(&self) -> Result<(), StepError> {
+    fn check_context(&self) -> Result<(), StepError> {
         let what = match self.ranks.mesh.context {
             0 | 1 => return Ok(()),
             _ if self.chunk_tokens().is_some() => "sequences in chunks are not shared by ranks",
@@ -456,7 +474,7 @@ impl StepSettings {
     }
 
     /// What stands in the way of the neighbours that are to share.
-    pub(crate) fn check_sharers(&self) -> Result<(), StepError> {
+    fn check_sharers(&self) -> Result<(), StepError> {
         match self.ranks.mesh.replicas().is_multiple_of(self.sharers()) {
             true => Ok(()),
             false => Err(StepError::Invariant { what: "ranks fall into no groups of as many that share" }),
@@ -464,7 +482,7 @@ impl StepSettings {
     }
 
     /// What stands in the way of ranks that have some of the layers each, if they do.
-    pub(crate) fn check_pipeline(&self, spec: &ModelSpec) -> Result<(), StepError> {
+    fn check_pipeline(&self, spec: &ModelSpec) -> Result<(), StepError> {
         let has_table =
             |adapters: &Adapters| adapters.layout.trains_base(BlockId::Embedding, Role::TokenEmbedding);
         let what = match self.ranks.mesh.pipeline {
@@ -500,7 +518,7 @@ impl StepSettings {
     }
 
     /// What stands in the way of ranks that share every product, if they do.
-    pub(crate) fn check_products(&self, spec: &ModelSpec) -> Result<(), StepError> {
+    fn check_products(&self, spec: &ModelSpec) -> Result<(), StepError> {
         let ranks = self.ranks.mesh.tensor;
         if ranks <= 1 {
             return Ok(());

@@ -60,6 +60,21 @@ impl Stage {
         spec.stage(Stage::layers(spec.num_layers, number, count), part)
     }
 
+    /// A stage of a model that is not trained.
+    pub(crate) fn measured(spec: &ModelSpec, number: u32, count: u32) -> Stage {
+        let whole = Arc::new((spec.clone(), TrainingMethod::Full));
+        Stage {
+            number,
+            count,
+            tensor: 0,
+            tensors: 1,
+            shares_rows: false,
+            whole,
+            parts: Vec::new(),
+            ties_training: false,
+        }
+    }
+
     /// Rows of the tables of the vocabulary that one of so many ranks has which share every product.
     pub fn table_rows(spec: &ModelSpec, tensor: u32, tensors: u32) -> u64 {
         vocabulary(spec, tensor, tensors).map_or(spec.vocab_size, |(start, end)| end - start)

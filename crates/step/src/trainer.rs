@@ -45,8 +45,8 @@ use numbers::Found;
 pub use numbers::Numbers;
 pub(crate) use parts::{Part, Parts, Standing};
 use passes::Passes;
-pub(crate) use pipeline::Flow;
-use pipeline::{Model, Stages};
+use pipeline::Model;
+pub(crate) use pipeline::{Flow, Stages};
 pub use state::NamedTensor;
 
 /// Sets the seeds of dropout apart from others.
@@ -155,10 +155,7 @@ impl<'a> Trainer<'a> {
         communicator: &'a dyn Communicator,
     ) -> Result<Self, StepError> {
         settings.check_chunks()?;
-        settings.check_context()?;
-        settings.check_pipeline(&spec)?;
-        settings.check_products(&spec)?;
-        settings.check_sharers()?;
+        settings.check_mesh(&spec)?;
         let (spec, settings) = settings.of_stage(&spec);
         let precision = settings.precision;
         let mesh = settings.ranks.mesh;

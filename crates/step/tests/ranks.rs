@@ -17,9 +17,9 @@ use plimsoll_model::{
 use plimsoll_parallel::{Collectives, Communicator, Deal, DryRanks, Mesh, ThreadRank, Wired, thread_ranks};
 use plimsoll_step::{
     AdamSettings, Adapters, AttentionKind, Checkpointing, DecodeSettings, Decoder, EightBit,
-    GradientClipping, LionSettings, MicroBatch, NamedTensor, NormSource, Offload, OptimizerKind,
-    PipelineSchedule, Precision, Ranks, Sharding, Stage, StateKind, StepError, StepSettings, Trainer,
-    TrainingMethod, UpdateTiming, WeightStorage, ZeroStage,
+    EvaluateSettings, Evaluator, GradientClipping, LionSettings, MicroBatch, NamedTensor, NormSource,
+    Offload, OptimizerKind, PipelineSchedule, Precision, Ranks, Sharding, Stage, StateKind, StepError,
+    StepSettings, Trainer, TrainingMethod, UpdateTiming, WeightStorage, ZeroStage,
 };
 
 /// Micro-batches of a step, over all ranks.
@@ -884,6 +884,105 @@ fn a_model_in_stages_answers_with_the_same_bits() {
                     assert!(of_rank == one[0], "{} {cache} {ranks}", spec.name);
                 }
             }
+        }
+    }
+}
+
+fn evaluator<'a>(device: &'a dyn Device, part: &ModelSpec) -> Evaluator<'a> {
+    let settings = EvaluateSettings { precision: Precision::F32, longest: 12, loss_chunk_tokens: 5 };
+    let storage = WeightStorage::new(&|_| DType::F32);
+    Evaluator::new(device, &Arc::default(), part.clone(), settings, storage).unwrap()
+}
+
+/// The losses of two micro-batches, as the ranks have them that have some of the layers each; and each rank's arena is the planned.
+fn measured(spec: &ModelSpec, ranks: u32) -> Vec<f64> {
+    let of_rank = |rank: ThreadRank| {
+        let ranks = Wired::new(rank);
+        let part = Stage::part(spec, ranks.rank(), ranks.size());
+        let dry = Dry::new();
+        let mut planned = evaluator(&dry, &part);
+        planned.join(Box::new(DryRanks::new(ranks.rank(), ranks.size())), spec);
+        planned.losses(3, &MicroBatch::new(&[], &[])).unwrap();
+        let device = Cpu::new(dry.arena().high_water(), CpuOptions { threads: Some(1), isa: None }).unwrap();
+        let mut evaluator = evaluator(&device, &part);
+        evaluator.load(|p, rows, dtype, out| fill(&spec.original(p), rows, dtype, out)).unwrap();
+        evaluator.join(ranks.group((0..ranks.size()).collect()).unwrap(), spec);
+        let losses = [5, 8].map(|seed| {
+            let (tokens, targets) = tokens(seed, 3, 12);
+            evaluator.losses(3, &MicroBatch::new(&tokens, &targets)).unwrap().0
+        });
+        assert_eq!(device.arena().high_water(), dry.arena().high_water());
+        let is_last = ranks.rank() + 1 == ranks.size();
+        assert!(is_last || losses == [0.0, 0.0]);
+        losses.map(|loss| ranks.sum(loss).unwrap()).to_vec()
+    };
+    std::thread::scope(|scope| {
+        let start = |rank| scope.spawn(move || of_rank(rank));
+        let threads: Vec<_> = thread_ranks(ranks).into_iter().map(start).collect();
+        let all: Vec<Vec<f64>> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+        assert!(all.iter().all(|losses| *losses == all[0]));
+        all[0].clone()
+    })
+}
+
+#[test]
+fn a_model_in_stages_is_measured_with_the_same_bits() {
+    for spec in families().map(wider) {
+        let one = measured(&spec, 1);
+        assert!(one.iter().all(|loss| *loss > 0.0) && one[0] != one[1]);
+        for ranks in [2, 3] {
+            assert_eq!(measured(&spec, ranks), one, "{} {ranks}", spec.name);
+        }
+    }
+}
+
+/// What a conversation finds out that goes on, goes back, and goes on: the first rank alone knows its tokens.
+fn told(spec: &ModelSpec, ranks: u32) -> Vec<Vec<f32>> {
+    let settings = DecodeSettings {
+        precision: Precision::F32,
+        cache: DType::F32,
+        cache_tier: Tier::Device,
+        context: 24,
+        prompt_chunk_tokens: 5,
+    };
+    let of_rank = |rank: ThreadRank| -> Vec<Vec<f32>> {
+        let ranks = Wired::new(rank);
+        let part = Stage::part(spec, ranks.rank(), ranks.size());
+        let device = Cpu::new(1 << 20, CpuOptions { threads: Some(1), isa: None }).unwrap();
+        let storage = WeightStorage::new(&|_| DType::F32);
+        let mut decoder = Decoder::new(&device, &Arc::default(), part, settings, storage).unwrap();
+        decoder.load(|p, rows, dtype, out| fill(&spec.original(p), rows, dtype, out)).unwrap();
+        decoder.join(ranks.group((0..ranks.size()).collect()).unwrap());
+        if ranks.rank() > 0 {
+            decoder.follow().unwrap();
+            return Vec::new();
+        }
+        decoder.lead();
+        let (prompt, _) = tokens(5, 1, 12);
+        let mut all = vec![decoder.append(&prompt).unwrap(), decoder.append(&[3]).unwrap()];
+        decoder.truncate(9);
+        decoder.truncate(7);
+        all.push(decoder.append(&[1, 2, 4]).unwrap());
+        // What is refused is told to nobody.
+        assert!(decoder.append(&[0; 30]).is_err());
+        decoder.truncate(0);
+        all.push(decoder.append(&[6]).unwrap());
+        decoder.dismiss().unwrap();
+        all
+    };
+    std::thread::scope(|scope| {
+        let start = |rank| scope.spawn(move || of_rank(rank));
+        let threads: Vec<_> = thread_ranks(ranks).into_iter().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).next().unwrap()
+    })
+}
+
+#[test]
+fn ranks_that_follow_the_first_compute_what_it_would_alone_in_stages() {
+    for spec in families().map(wider) {
+        let one = told(&spec, 1);
+        for ranks in [2, 3] {
+            assert!(told(&spec, ranks) == one, "{} {ranks}", spec.name);
         }
     }
 }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, IGNORED_TARGET};
 use plimsoll_model::adapter::AdapterSet;
 use plimsoll_model::{Adapter, AdapterLayout, ModelFiles, ModelSpec, Parameter, Role, Target, Transcoder};
+use plimsoll_parallel::DryRanks;
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
 use plimsoll_step::{
@@ -104,7 +105,8 @@ fn losses_are_those_of_pytorch() {
         let length = case.tokens.len() as u64;
         let types = |_: &Parameter| DType::F32;
         let storage = WeightStorage { adapters: Some(set.layout()), ..WeightStorage::new(&types) };
-        let dry = DryRun::evaluation(spec, Precision::F32, storage, 1, length, 64).unwrap();
+        let dry =
+            DryRun::evaluation((spec, DryRanks::new(0, 1)), Precision::F32, storage, 1, length, 64).unwrap();
         let device = cpu(dry.peak_bytes());
         let mut evaluator = Evaluator::new(
             &device,

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use plimsoll_parallel::{Communicator, Wired, thread_ranks};
 use plimsoll_plan::ModelOrigin;
-use plimsoll_plan::config::RawConfig;
+use plimsoll_plan::config::{RawConfig, Started};
 use plimsoll_train::{
     MemoryReading, Observer, Prepared, Report, RunEvent, StopFlag, Surroundings, TrainError,
 };
@@ -53,13 +53,10 @@ impl Observer for StopsAt<'_> {
 /// Trains on so many ranks; `stop_at`: the last of them is asked to stop behind this step.
 fn run(config: &RawConfig, ranks: u32, resume: bool, stop_at: Option<u64>) -> Result<Report, TrainError> {
     let one = |ranks: &dyn Communicator| {
-        let mut config = config.clone();
-        let parallel = &mut config.parallel;
-        let together =
-            parallel.context_parallel() * parallel.pipeline_parallel() * parallel.tensor_parallel();
-        let data = u64::from(ranks.size()) / together;
-        (config.rank, parallel.data_parallel) = (ranks.rank(), Some(data));
-        let accumulation = u64::from(MICRO_BATCHES) / data;
+        let started = Started { ranks: ranks.size(), of_each_machine: None };
+        let mut config = config.on_ranks(started).unwrap();
+        config.rank = ranks.rank();
+        let accumulation = u64::from(MICRO_BATCHES) / config.parallel.data_parallel();
         config.apply_set(&format!("training.gradient_accumulation_steps={accumulation}")).unwrap();
         let origin = ModelOrigin::find(&config).unwrap();
         let prepared = Prepared::of_rank(config, origin, resume, ranks)?;

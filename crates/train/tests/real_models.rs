@@ -9,6 +9,7 @@ use plimsoll_device::{Cpu, CpuOptions, DType, Device};
 use plimsoll_generate::{GenerateError, Limits, Sampler, SamplerSettings, Session};
 use plimsoll_memory::Tier;
 use plimsoll_model::{ModelError, ModelFiles, Parameter};
+use plimsoll_parallel::DryRanks;
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
 use plimsoll_step::{
@@ -115,7 +116,15 @@ fn the_loss_of_a_text_is_that_of_the_reference() {
         let length = tokens.len();
         let spec = files.spec().clone();
         let types = |p: &Parameter| files.weights().inference_dtype(p, DType::F32);
-        let dry = DryRun::evaluation(&spec, Precision::F32, WeightStorage::new(&types), 1, 512, 512).unwrap();
+        let dry = DryRun::evaluation(
+            (&spec, DryRanks::new(0, 1)),
+            Precision::F32,
+            WeightStorage::new(&types),
+            1,
+            512,
+            512,
+        )
+        .unwrap();
         let device = cpu(dry.peak_bytes());
         let mut evaluator = Evaluator::new(
             &device,

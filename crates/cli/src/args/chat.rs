@@ -8,6 +8,12 @@ use super::{InferenceArgs, SamplingArgs, StoppingArgs, inference};
 pub struct ChatArgs {
     #[command(flatten)]
     pub inference: InferenceArgs,
+    /// Divide the model's layers among so many ranks of this machine, each a process with its own memory (docs/ranks.md)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub ranks: Option<u32>,
+    /// The lines come from somebody who types them, although through the program that started the ranks
+    #[arg(long, hide = true)]
+    pub typed: bool,
     /// What the system says first
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,

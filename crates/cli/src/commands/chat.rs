@@ -11,13 +11,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use plimsoll_generate::{Conversation, Sampler};
 use plimsoll_memory::ByteSize;
+use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::GenerationPlan;
 
 use crate::args::ChatArgs;
 use crate::chat_format::ChatFormat;
 use crate::failure::Failure;
 use crate::inference::Inference;
+use crate::ranks::{self, Lines};
 use crate::session::Engine;
+use crate::signals;
 use console::Console;
 use input::{Input, history_file};
 use talk::Talk;
@@ -38,9 +41,11 @@ pub struct Interrupts {
 }
 
 impl Interrupts {
-    fn listen() -> Result<Interrupts, Failure> {
-        let interrupts = Interrupts { raised: Arc::default(), idle: Arc::new(AtomicBool::new(true)) };
-        let signal = signal_hook::consts::SIGINT;
+    /// Of a process that is alone, or one of several ranks, which a launcher tells otherwise and of which only the first answers.
+    fn listen(ranks: &dyn Communicator) -> Result<Interrupts, Failure> {
+        let answers = ranks.rank() == 0;
+        let interrupts = Interrupts { raised: Arc::default(), idle: Arc::new(AtomicBool::new(answers)) };
+        let signal = signals::to_interrupt(!ranks.is_alone());
         signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&interrupts.idle))?;
         signal_hook::flag::register(signal, Arc::clone(&interrupts.raised))?;
         Ok(interrupts)
@@ -63,9 +68,19 @@ impl Interrupts {
 }
 
 pub fn run(args: &ChatArgs) -> Result<(), Failure> {
+    ranks::on_each_with(Lines::OfFirst, args.ranks, |ranks| run_rank(args, ranks))
+}
+
+/// One rank, or the only one. The first one talks, and the others compute what it tells them.
+fn run_rank(args: &ChatArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
+    let leads = ranks.rank() == 0;
+    if !leads {
+        ranks::be_quiet()?;
+    }
     let settings = args.sampling.settings();
     Sampler::new(&settings)?;
-    let model = Inference::open(&args.inference, "talk with", args.json)?;
+    let mut model = Inference::open(&args.inference, "talk with", args.json || !leads)?;
+    model.divide(ranks)?;
     let format = ChatFormat::new(&model.tokenizer, args.chat_template.as_deref(), &model.end_tokens())?;
     let max_tokens = args.max_tokens.unwrap_or(usize::MAX);
     let limits = args.stopping.limits(&model.tokenizer, max_tokens, format.ends)?;
@@ -75,9 +90,9 @@ pub fn run(args: &ChatArgs) -> Result<(), Failure> {
     tried.ask("?");
     let least = tried.prompt(&format.template, &model.tokenizer, usize::MAX, 0)?.tokens.len();
 
-    let interrupts = Interrupts::listen()?;
+    let interrupts = Interrupts::listen(ranks)?;
     let engine = model.start()?;
-    let plan = plan(&model, &engine)?;
+    let plan = plan(&model, ranks, &engine)?;
     let context = usize::try_from(plan.settings.context).unwrap_or(usize::MAX);
     if least >= context {
         return Err(Failure::usage(format!(
@@ -85,15 +100,22 @@ pub fn run(args: &ChatArgs) -> Result<(), Failure> {
         )));
     }
     let device = model.device(&engine, &plan)?;
-    let (session, _) = model.session(&device, &plan)?;
+    let (mut session, _) = model.session_of(ranks, &device, &plan)?;
+    if !leads {
+        return Ok(session.follow()?);
+    }
+    session.lead();
     let console = Console { json: args.json };
-    let input = Input::new(!args.json, if args.no_history { None } else { history_file() })?;
+    let input = match ranks.is_alone() {
+        true => Input::new(!args.json, if args.no_history { None } else { history_file() })?,
+        false => Input::through_launcher(args.typed),
+    };
     if input.is_interactive() && !args.json {
         let peak = ByteSize(plan.dry_run.peak_bytes());
         let name = &model.spec().name;
         eprintln!("{name}, context {context} tokens, {peak} planned. /help lists the commands, Ctrl-D ends.");
     }
-    Talk {
+    let mut talk = Talk {
         model: &model,
         template: format.template,
         plan: plan.dry_run,
@@ -104,18 +126,29 @@ pub fn run(args: &ChatArgs) -> Result<(), Failure> {
         answers: 0,
         interrupts,
         console,
+        leads: !ranks.is_alone(),
+        failed: false,
+    };
+    let outcome = talk.run(input);
+    // Where something went wrong, all ranks are ended.
+    if outcome.as_ref().map_or_else(Failure::is_silent, |()| true) {
+        talk.session.dismiss()?;
     }
-    .run(input)
+    outcome
 }
 
 /// The context and what it needs. Where none is asked for: the usual one, or the largest that memory allows.
-fn plan(model: &Inference<'_>, engine: &Engine) -> Result<GenerationPlan, Failure> {
-    if let Some(asked) = model.asked_context() {
-        return Ok(model.plan(engine, asked..=asked, None, asked)?.0);
-    }
-    let usual = model.trained_context().clamp(1, USUAL_CONTEXT);
-    let (plan, _) = model.plan(engine, SMALLEST_CONTEXT.min(usual)..=usual, None, usual / ENOUGH)?;
-    if plan.settings.context < usual as u64 {
+fn plan(model: &Inference<'_>, ranks: &dyn Communicator, engine: &Engine) -> Result<GenerationPlan, Failure> {
+    let (context, enough) = match model.asked_context() {
+        Some(asked) => (asked..=asked, asked),
+        None => {
+            let usual = model.trained_context().clamp(1, USUAL_CONTEXT);
+            (SMALLEST_CONTEXT.min(usual)..=usual, usual / ENOUGH)
+        }
+    };
+    let usual = *context.end();
+    let (plan, _) = model.plan_together(ranks, engine, context, None, enough)?;
+    if ranks.rank() == 0 && plan.settings.context < usual as u64 {
         eprintln!("memory allows a context of {} tokens", plan.settings.context);
     }
     Ok(plan)

@@ -8,6 +8,7 @@ use plimsoll_device::DType;
 use plimsoll_memory::Tier;
 use plimsoll_model::Parameter;
 use plimsoll_model::tokenizer::Tokenizer;
+use plimsoll_parallel::{Collectives, Communicator, DryRanks};
 use plimsoll_plan::{DryRun, LoadLine, loss_chunk_tokens};
 use plimsoll_step::{DecodeSettings, Decoder, MicroBatch};
 use serde_json::json;
@@ -17,6 +18,7 @@ use crate::failure::Failure;
 use crate::load_line::{PlannedProcess, load_line};
 use crate::output::outln;
 use crate::progress;
+use crate::ranks;
 use crate::session::{Engine, cache_type};
 use crate::streaming::{self, Streaming};
 use crate::weights::Weights;
@@ -31,12 +33,44 @@ const TOKENS_PER_PASS: u64 = 2048;
 /// Tokens of a window that are taken together where a cache holds the others.
 const CACHED_CHUNK_TOKENS: u64 = 128;
 
+/// What is measured, and by whom.
+struct Task<'t> {
+    args: &'t EvalArgs,
+    model: &'t Weights,
+    line: LoadLine,
+    /// Each has some of the layers, and all go through the same windows.
+    ranks: &'t dyn Communicator,
+}
+
+impl Task<'_> {
+    /// This rank without wires.
+    fn dry(&self) -> DryRanks {
+        DryRanks::new(self.ranks.rank(), self.ranks.size())
+    }
+
+    /// Whether nothing is said but what comes out, or not even that.
+    fn quiet(&self) -> bool {
+        self.args.json || self.ranks.rank() > 0
+    }
+}
+
 pub fn run(args: &EvalArgs) -> Result<(), Failure> {
+    ranks::on_each(args.ranks, |ranks| run_rank(args, ranks))
+}
+
+/// One rank, or the only one.
+fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
+    if ranks.rank() > 0 {
+        ranks::be_quiet()?;
+    }
     if args.sequence_length < 2 {
         return Err(Failure::usage("--sequence-length must be at least 2: the first token is context"));
     }
     let line = load_line(args.memory);
-    let model = Weights::open(&args.weights, "evaluate", args.json)?;
+    let mut model = Weights::open(&args.weights, "evaluate", args.json || ranks.rank() > 0)?;
+    model.divide(ranks)?;
+    let model = &model;
+    let task = &Task { args, model, line, ranks };
     let cache = cache_type(args.kv_cache.as_deref())?;
     let Evaluated { loss, targets, streaming, planned } = match args.format.as_deref().filter(|f| *f != TEXT)
     {
@@ -50,16 +84,16 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
             };
             let engine = Engine::start(args.threads)?;
             match cache {
-                None => whole_windows(args, &engine, &model, line, &windows)?,
-                Some(cache) => through_the_cache(args, &engine, &model, line, cache, &windows)?,
+                None => whole_windows(task, &engine, &windows)?,
+                Some(cache) => through_the_cache(task, &engine, cache, &windows)?,
             }
         }
         Some(_) if cache.is_some() => {
             return Err(Failure::usage("--kv-cache is for texts; leave it out, or --format"));
         }
         Some(format) => {
-            let samples = samples::read(args, &model, format)?;
-            samples::measure(args, &Engine::start(args.threads)?, &model, line, &samples)?
+            let samples = samples::read(args, model, format)?;
+            samples::measure(task, &Engine::start(args.threads)?, &samples)?
         }
     };
     let mean = if targets > 0.0 { loss / targets } else { 0.0 };
@@ -75,7 +109,7 @@ pub fn run(args: &EvalArgs) -> Result<(), Failure> {
         outln!("{document}")?;
     } else {
         outln!("loss {mean:.6}, perplexity {:.4}, over {tokens} tokens", mean.exp())?;
-        if let Some(streaming) = streaming {
+        if let Some(streaming) = streaming.filter(|_| ranks.rank() == 0) {
             streaming.report();
         }
     }
@@ -91,25 +125,19 @@ struct Evaluated {
 }
 
 /// Every window at once, several together.
-fn whole_windows(
-    args: &EvalArgs,
-    engine: &Engine,
-    model: &Weights,
-    line: LoadLine,
-    windows: &EvalWindows,
-) -> Result<Evaluated, Failure> {
-    let (files, precision) = (&model.files, model.precision);
+fn whole_windows(task: &Task<'_>, engine: &Engine, windows: &EvalWindows) -> Result<Evaluated, Failure> {
+    let (files, precision) = (&task.model.files, task.model.precision);
     let longest = windows.longest() as u64;
     let most = (TOKENS_PER_PASS / longest.max(1)).clamp(1, windows.len().max(1) as u64);
     let chunk = |together| loss_chunk_tokens(files.spec().vocab_size, together * longest);
-    let passes = Passes::plan(engine, model, line, most, |together, storage| {
-        DryRun::evaluation(files.spec(), precision, storage, together, longest, chunk(together))
+    let passes = Passes::plan(task, engine, most, |together, storage| {
+        DryRun::evaluation((files.spec(), task.dry()), precision, storage, together, longest, chunk(together))
     })?;
-    let device = engine.device(&passes.dry_run, line)?;
+    let device = engine.device(&passes.dry_run, task.line)?;
     let (most, chunk) = (passes.together, chunk(passes.together));
-    let (mut evaluator, streaming) = passes.evaluator(args, model, &device, (longest, chunk))?;
+    let (mut evaluator, streaming) = passes.evaluator(task, &device, (longest, chunk))?;
 
-    let bar = progress::counter(windows.len() as u64, "windows", args.json);
+    let bar = progress::counter(windows.len() as u64, "windows", task.quiet());
     let (mut loss, mut targets) = (0.0, 0);
     let mut next = 0;
     while next < windows.len() {
@@ -130,18 +158,18 @@ fn whole_windows(
         bar.inc(together as u64);
     }
     bar.finish_and_clear();
+    let loss = task.ranks.sum(loss).map_err(|error| Failure::other(error.to_string()))?;
     Ok(Evaluated { loss, targets: targets as f64, streaming, planned: passes.planned })
 }
 
 /// The same token by token's way: each window in chunks that read the others from a cache.
 fn through_the_cache(
-    args: &EvalArgs,
+    task: &Task<'_>,
     engine: &Engine,
-    model: &Weights,
-    line: LoadLine,
     cache: DType,
     windows: &EvalWindows,
 ) -> Result<Evaluated, Failure> {
+    let Task { model, ranks, .. } = *task;
     let (files, precision) = (&model.files, model.precision);
     let context = windows.longest().max(1) as u64;
     let settings = DecodeSettings {
@@ -152,17 +180,20 @@ fn through_the_cache(
         prompt_chunk_tokens: CACHED_CHUNK_TOKENS,
     };
     let chunk = loss_chunk_tokens(files.spec().vocab_size, CACHED_CHUNK_TOKENS);
-    let passes = Passes::plan(engine, model, line, 1, |_, storage| {
-        DryRun::cached_evaluation(files.spec(), settings, storage, chunk)
+    let passes = Passes::plan(task, engine, 1, |_, storage| {
+        DryRun::cached_evaluation(model.own_spec(), settings, storage, chunk)
     })?;
-    let device = engine.device(&passes.dry_run, line)?;
-    let (tiers, streaming) = passes.tiers(args, model, &device)?;
+    let device = engine.device(&passes.dry_run, task.line)?;
+    let (tiers, streaming) = passes.tiers(task, &device)?;
     let types = |p: &Parameter| model.weight_type(p);
     let storage = passes.storage(model, &types);
-    let mut decoder = Decoder::new(&device, &tiers, files.spec().clone(), settings, storage)?;
+    let mut decoder = Decoder::new(&device, &tiers, model.own_spec().clone(), settings, storage)?;
     streaming::report_buffered(&tiers);
     decoder.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
-    let bar = progress::counter(windows.len() as u64, "windows", args.json);
+    if !ranks.is_alone() {
+        decoder.join(ranks::everybody(ranks)?);
+    }
+    let bar = progress::counter(windows.len() as u64, "windows", task.quiet());
     let (mut loss, mut targets) = (0.0, 0);
     for i in 0..windows.len() {
         let tokens = windows.window(i);

@@ -10,11 +10,10 @@ use std::path::Path;
 use plimsoll_memory::{AtPeak, ByteSize, Tag};
 use plimsoll_model::catalogue;
 use plimsoll_parallel::Mesh;
-use plimsoll_plan::config::GradientCheckpointing;
-use plimsoll_plan::config::RawConfig;
+use plimsoll_plan::config::{GradientCheckpointing, RawConfig, Started};
 use plimsoll_plan::{
-    Catalogue, DiskRates, Machine, ModelOrigin, ProcessLimits, Question, Sought, Target, TimeEstimate,
-    TimelineFormat, TrainingPlan, ZeroRow, fitting_devices,
+    Catalogue, DiskRates, Division, Machine, ModelOrigin, ProcessLimits, Question, Sought, Target,
+    TimeEstimate, TimelineFormat, TrainingPlan, ZeroRow, fitting_devices,
 };
 use plimsoll_step::{Adapters, Linears, ZeroStage};
 use plimsoll_train::{TrainError, write_whole};
@@ -27,7 +26,7 @@ use crate::models::{self, Need};
 use crate::needs;
 use crate::output::{out, outln};
 use crate::row;
-use crate::session::{Engine, load_config};
+use crate::session::{Engine, load_config, load_config_on};
 use crate::table;
 
 pub fn run(args: &PlanArgs) -> Result<(), Failure> {
@@ -39,19 +38,20 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     // Where a model is looked for, any stands for it.
     let any = catalogue::names().next().filter(|_| args.find == Some(Sought::Model));
     let model = any.map(str::to_owned).or_else(|| args.source.model.clone());
-    let mut config = load_config(&ConfigSource { model, ..args.source.clone() })?;
-    let target = match &args.hardware {
-        None if args.host_memory.is_some() && args.compare.is_empty() => {
+    let source = ConfigSource { model, ..args.source.clone() };
+    if !args.compare.is_empty() {
+        return compare::named(args, &source);
+    }
+    let target = args.hardware.as_deref().map(|name| machine_of(args, name)).transpose()?;
+    let config = match (&target, args.ranks) {
+        (None, _) if args.host_memory.is_some() => {
             return Err(Failure::usage("--host-memory is of a machine that --hardware or --compare names"));
         }
-        None => None,
-        Some(name) => {
-            let found = Catalogue::known().target(name)?;
-            let target = args.host_memory.map_or(found.clone(), |bytes| found.with_host_memory(bytes));
-            ranks_of_devices(&mut config, &target)?;
-            Some(target)
-        }
+        (Some(target), _) => load_config_for(&source, target)?,
+        (None, Some(ranks)) => load_config_on(&source, Started { ranks, of_each_machine: None })?,
+        (None, None) => load_config(&source)?,
     };
+    config.divisions()?;
     let stated = config.memory.device_budget().set().is_some();
     if args.elsewhere && !stated {
         return Err(Failure::usage(
@@ -64,9 +64,6 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         ModelOrigin::Files(files) => files.tokenizer().ok(),
         ModelOrigin::Catalogue(_) | ModelOrigin::Scratch(..) => None,
     };
-    if !args.compare.is_empty() {
-        return compare::named(args, &config, &origin);
-    }
     if args.find == Some(Sought::Hardware) {
         let devices = fitting_devices(&config, &origin, plimsoll_train::host_bytes_per_token(&config))?;
         return match devices.is_empty() {
@@ -98,12 +95,6 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         }
         plan = engine.plan(&config, &machine, &mut plan_for)?;
         speeds = PlanSpeeds::of(&engine, &plan, elsewhere);
-    }
-    let mesh = plan.choice.settings.ranks.mesh;
-    if args.zero_table && mesh.data < mesh.size() {
-        return Err(Failure::usage(
-            "--zero-table is of data parallel ranks; leave context_parallel, pipeline_parallel and tensor_parallel away",
-        ));
     }
     // Where no method is chosen, what each would need is a part of the answer.
     let undecided = config.training.method.is_none() && args.find.is_none();
@@ -155,38 +146,43 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     if plan.fits() { Ok(()) } else { Err(Failure::shown_not_to_fit()) }
 }
 
-/// Has every device of a machine be a rank: what the other ways leave are data parallel.
-fn ranks_of_devices(config: &mut RawConfig, target: &Target) -> Result<(), Failure> {
-    let (devices, mesh) = (target.devices(), config.parallel.mesh());
-    let others = u64::from(mesh.size() / mesh.data.max(1)).max(1);
-    if config.parallel.data_parallel.is_none() && devices.is_multiple_of(others) {
-        config.parallel.data_parallel = Some(devices / others);
-        config.validate()?;
-    }
-    let ranks = u64::from(config.parallel.mesh().size());
-    match ranks == devices {
-        true => Ok(()),
-        false => Err(Failure::usage(format!(
-            "--hardware {} has {devices} device{}, and the keys of parallel multiply to {ranks} ranks; leave \
-             parallel.data_parallel away, or set it so that they multiply to {devices}",
-            target.name,
-            if devices == 1 { "" } else { "s" }
-        ))),
-    }
+/// The machine of a name, or of so many of its devices where the name is that of one.
+pub fn machine_of(args: &PlanArgs, name: &str) -> Result<Target, Failure> {
+    let found = Catalogue::known().target(name)?;
+    let target = match args.ranks.map(u64::from) {
+        None => found,
+        Some(ranks) if ranks == found.devices() => found,
+        Some(ranks) if found.devices() == 1 => Catalogue::known().target(&format!("{ranks}x{name}"))?,
+        Some(ranks) => {
+            return Err(Failure::usage(format!(
+                "--ranks {ranks}: --hardware {name} has {} devices, and each is a rank; leave --ranks away",
+                found.devices()
+            )));
+        }
+    };
+    Ok(args.host_memory.map_or(target.clone(), |bytes| target.with_host_memory(bytes)))
+}
+
+/// The configuration of a run on every device of a machine.
+pub fn load_config_for(source: &ConfigSource, target: &Target) -> Result<RawConfig, Failure> {
+    let count = |devices: u64| u32::try_from(devices).unwrap_or(u32::MAX);
+    let of_each_machine = Some(count(target.devices_of_machine));
+    load_config_on(source, Started { ranks: count(target.devices()), of_each_machine })
 }
 
 /// What a rank holds, by stage and number of ranks.
 fn zero_table(plan: &TrainingPlan) -> Result<String, Failure> {
     let mut rows =
-        vec![row!["ZeRO", "ranks", "weights", "gradients", "states", "messages", "paper", "arena"]];
+        vec![row!["ZeRO", "data", "ranks", "weights", "gradients", "states", "messages", "paper", "arena"]];
     for line in plan.zero_table()? {
-        let ZeroRow { zero_stage, ranks, weights, gradients, states, communication, .. } = line;
+        let ZeroRow { zero_stage, ranks, data_parallel, weights, gradients, states, communication, .. } =
+            line;
         let bytes = [weights, gradients, states, communication, line.paper_bytes, line.device_peak_bytes];
-        let numbers = [zero_stage, ranks].map(|number| number.to_string());
+        let numbers = [zero_stage, data_parallel, ranks].map(|number| number.to_string());
         rows.push(numbers.into_iter().chain(bytes.map(|bytes| ByteSize(bytes).to_string())).collect());
     }
     Ok(format!(
-        "what a rank holds, the most of each kind, on whatever tier:\n{}\
+        "what the first rank holds, the most of each kind, on whatever tier, for so many data parallel ranks:\n{}\
          paper: weights, gradients and states by the formula of the ZeRO paper. The arena has besides: activations,\n\
          workspace, and the gradients of a layer in whole before each rank has its share.\n",
         table::render(&rows)
@@ -321,6 +317,37 @@ fn ranks(plan: &TrainingPlan) -> String {
     )
 }
 
+/// How the planner has divided the ranks, and why, in a line.
+fn division(division: &Division) -> String {
+    let Division { tensor_parallel, pipeline_parallel, context_parallel, data_parallel, .. } = *division;
+    let ways = [
+        (tensor_parallel, "tensor"),
+        (pipeline_parallel, "pipeline"),
+        (context_parallel, "context"),
+        (data_parallel, "data"),
+    ];
+    let several = ways.into_iter().filter(|(ranks, _)| *ranks > 1);
+    let mut way: Vec<String> = several.map(|(ranks, name)| format!("{name} {ranks}")).collect();
+    if way.is_empty() {
+        way.push("one rank".to_owned());
+    }
+    let chosen = format!("{}, ZeRO {}", way.join(" x "), division.zero_stage);
+    let Division { fitting, not_fitting, slower, candidates, .. } = *division;
+    let why = match (fitting, slower) {
+        (0, _) => format!("none of {candidates} ways fits, and this one takes least at rest"),
+        (1, 0) => "the only way that fits".to_owned(),
+        (_, 0) => format!("fastest of {fitting} ways that fit"),
+        _ => format!("fastest of {} ways, {fitting} of them planned in every form", fitting + slower),
+    };
+    let rest = match not_fitting {
+        _ if fitting == 0 => String::new(),
+        0 => String::new(),
+        1 => "; one does not fit".to_owned(),
+        n => format!("; {n} do not fit"),
+    };
+    format!("divided: {chosen}: {why}{rest}\n")
+}
+
 /// The plan for people.
 pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
     let settings = &plan.choice.settings;
@@ -363,6 +390,7 @@ pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
         checkpointing(plan),
         settings.loss_chunk_tokens
     ));
+    out.push_str(&plan.division.as_ref().map_or(String::new(), division));
     out.push_str(&ranks(plan));
     let at_peak = plan.at_peak();
     out.push_str(&format!(

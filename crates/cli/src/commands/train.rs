@@ -6,7 +6,7 @@ use std::sync::Arc;
 use plimsoll_device::{Cpu, Device};
 use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_parallel::{Collectives, Communicator};
-use plimsoll_plan::config::{RawConfig, ShardingStrategy};
+use plimsoll_plan::config::{RawConfig, Started};
 use plimsoll_train::{MemoryReading, Prepared, Resumption, Surroundings, TrainError, TrainingOutcome};
 
 use crate::args::TrainArgs;
@@ -19,14 +19,15 @@ use crate::output::{out, outln};
 use crate::progress::TrainingProgress;
 use crate::ranks;
 use crate::row;
-use crate::session::{Engine, load_config};
+use crate::session::{Engine, load_config_on};
 use crate::signals::StopSignals;
 use crate::table;
 
 pub fn run(args: &TrainArgs) -> Result<(), Failure> {
-    if args.ranks.is_some() {
+    if let Some(ranks) = args.ranks {
         // What is wrong in the configuration is said once.
-        load_config(&args.source)?.training_data()?;
+        let started = Started { ranks, of_each_machine: Some(ranks) };
+        load_config_on(&args.source, started)?.training_data()?;
     }
     ranks::on_each(args.ranks, |ranks| run_rank(args, ranks))
 }
@@ -34,7 +35,9 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
 /// One rank of a run, or the only one.
 fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     let leads = ranks.rank() == 0;
-    let config = config_of_rank(load_config(&args.source)?, ranks)?;
+    let started = ranks::started(ranks)?;
+    let mut config = load_config_on(&args.source, started)?;
+    config.rank = ranks.rank();
     config.training_data()?;
     let quiet = args.json || !leads;
     let origin = models::origin(&config, Need::Files, quiet)?;
@@ -68,7 +71,8 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
                 Some(plan) => plan,
                 None => {
                     let config = RawConfig::from_str(&String::from_utf8_lossy(&yaml), "the plan of rank 0")?;
-                    let config = with_budgets_of(&config_of_rank(config, ranks)?, prepared.config());
+                    let mut config = with_budgets_of(&config.on_ranks(started)?, prepared.config());
+                    config.rank = ranks.rank();
                     let own = with_places_of(&config, prepared.config());
                     prepared.decide(config);
                     let plan = prepared.plan(&machine)?;
@@ -155,47 +159,6 @@ fn with_places_of(decided: &RawConfig, said: &RawConfig) -> RawConfig {
     own.kept_layers.optimizer = kept.optimizer;
     own.kept_layers.activations = kept.activations;
     config
-}
-
-/// The configuration of one of the ranks that were started.
-fn config_of_rank(mut config: RawConfig, ranks: &dyn Communicator) -> Result<RawConfig, Failure> {
-    let started = u64::from(ranks.size());
-    let were = format!("{started} rank{} started", if started == 1 { " was" } else { "s were" });
-    let parallel = &config.parallel;
-    let [context, pipeline, tensor] =
-        [parallel.context_parallel(), parallel.pipeline_parallel(), parallel.tensor_parallel()];
-    // Ranks of each group that takes micro-batches of its own.
-    let together = context.saturating_mul(pipeline).saturating_mul(tensor);
-    match config.parallel.data_parallel {
-        Some(said) if said.saturating_mul(together) != started => {
-            let all = said.saturating_mul(together);
-            let product =
-                [(context, "context_parallel"), (pipeline, "pipeline_parallel"), (tensor, "tensor_parallel")];
-            let factor = |(ranks, key): &(u64, &str)| (*ranks > 1).then(|| format!(" x {key} {ranks}"));
-            let factors: String = product.iter().filter_map(factor).collect();
-            let words = if factors.is_empty() { format!("is {said}") } else { format!("{said}{factors}") };
-            return Err(Failure::usage(format!(
-                "parallel.data_parallel {words}, and {were}; start {all} with `plimsoll train --ranks {all}`, or leave the key away"
-            )));
-        }
-        None if !started.is_multiple_of(together) => {
-            return Err(Failure::usage(format!(
-                "the configuration divides sequences, layers and products among {together} ranks, and {were}; start {together} with `plimsoll train --ranks {together}`, or a multiple"
-            )));
-        }
-        None if started > 1 => config.parallel.data_parallel = Some(started / together),
-        _ => {}
-    }
-    let is_hybrid = config.parallel.sharding_strategy() == ShardingStrategy::HybridShard;
-    if is_hybrid && config.parallel.shard_size.is_none() {
-        // Those of a machine that hold the same weights.
-        let replicas = started / (pipeline * tensor).max(1);
-        let of_machine = crate::ranks::of_each_machine(ranks)? / tensor.max(1);
-        config.parallel.shard_size = Some(of_machine.clamp(1, replicas.max(1)));
-    }
-    config.rank = ranks.rank();
-    config.validate()?;
-    Ok(config)
 }
 
 /// Where a run that was asked to resume goes on, and what is different from there.

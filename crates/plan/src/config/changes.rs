@@ -33,7 +33,9 @@ impl RawConfig {
         });
         let mut changes = Vec::new();
         self.visit(&mut |entry| {
-            let open = entry.value.as_ref().is_none_or(|value| value.text == "auto")
+            // How ranks divide the work is left to the planner only where that is said.
+            let left_out = entry.value.is_none() && !entry.path.starts_with("parallel.");
+            let open = (left_out || entry.value.as_ref().is_some_and(|value| value.text == "auto"))
                 && (entry.values)().contains(" | auto");
             let after = entry.value.map_or_else(entry.default, |value| value.text);
             let Some(before) = before.get(entry.path) else { return };
@@ -66,5 +68,20 @@ mod tests {
             ]
         );
         assert_eq!(now.changes_since(&now), []);
+    }
+
+    #[test]
+    fn what_ranks_share_is_no_longer_shared_where_nothing_is_said_of_it() {
+        let of = |text: &str| RawConfig::from_str(text, "test").unwrap();
+        let earlier = of("parallel: {zero_stage: 2, tensor_parallel: 2}");
+        let changes = |now: &str| -> Vec<String> {
+            of(now).changes_since(&earlier).iter().map(KeyChange::to_string).collect()
+        };
+        let words = ["parallel.zero_stage: 2 -> 0", "parallel.tensor_parallel: 2 -> 1"];
+        assert_eq!(
+            changes("model: m"),
+            ["model.path: none; from_scratch is given instead -> m", words[0], words[1]]
+        );
+        assert_eq!(changes("parallel: {zero_stage: auto, tensor_parallel: auto}"), [""; 0]);
     }
 }

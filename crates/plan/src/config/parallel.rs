@@ -15,15 +15,16 @@ const MOST_RANKS: u64 = 65_536;
 section! {
     /// How work and tensors are spread over ranks.
     pub struct ParallelConfig at "parallel" {
-        /// Ranks that each take their own part of a batch. A run that is started on several ranks has as many.
-        data_parallel: u64 = 1, RANKS;
+        /// Ranks that each take their own part of a batch. A run that is started on several ranks has as many as the other ways
+        /// leave. auto, here and for the other ways: the fastest division of the ranks that fits.
+        data_parallel: Auto<u64>, "1", RANKS;
         /// Ranks that have parts of the same sequences, for sequences that are too long for one rank (ring attention).
-        context_parallel: u64 = 1, RANKS;
+        context_parallel: Auto<u64>, "1", RANKS;
         /// What each rank has its own share of (ZeRO): 0 nothing, 1 optimizer states and master weights, 2 gradients too, 3 weights
-        /// too.
-        zero_stage: u64 = 0, ZERO_STAGES;
+        /// too. auto: the fastest stage that fits.
+        zero_stage: Auto<u64>, "0", ZERO_STAGES;
         /// The same in the words of PyTorch's FSDP.
-        sharding_strategy: ShardingStrategy = ShardingStrategy::None;
+        sharding_strategy: Auto<ShardingStrategy>, "none";
         /// Ranks that share what the stage says, where not all do that hold the same weights: those of a machine, so that weights are
         /// gathered within it. hybrid_shard takes the ranks of each machine.
         shard_size: u64, "all of them", RANKS;
@@ -31,12 +32,12 @@ section! {
         /// always do.
         reproducible: bool = false;
         /// Ranks that share every matrix product.
-        tensor_parallel: u64 = 1, RANKS;
+        tensor_parallel: Auto<u64>, "1", RANKS;
         /// Whether they divide the tokens between the halves of layers too: each normalises and keeps its part. Where it does not divide
         /// the tokens of a micro-batch, each has all of them.
         sequence_parallel: bool = true;
         /// Stages that the model's layers are divided into. A stage is a rank, or as many as there are others along the other ways.
-        pipeline_parallel: u64 = 1, RANKS;
+        pipeline_parallel: Auto<u64>, "1", RANKS;
         /// When a stage takes micro-batches back: gpipe all of them at the end, 1f1b as soon as they can come.
         pipeline_schedule: PipelineForm = PipelineForm::OneForwardOneBackward;
     }
@@ -76,7 +77,42 @@ choice! {
     }
 }
 
+/// What is set for a key, where that is decided.
+fn decided<T: Copy>(key: Option<Auto<T>>, default: T) -> T {
+    key.and_then(Auto::set).unwrap_or(default)
+}
+
 impl ParallelConfig {
+    /// Ranks that take other micro-batches than each other; 1 where that is not decided, here and below.
+    pub fn data_parallel(&self) -> u64 {
+        decided(self.data_parallel, 1)
+    }
+
+    /// Ranks that have parts of the same sequences.
+    pub fn context_parallel(&self) -> u64 {
+        decided(self.context_parallel, 1)
+    }
+
+    /// Ranks that share every product.
+    pub fn tensor_parallel(&self) -> u64 {
+        decided(self.tensor_parallel, 1)
+    }
+
+    /// Stages that the layers are divided into.
+    pub fn pipeline_parallel(&self) -> u64 {
+        decided(self.pipeline_parallel, 1)
+    }
+
+    /// The stage of ZeRO by its number; 0 where that is not decided.
+    pub fn zero_stage(&self) -> u64 {
+        decided(self.zero_stage, 0)
+    }
+
+    /// The stage by FSDP's name; none where that is not decided.
+    pub fn sharding_strategy(&self) -> ShardingStrategy {
+        decided(self.sharding_strategy, ShardingStrategy::None)
+    }
+
     /// What the step's ranks share out between them.
     pub fn sharding(&self) -> Sharding {
         let stage = match (self.zero_stage(), self.sharding_strategy()) {
@@ -103,9 +139,12 @@ impl RawConfig {
         let parallel = &self.parallel;
         let [data, context] = [parallel.data_parallel(), parallel.context_parallel()];
         let [pipeline, tensor] = [parallel.pipeline_parallel(), parallel.tensor_parallel()];
+        // Of ways that are open, each division is checked by itself.
+        let is_open = parallel.has_open_ways();
         if parallel.sharding_strategy() == ShardingStrategy::HybridShard
             && parallel.shard_size.is_none()
             && data > 1
+            && !is_open
         {
             errors.push(ConfigError::Conflict {
                 keys: vec![self.conflicting("parallel.sharding_strategy", "hybrid_shard")],
@@ -115,7 +154,7 @@ impl RawConfig {
             });
         }
         let replicas = data.saturating_mul(context);
-        if let Some(size) = parallel.shard_size.filter(|size| !replicas.is_multiple_of(*size)) {
+        if let Some(size) = parallel.shard_size.filter(|size| !is_open && !replicas.is_multiple_of(*size)) {
             conflicts(self.conflicting("parallel.shard_size", size), errors)(
                 self.conflicting("parallel.data_parallel", data),
                 &format!("{replicas} ranks hold the same weights, which fall into no groups of {size}"),

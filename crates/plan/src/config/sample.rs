@@ -173,6 +173,7 @@ impl Sample for RawConfig {
     fn sample(source: &mut Source<'_>) -> Self {
         RawConfig {
             rank: 0,
+            started: None,
             model: ModelConfig::sample(source),
             data: DataConfig::sample(source),
             training: TrainingConfig::sample(source),

@@ -64,6 +64,11 @@ impl Input {
         !matches!(self, Input::Lines { prompt: false, .. })
     }
 
+    /// Plain lines that come through a launcher; `typed`: from somebody who types them.
+    pub fn through_launcher(typed: bool) -> Input {
+        Input::Lines { number: 0, prompt: typed || std::io::stdin().is_terminal() }
+    }
+
     /// The next message or command.
     pub fn read(&mut self) -> Result<Heard, Failure> {
         match self {

@@ -25,6 +25,10 @@ pub struct Talk<'t> {
     pub template: ChatTemplate,
     pub plan: DryRun,
     pub session: Session<'t>,
+    /// Whether other ranks follow this one.
+    pub leads: bool,
+    /// Whether an answer has failed beside ranks that follow: these wait for what never comes.
+    pub failed: bool,
     pub conversation: Conversation,
     pub settings: SamplerSettings,
     pub limits: Limits,
@@ -43,7 +47,7 @@ enum Next {
 
 impl Talk<'_> {
     /// Until the input ends. Where nobody could try again, an error ends it as well.
-    pub fn run(mut self, mut input: Input) -> Result<(), Failure> {
+    pub fn run(&mut self, mut input: Input) -> Result<(), Failure> {
         loop {
             let next = match input.read()? {
                 Heard::End => return Ok(()),
@@ -61,7 +65,7 @@ impl Talk<'_> {
             match next {
                 Ok(Next::Line) => {}
                 Ok(Next::End) => return Ok(()),
-                Err(failure) if input.is_interactive() && !failure.is_silent() => {
+                Err(failure) if input.is_interactive() && !failure.is_silent() && !self.failed => {
                     self.console.error(&failure.to_string())?;
                 }
                 Err(failure) => return Err(failure),
@@ -103,6 +107,7 @@ impl Talk<'_> {
             |text| console.piece(text),
         );
         interrupts.end_answer();
+        self.failed = self.leads && generated.is_err();
         let generated = generated?;
         let interrupted = generated.stop_reason == StopReason::Interrupted;
         if interrupted && generated.tokens.is_empty() {

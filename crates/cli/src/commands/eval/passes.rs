@@ -6,12 +6,13 @@ use plimsoll_device::{Cpu, DType, Device};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::release_free_heap;
 use plimsoll_model::Parameter;
-use plimsoll_plan::{DryRun, LoadLine, PassFootprint, fitting_residency, streaming_overhead_bytes};
+use plimsoll_plan::{DryRun, PassFootprint, fitting_residency, streaming_overhead_bytes};
 use plimsoll_step::{EvaluateSettings, Evaluator, Residency, StepError, WeightStorage};
 
-use crate::args::EvalArgs;
+use super::Task;
 use crate::failure::Failure;
 use crate::load_line::{PlannedProcess, PlanningRoom};
+use crate::ranks::everybody;
 use crate::session::Engine;
 use crate::streaming::{self, Streaming};
 use crate::weights::Weights;
@@ -29,21 +30,40 @@ pub(super) struct Passes {
 
 impl Passes {
     /// The most windows at a time, up to `most`, with all weights in memory; where one window does not fit so, the most
-    /// with weights left on disk. `run` is the evaluation of so many windows, run dry.
+    /// with weights left on disk. All ranks take as many. `run` is the evaluation of so many windows, run dry.
     ///
     /// # Errors
     /// The smallest pass does not fit; or a dry run failed.
     pub fn plan(
+        task: &Task<'_>,
         engine: &Engine,
-        model: &Weights,
-        line: LoadLine,
         most: u64,
         run: impl Fn(u64, WeightStorage<'_>) -> Result<DryRun, StepError>,
     ) -> Result<Passes, Failure> {
+        let mut passes = Passes::plan_alone(task, engine, most, &run)?;
+        loop {
+            let all = task.ranks.gather_numbers(&[passes.together as f64]);
+            let all = all.map_err(|error| Failure::other(error.to_string()))?;
+            let all = || all.iter().flatten().map(|together| *together as u64);
+            let least = all().min().unwrap_or(passes.together);
+            if all().all(|together| together == least) {
+                return Ok(passes);
+            }
+            passes = Passes::plan_alone(task, engine, least, &run)?;
+        }
+    }
+
+    /// The same of this rank by itself.
+    fn plan_alone(
+        Task { model, line, .. }: &Task<'_>,
+        engine: &Engine,
+        most: u64,
+        run: &impl Fn(u64, WeightStorage<'_>) -> Result<DryRun, StepError>,
+    ) -> Result<Passes, Failure> {
         let types = |p: &Parameter| model.weight_type(p);
         let run = |together, residency| run(together, model.storage(&types, residency));
-        let stream_bytes = streaming_overhead_bytes(model.spec(), model.storage(&types, None));
-        let mut left = PlanningRoom::below(line);
+        let stream_bytes = streaming_overhead_bytes(model.own_spec(), model.storage(&types, None));
+        let mut left = PlanningRoom::below(*line);
         loop {
             // What planning leaves behind is no part of what evaluation needs.
             release_free_heap();
@@ -63,7 +83,7 @@ impl Passes {
                         let run = run(together, Some(residency))?;
                         Ok(PassFootprint { peak_bytes: run.peak_bytes(), read_bytes: run.moved.read })
                     };
-                    let mut residency = fitting_residency(model.spec(), room, footprint)?;
+                    let mut residency = fitting_residency(model.own_spec(), room, footprint)?;
                     if residency.is_none() && together == 1 {
                         residency = Some(Residency::Spread { layers: 0, head: false });
                     }
@@ -95,29 +115,30 @@ impl Passes {
     /// The tiers for what is left on disk, if anything is.
     pub fn tiers(
         &self,
-        args: &EvalArgs,
-        model: &Weights,
+        Task { args, model, ranks, .. }: &Task<'_>,
         device: &dyn Device,
     ) -> Result<(Arc<LowerTiers>, Option<Streaming>), Failure> {
-        streaming::open(device, &self.dry_run, self.residency, &args.disk, (model.spec().num_layers, false))
+        let layers = (model.own_spec().num_layers, ranks.rank() > 0);
+        streaming::open(device, &self.dry_run, self.residency, &args.disk, layers)
     }
 
     /// A model that is measured as it was planned, and what is streamed of it; the last are the longest sequence and the
     /// tokens of a chunk of logits.
     pub fn evaluator<'d>(
         &self,
-        args: &EvalArgs,
-        model: &Weights,
+        task: &Task<'d>,
         device: &'d Cpu,
         (longest, loss_chunk_tokens): (u64, u64),
     ) -> Result<(Evaluator<'d>, Option<Streaming>), Failure> {
-        let (tiers, streaming) = self.tiers(args, model, device)?;
+        let (tiers, streaming) = self.tiers(task, device)?;
+        let Task { model, ranks, .. } = task;
         let types = |p: &Parameter| model.weight_type(p);
-        let (spec, storage) = (model.spec().clone(), self.storage(model, &types));
+        let (spec, storage) = (model.own_spec().clone(), self.storage(model, &types));
         let settings = EvaluateSettings { precision: model.precision, longest, loss_chunk_tokens };
         let mut evaluator = Evaluator::new(device, &tiers, spec, settings, storage)?;
         streaming::report_buffered(&tiers);
         evaluator.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
+        evaluator.join(everybody(*ranks)?, model.spec());
         Ok((evaluator, streaming))
     }
 }

@@ -2,12 +2,13 @@
 //! the weights that its validation has.
 
 use plimsoll_data::Dataset;
+use plimsoll_parallel::Collectives;
 use plimsoll_plan::config::{ConfigError, RawConfig};
-use plimsoll_plan::{DryRun, LoadLine, loss_chunk_tokens};
+use plimsoll_plan::{DryRun, loss_chunk_tokens};
 use plimsoll_train::{micro_batch, sample_encoder};
 
 use super::passes::Passes;
-use super::{Evaluated, TOKENS_PER_PASS};
+use super::{Evaluated, TOKENS_PER_PASS, Task};
 use crate::args::EvalArgs;
 use crate::failure::Failure;
 use crate::progress;
@@ -45,24 +46,25 @@ pub(super) fn read(args: &EvalArgs, model: &Weights, format: &str) -> Result<Dat
 }
 
 /// The sum of the losses, each by its weight, and of the weights.
-pub(super) fn measure(
-    args: &EvalArgs,
-    engine: &Engine,
-    model: &Weights,
-    line: LoadLine,
-    samples: &Dataset,
-) -> Result<Evaluated, Failure> {
-    let (files, precision) = (&model.files, model.precision);
+pub(super) fn measure(task: &Task<'_>, engine: &Engine, samples: &Dataset) -> Result<Evaluated, Failure> {
+    let (files, precision) = (&task.model.files, task.model.precision);
     let length = samples.sequence_length();
     let most = (TOKENS_PER_PASS / length.max(1)).clamp(1, samples.windows().max(1));
     let chunk = |together: u64| loss_chunk_tokens(files.spec().vocab_size, together.saturating_mul(length));
-    let passes = Passes::plan(engine, model, line, most, |together, storage| {
-        DryRun::evaluation_of_samples(files.spec(), precision, storage, together, length, chunk(together))
+    let passes = Passes::plan(task, engine, most, |together, storage| {
+        DryRun::evaluation_of_samples(
+            (files.spec(), task.dry()),
+            precision,
+            storage,
+            together,
+            length,
+            chunk(together),
+        )
     })?;
-    let device = engine.device(&passes.dry_run, line)?;
+    let device = engine.device(&passes.dry_run, task.line)?;
     let (most, chunk) = (passes.together, chunk(passes.together));
-    let (mut evaluator, streaming) = passes.evaluator(args, model, &device, (length, chunk))?;
-    let bar = progress::counter(samples.windows(), "windows", args.json);
+    let (mut evaluator, streaming) = passes.evaluator(task, &device, (length, chunk))?;
+    let bar = progress::counter(samples.windows(), "windows", task.quiet());
     let (mut loss, mut weight, mut next) = (0.0, 0.0, 0);
     while next < samples.windows() {
         let count = most.min(samples.windows() - next);
@@ -74,5 +76,6 @@ pub(super) fn measure(
         bar.inc(count);
     }
     bar.finish_and_clear();
+    let loss = task.ranks.sum(loss).map_err(|error| Failure::other(error.to_string()))?;
     Ok(Evaluated { loss, targets: weight, streaming, planned: passes.planned })
 }

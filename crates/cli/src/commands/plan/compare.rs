@@ -1,13 +1,13 @@
 //! The same step on several machines, side by side.
 
 use plimsoll_memory::ByteSize;
-use plimsoll_plan::config::RawConfig;
-use plimsoll_plan::{Catalogue, ModelOrigin, RunCost, Target, TrainingPlan};
+use plimsoll_plan::{RunCost, Target, TrainingPlan};
 use serde_json::{Value, json};
 
-use super::{cost, ranks_of_devices, seconds};
-use crate::args::PlanArgs;
+use super::{cost, load_config_for, machine_of, seconds};
+use crate::args::{ConfigSource, PlanArgs};
 use crate::failure::Failure;
+use crate::models::{self, Need};
 use crate::output::{out, outln};
 use crate::row;
 use crate::table;
@@ -20,18 +20,20 @@ struct Line {
 }
 
 /// The machines that `--compare` names.
-pub fn named(args: &PlanArgs, config: &RawConfig, origin: &ModelOrigin) -> Result<(), Failure> {
-    let mut lines = Vec::new();
+pub fn named(args: &PlanArgs, source: &ConfigSource) -> Result<(), Failure> {
+    let (mut plans, mut origin) = (Vec::new(), None);
     for name in &args.compare {
-        let found = Catalogue::known().target(name)?;
-        let target = args.host_memory.map_or(found.clone(), |bytes| found.with_host_memory(bytes));
-        let mut config = config.clone();
-        ranks_of_devices(&mut config, &target)?;
+        let target = machine_of(args, name)?;
+        let config = load_config_for(source, &target)?;
+        config.divisions()?;
+        if origin.is_none() {
+            origin = Some(models::origin(&config, Need::Shape, args.json)?);
+        }
+        let Some(origin) = &origin else { continue };
         let machine = target.machine(plimsoll_train::host_bytes_per_token(&config));
-        let plan = TrainingPlan::for_model(&config, origin, &machine)?;
-        lines.push((target, plan));
+        plans.push((target, TrainingPlan::for_model(&config, origin, &machine)?));
     }
-    show(args, lines)
+    show(args, plans)
 }
 
 /// Shows plans for machines, in order.
