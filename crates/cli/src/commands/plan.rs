@@ -387,9 +387,9 @@ fn checkpointing(plan: &TrainingPlan) -> String {
 /// Bytes of a middle layer at the peak, by tag.
 fn per_layer(plan: &TrainingPlan) -> String {
     let own = plan.own_layers();
-    let middle = own.start.midpoint(own.end);
+    let middle = own.get(own.len() / 2).copied();
     let layers = plan.layers();
-    let Some(layer) = layers.iter().find(|l| l.layer == Some(middle)) else { return "nothing".to_owned() };
+    let Some(layer) = layers.iter().find(|l| middle.is_some() && l.layer == middle) else { return "nothing".to_owned() };
     let parts: Vec<String> =
         layer.by_tag.iter().map(|(tag, bytes)| format!("{} {}", words(*tag), ByteSize(*bytes))).collect();
     parts.join(", ")
