@@ -39,6 +39,10 @@ impl PipelineSchedule {
 /// Micro-batches that GPipe has under way at most: a plan goes through each.
 pub const MOST_AT_ONCE: u64 = 256;
 
+/// Micro-batches of a step that go through interleaved stages at most. They take each other's place in an order that comes round late,
+/// if at all: a plan may go through each.
+pub const MOST_INTERLEAVED: u64 = 1024;
+
 /// What a rank has of a model: one stage of a pipeline, and of every product in it one part.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stage {

@@ -20,7 +20,7 @@ use plimsoll_memory::Phase;
 use super::pipeline::Way;
 use super::schedule::{Exchange, Side, Slot};
 use crate::StepError;
-use crate::stage::Stage;
+use crate::stage::{MOST_INTERLEAVED, Stage};
 
 /// In which order a rank takes its legs.
 #[derive(Clone, Copy, Debug)]
@@ -178,6 +178,9 @@ impl Way<'_, '_, '_> {
     /// All micro-batches, through every run of layers.
     pub fn interleaved(&mut self, order: Interleaved) -> Result<(), StepError> {
         let (ahead, legs) = (order.ahead(), order.legs());
+        if order.micro_batches > MOST_INTERLEAVED {
+            return Err(StepError::Invariant { what: "interleaved stages have too many micro-batches" });
+        }
         if !order.micro_batches.is_multiple_of(order.stages) {
             let (micro_batches, stages) = (order.micro_batches, order.stages as u32);
             return Err(StepError::UnevenGroups { micro_batches, stages });
