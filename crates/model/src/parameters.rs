@@ -367,7 +367,11 @@ impl ModelSpec {
 
     /// Its runs of layers that follow each other: one, but for a rank whose stages are interleaved with those of others.
     pub fn runs(&self) -> Vec<Range<u32>> {
-        if self.part.runs.is_empty() { std::iter::once(0..self.num_layers).collect() } else { self.part.runs.clone() }
+        if self.part.runs.is_empty() {
+            std::iter::once(0..self.num_layers).collect()
+        } else {
+            self.part.runs.clone()
+        }
     }
 
     /// The numbers of its layers, in order.

@@ -9,7 +9,8 @@ use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
     AttentionKind, Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling,
-    MOST_INTERLEAVED, NormSource, Offload, Precision, Ranks, StepError, StepSettings, TrainingMethod, UpdateTiming,
+    MOST_INTERLEAVED, NormSource, Offload, Precision, Ranks, StepError, StepSettings, TrainingMethod,
+    UpdateTiming,
 };
 
 use crate::config::{

@@ -247,7 +247,10 @@ mod tests {
         assert_eq!(in_runs.segments().collect::<Vec<_>>(), [5..9, 9..10, 20..24, 24..25]);
         assert_eq!(in_runs.segments_by_run(), [0..2, 2..4]);
         let half = policy(Checkpointing::Ratio(0.6)).numbered(vec![5..10, 20..25]);
-        assert_eq!([9, 20, 21, 22].map(|layer| half.layer(layer).qkv == Save::Keep), [false, false, true, true]);
+        assert_eq!(
+            [9, 20, 21, 22].map(|layer| half.layer(layer).qkv == Save::Keep),
+            [false, false, true, true]
+        );
         let kept = |checkpointing| {
             (0..10).filter(|l| policy(checkpointing).layer(*l).qkv == Save::Keep).collect::<Vec<_>>()
         };

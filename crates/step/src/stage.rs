@@ -155,7 +155,8 @@ impl Stage {
 
     /// The parameters that a rank of the whole model trains, as it has them.
     pub(crate) fn trained_by(&self, number: u32, tensor: u32) -> Vec<Parameter> {
-        let place = Place { stage: (number, self.count), rounds: self.rounds, tensor: (tensor, self.tensors) };
+        let place =
+            Place { stage: (number, self.count), rounds: self.rounds, tensor: (tensor, self.tensors) };
         let (spec, method) = cut(&self.whole.0, &self.whole.1, place);
         method.trained(&spec)
     }

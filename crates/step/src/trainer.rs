@@ -42,8 +42,8 @@ use crate::stage::Stage;
 use crate::store::{Residency, Sharing, Training, WeightOffload, WeightStorage, WeightStore};
 use crate::tier::Pieces;
 
-use numbers::{Found, NormRows};
 pub use numbers::Numbers;
+use numbers::{Found, NormRows};
 pub(crate) use parts::{Part, Parts, Standing};
 use passes::Passes;
 pub(crate) use pipeline::Flow;

@@ -477,7 +477,8 @@ fn interleaved_stages_change_no_bit() {
                 assert_same_weights(&run(&spec, &settings, stages), &one, &what);
             }
             let reduced = run(&spec, &sharded(settings.clone(), ZeroStage::Gradients, false), 1);
-            let shared = [(ZeroStage::Nothing, true), (ZeroStage::Gradients, false), (ZeroStage::Weights, false)];
+            let shared =
+                [(ZeroStage::Nothing, true), (ZeroStage::Gradients, false), (ZeroStage::Weights, false)];
             for (stage, reproducible) in shared {
                 let settings = in_stages(sharded(settings.clone(), stage, reproducible), 2, INTERLEAVED);
                 let what = format!("{} {precision:?} {stage:?}", spec.name);
@@ -562,7 +563,10 @@ fn what_cannot_be_interleaved_is_refused() {
         trainer.and_then(step).unwrap_err().to_string()
     };
     let layers = refused(3);
-    assert!(layers.contains("need 6 layers") && layers.contains("set parallel.virtual_stages to 2"), "{layers}");
+    assert!(
+        layers.contains("need 6 layers") && layers.contains("set parallel.virtual_stages to 2"),
+        "{layers}"
+    );
     assert!(refused(2).contains("training.gradient_accumulation_steps to a multiple of 2"), "{}", refused(2));
 }
 
@@ -651,8 +655,7 @@ fn whatever_else_is_asked_a_pipeline_changes_no_bit() {
     ]);
     for settings in all {
         let one = run(&spec, &settings, 1);
-        for (stages, schedule) in
-            [(2, SCHEDULES[0]), (4, SCHEDULES[0]), (3, SCHEDULES[1]), (2, INTERLEAVED)]
+        for (stages, schedule) in [(2, SCHEDULES[0]), (4, SCHEDULES[0]), (3, SCHEDULES[1]), (2, INTERLEAVED)]
         {
             let settings = in_stages(settings.clone(), stages, schedule);
             assert_same_weights(&run(&spec, &settings, stages), &one, &format!("{stages}, {settings:?}"));

@@ -1,9 +1,7 @@
 //! `parallel`: how work and tensors are spread over ranks.
 
 use plimsoll_parallel::Mesh;
-use plimsoll_step::{
-    AttentionKind, MOST_AT_ONCE, MOST_INTERLEAVED, PipelineSchedule, Sharding, ZeroStage,
-};
+use plimsoll_step::{AttentionKind, MOST_AT_ONCE, MOST_INTERLEAVED, PipelineSchedule, Sharding, ZeroStage};
 
 use super::error::conflicts;
 use super::section::section;
@@ -234,7 +232,11 @@ impl RawConfig {
         }
     }
 
-    fn check_interleaved(&self, accumulation: Option<u64>, conflict: &mut impl FnMut(ConflictingKey, &str, &str)) {
+    fn check_interleaved(
+        &self,
+        accumulation: Option<u64>,
+        conflict: &mut impl FnMut(ConflictingKey, &str, &str),
+    ) {
         let rounds = self.parallel.virtual_stages();
         if rounds < 2 {
             conflict(

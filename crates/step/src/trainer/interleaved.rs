@@ -315,7 +315,10 @@ mod tests {
                     let key = |leg: Leg| (leg.run, leg.micro_batch);
                     forward.extend(own.forward.map(key));
                     there.extend(own.forward.filter(|leg| order.ends(leg)).map(key));
-                    assert!(own.backward.is_none_or(|leg| forward.contains(&key(leg)) && there.contains(&key(leg))));
+                    assert!(
+                        own.backward
+                            .is_none_or(|leg| forward.contains(&key(leg)) && there.contains(&key(leg)))
+                    );
                     there.extend(own.gets_back.map(key));
                 }
             }

@@ -235,7 +235,8 @@ impl Numbers {
 
     /// Where the squared norm of a part is.
     pub(super) fn row_of(&self, part: &Part) -> u64 {
-        let row = |(rows, own): (Range<u64>, Range<u64>)| Some(rows.start + part.norm_row.checked_sub(own.start)?);
+        let row =
+            |(rows, own): (Range<u64>, Range<u64>)| Some(rows.start + part.norm_row.checked_sub(own.start)?);
         self.norms.own_runs().filter_map(row).last().unwrap_or(part.norm_row)
     }
 

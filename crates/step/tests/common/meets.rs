@@ -64,7 +64,8 @@ impl Transport for MeetingRank {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let rank = untaken.map(|(_, to)| to).or(missing.map(|((from, _), _)| from)).unwrap_or(self.rank);
+                let rank =
+                    untaken.map(|(_, to)| to).or(missing.map(|((from, _), _)| from)).unwrap_or(self.rank);
                 return Err(TransportError::Ended { rank });
             }
             offers = changed.wait_timeout(offers, left).unwrap().0;

@@ -44,7 +44,9 @@ fn words(schedule: &Schedule) -> Vec<String> {
         Action::Enter { micro_batch } => format!("enter:{micro_batch}"),
         Action::Number { number } => format!("number {number}"),
         Action::Exchange(Exchange { send, receive }) => {
-            let words = |of: Option<(Side, usize)>| of.map_or("-".to_owned(), |(side, lane)| format!("{side:?}:{lane}"));
+            let words = |of: Option<(Side, usize)>| {
+                of.map_or("-".to_owned(), |(side, lane)| format!("{side:?}:{lane}"))
+            };
             format!("{} {}", words(send), words(receive))
         }
         Action::Leave { micro_batch } => format!("leave:{micro_batch}"),
