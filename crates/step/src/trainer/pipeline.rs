@@ -386,9 +386,9 @@ impl Way<'_, '_, '_> {
 
     /// Feeds where the lanes that are under way lie in memory to a hasher: what is free next depends on it.
     pub fn hash_places(&self, hasher: &mut impl Hasher) {
-        for lane in self.under_way.iter().flatten() {
-            self.pass.lanes.get(*lane).inspect(|lane| lane.hash_places(hasher));
-        }
+        let under_way = self.under_way.iter().flatten();
+        let lanes = under_way.filter_map(|lane| self.pass.lanes.get(*lane));
+        lanes.for_each(|lane| lane.hash_places(hasher));
     }
 
     /// One micro-batch forward, and the one back whose turn it is.
