@@ -175,6 +175,14 @@ fn first_seen(block: Option<BlockId>) -> String {
     block.map(|block| format!(", first in the gradients of {block}")).unwrap_or_default()
 }
 
+/// What would work where layers are too few for so many runs of each stage.
+fn fewer_rounds(most: u32) -> String {
+    match most {
+        0 | 1 => "set parallel.pipeline_schedule to 1f1b".to_owned(),
+        most => format!("set parallel.virtual_stages to {most} or less"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -196,13 +204,5 @@ mod tests {
         }
         let within = StepError::NotFiniteWithin { block: BlockId::Layer(3) }.to_string();
         assert!(within.starts_with("the gradients of layer 3 are not finite, "), "{within}");
-    }
-}
-
-/// What would work where layers are too few for so many runs of each stage.
-fn fewer_rounds(most: u32) -> String {
-    match most {
-        0 | 1 => "set parallel.pipeline_schedule to 1f1b".to_owned(),
-        most => format!("set parallel.virtual_stages to {most} or less"),
     }
 }
