@@ -18,6 +18,8 @@ pub struct Dry {
     workspace: Cell<Workspace>,
     moved: Cell<Transferred>,
     clock: Option<Clock>,
+    /// The seconds spent in updates so far, and since when it is in one, where there is a clock.
+    updates: Cell<(f64, Option<f64>)>,
     /// Whether every event is recorded with its time.
     records: bool,
     /// What was done so far and what had been counted when its last scope began, where that is recorded.
@@ -45,7 +47,8 @@ impl Dry {
         let records = arena.is_recording();
         let (tally, workspace, moved) = (RefCell::default(), Cell::default(), Cell::default());
         let traits = DeviceTraits::CPU;
-        Dry { arena, traits, tally, workspace, moved, clock: None, records, trace: None }
+        let updates = Cell::default();
+        Dry { arena, traits, tally, workspace, moved, clock: None, updates, records, trace: None }
     }
 
     /// The same, which stands for a device of these traits; for a new one.
@@ -62,6 +65,13 @@ impl Dry {
     /// The time lines, if it has them.
     pub fn clock(&self) -> Option<&Clock> {
         self.clock.as_ref()
+    }
+
+    /// The seconds so far that belong to no pass: of norms and updates in the optimizer's phase. None without a clock.
+    pub fn update_seconds(&self) -> f64 {
+        let (before, since) = self.updates.get();
+        let now = self.clock.as_ref().map_or(0.0, |clock| clock.times().elapsed);
+        before + since.map_or(0.0, |since| now - since)
     }
 
     /// What was done so far, where that is recorded.
@@ -151,6 +161,10 @@ impl Device for Dry {
 
     fn enter(&self, phase: Phase, layer: Option<u32>) {
         self.arena.enter(phase, layer);
+        if let Some(clock) = &self.clock {
+            let since = (phase == Phase::Optimizer).then(|| clock.times().elapsed);
+            self.updates.set((self.update_seconds(), since));
+        }
         if let Some(trace) = &self.trace {
             let (trace, since) = &mut *trace.borrow_mut();
             let now = self.counted();

@@ -347,7 +347,13 @@ impl ModelSpec {
     pub fn of_layers(&self, layers: &[u32]) -> ModelSpec {
         let mut spec = self.clone();
         spec.num_layers = layers.len() as u32;
-        spec.part.first_layer = 0;
+        let mut end = 0;
+        let of_run = |run: Range<u32>| {
+            let first = end;
+            end += layers.iter().filter(|layer| run.contains(layer)).count() as u32;
+            first..end
+        };
+        spec.part.runs = self.runs().into_iter().map(of_run).collect();
         if let Some(window) = &mut spec.attention.sliding_window {
             window.layers = layers.iter().map(|layer| self.attention.window(*layer).is_some()).collect();
         }
@@ -359,9 +365,24 @@ impl ModelSpec {
         self.blocks().flat_map(|block| self.block_parameters(block)).collect()
     }
 
-    /// The numbers of its layers.
-    pub fn layers(&self) -> Range<u32> {
-        self.part.first_layer..self.part.first_layer + self.num_layers
+    /// Its runs of layers that follow each other: one, but for a rank whose stages are interleaved with those of others.
+    pub fn runs(&self) -> Vec<Range<u32>> {
+        if self.part.runs.is_empty() {
+            std::iter::once(0..self.num_layers).collect()
+        } else {
+            self.part.runs.clone()
+        }
+    }
+
+    /// The numbers of its layers, in order.
+    pub fn layers(&self) -> impl DoubleEndedIterator<Item = u32> + Clone + use<> {
+        self.runs().into_iter().flatten()
+    }
+
+    /// The place of a layer among its own.
+    pub fn place_of(&self, layer: u32) -> Option<u32> {
+        let place = self.layers().position(|own| own == layer);
+        place.map(|place| place as u32)
     }
 
     /// The parameter of this whole model's that a stage's stands for: the head of a stage has the embedding's table where it is tied.
@@ -391,11 +412,11 @@ impl ModelSpec {
     }
 
     /// A part of the same model, which has its layers' numbers. Where it has a head and no embedding, the head has a table of its own.
-    pub fn stage(&self, layers: Range<u32>, part: ModelPart) -> ModelSpec {
+    pub fn stage(&self, part: ModelPart) -> ModelSpec {
         ModelSpec {
-            num_layers: layers.end - layers.start,
-            part: ModelPart { first_layer: layers.start, ..part },
+            num_layers: part.runs.iter().map(|run| run.end - run.start).sum(),
             tie_word_embeddings: self.tie_word_embeddings && part.embedding,
+            part,
             ..self.clone()
         }
     }

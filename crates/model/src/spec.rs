@@ -4,6 +4,7 @@
 //! program reads it and nothing else; how weights are stored is told elsewhere.
 
 use std::fmt;
+use std::ops::Range;
 
 use crate::parameters::BlockId;
 
@@ -47,12 +48,11 @@ pub struct ModelSpec {
     pub eos_tokens: Vec<u32>,
 }
 
-/// A part of a model: some layers that follow each other, and what comes before or behind all of them; of the tables perhaps no more
-/// than some rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// A part of a model: some of its layers, and what comes before or behind all of them; of the tables perhaps no more than some rows.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ModelPart {
-    /// The number of its first layer in the whole model.
-    pub first_layer: u32,
+    /// The numbers of its layers in the whole model, in runs of layers that follow each other; none where it has all of them.
+    pub runs: Vec<Range<u32>>,
     /// Whether it begins with the embedding.
     pub embedding: bool,
     /// Whether it ends with the head.
@@ -63,7 +63,8 @@ pub struct ModelPart {
 
 impl ModelPart {
     /// All of a model.
-    pub const WHOLE: ModelPart = ModelPart { first_layer: 0, embedding: true, head: true, vocabulary: None };
+    pub const WHOLE: ModelPart =
+        ModelPart { runs: Vec::new(), embedding: true, head: true, vocabulary: None };
 }
 
 impl Default for ModelPart {
@@ -433,7 +434,7 @@ impl ModelSpec {
             if window.size == 0 {
                 return fail("sliding_window", format_args!("must be at least 1"));
             }
-            let (given, layers) = (window.layers.len(), self.layers().end);
+            let (given, layers) = (window.layers.len(), self.layers().next_back().map_or(0, |last| last + 1));
             let tells_of_all = given == layers as usize || !self.part.head && given > layers as usize;
             if !tells_of_all {
                 return fail("layer_types", format_args!("tells of {given} layers; the model has {layers}"));

@@ -35,6 +35,8 @@ pub struct DryRun {
     pub moved: Transferred,
     /// How long the step takes, where the run had a clock.
     pub times: Option<Times>,
+    /// The seconds of it behind its passes, for norms and updates.
+    pub update_seconds: f64,
 }
 
 /// What weights, states and buffers of a step take before its first pass, in bytes.
@@ -127,7 +129,9 @@ impl DryRun {
         let [ledger, host, disk] = ledgers;
         let moved = run.moved.plus(added.moved);
         let times = run.times.map(|times| times.plus(added.times, 1.0));
-        Some(DryRun { ledger, host, disk, tally: run.tally.plus(added.tally), moved, times })
+        let (tally, update_seconds) =
+            (run.tally.plus(added.tally), run.update_seconds + added.update_seconds);
+        Some(DryRun { ledger, host, disk, tally, moved, times, update_seconds })
     }
 
     /// The same with every allocation and release of the step in the ledgers, and when it happens, but for iterations that
@@ -174,7 +178,7 @@ impl DryRun {
         };
         let took = || {
             let times = dry.clock().map(Clock::times);
-            (dry.take_tally(), dry.moved(), times, dry.scopes())
+            (dry.take_tally(), dry.moved(), times, dry.scopes(), dry.update_seconds())
         };
         let mut before = took();
         dry.arena().mark("step");
@@ -189,13 +193,14 @@ impl DryRun {
             trainer.step_alike(&micro_batch, accumulation, 0.0)?;
             after = took();
         }
-        let (tally, moved, ended, end) = after;
-        let (_, moved_before, began, begin) = before;
+        let (tally, moved, ended, end, updates) = after;
+        let (_, moved_before, began, begin, updates_before) = before;
         let moved = moved.less(moved_before);
         let times = ended.zip(began).map(|(ended, began)| ended.since(began));
         dry.arena().mark("evaluation");
         trainer.evaluate(settings.batch_size, &micro_batch)?;
-        let run = DryRun { times, ..DryRun::of(dry, &tiers, tally, moved) };
+        let update_seconds = updates - updates_before;
+        let run = DryRun { times, update_seconds, ..DryRun::of(dry, &tiers, tally, moved) };
         Ok(Traced { run, step: begin..end, parts: trainer.parts() })
     }
 
@@ -321,7 +326,8 @@ impl DryRun {
 
     fn of(dry: &Dry, tiers: &LowerTiers, tally: Tally, moved: Transferred) -> DryRun {
         let (host, disk) = (tiers.host().end_record(), tiers.disk().end_record());
-        DryRun { ledger: dry.arena().end_record(), host, disk, tally, moved, times: None }
+        let (ledger, times, update_seconds) = (dry.arena().end_record(), None, 0.0);
+        DryRun { ledger, host, disk, tally, moved, times, update_seconds }
     }
 
     /// Bytes of host memory that the job needs beside the data pipeline's.

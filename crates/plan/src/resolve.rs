@@ -8,8 +8,9 @@ use plimsoll_device::cpu::at_once;
 use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
-    AttentionKind, Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling, NormSource,
-    Offload, Precision, Ranks, StepError, StepSettings, TrainingMethod, UpdateTiming,
+    AttentionKind, Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling,
+    MOST_INTERLEAVED, NormSource, Offload, Precision, Ranks, StepError, StepSettings, TrainingMethod,
+    UpdateTiming,
 };
 
 use crate::config::{
@@ -623,13 +624,15 @@ fn every_checkpointing() -> Vec<Checkpointing> {
 
 impl TimeEstimate {
     /// That of a rank's step. The stages of a pipeline wait for the first micro-batch to reach them, and for the last one to come back,
-    /// each as long as it takes for a micro-batch.
+    /// each as long as it takes for a micro-batch, or for one in one of its runs of layers.
     fn of_stage(run: &DryRun, settings: &StepSettings, accumulation: u64) -> TimeEstimate {
         let mesh = settings.ranks.mesh;
         let tokens = (settings.batch_size * settings.sequence_length).saturating_mul(accumulation);
         let tokens = tokens.saturating_mul(u64::from(mesh.data));
         let mut times = run.times.unwrap_or_default();
-        let idle = times.elapsed * f64::from(mesh.pipeline.saturating_sub(1)) / accumulation.max(1) as f64;
+        let legs = accumulation.max(1) as f64 * f64::from(settings.pipeline_schedule.rounds());
+        let passes = times.elapsed - run.update_seconds;
+        let idle = passes * f64::from(mesh.pipeline.saturating_sub(1)) / legs;
         times.elapsed += idle;
         times.waited += idle;
         TimeEstimate::new(times, &run.tally, tokens)
@@ -643,13 +646,19 @@ pub(crate) fn batches(config: &RawConfig) -> Vec<Vec<(u64, u64)>> {
         all.iter_mut().for_each(|batches| batches.retain(|(batch_size, _)| *batch_size == 1));
         all.retain(|batches| !batches.is_empty());
     }
+    // Others do not go through interleaved stages in whole groups.
+    let groups = config.parallel.micro_batch_groups();
+    if groups > 1 {
+        let goes = |steps: u64| steps.is_multiple_of(groups) && steps <= MOST_INTERLEAVED;
+        all.iter_mut().for_each(|batches| batches.retain(|(_, steps)| goes(*steps)));
+    }
     all
 }
 
 fn every_batch(config: &RawConfig) -> Vec<Vec<(u64, u64)>> {
     let training = &config.training;
     let ranks = config.parallel.data_parallel();
-    let first = preferred_batches(training, ranks);
+    let first = preferred_batches(training, ranks, config.parallel.micro_batch_groups());
     let said = [training.batch_size(), training.gradient_accumulation_steps()];
     let said = said.into_iter().chain(training.effective_batch_size).any(|key| key.set().is_some());
     if said || !training.optimizer_in_backward() {
@@ -661,20 +670,21 @@ fn every_batch(config: &RawConfig) -> Vec<Vec<(u64, u64)>> {
     vec![first, vec![together(DEFAULT_EFFECTIVE_BATCH)], fewer]
 }
 
-/// Of one of so many ranks.
-fn preferred_batches(training: &TrainingConfig, ranks: u64) -> Vec<(u64, u64)> {
+/// Of one of so many ranks, which takes micro-batches in groups of so many.
+fn preferred_batches(training: &TrainingConfig, ranks: u64, groups: u64) -> Vec<(u64, u64)> {
     let batch_size = training.batch_size().set();
     let accumulation = training.gradient_accumulation_steps().set();
     let own_of = |whole: u64| (whole / ranks.max(1)).max(1);
     let effective = training.effective_batch_size.and_then(Auto::set).map(own_of);
     match (batch_size, accumulation, effective) {
         (Some(b), Some(a), _) => vec![(b, a)],
-        (Some(b), None, None) => vec![(b, 1)],
+        (Some(b), None, None) => vec![(b, groups)],
         (Some(b), None, Some(e)) => vec![(b, (e / b).max(1))],
         (None, Some(a), Some(e)) => vec![((e / a).max(1), a)],
         (None, Some(a), None) => powers_of_two(own_of(DEFAULT_EFFECTIVE_BATCH)).map(|b| (b, a)).collect(),
         (None, None, effective) => {
-            let effective = effective.unwrap_or(own_of(DEFAULT_EFFECTIVE_BATCH));
+            let usual = own_of(DEFAULT_EFFECTIVE_BATCH).next_multiple_of(groups);
+            let effective = effective.unwrap_or(usual);
             let splits = powers_of_two(effective).chain([effective]).filter(|b| effective.is_multiple_of(*b));
             let mut splits: Vec<_> = splits.map(|b| (b, effective / b)).collect();
             splits.dedup();
@@ -735,7 +745,7 @@ pub(crate) fn step_settings(
         ranks: Ranks { rank: config.rank, mesh: config.parallel.mesh() },
         sharding: config.parallel.sharding(),
         sequence_chunk_tokens: None,
-        pipeline_schedule: config.parallel.pipeline_schedule().schedule(),
+        pipeline_schedule: config.parallel.schedule(),
         sequence_parallel: config.parallel.sequence_parallel(),
         stage: None,
         seed: training.seed(),

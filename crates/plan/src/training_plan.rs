@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 use plimsoll_device::Collective;
 use plimsoll_memory::{AtPeak, ByteSize, Phase, Tag, TagBytes};
@@ -196,9 +195,9 @@ impl TrainingPlan {
     }
 
     /// The layers that the rank has which the plan is for.
-    pub fn own_layers(&self) -> Range<u32> {
+    pub fn own_layers(&self) -> Vec<u32> {
         let ranks = Ranks { rank: self.choice.rank, ..self.choice.settings.ranks };
-        StepSettings { ranks, ..self.choice.settings.clone() }.of_stage(&self.spec).0.layers()
+        StepSettings { ranks, ..self.choice.settings.clone() }.of_stage(&self.spec).0.layers().collect()
     }
 
     /// Bytes of arena.

@@ -8,11 +8,14 @@ use std::collections::BTreeSet;
 use plimsoll_device::DType;
 use plimsoll_memory::Tier;
 use plimsoll_model::{ModelSpec, catalogue};
+use plimsoll_parallel::Mesh;
 use plimsoll_plan::config::{GradientDtype, MasterWeights, MixedPrecision, RawConfig};
-use plimsoll_plan::{Choice, DiskRates, Limits, Resource, TrainingPlan, lighter_choices, loss_chunk_tokens};
+use plimsoll_plan::{
+    Choice, DiskRates, DryRun, Limits, Resource, TrainingPlan, lighter_choices, loss_chunk_tokens,
+};
 use plimsoll_step::{
-    Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling, NormSource, Offload, Precision,
-    StepSettings, UpdateTiming,
+    Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling, NormSource, Offload,
+    PipelineSchedule, Precision, Ranks, StepSettings, UpdateTiming,
 };
 
 use common::machine;
@@ -258,6 +261,42 @@ fn micro_batches_share_a_pass_where_no_bit_depends_on_it() {
     }
     assert_eq!(of(&untied, 6, optimizer, &[]), 1);
     assert_eq!([32, 33].map(|steps| of(&untied, steps, parameters, &[])), [32, 1]);
+}
+
+/// A stage waits for the first micro-batch to come and for the last one to come back, in one of its runs of layers; for no update.
+#[test]
+fn the_stages_of_a_pipeline_wait_for_their_passes() {
+    let (spec, rates) = (ModelSpec { num_layers: 8, ..spec() }, machine().rates);
+    let mesh = Mesh { pipeline: 4, ..Mesh::ALONE };
+    let of_rank = |rank, pipeline_schedule| StepSettings {
+        ranks: Ranks { rank, mesh },
+        pipeline_schedule,
+        ..StepSettings::new(1, 64)
+    };
+    let one_run = PipelineSchedule::OneForwardOneBackward;
+    for (schedule, runs) in [(one_run, 1.0), (PipelineSchedule::Interleaved(2), 2.0)] {
+        for accumulation in [4, 12] {
+            let run = |rank| {
+                let settings = of_rank(rank, schedule);
+                DryRun::timed_training(&spec, &settings, accumulation, &rates).unwrap()
+            };
+            let seconds = |run: &DryRun| {
+                let step = run.times.unwrap().elapsed;
+                step + (step - run.update_seconds) * 3.0 / (runs * accumulation as f64)
+            };
+            let slowest = (0..4).map(|rank| seconds(&run(rank))).fold(0.0, f64::max);
+            let choice = Choice::new(&spec, of_rank(0, schedule), accumulation, &rates).unwrap();
+            assert!((choice.time.step_seconds / slowest - 1.0).abs() < 1e-9, "{schedule:?} {accumulation}");
+        }
+    }
+    // As many updates for three times the micro-batches.
+    let [few, many] = [4, 12].map(|accumulation| {
+        let run = DryRun::timed_training(&spec, &of_rank(0, one_run), accumulation, &rates).unwrap();
+        (run.update_seconds, run.times.unwrap().elapsed - run.update_seconds)
+    });
+    assert!(few.0 > 0.0 && (many.0 / few.0 - 1.0).abs() < 1e-9, "{few:?} {many:?}");
+    // The first one adds to no gradients.
+    assert!((many.1 / few.1 / 3.0 - 1.0).abs() < 0.05, "{few:?} {many:?}");
 }
 
 /// No limit but that of the disk.

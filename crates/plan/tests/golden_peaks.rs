@@ -194,7 +194,7 @@ fn peaks_are_what_they_were() {
 }
 
 /// Forms that layers can take which the file's cases have not, or of too few layers.
-const OF_MANY_LAYERS: [(&str, &str); 44] = [
+const OF_MANY_LAYERS: [(&str, &str); 49] = [
     ("gemma-3-12b", "training.mixed_precision=bf16"),
     ("gemma-3-12b", "data.sequence_length=1024; memory.offload.parameters=disk"),
     ("gemma-3-12b", "data.sequence_length=1025; memory.offload.parameters=disk"),
@@ -282,6 +282,26 @@ const OF_MANY_LAYERS: [(&str, &str); 44] = [
     ),
     (
         "llama-2-7b",
+        "parallel.pipeline_parallel=2; parallel.pipeline_schedule=interleaved; training.gradient_accumulation_steps=8",
+    ),
+    (
+        "llama-3.1-70b",
+        "parallel.pipeline_parallel=2; parallel.pipeline_schedule=interleaved; training.gradient_checkpointing=full; training.gradient_accumulation_steps=6; memory.offload={parameters: disk, gradients: disk, optimizer: disk, activations: disk}",
+    ),
+    (
+        "llama-3.1-70b",
+        "parallel.pipeline_parallel=2; parallel.pipeline_schedule=interleaved; parallel.virtual_stages=4; training.gradient_checkpointing=full; training.gradient_accumulation_steps=40",
+    ),
+    (
+        "llama-3.1-70b",
+        "parallel.pipeline_parallel=3; parallel.pipeline_schedule=interleaved; parallel.tensor_parallel=2; parallel.data_parallel=2; parallel.zero_stage=2; training.gradient_accumulation_steps=6; training.mixed_precision=bf16",
+    ),
+    (
+        "llama-3.1-70b",
+        "parallel.pipeline_parallel=2; parallel.pipeline_schedule=interleaved; training.method=lora; training.gradient_checkpointing={every: 2}; training.gradient_accumulation_steps=4",
+    ),
+    (
+        "llama-2-7b",
         "parallel.data_parallel=8; parallel.shard_size=4; parallel.zero_stage=3; training.gradient_accumulation_steps=3",
     ),
     ("llama-2-7b", "parallel.tensor_parallel=2; training.gradient_accumulation_steps=3"),
@@ -347,8 +367,11 @@ fn few_do_what_all_do(
     }
     assert_eq!(few.tally, all.tally, "{name}");
     assert_eq!(few.moved, all.moved, "{name}");
-    let [few, all] = [few, all].map(|run| run.times.unwrap().elapsed);
+    let seconds = [few, all].map(|run| (run.times.unwrap().elapsed, run.update_seconds));
+    let [few, all] = seconds.map(|(step, _)| step);
     assert!((few / all - 1.0).abs() < 0.01, "{name}: {few} s, {all} s");
+    let [of_few, of_all] = seconds.map(|(_, updates)| updates);
+    assert!((of_few - of_all).abs() < 0.01 * all, "{name}: {of_few} s of updates, {of_all} s");
 }
 
 /// The same with enough layers for some of them to be counted.

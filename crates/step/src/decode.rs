@@ -213,19 +213,18 @@ impl<'a> Decoder<'a> {
         device.write_u32(&ids, tokens)?;
         let positions = positions(device, n, past..)?;
         let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions, past);
-        let part = self.spec.part;
+        let part = self.spec.part.clone();
         self.weights.announce_forward(&self.spec, with_head && part.head)?;
         let mut x = match part.embedding {
             true => embedding::forward(&ctx, &mut self.weights, (&ids, tokens))?,
             false => self.received(&ctx, &ids)?,
         };
         self.cache.begin(past, n)?;
-        for layer in self.spec.layers() {
+        for (place, layer) in (0..).zip(self.spec.layers()) {
             device.enter(Phase::Generate, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
             let mut ctx = ctx.layer(layer);
             let cache = &mut self.cache;
-            let place = layer - part.first_layer;
             ctx.attention = AttentionShape { kv_capacity: cache.capacity(place), ..ctx.attention };
             x = block::infer(&ctx, &weights, x, |qkv| cache.write(place, &qkv.k, &qkv.v, past))?;
             cache.leave(place)?;

@@ -81,6 +81,31 @@ pub enum StepError {
         /// Layers of the model.
         layers: u32,
     },
+    /// There are too few layers for every run of interleaved stages.
+    #[error(
+        "{stages} stages of {rounds} runs of layers need {} layers, and the model has {layers}; {}",
+        u64::from(*stages) * u64::from(*rounds),
+        fewer_rounds(layers / stages)
+    )]
+    TooManyRounds {
+        /// Stages of the pipeline.
+        stages: u32,
+        /// Runs of layers of each.
+        rounds: u32,
+        /// Layers of the model.
+        layers: u32,
+    },
+    /// Micro-batches go through interleaved stages in groups.
+    #[error(
+        "{micro_batches} micro-batches of a step do not go through {stages} interleaved stages in groups of {stages}; set \
+         training.gradient_accumulation_steps to a multiple of {stages}"
+    )]
+    UnevenGroups {
+        /// Micro-batches of a rank's step.
+        micro_batches: u64,
+        /// Stages of the pipeline.
+        stages: u32,
+    },
     /// A batch of another shape than the step was made for.
     #[error("a micro-batch of {got} tokens was given to a step made for {batch_size} x {sequence_length}")]
     BatchShape {
@@ -148,6 +173,14 @@ pub enum StepError {
 
 fn first_seen(block: Option<BlockId>) -> String {
     block.map(|block| format!(", first in the gradients of {block}")).unwrap_or_default()
+}
+
+/// What would work where layers are too few for so many runs of each stage.
+fn fewer_rounds(most: u32) -> String {
+    match most {
+        0 | 1 => "set parallel.pipeline_schedule to 1f1b".to_owned(),
+        most => format!("set parallel.virtual_stages to {most} or less"),
+    }
 }
 
 #[cfg(test)]

@@ -83,16 +83,21 @@ impl Evaluation<'_> {
         let ctx = ctx.sharing(products, places.rows());
         store.announce_forward(self.spec, self.spec.part.head)?;
         let tokens = (&inputs.tokens, &*inputs.ids);
-        let mut x = self.flow.enter(&ctx, tokens.0, || embedding::forward(&ctx, store, tokens))?;
-        for layer in self.spec.layers() {
-            self.device.enter(Phase::Forward, Some(layer));
-            let weights = store.gather(BlockId::Layer(layer))?;
-            x = block::infer(&ctx.layer(layer), &weights, x, |qkv| Ok((qkv.k.clone(), qkv.v.clone())))?;
-            drop(weights);
-            store.release(Unit::Layer(layer), false);
+        let (runs, mut out) = (self.spec.runs(), None);
+        let last = runs.len().saturating_sub(1) as u32;
+        for (round, layers) in (0..).zip(runs) {
+            let mut x = self.flow.enter(&ctx, round, tokens.0, || embedding::forward(&ctx, store, tokens))?;
+            for layer in layers {
+                self.device.enter(Phase::Forward, Some(layer));
+                let weights = store.gather(BlockId::Layer(layer))?;
+                x = block::infer(&ctx.layer(layer), &weights, x, |qkv| Ok((qkv.k.clone(), qkv.v.clone())))?;
+                drop(weights);
+                store.release(Unit::Layer(layer), false);
+            }
+            self.device.enter(if round == last { Phase::Loss } else { Phase::Forward }, None);
+            out = self.flow.leave(&ctx, round, x)?;
         }
-        self.device.enter(Phase::Loss, None);
-        let Some(x) = self.flow.leave(&ctx, x)? else { return Ok((0.0, micro_batch.target_count())) };
+        let Some(x) = out else { return Ok((0.0, micro_batch.target_count())) };
         head::loss_of(&ctx, store, &x, &inputs.labels, self.settings.loss_chunk_tokens)?;
         let losses = sum(self.device, &inputs.labels.losses)?;
         // Ranks that share products have found the same.

@@ -50,6 +50,6 @@ pub use settings::{
     Adapters, AttentionKind, GradientClipping, KeptLayers, Linears, LossScaling, MOST_CHUNKS, MicroBatch,
     NormSource, Offload, Precision, Ranks, Sharding, StepSettings, TrainingMethod, UpdateTiming, ZeroStage,
 };
-pub use stage::{MOST_AT_ONCE, PipelineSchedule, Stage};
+pub use stage::{MOST_AT_ONCE, MOST_INTERLEAVED, PipelineSchedule, Stage};
 pub use store::{Residency, WeightOffload, WeightStorage};
 pub use trainer::{NamedTensor, Numbers, StepOutcome, StepProgress, Trainer};

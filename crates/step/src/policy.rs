@@ -169,8 +169,8 @@ pub enum Compression {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SavePolicy {
     layers: Vec<LayerPolicy>,
-    /// The number of the first block.
-    first: u32,
+    /// The numbers of the blocks: runs of them, which no segment reaches beyond.
+    runs: Vec<Range<u32>>,
     /// Blocks between two inputs that are kept through the forward pass.
     segment: u32,
 }
@@ -192,26 +192,43 @@ impl SavePolicy {
         };
         let mut layers = vec![each.compressed(compression); layers as usize];
         layers.iter_mut().take(first).for_each(|layer| *layer = full.compressed(compression));
-        SavePolicy { layers, first: 0, segment }
+        let runs = std::iter::once(0..layers.len() as u32).collect();
+        SavePolicy { layers, runs, segment }
     }
 
-    /// The same for blocks that are numbered from another one on.
+    /// The same for blocks of other numbers: of as many in all, in runs that follow each other.
     #[must_use]
-    pub fn beginning_at(self, first: u32) -> SavePolicy {
-        SavePolicy { first, ..self }
+    pub fn numbered(self, runs: Vec<Range<u32>>) -> SavePolicy {
+        SavePolicy { runs, ..self }
     }
 
     /// The policy of one block; blocks beyond the last keep nothing.
     pub fn layer(&self, layer: u32) -> LayerPolicy {
-        let place = layer.checked_sub(self.first).and_then(|place| self.layers.get(place as usize));
-        place.copied().unwrap_or(LayerPolicy::all(Save::Recompute))
+        let place = self.runs.iter().cloned().flatten().position(|own| own == layer);
+        let policy = place.and_then(|place| self.layers.get(place));
+        policy.copied().unwrap_or(LayerPolicy::all(Save::Recompute))
     }
 
     /// The segments that the blocks fall into, in order.
     pub fn segments(&self) -> impl Iterator<Item = Range<u32>> {
-        let (first, segment) = (self.first, self.segment);
-        let end = first + self.layers.len() as u32;
-        (first..end).step_by(segment as usize).map(move |first| first..end.min(first + segment))
+        self.runs.iter().flat_map(|run| self.segments_of(run))
+    }
+
+    /// Those of a run of blocks.
+    fn segments_of(&self, run: &Range<u32>) -> impl Iterator<Item = Range<u32>> + use<> {
+        let (segment, end) = (self.segment, run.end);
+        run.clone().step_by(segment as usize).map(move |first| first..end.min(first + segment))
+    }
+
+    /// The places of the segments of each run among all of them.
+    pub fn segments_by_run(&self) -> Vec<Range<usize>> {
+        let mut end = 0;
+        let of_run = |run: &Range<u32>| {
+            let first = end;
+            end += self.segments_of(run).count();
+            first..end
+        };
+        self.runs.iter().map(of_run).collect()
     }
 }
 
@@ -226,6 +243,14 @@ mod tests {
         assert_eq!(segments(Checkpointing::Every(4)), [0..4, 4..8, 8..10]);
         assert_eq!(segments(Checkpointing::Sqrt).len(), 4);
         assert_eq!(segments(Checkpointing::Full).len(), 10);
+        let in_runs = policy(Checkpointing::Every(4)).numbered(vec![5..10, 20..25]);
+        assert_eq!(in_runs.segments().collect::<Vec<_>>(), [5..9, 9..10, 20..24, 24..25]);
+        assert_eq!(in_runs.segments_by_run(), [0..2, 2..4]);
+        let half = policy(Checkpointing::Ratio(0.6)).numbered(vec![5..10, 20..25]);
+        assert_eq!(
+            [9, 20, 21, 22].map(|layer| half.layer(layer).qkv == Save::Keep),
+            [false, false, true, true]
+        );
         let kept = |checkpointing| {
             (0..10).filter(|l| policy(checkpointing).layer(*l).qkv == Save::Keep).collect::<Vec<_>>()
         };

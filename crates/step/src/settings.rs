@@ -186,9 +186,10 @@ impl KeptLayers {
     pub const NONE: KeptLayers = KeptLayers { parameters: 0, gradients: 0, optimizer: 0, activations: 0 };
 }
 
-/// Whether a block is among the last `kept` layers before `end`.
-pub(crate) fn stays(block: BlockId, kept: u32, end: u32) -> bool {
-    matches!(block, BlockId::Layer(layer) if layer >= end.saturating_sub(kept))
+/// Whether a block is among the last `kept` layers of a model.
+pub(crate) fn stays(block: BlockId, kept: u32, spec: &ModelSpec) -> bool {
+    let place = block.layer().and_then(|layer| spec.place_of(layer));
+    place.is_some_and(|place| place >= spec.num_layers.saturating_sub(kept))
 }
 
 /// What the ranks of a step share out between them (ZeRO, Rajbhandari et al. 2020). Each rank takes its own micro-batches.
@@ -490,6 +491,10 @@ impl StepSettings {
             // The layers of one stage may be fewer.
             stages if self.stage.is_none() && spec.num_layers < stages => {
                 return Err(StepError::TooManyStages { stages, layers: spec.num_layers });
+            }
+            stages if self.stage.is_none() && spec.num_layers / stages < self.pipeline_schedule.rounds() => {
+                let (rounds, layers) = (self.pipeline_schedule.rounds(), spec.num_layers);
+                return Err(StepError::TooManyRounds { stages, rounds, layers });
             }
             _ if self.chunk_tokens().is_some() => "sequences in chunks go through no pipeline",
             _ if self.micro_batches_per_pass > 1 => "micro-batches go through a pipeline one by one",

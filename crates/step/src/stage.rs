@@ -1,4 +1,5 @@
-//! A pipeline's stages: which of a model's blocks a rank has (GPipe, Huang et al. 2019; 1F1B, Narayanan et al. 2019).
+//! A pipeline's stages: which of a model's blocks a rank has (GPipe, Huang et al. 2019; 1F1B, Narayanan et al. 2019; interleaved
+//! stages, Narayanan et al. 2021).
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -21,10 +22,26 @@ pub enum PipelineSchedule {
     OneForwardOneBackward,
     /// All forward, then all backward: every micro-batch of the step is under way at once.
     GPipe,
+    /// One forward, one backward, through so many runs of layers of each rank: a micro-batch goes through all ranks as often.
+    Interleaved(u32),
+}
+
+impl PipelineSchedule {
+    /// Runs of layers that a rank has: how often a micro-batch goes through all ranks.
+    pub fn rounds(self) -> u32 {
+        match self {
+            PipelineSchedule::OneForwardOneBackward | PipelineSchedule::GPipe => 1,
+            PipelineSchedule::Interleaved(rounds) => rounds.max(1),
+        }
+    }
 }
 
 /// Micro-batches that GPipe has under way at most: a plan goes through each.
 pub const MOST_AT_ONCE: u64 = 256;
+
+/// Micro-batches of a step that go through interleaved stages at most. They take each other's place in an order that comes round late,
+/// if at all: a plan may go through each.
+pub const MOST_INTERLEAVED: u64 = 1024;
 
 /// What a rank has of a model: one stage of a pipeline, and of every product in it one part.
 #[derive(Clone, Debug, PartialEq)]
@@ -33,6 +50,8 @@ pub struct Stage {
     pub number: u32,
     /// How many there are.
     pub count: u32,
+    /// Runs of layers that it has: how often a micro-batch goes through all stages.
+    pub rounds: u32,
     /// Which part of its products.
     pub tensor: u32,
     /// In how many parts.
@@ -41,23 +60,34 @@ pub struct Stage {
     pub(crate) shares_rows: bool,
     /// The whole model, and how it is trained.
     pub(crate) whole: Arc<(ModelSpec, TrainingMethod)>,
-    /// Parts that each rank of the whole model measures: stage after stage, and of a stage rank after rank.
-    pub(crate) parts: Vec<u64>,
+    /// Parts that each rank of the whole model measures of each of its runs of layers: for each round stage after stage, and of a stage
+    /// rank after rank.
+    pub(crate) parts: Vec<Vec<u64>>,
     /// Whether the gradient of the last stage's copy is added to the first one's table, and the copy follows the table.
     pub(crate) ties_training: bool,
 }
 
 impl Stage {
-    /// The layers of a stage: as many as of any other, or one more.
-    pub fn layers(num_layers: u32, number: u32, count: u32) -> Range<u32> {
-        let cut = |number: u32| (u64::from(num_layers) * u64::from(number) / u64::from(count.max(1))) as u32;
+    /// One of so many runs of layers: as many layers as in any other, or one more.
+    fn run(num_layers: u32, number: u64, count: u64) -> Range<u32> {
+        let cut = |number: u64| (u64::from(num_layers) * number / count.max(1)) as u32;
         cut(number)..cut(number + 1)
     }
 
-    /// What a stage has of a model.
+    /// What a stage of one run of layers has of a model.
     pub fn part(spec: &ModelSpec, number: u32, count: u32) -> ModelSpec {
-        let part = ModelPart { embedding: number == 0, head: number + 1 == count, ..ModelPart::WHOLE };
-        spec.stage(Stage::layers(spec.num_layers, number, count), part)
+        Stage::part_of(spec, number, (count, 1))
+    }
+
+    /// What a stage has of a model through which micro-batches go in so many rounds: in each round the stages have the next runs of
+    /// layers.
+    fn part_of(spec: &ModelSpec, number: u32, (count, rounds): (u32, u32)) -> ModelSpec {
+        let all = u64::from(count) * u64::from(rounds);
+        let run = |round: u32| {
+            Stage::run(spec.num_layers, u64::from(round) * u64::from(count) + u64::from(number), all)
+        };
+        let runs = (0..rounds).map(run).collect();
+        spec.stage(ModelPart { runs, embedding: number == 0, head: number + 1 == count, vocabulary: None })
     }
 
     /// A stage of a model that is not trained.
@@ -66,6 +96,7 @@ impl Stage {
         Stage {
             number,
             count,
+            rounds: 1,
             tensor: 0,
             tensors: 1,
             shares_rows: false,
@@ -85,12 +116,24 @@ impl Stage {
         match block {
             BlockId::Embedding => 0,
             BlockId::Head => self.count - 1,
-            BlockId::Layer(layer) => {
-                let num_layers = self.whole.0.num_layers;
-                let has = |number: &u32| Stage::layers(num_layers, *number, self.count).contains(&layer);
-                (0..self.count).find(has).unwrap_or(0)
-            }
+            BlockId::Layer(layer) => (self.run_of(layer) % u64::from(self.count)) as u32,
         }
+    }
+
+    /// In which round a micro-batch goes through a block.
+    fn round_of(&self, block: BlockId) -> u32 {
+        match block {
+            BlockId::Embedding => 0,
+            BlockId::Head => self.rounds - 1,
+            BlockId::Layer(layer) => (self.run_of(layer) / u64::from(self.count)) as u32,
+        }
+    }
+
+    /// The number of the run that a layer is in.
+    fn run_of(&self, layer: u32) -> u64 {
+        let all = u64::from(self.count) * u64::from(self.rounds);
+        let has = |number: &u64| Stage::run(self.whole.0.num_layers, *number, all).contains(&layer);
+        (0..all).find(has).unwrap_or(0)
     }
 
     /// Whether the last stage works with a copy of the first one's table.
@@ -108,6 +151,16 @@ impl Stage {
         self.number + 1 == self.count
     }
 
+    /// Whether a micro-batch begins here with this round.
+    pub(crate) fn begins(&self, round: u32) -> bool {
+        self.is_first() && round == 0
+    }
+
+    /// Whether a micro-batch is through all layers with this round here.
+    pub(crate) fn ends(&self, round: u32) -> bool {
+        self.is_last() && round + 1 == self.rounds
+    }
+
     /// Whether a parameter that this stage has is a copy of another stage's.
     pub(crate) fn is_copy(&self, p: &Parameter) -> bool {
         self.count > 1 && self.is_tied() && p.role == Role::LmHead
@@ -120,7 +173,9 @@ impl Stage {
 
     /// The parameters that a rank of the whole model trains, as it has them.
     pub(crate) fn trained_by(&self, number: u32, tensor: u32) -> Vec<Parameter> {
-        let (spec, method) = cut(&self.whole.0, &self.whole.1, (number, self.count), (tensor, self.tensors));
+        let place =
+            Place { stage: (number, self.count), rounds: self.rounds, tensor: (tensor, self.tensors) };
+        let (spec, method) = cut(&self.whole.0, &self.whole.1, place);
         method.trained(&spec)
     }
 
@@ -207,15 +262,13 @@ impl Stage {
         (self.number * self.tensors + self.tensor) as usize
     }
 
-    /// Parts that ranks before this one measure.
-    pub(crate) fn parts_before(&self) -> u64 {
-        self.parts.iter().take(self.place()).sum()
-    }
-
     /// Parts that all others measure.
     pub fn parts_elsewhere(&self) -> u64 {
-        let all: u64 = self.parts.iter().sum();
-        all - self.parts.get(self.place()).copied().unwrap_or(0)
+        let others = |parts: &Vec<u64>| {
+            let all = parts.iter().enumerate();
+            all.filter(|(place, _)| *place != self.place()).map(|(_, parts)| parts).sum::<u64>()
+        };
+        self.parts.iter().map(others).sum()
     }
 }
 
@@ -261,21 +314,25 @@ fn vocabulary(spec: &ModelSpec, tensor: u32, tensors: u32) -> Option<(u64, u64)>
     (tensors > 1 && runs >= tensors).then(|| (cut(u64::from(tensor)), cut(u64::from(tensor) + 1)))
 }
 
+/// A rank among those that have the whole model: its number along each way in which they divide it, and how many there are.
+#[derive(Clone, Copy)]
+struct Place {
+    stage: (u32, u32),
+    rounds: u32,
+    tensor: (u32, u32),
+}
+
 /// What a rank has of a model and of what is trained.
-fn cut(
-    spec: &ModelSpec,
-    method: &TrainingMethod,
-    (number, count): (u32, u32),
-    (tensor, tensors): (u32, u32),
-) -> (ModelSpec, TrainingMethod) {
-    let mut own = Stage::part(spec, number, count);
-    let part = own.part;
+fn cut(spec: &ModelSpec, method: &TrainingMethod, place: Place) -> (ModelSpec, TrainingMethod) {
+    let Place { stage: (number, count), rounds, tensor: (tensor, tensors) } = place;
+    let mut own = Stage::part_of(spec, number, (count, rounds));
+    let has_head = own.part.head;
     if tensors > 1 {
         own = own.share_of_products(u64::from(tensors), vocabulary(spec, tensor, tensors));
     }
     let Some(adapters) = method.adapters() else { return (own, TrainingMethod::Full) };
     let blocks: Vec<BlockId> = own.blocks().collect();
-    let copied = spec.tie_word_embeddings && !own.tie_word_embeddings && part.head;
+    let copied = spec.tie_word_embeddings && !own.tie_word_embeddings && has_head;
     let (table, copy) = ((BlockId::Embedding, Role::TokenEmbedding), (BlockId::Head, Role::LmHead));
     fn own_of<T: Clone>(
         all: &HashMap<(BlockId, Role), T>,
@@ -317,21 +374,29 @@ impl StepSettings {
         }
         let (count, tensors) = (count.max(1), tensors.max(1));
         let MeshPlace { stage: number, tensor, .. } = self.ranks.place();
-        let (own, method) = cut(spec, &self.method, (number, count), (tensor, tensors));
+        let rounds = if count > 1 { self.pipeline_schedule.rounds() } else { 1 };
+        let place = Place { stage: (number, count), rounds, tensor: (tensor, tensors) };
+        let (own, method) = cut(spec, &self.method, place);
         let whole = Arc::new((spec.clone(), self.method.clone()));
         let (parts, ties_training) = (Vec::new(), false);
         let shares_rows = self.shares_rows();
-        let mut stage = Stage { number, count, tensor, tensors, shares_rows, whole, parts, ties_training };
+        let mut stage =
+            Stage { number, count, rounds, tensor, tensors, shares_rows, whole, parts, ties_training };
         stage.ties_training =
             count > 1 && stage.is_tied() && stage.trained().iter().any(|p| p.role == Role::TokenEmbedding);
         let (pieces, kind) = (Pieces::new(spec, &self.optimizer.kind), &self.optimizer.kind);
-        let parts = |place: u32| {
+        let mut all = vec![Vec::new(); rounds as usize];
+        for place in 0..count * tensors {
             let (number, tensor) = (place / tensors, place % tensors);
             let mut trained = stage.trained_by(number, tensor);
             trained.retain(|p| stage.counts_of(tensor, p));
-            Parts::new(&trained, pieces, kind, 1).count()
-        };
-        stage.parts = (0..count * tensors).map(parts).collect();
+            for (round, parts) in (0..).zip(&mut all) {
+                let of_round = trained.iter().filter(|p| stage.round_of(p.block) == round);
+                let of_round: Vec<Parameter> = of_round.cloned().collect();
+                parts.push(Parts::new(&of_round, pieces, kind, 1).count());
+            }
+        }
+        stage.parts = all;
         (own, StepSettings { method, stage: Some(stage), ..self.clone() })
     }
 }

@@ -211,12 +211,12 @@ impl Residency {
         match (self, block) {
             // Layer i stays where the line of slope kept / all reaches a further whole number.
             (Residency::Spread { .. }, BlockId::Layer(layer)) => {
-                let i = layer - spec.part.first_layer;
+                let i = spec.place_of(layer).unwrap_or(0);
                 (u64::from(i) + 1) * kept / all > u64::from(i) * kept / all
             }
             (Residency::Spread { head, .. }, BlockId::Embedding) => head && spec.tie_word_embeddings,
             (Residency::Spread { head, .. }, BlockId::Head) => head,
-            (Residency::Last(kept), block) => stays(block, kept, spec.layers().end),
+            (Residency::Last(kept), block) => stays(block, kept, spec),
         }
     }
 }

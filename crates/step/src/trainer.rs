@@ -2,6 +2,7 @@
 //! update`. What is done in which order is a [`Schedule`](schedule::Schedule).
 
 mod complete;
+mod interleaved;
 mod lanes;
 mod look;
 mod numbers;
@@ -41,8 +42,8 @@ use crate::stage::Stage;
 use crate::store::{Residency, Sharing, Training, WeightOffload, WeightStorage, WeightStore};
 use crate::tier::Pieces;
 
-use numbers::Found;
 pub use numbers::Numbers;
+use numbers::{Found, NormRows};
 pub(crate) use parts::{Part, Parts, Standing};
 use passes::Passes;
 use pipeline::Model;
@@ -183,7 +184,7 @@ impl<'a> Trainer<'a> {
                 products = Some(Rc::new(Products::new(ranks, spec.part.vocabulary, settings.shares_rows())));
             }
             let ranks = group(mesh.model_group(communicator.rank()))?;
-            model = Some(Model { ranks, stage: stage.clone() });
+            model = Some(Model { ranks });
         }
         let is_copy = |p: &Parameter| settings.stage.as_ref().is_some_and(|stage| stage.is_copy(p));
         let standing = |p: &Parameter| match &settings.stage {
@@ -199,7 +200,7 @@ impl<'a> Trainer<'a> {
         let method = &settings.method;
         let types = |p: &Parameter| method.weight_type(p, precision.weights);
         let adapters = method.adapters().map(|adapters| &adapters.layout);
-        let (offload, kept, end) = (settings.offload, settings.kept_layers, spec.layers().end);
+        let (offload, kept) = (settings.offload, settings.kept_layers);
         let below = WeightOffload {
             tier: offload.parameters,
             in_files: method.adapters().map(|adapters| &adapters.in_files),
@@ -229,14 +230,14 @@ impl<'a> Trainer<'a> {
             tier: offload.optimizer,
             cut,
             head_dim: spec.attention.head_dim,
-            stays: &|p| stays(p.block, kept.optimizer, end),
+            stays: &|p| stays(p.block, kept.optimizer, &spec),
             needs_master: &needs_master,
             seed: settings.seed,
             shares,
         };
         let updated: Vec<Parameter> = trained.iter().filter(|p| !is_copy(p)).cloned().collect();
         let optimizer = Optimizer::allocate(device, &updated, &settings.optimizer, states)?;
-        let stays_there = |p: &Parameter| stays(p.block, kept.gradients, end);
+        let stays_there = |p: &Parameter| stays(p.block, kept.gradients, &spec);
         let totals: Option<OwnParts<'_>> = each_pass.then_some(&own_parts);
         let on_tier = OnTier { tiers: &tiers, tier: offload.gradients, stays: &stays_there, totals };
         let buffers = match (settings.update, settings.is_tied(&spec)) {
@@ -268,10 +269,11 @@ impl<'a> Trainer<'a> {
             }
             (None, None) => Some(Rc::new(RopeTables::new(device, &spec, length)?)),
         };
-        let before = settings.stage.as_ref().map_or(0, Stage::parts_before);
-        let elsewhere = settings.stage.as_ref().map_or(0, Stage::parts_elsewhere);
-        let shares_sums = ranks::shares_sums(&settings);
-        let numbers = Numbers::new(device, (before, parts.count(), elsewhere), shares_sums)?;
+        let norms = match &settings.stage {
+            None => NormRows::alone(parts.count()),
+            Some(stage) => NormRows::among(stage, parts.by_run(&spec)),
+        };
+        let numbers = Numbers::new(device, norms, ranks::shares_sums(&settings))?;
         let (block, role) = Head::table(spec.tie_word_embeddings);
         let table = spec.block_parameters(block).into_iter().find(|p| p.role == role);
         // Where ranks have some rows each, the loss comes from all of them.
@@ -292,7 +294,7 @@ impl<'a> Trainer<'a> {
         let loss_scale = settings.loss_scaling.map(LossScale::new);
         let progress = StepProgress { loss_scale, ..StepProgress::default() };
         let policy = SavePolicy::new(settings.checkpointing, settings.compression, spec.num_layers);
-        let policy = policy.beginning_at(spec.part.first_layer);
+        let policy = policy.numbered(spec.runs());
         let trained_by_all = settings.stage.as_ref().map(Stage::trained);
         Ok(Trainer {
             device,

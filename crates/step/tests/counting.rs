@@ -204,6 +204,35 @@ fn a_plan_of_any_size_ends() {
     }
 }
 
+/// Legs of a pipeline whose stages are interleaved come round in groups.
+#[test]
+fn micro_batches_of_interleaved_stages_are_counted() {
+    let all = |tier| Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier };
+    let specs = [(llama(), 12), (biased(), 12), (llama(), 7)];
+    for spec in specs.map(|(spec, num_layers)| large(ModelSpec { num_layers, ..spec })) {
+        for (pipeline, rounds) in [(2, 2), (2, 3), (3, 2)] {
+            let mesh = Mesh { pipeline, ..Mesh::ALONE };
+            for rank in 0..mesh.size() {
+                for (checkpointing, offload) in [
+                    (Checkpointing::None, Offload::NONE),
+                    (Checkpointing::Full, all(Tier::Disk)),
+                    (Checkpointing::Every(2), all(Tier::Host)),
+                ] {
+                    let settings = StepSettings {
+                        ranks: Ranks { rank, mesh },
+                        pipeline_schedule: PipelineSchedule::Interleaved(rounds),
+                        checkpointing,
+                        offload,
+                        ..settings(1, 9)
+                    };
+                    check(&spec, &settings, 24);
+                    check(&spec, &settings, 120);
+                }
+            }
+        }
+    }
+}
+
 /// Micro-batches take each other's place in a stage of a pipeline, and come round after as many as there are stages.
 #[test]
 fn micro_batches_of_a_pipeline_are_counted() {

@@ -7,14 +7,17 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use common::meets::meeting_ranks;
 use common::*;
-use plimsoll_device::{Communicated, Cpu, CpuOptions, DType, Device, Dry};
+use plimsoll_device::{Collective, Communicated, Cpu, CpuOptions, DType, Device, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tag, Tier};
 use plimsoll_model::{
     AdapterConfig, AdapterLayout, AttentionSpec, MlpSpec, ModelSpec, Parameter, QkNorm, RopeSpec,
 };
-use plimsoll_parallel::{Collectives, Communicator, Deal, DryRanks, Mesh, ThreadRank, Wired, thread_ranks};
+use plimsoll_parallel::{
+    Collectives, Communicator, Deal, DryRanks, Mesh, ThreadRank, Transport, Wired, thread_ranks,
+};
 use plimsoll_step::{
     AdamSettings, Adapters, AttentionKind, Checkpointing, DecodeSettings, Decoder, EightBit,
     EvaluateSettings, Evaluator, GradientClipping, LionSettings, MicroBatch, NamedTensor, NormSource,
@@ -99,7 +102,7 @@ fn planned(spec: &ModelSpec, settings: &StepSettings, ranks: DryRanks) -> (Dry, 
     (dry, [tiers.host().high_water(), tiers.disk().high_water()], sent)
 }
 
-fn run_rank(spec: &ModelSpec, settings: &StepSettings, rank: ThreadRank, folder: &Path) -> Ended {
+fn run_rank(spec: &ModelSpec, settings: &StepSettings, rank: impl Transport, folder: &Path) -> Ended {
     let ranks = Wired::new(rank);
     let (dry, below, sent) = planned(spec, settings, DryRanks::new(ranks.rank(), ranks.size()));
     let peak = dry.arena().high_water();
@@ -150,10 +153,15 @@ fn saved(trainer: &Trainer<'_>) -> Vec<(String, Vec<u8>)> {
 
 /// What all ranks end with, which is the same.
 fn run(spec: &ModelSpec, settings: &StepSettings, ranks: u32) -> Ended {
+    run_over(spec, settings, thread_ranks(ranks))
+}
+
+/// The same over any transport.
+fn run_over<T: Transport + Send>(spec: &ModelSpec, settings: &StepSettings, ranks: Vec<T>) -> Ended {
     let folder = &tempfile::tempdir().unwrap();
     let ended: Vec<Ended> = std::thread::scope(|scope| {
         let start = |rank| scope.spawn(move || run_rank(spec, settings, rank, folder.path()));
-        let threads: Vec<_> = thread_ranks(ranks).into_iter().map(start).collect();
+        let threads: Vec<_> = ranks.into_iter().map(start).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     let alike = |a: &Ended, b: &Ended| (&a.losses, &a.norms) == (&b.losses, &b.norms);
@@ -443,6 +451,125 @@ fn in_stages(settings: StepSettings, pipeline: u32, pipeline_schedule: PipelineS
 
 const SCHEDULES: [PipelineSchedule; 2] = [PipelineSchedule::OneForwardOneBackward, PipelineSchedule::GPipe];
 
+/// Two runs of layers on every rank.
+const INTERLEAVED: PipelineSchedule = PipelineSchedule::Interleaved(2);
+
+/// A model of so many layers, in the pattern of its own.
+fn deeper(spec: ModelSpec, num_layers: u32) -> ModelSpec {
+    let mut spec = ModelSpec { num_layers, ..spec };
+    if let Some(window) = &mut spec.attention.sliding_window {
+        window.layers = window.layers.iter().copied().cycle().take(num_layers as usize).collect();
+    }
+    spec
+}
+
+/// Every run of layers has its micro-batches in their order, forward and backward.
+#[test]
+fn interleaved_stages_change_no_bit() {
+    for spec in families().map(wider) {
+        let spec = ModelSpec { tie_word_embeddings: false, ..deeper(spec, 9) };
+        for precision in [Precision::F32, PURE_BF16, BF16_WITH_MASTERS] {
+            let settings = StepSettings { precision, ..settings(1, 12) };
+            let one = run(&spec, &settings, 1);
+            for (stages, rounds) in [(2, 2), (2, 4), (4, 2)] {
+                let settings = in_stages(settings.clone(), stages, PipelineSchedule::Interleaved(rounds));
+                let what = format!("{} {precision:?} {stages} {rounds}", spec.name);
+                assert_same_weights(&run(&spec, &settings, stages), &one, &what);
+            }
+            let reduced = run(&spec, &sharded(settings.clone(), ZeroStage::Gradients, false), 1);
+            let shared =
+                [(ZeroStage::Nothing, true), (ZeroStage::Gradients, false), (ZeroStage::Weights, false)];
+            for (stage, reproducible) in shared {
+                let settings = in_stages(sharded(settings.clone(), stage, reproducible), 2, INTERLEAVED);
+                let what = format!("{} {precision:?} {stage:?}", spec.name);
+                assert_same_weights(&run(&spec, &settings, 4), &reduced, &what);
+            }
+        }
+    }
+}
+
+/// A rank sends nothing before another one receives it, and fails where that takes long.
+#[test]
+fn no_rank_of_interleaved_stages_waits_for_one_that_waits() {
+    for (stages, rounds, num_layers) in [(2, 2, 4), (2, 3, 7), (4, 2, 8), (4, 3, 12), (8, 2, 16)] {
+        let spec = ModelSpec { tie_word_embeddings: false, ..deeper(wider(llama()), num_layers) };
+        let one = run(&spec, &settings(1, 12), 1);
+        let settings = in_stages(settings(1, 12), stages, PipelineSchedule::Interleaved(rounds));
+        let many = run_over(&spec, &settings, meeting_ranks(stages));
+        assert_same_weights(&many, &one, &format!("{stages} {rounds}"));
+    }
+    // Two groups of one micro-batch a stage each; other ways of dividing the work beside them.
+    let spec = ModelSpec { tie_word_embeddings: true, ..deeper(wider(llama()), 4) };
+    let products = sharing_products(settings(1, 12), 2);
+    for settings in [settings(1, 12), products] {
+        let one = run(&spec, &settings_of_one(&settings), 1);
+        for stage in [ZeroStage::Nothing, ZeroStage::Weights] {
+            let many = in_stages(sharded(settings.clone(), stage, false), 2, INTERLEAVED);
+            assert_close(&run_over(&spec, &many, meeting_ranks(8)), &one, 2e-5, &format!("{many:?}"));
+        }
+    }
+}
+
+/// The same on one rank.
+fn settings_of_one(settings: &StepSettings) -> StepSettings {
+    StepSettings { ranks: Ranks::default(), ..settings.clone() }
+}
+
+/// The residual stream of a micro-batch goes over every border between two runs of layers, and its gradient comes back.
+#[test]
+fn what_interleaved_stages_send() {
+    let spec = ModelSpec { tie_word_embeddings: false, ..deeper(wider(llama()), 12) };
+    let settings = settings(1, 12);
+    let (batches, residual) = (STEPS * u64::from(MICRO_BATCHES), 12 * spec.hidden_size * 4);
+    for (stages, rounds) in [(2, 1), (2, 2), (4, 1), (4, 3)] {
+        let schedule = match rounds {
+            1 => PipelineSchedule::OneForwardOneBackward,
+            rounds => PipelineSchedule::Interleaved(rounds),
+        };
+        let settings = in_stages(settings.clone(), stages, schedule);
+        let sent = |rank| planned(&spec, &settings, DryRanks::new(rank, stages)).2;
+        let sent = (0..stages).map(sent).fold(Communicated::default(), Communicated::plus);
+        let borders = u64::from(stages * rounds - 1);
+        // Forward and backward; forward alone where a batch is evaluated.
+        let messages = borders * (2 * batches + 1);
+        assert_eq!(sent.messages(Collective::Send), messages, "{stages} {rounds}");
+        assert_eq!(sent.bytes(Collective::Send), messages * residual, "{stages} {rounds}");
+    }
+}
+
+/// Fewer than GPipe has, more than there are with one run.
+#[test]
+fn interleaved_stages_keep_a_warm_up_of_activations() {
+    let spec = ModelSpec { num_layers: 8, ..wider(llama()) };
+    let of = |schedule, rank| {
+        let settings = in_stages(settings(1, 64), 2, schedule);
+        at_peak(&spec, &settings, DryRanks::new(rank, 2), Tag::Activations)
+    };
+    for rank in [0, 1] {
+        let [one, interleaved, all] =
+            [SCHEDULES[0], INTERLEAVED, SCHEDULES[1]].map(|schedule| of(schedule, rank));
+        assert!(one < interleaved && interleaved < all, "{rank}: {one} {interleaved} {all}");
+    }
+}
+
+#[test]
+fn what_cannot_be_interleaved_is_refused() {
+    let (spec, base) = (deeper(wider(llama()), 5), settings(1, 12));
+    let refused = |rounds| {
+        let (dry, ranks) = (Dry::new(), DryRanks::new(0, 2));
+        let settings = in_stages(base.clone(), 2, PipelineSchedule::Interleaved(rounds));
+        let trainer = Trainer::new(&dry, Arc::default(), spec.clone(), of_rank(&settings, &ranks), &ranks);
+        let step = |mut trainer: Trainer<'_>| trainer.step_alike(&MicroBatch::new(&[], &[]), 3, 1e-2);
+        trainer.and_then(step).unwrap_err().to_string()
+    };
+    let layers = refused(3);
+    assert!(
+        layers.contains("need 6 layers") && layers.contains("set parallel.virtual_stages to 2"),
+        "{layers}"
+    );
+    assert!(refused(2).contains("training.gradient_accumulation_steps to a multiple of 2"), "{}", refused(2));
+}
+
 /// Every stage adds up the gradients of micro-batches in their order, as one rank does.
 #[test]
 fn a_pipeline_changes_no_bit() {
@@ -491,6 +618,13 @@ fn a_pipeline_of_a_tied_model_comes_near_one() {
                 let many = run(&spec, &in_stages(settings, 2, SCHEDULES[0]), ranks);
                 assert_close(&many, &one, 2e-5, &format!("{} {stage:?} {offload:?}", spec.name));
             }
+            let spec = deeper(spec, 5);
+            let one = run(&spec, &settings, 1);
+            for (stage, offload) in [(ZeroStage::States, Offload::NONE), (ZeroStage::Weights, everything)] {
+                let settings = StepSettings { offload, ..sharded(settings.clone(), stage, false) };
+                let many = run(&spec, &in_stages(settings, 2, INTERLEAVED), 4);
+                assert_close(&many, &one, 2e-5, &format!("{} {stage:?} {offload:?}", spec.name));
+            }
         }
     }
 }
@@ -521,14 +655,17 @@ fn whatever_else_is_asked_a_pipeline_changes_no_bit() {
     ]);
     for settings in all {
         let one = run(&spec, &settings, 1);
-        for (stages, schedule) in [(2, SCHEDULES[0]), (4, SCHEDULES[0]), (3, SCHEDULES[1])] {
+        for (stages, schedule) in [(2, SCHEDULES[0]), (4, SCHEDULES[0]), (3, SCHEDULES[1]), (2, INTERLEAVED)]
+        {
             let settings = in_stages(settings.clone(), stages, schedule);
             assert_same_weights(&run(&spec, &settings, stages), &one, &format!("{stages}, {settings:?}"));
         }
         let shared = sharing_sequences(StepSettings { method: without_dropout(&settings), ..settings }, 2);
         let flat = run(&spec, &shared, 2);
-        let staged = run(&spec, &in_stages(shared.clone(), 2, SCHEDULES[0]), 4);
-        assert_same_weights(&staged, &flat, &format!("{shared:?}"));
+        for schedule in [SCHEDULES[0], INTERLEAVED] {
+            let staged = run(&spec, &in_stages(shared.clone(), 2, schedule), 4);
+            assert_same_weights(&staged, &flat, &format!("{schedule:?} {shared:?}"));
+        }
     }
 }
 
@@ -626,7 +763,7 @@ fn whatever_else_is_asked_ranks_that_share_products_come_near_one() {
             assert_close(&run(spec, &sequences, 4), &one, tolerance, &format!("{sequences:?}"));
             let after =
                 settings.update == UpdateTiming::AfterBackward && settings.micro_batches_per_pass == 1;
-            for schedule in SCHEDULES.into_iter().filter(|_| after) {
+            for schedule in SCHEDULES.into_iter().chain([INTERLEAVED]).filter(|_| after) {
                 let staged = in_stages(shared.clone(), 2, schedule);
                 assert_close(&run(spec, &staged, 4), &one, tolerance, &format!("{staged:?}"));
                 let staged = sharded(staged, ZeroStage::Weights, false);
@@ -782,6 +919,7 @@ fn what_was_saved_goes_on_with_the_same_bits() {
         for (settings, ranks) in [
             (sharing_products(base.clone(), 2), 4),
             (in_stages(base.clone(), 2, SCHEDULES[0]), 4),
+            (in_stages(base.clone(), 2, INTERLEAVED), 4),
             (in_stages(sharing_products(base.clone(), 2), 2, SCHEDULES[0]), 8),
             (sharing_sequences(base.clone(), 2), 4),
             (StepSettings { sharding: among, ..base.clone() }, 4),

@@ -22,7 +22,7 @@ fn config(folder: &Path, out: &str, set: &[&str]) -> RawConfig {
     let text = format!(
         "
 model:
-  from_scratch: {{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}}
+  from_scratch: {{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 4, num_attention_heads: 2}}
 data: {{train: '{0}', validation: '{0}', sequence_length: 16}}
 training: {{steps: 6, batch_size: 2, learning_rate: 1e-2, mixed_precision: bf16}}
 memory: {{device_budget: 256MiB, ladder: false}}
@@ -105,11 +105,17 @@ fn many_ranks_leave_what_one_leaves() {
     let folder = tempfile::tempdir().unwrap();
     let one = run(&config(folder.path(), "one", &[]), 1, false, None).unwrap();
     assert!(one.ranks.is_empty());
-    for (ranks, stage, stages) in
-        [(2, 0, 1), (2, 1, 1), (4, 2, 1), (2, 3, 1), (2, 0, 2), (4, 0, 2), (4, 2, 2), (4, 3, 2)]
-    {
-        let out = format!("out-{ranks}-{stage}-{stages}");
-        let set = [format!("parallel.zero_stage={stage}"), format!("parallel.pipeline_parallel={stages}")];
+    let in_one_run = [(2, 0, 1), (2, 1, 1), (4, 2, 1), (2, 3, 1), (2, 0, 2), (4, 0, 2), (4, 2, 2), (4, 3, 2)];
+    let in_one_run = in_one_run.map(|(ranks, stage, stages)| (ranks, stage, stages, 1));
+    // Runs of layers of all stages, and of each.
+    let in_two = [(2, 0, 4, 2), (4, 2, 4, 2), (4, 3, 4, 2)];
+    for (ranks, stage, stages, rounds) in in_one_run.into_iter().chain(in_two) {
+        let out = format!("out-{ranks}-{stage}-{stages}-{rounds}");
+        let set = [
+            format!("parallel.zero_stage={stage}"),
+            format!("parallel.pipeline_parallel={}", stages / rounds),
+            format!("parallel.pipeline_schedule={}", if rounds > 1 { "interleaved" } else { "1f1b" }),
+        ];
         let set = set.each_ref().map(String::as_str);
         let report = run(&config(folder.path(), &out, &set), ranks, false, None).unwrap();
         let [one, many] = ["one", &out].map(|out| folder.path().join(out));
@@ -143,7 +149,8 @@ fn a_run_goes_on_with_another_number_of_ranks() {
     let stopped = run(&of(1), 2, true, Some(3)).unwrap();
     assert_eq!((stopped.steps, stopped.finished), (3, false));
     // Another way of dividing the work is no other run.
-    let stages = ["parallel.zero_stage=2", "parallel.pipeline_parallel=2"];
+    let stages =
+        ["parallel.zero_stage=2", "parallel.pipeline_parallel=2", "parallel.pipeline_schedule=interleaved"];
     let stopped = run(&config(folder.path(), "out", &stages), 4, true, Some(4)).unwrap();
     assert_eq!((stopped.steps, stopped.finished), (4, false));
     let finished = run(&of(0), 1, true, None).unwrap();

@@ -272,11 +272,15 @@ fn who_sends(mesh: Mesh) -> &'static str {
     if mesh.pipeline > 1 { "the first sends" } else { "each sends" }
 }
 
-/// How many ranks there are, and how they divide the work.
-fn ways(mesh: Mesh) -> String {
+/// How many ranks there are, and how they divide the work: the layers in runs, so many of each stage.
+fn ways(mesh: Mesh, runs: u32) -> String {
     let of = |ranks: u32, what: &str| (ranks > 1).then(|| format!("{ranks} {what}"));
+    let stages = match runs {
+        1 => "pipeline stages".to_owned(),
+        runs => format!("pipeline stages of {runs} runs of layers"),
+    };
     let all = [
-        of(mesh.pipeline, "pipeline stages"),
+        of(mesh.pipeline, &stages),
         of(mesh.data, "data parallel"),
         of(mesh.context, "context parallel"),
         of(mesh.tensor, "tensor parallel"),
@@ -309,7 +313,7 @@ fn ranks(plan: &TrainingPlan) -> String {
         false => format!("rank {first} takes most, the others at least {} of arena", ByteSize(least)),
     };
     let sent = plan.choice.dry_run.moved.sent;
-    let count = ways(settings.ranks.mesh);
+    let count = ways(settings.ranks.mesh, settings.pipeline_schedule.rounds());
     format!(
         "ranks: {count}, {shared}; {span}; {} {} a step\n",
         who_sends(settings.ranks.mesh),
@@ -515,9 +519,11 @@ pub fn checkpointing(plan: &TrainingPlan) -> String {
 /// Bytes of a middle layer at the peak, by tag.
 fn per_layer(plan: &TrainingPlan) -> String {
     let own = plan.own_layers();
-    let middle = own.start.midpoint(own.end);
+    let middle = own.get(own.len() / 2).copied();
     let layers = plan.layers();
-    let Some(layer) = layers.iter().find(|l| l.layer == Some(middle)) else { return "nothing".to_owned() };
+    let Some(layer) = layers.iter().find(|l| middle.is_some() && l.layer == middle) else {
+        return "nothing".to_owned();
+    };
     let parts: Vec<String> =
         layer.by_tag.iter().map(|(tag, bytes)| format!("{} {}", words(*tag), ByteSize(*bytes))).collect();
     parts.join(", ")

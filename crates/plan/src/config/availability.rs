@@ -154,12 +154,6 @@ static REFUSALS: &[Refusal] = &[
         reason: "FSDP has no name for it",
         instead: "none with parallel.zero_stage: 1",
     },
-    Refusal {
-        keys: &["parallel.pipeline_schedule"],
-        values: &["interleaved"],
-        reason: "a stage is one run of layers",
-        instead: "1f1b or gpipe",
-    },
 ];
 
 /// Why a value, written as `word`, is refused for a key; `None` if it is not in the table.

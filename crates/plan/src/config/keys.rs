@@ -197,6 +197,8 @@ const FOREIGN: &[(&str, &str)] = &[
     ("tensor_model_parallel_size", "parallel.tensor_parallel"),
     ("pipeline_parallel_size", "parallel.pipeline_parallel"),
     ("pipeline_model_parallel_size", "parallel.pipeline_parallel"),
+    ("virtual_pipeline_parallel_size", "parallel.virtual_stages"),
+    ("virtual_pipeline_model_parallel_size", "parallel.virtual_stages"),
     ("output_dir", "output.dir"),
     ("out_dir", "output.dir"),
     ("save_dir", "output.dir"),

@@ -1,7 +1,7 @@
 //! `parallel`: how work and tensors are spread over ranks.
 
 use plimsoll_parallel::Mesh;
-use plimsoll_step::{AttentionKind, MOST_AT_ONCE, PipelineSchedule, Sharding, ZeroStage};
+use plimsoll_step::{AttentionKind, MOST_AT_ONCE, MOST_INTERLEAVED, PipelineSchedule, Sharding, ZeroStage};
 
 use super::error::conflicts;
 use super::section::section;
@@ -38,8 +38,12 @@ section! {
         sequence_parallel: bool = true;
         /// Stages that the model's layers are divided into. A stage is a rank, or as many as there are others along the other ways.
         pipeline_parallel: Auto<u64>, "1", RANKS;
-        /// When a stage takes micro-batches back: gpipe all of them at the end, 1f1b as soon as they can come.
+        /// When a stage takes micro-batches back: gpipe all of them at the end, 1f1b as soon as they can come. interleaved does as 1f1b
+        /// with several runs of layers on each stage, which waits less and sends more.
         pipeline_schedule: PipelineForm = PipelineForm::OneForwardOneBackward;
+        /// Runs of layers of each stage where pipeline_schedule is interleaved, 2 or more: a micro-batch goes through all stages as
+        /// often. Megatron-LM's virtual pipeline stages, which it sets by the layers of each (num_layers_per_virtual_pipeline_stage).
+        virtual_stages: u64 = 2, RANKS;
     }
 }
 
@@ -50,16 +54,8 @@ choice! {
         OneForwardOneBackward = "1f1b",
         /// All forward, then all backward.
         GPipe = "gpipe",
-    }
-}
-
-impl PipelineForm {
-    /// As the step knows it.
-    pub fn schedule(self) -> PipelineSchedule {
-        match self {
-            PipelineForm::OneForwardOneBackward => PipelineSchedule::OneForwardOneBackward,
-            PipelineForm::GPipe => PipelineSchedule::GPipe,
-        }
+        /// One forward, one backward, through several runs of layers of each stage.
+        Interleaved = "interleaved" | "interleaved_1f1b" | "Interleaved1F1B",
     }
 }
 
@@ -125,6 +121,25 @@ impl ParallelConfig {
         Sharding { stage, reproducible: self.reproducible(), among }
     }
 
+    /// When stages take micro-batches back, as the step knows it.
+    pub fn schedule(&self) -> PipelineSchedule {
+        match self.pipeline_schedule() {
+            PipelineForm::OneForwardOneBackward => PipelineSchedule::OneForwardOneBackward,
+            PipelineForm::GPipe => PipelineSchedule::GPipe,
+            PipelineForm::Interleaved => {
+                PipelineSchedule::Interleaved(u32::try_from(self.virtual_stages()).unwrap_or(u32::MAX))
+            }
+        }
+    }
+
+    /// Micro-batches of which a rank takes a multiple in a step.
+    pub fn micro_batch_groups(&self) -> u64 {
+        match self.pipeline_schedule() {
+            PipelineForm::Interleaved => self.pipeline_parallel().max(1),
+            PipelineForm::OneForwardOneBackward | PipelineForm::GPipe => 1,
+        }
+    }
+
     /// The ranks that take the step together.
     pub fn mesh(&self) -> Mesh {
         let [data, context, pipeline, tensor] =
@@ -132,6 +147,11 @@ impl ParallelConfig {
         let count = |ranks: u64| u32::try_from(ranks).unwrap_or(u32::MAX);
         Mesh { data: count(data), context: count(context), pipeline: count(pipeline), tensor: count(tensor) }
     }
+}
+
+/// The next multiple of something; the smallest one where the next is beyond all numbers.
+fn next_multiple(of: u64, part: u64) -> u64 {
+    of.checked_next_multiple_of(part).unwrap_or(part)
 }
 
 impl RawConfig {
@@ -263,12 +283,63 @@ impl RawConfig {
                 "set parallel.pipeline_schedule to 1f1b",
             );
         }
+        if self.parallel.pipeline_schedule() == PipelineForm::Interleaved {
+            self.check_interleaved(accumulation, &mut conflict);
+        }
         let together = self.training.micro_batches_per_pass().set();
         if let Some(together) = together.filter(|together| *together != 1) {
             conflict(
                 self.conflicting("training.micro_batches_per_pass", together),
                 "micro-batches go through a pipeline one by one",
                 "set training.micro_batches_per_pass to 1 or auto",
+            );
+        }
+    }
+
+    fn check_interleaved(
+        &self,
+        accumulation: Option<u64>,
+        conflict: &mut impl FnMut(ConflictingKey, &str, &str),
+    ) {
+        let rounds = self.parallel.virtual_stages();
+        if rounds < 2 {
+            conflict(
+                self.conflicting("parallel.virtual_stages", rounds),
+                "interleaved stages have two runs of layers or more",
+                "set parallel.virtual_stages to 2, or parallel.pipeline_schedule to 1f1b",
+            );
+        }
+        let stages = self.parallel.pipeline_parallel();
+        let whole = self.batch_settings().ok().and_then(|batch| batch.effective_batch_size);
+        let ranks = self.parallel.data_parallel().max(1);
+        if let (None, Some(whole)) = (accumulation, whole)
+            && !(whole / ranks).is_multiple_of(stages)
+        {
+            conflict(
+                self.conflicting("training.effective_batch_size", whole),
+                &format!("micro-batches go through interleaved stages in groups of {stages}"),
+                &format!(
+                    "set training.effective_batch_size to {}, or parallel.pipeline_schedule to 1f1b",
+                    next_multiple(whole, stages.saturating_mul(ranks))
+                ),
+            );
+        }
+        let Some(steps) = accumulation else { return };
+        if !steps.is_multiple_of(stages) {
+            conflict(
+                self.conflicting("training.gradient_accumulation_steps", steps),
+                &format!("micro-batches go through interleaved stages in groups of {stages}"),
+                &format!(
+                    "set training.gradient_accumulation_steps to {}, or parallel.pipeline_schedule to 1f1b",
+                    next_multiple(steps, stages)
+                ),
+            );
+        }
+        if steps > MOST_INTERLEAVED {
+            conflict(
+                self.conflicting("training.gradient_accumulation_steps", steps),
+                &format!("{MOST_INTERLEAVED} micro-batches of a step at most go through interleaved stages"),
+                "set parallel.pipeline_schedule to 1f1b",
             );
         }
     }

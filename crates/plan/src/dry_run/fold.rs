@@ -63,11 +63,12 @@ impl Fold {
             return None;
         }
         // The layers of a stage are numbered anew.
-        let (first, all) = (spec.part.first_layer, spec.layers().collect::<Vec<u32>>());
+        let all: Vec<u32> = spec.layers().collect();
         let spec = &spec.of_layers(&all);
         let settings = &StepSettings { method: method_of(settings, &all), ..settings.clone() };
         let policy = SavePolicy::new(settings.checkpointing, settings.compression, spec.num_layers);
-        let segment = policy.segments().next()?.len();
+        let policy = policy.numbered(spec.runs());
+        let segment = policy.segments().map(|segment| segment.len()).max()?;
         let alike = layers(spec, settings, &policy);
         let (ahead, round) = (ahead(settings), round(settings, segment));
         let (mut kept, mut units, mut gaps) = (Vec::new(), Vec::new(), Vec::new());
@@ -77,27 +78,32 @@ impl Fold {
             kept.extend(layers.map(|layer| layer as u32));
             units.len() - 1
         };
-        let mut next = 0;
-        while next < alike.len() {
-            let Some((pattern, missing)) = repeated(&alike, next, segment, round, ahead) else {
-                keep(next..next + 1);
-                next += 1;
-                continue;
-            };
-            let (before, after) = stay(pattern, segment, ahead);
-            let mut several = |first: usize, times| {
-                let patterns = (first..).step_by(pattern).take(times);
-                patterns.map(|first| keep(first..first + pattern)).last()
-            };
-            let unit = several(next, before)?;
-            next += (before + missing) * pattern;
-            several(next, after)?;
-            next += after * pattern;
-            gaps.push(Gap { unit, times: missing });
+        // Layers of several runs do not follow each other.
+        for run in spec.runs() {
+            let (begin, end) = (run.start as usize, run.end as usize);
+            let alike = alike.get(begin..end)?;
+            let mut next = begin;
+            while next < end {
+                let Some((pattern, missing)) = repeated(alike, next - begin, segment, round, ahead) else {
+                    keep(next..next + 1);
+                    next += 1;
+                    continue;
+                };
+                let (before, after) = stay(pattern, segment, ahead);
+                let mut several = |first: usize, times| {
+                    let patterns = (first..).step_by(pattern).take(times);
+                    patterns.map(|first| keep(first..first + pattern)).last()
+                };
+                let unit = several(next, before)?;
+                next += (before + missing) * pattern;
+                several(next, after)?;
+                next += after * pattern;
+                gaps.push(Gap { unit, times: missing });
+            }
         }
         (!gaps.is_empty()).then(|| {
             let settings = smaller(spec, settings, segment as u32, &kept);
-            let of_model = kept.iter().map(|layer| first + layer).collect();
+            let of_model = kept.iter().filter_map(|layer| all.get(*layer as usize).copied()).collect();
             Fold { spec: spec.of_layers(&kept), settings, layers: of_model, units, gaps }
         })
     }

@@ -33,6 +33,8 @@ pub(super) struct Added {
     pub tally: Tally,
     pub moved: Transferred,
     pub times: Times,
+    /// The seconds of it in the optimizer's phase.
+    pub update_seconds: f64,
 }
 
 /// Something that a scope does to memory.
@@ -449,6 +451,9 @@ impl<'a> Folded<'a> {
                     added.tally = added.tally.plus(scope.tally.times(times));
                     added.moved = added.moved.plus(scope.moved.times(times));
                     added.times = added.times.plus(scope.times, times as f64);
+                    if scope.phase == Phase::Optimizer {
+                        added.update_seconds += times as f64 * scope.times.elapsed;
+                    }
                 }
             }
         }

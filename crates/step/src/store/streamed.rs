@@ -292,8 +292,8 @@ impl<'a> WeightStore<'a> {
         let pieces = self.tables.get(&head).map_or(1, |(_, pieces)| pieces.len() as u32);
         let head = (0..pieces).map(|piece| Unit::Piece(head, piece)).filter(|_| with_head);
         let layers = spec.layers().map(Unit::Layer);
-        let next = embedding.first().copied().unwrap_or(Unit::Layer(spec.part.first_layer));
-        self.announce(embedding.into_iter().chain(layers).chain(head).chain([next]))
+        let next = embedding.first().copied().or_else(|| layers.clone().next());
+        self.announce(embedding.into_iter().chain(layers).chain(head).chain(next))
     }
 
     /// Makes the block's weights available, but for a table that comes in pieces.

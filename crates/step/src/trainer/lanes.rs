@@ -1,6 +1,7 @@
 //! The micro-batches of a pass on their way, or the chunks of a sequence: what each has on the device, what waits for its next
 //! turn, and what its turn needs to know.
 
+use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -100,6 +101,19 @@ impl Lane<'_> {
     pub fn leave(&mut self) {
         if self.chunk.is_some() {
             self.ready = None;
+        }
+    }
+
+    /// Feeds where its tokens and the inputs of its segments lie on the device to a hasher.
+    pub fn hash_places(&self, hasher: &mut impl Hasher) {
+        let place = |x: Option<&Tensor>| x.map(|x| x.range().start);
+        place(self.ready.as_ref().map(|ready| &ready.inputs.tokens)).hash(hasher);
+        for kept in self.kept.iter().flatten() {
+            let input = match kept {
+                Kept::Layer(saved) => &saved.input,
+                Kept::Input(input) => input,
+            };
+            place(input.value()).hash(hasher);
         }
     }
 

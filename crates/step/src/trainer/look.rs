@@ -39,7 +39,7 @@ impl<'a> Trainer<'a> {
             self.settle_lanes()?;
             return Ok(first);
         }
-        let (device, env, numbers) = (self.device, &self.env(), self.spec.layers());
+        let (device, env, runs) = (self.device, &self.env(), self.spec.runs());
         device.enter(Phase::Forward, None);
         let lanes = self.lanes(std::slice::from_ref(micro_batch), 0, None)?;
         let lane = lanes.first().ok_or(NOTHING_LEFT)?;
@@ -47,27 +47,29 @@ impl<'a> Trainer<'a> {
         let ctx = Context { dropout: None, away: None, ..self.turn(env, lane, &ready, Visit::Evaluate)? };
         let inputs = &ready.inputs;
         let table: Vec<Unit> = self.weights.embedding_pieces().map(|(unit, _)| unit).collect();
-        let layers = Schedule::forward(numbers.clone());
+        let layers = Schedule::forward(self.spec.layers());
         self.weights.announce(table.into_iter().chain(layers.weights()))?;
         let stages = self.stages.clone();
         let (flow, tokens) = (Flow::through(stages.as_deref()), (&inputs.tokens, &*inputs.ids));
-        let weights = &mut self.weights;
-        let mut x = flow.enter(&ctx, tokens.0, || embedding::forward(&ctx, weights, tokens))?;
         let finite = |x: &Tensor| is_finite(device, x, &square);
-        if self.spec.part.embedding && !finite(&x)? {
-            first = Some(BlockId::Embedding);
-        }
-        for layer in numbers {
-            device.enter(Phase::Forward, Some(layer));
-            let weights = self.weights.gather(BlockId::Layer(layer))?;
-            x = block::forward(&ctx.layer(layer), &weights, LayerPolicy::nothing(), x)?.0;
-            drop(weights);
-            self.weights.release(Unit::Layer(layer), false);
-            if first.is_none() && !finite(&x)? {
-                first = Some(BlockId::Layer(layer));
+        for (round, layers) in (0..).zip(runs) {
+            let weights = &mut self.weights;
+            let mut x = flow.enter(&ctx, round, tokens.0, || embedding::forward(&ctx, weights, tokens))?;
+            if self.spec.part.embedding && round == 0 && !finite(&x)? {
+                first = Some(BlockId::Embedding);
             }
+            for layer in layers {
+                device.enter(Phase::Forward, Some(layer));
+                let weights = self.weights.gather(BlockId::Layer(layer))?;
+                x = block::forward(&ctx.layer(layer), &weights, LayerPolicy::nothing(), x)?.0;
+                drop(weights);
+                self.weights.release(Unit::Layer(layer), false);
+                if first.is_none() && !finite(&x)? {
+                    first = Some(BlockId::Layer(layer));
+                }
+            }
+            flow.leave(&ctx, round, x)?;
         }
-        flow.leave(&ctx, x)?;
         self.first_of_stages(first)
     }
 

@@ -1,6 +1,8 @@
 //! The numbers of a step that stay on the device until its end: what the loss adds up to, the squared norms of gradients, and
 //! what updates make of them. The host reads them once, behind the last update.
 
+use std::ops::Range;
+
 use plimsoll_device::{
     Collective, DType, Device, DeviceExt, Elementwise, ExactSum, Reduction, Rounding, Tensor,
 };
@@ -10,6 +12,7 @@ use plimsoll_parallel::{Collectives, Communicator};
 use crate::StepError;
 use crate::head::rows;
 use crate::optimizer::Control;
+use crate::stage::Stage;
 
 use super::parts::Part;
 use super::pipeline::Model;
@@ -31,8 +34,63 @@ pub struct Numbers {
     squares: Tensor,
     /// U8 `[parts, ExactSum::BYTES]`: those of this rank's shares, where ranks have shares of gradients.
     shares: Option<Tensor>,
-    /// Parts of this rank's layers, of those before them, and of those behind.
-    parts: [u64; 3],
+    norms: NormRows,
+}
+
+/// Where squared norms are: in the order of the whole model's layers, which ranks have in runs.
+#[derive(Clone, Debug)]
+pub(super) struct NormRows {
+    /// Parts that each rank measures of each of its runs, for each round rank after rank.
+    parts: Vec<Vec<u64>>,
+    /// This one's place among the ranks.
+    place: usize,
+}
+
+impl NormRows {
+    /// Those of a rank with all layers.
+    pub fn alone(parts: u64) -> NormRows {
+        NormRows { parts: vec![vec![parts]], place: 0 }
+    }
+
+    /// Those of a rank with some of the layers: of each of its runs so many parts.
+    pub fn among(stage: &Stage, own: Vec<u64>) -> NormRows {
+        let (mut parts, place) = (stage.parts.clone(), stage.place());
+        for (of_round, own) in parts.iter_mut().zip(own) {
+            if let Some(parts) = of_round.get_mut(place) {
+                *parts = own;
+            }
+        }
+        NormRows { parts, place }
+    }
+
+    /// All.
+    fn count(&self) -> u64 {
+        self.parts.iter().flatten().sum()
+    }
+
+    /// This rank's.
+    fn own(&self) -> u64 {
+        self.parts.iter().filter_map(|of_round| of_round.get(self.place)).sum()
+    }
+
+    /// The rows of a rank's run.
+    fn rows(&self, round: usize, place: usize) -> Range<u64> {
+        let rounds_before = self.parts.iter().take(round).flatten().sum::<u64>();
+        let of_round = self.parts.get(round).map(Vec::as_slice).unwrap_or_default();
+        let begin = rounds_before + of_round.iter().take(place).sum::<u64>();
+        begin..begin + of_round.get(place).copied().unwrap_or(0)
+    }
+
+    /// The rows of each of this rank's runs, and the same as it counts its own parts.
+    fn own_runs(&self) -> impl Iterator<Item = (Range<u64>, Range<u64>)> {
+        let mut end = 0;
+        (0..self.parts.len()).map(move |round| {
+            let rows = self.rows(round, self.place);
+            let begin = end;
+            end += rows.end - rows.start;
+            (rows, begin..end)
+        })
+    }
 }
 
 /// What the host has read of them.
@@ -79,14 +137,9 @@ impl Numbers {
         BEFORE_SQUARES as u64 + parts.max(1).saturating_mul(size_of::<f32>() as u64)
     }
 
-    /// Takes memory for those of a step with so many parts. `shared`: each rank measures its own shares of them.
-    /// The parts are those before this rank's layers, of them, and of all other layers.
-    pub(super) fn new(
-        device: &dyn Device,
-        (before, own, elsewhere): (u64, u64, u64),
-        shared: bool,
-    ) -> Result<Numbers, StepError> {
-        let parts = own + elsewhere;
+    /// Takes memory for those of a step. `shared`: each rank measures its own shares of parts.
+    pub(super) fn new(device: &dyn Device, norms: NormRows, shared: bool) -> Result<Numbers, StepError> {
+        let (parts, own) = (norms.count(), norms.own());
         let all = device.alloc(DType::U8, &[Numbers::bytes(parts)], Tag::Workspace, Numbers::NAME)?;
         let what = StepError::Invariant { what: "the numbers of a step do not fit their memory" };
         let view = |start, dtype, sizes: &[u64]| all.view(start, dtype, sizes);
@@ -97,8 +150,7 @@ impl Numbers {
         let [loss, factor, finite, squares] = views().ok_or(what)?;
         let sums = [own.max(1), ExactSum::BYTES as u64];
         let shares = shared.then(|| device.alloc(DType::U8, &sums, Tag::Communication, Numbers::SHARES));
-        let (shares, parts) = (shares.transpose()?, [before, own, elsewhere.saturating_sub(before)]);
-        Ok(Numbers { all, loss, factor, finite, squares, shares, parts })
+        Ok(Numbers { all, loss, factor, finite, squares, shares: shares.transpose()?, norms })
     }
 
     /// Begins a step, with this factor on its gradients until another is found.
@@ -162,7 +214,7 @@ impl Numbers {
             return Ok(());
         }
         device.enter(Phase::Optimizer, None);
-        if let Some(own) = self.shares.as_ref().filter(|_| self.parts[1] > 0) {
+        if let Some(own) = self.shares.as_ref().filter(|_| self.norms.own() > 0) {
             let alloc = |name| device.alloc(DType::U8, own.shape().dims(), Tag::Communication, name);
             let (total, received) = (alloc(Numbers::TOTAL)?, alloc(Numbers::RECEIVED)?);
             device.write(&total, &mut |bytes| bytes.fill(0))?;
@@ -172,39 +224,31 @@ impl Numbers {
                 sharers.send_receive(device, Collective::AllReduce, send, receive)?;
                 device.run(Reduction::AddExact { x: &received, out: &total })?;
             }
-            let (out, finite) = (&self.own_squares()?, &self.finite);
-            device.run(Reduction::RoundExact { x: &total, out, finite })?;
+            for (out, own) in self.norms.own_runs().filter(|(out, _)| !out.is_empty()) {
+                let x = &rows(&total, own.start, own.end)?;
+                let (out, finite) = (&rows(&self.squares, out.start, out.end)?, &self.finite);
+                device.run(Reduction::RoundExact { x, out, finite })?;
+            }
         }
         self.agree_on_flag(device, replicas)
     }
 
-    /// The squared norms of this rank's layers.
-    fn own_squares(&self) -> Result<Tensor, StepError> {
-        let [before, own, _] = self.parts;
-        rows(&self.squares, before, before + own)
-    }
-
     /// Where the squared norm of a part is.
     pub(super) fn row_of(&self, part: &Part) -> u64 {
-        let [before, ..] = self.parts;
-        before + part.norm_row
+        let row =
+            |(rows, own): (Range<u64>, Range<u64>)| Some(rows.start + part.norm_row.checked_sub(own.start)?);
+        self.norms.own_runs().filter_map(row).last().unwrap_or(part.norm_row)
     }
 
     /// Has the ranks of a whole model know the norms of all of it, when those with the same part have agreed.
     pub(super) fn agree_in_model(&self, device: &dyn Device, model: &Model<'_>) -> Result<(), StepError> {
-        let [before, own, _] = self.parts;
-        let (number, parts) = (model.stage.place(), &model.stage.parts);
-        let squares = |place: u32| {
-            let place = place as usize;
-            let of =
-                |place: usize| if place == number { own } else { parts.get(place).copied().unwrap_or(0) };
-            let begin = match place {
-                place if place <= number => parts.iter().take(place).sum(),
-                place => before + own + (number + 1..place).map(of).sum::<u64>(),
+        for round in 0..self.norms.parts.len() {
+            let squares = |place: u32| {
+                let rows = self.norms.rows(round, place as usize);
+                self.squares.slice_rows(rows).filter(|rows| rows.elements() > 0)
             };
-            self.squares.slice_rows(begin..begin + of(place)).filter(|rows| rows.elements() > 0)
-        };
-        model.ranks.all_gather(device, Collective::AllGather, &squares)?;
+            model.ranks.all_gather(device, Collective::AllGather, &squares)?;
+        }
         self.agree_on_flag(device, &*model.ranks)
     }
 

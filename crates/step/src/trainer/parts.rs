@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use plimsoll_device::Tensor;
-use plimsoll_model::{BlockId, Parameter, Role};
+use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
 use plimsoll_parallel::Shares;
 
 use crate::OptimizerKind;
@@ -151,6 +151,23 @@ impl Parts {
             }
         }
         parts
+    }
+
+    /// Those that are measured here, of each run of a model's layers and what comes before or behind it.
+    pub fn by_run(&self, spec: &ModelSpec) -> Vec<u64> {
+        let runs = spec.runs();
+        let mut counts = vec![0; runs.len()];
+        for block in spec.blocks() {
+            let run = match block {
+                BlockId::Embedding => Some(0),
+                BlockId::Head => runs.len().checked_sub(1),
+                BlockId::Layer(layer) => runs.iter().position(|run| run.contains(&layer)),
+            };
+            if let Some(count) = run.and_then(|run| counts.get_mut(run)) {
+                *count += self.of_block(block).filter(|part| part.is_measured()).count() as u64;
+            }
+        }
+        counts
     }
 
     /// The number of all.

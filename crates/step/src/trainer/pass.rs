@@ -126,7 +126,7 @@ impl<'a> Trainer<'a> {
             embedding,
             parts: &self.parts,
             ranks: self.between_ranks(),
-            part: self.spec.part,
+            part: &self.spec.part,
             tied: self.tied_block(),
         }
     }
@@ -310,9 +310,9 @@ impl<'a> Trainer<'a> {
                     self.begin_pass(number);
                 }
             }
-            Action::Exchange { side, send, receive } => {
+            Action::Exchange(exchange) => {
                 enter(Phase::Forward, None);
-                self.exchange_lanes(pass, side, send, receive)?;
+                self.exchange_lanes(pass, exchange)?;
             }
             Action::Leave { micro_batch } => {
                 let lane = pass.lane(micro_batch)?;
@@ -419,7 +419,7 @@ impl<'a> Trainer<'a> {
     pub(super) fn saving<'c>(&self, ctx: &Context<'c>, layer: u32) -> Context<'c> {
         let own = ctx.layer(layer);
         let kept = self.settings.kept_layers.activations;
-        let away = own.away.filter(|_| !stays(BlockId::Layer(layer), kept, self.spec.layers().end));
+        let away = own.away.filter(|_| !stays(BlockId::Layer(layer), kept, &self.spec));
         Context { away, ..own }
     }
 }

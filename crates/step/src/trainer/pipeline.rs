@@ -1,18 +1,24 @@
 //! Micro-batches on their way through a stage of a pipeline. A stage works on a micro-batch while its neighbours work on others: some
 //! go forward ahead of the first that comes back, then one goes back for each that goes forward, and at last those that are left
-//! come back. All of them being ahead is GPipe.
+//! come back. All of them being ahead is GPipe. Where a rank has several runs of layers, micro-batches come by as often:
+//! `trainer/interleaved` has that order.
 //!
 //! Gradients are added up in the order of the micro-batches, as one rank does.
 
-use plimsoll_device::{Collective, DeviceExt, Iterations, KnownRounds, Tensor};
+use std::collections::VecDeque;
+use std::hash::Hasher;
+use std::ops::Range;
+
+use plimsoll_device::{Collective, Device, DeviceExt, Iterations, KnownRounds, Tensor};
 use plimsoll_memory::{Phase, Tag};
 use plimsoll_model::{BlockId, Role};
 use plimsoll_parallel::Communicator;
 
+use super::interleaved::Interleaved;
 use super::lanes::{NOTHING_LEFT, again};
 use super::parts::Part;
 use super::pass::Pass;
-use super::schedule::{Schedule, Side, Slot};
+use super::schedule::{Exchange, Leg, Schedule, Side, Slot};
 use super::{Completion, Trainer};
 use crate::StepError;
 use crate::block::{Held, Visit};
@@ -32,8 +38,6 @@ pub(crate) struct Stages<'a> {
 /// The ranks that have the whole model between them.
 pub(crate) struct Model<'a> {
     pub(crate) ranks: Box<dyn Communicator + 'a>,
-    /// What this one has.
-    pub(crate) stage: Stage,
 }
 
 /// What goes through the stages in one direction.
@@ -48,29 +52,30 @@ impl<'s> Flow<'s> {
         Flow { stages }
     }
 
-    /// What comes in: of the stage before, or what the first stage makes.
+    /// What comes in to a run of layers: of the stage before, or what the first stage makes for its first run.
     pub fn enter(
         &self,
         ctx: &Context<'_>,
+        round: u32,
         tokens: &Tensor,
         first: impl FnOnce() -> Result<Tensor, StepError>,
     ) -> Result<Tensor, StepError> {
-        match self.stages.filter(|stages| !stages.stage.is_first()) {
+        match self.stages.filter(|stages| !stages.stage.begins(round)) {
             None => first(),
             Some(stages) => {
                 let x = embedding::residual(ctx, ctx.stream_rows(tokens.elements()))?;
-                stages.exchange(ctx.device, Side::Previous, None, Some(&x))?;
+                stages.exchange(ctx.device, None, Some((Side::Previous, &x)))?;
                 Ok(x)
             }
         }
     }
 
-    /// What goes out: to the stage behind; `None` of what did, and what did not where this is the last one.
-    pub fn leave(&self, ctx: &Context<'_>, x: Tensor) -> Result<Option<Tensor>, StepError> {
-        match self.stages.filter(|stages| !stages.stage.is_last()) {
+    /// What goes out of a run of layers: to the stage behind; `None` of what did, and what did not where this is the last run of all.
+    pub fn leave(&self, ctx: &Context<'_>, round: u32, x: Tensor) -> Result<Option<Tensor>, StepError> {
+        match self.stages.filter(|stages| !stages.stage.ends(round)) {
             None => Ok(Some(x)),
             Some(stages) => {
-                stages.exchange(ctx.device, Side::Next, Some(&x), None)?;
+                stages.exchange(ctx.device, Some((Side::Next, &x)), None)?;
                 Ok(None)
             }
         }
@@ -78,27 +83,27 @@ impl<'s> Flow<'s> {
 }
 
 impl Stages<'_> {
-    /// Sends to a neighbour and receives from it.
+    /// Sends to a neighbour and receives from one.
     fn exchange(
         &self,
-        device: &dyn plimsoll_device::Device,
-        side: Side,
-        send: Option<&Tensor>,
-        receive: Option<&Tensor>,
+        device: &dyn Device,
+        send: Option<(Side, &Tensor)>,
+        receive: Option<(Side, &Tensor)>,
     ) -> Result<(), StepError> {
-        let number = self.stage.number;
-        let other = match side {
-            Side::Previous => number.checked_sub(1).ok_or(NOTHING_LEFT)?,
-            Side::Next => number + 1,
+        let Stage { number, count, .. } = self.stage;
+        // The last stage is before the first one, of the next run of layers.
+        let other = |side| match side {
+            Side::Previous => number.checked_sub(1).unwrap_or(count - 1),
+            Side::Next => (number + 1) % count,
         };
-        let (send, receive) = (send.map(|x| (other, x)), receive.map(|x| (other, x)));
-        Ok(self.ranks.send_receive(device, Collective::Send, send, receive)?)
+        let of = |(side, x)| (other(side), x);
+        Ok(self.ranks.send_receive(device, Collective::Send, send.map(of), receive.map(of))?)
     }
 }
 
 /// The micro-batches of a step.
-struct Way<'s, 'c, 'a> {
-    trainer: &'s mut Trainer<'a>,
+pub(super) struct Way<'s, 'c, 'a> {
+    pub trainer: &'s mut Trainer<'a>,
     micro_batches: MicroBatches<'c>,
     pass: Pass<'c>,
     completion: Completion,
@@ -106,9 +111,11 @@ struct Way<'s, 'c, 'a> {
     ahead: u64,
     /// All.
     count: u64,
-    /// Those that have gone forward, and those that are through. A dry run leaves out some.
-    entered: u64,
-    done: u64,
+    /// The segments of each run of layers.
+    runs: Vec<Range<usize>>,
+    /// The lanes that are under way in each run, the first that comes back first; and those that are free.
+    under_way: Vec<VecDeque<usize>>,
+    free: Vec<usize>,
 }
 
 impl Trainer<'_> {
@@ -121,6 +128,7 @@ impl Trainer<'_> {
     ) -> Result<(), StepError> {
         let stages = self.stages.clone().ok_or(NOTHING_LEFT)?;
         let (device, count) = (self.device, micro_batches.len());
+        let order = Interleaved::of(&stages.stage, count);
         let behind = u64::from(stages.stage.count - 1 - stages.stage.number);
         if self.settings.pipeline_schedule == PipelineSchedule::GPipe && count > MOST_AT_ONCE {
             return Err(StepError::Invariant { what: "GPipe has too many micro-batches under way" });
@@ -128,6 +136,7 @@ impl Trainer<'_> {
         let ahead = match self.settings.pipeline_schedule {
             PipelineSchedule::OneForwardOneBackward => behind.min(count),
             PipelineSchedule::GPipe => count,
+            PipelineSchedule::Interleaved(_) => order.ahead(),
         };
         if let Some(mover) = &self.mover {
             mover.settle()?;
@@ -138,63 +147,50 @@ impl Trainer<'_> {
         };
         let segments = self.policy.segments().collect();
         let pass = Pass { lanes: Vec::new(), head: head.as_ref(), segments, scale, group: 0, incoming: None };
-        let (entered, done) = (0, 0);
-        let mut way = Way { trainer: self, micro_batches, pass, completion, ahead, count, entered, done };
-        for number in 0..ahead {
-            let (enters, forward) = (way.enters(), way.forward(number)?);
-            let leaves = way.side(Side::Next, Some(way.front()), None);
-            way.perform(&[enters, Some(forward), leaves])?;
-        }
-        if ahead < count {
-            let enters = way.enters();
-            way.perform(&[enters])?;
-            // The last one is followed by none that enters.
-            device.repeat(count - ahead - 1, &mut way)?;
-            way.one_each(count - ahead - 1)?;
-        }
-        for number in count - ahead..count {
-            let lane = way.back();
-            let (comes, goes) =
-                (way.side(Side::Next, None, Some(lane)), way.side(Side::Previous, Some(lane), None));
-            let backward = way.backward(number);
-            way.perform(&[comes, Some(backward), goes, Some(Slot::Done { lane })])?;
-            way.done += 1;
+        let runs = self.policy.segments_by_run();
+        let (under_way, free) = (vec![VecDeque::new(); runs.len()], Vec::new());
+        let mut way =
+            Way { trainer: self, micro_batches, pass, completion, ahead, count, runs, under_way, free };
+        match way.trainer.settings.pipeline_schedule {
+            PipelineSchedule::Interleaved(_) => way.interleaved(order)?,
+            PipelineSchedule::OneForwardOneBackward | PipelineSchedule::GPipe => way.in_one_round(device)?,
         }
         drop(way);
         self.tie_table()?;
         self.settle_lanes()
     }
 
-    /// What a lane sends to a neighbour, and what comes from there.
+    /// What a lane sends to a neighbour, and what comes from one.
     pub(super) fn exchange_lanes(
         &mut self,
         pass: &mut Pass<'_>,
-        side: Side,
-        send: Option<usize>,
-        receive: Option<usize>,
+        Exchange { send, receive }: Exchange,
     ) -> Result<(), StepError> {
         let stages = self.stages.clone().ok_or(NOTHING_LEFT)?;
         let (env, device) = (&self.env(), self.device);
         let mut sent = None;
-        if let Some(lane) = send {
+        if let Some((side, lane)) = send {
             let lane = pass.lane(lane)?;
             let held = match side {
                 Side::Next => lane.x.take(),
                 Side::Previous => lane.dx.take(),
             };
             let ready = self.ready(lane)?;
-            sent = Some(again(held, &self.turn(env, lane, &ready, Visit::Forward)?)?);
+            sent = Some((side, again(held, &self.turn(env, lane, &ready, Visit::Forward)?)?));
         }
         let precision = self.settings.precision;
         let sizes = [self.settings.stream_rows(), self.spec.hidden_size];
-        let name = if side == Side::Next { "dresidual" } else { "residual" };
-        let room = receive.map(|_| device.alloc(precision.activations, &sizes, Tag::Activations, name));
-        let received = room.transpose()?;
-        stages.exchange(device, side, sent.as_ref(), received.as_ref())?;
-        match (side, receive) {
-            (Side::Next, Some(lane)) => pass.lane(lane)?.dx = received.map(Held::plain),
-            (Side::Previous, _) => pass.incoming = received,
-            (Side::Next, None) => {}
+        let room = |(side, _)| {
+            let name = if side == Side::Next { "dresidual" } else { "residual" };
+            Ok::<_, StepError>((side, device.alloc(precision.activations, &sizes, Tag::Activations, name)?))
+        };
+        let received = receive.map(room).transpose()?;
+        let [send, incoming] = [&sent, &received].map(|x| x.as_ref().map(|(side, x)| (*side, x)));
+        stages.exchange(device, send, incoming)?;
+        match (receive, received) {
+            (Some((Side::Next, lane)), Some((_, dx))) => pass.lane(lane)?.dx = Some(Held::plain(dx)),
+            (Some((Side::Previous, _)), Some((_, x))) => pass.incoming = Some(x),
+            _ => {}
         }
         Ok(())
     }
@@ -285,19 +281,45 @@ fn block_at(place: f64) -> Option<BlockId> {
 }
 
 impl Way<'_, '_, '_> {
-    /// The place of a micro-batch among those that are under way.
-    fn lane(&self, nth: u64) -> usize {
-        (nth % (self.ahead + 1).min(self.count).max(1)) as usize
+    /// All micro-batches, where each comes by once.
+    fn in_one_round(&mut self, device: &dyn Device) -> Result<(), StepError> {
+        let (ahead, count) = (self.ahead, self.count);
+        for number in 0..ahead {
+            let (enters, forward) = (self.enters(), self.forward(0, number)?);
+            let leaves = self.side(Side::Next, Some(self.front(0)?), None);
+            self.perform([enters, Some(forward), leaves])?;
+        }
+        if ahead < count {
+            let enters = self.enters();
+            self.perform([enters])?;
+            // The last one is followed by none that enters.
+            device.repeat(count - ahead - 1, &mut *self)?;
+            self.one_each(count - ahead - 1)?;
+        }
+        for number in count - ahead..count {
+            let lane = self.back(0, 0)?;
+            let comes = self.side(Side::Next, None, Some(lane));
+            let goes = self.side(Side::Previous, Some(lane), None);
+            let backward = self.backward(0, number)?;
+            self.perform([comes, Some(backward), goes, Some(Slot::Done { lane })])?;
+            self.done(0);
+        }
+        Ok(())
     }
 
-    /// That of the one that has gone forward last.
-    fn front(&self) -> usize {
-        self.lane(self.entered.saturating_sub(1))
+    /// The lane of the micro-batch that has gone forward last through a run of layers.
+    pub fn front(&self, run: usize) -> Result<usize, StepError> {
+        self.under_way.get(run).and_then(VecDeque::back).copied().ok_or(NOTHING_LEFT)
     }
 
-    /// That of the one that comes back next.
-    fn back(&self) -> usize {
-        self.lane(self.done)
+    /// That of the one that comes back next, or of one behind it.
+    pub fn back(&self, run: usize, behind: usize) -> Result<usize, StepError> {
+        self.under_way.get(run).and_then(|lanes| lanes.get(behind)).copied().ok_or(NOTHING_LEFT)
+    }
+
+    /// The one that comes back next is through.
+    pub fn done(&mut self, run: usize) {
+        self.free.extend(self.under_way.get_mut(run).and_then(VecDeque::pop_front));
     }
 
     fn stage(&self) -> Option<&Stage> {
@@ -310,8 +332,8 @@ impl Way<'_, '_, '_> {
             Side::Previous => Stage::is_first,
             Side::Next => Stage::is_last,
         };
-        let exchange = Slot::Exchange { side, send, receive };
-        self.stage().is_some_and(|stage| !is_end(stage)).then_some(exchange)
+        let has_neighbour = self.stage().is_some_and(|stage| !is_end(stage));
+        Exchange::with(side, send, receive).filter(|_| has_neighbour)
     }
 
     /// What comes from the stage before for the micro-batch that enters next.
@@ -323,42 +345,64 @@ impl Way<'_, '_, '_> {
         (number + 1 == self.count).then_some(self.completion)
     }
 
-    /// A micro-batch forward, in a lane of its own from here on.
-    fn forward(&mut self, number: u64) -> Result<Slot, StepError> {
-        let (lane, completion) = (self.lane(self.entered), self.completion(number));
-        self.entered += 1;
+    /// A micro-batch forward through a run of layers, in a lane of its own from here on.
+    pub fn forward(&mut self, run: usize, number: u64) -> Result<Slot, StepError> {
+        let lane = self.free.pop().unwrap_or(self.pass.lanes.len());
+        let leg = self.leg(run, lane, number);
         let source = self.micro_batches.group(number, 1);
-        let new = self.trainer.lanes(&source, number, None)?.pop().ok_or(NOTHING_LEFT)?;
+        let mut new = self.trainer.lanes(&source, number, None)?.pop().ok_or(NOTHING_LEFT)?;
+        new.kept.resize_with(leg.segments.start, || None);
         match self.pass.lanes.get_mut(lane) {
             Some(old) => *old = new,
             None => self.pass.lanes.push(new),
         }
-        Ok(Slot::Forward { lane, number, completion })
+        self.under_way.get_mut(run).ok_or(NOTHING_LEFT)?.push_back(lane);
+        Ok(Slot::Forward(leg))
     }
 
-    fn backward(&self, number: u64) -> Slot {
-        Slot::Backward { lane: self.back(), number, completion: self.completion(number) }
+    /// The one that comes back next through a run of layers.
+    pub fn backward(&self, run: usize, number: u64) -> Result<Slot, StepError> {
+        Ok(Slot::Backward(self.leg(run, self.back(run, 0)?, number)))
     }
 
-    fn perform(&mut self, slots: &[Option<Slot>]) -> Result<(), StepError> {
-        let slots: Vec<Slot> = slots.iter().copied().flatten().collect();
+    pub fn leg(&self, run: usize, lane: usize, number: u64) -> Leg {
+        let segments = self.runs.get(run).cloned().unwrap_or_default();
+        Leg { lane, number, segments, completion: self.completion(number) }
+    }
+
+    fn perform<const N: usize>(&mut self, slots: [Option<Slot>; N]) -> Result<(), StepError> {
+        let slots: Vec<Slot> = slots.into_iter().flatten().collect();
         let segments = self.pass.segments.clone();
         let schedule = Schedule::stage(&self.trainer.shape(&segments, 1), &slots);
         self.trainer.perform(&schedule, &mut self.pass)
+    }
+
+    /// The same where what follows begins with another slot.
+    pub fn perform_before(&mut self, slots: &[Slot], next: Option<&Slot>) -> Result<(), StepError> {
+        let segments = self.pass.segments.clone();
+        let schedule = Schedule::stage_before(&self.trainer.shape(&segments, 1), slots, next);
+        self.trainer.perform(&schedule, &mut self.pass)
+    }
+
+    /// Feeds where the lanes that are under way lie in memory to a hasher: what is free next depends on it.
+    pub fn hash_places(&self, hasher: &mut impl Hasher) {
+        let under_way = self.under_way.iter().flatten();
+        let lanes = under_way.filter_map(|lane| self.pass.lanes.get(*lane));
+        lanes.for_each(|lane| lane.hash_places(hasher));
     }
 
     /// One micro-batch forward, and the one back whose turn it is.
     fn one_each(&mut self, back: u64) -> Result<(), StepError> {
         self.trainer.device.enter(Phase::Forward, None);
         let number = back + self.ahead;
-        let forward = self.forward(number)?;
-        let (front, lane) = (self.front(), self.back());
+        let forward = self.forward(0, number)?;
+        let (front, lane) = (self.front(0)?, self.back(0, 0)?);
         let between = self.side(Side::Next, Some(front), Some(lane));
         let enters = (number + 1 < self.count).then_some(0);
         let behind = self.side(Side::Previous, Some(lane), enters);
-        let (backward, done) = (self.backward(back), Slot::Done { lane });
-        self.perform(&[Some(forward), between, Some(backward), behind, Some(done)])?;
-        self.done += 1;
+        let (backward, done) = (self.backward(0, back)?, Slot::Done { lane });
+        self.perform([Some(forward), between, Some(backward), behind, Some(done)])?;
+        self.done(0);
         Ok(())
     }
 }

@@ -19,9 +19,9 @@ pub(crate) enum Action {
     Enter { micro_batch: usize },
     /// Which micro-batch of the step what follows adds to gradients.
     Number { number: u64 },
-    /// Sends what a lane has to the neighbouring stage, and receives what it has for another lane, or for the one that enters next;
-    /// both at once.
-    Exchange { side: Side, send: Option<usize>, receive: Option<usize> },
+    /// Sends what a lane has to a neighbouring stage, and receives what such a stage has for another lane, or for the one that enters
+    /// next; both at once.
+    Exchange(Exchange),
     /// A micro-batch is through.
     Leave { micro_batch: usize },
     /// The tokens of some micro-batches that a piece of the embedding has.
@@ -134,16 +134,47 @@ pub(crate) enum Lanes {
 }
 
 /// What a stage of a pipeline does with a micro-batch, and between two.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) enum Slot {
-    /// Through its layers; on the last stage the loss too.
-    Forward { lane: usize, number: u64, completion: Option<Completion> },
+    /// Through a run of layers; behind the last layer of the model the loss too.
+    Forward(Leg),
     /// Back through them.
-    Backward { lane: usize, number: u64, completion: Option<Completion> },
+    Backward(Leg),
     /// It is through.
     Done { lane: usize },
     /// As in [`Action::Exchange`].
-    Exchange { side: Side, send: Option<usize>, receive: Option<usize> },
+    Exchange(Exchange),
+}
+
+/// A micro-batch's way through a run of layers.
+#[derive(Clone, Debug)]
+pub(crate) struct Leg {
+    pub lane: usize,
+    /// Which micro-batch of the step it is.
+    pub number: u64,
+    /// The segments that the run consists of.
+    pub segments: Range<usize>,
+    pub completion: Option<Completion>,
+}
+
+/// What a stage sends and receives at once: the side, and the lane that it is of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Exchange {
+    pub send: Option<(Side, usize)>,
+    pub receive: Option<(Side, usize)>,
+}
+
+impl Exchange {
+    /// With one neighbour; `None` where there is nothing to exchange.
+    pub fn with(side: Side, send: Option<usize>, receive: Option<usize>) -> Option<Slot> {
+        let of = |lane: Option<usize>| lane.map(|lane| (side, lane));
+        Exchange { send: of(send), receive: of(receive) }.slot()
+    }
+
+    /// `None` where there is nothing to exchange.
+    pub fn slot(self) -> Option<Slot> {
+        (self != Exchange::default()).then_some(Slot::Exchange(self))
+    }
 }
 
 /// A neighbour among the stages of a pipeline.
@@ -208,15 +239,30 @@ pub(crate) struct PassShape<'s> {
     pub parts: &'s Parts,
     pub ranks: BetweenRanks,
     /// Which blocks there are.
-    pub part: ModelPart,
+    pub part: &'s ModelPart,
     /// The block of the table that two stages have, where its gradients are added.
     pub tied: Option<BlockId>,
 }
 
 impl PassShape<'_> {
+    /// Whether a run of layers begins with the embedding.
+    fn begins(&self, segments: &Range<usize>) -> bool {
+        self.part.embedding && segments.start == 0
+    }
+
+    /// Whether a run of layers ends with the head.
+    fn ends(&self, segments: &Range<usize>) -> bool {
+        self.part.head && segments.end == self.segments.len()
+    }
+
     /// Whether a unit is of a table that two stages have.
     fn is_tied(&self, unit: Unit) -> bool {
         matches!(unit, Unit::Piece(block, _) if self.tied == Some(block))
+    }
+
+    /// Some of the segments, each with its place.
+    fn of(&self, segments: Range<usize>) -> impl DoubleEndedIterator<Item = (usize, &Range<u32>)> {
+        segments.clone().zip(self.segments.get(segments).unwrap_or_default())
     }
 
     /// The micro-batches that are taken together.
@@ -279,9 +325,9 @@ impl Schedule {
         let mut actions = Vec::new();
         let lanes: Vec<usize> = (0..shape.micro_batches).collect();
         embed(&mut actions, shape, &lanes, &shape.lanes());
-        forward(&mut actions, shape, &lanes);
+        forward(&mut actions, shape, 0..shape.segments.len(), &lanes);
         loss(&mut actions, shape, &shape.lanes(), completion);
-        backward(&mut actions, shape, &shape.back(), completion);
+        backward(&mut actions, shape, 0..shape.segments.len(), &shape.back(), completion);
         embedding(&mut actions, shape, &lanes, completion);
         Schedule::again(actions, shape)
     }
@@ -289,37 +335,19 @@ impl Schedule {
     /// What a stage of a pipeline does between two points at which it waits for nobody.
     pub fn stage(shape: &PassShape<'_>, slots: &[Slot]) -> Schedule {
         let mut actions = Vec::new();
-        let ModelPart { embedding: is_first, head: is_last, .. } = shape.part;
-        for slot in slots {
-            match *slot {
-                Slot::Forward { lane, number, completion } => {
-                    let (lanes, together) = ([lane], [Lanes::One(lane)]);
-                    match is_first {
-                        true => embed(&mut actions, shape, &lanes, &together),
-                        false => actions.push(Action::Enter { micro_batch: lane }),
-                    }
-                    forward(&mut actions, shape, &lanes);
-                    if is_last {
-                        actions.push(Action::Number { number });
-                        loss(&mut actions, shape, &together, completion);
-                    }
-                }
-                Slot::Exchange { side, send, receive } => {
-                    actions.push(Action::Exchange { side, send, receive });
-                }
-                Slot::Backward { lane, number, completion } => {
-                    actions.push(Action::Number { number });
-                    actions
-                        .push(Action::PrefetchKept { segment: shape.segments.len() - 1, micro_batch: lane });
-                    backward(&mut actions, shape, &[lane], completion);
-                    if is_first {
-                        embedding(&mut actions, shape, &[lane], completion);
-                    }
-                }
-                Slot::Done { lane } => actions.push(Action::Leave { micro_batch: lane }),
-            }
-        }
+        slots.iter().for_each(|slot| take(&mut actions, shape, slot));
         Schedule::again(actions, shape)
+    }
+
+    /// The same where another begins with `next` that does not begin as this one does.
+    pub fn stage_before(shape: &PassShape<'_>, slots: &[Slot], next: Option<&Slot>) -> Schedule {
+        let mut actions = [Vec::new(), Vec::new()];
+        let [own, of_next] = &mut actions;
+        slots.iter().for_each(|slot| take(own, shape, slot));
+        next.into_iter().for_each(|slot| take(of_next, shape, slot));
+        let [own, next] = actions.map(|actions| Schedule::new(actions, shape.parts, shape.ranks));
+        let ahead = next.weights().next();
+        Schedule { ahead, ..own }
     }
 
     /// What the first and the last stage do with the table that both have, when all of its gradients are complete.
@@ -351,7 +379,7 @@ impl Schedule {
     }
 
     /// The layers forward, of one micro-batch, and nothing else.
-    pub fn forward(layers: Range<u32>) -> Schedule {
+    pub fn forward(layers: impl Iterator<Item = u32>) -> Schedule {
         let forward = |layer| Action::Forward { layer, segment: 0, micro_batch: 0 };
         let ranks = BetweenRanks::default();
         Schedule::new(layers.map(forward).collect(), &Parts::default(), ranks)
@@ -442,6 +470,35 @@ fn holds(
     all
 }
 
+/// What a stage does in a slot.
+fn take(actions: &mut Vec<Action>, shape: &PassShape<'_>, slot: &Slot) {
+    match slot {
+        Slot::Forward(Leg { lane, number, segments, completion }) => {
+            let (lanes, together) = ([*lane], [Lanes::One(*lane)]);
+            match shape.begins(segments) {
+                true => embed(actions, shape, &lanes, &together),
+                false => actions.push(Action::Enter { micro_batch: *lane }),
+            }
+            forward(actions, shape, segments.clone(), &lanes);
+            if shape.ends(segments) {
+                actions.push(Action::Number { number: *number });
+                loss(actions, shape, &together, *completion);
+            }
+        }
+        Slot::Backward(Leg { lane, number, segments, completion }) => {
+            actions.push(Action::Number { number: *number });
+            let last = segments.end.saturating_sub(1);
+            actions.push(Action::PrefetchKept { segment: last, micro_batch: *lane });
+            backward(actions, shape, segments.clone(), &[*lane], *completion);
+            if shape.begins(segments) {
+                embedding(actions, shape, &[*lane], *completion);
+            }
+        }
+        Slot::Exchange(exchange) => actions.push(Action::Exchange(*exchange)),
+        Slot::Done { lane } => actions.push(Action::Leave { micro_batch: *lane }),
+    }
+}
+
 /// The tokens of some micro-batches become residual streams.
 fn embed(actions: &mut Vec<Action>, shape: &PassShape<'_>, lanes: &[usize], together: &[Lanes]) {
     match shape.embedding_pieces {
@@ -456,9 +513,9 @@ fn embed(actions: &mut Vec<Action>, shape: &PassShape<'_>, lanes: &[usize], toge
     }
 }
 
-/// Micro-batches through all layers.
-fn forward(actions: &mut Vec<Action>, shape: &PassShape<'_>, lanes: &[usize]) {
-    for (segment, layers) in shape.segments.iter().enumerate() {
+/// Micro-batches through the layers of some segments.
+fn forward(actions: &mut Vec<Action>, shape: &PassShape<'_>, segments: Range<usize>, lanes: &[usize]) {
+    for (segment, layers) in shape.of(segments) {
         for micro_batch in lanes.iter().copied() {
             actions.extend(layers.clone().map(|layer| Action::Forward { layer, segment, micro_batch }));
         }
@@ -469,14 +526,16 @@ fn forward(actions: &mut Vec<Action>, shape: &PassShape<'_>, lanes: &[usize]) {
 fn backward(
     actions: &mut Vec<Action>,
     shape: &PassShape<'_>,
+    segments: Range<usize>,
     back: &[usize],
     completion: Option<Completion>,
 ) {
-    for (segment, layers) in shape.segments.iter().enumerate().rev() {
+    let first = segments.start;
+    for (segment, layers) in shape.of(segments).rev() {
         for (place, micro_batch) in back.iter().copied().enumerate() {
             let next = match back.get(place + 1) {
                 Some(next) => Some((segment, *next)),
-                None => segment.checked_sub(1).zip(back.first().copied()),
+                None => segment.checked_sub(1).filter(|before| *before >= first).zip(back.first().copied()),
             };
             let prefetch = |(segment, micro_batch)| Action::PrefetchKept { segment, micro_batch };
             actions.extend(next.map(prefetch));

@@ -2,6 +2,7 @@
 
 #![allow(dead_code)]
 
+pub mod meets;
 pub mod watched;
 
 use std::cell::{Cell, RefCell};

@@ -190,10 +190,6 @@ fn what_this_version_does_not_have_is_refused_with_the_nearest() {
             "training: {mixed_precision: e4m3}",
             "training.mixed_precision: e4m3 is not available in this version: both formats are used: E4M3 for weights and activations, E5M2 for gradients; use fp8",
         ),
-        (
-            "parallel: {pipeline_schedule: interleaved}",
-            "parallel.pipeline_schedule: interleaved is not available in this version: a stage is one run of layers; use 1f1b or gpipe",
-        ),
     ] {
         let message = message(&format!("model: x\n{written}"));
         let (_, said) = message.lines().next().unwrap().split_once(": ").unwrap();
@@ -325,6 +321,22 @@ fn contradictions_are_refused_with_both_places() {
         (
             "model: x\ntraining: {gradient_accumulation_steps: 1000}\nparallel: {pipeline_parallel: 2, pipeline_schedule: gpipe}",
             "gpipe has every micro-batch of a step under way at once, 256 at most; set parallel.pipeline_schedule to 1f1b",
+        ),
+        (
+            "model: x\ntraining: {gradient_accumulation_steps: 7}\nparallel: {pipeline_parallel: 4, pipeline_schedule: interleaved}",
+            "micro-batches go through interleaved stages in groups of 4; set training.gradient_accumulation_steps to 8, or parallel.pipeline_schedule to 1f1b",
+        ),
+        (
+            "model: x\ntraining: {effective_batch_size: 10}\nparallel: {data_parallel: 2, pipeline_parallel: 2, pipeline_schedule: interleaved}",
+            "micro-batches go through interleaved stages in groups of 2; set training.effective_batch_size to 12, or parallel.pipeline_schedule to 1f1b",
+        ),
+        (
+            "model: x\ntraining: {gradient_accumulation_steps: 2048}\nparallel: {pipeline_parallel: 2, pipeline_schedule: interleaved}",
+            "1024 micro-batches of a step at most go through interleaved stages; set parallel.pipeline_schedule to 1f1b",
+        ),
+        (
+            "model: x\nparallel: {pipeline_parallel: 2, pipeline_schedule: interleaved, virtual_stages: 1}",
+            "interleaved stages have two runs of layers or more; set parallel.virtual_stages to 2, or parallel.pipeline_schedule to 1f1b",
         ),
         (
             "model: x\nparallel: {data_parallel: 65536, tensor_parallel: 2}",

@@ -43,7 +43,12 @@ fn words(schedule: &Schedule) -> Vec<String> {
         Action::Forward { layer, micro_batch, .. } => format!("forward {layer}:{micro_batch}"),
         Action::Enter { micro_batch } => format!("enter:{micro_batch}"),
         Action::Number { number } => format!("number {number}"),
-        Action::Exchange { side, send, receive } => format!("{side:?} {send:?} {receive:?}"),
+        Action::Exchange(Exchange { send, receive }) => {
+            let words = |of: Option<(Side, usize)>| {
+                of.map_or("-".to_owned(), |(side, lane)| format!("{side:?}:{lane}"))
+            };
+            format!("{} {}", words(send), words(receive))
+        }
         Action::Leave { micro_batch } => format!("leave:{micro_batch}"),
         Action::Tie { unit: of } => format!("tie {}", unit(of)),
         Action::Follow { unit: of, takes } => format!("{} {}", if takes { "take" } else { "give" }, unit(of)),
@@ -74,7 +79,8 @@ fn shape<'s>(parts: &'s Parts, segments: &'s [Range<u32>], micro_batches: usize)
     let (loss, embedding) = (LossForm::Whole, EmbeddingGradient::Whole);
     let ranks = BetweenRanks::default();
     let (chunks, embedding_pieces) = (false, 0);
-    let (part, tied) = (Default::default(), None);
+    static WHOLE: ModelPart = ModelPart::WHOLE;
+    let (part, tied) = (&WHOLE, None);
     PassShape { segments, micro_batches, chunks, embedding_pieces, loss, embedding, parts, ranks, part, tied }
 }
 
@@ -263,16 +269,39 @@ fn what_a_pass_writes_waits_for_nothing_below_the_device() {
 #[test]
 fn a_stage_of_a_pipeline_has_a_micro_batch_go_forward_and_one_come_back() {
     let parts = parts(true);
-    let part = ModelPart { embedding: false, head: false, ..ModelPart::WHOLE };
+    let part = &ModelPart { embedding: false, head: false, ..ModelPart::WHOLE };
     let shape = PassShape { part, ..shape(&parts, &[0..1, 1..2], 1) };
+    let leg = |lane, number, completion| Leg { lane, number, segments: 0..2, completion };
+    let exchange = |side, send, receive| Exchange::with(side, send, receive).unwrap();
     let slots = [
-        Slot::Forward { lane: 1, number: 4, completion: None },
-        Slot::Exchange { side: Side::Next, send: Some(1), receive: Some(0) },
-        Slot::Backward { lane: 0, number: 3, completion: Some(Completion::Keep) },
-        Slot::Exchange { side: Side::Previous, send: Some(0), receive: None },
+        Slot::Forward(leg(1, 4, None)),
+        exchange(Side::Next, Some(1), Some(0)),
+        Slot::Backward(leg(0, 3, Some(Completion::Keep))),
+        exchange(Side::Previous, Some(0), None),
         Slot::Done { lane: 0 },
     ];
-    let expected = "enter:1 | forward 0:1 | forward 1:1 | Next Some(1) Some(0) | number 3 | kept 1:0 | kept 0:0 | \
-                    backward 1:0 | norm 1 | backward 0:0 | norm 0 | Previous Some(0) None | leave:0";
+    let expected = "enter:1 | forward 0:1 | forward 1:1 | Next:1 Next:0 | number 3 | kept 1:0 | kept 0:0 | \
+                    backward 1:0 | norm 1 | backward 0:0 | norm 0 | Previous:0 - | leave:0";
     assert_eq!(words(&Schedule::stage(&shape, &slots)).join(" | "), expected);
+}
+
+/// The first run of the first stage begins with tokens, the second one with what another stage sends; and each has its own layers.
+#[test]
+fn a_run_of_layers_is_a_part_of_a_stage() {
+    let parts = parts(true);
+    let part = &ModelPart { head: false, ..ModelPart::WHOLE };
+    let shape = PassShape { part, ..shape(&parts, &[0..1, 1..2], 1) };
+    let leg = |lane, segments| Leg { lane, number: 0, segments, completion: None };
+    let exchange = Exchange { send: Some((Side::Next, 0)), receive: Some((Side::Previous, 0)) };
+    let slots = [
+        Slot::Forward(leg(0, 0..1)),
+        Slot::Forward(leg(1, 1..2)),
+        Slot::Backward(leg(1, 1..2)),
+        Slot::Exchange(exchange),
+    ];
+    let next = Slot::Forward(leg(1, 1..2));
+    let schedule = Schedule::stage_before(&shape, &slots, Some(&next));
+    let expected = "embed:0 | forward 0:0 | enter:1 | forward 1:1 | number 0 | kept 1:1 | backward 1:1 | Next:0 Previous:0";
+    assert_eq!(words(&schedule).join(" | "), expected);
+    assert_eq!(schedule.weights().last(), Some(Unit::Layer(1)));
 }
