@@ -100,7 +100,7 @@ fn planned(spec: &ModelSpec, settings: &StepSettings, ranks: DryRanks) -> (Dry, 
 }
 
 fn run_rank(spec: &ModelSpec, settings: &StepSettings, rank: ThreadRank, folder: &Path) -> Ended {
-    let ranks = Wired::new(rank);
+    let ranks = Wired::new(rank).unwrap();
     let (dry, below, sent) = planned(spec, settings, DryRanks::new(ranks.rank(), ranks.size()));
     let peak = dry.arena().high_water();
     let device = Cpu::new(peak, CpuOptions { threads: Some(1), isa: None }).unwrap();
@@ -693,7 +693,7 @@ fn the_number_of_ranks_that_share_changes_no_bit() {
 /// The losses of the fourth and the fifth step of a run that goes on, and of one that is taken up again from what it has saved.
 fn resumed(spec: &ModelSpec, settings: &StepSettings, ranks: u32) -> [[f64; 2]; 2] {
     let of_rank = |rank: ThreadRank| -> [[f64; 2]; 2] {
-        let ranks = Wired::new(rank);
+        let ranks = Wired::new(rank).unwrap();
         let step = of_rank(settings, &ranks);
         let device = Cpu::new(1 << 26, CpuOptions { threads: Some(1), isa: None }).unwrap();
         let new = || Trainer::new(&device, Arc::default(), spec.clone(), step.clone(), &ranks).unwrap();
@@ -822,7 +822,7 @@ fn answers(spec: &ModelSpec, cache: DType, ranks: u32) -> Vec<Vec<Vec<f32>>> {
         all
     };
     let of_rank = |rank: ThreadRank| {
-        let ranks = Wired::new(rank);
+        let ranks = Wired::new(rank).unwrap();
         let part = Stage::part(spec, ranks.rank(), ranks.size());
         let dry = Dry::new();
         let new = |device| {
