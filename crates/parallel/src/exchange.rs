@@ -1,13 +1,16 @@
 //! Exchanges behind the computation: begun where what is sent is there, and waited for where what is received is needed.
 //!
 //! This is how disk copies work, too. An exchange takes whole buffers out of the device's hands (`Device::lend`), so that no
-//! operation reads or writes them meanwhile, and says which bytes of them go to whom and come from whom. A rank has one thread that speaks to the others. It carries out
-//! what was begun in that order, and calls that wait are begun and waited for on the same thread. Where all ranks begin the same exchanges in the same
-//! order, as they do by running the same schedule, each message finds its counterpart: a thread waits for a rank
-//! only where that rank has yet to come to the same exchange, and of all ranks, the one that is furthest behind waits for nobody.
+//! operation reads or writes them meanwhile, and says which bytes of them go to whom and come from whom. [`Ticket::wait`] gives the
+//! buffers back.
 //!
-//! [`Ticket::wait`] gives the buffers back. On a dry device the buffers stay where they are, and the exchange goes on the time line
-//! of the links: it begins when it is begun and the link is free, and the computation waits only where it is waited for.
+//! A rank has one thread that speaks to the others. It carries out what was begun in that order, and calls that wait are begun and
+//! waited for on the same thread. All ranks begin the same exchanges in the same order, as they run the same schedule. So each
+//! message finds its counterpart, and nobody waits for ever: a thread waits for a rank only where that rank has yet to come to the
+//! same exchange, and the rank that is furthest behind waits for nobody.
+//!
+//! On a dry device the buffers stay where they are, and the exchange goes on the time line of the links: it begins when it was begun
+//! and the link is free, and the computation waits only where it is waited for.
 
 use std::ops::Range;
 
@@ -211,8 +214,7 @@ fn one(loans: &mut [Loan], message: &Message, transport: &impl Transport) -> Res
     }
     let (sent, received): (Option<&[u8]>, Option<&mut [u8]>) = match (from, into) {
         (Some((a, from)), Some((b, into))) if a == b => {
-            let [sent, received] =
-                here(loans, a)?.get_disjoint_mut([from, into]).map_err(|_| outside())?;
+            let [sent, received] = here(loans, a)?.get_disjoint_mut([from, into]).map_err(|_| outside())?;
             (Some(sent), Some(received))
         }
         (Some((a, from)), Some((b, into))) => {
@@ -243,5 +245,117 @@ fn far(loans: &mut [Loan], buffer: usize) -> Result<&mut dyn plimsoll_memory::Fa
     match loans.get_mut(buffer) {
         Some(Loan::Far(far)) => Ok(far.as_mut()),
         _ => Err(mismatch("a buffer is not on the device")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_device::{Cpu, CpuOptions, DeviceExt, DeviceTraits, Elementwise};
+    use plimsoll_memory::Tag;
+
+    use super::*;
+    use crate::{Communicator, ThreadRank, Wired, thread_ranks};
+
+    fn device(unified: bool) -> Cpu {
+        let cpu = Cpu::new(1 << 20, CpuOptions { threads: Some(1), isa: None }).unwrap();
+        cpu.standing_for(DeviceTraits { unified, alignment: 256 })
+    }
+
+    fn buffer(device: &Cpu, elements: u64) -> Tensor {
+        device.alloc(DType::F32, &[elements], Tag::Communication, "buffer").unwrap()
+    }
+
+    fn span(buffer: usize, elements: Range<u64>) -> Option<Span> {
+        Some(Span { buffer, bytes: elements.start * 4..elements.end * 4 })
+    }
+
+    /// Each rank's element of a buffer to all.
+    fn gather(ranks: &Wired<ThreadRank>, device: &Cpu, value: f32) -> Ticket {
+        let whole = buffer(device, u64::from(ranks.size()));
+        let mut values = vec![0.0; ranks.size() as usize];
+        values[ranks.rank() as usize] = value;
+        device.write_f32(&whole, &values).unwrap();
+        let own = u64::from(ranks.rank());
+        let exchange = Exchange {
+            within: Collective::AllGather,
+            sent: Communicated::default(),
+            buffers: vec![whole],
+            send: &|_| span(0, own..own + 1),
+            receive: &|from| span(0, u64::from(from)..u64::from(from) + 1),
+        };
+        ranks.begin(device, exchange).unwrap()
+    }
+
+    #[test]
+    fn exchanges_are_under_way_together_and_calls_that_wait_come_behind_them() {
+        for unified in [true, false] {
+            std::thread::scope(|scope| {
+                for rank in thread_ranks(3) {
+                    scope.spawn(move || {
+                        let (ranks, device) = (Wired::new(rank).unwrap(), device(unified));
+                        let own = ranks.rank() as f32;
+                        let first = gather(&ranks, &device, own);
+                        // The third of three buffers, from one to another.
+                        let (from, into) = (buffer(&device, 3), buffer(&device, 3));
+                        device.write_f32(&from, &[own, own + 10.0, own + 20.0]).unwrap();
+                        let second = Exchange {
+                            within: Collective::ReduceScatter,
+                            sent: Communicated::default(),
+                            buffers: vec![from, into],
+                            send: &|to| span(0, u64::from(to)..u64::from(to) + 1),
+                            receive: &|from| span(1, u64::from(from)..u64::from(from) + 1),
+                        };
+                        let second = ranks.begin(&device, second).unwrap();
+                        let x = buffer(&device, 4);
+                        device.run(Elementwise::Fill { out: &x, value: 1.0 }).unwrap();
+                        let numbers = ranks.gather_numbers(&[f64::from(own)]).unwrap();
+                        assert_eq!(numbers, [[0.0], [1.0], [2.0]]);
+                        let whole = first.wait(&device).unwrap();
+                        assert_eq!(device.read_f32(&whole[0]).unwrap(), [0.0, 1.0, 2.0]);
+                        let back = second.wait(&device).unwrap();
+                        let mut terms: Vec<f32> = (0..3).map(|from| from as f32 + 10.0 * own).collect();
+                        // Nobody sends to itself.
+                        let received = device.read_f32(&back[1]).unwrap();
+                        terms[own as usize] = received[own as usize];
+                        assert_eq!(received, terms);
+                        let sent = ranks.sent();
+                        assert_eq!(sent.bytes(Collective::AllGather), 8);
+                        assert_eq!(sent.messages(Collective::ReduceScatter), 2);
+                    });
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn a_rank_that_has_ended_is_an_error_where_it_is_waited_for() {
+        let mut ranks = thread_ranks(2);
+        drop(ranks.pop());
+        let (ranks, device) = (Wired::new(ranks.pop().unwrap()).unwrap(), device(true));
+        let error = gather(&ranks, &device, 1.0).wait(&device).err().unwrap();
+        assert!(error.to_string().starts_with("rank 1 has ended"), "{error}");
+    }
+
+    #[test]
+    fn messages_outside_of_their_buffers_are_refused() {
+        let mut ranks = thread_ranks(2);
+        let (ranks, device) = (Wired::new(ranks.remove(0)).unwrap(), device(true));
+        let begin = |buffers, send: [u64; 2], receive: [u64; 2]| {
+            let exchange = Exchange {
+                within: Collective::AllGather,
+                sent: Communicated::default(),
+                buffers,
+                send: &|_| span(0, send[0]..send[1]),
+                receive: &|_| span(0, receive[0]..receive[1]),
+            };
+            ranks.begin(&device, exchange).err().map(|error| error.to_string())
+        };
+        let tensor = || vec![buffer(&device, 4)];
+        assert!(begin(vec![], [0, 0], [0, 0]).unwrap().contains("outside"));
+        assert!(begin(tensor(), [0, 5], [0, 0]).unwrap().contains("outside"));
+        assert!(begin(tensor(), [0, 2], [1, 3]).unwrap().contains("overlaps"));
+        let whole = tensor();
+        let viewed = begin(whole.clone(), [0, 1], [1, 2]).unwrap();
+        assert!(viewed.contains("others have views"), "{viewed}");
     }
 }

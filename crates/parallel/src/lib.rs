@@ -2,12 +2,11 @@
 //!
 //! The step program speaks to a [`Communicator`] wherever ranks have to agree, so that a program for one rank is a program for
 //! many. No communicator adds anything up: bytes go from rank to rank, and whoever owns a sum adds its terms on the device in an
-//! order that does not depend on who is faster. So every transport gives the same bits.
+//! order that does not depend on who is faster. So every transport gives the same bits. Exchanges may go on behind the
+//! computation: `exchange` says how they are begun and waited for.
 //!
 //! - [`Solo`]: the only rank there is.
 //! - [`DryRanks`]: a rank of many, without wires. What it would send is counted by the dry device.
-//! What is exchanged behind the computation is begun by [`Communicator::begin`], and waited for by its [`Ticket`]: `exchange` says how.
-//!
 //! - [`Wired`]: a rank whose bytes go by a [`Transport`]. `Mpi` joins processes, over the system's MPI (feature `mpi`);
 //!   [`ThreadRank`] joins threads of one process, for tests.
 

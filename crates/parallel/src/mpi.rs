@@ -90,7 +90,8 @@ impl MpiRanks {
 
 impl Mpi {
     fn start(ending: Arc<AtomicI32>) -> Result<Mpi, MpiError> {
-        let (universe, given) = mpi::initialize_with_threading(Threading::Funneled).ok_or(MpiError::Started)?;
+        let (universe, given) =
+            mpi::initialize_with_threading(Threading::Funneled).ok_or(MpiError::Started)?;
         if given < Threading::Funneled {
             return Err(MpiError::NoThreads);
         }

@@ -48,7 +48,9 @@ pub enum TransportError {
         rank: u32,
     },
     /// The thread that speaks to the others is no more.
-    #[error("the thread that speaks to the other ranks has ended; the run can be resumed from its last checkpoint")]
+    #[error(
+        "the thread that speaks to the other ranks has ended; the run can be resumed from its last checkpoint"
+    )]
     Stopped,
     /// The system started no thread for it.
     #[error("the thread that speaks to the other ranks cannot be started: {reason}")]

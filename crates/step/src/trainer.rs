@@ -47,6 +47,7 @@ pub(crate) use parts::{Part, Parts, Standing};
 use passes::Passes;
 pub(crate) use pipeline::Flow;
 use pipeline::{Model, Stages};
+use ranks::Exchanged;
 pub use state::NamedTensor;
 
 /// Sets the seeds of dropout apart from others.
@@ -92,6 +93,8 @@ pub struct Trainer<'a> {
     ropes: Option<Rc<RopeTables>>,
     /// What the device finds out in a step.
     numbers: Numbers,
+    /// What ranks exchange while the step computes.
+    exchanged: Exchanged,
     progress: StepProgress,
     /// How the micro-batches of the present step were dealt to the ranks.
     deal: Deal,
@@ -321,6 +324,7 @@ impl<'a> Trainer<'a> {
             ring,
             ropes,
             numbers,
+            exchanged: Exchanged::default(),
             progress,
             deal: Deal::ALONE,
             known_passes: KnownRounds::default(),

@@ -10,9 +10,9 @@ use std::sync::Arc;
 use common::*;
 use plimsoll_device::{Communicated, Cpu, CpuOptions, DType, Device, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
-use plimsoll_memory::{Region, Tag, Tier};
+use plimsoll_memory::{Phase, Region, Tag, Tier};
 use plimsoll_model::{
-    AdapterConfig, AdapterLayout, AttentionSpec, MlpSpec, ModelSpec, Parameter, QkNorm, RopeSpec,
+    AdapterConfig, AdapterLayout, AttentionSpec, BlockId, MlpSpec, ModelSpec, Parameter, QkNorm, RopeSpec,
 };
 use plimsoll_parallel::{Collectives, Communicator, Deal, DryRanks, Mesh, ThreadRank, Wired, thread_ranks};
 use plimsoll_step::{
@@ -38,8 +38,15 @@ fn wider(spec: ModelSpec) -> ModelSpec {
     }
 }
 
+/// With exchanges behind the computation.
 fn sharded(settings: StepSettings, stage: ZeroStage, reproducible: bool) -> StepSettings {
-    StepSettings { sharding: Sharding { stage, reproducible, among: None }, ..settings }
+    let sharding = Sharding { stage, reproducible, among: None };
+    StepSettings { sharding, overlap_communication: true, ..settings }
+}
+
+/// With exchanges that are waited for.
+fn one_after_the_other(settings: &StepSettings) -> StepSettings {
+    StepSettings { overlap_communication: false, ..settings.clone() }
 }
 
 /// What a rank ends with.
@@ -250,6 +257,60 @@ fn the_number_of_ranks_changes_no_bit() {
             }
         }
     }
+}
+
+/// Exchanges behind the computation add the same terms in the same order, and send as much.
+#[test]
+fn what_is_exchanged_behind_the_computation_changes_no_bit() {
+    let spec = ModelSpec { vocab_size: 3101, ..wider(llama()) };
+    let everything = away(Tier::Disk, Tier::Disk, Tier::Disk, Tier::Disk);
+    let mut all = cases();
+    all.push(StepSettings { offload: everything, ..settings(1, 12) });
+    all.push(StepSettings { method: adapters(&spec, false, DType::Nf4), ..settings(1, 12) });
+    for settings in all {
+        for stage in [ZeroStage::States, ZeroStage::Gradients, ZeroStage::Weights] {
+            let behind = sharded(settings.clone(), stage, stage == ZeroStage::States);
+            let waited = one_after_the_other(&behind);
+            let what = format!("{behind:?}");
+            assert_same_weights(&run(&spec, &behind, 2), &run(&spec, &waited, 2), &what);
+            let sent = |settings| planned(&spec, settings, DryRanks::new(1, 3)).2;
+            assert_eq!(sent(&behind), sent(&waited), "{what}");
+        }
+    }
+}
+
+/// When a layer begins, what ranks share of the next one is on its way: its room is taken before any operation of the layer, forward and
+/// back, and no more than one unit ahead.
+#[test]
+fn the_next_layer_is_gathered_while_one_computes() {
+    let spec = ModelSpec { num_layers: 6, ..wider(llama()) };
+    let matrices = spec.block_parameters(BlockId::Layer(0)).iter().filter(|p| p.shape.len() > 1).count();
+    let settings = sharded(settings(1, 12), ZeroStage::Weights, false);
+    let gathered = |settings: &StepSettings, phase| -> Vec<usize> {
+        let (dry, tiers) = (Dry::tracing(), Arc::new(LowerTiers::dry()));
+        let ranks = DryRanks::new(0, 2);
+        let step = of_rank(settings, &ranks);
+        let mut trainer = Trainer::new(&dry, tiers, spec.clone(), step, &ranks).unwrap();
+        trainer.load::<StepError>(|_, _, _, _| Ok(())).unwrap();
+        let (tokens, targets) = tokens(1, 1, 12);
+        trainer.step(&[MicroBatch::new(&tokens, &targets)], 1e-2).unwrap();
+        drop(trainer);
+        let (trace, ledger) = (dry.trace().unwrap(), dry.arena().end_record());
+        let of_layers = trace.scopes.iter().filter(|scope| scope.phase == phase && scope.layer.is_some());
+        // Whole units that are there, or on their way, when a layer begins.
+        let there = |first: u64| {
+            let events = ledger.events().iter().filter(|event| event.number < first);
+            let gathered = events.filter(|event| event.name == "weights.gathered");
+            gathered.map(|event| event.delta.signum()).sum::<i64>()
+        };
+        of_layers.map(|scope| there(scope.first_event) as usize / matrices).collect()
+    };
+    // Behind the last layer comes the norm, and a piece of the table.
+    let of_forward = gathered(&settings, Phase::Forward);
+    assert_eq!(of_forward[..5], [2; 5], "{of_forward:?}");
+    let of_backward = gathered(&settings, Phase::Backward);
+    assert_eq!(of_backward[1..5], [2; 4], "{of_backward:?}");
+    assert_eq!(gathered(&one_after_the_other(&settings), Phase::Forward), [1; 6]);
 }
 
 #[test]
