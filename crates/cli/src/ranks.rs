@@ -41,7 +41,7 @@ const SIZES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TA
 pub enum Joined {
     Alone(Solo),
     #[cfg(feature = "mpi")]
-    Mpi(plimsoll_parallel::Wired<plimsoll_parallel::Mpi>),
+    Mpi(plimsoll_parallel::MpiRanks),
 }
 
 impl Joined {
@@ -50,7 +50,7 @@ impl Joined {
         match self {
             Joined::Alone(solo) => solo,
             #[cfg(feature = "mpi")]
-            Joined::Mpi(wired) => wired,
+            Joined::Mpi(ranks) => ranks.communicator(),
         }
     }
 
@@ -60,7 +60,7 @@ impl Joined {
         match self {
             Joined::Alone(_) => {}
             #[cfg(feature = "mpi")]
-            Joined::Mpi(wired) => mpi::end_all(wired, failure),
+            Joined::Mpi(ranks) => mpi::end_all(ranks, failure),
         }
     }
 }
@@ -241,16 +241,10 @@ fn run(mut mpirun: Command) -> std::io::Result<(ExitStatus, Option<u8>)> {
     Ok((mpirun.status()?, None))
 }
 
-#[cfg(not(feature = "mpi"))]
 fn without_mpi(ranks: u32) -> Failure {
     Failure::usage(format!(
         "{ranks} ranks need MPI, and this program was built without it; build it with `cargo build --release --features mpi` (docs/ranks.md)"
     ))
-}
-
-#[cfg(feature = "mpi")]
-fn without_mpi(_: u32) -> Failure {
-    Failure::other("MPI could not be started")
 }
 
 /// The name of this machine.
@@ -305,15 +299,20 @@ pub fn started(ranks: &dyn Communicator) -> Result<Started, Failure> {
 mod mpi {
     use std::io::Write;
 
-    use plimsoll_memory::{cores_of_process, keep_process_to};
-    use plimsoll_parallel::{Communicator, Mpi, Wired};
+    use plimsoll_memory::{allowed_cores, cores_of_process, keep_process_to, run_on_all_cores};
+    use plimsoll_parallel::{Communicator, MpiError, MpiRanks};
 
-    use super::{Joined, host, on_each_machine, without_mpi};
+    use super::{Joined, host, on_each_machine};
     use crate::failure::Failure;
 
     pub fn join() -> Result<Joined, Failure> {
-        let ranks = Wired::new(Mpi::start().ok_or_else(|| without_mpi(0))?);
-        share_cores(&ranks)?;
+        let failed = |error: MpiError| Failure::other(format!("MPI could not be started: {error}"));
+        let ranks = MpiRanks::join().map_err(failed)?;
+        share_cores(ranks.communicator())?;
+        // The thread that speaks to the others was begun before.
+        allowed_cores();
+        let moved = ranks.communicator().on_line(|_| run_on_all_cores());
+        moved.map_err(|error| failed(error.into()))?;
         Ok(Joined::Mpi(ranks))
     }
 
@@ -333,9 +332,10 @@ mod mpi {
         Ok(())
     }
 
-    pub fn end_all(ranks: &Wired<Mpi>, failure: &Failure) {
-        let words = format!("error: rank {} on {}: {failure}", ranks.rank(), host());
+    pub fn end_all(ranks: &MpiRanks, failure: &Failure) {
+        let rank = ranks.communicator().rank();
+        let words = format!("error: rank {rank} on {}: {failure}", host());
         let _ = writeln!(std::io::stderr(), "{words}");
-        ranks.transport().abort(i32::from(failure.exit_code()));
+        ranks.abort(i32::from(failure.exit_code()));
     }
 }

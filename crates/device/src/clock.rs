@@ -1,10 +1,10 @@
-//! What would happen when, in a dry run: time lines of the computation, the disk, and copies from and to the host, with the
-//! places where the computation waits for the others.
+//! What would happen when, in a dry run: time lines of the computation, the disk, copies from and to the host, and messages to other
+//! ranks, with the places where the computation waits for the others.
 //!
 //! Operations follow each other. A move begins when it is asked for and those before it on its line are done, and goes on
 //! behind the computation. Who needs what it brings waits until it is done. Copies in and copies out go on at once; reads and
 //! writes share a disk, which does no more of both at once than of one after the other. A move of two hops is on two
-//! lines at once: one piece of it is copied while another is read or written.
+//! lines at once: one piece of it is copied while another is read or written. Messages follow each other on the line of the links.
 
 use std::cell::Cell;
 use std::fmt;
@@ -16,7 +16,7 @@ pub trait Pace {
     /// Seconds that operations take.
     fn operations(&self, tally: &Tally) -> f64;
 
-    /// Seconds that a move takes on the disk, and for its copies between device and host.
+    /// Seconds that a move takes on the disk, for its copies between device and host, and on the links.
     fn transfer(&self, bytes: Transferred) -> Lines;
 }
 
@@ -96,7 +96,7 @@ pub struct Due(f64);
 pub struct Times {
     /// All of it: operations, and waiting.
     pub elapsed: f64,
-    /// In which the disk and copies were busy, hidden or not.
+    /// In which the disk, copies and links were busy, hidden or not.
     pub busy: Lines,
     /// In which the computation waited for them.
     pub waited: f64,
@@ -195,7 +195,8 @@ mod tests {
 
         fn transfer(&self, bytes: Transferred) -> Lines {
             let disk = bytes.read as f64 + 2.0 * bytes.written as f64;
-            Lines { disk, copies_in: bytes.copied_in as f64, copies_out: bytes.copied_out as f64, links: 0.0 }
+            let links = bytes.sent.total_bytes() as f64;
+            Lines { disk, copies_in: bytes.copied_in as f64, copies_out: bytes.copied_out as f64, links }
         }
     }
 
@@ -257,6 +258,24 @@ mod tests {
         clock.wait(next);
         let busy = Lines { copies_in: 6.0, copies_out: 4.0, ..Lines::default() };
         assert_eq!(clock.times(), Times { elapsed: 7.0, busy, waited: 7.0 });
+    }
+
+    #[test]
+    fn messages_go_behind_the_computation_one_after_the_other() {
+        let clock = Clock::new(Seconds);
+        let send = |bytes| {
+            let sent = crate::Communicated::of(crate::Collective::AllGather, bytes);
+            begin(&clock, Transferred { sent, ..read(0) })
+        };
+        let (first, second) = (send(3), send(4));
+        clock.compute(&operations(5));
+        clock.wait(first);
+        assert_eq!((clock.times().elapsed, clock.times().waited), (5.0, 0.0));
+        // A call that waits comes behind what was begun before.
+        clock.wait(send(1));
+        clock.wait(second);
+        let busy = Lines { links: 8.0, ..Lines::default() };
+        assert_eq!(clock.times(), Times { elapsed: 8.0, busy, waited: 3.0 });
     }
 
     #[test]

@@ -15,6 +15,7 @@ mod recording;
 mod region;
 mod reservation;
 mod splitmix;
+mod worker;
 
 pub use arena::{ALIGNMENT, Arena, Block, OutOfMemory, Piece, Replay};
 pub use bytes::{ByteSize, ParseByteSizeError};
@@ -31,6 +32,7 @@ pub use recording::{CountedEvents, Mark, MemoryEvent};
 pub use region::{HostPool, Region};
 pub use reservation::{Reservation, ReservationError};
 pub use splitmix::splitmix64;
+pub use worker::{Event, Worker};
 
 /// Where memory lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]

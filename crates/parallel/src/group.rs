@@ -2,22 +2,21 @@
 
 use crate::{Transport, TransportError};
 
-/// A rank among some of the ranks of a transport: the n-th member is rank n.
-pub(crate) struct Members<'t> {
-    transport: &'t dyn Transport,
-    members: Vec<u32>,
-    place: u32,
+/// A rank among some of the ranks of a transport, or among all: the n-th member is rank n.
+pub(crate) struct Members<'t, T> {
+    transport: &'t T,
+    members: Option<&'t [u32]>,
 }
 
-impl<'t> Members<'t> {
-    /// The members among all ranks of a transport, of which its own is one.
-    pub fn new(transport: &'t dyn Transport, members: Vec<u32>) -> Result<Self, TransportError> {
-        let place = place_among(transport.rank(), &members)?;
-        Ok(Members { transport, members, place })
+impl<'t, T: Transport> Members<'t, T> {
+    /// The members, of which the transport's own rank is one; all ranks where none are named.
+    pub fn of(transport: &'t T, members: Option<&'t [u32]>) -> Self {
+        Members { transport, members }
     }
 
     fn member(&self, place: u32) -> Result<u32, TransportError> {
-        self.members.get(place as usize).copied().ok_or(TransportError::NoSuchRank { rank: place })
+        let Some(members) = self.members else { return Ok(place) };
+        members.get(place as usize).copied().ok_or(TransportError::NoSuchRank { rank: place })
     }
 }
 
@@ -27,13 +26,14 @@ pub(crate) fn place_among(rank: u32, members: &[u32]) -> Result<u32, TransportEr
     place.map(|place| place as u32).ok_or(TransportError::NoSuchRank { rank })
 }
 
-impl Transport for Members<'_> {
+impl<T: Transport> Transport for Members<'_, T> {
     fn rank(&self) -> u32 {
-        self.place
+        let own = self.transport.rank();
+        self.members.map_or(own, |members| place_among(own, members).unwrap_or(own))
     }
 
     fn size(&self) -> u32 {
-        self.members.len() as u32
+        self.members.map_or_else(|| self.transport.size(), |members| members.len() as u32)
     }
 
     fn send_receive(
@@ -41,8 +41,14 @@ impl Transport for Members<'_> {
         send: Option<(u32, &[u8])>,
         receive: Option<(u32, &mut [u8])>,
     ) -> Result<(), TransportError> {
-        let send = send.map(|(to, bytes)| Ok((self.member(to)?, bytes))).transpose()?;
-        let receive = receive.map(|(from, into)| Ok((self.member(from)?, into))).transpose()?;
+        let send = match send {
+            Some((to, bytes)) => Some((self.member(to)?, bytes)),
+            None => None,
+        };
+        let receive = match receive {
+            Some((from, into)) => Some((self.member(from)?, into)),
+            None => None,
+        };
         self.transport.send_receive(send, receive)
     }
 }

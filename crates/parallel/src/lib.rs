@@ -2,7 +2,8 @@
 //!
 //! The step program speaks to a [`Communicator`] wherever ranks have to agree, so that a program for one rank is a program for
 //! many. No communicator adds anything up: bytes go from rank to rank, and whoever owns a sum adds its terms on the device in an
-//! order that does not depend on who is faster. So every transport gives the same bits.
+//! order that does not depend on who is faster. So every transport gives the same bits. Exchanges may go on behind the
+//! computation: `exchange` says how they are begun and waited for.
 //!
 //! - [`Solo`]: the only rank there is.
 //! - [`DryRanks`]: a rank of many, without wires. What it would send is counted by the dry device.
@@ -14,6 +15,7 @@
 mod collectives;
 mod deal;
 mod dry;
+mod exchange;
 mod group;
 mod mesh;
 #[cfg(feature = "mpi")]
@@ -25,13 +27,15 @@ mod wired;
 
 use group::place_among;
 use plimsoll_device::{Collective, Communicated, Device, DeviceError, Tensor};
+use plimsoll_memory::CopyError;
 
 pub use collectives::Collectives;
 pub use deal::Deal;
 pub use dry::DryRanks;
+pub use exchange::{Exchange, Span, Ticket};
 pub use mesh::{Mesh, MeshPlace};
 #[cfg(feature = "mpi")]
-pub use mpi::Mpi;
+pub use mpi::{Mpi, MpiError, MpiRanks};
 pub use shares::Shares;
 pub use threads::{ThreadRank, thread_ranks};
 pub use transport::{Transport, TransportError};
@@ -54,6 +58,13 @@ pub trait Communicator {
     /// # Errors
     /// This rank is no member.
     fn group(&self, members: Vec<u32>) -> Result<Box<dyn Communicator + '_>, CommunicationError>;
+
+    /// Begins an exchange with all other ranks, behind those that were begun before; it goes on while the device computes. All ranks
+    /// begin the same exchanges in the same order.
+    ///
+    /// # Errors
+    /// A buffer cannot be lent, or a message lies outside of it. What becomes of the messages is said where they are waited for.
+    fn begin(&self, device: &dyn Device, exchange: Exchange<'_>) -> Result<Ticket, CommunicationError>;
 
     /// Sends a tensor to a rank and receives one from a rank, both at once; either may be left out. The two overlap nowhere.
     ///
@@ -141,6 +152,9 @@ pub enum CommunicationError {
     /// The transport failed.
     #[error(transparent)]
     Transport(#[from] TransportError),
+    /// A copy from or to the memory of a device that has its own failed.
+    #[error(transparent)]
+    Copy(#[from] CopyError),
 }
 
 /// The only rank there is: sums over all ranks are what they are.
@@ -163,6 +177,10 @@ impl Communicator for Solo {
     fn group(&self, members: Vec<u32>) -> Result<Box<dyn Communicator + '_>, CommunicationError> {
         place_among(0, &members)?;
         Ok(Box::new(Solo))
+    }
+
+    fn begin(&self, device: &dyn Device, exchange: Exchange<'_>) -> Result<Ticket, CommunicationError> {
+        Ok(Ticket::here(device, exchange))
     }
 
     fn send_receive(

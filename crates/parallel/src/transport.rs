@@ -47,4 +47,21 @@ pub enum TransportError {
         /// Its number.
         rank: u32,
     },
+    /// The thread that speaks to the others is no more.
+    #[error(
+        "the thread that speaks to the other ranks has ended; the run can be resumed from its last checkpoint"
+    )]
+    Stopped,
+    /// The system started no thread for it.
+    #[error("the thread that speaks to the other ranks cannot be started: {reason}")]
+    Thread {
+        /// What the system says.
+        reason: String,
+    },
+}
+
+impl From<std::io::Error> for TransportError {
+    fn from(error: std::io::Error) -> Self {
+        TransportError::Thread { reason: error.to_string() }
+    }
 }

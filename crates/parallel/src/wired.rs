@@ -1,40 +1,84 @@
-//! A rank whose bytes go by a transport.
+//! A rank whose bytes go by a transport, on a thread of their own: see `exchange`.
 
 use std::cell::Cell;
 use std::rc::Rc;
+use std::thread::Builder;
 
 use plimsoll_device::{Collective, Communicated, Device, Tensor};
+use plimsoll_memory::Worker;
 
-use crate::group::Members;
-use crate::{CommunicationError, Communicator, Transport, rounds};
+use crate::exchange::{Carried, Outgoing};
+use crate::group::{Members, place_among};
+use crate::{CommunicationError, Communicator, Exchange, Ticket, Transport, TransportError, rounds};
 
-/// A rank that reaches the others.
+/// A rank that reaches the others, or some of them.
 #[derive(Debug)]
 pub struct Wired<T> {
-    transport: T,
+    /// The thread that speaks to the others, together with that of its groups.
+    line: Rc<Worker<T>>,
+    rank: u32,
+    size: u32,
+    /// The numbers of a group's ranks among all.
+    members: Option<Vec<u32>>,
     /// Together with those of its groups.
     sent: Rc<Cell<Communicated>>,
 }
 
-impl<T: Transport> Wired<T> {
+impl<T: Transport + Send + 'static> Wired<T> {
     /// The rank that the transport is of.
-    pub fn new(transport: T) -> Wired<T> {
-        Wired { transport, sent: Rc::default() }
-    }
-
-    /// What carries its bytes.
-    pub fn transport(&self) -> &T {
-        &self.transport
+    ///
+    /// # Errors
+    /// The system starts no more threads.
+    pub fn new(transport: T) -> Result<Wired<T>, TransportError> {
+        Wired::start(|| Ok(transport))
     }
 }
 
-impl<T: Transport> Communicator for Wired<T> {
+impl<T: Transport + 'static> Wired<T> {
+    /// A rank whose transport is made on the thread that speaks to the others, and never leaves that thread.
+    ///
+    /// # Errors
+    /// There is no transport, or no thread.
+    pub fn start<E>(make: impl FnOnce() -> Result<T, E> + Send + 'static) -> Result<Wired<T>, E>
+    where
+        E: From<std::io::Error> + From<TransportError> + Send + 'static,
+    {
+        let line = Worker::start(Builder::new().name("ranks".into()), make)?;
+        let place = line.run(|transport| (transport.rank(), transport.size()));
+        let (rank, size) = place.ok_or(TransportError::Stopped)?;
+        Ok(Wired { line: Rc::new(line), rank, size, members: None, sent: Rc::default() })
+    }
+
+    /// Does something on the thread that speaks to the others, behind everything that was begun before, and waits for it.
+    ///
+    /// # Errors
+    /// The thread has ended.
+    pub fn on_line<R: Send>(&self, work: impl FnOnce(&T) -> R + Send) -> Result<R, TransportError> {
+        self.line.run(work).ok_or(TransportError::Stopped)
+    }
+
+    /// Sends and receives, and waits for both.
+    fn send_receive_now(
+        &self,
+        send: Option<(u32, &[u8])>,
+        receive: Option<(u32, &mut [u8])>,
+    ) -> Result<(), TransportError> {
+        let members = self.members.as_deref();
+        self.on_line(|transport| Members::of(transport, members).send_receive(send, receive))?
+    }
+
+    fn count(&self, sent: Communicated) {
+        self.sent.set(self.sent.get().plus(sent));
+    }
+}
+
+impl<T: Transport + 'static> Communicator for Wired<T> {
     fn rank(&self) -> u32 {
-        self.transport.rank()
+        self.rank
     }
 
     fn size(&self) -> u32 {
-        self.transport.size()
+        self.size
     }
 
     fn sent(&self) -> Communicated {
@@ -42,8 +86,31 @@ impl<T: Transport> Communicator for Wired<T> {
     }
 
     fn group(&self, members: Vec<u32>) -> Result<Box<dyn Communicator + '_>, CommunicationError> {
-        let transport = Members::new(&self.transport, members)?;
-        Ok(Box::new(Wired { transport, sent: Rc::clone(&self.sent) }))
+        let rank = place_among(self.rank, &members)?;
+        let (line, sent, size) = (Rc::clone(&self.line), Rc::clone(&self.sent), members.len() as u32);
+        let of_all = |member: &u32| match &self.members {
+            None => Some(*member),
+            Some(all) => all.get(*member as usize).copied(),
+        };
+        let members = members.iter().map(of_all).collect::<Option<Vec<u32>>>();
+        let members = members.ok_or(TransportError::NoSuchRank { rank: self.size })?;
+        Ok(Box::new(Wired { line, rank, size, members: Some(members), sent }))
+    }
+
+    fn begin(&self, device: &dyn Device, exchange: Exchange<'_>) -> Result<Ticket, CommunicationError> {
+        let within = exchange.within;
+        let outgoing = match Outgoing::lend(device, exchange, rounds(self.rank, self.size))? {
+            Ok(outgoing) => outgoing,
+            Err(ticket) => return Ok(ticket),
+        };
+        for (_, span) in outgoing.messages().iter().filter_map(|message| message.send.as_ref()) {
+            self.count(Communicated::of(within, span.bytes.end - span.bytes.start));
+        }
+        let members = self.members.clone();
+        let carry_out = move |carried: Carried| {
+            self.line.begin(move |transport| carried.carry_out(&Members::of(transport, members.as_deref())))
+        };
+        Ok(outgoing.begin(carry_out))
     }
 
     fn send_receive(
@@ -53,35 +120,33 @@ impl<T: Transport> Communicator for Wired<T> {
         send: Option<(u32, &Tensor)>,
         receive: Option<(u32, &Tensor)>,
     ) -> Result<(), CommunicationError> {
-        let transport = &self.transport;
         let mut outcome = Ok(());
         match (send, receive) {
             (Some((to, x)), Some((from, out))) => device.read_and_write(x, out, &mut |x, out| {
-                outcome = transport.send_receive(Some((to, x)), Some((from, out)));
+                outcome = self.send_receive_now(Some((to, x)), Some((from, out)));
             })?,
             (Some((to, x)), None) => {
-                device.read(x, &mut |x| outcome = transport.send_receive(Some((to, x)), None))?;
+                device.read(x, &mut |x| outcome = self.send_receive_now(Some((to, x)), None))?;
             }
             (None, Some((from, out))) => {
-                device.write(out, &mut |out| outcome = transport.send_receive(None, Some((from, out))))?;
+                device.write(out, &mut |out| outcome = self.send_receive_now(None, Some((from, out))))?;
             }
             (None, None) => {}
         }
-        let bytes = send.map_or(0, |(_, x)| x.bytes());
-        self.sent.set(self.sent.get().plus(Communicated::of(within, bytes)));
+        self.count(Communicated::of(within, send.map_or(0, |(_, x)| x.bytes())));
         Ok(outcome?)
     }
 
     fn send_bytes(&self, to: u32, bytes: &[u8]) -> Result<(), CommunicationError> {
-        Ok(self.transport.send_receive(Some((to, bytes)), None)?)
+        Ok(self.send_receive_now(Some((to, bytes)), None)?)
     }
 
     fn receive_bytes(&self, from: u32, into: &mut [u8]) -> Result<(), CommunicationError> {
-        Ok(self.transport.send_receive(None, Some((from, into)))?)
+        Ok(self.send_receive_now(None, Some((from, into)))?)
     }
 
     fn gather_numbers(&self, own: &[f64]) -> Result<Vec<Vec<f64>>, CommunicationError> {
-        let (rank, size) = (self.rank(), self.size());
+        let (rank, size) = (self.rank, self.size);
         let mut all = vec![vec![0.0; own.len()]; size as usize];
         if let Some(place) = all.get_mut(rank as usize) {
             place.copy_from_slice(own);
@@ -89,7 +154,7 @@ impl<T: Transport> Communicator for Wired<T> {
         for (to, from) in rounds(rank, size) {
             let Some(place) = all.get_mut(from as usize) else { continue };
             let (send, receive) = (bytemuck::cast_slice(own), bytemuck::cast_slice_mut(place));
-            self.transport.send_receive(Some((to, send)), Some((from, receive)))?;
+            self.send_receive_now(Some((to, send)), Some((from, receive)))?;
         }
         Ok(all)
     }

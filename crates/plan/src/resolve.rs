@@ -310,15 +310,15 @@ impl Search<'_> {
         shortest(batches).into_iter().flat_map(of).collect()
     }
 
-    /// The same step with as many micro-batches in a pass as are worth it, and what the planner has sent away brought back as
-    /// far as there is room.
+    /// The same step with as many micro-batches in a pass as are worth it, what the planner has sent away brought back as far as there
+    /// is room, and exchanges behind the computation.
     pub fn finished(&self, choice: Choice) -> Result<Choice, StepError> {
         let together = self.together(&choice)?;
         let filled = self.filled(choice)?;
-        let Some(together) = together else { return Ok(filled) };
+        let Some(together) = together else { return self.overlapped(filled) };
         let together = self.filled(together)?;
         let faster = together.time.tokens_per_second > filled.time.tokens_per_second;
-        Ok(if faster { together } else { filled })
+        self.overlapped(if faster { together } else { filled })
     }
 
     /// A candidate for every form of checkpointing and batch, but for those of which others say that they cannot be taken.
@@ -418,6 +418,20 @@ impl Search<'_> {
         }
         let faster = |other: &Choice| other.time.tokens_per_second > choice.time.tokens_per_second * AS_FAST;
         Ok(most.filter(faster))
+    }
+
+    /// The same with exchanges between ranks behind the computation, where that is left open, fits and is faster.
+    fn overlapped(&self, choice: Choice) -> Result<Choice, StepError> {
+        let open = self.config.parallel.overlap_communication().set().is_none();
+        if !(open && choice.settings.can_overlap()) {
+            return Ok(choice);
+        }
+        let Limits { target_bytes, room_bytes, .. } = self.limits;
+        let room = if self.fits(&choice, target_bytes) { target_bytes } else { room_bytes };
+        let settings = StepSettings { overlap_communication: true, ..choice.settings.clone() };
+        let other = self.runs.of(settings, choice.accumulation)?;
+        let faster = other.time.tokens_per_second > choice.time.tokens_per_second;
+        Ok(if faster && self.fits(&other, room) { other } else { choice })
     }
 
     /// The first that fits of the lightest candidates.
@@ -744,6 +758,7 @@ pub(crate) fn step_settings(
         micro_batches_per_pass: training.micro_batches_per_pass().set().unwrap_or(1),
         ranks: Ranks { rank: config.rank, mesh: config.parallel.mesh() },
         sharding: config.parallel.sharding(),
+        overlap_communication: config.parallel.overlap_communication().set().unwrap_or(false),
         sequence_chunk_tokens: None,
         pipeline_schedule: config.parallel.schedule(),
         sequence_parallel: config.parallel.sequence_parallel(),
@@ -767,6 +782,9 @@ pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
     let narrow = fp8 || weights != DType::F32;
     resolved.memory.offload = offload::resolved(choice.settings.offload);
     resolved.memory.kept_layers = offload::kept_resolved(choice.settings.kept_layers);
+    if choice.settings.can_overlap() {
+        resolved.parallel.overlap_communication = Some(Auto::Set(choice.settings.overlap_communication));
+    }
     let training = &mut resolved.training;
     training.batch_size = Some(Auto::Set(choice.settings.batch_size));
     training.gradient_accumulation_steps = Some(Auto::Set(choice.accumulation));

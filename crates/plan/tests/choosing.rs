@@ -300,6 +300,39 @@ fn the_stages_of_a_pipeline_wait_for_their_passes() {
 }
 
 /// No limit but that of the disk.
+/// What is left open is taken where it is faster and there is room for it, and written down.
+#[test]
+fn exchanges_go_behind_the_computation_where_that_fits_and_is_faster() {
+    let alike = [F32, HOME, "training.gradient_checkpointing=none", "training.batch_size=1"];
+    for stage in ["parallel.zero_stage=1", "parallel.zero_stage=2", "parallel.zero_stage=3"] {
+        let with = |more: &[&str]| plan(&[&alike[..], &["parallel.data_parallel=2", stage], more].concat());
+        let [on, off] = ["true", "false"].map(|value| {
+            with(&[
+                "training.gradient_accumulation_steps=1",
+                &format!("parallel.overlap_communication={value}"),
+            ])
+        });
+        let auto = with(&["training.gradient_accumulation_steps=1"]);
+        assert_eq!(on.choice.dry_run.moved, off.choice.dry_run.moved, "{stage}");
+        // What a short update hides is less than what copies of the weights take.
+        let faster = on.choice.time.step_seconds < off.choice.time.step_seconds;
+        assert_eq!(faster, stage != "parallel.zero_stage=1", "{stage}");
+        let expected = if faster { &on } else { &off };
+        assert_eq!(auto.choice.settings, expected.choice.settings, "{stage}");
+        assert_eq!(auto.config.parallel.overlap_communication().set(), Some(faster));
+        assert!(!faster || on.choice.time.waiting_seconds < off.choice.time.waiting_seconds, "{stage}");
+        if on.process_bytes() > off.process_bytes() {
+            let budget = format!("memory.device_budget={}", on.process_bytes() - 1);
+            let tight = with(&["training.gradient_accumulation_steps=1", &budget]);
+            assert_eq!(tight.choice.settings, off.choice.settings, "{stage}");
+            assert_eq!(tight.config.parallel.overlap_communication().set(), Some(false));
+        }
+    }
+    assert!(plan(&alike).config.parallel.overlap_communication.is_none());
+    let alone = plan(&[&alike[..], &["parallel.overlap_communication=true"]].concat());
+    assert_eq!(alone.choice.peak_bytes(), plan(&alike).choice.peak_bytes());
+}
+
 fn limits(disk_bytes: u64) -> Limits {
     Limits {
         arena_bytes: u64::MAX,

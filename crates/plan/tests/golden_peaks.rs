@@ -20,7 +20,7 @@ use plimsoll_step::{Ranks, StepSettings};
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden_peaks.txt");
 
 /// What holds unless a case says otherwise: nothing is left to the planner.
-const USUAL: [&str; 12] = [
+const USUAL: [&str; 13] = [
     "memory.device_budget=1024TiB",
     "data.sequence_length=64",
     "training.batch_size=1",
@@ -33,6 +33,7 @@ const USUAL: [&str; 12] = [
     "memory.offload.gradients=device",
     "memory.offload.activations=device",
     "memory.offload.parameters=device",
+    "parallel.overlap_communication=false",
 ];
 
 /// A case of the file: its head, its reason, and what was measured.
@@ -336,6 +337,11 @@ fn layers_that_are_counted_do_what_they_would_if_they_were_run() {
         let Choice { settings, accumulation, .. } = chosen(&case);
         let spec = model(model_name);
         few_do_what_all_do(&name, &spec, (&settings, accumulation), DeviceTraits::CPU);
+        if settings.can_overlap() {
+            let settings = StepSettings { overlap_communication: true, ..settings.clone() };
+            let name = format!("{name}, exchanges behind the computation");
+            few_do_what_all_do(&name, &spec, (&settings, accumulation), DeviceTraits::CPU);
+        }
         // Stages of a pipeline differ, and so do ranks that share products.
         for rank in settings.ranks.mesh.model_group(0).into_iter().skip(1) {
             let ranks = Ranks { rank, ..settings.ranks };

@@ -297,6 +297,20 @@ impl<'a> Gradients<'a> {
         }
     }
 
+    /// What a pass has written of a part, for whoever sends it away: the gradient itself, of which nothing is left here, or a copy of a
+    /// piece of a table.
+    pub fn take_part(&mut self, part: &Part) -> Result<Tensor, StepError> {
+        let (block, role) = (part.parameter.block, part.parameter.role);
+        if part.is_whole() {
+            let written = self.tensors.remove(&(block, role)).and_then(|written| written.gradient);
+            return written.ok_or(StepError::MissingWeight { block, role });
+        }
+        let x = &self.part(part)?;
+        let out = self.device.alloc(x.dtype(), x.shape().dims(), Tag::Communication, "gradients.sent")?;
+        self.device.run(Elementwise::Cast { x, out: &out, rounding: Rounding::Nearest })?;
+        Ok(out)
+    }
+
     /// A piece of a table's gradient that is in a buffer.
     fn held_piece(&self, block: BlockId, role: Role, piece: u32) -> Option<Tensor> {
         let (unit, of, tensor) = self.held.as_ref()?;

@@ -316,6 +316,9 @@ pub struct StepSettings {
     pub ranks: Ranks,
     /// What ranks share out between them, where there are several.
     pub sharding: Sharding,
+    /// Whether what ranks with the same weights exchange is under way while the step computes (DeepSpeed's `overlap_comm`). It
+    /// changes no bit, and takes the memory of what is under way. All ranks say the same.
+    pub overlap_communication: bool,
     /// A sequence that is longer is visited in chunks of so many tokens: each layer takes one chunk after the other, and what a
     /// chunk leaves waits where activations do, below the device. The memory of the device does not grow with the sequence.
     pub sequence_chunk_tokens: Option<u64>,
@@ -405,12 +408,19 @@ impl StepSettings {
             micro_batches_per_pass: 1,
             ranks: Ranks::default(),
             sharding: Sharding::default(),
+            overlap_communication: false,
             sequence_chunk_tokens: None,
             pipeline_schedule: PipelineSchedule::default(),
             sequence_parallel: false,
             stage: None,
             seed: 0,
         }
+    }
+
+    /// Whether ranks exchange anything that can be under way while the step computes.
+    pub fn can_overlap(&self) -> bool {
+        let shares = self.sharding.reduces_each_pass() || self.sharding.stage >= ZeroStage::States;
+        self.ranks.mesh.replicas() > 1 && shares
     }
 
     /// Bytes of what goes into a layer, for all micro-batches of a pass: what checkpointing may keep or spare of each layer.

@@ -48,6 +48,7 @@ pub(crate) use parts::{Part, Parts, Standing};
 use passes::Passes;
 use pipeline::Model;
 pub(crate) use pipeline::{Flow, Stages};
+use ranks::Exchanged;
 pub use state::NamedTensor;
 
 /// Sets the seeds of dropout apart from others.
@@ -93,6 +94,8 @@ pub struct Trainer<'a> {
     ropes: Option<Rc<RopeTables>>,
     /// What the device finds out in a step.
     numbers: Numbers,
+    /// What ranks exchange while the step computes.
+    exchanged: Exchanged,
     progress: StepProgress,
     /// How the micro-batches of the present step were dealt to the ranks.
     deal: Deal,
@@ -320,6 +323,7 @@ impl<'a> Trainer<'a> {
             ring,
             ropes,
             numbers,
+            exchanged: Exchanged::default(),
             progress,
             deal: Deal::ALONE,
             known_passes: KnownRounds::default(),

@@ -11,9 +11,9 @@ use common::meets::meeting_ranks;
 use common::*;
 use plimsoll_device::{Collective, Communicated, Cpu, CpuOptions, DType, Device, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
-use plimsoll_memory::{Region, Tag, Tier};
+use plimsoll_memory::{Phase, Region, Tag, Tier};
 use plimsoll_model::{
-    AdapterConfig, AdapterLayout, AttentionSpec, MlpSpec, ModelSpec, Parameter, QkNorm, RopeSpec,
+    AdapterConfig, AdapterLayout, AttentionSpec, BlockId, MlpSpec, ModelSpec, Parameter, QkNorm, RopeSpec,
 };
 use plimsoll_parallel::{
     Collectives, Communicator, Deal, DryRanks, Mesh, ThreadRank, Transport, Wired, thread_ranks,
@@ -41,8 +41,15 @@ fn wider(spec: ModelSpec) -> ModelSpec {
     }
 }
 
+/// With exchanges behind the computation.
 fn sharded(settings: StepSettings, stage: ZeroStage, reproducible: bool) -> StepSettings {
-    StepSettings { sharding: Sharding { stage, reproducible, among: None }, ..settings }
+    let sharding = Sharding { stage, reproducible, among: None };
+    StepSettings { sharding, overlap_communication: true, ..settings }
+}
+
+/// With exchanges that are waited for.
+fn one_after_the_other(settings: &StepSettings) -> StepSettings {
+    StepSettings { overlap_communication: false, ..settings.clone() }
 }
 
 /// What a rank ends with.
@@ -102,8 +109,13 @@ fn planned(spec: &ModelSpec, settings: &StepSettings, ranks: DryRanks) -> (Dry, 
     (dry, [tiers.host().high_water(), tiers.disk().high_water()], sent)
 }
 
-fn run_rank(spec: &ModelSpec, settings: &StepSettings, rank: impl Transport, folder: &Path) -> Ended {
-    let ranks = Wired::new(rank);
+fn run_rank(
+    spec: &ModelSpec,
+    settings: &StepSettings,
+    rank: impl Transport + Send + 'static,
+    folder: &Path,
+) -> Ended {
+    let ranks = Wired::new(rank).unwrap();
     let (dry, below, sent) = planned(spec, settings, DryRanks::new(ranks.rank(), ranks.size()));
     let peak = dry.arena().high_water();
     let device = Cpu::new(peak, CpuOptions { threads: Some(1), isa: None }).unwrap();
@@ -157,7 +169,7 @@ fn run(spec: &ModelSpec, settings: &StepSettings, ranks: u32) -> Ended {
 }
 
 /// The same over any transport.
-fn run_over<T: Transport + Send>(spec: &ModelSpec, settings: &StepSettings, ranks: Vec<T>) -> Ended {
+fn run_over<T: Transport + Send + 'static>(spec: &ModelSpec, settings: &StepSettings, ranks: Vec<T>) -> Ended {
     let folder = &tempfile::tempdir().unwrap();
     let ended: Vec<Ended> = std::thread::scope(|scope| {
         let start = |rank| scope.spawn(move || run_rank(spec, settings, rank, folder.path()));
@@ -258,6 +270,60 @@ fn the_number_of_ranks_changes_no_bit() {
             }
         }
     }
+}
+
+/// Exchanges behind the computation add the same terms in the same order, and send as much.
+#[test]
+fn what_is_exchanged_behind_the_computation_changes_no_bit() {
+    let spec = ModelSpec { vocab_size: 3101, ..wider(llama()) };
+    let everything = away(Tier::Disk, Tier::Disk, Tier::Disk, Tier::Disk);
+    let mut all = cases();
+    all.push(StepSettings { offload: everything, ..settings(1, 12) });
+    all.push(StepSettings { method: adapters(&spec, false, DType::Nf4), ..settings(1, 12) });
+    for settings in all {
+        for stage in [ZeroStage::States, ZeroStage::Gradients, ZeroStage::Weights] {
+            let behind = sharded(settings.clone(), stage, stage == ZeroStage::States);
+            let waited = one_after_the_other(&behind);
+            let what = format!("{behind:?}");
+            assert_same_weights(&run(&spec, &behind, 2), &run(&spec, &waited, 2), &what);
+            let sent = |settings| planned(&spec, settings, DryRanks::new(1, 3)).2;
+            assert_eq!(sent(&behind), sent(&waited), "{what}");
+        }
+    }
+}
+
+/// When a layer begins, what ranks share of the next one is on its way: its room is taken before any operation of the layer, forward and
+/// back, and no more than one unit ahead.
+#[test]
+fn the_next_layer_is_gathered_while_one_computes() {
+    let spec = ModelSpec { num_layers: 6, ..wider(llama()) };
+    let matrices = spec.block_parameters(BlockId::Layer(0)).iter().filter(|p| p.shape.len() > 1).count();
+    let settings = sharded(settings(1, 12), ZeroStage::Weights, false);
+    let gathered = |settings: &StepSettings, phase| -> Vec<usize> {
+        let (dry, tiers) = (Dry::tracing(), Arc::new(LowerTiers::dry()));
+        let ranks = DryRanks::new(0, 2);
+        let step = of_rank(settings, &ranks);
+        let mut trainer = Trainer::new(&dry, tiers, spec.clone(), step, &ranks).unwrap();
+        trainer.load::<StepError>(|_, _, _, _| Ok(())).unwrap();
+        let (tokens, targets) = tokens(1, 1, 12);
+        trainer.step(&[MicroBatch::new(&tokens, &targets)], 1e-2).unwrap();
+        drop(trainer);
+        let (trace, ledger) = (dry.trace().unwrap(), dry.arena().end_record());
+        let of_layers = trace.scopes.iter().filter(|scope| scope.phase == phase && scope.layer.is_some());
+        // Whole units that are there, or on their way, when a layer begins.
+        let there = |first: u64| {
+            let events = ledger.events().iter().filter(|event| event.number < first);
+            let gathered = events.filter(|event| event.name == "weights.gathered");
+            gathered.map(|event| event.delta.signum()).sum::<i64>()
+        };
+        of_layers.map(|scope| there(scope.first_event) as usize / matrices).collect()
+    };
+    // Behind the last layer comes the norm, and a piece of the table.
+    let of_forward = gathered(&settings, Phase::Forward);
+    assert_eq!(of_forward[..5], [2; 5], "{of_forward:?}");
+    let of_backward = gathered(&settings, Phase::Backward);
+    assert_eq!(of_backward[1..5], [2; 4], "{of_backward:?}");
+    assert_eq!(gathered(&one_after_the_other(&settings), Phase::Forward), [1; 6]);
 }
 
 #[test]
@@ -854,7 +920,7 @@ fn the_number_of_ranks_that_share_changes_no_bit() {
 /// The losses of the fourth and the fifth step of a run that goes on, and of one that is taken up again from what it has saved.
 fn resumed(spec: &ModelSpec, settings: &StepSettings, ranks: u32) -> [[f64; 2]; 2] {
     let of_rank = |rank: ThreadRank| -> [[f64; 2]; 2] {
-        let ranks = Wired::new(rank);
+        let ranks = Wired::new(rank).unwrap();
         let step = of_rank(settings, &ranks);
         let device = Cpu::new(1 << 26, CpuOptions { threads: Some(1), isa: None }).unwrap();
         let new = || Trainer::new(&device, Arc::default(), spec.clone(), step.clone(), &ranks).unwrap();
@@ -984,7 +1050,7 @@ fn answers(spec: &ModelSpec, cache: DType, ranks: u32) -> Vec<Vec<Vec<f32>>> {
         all
     };
     let of_rank = |rank: ThreadRank| {
-        let ranks = Wired::new(rank);
+        let ranks = Wired::new(rank).unwrap();
         let part = Stage::part(spec, ranks.rank(), ranks.size());
         let dry = Dry::new();
         let new = |device| {
@@ -1035,7 +1101,7 @@ fn evaluator<'a>(device: &'a dyn Device, part: &ModelSpec) -> Evaluator<'a> {
 /// The losses of two micro-batches, as the ranks have them that have some of the layers each; and each rank's arena is the planned.
 fn measured(spec: &ModelSpec, ranks: u32) -> Vec<f64> {
     let of_rank = |rank: ThreadRank| {
-        let ranks = Wired::new(rank);
+        let ranks = Wired::new(rank).unwrap();
         let part = Stage::part(spec, ranks.rank(), ranks.size());
         let dry = Dry::new();
         let mut planned = evaluator(&dry, &part);
@@ -1084,7 +1150,7 @@ fn told(spec: &ModelSpec, ranks: u32) -> Vec<Vec<f32>> {
         prompt_chunk_tokens: 5,
     };
     let of_rank = |rank: ThreadRank| -> Vec<Vec<f32>> {
-        let ranks = Wired::new(rank);
+        let ranks = Wired::new(rank).unwrap();
         let part = Stage::part(spec, ranks.rank(), ranks.size());
         let device = Cpu::new(1 << 20, CpuOptions { threads: Some(1), isa: None }).unwrap();
         let storage = WeightStorage::new(&|_| DType::F32);

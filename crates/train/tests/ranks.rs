@@ -75,7 +75,7 @@ fn run(config: &RawConfig, ranks: u32, resume: bool, stop_at: Option<u64>) -> Re
         Ok(report)
     };
     std::thread::scope(|scope| {
-        let start = |rank| scope.spawn(move || one(&Wired::new(rank)));
+        let start = |rank| scope.spawn(move || one(&Wired::new(rank).unwrap()));
         let threads: Vec<_> = thread_ranks(ranks).into_iter().map(start).collect();
         let mut reports: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
         reports.swap_remove(0)

@@ -31,6 +31,10 @@ section! {
         /// Whether gradients are summed in the order of the whole batch, so that the number of ranks changes no bit. Stages 2 and 3
         /// always do.
         reproducible: bool = false;
+        /// Whether what ranks with the same weights send each other is under way while they compute: the next layer's weights, the
+        /// last layer's gradients. It takes the memory of what is under way, and changes no bit. auto: where that fits and is
+        /// planned to be faster.
+        overlap_communication: Auto<bool> = Auto::Auto;
         /// Ranks that share every matrix product.
         tensor_parallel: Auto<u64>, "1", RANKS;
         /// Whether they divide the tokens between the halves of layers too: each normalises and keeps its part. Where it does not divide

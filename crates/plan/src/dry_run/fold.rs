@@ -9,7 +9,7 @@ use plimsoll_memory::Tier;
 use plimsoll_model::{BlockId, ModelSpec, Role};
 use plimsoll_step::{
     Adapters, Checkpointing, KeptLayers, LayerPolicy, Offload, SavePolicy, Stage, StepSettings,
-    TrainingMethod,
+    TrainingMethod, ZeroStage,
 };
 
 /// Layers of a pattern that repeats, at most: Gemma 3 has one with full attention behind every five with a window.
@@ -128,14 +128,20 @@ impl Fold {
     }
 }
 
-/// Layers ahead of the one in use that anything is done for: buffers are few, and what is prefetched goes into them.
+/// Layers ahead of the one in use that anything is done for: buffers are few, and what is prefetched goes into them. What ranks
+/// exchange behind the computation is that of a layer more, and of two where gathered weights come ahead of it.
 fn ahead(settings: &StepSettings) -> usize {
     let Offload { gradients, activations, .. } = settings.offload;
-    match (gradients, activations) {
+    let further = match settings.overlap_communication && settings.can_overlap() {
+        false => 0,
+        true => 1 + usize::from(settings.sharding.stage == ZeroStage::Weights),
+    };
+    let below = match (gradients, activations) {
         _ if settings.offload.is_none() => 1,
         (Tier::Device, Tier::Device) => 2,
         _ => 3,
-    }
+    };
+    below + further
 }
 
 /// Layers after which what is used in turn stands as before, where that shows: the inputs of segments that leave the device.

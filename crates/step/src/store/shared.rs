@@ -5,10 +5,10 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::rc::Rc;
 
-use plimsoll_device::{Collective, DType, Device, DeviceExt, Elementwise, Rounding, Tensor};
+use plimsoll_device::{Collective, Communicated, DType, Device, DeviceExt, Elementwise, Rounding, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Parameter, Role};
-use plimsoll_parallel::{Communicator, Shares};
+use plimsoll_parallel::{Communicator, Exchange, Shares, Span, Ticket};
 
 use crate::StepError;
 use crate::tier::Unit;
@@ -112,29 +112,73 @@ impl<'a> Shared<'a> {
         Ok(all)
     }
 
-    /// The matrices of a unit as a whole, in memory that is given back with them: every rank brings its share. All ranks call it
-    /// for the same units in the same order.
-    pub fn whole(
+    /// Whether ranks have shares of anything of a unit.
+    pub fn has_unit(&self, unit: Unit) -> bool {
+        self.units.contains_key(&unit)
+    }
+
+    /// Begins to make the matrices of a unit whole, in memory that is given back with them: every rank brings its share. All ranks call
+    /// it for the same units in the same order.
+    pub fn begin(
         &self,
         device: &dyn Device,
         unit: Unit,
         brought: &[(Role, Tensor)],
-    ) -> Result<Vec<(Role, Tensor)>, StepError> {
-        let (ranks, mut all) = (&*self.communicator, Vec::new());
+    ) -> Result<Gathering, StepError> {
+        let (ranks, mut matrices) = (&*self.communicator, Vec::new());
         for matrix in self.units.get(&unit).into_iter().flatten() {
             let bytes = device.alloc(DType::U8, &[matrix.bytes], Tag::Communication, "weights.gathered")?;
-            let share = |rank| {
-                let Range { start, end } = matrix.share(rank, ranks.size());
-                if start < end { bytes.view(start, DType::U8, &[end - start]) } else { None }
+            let span = |rank| {
+                let bytes = matrix.share(rank, ranks.size());
+                (!bytes.is_empty()).then_some(Span { buffer: 0, bytes })
             };
-            if let (Some(x), Some(out)) = (self.own_bytes(unit, brought, matrix), share(ranks.rank())) {
-                device.run(Elementwise::Cast { x, out: &out, rounding: Rounding::Nearest })?;
+            let own = span(ranks.rank()).map(|own| own.bytes);
+            let mut sent = Communicated::default();
+            if let Some(Range { start, end }) = own.clone() {
+                let (size, others) = (end - start, u64::from(ranks.size().saturating_sub(1)));
+                sent = Communicated::of_many(Collective::AllGather, size * others, others);
+                let out = bytes.view(start, DType::U8, &[size]);
+                if let (Some(x), Some(out)) = (self.own_bytes(unit, brought, matrix), out) {
+                    device.run(Elementwise::Cast { x, out: &out, rounding: Rounding::Nearest })?;
+                }
             }
-            ranks.all_gather(device, Collective::AllGather, &share)?;
-            let what = "a gathered weight is no tensor of its type";
-            let whole = bytes.view(0, matrix.dtype, &matrix.shape).ok_or(StepError::Invariant { what })?;
-            all.push((matrix.role, whole));
+            let send = |_| own.clone().map(|bytes| Span { buffer: 0, bytes });
+            let (within, buffers) = (Collective::AllGather, vec![bytes]);
+            let exchange = Exchange { within, sent, buffers, send: &send, receive: &span };
+            let ticket = ranks.begin(device, exchange)?;
+            matrices.push(Arriving {
+                role: matrix.role,
+                dtype: matrix.dtype,
+                shape: matrix.shape.clone(),
+                ticket,
+            });
         }
-        Ok(all)
+        Ok(Gathering { unit, matrices })
+    }
+}
+
+/// A unit of which the other ranks' shares are on their way.
+pub(super) struct Gathering {
+    pub unit: Unit,
+    matrices: Vec<Arriving>,
+}
+
+struct Arriving {
+    role: Role,
+    dtype: DType,
+    shape: Vec<u64>,
+    ticket: Ticket,
+}
+
+impl Gathering {
+    /// Waits until all of it is there.
+    pub fn arrived(self, device: &dyn Device) -> Result<Vec<(Role, Tensor)>, StepError> {
+        let what = "a gathered weight is no tensor of its type";
+        let whole = |Arriving { role, dtype, shape, ticket }: Arriving| {
+            let bytes = ticket.wait(device)?;
+            let whole = bytes.first().and_then(|bytes| bytes.view(0, dtype, &shape));
+            Ok((role, whole.ok_or(StepError::Invariant { what })?))
+        };
+        self.matrices.into_iter().map(whole).collect()
     }
 }

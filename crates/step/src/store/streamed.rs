@@ -15,7 +15,7 @@ use plimsoll_memory::{Phase, Tag, Tier, release_free_heap};
 use plimsoll_model::{AdaptedModule, AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeights};
 
 use super::away::{AwayParameter, AwayPiece, lodge};
-use super::shared::{Shared, SharedMatrix, Sharing};
+use super::shared::{Gathering, Shared, SharedMatrix, Sharing};
 use super::{BlockWeights, ResidentStore, WeightOffload, WeightStorage};
 use crate::StepError;
 use crate::head::Head;
@@ -39,6 +39,8 @@ pub(crate) struct WeightStore<'a> {
     pool: Parcels<'a, Unit, Role>,
     /// What ranks share.
     shared: Option<Shared<'a>>,
+    /// The unit that is made whole ahead of its use.
+    ahead: Option<Gathering>,
     /// Whether other ranks have some rows of the tables.
     tables_are_cut: bool,
 }
@@ -161,7 +163,18 @@ impl<'a> WeightStore<'a> {
             })
             .collect();
         let tiers = Arc::clone(tiers);
-        Ok(WeightStore { device, tiers, resident, away, tables, looked_up, pool, shared, tables_are_cut })
+        Ok(WeightStore {
+            device,
+            tiers,
+            resident,
+            away,
+            tables,
+            looked_up,
+            pool,
+            shared,
+            ahead: None,
+            tables_are_cut,
+        })
     }
 
     /// Sets every weight that no file holds as it is computed with, and its f32 master, of which `masters` says where it is.
@@ -276,6 +289,8 @@ impl<'a> WeightStore<'a> {
     /// The units that will be gathered next, in order: they are brought ahead of their use. Nothing of before is in use any
     /// more.
     pub(crate) fn announce(&mut self, units: impl IntoIterator<Item = Unit>) -> Result<(), StepError> {
+        // Left behind by a schedule that failed.
+        self.ahead = None;
         self.pool.announce(units.into_iter().map(Use::of))
     }
 
@@ -307,11 +322,30 @@ impl<'a> WeightStore<'a> {
 
     /// The matrices of a unit as a whole.
     fn bring(&mut self, unit: Unit) -> Result<Vec<(Role, Tensor)>, StepError> {
+        if let Some(ahead) = self.ahead.take() {
+            if ahead.unit != unit {
+                return Err(StepError::Invariant {
+                    what: "another unit was taken than the one gathered ahead",
+                });
+            }
+            return ahead.arrived(self.device);
+        }
         let brought = self.pool.gather(unit)?;
         match &self.shared {
-            Some(shared) => shared.whole(self.device, unit, &brought),
+            Some(shared) => shared.begin(self.device, unit, &brought)?.arrived(self.device),
             None => Ok(brought),
         }
+    }
+
+    /// Begins to make a unit whole, where ranks share it, while the one in use is worked on: the next one that was announced.
+    pub(crate) fn gather_ahead(&mut self, unit: Unit) -> Result<(), StepError> {
+        let Some(shared) = self.shared.as_ref().filter(|shared| shared.has_unit(unit)) else { return Ok(()) };
+        let brought = self.pool.gather(unit)?;
+        self.ahead = Some(shared.begin(self.device, unit, &brought)?);
+        drop(brought);
+        // What this rank has of it was copied.
+        self.pool.release(unit, false);
+        Ok(())
     }
 
     /// This rank's rows of the matrices of a unit, where ranks share them: what it updates. None of the others' come.
@@ -324,6 +358,16 @@ impl<'a> WeightStore<'a> {
     /// Whether each rank has its share of a weight.
     pub(crate) fn shares(&self, block: BlockId, role: Role) -> bool {
         self.shared.as_ref().is_some_and(|shared| shared.has(block, role))
+    }
+
+    /// Whether each rank has its share of the weight that a part is of.
+    pub(crate) fn shares_part(&self, part: &Part) -> bool {
+        self.shares(part.parameter.block, part.parameter.role)
+    }
+
+    /// Whether the weight that a part is of comes and goes.
+    pub(crate) fn is_away(&self, part: &Part) -> bool {
+        self.away.iter().any(|away| away.parameter == part.parameter)
     }
 
     /// The pieces in which the embedding's table comes to look tokens up, with their rows: where ranks share it, and where it is below

@@ -49,6 +49,18 @@ impl Trainer<'_> {
                 }
                 self.gradients.free_pass(parts.of(unit));
             }
+            Action::BeginReduce { unit } => {
+                let parts = Rc::clone(&self.parts);
+                for part in parts.of(unit) {
+                    self.begin_to_add_pass(part, pass.group)?;
+                }
+                self.gradients.free_pass(parts.of(unit));
+            }
+            Action::EndReduce { unit } => {
+                for _ in 0..self.parts.of(unit).len() {
+                    self.add_begun_pass()?;
+                }
+            }
             Action::Sum { unit } => {
                 let parts = Rc::clone(&self.parts);
                 for part in parts.of(unit) {
@@ -87,9 +99,26 @@ impl Trainer<'_> {
                 self.optimizer.update(self.device, &own, (&weight, &gradient), numbers, control)?;
             }
             Action::AllGather { unit } => {
-                let shared = |part: &&Part| self.weights.shares(part.parameter.block, part.parameter.role);
-                for part in self.parts.of(unit).iter().filter(|part| !shared(part)) {
+                for part in self.parts.of(unit).iter().filter(|part| !self.weights.shares_part(part)) {
                     self.gather_weight(part, &self.weight_of(part, weights)?)?;
+                }
+            }
+            Action::BeginAllGather { unit } => {
+                for part in self.parts.of(unit).iter().filter(|part| !self.weights.shares_part(part)) {
+                    let weight = self.weight_of(part, weights)?;
+                    match self.weights.is_away(part) {
+                        // It leaves with its unit.
+                        true => self.gather_weight(part, &weight)?,
+                        false => {
+                            let arriving = self.begin_to_gather_weight(part, &weight)?;
+                            self.exchanged.weights.push(arriving);
+                        }
+                    }
+                }
+            }
+            Action::EndAllGather => {
+                for (part, ticket) in std::mem::take(&mut self.exchanged.weights) {
+                    self.take_gathered_weight(&part, ticket)?;
                 }
             }
             Action::Tie { unit } => {

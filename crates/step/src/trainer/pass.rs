@@ -324,10 +324,14 @@ impl<'a> Trainer<'a> {
             | Action::Tie { .. }
             | Action::Follow { .. }
             | Action::Reduce { .. }
+            | Action::BeginReduce { .. }
+            | Action::EndReduce { .. }
             | Action::Sum { .. }
             | Action::Measure { .. }
             | Action::Update { .. }
             | Action::AllGather { .. }
+            | Action::BeginAllGather { .. }
+            | Action::EndAllGather
             | Action::Free { .. } => self.complete(pass, action, weights().ok())?,
         }
         Ok(())

@@ -1,10 +1,11 @@
-//! How a schedule is gone through: what it announces, and what is held for its actions.
+//! How a schedule is gone through: what it announces, and what is held for its actions. Where ranks share weights, the next unit that
+//! was announced is gathered while the present one is worked on.
 
 use plimsoll_model::{BlockId, Role};
 
 use super::Trainer;
 use super::pass::Pass;
-use super::schedule::{Form, Schedule};
+use super::schedule::{Form, Hold, Schedule};
 use crate::StepError;
 use crate::head::rows;
 use crate::store::BlockWeights;
@@ -21,13 +22,16 @@ impl Trainer<'_> {
             Some((part.parameter.block, part.parameter.role, part.piece))
         });
         self.optimizer.announce(states)?;
-        let mut held = None;
+        let (mut held, mut upcoming) = (None, schedule.taken().skip(1));
         for entry in schedule.entries() {
             if let Some(hold) = entry.weights.filter(|hold| hold.first) {
                 held = Some(match hold.form {
                     Form::Whole => self.held_weights(hold.unit)?,
                     Form::Own => self.weights.gather_own(hold.unit)?,
                 });
+                if let Some(next) = upcoming.next().filter(|next| self.comes_ahead(hold, *next)) {
+                    self.weights.gather_ahead(next.unit)?;
+                }
             }
             if let Some(hold) = entry.gradients.filter(|hold| hold.first) {
                 self.gradients.hold(hold.unit)?;
@@ -45,6 +49,12 @@ impl Trainer<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Whether the other ranks' shares of the unit that is taken next come while this one is worked on, which may change it.
+    fn comes_ahead(&self, hold: Hold, next: Hold) -> bool {
+        let overlaps = self.between_ranks().overlap;
+        overlaps && next.form == Form::Whole && !(hold.unit == next.unit && hold.ends)
     }
 
     /// The weights of a unit, on the device.

@@ -1,15 +1,17 @@
 //! What ranks do together with the gradients and weights of a step: gradients are summed, in an order that is fixed, and what one
 //! rank has updated is brought to all.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 
-use plimsoll_device::{Collective, Communicated, DeviceExt, Elementwise, Rounding, Tensor};
+use plimsoll_device::{Collective, Communicated, DType, DeviceExt, Elementwise, Rounding, Tensor};
 use plimsoll_memory::Tag;
-use plimsoll_parallel::Collectives;
+use plimsoll_parallel::{Collectives, Exchange, Span, Ticket};
 
 use super::Trainer;
 use super::parts::Part;
 use super::schedule::BetweenRanks;
+use crate::head::rows;
 use crate::settings::ZeroStage;
 use crate::{StepError, StepSettings};
 
@@ -20,6 +22,23 @@ struct Terms {
     received: Option<Tensor>,
     /// This rank, before which so many terms come.
     rank: u64,
+}
+
+/// What ranks exchange while the step computes.
+#[derive(Default)]
+pub(super) struct Exchanged {
+    /// Gradients, in the order in which they were begun.
+    gradients: VecDeque<Reducing>,
+    /// Weights of a unit that others have updated.
+    pub weights: Vec<(Part, Ticket)>,
+}
+
+/// A part of a pass's gradient on its way to those who have shares of it.
+struct Reducing {
+    part: Part,
+    /// The pass.
+    group: u64,
+    ticket: Ticket,
 }
 
 impl Terms {
@@ -44,6 +63,7 @@ impl Trainer<'_> {
             reduce_each_pass: self.settings.sharding.reduces_each_pass(),
             share_updates: self.shares_updates(),
             share_weights: shares_weights(&self.settings),
+            overlap: self.settings.overlap_communication && !self.replicas.is_alone(),
         }
     }
 
@@ -119,13 +139,100 @@ impl Trainer<'_> {
             let row = u64::from(if from < rank { from } else { from - 1 });
             received.as_ref()?.slice_rows(row..row + 1)
         };
-        // Every group that shares has as many shares.
-        let groups = u64::from(size / self.sharers.size().max(1));
-        let bytes = groups * gradient.bytes() - own.as_ref().map_or(0, Tensor::bytes);
-        let messages = groups * u64::from(part.sharing(self.sharers.size())) - u64::from(own.is_some());
-        let sent = Communicated::of_many(within, bytes, messages);
+        let sent = self.sent(part, gradient.bytes(), own.as_ref().map_or(0, Tensor::bytes), within);
         ranks.all_to_all(device, within, sent, &|to| self.share(part, gradient, to), &place)?;
         Ok(own.map(|own| Terms { own, received, rank: u64::from(rank) }))
+    }
+
+    /// What this rank sends of a part's gradient, of which so many bytes are its own share.
+    fn sent(&self, part: &Part, bytes: u64, own: u64, within: Collective) -> Communicated {
+        // Every group that shares has as many shares.
+        let sharers = self.sharers.size();
+        let groups = u64::from(self.replicas.size() / sharers.max(1));
+        let messages = groups * u64::from(part.sharing(sharers)) - u64::from(own > 0);
+        Communicated::of_many(within, groups * bytes - own, messages)
+    }
+
+    /// The bytes of a rank's share in a tensor that holds a part in this type; `None` where it has none.
+    fn share_bytes(&self, part: &Part, dtype: DType, rank: u32) -> Option<Range<u64>> {
+        let sharers = self.sharers.size();
+        let rows = part.share(rank % sharers, sharers);
+        let byte = |row: u64| dtype.bytes_for((row - part.rows.start) * part.parameter.columns());
+        let bytes = byte(rows.start)?..byte(rows.end)?;
+        (!bytes.is_empty()).then_some(bytes)
+    }
+
+    /// Begins to send each rank its share of what a pass has written of a part.
+    pub(super) fn begin_to_add_pass(&mut self, part: &Part, group: u64) -> Result<(), StepError> {
+        let gradient = self.gradients.take_part(part)?;
+        let (device, ranks, within) = (self.device, &*self.replicas, Collective::ReduceScatter);
+        let (rank, dtype) = (ranks.rank(), gradient.dtype());
+        let own = self.share_bytes(part, dtype, rank).map_or(0, |bytes| bytes.end - bytes.start);
+        let sent = self.sent(part, gradient.bytes(), own, within);
+        let mut buffers = vec![gradient];
+        if own > 0 {
+            let elements = part.share(rank % self.sharers.size(), self.sharers.size());
+            let elements = (elements.end - elements.start) * part.parameter.columns();
+            let sizes = [u64::from(ranks.size().saturating_sub(1)), elements];
+            buffers.push(device.alloc(dtype, &sizes, Tag::Communication, "gradients.received")?);
+        }
+        let send = |to| Some(Span { buffer: 0, bytes: self.share_bytes(part, dtype, to)? });
+        let receive = |from: u32| {
+            let row = u64::from(if from < rank { from } else { from - 1 });
+            (own > 0).then_some(Span { buffer: 1, bytes: row * own..(row + 1) * own })
+        };
+        let exchange = Exchange { within, sent, buffers, send: &send, receive: &receive };
+        let ticket = ranks.begin(device, exchange)?;
+        self.exchanged.gradients.push_back(Reducing { part: part.clone(), group, ticket });
+        Ok(())
+    }
+
+    /// Adds what was begun first of all that is under way.
+    pub(super) fn add_begun_pass(&mut self) -> Result<(), StepError> {
+        let what = "gradients are added that were not exchanged";
+        let begun = self.exchanged.gradients.pop_front();
+        let Reducing { part, group, ticket } = begun.ok_or(StepError::Invariant { what })?;
+        let mut buffers = ticket.wait(self.device)?.into_iter();
+        let gradient = buffers.next().ok_or(StepError::Invariant { what })?;
+        let rank = self.replicas.rank();
+        let Some(own) = self.share(&part, &gradient, rank) else { return Ok(()) };
+        drop(gradient);
+        self.add_terms(&part, group, &Terms { own, received: buffers.next(), rank: u64::from(rank) })
+    }
+
+    /// Begins to bring every rank the rows of a part of a weight that the others have updated, in a buffer of their own.
+    pub(super) fn begin_to_gather_weight(
+        &self,
+        part: &Part,
+        weight: &Tensor,
+    ) -> Result<(Part, Ticket), StepError> {
+        let (device, ranks, within) = (self.device, &*self.sharers, Collective::AllGather);
+        let (sizes, dtype) = (part.parameter.shape_of(&part.rows), weight.dtype());
+        let buffer = device.alloc(dtype, &sizes, Tag::Communication, "weights.updated")?;
+        let own = self.share(part, weight, ranks.rank());
+        if let (Some(x), Some(out)) = (&own, self.share(part, &buffer, ranks.rank())) {
+            device.run(Elementwise::Cast { x, out: &out, rounding: Rounding::Nearest })?;
+        }
+        let others = u64::from(ranks.size().saturating_sub(1));
+        let sent = own.map(|own| Communicated::of_many(within, own.bytes().saturating_mul(others), others));
+        let span = |of| Some(Span { buffer: 0, bytes: self.share_bytes(part, dtype, of)? });
+        let send = |_| span(ranks.rank());
+        let (buffers, sent) = (vec![buffer], sent.unwrap_or_default());
+        let ticket = ranks.begin(device, Exchange { within, sent, buffers, send: &send, receive: &span })?;
+        Ok((part.clone(), ticket))
+    }
+
+    /// Puts what was brought into the weight.
+    pub(super) fn take_gathered_weight(&self, part: &Part, ticket: Ticket) -> Result<(), StepError> {
+        let what = "a weight is not what ranks have gathered of it";
+        let buffers = ticket.wait(self.device)?;
+        let weight = self.weights.resident().tensor(&part.parameter)?;
+        let own = match part.is_whole() {
+            true => weight.clone(),
+            false => rows(weight, part.rows.start, part.rows.end)?,
+        };
+        let x = buffers.first().ok_or(StepError::Invariant { what })?;
+        Ok(self.device.run(Elementwise::Cast { x, out: &own, rounding: Rounding::Nearest })?)
     }
 
     /// Adds terms to a sum, one after the other; the first of them is the `number`-th of the sum.
@@ -150,7 +257,13 @@ impl Trainer<'_> {
     /// rank, as one rank adds up the passes of the whole batch.
     pub(super) fn add_pass(&mut self, part: &Part, group: u64) -> Result<(), StepError> {
         let gradient = self.gradients.part(part)?;
-        let Some(terms) = self.exchange(part, &gradient, Collective::ReduceScatter)? else { return Ok(()) };
+        match self.exchange(part, &gradient, Collective::ReduceScatter)? {
+            Some(terms) => self.add_terms(part, group, &terms),
+            None => Ok(()),
+        }
+    }
+
+    fn add_terms(&mut self, part: &Part, group: u64, terms: &Terms) -> Result<(), StepError> {
         let number = group * u64::from(self.replicas.size());
         let (out, is_first) = self.gradients.total_to_add_to(part, &terms.own)?;
         let mut added = 0;

@@ -1,10 +1,13 @@
 //! What a pass and an update do, in order, as a value. Everything else follows from that order: what is prefetched and
 //! when, what stays in its buffer for the next action, and what is written back. No other order is kept.
 
+mod overlap;
+
 use std::ops::Range;
 
 use plimsoll_model::{BlockId, ModelPart, ModelSpec};
 
+use self::overlap::overlapped;
 use super::Completion;
 use super::parts::Parts;
 use crate::optimizer::Update;
@@ -56,6 +59,10 @@ pub(crate) enum Action {
     AddTerms { unit: Unit },
     /// Adds what a pass has written, on all ranks, to what the passes before add up to.
     Reduce { unit: Unit },
+    /// Begins to exchange what a pass has written with the other ranks.
+    BeginReduce { unit: Unit },
+    /// The same as [`Reduce`](Action::Reduce), when the exchange that was begun is done.
+    EndReduce { unit: Unit },
     /// Sums complete gradients over all ranks.
     Sum { unit: Unit },
     /// Takes the squared norms of complete gradients.
@@ -64,6 +71,10 @@ pub(crate) enum Action {
     Update { unit: Unit, part: usize, numbers: Update },
     /// Brings every rank the weights of a unit that others have updated.
     AllGather { unit: Unit },
+    /// Begins to bring them.
+    BeginAllGather { unit: Unit },
+    /// Waits until those are there that were begun to be brought.
+    EndAllGather,
     /// Adds the gradients of a table that the first and the last stage have.
     Tie { unit: Unit },
     /// The last stage's table takes the values of the first one's.
@@ -86,8 +97,10 @@ impl Action {
             Action::Update { unit, .. } => parts.changes_matrices(unit).then_some((unit, form)),
             Action::Follow { unit, .. } => Some((unit, form)),
             // What ranks share stays so.
-            Action::AllGather { .. } if ranks.share_weights => None,
-            Action::AllGather { unit } => parts.changes_matrices(unit).then_some((unit, form)),
+            Action::AllGather { .. } | Action::BeginAllGather { .. } if ranks.share_weights => None,
+            Action::AllGather { unit } | Action::BeginAllGather { unit } => {
+                parts.changes_matrices(unit).then_some((unit, form))
+            }
             _ => None,
         }
     }
@@ -102,6 +115,7 @@ impl Action {
                 | Action::Scatter { .. }
                 | Action::GatherLookedUp { .. }
                 | Action::AddTerms { .. }
+                | Action::BeginReduce { .. }
         );
         let held = self.gradients().filter(|_| !(ranks.reduce_each_pass && of_one_pass));
         held.map(|unit| (unit, Form::Whole))
@@ -116,6 +130,8 @@ impl Action {
             | Action::GatherLookedUp { unit }
             | Action::AddTerms { unit }
             | Action::Reduce { unit }
+            | Action::BeginReduce { unit }
+            | Action::EndReduce { unit }
             | Action::Sum { unit }
             | Action::Measure { unit }
             | Action::Update { unit, .. }
@@ -294,6 +310,8 @@ pub(crate) struct BetweenRanks {
     pub share_updates: bool,
     /// Whether each rank has its own share of the weights alone.
     pub share_weights: bool,
+    /// Whether exchanges are under way while the step computes.
+    pub overlap: bool,
 }
 
 /// How the loss has the head's table.
@@ -372,7 +390,7 @@ impl Schedule {
 
     /// One behind which another follows that begins as it does.
     fn again(actions: Vec<Action>, shape: &PassShape<'_>) -> Schedule {
-        let schedule = Schedule::new(actions, shape.parts, shape.ranks);
+        let schedule = Schedule::new(overlapped(actions, shape.ranks), shape.parts, shape.ranks);
         // The next one begins as this one does.
         let ahead = schedule.weights().next();
         Schedule { ahead, ..schedule }
@@ -405,7 +423,7 @@ impl Schedule {
             }
             update(&mut actions, parts, ranks, unit, numbers);
         }
-        Schedule::new(actions, parts, ranks)
+        Schedule::new(overlapped(actions, ranks), parts, ranks)
     }
 
     fn new(actions: Vec<Action>, parts: &Parts, ranks: BetweenRanks) -> Schedule {
@@ -424,8 +442,12 @@ impl Schedule {
 
     /// The weights that are taken, in order, and those that the next schedule begins with.
     pub fn weights(&self) -> impl Iterator<Item = Unit> {
-        let taken = self.entries.iter().filter_map(|entry| entry.weights).filter(|hold| hold.first);
-        taken.map(|hold| hold.unit).chain(self.ahead)
+        self.taken().map(|hold| hold.unit).chain(self.ahead)
+    }
+
+    /// The weights that are taken, in order.
+    pub fn taken(&self) -> impl Iterator<Item = Hold> {
+        self.entries.iter().filter_map(|entry| entry.weights).filter(|hold| hold.first)
     }
 
     /// The gradients that are taken, in order, and whether they are given back before they are released.
@@ -660,7 +682,13 @@ fn complete(actions: &mut Vec<Action>, shape: &PassShape<'_>, unit: Unit, comple
 
 /// Whether an action changes the weights that it holds.
 fn is_change(action: &Action) -> bool {
-    matches!(action, Action::Update { .. } | Action::AllGather { .. } | Action::Follow { takes: true, .. })
+    matches!(
+        action,
+        Action::Update { .. }
+            | Action::AllGather { .. }
+            | Action::BeginAllGather { .. }
+            | Action::Follow { takes: true, .. }
+    )
 }
 
 fn update(actions: &mut Vec<Action>, parts: &Parts, ranks: BetweenRanks, unit: Unit, numbers: Update) {

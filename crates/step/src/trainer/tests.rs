@@ -6,7 +6,7 @@ use plimsoll_device::{Collective, Communicated, Cpu, CpuOptions, DType, Dry, Ite
 use plimsoll_disk::SpillSettings;
 use plimsoll_memory::Region;
 use plimsoll_model::{AdapterConfig, AdapterLayout, BlockId};
-use plimsoll_parallel::{CommunicationError, Solo};
+use plimsoll_parallel::{CommunicationError, Exchange, Solo, Ticket};
 
 use super::numbers::Found;
 use super::pass::Pass;
@@ -60,6 +60,10 @@ impl Communicator for Others {
 
     fn group(&self, _: Vec<u32>) -> Result<Box<dyn Communicator + '_>, CommunicationError> {
         Ok(Box::new(Others(self.0)))
+    }
+
+    fn begin(&self, device: &dyn Device, exchange: Exchange<'_>) -> Result<Ticket, CommunicationError> {
+        Solo.begin(device, exchange)
     }
 
     fn send_receive(

@@ -1,6 +1,6 @@
 //! Schedules written out, and what is derived from them.
 
-use plimsoll_model::{Parameter, Role};
+use plimsoll_model::{Parameter, Role, catalogue};
 
 use super::*;
 use crate::OptimizerSettings;
@@ -66,8 +66,12 @@ fn words(schedule: &Schedule) -> Vec<String> {
         Action::GatherLookedUp { unit: of } => format!("rows {}", unit(of)),
         Action::AddTerms { unit: of } => format!("terms {}", unit(of)),
         Action::Reduce { unit: of } => format!("reduce {}", unit(of)),
+        Action::BeginReduce { unit: of } => format!("send {}", unit(of)),
+        Action::EndReduce { unit: of } => format!("add {}", unit(of)),
         Action::Sum { unit: of } => format!("sum {}", unit(of)),
         Action::AllGather { unit: of } => format!("all-gather {}", unit(of)),
+        Action::BeginAllGather { unit: of } => format!("begin all-gather {}", unit(of)),
+        Action::EndAllGather => "end all-gather".into(),
         Action::Measure { unit: of } => format!("norm {}", unit(of)),
         Action::Update { unit: of, part, .. } => format!("update {}/{part}", unit(of)),
         Action::Free { unit: of } => format!("free {}", unit(of)),
@@ -96,6 +100,34 @@ fn a_pass_goes_forward_and_back_and_leaves_gradients() {
     let gradients: Vec<_> = schedule.gradients().map(|(of, freed)| (unit(of), freed)).collect();
     let expected = ["Head", "1", "0", "Embedding.0", "Embedding.1"].map(|of| (of.to_owned(), false));
     assert_eq!(gradients, expected);
+}
+
+/// What a rank has sent is added when the next unit has been backward, and what others update comes behind the next update.
+#[test]
+fn exchanges_are_begun_before_the_work_that_hides_them() {
+    let parts = parts(true);
+    let ranks =
+        BetweenRanks { reduce_each_pass: true, share_updates: true, overlap: true, ..Default::default() };
+    let shape = PassShape { ranks, ..shape(&parts, &[0..1, 1..2], 1) };
+    let schedule = Schedule::pass(&shape, Some(Completion::Keep));
+    let expected = "embed:0 | forward 0:0 | forward 1:0 | loss:0 | send Head | kept 0:0 | backward 1:0 | \
+                    add Head | norm Head | send 1 | backward 0:0 | add 1 | norm 1 | send 0 | embedding:0 | \
+                    add 0 | norm 0 | send Embedding.0 | add Embedding.0 | norm Embedding.0 | \
+                    send Embedding.1 | add Embedding.1 | norm Embedding.1";
+    assert_eq!(words(&schedule).join(" | "), expected);
+    let Completion::Update(numbers) = UPDATE else { unreachable!() };
+    let spec = ModelSpec { num_layers: 2, ..catalogue::find("smollm2-135m").unwrap() };
+    let updates = words(&Schedule::updates(&spec, &parts, ranks, false, numbers));
+    let layers = updates.iter().skip_while(|word| **word != "update 0/0").take(10).cloned();
+    let expected = "update 0/0 | update 0/1 | end all-gather | begin all-gather 0 | free 0 | update 1/0 | \
+                    update 1/1 | end all-gather | begin all-gather 1 | free 1";
+    assert_eq!(layers.collect::<Vec<_>>().join(" | "), expected);
+    assert_eq!(updates.last().map(String::as_str), Some("end all-gather"));
+    // In the backward pass an update comes with the sum that it needs.
+    let words = words(&Schedule::pass(&shape, Some(UPDATE))).join(" | ");
+    let expected =
+        "send 1 | backward 0:0 | add 1 | norm 1 | update 1/0 | update 1/1 | all-gather 1 | free 1 | send 0";
+    assert!(words.contains(expected), "{words}");
 }
 
 #[test]
@@ -201,8 +233,12 @@ fn ranks_add_up_gradients_and_share_out_updates() {
 #[test]
 fn weights_that_ranks_share_come_whole_for_products_alone() {
     let parts = parts(false);
-    let ranks =
-        BetweenRanks { sum_once: false, reduce_each_pass: true, share_updates: true, share_weights: true };
+    let ranks = BetweenRanks {
+        reduce_each_pass: true,
+        share_updates: true,
+        share_weights: true,
+        ..BetweenRanks::default()
+    };
     let loss = LossForm::Pieces(BlockId::Head, 2);
     let shape = PassShape { ranks, embedding_pieces: 2, loss, ..shape(&parts, &[0..1, 1..2], 1) };
     let schedule = Schedule::pass(&shape, Some(UPDATE));
