@@ -29,11 +29,12 @@ impl Collective {
     }
 }
 
-/// What a rank has sent, by collective operation: bytes and messages.
+/// What a rank has sent, by collective operation: bytes and messages, and how many of all bytes went to other machines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Communicated {
     bytes: [u64; Collective::ALL.len()],
     messages: [u64; Collective::ALL.len()],
+    between_machines: u64,
 }
 
 impl Communicated {
@@ -64,6 +65,18 @@ impl Communicated {
         self.bytes.iter().fold(0, |sum, bytes| sum.saturating_add(*bytes))
     }
 
+    /// Bytes that went to ranks of other machines, where a plan knows which those are.
+    pub fn between_machines(&self) -> u64 {
+        self.between_machines
+    }
+
+    /// The same where `far` of `all` bytes go to other machines.
+    #[must_use]
+    pub fn to_other_machines(self, far: u64, all: u64) -> Communicated {
+        let bytes = u128::from(self.total_bytes()) * u128::from(far.min(all)) / u128::from(all.max(1));
+        Communicated { between_machines: bytes as u64, ..self }
+    }
+
     /// Both together.
     #[must_use]
     pub fn plus(self, other: Communicated) -> Communicated {
@@ -79,6 +92,10 @@ impl Communicated {
     /// Each number with the same one of another.
     pub(crate) fn combine(self, other: Communicated, with: impl Fn(u64, u64) -> u64) -> Communicated {
         let each = |a: [u64; 4], b: [u64; 4]| std::array::from_fn(|i| with(a[i], b[i]));
-        Communicated { bytes: each(self.bytes, other.bytes), messages: each(self.messages, other.messages) }
+        Communicated {
+            bytes: each(self.bytes, other.bytes),
+            messages: each(self.messages, other.messages),
+            between_machines: with(self.between_machines, other.between_machines),
+        }
     }
 }

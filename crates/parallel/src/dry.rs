@@ -1,21 +1,56 @@
 //! A rank of a plan: many ranks, and no wires.
 
+use std::rc::Rc;
+
 use plimsoll_device::{Collective, Communicated, Device, Due, Tensor, Transferred};
 
 use crate::group::place_among;
 use crate::{CommunicationError, Communicator, Exchange, Ticket};
 
 /// One of so many ranks, with nobody behind the others. The dry device counts what the rank would send.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DryRanks {
     rank: u32,
     size: u32,
+    machines: Option<Machines>,
+}
+
+/// Which ranks are on which machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Machines {
+    /// Ranks of each, neighbours.
+    of_each: u32,
+    /// The numbers that these ranks have among all; their own where they are all.
+    members: Option<Rc<[u32]>>,
 }
 
 impl DryRanks {
-    /// Rank number `rank` of `size`.
+    /// Rank number `rank` of `size`, on one machine.
     pub fn new(rank: u32, size: u32) -> DryRanks {
-        DryRanks { rank, size }
+        DryRanks { rank, size, machines: None }
+    }
+
+    /// The same on machines with so many neighbours each.
+    pub fn on_machines(rank: u32, size: u32, of_each: u32) -> DryRanks {
+        let machines = (of_each < size).then(|| Machines { of_each: of_each.max(1), members: None });
+        DryRanks { rank, size, machines }
+    }
+
+    /// The machine of a rank.
+    fn machine(&self, rank: u32) -> u32 {
+        let Some(Machines { of_each, members }) = &self.machines else { return 0 };
+        let among_all = |members: &Rc<[u32]>| members.get(rank as usize).copied().unwrap_or(rank);
+        members.as_ref().map_or(rank, among_all) / of_each
+    }
+
+    /// What is sent to all others alike.
+    fn to_all(&self, sent: Communicated) -> Communicated {
+        if self.machines.is_none() {
+            return sent;
+        }
+        let own = self.machine(self.rank);
+        let far = (0..self.size).filter(|rank| self.machine(*rank) != own).count() as u64;
+        sent.to_other_machines(far, u64::from(self.size.saturating_sub(1)))
     }
 }
 
@@ -33,12 +68,20 @@ impl Communicator for DryRanks {
     }
 
     fn group(&self, members: Vec<u32>) -> Result<Box<dyn Communicator + '_>, CommunicationError> {
-        let rank = place_among(self.rank, &members)?;
-        Ok(Box::new(DryRanks { rank, size: members.len() as u32 }))
+        let (rank, size) = (place_among(self.rank, &members)?, members.len() as u32);
+        let machines = self.machines.as_ref().map(|machines| {
+            let among_all = |member: &u32| match &machines.members {
+                Some(all) => all.get(*member as usize).copied().unwrap_or(*member),
+                None => *member,
+            };
+            Machines { members: Some(members.iter().map(among_all).collect()), ..machines.clone() }
+        });
+        Ok(Box::new(DryRanks { rank, size, machines }))
     }
 
     fn begin(&self, device: &dyn Device, exchange: Exchange<'_>) -> Result<Ticket, CommunicationError> {
-        Ok(Ticket::here(device, exchange))
+        let sent = self.to_all(exchange.sent);
+        Ok(Ticket::here(device, Exchange { sent, ..exchange }))
     }
 
     fn send_receive(
@@ -48,8 +91,9 @@ impl Communicator for DryRanks {
         send: Option<(u32, &Tensor)>,
         _: Option<(u32, &Tensor)>,
     ) -> Result<(), CommunicationError> {
-        if let Some((_, x)) = send {
-            count(device, Communicated::of(within, x.bytes()));
+        if let Some((to, x)) = send {
+            let far = u64::from(self.machine(to) != self.machine(self.rank));
+            count(device, Communicated::of(within, x.bytes()).to_other_machines(far, 1));
         }
         Ok(())
     }
@@ -62,7 +106,8 @@ impl Communicator for DryRanks {
     ) -> Result<(), CommunicationError> {
         let others = u64::from(self.size.saturating_sub(1));
         if let Some(own) = part(self.rank) {
-            count(device, Communicated::of_many(within, own.bytes().saturating_mul(others), others));
+            let sent = Communicated::of_many(within, own.bytes().saturating_mul(others), others);
+            count(device, self.to_all(sent));
         }
         Ok(())
     }
@@ -75,7 +120,7 @@ impl Communicator for DryRanks {
         _: &dyn Fn(u32) -> Option<Tensor>,
         _: &dyn Fn(u32) -> Option<Tensor>,
     ) -> Result<(), CommunicationError> {
-        count(device, sent);
+        count(device, self.to_all(sent));
         Ok(())
     }
 
@@ -95,4 +140,40 @@ impl Communicator for DryRanks {
 /// Has the device count what is sent.
 fn count(device: &dyn Device, sent: Communicated) {
     device.wait(device.transfer(Transferred { sent, ..Transferred::default() }, Due::default()));
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_device::{DType, Dry};
+    use plimsoll_memory::Tag;
+
+    use super::*;
+
+    /// Four ranks on two machines.
+    #[test]
+    fn what_goes_to_other_machines_is_told_apart() {
+        let dry = Dry::new();
+        let x = dry.alloc(DType::U8, &[12], Tag::Data, "x").unwrap();
+        let far = |send: &dyn Fn()| {
+            let before = dry.moved().sent;
+            send();
+            let sent = dry.moved().sent.less(before);
+            (sent.total_bytes(), sent.between_machines())
+        };
+        let ranks = DryRanks::on_machines(0, 4, 2);
+        let to = |ranks: &dyn Communicator, to| {
+            far(&|| ranks.send_receive(&dry, Collective::Send, Some((to, &x)), None).unwrap())
+        };
+        let gather = |ranks: &dyn Communicator| {
+            far(&|| ranks.all_gather(&dry, Collective::AllGather, &|_| Some(x.clone())).unwrap())
+        };
+        assert_eq!([1, 2, 3].map(|rank| to(&ranks, rank)), [(12, 0), (12, 12), (12, 12)]);
+        assert_eq!(gather(&ranks), (36, 24));
+        let neighbours = ranks.group(vec![0, 1]).unwrap();
+        assert_eq!((gather(&*neighbours), to(&*neighbours, 1)), ((12, 0), (12, 0)));
+        let apart = ranks.group(vec![0, 2]).unwrap();
+        assert_eq!((gather(&*apart), to(&*apart, 1)), ((12, 12), (12, 12)));
+        assert_eq!(gather(&DryRanks::new(0, 4)), (36, 0));
+        assert_eq!(gather(&DryRanks::on_machines(0, 4, 8)), (36, 0));
+    }
 }

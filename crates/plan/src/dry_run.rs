@@ -18,7 +18,7 @@ use plimsoll_step::{
 
 use self::fold::Fold;
 use self::unfold::{Unfolded, unfolded};
-use crate::{PassFootprint, Rates};
+use crate::{Network, PassFootprint, Rates};
 
 /// What a dry run found out.
 #[derive(Clone, Debug)]
@@ -64,7 +64,7 @@ impl DryRun {
         settings: &StepSettings,
         accumulation: u64,
     ) -> Result<DryRun, StepError> {
-        DryRun::training_within(|dry| dry, spec, settings, accumulation)
+        DryRun::training_within(|dry| dry, None, spec, settings, accumulation)
     }
 
     /// The same, on a device of these traits.
@@ -74,7 +74,7 @@ impl DryRun {
         settings: &StepSettings,
         accumulation: u64,
     ) -> Result<DryRun, StepError> {
-        DryRun::training_within(|dry| dry.standing_for(device), spec, settings, accumulation)
+        DryRun::training_within(|dry| dry.standing_for(device), None, spec, settings, accumulation)
     }
 
     /// The same, on a machine of these rates.
@@ -85,20 +85,23 @@ impl DryRun {
         rates: &Rates,
     ) -> Result<DryRun, StepError> {
         let timed = |dry: Dry| dry.standing_for(rates.wiring.device).timed(Clock::new(*rates));
-        DryRun::training_within(timed, spec, settings, accumulation)
+        DryRun::training_within(timed, rates.wiring.network, spec, settings, accumulation)
     }
 
     /// The same on dry devices that are `made` what they have to be.
     fn training_within(
         made: impl Fn(Dry) -> Dry,
+        network: Option<Network>,
         spec: &ModelSpec,
         settings: &StepSettings,
         accumulation: u64,
     ) -> Result<DryRun, StepError> {
         settings.check_mesh(spec)?;
         let (spec, settings) = &settings.of_stage(spec);
-        let counted = DryRun::training_of_few(&made(Dry::tracing()), spec, settings, accumulation);
-        counted.map_or_else(|| DryRun::training_of_all(&made(Dry::new()), spec, settings, accumulation), Ok)
+        let ranks = |settings: &StepSettings| ranks_of(settings, network);
+        let few = DryRun::few_on(&made(Dry::tracing()), spec, settings, accumulation, &ranks);
+        let all = || Ok(DryRun::training_on(&made(Dry::new()), spec, settings, accumulation, &ranks)?.run);
+        few.map_or_else(all, Ok)
     }
 
     /// The same through every layer, on a dry device of one's own.
@@ -108,7 +111,7 @@ impl DryRun {
         settings: &StepSettings,
         accumulation: u64,
     ) -> Result<DryRun, StepError> {
-        Ok(DryRun::training_on(dry, spec, settings, accumulation)?.run)
+        Ok(DryRun::training_on(dry, spec, settings, accumulation, &on_one_machine)?.run)
     }
 
     /// The same through a few layers of those that are alike, on a dry device that traces. `None` where too few are, or where
@@ -120,9 +123,19 @@ impl DryRun {
         accumulation: u64,
     ) -> Option<DryRun> {
         let (spec, settings) = &settings.of_stage(spec);
+        DryRun::few_on(dry, spec, settings, accumulation, &on_one_machine)
+    }
+
+    fn few_on(
+        dry: &Dry,
+        spec: &ModelSpec,
+        settings: &StepSettings,
+        accumulation: u64,
+        ranks: &dyn Fn(&StepSettings) -> DryRanks,
+    ) -> Option<DryRun> {
         let fold = Fold::of(spec, settings)?;
         let Traced { run, step, parts } =
-            DryRun::training_on(dry, &fold.spec, &fold.settings, accumulation).ok()?;
+            DryRun::training_on(dry, &fold.spec, &fold.settings, accumulation, ranks).ok()?;
         let ledgers = [&run.ledger, &run.host, &run.disk];
         let alignment = dry.traits().alignment;
         let Unfolded { ledgers, added } = unfolded(&fold, &dry.trace()?, ledgers, step, parts, alignment)?;
@@ -143,7 +156,8 @@ impl DryRun {
         rates: &Rates,
     ) -> Result<DryRun, StepError> {
         let dry = Dry::recording().standing_for(rates.wiring.device).timed(Clock::new(*rates));
-        DryRun::training_of_all(&dry, spec, settings, accumulation)
+        let ranks = |settings: &StepSettings| ranks_of(settings, rates.wiring.network);
+        Ok(DryRun::training_on(&dry, spec, settings, accumulation, &ranks)?.run)
     }
 
     /// What a step takes before its first pass.
@@ -154,7 +168,7 @@ impl DryRun {
     ) -> Result<AtRest, StepError> {
         let dry = Dry::new().standing_for(device);
         let tiers = Arc::new(LowerTiers::dry_beside(dry.arena()));
-        Trainer::new(&dry, Arc::clone(&tiers), spec.clone(), settings.clone(), &ranks_of(settings))?;
+        Trainer::new(&dry, Arc::clone(&tiers), spec.clone(), settings.clone(), &on_one_machine(settings))?;
         Ok(AtRest { device: dry.arena().high_water(), disk: tiers.disk().high_water() })
     }
 
@@ -163,11 +177,12 @@ impl DryRun {
         spec: &ModelSpec,
         settings: &StepSettings,
         accumulation: u64,
+        ranks: &dyn Fn(&StepSettings) -> DryRanks,
     ) -> Result<Traced, StepError> {
         let tiers = Arc::new(LowerTiers::dry_beside(dry.arena()));
         dry.arena().mark("load");
         let (own, step) = (spec.clone(), settings.clone());
-        let ranks = ranks_of(settings);
+        let ranks = ranks(settings);
         let mut trainer = Trainer::new(dry, Arc::clone(&tiers), own, step, &ranks)?;
         trainer.load(nothing)?;
         trainer.reset_magnitudes()?;
@@ -357,8 +372,14 @@ impl DryRun {
 }
 
 /// The rank that takes a step, without wires.
-fn ranks_of(settings: &StepSettings) -> DryRanks {
-    DryRanks::new(settings.ranks.rank, settings.ranks.count())
+fn ranks_of(settings: &StepSettings, network: Option<Network>) -> DryRanks {
+    let (rank, count) = (settings.ranks.rank, settings.ranks.count());
+    DryRanks::on_machines(rank, count, network.map_or(count, |network| network.ranks_of_machine))
+}
+
+/// The same where all ranks are on one machine, or nobody asks how long messages take.
+fn on_one_machine(settings: &StepSettings) -> DryRanks {
+    ranks_of(settings, None)
 }
 
 /// There is nothing to load on a dry device, but what follows the loading is run.

@@ -57,7 +57,7 @@ pub use run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes};
 pub use scratch::ScratchTokenizer;
 pub use shortage::{Resource, Shortage};
 pub use streaming::{PassFootprint, fitting_residency, streaming_overhead_bytes};
-pub use time::{DiskRates, Rates, TimeEstimate, Wiring};
+pub use time::{DiskRates, Network, Rates, TimeEstimate, Wiring};
 pub use timeline::{
     Allocation, LiveChange, Moment, Part, Stretch, TierTimeline, Timeline, TimelineError, TimelineFormat,
 };

@@ -28,16 +28,32 @@ pub struct Wiring {
     pub device: DeviceTraits,
     /// Bytes/s of copies between host and device, each way; `None` where they are copies within the device's memory.
     pub host_link: Option<f64>,
-    /// Bytes/s to another rank.
+    /// Bytes/s to another rank of the same machine.
     pub rank_link: f64,
+    /// What is between machines, where there are several.
+    pub network: Option<Network>,
     /// Starting an operation takes about this long, whatever its size.
     pub seconds_per_operation: f64,
 }
 
+/// What is between machines.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Network {
+    /// Bytes/s of a rank, each way.
+    pub rate: f64,
+    /// Ranks of each machine, neighbours.
+    pub ranks_of_machine: u32,
+}
+
 impl Wiring {
     /// A CPU's: processes of one machine reach about this, and an operation waits for all threads.
-    pub const CPU: Wiring =
-        Wiring { device: DeviceTraits::CPU, host_link: None, rank_link: 2e9, seconds_per_operation: 3e-5 };
+    pub const CPU: Wiring = Wiring {
+        device: DeviceTraits::CPU,
+        host_link: None,
+        rank_link: 2e9,
+        network: None,
+        seconds_per_operation: 3e-5,
+    };
 }
 
 impl Default for Wiring {
@@ -133,7 +149,10 @@ impl Pace for Rates {
             // A copy reads and writes.
             None => at_rate(2 * bytes, self.memory_bandwidth),
         };
-        let links = at_rate(bytes.sent.total_bytes(), self.wiring.rank_link);
+        let far = bytes.sent.between_machines();
+        let network = self.wiring.network.map_or(self.wiring.rank_link, |network| network.rate);
+        let near = at_rate(bytes.sent.total_bytes().saturating_sub(far), self.wiring.rank_link);
+        let links = near + at_rate(far, network);
         Lines { disk, copies_in: copies(bytes.copied_in), copies_out: copies(bytes.copied_out), links }
     }
 }

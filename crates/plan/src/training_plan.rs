@@ -473,6 +473,7 @@ impl TrainingPlan {
         json!({
             "bytes_per_step": of(&|within| sent.bytes(within)),
             "calls": of(&|within| sent.messages(within)),
+            "bytes_between_machines": sent.between_machines(),
         })
     }
 }

@@ -275,3 +275,26 @@ fn a_run_costs_its_hours() {
     );
     assert_eq!(steps.cost(None, 8, None).map(|cost| (cost.steps, cost.dollars)), Some((10, None)));
 }
+
+/// Ranks that share products are neighbours: what they send stays in the machine, and sums over data parallel ranks leave it.
+#[test]
+fn messages_to_other_machines_take_the_network() {
+    let set = [
+        "parallel.tensor_parallel=2",
+        "training.mixed_precision=bf16",
+        "parallel.overlap_communication=false",
+    ];
+    let on = |name: &str, data: &str| {
+        let plan = plan_for(&target(name), "tinyllama-1.1b", &[&set[..], &[data]].concat());
+        let sent = plan.choice.dry_run.moved.sent;
+        (sent.total_bytes(), sent.between_machines(), plan.choice.time.waiting_seconds)
+    };
+    let (all, far, waiting) = on("2x2xh100", "parallel.data_parallel=2");
+    assert!(far > 0 && far < all, "{far} of {all}");
+    let (same, none, less) = on("4xh100", "parallel.data_parallel=2");
+    assert_eq!((same, none), (all, 0));
+    assert!(less < waiting, "{less} {waiting}");
+    let (all, far, _) = on("2x1xh100", "parallel.data_parallel=1");
+    // Squared norms of layers that are counted are not told apart.
+    assert!(far > 0 && all - far < 4096, "{far} of {all}");
+}

@@ -169,7 +169,11 @@ fn run(spec: &ModelSpec, settings: &StepSettings, ranks: u32) -> Ended {
 }
 
 /// The same over any transport.
-fn run_over<T: Transport + Send + 'static>(spec: &ModelSpec, settings: &StepSettings, ranks: Vec<T>) -> Ended {
+fn run_over<T: Transport + Send + 'static>(
+    spec: &ModelSpec,
+    settings: &StepSettings,
+    ranks: Vec<T>,
+) -> Ended {
     let folder = &tempfile::tempdir().unwrap();
     let ended: Vec<Ended> = std::thread::scope(|scope| {
         let start = |rank| scope.spawn(move || run_rank(spec, settings, rank, folder.path()));

@@ -4,7 +4,7 @@ use plimsoll_device::DeviceTraits;
 use plimsoll_memory::ByteSize;
 use serde::{Deserialize, Serialize};
 
-use crate::time::{DiskRates, Rates, Wiring};
+use crate::time::{DiskRates, Network, Rates, Wiring};
 
 /// Share of its stated rate that a device reaches in large products, and of its stated bandwidth in what is bound by memory: what
 /// LLMQ's and llama.cpp's measurements come to.
@@ -106,7 +106,7 @@ impl DeviceModel {
     }
 
     /// How fast it is: shares of what is stated, as measured elsewhere.
-    pub fn rates(&self, disk: DiskRates, rank_link: f64) -> Rates {
+    pub fn rates(&self, disk: DiskRates, rank_link: f64, network: Option<Network>) -> Rates {
         Rates {
             matmul_f32: OF_PEAK * self.f32,
             matmul_bf16: OF_PEAK * self.half,
@@ -117,6 +117,7 @@ impl DeviceModel {
                 device: DeviceTraits { unified: false, alignment: ALIGNMENT },
                 host_link: Some(self.host_link),
                 rank_link,
+                network,
                 seconds_per_operation: SECONDS_PER_LAUNCH,
             },
         }

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::device::{DeviceModel, Price};
 use crate::load_line::ProcessLimits;
-use crate::time::DiskRates;
+use crate::time::{DiskRates, Network};
 use crate::training_plan::Machine;
 
 /// A disk for tensors that are offloaded.
@@ -101,10 +101,11 @@ impl Target {
             let share = |rate: f64| rate / self.devices_of_machine.max(1) as f64;
             DiskRates { read: share(disk.read), write: share(disk.write) }
         });
-        let link = if self.nodes > 1 { self.network.min(self.link) } else { self.link };
+        let ranks_of_machine = u32::try_from(self.devices_of_machine).unwrap_or(u32::MAX);
+        let network = (self.nodes > 1).then_some(Network { rate: self.network, ranks_of_machine });
         let of_rank = |bytes: u64| bytes / self.devices_of_machine.max(1);
         Machine {
-            rates: self.device.rates(disk, link),
+            rates: self.device.rates(disk, self.link, network),
             limits: ProcessLimits::NONE,
             overhead_bytes: self.device.overhead_bytes(self.devices()),
             host_bytes_per_token,

@@ -113,5 +113,7 @@ fn a_rank_has_its_part_of_the_machine() {
     assert_eq!((eight.host_bytes, eight.disk_available), (Some(256 << 30), Some(3_750_000_000_000)));
     assert_eq!((eight.device_bytes, eight.host_bytes_per_token), (Some(81_559 << 20), 7));
     assert!(eight.rates.wiring.rank_link > known("8x4090").machine(0).rates.wiring.rank_link);
-    assert!(known("2x8xh100").machine(0).rates.wiring.rank_link < eight.rates.wiring.rank_link);
+    assert_eq!(eight.rates.wiring.network, None);
+    let network = known("2x8xh100").machine(0).rates.wiring.network.unwrap();
+    assert!(network.ranks_of_machine == 8 && network.rate < eight.rates.wiring.rank_link);
 }
