@@ -58,7 +58,7 @@ fn ranks_need_the_feature() {
     assert!(said(&output).contains("--features mpi"), "{}", said(&output));
     assert!(!folder.path().join("out").exists());
     // Who shares is checked when the ranks have been counted.
-    let shares = ["--ranks", "4", "--set", "parallel.shard_size=2", "--set", "parallel.zero_stage=3"];
+    let shares = ["--ranks", "2", "--set", "parallel.shard_size=2", "--set", "parallel.zero_stage=3"];
     let output = train(folder.path(), "out", &shares).output().unwrap();
     assert!(said(&output).contains("--features mpi"), "{}", said(&output));
     let output = train(folder.path(), "out", &shares[2..]).output().unwrap();

@@ -213,7 +213,9 @@ impl Among<'_> {
                 }
             }
         }
-        let comes_back = offloads(self.config, self.limits).next() != Some(level.offload);
+        // What is found out of a few alone: what comes back from other tiers, and exchanges behind the computation.
+        let is_open = self.config.parallel.overlap_communication().set().is_none();
+        let comes_back = offloads(self.config, self.limits).next() != Some(level.offload) || is_open;
         let finished = self.finished(steps, comes_back)?;
         Ok(self.best(finished).map(|(place, choice)| {
             let division =

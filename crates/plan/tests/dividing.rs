@@ -30,6 +30,7 @@ fn spec() -> ModelSpec {
 fn config(ranks: u32, set: &[&str]) -> RawConfig {
     let mut config = RawConfig::from_str("model: m\ndata: {sequence_length: 96}", "test").unwrap();
     config.apply_set("memory.device_budget=64GiB").unwrap();
+    config.apply_set("parallel.overlap_communication=false").unwrap();
     set.iter().for_each(|assignment| config.apply_set(assignment).unwrap());
     config.on_ranks(Started { ranks, of_each_machine: None }).unwrap()
 }

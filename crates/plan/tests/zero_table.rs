@@ -11,7 +11,7 @@ use common::machine;
 fn plan(set: &[&str]) -> TrainingPlan {
     let spec = ModelSpec { num_layers: 4, vocab_size: 4096, ..catalogue::find("smollm2-135m").unwrap() };
     let text = "model: m\ndata: {sequence_length: 96}\ntraining: {batch_size: 1, gradient_accumulation_steps: 2, \
-        mixed_precision: f32, gradient_checkpointing: full}\nmemory: {device_budget: 64GiB}";
+        mixed_precision: f32, gradient_checkpointing: full}\nmemory: {device_budget: 64GiB}\nparallel: {overlap_communication: false}";
     let mut config = RawConfig::from_str(text, "test").unwrap();
     set.iter().for_each(|assignment| config.apply_set(assignment).unwrap());
     config.validate().unwrap();
