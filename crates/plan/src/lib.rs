@@ -10,6 +10,7 @@ mod colours;
 pub mod config;
 mod cost;
 mod dry_run;
+mod export;
 mod filling;
 mod find;
 mod generation;
@@ -40,6 +41,7 @@ pub use catalogue::{Catalogue, CatalogueError, DeviceModel, Price, Spill, Target
 pub use colours::{COLOURS, Colour, OTHER_COLOUR};
 pub use cost::RunCost;
 pub use dry_run::DryRun;
+pub use export::{ExportError, ExportFormat, Exported};
 pub use find::{FindError, Found, Question, Sought, fitting_devices};
 pub use generation::{CacheContext, DoesNotFit, GenerationPlan, GenerationPlanError, GenerationRequest};
 pub use limits::Limits;

@@ -45,12 +45,7 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
             return Err(Failure::usage("--host-memory is of a machine that --hardware or --compare names"));
         }
         None => None,
-        Some(name) => {
-            let found = Catalogue::known().target(name)?;
-            let target = args.host_memory.map_or(found.clone(), |bytes| found.with_host_memory(bytes));
-            ranks_of_devices(&mut config, &target)?;
-            Some(target)
-        }
+        Some(name) => Some(target_of(name, args.host_memory, &mut config)?),
     };
     let stated = config.memory.device_budget().set().is_some();
     if args.elsewhere && !stated {
@@ -155,6 +150,21 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     if plan.fits() { Ok(()) } else { Err(Failure::shown_not_to_fit()) }
 }
 
+/// A machine of the catalogue, each device of which is a rank.
+pub fn target_of(
+    name: &str,
+    host_memory: Option<ByteSize>,
+    config: &mut RawConfig,
+) -> Result<Target, Failure> {
+    let found = Catalogue::known().target(name)?;
+    let target = match host_memory {
+        Some(bytes) => found.with_host_memory(bytes),
+        None => found,
+    };
+    ranks_of_devices(config, &target)?;
+    Ok(target)
+}
+
 /// Has every device of a machine be a rank: what the other ways leave are data parallel.
 fn ranks_of_devices(config: &mut RawConfig, target: &Target) -> Result<(), Failure> {
     let (devices, mesh) = (target.devices(), config.parallel.mesh());
@@ -194,11 +204,15 @@ fn zero_table(plan: &TrainingPlan) -> Result<String, Failure> {
 }
 
 fn write_timeline(plan: &TrainingPlan, file: &Path, format: TimelineFormat) -> Result<(), Failure> {
-    let bytes = plan.timeline()?.to_bytes(format)?;
-    write_whole(file, &bytes).map_err(|error| match error {
+    write_file("the timeline", file, &plan.timeline()?.to_bytes(format)?)
+}
+
+/// Writes a file that was asked for by its name, whole or not at all.
+pub fn write_file(what: &str, file: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    write_whole(file, bytes).map_err(|error| match error {
         // The remedies of other files are those of a run's folder.
         TrainError::Io { source, .. } => Failure::other(format!(
-            "the timeline could not be written to {}: {source}; name a file in a folder that you may write to and that has room",
+            "{what} could not be written to {}: {source}; name a file in a folder that you may write to and that has room",
             file.display()
         )),
         other => other.into(),
