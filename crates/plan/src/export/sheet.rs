@@ -292,11 +292,7 @@ impl<'a> Sheet<'a> {
                 || key == "training.loss_chunk_tokens" && self.chunk_of_loss().is_none()
                 || key.starts_with("memory.offload.") && value == "device"
                 || key.starts_with("memory.kept_layers.") && value == "0";
-            if sections.iter().any(|section| is_within(section))
-                && !is_carried
-                && !said.is_default
-                && !is_plain
-            {
+            if sections.iter().any(is_within) && !is_carried && !said.is_default && !is_plain {
                 self.notes.push(format!("{key} ({value}): there is no such setting."));
             }
         }
