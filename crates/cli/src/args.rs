@@ -11,7 +11,7 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, Parser, Subcommand};
 use plimsoll_memory::ByteSize;
-use plimsoll_plan::Sought;
+use plimsoll_plan::{ExportFormat, Sought};
 
 pub use bench::{Bench, BenchArgs, BenchDiskArgs, BenchMemoryArgs};
 pub use chat::ChatArgs;
@@ -62,6 +62,9 @@ pub struct Arguments {
 pub enum Command {
     /// Say what a training run needs, what every byte is for, and how long a step takes
     Plan(PlanArgs),
+    /// Write what was planned as a configuration of another program: deepspeed, accelerate, transformers, peft, bitsandbytes, axolotl,
+    /// llama-factory, torchtune or torchtitan
+    Export(ExportArgs),
     /// Show what a model will read of chats and instructions, and which tokens of it are trained
     Preview(PreviewArgs),
     /// Train a model, or fine-tune one
@@ -155,6 +158,26 @@ pub struct PlanArgs {
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ExportArgs {
+    /// deepspeed, accelerate, transformers, peft, bitsandbytes, axolotl, llama-factory, torchtune or torchtitan
+    pub format: ExportFormat,
+    #[command(flatten)]
+    pub source: ConfigSource,
+    /// Plan for a machine that is not here: rtx-4090, 8xh100, 16x8xh100 or a .yaml file (plimsoll hardware lists what is known)
+    #[arg(long, value_name = "NAME|FILE")]
+    pub hardware: Option<String>,
+    /// Host memory of each such machine, instead of what is common
+    #[arg(long, value_name = "SIZE", requires = "hardware")]
+    pub host_memory: Option<ByteSize>,
+    /// Plan for so many ranks
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub ranks: Option<u32>,
+    /// Write to this file; of JSON, what could not be carried over goes to FILE.notes.txt. Without it, to standard output
+    #[arg(long, short, value_name = "FILE")]
+    pub output: Option<PathBuf>,
 }
 
 /// A number of tokens: `300M`, `15B`, `1e9`.

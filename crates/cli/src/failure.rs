@@ -12,7 +12,7 @@ use plimsoll_model::chat_template::ChatTemplateError;
 use plimsoll_model::tokenizer::TokenizerError;
 use plimsoll_model::{ModelError, SaveError};
 use plimsoll_plan::config::ConfigError;
-use plimsoll_plan::{CatalogueError, GenerationPlanError, OriginError, TimelineError};
+use plimsoll_plan::{CatalogueError, ExportError, GenerationPlanError, OriginError, TimelineError};
 use plimsoll_step::StepError;
 use plimsoll_train::TrainError;
 
@@ -93,6 +93,7 @@ failure_from! {
     OriginError => USAGE,
     TimelineError => USAGE,
     CatalogueError => USAGE,
+    ExportError => USAGE,
     SamplerError => USAGE,
     ModelError => OTHER,
     TokenizerError => OTHER,

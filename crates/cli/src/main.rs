@@ -76,6 +76,7 @@ fn run(command: &Command) -> Result<(), Failure> {
     signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
     match command {
         Command::Plan(args) => commands::plan::run(args),
+        Command::Export(args) => commands::export::run(args),
         Command::Preview(args) => commands::preview::run(args),
         Command::Train(args) => commands::train::run(args),
         Command::Eval(args) => commands::eval::run(args),

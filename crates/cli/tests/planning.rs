@@ -187,7 +187,10 @@ fn a_plan_for_a_machine_by_name_has_a_rank_for_each_device() {
     assert_eq!(less["memory"]["host"]["budget_bytes"], 8u64 << 30);
     for (more, words) in [
         (&["--hardware", "8xh100", "--set", "parallel.data_parallel=4"][..], "8 ranks were started"),
-        (&["--hardware", "8xh100", "--set", "parallel.tensor_parallel=3"], "among 3 ranks, and 8 ranks were started"),
+        (
+            &["--hardware", "8xh100", "--set", "parallel.tensor_parallel=3"],
+            "among 3 ranks, and 8 ranks were started",
+        ),
         (&["--hardware", "toaster"], "plimsoll hardware lists them"),
         (&["--hardware", "nowhere.yaml"], "nowhere.yaml"),
     ] {

@@ -98,6 +98,16 @@ pub struct RawConfig {
     origins: Origins,
 }
 
+/// A key that is set.
+pub(crate) struct Said {
+    /// The dotted path.
+    pub key: &'static str,
+    /// What it is set to.
+    pub value: String,
+    /// Whether that is what it would be without.
+    pub is_default: bool,
+}
+
 impl RawConfig {
     /// Where the value of `key` (dotted: `training.batch_size`) was written; `None` if it was not, or not by the user.
     pub fn place(&self, key: &str) -> Option<&Place> {
@@ -134,6 +144,18 @@ impl RawConfig {
             "output" => self.output.set(key, input),
             _ => None,
         }
+    }
+
+    /// Every key that is set, in the order of their definition.
+    pub(crate) fn said(&self) -> Vec<Said> {
+        let mut all = Vec::new();
+        self.visit(&mut |entry: Entry| {
+            if let Some(shown) = entry.value {
+                let is_default = shown.text == (entry.default)();
+                all.push(Said { key: entry.path, value: shown.text, is_default });
+            }
+        });
+        all
     }
 
     /// Goes over every key of the document, set or not.

@@ -7,6 +7,7 @@ pub mod config;
 pub mod convert;
 pub mod doctor;
 pub mod eval;
+pub mod export;
 pub mod generate;
 pub mod hardware;
 pub mod inspect;

@@ -42,16 +42,12 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     if !args.compare.is_empty() {
         return compare::named(args, &source);
     }
-    let target = args.hardware.as_deref().map(|name| machine_of(args, name)).transpose()?;
-    let config = match (&target, args.ranks) {
-        (None, _) if args.host_memory.is_some() => {
-            return Err(Failure::usage("--host-memory is of a machine that --hardware or --compare names"));
-        }
-        (Some(target), _) => load_config_for(&source, target)?,
-        (None, Some(ranks)) => load_config_on(&source, Started { ranks, of_each_machine: None })?,
-        (None, None) => load_config(&source)?,
-    };
-    config.divisions()?;
+    let named = args.hardware.as_deref();
+    let target = named.map(|name| machine_of(name, args.ranks, args.host_memory)).transpose()?;
+    if args.host_memory.is_some() && target.is_none() {
+        return Err(Failure::usage("--host-memory is of a machine that --hardware or --compare names"));
+    }
+    let config = load_config_for(&source, target.as_ref(), args.ranks)?;
     let stated = config.memory.device_budget().set().is_some();
     if args.elsewhere && !stated {
         return Err(Failure::usage(
@@ -147,9 +143,9 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
 }
 
 /// The machine of a name, or of so many of its devices where the name is that of one.
-pub fn machine_of(args: &PlanArgs, name: &str) -> Result<Target, Failure> {
+pub fn machine_of(name: &str, ranks: Option<u32>, host_memory: Option<ByteSize>) -> Result<Target, Failure> {
     let found = Catalogue::known().target(name)?;
-    let target = match args.ranks.map(u64::from) {
+    let target = match ranks.map(u64::from) {
         None => found,
         Some(ranks) if ranks == found.devices() => found,
         Some(ranks) if found.devices() == 1 => Catalogue::known().target(&format!("{ranks}x{name}"))?,
@@ -160,14 +156,29 @@ pub fn machine_of(args: &PlanArgs, name: &str) -> Result<Target, Failure> {
             )));
         }
     };
-    Ok(args.host_memory.map_or(target.clone(), |bytes| target.with_host_memory(bytes)))
+    Ok(match host_memory {
+        Some(bytes) => target.with_host_memory(bytes),
+        None => target,
+    })
 }
 
-/// The configuration of a run on every device of a machine.
-pub fn load_config_for(source: &ConfigSource, target: &Target) -> Result<RawConfig, Failure> {
+/// The configuration of a run on every device of a machine, on so many ranks, or on as many as it says itself.
+pub fn load_config_for(
+    source: &ConfigSource,
+    target: Option<&Target>,
+    ranks: Option<u32>,
+) -> Result<RawConfig, Failure> {
     let count = |devices: u64| u32::try_from(devices).unwrap_or(u32::MAX);
-    let of_each_machine = Some(count(target.devices_of_machine));
-    load_config_on(source, Started { ranks: count(target.devices()), of_each_machine })
+    let config = match (target, ranks) {
+        (Some(target), _) => {
+            let of_each_machine = Some(count(target.devices_of_machine));
+            load_config_on(source, Started { ranks: count(target.devices()), of_each_machine })?
+        }
+        (None, Some(ranks)) => load_config_on(source, Started { ranks, of_each_machine: None })?,
+        (None, None) => load_config(source)?,
+    };
+    config.divisions()?;
+    Ok(config)
 }
 
 /// What a rank holds, by stage and number of ranks.
@@ -190,11 +201,15 @@ fn zero_table(plan: &TrainingPlan) -> Result<String, Failure> {
 }
 
 fn write_timeline(plan: &TrainingPlan, file: &Path, format: TimelineFormat) -> Result<(), Failure> {
-    let bytes = plan.timeline()?.to_bytes(format)?;
-    write_whole(file, &bytes).map_err(|error| match error {
+    write_file("the timeline", file, &plan.timeline()?.to_bytes(format)?)
+}
+
+/// Writes a file that was asked for by its name, whole or not at all.
+pub fn write_file(what: &str, file: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    write_whole(file, bytes).map_err(|error| match error {
         // The remedies of other files are those of a run's folder.
         TrainError::Io { source, .. } => Failure::other(format!(
-            "the timeline could not be written to {}: {source}; name a file in a folder that you may write to and that has room",
+            "{what} could not be written to {}: {source}; name a file in a folder that you may write to and that has room",
             file.display()
         )),
         other => other.into(),

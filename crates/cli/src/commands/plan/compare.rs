@@ -23,9 +23,8 @@ struct Line {
 pub fn named(args: &PlanArgs, source: &ConfigSource) -> Result<(), Failure> {
     let (mut plans, mut origin) = (Vec::new(), None);
     for name in &args.compare {
-        let target = machine_of(args, name)?;
-        let config = load_config_for(source, &target)?;
-        config.divisions()?;
+        let target = machine_of(name, args.ranks, args.host_memory)?;
+        let config = load_config_for(source, Some(&target), None)?;
         if origin.is_none() {
             origin = Some(models::origin(&config, Need::Shape, args.json)?);
         }
