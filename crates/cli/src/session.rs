@@ -26,7 +26,16 @@ pub fn load_config_with(
     source: &ConfigSource,
     further: &[(&str, &str, &Option<String>)],
 ) -> Result<RawConfig, Failure> {
-    let mut overrides = Vec::new();
+    load_config_over(source, Vec::new(), further)
+}
+
+/// The same over what a file of another program says.
+pub fn load_config_over(
+    source: &ConfigSource,
+    imported: Vec<Override>,
+    further: &[(&str, &str, &Option<String>)],
+) -> Result<RawConfig, Failure> {
+    let mut overrides = imported;
     for (key, flag, value) in [
         ("model.path", "--model", &source.model),
         ("training.batch_size", "--batch-size", &source.batch_size),

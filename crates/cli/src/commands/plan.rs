@@ -3,6 +3,7 @@
 mod compare;
 mod cost;
 mod find;
+mod import;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,7 +12,7 @@ use plimsoll_memory::{AtPeak, ByteSize, Tag};
 use plimsoll_model::catalogue;
 use plimsoll_parallel::Mesh;
 use plimsoll_plan::config::GradientCheckpointing;
-use plimsoll_plan::config::RawConfig;
+use plimsoll_plan::config::{Imported, RawConfig};
 use plimsoll_plan::{
     Catalogue, DiskRates, Machine, ModelOrigin, ProcessLimits, Question, Sought, Target, TimeEstimate,
     TimelineFormat, TrainingPlan, ZeroRow, fitting_devices,
@@ -27,7 +28,7 @@ use crate::models::{self, Need};
 use crate::needs;
 use crate::output::{out, outln};
 use crate::row;
-use crate::session::{Engine, load_config};
+use crate::session::{Engine, load_config_over};
 use crate::table;
 
 pub fn run(args: &PlanArgs) -> Result<(), Failure> {
@@ -39,7 +40,9 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     // Where a model is looked for, any stands for it.
     let any = catalogue::names().next().filter(|_| args.find == Some(Sought::Model));
     let model = any.map(str::to_owned).or_else(|| args.source.model.clone());
-    let mut config = load_config(&ConfigSource { model, ..args.source.clone() })?;
+    let source = ConfigSource { model, ..args.source.clone() };
+    let imported = args.import.as_deref().map(Imported::from_file).transpose()?.unwrap_or_default();
+    let mut config = load_config_over(&source, imported.overrides.clone(), &[])?;
     let target = match &args.hardware {
         None if args.host_memory.is_some() && args.compare.is_empty() => {
             return Err(Failure::usage("--host-memory is of a machine that --hardware or --compare names"));
@@ -116,6 +119,9 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
             if let Some(cost) = cost::of(&plan, args, target.as_ref()) {
                 map.insert("cost".to_owned(), serde_json::to_value(cost)?);
             }
+            if args.import.is_some() {
+                map.insert("imported".to_owned(), import::document(&imported));
+            }
             map.insert("needs".to_owned(), serde_json::to_value(&needs)?);
             if args.zero_table {
                 map.insert("zero_table".to_owned(), serde_json::to_value(plan.zero_table()?)?);
@@ -123,6 +129,9 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         }
         outln!("{}", serde_json::to_string_pretty(&document)?)?;
     } else {
+        if args.import.is_some() {
+            out!("{}", import::words(&imported, &plan.config.changes_since(&config)))?;
+        }
         if let Some((sought, found)) = &found {
             out!("{}", find::words(*sought, found))?;
         }
