@@ -124,6 +124,9 @@ pub struct ConfigSource {
 pub struct PlanArgs {
     #[command(flatten)]
     pub source: ConfigSource,
+    /// Plan what a file of another program says: DeepSpeed's JSON, TrainingArguments as JSON, or axolotl's YAML. Flags go over it
+    #[arg(long, value_name = "FILE", conflicts_with = "config")]
+    pub import: Option<PathBuf>,
     /// Plan for another machine: only the given budgets count, not the limits of this machine; a memory budget is needed
     #[arg(long)]
     pub elsewhere: bool,

@@ -22,8 +22,12 @@ pub fn load_config(source: &ConfigSource) -> Result<RawConfig, Failure> {
 }
 
 /// The same of a run on these ranks.
-pub fn load_config_on(source: &ConfigSource, started: Started) -> Result<RawConfig, Failure> {
-    available(read_config(source, &[])?.on_ranks(started)?)
+pub fn load_config_on(
+    source: &ConfigSource,
+    imported: &[Override],
+    started: Started,
+) -> Result<RawConfig, Failure> {
+    available(read_config(source, imported, &[])?.on_ranks(started)?)
 }
 
 /// The same with further flags: the key that each sets, its name, and its value if it was given.
@@ -31,7 +35,16 @@ pub fn load_config_with(
     source: &ConfigSource,
     further: &[(&str, &str, &Option<String>)],
 ) -> Result<RawConfig, Failure> {
-    let config = read_config(source, further)?;
+    load_config_over(source, &[], further)
+}
+
+/// The same over what a file of another program says.
+pub fn load_config_over(
+    source: &ConfigSource,
+    imported: &[Override],
+    further: &[(&str, &str, &Option<String>)],
+) -> Result<RawConfig, Failure> {
+    let config = read_config(source, imported, further)?;
     config.validate()?;
     available(config)
 }
@@ -39,9 +52,10 @@ pub fn load_config_with(
 /// What was written, each value read by itself.
 fn read_config(
     source: &ConfigSource,
+    imported: &[Override],
     further: &[(&str, &str, &Option<String>)],
 ) -> Result<RawConfig, Failure> {
-    let mut overrides = Vec::new();
+    let mut overrides = imported.to_vec();
     for (key, flag, value) in [
         ("model.path", "--model", &source.model),
         ("training.batch_size", "--batch-size", &source.batch_size),

@@ -69,3 +69,28 @@ fn what_cannot_be_exported_writes_nothing_and_says_why() {
     ok(folder.path(), &["export", "deepspeed", "c.yaml", "-o", "x"]);
     assert!(folder.path().join("x").exists());
 }
+
+#[test]
+fn what_was_exported_is_imported_again() {
+    let folder = folder();
+    ok(folder.path(), &[&["export", "deepspeed", "-o", "ds.json"], &FLAGS[..]].concat());
+    let import = ["plan", "--import", "ds.json", "--model", "llama-3.1-8b", "--hardware", "8xa100-80"];
+    let words = ok(folder.path(), &import);
+    for line in ["  parallel.zero_stage: 3\n", "  parallel.data_parallel: 8\n", "  training.steps: 10\n"] {
+        assert!(words.contains(line), "{line}{words}");
+    }
+    assert!(words.contains("ds.json:") && words.contains("reduce_bucket_size"), "{words}");
+    let document: Value =
+        serde_json::from_str(&ok(folder.path(), &[&import[..], &["--json"]].concat())).unwrap();
+    assert_eq!(document["config"]["parallel"]["zero_stage"], 3);
+    assert_eq!(document["config"]["training"]["steps"], 10);
+    assert!(document["imported"]["left"].as_array().is_some_and(|left| !left.is_empty()));
+    // Flags go over the file.
+    let other = ok(folder.path(), &[&import[..], &["--json", "--set", "parallel.zero_stage=2"]].concat());
+    let other: Value = serde_json::from_str(&other).unwrap();
+    assert_eq!(other["config"]["parallel"]["zero_stage"], 2);
+    fs::write(folder.path().join("torn.json"), "{\"zero_optimization\": {").unwrap();
+    let torn = plimsoll(folder.path(), &["plan", "--import", "torn.json", "--model", "llama-3.1-8b"]);
+    assert_eq!(torn.status.code(), Some(2));
+    assert!(text(&torn.stderr).contains("torn.json:1:"), "{}", text(&torn.stderr));
+}

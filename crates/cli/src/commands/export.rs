@@ -15,7 +15,7 @@ use crate::session::Engine;
 pub fn run(args: &ExportArgs) -> Result<(), Failure> {
     let named = args.hardware.as_deref();
     let target = named.map(|name| machine_of(name, args.ranks, args.host_memory)).transpose()?;
-    let config = load_config_for(&args.source, target.as_ref(), args.ranks)?;
+    let config = load_config_for((&args.source, &[]), target.as_ref(), args.ranks)?;
     let origin = models::origin(&config, Need::Shape, true)?;
     let plan = planned(&config, &origin, target.as_ref())?;
     if !plan.fits() {

@@ -3,6 +3,7 @@
 mod compare;
 mod cost;
 mod find;
+mod import;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,7 +11,7 @@ use std::path::Path;
 use plimsoll_memory::{AtPeak, ByteSize, Tag};
 use plimsoll_model::catalogue;
 use plimsoll_parallel::Mesh;
-use plimsoll_plan::config::{GradientCheckpointing, RawConfig, Started};
+use plimsoll_plan::config::{GradientCheckpointing, Imported, Override, RawConfig, Started};
 use plimsoll_plan::{
     Catalogue, DiskRates, Division, Machine, ModelOrigin, ProcessLimits, Question, Sought, Target,
     TimeEstimate, TimelineFormat, TrainingPlan, ZeroRow, fitting_devices,
@@ -26,7 +27,7 @@ use crate::models::{self, Need};
 use crate::needs;
 use crate::output::{out, outln};
 use crate::row;
-use crate::session::{Engine, load_config, load_config_on};
+use crate::session::{Engine, load_config_on, load_config_over};
 use crate::table;
 
 pub fn run(args: &PlanArgs) -> Result<(), Failure> {
@@ -47,7 +48,8 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     if args.host_memory.is_some() && target.is_none() {
         return Err(Failure::usage("--host-memory is of a machine that --hardware or --compare names"));
     }
-    let config = load_config_for(&source, target.as_ref(), args.ranks)?;
+    let imported = args.import.as_deref().map(Imported::from_file).transpose()?.unwrap_or_default();
+    let config = load_config_for((&source, &imported.overrides), target.as_ref(), args.ranks)?;
     let stated = config.memory.device_budget().set().is_some();
     if args.elsewhere && !stated {
         return Err(Failure::usage(
@@ -108,6 +110,9 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
             if let Some(cost) = cost::of(&plan, args, target.as_ref()) {
                 map.insert("cost".to_owned(), serde_json::to_value(cost)?);
             }
+            if args.import.is_some() {
+                map.insert("imported".to_owned(), import::document(&imported));
+            }
             map.insert("needs".to_owned(), serde_json::to_value(&needs)?);
             if args.zero_table {
                 map.insert("zero_table".to_owned(), serde_json::to_value(plan.zero_table()?)?);
@@ -115,6 +120,9 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         }
         outln!("{}", serde_json::to_string_pretty(&document)?)?;
     } else {
+        if args.import.is_some() {
+            out!("{}", import::words(&imported, &plan.config.changes_since(&config)))?;
+        }
         if let Some((sought, found)) = &found {
             out!("{}", find::words(*sought, found))?;
         }
@@ -162,9 +170,10 @@ pub fn machine_of(name: &str, ranks: Option<u32>, host_memory: Option<ByteSize>)
     })
 }
 
-/// The configuration of a run on every device of a machine, on so many ranks, or on as many as it says itself.
+/// The configuration of a run on every device of a machine, on so many ranks, or on as many as it says itself; over what a file of another
+/// program says.
 pub fn load_config_for(
-    source: &ConfigSource,
+    (source, imported): (&ConfigSource, &[Override]),
     target: Option<&Target>,
     ranks: Option<u32>,
 ) -> Result<RawConfig, Failure> {
@@ -172,10 +181,10 @@ pub fn load_config_for(
     let config = match (target, ranks) {
         (Some(target), _) => {
             let of_each_machine = Some(count(target.devices_of_machine));
-            load_config_on(source, Started { ranks: count(target.devices()), of_each_machine })?
+            load_config_on(source, imported, Started { ranks: count(target.devices()), of_each_machine })?
         }
-        (None, Some(ranks)) => load_config_on(source, Started { ranks, of_each_machine: None })?,
-        (None, None) => load_config(source)?,
+        (None, Some(ranks)) => load_config_on(source, imported, Started { ranks, of_each_machine: None })?,
+        (None, None) => load_config_over(source, imported, &[])?,
     };
     config.divisions()?;
     Ok(config)

@@ -27,7 +27,7 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     if let Some(ranks) = args.ranks {
         // What is wrong in the configuration is said once.
         let started = Started { ranks, of_each_machine: Some(ranks) };
-        load_config_on(&args.source, started)?.training_data()?;
+        load_config_on(&args.source, &[], started)?.training_data()?;
     }
     ranks::on_each(args.ranks, |ranks| run_rank(args, ranks))
 }
@@ -36,7 +36,7 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
 fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     let leads = ranks.rank() == 0;
     let started = ranks::started(ranks)?;
-    let mut config = load_config_on(&args.source, started)?;
+    let mut config = load_config_on(&args.source, &[], started)?;
     config.rank = ranks.rank();
     config.training_data()?;
     let quiet = args.json || !leads;

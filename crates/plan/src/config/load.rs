@@ -195,7 +195,7 @@ impl Override {
 }
 
 /// The text of a file, and its name.
-fn read_file(path: &Path) -> Result<(String, String), ConfigError> {
+pub(super) fn read_file(path: &Path) -> Result<(String, String), ConfigError> {
     let fail = |source| ConfigError::Read { path: path.to_owned(), source };
     let mut bytes = Vec::new();
     File::open(path).map_err(fail)?.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(fail)?;
@@ -240,25 +240,25 @@ fn unlocated(value: Yaml) -> Node {
 }
 
 /// A text with its name.
-struct Document<'a> {
-    text: &'a str,
-    kind: NodeKind<'a>,
+pub(super) struct Document<'a> {
+    pub text: &'a str,
+    pub kind: NodeKind<'a>,
 }
 
-enum NodeKind<'a> {
+pub(super) enum NodeKind<'a> {
     File(&'a str),
     Argument(&'a str),
 }
 
 impl Document<'_> {
-    fn place(&self, location: Location) -> Place {
+    pub fn place(&self, location: Location) -> Place {
         match self.kind {
             NodeKind::File(origin) => Place::in_text(origin, self.text, location),
             NodeKind::Argument(argument) => Place::argument(argument),
         }
     }
 
-    fn parse(&self) -> Result<Node, ConfigError> {
+    pub fn parse(&self) -> Result<Node, ConfigError> {
         document::parse(self.text).map_err(|error| {
             let error = error.without_snippet();
             let place = self.place(error.location().unwrap_or(Location::UNKNOWN));

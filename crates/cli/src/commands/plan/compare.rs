@@ -24,7 +24,7 @@ pub fn named(args: &PlanArgs, source: &ConfigSource) -> Result<(), Failure> {
     let (mut plans, mut origin) = (Vec::new(), None);
     for name in &args.compare {
         let target = machine_of(name, args.ranks, args.host_memory)?;
-        let config = load_config_for(source, Some(&target), None)?;
+        let config = load_config_for((source, &[]), Some(&target), None)?;
         if origin.is_none() {
             origin = Some(models::origin(&config, Need::Shape, args.json)?);
         }
