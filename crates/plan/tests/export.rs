@@ -244,6 +244,12 @@ fn whole_programs_have_model_data_adapters_and_sharding() {
     let factory = export(ExportFormat::LlamaFactory, "8xh100", &sharded).unwrap();
     assert_eq!(factory.document["deepspeed"]["zero_optimization"]["stage"], 2);
     assert_eq!(factory.document["use_adam_mini"], true);
+    // It refuses weights without masters with ZeRO 3.
+    let pure = |stage: &str| {
+        let settings = full(&["training.master_weights=none", stage]);
+        document(ExportFormat::LlamaFactory, "8xh100", &settings).get("pure_bf16").is_some()
+    };
+    assert!(pure("parallel.zero_stage=2") && !pure("parallel.zero_stage=3"));
     assert!(!factory.notes.iter().any(|note| note.starts_with("training.optimizer")), "{:#?}", factory.notes);
 }
 

@@ -162,11 +162,6 @@ fn put_memory(sheet: &mut Sheet<'_>, page: &mut Page) {
     let checkpointing = page.0.shift_remove("gradient_checkpointing") == Some(true.into());
     page.0.shift_remove("gradient_checkpointing_kwargs");
     page.put("disable_gradient_checkpointing", !checkpointing);
-    let bf16 = sheet.training().mixed_precision().set() == Some(MixedPrecision::Bf16);
-    let no_masters = sheet.training().master_weights().set() == Some(MasterWeights::None);
-    if bf16 && no_masters && sheet.adapters().is_none() {
-        page.put("pure_bf16", true);
-    }
     sheet.carry(&["training.attention"]);
     match sheet.settings().attention {
         AttentionKind::Flash => page.put("flash_attn", "fa2"),
@@ -186,11 +181,33 @@ fn put_memory(sheet: &mut Sheet<'_>, page: &mut Page) {
     {
         page.put("deepspeed", deepspeed::for_trainer(sheet));
     }
+    put_masters(sheet, page);
     let alpha = sheet.adapter_config().map(|lora| lora.alpha).unwrap_or(0.0);
     if alpha.fract() != 0.0 {
         sheet.note(
             "training.lora.alpha",
             &format!("LLaMA-Factory takes whole numbers; the file says {}.", whole(alpha.round())),
         );
+    }
+}
+
+/// LLaMA-Factory makes trained weights f32 by itself, unless it is told to leave them in bfloat16.
+fn put_masters(sheet: &mut Sheet<'_>, page: &mut Page) {
+    let key = "training.master_weights";
+    sheet.drop_notes(key);
+    let bf16 = sheet.training().mixed_precision().set() == Some(MixedPrecision::Bf16);
+    let no_masters = sheet.training().master_weights().set() == Some(MasterWeights::None);
+    if !bf16 || !no_masters || sheet.adapters().is_some() {
+        return;
+    }
+    let stage = page.0.get("deepspeed").and_then(|own| own.pointer("/zero_optimization/stage"));
+    if stage == Some(&3.into()) {
+        sheet.note(
+            key,
+            "LLaMA-Factory refuses pure_bf16 with ZeRO 3; the file leaves it off, and weights are f32.",
+        );
+    } else {
+        page.put("pure_bf16", true);
+        sheet.note(key, "updates are rounded to the nearest and not stochastically.");
     }
 }
