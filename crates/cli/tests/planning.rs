@@ -60,7 +60,14 @@ fn a_plan_for_ranks_divides_them_as_it_is_told_or_as_is_fastest() {
         assert_eq!(refused.status.code(), Some(2));
         assert!(text(&refused.stderr).contains("fall into no groups of 2"), "{}", text(&refused.stderr));
     }
-    let open = ["--set", "parallel.pipeline_parallel=auto", "--set", "parallel.zero_stage=auto"];
+    let open = [
+        "--set",
+        "parallel.pipeline_parallel=auto",
+        "--set",
+        "parallel.zero_stage=auto",
+        "--set",
+        "parallel.overlap_communication=false",
+    ];
     let two = plan(&[&["--ranks", "2"], &open[..]].concat());
     let words = text(&two.stdout);
     let line = words.lines().find(|line| line.starts_with("divided: "));
