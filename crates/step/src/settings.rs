@@ -454,7 +454,9 @@ impl StepSettings {
     /// Whether ranks that share every product have some rows of the residual stream each.
     pub fn shares_rows(&self) -> bool {
         let (tokens, ranks) = (self.batch_size * self.own_tokens(), u64::from(self.ranks.mesh.tensor));
-        self.sequence_parallel && ranks > 1 && tokens.is_multiple_of(ranks)
+        // 8-bit floats have one factor for a tensor, which rows of several ranks do not share.
+        let has_rows = self.precision.linears != Linears::Fp8;
+        self.sequence_parallel && has_rows && ranks > 1 && tokens.is_multiple_of(ranks)
     }
 
     /// What stands in the way of ranks that are to divide the work on this model so.

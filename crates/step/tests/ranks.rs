@@ -20,9 +20,9 @@ use plimsoll_parallel::{
 };
 use plimsoll_step::{
     AdamSettings, Adapters, AttentionKind, Checkpointing, DecodeSettings, Decoder, EightBit,
-    EvaluateSettings, Evaluator, GradientClipping, LionSettings, MicroBatch, NamedTensor, NormSource,
-    Offload, OptimizerKind, PipelineSchedule, Precision, Ranks, Sharding, Stage, StateKind, StepError,
-    StepSettings, Trainer, TrainingMethod, UpdateTiming, WeightStorage, ZeroStage,
+    EvaluateSettings, Evaluator, GradientClipping, Linears, LionSettings, MicroBatch, NamedTensor,
+    NormSource, Offload, OptimizerKind, PipelineSchedule, Precision, Ranks, Sharding, Stage, StateKind,
+    StepError, StepSettings, Trainer, TrainingMethod, UpdateTiming, WeightStorage, ZeroStage,
 };
 
 /// Micro-batches of a step, over all ranks.
@@ -875,6 +875,11 @@ fn rows_that_cannot_be_divided_are_not() {
     let (spec, settings) = (wider(llama()), sharing_products(settings(1, 11), 2));
     let whole = StepSettings { sequence_parallel: false, ..settings.clone() };
     assert_same_weights(&run(&spec, &settings, 2), &run(&spec, &whole, 2), "11 tokens");
+    // Nor those of 8-bit floats, which have one factor for a tensor.
+    let precision = Precision { linears: Linears::Fp8, ..BF16_WITH_MASTERS };
+    let fp8 = StepSettings { precision, ..sharing_products(common::settings(1, 12), 2) };
+    let whole = StepSettings { sequence_parallel: false, ..fp8.clone() };
+    assert_same_weights(&run(&spec, &fp8, 2), &run(&spec, &whole, 2), "fp8");
 }
 
 #[test]

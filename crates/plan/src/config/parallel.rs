@@ -38,7 +38,7 @@ section! {
         /// Ranks that share every matrix product.
         tensor_parallel: Auto<u64>, "1", RANKS;
         /// Whether they divide the tokens between the halves of layers too: each normalises and keeps its part. Where it does not divide
-        /// the tokens of a micro-batch, each has all of them.
+        /// the tokens of a micro-batch, and in fp8, each has all of them.
         sequence_parallel: bool = true;
         /// Stages that the model's layers are divided into. A stage is a rank, or as many as there are others along the other ways.
         pipeline_parallel: Auto<u64>, "1", RANKS;
