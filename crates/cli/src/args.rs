@@ -120,6 +120,20 @@ pub struct ConfigSource {
     pub gradient_checkpointing: Option<String>,
 }
 
+/// The machine that a plan is for, where it is not this one, and its ranks.
+#[derive(Debug, Default, Args)]
+pub struct MachineArgs {
+    /// Plan for a machine that is not here: rtx-4090, 8xh100, 16x8xh100 or a .yaml file (plimsoll hardware lists what is known)
+    #[arg(long, value_name = "NAME|FILE")]
+    pub hardware: Option<String>,
+    /// Host memory of each such machine, instead of what is common
+    #[arg(long, value_name = "SIZE")]
+    pub host_memory: Option<ByteSize>,
+    /// Plan for so many ranks, as `train --ranks` starts them; how they divide the work is in parallel.* (docs/ranks.md)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub ranks: Option<u32>,
+}
+
 #[derive(Debug, Args)]
 pub struct PlanArgs {
     #[command(flatten)]
@@ -128,14 +142,10 @@ pub struct PlanArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "config")]
     pub import: Option<PathBuf>,
     /// Plan for another machine: only the given budgets count, not the limits of this machine; a memory budget is needed
-    #[arg(long)]
+    #[arg(long, conflicts_with = "hardware")]
     pub elsewhere: bool,
-    /// Plan for a machine that is not here: rtx-4090, 8xh100, 16x8xh100 or a .yaml file (plimsoll hardware lists what is known)
-    #[arg(long, value_name = "NAME|FILE", conflicts_with = "elsewhere")]
-    pub hardware: Option<String>,
-    /// Host memory of each such machine, instead of what is common
-    #[arg(long, value_name = "SIZE")]
-    pub host_memory: Option<ByteSize>,
+    #[command(flatten)]
+    pub machine: MachineArgs,
     /// Show the same step on several machines side by side, for example rtx-4090,a100-80,8xh100
     #[arg(long, value_name = "NAMES", value_delimiter = ',', conflicts_with_all = ["hardware", "elsewhere", "find", "timeline", "zero_table"])]
     pub compare: Vec<String>,
@@ -148,9 +158,6 @@ pub struct PlanArgs {
     /// US dollars an hour for each device, instead of the catalogue's
     #[arg(long, value_name = "DOLLARS", value_parser = dollars)]
     pub price: Option<f64>,
-    /// Plan for so many ranks, as `train --ranks` starts them; how they divide the work is in parallel.* (docs/ranks.md)
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
-    pub ranks: Option<u32>,
     /// Write every allocation of the step with its birth and death: a .json file for Perfetto or chrome://tracing, or an .svg
     /// picture
     #[arg(long, value_name = "FILE")]
@@ -169,15 +176,8 @@ pub struct ExportArgs {
     pub format: ExportFormat,
     #[command(flatten)]
     pub source: ConfigSource,
-    /// Plan for a machine that is not here: rtx-4090, 8xh100, 16x8xh100 or a .yaml file (plimsoll hardware lists what is known)
-    #[arg(long, value_name = "NAME|FILE")]
-    pub hardware: Option<String>,
-    /// Host memory of each such machine, instead of what is common
-    #[arg(long, value_name = "SIZE", requires = "hardware")]
-    pub host_memory: Option<ByteSize>,
-    /// Plan for so many ranks
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
-    pub ranks: Option<u32>,
+    #[command(flatten)]
+    pub machine: MachineArgs,
     /// Write to this file; of JSON, what could not be carried over goes to FILE.notes.txt. Without it, to standard output
     #[arg(long, short, value_name = "FILE")]
     pub output: Option<PathBuf>,

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod asked;
 mod chat_format;
 mod commands;
 mod failure;
@@ -20,6 +21,7 @@ mod signals;
 mod speeds;
 mod streaming;
 mod table;
+mod units;
 mod weights;
 
 use std::io::{ErrorKind, Write};

@@ -1,8 +1,11 @@
-//! Standard output, where a failed write is an error with an exit code (`println!` would panic); and standard error,
-//! where a failed write is ignored.
+//! Standard output, where a failed write is an error with an exit code (`println!` would panic); standard error, where a
+//! failed write is ignored; and files that were asked for by name.
 
 use std::fmt;
 use std::io::{self, Write};
+use std::path::Path;
+
+use plimsoll_train::{TrainError, write_whole};
 
 use crate::failure::Failure;
 
@@ -36,4 +39,16 @@ pub fn write(text: fmt::Arguments<'_>) -> Result<(), Failure> {
 pub fn write_error(text: fmt::Arguments<'_>) {
     // Nobody is left to be told.
     let _ = io::stderr().lock().write_fmt(text);
+}
+
+/// Writes a file that was asked for by its name, whole or not at all.
+pub fn write_file(what: &str, file: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    write_whole(file, bytes).map_err(|error| match error {
+        // The remedies of other files are those of a run's folder.
+        TrainError::Io { source, .. } => Failure::other(format!(
+            "{what} could not be written to {}: {source}; name a file in a folder that you may write to and that has room",
+            file.display()
+        )),
+        other => other.into(),
+    })
 }

@@ -13,6 +13,7 @@ use plimsoll_plan::config::OutputConfig;
 use plimsoll_train::{MemoryLevel, Observer, RunEvent, StepMetrics};
 
 use self::time_left::TimeLeft;
+use crate::units::seconds;
 
 /// Off a terminal there is a line after at most this time.
 const LINE_EVERY: Duration = Duration::from_secs(30);
@@ -80,7 +81,7 @@ impl TrainingProgress {
         let first = *self.first_step.get_or_insert(metrics.step);
         self.left.stepped(self.begun.elapsed());
         let left = self.left.after(metrics.step, self.total_steps).as_secs_f64();
-        let left = format!("{} left", crate::commands::plan::seconds(left));
+        let left = format!("{} left", seconds(left));
         // The system may not say what the process takes now.
         let now = match metrics.memory.process_rss_bytes {
             0 => String::new(),
@@ -265,8 +266,8 @@ impl plimsoll_hub::Progress for FetchProgress {
             FetchEvent::Done => {
                 self.bar.finish_and_clear();
                 self.bar = ProgressBar::hidden();
-                let seconds = self.begun.elapsed().as_secs_f64();
-                let (bytes, time) = (ByteSize(self.bytes), crate::commands::plan::seconds(seconds));
+                let taken = self.begun.elapsed().as_secs_f64();
+                let (bytes, time) = (ByteSize(self.bytes), seconds(taken));
                 self.say(&format!("fetched {bytes} in {time}"));
             }
         }

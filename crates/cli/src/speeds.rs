@@ -6,8 +6,12 @@ use std::path::{Path, PathBuf};
 use plimsoll_device::cpu::{Isa, MachineRates, Pool};
 use plimsoll_disk::EngineSettings;
 use plimsoll_plan::hardware::{Cpu, disk_space};
-use plimsoll_plan::{DiskName, DiskRates, MachineName, Measured, Rates, RatesFile, Wiring};
+use plimsoll_plan::{
+    DiskName, DiskRates, MachineName, Measured, Rates, RatesFile, Target, TrainingPlan, Wiring,
+};
 use serde_json::{Value, json};
+
+use crate::session::Engine;
 
 /// Transcendental evaluations take about this many products' worth of time.
 const FLOPS_PER_EXP: f64 = 100.0;
@@ -135,6 +139,62 @@ fn age(seconds: u64) -> String {
         (0, 0, minutes) => plural(minutes, "minute"),
         (0, hours, _) => plural(hours, "hour"),
         (days, ..) => plural(days, "day"),
+    }
+}
+
+/// Whose speeds a plan's time is made of.
+pub struct PlanSpeeds {
+    /// Where they are found.
+    whose: String,
+    /// Where they come from and how old they are.
+    pub words: String,
+    pub json: Value,
+}
+
+impl PlanSpeeds {
+    /// Those of a plan for this machine.
+    pub fn here(engine: &Engine, plan: &TrainingPlan) -> PlanSpeeds {
+        PlanSpeeds::of(engine, plan, false)
+    }
+
+    /// Those of a plan for this machine, or for one of which nothing but its memory is known.
+    pub fn of(engine: &Engine, plan: &TrainingPlan, elsewhere: bool) -> PlanSpeeds {
+        let folder = plan.config.disk_path();
+        let folder =
+            Some(folder.as_path()).filter(|_| plan.disk_bytes() > 0 && plan.machine.disk_available.is_some());
+        let cpu = &engine.hardware.cpu;
+        let (name, threads) = (cpu.name.as_deref().unwrap_or(cpu.architecture), engine.pool.threads());
+        let cpu = format!("{name}, {threads} thread{}", if threads == 1 { "" } else { "s" });
+        PlanSpeeds {
+            whose: match elsewhere {
+                false => format!("on this machine's CPU ({cpu})"),
+                true => format!(
+                    "at the speed of this machine's CPU ({cpu}):\nthe machine that the plan is for has another"
+                ),
+            },
+            words: engine.speeds().words(folder),
+            json: engine.speeds().json(folder),
+        }
+    }
+
+    /// Those of a machine of the catalogue.
+    pub fn of_catalogue(target: &Target) -> PlanSpeeds {
+        let mut words = "shares of what the vendor states, as measured elsewhere (plimsoll hardware shows the figures);\n\
+                         this version trains on CPUs: what the same step takes on that device is the plan's claim"
+            .to_owned();
+        if target.disk.is_none() {
+            words.push_str("\na disk of 2 GB/s read and 1 GB/s written, of any size, is assumed");
+        }
+        PlanSpeeds {
+            whose: format!("on {}", target.title),
+            words,
+            json: json!({ "machine": null, "disk": null, "file": null }),
+        }
+    }
+
+    /// What a rate is followed by.
+    pub fn place(&self) -> &str {
+        &self.whose
     }
 }
 

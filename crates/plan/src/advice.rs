@@ -9,7 +9,7 @@ use crate::config::{Auto, Method, OffloadTarget, RawConfig};
 use crate::limits::Limits;
 use crate::method::training_method;
 use crate::offload::TensorKind;
-use crate::resolve::{Choice, lightest_that_fits};
+use crate::resolve::{Choice, lightest_of};
 use crate::runs::DryRuns;
 use crate::shortage::{Resource, Shortage};
 use crate::training_plan::Machine;
@@ -185,19 +185,7 @@ impl Question<'_> {
     fn lightest(&self, config: &RawConfig, limits: Limits) -> Option<Choice> {
         let method = training_method(config, self.runs.spec, self.stored).ok()?;
         let runs = &self.runs.one_at_a_time();
-        let mut nearest: Option<Choice> = None;
-        // Of the stages of ZeRO, where these are left open, the first that fits.
-        for config in config.divisions().ok()? {
-            let Ok(found) = lightest_that_fits(&config, &method, runs, limits) else { continue };
-            if limits.allow(&found) {
-                return Some(found);
-            }
-            let is_nearer = |other: &Choice| limits.distance(&found) < limits.distance(other);
-            if nearest.as_ref().is_none_or(is_nearer) {
-                nearest = Some(found);
-            }
-        }
-        nearest
+        lightest_of(&config.divisions().ok()?, &method, runs, limits).ok()
     }
 
     /// What a change leads to; `None` where it helps nothing.

@@ -10,7 +10,7 @@ use crate::config::{Auto, ConfigError, Method, RawConfig};
 use crate::limits::Limits;
 use crate::method::training_method;
 use crate::origin::ModelOrigin;
-use crate::resolve::lightest_that_fits;
+use crate::resolve::lightest_of;
 use crate::runs::DryRuns;
 use crate::shortage::Shortage;
 use crate::training_plan::{Machine, TrainingPlan};
@@ -98,7 +98,7 @@ pub struct Found {
 
 /// What a search goes by.
 #[derive(Clone, Copy, Debug)]
-pub struct Question<'a> {
+pub struct Finder<'a> {
     /// What the user has said.
     pub config: &'a RawConfig,
     /// The model.
@@ -107,7 +107,7 @@ pub struct Question<'a> {
     pub machine: &'a Machine,
 }
 
-impl Question<'_> {
+impl Finder<'_> {
     /// The largest value of a number that fits, with everything else as the configuration says or leaves open.
     ///
     /// # Errors
@@ -171,34 +171,11 @@ impl Question<'_> {
     /// What the lightest form of a step has too little of, in the division of the ranks that is nearest; nothing where it fits.
     fn shortages(&self, config: &RawConfig, spec: &ModelSpec) -> Result<Vec<Shortage>, FindError> {
         let stored = self.origin.weights().filter(|_| std::ptr::eq(spec, self.origin.spec()));
-        let mut nearest: Option<Vec<Shortage>> = None;
-        let mut wrong = None;
-        for config in &config.divisions()? {
-            let limits = Limits::of(config, self.machine);
-            let method = training_method(config, spec, stored)?;
-            let runs = DryRuns::new(spec, &self.machine.rates);
-            // What goes with one model or length need not go with another.
-            let lightest = match lightest_that_fits(config, &method, &runs, limits) {
-                Ok(lightest) => lightest,
-                Err(error) => {
-                    wrong = Some(error);
-                    continue;
-                }
-            };
-            let own: Vec<Shortage> = limits.shortages(&lightest).collect();
-            if own.is_empty() {
-                return Ok(own);
-            }
-            let bytes = |all: &[Shortage]| all.iter().map(Shortage::bytes).max();
-            if nearest.as_ref().is_none_or(|nearest| bytes(&own) < bytes(nearest)) {
-                nearest = Some(own);
-            }
-        }
-        match (nearest, wrong) {
-            (Some(nearest), _) => Ok(nearest),
-            (None, Some(error)) => Err(error.into()),
-            (None, None) => Ok(Vec::new()),
-        }
+        let limits = Limits::of(config, self.machine);
+        let method = training_method(config, spec, stored)?;
+        let runs = DryRuns::new(spec, &self.machine.rates);
+        let lightest = lightest_of(&config.divisions()?, &method, &runs, limits)?;
+        Ok(limits.shortages(&lightest).collect())
     }
 
     /// The configuration without what would fix the value sought.
@@ -271,8 +248,8 @@ pub fn fitting_devices(
     let mut fitting = Vec::new();
     for target in targets {
         let machine = target.machine(host_bytes_per_token);
-        let question = Question { machine: &machine, config: &config, origin };
-        if question.shortages(&config, origin.spec())?.is_empty() {
+        let finder = Finder { machine: &machine, config: &config, origin };
+        if finder.shortages(&config, origin.spec())?.is_empty() {
             let plan = TrainingPlan::for_model(&config, origin, &machine)?;
             fitting.push((target, plan));
         }

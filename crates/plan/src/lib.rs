@@ -44,7 +44,7 @@ pub use cost::RunCost;
 pub use divide::Division;
 pub use dry_run::DryRun;
 pub use export::{ExportError, ExportFormat, Exported};
-pub use find::{FindError, Found, Question, Sought, fitting_devices};
+pub use find::{FindError, Finder, Found, Sought, fitting_devices};
 pub use generation::{CacheContext, DoesNotFit, GenerationPlan, GenerationPlanError, GenerationRequest};
 pub use limits::Limits;
 pub use load_line::{ADDRESS_SPACE_BESIDE, LimitedBy, LoadLine, ProcessLimits};

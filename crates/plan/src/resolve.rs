@@ -174,6 +174,32 @@ pub(crate) fn choose(
     runs.complete(search.nearest()?)
 }
 
+/// Of divisions of the ranks, the lightest step of the first in which one fits, or, where none does, the nearest of all. A division that
+/// the model cannot be trained in does not count beside others.
+pub(crate) fn lightest_of(
+    divisions: &[RawConfig],
+    method: &TrainingMethod,
+    runs: &DryRuns<'_>,
+    limits: Limits,
+) -> Result<Choice, StepError> {
+    let mut nearest: Option<Result<Choice, StepError>> = None;
+    for config in divisions {
+        let found = match lightest_that_fits(config, method, runs, limits) {
+            Ok(found) if limits.allow(&found) => return Ok(found),
+            other => other,
+        };
+        let is_nearer = match (&found, &nearest) {
+            (_, None) | (Ok(_), Some(Err(_))) => true,
+            (Ok(found), Some(Ok(nearest))) => limits.distance(found) < limits.distance(nearest),
+            (Err(_), Some(_)) => false,
+        };
+        if is_nearer {
+            nearest = Some(found);
+        }
+    }
+    nearest.unwrap_or(Err(StepError::Invariant { what: "the ranks are divided in no way" }))
+}
+
 /// The first of the lightest forms that fits, or, where none does, the nearest: whether anything fits, without a search
 /// for the fastest that does. [`choose`] finds something that fits wherever this does.
 pub(crate) fn lightest_that_fits(

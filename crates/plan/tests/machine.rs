@@ -8,7 +8,7 @@ use plimsoll_model::catalogue;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::hardware::{CgroupVersion, ContainerLimit, Cpu, Memory, disk_space};
 use plimsoll_plan::{
-    Catalogue, DiskName, DiskRates, LimitedBy, Measured, ModelOrigin, Question, RatesFile, Resource, Sought,
+    Catalogue, DiskName, DiskRates, Finder, LimitedBy, Measured, ModelOrigin, RatesFile, Resource, Sought,
     Target, TrainingPlan, fitting_devices,
 };
 
@@ -202,10 +202,8 @@ fn the_largest_that_fits_is_the_last_that_does() {
         (Sought::Rank, "training.lora.rank", &adapters),
     ] {
         let (config, origin) = (configured(set), origin("smollm2-360m"));
-        let found = Question { config: &config, origin: &origin, machine: &machine }
-            .largest(sought)
-            .unwrap()
-            .unwrap();
+        let found =
+            Finder { config: &config, origin: &origin, machine: &machine }.largest(sought).unwrap().unwrap();
         assert!(found.plan.fits(), "{sought:?} {}", found.value);
         let value: u64 = found.value.parse().unwrap();
         let resolved = serde_json::to_value(&found.plan.config).unwrap();
@@ -225,7 +223,7 @@ fn the_largest_that_fits_is_the_last_that_does() {
     }
     let (config, origin) =
         (configured(&["training.batch_size=1", "data.sequence_length=256", stay]), origin("gpt2"));
-    let question = Question { config: &config, origin: &origin, machine: &machine };
+    let question = Finder { config: &config, origin: &origin, machine: &machine };
     let found = question.largest(Sought::Model).unwrap().unwrap();
     let (larger, _) = found.next.unwrap();
     let parameters = |name: &str| catalogue::find(name).unwrap().parameter_count();
@@ -233,9 +231,9 @@ fn the_largest_that_fits_is_the_last_that_does() {
     assert!(parameters(&found.value) > 300_000_000, "{}", found.value);
     // A full fine-tuning has no rank, and nothing fits no memory.
     assert!(question.largest(Sought::Rank).unwrap_err().to_string().contains("lora or qlora"));
-    let tiny = Question { machine: &Target { host_memory: ByteSize(0), ..card }.machine(0), ..question };
+    let tiny = Finder { machine: &Target { host_memory: ByteSize(0), ..card }.machine(0), ..question };
     let small = configured(&["memory.device_budget=300MiB", stay]);
-    let nothing = Question { config: &small, ..tiny }.largest(Sought::BatchSize).unwrap();
+    let nothing = Finder { config: &small, ..tiny }.largest(Sought::BatchSize).unwrap();
     assert!(nothing.is_none());
 }
 

@@ -11,7 +11,7 @@ use plimsoll_train::{MemoryReading, Prepared, Resumption, Surroundings, TrainErr
 
 use crate::args::TrainArgs;
 use crate::commands::advice::{misfits, remedies};
-use crate::commands::plan::{PlanSpeeds, describe, whole_run};
+use crate::commands::plan::describe::{describe, whole_run};
 use crate::failure::Failure;
 use crate::load_line::kept_so_far;
 use crate::models::{self, Need};
@@ -21,7 +21,9 @@ use crate::ranks;
 use crate::row;
 use crate::session::{Engine, load_config_on};
 use crate::signals::StopSignals;
+use crate::speeds::PlanSpeeds;
 use crate::table;
+use crate::units::seconds;
 
 pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     if let Some(ranks) = args.ranks {
@@ -194,11 +196,7 @@ fn summary(outcome: &TrainingOutcome) -> String {
         row!["host", ByteSize(planned.host_peak_bytes), ByteSize(measured.host_peak_bytes)],
         row!["disk", ByteSize(planned.disk_bytes), ByteSize(measured.disk_bytes)],
         row!["process", ByteSize(planned.process_bytes), ByteSize(measured.process_peak_rss_bytes)],
-        row![
-            "step",
-            crate::commands::plan::seconds(planned.step_seconds),
-            crate::commands::plan::seconds(measured.step_seconds_median)
-        ],
+        row!["step", seconds(planned.step_seconds), seconds(measured.step_seconds_median)],
         row![
             "tokens/s",
             format!("{:.0}", planned.tokens_per_second),

@@ -10,14 +10,15 @@ use plimsoll_plan::{Catalogue, Target, TrainingPlan};
 use serde_json::{Value, json};
 
 use crate::args::{ConfigSource, DoctorArgs};
+use crate::asked::Asked;
 use crate::commands::advice::{misfits, remedies};
-use crate::commands::plan::{checkpointing, seconds};
+use crate::commands::plan::describe::checkpointing;
 use crate::failure::Failure;
-use crate::models::{self, Need};
 use crate::output::{out, outln};
 use crate::row;
 use crate::session::load_config;
 use crate::table;
+use crate::units::seconds;
 
 pub fn run(args: &DoctorArgs, path: &Path) -> Result<(), Failure> {
     let name = path.display();
@@ -108,9 +109,7 @@ fn planned(args: &DoctorArgs, found: &Diagnosis) -> Result<Option<(Target, Train
         ..ConfigSource::default()
     };
     let config = load_config(&source)?;
-    let origin = models::origin(&config, Need::Shape, args.json)?;
-    let machine = target.machine(plimsoll_train::host_bytes_per_token(&config));
-    let plan = TrainingPlan::for_model(&config, &origin, &machine)?;
+    let (plan, _) = Asked::on(Some(target.clone()), config, args.json)?.plan()?;
     Ok(Some((target, plan)))
 }
 

@@ -4,10 +4,10 @@ use plimsoll_memory::ByteSize;
 use serde_json::Value;
 
 use super::report::{Kind, Report, Token};
-use crate::commands::plan::count;
 use crate::needs;
 use crate::row;
 use crate::table;
+use crate::units::count;
 
 /// Lines of a chat template that are shown unless all are asked for.
 const TEMPLATE_LINES: usize = 6;

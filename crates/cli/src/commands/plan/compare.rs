@@ -4,13 +4,16 @@ use plimsoll_memory::ByteSize;
 use plimsoll_plan::{RunCost, Target, TrainingPlan};
 use serde_json::{Value, json};
 
-use super::{cost, load_config_for, machine_of, seconds};
+use super::cost;
 use crate::args::{ConfigSource, PlanArgs};
+use crate::asked::{load_config_for, target_named};
 use crate::failure::Failure;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
 use crate::row;
 use crate::table;
+use crate::units::{count, seconds};
+use plimsoll_plan::config::Imported;
 
 /// A machine, the plan for it, and what a run costs there.
 struct Line {
@@ -23,8 +26,8 @@ struct Line {
 pub fn named(args: &PlanArgs, source: &ConfigSource) -> Result<(), Failure> {
     let (mut plans, mut origin) = (Vec::new(), None);
     for name in &args.compare {
-        let target = machine_of(name, args.ranks, args.host_memory)?;
-        let config = load_config_for((source, &[]), Some(&target), None)?;
+        let target = target_named(name, &args.machine)?;
+        let config = load_config_for((source, &Imported::default()), Some(&target), None)?;
         if origin.is_none() {
             origin = Some(models::origin(&config, Need::Shape, args.json)?);
         }
@@ -101,6 +104,6 @@ fn table(lines: &[Line]) -> String {
         "{}\nhours and dollars are those of {} tokens. Each machine has the plan that is best for it: batch, checkpointing and offload\n\
          may differ (--json has them). Speeds are the plan's claim: this version trains on CPUs.\n",
         table::render(&rows),
-        super::count(tokens)
+        count(tokens)
     )
 }

@@ -2,8 +2,8 @@
 
 use plimsoll_plan::{Price, RunCost, Target, TrainingPlan};
 
-use super::seconds;
 use crate::args::PlanArgs;
+use crate::units::{count, seconds};
 
 /// Tokens of a run whose length nobody has said.
 pub const BILLION: u64 = 1_000_000_000;
@@ -54,12 +54,5 @@ pub fn hours(hours: f64) -> String {
     match hours {
         hours if hours < 10.0 => format!("{hours:.2}"),
         hours => format!("{hours:.0}"),
-    }
-}
-
-fn count(tokens: u64) -> String {
-    match tokens {
-        0..1_000_000 => tokens.to_string(),
-        _ => super::count(tokens),
     }
 }
