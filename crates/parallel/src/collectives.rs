@@ -14,6 +14,11 @@ pub trait Collectives: Communicator {
         rounds(self.rank(), self.size())
     }
 
+    /// The place of another rank among the others: where what it has sent lies in a buffer that holds one part of each.
+    fn place_of(&self, other: u32) -> u64 {
+        u64::from(if other < self.rank() { other } else { other.saturating_sub(1) })
+    }
+
     /// What the first rank has, on every rank.
     ///
     /// # Errors

@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use plimsoll_device::{Collective, Communicated, Device, Due, Tensor, Transferred};
 
-use crate::group::place_among;
+use crate::group::{among_all, place_among};
 use crate::{CommunicationError, Communicator, Exchange, Ticket};
 
 /// One of so many ranks, with nobody behind the others. The dry device counts what the rank would send.
@@ -20,8 +20,24 @@ pub struct DryRanks {
 struct Machines {
     /// Ranks of each, neighbours.
     of_each: u32,
-    /// The numbers that these ranks have among all; their own where they are all.
-    members: Option<Rc<[u32]>>,
+    /// The number that each rank has among all.
+    numbers: Rc<[u32]>,
+    /// How many are on other machines than this rank.
+    far: u64,
+}
+
+impl Machines {
+    fn new(rank: u32, of_each: u32, numbers: Rc<[u32]>) -> Machines {
+        let machines = Machines { of_each, numbers, far: 0 };
+        let own = machines.of(rank);
+        let far = machines.numbers.iter().filter(|number| Some(**number / of_each) != own).count() as u64;
+        Machines { far, ..machines }
+    }
+
+    /// The machine of a rank.
+    fn of(&self, rank: u32) -> Option<u32> {
+        Some(self.numbers.get(rank as usize)? / self.of_each)
+    }
 }
 
 impl DryRanks {
@@ -32,25 +48,14 @@ impl DryRanks {
 
     /// The same on machines with so many neighbours each.
     pub fn on_machines(rank: u32, size: u32, of_each: u32) -> DryRanks {
-        let machines = (of_each < size).then(|| Machines { of_each: of_each.max(1), members: None });
+        let machines = (of_each < size).then(|| Machines::new(rank, of_each.max(1), (0..size).collect()));
         DryRanks { rank, size, machines }
-    }
-
-    /// The machine of a rank.
-    fn machine(&self, rank: u32) -> u32 {
-        let Some(Machines { of_each, members }) = &self.machines else { return 0 };
-        let among_all = |members: &Rc<[u32]>| members.get(rank as usize).copied().unwrap_or(rank);
-        members.as_ref().map_or(rank, among_all) / of_each
     }
 
     /// What is sent to all others alike.
     fn to_all(&self, sent: Communicated) -> Communicated {
-        if self.machines.is_none() {
-            return sent;
-        }
-        let own = self.machine(self.rank);
-        let far = (0..self.size).filter(|rank| self.machine(*rank) != own).count() as u64;
-        sent.to_other_machines(far, u64::from(self.size.saturating_sub(1)))
+        let others = u64::from(self.size.saturating_sub(1));
+        self.machines.as_ref().map_or(sent, |machines| sent.to_other_machines(machines.far, others))
     }
 }
 
@@ -69,13 +74,13 @@ impl Communicator for DryRanks {
 
     fn group(&self, members: Vec<u32>) -> Result<Box<dyn Communicator + '_>, CommunicationError> {
         let (rank, size) = (place_among(self.rank, &members)?, members.len() as u32);
-        let machines = self.machines.as_ref().map(|machines| {
-            let among_all = |member: &u32| match &machines.members {
-                Some(all) => all.get(*member as usize).copied().unwrap_or(*member),
-                None => *member,
-            };
-            Machines { members: Some(members.iter().map(among_all).collect()), ..machines.clone() }
-        });
+        let machines = match &self.machines {
+            Some(Machines { of_each, numbers, .. }) => {
+                let numbers = among_all(&members, Some(numbers))?;
+                Some(Machines::new(rank, *of_each, numbers.into()))
+            }
+            None => None,
+        };
         Ok(Box::new(DryRanks { rank, size, machines }))
     }
 
@@ -92,7 +97,8 @@ impl Communicator for DryRanks {
         _: Option<(u32, &Tensor)>,
     ) -> Result<(), CommunicationError> {
         if let Some((to, x)) = send {
-            let far = u64::from(self.machine(to) != self.machine(self.rank));
+            let is_far = |machines: &Machines| machines.of(to) != machines.of(self.rank);
+            let far = u64::from(self.machines.as_ref().is_some_and(is_far));
             count(device, Communicated::of(within, x.bytes()).to_other_machines(far, 1));
         }
         Ok(())

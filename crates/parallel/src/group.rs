@@ -20,6 +20,14 @@ impl<'t, T: Transport> Members<'t, T> {
     }
 }
 
+/// The numbers that members of a group have among all ranks; `group` has those of the group, where it is not all of them.
+pub(crate) fn among_all(members: &[u32], group: Option<&[u32]>) -> Result<Vec<u32>, TransportError> {
+    let Some(group) = group else { return Ok(members.to_vec()) };
+    let number =
+        |rank: &u32| group.get(*rank as usize).copied().ok_or(TransportError::NoSuchRank { rank: *rank });
+    members.iter().map(number).collect()
+}
+
 /// Which member a rank is.
 pub(crate) fn place_among(rank: u32, members: &[u32]) -> Result<u32, TransportError> {
     let place = members.iter().position(|member| *member == rank);

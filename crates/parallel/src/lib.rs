@@ -36,7 +36,7 @@ pub use exchange::{Exchange, Span, Ticket};
 pub use mesh::{Mesh, MeshPlace};
 #[cfg(feature = "mpi")]
 pub use mpi::{Mpi, MpiError, MpiRanks};
-pub use shares::Shares;
+pub use shares::{Shares, least_common_multiple};
 pub use threads::{ThreadRank, thread_ranks};
 pub use transport::{Transport, TransportError};
 pub use wired::Wired;

@@ -47,6 +47,11 @@ fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
+/// The least number that both divide; `u64::MAX` where it is larger.
+pub fn least_common_multiple(a: u64, b: u64) -> u64 {
+    (a / gcd(a, b).max(1)).saturating_mul(b)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -8,7 +8,7 @@ use plimsoll_device::{Collective, Communicated, Device, Tensor};
 use plimsoll_memory::Worker;
 
 use crate::exchange::{Carried, Outgoing};
-use crate::group::{Members, place_among};
+use crate::group::{Members, among_all, place_among};
 use crate::{CommunicationError, Communicator, Exchange, Ticket, Transport, TransportError, rounds};
 
 /// A rank that reaches the others, or some of them.
@@ -88,13 +88,8 @@ impl<T: Transport + 'static> Communicator for Wired<T> {
     fn group(&self, members: Vec<u32>) -> Result<Box<dyn Communicator + '_>, CommunicationError> {
         let rank = place_among(self.rank, &members)?;
         let (line, sent, size) = (Rc::clone(&self.line), Rc::clone(&self.sent), members.len() as u32);
-        let of_all = |member: &u32| match &self.members {
-            None => Some(*member),
-            Some(all) => all.get(*member as usize).copied(),
-        };
-        let members = members.iter().map(of_all).collect::<Option<Vec<u32>>>();
-        let members = members.ok_or(TransportError::NoSuchRank { rank: self.size })?;
-        Ok(Box::new(Wired { line, rank, size, members: Some(members), sent }))
+        let members = Some(among_all(&members, self.members.as_deref())?);
+        Ok(Box::new(Wired { line, rank, size, members, sent }))
     }
 
     fn begin(&self, device: &dyn Device, exchange: Exchange<'_>) -> Result<Ticket, CommunicationError> {

@@ -3,6 +3,7 @@
 use std::str::FromStr;
 
 use plimsoll_model::{ModelSpec, catalogue};
+use plimsoll_parallel::least_common_multiple;
 use plimsoll_step::{AttentionKind, StepError};
 
 use crate::catalogue::{Catalogue, Target};
@@ -255,14 +256,6 @@ pub fn fitting_devices(
         }
     }
     Ok(fitting)
-}
-
-fn least_common_multiple(a: u64, b: u64) -> u64 {
-    let (mut x, mut y) = (a, b);
-    while y > 0 {
-        (x, y) = (y, x % y);
-    }
-    a / x.max(1) * b
 }
 
 /// The largest number from 1 to `most` that fits, where what fits is all up to some number; `None` where 1 does not.

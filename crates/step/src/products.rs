@@ -8,7 +8,7 @@
 use plimsoll_device::{Collective, Communicated, Device, DeviceExt, Elementwise, Rounding, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::Role;
-use plimsoll_parallel::Communicator;
+use plimsoll_parallel::{Collectives, Communicator};
 
 use crate::StepError;
 use crate::head::reshaped;
@@ -76,7 +76,6 @@ impl<'a> Products<'a> {
         let out = device.alloc(x.dtype(), own.shape().dims(), Tag::Activations, name)?;
         let missing = StepError::Invariant { what: "a rank has no rows of a sum" };
         let sum = self.add_up(device, &self.shares(x), Collective::ReduceScatter)?.ok_or(missing)?;
-        let sum = reshaped(&sum, own.shape().dims())?;
         device.run(Elementwise::Cast { x: &sum, out: &out, rounding: Rounding::Nearest })?;
         Ok(out)
     }
@@ -125,7 +124,7 @@ impl<'a> Products<'a> {
             None => None,
         };
         let term = |from: u32| {
-            let place = u64::from(if from < rank { from } else { from - 1 });
+            let place = ranks.place_of(from);
             let rows = own.as_ref()?.rows();
             received.as_ref()?.slice_rows(place * rows..(place + 1) * rows)
         };

@@ -155,20 +155,14 @@ impl Message {
                 ..Message::by(Source::HostAllocator)
             });
         }
-        if has("out of memory: Killed process")
-            || has("Out of memory: Kill")
-            || has("ut of memory: Killed process")
-        {
+        if has("ut of memory: Kill") {
             let source = if has("emory cgroup") { Source::Cgroup } else { Source::Kernel };
             return Some(killed(line, source));
         }
         if has("OOMKilled") || has("Exit Code:") && has("137") {
             return Some(Message::by(Source::Kubernetes));
         }
-        if has("slurmstepd") && (has("oom_kill") || has("oom-kill"))
-            || has("exceeded job memory limit")
-            || has("Exceeded job memory limit")
-        {
+        if has("slurmstepd") && (has("oom_kill") || has("oom-kill")) || has("xceeded job memory limit") {
             return Some(Message::by(Source::Slurm));
         }
         let ended = has("exits with return code = -9")
@@ -250,12 +244,16 @@ fn size(number: &str, unit: &str) -> Option<u64> {
 
 fn number_after(line: &str, words: &str) -> Option<u32> {
     let (_, rest) = line.split_once(words)?;
-    let digits = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
-    rest.get(..digits)?.parse().ok()
+    leading_number(rest)
+}
+
+/// The number that a text begins with.
+pub(super) fn leading_number<T: FromStr>(text: &str) -> Option<T> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    text.get(..digits)?.parse().ok()
 }
 
 fn kilobytes_after(line: &str, words: &str) -> Option<u64> {
     let (_, rest) = line.split_once(words)?;
-    let digits = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
-    rest.get(..digits)?.parse::<u64>().ok()?.checked_mul(1024)
+    leading_number::<u64>(rest)?.checked_mul(1024)
 }

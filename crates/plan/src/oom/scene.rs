@@ -2,6 +2,8 @@
 
 use serde::Serialize;
 
+use super::message::leading_number;
+
 /// What the program was doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -162,8 +164,7 @@ fn step_of(line: &str) -> Option<u64> {
     ["global_step", "step", "iteration", "iter"].into_iter().find_map(|word| {
         let (_, rest) = lower.split_once(word)?;
         let rest = rest.trim_start_matches(['"', '\'', ':', '=', ' ', '[']);
-        let digits = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
-        rest.get(..digits)?.parse().ok()
+        leading_number(rest)
     })
 }
 
@@ -180,8 +181,7 @@ pub(super) fn ranks_of(line: &str) -> u32 {
     .into_iter()
     .find_map(|words| {
         let (_, rest) = line.split_once(words)?;
-        let digits = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
-        rest.get(..digits)?.parse().ok()
+        leading_number(rest)
     })
     .filter(|ranks| (1..=65_536).contains(ranks))
     .unwrap_or(1)

@@ -16,6 +16,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use plimsoll_device::{DeviceExt, Iterations, KnownRounds};
 use plimsoll_memory::Phase;
+use plimsoll_parallel::least_common_multiple;
 
 use super::pipeline::Way;
 use super::schedule::{Exchange, Side, Slot};
@@ -108,7 +109,7 @@ impl Interleaved {
                 length += 1;
                 place = later.get(&place).copied().unwrap_or(place);
             }
-            turns = lcm(turns, length.max(1));
+            turns = least_common_multiple(turns, length.max(1));
         }
         turns
     }
@@ -153,15 +154,6 @@ impl Interleaved {
             gets_back: backward(next).filter(|leg| !self.ends(leg)),
         }
     }
-}
-
-/// The least number that both divide; the largest there is, if that is larger.
-fn lcm(a: u64, b: u64) -> u64 {
-    let (mut divisor, mut rest) = (a, b);
-    while rest > 0 {
-        (divisor, rest) = (rest, divisor % rest);
-    }
-    (a / divisor.max(1)).saturating_mul(b)
 }
 
 /// The ticks in which one leg goes forward and one comes back, but for the last of them.

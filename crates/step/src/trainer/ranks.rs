@@ -136,7 +136,7 @@ impl Trainer<'_> {
             _ => None,
         };
         let place = |from: u32| {
-            let row = u64::from(if from < rank { from } else { from - 1 });
+            let row = ranks.place_of(from);
             received.as_ref()?.slice_rows(row..row + 1)
         };
         let sent = self.sent(part, gradient.bytes(), own.as_ref().map_or(0, Tensor::bytes), within);
@@ -178,7 +178,7 @@ impl Trainer<'_> {
         }
         let send = |to| Some(Span { buffer: 0, bytes: self.share_bytes(part, dtype, to)? });
         let receive = |from: u32| {
-            let row = u64::from(if from < rank { from } else { from - 1 });
+            let row = ranks.place_of(from);
             (own > 0).then_some(Span { buffer: 1, bytes: row * own..(row + 1) * own })
         };
         let exchange = Exchange { within, sent, buffers, send: &send, receive: &receive };
