@@ -85,6 +85,8 @@ pub enum Command {
     Inspect(InspectArgs),
     /// List the devices and machines that plans can be made for
     Hardware(HardwareArgs),
+    /// Measure this machine: products by type and shape, attention, memory, disk. Plans use what was found from then on
+    Calibrate(CalibrateArgs),
     /// Show what this machine has and what of it may be used; or say what a log of memory that ran out means
     Doctor(DoctorArgs),
     /// List every key of the configuration with its default
@@ -208,6 +210,22 @@ fn dollars(text: &str) -> Result<f64, String> {
 pub struct HardwareArgs {
     /// A device or a machine: rtx-4090, 8xh100, or a .yaml file
     pub name: Option<String>,
+    /// Print one JSON document and nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct CalibrateArgs {
+    /// Write this machine's description to a file, for plan --hardware FILE on any machine
+    #[arg(long, short, value_name = "FILE.yaml")]
+    pub output: Option<PathBuf>,
+    /// Measure the disk of this folder too
+    #[arg(long, value_name = "FOLDER")]
+    pub disk: Option<PathBuf>,
+    /// Threads that compute; all cores that this process may use by default
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub json: bool,

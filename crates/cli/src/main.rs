@@ -88,6 +88,7 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Convert(args) => commands::convert::run(args),
         Command::Merge(args) => commands::merge::run(args),
         Command::Inspect(args) => commands::inspect::run(args),
+        Command::Calibrate(args) => commands::calibrate::run(args),
         Command::Hardware(args) => commands::hardware::run(args),
         Command::Doctor(args) => commands::doctor::run(args),
         Command::Config(args) => commands::config::run(args),

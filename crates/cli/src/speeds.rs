@@ -2,13 +2,12 @@
 //! machine and not on how busy the machine was.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use plimsoll_device::cpu::{Isa, MachineRates, Pool};
+use plimsoll_device::cpu::{Calibration, Isa, MachineRates, Pool};
 use plimsoll_disk::EngineSettings;
 use plimsoll_plan::hardware::{Cpu, disk_space};
-use plimsoll_plan::{
-    DiskName, DiskRates, MachineName, Measured, Rates, RatesFile, Target, TrainingPlan, Wiring,
-};
+use plimsoll_plan::{DiskName, DiskRates, MachineName, Measured, Rates, RatesFile, Target, TrainingPlan};
 use serde_json::{Value, json};
 
 use crate::session::Engine;
@@ -31,19 +30,24 @@ pub struct Speeds {
     cpu: Cpu,
     /// What its kernels do.
     pub machine: Measured<Rates>,
+    /// All that was measured, where that was asked for.
+    pub calibration: Option<Calibration>,
     /// Why the last measurement could not be kept.
     not_kept: Option<String>,
 }
 
 impl Speeds {
-    /// The speeds of this machine: measured where they are unknown, or where `again` asks for it. A measurement that has
-    /// less `room` than it takes counts for this run alone and is not kept.
-    pub fn of(cpu: &Cpu, (pool, isa): (&Pool, Isa), again: bool, room: u64) -> Speeds {
+    /// The speeds of this machine: measured at a glance where they are unknown, and thoroughly where `again` asks for it. A measurement
+    /// that has less `room` than it takes counts for this run alone and is not kept.
+    pub fn of(cpu: &Cpu, (pool, isa): (&Arc<Pool>, Isa), again: bool, room: u64) -> Speeds {
         let file = RatesFile::from_variables(&|key| std::env::var_os(key));
         let name = MachineName::of(cpu, pool.threads(), isa.to_string());
         let known = file.as_ref().filter(|_| !again).and_then(|file| file.machine(&name));
-        let measured = known.unwrap_or_else(|| Measured::now(measure(pool, isa, room)));
-        let mut speeds = Speeds { file, cpu: cpu.clone(), machine: measured, not_kept: None };
+        let thorough = again && room >= Calibration::ROOM;
+        let calibration = thorough.then(|| Calibration::measure(pool, isa).ok()).flatten();
+        let found = || calibration.as_ref().map_or_else(|| measure(pool, isa, room), rates);
+        let measured = known.unwrap_or_else(|| Measured::now(found()));
+        let mut speeds = Speeds { file, cpu: cpu.clone(), machine: measured, calibration, not_kept: None };
         if known.is_none() && room < MachineRates::ROOM {
             speeds.not_kept = Some("there was little memory to measure in".to_owned());
         } else if known.is_none() {
@@ -114,14 +118,20 @@ impl Speeds {
 }
 
 fn measure(pool: &Pool, isa: Isa, room: u64) -> Rates {
-    let measured = MachineRates::measure(pool, isa, room);
+    let MachineRates { matmul_f32, matmul_bf16, memory_bandwidth } = MachineRates::measure(pool, isa, room);
+    Rates::of_cpu([matmul_f32, matmul_bf16], memory_bandwidth, matmul_f32 / FLOPS_PER_EXP)
+}
+
+fn rates(calibration: &Calibration) -> Rates {
+    let Calibration { matmul_f32, matmul_bf16, memory_bandwidth, exps, .. } = *calibration;
     Rates {
-        matmul_f32: measured.matmul_f32,
-        matmul_bf16: measured.matmul_bf16,
-        memory_bandwidth: measured.memory_bandwidth,
-        exps: measured.matmul_f32 / FLOPS_PER_EXP,
-        disk: DiskRates::USUAL,
-        wiring: Wiring::CPU,
+        matmul_fp8: calibration.matmul_fp8,
+        thin_f32: calibration.thin_f32,
+        thin_bf16: calibration.thin_bf16,
+        attention_f32: calibration.attention_f32,
+        attention_bf16: calibration.attention_bf16,
+        seconds_per_operation: calibration.seconds_per_operation,
+        ..Rates::of_cpu([matmul_f32, matmul_bf16], memory_bandwidth, exps)
     }
 }
 

@@ -113,6 +113,30 @@ fn with_cache(folder: &Path, cache: &Path, arguments: &[&str]) -> Output {
     command.current_dir(folder).env("XDG_CACHE_HOME", cache).args(arguments).output().unwrap()
 }
 
+/// What calibration finds is what plans go by from then on: here, and with its file anywhere.
+#[test]
+fn a_machine_that_was_calibrated_is_planned_for_here_and_elsewhere() {
+    let (folder, cache) = (folder(), tempfile::tempdir().unwrap());
+    let run = |arguments: &[&str]| with_cache(folder.path(), cache.path(), arguments);
+    let found = run(&["calibrate", "-o", "here.yaml", "--disk", ".", "--json"]);
+    assert!(found.status.success(), "{}", text(&found.stderr));
+    let found = json(&found);
+    assert!(found["samples"].as_array().unwrap().len() > 40, "{found}");
+    assert!(found["disk"]["read"].as_f64().unwrap() > 1e6, "{found}");
+    let doctor = json(&run(&["doctor", "--json"]));
+    assert_eq!(doctor["rates"], found["rates"]);
+    let plan =
+        |more: &[&str]| json(&run(&[&["plan", "c.yaml", "--memory", "256MiB", "--json"], more].concat()));
+    let (here, elsewhere) = (plan(&[]), plan(&["--hardware", "here.yaml"]));
+    assert_eq!(here["time"], elsewhere["time"]);
+    assert_eq!(here["memory"]["device"]["peak_bytes"], elsewhere["memory"]["device"]["peak_bytes"]);
+    let words = run(&["hardware", "here.yaml"]);
+    assert!(words.status.success(), "{}", text(&words.stderr));
+    let nowhere = run(&["calibrate", "-o", "no/such/folder/here.yaml"]);
+    assert_eq!(nowhere.status.code(), Some(1));
+    assert!(text(&nowhere.stderr).contains("no/such/folder"), "{}", text(&nowhere.stderr));
+}
+
 #[test]
 fn speeds_are_measured_once_and_a_plan_depends_on_what_was_kept() {
     let (folder, cache) = (folder(), tempfile::tempdir().unwrap());

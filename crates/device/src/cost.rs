@@ -5,14 +5,52 @@ use crate::Compute;
 /// The cost of one operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
-    /// Floating-point operations of matrix products, and the precision in which they run.
-    pub matmul: Option<(Compute, u64)>,
+    /// What a matrix product multiplies.
+    pub matmul: Option<Multiplied>,
     /// Floating-point operations in attention (its products run on tiles, in `matmul`'s precision or f32).
     pub attention: Option<(Compute, u64)>,
     /// Bytes read and written.
     pub bytes: u64,
     /// Transcendental evaluations (exp and the like).
     pub exps: u64,
+}
+
+/// Floating-point operations of a matrix product, and what their speed depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Multiplied {
+    /// What is multiplied.
+    pub arithmetic: Arithmetic,
+    /// Whether a side is shorter than [`THIN`].
+    pub thin: bool,
+    /// Operations: two for each product of two numbers.
+    pub flops: u64,
+}
+
+/// What is multiplied by what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arithmetic {
+    /// f32.
+    F32,
+    /// Numbers of two bytes.
+    Half,
+    /// 8-bit floats, both.
+    Fp8,
+}
+
+/// A product with a shorter side than this is thin: it reads its operands more than it multiplies them. Those of LoRA are.
+pub const THIN: u64 = 64;
+
+impl Multiplied {
+    /// A product `[rows, inner]` times `[inner, columns]`.
+    pub fn new(arithmetic: Arithmetic, [rows, inner, columns]: [u64; 3]) -> Multiplied {
+        let thin = rows.min(inner).min(columns) < THIN;
+        Multiplied { arithmetic, thin, flops: product_of(&[2, rows, inner, columns]) }
+    }
+
+    /// So many operations of products that are not thin.
+    pub(crate) fn f32(flops: u64) -> Multiplied {
+        Multiplied { arithmetic: Arithmetic::F32, thin: false, flops }
+    }
 }
 
 /// Costs added up.
@@ -24,6 +62,12 @@ pub struct Tally {
     pub matmul_f32: u64,
     /// Matrix-product FLOPs in bf16.
     pub matmul_bf16: u64,
+    /// Matrix-product FLOPs of 8-bit floats.
+    pub matmul_fp8: u64,
+    /// FLOPs of thin products in f32, which are in none of the others.
+    pub thin_f32: u64,
+    /// FLOPs of thin products in narrower types.
+    pub thin_bf16: u64,
     /// Attention FLOPs in f32.
     pub attention_f32: u64,
     /// Attention FLOPs in bf16.
@@ -41,10 +85,15 @@ impl Tally {
     pub fn add(&mut self, cost: Cost) {
         let add = |total: &mut u64, more: u64| *total = total.saturating_add(more);
         add(&mut self.operations, 1);
-        match cost.matmul {
-            Some((Compute::F32, flops)) => add(&mut self.matmul_f32, flops),
-            Some((Compute::Bf16, flops)) => add(&mut self.matmul_bf16, flops),
-            None => {}
+        if let Some(Multiplied { arithmetic, thin, flops }) = cost.matmul {
+            let total = match (arithmetic, thin) {
+                (Arithmetic::F32, false) => &mut self.matmul_f32,
+                (Arithmetic::Half, false) => &mut self.matmul_bf16,
+                (Arithmetic::Fp8, false) => &mut self.matmul_fp8,
+                (Arithmetic::F32, true) => &mut self.thin_f32,
+                (Arithmetic::Half | Arithmetic::Fp8, true) => &mut self.thin_bf16,
+            };
+            add(total, flops);
         }
         match cost.attention {
             Some((Compute::F32, flops)) => add(&mut self.attention_f32, flops),
@@ -76,6 +125,9 @@ impl Tally {
             operations: with(self.operations, other.operations),
             matmul_f32: with(self.matmul_f32, other.matmul_f32),
             matmul_bf16: with(self.matmul_bf16, other.matmul_bf16),
+            matmul_fp8: with(self.matmul_fp8, other.matmul_fp8),
+            thin_f32: with(self.thin_f32, other.thin_f32),
+            thin_bf16: with(self.thin_bf16, other.thin_bf16),
             attention_f32: with(self.attention_f32, other.attention_f32),
             attention_bf16: with(self.attention_bf16, other.attention_bf16),
             bytes: with(self.bytes, other.bytes),
@@ -86,8 +138,9 @@ impl Tally {
 
     /// All floating-point operations of matrix products and attention.
     pub fn flops(&self) -> u64 {
-        let all = [self.matmul_f32, self.matmul_bf16, self.attention_f32, self.attention_bf16];
-        all.into_iter().fold(0, u64::saturating_add)
+        let products = [self.matmul_f32, self.matmul_bf16, self.matmul_fp8, self.thin_f32, self.thin_bf16];
+        let all = products.into_iter().chain([self.attention_f32, self.attention_bf16]);
+        all.fold(0, u64::saturating_add)
     }
 }
 

@@ -21,7 +21,7 @@ mod trace;
 
 pub use attention_shape::{AttentionShape, BlockSparse};
 pub use clock::{Clock, Due, Lines, Pace, Times, Transferred};
-pub use cost::{Cost, Tally};
+pub use cost::{Arithmetic, Cost, Multiplied, THIN, Tally};
 pub use cpu::{Cpu, CpuOptions};
 pub use device::{Device, DeviceError, DeviceExt, DeviceTraits, Lent};
 pub use dry::Dry;

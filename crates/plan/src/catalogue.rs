@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 
 use plimsoll_memory::ByteSize;
 
-pub use device::{DeviceModel, Price};
+pub use device::{DeviceModel, MeasuredCpu, Price};
 pub use target::{Spill, Target};
 
 use file::Content;

@@ -38,7 +38,7 @@ mod training_plan;
 mod zero_table;
 
 pub use advice::{Alternative, Extent, LeastNeed, MemoryAndDisk, Refusal};
-pub use catalogue::{Catalogue, CatalogueError, DeviceModel, Price, Spill, Target};
+pub use catalogue::{Catalogue, CatalogueError, DeviceModel, MeasuredCpu, Price, Spill, Target};
 pub use colours::{COLOURS, Colour, OTHER_COLOUR};
 pub use cost::RunCost;
 pub use divide::Division;

@@ -14,7 +14,7 @@ use crate::hardware::Cpu;
 use crate::time::{DiskRates, Rates};
 
 /// The file's layout.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 
 /// Bytes of a file that are read: far more than all entries take.
 const MOST_BYTES: u64 = 1 << 20;
@@ -140,16 +140,12 @@ impl RatesFile {
 
     /// What is known of a machine.
     pub fn machine(&self, name: &MachineName) -> Option<Measured<Rates>> {
-        let sound = |rates: &Rates| {
-            let Rates { matmul_f32, matmul_bf16, memory_bandwidth, exps, disk, .. } = *rates;
-            [matmul_f32, matmul_bf16, memory_bandwidth, exps].into_iter().all(is_rate) && is_sound(&disk)
-        };
-        find(&self.read().machines, name, sound)
+        find(&self.read().machines, name, |rates| rates.fault().is_none())
     }
 
     /// What is known of a disk.
     pub fn disk(&self, name: &DiskName) -> Option<Measured<DiskRates>> {
-        find(&self.read().disks, name, is_sound)
+        find(&self.read().disks, name, DiskRates::is_sound)
     }
 
     /// Keeps what was measured of a machine.
@@ -223,15 +219,6 @@ fn put<N: PartialEq, T>(entries: &mut Vec<Entry<N, T>>, name: N, measured: Measu
     entries.truncate(MOST_ENTRIES);
 }
 
-/// From one in a second to more than any machine does.
-fn is_rate(rate: f64) -> bool {
-    (1.0..=1e18).contains(&rate)
-}
-
-fn is_sound(disk: &DiskRates) -> bool {
-    is_rate(disk.read) && is_rate(disk.write)
-}
-
 fn seconds_since_1970() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
@@ -240,16 +227,8 @@ fn seconds_since_1970() -> u64 {
 mod tests {
     use super::*;
     use crate::hardware::Hardware;
-    use crate::time::Wiring;
 
-    const RATES: Rates = Rates {
-        matmul_f32: 1e11,
-        matmul_bf16: 2e11,
-        memory_bandwidth: 1e10,
-        exps: 1e9,
-        disk: DiskRates::USUAL,
-        wiring: Wiring::CPU,
-    };
+    const RATES: Rates = Rates::of_cpu([1e11, 2e11], 1e10, 1e9);
 
     fn name(threads: usize) -> MachineName {
         MachineName::of(&Hardware::detect().cpu, threads, "AVX2".to_owned())
@@ -294,7 +273,7 @@ mod tests {
             good.replace("100000000000.0", "1e300"),
             good.replace("100000000000.0", "null"),
             good.replace(&at, "18446744073709551615"),
-            good.replace("\"format\": 1", "\"format\": 2"),
+            good.replace("\"format\": 2", "\"format\": 3"),
         ] {
             assert_ne!(bad, good);
             std::fs::write(file.path(), &bad).unwrap();

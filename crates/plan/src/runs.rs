@@ -154,16 +154,8 @@ pub(crate) mod tests {
     use crate::config::RawConfig;
     use crate::limits::Limits;
     use crate::resolve::choose;
-    use crate::time::{DiskRates, Wiring};
 
-    pub(crate) const RATES: Rates = Rates {
-        matmul_f32: 1e11,
-        matmul_bf16: 2e11,
-        memory_bandwidth: 2e10,
-        exps: 1e9,
-        disk: DiskRates::USUAL,
-        wiring: Wiring::CPU,
-    };
+    pub(crate) const RATES: Rates = Rates::of_cpu([1e11, 2e11], 2e10, 1e9);
 
     fn runs(spec: &ModelSpec, threads: usize) -> DryRuns<'_> {
         DryRuns { threads, ..DryRuns::new(spec, &RATES) }

@@ -10,10 +10,22 @@ pub struct Rates {
     pub matmul_f32: f64,
     /// bf16 matrix products, FLOP/s.
     pub matmul_bf16: f64,
+    /// Matrix products of 8-bit floats, FLOP/s.
+    pub matmul_fp8: f64,
+    /// f32 products with a side shorter than [`THIN`](plimsoll_device::THIN), FLOP/s, where their operands are at hand.
+    pub thin_f32: f64,
+    /// The same in narrower types.
+    pub thin_bf16: f64,
+    /// Attention in f32, FLOP/s.
+    pub attention_f32: f64,
+    /// Attention in bf16, FLOP/s.
+    pub attention_bf16: f64,
     /// Memory, bytes/s.
     pub memory_bandwidth: f64,
     /// exp and the like, evaluations/s.
     pub exps: f64,
+    /// Starting an operation takes about this long, whatever its size.
+    pub seconds_per_operation: f64,
     /// The disk for offloaded tensors, bytes read and written in a second.
     pub disk: DiskRates,
     /// What device it is, and how it is connected.
@@ -32,8 +44,6 @@ pub struct Wiring {
     pub rank_link: f64,
     /// What is between machines, where there are several.
     pub network: Option<Network>,
-    /// Starting an operation takes about this long, whatever its size.
-    pub seconds_per_operation: f64,
 }
 
 /// What is between machines.
@@ -46,14 +56,9 @@ pub struct Network {
 }
 
 impl Wiring {
-    /// A CPU's: processes of one machine reach about this, and an operation waits for all threads.
-    pub const CPU: Wiring = Wiring {
-        device: DeviceTraits::CPU,
-        host_link: None,
-        rank_link: 2e9,
-        network: None,
-        seconds_per_operation: 3e-5,
-    };
+    /// A CPU's: processes of one machine reach about this.
+    pub const CPU: Wiring =
+        Wiring { device: DeviceTraits::CPU, host_link: None, rank_link: 2e9, network: None };
 }
 
 impl Default for Wiring {
@@ -74,10 +79,22 @@ pub struct DiskRates {
 impl DiskRates {
     /// A common NVMe disk's, for plans that are made for no disk in particular.
     pub const USUAL: DiskRates = DiskRates { read: 2e9, write: 1e9 };
+
+    pub(crate) fn is_sound(&self) -> bool {
+        is_rate(self.read) && is_rate(self.write)
+    }
 }
 
-/// Share of the product rate that attention reaches on its smaller tiles.
+/// From one in a second to more than any machine does.
+pub(crate) fn is_rate(rate: f64) -> bool {
+    (1.0..=1e18).contains(&rate)
+}
+
+/// Share of the product rate that attention reaches on its smaller tiles, where it was not measured.
 const ATTENTION_EFFICIENCY: f64 = 0.6;
+
+/// An operation of a CPU waits for all threads: what that takes, where it was not measured.
+const SECONDS_PER_OPERATION: f64 = 3e-5;
 
 /// An estimate.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -112,12 +129,57 @@ fn at_rate(count: u64, rate: f64) -> f64 {
 }
 
 impl Rates {
+    /// Those of a CPU of which only its large products in f32 and bf16, its memory and its exps are known.
+    pub const fn of_cpu([matmul_f32, matmul_bf16]: [f64; 2], memory_bandwidth: f64, exps: f64) -> Rates {
+        Rates {
+            matmul_f32,
+            matmul_bf16,
+            matmul_fp8: matmul_bf16,
+            thin_f32: matmul_f32,
+            thin_bf16: matmul_bf16,
+            attention_f32: matmul_f32 * ATTENTION_EFFICIENCY,
+            attention_bf16: matmul_bf16 * ATTENTION_EFFICIENCY,
+            memory_bandwidth,
+            exps,
+            seconds_per_operation: SECONDS_PER_OPERATION,
+            disk: DiskRates::USUAL,
+            wiring: Wiring::CPU,
+        }
+    }
+
+    /// What cannot be, in words.
+    pub(crate) fn fault(&self) -> Option<String> {
+        let odd = self.of_arithmetic().into_iter().find(|(_, rate)| !is_rate(*rate));
+        let start = self.seconds_per_operation;
+        let odd = odd.or(Some(("seconds_per_operation", start)).filter(|_| !(0.0..=10.0).contains(&start)));
+        odd.map(|(key, rate)| format!("{key} is {rate}, which no machine does"))
+            .or_else(|| (!self.disk.is_sound()).then(|| "disk: it reads and writes at no rate".to_owned()))
+    }
+
+    /// All that are not those of a disk.
+    pub(crate) fn of_arithmetic(&self) -> [(&'static str, f64); 9] {
+        [
+            ("matmul_f32", self.matmul_f32),
+            ("matmul_bf16", self.matmul_bf16),
+            ("matmul_fp8", self.matmul_fp8),
+            ("thin_f32", self.thin_f32),
+            ("thin_bf16", self.thin_bf16),
+            ("attention_f32", self.attention_f32),
+            ("attention_bf16", self.attention_bf16),
+            ("memory_bandwidth", self.memory_bandwidth),
+            ("exps", self.exps),
+        ]
+    }
+
     /// Seconds that the arithmetic of matrix products takes, and that of attention.
     fn arithmetic(&self, tally: &Tally) -> [f64; 2] {
-        let matmul =
-            at_rate(tally.matmul_f32, self.matmul_f32) + at_rate(tally.matmul_bf16, self.matmul_bf16);
-        let attention = at_rate(tally.attention_f32, self.matmul_f32 * ATTENTION_EFFICIENCY)
-            + at_rate(tally.attention_bf16, self.matmul_bf16 * ATTENTION_EFFICIENCY);
+        let matmul = at_rate(tally.matmul_f32, self.matmul_f32)
+            + at_rate(tally.matmul_bf16, self.matmul_bf16)
+            + at_rate(tally.matmul_fp8, self.matmul_fp8)
+            + at_rate(tally.thin_f32, self.thin_f32)
+            + at_rate(tally.thin_bf16, self.thin_bf16);
+        let attention = at_rate(tally.attention_f32, self.attention_f32)
+            + at_rate(tally.attention_bf16, self.attention_bf16);
         [matmul, attention]
     }
 
@@ -139,7 +201,7 @@ impl Pace for Rates {
         // Products overlap their own traffic unless they are all traffic, as in decoding.
         let matmul = matmul.max(at_rate(tally.matmul_bytes, self.memory_bandwidth));
         let rest = at_rate(tally.bytes, self.memory_bandwidth) + at_rate(tally.exps, self.exps);
-        matmul + attention + rest + tally.operations as f64 * self.wiring.seconds_per_operation
+        matmul + attention + rest + tally.operations as f64 * self.seconds_per_operation
     }
 
     fn transfer(&self, bytes: Transferred) -> Lines {

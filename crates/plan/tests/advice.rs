@@ -2,9 +2,7 @@
 
 use plimsoll_model::{ModelSpec, catalogue};
 use plimsoll_plan::config::{Method, RawConfig};
-use plimsoll_plan::{
-    Alternative, DiskRates, Extent, Machine, ProcessLimits, Rates, Resource, TrainingPlan, Wiring,
-};
+use plimsoll_plan::{Alternative, Extent, Machine, ProcessLimits, Rates, Resource, TrainingPlan};
 
 fn spec() -> ModelSpec {
     ModelSpec { num_layers: 2, vocab_size: 4096, ..catalogue::find("smollm2-135m").unwrap() }
@@ -13,14 +11,7 @@ fn spec() -> ModelSpec {
 const OVERHEAD: u64 = 3 << 20;
 
 fn machine(disk: u64) -> Machine {
-    let rates = Rates {
-        matmul_f32: 1e11,
-        matmul_bf16: 1e11,
-        memory_bandwidth: 1e10,
-        exps: 1e9,
-        disk: DiskRates::USUAL,
-        wiring: Wiring::CPU,
-    };
+    let rates = Rates::of_cpu([1e11, 1e11], 1e10, 1e9);
     let limits = ProcessLimits::NONE;
     Machine {
         rates,

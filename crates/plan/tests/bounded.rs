@@ -2,7 +2,7 @@
 
 use plimsoll_model::catalogue;
 use plimsoll_plan::config::RawConfig;
-use plimsoll_plan::{DiskRates, Machine, ProcessLimits, Rates, TrainingPlan, Wiring};
+use plimsoll_plan::{Machine, ProcessLimits, Rates, TrainingPlan};
 
 /// The most that this process has had in memory so far, in KiB.
 fn most_resident() -> u64 {
@@ -13,14 +13,7 @@ fn most_resident() -> u64 {
 
 #[test]
 fn a_plan_takes_little_memory_whatever_is_planned() {
-    let rates = Rates {
-        matmul_f32: 1e11,
-        matmul_bf16: 1e11,
-        memory_bandwidth: 1e10,
-        exps: 1e9,
-        disk: DiskRates::USUAL,
-        wiring: Wiring::CPU,
-    };
+    let rates = Rates::of_cpu([1e11, 1e11], 1e10, 1e9);
     let limits = ProcessLimits::NONE;
     let disk_available = Some(1 << 60);
     let machine = Machine {

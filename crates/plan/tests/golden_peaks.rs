@@ -14,7 +14,7 @@ use plimsoll_model::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, RopeSpec, SlidingWindow, catalogue,
 };
 use plimsoll_plan::config::RawConfig;
-use plimsoll_plan::{Choice, DiskRates, DryRun, Machine, ProcessLimits, Rates, TrainingPlan, Wiring};
+use plimsoll_plan::{Choice, DryRun, Machine, ProcessLimits, Rates, TrainingPlan};
 use plimsoll_step::{Ranks, StepSettings};
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden_peaks.txt");
@@ -110,14 +110,7 @@ fn odd() -> ModelSpec {
     }
 }
 
-const RATES: Rates = Rates {
-    matmul_f32: 1e11,
-    matmul_bf16: 1e11,
-    memory_bandwidth: 1e10,
-    exps: 1e9,
-    disk: DiskRates::USUAL,
-    wiring: Wiring::CPU,
-};
+const RATES: Rates = Rates::of_cpu([1e11, 1e11], 1e10, 1e9);
 
 fn chosen(case: &Case<'_>) -> Choice {
     let (rates, limits) = (RATES, ProcessLimits::NONE);

@@ -308,14 +308,7 @@ output: {{dir: '{}'}}
     #[cfg(target_os = "linux")]
     fn offloaded_tensors_take_room_of_their_own_disk() {
         let folder = tempfile::tempdir().unwrap();
-        let rates = plimsoll_plan::Rates {
-            matmul_f32: 1e10,
-            matmul_bf16: 1e10,
-            memory_bandwidth: 1e10,
-            exps: 1e8,
-            disk: plimsoll_plan::DiskRates::USUAL,
-            wiring: plimsoll_plan::Wiring::CPU,
-        };
+        let rates = plimsoll_plan::Rates::of_cpu([1e10, 1e10], 1e10, 1e8);
         let machine = plimsoll_plan::Machine {
             rates,
             limits: plimsoll_plan::ProcessLimits::NONE,

@@ -2,6 +2,7 @@
 
 pub mod advice;
 pub mod bench;
+pub mod calibrate;
 pub mod chat;
 pub mod config;
 pub mod convert;

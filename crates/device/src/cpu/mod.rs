@@ -4,6 +4,7 @@
 //! tensors.
 
 mod at_once;
+mod calibrate;
 mod device;
 pub mod isa;
 mod kernels;
@@ -15,6 +16,7 @@ mod run;
 mod slices;
 
 pub use at_once::at_once;
+pub use calibrate::{Calibration, Sample};
 pub use device::{Cpu, CpuOptions};
 pub use isa::Isa;
 pub use matmul::dequantize;

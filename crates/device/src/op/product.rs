@@ -2,7 +2,7 @@
 
 use super::{Family, MAX_PARTIAL_COLUMNS, Rounding, RowPieces};
 use crate::check::Description;
-use crate::cost::product_of;
+use crate::cost::{Arithmetic, Multiplied};
 use crate::{Cost, Tensor};
 
 /// The precision in which a matrix product multiplies; sums are always f32.
@@ -88,13 +88,23 @@ impl<'a> Family<'a> for Product<'a> {
     }
 
     fn cost(&self, once: Cost) -> Cost {
-        let (out, inner, compute) = match *self {
-            Product::Linear { x, out, compute, .. } => (out, x.columns(), compute),
-            Product::LinearBackwardInput { dout, dx, compute, .. } => (dx, dout.columns(), compute),
-            Product::LinearBackwardWeight { dout, dweight, compute, .. } => (dweight, dout.rows(), compute),
+        let (out, operands, inner, compute) = match *self {
+            Product::Linear { x, weight, out, compute, .. } => (out, [x, weight], x.columns(), compute),
+            Product::LinearBackwardInput { dout, weight, dx, compute, .. } => {
+                (dx, [dout, weight], dout.columns(), compute)
+            }
+            Product::LinearBackwardWeight { dout, x, dweight, compute, .. } => {
+                (dweight, [dout, x], dout.rows(), compute)
+            }
             Product::BiasBackward { .. } => return once,
         };
-        Cost { matmul: Some((compute, product_of(&[2, out.elements(), inner]))), ..once }
+        let arithmetic = match compute {
+            Compute::F32 => Arithmetic::F32,
+            Compute::Bf16 if operands.iter().all(|operand| operand.dtype().is_fp8()) => Arithmetic::Fp8,
+            Compute::Bf16 => Arithmetic::Half,
+        };
+        let sides = [out.rows(), inner, out.columns()];
+        Cost { matmul: Some(Multiplied::new(arithmetic, sides)), ..once }
     }
 }
 

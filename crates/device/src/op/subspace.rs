@@ -2,8 +2,8 @@
 
 use super::{Family, PIECE};
 use crate::check::Description;
-use crate::cost::product_of;
-use crate::{Adam, Channels, Compute, Cost, Tensor};
+use crate::cost::{Multiplied, product_of};
+use crate::{Adam, Channels, Cost, Tensor};
 
 /// A basis of a subspace, or what is done with a gradient in it.
 #[allow(missing_docs)]
@@ -69,11 +69,11 @@ impl<'a> Family<'a> for Subspace<'a> {
             Subspace::RandomNormal { out, .. } => Cost { exps: 2 * out.elements(), ..once },
             // Twice, a product and a multiple of each row for each row before it.
             Subspace::Orthonormalize { x } => {
-                Cost { matmul: Some((Compute::F32, product_of(&[4, x.rows(), x.elements()]))), ..once }
+                Cost { matmul: Some(Multiplied::f32(product_of(&[4, x.rows(), x.elements()]))), ..once }
             }
             // Some eight sweeps, each of which rotates every pair of rows and columns, and vectors.
             Subspace::Eigenvectors { matrix, .. } => Cost {
-                matmul: Some((Compute::F32, product_of(&[8 * 9, matrix.rows(), matrix.elements()]))),
+                matmul: Some(Multiplied::f32(product_of(&[8 * 9, matrix.rows(), matrix.elements()]))),
                 ..once
             },
         }

@@ -4,6 +4,7 @@ use plimsoll_device::DeviceTraits;
 use plimsoll_memory::ByteSize;
 use serde::{Deserialize, Serialize};
 
+use crate::measured::Measured;
 use crate::time::{DiskRates, Network, Rates, Wiring};
 
 /// Share of its stated rate that a device reaches in large products, and of its stated bandwidth in what is bound by memory: what
@@ -76,6 +77,21 @@ pub struct DeviceModel {
     /// The names of the sources.
     #[serde(default)]
     pub source: Vec<String>,
+    /// What `plimsoll calibrate` has found of a CPU. Then the device is that CPU with its memory, and the figures above are for people.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu: Option<MeasuredCpu>,
+}
+
+/// A CPU as it was measured.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MeasuredCpu {
+    /// Threads that have computed.
+    pub threads: usize,
+    /// What the process takes outside of any arena.
+    pub overhead: ByteSize,
+    /// How fast it is, and when that was found.
+    pub measured: Measured<Rates>,
 }
 
 /// What a device costs, in US dollars an hour.
@@ -101,25 +117,32 @@ fn yes() -> bool {
 impl DeviceModel {
     /// Memory that nobody can use for tensors: the context, kernels, and what a communicator takes where there are several devices.
     pub fn overhead_bytes(&self, devices: u64) -> u64 {
+        if let Some(cpu) = &self.cpu {
+            return cpu.overhead.0;
+        }
         let context = self.multiprocessors.saturating_mul(CONTEXT_PER_MULTIPROCESSOR);
         context.saturating_add(KERNELS).saturating_add(if devices > 1 { COMMUNICATOR } else { 0 })
     }
 
     /// How fast it is: shares of what is stated, as measured elsewhere.
     pub fn rates(&self, disk: DiskRates, rank_link: f64, network: Option<Network>) -> Rates {
+        if let Some(cpu) = &self.cpu {
+            let wiring = Wiring { rank_link, network, ..Wiring::CPU };
+            return Rates { disk, wiring, ..cpu.measured.rates };
+        }
+        let products = [OF_PEAK * self.f32, OF_PEAK * self.half];
+        let memory_bandwidth = OF_BANDWIDTH * self.bandwidth;
         Rates {
-            matmul_f32: OF_PEAK * self.f32,
-            matmul_bf16: OF_PEAK * self.half,
-            memory_bandwidth: OF_BANDWIDTH * self.bandwidth,
-            exps: EXPS_PER_FLOP * self.f32,
+            matmul_fp8: OF_PEAK * self.fp8.unwrap_or(self.half),
+            seconds_per_operation: SECONDS_PER_LAUNCH,
             disk,
             wiring: Wiring {
                 device: DeviceTraits { unified: false, alignment: ALIGNMENT },
                 host_link: Some(self.host_link),
                 rank_link,
                 network,
-                seconds_per_operation: SECONDS_PER_LAUNCH,
             },
+            ..Rates::of_cpu(products, memory_bandwidth, EXPS_PER_FLOP * self.f32)
         }
     }
 
@@ -151,7 +174,12 @@ impl DeviceModel {
             (self.memory.0 < 1 << 20).then(|| format!("memory is {}; write for example 24GiB", self.memory))
         };
         let price = || self.price.as_ref().and_then(Price::fault);
-        rate.or_else(memory).or_else(price)
+        let measured = || {
+            self.cpu
+                .as_ref()
+                .and_then(|measured| Some(format!("measured: {}", measured.measured.rates.fault()?)))
+        };
+        rate.or_else(memory).or_else(price).or_else(measured)
     }
 }
 

@@ -26,7 +26,7 @@ pub(super) struct Content {
 }
 
 /// A machine as a text describes it: what it leaves away is a common machine's with such a device.
-#[derive(Clone, Debug, serde::Deserialize)]
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct MachineText {
     #[serde(default)]
@@ -54,7 +54,8 @@ pub(super) struct MachineText {
 }
 
 /// A device of the catalogue, or one that is described.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, serde::Serialize)]
+#[serde(untagged)]
 enum DeviceText {
     Name(String),
     Own(Box<DeviceModel>),
@@ -90,6 +91,22 @@ fn one() -> u64 {
 }
 
 impl MachineText {
+    /// The text of a machine.
+    pub fn of(target: &Target) -> MachineText {
+        MachineText {
+            name: target.name.clone(),
+            title: target.title.clone(),
+            device: DeviceText::Own(Box::new(target.device.clone())),
+            devices: target.devices_of_machine,
+            nodes: target.nodes,
+            host_memory: Some(target.host_memory),
+            disk: target.disk.clone(),
+            link: Some(target.link),
+            network: Some(target.network),
+            price: target.price.clone(),
+        }
+    }
+
     /// What it describes.
     pub fn target(&self, catalogue: &Catalogue) -> Result<Target, CatalogueError> {
         let (device, title) = match &self.device {

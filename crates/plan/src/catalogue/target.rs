@@ -3,10 +3,14 @@
 use plimsoll_memory::ByteSize;
 use serde::{Deserialize, Serialize};
 
-use super::device::{DeviceModel, Price};
+use super::device::{DeviceModel, MeasuredCpu, Price};
+use super::file::MachineText;
 use crate::load_line::ProcessLimits;
-use crate::time::{DiskRates, Network};
+use crate::time::{DiskRates, Network, Rates};
 use crate::training_plan::Machine;
+
+/// Bytes/s to other machines of a machine of which that is not known: common Ethernet.
+const DEFAULT_NETWORK: f64 = 1.25e8;
 
 /// A disk for tensors that are offloaded.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -75,6 +79,39 @@ impl Target {
         }
     }
 
+    /// A machine that computes on its CPU, as it was measured.
+    pub fn of_cpu(name: &str, memory: ByteSize, cpu: MeasuredCpu, disk: Option<Spill>) -> Target {
+        let Rates { matmul_f32, matmul_bf16, matmul_fp8, memory_bandwidth, wiring, .. } = cpu.measured.rates;
+        let device = DeviceModel {
+            name: name.to_owned(),
+            title: format!("{name}, {} threads", cpu.threads),
+            memory,
+            bandwidth: memory_bandwidth,
+            f32: matmul_f32,
+            half: matmul_bf16,
+            bf16: true,
+            fp8: Some(matmul_fp8),
+            multiprocessors: cpu.threads as u64,
+            capability: None,
+            host_link: memory_bandwidth / 2.0,
+            link: None,
+            host_memory: ByteSize(0),
+            network: DEFAULT_NETWORK,
+            price: None,
+            source: Vec::new(),
+            cpu: Some(cpu),
+        };
+        Target { disk, link: wiring.rank_link, ..Target::of(device, 1) }
+    }
+
+    /// The file that describes this machine: `--hardware FILE` reads it as the same.
+    ///
+    /// # Errors
+    /// In words: a value cannot be written.
+    pub fn to_yaml(&self) -> Result<String, String> {
+        serde_saphyr::to_string(&MachineText::of(self)).map_err(|error| error.to_string())
+    }
+
     /// So many of these machines.
     pub(super) fn times(self, nodes: u64) -> Target {
         let title = match nodes {
@@ -111,7 +148,8 @@ impl Target {
             host_bytes_per_token,
             disk_available: self.disk.as_ref().map(|disk| of_rank(disk.size.0)),
             device_bytes: Some(self.device.memory.0),
-            host_bytes: Some(of_rank(self.host_memory.0)),
+            // A CPU's memory is the host's.
+            host_bytes: self.device.cpu.is_none().then(|| of_rank(self.host_memory.0)),
         }
     }
 

@@ -3,6 +3,8 @@ use std::collections::HashSet;
 use plimsoll_memory::ByteSize;
 
 use super::*;
+use crate::measured::Measured;
+use crate::time::{DiskRates, Rates};
 
 fn known(name: &str) -> Target {
     Catalogue::known().target(name).unwrap_or_else(|error| panic!("{error}"))
@@ -116,4 +118,47 @@ fn a_rank_has_its_part_of_the_machine() {
     assert_eq!(eight.rates.wiring.network, None);
     let network = known("2x8xh100").machine(0).rates.wiring.network.unwrap();
     assert!(network.ranks_of_machine == 8 && network.rate < eight.rates.wiring.rank_link);
+}
+
+/// Products of 8-bit floats go at their own rate where a device has one.
+#[test]
+fn products_of_8_bit_floats_are_as_fast_as_the_device_makes_them() {
+    let rates = |name: &str| known(name).machine(0).rates;
+    assert!(rates("h100").matmul_fp8 > 1.9 * rates("h100").matmul_bf16);
+    assert_eq!(rates("rtx-3090").matmul_fp8, rates("rtx-3090").matmul_bf16);
+}
+
+/// What a file of a calibrated CPU says is planned for as that CPU is.
+#[test]
+fn a_calibrated_cpu_comes_back_from_its_file() {
+    let rates =
+        Rates { thin_bf16: 3e9, seconds_per_operation: 2e-6, ..Rates::of_cpu([1e11, 2e11], 3e10, 1e9) };
+    let cpu = MeasuredCpu {
+        threads: 2,
+        overhead: ByteSize(40 << 20),
+        measured: Measured { rates, at: 1_700_000_000 },
+    };
+    let disk = Spill { size: ByteSize(1 << 40), read: 3e9, write: 2e9 };
+    let here = Target::of_cpu("Some CPU", ByteSize(16 << 30), cpu, Some(disk));
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("here.yaml");
+    let text = here.to_yaml().unwrap();
+    std::fs::write(&file, &text).unwrap();
+    let name = file.to_str().unwrap();
+    assert_eq!(known(name), here);
+    let machine = known(name).machine(0);
+    assert_eq!(machine.rates, Rates { disk: DiskRates { read: 3e9, write: 2e9 }, ..rates });
+    assert_eq!((machine.device_bytes, machine.host_bytes), (Some(16 << 30), None));
+    assert_eq!(machine.overhead_bytes, 40 << 20);
+    for (good, bad, words) in [
+        ("thin_bf16: 3e", "thin_bf16: -3e", "thin_bf16"),
+        ("thin_bf16: 3000000000", "thin_bf16: 0", "thin_bf16"),
+        ("seconds_per_operation", "seconds_for_an_operation", "seconds_per_operation"),
+    ] {
+        if text.contains(good) {
+            std::fs::write(&file, text.replace(good, bad)).unwrap();
+            assert!(refused(name).contains(words), "{}", refused(name));
+        }
+    }
+    assert!(text.contains("seconds_per_operation"), "{text}");
 }

@@ -1,11 +1,29 @@
-//! Configurations of other programs in our keys: DeepSpeed's JSON, transformers' `TrainingArguments`, axolotl's YAML. Each key that is
-//! understood becomes an assignment, which is read and checked as one of the command line is. The rest is listed.
+//! Configurations of other programs in our keys: files of DeepSpeed, transformers, axolotl, LLaMA-Factory, torchtune, accelerate and Ava,
+//! and the command line of a training script. Each key that is understood becomes an assignment, which is read and checked as one of the
+//! command line is. The rest is listed.
+
+mod accelerate;
+mod ava;
+mod axolotl;
+mod deepspeed;
+mod leaves;
+mod llama_factory;
+mod programs;
+mod script;
+mod settle;
+mod torchtune;
+mod trainer;
+mod words;
 
 use std::path::Path;
 
-use super::document::{Input, Node, Yaml, shortened};
+use super::document::{Input, Yaml, shortened};
 use super::load::{Document, NodeKind, read_file};
+use super::place::Place;
 use super::{ConfigError, Override};
+use leaves::{Leaf, flatten};
+use programs::Program;
+use words::Entry;
 
 /// What a file of another program says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -16,353 +34,92 @@ pub struct Imported {
     pub left: Vec<String>,
 }
 
-/// A value as it is written in YAML, or that it has no meaning here.
-type Meaning = fn(&str) -> Option<String>;
-
-/// Their key, ours, and what a value becomes.
-type Entry = (&'static str, &'static str, Meaning);
-
-fn same(value: &str) -> Option<String> {
-    Some(value.to_owned())
-}
-
-/// One of some words.
-fn among(value: &str, words: &[(&str, &str)]) -> Option<String> {
-    let wanted = value.to_ascii_lowercase();
-    words.iter().find(|(theirs, _)| *theirs == wanted).map(|(_, ours)| (*ours).to_owned())
-}
-
-fn place(value: &str) -> Option<String> {
-    among(value, &[("none", "device"), ("cpu", "host"), ("nvme", "disk")])
-}
-
-fn optimizer(value: &str) -> Option<String> {
-    let words = [
-        ("adamw", "adamw"),
-        ("adamw_torch", "adamw"),
-        ("adamw_torch_fused", "adamw"),
-        ("adamw_hf", "adamw"),
-        ("adamw_8bit", "adamw_8bit"),
-        ("adamw_bnb_8bit", "adamw_8bit"),
-        ("paged_adamw_8bit", "adamw_8bit"),
-        ("paged_adamw_32bit", "adamw"),
-        ("adafactor", "adafactor"),
-        ("lion", "lion"),
-        ("lion_32bit", "lion"),
-        ("lion_8bit", "lion_8bit"),
-        ("paged_lion_32bit", "lion"),
-        ("paged_lion_8bit", "lion_8bit"),
-        ("sgd", "sgd"),
-        ("adalomo", "adalomo"),
-        ("galore_adamw", "galore"),
-        ("apollo_adamw", "apollo"),
-    ];
-    among(value, &words)
-}
-
-fn schedule(value: &str) -> Option<String> {
-    let words = [
-        ("linear", "linear"),
-        ("cosine", "cosine"),
-        ("cosine_with_min_lr", "cosine"),
-        ("constant", "constant"),
-        ("constant_with_warmup", "constant"),
-        ("inverse_sqrt", "inverse_sqrt"),
-        ("warmup_stable_decay", "wsd"),
-        ("warmuplr", "constant"),
-        ("warmupdecaylr", "linear"),
-        ("warmupcosinelr", "cosine"),
-    ];
-    among(value, &words)
-}
-
-fn when_true(value: &str, ours: &str) -> Option<String> {
-    (value.eq_ignore_ascii_case("true")).then(|| ours.to_owned())
-}
-
-fn checkpointing(value: &str) -> Option<String> {
-    among(value, &[("true", "full"), ("false", "none")])
-}
-
-/// Steps of a warm-up; transformers 5 takes a number below 1 for a share.
-fn warmup_steps(value: &str) -> Option<String> {
-    value
-        .parse::<f64>()
-        .ok()
-        .filter(|steps| *steps == 0.0 || *steps >= 1.0)
-        .map(|steps| format!("{steps:.0}"))
-}
-
-fn warmup_share(value: &str) -> Option<String> {
-    value.parse::<f64>().ok().filter(|share| *share > 0.0 && *share < 1.0).map(|share| share.to_string())
-}
-
-/// Steps, where they are not left to the epochs.
-fn steps(value: &str) -> Option<String> {
-    value.parse::<i64>().ok().filter(|steps| *steps > 0).map(|steps| steps.to_string())
-}
-
-const DEEPSPEED: [Entry; 25] = [
-    ("train_micro_batch_size_per_gpu", "training.batch_size", same),
-    ("gradient_accumulation_steps", "training.gradient_accumulation_steps", same),
-    ("train_batch_size", "training.effective_batch_size", same),
-    ("gradient_clipping", "training.max_gradient_norm", same),
-    ("bf16.enabled", "training.mixed_precision", |v| when_true(v, "bf16")),
-    ("fp16.enabled", "training.mixed_precision", |v| when_true(v, "fp16")),
-    ("zero_optimization.stage", "parallel.zero_stage", same),
-    ("zero_optimization.offload_optimizer.device", "memory.offload.optimizer", place),
-    // Gradients go where the optimizer is.
-    ("zero_optimization.offload_optimizer.device", "memory.offload.gradients", place),
-    ("zero_optimization.offload_optimizer.nvme_path", "memory.disk_path", same),
-    ("zero_optimization.offload_param.device", "memory.offload.parameters", place),
-    ("zero_optimization.offload_param.nvme_path", "memory.disk_path", same),
-    ("optimizer.type", "training.optimizer", optimizer),
-    ("optimizer.params.lr", "training.learning_rate", same),
-    ("optimizer.params.betas.0", "training.adam_beta1", same),
-    ("optimizer.params.betas.1", "training.adam_beta2", same),
-    ("optimizer.params.eps", "training.adam_epsilon", same),
-    ("optimizer.params.weight_decay", "training.weight_decay", same),
-    ("scheduler.type", "training.lr_schedule", schedule),
-    ("scheduler.params.warmup_num_steps", "training.warmup_steps", warmup_steps),
-    ("scheduler.params.total_num_steps", "training.steps", steps),
-    ("scheduler.params.cos_min_ratio", "training.min_lr_ratio", same),
-    ("data_types.grad_accum_dtype", "training.gradient_dtype", |v| {
-        among(v, &[("fp32", "f32"), ("bf16", "bf16")])
-    }),
-    ("bf16.bf16_master_weights_and_grads", "training.master_weights", |v| when_true(v, "none")),
-    ("tensor_parallel.autotp_size", "parallel.tensor_parallel", same),
-];
-
-const TRAINER: [Entry; 32] = [
-    ("per_device_train_batch_size", "training.batch_size", same),
-    ("gradient_accumulation_steps", "training.gradient_accumulation_steps", same),
-    ("num_train_epochs", "training.epochs", same),
-    ("max_steps", "training.steps", steps),
-    ("learning_rate", "training.learning_rate", same),
-    ("lr_scheduler_type", "training.lr_schedule", schedule),
-    ("lr_scheduler_kwargs.min_lr_rate", "training.min_lr_ratio", same),
-    ("lr_scheduler_kwargs.min_lr_ratio", "training.min_lr_ratio", same),
-    ("warmup_steps", "training.warmup_steps", warmup_steps),
-    ("warmup_steps", "training.warmup_ratio", warmup_share),
-    ("warmup_ratio", "training.warmup_ratio", warmup_share),
-    ("optim", "training.optimizer", optimizer),
-    ("weight_decay", "training.weight_decay", same),
-    ("adam_beta1", "training.adam_beta1", same),
-    ("adam_beta2", "training.adam_beta2", same),
-    ("adam_epsilon", "training.adam_epsilon", same),
-    ("max_grad_norm", "training.max_gradient_norm", same),
-    ("bf16", "training.mixed_precision", |v| when_true(v, "bf16")),
-    ("fp16", "training.mixed_precision", |v| when_true(v, "fp16")),
-    ("gradient_checkpointing", "training.gradient_checkpointing", checkpointing),
-    ("activation_checkpointing", "training.gradient_checkpointing", checkpointing),
-    ("seed", "training.seed", same),
-    ("data_seed", "data.seed", same),
-    ("output_dir", "output.dir", same),
-    ("logging_steps", "output.logging_steps", same),
-    ("save_steps", "output.save_steps", same),
-    ("save_total_limit", "output.save_total_limit", same),
-    ("eval_steps", "output.eval_steps", same),
-    ("max_length", "data.sequence_length", same),
-    ("max_seq_length", "data.sequence_length", same),
-    ("packing", "data.packing", same),
-    ("loraplus_lr_ratio", "training.lora.loraplus_lr_ratio", same),
-];
-
-const AXOLOTL: [Entry; 24] = [
-    ("base_model", "model.path", same),
-    ("adapter", "training.method", |v| among(v, &[("lora", "lora"), ("qlora", "qlora")])),
-    ("lora_r", "training.lora.rank", same),
-    ("lora_alpha", "training.lora.alpha", same),
-    ("lora_dropout", "training.lora.dropout", same),
-    ("lora_target_modules", "training.lora.target_modules", same),
-    ("lora_target_linear", "training.lora.target_modules", |v| when_true(v, "all-linear")),
-    ("lora_modules_to_save", "training.lora.modules_to_save", same),
-    ("peft_use_dora", "training.lora.use_dora", |v| when_true(v, "true")),
-    ("peft_use_rslora", "training.lora.use_rslora", |v| when_true(v, "true")),
-    ("load_in_8bit", "training.quantization", |v| when_true(v, "int8")),
-    ("load_in_4bit", "training.quantization", |v| when_true(v, "nf4")),
-    ("bnb_config_kwargs.bnb_4bit_quant_type", "training.quantization", |v| {
-        among(v, &[("nf4", "nf4"), ("fp4", "fp4")])
-    }),
-    ("activation_offloading", "memory.offload.activations", |v| {
-        among(v, &[("true", "host"), ("disk", "disk")])
-    }),
-    ("flash_attention", "training.attention", |v| when_true(v, "flash")),
-    ("eager_attention", "training.attention", |v| when_true(v, "standard")),
-    ("sequence_len", "data.sequence_length", same),
-    ("sample_packing", "data.packing", same),
-    ("micro_batch_size", "training.batch_size", same),
-    ("num_epochs", "training.epochs", same),
-    ("optimizer", "training.optimizer", optimizer),
-    ("lr_scheduler", "training.lr_schedule", schedule),
-    ("cosine_min_lr_ratio", "training.min_lr_ratio", same),
-    ("tensor_parallel_size", "parallel.tensor_parallel", same),
-];
-
 /// What says nothing when it is off.
 const OFF: [&str; 4] = ["false", "none", "0", "-1"];
 
 impl Imported {
-    /// Reads a file of DeepSpeed, transformers or axolotl; which one is known by its keys.
+    /// Reads a file of another program, which is known by its keys. A DeepSpeed file that it names is read too, from its folder on.
     ///
     /// # Errors
-    /// As [`RawConfig::from_file`](super::RawConfig::from_file), where the file is none.
+    /// As [`RawConfig::from_file`](super::RawConfig::from_file), where a file is none.
     pub fn from_file(path: &Path) -> Result<Imported, ConfigError> {
         let (text, origin) = read_file(path)?;
-        Imported::from_text(&text, &origin)
+        Imported::from_text(&text, &origin, path.parent())
     }
 
-    fn from_text(text: &str, origin: &str) -> Result<Imported, ConfigError> {
+    /// The same of a text; files that it names are looked for in `folder`, if there is one.
+    fn from_text(text: &str, origin: &str, folder: Option<&Path>) -> Result<Imported, ConfigError> {
         let document = Document { text, kind: NodeKind::File(origin) };
-        let node = document.parse()?;
-        let mut leaves = Vec::new();
-        flatten(String::new(), Input { node: &node, source: text }, &mut leaves);
-        if leaves.is_empty() || !matches!(node.value, Yaml::Map(_)) {
+        let node = document.parse();
+        let is_map = node.as_ref().is_ok_and(|node| matches!(node.value, Yaml::Map(_)));
+        let script = || script::leaves(text, origin).filter(|_| !is_map);
+        let (leaves, program) = match (script(), node) {
+            (Some(leaves), _) => {
+                let wrong = |reason| ConfigError::Syntax { place: Place::argument(origin), reason };
+                (leaves.map_err(wrong)?, &programs::SCRIPT)
+            }
+            (None, Ok(node)) if is_map => {
+                let mut leaves = Vec::new();
+                flatten(String::new(), Input { node: &node, source: text }, &document, &mut leaves);
+                let program = Program::of(leaves.iter().map(|leaf| leaf.key.as_str()));
+                (leaves, program)
+            }
+            (None, Ok(_)) => return Err(ConfigError::Empty { origin: origin.to_owned() }),
+            (None, Err(error)) => return Err(error),
+        };
+        if leaves.is_empty() {
             return Err(ConfigError::Empty { origin: origin.to_owned() });
         }
-        let has = |key: &str| leaves.iter().any(|leaf| leaf.key.starts_with(key));
-        let (own, nested) = match () {
-            () if has("base_model") || has("micro_batch_size") => (&AXOLOTL[..], "deepspeed."),
-            () if has("zero_optimization") || has("train_micro_batch_size_per_gpu") => (&DEEPSPEED[..], ""),
-            () => (&TRAINER[..], "deepspeed."),
-        };
         let mut imported = Imported::default();
         for leaf in &leaves {
-            let entries = match leaf.key.strip_prefix(nested).filter(|_| !nested.is_empty()) {
-                Some(inner) => meanings(&DEEPSPEED, inner),
-                None if nested.is_empty() => meanings(own, &leaf.key),
-                // Axolotl hands what it does not name itself to the trainer.
-                None => Some(meanings(own, &leaf.key))
-                    .filter(|found| !found.is_empty())
-                    .unwrap_or_else(|| meanings(&TRAINER, &leaf.key)),
-            };
-            imported.take(leaf, &entries, &document);
+            imported.take(leaf, program, folder)?;
         }
         if imported.overrides.is_empty() {
-            let place = document.place(node.referenced);
-            let reason = "no key of DeepSpeed's JSON, of TrainingArguments or of axolotl is in it".to_owned();
-            return Err(ConfigError::Syntax { place, reason });
+            let reason = format!("no key of {} or of a training script is in it", Program::names());
+            return Err(ConfigError::Syntax { place: Place::argument(&format!("{origin}:1:1")), reason });
         }
-        imported.settle();
+        imported.settle(program);
         Ok(imported)
     }
 
-    fn take(&mut self, leaf: &Leaf, entries: &[Entry], document: &Document<'_>) {
+    /// Takes a key for what it means to a program.
+    fn take(&mut self, leaf: &Leaf, program: &Program, folder: Option<&Path>) -> Result<(), ConfigError> {
+        let inner = leaf.key.strip_prefix("deepspeed.").filter(|_| program.holds_deepspeed);
+        let entries = match inner {
+            Some(inner) => Program::of(["zero_optimization"].into_iter()).meanings(inner),
+            None => program.meanings(&leaf.key),
+        };
+        if leaf.key == "deepspeed" && program.holds_deepspeed && leaf.value.ends_with(".json") {
+            let Some(folder) = folder else {
+                self.left.push(leaf.shown());
+                return Ok(());
+            };
+            let (text, origin) = read_file(&folder.join(&leaf.value))?;
+            let Imported { overrides, left } = Imported::from_text(&text, &origin, None)?;
+            self.overrides.extend(overrides);
+            self.left.extend(left);
+            return Ok(());
+        }
+        self.assign(leaf, &entries);
+        Ok(())
+    }
+
+    fn assign(&mut self, leaf: &Leaf, entries: &[Entry]) {
         if leaf.value == "auto" {
             return;
         }
-        let place = document.place(leaf.node_location);
-        let shown = shortened(&leaf.value);
         let meant: Vec<(&str, String)> =
             entries.iter().filter_map(|(_, ours, meaning)| Some((*ours, meaning(&leaf.value)?))).collect();
         let is_off = OFF.contains(&leaf.value.to_ascii_lowercase().as_str());
         if meant.is_empty() && (!is_off || entries.is_empty()) {
-            self.left.push(format!("{place}: {} ({shown})", leaf.key));
+            self.left.push(leaf.shown());
         }
         for (ours, value) in meant {
             if !self.overrides.iter().any(|one| one.key == ours && one.value == value) {
-                let argument = format!("{place}: {} {shown}", leaf.key);
+                let argument = format!("{}: {} {}", leaf.place, leaf.key, shortened(&leaf.value));
                 self.overrides.push(Override { key: ours.to_owned(), value, argument });
             }
         }
-    }
-
-    /// Keys that follow from others, and those that exclude each other.
-    fn settle(&mut self) {
-        let number = |all: &[Override], key: &str| -> Option<u64> {
-            all.iter().rev().find(|one| one.key == key)?.value.parse().ok()
-        };
-        let drop = |all: &mut Vec<Override>, key: &str| all.retain(|one| one.key != key);
-        if number(&self.overrides, "training.steps").is_some() {
-            drop(&mut self.overrides, "training.epochs");
-        }
-        let product = number(&self.overrides, "training.batch_size")
-            .zip(number(&self.overrides, "training.gradient_accumulation_steps"))
-            .and_then(|(micro, accumulation)| micro.checked_mul(accumulation))
-            .filter(|product| *product > 0);
-        if let (Some(product), Some(whole)) =
-            (product, number(&self.overrides, "training.effective_batch_size"))
-            && whole.is_multiple_of(product)
-        {
-            // What is left of the batch are ranks.
-            if let Some(one) =
-                self.overrides.iter_mut().find(|one| one.key == "training.effective_batch_size")
-            {
-                one.key = "parallel.data_parallel".to_owned();
-                one.value = (whole / product).to_string();
-            }
-        }
-        // Of a full fine-tuning, what belongs to adapters and to the weights beside them has no effect.
-        if !self.overrides.iter().any(|one| one.key == "training.method") {
-            let of_adapters =
-                |one: &Override| one.key.starts_with("training.lora.") || one.key == "training.quantization";
-            let without = self.overrides.iter().filter(|one| of_adapters(one));
-            self.left.extend(without.map(|one| format!("{} (without adapters)", one.argument)));
-            self.overrides.retain(|one| !of_adapters(one));
-        }
-        let momenta = ["training.adam_beta1", "training.adam_beta2"];
-        let optimizer = self.overrides.iter().find(|one| one.key == "training.optimizer");
-        let (lion, sgd) = match optimizer.map(|one| one.value.as_str()) {
-            Some("lion" | "lion_8bit") => (true, false),
-            Some("sgd" | "adafactor" | "adalomo") => (false, true),
-            _ => (false, false),
-        };
-        for (theirs, ours) in momenta.into_iter().zip(["beta1", "beta2"]) {
-            if sgd {
-                drop(&mut self.overrides, theirs);
-            }
-            for one in self.overrides.iter_mut().filter(|one| lion && one.key == theirs) {
-                one.key = format!("training.optimizer_options.{ours}");
-            }
-        }
-    }
-}
-
-fn meanings(entries: &[Entry], key: &str) -> Vec<Entry> {
-    entries.iter().filter(|(theirs, ..)| *theirs == key).copied().collect()
-}
-
-/// A scalar, or a list of them, with the keys that lead to it.
-struct Leaf {
-    key: String,
-    value: String,
-    node_location: serde_saphyr::Location,
-}
-
-/// Everything that a document says. The document's depth is limited where it is read.
-fn flatten(key: String, input: Input<'_>, leaves: &mut Vec<Leaf>) {
-    let joined = |name: &str| if key.is_empty() { name.to_owned() } else { format!("{key}.{name}") };
-    let node_location = input.node.referenced;
-    match &input.node.value {
-        Yaml::Null => {}
-        Yaml::Map(entries) => {
-            for (name, node) in entries {
-                flatten(joined(&name.value), Input { node, ..input }, leaves);
-            }
-        }
-        // A pair of betas is two numbers, anything else one value.
-        Yaml::List(items) if key.ends_with("betas") => {
-            for (place, node) in items.iter().enumerate() {
-                flatten(joined(&place.to_string()), Input { node, ..input }, leaves);
-            }
-        }
-        Yaml::List(items) => {
-            let words: Vec<String> = items.iter().map(|node| quoted(node, input.source)).collect();
-            leaves.push(Leaf { key, value: format!("[{}]", words.join(", ")), node_location });
-        }
-        Yaml::Text(text) => leaves.push(Leaf { key, value: text.clone(), node_location }),
-        _ => {
-            let value = input.written().unwrap_or_default().to_owned();
-            leaves.push(Leaf { key, value, node_location });
-        }
-    }
-}
-
-/// An item of a list, as YAML reads it back.
-fn quoted(node: &Node, source: &str) -> String {
-    match &node.value {
-        Yaml::Text(text) => serde_json::Value::from(text.as_str()).to_string(),
-        _ => Input { node, source }.written().unwrap_or("...").to_owned(),
     }
 }
 
@@ -372,7 +129,7 @@ mod tests {
     use crate::config::RawConfig;
 
     fn config(text: &str) -> (RawConfig, Imported) {
-        let imported = Imported::from_text(text, "theirs").unwrap();
+        let imported = Imported::from_text(text, "theirs", None).unwrap();
         let mut config = RawConfig::default();
         for Override { key, value, argument } in &imported.overrides {
             config.apply_override(key, value, argument).unwrap();
@@ -456,13 +213,143 @@ mod tests {
     }
 
     #[test]
+    fn llama_factory_is_understood() {
+        let text = "model_name_or_path: org/m\nstage: sft\nfinetuning_type: lora\nlora_target: q_proj,v_proj\nlora_rank: 8\n\
+                    quantization_bit: 4\ncutoff_len: 2048\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 8\n\
+                    flash_attn: fa2\nbf16: true\n";
+        let settings = [
+            "model.path=org/m",
+            "training.method=qlora",
+            "training.quantization=nf4",
+            "training.lora.rank=8",
+            "training.lora.target_modules=[q_proj, v_proj]",
+            "data.sequence_length=2048",
+            "training.batch_size=1",
+            "training.gradient_accumulation_steps=8",
+            "training.attention=flash",
+            "training.mixed_precision=bf16",
+            "training.gradient_checkpointing=full",
+        ];
+        check(text, &settings, &["theirs:2:8: stage (sft)"]);
+    }
+
+    #[test]
+    fn torchtune_is_understood() {
+        let text = "model:\n  _component_: torchtune.models.llama3_1.qlora_llama3_1_8b\n  lora_attn_modules: [q_proj, output_proj]\n  \
+                    lora_rank: 8\n  quantize_base: true\ncheckpointer: {checkpoint_dir: m}\noptimizer: {_component_: \
+                    bitsandbytes.optim.PagedAdamW8bit, lr: 2e-5, betas: [0.9, 0.95]}\nbatch_size: 2\ndtype: bf16\n\
+                    enable_activation_checkpointing: True\nenable_activation_offloading: False\ncompile: False\n";
+        let settings = [
+            "model.path=m",
+            "training.method=qlora",
+            "training.quantization=nf4",
+            "training.lora.rank=8",
+            "training.lora.target_modules=[q_proj, o_proj]",
+            "training.optimizer=adamw_8bit",
+            "training.learning_rate=2e-5",
+            "training.adam_beta1=0.9",
+            "training.adam_beta2=0.95",
+            "training.batch_size=2",
+            "training.mixed_precision=bf16",
+            "training.gradient_checkpointing=full",
+        ];
+        check(text, &settings, &["theirs:12:10: compile (False)"]);
+    }
+
+    #[test]
+    fn accelerate_is_understood() {
+        let text = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\n\
+                    fsdp_config: {fsdp_reshard_after_forward: true, fsdp_offload_params: true}\n\
+                    parallelism_config: {parallelism_config_tp_size: 2}\n";
+        let settings = [
+            "training.mixed_precision=bf16",
+            "parallel.data_parallel=4",
+            "parallel.tensor_parallel=2",
+            "parallel.zero_stage=3",
+            "memory.offload={parameters: host, gradients: host, optimizer: host}",
+        ];
+        let left =
+            ["theirs:1:22: compute_environment (LOCAL_MACHINE)", "theirs:2:19: distributed_type (FSDP)"];
+        check(text, &settings, &left);
+    }
+
+    /// Any of three places turns checkpointing on; of two precisions that do not agree, `mixed_precision` counts.
+    #[test]
+    fn ava_is_understood() {
+        let text = "model: {hidden_size: 512, num_layers: 14, num_attention_heads: 8, num_experts: 8, use_flash_attention: true}\n\
+                    training:\n  batch_size: 12\n  bf16: true\n  mixed_precision: fp16\n  gradient_checkpointing: false\n  \
+                    deepspeed: {use_deepspeed: true, zero_stage: 2, cpu_offload: true}\n  memory: {target_utilization: 0.9}\n\
+                    data: {max_length: 256, num_workers: 8}\noutput: {gradient_checkpointing: true}\n";
+        let settings = [
+            "model.from_scratch.hidden_size=512",
+            "model.from_scratch.num_hidden_layers=14",
+            "model.from_scratch.num_attention_heads=8",
+            "training.attention=flash",
+            "training.batch_size=12",
+            "training.mixed_precision=fp16",
+            "training.gradient_checkpointing=full",
+            "parallel.zero_stage=2",
+            "memory.offload.optimizer=host",
+            "memory.target_utilization=0.9",
+            "data.sequence_length=256",
+            "data.num_workers=8",
+        ];
+        let imported = Imported::from_text(text, "theirs", None).unwrap();
+        let mut found = RawConfig::default();
+        for Override { key, value, argument } in &imported.overrides {
+            found.apply_override(key, value, argument).unwrap();
+        }
+        assert_eq!(found, RawConfig::from_overrides(settings.iter().copied()).unwrap(), "{imported:#?}");
+        let left = imported.left.join("\n");
+        for words in [
+            "num_experts (8)",
+            "training.bf16 true (theirs:5",
+            "training.gradient_checkpointing false (theirs:10",
+        ] {
+            assert!(left.contains(words), "{words}: {left}");
+        }
+    }
+
+    #[test]
+    fn the_command_line_of_a_script_is_understood_with_the_file_that_it_names() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("ds.json"), r#"{"zero_optimization": {"stage": 2}}"#).unwrap();
+        let text = "#!/bin/bash\n# --bf16 False\nexport OMP_NUM_THREADS=8\n\
+                    torchrun --nproc_per_node 8 train.py \\\n  --model_name_or_path 'org/my model' --bf16 True \\\n  \
+                    --per-device-train-batch-size=2 --gradient_checkpointing --deepspeed ds.json \\\n  --report_to wandb # later\n";
+        let file = folder.path().join("run.sh");
+        std::fs::write(&file, text).unwrap();
+        let imported = Imported::from_file(&file).unwrap();
+        let mut found = RawConfig::default();
+        for Override { key, value, argument } in &imported.overrides {
+            found.apply_override(key, value, argument).unwrap();
+        }
+        let settings = [
+            "parallel.data_parallel=8",
+            "model.path=org/my model",
+            "training.mixed_precision=bf16",
+            "training.batch_size=2",
+            "training.gradient_checkpointing=full",
+            "parallel.zero_stage=2",
+        ];
+        assert_eq!(found, RawConfig::from_overrides(settings.iter().copied()).unwrap(), "{imported:#?}");
+        assert_eq!(imported.left, [format!("{}:7: report_to (wandb)", file.display())]);
+        let open = Imported::from_text("torchrun train.py --bf16 True \\\n --x 'open\n", "run.sh", None)
+            .unwrap_err();
+        assert!(open.to_string().contains("run.sh:2: a quote is not closed"), "{open}");
+        let missing = text.replace("ds.json", "no.json");
+        std::fs::write(&file, missing).unwrap();
+        assert!(Imported::from_file(&file).unwrap_err().to_string().contains("no.json"));
+    }
+
+    #[test]
     fn adapters_without_adapters_are_listed() {
         check("base_model: m\nlora_r: 8\n", &["model.path=m"], &["theirs:2:9: lora_r 8 (without adapters)"]);
     }
 
     #[test]
     fn files_of_strangers_are_refused_with_their_place() {
-        let error = |text: &str| Imported::from_text(text, "theirs").unwrap_err().to_string();
+        let error = |text: &str| Imported::from_text(text, "theirs", None).unwrap_err().to_string();
         for text in [
             "{\"zero_optimization\": {\"stage\": 3, ",
             &"[".repeat(100_000),
@@ -475,7 +362,7 @@ mod tests {
         for text in ["", "[]", "3", "null"] {
             assert!(error(text).starts_with("theirs"), "{}", error(text));
         }
-        let wrong = Imported::from_text(r#"{"zero_optimization": {"stage": 9}}"#, "theirs").unwrap();
+        let wrong = Imported::from_text(r#"{"zero_optimization": {"stage": 9}}"#, "theirs", None).unwrap();
         let Override { key, value, argument } = &wrong.overrides[0];
         let mut config = RawConfig::default();
         let refused = config.apply_override(key, value, argument).and_then(|()| config.validate());

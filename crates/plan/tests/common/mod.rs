@@ -1,17 +1,10 @@
 //! What the tests of plans share.
 
-use plimsoll_plan::{DiskRates, Machine, ProcessLimits, Rates, Wiring};
+use plimsoll_plan::{Machine, ProcessLimits, Rates};
 
 /// A machine without limits of its own, at made-up speeds: plans do not depend on where they are made.
 pub fn machine() -> Machine {
-    let rates = Rates {
-        matmul_f32: 1e11,
-        matmul_bf16: 1e11,
-        memory_bandwidth: 1e10,
-        exps: 1e9,
-        disk: DiskRates::USUAL,
-        wiring: Wiring::CPU,
-    };
+    let rates = Rates::of_cpu([1e11, 1e11], 1e10, 1e9);
     let limits = ProcessLimits::NONE;
     Machine {
         rates,

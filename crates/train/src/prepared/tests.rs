@@ -1,6 +1,6 @@
 //! What a configuration means to a run, in numbers.
 
-use plimsoll_plan::{DiskRates, ProcessLimits, Rates, Wiring};
+use plimsoll_plan::{ProcessLimits, Rates};
 
 use super::*;
 
@@ -64,14 +64,7 @@ output: {{dir: '{}'}}
 }
 
 fn machine() -> Machine {
-    let rates = Rates {
-        matmul_f32: 1e10,
-        matmul_bf16: 1e10,
-        memory_bandwidth: 1e10,
-        exps: 1e8,
-        disk: DiskRates::USUAL,
-        wiring: Wiring::CPU,
-    };
+    let rates = Rates::of_cpu([1e10, 1e10], 1e10, 1e8);
     let limits = ProcessLimits::NONE;
     Machine {
         rates,

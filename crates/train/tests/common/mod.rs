@@ -1,7 +1,7 @@
 //! What the tests of runs share.
 
 use plimsoll_device::{Cpu, CpuOptions, Device, DeviceError};
-use plimsoll_plan::{DiskRates, Machine, ProcessLimits, Rates, Wiring};
+use plimsoll_plan::{Machine, ProcessLimits, Rates};
 
 /// The device of a run: this machine's processor with an arena of so many bytes.
 pub fn cpu<'d>(bytes: u64) -> Result<Box<dyn Device + 'd>, DeviceError> {
@@ -10,14 +10,7 @@ pub fn cpu<'d>(bytes: u64) -> Result<Box<dyn Device + 'd>, DeviceError> {
 
 /// A machine without limits of its own, at made-up speeds: plans do not depend on where they are made.
 pub fn machine() -> Machine {
-    let rates = Rates {
-        matmul_f32: 1e10,
-        matmul_bf16: 1e10,
-        memory_bandwidth: 1e10,
-        exps: 1e8,
-        disk: DiskRates::USUAL,
-        wiring: Wiring::CPU,
-    };
+    let rates = Rates::of_cpu([1e10, 1e10], 1e10, 1e8);
     Machine {
         rates,
         limits: ProcessLimits::NONE,

@@ -1,0 +1,60 @@
+//! A document as keys with values.
+
+use crate::config::document::{Input, Node, Yaml, shortened};
+use crate::config::load::Document;
+
+/// A scalar, or a list of them, with the keys that lead to it.
+pub struct Leaf {
+    pub key: String,
+    pub value: String,
+    /// Where it is written.
+    pub place: String,
+}
+
+impl Leaf {
+    /// For a list of what is not understood.
+    pub fn shown(&self) -> String {
+        format!("{}: {} ({})", self.place, self.key, shortened(&self.value))
+    }
+}
+
+/// Everything that a document says. The document's depth is limited where it is read.
+pub fn flatten(key: String, input: Input<'_>, document: &Document<'_>, leaves: &mut Vec<Leaf>) {
+    let joined = |name: &str| if key.is_empty() { name.to_owned() } else { format!("{key}.{name}") };
+    let place = || document.place(input.node.referenced).to_string();
+    match &input.node.value {
+        Yaml::Null => {}
+        Yaml::Map(entries) => {
+            for (name, node) in entries {
+                flatten(joined(&name.value), Input { node, ..input }, document, leaves);
+            }
+        }
+        // A pair of betas is two numbers, anything else one value.
+        Yaml::List(items) if key.ends_with("betas") => {
+            for (place, node) in items.iter().enumerate() {
+                flatten(joined(&place.to_string()), Input { node, ..input }, document, leaves);
+            }
+        }
+        Yaml::List(items) => {
+            let words: Vec<String> = items.iter().map(|node| quoted(node, input.source)).collect();
+            let (value, place) = (format!("[{}]", words.join(", ")), place());
+            leaves.push(Leaf { key, value, place });
+        }
+        Yaml::Text(text) => {
+            let place = place();
+            leaves.push(Leaf { key, value: text.clone(), place });
+        }
+        _ => {
+            let (value, place) = (input.written().unwrap_or_default().to_owned(), place());
+            leaves.push(Leaf { key, value, place });
+        }
+    }
+}
+
+/// An item of a list, as YAML reads it back.
+fn quoted(node: &Node, source: &str) -> String {
+    match &node.value {
+        Yaml::Text(text) => serde_json::Value::from(text.as_str()).to_string(),
+        _ => Input { node, source }.written().unwrap_or("...").to_owned(),
+    }
+}

@@ -1,0 +1,104 @@
+//! The programs whose files are read, and how each is known by its keys.
+
+use super::words::Entry;
+use super::{accelerate, ava, axolotl, deepspeed, llama_factory, script, torchtune, trainer};
+
+/// A program, or a library with a file of its own.
+pub struct Program {
+    /// What it is called.
+    pub name: &'static str,
+    /// Beginnings of keys that no program before it in the list has.
+    marks: &'static [&'static str],
+    /// Its keys; where one is in several tables, the first counts.
+    tables: &'static [&'static [Entry]],
+    /// Whether DeepSpeed's JSON may be in it, under `deepspeed`.
+    pub holds_deepspeed: bool,
+    /// What it does where nothing is said.
+    pub defaults: &'static [(&'static str, &'static str)],
+}
+
+const PROGRAMS: [Program; 7] = [
+    Program {
+        name: "torchtune",
+        marks: &["checkpointer.", "model._component_", "optimizer._component_"],
+        tables: &[&torchtune::ENTRIES, &torchtune::OFFLOADED],
+        holds_deepspeed: false,
+        defaults: &[],
+    },
+    Program {
+        name: "accelerate",
+        marks: &["compute_environment", "distributed_type", "fsdp_config.", "deepspeed_config."],
+        tables: &[&accelerate::ENTRIES],
+        holds_deepspeed: false,
+        defaults: &[],
+    },
+    Program {
+        name: "Ava",
+        marks: &["training.deepspeed.", "training.memory.", "training.dynamic_batching.", "model.num_layers"],
+        tables: &[&ava::ENTRIES],
+        holds_deepspeed: false,
+        defaults: &[],
+    },
+    Program {
+        name: "LLaMA-Factory",
+        marks: &["finetuning_type", "cutoff_len"],
+        tables: &[&llama_factory::ENTRIES, &trainer::ENTRIES],
+        holds_deepspeed: true,
+        // It turns checkpointing on by itself.
+        defaults: &[("training.gradient_checkpointing", "full")],
+    },
+    Program {
+        name: "axolotl",
+        marks: &["base_model", "micro_batch_size"],
+        tables: &[&axolotl::ENTRIES, &trainer::ENTRIES],
+        holds_deepspeed: true,
+        defaults: &[],
+    },
+    Program {
+        name: "DeepSpeed's JSON",
+        marks: &["zero_optimization", "train_micro_batch_size_per_gpu"],
+        tables: &[&deepspeed::ENTRIES],
+        holds_deepspeed: false,
+        defaults: &[],
+    },
+    Program {
+        name: "TrainingArguments",
+        marks: &[""],
+        tables: &[&trainer::ENTRIES],
+        holds_deepspeed: true,
+        defaults: &[],
+    },
+];
+
+/// The arguments of a training script: those of the trainer, of TRL and of LLaMA-Factory.
+pub const SCRIPT: Program = Program {
+    name: "a training script",
+    marks: &[],
+    tables: &[&script::ENTRIES, &llama_factory::ENTRIES, &trainer::ENTRIES],
+    holds_deepspeed: true,
+    defaults: &[],
+};
+
+impl Program {
+    /// The program that has such keys.
+    pub fn of<'k>(keys: impl Iterator<Item = &'k str> + Clone) -> &'static Program {
+        let known = PROGRAMS.iter().find(|program| {
+            let begins = |key: &str| program.marks.iter().any(|mark| key.starts_with(mark));
+            keys.clone().any(begins)
+        });
+        known.unwrap_or(&PROGRAMS[PROGRAMS.len() - 1])
+    }
+
+    /// Their names, for an error.
+    pub fn names() -> String {
+        PROGRAMS.map(|program| program.name).join(", ")
+    }
+
+    /// What a key stands for.
+    pub fn meanings(&self, key: &str) -> Vec<Entry> {
+        let of = |table: &&[Entry]| -> Vec<Entry> {
+            table.iter().filter(|(theirs, ..)| *theirs == key).copied().collect()
+        };
+        self.tables.iter().map(of).find(|found| !found.is_empty()).unwrap_or_default()
+    }
+}

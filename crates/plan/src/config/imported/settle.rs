@@ -1,0 +1,125 @@
+//! Keys that follow from others, and those that exclude each other.
+
+use super::Imported;
+use super::programs::Program;
+use crate::config::Override;
+
+impl Imported {
+    pub(super) fn settle(&mut self, program: &Program) {
+        self.settle_length();
+        self.settle_ranks();
+        self.settle_twice("training.gradient_checkpointing", |one| one.value == "full");
+        self.settle_twice("training.mixed_precision", |one| one.argument.contains("mixed_precision "));
+        self.settle_method();
+        self.settle_momenta();
+        for (key, value) in program.defaults {
+            if self.value(key).is_none() {
+                let argument = format!("{} by itself: {key}={value}", program.name);
+                self.overrides.push(Override {
+                    key: (*key).to_owned(),
+                    value: (*value).to_owned(),
+                    argument,
+                });
+            }
+        }
+    }
+
+    /// What a key is assigned last.
+    fn value(&self, key: &str) -> Option<&str> {
+        self.overrides.iter().rev().find(|one| one.key == key).map(|one| one.value.as_str())
+    }
+
+    fn number(&self, key: &str) -> Option<u64> {
+        self.value(key)?.parse().ok()
+    }
+
+    fn drop(&mut self, key: &str) {
+        self.overrides.retain(|one| one.key != key);
+    }
+
+    fn settle_length(&mut self) {
+        if self.number("training.steps").is_some() {
+            self.drop("training.epochs");
+        }
+    }
+
+    /// Ranks that share products or sequences are not data parallel, and what batch sizes leave of the whole batch are ranks.
+    fn settle_ranks(&mut self) {
+        let among = ["parallel.tensor_parallel", "parallel.context_parallel"];
+        let others: u64 = among.iter().filter_map(|key| self.number(key)).fold(1, u64::saturating_mul);
+        if let Some(data) = self.number("parallel.data_parallel").filter(|_| others > 1)
+            && data.is_multiple_of(others)
+            && let Some(one) = self.overrides.iter_mut().rev().find(|one| one.key == "parallel.data_parallel")
+        {
+            one.value = (data / others).to_string();
+        }
+        let product = self
+            .number("training.batch_size")
+            .zip(self.number("training.gradient_accumulation_steps"))
+            .and_then(|(micro, accumulation)| micro.checked_mul(accumulation))
+            .filter(|product| *product > 0);
+        let (Some(product), Some(whole)) = (product, self.number("training.effective_batch_size")) else {
+            return;
+        };
+        let batch = self.overrides.iter_mut().find(|one| one.key == "training.effective_batch_size");
+        if let Some(one) = batch.filter(|_| whole.is_multiple_of(product)) {
+            one.key = "parallel.data_parallel".to_owned();
+            one.value = (whole / product).to_string();
+        }
+    }
+
+    /// Of several words on the same thing that do not agree, the one that counts is kept and the others are listed.
+    fn settle_twice(&mut self, key: &str, counts: impl Fn(&Override) -> bool) {
+        let own = || self.overrides.iter().filter(|one| one.key == key);
+        let Some(chosen) = own().find(|one| counts(one)).or(own().next_back()).cloned() else { return };
+        let others = own().filter(|one| one.value != chosen.value);
+        let others: Vec<String> =
+            others.map(|one| format!("{} ({} counts)", one.argument, chosen.argument)).collect();
+        self.left.extend(others);
+        self.overrides.retain(|one| one.key != key || *one == chosen);
+    }
+
+    /// LoRA beside quantised weights is QLoRA. Of a full fine-tuning, what belongs to adapters and to the weights beside them has no
+    /// effect.
+    fn settle_method(&mut self) {
+        let method = self.value("training.method").map(str::to_owned);
+        match method.as_deref() {
+            Some("lora") if self.value("training.quantization").is_some() => {
+                for one in self.overrides.iter_mut().filter(|one| one.key == "training.method") {
+                    one.value = "qlora".to_owned();
+                }
+            }
+            Some("lora" | "qlora") => {}
+            _ => {
+                let of_adapters = |one: &Override| {
+                    one.key.starts_with("training.lora.") || one.key == "training.quantization"
+                };
+                let without = self.overrides.iter().filter(|one| of_adapters(one));
+                self.left.extend(without.map(|one| format!("{} (without adapters)", one.argument)));
+                self.overrides.retain(|one| !of_adapters(one));
+            }
+        }
+        // What is trained of adapters is in f32 in any case.
+        if matches!(method.as_deref(), Some("lora" | "qlora")) {
+            self.drop("training.master_weights");
+        }
+    }
+
+    /// Lion has momenta of its own, and some optimizers have none.
+    fn settle_momenta(&mut self) {
+        let momenta = ["training.adam_beta1", "training.adam_beta2"];
+        let (lion, none) = match self.value("training.optimizer") {
+            Some("lion" | "lion_8bit") => (true, false),
+            Some("sgd" | "adafactor" | "adalomo") => (false, true),
+            _ => (false, false),
+        };
+        for (theirs, ours) in momenta.into_iter().zip(["beta1", "beta2"]) {
+            if none {
+                self.drop(theirs);
+            }
+            for one in self.overrides.iter_mut().filter(|one| lion && one.key == theirs) {
+                one.key = format!("training.optimizer_options.{ours}");
+            }
+        }
+    }
+}
