@@ -65,19 +65,33 @@ fn dollars(price: &Price) -> String {
     format!("{:.2} to {:.2}", price.low, price.high)
 }
 
+fn days(age: std::time::Duration) -> String {
+    match age.as_secs() / (24 * 3600) {
+        0 => "less than a day".to_owned(),
+        1 => "a day".to_owned(),
+        days => format!("{days} days"),
+    }
+}
+
 /// Everything about a machine.
 fn one(catalogue: &Catalogue, target: &Target) -> String {
     let device = &target.device;
     let giga = |rate: f64| format!("{:.1} GB/s", rate / 1e9);
-    let mut rows = vec![
-        row!["memory of a device", device.memory],
-        row![
-            "of it for context, kernels and communicators",
-            ByteSize(device.overhead_bytes(target.devices()))
+    let overhead = ByteSize(device.overhead_bytes(target.devices()));
+    let mut rows = match &device.cpu {
+        Some(cpu) => vec![
+            row!["memory", device.memory],
+            row!["of it outside any arena", overhead],
+            row!["threads", cpu.threads],
+            row!["measured", format!("{} ago", days(cpu.measured.age()))],
         ],
-        row!["host memory of a machine", target.host_memory],
-        row!["to the host, each way", giga(device.host_link)],
-    ];
+        None => vec![
+            row!["memory of a device", device.memory],
+            row!["of it for context, kernels and communicators", overhead],
+            row!["host memory of a machine", target.host_memory],
+            row!["to the host, each way", giga(device.host_link)],
+        ],
+    };
     if target.devices_of_machine > 1 {
         rows.push(row!["to a neighbour, each way", giga(target.link)]);
     }

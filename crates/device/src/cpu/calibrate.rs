@@ -2,7 +2,7 @@
 //! takes to start an operation. That takes some seconds, where [`MachineRates`](super::MachineRates) takes some hundredths of one.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use plimsoll_memory::Tag;
 
@@ -25,11 +25,13 @@ const ELEMENTS: u64 = 6 << 20;
 /// Elements of a tensor that a cache holds.
 const CACHED_ELEMENTS: u64 = 1 << 18;
 
-/// Operations on next to nothing that are begun one after the other.
-const STARTS: u32 = 256;
+/// Elements of a tensor that several threads share and that next to nothing is done with.
+const FEW_ELEMENTS: u64 = 1 << 15;
 
-/// Each measurement is the best of so many.
+/// Each measurement is the best of so many at least.
 const TIMES: u32 = 3;
+/// Short ones are repeated for so long: somebody else may have a core for some milliseconds.
+const LEAST: Duration = Duration::from_millis(40);
 
 /// An operation as it was measured.
 #[derive(Clone, Debug, PartialEq)]
@@ -85,8 +87,8 @@ impl Calibration {
         let device = Cpu::with_pool(Arc::clone(pool), isa, Calibration::ROOM)?;
         let mut bench = Bench { device, samples: Vec::new() };
         let memory_bandwidth = bench.memory(ELEMENTS)?;
-        bench.memory(CACHED_ELEMENTS)?;
-        let seconds_per_operation = bench.starts()?;
+        let cached = bench.memory(CACHED_ELEMENTS)?;
+        let seconds_per_operation = bench.start(cached)?;
         let types = [Arithmetic::F32, Arithmetic::Half, Arithmetic::Fp8];
         let mut products = [0.0; 3];
         for (rate, arithmetic) in products.iter_mut().zip(types) {
@@ -127,11 +129,12 @@ impl Bench {
     /// The best of some times, behind one that warms up.
     fn seconds<'a>(&self, op: impl Into<Op<'a>> + Copy) -> Result<f64, DeviceError> {
         self.device.run(op)?;
-        let mut best = f64::INFINITY;
-        for _ in 0..TIMES {
+        let (first, mut best, mut times) = (Instant::now(), f64::INFINITY, 0);
+        while times < TIMES || first.elapsed() < LEAST {
             let begun = Instant::now();
             self.device.run(op)?;
             best = best.min(begun.elapsed().as_secs_f64());
+            times += 1;
         }
         Ok(best.max(1e-9))
     }
@@ -151,19 +154,13 @@ impl Bench {
         Ok(bytes as f64 / seconds)
     }
 
-    /// Seconds to start an operation.
-    fn starts(&mut self) -> Result<f64, DeviceError> {
-        let x = self.tensor(DType::F32, &[THIN])?;
-        let mut best = f64::INFINITY;
-        for _ in 0..TIMES {
-            let begun = Instant::now();
-            for _ in 0..STARTS {
-                self.device.run(Elementwise::Scale { x: &x, factor: 1.0 })?;
-            }
-            best = best.min(begun.elapsed().as_secs_f64() / f64::from(STARTS));
-        }
-        self.keep("start", (DType::F32, &[THIN]), best, 1);
-        Ok(best)
+    /// Seconds to start an operation: a short one's, less those of its bytes in a cache.
+    fn start(&mut self, cached: f64) -> Result<f64, DeviceError> {
+        let x = self.tensor(DType::F32, &[FEW_ELEMENTS])?;
+        let op = Op::from(Elementwise::Scale { x: &x, factor: 1.0 });
+        let seconds = self.seconds(op)?;
+        self.keep("start", (DType::F32, &[FEW_ELEMENTS]), seconds, 1);
+        Ok((seconds - op.cost().bytes as f64 / cached).max(1e-7))
     }
 
     /// Products of some shapes, each forward and backward as in a step: all their operations over all their time.
