@@ -167,6 +167,9 @@ pub struct PlanArgs {
     /// Show what a rank holds by stage of ZeRO and number of ranks, beside the paper's formula
     #[arg(long)]
     pub zero_table: bool,
+    /// Show what each technique of the plan saves and costs, from the naive step to the planned one, and what would come next
+    #[arg(long, conflicts_with = "compare")]
+    pub waterfall: bool,
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub json: bool,

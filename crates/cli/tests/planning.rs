@@ -323,3 +323,20 @@ fn a_log_of_memory_that_ran_out_is_read_and_the_run_planned_for_its_device() {
         assert!(refused.status.code() == Some(code) && words.contains(said), "{arguments:?}: {words}");
     }
 }
+
+/// What the program itself says of the techniques of a plan.
+#[test]
+fn a_plan_says_what_techniques_buy() {
+    let folder = folder();
+    let machine = ["plan", "--model", "smollm2-135m", "--hardware", "rtx-3060", "--sequence-length", "256"];
+    let shown = ok(folder.path(), &[&machine[..], &["--waterfall"]].concat());
+    assert!(shown.contains("the naive way: f32, AdamW, all 8 x 256 tokens at once"), "{shown}");
+    assert!(shown.contains("flash attention") && shown.contains("\nnext: "), "{shown}");
+    let document = json(&plimsoll(folder.path(), &[&machine[..], &["--waterfall", "--json"]].concat()));
+    let number = |entry: &Value, key: &str| entry[key].as_i64().unwrap();
+    let entries = document["waterfall"].as_array().unwrap();
+    let saved: i64 = entries.iter().map(|entry| number(entry, "bytes_saved")).sum();
+    let naive = number(&entries[0], "device_peak_bytes");
+    assert_eq!(naive - saved, number(&document["memory"]["device"], "peak_bytes"));
+    assert!(entries.iter().all(|entry| entry["change"].is_string() && entry["seconds_added"].is_f64()));
+}

@@ -32,9 +32,11 @@ mod runs;
 mod scratch;
 mod shortage;
 mod streaming;
+mod technique;
 mod time;
 mod timeline;
 mod training_plan;
+mod waterfall;
 mod zero_table;
 
 pub use advice::{Alternative, Extent, LeastNeed, MemoryAndDisk, Refusal};
@@ -64,4 +66,5 @@ pub use timeline::{
     Allocation, LiveChange, Moment, Part, Stretch, TierTimeline, Timeline, TimelineError, TimelineFormat,
 };
 pub use training_plan::{LayerBytes, Machine, TrainingPlan, tags_json};
+pub use waterfall::{FurtherStep, Waterfall, WaterfallEntry};
 pub use zero_table::ZeroRow;

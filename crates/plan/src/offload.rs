@@ -67,6 +67,10 @@ impl TensorKind {
         *self.tier_mut(&mut offload)
     }
 
+    pub fn kept(self, mut kept: KeptLayers) -> u32 {
+        *self.kept_mut(&mut kept)
+    }
+
     pub fn kept_mut(self, kept: &mut KeptLayers) -> &mut u32 {
         match self {
             TensorKind::Optimizer => &mut kept.optimizer,

@@ -1,6 +1,5 @@
 //! The plan of a training run: every decision, what every byte is for, how long a step takes, and what else could be done.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use plimsoll_device::Collective;
@@ -55,6 +54,8 @@ pub struct TrainingPlan {
     pub spec: ModelSpec,
     /// The configuration with every `auto` decided; it can be run again.
     pub config: RawConfig,
+    /// The configuration that was asked for.
+    pub asked: RawConfig,
     /// The step and its dry run.
     pub choice: Choice,
     /// The load line: what the device's arena and the overhead may take, and the host tier too, where that has no budget of
@@ -108,25 +109,11 @@ impl TrainingPlan {
         stored: Option<&WeightSource>,
         machine: &Machine,
     ) -> Result<TrainingPlan, StepError> {
+        let asked = config;
         let load_line = load_line(config, machine);
         let limits = Limits::of(config, machine);
-        let is_open = config.parallel.has_open_ways() || config.parallel.has_open_stage();
-        let divided = match is_open {
-            true => Some(divide(config, spec, stored, machine)?),
-            false => None,
-        };
-        let (config, runs, choice, division) = match divided {
-            Some(Divided { config, runs, choice, division }) => {
-                (Cow::Owned(config), runs, choice, Some(division))
-            }
-            None => {
-                let method = training_method(config, spec, stored)?;
-                let runs = DryRuns::new(spec, &machine.rates);
-                let choice = choose(config, &method, &runs, limits)?;
-                (Cow::Borrowed(config), runs, choice, None)
-            }
-        };
-        let config = &*config;
+        let Decided { config, runs, choice, division } = decided(config, spec, stored, machine)?;
+        let config = &config;
         let resolved = resolved_config(config, &choice);
         let (alternatives, refusal) = match limits.allow(&choice) {
             true => (advice::alternatives(&resolved, &runs, stored, machine, &choice), None),
@@ -142,6 +129,7 @@ impl TrainingPlan {
             saved: SavedBytes::of(spec, &choice.settings)?,
             spec: spec.clone(),
             config: resolved,
+            asked: asked.clone(),
             load_line,
             overhead_bytes: machine.overhead_bytes,
             limits,
@@ -170,6 +158,7 @@ impl TrainingPlan {
             above = limits.memory(&choice);
             ladder.push(TrainingPlan {
                 config: resolved_config(&self.config, &choice),
+                asked: self.asked.clone(),
                 spec: self.spec.clone(),
                 choice,
                 load_line: self.load_line,
@@ -476,6 +465,31 @@ impl TrainingPlan {
             "bytes_between_machines": sent.between_machines(),
         })
     }
+}
+
+/// The step that is chosen for a configuration, and how its ranks are divided: the search without what comes after it.
+pub(crate) fn decided<'a>(
+    config: &RawConfig,
+    spec: &'a ModelSpec,
+    stored: Option<&WeightSource>,
+    machine: &'a Machine,
+) -> Result<Decided<'a>, StepError> {
+    if config.parallel.has_open_ways() || config.parallel.has_open_stage() {
+        let Divided { config, runs, choice, division } = divide(config, spec, stored, machine)?;
+        return Ok(Decided { config, runs, choice, division: Some(division) });
+    }
+    let method = training_method(config, spec, stored)?;
+    let runs = DryRuns::new(spec, &machine.rates);
+    let choice = choose(config, &method, &runs, Limits::of(config, machine))?;
+    Ok(Decided { config: config.clone(), runs, choice, division: None })
+}
+
+/// A configuration with its ranks divided, and the step that was chosen for it.
+pub(crate) struct Decided<'a> {
+    config: RawConfig,
+    runs: DryRuns<'a>,
+    pub choice: Choice,
+    division: Option<Division>,
 }
 
 /// Of choices in the order in which they need less, the fastest that is a whole rung smaller than what needs `above` bytes;

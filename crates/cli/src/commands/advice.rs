@@ -96,7 +96,7 @@ fn least(plan: &TrainingPlan, list: &[LeastNeed]) -> String {
 }
 
 /// An assignment as a shell takes it.
-fn quoted(set: &str) -> String {
+pub fn quoted(set: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "._=-/".contains(c);
     if set.chars().all(plain) { set.to_owned() } else { format!("'{set}'") }
 }
@@ -110,13 +110,13 @@ fn shortened(text: &str, most: usize) -> String {
 }
 
 /// A text in lines of at most [`WIDTH`] columns.
-fn wrapped(text: &str, margin: &str) -> String {
+pub fn wrapped(text: &str, margin: &str) -> String {
     let words: Vec<String> = text.split(' ').map(str::to_owned).collect();
     packed(&words, margin)
 }
 
 /// Words that are not cut, as many on a line as go there.
-fn packed(words: &[String], margin: &str) -> String {
+pub fn packed(words: &[String], margin: &str) -> String {
     let (mut out, mut line) = (String::new(), String::new());
     for word in words {
         let columns = margin.len() + line.chars().count() + 1 + word.chars().count();

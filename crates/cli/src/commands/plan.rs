@@ -6,11 +6,13 @@ pub mod describe;
 mod find;
 mod import;
 mod ranks;
+mod waterfall;
 
 use plimsoll_model::catalogue;
 use plimsoll_plan::config::Imported;
 use plimsoll_plan::{
-    Finder, Found, ModelOrigin, Need, RunCost, Sought, TimelineFormat, TrainingPlan, fitting_devices,
+    Finder, Found, ModelOrigin, Need, RunCost, Sought, TimelineFormat, TrainingPlan, Waterfall,
+    fitting_devices,
 };
 use serde_json::{Value, json};
 
@@ -125,6 +127,11 @@ impl<'a> Answer<'a> {
         if self.args.zero_table {
             insert("zero_table", serde_json::to_value(self.plan.zero_table()?)?);
         }
+        if self.args.waterfall {
+            let Waterfall { entries, next } = self.plan.waterfall()?;
+            insert("waterfall", json!(entries));
+            insert("waterfall_next", json!(next));
+        }
         Ok(document)
     }
 
@@ -148,6 +155,9 @@ impl<'a> Answer<'a> {
         }
         if args.zero_table {
             out.push_str(&format!("\n{}", ranks::zero_table(plan)?));
+        }
+        if args.waterfall {
+            out.push_str(&format!("\n{}", waterfall::words(&plan.waterfall()?)));
         }
         if !self.needs.is_empty() {
             out.push_str(&format!("\n{}\n{}", needs::TITLE, needs::table(&self.needs)));
