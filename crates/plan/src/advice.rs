@@ -3,9 +3,10 @@
 //! A change that is said to fit does: what is said of it comes from the search that the planner makes with it.
 
 use plimsoll_model::WeightSource;
+use plimsoll_step::{AttentionKind, Compression};
 use serde::Serialize;
 
-use crate::config::{Auto, Method, OffloadTarget, RawConfig};
+use crate::config::{Auto, Method, OffloadTarget, Optimizer, RawConfig};
 use crate::limits::Limits;
 use crate::method::training_method;
 use crate::offload::TensorKind;
@@ -13,11 +14,19 @@ use crate::resolve::{Choice, lightest_of};
 use crate::runs::DryRuns;
 use crate::shortage::{Resource, Shortage};
 use crate::training_plan::Machine;
+use crate::waterfall::difference;
 
 /// Tokens of a chunk of a sequence that is visited in chunks, at least: enough for thick products.
 const CHUNK: u64 = 2048;
 /// Chunks of a sequence at most: a plan takes every pair of them.
 const CHUNKS: u64 = 32;
+
+/// Pairs of changes that are tried at most.
+const PAIRS: usize = 12;
+/// Pairs that fit, from which on no others are tried.
+const ENOUGH_PAIRS: usize = 3;
+/// Logits of fewer tokens at once save next to nothing.
+const LEAST_LOSS_CHUNK: u64 = 16;
 
 /// How much a change alters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -40,6 +49,10 @@ pub struct Alternative {
     pub extent: Extent,
     /// The assignments that make it, as `--set` takes them.
     pub change: Vec<String>,
+    /// Bytes of memory under the load line that it takes less than the plan does; negative where it takes more.
+    pub bytes_saved: i64,
+    /// How much longer a token takes than in the plan, as a share of that.
+    pub slower: f64,
     /// Bytes of arena.
     pub peak_bytes: u64,
     /// Bytes of the host tier with the data pipeline.
@@ -123,6 +136,10 @@ pub(crate) fn alternatives(
     let mut list: Vec<Alternative> = tried(&others).into_iter().flatten().collect();
     // Several changes at once are for when none by itself is enough.
     let enough = |list: &[Alternative]| list.iter().any(|other| other.fits);
+    if !fits && !list.iter().any(|other| other.fits && other.extent == Extent::Single) {
+        let pairs = question.pairs(choice, &list);
+        list.extend(pairs);
+    }
     for some in bundles.chunks(runs.threads()) {
         if enough(&list) {
             break;
@@ -204,6 +221,8 @@ impl Question<'_> {
             what,
             extent: change.extent,
             change: change.sets.clone(),
+            bytes_saved: difference(limits.spared(choice), limits.spared(&found)),
+            slower: choice.time.tokens_per_second / found.time.tokens_per_second - 1.0,
             peak_bytes: found.peak_bytes(),
             host_bytes: limits.host_tier(&found),
             disk_bytes: found.dry_run.disk_bytes(),
@@ -212,6 +231,35 @@ impl Question<'_> {
             fits: shortages.is_empty(),
             shortages,
         })
+    }
+
+    /// Pairs of changes that fit, where none does by itself: first those whose savings add up to what is missing, the fastest of them
+    /// first.
+    fn pairs(&self, choice: &Choice, tried: &[Alternative]) -> Vec<Alternative> {
+        let limits = Limits::of(self.config, self.machine);
+        let missing: u64 = limits.shortages(choice).map(|shortage| shortage.bytes()).max().unwrap_or(0);
+        let singles: Vec<&Alternative> =
+            tried.iter().filter(|other| other.extent == Extent::Single && other.bytes_saved > 0).collect();
+        let mut pairs: Vec<(bool, f64, Change)> = Vec::new();
+        for (place, one) in singles.iter().enumerate() {
+            for other in singles.iter().skip(place + 1).filter(|other| go_together(one, other)) {
+                let saved = one.bytes_saved.saturating_add(other.bytes_saved).unsigned_abs();
+                let changes = [one, other].map(|own| single(&own.what, own.change.clone()));
+                let pair = bundle(&[&changes]).map(|pair| (saved < missing, one.slower + other.slower, pair));
+                pairs.extend(pair);
+            }
+        }
+        pairs.sort_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)));
+        pairs.truncate(PAIRS);
+        let mut fitting: Vec<Alternative> = Vec::new();
+        for some in pairs.chunks(self.runs.threads()) {
+            if fitting.len() >= ENOUGH_PAIRS {
+                break;
+            }
+            let found = self.runs.each(some, |(.., pair)| self.alternative(pair, choice, false));
+            fitting.extend(found.into_iter().flatten().filter(|other| other.fits));
+        }
+        fitting
     }
 
     /// The changes that are worth a try.
@@ -224,11 +272,13 @@ impl Question<'_> {
         let lossless = news([self.checkpointing(), self.batch(choice)].into_iter().flatten().collect());
         let places = news(self.places(fits));
         let narrow = news(vec![self.narrow()]);
+        let smaller = news(self.smaller(choice));
         let shorter = news(self.shorter().into_iter().collect());
         let chunks = news(self.chunks(choice).into_iter().collect());
         let shares = if fits { Vec::new() } else { self.shares(choice).into_iter().collect() };
         let budgets = if fits { Vec::new() } else { self.budgets(choice) };
-        let mut list = [&budgets[..], &shares, &lossless, &places, &narrow, &shorter, &chunks].concat();
+        let mut list =
+            [&budgets[..], &shares, &lossless, &smaller, &places, &narrow, &shorter, &chunks].concat();
         let mut bundles = vec![
             bundle(&[&lossless]),
             bundle(&[&places]),
@@ -304,6 +354,32 @@ impl Question<'_> {
             Method::Full => single("bf16 without master weights", narrow_sets()),
             Method::Lora | Method::Qlora => single("bf16", vec![set("training.mixed_precision", "bf16")]),
         }
+    }
+
+    /// Less of one kind of tensor.
+    fn smaller(&self, choice: &Choice) -> Vec<Change> {
+        let training = &self.config.training;
+        let states = match training.optimizer() {
+            Optimizer::AdamW | Optimizer::AdamWBf16 => Some(Optimizer::AdamW8bit),
+            Optimizer::Lion => Some(Optimizer::Lion8bit),
+            _ => None,
+        };
+        let states = states.map(|optimizer| {
+            single("8-bit optimizer states", vec![set("training.optimizer", optimizer.name())])
+        });
+        let scores = training.attention().set().filter(|attention| attention.0 == AttentionKind::Standard);
+        let scores = scores.map(|_| single("flash attention", vec![set("training.attention", "flash")]));
+        let is_plain = training.activation_compression().0 == Compression::None;
+        let int8 = vec![set("training.activation_compression", "int8")];
+        let compressed = is_plain.then(|| single("saved activations in 8 bits", int8));
+        let quarter = choice.settings.loss_chunk_tokens / 4;
+        let logits = (quarter >= LEAST_LOSS_CHUNK).then(|| {
+            // Products stay on whole tiles.
+            let chunk = 1u64 << quarter.ilog2();
+            let sets = vec![set("training.loss_chunk_tokens", &chunk.to_string())];
+            single(&format!("logits of {chunk} tokens at once"), sets)
+        });
+        [scores, states, compressed, logits].into_iter().flatten().collect()
     }
 
     /// Sequences of half the length.
@@ -400,6 +476,13 @@ fn single(what: &str, sets: Vec<String>) -> Change {
 fn method(what: &str, method: Method) -> Change {
     let sets = vec![set("training.method", method.name())];
     Change { what: what.to_owned(), extent: Extent::Method, sets }
+}
+
+/// Whether two changes say nothing against each other.
+fn go_together(one: &Alternative, other: &Alternative) -> bool {
+    let key = |set: &str| set.split_once('=').map(|(key, _)| key.to_owned());
+    let against = |set: &String| other.change.iter().any(|own| key(own) == key(set) && own != set);
+    !one.change.iter().any(against)
 }
 
 fn one_at_a_time(effective: u64) -> Vec<String> {

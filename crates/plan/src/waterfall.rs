@@ -246,7 +246,7 @@ fn others(all: &[Technique], place: usize) -> Vec<Technique> {
 }
 
 /// Bytes that are there before and not after.
-fn difference(before: u64, after: u64) -> i64 {
+pub(crate) fn difference(before: u64, after: u64) -> i64 {
     let bytes = i128::from(before) - i128::from(after);
     i64::try_from(bytes).unwrap_or(if bytes < 0 { i64::MIN } else { i64::MAX })
 }

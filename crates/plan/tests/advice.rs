@@ -179,6 +179,11 @@ fn assignments(words: &str, effective: u64) -> Vec<String> {
             return vec![format!("memory.offload.{key}=auto"), format!("memory.kept_layers.{key}=auto")];
         }
     }
+    if let Some(tokens) =
+        words.strip_prefix("logits of ").and_then(|rest| rest.strip_suffix(" tokens at once"))
+    {
+        return vec![format!("training.loss_chunk_tokens={tokens}")];
+    }
     let sets: &[&str] = match words {
         "checkpointing of all layers" => &["training.gradient_checkpointing=full"],
         "bf16" => &["training.mixed_precision=bf16"],
@@ -186,6 +191,9 @@ fn assignments(words: &str, effective: u64) -> Vec<String> {
             &["training.mixed_precision=bf16", "training.master_weights=none", "training.gradient_dtype=bf16"]
         }
         "half the sequence length" => &["data.sequence_length=128"],
+        "8-bit optimizer states" => &["training.optimizer=adamw_8bit"],
+        "saved activations in 8 bits" => &["training.activation_compression=int8"],
+        "flash attention" => &["training.attention=flash"],
         "LoRA" => &["training.method=lora"],
         "QLoRA" => &["training.method=qlora"],
         "one sequence at a time" => {
@@ -254,6 +262,9 @@ fn what_would_need_less_is_listed_by_itself_and_together() {
             "+weights on disk",
             "+bf16 without master weights",
             "+half the sequence length",
+            "+8-bit optimizer states",
+            "+saved activations in 8 bits",
+            "+logits of 256 tokens at once",
             &format!("+{lossless}"),
             &format!("+{ways}"),
             &format!("+{lossless} + {ways}"),
@@ -274,6 +285,8 @@ fn what_would_need_less_is_listed_by_itself_and_together() {
             "+weights on disk",
             "+bf16 without master weights",
             "+half the sequence length",
+            "+saved activations in 8 bits",
+            "+logits of 64 tokens at once",
             &format!("+{ways}"),
             &format!("+{ways} + {narrow}"),
             &format!("+{ways} + {narrow} + half the sequence length"),
@@ -298,6 +311,9 @@ fn what_would_need_less_is_listed_by_itself_and_together() {
             "+checkpointing of all layers",
             "+activations on disk",
             "+weights on disk",
+            "+8-bit optimizer states",
+            "+saved activations in 8 bits",
+            "+logits of 32 tokens at once",
             "+activations on disk + weights on disk",
             "+checkpointing of all layers + activations on disk + weights on disk",
         ],
@@ -319,6 +335,9 @@ fn what_would_fit_is_tried_from_one_change_to_several_and_to_other_methods() {
             "-one sequence at a time",
             "-bf16 without master weights",
             "-half the sequence length",
+            "-8-bit optimizer states",
+            "-saved activations in 8 bits",
+            "-logits of 512 tokens at once",
             &format!("-{lossless}"),
             &format!("-{lossless} + {room}"),
             &format!("-{lossless} + {narrow}"),
@@ -338,6 +357,8 @@ fn what_would_fit_is_tried_from_one_change_to_several_and_to_other_methods() {
         "-optimizer states wherever there is room",
         "-activations wherever there is room",
         "-weights wherever there is room",
+        "-8-bit optimizer states",
+        "-saved activations in 8 bits",
     ];
     check(
         100,
@@ -349,6 +370,7 @@ fn what_would_fit_is_tried_from_one_change_to_several_and_to_other_methods() {
             &[
                 "-one sequence at a time",
                 "-gradients wherever there is room",
+                "-logits of 512 tokens at once",
                 &format!("-{lossless}"),
                 &format!("-{room}"),
                 &format!("+{lossless} + {room}"),
@@ -358,7 +380,17 @@ fn what_would_fit_is_tried_from_one_change_to_several_and_to_other_methods() {
         ]
         .concat(),
     );
-    check(100, 1 << 40, &[accumulate, NONE, HOME], 16, &[&singles[..], &["+LoRA", "+QLoRA"]].concat());
+    // Pairs are for when no single change is enough, whatever other methods would do.
+    let pairs = [
+        "-logits of 64 tokens at once",
+        "+8-bit optimizer states + bf16 without master weights",
+        "+8-bit optimizer states + optimizer states wherever there is room",
+        "+logits of 64 tokens at once + optimizer states wherever there is room",
+        "+optimizer states wherever there is room + bf16 without master weights",
+    ];
+    let methods = ["+LoRA", "+QLoRA"];
+    let expected = [&singles[..], &pairs, &methods].concat();
+    check(100, 1 << 40, &[accumulate, NONE, HOME], 16, &expected);
     let disk = check(
         needs_disk(),
         1 << 40,
@@ -368,6 +400,9 @@ fn what_would_fit_is_tried_from_one_change_to_several_and_to_other_methods() {
             "+a larger disk budget",
             "-bf16 without master weights",
             "-half the sequence length",
+            "-8-bit optimizer states",
+            "-saved activations in 8 bits",
+            "-logits of 64 tokens at once",
             "+LoRA",
             "+QLoRA",
         ],
@@ -391,6 +426,8 @@ fn a_host_that_is_too_small_gets_the_budget_that_is_needed() {
             "-activations wherever there is room",
             "-bf16 without master weights",
             "-half the sequence length",
+            "-8-bit optimizer states",
+            "-saved activations in 8 bits",
             "-LoRA",
             "-QLoRA",
         ],
@@ -410,6 +447,8 @@ fn the_least_is_named_for_the_method_and_for_those_that_need_less() {
         &[
             "-one sequence at a time",
             "-half the sequence length",
+            "-8-bit optimizer states",
+            "-saved activations in 8 bits",
             &format!("-{bundle}"),
             &format!("-{bundle} + half the sequence length"),
             "-QLoRA",
@@ -440,9 +479,60 @@ fn the_least_is_named_for_the_method_and_for_those_that_need_less() {
         &[
             "-one sequence at a time",
             "-half the sequence length",
-            &format!("-{bundle}"),
-            &format!("+{bundle} + half the sequence length"),
+            "-8-bit optimizer states",
+            "-saved activations in 8 bits",
+            "+one sequence at a time + half the sequence length",
         ],
     );
     assert!(qlora.refusal.unwrap().least.is_empty());
+}
+
+/// Every method and optimizer under lines from next to nothing to almost enough: what is suggested fits, applied as it is said, and
+/// saves what it says.
+#[test]
+fn suggestions_for_many_questions_fit_when_they_are_applied() {
+    let questions: [&[&str]; 8] = [
+        &[],
+        &[HOME, F32],
+        &[HOME, "training.batch_size=4", NONE],
+        &["training.attention=standard", HOME, "data.sequence_length=512"],
+        &["training.optimizer=lion", "training.effective_batch_size=16", HOME],
+        &["training.method=lora", "training.batch_size=8", HOME],
+        &["training.method=qlora", NONE, HOME, "training.batch_size=4"],
+        &["training.optimizer_in_backward=true", "training.max_gradient_norm=0", HOME],
+    ];
+    let (mut refused, mut singles, mut pairs) = (0, 0, 0);
+    for set in questions {
+        let whole = plan(&config(1 << 40, set), &machine(0)).process_bytes();
+        for (share, disk) in [(30, 0), (50, 0), (70, 0), (90, 0), (40, 60 * MIB)] {
+            let (raw, machine) = (config(whole * share / 100, set), machine(disk));
+            let asked = plan(&raw, &machine);
+            if asked.fits() {
+                continue;
+            }
+            refused += 1;
+            for other in asked.alternatives.iter().filter(|other| other.fits) {
+                let applied = plan(&with(&raw, &other.change), &machine);
+                assert!(applied.fits(), "{share} %, {set:?}: {other:?}: {:?}", applied.misfits());
+                let missing = asked.limits.shortages(&asked.choice).map(|shortage| shortage.bytes()).max();
+                let over_memory = asked.shortages().iter().all(|short| short.resource == Resource::Memory);
+                let is_budget = other.what.starts_with("a larger");
+                assert!(
+                    !over_memory || is_budget || other.bytes_saved >= missing.unwrap_or(0) as i64,
+                    "{other:?}"
+                );
+                singles += usize::from(other.extent == Extent::Single);
+                let parts: Vec<&str> = other.what.split(" + ").collect();
+                pairs += usize::from(other.extent == Extent::Bundle && parts.len() == 2);
+            }
+            let one_fits =
+                asked.alternatives.iter().any(|other| other.fits && other.extent == Extent::Single);
+            let pair = |other: &&Alternative| {
+                other.extent == Extent::Bundle && other.what.matches(" + ").count() == 1
+            };
+            let two_fit = asked.alternatives.iter().filter(pair).filter(|other| other.fits).count();
+            assert!(!one_fits || two_fit == 0, "a pair is for when no change by itself is enough");
+        }
+    }
+    assert!(refused >= 24 && singles > 20 && pairs > 5, "{refused} {singles} {pairs}");
 }

@@ -9,6 +9,9 @@ use crate::table;
 /// Columns that lines keep to.
 const WIDTH: usize = 100;
 
+/// Columns of a change in words.
+const WIDEST: usize = 52;
+
 /// Changes of a kind that are shown: the fastest.
 const SHOWN: usize = 4;
 
@@ -52,15 +55,20 @@ fn more_disk(plan: &TrainingPlan, need: MemoryAndDisk) -> String {
 /// Changes with what they would give, each with its assignments below it.
 fn changes(plan: &TrainingPlan, list: &[&Alternative]) -> String {
     let disk = list.iter().any(|other| other.disk_bytes > 0);
-    let mut rows = vec![row!["", "at least", "tokens/s"]];
+    let mut rows = vec![row!["", "saves", "time", "at least"]];
     if disk {
         rows[0].push("disk".to_owned());
     }
     for other in list {
         let host = if plan.limits.is_apart { 0 } else { other.host_bytes };
         let bytes = other.peak_bytes.saturating_add(host).saturating_add(plan.overhead_bytes);
-        let mut row =
-            row![shortened(&other.what, 48), ByteSize(bytes), format!("{:.0}", other.tokens_per_second)];
+        let sign = if other.bytes_saved < 0 { "-" } else { "" };
+        let mut row = row![
+            shortened(&other.what, WIDEST),
+            format!("{sign}{}", ByteSize(other.bytes_saved.unsigned_abs())),
+            format!("{:+.1} %", 100.0 * other.slower),
+            ByteSize(bytes)
+        ];
         if disk {
             row.push(ByteSize(other.disk_bytes).to_string());
         }
