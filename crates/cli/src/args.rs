@@ -170,6 +170,10 @@ pub struct PlanArgs {
     /// Show what each technique of the plan saves and costs, from the naive step to the planned one, and what would come next
     #[arg(long, conflicts_with = "compare")]
     pub waterfall: bool,
+    /// Say why a key of the configuration has its value in the plan, and what other values would do: training.batch_size,
+    /// memory.offload.optimizer
+    #[arg(long, value_name = "KEY", conflicts_with_all = ["compare", "waterfall", "zero_table"])]
+    pub explain: Option<String>,
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub json: bool,

@@ -324,9 +324,9 @@ fn a_log_of_memory_that_ran_out_is_read_and_the_run_planned_for_its_device() {
     }
 }
 
-/// What the program itself says of the techniques of a plan.
+/// The technique of each line, and the reason of a value, from the program itself.
 #[test]
-fn a_plan_says_what_techniques_buy() {
+fn a_plan_says_what_techniques_buy_and_why_a_value_was_taken() {
     let folder = folder();
     let machine = ["plan", "--model", "smollm2-135m", "--hardware", "rtx-3060", "--sequence-length", "256"];
     let shown = ok(folder.path(), &[&machine[..], &["--waterfall"]].concat());
@@ -339,4 +339,14 @@ fn a_plan_says_what_techniques_buy() {
     let naive = number(&entries[0], "device_peak_bytes");
     assert_eq!(naive - saved, number(&document["memory"]["device"], "peak_bytes"));
     assert!(entries.iter().all(|entry| entry["change"].is_string() && entry["seconds_added"].is_f64()));
+    let explain =
+        |key: &str| plimsoll(folder.path(), &[&machine[..], &["--json", "--explain", key]].concat());
+    let found = &json(&explain("training.batch_size"))["explain"];
+    assert_eq!((&found["key"], &found["chosen_by"]), (&"training.batch_size".into(), &"planner".into()));
+    assert!(found["neighbours"][0]["device_peak_bytes"].is_u64(), "{found}");
+    let words = ok(folder.path(), &[&machine[..], &["--explain", "training.learning_rate"]].concat());
+    assert!(words.starts_with("planning does not decide training.learning_rate"), "{words}");
+    let wrong = explain("training.batchsize");
+    assert_eq!(wrong.status.code(), Some(2));
+    assert!(text(&wrong.stderr).contains("did you mean 'training.batch_size'?"), "{}", text(&wrong.stderr));
 }

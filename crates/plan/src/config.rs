@@ -8,6 +8,7 @@
 //! Relative paths are relative to the current directory, whether they stand in a file or on the command
 //! line; `~` is not expanded.
 
+mod around;
 mod attention;
 mod availability;
 mod batch;
@@ -38,6 +39,7 @@ mod sample;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use around::{Shaping, Takes};
 pub use attention::Attention;
 pub use batch::BatchSettings;
 pub use changes::KeyChange;

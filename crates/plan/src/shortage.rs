@@ -20,6 +20,20 @@ pub enum Resource {
     Disk,
 }
 
+impl Resource {
+    /// What it is called.
+    pub fn words(self) -> &'static str {
+        match self {
+            Resource::Memory => "memory",
+            Resource::Arena => "arena",
+            Resource::Host => "host memory",
+            Resource::Process => "memory that the system allows",
+            Resource::AddressSpace => "address space",
+            Resource::Disk => "disk",
+        }
+    }
+}
+
 /// Too little of something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Shortage {

@@ -486,7 +486,7 @@ pub(crate) fn decided<'a>(
 
 /// A configuration with its ranks divided, and the step that was chosen for it.
 pub(crate) struct Decided<'a> {
-    config: RawConfig,
+    pub config: RawConfig,
     runs: DryRuns<'a>,
     pub choice: Choice,
     division: Option<Division>,

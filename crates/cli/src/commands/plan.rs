@@ -3,13 +3,14 @@
 mod compare;
 mod cost;
 pub mod describe;
+mod explain;
 mod find;
 mod import;
 mod ranks;
 mod waterfall;
 
 use plimsoll_model::catalogue;
-use plimsoll_plan::config::Imported;
+use plimsoll_plan::config::{Imported, RawConfig};
 use plimsoll_plan::{
     Finder, Found, ModelOrigin, Need, RunCost, Sought, TimelineFormat, TrainingPlan, Waterfall,
     fitting_devices,
@@ -31,6 +32,9 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         Some(file) => Some((file.as_path(), TimelineFormat::of(file)?)),
         None => None,
     };
+    if let Some(key) = &args.explain {
+        RawConfig::default().check_key(key, &format!("--explain {key}"))?;
+    }
     // Where a model is looked for, any stands for it.
     let any = catalogue::names().next().filter(|_| args.find == Some(Sought::Model));
     let model = any.map(str::to_owned).or_else(|| args.source.model.clone());
@@ -132,6 +136,9 @@ impl<'a> Answer<'a> {
             insert("waterfall", json!(entries));
             insert("waterfall_next", json!(next));
         }
+        if let Some(key) = &self.args.explain {
+            insert("explain", json!(self.plan.explain(key, &self.asked.origin)?));
+        }
         Ok(document)
     }
 
@@ -139,6 +146,10 @@ impl<'a> Answer<'a> {
     fn words(&self) -> Result<String, Failure> {
         let Answer { args, asked, plan, .. } = self;
         let mut out = String::new();
+        // Whoever asks for a reason wants that, and not the plan.
+        if let Some(key) = &args.explain {
+            return Ok(explain::words(&plan.explain(key, &asked.origin)?));
+        }
         if args.import.is_some() {
             out.push_str(&import::words(self.imported, &plan.config.changes_since(&asked.config)));
         }

@@ -230,6 +230,13 @@ fn layer_of(text: &str, origin: &str) -> Result<(RawConfig, Vec<Wrong>), ConfigE
     Ok((layer.config, layer.errors))
 }
 
+/// There is no key of this name; `argument` is what named it. Of a section, its first key is what was probably meant.
+pub(super) fn unknown_key(key: &str, argument: &str) -> ConfigError {
+    let first = keys::members(key).first().map(|name| format!("{key}.{name}"));
+    let nearest = first.or_else(|| keys::suggest(key));
+    ConfigError::UnknownKey { place: Place::argument(argument), key: shortened(key), nearest }
+}
+
 /// Whether a path is `section` or a key in it.
 fn is_within(path: &str, section: &str) -> bool {
     path.strip_prefix(section).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
