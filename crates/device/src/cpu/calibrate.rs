@@ -9,7 +9,7 @@ use plimsoll_memory::Tag;
 use super::{Cpu, Isa, Pool};
 use crate::{
     Activation, Arithmetic, Attention, AttentionShape, Compute, DType, Device, DeviceError, DeviceExt,
-    Elementwise, Glu, Multiplied, Op, Product, Rounding, THIN, Tensor,
+    Elementwise, Glu, Multiplied, Op, Product, Rounding, Tensor,
 };
 
 /// Sides of products `[rows, inner]` times `[inner, columns]`: those of small models and a large one's.
@@ -289,6 +289,7 @@ impl Bench {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::THIN;
 
     #[test]
     fn everything_is_measured() {
