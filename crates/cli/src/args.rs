@@ -65,6 +65,8 @@ pub enum Command {
     /// Write what was planned as a configuration of another program: deepspeed, accelerate, transformers, peft, bitsandbytes, axolotl,
     /// llama-factory, torchtune or torchtitan
     Export(ExportArgs),
+    /// Write a plan or a run as one page for a browser: memory at the peak and through the step, planned and measured, loss and speed
+    Report(ReportArgs),
     /// Show what a model will read of chats and instructions, and which tokens of it are trained
     Preview(PreviewArgs),
     /// Train a model, or fine-tune one
@@ -120,6 +122,24 @@ pub struct ConfigSource {
     /// none, full, sqrt or another form (training.gradient_checkpointing)
     #[arg(long, value_name = "FORM")]
     pub gradient_checkpointing: Option<String>,
+}
+
+impl ConfigSource {
+    /// Whether a flag goes over the file.
+    pub fn changes_anything(&self) -> bool {
+        let ConfigSource {
+            config: _,
+            set,
+            model,
+            batch_size,
+            sequence_length,
+            memory,
+            mixed_precision,
+            gradient_checkpointing,
+        } = self;
+        let flags = [model, batch_size, sequence_length, memory, mixed_precision, gradient_checkpointing];
+        !set.is_empty() || flags.iter().any(|flag| flag.is_some())
+    }
 }
 
 /// The machine that a plan is for, where it is not this one, and its ranks.
@@ -190,6 +210,23 @@ pub struct ExportArgs {
     /// Write to this file; of JSON, what could not be carried over goes to FILE.notes.txt. Without it, to standard output
     #[arg(long, short, value_name = "FILE")]
     pub output: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+#[command(mut_arg("config", |own| own.value_name("RUN_OR_PLAN").help(
+    "Folder of a run, configuration file (YAML), or document that plan --json wrote",
+)))]
+pub struct ReportArgs {
+    #[command(flatten)]
+    pub source: ConfigSource,
+    #[command(flatten)]
+    pub machine: MachineArgs,
+    /// Write the page to this file, for example report.html
+    #[arg(long, short, value_name = "FILE", required_unless_present = "json")]
+    pub output: Option<PathBuf>,
+    /// Print what the page says as one JSON document and nothing else
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// A number of tokens: `300M`, `15B`, `1e9`.

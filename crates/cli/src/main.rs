@@ -79,6 +79,7 @@ fn run(command: &Command) -> Result<(), Failure> {
     match command {
         Command::Plan(args) => commands::plan::run(args),
         Command::Export(args) => commands::export::run(args),
+        Command::Report(args) => commands::report::run(args),
         Command::Preview(args) => commands::preview::run(args),
         Command::Train(args) => commands::train::run(args),
         Command::Eval(args) => commands::eval::run(args),

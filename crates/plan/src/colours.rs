@@ -25,3 +25,8 @@ pub const COLOURS: [(Tag, Colour); 13] = [
 
 /// The colour of what has no tag, such as the gaps between allocations.
 pub const OTHER_COLOUR: Colour = [150, 150, 150];
+
+/// The colour of a tag.
+pub fn colour_of(tag: Tag) -> Colour {
+    COLOURS.iter().find(|(known, _)| *known == tag).map_or(OTHER_COLOUR, |(_, own)| *own)
+}

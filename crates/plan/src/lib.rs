@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod advice;
+mod axes;
 mod bounds;
 mod catalogue;
 mod colours;
@@ -41,8 +42,9 @@ mod waterfall;
 mod zero_table;
 
 pub use advice::{Alternative, Extent, LeastNeed, MemoryAndDisk, Refusal};
+pub use axes::{byte_ticks, nice_step};
 pub use catalogue::{Catalogue, CatalogueError, DeviceModel, MeasuredCpu, Price, Spill, Target};
-pub use colours::{COLOURS, Colour, OTHER_COLOUR};
+pub use colours::{COLOURS, Colour, OTHER_COLOUR, colour_of};
 pub use cost::RunCost;
 pub use divide::Division;
 pub use dry_run::DryRun;

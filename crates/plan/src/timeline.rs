@@ -101,6 +101,26 @@ pub struct Stretch<W> {
     pub end: Moment,
 }
 
+impl Part {
+    /// What the part is, in words.
+    pub fn words(&self) -> &'static str {
+        match self.what {
+            "load" => "the loading",
+            "step" => "a step",
+            "next step" => "a step after the first",
+            "evaluation" => "an evaluation pass",
+            other => other,
+        }
+    }
+}
+
+impl Allocation {
+    /// Whether it lives at any time of a part.
+    pub fn is_in(&self, part: &Part) -> bool {
+        self.birth.event < part.end.event && self.death.event > part.begin.event
+    }
+}
+
 /// What is live under a tag from a moment on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LiveChange {
@@ -229,6 +249,23 @@ impl Timeline {
             has_seconds,
             stretches,
         }
+    }
+
+    /// The part that pictures show: the last step, or where the peak is, if the last step does not reach it.
+    pub fn shown(&self) -> Part {
+        let device = self.tiers.iter().find(|tier| tier.tier == Tier::Device);
+        let peak_event = device.and_then(|tier| tier.peak_moment).map_or(0, |moment| moment.event);
+        let reaches = |part: &Part| {
+            device.is_some_and(|tier| {
+                let mut inside = tier.allocations.iter().filter(|allocation| allocation.is_in(part));
+                inside.any(|allocation| allocation.offset + allocation.bytes == tier.at_peak.peak)
+            })
+        };
+        let mut steps = self.parts.iter().filter(|part| part.what.ends_with("step"));
+        let around = |part: &&Part| (part.begin.event..part.end.event).contains(&peak_event);
+        let found = steps.next_back().filter(|part| reaches(part)).or_else(|| self.parts.iter().find(around));
+        let nothing = Part { what: "step", begin: Moment::default(), end: Moment { event: 1, micros: 1.0 } };
+        found.copied().unwrap_or(nothing)
     }
 
     /// The trace as JSON, which Perfetto and `chrome://tracing` open.

@@ -88,6 +88,24 @@ pub enum TrainError {
         /// What does not fit, and what to do.
         reason: String,
     },
+    /// A line of a run's metrics that says no step.
+    #[error("{}, line {line}: this is no step of a run: {reason}; take the line out, or put the file back as the run wrote it", .path.display())]
+    Metrics {
+        /// The file.
+        path: PathBuf,
+        /// 1-based number of the line.
+        line: u64,
+        /// What is wrong with it.
+        reason: serde_json::Error,
+    },
+    /// The report of a run that says none.
+    #[error("{}: this is no report of a run: {reason}; remove the file to see the run without it, or put it back as the run wrote it", .path.display())]
+    Report {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: serde_json::Error,
+    },
     /// The output folder already holds a run, and the run was not asked to resume.
     #[error("{} already holds a run; {}", .path.display(), if *.resumable {
         "add --resume to continue it, or choose another output.dir"

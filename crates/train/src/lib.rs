@@ -27,7 +27,7 @@ pub use ladder::Surroundings;
 pub use metrics::{MemoryMetrics, StepMetrics};
 pub use observer::{MemoryLevel, Observer, RunEvent};
 pub use output_folder::OutputFolder;
-pub use prepared::{Prepared, host_bytes_per_token};
+pub use prepared::{CONFIG_FILE, Prepared, host_bytes_per_token};
 pub use pressure::MemoryReading;
 pub use report::{Io, Measured, Planned, RankBytes, RankReport, Report};
 pub use resumption::Resumption;

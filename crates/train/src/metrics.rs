@@ -1,24 +1,31 @@
 //! `metrics.jsonl`: one line per optimizer step, whole lines only, continued or cut back when a run resumes.
 
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::TrainError;
 
+const FILE: &str = "metrics.jsonl";
+
+/// Bytes of a line at most; a step takes a few hundred.
+const LONGEST_LINE: u64 = 1 << 16;
+
 /// One optimizer step.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
     /// 1-based number of the step.
     pub step: u64,
     /// Mean loss over the step's target tokens, before the update.
+    #[serde(deserialize_with = "number")]
     pub loss: f64,
     /// Global gradient norm before clipping.
+    #[serde(deserialize_with = "number")]
     pub grad_norm: f64,
     /// Whether the update was left out because the scaled gradients overflowed; the norm is not a number then.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub skipped: bool,
     /// The factor on the loss of the next step, where there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -28,12 +35,14 @@ pub struct StepMetrics {
     /// Tokens seen since the beginning of the run.
     pub tokens: u64,
     /// Tokens of this step over its time.
+    #[serde(deserialize_with = "number")]
     pub tokens_per_second: f64,
     /// Sequences of the step, over all micro-batches.
     pub batch_size: u64,
     /// Memory.
     pub memory: MemoryMetrics,
     /// The plan that the step was taken with: 0 for the one that the run began with, higher for those that need less memory.
+    #[serde(default)]
     pub rung: u64,
     /// Mean loss on the validation data, where the step measured it.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -41,7 +50,7 @@ pub struct StepMetrics {
 }
 
 /// Memory during a step.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MemoryMetrics {
     /// High-water mark of the device arena so far.
     pub device_peak_bytes: u64,
@@ -65,7 +74,7 @@ pub struct MetricsFile {
 impl MetricsFile {
     /// A new file, or one whose lines after `steps_done` are dropped, if `steps_done` is not 0.
     pub fn open(folder: &Path, steps_done: u64) -> Result<MetricsFile, TrainError> {
-        let path = folder.join("metrics.jsonl");
+        let path = folder.join(FILE);
         let kept = if steps_done == 0 { Vec::new() } else { lines_up_to(&path, steps_done)? };
         crate::write_whole(&path, &kept)?;
         let file =
@@ -90,6 +99,49 @@ impl MetricsFile {
     /// Makes the lines so far outlive a power cut.
     pub fn sync(&self) -> Result<(), TrainError> {
         self.file.sync_data().map_err(|e| TrainError::io("sync", &self.path, e))
+    }
+}
+
+/// A number; JSON has no other word than null for what is none.
+fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::<f64>::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
+impl StepMetrics {
+    /// The steps in a run's folder, in order; none where the run has not taken a step yet. A last line without an end, which a
+    /// run that is going or was killed leaves, is no step.
+    ///
+    /// # Errors
+    /// [`TrainError::Metrics`] with the line that says no step; [`TrainError::Io`] where the file cannot be read.
+    pub fn of_run(folder: &Path) -> Result<Vec<StepMetrics>, TrainError> {
+        let path = folder.join(FILE);
+        let file = match File::open(&path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(e) => return Err(TrainError::io("open", &path, e)),
+        };
+        let mut steps: Vec<StepMetrics> = Vec::new();
+        let (mut reader, mut text) = (BufReader::new(file), Vec::new());
+        for line in 1.. {
+            text.clear();
+            let most = &mut (&mut reader).take(LONGEST_LINE);
+            let read = most.read_until(b'\n', &mut text).map_err(|e| TrainError::io("read", &path, e))?;
+            let is_whole = text.last() == Some(&b'\n');
+            if read == 0 || (!is_whole && text.len() < LONGEST_LINE as usize) {
+                break;
+            }
+            let step: StepMetrics = serde_json::from_slice(&text).map_err(|reason| TrainError::Metrics {
+                path: path.clone(),
+                line,
+                reason,
+            })?;
+            // A run that was resumed has taken these steps anew.
+            while steps.last().is_some_and(|last| last.step >= step.step) {
+                steps.pop();
+            }
+            steps.push(step);
+        }
+        Ok(steps)
     }
 }
 
@@ -162,6 +214,27 @@ mod tests {
             text.starts_with(r#"{"step":1,"loss":1.5,"grad_norm":2.0,"lr":0.001,"tokens":64,"#),
             "{text}"
         );
+    }
+
+    /// A run that is going has a last line without an end; one that went bad has numbers that are none.
+    #[test]
+    fn steps_are_read_again() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(StepMetrics::of_run(folder.path()).unwrap(), []);
+        let mut file = MetricsFile::open(folder.path(), 0).unwrap();
+        (1..=3).for_each(|step| file.append(&metrics(step)).unwrap());
+        file.append(&StepMetrics { loss: f64::NAN, skipped: true, ..metrics(4) }).unwrap();
+        // As if the run had gone back to its second step.
+        file.append(&StepMetrics { loss: 0.5, validation_loss: Some(0.75), ..metrics(3) }).unwrap();
+        file.file.write_all(b"{\"step\":4,\"lo").unwrap();
+        let steps = StepMetrics::of_run(folder.path()).unwrap();
+        assert_eq!(steps[..2], [metrics(1), metrics(2)]);
+        assert_eq!(steps[2..], [StepMetrics { loss: 0.5, validation_loss: Some(0.75), ..metrics(3) }]);
+        file.append(&metrics(9)).unwrap();
+        let error = StepMetrics::of_run(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("metrics.jsonl, line 6") && error.contains("take the line out"), "{error}");
+        std::fs::write(folder.path().join("metrics.jsonl"), vec![b'x'; 1 << 20]).unwrap();
+        assert!(matches!(StepMetrics::of_run(folder.path()), Err(TrainError::Metrics { line: 1, .. })));
     }
 
     /// What a line that could not be written is cut back to.

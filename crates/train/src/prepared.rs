@@ -35,7 +35,8 @@ const INITIAL_ADAPTER: &str = "initial_adapter";
 const OF_RANK: &str = ".rank-";
 
 /// The configuration as it was resolved, saved with the run.
-const CONFIG_FILE: &str = "plimsoll.yaml";
+/// The configuration of a run in its folder, with every `auto` decided.
+pub const CONFIG_FILE: &str = "plimsoll.yaml";
 
 /// A run that has its model and its data and needs a plan and a device.
 pub struct Prepared {

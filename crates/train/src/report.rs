@@ -4,14 +4,14 @@ use std::path::Path;
 
 use plimsoll_disk::IoStatistics;
 use plimsoll_plan::{Timeline, TimelineFormat};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::TrainError;
 
 const FILE: &str = "report.json";
 
 /// What the plan said.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Planned {
     /// High-water mark of the device arena.
     pub device_peak_bytes: u64,
@@ -30,7 +30,7 @@ pub struct Planned {
 }
 
 /// What came out.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
     /// High-water mark of the device arena.
     pub device_peak_bytes: u64,
@@ -45,7 +45,7 @@ pub struct Measured {
 }
 
 /// What went between the device and the tiers below it.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Io {
     /// Bytes read.
     pub bytes_read: u64,
@@ -78,7 +78,7 @@ impl Io {
 }
 
 /// The report of a run.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// What the plan said.
     pub planned: Planned,
@@ -105,12 +105,12 @@ pub struct Report {
     /// Seconds of training in this part of the run.
     pub seconds: f64,
     /// Each of several ranks.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<RankReport>,
 }
 
 /// What one of several ranks was planned to take and took.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RankReport {
     /// Which.
     pub rank: u32,
@@ -121,7 +121,7 @@ pub struct RankReport {
 }
 
 /// Bytes of a rank.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RankBytes {
     /// High-water mark of the device arena.
     pub device_peak_bytes: u64,
@@ -159,6 +159,20 @@ impl Report {
         let report = std::fs::read(run.join(FILE)).ok();
         let report = report.and_then(|bytes| serde_json::from_slice::<serde_json::Value>(&bytes).ok());
         report.is_some_and(|report| report.get("finished") == Some(&serde_json::Value::Bool(true)))
+    }
+
+    /// The report in a run's folder; `None` where the run has not come to an end yet.
+    ///
+    /// # Errors
+    /// [`TrainError::Report`] where the file is no report; [`TrainError::Io`] where it cannot be read.
+    pub fn of_run(run: &Path) -> Result<Option<Report>, TrainError> {
+        let path = run.join(FILE);
+        let bytes = match std::fs::read(&path) {
+            Ok(bytes) => bytes,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(TrainError::io("read", &path, e)),
+        };
+        serde_json::from_slice(&bytes).map(Some).map_err(|reason| TrainError::Report { path, reason })
     }
 
     /// Writes `report.json` into the run's folder.

@@ -15,4 +15,5 @@ pub mod inspect;
 pub mod merge;
 pub mod plan;
 pub mod preview;
+pub mod report;
 pub mod train;

@@ -8,7 +8,8 @@ use plimsoll_memory::{ByteSize, Phase, Tag, Tier};
 use super::areas::{Drawn, Rectangle, drawn};
 use super::svg::{Svg, px};
 use super::{Allocation, Moment, Part, TierTimeline, Timeline};
-use crate::{COLOURS, Colour, OTHER_COLOUR};
+use crate::axes::{byte_ticks, nice_step};
+use crate::colours::{COLOURS, Colour, OTHER_COLOUR, colour_of};
 
 const WIDTH: f64 = 1200.0;
 /// Where panels begin, and how wide they are.
@@ -33,7 +34,7 @@ const LINE: &str = "#c00";
 
 /// The whole picture.
 pub(super) fn draw(timeline: &Timeline) -> String {
-    let part = shown(timeline);
+    let part = timeline.shown();
     let panels: Vec<Panel<'_>> =
         timeline.tiers.iter().filter_map(|tier| Panel::new(timeline, tier, &part)).collect();
     let heights: f64 = panels.iter().map(|panel| panel.height + BETWEEN).sum();
@@ -43,7 +44,7 @@ pub(super) fn draw(timeline: &Timeline) -> String {
     svg.text(24.0, 30.0, "start", 19, "#000", &heading);
     let clock =
         if timeline.has_seconds { "" } else { "; across: allocations and releases, one after the other" };
-    let below = format!("{} of {}{clock}", words(part.what), timeline.settings);
+    let below = format!("{} of {}{clock}", part.words(), timeline.settings);
     svg.text(24.0, 52.0, "start", 13, TEXT, &below);
     let mut y = TOP;
     let (mut all, mut merged) = (0, 0);
@@ -61,38 +62,6 @@ pub(super) fn draw(timeline: &Timeline) -> String {
         svg.text(24.0, y - 10.0 + 17.0 * f64::from(line), "start", 12, TEXT, &note);
     }
     svg.finish()
-}
-
-/// The last step, or where the peak is, if the last step does not reach it.
-fn shown(timeline: &Timeline) -> Part {
-    let device = timeline.tiers.iter().find(|tier| tier.tier == Tier::Device);
-    let peak_event = device.and_then(|tier| tier.peak_moment).map_or(0, |moment| moment.event);
-    let reaches = |part: &Part| {
-        device.is_some_and(|tier| {
-            let mut inside = tier.allocations.iter().filter(|allocation| is_inside(allocation, part));
-            inside.any(|allocation| allocation.offset + allocation.bytes == tier.at_peak.peak)
-        })
-    };
-    let mut steps = timeline.parts.iter().filter(|part| part.what.ends_with("step"));
-    let around = |part: &&Part| (part.begin.event..part.end.event).contains(&peak_event);
-    let found = steps.next_back().filter(|part| reaches(part)).or_else(|| timeline.parts.iter().find(around));
-    let nothing = Part { what: "step", begin: Moment::default(), end: Moment { event: 1, micros: 1.0 } };
-    found.copied().unwrap_or(nothing)
-}
-
-/// Whether an allocation lives at any time of a part.
-fn is_inside(allocation: &Allocation, part: &Part) -> bool {
-    allocation.birth.event < part.end.event && allocation.death.event > part.begin.event
-}
-
-fn words(part: &str) -> &str {
-    match part {
-        "load" => "the loading",
-        "step" => "a step",
-        "next step" => "a step after the first",
-        "evaluation" => "an evaluation pass",
-        other => other,
-    }
 }
 
 /// What is to be said below.
@@ -151,7 +120,7 @@ impl<'a> Panel<'a> {
         let inside: Vec<(&Allocation, Rectangle)> = tier
             .allocations
             .iter()
-            .filter(|allocation| is_inside(allocation, part))
+            .filter(|allocation| allocation.is_in(part))
             .map(|allocation| {
                 let (left, right) = (across(allocation.birth), across(allocation.death));
                 let upper = up(allocation.offset + allocation.bytes);
@@ -174,7 +143,7 @@ impl<'a> Panel<'a> {
             Tier::Disk => "disk",
         };
         svg.text(LEFT, y - 8.0, "start", 13, "#000", name);
-        for tick in ticks(self.top, if self.tier.tier == Tier::Device { 4.0 } else { 2.0 }) {
+        for tick in byte_ticks(self.top, if self.tier.tier == Tier::Device { 4.0 } else { 2.0 }) {
             svg.line([LEFT, up(tick), LEFT + ACROSS, up(tick)], FAINT, "");
             svg.text(LEFT - 8.0, up(tick) + 4.0, "end", 12, TEXT, &ByteSize(tick as u64).to_string());
         }
@@ -222,7 +191,7 @@ impl<'a> Panel<'a> {
     /// When what happens.
     fn axis(&self, svg: &mut Svg, y: f64) {
         let (begin, end) = (self.part.begin.micros, self.part.end.micros);
-        let step = nice((end - begin) / 6.0);
+        let step = nice_step((end - begin) / 6.0);
         // Seconds begin with the part; events have the numbers that the trace gives them.
         let first = if self.has_seconds { 0.0 } else { (begin / step).ceil() * step - begin };
         let length = (end - begin).max(f64::MIN_POSITIVE);
@@ -332,25 +301,11 @@ fn phase_colour(phase: Phase) -> &'static str {
 }
 
 fn colour(tag: Tag) -> String {
-    hex(COLOURS.iter().find(|(known, _)| *known == tag).map_or(OTHER_COLOUR, |(_, own)| *own))
+    hex(colour_of(tag))
 }
 
 fn hex([red, green, blue]: Colour) -> String {
     format!("#{red:02x}{green:02x}{blue:02x}")
-}
-
-/// Sizes on an axis up to `top`: at least so many steps of a power of two, and less than twice as many.
-fn ticks(top: f64, least: f64) -> Vec<f64> {
-    let step = (top / least).log2().floor().exp2().max(1.0);
-    (0..9).map(|n| f64::from(n) * step).take_while(|tick| *tick <= top).collect()
-}
-
-/// The next of 1, 2, 5, 10 and so on.
-fn nice(step: f64) -> f64 {
-    let step = step.max(1e-9);
-    let scale = 10f64.powf(step.log10().floor());
-    let steps = [1.0, 2.0, 5.0, 10.0].map(|n| n * scale);
-    steps.into_iter().find(|nice| *nice >= step).unwrap_or(step)
 }
 
 /// A time with the decimals that its axis needs.

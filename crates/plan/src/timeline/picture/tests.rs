@@ -122,7 +122,7 @@ fn what_ends_where_a_part_begins_is_outside() {
     let mut own = timeline(true).tiers.remove(0).allocations.remove(0);
     let mut lives = |birth, death| {
         (own.birth.event, own.death.event) = (birth, death);
-        is_inside(&own, &part)
+        own.is_in(&part)
     };
     assert_eq!([lives(0, 10), lives(0, 11), lives(19, 30), lives(20, 30)], [false, true, true, false]);
 }
@@ -131,7 +131,7 @@ fn what_ends_where_a_part_begins_is_outside() {
 #[test]
 fn a_few_counted_loops_are_named() {
     let mut timeline = timeline(true);
-    let part = shown(&timeline);
+    let part = timeline.shown();
     let first = part.begin.event;
     let all = |timeline: &Timeline| notes(timeline, &part, 9, 0).pop().unwrap();
     timeline.counted =
@@ -146,11 +146,11 @@ fn a_few_counted_loops_are_named() {
 
 #[test]
 fn axes_have_round_numbers_and_the_decimals_that_they_need() {
-    assert_eq!([0.03, 0.2, 0.21, 1.0, 3.0, 7.0].map(nice), [0.05, 0.2, 0.5, 1.0, 5.0, 10.0]);
+    assert_eq!([0.03, 0.2, 0.21, 1.0, 3.0, 7.0].map(nice_step), [0.05, 0.2, 0.5, 1.0, 5.0, 10.0]);
     assert_eq!(
         [(1.5, 0.5), (2.0, 1.0), (20.0, 10.0), (0.004, 0.002)].map(|(time, step)| seconds(time, step)),
         ["1.5 s", "2 s", "20 s", "0.004 s"]
     );
-    assert_eq!(ticks(16.0, 4.0), [0.0, 4.0, 8.0, 12.0, 16.0]);
-    assert_eq!(ticks(15.0, 2.0), [0.0, 4.0, 8.0, 12.0]);
+    assert_eq!(byte_ticks(16.0, 4.0), [0.0, 4.0, 8.0, 12.0, 16.0]);
+    assert_eq!(byte_ticks(15.0, 2.0), [0.0, 4.0, 8.0, 12.0]);
 }
