@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use plimsoll_plan::TrainingPlan;
+use plimsoll_step::StepError;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -16,6 +18,24 @@ pub struct WaterfallEntry {
     pub seconds_added: f64,
     /// The device's peak with it.
     pub device_peak_bytes: u64,
+}
+
+impl WaterfallEntry {
+    /// The entries of a plan's waterfall.
+    ///
+    /// # Errors
+    /// The steps on the way to the plan cannot be run dry.
+    pub fn of(plan: &TrainingPlan) -> Result<Vec<WaterfallEntry>, StepError> {
+        let entries = plan.waterfall()?.entries.into_iter();
+        Ok(entries
+            .map(|entry| WaterfallEntry {
+                change: entry.change,
+                bytes_saved: entry.bytes_saved,
+                seconds_added: entry.seconds_added,
+                device_peak_bytes: entry.device_peak_bytes,
+            })
+            .collect())
+    }
 }
 
 /// A choice of settings that no other beats in memory, time and quality at once.

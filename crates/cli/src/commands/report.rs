@@ -6,7 +6,7 @@ use std::path::Path;
 
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::Imported;
-use plimsoll_report::{Document, RunRecord, Subject};
+use plimsoll_report::{Document, RunRecord, Subject, WaterfallEntry};
 use plimsoll_train::{CONFIG_FILE, Report, StepMetrics};
 
 use crate::args::{ConfigSource, ReportArgs};
@@ -63,6 +63,7 @@ fn of_configuration(args: &ReportArgs) -> Result<Document, Failure> {
         name,
         plan: Some(&plan),
         place: speeds.place().to_owned(),
+        waterfall: WaterfallEntry::of(&plan)?,
         ..Subject::default()
     })?)
 }
@@ -73,6 +74,10 @@ fn of_document(args: &ReportArgs, document: &PlanDocument) -> Result<Document, F
     let machine = document.machine(&args.machine);
     let asked = Asked::new(&source, &document.imported(&machine)?, &machine, args.json)?;
     let (plan, speeds) = asked.plan()?;
+    let waterfall = match document.entries("waterfall")? {
+        missing if missing.is_empty() => WaterfallEntry::of(&plan)?,
+        said => said,
+    };
     let said = document.peak_bytes().filter(|said| *said != plan.peak_bytes());
     let note = said.map(|said| {
         format!(
@@ -84,7 +89,7 @@ fn of_document(args: &ReportArgs, document: &PlanDocument) -> Result<Document, F
         name: document.name.clone(),
         plan: Some(&plan),
         place: speeds.place().to_owned(),
-        waterfall: document.entries("waterfall")?,
+        waterfall,
         pareto: document.entries("pareto")?,
         notes: note.into_iter().collect(),
         run: None,
@@ -121,10 +126,12 @@ fn of_run(args: &ReportArgs, folder: &Path) -> Result<Document, Failure> {
             ));
         }
     }
+    let waterfall = plan.as_ref().map(WaterfallEntry::of).transpose()?.unwrap_or_default();
     Ok(Document::of(Subject {
         name: folder.display().to_string(),
         plan: plan.as_ref(),
         place,
+        waterfall,
         run: Some(&record),
         notes,
         ..Subject::default()
