@@ -169,6 +169,8 @@ impl<'a> Inference<'a> {
                 in_files: self.weights.can_stream().then_some(self.weights.in_files()),
                 enough_context: enough as u64,
                 pass_tokens: decided.map(|(tokens, _)| tokens),
+                sequences: 1,
+                apart: None,
             };
             let plan = GenerationPlan::resolve(&request).map_err(|error| match error {
                 GenerationPlanError::DoesNotFit(_) => Failure::does_not_fit(format!(

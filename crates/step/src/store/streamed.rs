@@ -91,7 +91,8 @@ impl<'a> WeightStore<'a> {
         let tables_are_cut = spec.part.vocabulary.is_some();
         let (mut looked_up, mut shared) = (None, sharing.map(|sharing| Shared::new(sharing.communicator)));
         for block in spec.blocks() {
-            let below = goes_below(block);
+            let below = goes_below(block)
+                .map(|offload| WeightOffload { tier: offload.tier_of(spec, block), ..offload });
             if below.is_none() && sharing.is_none() {
                 continue;
             }
