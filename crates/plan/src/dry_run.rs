@@ -351,6 +351,7 @@ impl DryRun {
             peak_bytes: dry.arena().high_water(),
             read_bytes: read.max(copied_in),
             host_bytes: tiers.host().high_water(),
+            disk_bytes: tiers.disk().high_water(),
         })
     }
 

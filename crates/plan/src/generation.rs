@@ -51,6 +51,8 @@ pub struct GenerationRequest<'a> {
     pub sequences: u64,
     /// The memory below a device that has its own; `None` where the device's memory is the host's.
     pub apart: Option<Apart>,
+    /// Bytes of disk that weights and caches may take.
+    pub disk_room: u64,
 }
 
 /// A device with memory of its own, and the host below it.
@@ -321,24 +323,29 @@ impl GenerationRequest<'_> {
     pub(crate) fn fits(&self) -> Result<bool, StepError> {
         let most = *self.context.end();
         let Some(chunk) = self.chunks().last() else { return Ok(false) };
-        let host_room = self.apart.map_or(u64::MAX, |apart| apart.host_room);
-        let tiers = [Tier::Device].into_iter().chain(self.lower_tiers().iter().copied());
-        let lowest = self.lower_tiers().last().copied().unwrap_or(Tier::Disk);
-        let caches = self.caches(most)?;
-        for (cache_tier, cache) in tiers.flat_map(|tier| caches.iter().map(move |cache| (tier, *cache))) {
+        // With the narrowest cache as far below as can be, a device has least.
+        let (cache, tiers) = (self.narrowest_cache(most)?, self.lower_tiers());
+        let lowest = Below::on(tiers.last().copied().unwrap_or(Tier::Disk));
+        let heads: &[Option<bool>] =
+            if self.in_files.is_some() { &[Some(false), Some(true), None] } else { &[None] };
+        for cache_tier in tiers.iter().rev().copied().chain([Tier::Device]) {
             let settings = DecodeSettings { cache_tier, ..self.settings(cache, most, chunk) };
-            let forms = [None, Some(false), Some(true)].map(|head| {
-                head.filter(|_| self.in_files.is_some()).map(|head| Residency::Spread { layers: 0, head })
-            });
-            for residency in forms {
+            for head in heads {
+                let residency = head.map(|head| Residency::Spread { layers: 0, head });
                 let room = self.room.saturating_sub(residency.map_or(0, |_| self.streaming_bytes()));
-                let found = self.footprint(settings, residency, Below::on(lowest))?;
-                if found.peak_bytes <= room && found.host_bytes <= host_room {
+                let found = self.footprint(settings, residency, lowest)?;
+                if found.peak_bytes <= room && self.allows_below(&found) {
                     return Ok(true);
                 }
             }
         }
         Ok(false)
+    }
+
+    /// Whether the host and the disk have as much.
+    fn allows_below(&self, found: &PassFootprint) -> bool {
+        found.host_bytes <= self.apart.map_or(u64::MAX, |apart| apart.host_room)
+            && found.disk_bytes <= self.disk_room
     }
 
     /// Whether weights and cache fit on the device as a whole.
@@ -414,32 +421,31 @@ impl GenerationRequest<'_> {
     /// the files are.
     fn residency(&self, settings: DecodeSettings) -> Result<Option<(Residency, Below)>, StepError> {
         let room = self.room.saturating_sub(self.streaming_bytes());
-        let host_room = self.apart.map_or(u64::MAX, |apart| apart.host_room);
         let most = |below: Below| {
             fitting_residency(self.spec, room, |residency| self.footprint(settings, Some(residency), below))
         };
-        let on_host = |residency, below| {
-            Ok::<_, StepError>(self.footprint(settings, Some(residency), below)?.host_bytes <= host_room)
+        let goes_below = |residency, below| {
+            Ok::<_, StepError>(self.allows_below(&self.footprint(settings, Some(residency), below)?))
         };
         let tiers = self.lower_tiers();
         if tiers.contains(&Tier::Host) {
             let below = Below::on(Tier::Host);
             if let Some(residency) = most(below)?
-                && on_host(residency, below)?
+                && goes_below(residency, below)?
             {
                 return Ok(Some((residency, below)));
             }
         }
         let Some(residency) = most(Below::on(Tier::Disk))? else { return Ok(None) };
         let with = |host_layers| Below { tier: Tier::Disk, host_layers };
-        if !on_host(residency, with(0))? {
+        if !goes_below(residency, with(0))? {
             return Ok(None);
         }
         // `low` layers fit the host, `high` do not.
         let (mut low, mut high) = (0, self.spec.num_layers - residency.layers(self.spec.num_layers));
         while tiers.contains(&Tier::Host) && low + 1 < high {
             let middle = low.midpoint(high);
-            match on_host(residency, with(middle))? {
+            match goes_below(residency, with(middle))? {
                 true => low = middle,
                 false => high = middle,
             }
@@ -498,6 +504,7 @@ mod tests {
             pass_tokens: None,
             sequences: 1,
             apart: None,
+            disk_room: u64::MAX,
         }
     }
 

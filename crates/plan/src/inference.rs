@@ -234,6 +234,7 @@ impl InferenceQuestion<'_> {
             pass_tokens: decided.map(|(tokens, _)| tokens),
             sequences: self.sequences,
             apart,
+            disk_room: limits.disk_bytes,
         })
     }
 }
@@ -243,7 +244,10 @@ fn planned(
     request: &GenerationRequest<'_>,
     context: u64,
 ) -> Result<(GenerationPlan, Option<Shortage>), StepError> {
-    if let Some(plan) = request.fitting_plan()? {
+    // Where not even the least form fits, no other has to be tried.
+    if request.fits()?
+        && let Some(plan) = request.fitting_plan()?
+    {
         return Ok((plan, None));
     }
     let plan = request.smallest(request.narrowest_cache(context)?, context)?;

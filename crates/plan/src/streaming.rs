@@ -14,6 +14,8 @@ pub struct PassFootprint {
     pub read_bytes: u64,
     /// The host tier's peak.
     pub host_bytes: u64,
+    /// What is taken of the disk.
+    pub disk_bytes: u64,
 }
 
 /// The residency with which a pass reads the fewest bytes of those that fit `room`; `run` runs the job dry with one. `None`

@@ -23,6 +23,7 @@ fn kept(room: u64, head: [u64; 2]) -> Option<Residency> {
             peak_bytes: 10 + 10 * layers + bytes,
             read_bytes: 2000 - 100 * layers - spared,
             host_bytes: 0,
+            disk_bytes: 0,
         })
     });
     found.unwrap()
@@ -115,6 +116,7 @@ fn request<'a>(spec: &'a ModelSpec, context: [u64; 2], room: u64) -> GenerationR
         pass_tokens: None,
         sequences: 1,
         apart: None,
+        disk_room: u64::MAX,
     }
 }
 

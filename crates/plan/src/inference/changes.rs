@@ -56,27 +56,27 @@ pub(super) fn of(
         }
         Ok(enough)
     };
+    let may_do = |other: InferenceQuestion<'_>| match plan.fits() {
+        true => other.every_device(|request| request.fits_on_device()),
+        false => other.every_device(|request| request.fits()),
+    };
     for dtype in STORAGES {
         let other = InferenceQuestion { quantize: Some(dtype), ..*question };
-        let bytes = other.weight_bytes();
-        if bytes < question.weight_bytes() && add("--quantize", dtype.name().to_owned(), other)? {
+        let narrower = other.weight_bytes() < question.weight_bytes();
+        if narrower && may_do(other)? && add("--quantize", dtype.name().to_owned(), other)? {
             break;
         }
     }
     if !plan.fits() {
         narrower_caches(question, &mut add)?;
     }
-    let is_enough = |other: InferenceQuestion<'_>| match plan.fits() {
-        true => other.every_device(|request| request.fits_on_device()),
-        false => other.every_device(|request| request.fits()),
-    };
     let with = |sequences| InferenceQuestion { sequences, ..*question };
-    if let Some(sequences) = largest(question.sequences.saturating_sub(1), |n| is_enough(with(n)))? {
+    if let Some(sequences) = largest(question.sequences.saturating_sub(1), |n| may_do(with(n)))? {
         add("--parallel", sequences.to_string(), with(sequences))?;
     }
     let with = |steps: u64| InferenceQuestion { context: steps * CONTEXT_STEP, ..*question };
     let most = question.context.saturating_sub(1) / CONTEXT_STEP;
-    if let Some(steps) = largest(most, |n| is_enough(with(n)))? {
+    if let Some(steps) = largest(most, |n| may_do(with(n)))? {
         add("--context", (steps * CONTEXT_STEP).to_string(), with(steps))?;
     }
     Ok(changes)

@@ -225,7 +225,9 @@ impl<'a> WeightStore<'a> {
             contents.load(device, tiers, Values::all(p, &p.all_rows(), weight.dtype()), &mut fill)?;
         }
         // What quantising and converting took of the heap counts against the arena, the rest of which is touched from here on.
-        release_free_heap();
+        if !device.is_dry() {
+            release_free_heap();
+        }
         Ok(self.prepare()?)
     }
 

@@ -85,6 +85,7 @@ impl Passes {
                             peak_bytes: run.peak_bytes(),
                             read_bytes: run.moved.read,
                             host_bytes: run.host_bytes(),
+                            disk_bytes: run.disk_bytes(),
                         })
                     };
                     let mut residency = fitting_residency(model.own_spec(), room, footprint)?;

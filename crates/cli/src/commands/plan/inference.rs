@@ -127,7 +127,10 @@ fn describe(plan: &InferencePlan, speeds: &PlanSpeeds) -> String {
         settings.prompt_chunk_tokens,
     ));
     out.push_str(&places(plan));
-    out.push_str(&format!("\n{}\n{}", memory(plan, &largest.generation.dry_run), speed(plan, speeds)));
+    out.push_str(&format!("\n{}\n", memory(plan, &largest.generation.dry_run)));
+    if plan.fits() {
+        out.push_str(&speed(plan, speeds));
+    }
     out.push_str(match plan.fits() {
         true => "fits\n",
         false => "does NOT fit\n",
