@@ -30,12 +30,9 @@ fn machine(device_bytes: u64, host_bytes: Option<u64>) -> Machine {
     };
     Machine {
         rates: Rates {
-            matmul_f32: 1e12,
-            matmul_bf16: 2e12,
-            memory_bandwidth: 1e11,
-            exps: 1e10,
             disk: DiskRates { read: 1e8, write: 1e8 },
             wiring,
+            ..Rates::of_cpu([1e12, 2e12], 1e11, 1e10)
         },
         limits: ProcessLimits::NONE,
         overhead_bytes: 0,
@@ -219,11 +216,11 @@ fn each_suggestion_fits_when_it_is_applied() {
     let half = Precision { weights: DType::Bf16, activations: DType::Bf16, ..Precision::F32 };
     let mut flags = Vec::new();
     for (name, share, host, context, sequences) in [
-        ("qwen2.5-0.5b", 0.5, 0, 4096, 24),
-        ("qwen2.5-0.5b", 0.5, 64 << 20, 4096, 16),
+        ("qwen2.5-0.5b", 0.85, 0, 2048, 24),
+        ("qwen2.5-0.5b", 0.5, 64 << 20, 4096, 8),
         ("llama-3.2-1b", 0.7, 1 << 30, 1024, 1),
-        ("gemma-3-1b", 0.7, 0, 2048, 6),
-        ("smollm2-135m", 0.4, 0, 2048, 3),
+        ("gemma-3-1b", 0.7, 0, 1024, 2),
+        ("smollm2-135m", 0.7, 0, 4096, 3),
     ] {
         let whole = catalogue::find(name).unwrap();
         let num_layers = if whole.attention.sliding_window.is_some() { whole.num_layers } else { 6 };
@@ -235,7 +232,8 @@ fn each_suggestion_fits_when_it_is_applied() {
             sequences,
             ..question(&origin, &config, machine)
         };
-        let all = ask(&machine(1 << 40, Some(0))).plan().unwrap().stages[0].generation.dry_run.peak_bytes();
+        let endless = machine(1 << 40, Some(0));
+        let all = ask(&endless).plan().unwrap().stages[0].generation.dry_run.peak_bytes();
         let device = (all as f64 * share) as u64;
         let machine = machine(device, Some(host));
         let question = ask(&machine);

@@ -7,7 +7,7 @@ use super::inference::tokens;
 #[derive(Debug, Args)]
 pub struct PlanInferenceArgs {
     /// Plan running the model instead of training it
-    #[arg(long, conflicts_with_all = ["import", "compare", "find", "tokens", "price", "timeline", "zero_table", "batch_size",
+    #[arg(long, conflicts_with_all = ["import", "compare", "find", "tokens", "price", "timeline", "zero_table", "waterfall", "explain", "batch_size",
         "sequence_length", "mixed_precision", "gradient_checkpointing"])]
     pub inference: bool,
     /// Tokens that a prompt and its answer may have together; by default 4096, or as many as the model was made for
