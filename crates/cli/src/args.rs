@@ -3,6 +3,7 @@
 mod bench;
 mod chat;
 mod inference;
+mod plan_inference;
 mod sampling;
 mod stopping;
 
@@ -16,6 +17,7 @@ use plimsoll_plan::{ExportFormat, Sought};
 pub use bench::{Bench, BenchArgs, BenchDiskArgs, BenchMemoryArgs};
 pub use chat::ChatArgs;
 pub use inference::{DiskArgs, InferenceArgs, WeightArgs};
+pub use plan_inference::PlanInferenceArgs;
 pub use sampling::SamplingArgs;
 pub use stopping::StoppingArgs;
 
@@ -168,6 +170,8 @@ pub struct PlanArgs {
     pub elsewhere: bool,
     #[command(flatten)]
     pub machine: MachineArgs,
+    #[command(flatten)]
+    pub inference: PlanInferenceArgs,
     /// Show the same step on several machines side by side, for example rtx-4090,a100-80,8xh100
     #[arg(long, value_name = "NAMES", value_delimiter = ',', conflicts_with_all = ["hardware", "elsewhere", "find", "timeline", "zero_table"])]
     pub compare: Vec<String>,

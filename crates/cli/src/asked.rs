@@ -63,6 +63,15 @@ impl Asked {
         &self,
         make: &mut dyn FnMut(&Machine) -> Result<TrainingPlan, Failure>,
     ) -> Result<(TrainingPlan, PlanSpeeds), Failure> {
+        self.planned(&|plan: &TrainingPlan| plan.disk_bytes() > 0, make)
+    }
+
+    /// A plan of any kind, and whose speeds its time is made of; `uses_disk` says whether a disk's are among them.
+    pub fn planned<P>(
+        &self,
+        uses_disk: &dyn Fn(&P) -> bool,
+        make: &mut dyn FnMut(&Machine) -> Result<P, Failure>,
+    ) -> Result<(P, PlanSpeeds), Failure> {
         if let Some(target) = &self.target {
             let machine = target.machine(plimsoll_train::host_bytes_per_token(&self.config));
             return Ok((make(&machine)?, PlanSpeeds::of_catalogue(target)));
@@ -73,8 +82,9 @@ impl Asked {
             (machine.limits, machine.disk_available) = (ProcessLimits::NONE, None);
             machine.rates.disk = DiskRates::USUAL;
         }
-        let plan = engine.plan(&self.config, &machine, make)?;
-        let speeds = PlanSpeeds::of(&engine, &plan, self.elsewhere);
+        let plan = engine.plan(&self.config, &machine, uses_disk, make)?;
+        let folder = (uses_disk(&plan) && !self.elsewhere).then(|| self.config.disk_path());
+        let speeds = PlanSpeeds::of(&engine, folder.as_deref(), self.elsewhere);
         Ok((plan, speeds))
     }
 }

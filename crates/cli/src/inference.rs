@@ -169,6 +169,10 @@ impl<'a> Inference<'a> {
                 in_files: self.weights.can_stream().then_some(self.weights.in_files()),
                 enough_context: enough as u64,
                 pass_tokens: decided.map(|(tokens, _)| tokens),
+                sequences: 1,
+                apart: None,
+                // Whether the disk has room is asked where its file is opened.
+                disk_room: u64::MAX,
             };
             let plan = GenerationPlan::resolve(&request).map_err(|error| match error {
                 GenerationPlanError::DoesNotFit(_) => Failure::does_not_fit(format!(

@@ -8,7 +8,7 @@ use plimsoll_device::cpu::{Isa, Pool};
 use plimsoll_device::{Cpu, DType};
 use plimsoll_plan::config::{Override, RawConfig, Started};
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
-use plimsoll_plan::{DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates, TrainingPlan};
+use plimsoll_plan::{DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates};
 use plimsoll_step::Precision;
 
 use crate::args::ConfigSource;
@@ -151,18 +151,19 @@ impl Engine {
         }
     }
 
-    /// Plans for a machine. Where the plan puts tensors on a disk that was never measured, the disk is measured and
-    /// the plan made again.
-    pub fn plan<E>(
+    /// Plans for a machine. Where the plan reads or writes a disk that was never measured, as `uses_disk` says, the disk is measured
+    /// and the plan made again.
+    pub fn plan<P, E>(
         &self,
         config: &RawConfig,
         machine: &Machine,
-        mut plan: impl FnMut(&Machine) -> Result<TrainingPlan, E>,
-    ) -> Result<TrainingPlan, E> {
+        uses_disk: impl Fn(&P) -> bool,
+        mut plan: impl FnMut(&Machine) -> Result<P, E>,
+    ) -> Result<P, E> {
         let first = plan(machine)?;
         let folder = config.disk_path();
         let elsewhere = machine.disk_available.is_none();
-        if first.disk_bytes() == 0 || elsewhere || self.speeds().disk(&folder).is_some() {
+        if !uses_disk(&first) || elsewhere || self.speeds().disk(&folder).is_some() {
             return Ok(first);
         }
         match self.speeds().measure_disk(&folder) {

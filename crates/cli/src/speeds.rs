@@ -164,14 +164,12 @@ pub struct PlanSpeeds {
 impl PlanSpeeds {
     /// Those of a plan for this machine.
     pub fn here(engine: &Engine, plan: &TrainingPlan) -> PlanSpeeds {
-        PlanSpeeds::of(engine, plan, false)
+        let uses_disk = plan.disk_bytes() > 0 && plan.machine.disk_available.is_some();
+        PlanSpeeds::of(engine, uses_disk.then(|| plan.config.disk_path()).as_deref(), false)
     }
 
-    /// Those of a plan for this machine, or for one of which nothing but its memory is known.
-    pub fn of(engine: &Engine, plan: &TrainingPlan, elsewhere: bool) -> PlanSpeeds {
-        let folder = plan.config.disk_path();
-        let folder =
-            Some(folder.as_path()).filter(|_| plan.disk_bytes() > 0 && plan.machine.disk_available.is_some());
+    /// Those of a plan for this machine, or for one of which nothing but its memory is known; `folder` is on the disk that the plan uses.
+    pub fn of(engine: &Engine, folder: Option<&Path>, elsewhere: bool) -> PlanSpeeds {
         let cpu = &engine.hardware.cpu;
         let (name, threads) = (cpu.name.as_deref().unwrap_or(cpu.architecture), engine.pool.threads());
         let cpu = format!("{name}, {threads} thread{}", if threads == 1 { "" } else { "s" });

@@ -132,7 +132,12 @@ impl Weights {
         residency: Option<Residency>,
     ) -> WeightStorage<'s> {
         let in_files = Some(&self.in_files);
-        let offload = residency.map(|residency| WeightOffload { tier: Tier::Disk, in_files, residency });
+        let offload = residency.map(|residency| WeightOffload {
+            tier: Tier::Disk,
+            in_files,
+            residency,
+            host_layers: 0,
+        });
         WeightStorage { types, adapters: self.adapters(), trained: false, offload }
     }
 

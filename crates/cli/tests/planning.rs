@@ -350,3 +350,50 @@ fn a_plan_says_what_techniques_buy_and_why_a_value_was_taken() {
     assert_eq!(wrong.status.code(), Some(2));
     assert!(text(&wrong.stderr).contains("did you mean 'training.batch_size'?"), "{}", text(&wrong.stderr));
 }
+
+/// Inference: where layers are, what is where and how fast it goes; each change that a refusal suggests, applied as it is said, fits.
+#[test]
+fn a_plan_of_inference_says_what_is_where_and_what_would_fit() {
+    let folder = folder();
+    let plan = |more: &[&str]| {
+        let model = ["plan", "--inference", "--model", "llama-3.2-1b", "--hardware", "rtx-3060", "--json"];
+        plimsoll(folder.path(), &[&model[..], more].concat())
+    };
+    let fits = plan(&["--context", "2048", "--parallel", "2"]);
+    let document = json(&fits);
+    assert_eq!((fits.status.code(), &document["fits"]), (Some(0), &Value::from(true)));
+    let (memory, inference, time) = (&document["memory"], &document["inference"], &document["time"]);
+    assert_eq!((&inference["parallel"], &inference["layers"]["device"]), (&Value::from(2), &Value::from(16)));
+    // Sixteen layers of keys and values of 8 heads of 64, in two bytes.
+    assert_eq!(memory["device"]["at_peak"]["kv_cache"], 2 * 2048 * 16 * 2 * 8 * 64 * 2);
+    assert_eq!(memory["device"]["budget_bytes"], 12_u64 << 30);
+    assert!(memory["device"]["at_peak"]["weights"].as_u64() > Some(2_400_000_000));
+    let seconds = time["token"]["seconds"].as_f64().unwrap();
+    assert!((time["tokens_per_second"].as_f64().unwrap() * seconds - 2.0).abs() < 1e-6);
+    assert_eq!(document["changes"], serde_json::json!([]));
+
+    let short = ["--memory", "3GiB", "--host-memory", "0"];
+    let question = [&short[..], &["--kv-cache", "bf16", "--context", "4096", "--parallel", "8"]].concat();
+    let refused = plan(&question);
+    assert_eq!((refused.status.code(), &json(&refused)["fits"]), (Some(3), &Value::from(false)));
+    let changes = json(&refused)["changes"].as_array().unwrap().clone();
+    assert!(changes.len() > 2, "{changes:?}");
+    for change in &changes {
+        let (flag, value) = (change["flag"].as_str().unwrap(), change["value"].as_str().unwrap());
+        let mut changed = question.clone();
+        match changed.iter().position(|word| *word == flag) {
+            Some(at) => changed[at + 1] = value,
+            None => changed.extend([flag, value]),
+        }
+        assert_eq!(plan(&changed).status.code(), Some(0), "{change}");
+    }
+
+    let refusal = |arguments: &[&str]| {
+        let output = plimsoll(folder.path(), &[&["plan", "--model", "llama-3.2-1b"], arguments].concat());
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        text(&output.stderr)
+    };
+    assert!(refusal(&["--context", "64"]).contains("--inference"));
+    assert!(refusal(&["--inference", "--find", "model"]).contains("--find"));
+    assert!(refusal(&["--inference", "--hardware", "64xh100"]).contains("the model has 16 layers"));
+}

@@ -18,6 +18,7 @@ fn a_shorter_pass_never_needs_more_memory() {
             cache: DType::F32,
             context: 1024,
             prompt_chunk_tokens: 512,
+            sequences: 1,
         };
         let peak = |tokens: usize| {
             let dry = Dry::new();

@@ -53,6 +53,7 @@ fn session_of(device: &Cpu, spec: ModelSpec) -> Session<'_> {
         cache: DType::F32,
         context: CONTEXT as u64,
         prompt_chunk_tokens: 7,
+        sequences: 1,
     };
     let mut decoder = Decoder::new(
         device,

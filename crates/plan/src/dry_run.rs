@@ -292,51 +292,102 @@ impl DryRun {
         Ok(DryRun::of(&dry, &tiers, dry.tally(), dry.moved()))
     }
 
-    /// A prompt of `prompt_tokens` and a token after it, with weights as `storage` says; the tally is that of the token.
+    /// A prompt of `prompt_tokens` in each sequence and a token after it in all of them, with weights as `storage` says; the tally
+    /// is that of the token.
     pub fn generation(
         spec: &ModelSpec,
         settings: DecodeSettings,
         storage: WeightStorage<'_>,
         prompt_tokens: u64,
     ) -> Result<DryRun, StepError> {
-        let dry = Dry::new();
+        DryRun::generation_for(DeviceTraits::CPU, spec, settings, storage, prompt_tokens)
+    }
+
+    /// The same on a device of these traits.
+    pub fn generation_for(
+        device: DeviceTraits,
+        spec: &ModelSpec,
+        settings: DecodeSettings,
+        storage: WeightStorage<'_>,
+        prompt_tokens: u64,
+    ) -> Result<DryRun, StepError> {
+        let dry = Dry::new().standing_for(device);
         let tiers = Arc::new(LowerTiers::dry());
-        let mut decoder = Decoder::new(&dry, &tiers, spec.clone(), settings, storage)?;
-        decoder.load(nothing)?;
+        let mut decoder = dry_decoder(&dry, &tiers, spec, settings, storage)?;
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
-        decoder.append(&vec![0; prompt as usize])?;
+        append_prompts(&mut decoder, settings, prompt, prompt)?;
         let (mut tally, mut moved) = (dry.take_tally(), dry.moved());
         if prompt < settings.context {
-            decoder.append(&[0])?;
+            append_tokens(&mut decoder, settings)?;
             (tally, moved) = (dry.take_tally(), dry.moved().less(moved));
         }
         Ok(DryRun::of(&dry, &tiers, tally, moved))
     }
 
-    /// The peak of [`generation`](Self::generation) and what a token reads, in a time that does not grow with the prompt: passes of one
-    /// length take the same memory.
+    /// The peak of [`generation_for`](Self::generation_for) and what a token brings, in a time that does not grow with the prompt:
+    /// passes of one length take the same memory.
     pub fn generation_footprint(
+        device: DeviceTraits,
         spec: &ModelSpec,
         settings: DecodeSettings,
         storage: WeightStorage<'_>,
         prompt_tokens: u64,
     ) -> Result<PassFootprint, StepError> {
-        let dry = Dry::new();
+        let dry = Dry::new().standing_for(device);
         let tiers = Arc::new(LowerTiers::dry());
-        let mut decoder = Decoder::new(&dry, &tiers, spec.clone(), settings, storage)?;
-        decoder.load(nothing)?;
+        let mut decoder = dry_decoder(&dry, &tiers, spec, settings, storage)?;
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
         let chunk = settings.prompt_chunk_tokens.max(1);
         // A whole pass and what is left after the last whole one; logits come after the last pass alone.
         let passes = if prompt > chunk { chunk + prompt % chunk } else { prompt };
-        decoder.append(&vec![0; passes as usize])?;
+        append_prompts(&mut decoder, settings, passes, passes)?;
         let mut before = Transferred::default();
         if prompt < settings.context {
             before = dry.moved();
-            decoder.append(&[0])?;
+            append_tokens(&mut decoder, settings)?;
         }
-        let read_bytes = dry.moved().less(before).read;
-        Ok(PassFootprint { peak_bytes: dry.arena().high_water(), read_bytes })
+        let Transferred { read, copied_in, .. } = dry.moved().less(before);
+        Ok(PassFootprint {
+            peak_bytes: dry.arena().high_water(),
+            read_bytes: read.max(copied_in),
+            host_bytes: tiers.host().high_water(),
+            disk_bytes: tiers.disk().high_water(),
+        })
+    }
+
+    /// What a prompt of so many tokens takes that finds an empty cache, and what a token of all sequences takes after prompts of so many,
+    /// on a machine of these rates; the peaks are those of a device that does nothing else.
+    pub fn timed_generation(
+        rates: &Rates,
+        spec: &ModelSpec,
+        settings: DecodeSettings,
+        storage: WeightStorage<'_>,
+        prompt_tokens: u64,
+    ) -> Result<[DryRun; 2], StepError> {
+        let prompt = prompt_tokens.clamp(1, settings.context.max(1));
+        let timed = |run: &dyn Fn(&mut Decoder<'_>) -> Result<(), StepError>, warm: bool| {
+            let dry = Dry::new().standing_for(rates.wiring.device).timed(Clock::new(*rates));
+            let tiers = Arc::new(LowerTiers::dry());
+            let mut decoder = dry_decoder(&dry, &tiers, spec, settings, storage)?;
+            let times = || dry.clock().map(Clock::times).unwrap_or_default();
+            if warm {
+                // A pass begins to bring what the next one begins with.
+                run(&mut decoder)?;
+            }
+            let (before, moved) = (times(), dry.moved());
+            dry.take_tally();
+            run(&mut decoder)?;
+            let times = times().since(before);
+            let (tally, moved) = (dry.take_tally(), dry.moved().less(moved));
+            Ok::<_, StepError>(DryRun { times: Some(times), ..DryRun::of(&dry, &tiers, tally, moved) })
+        };
+        let run_prompt = |decoder: &mut Decoder<'_>| append_prompts(decoder, settings, prompt, 0);
+        let run_token = |decoder: &mut Decoder<'_>| {
+            let before = prompt.min(settings.context.saturating_sub(1));
+            (0..sequences(settings)).try_for_each(|sequence| decoder.suppose(sequence, before))?;
+            append_tokens(decoder, settings)
+        };
+        Ok([timed(&run_prompt, false)?, timed(&run_token, true)?])
     }
 
     fn of(dry: &Dry, tiers: &LowerTiers, tally: Tally, moved: Transferred) -> DryRun {
@@ -369,6 +420,40 @@ impl DryRun {
     pub fn tags_at_peak(&self) -> TagBytes {
         self.at_peak().by_tag
     }
+}
+
+/// A decoder that computes nothing.
+fn dry_decoder<'d>(
+    dry: &'d Dry,
+    tiers: &Arc<LowerTiers>,
+    spec: &ModelSpec,
+    settings: DecodeSettings,
+    storage: WeightStorage<'_>,
+) -> Result<Decoder<'d>, StepError> {
+    let mut decoder = Decoder::new(dry, tiers, spec.clone(), settings, storage)?;
+    decoder.load(nothing)?;
+    Ok(decoder)
+}
+
+fn sequences(settings: DecodeSettings) -> u32 {
+    u32::try_from(settings.sequences.max(1)).unwrap_or(u32::MAX)
+}
+
+/// A prompt in the first sequence; the others have so many tokens by then, from passes that take the same.
+fn append_prompts(
+    decoder: &mut Decoder<'_>,
+    settings: DecodeSettings,
+    prompt: u64,
+    others: u64,
+) -> Result<(), StepError> {
+    decoder.append(&vec![0; prompt as usize])?;
+    (1..sequences(settings)).try_for_each(|sequence| decoder.suppose(sequence, others))
+}
+
+/// A token in every sequence.
+fn append_tokens(decoder: &mut Decoder<'_>, settings: DecodeSettings) -> Result<(), StepError> {
+    let tokens: Vec<(u32, u32)> = (0..sequences(settings)).map(|sequence| (sequence, 0)).collect();
+    decoder.append_each(&tokens).map(drop)
 }
 
 /// The rank that takes a step, without wires.

@@ -4,15 +4,18 @@
 use std::fmt;
 use std::ops::RangeInclusive;
 
-use plimsoll_device::DType;
+use plimsoll_device::{DType, DeviceTraits};
 use plimsoll_memory::{ByteSize, Tag, Tier};
 use plimsoll_model::{ModelSpec, StoredWeights};
 use plimsoll_step::{DecodeSettings, Precision, Residency, StepError, WeightOffload, WeightStorage};
 
-use crate::{DryRun, fitting_residency, streaming_overhead_bytes};
+use crate::{DryRun, PassFootprint, fitting_residency, streaming_overhead_bytes};
 
 /// Tokens of a pass over the prompt, the fastest first.
 const CHUNKS: [u64; 3] = [256, 64, 16];
+
+/// The same on a device that is faster than what weights come to it through.
+const CHUNKS_APART: [u64; 4] = [512, 256, 64, 16];
 
 /// An f32 cache up to this size is not worth a loss of precision, however small.
 const SMALL_CACHE: u64 = 32 << 20;
@@ -44,6 +47,37 @@ pub struct GenerationRequest<'a> {
     pub enough_context: u64,
     /// Tokens of a pass, where others decide.
     pub pass_tokens: Option<u64>,
+    /// Sequences that are decoded beside each other, each of such a context.
+    pub sequences: u64,
+    /// The memory below a device that has its own; `None` where the device's memory is the host's.
+    pub apart: Option<Apart>,
+    /// Bytes of disk that weights and caches may take.
+    pub disk_room: u64,
+}
+
+/// A device with memory of its own, and the host below it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Apart {
+    /// The device.
+    pub device: DeviceTraits,
+    /// Bytes of host memory.
+    pub host_room: u64,
+}
+
+/// Where weights live that do not stay on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Below {
+    /// The tier.
+    pub tier: Tier,
+    /// Layers of them that live on the host although the tier is the disk.
+    pub host_layers: u32,
+}
+
+impl Below {
+    /// All of them on a tier.
+    pub fn on(tier: Tier) -> Below {
+        Below { tier, host_layers: 0 }
+    }
 }
 
 /// A context, a type of cache and a length of passes that fit.
@@ -53,6 +87,8 @@ pub struct GenerationPlan {
     pub settings: DecodeSettings,
     /// Which weights stay in memory, where not all fit.
     pub residency: Option<Residency>,
+    /// Where the others live.
+    pub below: Below,
     /// What it will need.
     pub dry_run: DryRun,
 }
@@ -79,7 +115,7 @@ pub struct DoesNotFit {
     pub needed: u64,
     /// Bytes of weights among them.
     pub weights: u64,
-    /// Whether as many weights as possible were left on disk for that.
+    /// Whether as many weights as possible were left below the device for that.
     pub streamed: bool,
     /// Bytes that there are.
     pub room: u64,
@@ -125,7 +161,8 @@ impl fmt::Display for DoesNotFit {
 }
 
 /// What the command line calls a type of cache.
-fn cache_name(cache: DType) -> &'static str {
+#[must_use]
+pub fn cache_name(cache: DType) -> &'static str {
     match cache {
         DType::Q8_0 => "int8",
         DType::Q4_1 => "int4",
@@ -145,7 +182,7 @@ impl GenerationPlan {
         for (from, stream) in [(enough, false), (least, request.in_files.is_some())] {
             for cache in &caches {
                 if let Some(found) = request.fitting(*cache, most, stream)? {
-                    return request.plan(found);
+                    return Ok(request.plan(found)?);
                 }
             }
             // Without a choice every context is enough.
@@ -154,17 +191,17 @@ impl GenerationPlan {
                 && let Some(context) = request.largest_context(cache, from, most, stream)?
                 && let Some(found) = request.fitting(cache, context, stream)?
             {
-                return request.plan(found);
+                return Ok(request.plan(found)?);
             }
             if request.in_files.is_none() {
                 break;
             }
         }
-        // Slower, and without loss: the cache waits on disk too.
-        if request.in_files.is_some() {
+        // Slower, and without loss: the cache waits below the device too.
+        for tier in request.lower_tiers() {
             for cache in &caches {
-                if let Some(found) = request.fitting_on(*cache, most, true, Tier::Disk)? {
-                    return request.plan(found);
+                if let Some(found) = request.fitting_on(*cache, most, true, *tier)? {
+                    return Ok(request.plan(found)?);
                 }
             }
         }
@@ -174,22 +211,13 @@ impl GenerationPlan {
             let context = request.largest_context(cache, 1, most, request.in_files.is_some())?;
             possible.extend(context.map(|context| CacheContext { cache, context }));
         }
-        let settings = request.settings(cache, least, CHUNKS[CHUNKS.len() - 1]);
-        let tried = [true, false].map(|head| request.in_files.map(|_| Residency::Spread { layers: 0, head }));
-        let mut smallest: Option<GenerationPlan> = None;
-        for residency in tried {
-            let plan = request.plan(Found { settings, residency })?;
-            if smallest.as_ref().is_none_or(|best| plan.dry_run.peak_bytes() < best.dry_run.peak_bytes()) {
-                smallest = Some(plan);
-            }
-        }
-        let (needed, weights) = smallest.map_or((0, 0), |plan| {
+        let (needed, weights) = request.smallest(cache, least)?.map_or((0, 0), |plan| {
             let tags = plan.dry_run.tags_at_peak();
             (plan.dry_run.peak_bytes(), tags.get(Tag::Weights) + tags.get(Tag::Staging))
         });
         let streamed = request.in_files.is_some();
         // What reads them takes some memory beside them.
-        let reading = if streamed { streaming_overhead_bytes(request.spec, request.storage) } else { 0 };
+        let reading = if streamed { request.streaming_bytes() } else { 0 };
         let needed = needed.saturating_add(reading);
         let context = least;
         Err(Box::new(DoesNotFit { context, cache, needed, weights, streamed, room: request.room, possible })
@@ -201,6 +229,7 @@ impl GenerationPlan {
 struct Found {
     settings: DecodeSettings,
     residency: Option<Residency>,
+    below: Below,
 }
 
 impl GenerationRequest<'_> {
@@ -220,19 +249,134 @@ impl GenerationRequest<'_> {
     }
 
     fn settings(&self, cache: DType, context: u64, chunk: u64) -> DecodeSettings {
-        let (precision, prompt_chunk_tokens) = (self.precision, chunk);
-        DecodeSettings { precision, cache, cache_tier: Tier::Device, context, prompt_chunk_tokens }
+        DecodeSettings {
+            precision: self.precision,
+            cache,
+            cache_tier: Tier::Device,
+            context,
+            prompt_chunk_tokens: chunk,
+            sequences: self.sequences,
+        }
     }
 
     fn prompt(&self, context: u64) -> u64 {
         self.prompt_tokens.unwrap_or(context)
     }
 
-    /// The same storage with weights on disk, but for those that stay.
-    fn storage(&self, residency: Option<Residency>) -> WeightStorage<'_> {
-        let offload =
-            residency.map(|residency| WeightOffload { tier: Tier::Disk, in_files: self.in_files, residency });
+    fn device(&self) -> DeviceTraits {
+        self.apart.map_or(DeviceTraits::CPU, |apart| apart.device)
+    }
+
+    /// Tokens of a pass, in the order in which they are tried.
+    fn chunks(&self) -> impl Iterator<Item = u64> {
+        let all = if self.apart.is_some() { &CHUNKS_APART[..] } else { &CHUNKS };
+        all.iter().copied().filter(|chunk| self.pass_tokens.is_none_or(|said| said == *chunk))
+    }
+
+    /// The tiers that weights and caches may be brought from, the nearest first.
+    fn lower_tiers(&self) -> &'static [Tier] {
+        match (self.in_files, self.apart) {
+            (None, _) => &[],
+            (Some(_), Some(Apart { host_room: 1.., .. })) => &[Tier::Host, Tier::Disk],
+            _ => &[Tier::Disk],
+        }
+    }
+
+    /// Memory of the line that reading takes beside the arena: a device with memory of its own has none of it.
+    fn streaming_bytes(&self) -> u64 {
+        match self.apart {
+            None => streaming_overhead_bytes(self.spec, self.storage),
+            Some(_) => 0,
+        }
+    }
+
+    /// The same storage with weights below the device, but for those that stay.
+    pub(crate) fn storage_with(&self, residency: Option<Residency>, below: Below) -> WeightStorage<'_> {
+        let Below { tier, host_layers } = below;
+        let offload = residency.map(|residency| WeightOffload {
+            tier,
+            in_files: self.in_files,
+            residency,
+            host_layers,
+        });
         WeightStorage { offload, ..self.storage }
+    }
+
+    /// The fastest form that fits the most context that is asked for: with all weights in memory, else with as many as can be, else with
+    /// the cache below the device too.
+    pub(crate) fn fitting_plan(&self) -> Result<Option<GenerationPlan>, StepError> {
+        let most = *self.context.end();
+        let caches = self.caches(most)?;
+        let in_memory = [(false, Tier::Device), (true, Tier::Device)];
+        let ways = in_memory.into_iter().chain(self.lower_tiers().iter().map(|tier| (true, *tier)));
+        for (stream, tier) in ways.filter(|(stream, _)| !stream || self.in_files.is_some()) {
+            for cache in &caches {
+                if let Some(found) = self.fitting_on(*cache, most, stream, tier)? {
+                    return Ok(Some(self.plan(found)?));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Whether any form fits the most context that is asked for: that with the shortest passes and least on the device does, if any.
+    pub(crate) fn fits(&self) -> Result<bool, StepError> {
+        let most = *self.context.end();
+        let Some(chunk) = self.chunks().last() else { return Ok(false) };
+        // With the narrowest cache as far below as can be, a device has least.
+        let (cache, tiers) = (self.narrowest_cache(most)?, self.lower_tiers());
+        let lowest = Below::on(tiers.last().copied().unwrap_or(Tier::Disk));
+        let heads: &[Option<bool>] =
+            if self.in_files.is_some() { &[Some(false), Some(true), None] } else { &[None] };
+        for cache_tier in tiers.iter().rev().copied().chain([Tier::Device]) {
+            let settings = DecodeSettings { cache_tier, ..self.settings(cache, most, chunk) };
+            for head in heads {
+                let residency = head.map(|head| Residency::Spread { layers: 0, head });
+                let room = self.room.saturating_sub(residency.map_or(0, |_| self.streaming_bytes()));
+                let found = self.footprint(settings, residency, lowest)?;
+                if found.peak_bytes <= room && self.allows_below(&found) {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// Whether the host and the disk have as much.
+    fn allows_below(&self, found: &PassFootprint) -> bool {
+        found.host_bytes <= self.apart.map_or(u64::MAX, |apart| apart.host_room)
+            && found.disk_bytes <= self.disk_room
+    }
+
+    /// Whether weights and cache fit on the device as a whole.
+    pub(crate) fn fits_on_device(&self) -> Result<bool, StepError> {
+        let most = *self.context.end();
+        for cache in self.caches(most)? {
+            if self.fitting(cache, most, false)?.is_some() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// The narrowest type of cache that is tried.
+    pub(crate) fn narrowest_cache(&self, context: u64) -> Result<DType, StepError> {
+        Ok(self.caches(context)?.last().copied().unwrap_or(DType::F32))
+    }
+
+    /// The form that takes least of the device, whether it fits or not: with as little there as can be, where weights can be brought.
+    pub(crate) fn smallest(&self, cache: DType, context: u64) -> Result<Option<GenerationPlan>, StepError> {
+        let settings = self.settings(cache, context, CHUNKS[CHUNKS.len() - 1]);
+        let below = Below::on(Tier::Disk);
+        let mut smallest: Option<GenerationPlan> = None;
+        for head in [true, false] {
+            let residency = self.in_files.map(|_| Residency::Spread { layers: 0, head });
+            let plan = self.plan(Found { settings, residency, below })?;
+            if smallest.as_ref().is_none_or(|best| plan.dry_run.peak_bytes() < best.dry_run.peak_bytes()) {
+                smallest = Some(plan);
+            }
+        }
+        Ok(smallest)
     }
 
     /// The settings with the longest passes that fit: with all weights in memory, or with weights on disk where `stream`
@@ -249,27 +393,64 @@ impl GenerationRequest<'_> {
         stream: bool,
         cache_tier: Tier,
     ) -> Result<Option<Found>, StepError> {
-        let chunks = CHUNKS.into_iter().filter(|chunk| self.pass_tokens.is_none_or(|said| said == *chunk));
-        for chunk in chunks {
+        for chunk in self.chunks() {
             let settings = DecodeSettings { cache_tier, ..self.settings(cache, context, chunk) };
-            let run = |residency: Option<Residency>| {
-                let storage = self.storage(residency);
-                DryRun::generation_footprint(self.spec, settings, storage, self.prompt(context))
-            };
-            let residency = if stream {
-                let room = self.room.saturating_sub(streaming_overhead_bytes(self.spec, self.storage));
-                match fitting_residency(self.spec, room, |residency| run(Some(residency)))? {
-                    None => continue,
-                    found => found,
+            if !stream {
+                let below = Below::on(Tier::Disk);
+                if self.footprint(settings, None, below)?.peak_bytes <= self.room {
+                    return Ok(Some(Found { settings, residency: None, below }));
                 }
-            } else if run(None)?.peak_bytes <= self.room {
-                None
-            } else {
-                continue;
-            };
-            return Ok(Some(Found { settings, residency }));
+            } else if let Some((residency, below)) = self.residency(settings)? {
+                return Ok(Some(Found { settings, residency: Some(residency), below }));
+            }
         }
         Ok(None)
+    }
+
+    fn footprint(
+        &self,
+        settings: DecodeSettings,
+        residency: Option<Residency>,
+        below: Below,
+    ) -> Result<PassFootprint, StepError> {
+        let (storage, prompt) = (self.storage_with(residency, below), self.prompt(settings.context));
+        DryRun::generation_footprint(self.device(), self.spec, settings, storage, prompt)
+    }
+
+    /// What stays on the device where weights are brought, and where the others live: on the host as far as there is room, else where
+    /// the files are.
+    fn residency(&self, settings: DecodeSettings) -> Result<Option<(Residency, Below)>, StepError> {
+        let room = self.room.saturating_sub(self.streaming_bytes());
+        let most = |below: Below| {
+            fitting_residency(self.spec, room, |residency| self.footprint(settings, Some(residency), below))
+        };
+        let goes_below = |residency, below| {
+            Ok::<_, StepError>(self.allows_below(&self.footprint(settings, Some(residency), below)?))
+        };
+        let tiers = self.lower_tiers();
+        if tiers.contains(&Tier::Host) {
+            let below = Below::on(Tier::Host);
+            if let Some(residency) = most(below)?
+                && goes_below(residency, below)?
+            {
+                return Ok(Some((residency, below)));
+            }
+        }
+        let Some(residency) = most(Below::on(Tier::Disk))? else { return Ok(None) };
+        let with = |host_layers| Below { tier: Tier::Disk, host_layers };
+        if !goes_below(residency, with(0))? {
+            return Ok(None);
+        }
+        // `low` layers fit the host, `high` do not.
+        let (mut low, mut high) = (0, self.spec.num_layers - residency.layers(self.spec.num_layers));
+        while tiers.contains(&Tier::Host) && low + 1 < high {
+            let middle = low.midpoint(high);
+            match goes_below(residency, with(middle))? {
+                true => low = middle,
+                false => high = middle,
+            }
+        }
+        Ok(Some((residency, with(low))))
     }
 
     /// The largest context from `least` to `most` that fits.
@@ -296,11 +477,11 @@ impl GenerationRequest<'_> {
         Ok(self.fitting(cache, largest, stream)?.map(|found| found.settings.context))
     }
 
-    fn plan(&self, found: Found) -> Result<GenerationPlan, GenerationPlanError> {
-        let Found { settings, residency } = found;
-        let prompt = self.prompt(settings.context);
-        let dry_run = DryRun::generation(self.spec, settings, self.storage(residency), prompt)?;
-        Ok(GenerationPlan { settings, residency, dry_run })
+    fn plan(&self, found: Found) -> Result<GenerationPlan, StepError> {
+        let Found { settings, residency, below } = found;
+        let (storage, prompt) = (self.storage_with(residency, below), self.prompt(settings.context));
+        let dry_run = DryRun::generation_for(self.device(), self.spec, settings, storage, prompt)?;
+        Ok(GenerationPlan { settings, residency, below, dry_run })
     }
 }
 
@@ -321,6 +502,9 @@ mod tests {
             in_files: None,
             enough_context: 1,
             pass_tokens: None,
+            sequences: 1,
+            apart: None,
+            disk_room: u64::MAX,
         }
     }
 
@@ -399,10 +583,12 @@ mod tests {
                     cache: DType::F16,
                     context,
                     prompt_chunk_tokens: chunk,
+                    sequences: 1,
                 };
                 let types = |_: &Parameter| DType::F32;
                 let storage = WeightStorage::new(&types);
-                let quick = DryRun::generation_footprint(&spec, settings, storage, prompt).unwrap();
+                let quick = DryRun::generation_footprint(DeviceTraits::CPU, &spec, settings, storage, prompt)
+                    .unwrap();
                 assert_eq!(
                     quick.peak_bytes,
                     DryRun::generation(&spec, settings, storage, prompt).unwrap().peak_bytes()

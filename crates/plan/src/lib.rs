@@ -18,6 +18,7 @@ mod filling;
 mod find;
 mod generation;
 pub mod hardware;
+mod inference;
 mod limits;
 mod load_line;
 mod measured;
@@ -51,7 +52,11 @@ pub use dry_run::DryRun;
 pub use explain::{ChosenBy, Explanation, Neighbour, Outcome, Planned};
 pub use export::{ExportError, ExportFormat, Exported};
 pub use find::{FindError, Finder, Found, Sought, fitting_devices};
-pub use generation::{CacheContext, DoesNotFit, GenerationPlan, GenerationPlanError, GenerationRequest};
+pub use generation::{
+    Apart, Below, CacheContext, DoesNotFit, GenerationPlan, GenerationPlanError, GenerationRequest,
+    cache_name,
+};
+pub use inference::{InferenceChange, InferencePlan, InferenceQuestion, InferenceStage, LayerPlaces};
 pub use limits::Limits;
 pub use load_line::{ADDRESS_SPACE_BESIDE, LimitedBy, LoadLine, ProcessLimits};
 pub use measured::{DiskName, MachineName, Measured, RatesFile};

@@ -67,6 +67,7 @@ pub fn needs(
             cache_tier: Tier::Device,
             context: tokens,
             prompt_chunk_tokens: PROMPT_CHUNK_TOKENS,
+            sequences: 1,
         };
         DryRun::generation(spec, settings, WeightStorage::new(weight_types), tokens - 1)
     };

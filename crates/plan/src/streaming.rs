@@ -10,8 +10,12 @@ use plimsoll_step::{Residency, StepError, WeightStorage};
 pub struct PassFootprint {
     /// The arena's peak.
     pub peak_bytes: u64,
-    /// Bytes of weights and cache that a pass reads from disk.
+    /// Bytes of weights and cache that a pass brings: reads from disk, or copies from the host to a device with memory of its own.
     pub read_bytes: u64,
+    /// The host tier's peak.
+    pub host_bytes: u64,
+    /// What is taken of the disk.
+    pub disk_bytes: u64,
 }
 
 /// The residency with which a pass reads the fewest bytes of those that fit `room`; `run` runs the job dry with one. `None`
@@ -26,7 +30,7 @@ pub fn fitting_residency(
     for head in [true, false] {
         let mut fits = |layers: u32| -> Result<Option<(Residency, u64)>, StepError> {
             let residency = Residency::Spread { layers, head };
-            let PassFootprint { peak_bytes, read_bytes } = run(residency)?;
+            let PassFootprint { peak_bytes, read_bytes, .. } = run(residency)?;
             Ok((peak_bytes <= room).then_some((residency, read_bytes)))
         };
         let Some(mut fitting) = fits(0)? else { continue };

@@ -283,6 +283,7 @@ fn needs_at_a_glance_are_those_of_dry_runs() {
             cache_tier: Tier::Device,
             context: 300,
             prompt_chunk_tokens: 512,
+            sequences: 1,
         };
         DryRun::generation(&spec, settings, WeightStorage::new(&types), 299).unwrap().peak_bytes()
     };

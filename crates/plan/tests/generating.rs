@@ -1,6 +1,6 @@
 //! What stays in memory of a model that does not fit whole, and what is said where nothing fits.
 
-use plimsoll_device::DType;
+use plimsoll_device::{DType, DeviceTraits};
 use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, Parameter, StoredWeights, catalogue};
 use plimsoll_plan::{
@@ -19,7 +19,12 @@ fn kept(room: u64, head: [u64; 2]) -> Option<Residency> {
         let Residency::Spread { layers, head: kept } = residency else { panic!("{residency:?}") };
         let [bytes, spared] = if kept { head } else { [0, 0] };
         let layers = u64::from(layers);
-        Ok(PassFootprint { peak_bytes: 10 + 10 * layers + bytes, read_bytes: 2000 - 100 * layers - spared })
+        Ok(PassFootprint {
+            peak_bytes: 10 + 10 * layers + bytes,
+            read_bytes: 2000 - 100 * layers - spared,
+            host_bytes: 0,
+            disk_bytes: 0,
+        })
     });
     found.unwrap()
 }
@@ -109,6 +114,9 @@ fn request<'a>(spec: &'a ModelSpec, context: [u64; 2], room: u64) -> GenerationR
         in_files: None,
         enough_context: 1,
         pass_tokens: None,
+        sequences: 1,
+        apart: None,
+        disk_room: u64::MAX,
     }
 }
 
@@ -126,6 +134,7 @@ fn settings(cache_tier: Tier, context: u64) -> DecodeSettings {
         cache_tier,
         context,
         prompt_chunk_tokens: 16,
+        sequences: 1,
     }
 }
 
@@ -134,9 +143,15 @@ fn the_largest_context_is_found_between_the_least_and_the_most() {
     let spec = spec();
     let needed = |context| {
         let storage = WeightStorage::new(&types);
-        DryRun::generation_footprint(&spec, settings(Tier::Device, context), storage, context)
-            .unwrap()
-            .peak_bytes
+        DryRun::generation_footprint(
+            DeviceTraits::CPU,
+            &spec,
+            settings(Tier::Device, context),
+            storage,
+            context,
+        )
+        .unwrap()
+        .peak_bytes
     };
     // 20 times 64 tokens fit, and no further 64.
     let plan = GenerationPlan::resolve(&request(&spec, [1000, 2048], needed(1280))).unwrap();
@@ -157,7 +172,7 @@ fn what_does_not_fit_waits_on_disk() {
     let with_files =
         |context, room| GenerationRequest { in_files: Some(&files), ..request(&spec, context, room) };
     let run = |tier, context, residency| {
-        let offload = WeightOffload { tier: Tier::Disk, in_files: Some(&files), residency };
+        let offload = WeightOffload { tier: Tier::Disk, in_files: Some(&files), residency, host_layers: 0 };
         let storage = WeightStorage { offload: Some(offload), ..WeightStorage::new(&types) };
         DryRun::generation(&spec, settings(tier, context), storage, context).unwrap()
     };

@@ -26,6 +26,7 @@ use crate::store::BlockWeights;
 pub(crate) use mlp::SavedMlp;
 use parts::{Stream, add_part, after_backward, before, before_backward, before_mlp, project_raw};
 
+pub(crate) use attention::{attend, attend_into, attended};
 pub(crate) use keys::{Attend, Chunk, Keys, Turn, Visit, chunks};
 pub(crate) use mover::Mover;
 pub(crate) use ring::{Around, Ring};
@@ -81,22 +82,23 @@ fn own_or_shared(save: Save, stream: &Tensor) -> Stream<'_> {
     }
 }
 
-/// The same for inference: nothing is kept, and attention reads keys and values where `cache` says.
-pub(crate) fn infer(
+/// The same for inference: nothing is kept. `attend` makes what attention gives of queries, keys and values, `[N, Q]`, and what lives
+/// as long as that.
+pub(crate) fn infer<K>(
     ctx: &Context<'_>,
     weights: &BlockWeights,
     input: Tensor,
-    cache: impl FnOnce(&Qkv) -> Result<(Tensor, Tensor), StepError>,
+    attend: impl FnOnce(&Qkv) -> Result<(Tensor, K), StepError>,
 ) -> Result<Tensor, StepError> {
     let norms = Norms::of(ctx, weights)?;
     let normed = before(ctx, norms.attention, &input)?;
     let mut qkv = attention::project_qkv(ctx, weights, &ctx.of_all_rows(&normed.out)?)?;
     drop(normed);
     qkv.raw = None;
-    let (k, v) = cache(&qkv)?;
-    let attended = attention::attend(ctx, &Qkv { k, v, ..qkv })?;
+    let attended = attend(&qkv)?;
+    drop(qkv.q);
     let summed = add_part(ctx, norms.attention_out, Stream::Own(input), "middle", |out, accumulate| {
-        attention::project_out(ctx, weights, &attended.out, out, accumulate)
+        attention::project_out(ctx, weights, &attended.0, out, accumulate)
     })?;
     drop(attended);
     let normed = before_mlp(ctx, norms.mlp, &summed.stream)?;

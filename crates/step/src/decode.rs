@@ -4,10 +4,11 @@
 mod cache;
 mod follow;
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{AttentionShape, Collective, DType, Device, DeviceExt, Product, Tensor};
+use plimsoll_device::{Collective, DType, Device, DeviceExt, Product, Tensor};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
@@ -23,7 +24,7 @@ use crate::rope::RopeTables;
 use crate::settings::{MicroBatch, Precision};
 use crate::store::{WeightStorage, WeightStore};
 use crate::tier::Unit;
-use cache::KvCache;
+use cache::{KvCache, Run};
 
 /// What decoding needs to know beforehand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,9 +39,11 @@ pub struct DecodeSettings {
     pub context: u64,
     /// Tokens of the prompt that are taken in one pass. Layers with a sliding window hold their window and these.
     pub prompt_chunk_tokens: u64,
+    /// Sequences that are decoded beside each other, each with a cache of its own; at least one.
+    pub sequences: u64,
 }
 
-/// A model with a key-value cache for one sequence; or a stage of one, beside ranks that have the other layers.
+/// A model with a key-value cache for some sequences; or a stage of one, beside ranks that have the other layers.
 pub struct Decoder<'a> {
     device: &'a dyn Device,
     spec: ModelSpec,
@@ -52,8 +55,14 @@ pub struct Decoder<'a> {
     stages: Option<Box<dyn Communicator + 'a>>,
     /// Whether the others append what this one tells them.
     leads: bool,
+    sequences: Vec<Sequence>,
+}
+
+/// How far a sequence is.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sequence {
     length: u64,
-    /// The longest that the sequence has been since it was empty: older positions of a window are gone.
+    /// The longest that it has been since it was empty: older positions of a window are gone.
     written: u64,
 }
 
@@ -68,8 +77,7 @@ impl<'a> Decoder<'a> {
         storage: WeightStorage<'_>,
     ) -> Result<Self, StepError> {
         let weights = WeightStore::new(device, tiers, &spec, storage, None)?;
-        let positions = (settings.context, settings.prompt_chunk_tokens);
-        let cache = KvCache::new(device, &spec, settings.cache, positions, (tiers, settings.cache_tier))?;
+        let cache = KvCache::new(device, &spec, &settings, tiers)?;
         let ropes = RopeTables::new(device, &spec, settings.context)?;
         Ok(Decoder {
             device,
@@ -80,8 +88,7 @@ impl<'a> Decoder<'a> {
             cache,
             stages: None,
             leads: false,
-            length: 0,
-            written: 0,
+            sequences: (0..settings.sequences.max(1)).map(|_| Sequence::default()).collect(),
         })
     }
 
@@ -99,43 +106,100 @@ impl<'a> Decoder<'a> {
         self.weights.load(&|_| Vec::new(), fill)
     }
 
-    /// Tokens in the cache.
+    /// Tokens of the first sequence.
     pub fn len(&self) -> u64 {
-        self.length
+        self.sequences.first().map_or(0, |sequence| sequence.length)
     }
 
-    /// Whether the cache is empty.
+    /// Whether the first sequence is empty.
     pub fn is_empty(&self) -> bool {
-        self.length == 0
+        self.len() == 0
     }
 
-    /// Forgets tokens from the end until at most `length` are left, and returns how many are. It forgets them all where
-    /// what the next token would see of them is gone, which only happens to layers with a sliding window.
+    /// Forgets tokens from the end of the first sequence until at most `length` are left, and returns how many are. It forgets
+    /// them all where what the next token would see of them is gone, which only happens to layers with a sliding window.
     pub fn truncate(&mut self, length: u64) -> u64 {
-        if length < self.length {
-            self.length = if self.cache.holds(length, self.written) { length } else { 0 };
-        }
-        if self.length == 0 {
-            self.written = 0;
-        }
-        self.length
+        self.truncate_one(0, length)
     }
 
-    /// Appends `tokens` (at least one) and returns the logits `[V]` of what follows the last of them.
+    /// The same of any sequence.
+    pub fn truncate_one(&mut self, sequence: u32, length: u64) -> u64 {
+        let Some(own) = self.sequences.get_mut(sequence as usize) else { return 0 };
+        if length < own.length {
+            own.length = if self.cache.holds(length, own.written) { length } else { 0 };
+        }
+        if own.length == 0 {
+            own.written = 0;
+        }
+        own.length
+    }
+
+    /// Appends `tokens` (at least one) to the first sequence and returns the logits `[V]` of what follows the last of them.
     pub fn append(&mut self, tokens: &[u32]) -> Result<Vec<f32>, StepError> {
-        self.check_room(tokens)?;
-        self.tell(tokens)?;
+        self.append_to(0, tokens)
+    }
+
+    /// The same of any sequence, in passes of its own.
+    pub fn append_to(&mut self, sequence: u32, tokens: &[u32]) -> Result<Vec<f32>, StepError> {
+        self.check_room(sequence, tokens)?;
+        self.tell(sequence, tokens)?;
         let mut logits = Vec::new();
         let mut chunks = tokens.chunks(self.chunk_tokens()).peekable();
         while let Some(chunk) = chunks.next() {
             let last = chunks.peek().is_none();
-            let x = self.forward(chunk, last)?;
+            let x = self.forward(chunk, &[self.run(sequence, chunk)], last)?;
             if last {
-                let own = x.map(|x| self.logits(&x)).transpose()?;
-                logits = self.everybodys(own)?;
+                let place = self.length(sequence).saturating_sub(1);
+                let last_row = |x: Tensor| rows(&x, x.rows() - 1, x.rows());
+                let own = x.map(|x| self.logits(last_row(x)?, &[place])).transpose()?;
+                logits = self.everybodys(own, 1)?;
             }
         }
         Ok(logits)
+    }
+
+    /// Appends a token to each of some sequences in one pass, and returns the logits `[V]` of what follows each of them.
+    ///
+    /// # Errors
+    /// There is no such sequence, or it is named twice, or its context is full. Ranks that [`follow`](Self::follow) are told of one
+    /// sequence alone.
+    pub fn append_each(&mut self, tokens: &[(u32, u32)]) -> Result<Vec<Vec<f32>>, StepError> {
+        if self.leads {
+            return Err(StepError::Invariant { what: "ranks that follow are told of one sequence alone" });
+        }
+        let mut runs = Vec::with_capacity(tokens.len());
+        let mut named = HashSet::new();
+        for (sequence, token) in tokens {
+            self.check_room(*sequence, std::slice::from_ref(token))?;
+            if !named.insert(*sequence) {
+                return Err(self.no_such(*sequence));
+            }
+            runs.push(self.run(*sequence, std::slice::from_ref(token)));
+        }
+        if runs.is_empty() {
+            return Ok(Vec::new());
+        }
+        let ids: Vec<u32> = tokens.iter().map(|(_, token)| *token).collect();
+        let x = self.forward(&ids, &runs, true)?;
+        let places: Vec<u64> = runs.iter().map(|run| run.past).collect();
+        let own = x.map(|x| self.logits(x, &places)).transpose()?;
+        let logits = self.everybodys(own, runs.len())?;
+        Ok(logits.chunks(self.spec.vocab_size.max(1) as usize).map(<[f32]>::to_vec).collect())
+    }
+
+    /// Takes a sequence for one of so many tokens, on a device without memory: what a pass takes does not depend on what the tokens
+    /// before it were.
+    ///
+    /// # Errors
+    /// The device has memory, or there is no such sequence.
+    pub fn suppose(&mut self, sequence: u32, length: u64) -> Result<(), StepError> {
+        if !self.device.is_dry() {
+            return Err(StepError::Invariant { what: "a cache with memory holds what was written there" });
+        }
+        let no_such = self.no_such(sequence);
+        let own = self.sequences.get_mut(sequence as usize).ok_or(no_such)?;
+        *own = Sequence { length, written: length };
+        Ok(())
     }
 
     /// Appends the tokens of one sequence and returns the sum of their losses against the targets and the number of
@@ -150,12 +214,12 @@ impl<'a> Decoder<'a> {
             let (got, sequence_length) = (targets.len(), tokens.len() as u64);
             return Err(StepError::BatchShape { got, batch_size: 1, sequence_length });
         }
-        self.check_room(tokens)?;
+        self.check_room(0, tokens)?;
         check_tokens(&self.spec, targets)?;
         let mut sum = 0.0;
         let chunk = self.chunk_tokens();
         for (tokens, targets) in tokens.chunks(chunk).zip(targets.chunks(chunk)) {
-            let x = self.forward(tokens, true)?;
+            let x = self.forward(tokens, &[self.run(0, tokens)], true)?;
             if let Some(x) = x {
                 sum += self.losses(&x, targets, loss_chunk_tokens)?;
             }
@@ -166,9 +230,23 @@ impl<'a> Decoder<'a> {
         Ok((sum, sequence.target_count()))
     }
 
-    fn check_room(&self, tokens: &[u32]) -> Result<(), StepError> {
+    fn no_such(&self, sequence: u32) -> StepError {
+        StepError::NoSuchSequence { sequence, sequences: self.sequences.len() as u64 }
+    }
+
+    fn length(&self, sequence: u32) -> u64 {
+        self.sequences.get(sequence as usize).map_or(0, |own| own.length)
+    }
+
+    /// The tokens that come next in a sequence.
+    fn run(&self, sequence: u32, tokens: &[u32]) -> Run {
+        Run { sequence, past: self.length(sequence), tokens: tokens.len() as u64 }
+    }
+
+    fn check_room(&self, sequence: u32, tokens: &[u32]) -> Result<(), StepError> {
         check_tokens(&self.spec, tokens)?;
-        let wanted = self.length + tokens.len() as u64;
+        let own = self.sequences.get(sequence as usize).ok_or_else(|| self.no_such(sequence))?;
+        let wanted = own.length + tokens.len() as u64;
         if wanted > self.settings.context {
             return Err(StepError::ContextFull { wanted, capacity: self.settings.context });
         }
@@ -179,8 +257,8 @@ impl<'a> Decoder<'a> {
         self.settings.prompt_chunk_tokens.max(1) as usize
     }
 
-    /// The logits of the last stage, on all ranks.
-    fn everybodys(&self, own: Option<Vec<f32>>) -> Result<Vec<f32>, StepError> {
+    /// The logits of the last stage, of so many tokens, on all ranks.
+    fn everybodys(&self, own: Option<Vec<f32>>, count: usize) -> Result<Vec<f32>, StepError> {
         let Some(stages) = &self.stages else { return Ok(own.unwrap_or_default()) };
         let last = stages.size().saturating_sub(1);
         if let Some(logits) = own {
@@ -188,7 +266,7 @@ impl<'a> Decoder<'a> {
             (0..last).try_for_each(|to| stages.send_bytes(to, bytes))?;
             return Ok(logits);
         }
-        let mut logits = vec![0.0f32; self.spec.vocab_size as usize];
+        let mut logits = vec![0.0f32; (self.spec.vocab_size as usize).saturating_mul(count)];
         stages.receive_bytes(last, bytemuck::cast_slice_mut(&mut logits))?;
         Ok(logits)
     }
@@ -203,37 +281,44 @@ impl<'a> Decoder<'a> {
         Ok(x)
     }
 
-    /// The residual stream [n, H] after the last block, for `n` tokens that are put into the cache; `with_head` where the
-    /// head comes next. `None` where it has gone to the next stage.
-    fn forward(&mut self, tokens: &[u32], with_head: bool) -> Result<Option<Tensor>, StepError> {
+    /// The residual stream [n, H] after the last block, for the `n` tokens of some runs, which are put into the cache; `with_head`
+    /// where the head comes next. `None` where it has gone to the next stage.
+    fn forward(
+        &mut self,
+        tokens: &[u32],
+        runs: &[Run],
+        with_head: bool,
+    ) -> Result<Option<Tensor>, StepError> {
         let device = self.device;
-        let (past, n) = (self.length, tokens.len() as u64);
+        let n = tokens.len() as u64;
         device.enter(Phase::Generate, None);
         let ids = device.alloc(DType::U32, &[n], Tag::Data, "tokens")?;
         device.write_u32(&ids, tokens)?;
-        let positions = positions(device, n, past..)?;
-        let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions, past);
+        let places = runs.iter().flat_map(|run| run.past..run.past + run.tokens);
+        let positions = positions(device, n, places)?;
+        let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions);
         let part = self.spec.part.clone();
         self.weights.announce_forward(&self.spec, with_head && part.head)?;
         let mut x = match part.embedding {
             true => embedding::forward(&ctx, &mut self.weights, (&ids, tokens))?,
             false => self.received(&ctx, &ids)?,
         };
-        self.cache.begin(past, n)?;
+        self.cache.begin(runs)?;
         for (place, layer) in (0..).zip(self.spec.layers()) {
             device.enter(Phase::Generate, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
-            let mut ctx = ctx.layer(layer);
-            let cache = &mut self.cache;
-            ctx.attention = AttentionShape { kv_capacity: cache.capacity(place), ..ctx.attention };
-            x = block::infer(&ctx, &weights, x, |qkv| cache.write(place, &qkv.k, &qkv.v, past))?;
-            cache.leave(place)?;
+            let (ctx, cache) = (ctx.layer(layer), &mut self.cache);
+            x = block::infer(&ctx, &weights, x, |qkv| cache.attend(&ctx, place, runs, qkv))?;
             drop(weights);
             self.weights.release(Unit::Layer(layer), false);
         }
         self.cache.settle()?;
-        self.length += n;
-        self.written = self.written.max(self.length);
+        for run in runs {
+            if let Some(own) = self.sequences.get_mut(run.sequence as usize) {
+                own.length += run.tokens;
+                own.written = own.written.max(own.length);
+            }
+        }
         if part.head {
             return Ok(Some(x));
         }
@@ -252,23 +337,23 @@ impl<'a> Decoder<'a> {
         device.write_u32(&wanted, targets)?;
         let losses = device.alloc(DType::F32, &[x.rows()], Tag::Data, "losses")?;
         let labels = Labels { targets: wanted, losses, weights: None };
-        let past = self.length - x.rows();
+        let past = self.len() - x.rows();
         let positions = positions(device, x.rows(), past..)?;
-        let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions, past);
+        let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions);
         head::loss_of(&ctx, &mut self.weights, x, &labels, loss_chunk_tokens)?;
         sum(device, &labels.losses)
     }
 
-    fn logits(&mut self, x: &Tensor) -> Result<Vec<f32>, StepError> {
+    /// The logits `[n, V]` of what follows the tokens at `places` of their sequences, whose residual stream is `x` `[n, H]`.
+    fn logits(&mut self, x: Tensor, places: &[u64]) -> Result<Vec<f32>, StepError> {
         self.device.enter(Phase::Generate, None);
-        let last = rows(x, x.rows() - 1, x.rows())?;
         let own = self.weights.resident().gather(BlockId::Head)?;
         let norm = own.norm(Role::FinalNorm, Some(Role::FinalNormBias), &self.spec.norm)?;
-        let normed = norm.forward(self.device, &last)?;
-        let logits = self.device.alloc(DType::F32, &[1, self.spec.vocab_size], Tag::Logits, "logits")?;
-        let last = self.length.saturating_sub(1);
-        let positions = positions(self.device, 1, [last])?;
-        let ctx = context(self.device, &self.spec, &self.settings, &self.ropes, &positions, last);
+        let normed = norm.forward(self.device, &x)?;
+        let sizes = [x.rows(), self.spec.vocab_size];
+        let logits = self.device.alloc(DType::F32, &sizes, Tag::Logits, "logits")?;
+        let positions = positions(self.device, x.rows(), places.iter().copied())?;
+        let ctx = context(self.device, &self.spec, &self.settings, &self.ropes, &positions);
         let (block, role) = Head::table(self.spec.tie_word_embeddings);
         match self.weights.pieces(block, role) {
             None => {
@@ -277,13 +362,23 @@ impl<'a> Decoder<'a> {
                 head.release(&mut self.weights);
             }
             Some(pieces) => {
-                let column = reshaped(&logits, &[self.spec.vocab_size, 1])?;
                 for (piece, range) in (0..).zip(pieces) {
                     let weight = &self.weights.gather_piece(block, role, piece)?;
-                    let out = &reshaped(&rows(&column, range.start, range.end)?, &[1, weight.rows()])?;
-                    let (x, compute) = (&normed.out, ctx.compute);
-                    let bias = None;
-                    self.device.run(Product::Linear { x, weight, bias, out, accumulate: false, compute })?;
+                    for row in 0..x.rows() {
+                        let own = rows(&logits, row, row + 1)?;
+                        let column = reshaped(&own, &[self.spec.vocab_size, 1])?;
+                        let out = &reshaped(&rows(&column, range.start, range.end)?, &[1, weight.rows()])?;
+                        let (x, compute) = (&rows(&normed.out, row, row + 1)?, ctx.compute);
+                        let bias = None;
+                        self.device.run(Product::Linear {
+                            x,
+                            weight,
+                            bias,
+                            out,
+                            accumulate: false,
+                            compute,
+                        })?;
+                    }
                     self.weights.release(Unit::Piece(block, piece), false);
                 }
             }
@@ -296,15 +391,14 @@ impl<'a> Decoder<'a> {
     }
 }
 
-/// What blocks need to know of the tokens at `positions`, which come after `past` others.
+/// What blocks need to know of the tokens at `positions`.
 fn context<'c>(
     device: &'c dyn Device,
     spec: &'c ModelSpec,
     settings: &DecodeSettings,
     ropes: &'c RopeTables,
     positions: &'c Tensor,
-    past: u64,
 ) -> Context<'c> {
-    let shape = attention_shape(spec, 1, positions.elements(), past, settings.context);
+    let shape = attention_shape(spec, 1, positions.elements(), 0, settings.context);
     Context::new(device, spec, settings.precision, ropes, positions, shape)
 }

@@ -169,6 +169,14 @@ pub enum StepError {
         /// Size of the cache.
         capacity: u64,
     },
+    /// A pass names a sequence that the decoder does not have, or names one twice.
+    #[error("sequence {sequence} is not one of {sequences}, or comes twice in a pass")]
+    NoSuchSequence {
+        /// Its number, from 0 on.
+        sequence: u32,
+        /// Sequences that there are.
+        sequences: u64,
+    },
 }
 
 fn first_seen(block: Option<BlockId>) -> String {

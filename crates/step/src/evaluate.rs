@@ -90,7 +90,11 @@ impl Evaluation<'_> {
             for layer in layers {
                 self.device.enter(Phase::Forward, Some(layer));
                 let weights = store.gather(BlockId::Layer(layer))?;
-                x = block::infer(&ctx.layer(layer), &weights, x, |qkv| Ok((qkv.k.clone(), qkv.v.clone())))?;
+                let ctx = ctx.layer(layer);
+                x = block::infer(&ctx, &weights, x, |qkv| {
+                    let attended = block::attend(&ctx, qkv)?;
+                    Ok((attended.out.clone(), attended))
+                })?;
                 drop(weights);
                 store.release(Unit::Layer(layer), false);
             }

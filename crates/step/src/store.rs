@@ -181,6 +181,34 @@ pub struct WeightOffload<'a> {
     pub in_files: Option<&'a StoredWeights>,
     /// What stays on the device all the same.
     pub residency: Residency,
+    /// Of the layers that do not stay, so many, spread evenly, live on the host whatever the tier is, and the tables of the
+    /// vocabulary with them.
+    pub host_layers: u32,
+}
+
+impl WeightOffload<'_> {
+    /// Where the matrices of a block live that do not stay.
+    fn tier_of(&self, spec: &ModelSpec, block: BlockId) -> Tier {
+        if self.host_layers == 0 {
+            return self.tier;
+        }
+        let away = || spec.layers().filter(|layer| !self.residency.keeps(spec, BlockId::Layer(*layer)));
+        let on_host = match block {
+            BlockId::Layer(layer) => {
+                let (all, i) = (away().count() as u64, away().filter(|other| *other < layer).count() as u64);
+                is_one_of(i, u64::from(self.host_layers), all)
+            }
+            _ => true,
+        };
+        if on_host { Tier::Host } else { self.tier }
+    }
+}
+
+/// Whether number `i` is one of so many that are spread evenly over `all`: where the line of slope chosen / all reaches a further
+/// whole number.
+fn is_one_of(i: u64, chosen: u64, all: u64) -> bool {
+    let (chosen, all) = (chosen.min(all), all.max(1));
+    (i + 1) * chosen / all > i * chosen / all
 }
 
 /// How much of a model stays on the device where not all of it does.
@@ -207,12 +235,10 @@ impl Residency {
 
     /// Whether the matrices of a block stay.
     pub fn keeps(self, spec: &ModelSpec, block: BlockId) -> bool {
-        let (all, kept) = (u64::from(spec.num_layers.max(1)), u64::from(self.layers(spec.num_layers)));
         match (self, block) {
-            // Layer i stays where the line of slope kept / all reaches a further whole number.
-            (Residency::Spread { .. }, BlockId::Layer(layer)) => {
+            (Residency::Spread { layers, .. }, BlockId::Layer(layer)) => {
                 let i = spec.place_of(layer).unwrap_or(0);
-                (u64::from(i) + 1) * kept / all > u64::from(i) * kept / all
+                is_one_of(u64::from(i), u64::from(layers), u64::from(spec.num_layers))
             }
             (Residency::Spread { head, .. }, BlockId::Embedding) => head && spec.tie_word_embeddings,
             (Residency::Spread { head, .. }, BlockId::Head) => head,

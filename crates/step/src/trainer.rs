@@ -208,6 +208,7 @@ impl<'a> Trainer<'a> {
             tier: offload.parameters,
             in_files: method.adapters().map(|adapters| &adapters.in_files),
             residency: Residency::Last(kept.parameters),
+            host_layers: 0,
         };
         let below = (offload.parameters != Tier::Device).then_some(below);
         let storage = WeightStorage { types: &types, adapters, trained: true, offload: below };

@@ -41,6 +41,7 @@ fn settings(prompt_chunk_tokens: u64) -> DecodeSettings {
         cache_tier: Tier::Device,
         context: 20,
         prompt_chunk_tokens,
+        sequences: 1,
     }
 }
 
@@ -358,5 +359,103 @@ fn a_pass_waits_for_what_it_has_written_of_the_cache() {
         decoder.append(&vec![0; tokens]).unwrap();
         let log = noting.log();
         assert!(log.contains('w') && log.trim_end_matches('o').ends_with('.'), "{log}");
+    }
+}
+
+/// Three sequences of different lengths, each with prompts of its own, then a token for each in one pass; in the memory that was
+/// planned, wherever the caches live.
+#[test]
+fn sequences_beside_each_other_say_what_each_says_alone() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (tokens, _) = tokens(7, 1, 40);
+    let prompts = [&tokens[..9], &tokens[9..10], &tokens[3..15]];
+    let together = |decoder: &mut Decoder<'_>| -> Vec<Vec<Vec<f32>>> {
+        let prompts = (0..).zip(prompts);
+        let mut said = vec![prompts.map(|(own, prompt)| decoder.append_to(own, prompt).unwrap()).collect()];
+        for round in 0..5 {
+            // The second one pauses once.
+            let each: Vec<(u32, u32)> = (0..3)
+                .filter(|sequence| (round, *sequence) != (2, 1))
+                .map(|sequence| (sequence, tokens[(20 + 3 * round + sequence) as usize]))
+                .collect();
+            said.push(decoder.append_each(&each).unwrap());
+        }
+        said
+    };
+    let wide = ModelSpec { vocab_size: 1500, tie_word_embeddings: false, ..llama() };
+    for spec in families().into_iter().chain([windowed(6), wide]) {
+        let mut all = Vec::new();
+        for cache_tier in [Tier::Device, Tier::Host, Tier::Disk] {
+            let settings = DecodeSettings { sequences: 3, cache_tier, ..settings(5) };
+            let storage = WeightStorage::new(&|_| DType::F32);
+            let (dry, dry_tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
+            let mut planned = Decoder::new(&dry, &dry_tiers, spec.clone(), settings, storage).unwrap();
+            together(&mut planned);
+            let planned = [dry.arena(), dry_tiers.disk(), dry_tiers.host()].map(Arena::high_water);
+            let device = Cpu::new(planned[0], CpuOptions { threads: Some(2), isa: None }).unwrap();
+            let spill = SpillSettings { folder: folder.path().to_owned(), budget: None, direct: true };
+            let host = Region::new(planned[2]).unwrap();
+            let tiers = Arc::new(LowerTiers::open(host, planned[1], &spill).unwrap());
+            let mut decoder = Decoder::new(&device, &tiers, spec.clone(), settings, storage).unwrap();
+            decoder.load(fill).unwrap();
+            all.push(together(&mut decoder));
+            assert_eq!([device.arena(), tiers.disk(), tiers.host()].map(Arena::high_water), planned);
+        }
+        assert!(all.iter().all(|said| *said == all[0]), "{}", spec.architecture);
+        for sequence in 0..3 {
+            let device = device();
+            let mut alone = decoder(&device, spec.clone(), settings(5));
+            let mut expected = vec![alone.append(prompts[sequence]).unwrap()];
+            for round in (0..5).filter(|round| (*round, sequence) != (2, 1)) {
+                expected.push(alone.append(&tokens[20 + 3 * round + sequence..][..1]).unwrap());
+            }
+            let own = (0..).zip(&all[0]).filter_map(|(round, said)| match (round, sequence) {
+                (3, 1) => None,
+                (3, 2) => said.get(1),
+                _ => said.get(sequence),
+            });
+            for (a, b) in own.flatten().zip(expected.iter().flatten()) {
+                assert!((a - b).abs() < 1e-4, "{} {sequence}: {a} {b}", spec.architecture);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_sequence_is_one_of_those_that_there_are_and_comes_once_in_a_pass() {
+    let device = device();
+    let settings = DecodeSettings { sequences: 2, ..settings(8) };
+    let mut decoder = decoder(&device, llama(), settings);
+    assert!(decoder.append_each(&[]).unwrap().is_empty());
+    let refused = |error: plimsoll_step::StepError| error.to_string();
+    let words = "is not one of 2, or comes twice in a pass";
+    assert!(refused(decoder.append_to(2, &[1]).unwrap_err()).contains(words));
+    assert!(refused(decoder.append_each(&[(1, 3), (1, 4)]).unwrap_err()).contains(words));
+    assert!(refused(decoder.suppose(0, 5).unwrap_err()).contains("memory"));
+    let first = decoder.append_each(&[(1, 3)]).unwrap();
+    assert_eq!((decoder.len(), decoder.truncate_one(1, 0), decoder.truncate_one(9, 3)), (0, 0, 0));
+    assert_eq!(decoder.append_to(1, &[3]).unwrap(), first[0]);
+    let full = decoder.append_to(1, &[0; 20]).unwrap_err();
+    assert_eq!(refused(full), "21 tokens do not fit the context of 20");
+}
+
+/// What a pass takes depends on how many tokens came before it, and not on whether they were run.
+#[test]
+fn a_dry_decoder_may_suppose_what_came_before() {
+    for spec in [llama(), windowed(6)] {
+        let settings = DecodeSettings { cache_tier: Tier::Disk, sequences: 2, ..settings(5) };
+        let took = |run: &dyn Fn(&mut Decoder<'_>, u32)| {
+            let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
+            let storage = WeightStorage::new(&|_| DType::F32);
+            let mut decoder = Decoder::new(&dry, &tiers, spec.clone(), settings, storage).unwrap();
+            (0..2).for_each(|sequence| run(&mut decoder, sequence));
+            decoder.append_each(&[(0, 0), (1, 0)]).unwrap();
+            let before = dry.moved();
+            dry.take_tally();
+            decoder.append_each(&[(0, 0), (1, 0)]).unwrap();
+            (dry.take_tally(), dry.moved().less(before))
+        };
+        let run = took(&|decoder, sequence| drop(decoder.append_to(sequence, &[0; 15]).unwrap()));
+        assert_eq!(took(&|decoder, sequence| decoder.suppose(sequence, 15).unwrap()), run);
     }
 }

@@ -1050,6 +1050,7 @@ fn answers(spec: &ModelSpec, cache: DType, ranks: u32) -> Vec<Vec<Vec<f32>>> {
         cache_tier: Tier::Device,
         context: 24,
         prompt_chunk_tokens: 5,
+        sequences: 1,
     };
     let types = |_: &Parameter| DType::F32;
     let (prompt, _) = tokens(5, 1, 12);
@@ -1157,6 +1158,7 @@ fn told(spec: &ModelSpec, ranks: u32) -> Vec<Vec<f32>> {
         cache_tier: Tier::Device,
         context: 24,
         prompt_chunk_tokens: 5,
+        sequences: 1,
     };
     let of_rank = |rank: ThreadRank| -> Vec<Vec<f32>> {
         let ranks = Wired::new(rank).unwrap();

@@ -13,7 +13,9 @@ use common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceTraits, Dry};
 use plimsoll_disk::{ALIGNMENT, DiskError, LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tag, Tier};
-use plimsoll_model::{BlockId, ModelSpec, Parameter, Role, StoredWeight, StoredWeights};
+use plimsoll_model::{
+    AttentionSpec, BlockId, ModelSpec, Parameter, Role, SlidingWindow, StoredWeight, StoredWeights,
+};
 use plimsoll_step::{
     DecodeSettings, Decoder, EvaluateSettings, Evaluator, MicroBatch, Precision, Residency, StepError,
     WeightOffload, WeightStorage,
@@ -45,7 +47,7 @@ fn model_file(folder: &Path, spec: &ModelSpec, chosen: &dyn Fn(&Parameter) -> bo
 }
 
 fn on_disk(in_files: &StoredWeights, residency: Residency) -> WeightStorage<'_> {
-    let offload = WeightOffload { tier: Tier::Disk, in_files: Some(in_files), residency };
+    let offload = WeightOffload { tier: Tier::Disk, in_files: Some(in_files), residency, host_layers: 0 };
     WeightStorage { offload: Some(offload), ..WeightStorage::new(TYPES) }
 }
 
@@ -60,6 +62,7 @@ fn settings() -> DecodeSettings {
         cache_tier: Tier::Device,
         context: 20,
         prompt_chunk_tokens: 5,
+        sequences: 1,
     }
 }
 
@@ -256,4 +259,46 @@ fn layers_that_stay_are_spread_and_the_head_stays_if_asked() {
     // An embedding that is no head is looked up where it is.
     let untied = ModelSpec { tie_word_embeddings: false, ..spec };
     assert_eq!(away(10, true, &untied), [BlockId::Embedding]);
+}
+
+/// Some layers on the device, some on the host and the rest in the model's file: the same bits, in the memory that was planned.
+#[test]
+fn weights_live_on_the_device_the_host_and_in_a_file_together() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path();
+    for spec in families() {
+        let spec = ModelSpec { num_layers: 7, ..spec };
+        let spec = match &spec.attention.sliding_window {
+            Some(window) => {
+                let layers = (0..7).map(|layer| layer % 2 == 0).collect();
+                let sliding_window = Some(SlidingWindow { layers, ..window.clone() });
+                let attention = AttentionSpec { sliding_window, ..spec.attention.clone() };
+                ModelSpec { attention, ..spec }
+            }
+            None => spec,
+        };
+        let logits = decoded(path, &spec, WeightStorage::new(TYPES)).1;
+        let stored = model_file(path, &spec, &|_| true);
+        let mut taken = Vec::new();
+        for host_layers in [0, 2, 5] {
+            let offload = WeightOffload {
+                tier: Tier::Disk,
+                in_files: Some(&stored),
+                residency: residency(2, false),
+                host_layers,
+            };
+            let storage = WeightStorage { offload: Some(offload), ..WeightStorage::new(TYPES) };
+            assert_eq!(decoded_on(APART, path, &spec, storage).1, logits, "{host_layers}");
+            let (dry, tiers) = (Dry::new().standing_for(APART), Arc::new(LowerTiers::dry()));
+            let mut decoder = Decoder::new(&dry, &tiers, spec.clone(), settings(), storage).unwrap();
+            decoder.append(&[0]).unwrap();
+            let before = dry.moved();
+            decoder.append(&[0]).unwrap();
+            let moved = dry.moved().less(before);
+            taken.push((tiers.host().ledger().live().get(Tag::Weights), moved.read, moved.copied_in));
+        }
+        let [(none, all, _), (some, fewer, _), (most, least, copied)] = taken[..] else { panic!() };
+        assert_eq!((none, least), (0, 0));
+        assert!(some > 0 && most > some && all > fewer && fewer > 0 && copied > 0, "{taken:?}");
+    }
 }

@@ -104,8 +104,14 @@ fn greedy_continuations_are_those_of_pytorch() {
         let prompt = reference["prompt_tokens"].as_u64().unwrap() as usize;
         for prompt_chunk_tokens in [4, 512] {
             let (precision, cache, context) = (Precision::F32, DType::F32, 32);
-            let settings =
-                DecodeSettings { precision, cache, cache_tier: Tier::Device, context, prompt_chunk_tokens };
+            let settings = DecodeSettings {
+                precision,
+                cache,
+                cache_tier: Tier::Device,
+                context,
+                prompt_chunk_tokens,
+                sequences: 1,
+            };
             let device = cpu(DryRun::generation(&spec, settings, WeightStorage::new(&|_| DType::F32), 16)
                 .unwrap()
                 .peak_bytes());

@@ -208,6 +208,7 @@ fn greedy_continuations_are_identical() {
             cache_tier: Tier::Device,
             context: 128,
             prompt_chunk_tokens: 512,
+            sequences: 1,
         };
         let types = |p: &Parameter| files.weights().inference_dtype(p, DType::F32);
         let device =

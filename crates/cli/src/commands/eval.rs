@@ -178,6 +178,7 @@ fn through_the_cache(
         cache_tier: Tier::Device,
         context,
         prompt_chunk_tokens: CACHED_CHUNK_TOKENS,
+        sequences: 1,
     };
     let chunk = loss_chunk_tokens(files.spec().vocab_size, CACHED_CHUNK_TOKENS);
     let passes = Passes::plan(task, engine, 1, |_, storage| {

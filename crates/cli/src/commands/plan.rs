@@ -6,6 +6,7 @@ pub mod describe;
 mod explain;
 mod find;
 mod import;
+mod inference;
 mod ranks;
 mod waterfall;
 
@@ -27,6 +28,9 @@ use crate::speeds::PlanSpeeds;
 use describe::{describe, whole_run};
 
 pub fn run(args: &PlanArgs) -> Result<(), Failure> {
+    if args.inference.inference {
+        return inference::run(args);
+    }
     // Before anything is planned, so that nobody waits for a file that cannot be written.
     let timeline = match &args.timeline {
         Some(file) => Some((file.as_path(), TimelineFormat::of(file)?)),

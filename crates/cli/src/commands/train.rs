@@ -6,6 +6,7 @@ use std::sync::Arc;
 use plimsoll_device::{Cpu, Device};
 use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_parallel::{Collectives, Communicator};
+use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::{RawConfig, Started};
 use plimsoll_train::{MemoryReading, Prepared, Resumption, Surroundings, TrainError, TrainingOutcome};
 
@@ -61,7 +62,12 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     let machine = engine.machine(prepared.config());
     // The first rank decides, and all plan what it has decided, each for itself.
     let decided = match leads {
-        true => Some(engine.plan(prepared.config(), &machine, |machine| prepared.plan(machine))?),
+        true => Some(engine.plan(
+            prepared.config(),
+            &machine,
+            |plan: &TrainingPlan| plan.disk_bytes() > 0,
+            |machine| prepared.plan(machine),
+        )?),
         false => None,
     };
     let plan = match (decided, ranks.is_alone()) {

@@ -1,6 +1,6 @@
 //! The attention part: projections, norms of heads, rotation, attention itself.
 
-use plimsoll_device::{Attention, DType, DeviceExt, Position, Tensor};
+use plimsoll_device::{Attention, AttentionShape, DType, DeviceExt, Position, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::Role;
 
@@ -87,15 +87,31 @@ fn rotate(ctx: &Context<'_>, x: &Tensor, inverse: bool) -> Result<(), StepError>
 }
 
 /// Attention of the queries over the keys and values.
-pub(super) fn attend(ctx: &Context<'_>, qkv: &Qkv) -> Result<Attended, StepError> {
+pub(crate) fn attend(ctx: &Context<'_>, qkv: &Qkv) -> Result<Attended, StepError> {
     match (ctx.chunk, ctx.around) {
         (Some(chunk), _) => return chunk.keys.attend(chunk.turn, ctx, qkv),
         (None, Some(around)) => return around.attend(ctx, qkv),
         (None, None) => {}
     }
-    let shape = ctx.attention;
-    let out =
-        ctx.device.alloc(ctx.activations, &[qkv.q.rows(), qkv.q.columns()], Tag::Attention, "attention")?;
+    let out = attended(ctx, qkv)?;
+    let (lse, probabilities) = attend_into(ctx, [&qkv.q, &qkv.k, &qkv.v], &out, ctx.attention)?;
+    Ok(Attended { out, lse, probabilities })
+}
+
+/// Memory for what attention gives.
+pub(crate) fn attended(ctx: &Context<'_>, qkv: &Qkv) -> Result<Tensor, StepError> {
+    let sizes = [qkv.q.rows(), qkv.q.columns()];
+    Ok(ctx.device.alloc(ctx.activations, &sizes, Tag::Attention, "attention")?)
+}
+
+/// The same of queries, keys and values of another shape than the pass, into `out`: its log-sum-exps, and its probabilities where they
+/// are written out.
+pub(crate) fn attend_into(
+    ctx: &Context<'_>,
+    [q, k, v]: [&Tensor; 3],
+    out: &Tensor,
+    shape: AttentionShape,
+) -> Result<(Tensor, Option<Tensor>), StepError> {
     let lse =
         ctx.device.alloc(DType::F32, &[shape.batch, shape.heads, shape.q_len], Tag::Attention, "lse")?;
     let probabilities = match ctx.attention_kind {
@@ -105,19 +121,18 @@ pub(super) fn attend(ctx: &Context<'_>, qkv: &Qkv) -> Result<Attended, StepError
         }
         _ => None,
     };
-    let Qkv { q, k, v, .. } = qkv;
     ctx.device.run(Attention::Forward {
         q,
         k,
         v,
         documents: ctx.documents,
-        out: &out,
+        out,
         lse: &lse,
         probabilities: probabilities.as_ref(),
         shape,
         compute: ctx.compute,
     })?;
-    Ok(Attended { out, lse, probabilities })
+    Ok((lse, probabilities))
 }
 
 /// out (+)= output projection of what attention gave.

@@ -5,27 +5,43 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{Attention, DType, Device, DeviceExt, Tensor};
+use plimsoll_device::{Attention, AttentionShape, Device, DeviceExt, Tensor};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Role};
 
+use super::DecodeSettings;
 use crate::StepError;
+use crate::block::{self, Qkv};
+use crate::context::Context;
+use crate::head::rows;
 use crate::tier::{Extents, Parcel, Parcels, Use};
 
 /// Buffers of layers whose keys and values live on a lower tier: one in use, one on its way and one on its way back.
 const BUFFERS: usize = 3;
 
-/// Keys and values of one sequence. Position p of a layer lies in row p modulo the layer's capacity.
+/// Keys and values of some sequences. Position p of a layer lies in row p modulo the layer's capacity.
 pub(super) struct KvCache<'a> {
     device: &'a dyn Device,
     layers: Vec<Geometry>,
     head_dim: u64,
     row_bytes: u64,
-    /// Those of every layer, where they live on the device.
-    resident: Vec<[Tensor; 2]>,
+    /// Those that live on the device.
+    resident: HashMap<Place, [Tensor; 2]>,
     /// Those that live on a lower tier.
-    away: Parcels<'a, u32, usize>,
+    away: Parcels<'a, Place, usize>,
+}
+
+/// Whose keys and values: those of a layer, counted from the first that there is, and of a sequence.
+type Place = (u32, u32);
+
+/// New tokens of a sequence in a pass. Those of one sequence follow each other in the pass's rows, behind those of the run before.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Run {
+    pub sequence: u32,
+    /// Positions of the sequence that are in the cache already.
+    pub past: u64,
+    pub tokens: u64,
 }
 
 /// How a layer's keys and values lie.
@@ -37,14 +53,14 @@ struct Geometry {
 }
 
 impl<'a> KvCache<'a> {
-    /// Room for `context` positions, of which up to `chunk` are written at a time before they are read.
+    /// Room for the sequences that the settings name: passes of a prompt are written before they are read.
     pub fn new(
         device: &'a dyn Device,
         spec: &ModelSpec,
-        dtype: DType,
-        (context, chunk): (u64, u64),
-        (tiers, tier): (&Arc<LowerTiers>, Tier),
+        settings: &DecodeSettings,
+        tiers: &Arc<LowerTiers>,
     ) -> Result<Self, StepError> {
+        let DecodeSettings { cache: dtype, cache_tier: tier, context, sequences, .. } = *settings;
         if !dtype.is_cache() {
             return Err(StepError::CacheType { dtype });
         }
@@ -54,27 +70,30 @@ impl<'a> KvCache<'a> {
             let window = attention.window(layer);
             let capacity = window.map_or(context, |window| {
                 // The first query of a chunk sees its window, all others of the chunk come after it.
-                context.min(window.saturating_add(chunk.max(1) - 1))
+                context.min(window.saturating_add(settings.prompt_chunk_tokens.max(1) - 1))
             });
             Geometry { capacity, window }
         };
         let layers: Vec<Geometry> = spec.layers().map(geometry).collect();
-        let (mut resident, mut parcels) = (Vec::new(), HashMap::new());
+        let (mut resident, mut parcels) = (HashMap::new(), HashMap::new());
         for (layer, Geometry { capacity, .. }) in (0..).zip(&layers) {
             let sizes = [*capacity, columns];
-            if tier == Tier::Device {
-                device.enter(Phase::Setup, Some(layer));
-                let alloc = |name| device.alloc(dtype, &sizes, Tag::KvCache, name);
-                resident.push([alloc("k")?, alloc("v")?]);
-                continue;
-            }
+            device.enter(Phase::Setup, Some(layer));
             tiers.enter(Phase::Setup, Some(layer));
-            let mut parcel = Parcel::new();
-            for part in 0..2 {
-                parcel.add(part, dtype, &sizes);
+            let sequences = u32::try_from(sequences.max(1)).unwrap_or(u32::MAX);
+            for place in (0..sequences).map(|sequence| (layer, sequence)) {
+                if tier == Tier::Device {
+                    let alloc = |name| device.alloc(dtype, &sizes, Tag::KvCache, name);
+                    resident.insert(place, [alloc("k")?, alloc("v")?]);
+                    continue;
+                }
+                let mut parcel = Parcel::new();
+                for part in 0..2 {
+                    parcel.add(part, dtype, &sizes);
+                }
+                parcel.settle(tiers, tier, Tag::KvCache, "kv")?;
+                parcels.insert(place, parcel);
             }
-            parcel.settle(tiers, tier, Tag::KvCache, "kv")?;
-            parcels.insert(layer, parcel);
         }
         device.enter(Phase::Setup, None);
         let away = Parcels::of(device, tiers, parcels, BUFFERS, "kv.staging")?;
@@ -90,44 +109,74 @@ impl<'a> KvCache<'a> {
         })
     }
 
-    /// Positions that a layer holds, counted from the first of the layers that there are.
-    pub fn capacity(&self, layer: u32) -> u64 {
+    /// Positions of a sequence that a layer holds, counted from the first of the layers that there are.
+    fn capacity(&self, layer: u32) -> u64 {
         self.layers.get(layer as usize).map_or(0, |layer| layer.capacity)
     }
 
-    /// Prepares for a pass through all layers, in which `n` positions follow `past` others.
-    pub fn begin(&mut self, past: u64, n: u64) -> Result<(), StepError> {
+    /// Prepares for a pass of these runs through all layers.
+    pub fn begin(&mut self, runs: &[Run]) -> Result<(), StepError> {
         for (layer, geometry) in (0..).zip(&self.layers) {
-            let Some(parcel) = self.away.get_mut(layer) else { continue };
-            let row_bytes = self.row_bytes;
-            // A ring may hold them anywhere.
-            let ring = past + n > geometry.capacity;
-            let rows = |rows: Range<u64>| -> Vec<Range<u64>> {
-                let starts = parcel.tensors().iter().map(|placed| placed.offset);
-                starts.map(|start| start + rows.start * row_bytes..start + rows.end * row_bytes).collect()
-            };
-            let all = 0..geometry.capacity;
-            let read = rows(if ring { all.clone() } else { 0..past });
-            let changed = rows(if ring { all } else { past..past + n });
-            parcel.extents = Some(Extents { read, changed });
+            for Run { sequence, past, tokens } in runs.iter().copied() {
+                let Some(parcel) = self.away.get_mut((layer, sequence)) else { continue };
+                let row_bytes = self.row_bytes;
+                // A ring may hold them anywhere.
+                let ring = past + tokens > geometry.capacity;
+                let rows = |rows: Range<u64>| -> Vec<Range<u64>> {
+                    let starts = parcel.tensors().iter().map(|placed| placed.offset);
+                    starts.map(|start| start + rows.start * row_bytes..start + rows.end * row_bytes).collect()
+                };
+                let all = 0..geometry.capacity;
+                let read = rows(if ring { all.clone() } else { 0..past });
+                let changed = rows(if ring { all } else { past..past + tokens });
+                parcel.extents = Some(Extents { read, changed });
+            }
         }
-        self.away.announce((0..self.layers.len() as u32).map(Use::of))
+        let layers = 0..self.layers.len() as u32;
+        let places = layers.flat_map(|layer| runs.iter().map(move |run| (layer, run.sequence)));
+        self.away.announce(places.map(Use::of))
     }
 
-    /// Puts keys and values `[N, kv_heads * D]` of the positions from `past` on in their rows of a layer, and gives back
-    /// all that it holds, `[capacity, kv_heads * D']`. To be left by [`leave`](Self::leave).
-    pub fn write(
+    /// Attention of a layer `[N, heads * D]`, with the log-sum-exps of the runs: the keys and values of every run are put into the cache,
+    /// and its queries see all that is there of its sequence.
+    pub fn attend(
+        &mut self,
+        ctx: &Context<'_>,
+        layer: u32,
+        runs: &[Run],
+        qkv: &Qkv,
+    ) -> Result<(Tensor, Vec<Tensor>), StepError> {
+        let out = block::attended(ctx, qkv)?;
+        let (mut first, mut sums) = (0, Vec::with_capacity(runs.len()));
+        for run in runs {
+            let own = |x: &Tensor| rows(x, first, first + run.tokens);
+            let (k, v) = self.write(layer, *run, &own(&qkv.k)?, &own(&qkv.v)?)?;
+            let (q_len, kv_len) = (run.tokens, run.past + run.tokens);
+            let shape = AttentionShape { q_len, kv_len, kv_capacity: self.capacity(layer), ..ctx.attention };
+            let (lse, _) = block::attend_into(ctx, [&own(&qkv.q)?, &k, &v], &own(&out)?, shape)?;
+            sums.push(lse);
+            drop((k, v));
+            self.leave((layer, run.sequence))?;
+            first += run.tokens;
+        }
+        Ok((out, sums))
+    }
+
+    /// Puts keys and values `[N, kv_heads * D]` of a run in their rows of a layer, and gives back all that it holds,
+    /// `[capacity, kv_heads * D']`. To be left by [`leave`](Self::leave).
+    fn write(
         &mut self,
         layer: u32,
+        run: Run,
         keys: &Tensor,
         values: &Tensor,
-        past: u64,
     ) -> Result<(Tensor, Tensor), StepError> {
         let missing = StepError::MissingWeight { block: BlockId::Layer(layer), role: Role::KProj };
-        let [k, v] = match self.resident.get(layer as usize) {
+        let place = (layer, run.sequence);
+        let [k, v] = match self.resident.get(&place) {
             Some(tensors) => tensors.clone(),
             None => {
-                let mut views = self.away.gather(layer)?.into_iter().map(|(_, tensor)| tensor);
+                let mut views = self.away.gather(place)?.into_iter().map(|(_, tensor)| tensor);
                 match (views.next(), views.next()) {
                     (Some(k), Some(v)) => [k, v],
                     _ => return Err(missing),
@@ -135,14 +184,14 @@ impl<'a> KvCache<'a> {
             }
         };
         for (x, cache) in [(keys, &k), (values, &v)] {
-            self.device.run(Attention::WriteCache { x, cache, first: past, head_dim: self.head_dim })?;
+            self.device.run(Attention::WriteCache { x, cache, first: run.past, head_dim: self.head_dim })?;
         }
         Ok((k, v))
     }
 
-    /// Done with a layer, whose tensors are gone.
-    pub fn leave(&mut self, layer: u32) -> Result<(), StepError> {
-        self.away.release(layer, true);
+    /// Done with a layer of a sequence, whose tensors are gone.
+    fn leave(&mut self, place: Place) -> Result<(), StepError> {
+        self.away.release(place, true);
         self.away.advance()
     }
 
@@ -154,11 +203,12 @@ impl<'a> KvCache<'a> {
 
 #[cfg(test)]
 mod tests {
-    use plimsoll_device::{Dry, Transferred};
+    use plimsoll_device::{DType, Dry, Transferred};
     use plimsoll_model::SlidingWindow;
 
     use super::*;
     use crate::common::llama;
+    use crate::settings::Precision;
 
     /// Five layers of windows of nine positions, of which passes of up to eight leave 9 + 8 - 1; keys and values of 1 KiB each.
     #[test]
@@ -168,13 +218,21 @@ mod tests {
             let mut spec = ModelSpec { num_layers: 5, ..llama() };
             spec.attention.head_dim = 128;
             spec.attention.sliding_window = Some(SlidingWindow { size: 9, layers: vec![true; 5] });
-            let place = (&tiers, Tier::Disk);
-            let mut cache = KvCache::new(&dry, &spec, DType::F32, (60, 8), place).unwrap();
-            cache.begin(past, n).unwrap();
+            let settings = DecodeSettings {
+                precision: Precision::F32,
+                cache: DType::F32,
+                cache_tier: Tier::Disk,
+                context: 60,
+                prompt_chunk_tokens: 8,
+                sequences: 2,
+            };
+            let mut cache = KvCache::new(&dry, &spec, &settings, &tiers).unwrap();
+            let run = Run { sequence: 1, past, tokens: n };
+            cache.begin(&[run]).unwrap();
             for layer in 0..5 {
                 let new = dry.alloc(DType::F32, &[n, 256], Tag::Activations, "test").unwrap();
-                drop(cache.write(layer, &new, &new, past).unwrap());
-                cache.leave(layer).unwrap();
+                drop(cache.write(layer, run, &new, &new).unwrap());
+                cache.leave((layer, 1)).unwrap();
             }
             cache.settle().unwrap();
             let Transferred { read, written, .. } = dry.moved();

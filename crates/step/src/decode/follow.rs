@@ -43,9 +43,12 @@ impl Decoder<'_> {
     }
 
     /// Tells whoever follows how many tokens stay in the cache, and which come behind them.
-    pub(super) fn tell(&self, tokens: &[u32]) -> Result<(), StepError> {
+    pub(super) fn tell(&self, sequence: u32, tokens: &[u32]) -> Result<(), StepError> {
         let Some(stages) = self.stages.as_ref().filter(|_| self.leads) else { return Ok(()) };
-        let length = u32::try_from(self.length).unwrap_or(u32::MAX);
+        if sequence > 0 {
+            return Err(StepError::Invariant { what: "ranks that follow are told of one sequence alone" });
+        }
+        let length = u32::try_from(self.len()).unwrap_or(u32::MAX);
         let told = std::iter::once(length).chain(tokens.iter().copied()).flat_map(u32::to_le_bytes);
         stages.broadcast(told.collect())?;
         Ok(())

@@ -91,7 +91,8 @@ impl<'a> WeightStore<'a> {
         let tables_are_cut = spec.part.vocabulary.is_some();
         let (mut looked_up, mut shared) = (None, sharing.map(|sharing| Shared::new(sharing.communicator)));
         for block in spec.blocks() {
-            let below = goes_below(block);
+            let below = goes_below(block)
+                .map(|offload| WeightOffload { tier: offload.tier_of(spec, block), ..offload });
             if below.is_none() && sharing.is_none() {
                 continue;
             }
@@ -224,7 +225,9 @@ impl<'a> WeightStore<'a> {
             contents.load(device, tiers, Values::all(p, &p.all_rows(), weight.dtype()), &mut fill)?;
         }
         // What quantising and converting took of the heap counts against the arena, the rest of which is touched from here on.
-        release_free_heap();
+        if !device.is_dry() {
+            release_free_heap();
+        }
         Ok(self.prepare()?)
     }
 

@@ -81,7 +81,12 @@ impl Passes {
                 for together in halves(most) {
                     let footprint = |residency| {
                         let run = run(together, Some(residency))?;
-                        Ok(PassFootprint { peak_bytes: run.peak_bytes(), read_bytes: run.moved.read })
+                        Ok(PassFootprint {
+                            peak_bytes: run.peak_bytes(),
+                            read_bytes: run.moved.read,
+                            host_bytes: run.host_bytes(),
+                            disk_bytes: run.disk_bytes(),
+                        })
                     };
                     let mut residency = fitting_residency(model.own_spec(), room, footprint)?;
                     if residency.is_none() && together == 1 {

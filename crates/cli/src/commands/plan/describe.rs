@@ -200,7 +200,8 @@ fn per_layer(plan: &TrainingPlan) -> String {
     parts.join(", ")
 }
 
-fn words(tag: Tag) -> String {
+/// A kind of memory in words.
+pub fn words(tag: Tag) -> String {
     tag.name().replace('_', " ")
 }
 

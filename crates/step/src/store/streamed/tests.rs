@@ -17,7 +17,7 @@ fn large() -> ModelSpec {
 
 fn on_host(types: &dyn Fn(&Parameter) -> DType) -> WeightStorage<'_> {
     let residency = Residency::Spread { layers: 0, head: false };
-    let offload = WeightOffload { tier: Tier::Host, in_files: None, residency };
+    let offload = WeightOffload { tier: Tier::Host, in_files: None, residency, host_layers: 0 };
     WeightStorage { offload: Some(offload), ..WeightStorage::new(types) }
 }
 
@@ -96,7 +96,7 @@ fn a_pass_ends_with_what_the_next_one_begins_with() {
         let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
         let spec = ModelSpec { tie_word_embeddings: tied, num_layers: 4, ..llama() };
         let residency = Residency::Spread { layers: 0, head };
-        let offload = WeightOffload { tier: Tier::Disk, in_files: None, residency };
+        let offload = WeightOffload { tier: Tier::Disk, in_files: None, residency, host_layers: 0 };
         let storage = WeightStorage { offload: Some(offload), ..WeightStorage::new(&types) };
         let mut evaluator = Evaluator::new(
             &dry,
