@@ -22,6 +22,7 @@ use crate::ranks::{RankGroup, rank_groups};
 use crate::resolve::{Choice, choose, lighter_choices, resolved_config};
 use crate::run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes, Written, steps_in};
 use crate::runs::DryRuns;
+use crate::search::{Found, SearchReport, searched};
 use crate::shortage::{Resource, Shortage};
 use crate::time::Rates;
 use crate::timeline::Timeline;
@@ -76,6 +77,8 @@ pub struct TrainingPlan {
     pub ranks: Vec<RankGroup>,
     /// How the ranks were divided, where that was left to the planner.
     pub division: Option<Division>,
+    /// What was searched for it, where a goal or a class of quality was named.
+    pub search: Option<SearchReport>,
 }
 
 /// Bytes by kind at the peak.
@@ -108,6 +111,14 @@ impl TrainingPlan {
         stored: Option<&WeightSource>,
         machine: &Machine,
     ) -> Result<TrainingPlan, StepError> {
+        if config.planning != Default::default() {
+            let Found { config: best, report } = searched(config, spec, stored, machine)?;
+            // Where nothing fits, it is said why as without a search.
+            let mut config = best.unwrap_or_else(|| config.clone());
+            config.planning = Default::default();
+            let plan = TrainingPlan::with(&config, spec, stored, machine)?;
+            return Ok(TrainingPlan { search: Some(report), ..plan });
+        }
         let load_line = load_line(config, machine);
         let limits = Limits::of(config, machine);
         let is_open = config.parallel.has_open_ways() || config.parallel.has_open_stage();
@@ -155,6 +166,7 @@ impl TrainingPlan {
             alternatives,
             refusal,
             division,
+            search: None,
         })
     }
 
@@ -181,6 +193,7 @@ impl TrainingPlan {
                 refusal: None,
                 ranks: Vec::new(),
                 division: None,
+                search: None,
             });
         }
         ladder.insert(0, self);
@@ -433,6 +446,10 @@ impl TrainingPlan {
         });
         if let (Value::Object(map), Some(division)) = (&mut document, &self.division) {
             map.insert("search".to_owned(), division.to_json());
+        }
+        if let (Value::Object(map), Some(search)) = (&mut document, &self.search) {
+            map.insert("search".to_owned(), search.to_json());
+            map.insert("pareto".to_owned(), json!(search.front));
         }
         if let (Value::Object(map), false) = (&mut document, self.ranks.is_empty()) {
             map.insert("ranks".to_owned(), self.ranks_json());

@@ -6,8 +6,8 @@ use std::fmt::Write;
 use plimsoll_memory::{ByteSize, Phase, Tag, Tier};
 
 use super::areas::{Drawn, Rectangle, drawn};
-use super::svg::{Svg, px};
 use super::{Allocation, Moment, Part, TierTimeline, Timeline};
+use crate::svg::{Svg, nice, px, seconds, ticks};
 use crate::{COLOURS, Colour, OTHER_COLOUR};
 
 const WIDTH: f64 = 1200.0;
@@ -337,26 +337,6 @@ fn colour(tag: Tag) -> String {
 
 fn hex([red, green, blue]: Colour) -> String {
     format!("#{red:02x}{green:02x}{blue:02x}")
-}
-
-/// Sizes on an axis up to `top`: at least so many steps of a power of two, and less than twice as many.
-fn ticks(top: f64, least: f64) -> Vec<f64> {
-    let step = (top / least).log2().floor().exp2().max(1.0);
-    (0..9).map(|n| f64::from(n) * step).take_while(|tick| *tick <= top).collect()
-}
-
-/// The next of 1, 2, 5, 10 and so on.
-fn nice(step: f64) -> f64 {
-    let step = step.max(1e-9);
-    let scale = 10f64.powf(step.log10().floor());
-    let steps = [1.0, 2.0, 5.0, 10.0].map(|n| n * scale);
-    steps.into_iter().find(|nice| *nice >= step).unwrap_or(step)
-}
-
-/// A time with the decimals that its axis needs.
-fn seconds(time: f64, step: f64) -> String {
-    let decimals = (-step.log10().floor()).clamp(0.0, 9.0) as usize;
-    format!("{time:.decimals$} s")
 }
 
 #[cfg(test)]

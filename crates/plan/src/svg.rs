@@ -1,9 +1,9 @@
-//! The elements of a picture as SVG.
+//! The elements of a picture as SVG, and the numbers of its axes.
 
 use std::fmt::Write;
 
 /// The text of a picture, element by element.
-pub(super) struct Svg {
+pub(crate) struct Svg {
     out: String,
 }
 
@@ -84,9 +84,29 @@ fn escaped(text: &str) -> String {
 }
 
 /// A length with a decimal.
-pub(super) fn px(length: f64) -> String {
+pub(crate) fn px(length: f64) -> String {
     let text = format!("{length:.1}");
     text.strip_suffix(".0").map_or(text.clone(), str::to_owned)
+}
+
+/// Sizes on an axis up to `top`: at least so many steps of a power of two, and less than twice as many.
+pub(crate) fn ticks(top: f64, least: f64) -> Vec<f64> {
+    let step = (top / least).log2().floor().exp2().max(1.0);
+    (0..9).map(|n| f64::from(n) * step).take_while(|tick| *tick <= top).collect()
+}
+
+/// The next of 1, 2, 5, 10 and so on.
+pub(crate) fn nice(step: f64) -> f64 {
+    let step = step.max(1e-9);
+    let scale = 10f64.powf(step.log10().floor());
+    let steps = [1.0, 2.0, 5.0, 10.0].map(|n| n * scale);
+    steps.into_iter().find(|nice| *nice >= step).unwrap_or(step)
+}
+
+/// A time with the decimals that its axis needs.
+pub(crate) fn seconds(time: f64, step: f64) -> String {
+    let decimals = (-step.log10().floor()).clamp(0.0, 9.0) as usize;
+    format!("{time:.decimals$} s")
 }
 
 #[cfg(test)]
