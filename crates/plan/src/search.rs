@@ -30,6 +30,7 @@ use self::space::{Point, Space};
 use self::walk::{Made, Walk};
 use self::weigh::Merit;
 use crate::config::{Goal, Quality, RawConfig};
+use crate::divide::divide;
 use crate::limits::Limits;
 use crate::resolve::{Choice, resolved_config};
 use crate::training_plan::Machine;
@@ -89,6 +90,7 @@ pub(crate) fn searched(
     let goal = config.planning.goal.unwrap_or(Goal::Fastest);
     let quality = config.planning.quality.unwrap_or(Quality::Lossless);
     let limits = Limits::of(config, machine);
+    let config = &divided(config, spec, stored, machine, quality)?;
     let divisions = [config.clone()];
     let space = Space::new(config, spec, stored, limits, quality, &divisions)?;
     let size = space.size();
@@ -137,12 +139,38 @@ pub(crate) fn searched(
     Ok(Found { config: best.map(|(point, _)| walk.space.config(&point)), report })
 }
 
+/// The configuration with the ranks divided as the planner does where that is open: in the first precision of those that a class allows
+/// in which they are most often divided, bf16 with f32 masters where that is proven enough.
+fn divided(
+    config: &RawConfig,
+    spec: &ModelSpec,
+    stored: Option<&WeightSource>,
+    machine: &Machine,
+    quality: Quality,
+) -> Result<RawConfig, StepError> {
+    let mut own = config.clone();
+    own.planning = Default::default();
+    if !(config.parallel.has_open_ways() || config.parallel.has_open_stage()) {
+        return Ok(own);
+    }
+    let mut narrow = own.clone();
+    let open = axes::precisions(config);
+    let allowed = open.iter().filter(|value| value.quality <= quality.min(Quality::Proven));
+    if let Some(value) = allowed.last() {
+        value.setting.apply(&mut narrow);
+    }
+    let found = divide(&narrow, spec, stored, machine)?;
+    own.parallel = found.config.parallel;
+    Ok(own)
+}
+
 impl Walk<'_> {
     /// The best point for an aim: of those that are as good, the one that loses least, and the smallest of those.
     fn chosen(&self, aim: &weigh::Aim) -> Option<(Point, Made)> {
         let (_, best) = self.best(aim, |_| true)?;
         let most = aim.merit(best.footprint) * AS_GOOD;
-        let as_good = self.all().filter(|(_, made)| self.keeps(made, aim) && aim.merit(made.footprint) <= most);
+        let as_good =
+            self.all().filter(|(_, made)| self.keeps(made, aim) && aim.merit(made.footprint) <= most);
         let rank = |point: &Point, made: &Made| (self.space.quality(point), aim.second(made.footprint));
         let chosen = as_good.min_by(|(p, a), (q, b)| {
             let (one, other) = (rank(p, a), rank(q, b));

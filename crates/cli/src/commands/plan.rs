@@ -39,6 +39,7 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     }
     let imported = args.import.as_deref().map(Imported::from_file).transpose()?.unwrap_or_default();
     let mut asked = Asked::new(&source, &imported, &args.machine, args.json)?;
+    search::check(args, &asked)?;
     if args.elsewhere {
         asked = asked.elsewhere()?;
     }

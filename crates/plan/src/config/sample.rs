@@ -10,7 +10,8 @@ use super::lora::LoraInit;
 use super::place::Origins;
 use super::{
     Auto, DataConfig, MemoryConfig, ModelConfig, Names, OutputConfig, ParallelConfig, ParameterGroup,
-    ParameterGroups, Paths, Patterns, PlanningConfig, Quantization, RawConfig, Targets, TokenizerSource, TrainingConfig,
+    ParameterGroups, Paths, Patterns, PlanningConfig, Quantization, RawConfig, Targets, TokenizerSource,
+    TrainingConfig,
 };
 
 /// Random words (SplitMix64), and a text to take strings from.

@@ -7,7 +7,8 @@ use plimsoll_step::{AttentionKind, Checkpointing, Compression, Group, Groups};
 
 use crate::config::{
     ActivationCompression, Attention, Auto, GradientCheckpointing, GradientDtype, InBackwardClipping,
-    MasterWeights, MixedPrecision, OffloadTarget, Optimizer, ParallelConfig, Quality, Quantization, RawConfig,
+    MasterWeights, MixedPrecision, OffloadTarget, Optimizer, ParallelConfig, Quality, Quantization,
+    RawConfig,
 };
 use crate::offload::TensorKind;
 
@@ -40,8 +41,6 @@ pub(crate) enum Setting {
     Place(TensorKind, Tier, u64),
     /// Micro-batches in a pass.
     Together(u64),
-    /// Whether ranks exchange behind the computation.
-    Overlap(bool),
 }
 
 /// A setting, and the least class that allows it.
@@ -101,7 +100,7 @@ const LOSS_CHUNKS: [u64; 5] = [64, 256, 1024, 4096, 16384];
 const MLP_CHUNKS: [u64; 3] = [256, 1024, 4096];
 
 /// Blocks of a segment of checkpointing.
-const SEGMENTS: [u32; 4] = [2, 3, 4, 8];
+const SEGMENTS: [u32; 2] = [2, 4];
 
 /// Micro-batches that go through a layer before the next layer's turn.
 const TOGETHER: [u64; 6] = [1, 2, 4, 8, 16, 32];
@@ -151,7 +150,6 @@ impl Setting {
                 kind.say(&mut config.memory, OffloadTarget::from(*tier), *kept);
             }
             Setting::Together(passes) => training.micro_batches_per_pass = Some(Auto::Set(*passes)),
-            Setting::Overlap(overlap) => config.parallel.overlap_communication = Some(Auto::Set(*overlap)),
         }
     }
 }
@@ -253,10 +251,6 @@ pub(super) fn togethers(most: u64) -> Vec<Value> {
 
 pub(super) fn batches(splits: impl IntoIterator<Item = (u64, u64)>) -> Vec<Value> {
     splits.into_iter().map(|(size, steps)| lossless(Setting::Batch(size, steps))).collect()
-}
-
-pub(super) fn overlaps() -> Vec<Value> {
-    [false, true].map(|overlap| lossless(Setting::Overlap(overlap))).into()
 }
 
 pub(super) fn divisions(all: impl IntoIterator<Item = ParallelConfig>) -> Vec<Value> {

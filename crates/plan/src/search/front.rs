@@ -7,12 +7,19 @@ use super::walk::{Made, Walk};
 use super::weigh::{Aim, Merit, Pieces};
 use crate::config::{Quality, RawConfig};
 
-/// Lines between the least memory and the most for which a front has a point looked for.
-const LINES: u32 = 16;
-/// Runs for each of them and each combination of coupled axes.
+/// Lines between the least memory and the most for which a front has a point looked for, closer and closer, and the runs after which no
+/// further line is begun.
+const LINES: [u32; 3] = [10, 20, 40];
+const MOST_RUNS: usize = 160;
+/// Corrections for each of them, and runs for each correction.
 const WAVES: usize = 3;
+const AT_ONCE: usize = 6;
+/// Combinations of coupled axes that are looked at beside those that were measured.
+const FURTHER: usize = 12;
+/// Types and updates that have pieces of their own at the least memory.
+const MEASURED: usize = 4;
 /// What is not better by this share is not run.
-const BETTER: f64 = 0.985;
+const BETTER: f64 = 0.99;
 
 /// A point of the front: nothing that was run takes less memory, is faster and loses less.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -34,50 +41,121 @@ impl Walk<'_> {
     pub fn along_the_front(&mut self, quality: Quality, room: u64) {
         for class in Quality::ALL.iter().copied().filter(|class| *class <= quality) {
             let fastest = self.aim(Merit::Seconds, room, class);
-            let all: Vec<Pieces> = self.measured.clone();
-            let mut own: Vec<Pieces> = all.into_iter().filter(|pieces| self.is_of_class(pieces, class)).collect();
-            if own.is_empty() {
-                // No walk has come by here: none was as fast.
-                let roots = self.space.roots.iter().filter_map(|root| Some((*root, self.made(root)?.footprint.seconds())));
-                let roots = roots.filter(|(root, _)| self.space.quality(root) <= class);
-                let Some((root, _)) = roots.min_by(|(_, a), (_, b)| a.total_cmp(b)) else { continue };
-                self.from(root, &fastest);
-                own.extend(self.measured.last().cloned());
+            // Not every class, and nothing whose runs take long, is looked at closely.
+            let closely = class == quality && !self.space.is_long;
+            let pieces = self.along_ends(&fastest, closely);
+            let most = self.order.len() + if closely { MOST_RUNS } else { MOST_RUNS / 4 };
+            for lines in LINES {
+                self.along_lines(&fastest, &pieces, lines, most);
             }
-            let smallest = Aim { merit: Merit::Bytes, ..fastest };
-            for pieces in &own {
-                self.follow(pieces, &smallest);
+        }
+    }
+
+    /// Pieces of a class at the least memory, at the most and, where it is looked at closely, between them.
+    fn along_ends(&mut self, fastest: &Aim, closely: bool) -> Vec<Pieces> {
+        let roots: Vec<Point> = self.space.roots.clone();
+        let roots: Vec<Point> =
+            roots.into_iter().filter(|root| self.space.quality(root) <= fastest.quality).collect();
+        let shortest = self.space.shortest(&roots);
+        let light: Vec<Point> = shortest.iter().flat_map(|root| self.space.light(root)).collect();
+        self.run(&light);
+        let mut pieces: Vec<Pieces> = self.measured.clone();
+        pieces.retain(|pieces| self.is_of_class(pieces, fastest.quality));
+        let smallest = Aim { merit: Merit::Bytes, ..*fastest };
+        for aim in [smallest, *fastest] {
+            let Some((best, _)) = self.best(&aim, |_| true) else { return pieces };
+            if aim.merit == Merit::Bytes || pieces.iter().all(|pieces| !self.is_of(&pieces.anchor, &best)) {
+                self.measure_from(best, &aim, &mut pieces);
             }
-            let bytes = |made: &Made| made.footprint.under_the_line(&self.limits);
-            let fitting = self.all().filter(|(point, made)| made.fits && self.space.quality(point) <= class);
-            let all = fitting.map(|(_, made)| bytes(made));
-            let (least, most) = all.fold((f64::INFINITY, 0.0f64), |(least, most), b| (least.min(b), most.max(b)));
-            for line in (0..LINES).filter(|_| least.is_finite()) {
-                let share = f64::from(line) / f64::from(LINES - 1);
-                let aim = Aim { room: least * (most / least).powf(share), ..fastest };
-                for pieces in &own {
-                    self.follow(pieces, &aim);
+        }
+        let between = self.line(fastest, 0.5);
+        if let Some((best, _)) = self.best(&between, |_| true).filter(|_| closely) {
+            self.measure_from(best, &between, &mut pieces);
+        }
+        if closely {
+            // Other types and other updates, where nothing was measured: first those that take least.
+            let least = |root: &Point| {
+                let own = self.best(&smallest, |point| self.is_of(point, root));
+                own.map_or(f64::INFINITY, |(_, made)| smallest.merit(made.footprint))
+            };
+            let mut order: Vec<(f64, Point)> = shortest.iter().map(|root| (least(root), *root)).collect();
+            order.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+            for (_, root) in order.into_iter().take(MEASURED) {
+                let is_known = pieces.iter().any(|own| self.space.is_alike(&own.anchor, &root));
+                let best = self.best(&smallest, |point| self.is_of(point, &root)).filter(|_| !is_known);
+                if let Some((best, _)) = best {
+                    self.measure_from(best, &smallest, &mut pieces);
+                }
+            }
+        }
+        // Where no walk has come by, what was measured at what is most alike says enough.
+        let missing =
+            roots.iter().filter(|root| pieces.iter().all(|pieces| !self.is_of(&pieces.anchor, root)));
+        let missing: Vec<&Point> = missing.take(if closely { FURTHER } else { 0 }).collect();
+        for root in missing {
+            let alike = |own: &&Pieces| self.space.alike(&own.anchor, root);
+            let Some(known) = pieces.iter().rev().max_by_key(alike).cloned() else { continue };
+            let anchor = self.moved(known.anchor, root);
+            self.run(&[anchor]);
+            pieces.push(Pieces { anchor, ..known });
+        }
+        pieces
+    }
+
+    fn measure_from(&mut self, point: Point, aim: &Aim, pieces: &mut Vec<Pieces>) {
+        self.from(point, aim, 1);
+        pieces.extend(self.measured.last().cloned());
+    }
+
+    /// What these pieces say is best at every one of so many lines, run and corrected, as long as there are no more than so many runs.
+    fn along_lines(&mut self, fastest: &Aim, pieces: &[Pieces], lines: u32, most: usize) {
+        for number in 0..lines {
+            if self.order.len() >= most {
+                return;
+            }
+            let aim = self.line(fastest, f64::from(number) / f64::from(lines - 1));
+            let mut bases: Vec<Point> = pieces.iter().map(|pieces| pieces.anchor).collect();
+            for _ in 0..WAVES {
+                let best = self.best(&aim, |_| true);
+                let cutoff = best.map_or(f64::INFINITY, |(_, best)| aim.merit(best.footprint) * BETTER);
+                let mut next: Vec<(f64, usize, Point)> = Vec::new();
+                for (place, (pieces, base)) in pieces.iter().zip(&bases).enumerate() {
+                    let first = self.estimated(pieces, *base, &aim, cutoff, 1).first().copied();
+                    next.extend(first.map(|(point, footprint)| (aim.merit(footprint), place, point)));
+                }
+                next.sort_by(|(a, ..), (b, ..)| a.total_cmp(b));
+                next.truncate(AT_ONCE);
+                if next.is_empty() {
+                    break;
+                }
+                let points: Vec<Point> = next.iter().map(|(.., point)| *point).collect();
+                self.run(&points);
+                for (_, place, point) in next {
+                    if let Some(base) = bases.get_mut(place).filter(|_| self.made(&point).is_some()) {
+                        *base = point;
+                    }
                 }
             }
         }
     }
 
-    /// Whether pieces were measured where a class is.
-    fn is_of_class(&self, pieces: &Pieces, class: Quality) -> bool {
-        self.space.roots.iter().any(|root| self.is_of(&pieces.anchor, root) && self.space.quality(root) <= class)
+    /// A line at a share of the way from the least memory to that of the fastest point.
+    fn line(&self, fastest: &Aim, share: f64) -> Aim {
+        let bytes = |aim: &Aim| {
+            let best = self.best(aim, |_| true);
+            best.map_or(0.0, |(_, made)| made.footprint.under_the_line(&self.limits))
+        };
+        let least = bytes(&Aim { merit: Merit::Bytes, ..*fastest });
+        let most = bytes(fastest).max(least);
+        Aim { room: least * (most / least.max(1.0)).powf(share), ..*fastest }
     }
 
-    /// The best that pieces say there is for an aim, run and corrected.
-    fn follow(&mut self, pieces: &Pieces, aim: &Aim) {
-        let mut base = pieces.anchor;
-        for _ in 0..WAVES {
-            let best = self.best(aim, |_| true);
-            let cutoff = best.map_or(f64::INFINITY, |(_, best)| aim.merit(best.footprint) * BETTER);
-            let next = self.estimated(pieces, base, aim, cutoff);
-            let Some(first) = next.first().copied() else { return };
-            self.run(&[first]);
-            base = if self.made(&first).is_some() { first } else { base };
-        }
+    /// Whether pieces were measured where a class is.
+    fn is_of_class(&self, pieces: &Pieces, class: Quality) -> bool {
+        self.space
+            .roots
+            .iter()
+            .any(|root| self.is_of(&pieces.anchor, root) && self.space.quality(root) <= class)
     }
 
     /// The points that no other one beats, from the least memory on.
@@ -87,7 +165,9 @@ impl Walk<'_> {
             .filter(|(_, made)| made.fits)
             .map(|(point, made)| (*point, *made, self.space.quality(point)))
             .collect();
-        let key = |(_, made, quality): &(Point, Made, Quality)| (made.device_bytes, made.footprint.seconds(), *quality);
+        let key = |(_, made, quality): &(Point, Made, Quality)| {
+            (made.device_bytes, made.footprint.seconds(), *quality)
+        };
         let mut front: Vec<(Point, Made, Quality)> = Vec::new();
         for own in &fitting {
             let (bytes, seconds, quality) = key(own);

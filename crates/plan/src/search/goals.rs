@@ -25,7 +25,8 @@ impl Finder<'_> {
         match (sought, found.value.parse()) {
             (Sought::BatchSize, Ok(value)) => {
                 config.training.batch_size = Some(crate::config::Auto::Set(value));
-                config.training.gradient_accumulation_steps = found.plan.config.training.gradient_accumulation_steps;
+                config.training.gradient_accumulation_steps =
+                    found.plan.config.training.gradient_accumulation_steps;
                 config.training.effective_batch_size = None;
             }
             (_, Ok(value)) => config.data.sequence_length = Some(value),
@@ -92,7 +93,8 @@ fn best(
     let mut config = config.clone();
     config.planning.goal = Some(Goal::Fastest);
     let mut plan = TrainingPlan::for_model(&config, origin, machine)?;
-    let slower = !plan.fits() || known.fits() && known.choice.time.tokens_per_second > plan.choice.time.tokens_per_second;
+    let slower = !plan.fits()
+        || known.fits() && known.choice.time.tokens_per_second > plan.choice.time.tokens_per_second;
     if let Some(search) = &mut plan.search {
         search.goal = goal;
     }

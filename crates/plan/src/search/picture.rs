@@ -60,13 +60,15 @@ impl SearchReport {
         let at = across(chosen_bytes as f64);
         svg.line([at, TOP, at, TOP + UP], LINE, "5 3");
         svg.text(at - 4.0, TOP + 12.0, "end", 12, LINE, "chosen");
-        let classes = Quality::ALL.iter().filter(|class| self.front.iter().any(|point| point.quality == **class));
+        let classes =
+            Quality::ALL.iter().filter(|class| self.front.iter().any(|point| point.quality == **class));
         for (place, quality) in (0u8..).zip(classes) {
             let ([red, green, blue], words) = class(*quality);
             let colour = format!("#{red:02x}{green:02x}{blue:02x}");
             let own = self.front.iter().filter(|point| point.quality == *quality);
-            let places: Vec<(f64, f64, &FrontPoint)> =
-                own.map(|point| (across(point.device_peak_bytes as f64), up(point.step_seconds), point)).collect();
+            let places: Vec<(f64, f64, &FrontPoint)> = own
+                .map(|point| (across(point.device_peak_bytes as f64), up(point.step_seconds), point))
+                .collect();
             for pair in places.windows(2) {
                 if let [(x1, y1, _), (x2, y2, _)] = pair {
                     // Between two points the one with less memory is the best.

@@ -5,7 +5,7 @@ use plimsoll_model::{ModelSpec, WeightSource};
 use plimsoll_step::{Checkpointing, StepError, TrainingMethod};
 
 use super::axes::{self, Setting, Value};
-use crate::config::{Method, OptimizerOptions, Quality, RawConfig};
+use crate::config::{Method, OffloadTarget, OptimizerOptions, Quality, RawConfig};
 use crate::limits::Limits;
 use crate::method::training_method;
 use crate::offload::TensorKind;
@@ -14,6 +14,12 @@ use crate::runs::Wanted;
 
 /// Axes at most.
 pub(super) const AXES: usize = 16;
+
+/// The coupled axes behind that of divisions.
+const PRECISION: usize = 1;
+const STORAGE: usize = 2;
+const BATCH: usize = 3;
+const UPDATE: usize = 4;
 
 /// A value on every axis, by its number; 0 on axes that there are not. The first value of an axis is the plain one: fast, and without
 /// regard to memory.
@@ -26,11 +32,14 @@ pub(super) struct Space<'a> {
     pub axes: Vec<Vec<Value>>,
     /// What is trained, by the number of the value on the axis of storage.
     methods: Vec<Result<TrainingMethod, String>>,
-    storage_axis: Option<usize>,
+    /// Micro-batches of a step, where that is not on an axis.
+    steps: u64,
     /// The axes whose values change what the others do: of each combination a search begins anew.
     pub coupled: usize,
     /// The combinations of those.
     pub roots: Vec<Point>,
+    /// Whether runs take long, as those through every stage of a pipeline do.
+    pub is_long: bool,
 }
 
 impl<'a> Space<'a> {
@@ -67,22 +76,29 @@ impl<'a> Space<'a> {
                 axes::storages(),
             ),
             is_free(all.len() > 1, axes::batches(all.clone())),
+            is_free(
+                training.optimizer_in_backward.is_none()
+                    && training.in_backward_clipping.is_none()
+                    && !adapts,
+                axes::updates(training.max_gradient_norm() > 0.0),
+            ),
         ];
         let in_memory = |kind: TensorKind| -> Vec<Value> {
             // What adapters train is small: their states and gradients stay.
             let small = adapts && matches!(kind, TensorKind::Optimizer | TensorKind::Gradients);
-            is_free(kind.is_open(&config.memory) && !small, axes::places(kind, limits.lower_tiers(), own_layers))
+            is_free(
+                kind.is_open(&config.memory) && !small,
+                axes::places(kind, limits.lower_tiers(), own_layers),
+            )
         };
         let coupled = axes.len();
         let steps = all.iter().map(|(_, steps)| *steps).max().unwrap_or(1);
-        let clips = training.max_gradient_norm() > 0.0;
         axes.extend([
-            is_free(training.gradient_checkpointing().set().is_none_or(is_within), axes::checkpointings(own_layers)),
-            is_free(training.optimizer.is_none() && plain_options, axes::optimizers()),
             is_free(
-                training.optimizer_in_backward.is_none() && training.in_backward_clipping.is_none() && !adapts,
-                axes::updates(clips),
+                training.gradient_checkpointing().set().is_none_or(is_within),
+                axes::checkpointings(own_layers),
             ),
+            is_free(training.optimizer.is_none() && plain_options, axes::optimizers()),
             is_free(training.activation_compression.is_none(), axes::compressions()),
             is_free(training.attention().set().is_none(), axes::attentions()),
             is_free(training.loss_chunk_tokens().set().is_none(), axes::loss_chunks(tokens)),
@@ -94,15 +110,7 @@ impl<'a> Space<'a> {
             values.retain(|value| value.quality <= quality);
         }
         // Exchanges behind the computation are tried of what is found.
-        let mut space = Space {
-            spec,
-            axes,
-            methods: Vec::new(),
-            storage_axis: Some(2),
-            coupled,
-            roots: Vec::new(),
-            config,
-        };
+        let mut space = Space { spec, axes, methods: Vec::new(), steps, coupled, roots: Vec::new(), config };
         space.methods = space.all_methods(stored)?;
         space.roots = space.all_roots(&splits, &all);
         Ok(space)
@@ -112,7 +120,7 @@ impl<'a> Space<'a> {
         &self,
         stored: Option<&WeightSource>,
     ) -> Result<Vec<Result<TrainingMethod, String>>, StepError> {
-        let storages = self.axes.get(2).map_or(&[][..], Vec::as_slice);
+        let storages = self.axes.get(STORAGE).map_or(&[][..], Vec::as_slice);
         if storages.is_empty() {
             return Ok(vec![Ok(training_method(&self.config, self.spec, stored)?)]);
         }
@@ -129,12 +137,13 @@ impl<'a> Space<'a> {
         let count = |axis: usize| self.axes.get(axis).map_or(1, |values| values.len().max(1)) as u16;
         let mut roots = Vec::new();
         for (division, own) in (0u16..).zip(splits) {
-            for precision in 0..count(1) {
-                for storage in 0..count(2) {
-                    for (batch, split) in (0u16..).zip(all) {
-                        if own.contains(split) {
+            for precision in 0..count(PRECISION) {
+                for storage in 0..count(STORAGE) {
+                    for (batch, _) in (0u16..).zip(all).filter(|(_, split)| own.contains(split)) {
+                        for update in 0..count(UPDATE) {
                             let mut point = [0; AXES];
-                            point[..4].copy_from_slice(&[division, precision, storage, batch]);
+                            let values = [division, precision, storage, batch, update];
+                            point.iter_mut().zip(values).for_each(|(place, value)| *place = value);
                             roots.push(point);
                         }
                     }
@@ -165,7 +174,7 @@ impl<'a> Space<'a> {
     pub fn wanted(&self, point: &Point) -> Option<Wanted> {
         let config = self.config(point);
         config.validate().is_ok().then_some(())?;
-        let storage = self.storage_axis.and_then(|axis| point.get(axis)).copied().unwrap_or(0);
+        let storage = point.get(STORAGE).copied().unwrap_or(0);
         let method = self.methods.get(usize::from(storage))?.as_ref().ok()?;
         settled(&config, self.spec, method)
     }
@@ -185,6 +194,47 @@ impl<'a> Space<'a> {
             values.len() - 1
         });
         u16::try_from(place).ok()
+    }
+
+    /// Micro-batches of a step.
+    pub fn steps(&self, point: &Point) -> u64 {
+        match self.value(point, BATCH).map(|value| &value.setting) {
+            Some(Setting::Batch(_, steps)) => *steps,
+            _ => self.steps,
+        }
+    }
+
+    /// Whether passes bring weights or gradients from elsewhere.
+    pub fn brings(&self, point: &Point) -> bool {
+        let away = |axis| match self.value(point, axis).map(|value| &value.setting) {
+            Some(Setting::Place(TensorKind::Parameters | TensorKind::Gradients, tier, _)) => {
+                *tier != Tier::Device
+            }
+            _ => false,
+        };
+        let said = [self.config.memory.offload.parameters(), self.config.memory.offload.gradients()];
+        let said_away = |target: crate::config::Auto<OffloadTarget>| {
+            target.set().is_some_and(|target| target != OffloadTarget::Device)
+        };
+        (0..self.axes.len()).any(away) || said.into_iter().any(said_away)
+    }
+
+    /// On how many coupled axes two points have the same value; the batch counts least.
+    pub fn alike(&self, one: &Point, other: &Point) -> usize {
+        let same = |axis: &usize| one.get(*axis) == other.get(*axis);
+        (0..self.coupled).filter(same).map(|axis| if axis == BATCH { 1 } else { 2 }).sum()
+    }
+
+    /// Whether two points have the same values on the coupled axes but that of batches.
+    pub fn is_alike(&self, one: &Point, other: &Point) -> bool {
+        (0..self.coupled).filter(|axis| *axis != BATCH).all(|axis| one.get(axis) == other.get(axis))
+    }
+
+    /// Those of the roots that have the shortest batch.
+    pub fn shortest(&self, roots: &[Point]) -> Vec<Point> {
+        let batch = |root: &Point| root.get(BATCH).copied().unwrap_or(0);
+        let last = roots.iter().map(batch).max();
+        roots.iter().copied().filter(|root| Some(batch(root)) == last).collect()
     }
 
     /// Points of a root that take little: nothing kept but inputs of layers or of segments, and everything on one lower tier after the other.
@@ -218,7 +268,8 @@ impl<'a> Space<'a> {
         let mut all = self.roots.clone();
         for (axis, values) in self.axes.iter().enumerate().skip(self.coupled) {
             let numbers = 0..values.len().max(1) as u16;
-            let with = |point: &Point| numbers.clone().map(move |number| (*point, number)).collect::<Vec<_>>();
+            let with =
+                |point: &Point| numbers.clone().map(move |number| (*point, number)).collect::<Vec<_>>();
             let further = all.iter().flat_map(with).map(|(mut point, number)| {
                 if let Some(place) = point.get_mut(axis) {
                     *place = number;

@@ -8,7 +8,7 @@ use plimsoll_device::cpu::at_once;
 
 use super::footprint::Footprint;
 use super::space::{Point, Space};
-use super::weigh::{Aim, Merit, Pieces, weighed};
+use super::weigh::{Aim, Estimate, Merit, Pieces, weighed};
 use crate::config::Quality;
 use crate::limits::Limits;
 use crate::resolve::Choice;
@@ -17,9 +17,9 @@ use crate::time::Rates;
 
 /// Points that are run at a time, whatever the number of threads.
 const WAVE: usize = 4;
-/// Waves from one measurement of pieces to the next, and measurements from one combination of coupled axes.
+/// Waves from one measurement of pieces to the next, and measurements from the first combination of coupled axes and from the best point.
 const WAVES: usize = 12;
-const TURNS: usize = 3;
+const TURNS: usize = 2;
 /// Waves that bring nothing, after which there is an end.
 const IDLE: usize = 2;
 /// What comes as near as this to the best is looked at with pieces of its own.
@@ -30,7 +30,7 @@ const SLOWER: f64 = 0.25;
 /// What is not faster by this share is not looked for.
 const WORTH: f64 = 0.998;
 /// Dry runs after which no further combination of coupled axes is begun.
-const MOST_RUNS: usize = 1500;
+const MOST_RUNS: usize = 500;
 
 /// A point that was run.
 #[derive(Clone, Copy, Debug)]
@@ -172,6 +172,7 @@ impl<'a> Walk<'a> {
         let mut order: Vec<(f64, Point)> =
             roots.iter().filter_map(|root| Some((self.made(root)?.footprint.seconds(), *root))).collect();
         order.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+        let (most_runs, turns) = if self.space.is_long { (MOST_RUNS / 4, 1) } else { (MOST_RUNS, TURNS) };
         // By how much the best of a root was slower than its plainest point, at least.
         let mut slower: f64 = f64::INFINITY;
         for (seconds, root) in order {
@@ -179,16 +180,19 @@ impl<'a> Walk<'a> {
             let share = if slower.is_finite() { 1.0 + SLOWER * (slower - 1.0) } else { 0.0 };
             let beaten = |(_, best): &(Point, Made)| seconds * share >= best.footprint.seconds();
             let hopeless = aim.merit == Merit::Seconds && best.as_ref().is_some_and(beaten);
-            if hopeless || self.order.len() >= MOST_RUNS {
+            if hopeless || self.order.len() >= most_runs {
                 continue;
             }
             match (best, self.measured.last().cloned()) {
                 (Some((best, _)), Some(pieces)) => self.from_another(best, pieces, root, aim),
-                _ => self.from(root, aim),
+                _ => self.from(root, aim, turns),
             }
             if let Some((_, own)) = self.best(aim, |point| self.is_of(point, &root)) {
                 slower = slower.min(own.footprint.seconds() / seconds);
             }
+        }
+        if let Some((best, _)) = self.best(aim, |_| true) {
+            self.from(best, aim, turns);
         }
     }
 
@@ -196,12 +200,17 @@ impl<'a> Walk<'a> {
         point.iter().take(self.space.coupled).eq(root.iter().take(self.space.coupled))
     }
 
+    /// A point with a root's values on the coupled axes.
+    pub fn moved(&self, mut point: Point, root: &Point) -> Point {
+        for (place, own) in point.iter_mut().zip(root).take(self.space.coupled) {
+            *place = *own;
+        }
+        point
+    }
+
     /// From where another root has its best point, with that one's pieces; with pieces of its own where it comes near.
     fn from_another(&mut self, best: Point, pieces: Pieces, root: Point, aim: &Aim) {
-        let mut seed = best;
-        for (place, own) in seed.iter_mut().zip(root).take(self.space.coupled) {
-            *place = own;
-        }
+        let seed = self.moved(best, &root);
         self.run(&[seed]);
         let anchor = if self.made(&seed).is_some() { seed } else { root };
         self.approach(&Pieces { anchor, ..pieces }, aim);
@@ -209,19 +218,19 @@ impl<'a> Walk<'a> {
         let merit = |point: &Point| self.made(point).map_or(f64::INFINITY, |made| aim.merit(made.footprint));
         let is_near = |(best, _): (Point, Made)| merit(&nearest) <= merit(&best) * NEAR;
         if self.best(aim, |_| true).is_none_or(is_near) {
-            self.from(nearest, aim);
+            self.from(nearest, aim, 1);
         }
     }
 
     /// From a point, or from what takes little where that does not fit, to the best one with its values on the coupled axes.
-    pub fn from(&mut self, root: Point, aim: &Aim) {
+    pub fn from(&mut self, root: Point, aim: &Aim, turns: usize) {
         let mut anchor = root;
         if self.made(&root).is_none_or(|made| !self.keeps(made, aim)) {
             let light = self.space.light(&root);
             self.run(&light);
             anchor = self.nearest(&root, aim).unwrap_or(root);
         }
-        for _ in 0..TURNS {
+        for _ in 0..turns {
             let Some(pieces) = self.measured(anchor) else { return };
             self.approach(&pieces, aim);
             let Some(next) = self.nearest(&root, aim) else { return };
@@ -251,16 +260,17 @@ impl<'a> Walk<'a> {
             let own = self.nearest(&pieces.anchor, aim);
             let own = own.and_then(|point| Some((point, *self.made(&point)?)));
             let cutoff = best.as_ref().map_or(f64::INFINITY, |(_, best)| aim.merit(best.footprint) * WORTH);
-            let mut next = self.estimated(pieces, base, aim, cutoff);
+            let mut next = self.estimated(pieces, base, aim, cutoff, WAVE);
             let fits = own.as_ref().is_some_and(|(_, made)| self.keeps(made, aim));
             if next.is_empty() && !fits {
                 let nearer = Aim { merit: Merit::Excess, ..*aim };
                 let over = own.map_or(f64::INFINITY, |(_, made)| nearer.merit(made.footprint) * WORTH);
-                next = self.estimated(pieces, base, &nearer, over);
+                next = self.estimated(pieces, base, &nearer, over, WAVE);
             }
             if next.is_empty() {
                 return;
             }
+            let next: Vec<Point> = next.into_iter().map(|(point, _)| point).collect();
             self.run(&next);
             let known = next.iter().find(|point| self.made(point).is_some());
             base = known.copied().unwrap_or(base);
@@ -272,13 +282,19 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// The points that are estimated best and were not run, as many as a wave has.
-    pub fn estimated(&mut self, pieces: &Pieces, base: Point, aim: &Aim, cutoff: f64) -> Vec<Point> {
+    /// So many of the points that are estimated best and were not run.
+    pub fn estimated(
+        &mut self,
+        pieces: &Pieces,
+        base: Point,
+        aim: &Aim,
+        cutoff: f64,
+        count: usize,
+    ) -> Vec<Estimate> {
         let Some(footprint) = self.made(&base).map(|made| made.footprint) else { return Vec::new() };
         let known = |point: &Point| self.made.contains_key(point);
-        let (best, nodes) = weighed(pieces, (base, footprint), aim, cutoff, WAVE, &known);
+        let (best, nodes) = weighed(pieces, (base, footprint), aim, cutoff, count, &known);
         self.weighed += nodes;
-        best.into_iter().map(|(point, _)| point).collect()
+        best
     }
 }
-

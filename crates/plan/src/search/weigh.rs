@@ -54,12 +54,20 @@ impl Aim {
     }
 }
 
-/// A value of an axis, and what it changes.
+/// A value of an axis, or of two that belong together, and what it changes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Piece {
-    pub value: u16,
+    /// Axes and values; twice the same where there is one.
+    pub set: [(usize, u16); 2],
     pub quality: Quality,
     pub change: Footprint,
+}
+
+impl Piece {
+    /// Whether a point has it.
+    pub fn is_of(&self, point: &Point) -> bool {
+        self.set.iter().all(|(axis, value)| point.get(*axis).is_none_or(|own| own == value))
+    }
 }
 
 /// The pieces of each axis.
@@ -67,7 +75,10 @@ pub(super) struct Piece {
 pub(super) struct Pieces {
     /// The point that they were measured at.
     pub anchor: Point,
-    pub by_axis: Vec<(usize, Vec<Piece>)>,
+    /// Of an axis each, or of two that belong together.
+    pub options: Vec<Vec<Piece>>,
+    /// What was run of the two that do: values on both, and what they change.
+    pub ends: Vec<(u16, u16, Footprint)>,
 }
 
 /// A point, and what it is estimated to take.
@@ -84,12 +95,12 @@ pub(super) fn weighed(
 ) -> (Vec<Estimate>, u64) {
     // The estimate of the plain anchor, such that the base's is exact.
     let (at, mut start) = base;
-    for (axis, options) in &pieces.by_axis {
-        let own = options.iter().find(|piece| at.get(*axis) == Some(&piece.value));
+    for options in &pieces.options {
+        let own = options.iter().find(|piece| piece.is_of(&at));
         start = start.less(own.map_or(Footprint::default(), |piece| piece.change));
     }
-    let mut axes: Vec<(usize, Vec<Piece>)> = pieces.by_axis.clone();
-    for (_, options) in &mut axes {
+    let mut axes: Vec<Vec<Piece>> = pieces.options.clone();
+    for options in &mut axes {
         options.retain(|piece| piece.quality <= aim.quality);
         options.sort_by(|a, b| aim.merit(start.plus(a.change)).total_cmp(&aim.merit(start.plus(b.change))));
     }
@@ -99,9 +110,9 @@ pub(super) fn weighed(
         let (least, most) = all.fold((f64::INFINITY, 0.0f64), |(l, m), x| (l.min(x), m.max(x)));
         most - least
     };
-    axes.sort_by(|(_, a), (_, b)| spread(b).total_cmp(&spread(a)));
+    axes.sort_by(|a, b| spread(b).total_cmp(&spread(a)));
     let mut rest = vec![Footprint::default()];
-    for (_, options) in axes.iter().rev() {
+    for options in axes.iter().rev() {
         let least = options.iter().map(|piece| piece.change).reduce(Footprint::least).unwrap_or_default();
         rest.push(rest.last().copied().unwrap_or_default().plus(least));
     }
@@ -112,7 +123,7 @@ pub(super) fn weighed(
 }
 
 struct Tree<'a> {
-    axes: &'a [(usize, Vec<Piece>)],
+    axes: &'a [Vec<Piece>],
     /// What all axes from each on change at least.
     rest: &'a [Footprint],
     aim: &'a Aim,
@@ -125,7 +136,7 @@ struct Tree<'a> {
 
 impl Tree<'_> {
     fn branch(&mut self, depth: usize, point: Point, footprint: Footprint) {
-        let Some((axis, options)) = self.axes.get(depth) else {
+        let Some(options) = self.axes.get(depth) else {
             return self.leaf(point, footprint);
         };
         let rest = self.rest.get(depth + 1).copied().unwrap_or_default();
@@ -140,8 +151,10 @@ impl Tree<'_> {
                 continue;
             }
             let mut point = point;
-            if let Some(place) = point.get_mut(*axis) {
-                *place = piece.value;
+            for (axis, value) in piece.set {
+                if let Some(place) = point.get_mut(axis) {
+                    *place = value;
+                }
             }
             self.branch(depth + 1, point, own);
         }
@@ -168,4 +181,3 @@ impl Tree<'_> {
         }
     }
 }
-

@@ -15,9 +15,18 @@ use crate::units::seconds;
 /// The command line with its goal and its class as keys of the configuration.
 pub fn source(args: &PlanArgs, source: ConfigSource) -> ConfigSource {
     let keys = [("goal", &args.goal), ("quality", &args.quality)];
-    let said = keys.into_iter().filter_map(|(key, value)| Some(format!("planning.{key}={}", value.as_ref()?)));
+    let said =
+        keys.into_iter().filter_map(|(key, value)| Some(format!("planning.{key}={}", value.as_ref()?)));
     let set = source.set.iter().cloned().chain(said).collect();
     ConfigSource { set, ..source }
+}
+
+/// Refuses a picture of a search that is not asked for.
+pub fn check(args: &PlanArgs, asked: &Asked) -> Result<(), Failure> {
+    match args.pareto.is_some() && asked.config.planning == Default::default() {
+        true => Err(Failure::usage("--pareto draws what a search finds: name a --goal or a --quality")),
+        false => Ok(()),
+    }
 }
 
 /// The device that a goal asks for, and the plan on it; `None` where the goal asks for none.
@@ -75,7 +84,8 @@ pub fn words(plan: &TrainingPlan, report: &SearchReport) -> String {
     if report.front.is_empty() {
         return out;
     }
-    let mut rows = vec![row!["device", "a step", "tokens/s", "quality", "precision", "optimizer", "checkpointing"]];
+    let mut rows =
+        vec![row!["device", "a step", "tokens/s", "quality", "precision", "optimizer", "checkpointing"]];
     rows.extend(report.front.iter().map(line));
     out.push_str(&format!("\nmemory against time, every line a plan that fits:\n{}", table::render(&rows)));
     out
