@@ -155,8 +155,8 @@ fn divided(
     }
     let mut narrow = own.clone();
     let open = axes::precisions(config);
-    let allowed = open.iter().filter(|value| value.quality <= quality.min(Quality::Proven));
-    if let Some(value) = allowed.last() {
+    let mut allowed = open.iter().filter(|value| value.quality <= quality.min(Quality::Proven));
+    if let Some(value) = allowed.next_back() {
         value.setting.apply(&mut narrow);
     }
     let found = divide(&narrow, spec, stored, machine)?;

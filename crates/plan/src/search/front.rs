@@ -1,8 +1,9 @@
 //! The Pareto front of a search: points of which none takes less memory, less time and loses less than another.
 
+use plimsoll_step::Checkpointing;
 use serde::Serialize;
 
-use super::space::Point;
+use super::space::{LIGHT, Point};
 use super::walk::{Made, Walk};
 use super::weigh::{Aim, Merit, Pieces};
 use crate::config::{Quality, RawConfig};
@@ -57,7 +58,7 @@ impl Walk<'_> {
         let roots: Vec<Point> =
             roots.into_iter().filter(|root| self.space.quality(root) <= fastest.quality).collect();
         let shortest = self.space.shortest(&roots);
-        let light: Vec<Point> = shortest.iter().flat_map(|root| self.space.light(root)).collect();
+        let light: Vec<Point> = shortest.iter().flat_map(|root| self.space.light(root, &LIGHT)).collect();
         self.run(&light);
         let mut pieces: Vec<Pieces> = self.measured.clone();
         pieces.retain(|pieces| self.is_of_class(pieces, fastest.quality));
@@ -88,14 +89,19 @@ impl Walk<'_> {
                 }
             }
         }
-        // Where no walk has come by, what was measured at what is most alike says enough.
-        let missing =
-            roots.iter().filter(|root| pieces.iter().all(|pieces| !self.is_of(&pieces.anchor, root)));
-        let missing: Vec<&Point> = missing.take(if closely { FURTHER } else { 0 }).collect();
-        for root in missing {
+        // From what takes little elsewhere too, the fastest combinations first, what was measured at what is most alike says enough.
+        let seconds = |root: &Point| self.made(root).map_or(f64::INFINITY, |made| made.footprint.seconds());
+        let mut others = roots.clone();
+        others.sort_by(|a, b| seconds(a).total_cmp(&seconds(b)));
+        others.truncate(if closely { FURTHER } else { 0 });
+        let light: Vec<Point> =
+            others.iter().flat_map(|root| self.space.light(root, &[Checkpointing::Full])).collect();
+        self.run(&light);
+        for root in &others {
             let alike = |own: &&Pieces| self.space.alike(&own.anchor, root);
             let Some(known) = pieces.iter().rev().max_by_key(alike).cloned() else { continue };
-            let anchor = self.moved(known.anchor, root);
+            let own = self.best(&smallest, |point| self.is_of(point, root));
+            let anchor = own.map_or(self.moved(known.anchor, root), |(point, _)| point);
             self.run(&[anchor]);
             pieces.push(Pieces { anchor, ..known });
         }
@@ -103,7 +109,7 @@ impl Walk<'_> {
     }
 
     fn measure_from(&mut self, point: Point, aim: &Aim, pieces: &mut Vec<Pieces>) {
-        self.from(point, aim, 1);
+        self.walk_from(point, aim, 1);
         pieces.extend(self.measured.last().cloned());
     }
 

@@ -110,7 +110,9 @@ impl<'a> Space<'a> {
             values.retain(|value| value.quality <= quality);
         }
         // Exchanges behind the computation are tried of what is found.
-        let mut space = Space { spec, axes, methods: Vec::new(), steps, coupled, roots: Vec::new(), config };
+        let is_long = divisions.iter().any(|division| division.parallel.pipeline_parallel() > 1);
+        let (methods, roots) = (Vec::new(), Vec::new());
+        let mut space = Space { spec, axes, methods, steps, coupled, roots, is_long, config };
         space.methods = space.all_methods(stored)?;
         space.roots = space.all_roots(&splits, &all);
         Ok(space)
@@ -237,9 +239,9 @@ impl<'a> Space<'a> {
         roots.iter().copied().filter(|root| Some(batch(root)) == last).collect()
     }
 
-    /// Points of a root that take little: nothing kept but inputs of layers or of segments, and everything on one lower tier after the other.
-    pub fn light(&self, root: &Point) -> Vec<Point> {
-        let forms = [Checkpointing::Full, Checkpointing::Sqrt].map(Setting::Checkpointing);
+    /// Points of a root that take little: checkpointed in these forms, and everything on one lower tier after the other.
+    pub fn light(&self, root: &Point, forms: &[Checkpointing]) -> Vec<Point> {
+        let forms: Vec<Setting> = forms.iter().copied().map(Setting::Checkpointing).collect();
         let find = |axis: usize, wanted: &dyn Fn(&Setting) -> bool| {
             let values = self.axes.get(axis)?;
             u16::try_from(values.iter().position(|value| wanted(&value.setting))?).ok()
@@ -305,6 +307,9 @@ impl<'a> Space<'a> {
         others * self.roots.len() as f64
     }
 }
+
+/// The forms of checkpointing that keep least.
+pub(super) const LIGHT: [Checkpointing; 2] = [Checkpointing::Full, Checkpointing::Sqrt];
 
 /// Whether some layers can be checkpointed in this way and the others in another.
 pub(super) fn mixes(setting: &Setting) -> bool {

@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, HashMap};
 use plimsoll_device::cpu::at_once;
 
 use super::footprint::Footprint;
-use super::space::{Point, Space};
+use super::space::{LIGHT, Point, Space};
 use super::weigh::{Aim, Estimate, Merit, Pieces, weighed};
 use crate::config::Quality;
 use crate::limits::Limits;
@@ -184,15 +184,15 @@ impl<'a> Walk<'a> {
                 continue;
             }
             match (best, self.measured.last().cloned()) {
-                (Some((best, _)), Some(pieces)) => self.from_another(best, pieces, root, aim),
-                _ => self.from(root, aim, turns),
+                (Some((best, _)), Some(pieces)) => self.walk_beside(best, pieces, root, aim),
+                _ => self.walk_from(root, aim, turns),
             }
             if let Some((_, own)) = self.best(aim, |point| self.is_of(point, &root)) {
                 slower = slower.min(own.footprint.seconds() / seconds);
             }
         }
         if let Some((best, _)) = self.best(aim, |_| true) {
-            self.from(best, aim, turns);
+            self.walk_from(best, aim, turns);
         }
     }
 
@@ -209,7 +209,7 @@ impl<'a> Walk<'a> {
     }
 
     /// From where another root has its best point, with that one's pieces; with pieces of its own where it comes near.
-    fn from_another(&mut self, best: Point, pieces: Pieces, root: Point, aim: &Aim) {
+    fn walk_beside(&mut self, best: Point, pieces: Pieces, root: Point, aim: &Aim) {
         let seed = self.moved(best, &root);
         self.run(&[seed]);
         let anchor = if self.made(&seed).is_some() { seed } else { root };
@@ -218,15 +218,15 @@ impl<'a> Walk<'a> {
         let merit = |point: &Point| self.made(point).map_or(f64::INFINITY, |made| aim.merit(made.footprint));
         let is_near = |(best, _): (Point, Made)| merit(&nearest) <= merit(&best) * NEAR;
         if self.best(aim, |_| true).is_none_or(is_near) {
-            self.from(nearest, aim, 1);
+            self.walk_from(nearest, aim, 1);
         }
     }
 
     /// From a point, or from what takes little where that does not fit, to the best one with its values on the coupled axes.
-    pub fn from(&mut self, root: Point, aim: &Aim, turns: usize) {
+    pub fn walk_from(&mut self, root: Point, aim: &Aim, turns: usize) {
         let mut anchor = root;
         if self.made(&root).is_none_or(|made| !self.keeps(made, aim)) {
-            let light = self.space.light(&root);
+            let light = self.space.light(&root, &LIGHT);
             self.run(&light);
             anchor = self.nearest(&root, aim).unwrap_or(root);
         }
