@@ -178,6 +178,17 @@ pub struct PlanArgs {
     /// Find the largest batch_size, sequence_length, rank or model that fits, or the devices that it fits (hardware)
     #[arg(long, value_name = "WHAT", conflicts_with_all = ["timeline", "zero_table"])]
     pub find: Option<Sought>,
+    /// Search everything that the configuration leaves open for what is best: fastest, least_memory, longest_sequence, largest_batch,
+    /// smallest_device or cheapest (planning.goal)
+    #[arg(long, value_name = "GOAL", conflicts_with = "find")]
+    pub goal: Option<String>,
+    /// What a search may choose: lossless (no bit changes but by the order of sums), proven (besides, what is published to train as
+    /// well) or anything (planning.quality)
+    #[arg(long, value_name = "CLASS", conflicts_with = "find")]
+    pub quality: Option<String>,
+    /// Draw what a search has found between memory and time: an .svg picture
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["find", "compare"])]
+    pub pareto: Option<PathBuf>,
     /// Tokens that the run trains on, for its hours and its price: 300M, 15B or a number
     #[arg(long, value_name = "N", value_parser = tokens_of_a_run)]
     pub tokens: Option<u64>,

@@ -119,6 +119,12 @@ pub enum Phase {
     Generate,
 }
 
+impl Phase {
+    /// Every phase.
+    pub const ALL: [Phase; 6] =
+        [Phase::Setup, Phase::Forward, Phase::Loss, Phase::Backward, Phase::Optimizer, Phase::Generate];
+}
+
 impl fmt::Display for Phase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
@@ -165,6 +171,8 @@ pub struct Ledger {
     /// The most that was ever live under each tag.
     most: TagBytes,
     at_peak: AtPeak,
+    /// The highest end of what was taken in each phase.
+    phase_peaks: [u64; Phase::ALL.len()],
     phase: Phase,
     layer: Option<u32>,
     record: Option<Box<Recording>>,
@@ -218,6 +226,8 @@ impl Ledger {
         own.known = true;
         self.fingerprint = self.fingerprint.wrapping_add(weight(owner, tag).wrapping_mul(bytes));
         self.most.0[tag as usize] = self.most.get(tag).max(self.live.get(tag));
+        let of_phase = &mut self.phase_peaks[self.phase as usize];
+        *of_phase = end.max(*of_phase);
         if raised {
             self.at_peak = AtPeak { peak: end, by_tag: self.live, phase: self.phase, layer: self.layer };
             for place in self.changed.drain(..) {
@@ -307,6 +317,11 @@ impl Ledger {
     /// The most bytes that were ever live under a tag, at the peak or not.
     pub fn most(&self, tag: Tag) -> u64 {
         self.most.get(tag)
+    }
+
+    /// The highest end of what was taken in a phase; 0 where nothing was.
+    pub fn phase_peak(&self, phase: Phase) -> u64 {
+        self.phase_peaks[phase as usize]
     }
 
     /// What was live at the high-water mark.

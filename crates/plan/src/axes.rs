@@ -13,3 +13,9 @@ pub fn nice_step(step: f64) -> f64 {
     let steps = [1.0, 2.0, 5.0, 10.0].map(|n| n * scale);
     steps.into_iter().find(|nice| *nice >= step).unwrap_or(step)
 }
+
+/// A time with the decimals that its axis needs.
+pub fn seconds(time: f64, step: f64) -> String {
+    let decimals = (-step.log10().floor()).clamp(0.0, 9.0) as usize;
+    format!("{time:.decimals$} s")
+}

@@ -28,6 +28,7 @@ mod optimizer;
 mod output;
 mod parallel;
 mod place;
+mod planning;
 mod policies;
 mod section;
 mod training;
@@ -56,6 +57,7 @@ pub use optimizer::{Optimizer, OptimizerOptions, ParameterGroup, ParameterGroups
 pub use output::OutputConfig;
 pub use parallel::{ParallelConfig, ShardingStrategy};
 pub use place::Place;
+pub use planning::{Goal, PlanningConfig, Quality};
 pub use policies::{ActivationCompression, GradientCheckpointing};
 pub use section::KeyDoc;
 pub use training::{
@@ -89,6 +91,9 @@ pub struct RawConfig {
     /// Ranks.
     #[serde(skip_serializing_if = "is_unset")]
     pub parallel: ParallelConfig,
+    /// What the planner looks for, and among what.
+    #[serde(skip_serializing_if = "is_unset")]
+    pub planning: PlanningConfig,
     /// What is written, where, and how often.
     #[serde(skip_serializing_if = "is_unset")]
     pub output: OutputConfig,
@@ -145,6 +150,7 @@ impl RawConfig {
             "training" => self.training.set(key, input),
             "memory" => self.memory.set(key, input),
             "parallel" => self.parallel.set(key, input),
+            "planning" => self.planning.set(key, input),
             "output" => self.output.set(key, input),
             _ => None,
         }
@@ -169,6 +175,7 @@ impl RawConfig {
         self.training.visit(visitor);
         self.memory.visit(visitor);
         self.parallel.visit(visitor);
+        self.planning.visit(visitor);
         self.output.visit(visitor);
     }
 }

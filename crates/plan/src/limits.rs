@@ -85,9 +85,8 @@ impl Limits {
     /// Everything that a step would need more of.
     pub fn shortages(&self, choice: &Choice) -> impl Iterator<Item = Shortage> {
         let host = self.host_tier(choice);
-        let in_room = if self.host_bytes.is_none() { host } else { 0 };
         let needs = [
-            (Resource::Memory, choice.peak_bytes().saturating_add(in_room), self.room_bytes),
+            (Resource::Memory, self.under_the_line(choice), self.room_bytes),
             (Resource::Arena, choice.peak_bytes(), self.arena_bytes),
             (Resource::Host, host, self.host_bytes.unwrap_or(u64::MAX)),
             (Resource::Process, self.memory(choice), self.memory_bytes),
@@ -100,6 +99,12 @@ impl Limits {
             needed_bytes,
             allowed_bytes,
         })
+    }
+
+    /// Bytes that the load line is held against, beside the overhead.
+    pub fn under_the_line(&self, choice: &Choice) -> u64 {
+        let in_room = if self.host_bytes.is_none() { self.host_tier(choice) } else { 0 };
+        choice.peak_bytes().saturating_add(in_room)
     }
 
     /// Bytes of the host tier with the data pipeline.

@@ -58,6 +58,18 @@ impl TensorKind {
         }
     }
 
+    /// Says that it lives on a tier, but for so many layers.
+    pub fn say(self, config: &mut MemoryConfig, target: OffloadTarget, kept: u64) {
+        let MemoryConfig { offload, kept_layers, .. } = config;
+        let (place, layers) = match self {
+            TensorKind::Optimizer => (&mut offload.optimizer, &mut kept_layers.optimizer),
+            TensorKind::Gradients => (&mut offload.gradients, &mut kept_layers.gradients),
+            TensorKind::Activations => (&mut offload.activations, &mut kept_layers.activations),
+            TensorKind::Parameters => (&mut offload.parameters, &mut kept_layers.parameters),
+        };
+        (*place, *layers) = (Some(Auto::Set(target)), Some(Auto::Set(kept)));
+    }
+
     /// Whether all that concerns its place is left to the planner.
     pub fn is_open(self, config: &MemoryConfig) -> bool {
         self.said(&config.offload) == Auto::Auto && self.said_kept(&config.kept_layers) == Auto::Auto

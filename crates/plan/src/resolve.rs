@@ -793,6 +793,15 @@ pub(crate) fn step_settings(
     }
 }
 
+/// The step of a configuration of which nothing is left open, or the first of its candidates.
+pub(crate) fn settled(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod) -> Option<Wanted> {
+    let precision = precisions(&config.training, method).first().copied()?;
+    let form = checkpointings(&config.training).first().copied()?;
+    let (batch_size, accumulation) = batches(config).first()?.first().copied()?;
+    let settings = step_settings(config, spec, method, precision, form, batch_size);
+    Some((at_home(config, settings, as_said(&config.memory.offload)), accumulation))
+}
+
 /// Tokens of a chunk whose logits take about 32 MiB: a power of two, so that products stay on whole tiles.
 pub fn loss_chunk_tokens(vocab_size: u64, tokens: u64) -> u64 {
     let most = (LOGITS_BYTES / (4 * vocab_size.max(1))).max(16);
@@ -803,6 +812,8 @@ pub fn loss_chunk_tokens(vocab_size: u64, tokens: u64) -> u64 {
 /// The configuration with every `auto` of the step replaced by what was chosen: it can be run again.
 pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
     let mut resolved = config.clone();
+    // What was looked for has been found.
+    resolved.planning = Default::default();
     let Precision { weights, gradients, master_weights, linears, .. } = choice.settings.precision;
     let fp8 = linears == Linears::Fp8;
     let narrow = fp8 || weights != DType::F32;

@@ -6,7 +6,6 @@
 
 mod areas;
 mod picture;
-mod svg;
 mod trace;
 
 use std::collections::HashMap;

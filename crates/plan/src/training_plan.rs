@@ -21,6 +21,7 @@ use crate::ranks::{RankGroup, rank_groups};
 use crate::resolve::{Choice, choose, lighter_choices, resolved_config};
 use crate::run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes, Written, steps_in};
 use crate::runs::DryRuns;
+use crate::search::{Found, SearchReport, searched};
 use crate::shortage::{Resource, Shortage};
 use crate::time::Rates;
 use crate::timeline::Timeline;
@@ -77,6 +78,8 @@ pub struct TrainingPlan {
     pub ranks: Vec<RankGroup>,
     /// How the ranks were divided, where that was left to the planner.
     pub division: Option<Division>,
+    /// What was searched for it, where a goal or a class of quality was named.
+    pub search: Option<SearchReport>,
 }
 
 /// Bytes by kind at the peak.
@@ -110,6 +113,14 @@ impl TrainingPlan {
         machine: &Machine,
     ) -> Result<TrainingPlan, StepError> {
         let asked = config;
+        if config.planning != Default::default() {
+            let Found { config: best, report } = searched(config, spec, stored, machine)?;
+            // Where nothing fits, it is said why as without a search.
+            let mut config = best.unwrap_or_else(|| config.clone());
+            config.planning = Default::default();
+            let plan = TrainingPlan::with(&config, spec, stored, machine)?;
+            return Ok(TrainingPlan { asked: asked.clone(), search: Some(report), ..plan });
+        }
         let load_line = load_line(config, machine);
         let limits = Limits::of(config, machine);
         let Decided { config, runs, choice, division } = decided(config, spec, stored, machine)?;
@@ -143,6 +154,7 @@ impl TrainingPlan {
             alternatives,
             refusal,
             division,
+            search: None,
         })
     }
 
@@ -170,6 +182,7 @@ impl TrainingPlan {
                 refusal: None,
                 ranks: Vec::new(),
                 division: None,
+                search: None,
             });
         }
         ladder.insert(0, self);
@@ -422,6 +435,10 @@ impl TrainingPlan {
         });
         if let (Value::Object(map), Some(division)) = (&mut document, &self.division) {
             map.insert("search".to_owned(), division.to_json());
+        }
+        if let (Value::Object(map), Some(search)) = (&mut document, &self.search) {
+            map.insert("search".to_owned(), search.to_json());
+            map.insert("pareto".to_owned(), json!(search.front));
         }
         if let (Value::Object(map), false) = (&mut document, self.ranks.is_empty()) {
             map.insert("ranks".to_owned(), self.ranks_json());

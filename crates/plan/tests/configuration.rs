@@ -39,7 +39,7 @@ fn the_listing_says_what_a_key_takes() {
         ("training.activation_compression", "none | int8 | {int8: ELEMENTS} | {int8: tensor}", "none"),
         (
             "training.gradient_checkpointing",
-            "none | full | sqrt | {every: BLOCKS} | {ratio: SHARE} | {selective: [swiglu, norms, attention, qkv, ffn, block]} | {auto: SIZE} | auto",
+            "none | full | sqrt | {every: BLOCKS} | {ratio: SHARE} | {selective: [swiglu, norms, attention, qkv, ffn, block]} | {mixed: {layers: BLOCKS, first: none or full or GROUPS, others: the same}} | {auto: SIZE} | auto",
             "auto",
         ),
         (

@@ -188,7 +188,7 @@ fn peaks_are_what_they_were() {
 }
 
 /// Forms that layers can take which the file's cases have not, or of too few layers.
-const OF_MANY_LAYERS: [(&str, &str); 49] = [
+const OF_MANY_LAYERS: [(&str, &str); 52] = [
     ("gemma-3-12b", "training.mixed_precision=bf16"),
     ("gemma-3-12b", "data.sequence_length=1024; memory.offload.parameters=disk"),
     ("gemma-3-12b", "data.sequence_length=1025; memory.offload.parameters=disk"),
@@ -199,6 +199,15 @@ const OF_MANY_LAYERS: [(&str, &str); 49] = [
     ("odd/64", "training.gradient_checkpointing=sqrt; training.optimizer_in_backward=true"),
     ("odd/40", "training.gradient_checkpointing={ratio: 0.4}; memory.offload.optimizer=disk"),
     ("odd-windows/40", "memory.offload.parameters=disk; memory.kept_layers.parameters=11"),
+    ("odd/40", "training.gradient_checkpointing={mixed: {layers: 17, first: full, others: [swiglu, norms]}}"),
+    (
+        "odd/61",
+        "training.gradient_checkpointing={mixed: {layers: 30, first: none, others: [ffn]}}; memory.offload.activations=disk; memory.kept_layers.activations=9",
+    ),
+    (
+        "llama-2-7b",
+        "parallel.pipeline_parallel=2; training.gradient_checkpointing={mixed: {layers: 7, first: full, others: none}}; training.gradient_accumulation_steps=4",
+    ),
     (
         "odd/50",
         "memory.offload={parameters: disk, gradients: disk, optimizer: disk, activations: disk}; \

@@ -129,6 +129,13 @@ impl Groups {
     }
 }
 
+impl Groups {
+    /// No group: everything is kept.
+    pub const NONE: Groups = Groups(0);
+    /// The whole block.
+    pub const BLOCK: Groups = Groups(1 << Group::Block as u8);
+}
+
 impl FromIterator<Group> for Groups {
     fn from_iter<I: IntoIterator<Item = Group>>(groups: I) -> Groups {
         Groups(groups.into_iter().fold(0, |set, group| set | 1 << group as u8))
@@ -151,6 +158,16 @@ pub enum Checkpointing {
     Ratio(f64),
     /// Every block recomputes these groups.
     Selective(Groups),
+    /// The first blocks recompute some groups, the others some more or some less. Of a rank that has some of the blocks, the first
+    /// of its own.
+    Mixed {
+        /// How many the first ones are.
+        layers: u32,
+        /// What they recompute.
+        first: Groups,
+        /// What the others recompute.
+        others: Groups,
+    },
 }
 
 /// How what is kept is compressed.
@@ -179,6 +196,7 @@ impl SavePolicy {
     /// The policy that a form of checkpointing and of compression stand for.
     pub fn new(checkpointing: Checkpointing, compression: Compression, layers: u32) -> SavePolicy {
         let full = LayerPolicy::all(Save::Recompute);
+        let mut before = full;
         let (each, segment, first) = match checkpointing {
             Checkpointing::None => (LayerPolicy::all(Save::Keep), 1, 0),
             Checkpointing::Full => (full, 1, 0),
@@ -189,9 +207,13 @@ impl SavePolicy {
                 (LayerPolicy::all(Save::Keep), 1, first)
             }
             Checkpointing::Selective(groups) => (LayerPolicy::without(groups), 1, 0),
+            Checkpointing::Mixed { layers, first, others } => {
+                before = LayerPolicy::without(first);
+                (LayerPolicy::without(others), 1, layers as usize)
+            }
         };
         let mut layers = vec![each.compressed(compression); layers as usize];
-        layers.iter_mut().take(first).for_each(|layer| *layer = full.compressed(compression));
+        layers.iter_mut().take(first).for_each(|layer| *layer = before.compressed(compression));
         let runs = std::iter::once(0..layers.len() as u32).collect();
         SavePolicy { layers, runs, segment }
     }
@@ -262,6 +284,14 @@ mod tests {
         assert_eq!([norms, activation, gate_up], [Save::Recompute, Save::Recompute, Save::Keep]);
         let block = Checkpointing::Selective([Group::Block, Group::Norms].into_iter().collect());
         assert_eq!(policy(block), policy(Checkpointing::Full));
+        let mixed = |layers, first, others| policy(Checkpointing::Mixed { layers, first, others });
+        assert_eq!(mixed(5, Groups::BLOCK, Groups::NONE), policy(Checkpointing::Ratio(0.5)));
+        assert_eq!(mixed(99, Groups::BLOCK, Groups::NONE), policy(Checkpointing::Full));
+        let norms: Groups = [Group::Norms].into_iter().collect();
+        let two = mixed(2, norms, Groups::BLOCK).numbered(vec![5..10, 20..25]);
+        let kept = [5, 6, 7, 20].map(|layer| (two.layer(layer).norms, two.layer(layer).qkv));
+        let (keep, drop) = (Save::Keep, Save::Recompute);
+        assert_eq!(kept, [(drop, keep), (drop, keep), (drop, drop), (drop, drop)]);
     }
 
     #[test]

@@ -24,6 +24,13 @@ fn every_checkpointing() -> Vec<Checkpointing> {
         groups(&[Group::Qkv, Group::Attention, Group::Ffn]),
     ];
     all.extend(Group::ALL.map(|group| groups(&[group])));
+    let mixed = |layers, first: &[Group], others: &[Group]| Checkpointing::Mixed {
+        layers,
+        first: first.iter().copied().collect(),
+        others: others.iter().copied().collect(),
+    };
+    all.push(mixed(1, &[Group::Block], &[Group::Swiglu, Group::Norms]));
+    all.push(mixed(1, &[], &[Group::Ffn]));
     all
 }
 

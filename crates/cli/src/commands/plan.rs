@@ -8,6 +8,7 @@ mod find;
 mod import;
 mod inference;
 mod ranks;
+mod search;
 mod waterfall;
 
 use plimsoll_model::catalogue;
@@ -42,12 +43,13 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     // Where a model is looked for, any stands for it.
     let any = catalogue::names().next().filter(|_| args.find == Some(Sought::Model));
     let model = any.map(str::to_owned).or_else(|| args.source.model.clone());
-    let source = ConfigSource { model, ..args.source.clone() };
+    let source = search::source(args, ConfigSource { model, ..args.source.clone() });
     if !args.compare.is_empty() {
         return compare::named(args, &source);
     }
     let imported = args.import.as_deref().map(Imported::from_file).transpose()?.unwrap_or_default();
     let mut asked = Asked::new(&source, &imported, &args.machine, args.json)?;
+    search::check(args, &asked)?;
     if args.elsewhere {
         asked = asked.elsewhere()?;
     }
@@ -64,10 +66,19 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
             false => compare::show(args, devices),
         };
     }
-    let answer = Answer::new(args, &asked, &imported)?;
+    let on_device = search::device(&asked)?.map(|(target, plan)| {
+        let speeds = PlanSpeeds::of_catalogue(&target);
+        asked.target = Some(target);
+        (plan, speeds)
+    });
+    let answer = Answer::new(args, &asked, &imported, on_device)?;
     match args.json {
         true => outln!("{}", serde_json::to_string_pretty(&answer.document()?)?)?,
         false => out!("{}", answer.words()?)?,
+    }
+    if let Some((file, search)) = args.pareto.as_deref().zip(answer.plan.search.as_ref()) {
+        let picture = search.to_svg(&answer.plan.spec.name, answer.plan.peak_bytes());
+        write_file("the picture", file, picture.as_bytes())?;
     }
     if let Some((file, format)) = timeline {
         write_file("the timeline", file, &answer.plan.timeline()?.to_bytes(format)?)?;
@@ -92,10 +103,23 @@ struct Answer<'a> {
 }
 
 impl<'a> Answer<'a> {
-    fn new(args: &'a PlanArgs, asked: &'a Asked, imported: &'a Imported) -> Result<Answer<'a>, Failure> {
+    fn new(
+        args: &'a PlanArgs,
+        asked: &'a Asked,
+        imported: &'a Imported,
+        on_device: Option<(TrainingPlan, PlanSpeeds)>,
+    ) -> Result<Answer<'a>, Failure> {
         let mut found = None;
         let (plan, speeds) = match args.find {
-            None => asked.plan()?,
+            None => match (on_device, search::largest(asked)?) {
+                (Some(planned), _) => planned,
+                (None, Some((sought, largest, speeds))) => {
+                    let plan = largest.plan.clone();
+                    found = Some((sought, largest));
+                    (plan, speeds)
+                }
+                (None, None) => asked.plan()?,
+            },
             Some(sought) => asked.plan_by(&mut |machine| {
                 let finder = Finder { config: &asked.config, origin: &asked.origin, machine };
                 let largest = finder.largest(sought)?.ok_or_else(|| find::nothing(sought))?;
@@ -159,6 +183,9 @@ impl<'a> Answer<'a> {
         }
         if let Some((sought, found)) = &self.found {
             out.push_str(&find::words(*sought, found));
+        }
+        if let Some(report) = &plan.search {
+            out.push_str(&format!("{}\n", search::words(plan, report)));
         }
         out.push_str(&describe(plan, &self.speeds));
         out.push_str(&whole_run(plan, self.cost.map(|cost| cost.steps)));

@@ -2,7 +2,8 @@
 
 use plimsoll_memory::ByteSize;
 use plimsoll_step::{Checkpointing, Compression, Group, Groups};
-use serde::ser::{Serialize, SerializeMap, Serializer};
+use serde::Serialize;
+use serde::ser::{SerializeMap, Serializer};
 
 use super::document::{Input, Node, Yaml};
 use super::value::{ConfigValue, Mismatch, because, mismatch};
@@ -31,6 +32,7 @@ impl ConfigValue for GradientCheckpointing {
                 share => return Err(because::<Self>(input, format!("a share of {share}, not 0 to 1"))),
             },
             ("selective", Some(groups)) => Checkpointing::Selective(read_groups(groups)?),
+            ("mixed", Some(parts)) => read_mixed(parts)?,
             ("auto", Some(size)) => return Ok(GradientCheckpointing::Within(ByteSize::read(size)?)),
             _ => return Err(mismatch::<Self>(input)),
         };
@@ -40,7 +42,7 @@ impl ConfigValue for GradientCheckpointing {
     fn describe() -> String {
         let groups: Vec<&str> = Group::ALL.map(group_name).to_vec();
         format!(
-            "none | full | sqrt | {{every: BLOCKS}} | {{ratio: SHARE}} | {{selective: [{}]}} | {{auto: SIZE}}",
+            "none | full | sqrt | {{every: BLOCKS}} | {{ratio: SHARE}} | {{selective: [{}]}} | {{mixed: {{layers: BLOCKS, first: none or full or GROUPS, others: the same}}}} | {{auto: SIZE}}",
             groups.join(", ")
         )
     }
@@ -55,9 +57,67 @@ impl ConfigValue for GradientCheckpointing {
             GradientCheckpointing::Form(Checkpointing::Selective(groups)) => {
                 format!("{{selective: [{}]}}", names(*groups).join(", "))
             }
+            GradientCheckpointing::Form(Checkpointing::Mixed { layers, first, others }) => {
+                let [first, others] = [first, others].map(|groups| Recomputed(*groups).text());
+                format!("{{mixed: {{layers: {layers}, first: {first}, others: {others}}}}}")
+            }
             GradientCheckpointing::Within(size) => format!("{{auto: {size}}}"),
         }
     }
+}
+
+/// What some blocks recompute: `none`, `full`, or groups.
+struct Recomputed(Groups);
+
+impl Recomputed {
+    fn read(input: Input<'_>) -> Result<Groups, Mismatch> {
+        match input.word() {
+            Some("none") => Ok(Groups::NONE),
+            Some("full") => Ok(Groups::BLOCK),
+            _ => read_groups(input),
+        }
+    }
+
+    fn text(&self) -> String {
+        match self.0 {
+            Groups::NONE => "none".to_owned(),
+            Groups::BLOCK => "full".to_owned(),
+            groups => format!("[{}]", names(groups).join(", ")),
+        }
+    }
+}
+
+impl Serialize for Recomputed {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            Groups::NONE | Groups::BLOCK => serializer.serialize_str(&self.text()),
+            groups => names(groups).serialize(serializer),
+        }
+    }
+}
+
+/// `{layers: 8, first: full, others: [norms, swiglu]}`, all three of them.
+fn read_mixed(input: Input<'_>) -> Result<Checkpointing, Mismatch> {
+    let Yaml::Map(entries) = &input.node.value else {
+        return Err(because::<GradientCheckpointing>(input, input.describe()));
+    };
+    let part = |name: &str| {
+        let found = entries.iter().find(|(key, _)| key.value == name);
+        let missing = || because::<GradientCheckpointing>(input, format!("a mix without {name}"));
+        found.map(|(_, node)| Input { node, ..input }).ok_or_else(missing)
+    };
+    if let Some((key, node)) =
+        entries.iter().find(|(key, _)| !["layers", "first", "others"].contains(&key.value.as_str()))
+    {
+        let got = format!("the key '{}'", super::document::shortened(&key.value));
+        return Err(because::<GradientCheckpointing>(Input { node, ..input }, got));
+    }
+    let layers = match u64::read(part("layers")?)? {
+        layers @ 1..=65_536 => layers as u32,
+        layers => return Err(because::<GradientCheckpointing>(input, format!("{layers} blocks"))),
+    };
+    let (first, others) = (Recomputed::read(part("first")?)?, Recomputed::read(part("others")?)?);
+    Ok(Checkpointing::Mixed { layers, first, others })
 }
 
 impl std::fmt::Display for GradientCheckpointing {
@@ -76,6 +136,16 @@ impl Serialize for GradientCheckpointing {
             Checkpointing::Every(n) => one_entry(serializer, "every", n),
             Checkpointing::Ratio(share) => one_entry(serializer, "ratio", share),
             Checkpointing::Selective(groups) => one_entry(serializer, "selective", &names(*groups)),
+            Checkpointing::Mixed { layers, first, others } => {
+                #[derive(Serialize)]
+                struct Mixed {
+                    layers: u32,
+                    first: Recomputed,
+                    others: Recomputed,
+                }
+                let (layers, first, others) = (*layers, Recomputed(*first), Recomputed(*others));
+                one_entry(serializer, "mixed", &Mixed { layers, first, others })
+            }
             Checkpointing::None | Checkpointing::Full | Checkpointing::Sqrt => {
                 serializer.serialize_str(&self.text())
             }
@@ -201,6 +271,8 @@ impl super::sample::Sample for GradientCheckpointing {
             Checkpointing::Every(1 + u64::sample(source) as u32 % 100),
             Checkpointing::Ratio(0.375),
             Checkpointing::Selective(groups),
+            Checkpointing::Mixed { layers: 7, first: groups, others: Groups::NONE },
+            Checkpointing::Mixed { layers: 1, first: Groups::BLOCK, others: groups },
         ];
         match bool::sample(source) {
             true => GradientCheckpointing::Form(source.pick(&forms)),

@@ -10,7 +10,8 @@ use super::lora::LoraInit;
 use super::place::Origins;
 use super::{
     Auto, DataConfig, MemoryConfig, ModelConfig, Names, OutputConfig, ParallelConfig, ParameterGroup,
-    ParameterGroups, Paths, Patterns, Quantization, RawConfig, Targets, TokenizerSource, TrainingConfig,
+    ParameterGroups, Paths, Patterns, PlanningConfig, Quantization, RawConfig, Targets, TokenizerSource,
+    TrainingConfig,
 };
 
 /// Random words (SplitMix64), and a text to take strings from.
@@ -178,6 +179,7 @@ impl Sample for RawConfig {
             data: DataConfig::sample(source),
             training: TrainingConfig::sample(source),
             memory: MemoryConfig::sample(source),
+            planning: PlanningConfig::sample(source),
             parallel: ParallelConfig::sample(source),
             output: OutputConfig::sample(source),
             origins: Origins::default(),

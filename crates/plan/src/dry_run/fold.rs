@@ -223,12 +223,15 @@ fn layers(spec: &ModelSpec, settings: &StepSettings, policy: &SavePolicy) -> Vec
 fn smaller(spec: &ModelSpec, settings: &StepSettings, segment: u32, layers: &[u32]) -> StepSettings {
     let kept = |kept: u32| layers.iter().filter(|layer| stays(spec, **layer, kept)).count() as u32;
     let KeptLayers { parameters, gradients, optimizer, activations } = settings.kept_layers;
+    let among = |first: u32| layers.iter().filter(|layer| **layer < first).count() as u32;
     let checkpointing = match settings.checkpointing {
         Checkpointing::Every(_) | Checkpointing::Sqrt => Checkpointing::Every(segment),
         Checkpointing::Ratio(share) => {
             let first = (f64::from(spec.num_layers) * share.clamp(0.0, 1.0)).round() as u32;
-            let own = layers.iter().filter(|layer| **layer < first).count();
-            Checkpointing::Ratio(own as f64 / layers.len().max(1) as f64)
+            Checkpointing::Ratio(f64::from(among(first)) / layers.len().max(1) as f64)
+        }
+        Checkpointing::Mixed { layers: first, first: before, others } => {
+            Checkpointing::Mixed { layers: among(first), first: before, others }
         }
         form @ (Checkpointing::None | Checkpointing::Full | Checkpointing::Selective(_)) => form,
     };

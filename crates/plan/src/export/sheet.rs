@@ -201,7 +201,7 @@ impl<'a> Sheet<'a> {
             Checkpointing::Every(_) | Checkpointing::Sqrt => {
                 "the file says full, which keeps the input of every layer: more memory, less time."
             }
-            Checkpointing::Ratio(_) | Checkpointing::Selective(_) => {
+            Checkpointing::Ratio(_) | Checkpointing::Selective(_) | Checkpointing::Mixed { .. } => {
                 "the file says full: less memory, more time."
             }
         };

@@ -6,10 +6,10 @@ use std::fmt::Write;
 use plimsoll_memory::{ByteSize, Phase, Tag, Tier};
 
 use super::areas::{Drawn, Rectangle, drawn};
-use super::svg::{Svg, px};
 use super::{Allocation, Moment, Part, TierTimeline, Timeline};
-use crate::axes::{byte_ticks, nice_step};
+use crate::axes::{byte_ticks, nice_step, seconds};
 use crate::colours::{COLOURS, Colour, OTHER_COLOUR, colour_of};
+use crate::svg::{Svg, px};
 
 const WIDTH: f64 = 1200.0;
 /// Where panels begin, and how wide they are.
@@ -306,12 +306,6 @@ fn colour(tag: Tag) -> String {
 
 fn hex([red, green, blue]: Colour) -> String {
     format!("#{red:02x}{green:02x}{blue:02x}")
-}
-
-/// A time with the decimals that its axis needs.
-fn seconds(time: f64, step: f64) -> String {
-    let decimals = (-step.log10().floor()).clamp(0.0, 9.0) as usize;
-    format!("{time:.decimals$} s")
 }
 
 #[cfg(test)]

@@ -142,18 +142,22 @@ fn written_configurations_leave_out_what_is_not_set() {
 
 #[test]
 fn checkpointing_and_compression_have_arguments() {
-    use plimsoll_step::{Checkpointing, Compression, Group};
+    use plimsoll_step::{Checkpointing, Compression, Group, Groups};
     let form = |text: &str| {
         let config = read(&format!("training: {{ gradient_checkpointing: {text} }}"));
         config.training.gradient_checkpointing().set().unwrap()
     };
     let selective = Checkpointing::Selective([Group::Norms, Group::Swiglu].into_iter().collect());
+    let swiglu: Groups = [Group::Swiglu].into_iter().collect();
+    let mixed = |first, others| Checkpointing::Mixed { layers: 8, first, others };
     for (text, expected) in [
         ("none", Checkpointing::None),
         ("sqrt", Checkpointing::Sqrt),
         ("{every: 4}", Checkpointing::Every(4)),
         ("{ratio: 0.5}", Checkpointing::Ratio(0.5)),
         ("{selective: [norms, swiglu]}", selective),
+        ("{mixed: {layers: 8, first: full, others: none}}", mixed(Groups::BLOCK, Groups::NONE)),
+        ("{mixed: {layers: 8, first: none, others: [swiglu]}}", mixed(Groups::NONE, swiglu)),
     ] {
         assert_eq!(form(text), GradientCheckpointing::Form(expected));
         assert_eq!(form(text).to_string().replace("swiglu, norms", "norms, swiglu"), text);
@@ -168,7 +172,15 @@ fn checkpointing_and_compression_have_arguments() {
     config.apply_set("training.gradient_checkpointing=every: 5").unwrap();
     let five = GradientCheckpointing::Form(Checkpointing::Every(5));
     assert_eq!(config.training.gradient_checkpointing(), Auto::Set(five));
-    for wrong in ["{every: 0}", "{ratio: 2}", "{selective: []}", "{selective: [mlp]}", "every", "{sqrt: 2}"] {
+    let wrong = ["{every: 0}", "{ratio: 2}", "{selective: []}", "{selective: [mlp]}", "every", "{sqrt: 2}"];
+    let mixes = [
+        "{mixed: full}",
+        "{mixed: {layers: 0, first: full, others: none}}",
+        "{mixed: {layers: 3, first: full}}",
+        "{mixed: {layers: 3, first: full, others: sqrt}}",
+        "{mixed: {layers: 3, first: full, others: none, last: full}}",
+    ];
+    for wrong in wrong.into_iter().chain(mixes) {
         let error = config.apply_set(&format!("training.gradient_checkpointing={wrong}")).unwrap_err();
         assert!(error.to_string().contains("gradient_checkpointing"), "{error}");
     }

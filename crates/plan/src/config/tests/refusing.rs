@@ -91,11 +91,11 @@ fn wrong_values_are_answered_with_what_is_expected() {
         ("model: [a]", "model: expected a mapping of path, from_scratch, got a list of 1"),
         (
             "- a",
-            "the document: expected a mapping of model, data, training, memory, parallel, output, got a list of 1",
+            "the document: expected a mapping of model, data, training, memory, parallel, planning, output, got a list of 1",
         ),
         (
             "text",
-            "the document: expected a mapping of model, data, training, memory, parallel, output, got 'text'",
+            "the document: expected a mapping of model, data, training, memory, parallel, planning, output, got 'text'",
         ),
         (
             "model: \"\\e[31m\"\ndata: {text_field: [\"\\e\"]}",

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 /// The text of a picture, element by element.
-pub(super) struct Svg {
+pub(crate) struct Svg {
     out: String,
 }
 
@@ -84,7 +84,7 @@ fn escaped(text: &str) -> String {
 }
 
 /// A length with a decimal.
-pub(super) fn px(length: f64) -> String {
+pub(crate) fn px(length: f64) -> String {
     let text = format!("{length:.1}");
     text.strip_suffix(".0").map_or(text.clone(), str::to_owned)
 }

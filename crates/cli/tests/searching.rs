@@ -1,0 +1,63 @@
+//! `plan --goal`: what it prints for people and machines, its picture, and the goals that ask for a number or a device.
+
+mod support;
+#[path = "support/svg.rs"]
+mod svg;
+
+use serde_json::Value;
+use support::{folder, ok, plimsoll, text};
+use svg::well_formed;
+
+const MODEL: [&str; 5] = ["plan", "--model", "smollm2-135m", "--sequence-length", "256"];
+
+fn json(arguments: &[&str]) -> Value {
+    let folder = folder();
+    let shown = ok(folder.path(), &[&MODEL[..], arguments, &["--json"]].concat());
+    serde_json::from_str(&shown).unwrap()
+}
+
+#[test]
+fn a_search_shows_its_front_and_draws_it() {
+    let folder = folder();
+    let file = folder.path().join("front.svg");
+    let ask = ["--memory", "1GiB", "--goal", "fastest", "--quality", "proven"];
+    let words = ok(folder.path(), &[&MODEL[..], &ask, &["--pareto", file.to_str().unwrap()]].concat());
+    assert!(words.contains("searched: fastest, proven: ") && words.contains("were run dry"), "{words}");
+    assert!(words.contains("memory against time") && words.contains("lossless"), "{words}");
+    let picture = std::fs::read_to_string(file).unwrap();
+    well_formed(&picture);
+    assert!(picture.contains("the device's arena") && picture.contains("<circle"));
+    let document = json(&ask);
+    assert_eq!(document["search"]["goal"], "fastest");
+    assert!(document["search"]["candidates"].as_f64().unwrap() > 1e6);
+    assert_eq!(document["search"]["exhaustive"], false);
+    let front = document["pareto"].as_array().unwrap();
+    assert!(front.iter().all(|point| point["config"]["training"]["optimizer"].is_string()));
+    assert!(document["config"].get("planning").is_none());
+}
+
+#[test]
+fn goals_that_ask_for_a_number_or_a_device_are_answered() {
+    let ask = ["--hardware", "rtx-3060", "--set", "memory.device_budget=2GiB", "--goal", "largest_batch"];
+    let document = json(&ask);
+    let batch: u64 = document["find"]["value"].as_str().unwrap().parse().unwrap();
+    assert!(batch > 8 && document["config"]["training"]["batch_size"] == batch, "{batch}");
+    assert_eq!(document["search"]["goal"], "largest_batch");
+    let document = json(&["--goal", "smallest_device", "--set", "training.batch_size=8"]);
+    let memory = document["hardware"]["device"]["memory"].as_str().map(str::to_owned);
+    assert!(memory.is_some() && document["fits"] == true, "{}", document["hardware"]);
+    assert_eq!(document["search"]["goal"], "smallest_device");
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    let folder = folder();
+    let refused = |more: &[&str], words: &str| {
+        let shown = plimsoll(folder.path(), &[&MODEL[..], more].concat());
+        assert_eq!(shown.status.code(), Some(2), "{more:?}");
+        assert!(text(&shown.stderr).contains(words), "{}", text(&shown.stderr));
+    };
+    refused(&["--goal", "best"], "planning.goal");
+    refused(&["--goal", "fastest", "--find", "rank"], "--find");
+    refused(&["--pareto", "front.svg"], "--goal");
+}
