@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use plimsoll_plan::TrainingPlan;
+use plimsoll_plan::{FrontPoint, TrainingPlan};
 use plimsoll_step::StepError;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -51,6 +51,22 @@ pub struct ParetoPoint {
     /// The configuration that it is.
     #[serde(default)]
     pub config: Value,
+}
+
+impl ParetoPoint {
+    /// The front that was found with a plan; empty where nothing was searched.
+    pub fn of(plan: &TrainingPlan) -> Result<Vec<ParetoPoint>, serde_json::Error> {
+        let front = plan.search.iter().flat_map(|search| &search.front);
+        let point = |point: &FrontPoint| {
+            Ok(ParetoPoint {
+                device_peak_bytes: point.device_peak_bytes,
+                step_seconds: point.step_seconds,
+                quality: point.quality.name().to_owned(),
+                config: serde_json::to_value(&point.config)?,
+            })
+        };
+        front.map(point).collect()
+    }
 }
 
 /// Of several configurations, the values in which they differ: for each, its own as `key: value`.

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::Imported;
-use plimsoll_report::{Document, RunRecord, Subject, WaterfallEntry};
+use plimsoll_report::{Document, ParetoPoint, RunRecord, Subject, WaterfallEntry};
 use plimsoll_train::{CONFIG_FILE, Report, StepMetrics};
 
 use crate::args::{ConfigSource, ReportArgs};
@@ -64,6 +64,7 @@ fn of_configuration(args: &ReportArgs) -> Result<Document, Failure> {
         plan: Some(&plan),
         place: speeds.place().to_owned(),
         waterfall: WaterfallEntry::of(&plan)?,
+        pareto: ParetoPoint::of(&plan)?,
         ..Subject::default()
     })?)
 }
