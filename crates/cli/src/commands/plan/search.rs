@@ -1,7 +1,7 @@
 //! What a search has found: how it was found, and the Pareto front.
 
 use plimsoll_memory::ByteSize;
-use plimsoll_plan::config::{Goal, GradientCheckpointing};
+use plimsoll_plan::config::{Auto, Goal, GradientCheckpointing, OffloadConfig, OffloadTarget, RawConfig};
 use plimsoll_plan::{Finder, Found, FrontPoint, SearchReport, Sought, Target, TrainingPlan, device_for_goal};
 
 use crate::args::{ConfigSource, PlanArgs};
@@ -11,6 +11,9 @@ use crate::row;
 use crate::speeds::PlanSpeeds;
 use crate::table;
 use crate::units::seconds;
+
+/// Points of the front that are as near as this in memory and in time count as one for people.
+const ALIKE: f64 = 1.05;
 
 /// The command line with its goal and its class as keys of the configuration.
 pub fn source(args: &PlanArgs, source: ConfigSource) -> ConfigSource {
@@ -71,8 +74,8 @@ pub fn words(plan: &TrainingPlan, report: &SearchReport) -> String {
         true => "every one was run dry".to_owned(),
         false => {
             let bound = report.bound_step_seconds.filter(|_| plan.fits()).map(|least| {
-                let more = 100.0 * (plan.choice.time.step_seconds / least - 1.0);
-                format!("; with memory for everything a step would take {}, {more:.0} % less", seconds(least))
+                let less = 100.0 * (1.0 - least / plan.choice.time.step_seconds);
+                format!("; with memory for everything a step would take {}, {less:.0} % less", seconds(least))
             });
             format!("{dry_runs} were run dry{}", bound.unwrap_or_default())
         }
@@ -84,11 +87,63 @@ pub fn words(plan: &TrainingPlan, report: &SearchReport) -> String {
     if report.front.is_empty() {
         return out;
     }
-    let mut rows =
-        vec![row!["device", "a step", "tokens/s", "quality", "precision", "optimizer", "checkpointing"]];
-    rows.extend(report.front.iter().map(line));
-    out.push_str(&format!("\nmemory against time, every line a plan that fits:\n{}", table::render(&rows)));
+    let mut rows = vec![row![
+        "device",
+        "a step",
+        "tokens/s",
+        "quality",
+        "precision",
+        "optimizer",
+        "checkpointing",
+        "below the device"
+    ]];
+    let shown = apart(&report.front);
+    rows.extend(shown.iter().map(|point| line(point)));
+    let rest = match report.front.len() - shown.len() {
+        0 => String::new(),
+        rest => format!("; {rest} that are almost the same are left out (--json has all)"),
+    };
+    out.push_str(&format!(
+        "\nmemory against time, every line a plan that fits{rest}:\n{}",
+        table::render(&rows)
+    ));
     out
+}
+
+/// Of points in order, those that somebody may want to choose between: of each class the ends, and what differs from the one before.
+fn apart(front: &[FrontPoint]) -> Vec<&FrontPoint> {
+    let mut shown: Vec<&FrontPoint> = Vec::new();
+    for (place, point) in front.iter().enumerate() {
+        let of_class = |other: &&FrontPoint| other.quality == point.quality;
+        let is_last = !front.iter().skip(place + 1).any(|other| of_class(&other));
+        let differs = |before: &FrontPoint| {
+            let bytes = point.device_peak_bytes as f64 / before.device_peak_bytes.max(1) as f64;
+            bytes > ALIKE || before.step_seconds > point.step_seconds * ALIKE
+        };
+        let before = shown.iter().rev().copied().find(of_class);
+        if is_last || before.is_none_or(differs) {
+            shown.push(point);
+        }
+    }
+    shown
+}
+
+/// What of a point is not on the device.
+fn below(config: &RawConfig) -> String {
+    let OffloadConfig { optimizer, gradients, activations, parameters } = config.memory.offload;
+    let kinds = [
+        ("states", optimizer),
+        ("gradients", gradients),
+        ("activations", activations),
+        ("weights", parameters),
+    ];
+    let on = |target: OffloadTarget| {
+        let own = kinds.iter().filter(|(_, place)| place.and_then(Auto::set) == Some(target));
+        let names: Vec<&str> = own.map(|(name, _)| *name).collect();
+        (!names.is_empty()).then(|| format!("{} on {target}", names.join(", ")))
+    };
+    let tiers: Vec<String> = [OffloadTarget::Host, OffloadTarget::Disk].into_iter().filter_map(on).collect();
+    tiers.join("; ")
 }
 
 fn line(point: &FrontPoint) -> Vec<String> {
@@ -105,6 +160,44 @@ fn line(point: &FrontPoint) -> Vec<String> {
         point.quality,
         precision,
         training.optimizer(),
-        form
+        form,
+        below(&point.config)
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_plan::config::Quality;
+
+    use super::*;
+
+    #[test]
+    fn points_that_are_almost_the_same_are_shown_once_and_the_ends_of_each_class_always() {
+        let point = |device_peak_bytes, step_seconds, quality| FrontPoint {
+            device_peak_bytes,
+            step_seconds,
+            tokens_per_second: 1.0 / step_seconds,
+            quality,
+            config: RawConfig::default(),
+        };
+        let front = [
+            point(100, 9.0, Quality::Proven),
+            point(102, 8.9, Quality::Proven),
+            point(103, 12.0, Quality::Lossless),
+            point(104, 6.0, Quality::Proven),
+            point(120, 5.99, Quality::Proven),
+            point(121, 5.98, Quality::Proven),
+        ];
+        let shown: Vec<u64> = apart(&front).iter().map(|point| point.device_peak_bytes).collect();
+        assert_eq!(shown, [100, 103, 104, 120, 121]);
+        assert!(apart(&[]).is_empty());
+    }
+
+    #[test]
+    fn what_is_below_the_device_is_said_by_tier() {
+        let places =
+            ["memory.offload={optimizer: disk, gradients: host, activations: host, parameters: device}"];
+        let config = RawConfig::from_overrides(places).unwrap();
+        assert_eq!(below(&config), "gradients, activations on host; states on disk");
+    }
 }
