@@ -158,6 +158,7 @@ impl<'a> Techniques<'a> {
             }
             Technique::LossChunks => {}
             Technique::MlpChunks => step.mlp_chunk_tokens = None,
+            Technique::MicroBatches if *accumulation == 1 => {}
             Technique::MicroBatches => {
                 let whole = step.loss_chunk_tokens >= tokens(step);
                 step.batch_size = step.batch_size.saturating_mul(*accumulation);
@@ -183,11 +184,10 @@ impl<'a> Techniques<'a> {
             }
             Technique::Quantization => step.method = unquantised(&step.method),
             Technique::InBackward => step.update = UpdateTiming::AfterBackward,
+            Technique::SequenceChunks if step.chunk_tokens().is_none() => {}
             Technique::SequenceChunks => {
                 let whole = step.loss_chunk_tokens >= tokens(step);
-                if step.chunk_tokens().is_some() {
-                    step.sequence_chunk_tokens = None;
-                }
+                step.sequence_chunk_tokens = None;
                 if whole {
                     step.loss_chunk_tokens = tokens(step);
                 }

@@ -137,6 +137,20 @@ fn other_precisions_optimizers_and_timings_add_up() {
     }
 }
 
+/// A chunk of logits that is larger than all of them is no technique, and makes none of others.
+#[test]
+fn chunks_that_hold_everything_are_no_techniques() {
+    let plan = plan(&[
+        "training.mixed_precision=f32",
+        "training.batch_size=2",
+        "training.gradient_accumulation_steps=1",
+        "training.loss_chunk_tokens=16384",
+        "training.gradient_checkpointing=none",
+        "training.attention=flash",
+    ]);
+    assert_eq!(changes(&adds_up(&plan)), ["flash attention"]);
+}
+
 #[test]
 fn the_naive_step_is_the_one_that_is_named() {
     let plan =
