@@ -89,6 +89,10 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     if answer.plan.fits() { Ok(()) } else { Err(Failure::shown_not_to_fit()) }
 }
 
+/// Behind a plan that was not searched for.
+const SEARCH_FURTHER: &str =
+    "this is the fastest of a short list: --goal fastest --quality proven searches all that is left open\n";
+
 /// A plan with what was asked of it.
 struct Answer<'a> {
     args: &'a PlanArgs,
@@ -194,6 +198,8 @@ impl<'a> Answer<'a> {
         }
         if !plan.fits() {
             out.push_str(&format!("\n{}{}", misfits(plan), remedies(plan)));
+        } else if plan.search.is_none() && self.found.is_none() {
+            out.push_str(SEARCH_FURTHER);
         }
         if args.zero_table {
             out.push_str(&format!("\n{}", ranks::zero_table(plan)?));
