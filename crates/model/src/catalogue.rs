@@ -70,6 +70,9 @@ const GROUPS: &[Group] = &[
             entry("huggingfacetb/smollm2-360m",            [ 49152,   960,  2560,  32], [ 15,  5],   8192, 1e5, TIED),
             entry("huggingfacetb/smollm2-1.7b",            [ 49152,  2048,  8192,  24], [ 32, 32],   8192, 1.3e5, TIED),
             entry("tinyllama/tinyllama-1.1b",              [ 32000,  2048,  5632,  22], [ 32,  4],   2048, 1e4, 0),
+            entry("huggyllama/llama-7b",                  [ 32000,  4096, 11008,  32], [ 32, 32],   2048, 1e4, 0),
+            entry("huggyllama/llama-13b",                 [ 32000,  5120, 13824,  40], [ 40, 40],   2048, 1e4, 0),
+            entry("huggyllama/llama-65b",                 [ 32000,  8192, 22016,  80], [ 64, 64],   2048, 1e4, 0),
             entry("meta-llama/llama-1-7b",                 [ 32000,  4096, 11008,  32], [ 32, 32],   2048, 1e4, 0),
             entry("meta-llama/llama-1-13b",                [ 32000,  5120, 13824,  40], [ 40, 40],   2048, 1e4, 0),
             entry("meta-llama/llama-1-30b",                [ 32000,  6656, 17920,  60], [ 52, 52],   2048, 1e4, 0),
@@ -82,12 +85,16 @@ const GROUPS: &[Group] = &[
             entry("codellama/codellama-7b",                [ 32016,  4096, 11008,  32], [ 32, 32],  16384, 1e6, 0),
             entry("codellama/codellama-13b",               [ 32016,  5120, 13824,  40], [ 40, 40],  16384, 1e6, 0),
             entry("codellama/codellama-34b",               [ 32000,  8192, 22016,  48], [ 64,  8],  16384, 1e6, 0),
+            entry("codellama/codellama-70b",              [ 32016,  8192, 28672,  80], [ 64,  8],  16384, 1e6, 0),
             entry("lmsys/vicuna-7b-v1.5",                  [ 32000,  4096, 11008,  32], [ 32, 32],   4096, 1e4, 0),
             entry("lmsys/vicuna-13b-v1.5",                 [ 32000,  5120, 13824,  40], [ 40, 40],   4096, 1e4, 0),
             entry("openlm-research/open_llama_3b",         [ 32000,  3200,  8640,  26], [ 32, 32],   2048, 1e4, 0),
             entry("01-ai/yi-6b",                           [ 64000,  4096, 11008,  32], [ 32,  4],   4096, 5e6, 0),
             entry("01-ai/yi-9b",                           [ 64000,  4096, 11008,  48], [ 32,  4],   4096, 1e4, 0),
             entry("01-ai/yi-34b",                          [ 64000,  7168, 20480,  60], [ 56,  8],   4096, 5e6, 0),
+            entry("01-ai/yi-1.5-6b",                      [ 64000,  4096, 11008,  32], [ 32,  4],   4096, 5e6, 0),
+            entry("01-ai/yi-1.5-9b",                      [ 64000,  4096, 11008,  48], [ 32,  4],   4096, 5e6, 0),
+            entry("01-ai/yi-1.5-34b",                     [ 64000,  7168, 20480,  60], [ 56,  8],   4096, 5e6, 0),
             entry("deepseek-ai/deepseek-llm-7b",           [102400,  4096, 11008,  30], [ 32, 32],   4096, 1e4, 0),
             entry("deepseek-ai/deepseek-llm-67b",          [102400,  8192, 22016,  95], [ 64,  8],   4096, 1e4, 0),
             entry("tiiuae/falcon3-1b",                     [131072,  2048,  8192,  18], [  8,  4],   4096, 1e6, HEAD_256),
@@ -104,6 +111,8 @@ const GROUPS: &[Group] = &[
             entry("meta-llama/llama-3.1-70b",              [128256,  8192, 28672,  80], [ 64,  8], 131072, 5e5, 0),
             entry("meta-llama/llama-3.1-405b",             [128256, 16384, 53248, 126], [128,  8], 131072, 5e5, 0),
             entry("meta-llama/llama-3.3-70b",              [128256,  8192, 28672,  80], [ 64,  8], 131072, 5e5, 0),
+            entry("deepseek-ai/deepseek-r1-distill-llama-8b",[128256,  4096, 14336,  32], [ 32,  8], 131072, 5e5, 0),
+            entry("deepseek-ai/deepseek-r1-distill-llama-70b",[128256,  8192, 28672,  80], [ 64,  8], 131072, 5e5, 0),
         ],
     },
     Group {
@@ -128,6 +137,8 @@ const GROUPS: &[Group] = &[
         extra: r#"{"sliding_window": 4096}"#,
         entries: &[
             entry("mistralai/mistral-7b-v0.1",             [ 32000,  4096, 14336,  32], [ 32,  8],  32768, 1e4, 0),
+            entry("mistralai/mistral-7b",                 [ 32000,  4096, 14336,  32], [ 32,  8],  32768, 1e4, 0),
+            entry("huggingfaceh4/zephyr-7b-beta",         [ 32000,  4096, 14336,  32], [ 32,  8],  32768, 1e4, 0),
         ],
     },
     Group {
@@ -135,6 +146,8 @@ const GROUPS: &[Group] = &[
         extra: r#"{"sliding_window": null}"#,
         entries: &[
             entry("mistralai/mistral-7b-v0.3",             [ 32768,  4096, 14336,  32], [ 32,  8],  32768, 1e6, 0),
+            entry("mistralai/mistral-7b-v0.2",            [ 32000,  4096, 14336,  32], [ 32,  8],  32768, 1e6, 0),
+            entry("mistralai/mistral-small-22b",          [ 32768,  6144, 16384,  56], [ 48,  8],  32768, 1e6, HEAD_128),
             entry("mistralai/mistral-nemo-12b",            [131072,  5120, 14336,  40], [ 32,  8], 131072, 1e6, HEAD_128),
             entry("mistralai/mistral-small-24b",           [131072,  5120, 32768,  40], [ 32,  8],  32768, 1e8, HEAD_128),
             entry("mistralai/mistral-large-123b",          [ 32768, 12288, 28672,  88], [ 96,  8], 131072, 1e6, 0),
@@ -155,6 +168,37 @@ const GROUPS: &[Group] = &[
             entry("qwen/qwen2.5-14b",                      [152064,  5120, 13824,  48], [ 40,  8], 131072, 1e6, 0),
             entry("qwen/qwen2.5-32b",                      [152064,  5120, 27648,  64], [ 40,  8], 131072, 1e6, 0),
             entry("qwen/qwen2.5-72b",                      [152064,  8192, 29568,  80], [ 64,  8], 131072, 1e6, 0),
+            entry("qwen/qwen2.5-coder-0.5b",              [151936,   896,  4864,  24], [ 14,  2],  32768, 1e6, TIED),
+            entry("qwen/qwen2.5-coder-1.5b",              [151936,  1536,  8960,  28], [ 12,  2],  32768, 1e6, TIED),
+            entry("qwen/qwen2.5-coder-3b",                [151936,  2048, 11008,  36], [ 16,  2],  32768, 1e6, TIED),
+            entry("qwen/qwen2.5-coder-7b",                [152064,  3584, 18944,  28], [ 28,  4],  32768, 1e6, 0),
+            entry("qwen/qwen2.5-coder-14b",               [152064,  5120, 13824,  48], [ 40,  8],  32768, 1e6, 0),
+            entry("qwen/qwen2.5-coder-32b",               [152064,  5120, 27648,  64], [ 40,  8],  32768, 1e6, 0),
+            entry("qwen/qwen2.5-math-1.5b",               [151936,  1536,  8960,  28], [ 12,  2],   4096, 1e4, TIED),
+            entry("qwen/qwen2.5-math-7b",                 [152064,  3584, 18944,  28], [ 28,  4],   4096, 1e4, 0),
+            entry("deepseek-ai/deepseek-r1-distill-qwen-1.5b",[151936,  1536,  8960,  28], [ 12,  2], 131072, 1e4, 0),
+            entry("deepseek-ai/deepseek-r1-distill-qwen-7b",[152064,  3584, 18944,  28], [ 28,  4], 131072, 1e4, 0),
+            entry("deepseek-ai/deepseek-r1-distill-qwen-14b",[152064,  5120, 13824,  48], [ 40,  8], 131072, 1e6, 0),
+            entry("deepseek-ai/deepseek-r1-distill-qwen-32b",[152064,  5120, 27648,  64], [ 40,  8], 131072, 1e6, 0),
+        ],
+    },
+    // The first Qwen has the shapes of Qwen 2 under other names (c_attn is q, k and v; w2, w1 and c_proj are gate, up and down), and half
+    // the intermediate_size that its config.json says.
+    Group {
+        model_type: "qwen2",
+        extra: r#"{"rms_norm_eps": 1e-6}"#,
+        entries: &[
+            entry("qwen/qwen-1.8b",                       [151936,  2048,  5504,  24], [ 16, 16],   8192, 1e4, 0),
+            entry("qwen/qwen-7b",                         [151936,  4096, 11008,  32], [ 32, 32],   8192, 1e4, 0),
+            entry("qwen/qwen-14b",                        [152064,  5120, 13696,  40], [ 40, 40],   8192, 1e4, 0),
+            entry("qwen/qwen-72b",                        [152064,  8192, 24576,  80], [ 64, 64],   8192, 1e4, 0),
+            entry("qwen/qwen1.5-0.5b",                    [151936,  1024,  2816,  24], [ 16, 16],  32768, 1e6, TIED),
+            entry("qwen/qwen1.5-1.8b",                    [151936,  2048,  5504,  24], [ 16, 16],  32768, 1e6, 0),
+            entry("qwen/qwen1.5-4b",                      [151936,  2560,  6912,  40], [ 20, 20],  32768, 1e6, 0),
+            entry("qwen/qwen1.5-7b",                      [151936,  4096, 11008,  32], [ 32, 32],  32768, 1e6, 0),
+            entry("qwen/qwen1.5-14b",                     [152064,  5120, 13696,  40], [ 40, 40],  32768, 1e6, 0),
+            entry("qwen/qwen1.5-32b",                     [152064,  5120, 27392,  64], [ 40,  8],  32768, 1e6, 0),
+            entry("qwen/qwen1.5-72b",                     [152064,  8192, 24576,  80], [ 64, 64],  32768, 1e6, 0),
         ],
     },
     Group {
@@ -163,6 +207,15 @@ const GROUPS: &[Group] = &[
         entries: &[
             entry("microsoft/phi-3-mini",                  [ 32064,  3072,  8192,  32], [ 32, 32],   4096, 1e4, 0),
             entry("microsoft/phi-3-medium",                [ 32064,  5120, 17920,  40], [ 40, 10],   4096, 1e4, 0),
+            entry("microsoft/phi-3-mini-4k",              [ 32064,  3072,  8192,  32], [ 32, 32],   4096, 1e4, 0),
+            entry("microsoft/phi-3-medium-4k",            [ 32064,  5120, 17920,  40], [ 40, 10],   4096, 1e4, 0),
+        ],
+    },
+    Group {
+        model_type: "phi3",
+        extra: r#"{"sliding_window": null}"#,
+        entries: &[
+            entry("microsoft/phi-4",                      [100352,  5120, 17920,  40], [ 40, 10],  16384, 2.5e5, 0),
         ],
     },
     Group {
@@ -238,7 +291,7 @@ const GROUPS: &[Group] = &[
 ];
 
 /// Endings that say what a model was tuned for; its dimensions are the same.
-const SUFFIXES: &[&str] = &["-instruct", "-chat", "-base", "-it", "-hf", "-v1.0", "-v1.1", "-v0.2"];
+const SUFFIXES: &[&str] = &["-instruct", "-chat", "-base", "-it", "-pt", "-hf", "-v1.0", "-v1.1", "-v0.2"];
 
 impl Entry {
     fn short_name(&self) -> &'static str {
@@ -304,6 +357,10 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 /// There is none: names that are like it.
 pub fn find(name: &str) -> Result<ModelSpec, Vec<String>> {
     let mut wanted = name.trim().to_ascii_lowercase();
+    // mistral-7b-instruct-v0.3
+    for tuned in ["-instruct-v", "-chat-v"] {
+        wanted = wanted.replace(tuned, "-v");
+    }
     loop {
         let found = models().find(|(_, e)| e.name == wanted || plain(e.short_name()) == plain(&wanted));
         if let Some(spec) = found.and_then(|(group, entry)| entry.spec(group)) {
@@ -404,6 +461,12 @@ mod tests {
             ("qwen2.5-14b", 14_770_033_664),
             ("qwen2.5-32b", 32_763_876_352),
             ("qwen2.5-72b", 72_706_203_648),
+            ("qwen-1.8b", 1_836_828_672),
+            ("qwen-7b", 7_721_324_544),
+            ("qwen-14b", 14_167_290_880),
+            ("yi-34b", 34_388_917_248),
+            ("codellama-34b", 33_743_970_304),
+            ("phi-4", 14_659_507_200),
             ("phi-3-mini", 3_821_079_552),
             ("gpt2", 124_439_808),
             ("gpt2-medium", 354_823_168),
@@ -433,6 +496,12 @@ mod tests {
             assert_eq!(find(name).unwrap().hidden_size, 576, "{name}");
         }
         assert_eq!(find("meta-llama/Llama-3.1-8B-Instruct").unwrap().vocab_size, 128_256);
+        for name in ["TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"] {
+            assert_eq!(find(name).unwrap().num_layers, 22, "{name}");
+        }
+        assert_eq!(find("mistralai/Mistral-7B-Instruct-v0.3").unwrap().vocab_size, 32_768);
+        assert_eq!(find("mistralai/Mistral-7B-Instruct-v0.2").unwrap().vocab_size, 32_000);
+        assert_eq!(find("Qwen/Qwen2.5-Coder-1.5B-Instruct").unwrap().hidden_size, 1536);
         assert_eq!(find("llama-3-8b").unwrap().max_position_embeddings, 8192);
         assert_eq!(find("smollm2-153m").unwrap_err()[0], "smollm2-135m");
         assert!(find("something else altogether").unwrap_err().is_empty());

@@ -105,6 +105,11 @@ pub fn read_config(folder: &Path, name: String) -> Result<ModelSpec, ConfigError
     Ok(spec)
 }
 
+/// The shape in a `config.json` that lies anywhere.
+pub fn read_config_file(path: &Path, name: String) -> Result<ModelSpec, ConfigError> {
+    model_spec(&Keys::read(path)?, name)
+}
+
 /// The shape that the text of a `config.json` describes; `path` is for errors.
 pub fn parse_config(path: &Path, text: &str, name: String) -> Result<ModelSpec, ConfigError> {
     model_spec(&Keys::parse(path, text)?, name)

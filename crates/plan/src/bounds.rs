@@ -262,7 +262,7 @@ mod tests {
         let forms = [Checkpointing::None, groups(2), groups(4), Checkpointing::Full, Checkpointing::Sqrt];
         let accumulates = !config.training.optimizer_in_backward();
         let batches: &[(u64, u64)] = if accumulates { &[(1, 4), (2, 2), (4, 1)] } else { &[(1, 1), (4, 1)] };
-        for precision in precisions(&config.training, &method) {
+        for precision in precisions(&config.training, &method, None) {
             let mut made = Vec::new();
             for offload in offloads(config, limits) {
                 let wanted = |form, (batch_size, accumulation)| {

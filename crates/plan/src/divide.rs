@@ -169,7 +169,7 @@ impl Among<'_> {
     fn chosen(&self) -> Result<(usize, Choice, Division), StepError> {
         let lists = self.candidates.iter().map(|candidate| batches(&candidate.config).len()).max();
         for offload in offloads(self.config, self.limits) {
-            for precision in precisions(&self.config.training, self.method) {
+            for precision in precisions(&self.config.training, self.method, self.limits.narrow) {
                 for batches in 0..lists.unwrap_or(0) {
                     if let Some(chosen) = self.of_level(Level { offload, precision, batches })? {
                         return Ok(chosen);
@@ -303,7 +303,7 @@ impl Among<'_> {
     fn nearest(&self) -> Result<(usize, Choice, Division), StepError> {
         let at_rest = |candidate: &&Candidate<'_>| {
             let Candidate { config, runs, place, .. } = candidate;
-            let precision = precisions(&config.training, self.method).pop().unwrap_or(Precision::F32);
+            let precision = precisions(&config.training, self.method, None).pop().unwrap_or(Precision::F32);
             let settings = step_settings(config, self.spec, self.method, precision, Checkpointing::Full, 1);
             (runs.at_rest(&settings).device, *place)
         };

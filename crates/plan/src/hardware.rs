@@ -12,15 +12,14 @@ mod files;
 mod memory;
 mod process;
 
-pub use cgroup::{CgroupVersion, ContainerLimit};
+pub use cgroup::{CgroupVersion, ContainerLimit, container_of, memory_group_of};
 pub use cpu::Cpu;
 pub use disk::{DiskSpace, disk_space};
+pub use files::{SystemFiles, field, kilobytes};
 pub use memory::Memory;
 pub use process::{ProcessMemory, process_memory};
 
 use std::fmt;
-
-use files::SystemFiles;
 
 /// Processor and memory, as far as this process may use them.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]

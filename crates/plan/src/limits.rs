@@ -1,5 +1,6 @@
 //! What a plan must keep to: the load line, the budgets, and the limits that the system enforces.
 
+use plimsoll_device::DType;
 use plimsoll_memory::{Tag, Tier};
 
 use crate::config::{GradientCheckpointing, RawConfig};
@@ -23,6 +24,8 @@ pub struct Limits {
     pub host_bytes: Option<u64>,
     /// Whether the device has memory of its own, so that what is on the host takes none of it.
     pub is_apart: bool,
+    /// The 16-bit type that comes before f32 where the precision is open.
+    pub narrow: Option<DType>,
     /// Bytes that all of it together may take, beside the overhead.
     pub memory_bytes: u64,
     /// Bytes of address space beside the overhead: for arenas, and for the files of a checkpoint while it is read.
@@ -44,6 +47,7 @@ impl Limits {
             arena_bytes: most,
             host_bytes: None,
             is_apart: false,
+            narrow: None,
             memory_bytes: most,
             address_bytes: most,
             disk_bytes: most,
@@ -54,7 +58,8 @@ impl Limits {
     /// What a configuration may have on a machine, under a load line.
     pub(crate) fn of(config: &RawConfig, machine: &Machine) -> Limits {
         let (overhead, line) = (machine.overhead_bytes, load_line(config, machine));
-        let target = (line.bytes as f64 * config.memory.target_utilization()) as u64;
+        let [share, ..] = config.memory.shares();
+        let target = (line.bytes as f64 * share) as u64;
         let free = machine.disk_available.unwrap_or(u64::MAX);
         let enforced = machine.limits.enforced();
         Limits {
@@ -66,6 +71,7 @@ impl Limits {
             },
             host_bytes: config.memory.host_budget().set().map(|size| size.0).or(machine.host_bytes),
             is_apart: !machine.rates.wiring.device.unified,
+            narrow: machine.rates.wiring.narrow,
             memory_bytes: enforced.map_or(u64::MAX, |line| line.bytes.saturating_sub(overhead)),
             address_bytes: machine.limits.address_space_left(overhead).unwrap_or(u64::MAX),
             disk_bytes: config.memory.disk_budget().set().map_or(free, |size| size.0.min(free)),

@@ -213,7 +213,7 @@ pub(crate) fn lightest_that_fits(
     let runs = &runs.within(limits);
     let search = Search { config, method, runs, limits, ladder: &ladder, rival: None };
     for offload in offloads(config, limits) {
-        for precision in precisions(&config.training, method) {
+        for precision in precisions(&config.training, method, limits.narrow) {
             for batches in batches(config) {
                 if let Some(choice) = search.lightest(precision, offload, &batches)? {
                     return Ok(choice);
@@ -252,7 +252,7 @@ pub(crate) fn ladder(
     let training = &config.training;
     let mut all = Vec::new();
     for offload in offloads(config, limits) {
-        for precision in precisions(training, method) {
+        for precision in precisions(training, method, limits.narrow) {
             for batch in batches(config).iter().filter_map(|batches| shortest(batches)) {
                 for form in lightest_forms(training) {
                     let settings = step_settings(config, spec, method, precision, form, batch.0);
@@ -300,15 +300,18 @@ impl Search<'_> {
 
     /// The best of all candidates with an offload.
     fn candidates(&self, offload: Offload) -> Result<Option<Choice>, StepError> {
-        let training = &self.config.training;
-        // A precision that loses nothing is preferred to one that does, however fast.
-        for precision in precisions(training, self.method) {
+        let all = precisions(&self.config.training, self.method, self.limits.narrow);
+        // A precision that loses nothing is preferred to one that does, however fast, but on a device that is made for the other.
+        let together = if self.limits.narrow.is_some() { all.len() } else { 1 };
+        for alike in all.chunks(together.max(1)) {
             for batches in batches(self.config) {
-                // Where the lightest form does not fit, no other will.
-                if self.lightest(precision, offload, &batches)?.is_none() {
-                    continue;
+                let mut candidates = Vec::new();
+                for precision in alike {
+                    // Where the lightest form does not fit, no other will.
+                    if self.lightest(*precision, offload, &batches)?.is_some() {
+                        candidates.extend(self.of_all_forms(*precision, offload, &batches)?);
+                    }
                 }
-                let mut candidates = self.of_all_forms(precision, offload, &batches)?;
                 for room in [self.limits.target_bytes, self.limits.room_bytes] {
                     if let Some(index) = best(&candidates, |choice| self.fits(choice, room)) {
                         return Ok(Some(candidates.swap_remove(index)));
@@ -596,15 +599,20 @@ pub fn lighter_choices(
     Ok(all)
 }
 
-pub(crate) fn precisions(training: &TrainingConfig, method: &TrainingMethod) -> Vec<Precision> {
+/// Precisions, the first to be tried first: f32 loses nothing; a device that is made for a narrow type is trained in that.
+pub(crate) fn precisions(
+    training: &TrainingConfig,
+    method: &TrainingMethod,
+    narrow: Option<DType>,
+) -> Vec<Precision> {
     let gradients = |default| match training.gradient_dtype().set() {
         Some(GradientDtype::F32) => DType::F32,
         Some(GradientDtype::Bf16) => DType::Bf16,
         None => default,
     };
     // Adapters are in f32 themselves, and what is frozen needs no master.
-    let narrow = |p: &Parameter| !matches!(p.role, Role::Lora(..));
-    let trains_narrow = method.adapters().is_none_or(|adapters| adapters.layout.trained().any(narrow));
+    let is_narrow = |p: &Parameter| !matches!(p.role, Role::Lora(..));
+    let trains_narrow = method.adapters().is_none_or(|adapters| adapters.layout.trained().any(is_narrow));
     // f32 weights have f32 gradients: `validate` refuses anything else where it was written.
     let f32 = Precision::F32;
     let bf16 = |master_weights| Precision {
@@ -619,20 +627,25 @@ pub(crate) fn precisions(training: &TrainingConfig, method: &TrainingMethod) -> 
         true => Precision { gradients: gradients(DType::F32), ..Precision::FP8 },
         false => Precision { linears: Linears::Fp8, ..bf16(false) },
     };
+    // Updates of half a step's rounding vanish in f16: there are always masters.
+    let fp16 =
+        Precision { gradients: gradients(DType::F32), master_weights: trains_narrow, ..Precision::F16 };
     // Without masters updates are rounded stochastically: that is for the user to choose.
     let masters = training.master_weights().set() != Some(MasterWeights::None) && trains_narrow;
     match training.mixed_precision().set() {
         Some(MixedPrecision::F32) => vec![f32],
         Some(MixedPrecision::Bf16) => vec![bf16(masters)],
         Some(MixedPrecision::Fp8) => vec![fp8(masters)],
-        // Updates of half a step's rounding vanish in f16: there are always masters.
-        Some(MixedPrecision::Fp16) => {
-            let gradients = gradients(DType::F32);
-            vec![Precision { gradients, master_weights: trains_narrow, ..Precision::F16 }]
+        Some(MixedPrecision::Fp16) => vec![fp16],
+        None => {
+            let sixteen = if narrow == Some(DType::F16) { fp16 } else { bf16(masters) };
+            // Beside weights of four bits, activations of 32 would save nothing.
+            match method.adapters().is_some_and(|adapters| !adapters.weight_types.is_empty()) {
+                true => vec![sixteen],
+                false if narrow.is_some() => vec![sixteen, f32],
+                false => vec![f32, sixteen],
+            }
         }
-        // Beside weights of four bits, activations of 32 would save nothing.
-        None if method.adapters().is_some_and(|a| !a.weight_types.is_empty()) => vec![bf16(masters)],
-        None => vec![f32, bf16(masters)],
     }
 }
 
@@ -795,7 +808,7 @@ pub(crate) fn step_settings(
 
 /// The step of a configuration of which nothing is left open, or the first of its candidates.
 pub(crate) fn settled(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod) -> Option<Wanted> {
-    let precision = precisions(&config.training, method).first().copied()?;
+    let precision = precisions(&config.training, method, None).first().copied()?;
     let form = checkpointings(&config.training).first().copied()?;
     let (batch_size, accumulation) = batches(config).first()?.first().copied()?;
     let settings = step_settings(config, spec, method, precision, form, batch_size);

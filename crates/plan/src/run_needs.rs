@@ -97,7 +97,7 @@ impl DiskNeeds {
     ) -> Result<DiskNeeds, StepError> {
         let method = training_method(config, spec, stored)?;
         let (mut least, steps) = (None, steps_in(config));
-        for precision in precisions(&config.training, &method) {
+        for precision in precisions(&config.training, &method, None) {
             let settings = step_settings(config, spec, &method, precision, Checkpointing::None, 1);
             let needs =
                 Written::new(&config.output, SavedBytes::of(spec, &settings)?, steps.or(Some(0)), past);

@@ -32,7 +32,9 @@ use self::weigh::Merit;
 use crate::config::{Goal, Quality, RawConfig};
 use crate::divide::divide;
 use crate::limits::Limits;
-use crate::resolve::{Choice, resolved_config};
+use crate::method::training_method;
+use crate::resolve::{Choice, choose, resolved_config};
+use crate::runs::DryRuns;
 use crate::training_plan::Machine;
 
 /// Points that are as fast as the fastest but for this share: of them the one that loses least is taken, and the smallest of those.
@@ -117,6 +119,13 @@ pub(crate) fn searched(
     }
     if !exhaustive && best.is_some() {
         let room = limits.target_bytes;
+        if !walk.space.is_long {
+            // What is found without a search is a point like others: no answer is worse.
+            let method = training_method(config, spec, stored)?;
+            let plain = choose(config, &method, &DryRuns::new(spec, &machine.rates), limits)?;
+            let point = walk.space.point_of(&(plain.settings, plain.accumulation));
+            walk.run(point.as_slice());
+        }
         walk.along_the_front(quality, room);
         let aim = walk.aim(merit, limits.target_bytes, quality);
         best = walk.chosen(&aim).or(best);
@@ -154,7 +163,7 @@ fn divided(
         return Ok(own);
     }
     let mut narrow = own.clone();
-    let open = axes::precisions(config);
+    let open = axes::precisions(config, machine.rates.wiring.narrow);
     let mut allowed = open.iter().filter(|value| value.quality <= quality.min(Quality::Proven));
     if let Some(value) = allowed.next_back() {
         value.setting.apply(&mut narrow);

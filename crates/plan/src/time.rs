@@ -1,6 +1,6 @@
 //! How long things take: arithmetic and bytes against what the machine was measured to do.
 
-use plimsoll_device::{DeviceTraits, Lines, Pace, Tally, Times, Transferred};
+use plimsoll_device::{DType, DeviceTraits, Lines, Pace, Tally, Times, Transferred};
 use serde::{Deserialize, Serialize};
 
 /// What a machine does, as measured or as told.
@@ -44,6 +44,8 @@ pub struct Wiring {
     pub rank_link: f64,
     /// What is between machines, where there are several.
     pub network: Option<Network>,
+    /// The 16-bit type that the device is made to train in; `None` where it is as good in f32.
+    pub narrow: Option<DType>,
 }
 
 /// What is between machines.
@@ -58,7 +60,7 @@ pub struct Network {
 impl Wiring {
     /// A CPU's: processes of one machine reach about this.
     pub const CPU: Wiring =
-        Wiring { device: DeviceTraits::CPU, host_link: None, rank_link: 2e9, network: None };
+        Wiring { device: DeviceTraits::CPU, host_link: None, rank_link: 2e9, network: None, narrow: None };
 }
 
 impl Default for Wiring {

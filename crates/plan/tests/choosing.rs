@@ -340,6 +340,7 @@ fn limits(disk_bytes: u64) -> Limits {
         target_bytes: u64::MAX,
         host_bytes: None,
         is_apart: false,
+        narrow: None,
         memory_bytes: u64::MAX,
         address_bytes: u64::MAX,
         disk_bytes,

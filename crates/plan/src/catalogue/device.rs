@@ -1,6 +1,6 @@
 //! A device as data.
 
-use plimsoll_device::DeviceTraits;
+use plimsoll_device::{DType, DeviceTraits};
 use plimsoll_memory::ByteSize;
 use serde::{Deserialize, Serialize};
 
@@ -141,6 +141,7 @@ impl DeviceModel {
                 host_link: Some(self.host_link),
                 rank_link,
                 network,
+                narrow: Some(if self.bf16 { DType::Bf16 } else { DType::F16 }),
             },
             ..Rates::of_cpu(products, memory_bandwidth, EXPS_PER_FLOP * self.f32)
         }

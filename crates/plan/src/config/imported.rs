@@ -49,27 +49,7 @@ impl Imported {
 
     /// The same of a text; files that it names are looked for in `folder`, if there is one.
     fn from_text(text: &str, origin: &str, folder: Option<&Path>) -> Result<Imported, ConfigError> {
-        let document = Document { text, kind: NodeKind::File(origin) };
-        let node = document.parse();
-        let is_map = node.as_ref().is_ok_and(|node| matches!(node.value, Yaml::Map(_)));
-        let script = || script::leaves(text, origin).filter(|_| !is_map);
-        let (leaves, program) = match (script(), node) {
-            (Some(leaves), _) => {
-                let wrong = |reason| ConfigError::Syntax { place: Place::argument(origin), reason };
-                (leaves.map_err(wrong)?, &programs::SCRIPT)
-            }
-            (None, Ok(node)) if is_map => {
-                let mut leaves = Vec::new();
-                flatten(String::new(), Input { node: &node, source: text }, &document, &mut leaves);
-                let program = Program::of(leaves.iter().map(|leaf| leaf.key.as_str()));
-                (leaves, program)
-            }
-            (None, Ok(_)) => return Err(ConfigError::Empty { origin: origin.to_owned() }),
-            (None, Err(error)) => return Err(error),
-        };
-        if leaves.is_empty() {
-            return Err(ConfigError::Empty { origin: origin.to_owned() });
-        }
+        let (leaves, program) = read(text, origin)?;
         let mut imported = Imported::default();
         for leaf in &leaves {
             imported.take(leaf, program, folder)?;
@@ -120,6 +100,72 @@ impl Imported {
                 self.overrides.push(Override { key: ours.to_owned(), value, argument });
             }
         }
+    }
+}
+
+/// The keys of a text and the program that has such keys.
+fn read(text: &str, origin: &str) -> Result<(Vec<Leaf>, &'static Program), ConfigError> {
+    let document = Document { text, kind: NodeKind::File(origin) };
+    let node = document.parse();
+    let is_map = node.as_ref().is_ok_and(|node| matches!(node.value, Yaml::Map(_)));
+    let script = || script::leaves(text, origin).filter(|_| !is_map);
+    let (leaves, program) = match (script(), node) {
+        (Some(leaves), _) => {
+            let wrong = |reason| ConfigError::Syntax { place: Place::argument(origin), reason };
+            (leaves.map_err(wrong)?, &programs::SCRIPT)
+        }
+        (None, Ok(node)) if is_map => {
+            let mut leaves = Vec::new();
+            flatten(String::new(), Input { node: &node, source: text }, &document, &mut leaves);
+            let program = Program::of(leaves.iter().map(|leaf| leaf.key.as_str()));
+            (leaves, program)
+        }
+        (None, Ok(_)) => return Err(ConfigError::Empty { origin: origin.to_owned() }),
+        (None, Err(error)) => return Err(error),
+    };
+    if leaves.is_empty() {
+        return Err(ConfigError::Empty { origin: origin.to_owned() });
+    }
+    Ok((leaves, program))
+}
+
+/// A file of another program in that program's own keys, for whoever needs its words and not ours.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ForeignFile {
+    /// The program that has such keys: `TrainingArguments` where no other is known by its own.
+    pub program: &'static str,
+    /// What it says, in the order of the file.
+    pub keys: Vec<ForeignKey>,
+}
+
+/// A key of another program's file: `zero_optimization.stage`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ForeignKey {
+    /// With dots where it is nested.
+    pub key: String,
+    /// As it is written; a list in brackets, as JSON.
+    pub value: String,
+    /// File, line and column.
+    pub place: String,
+}
+
+impl ForeignFile {
+    /// Reads the files that [`Imported::from_file`] reads.
+    ///
+    /// # Errors
+    /// It cannot be read, is no YAML or JSON and no script, or says nothing.
+    pub fn read(path: &Path) -> Result<ForeignFile, ConfigError> {
+        let (text, origin) = read_file(path)?;
+        let (leaves, program) = read(&text, &origin)?;
+        let keys = leaves.into_iter().map(|Leaf { key, value, place }| ForeignKey { key, value, place });
+        Ok(ForeignFile { program: program.name, keys: keys.collect() })
+    }
+}
+
+impl ForeignKey {
+    /// For a list of what is not understood.
+    pub fn shown(&self) -> String {
+        format!("{}: {} ({})", self.place, self.key, shortened(&self.value))
     }
 }
 

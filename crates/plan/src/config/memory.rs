@@ -22,14 +22,16 @@ section! {
         disk_budget: Auto<ByteSize> = Auto::Auto;
         /// The folder of their file, which has no name and is gone with the process.
         disk_path: PathBuf, "spill in output.dir";
+        /// How near to a budget a run may come: the four shares below, where they are not given.
+        threshold_profile: ThresholdProfile = ThresholdProfile::Balanced;
         /// The share of a budget that automatic choices may fill.
-        target_utilization: f64 = 0.95, SHARE;
+        target_utilization: f64, "of threshold_profile: 0.92, 0.90 or 0.85", SHARE;
         /// The share of a budget in use from which a warning is given.
-        warning_threshold: f64 = 0.9, SHARE;
+        warning_threshold: f64, "of threshold_profile: 0.94, 0.92 or 0.88", SHARE;
         /// The share of a budget in use that is called critical.
-        critical_threshold: f64 = 0.95, SHARE;
+        critical_threshold: f64, "of threshold_profile: 0.96, 0.95 or 0.92", SHARE;
         /// The share of a budget in use at which the run saves itself.
-        emergency_threshold: f64 = 0.98, SHARE;
+        emergency_threshold: f64, "of threshold_profile: 0.98, 0.97 or 0.95", SHARE;
         /// Whether a run that memory is taken away from goes on with a plan that needs less, and back when there is room.
         ladder: bool = true;
         /// Whether every allocation of a step is written to the output folder, as memory_timeline.json for Perfetto and
@@ -84,6 +86,43 @@ choice! {
         Host = "host" | "cpu",
         /// In a private file.
         Disk = "disk" | "nvme",
+    }
+}
+
+choice! {
+    /// How near to a budget a run may come.
+    pub enum ThresholdProfile {
+        /// Near: for a machine that nobody else uses.
+        Aggressive = "aggressive",
+        /// The default.
+        Balanced = "balanced",
+        /// Far: for a machine whose other users come and go.
+        Conservative = "conservative",
+    }
+}
+
+impl ThresholdProfile {
+    /// Shares of a budget: target, warning, critical, emergency. They are those of the Ava MoE++ framework, whose users know the
+    /// names.
+    pub fn shares(self) -> [f64; 4] {
+        match self {
+            ThresholdProfile::Aggressive => [0.92, 0.94, 0.96, 0.98],
+            ThresholdProfile::Balanced => [0.90, 0.92, 0.95, 0.97],
+            ThresholdProfile::Conservative => [0.85, 0.88, 0.92, 0.95],
+        }
+    }
+}
+
+impl MemoryConfig {
+    /// The shares that count: target, warning, critical, emergency, each as it was set or as the profile has it.
+    pub fn shares(&self) -> [f64; 4] {
+        let [target, warning, critical, emergency] = self.threshold_profile().shares();
+        [
+            self.target_utilization.unwrap_or(target),
+            self.warning_threshold.unwrap_or(warning),
+            self.critical_threshold.unwrap_or(critical),
+            self.emergency_threshold.unwrap_or(emergency),
+        ]
     }
 }
 

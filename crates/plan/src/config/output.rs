@@ -17,6 +17,10 @@ section! {
         logging_steps: u64 = 10, AT_LEAST_ONE;
         /// Optimizer steps from one validation to the next; 0: only after the last.
         eval_steps: u64 = 0;
+        /// Whether the steps are also written as a table, metrics.csv.
+        csv: bool = false;
+        /// Whether the steps are also written as event files for TensorBoard, into the folder tensorboard.
+        tensorboard: bool = false;
         /// Whether the trained model is written at the end, as a Hugging Face folder.
         final_model: bool = true;
     }

@@ -281,11 +281,11 @@ impl RawConfig {
     }
 
     fn check_memory(&self, errors: &mut Vec<ConfigError>) {
-        let memory = &self.memory;
+        let [_, warning, critical, emergency] = self.memory.shares();
         let rising = [
-            ("memory.warning_threshold", memory.warning_threshold()),
-            ("memory.critical_threshold", memory.critical_threshold()),
-            ("memory.emergency_threshold", memory.emergency_threshold()),
+            ("memory.warning_threshold", warning),
+            ("memory.critical_threshold", critical),
+            ("memory.emergency_threshold", emergency),
         ];
         if !rising.is_sorted_by(|(_, lower), (_, higher)| lower <= higher) {
             errors.push(ConfigError::Conflict {

@@ -110,6 +110,9 @@ fn put_optimizer(sheet: &mut Sheet<'_>, page: &mut Page) {
 fn put_output(sheet: &mut Sheet<'_>, page: &mut Page) {
     let (output, data) = (&sheet.config().output, &sheet.config().data);
     page.put("logging_steps", output.logging_steps());
+    if output.tensorboard() {
+        page.put("report_to", "tensorboard");
+    }
     match output.save_steps() {
         0 => page.put("save_strategy", "no"),
         steps => {

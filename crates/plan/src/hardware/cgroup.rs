@@ -56,7 +56,11 @@ impl Group {
 
 impl Cgroups {
     pub(super) fn under(files: &SystemFiles) -> Option<Cgroups> {
-        let groups = files.read(Path::new("/proc/self/cgroup"))?;
+        Cgroups::of_process(files, "self")
+    }
+
+    fn of_process(files: &SystemFiles, pid: &str) -> Option<Cgroups> {
+        let groups = files.read(&Path::new("/proc").join(pid).join("cgroup"))?;
         let mounts = files.read(Path::new("/proc/self/mountinfo"))?;
         Some(Cgroups::parse(&groups, &mounts))
     }
@@ -176,6 +180,17 @@ pub(super) fn memory_limit(files: &SystemFiles, cgroups: &Cgroups) -> Option<Con
         }
     }
     tightest.map(|tightest| ContainerLimit { free: least_free, ..tightest })
+}
+
+/// The tightest memory limit of the groups that a process is in; `None` if there is none, or no such process.
+pub fn container_of(files: &SystemFiles, pid: u32) -> Option<ContainerLimit> {
+    memory_limit(files, &Cgroups::of_process(files, &pid.to_string())?)
+}
+
+/// The folder of the memory control group that a process is in, as it is mounted here.
+pub fn memory_group_of(files: &SystemFiles, pid: u32) -> Option<PathBuf> {
+    let groups = Cgroups::of_process(files, &pid.to_string())?;
+    groups.memory_v1.or(groups.unified).map(|group| group.folder)
 }
 
 /// What a group uses, without the page cache that is given up first.

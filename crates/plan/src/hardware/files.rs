@@ -5,23 +5,24 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// System files below a root.
-#[derive(Debug)]
-pub(super) struct SystemFiles {
+#[derive(Clone, Debug)]
+pub struct SystemFiles {
     root: PathBuf,
 }
 
 impl SystemFiles {
-    pub(super) fn of_this_machine() -> SystemFiles {
+    /// Those of this machine.
+    pub fn of_this_machine() -> SystemFiles {
         SystemFiles { root: PathBuf::from("/") }
     }
 
-    #[cfg(test)]
-    pub(super) fn under(root: &Path) -> SystemFiles {
+    /// Those below another root: copies from another machine, or made up by a test.
+    pub fn under(root: &Path) -> SystemFiles {
         SystemFiles { root: root.to_owned() }
     }
 
     /// The text of a file, given by its absolute path; `None` if it cannot be read.
-    pub(super) fn read(&self, path: &Path) -> Option<String> {
+    pub fn read(&self, path: &Path) -> Option<String> {
         /// `/proc/cpuinfo` of a machine with thousands of cores has a few megabytes.
         const MOST: u64 = 16 << 20;
         let path = self.root.join(path.strip_prefix("/").unwrap_or(path));
@@ -29,10 +30,17 @@ impl SystemFiles {
         File::open(path).ok()?.take(MOST).read_to_end(&mut bytes).ok()?;
         Some(String::from_utf8_lossy(&bytes).into_owned())
     }
+
+    /// The names in a folder, in no order; none if it cannot be read.
+    pub fn names(&self, folder: &Path) -> Vec<String> {
+        let folder = self.root.join(folder.strip_prefix("/").unwrap_or(folder));
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+        entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
+    }
 }
 
 /// The value behind `key` in lines of `key: value` or `key value`.
-pub(super) fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
+pub fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
     text.lines().find_map(|line| {
         let rest = line.strip_prefix(key)?;
         let value = rest.trim_start();
@@ -42,7 +50,7 @@ pub(super) fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
 }
 
 /// A size in lines of `key: 1024 kB`, in bytes.
-pub(super) fn kilobytes(text: &str, key: &str) -> Option<u64> {
+pub fn kilobytes(text: &str, key: &str) -> Option<u64> {
     let number = field(text, key)?.strip_suffix("kB")?.trim();
     number.parse::<u64>().ok()?.checked_mul(1024)
 }

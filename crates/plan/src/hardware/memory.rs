@@ -39,7 +39,8 @@ impl Memory {
         Memory::under(&SystemFiles::of_this_machine())
     }
 
-    pub(super) fn under(files: &SystemFiles) -> Memory {
+    /// As a system's files say.
+    pub fn under(files: &SystemFiles) -> Memory {
         let read = |path: &str| files.read(Path::new(path)).unwrap_or_default();
         let meminfo = read("/proc/meminfo");
         let of_machine = |key| kilobytes(&meminfo, key).map(ByteSize);

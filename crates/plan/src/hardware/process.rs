@@ -38,8 +38,8 @@ pub fn process_memory() -> Option<ProcessMemory> {
 }
 
 impl ProcessMemory {
-    /// Reads the text of `/proc/self/status`.
-    pub(super) fn parse(status: &str) -> ProcessMemory {
+    /// Reads the text of `/proc/PID/status`.
+    pub fn parse(status: &str) -> ProcessMemory {
         let size = |key| kilobytes(status, key).map(ByteSize);
         ProcessMemory {
             resident: size("VmRSS"),

@@ -154,8 +154,9 @@ impl Setting {
     }
 }
 
-/// Precisions that the configuration leaves open, of which the first loses nothing.
-pub(super) fn precisions(config: &RawConfig) -> Vec<Value> {
+/// Precisions that the configuration leaves open, of which the first loses nothing. On a device that is made to train in a 16-bit type,
+/// that type with f32 masters is what every loss is compared with, and counts as lossless.
+pub(super) fn precisions(config: &RawConfig, narrow: Option<DType>) -> Vec<Value> {
     let training = &config.training;
     let said = training.mixed_precision().set();
     if said.is_some() {
@@ -176,11 +177,19 @@ pub(super) fn precisions(config: &RawConfig) -> Vec<Value> {
             }
         }
     };
-    let value = |(mixed, masters, gradients, quality): &(_, _, _, _)| Value {
-        setting: Setting::Precision(*mixed, *masters, *gradients),
-        quality: *quality,
+    let value = |(mixed, masters, gradients, quality): &(_, _, _, _)| {
+        let is_bf16 = *mixed == MixedPrecision::Bf16;
+        // What has no bf16 is trained in fp16, with masters and a scaled loss.
+        let mixed = if is_bf16 && narrow == Some(DType::F16) { MixedPrecision::Fp16 } else { *mixed };
+        let is_usual = is_bf16 && narrow.is_some() && *quality == Quality::Proven;
+        let quality = if is_usual { Quality::Lossless } else { *quality };
+        Value { setting: Setting::Precision(mixed, *masters, *gradients), quality }
     };
-    PRECISIONS.iter().filter(may).map(value).collect()
+    let can_be = |(mixed, masters, ..): &&(_, _, _, _)| {
+        let is_fp16 = narrow == Some(DType::F16) && *mixed == MixedPrecision::Bf16;
+        !(is_fp16 && *masters == MasterWeights::None)
+    };
+    PRECISIONS.iter().filter(may).filter(can_be).map(value).collect()
 }
 
 pub(super) fn storages() -> Vec<Value> {

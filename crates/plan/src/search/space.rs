@@ -2,9 +2,10 @@
 
 use plimsoll_memory::Tier;
 use plimsoll_model::{ModelSpec, WeightSource};
-use plimsoll_step::{Checkpointing, StepError, TrainingMethod};
+use plimsoll_step::{Checkpointing, StepError, StepSettings, TrainingMethod};
 
 use super::axes::{self, Setting, Value};
+use super::measure::changed;
 use crate::config::{Method, OffloadTarget, OptimizerOptions, Quality, RawConfig};
 use crate::limits::Limits;
 use crate::method::training_method;
@@ -70,7 +71,7 @@ impl<'a> Space<'a> {
                 divisions.len() > 1,
                 axes::divisions(divisions.iter().map(|division| division.parallel.clone())),
             ),
-            axes::precisions(&config),
+            axes::precisions(&config, limits.narrow),
             is_free(
                 training.method() == Method::Lora && training.quantization().set().is_none(),
                 axes::storages(),
@@ -179,6 +180,34 @@ impl<'a> Space<'a> {
         let storage = point.get(STORAGE).copied().unwrap_or(0);
         let method = self.methods.get(usize::from(storage))?.as_ref().ok()?;
         settled(&config, self.spec, method)
+    }
+
+    /// The point of a step that was found in another way, if it is one of this space.
+    pub fn point_of(&mut self, (settings, accumulation): &Wanted) -> Option<Point> {
+        let mut point = [0; AXES];
+        for (axis, place) in point.iter_mut().enumerate() {
+            let Some(first) = self.axes.get(axis).and_then(|values| values.first()) else { continue };
+            let own = match first.setting {
+                Setting::Batch(..) => Setting::Batch(settings.batch_size, *accumulation),
+                Setting::Checkpointing(_) => Setting::Checkpointing(settings.checkpointing),
+                Setting::Attention(_) => Setting::Attention(settings.attention),
+                Setting::Together(_) => Setting::Together(settings.micro_batches_per_pass),
+                Setting::Place(kind, ..) => {
+                    let kept = u64::from(kind.kept(settings.kept_layers));
+                    Setting::Place(kind, kind.tier(settings.offload), kept)
+                }
+                _ => continue,
+            };
+            *place = self.number(axis, &own)?;
+        }
+        let precisions = self.axes.get(PRECISION).map_or(1, |values| values.len().max(1)) as u16;
+        (0..precisions).map(|precision| changed(point, PRECISION, precision)).find(|point| {
+            self.wanted(point).is_some_and(|(own, steps)| {
+                // Exchanges behind the computation are no axis.
+                let overlap_communication = settings.overlap_communication;
+                steps == *accumulation && StepSettings { overlap_communication, ..own } == *settings
+            })
+        })
     }
 
     /// The least class that allows a point.

@@ -1,10 +1,10 @@
 //! transformers' `TrainingArguments` and TRL's, as JSON, YAML or on a command line.
 
 use super::words::{
-    Entry, checkpointing, optimizer, same, schedule, steps, warmup_share, warmup_steps, when_true,
+    Entry, among, checkpointing, optimizer, same, schedule, steps, warmup_share, warmup_steps, when_true,
 };
 
-pub const ENTRIES: [Entry; 32] = [
+pub const ENTRIES: [Entry; 33] = [
     ("per_device_train_batch_size", "training.batch_size", same),
     ("gradient_accumulation_steps", "training.gradient_accumulation_steps", same),
     ("num_train_epochs", "training.epochs", same),
@@ -33,6 +33,9 @@ pub const ENTRIES: [Entry; 32] = [
     ("save_steps", "output.save_steps", same),
     ("save_total_limit", "output.save_total_limit", same),
     ("eval_steps", "output.eval_steps", same),
+    ("report_to", "output.tensorboard", |v| {
+        among(v, &[("tensorboard", "true"), ("all", "true"), ("none", "false")])
+    }),
     ("max_length", "data.sequence_length", same),
     ("max_seq_length", "data.sequence_length", same),
     ("packing", "data.packing", same),

@@ -86,7 +86,7 @@ fn wrong_values_are_answered_with_what_is_expected() {
         ("output: {dir: \"a\\0b\"}", "output.dir: expected path, got a text with a NUL character"),
         (
             "output: x",
-            "output: expected a mapping of dir, save_steps, save_total_limit, logging_steps, eval_steps, final_model, got 'x'",
+            "output: expected a mapping of dir, save_steps, save_total_limit, logging_steps, eval_steps, csv, tensorboard, final_model, got 'x'",
         ),
         ("model: [a]", "model: expected a mapping of path, from_scratch, got a list of 1"),
         (
