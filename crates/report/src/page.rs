@@ -4,6 +4,7 @@
 //! their hashes lets the browser run nothing else and load nothing at all.
 
 mod charts;
+mod snapshot;
 mod style;
 
 use base64::Engine;
@@ -20,6 +21,7 @@ use crate::document::Document;
 use crate::progress::{Progress, RunState};
 use crate::timeline::TimelineData;
 use charts::{Bar, LineChart, Scatter, TierChart, Waterfall};
+pub use snapshot::snapshot_page;
 
 /// A page that could not be made: a fault of this program.
 #[derive(Debug, thiserror::Error)]
@@ -107,10 +109,12 @@ fn environment() -> Result<Environment<'static>, minijinja::Error> {
     environment.set_undefined_behavior(minijinja::UndefinedBehavior::Strict);
     for (name, text) in [
         ("report.html", include_str!("page/report.html")),
+        ("axes.html", include_str!("page/axes.html")),
         ("memory.html", include_str!("page/memory.html")),
         ("timeline.html", include_str!("page/timeline.html")),
         ("run.html", include_str!("page/run.html")),
         ("choices.html", include_str!("page/choices.html")),
+        ("snapshot.html", include_str!("page/snapshot.html")),
     ] {
         environment.add_template(name, text)?;
     }
@@ -118,6 +122,7 @@ fn environment() -> Result<Environment<'static>, minijinja::Error> {
     environment.add_filter("seconds", seconds);
     environment.add_filter("micros", |micros: f64| seconds(1e-6 * micros));
     environment.add_filter("count", count);
+    environment.add_filter("hex", |address: u64| format!("{address:#x}"));
     environment.add_filter("words", |name: &str| name.replace('_', " "));
     environment.add_filter("percent", |share: f64| format!("{:.1} %", 100.0 * share));
     environment.add_filter("place", |share: f64| charts::percent(share));

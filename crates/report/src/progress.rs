@@ -138,7 +138,7 @@ fn mean(values: &[f64]) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
-    use plimsoll_train::MemoryMetrics;
+    use plimsoll_train::{MemoryHealth, MemoryMetrics};
 
     use super::*;
 
@@ -158,6 +158,7 @@ mod tests {
                 host_peak_bytes: 2,
                 disk_bytes: 0,
                 process_rss_bytes: step,
+                health: MemoryHealth::default(),
             },
             rung: u64::from(step > 900),
             validation_loss: step.is_multiple_of(500).then_some(3.0),

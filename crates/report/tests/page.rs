@@ -4,7 +4,7 @@ use plimsoll_model::{ModelSpec, catalogue};
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{Machine, ProcessLimits, Rates, TrainingPlan};
 use plimsoll_report::{Document, ParetoPoint, RunRecord, RunState, Subject, WaterfallEntry};
-use plimsoll_train::{MemoryMetrics, StepMetrics};
+use plimsoll_train::{MemoryHealth, MemoryMetrics, StepMetrics};
 use serde_json::{Value, json};
 
 const HOSTILE: &str = "</script><img src=x onerror=alert(1)>\" ' & {{ 1 + 1 }} <!--";
@@ -235,6 +235,7 @@ fn step(step: u64) -> StepMetrics {
         host_peak_bytes: 0,
         disk_bytes: 0,
         process_rss_bytes: 2 << 20,
+        health: MemoryHealth::default(),
     };
     StepMetrics {
         step,

@@ -4,10 +4,12 @@
 mod lines;
 mod memory;
 mod scatter;
+mod snapshot;
 
 pub use lines::LineChart;
 pub use memory::{Bar, TierChart};
 pub use scatter::{Scatter, Waterfall};
+pub use snapshot::{SnapshotChart, class_of};
 
 use serde::Serialize;
 

@@ -17,7 +17,7 @@ const NEAR: f64 = 3.0;
 const NEAR_LINE: f64 = 1.35;
 
 /// Room above the peak for its words.
-const AIR: f64 = 1.1;
+pub(super) const AIR: f64 = 1.1;
 
 /// A line that is nearer to the peak than this share of the picture has the peak's words above it.
 const CLOSE: f64 = 0.17;
@@ -96,11 +96,12 @@ pub struct TierChart {
     columns: usize,
 }
 
+/// A kind's bytes over time.
 #[derive(Debug, Serialize)]
-struct Area {
-    kind: &'static str,
-    path: String,
-    most: u64,
+pub(super) struct Area {
+    pub kind: &'static str,
+    pub path: String,
+    pub most: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -176,7 +177,7 @@ fn areas(timeline: &TimelineData, tier: &TierData, most: f64) -> Vec<Area> {
 }
 
 /// A path along the upper edge and back along the lower one. A column is as wide as 1, and the picture as high as `most` bytes.
-fn outline(below: &[u64], above: &[u64], most: f64) -> String {
+pub(super) fn outline(below: &[u64], above: &[u64], most: f64) -> String {
     let height = |bytes: u64| (HEIGHT * (1.0 - bytes as f64 / most)).round() as i64;
     let mut path = String::new();
     let mut last = None;

@@ -1,0 +1,376 @@
+//! Keys of other programs, and what each says of a request.
+
+use serde_json::{Map, Value, json};
+
+/// A request that is being put together.
+pub struct Draft {
+    keys: Map<String, Value>,
+    lora: Map<String, Value>,
+    /// Whether torchtune adapts the feed-forward part, beside what it lists of attention.
+    adapted_mlp: bool,
+    program: &'static str,
+}
+
+/// What a key does to a draft; `None` where its value says nothing.
+pub type Takes = fn(&mut Draft, &str) -> Option<()>;
+
+fn is_true(value: &str) -> bool {
+    ["true", "yes", "1"].contains(&value.to_ascii_lowercase().as_str())
+}
+
+impl Draft {
+    pub fn new(program: &'static str) -> Draft {
+        Draft { keys: Map::new(), lora: Map::new(), adapted_mlp: false, program }
+    }
+
+    fn set(&mut self, key: &str, value: impl Into<Value>) -> Option<()> {
+        self.keys.insert(key.to_owned(), value.into());
+        Some(())
+    }
+
+    fn set_lora(&mut self, key: &str, value: impl Into<Value>) -> Option<()> {
+        self.lora.insert(key.to_owned(), value.into());
+        Some(())
+    }
+
+    fn number(&mut self, key: &str, value: &str) -> Option<()> {
+        let value: u64 = value.parse().ok()?;
+        self.set(key, value)
+    }
+
+    /// Sets a key where a switch is on; a switch that is off says nothing else.
+    fn when(&mut self, on: &str, key: &str, value: &str) -> Option<()> {
+        if is_true(on) { self.set(key, value) } else { Some(()) }
+    }
+
+    /// 16 bits: autocast in a trainer, the type of everything in DeepSpeed's engine.
+    fn half(&mut self, on: &str, kind: &str) -> Option<()> {
+        match self.program {
+            "DeepSpeed's JSON" => self.when(on, "precision", kind),
+            _ => self.when(on, "precision", &format!("{kind}-amp")),
+        }
+    }
+
+    fn offload(&mut self, device: &str, what: &str) -> Option<()> {
+        if device.eq_ignore_ascii_case("none") {
+            return Some(());
+        }
+        let both = self.keys.get("offload").is_some_and(|known| known != what);
+        self.set("offload", if both { "all" } else { what })
+    }
+
+    fn set_if_absent(&mut self, key: &str, value: impl Into<Value>) {
+        self.keys.entry(key).or_insert(value.into());
+    }
+
+    /// The keys, with what the program does by itself.
+    pub fn finish(mut self) -> Map<String, Value> {
+        // An adapter whose method is not LoRA has no rank.
+        let has_lora = self.lora.contains_key("rank");
+        if self.adapted_mlp
+            && let Some(Value::Array(targets)) = self.lora.get_mut("target_modules")
+        {
+            targets.push(json!("mlp"));
+        }
+        if has_lora {
+            let lora = Value::Object(std::mem::take(&mut self.lora));
+            self.set("lora", lora);
+        }
+        let precision = self.keys.get("precision").and_then(Value::as_str);
+        let half = precision.and_then(|precision| precision.strip_suffix("-amp")).map(str::to_owned);
+        let quantised = self.keys.contains_key("quantization");
+        if self.program == "LLaMA-Factory" {
+            self.set_if_absent("gradient_checkpointing", true);
+        }
+        // torchao's NF4 and LLaMA-Factory's configuration quantise scales too.
+        if ["LLaMA-Factory", "torchtune"].contains(&self.program) && quantised {
+            self.set_if_absent("double_quantization", true);
+        }
+        // Both load in the type of computation; in full fine-tuning LLaMA-Factory makes what is trained f32.
+        if let Some(half) = half
+            && (self.program == "axolotl" || self.program == "LLaMA-Factory" && has_lora)
+        {
+            self.set_if_absent("dtype", half);
+        }
+        let stack = match self.program {
+            "torchtune" => "torchtune",
+            "DeepSpeed's JSON" => "deepspeed",
+            _ => "hf",
+        };
+        self.set_if_absent("stack", stack);
+        self.keys
+    }
+}
+
+/// A list in brackets, or names with commas between them.
+fn names(value: &str) -> Value {
+    if let Ok(list @ Value::Array(_)) = serde_json::from_str(value) {
+        return list;
+    }
+    let names = value.trim_matches(['[', ']']).split(',').map(|name| name.trim().trim_matches(['"', '\'']));
+    names.filter(|name| !name.is_empty()).map(Value::from).collect()
+}
+
+/// A model of torchtune by its builder: `torchtune.models.llama3_1.qlora_llama3_1_8b` is llama-3.1-8b.
+fn builder(draft: &mut Draft, value: &str) -> Option<()> {
+    let name = value.rsplit('.').next()?;
+    let plain = match name.strip_prefix("qlora_") {
+        Some(plain) => {
+            draft.set("quantization", "nf4");
+            plain
+        }
+        None => name.strip_prefix("lora_").unwrap_or(name),
+    };
+    let mut words = plain.split('_');
+    let mut name = words.next()?.to_owned();
+    for word in words {
+        // A word of one digit belongs to the version before it.
+        let is_minor = word.len() == 1 && word.bytes().all(|byte| byte.is_ascii_digit());
+        name = format!("{name}{}{word}", if is_minor { '.' } else { '-' });
+    }
+    if name.starts_with("llama")
+        && let Some(at) = name.find(|c: char| c.is_ascii_digit())
+    {
+        name.insert(at, '-');
+    }
+    draft.set("model", name)
+}
+
+fn rank(draft: &mut Draft, value: &str) -> Option<()> {
+    let rank: u64 = value.parse().ok()?;
+    draft.set_lora("rank", rank)
+}
+
+fn targets(draft: &mut Draft, value: &str) -> Option<()> {
+    match value {
+        "all" | "all-linear" => draft.set_lora("target_modules", json!(["all-linear"])),
+        other => draft.set_lora("target_modules", names(other)),
+    }
+}
+
+fn dropout(draft: &mut Draft, value: &str) -> Option<()> {
+    let share: f64 = value.parse().ok()?;
+    draft.set_lora("dropout", share)
+}
+
+fn dora(draft: &mut Draft, value: &str) -> Option<()> {
+    if is_true(value) { draft.set_lora("use_dora", true) } else { Some(()) }
+}
+
+fn whole(draft: &mut Draft, value: &str) -> Option<()> {
+    draft.set_lora("modules_to_save", names(value))
+}
+
+/// Quantisation in 4 or 8 bits; which kind of 4 bits may be said elsewhere.
+fn bits(draft: &mut Draft, value: &str) -> Option<()> {
+    match value {
+        "4" => {
+            draft.set_if_absent("quantization", "nf4");
+            Some(())
+        }
+        "8" => draft.set("quantization", "int8"),
+        _ => None,
+    }
+}
+
+fn four_bit(draft: &mut Draft, value: &str) -> Option<()> {
+    if is_true(value) { bits(draft, "4") } else { Some(()) }
+}
+
+fn eight_bit(draft: &mut Draft, value: &str) -> Option<()> {
+    if is_true(value) { bits(draft, "8") } else { Some(()) }
+}
+
+fn four_bit_type(draft: &mut Draft, value: &str) -> Option<()> {
+    if matches!(value, "nf4" | "fp4") { draft.set("quantization", value) } else { None }
+}
+
+fn double(draft: &mut Draft, value: &str) -> Option<()> {
+    draft.set("double_quantization", is_true(value))
+}
+
+fn attention(draft: &mut Draft, value: &str) -> Option<()> {
+    match value {
+        "fa2" | "fa3" | "flash_attention_2" => draft.set("attention", "flash_attention_2"),
+        "sdpa" => draft.set("attention", "sdpa"),
+        "disabled" | "eager" => draft.set("attention", "eager"),
+        _ => None,
+    }
+}
+
+fn mixed(draft: &mut Draft, value: &str) -> Option<()> {
+    match value {
+        "bf16" | "fp16" => draft.set("precision", format!("{value}-amp")),
+        "no" => draft.set("precision", "f32"),
+        _ => None,
+    }
+}
+
+fn clips(draft: &mut Draft, value: &str) -> Option<()> {
+    let norm: f64 = value.parse().ok()?;
+    draft.set("clip", norm > 0.0)
+}
+
+fn strategy(draft: &mut Draft, value: &str) -> Option<()> {
+    let name = match value.to_ascii_lowercase().as_str() {
+        "1" | "full_shard" | "true" => "full_shard",
+        "2" | "shard_grad_op" | "false" => "shard_grad_op",
+        "3" | "no_shard" => "no_shard",
+        "4" | "hybrid_shard" => "hybrid_shard",
+        _ => return None,
+    };
+    draft.set("fsdp", name)
+}
+
+fn checkpointing(draft: &mut Draft, value: &str) -> Option<()> {
+    draft.set("gradient_checkpointing", is_true(value) || ["unsloth", "offload"].contains(&value))
+}
+
+fn liger(draft: &mut Draft, value: &str) -> Option<()> {
+    if is_true(value) {
+        draft.set("liger", true)?;
+        draft.set("loss", "liger")?;
+    }
+    Some(())
+}
+
+fn compiles(draft: &mut Draft, value: &str) -> Option<()> {
+    if is_true(value) { draft.set("compile", true) } else { Some(()) }
+}
+
+/// The trainer's and torchtune's names of optimizers are those of requests.
+fn optimizer(draft: &mut Draft, value: &str) -> Option<()> {
+    draft.set("optimizer", value)
+}
+
+const BATCH: Takes = |draft, value| draft.number("batch_size", value);
+const LENGTH: Takes = |draft, value| draft.number("sequence_length", value);
+const ACCUMULATION: Takes = |draft, value| draft.number("gradient_accumulation_steps", value);
+const DEVICES: Takes = |draft, value| draft.number("devices", value);
+const STAGE: Takes = |draft, value| draft.number("zero_stage", value);
+const MODEL: Takes = |draft, value| draft.set("model", value);
+const BF16: Takes = |draft, value| draft.half(value, "bf16");
+const FP16: Takes = |draft, value| draft.half(value, "fp16");
+const OFFLOAD_OPTIMIZER: Takes = |draft, value| draft.offload(value, "optimizer");
+const OFFLOAD_PARAMETERS: Takes = |draft, value| draft.offload(value, "parameters");
+const OFFLOAD_ALL: Takes = |draft, value| draft.when(value, "offload", "all");
+
+/// Every key, with nested ones joined by dots; those of FSDP begin with `fsdp_`.
+pub const KEYS: &[(&str, Takes)] = &[
+    ("model_name_or_path", MODEL),
+    ("base_model", MODEL),
+    ("base_model_name_or_path", MODEL),
+    ("model._component_", builder),
+    ("per_device_train_batch_size", BATCH),
+    ("micro_batch_size", BATCH),
+    ("train_micro_batch_size_per_gpu", BATCH),
+    ("batch_size", BATCH),
+    ("gradient_accumulation_steps", ACCUMULATION),
+    ("deepspeed_config.gradient_accumulation_steps", ACCUMULATION),
+    ("max_length", LENGTH),
+    ("max_seq_length", LENGTH),
+    ("sequence_len", LENGTH),
+    ("cutoff_len", LENGTH),
+    ("tokenizer.max_seq_len", LENGTH),
+    ("bf16", BF16),
+    ("fp16", FP16),
+    ("bf16.enabled", BF16),
+    ("fp16.enabled", FP16),
+    ("pure_bf16", |draft, value| draft.when(value, "precision", "bf16")),
+    ("dtype", |draft, value| match draft.program {
+        "torchtune" => draft.set("precision", value),
+        _ => draft.set("dtype", value),
+    }),
+    ("torch_dtype", |draft, value| draft.set("dtype", value)),
+    ("mixed_precision", mixed),
+    ("optim", optimizer),
+    ("optimizer", optimizer),
+    ("optimizer._component_", optimizer),
+    // DeepSpeed makes its FusedAdam of either.
+    ("optimizer.type", |draft, value| match value.to_ascii_lowercase().as_str() {
+        "adamw" | "adam" => draft.set("optimizer", "fused_adam"),
+        _ => draft.set("optimizer", value),
+    }),
+    ("optimizer_in_bwd", |draft, value| draft.set("optimizer_in_backward", is_true(value))),
+    ("gradient_checkpointing", checkpointing),
+    ("activation_checkpointing", checkpointing),
+    ("enable_activation_checkpointing", checkpointing),
+    ("fsdp_activation_checkpointing", checkpointing),
+    ("enable_activation_offloading", |draft, value| {
+        if is_true(value) { draft.set("activation_offloading", true) } else { Some(()) }
+    }),
+    ("disable_gradient_checkpointing", |draft, value| draft.set("gradient_checkpointing", !is_true(value))),
+    ("gradient_checkpointing_kwargs.use_reentrant", |draft, value| {
+        draft.set("use_reentrant", is_true(value))
+    }),
+    ("max_grad_norm", clips),
+    ("clip_grad_norm", clips),
+    ("gradient_clipping", clips),
+    ("deepspeed_config.gradient_clipping", clips),
+    ("attn_implementation", attention),
+    ("flash_attn", attention),
+    ("flash_attention", |draft, value| draft.when(value, "attention", "flash_attention_2")),
+    ("sdp_attention", |draft, value| draft.when(value, "attention", "sdpa")),
+    ("eager_attention", |draft, value| draft.when(value, "attention", "eager")),
+    ("adapter", |_, value| matches!(value, "lora" | "qlora").then_some(())),
+    ("finetuning_type", |_, value| matches!(value, "lora" | "full").then_some(())),
+    ("peft_type", |_, value| value.eq_ignore_ascii_case("lora").then_some(())),
+    ("r", rank),
+    ("lora_r", rank),
+    ("lora_rank", rank),
+    ("model.lora_rank", rank),
+    ("target_modules", targets),
+    ("lora_target_modules", targets),
+    ("lora_target", targets),
+    ("model.lora_attn_modules", targets),
+    ("model.apply_lora_to_mlp", |draft, value| {
+        draft.adapted_mlp = is_true(value);
+        Some(())
+    }),
+    ("lora_target_linear", |draft, value| if is_true(value) { targets(draft, "all") } else { Some(()) }),
+    ("lora_dropout", dropout),
+    ("model.lora_dropout", dropout),
+    ("use_dora", dora),
+    ("peft_use_dora", dora),
+    ("model.use_dora", dora),
+    ("modules_to_save", whole),
+    ("lora_modules_to_save", whole),
+    ("additional_target", whole),
+    ("load_in_4bit", four_bit),
+    ("load_in_8bit", eight_bit),
+    ("quantization_bit", bits),
+    ("quantization_type", four_bit_type),
+    ("model.quantize_base", four_bit),
+    ("bnb_4bit_quant_type", four_bit_type),
+    ("bnb_config_kwargs.bnb_4bit_quant_type", four_bit_type),
+    ("bnb_4bit_use_double_quant", double),
+    ("bnb_config_kwargs.bnb_4bit_use_double_quant", double),
+    ("double_quantization", double),
+    ("bnb_4bit_compute_dtype", |draft, value| draft.set("compute_dtype", value)),
+    ("num_processes", DEVICES),
+    ("nproc_per_node", DEVICES),
+    ("num_gpus", DEVICES),
+    ("zero_optimization.stage", STAGE),
+    ("deepspeed_config.zero_stage", STAGE),
+    ("zero_stage", STAGE),
+    ("zero_optimization.offload_optimizer.device", OFFLOAD_OPTIMIZER),
+    ("deepspeed_config.offload_optimizer_device", OFFLOAD_OPTIMIZER),
+    ("zero_optimization.offload_param.device", OFFLOAD_PARAMETERS),
+    ("deepspeed_config.offload_param_device", OFFLOAD_PARAMETERS),
+    ("distributed_type", |_, value| matches!(value, "NO" | "MULTI_GPU" | "FSDP" | "DEEPSPEED").then_some(())),
+    ("fsdp_version", |draft, value| draft.number("fsdp_version", value)),
+    ("fsdp_sharding_strategy", strategy),
+    ("fsdp_reshard_after_forward", strategy),
+    ("fsdp_offload_params", OFFLOAD_ALL),
+    ("fsdp_cpu_offload", OFFLOAD_ALL),
+    ("torch_compile", compiles),
+    ("compile", compiles),
+    ("use_liger_kernel", liger),
+    ("enable_liger_kernel", liger),
+    ("use_unsloth", |draft, value| draft.when(value, "stack", "unsloth")),
+    ("loss._component_", |draft, value| match value.rsplit('.').next() {
+        Some("CrossEntropyLoss") => draft.set("loss", "full"),
+        Some("LinearCrossEntropyLoss" | "CEWithChunkedOutputLoss") => draft.set("loss", "default"),
+        _ => None,
+    }),
+];

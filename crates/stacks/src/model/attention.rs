@@ -1,0 +1,225 @@
+//! Self-attention as transformers has it.
+
+use super::decoder::Context;
+use super::layers::{Linear, Maker, Norm, NormForm, by_heads};
+use super::positions::apply_rotary;
+use crate::eager::{Tensor, Torch, Unary};
+use crate::run::{Attention as Implementation, TorchType};
+
+/// The projections to queries, keys and values.
+enum Projections {
+    /// One each.
+    Separate(Box<[Linear; 3]>),
+    /// One for all (Phi-3, GPT-2).
+    Joint(Box<Linear>),
+}
+
+/// An attention module.
+pub(crate) struct Attention {
+    projections: Projections,
+    norms: Option<[Norm; 2]>,
+    /// Whether the norms come before heads are transposed (Qwen 3) or after (Gemma 3).
+    norms_first: bool,
+    output: Linear,
+    heads: u64,
+    kv_heads: u64,
+    width: u64,
+    soft_cap: bool,
+    gpt2: bool,
+    phi3: bool,
+    window: Option<u64>,
+}
+
+impl Attention {
+    pub fn new(maker: &Maker<'_>, form: NormForm, layer: u32) -> Attention {
+        let model = &maker.run.model;
+        let (spec, hidden) = (&model.attention, model.hidden_size);
+        let (q, kv) = (model.q_size(), model.kv_size());
+        let gpt2 = model.architecture == "gpt2";
+        let phi3 = model.architecture == "phi3";
+        let projections = if gpt2 {
+            Projections::Joint(Box::new(maker.conv1d("c_attn", [hidden, 3 * hidden])))
+        } else if phi3 {
+            Projections::Joint(Box::new(maker.linear("qkv_proj", [hidden, q + 2 * kv], false)))
+        } else {
+            let project = |name, outer| maker.linear(name, [hidden, outer], spec.qkv_bias);
+            Projections::Separate(Box::new([
+                project("q_proj", q),
+                project("k_proj", kv),
+                project("v_proj", kv),
+            ]))
+        };
+        let output = if gpt2 {
+            maker.conv1d("c_proj", [hidden, hidden])
+        } else {
+            maker.linear("o_proj", [q, hidden], spec.output_bias)
+        };
+        let per_head =
+            || [maker.norm("q_norm", form, spec.head_dim), maker.norm("k_norm", form, spec.head_dim)];
+        Attention {
+            projections,
+            norms: spec.qk_norm.map(|_| per_head()),
+            norms_first: !model.norm.one_plus_weight,
+            output,
+            heads: spec.heads,
+            kv_heads: spec.kv_heads,
+            width: spec.head_dim,
+            soft_cap: spec.soft_cap.is_some(),
+            gpt2,
+            phi3,
+            window: spec.window(layer),
+        }
+    }
+
+    /// Whether it sees a part of the past only.
+    pub fn is_windowed(&self) -> bool {
+        self.window.is_some()
+    }
+
+    pub fn linears(&mut self) -> Vec<&mut Linear> {
+        let mut linears: Vec<&mut Linear> = match &mut self.projections {
+            Projections::Separate(three) => three.iter_mut().collect(),
+            Projections::Joint(one) => vec![one],
+        };
+        linears.push(&mut self.output);
+        linears
+    }
+
+    pub fn trained(&self) -> Vec<Tensor> {
+        let projections: Vec<&Linear> = match &self.projections {
+            Projections::Separate(three) => three.iter().collect(),
+            Projections::Joint(one) => vec![one],
+        };
+        let linears = projections.into_iter().chain([&self.output]).flat_map(Linear::trained);
+        linears.chain(self.norms.iter().flatten().flat_map(Norm::trained)).collect()
+    }
+
+    fn heads(&self, torch: &Torch, x: &Tensor, norm: Option<&Norm>) -> Tensor {
+        let split = torch.reshape(x, &by_heads(x, self.width));
+        match norm {
+            None => torch.transpose(&split, 1, 2),
+            Some(norm) if self.norms_first => torch.transpose(&norm.forward(torch, &split), 1, 2),
+            Some(norm) => norm.forward(torch, &torch.transpose(&split, 1, 2)),
+        }
+    }
+
+    fn project(&self, torch: &Torch, x: &Tensor) -> [Tensor; 3] {
+        let [q_norm, k_norm] = match &self.norms {
+            Some([q, k]) => [Some(q), Some(k)],
+            None => [None, None],
+        };
+        match &self.projections {
+            Projections::Separate(three) if self.norms.is_some() && !self.norms_first => {
+                // Gemma 3 projects all, then norms.
+                let [q, k, v] =
+                    three.each_ref().map(|linear| self.heads(torch, &linear.forward(torch, x), None));
+                let normed =
+                    |x: Tensor, norm: Option<&Norm>| norm.map_or(x.clone(), |norm| norm.forward(torch, &x));
+                [normed(q, q_norm), normed(k, k_norm), v]
+            }
+            Projections::Separate(three) => [(&three[0], q_norm), (&three[1], k_norm), (&three[2], None)]
+                .map(|(linear, norm)| self.heads(torch, &linear.forward(torch, x), norm)),
+            Projections::Joint(joint) => {
+                let joined = joint.forward(torch, x);
+                let (q, kv) = (self.heads * self.width, self.kv_heads * self.width);
+                let parts = if self.gpt2 {
+                    torch.split(&joined, &[q, kv, kv])
+                } else {
+                    [q, kv, kv].map(|size| torch.slice(&joined, 2, size)).into()
+                };
+                [0, 1, 2].map(|part| self.heads(torch, &parts[part], None))
+            }
+        }
+    }
+
+    /// `[B, S, H]` to `[B, S, H]`, and the weights that the eager form returns.
+    pub fn forward(
+        &self,
+        torch: &Torch,
+        x: &Tensor,
+        context: &Context,
+        layer: usize,
+    ) -> (Tensor, Option<Tensor>) {
+        let [mut q, mut k, mut v] = self.project(torch, x);
+        if let Some((cos, sin)) = context.rotation(self.window.is_some()) {
+            let (cos, sin) = (torch.unsqueeze(cos, 1), torch.unsqueeze(sin, 1));
+            let rotate = |x: &Tensor| match context.liger {
+                true => torch.liger_rope(x, &cos, &sin),
+                false => apply_rotary(torch, x, &cos, &sin, self.phi3),
+            };
+            let (turned_q, turned_k) = (rotate(&q), rotate(&k));
+            (q, k) = (turned_q, turned_k);
+        }
+        if let Some(cache) = &context.cache {
+            (k, v) = cache.update(torch, layer, k, v);
+        }
+        let mask = context.mask(self.window.is_some());
+        let (out, weights) = match context.attention {
+            Implementation::Eager => self.eager(torch, &q, &k, &v, mask),
+            Implementation::Sdpa => (self.sdpa(torch, &q, &k, &v, mask), None),
+            Implementation::Flash2 => (self.flash(torch, &q, &k, &v), None),
+        };
+        let out = {
+            let shape = out.shape();
+            let flat = torch.reshape(&out, &[shape[0], shape[1], shape[2] * shape[3]]);
+            drop(out);
+            torch.contiguous(&flat)
+        };
+        (self.output.forward(torch, &out), weights)
+    }
+
+    fn eager(
+        &self,
+        torch: &Torch,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        mask: Option<&Tensor>,
+    ) -> (Tensor, Option<Tensor>) {
+        let groups = self.heads / self.kv_heads;
+        let repeat = |x: &Tensor| if groups == 1 { x.clone() } else { torch.repeat_heads(x, groups) };
+        let (k, v) = (repeat(k), repeat(v));
+        let product = torch.matmul(q, &torch.transpose(&k, 2, 3));
+        let mut weights = torch.scale(&product);
+        drop(product);
+        if self.soft_cap {
+            weights = torch.scale(&weights);
+            weights = torch.unary(Unary::Tanh, &weights);
+            weights = torch.scale(&weights);
+        }
+        if let Some(mask) = mask {
+            let columns = k.size(2);
+            weights = torch.add(&weights, &torch.slice(mask, 3, columns));
+        }
+        weights = if self.gpt2 {
+            torch.softmax(&weights, None)
+        } else {
+            let scores = torch.softmax(&weights, Some(TorchType::F32));
+            torch.to(&scores, q.dtype())
+        };
+        if self.gpt2 {
+            weights = torch.to(&weights, v.dtype());
+        }
+        let out = torch.transpose(&torch.matmul(&weights, &v), 1, 2);
+        let out = if self.gpt2 { out } else { torch.contiguous(&out) };
+        (out, Some(weights))
+    }
+
+    /// `integrations/sdpa_attention.py`: key and value heads are repeated where there is a mask, PyTorch is older than 2.5, or
+    /// transformers is older than its pull request 39412 (2025-07).
+    fn sdpa(&self, torch: &Torch, q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Tensor {
+        let groups = self.heads / self.kv_heads;
+        let repeats = groups > 1
+            && (mask.is_some() || torch.versions().torch < (2, 5) || torch.versions().transformers < (4, 54));
+        let repeat = |x: &Tensor| if repeats { torch.repeat_heads(x, groups) } else { x.clone() };
+        let (k, v) = (repeat(k), repeat(v));
+        let out = torch.scaled_dot_product_attention(q, &k, &v, mask);
+        torch.contiguous(&torch.transpose(&out, 1, 2))
+    }
+
+    fn flash(&self, torch: &Torch, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
+        let to = torch.autocast_type().unwrap_or(q.dtype());
+        let [q, k, v] = [q, k, v].map(|x| torch.to(x, to));
+        torch.transpose(&torch.flash_attention_2(&q, &k, &v), 1, 2)
+    }
+}

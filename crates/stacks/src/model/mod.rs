@@ -1,0 +1,13 @@
+//! Decoders as transformers' modeling files write them, on the dry PyTorch.
+//!
+//! `layers` has linears, with what PEFT and bitsandbytes make of them, and norms; `attention`, `mlp` and `decoder` the
+//! parts of a model; `loss` what becomes of its output. Which step they run in is left to `program`.
+
+mod attention;
+mod decoder;
+mod layers;
+mod loss;
+mod mlp;
+mod positions;
+
+pub(crate) use decoder::{Cache, Decoder, Output};

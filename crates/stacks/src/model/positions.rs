@@ -1,0 +1,89 @@
+//! Positions: the tables of rotary embeddings, and masks.
+
+use plimsoll_model::RopeSpec;
+
+use crate::eager::{Tensor, Torch};
+use crate::run::{Attention, Run, TorchType};
+
+/// `RotaryEmbedding`: its frequencies.
+pub(crate) struct Rotary {
+    frequencies: Tensor,
+    _original: Tensor,
+}
+
+impl Rotary {
+    pub fn new(torch: &Torch, rope: &RopeSpec) -> Rotary {
+        let table = || torch.empty(&[rope.dims / 2], TorchType::F32, "div");
+        Rotary { frequencies: table(), _original: table() }
+    }
+
+    /// cos and sin of `positions [1, S]`, in the type of the residual stream.
+    pub fn forward(&self, torch: &Torch, positions: &Tensor, dtype: TorchType) -> (Tensor, Tensor) {
+        torch.no_grad(|| {
+            let rows = positions.size(1);
+            let half = self.frequencies.size(0);
+            let freqs = {
+                let positions = torch.to(positions, TorchType::F32);
+                let product = torch.empty(&[1, rows, half], TorchType::F32, "mul");
+                drop(positions);
+                product
+            };
+            let emb = torch.cat(&[&freqs, &freqs], 2);
+            let table = |operation| {
+                let values = torch.map(&emb, TorchType::F32, operation);
+                torch.scale(&values)
+            };
+            let (cos, sin) = (table("cos"), table("sin"));
+            (torch.to(&cos, dtype), torch.to(&sin, dtype))
+        })
+    }
+}
+
+/// `cat((-x2, x1))`
+fn rotate_half(torch: &Torch, x: &Tensor) -> Tensor {
+    let last = x.shape().len() - 1;
+    let half = x.shape().last() / 2;
+    let (x1, x2) = (torch.slice(x, last, half), torch.slice(x, last, half));
+    let negated = torch.negative(&x2);
+    torch.cat(&[&negated, &x1], last)
+}
+
+/// `x * cos + rotate_half(x) * sin`; of a part of each head where not all of it is rotated (Phi-3 writes it so always).
+pub(crate) fn apply_rotary(torch: &Torch, x: &Tensor, cos: &Tensor, sin: &Tensor, partial: bool) -> Tensor {
+    let last = x.shape().len() - 1;
+    let dims = cos.shape().last();
+    let rotated = if partial { torch.slice(x, last, dims) } else { x.clone() };
+    let passed = partial.then(|| torch.slice(x, last, x.shape().last() - dims));
+    let direct = torch.mul(&rotated, cos);
+    let turned = {
+        let half = rotate_half(torch, &rotated);
+        torch.mul(&half, sin)
+    };
+    let sum = torch.add(&direct, &turned);
+    drop((direct, turned));
+    match passed {
+        Some(passed) => torch.cat(&[&sum, &passed], last),
+        None => sum,
+    }
+}
+
+/// The mask that a model makes for its layers: `None` where the kernel knows that attention is causal.
+pub(crate) fn causal_mask(
+    torch: &Torch,
+    run: &Run,
+    dtype: TorchType,
+    [rows, columns]: [u64; 2],
+    windowed: bool,
+) -> Option<Tensor> {
+    match run.attention {
+        Attention::Flash2 => None,
+        Attention::Sdpa if !run.padded && !windowed => None,
+        Attention::Sdpa => Some(torch.empty(&[run.batch, 1, rows, columns], TorchType::Bool, "bitwise_and")),
+        Attention::Eager => {
+            let allowed = torch.empty(&[1, 1, rows, columns], TorchType::Bool, "le");
+            let mask = torch.empty(&[run.batch, 1, rows, columns], dtype, "where");
+            drop(allowed);
+            Some(mask)
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! How much a rank has of each unit.
+
+use plimsoll_model::parameters::BlockId;
+
+use crate::run::{Offload, Quantization, Run, Sharding, TorchType};
+
+/// Values for each scale of 4-bit matrices (`bitsandbytes/functional.py`).
+const BLOCK: u64 = 64;
+
+/// What decides how much of a unit there is where.
+pub(super) struct Sizes {
+    pub ranks: u64,
+    pub sharding: Sharding,
+    pub offload: Offload,
+    /// The type of what is gathered.
+    pub gathered: TorchType,
+    /// The type of a rank's own share, where the optimizer updates that.
+    pub shard: TorchType,
+    /// Frozen bytes of a unit that are shared, those that every rank has, and elements, for each unit; the root is the last.
+    frozen: Vec<[u64; 3]>,
+}
+
+impl Sizes {
+    /// Of a run, whose model on a rank is `inner`.
+    pub fn of(run: &Run, inner: &Run) -> Sizes {
+        let offload = match run.sharding {
+            Sharding::Zero { offload, .. }
+            | Sharding::Fsdp1 { offload, .. }
+            | Sharding::Fsdp2 { offload, .. } => offload,
+            Sharding::None => Offload::default(),
+        };
+        // DeepSpeed keeps f32 master weights beside 16-bit ones; FSDP's shares are as the weights were loaded.
+        let shard = match run.sharding {
+            Sharding::Zero { .. } => TorchType::F32,
+            _ => run.weights,
+        };
+        let layers = 0..run.model.num_layers;
+        let blocks = layers.map(|layer| of_block(run, inner, &[BlockId::Layer(layer)]));
+        let root = of_block(run, inner, &[BlockId::Embedding, BlockId::Head]);
+        let frozen = blocks.chain([root]).collect();
+        Sizes {
+            ranks: run.devices.max(1),
+            sharding: run.sharding,
+            offload,
+            gathered: inner.weights,
+            shard,
+            frozen,
+        }
+    }
+
+    /// Shared bytes, bytes of every rank, elements: of what is frozen in a unit.
+    pub fn frozen(&self, unit: usize) -> [u64; 3] {
+        self.frozen.get(unit).copied().unwrap_or_default()
+    }
+}
+
+/// Frozen parameters of a unit: none where all weights are trained.
+fn of_block(run: &Run, inner: &Run, blocks: &[BlockId]) -> [u64; 3] {
+    if run.adapter.is_none() {
+        return [0; 3];
+    }
+    let parameters = blocks.iter().flat_map(|block| run.model.block_parameters(*block));
+    let mut sums = [0; 3];
+    for parameter in parameters {
+        let elements: u64 = parameter.shape.iter().product();
+        let is_linear = parameter.shape.len() == 2 && matches!(blocks[0], BlockId::Layer(_));
+        let [shared, own] = match run.quantization {
+            // Packed weights are shared; their scales are attributes that every rank has.
+            Some(Quantization::FourBit { double, .. }) if is_linear => {
+                let scales = elements / BLOCK;
+                [elements / 2, if double { scales + scales / 64 } else { 4 * scales }]
+            }
+            Some(Quantization::Int8) if is_linear => [elements, 4 * parameter.shape[0]],
+            _ => [elements * inner.weights.bytes(), 0],
+        };
+        sums[0] += shared;
+        sums[1] += own;
+        sums[2] += elements;
+    }
+    sums
+}

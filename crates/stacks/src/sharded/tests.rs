@@ -1,0 +1,90 @@
+//! What ranks hold, by sums that a reader can check.
+
+use crate::request::Request;
+use crate::{Estimate, Kind};
+
+/// Smollm2-135m in bf16 with AdamW on so many devices.
+fn estimate(devices: u64, changes: &str) -> Estimate {
+    let mut request = serde_json::json!({
+        "stack": "hf", "model": "smollm2-135m", "batch_size": 1, "sequence_length": 256, "precision": "bf16-amp",
+        "optimizer": "adamw_torch_fused", "gradient_checkpointing": true, "hardware": "a100-80", "devices": devices,
+    });
+    let changes: serde_json::Value = serde_json::from_str(changes).unwrap();
+    for (key, value) in changes.as_object().unwrap() {
+        request[key] = value.clone();
+    }
+    let request: Request = serde_json::from_value(request).unwrap();
+    request.answer().unwrap().estimate
+}
+
+fn kind(estimate: &Estimate, kind: Kind) -> u64 {
+    estimate.peak.at_peak.get(&kind).copied().unwrap_or(0)
+}
+
+const PARAMETERS: u64 = 134_515_008;
+
+/// Within 3 %: a block may be a mebibyte larger than what was asked for.
+#[track_caller]
+fn about(found: u64, wanted: u64) {
+    assert!(found.abs_diff(wanted) <= wanted / 33, "{found}, wanted about {wanted}");
+}
+
+#[test]
+fn what_is_shared_falls_with_the_ranks() {
+    for sharding in
+        [r#"{"fsdp": "full_shard"}"#, r#"{"fsdp": "full_shard", "fsdp_version": 2}"#, r#"{"zero_stage": 3}"#]
+    {
+        let [two, eight] = [2, 8].map(|devices| estimate(devices, sharding).allocated_peak_bytes);
+        assert!(eight < two, "{sharding}: {two} of two ranks, {eight} of eight");
+    }
+}
+
+/// f32 weights and two f32 states of every parameter, on eight ranks.
+#[test]
+fn fsdp_holds_an_eighth_of_weights_and_states() {
+    for sharding in [r#"{"fsdp": "full_shard"}"#, r#"{"fsdp": "full_shard", "fsdp_version": 2}"#] {
+        let found = estimate(8, sharding);
+        about(kind(&found, Kind::Weights), PARAMETERS * 4 / 8);
+        about(kind(&found, Kind::OptimizerStates), PARAMETERS * 8 / 8);
+    }
+}
+
+/// DeepSpeed: 16-bit weights on every rank, master weights and two states shared.
+#[test]
+fn zero_1_and_2_share_masters_and_states() {
+    for stage in [1, 2] {
+        let found = estimate(8, &format!(r#"{{"zero_stage": {stage}}}"#));
+        about(kind(&found, Kind::Weights), PARAMETERS * 2);
+        about(kind(&found, Kind::OptimizerStates), PARAMETERS * 12 / 8);
+    }
+}
+
+#[test]
+fn zero_3_shares_weights_too() {
+    let found = estimate(8, r#"{"zero_stage": 3}"#);
+    about(kind(&found, Kind::Weights), PARAMETERS * 2 / 8);
+}
+
+/// On the host: masters, their gradients and both states, each rounded up to a power of two.
+#[test]
+fn offload_takes_states_off_the_device_and_rounds_what_is_pinned() {
+    let found = estimate(8, r#"{"zero_stage": 2, "offload": "optimizer"}"#);
+    assert_eq!(kind(&found, Kind::OptimizerStates), 0);
+    let host = found.phases.iter().map(|phase| phase.host_bytes).max().unwrap();
+    assert!(host > PARAMETERS * 16 / 8 && host < 2 * (PARAMETERS * 16 / 8), "{host}");
+}
+
+#[test]
+fn gathered_weights_are_there_once_or_all_the_time() {
+    let full = estimate(8, r#"{"fsdp": "full_shard"}"#);
+    let kept = estimate(8, r#"{"fsdp": "shard_grad_op"}"#);
+    assert!(kind(&full, Kind::Communication) < kind(&kept, Kind::Communication));
+    about(kind(&kept, Kind::Communication), PARAMETERS * 2);
+}
+
+/// DDP copies gradients into buckets.
+#[test]
+fn buckets_of_ddp_are_as_large_as_the_gradients() {
+    let [one, two] = [1, 2].map(|devices| estimate(devices, "{}").allocated_peak_bytes);
+    about(two - one, PARAMETERS * 4);
+}

@@ -1,0 +1,224 @@
+//! A unit: weights that are gathered, reduced and let go together.
+
+use std::cell::RefCell;
+
+use super::sizes::Sizes;
+use crate::allocator::Stream;
+use crate::eager::{Tensor, Torch};
+use crate::estimate::Kind;
+use crate::run::{Sharding, TorchType};
+
+/// The stream of gathers (`unshard_stream`, `all_gather_stream`, DeepSpeed's), and that of reductions (`post_backward_stream`,
+/// `reduce_scatter_stream`).
+const GATHERS: Stream = 1;
+const REDUCTIONS: Stream = 2;
+
+/// One unit on one rank.
+pub(super) struct Unit {
+    sharding: Sharding,
+    ranks: u64,
+    /// Its trained parameters as the model has them.
+    trained: Vec<Tensor>,
+    /// This rank's parts of them, which the optimizer updates.
+    shares: Vec<Tensor>,
+    /// What else is on the device all the time.
+    _kept: Vec<Tensor>,
+    /// Bytes of what is frozen and shared, and elements.
+    frozen: [u64; 2],
+    gathered_type: TorchType,
+    on_host: bool,
+    gathered: RefCell<Vec<Tensor>>,
+}
+
+impl Unit {
+    /// The shares of a rank.
+    pub fn new(torch: &Torch, sizes: &Sizes, place: usize, trained: Vec<Tensor>) -> Unit {
+        let [frozen, own, frozen_elements] = sizes.frozen(place);
+        let Sizes { ranks, sharding, offload, .. } = *sizes;
+        let whole = matches!(sharding, Sharding::Zero { stage: 1 | 2, .. });
+        let is_zero = matches!(sharding, Sharding::Zero { .. });
+        let elements: u64 = trained.iter().map(|tensor| tensor.shape().elements()).sum();
+        let mut kept = Vec::new();
+        let mut keep = |bytes: u64, name| {
+            if bytes > 0 {
+                kept.push(torch.of_kind(Kind::Weights, || torch.empty(&[bytes], TorchType::U8, name)));
+            }
+        };
+        let mut host = 0;
+        if !whole {
+            if offload.parameters {
+                host += frozen.div_ceil(ranks);
+            } else {
+                keep(frozen.div_ceil(ranks), "flat_param");
+            }
+            keep(own, "quant_state");
+            // DeepSpeed's 16-bit partition, beside the f32 one below.
+            if is_zero {
+                let half = elements.div_ceil(ranks) * sizes.gathered.bytes();
+                if offload.parameters { host += half } else { keep(half, "partition") }
+            }
+        }
+        // FSDP1 has a flat share of a unit; FSDP2 and DeepSpeed share parameter by parameter.
+        let sizes_of_shares: Vec<u64> = match sharding {
+            Sharding::Fsdp1 { .. } if elements > 0 => vec![elements.div_ceil(ranks)],
+            Sharding::Zero { .. } if elements > 0 => vec![elements.div_ceil(ranks)],
+            _ => trained.iter().map(|tensor| tensor.shape().elements().div_ceil(ranks)).collect(),
+        };
+        let dtype = |at: usize| match sharding {
+            Sharding::Zero { .. } => TorchType::F32,
+            _ if sizes.shard != sizes.gathered => sizes.shard,
+            _ => trained.get(at).map_or(sizes.shard, Tensor::dtype),
+        };
+        let on_host = offload.optimizer || offload.parameters && !is_zero;
+        let share = |(at, elements): (usize, &u64)| {
+            let make = || torch.empty(&[*elements], dtype(at), "shard").as_leaf();
+            match on_host {
+                true => torch.on_meta(make),
+                false if is_zero => torch.of_kind(Kind::OptimizerStates, make),
+                false => torch.of_kind(Kind::Weights, make),
+            }
+        };
+        let shares: Vec<Tensor> = sizes_of_shares.iter().enumerate().map(share).collect();
+        if on_host {
+            // A pinned share, its gradient, and two states: the host's allocator rounds each up to a power of two.
+            let each = shares.iter().map(|share| share.bytes().next_power_of_two());
+            host += each.sum::<u64>() * 4;
+        }
+        if host > 0 {
+            torch.memory().host(host.cast_signed());
+        }
+        Unit {
+            sharding,
+            ranks,
+            trained,
+            shares,
+            _kept: kept,
+            frozen: [frozen, frozen_elements],
+            gathered_type: sizes.gathered,
+            on_host,
+            gathered: RefCell::default(),
+        }
+    }
+
+    /// What the optimizer updates on the device.
+    pub fn parameters(&self) -> Vec<Tensor> {
+        if self.on_host { Vec::new() } else { self.shares.clone() }
+    }
+
+    /// Elements of all ranks.
+    pub fn elements(&self) -> u64 {
+        self.frozen[1] + self.trained_elements()
+    }
+
+    /// Trained elements of all ranks.
+    pub fn trained_elements(&self) -> u64 {
+        self.trained.iter().map(|tensor| tensor.shape().elements()).sum()
+    }
+
+    /// This rank's trained elements.
+    pub fn shard_elements(&self) -> u64 {
+        self.shares.iter().map(|share| share.shape().elements()).sum()
+    }
+
+    /// The type that gradients are reduced in.
+    pub fn gradient_type(&self) -> TorchType {
+        self.trained.first().map_or(self.gathered_type, Tensor::dtype)
+    }
+
+    /// Gathers it, if it is not.
+    pub fn gather(&self, torch: &Torch) {
+        let mut gathered = self.gathered.borrow_mut();
+        let whole = matches!(self.sharding, Sharding::Zero { stage: 1 | 2, .. });
+        if whole || !gathered.is_empty() {
+            return;
+        }
+        let trained: u64 = self.trained.iter().map(Tensor::bytes).sum();
+        let bytes = self.frozen[0] + trained;
+        let on = |stream: Stream, bytes: u64, name| {
+            torch.memory().on_stream(stream, || {
+                torch.of_kind(Kind::Communication, || torch.empty(&[bytes], TorchType::U8, name))
+            })
+        };
+        let flat = |bytes: u64, name| on(GATHERS, bytes, name);
+        match self.sharding {
+            // A share on the host is copied to the device, or one of another type cast, and freed behind the exchange.
+            Sharding::Fsdp1 { .. } => {
+                let casts = self.shares.first().is_some_and(|share| share.dtype() != self.gradient_type());
+                let share = (self.on_host || casts).then(|| flat(bytes.div_ceil(self.ranks), "mp_shard"));
+                gathered.push(flat(bytes.next_multiple_of(self.ranks), "all_gather"));
+                drop(share);
+            }
+            // The output of the exchange, then a copy of each parameter out of it; the output is freed behind them.
+            Sharding::Fsdp2 { .. } => {
+                let input = flat(bytes.div_ceil(self.ranks), "all_gather_copy_in");
+                let output = flat(bytes.next_multiple_of(self.ranks), "all_gather");
+                drop(input);
+                gathered.push(on(0, bytes, "split_with_sizes_copy"));
+                drop(output);
+            }
+            Sharding::Zero { .. } => {
+                let output = flat(bytes.next_multiple_of(self.ranks), "all_gather");
+                gathered.push(flat(bytes, "cat"));
+                drop(output);
+            }
+            Sharding::None => {}
+        }
+    }
+
+    /// Lets go what was gathered.
+    pub fn release(&self) {
+        self.gathered.borrow_mut().clear();
+    }
+
+    /// Reduces the gradients that there are, and keeps this rank's part; with `away`, on the host.
+    pub fn reduce(&self, torch: &Torch, away: bool) {
+        let there = self.trained.iter().any(|tensor| tensor.grad().is_some());
+        if let Sharding::Zero { stage: 1, .. } = self.sharding {
+            // All gradients stay until the step.
+            return self.stand_in(torch, there);
+        }
+        if !there {
+            return;
+        }
+        let bytes: u64 =
+            self.trained.iter().filter(|tensor| tensor.grad().is_some()).map(Tensor::bytes).sum();
+        let flat = |bytes: u64, name| {
+            torch.of_kind(Kind::Communication, || torch.empty(&[bytes], TorchType::U8, name))
+        };
+        // FSDP's copy of a unit's gradients; DeepSpeed copies into its bucket.
+        let input = match self.sharding {
+            Sharding::Zero { .. } => None,
+            _ => Some(flat(bytes, "reduce_scatter_input")),
+        };
+        self.trained.iter().for_each(|tensor| drop(tensor.take_grad()));
+        if away {
+            return;
+        }
+        for share in &self.shares {
+            let elements = share.shape().elements();
+            let new = torch.memory().on_stream(REDUCTIONS, || {
+                torch.of_kind(Kind::Gradients, || {
+                    torch.empty(&[elements], self.gradient_type(), "reduce_scatter")
+                })
+            });
+            share.accumulate_grad(new);
+        }
+        drop(input);
+    }
+
+    /// At stage 1 gradients are whole; the share's own appears in the step.
+    fn stand_in(&self, torch: &Torch, there: bool) {
+        if !there {
+            return;
+        }
+        for share in self.shares.iter().filter(|share| share.grad().is_none()) {
+            let empty = torch.on_meta(|| torch.empty(&[share.shape().elements()], TorchType::F32, "view"));
+            share.accumulate_grad(empty);
+        }
+    }
+
+    /// Takes all gradients away.
+    pub fn zero_grad(&self) {
+        self.trained.iter().chain(&self.shares).for_each(|tensor| drop(tensor.take_grad()));
+    }
+}

@@ -1,0 +1,210 @@
+//! What must hold of every estimate, whatever the run: kinds add up, phases are there, and what saves memory saves it.
+
+#[path = "../examples/case/mod.rs"]
+mod case;
+
+use plimsoll_stacks::{
+    Attention, Checkpointing, Estimate, Kind, Loss, Optimizer, Phase, Quantization, Run, Stack, TorchType,
+    estimate,
+};
+use serde_json::Value;
+
+fn run(case: &str) -> Run {
+    let fixture: Value =
+        serde_json::from_str(include_str!("data/torch_oracle.json")).expect("the fixture is JSON");
+    case::run_of(&fixture, case).expect("a case of the oracle")
+}
+
+fn checked(run: &Run) -> Estimate {
+    let estimate = estimate(run).expect("a program");
+    let sum: u64 = estimate.peak.at_peak.values().sum();
+    assert_eq!(sum, estimate.allocated_peak_bytes, "kinds add up to the peak: {:?}", estimate.peak);
+    assert!(estimate.reserved_peak_bytes >= estimate.allocated_peak_bytes);
+    assert!(estimate.device_used_bytes > estimate.reserved_peak_bytes);
+    assert!(!estimate.peak.moment.is_empty());
+    estimate
+}
+
+fn peak(run: &Run) -> u64 {
+    checked(run).allocated_peak_bytes
+}
+
+fn phase(estimate: &Estimate, name: &str) -> u64 {
+    let phase = estimate.phases.iter().find(|phase| phase.phase == name);
+    phase.unwrap_or_else(|| panic!("no phase {name}")).allocated_bytes
+}
+
+#[test]
+fn every_optimizer_has_states_of_its_size() {
+    let mut run = run("llama-f32-full-sdpa-nonreentrant");
+    let elements = run.model.parameter_count();
+    for (optimizer, least, most) in [
+        (Optimizer::AdamWForLoop, 8.0, 8.1),
+        (Optimizer::AdamWForeach, 8.0, 8.1),
+        (Optimizer::AdamWFused, 8.0, 8.1),
+        (Optimizer::AdamW8bit { paged: false }, 2.0, 2.1),
+        // A fifth of this small model is in matrices below the 100 000 elements from which states are paged.
+        (Optimizer::AdamW8bit { paged: true }, 0.3, 0.5),
+        (Optimizer::PagedAdamW32bit, 1.4, 1.7),
+        (Optimizer::TorchaoAdamW8bit, 2.0, 2.2),
+        (Optimizer::Sgd { momentum: true }, 4.0, 4.1),
+        (Optimizer::Lion { eight_bit: true, paged: false }, 1.0, 1.1),
+        (Optimizer::Lion { eight_bit: false, paged: false }, 4.0, 4.1),
+        (Optimizer::Adafactor, 0.0, 0.1),
+    ] {
+        run.optimizer = optimizer;
+        let states = checked(&run).peak.at_peak.get(&Kind::OptimizerStates).copied().unwrap_or(0);
+        let each = states as f64 / elements as f64;
+        assert!((least..=most).contains(&each), "{optimizer:?}: {each} bytes for each parameter");
+    }
+    run.optimizer = Optimizer::Sgd { momentum: false };
+    assert!(!checked(&run).peak.at_peak.contains_key(&Kind::OptimizerStates));
+}
+
+#[test]
+fn fused_losses_keep_no_logits() {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    // A vocabulary that makes logits the largest of all.
+    run.model.vocab_size = 64_000;
+    let early = {
+        run.loss = Loss::UpcastShiftedEarly;
+        peak(&run)
+    };
+    let shifted = {
+        run.loss = Loss::UpcastShifted;
+        peak(&run)
+    };
+    let upcast = {
+        run.loss = Loss::Upcast;
+        peak(&run)
+    };
+    let chunked = {
+        run.loss = Loss::Chunked { chunks: Some(8), tokens: None, upcast: true };
+        peak(&run)
+    };
+    let liger = {
+        run.loss = Loss::Liger;
+        peak(&run)
+    };
+    let cce = {
+        run.loss = Loss::Cce;
+        peak(&run)
+    };
+    assert!(upcast < shifted && upcast < early, "{early} {shifted} {upcast}");
+    assert!(chunked < upcast, "{chunked} {upcast}");
+    assert!(liger < chunked && cce < chunked, "{liger} {cce} {chunked}");
+}
+
+#[test]
+fn what_saves_activations_saves_them() {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    run.sequence = 2048;
+    let plain = peak(&run);
+    run.liger_layers = true;
+    assert!(peak(&run) < plain);
+    run.liger_layers = false;
+    run.attention = Attention::Flash2;
+    assert!(peak(&run) <= plain);
+    run.attention = Attention::Sdpa;
+    run.checkpointing = Checkpointing::Reentrant;
+    let reentrant = checked(&run);
+    assert!(reentrant.allocated_peak_bytes < plain);
+    run.checkpointing = Checkpointing::Offloaded;
+    let offloaded = checked(&run);
+    assert!(offloaded.allocated_peak_bytes <= reentrant.allocated_peak_bytes);
+    let host = |estimate: &Estimate| estimate.phases.iter().map(|phase| phase.host_bytes).max().unwrap_or(0);
+    let layer_inputs = u64::from(run.model.num_layers) * run.batch * run.sequence * run.model.hidden_size * 2;
+    assert_eq!((host(&reentrant), host(&offloaded)), (0, layer_inputs));
+}
+
+#[test]
+fn an_optimizer_in_the_backward_pass_keeps_no_gradients() {
+    let mut run = run("llama-bf16-full-sdpa-nonreentrant");
+    run.optimizer = Optimizer::AdamWFused;
+    let behind = checked(&run);
+    run.optimizer_in_backward = true;
+    let within = checked(&run);
+    assert!(within.allocated_peak_bytes < behind.allocated_peak_bytes);
+    assert_eq!(phase(&within, "optimizer"), phase(&within, "optimizer").min(phase(&within, "backward")));
+}
+
+#[test]
+fn gradients_that_accumulate_stay() {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    let once = phase(&checked(&run), "forward");
+    run.accumulation = 4;
+    let often = phase(&checked(&run), "forward");
+    let gradients = 2 * run.model.parameter_count();
+    assert!(often >= once + gradients, "{often} {once} {gradients}");
+}
+
+#[test]
+fn trainer_copies_logits_to_f32_under_autocast() {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    run.model.vocab_size = 64_000;
+    run.autocast = Some(plimsoll_stacks::Autocast { to: TorchType::Bf16, scaler: false });
+    run.stack = Stack::Transformers;
+    let logits = run.batch * run.sequence * run.model.vocab_size;
+    let forward = phase(&checked(&run), "forward");
+    run.autocast = None;
+    let without = phase(&checked(&run), "forward");
+    // The f32 logits of the loss have gone when the copy is made: the copy fills their place.
+    assert!(forward >= without && forward <= without + 4 * logits, "{forward} {without}");
+}
+
+#[test]
+fn generation_keeps_keys_and_values() {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    run.phase = Phase::Infer { generated: 16 };
+    let estimate = checked(&run);
+    assert!(phase(&estimate, "prefill") > 0 && phase(&estimate, "decode") > 0);
+    let weights = estimate.peak.at_peak[&Kind::Weights];
+    assert!(weights >= 2 * run.model.parameter_count());
+    assert!(estimate.peak.at_peak.contains_key(&Kind::KvCache), "{:?}", estimate.peak);
+    assert!(!estimate.peak.at_peak.contains_key(&Kind::Gradients));
+}
+
+#[test]
+fn a_long_answer_grows_the_cache_by_each_of_its_tokens() {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    run.batch = 64;
+    let cache = |run: &Run| checked(run).peak.at_peak[&Kind::KvCache];
+    run.phase = Phase::Infer { generated: 4033 };
+    let short = cache(&run);
+    run.phase = Phase::Infer { generated: 8033 };
+    let long = cache(&run);
+    let attention = &run.model.attention;
+    let token = 2 * 2 * attention.kv_heads * attention.head_dim * u64::from(run.model.num_layers) * run.batch;
+    // A layer's cache exists twice while a token is added to it.
+    let layers = f64::from(run.model.num_layers);
+    let each = (long - short) as f64 / (4000 * token) as f64;
+    assert!((1.0..=1.0 + 1.0 / layers).contains(&each), "{each} of {token} bytes");
+}
+
+#[test]
+fn what_has_no_tokens_or_too_many_is_refused() {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    run.sequence = 0;
+    assert!(estimate(&run).is_err());
+    run.sequence = u64::MAX;
+    assert!(estimate(&run).is_err());
+    run.sequence = 1 << 30;
+    assert!(estimate(&run).is_err());
+}
+
+#[test]
+fn eight_bit_weights_take_a_byte_each() {
+    let mut run = run("llama-bf16-qlora-sdpa-off");
+    let four = phase(&checked(&run), "load");
+    run.quantization = Some(Quantization::Int8);
+    let eight = phase(&checked(&run), "load");
+    assert!(four < eight, "{four} {eight}");
+}
+
+#[test]
+fn a_run_that_does_not_fit_is_answered_as_on_a_larger_card() {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    let fits = checked(&run);
+    run.card.memory = 1 << 20;
+    assert_eq!(checked(&run).allocated_peak_bytes, fits.allocated_peak_bytes);
+}
