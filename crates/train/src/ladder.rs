@@ -13,8 +13,9 @@ use plimsoll_plan::{Past, TrainingPlan};
 use plimsoll_step::StepError;
 
 use crate::checkpoint::{Checkpoint, sweep};
+use crate::flight::Flight;
 use crate::pressure::{MemoryReading, Pressure, RungChange};
-use crate::run::{PartEnd, Progress, Thresholds, TrainingOutcome};
+use crate::run::{PartEnd, Progress, TrainingOutcome, thresholds_of};
 use crate::{Observer, Prepared, RunEvent, StopFlag, TrainError, room};
 
 /// What a run on a ladder needs from outside.
@@ -54,15 +55,31 @@ impl Prepared {
             self.write_plan(first, &output)?;
             sweep(&output)?;
         }
-        let config = &first.config.memory;
-        let thresholds = Thresholds {
-            warning: config.warning_threshold(),
-            critical: config.critical_threshold(),
-            emergency: config.emergency_threshold(),
-        };
+        let thresholds = thresholds_of(first);
         let needs = plans.iter().map(TrainingPlan::process_bytes).collect();
         let mut pressure = Pressure::new(needs, first.load_line.bytes.max(first.process_bytes()), thresholds);
-        let mut progress = Progress::new(self.start_state());
+        let mut progress = Progress::new(self.start_state(), thresholds);
+        if leads {
+            progress.flight = Some(Flight::begin(&output, first));
+        }
+        let outcome =
+            self.climb(plans, device, memory, observer, (&stop, ranks), (&mut pressure, &mut progress));
+        if let Some(flight) = progress.flight.take() {
+            flight.end(&outcome);
+        }
+        outcome
+    }
+
+    /// From rung to rung until the run ends.
+    fn climb<'s>(
+        &mut self,
+        plans: &[TrainingPlan],
+        device: &mut dyn FnMut(u64) -> Result<Box<dyn Device + 's>, DeviceError>,
+        memory: &mut dyn FnMut() -> MemoryReading,
+        observer: &mut dyn Observer,
+        (stop, ranks): (&StopFlag, &dyn Communicator),
+        (pressure, progress): (&mut Pressure, &mut Progress),
+    ) -> Result<TrainingOutcome, TrainError> {
         let mut rung = 0;
         loop {
             let Some(plan) = plans.get(rung) else { return Err(TrainError::NoPlan) };
@@ -73,7 +90,7 @@ impl Prepared {
             };
             let made = device(plan.peak_bytes()).map_err(TrainError::from);
             let ended = made.and_then(|device| {
-                self.run_rung(&*device, plan, &mut progress, &mut judge, observer, stop.clone(), ranks)
+                self.run_rung(&*device, plan, progress, &mut judge, observer, stop.clone(), ranks)
             });
             // The arena is gone; what the heap holds without need would count against the next one.
             release_free_heap();
@@ -83,7 +100,7 @@ impl Prepared {
             }
             let (change, checkpoint) = match ended {
                 Ok(PartEnd::Done(report)) => {
-                    let checkpoint = progress.checkpoint.map(|c| c.path);
+                    let checkpoint = progress.checkpoint.take().map(|c| c.path);
                     return Ok(TrainingOutcome { report: *report, checkpoint });
                 }
                 Ok(PartEnd::Move(change)) => (change, progress.checkpoint.clone()),

@@ -1,11 +1,20 @@
-//! `metrics.jsonl`: one line per optimizer step, whole lines only, continued or cut back when a run resumes.
+//! What a run writes of each optimizer step: `metrics.jsonl` always, `metrics.csv` and TensorBoard's events on request. Whole lines and
+//! records only, continued or cut back when a run resumes.
 
-use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Read, Write};
-use std::path::{Path, PathBuf};
+mod appended;
+mod csv;
+mod tensorboard;
 
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+
+use plimsoll_monitor::Status;
 use serde::{Deserialize, Deserializer, Serialize};
 
+use self::appended::Appended;
+use self::csv::Csv;
+use self::tensorboard::EventFile;
 use crate::TrainError;
 
 const FILE: &str = "metrics.jsonl";
@@ -60,45 +69,78 @@ pub struct MemoryMetrics {
     pub disk_bytes: u64,
     /// Resident set of the process now.
     pub process_rss_bytes: u64,
+    /// What the monitor says of it; runs of before have nothing of it.
+    #[serde(flatten, default)]
+    pub health: MemoryHealth,
 }
 
-/// The file, open for appending.
+/// How near to the load line a process is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct MemoryHealth {
+    /// In a word.
+    pub status: Status,
+    /// The share of the load line in use.
+    pub utilization: f64,
+    /// The load line.
+    pub limit_bytes: u64,
+    /// Steps until the line is reached at the present trend, if that is within as many steps as were seen.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub forecast_steps: Option<u64>,
+    /// Bytes that a step adds at that trend.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub growing_bytes_per_step: Option<f64>,
+}
+
+/// What is written beside `metrics.jsonl`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MetricsFormats {
+    /// `metrics.csv`
+    pub csv: bool,
+    /// The folder `tensorboard`.
+    pub tensorboard: bool,
+}
+
+/// The files of a run's metrics, open for appending.
 #[derive(Debug)]
-pub struct MetricsFile {
-    path: PathBuf,
-    file: File,
-    /// Bytes of whole lines.
-    length: u64,
+pub struct MetricsLog {
+    lines: Appended,
+    csv: Option<Csv>,
+    tensorboard: Option<EventFile>,
 }
 
-impl MetricsFile {
-    /// A new file, or one whose lines after `steps_done` are dropped, if `steps_done` is not 0.
-    pub fn open(folder: &Path, steps_done: u64) -> Result<MetricsFile, TrainError> {
+impl MetricsLog {
+    /// New files, or those of a run that is continued behind `steps_done` steps, without what came later.
+    pub fn open(folder: &Path, steps_done: u64, formats: MetricsFormats) -> Result<MetricsLog, TrainError> {
         let path = folder.join(FILE);
         let kept = if steps_done == 0 { Vec::new() } else { lines_up_to(&path, steps_done)? };
-        crate::write_whole(&path, &kept)?;
-        let file =
-            OpenOptions::new().append(true).open(&path).map_err(|e| TrainError::io("open", &path, e))?;
-        Ok(MetricsFile { path, file, length: kept.len() as u64 })
+        Ok(MetricsLog {
+            lines: Appended::after(path, &kept)?,
+            csv: formats.csv.then(|| Csv::open(folder, steps_done)).transpose()?,
+            tensorboard: formats.tensorboard.then(|| EventFile::open(folder, steps_done)).transpose()?,
+        })
     }
 
-    /// Appends one step, whole or not at all.
+    /// Appends one step to each file that does not have it yet, whole or not at all.
     pub fn append(&mut self, metrics: &StepMetrics) -> Result<(), TrainError> {
-        let mut line = serde_json::to_vec(metrics)
-            .map_err(|e| TrainError::io("write", &self.path, std::io::Error::other(e)))?;
+        let mut line =
+            serde_json::to_vec(metrics).map_err(|e| TrainError::io("write", self.lines.path(), e.into()))?;
         line.push(b'\n');
-        if let Err(error) = self.file.write_all(&line) {
-            // Part of the line may have been written.
-            let _ = self.file.set_len(self.length);
-            return Err(TrainError::io("write", &self.path, error));
+        self.lines.append(metrics.step, &line)?;
+        if let Some(csv) = &mut self.csv {
+            csv.append(metrics)?;
         }
-        self.length += line.len() as u64;
+        if let Some(events) = &mut self.tensorboard {
+            events.append(metrics)?;
+        }
         Ok(())
     }
 
-    /// Makes the lines so far outlive a power cut.
+    /// Makes what was written so far outlive a power cut.
     pub fn sync(&self) -> Result<(), TrainError> {
-        self.file.sync_data().map_err(|e| TrainError::io("sync", &self.path, e))
+        self.lines.sync()?;
+        self.csv.as_ref().map_or(Ok(()), Csv::sync)?;
+        self.tensorboard.as_ref().map_or(Ok(()), EventFile::sync)
     }
 }
 
@@ -172,7 +214,9 @@ fn lines_up_to(path: &Path, last: u64) -> Result<Vec<u8>, TrainError> {
 mod tests {
     use super::*;
 
-    fn metrics(step: u64) -> StepMetrics {
+    const JSONL: MetricsFormats = MetricsFormats { csv: false, tensorboard: false };
+
+    pub(super) fn metrics(step: u64) -> StepMetrics {
         StepMetrics {
             step,
             loss: 1.5,
@@ -188,6 +232,7 @@ mod tests {
                 host_peak_bytes: 2,
                 disk_bytes: 0,
                 process_rss_bytes: 3,
+                health: MemoryHealth { utilization: 0.75, limit_bytes: 4, ..MemoryHealth::default() },
             },
             rung: 0,
             validation_loss: None,
@@ -198,11 +243,11 @@ mod tests {
     fn a_resumed_run_continues_where_its_checkpoint_was() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        let mut file = MetricsFile::open(folder.path(), 0).unwrap();
+        let mut file = MetricsLog::open(folder.path(), 0, JSONL).unwrap();
         (1..=3).for_each(|step| file.append(&metrics(step)).unwrap());
         std::fs::write(&path, [std::fs::read(&path).unwrap(), b"{\"step\":4,\"lo".to_vec()].concat())
             .unwrap();
-        let mut file = MetricsFile::open(folder.path(), 2).unwrap();
+        let mut file = MetricsLog::open(folder.path(), 2, JSONL).unwrap();
         file.append(&metrics(3)).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         let steps: Vec<u64> = text
@@ -221,12 +266,12 @@ mod tests {
     fn steps_are_read_again() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(StepMetrics::of_run(folder.path()).unwrap(), []);
-        let mut file = MetricsFile::open(folder.path(), 0).unwrap();
+        let mut file = MetricsLog::open(folder.path(), 0, JSONL).unwrap();
         (1..=3).for_each(|step| file.append(&metrics(step)).unwrap());
         file.append(&StepMetrics { loss: f64::NAN, skipped: true, ..metrics(4) }).unwrap();
         // As if the run had gone back to its second step.
         file.append(&StepMetrics { loss: 0.5, validation_loss: Some(0.75), ..metrics(3) }).unwrap();
-        file.file.write_all(b"{\"step\":4,\"lo").unwrap();
+        file.lines.write(b"{\"step\":4,\"lo").unwrap();
         let steps = StepMetrics::of_run(folder.path()).unwrap();
         assert_eq!(steps[..2], [metrics(1), metrics(2)]);
         assert_eq!(steps[2..], [StepMetrics { loss: 0.5, validation_loss: Some(0.75), ..metrics(3) }]);
@@ -242,12 +287,12 @@ mod tests {
     fn the_length_of_whole_lines_is_known() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        let mut file = MetricsFile::open(folder.path(), 0).unwrap();
+        let mut file = MetricsLog::open(folder.path(), 0, JSONL).unwrap();
         for step in 1..=3 {
             file.append(&metrics(step)).unwrap();
-            assert_eq!(file.length, std::fs::metadata(&path).unwrap().len(), "{step}");
+            assert_eq!(file.lines.length(), std::fs::metadata(&path).unwrap().len(), "{step}");
         }
-        assert_eq!(MetricsFile::open(folder.path(), 3).unwrap().length, file.length);
+        assert_eq!(MetricsLog::open(folder.path(), 3, JSONL).unwrap().lines.length(), file.lines.length());
     }
 
     #[test]
@@ -259,15 +304,5 @@ mod tests {
         std::fs::write(&file, "").unwrap();
         let error = lines_up_to(&file.join("metrics.jsonl"), 3).unwrap_err();
         assert!(matches!(error, TrainError::Io { .. }), "{error}");
-    }
-
-    /// Nothing of `/dev/null` outlives anything, and the system says so.
-    #[test]
-    #[cfg(target_os = "linux")]
-    fn lines_that_cannot_be_made_to_last_are_an_error() {
-        let path = PathBuf::from("/dev/null");
-        let file = OpenOptions::new().append(true).open(&path).unwrap();
-        let error = MetricsFile { path, file, length: 0 }.sync().unwrap_err();
-        assert!(error.to_string().contains("/dev/null"), "{error}");
     }
 }

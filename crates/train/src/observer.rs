@@ -3,6 +3,8 @@
 use std::path::Path;
 use std::time::Duration;
 
+use plimsoll_monitor::Status;
+
 use crate::{StepMetrics, TrainError};
 
 /// Something happened in a run.
@@ -33,7 +35,7 @@ pub enum RunEvent<'a> {
         /// After this step.
         step: u64,
         /// How near.
-        level: MemoryLevel,
+        status: Status,
         /// Resident set of the process in bytes.
         process_bytes: u64,
         /// The load line in bytes.
@@ -72,19 +74,6 @@ pub enum RunEvent<'a> {
         /// Whether a checkpoint is written now; if not, nothing was done since the last one.
         saving: bool,
     },
-}
-
-/// How near to the load line memory is: the thresholds of the configuration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum MemoryLevel {
-    /// Below all thresholds.
-    Normal,
-    /// `memory.warning_threshold`
-    Warning,
-    /// `memory.critical_threshold`
-    Critical,
-    /// `memory.emergency_threshold`: the run saves a checkpoint, in case the system ends it.
-    Emergency,
 }
 
 /// Watches a run.

@@ -19,8 +19,9 @@ use plimsoll_plan::{Machine, ModelOrigin, TrainingPlan};
 use plimsoll_step::{StepSettings, Trainer};
 
 use crate::checkpoint::{Checkpoint, TrainerState, VERSION, copy_out};
+use crate::metrics::MetricsFormats;
 use crate::pressure::RungChange;
-use crate::run::{Connections, PartEnd, Progress, RunSettings, Thresholds, micro_batch, run};
+use crate::run::{Connections, PartEnd, Progress, RunSettings, micro_batch, run};
 use crate::samples::sample_encoder;
 use crate::tokenizer::tokenizer_of_run;
 use crate::{Observer, OutputFolder, Planned, Resumption, RunEvent, Schedule, StopFlag, TrainError, room};
@@ -430,15 +431,14 @@ impl Prepared {
             save_steps: every(plan.config.output.save_steps()),
             save_total_limit: Some(plan.config.output.save_total_limit()),
             eval_steps: every(plan.config.output.eval_steps()),
+            metrics: MetricsFormats {
+                csv: plan.config.output.csv(),
+                tensorboard: plan.config.output.tensorboard(),
+            },
             final_model: plan.config.output.final_model(),
             data_tokens: self.train.tokens(),
             pipeline_bytes: plan.pipeline_bytes(),
             load_line: plan.load_line.bytes,
-            thresholds: Thresholds {
-                warning: plan.config.memory.warning_threshold(),
-                critical: plan.config.memory.critical_threshold(),
-                emergency: plan.config.memory.emergency_threshold(),
-            },
             silent: plan.config.memory.silent_mode(),
             planned: Planned {
                 device_peak_bytes: plan.peak_bytes(),

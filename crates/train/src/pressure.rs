@@ -1,9 +1,8 @@
 //! Memory as it is now, and what it says of a ladder of plans: which rung still fits, and when to climb back.
 
 use plimsoll_memory::ByteSize;
+use plimsoll_monitor::Thresholds;
 use plimsoll_plan::hardware::{Memory, process_memory};
-
-use crate::run::Thresholds;
 
 /// What there is, at a step boundary. `None` where the system does not say, or sets no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -122,7 +121,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn pressure() -> Pressure {
-        let thresholds = Thresholds { warning: 0.9, critical: 0.95, emergency: 0.98 };
+        let thresholds = Thresholds { target: 0.9, warning: 0.9, critical: 0.95, emergency: 0.98 };
         Pressure::new(vec![1000 * MIB, 600 * MIB, 300 * MIB], 1024 * MIB, thresholds)
     }
 

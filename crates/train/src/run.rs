@@ -6,15 +6,18 @@ use std::time::Instant;
 
 use plimsoll_data::Batch;
 use plimsoll_device::Device;
+use plimsoll_monitor::{Health, History, Status, Thresholds};
 use plimsoll_parallel::{Collectives, Communicator};
+use plimsoll_plan::TrainingPlan;
 use plimsoll_step::{MicroBatch, StepError, StepOutcome, Trainer};
 
 use crate::checkpoint::{Checkpoint, TrainerState, tidy};
 use crate::diagnostic::Diagnostic;
-use crate::metrics::{MemoryMetrics, MetricsFile, StepMetrics};
+use crate::flight::Flight;
+use crate::metrics::{MemoryHealth, MemoryMetrics, MetricsFormats, MetricsLog, StepMetrics};
 use crate::pressure::RungChange;
 use crate::report::{Io, Measured, Planned, RankReport, Report, median};
-use crate::{MemoryLevel, Observer, RunEvent, Schedule, StopFlag, TrainError, room};
+use crate::{Observer, RunEvent, Schedule, StopFlag, TrainError, room};
 
 /// Steps that may be skipped one after the other: a model that gives nothing but these is lost.
 const MOST_SKIPPED: u64 = 10;
@@ -34,6 +37,8 @@ pub struct RunSettings {
     pub save_total_limit: Option<u64>,
     /// Steps between measurements of the validation loss.
     pub eval_steps: Option<u64>,
+    /// What is written of the steps beside `metrics.jsonl`.
+    pub metrics: MetricsFormats,
     /// Whether the final model is written.
     pub final_model: bool,
     /// Whether a step whose loss or gradients are not finite is skipped instead of ending the run.
@@ -44,35 +49,16 @@ pub struct RunSettings {
     pub pipeline_bytes: u64,
     /// The load line in bytes.
     pub load_line: u64,
-    /// Shares of it from which on memory is called high.
-    pub thresholds: Thresholds,
     /// Whether nothing is said about memory.
     pub silent: bool,
     /// The plan's numbers.
     pub planned: Planned,
 }
 
-/// Shares of the load line.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Thresholds {
-    /// A word is said.
-    pub warning: f64,
-    /// A louder one.
-    pub critical: f64,
-    /// The run saves itself.
-    pub emergency: f64,
-}
-
-impl Thresholds {
-    /// The level of a share.
-    fn level(&self, share: f64) -> MemoryLevel {
-        match share {
-            s if s >= self.emergency => MemoryLevel::Emergency,
-            s if s >= self.critical => MemoryLevel::Critical,
-            s if s >= self.warning => MemoryLevel::Warning,
-            _ => MemoryLevel::Normal,
-        }
-    }
+/// The shares of the load line at which a plan's run says something.
+pub(crate) fn thresholds_of(plan: &TrainingPlan) -> Thresholds {
+    let [target, warning, critical, emergency] = plan.config.memory.shares();
+    Thresholds { target, warning, critical, emergency }
 }
 
 /// Measures a validation loss.
@@ -155,8 +141,8 @@ pub(crate) fn run<'a>(
     mut with: Connections<'_, 'a>,
 ) -> Result<PartEnd, TrainError> {
     trainer.resume(progress.state.progress(trainer.progress()));
-    let mut metrics_file = match with.leads() {
-        true => Some(MetricsFile::open(&settings.output, progress.state.step)?),
+    let mut metrics_log = match with.leads() {
+        true => Some(MetricsLog::open(&settings.output, progress.state.step, settings.metrics)?),
         false => None,
     };
     if progress.planned.is_none() {
@@ -183,8 +169,8 @@ pub(crate) fn run<'a>(
             progress.validation_loss = Some(loss);
             with.observer.event(RunEvent::Validated { step, loss });
         }
-        if let Some(file) = &mut metrics_file {
-            with.write(&settings.output, || file.append(&metrics))?;
+        if let Some(log) = &mut metrics_log {
+            with.write(&settings.output, || log.append(&metrics))?;
         }
         with.observer.event(RunEvent::Step(&metrics));
         let rescue = progress.watch_memory(settings, &metrics, &mut with);
@@ -198,8 +184,8 @@ pub(crate) fn run<'a>(
         let due = settings.save_steps.is_some_and(|n| n > 0 && step.is_multiple_of(n));
         if stopped || rescue || due || change.is_some() {
             // A checkpoint is continued by the lines after it, so that those before it must not get lost.
-            if let Some(file) = &mut metrics_file {
-                file.sync()?;
+            if let Some(log) = &metrics_log {
+                log.sync()?;
             }
             progress.save(trainer, settings, &mut with)?;
         }
@@ -271,6 +257,17 @@ fn one_step<'a>(
         progress.first_loss.get_or_insert(outcome.loss);
         progress.last_loss = Some(outcome.loss);
     }
+    let process_rss_bytes = (with.process_memory)().0;
+    let health = progress.judge_memory(step, process_rss_bytes, settings.load_line);
+    if let Some(flight) = &progress.flight {
+        let arena = device.arena();
+        flight.step(
+            step,
+            health.status,
+            arena.ledger(),
+            (arena.high_water(), trainer.tiers().host().high_water()),
+        );
+    }
     Ok(StepMetrics {
         step,
         loss: outcome.loss,
@@ -285,7 +282,8 @@ fn one_step<'a>(
             device_peak_bytes: device.arena().high_water(),
             host_peak_bytes: trainer.tiers().host().high_water() + settings.pipeline_bytes,
             disk_bytes: trainer.tiers().disk().high_water(),
-            process_rss_bytes: (with.process_memory)().0,
+            process_rss_bytes,
+            health,
         },
         rung: progress.rung,
         validation_loss: None,
@@ -323,7 +321,13 @@ pub(crate) struct Progress {
     last_loss: Option<f64>,
     validation_loss: Option<f64>,
     skipped_in_a_row: u64,
-    memory_level: MemoryLevel,
+    /// How near to the load line the process is, and whether it has come nearer with the last step.
+    health: Health,
+    has_risen: bool,
+    /// Its memory over the steps.
+    history: History,
+    /// Writes down who has which memory, where this rank leads.
+    pub flight: Option<Flight>,
     /// What the first rung's plan said.
     planned: Option<Planned>,
     device_peak: u64,
@@ -334,7 +338,7 @@ pub(crate) struct Progress {
 
 impl Progress {
     /// Begins at a state.
-    pub fn new(state: TrainerState) -> Progress {
+    pub fn new(state: TrainerState, thresholds: Thresholds) -> Progress {
         Progress {
             state,
             checkpoint: None,
@@ -347,7 +351,10 @@ impl Progress {
             last_loss: None,
             validation_loss: None,
             skipped_in_a_row: 0,
-            memory_level: MemoryLevel::Normal,
+            health: Health::new(thresholds),
+            has_risen: false,
+            history: History::new(),
+            flight: None,
             planned: None,
             device_peak: 0,
             host_peak: 0,
@@ -373,26 +380,39 @@ impl Progress {
         }
     }
 
-    /// Says when memory has risen to another level; whether it is time to save because of it.
+    /// Judges the process's memory after a step.
+    fn judge_memory(&mut self, step: u64, process_rss_bytes: u64, load_line: u64) -> MemoryHealth {
+        let utilization = process_rss_bytes as f64 / load_line.max(1) as f64;
+        let (status, has_risen) = self.health.take(utilization);
+        self.has_risen = has_risen;
+        self.history.push(step as f64, process_rss_bytes as f64);
+        let forecast = self.history.forecast(load_line as f64);
+        MemoryHealth {
+            status,
+            utilization,
+            limit_bytes: load_line,
+            forecast_steps: forecast.map(|forecast| forecast.remaining.ceil() as u64),
+            growing_bytes_per_step: forecast.map(|forecast| forecast.rate),
+        }
+    }
+
+    /// Says when memory has risen to another status; whether it is time to save because of it.
     fn watch_memory(
-        &mut self,
+        &self,
         settings: &RunSettings,
         metrics: &StepMetrics,
         with: &mut Connections<'_, '_>,
     ) -> bool {
-        let (process_bytes, budget_bytes) = (metrics.memory.process_rss_bytes, settings.load_line);
-        let level = settings.thresholds.level(process_bytes as f64 / budget_bytes.max(1) as f64);
-        let risen = level > self.memory_level;
-        self.memory_level = level;
-        if risen && !settings.silent {
+        let status = metrics.memory.health.status;
+        if self.has_risen && !settings.silent {
             with.observer.event(RunEvent::MemoryHigh {
                 step: metrics.step,
-                level,
-                process_bytes,
-                budget_bytes,
+                status,
+                process_bytes: metrics.memory.process_rss_bytes,
+                budget_bytes: settings.load_line,
             });
         }
-        risen && level == MemoryLevel::Emergency
+        self.has_risen && status == Status::Emergency
     }
 
     fn save<'a>(
@@ -462,14 +482,6 @@ impl Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_share_has_the_highest_level_that_it_reaches() {
-        let thresholds = Thresholds { warning: 0.5, critical: 0.75, emergency: 0.875 };
-        let levels = [0.0, 0.49, 0.5, 0.74, 0.75, 0.87, 0.875, 2.0].map(|share| thresholds.level(share));
-        use MemoryLevel::{Critical, Emergency, Normal, Warning};
-        assert_eq!(levels, [Normal, Normal, Warning, Warning, Critical, Critical, Emergency, Emergency]);
-    }
 
     #[test]
     fn what_is_done_every_few_steps_is_done_at_the_end_too() {

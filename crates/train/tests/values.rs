@@ -5,9 +5,10 @@ mod common;
 
 use std::path::{Path, PathBuf};
 
+use plimsoll_monitor::Status;
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::RawConfig;
-use plimsoll_train::{MemoryLevel, MemoryReading, Observer, Prepared, RunEvent, StopFlag, Surroundings};
+use plimsoll_train::{MemoryReading, Observer, Prepared, RunEvent, StopFlag, Surroundings};
 use serde_json::Value;
 
 use common::{cpu, machine};
@@ -209,16 +210,16 @@ fn the_gradient_norm_of_the_step_before_is_carried_over() {
 /// What is said of memory, and when something was saved.
 #[derive(Default)]
 struct Hearing {
-    high: Vec<(u64, MemoryLevel)>,
+    high: Vec<(u64, Status)>,
     saved: Vec<String>,
 }
 
 impl Observer for Hearing {
     fn event(&mut self, event: RunEvent<'_>) {
         match event {
-            RunEvent::MemoryHigh { step, level, process_bytes, budget_bytes } => {
+            RunEvent::MemoryHigh { step, status, process_bytes, budget_bytes } => {
                 assert!(process_bytes > 0 && budget_bytes > 0);
-                self.high.push((step, level));
+                self.high.push((step, status));
             }
             RunEvent::Saved(path) => {
                 self.saved.push(path.file_name().unwrap().to_string_lossy().into_owned())
@@ -261,10 +262,10 @@ fn high_memory_is_said_once_and_an_emergency_saves_the_run() {
     };
     let checkpoint = vec!["checkpoint-1".to_owned()];
     assert_eq!(hear([0.9, 0.95, 0.98], false), (vec![], vec![]));
-    assert_eq!(hear([1e-6, 0.95, 0.98], false), (vec![(1, MemoryLevel::Warning)], vec![]));
-    assert_eq!(hear([1e-7, 1e-6, 0.98], false), (vec![(1, MemoryLevel::Critical)], vec![]));
+    assert_eq!(hear([1e-6, 0.95, 0.98], false), (vec![(1, Status::Warning)], vec![]));
+    assert_eq!(hear([1e-7, 1e-6, 0.98], false), (vec![(1, Status::Critical)], vec![]));
     let emergency = [1e-8, 1e-7, 1e-6];
-    assert_eq!(hear(emergency, false), (vec![(1, MemoryLevel::Emergency)], checkpoint.clone()));
+    assert_eq!(hear(emergency, false), (vec![(1, Status::Emergency)], checkpoint.clone()));
     assert_eq!(hear(emergency, true), (vec![], checkpoint));
 }
 
