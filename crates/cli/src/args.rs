@@ -2,9 +2,12 @@
 
 mod bench;
 mod chat;
+mod estimate;
 mod inference;
+mod monitor;
 mod plan_inference;
 mod sampling;
+mod snapshot;
 mod stopping;
 
 use std::ffi::OsString;
@@ -16,9 +19,12 @@ use plimsoll_plan::{ExportFormat, Sought};
 
 pub use bench::{Bench, BenchArgs, BenchDiskArgs, BenchMemoryArgs};
 pub use chat::ChatArgs;
+pub use estimate::EstimateArgs;
 pub use inference::{DiskArgs, InferenceArgs, WeightArgs};
+pub use monitor::MonitorArgs;
 pub use plan_inference::PlanInferenceArgs;
 pub use sampling::SamplingArgs;
+pub use snapshot::SnapshotArgs;
 pub use stopping::StoppingArgs;
 
 /// The arguments with every value that begins with a sign and a digit joined to its flag: `--memory -5GiB` is
@@ -64,11 +70,15 @@ pub struct Arguments {
 pub enum Command {
     /// Say what a training run needs, what every byte is for, and how long a step takes
     Plan(PlanArgs),
+    /// Say what a run of PyTorch's stacks would take: Hugging Face, PEFT, torchtune, litgpt, DeepSpeed, FSDP, Unsloth
+    Estimate(EstimateArgs),
     /// Write what was planned as a configuration of another program: deepspeed, accelerate, transformers, peft, bitsandbytes, axolotl,
     /// llama-factory, torchtune or torchtitan
     Export(ExportArgs),
     /// Write a plan or a run as one page for a browser: memory at the peak and through the step, planned and measured, loss and speed
     Report(ReportArgs),
+    /// Show what PyTorch recorded of its memory: the peak and what was live then, fragmentation, what only grows
+    Snapshot(SnapshotArgs),
     /// Show what a model will read of chats and instructions, and which tokens of it are trained
     Preview(PreviewArgs),
     /// Train a model, or fine-tune one
@@ -91,6 +101,8 @@ pub enum Command {
     Hardware(HardwareArgs),
     /// Measure this machine: products by type and shape, attention, memory, disk. Plans use what was found from then on
     Calibrate(CalibrateArgs),
+    /// Watch the memory of a process, a control group, GPUs or a command, ours or not; or say what ended a run (--post-mortem)
+    Monitor(MonitorArgs),
     /// Show what this machine has and what of it may be used; or say what a log of memory that ran out means
     Doctor(DoctorArgs),
     /// List every key of the configuration with its default

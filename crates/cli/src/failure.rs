@@ -13,6 +13,7 @@ use plimsoll_model::tokenizer::TokenizerError;
 use plimsoll_model::{ModelError, SaveError};
 use plimsoll_plan::config::ConfigError;
 use plimsoll_plan::{CatalogueError, ExportError, GenerationPlanError, OriginError, TimelineError};
+use plimsoll_stacks::AnswerError;
 use plimsoll_step::StepError;
 use plimsoll_train::TrainError;
 
@@ -102,6 +103,16 @@ failure_from! {
     SaveError => OTHER,
     serde_json::Error => OTHER,
     std::io::Error => OTHER,
+}
+
+impl From<AnswerError> for Failure {
+    fn from(error: AnswerError) -> Failure {
+        let exit_code = match error {
+            AnswerError::Request(_) => USAGE,
+            AnswerError::Estimate(_) => OTHER,
+        };
+        Failure { message: error.to_string(), exit_code }
+    }
 }
 
 impl From<DeviceError> for Failure {

@@ -78,8 +78,10 @@ fn run(command: &Command) -> Result<(), Failure> {
     signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
     match command {
         Command::Plan(args) => commands::plan::run(args),
+        Command::Estimate(args) => commands::estimate::run(args),
         Command::Export(args) => commands::export::run(args),
         Command::Report(args) => commands::report::run(args),
+        Command::Snapshot(args) => commands::snapshot::run(args),
         Command::Preview(args) => commands::preview::run(args),
         Command::Train(args) => commands::train::run(args),
         Command::Eval(args) => commands::eval::run(args),
@@ -91,6 +93,7 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Inspect(args) => commands::inspect::run(args),
         Command::Calibrate(args) => commands::calibrate::run(args),
         Command::Hardware(args) => commands::hardware::run(args),
+        Command::Monitor(args) => commands::monitor::run(args),
         Command::Doctor(args) => commands::doctor::run(args),
         Command::Config(args) => commands::config::run(args),
     }

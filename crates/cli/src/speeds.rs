@@ -11,6 +11,7 @@ use plimsoll_plan::{DiskName, DiskRates, MachineName, Measured, Rates, RatesFile
 use serde_json::{Value, json};
 
 use crate::session::Engine;
+use crate::units;
 
 /// Transcendental evaluations take about this many products' worth of time.
 const FLOPS_PER_EXP: f64 = 100.0;
@@ -93,7 +94,8 @@ impl Speeds {
     pub fn words(&self, folder: Option<&Path>) -> String {
         let machine = self.machine.age().as_secs();
         let disk = folder.map(|folder| self.disk(folder).map_or(0, |disk| disk.age().as_secs()));
-        let disk_words = disk.map_or(String::new(), |seconds| format!(" (its disk's {})", age(seconds)));
+        let disk_words =
+            disk.map_or(String::new(), |seconds| format!(" (its disk's {})", units::ago(seconds)));
         let old = machine.max(disk.unwrap_or(0)) / (24 * 3600) >= OLD_DAYS;
         let kept = match (&self.not_kept, &self.file) {
             (Some(reason), _) => format!(", not kept: {reason}"),
@@ -104,7 +106,7 @@ impl Speeds {
             true => format!("they are old: {MEASURE_AGAIN} measures them anew"),
             false => format!("{MEASURE_AGAIN} measures them again"),
         };
-        format!("this machine's speeds were measured {}{disk_words}{kept};\n{again}", age(machine))
+        format!("this machine's speeds were measured {}{disk_words}{kept};\n{again}", units::ago(machine))
     }
 
     /// The same for machines.
@@ -138,18 +140,6 @@ fn rates(calibration: &Calibration) -> Rates {
 /// The folder, or the nearest above it that exists.
 fn existing(folder: &Path) -> Option<PathBuf> {
     disk_space(folder).ok().map(|space| space.folder)
-}
-
-/// How long ago something was.
-fn age(seconds: u64) -> String {
-    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / (24 * 3600));
-    let plural = |n: u64, unit: &str| format!("{n} {unit}{} ago", if n == 1 { "" } else { "s" });
-    match (days, hours, minutes) {
-        (0, 0, 0) => "just now".to_owned(),
-        (0, 0, minutes) => plural(minutes, "minute"),
-        (0, hours, _) => plural(hours, "hour"),
-        (days, ..) => plural(days, "day"),
-    }
 }
 
 /// Whose speeds a plan's time is made of.
@@ -203,19 +193,5 @@ impl PlanSpeeds {
     /// What a rate is followed by.
     pub fn place(&self) -> &str {
         &self.whose
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::age;
-
-    #[test]
-    fn ages_are_in_the_largest_unit() {
-        let ages = [0, 59, 60, 7199, 7200, 86_399, 86_400, 40 * 86_400].map(age);
-        let hours = ["1 hour ago", "2 hours ago", "23 hours ago"];
-        assert_eq!(ages[..3], ["just now", "just now", "1 minute ago"]);
-        assert_eq!(ages[3..6], hours);
-        assert_eq!(ages[6..], ["1 day ago", "40 days ago"]);
     }
 }

@@ -18,3 +18,29 @@ pub fn seconds(s: f64) -> String {
         s => format!("{:.1} h", s / 3600.0),
     }
 }
+
+/// How long ago something was, in the largest unit.
+pub fn ago(seconds: u64) -> String {
+    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / (24 * 3600));
+    let plural = |n: u64, unit: &str| format!("{n} {unit}{} ago", if n == 1 { "" } else { "s" });
+    match (days, hours, minutes) {
+        (0, 0, 0) => "just now".to_owned(),
+        (0, 0, minutes) => plural(minutes, "minute"),
+        (0, hours, _) => plural(hours, "hour"),
+        (days, ..) => plural(days, "day"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ago;
+
+    #[test]
+    fn ages_are_in_the_largest_unit() {
+        let ages = [0, 59, 60, 7199, 7200, 86_399, 86_400, 40 * 86_400].map(ago);
+        let hours = ["1 hour ago", "2 hours ago", "23 hours ago"];
+        assert_eq!(ages[..3], ["just now", "just now", "1 minute ago"]);
+        assert_eq!(ages[3..6], hours);
+        assert_eq!(ages[6..], ["1 day ago", "40 days ago"]);
+    }
+}

@@ -17,7 +17,7 @@ output: {dir: out, save_steps: 0, save_total_limit: 9}
 ";
 
 /// What a run has written before it saves anything.
-const BEFORE_SAVING: [&str; 2] = ["metrics.jsonl", "plimsoll.yaml"];
+const BEFORE_SAVING: [&str; 3] = ["flight-recorder.bin", "metrics.jsonl", "plimsoll.yaml"];
 
 fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();

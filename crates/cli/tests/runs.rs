@@ -121,7 +121,11 @@ fn every_signal_that_asks_for_an_end_leaves_a_checkpoint_and_says_which_it_was()
         let last = steps(&running.run);
         let names = names(&running.run);
         let checkpoint = format!("checkpoint-{last}");
-        assert_eq!(names, [&checkpoint, "metrics.jsonl", "plimsoll.yaml", "report.json"], "{signal}");
+        assert_eq!(
+            names,
+            [&checkpoint, "flight-recorder.bin", "metrics.jsonl", "plimsoll.yaml", "report.json"],
+            "{signal}"
+        );
     }
 }
 

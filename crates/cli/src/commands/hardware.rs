@@ -9,6 +9,7 @@ use crate::failure::Failure;
 use crate::output::{out, outln};
 use crate::row;
 use crate::table;
+use crate::units;
 
 pub fn run(args: &HardwareArgs) -> Result<(), Failure> {
     let catalogue = Catalogue::known();
@@ -65,14 +66,6 @@ fn dollars(price: &Price) -> String {
     format!("{:.2} to {:.2}", price.low, price.high)
 }
 
-fn days(age: std::time::Duration) -> String {
-    match age.as_secs() / (24 * 3600) {
-        0 => "less than a day".to_owned(),
-        1 => "a day".to_owned(),
-        days => format!("{days} days"),
-    }
-}
-
 /// Everything about a machine.
 fn one(catalogue: &Catalogue, target: &Target) -> String {
     let device = &target.device;
@@ -83,7 +76,7 @@ fn one(catalogue: &Catalogue, target: &Target) -> String {
             row!["memory", device.memory],
             row!["of it outside any arena", overhead],
             row!["threads", cpu.threads],
-            row!["measured", format!("{} ago", days(cpu.measured.age()))],
+            row!["measured", units::ago(cpu.measured.age().as_secs())],
         ],
         None => vec![
             row!["memory of a device", device.memory],

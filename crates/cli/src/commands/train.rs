@@ -117,7 +117,9 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     ranks.gather_numbers(&[]).map_err(TrainError::from)?;
     let output = plan.config.output.dir();
     let beside = plan.process_bytes() - plan.peak_bytes();
-    let mut progress = TrainingProgress::new(&plan.config.output, plan.load_line.bytes, beside, quiet);
+    let advice = (!plan.config.memory.silent_mode()).then(|| plan.alternatives.clone());
+    let mut progress =
+        TrainingProgress::new(&plan.config.output, plan.load_line.bytes, beside, advice, quiet);
     let ladder = if plan.config.memory.ladder() && ranks.is_alone() { plan.ladder()? } else { vec![plan] };
     // What planning leaves over is no part of what the run needs.
     release_free_heap();
