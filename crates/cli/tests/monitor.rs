@@ -2,7 +2,7 @@
 
 mod support;
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -155,9 +155,8 @@ fn the_last_sample_is_served_to_prometheus() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    let mut said = [0; 256];
-    let length = monitor.stderr.as_mut().unwrap().read(&mut said).unwrap();
-    let said = text(&said[..length]);
+    let mut said = String::new();
+    BufReader::new(monitor.stderr.as_mut().unwrap()).read_line(&mut said).unwrap();
     let address = said.trim().trim_start_matches("serving http://").trim_end_matches("/metrics").to_owned();
     assert!(address.starts_with("127.0.0.1:"), "{said}");
     let get = |path: &str| {
@@ -233,9 +232,16 @@ fn a_run_that_was_killed_is_explained() {
 #[test]
 fn a_monitor_records_what_others_do() {
     let folder = folder();
-    let args = ["monitor", "--command", "sleep 0.4", "--interval", "20ms", "--record", "flight", "--json"];
-    ok(folder.path(), &args);
+    // The child in the background outlives the shell, so that the last record has both.
+    let command = "sleep 2 >/dev/null 2>&1 & sleep 0.4";
+    ok(
+        folder.path(),
+        &["monitor", "--command", command, "--interval", "20ms", "--record", "flight", "--json"],
+    );
     let found = ok(folder.path(), &["monitor", "--post-mortem", "flight"]);
-    assert!(found.starts_with("sleep 0.4: it ended by itself: exit status 0"), "{found}");
-    assert!(found.contains("  sleep (") && found.contains("others on the machine"), "{found}");
+    assert!(found.starts_with(&format!("{command}: it ended by itself: exit status 0")), "{found}");
+    assert!(
+        found.contains("  sleep (") && found.contains("  sh (") && found.contains("others on the machine"),
+        "{found}"
+    );
 }
