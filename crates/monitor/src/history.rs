@@ -1,7 +1,7 @@
 //! The values of one quantity over time in little memory, and what they say: how fast it grows, when it reaches a line, whether it
 //! leaks.
 
-use crate::trend::{PHASES, Point, Trend, trend};
+use crate::trend::{PHASES, Point, Trend, trend, trend_of_means};
 
 /// Points that are kept; when there are so many, neighbours become one.
 const MOST: usize = 512;
@@ -35,7 +35,7 @@ impl History {
 
     /// One more value. Whoever counts in steps may give several of one step.
     pub fn push(&mut self, at: f64, bytes: f64) {
-        self.pending.push(Point { at, low: bytes, high: bytes });
+        self.pending.push(Point { at, low: bytes, mean: bytes, high: bytes });
         if self.pending.len() < self.stride {
             return;
         }
@@ -85,7 +85,8 @@ impl History {
     pub fn leak(&self) -> Option<(Trend, f64)> {
         let n = self.points.len();
         let points = self.points.get((BEGINNING * n as f64).ceil() as usize..)?;
-        Some((trend(points)?, points.last()?.at - points.first()?.at))
+        let found = trend(points).or_else(|| trend_of_means(points))?;
+        Some((found, points.last()?.at - points.first()?.at))
     }
 
     /// The same after the end of what was watched: a process that ends gives everything back, so that what follows the highest point of

@@ -1,18 +1,22 @@
 //! Whether something grows steadily, how fast, and how sure that is.
 //!
 //! Memory of a training process rises and falls within every step, jumps, and is noisy. So the points are cut into equal phases, and
-//! a phase is judged by its lowest point: what is never given back. The lowest points grow if the test of Mann (1945) and Kendall
-//! (1975) says so; the rate is the median of the slopes between all pairs (Theil 1950, Sen 1968), which single jumps do not move. A walk
-//! at random passes that test too often, so that growth also has to go on in each third of the time and to stand out of what is left
-//! when the line is taken away.
+//! a phase is judged by its lowest point: what is never given back. Where work has a rhythm that is longer than a phase, the lowest points
+//! rise and fall with it; there the mean of a phase, in which most of a rhythm is averaged away, may show what they do not.
+//!
+//! Either grows if the test of Mann (1945) and Kendall (1975) says so; the rate is the median of the slopes between all pairs (Theil 1950,
+//! Sen 1968), which single jumps do not move. A walk at random passes that test too often, so that growth also has to go on in each part
+//! of the time and to stand out of what is left when the line is taken away.
 
-/// A moment or several: the lowest and the highest value in them.
+/// A moment or several, with the values in them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Point {
     /// Seconds, or the number of a step.
     pub at: f64,
     /// Bytes at least.
     pub low: f64,
+    /// Bytes on average.
+    pub mean: f64,
     /// Bytes at most.
     pub high: f64,
 }
@@ -28,7 +32,7 @@ pub struct Trend {
     pub level: f64,
     /// The rate in the last third.
     pub late_rate: f64,
-    /// What is left without the line, as a share of the growth: about so far off the rate can be.
+    /// About so far off the rate can be, as a share of it.
     pub spread: f64,
 }
 
@@ -36,37 +40,66 @@ pub struct Trend {
 pub const PHASES: usize = 12;
 /// The chance of a false alarm that is accepted where values are in no order: 1 in 1000, one-sided.
 const LEAST_Z: f64 = 3.09;
-/// What the rates of a third and of the whole may differ by and still be the same growth: noise on four points moves a slope about
-/// so much where growth is as large as `STANDS_OUT` asks for.
-const STEADY: f64 = 3.0;
+/// What the rates of a part and of the whole may differ by and still be the same growth, with so many parts: noise on four points
+/// moves the slope of a third about so much where growth is as large as `STANDS_OUT` asks for.
+const THIRDS: (usize, f64) = (3, 3.0);
+/// A third of the time has too few beats of a long rhythm for a mean of it.
+const HALVES: (usize, f64) = (2, 2.0);
 /// Growth has to be so many times the range of what is left without the line. Walks at random stay below it in all but a few of a
 /// thousand (`walks_at_random_are_seldom_growth`).
 const STANDS_OUT: f64 = 4.0;
 
-/// The growth of some points in order; `None` where there is none, or not enough points to tell.
+/// Half of the interval that has a slope with 90 % confidence, in standard deviations of a normal distribution.
+const CONFIDENT: f64 = 1.645;
+
+/// The growth of the lowest points of some points in order; `None` where there is none, or not enough points to tell.
 pub fn trend(points: &[Point]) -> Option<Trend> {
+    let phases = phases(points)?;
+    let found = growth(&phases, |phase| phase.low, THIRDS)?;
+    Some(Trend { spread: found.left, ..found.trend })
+}
+
+/// The same by the means of phases, for work of a long rhythm.
+pub fn trend_of_means(points: &[Point]) -> Option<Trend> {
+    let phases = phases(points)?;
+    Some(growth(&phases, |phase| phase.mean, HALVES)?.trend)
+}
+
+fn phases(points: &[Point]) -> Option<Vec<Point>> {
     let length = points.len() / PHASES;
     if length == 0 {
         return None;
     }
     let begin = points.len() - length * PHASES;
-    let phases: Vec<Point> = points.get(begin..)?.chunks_exact(length).filter_map(Point::join).collect();
-    let lows: Vec<(f64, f64)> = phases.iter().map(|phase| (phase.at, phase.low)).collect();
-    let confidence = mann_kendall(&lows)?;
-    let rate = slope(&lows)?;
-    let thirds: Vec<f64> = lows.chunks_exact(PHASES / 3).filter_map(slope).collect();
-    let is_steady = |third: &f64| *third >= rate / STEADY && *third <= rate * STEADY;
-    if rate <= 0.0 || thirds.len() < 3 || !thirds.iter().all(is_steady) {
+    Some(points.get(begin..)?.chunks_exact(length).filter_map(Point::join).collect())
+}
+
+/// The growth of phases.
+struct Growth {
+    trend: Trend,
+    /// The range of what is left without the line, as a share of the growth.
+    left: f64,
+}
+
+/// The growth of a value of each phase, which has to go on in each of so many parts.
+fn growth(phases: &[Point], of: fn(&Point) -> f64, (parts, steady): (usize, f64)) -> Option<Growth> {
+    let values: Vec<(f64, f64)> = phases.iter().map(|phase| (phase.at, of(phase))).collect();
+    let confidence = mann_kendall(&values)?;
+    let rate = slope(&values)?;
+    let own: Vec<f64> = values.chunks_exact(PHASES / parts).filter_map(slope).collect();
+    let is_steady = |part: &f64| *part >= rate / steady && *part <= rate * steady;
+    if rate <= 0.0 || own.len() < parts || !own.iter().all(is_steady) {
         return None;
     }
-    let (first, last) = (lows.first()?, lows.last()?);
-    let left = |(at, low): &(f64, f64)| low - rate * at;
-    let range = lows.iter().map(left).fold(f64::NEG_INFINITY, f64::max)
-        - lows.iter().map(left).fold(f64::INFINITY, f64::min);
-    let spread = range / (rate * (last.0 - first.0));
+    let (first, last) = (values.first()?, values.last()?);
+    let left = |(at, value): &(f64, f64)| value - rate * at;
+    let range = values.iter().map(left).fold(f64::NEG_INFINITY, f64::max)
+        - values.iter().map(left).fold(f64::INFINITY, f64::min);
+    let left = range / (rate * (last.0 - first.0));
+    let late_rate = own.last().copied().unwrap_or(rate);
     let level = phases.iter().rev().take(2).map(|phase| phase.high).fold(f64::NEG_INFINITY, f64::max);
-    let late_rate = thirds.last().copied().unwrap_or(rate);
-    (spread * STANDS_OUT <= 1.0).then_some(Trend { rate, confidence, level, late_rate, spread })
+    let trend = Trend { rate, confidence, level, late_rate, spread: uncertainty(&values)? / rate };
+    (left * STANDS_OUT <= 1.0).then_some(Growth { trend, left })
 }
 
 impl Point {
@@ -74,8 +107,9 @@ impl Point {
     pub fn join(points: &[Point]) -> Option<Point> {
         let at = points.iter().map(|point| point.at).sum::<f64>() / points.len().max(1) as f64;
         let low = points.iter().map(|point| point.low).reduce(f64::min)?;
+        let mean = points.iter().map(|point| point.mean).sum::<f64>() / points.len().max(1) as f64;
         let high = points.iter().map(|point| point.high).reduce(f64::max)?;
-        Some(Point { at, low, high })
+        Some(Point { at, low, mean, high })
     }
 }
 
@@ -88,10 +122,14 @@ fn mann_kendall(values: &[(f64, f64)]) -> Option<f64> {
             sum += (late - early).partial_cmp(&0.0).map_or(0.0, |order| f64::from(order as i8));
         }
     }
-    let n = values.len() as f64;
-    let variance = n * (n - 1.0) * (2.0 * n + 5.0) / 18.0;
-    let z = (sum - 1.0) / variance.sqrt();
+    let z = (sum - 1.0) / deviation(values.len());
     (z >= LEAST_Z).then(|| normal_below(z))
+}
+
+/// The standard deviation of the pairs that rise less those that fall, where there is no order.
+fn deviation(values: usize) -> f64 {
+    let n = values as f64;
+    (n * (n - 1.0) * (2.0 * n + 5.0) / 18.0).sqrt()
 }
 
 /// The share of a normal distribution below `z`, at least 0: Abramowitz and Stegun, 26.2.17, to 7.5e-8.
@@ -104,16 +142,27 @@ fn normal_below(z: f64) -> f64 {
 
 /// The median of the slopes between all pairs; `None` where all are at one moment.
 fn slope(values: &[(f64, f64)]) -> Option<f64> {
+    let slopes = slopes(values);
+    slopes.get(slopes.len() / 2).copied()
+}
+
+/// Half of the interval that has the slope with 90 % confidence, by the order of slopes (Sen 1968).
+fn uncertainty(values: &[(f64, f64)]) -> Option<f64> {
+    let slopes = slopes(values);
+    let inside = CONFIDENT * deviation(values.len());
+    let outside = ((slopes.len() as f64 - inside) / 2.0).max(0.0) as usize;
+    Some((slopes.get(slopes.len().checked_sub(outside + 1)?)? - slopes.get(outside)?) / 2.0)
+}
+
+/// The slopes between all pairs, in order.
+fn slopes(values: &[(f64, f64)]) -> Vec<f64> {
     let mut slopes = Vec::with_capacity(values.len() * values.len() / 2);
     for (place, (begin, early)) in values.iter().enumerate() {
         let pairs = values.iter().skip(place + 1).filter(|(end, _)| end > begin);
         slopes.extend(pairs.map(|(end, late)| (late - early) / (end - begin)));
     }
-    if slopes.is_empty() {
-        return None;
-    }
     slopes.sort_by(f64::total_cmp);
-    Some(slopes[slopes.len() / 2])
+    slopes
 }
 
 #[cfg(test)]
@@ -128,7 +177,10 @@ pub(crate) mod tests {
     }
 
     pub fn points(values: impl IntoIterator<Item = f64>) -> Vec<Point> {
-        (0..).zip(values).map(|(at, value)| Point { at: f64::from(at), low: value, high: value }).collect()
+        (0..)
+            .zip(values)
+            .map(|(at, value)| Point { at: f64::from(at), low: value, mean: value, high: value })
+            .collect()
     }
 
     #[test]
@@ -140,7 +192,7 @@ pub(crate) mod tests {
         assert_eq!(trend(&points((0..48).map(|step| 100.0 - f64::from(step)))), None);
         assert_eq!(trend(&points((0..11).map(f64::from))), None);
         assert_eq!(trend(&[]), None);
-        assert_eq!(trend(&[Point { at: 1.0, low: f64::NAN, high: 2.0 }; 24]), None);
+        assert_eq!(trend(&[Point { at: 1.0, low: f64::NAN, mean: 2.0, high: 2.0 }; 24]), None);
     }
 
     /// A leak below a saw, jumps and noise is found with its rate.
@@ -156,6 +208,20 @@ pub(crate) mod tests {
         }
     }
 
+    /// Work with a rhythm of up to a fifth of the time, as processes have it whose heap keeps what was given back.
+    #[test]
+    fn growth_below_a_long_rhythm_has_its_rate() {
+        for seed in 0..200 {
+            let period = 13 + seed as usize % 18;
+            let value = |step: usize| {
+                let saw = 40.0 * (step % period) as f64 / period as f64;
+                100.0 + step as f64 + saw + 5.0 * noise(seed, step)
+            };
+            let found = trend_of_means(&points((50..200).map(value))).unwrap_or_else(|| panic!("{seed}"));
+            assert!((found.rate - 1.0).abs() < 0.12 && found.spread < 0.25, "{seed} {found:?}");
+        }
+    }
+
     #[test]
     fn what_is_steady_does_not_grow() {
         let mut false_alarms = 0;
@@ -166,7 +232,8 @@ pub(crate) mod tests {
             for length in [24, 60, 150, 400] {
                 // Whoever sees one tooth alone sees growth.
                 if length >= 2 * period {
-                    false_alarms += usize::from(trend(&points((0..length).map(saw))).is_some());
+                    let points = points((0..length).map(saw));
+                    false_alarms += usize::from(trend(&points).or_else(|| trend_of_means(&points)).is_some());
                 }
             }
         }
@@ -189,7 +256,8 @@ pub(crate) mod tests {
                 value
             }))
         };
-        let found = (0..1000).filter(|seed| trend(&walk(*seed)).is_some()).count();
+        let grows = |points: Vec<Point>| trend(&points).is_some() || trend_of_means(&points).is_some();
+        let found = (0..1000).filter(|seed| grows(walk(*seed))).count();
         assert!(found < 10, "{found}");
     }
 

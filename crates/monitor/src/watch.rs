@@ -13,8 +13,8 @@ const LEAST_GROWTH: f64 = (1 << 20) as f64;
 /// Processes whose growth is followed, the largest ones.
 const MOST_PROCESSES: usize = 32;
 /// A leak is looked for again when there is so much more to look at: few looks, few false alarms.
-const LOOK_AGAIN: f64 = 1.125;
-/// Looks in a row that have to agree.
+const LOOK_AGAIN: f64 = 1.0625;
+/// Looks in a row that have to agree on the rate.
 const AGREE: u32 = 2;
 /// A leak is told when its rate is known to a tenth.
 const KNOWN_TO: f64 = 0.1;
@@ -131,7 +131,8 @@ pub struct Watch {
     /// The number of values at which a leak is looked for next.
     next_look: usize,
     values: usize,
-    agreed: u32,
+    /// The rate that the last look found, and how many looks before it have agreed.
+    agreed: Option<(f64, u32)>,
     was_told: bool,
 }
 
@@ -147,7 +148,7 @@ impl Watch {
             kept: History::new(),
             next_look: History::ENOUGH,
             values: 0,
-            agreed: 0,
+            agreed: None,
             was_told: false,
         }
     }
@@ -222,8 +223,12 @@ impl Watch {
         }
         self.next_look = (self.values as f64 * LOOK_AGAIN).ceil() as usize;
         let found = self.leak().filter(|leak| leak.spread <= KNOWN_TO);
-        self.agreed = if found.is_some() { self.agreed + 1 } else { 0 };
-        let is_news = self.agreed >= AGREE && !self.was_told;
+        let agrees = |rate: f64, before: f64| (rate / before - 1.0).abs() <= KNOWN_TO;
+        self.agreed = found.as_ref().map(|leak| match self.agreed {
+            Some((before, looks)) if agrees(leak.rate, before) => (leak.rate, looks + 1),
+            _ => (leak.rate, 1),
+        });
+        let is_news = self.agreed.is_some_and(|(_, looks)| looks >= AGREE) && !self.was_told;
         self.was_told |= is_news;
         found.filter(|_| is_news)
     }
