@@ -351,6 +351,11 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     models().map(|(_, entry)| entry.name)
 }
 
+/// What a message about an unknown name ends with: `; did you mean a or b?`, or nothing.
+pub fn did_you_mean(names: &[String]) -> String {
+    if names.is_empty() { String::new() } else { format!("; did you mean {}?", names.join(" or ")) }
+}
+
 /// The model of that name: with or without its organisation, in any case, with or without an ending such as `-Instruct`.
 ///
 /// # Errors

@@ -26,7 +26,7 @@ const MOST: u64 = 65_536;
 #[derive(Debug, thiserror::Error)]
 pub enum CatalogueError {
     /// No device and no machine has the name.
-    #[error("--hardware {name}: there is no such device{}; plimsoll hardware lists them, and a .yaml file describes any other", did_you_mean(.near))]
+    #[error("--hardware {name}: there is no such device{}; plimsoll hardware lists them, and a .yaml file describes any other", plimsoll_model::catalogue::did_you_mean(.near))]
     Unknown {
         /// What was asked for.
         name: String,
@@ -57,11 +57,6 @@ pub enum CatalogueError {
         /// What is wrong, with its place.
         what: String,
     },
-}
-
-/// Names that may have been meant.
-fn did_you_mean(names: &[String]) -> String {
-    if names.is_empty() { String::new() } else { format!("; did you mean {}?", names.join(" or ")) }
 }
 
 /// Every device and machine that is known by name.

@@ -48,7 +48,7 @@ pub enum OriginError {
     )]
     NoModel,
     /// A name that nothing has.
-    #[error("{name} is neither a file or folder here nor a name of the catalogue{}", suggestion(.nearest))]
+    #[error("{name} is neither a file or folder here nor a name of the catalogue{}", catalogue::did_you_mean(.nearest))]
     Unknown {
         /// What was given.
         name: String,
@@ -65,13 +65,6 @@ pub enum OriginError {
         /// What was wanted.
         purpose: &'static str,
     },
-}
-
-fn suggestion(nearest: &[String]) -> String {
-    match nearest {
-        [] => String::new(),
-        names => format!("; did you mean {}?", names.join(" or ")),
-    }
 }
 
 impl ModelOrigin {

@@ -21,13 +21,9 @@ pub fn model(name: &str) -> Result<ModelSpec, RequestError> {
     // A copy under another organisation has the same shape.
     let short = name.rsplit('/').next().unwrap_or(name);
     catalogue::find(name).or_else(|_| catalogue::find(short)).map_err(|near| {
-        let hint = match &near[..] {
-            [] => String::new(),
-            names => format!("; did you mean {}?", names.join(" or ")),
-        };
         RequestError::Model(format!(
-            "{name}: there is no such file or folder, and the catalogue has no such model{hint} \
-             Any other can be given by its config.json"
+            "{name}: there is no such file or folder, and the catalogue has no such model{}; its config.json describes any other",
+            catalogue::did_you_mean(&near)
         ))
     })
 }

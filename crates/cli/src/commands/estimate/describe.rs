@@ -43,7 +43,7 @@ fn head(report: &Report) -> String {
     };
     let what = match run.phase {
         Phase::Train => format!("training, {what}"),
-        Phase::Infer { generated } => format!("inference, {generated} tokens generated"),
+        Phase::Infer { generated } => format!("inference, tokens generated: {generated}"),
         Phase::Load => "loading".to_owned(),
     };
     let mut out = format!(
