@@ -17,7 +17,7 @@ use clap::{ArgGroup, Args, Parser, Subcommand};
 use plimsoll_memory::ByteSize;
 use plimsoll_plan::{ExportFormat, Sought};
 
-pub use bench::{Bench, BenchArgs, BenchDiskArgs, BenchMemoryArgs};
+pub use bench::{Bench, BenchArgs, BenchDiskArgs, BenchMemoryArgs, BenchRunArgs, BenchStepArgs};
 pub use chat::ChatArgs;
 pub use estimate::EstimateArgs;
 pub use inference::{DiskArgs, InferenceArgs, WeightArgs};

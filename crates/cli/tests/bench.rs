@@ -1,5 +1,5 @@
 //! `plimsoll bench memory` on a tiny model: planned peaks are measured ones for every technique, and the pictures are
-//! whole. `plimsoll bench disk`: every way is measured, and nothing is left on the disk.
+//! whole. `plimsoll bench step`: what is measured is the step that was planned. `plimsoll bench disk`: every way is measured, and nothing is left on the disk.
 
 #[path = "support/svg.rs"]
 mod svg;
@@ -13,12 +13,16 @@ use svg::well_formed;
 const MODEL: &str = "model.from_scratch={hidden_size: 16, intermediate_size: 24, num_hidden_layers: 4, num_attention_heads: 2}";
 
 fn bench(folder: &Path, arguments: &[&str]) -> Output {
+    bench_of("memory", folder, arguments)
+}
+
+fn bench_of(what: &str, folder: &Path, arguments: &[&str]) -> Output {
     let words: String = (0..200).map(|i| format!("word{} ", i * 7 % 23)).collect();
     std::fs::write(folder.join("text.txt"), words).unwrap();
     Command::new(env!("CARGO_BIN_EXE_plimsoll"))
         .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"))
         .current_dir(folder)
-        .args(["bench", "memory", "--set", MODEL, "--batch-size", "2", "--sequence-length", "12"])
+        .args(["bench", what, "--set", MODEL, "--batch-size", "2", "--sequence-length", "12"])
         .args(["--threads", "1", "--data", "text.txt"])
         .args(arguments)
         .output()
@@ -126,4 +130,25 @@ fn disks_are_measured_in_every_way() {
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     let missing = bench(&["--path", "no-such-folder"]);
     assert!(!missing.status.success());
+}
+
+#[test]
+fn the_operations_of_a_step_are_those_of_the_plan() {
+    let folder = tempfile::tempdir().unwrap();
+    let bf16 = ["--set", "training.mixed_precision=bf16", "--set", "training.gradient_checkpointing=full"];
+    for set in [&bf16[..], &[]] {
+        let arguments = [set, &["--steps", "3", "--kept-speeds"]].concat();
+        let report = document(&bench_of("step", folder.path(), &[&arguments[..], &["--json"]].concat()));
+        let (step, operations) = (&report["step"], report["operations"].as_array().unwrap());
+        assert_eq!((report["steps"].as_u64(), &step["flops"]), (Some(2), &step["planned_flops"]));
+        let sum = |key: &str| operations.iter().map(|one| one[key].as_f64().unwrap()).sum::<f64>();
+        assert!(sum("seconds") > 0.0 && sum("seconds") <= step["seconds"].as_f64().unwrap(), "{step}");
+        assert!((sum("bound_seconds") / step["bound_seconds"].as_f64().unwrap() - 1.0).abs() < 1e-9);
+        let has = |phase: &str, name: &str| operations.iter().any(|o| o["phase"] == phase && o["name"] == name);
+        assert!(has("forward", "linear") && has("backward", "linear_backward_weight") && has("optimizer", "adamw"));
+        // What is computed again is a forward operation in the backward pass.
+        assert_eq!(has("backward", "linear"), !set.is_empty());
+        let words = String::from_utf8(bench_of("step", folder.path(), &arguments).stdout).unwrap();
+        assert!(words.contains("forward linear") && words.contains("the sum of all bounds"), "{words}");
+    }
 }

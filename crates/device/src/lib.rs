@@ -17,6 +17,7 @@ mod links;
 mod op;
 mod repeat;
 mod tensor;
+mod timed;
 mod trace;
 
 pub use attention_shape::{AttentionShape, BlockSparse};
@@ -36,4 +37,5 @@ pub use op::{
 };
 pub use repeat::{Iterations, KnownRounds};
 pub use tensor::{Shape, Tensor};
+pub use timed::{Spent, Timed, TimedOperation, Timings};
 pub use trace::{Repeat, Scope, Trace};

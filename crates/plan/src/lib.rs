@@ -73,7 +73,7 @@ pub use scratch::ScratchTokenizer;
 pub use search::{FrontPoint, SearchReport, device_for_goal};
 pub use shortage::{Resource, Shortage};
 pub use streaming::{PassFootprint, fitting_residency, streaming_overhead_bytes};
-pub use time::{DiskRates, Network, Rates, TimeEstimate, Wiring};
+pub use time::{Bound, BoundBy, DiskRates, Network, Rates, TimeEstimate, Wiring};
 pub use timeline::{
     Allocation, LiveChange, Moment, Part, Stretch, TierTimeline, Timeline, TimelineError, TimelineFormat,
 };

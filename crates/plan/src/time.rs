@@ -98,6 +98,38 @@ const ATTENTION_EFFICIENCY: f64 = 0.6;
 /// An operation of a CPU waits for all threads: what that takes, where it was not measured.
 const SECONDS_PER_OPERATION: f64 = 3e-5;
 
+/// What operations take at least on a machine, by what holds them back most: the roofline of Williams, Waterman and Patterson (2009).
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Bound {
+    /// Seconds at least.
+    pub seconds: f64,
+    /// What they are bound by.
+    pub by: BoundBy,
+}
+
+/// What operations can be bound by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BoundBy {
+    /// Multiplying, at the speed of the machine's best products of that type.
+    Products,
+    /// Reading and writing memory.
+    Memory,
+    /// exp and the like.
+    Exponentials,
+}
+
+impl BoundBy {
+    /// In words.
+    pub fn name(self) -> &'static str {
+        match self {
+            BoundBy::Products => "products",
+            BoundBy::Memory => "memory",
+            BoundBy::Exponentials => "exps",
+        }
+    }
+}
+
 /// An estimate.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct TimeEstimate {
@@ -185,6 +217,24 @@ impl Rates {
         [matmul, attention]
     }
 
+    /// What operations of one kind take at least. Thin products and attention are held against the best products, too. What lies in a
+    /// cache is read faster than memory, so that small operations can take less.
+    pub fn bound(&self, tally: &Tally) -> Bound {
+        let products = at_rate(
+            tally.matmul_f32.saturating_add(tally.thin_f32).saturating_add(tally.attention_f32),
+            self.matmul_f32,
+        ) + at_rate(
+            tally.matmul_bf16.saturating_add(tally.thin_bf16).saturating_add(tally.attention_bf16),
+            self.matmul_bf16,
+        ) + at_rate(tally.matmul_fp8, self.matmul_fp8);
+        let memory = at_rate(tally.bytes.saturating_add(tally.matmul_bytes), self.memory_bandwidth);
+        let exps = at_rate(tally.exps, self.exps);
+        let all = [(products, BoundBy::Products), (memory, BoundBy::Memory), (exps, BoundBy::Exponentials)];
+        let (seconds, by) =
+            all.into_iter().fold((0.0, BoundBy::Memory), |most, own| if own.0 > most.0 { own } else { most });
+        Bound { seconds, by }
+    }
+
     /// Seconds that operations take at least: the arithmetic of their products, which a token adds to whatever comes with it.
     pub(crate) fn products(&self, tally: &Tally) -> f64 {
         self.arithmetic(tally).iter().sum()
@@ -218,5 +268,22 @@ impl Pace for Rates {
         let near = at_rate(bytes.sent.total_bytes().saturating_sub(far), self.wiring.rank_link);
         let links = near + at_rate(far, network);
         Lines { disk, copies_in: copies(bytes.copied_in), copies_out: copies(bytes.copied_out), links }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_operation_is_bound_by_what_takes_longest() {
+        let rates = Rates::of_cpu([100.0, 200.0], 10.0, 5.0);
+        let tally = Tally { thin_bf16: 400, attention_bf16: 200, matmul_bytes: 20, ..Tally::default() };
+        assert_eq!(rates.bound(&tally), Bound { seconds: 3.0, by: BoundBy::Products });
+        let moved = Tally { bytes: 30, ..tally };
+        assert_eq!(rates.bound(&moved), Bound { seconds: 5.0, by: BoundBy::Memory });
+        let exps = Tally { exps: 50, ..moved };
+        assert_eq!(rates.bound(&exps), Bound { seconds: 10.0, by: BoundBy::Exponentials });
+        assert_eq!(rates.bound(&Tally::default()).seconds, 0.0);
     }
 }

@@ -18,6 +18,10 @@ pub enum Bench {
     /// Every setting is trained by a process of its own, one at a time, so that the resident set is that setting's.
     /// docs/techniques.md explains the techniques and the JSON document.
     Memory(BenchMemoryArgs),
+    /// Train a few steps and show where the time goes: by operation, beside what the machine can do at most
+    ///
+    /// docs/measuring.md explains the table and the JSON document.
+    Step(BenchStepArgs),
     /// Write and read a disk one after the other, directly and through the page cache, in blocks and queues of several sizes
     ///
     /// docs/disk.md explains the table and the JSON document.
@@ -37,11 +41,12 @@ pub struct BenchDiskArgs {
     pub json: bool,
 }
 
+/// What is trained in a benchmark.
 #[derive(Debug, Args)]
-pub struct BenchMemoryArgs {
+pub struct BenchRunArgs {
     /// Configuration file (YAML) for what no flag here says
     pub config: Option<PathBuf>,
-    /// Change one key of the baseline that every technique is compared with (may be repeated)
+    /// Change one key of what is trained (may be repeated)
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub set: Vec<String>,
     /// Model; by default models/SmolLM2-135M-Instruct.Q4_1.gguf, which examples/get-smollm2 fetches
@@ -53,6 +58,18 @@ pub struct BenchMemoryArgs {
     /// Optimizer steps of each setting
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
     pub steps: u64,
+    /// Threads; by default one a core that may be used. The results do not depend on it
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Print one JSON document and nothing else
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct BenchMemoryArgs {
+    #[command(flatten)]
+    pub run: BenchRunArgs,
     /// Sequences of a step
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=65_536))]
     pub batch_size: u64,
@@ -65,13 +82,22 @@ pub struct BenchMemoryArgs {
     /// Plan and train nothing
     #[arg(long)]
     pub plan_only: bool,
-    /// Threads; by default one a core that may be used. The results do not depend on it
-    #[arg(long, value_name = "N")]
-    pub threads: Option<usize>,
     /// Write memory.json, memory.md and the pictures memory-ladder.svg and checkpointing.svg into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// Print one JSON document and nothing else
+}
+
+#[derive(Debug, Args)]
+pub struct BenchStepArgs {
+    #[command(flatten)]
+    pub run: BenchRunArgs,
+    /// Sequences of a step; by default the configuration's, and 4 without one
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=65_536))]
+    pub batch_size: Option<u64>,
+    /// Tokens of a sequence; by default the configuration's, and 512 without one
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(2..=16_777_216))]
+    pub sequence_length: Option<u64>,
+    /// Take the machine's speeds as they were measured before, instead of measuring them now
     #[arg(long)]
-    pub json: bool,
+    pub kept_speeds: bool,
 }

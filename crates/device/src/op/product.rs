@@ -88,14 +88,10 @@ impl<'a> Family<'a> for Product<'a> {
     }
 
     fn cost(&self, once: Cost) -> Cost {
-        let (out, operands, inner, compute) = match *self {
-            Product::Linear { x, weight, out, compute, .. } => (out, [x, weight], x.columns(), compute),
-            Product::LinearBackwardInput { dout, weight, dx, compute, .. } => {
-                (dx, [dout, weight], dout.columns(), compute)
-            }
-            Product::LinearBackwardWeight { dout, x, dweight, compute, .. } => {
-                (dweight, [dout, x], dout.rows(), compute)
-            }
+        let (operands, compute) = match *self {
+            Product::Linear { x, weight, compute, .. } => ([x, weight], compute),
+            Product::LinearBackwardInput { dout, weight, compute, .. } => ([dout, weight], compute),
+            Product::LinearBackwardWeight { dout, x, compute, .. } => ([dout, x], compute),
             Product::BiasBackward { .. } => return once,
         };
         let arithmetic = match compute {
@@ -103,8 +99,20 @@ impl<'a> Family<'a> for Product<'a> {
             Compute::Bf16 if operands.iter().all(|operand| operand.dtype().is_fp8()) => Arithmetic::Fp8,
             Compute::Bf16 => Arithmetic::Half,
         };
-        let sides = [out.rows(), inner, out.columns()];
-        Cost { matmul: Some(Multiplied::new(arithmetic, sides)), ..once }
+        Cost { matmul: self.sides().map(|sides| Multiplied::new(arithmetic, sides)), ..once }
+    }
+}
+
+impl Product<'_> {
+    /// Rows, inner length and columns of what is multiplied: `[rows, inner]` times `[inner, columns]`.
+    pub fn sides(&self) -> Option<[u64; 3]> {
+        let (out, inner) = match *self {
+            Product::Linear { x, out, .. } => (out, x.columns()),
+            Product::LinearBackwardInput { dout, dx, .. } => (dx, dout.columns()),
+            Product::LinearBackwardWeight { dout, dweight, .. } => (dweight, dout.rows()),
+            Product::BiasBackward { .. } => return None,
+        };
+        Some([out.rows(), inner, out.columns()])
     }
 }
 

@@ -7,29 +7,24 @@ use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{Machine, ModelOrigin};
 use plimsoll_train::write_whole;
 
+use super::base::Base;
 use super::charts;
 use super::report::MemoryReport;
-use super::rung::{self, Rung, Trainings, quoted};
+use super::rung::{self, Rung, Trainings};
 use super::techniques::{self, Group, TECHNIQUES, Technique};
-use crate::args::{BenchMemoryArgs, ConfigSource};
+use crate::args::BenchMemoryArgs;
 use crate::failure::Failure;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
-use crate::session::{Engine, load_config};
+use crate::session::Engine;
 use crate::signals::StopSignals;
-
-/// The model of the benchmark, and where `examples/get-smollm2` puts it.
-const MODEL_FILE: &str = "models/SmolLM2-135M-Instruct.Q4_1.gguf";
-/// The same model's dimensions, which are enough to plan.
-const MODEL_NAME: &str = "smollm2-135m";
-/// The text that comes with the program's source.
-const DATA_FILE: &str = "examples/data/shakespeare.txt";
 
 pub fn run(args: &BenchMemoryArgs) -> Result<(), Failure> {
     let chosen = chosen(&args.only)?;
-    let base = Base::new(args)?;
+    let baseline = techniques::baseline(args.batch_size, args.sequence_length);
+    let base = Base::new(&args.run, baseline, args.plan_only)?;
     let need = if args.plan_only { Need::Shape } else { Need::Files };
-    let origin = models::origin(&base.config, need, args.json)?;
+    let origin = models::origin(&base.config, need, args.run.json)?;
     if let (ModelOrigin::Catalogue(spec), false) = (&origin, args.plan_only) {
         return Err(Failure::usage(format!(
             "{} is known by its dimensions only: give --plan-only, or --model with its files",
@@ -41,14 +36,14 @@ pub fn run(args: &BenchMemoryArgs) -> Result<(), Failure> {
         ModelOrigin::Files(files) => files.tokenizer().ok(),
         ModelOrigin::Catalogue(_) | ModelOrigin::Scratch(..) => None,
     };
-    let engine = Engine::start(args.threads)?;
+    let engine = Engine::start(args.run.threads)?;
     let machine = engine.machine(&base.config);
     let mut report = MemoryReport {
         model: origin.spec().name.clone(),
         parameters: origin.spec().parameter_count(),
         batch_size: args.batch_size,
         sequence_length: args.sequence_length,
-        steps: args.steps,
+        steps: args.run.steps,
         threads: engine.pool.threads(),
         cpu: engine.hardware.cpu.name.clone().unwrap_or_else(|| engine.hardware.cpu.architecture.to_owned()),
         ladder: Vec::new(),
@@ -67,7 +62,7 @@ pub fn run(args: &BenchMemoryArgs) -> Result<(), Failure> {
     let mut baseline = None;
     for (index, mut setting) in settings.into_iter().enumerate() {
         if let Some(trainings) = &mut trainings {
-            if !args.json {
+            if !args.run.json {
                 // What cannot be shown is no reason not to go on.
                 let _ = outln!("{} of {count}: {}{}", index + 1, setting.rung.name, setting.place());
             }
@@ -86,7 +81,7 @@ pub fn run(args: &BenchMemoryArgs) -> Result<(), Failure> {
     if let Some(folder) = &args.out {
         write(&report, folder)?;
     }
-    if args.json {
+    if args.run.json {
         outln!("{}", serde_json::to_string_pretty(&report)?)?;
     } else {
         out!("\n{}", report.tables())?;
@@ -107,77 +102,6 @@ fn chosen(only: &[String]) -> Result<Vec<&'static Technique>, Failure> {
     }
     let wanted = |technique: &&Technique| only.is_empty() || only.iter().any(|name| name == technique.name);
     Ok(TECHNIQUES.iter().filter(wanted).collect())
-}
-
-/// The baseline: the user's configuration, and the arguments that give `plimsoll train` the same.
-struct Base {
-    config: RawConfig,
-    train_arguments: Vec<String>,
-}
-
-impl Base {
-    /// From the file, then what the benchmark sets, then every `--set`.
-    fn new(args: &BenchMemoryArgs) -> Result<Base, Failure> {
-        let mut set = techniques::baseline(args.batch_size, args.sequence_length);
-        set.extend([
-            format!("training.steps={}", args.steps),
-            "output.save_steps=0".to_owned(),
-            "output.eval_steps=0".to_owned(),
-            "output.final_model=false".to_owned(),
-            "data.validation=".to_owned(),
-        ]);
-        match (&args.data, &args.config) {
-            (Some(path), _) => set.push(format!("data.train={}", quoted(path)?)),
-            (None, None) => set.push(format!("data.train={DATA_FILE}")),
-            (None, Some(_)) => {}
-        }
-        set.extend(args.set.iter().cloned());
-        let scratch = args.set.iter().any(|assignment| assignment.starts_with("model"));
-        let model = match &args.model {
-            Some(model) => Some(model.clone()),
-            None if scratch || args.config.is_some() => None,
-            None if Path::new(MODEL_FILE).exists() => Some(MODEL_FILE.to_owned()),
-            None if args.plan_only => Some(MODEL_NAME.to_owned()),
-            None => {
-                return Err(Failure::usage(format!(
-                    "{MODEL_FILE} is missing: fetch it with examples/get-smollm2, or give --model or --plan-only"
-                )));
-            }
-        };
-        if !args.plan_only && args.data.is_none() && args.config.is_none() && !Path::new(DATA_FILE).exists() {
-            return Err(Failure::usage(format!(
-                "{DATA_FILE} is missing: give --data with a text to train on"
-            )));
-        }
-        let mut train_arguments = vec!["train".to_owned(), "--json".to_owned()];
-        if let Some(path) = &args.config {
-            train_arguments.push(
-                path.to_str()
-                    .map(str::to_owned)
-                    .ok_or_else(|| Failure::usage(format!("{}: the path is not UTF-8", path.display())))?,
-            );
-        }
-        if let Some(model) = &model {
-            train_arguments.extend(["--model".to_owned(), model.clone()]);
-        }
-        if let Some(threads) = args.threads {
-            train_arguments.extend(["--threads".to_owned(), threads.to_string()]);
-        }
-        for assignment in &set {
-            train_arguments.extend(["--set".to_owned(), assignment.clone()]);
-        }
-        let config = load_config(&ConfigSource {
-            config: args.config.clone(),
-            set,
-            model,
-            batch_size: None,
-            sequence_length: None,
-            memory: None,
-            mixed_precision: None,
-            gradient_checkpointing: None,
-        })?;
-        Ok(Base { config, train_arguments })
-    }
 }
 
 /// A rung to be trained.

@@ -13,12 +13,33 @@ use crate::speeds::PlanSpeeds;
 use crate::table;
 use crate::units::{count, seconds};
 
-/// The plan for people.
-pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
+/// What a step is, as a line.
+pub fn step(plan: &TrainingPlan) -> String {
     let settings = &plan.choice.settings;
     let precision = settings.precision;
     let master = if precision.master_weights { ", f32 master weights" } else { "" };
     let linears = if precision.linears == Linears::Fp8 { ", linear layers in 8-bit floats" } else { "" };
+    format!(
+        "step: {} x {} tokens{}, {} accumulated{}; {} weights{master}{linears}, {} gradients, checkpointing {}; logits of {} tokens at once\n",
+        settings.batch_size,
+        settings.sequence_length,
+        settings.chunk_tokens().map_or(String::new(), |chunk| format!(" in chunks of {chunk}")),
+        plan.choice.accumulation,
+        if settings.micro_batches_per_pass > 1 {
+            format!(", {} in a pass", settings.micro_batches_per_pass.min(plan.choice.accumulation))
+        } else {
+            String::new()
+        },
+        precision.weights,
+        precision.gradients,
+        checkpointing(plan),
+        settings.loss_chunk_tokens
+    )
+}
+
+/// The plan for people.
+pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
+    let settings = &plan.choice.settings;
     let mut out = disk_needed(plan);
     out.push_str(&format!(
         "{}: {}, {} parameters, {} layers of width {}\n",
@@ -39,22 +60,7 @@ pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
             frozen_types(adapters),
         ));
     }
-    out.push_str(&format!(
-        "step: {} x {} tokens{}, {} accumulated{}; {} weights{master}{linears}, {} gradients, checkpointing {}; logits of {} tokens at once\n",
-        settings.batch_size,
-        settings.sequence_length,
-        settings.chunk_tokens().map_or(String::new(), |chunk| format!(" in chunks of {chunk}")),
-        plan.choice.accumulation,
-        if settings.micro_batches_per_pass > 1 {
-            format!(", {} in a pass", settings.micro_batches_per_pass.min(plan.choice.accumulation))
-        } else {
-            String::new()
-        },
-        precision.weights,
-        precision.gradients,
-        checkpointing(plan),
-        settings.loss_chunk_tokens
-    ));
+    out.push_str(&step(plan));
     out.push_str(&plan.division.as_ref().map_or(String::new(), ranks::division));
     out.push_str(&ranks::words(plan));
     let at_peak = plan.at_peak();
