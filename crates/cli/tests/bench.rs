@@ -144,8 +144,13 @@ fn the_operations_of_a_step_are_those_of_the_plan() {
         let sum = |key: &str| operations.iter().map(|one| one[key].as_f64().unwrap()).sum::<f64>();
         assert!(sum("seconds") > 0.0 && sum("seconds") <= step["seconds"].as_f64().unwrap(), "{step}");
         assert!((sum("bound_seconds") / step["bound_seconds"].as_f64().unwrap() - 1.0).abs() < 1e-9);
-        let has = |phase: &str, name: &str| operations.iter().any(|o| o["phase"] == phase && o["name"] == name);
-        assert!(has("forward", "linear") && has("backward", "linear_backward_weight") && has("optimizer", "adamw"));
+        let has =
+            |phase: &str, name: &str| operations.iter().any(|o| o["phase"] == phase && o["name"] == name);
+        assert!(
+            has("forward", "linear")
+                && has("backward", "linear_backward_weight")
+                && has("optimizer", "adamw")
+        );
         // What is computed again is a forward operation in the backward pass.
         assert_eq!(has("backward", "linear"), !set.is_empty());
         let words = String::from_utf8(bench_of("step", folder.path(), &arguments).stdout).unwrap();
