@@ -8,7 +8,7 @@ use crate::eager::{Event, Highest, Memory, SavedNote, Tensor, Torch};
 use crate::estimate::{Estimate, Kind, Peak, PhasePeak, Uncertain};
 use crate::model::{Cache, Decoder, Output};
 use crate::optimizer::{States, clip_gradients};
-use crate::run::{Checkpointing, Phase, Run, Sharding, Stack, TorchType};
+use crate::run::{Checkpointing, Outputs, Phase, Run, Sharding, Stack, TorchType};
 use crate::sharded::{self, Shards};
 
 /// Why a run has no estimate.
@@ -56,8 +56,13 @@ const MICRO_BATCHES: u64 = 3;
 /// # Errors
 /// Where nothing is known of such a run. One that does not fit the card is answered as if the card were large enough.
 pub fn estimate(run: &Run) -> Result<Estimate, EstimateError> {
+    estimate_beside(run, CONTEXT)
+}
+
+/// The same where `outside` bytes of the device belong to a context, kernels and communicators.
+pub(crate) fn estimate_beside(run: &Run, outside: u64) -> Result<Estimate, EstimateError> {
     known(run)?;
-    let capacity = run.card.memory.saturating_sub(CONTEXT);
+    let capacity = run.card.memory.saturating_sub(outside);
     let process = Process::run(run, capacity, false);
     let process = match process.torch.memory().refused() {
         None => process,
@@ -83,7 +88,7 @@ pub fn estimate(run: &Run) -> Result<Estimate, EstimateError> {
     Ok(Estimate {
         allocated_peak_bytes: highest.bytes,
         reserved_peak_bytes: reserved,
-        device_used_bytes: reserved + CONTEXT,
+        device_used_bytes: reserved.saturating_add(outside),
         peak: Peak { phase, moment: highest.moment, at_peak: highest.by_kind },
         phases,
         uncertain: vec![Uncertain { what, bytes: CONTEXT_UNCERTAIN }],
@@ -174,6 +179,9 @@ impl<'a> Process<'a> {
             None => (Decoder::load(&process.torch, run), None),
         };
         let model = Rc::new(model);
+        if run.sharding == Sharding::FsdpWhole {
+            Shards::wrap_whole(&process.torch, run);
+        }
         process.end("load");
         match run.phase {
             Phase::Load => {}
@@ -223,11 +231,11 @@ impl<'a> Process<'a> {
             }
         }
         let _buckets = self.buckets(&parameters);
-        // A loop of one's own keeps `outputs`, and with it the logits, until the next forward pass has ended.
         let mut outputs: Option<Output> = None;
         for step in 0..STEPS {
             let last = step + 1 == STEPS;
-            for micro_batch in 0..run.accumulation.min(MICRO_BATCHES) {
+            let micro_batches = run.accumulation.min(MICRO_BATCHES);
+            for micro_batch in 0..micro_batches {
                 if last && self.logged && micro_batch == 0 {
                     self.torch.list_saved();
                 }
@@ -241,10 +249,7 @@ impl<'a> Process<'a> {
                     self.saved = self.torch.take_saved();
                 }
                 let loss = out.loss.clone();
-                outputs = match run.stack {
-                    Stack::Plain => Some(out),
-                    _ => None,
-                };
+                outputs = (run.outputs != Outputs::Dropped).then_some(out);
                 self.end("forward");
                 if let Some(shards) = shards {
                     shards.before_backward(&self.torch);
@@ -256,6 +261,10 @@ impl<'a> Process<'a> {
                     shards.finish(&self.torch);
                 }
                 self.end("backward");
+                drop(loss);
+                if run.outputs == Outputs::UntilStep && micro_batch + 1 < micro_batches {
+                    outputs = None;
+                }
             }
             let gradients: Vec<Tensor> = parameters.iter().filter_map(Tensor::grad).collect();
             if run.clip {
@@ -274,6 +283,9 @@ impl<'a> Process<'a> {
             }
             if let Some(shards) = shards {
                 shards.zero_grad();
+            }
+            if run.outputs == Outputs::UntilStep {
+                outputs = None;
             }
         }
         drop(outputs);
@@ -303,9 +315,10 @@ impl<'a> Process<'a> {
         let cache = caches.then(|| Rc::new(Cache::default()));
         let mut out =
             self.torch.autocast(to, || model.forward(&self.torch, run, tokens, Some(labels), cache));
-        if let (Stack::Transformers, Some(_), Some(logits)) = (run.stack, to, &out.logits) {
+        if let (Stack::Transformers, Some(_)) = (run.stack, to) {
             // accelerate wraps the forward pass so that it returns f32 (`convert_outputs_to_fp32`).
-            out.logits = Some(self.torch.of_kind(Kind::Logits, || self.torch.to(logits, TorchType::F32)));
+            let upcast = |logits: &Tensor| self.torch.to(logits, TorchType::F32);
+            out.logits = self.torch.of_kind(Kind::Logits, || out.logits.iter().map(upcast).collect());
         }
         out
     }
@@ -329,6 +342,7 @@ impl<'a> Process<'a> {
                     .autocast(to, || model.forward(&self.torch, run, &tokens, None, Some(Rc::clone(&cache))))
             });
             drop(out);
+            cache.end_pass();
             self.end(if pass == 0 { "prefill" } else { "decode" });
             rows = 1;
         }

@@ -47,6 +47,9 @@ pub struct Lora {
     /// `lora_dropout`
     #[serde(default, deserialize_with = "null_is_default")]
     pub dropout: f64,
+    /// Type of the adapters, where a tool sets it: `f32`, `bf16`, `fp16`.
+    #[serde(default)]
+    pub dtype: Option<String>,
     /// `use_dora`
     #[serde(default, deserialize_with = "null_is_default")]
     pub use_dora: bool,
@@ -111,6 +114,9 @@ pub struct Request {
     /// `default`, `liger`, `cce`, `chunked`.
     #[serde(default)]
     pub loss: Option<String>,
+    /// How long a loop keeps what the model returned: `dropped`, `until_step`, `until_next_forward`.
+    #[serde(default)]
+    pub outputs: Option<String>,
     /// Liger's kernels in the layers.
     #[serde(default, deserialize_with = "null_is_default")]
     pub liger: bool,

@@ -16,8 +16,8 @@ use serde::Serialize;
 use crate::allocator::Settings;
 use crate::request::{Request, RequestError};
 use crate::run::{
-    Adapter, Attention, Autocast, Checkpointing, Loss, Optimizer, Phase, Quantization, Run, Sharding, Stack,
-    TorchType, Versions,
+    Adapter, Attention, Autocast, Checkpointing, Loss, Optimizer, Outputs, Phase, Quantization, Run,
+    Sharding, Stack, TorchType, Versions,
 };
 use words::{Named, word};
 
@@ -103,8 +103,10 @@ impl Resolver<'_> {
                 let adapter = context.adapter(lora)?;
                 // FSDP flattens what it wraps, and a flat parameter has one type (`_flat_param.py`).
                 Some(match sharding {
-                    Sharding::Fsdp1 { .. } | Sharding::Fsdp2 { .. } => Adapter { dtype: weights, ..adapter },
-                    _ => adapter,
+                    Sharding::FsdpWhole | Sharding::Fsdp1 { .. } | Sharding::Fsdp2 { .. } => {
+                        Adapter { dtype: weights, ..adapter }
+                    }
+                    Sharding::None | Sharding::Zero { .. } => adapter,
                 })
             }
         };
@@ -135,7 +137,8 @@ impl Resolver<'_> {
             optimizer: self.optimizer(stack, &versions)?,
             optimizer_in_backward: request.optimizer_in_backward,
             clip: self.clip(stack),
-            loss: self.loss(stack, &versions)?,
+            loss: self.loss(stack, &versions, &model)?,
+            outputs: self.outputs(stack)?,
             liger_layers: request.liger,
             devices,
             sharding,
@@ -357,13 +360,30 @@ impl Resolver<'_> {
         self.request.clip.unwrap_or(usual)
     }
 
+    /// A trainer's or a recipe's function returns the loss alone; a loop keeps `outputs` or `logits` until the next forward pass has
+    /// ended, litgpt's among them (`finetune/lora.py`).
+    fn outputs(&self, stack: Stack) -> Result<Outputs, RequestError> {
+        let usual = match stack {
+            Stack::Plain | Stack::Litgpt => Outputs::UntilNextForward,
+            Stack::Transformers | Stack::Torchtune | Stack::Unsloth => Outputs::Dropped,
+        };
+        match &self.request.outputs {
+            Some(name) => word("outputs", name, &words::OUTPUTS),
+            None => Ok(usual),
+        }
+    }
+
     /// Version boundaries: transformers' PR 35646 (labels are shifted instead of logits) and the move of the loss out of the models (4.45).
-    fn loss(&mut self, stack: Stack, versions: &Versions) -> Result<Loss, RequestError> {
+    fn loss(&mut self, stack: Stack, versions: &Versions, model: &ModelSpec) -> Result<Loss, RequestError> {
         // torchtune compiles its loss too (`training.compile_loss`): the fused kernel upcasts as it reads, and 16-bit logits are kept.
         let upcast = !self.request.compile;
-        let chunks_of_torchtune = Loss::Chunked { chunks: Some(8), tokens: None, upcast };
-        let chunks_of_litgpt = Loss::Chunked { chunks: None, tokens: Some(128), upcast: false };
+        let chunks_of_torchtune = Loss::Chunked { chunks: 8, upcast };
+        let chunks_of_litgpt = Loss::ChunkedKept { tokens: 128 };
         let whole = match versions.transformers {
+            // The model's own code, which came with its weights: it does not follow transformers.
+            _ if adapter::is_first_qwen(model) => Loss::Shifted,
+            // torchtune shifts the labels, too (`full_finetune_single_device.py`).
+            _ if stack == Stack::Torchtune => Loss::Upcast,
             version if version <= (4, 44) => Loss::UpcastShiftedEarly,
             version if version <= (4, 48) => Loss::UpcastShifted,
             _ => Loss::Upcast,

@@ -79,7 +79,7 @@ fn fused_losses_keep_no_logits() {
         peak(&run)
     };
     let chunked = {
-        run.loss = Loss::Chunked { chunks: Some(8), tokens: None, upcast: true };
+        run.loss = Loss::Chunked { chunks: 8, upcast: true };
         peak(&run)
     };
     let liger = {
@@ -199,6 +199,57 @@ fn eight_bit_weights_take_a_byte_each() {
     run.quantization = Some(Quantization::Int8);
     let eight = phase(&checked(&run), "load");
     assert!(four < eight, "{four} {eight}");
+}
+
+#[test]
+fn tables_that_peft_trains_whole_exist_twice() {
+    let mut run = run("llama-bf16-lora-sdpa-reentrant");
+    let table = 2 * run.model.vocab_size * run.model.hidden_size;
+    let before = checked(&run);
+    let adapter = run.adapter.as_mut().expect("an adapter");
+    adapter.trained_whole = vec!["embed_tokens".to_owned(), "lm_head".to_owned()];
+    let after = checked(&run);
+    let more = |kind: Kind| {
+        let of = |estimate: &Estimate| estimate.peak.at_peak.get(&kind).copied().unwrap_or(0);
+        of(&after) - of(&before)
+    };
+    assert_eq!(more(Kind::Weights), 2 * table);
+    // Both tables are trained: none of the two is cut off from the graph. Adam has two states of their type.
+    assert_eq!(more(Kind::OptimizerStates), 4 * table);
+}
+
+#[test]
+fn adamw_over_lists_of_torch_2_0_has_a_second_list_for_a_while() {
+    let mut run = run("llama-f32-full-sdpa-reentrant");
+    let now = phase(&checked(&run), "optimizer");
+    run.versions.torch = (2, 0);
+    let then = phase(&checked(&run), "optimizer");
+    let parameters = 4 * run.model.parameter_count();
+    assert!(then >= now + parameters, "{then} {now} {parameters}");
+}
+
+#[test]
+fn bitsandbytes_before_0_44_keeps_the_inputs_of_its_products() {
+    let mut run = run("llama-bf16-qlora-sdpa-off");
+    let now = checked(&run);
+    run.versions.bitsandbytes = (0, 43);
+    let then = checked(&run);
+    assert!(then.allocated_peak_bytes > now.allocated_peak_bytes);
+}
+
+#[test]
+fn wrapping_by_fsdp_reserves_a_unit_twice() {
+    let mut run = run("llama-bf16-lora-sdpa-reentrant");
+    run.model.hidden_size = 2048;
+    run.model.mlp.intermediate_size = 8192;
+    run.devices = 2;
+    run.adapter.as_mut().expect("an adapter").dtype = TorchType::Bf16;
+    let offload = plimsoll_stacks::Offload::default();
+    run.sharding = plimsoll_stacks::Sharding::Fsdp1 { keep_gathered: false, offload };
+    let load = &checked(&run).phases[0];
+    let layer = 2 * 3 * run.model.hidden_size * run.model.mlp.intermediate_size;
+    let shares = run.model.parameter_count();
+    assert!(load.reserved_bytes > shares + 2 * layer, "{} {shares} {layer}", load.reserved_bytes);
 }
 
 #[test]

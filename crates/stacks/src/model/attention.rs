@@ -4,7 +4,7 @@ use super::decoder::Context;
 use super::layers::{Linear, Maker, Norm, NormForm, by_heads};
 use super::positions::apply_rotary;
 use crate::eager::{Tensor, Torch, Unary};
-use crate::run::{Attention as Implementation, TorchType};
+use crate::run::{Attention as Implementation, Stack, TorchType};
 
 /// The projections to queries, keys and values.
 enum Projections {
@@ -28,6 +28,8 @@ pub(crate) struct Attention {
     gpt2: bool,
     phi3: bool,
     window: Option<u64>,
+    /// Whether key and value heads are repeated whatever PyTorch can do.
+    expands: bool,
 }
 
 impl Attention {
@@ -68,6 +70,7 @@ impl Attention {
             gpt2,
             phi3,
             window: spec.window(layer),
+            expands: matches!(maker.run.stack, Stack::Torchtune | Stack::Litgpt),
         }
     }
 
@@ -206,11 +209,14 @@ impl Attention {
     }
 
     /// `integrations/sdpa_attention.py`: key and value heads are repeated where there is a mask, PyTorch is older than 2.5, or
-    /// transformers is older than its pull request 39412 (2025-07).
+    /// transformers is older than its pull request 39412 (2025-07). torchtune and litgpt expand them always.
     fn sdpa(&self, torch: &Torch, q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Tensor {
         let groups = self.heads / self.kv_heads;
         let repeats = groups > 1
-            && (mask.is_some() || torch.versions().torch < (2, 5) || torch.versions().transformers < (4, 54));
+            && (self.expands
+                || mask.is_some()
+                || torch.versions().torch < (2, 5)
+                || torch.versions().transformers < (4, 54));
         let repeat = |x: &Tensor| if repeats { torch.repeat_heads(x, groups) } else { x.clone() };
         let (k, v) = (repeat(k), repeat(v));
         let out = torch.scaled_dot_product_attention(q, &k, &v, mask);

@@ -3,11 +3,15 @@
 use plimsoll_model::ModelSpec;
 
 use super::versions::Version;
+use super::words::{TYPES, word};
 use crate::request::{Lora, RequestError};
 use crate::run::{Adapter, Stack, TorchType};
 
 /// From this version on PEFT makes adapters of 16-bit models f32 (`autocast_adapter_dtype`, release notes of 0.12.0).
 const PEFT_CASTS: Version = (0, 12);
+
+/// Up to this version they were f32, as `nn.Linear` makes them; from it on of the base's type (`update_layer`, 0.6.0).
+const PEFT_FOLLOWS: Version = (0, 6);
 
 /// No matrix has more rows.
 const MOST_RANK: u64 = 1 << 20;
@@ -40,7 +44,10 @@ impl Context<'_> {
             rank: lora.rank,
             targets,
             dropout: lora.dropout > 0.0,
-            dtype: self.dtype(),
+            dtype: match &lora.dtype {
+                Some(dtype) => word("lora.dtype", dtype, &TYPES)?,
+                None => self.dtype(),
+            },
             dora: lora.use_dora,
             trained_whole: lora.modules_to_save.clone(),
         })
@@ -64,8 +71,11 @@ impl Context<'_> {
         match self.stack {
             Stack::Torchtune | Stack::Litgpt => self.weights,
             Stack::Unsloth => TorchType::F32,
-            Stack::Plain | Stack::Transformers if self.peft >= PEFT_CASTS || self.quantised => TorchType::F32,
-            Stack::Plain | Stack::Transformers => self.weights,
+            Stack::Plain | Stack::Transformers if self.quantised => TorchType::F32,
+            Stack::Plain | Stack::Transformers if (PEFT_FOLLOWS..PEFT_CASTS).contains(&self.peft) => {
+                self.weights
+            }
+            Stack::Plain | Stack::Transformers => TorchType::F32,
         }
     }
 
@@ -86,13 +96,14 @@ impl Context<'_> {
             // The first Qwen's names, whose gate is w2.
             "c_attn" if !linears.contains(&"c_attn") => &["q_proj", "k_proj", "v_proj"],
             "c_proj" if !linears.contains(&"c_proj") => &["o_proj", "down_proj"],
-            "w1" if self.is_first_qwen() => &["up_proj"],
-            "w2" if self.is_first_qwen() => &["gate_proj"],
+            "w1" if is_first_qwen(self.model) => &["up_proj"],
+            "w2" if is_first_qwen(self.model) => &["gate_proj"],
             // Meta's and torchtune's.
             "w1" => &["gate_proj"],
             "w2" => &["down_proj"],
             "w3" => &["up_proj"],
             "gate" | "gate_proj" | "up" | "up_proj" if fused => &["gate_up_proj"],
+            "lora_head" | "head" | "lm_head" | "output" => return Ok(vec!["lm_head"]),
             "gate" => &["gate_proj"],
             "up" => &["up_proj"],
             "down" => &["down_proj"],
@@ -111,10 +122,11 @@ impl Context<'_> {
             expected: format!("{} or all-linear", linears.join(", ")),
         })
     }
+}
 
-    fn is_first_qwen(&self) -> bool {
-        self.model.name.starts_with("qwen-")
-    }
+/// The first Qwen, whose code comes with its weights.
+pub fn is_first_qwen(model: &ModelSpec) -> bool {
+    model.name.starts_with("qwen-")
 }
 
 /// The linear layers of a block.
@@ -173,6 +185,7 @@ mod tests {
         for (stack, peft, quantised, dtype) in [
             (Stack::Transformers, (0, 20), false, TorchType::F32),
             (Stack::Transformers, (0, 10), false, TorchType::Bf16),
+            (Stack::Transformers, (0, 5), false, TorchType::F32),
             (Stack::Transformers, (0, 10), true, TorchType::F32),
             (Stack::Torchtune, (0, 20), false, TorchType::Bf16),
             (Stack::Litgpt, (0, 20), true, TorchType::Bf16),
