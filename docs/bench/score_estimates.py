@@ -14,12 +14,14 @@ not asked, and the table says why.
 import argparse
 import csv
 import json
+import math
 import re
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import NormalDist
 
 RULES = """\
 1. **Stack**: the program that the source is about, or whose script it ran (the table of tools below). Any other source: `peft` where
@@ -30,7 +32,8 @@ RULES = """\
    weights. `nf4` and "4-bit" are bitsandbytes' four bits, with `dq` quantised twice; computation is in the type beside it. GPTQ, AWQ,
    GGUF and 8-bit floats are not asked.
 4. **Length and batch**: as written. A short prompt has 16 tokens, and a prompt that is not mentioned has one. Lengths that vary are
-   not asked unless a longest one is given; then every sequence has that length, and batches of several are padded.
+   not asked unless a longest one is given; then every sequence has that length, and batches of several are padded. Where a source
+   gives the mean and the deviation of its lengths, they are those of a log-normal distribution, cut at the longest.
 5. **Optimizer**: a bare Adam or AdamW is the stack's own default; others by name. Where nothing is said, the stack's default too.
 6. **Checkpointing**: `full` is every layer, in the form that the stack's version takes unless "reentrant" is named. Selective forms
    are not asked.
@@ -68,9 +71,9 @@ TOOLS = [
     ("huggingface/peft docs", "hf", None, {"dropout": 0.1}, {}, "examples/sft: the Trainer; its configurations' dropout"),
     ("huggingface/peft", "peft", None, {}, {}, "method_comparison: a loop of its own"),
     ("ms-swift", "hf", "reserved", {"dropout": 0.05, "dtype": "f32"},
-     {"mixed": True, "attention": "flash_attention_2", "gradient_accumulation_steps": 16},
+     {"mixed": True, "attention": "flash_attention_2", "gradient_accumulation_steps": 16, "lengths": (3234.4, 2547.5, 91, 19548)},
      "trainers.py prints torch.cuda.max_memory_reserved; defaults of SftArguments (lora_dtype fp32, lora_dropout_p 0.05, bf16=True), "
-     "use_flash_attn and 16 micro-batches as Benchmark.md says"),
+     "use_flash_attn, 16 micro-batches and the lengths as Benchmark.md says"),
     ("QwenLM/Qwen README.md (inference", "hf", "allocated", {}, {"versions": {"date": "2023-09"}},
      "profile.py prints torch.cuda.max_memory_allocated; requirements.txt has transformers 4.32"),
     ("QwenLM/Qwen README.md (KV-cache", "hf", "allocated", {}, {"versions": {"date": "2023-09"}}, "the same script"),
@@ -205,6 +208,14 @@ def request_of(row, context):
     return request
 
 
+def lengths_of(mean, deviation, least, most):
+    """A hundred lengths in the middle of equal shares of a log-normal distribution with this mean and deviation."""
+    spread = math.log(1 + (deviation / mean) ** 2) ** 0.5
+    middle = math.log(mean) - spread**2 / 2
+    share = NormalDist(middle, spread)
+    return [min(max(round(math.exp(share.inv_cdf((n + 0.5) / 100))), least), most) for n in range(100)]
+
+
 def decided_by(tool, row, request):
     """What a tool's script decides, where the row says nothing else."""
     keys = dict(tool[4])
@@ -215,6 +226,8 @@ def decided_by(tool, row, request):
     if keys.pop("mixed", False) and request["precision"] in ("bf16", "fp16"):
         keys["dtype"] = request["precision"]
         keys["precision"] = request["precision"] + "-amp"
+    if "lengths" in keys:
+        keys["lengths"] = lengths_of(*keys["lengths"])
     if tool[0] == "fsdp_qlora" and "DDP" in row["parallelism"]:
         keys["fsdp"] = "no_shard"
     if tool[0] == "QwenLM/Qwen" and not request.get("lora"):

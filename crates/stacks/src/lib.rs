@@ -11,6 +11,7 @@ pub mod eager;
 mod estimate;
 pub mod host_allocator;
 mod imported;
+mod lengths;
 mod model;
 mod optimizer;
 mod program;

@@ -51,6 +51,9 @@ const CONTEXT_UNCERTAIN: u64 = 100 << 20;
 /// Micro-batches of a step that are run: from the second on gradients are there, and the third is like the second.
 const MICRO_BATCHES: u64 = 3;
 
+/// Micro-batches of different lengths that a step has at most, so that there are several steps.
+const MOST_OF_A_STEP: u64 = 16;
+
 /// Runs it dry.
 ///
 /// # Errors
@@ -216,6 +219,17 @@ impl<'a> Process<'a> {
         self.torch.empty(&[self.run.batch, rows], TorchType::I64, "_to_copy")
     }
 
+    /// The lengths of the micro-batches of each step that is run.
+    fn steps(&self) -> Vec<Vec<u64>> {
+        let Run { accumulation, sequence, lengths, .. } = self.run;
+        if lengths.is_empty() {
+            let micro_batches = usize::try_from((*accumulation).min(MICRO_BATCHES)).unwrap_or(1);
+            return vec![vec![*sequence; micro_batches]; STEPS];
+        }
+        let size = usize::try_from((*accumulation).min(MOST_OF_A_STEP)).unwrap_or(1);
+        lengths.chunks(size.max(1)).map(<[u64]>::to_vec).collect()
+    }
+
     fn train(&mut self, model: &Rc<Decoder>, shards: Option<&Shards>) {
         let run = self.run;
         let inner = sharded::inner(run);
@@ -232,15 +246,15 @@ impl<'a> Process<'a> {
         }
         let _buckets = self.buckets(&parameters);
         let mut outputs: Option<Output> = None;
-        for step in 0..STEPS {
-            let last = step + 1 == STEPS;
-            let micro_batches = run.accumulation.min(MICRO_BATCHES);
-            for micro_batch in 0..micro_batches {
+        let steps = self.steps();
+        for (step, lengths) in steps.iter().enumerate() {
+            let last = step + 1 == steps.len();
+            for (micro_batch, length) in lengths.iter().enumerate() {
                 if last && self.logged && micro_batch == 0 {
                     self.torch.list_saved();
                 }
-                let tokens = self.tokens(run.sequence);
-                let labels = self.tokens(run.sequence);
+                let tokens = self.tokens(*length);
+                let labels = self.tokens(*length);
                 if let Some(shards) = shards {
                     shards.begin(&self.torch);
                 }
@@ -262,7 +276,7 @@ impl<'a> Process<'a> {
                 }
                 self.end("backward");
                 drop(loss);
-                if run.outputs == Outputs::UntilStep && micro_batch + 1 < micro_batches {
+                if run.outputs == Outputs::UntilStep && micro_batch + 1 < lengths.len() {
                     outputs = None;
                 }
             }

@@ -73,6 +73,10 @@ pub struct Request {
     pub batch_size: u64,
     /// Tokens of each; of a prompt in inference.
     pub sequence_length: u64,
+    /// Tokens of the samples that are trained on, where they are known: they are shuffled into micro-batches, and cut at
+    /// `sequence_length`.
+    #[serde(default, deserialize_with = "null_is_default")]
+    pub lengths: Vec<u64>,
     /// Tokens behind the prompt, each sequence.
     #[serde(default)]
     pub generated_tokens: Option<u64>,

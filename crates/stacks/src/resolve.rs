@@ -14,6 +14,7 @@ use plimsoll_plan::Target;
 use serde::Serialize;
 
 use crate::allocator::Settings;
+use crate::lengths::micro_batches;
 use crate::request::{Request, RequestError};
 use crate::run::{
     Adapter, Attention, Autocast, Checkpointing, Loss, Optimizer, Outputs, Phase, Quantization, Run,
@@ -125,7 +126,8 @@ impl Resolver<'_> {
             phase,
             batch,
             sequence,
-            padded: request.padded,
+            padded: request.padded || !request.lengths.is_empty() && batch > 1,
+            lengths: micro_batches(&request.lengths, batch, sequence),
             accumulation: request.gradient_accumulation_steps.unwrap_or(1).max(1),
             weights,
             autocast,
@@ -190,7 +192,10 @@ impl Resolver<'_> {
 
     /// Sequences and tokens; loading needs none.
     fn shape(&self, phase: Phase, model: &ModelSpec) -> Result<[u64; 2], RequestError> {
-        let Request { batch_size, sequence_length, .. } = *self.request;
+        let Request { batch_size, mut sequence_length, .. } = *self.request;
+        if let Some(longest) = self.request.lengths.iter().max() {
+            sequence_length = sequence_length.min(*longest).max(1);
+        }
         let least = u64::from(phase != Phase::Load);
         for (key, value) in [("batch_size", batch_size), ("sequence_length", sequence_length)] {
             if !(least..=MOST_TOKENS).contains(&value) {

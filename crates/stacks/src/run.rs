@@ -286,6 +286,8 @@ pub struct Run {
     pub batch: u64,
     /// Tokens of each, padding included.
     pub sequence: u64,
+    /// Tokens of each micro-batch in the order of the run, where they differ; none is longer than `sequence`.
+    pub lengths: Vec<u64>,
     /// Whether the batch has padding, so that a mask exists.
     pub padded: bool,
     /// Micro-batches of a step.

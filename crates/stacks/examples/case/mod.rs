@@ -40,6 +40,7 @@ pub fn run_of(fixture: &Value, case: &str) -> Result<Run, String> {
         model,
         batch: number("batch")?,
         sequence: number("sequence")?,
+        lengths: Vec::new(),
         padded: false,
         accumulation: 1,
         weights,
