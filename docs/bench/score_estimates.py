@@ -82,6 +82,9 @@ TOOLS = [
     ("huggingface/transformers", "hf", None, {}, {}, "the Trainer"),
 ]
 
+# Ranks of torchtune's recipes (recipes/configs), by a pattern of the model's name.
+RECIPE_RANKS = [(r"llama-?3\.2-[13]b|gemma-2b|mistral", 64), (r"70b|405b", 16), (r"", 8)]
+
 # litgpt's config_hub/finetune: of a model's LoRA and QLoRA files rank, layers (query, key, value, projection, MLP, head), and dropout.
 ALL_OF_LITGPT = ["q", "k", "v", "lora_projection", "lora_mlp", "lora_head"]
 CONFIG_HUB = [
@@ -268,6 +271,8 @@ def lora_of(row, context):
             tuple(said) for model, method, *said in CONFIG_HUB
             if re.search(model, row["model"], re.I) and re.search(method, text, re.I)
         )
+    if tool and tool[1] == "torchtune":
+        usual["rank"] = next(rank for model, rank in RECIPE_RANKS if re.search(model, row["model"], re.I))
     rank = rank_in(text) or context.ranks.get((row["source"], row["model"])) or usual.get("rank", 8)
     lora = {**usual, "rank": rank, "target_modules": list(usual.get("target_modules", []))}
     listed = re.search(r"[\[(]([a-z_0-9', ]+)[\])]", text)

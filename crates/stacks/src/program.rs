@@ -1,5 +1,7 @@
 //! A run as a program: the phases of a process, one after the other, on the simulated allocator.
 
+mod afterwards;
+
 use std::cell::RefCell;
 use std::rc::Rc;
 
@@ -112,7 +114,8 @@ fn known(run: &Run) -> Result<(), EstimateError> {
         model.vocab_size.max(4 * model.mlp.intermediate_size).max(model.q_size()).max(model.hidden_size);
     let length = u128::from(run.sequence) + u128::from(generated);
     let row = u128::from(widest).max(length.saturating_mul(u128::from(model.attention.heads)));
-    let largest = u128::from(run.batch).saturating_mul(length).saturating_mul(row).saturating_mul(4);
+    let batch = run.batch.max(run.eval_batch.unwrap_or(0));
+    let largest = u128::from(batch).saturating_mul(length).saturating_mul(row).saturating_mul(4);
     if largest > LARGEST {
         let (batch, sequence) = (run.batch, run.sequence);
         return Err(EstimateError::Unknown(format!(
@@ -177,6 +180,8 @@ impl<'a> Process<'a> {
             marks: Vec::new(),
             saved: Vec::new(),
         };
+        let host = Process::host_while_loading(run).min(i64::MAX as u64).cast_signed();
+        process.torch.memory().host(host);
         let (model, shards) = match Shards::load(&process.torch, run) {
             Some((model, shards)) => (model, Some(shards)),
             None => (Decoder::load(&process.torch, run), None),
@@ -186,6 +191,8 @@ impl<'a> Process<'a> {
             Shards::wrap_whole(&process.torch, run);
         }
         process.end("load");
+        process.torch.memory().host(-host);
+        process.torch.memory().reset_peaks();
         match run.phase {
             Phase::Load => {}
             Phase::Train => process.train(&model, shards.as_deref()),
@@ -216,7 +223,11 @@ impl<'a> Process<'a> {
     }
 
     fn tokens(&self, rows: u64) -> Tensor {
-        self.torch.empty(&[self.run.batch, rows], TorchType::I64, "_to_copy")
+        self.tokens_of(self.run.batch, rows)
+    }
+
+    fn tokens_of(&self, batch: u64, rows: u64) -> Tensor {
+        self.torch.empty(&[batch, rows], TorchType::I64, "_to_copy")
     }
 
     /// The lengths of the micro-batches of each step that is run.
@@ -303,6 +314,8 @@ impl<'a> Process<'a> {
             }
         }
         drop(outputs);
+        self.evaluate(model, shards);
+        self.save(model, shards);
     }
 
     /// DistributedDataParallel's flat copies of the gradients, whole parameters up to 25 MiB each, from the last one on

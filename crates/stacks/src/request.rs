@@ -83,6 +83,9 @@ pub struct Request {
     /// Whether sequences are padded to the longest of a batch, so that a mask exists.
     #[serde(default, deserialize_with = "null_is_default")]
     pub padded: bool,
+    /// Sequences of a batch in evaluation on each device; without it the run does not evaluate.
+    #[serde(default)]
+    pub eval_batch_size: Option<u64>,
     /// Micro-batches of a step.
     #[serde(default)]
     pub gradient_accumulation_steps: Option<u64>,

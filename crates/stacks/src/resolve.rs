@@ -128,6 +128,7 @@ impl Resolver<'_> {
             sequence,
             padded: request.padded || !request.lengths.is_empty() && batch > 1,
             lengths: micro_batches(&request.lengths, batch, sequence),
+            eval_batch: request.eval_batch_size.filter(|batch| (1..=MOST_TOKENS).contains(batch)),
             accumulation: request.gradient_accumulation_steps.unwrap_or(1).max(1),
             weights,
             autocast,

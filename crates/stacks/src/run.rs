@@ -290,6 +290,8 @@ pub struct Run {
     pub lengths: Vec<u64>,
     /// Whether the batch has padding, so that a mask exists.
     pub padded: bool,
+    /// Sequences of a batch in evaluation, if the run evaluates.
+    pub eval_batch: Option<u64>,
     /// Micro-batches of a step.
     pub accumulation: u64,
     /// Type of the weights as loaded.

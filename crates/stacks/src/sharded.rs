@@ -220,6 +220,14 @@ impl Shards {
         drop(upcast);
     }
 
+    /// A full state dict: one unit is whole at a time.
+    pub fn gather_each(&self, torch: &Torch) {
+        for unit in &self.units {
+            unit.gather(torch);
+            unit.release();
+        }
+    }
+
     /// `zero_grad(set_to_none=True)`
     pub fn zero_grad(&self) {
         self.units.iter().for_each(Unit::zero_grad);

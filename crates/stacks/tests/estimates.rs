@@ -34,6 +34,27 @@ fn phase(estimate: &Estimate, name: &str) -> u64 {
     phase.unwrap_or_else(|| panic!("no phase {name}")).allocated_bytes
 }
 
+fn host_of(estimate: &Estimate, name: &str) -> u64 {
+    estimate.phases.iter().find(|phase| phase.phase == name).map_or(0, |phase| phase.host_bytes)
+}
+
+#[test]
+fn every_phase_has_its_host_memory() {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    let weights = 2 * run.model.parameter_count();
+    let estimate = checked(&run);
+    assert_eq!((host_of(&estimate, "load"), host_of(&estimate, "forward")), (weights, 0));
+    assert_eq!(host_of(&estimate, "save"), weights);
+    assert!(estimate.phases.iter().all(|phase| phase.phase != "evaluate"));
+    run.eval_batch = Some(16 * run.batch);
+    run.model.vocab_size = 32_000;
+    let evaluates = checked(&run);
+    assert_eq!(evaluates.peak.phase, "evaluate");
+    assert!(phase(&evaluates, "evaluate") > phase(&evaluates, "backward"));
+    let adapters = checked(&self::run("llama-bf16-lora-sdpa-off"));
+    assert!(host_of(&adapters, "save") < weights);
+}
+
 #[test]
 fn every_optimizer_has_states_of_its_size() {
     let mut run = run("llama-f32-full-sdpa-nonreentrant");
@@ -112,9 +133,9 @@ fn what_saves_activations_saves_them() {
     run.checkpointing = Checkpointing::Offloaded;
     let offloaded = checked(&run);
     assert!(offloaded.allocated_peak_bytes <= reentrant.allocated_peak_bytes);
-    let host = |estimate: &Estimate| estimate.phases.iter().map(|phase| phase.host_bytes).max().unwrap_or(0);
     let layer_inputs = u64::from(run.model.num_layers) * run.batch * run.sequence * run.model.hidden_size * 2;
-    assert_eq!((host(&reentrant), host(&offloaded)), (0, layer_inputs));
+    let in_backward = |estimate: &Estimate| host_of(estimate, "forward");
+    assert_eq!((in_backward(&reentrant), in_backward(&offloaded)), (0, layer_inputs));
 }
 
 #[test]

@@ -42,6 +42,7 @@ pub fn run_of(fixture: &Value, case: &str) -> Result<Run, String> {
         sequence: number("sequence")?,
         lengths: Vec::new(),
         padded: false,
+        eval_batch: None,
         accumulation: 1,
         weights,
         autocast: autocast.then_some(Autocast { to: TorchType::Bf16, scaler: false }),
