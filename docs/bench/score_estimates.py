@@ -56,9 +56,10 @@ TOOLS = [
     ("torchtune", "torchtune", "allocated", {}, {"versions": {"date": "2024-11"}},
      "its metric logger's peak_memory_active; its recipes' adapters; the README's tables are of 2024-11"),
     ("pytorch/ao", "torchtune", "allocated", {}, {}, "measured with torchtune's recipe, as its notes say"),
-    ("litgpt config_hub", "litgpt", "allocated", {"dropout": 0.05}, {"versions": {"date": "2024-04"}},
-     "finetune/lora.py prints torch.cuda.max_memory_allocated; rank, layers and dropout are those of the model's file in config_hub; "
-     "the table was made in 2024-04 and later"),
+    ("litgpt config_hub", "litgpt", "allocated", {"dropout": 0.05},
+     {"versions": {"date": "2024-04"}, "gradient_accumulation_steps": 4},
+     "finetune/lora.py prints torch.cuda.max_memory_allocated; rank, layers and dropout are those of the model's file in config_hub, "
+     "whose global batches are several micro-batches; the table was made in 2024-04 and later"),
     ("litgpt", "litgpt", "allocated", {"target_modules": ["q", "v"], "dropout": 0.05}, {},
      "its scripts print torch.cuda.max_memory_allocated; defaults of finetune/lora.py"),
     ("unsloth", "unsloth", None, {}, {}, "its own loader"),
@@ -379,9 +380,9 @@ def cumulative(row):
     found = {"loss": "default" if "chunked cross entropy" in said else "full"}
     if "torch.compile" in said:
         found["compile"] = True
-    # "LoRA and QLoRA, which do not use optimizer_in_bwd or AdamW8bit", the README says; its command has torch.optim.AdamW.
+    # "LoRA and QLoRA, which do not use optimizer_in_bwd or AdamW8bit", the README says; its command has torch.optim.AdamW, fused in the recipe.
     if row["lora"]:
-        found["optimizer"] = "adamw_torch"
+        found["optimizer"] = "adamw_torch_fused"
     elif "optimizer step into backward" in said:
         found["optimizer_in_backward"] = True
     return found

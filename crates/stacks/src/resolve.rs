@@ -93,7 +93,7 @@ impl Resolver<'_> {
             Some(dtype) => word("dtype", dtype, &words::TYPES)?,
             None => precise,
         };
-        let quantization = self.quantization(precise, autocast)?;
+        let quantization = self.quantization(stack, precise, autocast)?;
         let sharding = sharding::sharding(request, stack)?;
         let adapter = match &request.lora {
             None => None,
@@ -238,10 +238,13 @@ impl Resolver<'_> {
     /// bitsandbytes computes in `bnb_4bit_compute_dtype`; people set it to the precision that they train in.
     fn quantization(
         &mut self,
+        stack: Stack,
         precise: TorchType,
         autocast: Option<Autocast>,
     ) -> Result<Option<Quantization>, RequestError> {
         let double = self.request.double_quantization;
+        // torchao's `NF4Tensor` has quantised scales always.
+        let always = stack == Stack::Torchtune;
         let Some(name) = &self.request.quantization else {
             if double {
                 return Err(contradiction("double_quantization is of quantization nf4 or fp4; name one"));
@@ -252,7 +255,7 @@ impl Resolver<'_> {
             Some(dtype) => word("compute_dtype", dtype, &words::TYPES)?,
             None => autocast.map_or(precise, |autocast| autocast.to),
         };
-        let four_bit = Quantization::FourBit { double, compute };
+        let four_bit = Quantization::FourBit { double: double || always, compute };
         let table = [("nf4", four_bit), ("fp4", four_bit), ("int8", Quantization::Int8)];
         word("quantization", name, &table).map(Some)
     }
@@ -381,10 +384,12 @@ impl Resolver<'_> {
 
     /// Version boundaries: transformers' PR 35646 (labels are shifted instead of logits) and the move of the loss out of the models (4.45).
     fn loss(&mut self, stack: Stack, versions: &Versions, model: &ModelSpec) -> Result<Loss, RequestError> {
-        // torchtune compiles its loss too (`training.compile_loss`): the fused kernel upcasts as it reads, and 16-bit logits are kept.
-        let upcast = !self.request.compile;
-        let chunks_of_torchtune = Loss::Chunked { chunks: 8, upcast };
-        let chunks_of_litgpt = Loss::ChunkedKept { tokens: 128 };
+        // torchtune compiles its loss too (`training.compile_loss`).
+        let chunks_of_torchtune = Loss::Chunked { chunks: 8, compiled: self.request.compile };
+        let chunks_of_litgpt = match self.request.lora {
+            Some(_) => Loss::ChunkedKept { tokens: 128 },
+            None => Loss::WholeKept { rows: 128 },
+        };
         let whole = match versions.transformers {
             // The model's own code, which came with its weights: it does not follow transformers.
             _ if adapter::is_first_qwen(model) => Loss::Shifted,

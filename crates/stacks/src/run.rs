@@ -184,14 +184,20 @@ pub enum Loss {
     Chunked {
         /// Chunks of a sequence.
         chunks: u64,
-        /// Whether logits are upcast.
-        upcast: bool,
+        /// Whether the loss of a chunk is compiled; else its logits are upcast first.
+        compiled: bool,
     },
     /// litgpt: the head in chunks of so many tokens, all of them made f32 behind the model and kept by the caller
     /// (`HalfPrecision.convert_output` of Fabric).
     ChunkedKept {
         /// Tokens of a chunk.
         tokens: u64,
+    },
+    /// litgpt where all weights are trained: the head at once, made f32 and kept; the shifted logits are copied, and the loss takes so many
+    /// rows at a time (`finetune/full.py`).
+    WholeKept {
+        /// Rows of a chunk.
+        rows: u64,
     },
 }
 

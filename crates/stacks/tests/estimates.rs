@@ -100,7 +100,7 @@ fn fused_losses_keep_no_logits() {
         peak(&run)
     };
     let chunked = {
-        run.loss = Loss::Chunked { chunks: 8, upcast: true };
+        run.loss = Loss::Chunked { chunks: 8, compiled: false };
         peak(&run)
     };
     let liger = {

@@ -176,6 +176,11 @@ impl Linear {
         all.filter(|tensor| tensor.requires_grad()).cloned().collect()
     }
 
+    /// Whether its adapter drops elements of its input.
+    pub fn drops(&self) -> bool {
+        self.lora.as_ref().is_some_and(|lora| lora.dropout)
+    }
+
     /// The layer's output, `[.., out]`.
     pub fn forward(&self, torch: &Torch, x: &Tensor) -> Tensor {
         torch.module(&self.name, || match (&self.lora, &self.weight) {
@@ -187,6 +192,18 @@ impl Linear {
                 let x = torch.to(x, lora.a.dtype());
                 result = torch.add(&result, &lora.forward(torch, &x));
                 torch.to(&result, dtype)
+            }
+        })
+    }
+
+    /// The same where the adapter's input has lost its elements already: litgpt has one adapter for queries, keys and values
+    /// (`LoRAQKVLinear`), and its types are those of the model.
+    pub fn forward_dropped(&self, torch: &Torch, x: &Tensor, dropped: &Tensor) -> Tensor {
+        torch.module(&self.name, || {
+            let result = self.base(torch, x);
+            match &self.lora {
+                Some(lora) => torch.add(&result, &lora.product(torch, dropped.clone())),
+                None => result,
             }
         })
     }
@@ -233,7 +250,10 @@ impl Linear {
 
 impl Lora {
     fn forward(&self, torch: &Torch, x: &Tensor) -> Tensor {
-        let x = if self.dropout { torch.dropout(x) } else { x.clone() };
+        self.product(torch, if self.dropout { torch.dropout(x) } else { x.clone() })
+    }
+
+    fn product(&self, torch: &Torch, x: Tensor) -> Tensor {
         let inner = torch.linear(&x, &self.a, None);
         drop(x);
         let outer = torch.linear(&inner, &self.b, None);

@@ -20,10 +20,11 @@ pub(crate) fn logits_and_loss(
             let loss = torch.module("loss", || head.fused_loss(torch, form == Loss::Liger, hidden, &shifted));
             (Vec::new(), Some(loss))
         }
-        (Loss::Chunked { chunks, upcast }, Some(labels)) => {
-            (Vec::new(), Some(chunked(torch, head, hidden, labels, chunks, upcast)))
+        (Loss::Chunked { chunks, compiled }, Some(labels)) => {
+            (Vec::new(), Some(chunked(torch, head, hidden, labels, chunks, compiled)))
         }
         (Loss::ChunkedKept { tokens }, Some(labels)) => chunked_kept(torch, head, hidden, labels, tokens),
+        (Loss::WholeKept { rows }, Some(labels)) => whole_kept(torch, head, hidden, labels, rows),
         (_, labels) => {
             // `generate` asks for the last position's logits from transformers 4.45 on (`logits_to_keep`); before, all were made.
             let last = labels.is_none() && matches!(form, Loss::UpcastShifted | Loss::Upcast);
@@ -73,17 +74,17 @@ fn chunked(
     hidden: &Tensor,
     labels: &Tensor,
     chunks: u64,
-    upcast: bool,
+    compiled: bool,
 ) -> Tensor {
     let rows = hidden.size(1);
     let mut total: Option<Tensor> = None;
     for count in parts(rows, rows.div_ceil(chunks.max(1))) {
         let part = torch.slice(hidden, 1, count);
         let mut logits = head.forward(torch, &part);
-        if upcast {
+        if !compiled {
             logits = torch.to(&logits, TorchType::F32);
         }
-        let loss = loss_of_chunk(torch, logits, labels, count);
+        let loss = loss_of_chunk(torch, logits, labels, count, compiled);
         total = Some(total.map_or(loss.clone(), |total| torch.add(&total, &loss)));
     }
     total.unwrap_or_else(|| torch.empty(&[], TorchType::F32, "zeros"))
@@ -102,18 +103,43 @@ fn chunked_kept(
         parts(rows, tokens).map(|count| head.forward(torch, &torch.slice(hidden, 1, count))).collect();
     let logits: Vec<Tensor> = made.iter().map(|chunk| torch.to(chunk, TorchType::F32)).collect();
     drop(made);
-    let losses = |chunk: &Tensor| loss_of_chunk(torch, chunk.clone(), labels, chunk.size(1));
+    let losses = |chunk: &Tensor| loss_of_chunk(torch, chunk.clone(), labels, chunk.size(1), false);
     let losses: Vec<Tensor> = torch.module("loss", || logits.iter().map(losses).collect());
     let total = losses.into_iter().reduce(|total, loss| torch.add(&total, &loss));
     (logits, total)
 }
 
-fn loss_of_chunk(torch: &Torch, logits: Tensor, labels: &Tensor, count: u64) -> Tensor {
+/// All logits, which the caller keeps, then the losses of so many rows each.
+fn whole_kept(
+    torch: &Torch,
+    head: &Linear,
+    hidden: &Tensor,
+    labels: &Tensor,
+    rows: u64,
+) -> (Vec<Tensor>, Option<Tensor>) {
+    let logits = {
+        let made = head.forward(torch, hidden);
+        torch.to(&made, TorchType::F32)
+    };
+    let [batch, tokens, vocabulary] = [logits.size(0), logits.size(1), logits.size(2)];
+    let shifted = torch.contiguous(&torch.slice(&logits, 1, tokens - 1));
+    let all = batch * (tokens - 1);
+    let flat = torch.reshape(&shifted, &[all, vocabulary]);
+    let targets = torch.reshape(&torch.slice(labels, 1, tokens - 1), &[all]);
+    let loss = |count| torch.cross_entropy(&torch.slice(&flat, 0, count), &torch.slice(&targets, 0, count));
+    let losses: Vec<Tensor> = torch.module("loss", || parts(all, rows).map(loss).collect());
+    (vec![logits], losses.into_iter().reduce(|total, loss| torch.add(&total, &loss)))
+}
+
+fn loss_of_chunk(torch: &Torch, logits: Tensor, labels: &Tensor, count: u64, compiled: bool) -> Tensor {
     let batch = logits.size(0);
     let flat = torch.reshape(&logits, &[batch * count, logits.size(2)]);
     drop(logits);
     let targets = torch.reshape(&torch.slice(labels, 1, count), &[batch * count]);
-    torch.cross_entropy(&flat, &targets)
+    match compiled {
+        true => torch.compiled_cross_entropy(&flat, &targets),
+        false => torch.cross_entropy(&flat, &targets),
+    }
 }
 
 /// Sizes of the parts that `rows` are cut into.

@@ -62,7 +62,7 @@ impl Context<'_> {
             // Unsloth's notebooks name all layers, torchtune's recipes all but k; PEFT has a table of families, litgpt adapts q and v.
             Stack::Unsloth => vec!["all-linear".to_owned()],
             Stack::Torchtune => ["q_proj", "v_proj", "output_proj", "mlp"].map(str::to_owned).to_vec(),
-            _ => default_targets(&self.model.architecture).iter().map(|name| (*name).to_owned()).collect(),
+            _ => default_targets(self.architecture()).iter().map(|name| (*name).to_owned()).collect(),
         }
     }
 
@@ -79,9 +79,17 @@ impl Context<'_> {
         }
     }
 
+    /// The family's linear layers; litgpt has the same ones for all models.
+    fn architecture(&self) -> &str {
+        match (self.stack, self.model.architecture.as_str()) {
+            (Stack::Litgpt, "phi3") => "llama",
+            (_, architecture) => architecture,
+        }
+    }
+
     /// The linear layers of the family that a name means.
     fn named(&self, name: &str) -> Result<Vec<&'static str>, RequestError> {
-        let linears = linears(&self.model.architecture);
+        let linears = linears(self.architecture());
         let last = name.rsplit('.').next().unwrap_or(name);
         if ["all-linear", "all"].contains(&last) {
             return Ok(linears.to_vec());

@@ -40,13 +40,14 @@ fn losses_follow_the_version_of_transformers_and_the_stack() {
         (r#"{"versions": {"transformers": "4.49"}}"#, Loss::Upcast),
         ("{}", Loss::Upcast),
         (r#"{"loss": "liger"}"#, Loss::Liger),
-        (r#"{"stack": "torchtune"}"#, Loss::Chunked { chunks: 8, upcast: true }),
+        (r#"{"stack": "torchtune"}"#, Loss::Chunked { chunks: 8, compiled: false }),
         (r#"{"stack": "torchtune", "loss": "full"}"#, Loss::Upcast),
         (
             r#"{"stack": "torchtune", "compile": true, "gradient_checkpointing": true}"#,
-            Loss::Chunked { chunks: 8, upcast: false },
+            Loss::Chunked { chunks: 8, compiled: true },
         ),
-        (r#"{"stack": "litgpt"}"#, Loss::ChunkedKept { tokens: 128 }),
+        (r#"{"stack": "litgpt"}"#, Loss::WholeKept { rows: 128 }),
+        (r#"{"stack": "litgpt", "lora": {"rank": 8}}"#, Loss::ChunkedKept { tokens: 128 }),
         (r#"{"model": "qwen-7b"}"#, Loss::Shifted),
         (r#"{"stack": "torchtune", "loss": "full", "versions": {"date": "2024-03"}}"#, Loss::Upcast),
     ] {
