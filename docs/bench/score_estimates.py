@@ -32,8 +32,8 @@ RULES = """\
    weights. `nf4` and "4-bit" are bitsandbytes' four bits, with `dq` quantised twice; computation is in the type beside it. GPTQ, AWQ,
    GGUF and 8-bit floats are not asked.
 4. **Length and batch**: as written. A short prompt has 16 tokens, and a prompt that is not mentioned has one. Lengths that vary are
-   not asked unless a longest one is given; then every sequence has that length, and batches of several are padded. Where a source
-   gives the mean and the deviation of its lengths, they are those of a log-normal distribution, cut at the longest.
+   not asked unless a longest one is given that is reached; then every sequence has that length, and batches of several are padded.
+   Where a source gives the mean and the deviation of its lengths, they are those of a log-normal distribution, cut at the longest.
 5. **Optimizer**: a bare Adam or AdamW is the stack's own default; others by name. Where nothing is said, the stack's default too.
 6. **Checkpointing**: `full` is every layer, in the form that the stack's version takes unless "reentrant" is named. Selective forms
    are not asked.
@@ -48,6 +48,8 @@ RULES = """\
 11. **Counter**: what the row says it is: `allocated` and `active` are compared with our `max_memory_allocated`, `reserved` with
    `max_memory_reserved`, `nvidia-smi` and "driver" with what the device shows. A counter that is not named is the one that the tool
    prints; what no script prints was read off the device.
+12. **Contradictions**: weights, gradients and optimizer states alone can be more than the card that the row names has. Then something
+   else ran, and the row is not asked.
 """
 
 # A word of a source: the stack; the counter that its scripts print, where that is known; the adapter that they make where a row does not
@@ -111,6 +113,7 @@ NOT_ASKED = [
     ("optimizer", r"galore|4bit|cpuoffload|zero-offload|no offload", "an optimizer that no request names"),
     ("lora", r"^(?!lora|qlora|r\s*=|\[|$)", "an adapter that is not LoRA"),
     ("notes", r"bdlora|mica", "a variant of LoRA"),
+    ("notes", r"unpacked", "lengths that vary, below the one that is written"),
 ]
 
 TRAINED_WHOLE = re.compile(r"emb/lm_head|embeddings? (and|\+) (lm_)?head", re.I)
@@ -434,6 +437,13 @@ def ask(plimsoll, request):
     return json.loads(done.stdout)
 
 
+def check_card(answer):
+    """Refuses a row that cannot have run as it is written."""
+    held = sum(answer["peak"]["at_peak"].get(kind, 0) for kind in ("weights", "adapters", "gradients", "optimizer_states"))
+    if held > answer["hardware"]["memory_bytes"]:
+        raise NotAsked("weights, gradients and states alone are more than the card has")
+
+
 def score(plimsoll, row, context):
     try:
         request = request_of(row, context)
@@ -444,6 +454,7 @@ def score(plimsoll, row, context):
                 raise
             request["attention"] = "sdpa"
             answer = ask(plimsoll, request)
+        check_card(answer)
     except NotAsked as reason:
         return {"row": row, "reason": str(reason)}
     counter = counter_of(row)
