@@ -128,7 +128,7 @@ impl Resolver<'_> {
             sequence,
             padded: request.padded || !request.lengths.is_empty() && batch > 1,
             lengths: micro_batches(&request.lengths, batch, sequence),
-            eval_batch: request.eval_batch_size.filter(|batch| (1..=MOST_TOKENS).contains(batch)),
+            eval_batch: self.eval_batch()?,
             accumulation: request.gradient_accumulation_steps.unwrap_or(1).max(1),
             weights,
             autocast,
@@ -215,6 +215,17 @@ impl Resolver<'_> {
             ));
         }
         Ok([batch_size.max(1), sequence_length.max(1)])
+    }
+
+    fn eval_batch(&self) -> Result<Option<u64>, RequestError> {
+        match self.request.eval_batch_size {
+            Some(batch) if !(1..=MOST_TOKENS).contains(&batch) => Err(RequestError::Value {
+                key: "eval_batch_size",
+                value: batch.to_string(),
+                expected: format!("1 to {MOST_TOKENS}"),
+            }),
+            batch => Ok(batch),
+        }
     }
 
     fn allocator(&self) -> Result<Settings, RequestError> {

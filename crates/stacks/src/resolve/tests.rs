@@ -69,6 +69,15 @@ fn outputs_live_as_long_as_the_loop_keeps_them() {
 }
 
 #[test]
+fn lengths_make_micro_batches_and_evaluation_has_its_own() {
+    let found = run(r#"{"lengths": [10, 900, 30, 5000], "eval_batch_size": 16}"#);
+    assert_eq!((found.sequence, found.eval_batch, found.padded), (1024, Some(16), true));
+    assert_eq!(found.lengths.last(), Some(&1024));
+    assert_eq!(run(r#"{"lengths": [10, 300]}"#).sequence, 300);
+    assert!(with(r#"{"eval_batch_size": 0}"#).resolve().is_err());
+}
+
+#[test]
 fn fsdp_without_shards_is_no_ddp() {
     let whole = run(r#"{"stack": "peft", "devices": 2, "fsdp": "no_shard", "lora": {"rank": 8}}"#);
     assert_eq!(whole.sharding, Sharding::FsdpWhole);
