@@ -98,6 +98,13 @@ def vramcalc(request, shape, counter):
     return answer["estimate"]["total"] / 2**30
 
 
+def plain(request):
+    """The request in words that others have: autocast over 16-bit weights is their 16-bit precision."""
+    if request.get("dtype") and request["precision"] == request["dtype"] + "-amp":
+        return {**request, "precision": request["dtype"]}
+    return request
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plimsoll", required=True)
@@ -118,7 +125,7 @@ def main():
         shape = shape_of(args.plimsoll, answer["request"]["model"])
         for name, program in programs.items():
             try:
-                found = program(answer["request"], shape, answer["counter"])
+                found = program(plain(answer["request"]), shape, answer["counter"])
             except score.NotAsked:
                 continue
             scored[name].append({"row": row, "error": 100 * (found / answer["measured"] - 1)})

@@ -14,12 +14,14 @@ not asked, and the table says why.
 import argparse
 import csv
 import json
+import math
 import re
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import NormalDist
 
 RULES = """\
 1. **Stack**: the program that the source is about, or whose script it ran (the table of tools below). Any other source: `peft` where
@@ -30,7 +32,8 @@ RULES = """\
    weights. `nf4` and "4-bit" are bitsandbytes' four bits, with `dq` quantised twice; computation is in the type beside it. GPTQ, AWQ,
    GGUF and 8-bit floats are not asked.
 4. **Length and batch**: as written. A short prompt has 16 tokens, and a prompt that is not mentioned has one. Lengths that vary are
-   not asked unless a longest one is given; then every sequence has that length, and batches of several are padded.
+   not asked unless a longest one is given that is reached; then every sequence has that length, and batches of several are padded.
+   Where a source gives the mean and the deviation of its lengths, they are those of a log-normal distribution, cut at the longest.
 5. **Optimizer**: a bare Adam or AdamW is the stack's own default; others by name. Where nothing is said, the stack's default too.
 6. **Checkpointing**: `full` is every layer, in the form that the stack's version takes unless "reentrant" is named. Selective forms
    are not asked.
@@ -44,26 +47,56 @@ RULES = """\
    have what the rows above them have.
 11. **Counter**: what the row says it is: `allocated` and `active` are compared with our `max_memory_allocated`, `reserved` with
    `max_memory_reserved`, `nvidia-smi` and "driver" with what the device shows. A counter that is not named is the one that the tool
-   prints; where that is not known either, it is taken for `reserved`, which lies between the other two.
+   prints; what no script prints was read off the device.
+12. **Contradictions**: weights, gradients and optimizer states alone can be more than the card that the row names has. Then something
+   else ran, and the row is not asked.
 """
 
 # A word of a source: the stack; the counter that its scripts print, where that is known; the adapter that they make where a row does not
-# say; and how that is known.
+# say; other keys of a request that they decide; and how that is known.
 TOOLS = [
-    ("torchtune", "torchtune", "allocated", {}, "its metric logger's peak_memory_active; its recipes' adapters"),
-    ("pytorch/ao", "torchtune", "allocated", {}, "measured with torchtune's recipe, as its notes say"),
-    ("litgpt config_hub", "litgpt", "allocated", {"rank": 32, "target_modules": ["q", "v"]},
-     "its scripts print torch.cuda.max_memory_allocated; llama-2-7b/qlora.yaml"),
-    ("litgpt", "litgpt", "allocated", {"target_modules": ["q", "v"]}, "its scripts print torch.cuda.max_memory_allocated; finetune/lora.py"),
-    ("unsloth", "unsloth", None, {}, "its own loader"),
-    ("Qwen2.5", "hf", "allocated", {}, "speed_benchmark_transformers.py prints torch.cuda.max_memory_allocated"),
-    ("fitcheck", "peft", None, {}, "scripts/measure.py: a loop of its own over a PEFT model"),
-    ("fsdp_qlora", "peft", None, {"rank": 64, "target_modules": ["all-linear"]}, "train.py: a loop of its own; its defaults"),
-    ("huggingface/peft docs", "hf", None, {}, "examples/sft: the Trainer"),
-    ("huggingface/peft", "peft", None, {}, "method_comparison: a loop of its own"),
-    ("ms-swift", "hf", None, {}, "a Trainer"),
-    ("QwenLM/Qwen", "hf", None, {}, "finetune.py: the Trainer"),
-    ("huggingface/transformers", "hf", None, {}, "the Trainer"),
+    ("torchtune", "torchtune", "allocated", {}, {"versions": {"date": "2024-11"}},
+     "its metric logger's peak_memory_active; its recipes' adapters; the README's tables are of 2024-11"),
+    ("pytorch/ao", "torchtune", "allocated", {}, {}, "measured with torchtune's recipe, as its notes say"),
+    ("litgpt config_hub", "litgpt", "allocated", {"dropout": 0.05},
+     {"versions": {"date": "2024-04"}, "gradient_accumulation_steps": 4},
+     "finetune/lora.py prints torch.cuda.max_memory_allocated; rank, layers and dropout are those of the model's file in config_hub, "
+     "whose global batches are several micro-batches; the table was made in 2024-04 and later"),
+    ("litgpt", "litgpt", "allocated", {"target_modules": ["q", "v"], "dropout": 0.05}, {},
+     "its scripts print torch.cuda.max_memory_allocated; defaults of finetune/lora.py"),
+    ("unsloth", "unsloth", None, {}, {}, "its own loader"),
+    ("Qwen2.5", "hf", "allocated", {}, {}, "speed_benchmark_transformers.py prints torch.cuda.max_memory_allocated"),
+    ("fitcheck", "peft", None, {}, {}, "scripts/measure.py: a loop of its own over a PEFT model"),
+    ("fsdp_qlora", "peft", None,
+     {"rank": 64, "target_modules": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"], "dropout": 0.1},
+     {"outputs": "until_step", "attention": "sdpa"},
+     "train.py: a loop of its own over a PEFT model, which drops the output behind the step; its defaults; DDP is FSDP's NO_SHARD there"),
+    ("huggingface/peft docs", "hf", None, {"dropout": 0.1}, {}, "examples/sft: the Trainer; its configurations' dropout"),
+    ("huggingface/peft", "peft", None, {}, {}, "method_comparison: a loop of its own"),
+    ("ms-swift", "hf", "reserved", {"dropout": 0.05, "dtype": "f32"},
+     {"mixed": True, "attention": "flash_attention_2", "gradient_accumulation_steps": 16, "lengths": (3234.4, 2547.5, 91, 19548)},
+     "trainers.py prints torch.cuda.max_memory_reserved; defaults of SftArguments (lora_dtype fp32, lora_dropout_p 0.05, bf16=True), "
+     "use_flash_attn, 16 micro-batches and the lengths as Benchmark.md says"),
+    ("QwenLM/Qwen README.md (inference", "hf", "allocated", {}, {"versions": {"date": "2023-09"}},
+     "profile.py prints torch.cuda.max_memory_allocated; requirements.txt has transformers 4.32"),
+    ("QwenLM/Qwen README.md (KV-cache", "hf", "allocated", {}, {"versions": {"date": "2023-09"}}, "the same script"),
+    ("QwenLM/Qwen", "hf", None, {"rank": 64, "target_modules": ["c_attn", "c_proj", "w1", "w2"], "dropout": 0.05}, {"mixed": True},
+     "finetune.py: the Trainer with --bf16; its LoraArguments; full fine-tuning is finetune_ds.sh, with ds_config_zero3.json"),
+    ("huggingface/transformers", "hf", None, {}, {}, "the Trainer"),
+]
+
+# Ranks of torchtune's recipes (recipes/configs), by a pattern of the model's name.
+RECIPE_RANKS = [(r"llama-?3\.2-[13]b|gemma-2b|mistral", 64), (r"70b|405b", 16), (r"", 8)]
+
+# litgpt's config_hub/finetune: of a model's LoRA and QLoRA files rank, layers (query, key, value, projection, MLP, head), and dropout.
+ALL_OF_LITGPT = ["q", "k", "v", "lora_projection", "lora_mlp", "lora_head"]
+CONFIG_HUB = [
+    # A pattern of a model's name, of a method, and what its file says.
+    (r"gemma-?2?-2b", "^lora", 8, ALL_OF_LITGPT, 0.1),
+    (r"gemma", "", 16, ALL_OF_LITGPT, 0.1),
+    (r"phi-?[23]", "", 8, ALL_OF_LITGPT, 0.05),
+    (r"tiny-?llama", "", 32, ALL_OF_LITGPT, 0.05),
+    (r"", "", 32, ["q", "v"], 0.05),
 ]
 
 # What no request can say: words of a column, and the reason.
@@ -80,6 +113,7 @@ NOT_ASKED = [
     ("optimizer", r"galore|4bit|cpuoffload|zero-offload|no offload", "an optimizer that no request names"),
     ("lora", r"^(?!lora|qlora|r\s*=|\[|$)", "an adapter that is not LoRA"),
     ("notes", r"bdlora|mica", "a variant of LoRA"),
+    ("notes", r"unpacked", "lengths that vary, below the one that is written"),
 ]
 
 TRAINED_WHOLE = re.compile(r"emb/lm_head|embeddings? (and|\+) (lm_)?head", re.I)
@@ -171,6 +205,7 @@ def request_of(row, context):
     tool = tool_of(row)
     if tool:
         request["stack"] = tool[1]
+        request.update(decided_by(tool, row, request))
     elif request.get("zero_stage"):
         request["stack"] = "deepspeed"
     else:
@@ -178,6 +213,35 @@ def request_of(row, context):
     if request["stack"] == "torchtune" and phase == "train":
         request.update(cumulative(row))
     return request
+
+
+def lengths_of(mean, deviation, least, most):
+    """A hundred lengths in the middle of equal shares of a log-normal distribution with this mean and deviation."""
+    spread = math.log(1 + (deviation / mean) ** 2) ** 0.5
+    middle = math.log(mean) - spread**2 / 2
+    share = NormalDist(middle, spread)
+    return [min(max(round(math.exp(share.inv_cdf((n + 0.5) / 100))), least), most) for n in range(100)]
+
+
+def decided_by(tool, row, request):
+    """What a tool's script decides, where the row says nothing else."""
+    keys = dict(tool[4])
+    keys.pop("versions", None)
+    if request["phase"] != "train":
+        return {}
+    # A trainer with bf16=True or fp16=True runs autocast over weights of the type that they were loaded in.
+    if keys.pop("mixed", False) and request["precision"] in ("bf16", "fp16"):
+        keys["dtype"] = request["precision"]
+        keys["precision"] = request["precision"] + "-amp"
+    if "lengths" in keys:
+        keys["lengths"] = lengths_of(*keys["lengths"])
+    if tool[0] == "fsdp_qlora" and "DDP" in row["parallelism"]:
+        keys["fsdp"] = "no_shard"
+    if tool[0] == "QwenLM/Qwen" and not request.get("lora"):
+        # DeepSpeed has types of its own.
+        keys.update(zero_stage=3, devices=request.get("devices", 1), precision="bf16")
+        keys.pop("dtype", None)
+    return {key: value for key, value in keys.items() if key not in request or key in ("precision", "zero_stage")}
 
 
 def precision_of(row, lora):
@@ -205,9 +269,16 @@ def lora_of(row, context):
     if not text:
         return None
     tool = tool_of(row)
-    usual = tool[3] if tool else {}
+    usual = dict(tool[3]) if tool else {}
+    if tool and tool[0] == "litgpt config_hub":
+        usual["rank"], usual["target_modules"], usual["dropout"] = next(
+            tuple(said) for model, method, *said in CONFIG_HUB
+            if re.search(model, row["model"], re.I) and re.search(method, text, re.I)
+        )
+    if tool and tool[1] == "torchtune":
+        usual["rank"] = next(rank for model, rank in RECIPE_RANKS if re.search(model, row["model"], re.I))
     rank = rank_in(text) or context.ranks.get((row["source"], row["model"])) or usual.get("rank", 8)
-    lora = {"rank": rank, "target_modules": list(usual.get("target_modules", []))}
+    lora = {**usual, "rank": rank, "target_modules": list(usual.get("target_modules", []))}
     listed = re.search(r"[\[(]([a-z_0-9', ]+)[\])]", text)
     if "all-linear" in text:
         lora["target_modules"] = ["all-linear"]
@@ -312,19 +383,22 @@ def cumulative(row):
     found = {"loss": "default" if "chunked cross entropy" in said else "full"}
     if "torch.compile" in said:
         found["compile"] = True
-    # Adapters exclude it.
-    if "optimizer step into backward" in said and not row["lora"]:
+    # "LoRA and QLoRA, which do not use optimizer_in_bwd or AdamW8bit", the README says; its command has torch.optim.AdamW, fused in the recipe.
+    if row["lora"]:
+        found["optimizer"] = "adamw_torch_fused"
+    elif "optimizer step into backward" in said:
         found["optimizer_in_backward"] = True
     return found
 
 
 def versions_of(row, context):
     named = versions_in(row["notes"]) or context.versions.get(row["source"])
-    date = date_in(row["source"])
+    tool = tool_of(row)
+    date = date_in(row["source"]) or (tool[4].get("versions", {}).get("date") if tool else None)
+    published = [month for pattern, month in PUBLISHED if re.search(pattern, row["model"], re.I)]
     if named:
-        published = [month for pattern, month in PUBLISHED if re.search(pattern, row["model"], re.I)]
         return {"versions": {**named, **({"date": max(published)} if published else {})}}
-    return {"versions": {"date": date}} if date else {}
+    return {"versions": {"date": max([date, *published])}} if date else {}
 
 
 def attention_of(notes):
@@ -344,7 +418,7 @@ def counter_of(row):
         if re.search(words, text):
             return counter
     tool = tool_of(row)
-    return tool[2] if tool and tool[2] else "reserved"
+    return tool[2] if tool and tool[2] else "device"
 
 
 KEYS = {"allocated": "allocated_peak_bytes", "reserved": "reserved_peak_bytes", "device": "device_used_bytes"}
@@ -363,6 +437,13 @@ def ask(plimsoll, request):
     return json.loads(done.stdout)
 
 
+def check_card(answer):
+    """Refuses a row that cannot have run as it is written."""
+    held = sum(answer["peak"]["at_peak"].get(kind, 0) for kind in ("weights", "adapters", "gradients", "optimizer_states"))
+    if held > answer["hardware"]["memory_bytes"]:
+        raise NotAsked("weights, gradients and states alone are more than the card has")
+
+
 def score(plimsoll, row, context):
     try:
         request = request_of(row, context)
@@ -373,6 +454,7 @@ def score(plimsoll, row, context):
                 raise
             request["attention"] = "sdpa"
             answer = ask(plimsoll, request)
+        check_card(answer)
     except NotAsked as reason:
         return {"row": row, "reason": str(reason)}
     counter = counter_of(row)
@@ -462,12 +544,13 @@ def print_markdown(scored, file):
         print(f"| {names[name]} | {result['rows']} | {result['of']} | " + " | ".join(shown) + " |")
     print("\n## Rules\n\nA request is made of each row by these rules, the same for all rows.\n")
     print(RULES)
-    print("Tools:\n\n| a source with | stack | counter where none is named | adapter | known from |")
-    print("| --- | --- | --- | --- | --- |")
-    for word, stack, counter, adapter, reason in TOOLS:
-        rank = [f"rank {adapter['rank']}"] if "rank" in adapter else []
-        shown = ", ".join(rank + adapter.get("target_modules", []))
-        print(f"| {word} | {stack} | {counter or 'reserved'} | {shown} | {reason} |")
+    print("Tools:\n\n| a source with | stack | counter where none is named | adapter | other keys | known from |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for word, stack, counter, adapter, keys, reason in TOOLS:
+        said = [f"{key} {value}" for key, value in adapter.items() if key != "target_modules"]
+        shown = ", ".join(said + adapter.get("target_modules", []))
+        others = ", ".join(f"{key} {value if key != 'versions' else value['date']}" for key, value in keys.items())
+        print(f"| {word} | {stack} | {counter or 'device'} | {shown} | {others} | {reason} |")
     for grade, title in [("A", "Grade A"), ("B", "Grade B"), ("C", "Grade C")]:
         print(f"\n## {title}")
         before = None

@@ -485,6 +485,9 @@ pub struct DoctorArgs {
     /// The model of that run
     #[arg(long, value_name = "MODEL", requires = "log")]
     pub model: Option<String>,
+    /// A file of that run's stack, as estimate takes it (may be repeated): the run is explained by its phases, run dry
+    #[arg(long = "estimate", value_name = "FILE", requires = "log", conflicts_with_all = ["config", "set"])]
+    pub estimate: Vec<PathBuf>,
     /// One key of its configuration, for example training.batch_size=4 (may be repeated)
     #[arg(long = "set", value_name = "KEY=VALUE", requires = "log")]
     pub set: Vec<String>,

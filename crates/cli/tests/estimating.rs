@@ -104,6 +104,50 @@ fn versions_change_what_is_allocated() {
     assert!(of("4.44") > of("5.0"));
 }
 
+/// The longest of the user's samples decides, not the average; a length to cut at goes over it.
+#[test]
+fn lengths_come_from_the_users_samples() {
+    let mut samples: String = (1..200).map(|n| format!("{{\"length\": {}}}\n", 100 + n)).collect();
+    samples.push_str("{\"input_ids\": [1, 2, 3]}\n");
+    let folder = folder_with("samples.jsonl", &samples);
+    let base = ["estimate", "--model", "smollm2-135m", "--hardware", "t4", "--brief", "--json"];
+    let of = |more: &[&str]| {
+        let answer = document(&ok(folder.path(), &[&base[..], more].concat()));
+        ["allocated_peak_bytes", "reserved_peak_bytes"].map(|key| answer[key].as_u64().unwrap())
+    };
+    let [data, in_pieces] = of(&["--data", "samples.jsonl"]);
+    let [longest, of_one_length] = of(&["--sequence-length", "299"]);
+    assert!(data >= longest && data < longest + longest / 50, "{data} {longest}");
+    // Lengths that differ leave pieces in the allocator's cache.
+    assert!(in_pieces > of_one_length, "{in_pieces} {of_one_length}");
+    let [cut, _] = of(&["--data", "samples.jsonl", "--sequence-length", "64"]);
+    assert!(cut < data, "{cut} {data}");
+    std::fs::write(folder.path().join("texts.jsonl"), "{\"text\": \"a\"}\n").unwrap();
+    let shown = plimsoll(folder.path(), &[&base[..], &["--data", "texts.jsonl"]].concat());
+    assert!(text(&shown.stderr).contains("give the model's folder"), "{}", text(&shown.stderr));
+}
+
+/// A log of memory that ran out, with the files of the run's stack.
+#[test]
+fn doctor_explains_a_log_by_the_phases_of_its_run() {
+    let message = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 23.64 GiB of which \
+                   1.02 GiB is free. Including non-PyTorch memory, this process has 22.61 GiB memory in use. Of the allocated memory \
+                   21.00 GiB is allocated by PyTorch, and 1.10 GiB is reserved by PyTorch but unallocated.\n";
+    let folder = folder_with("oom.log", message);
+    let files =
+        r#"{"per_device_train_batch_size": 8, "bf16": true, "optim": "adamw_torch", "output_dir": "out"}"#;
+    std::fs::write(folder.path().join("args.json"), files).unwrap();
+    let base = ["doctor", "oom.log", "--estimate", "args.json", "--model", "llama-3.2-1b"];
+    let words = ok(folder.path(), &base);
+    assert!(words.contains("that the device has beside"), "{words}");
+    assert!(words.contains("the message counts 21.0 GiB in tensors: the run reaches that in the"), "{words}");
+    let answer = document(&ok(folder.path(), &[&base[..], &["--json"]].concat()));
+    assert!(
+        answer["estimate"]["phases"].as_array().unwrap().iter().any(|phase| phase["phase"] == "backward")
+    );
+    assert!(answer["plan"].is_null());
+}
+
 /// A model's config.json alone is enough.
 #[test]
 fn a_config_json_alone_is_answered_with_what_was_taken() {

@@ -3,7 +3,7 @@
 use plimsoll_plan::Target;
 
 use crate::estimate::{Estimate, Uncertain};
-use crate::program::{EstimateError, estimate};
+use crate::program::{EstimateError, estimate_beside};
 use crate::request::{Request, RequestError};
 use crate::resolve::Resolved;
 use crate::run::Versions;
@@ -45,10 +45,9 @@ impl Request {
     /// The request cannot be resolved, or nothing is known of such a run.
     pub fn answer(&self) -> Result<Answer, AnswerError> {
         let resolved = self.resolve()?;
-        let mut estimate = estimate(&resolved.run)?;
         let devices = resolved.run.devices;
         let outside = outside_bytes(&resolved.target, devices, &resolved.run.versions);
-        estimate.device_used_bytes = estimate.reserved_peak_bytes.saturating_add(outside);
+        let mut estimate = estimate_beside(&resolved.run, outside)?;
         if devices > 1 {
             estimate.uncertain.push(Uncertain {
                 what: "buffers of NCCL, which grow with channels and communicators".to_owned(),

@@ -11,6 +11,7 @@ pub mod eager;
 mod estimate;
 pub mod host_allocator;
 mod imported;
+mod lengths;
 mod model;
 mod optimizer;
 mod program;
@@ -28,6 +29,6 @@ pub use program::{EstimateError, Trace, estimate, trace};
 pub use request::{Lora, Request, RequestError};
 pub use resolve::{Decision, Resolved};
 pub use run::{
-    Adapter, Attention, Autocast, Card, Checkpointing, Loss, Offload, Optimizer, Phase, Quantization, Run,
-    Sharding, Stack, TorchType, Versions,
+    Adapter, Attention, Autocast, Card, Checkpointing, Loss, Offload, Optimizer, Outputs, Phase,
+    Quantization, Run, Sharding, Stack, TorchType, Versions,
 };

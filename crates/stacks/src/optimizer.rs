@@ -122,10 +122,14 @@ impl States {
         let like = |parameter: &Tensor, dtype: TorchType, name| torch.empty(&parameter.shape(), dtype, name);
         match self.optimizer {
             Optimizer::AdamWForeach => {
-                // One list for each type: the root of every second moment at once.
+                // One list for each type: the root of every second moment at once. Up to torch 2.0 the sum with epsilon was
+                // a second list.
+                let sums = torch.versions().torch < (2, 1);
                 for dtype in [TorchType::F32, TorchType::Bf16, TorchType::F16] {
-                    let group = parameters.iter().filter(|parameter| parameter.dtype() == dtype);
-                    let _roots: Vec<Tensor> = group.map(|x| like(x, dtype, "_foreach_sqrt")).collect();
+                    let group = || parameters.iter().filter(|parameter| parameter.dtype() == dtype);
+                    let _roots: Vec<Tensor> = group().map(|x| like(x, dtype, "_foreach_sqrt")).collect();
+                    let _sums: Vec<Tensor> =
+                        group().filter(|_| sums).map(|x| like(x, dtype, "_foreach_add")).collect();
                 }
             }
             Optimizer::AdamWForLoop => {

@@ -1,5 +1,7 @@
 //! A run as a program: the phases of a process, one after the other, on the simulated allocator.
 
+mod afterwards;
+
 use std::cell::RefCell;
 use std::rc::Rc;
 
@@ -8,7 +10,7 @@ use crate::eager::{Event, Highest, Memory, SavedNote, Tensor, Torch};
 use crate::estimate::{Estimate, Kind, Peak, PhasePeak, Uncertain};
 use crate::model::{Cache, Decoder, Output};
 use crate::optimizer::{States, clip_gradients};
-use crate::run::{Checkpointing, Phase, Run, Sharding, Stack, TorchType};
+use crate::run::{Checkpointing, Outputs, Phase, Run, Sharding, Stack, TorchType};
 use crate::sharded::{self, Shards};
 
 /// Why a run has no estimate.
@@ -51,13 +53,21 @@ const CONTEXT_UNCERTAIN: u64 = 100 << 20;
 /// Micro-batches of a step that are run: from the second on gradients are there, and the third is like the second.
 const MICRO_BATCHES: u64 = 3;
 
+/// Micro-batches of different lengths that a step has at most, so that there are several steps.
+const MOST_OF_A_STEP: u64 = 16;
+
 /// Runs it dry.
 ///
 /// # Errors
 /// Where nothing is known of such a run. One that does not fit the card is answered as if the card were large enough.
 pub fn estimate(run: &Run) -> Result<Estimate, EstimateError> {
+    estimate_beside(run, CONTEXT)
+}
+
+/// The same where `outside` bytes of the device belong to a context, kernels and communicators.
+pub(crate) fn estimate_beside(run: &Run, outside: u64) -> Result<Estimate, EstimateError> {
     known(run)?;
-    let capacity = run.card.memory.saturating_sub(CONTEXT);
+    let capacity = run.card.memory.saturating_sub(outside);
     let process = Process::run(run, capacity, false);
     let process = match process.torch.memory().refused() {
         None => process,
@@ -83,7 +93,7 @@ pub fn estimate(run: &Run) -> Result<Estimate, EstimateError> {
     Ok(Estimate {
         allocated_peak_bytes: highest.bytes,
         reserved_peak_bytes: reserved,
-        device_used_bytes: reserved + CONTEXT,
+        device_used_bytes: reserved.saturating_add(outside),
         peak: Peak { phase, moment: highest.moment, at_peak: highest.by_kind },
         phases,
         uncertain: vec![Uncertain { what, bytes: CONTEXT_UNCERTAIN }],
@@ -104,7 +114,8 @@ fn known(run: &Run) -> Result<(), EstimateError> {
         model.vocab_size.max(4 * model.mlp.intermediate_size).max(model.q_size()).max(model.hidden_size);
     let length = u128::from(run.sequence) + u128::from(generated);
     let row = u128::from(widest).max(length.saturating_mul(u128::from(model.attention.heads)));
-    let largest = u128::from(run.batch).saturating_mul(length).saturating_mul(row).saturating_mul(4);
+    let batch = run.batch.max(run.eval_batch.unwrap_or(0));
+    let largest = u128::from(batch).saturating_mul(length).saturating_mul(row).saturating_mul(4);
     if largest > LARGEST {
         let (batch, sequence) = (run.batch, run.sequence);
         return Err(EstimateError::Unknown(format!(
@@ -169,12 +180,19 @@ impl<'a> Process<'a> {
             marks: Vec::new(),
             saved: Vec::new(),
         };
+        let host = Process::host_while_loading(run).min(i64::MAX as u64).cast_signed();
+        process.torch.memory().host(host);
         let (model, shards) = match Shards::load(&process.torch, run) {
             Some((model, shards)) => (model, Some(shards)),
             None => (Decoder::load(&process.torch, run), None),
         };
         let model = Rc::new(model);
+        if run.sharding == Sharding::FsdpWhole {
+            Shards::wrap_whole(&process.torch, run);
+        }
         process.end("load");
+        process.torch.memory().host(-host);
+        process.torch.memory().reset_peaks();
         match run.phase {
             Phase::Load => {}
             Phase::Train => process.train(&model, shards.as_deref()),
@@ -205,7 +223,22 @@ impl<'a> Process<'a> {
     }
 
     fn tokens(&self, rows: u64) -> Tensor {
-        self.torch.empty(&[self.run.batch, rows], TorchType::I64, "_to_copy")
+        self.tokens_of(self.run.batch, rows)
+    }
+
+    fn tokens_of(&self, batch: u64, rows: u64) -> Tensor {
+        self.torch.empty(&[batch, rows], TorchType::I64, "_to_copy")
+    }
+
+    /// The lengths of the micro-batches of each step that is run.
+    fn steps(&self) -> Vec<Vec<u64>> {
+        let Run { accumulation, sequence, lengths, .. } = self.run;
+        if lengths.is_empty() {
+            let micro_batches = usize::try_from((*accumulation).min(MICRO_BATCHES)).unwrap_or(1);
+            return vec![vec![*sequence; micro_batches]; STEPS];
+        }
+        let size = usize::try_from((*accumulation).min(MOST_OF_A_STEP)).unwrap_or(1);
+        lengths.chunks(size.max(1)).map(<[u64]>::to_vec).collect()
     }
 
     fn train(&mut self, model: &Rc<Decoder>, shards: Option<&Shards>) {
@@ -223,16 +256,16 @@ impl<'a> Process<'a> {
             }
         }
         let _buckets = self.buckets(&parameters);
-        // A loop of one's own keeps `outputs`, and with it the logits, until the next forward pass has ended.
         let mut outputs: Option<Output> = None;
-        for step in 0..STEPS {
-            let last = step + 1 == STEPS;
-            for micro_batch in 0..run.accumulation.min(MICRO_BATCHES) {
+        let steps = self.steps();
+        for (step, lengths) in steps.iter().enumerate() {
+            let last = step + 1 == steps.len();
+            for (micro_batch, length) in lengths.iter().enumerate() {
                 if last && self.logged && micro_batch == 0 {
                     self.torch.list_saved();
                 }
-                let tokens = self.tokens(run.sequence);
-                let labels = self.tokens(run.sequence);
+                let tokens = self.tokens(*length);
+                let labels = self.tokens(*length);
                 if let Some(shards) = shards {
                     shards.begin(&self.torch);
                 }
@@ -241,10 +274,7 @@ impl<'a> Process<'a> {
                     self.saved = self.torch.take_saved();
                 }
                 let loss = out.loss.clone();
-                outputs = match run.stack {
-                    Stack::Plain => Some(out),
-                    _ => None,
-                };
+                outputs = (run.outputs != Outputs::Dropped).then_some(out);
                 self.end("forward");
                 if let Some(shards) = shards {
                     shards.before_backward(&self.torch);
@@ -256,6 +286,10 @@ impl<'a> Process<'a> {
                     shards.finish(&self.torch);
                 }
                 self.end("backward");
+                drop(loss);
+                if run.outputs == Outputs::UntilStep && micro_batch + 1 < lengths.len() {
+                    outputs = None;
+                }
             }
             let gradients: Vec<Tensor> = parameters.iter().filter_map(Tensor::grad).collect();
             if run.clip {
@@ -275,8 +309,13 @@ impl<'a> Process<'a> {
             if let Some(shards) = shards {
                 shards.zero_grad();
             }
+            if run.outputs == Outputs::UntilStep {
+                outputs = None;
+            }
         }
         drop(outputs);
+        self.evaluate(model, shards);
+        self.save(model, shards);
     }
 
     /// DistributedDataParallel's flat copies of the gradients, whole parameters up to 25 MiB each, from the last one on
@@ -303,9 +342,10 @@ impl<'a> Process<'a> {
         let cache = caches.then(|| Rc::new(Cache::default()));
         let mut out =
             self.torch.autocast(to, || model.forward(&self.torch, run, tokens, Some(labels), cache));
-        if let (Stack::Transformers, Some(_), Some(logits)) = (run.stack, to, &out.logits) {
+        if let (Stack::Transformers, Some(_)) = (run.stack, to) {
             // accelerate wraps the forward pass so that it returns f32 (`convert_outputs_to_fp32`).
-            out.logits = Some(self.torch.of_kind(Kind::Logits, || self.torch.to(logits, TorchType::F32)));
+            let upcast = |logits: &Tensor| self.torch.to(logits, TorchType::F32);
+            out.logits = self.torch.of_kind(Kind::Logits, || out.logits.iter().map(upcast).collect());
         }
         out
     }
@@ -329,6 +369,7 @@ impl<'a> Process<'a> {
                     .autocast(to, || model.forward(&self.torch, run, &tokens, None, Some(Rc::clone(&cache))))
             });
             drop(out);
+            cache.end_pass();
             self.end(if pass == 0 { "prefill" } else { "decode" });
             rows = 1;
         }

@@ -47,6 +47,9 @@ pub struct Lora {
     /// `lora_dropout`
     #[serde(default, deserialize_with = "null_is_default")]
     pub dropout: f64,
+    /// Type of the adapters, where a tool sets it: `f32`, `bf16`, `fp16`.
+    #[serde(default)]
+    pub dtype: Option<String>,
     /// `use_dora`
     #[serde(default, deserialize_with = "null_is_default")]
     pub use_dora: bool,
@@ -70,12 +73,19 @@ pub struct Request {
     pub batch_size: u64,
     /// Tokens of each; of a prompt in inference.
     pub sequence_length: u64,
+    /// Tokens of the samples that are trained on, where they are known: they are shuffled into micro-batches, and cut at
+    /// `sequence_length`.
+    #[serde(default, deserialize_with = "null_is_default")]
+    pub lengths: Vec<u64>,
     /// Tokens behind the prompt, each sequence.
     #[serde(default)]
     pub generated_tokens: Option<u64>,
     /// Whether sequences are padded to the longest of a batch, so that a mask exists.
     #[serde(default, deserialize_with = "null_is_default")]
     pub padded: bool,
+    /// Sequences of a batch in evaluation on each device; without it the run does not evaluate.
+    #[serde(default)]
+    pub eval_batch_size: Option<u64>,
     /// Micro-batches of a step.
     #[serde(default)]
     pub gradient_accumulation_steps: Option<u64>,
@@ -111,6 +121,9 @@ pub struct Request {
     /// `default`, `liger`, `cce`, `chunked`.
     #[serde(default)]
     pub loss: Option<String>,
+    /// How long a loop keeps what the model returned: `dropped`, `until_step`, `until_next_forward`.
+    #[serde(default)]
+    pub outputs: Option<String>,
     /// Liger's kernels in the layers.
     #[serde(default, deserialize_with = "null_is_default")]
     pub liger: bool,

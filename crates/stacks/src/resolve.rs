@@ -14,10 +14,11 @@ use plimsoll_plan::Target;
 use serde::Serialize;
 
 use crate::allocator::Settings;
+use crate::lengths::micro_batches;
 use crate::request::{Request, RequestError};
 use crate::run::{
-    Adapter, Attention, Autocast, Checkpointing, Loss, Optimizer, Phase, Quantization, Run, Sharding, Stack,
-    TorchType, Versions,
+    Adapter, Attention, Autocast, Checkpointing, Loss, Optimizer, Outputs, Phase, Quantization, Run,
+    Sharding, Stack, TorchType, Versions,
 };
 use words::{Named, word};
 
@@ -92,7 +93,7 @@ impl Resolver<'_> {
             Some(dtype) => word("dtype", dtype, &words::TYPES)?,
             None => precise,
         };
-        let quantization = self.quantization(precise, autocast)?;
+        let quantization = self.quantization(stack, precise, autocast)?;
         let sharding = sharding::sharding(request, stack)?;
         let adapter = match &request.lora {
             None => None,
@@ -103,8 +104,10 @@ impl Resolver<'_> {
                 let adapter = context.adapter(lora)?;
                 // FSDP flattens what it wraps, and a flat parameter has one type (`_flat_param.py`).
                 Some(match sharding {
-                    Sharding::Fsdp1 { .. } | Sharding::Fsdp2 { .. } => Adapter { dtype: weights, ..adapter },
-                    _ => adapter,
+                    Sharding::FsdpWhole | Sharding::Fsdp1 { .. } | Sharding::Fsdp2 { .. } => {
+                        Adapter { dtype: weights, ..adapter }
+                    }
+                    Sharding::None | Sharding::Zero { .. } => adapter,
                 })
             }
         };
@@ -123,7 +126,9 @@ impl Resolver<'_> {
             phase,
             batch,
             sequence,
-            padded: request.padded,
+            padded: request.padded || !request.lengths.is_empty() && batch > 1,
+            lengths: micro_batches(&request.lengths, batch, sequence),
+            eval_batch: self.eval_batch()?,
             accumulation: request.gradient_accumulation_steps.unwrap_or(1).max(1),
             weights,
             autocast,
@@ -135,7 +140,8 @@ impl Resolver<'_> {
             optimizer: self.optimizer(stack, &versions)?,
             optimizer_in_backward: request.optimizer_in_backward,
             clip: self.clip(stack),
-            loss: self.loss(stack, &versions)?,
+            loss: self.loss(stack, &versions, &model)?,
+            outputs: self.outputs(stack)?,
             liger_layers: request.liger,
             devices,
             sharding,
@@ -187,7 +193,10 @@ impl Resolver<'_> {
 
     /// Sequences and tokens; loading needs none.
     fn shape(&self, phase: Phase, model: &ModelSpec) -> Result<[u64; 2], RequestError> {
-        let Request { batch_size, sequence_length, .. } = *self.request;
+        let Request { batch_size, mut sequence_length, .. } = *self.request;
+        if let Some(longest) = self.request.lengths.iter().max() {
+            sequence_length = sequence_length.min(*longest).max(1);
+        }
         let least = u64::from(phase != Phase::Load);
         for (key, value) in [("batch_size", batch_size), ("sequence_length", sequence_length)] {
             if !(least..=MOST_TOKENS).contains(&value) {
@@ -206,6 +215,17 @@ impl Resolver<'_> {
             ));
         }
         Ok([batch_size.max(1), sequence_length.max(1)])
+    }
+
+    fn eval_batch(&self) -> Result<Option<u64>, RequestError> {
+        match self.request.eval_batch_size {
+            Some(batch) if !(1..=MOST_TOKENS).contains(&batch) => Err(RequestError::Value {
+                key: "eval_batch_size",
+                value: batch.to_string(),
+                expected: format!("1 to {MOST_TOKENS}"),
+            }),
+            batch => Ok(batch),
+        }
     }
 
     fn allocator(&self) -> Result<Settings, RequestError> {
@@ -229,10 +249,13 @@ impl Resolver<'_> {
     /// bitsandbytes computes in `bnb_4bit_compute_dtype`; people set it to the precision that they train in.
     fn quantization(
         &mut self,
+        stack: Stack,
         precise: TorchType,
         autocast: Option<Autocast>,
     ) -> Result<Option<Quantization>, RequestError> {
         let double = self.request.double_quantization;
+        // torchao's `NF4Tensor` has quantised scales always.
+        let always = stack == Stack::Torchtune;
         let Some(name) = &self.request.quantization else {
             if double {
                 return Err(contradiction("double_quantization is of quantization nf4 or fp4; name one"));
@@ -243,7 +266,7 @@ impl Resolver<'_> {
             Some(dtype) => word("compute_dtype", dtype, &words::TYPES)?,
             None => autocast.map_or(precise, |autocast| autocast.to),
         };
-        let four_bit = Quantization::FourBit { double, compute };
+        let four_bit = Quantization::FourBit { double: double || always, compute };
         let table = [("nf4", four_bit), ("fp4", four_bit), ("int8", Quantization::Int8)];
         word("quantization", name, &table).map(Some)
     }
@@ -357,13 +380,32 @@ impl Resolver<'_> {
         self.request.clip.unwrap_or(usual)
     }
 
+    /// A trainer's or a recipe's function returns the loss alone; a loop keeps `outputs` or `logits` until the next forward pass has
+    /// ended, litgpt's among them (`finetune/lora.py`).
+    fn outputs(&self, stack: Stack) -> Result<Outputs, RequestError> {
+        let usual = match stack {
+            Stack::Plain | Stack::Litgpt => Outputs::UntilNextForward,
+            Stack::Transformers | Stack::Torchtune | Stack::Unsloth => Outputs::Dropped,
+        };
+        match &self.request.outputs {
+            Some(name) => word("outputs", name, &words::OUTPUTS),
+            None => Ok(usual),
+        }
+    }
+
     /// Version boundaries: transformers' PR 35646 (labels are shifted instead of logits) and the move of the loss out of the models (4.45).
-    fn loss(&mut self, stack: Stack, versions: &Versions) -> Result<Loss, RequestError> {
-        // torchtune compiles its loss too (`training.compile_loss`): the fused kernel upcasts as it reads, and 16-bit logits are kept.
-        let upcast = !self.request.compile;
-        let chunks_of_torchtune = Loss::Chunked { chunks: Some(8), tokens: None, upcast };
-        let chunks_of_litgpt = Loss::Chunked { chunks: None, tokens: Some(128), upcast: false };
+    fn loss(&mut self, stack: Stack, versions: &Versions, model: &ModelSpec) -> Result<Loss, RequestError> {
+        // torchtune compiles its loss too (`training.compile_loss`).
+        let chunks_of_torchtune = Loss::Chunked { chunks: 8, compiled: self.request.compile };
+        let chunks_of_litgpt = match self.request.lora {
+            Some(_) => Loss::ChunkedKept { tokens: 128 },
+            None => Loss::WholeKept { rows: 128 },
+        };
         let whole = match versions.transformers {
+            // The model's own code, which came with its weights: it does not follow transformers.
+            _ if adapter::is_first_qwen(model) => Loss::Shifted,
+            // torchtune shifts the labels, too (`full_finetune_single_device.py`).
+            _ if stack == Stack::Torchtune => Loss::Upcast,
             version if version <= (4, 44) => Loss::UpcastShiftedEarly,
             version if version <= (4, 48) => Loss::UpcastShifted,
             _ => Loss::Upcast,

@@ -177,15 +177,39 @@ pub enum Loss {
     Liger,
     /// Cut cross-entropy.
     Cce,
-    /// Chunks whose graph stays (torchtune, litgpt): so many tokens each, and whether in f32.
+    /// The logits stay in the model's type, the shifted ones are copied, and the loss takes them as they are: models whose code
+    /// is older than the upcast (the first Qwen).
+    Shifted,
+    /// Chunks whose graph stays (torchtune).
     Chunked {
-        /// Chunks of a sequence, where their number is fixed.
-        chunks: Option<u64>,
-        /// Tokens of a chunk, where that is fixed.
-        tokens: Option<u64>,
-        /// Whether logits are upcast.
-        upcast: bool,
+        /// Chunks of a sequence.
+        chunks: u64,
+        /// Whether the loss of a chunk is compiled; else its logits are upcast first.
+        compiled: bool,
     },
+    /// litgpt: the head in chunks of so many tokens, all of them made f32 behind the model and kept by the caller
+    /// (`HalfPrecision.convert_output` of Fabric).
+    ChunkedKept {
+        /// Tokens of a chunk.
+        tokens: u64,
+    },
+    /// litgpt where all weights are trained: the head at once, made f32 and kept; the shifted logits are copied, and the loss takes so many
+    /// rows at a time (`finetune/full.py`).
+    WholeKept {
+        /// Rows of a chunk.
+        rows: u64,
+    },
+}
+
+/// How long what `model(...)` returned lives, and with it logits and the graph's nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Outputs {
+    /// Only the loss leaves the function that calls the model.
+    Dropped,
+    /// To the end of the step.
+    UntilStep,
+    /// Until the next forward pass has ended and its result takes the name.
+    UntilNextForward,
 }
 
 /// What goes to the host.
@@ -202,6 +226,8 @@ pub struct Offload {
 pub enum Sharding {
     /// Each has all: DDP where there are several.
     None,
+    /// FSDP's `NO_SHARD`: each has all, in flat parameters.
+    FsdpWhole,
     /// DeepSpeed ZeRO.
     Zero {
         /// 1, 2 or 3.
@@ -266,8 +292,12 @@ pub struct Run {
     pub batch: u64,
     /// Tokens of each, padding included.
     pub sequence: u64,
+    /// Tokens of each micro-batch in the order of the run, where they differ; none is longer than `sequence`.
+    pub lengths: Vec<u64>,
     /// Whether the batch has padding, so that a mask exists.
     pub padded: bool,
+    /// Sequences of a batch in evaluation, if the run evaluates.
+    pub eval_batch: Option<u64>,
     /// Micro-batches of a step.
     pub accumulation: u64,
     /// Type of the weights as loaded.
@@ -292,6 +322,8 @@ pub struct Run {
     pub clip: bool,
     /// The loss.
     pub loss: Loss,
+    /// How long logits live.
+    pub outputs: Outputs,
     /// Liger's norms, rotations and SwiGLU.
     pub liger_layers: bool,
     /// Ranks, each with a device.

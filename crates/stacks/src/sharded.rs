@@ -21,6 +21,9 @@ use unit::Unit;
 /// Elements of DeepSpeed's reduction bucket where its file says nothing (`reduce_bucket_size`).
 const REDUCE_BUCKET: u64 = 500_000_000;
 
+/// Elements that stage 3 updates at a time (`sub_group_size`).
+const SUB_GROUP: u64 = 1_000_000_000;
+
 /// Parameters that are used again within so many elements stay gathered (`stage3_max_reuse_distance`).
 const REUSE_DISTANCE: u64 = 1_000_000_000;
 
@@ -34,13 +37,15 @@ pub(crate) struct Shards {
     last: Cell<Option<usize>>,
     /// Whether gradients go to the host as they come.
     gradients_away: bool,
+    /// Elements of DeepSpeed's bucket.
+    bucket: u64,
 }
 
 /// The run as the model of a rank sees it: where a wrapper casts weights, no autocast does.
 pub(crate) fn inner(run: &Run) -> Run {
     let Some(Autocast { to, .. }) = run.autocast else { return run.clone() };
     match run.sharding {
-        Sharding::None => run.clone(),
+        Sharding::None | Sharding::FsdpWhole => run.clone(),
         _ => Run { weights: to, autocast: None, ..run.clone() },
     }
 }
@@ -48,7 +53,7 @@ pub(crate) fn inner(run: &Run) -> Run {
 impl Shards {
     /// The shares of a rank, and the model whose parameters are views of what is gathered; `None` where each rank has all.
     pub fn load(torch: &Torch, run: &Run) -> Option<(Decoder, Rc<Shards>)> {
-        if run.sharding == Sharding::None {
+        if matches!(run.sharding, Sharding::None | Sharding::FsdpWhole) {
             return None;
         }
         let whole = matches!(run.sharding, Sharding::Zero { stage: 1 | 2, .. });
@@ -70,9 +75,23 @@ impl Shards {
             kept: RefCell::default(),
             last: Cell::new(None),
             gradients_away: offload.optimizer,
+            // What transformers makes of "auto" at stage 3 (`trainer_config_finalize`).
+            bucket: match run.sharding {
+                Sharding::Zero { stage: 3, .. } => run.model.hidden_size.saturating_pow(2),
+                _ => REDUCE_BUCKET,
+            },
         });
         decoder.shards = Some(Rc::clone(&shards));
         Some((decoder, shards))
+    }
+
+    /// What FSDP's `NO_SHARD` does beside a model that every rank has whole: one unit's tensors exist twice for a while.
+    pub fn wrap_whole(torch: &Torch, run: &Run) {
+        let sizes = Sizes::of(run, run);
+        let last = run.model.num_layers as usize;
+        for unit in [0, last] {
+            drop(unit::flatten(torch, sizes.tensors(unit)));
+        }
     }
 
     /// What the optimizer updates: this rank's parts.
@@ -96,7 +115,7 @@ impl Shards {
         let mut kept = self.kept.borrow_mut();
         if kept.is_empty() {
             let trained: u64 = self.units.iter().map(Unit::trained_elements).sum();
-            let elements = REDUCE_BUCKET.min(trained);
+            let elements = self.bucket.min(trained);
             let bucket = torch.of_kind(Kind::Communication, || {
                 torch.empty(&[elements], self.units[0].gradient_type(), "ipg_buffer")
             });
@@ -183,7 +202,12 @@ impl Shards {
     /// What the step has besides for a while: DeepSpeed flattens a partition's gradients and makes them f32.
     pub fn step(&self, torch: &Torch, work: impl FnOnce()) {
         let Sharding::Zero { offload, .. } = self.sharding else { return work() };
-        let elements: u64 = self.units.iter().map(Unit::shard_elements).sum();
+        let all: u64 = self.units.iter().map(Unit::shard_elements).sum();
+        // Stage 3 goes from one sub-group to the next (`_prepare_fp32_grad_for_sub_group`, `release_sub_group`).
+        let elements = match self.sharding {
+            Sharding::Zero { stage: 3, .. } => all.min(SUB_GROUP),
+            _ => all,
+        };
         let f32_too = self.units[0].gradient_type() != TorchType::F32 && !offload.optimizer;
         let flat = torch.of_kind(Kind::Communication, || {
             let dtype = self.units[0].gradient_type();
@@ -194,6 +218,14 @@ impl Shards {
         drop(flat);
         work();
         drop(upcast);
+    }
+
+    /// A full state dict: one unit is whole at a time.
+    pub fn gather_each(&self, torch: &Torch) {
+        for unit in &self.units {
+            unit.gather(torch);
+            unit.release();
+        }
     }
 
     /// `zero_grad(set_to_none=True)`

@@ -34,6 +34,27 @@ fn phase(estimate: &Estimate, name: &str) -> u64 {
     phase.unwrap_or_else(|| panic!("no phase {name}")).allocated_bytes
 }
 
+fn host_of(estimate: &Estimate, name: &str) -> u64 {
+    estimate.phases.iter().find(|phase| phase.phase == name).map_or(0, |phase| phase.host_bytes)
+}
+
+#[test]
+fn every_phase_has_its_host_memory() {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    let weights = 2 * run.model.parameter_count();
+    let estimate = checked(&run);
+    assert_eq!((host_of(&estimate, "load"), host_of(&estimate, "forward")), (weights, 0));
+    assert_eq!(host_of(&estimate, "save"), weights);
+    assert!(estimate.phases.iter().all(|phase| phase.phase != "evaluate"));
+    run.eval_batch = Some(16 * run.batch);
+    run.model.vocab_size = 32_000;
+    let evaluates = checked(&run);
+    assert_eq!(evaluates.peak.phase, "evaluate");
+    assert!(phase(&evaluates, "evaluate") > phase(&evaluates, "backward"));
+    let adapters = checked(&self::run("llama-bf16-lora-sdpa-off"));
+    assert!(host_of(&adapters, "save") < weights);
+}
+
 #[test]
 fn every_optimizer_has_states_of_its_size() {
     let mut run = run("llama-f32-full-sdpa-nonreentrant");
@@ -79,7 +100,7 @@ fn fused_losses_keep_no_logits() {
         peak(&run)
     };
     let chunked = {
-        run.loss = Loss::Chunked { chunks: Some(8), tokens: None, upcast: true };
+        run.loss = Loss::Chunked { chunks: 8, compiled: false };
         peak(&run)
     };
     let liger = {
@@ -112,9 +133,9 @@ fn what_saves_activations_saves_them() {
     run.checkpointing = Checkpointing::Offloaded;
     let offloaded = checked(&run);
     assert!(offloaded.allocated_peak_bytes <= reentrant.allocated_peak_bytes);
-    let host = |estimate: &Estimate| estimate.phases.iter().map(|phase| phase.host_bytes).max().unwrap_or(0);
     let layer_inputs = u64::from(run.model.num_layers) * run.batch * run.sequence * run.model.hidden_size * 2;
-    assert_eq!((host(&reentrant), host(&offloaded)), (0, layer_inputs));
+    let in_backward = |estimate: &Estimate| host_of(estimate, "forward");
+    assert_eq!((in_backward(&reentrant), in_backward(&offloaded)), (0, layer_inputs));
 }
 
 #[test]
@@ -199,6 +220,57 @@ fn eight_bit_weights_take_a_byte_each() {
     run.quantization = Some(Quantization::Int8);
     let eight = phase(&checked(&run), "load");
     assert!(four < eight, "{four} {eight}");
+}
+
+#[test]
+fn tables_that_peft_trains_whole_exist_twice() {
+    let mut run = run("llama-bf16-lora-sdpa-reentrant");
+    let table = 2 * run.model.vocab_size * run.model.hidden_size;
+    let before = checked(&run);
+    let adapter = run.adapter.as_mut().expect("an adapter");
+    adapter.trained_whole = vec!["embed_tokens".to_owned(), "lm_head".to_owned()];
+    let after = checked(&run);
+    let more = |kind: Kind| {
+        let of = |estimate: &Estimate| estimate.peak.at_peak.get(&kind).copied().unwrap_or(0);
+        of(&after) - of(&before)
+    };
+    assert_eq!(more(Kind::Weights), 2 * table);
+    // Both tables are trained: none of the two is cut off from the graph. Adam has two states of their type.
+    assert_eq!(more(Kind::OptimizerStates), 4 * table);
+}
+
+#[test]
+fn adamw_over_lists_of_torch_2_0_has_a_second_list_for_a_while() {
+    let mut run = run("llama-f32-full-sdpa-reentrant");
+    let now = phase(&checked(&run), "optimizer");
+    run.versions.torch = (2, 0);
+    let then = phase(&checked(&run), "optimizer");
+    let parameters = 4 * run.model.parameter_count();
+    assert!(then >= now + parameters, "{then} {now} {parameters}");
+}
+
+#[test]
+fn bitsandbytes_before_0_44_keeps_the_inputs_of_its_products() {
+    let mut run = run("llama-bf16-qlora-sdpa-off");
+    let now = checked(&run);
+    run.versions.bitsandbytes = (0, 43);
+    let then = checked(&run);
+    assert!(then.allocated_peak_bytes > now.allocated_peak_bytes);
+}
+
+#[test]
+fn wrapping_by_fsdp_reserves_a_unit_twice() {
+    let mut run = run("llama-bf16-lora-sdpa-reentrant");
+    run.model.hidden_size = 2048;
+    run.model.mlp.intermediate_size = 8192;
+    run.devices = 2;
+    run.adapter.as_mut().expect("an adapter").dtype = TorchType::Bf16;
+    let offload = plimsoll_stacks::Offload::default();
+    run.sharding = plimsoll_stacks::Sharding::Fsdp1 { keep_gathered: false, offload };
+    let load = &checked(&run).phases[0];
+    let layer = 2 * 3 * run.model.hidden_size * run.model.mlp.intermediate_size;
+    let shares = run.model.parameter_count();
+    assert!(load.reserved_bytes > shares + 2 * layer, "{} {shares} {layer}", load.reserved_bytes);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 pub struct EstimateArgs {
     /// Files of that stack, each known by its keys: TrainingArguments, accelerate, DeepSpeed, axolotl, LLaMA-Factory, torchtune,
     /// adapter_config.json, BitsAndBytesConfig, a shell script, or a model's config.json
@@ -25,6 +25,13 @@ pub struct EstimateArgs {
     /// Tokens of each sequence; of the prompt in inference
     #[arg(long, value_name = "N")]
     pub sequence_length: Option<u64>,
+    /// The samples that are trained on (.jsonl, .json or .parquet): their lengths, the longest batch included. Without input_ids or a
+    /// length in them, the model must be a folder with its tokenizer
+    #[arg(long, value_name = "FILE")]
+    pub data: Option<PathBuf>,
+    /// Sequences of a batch in evaluation; without it the run does not evaluate
+    #[arg(long, value_name = "N")]
+    pub eval_batch_size: Option<u64>,
     /// f32, bf16 or fp16 for everything, bf16-amp or fp16-amp for autocast
     #[arg(long, value_name = "TYPE")]
     pub precision: Option<String>,

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use plimsoll_model::hf_config::parse_config;
 use plimsoll_stacks::{
-    Adapter, Attention, Autocast, Card, Checkpointing, Loss, Optimizer, Phase, Quantization, Run, Sharding,
-    Stack, TorchType, Versions,
+    Adapter, Attention, Autocast, Card, Checkpointing, Loss, Optimizer, Outputs, Phase, Quantization, Run,
+    Sharding, Stack, TorchType, Versions,
 };
 use serde_json::Value;
 
@@ -40,7 +40,9 @@ pub fn run_of(fixture: &Value, case: &str) -> Result<Run, String> {
         model,
         batch: number("batch")?,
         sequence: number("sequence")?,
+        lengths: Vec::new(),
         padded: false,
+        eval_batch: None,
         accumulation: 1,
         weights,
         autocast: autocast.then_some(Autocast { to: TorchType::Bf16, scaler: false }),
@@ -57,6 +59,7 @@ pub fn run_of(fixture: &Value, case: &str) -> Result<Run, String> {
         optimizer_in_backward: false,
         clip: false,
         loss: Loss::Upcast,
+        outputs: Outputs::UntilNextForward,
         liger_layers: false,
         devices: 1,
         sharding: Sharding::None,

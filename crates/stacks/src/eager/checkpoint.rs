@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::rc::{Rc, Weak};
 
-use super::graph::{Kept, Saved};
+use super::graph::{Attributes, Kept, Saved};
 use super::tensor::{History, Tensor};
 use super::{Surroundings, Torch};
 
@@ -128,7 +128,7 @@ impl Torch {
             })
         });
         if let History::Made(edge) = &out.history {
-            *edge.node.attributes.borrow_mut() = Some(attribute);
+            *edge.node.attributes.borrow_mut() = Attributes::Segment { _segment: attribute };
         }
         out
     }

@@ -31,6 +31,18 @@ pub(super) enum Work {
     Accumulate { leaf: Rc<Leaf>, _variable: Tensor },
 }
 
+/// Attributes of a function's context.
+#[derive(Default)]
+pub(super) enum Attributes {
+    /// None that keep memory.
+    #[default]
+    None,
+    /// What a checkpoint runs.
+    Segment { _segment: Segment },
+    /// A tensor that was not given to `save_for_backward`.
+    Tensor { _tensor: Tensor },
+}
+
 /// A function's node.
 pub(super) struct Node {
     pub name: &'static str,
@@ -42,7 +54,7 @@ pub(super) struct Node {
     pub outputs: RefCell<Vec<(Dims, TorchType)>>,
     pub work: Work,
     /// What a function written in Python keeps as long as its node lives, beside what it saved.
-    pub attributes: RefCell<Option<Segment>>,
+    pub attributes: RefCell<Attributes>,
     /// The module that it belongs to.
     pub scope: Rc<str>,
 }

@@ -4,7 +4,7 @@ use super::decoder::Context;
 use super::layers::{Linear, Maker, Norm, NormForm, by_heads};
 use super::positions::apply_rotary;
 use crate::eager::{Tensor, Torch, Unary};
-use crate::run::{Attention as Implementation, TorchType};
+use crate::run::{Attention as Implementation, Stack, TorchType};
 
 /// The projections to queries, keys and values.
 enum Projections {
@@ -28,6 +28,10 @@ pub(crate) struct Attention {
     gpt2: bool,
     phi3: bool,
     window: Option<u64>,
+    /// Whether key and value heads are repeated whatever PyTorch can do.
+    expands: bool,
+    /// Whether queries, keys and values come from one product, as litgpt has them.
+    at_once: bool,
 }
 
 impl Attention {
@@ -36,7 +40,8 @@ impl Attention {
         let (spec, hidden) = (&model.attention, model.hidden_size);
         let (q, kv) = (model.q_size(), model.kv_size());
         let gpt2 = model.architecture == "gpt2";
-        let phi3 = model.architecture == "phi3";
+        // litgpt has a gate and an up product of their own for every model, and its queries, keys and values are `at_once`.
+        let phi3 = model.architecture == "phi3" && maker.run.stack != Stack::Litgpt;
         let projections = if gpt2 {
             Projections::Joint(Box::new(maker.conv1d("c_attn", [hidden, 3 * hidden])))
         } else if phi3 {
@@ -68,6 +73,8 @@ impl Attention {
             gpt2,
             phi3,
             window: spec.window(layer),
+            at_once: maker.run.stack == Stack::Litgpt && spec.qk_norm.is_none(),
+            expands: matches!(maker.run.stack, Stack::Torchtune | Stack::Litgpt),
         }
     }
 
@@ -117,6 +124,7 @@ impl Attention {
                     |x: Tensor, norm: Option<&Norm>| norm.map_or(x.clone(), |norm| norm.forward(torch, &x));
                 [normed(q, q_norm), normed(k, k_norm), v]
             }
+            Projections::Separate(three) if self.at_once => self.at_once(torch, three, x),
             Projections::Separate(three) => [(&three[0], q_norm), (&three[1], k_norm), (&three[2], None)]
                 .map(|(linear, norm)| self.heads(torch, &linear.forward(torch, x), norm)),
             Projections::Joint(joint) => {
@@ -130,6 +138,25 @@ impl Attention {
                 [0, 1, 2].map(|part| self.heads(torch, &parts[part], None))
             }
         }
+    }
+
+    /// litgpt's product for all three: one dropout is for its adapters, and values that need no copy for groups of heads keep all of it.
+    fn at_once(&self, torch: &Torch, three: &[Linear; 3], x: &Tensor) -> [Tensor; 3] {
+        let dropped = three.iter().any(Linear::drops).then(|| torch.dropout(x));
+        let made = three.each_ref().map(|linear| match &dropped {
+            Some(dropped) => linear.forward_dropped(torch, x, dropped),
+            None => linear.forward(torch, x),
+        });
+        drop(dropped);
+        let parts = if self.heads == self.kv_heads {
+            let joined = torch.cat(&made.each_ref(), 2);
+            let sizes = made.each_ref().map(|part| part.size(2));
+            drop(made);
+            torch.split(&joined, &sizes)
+        } else {
+            made.into()
+        };
+        [0, 1, 2].map(|part| self.heads(torch, &parts[part], None))
     }
 
     /// `[B, S, H]` to `[B, S, H]`, and the weights that the eager form returns.
@@ -206,11 +233,14 @@ impl Attention {
     }
 
     /// `integrations/sdpa_attention.py`: key and value heads are repeated where there is a mask, PyTorch is older than 2.5, or
-    /// transformers is older than its pull request 39412 (2025-07).
+    /// transformers is older than its pull request 39412 (2025-07). torchtune and litgpt expand them always.
     fn sdpa(&self, torch: &Torch, q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Tensor {
         let groups = self.heads / self.kv_heads;
         let repeats = groups > 1
-            && (mask.is_some() || torch.versions().torch < (2, 5) || torch.versions().transformers < (4, 54));
+            && (self.expands
+                || mask.is_some()
+                || torch.versions().torch < (2, 5)
+                || torch.versions().transformers < (4, 54));
         let repeat = |x: &Tensor| if repeats { torch.repeat_heads(x, groups) } else { x.clone() };
         let (k, v) = (repeat(k), repeat(v));
         let out = torch.scaled_dot_product_attention(q, &k, &v, mask);

@@ -12,14 +12,19 @@ use super::mlp::Mlp;
 use super::positions::{Rotary, causal_mask};
 use crate::eager::{Segment, Tensor, Torch};
 use crate::estimate::Kind;
-use crate::run::{Attention as Implementation, Checkpointing, Run, TorchType};
+use crate::run::{Attention as Implementation, Checkpointing, Run, Stack, TorchType};
 use crate::sharded::Shards;
 
 /// Keys and values of earlier tokens, for each layer.
 #[derive(Default)]
 pub(crate) struct Cache {
     layers: RefCell<Vec<Option<(Tensor, Tensor)>>>,
+    /// What a pass has replaced, where caches are tuples: the caller keeps the old one until the pass has ended.
+    replaced: RefCell<Vec<(Tensor, Tensor)>>,
 }
+
+/// From this version on a cache is an object, and a layer's update replaces what it had.
+const CACHE_OBJECTS: (u32, u32) = (4, 36);
 
 impl Cache {
     /// Tokens in it.
@@ -55,8 +60,16 @@ impl Cache {
         let before = layers[layer].as_ref();
         let keys = joined(before.map(|(k, _)| k), &k);
         let values = joined(before.map(|(_, v)| v), &v);
-        layers[layer] = Some((keys.detach(), values.detach()));
+        let before = layers[layer].replace((keys.detach(), values.detach()));
+        if torch.versions().transformers < CACHE_OBJECTS {
+            self.replaced.borrow_mut().extend(before);
+        }
         (keys, values)
+    }
+
+    /// The end of a pass.
+    pub fn end_pass(&self) {
+        self.replaced.borrow_mut().clear();
     }
 }
 
@@ -169,7 +182,8 @@ impl Block {
 /// What `model(...)` returns.
 pub(crate) struct Output {
     pub loss: Option<Tensor>,
-    pub logits: Option<Tensor>,
+    /// The logits that are kept.
+    pub logits: Vec<Tensor>,
     /// Keys and values, which live as long as the output does.
     _cache: Option<Rc<Cache>>,
 }
@@ -184,6 +198,8 @@ pub(crate) struct Decoder {
     head: Linear,
     rotary: Option<Rotary>,
     local_rotary: Option<Rotary>,
+    /// What PEFT's `ModulesToSaveWrapper` keeps of a table beside its trained copy.
+    _originals: Vec<Tensor>,
     /// Whether the embedding's output is made to need a gradient (`enable_input_require_grads`).
     input_needs_grad: bool,
     /// Where ranks share the weights: what gathers and reduces them.
@@ -209,7 +225,8 @@ impl Decoder {
         let mut blocks: Vec<Block> =
             (0..model.num_layers).map(|layer| Block::new(&maker, form, layer)).collect();
         let norm = maker.norm("norm", form, hidden);
-        let tied = model.tie_word_embeddings.then(|| embedding.clone());
+        let ties = model.tie_word_embeddings && run.stack != Stack::Litgpt;
+        let tied = ties.then(|| embedding.clone());
         let mut head = maker.head("lm_head", [hidden, model.vocab_size], tied);
         if let Some(adapter) = &run.adapter {
             if run.quantization.is_some() {
@@ -225,6 +242,12 @@ impl Decoder {
                 linear.adapt(torch, adapter);
             }
         }
+        let whole = |table: &&str| {
+            run.adapter.iter().flat_map(|adapter| &adapter.trained_whole).any(|trained| trained == *table)
+        };
+        let wraps = matches!(run.stack, Stack::Plain | Stack::Transformers | Stack::Unsloth);
+        let originals = ["embed_tokens", "lm_head"].iter().filter(|table| wraps && whole(table));
+        let originals = originals.map(|_| maker.frozen(&[model.vocab_size, hidden])).collect();
         // One table for each kind of layer that there is.
         let layers = model.attention.sliding_window.as_ref().map(|window| &window.layers);
         let two = model.attention.local_rope.is_some();
@@ -241,6 +264,7 @@ impl Decoder {
             blocks: blocks.into_iter().map(Rc::new).collect(),
             norm,
             head,
+            _originals: originals,
             input_needs_grad: run.adapter.is_some() && run.checkpointing != Checkpointing::Off,
             shards: None,
         }
@@ -284,7 +308,7 @@ impl Decoder {
             let scale = torch.to(scale, embeddings.dtype());
             embeddings = torch.mul(&embeddings, &scale);
         }
-        if self.input_needs_grad && labels.is_some() {
+        if self.input_needs_grad && labels.is_some() && !embeddings.requires_grad() {
             embeddings = embeddings.as_leaf();
         }
         let before = cache.as_ref().map_or(0, |cache| cache.len());

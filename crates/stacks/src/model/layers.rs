@@ -64,7 +64,7 @@ impl Maker<'_> {
     pub fn dtype(&self) -> TorchType {
         let run = self.run;
         let prepares = matches!(run.stack, Stack::Plain | Stack::Transformers)
-            && !matches!(run.sharding, Sharding::Fsdp1 { .. } | Sharding::Fsdp2 { .. });
+            && matches!(run.sharding, Sharding::None | Sharding::Zero { .. });
         if run.quantization.is_some() && run.adapter.is_some() && prepares {
             TorchType::F32
         } else {
@@ -72,9 +72,14 @@ impl Maker<'_> {
         }
     }
 
+    /// A parameter of the model itself that is not trained.
+    pub fn frozen(&self, shape: &[u64]) -> Tensor {
+        self.torch.of_kind(Kind::Weights, || self.torch.empty(shape, self.dtype(), "empty"))
+    }
+
     /// A parameter of the model itself.
     pub fn parameter(&self, name: &str, shape: &[u64]) -> Tensor {
-        let tensor = self.torch.of_kind(Kind::Weights, || self.torch.empty(shape, self.dtype(), "empty"));
+        let tensor = self.frozen(shape);
         let whole = |adapter: &Adapter| adapter.trained_whole.iter().any(|trained| trained == name);
         let trained = self.run.adapter.as_ref().is_none_or(whole);
         if trained && self.run.phase == crate::run::Phase::Train { tensor.as_leaf() } else { tensor }
@@ -102,8 +107,12 @@ impl Maker<'_> {
         Linear { name: name.into(), shape: [outer, inner], weight, bias, lora: None }
     }
 
-    /// A linear that is never quantised: the head.
+    /// The head, which bitsandbytes' integration leaves as it is. Fabric's plugin replaces every linear, and litgpt has a head of its
+    /// own for every model.
     pub fn head(&self, name: &str, [inner, outer]: [u64; 2], tied: Option<Tensor>) -> Linear {
+        if self.run.stack == Stack::Litgpt {
+            return self.linear(name, [inner, outer], false);
+        }
         let weight = tied.unwrap_or_else(|| self.parameter(name, &[outer, inner]));
         Linear {
             name: name.into(),
@@ -124,7 +133,8 @@ impl Maker<'_> {
     }
 
     fn four_bit(&self, elements: u64, double: bool, compute: TorchType) -> FourBit {
-        let dtype = self.run.weights;
+        // Fabric's plugin quantises from f16, whatever the precision (`_Linear4bit.quantize`).
+        let dtype = if self.run.stack == Stack::Litgpt { TorchType::F16 } else { self.run.weights };
         self.torch.of_kind(Kind::Weights, || {
             let empty = |size: u64, dtype| self.torch.empty(&[size], dtype, "quantize_4bit");
             let blocks = elements.div_ceil(BLOCK);
@@ -166,6 +176,11 @@ impl Linear {
         all.filter(|tensor| tensor.requires_grad()).cloned().collect()
     }
 
+    /// Whether its adapter drops elements of its input.
+    pub fn drops(&self) -> bool {
+        self.lora.as_ref().is_some_and(|lora| lora.dropout)
+    }
+
     /// The layer's output, `[.., out]`.
     pub fn forward(&self, torch: &Torch, x: &Tensor) -> Tensor {
         torch.module(&self.name, || match (&self.lora, &self.weight) {
@@ -177,6 +192,18 @@ impl Linear {
                 let x = torch.to(x, lora.a.dtype());
                 result = torch.add(&result, &lora.forward(torch, &x));
                 torch.to(&result, dtype)
+            }
+        })
+    }
+
+    /// The same where the adapter's input has lost its elements already: litgpt has one adapter for queries, keys and values
+    /// (`LoRAQKVLinear`), and its types are those of the model.
+    pub fn forward_dropped(&self, torch: &Torch, x: &Tensor, dropped: &Tensor) -> Tensor {
+        torch.module(&self.name, || {
+            let result = self.base(torch, x);
+            match &self.lora {
+                Some(lora) => torch.add(&result, &lora.product(torch, dropped.clone())),
+                None => result,
             }
         })
     }
@@ -223,7 +250,10 @@ impl Linear {
 
 impl Lora {
     fn forward(&self, torch: &Torch, x: &Tensor) -> Tensor {
-        let x = if self.dropout { torch.dropout(x) } else { x.clone() };
+        self.product(torch, if self.dropout { torch.dropout(x) } else { x.clone() })
+    }
+
+    fn product(&self, torch: &Torch, x: Tensor) -> Tensor {
         let inner = torch.linear(&x, &self.a, None);
         drop(x);
         let outer = torch.linear(&inner, &self.b, None);

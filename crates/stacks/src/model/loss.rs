@@ -5,7 +5,7 @@ use crate::eager::{Tensor, Torch};
 use crate::estimate::Kind;
 use crate::run::{Loss, TorchType};
 
-/// `[B, S, H]` hidden states and `[B, S]` labels to logits, if they are kept, and a loss.
+/// `[B, S, H]` hidden states and `[B, S]` labels to the logits that are kept, and a loss.
 pub(crate) fn logits_and_loss(
     torch: &Torch,
     form: Loss,
@@ -13,18 +13,18 @@ pub(crate) fn logits_and_loss(
     head: &Linear,
     hidden: &Tensor,
     labels: Option<&Tensor>,
-) -> (Option<Tensor>, Option<Tensor>) {
+) -> (Vec<Tensor>, Option<Tensor>) {
     torch.of_kind(Kind::Logits, || match (form, labels) {
         (Loss::Liger | Loss::Cce, Some(labels)) => {
             let [_padded, shifted] = shift_labels(torch, labels);
-            (
-                None,
-                Some(torch.module("loss", || head.fused_loss(torch, form == Loss::Liger, hidden, &shifted))),
-            )
+            let loss = torch.module("loss", || head.fused_loss(torch, form == Loss::Liger, hidden, &shifted));
+            (Vec::new(), Some(loss))
         }
-        (Loss::Chunked { chunks, tokens, upcast }, Some(labels)) => {
-            (None, Some(chunked(torch, head, hidden, labels, chunks, tokens, upcast)))
+        (Loss::Chunked { chunks, compiled }, Some(labels)) => {
+            (Vec::new(), Some(chunked(torch, head, hidden, labels, chunks, compiled)))
         }
+        (Loss::ChunkedKept { tokens }, Some(labels)) => chunked_kept(torch, head, hidden, labels, tokens),
+        (Loss::WholeKept { rows }, Some(labels)) => whole_kept(torch, head, hidden, labels, rows),
         (_, labels) => {
             // `generate` asks for the last position's logits from transformers 4.45 on (`logits_to_keep`); before, all were made.
             let last = labels.is_none() && matches!(form, Loss::UpcastShifted | Loss::Upcast);
@@ -38,8 +38,8 @@ pub(crate) fn logits_and_loss(
             if form == Loss::UpcastShiftedEarly {
                 logits = torch.to(&logits, TorchType::F32);
             }
-            let loss = labels.map(|labels| torch.module("loss", || upcast(torch, form, &logits, labels)));
-            (Some(logits), loss)
+            let loss = labels.map(|labels| torch.module("loss", || whole(torch, form, &logits, labels)));
+            (vec![logits], loss)
         }
     })
 }
@@ -51,8 +51,9 @@ fn shift_labels(torch: &Torch, labels: &Tensor) -> [Tensor; 2] {
     [padded, torch.empty(&[batch, rows], labels.dtype(), "clone")]
 }
 
-fn upcast(torch: &Torch, form: Loss, logits: &Tensor, labels: &Tensor) -> Tensor {
-    let logits = torch.to(logits, TorchType::F32);
+/// The loss of all logits at once.
+fn whole(torch: &Torch, form: Loss, logits: &Tensor, labels: &Tensor) -> Tensor {
+    let logits = if form == Loss::Shifted { logits.clone() } else { torch.to(logits, TorchType::F32) };
     let [batch, rows, vocabulary] = [logits.size(0), logits.size(1), logits.size(2)];
     if form == Loss::Upcast {
         let [_padded, shifted] = shift_labels(torch, labels);
@@ -72,29 +73,77 @@ fn chunked(
     head: &Linear,
     hidden: &Tensor,
     labels: &Tensor,
-    chunks: Option<u64>,
-    tokens: Option<u64>,
-    upcast: bool,
+    chunks: u64,
+    compiled: bool,
 ) -> Tensor {
-    let [batch, rows] = [hidden.size(0), hidden.size(1)];
-    let size =
-        tokens.or_else(|| chunks.map(|chunks| rows.div_ceil(chunks.max(1)))).unwrap_or(rows).clamp(1, rows);
+    let rows = hidden.size(1);
     let mut total: Option<Tensor> = None;
-    let mut left = rows;
-    while left > 0 {
-        let count = size.min(left);
-        left -= count;
+    for count in parts(rows, rows.div_ceil(chunks.max(1))) {
         let part = torch.slice(hidden, 1, count);
         let mut logits = head.forward(torch, &part);
-        if upcast {
+        if !compiled {
             logits = torch.to(&logits, TorchType::F32);
         }
-        let flat = torch.reshape(&logits, &[batch * count, logits.size(2)]);
-        drop(logits);
-        let targets = torch.slice(labels, 1, count);
-        let targets = torch.reshape(&targets, &[batch * count]);
-        let loss = torch.cross_entropy(&flat, &targets);
+        let loss = loss_of_chunk(torch, logits, labels, count, compiled);
         total = Some(total.map_or(loss.clone(), |total| torch.add(&total, &loss)));
     }
     total.unwrap_or_else(|| torch.empty(&[], TorchType::F32, "zeros"))
+}
+
+/// The logits of every chunk first, which the caller keeps, then the losses.
+fn chunked_kept(
+    torch: &Torch,
+    head: &Linear,
+    hidden: &Tensor,
+    labels: &Tensor,
+    tokens: u64,
+) -> (Vec<Tensor>, Option<Tensor>) {
+    let rows = hidden.size(1);
+    let made: Vec<Tensor> =
+        parts(rows, tokens).map(|count| head.forward(torch, &torch.slice(hidden, 1, count))).collect();
+    let logits: Vec<Tensor> = made.iter().map(|chunk| torch.to(chunk, TorchType::F32)).collect();
+    drop(made);
+    let losses = |chunk: &Tensor| loss_of_chunk(torch, chunk.clone(), labels, chunk.size(1), false);
+    let losses: Vec<Tensor> = torch.module("loss", || logits.iter().map(losses).collect());
+    let total = losses.into_iter().reduce(|total, loss| torch.add(&total, &loss));
+    (logits, total)
+}
+
+/// All logits, which the caller keeps, then the losses of so many rows each.
+fn whole_kept(
+    torch: &Torch,
+    head: &Linear,
+    hidden: &Tensor,
+    labels: &Tensor,
+    rows: u64,
+) -> (Vec<Tensor>, Option<Tensor>) {
+    let logits = {
+        let made = head.forward(torch, hidden);
+        torch.to(&made, TorchType::F32)
+    };
+    let [batch, tokens, vocabulary] = [logits.size(0), logits.size(1), logits.size(2)];
+    let shifted = torch.contiguous(&torch.slice(&logits, 1, tokens - 1));
+    let all = batch * (tokens - 1);
+    let flat = torch.reshape(&shifted, &[all, vocabulary]);
+    let targets = torch.reshape(&torch.slice(labels, 1, tokens - 1), &[all]);
+    let loss = |count| torch.cross_entropy(&torch.slice(&flat, 0, count), &torch.slice(&targets, 0, count));
+    let losses: Vec<Tensor> = torch.module("loss", || parts(all, rows).map(loss).collect());
+    (vec![logits], losses.into_iter().reduce(|total, loss| torch.add(&total, &loss)))
+}
+
+fn loss_of_chunk(torch: &Torch, logits: Tensor, labels: &Tensor, count: u64, compiled: bool) -> Tensor {
+    let batch = logits.size(0);
+    let flat = torch.reshape(&logits, &[batch * count, logits.size(2)]);
+    drop(logits);
+    let targets = torch.reshape(&torch.slice(labels, 1, count), &[batch * count]);
+    match compiled {
+        true => torch.compiled_cross_entropy(&flat, &targets),
+        false => torch.cross_entropy(&flat, &targets),
+    }
+}
+
+/// Sizes of the parts that `rows` are cut into.
+fn parts(rows: u64, size: u64) -> impl Iterator<Item = u64> {
+    let size = size.clamp(1, rows.max(1));
+    (0..rows.div_ceil(size)).map(move |part| size.min(rows - part * size))
 }

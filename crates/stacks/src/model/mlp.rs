@@ -4,6 +4,7 @@ use plimsoll_model::Activation;
 
 use super::layers::{Linear, Maker};
 use crate::eager::{Tensor, Torch, Unary};
+use crate::run::Stack;
 
 /// Its linears.
 enum Linears {
@@ -31,7 +32,7 @@ impl Mlp {
         let conv1d = |name, shape| Box::new(maker.conv1d(name, shape));
         let linears = if gpt2 {
             Linears::Plain { up: conv1d("c_fc", [hidden, inner]), down: conv1d("c_proj", [inner, hidden]) }
-        } else if model.architecture == "phi3" {
+        } else if model.architecture == "phi3" && maker.run.stack != Stack::Litgpt {
             let gate_up = linear("gate_up_proj", [hidden, 2 * inner]);
             Linears::Joint { gate_up, down: linear("down_proj", [inner, hidden]) }
         } else if model.mlp.gated {

@@ -3,11 +3,15 @@
 use plimsoll_model::ModelSpec;
 
 use super::versions::Version;
+use super::words::{TYPES, word};
 use crate::request::{Lora, RequestError};
 use crate::run::{Adapter, Stack, TorchType};
 
 /// From this version on PEFT makes adapters of 16-bit models f32 (`autocast_adapter_dtype`, release notes of 0.12.0).
 const PEFT_CASTS: Version = (0, 12);
+
+/// Up to this version they were f32, as `nn.Linear` makes them; from it on of the base's type (`update_layer`, 0.6.0).
+const PEFT_FOLLOWS: Version = (0, 6);
 
 /// No matrix has more rows.
 const MOST_RANK: u64 = 1 << 20;
@@ -40,7 +44,10 @@ impl Context<'_> {
             rank: lora.rank,
             targets,
             dropout: lora.dropout > 0.0,
-            dtype: self.dtype(),
+            dtype: match &lora.dtype {
+                Some(dtype) => word("lora.dtype", dtype, &TYPES)?,
+                None => self.dtype(),
+            },
             dora: lora.use_dora,
             trained_whole: lora.modules_to_save.clone(),
         })
@@ -55,7 +62,7 @@ impl Context<'_> {
             // Unsloth's notebooks name all layers, torchtune's recipes all but k; PEFT has a table of families, litgpt adapts q and v.
             Stack::Unsloth => vec!["all-linear".to_owned()],
             Stack::Torchtune => ["q_proj", "v_proj", "output_proj", "mlp"].map(str::to_owned).to_vec(),
-            _ => default_targets(&self.model.architecture).iter().map(|name| (*name).to_owned()).collect(),
+            _ => default_targets(self.architecture()).iter().map(|name| (*name).to_owned()).collect(),
         }
     }
 
@@ -64,14 +71,25 @@ impl Context<'_> {
         match self.stack {
             Stack::Torchtune | Stack::Litgpt => self.weights,
             Stack::Unsloth => TorchType::F32,
-            Stack::Plain | Stack::Transformers if self.peft >= PEFT_CASTS || self.quantised => TorchType::F32,
-            Stack::Plain | Stack::Transformers => self.weights,
+            Stack::Plain | Stack::Transformers if self.quantised => TorchType::F32,
+            Stack::Plain | Stack::Transformers if (PEFT_FOLLOWS..PEFT_CASTS).contains(&self.peft) => {
+                self.weights
+            }
+            Stack::Plain | Stack::Transformers => TorchType::F32,
+        }
+    }
+
+    /// The family's linear layers; litgpt has the same ones for all models.
+    fn architecture(&self) -> &str {
+        match (self.stack, self.model.architecture.as_str()) {
+            (Stack::Litgpt, "phi3") => "llama",
+            (_, architecture) => architecture,
         }
     }
 
     /// The linear layers of the family that a name means.
     fn named(&self, name: &str) -> Result<Vec<&'static str>, RequestError> {
-        let linears = linears(&self.model.architecture);
+        let linears = linears(self.architecture());
         let last = name.rsplit('.').next().unwrap_or(name);
         if ["all-linear", "all"].contains(&last) {
             return Ok(linears.to_vec());
@@ -86,13 +104,14 @@ impl Context<'_> {
             // The first Qwen's names, whose gate is w2.
             "c_attn" if !linears.contains(&"c_attn") => &["q_proj", "k_proj", "v_proj"],
             "c_proj" if !linears.contains(&"c_proj") => &["o_proj", "down_proj"],
-            "w1" if self.is_first_qwen() => &["up_proj"],
-            "w2" if self.is_first_qwen() => &["gate_proj"],
+            "w1" if is_first_qwen(self.model) => &["up_proj"],
+            "w2" if is_first_qwen(self.model) => &["gate_proj"],
             // Meta's and torchtune's.
             "w1" => &["gate_proj"],
             "w2" => &["down_proj"],
             "w3" => &["up_proj"],
             "gate" | "gate_proj" | "up" | "up_proj" if fused => &["gate_up_proj"],
+            "lora_head" | "head" | "lm_head" | "output" => return Ok(vec!["lm_head"]),
             "gate" => &["gate_proj"],
             "up" => &["up_proj"],
             "down" => &["down_proj"],
@@ -111,10 +130,11 @@ impl Context<'_> {
             expected: format!("{} or all-linear", linears.join(", ")),
         })
     }
+}
 
-    fn is_first_qwen(&self) -> bool {
-        self.model.name.starts_with("qwen-")
-    }
+/// The first Qwen, whose code comes with its weights.
+pub fn is_first_qwen(model: &ModelSpec) -> bool {
+    model.name.starts_with("qwen-")
 }
 
 /// The linear layers of a block.
@@ -173,6 +193,7 @@ mod tests {
         for (stack, peft, quantised, dtype) in [
             (Stack::Transformers, (0, 20), false, TorchType::F32),
             (Stack::Transformers, (0, 10), false, TorchType::Bf16),
+            (Stack::Transformers, (0, 5), false, TorchType::F32),
             (Stack::Transformers, (0, 10), true, TorchType::F32),
             (Stack::Torchtune, (0, 20), false, TorchType::Bf16),
             (Stack::Litgpt, (0, 20), true, TorchType::Bf16),

@@ -70,7 +70,7 @@ pub fn sharding(request: &Request, stack: Stack) -> Result<Sharding, RequestErro
                 }
             };
             match (strategy, second) {
-                (Strategy::None, _) => Sharding::None,
+                (Strategy::None, _) => Sharding::FsdpWhole,
                 (strategy, true) => {
                     Sharding::Fsdp2 { keep_gathered: matches!(strategy, Strategy::KeepGathered), offload }
                 }
@@ -80,7 +80,7 @@ pub fn sharding(request: &Request, stack: Stack) -> Result<Sharding, RequestErro
             }
         }
     };
-    if offload != Offload::default() && sharding == Sharding::None {
+    if offload != Offload::default() && matches!(sharding, Sharding::None | Sharding::FsdpWhole) {
         return Err(contradiction("offload is of zero_stage 1 to 3 or of fsdp; say which shards the model"));
     }
     if let Sharding::Zero { stage: 1 | 2, offload: Offload { parameters: true, .. } } = sharding {

@@ -40,16 +40,52 @@ fn losses_follow_the_version_of_transformers_and_the_stack() {
         (r#"{"versions": {"transformers": "4.49"}}"#, Loss::Upcast),
         ("{}", Loss::Upcast),
         (r#"{"loss": "liger"}"#, Loss::Liger),
-        (r#"{"stack": "torchtune"}"#, Loss::Chunked { chunks: Some(8), tokens: None, upcast: true }),
+        (r#"{"stack": "torchtune"}"#, Loss::Chunked { chunks: 8, compiled: false }),
         (r#"{"stack": "torchtune", "loss": "full"}"#, Loss::Upcast),
         (
             r#"{"stack": "torchtune", "compile": true, "gradient_checkpointing": true}"#,
-            Loss::Chunked { chunks: Some(8), tokens: None, upcast: false },
+            Loss::Chunked { chunks: 8, compiled: true },
         ),
-        (r#"{"stack": "litgpt"}"#, Loss::Chunked { chunks: None, tokens: Some(128), upcast: false }),
+        (r#"{"stack": "litgpt"}"#, Loss::WholeKept { rows: 128 }),
+        (r#"{"stack": "litgpt", "lora": {"rank": 8}}"#, Loss::ChunkedKept { tokens: 128 }),
+        (r#"{"model": "qwen-7b"}"#, Loss::Shifted),
+        (r#"{"stack": "torchtune", "loss": "full", "versions": {"date": "2024-03"}}"#, Loss::Upcast),
     ] {
         assert_eq!(run(changes).loss, loss, "{changes}");
     }
+}
+
+#[test]
+fn outputs_live_as_long_as_the_loop_keeps_them() {
+    for (changes, outputs) in [
+        ("{}", Outputs::Dropped),
+        (r#"{"stack": "torchtune"}"#, Outputs::Dropped),
+        (r#"{"stack": "peft"}"#, Outputs::UntilNextForward),
+        (r#"{"stack": "litgpt"}"#, Outputs::UntilNextForward),
+        (r#"{"stack": "peft", "outputs": "until_step"}"#, Outputs::UntilStep),
+    ] {
+        assert_eq!(run(changes).outputs, outputs, "{changes}");
+    }
+}
+
+#[test]
+fn lengths_make_micro_batches_and_evaluation_has_its_own() {
+    let found = run(r#"{"lengths": [10, 900, 30, 5000], "eval_batch_size": 16}"#);
+    assert_eq!((found.sequence, found.eval_batch, found.padded), (1024, Some(16), true));
+    assert_eq!(found.lengths.last(), Some(&1024));
+    assert_eq!(run(r#"{"lengths": [10, 300]}"#).sequence, 300);
+    assert!(with(r#"{"eval_batch_size": 0}"#).resolve().is_err());
+}
+
+#[test]
+fn fsdp_without_shards_is_no_ddp() {
+    let whole = run(r#"{"stack": "peft", "devices": 2, "fsdp": "no_shard", "lora": {"rank": 8}}"#);
+    assert_eq!(whole.sharding, Sharding::FsdpWhole);
+    // A flat parameter has one type.
+    assert_eq!(whole.adapter.map(|adapter| adapter.dtype), Some(TorchType::Bf16));
+    let ddp = run(r#"{"stack": "peft", "devices": 2, "lora": {"rank": 8}}"#);
+    assert_eq!(ddp.sharding, Sharding::None);
+    assert_eq!(ddp.adapter.map(|adapter| adapter.dtype), Some(TorchType::F32));
 }
 
 #[test]

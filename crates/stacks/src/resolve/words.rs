@@ -1,7 +1,7 @@
 //! The words of requests, as tables: what is written, and what it is.
 
 use crate::request::RequestError;
-use crate::run::{Attention, Autocast, Optimizer, Phase, TorchType};
+use crate::run::{Attention, Autocast, Optimizer, Outputs, Phase, TorchType};
 
 /// What a word stands for; an error says all words of the table.
 pub fn word<T: Copy>(key: &'static str, value: &str, table: &[(&str, T)]) -> Result<T, RequestError> {
@@ -54,6 +54,12 @@ pub const ATTENTIONS: [(&str, Attention); 4] = [
     ("sdpa", Attention::Sdpa),
     ("flash_attention_2", Attention::Flash2),
     ("flash_attention_3", Attention::Flash2),
+];
+
+pub const OUTPUTS: [(&str, Outputs); 3] = [
+    ("dropped", Outputs::Dropped),
+    ("until_step", Outputs::UntilStep),
+    ("until_next_forward", Outputs::UntilNextForward),
 ];
 
 pub const PHASES: [(&str, Phase); 3] =

@@ -18,6 +18,8 @@ pub(super) struct Sizes {
     pub shard: TorchType,
     /// Frozen bytes of a unit that are shared, those that every rank has, and elements, for each unit; the root is the last.
     frozen: Vec<[u64; 3]>,
+    /// Bytes of every tensor of a unit that is not an adapter's, as it comes to the device.
+    tensors: Vec<Vec<u64>>,
 }
 
 impl Sizes {
@@ -27,17 +29,19 @@ impl Sizes {
             Sharding::Zero { offload, .. }
             | Sharding::Fsdp1 { offload, .. }
             | Sharding::Fsdp2 { offload, .. } => offload,
-            Sharding::None => Offload::default(),
+            Sharding::None | Sharding::FsdpWhole => Offload::default(),
         };
         // DeepSpeed keeps f32 master weights beside 16-bit ones; FSDP's shares are as the weights were loaded.
         let shard = match run.sharding {
             Sharding::Zero { .. } => TorchType::F32,
             _ => run.weights,
         };
-        let layers = 0..run.model.num_layers;
-        let blocks = layers.map(|layer| of_block(run, inner, &[BlockId::Layer(layer)]));
-        let root = of_block(run, inner, &[BlockId::Embedding, BlockId::Head]);
-        let frozen = blocks.chain([root]).collect();
+        let blocks: Vec<Vec<BlockId>> = (0..run.model.num_layers)
+            .map(|layer| vec![BlockId::Layer(layer)])
+            .chain([vec![BlockId::Embedding, BlockId::Head]])
+            .collect();
+        let frozen = blocks.iter().map(|blocks| of_block(run, inner, blocks)).collect();
+        let tensors = blocks.iter().map(|blocks| tensors_of(run, blocks)).collect();
         Sizes {
             ranks: run.devices.max(1),
             sharding: run.sharding,
@@ -45,13 +49,33 @@ impl Sizes {
             gathered: inner.weights,
             shard,
             frozen,
+            tensors,
         }
+    }
+
+    /// Bytes of each tensor of a unit, in order.
+    pub fn tensors(&self, unit: usize) -> &[u64] {
+        self.tensors.get(unit).map_or(&[], Vec::as_slice)
     }
 
     /// Shared bytes, bytes of every rank, elements: of what is frozen in a unit.
     pub fn frozen(&self, unit: usize) -> [u64; 3] {
         self.frozen.get(unit).copied().unwrap_or_default()
     }
+}
+
+/// Bytes of the tensors of a unit as they were loaded: what is quantised comes packed.
+fn tensors_of(run: &Run, blocks: &[BlockId]) -> Vec<u64> {
+    let parameters = blocks.iter().flat_map(|block| run.model.block_parameters(*block));
+    let bytes = |elements: u64, is_linear: bool| match run.quantization {
+        Some(Quantization::FourBit { .. }) if is_linear => elements / 2,
+        Some(Quantization::Int8) if is_linear => elements,
+        _ => elements * run.weights.bytes(),
+    };
+    let in_block = matches!(blocks[0], BlockId::Layer(_));
+    parameters
+        .map(|parameter| bytes(parameter.shape.iter().product(), in_block && parameter.shape.len() == 2))
+        .collect()
 }
 
 /// Frozen parameters of a unit: none where all weights are trained.

@@ -30,6 +30,29 @@ pub(super) struct Unit {
     gathered: RefCell<Vec<Tensor>>,
 }
 
+/// Bytes from which a group of tensors is broadcast (`PARAM_BROADCAST_BUCKET_SIZE`).
+const BROADCAST: u64 = 250 << 20;
+
+/// What FSDP1 does with a unit's tensors when it wraps them: they come to the device one by one, are broadcast from rank 0 in flat groups,
+/// and copied into a flat parameter (`_move_module_to_device`, `_sync_module_params_and_buffers`, `flatten_tensors`). A rank's share is a
+/// copy of a part of it. The caller drops the flat one.
+pub(super) fn flatten(torch: &Torch, tensors: &[u64]) -> Tensor {
+    let empty = |kind, bytes: u64, name| torch.of_kind(kind, || torch.empty(&[bytes], TorchType::U8, name));
+    let moved: Vec<Tensor> = tensors.iter().map(|bytes| empty(Kind::Weights, *bytes, "_to_copy")).collect();
+    let mut groups = vec![0];
+    for bytes in tensors {
+        match groups.last_mut() {
+            Some(group) if *group < BROADCAST => *group += bytes,
+            _ => groups.push(*bytes),
+        }
+    }
+    let group = |bytes| empty(Kind::Communication, bytes, "flatten_dense_tensors");
+    drop(groups.into_iter().map(group).collect::<Vec<Tensor>>());
+    let flat = empty(Kind::Weights, tensors.iter().sum(), "cat");
+    drop(moved);
+    flat
+}
+
 impl Unit {
     /// The shares of a rank.
     pub fn new(torch: &Torch, sizes: &Sizes, place: usize, trained: Vec<Tensor>) -> Unit {
@@ -38,6 +61,7 @@ impl Unit {
         let whole = matches!(sharding, Sharding::Zero { stage: 1 | 2, .. });
         let is_zero = matches!(sharding, Sharding::Zero { .. });
         let elements: u64 = trained.iter().map(|tensor| tensor.shape().elements()).sum();
+        let flat = matches!(sharding, Sharding::Fsdp1 { .. }).then(|| flatten(torch, sizes.tensors(place)));
         let mut kept = Vec::new();
         let mut keep = |bytes: u64, name| {
             if bytes > 0 {
@@ -84,6 +108,7 @@ impl Unit {
             let each = shares.iter().map(|share| share.bytes().next_power_of_two());
             host += each.sum::<u64>() * 4;
         }
+        drop(flat);
         if host > 0 {
             torch.memory().host(host.cast_signed());
         }
@@ -161,7 +186,7 @@ impl Unit {
                 gathered.push(flat(bytes, "cat"));
                 drop(output);
             }
-            Sharding::None => {}
+            Sharding::None | Sharding::FsdpWhole => {}
         }
     }
 

@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use crate::args::{ConfigSource, DoctorArgs};
 use crate::asked::Asked;
 use crate::commands::advice::{misfits, remedies};
+use crate::commands::estimate::Explained;
 use crate::commands::plan::describe::checkpointing;
 use crate::failure::Failure;
 use crate::output::{out, outln};
@@ -33,19 +34,28 @@ pub fn run(args: &DoctorArgs, path: &Path) -> Result<(), Failure> {
              kubectl describe, SLURM)"
         )));
     };
-    let plan = planned(args, &found)?;
+    let explained = explained(args, &found)?;
+    let plan = match &explained {
+        Some(_) => None,
+        None => planned(args, &found)?,
+    };
     if args.json {
         let document = json!({
             "diagnosis": found,
             "plan": plan.as_ref().map(|(target, plan)| planned_json(target, plan)),
+            "estimate": explained.as_ref().map(Explained::document).transpose()?,
         });
         return outln!("{}", serde_json::to_string_pretty(&document)?);
     }
     out!("{}", describe(&found))?;
+    if let Some(explained) = &explained {
+        return out!("\n{}", explained.describe(found.message.allocated));
+    }
     match &plan {
         Some((target, plan)) => out!("\n{}", describe_plan(target, plan)),
         None if found.message.source.is_device() => outln!(
-            "\nwith the run's configuration (--config FILE, or --model NAME and --set KEY=VALUE) each change is planned in bytes"
+            "\nwith the files of the run's stack (--estimate FILE) the run is explained phase by phase; with a configuration of Plimsoll's \
+             (--config FILE, or --model NAME and --set KEY=VALUE) each change is planned in bytes"
         ),
         None => Ok(()),
     }
@@ -87,6 +97,16 @@ fn numbers(message: &Message) -> Vec<Vec<String>> {
     ];
     let known = all.into_iter().filter_map(|(what, bytes)| Some(row![what, ByteSize(bytes?)]));
     known.collect()
+}
+
+/// The run of another stack's files, on the device that was named or has the memory that the message names.
+fn explained(args: &DoctorArgs, found: &Diagnosis) -> Result<Option<Explained>, Failure> {
+    if args.estimate.is_empty() {
+        return Ok(None);
+    }
+    let like = |total| Catalogue::known().like(total).map(|target| target.device.name);
+    let hardware = args.hardware.clone().or_else(|| found.message.total.and_then(like));
+    Explained::new(&args.estimate, args.model.as_ref(), hardware).map(Some)
 }
 
 /// The plan of the run's configuration for its device, where both are known.

@@ -5,6 +5,7 @@ use std::path::Path;
 use plimsoll_stacks::{Imported, Request};
 use serde_json::{Map, Value, json};
 
+use super::lengths;
 use crate::args::EstimateArgs;
 use crate::failure::Failure;
 
@@ -39,6 +40,9 @@ impl Asked {
         }
         lora_flags(args, &mut keys);
         version_flags(args, &mut keys);
+        if let Some(path) = &args.data {
+            asked.lengths(path, &mut keys)?;
+        }
         if args.request.is_none() {
             asked.assume(&mut keys);
         }
@@ -85,6 +89,19 @@ impl Asked {
         Ok(keys)
     }
 
+    /// The lengths of the user's samples; without a length to cut at, the longest decides.
+    fn lengths(&mut self, path: &Path, keys: &mut Map<String, Value>) -> Result<(), Failure> {
+        let folder = keys.get("model").and_then(Value::as_str).map(Path::new);
+        let lengths = lengths::of_samples(path, folder)?;
+        let longest = lengths.iter().copied().max().unwrap_or(1);
+        if !keys.contains_key("sequence_length") {
+            self.assumed.push(format!("sequence_length {longest}, the longest of {}", path.display()));
+            keys.insert("sequence_length".to_owned(), json!(longest));
+        }
+        keys.insert("lengths".to_owned(), json!(lengths));
+        Ok(())
+    }
+
     /// What nothing says.
     fn assume(&mut self, keys: &mut Map<String, Value>) {
         // TrainingArguments have 8; every other program wants it said.
@@ -122,6 +139,7 @@ fn flags(args: &EstimateArgs) -> Vec<(&'static str, Value)> {
         text("model", &args.model),
         number("batch_size", args.batch_size),
         number("sequence_length", args.sequence_length),
+        number("eval_batch_size", args.eval_batch_size),
         text("precision", &args.precision),
         text("optimizer", &args.optimizer),
         switch("gradient_checkpointing", args.gradient_checkpointing),

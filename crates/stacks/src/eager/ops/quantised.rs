@@ -1,7 +1,8 @@
 //! bitsandbytes' products with quantised weights (`bitsandbytes/autograd/_functions.py`, `backends/cuda/ops.py`).
 
 use crate::eager::Torch;
-use crate::eager::tensor::Tensor;
+use crate::eager::graph::Attributes;
+use crate::eager::tensor::{History, Tensor};
 use crate::run::TorchType;
 
 /// More rows than this are multiplied by the dequantised matrix; before 0.50 all were.
@@ -53,11 +54,13 @@ impl Torch {
                 form.nested.then(|| [0, 1].map(|_| self.scratch(scales.shape.elements() * 4, "gemm_4bit")));
             let weight = self.scratch(outer * inner * form.dtype.bytes(), "gemm_4bit");
             weight.set_kind(crate::estimate::Kind::WeightCopies);
-            drop((scales, weight));
+            let cast =
+                (form.dtype != x.dtype).then(|| self.scratch(outer * inner * x.dtype.bytes(), "gemm_4bit"));
+            drop((scales, weight, cast));
         }
         let inputs: Vec<&Tensor> = [x].into_iter().chain(bias).collect();
         let (packed, scales, before) = (packed.detach(), scales.detach(), x.shape);
-        self.recorded("MatMul4Bit", &inputs, out, |needs| {
+        let out = self.recorded("MatMul4Bit", &inputs, out, |needs| {
             let needs = needs.to_vec();
             Box::new(move |torch, grads| {
                 let Some(grad) = grads[0].as_ref() else { return vec![None; needs.len()] };
@@ -71,7 +74,12 @@ impl Torch {
                 drop(cast);
                 [Some(torch.reshape(&product, &before))].into_iter().chain(bias).collect()
             })
-        })
+        });
+        // Up to 0.43.1 the input was an attribute of the context, which lives as long as the graph does (pull request 1270).
+        if let (true, History::Made(edge)) = (self.versions().bitsandbytes < (0, 44), &out.history) {
+            *edge.node.attributes.borrow_mut() = Attributes::Tensor { _tensor: x.detach() };
+        }
+        out
     }
 
     /// `MatMul8bitLt`: quantises `x` from f16, multiplies, and keeps `x` (threshold 6, as transformers sets it).
