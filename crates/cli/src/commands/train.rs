@@ -8,11 +8,15 @@ use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::{RawConfig, Started};
-use plimsoll_train::{MemoryReading, Prepared, Resumption, Surroundings, TrainError, TrainingOutcome};
+use plimsoll_train::{
+    MemoryReading, Observer, Prepared, Resumption, Surroundings, TrainError, TrainingOutcome,
+};
+use plimsoll_watch::{Live, PlanView};
 
 use crate::args::TrainArgs;
 use crate::commands::advice::{misfits, remedies};
 use crate::commands::plan::describe::{describe, whole_run};
+use crate::dashboard::{Dashboard, Watching};
 use crate::failure::Failure;
 use crate::load_line::kept_so_far;
 use crate::models::{self, Need};
@@ -20,6 +24,7 @@ use crate::output::{out, outln};
 use crate::progress::TrainingProgress;
 use crate::ranks;
 use crate::row;
+use crate::screen::{self, Restorer};
 use crate::session::{Engine, load_config_on};
 use crate::signals::StopSignals;
 use crate::speeds::PlanSpeeds;
@@ -120,22 +125,49 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     let advice = (!plan.config.memory.silent_mode()).then(|| plan.alternatives.clone());
     let mut progress =
         TrainingProgress::new(&plan.config.output, plan.load_line.bytes, beside, advice, quiet);
+    let restorer = Restorer::default();
+    let has_dashboard = args.dashboard && leads && ranks.is_alone() && screen::is_there();
+    let view = if has_dashboard { Some(PlanView::of(&plan)?) } else { None };
+    let live = has_dashboard.then(|| {
+        let every = (plan.config.output.eval_steps(), plan.config.output.save_steps());
+        Live::new(&output.display().to_string(), view, every.0, every.1)
+    });
     let ladder = if plan.config.memory.ladder() && ranks.is_alone() { plan.ladder()? } else { vec![plan] };
     // What planning leaves over is no part of what the run needs.
     release_free_heap();
     // Until here there is nothing to save.
-    let signals = StopSignals::listen(!ranks.is_alone())?;
+    let signals = match has_dashboard {
+        true => StopSignals::listen_beside(&restorer)?,
+        false => StopSignals::listen(!ranks.is_alone())?,
+    };
+    let dashboard = live.as_ref().map(|live| Dashboard::begin(live.clone(), &output, restorer.clone()));
+    let dashboard = dashboard.transpose()?;
+    let mut watching;
+    let observer: &mut dyn Observer = match live {
+        Some(live) => {
+            watching = Watching { live, lines: progress.beside(&restorer) };
+            &mut watching
+        }
+        None => &mut progress,
+    };
     let surroundings = Surroundings {
         device: &mut |bytes| {
             Cpu::with_pool(Arc::clone(&engine.pool), engine.isa, bytes)
                 .map(|cpu| -> Box<dyn Device> { Box::new(cpu) })
         },
         memory: &mut MemoryReading::now,
-        observer: &mut progress,
+        observer,
         stop: signals.flag().clone(),
         ranks,
     };
-    let outcome = prepared.run(&ladder, surroundings)?;
+    let outcome = prepared.run(&ladder, surroundings);
+    if let Some(dashboard) = dashboard {
+        for event in dashboard.close() {
+            // What cannot be shown is in the run's files.
+            let _ = outln!("{event}");
+        }
+    }
+    let outcome = outcome?;
     if !leads {
         // The first one speaks for all.
     } else if args.json {
