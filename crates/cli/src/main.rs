@@ -10,6 +10,7 @@ mod chat_format;
 mod commands;
 mod dashboard;
 mod failure;
+mod http;
 mod inference;
 mod load_line;
 mod models;

@@ -116,6 +116,7 @@ pub fn environment() -> Result<Environment<'static>, minijinja::Error> {
     for (name, text) in [
         ("report.html", include_str!("page/report.html")),
         ("axes.html", include_str!("page/axes.html")),
+        ("charts.html", include_str!("page/charts.html")),
         ("memory.html", include_str!("page/memory.html")),
         ("timeline.html", include_str!("page/timeline.html")),
         ("run.html", include_str!("page/run.html")),

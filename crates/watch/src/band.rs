@@ -65,7 +65,9 @@ impl Held {
             Held::Tagged(tag) => tag.name(),
             Held::Gaps | Held::Other => "gaps",
             Held::Host => "data",
-            Held::Program | Held::Files | Held::Swap => "overhead",
+            Held::Program => "overhead",
+            Held::Files => "files",
+            Held::Swap => "swap",
         }
     }
 

@@ -225,3 +225,6 @@ fn is_not_there(error: &io::Error) -> bool {
 pub fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64())
 }
+
+#[cfg(test)]
+mod tests;

@@ -13,6 +13,7 @@ mod event;
 mod files;
 mod lines;
 mod live;
+pub mod page;
 mod plan;
 mod tail;
 pub mod terminal;

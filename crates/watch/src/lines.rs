@@ -77,3 +77,36 @@ fn step_line(view: &View) -> Option<String> {
 fn clean(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::terminal::tests::{metrics, view};
+
+    #[test]
+    fn a_run_is_said_in_lines() {
+        let (mut lines, mut view) = (Lines::default(), view());
+        let first = lines.news(&view, 0.0);
+        let step = "step 40/100  loss 2.0500  256 tokens/s  lr 1.00e-3  grad norm 1.250  memory 240.0 MiB now, line 256.0 MiB  memory is warning  2 min left";
+        assert_eq!(
+            first,
+            [
+                "runs/demo",
+                "step 20: validation loss 2.5000, perplexity 12.182",
+                "step 20: saved runs/demo/checkpoint-20",
+                "step 31: memory is near the load line: 240.0 MiB of 256.0 MiB",
+                step,
+                "the run: running",
+            ]
+        );
+        assert!(lines.news(&view, 1.0).is_empty());
+        view.step(&metrics(41));
+        assert!(lines.news(&view, 2.0).is_empty());
+        assert_eq!(lines.news(&view, 12.0).len(), 1);
+        // The last step is said at the end, whenever that is; what moves a cursor is not said.
+        view.step(&metrics(42));
+        view.state = State::Ended("\u{1b}[2Jkilled".to_owned());
+        let last = lines.news(&view, 12.5);
+        assert_eq!((last.len(), last[1].as_str()), (2, "the run: ended:  [2Jkilled"));
+    }
+}

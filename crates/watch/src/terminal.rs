@@ -194,4 +194,4 @@ fn words_only(buffer: &mut Buffer, area: Rect, view: &View, look: &Look) {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,6 +1,7 @@
 //! `plimsoll watch`: runs as their files show them, while they go on or afterwards. Nothing that it does reaches a run.
 
 mod followed;
+mod serve;
 
 use std::time::Duration;
 
@@ -27,6 +28,9 @@ pub fn run(args: &WatchArgs) -> Result<(), Failure> {
         return json(&mut runs);
     }
     let signals = StopSignals::listen(false)?;
+    if let Some(address) = args.serve {
+        return serve::serve(runs, address, &signals);
+    }
     match args.lines || !screen::is_there() {
         true => lines(&mut runs, &signals),
         false => pictures(&mut runs, &signals),

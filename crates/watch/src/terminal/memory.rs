@@ -12,7 +12,7 @@ use crate::band::{Held, Moment};
 use crate::view::View;
 
 /// Columns of a column of the legend.
-const LEGEND: u16 = 24;
+const LEGEND: u16 = 27;
 /// Columns that a picture has at least.
 const LEAST: u16 = 16;
 
@@ -68,7 +68,7 @@ fn draw_legend(buffer: &mut Buffer, area: Rect, now: &[(Held, u64)], look: &Look
         }
         let (symbol, style) = stack::swatch(number_of(*kind), kind.colour(), look.colours);
         buffer.set_stringn(x, y, symbol, 1, style);
-        let words = format!("{:<10.10} {:>10}", kind.words(), ByteSize(*bytes).to_string());
+        let words = format!("{:<13.13} {:>10}", kind.words(), ByteSize(*bytes).to_string());
         buffer.set_stringn(x + 2, y, words, usize::from(LEGEND - 3), Style::new());
     }
 }

@@ -21,8 +21,8 @@ pub struct Followed {
     pub view: View,
     files: RunFiles,
     configuration: PathBuf,
-    /// When the configuration was written that the plan was made of.
-    written: Option<SystemTime>,
+    /// When the configuration was written that the plan was made of, and for how many ranks the plan was made.
+    planned: (Option<SystemTime>, Option<u32>),
     /// The plan that is being made, away from whoever looks.
     planning: Option<Receiver<Result<PlanView, String>>>,
 }
@@ -40,7 +40,7 @@ impl Followed {
             view: View::of(folder.display().to_string()),
             files: RunFiles::of(folder),
             configuration: folder.join(CONFIG_FILE),
-            written: None,
+            planned: (None, None),
             planning: None,
         })
     }
@@ -49,13 +49,15 @@ impl Followed {
     pub fn look(&mut self) {
         self.files.look(&mut self.view, now());
         let written = std::fs::metadata(&self.configuration).and_then(|file| file.modified()).ok();
-        if written.is_some() && written != self.written && self.planning.is_none() {
-            self.written = written;
+        let ranks = self.view.last.as_ref().map_or(0, |last| last.ranks_rss_bytes.len());
+        let asked = (written, u32::try_from(ranks).ok().filter(|ranks| *ranks > 1));
+        if written.is_some() && asked != self.planned && self.planning.is_none() {
+            self.planned = asked;
             let (done, planning) = channel();
             let configuration = self.configuration.clone();
             // A plan takes a part of a second, and a model of hundreds of layers longer.
             std::thread::spawn(move || {
-                let _ = done.send(planned(&configuration).map_err(|failure| failure.to_string()));
+                let _ = done.send(planned(&configuration, asked.1).map_err(|failure| failure.to_string()));
             });
             self.planning = Some(planning);
         }
@@ -87,9 +89,10 @@ impl Followed {
 }
 
 /// The plan of a run's configuration, for a machine of which only the run's own budget counts.
-fn planned(configuration: &Path) -> Result<PlanView, Failure> {
+fn planned(configuration: &Path, ranks: Option<u32>) -> Result<PlanView, Failure> {
     let source = ConfigSource { config: Some(configuration.to_owned()), ..ConfigSource::default() };
-    let asked = Asked::new(&source, &Imported::default(), &MachineArgs::default(), true)?;
+    let machine = MachineArgs { ranks, ..MachineArgs::default() };
+    let asked = Asked::new(&source, &Imported::default(), &machine, true)?;
     let has_budget = asked.config.memory.device_budget().set().is_some();
     let asked = if has_budget { asked.elsewhere()? } else { asked };
     let (plan, _) = asked.plan()?;
