@@ -430,7 +430,7 @@ mod tests {
         let mut follower = Follower::of(path.clone());
         assert!(matches!(follower.news(), Err(RecorderError::Io { .. })));
         let mut recorder = Recorder::begin(&path, about("train")).unwrap();
-        let mut write = |recorder: &mut Recorder, steps: std::ops::RangeInclusive<u64>| {
+        let write = |recorder: &mut Recorder, steps: std::ops::RangeInclusive<u64>| {
             steps.for_each(|step| recorder.record(&record(step)).unwrap());
         };
         let steps = |news: &News| news.records.iter().filter_map(|own| own.step).collect::<Vec<_>>();

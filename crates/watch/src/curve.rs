@@ -60,7 +60,7 @@ impl Curve {
     /// The points of the last `window` steps, or of all: no more than [`MOST`].
     pub fn points(&self, window: Option<u64>) -> Vec<Bucket> {
         let last = self.last().map_or(0, |last| last.to);
-        let begin = window.map_or(0, |window| last.saturating_sub(window).saturating_add(1));
+        let begin = window.map_or(0, |window| last.saturating_add(1).saturating_sub(window));
         let reaches = self.recent.front().is_some_and(|first| first.from <= begin);
         if window.is_some() && reaches {
             let shown: Vec<Bucket> = self.recent.iter().filter(|step| step.from >= begin).cloned().collect();

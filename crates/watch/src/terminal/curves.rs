@@ -78,24 +78,25 @@ pub fn draw(buffer: &mut Buffer, area: Rect, panel: Panel, view: &View, look: &L
         .render(plot, buffer);
 }
 
+/// What is most worth knowing first, since a narrow panel shows no more.
 fn title<'a>(panel: Panel, view: &View, look: &Look) -> Vec<Span<'a>> {
     let Some(last) = &view.last else { return Vec::new() };
-    let text = match panel {
+    match panel {
         Panel::Loss => {
-            let first = view.first_loss.map_or(String::new(), |first| format!(" from {first:.3}"));
-            format!("{:.4}{first}", last.loss)
+            let validation = view.validation.last().map(|(_, loss)| format!("o {loss:.4} "));
+            let first = view.first_loss.map(|first| format!("from {first:.3}"));
+            vec![
+                Span::raw(format!("{:.4} ", last.loss)),
+                Span::styled(validation.unwrap_or_default(), look.colours.second()),
+                Span::raw(first.unwrap_or_default()),
+            ]
         }
         Panel::Speed => {
-            let planned = view.plan.as_ref().map(|plan| format!(" planned {:.0}", plan.tokens_per_second));
-            format!("{:.0}{}", last.tokens_per_second, planned.unwrap_or_default())
+            let planned = view.plan.as_ref().map(|plan| format!(" of {:.0} planned", plan.tokens_per_second));
+            vec![Span::raw(format!("{:.0}{}", last.tokens_per_second, planned.unwrap_or_default()))]
         }
-        _ => format!("{:.2e}", last.lr),
-    };
-    let mut spans = vec![Span::raw(text)];
-    if let (Panel::Loss, Some((_, loss))) = (panel, view.validation.last()) {
-        spans.push(Span::styled(format!(" o validation {loss:.4}"), look.colours.second()));
+        _ => vec![Span::raw(format!("{:.2e}", last.lr))],
     }
-    spans
 }
 
 /// The range of an axis around values; from 0 on where it counts something.
@@ -108,7 +109,8 @@ fn range(values: impl Iterator<Item = f64>, from_zero: bool) -> [f64; 2] {
         (true, _) => [0.0, 1.1 * most.max(f64::MIN_POSITIVE)],
         (false, _) => {
             let room = 0.06 * (most - least).max(1e-3 * most.abs()).max(1e-9);
-            [least - room, most + room]
+            // What is never below zero has no room there.
+            [if least >= 0.0 { (least - room).max(0.0) } else { least - room }, most + room]
         }
     }
 }

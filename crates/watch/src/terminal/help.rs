@@ -45,6 +45,7 @@ pub fn keys(buffer: &mut Buffer, area: Rect, look: &Look) {
         ("q", quit),
         ("Ctrl-C", ctrl_c),
         ("", ""),
+        ("o", "the loss of a validation"),
         ("step", "memory through the step, as planned"),
         ("memory", "who holds it, by the flight recorder"),
         ("hidden", "I/O behind which nobody waited"),

@@ -24,6 +24,9 @@ pub fn draw(buffer: &mut Buffer, area: Rect, view: &View, look: &Look) {
         return;
     }
     if moments.is_empty() {
+        if view.last.is_none() {
+            return;
+        }
         let words = "no flight recorder in this folder: memory by owner is not known";
         buffer.set_stringn(area.x + 1, area.y, words, usize::from(area.width), look.colours.faint());
         return;

@@ -41,12 +41,12 @@ pub fn lines<'a>(view: &View, look: &Look) -> Vec<Line<'a>> {
             |share: Option<f64>| share.map_or("–".to_owned(), |share| format!("{:.0} %", 100.0 * share));
         lines.push(Line::from(vec![
             Span::raw(format!(
-                "I/O of a step: {} read, {} written   hidden behind computation: ",
+                "I/O of a step: {} read, {} written; ",
                 ByteSize(io.bytes_read),
                 ByteSize(io.bytes_written)
             )),
-            Span::styled(hidden(io.hidden_share), look.colours.accent()),
-            Span::raw(format!(" ({} of all steps)", hidden(view.io.hidden_share()))),
+            Span::styled(format!("{} hidden", hidden(io.hidden_share)), look.colours.accent()),
+            Span::raw(format!(" (all steps {})", hidden(view.io.hidden_share()))),
         ]));
     }
     let ranks = view.last.as_ref().map_or(&[][..], |last| last.ranks_rss_bytes.as_slice());
