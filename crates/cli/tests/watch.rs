@@ -100,13 +100,9 @@ mod server {
             std::thread::sleep(Duration::from_millis(100));
         };
         assert_eq!(shown.matches("<article").count(), 2);
-        for said in [
-            "finished",
-            "Memory by owner",
-            "Memory through the step",
-            "saved out/checkpoint-4",
-            "Learning rate",
-        ] {
+        for said in
+            ["finished", "Memory by owner", "Memory through the step", "checkpoint-4", "Learning rate"]
+        {
             assert!(shown.contains(said), "{said} is not in {shown}");
         }
         let json = server.get("/runs.json", "");
@@ -183,6 +179,59 @@ mod on_a_terminal {
         theirs: File,
         output: Receiver<Vec<u8>>,
         said: String,
+        cells: Cells,
+    }
+
+    /// What the terminal shows: pictures are told cell by cell, and what is the same as before is left out.
+    struct Cells {
+        rows: Vec<Vec<char>>,
+        place: (usize, usize),
+        /// The beginning of a sequence whose end has not come yet.
+        partial: String,
+    }
+
+    impl Cells {
+        fn new() -> Cells {
+            Cells { rows: vec![vec![' '; 80]; 24], place: (0, 0), partial: String::new() }
+        }
+
+        fn feed(&mut self, text: &str) {
+            for c in text.chars() {
+                if c == '\u{1b}' || !self.partial.is_empty() {
+                    self.partial.push(c);
+                    if self.partial.len() > 2 && c.is_ascii_alphabetic() {
+                        let sequence = std::mem::take(&mut self.partial);
+                        self.control(&sequence);
+                    }
+                    continue;
+                }
+                match c {
+                    '\r' => self.place.1 = 0,
+                    '\n' => self.place.0 = (self.place.0 + 1).min(23),
+                    _ => {
+                        if let Some(cell) = self.rows[self.place.0].get_mut(self.place.1) {
+                            *cell = c;
+                        }
+                        self.place.1 += 1;
+                    }
+                }
+            }
+        }
+
+        fn control(&mut self, sequence: &str) {
+            let numbers = sequence.trim_start_matches("\u{1b}[").trim_end_matches('H');
+            if sequence == "\u{1b}[?1049h" || sequence.ends_with('J') {
+                self.rows = Cells::new().rows;
+            } else if sequence.ends_with('H') {
+                let (row, column) = numbers.split_once(';').unwrap_or(("1", "1"));
+                let number = |text: &str| text.parse::<usize>().unwrap_or(1).saturating_sub(1);
+                self.place = (number(row).min(23), number(column));
+            }
+        }
+
+        fn show(&self, words: &str) -> bool {
+            self.rows.iter().any(|row| row.iter().collect::<String>().contains(words))
+        }
     }
 
     impl Session {
@@ -201,21 +250,26 @@ mod on_a_terminal {
             let (give, output) = channel();
             let mut reader = ours.try_clone().unwrap();
             std::thread::spawn(move || {
-                let mut piece = [0; 4096];
+                let (mut piece, mut bytes) = ([0; 4096], Vec::new());
                 while let Ok(length) = reader.read(&mut piece) {
-                    if length == 0 || give.send(piece[..length].to_vec()).is_err() {
+                    bytes.extend_from_slice(&piece[..length]);
+                    // The end of a character may come with the next piece.
+                    let whole =
+                        std::str::from_utf8(&bytes).map_or_else(|error| error.valid_up_to(), str::len);
+                    let rest = bytes.split_off(whole);
+                    if length == 0 || give.send(std::mem::replace(&mut bytes, rest)).is_err() {
                         return;
                     }
                 }
             });
-            Session { child, ours, theirs, output, said: String::new() }
+            Session { child, ours, theirs, output, said: String::new(), cells: Cells::new() }
         }
 
         /// The same; waits until the dashboard is there, behind whatever was said before.
         fn shown(folder: &std::path::Path, arguments: &[&str]) -> Session {
             let mut session = Session::begin(folder, arguments);
             session.wait_for("\u{1b}[?1049h");
-            session.wait_for("load line");
+            session.see("─ load line");
             session
         }
 
@@ -223,8 +277,18 @@ mod on_a_terminal {
             self.ours.write_all(keys.as_bytes()).unwrap();
         }
 
-        /// Waits until something is said after what was waited for before. Pictures are told cell by cell: blanks are left out where they
-        /// change nothing, so that a word is what can be waited for.
+        fn take(&mut self, end: Instant, words: &str) {
+            match self.output.recv_timeout(end.saturating_duration_since(Instant::now())) {
+                Ok(piece) => {
+                    let piece = text(&piece);
+                    self.cells.feed(&piece);
+                    self.said.push_str(&piece);
+                }
+                Err(error) => panic!("{words:?} was not said ({error}); the last was {:?}", self.said),
+            }
+        }
+
+        /// Waits until something is said after what was waited for before.
         fn wait_for(&mut self, words: &str) {
             let end = Instant::now() + PATIENCE;
             loop {
@@ -232,11 +296,15 @@ mod on_a_terminal {
                     self.said.drain(..at + words.len());
                     return;
                 }
-                let left = end.saturating_duration_since(Instant::now());
-                match self.output.recv_timeout(left) {
-                    Ok(piece) => self.said.push_str(&String::from_utf8_lossy(&piece)),
-                    Err(error) => panic!("{words:?} was not said ({error}); the last was {:?}", self.said),
-                }
+                self.take(end, words);
+            }
+        }
+
+        /// Waits until the picture shows something.
+        fn see(&mut self, words: &str) {
+            let end = Instant::now() + PATIENCE;
+            while !self.cells.show(words) {
+                self.take(end, words);
             }
         }
 
@@ -264,14 +332,14 @@ mod on_a_terminal {
         ok(folder.path(), &["train", "c.yaml"]);
         let mut session = Session::begin(folder.path(), &["watch", "out"]);
         session.wait_for("\u{1b}[?1049h");
-        session.wait_for("finished");
-        session.wait_for("4/4");
+        session.see("finished");
+        session.see("step 4/4");
         session.press("p");
-        session.wait_for("PAUSED");
+        session.see("PAUSED");
         session.press("?");
-        session.wait_for("Ctrl-C");
+        session.see("leave; the run goes on");
         session.press("x+");
-        session.wait_for("1000");
+        session.see("last 1000 steps");
         session.press("q");
         assert_eq!(session.end().0, Some(0));
     }
@@ -281,7 +349,7 @@ mod on_a_terminal {
         let folder = folder();
         let mut session = Session::shown(folder.path(), &LONG);
         session.press("q");
-        session.wait_for("become");
+        session.see("what is to become of the run?");
         session.press("s");
         let (code, said) = session.end();
         assert_eq!(code, Some(130), "{said}");
@@ -315,7 +383,7 @@ mod on_a_terminal {
             assert_eq!(session.end().0, Some(code));
         }
         let mut session = Session::begin(folder.path(), &["watch", "of143"]);
-        session.wait_for("stopped");
+        session.see("stopped");
         send(&session.child, Signal::TERM);
         assert_eq!(session.end().0, Some(143));
     }
