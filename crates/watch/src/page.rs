@@ -9,7 +9,7 @@ use plimsoll_report::{
 };
 use serde::Serialize;
 
-use crate::band::Held;
+use crate::band::{Held, Moment};
 use crate::event::Event;
 use crate::view::{State, Tier, View};
 
@@ -233,8 +233,7 @@ fn ranks(view: &View) -> Vec<Rank> {
 
 impl BandChart {
     fn of(view: &View, window: Option<u64>) -> Option<BandChart> {
-        let since = window.map(|window| view.steps_done().saturating_sub(window));
-        let moments = view.band.since(since);
+        let moments = view.moments(window);
         let (first, last) = (moments.first()?, moments.last()?);
         let size = moments.len().div_ceil(COLUMNS).max(1);
         let shown: Vec<_> =
@@ -242,14 +241,11 @@ impl BandChart {
         let highest = shown.iter().map(|moment| moment.total()).max().unwrap_or(0);
         let line = view.line_bytes().filter(|line| *line <= highest.saturating_mul(3));
         let top = 1.06 * line.unwrap_or(0).max(highest).max(1) as f64;
-        let kinds: Vec<(Held, Vec<u64>)> = Held::all()
-            .map(|kind| {
-                let of = |moment: &&&crate::Moment| {
-                    moment.by_kind.iter().find(|(own, _)| *own == kind).map_or(0, |(_, bytes)| *bytes)
-                };
-                (kind, shown.iter().map(|moment| of(&moment)).collect())
-            })
-            .collect();
+        let of = |moment: &Moment, kind: Held| {
+            moment.by_kind.iter().find(|(own, _)| *own == kind).map_or(0, |(_, bytes)| *bytes)
+        };
+        let kinds: Vec<(Held, Vec<u64>)> =
+            Held::all().map(|kind| (kind, shown.iter().map(|moment| of(moment, kind)).collect())).collect();
         let from_above = |bytes: f64| 1.0 - bytes / top;
         let now = view.band.last()?;
         let legend = now.by_kind.iter().rev();

@@ -10,7 +10,7 @@ use plimsoll_train::{Report, StepMetrics};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::band::Band;
+use crate::band::{Band, Moment};
 use crate::curve::Curve;
 use crate::event::{Event, Kind};
 use crate::plan::PlanView;
@@ -294,6 +294,13 @@ impl View {
             rungs: self.rungs.iter().filter(|(step, _)| *step >= begin).copied().collect(),
             buckets,
         }
+    }
+
+    /// Memory over the last `window` steps, or over all of the time.
+    pub fn moments(&self, window: Option<u64>) -> Vec<&Moment> {
+        // What was before the first step belongs to a window that reaches back to it.
+        let begin = window.and_then(|window| self.steps_done().checked_sub(window)).filter(|step| *step > 0);
+        self.band.since(begin)
     }
 
     /// All of it for machines.

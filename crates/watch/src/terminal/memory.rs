@@ -18,8 +18,7 @@ const LEAST: u16 = 16;
 
 pub fn draw(buffer: &mut Buffer, area: Rect, view: &View, look: &Look) {
     let area = titled(buffer, area, Panel::Memory, title(view, look), look);
-    let since = look.window().map(|window| view.steps_done().saturating_sub(window));
-    let moments = view.band.since(since);
+    let moments = view.moments(look.window());
     if area.height == 0 {
         return;
     }
