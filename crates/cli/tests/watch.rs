@@ -382,6 +382,11 @@ mod on_a_terminal {
             send(&session.child, signal);
             assert_eq!(session.end().0, Some(code));
         }
+        // The second one may come while the run is being saved, which ends the program at once, or behind that.
+        let arguments = [&LONG[..], &["--set", "output.dir=twice"]].concat();
+        let session = Session::shown(folder.path(), &arguments);
+        (0..2).for_each(|_| send(&session.child, Signal::INT));
+        assert_eq!(session.end().0, Some(130));
         let mut session = Session::begin(folder.path(), &["watch", "of143"]);
         session.see("stopped");
         send(&session.child, Signal::TERM);

@@ -13,7 +13,7 @@ use crate::event::{Event, Kind};
 use crate::tail::{Found, Tail};
 use crate::view::{State, View};
 
-const METRICS: &str = "metrics.jsonl";
+pub(crate) const METRICS: &str = "metrics.jsonl";
 const REPORT: &str = "report.json";
 /// A report that is larger is none of ours.
 const MOST_REPORT_BYTES: u64 = 4 << 20;

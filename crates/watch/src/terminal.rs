@@ -60,8 +60,10 @@ pub fn draw(frame: &mut Frame<'_>, runs: &[View], look: &Look) {
 /// All panels, each as high as there is room.
 fn overview(buffer: &mut Buffer, area: Rect, view: &View, look: &Look) {
     let height = area.height;
-    let lists = tiers::lines(view, look).len() as u16 + 1;
-    let lists = lists.min(height / 4);
+    let room = usize::from(area.width.max(2)) - 1;
+    let rows = tiers::lines(view, look).iter().map(|line| line.width().div_ceil(room).max(1)).sum::<usize>();
+    // A line that is broken between words may take one more.
+    let lists = (rows as u16).saturating_add(1).min(height / 4);
     let rest = height - lists;
     let events = (rest / 6).max(3);
     let step = (rest / 5).max(4);

@@ -132,7 +132,11 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     let view = if has_dashboard { Some(PlanView::of(&plan)?) } else { None };
     let live = has_dashboard.then(|| {
         let every = (plan.config.output.eval_steps(), plan.config.output.save_steps());
-        Live::new(&output.display().to_string(), view, every.0, every.1)
+        let live = Live::new(&output.display().to_string(), view, every.0, every.1);
+        match prepared.resumption() {
+            Some(Resumption { step, .. }) => live.resumed(&output, *step),
+            None => live,
+        }
     });
     let (total_steps, is_resumed) = (prepared.total_steps(&plan), prepared.resumption().is_some());
     let ladder = if plan.config.memory.ladder() && ranks.is_alone() { plan.ladder()? } else { vec![plan] };

@@ -31,8 +31,9 @@ pub fn draw(buffer: &mut Buffer, area: Rect, view: &View, look: &Look) {
         return;
     }
     let now = view.band.last().map_or(Vec::new(), |moment| moment.by_kind.clone());
-    let columns_of_legend = now.len().div_ceil(usize::from(area.height)).clamp(1, 3) as u16;
-    let legend = (columns_of_legend * LEGEND).min(area.width.saturating_sub(LEAST));
+    let most = (area.width.saturating_sub(LEAST) / LEGEND).min(3);
+    let columns_of_legend = (now.len().div_ceil(usize::from(area.height)) as u16).min(most);
+    let legend = columns_of_legend * LEGEND;
     let plot = Rect { width: area.width - legend, ..area };
     let line = view.line_bytes();
     let highest = moments.iter().map(|moment| moment.total()).max().unwrap_or(0);
@@ -46,9 +47,7 @@ pub fn draw(buffer: &mut Buffer, area: Rect, view: &View, look: &Look) {
         stack::line(buffer, plot, line, top, look.colours.line());
     }
     let right = Rect { x: plot.right() + 1, width: legend.saturating_sub(1), ..area };
-    if right.width >= LEGEND - 1 {
-        draw_legend(buffer, right, &now, look);
-    }
+    draw_legend(buffer, right, &now, usize::from(columns_of_legend * area.height), look);
 }
 
 fn number_of(kind: Held) -> usize {
@@ -59,13 +58,24 @@ fn layers(moment: &Moment) -> Vec<stack::Layer> {
     moment.by_kind.iter().map(|(kind, bytes)| (number_of(*kind), kind.colour(), *bytes)).collect()
 }
 
-/// What is there now, from the top of the picture to its bottom.
-fn draw_legend(buffer: &mut Buffer, area: Rect, now: &[(Held, u64)], look: &Look) {
+/// What is there now, from the top of the picture to its bottom; the smallest are one where there is no room.
+fn draw_legend(buffer: &mut Buffer, area: Rect, now: &[(Held, u64)], room: usize, look: &Look) {
     let rows = usize::from(area.height);
-    for (place, (kind, bytes)) in now.iter().rev().enumerate() {
+    let mut shown: Vec<(Held, u64)> = now.iter().rev().copied().collect();
+    if shown.len() > room {
+        let mut sizes: Vec<u64> = shown.iter().map(|(_, bytes)| *bytes).collect();
+        sizes.sort_unstable();
+        let least = sizes.get((sizes.len() + 1).saturating_sub(room)).copied().unwrap_or(u64::MAX);
+        let rest = shown.iter().filter(|(_, bytes)| *bytes < least).map(|(_, bytes)| *bytes);
+        let rest = rest.fold(0, u64::saturating_add);
+        shown.retain(|(_, bytes)| *bytes >= least);
+        shown.truncate(room.saturating_sub(1));
+        shown.push((Held::Other, rest));
+    }
+    for (place, (kind, bytes)) in shown.iter().enumerate() {
         let (column, row) = ((place / rows) as u16, (place % rows) as u16);
         let (x, y) = (area.x + column * LEGEND, area.y + row);
-        if x + LEGEND - 1 > area.right() {
+        if x >= area.right() {
             return;
         }
         let (symbol, style) = stack::swatch(number_of(*kind), kind.colour(), look.colours);
