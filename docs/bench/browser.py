@@ -68,7 +68,10 @@ class Browser:
             raise RuntimeError(json.load(error)["value"]["message"]) from None
 
     def open(self, file):
-        self.request("POST", "/url", {"url": file.absolute().as_uri()})
+        self.go(file.absolute().as_uri())
+
+    def go(self, url):
+        self.request("POST", "/url", {"url": url})
 
     def script(self, text, *arguments):
         return self.request("POST", "/execute/sync", {"script": text, "args": list(arguments)})

@@ -9,6 +9,7 @@ mod plan_inference;
 mod sampling;
 mod snapshot;
 mod stopping;
+mod watch;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -26,6 +27,7 @@ pub use plan_inference::PlanInferenceArgs;
 pub use sampling::SamplingArgs;
 pub use snapshot::SnapshotArgs;
 pub use stopping::StoppingArgs;
+pub use watch::WatchArgs;
 
 /// The arguments with every value that begins with a sign and a digit joined to its flag: `--memory -5GiB` is
 /// `--memory=-5GiB`, a value that is wrong, and not a flag called `-5`, of which there is none.
@@ -103,6 +105,8 @@ pub enum Command {
     Calibrate(CalibrateArgs),
     /// Watch the memory of a process, a control group, GPUs or a command, ours or not; or say what ended a run (--post-mortem)
     Monitor(MonitorArgs),
+    /// Show runs while they go on, or afterwards: on the terminal, in a browser (--serve), or as lines
+    Watch(WatchArgs),
     /// Show what this machine has and what of it may be used; or say what a log of memory that ran out means
     Doctor(DoctorArgs),
     /// List every key of the configuration with its default
@@ -333,6 +337,10 @@ pub struct TrainArgs {
     /// Threads of a rank; by default one a core that may be used. The results do not depend on it
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
+    /// Show the run on the whole terminal: curves, memory against the load line, the step, tiers, events. Lines where there is no
+    /// terminal
+    #[arg(long, conflicts_with = "json")]
+    pub dashboard: bool,
     /// Print the report as one JSON document and nothing else
     #[arg(long)]
     pub json: bool,

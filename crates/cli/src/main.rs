@@ -8,7 +8,9 @@ mod args;
 mod asked;
 mod chat_format;
 mod commands;
+mod dashboard;
 mod failure;
+mod http;
 mod inference;
 mod load_line;
 mod models;
@@ -16,6 +18,7 @@ mod needs;
 mod output;
 mod progress;
 mod ranks;
+mod screen;
 mod session;
 mod signals;
 mod speeds;
@@ -94,6 +97,7 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Calibrate(args) => commands::calibrate::run(args),
         Command::Hardware(args) => commands::hardware::run(args),
         Command::Monitor(args) => commands::monitor::run(args),
+        Command::Watch(args) => commands::watch::run(args),
         Command::Doctor(args) => commands::doctor::run(args),
         Command::Config(args) => commands::config::run(args),
     }

@@ -37,8 +37,8 @@ pub fn write(text: fmt::Arguments<'_>) -> Result<(), Failure> {
 }
 
 pub fn write_error(text: fmt::Arguments<'_>) {
-    // Nobody is left to be told.
-    let _ = io::stderr().lock().write_fmt(text);
+    // At once, so that whoever reads it gets a line and no piece of one. Nobody is left to be told of a failure.
+    let _ = io::stderr().lock().write_all(text.to_string().as_bytes());
 }
 
 /// Writes a file that was asked for by its name, whole or not at all.

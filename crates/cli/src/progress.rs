@@ -1,9 +1,6 @@
 //! Progress for people: a bar on a terminal, plain lines elsewhere, nothing beside a JSON document.
 
-mod time_left;
-
 use std::io::{IsTerminal, Write};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -13,8 +10,9 @@ use plimsoll_monitor::Status;
 use plimsoll_plan::Alternative;
 use plimsoll_plan::config::OutputConfig;
 use plimsoll_train::{MemoryHealth, Observer, RunEvent, StepMetrics};
+use plimsoll_watch::{Event, TimeLeft};
 
-use self::time_left::TimeLeft;
+use crate::screen::Restorer;
 use crate::units::seconds;
 
 /// Off a terminal there is a line after at most this time.
@@ -38,6 +36,8 @@ pub struct TrainingProgress {
     load_line: u64,
     overhead: u64,
     quiet: bool,
+    /// The dashboard that is shown in their place, as long as it is.
+    dashboard: Option<Restorer>,
     /// What else could be done, from dry runs; `None` where nothing is to be said of memory.
     advice: Option<Vec<Alternative>>,
     last_line: Instant,
@@ -63,6 +63,7 @@ impl TrainingProgress {
             load_line,
             overhead,
             quiet,
+            dashboard: None,
             advice,
             last_line: Instant::now(),
             first_step: None,
@@ -71,8 +72,18 @@ impl TrainingProgress {
         }
     }
 
+    /// The same, beside a dashboard.
+    pub fn beside(self, dashboard: &Restorer) -> TrainingProgress {
+        TrainingProgress { dashboard: Some(dashboard.clone()), ..self }
+    }
+
+    fn is_silent(&self) -> bool {
+        self.dashboard.as_ref().is_some_and(Restorer::is_taken)
+    }
+
     fn say(&self, text: &str) {
         match &self.bar {
+            _ if self.is_silent() => {}
             Some(bar) => bar.println(text),
             // A run goes on where nobody reads its output any more.
             None if !self.quiet => drop(writeln!(std::io::stdout(), "{text}")),
@@ -83,6 +94,7 @@ impl TrainingProgress {
     /// Says what somebody has to do something about, beside a JSON document too.
     fn warn(&self, text: &str) {
         match &self.bar {
+            _ if self.is_silent() => {}
             Some(bar) => bar.println(text),
             None => drop(writeln!(std::io::stderr(), "{text}")),
         }
@@ -126,14 +138,12 @@ impl TrainingProgress {
             }
         }
     }
-
-    fn saved(&self, path: &Path) {
-        self.say(&format!("saved {}", path.display()));
-    }
 }
 
 impl Observer for TrainingProgress {
     fn event(&mut self, event: RunEvent<'_>) {
+        let words = Event::of(&event);
+        let is_urgent = matches!(event, RunEvent::WaitingForSpace { .. });
         match event {
             RunEvent::Started { steps_done, total_steps, data_tokens } => {
                 self.total_steps = total_steps;
@@ -142,7 +152,7 @@ impl Observer for TrainingProgress {
                     "training on {data_tokens} tokens, step {} of {total_steps} is next",
                     steps_done + 1
                 ));
-                if !self.quiet && std::io::stderr().is_terminal() {
+                if !self.quiet && self.dashboard.is_none() && std::io::stderr().is_terminal() {
                     let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}")
                         .unwrap_or_else(|_| ProgressStyle::default_bar());
                     let bar = ProgressBar::new(total_steps).with_style(style).with_position(steps_done);
@@ -157,56 +167,14 @@ impl Observer for TrainingProgress {
                     bar.finish();
                 }
             }
-            RunEvent::Validated { step, loss } => {
-                self.left.validated();
-                self.say(&format!("step {step}: validation loss {loss:.4}, perplexity {:.3}", loss.exp()));
-            }
-            RunEvent::Saved(path) => {
-                self.left.saved(self.begun.elapsed());
-                self.saved(path);
-            }
-            RunEvent::MemoryHigh { step, status, process_bytes, budget_bytes } => {
-                let words = match status {
-                    Status::Emergency => "at the load line, saving",
-                    Status::Critical => "critically near the load line",
-                    Status::Warning | Status::Normal => "near the load line",
-                };
-                self.say(&format!(
-                    "step {step}: memory is {words}: {} of {}",
-                    ByteSize(process_bytes),
-                    ByteSize(budget_bytes)
-                ));
-            }
-            RunEvent::BufferedDisk(folder) => {
-                self.say(&format!(
-                    "direct I/O is refused in {}: offloaded tensors go through the page cache, which is emptied of them again",
-                    folder.display()
-                ));
-            }
-            RunEvent::Rung { step, from, to, why, now } => {
-                let way = if to > from { "less" } else { "more" };
-                self.say(&format!("step {step}: going on with {way} memory: {why}; now {now}"));
-            }
-            RunEvent::WaitingForSpace { error, waited, patience } => {
-                let minutes = |time: Duration| time.as_secs() / 60;
-                let already = match minutes(waited) {
-                    0 => String::new(),
-                    n => format!(" (it has waited for {n})"),
-                };
-                self.warn(&format!(
-                    "warning: {error}. There is no checkpoint yet, so the run waits for space, for {} minutes at most{already}",
-                    minutes(patience)
-                ));
-            }
-            RunEvent::Stopping { step, saving: true } => {
-                self.say(&format!("asked to stop: saving after step {step}; --resume goes on from there"));
-            }
-            RunEvent::Stopping { step: 0, saving: false } => {
-                self.say("asked to stop before the first step: there is nothing to save");
-            }
-            RunEvent::Stopping { step, saving: false } => {
-                self.say(&format!("asked to stop: nothing was done since the checkpoint of step {step}"));
-            }
+            RunEvent::Validated { .. } => self.left.validated(),
+            RunEvent::Saved(_) => self.left.saved(self.begun.elapsed()),
+            _ => {}
+        }
+        match words {
+            Some(event) if is_urgent => self.warn(&event.to_string()),
+            Some(event) => self.say(&event.to_string()),
+            None => {}
         }
     }
 }

@@ -9,6 +9,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use plimsoll_train::StopFlag;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::iterator::Signals;
+
+use crate::screen::Restorer;
+
+/// The stack of the thread that waits for signals.
+const STACK: usize = 256 << 10;
 
 /// Listens for the signals from its creation on.
 pub struct StopSignals {
@@ -20,6 +26,15 @@ impl StopSignals {
     /// Begins to listen; until then a signal ends the program, as it does by default. `of_rank`: launchers of ranks tell them to
     /// stop by SIGUSR1, for other signals end them.
     pub fn listen(of_rank: bool) -> std::io::Result<StopSignals> {
+        StopSignals::begin(of_rank, None)
+    }
+
+    /// The same; a terminal that is taken is given back before a Ctrl-C ends the program at once.
+    pub fn listen_beside(restorer: &Restorer) -> std::io::Result<StopSignals> {
+        StopSignals::begin(false, Some(restorer.clone()))
+    }
+
+    fn begin(of_rank: bool, restorer: Option<Restorer>) -> std::io::Result<StopSignals> {
         let signals = StopSignals { flag: StopFlag::new(), last: Arc::default() };
         let ignored = ignored(&std::fs::read_to_string("/proc/self/status").unwrap_or_default());
         let all = [SIGINT, SIGTERM, SIGHUP].into_iter().chain(of_rank.then_some(SIGUSR1));
@@ -27,13 +42,16 @@ impl StopSignals {
             if ignored & (1 << (signal - 1)) != 0 {
                 continue;
             }
-            if signal == SIGINT {
+            if signal == SIGINT && restorer.is_none() {
                 let code = i32::from(exit_code(signal as usize));
                 signal_hook::flag::register_conditional_shutdown(signal, code, signals.flag.shared())?;
             }
             // Which one it was is known by the time that the wish is heard.
             signal_hook::flag::register_usize(signal, Arc::clone(&signals.last), signal as usize)?;
             signal_hook::flag::register(signal, signals.flag.shared())?;
+        }
+        if let Some(restorer) = restorer {
+            end_at_once_at_the_second(restorer)?;
         }
         Ok(signals)
     }
@@ -53,6 +71,22 @@ impl StopSignals {
             signal => exit_code(signal),
         }
     }
+}
+
+/// Ends the program at a Ctrl-C that is not the first signal, from a thread, which can do what a signal's handler must not.
+fn end_at_once_at_the_second(restorer: Restorer) -> std::io::Result<()> {
+    let mut all = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+    let listen = move || {
+        let mut is_asked = false;
+        for signal in all.forever() {
+            if is_asked && signal == SIGINT {
+                restorer.restore();
+                signal_hook::low_level::exit(i32::from(exit_code(SIGINT as usize)));
+            }
+            is_asked = true;
+        }
+    };
+    std::thread::Builder::new().name("signals".to_owned()).stack_size(STACK).spawn(listen).map(drop)
 }
 
 /// The signal that stops an answer: Ctrl-C, or what a launcher of ranks tells them instead.

@@ -44,7 +44,7 @@ impl Conditions {
     pub fn about(files: &SystemFiles, pid: u32, what: String, began: f64) -> About {
         let group = memory_group_of(files, pid);
         let Conditions { host, boot, oom_kills, .. } = Conditions::now(files, pid, group.as_deref());
-        About { pid, what, host, boot, group, oom_kills, began, ended: None }
+        About { pid, what, host, boot, group, oom_kills, began, planned_bytes: None, ended: None }
     }
 
     /// The limit of a process's container with what is used of it, and the machine's memory with what it can give, in bytes.

@@ -22,6 +22,8 @@ pub use health::{Health, Status, Thresholds};
 pub use history::{Forecast, History};
 pub use post_mortem::{Cause, Grown, PostMortem};
 pub use process::{ProcessSample, process};
-pub use recorder::{About, FLIGHT_RECORDER, Owner, Record, Recorder, RecorderError, Recording, Slots};
+pub use recorder::{
+    About, FLIGHT_RECORDER, Follower, News, Owner, Record, Recorder, RecorderError, Recording, Slots,
+};
 pub use sample::{LimitedBy, Room, Sample, Sampler, Watched};
 pub use watch::{Growing, Judgement, Leak, Quantity, Unit, Watch};

@@ -72,6 +72,9 @@ pub struct About {
     pub oom_kills: [u64; 2],
     /// When it began, in seconds since 1970.
     pub began: f64,
+    /// Bytes that the process was planned to take, where somebody has planned it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub planned_bytes: Option<u64>,
     /// How it ended; `None` while it goes on, or when nobody could say.
     pub ended: Option<String>,
 }
@@ -223,6 +226,85 @@ fn read_slot(bytes: &[u8]) -> Option<(u64, &[u8])> {
     (number > 0 && checksum(number, payload) == sum).then_some((number, payload))
 }
 
+/// Reads a recording while it is being written: what is new, slot by slot.
+#[derive(Clone, Debug)]
+pub struct Follower {
+    path: PathBuf,
+    /// The number of the first record of the recording that was read last.
+    first: u64,
+    /// The number of the record that comes next.
+    next: u64,
+}
+
+/// What has come to a recording since it was looked at last.
+#[derive(Clone, Debug, PartialEq)]
+pub struct News {
+    /// What it is of.
+    pub about: About,
+    /// Whether it is another recording than the one before: records of that one are no part of it.
+    pub begins_anew: bool,
+    /// The records, in order.
+    pub records: Vec<Record>,
+}
+
+impl Follower {
+    /// Follows a file that need not be there yet.
+    pub fn of(path: PathBuf) -> Follower {
+        Follower { path, first: 0, next: 0 }
+    }
+
+    /// What is new. A record that is being written is read the next time.
+    ///
+    /// # Errors
+    /// [`RecorderError`] with the file and what is wrong with it.
+    pub fn news(&mut self) -> Result<News, RecorderError> {
+        let io = |source| RecorderError::Io { path: self.path.clone(), source };
+        if !std::fs::metadata(&self.path).map_err(io)?.is_file() {
+            return Err(io(io::Error::new(io::ErrorKind::InvalidInput, "is not a regular file")));
+        }
+        let mut file = File::open(&self.path).map_err(io)?;
+        let mut header = vec![0; HEADER_BYTES];
+        file.read_exact(&mut header).map_err(io)?;
+        let (first, about) = Recording::header(&header)
+            .map_err(|reason| RecorderError::NotARecording { path: self.path.clone(), reason })?;
+        let begins_anew = first != self.first;
+        let mut records = Vec::new();
+        if begins_anew || !self.is_there(&mut file) {
+            // All that the file has: what was followed was overwritten meanwhile.
+            let ((_, _), slots, _) = Recording::slots(&self.path)?;
+            let since = if begins_anew { first } else { self.next };
+            let own = slots.into_iter().filter(|(number, _)| *number >= since);
+            let mut last = since.saturating_sub(1);
+            records.extend(own.map(|(number, record)| {
+                last = number;
+                record
+            }));
+            (self.first, self.next) = (first, last.saturating_add(1));
+        } else {
+            while let Some(record) = slot_at(&mut file, self.next) {
+                records.push(record);
+                self.next = self.next.saturating_add(1);
+            }
+        }
+        Ok(News { about, begins_anew, records })
+    }
+
+    /// Whether the record before the next one is still in its place.
+    fn is_there(&self, file: &mut File) -> bool {
+        self.next == self.first || slot_at(file, self.next.saturating_sub(1)).is_some()
+    }
+}
+
+/// The record of a number, where its slot has it.
+fn slot_at(file: &mut File, number: u64) -> Option<Record> {
+    let place = (number % SLOTS as u64) * SLOT_BYTES as u64;
+    let mut bytes = [0; SLOT_BYTES];
+    file.seek(SeekFrom::Start(HEADER_BYTES as u64 + place)).ok()?;
+    file.read_exact(&mut bytes).ok()?;
+    let (found, payload) = read_slot(&bytes)?;
+    if found == number { serde_json::from_slice(payload).ok() } else { None }
+}
+
 /// The header with the number of its first record, the slots in order of their numbers, and how many are torn.
 pub type Slots = ((u64, About), Vec<(u64, Record)>, usize);
 
@@ -246,15 +328,20 @@ impl Recording {
             .map_err(|reason| RecorderError::NotARecording { path: path.to_owned(), reason })
     }
 
+    /// The number of the first record, and what the recording is of.
+    fn header(bytes: &[u8]) -> Result<(u64, About), &'static str> {
+        let header = bytes.get(..HEADER_BYTES).ok_or("it is too short")?;
+        let header = header.strip_prefix(MAGIC).ok_or("it does not begin as one")?;
+        let (first, about) = read_slot(header).ok_or("its header is damaged")?;
+        Ok((first, serde_json::from_slice(about).map_err(|_| "its header is damaged")?))
+    }
+
     /// Reads a recording's bytes.
     ///
     /// # Errors
     /// What is wrong with them.
     pub fn parse(bytes: &[u8]) -> Result<Slots, &'static str> {
-        let header = bytes.get(..HEADER_BYTES).ok_or("it is too short")?;
-        let header = header.strip_prefix(MAGIC).ok_or("it does not begin as one")?;
-        let (first, about) = read_slot(header).ok_or("its header is damaged")?;
-        let about: About = serde_json::from_slice(about).map_err(|_| "its header is damaged")?;
+        let (first, about) = Recording::header(bytes)?;
         let slots = bytes.get(HEADER_BYTES..).unwrap_or_default();
         if slots.len() != SLOTS * SLOT_BYTES {
             return Err("it was cut");
@@ -334,6 +421,38 @@ mod tests {
         let recording = Recording::read(&path).unwrap();
         assert_eq!(recording.records.len(), 11);
         assert_eq!(recording.about, About { ended: Some("it was stopped".into()), ..about("again") });
+    }
+
+    #[test]
+    fn a_recording_is_followed_while_it_is_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(FLIGHT_RECORDER);
+        let mut follower = Follower::of(path.clone());
+        assert!(matches!(follower.news(), Err(RecorderError::Io { .. })));
+        let mut recorder = Recorder::begin(&path, about("train")).unwrap();
+        let write = |recorder: &mut Recorder, steps: std::ops::RangeInclusive<u64>| {
+            steps.for_each(|step| recorder.record(&record(step)).unwrap());
+        };
+        let steps = |news: &News| news.records.iter().filter_map(|own| own.step).collect::<Vec<_>>();
+        let empty = follower.news().unwrap();
+        assert_eq!((empty.begins_anew, steps(&empty)), (true, vec![]));
+        write(&mut recorder, 1..=3);
+        assert_eq!(steps(&follower.news().unwrap()), [1, 2, 3]);
+        assert_eq!(steps(&follower.news().unwrap()), [0; 0]);
+        // Around the end of the file, and farther than the file is long.
+        write(&mut recorder, 4..=1300);
+        let news = follower.news().unwrap();
+        assert_eq!((news.begins_anew, steps(&news)), (false, (101..=1300).collect()));
+        write(&mut recorder, 1301..=1302);
+        assert_eq!(steps(&follower.news().unwrap()), [1301, 1302]);
+        recorder.end("done").unwrap();
+        assert_eq!(follower.news().unwrap().about.ended.as_deref(), Some("done"));
+        let mut recorder = Recorder::begin(&path, about("again")).unwrap();
+        write(&mut recorder, 7..=8);
+        let news = follower.news().unwrap();
+        assert_eq!((news.begins_anew, steps(&news), news.about), (true, vec![7, 8], about("again")));
+        std::fs::write(&path, vec![b'x'; Recording::FILE_BYTES]).unwrap();
+        assert!(matches!(follower.news(), Err(RecorderError::NotARecording { .. })));
     }
 
     #[test]

@@ -20,6 +20,9 @@ pub use breakdown::{Breakdown, Part};
 pub use choices::{ParetoPoint, WaterfallEntry};
 pub use compared::{Comparison, Unit};
 pub use document::{Document, RunRecord, Subject};
-pub use page::{PageError, snapshot_page};
+pub use page::{
+    Area, LineChart, PageError, TierChart, count, environment as page_environment, hash as policy_hash,
+    seconds, snapshot_page, stacked, style_sheet,
+};
 pub use progress::{Bucket, Progress, RunState};
 pub use timeline::{Allocations, Break, Group, Tick, TierData, TimelineData};

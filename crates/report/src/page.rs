@@ -20,8 +20,10 @@ use crate::compared::Unit;
 use crate::document::Document;
 use crate::progress::{Progress, RunState};
 use crate::timeline::TimelineData;
-use charts::{Bar, LineChart, Scatter, TierChart, Waterfall};
+pub use charts::{Area, LineChart, TierChart, stacked};
+use charts::{Bar, Scatter, Waterfall};
 pub use snapshot::snapshot_page;
+pub use style::sheet as style_sheet;
 
 /// A page that could not be made: a fault of this program.
 #[derive(Debug, thiserror::Error)]
@@ -103,13 +105,18 @@ fn planned_peak(document: &Document) -> Option<u64> {
     document.plan.as_ref().and_then(|plan| plan["memory"]["device"]["peak_bytes"].as_u64())
 }
 
-fn environment() -> Result<Environment<'static>, minijinja::Error> {
+/// What pages are made with: the templates that they have in common, and filters for numbers.
+///
+/// # Errors
+/// A template that is none: a fault of this program.
+pub fn environment() -> Result<Environment<'static>, minijinja::Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_undefined_behavior(minijinja::UndefinedBehavior::Strict);
     for (name, text) in [
         ("report.html", include_str!("page/report.html")),
         ("axes.html", include_str!("page/axes.html")),
+        ("charts.html", include_str!("page/charts.html")),
         ("memory.html", include_str!("page/memory.html")),
         ("timeline.html", include_str!("page/timeline.html")),
         ("run.html", include_str!("page/run.html")),
@@ -145,7 +152,7 @@ fn inert_json(data: &impl Serialize) -> serde_json::Result<String> {
 }
 
 /// As a policy names a style or a script.
-fn hash(text: &str) -> String {
+pub fn hash(text: &str) -> String {
     format!("sha256-{}", BASE64_STANDARD.encode(Sha256::digest(text)))
 }
 

@@ -60,6 +60,8 @@ pub struct Bucket {
     pub most: Option<f64>,
     /// Their mean norm of gradients.
     pub grad_norm: Option<f64>,
+    /// The learning rate of the last.
+    pub lr: Option<f64>,
     /// Tokens in a second: tokens over the time of all.
     pub tokens_per_second: Option<f64>,
     /// The most that the process held after one of them, in bytes.
@@ -108,32 +110,55 @@ fn thinned<T: Copy>(all: Vec<T>) -> Vec<T> {
 }
 
 impl Bucket {
-    fn of(steps: &[StepMetrics]) -> Option<Bucket> {
-        let (first, last) = (steps.first()?, steps.last()?);
-        let finite = |of: fn(&StepMetrics) -> f64| {
-            let values: Vec<f64> = steps.iter().map(of).filter(|value| value.is_finite()).collect();
-            values
-        };
-        let losses = finite(|step| step.loss);
+    /// One step.
+    pub fn of_step(step: &StepMetrics) -> Bucket {
+        let finite = |value: f64| Some(value).filter(|value| value.is_finite());
+        let loss = finite(step.loss);
+        Bucket {
+            from: step.step,
+            to: step.step,
+            loss,
+            least: loss,
+            most: loss,
+            grad_norm: finite(step.grad_norm),
+            lr: finite(step.lr),
+            tokens_per_second: finite(step.tokens_per_second).filter(|speed| *speed > 0.0),
+            resident_bytes: step.memory.process_rss_bytes,
+        }
+    }
+
+    /// Several that follow each other as one; `None` for none.
+    pub fn join(all: &[Bucket]) -> Option<Bucket> {
+        let (first, last) = (all.first()?, all.last()?);
         // Steps have alike many tokens, so that the time of all is the sum of what each takes for one token.
-        let speeds: Vec<f64> =
-            finite(|step| step.tokens_per_second).into_iter().filter(|speed| *speed > 0.0).collect();
-        let slowness: f64 = speeds.iter().map(|speed| 1.0 / speed).sum();
+        let slowness = mean(all, |bucket| bucket.tokens_per_second.map(|speed| 1.0 / speed));
         Some(Bucket {
-            from: first.step,
-            to: last.step,
-            loss: mean(&losses),
-            least: losses.iter().copied().reduce(f64::min),
-            most: losses.iter().copied().reduce(f64::max),
-            grad_norm: mean(&finite(|step| step.grad_norm)),
-            tokens_per_second: (slowness > 0.0).then(|| speeds.len() as f64 / slowness),
-            resident_bytes: steps.iter().map(|step| step.memory.process_rss_bytes).max().unwrap_or(0),
+            from: first.from,
+            to: last.to,
+            loss: mean(all, |bucket| bucket.loss),
+            least: all.iter().filter_map(|bucket| bucket.least).reduce(f64::min),
+            most: all.iter().filter_map(|bucket| bucket.most).reduce(f64::max),
+            grad_norm: mean(all, |bucket| bucket.grad_norm),
+            lr: last.lr,
+            tokens_per_second: slowness.map(|slowness| 1.0 / slowness),
+            resident_bytes: all.iter().map(|bucket| bucket.resident_bytes).max().unwrap_or(0),
         })
+    }
+
+    fn of(steps: &[StepMetrics]) -> Option<Bucket> {
+        Bucket::join(&steps.iter().map(Bucket::of_step).collect::<Vec<_>>())
+    }
+
+    fn steps(&self) -> f64 {
+        self.to.saturating_sub(self.from) as f64 + 1.0
     }
 }
 
-fn mean(values: &[f64]) -> Option<f64> {
-    (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+/// The mean over the steps of all buckets that have a value.
+fn mean(all: &[Bucket], value: impl Fn(&Bucket) -> Option<f64>) -> Option<f64> {
+    let having = all.iter().filter_map(|bucket| Some((value(bucket)?, bucket.steps())));
+    let (sum, steps) = having.fold((0.0, 0.0), |(sum, steps), (value, own)| (sum + value * own, steps + own));
+    (steps > 0.0).then(|| sum / steps)
 }
 
 #[cfg(test)]
@@ -162,6 +187,8 @@ mod tests {
             },
             rung: u64::from(step > 900),
             validation_loss: step.is_multiple_of(500).then_some(3.0),
+            io: None,
+            ranks_rss_bytes: Vec::new(),
         }
     }
 

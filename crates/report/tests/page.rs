@@ -250,6 +250,8 @@ fn step(step: u64) -> StepMetrics {
         memory,
         rung: 0,
         validation_loss: (step == 2).then_some(3.5),
+        io: None,
+        ranks_rss_bytes: Vec::new(),
     }
 }
 

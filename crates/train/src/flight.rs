@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use plimsoll_memory::Ledger;
-use plimsoll_monitor::{Conditions, FLIGHT_RECORDER, Owner, Record, Recorder, Status, process};
+use plimsoll_monitor::{About, Conditions, FLIGHT_RECORDER, Owner, Record, Recorder, Status, process};
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::hardware::SystemFiles;
 
@@ -49,9 +49,11 @@ impl Flight {
         let path = output.join(FLIGHT_RECORDER);
         let what = format!("training of {} in {}", plan.spec.name, output.display());
         let shared = Arc::clone(&known);
+        let planned_bytes = Some(plan.process_bytes());
         let record = move || -> std::io::Result<()> {
             let (files, pid) = (SystemFiles::of_this_machine(), std::process::id());
-            let mut recorder = Recorder::begin(&path, Conditions::about(&files, pid, what, now()))?;
+            let about = About { planned_bytes, ..Conditions::about(&files, pid, what, now()) };
+            let mut recorder = Recorder::begin(&path, about)?;
             loop {
                 let known = shared.lock().unwrap_or_else(PoisonError::into_inner).clone();
                 recorder.record(&record_of(&files, pid, known))?;

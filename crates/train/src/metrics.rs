@@ -15,7 +15,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use self::appended::Appended;
 use self::csv::Csv;
 use self::tensorboard::EventFile;
-use crate::TrainError;
+use crate::{Io, TrainError};
 
 const FILE: &str = "metrics.jsonl";
 
@@ -56,6 +56,12 @@ pub struct StepMetrics {
     /// Mean loss on the validation data, where the step measured it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_loss: Option<f64>,
+    /// What went between the device and the tiers below it in this step; `None` where everything stays on the device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub io: Option<Io>,
+    /// Resident set of each of several ranks after the step, in bytes, by its number.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ranks_rss_bytes: Vec<u64>,
 }
 
 /// Memory during a step.
@@ -236,6 +242,8 @@ mod tests {
             },
             rung: 0,
             validation_loss: None,
+            io: None,
+            ranks_rss_bytes: Vec::new(),
         }
     }
 

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use plimsoll_data::Batch;
 use plimsoll_device::Device;
+use plimsoll_disk::IoMeter;
 use plimsoll_monitor::{Health, History, Status, Thresholds};
 use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::TrainingPlan;
@@ -217,6 +218,8 @@ fn one_step<'a>(
     with: &mut Connections<'_, 'a>,
 ) -> Result<StepMetrics, TrainError> {
     let begun = Instant::now();
+    let meter = trainer.tiers().meter();
+    let moved_before = meter.as_ref().map(IoMeter::totals);
     let batches =
         (0..settings.accumulation).map(|_| (with.next_batch)()).collect::<Result<Vec<Batch>, _>>()?;
     let micro_batches: Vec<MicroBatch<'_>> = batches.iter().map(micro_batch).collect();
@@ -258,6 +261,13 @@ fn one_step<'a>(
         progress.last_loss = Some(outcome.loss);
     }
     let process_rss_bytes = (with.process_memory)().0;
+    let ranks_rss_bytes = match with.ranks.is_alone() {
+        true => Vec::new(),
+        false => {
+            let all = with.ranks.gather_numbers(&[process_rss_bytes as f64])?;
+            all.into_iter().map(|of_rank| of_rank.first().map_or(0, |bytes| *bytes as u64)).collect()
+        }
+    };
     let health = progress.judge_memory(step, process_rss_bytes, settings.load_line);
     if let Some(flight) = &progress.flight {
         let arena = device.arena();
@@ -287,6 +297,8 @@ fn one_step<'a>(
         },
         rung: progress.rung,
         validation_loss: None,
+        io: meter.zip(moved_before).map(|(meter, before)| Io::of(meter.totals().since(&before))),
+        ranks_rss_bytes,
     })
 }
 

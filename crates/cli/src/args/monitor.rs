@@ -119,7 +119,7 @@ fn signal(text: &str) -> Result<i32, String> {
 }
 
 /// A port of the loopback, or an address with its port.
-fn address(text: &str) -> Result<SocketAddr, String> {
+pub(super) fn address(text: &str) -> Result<SocketAddr, String> {
     if let Ok(port) = text.parse::<u16>() {
         return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port));
     }

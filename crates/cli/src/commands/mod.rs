@@ -20,3 +20,4 @@ pub mod preview;
 pub mod report;
 pub mod snapshot;
 pub mod train;
+pub mod watch;

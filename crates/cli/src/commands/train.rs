@@ -1,6 +1,7 @@
 //! `plimsoll train`: plan, print the plan, refuse what does not fit, train.
 
 use std::io::Write;
+use std::path::Path;
 use std::sync::Arc;
 
 use plimsoll_device::{Cpu, Device};
@@ -8,11 +9,16 @@ use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::{RawConfig, Started};
-use plimsoll_train::{MemoryReading, Prepared, Resumption, Surroundings, TrainError, TrainingOutcome};
+use plimsoll_report::count;
+use plimsoll_train::{
+    MemoryReading, Observer, Prepared, Resumption, Surroundings, TrainError, TrainingOutcome,
+};
+use plimsoll_watch::{Live, PlanView};
 
 use crate::args::TrainArgs;
 use crate::commands::advice::{misfits, remedies};
 use crate::commands::plan::describe::{describe, whole_run};
+use crate::dashboard::{Dashboard, Watching};
 use crate::failure::Failure;
 use crate::load_line::kept_so_far;
 use crate::models::{self, Need};
@@ -20,6 +26,7 @@ use crate::output::{out, outln};
 use crate::progress::TrainingProgress;
 use crate::ranks;
 use crate::row;
+use crate::screen::{self, Restorer};
 use crate::session::{Engine, load_config_on};
 use crate::signals::StopSignals;
 use crate::speeds::PlanSpeeds;
@@ -120,29 +127,60 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     let advice = (!plan.config.memory.silent_mode()).then(|| plan.alternatives.clone());
     let mut progress =
         TrainingProgress::new(&plan.config.output, plan.load_line.bytes, beside, advice, quiet);
+    let restorer = Restorer::default();
+    let has_dashboard = args.dashboard && leads && ranks.is_alone() && screen::is_there();
+    let view = if has_dashboard { Some(PlanView::of(&plan)?) } else { None };
+    let live = has_dashboard.then(|| {
+        let every = (plan.config.output.eval_steps(), plan.config.output.save_steps());
+        let live = Live::new(&output.display().to_string(), view, every.0, every.1);
+        match prepared.resumption() {
+            Some(Resumption { step, .. }) => live.resumed(&output, *step),
+            None => live,
+        }
+    });
+    let (total_steps, is_resumed) = (prepared.total_steps(&plan), prepared.resumption().is_some());
     let ladder = if plan.config.memory.ladder() && ranks.is_alone() { plan.ladder()? } else { vec![plan] };
     // What planning leaves over is no part of what the run needs.
     release_free_heap();
     // Until here there is nothing to save.
-    let signals = StopSignals::listen(!ranks.is_alone())?;
+    let signals = match has_dashboard {
+        true => StopSignals::listen_beside(&restorer)?,
+        false => StopSignals::listen(!ranks.is_alone())?,
+    };
+    let dashboard = live.as_ref().map(|live| Dashboard::begin(live.clone(), &output, restorer.clone()));
+    let dashboard = dashboard.transpose()?;
+    let mut watching;
+    let observer: &mut dyn Observer = match live {
+        Some(live) => {
+            watching = Watching { live, lines: progress.beside(&restorer) };
+            &mut watching
+        }
+        None => &mut progress,
+    };
     let surroundings = Surroundings {
         device: &mut |bytes| {
             Cpu::with_pool(Arc::clone(&engine.pool), engine.isa, bytes)
                 .map(|cpu| -> Box<dyn Device> { Box::new(cpu) })
         },
         memory: &mut MemoryReading::now,
-        observer: &mut progress,
+        observer,
         stop: signals.flag().clone(),
         ranks,
     };
-    let outcome = prepared.run(&ladder, surroundings)?;
+    let outcome = prepared.run(&ladder, surroundings);
+    if let Some(dashboard) = dashboard {
+        for event in dashboard.close() {
+            // What cannot be shown is in the run's files.
+            let _ = outln!("{event}");
+        }
+    }
+    let outcome = outcome?;
     if !leads {
         // The first one speaks for all.
     } else if args.json {
         outln!("{}", serde_json::to_string_pretty(&outcome.report)?)?;
     } else {
-        out!("\n{}", summary(&outcome))?;
-        outln!("everything is in {}", output.display())?;
+        out!("\n{}", summary(&outcome, &output, total_steps, is_resumed))?;
     }
     if outcome.report.finished { Ok(()) } else { Err(Failure::stopped(signals.exit_code())) }
 }
@@ -194,10 +232,26 @@ fn beginning(prepared: &Prepared, resume: bool) -> String {
     }
 }
 
-/// Planned against measured.
-fn summary(outcome: &TrainingOutcome) -> String {
+/// What came of a run: how far it is, its loss, planned against measured, and where things are.
+fn summary(outcome: &TrainingOutcome, output: &Path, total_steps: u64, is_resumed: bool) -> String {
     let report = &outcome.report;
     let (planned, measured) = (&report.planned, &report.measured);
+    let steps = match report.finished {
+        true => format!("finished: {} steps", count(report.steps)),
+        false => format!("stopped: {} of {} steps", count(report.steps), count(total_steps)),
+    };
+    let took = match is_resumed {
+        true => format!("this part took {}", seconds(report.seconds)),
+        false => format!("in {}", seconds(report.seconds)),
+    };
+    let mut text = format!("{steps}, {} tokens, {took}\n", count(report.tokens));
+    if let (Some(first), Some(last)) = (report.first_loss, report.last_loss) {
+        let validation = report.validation_loss.map_or(String::new(), |loss| {
+            format!("; validation loss {loss:.4}, perplexity {:.3}", loss.exp())
+        });
+        text.push_str(&format!("loss {first:.4} to {last:.4}{validation}\n"));
+    }
+    text.push('\n');
     let mut rows = vec![
         row!["", "planned", "measured"],
         row!["arena", ByteSize(planned.device_peak_bytes), ByteSize(measured.device_peak_bytes)],
@@ -212,10 +266,24 @@ fn summary(outcome: &TrainingOutcome) -> String {
         ],
     ];
     rows.retain(|row| row[0] != "disk" || planned.disk_bytes > 0 || measured.disk_bytes > 0);
-    let io = report.io.map(|io| {
+    for rank in &report.ranks {
+        let (planned, measured) = (rank.planned.process_bytes, rank.measured.process_bytes);
+        rows.push(row![format!("rank {}", rank.rank), ByteSize(planned), ByteSize(measured)]);
+    }
+    text.push_str(&table::render(&rows));
+    if let Some(io) = report.io {
         let hidden =
             io.hidden_share.map_or(String::new(), |s| format!(", {:.0} % of its time hidden", 100.0 * s));
-        format!("read {}, written {}{hidden}\n", ByteSize(io.bytes_read), ByteSize(io.bytes_written))
+        let (read, written) = (ByteSize(io.bytes_read), ByteSize(io.bytes_written));
+        text.push_str(&format!("read {read}, written {written}{hidden}\n"));
+    }
+    text.push_str(&match report.rung_changes {
+        0 => String::new(),
+        1 => "memory made the run change its plan once\n".to_owned(),
+        times => format!("memory made the run change its plan {times} times\n"),
     });
-    table::render(&rows) + &io.unwrap_or_default()
+    if let Some(checkpoint) = &outcome.checkpoint {
+        text.push_str(&format!("the last checkpoint is {}\n", checkpoint.display()));
+    }
+    text + &format!("everything is in {}; `plimsoll report {0} -o report.html` shows it\n", output.display())
 }

@@ -7,7 +7,7 @@ mod scatter;
 mod snapshot;
 
 pub use lines::LineChart;
-pub use memory::{Bar, TierChart};
+pub use memory::{Area, Bar, TierChart, stacked};
 pub use scatter::{Scatter, Waterfall};
 pub use snapshot::{SnapshotChart, class_of};
 

@@ -1,76 +1,38 @@
-//! The last sample as Prometheus reads it: its text format 0.0.4 over HTTP, one request at a time.
+//! The last sample as Prometheus reads it: its text format 0.0.4.
 
 use std::fmt::Write as _;
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use plimsoll_monitor::{Judgement, Sample};
 
 use crate::failure::Failure;
-
-/// How long a client may take for a piece of its request.
-const PATIENCE: Duration = Duration::from_secs(1);
-
-/// Bytes of a request at most.
-const LONGEST_REQUEST: usize = 16 << 10;
+use crate::http::{self, Access, Answer};
 
 /// What is served.
 #[derive(Clone, Default)]
 pub struct Page(Arc<Mutex<String>>);
 
 impl Page {
-    /// Serves a page from a thread of its own until the program ends; where it listens.
+    /// Serves a page until the program ends; where it listens.
     pub fn serve(&self, address: SocketAddr) -> Result<SocketAddr, Failure> {
-        let refused = |error: std::io::Error| {
-            Failure::other(format!("--prometheus {address}: {error}; name a port that is free"))
-        };
-        let listener = TcpListener::bind(address).map_err(refused)?;
-        let bound = listener.local_addr().map_err(refused)?;
         let page = self.clone();
-        let serve = move || {
-            for client in listener.incoming().flatten() {
-                // A client that goes away gets nothing.
-                let _ = page.answer(client);
+        let served = http::serve(address, Access::Anybody, move |request| match request.path.as_str() {
+            "/metrics" | "/" => {
+                let text = page.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                Answer::new("text/plain; version=0.0.4", text)
             }
-        };
-        std::thread::Builder::new().name("prometheus".to_owned()).spawn(serve).map_err(refused)?;
-        Ok(bound)
+            _ => Answer::error("404 Not Found", "GET /metrics"),
+        });
+        served.map_err(|error| {
+            Failure::other(format!("--prometheus {address}: {error}; name a port that is free"))
+        })
     }
 
     /// Replaces what is served.
     pub fn show(&self, sample: &Sample, judged: &Judgement) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = metrics(sample, judged);
     }
-
-    fn answer(&self, mut client: TcpStream) -> std::io::Result<()> {
-        client.set_read_timeout(Some(PATIENCE))?;
-        client.set_write_timeout(Some(PATIENCE))?;
-        let request = request_of(&mut client)?;
-        let is_ours = [&b"GET /metrics "[..], b"GET / "].iter().any(|own| request.starts_with(own));
-        let (status, body) = match is_ours {
-            true => ("200 OK", self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()),
-            false => ("404 Not Found", "GET /metrics\n".to_owned()),
-        };
-        write!(
-            client,
-            "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
-            body.len()
-        )
-    }
-}
-
-/// A request with its headers, which may come in pieces, up to a limit.
-fn request_of(client: &mut impl Read) -> std::io::Result<Vec<u8>> {
-    let (mut request, mut piece) = (Vec::new(), [0; 1024]);
-    while !request.windows(4).any(|end| end == b"\r\n\r\n") && request.len() < LONGEST_REQUEST {
-        match client.read(&mut piece)? {
-            0 => break,
-            length => request.extend(piece.iter().take(length)),
-        }
-    }
-    Ok(request)
 }
 
 /// A sample in Prometheus' words.

@@ -108,6 +108,25 @@ impl LineChart {
         drawn.map(|curve| LineChart::of(run, curve)).collect()
     }
 
+    /// The learning rate; `None` where no step has one.
+    pub fn of_learning_rate(run: &Progress) -> Option<LineChart> {
+        let most = run.buckets.iter().filter_map(|bucket| bucket.lr).reduce(f64::max)?;
+        let range = [0.0, 1.12 * most.max(f64::MIN_POSITIVE)];
+        let ticks = (1..=2).map(|half| 0.5 * f64::from(half) * most);
+        Some(LineChart::of(
+            run,
+            Curve {
+                key: "lr",
+                title: "Learning rate",
+                value: &|bucket| bucket.lr,
+                range,
+                ticks: ticks.map(|lr| (lr, format!("{lr:.1e}"))).collect(),
+                planned: None,
+                band: false,
+            },
+        ))
+    }
+
     fn of(run: &Progress, curve: Curve<'_>) -> LineChart {
         let Curve { key, title, value, range, ticks, planned, band } = curve;
         let steps = [run.buckets.first().map_or(1, |own| own.to) as f64, run.steps as f64];

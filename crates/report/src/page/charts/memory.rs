@@ -98,9 +98,12 @@ pub struct TierChart {
 
 /// A kind's bytes over time.
 #[derive(Debug, Serialize)]
-pub(super) struct Area {
+pub struct Area {
+    /// The kind, as the style sheet calls it.
     pub kind: &'static str,
+    /// Its outline: a unit across for each column, 10,000 for the height.
     pub path: String,
+    /// The most that it has.
     pub most: u64,
 }
 
@@ -113,6 +116,7 @@ struct Stretch {
 }
 
 impl TierChart {
+    /// Of a tier of a time line.
     pub fn of(timeline: &TimelineData, tier: &TierData) -> TierChart {
         let peak = tier.peak_bytes.max(1) as f64;
         let line = tier.line.map(|(bytes, _)| bytes as f64);
@@ -159,14 +163,21 @@ impl TierChart {
 /// The tags on top of each other, and the gaps on top of all.
 fn areas(timeline: &TimelineData, tier: &TierData, most: f64) -> Vec<Area> {
     let columns = tier.top.len();
-    let mut below = vec![0u64; columns];
-    let mut areas = Vec::new();
     let gaps: Vec<u64> = (0..columns)
         .map(|column| tier.top.get(column).copied().unwrap_or(0).saturating_sub(tier.live_in(column)))
         .collect();
     let tags = tier.live.iter().map(|(tag, bytes)| (timeline.tags.get(*tag).copied().unwrap_or(""), bytes));
-    for (kind, bytes) in tags.chain([("gaps", &gaps)]) {
-        let above: Vec<u64> = below.iter().zip(bytes).map(|(below, bytes)| below + bytes).collect();
+    stacked(tags.chain([("gaps", &gaps)]), most)
+}
+
+/// Kinds on top of each other in a picture that is as high as `most` bytes; each has bytes for every column.
+pub fn stacked<'a>(kinds: impl Iterator<Item = (&'static str, &'a Vec<u64>)>, most: f64) -> Vec<Area> {
+    let mut below: Vec<u64> = Vec::new();
+    let mut areas = Vec::new();
+    for (kind, bytes) in kinds {
+        below.resize(bytes.len(), 0);
+        let sums = below.iter().zip(bytes).map(|(below, bytes)| below.saturating_add(*bytes));
+        let above: Vec<u64> = sums.collect();
         if above != below {
             let path = outline(&below, &above, most);
             areas.push(Area { kind, path, most: bytes.iter().copied().max().unwrap_or(0) });
