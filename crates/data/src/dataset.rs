@@ -185,7 +185,7 @@ impl Dataset {
     }
 
     /// Memory for `count` windows, and none more.
-    pub(crate) fn buffer(&self, count: u64) -> Batch {
+    pub fn buffer(&self, count: u64) -> Batch {
         let words = (count * self.sequence_length) as usize;
         let (weighted, apart) = match &self.content {
             Content::Texts { .. } => (false, false),
@@ -200,7 +200,7 @@ impl Dataset {
     }
 
     /// As [`Dataset::batch`], in the memory of another batch.
-    pub(crate) fn fill(&self, position: u64, count: u64, batch: &mut Batch) -> Result<(), DataError> {
+    pub fn fill(&self, position: u64, count: u64, batch: &mut Batch) -> Result<(), DataError> {
         let length = self.sequence_length as usize;
         batch.clear();
         for position in position..position + count {

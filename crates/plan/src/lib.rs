@@ -12,6 +12,7 @@ pub mod config;
 mod cost;
 mod divide;
 mod dry_run;
+mod evaluating;
 mod explain;
 mod export;
 mod filling;
@@ -19,6 +20,7 @@ mod find;
 mod generation;
 pub mod hardware;
 mod inference;
+mod ladder;
 mod limits;
 mod load_line;
 mod measured;
@@ -59,7 +61,7 @@ pub use generation::{
     cache_name,
 };
 pub use inference::{InferenceChange, InferencePlan, InferenceQuestion, InferenceStage, LayerPlaces};
-pub use limits::Limits;
+pub use limits::{Limits, PipelineBytes};
 pub use load_line::{ADDRESS_SPACE_BESIDE, LimitedBy, LoadLine, ProcessLimits};
 pub use measured::{DiskName, MachineName, Measured, RatesFile};
 pub use method::quantized_as;

@@ -15,6 +15,7 @@ fn machine() -> Machine {
         limits: ProcessLimits::NONE,
         overhead_bytes: 50 << 20,
         host_bytes_per_token: 32,
+        worker_bytes: 0,
         disk_available: Some(1 << 40),
         device_bytes: None,
         host_bytes: None,
@@ -249,6 +250,7 @@ fn step(step: u64) -> StepMetrics {
         batch_size: 2,
         memory,
         rung: 0,
+        micro_batch_size: 1,
         validation_loss: (step == 2).then_some(3.5),
     }
 }

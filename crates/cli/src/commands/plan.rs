@@ -11,6 +11,8 @@ mod ranks;
 mod search;
 mod waterfall;
 
+use std::io::Write;
+
 use plimsoll_model::catalogue;
 use plimsoll_plan::config::{Imported, RawConfig};
 use plimsoll_plan::{
@@ -25,6 +27,7 @@ use crate::commands::advice::{misfits, remedies};
 use crate::failure::Failure;
 use crate::needs;
 use crate::output::{out, outln, write_file};
+use crate::session::answers;
 use crate::speeds::PlanSpeeds;
 use describe::{describe, whole_run};
 
@@ -49,6 +52,12 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     }
     let imported = args.import.as_deref().map(Imported::from_file).transpose()?.unwrap_or_default();
     let mut asked = Asked::new(&source, &imported, &args.machine, args.json)?;
+    let answers = answers(&source)?;
+    if args.json {
+        let _ = write!(std::io::stderr(), "{answers}");
+    } else {
+        out!("{answers}")?;
+    }
     search::check(args, &asked)?;
     if args.elsewhere {
         asked = asked.elsewhere()?;

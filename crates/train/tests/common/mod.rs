@@ -16,6 +16,7 @@ pub fn machine() -> Machine {
         limits: ProcessLimits::NONE,
         overhead_bytes: 0,
         host_bytes_per_token: 32,
+        worker_bytes: plimsoll_plan::Machine::WORKER_BYTES,
         disk_available: None,
         device_bytes: None,
         host_bytes: None,
