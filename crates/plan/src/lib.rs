@@ -6,6 +6,7 @@
 mod advice;
 mod axes;
 mod bounds;
+mod breakdown;
 mod catalogue;
 mod colours;
 pub mod config;
@@ -48,6 +49,7 @@ mod zero_table;
 
 pub use advice::{Alternative, Extent, LeastNeed, MemoryAndDisk, Refusal};
 pub use axes::{byte_ticks, nice_step};
+pub use breakdown::{ActivationMemory, MemoryBreakdown, Optimization};
 pub use catalogue::{Catalogue, CatalogueError, DeviceModel, MeasuredCpu, Price, Spill, Target};
 pub use colours::{COLOURS, Colour, OTHER_COLOUR, colour_of};
 pub use cost::RunCost;

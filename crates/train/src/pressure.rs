@@ -322,13 +322,13 @@ mod tests {
         // 1000 of 1050 MiB are critical, 1000 of 1030 an emergency.
         let change = pressure.judge(0, &container(990, 1050)).unwrap();
         assert_eq!((change.to, change.memory.unwrap().status), (1, Status::Critical));
-        let change = pressure.judge(0, &container(990, 700)).unwrap();
+        let change = pressure.judge(0, &container(650, 700)).unwrap();
         assert_eq!((change.to, change.memory.unwrap().status), (2, Status::Emergency));
         assert_eq!(change.memory.unwrap().limit_bytes, 700 * MIB);
         // At once where it need not be smooth: 600 of 664 MiB are more than 90 %.
         let mut pressure = batches(false);
         assert_eq!(pressure.judge(1, &container(790, 841)).unwrap().to, 2);
-        assert_eq!(pressure.judge(1, &container(790, 664)).unwrap().to, 3);
+        assert_eq!(pressure.judge(1, &container(600, 664)).unwrap().to, 3);
     }
 
     #[test]

@@ -7,10 +7,11 @@ use std::path::Path;
 
 use plimsoll_device::{Cpu, CpuOptions, Device, DeviceError, Lent, Op, Tensor};
 use plimsoll_memory::{Arena, ByteSize, Loan, OutOfMemory, Tag, TagBytes, Tier};
-use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::RawConfig;
+use plimsoll_plan::{Machine, TrainingPlan};
 use plimsoll_train::{
     MemoryReading, Observer, Prepared, RunEvent, StopFlag, Surroundings, TrainError, TrainingOutcome,
+    host_bytes_per_token,
 };
 use serde_json::Value;
 
@@ -75,7 +76,8 @@ fn run(
     refuse: &dyn Fn(u64, &[TrainingPlan]) -> bool,
 ) -> (Watcher, TrainingOutcome, Vec<TrainingPlan>) {
     let prepared = Prepared::new(config, false).unwrap();
-    let plan = prepared.plan(&machine()).unwrap();
+    let host_bytes_per_token = host_bytes_per_token(prepared.config());
+    let plan = prepared.plan(&Machine { host_bytes_per_token, ..machine() }).unwrap();
     assert!(plan.fits());
     let ladder: Vec<TrainingPlan> = plan.ladder().unwrap().into_iter().filter(keep).collect();
     let (mut watcher, readings) = (Watcher::default(), Cell::new(0));

@@ -1,5 +1,6 @@
 //! `plimsoll plan`: what a training run needs, before anything is loaded.
 
+mod breakdown;
 mod compare;
 mod cost;
 pub mod describe;
@@ -177,6 +178,13 @@ impl<'a> Answer<'a> {
             insert("waterfall", json!(entries));
             insert("waterfall_next", json!(next));
         }
+        if self.args.breakdown {
+            insert("breakdown", json!(self.plan.breakdown()));
+            insert("optimizations", json!(self.plan.optimizations()));
+        }
+        if !self.args.activations.is_empty() {
+            insert("activations", json!(breakdown::activations(&self.plan, &self.args.activations)?));
+        }
         if let Some(key) = &self.args.explain {
             insert("explain", json!(self.plan.explain(key, &self.asked.origin)?));
         }
@@ -215,6 +223,13 @@ impl<'a> Answer<'a> {
         }
         if args.waterfall {
             out.push_str(&format!("\n{}", waterfall::words(&plan.waterfall()?)));
+        }
+        if args.breakdown {
+            out.push_str(&format!("\n{}", breakdown::words(plan)));
+        }
+        if !args.activations.is_empty() {
+            let all = breakdown::activations(plan, &args.activations)?;
+            out.push_str(&format!("\n{}", breakdown::activation_words(&all)));
         }
         if !self.needs.is_empty() {
             out.push_str(&format!("\n{}\n{}", needs::TITLE, needs::table(&self.needs)));
