@@ -15,7 +15,7 @@ pub fn machine() -> Machine {
         rates,
         limits: ProcessLimits::NONE,
         overhead_bytes: 0,
-        host_bytes_per_token: 32,
+        host_bytes_per_token: 24,
         worker_bytes: plimsoll_plan::Machine::WORKER_BYTES,
         disk_available: None,
         device_bytes: None,
