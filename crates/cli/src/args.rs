@@ -221,6 +221,13 @@ pub struct PlanArgs {
     /// Show what each technique of the plan saves and costs, from the naive step to the planned one, and what would come next
     #[arg(long, conflicts_with = "compare")]
     pub waterfall: bool,
+    /// Show what is allocated, reserved, free and lost in gaps, by phase, and what each technique that is on saves: the step is run dry
+    /// without it
+    #[arg(long, conflicts_with = "compare")]
+    pub breakdown: bool,
+    /// Show what activations take for these shapes, with and without checkpointing and flash attention: 8x2048,16x512
+    #[arg(long, value_name = "BATCHxTOKENS", value_delimiter = ',', conflicts_with = "compare")]
+    pub activations: Vec<String>,
     /// Say why a key of the configuration has its value in the plan, and what other values would do: training.batch_size,
     /// memory.offload.optimizer
     #[arg(long, value_name = "KEY", conflicts_with_all = ["compare", "waterfall", "zero_table"])]

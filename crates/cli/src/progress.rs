@@ -1,5 +1,6 @@
 //! Progress for people: a bar on a terminal, plain lines elsewhere, nothing beside a JSON document.
 
+use std::cmp::Ordering;
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,7 @@ use plimsoll_memory::ByteSize;
 use plimsoll_monitor::Status;
 use plimsoll_plan::Alternative;
 use plimsoll_plan::config::OutputConfig;
-use plimsoll_train::{MemoryHealth, Observer, RunEvent, StepMetrics};
+use plimsoll_train::{MemoryHealth, Observer, RunEvent, RungMemory, StepMetrics};
 use plimsoll_watch::{Event, TimeLeft};
 
 use crate::screen::Restorer;
@@ -169,6 +170,11 @@ impl Observer for TrainingProgress {
             }
             RunEvent::Validated { .. } => self.left.validated(),
             RunEvent::Saved(_) => self.left.saved(self.begun.elapsed()),
+            RunEvent::Rung { step, from, to, batch_sizes, memory: Some(memory), .. } => {
+                let RungMemory { used_bytes, limit_bytes, status } = memory;
+                let line = used_of(step, used_bytes, limit_bytes, status);
+                self.say(&format!("{line} - {}", change_of_batches(batch_sizes, to > from)));
+            }
             _ => {}
         }
         match words {
@@ -179,18 +185,29 @@ impl Observer for TrainingProgress {
     }
 }
 
+/// `[Step 300] Memory: 22.8/24.0 GiB (95%), Status: critical`.
+fn used_of(step: u64, used: u64, limit: u64, status: Status) -> String {
+    let units = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+    let (unit, bytes) = units.into_iter().find(|(_, bytes)| limit >= *bytes).unwrap_or(("B", 1));
+    let share = 100.0 * used as f64 / limit.max(1) as f64;
+    let [used, limit] = [used, limit].map(|size| size as f64 / bytes as f64);
+    format!("[Step {step}] Memory: {used:.1}/{limit:.1} {unit} ({share:.0}%), Status: {status}")
+}
+
+/// What a change of plans does to the micro-batch.
+fn change_of_batches([before, now]: [u64; 2], less: bool) -> String {
+    match now.cmp(&before) {
+        Ordering::Less => format!("reducing batch size from {before} to {now}"),
+        Ordering::Greater => format!("increasing batch size from {before} to {now}"),
+        Ordering::Equal if less => "going on with less memory".to_owned(),
+        Ordering::Equal => "going on with more memory".to_owned(),
+    }
+}
+
 /// `[Step 300] Memory: 22.8/24.0 GiB (95%), Status: critical - training.batch_size=1 saves 1.20 GiB, 8 % slower`.
 fn memory_line(metrics: &StepMetrics, advice: &[Alternative]) -> String {
-    let MemoryHealth { status, utilization, limit_bytes, forecast_steps, .. } = metrics.memory.health;
-    let used = metrics.memory.process_rss_bytes;
-    let units = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
-    let (unit, bytes) = units.into_iter().find(|(_, bytes)| limit_bytes >= *bytes).unwrap_or(("B", 1));
-    let [used, limit] = [used, limit_bytes].map(|size| size as f64 / bytes as f64);
-    let share = 100.0 * utilization;
-    let mut text = format!(
-        "[Step {}] Memory: {used:.1}/{limit:.1} {unit} ({share:.0}%), Status: {status}",
-        metrics.step
-    );
+    let MemoryHealth { status, limit_bytes, forecast_steps, .. } = metrics.memory.health;
+    let mut text = used_of(metrics.step, metrics.memory.process_rss_bytes, limit_bytes, status);
     if let Some(steps) = forecast_steps {
         text.push_str(&format!(" - at this rate the line is reached in {steps} steps"));
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::{Isa, Pool};
 use plimsoll_device::{Cpu, DType};
-use plimsoll_plan::config::{Override, RawConfig, Started};
+use plimsoll_plan::config::{Imported, Override, RawConfig, Started};
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
 use plimsoll_plan::{DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates};
 use plimsoll_step::Precision;
@@ -27,7 +27,7 @@ pub fn load_config_on(
     imported: &[Override],
     started: Started,
 ) -> Result<RawConfig, Failure> {
-    available(read_config(source, imported, &[])?.on_ranks(started)?)
+    Ok(read_config(source, imported, &[])?.on_ranks(started)?)
 }
 
 /// The same with further flags: the key that each sets, its name, and its value if it was given.
@@ -46,7 +46,23 @@ pub fn load_config_over(
 ) -> Result<RawConfig, Failure> {
     let config = read_config(source, imported, further)?;
     config.validate()?;
-    available(config)
+    Ok(config)
+}
+
+/// The file of a command line, where it is a configuration of the Ava framework, which is read as ours are.
+fn foreign(source: &ConfigSource) -> Result<Option<Imported>, Failure> {
+    match &source.config {
+        Some(path) => Ok(Imported::read_as_ours(path)?),
+        None => Ok(None),
+    }
+}
+
+/// What of such a file has no meaning here, each key with a reason; nothing where the file is ours.
+pub fn answers(source: &ConfigSource) -> Result<String, Failure> {
+    let Some(Imported { left, .. }) = foreign(source)? else { return Ok(String::new()) };
+    let mut text = "a configuration of the Ava framework; what has no meaning here:\n".to_owned();
+    left.iter().for_each(|one| text.push_str(&format!("  {one}\n")));
+    Ok(text + "\n")
 }
 
 /// What was written, each value read by itself.
@@ -55,7 +71,9 @@ fn read_config(
     imported: &[Override],
     further: &[(&str, &str, &Option<String>)],
 ) -> Result<RawConfig, Failure> {
+    let foreign = foreign(source)?;
     let mut overrides = imported.to_vec();
+    overrides.extend(foreign.iter().flat_map(|foreign| foreign.overrides.clone()));
     for (key, flag, value) in [
         ("model.path", "--model", &source.model),
         ("training.batch_size", "--batch-size", &source.batch_size),
@@ -75,7 +93,7 @@ fn read_config(
     for assignment in &source.set {
         overrides.push(Override::set(assignment)?);
     }
-    match &source.config {
+    match source.config.as_ref().filter(|_| foreign.is_none()) {
         Some(path) => Ok(RawConfig::from_file_with(path, &overrides)?),
         None => {
             let mut config = RawConfig::default();
@@ -85,16 +103,6 @@ fn read_config(
             Ok(config)
         }
     }
-}
-
-/// Refuses what the program does not have.
-fn available(config: RawConfig) -> Result<RawConfig, Failure> {
-    if !config.data.persistent_workers() {
-        return Err(Failure::usage(
-            "data.persistent_workers: false is not available in this version; leave it true",
-        ));
-    }
-    Ok(config)
 }
 
 /// The threads and kernels of this machine, and what it can do.
@@ -145,6 +153,7 @@ impl Engine {
             limits: ProcessLimits::detect(),
             overhead_bytes: self.overhead_bytes(),
             host_bytes_per_token: plimsoll_train::host_bytes_per_token(config),
+            worker_bytes: Machine::WORKER_BYTES,
             disk_available: disk_space(&config.disk_path()).ok().map(|space| space.available.0),
             device_bytes: None,
             host_bytes: None,

@@ -1,12 +1,14 @@
-//! Batches of windows, made ahead of their use by a background thread.
+//! Batches of windows, made ahead of their use by background threads, in one order whatever the number of threads.
+
+mod shelf;
 
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
 
 use plimsoll_memory::run_on_all_cores;
 use plimsoll_parallel::Deal;
 
+use self::shelf::Shelf;
 use crate::{DataError, Dataset};
 
 /// The target of a position that predicts nothing.
@@ -26,112 +28,244 @@ pub struct Batch {
     pub document_starts: Option<Vec<u32>>,
 }
 
+impl Batch {
+    /// Bytes of its memory, filled or not.
+    pub fn bytes(&self) -> u64 {
+        let words = self.tokens.capacity() + self.targets.capacity();
+        let weights = self.weights.as_ref().map_or(0, Vec::capacity);
+        let starts = self.document_starts.as_ref().map_or(0, Vec::capacity);
+        4 * (words + weights + starts) as u64
+    }
+
+    /// Forgets its windows, and keeps its memory.
+    pub(crate) fn clear(&mut self) {
+        self.tokens.clear();
+        self.targets.clear();
+        self.weights.iter_mut().for_each(Vec::clear);
+        self.document_starts.iter_mut().for_each(Vec::clear);
+    }
+}
+
 /// The targets of windows of `length` tokens each.
 pub fn targets(tokens: &[u32], length: usize) -> Vec<u32> {
     let mut targets = Vec::with_capacity(tokens.len());
+    add_targets(tokens, length, &mut targets);
+    targets
+}
+
+/// The same, added to others.
+pub(crate) fn add_targets(tokens: &[u32], length: usize, targets: &mut Vec<u32>) {
     for window in tokens.chunks(length.max(1)) {
         targets.extend_from_slice(&window[1..]);
         targets.push(IGNORED_TARGET);
     }
-    targets
 }
 
-/// An endless row of batches.
+/// How many threads make batches ahead of their use, and how far ahead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Workers {
+    /// Threads; with none, whoever asks for a batch makes it.
+    pub count: u64,
+    /// Batches that are made ahead for each of them.
+    pub prefetch_factor: u64,
+    /// Whether they live on from one epoch to the next.
+    pub persistent: bool,
+}
+
+impl Workers {
+    /// Nothing is made ahead.
+    pub const NONE: Workers = Workers { count: 0, prefetch_factor: 0, persistent: true };
+
+    /// Bytes that a worker takes beside its batches: its stack. It reads in pieces that lie there.
+    pub const STACK_BYTES: u64 = 256 << 10;
+
+    /// Batches that are made before they are asked for.
+    pub fn ahead(self) -> u64 {
+        self.count.saturating_mul(self.prefetch_factor)
+    }
+
+    /// Bytes of all their stacks.
+    pub fn bytes(self) -> u64 {
+        self.count.saturating_mul(Workers::STACK_BYTES)
+    }
+}
+
+/// An endless row of batches, the same whatever the number of workers.
+///
+/// Its memory is taken at the beginning and does not grow: buffers for the batches that are made ahead, and for those of one step, which
+/// come back with [`reuse`](Batches::reuse).
 pub struct Batches {
-    source: Source,
+    maker: Arc<Maker>,
+    workers: Workers,
+    shelf: Arc<Shelf>,
+    threads: Vec<JoinHandle<()>>,
+    /// Batches handed out so far.
+    handed: u64,
 }
 
-enum Source {
-    /// Made when asked for.
-    Direct(Maker),
-    /// Made ahead. The receiver goes first, which ends the thread, which is then joined.
-    Ahead { batches: Option<Receiver<Result<Batch, DataError>>>, thread: Option<JoinHandle<()>> },
-}
-
-struct Maker {
+/// Makes a batch by its number, on any thread.
+pub(crate) struct Maker {
     dataset: Arc<Dataset>,
     batch_size: u64,
     /// Windows before the first step.
     position: u64,
-    /// Batches made so far.
-    made: u64,
     deal: Deal,
 }
 
 impl Batches {
-    /// Batches of `batch_size` windows, the first `position` windows left out. Up to `ahead` batches are made before they
-    /// are asked for, by a thread of its own; with 0 the caller's thread makes them.
+    /// Batches of `batch_size` windows, the first `position` windows left out.
     pub fn start(
         dataset: impl Into<Arc<Dataset>>,
         batch_size: u64,
-        ahead: usize,
+        workers: Workers,
         position: u64,
     ) -> Result<Batches, DataError> {
-        Batches::dealt(dataset, batch_size, ahead, position, Deal::ALONE)
+        Batches::dealt(dataset, batch_size, workers, position, Deal::ALONE)
     }
 
     /// The same for one of several ranks: of each step's batches, those that are dealt to it.
     pub fn dealt(
         dataset: impl Into<Arc<Dataset>>,
         batch_size: u64,
-        ahead: usize,
+        workers: Workers,
         position: u64,
         deal: Deal,
     ) -> Result<Batches, DataError> {
-        let mut maker = Maker { dataset: dataset.into(), batch_size, position, made: 0, deal };
-        if ahead == 0 {
-            return Ok(Batches { source: Source::Direct(maker) });
+        let maker = Arc::new(Maker { dataset: dataset.into(), batch_size, position, deal });
+        let buffers = workers.ahead().saturating_add(deal.own.max(1));
+        let shelf = Arc::new(Shelf::new(workers.ahead(), buffers));
+        let mut batches = Batches { maker, workers, shelf, threads: Vec::new(), handed: 0 };
+        batches.set_to_work()?;
+        Ok(batches)
+    }
+
+    /// Takes the buffers, and starts the workers where the next batch begins.
+    fn set_to_work(&mut self) -> Result<(), DataError> {
+        let end = match self.workers.persistent {
+            true => u64::MAX,
+            false => self.maker.end_of_epoch(self.handed),
+        };
+        self.shelf.open(self.handed, end, || self.maker.empty());
+        for _ in 0..self.workers.count {
+            let (maker, shelf) = (Arc::clone(&self.maker), Arc::clone(&self.shelf));
+            let thread = std::thread::Builder::new()
+                .name("plimsoll-data".to_owned())
+                .stack_size(Workers::STACK_BYTES as usize)
+                .spawn(move || {
+                    run_on_all_cores();
+                    shelf.work(&maker);
+                })
+                .map_err(DataError::io("start a thread for", std::path::Path::new("data")))?;
+            self.threads.push(thread);
         }
-        let (sender, batches) = sync_channel(ahead);
-        let thread = std::thread::Builder::new()
-            .name("plimsoll-data".to_owned())
-            .spawn(move || {
-                run_on_all_cores();
-                loop {
-                    let batch = maker.next();
-                    let failed = batch.is_err();
-                    // Nobody listens any more, or there is nothing more to say.
-                    if sender.send(batch).is_err() || failed {
-                        return;
-                    }
-                }
-            })
-            .map_err(DataError::io("start a thread for", std::path::Path::new("data")))?;
-        Ok(Batches { source: Source::Ahead { batches: Some(batches), thread: Some(thread) } })
+        Ok(())
     }
 
     /// The next batch.
     pub fn next_batch(&mut self) -> Result<Batch, DataError> {
-        match &mut self.source {
-            Source::Direct(maker) => maker.next(),
-            Source::Ahead { batches, .. } => match batches {
-                Some(batches) => batches.recv().unwrap_or(Err(DataError::WorkerGone)),
-                None => Err(DataError::WorkerGone),
-            },
+        if self.handed > 0 && self.shelf.has_ended(self.handed) {
+            self.send_home();
+            self.set_to_work()?;
+        }
+        let batch = match self.threads.is_empty() {
+            false => self.shelf.take(self.handed)?,
+            true => {
+                let mut batch = self.shelf.buffer(|| self.maker.empty());
+                self.maker.make(self.handed, &mut batch)?;
+                batch
+            }
+        };
+        self.handed += 1;
+        Ok(batch)
+    }
+
+    /// Takes a batch back that is no longer needed: later ones are made in its memory.
+    pub fn reuse(&mut self, batch: Batch) {
+        self.shelf.put_back(batch);
+    }
+
+    /// The most that its batches have taken at once, whoever had them, in bytes, and the stacks of its workers.
+    pub fn most_bytes(&self) -> u64 {
+        self.shelf.most_bytes().saturating_add(self.workers.bytes())
+    }
+
+    /// What can be given back of it while memory is short, from any thread.
+    pub fn spare(&self) -> SpareBatches {
+        SpareBatches { shelf: Arc::clone(&self.shelf), maker: Arc::clone(&self.maker) }
+    }
+
+    /// Ends the workers.
+    fn send_home(&mut self) {
+        self.shelf.close();
+        for thread in self.threads.drain(..) {
+            // Its panic, if any, was already seen as `WorkerGone`.
+            let _ = thread.join();
         }
     }
 }
 
 impl Drop for Batches {
     fn drop(&mut self) {
-        if let Source::Ahead { batches, thread } = &mut self.source {
-            drop(batches.take());
-            if let Some(thread) = thread.take() {
-                // Its panic, if any, was already seen as `WorkerGone`.
-                let _ = thread.join();
-            }
-        }
+        self.send_home();
+    }
+}
+
+/// The part of a pipeline's memory that it can do without: batches made ahead, buffers of batches that came back, and what the system
+/// keeps of the tokens' file.
+#[derive(Clone)]
+pub struct SpareBatches {
+    shelf: Arc<Shelf>,
+    maker: Arc<Maker>,
+}
+
+impl SpareBatches {
+    /// Gives it back; until [`resume`](SpareBatches::resume) no batch is made before it is asked for. The batches that come
+    /// are the same. The bytes of batches that were given back.
+    pub fn give_back(&self) -> u64 {
+        let bytes = self.shelf.pause();
+        self.maker.dataset.release_cache();
+        bytes
+    }
+
+    /// Works ahead again.
+    pub fn resume(&self) {
+        self.shelf.resume();
     }
 }
 
 impl Maker {
-    fn next(&mut self) -> Result<Batch, DataError> {
+    /// The place of a batch in the row of all ranks.
+    fn number(&self, made: u64) -> u64 {
         let own = self.deal.own.max(1);
-        let (step, within) = (self.made / own, self.made % own);
-        let number = step * self.deal.all() + self.deal.place(within);
-        let batch = self.dataset.batch(self.position + number * self.batch_size, self.batch_size)?;
-        self.made += 1;
-        Ok(batch)
+        let (step, within) = (made / own, made % own);
+        step * self.deal.all() + self.deal.place(within)
+    }
+
+    fn first_window(&self, made: u64) -> u64 {
+        self.position + self.number(made) * self.batch_size
+    }
+
+    /// The first batch of a later epoch than that of batch `made`.
+    fn end_of_epoch(&self, made: u64) -> u64 {
+        let windows = self.dataset.windows().max(1);
+        let epoch = |made| self.first_window(made) / windows;
+        let now = epoch(made);
+        // Batches of a step are not dealt in order, so that steps are looked at.
+        let own = self.deal.own.max(1);
+        let mut step = made / own + 1;
+        while epoch(step * own) <= now {
+            let left = (now + 1) * windows - self.first_window(step * own);
+            step += (left / (self.deal.all().max(1) * self.batch_size.max(1))).max(1);
+        }
+        step * own
+    }
+
+    fn empty(&self) -> Batch {
+        self.dataset.buffer(self.batch_size)
+    }
+
+    pub(crate) fn make(&self, made: u64, batch: &mut Batch) -> Result<(), DataError> {
+        self.dataset.fill(self.first_window(made), self.batch_size, batch)
     }
 }
 
@@ -158,15 +292,19 @@ mod tests {
         Dataset::open(&options, &Tokenizer::byte_level().unwrap(), folder.path())
     }
 
-    fn first(dataset: Dataset, batch_size: u64, ahead: usize, position: u64, count: usize) -> Vec<Batch> {
-        let mut batches = Batches::start(dataset, batch_size, ahead, position).unwrap();
+    fn workers(count: u64, prefetch_factor: u64) -> Workers {
+        Workers { count, prefetch_factor, persistent: true }
+    }
+
+    fn first(dataset: Dataset, batch_size: u64, workers: Workers, position: u64, count: usize) -> Vec<Batch> {
+        let mut batches = Batches::start(dataset, batch_size, workers, position).unwrap();
         (0..count).map(|_| batches.next_batch().unwrap()).collect()
     }
 
     #[test]
     fn windows_come_in_order_wrap_around_and_leave_out_the_tail() {
         let text = |batch: &Batch| batch.tokens.iter().map(|t| *t as u8 as char).collect::<String>();
-        let batches = first(dataset("abcdefghij", 3, None).unwrap(), 2, 0, 0, 3);
+        let batches = first(dataset("abcdefghij", 3, None).unwrap(), 2, Workers::NONE, 0, 3);
         assert_eq!(batches.iter().map(text).collect::<Vec<_>>(), ["abcdef", "ghiabc", "defghi"]);
         let last = IGNORED_TARGET;
         assert_eq!(batches[0].targets, [98, 99, last, 101, 102, last]);
@@ -177,9 +315,13 @@ mod tests {
         let text: String = (0..200).map(|i| char::from(b'a' + i % 26)).collect();
         for shuffle in [None, Some(5)] {
             let make = || dataset(&text, 7, shuffle).unwrap();
-            let all = first(make(), 3, 0, 0, 30);
-            assert_eq!(first(make(), 3, 2, 0, 30), all);
-            assert_eq!(first(make(), 3, 2, 3 * 11, 19), all[11..]);
+            let all = first(make(), 3, Workers::NONE, 0, 30);
+            for workers in [workers(1, 2), workers(1, 1), workers(3, 1), workers(8, 2), workers(8, 0)] {
+                assert_eq!(first(make(), 3, workers, 0, 30), all, "{workers:?}");
+                assert_eq!(first(make(), 3, workers, 3 * 11, 19), all[11..], "{workers:?}");
+                let short_lived = Workers { persistent: false, ..workers };
+                assert_eq!(first(make(), 3, short_lived, 3 * 5, 25), all[5..], "{short_lived:?}");
+            }
         }
     }
 
@@ -187,11 +329,11 @@ mod tests {
     fn ranks_take_the_batches_of_one_without_overlap() {
         let text: String = (0..400u32).map(|i| char::from(b'a' + (i % 26) as u8)).collect();
         let make = || dataset(&text, 7, Some(5)).unwrap();
-        let all = first(make(), 2, 0, 6, 24);
+        let all = first(make(), 2, Workers::NONE, 6, 24);
         for (ranks, own, together) in [(2, 3, 1), (3, 2, 2), (4, 1, 1)] {
             for rank in 0..ranks {
                 let deal = Deal { rank, ranks, own, together };
-                let mut batches = Batches::dealt(make(), 2, 1, 6, deal).unwrap();
+                let mut batches = Batches::dealt(make(), 2, workers(2, 1), 6, deal).unwrap();
                 for step in 0..24 / deal.all() {
                     for within in 0..own {
                         let place = step * deal.all() + deal.place(within);
@@ -223,7 +365,7 @@ mod tests {
     fn documents_are_joined_by_the_end_of_text_token() {
         let dataset = two_documents(false);
         assert_eq!((dataset.tokens(), dataset.windows(), dataset.document_end()), (5, 1, None));
-        let batch = &first(dataset, 1, 0, 0, 1)[0];
+        let batch = &first(dataset, 1, Workers::NONE, 0, 1)[0];
         assert_eq!(batch.tokens, [97, 98, 256, 99, 256]);
         assert_eq!(batch.targets, [98, 256, 99, 256, IGNORED_TARGET]);
     }
@@ -233,7 +375,7 @@ mod tests {
         let (joined, apart) = (two_documents(false), two_documents(true));
         assert_ne!(joined.identity(), apart.identity());
         assert_eq!(apart.document_end(), Some(256));
-        let batch = &first(apart, 1, 0, 0, 1)[0];
+        let batch = &first(apart, 1, Workers::NONE, 0, 1)[0];
         assert_eq!(batch.tokens, [97, 98, 256, 99, 256]);
         assert_eq!(batch.targets, [98, 256, IGNORED_TARGET, 256, IGNORED_TARGET]);
     }
@@ -258,5 +400,53 @@ mod tests {
         {
             assert_ne!(base, other);
         }
+    }
+
+    /// A batch of two windows of seven tokens has 28 words. There are buffers for all that is made ahead, and for a step's.
+    #[test]
+    fn the_memory_of_a_pipeline_is_taken_once() {
+        let text: String = (0..400u32).map(|i| char::from(b'a' + (i % 26) as u8)).collect();
+        for (workers, own) in [(Workers::NONE, 3), (workers(1, 2), 1), (workers(8, 2), 4)] {
+            let deal = Deal { own, ..Deal::ALONE };
+            let dataset = dataset(&text, 7, None).unwrap();
+            let mut batches = Batches::dealt(dataset, 2, workers, 0, deal).unwrap();
+            let planned = 4 * 28 * (workers.ahead() + own) + workers.count * (256 << 10);
+            for _ in 0..30 {
+                assert_eq!(batches.most_bytes(), planned, "{workers:?}");
+                let step: Vec<Batch> = (0..own).map(|_| batches.next_batch().unwrap()).collect();
+                step.into_iter().for_each(|batch| batches.reuse(batch));
+            }
+            assert_eq!(batches.most_bytes(), planned, "{workers:?}");
+        }
+    }
+
+    /// Batches that were made ahead are made again where they were given back.
+    #[test]
+    fn what_is_given_back_changes_no_batch() {
+        let text: String = (0..400u32).map(|i| char::from(b'a' + (i % 26) as u8)).collect();
+        let make = || dataset(&text, 7, Some(5)).unwrap();
+        let all = first(make(), 2, Workers::NONE, 0, 60);
+        let batch = 4 * 28;
+        for workers in [Workers::NONE, workers(1, 3), workers(4, 2)] {
+            let mut batches = Batches::start(make(), 2, workers, 0).unwrap();
+            let spare = batches.spare();
+            for (number, expected) in all.iter().enumerate() {
+                let given_back = if number % 7 == 3 { spare.give_back() } else { 0 };
+                // What workers are about to make comes back when it is made.
+                assert!(given_back <= batch * (workers.ahead() + 1), "{given_back}");
+                if number % 7 == 5 {
+                    spare.resume();
+                }
+                let next = batches.next_batch().unwrap();
+                assert_eq!(next, *expected, "{number} {workers:?}");
+                batches.reuse(next);
+            }
+        }
+        let mut alone = Batches::start(make(), 2, workers(0, 0), 0).unwrap();
+        let (spare, first) = (alone.spare(), alone.next_batch().unwrap());
+        assert_eq!((spare.give_back(), alone.shelf.bytes()), (0, batch));
+        alone.reuse(first);
+        // It was not kept.
+        assert_eq!((spare.give_back(), alone.shelf.bytes()), (0, 0));
     }
 }

@@ -6,11 +6,12 @@ use std::path::Path;
 
 use plimsoll_model::tokenizer::Tokenizer;
 
+use crate::batches::add_targets;
 use crate::chat::{SampleEncoder, SampleReport, SampleWindows, SampleWriter, Skipped, check_share, count};
 use crate::files::{Wanted, expand};
 use crate::order;
 use crate::token_file::{TokenFile, TokenWriter};
-use crate::{Batch, DataError, IGNORED_TARGET, documents, targets};
+use crate::{Batch, DataError, IGNORED_TARGET, documents};
 
 /// What a data set is made of, and how it is cut.
 #[derive(Clone, Debug, PartialEq)]
@@ -178,24 +179,54 @@ impl Dataset {
 
     /// `count` windows, beginning with the `position`-th since training began. After the last window the next epoch begins.
     pub fn batch(&self, position: u64, count: u64) -> Result<Batch, DataError> {
+        let mut batch = self.buffer(count);
+        self.fill(position, count, &mut batch)?;
+        Ok(batch)
+    }
+
+    /// Memory for `count` windows, and none more.
+    pub fn buffer(&self, count: u64) -> Batch {
+        let words = (count * self.sequence_length) as usize;
+        let (weighted, apart) = match &self.content {
+            Content::Texts { .. } => (false, false),
+            Content::Samples { windows, .. } => (true, windows.are_shared()),
+        };
+        Batch {
+            tokens: Vec::with_capacity(words),
+            targets: Vec::with_capacity(words),
+            weights: weighted.then(|| Vec::with_capacity(words)),
+            document_starts: apart.then(|| Vec::with_capacity(words)),
+        }
+    }
+
+    /// As [`Dataset::batch`], in the memory of another batch.
+    pub fn fill(&self, position: u64, count: u64, batch: &mut Batch) -> Result<(), DataError> {
         let length = self.sequence_length as usize;
-        let mut batch = Batch::default();
+        batch.clear();
         for position in position..position + count {
             let window = order::window(position, self.windows(), self.shuffle);
             match &self.content {
                 Content::Texts { tokens, .. } => {
                     tokens.read(window * self.sequence_length, length, &mut batch.tokens)?;
                 }
-                Content::Samples { windows, .. } => windows.read(window, &mut batch)?,
+                Content::Samples { windows, .. } => windows.read(window, batch)?,
             }
         }
         if let Content::Texts { document_end, .. } = &self.content {
-            batch.targets = targets(&batch.tokens, length);
+            add_targets(&batch.tokens, length, &mut batch.targets);
             if let Some(end) = document_end {
                 let ends = batch.targets.iter_mut().zip(&batch.tokens).filter(|(_, token)| *token == end);
                 ends.for_each(|(target, _)| *target = IGNORED_TARGET);
             }
         }
-        Ok(batch)
+        Ok(())
+    }
+
+    /// Tells the system that what it keeps of the tokens' files in memory may go; they are read again from disk.
+    pub fn release_cache(&self) {
+        match &self.content {
+            Content::Texts { tokens, .. } => tokens.release_cache(),
+            Content::Samples { windows, .. } => windows.release_cache(),
+        }
     }
 }

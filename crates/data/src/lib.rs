@@ -15,7 +15,7 @@ mod records;
 mod texts;
 mod token_file;
 
-pub use batches::{Batch, Batches, IGNORED_TARGET, targets};
+pub use batches::{Batch, Batches, IGNORED_TARGET, SpareBatches, Workers, targets};
 pub use dataset::{Dataset, DatasetOptions};
 pub use documents::json_lines;
 pub use error::DataError;

@@ -8,6 +8,9 @@ use std::path::Path;
 
 use crate::DataError;
 
+/// Bytes that are read at once, which lie on the stack of whoever reads.
+const PIECE: usize = 16 << 10;
+
 /// Tokens being written.
 pub struct TokenWriter {
     file: BufWriter<File>,
@@ -79,12 +82,31 @@ impl TokenFile {
 
     /// Appends the `count` tokens from `start` on to `out`; they must be inside the file.
     pub fn read(&self, start: u64, count: usize, out: &mut Vec<u32>) -> Result<(), DataError> {
+        self.for_each(start, count, |token| out.push(token))
+    }
+
+    /// Goes over the `count` tokens from `start` on, which must be inside the file. Takes no memory beside the stack.
+    pub fn for_each(&self, start: u64, count: usize, mut each: impl FnMut(u32)) -> Result<(), DataError> {
         use std::os::unix::fs::FileExt;
-        let mut bytes = vec![0; 4 * count];
-        self.file
-            .read_exact_at(&mut bytes, 4 * start)
-            .map_err(DataError::io("read the tokens from a temporary file in", &self.folder))?;
-        out.extend(bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+        let mut bytes = [0; PIECE];
+        let (mut place, mut left) = (4 * start, 4 * count);
+        while left > 0 {
+            let piece = &mut bytes[..left.min(PIECE)];
+            self.file
+                .read_exact_at(piece, place)
+                .map_err(DataError::io("read the tokens from a temporary file in", &self.folder))?;
+            piece.chunks_exact(4).for_each(|b| each(u32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+            (place, left) = (place + piece.len() as u64, left - piece.len());
+        }
         Ok(())
+    }
+
+    /// Tells the system that what it keeps of the file in memory may go.
+    pub fn release_cache(&self) {
+        #[cfg(any(target_os = "linux", target_os = "android"))]
+        {
+            // It is only advice: a system that does not take it keeps its cache.
+            let _ = rustix::fs::fadvise(&self.file, 0, None, rustix::fs::Advice::DontNeed);
+        }
     }
 }

@@ -160,6 +160,22 @@ impl DryRun {
         Ok(DryRun::training_on(&dry, spec, settings, accumulation, &ranks)?.run)
     }
 
+    /// Bytes of the arena while a batch is evaluated between steps: what lives all the time, and the pass.
+    pub fn evaluation_phase(
+        device: DeviceTraits,
+        spec: &ModelSpec,
+        settings: &StepSettings,
+    ) -> Result<u64, StepError> {
+        let (spec, settings) = &settings.of_stage(spec);
+        let dry = Dry::new().standing_for(device);
+        let tiers = Arc::new(LowerTiers::dry_beside(dry.arena()));
+        let ranks = on_one_machine(settings);
+        let mut trainer = Trainer::new(&dry, tiers, spec.clone(), settings.clone(), &ranks)?;
+        trainer.load(nothing)?;
+        trainer.evaluate(settings.evaluated(), &batch_without_contents(settings))?;
+        Ok(dry.arena().high_water())
+    }
+
     /// What a step takes before its first pass.
     pub(crate) fn at_rest(
         device: DeviceTraits,
@@ -186,11 +202,7 @@ impl DryRun {
         let mut trainer = Trainer::new(dry, Arc::clone(&tiers), own, step, &ranks)?;
         trainer.load(nothing)?;
         trainer.reset_magnitudes()?;
-        let micro_batch = MicroBatch {
-            weights: settings.target_weights.then_some(&[]),
-            document_starts: settings.document_starts.then_some(&[]),
-            ..MicroBatch::new(&[], &[])
-        };
+        let micro_batch = batch_without_contents(settings);
         let took = || {
             let times = dry.clock().map(Clock::times);
             (dry.take_tally(), dry.moved(), times, dry.scopes(), dry.update_seconds())
@@ -213,7 +225,7 @@ impl DryRun {
         let moved = moved.less(moved_before);
         let times = ended.zip(began).map(|(ended, began)| ended.since(began));
         dry.arena().mark("evaluation");
-        trainer.evaluate(settings.batch_size, &micro_batch)?;
+        trainer.evaluate(settings.evaluated(), &micro_batch)?;
         let update_seconds = updates - updates_before;
         let run = DryRun { times, update_seconds, ..DryRun::of(dry, &tiers, tally, moved) };
         Ok(Traced { run, step: begin..end, parts: trainer.parts() })
@@ -454,6 +466,15 @@ fn append_prompts(
 fn append_tokens(decoder: &mut Decoder<'_>, settings: DecodeSettings) -> Result<(), StepError> {
     let tokens: Vec<(u32, u32)> = (0..sequences(settings)).map(|sequence| (sequence, 0)).collect();
     decoder.append_each(&tokens).map(drop)
+}
+
+/// A batch of any size, for a device without memory.
+fn batch_without_contents(settings: &StepSettings) -> MicroBatch<'static> {
+    MicroBatch {
+        weights: settings.target_weights.then_some(&[]),
+        document_starts: settings.document_starts.then_some(&[]),
+        ..MicroBatch::new(&[], &[])
+    }
 }
 
 /// The rank that takes a step, without wires.

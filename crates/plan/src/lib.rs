@@ -6,12 +6,14 @@
 mod advice;
 mod axes;
 mod bounds;
+mod breakdown;
 mod catalogue;
 mod colours;
 pub mod config;
 mod cost;
 mod divide;
 mod dry_run;
+mod evaluating;
 mod explain;
 mod export;
 mod filling;
@@ -19,6 +21,7 @@ mod find;
 mod generation;
 pub mod hardware;
 mod inference;
+mod ladder;
 mod limits;
 mod load_line;
 mod measured;
@@ -46,6 +49,7 @@ mod zero_table;
 
 pub use advice::{Alternative, Extent, LeastNeed, MemoryAndDisk, Refusal};
 pub use axes::{byte_ticks, nice_step};
+pub use breakdown::{ActivationMemory, MemoryBreakdown, Optimization};
 pub use catalogue::{Catalogue, CatalogueError, DeviceModel, MeasuredCpu, Price, Spill, Target};
 pub use colours::{COLOURS, Colour, OTHER_COLOUR, colour_of};
 pub use cost::RunCost;
@@ -59,7 +63,7 @@ pub use generation::{
     cache_name,
 };
 pub use inference::{InferenceChange, InferencePlan, InferenceQuestion, InferenceStage, LayerPlaces};
-pub use limits::Limits;
+pub use limits::{Limits, PipelineBytes};
 pub use load_line::{ADDRESS_SPACE_BESIDE, LimitedBy, LoadLine, ProcessLimits};
 pub use measured::{DiskName, MachineName, Measured, RatesFile};
 pub use method::quantized_as;

@@ -2,6 +2,7 @@
 
 use plimsoll_device::DType;
 use plimsoll_memory::{Tag, Tier};
+use serde::Serialize;
 
 use crate::config::{GradientCheckpointing, RawConfig};
 use crate::dry_run::DryRun;
@@ -9,6 +10,27 @@ use crate::load_line::{LimitedBy, LoadLine};
 use crate::resolve::Choice;
 use crate::shortage::{Resource, Shortage};
 use crate::training_plan::Machine;
+
+/// What the data pipeline takes on the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct PipelineBytes {
+    /// Batches that are made before they are asked for.
+    pub ahead: u64,
+    /// Batches of a step.
+    pub step: u64,
+    /// A batch that is evaluated.
+    pub evaluation: u64,
+    /// The threads that make them.
+    pub workers: u64,
+}
+
+impl PipelineBytes {
+    /// All of it: buffers of a step wait for the next one while a batch is evaluated.
+    pub fn bytes(self) -> u64 {
+        let PipelineBytes { ahead, step, evaluation, workers } = self;
+        [step, evaluation, workers].into_iter().fold(ahead, u64::saturating_add)
+    }
+}
 
 /// What a plan must keep to.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -34,6 +56,12 @@ pub struct Limits {
     pub disk_bytes: u64,
     /// Bytes of the data pipeline for each token of a micro-batch.
     pub pipeline_bytes_per_token: u64,
+    /// Bytes of its threads.
+    pub worker_bytes: u64,
+    /// Whether batches are evaluated between steps, which the pipeline holds beside those of the step.
+    pub evaluates: bool,
+    /// Bytes between files and the tokenizer while the data is read, before there is an arena.
+    pub reading_bytes: u64,
 }
 
 impl Limits {
@@ -52,6 +80,9 @@ impl Limits {
             address_bytes: most,
             disk_bytes: most,
             pipeline_bytes_per_token: 0,
+            worker_bytes: 0,
+            evaluates: false,
+            reading_bytes: 0,
         }
     }
 
@@ -76,6 +107,9 @@ impl Limits {
             address_bytes: machine.limits.address_space_left(overhead).unwrap_or(u64::MAX),
             disk_bytes: config.memory.disk_budget().set().map_or(free, |size| size.0.min(free)),
             pipeline_bytes_per_token: machine.host_bytes_per_token,
+            worker_bytes: machine.worker_bytes.saturating_mul(config.data.workers()),
+            evaluates: config.data.validation.is_some(),
+            reading_bytes: config.data.buffer_size().set().map_or(0, |size| size.0),
         }
     }
 
@@ -92,7 +126,7 @@ impl Limits {
     pub fn shortages(&self, choice: &Choice) -> impl Iterator<Item = Shortage> {
         let host = self.host_tier(choice);
         let needs = [
-            (Resource::Memory, self.under_the_line(choice), self.room_bytes),
+            (Resource::Memory, self.under_the_line(choice).max(self.reading_bytes), self.room_bytes),
             (Resource::Arena, choice.peak_bytes(), self.arena_bytes),
             (Resource::Host, host, self.host_bytes.unwrap_or(u64::MAX)),
             (Resource::Process, self.memory(choice), self.memory_bytes),
@@ -115,12 +149,25 @@ impl Limits {
 
     /// Bytes of the host tier with the data pipeline.
     pub fn host_tier(&self, choice: &Choice) -> u64 {
-        let tokens = choice.settings.batch_size.saturating_mul(choice.settings.sequence_length);
+        choice.dry_run.host_bytes().saturating_add(self.pipeline(choice).bytes())
+    }
+
+    /// What the data pipeline takes on the host.
+    pub fn pipeline(&self, choice: &Choice) -> PipelineBytes {
+        let settings = &choice.settings;
+        let tokens = settings.batch_size.saturating_mul(settings.sequence_length);
         // The pipeline counts one micro-batch for the step, which holds all of its own.
         let further = tokens.saturating_mul(choice.accumulation.saturating_sub(1));
-        let held = further.saturating_mul(choice.settings.host_bytes_per_token());
-        let pipeline = tokens.saturating_mul(self.pipeline_bytes_per_token);
-        choice.dry_run.host_bytes().saturating_add(pipeline).saturating_add(held)
+        let of_token = settings.host_bytes_per_token();
+        let one = tokens.saturating_mul(of_token.min(self.pipeline_bytes_per_token));
+        let all = tokens.saturating_mul(self.pipeline_bytes_per_token);
+        let evaluated = settings.evaluated().saturating_mul(settings.sequence_length);
+        PipelineBytes {
+            ahead: all.saturating_sub(one),
+            step: one.saturating_add(further.saturating_mul(of_token)),
+            evaluation: if self.evaluates { evaluated.saturating_mul(of_token) } else { 0 },
+            workers: self.worker_bytes,
+        }
     }
 
     /// Bytes of memory beside the overhead.

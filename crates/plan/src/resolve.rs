@@ -527,17 +527,20 @@ fn best(candidates: &[Choice], fits: impl Fn(&Choice) -> bool) -> Option<usize> 
 /// Steps that do the same as `choice` in less memory: everything but what they recompute, how many sequences they take at
 /// once and where tensors live stays. In the order in which they need less, the least last.
 ///
-/// What the user fixed is not kept here: these are for when it no longer fits.
+/// What the user fixed is not kept here: these are for when it no longer fits. Micro-batches have at least `least_batch` sequences,
+/// or those that they have.
 pub fn lighter_choices(
     spec: &ModelSpec,
     choice: &Choice,
     rates: &Rates,
     limits: Limits,
+    least_batch: u64,
 ) -> Result<Vec<Choice>, StepError> {
     let own = &choice.settings;
     let effective = own.batch_size * choice.accumulation;
     let sizes = powers_of_two(own.batch_size).chain([own.batch_size]);
-    let mut sizes: Vec<u64> = sizes.filter(|size| effective.is_multiple_of(*size)).collect();
+    let fits_in = |size: &u64| effective.is_multiple_of(*size) && *size >= least_batch.min(own.batch_size);
+    let mut sizes: Vec<u64> = sizes.filter(fits_in).collect();
     sizes.dedup();
     let groups = Checkpointing::Selective(Group::ALL.into_iter().take(3).collect());
     let mut forms = vec![own.checkpointing];
@@ -580,7 +583,8 @@ pub fn lighter_choices(
         }
     }
     let mut all = made(wanted)?;
-    let least = all.iter().map(|other| limits.memory(other)).min().unwrap_or(0);
+    let least = sizes.first().copied().unwrap_or(own.batch_size);
+    let lightest = all.iter().map(|other| limits.memory(other)).min().unwrap_or(0);
     let (mut offload, mut wanted) = (own.offload, Vec::new());
     for kind in TensorKind::IN_ORDER {
         let tier = kind.tier_mut(&mut offload);
@@ -588,9 +592,9 @@ pub fn lighter_choices(
             continue;
         }
         *tier = Tier::Disk;
-        wanted.push(lighter(Checkpointing::Full, 1, offload, KeptLayers::NONE));
+        wanted.push(lighter(Checkpointing::Full, least, offload, KeptLayers::NONE));
     }
-    all.extend(made(wanted)?.into_iter().filter(|further| limits.memory(further) < least));
+    all.extend(made(wanted)?.into_iter().filter(|further| limits.memory(further) < lightest));
     all.retain(|other| {
         limits.memory(other) < limits.memory(choice)
             && other.dry_run.disk_bytes() <= limits.disk_bytes.max(choice.dry_run.disk_bytes())
@@ -711,7 +715,27 @@ pub(crate) fn batches(config: &RawConfig) -> Vec<Vec<(u64, u64)>> {
 fn every_batch(config: &RawConfig) -> Vec<Vec<(u64, u64)>> {
     let training = &config.training;
     let ranks = config.parallel.data_parallel();
-    let first = preferred_batches(training, ranks, config.parallel.micro_batch_groups());
+    let mut first = preferred_batches(training, ranks, config.parallel.micro_batch_groups());
+    if let Some(dynamic) = config.dynamic_batching() {
+        let batch_said = training.batch_size().set().is_some();
+        if let (false, Auto::Auto) = (batch_said, training.gradient_accumulation_steps()) {
+            let effective = first.first().map_or(1, |(batch, steps)| batch * steps);
+            let effective = match training.effective_batch_size.and_then(Auto::set) {
+                Some(_) => effective,
+                None => effective.next_multiple_of(dynamic.min_batch_size().max(1)),
+            };
+            first = dynamic.sizes(effective).into_iter().rev().map(|size| (size, effective / size)).collect();
+        }
+        first.retain(|(batch, _)| dynamic.allows(*batch));
+        // A batch that was said and does not fit is the first to give way.
+        let smaller = |(batch, steps): (u64, u64)| {
+            let whole = batch * steps;
+            let sizes = dynamic.sizes(whole).into_iter().filter(move |size| *size < batch);
+            sizes.map(move |size| vec![(size, whole / size)])
+        };
+        let further = first.clone().into_iter().filter(|_| batch_said).flat_map(smaller);
+        return std::iter::once(first.clone()).chain(further).collect();
+    }
     let said = [training.batch_size(), training.gradient_accumulation_steps()];
     let said = said.into_iter().chain(training.effective_batch_size).any(|key| key.set().is_some());
     if said || !training.optimizer_in_backward() {
@@ -801,6 +825,7 @@ pub(crate) fn step_settings(
         sequence_chunk_tokens: None,
         pipeline_schedule: config.parallel.schedule(),
         sequence_parallel: config.parallel.sequence_parallel(),
+        evaluation_batch_size: training.eval_batch_size().set(),
         stage: None,
         seed: training.seed(),
     }
@@ -859,5 +884,8 @@ pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
     training.micro_batches_per_pass = Some(Auto::Set(choice.settings.micro_batches_per_pass));
     training.attention = Some(Auto::Set(Attention(choice.settings.attention)));
     training.sequence_chunk_tokens = choice.settings.sequence_chunk_tokens.or(training.sequence_chunk_tokens);
+    if config.data.validation.is_some() {
+        training.eval_batch_size = Some(Auto::Set(choice.settings.evaluated()));
+    }
     resolved
 }

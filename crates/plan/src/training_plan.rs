@@ -13,12 +13,13 @@ use crate::advice::{self, Alternative, Refusal};
 use crate::config::RawConfig;
 use crate::divide::{Divided, Division, divide};
 use crate::dry_run::DryRun;
-use crate::limits::{Limits, load_line};
+use crate::evaluating::evaluating;
+use crate::limits::{Limits, PipelineBytes, load_line};
 use crate::load_line::{LoadLine, ProcessLimits};
 use crate::method::training_method;
 use crate::origin::ModelOrigin;
 use crate::ranks::{RankGroup, rank_groups};
-use crate::resolve::{Choice, choose, lighter_choices, resolved_config};
+use crate::resolve::{Choice, choose, resolved_config};
 use crate::run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes, Written, steps_in};
 use crate::runs::DryRuns;
 use crate::search::{Found, SearchReport, searched};
@@ -37,6 +38,8 @@ pub struct Machine {
     pub overhead_bytes: u64,
     /// Host memory that the data pipeline will hold for a micro-batch of one token, in bytes.
     pub host_bytes_per_token: u64,
+    /// Host memory that each of its threads will take beside the batches, in bytes.
+    pub worker_bytes: u64,
     /// What is free on the disk of the spill file, in bytes; `None` where nobody knows.
     pub disk_available: Option<u64>,
     /// Memory of the device, in bytes, where it has memory of its own.
@@ -45,8 +48,10 @@ pub struct Machine {
     pub host_bytes: Option<u64>,
 }
 
-/// A rung of a ladder needs at most this share of the one above it.
-const RUNG: f64 = 0.85;
+impl Machine {
+    /// What a thread of the data pipeline takes on any machine: its stack.
+    pub const WORKER_BYTES: u64 = 256 << 10;
+}
 
 /// A plan.
 #[derive(Clone, Debug)]
@@ -80,6 +85,8 @@ pub struct TrainingPlan {
     pub division: Option<Division>,
     /// What was searched for it, where a goal or a class of quality was named.
     pub search: Option<SearchReport>,
+    /// Whether it is a rung that a run climbs to and does not begin on: a larger micro-batch than the plan's.
+    pub is_above: bool,
 }
 
 /// Bytes by kind at the peak.
@@ -136,6 +143,8 @@ impl TrainingPlan {
         };
         // Where it fits, each rank takes what its own stage needs.
         let choice = if refusal.is_none() { choice.of_own_stage(spec, &machine.rates)? } else { choice };
+        let choice = evaluating(asked, spec, choice, &machine.rates, limits)?;
+        let resolved = resolved_config(&resolved, &choice);
         Ok(TrainingPlan {
             saved: SavedBytes::of(spec, &choice.settings)?,
             spec: spec.clone(),
@@ -155,38 +164,8 @@ impl TrainingPlan {
             refusal,
             division,
             search: None,
+            is_above: false,
         })
-    }
-
-    /// Plans that do the same in less memory, each smaller than the one before and this one the first: for when memory is
-    /// taken away from a run.
-    pub fn ladder(self) -> Result<Vec<TrainingPlan>, StepError> {
-        let rates = &self.machine.rates;
-        let limits = self.limits;
-        let choices = lighter_choices(&self.spec, &self.choice, rates, limits)?;
-        let mut ladder: Vec<TrainingPlan> = Vec::new();
-        let mut above = limits.memory(&self.choice);
-        while let Some(choice) = rung_below(&choices, limits, above).cloned() {
-            above = limits.memory(&choice);
-            ladder.push(TrainingPlan {
-                config: resolved_config(&self.config, &choice),
-                asked: self.asked.clone(),
-                spec: self.spec.clone(),
-                choice,
-                load_line: self.load_line,
-                overhead_bytes: self.overhead_bytes,
-                limits,
-                machine: self.machine,
-                alternatives: Vec::new(),
-                saved: self.saved,
-                refusal: None,
-                ranks: Vec::new(),
-                division: None,
-                search: None,
-            });
-        }
-        ladder.insert(0, self);
-        Ok(ladder)
     }
 
     /// Every allocation of the step, on every tier, with its birth and death.
@@ -209,7 +188,28 @@ impl TrainingPlan {
 
     /// Bytes of the data pipeline.
     pub fn pipeline_bytes(&self) -> u64 {
-        self.host_bytes().saturating_sub(self.choice.dry_run.host_bytes())
+        self.pipeline().bytes()
+    }
+
+    /// What the data pipeline takes on the host, by what for.
+    pub fn pipeline(&self) -> PipelineBytes {
+        self.limits.pipeline(&self.choice)
+    }
+
+    /// Bytes of the arena in a step, and in the evaluation between steps, where there is one. The plan's peak is the larger.
+    ///
+    /// # Errors
+    /// The step cannot be run.
+    pub fn phases(&self) -> Result<(u64, Option<u64>), StepError> {
+        if !self.limits.evaluates {
+            return Ok((self.peak_bytes(), None));
+        }
+        let Choice { settings, accumulation, .. } = &self.choice;
+        let rates = &self.machine.rates;
+        let alone = StepSettings { evaluation_batch_size: Some(1), ..settings.clone() };
+        let step = DryRun::timed_training(&self.spec, &alone, *accumulation, rates)?.peak_bytes();
+        let evaluation = DryRun::evaluation_phase(rates.wiring.device, &self.spec, settings)?;
+        Ok((step, Some(evaluation)))
     }
 
     /// Bytes of host memory: the tier below the device, and the data pipeline.
@@ -373,6 +373,26 @@ impl TrainingPlan {
             .collect()
     }
 
+    /// What the data pipeline costs, and why.
+    fn pipeline_json(&self) -> Value {
+        let (data, bytes) = (&self.config.data, self.pipeline());
+        json!({
+            "num_workers": data.workers(),
+            "prefetch_factor": data.prefetch_factor(),
+            "persistent_workers": data.persistent_workers(),
+            "batches_ahead": data.batches_ahead(),
+            "batch_bytes": self.choice.settings.batch_size
+                * self.choice.settings.sequence_length
+                * self.choice.settings.host_bytes_per_token(),
+            "ahead_bytes": bytes.ahead,
+            "step_bytes": bytes.step,
+            "evaluation_bytes": bytes.evaluation,
+            "worker_bytes": bytes.workers,
+            "bytes": bytes.bytes(),
+            "buffer_bytes_while_reading": self.limits.reading_bytes,
+        })
+    }
+
     fn disk_json(&self) -> Value {
         let budget = self.config.memory.disk_budget().set().map(|size| size.0);
         let mut disk = tier_json(budget, self.disk_bytes(), self.choice.dry_run.disk.at_peak(), 0);
@@ -428,11 +448,20 @@ impl TrainingPlan {
                 "tokens_per_second": time.tokens_per_second,
                 "flops_per_step": time.flops_per_step,
             },
+            "pipeline": self.pipeline_json(),
             "run": self.run_needs(None),
             "alternatives": self.alternatives,
             "shortages": self.shortages(),
             "refusal": self.refusal,
         });
+        if let (Value::Object(map), Ok((step, Some(evaluation)))) = (&mut document, self.phases()) {
+            let phases = json!({
+                "step_peak_bytes": step,
+                "evaluation_peak_bytes": evaluation,
+                "evaluation_batch_size": self.choice.settings.evaluated(),
+            });
+            map.insert("phases".to_owned(), phases);
+        }
         if let (Value::Object(map), Some(division)) = (&mut document, &self.division) {
             map.insert("search".to_owned(), division.to_json());
         }
@@ -507,16 +536,6 @@ pub(crate) struct Decided<'a> {
     runs: DryRuns<'a>,
     pub choice: Choice,
     division: Option<Division>,
-}
-
-/// Of choices in the order in which they need less, the fastest that is a whole rung smaller than what needs `above` bytes;
-/// where none is, the last rung is the smallest of all. `None` where there is nothing smaller.
-fn rung_below(choices: &[Choice], limits: Limits, above: u64) -> Option<&Choice> {
-    let most = (above as f64 * RUNG) as u64;
-    let rate = |choice: &&Choice| choice.time.tokens_per_second;
-    let smaller = choices.iter().filter(|choice| limits.memory(choice) <= most);
-    let fastest = smaller.max_by(|a, b| rate(a).total_cmp(&rate(b)));
-    fastest.or_else(|| choices.last().filter(|smallest| limits.memory(smallest) < above))
 }
 
 /// A tier below the device; `data` bytes of it are the pipeline's.

@@ -18,6 +18,7 @@ fn machine(disk: u64) -> Machine {
         limits,
         overhead_bytes: OVERHEAD,
         host_bytes_per_token: 32,
+        worker_bytes: 0,
         disk_available: Some(disk),
         device_bytes: None,
         host_bytes: None,

@@ -21,6 +21,7 @@ fn a_plan_takes_little_memory_whatever_is_planned() {
         limits,
         overhead_bytes: 0,
         host_bytes_per_token: 32,
+        worker_bytes: 0,
         disk_available,
         device_bytes: None,
         host_bytes: None,

@@ -345,6 +345,9 @@ fn limits(disk_bytes: u64) -> Limits {
         address_bytes: u64::MAX,
         disk_bytes,
         pipeline_bytes_per_token: 0,
+        worker_bytes: 0,
+        evaluates: false,
+        reading_bytes: 0,
     }
 }
 
@@ -361,7 +364,7 @@ fn lighter_steps_do_the_same() {
     let rates = machine().rates;
     let of = |settings: &StepSettings, limits: Limits| {
         let own = Choice::new(&spec, settings.clone(), 3, &rates).unwrap();
-        let found = lighter_choices(&spec, &own, &rates, limits).unwrap();
+        let found = lighter_choices(&spec, &own, &rates, limits, 1).unwrap();
         let memory: Vec<u64> = found.iter().map(|choice| limits.memory(choice)).collect();
         assert!(memory.is_sorted_by(|a, b| a >= b) && memory[0] < limits.memory(&own));
         for choice in &found {
@@ -433,7 +436,7 @@ fn a_ladder_goes_down_by_whole_rungs_to_the_smallest() {
     let spec = ModelSpec { num_layers: 8, ..spec() };
     let first = roomy(&spec);
     let limits = first.limits;
-    let lighter = lighter_choices(&spec, &first.choice, &machine().rates, limits).unwrap();
+    let lighter = lighter_choices(&spec, &first.choice, &machine().rates, limits, 1).unwrap();
     let memory = |choice: &Choice| limits.memory(choice);
     let ladder = first.clone().ladder().unwrap();
     assert_eq!(ladder[0].choice.settings, first.choice.settings);

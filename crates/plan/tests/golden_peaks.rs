@@ -119,6 +119,7 @@ fn chosen(case: &Case<'_>) -> Choice {
         limits,
         overhead_bytes: 0,
         host_bytes_per_token: 0,
+        worker_bytes: 0,
         disk_available: Some(1 << 60),
         device_bytes: None,
         host_bytes: None,

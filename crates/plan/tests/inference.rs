@@ -37,6 +37,7 @@ fn machine(device_bytes: u64, host_bytes: Option<u64>) -> Machine {
         limits: ProcessLimits::NONE,
         overhead_bytes: 0,
         host_bytes_per_token: 0,
+        worker_bytes: 0,
         disk_available: Some(1 << 28),
         device_bytes: Some(device_bytes),
         host_bytes,

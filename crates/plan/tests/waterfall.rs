@@ -219,3 +219,58 @@ fn what_comes_next_saves_what_it_says() {
     let shorter = plan.alternatives.iter().find(|other| other.what == "half the sequence length").unwrap();
     assert!(!next.set.iter().any(|set| shorter.change.contains(set)), "{next:?}");
 }
+
+/// What a technique saves is the difference to the same step without it, and everything is either allocated, a gap, or free.
+#[test]
+fn a_breakdown_adds_up_and_each_technique_saves_what_a_run_without_it_takes_more() {
+    let plan = plan(&[
+        "training.gradient_checkpointing=full",
+        "training.mixed_precision=f32",
+        "training.batch_size=4",
+    ]);
+    let found = plan.breakdown();
+    assert_eq!(found.allocated_bytes + found.gap_bytes, plan.peak_bytes());
+    assert_eq!(found.reserved_bytes, plan.peak_bytes() + plan.overhead_bytes);
+    assert_eq!(found.by_tag.values().sum::<u64>(), found.allocated_bytes);
+    let of_layers: u64 = found.by_layer.iter().flat_map(|layer| layer.by_tag.values()).sum();
+    assert_eq!(of_layers, found.allocated_bytes);
+    assert_eq!(found.by_phase.values().max(), Some(&plan.peak_bytes()));
+    assert_eq!(found.free_bytes, plan.load_line.bytes - plan.process_bytes());
+    let all = plan.optimizations();
+    let on: Vec<&str> = all.iter().filter(|one| one.enabled).flat_map(|one| one.keys.clone()).collect();
+    assert!(on.contains(&"training.gradient_checkpointing") && on.contains(&"training.attention"), "{on:?}");
+    assert!(all.iter().filter(|one| !one.enabled).all(|one| one.bytes_saved.is_none()));
+    let settings = &plan.choice.settings;
+    let without = StepSettings { checkpointing: Checkpointing::None, ..settings.clone() };
+    let more = DryRun::training(&spec(), &without, plan.choice.accumulation).unwrap().peak_bytes();
+    let checkpointing = all.iter().find(|one| one.keys == ["training.gradient_checkpointing"]).unwrap();
+    assert_eq!(checkpointing.bytes_saved, Some((more - plan.peak_bytes()) as i64));
+    assert!(checkpointing.seconds_added.unwrap() > 0.0);
+}
+
+#[test]
+fn activations_are_known_for_any_shape() {
+    let plan = plan(&["training.mixed_precision=f32", "training.batch_size=2"]);
+    let all = plan.activations(4, 256).unwrap();
+    let find = |checkpointing, flash| {
+        let same = |one: &&plimsoll_plan::ActivationMemory| {
+            (one.gradient_checkpointing, one.flash_attention) == (checkpointing, flash)
+        };
+        *all.iter().find(same).unwrap()
+    };
+    let (kept, again) = (find(false, true), find(true, true));
+    assert!(
+        again.activation_bytes < kept.activation_bytes
+            && find(false, false).activation_bytes > kept.activation_bytes
+    );
+    assert_eq!(again.saved_by_checkpointing_bytes, (kept.activation_bytes - again.activation_bytes) as i64);
+    assert_eq!(kept.saved_by_checkpointing_bytes, 0);
+    // Twice the batch is about twice the activations.
+    let twice = plan.activations(8, 256).unwrap()[0].activation_bytes as f64 / kept.activation_bytes as f64;
+    assert!((1.9..2.1).contains(&twice), "{twice}");
+    let shape = |text: &str| plan.config.batch_shape(text);
+    assert_eq!((shape("8x2048"), shape("3")), (Ok((8, 2048)), Ok((3, 128))));
+    for wrong in ["", "x", "8x", "0x8", "8x1", "8x99999999999", "a"] {
+        assert!(shape(wrong).unwrap_err().contains("is no shape"), "{wrong}");
+    }
+}

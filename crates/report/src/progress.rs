@@ -186,6 +186,7 @@ mod tests {
                 health: MemoryHealth::default(),
             },
             rung: u64::from(step > 900),
+            micro_batch_size: 2,
             validation_loss: step.is_multiple_of(500).then_some(3.0),
             io: None,
             ranks_rss_bytes: Vec::new(),

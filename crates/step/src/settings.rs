@@ -327,6 +327,8 @@ pub struct StepSettings {
     /// Whether ranks that share every product divide the residual stream between the halves of layers: each normalises and keeps some
     /// of its rows (sequence parallelism, Korthikanti et al. 2022).
     pub sequence_parallel: bool,
+    /// Sequences of a batch that is evaluated between steps; `None`: as many as of a micro-batch.
+    pub evaluation_batch_size: Option<u64>,
     /// The stage that these settings are of, where they say what they say of its layers alone
     /// ([`of_stage`](StepSettings::of_stage)).
     pub stage: Option<Stage>,
@@ -412,6 +414,7 @@ impl StepSettings {
             sequence_chunk_tokens: None,
             pipeline_schedule: PipelineSchedule::default(),
             sequence_parallel: false,
+            evaluation_batch_size: None,
             stage: None,
             seed: 0,
         }
@@ -620,6 +623,11 @@ impl StepSettings {
             Some(_) => return Ok(()),
         };
         Err(StepError::Invariant { what })
+    }
+
+    /// Sequences of a batch that is evaluated.
+    pub fn evaluated(&self) -> u64 {
+        self.evaluation_batch_size.unwrap_or(self.batch_size)
     }
 
     /// Bytes that a token of a [`MicroBatch`] takes on the host.

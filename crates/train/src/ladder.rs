@@ -4,9 +4,12 @@
 //! State goes from rung to rung through a checkpoint, as in a resumed run: every rung begins with the bits that the rung
 //! before ended with.
 
+use std::sync::Arc;
+
 use plimsoll_device::{Device, DeviceError};
 use plimsoll_disk::DiskError;
 use plimsoll_memory::release_free_heap;
+use plimsoll_monitor::Status;
 use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::config::GradientCheckpointing;
 use plimsoll_plan::{Past, TrainingPlan};
@@ -14,7 +17,7 @@ use plimsoll_step::StepError;
 
 use crate::checkpoint::{Checkpoint, sweep};
 use crate::flight::Flight;
-use crate::pressure::{MemoryReading, Pressure, RungChange};
+use crate::pressure::{MemoryReading, Policy, Pressure, RungChange};
 use crate::run::{PartEnd, Progress, TrainingOutcome, thresholds_of};
 use crate::{Observer, Prepared, RunEvent, StopFlag, TrainError, room};
 
@@ -33,8 +36,8 @@ pub struct Surroundings<'s> {
 }
 
 impl Prepared {
-    /// Trains as the first of `plans` says, and as one of the others while memory asks for it. The plans take the same
-    /// batches and end with the same model, but for the order of sums where batches are split.
+    /// Trains as the first of `plans` says that is no rung to climb to, and as one of the others while memory asks for it. The plans
+    /// take the same batches and end with the same model, but for the order of sums where batches are split.
     ///
     /// # Errors
     /// Whatever ends the run. Memory that is refused does so on the last rung alone.
@@ -46,7 +49,8 @@ impl Prepared {
         let Surroundings { device, memory, observer, stop, ranks } = with;
         let leads = ranks.rank() == 0;
         let plans = if ranks.is_alone() { plans } else { plans.get(..1).unwrap_or_default() };
-        let Some(first) = plans.first() else { return Err(TrainError::NoPlan) };
+        let begin = plans.iter().position(|plan| !plan.is_above).unwrap_or(0);
+        let Some(first) = plans.get(begin) else { return Err(TrainError::NoPlan) };
         let output = self.folder.path().to_owned();
         let past =
             Past { steps: self.start_state().step, checkpoints: Checkpoint::list(&output)?.len() as u64 };
@@ -57,8 +61,16 @@ impl Prepared {
         }
         let thresholds = thresholds_of(first);
         let needs = plans.iter().map(TrainingPlan::process_bytes).collect();
-        let mut pressure = Pressure::new(needs, first.load_line.bytes.max(first.process_bytes()), thresholds);
+        let dynamic = first.config.dynamic_batching().filter(|_| ranks.is_alone());
+        let policy = match dynamic {
+            Some(dynamic) => Policy::of_batches(dynamic, thresholds),
+            None => Policy::of_ladder(thresholds),
+        };
+        let line = first.load_line.bytes.max(first.process_bytes());
+        let mut pressure = Pressure::new(needs, line, thresholds, policy);
         let mut progress = Progress::new(self.start_state(), thresholds);
+        progress.rung = begin as u64;
+        progress.relief = dynamic.map(|_| Arc::default());
         if leads {
             progress.flight = Some(Flight::begin(&output, first));
         }
@@ -80,18 +92,32 @@ impl Prepared {
         (stop, ranks): (&StopFlag, &dyn Communicator),
         (pressure, progress): (&mut Pressure, &mut Progress),
     ) -> Result<TrainingOutcome, TrainError> {
-        let mut rung = 0;
+        let mut rung = progress.rung as usize;
         loop {
             let Some(plan) = plans.get(rung) else { return Err(TrainError::NoPlan) };
             progress.rung = rung as u64;
-            let mut judge = || match ranks.is_alone() {
-                true => pressure.judge(rung, &memory()),
-                false => None,
+            let relief = progress.relief.clone();
+            let lookout = relief.clone().map(|relief| pressure.lookout(relief, rung));
+            let mut judge = || {
+                if !ranks.is_alone() {
+                    return None;
+                }
+                let mut reading = memory();
+                if let Some(relief) = &relief {
+                    let status = pressure.memory(rung, &reading).status;
+                    relief.look(status);
+                    if status == Status::Emergency {
+                        // What could be given back is: a smaller batch is for what is short then.
+                        reading = memory();
+                    }
+                }
+                pressure.judge(rung, &reading)
             };
             let made = device(plan.peak_bytes()).map_err(TrainError::from);
             let ended = made.and_then(|device| {
                 self.run_rung(&*device, plan, progress, &mut judge, observer, stop.clone(), ranks)
             });
+            drop(lookout);
             // The arena is gone; what the heap holds without need would count against the next one.
             release_free_heap();
             if plan.config.memory.disk_path.is_none() {
@@ -107,7 +133,8 @@ impl Prepared {
                 Err(error) if is_out_of_memory(&error) && rung + 1 < plans.len() => {
                     pressure.refuse(rung);
                     let back_to = progress.checkpoint.clone().or_else(|| self.resumed_from());
-                    (RungChange { to: rung + 1, why: format!("memory was refused: {error}") }, back_to)
+                    let why = format!("memory was refused: {error}");
+                    (RungChange { to: rung + 1, why, memory: None }, back_to)
                 }
                 Err(error) => return Err(error),
             };
@@ -116,8 +143,10 @@ impl Prepared {
             progress.rung_changes += 1;
             if let Some(next) = plans.get(change.to) {
                 let step = progress.state.step;
-                let RungChange { to, why } = change;
-                observer.event(RunEvent::Rung { step, from: rung, to, why: &why, now: &describe(next) });
+                let RungChange { to, why, memory } = change;
+                let batch_sizes = [plan, next].map(|plan| plan.choice.settings.batch_size);
+                let now = &describe(next);
+                observer.event(RunEvent::Rung { step, from: rung, to, why: &why, now, batch_sizes, memory });
             }
             rung = change.to;
         }

@@ -50,9 +50,12 @@ pub struct StepMetrics {
     pub batch_size: u64,
     /// Memory.
     pub memory: MemoryMetrics,
-    /// The plan that the step was taken with: 0 for the one that the run began with, higher for those that need less memory.
+    /// The plan that the step was taken with, by its place on the ladder: 0 for the one that needs most memory.
     #[serde(default)]
     pub rung: u64,
+    /// Sequences of a micro-batch of that plan; 0 in runs of before.
+    #[serde(default)]
+    pub micro_batch_size: u64,
     /// Mean loss on the validation data, where the step measured it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_loss: Option<f64>,
@@ -241,6 +244,7 @@ mod tests {
                 health: MemoryHealth { utilization: 0.75, limit_bytes: 4, ..MemoryHealth::default() },
             },
             rung: 0,
+            micro_batch_size: 2,
             validation_loss: None,
             io: None,
             ranks_rss_bytes: Vec::new(),

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use plimsoll_monitor::Status;
 
-use crate::{StepMetrics, TrainError};
+use crate::{RungMemory, StepMetrics, TrainError};
 
 /// Something happened in a run.
 #[derive(Clone, Debug)]
@@ -56,6 +56,17 @@ pub enum RunEvent<'a> {
         why: &'a str,
         /// What the plan from now on is, in a few words.
         now: &'a str,
+        /// Sequences of a micro-batch, before and from now on.
+        batch_sizes: [u64; 2],
+        /// What the plan before needed of what there was; `None` where memory was refused.
+        memory: Option<RungMemory>,
+    },
+    /// Memory was so short that batches made ahead, waiting buffers and free heap were given back at once.
+    GaveBack {
+        /// After this step.
+        step: u64,
+        /// How many bytes that were.
+        bytes: u64,
     },
     /// The disk is full and there is no checkpoint yet: the run waits for space, so that nothing is lost. Said at once, and
     /// again every minute.

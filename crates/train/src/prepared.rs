@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use plimsoll_data::chat::{SampleReport, Skipped};
-use plimsoll_data::{Batches, Dataset, DatasetOptions};
+use plimsoll_data::{Batches, Dataset, DatasetOptions, Workers};
 use plimsoll_device::Device;
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::splitmix64;
@@ -21,7 +21,7 @@ use plimsoll_step::{StepSettings, Trainer};
 use crate::checkpoint::{Checkpoint, TrainerState, VERSION, copy_out};
 use crate::metrics::MetricsFormats;
 use crate::pressure::RungChange;
-use crate::run::{Connections, PartEnd, Progress, RunSettings, micro_batch, run};
+use crate::run::{Connections, PartEnd, Progress, RunSettings, Validated, micro_batch, run};
 use crate::samples::sample_encoder;
 use crate::tokenizer::tokenizer_of_run;
 use crate::{Observer, OutputFolder, Planned, Resumption, RunEvent, Schedule, StopFlag, TrainError, room};
@@ -55,11 +55,14 @@ pub struct Prepared {
 
 /// Host memory that the data pipeline holds for each token of a micro-batch.
 pub fn host_bytes_per_token(config: &RawConfig) -> u64 {
-    // A batch holds a token and a target of 4 bytes each, of samples a weight and a beginning as well; as many are ready as the pipeline works ahead, one is being
-    // made and the step holds its own.
-    let ahead = batches_ahead(config) as u64;
-    let bytes = if config.data.has_samples() { 16 } else { 8 };
-    bytes * (if ahead == 0 { 1 } else { ahead + 2 })
+    // A batch holds a token and a target of 4 bytes each, of samples a weight as well, and where these share sequences, a beginning.
+    // There are as many as the pipeline makes ahead, and the step has its own.
+    let bytes = match (config.data.has_samples(), config.data.packing()) {
+        (false, _) => 8,
+        (true, false) => 12,
+        (true, true) => 16,
+    };
+    bytes * config.data.batches_ahead().saturating_add(1)
 }
 
 /// Bytes between files of records and their readers.
@@ -288,15 +291,14 @@ impl Prepared {
 
         let Prepared { tokenizer, train, validation, .. } = self;
         let batch_size = plan.choice.settings.batch_size;
-        let ahead = batches_ahead(&plan.config);
+        let workers = workers(&plan.config);
         let (place, mesh) = (plan.choice.settings.ranks.place(), plan.choice.settings.ranks.mesh);
         let (own, together) = (plan.choice.accumulation, plan.choice.settings.micro_batches_per_pass);
         let deal = Deal { rank: place.data, ranks: mesh.data, own, together };
         let position = progress.state.windows;
-        let mut batches = Batches::dealt(Arc::clone(train), batch_size, ahead, position, deal)?;
-        let mut next_batch = || Ok(batches.next_batch()?);
+        let mut batches = Batches::dealt(Arc::clone(train), batch_size, workers, position, deal)?;
         let mut measure = |trainer: &mut Trainer<'_>| match validation {
-            Some(dataset) => validation_loss(trainer, dataset, batch_size, ranks).map(Some),
+            Some(dataset) => validation_loss(trainer, dataset, ranks).map(Some),
             None => Ok(None),
         };
         let dtype = plan.choice.settings.precision.weights;
@@ -321,7 +323,7 @@ impl Prepared {
             (memory.resident.unwrap_or_default().0, memory.peak_resident.unwrap_or_default().0)
         };
         let connections = Connections {
-            next_batch: &mut next_batch,
+            batches: &mut batches,
             validate: &mut measure,
             save_model: &save_model,
             process_memory: &process_memory,
@@ -437,13 +439,13 @@ impl Prepared {
             },
             final_model: plan.config.output.final_model(),
             data_tokens: self.train.tokens(),
-            pipeline_bytes: plan.pipeline_bytes(),
             load_line: plan.load_line.bytes,
             silent: plan.config.memory.silent_mode(),
             planned: Planned {
                 device_peak_bytes: plan.peak_bytes(),
                 overhead_bytes: plan.overhead_bytes,
                 host_peak_bytes: plan.host_bytes(),
+                pipeline_bytes: plan.pipeline_bytes(),
                 disk_bytes: plan.disk_bytes(),
                 // Reading a tokenizer and measuring the machine took memory for a moment.
                 process_bytes: plan.process_bytes().max(highest_so_far()),
@@ -460,14 +462,15 @@ fn highest_so_far() -> u64 {
 }
 
 /// Mean loss over all windows of a data set, whose batches the ranks take in turn; those that share sequences or
-/// layers take the same.
+/// layers take the same. With it the bytes of a batch.
 fn validation_loss(
     trainer: &mut Trainer<'_>,
     dataset: &Dataset,
-    batch_size: u64,
     ranks: &dyn Communicator,
-) -> Result<f64, TrainError> {
+) -> Result<Validated, TrainError> {
     let (mut sum, mut weight) = (0.0, 0.0);
+    let batch_size = trainer.settings().evaluated();
+    let mut batch = dataset.buffer(batch_size);
     let batches = dataset.windows().div_ceil(batch_size.max(1));
     let (place, mesh) = (trainer.settings().ranks.place(), trainer.settings().ranks.mesh);
     let (rank, size) = (u64::from(place.data), u64::from(mesh.data));
@@ -476,7 +479,7 @@ fn validation_loss(
         let number = round * size + rank;
         let first = number.min(batches - 1) * batch_size;
         let end = (first + batch_size).min(dataset.windows());
-        let batch = dataset.batch(first, end - first)?;
+        dataset.fill(first, end - first, &mut batch)?;
         let micro_batch = micro_batch(&batch);
         let (loss, _) = trainer.evaluate(end - first, &micro_batch)?;
         if number < batches {
@@ -485,7 +488,7 @@ fn validation_loss(
         }
     }
     let (sum, weight) = (ranks.sum(sum)?, ranks.sum(weight)?);
-    Ok(if weight > 0.0 { sum / weight } else { 0.0 })
+    Ok((if weight > 0.0 { sum / weight } else { 0.0 }, batch.bytes()))
 }
 
 /// A number that stands for a text, as exact as another rank's.
@@ -505,10 +508,18 @@ fn open_tiers(device: &dyn Device, plan: &TrainingPlan) -> Result<LowerTiers, Tr
     Ok(LowerTiers::open(device.host_memory(host)?, disk, &spill)?)
 }
 
-/// Batches that the pipeline makes before they are asked for.
-fn batches_ahead(config: &RawConfig) -> usize {
-    if config.data.num_workers().set() == Some(0) { 0 } else { config.data.prefetch_factor() as usize }
+/// The threads of the data pipeline.
+fn workers(config: &RawConfig) -> Workers {
+    let data = &config.data;
+    Workers {
+        count: data.workers(),
+        prefetch_factor: data.prefetch_factor(),
+        persistent: data.persistent_workers(),
+    }
 }
+
+/// What a thread takes is what plans say that it takes.
+const _: () = assert!(Workers::STACK_BYTES == Machine::WORKER_BYTES);
 
 #[cfg(test)]
 mod tests;

@@ -19,6 +19,9 @@ pub struct Planned {
     pub overhead_bytes: u64,
     /// The host tier with the data pipeline.
     pub host_peak_bytes: u64,
+    /// The data pipeline's part of it.
+    #[serde(default)]
+    pub pipeline_bytes: u64,
     /// Bytes on disk.
     pub disk_bytes: u64,
     /// Arena, overhead and host tier together: what the process should take.
@@ -29,6 +32,21 @@ pub struct Planned {
     pub tokens_per_second: f64,
 }
 
+impl Planned {
+    /// With another plan that a part of the run went by: the larger of what each takes, and the first one's time.
+    pub(crate) fn and(self, other: Planned) -> Planned {
+        Planned {
+            device_peak_bytes: self.device_peak_bytes.max(other.device_peak_bytes),
+            overhead_bytes: self.overhead_bytes.max(other.overhead_bytes),
+            host_peak_bytes: self.host_peak_bytes.max(other.host_peak_bytes),
+            pipeline_bytes: self.pipeline_bytes.max(other.pipeline_bytes),
+            disk_bytes: self.disk_bytes.max(other.disk_bytes),
+            process_bytes: self.process_bytes.max(other.process_bytes),
+            ..self
+        }
+    }
+}
+
 /// What came out.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
@@ -36,6 +54,9 @@ pub struct Measured {
     pub device_peak_bytes: u64,
     /// High-water mark of the host tier, and the data pipeline.
     pub host_peak_bytes: u64,
+    /// The data pipeline's part of it, as it has counted itself.
+    #[serde(default)]
+    pub pipeline_bytes: u64,
     /// High-water mark of the disk tier.
     pub disk_bytes: u64,
     /// Highest resident set of the process, as the kernel saw it.

@@ -314,6 +314,7 @@ output: {{dir: '{}'}}
             limits: plimsoll_plan::ProcessLimits::NONE,
             overhead_bytes: 0,
             host_bytes_per_token: 32,
+            worker_bytes: 0,
             disk_available: None,
             device_bytes: None,
             host_bytes: None,

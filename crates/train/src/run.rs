@@ -2,9 +2,10 @@
 //! for every rung that it is on.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
-use plimsoll_data::Batch;
+use plimsoll_data::{Batch, Batches};
 use plimsoll_device::Device;
 use plimsoll_disk::IoMeter;
 use plimsoll_monitor::{Health, History, Status, Thresholds};
@@ -17,6 +18,7 @@ use crate::diagnostic::Diagnostic;
 use crate::flight::Flight;
 use crate::metrics::{MemoryHealth, MemoryMetrics, MetricsFormats, MetricsLog, StepMetrics};
 use crate::pressure::RungChange;
+use crate::relief::Relief;
 use crate::report::{Io, Measured, Planned, RankReport, Report, median};
 use crate::{Observer, RunEvent, Schedule, StopFlag, TrainError, room};
 
@@ -46,8 +48,6 @@ pub struct RunSettings {
     pub skip_not_finite: bool,
     /// Tokens of the training data.
     pub data_tokens: u64,
-    /// Host memory of the data pipeline.
-    pub pipeline_bytes: u64,
     /// The load line in bytes.
     pub load_line: u64,
     /// Whether nothing is said about memory.
@@ -62,8 +62,11 @@ pub(crate) fn thresholds_of(plan: &TrainingPlan) -> Thresholds {
     Thresholds { target, warning, critical, emergency }
 }
 
+/// A validation loss, and the bytes of the batches that it was measured on, of which there is one at a time.
+pub type Validated = (f64, u64);
+
 /// Measures a validation loss.
-pub type Validate<'c, 'a> = dyn FnMut(&mut Trainer<'a>) -> Result<Option<f64>, TrainError> + 'c;
+pub type Validate<'c, 'a> = dyn FnMut(&mut Trainer<'a>) -> Result<Option<Validated>, TrainError> + 'c;
 
 /// Writes a model's files into a folder.
 pub type SaveModel<'c, 'a> = dyn Fn(&Trainer<'a>, &Path) -> Result<(), TrainError> + 'c;
@@ -71,7 +74,7 @@ pub type SaveModel<'c, 'a> = dyn Fn(&Trainer<'a>, &Path) -> Result<(), TrainErro
 /// The run's connections to the rest: where batches come from, how the model is saved, who watches.
 pub(crate) struct Connections<'c, 'a> {
     /// Gives the next micro-batch; there is always one.
-    pub next_batch: &'c mut dyn FnMut() -> Result<Batch, TrainError>,
+    pub batches: &'c mut Batches,
     /// Measures the mean validation loss; `None` where there is no validation data.
     pub validate: &'c mut Validate<'c, 'a>,
     /// Writes the model's files into a folder.
@@ -146,8 +149,12 @@ pub(crate) fn run<'a>(
         true => Some(MetricsLog::open(&settings.output, progress.state.step, settings.metrics)?),
         false => None,
     };
-    if progress.planned.is_none() {
-        progress.planned = Some(settings.planned);
+    let before = progress.planned;
+    progress.planned = Some(before.map_or(settings.planned, |before| before.and(settings.planned)));
+    if let (Some(relief), spare) = (&progress.relief, with.batches.spare()) {
+        relief.of_pipeline(spare);
+    }
+    if before.is_none() {
         with.observer.event(RunEvent::Started {
             steps_done: progress.state.step,
             total_steps: settings.schedule.total_steps,
@@ -164,8 +171,9 @@ pub(crate) fn run<'a>(
         let mut metrics = one_step(device, trainer, settings, progress, &mut with)?;
         let step = progress.state.step;
         if is_due(settings.eval_steps, step, total)
-            && let Some(loss) = (with.validate)(trainer)?
+            && let Some((loss, bytes)) = (with.validate)(trainer)?
         {
+            progress.evaluation_bytes = progress.evaluation_bytes.max(bytes);
             metrics.validation_loss = Some(loss);
             progress.validation_loss = Some(loss);
             with.observer.event(RunEvent::Validated { step, loss });
@@ -182,6 +190,9 @@ pub(crate) fn run<'a>(
             with.observer.event(RunEvent::Stopping { step, saving: true });
         }
         let change = if stopped || step >= total { None } else { (with.judge)() };
+        if let Some(bytes) = progress.relief.as_ref().and_then(|relief| relief.told()) {
+            with.observer.event(RunEvent::GaveBack { step, bytes });
+        }
         let due = settings.save_steps.is_some_and(|n| n > 0 && step.is_multiple_of(n));
         if stopped || rescue || due || change.is_some() {
             // A checkpoint is continued by the lines after it, so that those before it must not get lost.
@@ -191,7 +202,7 @@ pub(crate) fn run<'a>(
             progress.save(trainer, settings, &mut with)?;
         }
         if let Some(change) = change {
-            progress.note_tiers(device, trainer, settings);
+            progress.note_tiers(device, trainer, with.batches);
             return Ok(PartEnd::Move(change));
         }
     }
@@ -201,7 +212,7 @@ pub(crate) fn run<'a>(
         trainer.on_first_rank(|| with.write(&settings.output, || save_model(trainer, &settings.output)))?;
         with.observer.event(RunEvent::Saved(&settings.output));
     }
-    progress.note_tiers(device, trainer, settings);
+    progress.note_tiers(device, trainer, with.batches);
     let report = progress.report(settings, &with, finished)?;
     if with.leads() {
         report.write(&settings.output)?;
@@ -221,7 +232,7 @@ fn one_step<'a>(
     let meter = trainer.tiers().meter();
     let moved_before = meter.as_ref().map(IoMeter::totals);
     let batches =
-        (0..settings.accumulation).map(|_| (with.next_batch)()).collect::<Result<Vec<Batch>, _>>()?;
+        (0..settings.accumulation).map(|_| with.batches.next_batch()).collect::<Result<Vec<Batch>, _>>()?;
     let micro_batches: Vec<MicroBatch<'_>> = batches.iter().map(micro_batch).collect();
     let lr = settings.schedule.lr(progress.state.step);
     let step = progress.state.step + 1;
@@ -249,7 +260,10 @@ fn one_step<'a>(
     let seconds = begun.elapsed().as_secs_f64();
     let ranks = u64::from(trainer.settings().ranks.mesh.data);
     let tokens = ranks * batches.iter().map(|b| b.tokens.len() as u64).sum::<u64>();
-    let sequences = ranks * trainer.settings().batch_size * settings.accumulation;
+    let micro_batch_size = trainer.settings().batch_size;
+    let sequences = ranks * micro_batch_size * settings.accumulation;
+    drop(micro_batches);
+    batches.into_iter().for_each(|batch| with.batches.reuse(batch));
     progress.state.step = step;
     progress.state.take(trainer.progress());
     progress.state.windows += sequences;
@@ -290,12 +304,13 @@ fn one_step<'a>(
         batch_size: sequences,
         memory: MemoryMetrics {
             device_peak_bytes: device.arena().high_water(),
-            host_peak_bytes: trainer.tiers().host().high_water() + settings.pipeline_bytes,
+            host_peak_bytes: trainer.tiers().host().high_water() + progress.pipeline_bytes(with.batches),
             disk_bytes: trainer.tiers().disk().high_water(),
             process_rss_bytes,
             health,
         },
         rung: progress.rung,
+        micro_batch_size,
         validation_loss: None,
         io: meter.zip(moved_before).map(|(meter, before)| Io::of(meter.totals().since(&before))),
         ranks_rss_bytes,
@@ -340,8 +355,13 @@ pub(crate) struct Progress {
     history: History,
     /// Writes down who has which memory, where this rank leads.
     pub flight: Option<Flight>,
-    /// What the first rung's plan said.
+    /// Gives memory back at once where it is short, with dynamic batches.
+    pub relief: Option<Arc<Relief>>,
+    /// What the plans said that the run went by.
     planned: Option<Planned>,
+    pipeline_peak: u64,
+    /// Batches that were evaluated, the largest of them.
+    evaluation_bytes: u64,
     device_peak: u64,
     host_peak: u64,
     disk_peak: u64,
@@ -367,7 +387,10 @@ impl Progress {
             has_risen: false,
             history: History::new(),
             flight: None,
+            relief: None,
             planned: None,
+            pipeline_peak: 0,
+            evaluation_bytes: 0,
             device_peak: 0,
             host_peak: 0,
             disk_peak: 0,
@@ -380,10 +403,17 @@ impl Progress {
         (self.state, self.skipped_in_a_row) = (state, 0);
     }
 
+    /// The most that the data pipeline has taken, with a batch that was evaluated.
+    fn pipeline_bytes(&self, batches: &Batches) -> u64 {
+        batches.most_bytes() + self.evaluation_bytes
+    }
+
     /// Notes what a part of the run has taken of every tier.
-    fn note_tiers(&mut self, device: &dyn Device, trainer: &Trainer<'_>, settings: &RunSettings) {
+    fn note_tiers(&mut self, device: &dyn Device, trainer: &Trainer<'_>, batches: &Batches) {
         let tiers = trainer.tiers();
-        let host = tiers.host().high_water() + settings.pipeline_bytes;
+        let pipeline = self.pipeline_bytes(batches);
+        self.pipeline_peak = self.pipeline_peak.max(pipeline);
+        let host = tiers.host().high_water() + pipeline;
         self.device_peak = self.device_peak.max(device.arena().high_water());
         self.host_peak = self.host_peak.max(host);
         self.disk_peak = self.disk_peak.max(tiers.disk().high_water());
@@ -472,6 +502,7 @@ impl Progress {
             measured: Measured {
                 device_peak_bytes: self.device_peak,
                 host_peak_bytes: self.host_peak,
+                pipeline_bytes: self.pipeline_peak,
                 disk_bytes: self.disk_peak,
                 process_peak_rss_bytes: rss,
                 step_seconds_median: median(&self.seconds),

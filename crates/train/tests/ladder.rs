@@ -7,10 +7,11 @@ use std::path::Path;
 
 use plimsoll_device::{Cpu, CpuOptions, Device, DeviceError, Lent, Op, Tensor};
 use plimsoll_memory::{Arena, ByteSize, Loan, OutOfMemory, Tag, TagBytes, Tier};
-use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::RawConfig;
+use plimsoll_plan::{Machine, TrainingPlan};
 use plimsoll_train::{
     MemoryReading, Observer, Prepared, RunEvent, StopFlag, Surroundings, TrainError, TrainingOutcome,
+    host_bytes_per_token,
 };
 use serde_json::Value;
 
@@ -42,6 +43,9 @@ output: {{dir: '{}', save_steps: 0}}
 #[derive(Default)]
 struct Watcher {
     moves: Vec<(u64, usize, usize)>,
+    batches: Vec<[u64; 2]>,
+    statuses: Vec<String>,
+    gave_back: Vec<u64>,
     whys: Vec<String>,
     now: Vec<String>,
     steps: u64,
@@ -50,11 +54,14 @@ struct Watcher {
 impl Observer for Watcher {
     fn event(&mut self, event: RunEvent<'_>) {
         match event {
-            RunEvent::Rung { step, from, to, why, now } => {
+            RunEvent::Rung { step, from, to, why, now, batch_sizes, memory } => {
                 self.moves.push((step, from, to));
+                self.batches.push(batch_sizes);
+                self.statuses.extend(memory.map(|memory| memory.status.to_string()));
                 self.whys.push(why.to_owned());
                 self.now.push(now.to_owned());
             }
+            RunEvent::GaveBack { step, .. } => self.gave_back.push(step),
             RunEvent::Step(metrics) => self.steps = metrics.step,
             _ => {}
         }
@@ -69,7 +76,8 @@ fn run(
     refuse: &dyn Fn(u64, &[TrainingPlan]) -> bool,
 ) -> (Watcher, TrainingOutcome, Vec<TrainingPlan>) {
     let prepared = Prepared::new(config, false).unwrap();
-    let plan = prepared.plan(&machine()).unwrap();
+    let host_bytes_per_token = host_bytes_per_token(prepared.config());
+    let plan = prepared.plan(&Machine { host_bytes_per_token, ..machine() }).unwrap();
     assert!(plan.fits());
     let ladder: Vec<TrainingPlan> = plan.ladder().unwrap().into_iter().filter(keep).collect();
     let (mut watcher, readings) = (Watcher::default(), Cell::new(0));
@@ -370,4 +378,127 @@ fn a_resumed_run_that_gets_no_memory_begins_where_it_was_resumed() {
     };
     let outcome = prepared.run(&ladder, with).unwrap();
     assert_eq!((watcher.moves, outcome.report.steps), (vec![(3, 0, 1)], 5));
+}
+
+/// Batches of 2 to 8 sequences of 8, which grow after two steps of room. Other plans are left out.
+const DYNAMIC: [&str; 3] = [
+    "training.dynamic_batching={enabled: true, min_batch_size: 2, max_batch_size: 8, adjustment_frequency: 2}",
+    "training.batch_size=4",
+    "memory.ladder=false",
+];
+
+/// What makes a rung need this share of the machine.
+fn leaving(plan: &TrainingPlan, share: f64) -> u64 {
+    (plan.process_bytes() as f64 / share) as u64
+}
+
+#[test]
+fn dynamic_batches_begin_where_they_were_told_to_and_have_all_sizes() {
+    let folder = tempfile::tempdir().unwrap();
+    let prepared = Prepared::new(config(folder.path(), "out", &DYNAMIC), false).unwrap();
+    let ladder = prepared.plan(&machine()).unwrap().ladder().unwrap();
+    let sizes =
+        |plan: &TrainingPlan| (plan.choice.settings.batch_size, plan.choice.accumulation, plan.is_above);
+    assert_eq!(ladder.iter().map(sizes).collect::<Vec<_>>(), [(8, 1, true), (4, 2, false), (2, 4, false)]);
+    let form = |plan: &TrainingPlan| (plan.choice.settings.checkpointing, plan.choice.settings.offload);
+    assert!(ladder.iter().all(|plan| plan.fits() && form(plan) == form(&ladder[0])));
+    assert!(ladder.windows(2).all(|pair| pair[1].process_bytes() < pair[0].process_bytes()));
+    // Below them come plans that recompute and offload, with micro-batches that are not smaller.
+    let mut whole = config(folder.path(), "whole", &DYNAMIC[..2]);
+    whole.apply_set("memory.ladder=true").unwrap();
+    let longer = Prepared::new(whole, false).unwrap().plan(&machine()).unwrap().ladder().unwrap();
+    assert!(longer.len() > 3 && longer.iter().all(|plan| plan.choice.settings.batch_size >= 2));
+}
+
+/// A machine that gives less and less, and then all again: the micro-batch goes down and up, and nothing else changes.
+#[test]
+fn dynamic_batches_follow_the_memory_that_there_is() {
+    let folder = tempfile::tempdir().unwrap();
+    // The largest batch is there from the fourth step on. From the eighth it would be critical, from the twelfth the second is an
+    // emergency.
+    let stairs = |step: u64, ladder: &[TrainingPlan]| match step {
+        0..8 => PLENTY,
+        8..12 => leaving(&ladder[0], 0.955),
+        12..16 => leaving(&ladder[1], 0.99).min(leaving(&ladder[2], 0.85)),
+        _ => PLENTY,
+    };
+    let fixed = ["training.dynamic_batching.enabled=false", "memory.ladder=false"];
+    let (still, ..) = run(config(folder.path(), "still", &fixed), |_| true, &|_, _| PLENTY, &never);
+    assert_eq!(still.moves, []);
+    let (moved, outcome, ladder) = run(config(folder.path(), "moved", &DYNAMIC), |_| true, &stairs, &never);
+    let steps: Vec<(usize, usize)> = moved.moves.iter().map(|(_, from, to)| (*from, *to)).collect();
+    assert_eq!(steps, [(1, 0), (0, 1), (1, 2), (2, 1), (1, 0)], "{:?} {:?}", moved.moves, moved.whys);
+    assert_eq!(moved.batches, [[4, 8], [8, 4], [4, 2], [2, 4], [4, 8]]);
+    assert_eq!(moved.statuses[1..3], ["critical", "emergency"], "{:?}", moved.statuses);
+    assert!(moved.gave_back.contains(&moved.moves[2].0), "{:?} {:?}", moved.gave_back, moved.moves);
+    let (still, moved) = (folder.path().join("still"), folder.path().join("moved"));
+    for key in ["lr", "tokens", "batch_size"] {
+        assert_eq!(numbers(&moved, key), numbers(&still, key), "{key}");
+    }
+    for (a, b) in numbers(&moved, "loss").into_iter().zip(numbers(&still, "loss")) {
+        assert!((a - b).abs() <= 2e-5 * b.abs(), "{a} {b}");
+    }
+    let of_rung = |rung: f64| ladder[rung as usize].choice.settings.batch_size as f64;
+    let expected: Vec<f64> = numbers(&moved, "rung").into_iter().map(of_rung).collect();
+    assert_eq!(numbers(&moved, "micro_batch_size"), expected);
+    assert_eq!(outcome.report.planned.device_peak_bytes, outcome.report.measured.device_peak_bytes);
+}
+
+/// A batch that does not fit gives way to a smaller one before anything else does.
+#[test]
+fn a_batch_that_was_said_and_does_not_fit_is_the_first_to_give_way() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = |set: &[&str]| {
+        let out = format!("out-{}", set.len());
+        let prepared = Prepared::new(config(folder.path(), &out, set), false).unwrap();
+        prepared.plan(&machine()).unwrap()
+    };
+    let fixed = [
+        "training.gradient_checkpointing=none",
+        "memory.offload={parameters: device, optimizer: device, gradients: device, activations: device}",
+    ];
+    let whole = plan(&fixed);
+    let tight = format!("memory.device_budget={}", whole.process_bytes() - 1);
+    let set: Vec<&str> =
+        fixed.iter().copied().chain(DYNAMIC).chain(["training.batch_size=8", &tight]).collect();
+    let smaller = plan(&set);
+    assert!(smaller.fits());
+    assert_eq!((smaller.choice.settings.batch_size, smaller.choice.accumulation), (4, 2));
+}
+
+/// The pipeline counts its batches itself, and its threads change neither their order nor the plan's exactness; an evaluation takes
+/// the memory that the plan has for it.
+#[test]
+fn what_the_pipeline_and_an_evaluation_take_is_what_was_planned() {
+    let folder = tempfile::tempdir().unwrap();
+    let validation = format!("data.validation={}", folder.path().join("text.txt").display());
+    let common = [&validation, "output.eval_steps=8", "training.batch_size=2", "memory.ladder=false"];
+    let one = [&common[..], &["data.num_workers=0"]].concat();
+    run(config(folder.path(), "one", &one), |_| true, &|_, _| PLENTY, &never);
+    let losses = |out: &str| {
+        (numbers(&folder.path().join(out), "loss"), numbers(&folder.path().join(out), "grad_norm"))
+    };
+    for (workers, evaluated) in
+        [("data.num_workers=8", "auto"), ("data.num_workers=1", "1"), ("data.num_workers=3", "64")]
+    {
+        let evaluation = format!("training.eval_batch_size={evaluated}");
+        let set = [&common[..], &[workers, "data.persistent_workers=false", &evaluation]].concat();
+        let (_, outcome, ladder) =
+            run(config(folder.path(), evaluated, &set), |_| true, &|_, _| PLENTY, &never);
+        assert_eq!(losses(evaluated), losses("one"));
+        let (planned, measured) = (&outcome.report.planned, &outcome.report.measured);
+        assert_eq!(planned.device_peak_bytes, measured.device_peak_bytes, "{evaluated}");
+        assert_eq!(planned.pipeline_bytes, measured.pipeline_bytes, "{evaluated}");
+        assert_eq!(planned.host_peak_bytes, measured.host_peak_bytes, "{evaluated}");
+        let plan = &ladder[0];
+        let size = plan.choice.settings.evaluated();
+        let (step, evaluation) = plan.phases().unwrap();
+        assert_eq!(plan.peak_bytes(), step.max(evaluation.unwrap()), "{evaluated}");
+        match evaluated {
+            "auto" => assert!(size > 2 && plan.peak_bytes() == step, "{size}"),
+            said => assert_eq!(size.to_string(), said),
+        }
+        let of_workers = plan.config.data.workers() * 2 * 8 * 2 * 16;
+        assert_eq!(plan.pipeline().ahead, of_workers);
+    }
 }

@@ -123,8 +123,18 @@ fn the_learning_rates_of_a_run_are_those_of_its_schedule() {
 fn the_fields_of_the_metrics_are_what_the_run_did() {
     let folder = tempfile::tempdir().unwrap();
     let (plan, _) = run(config(folder.path(), &["memory.offload={optimizer: disk}"]), false);
-    let keys =
-        ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "batch_size", "memory", "rung"];
+    let keys = [
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_second",
+        "batch_size",
+        "memory",
+        "rung",
+        "micro_batch_size",
+    ];
     for (index, line) in metrics(&folder.path().join("out")).iter().enumerate() {
         let found: Vec<&String> = line.as_object().unwrap().keys().collect();
         assert_eq!(found, keys);

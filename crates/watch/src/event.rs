@@ -82,10 +82,17 @@ impl Event {
                 );
                 Event::new(None, Kind::Warning, text)
             }
-            RunEvent::Rung { step, from, to, why, now } => {
+            RunEvent::Rung { step, from, to, why, now, .. } => {
                 let way = if to > from { "less" } else { "more" };
                 let text = format!("going on with {way} memory: {why}; now {now}");
                 Event::new(Some(*step), Kind::Plan, text)
+            }
+            RunEvent::GaveBack { step, bytes } => {
+                let text = format!(
+                    "memory is short: batches made ahead, waiting buffers and free heap were given back, {}",
+                    ByteSize(*bytes)
+                );
+                Event::new(Some(*step), Kind::Warning, text)
             }
             RunEvent::WaitingForSpace { error, waited, patience } => {
                 let already = match waited.as_secs() / 60 {

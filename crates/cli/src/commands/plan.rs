@@ -1,5 +1,6 @@
 //! `plimsoll plan`: what a training run needs, before anything is loaded.
 
+mod breakdown;
 mod compare;
 mod cost;
 pub mod describe;
@@ -10,6 +11,8 @@ mod inference;
 mod ranks;
 mod search;
 mod waterfall;
+
+use std::io::Write;
 
 use plimsoll_model::catalogue;
 use plimsoll_plan::config::{Imported, RawConfig};
@@ -25,6 +28,7 @@ use crate::commands::advice::{misfits, remedies};
 use crate::failure::Failure;
 use crate::needs;
 use crate::output::{out, outln, write_file};
+use crate::session::answers;
 use crate::speeds::PlanSpeeds;
 use describe::{describe, whole_run};
 
@@ -49,6 +53,12 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     }
     let imported = args.import.as_deref().map(Imported::from_file).transpose()?.unwrap_or_default();
     let mut asked = Asked::new(&source, &imported, &args.machine, args.json)?;
+    let answers = answers(&source)?;
+    if args.json {
+        let _ = write!(std::io::stderr(), "{answers}");
+    } else {
+        out!("{answers}")?;
+    }
     search::check(args, &asked)?;
     if args.elsewhere {
         asked = asked.elsewhere()?;
@@ -168,6 +178,13 @@ impl<'a> Answer<'a> {
             insert("waterfall", json!(entries));
             insert("waterfall_next", json!(next));
         }
+        if self.args.breakdown {
+            insert("breakdown", json!(self.plan.breakdown()));
+            insert("optimizations", json!(self.plan.optimizations()));
+        }
+        if !self.args.activations.is_empty() {
+            insert("activations", json!(breakdown::activations(&self.plan, &self.args.activations)?));
+        }
         if let Some(key) = &self.args.explain {
             insert("explain", json!(self.plan.explain(key, &self.asked.origin)?));
         }
@@ -206,6 +223,13 @@ impl<'a> Answer<'a> {
         }
         if args.waterfall {
             out.push_str(&format!("\n{}", waterfall::words(&plan.waterfall()?)));
+        }
+        if args.breakdown {
+            out.push_str(&format!("\n{}", breakdown::words(plan)));
+        }
+        if !args.activations.is_empty() {
+            let all = breakdown::activations(plan, &args.activations)?;
+            out.push_str(&format!("\n{}", breakdown::activation_words(&all)));
         }
         if !self.needs.is_empty() {
             out.push_str(&format!("\n{}\n{}", needs::TITLE, needs::table(&self.needs)));

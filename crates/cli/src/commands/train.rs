@@ -27,7 +27,7 @@ use crate::progress::TrainingProgress;
 use crate::ranks;
 use crate::row;
 use crate::screen::{self, Restorer};
-use crate::session::{Engine, load_config_on};
+use crate::session::{Engine, answers, load_config_on};
 use crate::signals::StopSignals;
 use crate::speeds::PlanSpeeds;
 use crate::table;
@@ -52,7 +52,8 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     let quiet = args.json || !leads;
     let origin = models::origin(&config, Need::Files, quiet)?;
     let mut prepared = Prepared::of_rank(config, origin, args.resume, ranks)?;
-    let said = if leads { beginning(&prepared, args.resume) } else { String::new() };
+    let answers = answers(&args.source)?;
+    let said = if leads { answers + &beginning(&prepared, args.resume) } else { String::new() };
     if args.json {
         let _ = write!(std::io::stderr(), "{said}");
     } else {
@@ -139,7 +140,15 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         }
     });
     let (total_steps, is_resumed) = (prepared.total_steps(&plan), prepared.resumption().is_some());
-    let ladder = if plan.config.memory.ladder() && ranks.is_alone() { plan.ladder()? } else { vec![plan] };
+    let dynamic = plan.config.training.dynamic_batching.enabled();
+    if dynamic && !ranks.is_alone() && !quiet {
+        let _ =
+            outln!("training.dynamic_batching: several ranks keep the micro-batch that they begin with\n");
+    }
+    let ladder = if ranks.is_alone() { plan.ladder()? } else { vec![plan] };
+    if dynamic && ranks.is_alone() && !quiet {
+        let _ = out!("{}", batches_of(&ladder));
+    }
     // What planning leaves over is no part of what the run needs.
     release_free_heap();
     // Until here there is nothing to save.
@@ -183,6 +192,22 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         out!("\n{}", summary(&outcome, &output, total_steps, is_resumed))?;
     }
     if outcome.report.finished { Ok(()) } else { Err(Failure::stopped(signals.exit_code())) }
+}
+
+/// The plans between which dynamic batches go.
+fn batches_of(ladder: &[TrainingPlan]) -> String {
+    let mut rows = vec![row!["rung", "micro-batch", "accumulation", "memory", "tokens/s"]];
+    for (rung, plan) in ladder.iter().enumerate() {
+        let begins = ladder.iter().position(|plan| !plan.is_above) == Some(rung);
+        rows.push(row![
+            format!("{rung}{}", if begins { ", begins here" } else { "" }),
+            plan.choice.settings.batch_size.to_string(),
+            plan.choice.accumulation.to_string(),
+            ByteSize(plan.process_bytes()),
+            format!("{:.0}", plan.choice.time.tokens_per_second)
+        ]);
+    }
+    format!("dynamic batches go between these plans:\n{}\n", table::render(&rows))
 }
 
 /// What the first rank has decided, with the budgets of this one.

@@ -155,49 +155,60 @@ impl SampleWindows {
 
     /// Appends a window to a batch: position i of a sample predicts its token i + 1, if that one counts.
     pub fn read(&self, window: u64, out: &mut Batch) -> Result<(), DataError> {
-        let mut entry = Vec::with_capacity(2 * ENTRY);
-        self.index.read(window * ENTRY as u64, 2 * ENTRY, &mut entry)?;
-        let word = |i: usize| entry.get(i).copied().map_or(0, u64::from);
-        let number = |i: usize| word(i) | (word(i + 1) << 32);
+        let (mut entry, mut at) = ([0u32; 2 * ENTRY], 0);
+        self.index.for_each(window * ENTRY as u64, 2 * ENTRY, |word| {
+            entry[at] = word;
+            at += 1;
+        })?;
+        let number = |i: usize| u64::from(entry[i]) | (u64::from(entry[i + 1]) << 32);
         let (start, end) = (number(0), number(ENTRY));
         let (first, last) = (number(2), number(ENTRY + 2));
         let count = |from: u64, to: u64| to.saturating_sub(from) as usize;
-        let mut lengths = Vec::new();
-        self.lengths.read(first, count(first, last), &mut lengths)?;
-        let mut bits = Vec::new();
-        self.weights.read(start, count(start, end), &mut bits)?;
         let before = out.tokens.len();
         self.tokens.read(start, count(start, end), &mut out.tokens)?;
-
-        let mut targets = Vec::with_capacity(self.length);
-        let mut weights = Vec::with_capacity(self.length);
-        let mut starts: Vec<u32> = Vec::with_capacity(self.length);
-        for length in lengths {
-            let sample = targets.len();
-            for i in 1..=length as usize {
-                // The last position of a sample predicts nothing.
-                let inside = i < length as usize;
-                let weight =
-                    bits.get(sample + i).filter(|_| inside).map_or(0.0, |bits| f32::from_bits(*bits));
-                let next = out.tokens.get(before + sample + i).copied().filter(|_| weight > 0.0);
-                targets.push(next.unwrap_or(IGNORED_TARGET));
-                weights.push(weight);
-                starts.push(sample as u32);
+        let weights = out.weights.get_or_insert_default();
+        self.weights.for_each(start, count(start, end), |bits| weights.push(f32::from_bits(bits)))?;
+        let mut starts = self.packing.then(|| out.document_starts.get_or_insert_default());
+        let mut sample = before;
+        self.lengths.for_each(first, count(first, last), |length| {
+            let length = length as usize;
+            for i in 1..=length {
+                let (place, next) = (sample + i - 1, sample + i);
+                // The last position of a sample predicts nothing. A position has the weight of the token that it predicts.
+                let weight = weights.get(next).copied().filter(|_| i < length).unwrap_or(0.0);
+                if let Some(own) = weights.get_mut(place) {
+                    *own = weight;
+                }
+                let predicted = out.tokens.get(next).copied().filter(|_| weight > 0.0);
+                out.targets.push(predicted.unwrap_or(IGNORED_TARGET));
+                // A sample alone is its own sequence; what comes after it is not seen.
+                if let Some(starts) = &mut starts {
+                    starts.push((sample - before) as u32);
+                }
             }
-        }
-        let filled = targets.len() as u32;
-        out.tokens.resize(before + self.length, self.padding);
-        targets.resize(self.length, IGNORED_TARGET);
-        weights.resize(self.length, 0.0);
+            sample += length;
+        })?;
+        let (filled, whole) = ((sample - before) as u32, before + self.length);
+        out.tokens.resize(whole, self.padding);
+        out.targets.resize(whole, IGNORED_TARGET);
+        weights.resize(whole, 0.0);
         // Padding is a document of its own.
-        starts.resize(self.length, filled);
-        out.targets.extend(targets);
-        out.weights.get_or_insert_default().extend(weights);
-        // A sample alone is its own sequence; what comes after it is not seen.
-        if self.packing {
-            out.document_starts.get_or_insert_default().extend(starts);
+        if let Some(starts) = starts {
+            starts.resize(whole, filled);
         }
         Ok(())
+    }
+
+    /// Whether samples share windows, and are told apart.
+    pub fn are_shared(&self) -> bool {
+        self.packing
+    }
+
+    /// Tells the system that what it keeps of the files in memory may go.
+    pub fn release_cache(&self) {
+        [&self.tokens, &self.weights, &self.lengths, &self.index]
+            .iter()
+            .for_each(|file| file.release_cache());
     }
 }
 

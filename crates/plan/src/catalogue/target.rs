@@ -146,6 +146,7 @@ impl Target {
             limits: ProcessLimits::NONE,
             overhead_bytes: self.device.overhead_bytes(self.devices()),
             host_bytes_per_token,
+            worker_bytes: Machine::WORKER_BYTES,
             disk_available: self.disk.as_ref().map(|disk| of_rank(disk.size.0)),
             device_bytes: Some(self.device.memory.0),
             // A CPU's memory is the host's.

@@ -51,6 +51,10 @@ impl RawConfig {
                 "set training.batch_size to 1, and training.gradient_accumulation_steps to as many sequences";
             conflict(key, alone, remedy);
         }
+        if let Some(batch) = training.eval_batch_size().set().filter(|batch| *batch != 1) {
+            let key = self.conflicting("training.eval_batch_size", batch);
+            conflict(key, alone, "set training.eval_batch_size to 1 or auto");
+        }
         if let Some(together) = training.micro_batches_per_pass().set().filter(|together| *together != 1) {
             let key = self.conflicting("training.micro_batches_per_pass", together);
             conflict(key, alone, "set training.micro_batches_per_pass to 1 or auto");

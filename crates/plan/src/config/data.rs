@@ -36,13 +36,13 @@ section! {
         shuffle: bool = true;
         /// Seed of that order.
         seed: u64, "training.seed";
-        /// Threads that make batches in the background; 0: the training thread makes them.
+        /// Threads that make batches in the background, in one order; 0: the training thread makes them; auto: 1.
         num_workers: Auto<u64> = Auto::Auto, WORKERS;
-        /// Batches that are made ahead of their use.
+        /// Batches that each of them makes ahead of their use.
         prefetch_factor: u64 = 2, AT_LEAST_ONE;
         /// Memory between the files and the tokenizer, for files with a document a line; auto: 64KiB.
         buffer_size: Auto<ByteSize> = Auto::Auto, AT_LEAST_ONE;
-        /// Whether the worker lives on from one epoch to the next.
+        /// Whether these threads live on from one epoch to the next; false: they and their batches make room in between.
         persistent_workers: bool = true;
     }
     sections {
@@ -52,6 +52,16 @@ section! {
 }
 
 impl DataConfig {
+    /// Threads that make batches in the background.
+    pub fn workers(&self) -> u64 {
+        self.num_workers().set().unwrap_or(1)
+    }
+
+    /// Batches that are made before they are asked for.
+    pub fn batches_ahead(&self) -> u64 {
+        self.workers().saturating_mul(self.prefetch_factor())
+    }
+
     /// Whether the files hold samples, chats or instructions, and not running text.
     pub fn has_samples(&self) -> bool {
         self.format() != DataFormat::Text

@@ -20,7 +20,7 @@ use std::path::Path;
 use super::document::{Input, Yaml, shortened};
 use super::load::{Document, NodeKind, read_file};
 use super::place::Place;
-use super::{ConfigError, Override};
+use super::{ConfigError, Override, RawConfig};
 use leaves::{Leaf, flatten};
 use programs::Program;
 use words::Entry;
@@ -47,6 +47,29 @@ impl Imported {
         Imported::from_text(&text, &origin, path.parent())
     }
 
+    /// The same of a file of Ava's, which every command reads that reads ours; `None` where a file is none of these, or cannot be read. Our
+    /// keys may stand in it too.
+    ///
+    /// # Errors
+    /// As [`Imported::from_file`].
+    pub fn read_as_ours(path: &Path) -> Result<Option<Imported>, ConfigError> {
+        let Ok((text, origin)) = read_file(path) else { return Ok(None) };
+        Imported::text_as_ours(&text, &origin)
+    }
+
+    /// The same of a text; `origin` is what errors call it.
+    ///
+    /// # Errors
+    /// As [`Imported::from_file`].
+    pub fn text_as_ours(text: &str, origin: &str) -> Result<Option<Imported>, ConfigError> {
+        match read(text, origin) {
+            Ok((_, program)) if program.is_read_as_ours() => {
+                Imported::from_text(text, origin, None).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
     /// The same of a text; files that it names are looked for in `folder`, if there is one.
     fn from_text(text: &str, origin: &str, folder: Option<&Path>) -> Result<Imported, ConfigError> {
         let (leaves, program) = read(text, origin)?;
@@ -58,7 +81,7 @@ impl Imported {
             let reason = format!("no key of {} or of a training script is in it", Program::names());
             return Err(ConfigError::Syntax { place: Place::argument(&format!("{origin}:1:1")), reason });
         }
-        imported.settle(program);
+        imported.settle(program, &leaves);
         Ok(imported)
     }
 
@@ -80,12 +103,23 @@ impl Imported {
             self.left.extend(left);
             return Ok(());
         }
-        self.assign(leaf, &entries);
+        let is_ours = || RawConfig::default().check_key(&leaf.key, &leaf.place).is_ok();
+        if entries.is_empty() && program.is_read_as_ours() && program.answer(&leaf.key).is_none() && is_ours()
+        {
+            let argument = format!("{}: {} {}", leaf.place, leaf.key, shortened(&leaf.value));
+            self.overrides.push(Override { key: leaf.key.clone(), value: leaf.value.clone(), argument });
+            return Ok(());
+        }
+        self.assign(leaf, &entries, program);
         Ok(())
     }
 
-    fn assign(&mut self, leaf: &Leaf, entries: &[Entry]) {
+    fn assign(&mut self, leaf: &Leaf, entries: &[Entry], program: &Program) {
         if leaf.value == "auto" {
+            return;
+        }
+        if let Some(why) = program.answer(&leaf.key).filter(|_| entries.is_empty()) {
+            self.left.push(format!("{}: {why}", leaf.shown()));
             return;
         }
         let meant: Vec<(&str, String)> =
@@ -172,7 +206,7 @@ impl ForeignKey {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::RawConfig;
+    use crate::config::{Auto, MixedPrecision, Paths};
 
     fn config(text: &str) -> (RawConfig, Imported) {
         let imported = Imported::from_text(text, "theirs", None).unwrap();
@@ -339,6 +373,7 @@ mod tests {
             "memory.target_utilization=0.9",
             "data.sequence_length=256",
             "data.num_workers=8",
+            "model.from_scratch.intermediate_size=2048",
         ];
         let imported = Imported::from_text(text, "theirs", None).unwrap();
         let mut found = RawConfig::default();
@@ -353,6 +388,54 @@ mod tests {
             "training.gradient_checkpointing false (theirs:10",
         ] {
             assert!(left.contains(words), "{words}: {left}");
+        }
+    }
+
+    /// Every key of Ava's table has a meaning or an answer, and the whole is a configuration. Ours may stand among them.
+    #[test]
+    fn all_of_ava_is_carried_over_or_answered() {
+        let text = include_str!("imported/ava_example.yaml");
+        let imported = Imported::text_as_ours(text, "base.yaml").unwrap().unwrap();
+        let mut found = RawConfig::default();
+        for Override { key, value, argument } in &imported.overrides {
+            found.apply_override(key, value, argument).unwrap();
+        }
+        found.validate().unwrap();
+        assert_eq!(found.data.train, Some(Paths::one("corpus.txt")));
+        let training = &found.training;
+        assert_eq!(training.mixed_precision().set(), Some(MixedPrecision::Fp16));
+        assert_eq!(training.dynamic_batching.max_batch_size, Some(16));
+        let Auto::Set(attention) = training.attention() else { panic!("{:?}", training.attention()) };
+        let words = "{block_sparse: {block: 64, local_blocks: 4, global_blocks: 0}}";
+        assert_eq!(attention.to_string(), words);
+        let left = imported.left.join("\n");
+        for words in [
+            "model.num_experts (8): mixtures of experts do not exist here yet",
+            "training.clear_cache_frequency (50): there is no cache to clear",
+            "training.memory.pool_size_gb (24): the arena has just the size",
+            "data.buffer_size (30000): ",
+            "performance.torch_compile.mode (max-autotune): there is no PyTorch",
+            "performance.float32_matmul_precision (high): ",
+            "training.bf16 true (base.yaml:",
+        ] {
+            assert!(left.contains(words), "{words}: {left}");
+        }
+        for one in &imported.left {
+            let answered = one.contains("): ") || one.contains(" counts)");
+            assert!(answered, "{one}");
+        }
+    }
+
+    /// DeepSpeed's keys count where it is used, and files of ours are left to us.
+    #[test]
+    fn what_ava_turns_off_is_off() {
+        let text = "model: {num_layers: 2}\ntraining: {deepspeed: {use_deepspeed: false, zero_stage: 3, cpu_offload: true}}\n";
+        let imported = Imported::text_as_ours(text, "a.yaml").unwrap().unwrap();
+        let keys: Vec<&str> = imported.overrides.iter().map(|one| one.key.as_str()).collect();
+        assert_eq!(keys, ["model.from_scratch.num_hidden_layers"]);
+        assert!(imported.left.iter().any(|one| one.contains("zero_stage 3 (use_deepspeed is false)")));
+        for ours in ["model: m\ntraining: {dynamic_batching: {enabled: true}}\n", "", "[", "training: 3"] {
+            assert_eq!(Imported::text_as_ours(ours, "ours.yaml").unwrap(), None, "{ours}");
         }
     }
 

@@ -138,6 +138,7 @@ const FOREIGN: &[(&str, &str)] = &[
     ("num_epochs", "training.epochs"),
     ("max_epochs", "training.epochs"),
     ("per_device_train_batch_size", "training.batch_size"),
+    ("per_device_eval_batch_size", "training.eval_batch_size"),
     ("per_device_batch_size", "training.batch_size"),
     ("per_gpu_train_batch_size", "training.batch_size"),
     ("train_batch_size", "training.batch_size"),

@@ -3,6 +3,7 @@
 use plimsoll_step::Compression;
 
 use super::attention::Attention;
+use super::dynamic_batching::DynamicBatching;
 use super::lora::{LoraOptions, Quantization};
 use super::optimizer::{Optimizer, OptimizerOptions, ParameterGroups};
 use super::policies::{ActivationCompression, GradientCheckpointing};
@@ -26,6 +27,8 @@ section! {
         gradient_accumulation_steps: Auto<u64> = Auto::Auto, COUNT;
         /// Sequences in an optimizer step: batch_size x gradient_accumulation_steps. Any two give the third.
         effective_batch_size: Auto<u64>, "the product of the other two", COUNT;
+        /// Sequences of a batch of validation data; auto: as many as take no more memory than a step.
+        eval_batch_size: Auto<u64> = Auto::Auto, COUNT;
         /// The type that products are computed in and activations are kept in.
         mixed_precision: Auto<MixedPrecision> = Auto::Auto;
         /// Whether f32 weights stand behind narrower ones; without them updates are rounded stochastically.
@@ -94,6 +97,8 @@ section! {
         optimizer_options: OptimizerOptions;
         /// The adapters of training.method lora and qlora.
         lora: LoraOptions;
+        /// Micro-batches that grow and shrink with the memory that there is.
+        dynamic_batching: DynamicBatching;
     }
 }
 

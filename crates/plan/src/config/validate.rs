@@ -188,6 +188,7 @@ impl RawConfig {
         self.check_fp16(errors);
         self.check_block_sparse(errors);
         self.check_chunks(errors);
+        self.check_dynamic_batching(errors);
         self.check_mesh(errors);
         if training.mixed_precision() != Auto::Set(MixedPrecision::F32) {
             return;

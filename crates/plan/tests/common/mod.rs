@@ -11,6 +11,7 @@ pub fn machine() -> Machine {
         limits,
         overhead_bytes: 0,
         host_bytes_per_token: 32,
+        worker_bytes: 0,
         disk_available: Some(1 << 40),
         device_bytes: None,
         host_bytes: None,

@@ -139,7 +139,7 @@ impl<'a> Trainer<'a> {
         batch_size == 1 && (tokens == self.settings.sequence_length || tokens == 0 && self.device.is_dry())
     }
 
-    /// Sum of token losses, each by its weight, and number of targets of a batch of at most the step's shape, with the
+    /// Sum of token losses, each by its weight, and number of targets of a batch of sequences of the step's length, with the
     /// model's own attention over whole sequences, or documents where the batch says where they start; weights and
     /// gradients stay as they are. Where ranks share sequences, the losses are those of this rank's tokens; of a pipeline, the last
     /// stage has them.

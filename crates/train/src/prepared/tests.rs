@@ -8,23 +8,23 @@ fn config(text: &str) -> RawConfig {
     RawConfig::from_str(text, "test").unwrap()
 }
 
-/// Eight bytes of a token, sixteen of a token of samples: for every batch that is ready, one that is made and one in use; for one
-/// alone where nothing works ahead.
+/// Eight bytes of a token, twelve or sixteen of a token of samples: for every batch that is made ahead, and one in use.
 #[test]
 fn the_pipeline_holds_so_many_bytes_of_a_token() {
     let bytes = |data: &str| host_bytes_per_token(&config(&format!("data: {{{data}}}")));
-    assert_eq!(bytes("prefetch_factor: 3"), 8 * 5);
-    assert_eq!(bytes("prefetch_factor: 3, format: chat"), 16 * 5);
-    assert_eq!(bytes("prefetch_factor: 1, num_workers: 2"), 8 * 3);
+    assert_eq!(bytes("prefetch_factor: 3"), 8 * 4);
+    assert_eq!(bytes("prefetch_factor: 3, format: chat"), 16 * 4);
+    assert_eq!(bytes("prefetch_factor: 3, format: chat, packing: false"), 12 * 4);
+    assert_eq!(bytes("prefetch_factor: 2, num_workers: 8"), 8 * 17);
     assert_eq!(bytes("prefetch_factor: 3, num_workers: 0"), 8);
     assert_eq!(bytes("num_workers: 0, format: instruction"), 16);
 }
 
 #[test]
 fn batches_are_made_ahead_unless_nobody_works() {
-    let ahead = |data: &str| batches_ahead(&config(&format!("data: {{{data}}}")));
+    let ahead = |data: &str| workers(&config(&format!("data: {{{data}}}"))).ahead();
     assert_eq!(ahead("prefetch_factor: 3"), 3);
-    assert_eq!(ahead("prefetch_factor: 5, num_workers: 1"), 5);
+    assert_eq!(ahead("prefetch_factor: 5, num_workers: 4"), 20);
     assert_eq!(ahead("prefetch_factor: 5, num_workers: 0"), 0);
 }
 
@@ -71,6 +71,7 @@ fn machine() -> Machine {
         limits,
         overhead_bytes: 0,
         host_bytes_per_token: 40,
+        worker_bytes: 0,
         disk_available: None,
         device_bytes: None,
         host_bytes: None,

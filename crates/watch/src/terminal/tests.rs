@@ -37,6 +37,7 @@ pub fn metrics(step: u64) -> StepMetrics {
             },
         },
         rung: 0,
+        micro_batch_size: 2,
         validation_loss: (step == 20).then_some(2.5),
         io: Some(Io {
             bytes_read: 3 * MIB,

@@ -1,7 +1,7 @@
 //! `plimsoll doctor FILE`: what a log says of memory that ran out, and what would fit.
 
 use std::fs::File;
-use std::io::{BufReader, stdin};
+use std::io::{BufReader, Write, stdin};
 use std::path::Path;
 
 use plimsoll_memory::ByteSize;
@@ -17,7 +17,7 @@ use crate::commands::plan::describe::checkpointing;
 use crate::failure::Failure;
 use crate::output::{out, outln};
 use crate::row;
-use crate::session::load_config;
+use crate::session::{answers, load_config};
 use crate::table;
 use crate::units::seconds;
 
@@ -129,6 +129,7 @@ fn planned(args: &DoctorArgs, found: &Diagnosis) -> Result<Option<(Target, Train
         ..ConfigSource::default()
     };
     let config = load_config(&source)?;
+    let _ = write!(std::io::stderr(), "{}", answers(&source)?);
     let (plan, _) = Asked::on(Some(target.clone()), config, args.json)?.plan()?;
     Ok(Some((target, plan)))
 }

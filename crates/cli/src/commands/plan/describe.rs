@@ -110,6 +110,35 @@ pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
         speeds.words,
         if plan.fits() { "fits" } else { "does NOT fit" }
     ));
+    out.push_str(&pipeline(plan));
+    out
+}
+
+/// What the data pipeline is made of, where it is more than usual, and what an evaluation takes.
+fn pipeline(plan: &TrainingPlan) -> String {
+    let (data, bytes, settings) = (&plan.config.data, plan.pipeline(), &plan.choice.settings);
+    let mut out = String::new();
+    if data.workers() > 1 {
+        out.push_str(&format!(
+            "data pipeline: {} workers make {} batches of {} x {} tokens ahead each, {}; batches of a step {}; the workers {}\n",
+            data.workers(),
+            data.prefetch_factor(),
+            settings.batch_size,
+            settings.sequence_length,
+            ByteSize(bytes.ahead),
+            ByteSize(bytes.step),
+            ByteSize(bytes.workers),
+        ));
+    }
+    if let Ok((step, Some(evaluation))) = plan.phases() {
+        out.push_str(&format!(
+            "evaluation in batches of {}: {} of the arena, a step {}; on the host {}\n",
+            settings.evaluated(),
+            ByteSize(evaluation),
+            ByteSize(step),
+            ByteSize(bytes.evaluation),
+        ));
+    }
     out
 }
 

@@ -1,6 +1,6 @@
 //! The programs whose files are read, and how each is known by its keys.
 
-use super::words::Entry;
+use super::words::{Answer, Entry};
 use super::{accelerate, ava, axolotl, deepspeed, llama_factory, script, torchtune, trainer};
 
 /// A program, or a library with a file of its own.
@@ -13,6 +13,8 @@ pub struct Program {
     tables: &'static [&'static [Entry]],
     /// Whether DeepSpeed's JSON may be in it, under `deepspeed`.
     pub holds_deepspeed: bool,
+    /// Its keys that have no meaning here; where several begin alike, the first counts.
+    pub answers: &'static [Answer],
     /// What it does where nothing is said.
     pub defaults: &'static [(&'static str, &'static str)],
 }
@@ -23,6 +25,7 @@ const PROGRAMS: [Program; 7] = [
         marks: &["checkpointer.", "model._component_", "optimizer._component_"],
         tables: &[&torchtune::ENTRIES, &torchtune::OFFLOADED],
         holds_deepspeed: false,
+        answers: &[],
         defaults: &[],
     },
     Program {
@@ -30,13 +33,15 @@ const PROGRAMS: [Program; 7] = [
         marks: &["compute_environment", "distributed_type", "fsdp_config.", "deepspeed_config."],
         tables: &[&accelerate::ENTRIES],
         holds_deepspeed: false,
+        answers: &[],
         defaults: &[],
     },
     Program {
         name: "Ava",
-        marks: &["training.deepspeed.", "training.memory.", "training.dynamic_batching.", "model.num_layers"],
+        marks: &ava::MARKS,
         tables: &[&ava::ENTRIES],
         holds_deepspeed: false,
+        answers: &ava::ANSWERS,
         defaults: &[],
     },
     Program {
@@ -44,6 +49,7 @@ const PROGRAMS: [Program; 7] = [
         marks: &["finetuning_type", "cutoff_len"],
         tables: &[&llama_factory::ENTRIES, &trainer::ENTRIES],
         holds_deepspeed: true,
+        answers: &[],
         // It turns checkpointing on by itself.
         defaults: &[("training.gradient_checkpointing", "full")],
     },
@@ -52,6 +58,7 @@ const PROGRAMS: [Program; 7] = [
         marks: &["base_model", "micro_batch_size"],
         tables: &[&axolotl::ENTRIES, &trainer::ENTRIES],
         holds_deepspeed: true,
+        answers: &[],
         defaults: &[],
     },
     Program {
@@ -59,6 +66,7 @@ const PROGRAMS: [Program; 7] = [
         marks: &["zero_optimization", "train_micro_batch_size_per_gpu"],
         tables: &[&deepspeed::ENTRIES],
         holds_deepspeed: false,
+        answers: &[],
         defaults: &[],
     },
     Program {
@@ -66,6 +74,7 @@ const PROGRAMS: [Program; 7] = [
         marks: &[""],
         tables: &[&trainer::ENTRIES],
         holds_deepspeed: true,
+        answers: &[],
         defaults: &[],
     },
 ];
@@ -76,6 +85,7 @@ pub const SCRIPT: Program = Program {
     marks: &[],
     tables: &[&script::ENTRIES, &llama_factory::ENTRIES, &trainer::ENTRIES],
     holds_deepspeed: true,
+    answers: &[],
     defaults: &[],
 };
 
@@ -92,6 +102,16 @@ impl Program {
     /// Their names, for an error.
     pub fn names() -> String {
         PROGRAMS.map(|program| program.name).join(", ")
+    }
+
+    /// Whether it is the one whose files are read where ours are.
+    pub fn is_read_as_ours(&self) -> bool {
+        self.name == "Ava"
+    }
+
+    /// Why a key has no meaning here.
+    pub fn answer(&self, key: &str) -> Option<&'static str> {
+        self.answers.iter().find(|(begin, _)| key.starts_with(begin)).map(|(_, why)| *why)
     }
 
     /// What a key stands for.

@@ -1,11 +1,15 @@
 //! Keys that follow from others, and those that exclude each other.
 
 use super::Imported;
+use super::leaves::Leaf;
 use super::programs::Program;
 use crate::config::Override;
 
 impl Imported {
-    pub(super) fn settle(&mut self, program: &Program) {
+    pub(super) fn settle(&mut self, program: &Program, leaves: &[Leaf]) {
+        if program.is_read_as_ours() {
+            self.settle_ava(leaves);
+        }
         self.settle_length();
         self.settle_ranks();
         self.settle_twice("training.gradient_checkpointing", |one| one.value == "full");
@@ -21,6 +25,51 @@ impl Imported {
                     argument,
                 });
             }
+        }
+    }
+
+    /// Of Ava's, what several keys say together: a pattern of attention, and a section that is off. The width of the feed-forward part
+    /// is four times the model's, where it is not said.
+    fn settle_ava(&mut self, leaves: &[Leaf]) {
+        let leaf = |key: &str| leaves.iter().find(|leaf| leaf.key == key);
+        if leaf("training.deepspeed.use_deepspeed").is_some_and(|leaf| leaf.value == "false") {
+            let is_off = |one: &Override| one.argument.contains(": training.deepspeed.");
+            let off = self.overrides.iter().filter(|one| is_off(one));
+            self.left.extend(off.map(|one| format!("{} (use_deepspeed is false)", one.argument)));
+            self.overrides.retain(|one| !is_off(one));
+        }
+        let number = |key: &str, usual: &str| leaf(key).map_or(usual, |leaf| leaf.value.as_str()).to_owned();
+        if let Some(kind) = leaf("model.attention_type") {
+            let (value, keys): (String, &[&str]) = match kind.value.as_str() {
+                "sparse" => {
+                    let block = number("model.sparse_block_size", "64");
+                    let local = number("model.num_local_blocks", "4");
+                    let pattern = format!("{{block_sparse: {{block: {block}, local_blocks: {local}}}}}");
+                    (pattern, &["model.sparse_block_size", "model.num_local_blocks"])
+                }
+                "sliding_window" => {
+                    let window = number("model.window_size", "256");
+                    (format!("{{sliding_window: {window}}}"), &["model.window_size"])
+                }
+                _ => return self.settle_width(),
+            };
+            let argument = format!("{}: {} {}", kind.place, kind.key, kind.value);
+            // What says which kernel computes it says nothing of the pattern.
+            self.overrides.retain(|one| one.key != "training.attention");
+            let used = keys.iter().filter_map(|key| leaf(key)).map(Leaf::shown).chain([kind.shown()]);
+            let used: Vec<String> = used.collect();
+            self.left.retain(|left| !used.iter().any(|shown| left.starts_with(shown)));
+            self.overrides.push(Override { key: "training.attention".to_owned(), value, argument });
+        }
+        self.settle_width();
+    }
+
+    fn settle_width(&mut self) {
+        let (width, inner) = ("model.from_scratch.hidden_size", "model.from_scratch.intermediate_size");
+        if let (Some(hidden), None) = (self.number(width), self.value(inner)) {
+            let value = hidden.saturating_mul(4).to_string();
+            let argument = format!("Ava by itself: {inner}={value}");
+            self.overrides.push(Override { key: inner.to_owned(), value, argument });
         }
     }
 

@@ -6,6 +6,9 @@ pub type Meaning = fn(&str) -> Option<String>;
 /// Their key, ours, and what a value becomes.
 pub type Entry = (&'static str, &'static str, Meaning);
 
+/// How their keys begin, and why they have no meaning here.
+pub type Answer = (&'static str, &'static str);
+
 pub fn same(value: &str) -> Option<String> {
     Some(value.to_owned())
 }
