@@ -2,7 +2,7 @@
 //!
 //! The first signal asks the run to stop between steps. A Ctrl-C after the first signal ends the program at once; other
 //! signals do not, since shells and launchers send them twice. A signal that was ignored when the program was started
-//! (`nohup`) stays ignored.
+//! (`nohup`) stays ignored, but for the Ctrl-C of a dashboard.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -39,7 +39,9 @@ impl StopSignals {
         let ignored = ignored(&std::fs::read_to_string("/proc/self/status").unwrap_or_default());
         let all = [SIGINT, SIGTERM, SIGHUP].into_iter().chain(of_rank.then_some(SIGUSR1));
         for signal in all {
-            if ignored & (1 << (signal - 1)) != 0 {
+            // A dashboard has a terminal, whose Ctrl-C is meant however the program was started.
+            let is_key = signal == SIGINT && restorer.is_some();
+            if ignored & (1 << (signal - 1)) != 0 && !is_key {
                 continue;
             }
             if signal == SIGINT && restorer.is_none() {
@@ -51,7 +53,7 @@ impl StopSignals {
             signal_hook::flag::register(signal, signals.flag.shared())?;
         }
         if let Some(restorer) = restorer {
-            end_at_once_at_the_second(restorer)?;
+            end_at_once_at_the_second(restorer, ignored)?;
         }
         Ok(signals)
     }
@@ -74,8 +76,9 @@ impl StopSignals {
 }
 
 /// Ends the program at a Ctrl-C that is not the first signal, from a thread, which can do what a signal's handler must not.
-fn end_at_once_at_the_second(restorer: Restorer) -> std::io::Result<()> {
-    let mut all = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+fn end_at_once_at_the_second(restorer: Restorer, ignored: u64) -> std::io::Result<()> {
+    let heard = [SIGTERM, SIGHUP].into_iter().filter(|signal| ignored & (1 << (signal - 1)) == 0);
+    let mut all = Signals::new(heard.chain([SIGINT]))?;
     let listen = move || {
         let mut is_asked = false;
         for signal in all.forever() {

@@ -165,10 +165,13 @@ mod server {
 mod on_a_terminal {
     use std::fs::File;
     use std::os::fd::OwnedFd;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
     use std::sync::mpsc::{Receiver, channel};
 
     use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
     use rustix::termios::{LocalModes, Winsize, tcgetattr, tcsetwinsize};
+    use signal_hook::flag::register_conditional_default;
 
     use super::*;
 
@@ -243,6 +246,10 @@ mod on_a_terminal {
             tcsetwinsize(&ours, Winsize { ws_row: 24, ws_col: 80, ws_xpixel: 0, ws_ypixel: 0 }).unwrap();
             let theirs = File::options().read(true).write(true).open(name).unwrap();
             let stdio = || Stdio::from(OwnedFd::from(theirs.try_clone().unwrap()));
+            // Whoever started the tests may ignore signals (`nohup`), and children would, too: what is handled here is not ignored there.
+            for signal in [Signal::INT, Signal::HUP, Signal::TERM] {
+                register_conditional_default(signal.as_raw(), Arc::new(AtomicBool::new(true))).unwrap();
+            }
             let mut command = command(folder, arguments);
             command.env("TERM", "xterm-256color").stdin(stdio()).stdout(stdio()).stderr(stdio());
             let child = command.spawn().unwrap();

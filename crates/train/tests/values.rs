@@ -134,6 +134,7 @@ fn the_fields_of_the_metrics_are_what_the_run_did() {
         "memory",
         "rung",
         "micro_batch_size",
+        "io",
     ];
     for (index, line) in metrics(&folder.path().join("out")).iter().enumerate() {
         let found: Vec<&String> = line.as_object().unwrap().keys().collect();

@@ -27,7 +27,7 @@ pub fn words(plan: &TrainingPlan) -> String {
     let mut out = table::render(&rows);
     let mut rows = vec![row!["what is on", "without it, the peak is higher by", "it adds to a step"]];
     let (on, off): (Vec<_>, Vec<_>) = plan.optimizations().into_iter().partition(|one| one.enabled);
-    for one in on {
+    for one in &on {
         let saved = match one.bytes_saved {
             Some(bytes) if bytes < 0 => format!("-{}", ByteSize(bytes.unsigned_abs())),
             Some(bytes) => ByteSize(bytes.unsigned_abs()).to_string(),
@@ -37,11 +37,18 @@ pub fn words(plan: &TrainingPlan) -> String {
             true => format!("-{}", seconds(-added)),
             false => seconds(added),
         });
-        rows.push(row![one.name, saved, added]);
+        rows.push(row![&one.name, saved, added]);
     }
     out.push_str(&format!("\n{}", table::render(&rows)));
-    let off: Vec<String> = off.into_iter().map(|one| one.name).collect();
-    out.push_str(&format!("off: {}\n", off.join("; ")));
+    let is_set = |key: &&str| on.iter().any(|one| one.keys.contains(key));
+    let mut keys: Vec<&str> = Vec::new();
+    for key in off.iter().flat_map(|one| one.keys.iter().copied()).filter(|key| !is_set(key)) {
+        // A key may stand for several techniques.
+        if !keys.contains(&key) {
+            keys.push(key);
+        }
+    }
+    out.push_str(&format!("off: {}\n", keys.join(", ")));
     out
 }
 
