@@ -57,7 +57,7 @@ impl Curve {
         self.recent.back()
     }
 
-    /// The points of the last `window` steps, or of all: no more than [`MOST`].
+    /// The points of the last `window` steps, or of all: no more than are kept.
     pub fn points(&self, window: Option<u64>) -> Vec<Bucket> {
         let last = self.last().map_or(0, |last| last.to);
         let begin = window.map_or(0, |window| last.saturating_add(1).saturating_sub(window));
