@@ -1,7 +1,9 @@
 """A headless Chromium, driven by chromedriver over plain HTTP (the W3C WebDriver protocol): no package beyond Python's own."""
 
+import argparse
 import base64
 import json
+import pathlib
 import shutil
 import socket
 import subprocess
@@ -121,3 +123,31 @@ class Browser:
             self.driver.terminate()
             self.driver.wait()
             self.folder.cleanup()
+
+
+def asked(about):
+    """The program and the folder for pictures that the command line of a script names. Ends the script where there is no browser."""
+    arguments = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--plimsoll", default="target/release/plimsoll")
+    arguments.add_argument("--pictures", type=pathlib.Path, help="write pictures of what appears here")
+    arguments = arguments.parse_args()
+    if reason := missing():
+        print(f"skipped: {reason}")
+        raise SystemExit(0)
+    if arguments.pictures:
+        arguments.pictures.mkdir(parents=True, exist_ok=True)
+    return str(pathlib.Path(arguments.plimsoll).absolute()), arguments.pictures
+
+
+class Checks:
+    """What a script holds of pages: each thing in a line, up to the first that is not so."""
+
+    def __init__(self, program, folder, pictures):
+        self.program, self.folder, self.pictures, self.window = program, folder, pictures, Browser()
+        self.done = 0
+
+    def holds(self, what, is_so):
+        self.done += 1
+        print(f"  {'ok' if is_so else 'FAILED'}  {what}")
+        if not is_so:
+            raise SystemExit(1)

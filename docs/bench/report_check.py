@@ -5,7 +5,6 @@ phone's width, without JavaScript, and with hostile names. Says why where there 
     docs/bench/report_check.py [--plimsoll target/release/plimsoll] [--pictures FOLDER]
 """
 
-import argparse
 import json
 import pathlib
 import re
@@ -14,7 +13,6 @@ import sys
 import tempfile
 
 import browser
-from browser import Browser
 
 TINY = """
 model:
@@ -38,17 +36,7 @@ def about(a, b, share=0.006):
     return abs(a - b) <= share * max(a, b, 1)
 
 
-class Checks:
-    def __init__(self, program, folder, pictures):
-        self.program, self.folder, self.pictures, self.window = program, folder, pictures, Browser()
-        self.done = 0
-
-    def holds(self, what, is_so):
-        self.done += 1
-        print(f"  {'ok' if is_so else 'FAILED'}  {what}")
-        if not is_so:
-            raise SystemExit(1)
-
+class ReportChecks(browser.Checks):
     def run(self, *arguments):
         made = subprocess.run([self.program, *arguments], cwd=self.folder, capture_output=True, text=True)
         if made.returncode not in (0, 3):
@@ -221,18 +209,9 @@ def choices(checks):
 
 
 def main():
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--plimsoll", default="target/release/plimsoll")
-    arguments.add_argument("--pictures", type=pathlib.Path, help="write a picture of each page here")
-    arguments = arguments.parse_args()
-    if reason := browser.missing():
-        print(f"skipped: {reason}")
-        return
-    if arguments.pictures:
-        arguments.pictures.mkdir(parents=True, exist_ok=True)
-    program = str(pathlib.Path(arguments.plimsoll).absolute())
+    program, pictures = browser.asked(__doc__)
     with tempfile.TemporaryDirectory() as folder:
-        checks = Checks(program, pathlib.Path(folder), arguments.pictures)
+        checks = ReportChecks(program, pathlib.Path(folder), pictures)
         try:
             tiny_run(checks)
             large_plan(checks)

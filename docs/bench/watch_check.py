@@ -6,7 +6,6 @@ no browser.
     docs/bench/watch_check.py [--plimsoll target/release/plimsoll] [--pictures FOLDER]
 """
 
-import argparse
 import json
 import pathlib
 import re
@@ -19,7 +18,6 @@ import urllib.error
 import urllib.request
 
 import browser
-from browser import Browser
 
 TINY = """
 model:
@@ -33,16 +31,10 @@ OFFLOADED = ["--set", "memory.offload.optimizer=disk", "--set", "memory.disk_pat
 HOSTILE = "<img src=x onerror=document.title='hit'>"
 
 
-class Checks:
+class WatchChecks(browser.Checks):
     def __init__(self, program, folder, pictures):
-        self.program, self.folder, self.pictures, self.window = program, folder, pictures, Browser()
-        self.started, self.done = [], 0
-
-    def holds(self, what, is_so):
-        self.done += 1
-        print(f"  {'ok' if is_so else 'FAILED'}  {what}")
-        if not is_so:
-            raise SystemExit(1)
+        super().__init__(program, folder, pictures)
+        self.started = []
 
     def start(self, *arguments, **more):
         process = subprocess.Popen([self.program, *arguments], cwd=self.folder, text=True, **more)
@@ -189,21 +181,12 @@ def token(checks):
 
 
 def main():
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--plimsoll", default="target/release/plimsoll")
-    arguments.add_argument("--pictures", type=pathlib.Path, help="write a picture of the page here")
-    arguments = arguments.parse_args()
-    if reason := browser.missing():
-        print(f"skipped: {reason}")
-        return
-    if arguments.pictures:
-        arguments.pictures.mkdir(parents=True, exist_ok=True)
-    program = str(pathlib.Path(arguments.plimsoll).absolute())
+    program, pictures = browser.asked(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         (folder / "text.txt").write_text(" ".join(f"word{i * 7 % 23}" for i in range(3000)))
         (folder / "c.yaml").write_text(TINY)
-        checks = Checks(program, folder, arguments.pictures)
+        checks = WatchChecks(program, folder, pictures)
         try:
             runs, watcher = live(checks)
             ends(checks, runs, watcher)
