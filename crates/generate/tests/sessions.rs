@@ -26,6 +26,7 @@ fn spec() -> ModelSpec {
         num_layers: 2,
         attention: AttentionSpec::plain(4, 2, 4, RopeSpec::plain(4, 10_000.0)),
         mlp: MlpSpec { intermediate_size: 24, activation: Activation::Silu, gated: true, bias: false },
+        experts: None,
         norm: NormSpec::rms(1e-5),
         embedding_scale: None,
         logit_soft_cap: None,

@@ -26,7 +26,8 @@ pub mod transcode;
 
 pub use adapter::{AdaptedModule, Adapter, AdapterConfig, AdapterError, AdapterLayout};
 pub use parameters::{
-    Adapted, BlockId, Initialisation, LoraPart, Parameter, ParameterGroup, ParameterKind, Role,
+    Adapted, BlockId, FeedForwardRoles, Initialisation, LoraPart, Parameter, ParameterGroup, ParameterKind,
+    Role,
 };
 pub use safetensors::{NewTensor, SafetensorsError, SafetensorsFile, StoredDType, write_tensors};
 pub use save::{SaveError, SaveWriter};
@@ -34,7 +35,8 @@ pub use source::{
     Format, ModelError, ModelFiles, RowOrder, StoredView, StoredWeight, StoredWeights, WeightSource,
 };
 pub use spec::{
-    Activation, AttentionSpec, MlpSpec, ModelPart, ModelSpec, NormKind, NormPlacement, NormSpec, QkNorm,
-    RopeScaling, RopeSpec, SlidingWindow, SpecError,
+    Activation, AttentionSpec, ExpertGroups, ExpertsSpec, MlpSpec, ModelPart, ModelSpec, NormKind,
+    NormPlacement, NormSpec, QkNorm, RopeScaling, RopeSpec, RouterSpec, Scoring, SharedExpert, SlidingWindow,
+    SpecError,
 };
 pub use transcode::{RowSource, Target, Transcoder};

@@ -54,6 +54,12 @@ impl Role {
             Role::GateProj | Role::GateBias => "gate_proj",
             Role::UpProj | Role::UpBias => "up_proj",
             Role::DownProj | Role::DownBias => "down_proj",
+            Role::Router => "router",
+            Role::RouterCorrection => "router_correction",
+            Role::SharedGateProj => "shared_gate_proj",
+            Role::SharedUpProj => "shared_up_proj",
+            Role::SharedDownProj => "shared_down_proj",
+            Role::SharedRouter => "shared_router",
             Role::FinalNorm | Role::FinalNormBias => "norm",
             Role::LmHead => "lm_head",
             Role::Lora(LoraPart::A, _) => "lora_A",
@@ -93,6 +99,13 @@ impl Role {
             Role::FinalNorm => 24,
             Role::FinalNormBias => 25,
             Role::LmHead => 26,
+            Role::Router => 27,
+            Role::SharedGateProj => 28,
+            Role::SharedUpProj => 29,
+            Role::SharedDownProj => 30,
+            Role::SharedRouter => 31,
+            // Behind all parts of adapters.
+            Role::RouterCorrection => 5 << 5,
             // Weights with adapters are below 32.
             Role::Lora(part, adapted) => (1 + part as u64) << 5 | adapted.role().number(),
         }

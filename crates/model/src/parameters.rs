@@ -58,6 +58,16 @@ pub enum Role {
     UpBias,
     DownBias,
     PostMlpNorm,
+    /// What a token is multiplied with for the logits of experts, `[E, H]`. The matrices of all experts of a layer are the
+    /// stacks `GateProj`, `UpProj` and `DownProj`, `[E, out, in]`.
+    Router,
+    /// What is added to the scores of experts for their choice; no gradient reaches it.
+    RouterCorrection,
+    SharedGateProj,
+    SharedUpProj,
+    SharedDownProj,
+    /// What a token is multiplied with for the weight of the shared expert, `[1, H]`.
+    SharedRouter,
     FinalNorm,
     FinalNormBias,
     LmHead,
@@ -90,6 +100,9 @@ pub enum Adapted {
     GateProj,
     UpProj,
     DownProj,
+    SharedGateProj,
+    SharedUpProj,
+    SharedDownProj,
     LmHead,
 }
 
@@ -105,6 +118,9 @@ impl Adapted {
             Role::GateProj => Adapted::GateProj,
             Role::UpProj => Adapted::UpProj,
             Role::DownProj => Adapted::DownProj,
+            Role::SharedGateProj => Adapted::SharedGateProj,
+            Role::SharedUpProj => Adapted::SharedUpProj,
+            Role::SharedDownProj => Adapted::SharedDownProj,
             Role::LmHead => Adapted::LmHead,
             _ => return None,
         })
@@ -121,6 +137,9 @@ impl Adapted {
             Adapted::GateProj => Role::GateProj,
             Adapted::UpProj => Role::UpProj,
             Adapted::DownProj => Role::DownProj,
+            Adapted::SharedGateProj => Role::SharedGateProj,
+            Adapted::SharedUpProj => Role::SharedUpProj,
+            Adapted::SharedDownProj => Role::SharedDownProj,
             Adapted::LmHead => Role::LmHead,
         }
     }
@@ -178,6 +197,11 @@ impl Role {
             | Role::GateProj
             | Role::UpProj
             | Role::DownProj
+            | Role::Router
+            | Role::SharedGateProj
+            | Role::SharedUpProj
+            | Role::SharedDownProj
+            | Role::SharedRouter
             | Role::LmHead
             | Role::Lora(LoraPart::A | LoraPart::B, _) => ParameterKind::Matrix,
             Role::Lora(LoraPart::Magnitude | LoraPart::Squares, _)
@@ -197,6 +221,7 @@ impl Role {
             | Role::GateBias
             | Role::UpBias
             | Role::DownBias
+            | Role::RouterCorrection
             | Role::FinalNormBias => ParameterKind::Bias,
         }
     }
@@ -209,8 +234,12 @@ pub enum ParameterGroup {
     Embedding,
     /// The linears of attention.
     Attention,
-    /// The linears of the feed-forward part.
+    /// The linears of the feed-forward part, and of shared experts.
     FeedForward,
+    /// Those of experts that tokens are sent to.
+    Experts,
+    /// What sends them.
+    Routers,
     /// Norms, of queries and keys too.
     Norms,
     /// Vectors to logits, where that is not the embedding again.
@@ -226,6 +255,8 @@ impl ParameterGroup {
             ParameterGroup::Embedding => "embedding",
             ParameterGroup::Attention => "attention",
             ParameterGroup::FeedForward => "feed_forward",
+            ParameterGroup::Experts => "experts",
+            ParameterGroup::Routers => "routers",
             ParameterGroup::Norms => "norms",
             ParameterGroup::Head => "head",
             ParameterGroup::Adapters => "adapters",
@@ -251,7 +282,11 @@ impl Role {
             | Role::DownProj
             | Role::GateBias
             | Role::UpBias
-            | Role::DownBias => ParameterGroup::FeedForward,
+            | Role::DownBias
+            | Role::SharedGateProj
+            | Role::SharedUpProj
+            | Role::SharedDownProj => ParameterGroup::FeedForward,
+            Role::Router | Role::RouterCorrection | Role::SharedRouter => ParameterGroup::Routers,
             Role::LmHead => ParameterGroup::Head,
             Role::Lora(..) => ParameterGroup::Adapters,
             Role::AttentionNorm
@@ -267,13 +302,48 @@ impl Role {
         }
     }
 
-    /// Whether it is the matrix of a linear in a transformer block.
+    /// Whether it is the matrix of a linear in a transformer block, or a stack of them. Routers are small, and a rounding of theirs
+    /// sends tokens elsewhere: they are none.
     pub fn is_block_matrix(self) -> bool {
-        self.kind() == ParameterKind::Matrix && !matches!(self, Role::LmHead | Role::Lora(..))
+        let others = matches!(self, Role::LmHead | Role::Lora(..) | Role::Router | Role::SharedRouter);
+        self.kind() == ParameterKind::Matrix && !others
+    }
+
+    /// Whether it belongs to the feed-forward part proper, of which experts have one each.
+    pub fn is_expert_part(self) -> bool {
+        match self {
+            Role::GateProj
+            | Role::UpProj
+            | Role::DownProj
+            | Role::GateBias
+            | Role::UpBias
+            | Role::DownBias => true,
+            Role::Lora(_, of) => of.role().is_expert_part(),
+            _ => false,
+        }
+    }
+
+    /// Whether gradients reach it.
+    pub fn has_gradient(self) -> bool {
+        self != Role::RouterCorrection
     }
 }
 
 impl Parameter {
+    /// The part of the model that it belongs to.
+    pub fn group(&self) -> ParameterGroup {
+        match self.role.group() {
+            ParameterGroup::FeedForward if self.is_of_experts() => ParameterGroup::Experts,
+            group => group,
+        }
+    }
+
+    /// Whether it has a part for each expert of a layer.
+    pub fn is_of_experts(&self) -> bool {
+        let of_one = if self.role.kind() == ParameterKind::Bias { 1 } else { 2 };
+        self.role.is_expert_part() && self.shape.len() > of_one
+    }
+
     /// Rows of a matrix or of a stack of matrices, elements of a vector.
     pub fn rows(&self) -> u64 {
         match self.shape.as_slice() {
@@ -357,6 +427,9 @@ impl ModelSpec {
         if let Some(window) = &mut spec.attention.sliding_window {
             window.layers = layers.iter().map(|layer| self.attention.window(*layer).is_some()).collect();
         }
+        if let Some(experts) = &mut spec.experts {
+            experts.layers = layers.iter().map(|layer| self.experts_of(*layer).is_some()).collect();
+        }
         spec
     }
 
@@ -407,6 +480,12 @@ impl ModelSpec {
         spec.attention.heads /= ranks.max(1);
         spec.attention.kv_heads /= ranks.max(1);
         spec.mlp.intermediate_size /= ranks.max(1);
+        if let Some(experts) = &mut spec.experts {
+            experts.intermediate_size /= ranks.max(1);
+            if let Some(shared) = &mut experts.shared {
+                shared.intermediate_size /= ranks.max(1);
+            }
+        }
         spec.part.vocabulary = vocabulary;
         spec
     }
@@ -447,7 +526,6 @@ impl ModelSpec {
             BlockId::Layer(i) => {
                 let (q, kv) = (self.q_size(), self.kv_size());
                 let mlp = self.feed_forward(i);
-                let inner = mlp.intermediate_size;
                 let name = |rest: &str| format!("model.layers.{i}.{rest}");
                 let (before, after) = (self.norm.placement.before(), self.norm.placement.after());
                 if before {
@@ -486,14 +564,34 @@ impl ModelSpec {
                 if layer_norm {
                     add(name("post_attention_layernorm.bias"), Role::MlpNormBias, &[hidden]);
                 }
-                let gate = mlp.gated.then_some(("gate_proj", Role::GateProj, Role::GateBias, inner, hidden));
-                for (part, weight, bias, out, inp) in gate.into_iter().chain([
-                    ("up_proj", Role::UpProj, Role::UpBias, inner, hidden),
-                    ("down_proj", Role::DownProj, Role::DownBias, hidden, inner),
-                ]) {
-                    add(name(&format!("mlp.{part}.weight")), weight, &[out, inp]);
-                    if mlp.bias {
-                        add(name(&format!("mlp.{part}.bias")), bias, &[out]);
+                match self.experts_of(i) {
+                    None => {
+                        let roles = FeedForwardRoles::DENSE;
+                        self.feed_forward_parameters(
+                            &mut add,
+                            &name("mlp"),
+                            roles,
+                            &[],
+                            mlp.intermediate_size,
+                        );
+                    }
+                    Some(experts) => {
+                        let (count, inner) = (experts.count, experts.intermediate_size);
+                        add(name("mlp.gate.weight"), Role::Router, &[count, hidden]);
+                        if experts.router.correction {
+                            let role = Role::RouterCorrection;
+                            add(name("mlp.gate.e_score_correction_bias"), role, &[count]);
+                        }
+                        let roles = FeedForwardRoles::DENSE;
+                        self.feed_forward_parameters(&mut add, &name("mlp.experts"), roles, &[count], inner);
+                        if let Some(shared) = experts.shared {
+                            let (at, inner) = (name("mlp.shared_expert"), shared.intermediate_size);
+                            self.feed_forward_parameters(&mut add, &at, FeedForwardRoles::SHARED, &[], inner);
+                            if shared.gated {
+                                let role = Role::SharedRouter;
+                                add(name("mlp.shared_expert_gate.weight"), role, &[1, hidden]);
+                            }
+                        }
                     }
                 }
                 if after {
@@ -511,5 +609,62 @@ impl ModelSpec {
             }
         }
         list
+    }
+
+    /// Gate, up and down of a feed-forward part of an inner width, or of each of `stack`.
+    fn feed_forward_parameters(
+        &self,
+        add: &mut impl FnMut(String, Role, &[u64]),
+        at: &str,
+        roles: FeedForwardRoles,
+        stack: &[u64],
+        inner: u64,
+    ) {
+        let (hidden, [gate, up, down]) = (self.hidden_size, roles.weights());
+        let gate = self.mlp.gated.then_some(("gate_proj", gate, roles.biases.map(|b| b[0]), inner, hidden));
+        for (part, weight, bias, out, inp) in gate.into_iter().chain([
+            ("up_proj", up, roles.biases.map(|b| b[1]), inner, hidden),
+            ("down_proj", down, roles.biases.map(|b| b[2]), hidden, inner),
+        ]) {
+            let of_stack = |rest: &[u64]| [stack, rest].concat();
+            add(format!("{at}.{part}.weight"), weight, &of_stack(&[out, inp]));
+            if let Some(bias) = bias.filter(|_| self.mlp.bias) {
+                add(format!("{at}.{part}.bias"), bias, &of_stack(&[out]));
+            }
+        }
+    }
+}
+
+/// The roles of the linears of a feed-forward part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FeedForwardRoles {
+    /// The gate's matrix, where there is a gate.
+    pub gate: Role,
+    /// That of the up projection.
+    pub up: Role,
+    /// That of the down projection.
+    pub down: Role,
+    /// Their biases, in this order, where they can have any.
+    pub biases: Option<[Role; 3]>,
+}
+
+impl FeedForwardRoles {
+    /// Those of a layer's feed-forward part, or of its experts.
+    pub const DENSE: FeedForwardRoles = FeedForwardRoles {
+        gate: Role::GateProj,
+        up: Role::UpProj,
+        down: Role::DownProj,
+        biases: Some([Role::GateBias, Role::UpBias, Role::DownBias]),
+    };
+    /// Those of a shared expert.
+    pub const SHARED: FeedForwardRoles = FeedForwardRoles {
+        gate: Role::SharedGateProj,
+        up: Role::SharedUpProj,
+        down: Role::SharedDownProj,
+        biases: None,
+    };
+
+    fn weights(self) -> [Role; 3] {
+        [self.gate, self.up, self.down]
     }
 }

@@ -6,10 +6,14 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::parameters::BlockId;
+use crate::parameters::{BlockId, Parameter};
 
 /// 2^50: a thousand times the largest models, and small enough that no size in bytes overflows.
 const MAX_PARAMETERS: u128 = 1 << 50;
+/// Experts of a layer at most: four times those of the largest models.
+const MAX_EXPERTS: u64 = 2048;
+/// Experts of a token at most.
+const MAX_EXPERTS_PER_TOKEN: u64 = 64;
 
 /// A model's shape.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,8 +32,10 @@ pub struct ModelSpec {
     pub part: ModelPart,
     /// Attention of every block.
     pub attention: AttentionSpec,
-    /// Feed-forward part of every block.
+    /// Feed-forward part of every block; where a block has experts, what they have in common with such a part.
     pub mlp: MlpSpec,
+    /// Experts in the place of feed-forward parts, in a mixture of experts.
+    pub experts: Option<ExpertsSpec>,
     /// Normalisation in the blocks and before the head.
     pub norm: NormSpec,
     /// Factor on the token embeddings (Gemma: sqrt(hidden_size)).
@@ -178,6 +184,68 @@ pub struct MlpSpec {
     pub gated: bool,
     /// Whether its linears have biases.
     pub bias: bool,
+}
+
+/// Experts in the place of a feed-forward part (Shazeer et al. 2017): a router sends each token to a few of them, and their
+/// outputs are added up with the router's weights. Activation, gate and biases are those of [`MlpSpec`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct ExpertsSpec {
+    /// Experts of a layer.
+    pub count: u64,
+    /// Experts that a token goes to.
+    pub per_token: u64,
+    /// Inner width of an expert.
+    pub intermediate_size: u64,
+    /// A feed-forward part beside them that every token goes through.
+    pub shared: Option<SharedExpert>,
+    /// How experts are chosen and weighed.
+    pub router: RouterSpec,
+    /// For each layer whether it has experts; the others have a feed-forward part.
+    pub layers: Vec<bool>,
+}
+
+/// What every token goes through beside its experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SharedExpert {
+    /// Its inner width.
+    pub intermediate_size: u64,
+    /// Whether its output is multiplied by the sigmoid of one more product with the token (Qwen2-MoE).
+    pub gated: bool,
+}
+
+/// How a router chooses experts and weighs their outputs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RouterSpec {
+    /// What logits become.
+    pub scoring: Scoring,
+    /// Whether the weights of a token's experts are divided by their sum.
+    pub normalise: bool,
+    /// Factor on the weights.
+    pub scale: f64,
+    /// Experts stand in groups, of which the best come into question (DeepSeek-V3).
+    pub groups: Option<ExpertGroups>,
+    /// Whether a vector is added to the scores for the choice, and not for the weights (DeepSeek-V3).
+    pub correction: bool,
+    /// Factor on the load-balancing loss (Fedus et al. 2021), where it is asked for.
+    pub balance_loss: f64,
+}
+
+/// What a router makes of its logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scoring {
+    /// The softmax over all experts.
+    Softmax,
+    /// The sigmoid of each.
+    Sigmoid,
+}
+
+/// Groups of experts that follow each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertGroups {
+    /// Groups of a layer.
+    pub count: u64,
+    /// Groups that a token's experts are in. A group is as good as its two best experts together.
+    pub chosen: u64,
 }
 
 /// Non-linearities of the feed-forward part.
@@ -360,6 +428,49 @@ impl AttentionSpec {
     }
 }
 
+impl ExpertsSpec {
+    fn check(&self) -> Result<(), SpecError> {
+        let fail = |key, reason: fmt::Arguments<'_>| Err(SpecError { key, reason: reason.to_string() });
+        let shared = self.shared.map_or(1, |shared| shared.intermediate_size);
+        for (key, value, most) in [
+            ("num_experts", self.count, MAX_EXPERTS),
+            ("num_experts_per_tok", self.per_token, MAX_EXPERTS_PER_TOKEN),
+            ("moe_intermediate_size", self.intermediate_size, 1 << 28),
+            ("shared_expert_intermediate_size", shared, 1 << 28),
+        ] {
+            if value == 0 {
+                return fail(key, format_args!("must be at least 1"));
+            }
+            if value > most {
+                return fail(key, format_args!("{value} is beyond any model (at most {most})"));
+            }
+        }
+        if self.per_token > self.count {
+            let (chosen, count) = (self.per_token, self.count);
+            return fail("num_experts_per_tok", format_args!("{chosen} of {count} experts cannot be chosen"));
+        }
+        if let Some(ExpertGroups { count, chosen }) = self.router.groups {
+            if count == 0 || !self.count.is_multiple_of(count) {
+                return fail("n_group", format_args!("{count} does not divide the {} experts", self.count));
+            }
+            if chosen == 0 || chosen > count {
+                return fail("topk_group", format_args!("{chosen} of {count} groups cannot be chosen"));
+            }
+            if self.per_token > self.count / count * chosen {
+                return fail("topk_group", format_args!("{chosen} groups have too few experts for a token"));
+            }
+        }
+        for (key, number) in
+            [("routed_scaling_factor", self.router.scale), ("router_aux_loss_coef", self.router.balance_loss)]
+        {
+            if !(number.is_finite() && number >= 0.0) {
+                return fail(key, format_args!("{number} is no factor"));
+            }
+        }
+        Ok(())
+    }
+}
+
 impl NormSpec {
     /// RMSNorm before either part of a block.
     pub fn rms(epsilon: f64) -> NormSpec {
@@ -371,6 +482,23 @@ impl ModelSpec {
     /// The feed-forward part of a layer.
     pub fn feed_forward(&self, _layer: u32) -> &MlpSpec {
         &self.mlp
+    }
+
+    /// The experts of a layer, if it has any.
+    pub fn experts_of(&self, layer: u32) -> Option<&ExpertsSpec> {
+        self.experts.as_ref().filter(|experts| experts.layers.get(layer as usize) == Some(&true))
+    }
+
+    /// Number of parameters that one token is multiplied with or looked up in: all but those of experts that it does not go to.
+    pub fn active_parameter_count(&self) -> u64 {
+        let active = |p: &Parameter| match (p.role.is_expert_part(), p.block.layer()) {
+            (true, Some(layer)) => match self.experts_of(layer) {
+                Some(experts) => p.elements() / experts.count.max(1) * experts.per_token,
+                None => p.elements(),
+            },
+            _ => p.elements(),
+        };
+        self.parameters().iter().map(active).sum()
     }
 
     /// Width of the query projection's output.
@@ -440,6 +568,18 @@ impl ModelSpec {
                 return fail("layer_types", format_args!("tells of {given} layers; the model has {layers}"));
             }
         }
+        if let Some(experts) = &self.experts {
+            experts.check()?;
+            let (given, layers) =
+                (experts.layers.len(), self.layers().next_back().map_or(0, |last| last + 1));
+            let tells_of_all = given == layers as usize || !self.part.head && given > layers as usize;
+            if !tells_of_all {
+                return fail(
+                    "mlp_layer_types",
+                    format_args!("tells of {given} layers; the model has {layers}"),
+                );
+            }
+        }
         for (key, number) in [
             ("query_pre_attn_scalar", attention.scale),
             ("attn_logit_softcapping", attention.soft_cap),
@@ -458,7 +598,11 @@ impl ModelSpec {
             let product = |shape: &[u64]| shape.iter().map(|size| u128::from(*size)).product::<u128>();
             self.block_parameters(block).iter().map(|parameter| product(&parameter.shape)).sum()
         };
-        let layers = u128::from(self.num_layers) * elements(BlockId::Layer(0));
+        // Where some layers have experts, one of either kind.
+        let with = |experts: bool| self.layers().find(|layer| self.experts_of(*layer).is_some() == experts);
+        let largest =
+            [with(false), with(true)].into_iter().flatten().map(|layer| elements(BlockId::Layer(layer)));
+        let layers = u128::from(self.num_layers) * largest.max().unwrap_or(0);
         let total = elements(BlockId::Embedding) + layers + elements(BlockId::Head);
         if total > MAX_PARAMETERS {
             return fail(

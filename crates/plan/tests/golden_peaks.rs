@@ -74,6 +74,7 @@ fn model(name: &str) -> ModelSpec {
         "odd-biased" => ModelSpec {
             attention: AttentionSpec { qkv_bias: true, output_bias: true, ..odd().attention },
             mlp: MlpSpec { activation: Activation::GeluTanh, gated: false, bias: true, ..odd().mlp },
+            experts: None,
             norm: NormSpec { kind: NormKind::Layer, ..odd().norm },
             tie_word_embeddings: false,
             ..odd()
@@ -98,6 +99,7 @@ fn odd() -> ModelSpec {
         num_layers: 3,
         attention: AttentionSpec::plain(4, 2, 6, RopeSpec::plain(6, 10_000.0)),
         mlp: MlpSpec { intermediate_size: 41, activation: Activation::Silu, gated: true, bias: false },
+        experts: None,
         norm: NormSpec::rms(1e-5),
         embedding_scale: None,
         logit_soft_cap: None,

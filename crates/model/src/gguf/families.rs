@@ -128,6 +128,7 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
             gated: !gpt2,
             bias: has("blk.0.ffn_down.bias"),
         },
+        experts: None,
         norm: NormSpec {
             kind: if gpt2 { NormKind::Layer } else { NormKind::Rms },
             epsilon: keys.require_f64(if gpt2 {

@@ -67,6 +67,7 @@ pub(super) fn read(config: &Keys, model_type: &str, name: String) -> Result<Mode
             gated: true,
             bias: config.bool("mlp_bias")?.unwrap_or(false),
         },
+        experts: None,
         norm: NormSpec {
             kind: NormKind::Rms,
             epsilon: config.f64("rms_norm_eps")?.unwrap_or(match model_type {
@@ -134,6 +135,7 @@ fn read_gpt2(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {
             gated: false,
             bias: true,
         },
+        experts: None,
         norm: NormSpec {
             kind: NormKind::Layer,
             epsilon: config.f64("layer_norm_epsilon")?.unwrap_or(1e-5),

@@ -19,6 +19,7 @@ pub fn tiny_spec() -> ModelSpec {
         num_layers: 2,
         attention: AttentionSpec::plain(4, 2, 16, RopeSpec::plain(16, 10_000.0)),
         mlp: MlpSpec { intermediate_size: 128, activation: Activation::Silu, gated: true, bias: false },
+        experts: None,
         norm: NormSpec::rms(1e-5),
         embedding_scale: None,
         logit_soft_cap: None,

@@ -41,6 +41,7 @@ pub(super) struct Gap {
 #[derive(PartialEq)]
 struct Layer {
     window: Option<u64>,
+    experts: bool,
     saved: LayerPolicy,
     /// Whether its parameters, gradients, states and activations stay on the device.
     stays: [bool; 4],
@@ -194,6 +195,7 @@ fn layers(spec: &ModelSpec, settings: &StepSettings, policy: &SavePolicy) -> Vec
         .map(|layer| Layer {
             // One that reaches over all positions is none.
             window: spec.attention.window(layer).filter(|window| *window < settings.sequence_length),
+            experts: spec.experts_of(layer).is_some(),
             saved: policy.layer(layer),
             stays: kept.map(|kept| stays(spec, layer, kept)),
             trained: Vec::new(),

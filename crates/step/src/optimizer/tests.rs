@@ -42,6 +42,7 @@ fn spec() -> ModelSpec {
         num_layers: 1,
         attention: AttentionSpec::plain(4, 2, 16, RopeSpec::plain(16, 10_000.0)),
         mlp: MlpSpec { intermediate_size: 96, activation: Activation::Silu, gated: true, bias: false },
+        experts: None,
         norm: NormSpec::rms(1e-5),
         embedding_scale: None,
         logit_soft_cap: None,

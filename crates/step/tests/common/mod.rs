@@ -74,6 +74,7 @@ pub fn gemma() -> ModelSpec {
             soft_cap: Some(2.0),
             ..base.attention
         },
+        experts: None,
         mlp: MlpSpec { activation: Activation::GeluTanh, ..base.mlp },
         norm: NormSpec { one_plus_weight: true, placement: NormPlacement::Around, ..base.norm },
         embedding_scale: Some(4.9),
