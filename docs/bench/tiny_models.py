@@ -2,16 +2,22 @@
 """Makes a tiny random model of each family with transformers, and what PyTorch in f32 says of it.
 
     docs/bench/tiny_models.py crates/train/tests/data/families
+    docs/bench/tiny_models.py crates/train/tests/data/experts
 
-Needs torch and transformers. Writes for each family a folder as save_pretrained() makes it, and `expected.json`: token
-ids, the mean loss over all but the first, a greedy continuation of a prompt, and the norm of every stored tensor's
-gradient. `crates/train/tests/families.rs` compares with these; it needs no Python.
+The last part of the path says which: families with one feed-forward part, or mixtures of experts. Needs torch and
+transformers. Writes for each family a folder as save_pretrained() makes it, and `expected.json`: token ids, the mean loss
+over all but the first, a greedy continuation of a prompt, and the norm of every stored tensor's gradient. Of a mixture also
+the tokens of each expert in each layer and, where the family has one, the load-balancing loss, which the gradients then
+are of as well: `loss + router_aux_loss_coef * router_aux_loss`. Tests of `crates/train` compare with these; they need no
+Python.
 """
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
+import safetensors.torch
 import torch
 import transformers
 
@@ -58,6 +64,24 @@ FAMILIES = {
     "olmo2": ("Olmo2", {}),
 }
 
+BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.02)
+QWEN2_MOE = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=12, shared_expert_intermediate_size=20)
+QWEN3_MOE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, head_dim=8)
+GLM4_MOE = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, first_k_dense_replace=1, head_dim=8)
+EXPERTS = {
+    "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=20, **BALANCED)),
+    "qwen2-moe": ("Qwen2Moe", dict(norm_topk_prob=False, mlp_only_layers=[1], **QWEN2_MOE, **BALANCED)),
+    "qwen2-moe-normalised": ("Qwen2Moe", dict(norm_topk_prob=True, decoder_sparse_step=2, **QWEN2_MOE)),
+    "qwen3-moe": ("Qwen3Moe", dict(norm_topk_prob=True, **QWEN3_MOE, **BALANCED)),
+    # As transformers keeps experts in memory: a tensor for all gates and ups of a layer, and one for all downs.
+    "qwen3-moe-stacked": ("Qwen3Moe", dict(norm_topk_prob=False, **QWEN3_MOE)),
+    "olmoe": ("Olmoe", dict(num_experts=8, num_experts_per_tok=2, intermediate_size=12, **BALANCED)),
+    "glm4-moe": ("Glm4Moe", dict(n_group=4, topk_group=2, n_shared_experts=2, routed_scaling_factor=1.5, **GLM4_MOE)),
+    "glm4-moe-biased": ("Glm4Moe", dict(use_qk_norm=True, attention_bias=True, norm_topk_prob=False, **GLM4_MOE)),
+}
+# Far more than what another order of sums changes.
+ROUNDING = 1e-4
+
 
 def config_of(family, changes):
     names = dict(GPT2="GPT2Config", Gemma3="Gemma3TextConfig")
@@ -70,9 +94,41 @@ def model_of(family, config):
     return getattr(transformers, name)(config)
 
 
+def saved(model, folder, name, tensors=None):
+    model.save_pretrained(folder, state_dict=tensors, save_original_format=not name.endswith("-stacked"))
+
+
+def stored_norms(model, name):
+    """The norms of gradients by the names of stored tensors: gradients are saved as weights are."""
+    gradients = {key: p.grad for key, p in model.named_parameters()}
+    buffers = {key: value for key, value in model.named_buffers() if key in model.state_dict()}
+    with tempfile.TemporaryDirectory() as folder:
+        saved(model, folder, name, {**buffers, **gradients})
+        stored = safetensors.torch.load_file(Path(folder) / "model.safetensors")
+    return {key: float(grad.double().norm()) for key, grad in stored.items() if key not in buffers}
+
+
+def watch_routers(model):
+    """Notes the tokens of each expert at every call of a router, and refuses choices that another order of sums may change."""
+    counts = []
+
+    def note(router, arguments, result):
+        (hidden,), (logits, _, chosen) = arguments, result
+        for _ in range(20):
+            near = router.forward(hidden * (1 + ROUNDING * torch.randn_like(hidden)))[2]
+            assert torch.equal(near.sort(-1).values, chosen.sort(-1).values), "a choice hangs by a thread: another seed"
+        counts.append(torch.bincount(chosen.flatten(), minlength=logits.shape[-1]).tolist())
+
+    for module in model.modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            module.register_forward_hook(note)
+    return counts
+
+
 def main():
     out = Path(sys.argv[1])
-    for name, (family, changes) in FAMILIES.items():
+    families = dict(families=FAMILIES, experts=EXPERTS)[out.name]
+    for name, (family, changes) in families.items():
         torch.manual_seed(len(name))
         model = model_of(family, config_of(family, changes)).float().eval()
         # Norms and biases too are random: ones and zeros would hide mistakes.
@@ -80,29 +136,45 @@ def main():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
+            for key, buffer in model.named_buffers():
+                if key.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn_like(buffer) * 0.2)
+        expert_tokens = watch_routers(model)
         generator = torch.Generator().manual_seed(5)
         tokens = torch.randint(3, VOCAB, (LENGTH,), generator=generator)
-        logits = model(tokens[None], use_cache=False).logits[0]
+        result = model(tokens[None], use_cache=False)
+        counted = list(expert_tokens)
+        logits = result.logits[0]
         loss = torch.nn.functional.cross_entropy(logits[:-1].float(), tokens[1:])
-        loss.backward()
-        norms = {key: float(p.grad.double().norm()) for key, p in model.named_parameters()}
+        of_experts = {}
+        if counted:
+            of_experts["expert_tokens"] = counted
+        balance = getattr(result, "aux_loss", None)
+        total = loss
+        if balance is not None:
+            coefficient = model.config.router_aux_loss_coef
+            of_experts.update(router_aux_loss=float(balance.detach()), router_aux_loss_coef=coefficient)
+            total = loss + coefficient * balance
+        total.backward()
+        norms = stored_norms(model, name)
         greedy = tokens[:PROMPT].tolist()
         with torch.no_grad():
             for _ in range(CONTINUATION):
                 last = model(torch.tensor([greedy]), use_cache=False).logits[0, -1]
                 greedy.append(int(last.argmax()))
         folder = out / name
-        model.save_pretrained(folder)
+        saved(model, folder, name)
         expected = {
             "note": f"transformers {transformers.__version__}, torch {torch.__version__}, f32, eager attention",
             "tokens": tokens.tolist(),
-            "loss": float(loss),
+            "loss": float(loss.detach()),
+            **of_experts,
             "prompt_tokens": PROMPT,
             "greedy": greedy[PROMPT:],
             "gradient_norms": norms,
         }
         (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
-        print(name, float(loss), greedy[PROMPT:])
+        print(name, float(loss.detach()), greedy[PROMPT:])
 
 
 if __name__ == "__main__":
