@@ -17,14 +17,14 @@ pub(crate) fn gguf_block(spec: &ModelSpec, block: BlockId) -> Vec<StoredTensor> 
         _ => fuse(parameters, plain_name, false),
     };
     for tensor in &mut tensors {
-        let is = |roles: &[Role]| tensor.parts.iter().all(|part| roles.contains(&part.role));
+        let is = |roles: &[Role]| tensor.is_of(|role| roles.contains(&role));
         if matches!(spec.architecture.as_str(), "llama" | "mistral")
             && is(&[Role::QProj, Role::KProj, Role::QBias, Role::KBias])
         {
             tensor.rows = RowOrder::Interleaved { head_dim: spec.attention.head_dim };
         }
-        tensor.plus_one = spec.norm.one_plus_weight
-            && tensor.parts.iter().all(|part| part.role.kind() == ParameterKind::Norm);
+        tensor.plus_one =
+            spec.norm.one_plus_weight && tensor.is_of(|role| role.kind() == ParameterKind::Norm);
     }
     tensors
 }
