@@ -109,7 +109,10 @@ impl<'a> Transcoder<'a> {
             NewGgufTensor { name: (*name).to_owned(), dtype: DType::F32, shape }
         }));
         tensors.extend(stored.iter().map(|tensor| {
-            let shape = tensor.shape();
+            let mut shape = tensor.shape();
+            if tensor.is_of(|role| role == Role::SharedRouter) {
+                shape.remove(0);
+            }
             NewGgufTensor { name: tensor.name.clone(), dtype: gguf_dtype(tensor, dtype), shape }
         }));
         let types: Vec<DType> = tensors.iter().map(|tensor| tensor.dtype).collect();
@@ -184,11 +187,12 @@ impl<'a> Transcoder<'a> {
     }
 }
 
-/// The type of a GGUF's tensor where matrices are to be `wanted`: f32 for vectors, for which nothing else is read.
+/// The type of a GGUF's tensor where matrices are to be `wanted`: f32 for vectors, for which nothing else is read, and for routers.
 fn gguf_dtype(tensor: &StoredTensor, wanted: DType) -> DType {
     let role = tensor.parts.first().map(StoredPart::role);
     let matrix = role.is_some_and(|role| {
-        role != Role::PositionEmbedding && !matches!(role.kind(), ParameterKind::Norm | ParameterKind::Bias)
+        !matches!(role, Role::PositionEmbedding | Role::Router | Role::SharedRouter)
+            && !matches!(role.kind(), ParameterKind::Norm | ParameterKind::Bias)
     });
     if !matrix {
         return DType::F32;

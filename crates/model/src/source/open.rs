@@ -8,7 +8,7 @@ use plimsoll_memory::FileMap;
 use super::inventory::{Candidate, Inventory};
 use super::packed::{self, Found, Span};
 use super::{Format, ModelError, ModelFiles};
-use crate::gguf::{GgufFile, families, gguf_block};
+use crate::gguf::{GgufFile, SHARED_ROUTER, families, gguf_block};
 use crate::hf_config::{self, CONFIG_NAME};
 use crate::layout::{hf_block, hf_prefix};
 use crate::safetensors::{INDEX_NAME, SINGLE_NAME, SafetensorsSet};
@@ -122,6 +122,11 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
             continue;
         }
         families::check_bias(&file, tensor)?;
+        let mut shape = tensor.shape.clone();
+        // What weighs a shared expert is a matrix of one row, which converters write as a vector.
+        if tensor.name.ends_with(SHARED_ROUTER) && shape.len() == 1 {
+            shape.insert(0, 1);
+        }
         inventory.add(
             tensor.name.clone(),
             Candidate {
@@ -129,7 +134,7 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
                 file: 0,
                 bytes: tensor.bytes.clone(),
                 dtype: Ok(tensor.dtype),
-                shape: tensor.shape.clone(),
+                shape,
                 packed: None,
             },
         );

@@ -5,9 +5,12 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use plimsoll_device::DType;
+use plimsoll_device::cpu::quantize::four_bit::FourBit;
+use plimsoll_model::convert::convert;
+use plimsoll_model::gguf::GgufFile;
 use plimsoll_model::{
-    ExpertGroups, ModelFiles, ModelSpec, Parameter, Role, SafetensorsFile, SaveWriter, Scoring, SharedExpert,
-    hf_config,
+    ExpertGroups, ModelFiles, ModelSpec, Parameter, QkNorm, Role, SafetensorsFile, SaveError, SaveWriter,
+    Scoring, SharedExpert, Target, Transcoder, hf_config,
 };
 use serde_json::{Value, json};
 
@@ -232,4 +235,140 @@ fn active_parameters_are_those_of_the_experts_of_a_token() {
         spec.parameters().iter().filter(|p| p.is_of_experts()).map(Parameter::elements).sum();
     assert_eq!(spec.active_parameter_count(), spec.parameter_count() - of_experts / 2);
     assert!(spec.parameters().iter().any(|p| p.role == Role::Router));
+}
+
+fn write_gguf(files: &ModelFiles, path: &Path, dtype: DType) -> Result<u64, SaveError> {
+    Transcoder::new(files.spec(), files.weights(), &mut |_, _| {}).write_gguf(path, dtype, None)
+}
+
+/// Through a GGUF file and back: the same tensors.
+#[test]
+fn gguf_files_keep_everything() {
+    let place = tempfile::tempdir().unwrap();
+    for (family, names) in [
+        ("mixtral", ["blk.0.ffn_gate_exps.weight", "blk.0.ffn_gate_inp.weight"]),
+        ("qwen3-moe", ["blk.0.ffn_down_exps.weight", "blk.0.attn_q_norm.weight"]),
+        ("olmoe", ["blk.2.ffn_up_exps.weight", "blk.0.attn_k_norm.weight"]),
+        ("glm4-moe", ["blk.1.exp_probs_b.bias", "blk.0.post_attention_norm.weight"]),
+        ("glm4-moe-biased", ["blk.0.attn_q.bias", "blk.1.ffn_gate_shexp.weight"]),
+    ] {
+        let (original, folder) = (folder(family), place.path().join(family));
+        let files = open(family);
+        std::fs::create_dir(&folder).unwrap();
+        let path = folder.join("model.gguf");
+        write_gguf(&files, &path, DType::F32).unwrap();
+        let through = ModelFiles::open(&path).unwrap();
+        let file = GgufFile::open(&path).unwrap();
+        for name in names {
+            assert!(file.tensor(name).is_some(), "{family} {name}");
+        }
+        let mut experts = files.spec().experts.clone().unwrap();
+        experts.router.balance_loss = 0.0;
+        assert_eq!(through.spec().experts, Some(experts), "{family}");
+        let back = folder.join("back");
+        Transcoder::new(through.spec(), through.weights(), &mut |_, _| {})
+            .write_folder(&back, Target::HuggingFace(DType::F32))
+            .unwrap();
+        assert_eq!(tensors(&back), tensors(&original), "{family}");
+    }
+}
+
+/// A shared expert with a weight of its own, in a model whose layers all have experts.
+#[test]
+fn gguf_files_keep_shared_experts() {
+    let place = tempfile::tempdir().unwrap();
+    let files = open("qwen2-moe");
+    let mut spec = files.spec().of_layers(&[0]);
+    spec.eos_tokens.clear();
+    let path = place.path().join("model.gguf");
+    Transcoder::new(&spec, files.weights(), &mut |_, _| {}).write_gguf(&path, DType::F32, None).unwrap();
+    let file = GgufFile::open(&path).unwrap();
+    assert_eq!(file.tensor("blk.0.ffn_gate_inp_shexp.weight").unwrap().shape, [24]);
+    let through = ModelFiles::open(&path).unwrap();
+    assert_eq!(through.spec().experts.as_ref().unwrap().shared, spec.experts.as_ref().unwrap().shared);
+    for parameter in spec.parameters() {
+        assert_eq!(bytes(&through, &parameter, DType::F32), bytes(&files, &parameter, DType::F32));
+    }
+}
+
+#[test]
+fn what_gguf_has_no_words_for_is_refused() {
+    let place = tempfile::tempdir().unwrap();
+    for (family, keys, words) in [
+        ("qwen2-moe", json!({}), "layers without experts"),
+        ("qwen3-moe-stacked", json!({}), "weighs experts in another way"),
+        ("olmoe", json!({ "norm_topk_prob": true }), "weighs experts in another way"),
+    ] {
+        let files = ModelFiles::open(&changed(family, &keys, place.path())).unwrap();
+        let path = place.path().join("x.gguf");
+        let error = write_gguf(&files, &path, DType::F32).unwrap_err().to_string();
+        assert!(error.contains(words) && !path.exists(), "{family}: {error}");
+    }
+}
+
+/// A mixture whose matrices are whole blocks of every type: experts of 64 x 256.
+fn wide() -> ModelSpec {
+    let mut spec = super::support::tiny_spec();
+    spec.architecture = "qwen3_moe".to_owned();
+    spec.attention.qk_norm = Some(QkNorm::PerHead);
+    let mut experts = open("qwen3-moe").spec().experts.clone().unwrap();
+    (experts.count, experts.intermediate_size, experts.layers) = (3, 256, vec![true, true]);
+    experts.router.balance_loss = 0.0;
+    spec.experts = Some(experts);
+    spec
+}
+
+/// Experts in blocks, one by one and all together, from a GGUF file and from checkpoints that bitsandbytes packs.
+#[test]
+fn quantised_experts_are_read_as_they_are() {
+    let place = tempfile::tempdir().unwrap();
+    let spec = wide();
+    let original = place.path().join("original");
+    super::support::save_tiny(&original, &spec, DType::F32);
+    let files = ModelFiles::open(&original).unwrap();
+    let gguf = |dtype: DType| {
+        let path = place.path().join(format!("{dtype}.gguf"));
+        write_gguf(&files, &path, dtype).unwrap();
+        (ModelFiles::open(&path).unwrap(), dtype)
+    };
+    let packed = |name: &str, target: Target, dtype: DType| {
+        let path = place.path().join(name);
+        Transcoder::new(&spec, files.weights(), &mut |_, _| {}).write_folder(&path, target).unwrap();
+        let file = SafetensorsFile::open(&path.join("model.safetensors")).unwrap();
+        assert!(file.tensor("model.layers.1.mlp.experts.2.down_proj.weight").is_some(), "{name}");
+        (ModelFiles::open(&path).unwrap(), dtype)
+    };
+    let four_bit = |doubly| Target::FourBit { kind: FourBit::Nf4, doubly };
+    for (quantised, dtype) in [
+        gguf(DType::Q8_0),
+        gguf(DType::Q4_0),
+        packed("nf4", four_bit(true), DType::Nf4),
+        packed("nf4-f32", four_bit(false), DType::Nf4F32),
+        packed("int8", Target::EightBit, DType::Int8),
+    ] {
+        for parameter in spec.parameters().iter().filter(|p| p.is_of_experts()) {
+            let weights = quantised.weights();
+            assert_eq!(weights.inference_dtype(parameter, DType::Bf16), dtype, "{}", parameter.name);
+            let whole = bytes(&quantised, parameter, dtype);
+            let each = parameter.rows() / 3;
+            let own_bytes = whole.len() / 3;
+            for expert in 0..3 {
+                let rows = expert * each..(expert + 1) * each;
+                let mut own = vec![0; own_bytes];
+                weights.read_rows_into(parameter, rows.clone(), dtype, &mut own).unwrap();
+                assert_eq!(own, whole[expert as usize * own_bytes..][..own_bytes], "{dtype} {expert}");
+                // What the blocks mean is what is read in f32, and near what was quantised.
+                let mut values = vec![0.0; (each * parameter.columns()) as usize];
+                weights.read_rows(parameter, rows.clone(), &mut values).unwrap();
+                let mut meant = vec![0.0; values.len()];
+                convert(dtype, &own, DType::F32, bytemuck::cast_slice_mut(&mut meant)).unwrap();
+                assert_eq!(values, meant, "{dtype}");
+                files.weights().read_rows(parameter, rows, &mut meant).unwrap();
+                let far = values.iter().zip(&meant).any(|(a, b)| (a - b).abs() > 0.02);
+                assert!(!far, "{dtype} {}", parameter.name);
+            }
+        }
+        let router = spec.parameters().into_iter().find(|p| p.role == Role::Router).unwrap();
+        assert_eq!(quantised.weights().inference_dtype(&router, DType::Bf16), DType::Bf16);
+    }
 }
