@@ -310,10 +310,10 @@ fn stored_place(spec: &ModelSpec, parameter: &Parameter) -> Option<(String, u64)
     hf_block(spec, parameter.block).into_iter().find_map(|tensor| {
         let mut first = 0;
         for part in &tensor.parts {
-            if part.role == parameter.role {
+            if part.role() == parameter.role {
                 return Some((tensor.name.clone(), first));
             }
-            first += part.rows();
+            first += part.count();
         }
         None
     })

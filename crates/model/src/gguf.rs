@@ -7,6 +7,7 @@
 mod cursor;
 mod describe;
 mod error;
+mod experts;
 pub(crate) mod families;
 mod layout;
 mod metadata;
@@ -20,7 +21,7 @@ use plimsoll_memory::FileMap;
 
 pub(crate) use describe::{Description, describe, describe_tokenizer};
 pub use error::{GgufError, GgufTensorProblem};
-pub(crate) use layout::gguf_block;
+pub(crate) use layout::{SHARED_ROUTER, gguf_block};
 pub use metadata::{Metadata, MetadataEntry, Value, ValueType};
 pub use tensors::GgufTensor;
 pub use write::{GgufValue, NewGgufTensor, ggml_type, write_gguf};

@@ -4,6 +4,7 @@
 //! (`rope_parameters`). A key that is null counts as absent. What a key could say that the shape has no words
 //! for is refused by name, never ignored. Weights are left to `source`.
 
+mod experts;
 mod families;
 mod keys;
 mod rope;
@@ -24,8 +25,43 @@ pub const CONFIG_NAME: &str = "config.json";
 pub const GENERATION_CONFIG_NAME: &str = "generation_config.json";
 
 /// Values of `model_type` that are read.
-pub const SUPPORTED_MODEL_TYPES: [&str; 10] =
-    ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "phi3", "olmo2"];
+pub const SUPPORTED_MODEL_TYPES: [&str; 16] = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "phi3",
+    "olmo2",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "glm4_moe",
+    "deepseek",
+];
+
+/// Values of `model_type` that are known and not read, and what they have that is missing here.
+const MISSING: [(&str, &str); 6] = [
+    ("deepseek_v2", LATENT_ATTENTION),
+    ("deepseek_v3", LATENT_ATTENTION),
+    ("deepseek_v32", LATENT_ATTENTION),
+    ("kimi_k2", LATENT_ATTENTION),
+    ("glm4_moe_lite", LATENT_ATTENTION),
+    (
+        "gpt_oss",
+        "has attention with sinks and clamped activations in its experts, which are not supported yet",
+    ),
+];
+const LATENT_ATTENTION: &str = "has multi-head latent attention, which is not supported";
+
+/// What a family has that is missing here, by its `model_type`, if it is known for that.
+pub fn missing_of(model_type: &str) -> Option<&'static str> {
+    MISSING.iter().find(|(name, _)| *name == model_type).map(|(_, what)| *what)
+}
 
 /// A configuration that cannot be used. Names the file and the key.
 #[derive(Debug, thiserror::Error)]
@@ -190,6 +226,9 @@ fn model_spec(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {
             text.str("model_type")?.unwrap_or("gemma3_text")
         );
         return Err(config.refuse("model_type", reason));
+    }
+    if let Some(what) = missing_of(model_type) {
+        return Err(config.refuse("model_type", format!("{model_type} {what}")));
     }
     if !SUPPORTED_MODEL_TYPES.contains(&model_type) {
         return Err(ConfigError::UnsupportedModelType {

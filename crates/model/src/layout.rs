@@ -1,42 +1,102 @@
-//! How a model's files store its parameters: under which names, several in one tensor, rows reordered or transposed.
+//! How a model's files store its parameters: under which names, several in one tensor or one in several, rows reordered or
+//! transposed.
 //!
 //! Both formats answer the same question, block by block: [`hf_block`] for Hugging Face checkpoints, `gguf::gguf_block` for
-//! GGUF. Reading finds each parameter's part of a stored tensor by it, and saving writes by it.
+//! GGUF. Reading finds each parameter's parts of stored tensors by it, and saving writes by it.
+
+mod experts;
+
+use std::ops::Range;
 
 use crate::parameters::{BlockId, Parameter, Role};
 use crate::source::RowOrder;
 use crate::spec::ModelSpec;
 
+/// Rows of a parameter that a stored tensor holds.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct StoredPart {
+    pub parameter: Parameter,
+    pub rows: Range<u64>,
+}
+
+impl StoredPart {
+    /// All of a parameter.
+    pub fn whole(parameter: Parameter) -> StoredPart {
+        StoredPart { rows: parameter.all_rows(), parameter }
+    }
+
+    /// How many rows they are.
+    pub fn count(&self) -> u64 {
+        self.rows.end - self.rows.start
+    }
+
+    /// Their elements.
+    pub fn elements(&self) -> u64 {
+        self.count() * self.parameter.columns()
+    }
+
+    /// The parameter's role.
+    pub fn role(&self) -> Role {
+        self.parameter.role
+    }
+}
+
 /// A tensor of a file, and the parameters in it: their rows, one after the other.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct StoredTensor {
     pub name: String,
-    pub parts: Vec<Parameter>,
+    pub parts: Vec<StoredPart>,
     /// The order of each part's rows; [`RowOrder::Transposed`] for the tensor as a whole.
     pub rows: RowOrder,
     /// Whether what is stored is 1 + the parameter.
     pub plus_one: bool,
+    /// The matrices in it, where it is a stack of several.
+    pub stack: Option<u64>,
 }
 
 impl StoredTensor {
     /// A parameter as it is, under another name.
     pub fn plain(name: String, parameter: Parameter) -> StoredTensor {
-        StoredTensor { name, parts: vec![parameter], rows: RowOrder::Natural, plus_one: false }
+        let stack = match parameter.shape[..] {
+            [count, _, _] => Some(count),
+            _ => None,
+        };
+        StoredTensor { stack, ..StoredTensor::of_rows(name, vec![StoredPart::whole(parameter)]) }
+    }
+
+    /// Rows of parameters as one matrix or vector.
+    pub fn of_rows(name: String, parts: Vec<StoredPart>) -> StoredTensor {
+        StoredTensor { name, parts, rows: RowOrder::Natural, plus_one: false, stack: None }
     }
 
     /// Rows of all parts together.
     pub fn total_rows(&self) -> u64 {
-        self.parts.iter().map(Parameter::rows).sum()
+        self.parts.iter().map(StoredPart::count).sum()
+    }
+
+    /// Elements of a row.
+    pub fn columns(&self) -> u64 {
+        self.parts.first().map_or(1, |part| part.parameter.columns())
     }
 
     /// The shape in the file.
     pub fn shape(&self) -> Vec<u64> {
-        let mut shape = vec![self.total_rows()];
-        shape.extend(self.parts.first().and_then(|part| part.shape.get(1)));
+        let mut shape = match self.stack {
+            Some(count) => vec![count, self.total_rows() / count.max(1)],
+            None => vec![self.total_rows()],
+        };
+        if self.parts.first().is_some_and(|part| part.parameter.shape.len() > 1) {
+            shape.push(self.columns());
+        }
         if matches!(self.rows, RowOrder::Transposed { .. }) {
             shape.reverse();
         }
         shape
+    }
+
+    /// Whether every part has one of these roles.
+    pub fn is_of(&self, is: impl Fn(Role) -> bool) -> bool {
+        self.parts.iter().all(|part| is(part.role()))
     }
 }
 
@@ -51,16 +111,28 @@ pub(crate) fn hf_block(spec: &ModelSpec, block: BlockId) -> Vec<StoredTensor> {
     match spec.architecture.as_str() {
         "gpt2" => fuse(parameters, gpt2_name, true),
         "phi3" => fuse(parameters, phi3_name, false),
-        _ => parameters.into_iter().map(|p| StoredTensor::plain(p.name.clone(), p)).collect(),
+        _ => match block.layer().and_then(|layer| spec.experts_of(layer)) {
+            Some(experts) => experts::hf_layer(spec, experts, parameters),
+            None => parameters.into_iter().map(|p| StoredTensor::plain(p.name.clone(), p)).collect(),
+        },
     }
 }
 
 impl ModelSpec {
-    /// The name of the tensor that holds a parameter in Hugging Face's checkpoints of the family.
+    /// The name of the tensor that holds a parameter in Hugging Face's checkpoints of the family, the first one where several do.
     pub fn hf_tensor_name(&self, parameter: &Parameter) -> String {
-        let stored = hf_block(self, parameter.block);
-        let holds = |tensor: &&StoredTensor| tensor.parts.iter().any(|part| part.role == parameter.role);
-        stored.iter().find(holds).map_or_else(|| parameter.name.clone(), |tensor| tensor.name.clone())
+        let first = self.hf_tensors(parameter).into_iter().next();
+        first.map_or_else(|| parameter.name.clone(), |(name, _)| name)
+    }
+
+    /// The tensors that hold a parameter in Hugging Face's checkpoints of the family, and which of its rows each holds: several where
+    /// each expert has a tensor of its own, and one may come several times where experts are stacks of gates and ups.
+    pub fn hf_tensors(&self, parameter: &Parameter) -> Vec<(String, Range<u64>)> {
+        let of = |tensor: StoredTensor| {
+            let own = tensor.parts.into_iter().filter(|part| part.role() == parameter.role);
+            own.map(|part| (tensor.name.clone(), part.rows)).collect::<Vec<_>>()
+        };
+        hf_block(self, parameter.block).into_iter().flat_map(of).collect()
     }
 }
 
@@ -74,13 +146,13 @@ pub(crate) fn fuse(
     for parameter in parameters {
         let name = name(&parameter);
         match tensors.iter_mut().find(|tensor| tensor.name == name) {
-            Some(tensor) => tensor.parts.push(parameter),
+            Some(tensor) => tensor.parts.push(StoredPart::whole(parameter)),
             None => tensors.push(StoredTensor::plain(name, parameter)),
         }
     }
     if transpose_matrices {
         for tensor in &mut tensors {
-            if tensor.parts.iter().all(|part| part.role.is_block_matrix()) {
+            if tensor.is_of(Role::is_block_matrix) {
                 tensor.rows = RowOrder::Transposed { total: tensor.total_rows(), first: 0 };
             }
         }

@@ -21,7 +21,7 @@ pub use dtype::StoredDType;
 pub use error::{HeaderProblem, IndexProblem, SafetensorsError, TensorProblem};
 pub use sharded::{INDEX_NAME, SINGLE_NAME, SafetensorsSet};
 pub use write::{NewTensor, write_tensors};
-pub(crate) use write::{new_file_builder, sync_folder, write_in_order};
+pub(crate) use write::{Placed, Span, new_file_builder, sync_folder, write_in_order, write_placed};
 
 /// A tensor in a safetensors file.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -4,7 +4,7 @@
 //! files are written aside in a folder of their own and moved into place when all are complete and synced; after
 //! an error nothing of them is left. The tokenizer's files are left to `tokenizer`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
@@ -13,8 +13,10 @@ use serde_json::json;
 
 use crate::hf_config::{CONFIG_NAME, GENERATION_CONFIG_NAME, config_json, generation_config_json};
 use crate::layout::{StoredTensor, hf_block};
-use crate::parameters::Parameter;
-use crate::safetensors::{INDEX_NAME, NewTensor, SINGLE_NAME, StoredDType, sync_folder, write_tensors};
+use crate::parameters::{BlockId, Parameter, Role};
+use crate::safetensors::{
+    INDEX_NAME, NewTensor, Placed, SINGLE_NAME, Span, StoredDType, sync_folder, write_placed,
+};
 pub use crate::save_error::SaveError;
 use crate::source::RowOrder;
 use crate::spec::ModelSpec;
@@ -64,10 +66,9 @@ impl<'a> SaveWriter<'a> {
         let names = shard_names(shards.len());
         for (name, tensors) in names.iter().zip(&shards) {
             let headers = self.headers(tensors)?;
-            let mut next = tensors.iter();
-            bytes += write_tensors(&staging.path(name), &METADATA, &headers, |_, out| {
-                // All have one type, so the file's order is theirs.
-                next.next().map_or(Ok(()), |tensor| self.write_tensor(tensor, out, &mut weights))
+            let order: Vec<&NewTensor> = headers.iter().collect();
+            bytes += write_placed(&staging.path(name), &METADATA, &order, |file| {
+                self.write_shard(tensors, file, &mut weights)
             })?;
         }
         if names.len() > 1 {
@@ -81,23 +82,55 @@ impl<'a> SaveWriter<'a> {
         Ok(bytes)
     }
 
-    /// Writes a tensor part by part.
-    fn write_tensor(
+    /// Writes tensors parameter by parameter: each into its parts of them.
+    fn write_shard(
+        &self,
+        tensors: &[StoredTensor],
+        file: &mut Placed<'_>,
+        weights: &mut impl FnMut(&Parameter, &mut dyn Write) -> io::Result<()>,
+    ) -> Result<(), SaveError> {
+        let size = self.dtype.block_bytes();
+        let mut parts: HashMap<(BlockId, Role), Vec<(u64, Span)>> = HashMap::new();
+        for (tensor, stored) in tensors.iter().enumerate() {
+            let mut end = 0;
+            for part in &stored.parts {
+                let begin = end;
+                end += part.elements() * size;
+                let key = (part.parameter.block, part.role());
+                parts.entry(key).or_default().push((part.rows.start, Span { tensor, bytes: begin..end }));
+            }
+        }
+        for (tensor, stored) in tensors.iter().enumerate() {
+            if let RowOrder::Transposed { total, .. } = stored.rows {
+                let whole = Span { tensor, bytes: 0..file.size(tensor) };
+                file.fill(&[whole], |out| self.write_transposed(stored, total, out, weights))?;
+                continue;
+            }
+            for part in &stored.parts {
+                // With the first of its parts all others were written.
+                let Some(mut own) = parts.remove(&(part.parameter.block, part.role())) else { continue };
+                own.sort_by_key(|(first, _)| *first);
+                let spans: Vec<Span> = own.into_iter().map(|(_, span)| span).collect();
+                file.fill(&spans, |out| weights(&part.parameter, out))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write_transposed(
         &self,
         tensor: &StoredTensor,
+        total: u64,
         out: &mut dyn Write,
         weights: &mut impl FnMut(&Parameter, &mut dyn Write) -> io::Result<()>,
     ) -> io::Result<()> {
-        let RowOrder::Transposed { total, .. } = tensor.rows else {
-            return tensor.parts.iter().try_for_each(|part| weights(part, out));
-        };
         let size = self.dtype.block_bytes() as usize;
-        let columns = tensor.parts.first().and_then(|part| part.shape.get(1)).copied().unwrap_or(1) as usize;
+        let columns = tensor.columns() as usize;
         let mut stored = vec![0; total as usize * columns * size];
         let mut first = 0;
         for part in &tensor.parts {
-            let mut rows = Vec::with_capacity(self.bytes(part) as usize);
-            weights(part, &mut rows)?;
+            let mut rows = Vec::with_capacity(part.elements() as usize * size);
+            weights(&part.parameter, &mut rows)?;
             for row in rows.chunks_exact(columns * size) {
                 for (column, value) in row.chunks_exact(size).enumerate() {
                     let at = (column * total as usize + first) * size;
@@ -109,30 +142,35 @@ impl<'a> SaveWriter<'a> {
         out.write_all(&stored)
     }
 
-    /// The tensors of each file.
+    /// The tensors of each file. All parts of a parameter are in one file.
     pub(crate) fn shards(&self, bytes: impl Fn(&StoredTensor) -> u64) -> Vec<Vec<StoredTensor>> {
+        let mut groups: Vec<Vec<StoredTensor>> = Vec::new();
+        for tensor in self.spec.blocks().flat_map(|block| hf_block(self.spec, block)) {
+            let key =
+                |tensor: &StoredTensor| tensor.parts.first().map(|part| (part.parameter.block, part.role()));
+            match groups.last_mut() {
+                Some(group) if group.last().and_then(key) == key(&tensor) => group.push(tensor),
+                _ => groups.push(vec![tensor]),
+            }
+        }
         let mut shards: Vec<Vec<StoredTensor>> = vec![Vec::new()];
         let mut filled = 0u64;
-        for tensor in self.spec.blocks().flat_map(|block| hf_block(self.spec, block)) {
-            let size = bytes(&tensor);
+        for group in groups {
+            let size = group.iter().map(&bytes).sum();
             if filled > 0 && filled.saturating_add(size) > self.shard_bytes {
                 shards.push(Vec::new());
                 filled = 0;
             }
             filled += size;
             if let Some(shard) = shards.last_mut() {
-                shard.push(tensor);
+                shard.extend(group);
             }
         }
         shards
     }
 
-    fn bytes(&self, parameter: &Parameter) -> u64 {
-        parameter.elements() * self.dtype.block_bytes()
-    }
-
     pub(crate) fn tensor_bytes(&self, tensor: &StoredTensor) -> u64 {
-        tensor.parts.iter().map(|part| self.bytes(part)).sum()
+        tensor.parts.iter().map(|part| part.elements() * self.dtype.block_bytes()).sum()
     }
 
     fn headers(&self, tensors: &[StoredTensor]) -> Result<Vec<NewTensor>, SaveError> {

@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use plimsoll_device::DType;
+use plimsoll_device::cpu::quantize::four_bit::FourBit;
 use plimsoll_memory::FileMap;
 
 pub use error::{ModelError, NameList};
@@ -97,13 +98,16 @@ pub struct StoredWeight {
 /// What files hold of a model as it is computed with.
 pub type StoredWeights = HashMap<(BlockId, Role), StoredWeight>;
 
-/// Where a parameter is stored.
+/// Where rows of a parameter are stored: in one place all of them, but where each expert's matrix is a tensor of its own.
 #[derive(Debug)]
 struct StoredAt {
     file: usize,
     bytes: Range<usize>,
     dtype: DType,
-    shape: Vec<u64>,
+    /// The parameter's row that is the first here.
+    first: u64,
+    count: u64,
+    columns: u64,
     rows: RowOrder,
     /// Whether 1 + the parameter is stored.
     plus_one: bool,
@@ -119,17 +123,66 @@ struct PackedRows {
 }
 
 impl StoredAt {
-    fn rows(&self) -> u64 {
-        self.shape.first().copied().unwrap_or(1)
+    fn elements(&self) -> u64 {
+        self.count * self.columns
     }
 
-    fn columns(&self) -> u64 {
-        self.shape.get(1).copied().unwrap_or(1)
+    /// Its rows, by their numbers in the parameter.
+    fn own_rows(&self) -> Range<u64> {
+        self.first..self.first + self.count
     }
 
-    /// Whether a packed matrix is this parameter alone, so that it can be kept as it is.
+    /// Whether a packed matrix is this parameter's alone, so that it can be kept as it is.
     fn is_whole(&self, packed: &PackedRows) -> bool {
-        packed.matrix.rows as u64 == self.rows()
+        packed.matrix.rows as u64 == self.count
+    }
+
+    /// Whether its bytes are those that are computed with.
+    fn is_as_it_is(&self, dtype: DType) -> bool {
+        self.dtype == dtype
+            && self.packed.is_none()
+            && self.rows == RowOrder::Natural
+            && !self.plus_one
+            && (dtype.is_block() || cfg!(target_endian = "little"))
+    }
+}
+
+/// A parameter's places, in the order of its rows, which they have all of.
+#[derive(Debug)]
+struct Places {
+    shape: Vec<u64>,
+    parts: Vec<StoredAt>,
+}
+
+impl Places {
+    /// The type that holds all of it without loss, and that parts can be put together in: f32 where there is no other.
+    fn dtype(&self) -> DType {
+        let Some(first) = self.parts.first() else { return DType::F32 };
+        let dtype = first.dtype;
+        let fits = |dtype: DType| {
+            let run = dtype.run_elements();
+            self.parts.iter().all(|part| part.elements().is_multiple_of(run))
+        };
+        match FourBit::of(dtype).map(|kind| kind.dtype(false)) {
+            _ if self.parts.iter().any(|part| part.dtype != dtype) => DType::F32,
+            _ if self.parts.len() == 1 || fits(dtype) => dtype,
+            Some(single) if fits(single) => single,
+            _ => DType::F32,
+        }
+    }
+
+    /// The only place.
+    fn single(&self) -> Option<&StoredAt> {
+        match &self.parts[..] {
+            [one] => Some(one),
+            _ => None,
+        }
+    }
+
+    /// The parts that some rows are in, each with those of the rows that it has.
+    fn of_rows(&self, rows: Range<u64>) -> impl Iterator<Item = (&StoredAt, Range<u64>)> {
+        let own = move |part: &StoredAt| rows.start.max(part.first)..rows.end.min(part.first + part.count);
+        self.parts.iter().map(move |part| (part, own(part))).filter(|(_, rows)| rows.start < rows.end)
     }
 }
 
@@ -138,7 +191,7 @@ impl StoredAt {
 pub struct WeightSource {
     path: PathBuf,
     files: Vec<FileMap>,
-    places: HashMap<String, StoredAt>,
+    places: HashMap<String, Places>,
 }
 
 /// An opened model.
@@ -175,15 +228,16 @@ impl ModelFiles {
 impl WeightSource {
     /// How a parameter is stored.
     pub fn stored_dtype(&self, parameter: &Parameter) -> Result<DType, ModelError> {
-        Ok(self.place(parameter)?.dtype)
+        Ok(self.place(parameter)?.dtype())
     }
 
     /// The type in which a parameter is best kept to be computed with and not changed: a matrix as it is stored, so that
     /// no copy of it is converted, unless `widest` takes less room; everything else as `widest`.
     pub fn inference_dtype(&self, parameter: &Parameter, widest: DType) -> DType {
-        let stored = self.place(parameter).map(|place| match &place.packed {
-            Some(packed) if !place.is_whole(packed) => widest,
-            _ => place.dtype,
+        let cut = |part: &StoredAt| part.packed.as_ref().is_some_and(|packed| !part.is_whole(packed));
+        let stored = self.place(parameter).map(|place| match place.parts.iter().any(cut) {
+            true => widest,
+            false => place.dtype(),
         });
         match stored {
             Ok(stored) if parameter.shape.len() >= 2 && stored != DType::U32 => {
@@ -195,18 +249,34 @@ impl WeightSource {
     }
 
     /// Where a file holds a parameter just as it is computed with in this type, if one does: neither converted, nor in
-    /// another order, nor packed, and aligned so that it can be used where whole pages of the file are read to.
+    /// another order, nor packed, nor in several places, and aligned so that it can be used where whole pages of the file are
+    /// read to.
     pub fn stored_as(&self, parameter: &Parameter, dtype: DType) -> Option<StoredWeight> {
+        self.stored_rows_as(parameter, parameter.all_rows(), dtype)
+    }
+
+    /// The same of some rows, which may be those of one expert in a stack.
+    pub fn stored_rows_as(
+        &self,
+        parameter: &Parameter,
+        rows: Range<u64>,
+        dtype: DType,
+    ) -> Option<StoredWeight> {
         let place = self.place(parameter).ok()?;
-        let as_it_is = place.dtype == dtype
-            && place.packed.is_none()
-            && place.rows == RowOrder::Natural
-            && !place.plus_one
-            && (place.bytes.start as u64).is_multiple_of(dtype.alignment())
-            && (dtype.is_block() || cfg!(target_endian = "little"));
-        let file = self.files.get(place.file).filter(|_| as_it_is)?;
-        let bytes = place.bytes.start as u64..place.bytes.end as u64;
-        Some(StoredWeight { path: file.path().to_owned(), bytes, dtype })
+        let (part, own) = place.of_rows(rows.clone()).next()?;
+        if own != rows || !part.is_as_it_is(dtype) {
+            return None;
+        }
+        // Rows can be had by themselves where they are whole runs, all of them in any case.
+        let before = dtype.bytes_for((rows.start - part.first) * part.columns)?;
+        let length = dtype.bytes_for((rows.end - rows.start) * part.columns)?;
+        let whole = rows == part.own_rows();
+        if !whole && !part.columns.is_multiple_of(dtype.run_elements()) {
+            return None;
+        }
+        let start = part.bytes.start as u64 + before;
+        let file = self.files.get(part.file).filter(|_| start.is_multiple_of(dtype.alignment()))?;
+        Some(StoredWeight { path: file.path().to_owned(), bytes: start..start + length, dtype })
     }
 
     /// The folder or file that they are in.
@@ -221,32 +291,37 @@ impl WeightSource {
             Some(packed) if packed.first == 0 => packed.matrix.stored_bytes(),
             Some(_) => 0,
         };
-        self.places.values().map(bytes).sum()
+        self.places.values().flat_map(|places| &places.parts).map(bytes).sum()
     }
 
     /// A parameter as stored, if it is one tensor. Its pages stay in memory after they are read until [`WeightSource::release`].
     pub fn view(&self, parameter: &Parameter) -> Result<StoredView<'_>, ModelError> {
         let place = self.place(parameter)?;
-        let StoredAt { dtype, rows, plus_one, .. } = *place;
-        if place.packed.is_some() {
-            return Err(ModelError::Packed {
+        match place.single().filter(|place| place.packed.is_none()) {
+            Some(part) => {
+                let StoredAt { dtype, rows, plus_one, .. } = *part;
+                Ok(StoredView { bytes: self.bytes(part), dtype, rows, plus_one })
+            }
+            None => Err(ModelError::Packed {
                 path: self.path.clone(),
                 tensor: parameter.name.clone(),
-                reason: "is packed in several tensors and has no view; read it instead".to_owned(),
-            });
+                reason: "is in several tensors and has no view; read it instead".to_owned(),
+            }),
         }
-        Ok(StoredView { bytes: self.bytes(place), dtype, rows, plus_one })
     }
 
     /// Gives a parameter's pages in the file back to the system; they can be read again.
     pub fn release(&self, parameter: &Parameter) -> Result<(), ModelError> {
-        let place = self.place(parameter)?;
-        match (&place.packed, self.files.get(place.file)) {
+        self.place(parameter)?.parts.iter().for_each(|part| self.release_part(part));
+        Ok(())
+    }
+
+    fn release_part(&self, part: &StoredAt) {
+        match (&part.packed, self.files.get(part.file)) {
             (Some(packed), _) => packed.matrix.release(&self.files),
-            (None, Some(file)) => file.release(place.bytes.clone()),
+            (None, Some(file)) => file.release(part.bytes.clone()),
             (None, None) => {}
         }
-        Ok(())
     }
 
     /// Gives all pages of the files back to the system: a system that maps them in large pieces keeps more of what was
@@ -259,13 +334,13 @@ impl WeightSource {
         self.files.get(place.file).and_then(|file| file.bytes().get(place.bytes.clone())).unwrap_or_default()
     }
 
-    /// The parameter's place, if it is one of the opened model's.
     /// Whether the files have a parameter of that name and shape.
     pub(crate) fn has(&self, parameter: &Parameter) -> bool {
         self.place(parameter).is_ok()
     }
 
-    fn place(&self, parameter: &Parameter) -> Result<&StoredAt, ModelError> {
+    /// The parameter's places, if it is one of the opened model's.
+    fn place(&self, parameter: &Parameter) -> Result<&Places, ModelError> {
         self.places.get(&parameter.name).filter(|place| place.shape == parameter.shape).ok_or_else(|| {
             ModelError::NoSuchParameter {
                 path: self.path.clone(),

@@ -202,6 +202,8 @@ pub struct ExpertsSpec {
     pub router: RouterSpec,
     /// For each layer whether it has experts; the others have a feed-forward part.
     pub layers: Vec<bool>,
+    /// Whether Hugging Face files keep the matrices of all experts of a layer as one tensor.
+    pub stacked_files: bool,
 }
 
 /// What every token goes through beside its experts.

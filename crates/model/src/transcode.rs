@@ -13,7 +13,7 @@ use plimsoll_device::cpu::quantize::four_bit::FourBit;
 use crate::gguf::{
     Description, GgufValue, NewGgufTensor, describe, describe_tokenizer, gguf_block, write_gguf,
 };
-use crate::layout::StoredTensor;
+use crate::layout::{StoredPart, StoredTensor};
 use crate::parameters::{Parameter, ParameterKind, Role};
 use crate::save::{DEFAULT_SHARD_BYTES, SaveError, SaveWriter};
 use crate::source::rows::{encode_stripe, stripes};
@@ -109,7 +109,10 @@ impl<'a> Transcoder<'a> {
             NewGgufTensor { name: (*name).to_owned(), dtype: DType::F32, shape }
         }));
         tensors.extend(stored.iter().map(|tensor| {
-            let shape = tensor.shape();
+            let mut shape = tensor.shape();
+            if tensor.is_of(|role| role == Role::SharedRouter) {
+                shape.remove(0);
+            }
             NewGgufTensor { name: tensor.name.clone(), dtype: gguf_dtype(tensor, dtype), shape }
         }));
         let types: Vec<DType> = tensors.iter().map(|tensor| tensor.dtype).collect();
@@ -124,7 +127,7 @@ impl<'a> Transcoder<'a> {
 
     /// A parameter's values in order.
     fn stream(&mut self, parameter: &Parameter, dtype: DType, out: &mut dyn Write) -> io::Result<()> {
-        self.stream_rows(parameter, RowOrder::Natural, false, dtype, out)
+        self.stream_rows(&StoredPart::whole(parameter.clone()), RowOrder::Natural, false, dtype, out)
     }
 
     /// A stored tensor's values, part after part.
@@ -137,19 +140,21 @@ impl<'a> Transcoder<'a> {
 
     fn stream_rows(
         &mut self,
-        parameter: &Parameter,
+        part: &StoredPart,
         order: RowOrder,
         plus_one: bool,
         dtype: DType,
         out: &mut dyn Write,
     ) -> io::Result<()> {
+        let parameter = &part.parameter;
         let columns = parameter.columns();
         let head = match order {
             RowOrder::Interleaved { head_dim } => head_dim,
             _ => 1,
         };
         let (mut values, mut ordered, mut bytes) = (Vec::new(), Vec::new(), Vec::new());
-        for rows in stripes(parameter.rows(), columns, head) {
+        for rows in stripes(part.count(), columns, head) {
+            let rows = part.rows.start + rows.start..part.rows.start + rows.end;
             let first = rows.start;
             let count = ((rows.end - rows.start) * columns) as usize;
             values.resize(count, 0.0f32);
@@ -182,11 +187,12 @@ impl<'a> Transcoder<'a> {
     }
 }
 
-/// The type of a GGUF's tensor where matrices are to be `wanted`: f32 for vectors, for which nothing else is read.
+/// The type of a GGUF's tensor where matrices are to be `wanted`: f32 for vectors, for which nothing else is read, and for routers.
 fn gguf_dtype(tensor: &StoredTensor, wanted: DType) -> DType {
-    let role = tensor.parts.first().map(|part| part.role);
+    let role = tensor.parts.first().map(StoredPart::role);
     let matrix = role.is_some_and(|role| {
-        role != Role::PositionEmbedding && !matches!(role.kind(), ParameterKind::Norm | ParameterKind::Bias)
+        !matches!(role, Role::PositionEmbedding | Role::Router | Role::SharedRouter)
+            && !matches!(role.kind(), ParameterKind::Norm | ParameterKind::Bias)
     });
     if !matrix {
         return DType::F32;

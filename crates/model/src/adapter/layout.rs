@@ -17,7 +17,7 @@ use super::{
 };
 use crate::convert::{ConversionError, encode};
 use crate::init;
-use crate::layout::{StoredTensor, hf_block};
+use crate::layout::{StoredPart, StoredTensor, hf_block};
 use crate::parameters::{Adapted, BlockId, LoraPart, Parameter, Role};
 use crate::safetensors::{NewTensor, StoredDType, write_tensors};
 use crate::source::RowOrder;
@@ -284,17 +284,18 @@ impl AdapterLayout {
             ] {
                 if !parts.is_empty() {
                     let name = format!("{PREFIX}{}{suffix}", module.name);
+                    let parts = parts.into_iter().map(StoredPart::whole).collect();
                     files.push(FileTensor::new(name, parts, transposed));
                 }
             }
         }
         for tensor in spec.blocks().flat_map(|block| hf_block(spec, block)) {
-            let trained = tensor.parts.iter().all(|p| self.trains_base(p.block, p.role));
+            let trained = tensor.parts.iter().all(|p| self.trains_base(p.parameter.block, p.role()));
             if trained && !tensor.parts.is_empty() {
                 let transposed = matches!(tensor.rows, RowOrder::Transposed { .. });
                 let name = format!("{PREFIX}{}", tensor.name);
                 let file = FileTensor::new(name, tensor.parts, transposed);
-                if spec.tie_word_embeddings && file.parts[0].role == Role::TokenEmbedding {
+                if spec.tie_word_embeddings && file.parts[0].role() == Role::TokenEmbedding {
                     // The library would untie a trained embedding: the head is written as well.
                     let head = FileTensor { name: format!("{PREFIX}{HEAD}"), ..file.clone() };
                     files.push(head);
@@ -311,14 +312,15 @@ impl AdapterLayout {
 pub(super) struct FileTensor {
     pub name: String,
     pub shape: Vec<u64>,
-    pub parts: Vec<Parameter>,
+    pub parts: Vec<StoredPart>,
     pub transposed: bool,
 }
 
 impl FileTensor {
-    fn new(name: String, parts: Vec<Parameter>, transposed: bool) -> FileTensor {
-        let mut shape = vec![parts.iter().map(Parameter::rows).sum()];
-        shape.extend(parts.first().and_then(|part| part.shape.get(1)));
+    fn new(name: String, parts: Vec<StoredPart>, transposed: bool) -> FileTensor {
+        let mut shape = vec![parts.iter().map(StoredPart::count).sum()];
+        let first = parts.first().map(|part| &part.parameter);
+        shape.extend(first.filter(|p| p.shape.len() > 1).map(Parameter::columns));
         if transposed {
             shape.reverse();
         }
@@ -332,7 +334,9 @@ impl FileTensor {
     ) -> io::Result<Vec<f32>> {
         let mut whole = Vec::new();
         for part in &self.parts {
-            whole.extend(values(part)?);
+            let columns = part.parameter.columns() as usize;
+            let own = part.rows.start as usize * columns..part.rows.end as usize * columns;
+            whole.extend_from_slice(values(&part.parameter)?.get(own).unwrap_or_default());
         }
         Ok(match (self.transposed, &self.shape[..]) {
             (true, [rows, columns]) => transposed(&whole, *columns as usize, *rows as usize),
@@ -355,8 +359,8 @@ pub(super) fn transposed(values: &[f32], rows: usize, columns: usize) -> Vec<f32
 /// A stored tensor's name without `.weight`, its block and its linears, if it can have an adapter.
 fn adaptable(tensor: &StoredTensor) -> Option<(&str, BlockId, Vec<Adapted>)> {
     let name = tensor.name.strip_suffix(".weight")?;
-    let parts: Option<Vec<Adapted>> = tensor.parts.iter().map(|part| Adapted::of(part.role)).collect();
-    let block = tensor.parts.first()?.block;
+    let parts: Option<Vec<Adapted>> = tensor.parts.iter().map(|part| Adapted::of(part.role())).collect();
+    let block = tensor.parts.first()?.parameter.block;
     Some((name, block, parts?))
 }
 
@@ -479,7 +483,7 @@ fn trained_base(
             // By what the name ends with, as PEFT does it. A tied head is the embedding.
             let tied = *name == "lm_head"
                 && spec.tie_word_embeddings
-                && tensor.parts.iter().any(|part| part.role == Role::TokenEmbedding);
+                && tensor.parts.iter().any(|part| part.role() == Role::TokenEmbedding);
             if module.ends_with(name) || tied {
                 (named, *found) = (true, true);
             }
@@ -496,7 +500,14 @@ fn trained_base(
             AdapterBias::LoraOnly => tensor.name.ends_with(".bias") && of_adapted,
         };
         if named || bias {
-            trained.extend(tensor.parts.iter().cloned());
+            for part in &tensor.parts {
+                let known = trained
+                    .iter()
+                    .any(|p: &Parameter| (p.block, p.role) == (part.parameter.block, part.role()));
+                if !known {
+                    trained.push(part.parameter.clone());
+                }
+            }
         }
     }
     match whole.iter().find(|(_, found)| !**found) {

@@ -18,6 +18,7 @@ use super::{
     ADAPTER_WEIGHTS_NAME, AdaptedModule, Adapter, AdapterError, AdapterLayout, AdapterStart, LowRank, Matrix,
     read_matrix, stored_place,
 };
+use crate::layout::StoredPart;
 use crate::parameters::{LoraPart, Parameter, Role};
 use crate::safetensors::SafetensorsFile;
 use crate::source::rows::{encode_rows, threads};
@@ -205,8 +206,8 @@ impl FirstValues {
         parameter: &Parameter,
     ) -> Result<Vec<f32>, AdapterError> {
         for file in layout.file_tensors(spec) {
-            let Some(at) = file.parts.iter().position(|part| part == parameter) else { continue };
-            let before: u64 = file.parts.iter().take(at).map(Parameter::elements).sum();
+            let Some(at) = file.parts.iter().position(|part| part.parameter == *parameter) else { continue };
+            let before: u64 = file.parts.iter().take(at).map(StoredPart::elements).sum();
             let matrix = self.matrix(&file.name)?;
             let values = match file.transposed {
                 true => super::layout::transposed(&matrix.values, matrix.rows, matrix.columns),
@@ -356,7 +357,7 @@ fn io_error(folder: &Path) -> impl Fn(plimsoll_device::DeviceError) -> AdapterEr
 impl FileTensor {
     /// Which part of adapters it holds.
     pub(super) fn part(&self) -> Option<LoraPart> {
-        match self.parts.first()?.role {
+        match self.parts.first()?.role() {
             Role::Lora(part, _) => Some(part),
             _ => None,
         }

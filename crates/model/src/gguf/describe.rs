@@ -1,6 +1,7 @@
 //! A model's shape and its tokenizer as GGUF metadata: the other way of `families`, with llama.cpp's keys. What the keys
 //! do not say, a shape must have as its family has it.
 
+use super::experts;
 use super::families::{
     ARCHITECTURES, ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, activation, attention_scale,
     window_rhythm,
@@ -24,12 +25,15 @@ pub(crate) struct Description {
 /// The shape has a trait that a reader of the file would not find in it.
 pub(crate) fn describe(spec: &ModelSpec) -> Result<Description, SaveError> {
     let fail = |reason: String| SaveError::Inexpressible { model: spec.name.clone(), target: "GGUF", reason };
-    // llama.cpp runs Mistral's models as Llama's.
-    let family = if spec.architecture == "mistral" { "llama" } else { &spec.architecture };
+    // llama.cpp runs Mistral's and Mixtral's models as Llama's.
+    let family = match spec.architecture.as_str() {
+        "mistral" | "mixtral" => "llama",
+        other => other,
+    };
     let Some((architecture, _)) = ARCHITECTURES.into_iter().find(|(_, ours)| *ours == family) else {
         return Err(fail(format!("it is a {:?} model", spec.architecture)));
     };
-    if let Some(reason) = unsaid(spec, family) {
+    if let Some(reason) = unsaid(spec, family).or_else(|| experts::unsaid(spec)) {
         return Err(fail(reason));
     }
     let mut entries = vec![
@@ -53,6 +57,7 @@ pub(crate) fn describe(spec: &ModelSpec) -> Result<Description, SaveError> {
             u32::try_from(number).map_err(|_| fail(format!("{key} {number} is beyond any model")))?;
         set(key, GgufValue::U32(number));
     }
+    experts::describe(spec).into_iter().for_each(|(key, value)| set(key, value));
     let epsilon =
         if spec.norm.kind == NormKind::Layer { "layer_norm_epsilon" } else { "layer_norm_rms_epsilon" };
     set(&format!("attention.{epsilon}"), GgufValue::F32(spec.norm.epsilon as f32));

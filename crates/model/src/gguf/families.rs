@@ -2,7 +2,7 @@
 
 use plimsoll_device::DType;
 
-use super::{GgufError, GgufFile, GgufTensor, GgufTensorProblem, Metadata, ValueType};
+use super::{GgufError, GgufFile, GgufTensor, GgufTensorProblem, Metadata, ValueType, experts};
 use crate::convert::convert;
 use crate::shown::Shown;
 use crate::spec::{
@@ -11,7 +11,7 @@ use crate::spec::{
 };
 
 /// Values of `general.architecture` that are read, and Hugging Face's `model_type` of each.
-pub(super) const ARCHITECTURES: [(&str, &str); 9] = [
+pub(super) const ARCHITECTURES: [(&str, &str); 14] = [
     ("llama", "llama"),
     ("qwen2", "qwen2"),
     ("qwen3", "qwen3"),
@@ -21,7 +21,15 @@ pub(super) const ARCHITECTURES: [(&str, &str); 9] = [
     ("gpt2", "gpt2"),
     ("phi3", "phi3"),
     ("olmo2", "olmo2"),
+    ("qwen2moe", "qwen2_moe"),
+    ("qwen3moe", "qwen3_moe"),
+    ("olmoe", "olmoe"),
+    ("glm4moe", "glm4_moe"),
+    ("deepseek", "deepseek"),
 ];
+
+/// Values of `general.architecture` that are known and not read, as what a `model_type` they are.
+const MISSING: [(&str, &str); 2] = [("deepseek2", "deepseek_v3"), ("gpt-oss", "gpt_oss")];
 
 /// The tensor that holds one factor for every rotary frequency, and those for contexts up to the original one and
 /// beyond.
@@ -33,8 +41,12 @@ pub(super) const ROPE_FACTORS_LONG: &str = "rope_factors_long.weight";
 const GEMMA3_LOCAL_THETA: f64 = 10_000.0;
 
 /// Tensors that are no parameters: the rotary factors, which the model's shape has taken in, frequencies that very old
-/// converters kept, and the copy of a tied head.
+/// converters kept, the copy of a tied head, and GLM 4.5's layers behind the last.
 pub(crate) fn is_no_parameter(tensor: &str, spec: &ModelSpec) -> bool {
+    let layer = tensor.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
+    if spec.architecture == "glm4_moe" && layer.is_some_and(|layer| layer >= spec.num_layers) {
+        return true;
+    }
     [ROPE_FACTORS, ROPE_FACTORS_SHORT, ROPE_FACTORS_LONG].contains(&tensor)
         || tensor.ends_with(".attn_rot_embd")
         || tensor.ends_with(".attention.rotary_emb.inv_freq")
@@ -57,6 +69,10 @@ pub(crate) fn check_bias(file: &GgufFile, tensor: &GgufTensor) -> Result<(), Ggu
 pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, GgufError> {
     let metadata = file.metadata();
     let found = metadata.require("general.architecture", metadata.str("general.architecture")?)?;
+    let missing = MISSING.iter().find(|(name, _)| *name == found);
+    if let Some(what) = missing.and_then(|(_, model_type)| crate::hf_config::missing_of(model_type)) {
+        return Err(metadata.refuse("general.architecture", format!("{found} {what}")));
+    }
     let Some((prefix, family)) = ARCHITECTURES.into_iter().find(|(name, _)| *name == found) else {
         let names = ARCHITECTURES.map(|(name, _)| name);
         return Err(GgufError::Architecture {
@@ -67,18 +83,15 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
         });
     };
     let keys = Keys { metadata, prefix };
-    if keys.u64("expert_count")?.unwrap_or(0) > 0 {
-        return Err(
-            keys.refuse("expert_count", "says a mixture of experts, which is not supported".to_owned())
-        );
-    }
     let has = |tensor| file.tensor(tensor).is_some();
     let gemma = family.starts_with("gemma");
     let gpt2 = family == "gpt2";
     let hidden_size = keys.require_u64("embedding_length")?;
     let heads = keys.require_u64("attention.head_count")?;
     let head_dim = head_dim(&keys, hidden_size, heads)?;
-    let num_layers = keys.require_u64("block_count")?;
+    // Those behind the last that predict further tokens are none of the model's.
+    let further = keys.u64("nextn_predict_layers")?.unwrap_or(0);
+    let num_layers = keys.require_u64("block_count")?.saturating_sub(further);
     let num_layers = u32::try_from(num_layers)
         .map_err(|_| keys.refuse("block_count", format!("is {num_layers}, beyond any model")))?;
     let embedding = require_tensor(file, "token_embd.weight")?;
@@ -90,8 +103,9 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
         qkv_bias: has("blk.0.attn_q.bias") || has("blk.0.attn_qkv.bias"),
         output_bias: has("blk.0.attn_output.bias"),
         qk_norm: match family {
-            "qwen3" | "gemma3_text" => Some(QkNorm::PerHead),
-            "olmo2" => Some(QkNorm::Whole),
+            "qwen3" | "qwen3_moe" | "gemma3_text" => Some(QkNorm::PerHead),
+            "glm4_moe" if has("blk.0.attn_q_norm.weight") => Some(QkNorm::PerHead),
+            "olmo2" | "olmoe" => Some(QkNorm::Whole),
             _ => None,
         },
         rope: None,
@@ -113,22 +127,36 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
         logit_soft_cap = Some(keys.f64("final_logit_softcapping")?.unwrap_or(30.0));
     }
     attention.scale = attention_scale(family, num_layers, hidden_size, heads);
-    // Mistral's models are Llama's with a window.
+    // Mistral's models are Llama's with a window, and Mixtral's Llama's with experts.
     let windowed = family == "llama" && attention.sliding_window.is_some();
+    let mixed = family == "llama" && keys.u64("expert_count")?.is_some_and(|count| count > 0);
+    let architecture = match (mixed, windowed) {
+        (true, _) => "mixtral",
+        (false, true) => "mistral",
+        (false, false) => family,
+    };
+    let experts = experts::read(file, &keys, architecture, num_layers)?;
+    let all_sparse = experts.as_ref().filter(|experts| !experts.layers.contains(&false));
+    let intermediate_size = match (keys.u64("feed_forward_length")?.filter(|size| *size > 0), all_sparse) {
+        (Some(size), _) => size,
+        // No layer has such a part.
+        (None, Some(experts)) => experts.intermediate_size,
+        (None, None) => keys.require_u64("feed_forward_length")?,
+    };
     let spec = ModelSpec {
         name,
-        architecture: if windowed { "mistral" } else { family }.to_owned(),
+        architecture: architecture.to_owned(),
         vocab_size,
         hidden_size,
         num_layers,
         attention,
         mlp: MlpSpec {
-            intermediate_size: keys.require_u64("feed_forward_length")?,
+            intermediate_size,
             activation: activation(family),
             gated: !gpt2,
             bias: has("blk.0.ffn_down.bias"),
         },
-        experts: None,
+        experts,
         norm: NormSpec {
             kind: if gpt2 { NormKind::Layer } else { NormKind::Rms },
             epsilon: keys.require_f64(if gpt2 {
@@ -194,9 +222,9 @@ fn sliding_window(
 }
 
 /// The metadata of one architecture, by the part of the key after its name.
-struct Keys<'a> {
+pub(super) struct Keys<'a> {
     metadata: Metadata<'a>,
-    prefix: &'static str,
+    pub(super) prefix: &'static str,
 }
 
 impl Keys<'_> {
@@ -204,15 +232,19 @@ impl Keys<'_> {
         format!("{}.{key}", self.prefix)
     }
 
-    fn u64(&self, key: &str) -> Result<Option<u64>, GgufError> {
+    pub(super) fn u64(&self, key: &str) -> Result<Option<u64>, GgufError> {
         self.metadata.u64(&self.key(key))
     }
 
-    fn f64(&self, key: &str) -> Result<Option<f64>, GgufError> {
+    pub(super) fn f64(&self, key: &str) -> Result<Option<f64>, GgufError> {
         self.metadata.f64(&self.key(key))
     }
 
-    fn require_u64(&self, key: &str) -> Result<u64, GgufError> {
+    pub(super) fn bool(&self, key: &str) -> Result<Option<bool>, GgufError> {
+        self.metadata.bool(&self.key(key))
+    }
+
+    pub(super) fn require_u64(&self, key: &str) -> Result<u64, GgufError> {
         self.metadata.require(&self.key(key), self.u64(key)?)
     }
 
@@ -220,7 +252,7 @@ impl Keys<'_> {
         self.metadata.require(&self.key(key), self.f64(key)?)
     }
 
-    fn refuse(&self, key: &str, reason: String) -> GgufError {
+    pub(super) fn refuse(&self, key: &str, reason: String) -> GgufError {
         self.metadata.refuse(&self.key(key), reason)
     }
 }

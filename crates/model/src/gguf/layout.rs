@@ -1,6 +1,6 @@
 //! Which GGUF tensors hold the parameters of a block.
 //!
-//! Converters for llama.cpp reorder the rows of q and k of `llama` models, which Mistral's are too, within every head,
+//! Converters for llama.cpp reorder the rows of q and k of `llama` models, which Mistral's are too, and of DeepSeek's within every head,
 //! because it rotates neighbouring pairs (2i, 2i + 1) of these where Hugging Face rotates (i, i + dims / 2); and they
 //! store the norms of Gemma as 1 + weight.
 
@@ -9,22 +9,26 @@ use crate::parameters::{BlockId, Parameter, ParameterKind, Role};
 use crate::source::RowOrder;
 use crate::spec::ModelSpec;
 
+/// What a token is multiplied with for the weight of the shared expert, a vector.
+pub(crate) const SHARED_ROUTER: &str = "ffn_gate_inp_shexp.weight";
+
 /// What a GGUF file stores of a block.
 pub(crate) fn gguf_block(spec: &ModelSpec, block: BlockId) -> Vec<StoredTensor> {
     let parameters = spec.block_parameters(block);
     let mut tensors = match spec.architecture.as_str() {
         "gpt2" | "phi3" => fuse(parameters, fused_name, false),
+        "glm4_moe" => fuse(parameters, glm_name, false),
         _ => fuse(parameters, plain_name, false),
     };
     for tensor in &mut tensors {
-        let is = |roles: &[Role]| tensor.parts.iter().all(|part| roles.contains(&part.role));
-        if matches!(spec.architecture.as_str(), "llama" | "mistral")
+        let is = |roles: &[Role]| tensor.is_of(|role| roles.contains(&role));
+        if matches!(spec.architecture.as_str(), "llama" | "mistral" | "mixtral" | "deepseek")
             && is(&[Role::QProj, Role::KProj, Role::QBias, Role::KBias])
         {
             tensor.rows = RowOrder::Interleaved { head_dim: spec.attention.head_dim };
         }
-        tensor.plus_one = spec.norm.one_plus_weight
-            && tensor.parts.iter().all(|part| part.role.kind() == ParameterKind::Norm);
+        tensor.plus_one =
+            spec.norm.one_plus_weight && tensor.is_of(|role| role.kind() == ParameterKind::Norm);
     }
     tensors
 }
@@ -37,6 +41,14 @@ fn fused_name(parameter: &Parameter) -> String {
         _ => return plain_name(parameter),
     };
     in_layer(parameter, part)
+}
+
+/// GLM's norm before the feed-forward part is called after what is before it.
+fn glm_name(parameter: &Parameter) -> String {
+    match parameter.role {
+        Role::MlpNorm => in_layer(parameter, "post_attention_norm.weight"),
+        _ => plain_name(parameter),
+    }
 }
 
 fn plain_name(parameter: &Parameter) -> String {
@@ -79,7 +91,7 @@ fn plain_name(parameter: &Parameter) -> String {
         Role::SharedGateProj => "ffn_gate_shexp.weight",
         Role::SharedUpProj => "ffn_up_shexp.weight",
         Role::SharedDownProj => "ffn_down_shexp.weight",
-        Role::SharedRouter => "ffn_gate_inp_shexp.weight",
+        Role::SharedRouter => SHARED_ROUTER,
         // Adapters have files of their own.
         Role::Lora(..) => return parameter.name.clone(),
     };

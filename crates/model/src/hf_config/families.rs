@@ -1,7 +1,7 @@
 //! What the configuration of each family means. Keys and defaults are those of transformers' configuration classes.
 
 use super::keys::Keys;
-use super::{ConfigError, rope};
+use super::{ConfigError, experts, rope};
 use crate::spec::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, QkNorm, SlidingWindow,
 };
@@ -10,6 +10,11 @@ use crate::spec::{
 pub(super) fn read(config: &Keys, model_type: &str, name: String) -> Result<ModelSpec, ConfigError> {
     if model_type == "gpt2" {
         return read_gpt2(config, name);
+    }
+    if config.f64("clip_qkv")?.is_some() {
+        return Err(
+            config.refuse("clip_qkv", "queries, keys and values that are clipped are not supported".into())
+        );
     }
     let gemma = model_type.starts_with("gemma");
     let hidden_size = config.require_u64("hidden_size")?;
@@ -24,7 +29,12 @@ pub(super) fn read(config: &Keys, model_type: &str, name: String) -> Result<Mode
     let vocab_size = config.require_u64("vocab_size")?;
     let max_position_embeddings = config.u64("max_position_embeddings")?.unwrap_or(2048);
     let attention_bias = config.bool("attention_bias")?.unwrap_or(false);
-    let (global, local) = rope::read(config, head_dim, max_position_embeddings, model_type == "gemma3_text")?;
+    let qkv_bias = match model_type {
+        "qwen2" => true,
+        "qwen2_moe" => config.bool("qkv_bias")?.unwrap_or(true),
+        _ => attention_bias,
+    };
+    let (global, local) = rope::read(config, model_type, head_dim, max_position_embeddings)?;
     let soft_cap = |key, gemma2: f64| match model_type {
         "gemma2" if !config.has(key) => Ok(Some(gemma2)),
         "gemma2" | "gemma3_text" => config.f64(key),
@@ -48,11 +58,12 @@ pub(super) fn read(config: &Keys, model_type: &str, name: String) -> Result<Mode
             heads,
             kv_heads: config.u64("num_key_value_heads")?.unwrap_or(heads),
             head_dim,
-            qkv_bias: model_type == "qwen2" || attention_bias,
-            output_bias: model_type != "qwen2" && attention_bias,
+            qkv_bias,
+            output_bias: !matches!(model_type, "qwen2" | "qwen2_moe" | "glm4_moe") && attention_bias,
             qk_norm: match model_type {
-                "qwen3" | "gemma3_text" => Some(QkNorm::PerHead),
-                "olmo2" => Some(QkNorm::Whole),
+                "qwen3" | "qwen3_moe" | "gemma3_text" => Some(QkNorm::PerHead),
+                "glm4_moe" if config.bool("use_qk_norm")? == Some(true) => Some(QkNorm::PerHead),
+                "olmo2" | "olmoe" => Some(QkNorm::Whole),
                 _ => None,
             },
             rope: Some(global),
@@ -67,11 +78,11 @@ pub(super) fn read(config: &Keys, model_type: &str, name: String) -> Result<Mode
             gated: true,
             bias: config.bool("mlp_bias")?.unwrap_or(false),
         },
-        experts: None,
+        experts: experts::read(config, model_type, num_layers)?,
         norm: NormSpec {
             kind: NormKind::Rms,
             epsilon: config.f64("rms_norm_eps")?.unwrap_or(match model_type {
-                "phi3" | "olmo2" => 1e-5,
+                "phi3" | "olmo2" | "olmoe" | "mixtral" | "glm4_moe" => 1e-5,
                 _ => 1e-6,
             }),
             one_plus_weight: gemma,
@@ -182,8 +193,11 @@ fn sliding_window(
     let usual_size = match model_type {
         "gemma2" | "gemma3_text" => Some(4096),
         "mistral" if !config.has("sliding_window") => Some(4096),
-        "qwen2" | "qwen3" if config.bool("use_sliding_window")? != Some(true) => return Ok(None),
-        "mistral" | "phi3" | "qwen2" | "qwen3" => None,
+        "qwen2" | "qwen3" | "qwen2_moe" | "qwen3_moe" if config.bool("use_sliding_window")? != Some(true) => {
+            return Ok(None);
+        }
+        "mistral" | "phi3" | "qwen2" | "qwen3" | "mixtral" => None,
+        "qwen2_moe" | "qwen3_moe" => Some(4096),
         _ => return Ok(None),
     };
     let Some(size) = config.u64("sliding_window")?.or(usual_size) else { return Ok(None) };
@@ -193,6 +207,7 @@ fn sliding_window(
         "gemma2" => layer.is_multiple_of(2),
         "gemma3_text" => !(layer + 1).is_multiple_of(pattern),
         "qwen2" | "qwen3" => layer >= first_sliding,
+        "qwen2_moe" => layer.is_multiple_of(2) && layer < first_sliding,
         _ => true,
     };
     let layers = match config.strings("layer_types")? {

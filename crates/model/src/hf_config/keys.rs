@@ -90,6 +90,11 @@ impl Keys {
         self.typed(key, "a list of numbers", |value| value.as_array()?.iter().map(Value::as_f64).collect())
     }
 
+    pub(super) fn numbers(&self, key: &str) -> Result<Option<Vec<u64>>, ConfigError> {
+        let read = |value: &Value| value.as_array()?.iter().map(Value::as_u64).collect();
+        self.typed(key, "a list of whole numbers", read)
+    }
+
     pub(super) fn strings(&self, key: &str) -> Result<Option<Vec<&str>>, ConfigError> {
         self.typed(key, "a list of strings", |value| value.as_array()?.iter().map(Value::as_str).collect())
     }

@@ -10,19 +10,19 @@ use crate::spec::{ModelSpec, RopeScaling, RopeSpec};
 
 const DEFAULT_THETA: f64 = 10_000.0;
 
-/// Of Gemma 3's layers without a window.
-const GEMMA3_THETA: f64 = 1_000_000.0;
+/// Of Gemma 3's layers without a window, and of Mixtral.
+const LARGE_THETA: f64 = 1_000_000.0;
 
 /// The factors of a Llama 3.1 or 3.2 model: (low, high, original context).
 const LLAMA3: (f64, f64, f64) = (1.0, 4.0, 8192.0);
 
-/// The rotation of all layers, and where `local` that of layers with a window: Gemma 3 has the base of these in
-/// `rope_local_base_freq`, or an object for either kind of layer in `rope_parameters`.
+/// The rotation of all layers, and of Gemma 3 that of layers with a window, whose base is in `rope_local_base_freq`, or in an
+/// object for either kind of layer in `rope_parameters`.
 pub(super) fn read(
     config: &Keys,
+    family: &str,
     head_dim: u64,
     max_positions: u64,
-    local: bool,
 ) -> Result<(RopeSpec, Option<RopeSpec>), ConfigError> {
     let parameters = match config.object("rope_parameters")? {
         Some(parameters) => Some(parameters),
@@ -32,15 +32,31 @@ pub(super) fn read(
         Some(both) => (both.object("full_attention")?, both.object("sliding_attention")?),
         None => (None, None),
     };
-    let usual = if local { GEMMA3_THETA } else { DEFAULT_THETA };
+    let usual = Usual {
+        theta: if matches!(family, "gemma3_text" | "mixtral") { LARGE_THETA } else { DEFAULT_THETA },
+        partial: usual_partial(family),
+    };
     let global = global.or(parameters);
     let global = read_one(config, global.as_ref(), "rope_theta", usual, head_dim, max_positions)?;
-    if !local {
+    if family != "gemma3_text" {
         return Ok((global, None));
     }
-    let key = "rope_local_base_freq";
-    let local = read_one(config, sliding.as_ref(), key, DEFAULT_THETA, head_dim, max_positions)?;
+    let (key, usual) = ("rope_local_base_freq", Usual { theta: DEFAULT_THETA, ..usual });
+    let local = read_one(config, sliding.as_ref(), key, usual, head_dim, max_positions)?;
     Ok((global, Some(local)))
+}
+
+/// What a family's configuration means where it says nothing.
+#[derive(Clone, Copy)]
+struct Usual {
+    theta: f64,
+    /// The part of a head that is rotated.
+    partial: f64,
+}
+
+/// The part of a head that a family rotates where its configuration does not say it.
+pub(super) fn usual_partial(family: &str) -> f64 {
+    if family == "glm4_moe" { 0.5 } else { 1.0 }
 }
 
 /// A rotation by its object, if there is one, and the key of its base outside.
@@ -48,7 +64,7 @@ fn read_one(
     config: &Keys,
     parameters: Option<&Keys>,
     theta_key: &str,
-    usual_theta: f64,
+    usual: Usual,
     head_dim: u64,
     max_positions: u64,
 ) -> Result<RopeSpec, ConfigError> {
@@ -58,9 +74,9 @@ fn read_one(
     };
     let theta = match nested_theta {
         Some(theta) => theta,
-        None => config.f64(theta_key)?.unwrap_or(usual_theta),
+        None => config.f64(theta_key)?.unwrap_or(usual.theta),
     };
-    let mut partial = 1.0;
+    let mut partial = usual.partial;
     for keys in [Some(config), parameters].into_iter().flatten() {
         partial = keys.f64("partial_rotary_factor")?.unwrap_or(partial);
     }

@@ -3,7 +3,7 @@
 use plimsoll_device::DType;
 use serde_json::{Map, Value, json};
 
-use super::{SUPPORTED_MODEL_TYPES, families, keys::Keys, rope};
+use super::{SUPPORTED_MODEL_TYPES, experts, families, keys::Keys, rope};
 use crate::save_error::SaveError;
 use crate::spec::{Activation, ModelSpec};
 
@@ -19,6 +19,12 @@ fn class(architecture: &str) -> &'static str {
         "gpt2" => "GPT2LMHeadModel",
         "phi3" => "Phi3ForCausalLM",
         "olmo2" => "Olmo2ForCausalLM",
+        "mixtral" => "MixtralForCausalLM",
+        "qwen2_moe" => "Qwen2MoeForCausalLM",
+        "qwen3_moe" => "Qwen3MoeForCausalLM",
+        "olmoe" => "OlmoeForCausalLM",
+        "glm4_moe" => "Glm4MoeForCausalLM",
+        "deepseek" => "DeepseekForCausalLM",
         _ => "LlamaForCausalLM",
     }
 }
@@ -77,6 +83,7 @@ fn difference(spec: &ModelSpec, other: &ModelSpec) -> Option<&'static str> {
         ("attention", strip(spec) != strip(other)),
         ("rotary embedding", base(spec) != base(other) || local(spec) != local(other)),
         ("feed-forward part", spec.mlp != other.mlp),
+        ("experts", !experts::same(spec, other)),
         ("norms", spec.norm != other.norm),
         ("embedding", spec.embedding_scale != other.embedding_scale),
         ("logits", spec.logit_soft_cap != other.logit_soft_cap),
@@ -107,8 +114,14 @@ fn llama_like(spec: &ModelSpec) -> Map<String, Value> {
     if gemma {
         set("hidden_act", json!(activation(spec.mlp.activation)));
     }
-    if family != "qwen2" {
-        set("attention_bias", json!(attention.output_bias));
+    match family {
+        "qwen2" => {}
+        "qwen2_moe" => set("qkv_bias", json!(attention.qkv_bias)),
+        "glm4_moe" => {
+            set("attention_bias", json!(attention.qkv_bias));
+            set("use_qk_norm", json!(attention.qk_norm.is_some()));
+        }
+        _ => set("attention_bias", json!(attention.output_bias)),
     }
     if family == "llama" {
         set("mlp_bias", json!(spec.mlp.bias));
@@ -116,8 +129,8 @@ fn llama_like(spec: &ModelSpec) -> Map<String, Value> {
     if let Some(rope) = &attention.rope {
         set("rope_theta", json!(rope.theta));
         set("rope_scaling", rope::write_scaling(spec, rope));
-        if rope.dims != attention.head_dim {
-            let factor = rope.dims as f64 / attention.head_dim as f64;
+        let factor = rope.dims as f64 / attention.head_dim as f64;
+        if rope.dims != attention.head_dim || family == "glm4_moe" {
             set("partial_rotary_factor", json!(factor));
         }
         if family == "phi3"
@@ -144,8 +157,11 @@ fn llama_like(spec: &ModelSpec) -> Map<String, Value> {
         Some(window) => {
             set("sliding_window", json!(window.size));
             let kind = |slides: &bool| if *slides { "sliding_attention" } else { "full_attention" };
-            if family != "mistral" && family != "phi3" {
+            if !matches!(family, "mistral" | "phi3" | "mixtral" | "qwen3_moe") {
                 set("layer_types", json!(window.layers.iter().map(kind).collect::<Vec<_>>()));
+            }
+            if matches!(family, "qwen2_moe" | "qwen3_moe") {
+                set("use_sliding_window", json!(true));
             }
             if matches!(family, "qwen2" | "qwen3") {
                 set("use_sliding_window", json!(true));
@@ -154,6 +170,9 @@ fn llama_like(spec: &ModelSpec) -> Map<String, Value> {
             }
         }
         None => set("sliding_window", Value::Null),
+    }
+    if let Some(experts) = &spec.experts {
+        keys.extend(experts::write(family, experts));
     }
     keys
 }

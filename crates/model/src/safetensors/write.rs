@@ -3,7 +3,8 @@
 //!
 //! The file appears whole or not at all: it is written aside, synced, and renamed.
 
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Seek, SeekFrom, Write};
+use std::ops::Range;
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
@@ -48,8 +49,70 @@ pub(crate) fn write_in_order(
     order: &[&NewTensor],
     mut fill: impl FnMut(&NewTensor, &mut dyn Write) -> io::Result<()>,
 ) -> Result<u64, SaveError> {
-    let (header, sizes) = header(path, metadata, order)?;
+    write_placed(path, metadata, order, |file| {
+        order.iter().enumerate().try_for_each(|(index, tensor)| {
+            let whole = Span { tensor: index, bytes: 0..file.size(index) };
+            file.fill(&[whole], |out| fill(tensor, out))
+        })
+    })
+}
 
+/// Some bytes of a tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Span {
+    /// Its place in the file's order.
+    pub tensor: usize,
+    /// Which, from its beginning.
+    pub bytes: Range<u64>,
+}
+
+/// A file whose tensors are filled in any order.
+pub(crate) struct Placed<'a> {
+    path: &'a Path,
+    order: &'a [&'a NewTensor],
+    /// Where each tensor begins, and how long it is.
+    places: Vec<(u64, u64)>,
+    out: BufWriter<tempfile::NamedTempFile>,
+    /// Where the next byte goes.
+    at: u64,
+    filled: u64,
+}
+
+impl Placed<'_> {
+    /// Bytes of a tensor.
+    pub fn size(&self, tensor: usize) -> u64 {
+        self.places.get(tensor).map_or(0, |(_, size)| *size)
+    }
+
+    /// Fills spans, one behind the other, with what `write` writes: just as many bytes.
+    pub fn fill(
+        &mut self,
+        spans: &[Span],
+        write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+    ) -> Result<(), SaveError> {
+        let wanted = spans.iter().map(|span| span.bytes.end - span.bytes.start).sum();
+        let mut scattered = Scattered { file: self, spans, written: 0, left: wanted, exceeded: false };
+        let filled = write(&mut scattered);
+        let (left, exceeded) = (scattered.left, scattered.exceeded);
+        self.filled += wanted - left;
+        if exceeded || (filled.is_ok() && left > 0) {
+            let tensor = spans.first().and_then(|span| self.order.get(span.tensor));
+            let tensor = tensor.map_or_else(String::new, |tensor| tensor.name.clone());
+            let (path, missing) = (self.path.to_owned(), if exceeded { 0 } else { left });
+            return Err(SaveError::Length { path, tensor, expected: wanted, missing });
+        }
+        filled.map_err(|source| SaveError::io("write", self.path, source))
+    }
+}
+
+/// The same in any order: `write` fills every tensor of the file.
+pub(crate) fn write_placed(
+    path: &Path,
+    metadata: &[(&str, &str)],
+    order: &[&NewTensor],
+    write: impl FnOnce(&mut Placed<'_>) -> Result<(), SaveError>,
+) -> Result<u64, SaveError> {
+    let (header, sizes) = header(path, metadata, order)?;
     let io = |action| move |source| SaveError::io(action, path, source);
     let folder = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -61,22 +124,25 @@ pub(crate) fn write_in_order(
         .map_err(|source| SaveError::io("create a file in", folder, source))?;
     let mut out = BufWriter::with_capacity(BUFFER, aside);
     out.write_all(&header).map_err(io("write"))?;
-    for (tensor, size) in order.iter().zip(&sizes) {
-        let mut counted = Counted { inner: &mut out, left: *size, exceeded: false };
-        let filled = fill(tensor, &mut counted);
-        let (left, exceeded) = (counted.left, counted.exceeded);
-        if exceeded || (filled.is_ok() && left > 0) {
-            let tensor = tensor.name.clone();
-            let missing = if exceeded { 0 } else { left };
-            return Err(SaveError::Length { path: path.to_owned(), tensor, expected: *size, missing });
-        }
-        filled.map_err(io("write"))?;
+    let mut end = header.len() as u64;
+    let places = sizes.iter().map(|size| {
+        let begin = end;
+        end += size;
+        (begin, *size)
+    });
+    let places = places.collect();
+    let mut file = Placed { path, order, places, out, at: header.len() as u64, filled: 0 };
+    write(&mut file)?;
+    let missing = (end - header.len() as u64).saturating_sub(file.filled);
+    if missing > 0 {
+        let (path, tensor, expected) = (path.to_owned(), String::new(), end - header.len() as u64);
+        return Err(SaveError::Length { path, tensor, expected, missing });
     }
-    let aside = out.into_inner().map_err(|error| SaveError::io("write", path, error.into_error()))?;
+    let aside = file.out.into_inner().map_err(|error| SaveError::io("write", path, error.into_error()))?;
     aside.as_file().sync_all().map_err(io("write"))?;
     aside.persist(path).map_err(|error| SaveError::io("rename a file to", path, error.error))?;
     sync_folder(folder);
-    Ok(header.len() as u64 + sizes.iter().sum::<u64>())
+    Ok(end)
 }
 
 /// Temporary files get the permissions that any new file gets; by themselves they would be the owner's alone.
@@ -133,25 +199,42 @@ fn header(
     Ok((header, sizes))
 }
 
-/// Lets through just as many bytes as a tensor has.
-struct Counted<'a, W> {
-    inner: &'a mut W,
+/// Lets through just as many bytes as spans have, each to its place.
+struct Scattered<'s, 'a> {
+    file: &'s mut Placed<'a>,
+    spans: &'s [Span],
+    /// Bytes of the first span that are written.
+    written: u64,
     left: u64,
     exceeded: bool,
 }
 
-impl<W: Write> Write for Counted<'_, W> {
+impl Write for Scattered<'_, '_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if bytes.len() as u64 > self.left {
             self.exceeded = true;
             return Err(io::Error::other("more bytes than the tensor has"));
         }
-        let written = self.inner.write(bytes)?;
+        while let [first, rest @ ..] = self.spans
+            && self.written == first.bytes.end - first.bytes.start
+        {
+            (self.spans, self.written) = (rest, 0);
+        }
+        let Some(span) = self.spans.first() else { return Ok(0) };
+        let (begin, _) = self.file.places.get(span.tensor).copied().unwrap_or_default();
+        let at = begin + span.bytes.start + self.written;
+        if at != self.file.at {
+            self.file.out.seek(SeekFrom::Start(at))?;
+        }
+        let count = (span.bytes.end - span.bytes.start - self.written).min(bytes.len() as u64);
+        let written = self.file.out.write(&bytes[..count as usize])?;
+        self.file.at = at + written as u64;
+        self.written += written as u64;
         self.left -= written as u64;
         Ok(written)
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.inner.flush()
+        self.file.out.flush()
     }
 }

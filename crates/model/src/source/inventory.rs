@@ -9,10 +9,13 @@ use plimsoll_device::DType;
 use plimsoll_memory::FileMap;
 
 use super::packed::Packed;
-use super::{ModelError, NameList, PackedRows, RowOrder, StoredAt, WeightSource};
-use crate::layout::StoredTensor;
-use crate::parameters::BlockId;
+use super::{ModelError, NameList, PackedRows, Places, RowOrder, StoredAt, WeightSource};
+use crate::layout::{StoredPart, StoredTensor};
+use crate::parameters::{BlockId, Parameter};
 use crate::spec::ModelSpec;
+
+/// Tensors that are missing, after which no more are looked for.
+const ENOUGH_MISSING: u64 = 1 << 20;
 
 /// A tensor that may hold parameters.
 pub(super) struct Candidate {
@@ -54,9 +57,12 @@ impl Inventory {
         layout: fn(&ModelSpec, BlockId) -> Vec<StoredTensor>,
         files: Vec<FileMap>,
     ) -> Result<WeightSource, ModelError> {
-        let mut places = HashMap::new();
+        let mut places: HashMap<String, Places> = HashMap::new();
         let mut missing = NameList::default();
         for stored in spec.blocks().flat_map(|block| layout(spec, block)) {
+            if missing.count > ENOUGH_MISSING {
+                break;
+            }
             let Some(candidate) = self.candidates.remove(&stored.name) else {
                 missing.push(stored.name);
                 continue;
@@ -75,8 +81,9 @@ impl Inventory {
                 return Err(ModelError::Packed { path, tensor, reason });
             }
             let dtype = dtype.map_err(|stored| ModelError::StoredType { path: path(), tensor, stored })?;
-            for (name, place) in parts(stored, file, bytes, dtype, packed) {
-                places.insert(name, place);
+            for (parameter, place) in parts(stored, file, bytes, dtype, packed) {
+                let new = || Places { shape: parameter.shape, parts: Vec::new() };
+                places.entry(parameter.name).or_insert_with(new).parts.push(place);
             }
         }
         let mut left_over: Vec<String> = self.candidates.into_values().map(|c| c.tensor).collect();
@@ -91,34 +98,40 @@ impl Inventory {
         if unexpected.count > 0 {
             return Err(ModelError::UnexpectedTensors { path, tensors: unexpected, shape_from });
         }
+        for place in places.values_mut() {
+            place.parts.sort_by_key(|part| part.first);
+        }
         Ok(WeightSource { path, files, places })
     }
 }
 
-/// The place of every parameter in a stored tensor.
+/// The place of every part of a stored tensor.
 fn parts(
     stored: StoredTensor,
     file: usize,
     bytes: Range<usize>,
     dtype: DType,
     packed: Option<Arc<Packed>>,
-) -> impl Iterator<Item = (String, StoredAt)> {
+) -> impl Iterator<Item = (Parameter, StoredAt)> {
     let row_bytes = bytes.len() / stored.total_rows().max(1) as usize;
     let StoredTensor { parts, rows, plus_one, .. } = stored;
-    let mut first = 0;
-    parts.into_iter().map(move |part| {
-        let count = part.rows();
-        let part_of = packed.clone().map(|matrix| PackedRows { matrix, first: first as usize });
+    let mut before = 0;
+    parts.into_iter().map(move |StoredPart { parameter, rows: own }| {
+        let (first, count, columns) = (own.start, own.end - own.start, parameter.columns());
+        let part_of = packed.clone().map(|matrix| PackedRows { matrix, first: before as usize });
         let (bytes, rows) = match rows {
             _ if part_of.is_some() => (bytes.clone(), rows),
             // Columns lie all over the tensor.
-            RowOrder::Transposed { total, .. } => (bytes.clone(), RowOrder::Transposed { total, first }),
+            RowOrder::Transposed { total, .. } => {
+                (bytes.clone(), RowOrder::Transposed { total, first: before })
+            }
             other => {
-                let start = bytes.start + first as usize * row_bytes;
+                let start = bytes.start + before as usize * row_bytes;
                 (start..start + count as usize * row_bytes, other)
             }
         };
-        first += count;
-        (part.name, StoredAt { file, bytes, dtype, shape: part.shape, rows, plus_one, packed: part_of })
+        before += count;
+        let packed = part_of;
+        (parameter, StoredAt { file, bytes, dtype, first, count, columns, rows, plus_one, packed })
     })
 }

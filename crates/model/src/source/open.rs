@@ -8,7 +8,7 @@ use plimsoll_memory::FileMap;
 use super::inventory::{Candidate, Inventory};
 use super::packed::{self, Found, Span};
 use super::{Format, ModelError, ModelFiles};
-use crate::gguf::{GgufFile, families, gguf_block};
+use crate::gguf::{GgufFile, SHARED_ROUTER, families, gguf_block};
 use crate::hf_config::{self, CONFIG_NAME};
 use crate::layout::{hf_block, hf_prefix};
 use crate::safetensors::{INDEX_NAME, SINGLE_NAME, SafetensorsSet};
@@ -68,7 +68,11 @@ fn open_safetensors(path: &Path, folder: &Path, set: SafetensorsSet) -> Result<M
             reason: format!("there is no {CONFIG_NAME} beside the weights, which tells the model's shape"),
         });
     }
-    let spec = hf_config::read_config(folder, name_of(path))?;
+    let mut spec = hf_config::read_config(folder, name_of(path))?;
+    if let Some(experts) = &mut spec.experts {
+        let mut all = set.files().iter().flat_map(|file| file.tensors());
+        experts.stacked_files = all.any(|tensor| tensor.name.ends_with(".mlp.experts.gate_up_proj"));
+    }
     // A checkpoint of the bare model, without a head, has no prefix.
     let prefix = hf_prefix(&spec);
     let prefixed = set.files().iter().any(|file| file.tensors().iter().any(|t| t.name.starts_with(prefix)));
@@ -118,6 +122,11 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
             continue;
         }
         families::check_bias(&file, tensor)?;
+        let mut shape = tensor.shape.clone();
+        // What weighs a shared expert is a matrix of one row, which converters write as a vector.
+        if tensor.name.ends_with(SHARED_ROUTER) && shape.len() == 1 {
+            shape.insert(0, 1);
+        }
         inventory.add(
             tensor.name.clone(),
             Candidate {
@@ -125,7 +134,7 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
                 file: 0,
                 bytes: tensor.bytes.clone(),
                 dtype: Ok(tensor.dtype),
-                shape: tensor.shape.clone(),
+                shape,
                 packed: None,
             },
         );
@@ -135,8 +144,15 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
     Ok(ModelFiles { path: path.to_owned(), format: Format::Gguf, spec, weights })
 }
 
-/// Buffers that old versions of transformers saved, and the copy of a tied head.
+/// Buffers that old versions of transformers saved, the copy of a tied head, and the layers behind the last that predict further
+/// tokens (GLM 4.5).
 fn is_no_parameter(tensor: &str, spec: &ModelSpec) -> bool {
+    if spec.architecture == "glm4_moe"
+        && let Some(layer) = tensor.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next())
+        && layer.parse::<u32>().is_ok_and(|layer| layer >= spec.num_layers)
+    {
+        return true;
+    }
     let mask = tensor.ends_with(".attn.bias") || tensor.ends_with(".attn.masked_bias");
     if spec.architecture == "gpt2" && mask {
         return true;

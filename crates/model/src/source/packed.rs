@@ -167,13 +167,15 @@ impl Packed {
         }
     }
 
-    /// Writes the whole matrix in its own [`dtype`](Packed::dtype), bits only moved. `None`, and nothing done, where that
-    /// is f32 or `out` is not just large enough.
-    pub fn keep(&self, files: &[FileMap], out: &mut [u8]) -> Option<()> {
+    /// Writes the whole matrix in its own [`dtype`](Packed::dtype), bits only moved, or of one in 4 bits with magnitudes in f32.
+    /// `None`, and nothing done, where `dtype` is another or `out` is not just large enough.
+    pub fn keep(&self, files: &[FileMap], dtype: DType, out: &mut [u8]) -> Option<()> {
         let elements = self.rows * self.columns;
         match &self.packing {
-            Packing::FourBit { block, codes, magnitudes, .. } => {
-                let dtype = self.dtype();
+            Packing::FourBit { kind, block, codes, magnitudes } => {
+                if self.dtype() == DType::F32 || (dtype != self.dtype() && dtype != kind.dtype(false)) {
+                    return None;
+                }
                 let kept = if dtype.has_rows() {
                     // Larger blocks are several with one magnitude.
                     let all = self.decoded(files, magnitudes);
@@ -187,7 +189,7 @@ impl Packed {
                 };
                 four_bit::arrange(dtype, elements, codes.of(files), &kept, out)
             }
-            Packing::EightBit { codes, magnitudes } if self.dtype() == DType::Int8 => {
+            Packing::EightBit { codes, magnitudes } if [self.dtype(), dtype] == [DType::Int8; 2] => {
                 let (codes, magnitudes) = (codes.of(files), magnitudes.floats(files));
                 if out.len() != elements / 64 * 68 || codes.len() != elements {
                     return None;

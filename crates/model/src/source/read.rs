@@ -5,7 +5,7 @@ use std::ops::Range;
 use plimsoll_device::DType;
 use plimsoll_memory::FileMap;
 
-use super::{ModelError, RowOrder, StoredAt, WeightSource};
+use super::{ModelError, Places, RowOrder, StoredAt, WeightSource};
 use crate::convert::{ConversionError, convert, encode};
 use crate::parameters::Parameter;
 
@@ -14,7 +14,8 @@ use crate::parameters::Parameter;
 const STRIPE: usize = 3 << 19;
 
 impl WeightSource {
-    /// [`read_into`](Self::read_into) of some rows alone, which `out` has room for: all of them, or as f32, bf16 or f16.
+    /// [`read_into`](Self::read_into) of some rows alone, which `out` has room for: all of them, or as f32, bf16 or f16, or in the
+    /// blocks that they are stored in.
     pub fn read_rows_into(
         &self,
         parameter: &Parameter,
@@ -25,7 +26,11 @@ impl WeightSource {
         if rows == parameter.all_rows() {
             return self.read_into(parameter, dtype, out);
         }
-        self.read_by_rows(parameter, self.place(parameter)?, rows, dtype, out)
+        let place = self.place(parameter)?;
+        if self.read_stored_blocks(place, rows.clone(), dtype, out) {
+            return Ok(());
+        }
+        self.read_by_rows(parameter, place, rows, dtype, out)
     }
 
     /// Writes a parameter's values into `out` as `dtype`, row by row in the parameter's own order: f32, bf16 or f16, to
@@ -33,18 +38,24 @@ impl WeightSource {
     /// `out` has just its bytes, `dtype.bytes_for(parameter.elements())`.
     pub fn read_into(&self, parameter: &Parameter, dtype: DType, out: &mut [u8]) -> Result<(), ModelError> {
         let place = self.place(parameter)?;
-        let Some(file) = self.files.get(place.file) else { return Ok(()) };
-        if place.packed.is_some() || (dtype.is_block() && dtype != place.dtype) {
+        let Some(part) = place.single() else {
+            return match self.read_stored_blocks(place, parameter.all_rows(), dtype, out) {
+                true => Ok(()),
+                false => self.read_by_rows(parameter, place, parameter.all_rows(), dtype, out),
+            };
+        };
+        let Some(file) = self.files.get(part.file) else { return Ok(()) };
+        if part.packed.is_some() || (dtype.is_block() && dtype != part.dtype) {
             return self.read_by_rows(parameter, place, parameter.all_rows(), dtype, out);
         }
-        let read = match place.rows {
-            RowOrder::Natural if !place.plus_one => read_plain(file, place, dtype, out),
+        let read = match part.rows {
+            RowOrder::Natural if !part.plus_one => read_plain(file, part, dtype, out),
             RowOrder::Natural => Ok(()),
-            RowOrder::Interleaved { head_dim } => read_heads(file, place, head_dim, dtype, out),
-            RowOrder::Transposed { total, first } => read_columns(file, place, [total, first], dtype, out),
+            RowOrder::Interleaved { head_dim } => read_heads(file, part, head_dim, dtype, out),
+            RowOrder::Transposed { total, first } => read_columns(file, part, [total, first], dtype, out),
         };
-        let read = match place.plus_one {
-            true => read.and_then(|()| read_less_one(file, place, dtype, out)),
+        let read = match part.plus_one {
+            true => read.and_then(|()| read_less_one(file, part, dtype, out)),
             false => read,
         };
         read.map_err(|source| ModelError::Conversion {
@@ -53,6 +64,43 @@ impl WeightSource {
             dtype,
             source,
         })
+    }
+
+    /// Writes rows in the blocks that they are stored in, bits only moved. `false` where they are not stored so, or where blocks
+    /// go from one row to the next; what `out` holds is then undefined.
+    fn read_stored_blocks(&self, place: &Places, rows: Range<u64>, dtype: DType, out: &mut [u8]) -> bool {
+        if !dtype.is_block() || dtype != place.dtype() {
+            return false;
+        }
+        let columns = place.parts.first().map_or(1, |part| part.columns);
+        if dtype.bytes_for(rows.end.saturating_sub(rows.start) * columns) != Some(out.len() as u64) {
+            return false;
+        }
+        let mut out = out;
+        for (part, own) in place.of_rows(rows) {
+            let bytes = dtype.bytes_for((own.end - own.start) * columns).unwrap_or(0) as usize;
+            let Some((to, rest)) = std::mem::take(&mut out).split_at_mut_checked(bytes) else { return false };
+            out = rest;
+            let whole = own == part.own_rows();
+            if let Some(packed) = &part.packed {
+                if !whole || !part.is_whole(packed) || packed.matrix.keep(&self.files, dtype, to).is_none() {
+                    return false;
+                }
+                packed.matrix.release(&self.files);
+                continue;
+            }
+            if !part.is_as_it_is(dtype) || !whole && !columns.is_multiple_of(dtype.run_elements()) {
+                return false;
+            }
+            let first = dtype.bytes_for((own.start - part.first) * columns).unwrap_or(0) as usize;
+            let Some(stored) = self.bytes(part).get(first..first + bytes) else { return false };
+            to.copy_from_slice(stored);
+            if let Some(file) = self.files.get(part.file) {
+                let start = part.bytes.start + first;
+                file.release(start..start + bytes);
+            }
+        }
+        true
     }
 }
 
@@ -79,7 +127,7 @@ fn read_plain(file: &FileMap, place: &StoredAt, to: DType, out: &mut [u8]) -> Re
 fn read_less_one(file: &FileMap, place: &StoredAt, to: DType, out: &mut [u8]) -> Result<(), ConversionError> {
     let bytes = &file.bytes()[place.bytes.clone()];
     check_length(place, bytes, to, out)?;
-    let mut values = vec![0.0f32; place.shape.iter().product::<u64>() as usize];
+    let mut values = vec![0.0f32; place.elements() as usize];
     convert(place.dtype, bytes, DType::F32, bytemuck::cast_slice_mut(&mut values))?;
     values.iter_mut().for_each(|value| *value -= 1.0);
     encode(&values, to, out)
@@ -97,7 +145,7 @@ fn read_columns(
     if !to.is_float() || place.dtype.block_elements() != 1 {
         return Err(ConversionError::Unsupported { from: place.dtype, to });
     }
-    let (rows, columns) = (place.rows() as usize, place.columns() as usize);
+    let (rows, columns) = (place.count as usize, place.columns as usize);
     let (from_size, to_size) = (place.dtype.block_bytes() as usize, to.block_bytes() as usize);
     if bytes.len() != columns * total as usize * from_size || out.len() != rows * columns * to_size {
         let (from, source_bytes) = (place.dtype, bytes.len());
@@ -125,7 +173,7 @@ fn read_heads(
 ) -> Result<(), ConversionError> {
     let bytes = &file.bytes()[place.bytes.clone()];
     check_length(place, bytes, to, out)?;
-    let rows = place.rows().max(1) as usize;
+    let rows = place.count.max(1) as usize;
     let (row_bytes, row_out) = (bytes.len() / rows, out.len() / rows);
     let mut released = place.bytes.start;
     for (row, out) in out.chunks_exact_mut(row_out.max(1)).enumerate() {
@@ -146,7 +194,7 @@ fn check_length(place: &StoredAt, bytes: &[u8], to: DType, out: &[u8]) -> Result
     if !to.is_float() && to != place.dtype {
         return Err(ConversionError::Unsupported { from: place.dtype, to });
     }
-    let elements = place.shape.iter().product();
+    let elements = place.elements();
     if to.bytes_for(elements) != Some(out.len() as u64) {
         let (from, source_bytes) = (place.dtype, bytes.len());
         return Err(ConversionError::Length { from, source_bytes, to, out_bytes: out.len() });

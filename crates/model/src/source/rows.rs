@@ -8,7 +8,7 @@ use plimsoll_device::cpu::quantize::{can_quantize, quantize};
 
 use plimsoll_memory::usable_cores;
 
-use super::{ModelError, RowOrder, StoredAt, WeightSource};
+use super::{ModelError, Places, RowOrder, StoredAt, WeightSource};
 use crate::convert::{ConversionError, convert, encode};
 use crate::parameters::Parameter;
 
@@ -46,30 +46,39 @@ impl WeightSource {
         out: &mut [f32],
     ) -> Result<(), ModelError> {
         let place = self.place(parameter)?;
-        let count = rows.end.checked_sub(rows.start).and_then(|count| count.checked_mul(place.columns()));
-        if rows.end > place.rows() || count != Some(out.len() as u64) {
+        let columns = parameter.columns();
+        let count = rows.end.checked_sub(rows.start).and_then(|count| count.checked_mul(columns));
+        if rows.end > parameter.rows() || count != Some(out.len() as u64) {
             let source = ConversionError::Length {
-                from: place.dtype,
-                source_bytes: place.bytes.len(),
+                from: place.dtype(),
+                source_bytes: place.parts.iter().map(|part| part.bytes.len()).sum(),
                 to: DType::F32,
                 out_bytes: size_of_val(out),
             };
             return Err(self.conversion(parameter, DType::F32, source));
         }
-        if let Some(packed) = &place.packed {
-            let first = packed.first + rows.start as usize;
-            packed.matrix.read_rows(&self.files, first..first + (rows.end - rows.start) as usize, out);
-        } else {
-            self.read_stored_rows(place, rows, out)
-                .map_err(|source| self.conversion(parameter, DType::F32, source))?;
-        }
-        if place.plus_one {
-            out.iter_mut().for_each(|value| *value -= 1.0);
+        let mut out = out;
+        for (part, own) in place.of_rows(rows) {
+            let count = ((own.end - own.start) * columns) as usize;
+            let (values, rest) = std::mem::take(&mut out).split_at_mut(count);
+            out = rest;
+            let own = own.start - part.first..own.end - part.first;
+            if let Some(packed) = &part.packed {
+                let first = packed.first + own.start as usize;
+                let rows = first..first + (own.end - own.start) as usize;
+                packed.matrix.read_rows(&self.files, rows, values);
+            } else {
+                self.read_stored_rows(part, own, values)
+                    .map_err(|source| self.conversion(parameter, DType::F32, source))?;
+            }
+            if part.plus_one {
+                values.iter_mut().for_each(|value| *value -= 1.0);
+            }
         }
         Ok(())
     }
 
-    /// Rows of one tensor.
+    /// Rows of one place, by their numbers there.
     fn read_stored_rows(
         &self,
         place: &StoredAt,
@@ -78,8 +87,8 @@ impl WeightSource {
     ) -> Result<(), ConversionError> {
         let Some(file) = self.files.get(place.file) else { return Ok(()) };
         let bytes = self.bytes(place);
-        let columns = place.columns() as usize;
-        let row_bytes = bytes.len() / place.rows().max(1) as usize;
+        let columns = place.columns as usize;
+        let row_bytes = bytes.len() / place.count.max(1) as usize;
         let read = |bytes: &[u8], out: &mut [f32]| {
             convert(place.dtype, bytes, DType::F32, bytemuck::cast_slice_mut(out))
         };
@@ -131,22 +140,23 @@ impl WeightSource {
     pub(super) fn read_by_rows(
         &self,
         parameter: &Parameter,
-        place: &StoredAt,
+        place: &Places,
         rows: Range<u64>,
         to: DType,
         out: &mut [u8],
     ) -> Result<(), ModelError> {
-        if let Some(packed) = place.packed.as_ref().filter(|packed| place.is_whole(packed))
+        if let Some(part) = place.single()
+            && let Some(packed) = part.packed.as_ref().filter(|packed| part.is_whole(packed))
             && rows == parameter.all_rows()
-            && to == place.dtype
+            && to == part.dtype
             && to.is_block()
-            && packed.matrix.keep(&self.files, out).is_some()
+            && packed.matrix.keep(&self.files, to, out).is_some()
         {
             packed.matrix.release(&self.files);
             return Ok(());
         }
         let fail = |source| self.conversion(parameter, to, source);
-        encode_rows(parameter, rows, place.dtype, to, out, fail, |rows, values| {
+        encode_rows(parameter, rows, place.dtype(), to, out, fail, |rows, values| {
             self.read_rows(parameter, rows, values)
         })?;
         self.release(parameter)

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::{Target, Transcoder};
 use crate::hf_config::{CONFIG_NAME, GENERATION_CONFIG_NAME, config_json, generation_config_json};
 use crate::layout::StoredTensor;
-use crate::parameters::Parameter;
+use crate::parameters::{Parameter, Role};
 use crate::safetensors::{INDEX_NAME, NewTensor, StoredDType, write_in_order};
 use crate::save::{METADATA, SaveError, SaveWriter, Staging, index, shard_names};
 use crate::source::RowOrder;
@@ -54,7 +54,7 @@ enum Current {
 }
 
 fn is_packed(tensor: &StoredTensor) -> bool {
-    tensor.rows == RowOrder::Natural && tensor.parts.iter().all(|part| part.role.is_block_matrix())
+    tensor.rows == RowOrder::Natural && tensor.is_of(Role::is_block_matrix)
 }
 
 fn f32_bytes(values: &[f32]) -> Vec<u8> {
@@ -63,7 +63,12 @@ fn f32_bytes(values: &[f32]) -> Vec<u8> {
 
 impl Transcoder<'_> {
     pub(super) fn write_packed(&mut self, folder: &Path, target: Target) -> Result<u64, SaveError> {
-        let spec = self.spec;
+        // The library packs linears, which experts are one by one alone.
+        let mut spec = self.spec.clone();
+        if let Some(experts) = &mut spec.experts {
+            experts.stacked_files = false;
+        }
+        let spec = &spec;
         let fail = |reason: &str| SaveError::Inexpressible {
             model: spec.name.clone(),
             target: "a bitsandbytes checkpoint",
@@ -188,17 +193,19 @@ impl Transcoder<'_> {
         rows: std::ops::Range<u64>,
         values: &mut [f32],
     ) -> io::Result<()> {
-        let columns = tensor.shape().get(1).copied().unwrap_or(1);
+        let columns = tensor.columns();
         let (mut first, mut values) = (0, values);
         for part in &tensor.parts {
-            let (start, end) = (rows.start.max(first), rows.end.min(first + part.rows()));
+            let (start, end) = (rows.start.max(first), rows.end.min(first + part.count()));
             if start < end {
                 let count = ((end - start) * columns) as usize;
                 let (own, rest) = std::mem::take(&mut values).split_at_mut(count);
                 values = rest;
-                self.source.rows(part, start - first..end - first, own).map_err(io::Error::other)?;
+                let at = part.rows.start;
+                let rows = at + start - first..at + end - first;
+                self.source.rows(&part.parameter, rows, own).map_err(io::Error::other)?;
             }
-            first += part.rows();
+            first += part.count();
         }
         Ok(())
     }
@@ -221,7 +228,8 @@ impl Transcoder<'_> {
 }
 
 fn first_part(tensor: &StoredTensor) -> io::Result<&Parameter> {
-    tensor.parts.first().ok_or_else(|| io::Error::other("a tensor without parameters"))
+    let part = tensor.parts.first().ok_or_else(|| io::Error::other("a tensor without parameters"))?;
+    Ok(&part.parameter)
 }
 
 fn name_of(kind: FourBit) -> &'static str {

@@ -201,7 +201,10 @@ fn shapes_that_contradict_the_tensors_are_refused() {
     refused(&with("llama.block_count", 4_000_000_000), "num_hidden_layers");
     refused(&with("tokenizer.ggml.eos_token_id", 96), "is 96, but the embedding has 96 rows");
     refused(&good().u32("llama.rope.dimension_count", 8).bytes(), "heads are 16 wide");
-    refused(&good().u32("llama.expert_count", 8).bytes(), "mixture of experts");
+    refused(&good().u32("llama.expert_count", 8).bytes(), "no layer has a \"ffn_gate_inp.weight\"");
+    let renamed = |name| good().without("general.architecture").text("general.architecture", name).bytes();
+    refused(&renamed("deepseek2"), "multi-head latent attention");
+    refused(&renamed("gpt-oss"), "sinks");
     refused(&good().without("llama.context_length").bytes(), "llama.context_length is missing");
     refused(&good().without_tensor("token_embd.weight").bytes(), "\"token_embd.weight\": is missing");
     refused(&good().without_tensor("blk.1.attn_k.weight").bytes(), "blk.1.attn_k.weight");

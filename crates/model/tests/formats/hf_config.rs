@@ -76,7 +76,7 @@ fn what_is_wrong_is_named() {
         let error = parse(changes).expect_err(expected);
         assert!(error.contains(expected), "expected {expected:?} in {error:?}");
     };
-    check(json!({ "model_type": "mixtral" }), "model_type \"mixtral\" is not supported; supported: llama");
+    check(json!({ "model_type": "mistrel" }), "model_type \"mistrel\" is not supported; supported: llama");
     check(json!({ "model_type": null }), "model_type: is missing");
     check(json!({ "vocab_size": null }), "vocab_size: is missing");
     check(json!({ "vocab_size": "many" }), "vocab_size: \"many\" is not a whole number");

@@ -2,6 +2,7 @@
 //! the place in it.
 
 mod bad_input;
+mod experts;
 mod gguf;
 mod hf_config;
 mod mutations;

@@ -1,0 +1,166 @@
+//! Mixtures of experts in `config.json`: the keys of each family and what they mean where they are absent, both ways.
+
+use std::collections::HashSet;
+
+use serde_json::{Map, Value, json};
+
+use super::ConfigError;
+use super::keys::Keys;
+use crate::spec::{ExpertGroups, ExpertsSpec, ModelSpec, RouterSpec, Scoring, SharedExpert};
+
+/// The experts of a family that has any.
+pub(super) fn read(config: &Keys, family: &str, num_layers: u32) -> Result<Option<ExpertsSpec>, ConfigError> {
+    let number = |key: &str, usual: u64| Ok(config.u64(key)?.unwrap_or(usual));
+    let layers: Vec<bool> = match family {
+        "mixtral" | "olmoe" => vec![true; num_layers as usize],
+        "qwen2_moe" | "qwen3_moe" => {
+            let step = number("decoder_sparse_step", 1)?;
+            let dense: HashSet<u64> = config.numbers("mlp_only_layers")?.into_iter().flatten().collect();
+            let sparse = |layer: u64| (layer + 1).checked_rem(step) == Some(0) && !dense.contains(&layer);
+            (0..u64::from(num_layers)).map(sparse).collect()
+        }
+        "glm4_moe" | "deepseek" => {
+            let first = number("first_k_dense_replace", u64::from(family == "glm4_moe"))?;
+            let step = if family == "deepseek" { number("moe_layer_freq", 1)? } else { 1 };
+            let sparse = |layer: u64| layer >= first && layer.checked_rem(step) == Some(0);
+            (0..u64::from(num_layers)).map(sparse).collect()
+        }
+        _ => return Ok(None),
+    };
+    // transformers reads either name for each family.
+    let count = |key: &str, other: &str, usual: u64| match config.u64(key)? {
+        Some(count) => Ok(count),
+        None => number(other, usual),
+    };
+    let shared = |width: u64, gated| (width > 0).then_some(SharedExpert { intermediate_size: width, gated });
+    let inner = |usual| number("moe_intermediate_size", usual);
+    let (count, per_token, intermediate_size, shared) = match family {
+        "mixtral" => {
+            (count("num_local_experts", "num_experts", 8)?, 2, config.require_u64("intermediate_size")?, None)
+        }
+        "olmoe" => (
+            count("num_experts", "num_local_experts", 64)?,
+            8,
+            config.require_u64("intermediate_size")?,
+            None,
+        ),
+        "qwen2_moe" => {
+            let width = number("shared_expert_intermediate_size", 5632)?;
+            (count("num_experts", "num_local_experts", 60)?, 4, inner(1408)?, shared(width, true))
+        }
+        "qwen3_moe" => (count("num_experts", "num_local_experts", 128)?, 8, inner(768)?, None),
+        _ => {
+            let (glm, width) = (family == "glm4_moe", inner(1408)?);
+            let beside = number("n_shared_experts", u64::from(glm))?.saturating_mul(width);
+            let count = match glm {
+                true => count("n_routed_experts", "num_local_experts", 128)?,
+                false => config.require_u64("n_routed_experts")?,
+            };
+            (count, 8, width, shared(beside, false))
+        }
+    };
+    let per_token = number("num_experts_per_tok", per_token)?;
+    let router = router(config, family)?;
+    Ok(Some(ExpertsSpec {
+        count,
+        per_token,
+        intermediate_size,
+        shared,
+        router,
+        layers,
+        stacked_files: false,
+    }))
+}
+
+fn router(config: &Keys, family: &str) -> Result<RouterSpec, ConfigError> {
+    let glm = family == "glm4_moe";
+    if family == "deepseek"
+        && let Some(other) = config.str("scoring_func")?.filter(|name| *name != "softmax")
+    {
+        return Err(config.refuse("scoring_func", format!("is {other:?}; softmax is supported")));
+    }
+    let groups = match config.u64("n_group")?.filter(|count| glm && *count > 1) {
+        Some(count) => Some(ExpertGroups { count, chosen: config.u64("topk_group")?.unwrap_or(1) }),
+        None => None,
+    };
+    // transformers adds the loss where the router's logits are asked for.
+    let usual_loss = if family == "olmoe" { 0.01 } else { 0.001 };
+    let balance_loss = match config.bool("output_router_logits")? {
+        Some(true) if has_balance_loss(family) => config.f64("router_aux_loss_coef")?.unwrap_or(usual_loss),
+        _ => 0.0,
+    };
+    Ok(RouterSpec {
+        scoring: if glm { Scoring::Sigmoid } else { Scoring::Softmax },
+        normalise: family == "mixtral" || config.bool("norm_topk_prob")?.unwrap_or(glm),
+        scale: if glm { config.f64("routed_scaling_factor")?.unwrap_or(1.0) } else { 1.0 },
+        groups,
+        correction: glm,
+        balance_loss,
+    })
+}
+
+fn has_balance_loss(family: &str) -> bool {
+    !matches!(family, "glm4_moe" | "deepseek")
+}
+
+/// Whether two models have the same experts. The balance loss is a matter of training, and files may be in either form.
+pub(super) fn same(spec: &ModelSpec, other: &ModelSpec) -> bool {
+    let strip = |spec: &ModelSpec| {
+        let mut experts = spec.experts.clone();
+        if let Some(experts) = &mut experts {
+            (experts.router.balance_loss, experts.stacked_files) = (0.0, false);
+        }
+        experts
+    };
+    strip(spec) == strip(other)
+}
+
+/// A family's keys.
+pub(super) fn write(family: &str, experts: &ExpertsSpec) -> Map<String, Value> {
+    let ExpertsSpec { count, per_token, intermediate_size: inner, shared, router, layers, .. } = experts;
+    let first = layers.iter().take_while(|sparse| !**sparse).count();
+    let dense = layers.iter().enumerate().filter(|(_, sparse)| !**sparse).map(|(layer, _)| layer);
+    let width = shared.map_or(0, |shared| shared.intermediate_size);
+    let mut own = match family {
+        "mixtral" => json!({ "num_local_experts": count }),
+        "olmoe" => json!({ "num_experts": count, "norm_topk_prob": router.normalise, "clip_qkv": null }),
+        "qwen2_moe" | "qwen3_moe" => json!({
+            "num_experts": count,
+            "moe_intermediate_size": inner,
+            "norm_topk_prob": router.normalise,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": dense.collect::<Vec<_>>(),
+        }),
+        _ => json!({
+            "n_routed_experts": count,
+            "moe_intermediate_size": inner,
+            "n_shared_experts": width / inner.max(&1),
+            "first_k_dense_replace": first,
+            "norm_topk_prob": router.normalise,
+        }),
+    };
+    own["num_experts_per_tok"] = json!(per_token);
+    match family {
+        "qwen2_moe" => own["shared_expert_intermediate_size"] = json!(width),
+        "glm4_moe" => {
+            own["routed_scaling_factor"] = json!(router.scale);
+            own["n_group"] = json!(router.groups.map_or(1, |groups| groups.count));
+            own["topk_group"] = json!(router.groups.map_or(1, |groups| groups.chosen));
+        }
+        "deepseek" => {
+            own["moe_layer_freq"] = json!(1);
+            own["scoring_func"] = json!("softmax");
+        }
+        _ => {}
+    }
+    if has_balance_loss(family) {
+        own["output_router_logits"] = json!(router.balance_loss > 0.0);
+        if router.balance_loss > 0.0 {
+            own["router_aux_loss_coef"] = json!(router.balance_loss);
+        }
+    }
+    match own {
+        Value::Object(keys) => keys,
+        _ => Map::new(),
+    }
+}

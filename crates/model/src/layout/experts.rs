@@ -1,0 +1,94 @@
+//! Names and shapes of a layer with experts in Hugging Face's checkpoints: a tensor for each matrix of each expert, or one for all
+//! gates and ups of a layer and one for all downs, as transformers has them in memory since its version 5.
+
+use std::ops::Range;
+
+use super::{StoredPart, StoredTensor};
+use crate::parameters::{Parameter, Role};
+use crate::spec::{ExpertsSpec, ModelSpec};
+
+/// What a checkpoint stores of a layer with experts.
+pub(super) fn hf_layer(
+    spec: &ModelSpec,
+    experts: &ExpertsSpec,
+    parameters: Vec<Parameter>,
+) -> Vec<StoredTensor> {
+    let family = spec.architecture.as_str();
+    let (mut of_experts, mut tensors) = (Vec::new(), Vec::new());
+    for parameter in parameters {
+        if parameter.is_of_experts() {
+            of_experts.push(parameter);
+        } else {
+            tensors.push(StoredTensor::plain(name(family, experts.stacked_files, &parameter), parameter));
+        }
+    }
+    if experts.stacked_files {
+        tensors.extend(stacks(experts, of_experts));
+    } else {
+        // Matrix by matrix, so that a stack is written in order.
+        for parameter in &of_experts {
+            tensors.extend((0..experts.count).map(|expert| {
+                let rows = rows_of(parameter, experts, expert);
+                let part = StoredPart { parameter: parameter.clone(), rows };
+                StoredTensor::of_rows(single_name(family, parameter, expert), vec![part])
+            }));
+        }
+    }
+    tensors
+}
+
+/// The rows of a stack that one expert's matrix has.
+fn rows_of(parameter: &Parameter, experts: &ExpertsSpec, expert: u64) -> Range<u64> {
+    let each = parameter.rows() / experts.count.max(1);
+    expert * each..(expert + 1) * each
+}
+
+/// `gate_up_proj [E, 2 I, H]`, each expert's gate before its up, and `down_proj [E, H, I]`; both without `.weight`.
+fn stacks(experts: &ExpertsSpec, parameters: Vec<Parameter>) -> Vec<StoredTensor> {
+    let (down, mut inner): (Vec<_>, Vec<_>) =
+        parameters.into_iter().partition(|parameter| parameter.role == Role::DownProj);
+    inner.sort_by_key(|parameter| parameter.role != Role::GateProj);
+    let stack = |part: &str, of: &[Parameter]| {
+        let at = of.first()?.name.rsplit_once(".experts.")?.0;
+        let each = |expert| of.iter().map(move |parameter| (parameter, expert));
+        let parts = (0..experts.count).flat_map(each).map(|(parameter, expert)| StoredPart {
+            rows: rows_of(parameter, experts, expert),
+            parameter: parameter.clone(),
+        });
+        let tensor = StoredTensor::of_rows(format!("{at}.experts.{part}"), parts.collect());
+        Some(StoredTensor { stack: Some(experts.count), ..tensor })
+    };
+    let down = down.into_iter().map(|parameter| {
+        let name = parameter.name.trim_end_matches(".weight").to_owned();
+        StoredTensor::plain(name, parameter)
+    });
+    stack("gate_up_proj", &inner).into_iter().chain(down).collect()
+}
+
+/// The name of a matrix of one expert.
+fn single_name(family: &str, parameter: &Parameter, expert: u64) -> String {
+    let numbered = parameter.name.replace(".experts.", &format!(".experts.{expert}."));
+    if family != "mixtral" {
+        return numbered;
+    }
+    let part = match parameter.role {
+        Role::GateProj => ".w1.",
+        Role::UpProj => ".w3.",
+        _ => ".w2.",
+    };
+    let own = [".gate_proj.", ".up_proj.", ".down_proj."];
+    let renamed = own.into_iter().fold(numbered, |name, from| name.replace(from, part));
+    renamed.replace(".mlp.", ".block_sparse_moe.")
+}
+
+/// The name of what is no expert's.
+fn name(family: &str, stacked: bool, parameter: &Parameter) -> String {
+    let name = &parameter.name;
+    match (family, parameter.role) {
+        ("mixtral", Role::Router) if !stacked => name.replace(".mlp.", ".block_sparse_moe."),
+        ("glm4_moe" | "deepseek", Role::SharedGateProj | Role::SharedUpProj | Role::SharedDownProj) => {
+            name.replace(".shared_expert.", ".shared_experts.")
+        }
+        _ => name.clone(),
+    }
+}
