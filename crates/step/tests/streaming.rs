@@ -274,16 +274,7 @@ fn weights_live_on_the_device_the_host_and_in_a_file_together() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = folder.path();
     for spec in families() {
-        let spec = ModelSpec { num_layers: 7, ..spec };
-        let spec = match &spec.attention.sliding_window {
-            Some(window) => {
-                let layers = (0..7).map(|layer| layer % 2 == 0).collect();
-                let sliding_window = Some(SlidingWindow { layers, ..window.clone() });
-                let attention = AttentionSpec { sliding_window, ..spec.attention.clone() };
-                ModelSpec { attention, ..spec }
-            }
-            None => spec,
-        };
+        let spec = deeper(spec, 7);
         let logits = decoded(path, &spec, WeightStorage::new(TYPES)).1;
         let stored = model_file(path, &spec, &|_| true);
         let mut taken = Vec::new();
@@ -334,15 +325,14 @@ fn experts_come_when_they_are_needed() {
                 let storage = WeightStorage { offload: Some(offload), ..WeightStorage::new(TYPES) };
                 let (planned, logits) = decoded_on(traits, path, &spec, storage);
                 assert_eq!(logits, here, "{} {expert_slots}", spec.name);
-                taken.push((layers, planned));
+                taken.push(planned);
                 read.push(traffic(path, &spec, storage));
             }
             // More slots take more memory, and spare reads.
-            let of_all = |at: usize| (taken[at].0 == 3).then_some(taken[at].1).unwrap();
-            assert!(of_all(1) < of_all(3));
+            assert!(taken[1] < taken[3]);
             assert!(read.iter().all(|traffic| traffic.used == read[0].used));
             assert!(read[0].read > read[3].read && read[3].read <= u64::from(experts), "{read:?}");
-            assert_eq!(read[0].bytes / read[0].read, read[3].bytes / read[3].read);
+            assert!(read[0].bytes > read[3].bytes);
         }
     }
 }

@@ -125,6 +125,7 @@ pub fn mixture() -> ModelSpec {
         shared: Some(SharedExpert { intermediate_size: 12, gated: true }),
         router,
         layers: vec![true, false, true],
+        stacked_files: false,
     };
     ModelSpec { experts: Some(experts), ..llama() }
 }
@@ -146,6 +147,7 @@ pub fn grouped_mixture() -> ModelSpec {
         shared: Some(SharedExpert { intermediate_size: 8, gated: false }),
         router,
         layers: vec![true; 3],
+        stacked_files: false,
     };
     ModelSpec { experts: Some(experts), ..gemma() }
 }
@@ -153,6 +155,16 @@ pub fn grouped_mixture() -> ModelSpec {
 /// A block of every kind.
 pub fn families() -> [ModelSpec; 7] {
     [llama(), biased(), gemma(), olmo(), gpt2(), mixture(), grouped_mixture()]
+}
+
+/// A model of so many layers, in the pattern of its own.
+pub fn deeper(spec: ModelSpec, num_layers: u32) -> ModelSpec {
+    let mut spec = ModelSpec { num_layers, ..spec };
+    let windows = spec.attention.sliding_window.as_mut().map(|window| &mut window.layers);
+    for layers in windows.into_iter().chain(spec.experts.as_mut().map(|experts| &mut experts.layers)) {
+        *layers = layers.iter().copied().cycle().take(num_layers as usize).collect();
+    }
+    spec
 }
 
 pub fn settings(batch_size: u64, sequence_length: u64) -> StepSettings {
