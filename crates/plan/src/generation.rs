@@ -297,7 +297,6 @@ impl GenerationRequest<'_> {
             tier,
             in_files: self.in_files,
             residency,
-            expert_slots: 0,
             host_layers,
         });
         WeightStorage { offload, ..self.storage }
@@ -332,7 +331,7 @@ impl GenerationRequest<'_> {
         for cache_tier in tiers.iter().rev().copied().chain([Tier::Device]) {
             let settings = DecodeSettings { cache_tier, ..self.settings(cache, most, chunk) };
             for head in heads {
-                let residency = head.map(|head| Residency::Spread { layers: 0, head });
+                let residency = head.map(|head| Residency::Spread { layers: 0, head, expert_slots: 0 });
                 let room = self.room.saturating_sub(residency.map_or(0, |_| self.streaming_bytes()));
                 let found = self.footprint(settings, residency, lowest)?;
                 if found.peak_bytes <= room && self.allows_below(&found) {
@@ -371,7 +370,7 @@ impl GenerationRequest<'_> {
         let below = Below::on(Tier::Disk);
         let mut smallest: Option<GenerationPlan> = None;
         for head in [true, false] {
-            let residency = self.in_files.map(|_| Residency::Spread { layers: 0, head });
+            let residency = self.in_files.map(|_| Residency::Spread { layers: 0, head, expert_slots: 0 });
             let plan = self.plan(Found { settings, residency, below })?;
             if smallest.as_ref().is_none_or(|best| plan.dry_run.peak_bytes() < best.dry_run.peak_bytes()) {
                 smallest = Some(plan);

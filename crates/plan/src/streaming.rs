@@ -29,7 +29,7 @@ pub fn fitting_residency(
     // A head that is larger than layers makes every buffer larger, so that it may be better kept.
     for head in [true, false] {
         let mut fits = |layers: u32| -> Result<Option<(Residency, u64)>, StepError> {
-            let residency = Residency::Spread { layers, head };
+            let residency = Residency::Spread { layers, head, expert_slots: 0 };
             let PassFootprint { peak_bytes, read_bytes, .. } = run(residency)?;
             Ok((peak_bytes <= room).then_some((residency, read_bytes)))
         };
@@ -47,7 +47,44 @@ pub fn fitting_residency(
             best = Some(fitting);
         }
     }
+    if let Some(with_slots) = fitting_slots(spec, room, &mut run)?
+        && best.is_none_or(|(_, read_bytes)| with_slots.1 < read_bytes)
+    {
+        best = Some(with_slots);
+    }
     Ok(best.map(|(residency, _)| residency))
+}
+
+/// Of a mixture of experts, as many slots for experts as fit beside as much of everything else as fits: that is used for every token.
+/// With what a pass then reads.
+fn fitting_slots(
+    spec: &ModelSpec,
+    room: u64,
+    run: &mut impl FnMut(Residency) -> Result<PassFootprint, StepError>,
+) -> Result<Option<(Residency, u64)>, StepError> {
+    let Some(experts) = &spec.experts else { return Ok(None) };
+    let layers_of_experts = experts.layers.iter().filter(|has| **has).count() as u64;
+    let all = u32::try_from(experts.count * layers_of_experts).unwrap_or(u32::MAX);
+    let least = (experts.per_token as u32).min(all);
+    for (layers, head) in [(spec.num_layers, true), (spec.num_layers, false), (0, false)] {
+        let mut fits = |expert_slots: u32| -> Result<Option<(Residency, u64)>, StepError> {
+            let residency = Residency::Spread { layers, head, expert_slots };
+            let PassFootprint { peak_bytes, read_bytes, .. } = run(residency)?;
+            Ok((peak_bytes <= room).then_some((residency, read_bytes)))
+        };
+        let Some(mut fitting) = fits(least)? else { continue };
+        // `low` slots fit, `high` do not.
+        let (mut low, mut high) = (least, all + 1);
+        while low + 1 < high {
+            let middle = low.midpoint(high);
+            match fits(middle)? {
+                Some(found) => (low, fitting) = (middle, found),
+                None => high = middle,
+            }
+        }
+        return Ok(Some(fitting));
+    }
+    Ok(None)
 }
 
 /// Memory that weights on disk take at most, beside the arena: the threads that read them, and buffers for rows of the

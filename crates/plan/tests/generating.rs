@@ -16,7 +16,7 @@ fn kept(room: u64, head: [u64; 2]) -> Option<Residency> {
     let found = fitting_residency(&spec, room, |residency| {
         runs += 1;
         assert!(runs < 100, "the search does not end");
-        let Residency::Spread { layers, head: kept } = residency else { panic!("{residency:?}") };
+        let Residency::Spread { layers, head: kept, .. } = residency else { panic!("{residency:?}") };
         let [bytes, spared] = if kept { head } else { [0, 0] };
         let layers = u64::from(layers);
         Ok(PassFootprint {
@@ -31,7 +31,7 @@ fn kept(room: u64, head: [u64; 2]) -> Option<Residency> {
 
 #[test]
 fn what_is_kept_is_what_spares_the_most_reading() {
-    let spread = |layers, head| Some(Residency::Spread { layers, head });
+    let spread = |layers, head| Some(Residency::Spread { layers, head, expert_slots: 0 });
     for (room, head, expected) in [
         // With the head there is room for six layers, without for nine.
         (100, [30, 250], spread(9, false)),
@@ -172,20 +172,14 @@ fn what_does_not_fit_waits_on_disk() {
     let with_files =
         |context, room| GenerationRequest { in_files: Some(&files), ..request(&spec, context, room) };
     let run = |tier, context, residency| {
-        let offload = WeightOffload {
-            tier: Tier::Disk,
-            in_files: Some(&files),
-            residency,
-            expert_slots: 0,
-            host_layers: 0,
-        };
+        let offload = WeightOffload { tier: Tier::Disk, in_files: Some(&files), residency, host_layers: 0 };
         let storage = WeightStorage { offload: Some(offload), ..WeightStorage::new(&types) };
         DryRun::generation(&spec, settings(tier, context), storage, context).unwrap()
     };
     let overhead = streaming_overhead_bytes(&spec, WeightStorage::new(&types));
     let least = |tier| {
-        let peaks =
-            [true, false].map(|head| run(tier, 1024, Residency::Spread { layers: 0, head }).peak_bytes());
+        let peaks = [true, false]
+            .map(|head| run(tier, 1024, Residency::Spread { layers: 0, head, expert_slots: 0 }).peak_bytes());
         overhead + peaks.into_iter().min().unwrap()
     };
     let whole = GenerationPlan::resolve(&request(&spec, [1024, 1024], u64::MAX)).unwrap();
@@ -200,7 +194,7 @@ fn what_does_not_fit_waits_on_disk() {
     assert_eq!((cache.settings.cache_tier, cache.settings.context), (Tier::Disk, 1024));
     assert!(cache.dry_run.peak_bytes() + overhead <= room);
     let error = refused(&with_files([1024, 1024], least(Tier::Disk) - 1));
-    let residency = |head| Residency::Spread { layers: 0, head };
+    let residency = |head| Residency::Spread { layers: 0, head, expert_slots: 0 };
     let smallest = [true, false].map(|head| run(Tier::Device, 1024, residency(head)));
     let smallest = smallest.into_iter().min_by_key(DryRun::peak_bytes).unwrap();
     let tags = smallest.tags_at_peak();

@@ -185,9 +185,6 @@ pub struct WeightOffload<'a> {
     pub in_files: Option<&'a StoredWeights>,
     /// What stays on the device all the same.
     pub residency: Residency,
-    /// Slots for experts, which then come by themselves when a token is sent to them; with 0 they come with their layers. Of weights
-    /// that nothing trains or adapts.
-    pub expert_slots: u32,
     /// Of the layers that do not stay, so many, spread evenly, live on the host whatever the tier is, and the tables of the
     /// vocabulary with them.
     pub host_layers: u32,
@@ -228,12 +225,23 @@ pub enum Residency {
         layers: u32,
         /// Whether the head's table stays.
         head: bool,
+        /// Slots for experts, which then come by themselves when a token is sent to them, whatever else stays of their layers; with 0
+        /// they come or stay with their layers. Of weights that nothing trains or adapts.
+        expert_slots: u32,
     },
     /// So many layers, counted from the last one: the backward pass begins with them.
     Last(u32),
 }
 
 impl Residency {
+    /// Slots for experts that come by themselves.
+    pub fn expert_slots(self) -> u32 {
+        match self {
+            Residency::Spread { expert_slots, .. } => expert_slots,
+            Residency::Last(_) => 0,
+        }
+    }
+
     /// Layers that stay of `num_layers`.
     pub fn layers(self, num_layers: u32) -> u32 {
         let (Residency::Spread { layers, .. } | Residency::Last(layers)) = self;

@@ -219,7 +219,6 @@ impl<'a> Trainer<'a> {
             tier: offload.parameters,
             in_files: method.adapters().map(|adapters| &adapters.in_files),
             residency: Residency::Last(kept.parameters),
-            expert_slots: 0,
             host_layers: 0,
         };
         let below = (offload.parameters != Tier::Device).then_some(below);

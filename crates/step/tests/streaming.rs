@@ -48,18 +48,12 @@ fn model_file(folder: &Path, spec: &ModelSpec, chosen: &dyn Fn(&Parameter) -> bo
 }
 
 fn on_disk(in_files: &StoredWeights, residency: Residency) -> WeightStorage<'_> {
-    let offload = WeightOffload {
-        tier: Tier::Disk,
-        in_files: Some(in_files),
-        residency,
-        expert_slots: 0,
-        host_layers: 0,
-    };
+    let offload = WeightOffload { tier: Tier::Disk, in_files: Some(in_files), residency, host_layers: 0 };
     WeightStorage { offload: Some(offload), ..WeightStorage::new(TYPES) }
 }
 
 fn residency(layers: u32, head: bool) -> Residency {
-    Residency::Spread { layers, head }
+    Residency::Spread { layers, head, expert_slots: 0 }
 }
 
 fn settings() -> DecodeSettings {
@@ -283,7 +277,6 @@ fn weights_live_on_the_device_the_host_and_in_a_file_together() {
                 tier: Tier::Disk,
                 in_files: Some(&stored),
                 residency: residency(2, false),
-                expert_slots: 0,
                 host_layers,
             };
             let storage = WeightStorage { offload: Some(offload), ..WeightStorage::new(TYPES) };
@@ -318,8 +311,7 @@ fn experts_come_when_they_are_needed() {
                 let offload = WeightOffload {
                     tier: Tier::Disk,
                     in_files: Some(&stored),
-                    residency: residency(layers, true),
-                    expert_slots,
+                    residency: Residency::Spread { layers, head: true, expert_slots },
                     host_layers: 0,
                 };
                 let storage = WeightStorage { offload: Some(offload), ..WeightStorage::new(TYPES) };

@@ -72,7 +72,7 @@ enum Content {
 }
 
 impl<'a> ExpertSlots<'a> {
-    /// Takes memory for `count` slots, or for as many as there are experts.
+    /// Takes memory for `count` slots.
     pub fn new(
         device: &'a dyn Device,
         tiers: &Arc<LowerTiers>,
@@ -80,7 +80,6 @@ impl<'a> ExpertSlots<'a> {
         count: u32,
     ) -> Result<Self, StepError> {
         let bytes = parcels.values().map(Parcel::bytes).max().unwrap_or(0);
-        let count = (count.max(1) as usize).min(parcels.len());
         let slot = |_| {
             let content = Content::Here(buffer(device, bytes, Tag::Staging, "experts.slot")?);
             Ok(Slot { content, used: 0, is_wanted: false })

@@ -63,7 +63,8 @@ type Masters<'s> = dyn Fn(&Parameter) -> Vec<(Range<u64>, Contents)> + 's;
 
 /// Whether experts come by themselves: what is neither trained nor adapted, and of which each matrix can be read alone.
 fn comes_by_expert(spec: &ModelSpec, storage: WeightStorage<'_>) -> bool {
-    let asked = storage.offload.is_some_and(|offload| offload.expert_slots > 0) && !storage.trained;
+    let asked = storage.offload.is_some_and(|offload| offload.residency.expert_slots() > 0);
+    let asked = asked && !storage.trained;
     let modules = storage.adapters.map(AdapterLayout::modules).unwrap_or_default();
     let is_adapted = modules.iter().any(|module| module.parts.iter().any(|of| of.role().is_expert_part()));
     let Some(experts) = spec.experts.as_ref().filter(|_| asked && !is_adapted) else { return false };
@@ -180,8 +181,9 @@ impl<'a> WeightStore<'a> {
         let is_expert = |unit: &Unit| matches!(unit, Unit::Expert(..));
         let (of_experts, parcels) = parcels.into_iter().partition(|(unit, _)| is_expert(unit));
         let experts = match slots {
-            Some(WeightOffload { expert_slots, .. }) => {
-                Some(Rc::new(ExpertSlots::new(device, tiers, of_experts, expert_slots)?))
+            Some(offload) => {
+                let count = offload.residency.expert_slots();
+                Some(Rc::new(ExpertSlots::new(device, tiers, of_experts, count)?))
             }
             None => None,
         };

@@ -90,7 +90,7 @@ impl Passes {
                     };
                     let mut residency = fitting_residency(model.own_spec(), room, footprint)?;
                     if residency.is_none() && together == 1 {
-                        residency = Some(Residency::Spread { layers: 0, head: false });
+                        residency = Some(Residency::Spread { layers: 0, head: false, expert_slots: 0 });
                     }
                     if residency.is_some() {
                         let dry_run = run(together, residency)?;

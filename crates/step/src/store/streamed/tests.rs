@@ -16,9 +16,8 @@ fn large() -> ModelSpec {
 }
 
 fn on_host(types: &dyn Fn(&Parameter) -> DType) -> WeightStorage<'_> {
-    let residency = Residency::Spread { layers: 0, head: false };
-    let offload =
-        WeightOffload { tier: Tier::Host, in_files: None, residency, expert_slots: 0, host_layers: 0 };
+    let residency = Residency::Spread { layers: 0, head: false, expert_slots: 0 };
+    let offload = WeightOffload { tier: Tier::Host, in_files: None, residency, host_layers: 0 };
     WeightStorage { offload: Some(offload), ..WeightStorage::new(types) }
 }
 
@@ -97,9 +96,8 @@ fn a_pass_ends_with_what_the_next_one_begins_with() {
     for (tied, head) in [(true, true), (true, false), (false, true), (false, false)] {
         let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
         let spec = ModelSpec { tie_word_embeddings: tied, num_layers: 4, ..llama() };
-        let residency = Residency::Spread { layers: 0, head };
-        let offload =
-            WeightOffload { tier: Tier::Disk, in_files: None, residency, expert_slots: 0, host_layers: 0 };
+        let residency = Residency::Spread { layers: 0, head, expert_slots: 0 };
+        let offload = WeightOffload { tier: Tier::Disk, in_files: None, residency, host_layers: 0 };
         let storage = WeightStorage { offload: Some(offload), ..WeightStorage::new(&types) };
         let mut evaluator = Evaluator::new(
             &dry,
