@@ -215,7 +215,6 @@ fn cases() -> Vec<StepSettings> {
             update: in_backward(NormSource::PreviousStep),
             ..base.clone()
         },
-        experts: None,
         StepSettings {
             update: in_backward(NormSource::SecondBackward),
             checkpointing: Checkpointing::Every(2),

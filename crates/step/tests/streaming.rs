@@ -13,9 +13,7 @@ use common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceTraits, Dry};
 use plimsoll_disk::{ALIGNMENT, DiskError, LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tag, Tier};
-use plimsoll_model::{
-    AttentionSpec, BlockId, ModelSpec, Parameter, Role, SlidingWindow, StoredWeight, StoredWeights,
-};
+use plimsoll_model::{BlockId, ModelSpec, Parameter, Role, StoredWeight, StoredWeights};
 use plimsoll_step::{
     DecodeSettings, Decoder, EvaluateSettings, Evaluator, ExpertTraffic, MicroBatch, Precision, Residency,
     StepError, WeightOffload, WeightStorage,
