@@ -136,6 +136,7 @@ impl Weights {
             tier: Tier::Disk,
             in_files,
             residency,
+            expert_slots: 0,
             host_layers: 0,
         });
         WeightStorage { types, adapters: self.adapters(), trained: false, offload }

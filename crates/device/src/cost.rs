@@ -1,6 +1,6 @@
 //! What operations cost: arithmetic and bytes moved. The planner turns a tally into time.
 
-use crate::Compute;
+use crate::{Compute, Tensor};
 
 /// The cost of one operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -35,6 +35,17 @@ pub enum Arithmetic {
     Half,
     /// 8-bit floats, both.
     Fp8,
+}
+
+impl Arithmetic {
+    /// What a product of these operands multiplies.
+    pub(crate) fn of(compute: Compute, operands: [&Tensor; 2]) -> Arithmetic {
+        match compute {
+            Compute::F32 => Arithmetic::F32,
+            Compute::Bf16 if operands.iter().all(|operand| operand.dtype().is_fp8()) => Arithmetic::Fp8,
+            Compute::Bf16 => Arithmetic::Half,
+        }
+    }
 }
 
 /// A product with a shorter side than this is thin: it reads its operands more than it multiplies them. Those of LoRA are.

@@ -159,6 +159,16 @@ pub trait Device {
         Ok(values)
     }
 
+    /// Copies a u32 tensor out.
+    fn read_u32(&self, x: &Tensor) -> Result<Vec<u32>, DeviceError> {
+        if x.dtype() != DType::U32 {
+            return Err(DeviceError::Mismatch { op: "read_u32", reason: format!("{x:?} is not u32") });
+        }
+        let mut values = vec![0; x.elements() as usize];
+        self.read(x, &mut |bytes| bytemuck::cast_slice_mut(&mut values).copy_from_slice(bytes))?;
+        Ok(values)
+    }
+
     /// Copies token ids or positions in.
     fn write_u32(&self, out: &Tensor, values: &[u32]) -> Result<(), DeviceError> {
         if out.dtype() != DType::U32 || out.elements() != values.len() as u64 {

@@ -12,6 +12,7 @@ mod activation;
 mod attention;
 mod elementwise;
 mod embedding;
+mod grouped_product;
 mod loss;
 mod magnitude;
 mod norm;
@@ -20,6 +21,7 @@ mod position;
 mod product;
 mod quantization;
 mod reduction;
+mod routing;
 mod subspace;
 mod update;
 mod workspace;
@@ -29,6 +31,7 @@ pub use attention::Attention;
 pub(crate) use attention::{KeyPieces, MAX_HEAD_DIM, MAX_POSITIONS};
 pub use elementwise::{Elementwise, Rounding};
 pub use embedding::Embedding;
+pub use grouped_product::GroupedProduct;
 pub use loss::{IGNORED_TARGET, Loss};
 pub use magnitude::Magnitude;
 pub use norm::Norm;
@@ -38,6 +41,7 @@ pub use product::{Compute, Product};
 pub use quantization::Quantization;
 pub use reduction::Reduction;
 pub(crate) use reduction::{RUN_ELEMENTS, SUM_ELEMENTS};
+pub use routing::{MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, Router, Routing};
 pub use subspace::Subspace;
 pub use update::{
     Adafactor, Adam, Apollo, BLOCK_8BIT, Channels, Codes, Lion, Rule, SecondMoment, Sgd, Update,
@@ -97,6 +101,8 @@ families! {
     Elementwise,
     /// Rows of a table by token.
     Embedding,
+    /// Products with stacks of matrices, a matrix for each group of rows.
+    GroupedProduct,
     /// Cross-entropy.
     Loss,
     /// Lengths of rows and factors of columns, for DoRA.
@@ -113,6 +119,8 @@ families! {
     Quantization,
     /// Sums over everything.
     Reduction,
+    /// To experts and back.
+    Routing,
     /// What optimizers in a subspace of the gradients need.
     Subspace,
     /// A step of an optimizer.

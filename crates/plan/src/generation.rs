@@ -297,6 +297,7 @@ impl GenerationRequest<'_> {
             tier,
             in_files: self.in_files,
             residency,
+            expert_slots: 0,
             host_layers,
         });
         WeightStorage { offload, ..self.storage }

@@ -826,9 +826,21 @@ pub(crate) fn step_settings(
         pipeline_schedule: config.parallel.schedule(),
         sequence_parallel: config.parallel.sequence_parallel(),
         evaluation_batch_size: training.eval_batch_size().set(),
+        balance_loss: balance_loss(config, spec, method),
         stage: None,
         seed: training.seed(),
     }
+}
+
+/// Factor on the load-balancing loss of experts.
+fn balance_loss(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod) -> f64 {
+    let Some(experts) = &spec.experts else { return 0.0 };
+    let usual = match method {
+        // No stage of a pipeline sees all layers.
+        TrainingMethod::Full if config.parallel.mesh().pipeline <= 1 => experts.router.balance_loss,
+        _ => 0.0,
+    };
+    config.training.router_aux_loss_coef().set().unwrap_or(usual)
 }
 
 /// The step of a configuration of which nothing is left open, or the first of its candidates.
@@ -883,6 +895,9 @@ pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
     training.loss_chunk_tokens = Some(Auto::Set(choice.settings.loss_chunk_tokens));
     training.micro_batches_per_pass = Some(Auto::Set(choice.settings.micro_batches_per_pass));
     training.attention = Some(Auto::Set(Attention(choice.settings.attention)));
+    if choice.settings.balance_loss > 0.0 {
+        training.router_aux_loss_coef = Some(Auto::Set(choice.settings.balance_loss));
+    }
     training.sequence_chunk_tokens = choice.settings.sequence_chunk_tokens.or(training.sequence_chunk_tokens);
     if config.data.validation.is_some() {
         training.eval_batch_size = Some(Auto::Set(choice.settings.evaluated()));

@@ -172,7 +172,13 @@ fn what_does_not_fit_waits_on_disk() {
     let with_files =
         |context, room| GenerationRequest { in_files: Some(&files), ..request(&spec, context, room) };
     let run = |tier, context, residency| {
-        let offload = WeightOffload { tier: Tier::Disk, in_files: Some(&files), residency, host_layers: 0 };
+        let offload = WeightOffload {
+            tier: Tier::Disk,
+            in_files: Some(&files),
+            residency,
+            expert_slots: 0,
+            host_layers: 0,
+        };
         let storage = WeightStorage { offload: Some(offload), ..WeightStorage::new(&types) };
         DryRun::generation(&spec, settings(tier, context), storage, context).unwrap()
     };

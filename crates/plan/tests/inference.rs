@@ -118,6 +118,7 @@ fn taken(plan: &InferencePlan, traits: DeviceTraits) -> [u64; 3] {
         tier: generation.below.tier,
         in_files: Some(&stored),
         residency,
+        expert_slots: 0,
         host_layers: generation.below.host_layers,
     });
     let storage = WeightStorage { offload, ..WeightStorage::new(&types) };

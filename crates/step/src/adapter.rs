@@ -10,6 +10,7 @@ use plimsoll_model::{BlockId, Role};
 use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
+use crate::matrices::Matrices;
 use crate::stage::Split;
 
 /// Which inputs of adapters are dropped in a pass (Srivastava et al. 2014); masks are functions of the seed.
@@ -25,11 +26,13 @@ pub(crate) struct Dropout {
 pub(crate) struct LowRank<'a> {
     pub block: BlockId,
     pub a_role: Role,
-    /// `[r, I]`; of an embedding `[V, r]`.
+    /// `[r, I]`; of an embedding `[V, r]`; of experts `[E, r, I]`.
     pub a: &'a Tensor,
     pub b_role: Role,
-    /// `[O, r]`
+    /// `[O, r]`; of experts `[E, O, r]`.
     pub b: &'a Tensor,
+    /// The rows of each expert.
+    pub offsets: Option<&'a Tensor>,
     pub scale: f32,
     pub dora: Option<Dora<'a>>,
 }
@@ -92,22 +95,21 @@ impl LowRank<'_> {
         x: &Tensor,
     ) -> Result<Tensor, StepError> {
         let h = self.inner(ctx, x)?;
-        gradients.add_product(self.block, self.b_role, dout, &h, ctx.compute)?;
+        gradients.add_product(self.block, self.b_role, dout, &h, self.offsets, ctx.compute)?;
         drop(h);
         let dh = self.inner_gradient(ctx, dout)?;
         let dropped = self.dropped(ctx, x)?;
         let x = dropped.as_ref().unwrap_or(x);
-        gradients.add_product(self.block, self.a_role, &dh, x, ctx.compute)?;
+        gradients.add_product(self.block, self.a_role, &dh, x, self.offsets, ctx.compute)?;
         Ok(dh)
     }
 
     /// dx += what comes through the adapter; `dh` is what [`backward_weights`](Self::backward_weights) returned.
     pub fn backward_input(&self, ctx: &Context<'_>, dh: &Tensor, dx: &Tensor) -> Result<(), StepError> {
         let product = |dx: &Tensor, accumulate| {
-            let compute = ctx.compute;
-            ctx.device.run(Product::LinearBackwardInput { dout: dh, weight: self.a, dx, accumulate, compute })
+            self.of(self.a).backward_input(ctx.device, dh, dx, accumulate, ctx.compute)
         };
-        let Some(dropout) = ctx.dropout else { return Ok(product(dx, true)?) };
+        let Some(dropout) = ctx.dropout else { return product(dx, true) };
         let through = ctx.device.alloc(dx.dtype(), dx.shape().dims(), Tag::Activations, "lora.dx")?;
         product(&through, false)?;
         Ok(ctx.device.run(self.mask(ctx, dropout, &through, dx, true))?)
@@ -128,7 +130,7 @@ impl LowRank<'_> {
         dout: &Tensor,
     ) -> Result<(), StepError> {
         let h = self.embedded(ctx, tokens)?;
-        gradients.add_product(self.block, self.b_role, dout, &h, ctx.compute)?;
+        gradients.add_product(self.block, self.b_role, dout, &h, None, ctx.compute)?;
         drop(h);
         let dh = self.inner_gradient(ctx, dout)?;
         gradients.scatter(self.block, self.a_role, tokens, &dh)
@@ -136,18 +138,11 @@ impl LowRank<'_> {
 
     /// s x A^T `[N, r]`, of x with elements dropped.
     fn inner(&self, ctx: &Context<'_>, x: &Tensor) -> Result<Tensor, StepError> {
-        let h = self.middle(ctx, x.rows(), self.a.rows())?;
+        let a = self.of(self.a);
+        let h = self.middle(ctx, x.rows(), a.outputs())?;
         let dropped = self.dropped(ctx, x)?;
         let x = dropped.as_ref().unwrap_or(x);
-        let compute = ctx.compute;
-        ctx.device.run(Product::Linear {
-            x,
-            weight: self.a,
-            bias: None,
-            out: &h,
-            accumulate: false,
-            compute,
-        })?;
+        a.forward(ctx.device, x, None, &h, false, ctx.compute)?;
         self.scaled(ctx, h)
     }
 
@@ -160,17 +155,18 @@ impl LowRank<'_> {
     /// s dout B `[N, r]`
     fn inner_gradient(&self, ctx: &Context<'_>, dout: &Tensor) -> Result<Tensor, StepError> {
         let dh = self.middle(ctx, dout.rows(), self.b.columns())?;
-        let compute = ctx.compute;
-        let op = Product::LinearBackwardInput { dout, weight: self.b, dx: &dh, accumulate: false, compute };
-        ctx.device.run(op)?;
+        self.of(self.b).backward_input(ctx.device, dout, &dh, false, ctx.compute)?;
         self.scaled(ctx, dh)
     }
 
     /// out += h B^T
     fn expand(&self, ctx: &Context<'_>, h: &Tensor, out: &Tensor) -> Result<(), StepError> {
-        let compute = ctx.compute;
-        let op = Product::Linear { x: h, weight: self.b, bias: None, out, accumulate: true, compute };
-        Ok(ctx.device.run(op)?)
+        self.of(self.b).forward(ctx.device, h, None, out, true, ctx.compute)
+    }
+
+    /// One of its two matrices, or that of each expert.
+    fn of<'t>(&'t self, all: &'t Tensor) -> Matrices<'t> {
+        Matrices { all, offsets: self.offsets }
     }
 
     fn middle(&self, ctx: &Context<'_>, rows: u64, rank: u64) -> Result<Tensor, StepError> {

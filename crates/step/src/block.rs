@@ -6,6 +6,7 @@
 //! what is kept of it and of its norms.
 
 mod attention;
+mod experts;
 mod keys;
 mod mlp;
 mod mover;
@@ -118,7 +119,7 @@ pub(crate) fn backward(
     gradients: &mut Gradients<'_>,
 ) -> Result<(), StepError> {
     let Saved { input, attention_norm, qkv, attention, middle, mlp, mlp_out } = saved;
-    let SavedMlp { norm: mlp_norm, inner, activation } = mlp;
+    let SavedMlp { norm: mlp_norm, within } = mlp;
     let norms = || Norms::of(ctx, weights);
     let missing = || Err(StepError::MissingWeight { block: weights.block(), role: Role::AttentionNorm });
     let input = input.restore(ctx, missing)?;
@@ -144,7 +145,7 @@ pub(crate) fn backward(
     let normed = mlp_norm.restore(ctx, || before_mlp(ctx, norms()?.mlp, &middle.stream))?;
 
     let all = ctx.of_all_rows(&normed.out)?;
-    let dnormed = mlp::backward(ctx, weights, (inner, activation), &all, gradients, |again, gradients| {
+    let dnormed = mlp::backward(ctx, weights, within, &all, gradients, |again, gradients| {
         let mlp_out = restore_raw(ctx, norms()?.mlp_out, mlp_out, dx, again)?;
         ctx.of_all_rows(&after_backward(ctx, norms()?.mlp_out, mlp_out, dx, gradients)?)
     })?;

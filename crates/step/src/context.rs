@@ -1,7 +1,7 @@
 //! What every block function needs to know: the device, the model's shape, the geometry of the batch.
 
 use plimsoll_device::{AttentionShape, Compute, DType, Device, Glu, Tensor};
-use plimsoll_model::{Activation, MlpSpec, ModelSpec};
+use plimsoll_model::{Activation, ExpertsSpec, MlpSpec, ModelSpec};
 
 use crate::StepError;
 use crate::adapter::Dropout;
@@ -9,7 +9,9 @@ use crate::block::{Around, Chunk, Mover, Turn};
 use crate::linear::Multiply;
 use crate::products::Products;
 use crate::rope::{RopeTable, RopeTables};
+use crate::routes::Routes;
 use crate::settings::{AttentionKind, Precision};
+use crate::store::ExpertWeights;
 
 /// What a block needs to know of its pass. N = batch * q_len tokens.
 pub(crate) struct Context<'a> {
@@ -22,6 +24,12 @@ pub(crate) struct Context<'a> {
     pub linears: Multiply,
     /// The feed-forward part of this layer.
     pub mlp: &'a MlpSpec,
+    /// Its experts, where it has any.
+    pub experts: Option<&'a ExpertsSpec>,
+    /// What routers have decided in this pass, where it goes backward as well.
+    pub routes: Option<&'a Routes>,
+    /// Experts that come when a token is sent to them, where they do.
+    pub expert_weights: Option<&'a dyn ExpertWeights>,
     pub ropes: &'a RopeTables,
     /// The rotation of this layer.
     pub rope: Option<&'a RopeTable>,
@@ -64,6 +72,9 @@ impl<'a> Context<'a> {
             compute: precision.compute(),
             linears: Multiply::of(precision),
             mlp: &spec.mlp,
+            experts: None,
+            routes: None,
+            expert_weights: None,
             ropes,
             rope: ropes.of(false),
             positions,
@@ -90,9 +101,9 @@ impl<'a> Context<'a> {
         };
         let window = own.into_iter().chain(asked).min();
         let attention = AttentionShape { window, block_sparse, ..self.attention };
-        let mlp = self.spec.feed_forward(layer);
+        let (mlp, experts) = (self.spec.feed_forward(layer), self.spec.experts_of(layer));
         let chunk = self.chunk.map(|chunk| Chunk { turn: Turn { layer, ..chunk.turn }, ..chunk });
-        Context { rope: self.ropes.of(own.is_some()), attention, mlp, chunk, ..*self }
+        Context { rope: self.ropes.of(own.is_some()), attention, mlp, experts, chunk, ..*self }
     }
 
     /// The same for tokens from `row` on.

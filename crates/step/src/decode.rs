@@ -22,7 +22,7 @@ use crate::head::{self, Head, reshaped, rows};
 use crate::inputs::{Labels, check_tokens, positions, sum};
 use crate::rope::RopeTables;
 use crate::settings::{MicroBatch, Precision};
-use crate::store::{WeightStorage, WeightStore};
+use crate::store::{ExpertTraffic, WeightStorage, WeightStore};
 use crate::tier::Unit;
 use cache::{KvCache, Run};
 
@@ -187,6 +187,11 @@ impl<'a> Decoder<'a> {
         Ok(logits.chunks(self.spec.vocab_size.max(1) as usize).map(<[f32]>::to_vec).collect())
     }
 
+    /// How often experts that come by themselves were used, and read for it; `None` where they do not.
+    pub fn expert_traffic(&self) -> Option<ExpertTraffic> {
+        self.weights.expert_traffic()
+    }
+
     /// Takes a sequence for one of so many tokens, on a device without memory: what a pass takes does not depend on what the tokens
     /// before it were.
     ///
@@ -298,6 +303,8 @@ impl<'a> Decoder<'a> {
         let positions = positions(device, n, places)?;
         let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions);
         let part = self.spec.part.clone();
+        let experts = self.weights.expert_weights();
+        let ctx = Context { expert_weights: experts.as_deref(), ..ctx };
         self.weights.announce_forward(&self.spec, with_head && part.head)?;
         let mut x = match part.embedding {
             true => embedding::forward(&ctx, &mut self.weights, (&ids, tokens))?,

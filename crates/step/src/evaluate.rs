@@ -81,6 +81,8 @@ impl Evaluation<'_> {
         let products = self.products;
         let ctx = Context { mlp_chunk_tokens: self.mlp_chunk_tokens, around, ..ctx };
         let ctx = ctx.sharing(products, places.rows());
+        let experts = store.expert_weights();
+        let ctx = Context { expert_weights: experts.as_deref(), ..ctx };
         store.announce_forward(self.spec, self.spec.part.head)?;
         let tokens = (&inputs.tokens, &*inputs.ids);
         let (runs, mut out) = (self.spec.runs(), None);

@@ -9,7 +9,9 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{Compute, DType, Device, DeviceExt, Elementwise, Embedding, Product, Rounding, Tensor};
+use plimsoll_device::{
+    Compute, DType, Device, DeviceExt, Elementwise, Embedding, GroupedProduct, Op, Product, Rounding, Tensor,
+};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier, splitmix64};
 use plimsoll_model::{BlockId, Parameter, Role};
@@ -76,17 +78,30 @@ pub(crate) struct Target {
 }
 
 impl Target {
-    /// Adds dout^T x.
+    /// Adds dout^T x; that of each group of rows to a matrix of its own, where there are groups.
     pub fn add_product(
         &self,
         device: &dyn Device,
         dout: &Tensor,
         x: &Tensor,
+        offsets: Option<&Tensor>,
         compute: Compute,
     ) -> Result<(), StepError> {
         let Target { tensor: dweight, accumulate, rounding } = self;
         let (accumulate, rounding) = (*accumulate, *rounding);
-        let op = Product::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute };
+        let op: Op<'_> = match offsets {
+            None => Product::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute }.into(),
+            Some(offsets) => GroupedProduct::LinearBackwardWeight {
+                dout,
+                x,
+                offsets,
+                dweight,
+                accumulate,
+                rounding,
+                compute,
+            }
+            .into(),
+        };
         Ok(device.run(op)?)
     }
 
@@ -435,16 +450,17 @@ impl<'a> Gradients<'a> {
         self.target(block, role)?.scatter(self.device, first, tokens, dout)
     }
 
-    /// Adds dout^T x to a weight's gradient.
+    /// Adds dout^T x to a weight's gradient, or that of each group of rows to its matrix of a stack.
     pub fn add_product(
         &mut self,
         block: BlockId,
         role: Role,
         dout: &Tensor,
         x: &Tensor,
+        offsets: Option<&Tensor>,
         compute: Compute,
     ) -> Result<(), StepError> {
-        self.target(block, role)?.add_product(self.device, dout, x, compute)
+        self.target(block, role)?.add_product(self.device, dout, x, offsets, compute)
     }
 
     /// The rounding of what is added to a gradient after `times` others.

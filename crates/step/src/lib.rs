@@ -17,11 +17,13 @@ mod head;
 mod inputs;
 mod linear;
 mod loss_scale;
+mod matrices;
 mod norm;
 mod optimizer;
 mod policy;
 mod products;
 mod rope;
+mod routes;
 mod settings;
 mod stage;
 mod store;
@@ -51,5 +53,5 @@ pub use settings::{
     NormSource, Offload, Precision, Ranks, Sharding, StepSettings, TrainingMethod, UpdateTiming, ZeroStage,
 };
 pub use stage::{MOST_AT_ONCE, MOST_INTERLEAVED, PipelineSchedule, Stage};
-pub use store::{Residency, WeightOffload, WeightStorage};
+pub use store::{ExpertTraffic, Residency, WeightOffload, WeightStorage};
 pub use trainer::{NamedTensor, Numbers, StepOutcome, StepProgress, Trainer};

@@ -3,7 +3,9 @@
 //! What is not trained has no gradient: a frozen weight is read by the products, in whatever storage it is, and that
 //! is all.
 
-use plimsoll_device::{Compute, DType, Device, DeviceExt, Magnitude, Product, Quantization, Tensor};
+use plimsoll_device::{
+    Compute, DType, Device, DeviceExt, GroupedProduct, Magnitude, Op, Product, Quantization, Tensor,
+};
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Role};
 
@@ -11,6 +13,7 @@ use crate::StepError;
 use crate::adapter::{Dora, LowRank};
 use crate::context::Context;
 use crate::gradients::{Gradients, Target};
+use crate::matrices::Matrices;
 use crate::settings::{Linears, Precision};
 
 /// How operands are multiplied.
@@ -64,12 +67,14 @@ impl Multiply {
 pub(crate) struct Linear<'a> {
     pub block: BlockId,
     pub role: Role,
-    /// `[O, I]`
+    /// `[O, I]`; of experts `[E, O, I]`.
     pub weight: &'a Tensor,
     pub bias_role: Role,
-    /// `[O]`
+    /// `[O]`; of experts `[E, O]`.
     pub bias: Option<&'a Tensor>,
     pub adapter: Option<LowRank<'a>>,
+    /// The rows of each expert, u32 `[E + 1]`.
+    pub offsets: Option<&'a Tensor>,
 }
 
 /// What the gradient of a linear's input needs of the gradients of its weights.
@@ -81,15 +86,25 @@ pub(crate) struct Through {
     dout: Option<Tensor>,
 }
 
-impl Linear<'_> {
+impl<'a> Linear<'a> {
+    /// The same of experts, with these rows for each.
+    pub fn grouped(self, offsets: Option<&'a Tensor>) -> Linear<'a> {
+        let adapter = self.adapter.map(|adapter| LowRank { offsets, ..adapter });
+        Linear { adapter, offsets, ..self }
+    }
+
     /// Outputs of one token.
     pub fn outputs(&self) -> u64 {
-        self.weight.rows()
+        self.matrices(self.weight).outputs()
     }
 
     /// Inputs of one token.
     pub fn inputs(&self) -> u64 {
         self.weight.columns()
+    }
+
+    fn matrices<'t>(&'t self, all: &'t Tensor) -> Matrices<'t> {
+        Matrices { all, offsets: self.offsets }
     }
 
     /// out (+)= the linear of x; x `[N, I]`, out `[N, O]`.
@@ -123,9 +138,10 @@ impl Linear<'_> {
         }
     }
 
-    /// How its operands are multiplied: the head is no linear of a block.
+    /// How its operands are multiplied: the head is no linear of a block, and a stack is not one operand with one scale.
     fn multiply(&self, ctx: &Context<'_>) -> Multiply {
-        if self.role.is_block_matrix() { ctx.linears } else { Multiply::Plain(ctx.compute) }
+        let plain = !self.role.is_block_matrix() || self.offsets.is_some();
+        if plain { Multiply::Plain(ctx.compute) } else { ctx.linears }
     }
 
     /// out (+)= x W^T + b
@@ -139,8 +155,7 @@ impl Linear<'_> {
     ) -> Result<(), StepError> {
         let multiply = self.multiply(ctx);
         let (x, weight) = (&multiply.input(ctx.device, x)?, &multiply.input(ctx.device, self.weight)?);
-        let compute = multiply.compute();
-        Ok(ctx.device.run(Product::Linear { x, weight, bias, out, accumulate, compute })?)
+        self.matrices(weight).forward(ctx.device, x, bias, out, accumulate, multiply.compute())
     }
 
     fn dora(&self) -> Option<(&LowRank<'_>, Dora<'_>)> {
@@ -168,11 +183,16 @@ impl Linear<'_> {
         if gradients.wants(self.block, self.role) {
             let multiply = self.multiply(ctx);
             let (narrow, x) = (&multiply.gradient(ctx.device, dout)?, &multiply.input(ctx.device, x)?);
-            gradients.add_product(self.block, self.role, narrow, x, multiply.compute())?;
+            gradients.add_product(self.block, self.role, narrow, x, self.offsets, multiply.compute())?;
         }
         if self.bias.is_some() && gradients.wants(self.block, self.bias_role) {
             let Target { tensor: dbias, accumulate, .. } = gradients.target(self.block, self.bias_role)?;
-            ctx.device.run(Product::BiasBackward { dout, dbias: &dbias, accumulate })?;
+            let dbias = &dbias;
+            let op: Op<'_> = match self.offsets {
+                None => Product::BiasBackward { dout, dbias, accumulate }.into(),
+                Some(offsets) => GroupedProduct::BiasBackward { dout, offsets, dbias, accumulate }.into(),
+            };
+            ctx.device.run(op)?;
         }
         let Some(adapter) = &self.adapter else { return Ok(Through { inner: None, dout: None }) };
         let Some(dora) = adapter.dora else {
@@ -212,8 +232,7 @@ impl Linear<'_> {
         let multiply = self.multiply(ctx);
         let (narrow, weight) =
             (&multiply.gradient(ctx.device, dout)?, &multiply.input(ctx.device, self.weight)?);
-        let compute = multiply.compute();
-        ctx.device.run(Product::LinearBackwardInput { dout: narrow, weight, dx, accumulate, compute })?;
+        self.matrices(weight).backward_input(ctx.device, narrow, dx, accumulate, multiply.compute())?;
         match (&self.adapter, through.inner) {
             (Some(adapter), Some(dh)) => adapter.backward_input(ctx, &dh, dx),
             _ => Ok(()),

@@ -329,6 +329,8 @@ pub struct StepSettings {
     pub sequence_parallel: bool,
     /// Sequences of a batch that is evaluated between steps; `None`: as many as of a micro-batch.
     pub evaluation_batch_size: Option<u64>,
+    /// Factor on the load-balancing loss of experts, which is added to the loss; 0 for none.
+    pub balance_loss: f64,
     /// The stage that these settings are of, where they say what they say of its layers alone
     /// ([`of_stage`](StepSettings::of_stage)).
     pub stage: Option<Stage>,
@@ -369,10 +371,10 @@ impl TrainingMethod {
 
     /// Everything that is trained, in the order of the blocks.
     pub fn trained(&self, spec: &ModelSpec) -> Vec<Parameter> {
-        let all = spec.parameters();
-        let Some(adapters) = self.adapters() else { return all };
+        let all = spec.parameters().into_iter().filter(|p| p.role.has_gradient());
+        let Some(adapters) = self.adapters() else { return all.collect() };
         let layout = &adapters.layout;
-        let base = all.into_iter().filter(|p| layout.trains_base(p.block, p.role));
+        let base = all.filter(|p| layout.trains_base(p.block, p.role));
         let mut trained: Vec<Parameter> = base.chain(layout.parameters().iter().cloned()).collect();
         trained.sort_by_key(|p| p.block);
         trained
@@ -415,6 +417,7 @@ impl StepSettings {
             pipeline_schedule: PipelineSchedule::default(),
             sequence_parallel: false,
             evaluation_batch_size: None,
+            balance_loss: 0.0,
             stage: None,
             seed: 0,
         }
@@ -560,6 +563,10 @@ impl StepSettings {
                 return Err(of_mesh(what, "divide the layers by parallel.pipeline_parallel"));
             }
             () if has_lengths => "lengths of rows need whole rows",
+            () if spec.experts.is_some() => {
+                let what = "experts are not divided by their widths";
+                return Err(of_mesh(what, "divide the layers by parallel.pipeline_parallel"));
+            }
             () if adapts_tables => {
                 let what = "an adapter of the embedding or the head needs all of its table";
                 return Err(of_mesh(what, "leave them out of training.lora.target_modules"));

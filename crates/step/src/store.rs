@@ -2,6 +2,7 @@
 //! there all along or came from a file is the store's affair.
 
 mod away;
+mod expert_slots;
 mod shared;
 mod streamed;
 
@@ -20,6 +21,8 @@ use crate::linear::Linear;
 use crate::norm::Norm;
 use crate::settings::stays;
 
+pub use expert_slots::ExpertTraffic;
+pub(crate) use expert_slots::ExpertWeights;
 pub(crate) use shared::Sharing;
 pub(crate) use streamed::{Training, WeightStore};
 
@@ -63,7 +66,7 @@ impl BlockWeights {
             None
         };
         let (a_role, a, b) = (a, self.get(a)?, self.get(b_role)?);
-        Ok(Some(LowRank { block: self.block, a_role, a, b_role, b, scale, dora }))
+        Ok(Some(LowRank { block: self.block, a_role, a, b_role, b, offsets: None, scale, dora }))
     }
 
     /// Whether any of its adapters has lengths.
@@ -137,6 +140,7 @@ impl BlockWeights {
             bias_role: bias,
             bias: self.find(bias),
             adapter: self.adapter(weight)?,
+            offsets: None,
         })
     }
 
@@ -181,6 +185,9 @@ pub struct WeightOffload<'a> {
     pub in_files: Option<&'a StoredWeights>,
     /// What stays on the device all the same.
     pub residency: Residency,
+    /// Slots for experts, which then come by themselves when a token is sent to them; with 0 they come with their layers. Of weights
+    /// that nothing trains or adapts.
+    pub expert_slots: u32,
     /// Of the layers that do not stay, so many, spread evenly, live on the host whatever the tier is, and the tables of the
     /// vocabulary with them.
     pub host_layers: u32,

@@ -99,8 +99,19 @@ pub struct Trainer<'a> {
     progress: StepProgress,
     /// How the micro-batches of the present step were dealt to the ranks.
     deal: Deal,
+    /// Of the load-balancing loss of each micro-batch of the present step.
+    balance_factors: BalanceFactors,
     /// What a dry run has found the passes of a step to repeat.
     known_passes: KnownRounds,
+}
+
+/// Factors on the load-balancing loss of a micro-batch.
+#[derive(Clone, Copy, Debug, Default)]
+struct BalanceFactors {
+    /// Among sums of token losses.
+    loss: f64,
+    /// From such sums to their gradients.
+    gradients: f64,
 }
 
 /// How far training has come, as far as the step itself needs to know.
@@ -208,6 +219,7 @@ impl<'a> Trainer<'a> {
             tier: offload.parameters,
             in_files: method.adapters().map(|adapters| &adapters.in_files),
             residency: Residency::Last(kept.parameters),
+            expert_slots: 0,
             host_layers: 0,
         };
         let below = (offload.parameters != Tier::Device).then_some(below);
@@ -327,6 +339,7 @@ impl<'a> Trainer<'a> {
             exchanged: Exchanged::default(),
             progress,
             deal: Deal::ALONE,
+            balance_factors: BalanceFactors::default(),
             known_passes: KnownRounds::default(),
         })
     }
@@ -496,6 +509,9 @@ impl<'a> Trainer<'a> {
             return Ok(passed);
         };
         let gradient_scale = (scale * self.loss_scale()) as f32;
+        let micro_batches_of_all = own.saturating_mul(u64::from(mesh.data) * u64::from(mesh.context)).max(1);
+        let loss = self.settings.balance_loss * weight / micro_batches_of_all as f64;
+        self.balance_factors = BalanceFactors { loss, gradients: f64::from(gradient_scale) };
         let (device, first) = (self.device, before_last * together);
         if self.keeps_looked_up() {
             let StepSettings { batch_size, precision, .. } = self.settings;

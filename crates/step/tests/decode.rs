@@ -229,14 +229,7 @@ fn a_cache_may_live_on_disk() {
     let folder = tempfile::tempdir().unwrap();
     let (tokens, _) = tokens(4, 1, 60);
     for spec in families() {
-        let spec = ModelSpec { num_layers: 5, ..spec };
-        let window =
-            |window: SlidingWindow| SlidingWindow { layers: vec![true, false, true, true, false], ..window };
-        let sliding_window = spec.attention.sliding_window.clone().map(window);
-        let spec = ModelSpec {
-            attention: plimsoll_model::AttentionSpec { sliding_window, ..spec.attention.clone() },
-            ..spec
-        };
+        let spec = deeper(spec, 5);
         for cache in [DType::F32, DType::Q8_0] {
             said_alike(folder.path(), &spec, cache, &tokens);
         }

@@ -525,15 +525,6 @@ const SCHEDULES: [PipelineSchedule; 2] = [PipelineSchedule::OneForwardOneBackwar
 /// Two runs of layers on every rank.
 const INTERLEAVED: PipelineSchedule = PipelineSchedule::Interleaved(2);
 
-/// A model of so many layers, in the pattern of its own.
-fn deeper(spec: ModelSpec, num_layers: u32) -> ModelSpec {
-    let mut spec = ModelSpec { num_layers, ..spec };
-    if let Some(window) = &mut spec.attention.sliding_window {
-        window.layers = window.layers.iter().copied().cycle().take(num_layers as usize).collect();
-    }
-    spec
-}
-
 /// Every run of layers has its micro-batches in their order, forward and backward.
 #[test]
 fn interleaved_stages_change_no_bit() {

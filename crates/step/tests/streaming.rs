@@ -17,8 +17,8 @@ use plimsoll_model::{
     AttentionSpec, BlockId, ModelSpec, Parameter, Role, SlidingWindow, StoredWeight, StoredWeights,
 };
 use plimsoll_step::{
-    DecodeSettings, Decoder, EvaluateSettings, Evaluator, MicroBatch, Precision, Residency, StepError,
-    WeightOffload, WeightStorage,
+    DecodeSettings, Decoder, EvaluateSettings, Evaluator, ExpertTraffic, MicroBatch, Precision, Residency,
+    StepError, WeightOffload, WeightStorage,
 };
 
 /// A device with memory of its own.
@@ -27,7 +27,8 @@ const APART: DeviceTraits = DeviceTraits { unified: false, alignment: 256 };
 const TYPES: &dyn Fn(&Parameter) -> DType = &|_| DType::F32;
 
 fn is_matrix(p: &Parameter) -> bool {
-    p.shape.len() == 2 && p.role != Role::PositionEmbedding
+    let stays = matches!(p.role, Role::PositionEmbedding | Role::Router | Role::SharedRouter);
+    p.shape.len() >= 2 && !stays
 }
 
 /// A file with some of the model's matrices, at places of no particular alignment.
@@ -47,7 +48,13 @@ fn model_file(folder: &Path, spec: &ModelSpec, chosen: &dyn Fn(&Parameter) -> bo
 }
 
 fn on_disk(in_files: &StoredWeights, residency: Residency) -> WeightStorage<'_> {
-    let offload = WeightOffload { tier: Tier::Disk, in_files: Some(in_files), residency, host_layers: 0 };
+    let offload = WeightOffload {
+        tier: Tier::Disk,
+        in_files: Some(in_files),
+        residency,
+        expert_slots: 0,
+        host_layers: 0,
+    };
     WeightStorage { offload: Some(offload), ..WeightStorage::new(TYPES) }
 }
 
@@ -267,16 +274,7 @@ fn weights_live_on_the_device_the_host_and_in_a_file_together() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = folder.path();
     for spec in families() {
-        let spec = ModelSpec { num_layers: 7, ..spec };
-        let spec = match &spec.attention.sliding_window {
-            Some(window) => {
-                let layers = (0..7).map(|layer| layer % 2 == 0).collect();
-                let sliding_window = Some(SlidingWindow { layers, ..window.clone() });
-                let attention = AttentionSpec { sliding_window, ..spec.attention.clone() };
-                ModelSpec { attention, ..spec }
-            }
-            None => spec,
-        };
+        let spec = deeper(spec, 7);
         let logits = decoded(path, &spec, WeightStorage::new(TYPES)).1;
         let stored = model_file(path, &spec, &|_| true);
         let mut taken = Vec::new();
@@ -285,6 +283,7 @@ fn weights_live_on_the_device_the_host_and_in_a_file_together() {
                 tier: Tier::Disk,
                 in_files: Some(&stored),
                 residency: residency(2, false),
+                expert_slots: 0,
                 host_layers,
             };
             let storage = WeightStorage { offload: Some(offload), ..WeightStorage::new(TYPES) };
@@ -301,4 +300,48 @@ fn weights_live_on_the_device_the_host_and_in_a_file_together() {
         assert_eq!((none, least), (0, 0));
         assert!(some > 0 && most > some && all > fewer && fewer > 0 && copied > 0, "{taken:?}");
     }
+}
+
+/// Experts that come when a token is sent to them, in however few slots, give the bits of those that are always there; and what the
+/// slots hold is not read again.
+#[test]
+fn experts_come_when_they_are_needed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    for spec in [mixture(), grouped_mixture()] {
+        let here = decoded(path, &spec, WeightStorage::new(TYPES)).1;
+        let experts = spec.experts.as_ref().unwrap().count as u32 * spec.num_layers;
+        for (traits, in_file) in [(DeviceTraits::CPU, true), (DeviceTraits::CPU, false), (APART, true)] {
+            let stored = model_file(path, &spec, &|_| in_file);
+            let (mut taken, mut read) = (Vec::new(), Vec::new());
+            for (expert_slots, layers) in [(1, 0), (3, 3), (4, 1), (experts, 3)] {
+                let offload = WeightOffload {
+                    tier: Tier::Disk,
+                    in_files: Some(&stored),
+                    residency: residency(layers, true),
+                    expert_slots,
+                    host_layers: 0,
+                };
+                let storage = WeightStorage { offload: Some(offload), ..WeightStorage::new(TYPES) };
+                let (planned, logits) = decoded_on(traits, path, &spec, storage);
+                assert_eq!(logits, here, "{} {expert_slots}", spec.name);
+                taken.push(planned);
+                read.push(traffic(path, &spec, storage));
+            }
+            // More slots take more memory, and spare reads.
+            assert!(taken[1] < taken[3]);
+            assert!(read.iter().all(|traffic| traffic.used == read[0].used));
+            assert!(read[0].read > read[3].read && read[3].read <= u64::from(experts), "{read:?}");
+            assert!(read[0].bytes > read[3].bytes);
+        }
+    }
+}
+
+/// What the prompts of [`logits`] have come and go.
+fn traffic(folder: &Path, spec: &ModelSpec, storage: WeightStorage<'_>) -> ExpertTraffic {
+    let (device, tiers) = (cpu(64 << 20), tiers(folder, 64 << 20));
+    let mut decoder = Decoder::new(&device, &tiers, spec.clone(), settings(), storage).unwrap();
+    decoder.load(fill).unwrap();
+    logits(&mut decoder);
+    decoder.expert_traffic().unwrap()
 }

@@ -17,11 +17,13 @@ use plimsoll_step::{
 };
 use serde_json::Value;
 
+/// Feed-forward parts, and mixtures of experts.
 fn folders() -> Vec<PathBuf> {
-    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/families");
-    let mut folders: Vec<_> = std::fs::read_dir(data).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
+    let all = ["families", "experts"].map(|kind| std::fs::read_dir(data.join(kind)).unwrap());
+    let mut folders: Vec<_> = all.into_iter().flatten().map(|entry| entry.unwrap().path()).collect();
     folders.sort();
-    assert!(folders.len() >= 16);
+    assert!(folders.len() >= 24);
     folders
 }
 
@@ -57,10 +59,12 @@ fn losses_and_gradients_are_those_of_pytorch() {
         let (spec, tokens) = (files.spec().clone(), ids(&reference["tokens"]));
         let mut targets = tokens[1..].to_vec();
         targets.push(IGNORED_TARGET);
+        let balance_loss = reference["router_aux_loss_coef"].as_f64().unwrap_or(0.0);
         for checkpointing in [Checkpointing::None, Checkpointing::Full] {
             let settings = StepSettings {
                 checkpointing,
                 loss_chunk_tokens: 7,
+                balance_loss,
                 ..StepSettings::new(1, tokens.len() as u64)
             };
             let dry = DryRun::training(&spec, &settings, 1).unwrap();
@@ -69,14 +73,19 @@ fn losses_and_gradients_are_those_of_pytorch() {
             trainer.load(load(&files)).unwrap();
             let batch = MicroBatch::new(&tokens, &targets);
             let (loss, _) = trainer.accumulate(&[batch]).unwrap();
-            let wanted = reference["loss"].as_f64().unwrap();
+            let of_routers = balance_loss * reference["router_aux_loss"].as_f64().unwrap_or(0.0);
+            let wanted = reference["loss"].as_f64().unwrap() + of_routers;
             assert!((loss - wanted).abs() < 1e-5, "{}: loss {loss} instead of {wanted}", name(&folder));
 
             let mut squares: BTreeMap<String, f64> = BTreeMap::new();
-            for p in spec.parameters() {
+            for p in spec.parameters().into_iter().filter(|p| p.role.has_gradient()) {
                 let gradient = device.read_f32(trainer.gradient(&p).unwrap()).unwrap();
-                let square: f64 = gradient.iter().map(|g| f64::from(*g).powi(2)).sum();
-                *squares.entry(spec.hf_tensor_name(&p)).or_default() += square;
+                for (tensor, rows) in spec.hf_tensors(&p) {
+                    let part =
+                        &gradient[(rows.start * p.columns()) as usize..(rows.end * p.columns()) as usize];
+                    let square: f64 = part.iter().map(|g| f64::from(*g).powi(2)).sum();
+                    *squares.entry(tensor).or_default() += square;
+                }
             }
             let norms = reference["gradient_norms"].as_object().unwrap();
             assert_eq!(norms.len(), squares.len(), "{}", name(&folder));

@@ -4,6 +4,7 @@ mod activation;
 mod attention;
 mod elementwise;
 mod embedding;
+mod grouped_product;
 mod loss;
 mod magnitude;
 mod norm;
@@ -12,6 +13,7 @@ mod position;
 mod product;
 mod quantization;
 mod reduction;
+mod routing;
 mod subspace;
 mod update;
 
@@ -39,6 +41,7 @@ pub(super) fn run(op: Op<'_>, job: KernelCall<'_>) -> Result<(), String> {
         Op::Attention(op) => attention::run(op, job),
         Op::Elementwise(op) => elementwise::run(op, job),
         Op::Embedding(op) => return embedding::run(op, job),
+        Op::GroupedProduct(op) => return grouped_product::run(op, job),
         Op::Loss(op) => return loss::run(op, job),
         Op::Magnitude(op) => magnitude::run(op, job),
         Op::PiecedAttention(op) => pieced_attention::run(op, job),
@@ -47,6 +50,7 @@ pub(super) fn run(op: Op<'_>, job: KernelCall<'_>) -> Result<(), String> {
         Op::Product(op) => product::run(op, job),
         Op::Quantization(op) => quantization::run(op, job),
         Op::Reduction(op) => reduction::run(op, job),
+        Op::Routing(op) => return routing::run(op, job),
         Op::Subspace(op) => subspace::run(op, job),
         Op::Update(step) => update::run(step, job),
     }

@@ -75,6 +75,10 @@ impl<'a> Slices<'a> {
         self.slice_mut(tensor)
     }
 
+    pub fn f64s(self, tensor: &Tensor) -> &'a [f64] {
+        self.slice(tensor)
+    }
+
     pub fn f64s_mut(self, tensor: &Tensor) -> &'a mut [f64] {
         self.slice_mut(tensor)
     }

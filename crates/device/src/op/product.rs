@@ -94,11 +94,7 @@ impl<'a> Family<'a> for Product<'a> {
             Product::LinearBackwardWeight { dout, x, compute, .. } => ([dout, x], compute),
             Product::BiasBackward { .. } => return once,
         };
-        let arithmetic = match compute {
-            Compute::F32 => Arithmetic::F32,
-            Compute::Bf16 if operands.iter().all(|operand| operand.dtype().is_fp8()) => Arithmetic::Fp8,
-            Compute::Bf16 => Arithmetic::Half,
-        };
+        let arithmetic = Arithmetic::of(compute, operands);
         Cost { matmul: self.sides().map(|sides| Multiplied::new(arithmetic, sides)), ..once }
     }
 }

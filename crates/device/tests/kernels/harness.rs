@@ -177,6 +177,7 @@ fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
         DType::F32 => values.iter().flat_map(|x| (*x as f32).to_ne_bytes()).collect(),
         DType::Bf16 => values.iter().flat_map(|x| bf16::from_f32(*x as f32).to_ne_bytes()).collect(),
         DType::F16 => values.iter().flat_map(|x| f16::from_f32(*x as f32).to_ne_bytes()).collect(),
+        DType::F64 => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
         DType::U32 => values.iter().flat_map(|x| (*x as u32).to_ne_bytes()).collect(),
         DType::I8 => values.iter().map(|x| *x as i8 as u8).collect(),
         DType::U8 => values.iter().map(|x| *x as u8).collect(),
@@ -198,6 +199,7 @@ pub fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
         DType::U32 => {
             bytes.chunks_exact(4).map(|b| f64::from(u32::from_ne_bytes(b.try_into().unwrap()))).collect()
         }
+        DType::F64 => bytes.chunks_exact(8).map(|b| f64::from_ne_bytes(b.try_into().unwrap())).collect(),
         DType::I8 => bytes.iter().map(|b| f64::from(*b as i8)).collect(),
         DType::U8 => bytes.iter().map(|b| f64::from(*b)).collect(),
         other => panic!("{other} is not plain"),
@@ -225,6 +227,17 @@ pub fn noise(seed: u64) -> impl Iterator<Item = f64> {
 
 /// Checks a gradient of `loss` against central differences.
 pub fn check_gradient(label: &str, x: &[f64], gradient: &[f64], loss: impl Fn(&[f64]) -> f64) {
+    check_gradient_within(1e-7, label, x, gradient, loss);
+}
+
+/// The same, of a gradient that was computed in f32.
+pub fn check_gradient_within(
+    tolerance: f64,
+    label: &str,
+    x: &[f64],
+    gradient: &[f64],
+    loss: impl Fn(&[f64]) -> f64,
+) {
     let step = 1e-5;
     for i in 0..x.len() {
         let at = |shift: f64| {
@@ -235,7 +248,7 @@ pub fn check_gradient(label: &str, x: &[f64], gradient: &[f64], loss: impl Fn(&[
         let difference = (at(step) - at(-step)) / (2.0 * step);
         let error = (difference - gradient[i]).abs();
         assert!(
-            error < 1e-7 * (1.0 + difference.abs()),
+            error < tolerance * (1.0 + difference.abs()),
             "{label}, {i}: {} against {difference}",
             gradient[i]
         );

@@ -7,6 +7,7 @@ mod cache;
 mod dequantize;
 mod elementwise;
 mod embeddings;
+mod experts;
 mod fp8;
 mod harness;
 mod int8;

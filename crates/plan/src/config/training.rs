@@ -67,6 +67,9 @@ section! {
         min_lr_ratio: f64 = 0.0, FRACTION;
         /// Gradients are scaled so that their global norm is at most this; 0: they are not.
         max_gradient_norm: f64 = 1.0, NOT_NEGATIVE;
+        /// Factor on the load-balancing loss of a mixture of experts, which is added to the loss; auto: the model's own where its
+        /// routers are trained by ranks with all layers, else 0.
+        router_aux_loss_coef: Auto<f64> = Auto::Auto, NOT_NEGATIVE;
         /// What happens when a step's loss or gradients are not finite.
         not_finite: NotFinite = NotFinite::Stop;
         /// What the backward pass computes again instead of keeping it.

@@ -19,16 +19,14 @@ pub(super) fn before(
     Ok(Normed { out: ctx.linears.input(ctx.device, &out)?, statistics })
 }
 
-/// The same for the feed-forward part, whose chunks are each multiplied as a tensor of its own.
+/// The same for the feed-forward part, whose chunks or experts each multiply a tensor of their own.
 pub(super) fn before_mlp(
     ctx: &Context<'_>,
     norm: Option<Norm<'_>>,
     stream: &Tensor,
 ) -> Result<Normed, StepError> {
-    match ctx.mlp_chunk(ctx.tokens(stream.rows())) {
-        Some(_) => normalise(ctx, norm, stream),
-        None => before(ctx, norm, stream),
-    }
+    let in_parts = ctx.experts.is_some() || ctx.mlp_chunk(ctx.tokens(stream.rows())).is_some();
+    if in_parts { normalise(ctx, norm, stream) } else { before(ctx, norm, stream) }
 }
 
 fn normalise(ctx: &Context<'_>, norm: Option<Norm<'_>>, stream: &Tensor) -> Result<Normed, StepError> {

@@ -185,7 +185,7 @@ impl<'a> PiecedLoss<'a> {
             })?;
             if wanted {
                 let target = gradients.rows_target((block, role), piece.piece, range, first + chunk.nth)?;
-                target.add_product(device, logits, &chunk.normed, compute)?;
+                target.add_product(device, logits, &chunk.normed, None, compute)?;
             }
             let dx = &rows(&dnormed, chunk.range.start, chunk.range.end)?;
             let (dout, weight, accumulate) = (logits, piece.weight, range.start > 0);

@@ -19,8 +19,10 @@ use crate::tier::{Contents, HomePart, Parcel, Unit, Values};
 pub(crate) struct AwayParameter {
     pub parameter: Parameter,
     pub dtype: DType,
-    /// One for a matrix of a layer.
+    /// One for a matrix of a layer, or for each expert of a stack.
     pub pieces: Vec<AwayPiece>,
+    /// Whether its pieces are experts that come by themselves.
+    pub by_expert: bool,
     /// Where a file of the model's holds it, which is only read.
     pub in_file: Option<StoredWeight>,
 }
@@ -38,6 +40,14 @@ pub(crate) struct AwayPiece {
 }
 
 impl AwayParameter {
+    /// What a piece travels with.
+    fn unit(&self, number: u32) -> Unit {
+        match (self.by_expert, self.parameter.block) {
+            (true, BlockId::Layer(layer)) => Unit::Expert(layer, number),
+            (_, block) => Unit::of_matrices(block, number),
+        }
+    }
+
     /// Where its bytes are, of those that this rank has.
     pub fn contents(&self) -> Contents {
         let of_pieces = self.pieces.iter().flat_map(|piece| match &piece.contents {
@@ -144,32 +154,31 @@ impl AwayParameter {
 /// Homes for the matrices of a block, in parcels that travel together.
 pub(super) fn lodge(
     tiers: &LowerTiers,
-    block: BlockId,
     matrices: &mut [AwayParameter],
     tier: Tier,
     parcels: &mut HashMap<Unit, Parcel<Role>>,
 ) -> Result<(), StepError> {
-    let mut own: BTreeMap<u32, Parcel<Role>> = BTreeMap::new();
+    let mut own: BTreeMap<Unit, Parcel<Role>> = BTreeMap::new();
     let (mut in_files, mut starts) = (Vec::new(), Vec::new());
     for matrix in matrices.iter() {
         let (role, mut of_matrix) = (matrix.parameter.role, Vec::new());
         for (number, piece) in (0..).zip(&matrix.pieces).filter(|(_, piece)| !piece.own.is_empty()) {
-            let parcel = own.entry(number).or_insert_with(Parcel::new);
+            let parcel = own.entry(matrix.unit(number)).or_insert_with(Parcel::new);
             let (dtype, shape) = matrix.form(piece);
             match matrix.stored(piece) {
-                Some((path, bytes)) => in_files.push((path, bytes, number, role, dtype, shape)),
+                Some((path, bytes)) => in_files.push((path, bytes, matrix.unit(number), role, dtype, shape)),
                 None => of_matrix.push((number, parcel.add(role, dtype, &shape))),
             }
         }
         starts.push(of_matrix);
     }
     in_files.sort_by_key(|(path, bytes, ..)| (*path, bytes.start));
-    for (path, bytes, number, role, dtype, shape) in in_files {
-        own.entry(number).or_insert_with(Parcel::new).add_stored(role, dtype, &shape, path, bytes);
+    for (path, bytes, unit, role, dtype, shape) in in_files {
+        own.entry(unit).or_insert_with(Parcel::new).add_stored(role, dtype, &shape, path, bytes);
     }
-    for (number, mut parcel) in own {
+    for (unit, mut parcel) in own {
         parcel.settle(tiers, tier, Tag::Weights, "weights")?;
-        parcels.insert(Unit::of_matrices(block, number), parcel);
+        parcels.insert(unit, parcel);
     }
     for (matrix, starts) in matrices.iter_mut().zip(starts) {
         if matrix.in_file.is_some() {
@@ -177,7 +186,7 @@ pub(super) fn lodge(
             continue;
         }
         for (number, start) in starts {
-            let home = parcels.get(&Unit::of_matrices(block, number)).and_then(Parcel::home);
+            let home = parcels.get(&matrix.unit(number)).and_then(Parcel::home);
             let home = home.ok_or(StepError::Invariant { what: "a parcel of weights has no home" })?;
             if let Some(piece) = matrix.pieces.get_mut(number as usize) {
                 let bytes = piece.own.end - piece.own.start;

@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::hash::Hasher;
 use std::ops::Range;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use plimsoll_device::{DType, Device, DeviceExt, Elementwise, Rounding, Tensor};
@@ -15,6 +16,7 @@ use plimsoll_memory::{Phase, Tag, Tier, release_free_heap};
 use plimsoll_model::{AdaptedModule, AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeights};
 
 use super::away::{AwayParameter, AwayPiece, lodge};
+use super::expert_slots::{ExpertSlots, ExpertTraffic, ExpertWeights};
 use super::shared::{Gathering, Shared, SharedMatrix, Sharing};
 use super::{BlockWeights, ResidentStore, WeightOffload, WeightStorage};
 use crate::StepError;
@@ -37,6 +39,8 @@ pub(crate) struct WeightStore<'a> {
     /// Which of `away` is the table of which the rows that are looked up are brought.
     looked_up: Option<usize>,
     pool: Parcels<'a, Unit, Role>,
+    /// Experts that come by themselves.
+    experts: Option<Rc<ExpertSlots<'a>>>,
     /// What ranks share.
     shared: Option<Shared<'a>>,
     /// The unit that is made whole ahead of its use.
@@ -57,6 +61,20 @@ pub(crate) struct Training<'s, 'a> {
 /// The f32 weights behind a parameter: some rows, and where they are.
 type Masters<'s> = dyn Fn(&Parameter) -> Vec<(Range<u64>, Contents)> + 's;
 
+/// Whether experts come by themselves: what is neither trained nor adapted, and of which each matrix can be read alone.
+fn comes_by_expert(spec: &ModelSpec, storage: WeightStorage<'_>) -> bool {
+    let asked = storage.offload.is_some_and(|offload| offload.expert_slots > 0) && !storage.trained;
+    let modules = storage.adapters.map(AdapterLayout::modules).unwrap_or_default();
+    let is_adapted = modules.iter().any(|module| module.parts.iter().any(|of| of.role().is_expert_part()));
+    let Some(experts) = spec.experts.as_ref().filter(|_| asked && !is_adapted) else { return false };
+    let of_experts = |p: &Parameter| p.is_of_experts() && is_matrix(p);
+    let alone = |p: &Parameter| {
+        let dtype = (storage.types)(p);
+        (p.elements() / experts.count.max(1)).is_multiple_of(dtype.run_elements())
+    };
+    spec.parameters().iter().filter(|p| of_experts(p)).all(alone)
+}
+
 impl<'a> WeightStore<'a> {
     /// Takes memory for the weights that stay, homes for those that live below the device, and buffers for these. Where nothing is
     /// trained, a piece of a table is no larger than a layer.
@@ -76,22 +94,26 @@ impl<'a> WeightStore<'a> {
         };
         let goes_below =
             |block: BlockId| storage.offload.filter(|offload| !offload.residency.keeps(spec, block));
+        let slots = storage.offload.filter(|_| comes_by_expert(spec, storage));
+        let by_expert = |p: &Parameter| slots.is_some() && is_matrix(p) && p.is_of_experts();
         let goes = |p: &Parameter| {
-            (sharing.is_some() || goes_below(p.block).is_some())
-                && is_matrix(p)
-                && !(storage.trained && has_adapter(p))
+            let below = (sharing.is_some() || goes_below(p.block).is_some()) && is_matrix(p);
+            by_expert(p) || (below && !(storage.trained && has_adapter(p)))
         };
         let resident = ResidentStore::allocate(device, spec, storage, &|p| !goes(p))?;
         let bytes = |p: &Parameter| (storage.types)(p).bytes_for(p.elements()).unwrap_or(0);
         let layer_bytes = spec.blocks().filter(|block| block.layer().is_some()).map(|block| {
-            spec.block_parameters(block).iter().filter(|p| is_matrix(p)).map(bytes).sum::<u64>()
+            let of_layer = spec.block_parameters(block);
+            of_layer.iter().filter(|p| is_matrix(p) && !by_expert(p)).map(bytes).sum::<u64>()
         });
         let layer_bytes = layer_bytes.max().unwrap_or(0);
         let (mut away, mut parcels) = (Vec::new(), HashMap::new());
         let tables_are_cut = spec.part.vocabulary.is_some();
         let (mut looked_up, mut shared) = (None, sharing.map(|sharing| Shared::new(sharing.communicator)));
         for block in spec.blocks() {
+            let has_experts = block.layer().is_some_and(|layer| spec.experts_of(layer).is_some());
             let below = goes_below(block)
+                .or_else(|| slots.filter(|_| has_experts))
                 .map(|offload| WeightOffload { tier: offload.tier_of(spec, block), ..offload });
             if below.is_none() && sharing.is_none() {
                 continue;
@@ -108,9 +130,15 @@ impl<'a> WeightStore<'a> {
                 let row_bytes = dtype.bytes_for(parameter.columns()).unwrap_or(0);
                 let cut = training.map(|training| training.cut);
                 let cut = cut.unwrap_or_else(|| Pieces::of_bytes(layer_bytes, row_bytes));
-                let pieces = match divisible && !has_adapter(&parameter) {
-                    true => cut.of(&parameter),
-                    false => std::iter::once(parameter.all_rows()).collect(),
+                let by_expert = by_expert(&parameter);
+                let experts = block.layer().and_then(|layer| spec.experts_of(layer));
+                let pieces = match experts {
+                    Some(experts) if by_expert => {
+                        let rows = parameter.rows() / experts.count;
+                        (0..experts.count).map(|expert| expert * rows..(expert + 1) * rows).collect()
+                    }
+                    _ if divisible && !has_adapter(&parameter) => cut.of(&parameter),
+                    _ => std::iter::once(parameter.all_rows()).collect(),
                 };
                 let piece = |(number, rows): (u32, Range<u64>)| {
                     let shared =
@@ -129,7 +157,7 @@ impl<'a> WeightStore<'a> {
                 if block == BlockId::Embedding && divisible && sharing.is_none() && !tables_are_cut {
                     looked_up = Some(away.len() + own.len());
                 }
-                own.push(AwayParameter { parameter, dtype, pieces, in_file });
+                own.push(AwayParameter { parameter, dtype, pieces, by_expert, in_file });
             }
             // Rows are all that inference needs of an embedding that is no head.
             let only_rows = block == BlockId::Embedding
@@ -141,7 +169,7 @@ impl<'a> WeightStore<'a> {
                 Some(WeightOffload { tier, .. }) if only_rows => {
                     own.iter_mut().try_for_each(|matrix| matrix.lodge_alone(tiers, tier))?;
                 }
-                Some(WeightOffload { tier, .. }) => lodge(tiers, block, &mut own, tier, &mut parcels)?,
+                Some(WeightOffload { tier, .. }) => lodge(tiers, &mut own, tier, &mut parcels)?,
             }
             if let Some(shared) = &mut shared {
                 share_out(shared, &own);
@@ -149,6 +177,14 @@ impl<'a> WeightStore<'a> {
             away.append(&mut own);
         }
         device.enter(Phase::Setup, None);
+        let is_expert = |unit: &Unit| matches!(unit, Unit::Expert(..));
+        let (of_experts, parcels) = parcels.into_iter().partition(|(unit, _)| is_expert(unit));
+        let experts = match slots {
+            Some(WeightOffload { expert_slots, .. }) => {
+                Some(Rc::new(ExpertSlots::new(device, tiers, of_experts, expert_slots)?))
+            }
+            None => None,
+        };
         let pool = Parcels::of(device, tiers, parcels, BUFFERS, "weights.staging")?;
         // Where nothing changes, a table of one piece comes with its block.
         let in_pieces = |away: &&AwayParameter| {
@@ -172,6 +208,7 @@ impl<'a> WeightStore<'a> {
             tables,
             looked_up,
             pool,
+            experts,
             shared,
             ahead: None,
             tables_are_cut,
@@ -256,6 +293,16 @@ impl<'a> WeightStore<'a> {
             self.release(Unit::of_matrices(block, 0), false);
         }
         Ok(())
+    }
+
+    /// Experts that come by themselves, where they do.
+    pub(crate) fn expert_weights(&self) -> Option<Rc<dyn ExpertWeights + 'a>> {
+        self.experts.clone().map(|experts| experts as Rc<dyn ExpertWeights + 'a>)
+    }
+
+    /// How often these were used, and read for it.
+    pub(crate) fn expert_traffic(&self) -> Option<ExpertTraffic> {
+        self.experts.as_ref().map(|experts| experts.traffic())
     }
 
     /// What it has in memory all the time.

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use plimsoll_device::PIECE_ROWS as ROWS;
-use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
+use plimsoll_model::{BlockId, ModelSpec, Parameter, ParameterKind, Role};
 
 use crate::OptimizerKind;
 
@@ -15,6 +15,8 @@ pub(crate) enum Unit {
     Layer(u32),
     /// Some rows of the table of the embedding or of the head.
     Piece(BlockId, u32),
+    /// The matrices of one expert of a layer, where experts come by themselves.
+    Expert(u32, u32),
     /// What the embedding's or the head's block has beside its table: norms, learned positions, adapters. It never leaves the
     /// device.
     Rest(BlockId),
@@ -33,14 +35,14 @@ impl Unit {
     pub fn piece(self) -> u32 {
         match self {
             Unit::Piece(_, piece) => piece,
-            Unit::Layer(_) | Unit::Rest(_) => 0,
+            Unit::Layer(_) | Unit::Expert(..) | Unit::Rest(_) => 0,
         }
     }
 
     /// The block that it belongs to.
     pub fn block(self) -> BlockId {
         match self {
-            Unit::Layer(layer) => BlockId::Layer(layer),
+            Unit::Layer(layer) | Unit::Expert(layer, _) => BlockId::Layer(layer),
             Unit::Piece(block, _) | Unit::Rest(block) => block,
         }
     }
@@ -87,6 +89,9 @@ impl Pieces {
 
 /// Whether a parameter is large: a matrix of a layer, a stack of them, or a table. The others stay where they are.
 pub(crate) fn is_matrix(parameter: &Parameter) -> bool {
-    let small = matches!(parameter.role, Role::PositionEmbedding | Role::Lora(..));
-    parameter.shape.len() >= 2 && !small
+    let small = matches!(
+        parameter.role,
+        Role::PositionEmbedding | Role::Lora(..) | Role::Router | Role::SharedRouter
+    );
+    parameter.shape.len() >= 2 && parameter.role.kind() != ParameterKind::Bias && !small
 }

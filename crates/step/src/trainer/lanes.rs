@@ -8,7 +8,7 @@ use std::rc::Rc;
 use plimsoll_device::Tensor;
 use plimsoll_model::ModelSpec;
 
-use super::Trainer;
+use super::{BalanceFactors, Trainer};
 use crate::StepError;
 use crate::adapter::Dropout;
 use crate::block::{Around, Attend, Chunk, Held, Keys, Mover, Ring, Saved, Turn, Visit, chunks};
@@ -18,6 +18,7 @@ use crate::inputs::{Inputs, Places, starts_after};
 use crate::policy::Save;
 use crate::products::Products;
 use crate::rope::RopeTables;
+use crate::routes::{Balance, Routes};
 use crate::settings::{MicroBatch, StepSettings};
 
 /// One micro-batch on its way, or one chunk of a sequence.
@@ -43,12 +44,15 @@ pub(super) struct Lane<'c> {
     pub loss: Option<PiecedLoss<'c>>,
     /// The gradient of the residual stream.
     pub dx: Option<Held<Tensor>>,
+    /// What routers have decided for it.
+    pub routes: Rc<Routes>,
 }
 
 /// The tokens of a lane on the device, and their rotations where they have their own.
 pub(super) struct Ready<'c> {
     pub inputs: Inputs<'c>,
     pub ropes: Option<RopeTables>,
+    pub routes: Rc<Routes>,
 }
 
 /// What contexts borrow of a trainer.
@@ -141,7 +145,7 @@ impl<'a> Trainer<'a> {
         starts: Option<&'c [u32]>,
     ) -> Result<Vec<Lane<'c>>, StepError> {
         let StepSettings { batch_size, sequence_length: length, .. } = self.settings;
-        let lane = |number, source, runs, chunk| Lane {
+        let lane = |number, source, runs, chunk, balance| Lane {
             number,
             source,
             places: Places { batch_size, length, runs },
@@ -153,18 +157,23 @@ impl<'a> Trainer<'a> {
             again: Vec::new(),
             loss: None,
             dx: None,
+            routes: Rc::new(Routes::new(balance)),
         };
         let Some(chunk) = self.settings.chunk_tokens() else {
             let numbered = (first..).zip(micro_batches);
             let ready = |(number, source): (u64, &MicroBatch<'c>)| {
-                let lane = lane(number, *source, self.settings.own_runs(length), None);
+                let lane = lane(number, *source, self.settings.own_runs(length), None, self.balance()?);
                 Ok(Lane { ready: Some(self.ready(&lane)?), ..lane })
             };
             return numbered.map(ready).collect();
         };
         let Some(whole) = micro_batches.first() else { return Ok(Vec::new()) };
         let source = MicroBatch { document_starts: starts, ..*whole };
-        let of_chunk = |(number, tokens): (u32, Range<u64>)| lane(first, source, vec![tokens], Some(number));
+        // All chunks of a sequence balance experts together.
+        let balance = self.balance()?;
+        let of_chunk = |(number, tokens): (u32, Range<u64>)| {
+            lane(first, source, vec![tokens], Some(number), balance.clone())
+        };
         Ok((0..).zip(chunks(length, chunk)).map(of_chunk).collect())
     }
 
@@ -181,7 +190,18 @@ impl<'a> Trainer<'a> {
             Some(_) => None,
             None => Some(inputs.ropes(device, spec, places)?),
         };
-        Ok(Rc::new(Ready { inputs, ropes }))
+        Ok(Rc::new(Ready { inputs, ropes, routes: Rc::clone(&lane.routes) }))
+    }
+
+    /// What the experts of a micro-batch are balanced by, where they are.
+    fn balance(&self) -> Result<Option<Rc<Balance>>, StepError> {
+        let Some(experts) = self.spec.experts.as_ref().filter(|_| self.settings.balance_loss > 0.0) else {
+            return Ok(None);
+        };
+        let layers = self.spec.layers().filter(|layer| self.spec.experts_of(*layer).is_some()).count() as u64;
+        let rows = layers * self.settings.batch_size.saturating_mul(self.settings.own_tokens());
+        let BalanceFactors { loss, gradients } = self.balance_factors;
+        Ok(Some(Rc::new(Balance::new(self.device, experts.count, rows, loss, gradients)?)))
     }
 
     pub(super) fn env(&self) -> Env<'a> {
@@ -210,7 +230,8 @@ impl<'a> Trainer<'a> {
         let dropout = dropout.map(|dropout| Dropout { first_row, ..dropout });
         let around = env.ring.as_deref().map(|ring| Around { ring, length: lane.places.length });
         let ctx = self.context(&ready.inputs, &env.spec, ropes);
-        let ctx = Context { dropout, away: env.mover.as_deref(), chunk, around, ..ctx };
+        let routes = Some(&*ready.routes);
+        let ctx = Context { dropout, away: env.mover.as_deref(), chunk, around, routes, ..ctx };
         Ok(ctx.sharing(env.products.as_deref(), lane.places.rows()))
     }
 

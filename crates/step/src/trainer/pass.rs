@@ -229,6 +229,7 @@ impl<'a> Trainer<'a> {
                     let ctx = self.turn(env, lane, &ready, Visit::Forward)?;
                     lane.loss.as_ref().ok_or(NOTHING_LEFT)?.losses(&ctx)?;
                     self.numbers.add_losses(device, &ready.inputs.labels.losses)?;
+                    self.add_balance_loss(lane)?;
                 }
             }
             Action::LossBackward { unit, lanes, last } => {
@@ -400,7 +401,16 @@ impl<'a> Trainer<'a> {
         let dx = head::loss_and_backward(&ctx, &head, &x, labels, chunk_tokens, scale, gradients)?;
         lane.dx = until_next(&ctx, dx)?;
         head.release(&mut self.weights);
-        self.numbers.add_losses(self.device, &labels.losses)
+        self.numbers.add_losses(self.device, &labels.losses)?;
+        self.add_balance_loss(lane)
+    }
+
+    /// Adds the load-balancing loss of a micro-batch, where it has one, when all of its layers have been visited.
+    fn add_balance_loss(&self, lane: &Lane<'_>) -> Result<(), StepError> {
+        match lane.routes.balance().filter(|_| lane.chunk.is_none_or(|chunk| chunk == 0)) {
+            Some(balance) => self.numbers.add_losses(self.device, &balance.loss(self.device)?),
+            None => Ok(()),
+        }
     }
 
     fn embed_backward(&mut self, env: &Env<'a>, lane: &mut Lane<'_>) -> Result<(), StepError> {

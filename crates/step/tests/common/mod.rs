@@ -16,8 +16,8 @@ use plimsoll_device::{
 };
 use plimsoll_memory::{Arena, Loan};
 use plimsoll_model::{
-    Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, Parameter,
-    ParameterKind, QkNorm, RopeSpec, SlidingWindow,
+    Activation, AttentionSpec, ExpertGroups, ExpertsSpec, MlpSpec, ModelSpec, NormKind, NormPlacement,
+    NormSpec, Parameter, ParameterKind, QkNorm, RopeSpec, RouterSpec, Scoring, SharedExpert, SlidingWindow,
 };
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
@@ -37,6 +37,7 @@ pub fn llama() -> ModelSpec {
         num_layers: 3,
         attention: AttentionSpec::plain(4, 2, 6, RopeSpec::plain(6, 10_000.0)),
         mlp: MlpSpec { intermediate_size: 40, activation: Activation::Silu, gated: true, bias: false },
+        experts: None,
         norm: NormSpec::rms(1e-5),
         embedding_scale: None,
         logit_soft_cap: None,
@@ -74,7 +75,6 @@ pub fn gemma() -> ModelSpec {
             soft_cap: Some(2.0),
             ..base.attention
         },
-        experts: None,
         mlp: MlpSpec { activation: Activation::GeluTanh, ..base.mlp },
         norm: NormSpec { one_plus_weight: true, placement: NormPlacement::Around, ..base.norm },
         embedding_scale: Some(4.9),
@@ -108,9 +108,63 @@ pub fn gpt2() -> ModelSpec {
     }
 }
 
+/// Qwen2-MoE's: a shared expert with a gate, and a layer without experts.
+pub fn mixture() -> ModelSpec {
+    let router = RouterSpec {
+        scoring: Scoring::Softmax,
+        normalise: false,
+        scale: 1.0,
+        groups: None,
+        correction: false,
+        balance_loss: 0.02,
+    };
+    let experts = ExpertsSpec {
+        count: 5,
+        per_token: 2,
+        intermediate_size: 20,
+        shared: Some(SharedExpert { intermediate_size: 12, gated: true }),
+        router,
+        layers: vec![true, false, true],
+        stacked_files: false,
+    };
+    ModelSpec { experts: Some(experts), ..llama() }
+}
+
+/// DeepSeek-V3's router, whose groups have sigmoids and a correction, between the norms of Gemma.
+pub fn grouped_mixture() -> ModelSpec {
+    let router = RouterSpec {
+        scoring: Scoring::Sigmoid,
+        normalise: true,
+        scale: 1.5,
+        groups: Some(ExpertGroups { count: 3, chosen: 2 }),
+        correction: true,
+        balance_loss: 0.0,
+    };
+    let experts = ExpertsSpec {
+        count: 6,
+        per_token: 3,
+        intermediate_size: 16,
+        shared: Some(SharedExpert { intermediate_size: 8, gated: false }),
+        router,
+        layers: vec![true; 3],
+        stacked_files: false,
+    };
+    ModelSpec { experts: Some(experts), ..gemma() }
+}
+
 /// A block of every kind.
-pub fn families() -> [ModelSpec; 5] {
-    [llama(), biased(), gemma(), olmo(), gpt2()]
+pub fn families() -> [ModelSpec; 7] {
+    [llama(), biased(), gemma(), olmo(), gpt2(), mixture(), grouped_mixture()]
+}
+
+/// A model of so many layers, in the pattern of its own.
+pub fn deeper(spec: ModelSpec, num_layers: u32) -> ModelSpec {
+    let mut spec = ModelSpec { num_layers, ..spec };
+    let windows = spec.attention.sliding_window.as_mut().map(|window| &mut window.layers);
+    for layers in windows.into_iter().chain(spec.experts.as_mut().map(|experts| &mut experts.layers)) {
+        *layers = layers.iter().copied().cycle().take(num_layers as usize).collect();
+    }
+    spec
 }
 
 pub fn settings(batch_size: u64, sequence_length: u64) -> StepSettings {

@@ -21,6 +21,7 @@ pub(super) mod random;
 pub(super) mod rms_norm;
 pub(super) mod rope;
 mod rounding;
+pub(super) mod routing;
 mod simd;
 mod soft_cap;
 mod split;

@@ -17,7 +17,8 @@ fn large() -> ModelSpec {
 
 fn on_host(types: &dyn Fn(&Parameter) -> DType) -> WeightStorage<'_> {
     let residency = Residency::Spread { layers: 0, head: false };
-    let offload = WeightOffload { tier: Tier::Host, in_files: None, residency, host_layers: 0 };
+    let offload =
+        WeightOffload { tier: Tier::Host, in_files: None, residency, expert_slots: 0, host_layers: 0 };
     WeightStorage { offload: Some(offload), ..WeightStorage::new(types) }
 }
 
@@ -48,6 +49,7 @@ fn rows_are_not_looked_for_behind_the_end_of_a_home() {
     // Two rows of 32 bytes, of four.
     let part = HomePart { home, start: 0, bytes: 64 };
     let table = AwayParameter {
+        by_expert: false,
         parameter,
         dtype: DType::F32,
         pieces: vec![AwayPiece {
@@ -96,7 +98,8 @@ fn a_pass_ends_with_what_the_next_one_begins_with() {
         let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
         let spec = ModelSpec { tie_word_embeddings: tied, num_layers: 4, ..llama() };
         let residency = Residency::Spread { layers: 0, head };
-        let offload = WeightOffload { tier: Tier::Disk, in_files: None, residency, host_layers: 0 };
+        let offload =
+            WeightOffload { tier: Tier::Disk, in_files: None, residency, expert_slots: 0, host_layers: 0 };
         let storage = WeightStorage { offload: Some(offload), ..WeightStorage::new(&types) };
         let mut evaluator = Evaluator::new(
             &dry,

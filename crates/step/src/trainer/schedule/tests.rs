@@ -31,6 +31,7 @@ fn unit(unit: Unit) -> String {
     match unit {
         Unit::Layer(layer) => format!("{layer}"),
         Unit::Piece(block, piece) => format!("{block:?}.{piece}"),
+        Unit::Expert(layer, expert) => format!("{layer}.{expert}"),
         Unit::Rest(block) => format!("{block:?}"),
     }
 }

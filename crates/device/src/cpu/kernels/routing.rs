@@ -1,0 +1,408 @@
+//! To experts and back: choices and weights of tokens, rows sorted by expert, and the load-balancing loss.
+
+use super::column_sums::add_assign;
+use super::elementwise::Input;
+use super::math::{exp, sigmoid};
+use super::split::{Shared, SharedFloats, for_each_part};
+use super::storage::{Tile, tiles};
+use super::{Exec, Floats, FloatsMut, rows_per_task};
+use crate::Router;
+use crate::op::{MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN};
+
+/// The scores of one token.
+struct Scores([f32; MAX_EXPERTS as usize]);
+
+/// Added to a sum of sigmoids, which may all be nothing.
+const LEAST_SUM: f32 = 1e-20;
+
+impl Scores {
+    fn new() -> Scores {
+        Scores([0.0; MAX_EXPERTS as usize])
+    }
+
+    /// What a router makes of a token's logits.
+    fn of(&mut self, logits: &[f32], is_sigmoid: bool) -> &mut [f32] {
+        let scores = &mut self.0[..logits.len()];
+        if is_sigmoid {
+            scores.iter_mut().zip(logits).for_each(|(score, logit)| *score = sigmoid::<false>(*logit));
+            return scores;
+        }
+        let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let mut sum = 0.0;
+        for (score, logit) in scores.iter_mut().zip(logits) {
+            *score = exp::<false>(logit - most);
+            sum += *score;
+        }
+        scores.iter_mut().for_each(|score| *score /= sum);
+        scores
+    }
+}
+
+/// The experts of every token; logits [N, E], choice [N, k].
+pub(in crate::cpu) fn choose(
+    exec: Exec<'_>,
+    logits: &[f32],
+    correction: Option<Floats<'_>>,
+    router: Router,
+    choice: &mut [u32],
+    experts: usize,
+) {
+    let tokens = logits.len() / experts.max(1);
+    let each = choice.len() / tokens.max(1);
+    let rows = rows_per_task(experts);
+    let mut added = Scores::new();
+    if let Some(correction) = correction {
+        correction.copy_to(exec.simd, 0..experts, &mut added.0[..experts]);
+    }
+    let added = correction.map(|_| &added.0[..experts]);
+    for_each_part(exec, tokens.div_ceil(rows), Shared::new(choice, rows * each), |task, choice, _| {
+        let mut scores = Scores::new();
+        for (token, choice) in (task * rows..).zip(choice.chunks_mut(each)) {
+            let logits = &logits[token * experts..(token + 1) * experts];
+            // The order of a softmax is that of its logits.
+            if added.is_none() && router.groups.is_none() {
+                best(logits, choice);
+                continue;
+            }
+            let scores = scores.of(logits, router.sigmoid);
+            if let Some(added) = added {
+                scores.iter_mut().zip(added).for_each(|(score, more)| *score += more);
+            }
+            if let Some((groups, chosen)) = router.groups {
+                keep_groups(scores, groups as usize, chosen as usize);
+            }
+            best(scores, choice);
+        }
+    });
+}
+
+/// The places of the highest scores, the highest first, and of equal ones the first. What is no number comes last.
+fn best(scores: &[f32], chosen: &mut [u32]) {
+    let mut count = 0;
+    let score = |place: u32| scores[place as usize];
+    for place in 0..scores.len() as u32 {
+        let is_better =
+            |than: u32| score(place) > score(than) || score(than).is_nan() && !score(place).is_nan();
+        if count == chosen.len() && !is_better(chosen[count - 1]) {
+            continue;
+        }
+        let mut at = count.min(chosen.len() - 1);
+        while at > 0 && is_better(chosen[at - 1]) {
+            chosen[at] = chosen[at - 1];
+            at -= 1;
+        }
+        chosen[at] = place;
+        count = chosen.len().min(count + 1);
+    }
+}
+
+/// Leaves no score to experts outside the best groups.
+fn keep_groups(scores: &mut [f32], groups: usize, chosen: usize) {
+    let size = scores.len() / groups;
+    let of_group = |group: &[f32]| {
+        let mut two = [0u32; 2];
+        let two = &mut two[..size.min(2)];
+        best(group, two);
+        two.iter().map(|place| group[*place as usize]).sum::<f32>()
+    };
+    let mut sums = Scores::new();
+    for (sum, group) in sums.0.iter_mut().zip(scores.chunks(size)) {
+        *sum = of_group(group);
+    }
+    let mut kept = [0u32; MAX_EXPERTS as usize];
+    let kept = &mut kept[..chosen];
+    best(&sums.0[..groups], kept);
+    for (group, scores) in (0..).zip(scores.chunks_mut(size)) {
+        if !kept.contains(&group) {
+            scores.fill(f32::NEG_INFINITY);
+        }
+    }
+}
+
+/// The experts of a token, as its places have them.
+fn chosen<'c>(
+    choice: Option<&'c [u32]>,
+    token: usize,
+    each: usize,
+) -> impl Iterator<Item = usize> + Clone + use<'c> {
+    let own = choice.map(|choice| &choice[token * each..(token + 1) * each]);
+    (0..each).map(move |j| own.map_or(j, |own| own[j] as usize))
+}
+
+/// The sum of the scores of a token's experts, where weights are divided by it.
+fn sum_of(scores: &[f32], chosen: impl Iterator<Item = usize>, router: Router) -> f32 {
+    if !router.normalise {
+        return 1.0;
+    }
+    let sum: f32 = chosen.map(|expert| scores[expert]).sum();
+    if router.sigmoid { sum + LEAST_SUM } else { sum }
+}
+
+/// weights [N, k] of the choice.
+pub(in crate::cpu) fn weigh(
+    exec: Exec<'_>,
+    logits: &[f32],
+    choice: Option<&[u32]>,
+    router: Router,
+    weights: &mut [f32],
+    experts: usize,
+) {
+    let tokens = logits.len() / experts.max(1);
+    let each = weights.len() / tokens.max(1);
+    let rows = rows_per_task(experts);
+    for_each_part(exec, tokens.div_ceil(rows), Shared::new(weights, rows * each), |task, weights, _| {
+        let mut scores = Scores::new();
+        for (token, weights) in (task * rows..).zip(weights.chunks_mut(each)) {
+            let scores = scores.of(&logits[token * experts..(token + 1) * experts], router.sigmoid);
+            let chosen = chosen(choice, token, each);
+            let factor = router.scale / sum_of(scores, chosen.clone(), router);
+            weights.iter_mut().zip(chosen).for_each(|(weight, expert)| *weight = scores[expert] * factor);
+        }
+    });
+}
+
+/// dlogits [N, E] from dweights [N, k].
+pub(in crate::cpu) fn weigh_backward(
+    exec: Exec<'_>,
+    logits: &[f32],
+    choice: Option<&[u32]>,
+    router: Router,
+    dweights: &[f32],
+    dlogits: &mut [f32],
+    experts: usize,
+) {
+    let tokens = logits.len() / experts.max(1);
+    let each = dweights.len() / tokens.max(1);
+    let rows = rows_per_task(experts);
+    for_each_part(exec, tokens.div_ceil(rows), Shared::new(dlogits, rows * experts), |task, dlogits, _| {
+        let mut scores = Scores::new();
+        for (token, dlogits) in (task * rows..).zip(dlogits.chunks_mut(experts)) {
+            let scores = scores.of(&logits[token * experts..(token + 1) * experts], router.sigmoid);
+            let dweights = &dweights[token * each..(token + 1) * each];
+            let chosen = chosen(choice, token, each);
+            let sum = sum_of(scores, chosen.clone(), router);
+            let factor = router.scale / sum;
+            // Through the sum, each score has a part in all weights.
+            let through_sum = if router.normalise {
+                let pairs = dweights.iter().zip(chosen.clone());
+                pairs.map(|(dweight, expert)| dweight * scores[expert]).sum::<f32>() * factor / sum
+            } else {
+                0.0
+            };
+            dlogits.fill(0.0);
+            for (dweight, expert) in dweights.iter().zip(chosen.clone()) {
+                dlogits[expert] = dweight * factor - through_sum;
+            }
+            if router.sigmoid {
+                dlogits.iter_mut().zip(&*scores).for_each(|(d, score)| *d *= score * (1.0 - score));
+            } else {
+                let mean: f32 = chosen.map(|expert| dlogits[expert] * scores[expert]).sum();
+                dlogits.iter_mut().zip(&*scores).for_each(|(d, score)| *d = score * (*d - mean));
+            }
+        }
+    });
+}
+
+/// Places by expert; those of experts that have no offset come last.
+pub(in crate::cpu) fn sort(choice: &[u32], sources: &mut [u32], places: &mut [u32], offsets: &mut [u32]) {
+    let experts = offsets.len() - 1;
+    let mut next = [0u32; MAX_EXPERTS as usize + 1];
+    let next = &mut next[..=experts];
+    let number = |expert: u32| (expert as usize).min(experts);
+    choice.iter().for_each(|expert| next[number(*expert)] += 1);
+    let mut sum = 0;
+    for (offset, next) in offsets.iter_mut().zip(next.iter_mut()) {
+        *offset = sum;
+        sum += *next;
+        *next = *offset;
+    }
+    for (place, expert) in choice.iter().enumerate() {
+        let next = &mut next[number(*expert)];
+        sources[*next as usize] = place as u32;
+        places[place] = *next;
+        *next += 1;
+    }
+}
+
+/// out[r] = x[sources[r] / each], rows of so many bytes.
+pub(in crate::cpu) fn gather(
+    exec: Exec<'_>,
+    x: &[u8],
+    sources: &[u32],
+    each: usize,
+    out: &mut [u8],
+    row_bytes: usize,
+) {
+    let rows = rows_per_task(row_bytes / size_of::<u32>());
+    let row_bytes = row_bytes.max(1);
+    let tasks = sources.len().div_ceil(rows);
+    for_each_part(exec, tasks, Shared::new(out, rows * row_bytes), |task, out, _| {
+        for (source, out) in sources[task * rows..].iter().zip(out.chunks_mut(row_bytes)) {
+            let token = *source as usize / each;
+            out.copy_from_slice(&x[token * row_bytes..(token + 1) * row_bytes]);
+        }
+    });
+}
+
+/// out[n] (+)= the sum of a token's rows, in the order of its places.
+pub(in crate::cpu) fn combine(
+    exec: Exec<'_>,
+    x: Floats<'_>,
+    places: &[u32],
+    each: usize,
+    out: FloatsMut<'_>,
+    columns: usize,
+    accumulate: bool,
+) {
+    let task_rows = rows_per_task(columns);
+    let tasks = (places.len() / each).div_ceil(task_rows);
+    for_each_part(exec, tasks, SharedFloats::new(out, task_rows * columns), |task, mut out, _| {
+        let [mut x_tile, mut out_tile] = Tile::array();
+        for index in 0..out.len() / columns.max(1) {
+            let token = task * task_rows + index;
+            let places = &places[token * each..(token + 1) * each];
+            let mut out = out.row(index, columns);
+            for range in tiles(columns) {
+                let sum = if accumulate {
+                    out.current(exec.simd, range.clone(), &mut out_tile)
+                } else {
+                    let sum = out.target(range.clone(), &mut out_tile);
+                    sum.fill(0.0);
+                    sum
+                };
+                for place in places {
+                    let x = x.row(*place as usize, columns);
+                    add_assign(exec.simd, x.load(exec.simd, range.clone(), &mut x_tile), sum);
+                }
+                out.store(exec.simd, range, &out_tile);
+            }
+        }
+    });
+}
+
+/// out[r] = x[r] * factors[sources[r]]
+pub(in crate::cpu) fn scale_rows(
+    exec: Exec<'_>,
+    x: Input<'_>,
+    factors: &[f32],
+    sources: Option<&[u32]>,
+    out: FloatsMut<'_>,
+    columns: usize,
+) {
+    let task_rows = rows_per_task(columns);
+    let tasks = out.len().div_ceil(task_rows * columns.max(1));
+    for_each_part(exec, tasks, SharedFloats::new(out, task_rows * columns), |task, mut out, _| {
+        let [mut x_tile, mut out_tile] = Tile::array();
+        for index in 0..out.len() / columns.max(1) {
+            let row = task * task_rows + index;
+            let factor = factors[sources.map_or(row, |sources| sources[row] as usize)];
+            let mut out = out.row(index, columns);
+            for range in tiles(columns) {
+                let n = range.len();
+                let x = match x {
+                    Input::Apart(x) => x.row(row, columns).load(exec.simd, range.clone(), &mut x_tile),
+                    Input::InPlace(_) => {
+                        out.as_floats().copy_to(exec.simd, range.clone(), &mut x_tile.0[..n]);
+                        &x_tile.0[..n]
+                    }
+                };
+                let values = out.target(range.clone(), &mut out_tile);
+                values.iter_mut().zip(x).for_each(|(out, x)| *out = x * factor);
+                out.store(exec.simd, range, &out_tile);
+            }
+        }
+    });
+}
+
+/// Sums of products that lie beside each other: sixteen chains, added up in order.
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0.0f32; 16];
+    let (a_runs, b_runs) = (a.as_chunks::<16>(), b.as_chunks::<16>());
+    for (a, b) in a_runs.0.iter().zip(b_runs.0) {
+        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
+            *sum += a * b;
+        }
+    }
+    for ((sum, a), b) in sums.iter_mut().zip(a_runs.1).zip(b_runs.1) {
+        *sum += a * b;
+    }
+    sums.iter().sum()
+}
+
+/// out[p] = the dot product of rows places[p]
+pub(in crate::cpu) fn row_dots(
+    exec: Exec<'_>,
+    a: Floats<'_>,
+    b: Floats<'_>,
+    places: Option<&[u32]>,
+    out: &mut [f32],
+    columns: usize,
+) {
+    let (tasks, task_rows) = (out.len().div_ceil(rows_per_task(columns)), rows_per_task(columns));
+    for_each_part(exec, tasks, Shared::new(out, task_rows), |task, out, _| {
+        let [mut a_tile, mut b_tile] = Tile::array();
+        for (place, out) in (task * task_rows..).zip(out) {
+            let row = places.map_or(place, |places| places[place] as usize);
+            let (a, b) = (a.row(row, columns), b.row(row, columns));
+            *out = 0.0;
+            // Tiles, whatever the types: sums are cut alike.
+            for range in tiles(columns) {
+                let a = a.load(exec.simd, range.clone(), &mut a_tile);
+                *out += dot(a, b.load(exec.simd, range, &mut b_tile));
+            }
+        }
+    });
+}
+
+/// counts[e] += how often e was chosen
+pub(in crate::cpu) fn count(choice: &[u32], counts: &mut [u32]) {
+    choice.iter().for_each(|expert| counts[*expert as usize] = counts[*expert as usize].saturating_add(1));
+}
+
+/// mass += the softmax of every token, in the order of tokens.
+pub(in crate::cpu) fn add_mass(logits: &[f32], mass: &mut [f64]) {
+    let mut scores = Scores::new();
+    for logits in logits.chunks_exact(mass.len()) {
+        let scores = scores.of(logits, false);
+        mass.iter_mut().zip(scores).for_each(|(mass, score)| *mass += f64::from(*score));
+    }
+}
+
+/// factor * E * sum over e of counts[e] / rows * mass[e] / rows
+pub(in crate::cpu) fn balance_loss(counts: &[u32], mass: &[f64], rows: u64, factor: f64) -> f32 {
+    let rows = rows.max(1) as f64;
+    let products = counts.iter().zip(mass).map(|(count, mass)| f64::from(*count) / rows * (mass / rows));
+    (factor * counts.len() as f64 * products.sum::<f64>()) as f32
+}
+
+/// dlogits += the gradient of that.
+pub(in crate::cpu) fn balance_backward(
+    exec: Exec<'_>,
+    logits: &[f32],
+    counts: &[u32],
+    rows: u64,
+    factor: f64,
+    dlogits: &mut [f32],
+) {
+    let experts = counts.len();
+    let all = rows.max(1) as f64;
+    let each = (factor * experts as f64 / all) as f32;
+    let mut shares = Scores::new();
+    for (share, count) in shares.0.iter_mut().zip(counts) {
+        *share = (f64::from(*count) / all) as f32;
+    }
+    let shares = &shares.0[..experts];
+    let (tokens, rows) = (logits.len() / experts.max(1), rows_per_task(experts));
+    for_each_part(exec, tokens.div_ceil(rows), Shared::new(dlogits, rows * experts), |task, dlogits, _| {
+        let mut scores = Scores::new();
+        for (token, dlogits) in (task * rows..).zip(dlogits.chunks_mut(experts)) {
+            let scores = scores.of(&logits[token * experts..(token + 1) * experts], false);
+            let mean: f32 = scores.iter().zip(shares).map(|(score, share)| score * share).sum();
+            for ((d, score), share) in dlogits.iter_mut().zip(scores).zip(shares) {
+                *d += each * *score * (share - mean);
+            }
+        }
+    });
+}
+
+const _: () = assert!(MAX_EXPERTS_PER_TOKEN <= MAX_EXPERTS);

@@ -1,0 +1,114 @@
+//! Products with stacks of matrices on the CPU: the product of each group, one after the other, on all threads.
+
+use std::ops::Range;
+
+use super::KernelCall;
+use crate::cpu::kernels::column_sums::bias_backward;
+use crate::cpu::kernels::elementwise::{add_rows, fill};
+use crate::cpu::matmul::{Operand, Output};
+use crate::{GroupedProduct, Tensor};
+
+pub(super) fn run(op: GroupedProduct<'_>, job: KernelCall<'_>) -> Result<(), String> {
+    let (exec, t) = (job.exec, job.t);
+    match op {
+        GroupedProduct::Linear { x, weight, bias, offsets, out, accumulate, compute } => {
+            let (groups, rest) = groups(t.u32s(offsets), out)?;
+            if !accumulate {
+                fill(exec, t.floats_mut(out).slice(elements(&rest, out)), 0.0);
+            }
+            for (group, rows) in groups.filter(|(_, rows)| !rows.is_empty()) {
+                if let Some(bias) = bias {
+                    let bias = t.floats(bias).row(group, out.columns() as usize);
+                    add_rows(exec, bias, t.floats_mut(out).slice(elements(&rows, out)), accumulate);
+                }
+                let (x, out) = (part(t.matrix(x), &rows), part_of_output(t.output(out), &rows));
+                let weight = transposed(matrix(t.matrix(weight), group, out.columns));
+                job.matmul(compute, x, weight, out, accumulate || bias.is_some());
+            }
+        }
+        GroupedProduct::LinearBackwardInput { dout, weight, offsets, dx, accumulate, compute } => {
+            let (groups, rest) = groups(t.u32s(offsets), dx)?;
+            if !accumulate {
+                fill(exec, t.floats_mut(dx).slice(elements(&rest, dx)), 0.0);
+            }
+            for (group, rows) in groups.filter(|(_, rows)| !rows.is_empty()) {
+                let dout = part(t.matrix(dout), &rows);
+                let weight = matrix(t.matrix(weight), group, dout.columns);
+                job.matmul(compute, dout, weight, part_of_output(t.output(dx), &rows), accumulate);
+            }
+        }
+        GroupedProduct::LinearBackwardWeight { dout, x, offsets, dweight, accumulate, rounding, compute } => {
+            let outputs = dout.columns() as usize;
+            for (group, rows) in groups(t.u32s(offsets), dout)?.0 {
+                let own = group * outputs..(group + 1) * outputs;
+                if rows.is_empty() {
+                    if !accumulate {
+                        fill(exec, t.floats_mut(dweight).slice(elements(&own, dweight)), 0.0);
+                    }
+                    continue;
+                }
+                let (dout, x) = (transposed(part(t.matrix(dout), &rows)), part(t.matrix(x), &rows));
+                let out = part_of_output(t.sums(dweight, rounding), &own);
+                job.matmul(compute, dout, x, out, accumulate);
+            }
+        }
+        GroupedProduct::BiasBackward { dout, offsets, dbias, accumulate } => {
+            let workspace: &mut [f32] = job.workspace();
+            for (group, rows) in groups(t.u32s(offsets), dout)?.0 {
+                let dout = t.floats(dout).slice(elements(&rows, dout));
+                let columns = dbias.columns() as usize;
+                let dbias = t.floats_mut(dbias);
+                let mut dbias = dbias;
+                bias_backward(exec, dout, dbias.row(group, columns), accumulate, workspace);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The rows of each group, and those of none.
+fn groups<'o>(
+    offsets: &'o [u32],
+    x: &Tensor,
+) -> Result<(impl Iterator<Item = (usize, Range<usize>)> + use<'o>, Range<usize>), String> {
+    let rows = x.rows() as usize;
+    let last = offsets.last().map_or(0, |last| *last as usize);
+    if offsets.first() != Some(&0) || !offsets.is_sorted() || last > rows {
+        return Err(format!("offsets do not cut the rows of {x:?} into groups"));
+    }
+    let each = offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize);
+    Ok((each.enumerate(), last..rows))
+}
+
+fn elements(rows: &Range<usize>, x: &Tensor) -> Range<usize> {
+    let columns = x.columns() as usize;
+    rows.start * columns..rows.end * columns
+}
+
+/// Some rows of a matrix whose rows can be had by themselves, or whole matrices of a stack.
+fn part(x: Operand, rows: &Range<usize>) -> Operand {
+    let before = x.dtype.bytes_for((rows.start * x.row_stride) as u64).unwrap_or(0);
+    Operand { data: x.data.wrapping_add(before as usize), rows: rows.len(), ..x }
+}
+
+fn part_of_output(out: Output, rows: &Range<usize>) -> Output {
+    let before = out.dtype.bytes_for((rows.start * out.row_stride) as u64).unwrap_or(0);
+    Output { data: out.data.wrapping_add(before as usize), rows: rows.len(), ..out }
+}
+
+/// Matrix `index` of a stack of matrices of so many rows.
+fn matrix(stack: Operand, index: usize, rows: usize) -> Operand {
+    part(stack, &(index * rows..(index + 1) * rows))
+}
+
+fn transposed(x: Operand) -> Operand {
+    let Operand { data, dtype, rows, columns, row_stride, column_stride } = x;
+    Operand {
+        data,
+        dtype,
+        rows: columns,
+        columns: rows,
+        row_stride: column_stride,
+        column_stride: row_stride,
+    }
+}

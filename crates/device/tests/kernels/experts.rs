@@ -1,0 +1,481 @@
+//! The way of tokens to experts and back, and products with a matrix for each group of rows, against plain f64.
+
+use plimsoll_device::{Compute, DType, DeviceExt, GroupedProduct, Product, Rounding, Router, Routing};
+
+use crate::harness::{
+    Expected, Operand, check, check_gradient_within, check_in_place, decode, noise, refusal, run, storages,
+};
+use DType::{F32, F64, U32};
+use plimsoll_device::cpu::Isa;
+
+/// Rows, inputs, outputs of each matrix, and how many rows each has.
+const GROUPS: [(usize, usize, usize, &[u32]); 5] = [
+    (1, 1, 1, &[1]),
+    (7, 5, 3, &[0, 4, 0, 3, 0]),
+    (60, 33, 40, &[25, 1, 30]),
+    (60, 64, 32, &[60, 0]),
+    // Five rows have no matrix.
+    (12, 8, 6, &[3, 4]),
+];
+
+fn offsets(rows: &[u32]) -> Vec<u32> {
+    let mut sum = 0;
+    std::iter::once(0)
+        .chain(rows.iter().map(|rows| {
+            sum += rows;
+            sum
+        }))
+        .collect()
+}
+
+/// For each row the matrix that it belongs to, if any.
+fn owners(rows: usize, offsets: &[u32]) -> Vec<Option<usize>> {
+    let of = |row: usize| offsets.windows(2).position(|pair| (pair[0]..pair[1]).contains(&(row as u32)));
+    (0..rows).map(of).collect()
+}
+
+#[test]
+fn grouped_products() {
+    for ((r, i, o, each), [x, weight, bias, out]) in GROUPS.iter().flat_map(|g| storages().map(|t| (*g, t))) {
+        let (offsets, groups) = (offsets(each), each.len());
+        let owners = owners(r, &offsets);
+        for (with_bias, accumulate) in [(false, false), (true, false), (true, true)] {
+            let label = format!("{r} {i} {o} {x} {weight} {bias} {out} {with_bias} {accumulate}");
+            let operands = [
+                Operand::new(x, &[r, i], noise(1)),
+                Operand::new(weight, &[groups, o, i], noise(2)),
+                Operand::new(bias, &[groups, o], noise(3)),
+                Operand::u32s(&offsets),
+                Operand::new(out, &[r, o], noise(4)),
+            ];
+            let [xs, ws, bs, _, before] = operands.each_ref().map(|operand| &operand.values);
+            let value = |at: usize| {
+                let (row, column) = (at / o, at % o);
+                let old = if accumulate { before[at] } else { 0.0 };
+                let Some(group) = owners[row] else { return old };
+                let product: f64 = (0..i).map(|k| xs[row * i + k] * ws[(group * o + column) * i + k]).sum();
+                old + product + if with_bias { bs[group * o + column] } else { 0.0 }
+            };
+            let values = (0..r * o).map(value).collect();
+            let tolerance = 2e-6 + if with_bias && out == DType::Bf16 { 0.01 } else { 0.0 };
+            check(
+                &label,
+                &operands,
+                |cpu, t| {
+                    cpu.run(GroupedProduct::Linear {
+                        x: &t[0],
+                        weight: &t[1],
+                        bias: with_bias.then(|| &t[2]),
+                        offsets: &t[3],
+                        out: &t[4],
+                        accumulate,
+                        compute: Compute::F32,
+                    })
+                },
+                &[Expected { operand: 4, values, tolerance }],
+            );
+        }
+        for accumulate in [false, true] {
+            let label = format!("backward {r} {i} {o} {x} {weight} {out} {accumulate}");
+            // dout, weight, offsets, x, dx, dweight, dbias
+            let operands = [
+                Operand::new(x, &[r, o], noise(1)),
+                Operand::new(weight, &[groups, o, i], noise(2)),
+                Operand::u32s(&offsets),
+                Operand::new(bias, &[r, i], noise(3)),
+                Operand::new(out, &[r, i], noise(4)),
+                Operand::new(out, &[groups, o, i], noise(5)),
+                Operand::new(out, &[groups, o], noise(6)),
+            ];
+            let [douts, ws, _, xs, dx, dw, db] = operands.each_ref().map(|operand| &operand.values);
+            let old = |before: &[f64], at: usize| if accumulate { before[at] } else { 0.0 };
+            let dinput = |at: usize| {
+                let (row, column) = (at / i, at % i);
+                let sum = |group: usize| {
+                    (0..o).map(|k| douts[row * o + k] * ws[(group * o + k) * i + column]).sum::<f64>()
+                };
+                old(dx, at) + owners[row].map_or(0.0, sum)
+            };
+            let own = |group: usize| {
+                let all = owners.iter().enumerate();
+                all.filter(move |(_, owner)| **owner == Some(group)).map(|(row, _)| row)
+            };
+            let dweight = |at: usize| {
+                let (group, output, input) = (at / (o * i), at / i % o, at % i);
+                old(dw, at) + own(group).map(|row| douts[row * o + output] * xs[row * i + input]).sum::<f64>()
+            };
+            let dbias = |at: usize| old(db, at) + own(at / o).map(|row| douts[row * o + at % o]).sum::<f64>();
+            let expected = |operand, values| Expected { operand, values, tolerance: 4e-6 };
+            check(
+                &label,
+                &operands,
+                |cpu, t| {
+                    let (dout, offsets, compute) = (&t[0], &t[2], Compute::F32);
+                    cpu.run(GroupedProduct::LinearBackwardInput {
+                        dout,
+                        weight: &t[1],
+                        offsets,
+                        dx: &t[4],
+                        accumulate,
+                        compute,
+                    })?;
+                    cpu.run(GroupedProduct::LinearBackwardWeight {
+                        dout,
+                        x: &t[3],
+                        offsets,
+                        dweight: &t[5],
+                        accumulate,
+                        rounding: Rounding::Nearest,
+                        compute,
+                    })?;
+                    cpu.run(GroupedProduct::BiasBackward { dout, offsets, dbias: &t[6], accumulate })
+                },
+                &[
+                    expected(4, (0..r * i).map(dinput).collect()),
+                    expected(5, (0..groups * o * i).map(dweight).collect()),
+                    expected(6, (0..groups * o).map(dbias).collect()),
+                ],
+            );
+        }
+    }
+}
+
+/// The product of a group has the bits of the same product by itself, for weights in blocks too.
+#[test]
+fn groups_have_the_bits_of_plain_products() {
+    let (rows, inputs, outputs) = (30, 256, 64);
+    let bytes = |dtype: DType, elements: u64| -> Vec<u8> {
+        let codes = noise(9).map(|x| (x * 20.0) as i8 as u8 & 0x3f);
+        codes.take(dtype.bytes_for(elements).unwrap() as usize).collect()
+    };
+    for dtype in [DType::Q8_0, DType::Q4_0, DType::Nf4] {
+        let all = bytes(dtype, 2 * outputs * inputs);
+        let half = all.len() / 2;
+        let x = Operand::new(F32, &[rows, inputs as usize], noise(1));
+        let out = Operand::garbage(F32, &[rows, outputs as usize]);
+        let stack = Operand::blocks(dtype, &[2, outputs as usize, inputs as usize], all.clone());
+        let grouped = [x.clone(), stack, Operand::u32s(&[0, 0, rows as u32]), out.clone()];
+        let second = Operand::blocks(dtype, &[outputs as usize, inputs as usize], all[half..].to_vec());
+        let plain = [x, second, out];
+        let (bias, accumulate, compute) = (None, false, Compute::Bf16);
+        let one = run(Isa::detect(), 2, &grouped, &|cpu, t| {
+            let (x, weight, offsets, out) = (&t[0], &t[1], &t[2], &t[3]);
+            cpu.run(GroupedProduct::Linear { x, weight, bias, offsets, out, accumulate, compute })
+        });
+        let other = run(Isa::detect(), 2, &plain, &|cpu, t| {
+            cpu.run(Product::Linear { x: &t[0], weight: &t[1], bias, out: &t[2], accumulate, compute })
+        });
+        assert!(one.unwrap()[3] == other.unwrap()[2], "{dtype}");
+    }
+}
+
+#[test]
+fn offsets_that_do_not_cut() {
+    let product = |offsets: &[u32]| {
+        let operands = [
+            Operand::new(F32, &[4, 2], noise(1)),
+            Operand::new(F32, &[2, 3, 2], noise(2)),
+            Operand::u32s(offsets),
+            Operand::garbage(F32, &[4, 3]),
+        ];
+        refusal(&operands, |cpu, t| {
+            let (x, weight, offsets, out) = (&t[0], &t[1], &t[2], &t[3]);
+            let (bias, accumulate, compute) = (None, false, Compute::F32);
+            cpu.run(GroupedProduct::Linear { x, weight, bias, offsets, out, accumulate, compute })
+        })
+    };
+    for offsets in [[0, 3, 2], [1, 2, 4], [0, 2, 5]] {
+        let message = product(&offsets);
+        assert!(message.contains("do not cut the rows of"), "{message}");
+    }
+    assert!(
+        product(&[0, 4]).contains("is not a matrix for each group")
+            || product(&[0, 4]).contains("does not give")
+    );
+}
+
+const PLAIN: Router = Router { sigmoid: false, normalise: true, scale: 1.0, groups: None };
+
+fn chosen(
+    logits: &[f64],
+    experts: usize,
+    each: usize,
+    correction: Option<&[f64]>,
+    router: Router,
+) -> Vec<u32> {
+    let tokens = logits.len() / experts;
+    let mut operands = vec![Operand::new(F32, &[tokens, experts], logits.iter().copied())];
+    operands.push(Operand::garbage(U32, &[tokens, each]));
+    operands.extend(correction.map(|values| Operand::new(F32, &[experts], values.iter().copied())));
+    let run = |threads| {
+        run(Isa::detect(), threads, &operands, &|cpu, t| {
+            cpu.run(Routing::Choose { logits: &t[0], correction: t.get(2), router, choice: &t[1] })
+        })
+    };
+    let (alone, together) = (run(1).unwrap(), run(3).unwrap());
+    assert!(alone == together);
+    decode(U32, &alone[1]).into_iter().map(|x| x as u32).collect()
+}
+
+#[test]
+fn the_best_experts_are_chosen_and_ties_have_a_rule() {
+    assert_eq!(chosen(&[0.1, 0.7, 0.7, -2.0, 0.9], 5, 3, None, PLAIN), [4, 1, 2]);
+    assert_eq!(chosen(&[0.0; 6], 6, 4, None, PLAIN), [0, 1, 2, 3]);
+    assert_eq!(chosen(&[f64::NAN, f64::NEG_INFINITY, f64::NAN, 3.0], 4, 4, None, PLAIN), [3, 1, 0, 2]);
+    let many: Vec<f64> = noise(3).take(700 * 40).collect();
+    let choice = chosen(&many, 40, 6, None, PLAIN);
+    for (logits, choice) in many.chunks(40).zip(choice.chunks(6)) {
+        let mut order: Vec<u32> = (0..40).collect();
+        order.sort_by(|a, b| (logits[*b as usize] as f32).total_cmp(&(logits[*a as usize] as f32)));
+        assert_eq!(&order[..6], choice);
+    }
+}
+
+/// A correction changes the choice; groups count for their two best, and no expert comes from another.
+#[test]
+fn corrections_and_groups_decide() {
+    let sigmoid = Router { sigmoid: true, ..PLAIN };
+    let logits = [2.0, 1.0, 0.0, -1.0];
+    assert_eq!(chosen(&logits, 4, 2, None, sigmoid), [0, 1]);
+    assert_eq!(chosen(&logits, 4, 2, Some(&[0.0, 0.0, 0.0, 1.0]), sigmoid), [3, 0]);
+    let groups = |chosen| Router { groups: Some((3, chosen)), ..sigmoid };
+    // The first group has the best expert; the second the best pair.
+    let logits = [3.0, -9.0, 1.5, 1.4, 0.0, 0.1];
+    assert_eq!(chosen(&logits, 6, 2, None, groups(1)), [2, 3]);
+    assert_eq!(chosen(&logits, 6, 3, None, groups(2)), [2, 3, 5]);
+}
+
+/// The weights of a token's experts, in f64.
+fn weights(logits: &[f64], experts: usize, choice: &[u32], router: Router) -> Vec<f64> {
+    let each = choice.len() / (logits.len() / experts);
+    let of_token = |(logits, chosen): (&[f64], &[u32])| -> Vec<f64> {
+        let sum: f64 = logits.iter().map(|x| x.exp()).sum();
+        let score = |e: &u32| {
+            let x = logits[*e as usize];
+            if router.sigmoid { 1.0 / (1.0 + (-x).exp()) } else { x.exp() / sum }
+        };
+        let scores: Vec<f64> = chosen.iter().map(score).collect();
+        let total = if router.normalise { scores.iter().sum() } else { 1.0 };
+        scores.iter().map(|s| f64::from(router.scale) * s / total).collect()
+    };
+    logits.chunks(experts).zip(choice.chunks(each)).flat_map(of_token).collect()
+}
+
+#[test]
+fn weights_and_their_gradient() {
+    let (tokens, experts, each) = (37, 6, 3);
+    let logits: Vec<f64> = noise(5).map(|x| 3.0 * x).take(tokens * experts).collect();
+    let logits = Operand::new(F32, &[tokens, experts], logits);
+    for sigmoid in [false, true] {
+        for normalise in [false, true] {
+            let router = Router { sigmoid, normalise, scale: 1.75, groups: None };
+            let all: Vec<u32> = (0..tokens).flat_map(|_| 0..experts as u32).collect();
+            for (choice, is_chosen) in
+                [(chosen(&logits.values, experts, each, None, PLAIN), true), (all, false)]
+            {
+                let each = choice.len() / tokens;
+                let label = format!("{sigmoid} {normalise} {is_chosen}");
+                let mut places = Operand::u32s(&choice);
+                places = Operand::new(U32, &[tokens, each], places.values);
+                let dweights = Operand::new(F32, &[tokens, each], noise(6));
+                let operands = [
+                    logits.clone(),
+                    places,
+                    Operand::garbage(F32, &[tokens, each]),
+                    dweights.clone(),
+                    Operand::garbage(F32, &[tokens, experts]),
+                ];
+                let loss = |logits: &[f64]| -> f64 {
+                    let weights = weights(logits, experts, &choice, router);
+                    weights.iter().zip(&dweights.values).map(|(w, d)| w * d).sum()
+                };
+                let written = run(Isa::detect(), 2, &operands, &|cpu, t| {
+                    let (logits, choice) = (&t[0], is_chosen.then_some(&t[1]));
+                    cpu.run(Routing::Weigh { logits, choice, router, weights: &t[2] })?;
+                    let (dweights, dlogits) = (&t[3], &t[4]);
+                    cpu.run(Routing::WeighBackward { logits, choice, router, dweights, dlogits })
+                })
+                .unwrap();
+                let expected = weights(&logits.values, experts, &choice, router);
+                let found = decode(F32, &written[2]);
+                let close = |(a, b): (&f64, &f64)| (a - b).abs() < 2e-6 * (1.0 + b.abs());
+                assert!(found.iter().zip(&expected).all(close), "{label}");
+                check_gradient_within(2e-6, &label, &logits.values, &decode(F32, &written[4]), loss);
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_are_sorted_by_expert_and_found_again() {
+    let choice = [2, 0, 2, 3, 1, 2, 7, 0];
+    let operands = [
+        Operand::new(U32, &[4, 2], choice.iter().map(|x| f64::from(*x))),
+        Operand::garbage(U32, &[8]),
+        Operand::garbage(U32, &[4, 2]),
+        Operand::garbage(U32, &[5]),
+    ];
+    // Expert 7 has no offset.
+    let expected = |operand, values: &[u32]| Expected {
+        operand,
+        values: values.iter().map(|x| f64::from(*x)).collect(),
+        tolerance: 0.0,
+    };
+    check(
+        "sort",
+        &operands,
+        |cpu, t| cpu.run(Routing::Sort { choice: &t[0], sources: &t[1], places: &t[2], offsets: &t[3] }),
+        &[
+            expected(1, &[1, 7, 4, 0, 2, 5, 3, 6]),
+            expected(2, &[3, 0, 4, 6, 2, 5, 7, 1]),
+            expected(3, &[0, 2, 3, 6, 7]),
+        ],
+    );
+}
+
+#[test]
+fn rows_go_out_and_come_back() {
+    let (tokens, each, columns) = (9, 2, 1300);
+    let sources: Vec<u32> = [5, 3, 17, 0, 1, 2, 16, 4, 6, 15, 14, 7, 8, 9, 13, 10, 12, 11].into();
+    let mut places = vec![0u32; sources.len()];
+    (0..).zip(&sources).for_each(|(row, place)| places[*place as usize] = row);
+    let rows = sources.len();
+    for [x, out] in storages() {
+        for accumulate in [false, true] {
+            // x, sources, routed, places, combined, factors, scaled, dots
+            let operands = [
+                Operand::new(x, &[tokens, columns], noise(1)),
+                Operand::u32s(&sources),
+                Operand::garbage(x, &[rows, columns]),
+                Operand::new(U32, &[tokens, each], places.iter().map(|x| f64::from(*x))),
+                Operand::new(out, &[tokens, columns], noise(2)),
+                Operand::new(F32, &[rows], noise(3)),
+                Operand::garbage(out, &[rows, columns]),
+                Operand::garbage(F32, &[rows]),
+            ];
+            let [xs, _, _, _, before, factors, ..] = operands.each_ref().map(|operand| &operand.values);
+            let routed: Vec<f64> = sources
+                .iter()
+                .flat_map(|s| {
+                    let token = *s as usize / each;
+                    xs[token * columns..(token + 1) * columns].to_vec()
+                })
+                .collect();
+            let row = |r: usize| &routed[r * columns..(r + 1) * columns];
+            let combined = (0..tokens * columns)
+                .map(|at| {
+                    let old = if accumulate { before[at] } else { 0.0 };
+                    old + 2.0 * xs[at]
+                })
+                .collect();
+            let scaled: Vec<f64> =
+                (0..rows * columns).map(|at| routed[at] * factors[sources[at / columns] as usize]).collect();
+            let dot = |place: usize| row(places[place] as usize).iter().map(|x| x * x).sum::<f64>();
+            let dots = (0..rows).map(dot).collect();
+            let expected = |operand, values, tolerance| Expected { operand, values, tolerance };
+            check(
+                &format!("{x} {out} {accumulate}"),
+                &operands,
+                |cpu, t| {
+                    cpu.run(Routing::Gather { x: &t[0], sources: &t[1], out: &t[2] })?;
+                    cpu.run(Routing::Combine { x: &t[2], places: &t[3], out: &t[4], accumulate })?;
+                    let sources = Some(&t[1]);
+                    cpu.run(Routing::ScaleRows { x: &t[2], factors: &t[5], sources, out: &t[6] })?;
+                    cpu.run(Routing::RowDots { a: &t[2], b: &t[2], places: Some(&t[3]), out: &t[7] })
+                },
+                &[
+                    expected(2, routed.clone(), 0.0),
+                    expected(4, combined, 1e-6),
+                    expected(6, scaled, 1e-6),
+                    expected(7, dots, 1e-5),
+                ],
+            );
+        }
+    }
+    let apart = [
+        Operand::new(F32, &[3, 500], noise(1)),
+        Operand::garbage(F32, &[3, 500]),
+        Operand::new(F32, &[3], noise(2)),
+    ];
+    let within = [apart[0].clone(), apart[2].clone()];
+    check_in_place(
+        "scale in place",
+        (
+            &apart,
+            &|cpu, t| cpu.run(Routing::ScaleRows { x: &t[0], factors: &t[2], sources: None, out: &t[1] }),
+            1,
+        ),
+        (
+            &within,
+            &|cpu, t| cpu.run(Routing::ScaleRows { x: &t[0], factors: &t[1], sources: None, out: &t[0] }),
+            0,
+        ),
+    );
+}
+
+#[test]
+fn the_balance_loss_and_its_gradient() {
+    let (tokens, experts, factor) = (50, 5, 0.3);
+    let logits = Operand::new(F32, &[tokens, experts], noise(1).map(|x| 2.0 * x));
+    let choice = chosen(&logits.values, experts, 2, None, PLAIN);
+    let mut counts = vec![0.0; experts];
+    choice.iter().for_each(|expert| counts[*expert as usize] += 1.0);
+    // Two lots of tokens count together.
+    let rows = 2 * tokens as u64;
+    let mass = |logits: &[f64]| -> Vec<f64> {
+        let mut mass = vec![0.0; experts];
+        for logits in logits.chunks(experts) {
+            let sum: f64 = logits.iter().map(|x| x.exp()).sum();
+            mass.iter_mut().zip(logits).for_each(|(mass, x)| *mass += x.exp() / sum);
+        }
+        mass
+    };
+    let loss_of = |mass: &[f64], counts: &[f64]| -> f64 {
+        let n = rows as f64;
+        let products = mass.iter().zip(counts).map(|(mass, count)| mass / n * count / n);
+        factor * experts as f64 * products.sum::<f64>()
+    };
+    let operands = [
+        logits.clone(),
+        Operand::new(U32, &[tokens, 2], choice.iter().map(|x| f64::from(*x))),
+        Operand::new(U32, &[experts], counts.clone()),
+        Operand::new(F64, &[experts], mass(&logits.values)),
+        Operand::garbage(F32, &[1]),
+        Operand::new(F32, &[tokens, experts], vec![0.0; tokens * experts]),
+    ];
+    let written = run(Isa::detect(), 2, &operands, &|cpu, t| {
+        let (logits, choice, counts, mass) = (&t[0], &t[1], &t[2], &t[3]);
+        cpu.run(Routing::Count { choice, counts })?;
+        cpu.run(Routing::Mass { logits, mass })?;
+        cpu.run(Routing::BalanceLoss { counts, mass, rows, factor, out: &t[4] })?;
+        cpu.run(Routing::BalanceBackward { logits, counts, rows, factor, dlogits: &t[5] })
+    })
+    .unwrap();
+    let twice: Vec<f64> = counts.iter().map(|count| 2.0 * count).collect();
+    assert_eq!(decode(U32, &written[2]), twice);
+    let both: Vec<f64> = mass(&logits.values).iter().map(|mass| 2.0 * mass).collect();
+    let loss = decode(F32, &written[4])[0];
+    assert!((loss - loss_of(&both, &twice)).abs() < 1e-6, "{loss}");
+    // The other lot's mass does not depend on these logits.
+    let of_logits = |x: &[f64]| {
+        let more = mass(x);
+        let all: Vec<f64> = more.iter().zip(mass(&logits.values)).map(|(a, b)| a + b).collect();
+        loss_of(&all, &twice)
+    };
+    check_gradient_within(2e-6, "balance", &logits.values, &decode(F32, &written[5]), of_logits);
+}
+
+#[test]
+fn numbers_that_are_of_nobody_are_refused() {
+    let x = Operand::new(F32, &[2, 4], noise(1));
+    let gathered = Operand::garbage(F32, &[4, 4]);
+    let message = refusal(&[x.clone(), Operand::u32s(&[0, 1, 4, 2]), gathered], |cpu, t| {
+        cpu.run(Routing::Gather { x: &t[0], sources: &t[1], out: &t[2] })
+    });
+    assert!(message.contains("place 4 at 2 is not one of 4"), "{message}");
+    let places = Operand::new(U32, &[1, 2], [0.0, 9.0]);
+    let message = refusal(&[x, places, Operand::garbage(F32, &[1, 4])], |cpu, t| {
+        cpu.run(Routing::Combine { x: &t[0], places: &t[1], out: &t[2], accumulate: false })
+    });
+    assert!(message.contains("row 9 at 1 is not one of 2"), "{message}");
+}

@@ -1,0 +1,543 @@
+//! A feed-forward part of experts: the router's choice, rows sorted by expert, products with each expert's matrices, and the sum of
+//! what comes back (Shazeer et al. 2017; rows by expert without dropping as in MegaBlocks, Gale et al. 2022).
+//!
+//! Shapes: N tokens, E experts, k of them for each token, R = N * k routed rows, I an expert's inner width. No shape depends on the
+//! choice, so that a plan holds for every routing. The weights of a token's experts multiply the input of their down projections, which
+//! is linear; so the outputs of experts are never kept.
+
+use std::ops::Range;
+
+use plimsoll_device::{DType, DeviceExt, Router, Routing, Tensor};
+use plimsoll_memory::Tag;
+use plimsoll_model::{ExpertsSpec, FeedForwardRoles, Role, Scoring};
+
+use super::mlp::{
+    FeedForward, SavedWithin, activated, activated_in_place, activation_backward, down_backward,
+    for_each_chunk, input_backward, project_inner, weights_backward,
+};
+use super::parts::activation_tensor;
+use super::saved::{Held, Inner};
+use crate::StepError;
+use crate::context::Context;
+use crate::gradients::Gradients;
+use crate::head::{reshaped, rows};
+use crate::linear::Linear;
+use crate::policy::{LayerPolicy, Save};
+use crate::store::{BlockWeights, ExpertWeights};
+
+/// What the router says of some tokens.
+struct Routed {
+    /// f32 `[N, E]`
+    logits: Tensor,
+    /// u32 `[N, k]`
+    choice: Tensor,
+    /// f32 `[N, k]`
+    weights: Tensor,
+}
+
+impl Routed {
+    /// That of some of the tokens.
+    fn part(&self, start: u64, end: u64) -> Result<Routed, StepError> {
+        let part = |x: &Tensor| rows(x, start, end);
+        Ok(Routed { logits: part(&self.logits)?, choice: part(&self.choice)?, weights: part(&self.weights)? })
+    }
+}
+
+/// Where the rows of experts come from and go to.
+struct Order {
+    /// u32 `[R]`: the place of each row.
+    sources: Tensor,
+    /// u32 `[N, k]`: the row of each place.
+    places: Tensor,
+    /// u32 `[E + 1]`: the first row of each expert.
+    offsets: Tensor,
+}
+
+/// What multiplies the rows of an activation: the weights of experts, or the gate of a shared expert.
+struct Factors<'f> {
+    /// f32, one for each place.
+    values: &'f Tensor,
+    order: Option<&'f Order>,
+}
+
+/// The experts of a layer, with what they are computed by.
+struct Experts<'e, 'c> {
+    ctx: &'e Context<'c>,
+    weights: &'e BlockWeights,
+    spec: &'e ExpertsSpec,
+}
+
+/// The part forward. `add` is given what writes the part's output to a tensor, or adds it there; normed `[N, H]`.
+pub(super) fn forward<R>(
+    ctx: &Context<'_>,
+    weights: &BlockWeights,
+    spec: &ExpertsSpec,
+    policy: LayerPolicy,
+    normed: &Tensor,
+    add: impl FnOnce(&dyn Fn(&Tensor, bool) -> Result<(), StepError>) -> Result<R, StepError>,
+) -> Result<(R, SavedWithin), StepError> {
+    let experts = Experts { ctx, weights, spec };
+    let routed = experts.route(normed, None)?;
+    // Logits are few, and a rounding of theirs is one of the weights: they are kept as they are.
+    let of_logits = if policy.gate_up == Save::Recompute { Save::Recompute } else { Save::Keep };
+    if let Some(chunk) = ctx.mlp_chunk(normed.rows()) {
+        let out = add(&|out, accumulate| experts.in_chunks(chunk, &routed, normed, out, accumulate))?;
+        return Ok((out, SavedWithin::dropped()));
+    }
+    let (shared_inner, shared) = match experts.shared(normed)? {
+        None => (Held::Dropped, None),
+        Some(shared) => {
+            let (inner, activated) = kept_inner(ctx, policy, shared.inner(ctx, normed)?, shared.factors())?;
+            (inner, Some((shared, activated)))
+        }
+    };
+    let order = experts.sort(&routed.choice)?;
+    if let Some(weights) = ctx.expert_weights {
+        let outputs = experts.through_slots(weights, &order, &routed.weights, normed)?;
+        let out = add(&|out, accumulate| {
+            let places = &order.places;
+            ctx.device.run(Routing::Combine { x: &outputs, places, out, accumulate })?;
+            match &shared {
+                Some((shared, activated)) => shared.part.down()?.forward(ctx, activated, out, true),
+                None => Ok(()),
+            }
+        })?;
+        return Ok((out, SavedWithin::dropped()));
+    }
+    let part = experts.part(&order);
+    let inner = project_inner(ctx, part, &experts.gather(normed, &order)?)?;
+    let factors = Factors { values: &routed.weights, order: Some(&order) };
+    let (inner, activated) = kept_inner(ctx, policy, inner, Some(factors))?;
+    let out = add(&|out, accumulate| {
+        experts.write(&order, &activated, out, accumulate)?;
+        match &shared {
+            Some((shared, activated)) => shared.part.down()?.forward(ctx, activated, out, true),
+            None => Ok(()),
+        }
+    })?;
+    let activation = Held::new(ctx, policy.activation, activated)?;
+    let shared_activation = match shared {
+        Some((_, activated)) => Held::new(ctx, policy.activation, activated)?,
+        None => Held::Dropped,
+    };
+    let logits = Held::new(ctx, of_logits, routed.logits)?;
+    Ok((out, SavedWithin { inner, activation, logits, shared_inner, shared_activation }))
+}
+
+/// The gradient of the part's normed input `[N, H]`; weight gradients are added. `dout` as for any feed-forward part.
+pub(super) fn backward(
+    ctx: &Context<'_>,
+    weights: &BlockWeights,
+    spec: &ExpertsSpec,
+    within: SavedWithin,
+    normed: &Tensor,
+    gradients: &mut Gradients<'_>,
+    dout: impl FnOnce(
+        &dyn Fn(&Tensor, bool) -> Result<(), StepError>,
+        &mut Gradients<'_>,
+    ) -> Result<Tensor, StepError>,
+) -> Result<Tensor, StepError> {
+    let experts = Experts { ctx, weights, spec };
+    let logits = match within.logits {
+        Held::Dropped => None,
+        held => Some(held.restore(ctx, || Err(NO_LOGITS))?),
+    };
+    let routed = experts.route(normed, logits)?;
+    let dweights =
+        ctx.device.alloc(DType::F32, routed.weights.shape().dims(), Tag::Activations, "dweights")?;
+    let dnormed;
+    if let Some(chunk) = ctx.mlp_chunk(normed.rows()) {
+        let again = |out: &Tensor, accumulate| experts.in_chunks(chunk, &routed, normed, out, accumulate);
+        let dout = dout(&again, gradients)?;
+        dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
+        for_each_chunk(ctx, normed.rows(), chunk, |ctx, start, end| {
+            let experts = Experts { ctx, ..experts };
+            let (routed, normed) = (routed.part(start, end)?, rows(normed, start, end)?);
+            let (dout, dnormed) = (rows(&dout, start, end)?, rows(&dnormed, start, end)?);
+            let order = experts.sort(&routed.choice)?;
+            let factors = Factors { values: &routed.weights, order: Some(&order) };
+            let inner = project_inner(ctx, experts.part(&order), &experts.gather(&normed, &order)?)?;
+            let activation = scaled(ctx, activated(ctx, &inner)?, Some(&factors))?;
+            let dweights = rows(&dweights, start, end)?;
+            experts
+                .rows_backward(inner, activation, &factors, &normed, &dout, &dweights, &dnormed, gradients)?;
+            if let Some(shared) = experts.shared(&normed)? {
+                let inner = shared.inner(ctx, &normed)?;
+                let activation = scaled(ctx, activated(ctx, &inner)?, shared.factors().as_ref())?;
+                shared.backward(&experts, inner, activation, &normed, &dout, &dnormed, gradients)?;
+            }
+            Ok(())
+        })?;
+    } else {
+        let order = experts.sort(&routed.choice)?;
+        let part = experts.part(&order);
+        let factors = Factors { values: &routed.weights, order: Some(&order) };
+        let again = || project_inner(ctx, part, &experts.gather(normed, &order)?);
+        let inner = within.inner.restore(ctx, again)?;
+        let again = || scaled(ctx, activated(ctx, &inner)?, Some(&factors));
+        let activation = within.activation.restore(ctx, again)?;
+        let shared = match experts.shared(normed)? {
+            None => None,
+            Some(shared) => {
+                let inner = within.shared_inner.restore(ctx, || shared.inner(ctx, normed))?;
+                let again = || scaled(ctx, activated(ctx, &inner)?, shared.factors().as_ref());
+                let activation = within.shared_activation.restore(ctx, again)?;
+                Some((shared, inner, activation))
+            }
+        };
+        let again = |out: &Tensor, accumulate| {
+            experts.write(&order, &activation, out, accumulate)?;
+            match &shared {
+                Some((shared, _, activation)) => shared.part.down()?.forward(ctx, activation, out, true),
+                None => Ok(()),
+            }
+        };
+        let dout = dout(&again, gradients)?;
+        dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
+        experts.rows_backward(inner, activation, &factors, normed, &dout, &dweights, &dnormed, gradients)?;
+        if let Some((shared, inner, activation)) = shared {
+            shared.backward(&experts, inner, activation, normed, &dout, &dnormed, gradients)?;
+        }
+    }
+    experts.router_backward(&routed, &dweights, normed, &dnormed, gradients)?;
+    if let (Some(routes), Some(layer)) = (ctx.routes, weights.block().layer()) {
+        routes.forget(layer);
+    }
+    Ok(dnormed)
+}
+
+const NO_LOGITS: StepError = StepError::Invariant { what: "logits that were kept cannot be made again" };
+
+/// What is kept of gate and up projections, and their activation times its factors.
+fn kept_inner(
+    ctx: &Context<'_>,
+    policy: LayerPolicy,
+    projected: Inner,
+    factors: Option<Factors<'_>>,
+) -> Result<(Held<Inner>, Tensor), StepError> {
+    let inner = Held::new(ctx, policy.gate_up, projected.clone())?;
+    let activated = match policy.gate_up {
+        Save::Keep => activated(ctx, &projected)?,
+        Save::Int8 { .. } | Save::Recompute => activated_in_place(ctx, projected)?,
+    };
+    Ok((inner, scaled(ctx, activated, factors.as_ref())?))
+}
+
+/// x with each row times its factor, in its own memory.
+fn scaled(ctx: &Context<'_>, x: Tensor, factors: Option<&Factors<'_>>) -> Result<Tensor, StepError> {
+    if let Some(Factors { values, order }) = factors {
+        let sources = order.map(|order| &order.sources);
+        ctx.device.run(Routing::ScaleRows { x: &x, factors: values, sources, out: &x })?;
+    }
+    Ok(x)
+}
+
+/// The gradient of the activation before its rows were scaled, in the place of that of the scaled one, and that of the factors.
+fn scaled_backward(
+    ctx: &Context<'_>,
+    inner: &Inner,
+    dscaled: &Tensor,
+    factors: &Factors<'_>,
+    dfactors: &Tensor,
+) -> Result<(), StepError> {
+    let plain = activated(ctx, inner)?;
+    let (sources, places) = (factors.order.map(|o| &o.sources), factors.order.map(|o| &o.places));
+    ctx.device.run(Routing::RowDots { a: dscaled, b: &plain, places, out: dfactors })?;
+    drop(plain);
+    Ok(ctx.device.run(Routing::ScaleRows { x: dscaled, factors: factors.values, sources, out: dscaled })?)
+}
+
+impl<'e> Experts<'e, '_> {
+    fn router(&self) -> Result<Linear<'e>, StepError> {
+        let linear = self.weights.linear(Role::Router, Role::Router)?;
+        Ok(Linear { bias: None, ..linear })
+    }
+
+    fn rule(&self) -> Router {
+        let router = self.spec.router;
+        Router {
+            sigmoid: router.scoring == Scoring::Sigmoid,
+            normalise: router.normalise,
+            scale: router.scale as f32,
+            groups: router.groups.map(|groups| (groups.count, groups.chosen)),
+        }
+    }
+
+    /// The experts of tokens and their weights, by logits that were kept, or else by the router. A choice that was made for these
+    /// tokens before stands.
+    fn route(&self, normed: &Tensor, logits: Option<Tensor>) -> Result<Routed, StepError> {
+        let (device, router) = (self.ctx.device, self.rule());
+        let alloc =
+            |dtype, columns, name| device.alloc(dtype, &[normed.rows(), columns], Tag::Activations, name);
+        let logits = match logits {
+            Some(logits) => logits,
+            None => {
+                let logits = alloc(DType::F32, self.spec.count, "router")?;
+                self.router()?.forward(self.ctx, normed, &logits, false)?;
+                logits
+            }
+        };
+        let layer = self.weights.block().layer().unwrap_or(0);
+        let made = self.ctx.routes.and_then(|routes| routes.choice(layer));
+        let choice = match made {
+            Some(choice) => choice,
+            None => {
+                let choice = alloc(DType::U32, self.spec.per_token, "experts")?;
+                let correction = self.weights.find(Role::RouterCorrection);
+                device.run(Routing::Choose { logits: &logits, correction, router, choice: &choice })?;
+                if let Some(routes) = self.ctx.routes {
+                    routes.keep(device, layer, &logits, &choice)?;
+                }
+                choice
+            }
+        };
+        let weights = alloc(DType::F32, self.spec.per_token, "expert.weights")?;
+        device.run(Routing::Weigh { logits: &logits, choice: Some(&choice), router, weights: &weights })?;
+        Ok(Routed { logits, choice, weights })
+    }
+
+    fn sort(&self, choice: &Tensor) -> Result<Order, StepError> {
+        let alloc = |sizes: &[u64], name| self.ctx.device.alloc(DType::U32, sizes, Tag::Activations, name);
+        let (sources, places) =
+            (alloc(&[choice.elements()], "sources")?, alloc(choice.shape().dims(), "places")?);
+        let offsets = alloc(&[self.spec.count + 1], "offsets")?;
+        let order = Order { sources, places, offsets };
+        let Order { sources, places, offsets } = &order;
+        self.ctx.device.run(Routing::Sort { choice, sources, places, offsets })?;
+        Ok(order)
+    }
+
+    fn part<'o>(&'o self, order: &'o Order) -> FeedForward<'o> {
+        let offsets = Some(&order.offsets);
+        FeedForward { weights: self.weights, roles: FeedForwardRoles::DENSE, offsets }
+    }
+
+    /// Rows `[R, H]` for the experts, of x `[N, H]`.
+    fn gather(&self, x: &Tensor, order: &Order) -> Result<Tensor, StepError> {
+        let sizes = [order.sources.elements(), x.columns()];
+        let out = self.ctx.device.alloc(x.dtype(), &sizes, Tag::Activations, "routed")?;
+        self.ctx.device.run(Routing::Gather { x, sources: &order.sources, out: &out })?;
+        Ok(out)
+    }
+
+    /// out (+)= what the experts make of their rows' activations.
+    fn write(
+        &self,
+        order: &Order,
+        activation: &Tensor,
+        out: &Tensor,
+        accumulate: bool,
+    ) -> Result<(), StepError> {
+        let down = self.part(order).down()?;
+        let y = activation_tensor(self.ctx, activation.rows(), down.outputs(), "expert.outputs")?;
+        down.forward(self.ctx, activation, &y, false)?;
+        let places = &order.places;
+        Ok(self.ctx.device.run(Routing::Combine { x: &y, places, out, accumulate })?)
+    }
+
+    /// What experts that come one by one make of their rows, `[R, H]`. Each has the bits that it has in a stack.
+    fn through_slots(
+        &self,
+        slots: &dyn ExpertWeights,
+        order: &Order,
+        weights: &Tensor,
+        normed: &Tensor,
+    ) -> Result<Tensor, StepError> {
+        let (ctx, block) = (self.ctx, self.weights.block());
+        let layer = block.layer().unwrap_or(0);
+        let routed = self.gather(normed, order)?;
+        let (count, inner) = (routed.rows(), self.spec.intermediate_size);
+        let gate = match ctx.mlp.gated {
+            true => Some(activation_tensor(ctx, count, inner, "gate")?),
+            false => None,
+        };
+        let up = activation_tensor(ctx, count, inner, "up")?;
+        let outputs = activation_tensor(ctx, count, normed.columns(), "expert.outputs")?;
+        let sources = reshaped(&order.sources, &[count, 1])?;
+        let runs = self.runs(order)?;
+        let used: Vec<u32> = (0..).zip(&runs).filter(|(_, rows)| !rows.is_empty()).map(|(e, _)| e).collect();
+        for expert in slots.announce(layer, &used)? {
+            let own = runs.get(expert as usize).cloned().unwrap_or_default();
+            let part = |x: &Tensor| rows(x, own.start, own.end);
+            let weights_of_expert = BlockWeights::new(block, slots.take(layer, expert)?);
+            let (weights_of_expert, roles) = (&weights_of_expert, FeedForwardRoles::DENSE);
+            let linears = FeedForward { weights: weights_of_expert, roles, offsets: None };
+            let (x, up) = (part(&routed)?, part(&up)?);
+            let gate = gate.as_ref().map(&part).transpose()?;
+            if let Some(gate) = &gate {
+                linears.gate()?.forward(ctx, &x, gate, false)?;
+            }
+            linears.up()?.forward(ctx, &x, &up, false)?;
+            let activated = activated_in_place(ctx, Inner { gate, up })?;
+            let sources = Some(&part(&sources)?).cloned();
+            let (x, sources) = (&activated, sources.as_ref());
+            ctx.device.run(Routing::ScaleRows { x, factors: weights, sources, out: x })?;
+            linears.down()?.forward(ctx, x, &part(&outputs)?, false)?;
+        }
+        Ok(outputs)
+    }
+
+    /// The rows of each expert. A device without memory takes every expert that there may be tokens for as one with tokens.
+    fn runs(&self, order: &Order) -> Result<Vec<Range<u64>>, StepError> {
+        let (count, total) = (self.spec.count, order.sources.elements());
+        if self.ctx.device.is_dry() {
+            let cut = |expert: u64| (expert * total).div_ceil(count);
+            return Ok((0..count).map(|expert| cut(expert)..cut(expert + 1)).collect());
+        }
+        let offsets = self.ctx.device.read_u32(&order.offsets)?;
+        Ok(offsets.windows(2).map(|pair| u64::from(pair[0])..u64::from(pair[1])).collect())
+    }
+
+    /// out (+)= the whole part, of which nothing is kept: only the rows of a chunk of tokens are `[., I]` wide at a time.
+    fn in_chunks(
+        &self,
+        chunk: u64,
+        routed: &Routed,
+        normed: &Tensor,
+        out: &Tensor,
+        accumulate: bool,
+    ) -> Result<(), StepError> {
+        for_each_chunk(self.ctx, normed.rows(), chunk, |ctx, start, end| {
+            let experts = Experts { ctx, ..*self };
+            let (routed, normed) = (routed.part(start, end)?, rows(normed, start, end)?);
+            let out = rows(out, start, end)?;
+            let order = experts.sort(&routed.choice)?;
+            let inner = project_inner(ctx, experts.part(&order), &experts.gather(&normed, &order)?)?;
+            let factors = Factors { values: &routed.weights, order: Some(&order) };
+            let activation = scaled(ctx, activated_in_place(ctx, inner)?, Some(&factors))?;
+            experts.write(&order, &activation, &out, accumulate)?;
+            drop(activation);
+            let Some(shared) = experts.shared(&normed)? else { return Ok(()) };
+            let activation = activated_in_place(ctx, shared.inner(ctx, &normed)?)?;
+            let activation = scaled(ctx, activation, shared.factors().as_ref())?;
+            shared.part.down()?.forward(ctx, &activation, &out, true)
+        })
+    }
+
+    /// Sets dnormed to what comes through the experts, and dweights to the gradient of their weights; adds to the gradients of
+    /// their matrices.
+    fn rows_backward(
+        &self,
+        inner: Inner,
+        activation: Tensor,
+        factors: &Factors<'_>,
+        normed: &Tensor,
+        dout: &Tensor,
+        dweights: &Tensor,
+        dnormed: &Tensor,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<(), StepError> {
+        let ctx = self.ctx;
+        let Some(order) = factors.order else { return Err(NO_ORDER) };
+        let part = self.part(order);
+        let drows = self.gather(dout, order)?;
+        let dactivation = down_backward(ctx, part, activation, &drows, gradients)?;
+        drop(drows);
+        scaled_backward(ctx, &inner, &dactivation, factors, dweights)?;
+        let dinner = activation_backward(ctx, inner, &dactivation)?;
+        drop(dactivation);
+        let through = weights_backward(ctx, part, &dinner, &self.gather(normed, order)?, gradients)?;
+        let drows = activation_tensor(ctx, order.sources.elements(), normed.columns(), "drouted")?;
+        input_backward(ctx, part, through, &dinner, &drows, false)?;
+        drop(dinner);
+        let places = &order.places;
+        Ok(ctx.device.run(Routing::Combine { x: &drows, places, out: dnormed, accumulate: false })?)
+    }
+
+    /// dnormed += what comes through the router; adds to the gradient of its matrix.
+    fn router_backward(
+        &self,
+        routed: &Routed,
+        dweights: &Tensor,
+        normed: &Tensor,
+        dnormed: &Tensor,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<(), StepError> {
+        let device = self.ctx.device;
+        let Routed { logits, choice, .. } = routed;
+        let dlogits = device.alloc(DType::F32, logits.shape().dims(), Tag::Activations, "drouter")?;
+        let (choice, router) = (Some(choice), self.rule());
+        device.run(Routing::WeighBackward { logits, choice, router, dweights, dlogits: &dlogits })?;
+        if let Some(balance) = self.ctx.routes.and_then(|routes| routes.balance()) {
+            balance.backward(device, logits, &dlogits)?;
+        }
+        let linear = self.router()?;
+        let through = linear.backward_weight(self.ctx, gradients, &dlogits, normed)?;
+        linear.backward_input(self.ctx, through, &dlogits, dnormed, true)
+    }
+
+    /// The shared expert, where there is one, with its gate for these tokens.
+    fn shared(&self, normed: &Tensor) -> Result<Option<Shared<'e>>, StepError> {
+        let Some(spec) = self.spec.shared else { return Ok(None) };
+        let part = FeedForward { weights: self.weights, roles: FeedForwardRoles::SHARED, offsets: None };
+        if !spec.gated {
+            return Ok(Some(Shared { part, gate: None }));
+        }
+        let device = self.ctx.device;
+        let alloc = |name| device.alloc(DType::F32, &[normed.rows(), 1], Tag::Activations, name);
+        let (logits, values) = (alloc("shared.gate")?, alloc("shared.factor")?);
+        let linear = Linear { bias: None, ..self.weights.linear(Role::SharedRouter, Role::SharedRouter)? };
+        linear.forward(self.ctx, normed, &logits, false)?;
+        device.run(Routing::Weigh { logits: &logits, choice: None, router: GATE, weights: &values })?;
+        Ok(Some(Shared { part, gate: Some(Gate { linear, logits, values }) }))
+    }
+}
+
+const NO_ORDER: StepError = StepError::Invariant { what: "rows of experts without an order" };
+
+/// A gate is the sigmoid of a logit.
+const GATE: Router = Router { sigmoid: true, normalise: false, scale: 1.0, groups: None };
+
+/// What every token goes through beside its experts.
+struct Shared<'w> {
+    part: FeedForward<'w>,
+    gate: Option<Gate<'w>>,
+}
+
+/// What the output of a shared expert is multiplied with.
+struct Gate<'w> {
+    linear: Linear<'w>,
+    /// f32 `[N, 1]`
+    logits: Tensor,
+    /// Their sigmoids.
+    values: Tensor,
+}
+
+impl Shared<'_> {
+    fn factors(&self) -> Option<Factors<'_>> {
+        self.gate.as_ref().map(|gate| Factors { values: &gate.values, order: None })
+    }
+
+    fn inner(&self, ctx: &Context<'_>, normed: &Tensor) -> Result<Inner, StepError> {
+        project_inner(ctx, self.part, normed)
+    }
+
+    /// dnormed += what comes through it; adds to the gradients of its matrices.
+    fn backward(
+        &self,
+        experts: &Experts<'_, '_>,
+        inner: Inner,
+        activation: Tensor,
+        normed: &Tensor,
+        dout: &Tensor,
+        dnormed: &Tensor,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<(), StepError> {
+        let (ctx, device) = (experts.ctx, experts.ctx.device);
+        let dactivation = down_backward(ctx, self.part, activation, dout, gradients)?;
+        if let (Some(gate), Some(factors)) = (&self.gate, self.factors()) {
+            let alloc = |name| device.alloc(DType::F32, &[normed.rows(), 1], Tag::Activations, name);
+            let (dvalues, dlogits) = (alloc("dshared.factor")?, alloc("dshared.gate")?);
+            scaled_backward(ctx, &inner, &dactivation, &factors, &dvalues)?;
+            let (logits, choice, router) = (&gate.logits, None, GATE);
+            let (dweights, dlogits) = (&dvalues, &dlogits);
+            device.run(Routing::WeighBackward { logits, choice, router, dweights, dlogits })?;
+            let through = gate.linear.backward_weight(ctx, gradients, dlogits, normed)?;
+            gate.linear.backward_input(ctx, through, dlogits, dnormed, true)?;
+        }
+        let dinner = activation_backward(ctx, inner, &dactivation)?;
+        drop(dactivation);
+        let through = weights_backward(ctx, self.part, &dinner, normed, gradients)?;
+        input_backward(ctx, self.part, through, &dinner, dnormed, true)
+    }
+}
