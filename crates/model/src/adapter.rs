@@ -2,10 +2,12 @@
 //! `adapter_model.safetensors`, in and out, and what they add to a model's weights.
 //!
 //! Keys: `base_model.model.MODULE.lora_A.weight [r, in]`, `.lora_B.weight [out, r]`, `.lora_embedding_A [r, vocabulary]`,
-//! `.lora_embedding_B [hidden, r]`, `.lora_magnitude_vector [out]`; trained biases and whole modules under their own names.
+//! `.lora_embedding_B [hidden, r]`, `.lora_magnitude_vector [out]`; trained biases and whole modules under their own names. Each
+//! matrix of each expert is a module, or a layer's stacks of them are two: `experts`.
 
 mod config;
 mod error;
+mod experts;
 mod layout;
 mod merged;
 mod pissa;
@@ -13,6 +15,7 @@ mod set;
 mod svd;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 
 pub use config::{AdapterBias, AdapterConfig, AdapterStart, TargetModules};
@@ -22,10 +25,11 @@ pub use merged::Merged;
 pub use pissa::{FirstValues, ResidualError};
 pub use set::AdapterSet;
 
+use experts::Stacks;
 use plimsoll_device::DType;
 
 use crate::convert::convert;
-use crate::layout::hf_block;
+use crate::layout::{StoredTensor, hf_block};
 use crate::parameters::{BlockId, Parameter};
 use crate::safetensors::{NewTensor, SafetensorsFile, StoredDType, write_tensors};
 use crate::spec::ModelSpec;
@@ -97,6 +101,7 @@ impl Adapter {
             reason,
         };
         let shapes: BTreeMap<String, Vec<u64>> = base_tensors(spec);
+        let mut stacks = Stacks::of(spec);
         let mut parts: BTreeMap<String, BTreeMap<&'static str, Matrix>> = BTreeMap::new();
         let mut replaced = BTreeMap::new();
         // Copies of the base's tables that the library writes beside their adapters.
@@ -109,6 +114,9 @@ impl Adapter {
             let Some(name) = tensor.name.strip_prefix(PREFIX) else {
                 return Err(fail(&tensor.name, format!("its name does not begin with {PREFIX}")));
             };
+            let Some(matrix) = stacks.take(name, matrix) else { continue };
+            let renamed = experts::renamed(spec, name);
+            let name = renamed.as_str();
             let split =
                 config::SUFFIXES.iter().find_map(|suffix| Some((name.strip_suffix(suffix)?, *suffix)));
             if let Some((module, suffix)) = split {
@@ -142,6 +150,7 @@ impl Adapter {
                 low_rank_of(&config, &weight, parts, &shapes).map_err(|reason| fail(&weight, reason))?;
             low_rank.insert(weight, found);
         }
+        low_rank.extend(stacks.split(&config).map_err(|(tensor, reason)| fail(&tensor, reason))?);
         if spec.tie_word_embeddings {
             // An adapter that trained the embedding and the head as one has both: one matrix, as in the model.
             let embedding = spec.block_parameters(BlockId::Embedding).first().map(|p| spec.hf_tensor_name(p));
@@ -226,8 +235,17 @@ impl Adapter {
     }
 }
 
+/// What a checkpoint stores of a block with a tensor for each matrix of each expert: adapters have the names of these.
+fn linears(spec: &ModelSpec, block: BlockId) -> Vec<StoredTensor> {
+    match &spec.experts {
+        Some(experts) if experts.stacked_files => hf_block(&spec.with_single_experts(), block),
+        _ => hf_block(spec, block),
+    }
+}
+
 /// The base model's tensors and their shapes, a tied head included.
 fn base_tensors(spec: &ModelSpec) -> BTreeMap<String, Vec<u64>> {
+    let spec = &spec.with_single_experts();
     let stored = spec.blocks().flat_map(|block| hf_block(spec, block));
     let mut shapes: BTreeMap<String, Vec<u64>> =
         stored.map(|tensor| (tensor.name.clone(), tensor.shape())).collect();
@@ -305,16 +323,31 @@ fn low_rank_of(
     Ok(LowRank { a, b, scale, magnitudes, embedding })
 }
 
-/// The stored tensor of a parameter, and the row of it that is the parameter's first.
-fn stored_place(spec: &ModelSpec, parameter: &Parameter) -> Option<(String, u64)> {
-    hf_block(spec, parameter.block).into_iter().find_map(|tensor| {
+/// A tensor with rows of a parameter.
+struct Place {
+    tensor: String,
+    /// The parameter's rows in it.
+    rows: Range<u64>,
+    /// The tensor's row that is the first of these.
+    first: u64,
+}
+
+/// The tensors of a parameter: several of a stack.
+fn stored_places(spec: &ModelSpec, parameter: &Parameter) -> Vec<Place> {
+    let mut places = Vec::new();
+    for tensor in linears(spec, parameter.block) {
         let mut first = 0;
         for part in &tensor.parts {
             if part.role() == parameter.role {
-                return Some((tensor.name.clone(), first));
+                places.push(Place { tensor: tensor.name.clone(), rows: part.rows.clone(), first });
             }
             first += part.count();
         }
-        None
-    })
+    }
+    places
+}
+
+/// The stored tensor of a parameter, and the row of it that is the parameter's first; the first one of a stack.
+fn stored_place(spec: &ModelSpec, parameter: &Parameter) -> Option<(String, u64)> {
+    stored_places(spec, parameter).into_iter().next().map(|place| (place.tensor, place.first))
 }

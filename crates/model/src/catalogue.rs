@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use crate::hf_config::parse_config;
+use crate::hf_config::{missing_of, parse_config};
 use crate::spec::ModelSpec;
 
 /// Models of one family.
@@ -288,7 +288,102 @@ const GROUPS: &[Group] = &[
             entry("allenai/olmo-2-13b",                    [100352,  5120, 13824,  40], [ 40, 40],   4096, 5e5, 0),
         ],
     },
+    Group {
+        model_type: "mixtral",
+        extra: r#"{"num_local_experts": 8, "num_experts_per_tok": 2}"#,
+        entries: &[
+            entry("mistralai/mixtral-8x7b",                [ 32000,  4096, 14336,  32], [ 32,  8],  32768, 1e6, 0),
+            entry("mistralai/mixtral-8x7b-v0.1",           [ 32000,  4096, 14336,  32], [ 32,  8],  32768, 1e6, 0),
+            entry("mistralai/mixtral-8x22b",               [ 32000,  6144, 16384,  56], [ 48,  8],  65536, 1e6, 0),
+            entry("mistralai/mixtral-8x22b-v0.1",          [ 32000,  6144, 16384,  56], [ 48,  8],  65536, 1e6, 0),
+        ],
+    },
+    Group {
+        model_type: "qwen2_moe",
+        extra: r#"{"rms_norm_eps": 1e-6, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632}"#,
+        entries: &[
+            entry("qwen/qwen1.5-moe-a2.7b",                [151936,  2048,  5632,  24], [ 16, 16],   8192, 1e6, 0),
+        ],
+    },
+    Group {
+        model_type: "qwen2_moe",
+        extra: r#"{"rms_norm_eps": 1e-6, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560,
+            "shared_expert_intermediate_size": 20480}"#,
+        entries: &[
+            entry("qwen/qwen2-57b-a14b",                   [151936,  3584, 18944,  28], [ 28,  4],  32768, 1e6, 0),
+        ],
+    },
+    Group {
+        model_type: "qwen3_moe",
+        extra: r#"{"rms_norm_eps": 1e-6, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+            "norm_topk_prob": true}"#,
+        entries: &[
+            entry("qwen/qwen3-30b-a3b",                    [151936,  2048,  6144,  48], [ 32,  4],  40960, 1e6, HEAD_128),
+        ],
+    },
+    Group {
+        model_type: "qwen3_moe",
+        extra: r#"{"rms_norm_eps": 1e-6, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
+            "norm_topk_prob": true}"#,
+        entries: &[
+            entry("qwen/qwen3-235b-a22b",                  [151936,  4096, 12288,  94], [ 64,  4],  40960, 1e6, HEAD_128),
+        ],
+    },
+    Group {
+        model_type: "olmoe",
+        extra: r#"{"num_experts": 64, "num_experts_per_tok": 8}"#,
+        entries: &[
+            entry("allenai/olmoe-1b-7b",                   [ 50304,  2048,  1024,  16], [ 16, 16],   4096, 1e4, 0),
+            entry("allenai/olmoe-1b-7b-0924",              [ 50304,  2048,  1024,  16], [ 16, 16],   4096, 1e4, 0),
+        ],
+    },
+    Group {
+        model_type: "glm4_moe",
+        extra: r#"{"n_routed_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "n_shared_experts": 1,
+            "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "norm_topk_prob": true, "use_qk_norm": true,
+            "attention_bias": true, "partial_rotary_factor": 0.5}"#,
+        entries: &[
+            entry("zai-org/glm-4.5",                       [151552,  5120, 12288,  92], [ 96,  8], 131072, 1e6, HEAD_128),
+        ],
+    },
+    Group {
+        model_type: "glm4_moe",
+        extra: r#"{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": true, "use_qk_norm": false,
+            "attention_bias": true, "partial_rotary_factor": 0.5}"#,
+        entries: &[
+            entry("zai-org/glm-4.5-air",                   [151552,  4096, 10944,  46], [ 96,  8], 131072, 1e6, HEAD_128),
+        ],
+    },
+    Group {
+        model_type: "deepseek",
+        extra: r#"{"rms_norm_eps": 1e-6, "n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+            "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": false}"#,
+        entries: &[
+            entry("deepseek-ai/deepseek-moe-16b",          [102400,  2048, 10944,  28], [ 16, 16],   4096, 1e4, 0),
+        ],
+    },
 ];
+
+/// Known models that are not here, by how their names begin, and the `model_type` that says what is missing for them.
+const MISSING: [(&str, &str); 6] = [
+    ("deepseek-v2", "deepseek_v2"),
+    ("deepseek-v3", "deepseek_v3"),
+    ("deepseek-r1", "deepseek_v3"),
+    ("kimi-k2", "kimi_k2"),
+    ("gpt-oss", "gpt_oss"),
+    ("glm-4.7-flash", "glm4_moe_lite"),
+];
+
+/// What a known model has that is missing here, if that is why the catalogue does not have it: `; NAME has ...`, or nothing.
+fn what_is_missing(name: &str) -> String {
+    let short = name.rsplit('/').next().unwrap_or(name);
+    let wanted = plain(&short.to_ascii_lowercase());
+    let known = MISSING.iter().find(|(begins, _)| wanted.starts_with(&plain(begins)));
+    let what = known.and_then(|(_, model_type)| missing_of(model_type));
+    what.map_or_else(String::new, |what| format!("; {short} {what}"))
+}
 
 /// Endings that say what a model was tuned for; its dimensions are the same.
 const SUFFIXES: &[&str] = &["-instruct", "-chat", "-base", "-it", "-pt", "-hf", "-v1.0", "-v1.1", "-v0.2"];
@@ -349,6 +444,12 @@ fn models() -> impl Iterator<Item = (&'static Group, &'static Entry)> {
 /// The names of all models, `organisation/model`, in lower case.
 pub fn names() -> impl Iterator<Item = &'static str> {
     models().map(|(_, entry)| entry.name)
+}
+
+/// What a message about a name that is not there ends with: what is missing for the model, or names like it.
+pub fn not_there(name: &str, nearest: &[String]) -> String {
+    let missing = what_is_missing(name);
+    if missing.is_empty() { did_you_mean(nearest) } else { missing }
 }
 
 /// What a message about an unknown name ends with: `; did you mean a or b?`, or nothing.
@@ -490,9 +591,51 @@ mod tests {
             ("qwen3-8b", 8_190_735_360),
             ("qwen3-14b", 14_768_307_200),
             ("qwen3-32b", 32_762_123_264),
+            ("mixtral-8x7b", 46_702_792_704),
+            ("mixtral-8x22b", 140_620_634_112),
+            ("qwen1.5-moe-a2.7b", 14_315_784_192),
+            ("qwen3-30b-a3b", 30_532_122_624),
+            ("qwen3-235b-a22b", 235_093_634_560),
+            ("olmoe-1b-7b", 6_919_161_856),
+            ("deepseek-moe-16b", 16_375_728_128),
         ] {
             assert_eq!(find(name).unwrap().parameter_count(), count, "{name}");
         }
+    }
+
+    /// The numbers that names and model cards give, in billions.
+    #[test]
+    fn active_parameters_are_about_those_published() {
+        for (name, all, active) in [
+            ("mixtral-8x7b", 46.7, 12.9),
+            ("mixtral-8x22b", 140.6, 39.1),
+            ("qwen1.5-moe-a2.7b", 14.3, 2.7),
+            ("qwen2-57b-a14b", 57.4, 14.2),
+            ("qwen3-30b-a3b", 30.5, 3.3),
+            ("qwen3-235b-a22b", 235.1, 22.2),
+            ("olmoe-1b-7b", 6.9, 1.3),
+            ("glm-4.5", 352.8, 32.0),
+            ("glm-4.5-air", 106.8, 12.0),
+            ("deepseek-moe-16b", 16.4, 2.8),
+        ] {
+            let spec = find(name).unwrap();
+            let found = [spec.parameter_count(), spec.active_parameter_count()].map(|n| n as f64 / 1e9);
+            assert!((found[0] / all - 1.0).abs() < 0.005, "{name}: {found:?}");
+            assert!((found[1] / active - 1.0).abs() < 0.12, "{name}: {found:?}");
+        }
+    }
+
+    #[test]
+    fn what_known_models_lack_here_is_said() {
+        for (name, words) in [
+            ("deepseek-ai/DeepSeek-V3", "multi-head latent attention"),
+            ("moonshotai/Kimi-K2-Instruct", "multi-head latent attention"),
+            ("openai/gpt-oss-120b", "sinks"),
+        ] {
+            assert!(find(name).is_err() && what_is_missing(name).contains(words), "{name}");
+        }
+        assert_eq!(find("deepseek-r1-distill-qwen-7b").unwrap().num_layers, 28);
+        assert_eq!(what_is_missing("llama-9"), "");
     }
 
     #[test]

@@ -119,6 +119,16 @@ pub(crate) fn hf_block(spec: &ModelSpec, block: BlockId) -> Vec<StoredTensor> {
 }
 
 impl ModelSpec {
+    /// The same with a tensor for each matrix of each expert, whichever form its own files have: the linears that adapters and
+    /// packing are for.
+    pub(crate) fn with_single_experts(&self) -> ModelSpec {
+        let mut spec = self.clone();
+        if let Some(experts) = &mut spec.experts {
+            experts.stacked_files = false;
+        }
+        spec
+    }
+
     /// The name of the tensor that holds a parameter in Hugging Face's checkpoints of the family, the first one where several do.
     pub fn hf_tensor_name(&self, parameter: &Parameter) -> String {
         let first = self.hf_tensors(parameter).into_iter().next();

@@ -4,7 +4,11 @@
 use std::path::{Path, PathBuf};
 
 use plimsoll_device::DType;
-use plimsoll_model::{Adapter, ModelFiles, Parameter, SafetensorsFile, Target, Transcoder};
+use plimsoll_model::adapter::{AdapterSet, AdapterStart, TargetModules};
+use plimsoll_model::{
+    Adapted, Adapter, AdapterConfig, AdapterLayout, LoraPart, ModelFiles, Parameter, Role, SafetensorsFile,
+    Target, Transcoder,
+};
 use proptest::prelude::*;
 use serde_json::Value;
 
@@ -140,6 +144,127 @@ proptest! {
             Transcoder::new(base.spec(), &merged, &mut |_, _| {})
                 .write_folder(&folder.path().join("merged"), Target::HuggingFace(DType::F32))
                 .unwrap();
+        }
+    }
+}
+
+/// Adapters on experts, a tensor for each matrix of each expert or of whole stacks, merged as PEFT merges them
+/// (`docs/bench/expert_adapters.py`); whichever layout the base has, and saved again.
+#[test]
+fn adapters_on_experts_are_merged_as_by_peft() {
+    let experts = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/experts");
+    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../train/tests/data/experts");
+    let base = ModelFiles::open(&models.join("qwen3-moe")).unwrap();
+    for kind in ["stacked", "single"] {
+        let folder = experts.join(kind);
+        let adapter = Adapter::open(&folder, base.spec()).unwrap();
+        assert!(adapter.config().unknown.is_empty(), "{kind}: {:?}", adapter.config().unknown);
+        assert_eq!(adapter.low_rank().len(), 3 * 8, "{kind}");
+        let again = tempfile::tempdir().unwrap();
+        adapter.save(again.path()).unwrap();
+        assert_eq!(Adapter::open(again.path(), base.spec()).unwrap().low_rank().len(), 3 * 8);
+
+        let mut stacked = base.spec().clone();
+        stacked.experts.as_mut().unwrap().stacked_files = true;
+        let expected = SafetensorsFile::open(&folder.join("merged.safetensors")).unwrap();
+        for spec in [base.spec(), &stacked] {
+            let place = tempfile::tempdir().unwrap();
+            let merged = adapter.merged(spec, base.weights());
+            Transcoder::new(spec, &merged, &mut |_, _| {})
+                .write_folder(place.path(), Target::HuggingFace(DType::F32))
+                .unwrap();
+            let written = ModelFiles::open(place.path()).unwrap();
+            let single = base.spec();
+            for parameter in spec.parameters() {
+                let [before, values] = [&base, &written].map(|files| read(files, &parameter));
+                if parameter.block.layer() != Some(1) || !parameter.is_of_experts() {
+                    assert_eq!(values, before, "{kind} {}", parameter.name);
+                    continue;
+                }
+                for (name, rows) in single.hf_tensors(&parameter) {
+                    let wanted = floats(expected.bytes(&name).unwrap());
+                    let start = (rows.start * parameter.columns()) as usize;
+                    for (value, wanted) in values[start..start + wanted.len()].iter().zip(&wanted) {
+                        let what = format!("{kind} {name}: {value}, not {wanted}");
+                        assert!((value - wanted).abs() <= 2e-6 * (1.0 + wanted.abs()), "{what}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Adapters that are trained on experts: stacks of A and B, written as PEFT reads them, and read again.
+#[test]
+fn adapters_on_experts_are_stacks_that_are_written_one_by_one() {
+    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../train/tests/data/experts");
+    for (family, name) in [
+        ("qwen3-moe", "model.layers.1.mlp.experts.3.up_proj"),
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w3"),
+        ("qwen3-moe-stacked", "model.layers.1.mlp.experts.3.up_proj"),
+    ] {
+        let base = ModelFiles::open(&models.join(family)).unwrap();
+        let experts = base.spec().experts.clone().unwrap();
+        let config = AdapterConfig { rank: 2, ..AdapterConfig::default() };
+        let layout = AdapterLayout::new(&config, base.spec()).unwrap();
+        assert!(
+            !layout
+                .parameters()
+                .iter()
+                .any(|p| matches!(p.role, Role::Lora(_, of) if of.role() == Role::Router))
+        );
+        let up = |part| {
+            let role = Role::Lora(part, Adapted::UpProj);
+            layout.parameters().iter().find(|p| p.role == role && p.block.layer() == Some(1)).unwrap()
+        };
+        assert_eq!(up(LoraPart::A).shape, [experts.count, 2, 24], "{family}");
+        assert_eq!(up(LoraPart::B).shape, [experts.count, experts.intermediate_size, 2], "{family}");
+
+        let value = |p: &Parameter| -> Vec<f32> {
+            (0..p.elements()).map(|i| (i % 97) as f32 + p.name.len() as f32 / 64.0).collect()
+        };
+        let place = tempfile::tempdir().unwrap();
+        layout.write(place.path(), base.spec(), |p| Ok(value(p))).unwrap();
+        let file = SafetensorsFile::open(&place.path().join("adapter_model.safetensors")).unwrap();
+        let b = floats(file.bytes(&format!("base_model.model.{name}.lora_B.weight")).unwrap());
+        let each = 2 * experts.intermediate_size as usize;
+        assert_eq!(b, value(up(LoraPart::B))[3 * each..4 * each], "{family}");
+
+        // What was written is what a run that goes on loads, and what inference loads.
+        let known = AdapterSet::for_layout(place.path(), base.spec(), &layout).unwrap();
+        let opened = AdapterSet::open(&[(place.path(), 1.0)], base.spec()).unwrap();
+        for (set, scaled) in [(&known, false), (&opened, true)] {
+            for p in set.layout().parameters() {
+                let mut bytes = vec![0; 4 * p.elements() as usize];
+                set.read_rows_into(base.spec(), base.weights(), p, p.all_rows(), DType::F32, &mut bytes)
+                    .unwrap();
+                let factor = match p.role {
+                    Role::Lora(LoraPart::B, _) if scaled => layout.modules()[0].scale,
+                    _ => 1.0,
+                };
+                let wanted: Vec<f32> = value(p).iter().map(|x| x * factor).collect();
+                assert_eq!(floats(&bytes), wanted, "{family} {}", p.name);
+            }
+        }
+        // Two of them are one of twice the rank.
+        let both = AdapterSet::open(&[(place.path(), 1.0), (place.path(), 0.5)], base.spec()).unwrap();
+        assert!(both.layout().modules().iter().all(|module| module.rank == 4));
+        for (config, words) in [
+            (AdapterConfig { use_dora: true, ..config.clone() }, "DoRA of experts is not supported"),
+            (
+                AdapterConfig { start: AdapterStart::Pissa { power_iterations: None }, ..config.clone() },
+                "PiSSA of experts is not supported",
+            ),
+            (
+                AdapterConfig {
+                    target_modules: TargetModules::Pattern(r".*experts\.0\..*".into()),
+                    ..config.clone()
+                },
+                "all of them or none",
+            ),
+        ] {
+            let error = AdapterLayout::new(&config, base.spec()).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
         }
     }
 }

@@ -359,6 +359,7 @@ impl InferencePlan {
                 "name": self.spec.name,
                 "architecture": self.spec.architecture,
                 "parameters": self.spec.parameter_count(),
+                "active_parameters": self.spec.experts.as_ref().map(|_| self.spec.active_parameter_count()),
                 "weight_bytes": self.weight_bytes,
             },
             "inference": {

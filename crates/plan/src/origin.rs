@@ -48,7 +48,7 @@ pub enum OriginError {
     )]
     NoModel,
     /// A name that nothing has.
-    #[error("{name} is neither a file or folder here nor a name of the catalogue{}", catalogue::did_you_mean(.nearest))]
+    #[error("{name} is neither a file or folder here nor a name of the catalogue{}", catalogue::not_there(name, .nearest))]
     Unknown {
         /// What was given.
         name: String,

@@ -1,6 +1,8 @@
 //! The shape of a model that is trained from scratch: its family, by the words of a `config.json` with the sizes that
 //! the user gives, and its tokenizer.
 
+mod experts;
+
 use std::path::Path;
 
 use plimsoll_model::hf_config::parse_config;
@@ -66,6 +68,9 @@ pub(crate) fn model(config: &RawConfig) -> Result<(ModelSpec, ScratchTokenizer),
     let (begin, end) = tokenizer.ends();
     spec.bos_token = begin;
     spec.eos_tokens = end.into_iter().collect();
+    if let Some(experts) = &mut spec.experts {
+        experts.router.balance_loss = experts::balance_loss(sizes);
+    }
     spec.check()?;
     Ok((spec, tokenizer))
 }
@@ -116,7 +121,7 @@ fn keys(sizes: &FromScratchConfig, vocab_size: u64, sequence_length: u64) -> Res
             "initializer_range": sizes.initializer_range(),
         }));
     }
-    Ok(json!({
+    let mut keys = json!({
         "model_type": architecture.model_type(),
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -132,7 +137,11 @@ fn keys(sizes: &FromScratchConfig, vocab_size: u64, sequence_length: u64) -> Res
         "rms_norm_eps": sizes.rms_norm_eps(),
         "tie_word_embeddings": tied,
         "initializer_range": sizes.initializer_range(),
-    }))
+    });
+    for (key, value) in experts::keys(sizes, intermediate_size, layers)? {
+        keys[key] = value;
+    }
+    Ok(keys)
 }
 
 #[cfg(test)]
@@ -149,7 +158,9 @@ mod tests {
     #[test]
     fn every_family_has_its_own_parts() {
         for architecture in Architecture::ALL {
-            let spec = found(&format!("architecture: {}", architecture.name())).unwrap();
+            let experts = if architecture.has_experts() { ", num_experts: 4" } else { "" };
+            let spec = found(&format!("architecture: {}{experts}", architecture.name())).unwrap();
+            assert_eq!(spec.experts.is_some(), architecture.has_experts());
             assert_eq!((spec.hidden_size, spec.num_layers, spec.vocab_size), (32, 2, 257));
             assert_eq!((spec.attention.head_dim, spec.max_position_embeddings), (8, 512));
             assert_eq!(spec.architecture, architecture.model_type());
@@ -166,6 +177,25 @@ mod tests {
     }
 
     #[test]
+    fn experts_are_as_they_are_asked_for() {
+        let of = |more: &str| found(more).unwrap().experts.unwrap();
+        let mixtral = of("architecture: mixtral, num_experts: 8");
+        assert_eq!((mixtral.count, mixtral.per_token, mixtral.intermediate_size), (8, 2, 48));
+        assert!(mixtral.router.normalise && mixtral.router.balance_loss == 0.01);
+        let qwen2 = of(
+            "architecture: qwen2_moe, num_experts: 6, num_experts_per_token: 3, expert_intermediate_size: 16, shared_experts: 2, router_aux_loss_coef: 0.001, dense_layers: 1",
+        );
+        assert_eq!((qwen2.per_token, qwen2.shared.unwrap().intermediate_size), (3, 32));
+        assert_eq!(qwen2.layers, [false, true]);
+        assert!(!qwen2.router.normalise && qwen2.router.balance_loss == 0.001);
+        let qwen3 = of("architecture: qwen3_moe, num_experts: 4, norm_topk_prob: false");
+        assert!(!qwen3.router.normalise && qwen3.shared.is_none());
+        let glm = of("architecture: glm4_moe, num_experts: 4, expert_intermediate_size: 16, dense_layers: 1");
+        assert_eq!((glm.shared.unwrap().intermediate_size, &glm.layers[..]), (16, &[false, true][..]));
+        assert!(glm.router.correction && glm.router.balance_loss == 0.0);
+    }
+
+    #[test]
     fn what_a_family_does_not_have_is_refused() {
         for (more, words) in [
             ("architecture: gpt2, num_key_value_heads: 2", "model.from_scratch.num_key_value_heads: in gpt2"),
@@ -173,6 +203,15 @@ mod tests {
             ("architecture: phi3, head_dim: 16", "model.from_scratch.head_dim: in phi3"),
             ("vocab_size: 100", "model.from_scratch.vocab_size: 100 is smaller than the tokenizer's 257"),
             ("num_key_value_heads: 3", "model.from_scratch"),
+            ("architecture: mixtral", "model.from_scratch.num_experts is missing"),
+            ("num_experts: 4", "model.from_scratch.num_experts: llama has no experts; mixtral, "),
+            ("dense_layers: 1", "model.from_scratch.dense_layers: llama has no experts"),
+            ("architecture: mixtral, num_experts: 4, expert_intermediate_size: 8", "intermediate_size"),
+            ("architecture: mixtral, num_experts: 4, shared_experts: 1", "shared_experts: mixtral has none"),
+            ("architecture: mixtral, num_experts: 4, norm_topk_prob: false", "norm_topk_prob"),
+            ("architecture: olmoe, num_experts: 4, dense_layers: 1", "dense_layers: in olmoe"),
+            ("architecture: olmoe, num_experts: 4, num_experts_per_token: 5", "5 of 4 experts"),
+            ("architecture: qwen3_moe, num_experts: 4, dense_layers: 3", "dense_layers: 3 of 2"),
             (
                 "tokenizer: {train: bpe, vocab_size: 500}, vocab_size: 400",
                 "is smaller than the tokenizer's 500",

@@ -454,6 +454,9 @@ impl TrainingPlan {
             "shortages": self.shortages(),
             "refusal": self.refusal,
         });
+        if self.spec.experts.is_some() {
+            document["model"]["active_parameters"] = self.spec.active_parameter_count().into();
+        }
         if let (Value::Object(map), Ok((step, Some(evaluation)))) = (&mut document, self.phases()) {
             let phases = json!({
                 "step_peak_bytes": step,

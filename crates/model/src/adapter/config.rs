@@ -125,13 +125,15 @@ impl Default for AdapterConfig {
 }
 
 /// Keys that are read, or say nothing about what an adapter computes.
-const KNOWN: [&str; 24] = [
+const KNOWN: [&str; 25] = [
     "peft_type",
     "task_type",
     "r",
     "lora_alpha",
     "lora_dropout",
     "target_modules",
+    // The tensors of such adapters are known by their names.
+    "target_parameters",
     "rank_pattern",
     "alpha_pattern",
     "use_rslora",

@@ -13,11 +13,11 @@ use plimsoll_device::DType;
 use super::pissa::sides;
 use super::{
     ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, Adapter, AdapterBias, AdapterConfig, AdapterError,
-    AdapterStart, HEAD, PREFIX,
+    AdapterStart, HEAD, PREFIX, linears,
 };
 use crate::convert::{ConversionError, encode};
 use crate::init;
-use crate::layout::{StoredPart, StoredTensor, hf_block};
+use crate::layout::{StoredPart, StoredTensor};
 use crate::parameters::{Adapted, BlockId, LoraPart, Parameter, Role};
 use crate::safetensors::{NewTensor, StoredDType, write_tensors};
 use crate::source::RowOrder;
@@ -32,6 +32,8 @@ pub struct AdaptedModule {
     pub block: BlockId,
     /// The linears in it, in the order of their rows.
     pub parts: Vec<Adapted>,
+    /// How many there are, where it stands for the same matrix of each expert of a layer; its name then leaves out the number.
+    pub stack: Option<u64>,
     /// Width of the product's middle.
     pub rank: usize,
     /// The factor on the product.
@@ -39,6 +41,12 @@ pub struct AdaptedModule {
 }
 
 impl AdaptedModule {
+    /// Whether the module's adapter is a base tensor's, by that one's name.
+    pub(super) fn is_for(&self, weight: &str) -> bool {
+        let name = weight.strip_suffix(".weight").unwrap_or(weight);
+        self.name == name || self.stack.is_some() && self.name == stack_name(name)
+    }
+
     pub(super) fn is_embedding(&self) -> bool {
         self.parts == [Adapted::TokenEmbedding]
     }
@@ -65,19 +73,39 @@ impl AdapterLayout {
     /// A target, a pattern or a module to save matches nothing: the message lists what there is.
     pub fn new(config: &AdapterConfig, spec: &ModelSpec) -> Result<AdapterLayout, AdapterError> {
         let mut config = config.clone();
-        let stored: Vec<StoredTensor> = spec.blocks().flat_map(|block| hf_block(spec, block)).collect();
-        let mut modules = Vec::new();
-        for tensor in &stored {
-            let Some((name, block, parts)) = adaptable(tensor) else { continue };
+        let stored: Vec<StoredTensor> = spec.blocks().flat_map(|block| linears(spec, block)).collect();
+        let (mut modules, mut adapted) = (Vec::new(), Vec::new());
+        for group in groups(&stored) {
+            let Some((first, block, parts)) = group.first().and_then(adaptable) else { continue };
             let last = matches!(parts[..], [Adapted::TokenEmbedding | Adapted::LmHead]);
-            if config.targets(name, last)? {
-                let rank = config.rank_of(name)?;
-                let scale = config.scale(name, rank)?;
-                modules.push(AdaptedModule { name: name.to_owned(), block, parts, rank, scale });
-                config.fan_in_fan_out = matches!(tensor.rows, RowOrder::Transposed { .. });
+            let names: Vec<&str> = group.iter().filter_map(adaptable).map(|(name, ..)| name).collect();
+            let mut wanted = Vec::new();
+            for name in &names {
+                if config.targets(name, last)? {
+                    wanted.push((config.rank_of(name)?, config.scale(name, config.rank_of(name)?)?));
+                }
             }
+            let Some((rank, scale)) = wanted.first().copied() else { continue };
+            let name = stack_name(first);
+            if wanted.len() < names.len() || wanted.iter().any(|one| *one != (rank, scale)) {
+                return Err(AdapterError::Layout(format!(
+                    "{name}: the experts of a layer have adapters of one rank and factor, all of them or none; write target_modules, rank_pattern and alpha_pattern for any expert"
+                )));
+            }
+            let stack = group.first().filter(|tensor| is_of_experts(tensor)).map(|_| group.len() as u64);
+            adapted.extend(names);
+            modules.push(AdaptedModule { name, block, parts, stack, rank, scale });
+            config.fan_in_fan_out = matches!(group[0].rows, RowOrder::Transposed { .. });
         }
-        check_targets(&config, &stored, &modules)?;
+        check_targets(&config, &stored, &modules, &adapted)?;
+        if modules.iter().any(|module| module.stack.is_some())
+            && (config.use_dora || config.start.changes_base())
+        {
+            let what = if config.use_dora { "DoRA" } else { "PiSSA" };
+            return Err(AdapterError::Layout(format!(
+                "{what} of experts is not supported: leave their matrices out of target_modules, or take plain LoRA"
+            )));
+        }
         let trained_base = trained_base(&config, spec, &stored, &modules)?;
         if config.use_dora && modules.iter().any(AdaptedModule::is_embedding) {
             return Err(AdapterError::Layout("DoRA of an embedding is not supported: leave embed_tokens out of target_modules, or train it whole by modules_to_save".into()));
@@ -101,13 +129,48 @@ impl AdapterLayout {
             return Err(AdapterError::Layout("adapters with DoRA's magnitudes, trained biases or whole modules cannot be added to others: use one of them alone, or merge them one after the other".into()));
         }
         let mut modules = Vec::new();
-        for tensor in spec.blocks().flat_map(|block| hf_block(spec, block)) {
-            let Some((name, block, parts)) = adaptable(&tensor) else { continue };
-            let of_it = adapters.iter().filter_map(|(adapter, _)| adapter.low_rank().get(&tensor.name));
-            let rank: usize = of_it.map(|low| low.a.rows).sum();
+        let stored: Vec<StoredTensor> = spec.blocks().flat_map(|block| linears(spec, block)).collect();
+        let mut taken = 0;
+        for group in groups(&stored) {
+            let Some((first, block, parts)) = group.first().and_then(adaptable) else { continue };
+            let rank_of = |(adapter, _): &(Adapter, f32)| {
+                let of_it = group.iter().filter_map(|tensor| adapter.low_rank().get(&tensor.name));
+                of_it.map(|low| low.a.rows).max().unwrap_or(0)
+            };
+            let has = |tensor: &StoredTensor| {
+                adapters.iter().filter(|(adapter, _)| adapter.low_rank().contains_key(&tensor.name)).count()
+            };
+            taken += group.iter().map(has).sum::<usize>();
+            let rank: usize = adapters.iter().map(rank_of).sum();
+            let stack = group.first().filter(|tensor| is_of_experts(tensor)).map(|_| group.len() as u64);
             if rank > 0 {
-                modules.push(AdaptedModule { name: name.to_owned(), block, parts, rank, scale: 1.0 });
+                let name = stack_name(first);
+                modules.push(AdaptedModule { name, block, parts, stack, rank, scale: 1.0 });
             }
+        }
+        if taken < adapters.iter().map(|(adapter, _)| adapter.low_rank().len()).sum() {
+            return Err(AdapterError::Layout(
+                "an adapter changes routers, which can be merged only: write a model with it by `plimsoll merge`, and use that".into(),
+            ));
+        }
+        let uneven = |module: &AdaptedModule| {
+            module.stack.is_some()
+                && adapters.iter().any(|(adapter, _)| {
+                    let tensors = stored.iter().filter(|tensor| {
+                        tensor
+                            .name
+                            .strip_suffix(".weight")
+                            .is_some_and(|name| stack_name(name) == module.name)
+                    });
+                    let mut ranks =
+                        tensors.filter_map(|tensor| Some(adapter.low_rank().get(&tensor.name)?.a.rows));
+                    let first = ranks.next();
+                    ranks.any(|rank| Some(rank) != first)
+                })
+        };
+        if let Some(module) = modules.iter().find(|module| uneven(module)) {
+            let reason = "its experts have adapters of several ranks, which can be merged only: write a model with it by `plimsoll merge`, and use that";
+            return Err(AdapterError::Layout(format!("{}: {reason}", module.name)));
         }
         let config = adapters.first().map(|(adapter, _)| adapter.config().clone()).unwrap_or_default();
         let dora = adapters.iter().any(|(a, _)| a.low_rank().values().any(|low| low.magnitudes.is_some()));
@@ -208,7 +271,10 @@ impl AdapterLayout {
         let embedding = adapted == Adapted::TokenEmbedding;
         match (part, embedding) {
             (LoraPart::A, false) if self.config.start == AdapterStart::Gaussian => {
-                let rank = parameter.rows().max(1) as f64;
+                let rank = match parameter.shape[..] {
+                    [.., rank, _] => rank.max(1) as f64,
+                    _ => 1.0,
+                };
                 init::normal_values(&parameter.name, seed, n, 1.0 / rank)
             }
             (LoraPart::A, false) => {
@@ -227,7 +293,10 @@ impl AdapterLayout {
         spec: &ModelSpec,
         mut values: impl FnMut(&Parameter) -> io::Result<Vec<f32>>,
     ) -> Result<(), AdapterError> {
-        self.write_tensors(folder, &self.config, &self.file_tensors(spec), |file| file.values(&mut values))
+        let mut recent = Recent::default();
+        self.write_tensors(folder, &self.config, &self.file_tensors(spec), |file| {
+            file.values(&mut |part| recent.part(part, &mut values))
+        })
     }
 
     /// Writes tensors and a configuration as a folder.
@@ -276,6 +345,12 @@ impl AdapterLayout {
             } else {
                 [".lora_A.weight", ".lora_B.weight"]
             };
+            if module.stack.is_some() {
+                for part in [LoraPart::A, LoraPart::B] {
+                    files.extend(self.file_tensors_of_stack(spec, module, part));
+                }
+                continue;
+            }
             let first = &module.parts[..module.parts.len().min(1)];
             for (suffix, parts, transposed) in [
                 (a, of_part(LoraPart::A, first), embedding),
@@ -289,7 +364,7 @@ impl AdapterLayout {
                 }
             }
         }
-        for tensor in spec.blocks().flat_map(|block| hf_block(spec, block)) {
+        for tensor in spec.blocks().flat_map(|block| linears(spec, block)) {
             let trained = tensor.parts.iter().all(|p| self.trains_base(p.parameter.block, p.role()));
             if trained && !tensor.parts.is_empty() {
                 let transposed = matches!(tensor.rows, RowOrder::Transposed { .. });
@@ -304,6 +379,53 @@ impl AdapterLayout {
             }
         }
         files
+    }
+
+    /// The tensors of one part of the adapters of a stack: one for each expert.
+    fn file_tensors_of_stack(
+        &self,
+        spec: &ModelSpec,
+        module: &AdaptedModule,
+        part: LoraPart,
+    ) -> Vec<FileTensor> {
+        let Some(adapted) = module.parts.first() else { return Vec::new() };
+        let own = |p: &&Parameter| p.block == module.block && p.role == Role::Lora(part, *adapted);
+        let Some(parameter) = self.parameters.iter().find(own) else { return Vec::new() };
+        let each = parameter.rows() / module.stack.unwrap_or(1).max(1);
+        let suffix = if part == LoraPart::A { ".lora_A.weight" } else { ".lora_B.weight" };
+        let singles = linears(spec, module.block);
+        let of_stack = singles.iter().filter(|tensor| tensor.is_of(|role| role == adapted.role()));
+        (0..)
+            .zip(of_stack.filter_map(adaptable))
+            .map(|(expert, (name, ..))| {
+                let rows = expert * each..(expert + 1) * each;
+                let parts = vec![StoredPart { parameter: parameter.clone(), rows }];
+                FileTensor::new(format!("{PREFIX}{name}{suffix}"), parts, false)
+            })
+            .collect()
+    }
+}
+
+/// The values of the stack that parts were asked of last: its parts follow each other.
+#[derive(Default)]
+struct Recent(Option<(Parameter, Vec<f32>)>);
+
+impl Recent {
+    fn part(
+        &mut self,
+        part: &StoredPart,
+        values: &mut impl FnMut(&Parameter) -> io::Result<Vec<f32>>,
+    ) -> io::Result<Vec<f32>> {
+        if part.rows == part.parameter.all_rows() {
+            return values(&part.parameter);
+        }
+        if self.0.as_ref().is_none_or(|(of, _)| *of != part.parameter) {
+            self.0 = Some((part.parameter.clone(), values(&part.parameter)?));
+        }
+        let columns = part.parameter.columns() as usize;
+        let own = part.rows.start as usize * columns..part.rows.end as usize * columns;
+        let all = self.0.as_ref().map(|(_, values)| values.as_slice()).unwrap_or_default();
+        all.get(own).map(<[f32]>::to_vec).ok_or_else(|| io::Error::other("a stack has too few values"))
     }
 }
 
@@ -330,13 +452,11 @@ impl FileTensor {
     /// Its values, from those of its parts.
     pub fn values(
         &self,
-        values: &mut impl FnMut(&Parameter) -> io::Result<Vec<f32>>,
+        values: &mut impl FnMut(&StoredPart) -> io::Result<Vec<f32>>,
     ) -> io::Result<Vec<f32>> {
         let mut whole = Vec::new();
         for part in &self.parts {
-            let columns = part.parameter.columns() as usize;
-            let own = part.rows.start as usize * columns..part.rows.end as usize * columns;
-            whole.extend_from_slice(values(&part.parameter)?.get(own).unwrap_or_default());
+            whole.extend(values(part)?);
         }
         Ok(match (self.transposed, &self.shape[..]) {
             (true, [rows, columns]) => transposed(&whole, *columns as usize, *rows as usize),
@@ -354,6 +474,27 @@ pub(super) fn transposed(values: &[f32], rows: usize, columns: usize) -> Vec<f32
         }
     }
     out
+}
+
+fn is_of_experts(tensor: &StoredTensor) -> bool {
+    tensor.parts.iter().any(|part| part.parameter.is_of_experts())
+}
+
+/// Tensors that have an adapter together: the same matrix of each expert of a layer, and every other one by itself.
+fn groups(stored: &[StoredTensor]) -> impl Iterator<Item = &[StoredTensor]> {
+    let key = |tensor: &StoredTensor| {
+        tensor.parts.first().map(|part| (part.parameter.block, part.role())).filter(|_| is_of_experts(tensor))
+    };
+    stored.chunk_by(move |a, b| key(a).is_some() && key(a) == key(b))
+}
+
+/// The name of a module without the number of its expert, if it has one.
+pub(super) fn stack_name(module: &str) -> String {
+    let Some((before, rest)) = module.split_once(".experts.") else { return module.to_owned() };
+    match rest.split_once('.') {
+        Some((number, part)) if number.parse::<u64>().is_ok() => format!("{before}.experts.{part}"),
+        _ => module.to_owned(),
+    }
 }
 
 /// A stored tensor's name without `.weight`, its block and its linears, if it can have an adapter.
@@ -378,6 +519,12 @@ fn parameters_of(spec: &ModelSpec, modules: &[AdaptedModule], dora: bool) -> Vec
             let Some(weight) = find(part) else { continue };
             let (rows, columns) = (weight.rows(), weight.columns());
             let name = &module.name;
+            if let Some(experts) = module.stack {
+                let each = rows / experts.max(1);
+                add(LoraPart::A, *part, format!("{name}.lora_A.weight"), vec![experts, rank, columns]);
+                add(LoraPart::B, *part, format!("{name}.lora_B.weight"), vec![experts, each, rank]);
+                continue;
+            }
             // Parts of one tensor are told apart by their own names.
             let own = match module.parts.len() {
                 1 => String::new(),
@@ -429,6 +576,7 @@ fn check_targets(
     config: &AdapterConfig,
     stored: &[StoredTensor],
     modules: &[AdaptedModule],
+    adapted: &[&str],
 ) -> Result<(), AdapterError> {
     use super::TargetModules::{AllLinear, Names, Pattern};
     let nothing = |what: &str| {
@@ -443,7 +591,7 @@ fn check_targets(
         Pattern(_) => {}
         Names(names) if names.is_empty() => return nothing("an empty list"),
         Names(names) => {
-            let matched = |name: &String| modules.iter().any(|module| ends_with_name(&module.name, name));
+            let matched = |name: &String| adapted.iter().any(|module| ends_with_name(module, name));
             if let Some(name) = names.iter().find(|name| !matched(name)) {
                 return nothing(&format!("{name:?}"));
             }
@@ -454,7 +602,7 @@ fn check_targets(
         ("alpha_pattern", config.alpha_pattern.keys().collect()),
     ] {
         for pattern in patterns {
-            if !modules.iter().any(|module| config.pattern_matches(pattern, &module.name)) {
+            if !adapted.iter().any(|module| config.pattern_matches(pattern, module)) {
                 return Err(AdapterError::Layout(format!("{key}: {pattern:?} matches no adapted module")));
             }
         }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use super::{Adapter, AdapterError, LowRank, stored_place};
+use super::{Adapter, AdapterError, LowRank, stored_place, stored_places};
 use crate::parameters::{BlockId, Parameter, Role};
 use crate::source::{ModelError, WeightSource};
 use crate::spec::ModelSpec;
@@ -87,11 +87,16 @@ impl RowSource for Merged<'_> {
                 None => self.base.read_rows(parameter, rows.clone(), out)?,
             }
         }
-        let Some((name, first)) = stored_place(self.spec, parameter) else { return Ok(()) };
-        let columns = parameter.columns() as usize;
-        let stored = (first + rows.start) as usize;
-        if let Some(low) = self.adapter.low_rank.get(&name) {
-            for (row, out) in (stored..).zip(out.chunks_exact_mut(columns.max(1))) {
+        let columns = parameter.columns().max(1) as usize;
+        for place in stored_places(self.spec, parameter) {
+            let own = rows.start.max(place.rows.start)..rows.end.min(place.rows.end);
+            let Some(low) = self.adapter.low_rank.get(&place.tensor).filter(|_| !own.is_empty()) else {
+                continue;
+            };
+            let stored = (place.first + own.start - place.rows.start) as usize;
+            let before = (own.start - rows.start) as usize;
+            let lines = out.chunks_exact_mut(columns).skip(before).take((own.end - own.start) as usize);
+            for (row, out) in (stored..).zip(lines) {
                 low.add_to_row(row, out);
             }
         }

@@ -98,7 +98,7 @@ impl AdapterLayout {
             }
         }
         self.write_tensors(folder, &self.config().doubled(), &files, |file| {
-            let trained = file.values(&mut values)?;
+            let trained = file.values(&mut |part| values(&part.parameter))?;
             let first = |part| -> io::Result<Matrix> {
                 let matrix = first.matrix(&file.name).map_err(io::Error::other)?;
                 match matrix.values.len() == trained.len() && part == file.part() {

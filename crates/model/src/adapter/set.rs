@@ -21,12 +21,15 @@ fn adapter_values(
 ) -> Vec<f32> {
     let Role::Lora(kind, adapted) = parameter.role else { return Vec::new() };
     let base = spec.block_parameters(parameter.block);
-    let place = base.iter().find(|p| p.role == adapted.role()).and_then(|p| super::stored_place(spec, p));
+    let Some(weight) = base.iter().find(|p| p.role == adapted.role()) else { return Vec::new() };
+    let module = layout.modules().iter().find(|m| m.block == parameter.block && m.parts.contains(&adapted));
+    if weight.is_of_experts() {
+        let scale = module.map_or(1.0, |module| module.scale);
+        return stack_values(adapters, &super::stored_places(spec, weight), kind, scale);
+    }
+    let place = super::stored_place(spec, weight);
     let Some((tensor, first)) = place else { return vec![0.0; parameter.elements() as usize] };
-    let scale = |low: &LowRank, weight: f32| {
-        let module = layout.modules().iter().find(|m| format!("{}.weight", m.name) == tensor);
-        low.scale * weight / module.map_or(1.0, |m| m.scale)
-    };
+    let scale = |low: &LowRank, weight: f32| low.scale * weight / module.map_or(1.0, |m| m.scale);
     let lows: Vec<(&LowRank, f32)> = adapters
         .iter()
         .filter_map(|(adapter, weight)| Some((adapter.low_rank().get(&tensor)?, *weight)))
@@ -65,6 +68,53 @@ fn adapter_values(
     }
 }
 
+/// The same of a stack, whose experts' matrices are in `places`: what an adapter has nothing for is zero.
+fn stack_values(
+    adapters: &[(Adapter, f32)],
+    places: &[super::Place],
+    kind: LoraPart,
+    module_scale: f32,
+) -> Vec<f32> {
+    let rank_of = |adapter: &Adapter| {
+        places.iter().filter_map(|place| adapter.low_rank().get(&place.tensor)).map(|low| low.a.rows).max()
+    };
+    let ranks: Vec<usize> = adapters.iter().map(|(adapter, _)| rank_of(adapter).unwrap_or(0)).collect();
+    let any = adapters
+        .iter()
+        .find_map(|(adapter, _)| places.iter().find_map(|place| adapter.low_rank().get(&place.tensor)));
+    let columns = any.map_or(0, |low| low.a.columns);
+    let mut values = Vec::new();
+    for place in places {
+        let lows = || {
+            let of = |(adapter, weight): &(Adapter, f32)| {
+                (adapter.low_rank().get(&place.tensor).cloned(), *weight)
+            };
+            adapters.iter().map(of).zip(&ranks)
+        };
+        if kind == LoraPart::A {
+            for ((low, _), rank) in lows() {
+                let zeros = || vec![0.0; rank * columns];
+                values.extend(low.map_or_else(zeros, |low| low.a.values));
+            }
+            continue;
+        }
+        let lows: Vec<_> = lows().collect();
+        for row in 0..(place.rows.end - place.rows.start) as usize {
+            for ((low, weight), rank) in &lows {
+                match low {
+                    Some(low) => {
+                        let scale = low.scale * weight / module_scale;
+                        values
+                            .extend(low.b.row(row).iter().map(|b| if scale == 1.0 { *b } else { b * scale }));
+                    }
+                    None => values.resize(values.len() + **rank, 0.0),
+                }
+            }
+        }
+    }
+    values
+}
+
 /// Adapters that were opened for one model, to be used together.
 #[derive(Clone, Debug)]
 pub struct AdapterSet {
@@ -101,8 +151,9 @@ impl AdapterSet {
     /// # Errors
     /// It has other modules or ranks than the layout.
     pub fn of(adapter: Adapter, folder: &Path, layout: &AdapterLayout) -> Result<AdapterSet, AdapterError> {
-        let module = |weight: &str| layout.modules().iter().find(|m| format!("{}.weight", m.name) == *weight);
-        let fits = adapter.low_rank().len() == layout.modules().len()
+        let module = |weight: &str| layout.modules().iter().find(|module| module.is_for(weight));
+        let count: u64 = layout.modules().iter().map(|module| module.stack.unwrap_or(1)).sum();
+        let fits = adapter.low_rank().len() as u64 == count
             && adapter.low_rank().iter().all(|(weight, low)| {
                 module(weight).is_some_and(|m| m.rank == low.a.rows)
                     && low.magnitudes.is_some() == layout.config().use_dora

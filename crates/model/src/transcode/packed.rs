@@ -64,10 +64,7 @@ fn f32_bytes(values: &[f32]) -> Vec<u8> {
 impl Transcoder<'_> {
     pub(super) fn write_packed(&mut self, folder: &Path, target: Target) -> Result<u64, SaveError> {
         // The library packs linears, which experts are one by one alone.
-        let mut spec = self.spec.clone();
-        if let Some(experts) = &mut spec.experts {
-            experts.stacked_files = false;
-        }
+        let spec = self.spec.with_single_experts();
         let spec = &spec;
         let fail = |reason: &str| SaveError::Inexpressible {
             model: spec.name.clone(),

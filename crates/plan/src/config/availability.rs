@@ -12,7 +12,7 @@ pub(super) struct Refusal {
 static REFUSALS: &[Refusal] = &[
     Refusal {
         keys: &["model.from_scratch.architecture"],
-        values: &["gpt_neox", "mixtral"],
+        values: &["gpt_neox", "gpt_oss"],
         reason: "models of this family cannot be read either",
         instead: "llama",
     },

@@ -364,6 +364,8 @@ mod tests {
             "model.from_scratch.hidden_size=512",
             "model.from_scratch.num_hidden_layers=14",
             "model.from_scratch.num_attention_heads=8",
+            "model.from_scratch.num_experts=8",
+            "model.from_scratch.architecture=mixtral",
             "training.attention=flash",
             "training.batch_size=12",
             "training.mixed_precision=fp16",
@@ -382,11 +384,7 @@ mod tests {
         }
         assert_eq!(found, RawConfig::from_overrides(settings.iter().copied()).unwrap(), "{imported:#?}");
         let left = imported.left.join("\n");
-        for words in [
-            "num_experts (8)",
-            "training.bf16 true (theirs:5",
-            "training.gradient_checkpointing false (theirs:10",
-        ] {
+        for words in ["training.bf16 true (theirs:5", "training.gradient_checkpointing false (theirs:10"] {
             assert!(left.contains(words), "{words}: {left}");
         }
     }
@@ -402,6 +400,7 @@ mod tests {
         }
         found.validate().unwrap();
         assert_eq!(found.data.train, Some(Paths::one("corpus.txt")));
+        assert_eq!(found.model.from_scratch.num_experts, Some(8));
         let training = &found.training;
         assert_eq!(training.mixed_precision().set(), Some(MixedPrecision::Fp16));
         assert_eq!(training.dynamic_batching.max_batch_size, Some(16));
@@ -410,7 +409,6 @@ mod tests {
         assert_eq!(attention.to_string(), words);
         let left = imported.left.join("\n");
         for words in [
-            "model.num_experts (8): mixtures of experts do not exist here yet",
             "training.clear_cache_frequency (50): there is no cache to clear",
             "training.memory.pool_size_gb (24): the arena has just the size",
             "data.buffer_size (30000): ",

@@ -34,6 +34,20 @@ section! {
         hidden_size: u64, "none; required", COUNT;
         /// Inner width of the feed-forward part.
         intermediate_size: u64, "none; required", COUNT;
+        /// Experts of a block, in a mixture of experts.
+        num_experts: u64, "none; required for mixtral, qwen2_moe, qwen3_moe, olmoe and glm4_moe", EXPERTS;
+        /// Experts that a token goes to.
+        num_experts_per_token: u64 = 2, TOKEN_EXPERTS;
+        /// Inner width of an expert; in mixtral and olmoe it is intermediate_size.
+        expert_intermediate_size: u64, "intermediate_size", COUNT;
+        /// Experts that every token goes through besides, as one of their width together.
+        shared_experts: u64, "1 in qwen2_moe and glm4_moe, else 0", SHARED_EXPERTS;
+        /// The first blocks, which have a feed-forward part and no experts.
+        dense_layers: u64 = 0, LAYERS_OR_NONE;
+        /// Whether the weights of a token's experts are divided by their sum.
+        norm_topk_prob: bool, "true for mixtral, qwen3_moe and glm4_moe, else false";
+        /// Factor on the load-balancing loss.
+        router_aux_loss_coef: f64, "0.01; 0 for glm4_moe", NOT_NEGATIVE;
         /// Number of transformer blocks.
         num_hidden_layers: u64, "none; required", LAYERS;
         /// Query heads of a block.
@@ -80,6 +94,16 @@ choice! {
         Phi3 = "phi3",
         /// OLMo 2: norms after each part, and of queries and keys.
         Olmo2 = "olmo2",
+        /// Mixtral: Mistral without a window, with experts in the place of feed-forward parts.
+        Mixtral = "mixtral",
+        /// Qwen 2 with experts beside a shared one, which the token weighs.
+        Qwen2Moe = "qwen2_moe",
+        /// Qwen 3 with experts.
+        Qwen3Moe = "qwen3_moe",
+        /// OLMoE: norms of queries and keys, and experts.
+        Olmoe = "olmoe",
+        /// GLM 4.5: experts by sigmoid, beside shared ones; half of each head rotated.
+        Glm4Moe = "glm4_moe",
     }
 }
 
@@ -97,7 +121,14 @@ impl Architecture {
 
     /// Whether heads may have another width than their share of `hidden_size`.
     pub fn has_head_dim(self) -> bool {
-        !matches!(self, Architecture::Gpt2 | Architecture::Phi3 | Architecture::Olmo2)
+        use Architecture::{Gpt2, Olmo2, Olmoe, Phi3, Qwen2Moe};
+        !matches!(self, Gpt2 | Phi3 | Olmo2 | Olmoe | Qwen2Moe)
+    }
+
+    /// Whether blocks have experts.
+    pub fn has_experts(self) -> bool {
+        use Architecture::{Glm4Moe, Mixtral, Olmoe, Qwen2Moe, Qwen3Moe};
+        matches!(self, Mixtral | Qwen2Moe | Qwen3Moe | Olmoe | Glm4Moe)
     }
 }
 

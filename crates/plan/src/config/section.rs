@@ -41,6 +41,9 @@ pub(super) static COUNT: Bounds =
 pub(super) static LAYERS: Bounds = Bounds { words: "1 to 65536", hold: |v| (1.0..=65536.0).contains(&v) };
 pub(super) static LAYERS_OR_NONE: Bounds =
     Bounds { words: "0 to 65536", hold: |v| (0.0..=65536.0).contains(&v) };
+pub(super) static EXPERTS: Bounds = Bounds { words: "1 to 2048", hold: |v| (1.0..=2048.0).contains(&v) };
+pub(super) static TOKEN_EXPERTS: Bounds = Bounds { words: "1 to 64", hold: |v| (1.0..=64.0).contains(&v) };
+pub(super) static SHARED_EXPERTS: Bounds = Bounds { words: "0 to 64", hold: |v| (0.0..=64.0).contains(&v) };
 pub(super) static WORKERS: Bounds = Bounds { words: "0 to 256", hold: |v| (0.0..=256.0).contains(&v) };
 /// A plan runs every micro-batch of a pass, all of which are in memory at once.
 pub(super) static MICRO_BATCHES: Bounds = Bounds { words: "1 to 256", hold: |v| (1.0..=256.0).contains(&v) };

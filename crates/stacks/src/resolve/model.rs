@@ -23,7 +23,7 @@ pub fn model(name: &str) -> Result<ModelSpec, RequestError> {
     catalogue::find(name).or_else(|_| catalogue::find(short)).map_err(|near| {
         RequestError::Model(format!(
             "{name}: there is no such file or folder, and the catalogue has no such model{}; its config.json describes any other",
-            catalogue::did_you_mean(&near)
+            catalogue::not_there(name, &near)
         ))
     })
 }

@@ -7,14 +7,16 @@ use plimsoll_device::DType;
 use plimsoll_model::gguf::{GgufFile, Metadata, MetadataEntry, Value as GgufValue};
 use plimsoll_model::safetensors::{INDEX_NAME, SINGLE_NAME, SafetensorsSet};
 use plimsoll_model::tokenizer::Tokenizer;
-use plimsoll_model::{Format, ModelFiles, ModelSpec, Parameter, SafetensorsFile, catalogue as known};
+use plimsoll_model::{
+    ExpertsSpec, Format, ModelFiles, ModelSpec, Parameter, SafetensorsFile, Scoring, catalogue as known,
+};
 use plimsoll_plan::needs;
 use plimsoll_train::Checkpoint as TrainingCheckpoint;
 use serde_json::{Value, json};
 
 use super::report::{
-    Adapter, ChatTemplate, Checkpoint, DTypeBytes, Kind, Model, Report, Run, Storage, StoredTensor, Token,
-    TokenizerReport,
+    Adapter, ChatTemplate, Checkpoint, DTypeBytes, Experts, Kind, Model, Report, Run, Storage, StoredTensor,
+    Token, TokenizerReport,
 };
 use crate::failure::Failure;
 
@@ -204,7 +206,7 @@ fn shape(report: &mut Report, spec: &ModelSpec, weight_types: &(dyn Fn(&Paramete
     let mut groups: BTreeMap<&'static str, u64> = BTreeMap::new();
     let parameters = spec.parameters();
     for parameter in &parameters {
-        *groups.entry(parameter.role.group().name()).or_default() += parameter.elements();
+        *groups.entry(parameter.group().name()).or_default() += parameter.elements();
     }
     report.tensors = parameters.into_iter().map(|parameter| parameter.name).collect();
     let attention = &spec.attention;
@@ -212,6 +214,8 @@ fn shape(report: &mut Report, spec: &ModelSpec, weight_types: &(dyn Fn(&Paramete
         name: spec.name.clone(),
         architecture: spec.architecture.clone(),
         parameters: spec.parameter_count(),
+        active_parameters: spec.experts.is_some().then(|| spec.active_parameter_count()),
+        experts: spec.experts.as_ref().map(experts),
         parameters_by_group: groups,
         vocab_size: spec.vocab_size,
         hidden_size: spec.hidden_size,
@@ -228,6 +232,25 @@ fn shape(report: &mut Report, spec: &ModelSpec, weight_types: &(dyn Fn(&Paramete
     match needs(spec, weight_types) {
         Ok(needs) => report.needs = needs,
         Err(error) => report.notes.push(format!("what it needs cannot be said: {error}")),
+    }
+}
+
+fn experts(experts: &ExpertsSpec) -> Experts {
+    let router = &experts.router;
+    Experts {
+        num_experts: experts.count,
+        num_experts_per_tok: experts.per_token,
+        moe_intermediate_size: experts.intermediate_size,
+        shared_expert_intermediate_size: experts.shared.map(|shared| shared.intermediate_size),
+        layers_with_experts: experts.layers.iter().filter(|sparse| **sparse).count(),
+        scoring_func: match router.scoring {
+            Scoring::Softmax => "softmax",
+            Scoring::Sigmoid => "sigmoid",
+        },
+        norm_topk_prob: router.normalise,
+        routed_scaling_factor: router.scale,
+        groups: router.groups.map(|groups| [groups.count, groups.chosen]),
+        correction_bias: router.correction,
     }
 }
 

@@ -84,6 +84,11 @@ pub struct Model {
     pub name: String,
     pub architecture: String,
     pub parameters: u64,
+    /// Those that one token meets, in a mixture of experts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub active_parameters: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub experts: Option<Experts>,
     pub parameters_by_group: BTreeMap<&'static str, u64>,
     pub vocab_size: u64,
     pub hidden_size: u64,
@@ -96,6 +101,23 @@ pub struct Model {
     pub max_position_embeddings: u64,
     pub tie_word_embeddings: bool,
     pub eos_tokens: Vec<u32>,
+}
+
+/// The experts of a mixture.
+#[derive(Debug, Serialize)]
+pub struct Experts {
+    pub num_experts: u64,
+    pub num_experts_per_tok: u64,
+    pub moe_intermediate_size: u64,
+    pub shared_expert_intermediate_size: Option<u64>,
+    pub layers_with_experts: usize,
+    pub scoring_func: &'static str,
+    pub norm_topk_prob: bool,
+    pub routed_scaling_factor: f64,
+    /// Groups, and how many of them a token's experts are in.
+    pub groups: Option<[u64; 2]>,
+    /// Whether a vector corrects the choice.
+    pub correction_bias: bool,
 }
 
 /// How the tensors are stored.

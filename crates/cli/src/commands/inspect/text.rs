@@ -24,6 +24,7 @@ pub fn render(report: &Report, whole_template: bool) -> String {
         }
     };
     section("shape", shape(report));
+    section("experts", experts(report));
     section("parameters", groups(report));
     section("storage", storage(report));
     section("adapter", adapter(report));
@@ -75,6 +76,36 @@ fn shape(report: &Report) -> String {
     ])
 }
 
+fn experts(report: &Report) -> String {
+    let Some((model, experts)) =
+        report.model.as_ref().and_then(|model| Some((model, model.experts.as_ref()?)))
+    else {
+        return String::new();
+    };
+    let mut router = vec![experts.scoring_func.to_owned()];
+    if experts.norm_topk_prob {
+        router.push("weights of a token add up to 1".to_owned());
+    }
+    if experts.routed_scaling_factor != 1.0 {
+        router.push(format!("weights times {}", experts.routed_scaling_factor));
+    }
+    if let Some([count, chosen]) = experts.groups {
+        router.push(format!("{chosen} of {count} groups"));
+    }
+    if experts.correction_bias {
+        router.push("a bias corrects the choice".to_owned());
+    }
+    let shared = experts.shared_expert_intermediate_size;
+    let layers = format!("{} of {}", experts.layers_with_experts, model.num_hidden_layers);
+    pairs(&[
+        ("experts", format!("{}, {} for each token", experts.num_experts, experts.num_experts_per_tok)),
+        ("inner size", experts.moe_intermediate_size.to_string()),
+        ("shared expert", shared.map_or("none".to_owned(), |width| format!("inner size {width}"))),
+        ("layers", layers),
+        ("router", router.join(", ")),
+    ])
+}
+
 fn groups(report: &Report) -> String {
     let Some(model) = &report.model else { return String::new() };
     let all = model.parameters.max(1) as f64;
@@ -84,6 +115,9 @@ fn groups(report: &Report) -> String {
         .map(|(group, n)| row![group.replace('_', " "), n, format!("{:.1} %", 100.0 * *n as f64 / all)])
         .collect();
     rows.push(row!["in all", model.parameters, count(model.parameters)]);
+    if let Some(active) = model.active_parameters {
+        rows.push(row!["active", active, count(active)]);
+    }
     table::render(&rows)
 }
 

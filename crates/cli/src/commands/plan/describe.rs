@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use plimsoll_memory::{AtPeak, ByteSize, Tag};
+use plimsoll_model::ModelSpec;
 use plimsoll_plan::config::GradientCheckpointing;
 use plimsoll_plan::{TimeEstimate, TrainingPlan};
 use plimsoll_step::{Adapters, Linears};
@@ -37,18 +38,32 @@ pub fn step(plan: &TrainingPlan) -> String {
     )
 }
 
+/// The model in a line.
+pub fn model(spec: &ModelSpec, parameters: u64) -> String {
+    let active = match &spec.experts {
+        Some(experts) => format!(
+            " in all and {} active ({} of {} experts)",
+            count(spec.active_parameter_count()),
+            experts.per_token,
+            experts.count
+        ),
+        None => String::new(),
+    };
+    format!(
+        "{}: {}, {} parameters{active}, {} layers of width {}\n",
+        spec.name,
+        spec.architecture,
+        count(parameters),
+        spec.num_layers,
+        spec.hidden_size
+    )
+}
+
 /// The plan for people.
 pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
     let settings = &plan.choice.settings;
     let mut out = disk_needed(plan);
-    out.push_str(&format!(
-        "{}: {}, {} parameters, {} layers of width {}\n",
-        plan.spec.name,
-        plan.spec.architecture,
-        count(plan.parameters()),
-        plan.spec.num_layers,
-        plan.spec.hidden_size
-    ));
+    out.push_str(&model(&plan.spec, plan.parameters()));
     if let Some(adapters) = settings.method.adapters() {
         let (trained, all) = (plan.trainable_parameters(), plan.parameters());
         out.push_str(&format!(

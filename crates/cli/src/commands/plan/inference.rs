@@ -18,7 +18,7 @@ use crate::row;
 use crate::session::{cache_type, inference_precision, quantized_type};
 use crate::speeds::PlanSpeeds;
 use crate::table;
-use crate::units::{count, seconds};
+use crate::units::seconds;
 
 /// Tokens of a context that nobody has named.
 const CONTEXT: u64 = 4096;
@@ -101,14 +101,7 @@ fn ranks(asked: &Asked, ranks: Option<u32>) -> Result<u32, Failure> {
 fn describe(plan: &InferencePlan, speeds: &PlanSpeeds) -> String {
     let Some(largest) = plan.largest() else { return String::new() };
     let (spec, settings) = (&plan.spec, largest.generation.settings);
-    let mut out = format!(
-        "{}: {}, {} parameters, {} layers of width {}\n",
-        spec.name,
-        spec.architecture,
-        count(spec.parameter_count()),
-        spec.num_layers,
-        spec.hidden_size
-    );
+    let mut out = super::describe::model(spec, spec.parameter_count());
     let types: Vec<&str> = plan.weight_types.iter().map(|dtype| dtype.name()).collect();
     out.push_str(&format!(
         "inference: {} x {} tokens; linears in {}, {} of weights; {} activations; key-value cache in {}, {}{}; passes of {} tokens\n",

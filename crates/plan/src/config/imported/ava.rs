@@ -8,14 +8,9 @@ pub const MARKS: [&str; 5] =
     ["training.deepspeed.", "training.memory.", "model.num_layers", "model.num_experts", "performance."];
 
 /// Keys without a meaning here, by how they begin, and why that is so.
-pub const ANSWERS: [Answer; 14] = [
-    (
-        "model.num_experts",
-        "mixtures of experts do not exist here yet: the model is dense, as with one expert",
-    ),
-    ("model.num_experts_per_token", "mixtures of experts do not exist here yet: the model is dense"),
-    ("model.expert", "mixtures of experts do not exist here yet: the model is dense"),
-    ("model.router", "mixtures of experts do not exist here yet: the model is dense"),
+pub const ANSWERS: [Answer; 12] = [
+    ("model.expert", "all experts are feed-forward parts, without a capacity"),
+    ("model.router", "the router is Mixtral's; model.from_scratch.router_aux_loss_coef is its loss"),
     ("model.sparse_block_size", "it counts where attention_type is sparse"),
     ("model.num_local_blocks", "it counts where attention_type is sparse"),
     ("model.window_size", "it counts where attention_type is sliding_window"),
@@ -43,11 +38,15 @@ pub const ANSWERS: [Answer; 14] = [
     ("performance.", "it is a setting of PyTorch, which does not run here"),
 ];
 
-pub const ENTRIES: [Entry; 39] = [
+pub const ENTRIES: [Entry; 42] = [
     ("model.hidden_size", "model.from_scratch.hidden_size", same),
     ("model.num_layers", "model.from_scratch.num_hidden_layers", same),
     ("model.num_attention_heads", "model.from_scratch.num_attention_heads", same),
     ("model.vocab_size", "model.from_scratch.vocab_size", same),
+    ("model.num_experts", "model.from_scratch.num_experts", |v| several(v).then(|| v.to_owned())),
+    // One expert is a dense model.
+    ("model.num_experts", "model.from_scratch.architecture", |v| several(v).then(|| "mixtral".to_owned())),
+    ("model.num_experts_per_token", "model.from_scratch.num_experts_per_token", same),
     ("model.use_flash_attention", "training.attention", |v| {
         among(v, &[("true", "flash"), ("false", "standard")])
     }),
@@ -98,3 +97,8 @@ pub const ENTRIES: [Entry; 39] = [
     ("data.persistent_workers", "data.persistent_workers", same),
     ("output.gradient_checkpointing", "training.gradient_checkpointing", checkpointing),
 ];
+
+/// Whether so many experts are more than one.
+fn several(experts: &str) -> bool {
+    experts != "1" && experts != "0"
+}
