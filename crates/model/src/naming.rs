@@ -56,6 +56,7 @@ impl Role {
             Role::DownProj | Role::DownBias => "down_proj",
             Role::Router => "router",
             Role::RouterCorrection => "router_correction",
+            Role::RouterLoad => "router_load",
             Role::SharedGateProj => "shared_gate_proj",
             Role::SharedUpProj => "shared_up_proj",
             Role::SharedDownProj => "shared_down_proj",
@@ -106,6 +107,7 @@ impl Role {
             Role::SharedRouter => 31,
             // Behind all parts of adapters.
             Role::RouterCorrection => 5 << 5,
+            Role::RouterLoad => 6 << 5,
             // Weights with adapters are below 32.
             Role::Lora(part, adapted) => (1 + part as u64) << 5 | adapted.role().number(),
         }

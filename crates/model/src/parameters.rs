@@ -63,6 +63,8 @@ pub enum Role {
     Router,
     /// What is added to the scores of experts for their choice; no gradient reaches it.
     RouterCorrection,
+    /// How often each expert was chosen in a step: no parameter, but what is told of it.
+    RouterLoad,
     SharedGateProj,
     SharedUpProj,
     SharedDownProj,
@@ -222,6 +224,7 @@ impl Role {
             | Role::UpBias
             | Role::DownBias
             | Role::RouterCorrection
+            | Role::RouterLoad
             | Role::FinalNormBias => ParameterKind::Bias,
         }
     }
@@ -286,7 +289,9 @@ impl Role {
             | Role::SharedGateProj
             | Role::SharedUpProj
             | Role::SharedDownProj => ParameterGroup::FeedForward,
-            Role::Router | Role::RouterCorrection | Role::SharedRouter => ParameterGroup::Routers,
+            Role::Router | Role::RouterCorrection | Role::RouterLoad | Role::SharedRouter => {
+                ParameterGroup::Routers
+            }
             Role::LmHead => ParameterGroup::Head,
             Role::Lora(..) => ParameterGroup::Adapters,
             Role::AttentionNorm
@@ -325,7 +330,7 @@ impl Role {
 
     /// Whether gradients reach it.
     pub fn has_gradient(self) -> bool {
-        self != Role::RouterCorrection
+        !matches!(self, Role::RouterCorrection | Role::RouterLoad)
     }
 }
 

@@ -190,6 +190,7 @@ mod tests {
             validation_loss: step.is_multiple_of(500).then_some(3.0),
             io: None,
             ranks_rss_bytes: Vec::new(),
+            experts: Vec::new(),
         }
     }
 

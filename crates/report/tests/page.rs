@@ -254,6 +254,7 @@ fn step(step: u64) -> StepMetrics {
         validation_loss: (step == 2).then_some(3.5),
         io: None,
         ranks_rss_bytes: Vec::new(),
+        experts: Vec::new(),
     }
 }
 

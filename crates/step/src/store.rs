@@ -308,6 +308,13 @@ impl ResidentStore {
                 let tensor = device.alloc(DType::F32, &p.shape, Tag::Adapters, p.role.name())?;
                 tensors.push((p.role, tensor));
             }
+            let experts = block.layer().and_then(|layer| spec.experts_of(layer));
+            if let Some(experts) = experts.filter(|_| storage.trained) {
+                let name = Role::RouterLoad.name();
+                let load = device.alloc(DType::U32, &[experts.count], Tag::Workspace, name)?;
+                device.write(&load, &mut |bytes| bytes.fill(0))?;
+                tensors.push((Role::RouterLoad, load));
+            }
             let mut weights = BlockWeights::new(block, tensors);
             for module in modules.iter().filter(|module| module.block == block) {
                 let Some(a) = module.a_role() else { continue };
@@ -326,6 +333,21 @@ impl ResidentStore {
         let base = spec.parameters().into_iter().filter(is_resident);
         let parameters = base.chain(adapter_parameters.iter().cloned()).collect();
         Ok(ResidentStore { blocks, parameters })
+    }
+
+    /// The layers whose experts are counted, with the counts.
+    fn counted(&self) -> impl Iterator<Item = (u32, &Tensor)> {
+        self.blocks.iter().filter_map(|(block, own)| Some((block.layer()?, own.find(Role::RouterLoad)?)))
+    }
+
+    /// Begins to count how often experts are chosen.
+    pub fn forget_loads(&self, device: &dyn Device) -> Result<(), StepError> {
+        self.counted().try_for_each(|(_, load)| Ok(device.write(load, &mut |bytes| bytes.fill(0))?))
+    }
+
+    /// How often each was chosen since.
+    pub fn loads(&self, device: &dyn Device) -> Result<Vec<(u32, Vec<u32>)>, StepError> {
+        self.counted().map(|(layer, load)| Ok((layer, device.read_u32(load)?))).collect()
     }
 
     /// What it has of a block.

@@ -495,6 +495,7 @@ impl<'a> Trainer<'a> {
     /// All micro-batches forward and backward, and what becomes of the gradients behind the last one.
     fn pass(&mut self, micro_batches: MicroBatches<'_>, completion: Completion) -> Result<Passed, StepError> {
         self.gradients.begin(splitmix64(self.settings.seed, self.progress.steps));
+        self.weights.resident().forget_loads(self.device)?;
         let (Ranks { mesh, .. }, place) = (self.settings.ranks, self.settings.ranks.place());
         // Ranks that work on the same sequences count them once.
         let counted = |own: f64| if place.leads() { own } else { 0.0 };
@@ -528,6 +529,14 @@ impl<'a> Trainer<'a> {
         let last = micro_batches.group(first, together);
         self.forward_backward(&last, first, gradient_scale, Some(completion))?;
         Ok(passed)
+    }
+
+    /// How often each expert of each layer was chosen in the last step, of this rank's tokens; of a model without experts nothing.
+    ///
+    /// # Errors
+    /// The device cannot be read.
+    pub fn expert_loads(&self) -> Result<Vec<(u32, Vec<u32>)>, StepError> {
+        self.weights.resident().loads(self.device)
     }
 
     /// What adapters drop in a micro-batch of this step.

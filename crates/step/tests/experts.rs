@@ -21,9 +21,7 @@ enum Routers {
     Erratic(u64),
 }
 
-fn fill_with(
-    routers: Routers,
-) -> impl Fn(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), StepError> {
+fn fill_with(routers: Routers) -> impl Fn(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), StepError> {
     move |p, rows, dtype, out| {
         let is_router = matches!(p.role, Role::Router | Role::RouterCorrection);
         match routers {
@@ -51,13 +49,15 @@ fn the_plan_holds_whatever_the_router_does() {
             for mlp_chunk_tokens in [None, Some(5)] {
                 let base = StepSettings { checkpointing, mlp_chunk_tokens, ..settings(2, 9) };
                 let balanced = StepSettings { balance_loss: 0.1, ..base.clone() };
-                let compressed = StepSettings { compression: Compression::Int8 { block: 64 }, ..base.clone() };
+                let compressed =
+                    StepSettings { compression: Compression::Int8 { block: 64 }, ..base.clone() };
                 for settings in [base, balanced, compressed] {
                     let planned = planned_peak(&spec, &settings, 2);
                     for routers in [Routers::Indifferent, Routers::Erratic(1), Routers::Erratic(2)] {
                         let device = device(&spec, &settings, 2);
                         let mut trainer =
-                            Trainer::new(&device, Arc::default(), spec.clone(), settings.clone(), &Solo).unwrap();
+                            Trainer::new(&device, Arc::default(), spec.clone(), settings.clone(), &Solo)
+                                .unwrap();
                         trainer.load(fill_with(routers)).unwrap();
                         for step in 0..3 {
                             assert!(one_step(&mut trainer, &settings, step).is_finite(), "{routers:?}");

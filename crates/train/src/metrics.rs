@@ -65,6 +65,41 @@ pub struct StepMetrics {
     /// Resident set of each of several ranks after the step, in bytes, by its number.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks_rss_bytes: Vec<u64>,
+    /// How evenly a mixture of experts is used, layer by layer; of the tokens of the first rank.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub experts: Vec<ExpertLoad>,
+}
+
+/// How evenly the experts of a layer were used in a step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ExpertLoad {
+    /// The layer.
+    pub layer: u32,
+    /// Entropy of the shares, as a part of what it is when all experts have as much to do: 1 is even, 0 one expert for all.
+    pub entropy: f64,
+    /// The share of the busiest expert, in even shares.
+    pub busiest: f64,
+    /// Experts without a token.
+    pub idle: u32,
+    /// The share of each expert.
+    pub fractions: Vec<f32>,
+}
+
+impl ExpertLoad {
+    /// Of how often each expert of a layer was chosen.
+    pub fn new(layer: u32, counts: &[u32]) -> ExpertLoad {
+        let total = counts.iter().copied().map(f64::from).sum::<f64>().max(1.0);
+        let shares: Vec<f64> = counts.iter().map(|count| f64::from(*count) / total).collect();
+        let entropy: f64 = shares.iter().filter(|share| **share > 0.0).map(|share| -share * share.ln()).sum();
+        let even = (counts.len() as f64).ln();
+        ExpertLoad {
+            layer,
+            entropy: if even > 0.0 { entropy / even } else { 1.0 },
+            busiest: shares.iter().copied().fold(0.0, f64::max) * counts.len() as f64,
+            idle: counts.iter().filter(|count| **count == 0).count() as u32,
+            fractions: shares.iter().map(|share| (*share * 1e4).round() as f32 / 1e4).collect(),
+        }
+    }
 }
 
 /// Memory during a step.
@@ -248,7 +283,17 @@ mod tests {
             validation_loss: None,
             io: None,
             ranks_rss_bytes: Vec::new(),
+            experts: Vec::new(),
         }
+    }
+
+    #[test]
+    fn loads_are_told_in_even_shares() {
+        let ExpertLoad { entropy, busiest, idle, fractions, .. } = ExpertLoad::new(3, &[6, 2, 0, 0]);
+        assert!((entropy - 0.4056).abs() < 1e-4 && busiest == 3.0 && idle == 2);
+        assert_eq!(fractions, [0.75, 0.25, 0.0, 0.0]);
+        assert_eq!(ExpertLoad::new(0, &[5, 5]).entropy, 1.0);
+        assert_eq!(ExpertLoad::new(0, &[0, 0]).idle, 2);
     }
 
     #[test]

@@ -16,7 +16,7 @@ use plimsoll_step::{MicroBatch, StepError, StepOutcome, Trainer};
 use crate::checkpoint::{Checkpoint, TrainerState, tidy};
 use crate::diagnostic::Diagnostic;
 use crate::flight::Flight;
-use crate::metrics::{MemoryHealth, MemoryMetrics, MetricsFormats, MetricsLog, StepMetrics};
+use crate::metrics::{ExpertLoad, MemoryHealth, MemoryMetrics, MetricsFormats, MetricsLog, StepMetrics};
 use crate::pressure::RungChange;
 use crate::relief::Relief;
 use crate::report::{Io, Measured, Planned, RankReport, Report, median};
@@ -292,6 +292,7 @@ fn one_step<'a>(
             (arena.high_water(), trainer.tiers().host().high_water()),
         );
     }
+    let loads = trainer.expert_loads()?;
     Ok(StepMetrics {
         step,
         loss: outcome.loss,
@@ -314,6 +315,7 @@ fn one_step<'a>(
         validation_loss: None,
         io: meter.zip(moved_before).map(|(meter, before)| Io::of(meter.totals().since(&before))),
         ranks_rss_bytes,
+        experts: loads.iter().map(|(layer, counts)| ExpertLoad::new(*layer, counts)).collect(),
     })
 }
 

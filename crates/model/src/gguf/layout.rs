@@ -92,8 +92,8 @@ fn plain_name(parameter: &Parameter) -> String {
         Role::SharedUpProj => "ffn_up_shexp.weight",
         Role::SharedDownProj => "ffn_down_shexp.weight",
         Role::SharedRouter => SHARED_ROUTER,
-        // Adapters have files of their own.
-        Role::Lora(..) => return parameter.name.clone(),
+        // Adapters have files of their own, and loads none.
+        Role::RouterLoad | Role::Lora(..) => return parameter.name.clone(),
     };
     in_layer(parameter, part)
 }

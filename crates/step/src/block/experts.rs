@@ -287,6 +287,9 @@ impl<'e> Experts<'e, '_> {
                 device.run(Routing::Choose { logits: &logits, correction, router, choice: &choice })?;
                 if let Some(routes) = self.ctx.routes {
                     routes.keep(device, layer, &logits, &choice)?;
+                    if let Some(counts) = self.weights.find(Role::RouterLoad) {
+                        device.run(Routing::Count { choice: &choice, counts })?;
+                    }
                 }
                 choice
             }

@@ -47,6 +47,7 @@ pub fn metrics(step: u64) -> StepMetrics {
             hidden_share: Some(0.75),
         }),
         ranks_rss_bytes: vec![240 * MIB, 200 * MIB],
+        experts: Vec::new(),
     }
 }
 
