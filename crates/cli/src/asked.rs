@@ -6,6 +6,7 @@ use plimsoll_plan::{Catalogue, DiskRates, Machine, ModelOrigin, ProcessLimits, T
 use crate::args::{ConfigSource, MachineArgs};
 use crate::failure::Failure;
 use crate::models::{self, Need};
+use crate::overhead::Progress;
 use crate::session::{Engine, load_config_on, load_config_over};
 use crate::speeds::PlanSpeeds;
 
@@ -77,7 +78,7 @@ impl Asked {
             return Ok((make(&machine)?, PlanSpeeds::of_catalogue(target)));
         }
         let engine = Engine::start(None)?;
-        let mut machine = engine.machine(&self.config);
+        let mut machine = engine.machine(&self.config, self.origin.spec().vocab_size, Progress::Planning);
         if self.elsewhere {
             (machine.limits, machine.disk_available) = (ProcessLimits::NONE, None);
             machine.rates.disk = DiskRates::USUAL;

@@ -16,6 +16,7 @@ mod load_line;
 mod models;
 mod needs;
 mod output;
+mod overhead;
 mod progress;
 mod ranks;
 mod screen;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::{Isa, Pool};
 use plimsoll_device::{Cpu, DType};
+use plimsoll_memory::release_free_heap;
 use plimsoll_plan::config::{Imported, Override, RawConfig, Started};
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
 use plimsoll_plan::{DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates};
@@ -14,6 +15,7 @@ use plimsoll_step::Precision;
 use crate::args::ConfigSource;
 use crate::failure::Failure;
 use crate::load_line::{kept_so_far, load_line};
+use crate::overhead::{Progress, measured_bytes, overhead_bytes};
 use crate::speeds::Speeds;
 
 /// The configuration of a command line: the file, then the flags, then every `--set`.
@@ -143,15 +145,16 @@ impl Engine {
         self.speeds.get_or_init(|| Speeds::of(&self.hardware.cpu, (&self.pool, self.isa), self.again, room))
     }
 
-    /// What the planner needs to know; to be asked when everything but the arena is in memory.
-    pub fn machine(&self, config: &RawConfig) -> Machine {
+    /// What the planner needs to know to plan a model with so many tokens. What planning itself holds without need is given back.
+    pub fn machine(&self, config: &RawConfig, tokens: u64, progress: Progress) -> Machine {
+        release_free_heap();
         let line = load_line(config.memory.device_budget().set());
         let speeds = self.speeds_within(line.bytes.saturating_sub(resident_bytes()));
         let disk = speeds.disk(&config.disk_path()).map_or(DiskRates::USUAL, |disk| disk.rates);
         Machine {
             rates: Rates { disk, ..speeds.machine.rates },
             limits: ProcessLimits::detect(),
-            overhead_bytes: self.overhead_bytes(),
+            overhead_bytes: overhead_bytes(&self.pool, tokens, progress),
             host_bytes_per_token: plimsoll_train::host_bytes_per_token(config),
             worker_bytes: Machine::WORKER_BYTES,
             disk_available: disk_space(&config.disk_path()).ok().map(|space| space.available.0),
@@ -187,10 +190,10 @@ impl Engine {
         Ok(Cpu::with_pool(Arc::clone(&self.pool), self.isa, dry_run.peak_bytes())?)
     }
 
-    /// What the process takes beside the arena: what it has now, when everything else is in memory, and what is still to
-    /// come.
+    /// What the process takes beside the arena, when everything else is in memory: what was measured, for who plans and computes in one
+    /// process.
     pub fn overhead_bytes(&self) -> u64 {
-        resident_bytes().saturating_add(self.pool.untouched_bytes()).saturating_add(FIRST_TOUCHED)
+        measured_bytes(&self.pool)
     }
 }
 
@@ -198,10 +201,6 @@ impl Engine {
 pub fn resident_bytes() -> u64 {
     process_memory().and_then(|m| m.resident).map_or(0, |size| size.0)
 }
-
-/// Pages of the program, stacks and threads' heaps that the work itself will be the first to touch: at most 3 MiB were
-/// measured, whatever the model and the number of threads.
-const FIRST_TOUCHED: u64 = 4 << 20;
 
 /// Storage types for inference.
 pub fn inference_precision(dtype: &str) -> Result<Precision, Failure> {

@@ -106,6 +106,67 @@ fn training_keeps_to_the_line() {
     }
 }
 
+/// `plan` and `train` are two processes, of which the second one holds more when it plans. What both count beside the arena is the same,
+/// and the least line for which the first says that a run fits is enough for the second.
+#[test]
+fn whatever_plan_says_fits_train_accepts() {
+    let folder = base();
+    let samples: String = (0..300)
+        .map(|i| {
+            format!("{{\"prompt\": \"word{} word{}\", \"completion\": \"word{}\"}}\n", i % 23, i % 7, i % 11)
+        })
+        .collect();
+    std::fs::write(folder.path().join("samples.jsonl"), samples).unwrap();
+    let words: String = (0..200_000).map(|i: u64| format!("w{} ", i * i % 7919)).collect();
+    std::fs::write(folder.path().join("long.txt"), words).unwrap();
+    for (name, config, set) in [
+        ("full", "c.yaml", &["training.steps=2"][..]),
+        ("a longer text", "c.yaml", &["training.steps=2", "data.train=long.txt", "data.num_workers=2"]),
+        ("a search", "c.yaml", &["training.steps=2", "training.batch_size=auto", "planning.goal=fastest"]),
+        ("LoRA", "adapter.yaml", &["training.steps=2", "data.train=long.txt"]),
+        (
+            "samples",
+            "adapter.yaml",
+            &["training.steps=2", "data.train=samples.jsonl", "data.format=instruction"],
+        ),
+    ] {
+        let asked = |command: &str, line: u64, further: &[&str]| {
+            let line = line.to_string();
+            let mut arguments = vec![command, config, "--memory", &line, "--json"];
+            set.iter().for_each(|assignment| arguments.extend(["--set", assignment]));
+            plimsoll(folder.path(), &[&arguments[..], further].concat())
+        };
+        let planned = |line: u64| -> Value {
+            let output = asked("plan", line, &[]);
+            serde_json::from_slice(&output.stdout)
+                .unwrap_or_else(|_| panic!("{name}: {}", text(&output.stderr)))
+        };
+        let (mut less, mut enough) = (1 << 20, 128 << 20);
+        assert_eq!(planned(enough)["fits"], true, "{name}");
+        while enough - less > 64 << 10 {
+            let line = (less + enough) / 2;
+            *(if planned(line)["fits"] == true { &mut enough } else { &mut less }) = line;
+        }
+        let plan = planned(enough);
+        for _ in 0..2 {
+            let again = planned(enough);
+            assert_eq!(again["memory"]["device"], plan["memory"]["device"], "{name}");
+            assert_eq!(again["config"], plan["config"], "{name}");
+        }
+        for (line, folder) in [(enough, "at"), (enough + (100 << 10), "above")] {
+            let output = format!("output.dir={name}-{folder}");
+            let output = asked("train", line, &["--set", &output]);
+            assert!(output.status.success(), "{name}, {line} bytes: {}", text(&output.stderr));
+            let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+            let taken = report["measured"]["process_peak_rss_bytes"].as_u64().unwrap();
+            println!("{name}: {line} bytes are enough, {taken} were taken");
+            assert!(taken <= line, "{name}: {taken} bytes taken of {line}");
+            let overhead = &report["planned"]["overhead_bytes"];
+            assert_eq!(*overhead, plan["memory"]["device"]["overhead_bytes"], "{name}");
+        }
+    }
+}
+
 /// A chat waits for the next message, so that its process can be looked at.
 #[test]
 fn a_chat_keeps_to_the_line() {

@@ -48,7 +48,7 @@ struct Shared {
     hidden: encode::Hidden,
     vocab_size: usize,
     decoding: decode::Decoding,
-    /// Whether long texts may be cut after a letter and before white space without changing any token.
+    /// Whether long texts may be cut between words without changing any token.
     cuttable: bool,
 }
 

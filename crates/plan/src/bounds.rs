@@ -187,6 +187,13 @@ fn tags(kind: TensorKind) -> &'static [Tag] {
     }
 }
 
+/// Bytes of the device that a step takes at least which is checkpointed in segments and otherwise the same, where this one is checkpointed
+/// layer by layer.
+pub(crate) fn least_in_segments(spec: &ModelSpec, choice: &Choice) -> Option<u64> {
+    let is_full = choice.settings.checkpointing == Checkpointing::Full;
+    (is_full && choice.settings.ranks.mesh.pipeline <= 1).then(|| not_spared(spec, choice))
+}
+
 /// Bytes that are live at the peak of a step which keeps the inputs of layers, and would be there if it kept those of
 /// segments: all but inputs of layers. Whoever goes back through a layer has those of its segment before it too.
 fn not_spared(spec: &ModelSpec, full: &Choice) -> u64 {

@@ -38,6 +38,7 @@ mod runs;
 mod scratch;
 mod search;
 mod shortage;
+mod stages;
 mod streaming;
 mod svg;
 mod technique;

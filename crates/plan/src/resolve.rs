@@ -22,6 +22,7 @@ use crate::limits::Limits;
 use crate::offload::{self, TensorKind, as_said, kept_as_said, stages};
 use crate::optimizer::optimizer_settings;
 use crate::runs::{DryRuns, Wanted, threads};
+use crate::stages::telling;
 use crate::time::{Rates, TimeEstimate};
 
 /// Sequences of an optimizer step where the user names none.
@@ -76,19 +77,24 @@ impl Choice {
         rates: &Rates,
         limits: Option<Limits>,
     ) -> Result<Choice, StepError> {
-        let mesh = settings.ranks.mesh;
-        // The ranks that micro-batches of this one go through. The first has most under way, the last one has the head.
-        let mut ranks = match mesh.pipeline {
-            0 | 1 => vec![settings.ranks.rank],
-            _ => mesh.stage_group(settings.ranks.rank),
-        };
-        if let [_, later @ ..] = &mut ranks[..] {
-            later.reverse();
-        }
+        // Of the ranks that micro-batches of this one go through, the first has most under way, and the last one has the head.
+        let ranks = telling(spec, &settings, rates.wiring.network);
+        Choice::through(ranks, spec, &settings, accumulation, rates, limits)
+    }
+
+    /// The same through the stages of these ranks.
+    pub(crate) fn through(
+        ranks: Vec<u32>,
+        spec: &ModelSpec,
+        settings: &StepSettings,
+        accumulation: u64,
+        rates: &Rates,
+        limits: Option<Limits>,
+    ) -> Result<Choice, StepError> {
         let stages = ranks.len();
         let mut all: Vec<Choice> = Vec::new();
         for rank in ranks {
-            all.push(Choice::of_stage(spec, &settings, rank, accumulation, rates)?);
+            all.push(Choice::of_stage(spec, settings, rank, accumulation, rates)?);
             if limits.is_some_and(|limits| all.last().is_some_and(|stage| !limits.allow(stage))) {
                 break;
             }
@@ -144,14 +150,18 @@ impl Choice {
 
     /// Sequences of an optimizer step, of all ranks.
     pub fn sequences(&self) -> u64 {
-        let own = self.settings.batch_size.saturating_mul(self.accumulation);
-        own.saturating_mul(u64::from(self.settings.ranks.mesh.data))
+        sequences(&self.settings, self.accumulation)
     }
 
     /// Bytes of arena that the step needs.
     pub fn peak_bytes(&self) -> u64 {
         self.dry_run.peak_bytes()
     }
+}
+
+fn sequences(settings: &StepSettings, accumulation: u64) -> u64 {
+    let own = settings.batch_size.saturating_mul(accumulation);
+    own.saturating_mul(u64::from(settings.ranks.mesh.data))
 }
 
 /// Decides every `auto` of the step. What the user left open stays on the device unless nothing fits then. Where nothing
@@ -653,7 +663,7 @@ pub(crate) fn precisions(
     }
 }
 
-fn checkpointings(training: &TrainingConfig) -> Vec<Checkpointing> {
+pub(crate) fn checkpointings(training: &TrainingConfig) -> Vec<Checkpointing> {
     match training.gradient_checkpointing().set() {
         Some(GradientCheckpointing::Form(form)) => vec![form],
         Some(GradientCheckpointing::Within(_)) => every_checkpointing(),
@@ -861,21 +871,26 @@ pub fn loss_chunk_tokens(vocab_size: u64, tokens: u64) -> u64 {
 
 /// The configuration with every `auto` of the step replaced by what was chosen: it can be run again.
 pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
+    resolved_with(config, &choice.settings, choice.accumulation)
+}
+
+/// The same of a step that need not have been run.
+pub(crate) fn resolved_with(config: &RawConfig, settings: &StepSettings, accumulation: u64) -> RawConfig {
     let mut resolved = config.clone();
     // What was looked for has been found.
     resolved.planning = Default::default();
-    let Precision { weights, gradients, master_weights, linears, .. } = choice.settings.precision;
+    let Precision { weights, gradients, master_weights, linears, .. } = settings.precision;
     let fp8 = linears == Linears::Fp8;
     let narrow = fp8 || weights != DType::F32;
-    resolved.memory.offload = offload::resolved(choice.settings.offload);
-    resolved.memory.kept_layers = offload::kept_resolved(choice.settings.kept_layers);
-    if choice.settings.can_overlap() {
-        resolved.parallel.overlap_communication = Some(Auto::Set(choice.settings.overlap_communication));
+    resolved.memory.offload = offload::resolved(settings.offload);
+    resolved.memory.kept_layers = offload::kept_resolved(settings.kept_layers);
+    if settings.can_overlap() {
+        resolved.parallel.overlap_communication = Some(Auto::Set(settings.overlap_communication));
     }
     let training = &mut resolved.training;
-    training.batch_size = Some(Auto::Set(choice.settings.batch_size));
-    training.gradient_accumulation_steps = Some(Auto::Set(choice.accumulation));
-    training.effective_batch_size = Some(Auto::Set(choice.sequences()));
+    training.batch_size = Some(Auto::Set(settings.batch_size));
+    training.gradient_accumulation_steps = Some(Auto::Set(accumulation));
+    training.effective_batch_size = Some(Auto::Set(sequences(settings, accumulation)));
     training.mixed_precision = Some(Auto::Set(match weights {
         _ if fp8 => MixedPrecision::Fp8,
         DType::Bf16 => MixedPrecision::Bf16,
@@ -890,17 +905,16 @@ pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
         DType::Bf16 => GradientDtype::Bf16,
         _ => GradientDtype::F32,
     }));
-    training.gradient_checkpointing =
-        Some(Auto::Set(GradientCheckpointing::Form(choice.settings.checkpointing)));
-    training.loss_chunk_tokens = Some(Auto::Set(choice.settings.loss_chunk_tokens));
-    training.micro_batches_per_pass = Some(Auto::Set(choice.settings.micro_batches_per_pass));
-    training.attention = Some(Auto::Set(Attention(choice.settings.attention)));
-    if choice.settings.balance_loss > 0.0 {
-        training.router_aux_loss_coef = Some(Auto::Set(choice.settings.balance_loss));
+    training.gradient_checkpointing = Some(Auto::Set(GradientCheckpointing::Form(settings.checkpointing)));
+    training.loss_chunk_tokens = Some(Auto::Set(settings.loss_chunk_tokens));
+    training.micro_batches_per_pass = Some(Auto::Set(settings.micro_batches_per_pass));
+    training.attention = Some(Auto::Set(Attention(settings.attention)));
+    training.sequence_chunk_tokens = settings.sequence_chunk_tokens.or(training.sequence_chunk_tokens);
+    if settings.balance_loss > 0.0 {
+        training.router_aux_loss_coef = Some(Auto::Set(settings.balance_loss));
     }
-    training.sequence_chunk_tokens = choice.settings.sequence_chunk_tokens.or(training.sequence_chunk_tokens);
     if config.data.validation.is_some() {
-        training.eval_batch_size = Some(Auto::Set(choice.settings.evaluated()));
+        training.eval_batch_size = Some(Auto::Set(settings.evaluated()));
     }
     resolved
 }

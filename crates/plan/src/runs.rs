@@ -122,7 +122,8 @@ impl<'a> DryRuns<'a> {
         self.made().clone()
     }
 
-    fn find(&self, settings: &StepSettings, accumulation: u64) -> Option<Arc<Choice>> {
+    /// A step that was run dry, if it was.
+    pub fn find(&self, settings: &StepSettings, accumulation: u64) -> Option<Arc<Choice>> {
         let says = |made: &Choice| made.whole || self.limits.is_some_and(|limits| !limits.allow(made));
         let same = |made: &&Arc<Choice>| {
             made.accumulation == accumulation && made.settings == *settings && says(made)

@@ -33,8 +33,7 @@ use crate::config::{Goal, Quality, RawConfig};
 use crate::divide::divide;
 use crate::limits::Limits;
 use crate::method::training_method;
-use crate::resolve::{Choice, choose, resolved_config};
-use crate::runs::DryRuns;
+use crate::resolve::{choose, resolved_with};
 use crate::training_plan::Machine;
 
 /// Points that are as fast as the fastest but for this share: of them the one that loses least is taken, and the smallest of those.
@@ -106,6 +105,12 @@ pub(crate) fn searched(
     if exhaustive {
         let all = walk.space.every_point();
         walk.run(&all);
+    } else if !walk.space.is_long {
+        // What is found without a search is a point like others: no answer is worse. What it takes to find is not run again.
+        let method = training_method(config, spec, stored)?;
+        let plain = choose(config, &method, &walk.runs, limits)?;
+        let point = walk.space.point_of(&(plain.settings, plain.accumulation));
+        walk.run(point.as_slice());
     }
     for room in [limits.target_bytes, limits.room_bytes] {
         let aim = walk.aim(merit, room, quality);
@@ -118,20 +123,12 @@ pub(crate) fn searched(
         }
     }
     if !exhaustive && best.is_some() {
-        let room = limits.target_bytes;
-        if !walk.space.is_long {
-            // What is found without a search is a point like others: no answer is worse.
-            let method = training_method(config, spec, stored)?;
-            let plain = choose(config, &method, &DryRuns::new(spec, &machine.rates), limits)?;
-            let point = walk.space.point_of(&(plain.settings, plain.accumulation));
-            walk.run(point.as_slice());
-        }
-        walk.along_the_front(quality, room);
+        walk.along_the_front(quality, limits.target_bytes);
         let aim = walk.aim(merit, limits.target_bytes, quality);
         best = walk.chosen(&aim).or(best);
     }
     let front = walk.front();
-    let front = front.iter().filter_map(|(point, made)| walk.front_point(point, made, &machine.rates));
+    let front = front.iter().filter_map(|(point, made)| walk.front_point(point, made));
     let front: Vec<FrontPoint> = front.collect();
     let unlimited = walk.all().map(|(_, made)| made.step_seconds).min_by(f64::total_cmp);
     let report = SearchReport {
@@ -189,15 +186,14 @@ impl Walk<'_> {
     }
 
     /// A point of the front as a configuration that can be run.
-    fn front_point(&self, point: &Point, made: &Made, rates: &crate::time::Rates) -> Option<FrontPoint> {
+    fn front_point(&self, point: &Point, made: &Made) -> Option<FrontPoint> {
         let (settings, accumulation) = self.space.wanted(point)?;
-        let choice = Choice::new(self.space.spec, settings, accumulation, rates).ok()?;
         Some(FrontPoint {
             device_peak_bytes: made.device_bytes,
-            step_seconds: choice.time.step_seconds,
-            tokens_per_second: choice.time.tokens_per_second,
+            step_seconds: made.step_seconds,
+            tokens_per_second: made.tokens_per_second,
             quality: self.space.quality(point),
-            config: resolved_config(&self.space.config(point), &choice),
+            config: resolved_with(&self.space.config(point), &settings, accumulation),
         })
     }
 }

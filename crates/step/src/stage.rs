@@ -388,6 +388,15 @@ impl StepSettings {
         let mut all = vec![Vec::new(); rounds as usize];
         for place in 0..count * tensors {
             let (number, tensor) = (place / tensors, place % tensors);
+            // Ranks behind the first have as many rows of everything but tables.
+            let has_tables = number == 0 || number + 1 == count;
+            if tensor > 1 && !has_tables {
+                for parts in &mut all {
+                    let alike = parts.last().copied();
+                    parts.extend(alike);
+                }
+                continue;
+            }
             let mut trained = stage.trained_by(number, tensor);
             trained.retain(|p| stage.counts_of(tensor, p));
             for (round, parts) in (0..).zip(&mut all) {

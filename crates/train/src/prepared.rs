@@ -11,7 +11,7 @@ use plimsoll_memory::splitmix64;
 use plimsoll_model::adapter::{Adapter, AdapterSet, FirstValues};
 use plimsoll_model::convert::encode;
 use plimsoll_model::tokenizer::Tokenizer;
-use plimsoll_model::{AdapterLayout, ModelFiles, Parameter, Role, SaveWriter, WeightSource, init};
+use plimsoll_model::{AdapterLayout, ModelFiles, ModelSpec, Parameter, Role, SaveWriter, WeightSource, init};
 use plimsoll_parallel::{Collectives, Communicator, Deal, Solo};
 use plimsoll_plan::config::{NotFinite, RawConfig, TrainingLength};
 use plimsoll_plan::hardware::process_memory;
@@ -218,6 +218,11 @@ impl Prepared {
         let all = [("data.train", &*self.train)].into_iter().chain(validation);
         let texts = all.filter(|(_, dataset)| dataset.sample_report().is_none());
         texts.flat_map(|(key, dataset)| dataset.left_out().iter().map(move |skipped| (key, skipped)))
+    }
+
+    /// The model's shape.
+    pub fn spec(&self) -> &ModelSpec {
+        self.origin.spec()
     }
 
     /// What the user wrote.

@@ -23,6 +23,7 @@ use crate::failure::Failure;
 use crate::load_line::kept_so_far;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
+use crate::overhead::Progress;
 use crate::progress::TrainingProgress;
 use crate::ranks;
 use crate::row;
@@ -67,7 +68,7 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         let _ = outln!("{key}: {left_out}\n");
     }
     let engine = Engine::start(args.threads)?;
-    let machine = engine.machine(prepared.config());
+    let machine = engine.machine(prepared.config(), prepared.spec().vocab_size, Progress::Ready);
     // The first rank decides, and all plan what it has decided, each for itself.
     let decided = match leads {
         true => Some(engine.plan(

@@ -249,9 +249,18 @@ impl Pool {
         self.workers.len() + 1
     }
 
+    /// Bytes of its buffers in all.
+    pub fn bytes(&self) -> u64 {
+        self.buffers().map(|buffer| buffer.len() as u64).sum()
+    }
+
     /// Bytes of its buffers that no kernel has touched yet: what they may still take.
     pub fn untouched_bytes(&self) -> u64 {
-        self.scratch.iter().chain([&self.common]).map(Reservation::untouched_bytes).sum()
+        self.buffers().map(Reservation::untouched_bytes).sum()
+    }
+
+    fn buffers(&self) -> impl Iterator<Item = &Reservation> {
+        self.scratch.iter().chain([&self.common])
     }
 
     /// Waits for the pool and takes it, for several jobs in a row.

@@ -1,8 +1,8 @@
 //! Cutting long texts where no token can span the cut.
 //!
 //! In byte-level tokenizers a regular expression splits the text first, and tokens stay inside its matches.
-//! In none of the expressions known here does a match go on from a letter into white space, and none looks
-//! back; so a cut between the two gives the same matches on both sides. Added tokens are matched before that:
+//! In none of the expressions known here does a match go on from a letter or a digit into a space or the end of a line, and none
+//! looks back; so a cut between the two gives the same matches on both sides. Added tokens are matched before that:
 //! they must not hold white space. Where the expression is not known, a long text is tokenised as a whole:
 //! there are tokenizers whose tokens span words.
 
@@ -73,12 +73,12 @@ fn end_of_piece(text: &str, most: usize) -> usize {
         return text.len();
     }
     let start = text.floor_char_boundary(most);
-    let mut after_letter = false;
+    let mut after_word = false;
     for (offset, c) in text[start..].char_indices() {
-        if after_letter && c == ' ' {
+        if after_word && matches!(c, ' ' | '\n') {
             return start + offset;
         }
-        after_letter = c.is_alphabetic();
+        after_word = c.is_alphanumeric();
     }
     text.len()
 }
@@ -94,7 +94,7 @@ mod tests {
             let pieces: Vec<&str> = cut(&text, most).collect();
             prop_assert_eq!(pieces.concat(), text.as_str());
             for (left, right) in pieces.iter().zip(pieces.iter().skip(1)) {
-                prop_assert!(left.ends_with(char::is_alphabetic) && right.starts_with(' '));
+                prop_assert!(left.ends_with(char::is_alphanumeric) && right.starts_with([' ', '\n']));
             }
         }
     }

@@ -11,7 +11,7 @@ use crate::config::{Quality, RawConfig};
 /// Lines between the least memory and the most for which a front has a point looked for, closer and closer, and the runs after which no
 /// further line is begun.
 const LINES: [u32; 3] = [10, 20, 40];
-const MOST_RUNS: usize = 160;
+const MOST_RUNS: usize = 120;
 /// Corrections for each of them, and runs for each correction.
 const WAVES: usize = 3;
 const AT_ONCE: usize = 6;
@@ -58,8 +58,7 @@ impl Walk<'_> {
         let roots: Vec<Point> =
             roots.into_iter().filter(|root| self.space.quality(root) <= fastest.quality).collect();
         let shortest = self.space.shortest(&roots);
-        let light: Vec<Point> = shortest.iter().flat_map(|root| self.space.light(root, &LIGHT)).collect();
-        self.run(&light);
+        self.run_light(&shortest, fastest);
         let mut pieces: Vec<Pieces> = self.measured.clone();
         pieces.retain(|pieces| self.is_of_class(pieces, fastest.quality));
         let smallest = Aim { merit: Merit::Bytes, ..*fastest };
@@ -106,6 +105,23 @@ impl Walk<'_> {
             pieces.push(Pieces { anchor, ..known });
         }
         pieces
+    }
+
+    /// What takes little, of these roots: in segments where that may be what takes least.
+    fn run_light(&mut self, roots: &[Point], fastest: &Aim) {
+        let smallest = Aim { merit: Merit::Bytes, ..*fastest };
+        let [full, segments] = LIGHT.map(|form| {
+            roots.iter().flat_map(|root| self.space.light(root, &[form])).collect::<Vec<Point>>()
+        });
+        self.run(&full);
+        let least = self.best(&smallest, |_| true).map(|(_, made)| smallest.merit(made.footprint));
+        let may_be_less = |(full, _): &(&Point, Point)| {
+            let bytes = self.made(full).and_then(|made| made.in_segments);
+            least.zip(bytes).is_none_or(|(least, bytes)| (bytes as f64) < least)
+        };
+        let segments = full.iter().zip(segments).filter(may_be_less).map(|(_, point)| point);
+        let segments: Vec<Point> = segments.collect();
+        self.run(&segments);
     }
 
     fn measure_from(&mut self, point: Point, aim: &Aim, pieces: &mut Vec<Pieces>) {

@@ -93,6 +93,11 @@ impl Walk<'_> {
         Some(self.space.axes.get(axis)?.get(usize::from(value))?.setting.clone())
     }
 
+    /// Whether a value is that tensors of a kind stay on the device.
+    fn is_on_device(&self, axis: usize, value: u16) -> bool {
+        matches!(self.setting(axis, value), Some(Setting::Place(_, Tier::Device, _)))
+    }
+
     /// The values of an axis that are run: not those between two others.
     fn ends(&self, anchor: &Point, axis: usize) -> Vec<u16> {
         let values = self.space.axes.get(axis).map_or(&[][..], Vec::as_slice);
@@ -136,6 +141,16 @@ impl Walk<'_> {
             forms.iter().flat_map(|f| places.iter().map(move |p| (*f, *p))).collect();
         // Segments keep next to nothing, and take long to run.
         all.retain(|(f, p)| *p == own(place) || self.setting(form, *f).is_none_or(|setting| mixes(&setting)));
+        // A form that takes more of everything than another where all that it keeps stays on the device does so elsewhere too.
+        if self.is_on_device(place, own(place)) {
+            let here: Vec<u16> = all.iter().filter(|(_, p)| *p == own(place)).map(|(f, _)| *f).collect();
+            let points: Vec<Point> = here.iter().map(|f| point(*f, own(place))).collect();
+            self.run(&points);
+            let change = |f: u16| Some((f, self.made(&point(f, own(place)))?.footprint.less(base)));
+            let changes: Vec<(u16, Footprint)> = here.into_iter().filter_map(change).collect();
+            self.note_worth(form, &changes);
+            all.retain(|(f, p)| *p == own(place) || self.is_worth(form, *f));
+        }
         let points: Vec<Point> = all.iter().map(|(f, p)| point(*f, *p)).collect();
         self.run(&points);
         let kept = all.into_iter().filter_map(|(f, p)| {

@@ -73,7 +73,12 @@ impl Grid {
     }
 
     fn check(&self) {
-        let grid = self.brute_force();
+        self.check_beside(&self.brute_force());
+    }
+
+    /// Holds the search against a grid of which every point was run.
+    fn check_beside(&self, grid: &Walk<'_>) {
+        let mut worst = (1.0f64, 1.0f64);
         let bytes = |made: &Made| made.footprint.under_the_line(&self.limits);
         let least = grid.all().map(|(_, made)| bytes(made)).fold(f64::INFINITY, f64::min);
         let most = grid.all().map(|(_, made)| bytes(made)).fold(0.0, f64::max);
@@ -95,12 +100,23 @@ impl Grid {
                 config(&grid, &best),
                 config(&walk, &point)
             );
+            worst.0 = worst.0.max(ratio);
             assert!(walk.order.len() < grid.order.len() / 3, "{}: {}", self.set, walk.order.len());
         }
-        self.check_front(&grid);
+        worst.1 = self.check_front(grid);
+        let percent = |ratio: f64| 100.0 * (ratio - 1.0);
+        println!(
+            "{} settings of {} layers, {}: answers within {:.2} % of the best, the front within {:.2} %",
+            grid.order.len(),
+            self.spec.num_layers,
+            self.set,
+            percent(worst.0),
+            percent(worst.1)
+        );
     }
 
-    fn check_front(&self, grid: &Walk<'_>) {
+    /// By what share a point of the grid's front lies beyond the search's, at most.
+    fn check_front(&self, grid: &Walk<'_>) -> f64 {
         let aim = grid.aim(Merit::Seconds, u64::MAX, self.quality);
         let mut walk = self.walk();
         walk.everywhere(&aim);
@@ -116,6 +132,7 @@ impl Grid {
             });
             assert!(!beaten, "{}", self.set);
         }
+        let mut worst = 1.0f64;
         for (point, made) in grid.front() {
             let class = grid.space.quality(&point);
             // Of classes that allow less than was asked for, the front has what the search came by.
@@ -130,7 +147,9 @@ impl Grid {
             let over = over.fold(f64::INFINITY, f64::min);
             let config = || grid.space.config(&point).to_yaml().unwrap();
             assert!(over <= FRONT_SLACK, "{}: {over} {made:?} {class}\n{}", self.set, config());
+            worst = worst.max(over);
         }
+        worst
     }
 }
 
@@ -161,6 +180,29 @@ fn activations_beside_a_device_are_as_good_as_brute_force() {
     let set = "training.batch_size=4; training.gradient_accumulation_steps=1; training.optimizer_in_backward=false; \
                memory.offload={gradients: device, parameters: device, optimizer: device}";
     Grid::new(4, set, Quality::Lossless).apart().check();
+}
+
+/// Some minutes: `cargo test --release -p plimsoll-plan --lib -- --ignored --nocapture ten_thousand`.
+#[test]
+#[ignore = "runs tens of thousands of settings dry"]
+fn on_grids_of_ten_thousand_settings_no_answer_is_far_from_the_best() {
+    let places =
+        "training.gradient_checkpointing=full; memory.offload={gradients: device, activations: device}";
+    let adapters = "training.method=lora; memory.offload={parameters: device}";
+    let beside = "training.optimizer_in_backward=false; \
+                  memory.offload={gradients: device, parameters: device, optimizer: device}";
+    for (grid, beside_a_device) in [
+        (Grid::new(4, AT_HOME, Quality::Proven), false),
+        (Grid::new(5, AT_HOME, Quality::Proven), false),
+        (Grid::new(4, places, Quality::Anything), false),
+        (Grid::new(4, adapters, Quality::Proven), false),
+        (Grid::new(4, beside, Quality::Proven), true),
+    ] {
+        let grid = if beside_a_device { grid.apart() } else { grid };
+        let all = grid.brute_force();
+        println!("{}: {} settings were run dry", grid.set, all.order.len());
+        grid.check_beside(&all);
+    }
 }
 
 #[test]

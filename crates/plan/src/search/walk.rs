@@ -3,16 +3,18 @@
 //! than what was found.
 
 use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
 
 use plimsoll_device::cpu::at_once;
 
 use super::footprint::Footprint;
 use super::space::{LIGHT, Point, Space};
 use super::weigh::{Aim, Estimate, Merit, Pieces, weighed};
+use crate::bounds::least_in_segments;
 use crate::config::Quality;
 use crate::limits::Limits;
 use crate::resolve::Choice;
-use crate::runs::threads;
+use crate::runs::{DryRuns, threads};
 use crate::time::Rates;
 
 /// Points that are run at a time, whatever the number of threads.
@@ -38,6 +40,9 @@ pub(super) struct Made {
     pub footprint: Footprint,
     pub device_bytes: u64,
     pub step_seconds: f64,
+    pub tokens_per_second: f64,
+    /// Bytes of the device that the same step checkpointed in segments takes at least, where this one is checkpointed layer by layer.
+    pub in_segments: Option<u64>,
     /// Whether it keeps to every limit.
     pub fits: bool,
 }
@@ -46,6 +51,8 @@ pub(super) struct Made {
 pub(super) struct Walk<'a> {
     pub space: Space<'a>,
     rates: &'a Rates,
+    /// What is run without a search.
+    pub runs: DryRuns<'a>,
     pub limits: Limits,
     threads: usize,
     made: HashMap<Point, Option<Made>>,
@@ -63,6 +70,7 @@ pub(super) struct Walk<'a> {
 impl<'a> Walk<'a> {
     pub fn new(space: Space<'a>, rates: &'a Rates, limits: Limits) -> Walk<'a> {
         Walk {
+            runs: DryRuns::new(space.spec, rates),
             space,
             rates,
             limits,
@@ -99,14 +107,21 @@ impl<'a> Walk<'a> {
                 missing.push(*point);
             }
         }
-        let (space, rates, limits) = (&self.space, self.rates, self.limits);
+        let (space, rates, limits, runs) = (&self.space, self.rates, self.limits, &self.runs);
         let made = at_once(&missing, self.threads, |point| {
             let (settings, accumulation) = space.wanted(point)?;
-            let choice = Choice::within(space.spec, settings, accumulation, rates, Some(limits)).ok()?;
+            let choice = match runs.find(&settings, accumulation) {
+                Some(known) => known,
+                None => {
+                    Arc::new(Choice::within(space.spec, settings, accumulation, rates, Some(limits)).ok()?)
+                }
+            };
             Some(Made {
                 footprint: Footprint::of(&choice, &limits),
                 device_bytes: choice.peak_bytes(),
                 step_seconds: choice.time.step_seconds,
+                tokens_per_second: choice.time.tokens_per_second,
+                in_segments: least_in_segments(space.spec, &choice),
                 fits: choice.whole && limits.allow(&choice),
             })
         });
@@ -226,8 +241,15 @@ impl<'a> Walk<'a> {
     pub fn walk_from(&mut self, root: Point, aim: &Aim, turns: usize) {
         let mut anchor = root;
         if self.made(&root).is_none_or(|made| !self.keeps(made, aim)) {
-            let light = self.space.light(&root, &LIGHT);
-            self.run(&light);
+            // Segments take longest: they are run where nothing else is light enough.
+            for form in LIGHT {
+                let light = self.space.light(&root, &[form]);
+                self.run(&light);
+                let keeps = |point: &Point| self.made(point).is_some_and(|made| self.keeps(made, aim));
+                if light.iter().any(keeps) {
+                    break;
+                }
+            }
             anchor = self.nearest(&root, aim).unwrap_or(root);
         }
         for _ in 0..turns {

@@ -16,6 +16,7 @@ use crate::args::BenchMemoryArgs;
 use crate::failure::Failure;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
+use crate::overhead::Progress;
 use crate::session::Engine;
 use crate::signals::StopSignals;
 
@@ -37,7 +38,7 @@ pub fn run(args: &BenchMemoryArgs) -> Result<(), Failure> {
         ModelOrigin::Catalogue(_) | ModelOrigin::Scratch(..) => None,
     };
     let engine = Engine::start(args.run.threads)?;
-    let machine = engine.machine(&base.config);
+    let machine = engine.machine(&base.config, origin.spec().vocab_size, Progress::Planning);
     let mut report = MemoryReport {
         model: origin.spec().name.clone(),
         parameters: origin.spec().parameter_count(),

@@ -18,6 +18,7 @@ use crate::failure::Failure;
 use crate::load_line::kept_so_far;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
+use crate::overhead::Progress;
 use crate::session::Engine;
 use crate::signals::StopSignals;
 
@@ -36,7 +37,7 @@ pub fn run(args: &BenchStepArgs) -> Result<(), Failure> {
     let origin = models::origin(&config, Need::Files, args.run.json)?;
     let mut prepared = Prepared::with_model(config, origin, false)?;
     let engine = Engine::start_measuring(args.run.threads, !args.kept_speeds)?;
-    let machine = engine.machine(prepared.config());
+    let machine = engine.machine(prepared.config(), prepared.spec().vocab_size, Progress::Ready);
     let uses_disk = |plan: &TrainingPlan| plan.disk_bytes() > 0;
     let plan = engine.plan(prepared.config(), &machine, uses_disk, |machine| prepared.plan(machine))?;
     if !plan.fits() {

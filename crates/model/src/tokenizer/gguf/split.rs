@@ -265,12 +265,13 @@ mod tests {
         );
     }
 
-    /// Cutting a text after a letter and before a space changes no piece, for the kinds that say so.
+    /// Cutting a text after a letter or a digit and before a space or the end of a line changes no piece, for the kinds that say so.
     #[test]
     fn word_by_word_expressions_can_be_cut_between_words() {
         let kinds: BTreeMap<String, Vec<Vec<String>>> = serde_json::from_str(PIECES).unwrap();
-        let text: Vec<String> = kinds["gpt-2"].iter().map(|pieces| pieces.concat()).collect();
-        let text = text.join(" ");
+        let texts: Vec<String> = kinds["gpt-2"].iter().map(|pieces| pieces.concat()).collect();
+        let text =
+            [" ", "\n", "7 ", " 42\n", "\n\n", "x  ", "9\r\n"].map(|between| texts.join(between)).join(" ");
         for way in SPLITTINGS.iter().filter(|way| way.patterns.iter().any(|p| is_word_by_word(p))) {
             let whole = pieces(way, &text);
             let mut parts = Vec::new();
