@@ -5,10 +5,10 @@ mod afterwards;
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use crate::allocator::OutOfMemory;
+use crate::allocator::{CrossStreamReuse, OutOfMemory, Settings};
 use crate::eager::{Event, Highest, Memory, SavedNote, Tensor, Torch};
 use crate::estimate::{Estimate, Kind, Peak, PhasePeak, Uncertain};
-use crate::model::{Cache, Decoder, Output};
+use crate::model::{Cache, Decoder, Output, position_tables};
 use crate::optimizer::{States, clip_gradients};
 use crate::run::{Checkpointing, Outputs, Phase, Run, Sharding, Stack, TorchType};
 use crate::sharded::{self, Shards};
@@ -162,17 +162,26 @@ struct Process<'a> {
     events: Vec<Event>,
     marks: Vec<(&'static str, usize)>,
     saved: Vec<SavedNote>,
+    /// Buffers of the model, which no wrapper shares.
+    _buffers: Vec<Tensor>,
 }
 
 impl<'a> Process<'a> {
     fn run(run: &'a Run, capacity: u64, logged: bool) -> Process<'a> {
-        let memory = Memory::new(run.allocator.clone(), capacity, logged);
+        // Ranks' blocks on other streams wait for the host; `sharded` says when.
+        let settings = match run.sharding {
+            Sharding::None => run.allocator.clone(),
+            _ => Settings { cross_stream_reuse: CrossStreamReuse::Synchronisation, ..run.allocator.clone() },
+        };
+        let memory = Memory::new(settings, capacity, logged);
         let torch = Torch::new(memory, run.card.clone(), run.versions);
         if logged {
             torch.as_traced();
         }
+        let buffers = position_tables(&torch, run);
         let mut process = Process {
             run,
+            _buffers: buffers,
             torch,
             phases: Vec::new(),
             logged,
