@@ -239,6 +239,11 @@ impl Storage {
         self.id
     }
 
+    /// Bytes of its block.
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
     /// What it counts as: a temporary that a node keeps is a saved activation.
     fn counts_as(&self) -> Kind {
         match self.kind.get() {

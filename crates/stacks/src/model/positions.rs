@@ -4,6 +4,7 @@ use plimsoll_model::RopeSpec;
 
 use crate::eager::{Tensor, Torch};
 use crate::estimate::Kind;
+use crate::resolve::is_first_qwen;
 use crate::run::{Attention, Run, Stack, TorchType};
 
 /// `RotaryEmbedding`: its frequencies.
@@ -49,7 +50,8 @@ pub(crate) fn position_tables(torch: &Torch, run: &Run) -> Vec<Tensor> {
     let until = WITHOUT_TABLES.iter().find(|(architecture, _)| *architecture == run.model.architecture);
     let is_theirs = matches!(run.stack, Stack::Plain | Stack::Transformers | Stack::Unsloth);
     let (Some(rope), Some((_, until))) = (&run.model.attention.rope, until) else { return Vec::new() };
-    if !is_theirs || torch.versions().transformers >= *until {
+    // The first Qwen is Llama's shape by code of its own, with one table for all layers.
+    if !is_theirs || is_first_qwen(&run.model) || torch.versions().transformers >= *until {
         return Vec::new();
     }
     let rows = run.model.max_position_embeddings.max(run.sequence);
