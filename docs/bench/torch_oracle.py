@@ -122,7 +122,7 @@ FAMILIES = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {}),
 }
 BATCH, SEQUENCE = 2, 192
-PRECISIONS, METHODS = ("f32", "bf16", "autocast"), ("full", "lora", "qlora")
+PRECISIONS, METHODS = ("f32", "bf16", "autocast"), ("full", "lora", "qlora", "dora")
 ATTENTIONS, CHECKPOINTINGS = ("eager", "sdpa"), ("off", "nonreentrant", "reentrant")
 
 
@@ -165,7 +165,8 @@ def adapt(model, family, method, checkpointing):
         if checkpointing == "nonreentrant":
             model.enable_input_require_grads()
     targets = TARGETS.get(family, LLAMA_TARGETS)
-    return peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"))
+    return peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM",
+                                                      use_dora=method == "dora"))
 
 
 def apply_plainly(module, function, recurse=True):
@@ -264,13 +265,14 @@ def run(case, steps=2, log=False):
 
 def all_cases():
     cases = itertools.product(FAMILIES, PRECISIONS, METHODS, ATTENTIONS, CHECKPOINTINGS)
-    # QLoRA has weights in bf16; GPT-2's Conv1D has no 4-bit form in bitsandbytes' own modules.
-    skipped = lambda case: case[2] == "qlora" and (case[1] == "f32" or case[0] == "gpt2")
+    # QLoRA has weights in bf16; GPT-2's Conv1D has no 4-bit form in bitsandbytes' own modules. DoRA is the same in every family.
+    skipped = lambda case: (case[2] == "qlora" and (case[1] == "f32" or case[0] == "gpt2")
+                            or case[2] == "dora" and case[0] not in ("llama", "qwen2"))
     return ["-".join(case) for case in cases if not skipped(case)]
 
 
 def write(path, cases):
-    """Adds the results of cases to a file, one line each."""
+    """Adds the results of cases to a file of the same versions, one line each."""
     import accelerate, bitsandbytes, peft, transformers
 
     modules = (torch, transformers, peft, bitsandbytes, accelerate)
@@ -279,6 +281,11 @@ def write(path, cases):
     for family in FAMILIES:
         config = config_of(family, "sdpa")[0].to_diff_dict()
         fixture["configs"][family] = {key: value for key, value in config.items() if key != "dtype"}
+    if os.path.exists(path):
+        with open(path) as file:
+            before = json.load(file)
+        if before["versions"] == fixture["versions"]:
+            fixture = before
     for case in cases:
         try:
             recorder, saved = run(case)

@@ -54,6 +54,21 @@ pub fn with_signs(arguments: impl Iterator<Item = OsString>) -> Vec<OsString> {
     joined
 }
 
+/// `plan --stack hf ...` asks what `estimate --stack hf ...` asks: a stack is somebody else's, and its flags are `estimate`'s.
+pub fn with_stacks_estimated(mut arguments: Vec<OsString>) -> Vec<OsString> {
+    let is_stack = |argument: &OsString| {
+        let bytes = argument.as_encoded_bytes();
+        bytes == b"--stack" || bytes.starts_with(b"--stack=")
+    };
+    let given = arguments.iter().take_while(|argument| *argument != "--");
+    if given.skip(2).any(is_stack)
+        && let Some(command) = arguments.get_mut(1).filter(|command| *command == "plan")
+    {
+        *command = "estimate".into();
+    }
+    arguments
+}
+
 /// Whether an argument is a long flag without its value.
 fn is_flag(argument: &OsString) -> bool {
     let bytes = argument.as_encoded_bytes();
@@ -181,6 +196,9 @@ pub struct PlanArgs {
     /// Plan what a file of another program says: DeepSpeed's JSON, TrainingArguments as JSON, or axolotl's YAML. Flags go over it
     #[arg(long, value_name = "FILE", conflicts_with = "config")]
     pub import: Option<PathBuf>,
+    /// Plan a run of another stack: hf, peft, torchtune, litgpt, deepspeed, fsdp or unsloth. The other flags are then those of `estimate`
+    #[arg(long, value_name = "STACK", conflicts_with_all = ["config", "import", "elsewhere"])]
+    pub stack: Option<String>,
     /// Plan for another machine: only the given budgets count, not the limits of this machine; a memory budget is needed
     #[arg(long, conflicts_with = "hardware")]
     pub elsewhere: bool,
@@ -542,6 +560,20 @@ mod tests {
             [vec!["p", "--set", "a=-1", "-h"], vec!["p", "--stop=x", "-1"], vec!["--", "--memory", "-5"]]
         {
             assert_eq!(joined(&same), same);
+        }
+    }
+
+    #[test]
+    fn a_plan_of_another_stack_is_an_estimate() {
+        let made = |arguments: &[&str]| with_stacks_estimated(arguments.iter().map(OsString::from).collect());
+        assert_eq!(made(&["p", "plan", "--stack", "hf"]), ["p", "estimate", "--stack", "hf"]);
+        assert_eq!(made(&["p", "plan", "--model=x", "--stack=peft"])[1], "estimate");
+        for same in [
+            vec!["p", "plan", "--model", "x"],
+            vec!["p", "plan", "--", "--stack"],
+            vec!["p", "train", "--stack"],
+        ] {
+            assert_eq!(made(&same), same);
         }
     }
 

@@ -40,7 +40,8 @@ use failure::Failure;
 
 fn main() -> ExitCode {
     quiet_where_caught();
-    let arguments = match Arguments::try_parse_from(args::with_signs(std::env::args_os())) {
+    let given = args::with_stacks_estimated(args::with_signs(std::env::args_os()));
+    let arguments = match Arguments::try_parse_from(given) {
         Ok(arguments) => arguments,
         Err(error) => {
             // Help and version are no errors; clap knows which stream each belongs to.

@@ -179,3 +179,34 @@ fn what_is_not_known_ends_with_2_and_says_what_is() {
         assert!(error.contains(words), "{arguments:?}: {error}");
     }
 }
+
+#[test]
+fn a_plan_of_another_stack_is_its_estimate() {
+    let folder = folder();
+    let flags =
+        ["--stack", "peft", "--model", "smollm2-135m", "--lora-rank", "8", "--hardware", "t4", "--json"];
+    let [plan, estimate] =
+        ["plan", "estimate"].map(|command| ok(folder.path(), &[&[command][..], &flags].concat()));
+    assert_eq!(document(&plan), document(&estimate));
+}
+
+#[test]
+fn what_a_run_does_besides_is_a_phase() {
+    let arguments = r#"{"per_device_train_batch_size": 4, "output_dir": "out", "eval_strategy": "steps", "per_device_eval_batch_size": 32,
+        "resume_from_checkpoint": "out/checkpoint-10", "dataloader_num_workers": 2, "learning_rate": 1e-4}"#;
+    let folder = folder_with("training_args.json", arguments);
+    let flags = ["--model", "smollm2-135m", "--lora-rank", "8", "--merge", "--hardware", "t4", "--json"];
+    let answer = document(&ok(folder.path(), &[&["estimate", "training_args.json"][..], &flags].concat()));
+    let phases: Vec<&str> =
+        answer["phases"].as_array().unwrap().iter().map(|phase| phase["phase"].as_str().unwrap()).collect();
+    for phase in ["resume", "evaluate", "merge"] {
+        assert!(phases.contains(&phase), "{phase}: {phases:?}");
+    }
+    assert_eq!(answer["request"]["eval_batch_size"], 32);
+    assert!(answer["phases"][2]["host_bytes"].as_u64().unwrap() > 0, "workers' batches: {answer:#}");
+    let sharded = ["--zero-stage", "3", "--devices", "2"];
+    let refused =
+        plimsoll(folder.path(), &[&["estimate", "training_args.json"][..], &flags, &sharded].concat());
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(text(&refused.stderr).contains("merge: "), "{}", text(&refused.stderr));
+}

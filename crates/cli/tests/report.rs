@@ -132,3 +132,33 @@ fn what_is_no_run_and_no_plan_is_said_with_a_remedy() {
         assert!(!here.join("r.html").exists());
     }
 }
+
+/// A request and the document of its answer have the same page; a flag of plan is refused there.
+#[test]
+fn an_estimate_of_another_stack_has_a_page() {
+    let folder = folder();
+    let here = folder.path();
+    let flags =
+        ["--model", "smollm2-135m", "--lora-rank", "8", "--batch-size", "4", "--hardware", "t4", "--json"];
+    let estimate = ok(here, &[&["estimate", "--stack", "peft"][..], &flags].concat());
+    let answer: Value = serde_json::from_str(&estimate).unwrap();
+    std::fs::write(here.join("estimate.json"), &estimate).unwrap();
+    std::fs::write(here.join("request.json"), answer["request"].to_string()).unwrap();
+    let [by_answer, by_request] = ["estimate.json", "request.json"].map(|source| document(here, &[source]));
+    assert_eq!(by_answer["memory"], by_request["memory"]);
+    assert_eq!(by_answer["memory"][0]["bytes"], answer["device_used_bytes"]);
+    assert_eq!(by_answer["estimated"]["phases"], answer["phases"]);
+    ok(here, &["report", "estimate.json", "-o", "page.html"]);
+    let page = read(here, "page.html");
+    for part in [
+        "Estimate of another stack",
+        "saved for backward",
+        "What would make it smaller",
+        "plimsoll estimate --request",
+    ] {
+        assert!(page.contains(part), "{part}");
+    }
+    let (code, words) = refused(here, &["request.json", "--batch-size", "2", "-o", "page.html"]);
+    assert_eq!(code, Some(2));
+    assert!(words.contains("estimate"), "{words}");
+}

@@ -9,6 +9,7 @@ use serde_json::Value;
 use crate::breakdown::Breakdown;
 use crate::choices::{ParetoPoint, WaterfallEntry};
 use crate::compared::Comparison;
+use crate::estimated::Estimated;
 use crate::headline::{Fact, facts, headline};
 use crate::page::{self, PageError};
 use crate::progress::Progress;
@@ -84,6 +85,8 @@ pub struct Document {
     pub configuration: Option<String>,
     /// The plan, as `plan --json` prints it.
     pub plan: Option<Value>,
+    /// Of a run of another stack: phases, changes, and what was decided.
+    pub estimated: Option<Estimated>,
 }
 
 impl Document {
@@ -126,6 +129,7 @@ impl Document {
             pareto,
             configuration,
             plan: plan.map(TrainingPlan::to_json),
+            estimated: None,
             name,
         })
     }

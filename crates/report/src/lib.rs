@@ -11,6 +11,7 @@ mod breakdown;
 mod choices;
 mod compared;
 mod document;
+mod estimated;
 mod headline;
 mod page;
 mod progress;
@@ -20,6 +21,7 @@ pub use breakdown::{Breakdown, Part};
 pub use choices::{ParetoPoint, WaterfallEntry};
 pub use compared::{Comparison, Unit};
 pub use document::{Document, RunRecord, Subject};
+pub use estimated::{Estimated, Smaller};
 pub use page::{
     Area, LineChart, PageError, TierChart, count, environment as page_environment, hash as policy_hash,
     seconds, snapshot_page, stacked, style_sheet,

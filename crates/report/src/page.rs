@@ -120,6 +120,7 @@ pub fn environment() -> Result<Environment<'static>, minijinja::Error> {
         ("memory.html", include_str!("page/memory.html")),
         ("timeline.html", include_str!("page/timeline.html")),
         ("run.html", include_str!("page/run.html")),
+        ("estimated.html", include_str!("page/estimated.html")),
         ("choices.html", include_str!("page/choices.html")),
         ("snapshot.html", include_str!("page/snapshot.html")),
     ] {

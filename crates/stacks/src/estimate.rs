@@ -35,7 +35,7 @@ pub enum Kind {
 /// A peak of one phase.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct PhasePeak {
-    /// `load`, `forward`, `backward`, `optimizer`, `evaluation`, `save`, `prefill`, `decode`.
+    /// `load`, `resume`, `forward`, `backward`, `optimizer`, `evaluate`, `save`, `merge`, `prefill`, `decode`.
     pub phase: String,
     /// `max_memory_allocated`
     pub allocated_bytes: u64,

@@ -38,13 +38,23 @@ impl States {
         torch.no_grad(|| {
             if self.tensors.len() < parameters.len() {
                 let first = self.tensors.len();
-                for parameter in &parameters[first..] {
-                    let states = torch.of_kind(Kind::OptimizerStates, || self.states_of(torch, parameter));
-                    self.tensors.push(states);
-                }
+                self.restore(torch, &parameters[first..]);
             }
             self.temporaries(torch, parameters);
         });
+    }
+
+    /// `optimizer.load_state_dict()` with the states of a checkpoint.
+    pub fn restore(&mut self, torch: &Torch, parameters: &[Tensor]) {
+        for parameter in parameters {
+            let states = torch.of_kind(Kind::OptimizerStates, || self.states_of(torch, parameter));
+            self.tensors.push(states);
+        }
+    }
+
+    /// Bytes of the states.
+    pub fn bytes(&self) -> u64 {
+        self.tensors.iter().flatten().chain(&self.shared).map(|state| state.size()).sum()
     }
 
     fn states_of(&mut self, torch: &Torch, parameter: &Tensor) -> Vec<Rc<Storage>> {

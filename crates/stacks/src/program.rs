@@ -5,10 +5,10 @@ mod afterwards;
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use crate::allocator::OutOfMemory;
+use crate::allocator::{CrossStreamReuse, OutOfMemory, Settings};
 use crate::eager::{Event, Highest, Memory, SavedNote, Tensor, Torch};
 use crate::estimate::{Estimate, Kind, Peak, PhasePeak, Uncertain};
-use crate::model::{Cache, Decoder, Output};
+use crate::model::{Cache, Decoder, Output, position_tables};
 use crate::optimizer::{States, clip_gradients};
 use crate::run::{Checkpointing, Outputs, Phase, Run, Sharding, Stack, TorchType};
 use crate::sharded::{self, Shards};
@@ -125,8 +125,9 @@ fn known(run: &Run) -> Result<(), EstimateError> {
     if run.sharding != Sharding::None && run.phase != Phase::Train {
         return unknown("inference with shared weights");
     }
-    if run.adapter.as_ref().is_some_and(|adapter| adapter.dora) {
-        return unknown("DoRA");
+    let dora = run.adapter.as_ref().is_some_and(|adapter| adapter.dora);
+    if dora && !matches!(run.stack, Stack::Plain | Stack::Transformers) {
+        return unknown("DoRA outside PEFT");
     }
     Ok(())
 }
@@ -162,17 +163,26 @@ struct Process<'a> {
     events: Vec<Event>,
     marks: Vec<(&'static str, usize)>,
     saved: Vec<SavedNote>,
+    /// Buffers of the model, which no wrapper shares.
+    _buffers: Vec<Tensor>,
 }
 
 impl<'a> Process<'a> {
     fn run(run: &'a Run, capacity: u64, logged: bool) -> Process<'a> {
-        let memory = Memory::new(run.allocator.clone(), capacity, logged);
+        // Ranks' blocks on other streams wait for the host; `sharded` says when.
+        let settings = match run.sharding {
+            Sharding::None => run.allocator.clone(),
+            _ => Settings { cross_stream_reuse: CrossStreamReuse::Synchronisation, ..run.allocator.clone() },
+        };
+        let memory = Memory::new(settings, capacity, logged);
         let torch = Torch::new(memory, run.card.clone(), run.versions);
         if logged {
             torch.as_traced();
         }
+        let buffers = position_tables(&torch, run);
         let mut process = Process {
             run,
+            _buffers: buffers,
             torch,
             phases: Vec::new(),
             logged,
@@ -192,6 +202,7 @@ impl<'a> Process<'a> {
         }
         process.end("load");
         process.torch.memory().host(-host);
+        process.torch.memory().host(Process::batches_on_host(run));
         process.torch.memory().reset_peaks();
         match run.phase {
             Phase::Load => {}
@@ -246,9 +257,17 @@ impl<'a> Process<'a> {
         let inner = sharded::inner(run);
         let parameters = shards.map_or_else(|| model.trained(), Shards::parameters);
         let mut states = States::new(run.optimizer);
-        if run.optimizer_in_backward && shards.is_none() {
+        let within = run.optimizer_in_backward && shards.is_none();
+        if run.resume && !within {
+            self.resume(&mut states, &parameters);
+        }
+        if within {
             for parameter in &parameters {
-                let states = RefCell::new(States::new(run.optimizer));
+                let mut own = States::new(run.optimizer);
+                if run.resume {
+                    self.resume(&mut own, std::slice::from_ref(parameter));
+                }
+                let states = RefCell::new(own);
                 let step = move |torch: &Torch, grad: &Tensor| {
                     states.borrow_mut().step(torch, std::slice::from_ref(grad));
                 };
@@ -316,6 +335,9 @@ impl<'a> Process<'a> {
         drop(outputs);
         self.evaluate(model, shards);
         self.save(model, shards);
+        if run.merge {
+            self.merge(model);
+        }
     }
 
     /// DistributedDataParallel's flat copies of the gradients, whole parameters up to 25 MiB each, from the last one on

@@ -86,6 +86,15 @@ pub struct Request {
     /// Sequences of a batch in evaluation on each device; without it the run does not evaluate.
     #[serde(default)]
     pub eval_batch_size: Option<u64>,
+    /// Whether the run goes on from a checkpoint, with its optimizer's states.
+    #[serde(default, deserialize_with = "null_is_default")]
+    pub resume: bool,
+    /// Whether adapters are merged into the weights at the end (`merge_and_unload`).
+    #[serde(default, deserialize_with = "null_is_default")]
+    pub merge: bool,
+    /// `dataloader_num_workers`
+    #[serde(default, deserialize_with = "null_is_default")]
+    pub data_workers: u64,
     /// Micro-batches of a step.
     #[serde(default)]
     pub gradient_accumulation_steps: Option<u64>,

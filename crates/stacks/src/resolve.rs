@@ -20,6 +20,7 @@ use crate::run::{
     Adapter, Attention, Autocast, Checkpointing, Loss, Optimizer, Outputs, Phase, Quantization, Run,
     Sharding, Stack, TorchType, Versions,
 };
+pub(crate) use adapter::is_first_qwen;
 use words::{Named, word};
 
 /// A run, the machine that it is on, and what was decided.
@@ -73,6 +74,9 @@ impl Request {
 /// Sequences, or tokens of one, at most; and elements of a tensor, so that no sum of bytes overflows.
 const MOST_TOKENS: u64 = 1 << 24;
 const MOST_ELEMENTS: u128 = 1 << 50;
+
+/// Processes of a data loader at most.
+const MOST_WORKERS: u64 = 1024;
 
 struct Resolver<'a> {
     request: &'a Request,
@@ -129,6 +133,9 @@ impl Resolver<'_> {
             padded: request.padded || !request.lengths.is_empty() && batch > 1,
             lengths: micro_batches(&request.lengths, batch, sequence),
             eval_batch: self.eval_batch()?,
+            resume: request.resume && train,
+            merge: self.merge(train, sharding)?,
+            data_workers: self.data_workers()?,
             accumulation: request.gradient_accumulation_steps.unwrap_or(1).max(1),
             weights,
             autocast,
@@ -225,6 +232,30 @@ impl Resolver<'_> {
                 expected: format!("1 to {MOST_TOKENS}"),
             }),
             batch => Ok(batch),
+        }
+    }
+
+    /// Adapters are merged where one process has them and all weights.
+    fn merge(&self, train: bool, sharding: Sharding) -> Result<bool, RequestError> {
+        match (self.request.merge && train, sharding, &self.request.lora) {
+            (false, ..) => Ok(false),
+            (_, _, None) => Err(contradiction("merge: without lora there is nothing to merge")),
+            (_, Sharding::None, _) => Ok(true),
+            _ => Err(contradiction(
+                "merge: ranks that share the weights save adapters; one process merges them afterwards, so ask for it without \
+                 zero_stage and fsdp",
+            )),
+        }
+    }
+
+    fn data_workers(&self) -> Result<u64, RequestError> {
+        match self.request.data_workers {
+            workers @ 0..=MOST_WORKERS => Ok(workers),
+            more => Err(RequestError::Value {
+                key: "data_workers",
+                value: more.to_string(),
+                expected: format!("at most {MOST_WORKERS}"),
+            }),
         }
     }
 
@@ -403,7 +434,7 @@ impl Resolver<'_> {
         };
         let whole = match versions.transformers {
             // The model's own code, which came with its weights: it does not follow transformers.
-            _ if adapter::is_first_qwen(model) => Loss::Shifted,
+            _ if is_first_qwen(model) => Loss::Shifted,
             // torchtune shifts the labels, too (`full_finetune_single_device.py`).
             _ if stack == Stack::Torchtune => Loss::Upcast,
             version if version <= (4, 44) => Loss::UpcastShiftedEarly,

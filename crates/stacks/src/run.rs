@@ -298,6 +298,12 @@ pub struct Run {
     pub padded: bool,
     /// Sequences of a batch in evaluation, if the run evaluates.
     pub eval_batch: Option<u64>,
+    /// Whether weights and states of the optimizer come from a checkpoint.
+    pub resume: bool,
+    /// Whether adapters are merged at the end.
+    pub merge: bool,
+    /// Processes that make batches.
+    pub data_workers: u64,
     /// Micro-batches of a step.
     pub accumulation: u64,
     /// Type of the weights as loaded.

@@ -39,6 +39,9 @@ pub(crate) struct Shards {
     gradients_away: bool,
     /// Elements of DeepSpeed's bucket.
     bucket: u64,
+    /// Whether each adapter is a unit of its own within a block's, as PEFT's wrapping policy has it (`fsdp_auto_wrap_policy`). The unit
+    /// before a block is then gathered in the backward pass of the block's first adapter, which is almost its end.
+    adapters_are_units: bool,
 }
 
 /// The run as the model of a rank sees it: where a wrapper casts weights, no autocast does.
@@ -74,6 +77,7 @@ impl Shards {
             units,
             kept: RefCell::default(),
             last: Cell::new(None),
+            adapters_are_units: matches!(run.sharding, Sharding::Fsdp1 { .. }) && run.adapter.is_some(),
             gradients_away: offload.optimizer,
             // What transformers makes of "auto" at stage 3 (`trainer_config_finalize`).
             bucket: match run.sharding {
@@ -111,6 +115,10 @@ impl Shards {
 
     /// Before the first backward pass of a step: DeepSpeed's bucket.
     pub fn before_backward(&self, torch: &Torch) {
+        // The root's pre-backward hook gathers the unit behind whose forward pass its own ended.
+        if self.prefetches() && self.units.len() > 1 {
+            self.units[self.root() - 1].gather(torch);
+        }
         let Sharding::Zero { .. } = self.sharding else { return };
         let mut kept = self.kept.borrow_mut();
         if kept.is_empty() {
@@ -133,13 +141,14 @@ impl Shards {
     /// A block's output, on its way out.
     pub fn leave(self: &Rc<Self>, torch: &Torch, layer: usize, x: &Tensor) -> Tensor {
         if !self.stays(layer) {
-            self.let_go(layer);
+            self.let_go(torch, layer);
         }
         let shards = Rc::clone(self);
         torch.with_backward_hook("PreBackward", x, move |torch| {
             shards.fetch(torch, layer);
+            torch.memory().synchronize();
             // The next unit of the backward pass is gathered before this one computes.
-            if layer > 0 && shards.prefetches() {
+            if layer > 0 && shards.prefetches() && !shards.adapters_are_units {
                 shards.units[layer - 1].gather(torch);
             }
         })
@@ -153,18 +162,18 @@ impl Shards {
     fn fetch(&self, torch: &Torch, layer: usize) {
         self.units[layer].gather(torch);
         if let Some(last) = self.last.take().filter(|last| *last != layer) {
-            self.units[last].release();
+            self.units[last].release(torch);
         }
     }
 
-    fn let_go(&self, layer: usize) {
-        match self.prefetches() {
-            true => {
+    fn let_go(&self, torch: &Torch, layer: usize) {
+        match self.sharding {
+            Sharding::Fsdp2 { .. } => {
                 if let Some(before) = self.last.replace(Some(layer)).filter(|before| *before != layer) {
-                    self.units[before].release();
+                    self.units[before].release(torch);
                 }
             }
-            false => self.units[layer].release(),
+            _ => self.units[layer].release(torch),
         }
     }
 
@@ -183,16 +192,20 @@ impl Shards {
 
     /// A unit's backward pass has ended: its gradients are reduced, its weights let go.
     fn done(&self, torch: &Torch, layer: usize) {
+        if layer > 0 && self.adapters_are_units {
+            self.units[layer - 1].gather(torch);
+        }
         self.units[layer].reduce(torch, self.gradients_away);
-        self.units[layer].release();
+        self.units[layer].release(torch);
     }
 
     /// After a backward pass: what no hook has seen, and the root.
     pub fn finish(&self, torch: &Torch) {
         for unit in &self.units {
             unit.reduce(torch, self.gradients_away);
-            unit.release();
+            unit.release(torch);
         }
+        torch.memory().synchronize();
         self.last.set(None);
         if let Sharding::Zero { stage: 1 | 2, .. } = self.sharding {
             self.kept.borrow_mut().clear();
@@ -224,7 +237,7 @@ impl Shards {
     pub fn gather_each(&self, torch: &Torch) {
         for unit in &self.units {
             unit.gather(torch);
-            unit.release();
+            unit.release(torch);
         }
     }
 

@@ -5,7 +5,7 @@ mod case;
 
 use plimsoll_stacks::{
     Attention, Checkpointing, Estimate, Kind, Loss, Optimizer, Phase, Quantization, Run, Stack, TorchType,
-    estimate,
+    estimate, trace,
 };
 use serde_json::Value;
 
@@ -53,6 +53,50 @@ fn every_phase_has_its_host_memory() {
     assert!(phase(&evaluates, "evaluate") > phase(&evaluates, "backward"));
     let adapters = checked(&self::run("llama-bf16-lora-sdpa-off"));
     assert!(host_of(&adapters, "save") < weights);
+}
+
+/// A checkpoint's states are on the host and on the device; behind them the first step has what every later one has.
+#[test]
+fn a_resumed_run_has_its_states_before_the_first_step() {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    let fresh = checked(&run);
+    run.resume = true;
+    let resumed = checked(&run);
+    let weights = 2 * run.model.parameter_count();
+    let (on_host, on_device) = (host_of(&resumed, "resume"), phase(&resumed, "resume"));
+    assert!(on_host.abs_diff(2 * weights) < weights / 20, "{on_host}, two states of {weights}");
+    assert!(on_device.abs_diff(3 * weights) < weights / 20, "{on_device}");
+    assert_eq!(resumed.allocated_peak_bytes, fresh.allocated_peak_bytes);
+    assert_eq!(host_of(&resumed, "forward"), 0);
+}
+
+/// An adapter is merged as a matrix of its linear's size, beside its product; a quantised weight is there in full as well.
+#[test]
+fn merging_takes_matrices_of_the_largest_linear() {
+    for (case, matrices) in [("llama-bf16-lora-sdpa-off", 2), ("llama-bf16-qlora-sdpa-off", 4)] {
+        let mut run = run(case);
+        run.merge = true;
+        let merged = checked(&run);
+        let largest = (4 * run.model.hidden_size * run.model.mlp.intermediate_size).cast_signed();
+        let trace = trace(&run).unwrap();
+        let end = |name: &str| trace.marks.iter().find(|(phase, _)| *phase == name).unwrap().1;
+        let live = |until: usize| trace.events[..until].iter().map(|event| event.bytes).sum::<i64>();
+        let before = live(end("save"));
+        let peak = (end("save")..=end("merge")).map(live).max().unwrap();
+        assert_eq!(live(end("merge")), before, "{case}: nothing of a merge is left");
+        let more = peak - before;
+        assert!((largest..=matrices * largest).contains(&more), "{case}: {more}, a matrix has {largest}");
+        assert!(host_of(&merged, "merge") >= 2 * run.model.parameter_count());
+    }
+}
+
+/// Two batches for each worker, three tensors each, in blocks of a power of two.
+#[test]
+fn workers_keep_batches_on_the_host() {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    run.data_workers = 4;
+    let tensor = (run.batch * run.sequence * 8).next_power_of_two();
+    assert_eq!(host_of(&checked(&run), "forward"), 4 * 2 * 3 * tensor);
 }
 
 #[test]

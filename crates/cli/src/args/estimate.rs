@@ -32,6 +32,15 @@ pub struct EstimateArgs {
     /// Sequences of a batch in evaluation; without it the run does not evaluate
     #[arg(long, value_name = "N")]
     pub eval_batch_size: Option<u64>,
+    /// The run goes on from a checkpoint, with its optimizer's states
+    #[arg(long)]
+    pub resume: bool,
+    /// Adapters are merged into the weights at the end
+    #[arg(long)]
+    pub merge: bool,
+    /// Processes of the data loader (dataloader_num_workers)
+    #[arg(long, value_name = "N")]
+    pub data_workers: Option<u64>,
     /// f32, bf16 or fp16 for everything, bf16-amp or fp16-amp for autocast
     #[arg(long, value_name = "TYPE")]
     pub precision: Option<String>,

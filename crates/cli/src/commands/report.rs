@@ -1,4 +1,4 @@
-//! `plimsoll report`: a plan or a run as one page for a browser.
+//! `plimsoll report`: a plan, a run, or an estimate of another stack as one page for a browser.
 
 mod source;
 
@@ -7,6 +7,7 @@ use std::path::Path;
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::Imported;
 use plimsoll_report::{Document, ParetoPoint, RunRecord, Subject, WaterfallEntry};
+use plimsoll_stacks::Request;
 use plimsoll_train::{CONFIG_FILE, Report, StepMetrics};
 
 use crate::args::{ConfigSource, ReportArgs};
@@ -23,6 +24,7 @@ pub fn run(args: &ReportArgs) -> Result<(), Failure> {
     let document = match Source::of(&args.source)? {
         Source::Run(folder) => of_run(args, &folder)?,
         Source::Document(document) => of_document(args, &document)?,
+        Source::Request(request) => of_estimate(args, *request)?,
         Source::Configuration => of_configuration(args)?,
     };
     if let Some(file) = &args.output {
@@ -52,6 +54,35 @@ fn can_be_written(file: &Path) -> Result<(), Failure> {
         ))),
         false => Ok(()),
     }
+}
+
+/// A run of another stack, answered again; the flags that a request has words for go over it.
+fn of_estimate(args: &ReportArgs, mut request: Request) -> Result<Document, Failure> {
+    let ConfigSource {
+        config: _,
+        set,
+        model,
+        batch_size,
+        sequence_length,
+        memory,
+        mixed_precision,
+        gradient_checkpointing,
+    } = &args.source;
+    let others = [batch_size, sequence_length, memory, mixed_precision, gradient_checkpointing];
+    if !set.is_empty() || others.iter().any(|flag| flag.is_some()) || args.machine.ranks.is_some() {
+        return Err(Failure::usage(
+            "a run of another stack is not changed by flags of plan; write another request with `plimsoll estimate ... --json`",
+        ));
+    }
+    if let Some(model) = model {
+        request.model.clone_from(model);
+    }
+    if args.machine.hardware.is_some() {
+        request.hardware.clone_from(&args.machine.hardware);
+    }
+    let answer = request.answer()?;
+    let name = args.source.config.as_ref().map_or_else(String::new, |path| path.display().to_string());
+    Ok(Document::of_estimate(name, &request, &answer)?)
 }
 
 fn of_configuration(args: &ReportArgs) -> Result<Document, Failure> {

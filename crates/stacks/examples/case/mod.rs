@@ -30,7 +30,7 @@ pub fn run_of(fixture: &Value, case: &str) -> Result<Run, String> {
             targets: targets.iter().map(|target| (*target).to_owned()).collect(),
             dropout: false,
             dtype: TorchType::F32,
-            dora: false,
+            dora: method == "dora",
             trained_whole: Vec::new(),
         })
     });
@@ -43,6 +43,9 @@ pub fn run_of(fixture: &Value, case: &str) -> Result<Run, String> {
         lengths: Vec::new(),
         padded: false,
         eval_batch: None,
+        resume: false,
+        merge: false,
+        data_workers: 0,
         accumulation: 1,
         weights,
         autocast: autocast.then_some(Autocast { to: TorchType::Bf16, scaler: false }),

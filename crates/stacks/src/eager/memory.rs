@@ -153,6 +153,18 @@ impl Memory {
         out
     }
 
+    /// `Tensor.record_stream`
+    pub(crate) fn record_stream(&self, storage: &Storage, stream: Stream) {
+        if let Some(block) = storage.block.get() {
+            self.state.borrow_mut().allocator.record_stream(block, stream);
+        }
+    }
+
+    /// The host has waited for all streams.
+    pub(crate) fn synchronize(&self) {
+        self.state.borrow_mut().allocator.synchronize();
+    }
+
     /// `torch.cuda.empty_cache`
     pub fn empty_cache(&self) {
         self.state.borrow_mut().allocator.empty_cache();
@@ -225,6 +237,11 @@ impl Storage {
     /// Its number, in the order of birth.
     pub fn id(&self) -> u64 {
         self.id
+    }
+
+    /// Bytes of its block.
+    pub(crate) fn size(&self) -> u64 {
+        self.size
     }
 
     /// What it counts as: a temporary that a node keeps is a saved activation.

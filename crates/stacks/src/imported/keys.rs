@@ -8,6 +8,8 @@ pub struct Draft {
     lora: Map<String, Value>,
     /// Whether torchtune adapts the feed-forward part, beside what it lists of attention.
     adapted_mlp: bool,
+    /// Whether the trainer evaluates; the size of its batches alone says nothing.
+    evaluates: bool,
     program: &'static str,
 }
 
@@ -20,7 +22,7 @@ fn is_true(value: &str) -> bool {
 
 impl Draft {
     pub fn new(program: &'static str) -> Draft {
-        Draft { keys: Map::new(), lora: Map::new(), adapted_mlp: false, program }
+        Draft { keys: Map::new(), lora: Map::new(), adapted_mlp: false, evaluates: false, program }
     }
 
     fn set(&mut self, key: &str, value: impl Into<Value>) -> Option<()> {
@@ -91,6 +93,11 @@ impl Draft {
             && (self.program == "axolotl" || self.program == "LLaMA-Factory" && has_lora)
         {
             self.set_if_absent("dtype", half);
+        }
+        // TrainingArguments have 8.
+        match self.evaluates {
+            true => self.set_if_absent("eval_batch_size", 8),
+            false => drop(self.keys.remove("eval_batch_size")),
         }
         let stack = match self.program {
             "torchtune" => "torchtune",
@@ -238,6 +245,16 @@ fn compiles(draft: &mut Draft, value: &str) -> Option<()> {
     if is_true(value) { draft.set("compile", true) } else { Some(()) }
 }
 
+fn evaluates(draft: &mut Draft, value: &str) -> Option<()> {
+    draft.evaluates |= value != "no" && !value.eq_ignore_ascii_case("false");
+    Some(())
+}
+
+/// A folder of a checkpoint, or that the last one is meant.
+fn resumes(draft: &mut Draft, value: &str) -> Option<()> {
+    if value.eq_ignore_ascii_case("false") { Some(()) } else { draft.set("resume", true) }
+}
+
 /// The trainer's and torchtune's names of optimizers are those of requests.
 fn optimizer(draft: &mut Draft, value: &str) -> Option<()> {
     draft.set("optimizer", value)
@@ -265,6 +282,12 @@ pub const KEYS: &[(&str, Takes)] = &[
     ("micro_batch_size", BATCH),
     ("train_micro_batch_size_per_gpu", BATCH),
     ("batch_size", BATCH),
+    ("per_device_eval_batch_size", |draft, value| draft.number("eval_batch_size", value)),
+    ("eval_strategy", evaluates),
+    ("evaluation_strategy", evaluates),
+    ("do_eval", evaluates),
+    ("resume_from_checkpoint", resumes),
+    ("dataloader_num_workers", |draft, value| draft.number("data_workers", value)),
     ("gradient_accumulation_steps", ACCUMULATION),
     ("deepspeed_config.gradient_accumulation_steps", ACCUMULATION),
     ("max_length", LENGTH),

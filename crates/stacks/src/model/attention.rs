@@ -92,12 +92,17 @@ impl Attention {
         linears
     }
 
-    pub fn trained(&self) -> Vec<Tensor> {
+    /// Its linears, in the order of `linears`.
+    pub fn all(&self) -> Vec<&Linear> {
         let projections: Vec<&Linear> = match &self.projections {
             Projections::Separate(three) => three.iter().collect(),
             Projections::Joint(one) => vec![one],
         };
-        let linears = projections.into_iter().chain([&self.output]).flat_map(Linear::trained);
+        projections.into_iter().chain([&self.output]).collect()
+    }
+
+    pub fn trained(&self) -> Vec<Tensor> {
+        let linears = self.all().into_iter().flat_map(Linear::trained);
         linears.chain(self.norms.iter().flatten().flat_map(Norm::trained)).collect()
     }
 

@@ -283,6 +283,13 @@ impl Decoder {
         all
     }
 
+    /// Merges every adapter.
+    pub fn merge(&self, torch: &Torch) {
+        let of_blocks =
+            self.blocks.iter().flat_map(|block| block.attention.all().into_iter().chain(block.mlp.all()));
+        of_blocks.chain([&self.head]).for_each(|linear| linear.merge(torch));
+    }
+
     /// What is trained of each block, and behind them of all else.
     pub fn trained_by_block(&self) -> Vec<Vec<Tensor>> {
         let mut units: Vec<Vec<Tensor>> = self.blocks.iter().map(|block| block.trained()).collect();

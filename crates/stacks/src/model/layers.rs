@@ -40,6 +40,8 @@ pub(crate) struct Lora {
     a: Tensor,
     b: Tensor,
     dropout: bool,
+    /// DoRA's lengths of the weight's rows.
+    magnitude: Option<Tensor>,
 }
 
 /// A linear layer.
@@ -157,7 +159,39 @@ impl Linear {
             torch.of_kind(Kind::Adapters, || torch.empty(shape, adapter.dtype, "empty")).as_leaf()
         };
         let (a, b) = (part(&[adapter.rank, inner]), part(&[outer, adapter.rank]));
-        self.lora = Some(Lora { a, b, dropout: adapter.dropout });
+        let magnitude = adapter.dora.then(|| {
+            let weight = self.dequantised(torch, adapter.dtype);
+            let product = torch.empty(&[outer, inner], adapter.dtype, "mm");
+            drop(row_lengths(torch, &weight, &product));
+            part(&[outer])
+        });
+        self.lora = Some(Lora { a, b, dropout: adapter.dropout, magnitude });
+    }
+
+    /// The weight as a matrix of this type (`dequantize_module_weight`).
+    fn dequantised(&self, torch: &Torch, dtype: TorchType) -> Tensor {
+        match &self.weight {
+            Weight::Full(weight) | Weight::Transposed(weight) => torch.to(&weight.detach(), dtype),
+            Weight::FourBit(weight) => torch.to(&weight.dequantised(torch, self.shape), dtype),
+            Weight::Int8 { .. } => {
+                torch.of_kind(Kind::WeightCopies, || torch.empty(&self.shape, dtype, "mul"))
+            }
+        }
+    }
+
+    /// `merge`: the product of both parts, and its sum with the weight, which takes the old one's place. A quantised weight is summed anew
+    /// and quantised again by way of the host.
+    pub fn merge(&self, torch: &Torch) {
+        let Some(lora) = &self.lora else { return };
+        let dtype = lora.a.dtype();
+        let scaled = {
+            let product = torch.empty(&self.shape, dtype, "mm");
+            torch.scale(&product)
+        };
+        if let Weight::FourBit(_) | Weight::Int8 { .. } = &self.weight {
+            let weight = self.dequantised(torch, dtype);
+            drop(torch.add(&weight, &scaled));
+        }
     }
 
     /// Whether an adapter is meant for it.
@@ -171,8 +205,8 @@ impl Linear {
             Weight::Full(weight) | Weight::Transposed(weight) => Some(weight),
             Weight::FourBit(_) | Weight::Int8 { .. } => None,
         };
-        let lora = self.lora.iter().flat_map(|lora| [&lora.a, &lora.b]);
-        let all = weight.into_iter().chain(&self.bias).chain(lora);
+        let lora = self.lora.iter().flat_map(|lora| [Some(&lora.a), Some(&lora.b), lora.magnitude.as_ref()]);
+        let all = weight.into_iter().chain(&self.bias).chain(lora.flatten());
         all.filter(|tensor| tensor.requires_grad()).cloned().collect()
     }
 
@@ -190,7 +224,7 @@ impl Linear {
                 let mut result = self.base(torch, x);
                 let dtype = result.dtype();
                 let x = torch.to(x, lora.a.dtype());
-                result = torch.add(&result, &lora.forward(torch, &x));
+                result = torch.add(&result, &self.of_adapter(torch, lora, &x, &result));
                 torch.to(&result, dtype)
             }
         })
@@ -218,11 +252,55 @@ impl Linear {
         let dtype = result.dtype();
         let converts = torch.autocast_type().is_none();
         let x = if converts { torch.to(x, lora.a.dtype()) } else { x.clone() };
+        if lora.magnitude.is_some() {
+            let sum = torch.add(&result, &self.of_adapter(torch, lora, &x, &result));
+            return if converts { torch.to(&sum, dtype) } else { sum };
+        }
         let mut output = lora.forward(torch, &x);
         if converts {
             output = torch.to(&output, dtype);
         }
         torch.add(&result, &output)
+    }
+
+    /// What an adapter adds to the base's result.
+    fn of_adapter(&self, torch: &Torch, lora: &Lora, x: &Tensor, result: &Tensor) -> Tensor {
+        match &lora.magnitude {
+            None => lora.forward(torch, x),
+            Some(magnitude) => self.dora(torch, lora, magnitude, x, result),
+        }
+    }
+
+    /// `DoraLinearLayer.forward`: the adapter as a matrix, by way of a unit matrix; the lengths of the rows of both; the base's result, made
+    /// again where the input lost elements, and the adapter's, each scaled by row.
+    fn dora(&self, torch: &Torch, lora: &Lora, magnitude: &Tensor, x: &Tensor, result: &Tensor) -> Tensor {
+        let [_, inner] = self.shape;
+        let dropped = lora.dropout.then(|| torch.dropout(x));
+        let x = dropped.as_ref().unwrap_or(x);
+        let matrix = {
+            let unit = torch.empty(&[inner, inner], lora.a.dtype(), "eye");
+            let product = torch.linear(&torch.linear(&unit, &lora.a, None), &lora.b, None);
+            drop(unit);
+            torch.to(&torch.transpose(&product, 0, 1), x.dtype())
+        };
+        let weight = self.dequantised(torch, x.dtype());
+        let lengths = row_lengths(torch, &weight, &matrix.detach());
+        // A quotient keeps what a product keeps: the second operand.
+        let scale = torch.mul(magnitude, &lengths);
+        let inner = torch.linear(x, &lora.a, None);
+        let product = torch.linear(&inner, &lora.b, None);
+        drop(inner);
+        let base = match (&dropped, &self.bias) {
+            (Some(_), _) => torch.linear(x, &weight, None),
+            (None, Some(bias)) => torch.add(result, bias),
+            (None, None) => result.clone(),
+        };
+        let of_base = torch.mul(&torch.shift(&scale), &base);
+        let of_adapter = {
+            let scaled = torch.mul(&scale, &product);
+            torch.scale(&scaled)
+        };
+        torch.add(&of_base, &of_adapter)
     }
 
     /// Product and loss in one function, without logits: Liger's, or cut cross-entropy.
@@ -262,7 +340,24 @@ impl Lora {
     }
 }
 
+/// `get_weight_norm`: the lengths of the rows of `weight + scale * matrix`.
+fn row_lengths(torch: &Torch, weight: &Tensor, matrix: &Tensor) -> Tensor {
+    torch.no_grad(|| {
+        let sum = {
+            let scaled = torch.scale(matrix);
+            torch.add(weight, &scaled)
+        };
+        torch.empty(&[sum.size(0)], sum.dtype(), "linalg_vector_norm")
+    })
+}
+
 impl FourBit {
+    /// In the type that it was quantised from.
+    fn dequantised(&self, torch: &Torch, shape: [u64; 2]) -> Tensor {
+        let form = crate::eager::FourBitForm { shape, dtype: self.dtype, nested: self.nested.is_some() };
+        torch.dequantize_4bit(&self.scales, form, false)
+    }
+
     /// `Linear4bit.forward`: in the compute type, and back to the input's.
     fn forward(&self, torch: &Torch, shape: [u64; 2], bias: Option<&Tensor>, x: &Tensor) -> Tensor {
         let dtype = x.dtype();

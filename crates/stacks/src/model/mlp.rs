@@ -55,13 +55,17 @@ impl Mlp {
         }
     }
 
-    pub fn trained(&self) -> Vec<Tensor> {
-        let linears = match &self.linears {
+    /// Its linears, in the order of `linears`.
+    pub fn all(&self) -> Vec<&Linear> {
+        match &self.linears {
             Linears::Gated { gate, up, down } => vec![gate, up, down],
             Linears::Joint { gate_up, down } => vec![gate_up, down],
             Linears::Plain { up, down } => vec![up, down],
-        };
-        linears.into_iter().flat_map(|linear| linear.trained()).collect()
+        }
+    }
+
+    pub fn trained(&self) -> Vec<Tensor> {
+        self.all().into_iter().flat_map(Linear::trained).collect()
     }
 
     pub fn forward(&self, torch: &Torch, x: &Tensor, liger: bool) -> Tensor {

@@ -11,3 +11,4 @@ mod mlp;
 mod positions;
 
 pub(crate) use decoder::{Cache, Decoder, Output};
+pub(crate) use positions::position_tables;

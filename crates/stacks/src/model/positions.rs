@@ -3,7 +3,9 @@
 use plimsoll_model::RopeSpec;
 
 use crate::eager::{Tensor, Torch};
-use crate::run::{Attention, Run, TorchType};
+use crate::estimate::Kind;
+use crate::resolve::is_first_qwen;
+use crate::run::{Attention, Run, Stack, TorchType};
 
 /// `RotaryEmbedding`: its frequencies.
 pub(crate) struct Rotary {
@@ -37,6 +39,24 @@ impl Rotary {
             (torch.to(&cos, dtype), torch.to(&sin, dtype))
         })
     }
+}
+
+/// From these versions of transformers on a family's layers have no tables of cos and sin, as the modeling files of the releases show.
+const WITHOUT_TABLES: [(&str, (u32, u32)); 3] =
+    [("llama", (4, 41)), ("mistral", (4, 42)), ("qwen2", (4, 45))];
+
+/// Earlier ones had two tables in every layer, of all positions that the model knows, in the type that it was loaded in (`cos_cached`).
+pub(crate) fn position_tables(torch: &Torch, run: &Run) -> Vec<Tensor> {
+    let until = WITHOUT_TABLES.iter().find(|(architecture, _)| *architecture == run.model.architecture);
+    let is_theirs = matches!(run.stack, Stack::Plain | Stack::Transformers | Stack::Unsloth);
+    let (Some(rope), Some((_, until))) = (&run.model.attention.rope, until) else { return Vec::new() };
+    // The first Qwen is Llama's shape by code of its own, with one table for all layers.
+    if !is_theirs || is_first_qwen(&run.model) || torch.versions().transformers >= *until {
+        return Vec::new();
+    }
+    let rows = run.model.max_position_embeddings.max(run.sequence);
+    let table = |_| torch.of_kind(Kind::Weights, || torch.empty(&[rows, rope.dims], run.weights, "_to_copy"));
+    (0..2 * run.model.num_layers).map(table).collect()
 }
 
 /// `cat((-x2, x1))`

@@ -1,9 +1,11 @@
-//! What a process does beside its steps: loading its weights through the host, evaluating, saving.
+//! What a process does beside its steps: loading its weights through the host, going on from a checkpoint, evaluating, saving, merging.
 
 use std::rc::Rc;
 
 use super::Process;
+use crate::eager::Tensor;
 use crate::model::Decoder;
+use crate::optimizer::States;
 use crate::run::{Quantization, Run, Sharding, Stack};
 use crate::sharded::{self, Shards};
 
@@ -22,6 +24,42 @@ impl Process<'_> {
             (_, _, Sharding::Zero { stage: 3, .. }) => all.min(FILE),
             _ => all,
         }
+    }
+
+    /// Batches that workers have made ahead, two for each (`prefetch_factor`): token ids, labels and a mask in pinned memory, each rounded
+    /// up to a power of two. What a worker's own process takes is not in here.
+    pub(super) fn batches_on_host(run: &Run) -> i64 {
+        let tensor = run.batch.saturating_mul(run.sequence).saturating_mul(8).next_power_of_two();
+        let ahead = run.data_workers.saturating_mul(2).saturating_mul(3);
+        ahead.saturating_mul(tensor).min(i64::MAX as u64).cast_signed()
+    }
+
+    /// Going on from a checkpoint: its weights are read on the host and copied over those that are there, a file after the other; the
+    /// optimizer's file is on the host as a whole while its states are made on the device (`_load_optimizer_and_scheduler`).
+    pub(super) fn resume(&mut self, states: &mut States, parameters: &[Tensor]) {
+        let weights: u64 = parameters.iter().map(Tensor::bytes).sum();
+        let host = |bytes: u64| bytes.min(i64::MAX as u64).cast_signed();
+        let file = host(weights.min(FILE));
+        self.torch.memory().host(file);
+        self.torch.memory().host(-file);
+        states.restore(&self.torch, parameters);
+        let read = host(states.bytes());
+        self.torch.memory().host(read);
+        self.end("resume");
+        self.torch.memory().host(-read);
+        self.torch.memory().reset_peaks();
+    }
+
+    /// `merge_and_unload`, an adapter after the other, then the merged weights are written, a file after the other.
+    pub(super) fn merge(&mut self, model: &Decoder) {
+        let torch = &self.torch;
+        torch.no_grad(|| model.merge(torch));
+        let all = self.run.model.parameter_count().saturating_mul(self.run.weights.bytes());
+        let file = all.min(FILE).cast_signed();
+        torch.memory().host(file);
+        self.end("merge");
+        self.torch.memory().host(-file);
+        self.torch.memory().reset_peaks();
     }
 
     /// The trainer's evaluation: a forward pass without gradients, whose loss alone is kept (`prediction_loss_only`).
@@ -50,12 +88,13 @@ impl Process<'_> {
                 shards.gather_each(&self.torch);
                 all
             }
-            (None, Some(_)) => model.trained().iter().map(crate::eager::Tensor::bytes).sum(),
+            (None, Some(_)) => model.trained().iter().map(Tensor::bytes).sum(),
             (None, None) => all.min(FILE),
         };
         let bytes = on_host.min(i64::MAX as u64).cast_signed();
         self.torch.memory().host(bytes);
         self.end("save");
         self.torch.memory().host(-bytes);
+        self.torch.memory().reset_peaks();
     }
 }

@@ -88,3 +88,20 @@ fn buckets_of_ddp_are_as_large_as_the_gradients() {
     let [one, two] = [1, 2].map(|devices| estimate(devices, "{}").allocated_peak_bytes);
     about(two - one, PARAMETERS * 4);
 }
+
+/// FSDP1 with LoRA, two ranks: `max_memory_allocated` of two runs that fsdp_qlora's benchmarks of 2024-03 name beside what was reserved.
+#[test]
+fn published_runs_of_fsdp_with_adapters_come_out() {
+    for (length, gib) in [(512, 8.28), (2048, 9.16)] {
+        let request = serde_json::json!({
+            "stack": "peft", "model": "llama-2-7b", "batch_size": 1, "sequence_length": length, "precision": "bf16", "devices": 2,
+            "fsdp": "full_shard", "gradient_checkpointing": true, "use_reentrant": true, "attention": "sdpa",
+            "outputs": "until_step", "hardware": "rtx-3090", "versions": {"date": "2024-03"},
+            "lora": {"rank": 64, "dropout": 0.1,
+                "target_modules": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]},
+        });
+        let request: Request = serde_json::from_value(request).unwrap();
+        let found = request.answer().unwrap().estimate.allocated_peak_bytes as f64 / f64::from(1 << 30);
+        assert!((found / gib - 1.0).abs() < 0.01, "{length} tokens: {found} GiB, measured {gib}");
+    }
+}

@@ -8,10 +8,13 @@ use crate::eager::{Tensor, Torch};
 use crate::estimate::Kind;
 use crate::run::{Sharding, TorchType};
 
-/// The stream of gathers (`unshard_stream`, `all_gather_stream`, DeepSpeed's), and that of reductions (`post_backward_stream`,
-/// `reduce_scatter_stream`).
+/// The stream of gathers (`unshard_stream`, `all_gather_stream`, DeepSpeed's), that of reductions (`post_backward_stream`,
+/// `reduce_scatter_stream`), and that of copies from the host and casts (`pre_unshard_stream`).
 const GATHERS: Stream = 1;
 const REDUCTIONS: Stream = 2;
+const COPIES: Stream = 3;
+/// NCCL's own, on which its buffers are recorded (`ProcessGroupNCCL::collective`).
+const NCCL: Stream = 4;
 
 /// One unit on one rank.
 pub(super) struct Unit {
@@ -46,10 +49,17 @@ pub(super) fn flatten(torch: &Torch, tensors: &[u64]) -> Tensor {
             _ => groups.push(*bytes),
         }
     }
-    let group = |bytes| empty(Kind::Communication, bytes, "flatten_dense_tensors");
+    // The host does not wait for a broadcast: its buffers cannot be used again before the flat parameter is made.
+    let group = |bytes| {
+        let group = empty(Kind::Communication, bytes, "flatten_dense_tensors");
+        torch.memory().record_stream(group.storage(), NCCL);
+        group
+    };
     drop(groups.into_iter().map(group).collect::<Vec<Tensor>>());
     let flat = empty(Kind::Weights, tensors.iter().sum(), "cat");
     drop(moved);
+    // The next unit's tensors come from pageable memory, for which the host waits.
+    torch.memory().synchronize();
     flat
 }
 
@@ -169,9 +179,14 @@ impl Unit {
             // A share on the host is copied to the device, or one of another type cast, and freed behind the exchange.
             Sharding::Fsdp1 { .. } => {
                 let casts = self.shares.first().is_some_and(|share| share.dtype() != self.gradient_type());
-                let share = (self.on_host || casts).then(|| flat(bytes.div_ceil(self.ranks), "mp_shard"));
+                let share =
+                    (self.on_host || casts).then(|| on(COPIES, bytes.div_ceil(self.ranks), "mp_shard"));
                 gathered.push(flat(bytes.next_multiple_of(self.ranks), "all_gather"));
-                drop(share);
+                if let Some(share) = share {
+                    torch.memory().record_stream(share.storage(), NCCL);
+                }
+                // The host has waited for the event of the unit before last (`limit_all_gathers`).
+                torch.memory().synchronize();
             }
             // The output of the exchange, then a copy of each parameter out of it; the output is freed behind them.
             Sharding::Fsdp2 { .. } => {
@@ -190,9 +205,12 @@ impl Unit {
         }
     }
 
-    /// Lets go what was gathered.
-    pub fn release(&self) {
-        self.gathered.borrow_mut().clear();
+    /// Lets go what was gathered. The stream that computes has used what FSDP1 gathers on another.
+    pub fn release(&self, torch: &Torch) {
+        let gathered = self.gathered.take();
+        if let Sharding::Fsdp1 { .. } = self.sharding {
+            gathered.iter().for_each(|flat| torch.memory().record_stream(flat.storage(), 0));
+        }
     }
 
     /// Reduces the gradients that there are, and keeps this rank's part; with `away`, on the host.

@@ -1,4 +1,4 @@
-//! What a report is asked of: the folder of a run, a document of `plan --json`, or a configuration.
+//! What a report is asked of: the folder of a run, a document of `plan --json` or `estimate --json`, a request, or a configuration.
 
 use std::fs::File;
 use std::io::Read;
@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use plimsoll_memory::ByteSize;
 use plimsoll_plan::config::{Imported, Override};
+use plimsoll_stacks::Request;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
@@ -26,6 +27,8 @@ pub enum Source {
     Run(PathBuf),
     /// What `plan --json` wrote.
     Document(Box<PlanDocument>),
+    /// A request of `estimate`, or the one in what `estimate --json` wrote.
+    Request(Box<Request>),
     /// A configuration, or flags alone.
     Configuration,
 }
@@ -88,6 +91,15 @@ fn text_of_json(path: &Path) -> Result<Option<String>, Failure> {
 fn of_json(path: &Path, text: &str) -> Result<Source, Failure> {
     let content: Value = serde_json::from_str(text).map_err(|error| no_plan(path, &error.to_string()))?;
     let Value::Object(content) = content else { return Err(no_plan(path, "it is no JSON object")) };
+    // A run of another stack is known by its key.
+    let request = content.get("request").filter(|_| content.contains_key("allocated_peak_bytes"));
+    if let Some(request) =
+        request.cloned().or_else(|| content.contains_key("stack").then(|| content.clone().into()))
+    {
+        let request =
+            Request::parse(path, &request.to_string()).map_err(|error| Failure::usage(error.to_string()))?;
+        return Ok(Source::Request(Box::new(request)));
+    }
     let is_plan = content.get("config").is_some_and(Value::is_object) && content.contains_key("fits");
     match is_plan {
         true => Ok(Source::Document(Box::new(PlanDocument { name: path.display().to_string(), content }))),

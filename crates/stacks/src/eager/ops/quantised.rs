@@ -21,7 +21,7 @@ pub(crate) struct FourBitForm {
 
 impl Torch {
     /// `dequantize_4bit`: the scales in f32 first, where they are quantised.
-    fn dequantize_4bit(&self, scales: &Tensor, form: FourBitForm, hidden: bool) -> Tensor {
+    pub(crate) fn dequantize_4bit(&self, scales: &Tensor, form: FourBitForm, hidden: bool) -> Tensor {
         let rebuilt = form.nested.then(|| {
             let elements = scales.shape.elements();
             if hidden {
