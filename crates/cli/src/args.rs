@@ -18,6 +18,8 @@ use clap::{ArgGroup, Args, Parser, Subcommand};
 use plimsoll_memory::ByteSize;
 use plimsoll_plan::{ExportFormat, Sought};
 
+use crate::card::DeviceChoice;
+
 pub use bench::{Bench, BenchArgs, BenchDiskArgs, BenchMemoryArgs, BenchRunArgs, BenchStepArgs};
 pub use chat::ChatArgs;
 pub use estimate::EstimateArgs;
@@ -362,6 +364,9 @@ pub struct TrainArgs {
     /// Threads of a rank; by default one a core that may be used. The results do not depend on it
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
+    /// What computes: auto, cpu, cuda or cuda:N. auto is a card that can be used, if there is one (docs/gpu.md)
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: DeviceChoice,
     /// Show the run on the whole terminal: curves, memory against the load line, the step, tiers, events. Lines where there is no
     /// terminal
     #[arg(long, conflicts_with = "json")]

@@ -4,7 +4,7 @@
 use std::fmt;
 
 use plimsoll_data::DataError;
-use plimsoll_device::DeviceError;
+use plimsoll_device::{CudaError, DeviceError};
 use plimsoll_disk::DiskError;
 use plimsoll_generate::{ConversationError, GenerateError, SamplerError};
 use plimsoll_hub::HubError;
@@ -118,7 +118,9 @@ impl From<AnswerError> for Failure {
 impl From<DeviceError> for Failure {
     fn from(error: DeviceError) -> Failure {
         let exit_code = match error {
-            DeviceError::OutOfMemory(_) | DeviceError::Reservation(_) => DOES_NOT_FIT,
+            DeviceError::OutOfMemory(_)
+            | DeviceError::Reservation(_)
+            | DeviceError::Cuda(CudaError::OutOfMemory { .. }) => DOES_NOT_FIT,
             _ => OTHER,
         };
         Failure { message: error.to_string(), exit_code }

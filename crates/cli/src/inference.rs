@@ -2,18 +2,19 @@
 
 use std::ops::RangeInclusive;
 
-use plimsoll_device::{Cpu, DType};
+use plimsoll_device::{DType, Device, DeviceTraits};
 use plimsoll_generate::Session;
-use plimsoll_memory::release_free_heap;
+use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::{
-    GenerationPlan, GenerationPlanError, GenerationRequest, LoadLine, streaming_overhead_bytes,
+    Apart, GenerationPlan, GenerationPlanError, GenerationRequest, LoadLine, streaming_overhead_bytes,
 };
 use plimsoll_step::{DecodeSettings, Decoder};
 
 use crate::args::{DiskArgs, InferenceArgs};
+use crate::card::{self, DeviceChoice};
 use crate::failure::Failure;
 use crate::load_line::{PlannedProcess, PlanningRoom, beside_the_model, load_line};
 use crate::ranks::everybody;
@@ -31,8 +32,9 @@ pub struct Inference<'a> {
     pub tokenizer: Tokenizer,
     /// What `--kv-cache` says.
     cache: Option<DType>,
-    /// What the process may take.
-    line: LoadLine,
+    /// What the process may take, or has of a card.
+    stated: Option<ByteSize>,
+    device: DeviceChoice,
     threads: Option<usize>,
     /// What `--context` says.
     asked_context: Option<usize>,
@@ -47,7 +49,6 @@ impl<'a> Inference<'a> {
         quiet: bool,
     ) -> Result<Inference<'a>, Failure> {
         let cache = cache_type(args.kv_cache.as_deref())?;
-        let line = load_line(args.memory);
         let weights = Weights::open(&args.weights, purpose, quiet)?;
         let tokenizer = weights.files.tokenizer()?;
         let inference = Inference {
@@ -55,7 +56,8 @@ impl<'a> Inference<'a> {
             weights,
             tokenizer,
             cache,
-            line,
+            stated: args.memory,
+            device: args.device,
             threads: args.threads,
             asked_context: args.context,
         };
@@ -102,8 +104,18 @@ impl<'a> Inference<'a> {
     }
 
     /// The machine, its threads started and measured.
-    pub fn start(&self) -> Result<Engine, Failure> {
-        Engine::start(self.threads)
+    pub fn start(&self, ranks: &dyn Communicator) -> Result<Engine, Failure> {
+        Ok(Engine::start(self.threads)?.with_card(card::open(self.device, ranks)?))
+    }
+
+    /// What the process may take; of a card, where one computes.
+    fn line(&self, engine: &Engine) -> LoadLine {
+        engine.card.as_ref().map_or_else(|| load_line(self.stated), |card| card::line(card, self.stated))
+    }
+
+    /// What is taken of that beside the arena.
+    fn overhead_bytes(&self, engine: &Engine) -> Result<u64, Failure> {
+        engine.card.as_ref().map_or_else(|| Ok(engine.overhead_bytes()), |card| card::overhead_bytes(card))
     }
 
     /// What a session needs for a context in the range, and for prompts of up to `longest` tokens where that is known:
@@ -153,7 +165,12 @@ impl<'a> Inference<'a> {
         enough: usize,
         decided: Option<(u64, DType)>,
     ) -> Result<(GenerationPlan, PlannedProcess), Failure> {
-        let mut room = PlanningRoom::below(self.line);
+        let line = self.line(engine);
+        let mut room = PlanningRoom::below(line);
+        let apart = engine.card.as_ref().map(|_| Apart {
+            device: DeviceTraits::CUDA,
+            host_room: card::host_room(engine.overhead_bytes()),
+        });
         loop {
             // What the tokenizer's building and planning left over is no part of what generation needs.
             release_free_heap();
@@ -165,24 +182,25 @@ impl<'a> Inference<'a> {
                 prompt_tokens: longest.map(|n| n as u64),
                 context: *context.start() as u64..=*context.end() as u64,
                 cache: decided.map_or(self.cache, |(_, cache)| Some(cache)),
-                room: room.bytes(engine.overhead_bytes()),
+                room: room.bytes(self.overhead_bytes(engine)?),
                 in_files: self.weights.can_stream().then_some(self.weights.in_files()),
                 enough_context: enough as u64,
                 pass_tokens: decided.map(|(tokens, _)| tokens),
                 sequences: 1,
-                apart: None,
+                apart,
                 // Whether the disk has room is asked where its file is opened.
                 disk_room: u64::MAX,
             };
             let plan = GenerationPlan::resolve(&request).map_err(|error| match error {
                 GenerationPlanError::DoesNotFit(_) => Failure::does_not_fit(format!(
                     "{error}. Beside that it takes {}",
-                    beside_the_model(self.line, engine.overhead_bytes())
+                    beside_the_model(line, self.overhead_bytes(engine).unwrap_or(0))
                 )),
                 GenerationPlanError::Step(error) => error.into(),
             })?;
             release_free_heap();
-            let beside = engine.overhead_bytes().saturating_add(self.stream_bytes(&plan));
+            let streams = if apart.is_some() { 0 } else { self.stream_bytes(&plan) };
+            let beside = self.overhead_bytes(engine)?.saturating_add(streams);
             if let Some(planned) = room.settle(plan.dry_run.peak_bytes(), beside)? {
                 return Ok((plan, planned));
             }
@@ -197,15 +215,15 @@ impl<'a> Inference<'a> {
     }
 
     /// A device with the memory that was planned.
-    pub fn device(&self, engine: &Engine, plan: &GenerationPlan) -> Result<Cpu, Failure> {
-        engine.device(&plan.dry_run, self.line)
+    pub fn device(&self, engine: &Engine, plan: &GenerationPlan) -> Result<Box<dyn Device>, Failure> {
+        engine.device(&plan.dry_run, self.line(engine))
     }
 
     /// A session with the weights of this rank's layers, and what is streamed of them.
     pub fn session_of<'d>(
         &self,
         ranks: &'d dyn Communicator,
-        device: &'d Cpu,
+        device: &'d dyn Device,
         plan: &GenerationPlan,
     ) -> Result<(Session<'d>, Option<Streaming>), Failure> {
         let layers = self.weights.own_spec().num_layers;

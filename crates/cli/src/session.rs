@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::{Isa, Pool};
-use plimsoll_device::{Cpu, DType};
+use plimsoll_device::cuda::OpenCard;
+use plimsoll_device::{Cpu, Cuda, DType, Device, DeviceError};
 use plimsoll_memory::release_free_heap;
 use plimsoll_plan::config::{Imported, Override, RawConfig, Started};
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
@@ -13,6 +14,7 @@ use plimsoll_plan::{DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates};
 use plimsoll_step::Precision;
 
 use crate::args::ConfigSource;
+use crate::card;
 use crate::failure::Failure;
 use crate::load_line::{kept_so_far, load_line};
 use crate::overhead::{Progress, measured_bytes, overhead_bytes};
@@ -112,6 +114,8 @@ pub struct Engine {
     pub hardware: Hardware,
     pub pool: Arc<Pool>,
     pub isa: Isa,
+    /// The card that computes, if it is not the CPU.
+    pub card: Option<Arc<OpenCard>>,
     /// Whether the machine is measured although it was before.
     again: bool,
     speeds: OnceCell<Speeds>,
@@ -132,7 +136,13 @@ impl Engine {
             return Err(Failure::usage("--threads must be at least 1"));
         }
         let pool = Pool::new(threads, Cpu::SCRATCH_BYTES).map_err(|e| Failure::other(e.to_string()))?;
-        Ok(Engine { hardware, pool: Arc::new(pool), isa, again, speeds: OnceCell::new() })
+        Ok(Engine { hardware, pool: Arc::new(pool), isa, card: None, again, speeds: OnceCell::new() })
+    }
+
+    /// The same with a card, if one is to compute.
+    #[must_use]
+    pub fn with_card(self, card: Option<Arc<OpenCard>>) -> Engine {
+        Engine { card, ..self }
     }
 
     /// What this machine can do. It is measured if it never was.
@@ -163,6 +173,28 @@ impl Engine {
         }
     }
 
+    /// The same of what computes: the card, if there is one, with this machine as its host.
+    ///
+    /// # Errors
+    /// The card does not say what is free.
+    pub fn machine_that_computes(&self, config: &RawConfig, tokens: u64) -> Result<Machine, Failure> {
+        match &self.card {
+            None => Ok(self.machine(config, tokens, Progress::Ready)),
+            Some(card) => {
+                let host = card::host_room(self.overhead_bytes());
+                let machine = self.machine(config, tokens, Progress::Ready);
+                Ok(Machine {
+                    rates: card::rates(card, machine.rates.disk),
+                    limits: ProcessLimits::NONE,
+                    overhead_bytes: card::overhead_bytes(card)?,
+                    device_bytes: Some(card.card().memory),
+                    host_bytes: Some(host),
+                    ..machine
+                })
+            }
+        }
+    }
+
     /// Plans for a machine. Where the plan reads or writes a disk that was never measured, as `uses_disk` says, the disk is measured
     /// and the plan made again.
     pub fn plan<P, E>(
@@ -185,9 +217,19 @@ impl Engine {
     }
 
     /// A device with an arena of just the planned size, if the process has kept to the line so far.
-    pub fn device(&self, dry_run: &DryRun, line: LoadLine) -> Result<Cpu, Failure> {
-        kept_so_far(line)?;
-        Ok(Cpu::with_pool(Arc::clone(&self.pool), self.isa, dry_run.peak_bytes())?)
+    pub fn device(&self, dry_run: &DryRun, line: LoadLine) -> Result<Box<dyn Device>, Failure> {
+        if self.card.is_none() {
+            kept_so_far(line)?;
+        }
+        Ok(self.arena(dry_run.peak_bytes())?)
+    }
+
+    /// A device with an arena of so many bytes.
+    pub fn arena(&self, bytes: u64) -> Result<Box<dyn Device>, DeviceError> {
+        Ok(match &self.card {
+            Some(card) => Box::new(Cuda::new(card, bytes)?),
+            None => Box::new(Cpu::with_pool(Arc::clone(&self.pool), self.isa, bytes)?),
+        })
     }
 
     /// What the process takes beside the arena, when everything else is in memory: what was measured, for who plans and computes in one

@@ -154,6 +154,15 @@ pub struct PlanSpeeds {
 impl PlanSpeeds {
     /// Those of a plan for this machine.
     pub fn here(engine: &Engine, plan: &TrainingPlan) -> PlanSpeeds {
+        if let Some(card) = &engine.card {
+            return PlanSpeeds {
+                whose: format!("on {}", card.card().name),
+                words: "shares of what the vendor states, or of what a card of this size has; the kernels were never timed:\n\
+                        the time is the plan's claim"
+                    .to_owned(),
+                json: json!({ "machine": null, "disk": null, "file": null }),
+            };
+        }
         let uses_disk = plan.disk_bytes() > 0 && plan.machine.disk_available.is_some();
         PlanSpeeds::of(engine, uses_disk.then(|| plan.config.disk_path()).as_deref(), false)
     }

@@ -3,7 +3,7 @@
 use plimsoll_memory::{ALIGNMENT, Arena, Loan, OutOfMemory, Phase, Region, Tag};
 
 use crate::repeat::count;
-use crate::{DType, Dry, Due, Iterations, Op, Shape, Tensor, Transferred};
+use crate::{CudaError, DType, Dry, Due, Iterations, Op, Shape, Tensor, Transferred};
 
 /// What a device can fail with.
 #[derive(Debug, thiserror::Error)]
@@ -14,6 +14,9 @@ pub enum DeviceError {
     /// The OS gave no memory.
     #[error(transparent)]
     Reservation(#[from] plimsoll_memory::ReservationError),
+    /// A GPU or its driver failed, or has no kernel for an operation.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     /// A tensor of that size cannot be.
     #[error("{name}: a tensor of shape {shape:?} and type {dtype} cannot be made")]
     ImpossibleTensor {
@@ -50,11 +53,13 @@ pub struct DeviceTraits {
     pub unified: bool,
     /// Tensors begin at multiples of so many bytes in the arena.
     pub alignment: u64,
+    /// Whether operations are kernels of an NVIDIA GPU: those that have none are refused when a step is planned.
+    pub cuda: bool,
 }
 
 impl DeviceTraits {
     /// The CPU's.
-    pub const CPU: DeviceTraits = DeviceTraits { unified: true, alignment: ALIGNMENT };
+    pub const CPU: DeviceTraits = DeviceTraits { unified: true, alignment: ALIGNMENT, cuda: false };
 }
 
 /// Something that carries out the operations of a step in memory of its own.

@@ -175,6 +175,9 @@ impl Device for Dry {
 
     fn execute(&self, op: Op<'_>, unless_zero: Option<&Tensor>) -> Result<(), DeviceError> {
         let (needed, cost) = op.check_and_cost(&self.arena, unless_zero)?;
+        if self.traits.cuda {
+            crate::cuda::missing(op).map_or(Ok(()), Err)?;
+        }
         self.workspace.set(self.workspace.get().or(needed));
         self.tally.borrow_mut().add(cost);
         if let Some(clock) = &self.clock {

@@ -4,10 +4,12 @@
 //! API reference, <https://docs.nvidia.com/deploy/nvml-api/>. What the numbers mean for a run is left to the monitor.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::ptr::NonNull;
+use std::path::Path;
+
+use crate::library::{Library, LibraryError};
 
 /// The name under which drivers install the library.
-const LIBRARY: &CStr = c"libnvidia-ml.so.1";
+const LIBRARY: &str = "libnvidia-ml.so.1";
 const SUCCESS: c_int = 0;
 const ERROR_INSUFFICIENT_SIZE: c_int = 7;
 /// What NVML says of a process whose memory it does not know: `NVML_VALUE_NOT_AVAILABLE`.
@@ -25,7 +27,7 @@ pub enum NvmlError {
     NoLibrary(String),
     /// The library lacks a function.
     #[error("NVIDIA's driver library has no {0}; the driver is too old: 510 or later is needed")]
-    NoFunction(&'static str),
+    NoFunction(String),
     /// A call was refused.
     #[error("{call} failed: {reason}")]
     Refused {
@@ -34,6 +36,15 @@ pub enum NvmlError {
         /// The driver's own words.
         reason: String,
     },
+}
+
+impl From<LibraryError> for NvmlError {
+    fn from(error: LibraryError) -> NvmlError {
+        match error {
+            LibraryError::NotLoaded(why) => NvmlError::NoLibrary(why),
+            LibraryError::NoFunction(name) => NvmlError::NoFunction(name),
+        }
+    }
 }
 
 /// Memory of a GPU, in bytes.
@@ -89,59 +100,16 @@ pub struct Nvml {
     library: Library,
 }
 
-/// An open library.
-struct Library(NonNull<c_void>);
-
-impl Library {
-    fn open(name: &CStr) -> Result<Library, NvmlError> {
-        // SAFETY: the name ends with a zero. Loading a library runs its initialisers; this one is the driver's own, found where
-        // the system's loader looks.
-        let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        NonNull::new(library).map(Library).ok_or_else(|| {
-            // SAFETY: after a failure dlerror gives this thread's message, which lives until the next such call.
-            let message = unsafe { libc::dlerror() };
-            let message = match message.is_null() {
-                true => "no reason was given".into(),
-                // SAFETY: it is not null, and dlerror's messages end with a zero.
-                false => unsafe { CStr::from_ptr(message) }.to_string_lossy(),
-            };
-            NvmlError::NoLibrary(message.into_owned())
-        })
-    }
-
-    /// The address of a function.
-    ///
-    /// # Safety
-    /// `F` has to be the type that the function of that name has, as a pointer that may be null.
-    unsafe fn function<F: Copy>(&self, name: &'static CStr) -> Result<F, NvmlError> {
-        const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-        // SAFETY: the library is open and the name ends with a zero.
-        let address = unsafe { libc::dlsym(self.0.as_ptr(), name.as_ptr()) };
-        if address.is_null() {
-            return Err(NvmlError::NoFunction(name.to_str().unwrap_or("function of that name")));
-        }
-        // SAFETY: both are as large as a pointer, which is not null; the caller answers for the type.
-        Ok(unsafe { std::mem::transmute_copy::<*mut c_void, F>(&address) })
-    }
-}
-
-impl Drop for Library {
-    fn drop(&mut self) {
-        // SAFETY: it was opened once and is closed once; whoever holds its functions holds it too.
-        unsafe { libc::dlclose(self.0.as_ptr()) };
-    }
-}
-
 impl Nvml {
     /// Loads and initialises the driver's library.
     ///
     /// # Errors
     /// [`NvmlError`] where there is no driver, or one that does not answer.
     pub fn load() -> Result<Nvml, NvmlError> {
-        Nvml::open(LIBRARY)
+        Nvml::open(Path::new(LIBRARY))
     }
 
-    fn open(name: &CStr) -> Result<Nvml, NvmlError> {
+    fn open(name: &Path) -> Result<Nvml, NvmlError> {
         type Init = unsafe extern "C" fn() -> c_int;
         let library = Library::open(name)?;
         // SAFETY: each type is that of the function in the reference.
@@ -234,7 +202,7 @@ impl Drop for Nvml {
 
 impl std::fmt::Debug for Nvml {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Nvml").field(&self.library.0).finish()
+        f.debug_tuple("Nvml").field(&self.library).finish()
     }
 }
 
@@ -251,8 +219,7 @@ fn refused(functions: &Functions, call: &'static str, code: c_int) -> NvmlError 
 
 #[cfg(test)]
 mod tests {
-    use std::ffi::CString;
-    use std::path::Path;
+    use std::path::{Path, PathBuf};
     use std::process::Command;
 
     use super::*;
@@ -279,12 +246,12 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *d, unsigned int *count, proces
 "#;
 
     /// The mock as a library, if there is a compiler.
-    fn mock(folder: &Path, flags: &[&str]) -> Option<CString> {
+    fn mock(folder: &Path, flags: &[&str]) -> Option<PathBuf> {
         let (source, library) = (folder.join("mock.c"), folder.join("mock.so"));
         std::fs::write(&source, MOCK).unwrap();
         let mut cc = Command::new("cc");
         let made = cc.args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).args(flags).status();
-        made.is_ok_and(|made| made.success()).then(|| CString::new(library.to_str().unwrap()).unwrap())
+        made.is_ok_and(|made| made.success()).then_some(library)
     }
 
     #[test]
@@ -306,7 +273,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *d, unsigned int *count, proces
     #[test]
     #[cfg_attr(miri, ignore = "loads a library")]
     fn a_driver_that_lacks_something_is_named() {
-        let error = Nvml::open(c"/no/such/driver.so").unwrap_err().to_string();
+        let error = Nvml::open(Path::new("/no/such/driver.so")).unwrap_err().to_string();
         assert!(error.contains("/no/such/driver.so") && error.contains("NVIDIA driver"), "{error}");
         let folder = tempfile::tempdir().unwrap();
         let Some(library) = mock(folder.path(), &["-DOLD"]) else { return };

@@ -1,12 +1,16 @@
 //! A region: memory that has one owner at a time and may be moved to another thread, as a disk's worker that fills it
 //! while others compute.
 
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
 use crate::arena::{Arena, Block, OutOfMemory};
 use crate::reservation::{Reservation, ReservationError};
 use crate::{Tag, Tier};
+
+/// What memory needs beside itself while it is used, as being page-locked; dropped with the last region of it.
+pub trait Keeper: fmt::Debug + Send + Sync {}
 
 /// Bytes of a reservation that nobody else reads or writes. Regions can be split and joined again.
 #[derive(Debug)]
@@ -15,13 +19,22 @@ pub struct Region {
     range: Range<usize>,
     /// The piece of an arena that the bytes belong to, which stays taken while any region of it lives.
     block: Option<Arc<Block>>,
+    keeper: Option<Arc<dyn Keeper>>,
 }
 
 impl Region {
     /// Memory of its own, of zeros. Pages that are not touched cost nothing.
     pub fn new(bytes: u64) -> Result<Region, ReservationError> {
         let memory = Arc::new(Reservation::new(bytes)?);
-        Ok(Region { range: 0..memory.len(), memory, block: None })
+        Ok(Region { range: 0..memory.len(), memory, block: None, keeper: None })
+    }
+
+    /// All of `memory`, with what keeps it.
+    ///
+    /// # Safety
+    /// Nobody accesses the bytes of `memory` while any region of it lives.
+    pub unsafe fn kept_by(memory: Arc<Reservation>, keeper: Arc<dyn Keeper>) -> Region {
+        Region { range: 0..memory.len(), memory, block: None, keeper: Some(keeper) }
     }
 
     /// The bytes of `block`, whose arena's first byte is that of `memory`; `None` where they do not lie in it.
@@ -32,7 +45,7 @@ impl Region {
     pub unsafe fn of_block(memory: Arc<Reservation>, block: Arc<Block>) -> Option<Region> {
         let start = usize::try_from(block.offset()).ok()?;
         let end = start.checked_add(usize::try_from(block.size()).ok()?)?;
-        (end <= memory.len()).then(|| Region { memory, range: start..end, block: Some(block) })
+        (end <= memory.len()).then(|| Region { memory, range: start..end, block: Some(block), keeper: None })
     }
 
     /// The block again, once this region is all that is left of it and it belongs to `arena`.
@@ -62,7 +75,7 @@ impl Region {
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: the range lies in the reservation, any bytes are valid, and only this region accesses them: the range
-        // of a new one is the whole reservation, `of_block` asks for it, split ones have no byte in common, and so have
+        // of a new one is the whole reservation, `of_block` and `kept_by` ask for it, split ones have no byte in common, and so have
         // those that a pool hands out of its own.
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr().add(self.range.start), self.range.len()) }
     }
@@ -82,6 +95,7 @@ impl Region {
             memory: Arc::clone(&self.memory),
             range: middle..self.range.end,
             block: self.block.clone(),
+            keeper: self.keeper.clone(),
         };
         (Region { range: self.range.start..middle, ..self }, rest)
     }
@@ -124,7 +138,8 @@ impl HostPool {
         // The arena is no larger than the memory, and its blocks have no byte in common.
         let start = self.memory.range.start + block.offset() as usize;
         let range = start..start + block.size() as usize;
-        Ok(Region { memory: Arc::clone(&self.memory.memory), range, block: Some(Arc::new(block)) })
+        let (memory, keeper) = (Arc::clone(&self.memory.memory), self.memory.keeper.clone());
+        Ok(Region { memory, range, block: Some(Arc::new(block)), keeper })
     }
 }
 

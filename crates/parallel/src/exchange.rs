@@ -258,7 +258,7 @@ mod tests {
 
     fn device(unified: bool) -> Cpu {
         let cpu = Cpu::new(1 << 20, CpuOptions { threads: Some(1), isa: None }).unwrap();
-        cpu.standing_for(DeviceTraits { unified, alignment: 256 })
+        cpu.standing_for(DeviceTraits { unified, alignment: 256, cuda: false })
     }
 
     fn buffer(device: &Cpu, elements: u64) -> Tensor {

@@ -355,7 +355,7 @@ fn layers_that_are_counted_do_what_they_would_if_they_were_run() {
             few_do_what_all_do(&name, &spec, (&settings, accumulation), DeviceTraits::CPU);
         }
         if settings.offload.uses(Tier::Disk) {
-            let apart = DeviceTraits { unified: false, alignment: 256 };
+            let apart = DeviceTraits { unified: false, alignment: 256, cuda: false };
             few_do_what_all_do(&name, &spec, (&settings, accumulation), apart);
         }
     }

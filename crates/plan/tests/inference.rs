@@ -20,7 +20,7 @@ use plimsoll_plan::{
 };
 use plimsoll_step::{Decoder, Precision, StepError, WeightOffload, WeightStorage};
 
-const APART: DeviceTraits = DeviceTraits { unified: false, alignment: 256 };
+const APART: DeviceTraits = DeviceTraits { unified: false, alignment: 256, cuda: false };
 
 /// A machine of so much memory; with so much host memory where the device has memory of its own.
 fn machine(device_bytes: u64, host_bytes: Option<u64>) -> Machine {

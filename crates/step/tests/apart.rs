@@ -19,7 +19,7 @@ use plimsoll_step::{
     TrainingMethod, UpdateTiming,
 };
 
-const APART: DeviceTraits = DeviceTraits { unified: false, alignment: 256 };
+const APART: DeviceTraits = DeviceTraits { unified: false, alignment: 256, cuda: false };
 
 /// What lies between such a device and a disk: two pieces of 4 MiB in each direction.
 const STAGING: u64 = 16 << 20;

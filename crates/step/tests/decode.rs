@@ -320,7 +320,7 @@ fn said_alike(folder: &Path, spec: &ModelSpec, cache: DType, tokens: &[u32]) {
         (run(DeviceTraits::CPU, Tier::Device), run(DeviceTraits::CPU, Tier::Disk));
     assert!(memory == disk, "{} {cache}", spec.architecture);
     assert!(planned[1] > 0);
-    let apart = DeviceTraits { unified: false, alignment: 256 };
+    let apart = DeviceTraits { unified: false, alignment: 256, cuda: false };
     assert!(memory == run(apart, Tier::Disk).0, "{} {cache}", spec.architecture);
 }
 

@@ -20,7 +20,7 @@ use plimsoll_step::{
 };
 
 /// A device with memory of its own.
-const APART: DeviceTraits = DeviceTraits { unified: false, alignment: 256 };
+const APART: DeviceTraits = DeviceTraits { unified: false, alignment: 256, cuda: false };
 
 const TYPES: &dyn Fn(&Parameter) -> DType = &|_| DType::F32;
 

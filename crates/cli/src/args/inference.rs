@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::Args;
 use plimsoll_memory::ByteSize;
 
+use crate::card::DeviceChoice;
+
 /// More tokens than any model's context.
 const MOST_TOKENS: usize = 1 << 24;
 
@@ -42,6 +44,9 @@ pub struct InferenceArgs {
     pub memory: Option<ByteSize>,
     #[command(flatten)]
     pub disk: DiskArgs,
+    /// What computes: auto, cpu, cuda or cuda:N. auto is a card that can be used, if there is one (docs/gpu.md)
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: DeviceChoice,
     /// Threads; by default one a core that may be used. The results do not depend on it
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,

@@ -91,7 +91,7 @@ fn run_rank(args: &ChatArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     let least = tried.prompt(&format.template, &model.tokenizer, usize::MAX, 0)?.tokens.len();
 
     let interrupts = Interrupts::listen(ranks)?;
-    let engine = model.start()?;
+    let engine = model.start(ranks)?;
     let plan = plan(&model, ranks, &engine)?;
     let context = usize::try_from(plan.settings.context).unwrap_or(usize::MAX);
     if least >= context {
@@ -100,7 +100,7 @@ fn run_rank(args: &ChatArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         )));
     }
     let device = model.device(&engine, &plan)?;
-    let (mut session, _) = model.session_of(ranks, &device, &plan)?;
+    let (mut session, _) = model.session_of(ranks, &*device, &plan)?;
     if !leads {
         return Ok(session.follow()?);
     }

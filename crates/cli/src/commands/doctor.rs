@@ -5,6 +5,7 @@ mod log;
 use serde_json::json;
 
 use crate::args::DoctorArgs;
+use crate::card;
 use crate::failure::Failure;
 use crate::output::outln;
 use crate::session::{Engine, resident_bytes};
@@ -24,6 +25,10 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
             "rates": speeds.machine.rates,
             "measured": speeds.json(None),
             "overhead_bytes": overhead,
+            "cuda": match card::described() {
+                Ok(lines) => json!({ "found": lines, "missing": null }),
+                Err(error) => json!({ "found": [], "missing": error.to_string() }),
+            },
         });
         outln!("{}", serde_json::to_string_pretty(&document)?)?;
         return Ok(());
@@ -38,6 +43,10 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
         rates.memory_bandwidth / 1e9
     )?;
     outln!("{}", speeds.words(None))?;
+    match card::described() {
+        Ok(lines) => lines.iter().try_for_each(|line| outln!("CUDA       {line}"))?,
+        Err(error) => outln!("CUDA       {error}")?,
+    }
     outln!("Overhead   {} outside any arena", plimsoll_memory::ByteSize(overhead))?;
     Ok(())
 }

@@ -135,7 +135,7 @@ fn whole_windows(task: &Task<'_>, engine: &Engine, windows: &EvalWindows) -> Res
     })?;
     let device = engine.device(&passes.dry_run, task.line)?;
     let (most, chunk) = (passes.together, chunk(passes.together));
-    let (mut evaluator, streaming) = passes.evaluator(task, &device, (longest, chunk))?;
+    let (mut evaluator, streaming) = passes.evaluator(task, &*device, (longest, chunk))?;
 
     let bar = progress::counter(windows.len() as u64, "windows", task.quiet());
     let (mut loss, mut targets) = (0.0, 0);
@@ -185,10 +185,10 @@ fn through_the_cache(
         DryRun::cached_evaluation(model.own_spec(), settings, storage, chunk)
     })?;
     let device = engine.device(&passes.dry_run, task.line)?;
-    let (tiers, streaming) = passes.tiers(task, &device)?;
+    let (tiers, streaming) = passes.tiers(task, &*device)?;
     let types = |p: &Parameter| model.weight_type(p);
     let storage = passes.storage(model, &types);
-    let mut decoder = Decoder::new(&device, &tiers, model.own_spec().clone(), settings, storage)?;
+    let mut decoder = Decoder::new(&*device, &tiers, model.own_spec().clone(), settings, storage)?;
     streaming::report_buffered(&tiers);
     decoder.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
     if !ranks.is_alone() {

@@ -64,7 +64,7 @@ fn run_rank(args: &GenerateArgs, ranks: &dyn Communicator) -> Result<(), Failure
 
     let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max().unwrap_or(0);
     let context = context(&model, longest, args.max_tokens);
-    let engine = model.start()?;
+    let engine = model.start(ranks)?;
     // A context that was not asked for gives way where memory is short.
     let least = match model.asked_context() {
         Some(_) => context,
@@ -75,7 +75,7 @@ fn run_rank(args: &GenerateArgs, ranks: &dyn Communicator) -> Result<(), Failure
         eprintln!("memory allows a context of {} tokens instead of {context}", plan.settings.context);
     }
     let device = model.device(&engine, &plan)?;
-    let (session, streaming) = model.session_of(ranks, &device, &plan)?;
+    let (session, streaming) = model.session_of(ranks, &*device, &plan)?;
     let mut run = Run { args, model: &model, settings, limits, session, streaming, planned, tells: leads };
     if args.prompts.is_some() {
         return run.every(&prompts);

@@ -2,9 +2,8 @@
 
 use std::io::Write;
 use std::path::Path;
-use std::sync::Arc;
 
-use plimsoll_device::{Cpu, Device};
+use plimsoll_device::cuda::OpenCard;
 use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::TrainingPlan;
@@ -16,6 +15,7 @@ use plimsoll_train::{
 use plimsoll_watch::{Live, PlanView};
 
 use crate::args::TrainArgs;
+use crate::card;
 use crate::commands::advice::{misfits, remedies};
 use crate::commands::plan::describe::{describe, whole_run};
 use crate::dashboard::{Dashboard, Watching};
@@ -23,7 +23,6 @@ use crate::failure::Failure;
 use crate::load_line::kept_so_far;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
-use crate::overhead::Progress;
 use crate::progress::TrainingProgress;
 use crate::ranks;
 use crate::row;
@@ -67,8 +66,13 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     for (key, left_out) in prepared.left_out_records().filter(|_| !quiet) {
         let _ = outln!("{key}: {left_out}\n");
     }
-    let engine = Engine::start(args.threads)?;
-    let machine = engine.machine(prepared.config(), prepared.spec().vocab_size, Progress::Ready);
+    let engine = Engine::start(args.threads)?.with_card(card::open(args.device, ranks)?);
+    if engine.card.is_some() && prepared.config().training.dynamic_batching.enabled() {
+        return Err(Failure::usage(
+            "training.dynamic_batching: on a card the micro-batch does not change yet",
+        ));
+    }
+    let machine = engine.machine_that_computes(prepared.config(), prepared.spec().vocab_size)?;
     // The first rank decides, and all plan what it has decided, each for itself.
     let decided = match leads {
         true => Some(engine.plan(
@@ -112,7 +116,9 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     if !plan.fits() {
         return Err(Failure::does_not_fit(format!("{}{}", misfits(&plan), remedies(&plan))));
     }
-    kept_so_far(plan.load_line)?;
+    if engine.card.is_none() {
+        kept_so_far(plan.load_line)?;
+    }
     let limits = plan.machine.limits;
     if let Some(available) = limits.available.filter(|available| plan.process_bytes() > *available) {
         return Err(Failure::does_not_fit(format!(
@@ -146,7 +152,7 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         let _ =
             outln!("training.dynamic_batching: several ranks keep the micro-batch that they begin with\n");
     }
-    let ladder = if ranks.is_alone() { plan.ladder()? } else { vec![plan] };
+    let ladder = if ranks.is_alone() && engine.card.is_none() { plan.ladder()? } else { vec![plan] };
     if dynamic && ranks.is_alone() && !quiet {
         let _ = out!("{}", batches_of(&ladder));
     }
@@ -168,11 +174,8 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         None => &mut progress,
     };
     let surroundings = Surroundings {
-        device: &mut |bytes| {
-            Cpu::with_pool(Arc::clone(&engine.pool), engine.isa, bytes)
-                .map(|cpu| -> Box<dyn Device> { Box::new(cpu) })
-        },
-        memory: &mut MemoryReading::now,
+        device: &mut |bytes| engine.arena(bytes),
+        memory: &mut || engine.card.as_deref().map_or_else(MemoryReading::now, memory_of),
         observer,
         stop: signals.flag().clone(),
         ranks,
@@ -193,6 +196,13 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         out!("\n{}", summary(&outcome, &output, total_steps, is_resumed))?;
     }
     if outcome.report.finished { Ok(()) } else { Err(Failure::stopped(signals.exit_code())) }
+}
+
+/// The memory of a card.
+fn memory_of(card: &OpenCard) -> MemoryReading {
+    let free = card.free_bytes().ok();
+    let own_bytes = card.card().memory.saturating_sub(free.unwrap_or(0));
+    MemoryReading { own_bytes, container_free: None, available: free }
 }
 
 /// The plans between which dynamic batches go.

@@ -19,6 +19,7 @@ pub use at_once::at_once;
 pub use calibrate::{Calibration, Sample};
 pub use device::{Cpu, CpuOptions};
 pub use isa::Isa;
+pub(crate) use kernels::update::state_maps;
 pub use matmul::dequantize;
 pub use pool::Pool;
 pub use rates::MachineRates;

@@ -2,7 +2,7 @@
 
 use plimsoll_device::{Attention, AttentionShape, BlockSparse, Compute, DType, DeviceExt};
 
-use crate::harness::{Expected, Operand, check, check_gradient, noise, refusal};
+use crate::harness::{Expected, Operand, check_costly, check_gradient, noise, refusal};
 
 pub fn shape(
     batch: u64,
@@ -292,7 +292,7 @@ fn check_forward(s: AttentionShape, documents: &[u64], standard: bool) {
             // Scores reach 30, where f32 is exact to 2e-6: so much is a probability near 1 wrong.
             expected.push(Expected { operand: 6, values: p, tolerance: (3.0 * tolerance).max(6e-5) });
         }
-        check(
+        check_costly(
             &format!("{s:?} {dtype} {compute:?}, standard: {standard}"),
             &operands,
             |cpu, t| {
@@ -309,6 +309,7 @@ fn check_forward(s: AttentionShape, documents: &[u64], standard: bool) {
                 })
             },
             &expected,
+            &[],
         );
     }
 }
@@ -387,7 +388,7 @@ fn check_backward(s: AttentionShape, documents: &[u64], standard: bool) {
         if dtype != DType::F32 {
             expected.push(Expected { operand: 7, values: [dq, dk, dv].concat(), tolerance });
         }
-        check(
+        check_costly(
             &format!("{s:?} {dtype} {compute:?}, standard: {standard}"),
             &operands,
             |cpu, t| {
@@ -410,6 +411,7 @@ fn check_backward(s: AttentionShape, documents: &[u64], standard: bool) {
                 })
             },
             &expected,
+            &[7],
         );
     }
 }

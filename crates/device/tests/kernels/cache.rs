@@ -4,7 +4,7 @@ use plimsoll_device::cpu::{Isa, dequantize};
 use plimsoll_device::{Attention, AttentionShape, Compute, DType, DeviceExt};
 
 use crate::attention::{decoding_shapes, forward, shape};
-use crate::harness::{Expected, Operand, check, decode, noise, refusal, run};
+use crate::harness::{Expected, Operand, check_costly, decode, noise, refusal, run};
 
 const TYPES: [DType; 6] = [DType::F32, DType::Bf16, DType::F16, DType::Q8_0, DType::Q4_0, DType::Q4_1];
 
@@ -134,7 +134,7 @@ fn attention_reads_what_is_stored() {
                 Expected { operand: 4, values: lse, tolerance },
             ];
             let compute = Compute::F32;
-            check(
+            check_costly(
                 &format!("{s:?} {dtype}"),
                 &operands,
                 |cpu, t| {
@@ -151,6 +151,7 @@ fn attention_reads_what_is_stored() {
                     })
                 },
                 &expected,
+                &[],
             );
         }
     }

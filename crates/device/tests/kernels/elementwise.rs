@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 use plimsoll_device::cpu::Isa;
-use plimsoll_device::{Cpu, DType, DeviceError, DeviceExt, Elementwise, Rounding, Tensor};
+use plimsoll_device::{DType, Device, DeviceError, DeviceExt, Elementwise, Rounding, Tensor};
 
 use crate::harness::{Expected, Operand, check, check_in_place, decode, noise, run, storages};
 
@@ -76,7 +76,7 @@ fn terms_accumulate_in_turn_in_pieces_as_in_the_whole() {
         let operands = [terms, Operand::new(dtype, &[n as usize], noise(2))];
         // Terms of a run, and rows before these places by themselves.
         let sum = |runs: &[Range<u64>], cuts: &[u64], seed| {
-            let add = |cpu: &Cpu, t: &[Tensor]| {
+            let add = |cpu: &dyn Device, t: &[Tensor]| {
                 let ends = cuts.iter().copied().chain([n]);
                 let pieces = [0].iter().chain(cuts).copied().zip(ends);
                 for (start, end) in pieces {
@@ -164,7 +164,7 @@ fn check_exact_cast(label: &str, x: Operand, to: DType, n: usize, expected: Expe
     check(label, &operands, cast_nearest, &[expected]);
 }
 
-fn cast_nearest(cpu: &Cpu, t: &[Tensor]) -> Result<(), DeviceError> {
+fn cast_nearest(cpu: &dyn Device, t: &[Tensor]) -> Result<(), DeviceError> {
     cpu.run(Elementwise::Cast { x: &t[0], out: &t[1], rounding: Rounding::Nearest })
 }
 

@@ -1,13 +1,18 @@
-//! Runs an operation on every instruction set and with one, two and three threads, and compares what it wrote.
+//! Runs an operation on every instruction set and with one, two and three threads, and compares what it wrote. The same operation
+//! runs through the kernels of GPUs too, on a driver without a GPU, with the threads of a block in several orders.
 
 use std::cell::RefCell;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::rc::Rc;
 use std::sync::Arc;
 
 use half::{bf16, f16};
 use plimsoll_device::cpu::{Isa, Pool};
-use plimsoll_device::{Cpu, DType, Device, DeviceError, Tensor};
-use plimsoll_memory::Tag;
+use plimsoll_device::cuda::{Driver, OpenCard};
+use plimsoll_device::{Cpu, Cuda, DType, Device, DeviceError, Tensor};
+use plimsoll_memory::{Library, Tag};
+
+use crate::mock;
 
 /// A tensor's type, sizes and values; the values are what remains of those given once they are stored.
 #[derive(Clone)]
@@ -55,8 +60,35 @@ pub struct Expected {
 pub fn check(
     label: &str,
     operands: &[Operand],
-    op: impl Fn(&Cpu, &[Tensor]) -> Result<(), DeviceError>,
+    op: impl Fn(&dyn Device, &[Tensor]) -> Result<(), DeviceError>,
     expected: &[Expected],
+) {
+    check_on_all(label, operands, op, expected, &[], &ORDERS);
+}
+
+/// The same of what takes long through the kernels of GPUs: one case of four runs there, and all small ones. Some operands are
+/// workspace: what is expected there is the CPU's alone.
+pub fn check_costly(
+    label: &str,
+    operands: &[Operand],
+    op: impl Fn(&dyn Device, &[Tensor]) -> Result<(), DeviceError>,
+    expected: &[Expected],
+    workspace: &[usize],
+) {
+    let elements: u64 = operands.iter().map(|operand| operand.sizes.iter().product::<u64>()).sum();
+    let mut hasher = DefaultHasher::new();
+    label.hash(&mut hasher);
+    let chosen = elements < 4096 || hasher.finish() % 4 == 0;
+    check_on_all(label, operands, op, expected, workspace, if chosen { &ORDERS[..2] } else { &[] });
+}
+
+fn check_on_all(
+    label: &str,
+    operands: &[Operand],
+    op: impl Fn(&dyn Device, &[Tensor]) -> Result<(), DeviceError>,
+    expected: &[Expected],
+    workspace: &[usize],
+    orders: &[u64],
 ) {
     for isa in Isa::available() {
         let alone = run(isa, 1, operands, &op).unwrap_or_else(|error| panic!("{label}, {isa}: {error}"));
@@ -64,22 +96,43 @@ pub fn check(
             let together = run(isa, threads, operands, &op).unwrap();
             assert!(together == alone, "{label}, {isa}: {threads} threads give other bits than one");
         }
-        for (number, operand) in operands.iter().enumerate() {
-            match expected.iter().find(|e| e.operand == number) {
-                Some(e) => {
-                    let got = decode(operand.dtype, &alone[number]);
-                    compare(&format!("{label}, {isa}, operand {number}"), operand.dtype, &got, e);
-                }
-                None => {
-                    assert!(operand.bytes == alone[number], "{label}, {isa}: operand {number} was written")
-                }
+        check_results(&format!("{label}, {isa}"), operands, &alone, expected, &[]);
+    }
+    let Some(gpu) = gpu() else { return };
+    let mut first = None;
+    for order in orders {
+        gpu.order(*order);
+        let got = run_on(&gpu.cuda, operands, &op).unwrap_or_else(|error| panic!("{label}, GPU: {error}"));
+        gpu.order(0);
+        check_results(&format!("{label}, GPU"), operands, &got, expected, workspace);
+        let first = first.get_or_insert_with(|| got.clone());
+        assert!(*first == got, "{label}, GPU: threads in another order give other bits");
+    }
+}
+
+fn check_results(
+    label: &str,
+    operands: &[Operand],
+    got: &[Vec<u8>],
+    expected: &[Expected],
+    workspace: &[usize],
+) {
+    for (number, operand) in operands.iter().enumerate().filter(|(number, _)| !workspace.contains(number)) {
+        match expected.iter().find(|e| e.operand == number) {
+            Some(e) => {
+                let values = decode(operand.dtype, &got[number]);
+                compare(&format!("{label}, operand {number}"), operand.dtype, &values, e);
             }
+            None => assert!(operand.bytes == got[number], "{label}: operand {number} was written"),
         }
     }
 }
 
+/// Seeds of the orders of threads: as they are counted, and two shuffled ones.
+const ORDERS: [u64; 3] = [0, 1, 2];
+
 /// Runs an operation on a device's tensors.
-pub type RunOp<'f> = &'f dyn Fn(&Cpu, &[Tensor]) -> Result<(), DeviceError>;
+pub type RunOp<'f> = &'f dyn Fn(&dyn Device, &[Tensor]) -> Result<(), DeviceError>;
 
 /// Checks that the first operation gives the same bits in the operand of that number as the second in its own.
 pub fn check_in_place(
@@ -92,10 +145,17 @@ pub fn check_in_place(
         let got = run(isa, 2, in_place.0, in_place.1).unwrap_or_else(|error| panic!("{label}: {error}"));
         assert!(want[apart.2] == got[in_place.2], "{label}, {isa}: in place gives other bits");
     }
+    if let Some(gpu) = gpu() {
+        let [want, got] = [apart, in_place].map(|(operands, op, _)| run_on(&gpu.cuda, operands, op).unwrap());
+        assert!(want[apart.2] == got[in_place.2], "{label}, GPU: in place gives other bits");
+    }
 }
 
 /// The message with which the operation is refused.
-pub fn refusal(operands: &[Operand], op: impl Fn(&Cpu, &[Tensor]) -> Result<(), DeviceError>) -> String {
+pub fn refusal(
+    operands: &[Operand],
+    op: impl Fn(&dyn Device, &[Tensor]) -> Result<(), DeviceError>,
+) -> String {
     match run(Isa::detect(), 2, operands, &op) {
         Ok(_) => "accepted".to_owned(),
         Err(error) => error.to_string(),
@@ -109,25 +169,67 @@ pub fn run(
     operands: &[Operand],
     op: RunOp<'_>,
 ) -> Result<Vec<Vec<u8>>, DeviceError> {
-    let cpu = device(isa, threads);
+    run_on(&*device(isa, threads), operands, op)
+}
+
+/// The same on a device.
+fn run_on(device: &dyn Device, operands: &[Operand], op: RunOp<'_>) -> Result<Vec<Vec<u8>>, DeviceError> {
     let mut tensors = Vec::new();
     for operand in operands {
-        let tensor = cpu.alloc(operand.dtype, &operand.sizes, Tag::Workspace, "operand").unwrap();
-        cpu.write(&tensor, &mut |out| out.copy_from_slice(&operand.bytes)).unwrap();
+        let tensor = device.alloc(operand.dtype, &operand.sizes, Tag::Workspace, "operand").unwrap();
+        device.write(&tensor, &mut |out| out.copy_from_slice(&operand.bytes)).unwrap();
         tensors.push(tensor);
     }
-    op(&cpu, &tensors)?;
+    op(device, &tensors)?;
     let mut results = Vec::new();
     for tensor in &tensors {
-        cpu.read(tensor, &mut |x| results.push(x.to_vec())).unwrap();
+        device.read(tensor, &mut |x| results.push(x.to_vec()))?;
     }
     Ok(results)
 }
 
+/// The kernels of GPUs, on a driver without one.
+struct Gpu {
+    cuda: Cuda,
+    set_order: extern "C" fn(u64),
+    /// Open as long as its function is called.
+    _library: Library,
+}
+
+impl Gpu {
+    fn order(&self, seed: u64) {
+        (self.set_order)(seed);
+    }
+}
+
+impl std::ops::Deref for Gpu {
+    type Target = Cuda;
+
+    fn deref(&self) -> &Cuda {
+        &self.cuda
+    }
+}
+
+/// The GPU of each test thread, where it can be had.
+fn gpu() -> Option<Rc<Gpu>> {
+    thread_local!(static GPU: RefCell<Option<Rc<Gpu>>> = const { RefCell::new(None) });
+    let path = mock::library()?;
+    GPU.with_borrow_mut(|gpu| {
+        let made = gpu.get_or_insert_with(|| {
+            let card = OpenCard::new(&Driver::open(path).unwrap(), 0).unwrap();
+            let library = Library::open(path).unwrap();
+            // SAFETY: that is the function's type in `driver.cpp`.
+            let set_order = unsafe { library.function(c"mock_order") }.unwrap();
+            Rc::new(Gpu { cuda: Cuda::new(&card, 16 << 20).unwrap(), set_order, _library: library })
+        });
+        Some(Rc::clone(made))
+    })
+}
+
 /// A number on the device.
-pub fn factor(cpu: &Cpu, value: f32) -> Result<Tensor, DeviceError> {
-    let factor = cpu.alloc(DType::F32, &[1], Tag::Workspace, "factor")?;
-    cpu.write_f32(&factor, &[value])?;
+pub fn factor(device: &dyn Device, value: f32) -> Result<Tensor, DeviceError> {
+    let factor = device.alloc(DType::F32, &[1], Tag::Workspace, "factor")?;
+    device.write_f32(&factor, &[value])?;
     Ok(factor)
 }
 

@@ -13,6 +13,8 @@ mod harness;
 mod int8;
 mod linear;
 mod loss;
+#[path = "../cuda/mock.rs"]
+mod mock;
 mod norms;
 mod optimizer;
 mod pieced_attention;

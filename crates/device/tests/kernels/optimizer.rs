@@ -1,7 +1,7 @@
 //! AdamW.
 
 use plimsoll_device::cpu::Isa;
-use plimsoll_device::{Adam, Cpu, DType, DeviceError, DeviceExt, Rounding, Rule, Tensor, Update};
+use plimsoll_device::{Adam, DType, Device, DeviceError, DeviceExt, Rounding, Rule, Tensor, Update};
 
 use crate::harness::{Expected, Operand, check, decode, factor, noise, run, storages};
 use crate::reference;
@@ -22,7 +22,7 @@ fn operands(n: usize, param: DType, grad: DType) -> [Operand; 5] {
 }
 
 fn adamw_step(
-    cpu: &Cpu,
+    cpu: &dyn Device,
     t: &[Tensor],
     with_master: bool,
     hyper: Adam,

@@ -1,13 +1,13 @@
 //! Attention over keys that come a piece at a time, against softmax written out in f64 and against attention over all of them.
 
 use plimsoll_device::{
-    Attention, AttentionShape, Cpu, DType, Device, DeviceError, DeviceExt, Elementwise, KeyPiece,
-    PiecedAttention, Running, Tensor,
+    Attention, AttentionShape, DType, Device, DeviceError, DeviceExt, Elementwise, KeyPiece, PiecedAttention,
+    Running, Tensor,
 };
 use plimsoll_memory::Tag;
 
 use crate::attention::{KINDS, backward, cases, deltas, forward, inputs, shape, starts, tolerance};
-use crate::harness::{Expected, Operand, check, check_in_place, noise};
+use crate::harness::{Expected, Operand, check_costly, check_in_place, noise};
 
 /// The last queries of a sequence, its keys, and how these are cut.
 fn chunks() -> Vec<(AttentionShape, Vec<u64>, Vec<u64>)> {
@@ -36,7 +36,7 @@ fn pieces(
 }
 
 /// What queries have before the first piece.
-fn begin(cpu: &Cpu, s: &AttentionShape) -> Result<[Tensor; 3], DeviceError> {
+fn begin(cpu: &dyn Device, s: &AttentionShape) -> Result<[Tensor; 3], DeviceError> {
     let alloc = |sizes: &[u64], value| -> Result<Tensor, DeviceError> {
         let tensor = cpu.alloc(DType::F32, sizes, Tag::Workspace, "running")?;
         fill(cpu, &tensor, value)?;
@@ -50,7 +50,7 @@ fn begin(cpu: &Cpu, s: &AttentionShape) -> Result<[Tensor; 3], DeviceError> {
     ])
 }
 
-fn fill(cpu: &Cpu, out: &Tensor, value: f32) -> Result<(), DeviceError> {
+fn fill(cpu: &dyn Device, out: &Tensor, value: f32) -> Result<(), DeviceError> {
     cpu.run(Elementwise::Fill { out, value })
 }
 
@@ -66,7 +66,7 @@ fn pieces_of_the_keys_give_what_all_of_them_give() {
             let operands =
                 [q, k, v, Operand::garbage(dtype, &sizes), garbage(&statistics), starts(&documents)];
             let tolerance = tolerance(compute);
-            check(
+            check_costly(
                 &format!("{s:?} {cuts:?} {dtype} {compute:?}"),
                 &operands,
                 |cpu, t| {
@@ -89,6 +89,7 @@ fn pieces_of_the_keys_give_what_all_of_them_give() {
                     Expected { operand: 3, values: out, tolerance },
                     Expected { operand: 4, values: lse, tolerance },
                 ],
+                &[],
             );
         }
     }
@@ -123,7 +124,7 @@ fn pieces_of_the_keys_owe_what_all_of_them_owe() {
                 starts(&documents),
             ];
             let tolerance = (2.0 * tolerance(compute)).max(4e-5);
-            check(
+            check_costly(
                 &format!("{s:?} {cuts:?} {dtype} {compute:?}"),
                 &operands,
                 |cpu, t| {
@@ -157,6 +158,7 @@ fn pieces_of_the_keys_owe_what_all_of_them_owe() {
                     Expected { operand: 8, values: dk, tolerance },
                     Expected { operand: 9, values: dv, tolerance },
                 ],
+                &[],
             );
         }
     }
@@ -170,7 +172,7 @@ fn pieces_of_whole_tiles_have_the_bits_of_all_keys() {
         let [q, k, v] = inputs(&s, dtype);
         let (out, lse) = (Operand::garbage(dtype, &[900, 64]), Operand::garbage(DType::F32, &[1, 4, 900]));
         let operands = [q, k, v, out, lse];
-        let whole = |cpu: &Cpu, t: &[Tensor]| {
+        let whole = |cpu: &dyn Device, t: &[Tensor]| {
             cpu.run(Attention::Forward {
                 q: &t[0],
                 k: &t[1],
@@ -183,7 +185,7 @@ fn pieces_of_whole_tiles_have_the_bits_of_all_keys() {
                 compute,
             })
         };
-        let pieced = |cpu: &Cpu, t: &[Tensor]| {
+        let pieced = |cpu: &dyn Device, t: &[Tensor]| {
             let [sums, most, total] = begin(cpu, &s)?;
             let running = Running { sums: &sums, most: &most, total: &total };
             for (piece, rows) in pieces(s, &[0, 256, 768, 900]) {

@@ -13,13 +13,13 @@ fn cpu() -> Cpu {
     Cpu::new(1 << 20, CpuOptions { threads: Some(2), isa: None }).unwrap()
 }
 
-fn f32s(cpu: &Cpu, values: &[f32]) -> Tensor {
+fn f32s(cpu: &dyn Device, values: &[f32]) -> Tensor {
     let tensor = cpu.alloc(DType::F32, &[values.len() as u64], Tag::Workspace, "t").unwrap();
     cpu.write_f32(&tensor, values).unwrap();
     tensor
 }
 
-fn f64_of(cpu: &Cpu, tensor: &Tensor) -> f64 {
+fn f64_of(cpu: &dyn Device, tensor: &Tensor) -> f64 {
     let mut value = 0.0;
     cpu.read(tensor, &mut |bytes| value = f64::from_ne_bytes(bytes.try_into().unwrap())).unwrap();
     value

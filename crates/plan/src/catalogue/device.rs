@@ -137,7 +137,7 @@ impl DeviceModel {
             seconds_per_operation: SECONDS_PER_LAUNCH,
             disk,
             wiring: Wiring {
-                device: DeviceTraits { unified: false, alignment: ALIGNMENT },
+                device: DeviceTraits { unified: false, alignment: ALIGNMENT, cuda: false },
                 host_link: Some(self.host_link),
                 rank_link,
                 network,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use plimsoll_device::{Cpu, DType, Device};
+use plimsoll_device::{DType, Device};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::release_free_heap;
 use plimsoll_model::Parameter;
@@ -132,7 +132,7 @@ impl Passes {
     pub fn evaluator<'d>(
         &self,
         task: &Task<'d>,
-        device: &'d Cpu,
+        device: &'d dyn Device,
         (longest, loss_chunk_tokens): (u64, u64),
     ) -> Result<(Evaluator<'d>, Option<Streaming>), Failure> {
         let (tiers, streaming) = self.tiers(task, device)?;

@@ -63,7 +63,7 @@ pub(super) fn measure(task: &Task<'_>, engine: &Engine, samples: &Dataset) -> Re
     })?;
     let device = engine.device(&passes.dry_run, task.line)?;
     let (most, chunk) = (passes.together, chunk(passes.together));
-    let (mut evaluator, streaming) = passes.evaluator(task, &device, (length, chunk))?;
+    let (mut evaluator, streaming) = passes.evaluator(task, &*device, (length, chunk))?;
     let bar = progress::counter(samples.windows(), "windows", task.quiet());
     let (mut loss, mut weight, mut next) = (0.0, 0.0, 0);
     while next < samples.windows() {

@@ -25,6 +25,7 @@ pub(in crate::cpu) use adam_direction::adam_direction;
 pub(in crate::cpu) use adam_mini::adam_mini;
 pub(in crate::cpu) use adamw::adamw;
 pub(in crate::cpu) use apollo::{apollo, norm_ratios};
+pub(crate) use dynamic_map::state_maps;
 pub(in crate::cpu) use eight_bit::{CodesMut, adamw_8bit, lion_8bit};
 pub(in crate::cpu) use factored::{Second, adafactor};
 pub(in crate::cpu) use lion::lion;

@@ -71,6 +71,11 @@ pub(super) static SIGNED: DynamicMap<true> = DynamicMap::new();
 /// For values that are not negative: 0 to 1.
 pub(super) static UNSIGNED: DynamicMap<false> = DynamicMap::new();
 
+/// Values and limits of both data types, for other devices: of either sign, and not negative.
+pub(crate) fn state_maps() -> [(&'static [f32; 256], &'static [f32; 256]); 2] {
+    [(&SIGNED.values, &SIGNED.limits), (&UNSIGNED.values, &UNSIGNED.limits)]
+}
+
 impl<const SIGNED: bool> DynamicMap<SIGNED> {
     /// The code of 0.
     const ZERO: u8 = if SIGNED { 127 } else { 0 };

@@ -1,0 +1,153 @@
+//! Trainings and answers on a GPU that is none: the program as it is, with a driver library whose kernels run on the CPU.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+#[path = "../../device/tests/cuda/mock.rs"]
+mod mock;
+mod support;
+
+use support::{folder, ok, text};
+
+/// Runs the program where the system's loader finds that driver.
+fn with_driver(driver: &Path, folder: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+        .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"))
+        .env("LD_LIBRARY_PATH", driver.parent().unwrap())
+        .envs(variables.iter().copied())
+        .current_dir(folder)
+        .args(arguments)
+        .output()
+        .unwrap()
+}
+
+fn succeeds(output: &Output) -> String {
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+fn losses(run: &Path) -> Vec<f64> {
+    let lines = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+    let loss = |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap();
+    lines.lines().map(loss).collect()
+}
+
+fn report(run: &Path) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(run.join("report.json")).unwrap()).unwrap()
+}
+
+/// What is trained, with what is set for it.
+const RUNS: [(&str, &[&str]); 6] = [
+    ("full", &[]),
+    ("bf16", &["training.mixed_precision=bf16"]),
+    ("8bit", &["training.optimizer=adamw_8bit"]),
+    ("accumulated", &["training.gradient_accumulation_steps=3"]),
+    ("offloaded", &["memory.offload.optimizer=host"]),
+    ("on disk", &["memory.offload.parameters=disk"]),
+];
+
+#[test]
+fn a_card_trains_as_the_cpu_does_in_just_the_planned_memory() {
+    let Some(driver) = mock::library() else { return };
+    let folder = folder();
+    let path = folder.path();
+    for (name, settings) in RUNS {
+        let train = |device: &str, out: &str| -> Vec<String> {
+            let fixed =
+                ["train", "c.yaml", "--device", device, "--set", "memory.device_budget=1GiB", "--set"];
+            let mut arguments: Vec<String> = fixed.map(str::to_owned).to_vec();
+            arguments.push(format!("output.dir={out}"));
+            settings.iter().for_each(|set| arguments.extend(["--set".to_owned(), (*set).to_owned()]));
+            arguments
+        };
+        let arguments = |device: &str, out: &str| train(device, out);
+        let on_cpu = arguments("cpu", "cpu");
+        ok(path, &on_cpu.iter().map(String::as_str).collect::<Vec<_>>());
+        let on_card = |out: &str| {
+            let given = arguments("cuda", out);
+            let given: Vec<&str> = given.iter().map(String::as_str).collect();
+            succeeds(&with_driver(driver, path, &given, &[]))
+        };
+        let said = on_card("card");
+        assert!(said.contains("Mock 0") && said.contains("the plan's claim"), "{said}");
+        on_card("again");
+        let [cpu, card, again] = ["cpu", "card", "again"].map(|run| losses(&path.join(run)));
+        assert_eq!(card, again, "{name}: the same run gives other bits");
+        assert!(!card.is_empty() && card.len() == cpu.len());
+        let tolerance = if name == "bf16" { 2e-2 } else { 1e-4 };
+        for (cpu, card) in cpu.iter().zip(&card) {
+            assert!((cpu - card).abs() <= tolerance * cpu.abs(), "{name}: {cpu} and {card}");
+        }
+        let report = report(&path.join("card"));
+        let [planned, measured] = ["planned", "measured"].map(|which| &report[which]["device_peak_bytes"]);
+        assert_eq!(planned, measured, "{name}");
+        for run in ["cpu", "card", "again"] {
+            std::fs::remove_dir_all(path.join(run)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_run_is_resumed_on_a_card_with_the_same_bits() {
+    let Some(driver) = mock::library() else { return };
+    let folder = folder();
+    let path = folder.path();
+    let train = |more: &[&str]| {
+        let fixed = ["train", "c.yaml", "--device", "cuda", "--set", "memory.device_budget=1GiB"];
+        succeeds(&with_driver(driver, path, &[&fixed[..], more].concat(), &[]))
+    };
+    train(&["--set", "output.dir=whole"]);
+    train(&["--set", "output.dir=parts", "--set", "training.steps=2"]);
+    train(&["--set", "output.dir=parts", "--resume"]);
+    assert_eq!(losses(&path.join("whole")), losses(&path.join("parts")));
+}
+
+#[test]
+fn a_card_answers_as_the_cpu_does() {
+    let Some(driver) = mock::library() else { return };
+    let folder = folder();
+    let path = folder.path();
+    ok(path, &["train", "c.yaml"]);
+    let fixed = ["generate", "--model", "out", "--prompt", "word3 word10", "--max-tokens", "12"];
+    let greedy = [&fixed[..], &["--temperature", "0"]].concat();
+    for more in [&[][..], &["--dtype", "bf16"], &["--quantize", "q8_0"], &["--kv-cache", "int8"]] {
+        let given = [&greedy[..], more].concat();
+        let cpu = ok(path, &[&given[..], &["--device", "cpu"]].concat());
+        let card = succeeds(&with_driver(driver, path, &[&given[..], &["--device", "cuda"]].concat(), &[]));
+        assert_eq!(cpu, card, "{more:?}");
+    }
+}
+
+#[test]
+fn what_is_wrong_with_a_card_is_said() {
+    let folder = folder();
+    let path = folder.path();
+    let nowhere = ["train", "c.yaml", "--device", "gpu"];
+    let said = text(&support::plimsoll(path, &nowhere).stderr);
+    assert!(said.contains("must be auto, cpu, cuda or cuda:N"), "{said}");
+    let Some(driver) = mock::library() else { return };
+    let fails = |arguments: &[&str], variables: &[(&str, &str)]| {
+        let output = with_driver(driver, path, arguments, variables);
+        assert!(!output.status.success(), "{}", text(&output.stdout));
+        text(&output.stderr)
+    };
+    let cuda = ["train", "c.yaml", "--device", "cuda:1"];
+    assert!(fails(&cuda, &[]).contains("there is no card 1: the driver finds 1"));
+    let cuda = ["train", "c.yaml", "--device", "cuda"];
+    assert!(fails(&cuda, &[("MOCK_CAPABILITY", "61")]).contains("compute capability 6.1; 7.5 is needed"));
+    // Context and kernels alone take more than 256 MiB of that card.
+    let short = fails(&cuda, &[]);
+    assert!(short.contains("the load line is 256 MiB"), "{short}");
+    let ranks = ["train", "c.yaml", "--device", "cuda", "--ranks", "2"];
+    assert!(fails(&ranks, &[]).contains("several ranks"));
+    // A card that cannot be used is no reason not to train.
+    let auto = with_driver(driver, path, &["train", "c.yaml"], &[("MOCK_CAPABILITY", "61")]);
+    succeeds(&auto);
+    assert!(text(&auto.stderr).contains("the CPU computes: Mock 0 has compute capability 6.1"));
+    let found = succeeds(&with_driver(driver, path, &["doctor"], &[]));
+    assert!(found.contains("the driver is for CUDA 12.4") && found.contains("--device cuda:0"), "{found}");
+    let old = succeeds(&with_driver(driver, path, &["doctor"], &[("MOCK_DRIVER", "11040")]));
+    assert!(old.contains("the NVIDIA driver is too old"), "{old}");
+}

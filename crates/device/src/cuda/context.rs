@@ -1,0 +1,309 @@
+//! A card in use: its context, memory, streams, events and kernels. Each gives back what it took.
+//!
+//! Contexts belong to threads: whatever a thread asks of the driver, it enters the context first.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_uint, c_void};
+use std::ptr::null_mut;
+use std::sync::Arc;
+
+use super::driver::{Address, Driver, Handle, is_out_of_memory};
+use super::lower::{KERNELS, Launch};
+use super::{Card, CudaError};
+
+/// Threads of every block: `THREADS` of the kernels.
+const THREADS: c_uint = 256;
+/// A stream that waits for no other, and an event that measures no time.
+const NON_BLOCKING: c_uint = 1;
+const DISABLE_TIMING: c_uint = 2;
+/// What follows in a list of a launch's extras.
+const PARAMETERS: *mut c_void = 1 as *mut c_void;
+const PARAMETER_BYTES: *mut c_void = 2 as *mut c_void;
+
+/// A card's primary context.
+#[derive(Debug)]
+pub(super) struct Context {
+    pub driver: Driver,
+    pub card: Card,
+    ordinal: i32,
+    handle: Handle,
+}
+
+// SAFETY: the driver's functions may be called from any thread that has made the context its own, which `enter` does.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    pub fn new(driver: &Driver, index: u32) -> Result<Arc<Context>, CudaError> {
+        let card = driver.card(index)?;
+        let (ordinal, mut handle) = (driver.ordinal(index)?, null_mut());
+        // SAFETY: writes one handle.
+        driver.check("cuDevicePrimaryCtxRetain", unsafe {
+            (driver.functions().retain)(&mut handle, ordinal)
+        })?;
+        let context = Arc::new(Context { driver: driver.clone(), card, ordinal, handle });
+        context.enter()?;
+        Ok(context)
+    }
+
+    /// Makes the context the calling thread's.
+    pub fn enter(&self) -> Result<(), CudaError> {
+        // SAFETY: the handle is the driver's and lives as long as this.
+        let code = unsafe { (self.driver.functions().set_current)(self.handle) };
+        self.driver.check("cuCtxSetCurrent", code)
+    }
+
+    /// Bytes that are free, and all that there are.
+    pub fn memory(&self) -> Result<(u64, u64), CudaError> {
+        let (mut free, mut total) = (0, 0);
+        self.enter()?;
+        // SAFETY: writes two numbers.
+        let code = unsafe { (self.driver.functions().memory)(&mut free, &mut total) };
+        self.driver.check("cuMemGetInfo", code)?;
+        Ok((free as u64, total as u64))
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: it was retained once; all that was made in it holds it.
+        unsafe { (self.driver.functions().release)(self.ordinal) };
+    }
+}
+
+/// Memory of a card.
+#[derive(Debug)]
+pub(super) struct Allocation {
+    pub context: Arc<Context>,
+    pub address: Address,
+}
+
+impl Allocation {
+    pub fn new(context: &Arc<Context>, bytes: u64) -> Result<Allocation, CudaError> {
+        let mut address = 0;
+        context.enter()?;
+        // Nothing cannot be had, and what is never used costs as little as the least that can be.
+        let size = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
+        // SAFETY: writes one address.
+        let code = unsafe { (context.driver.functions().alloc)(&mut address, size) };
+        if is_out_of_memory(code) {
+            let (free, total) = context.memory()?;
+            return Err(CudaError::OutOfMemory { bytes, free, total });
+        }
+        context.driver.check("cuMemAlloc", code)?;
+        Ok(Allocation { context: Arc::clone(context), address })
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        // Where the context cannot be entered, giving back is tried all the same.
+        let _ = self.context.enter();
+        // SAFETY: it was allocated once. The driver waits for what still uses it.
+        unsafe { (self.context.driver.functions().free)(self.address) };
+    }
+}
+
+/// Work in order.
+#[derive(Debug)]
+pub(super) struct Stream {
+    context: Arc<Context>,
+    handle: Handle,
+}
+
+// SAFETY: streams may be used from any thread that is in their context.
+unsafe impl Send for Stream {}
+// SAFETY: as above; the driver orders what several threads put on one.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    pub fn new(context: &Arc<Context>) -> Result<Stream, CudaError> {
+        let mut handle = null_mut();
+        context.enter()?;
+        // SAFETY: writes one handle.
+        let code = unsafe { (context.driver.functions().stream_create)(&mut handle, NON_BLOCKING) };
+        context.driver.check("cuStreamCreate", code)?;
+        Ok(Stream { context: Arc::clone(context), handle })
+    }
+
+    /// Waits until all that was put on it is done.
+    pub fn finish(&self) -> Result<(), CudaError> {
+        self.context.enter()?;
+        // SAFETY: the handle is the driver's.
+        let code = unsafe { (self.context.driver.functions().stream_finish)(self.handle) };
+        self.context.driver.check("cuStreamSynchronize", code)
+    }
+
+    /// Has what follows on it begin when what the other one has so far is done.
+    pub fn wait_for(&self, other: &Stream) -> Result<(), CudaError> {
+        let (driver, functions) = (&self.context.driver, self.context.driver.functions());
+        let event = Event::new(&self.context)?;
+        // SAFETY: the handles are the driver's.
+        driver.check("cuEventRecord", unsafe { (functions.event_record)(event.handle, other.handle) })?;
+        // SAFETY: as above; the driver keeps what it needs of an event that is given back.
+        driver.check("cuStreamWaitEvent", unsafe { (functions.stream_wait)(self.handle, event.handle, 0) })
+    }
+
+    /// Begins a copy to the card.
+    ///
+    /// # Safety
+    /// Nobody writes the bytes before the stream has come so far.
+    pub unsafe fn copy_in(&self, to: Address, from: &[u8]) -> Result<(), CudaError> {
+        if from.is_empty() {
+            return Ok(());
+        }
+        self.context.enter()?;
+        let from_bytes = from.as_ptr().cast();
+        // SAFETY: the bytes are there, says the caller.
+        let code =
+            unsafe { (self.context.driver.functions().copy_in)(to, from_bytes, from.len(), self.handle) };
+        self.context.driver.check("cuMemcpyHtoDAsync", code)
+    }
+
+    /// Begins a copy from the card.
+    ///
+    /// # Safety
+    /// Nobody reads or writes the bytes before the stream has come so far.
+    pub unsafe fn copy_out(&self, to: &mut [u8], from: Address) -> Result<(), CudaError> {
+        if to.is_empty() {
+            return Ok(());
+        }
+        self.context.enter()?;
+        let to_bytes = to.as_mut_ptr().cast();
+        // SAFETY: the bytes are there, says the caller.
+        let code =
+            unsafe { (self.context.driver.functions().copy_out)(to_bytes, from, to.len(), self.handle) };
+        self.context.driver.check("cuMemcpyDtoHAsync", code)
+    }
+
+    /// Begins a kernel.
+    ///
+    /// # Safety
+    /// The addresses among the parameters are of memory that is not given back before the stream has come so far.
+    pub unsafe fn launch(&self, kernels: &Kernels, launch: &Launch) -> Result<(), CudaError> {
+        let Some(function) = kernels.functions.get(launch.kernel) else {
+            return Err(CudaError::NotYet { op: launch.kernel, reason: None });
+        };
+        self.context.enter()?;
+        let mut bytes = launch.parameters.len();
+        let mut extra = [
+            PARAMETERS,
+            launch.parameters.as_ptr().cast_mut().cast(),
+            PARAMETER_BYTES,
+            (&raw mut bytes).cast(),
+            null_mut(),
+        ];
+        let [across, down] = launch.blocks;
+        // SAFETY: the driver copies the parameters, which the caller vouches for, before it returns.
+        let code = unsafe {
+            (self.context.driver.functions().launch)(
+                *function,
+                across,
+                down,
+                1,
+                THREADS,
+                1,
+                1,
+                launch.shared_bytes,
+                self.handle,
+                null_mut(),
+                extra.as_mut_ptr(),
+            )
+        };
+        self.context.driver.check("cuLaunchKernel", code)
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // Where the context cannot be entered, giving back is tried all the same.
+        let _ = self.context.enter();
+        // SAFETY: it was created once. What is on it is done all the same.
+        unsafe { (self.context.driver.functions().stream_destroy)(self.handle) };
+    }
+}
+
+/// A place in a stream.
+struct Event<'a> {
+    context: &'a Context,
+    handle: Handle,
+}
+
+impl Event<'_> {
+    fn new(context: &Context) -> Result<Event<'_>, CudaError> {
+        let mut handle = null_mut();
+        context.enter()?;
+        // SAFETY: writes one handle.
+        let code = unsafe { (context.driver.functions().event_create)(&mut handle, DISABLE_TIMING) };
+        context.driver.check("cuEventCreate", code)?;
+        Ok(Event { context, handle })
+    }
+}
+
+impl Drop for Event<'_> {
+    fn drop(&mut self) {
+        // SAFETY: it was created once.
+        unsafe { (self.context.driver.functions().event_destroy)(self.handle) };
+    }
+}
+
+/// The kernels, compiled for the card.
+#[derive(Debug)]
+pub(super) struct Kernels {
+    context: Arc<Context>,
+    module: Handle,
+    functions: HashMap<&'static str, Handle>,
+}
+
+impl Kernels {
+    pub fn load(context: &Arc<Context>, ptx: &str) -> Result<Kernels, CudaError> {
+        let refused = |call, reason: &str| CudaError::Refused { call, reason: reason.to_owned() };
+        let image = CString::new(ptx).map_err(|_| refused("cuModuleLoadData", "the kernels hold a zero"))?;
+        let (driver, functions, mut module) = (&context.driver, context.driver.functions(), null_mut());
+        context.enter()?;
+        // SAFETY: writes one handle; the text ends with a zero.
+        driver.check("cuModuleLoadData", unsafe {
+            (functions.module_load)(&mut module, image.as_ptr().cast())
+        })?;
+        let mut kernels = Kernels { context: Arc::clone(context), module, functions: HashMap::new() };
+        for name in KERNELS {
+            let (mut function, text) = (null_mut(), CString::new(name).unwrap_or_default());
+            // SAFETY: writes one handle; the name ends with a zero.
+            let code = unsafe { (functions.module_function)(&mut function, module, text.as_ptr()) };
+            driver.check("cuModuleGetFunction", code)?;
+            kernels.functions.insert(name, function);
+        }
+        Ok(kernels)
+    }
+
+    /// Where a constant of the kernels lies, which has to be of that size.
+    pub fn constant(&self, name: &str, bytes: usize) -> Result<Address, CudaError> {
+        let (mut address, mut size, driver) = (0, 0, &self.context.driver);
+        let text = CString::new(name).unwrap_or_default();
+        self.context.enter()?;
+        // SAFETY: writes an address and a number; the name ends with a zero.
+        let code = unsafe {
+            (driver.functions().module_global)(&mut address, &mut size, self.module, text.as_ptr())
+        };
+        driver.check("cuModuleGetGlobal", code)?;
+        let reason = || format!("{name} has {size} bytes, not {bytes}");
+        (size == bytes)
+            .then_some(address)
+            .ok_or_else(|| CudaError::Refused { call: "cuModuleGetGlobal", reason: reason() })
+    }
+}
+
+impl Drop for Kernels {
+    fn drop(&mut self) {
+        // Where the context cannot be entered, giving back is tried all the same.
+        let _ = self.context.enter();
+        // SAFETY: it was loaded once.
+        unsafe { (self.context.driver.functions().module_unload)(self.module) };
+    }
+}
+
+// SAFETY: handles of functions may be used from any thread that is in the context.
+unsafe impl Send for Kernels {}
+// SAFETY: as above.
+unsafe impl Sync for Kernels {}

@@ -1,0 +1,328 @@
+//! A card as a device: an arena in its memory, kernels for operations, copies for everything else.
+
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+
+use plimsoll_memory::{Arena, Block, CopyError, FarMemory, Loan, Region, Tier};
+
+use super::context::{Allocation, Context, Kernels, Stream};
+use super::driver::Driver;
+use super::lower::{self, Check, Places, WORKSPACE_BYTES};
+use super::{Card, CudaError, PTX, host, tables};
+use crate::{Device, DeviceError, DeviceTraits, Lent, Op, Tensor, Workspace};
+
+/// Bytes beside the arena: the workspace, and the word where faults are left, with what aligns it.
+const BESIDE_BYTES: u64 = WORKSPACE_BYTES + 256;
+/// Bits of a place in a fault; the number of the check lies above them.
+const PLACE_BITS: u32 = 40;
+/// What the word holds while there is no fault.
+const NO_FAULT: u64 = u64::MAX;
+/// Checks after which a fault is looked for, so that their descriptions do not pile up.
+const MOST_CHECKS: usize = 4096;
+
+/// A card with its context, kernels and workspace: all that a process takes of it beside an arena.
+#[derive(Debug)]
+pub struct OpenCard {
+    context: Arc<Context>,
+    kernels: Kernels,
+    beside: Allocation,
+}
+
+impl OpenCard {
+    /// Opens a card: makes the context, has the driver compile the kernels, takes the workspace.
+    ///
+    /// # Errors
+    /// There is no such card, it is too old, or the driver refuses.
+    pub fn new(driver: &Driver, index: u32) -> Result<Arc<OpenCard>, CudaError> {
+        let context = Context::new(driver, index)?;
+        let kernels = Kernels::load(&context, PTX)?;
+        let beside = Allocation::new(&context, BESIDE_BYTES)?;
+        let (constants, stream) = (tables::bytes(), Stream::new(&context)?);
+        let at = kernels.constant("tables", constants.len())?;
+        let no_fault = NO_FAULT.to_ne_bytes();
+        // SAFETY: nobody writes either before the stream is done.
+        unsafe {
+            stream.copy_in(at, &constants)?;
+            stream.copy_in(beside.address + WORKSPACE_BYTES, &no_fault)?;
+        }
+        stream.finish()?;
+        Ok(Arc::new(OpenCard { context, kernels, beside }))
+    }
+
+    /// The card.
+    pub fn card(&self) -> &Card {
+        &self.context.card
+    }
+
+    /// Bytes that are free now.
+    ///
+    /// # Errors
+    /// The driver does not say.
+    pub fn free_bytes(&self) -> Result<u64, CudaError> {
+        Ok(self.context.memory()?.0)
+    }
+
+    /// Bytes that are taken now, by this process and by others: before there is an arena, the least that a budget has to leave.
+    ///
+    /// # Errors
+    /// The driver does not say.
+    pub fn taken_bytes(&self) -> Result<u64, CudaError> {
+        let (free, total) = self.context.memory()?;
+        Ok(total.saturating_sub(free))
+    }
+
+    fn fault_address(&self) -> u64 {
+        self.beside.address + WORKSPACE_BYTES
+    }
+}
+
+/// An NVIDIA GPU. Operations are begun and not waited for; reading waits.
+///
+/// One thread at a time may use it: it is not `Sync`.
+pub struct Cuda {
+    arena: Arena,
+    card: Arc<OpenCard>,
+    memory: Arc<Allocation>,
+    compute: Stream,
+    /// For what is lent: to the card and from it.
+    copies: Arc<[Stream; 2]>,
+    bounce: RefCell<Bounce>,
+    /// What was checked since somebody looked for faults.
+    checks: RefCell<Vec<Check>>,
+    workspace: Cell<Workspace>,
+}
+
+/// Host memory that tensors are written from and read into.
+struct Bounce {
+    memory: Region,
+    /// Whether a copy from it may be on its way.
+    busy: bool,
+}
+
+impl Cuda {
+    /// A device with an arena of just `arena_bytes` bytes, in one allocation.
+    ///
+    /// # Errors
+    /// The card has not so much left, or the driver refuses.
+    pub fn new(card: &Arc<OpenCard>, arena_bytes: u64) -> Result<Cuda, DeviceError> {
+        let context = &card.context;
+        let arena = Arena::new(Tier::Device, arena_bytes);
+        arena.align_to(DeviceTraits::CUDA.alignment);
+        Ok(Cuda {
+            arena,
+            memory: Arc::new(Allocation::new(context, arena_bytes)?),
+            compute: Stream::new(context)?,
+            copies: Arc::new([Stream::new(context)?, Stream::new(context)?]),
+            bounce: RefCell::new(Bounce { memory: Region::new(0)?, busy: false }),
+            checks: RefCell::default(),
+            workspace: Cell::default(),
+            card: Arc::clone(card),
+        })
+    }
+
+    /// The card.
+    pub fn card(&self) -> &Card {
+        self.card.card()
+    }
+
+    /// The most that an operation has needed beside the arena, as it says itself.
+    pub fn workspace(&self) -> Workspace {
+        self.workspace.get()
+    }
+
+    /// Waits until all operations are done, and says what they found.
+    ///
+    /// # Errors
+    /// A number was no place in its table, or the card failed.
+    pub fn finish(&self) -> Result<(), DeviceError> {
+        self.compute.finish()?;
+        self.look_for_faults()
+    }
+
+    /// Where a tensor lies on the card.
+    fn address(&self, tensor: &Tensor, op: &'static str) -> Result<u64, DeviceError> {
+        if !tensor.is_in(&self.arena) {
+            return Err(DeviceError::Mismatch { op, reason: format!("{tensor:?} belongs to another arena") });
+        }
+        Ok(self.memory.address + tensor.range().start)
+    }
+
+    /// Room for so many bytes on the way to the card or from it.
+    fn with_bounce<T>(
+        &self,
+        op: &'static str,
+        bytes: u64,
+        work: impl FnOnce(&mut [u8]) -> Result<T, DeviceError>,
+    ) -> Result<T, DeviceError> {
+        let inside = |_| DeviceError::Mismatch {
+            op,
+            reason: "called from inside this device's `read` or `write`".to_owned(),
+        };
+        let mut bounce = self.bounce.try_borrow_mut().map_err(inside)?;
+        if bounce.busy {
+            self.compute.finish()?;
+            bounce.busy = false;
+        }
+        let size = usize::try_from(bytes).unwrap_or(usize::MAX);
+        if bounce.memory.len() < size {
+            // The old one first: there may be no room for both.
+            bounce.memory = Region::new(0)?;
+            bounce.memory = host::pinned(&self.card.context, bytes)?;
+        }
+        // Whatever happens, a copy may have begun.
+        bounce.busy = true;
+        work(bounce.memory.bytes_mut().get_mut(..size).unwrap_or_default())
+    }
+
+    /// Reads the word where faults are left; all that was begun has been done.
+    fn look_for_faults(&self) -> Result<(), DeviceError> {
+        let checks = std::mem::take(&mut *self.checks.borrow_mut());
+        if checks.is_empty() {
+            return Ok(());
+        }
+        let (address, mut word) = (self.card.fault_address(), [0; 8]);
+        // SAFETY: the stream is waited for right after.
+        unsafe { self.compute.copy_out(&mut word, address)? };
+        self.compute.finish()?;
+        let fault = u64::from_ne_bytes(word);
+        if fault == NO_FAULT {
+            return Ok(());
+        }
+        let none = NO_FAULT.to_ne_bytes();
+        // SAFETY: as above.
+        unsafe { self.compute.copy_in(address, &none)? };
+        self.compute.finish()?;
+        let (number, place) = ((fault >> PLACE_BITS) as usize, fault & ((1 << PLACE_BITS) - 1));
+        let (op, reason) = match checks.into_iter().nth(number) {
+            Some(Check { op, what, table }) => (op, format!("the {what} at {place} is outside {table}")),
+            None => ("check_places", format!("a number at {place} is outside its table")),
+        };
+        Err(DeviceError::Mismatch { op, reason })
+    }
+}
+
+impl Drop for Cuda {
+    fn drop(&mut self) {
+        // Nothing is to use the memory after it was given back. Whoever needed to know of an error has read something.
+        let _ = self.compute.finish();
+    }
+}
+
+impl Device for Cuda {
+    fn traits(&self) -> DeviceTraits {
+        DeviceTraits::CUDA
+    }
+
+    fn host_memory(&self, bytes: u64) -> Result<Region, DeviceError> {
+        host::pinned(&self.card.context, bytes)
+    }
+
+    fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    fn execute(&self, op: Op<'_>, unless_zero: Option<&Tensor>) -> Result<(), DeviceError> {
+        let needed = op.check(&self.arena, unless_zero)?;
+        self.workspace.set(self.workspace.get().or(needed));
+        if self.checks.borrow().len() >= MOST_CHECKS {
+            self.finish()?;
+        }
+        let flag = unless_zero.map(|flag| self.address(flag, op.name())).transpose()?.unwrap_or(0);
+        let places = Places {
+            arena: self.memory.address,
+            workspace: self.card.beside.address,
+            flag,
+            fault: self.card.fault_address(),
+            key: (self.checks.borrow().len() as u64) << PLACE_BITS,
+        };
+        lower::lower(op, places, &mut |launch| {
+            // SAFETY: the check has found all tensors in the arena, which is given back after the stream is done, and so is the
+            // workspace; a block of the arena that is taken anew is used on this stream only after what used it before.
+            unsafe { self.compute.launch(&self.card.kernels, &launch)? };
+            self.checks.borrow_mut().extend(launch.check);
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    fn write(&self, out: &Tensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
+        let address = self.address(out, "write")?;
+        self.with_bounce("write", out.bytes(), |bytes| {
+            fill(bytes);
+            // SAFETY: the buffer is waited for before anybody has it again.
+            Ok(unsafe { self.compute.copy_in(address, bytes)? })
+        })
+    }
+
+    fn read(&self, x: &Tensor, look: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
+        let address = self.address(x, "read")?;
+        self.with_bounce("read", x.bytes(), |bytes| {
+            // SAFETY: the stream is waited for right after.
+            unsafe { self.compute.copy_out(bytes, address)? };
+            self.finish()?;
+            look(bytes);
+            Ok(())
+        })
+    }
+
+    fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
+        let block = tensor.into_lent_block(&self.arena)?;
+        // What was begun with the memory comes first.
+        for stream in self.copies.iter() {
+            stream.wait_for(&self.compute)?;
+        }
+        let (memory, streams) = (Arc::clone(&self.memory), Arc::clone(&self.copies));
+        Ok(Lent::Memory(Loan::Far(Box::new(OnCard { block, memory, streams }))))
+    }
+
+    fn reclaim(&self, memory: Loan) -> Result<Tensor, DeviceError> {
+        let refuse = |reason: &str| DeviceError::Mismatch { op: "reclaim", reason: reason.to_owned() };
+        let block = match memory {
+            Loan::Far(far) => (far as Box<dyn Any>).downcast::<OnCard>().ok().map(|far| far.block),
+            Loan::Region(_) => None,
+        };
+        let block = block.filter(|block| block.is_in(&self.arena)).ok_or_else(|| {
+            refuse("the memory is not of this device's arena, or parts of it are still elsewhere")
+        })?;
+        Tensor::of_block(block).ok_or_else(|| refuse("a block of that size cannot be"))
+    }
+}
+
+/// Memory of the card that is lent: copies go by streams of their own, beside the computation.
+#[derive(Debug)]
+struct OnCard {
+    block: Arc<Block>,
+    memory: Arc<Allocation>,
+    streams: Arc<[Stream; 2]>,
+}
+
+impl OnCard {
+    /// The address of some bytes of it.
+    fn address(&self, offset: u64, bytes: usize) -> Result<u64, CopyError> {
+        let (own, bytes) = (self.block.size(), bytes as u64);
+        let within = offset.checked_add(bytes).is_some_and(|end| end <= own);
+        let outside = || CopyError { offset, bytes, reason: format!("it has {own} bytes") };
+        within.then(|| self.memory.address + self.block.offset() + offset).ok_or_else(outside)
+    }
+}
+
+impl FarMemory for OnCard {
+    fn start(&self) -> u64 {
+        self.block.offset()
+    }
+
+    fn copy_in(&mut self, offset: u64, from: &[u8]) -> Result<(), CopyError> {
+        let (address, [stream, _]) = (self.address(offset, from.len())?, &*self.streams);
+        // SAFETY: the stream is waited for right after.
+        let copied = unsafe { stream.copy_in(address, from) }.and_then(|()| stream.finish());
+        copied.map_err(|error| CopyError { offset, bytes: from.len() as u64, reason: error.to_string() })
+    }
+
+    fn copy_out(&mut self, offset: u64, to: &mut [u8]) -> Result<(), CopyError> {
+        let (address, [_, stream]) = (self.address(offset, to.len())?, &*self.streams);
+        // SAFETY: as above.
+        let copied = unsafe { stream.copy_out(to, address) }.and_then(|()| stream.finish());
+        copied.map_err(|error| CopyError { offset, bytes: to.len() as u64, reason: error.to_string() })
+    }
+}

@@ -1,0 +1,81 @@
+// Activations to codes of 8 bits and back.
+
+KERNEL(int8_scales, const float* flag, View x, float* scales, u64 n, u64 block, u64 runs) {
+    SHARED(u32, scratch);
+    if (skipped(flag)) return;
+    EACH_ROW(run, runs) {
+        u64 start = run * block, count = n - start < block ? n - start : block;
+        u32 most = 0;
+        EACH_OF_BLOCK(i, count) {
+            u32 bits = __float_as_uint(load(x, start + i)) & 0x7fffffffu;
+            if (bits > most) most = bits;
+        }
+        most = block_magnitude(most, scratch);
+        if (threadIdx.x == 0) scales[run] = __uint_as_float(most) / 127.0f;
+    }
+}
+
+KERNEL(quantize_int8, const float* flag, View x, i8* codes, const float* scales, u64 n, u64 block) {
+    if (skipped(flag)) return;
+    EACH(i, n) {
+        float scale = scales[i / block];
+        float inverse = scale >= SMALLEST_NORMAL ? 1.0f / scale : 0.0f;
+        float value = __fmul_rn(load(x, i), inverse);
+        float held = value < -127.0f ? -127.0f : value > 127.0f ? 127.0f : value;
+        // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+        codes[i] = (i8)__float_as_uint(__fadd_rn(held, 12582912.0f));
+    }
+}
+
+KERNEL(dequantize_int8, const float* flag, const i8* codes, const float* scales, View out, u64 n, u64 block) {
+    if (skipped(flag)) return;
+    EACH(i, n) store(out, i, (float)codes[i] * scales[i / block]);
+}
+
+// most = the largest magnitude, as bits: a maximum has no order.
+KERNEL(largest_magnitude, const float* flag, View x, u64 n, u32* most) {
+    SHARED(u32, scratch);
+    if (skipped(flag)) return;
+    u32 own = 0;
+    EACH(i, n) {
+        u32 bits = __float_as_uint(load(x, i)) & 0x7fffffffu;
+        if (bits > own) own = bits;
+    }
+    own = block_magnitude(own, scratch);
+    if (threadIdx.x == 0) atomicMax(most, own);
+}
+
+// The code nearest to x, ties to even; of what is too large, the largest number's.
+__device__ inline u8 fp8_code(float x, u32 mantissa, u32 bias, u32 largest_exponent) {
+    u32 cut = 23 - mantissa, bits = __float_as_uint(x), size = bits & 0x7fffffffu;
+    u32 largest = (127 + largest_exponent) << 23 | 0x600000u;
+    if (size > largest) size = largest;
+    u32 rounded = size + ((1u << (cut - 1)) - 1) + (size >> cut & 1);
+    u32 code = (rounded - ((127 - bias) << 23)) >> cut;
+    if (size < (127 + 1 - bias) << 23) {
+        u32 unit = (127 + 1 - bias + cut) << 23;
+        code = __float_as_uint(__fadd_rn(__uint_as_float(size), __uint_as_float(unit))) - unit;
+    }
+    return (u8)(code | (bits >> 24 & 0x80));
+}
+
+// The factor before the codes is the smallest power of two that lets the largest magnitude fit.
+KERNEL(quantize_fp8, const float* flag, View x, View out, u64 n, const u32* most) {
+    if (skipped(flag)) return;
+    bool e4m3 = out.type == E4M3, finite = *most < 0x7f800000u;
+    int exponent = 0;
+    if (finite && *most) {
+        exponent = (e4m3 ? 8 : 15) - ((int)(*most >> 23) - 127) - ((*most & 0x7fffffu) > 0x600000u ? 1 : 0);
+        exponent = exponent < -119 ? -119 : exponent > 100 ? 100 : exponent;
+    }
+    float scale = __uint_as_float((u32)(127 + exponent) << 23);
+    u8* bytes = (u8*)out.at;
+    if (first_element() == 0) {
+        u32 factor = finite ? (u32)(127 - exponent) << 23 : 0x7fc00000u;
+        for (u32 i = 0; i < 4; i++) bytes[i] = (u8)(factor >> 8 * i);
+    }
+    EACH(i, n) {
+        float value = load(x, i) * scale;
+        bytes[4 + i] = e4m3 ? fp8_code(value, 3, 7, 8) : fp8_code(value, 2, 15, 15);
+    }
+}

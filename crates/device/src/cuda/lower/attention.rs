@@ -1,0 +1,203 @@
+//! Attention, whole and by pieces of the keys, and its cache.
+
+use super::parameters::{Emit, View, plain, vector_blocks};
+use crate::cuda::CudaError;
+use crate::{Attention, AttentionShape, Compute, KeyPiece, PiecedAttention, Running, Tensor};
+
+/// Queries or keys that a block takes together: `TOGETHER` of the kernels.
+const TOGETHER: u64 = 256;
+
+plain! {
+    /// `Shape` of the kernels.
+    Shape {
+        batch: u64,
+        q_len: u64,
+        kv_len: u64,
+        kv_capacity: u64,
+        heads: u64,
+        kv_heads: u64,
+        head_dim: u64,
+        k_columns: u64,
+        v_columns: u64,
+        first: u64,
+        window: u64,
+        block: u64,
+        local_blocks: u64,
+        global_blocks: u64,
+        scale: f32,
+        soft_cap: f32,
+        narrow: u32,
+        unused: u32,
+    }
+}
+
+impl Shape {
+    fn new(s: AttentionShape, [k, v]: [Option<&Tensor>; 2], compute: Compute) -> Shape {
+        let columns = |x: Option<&Tensor>| x.map_or(s.head_dim, |x| x.dtype().cached_columns(s.head_dim));
+        Shape {
+            batch: s.batch,
+            q_len: s.q_len,
+            kv_len: s.kv_len,
+            kv_capacity: s.kv_capacity,
+            heads: s.heads,
+            kv_heads: s.kv_heads,
+            head_dim: s.head_dim,
+            k_columns: columns(k),
+            v_columns: columns(v),
+            first: 0,
+            window: s.window.unwrap_or(u64::MAX),
+            block: s.block_sparse.map_or(0, |sparse| sparse.block),
+            local_blocks: s.block_sparse.map_or(0, |sparse| sparse.local_blocks),
+            global_blocks: s.block_sparse.map_or(0, |sparse| sparse.global_blocks),
+            scale: s.scale,
+            soft_cap: s.soft_cap.unwrap_or(0.0),
+            narrow: u32::from(compute == Compute::Bf16),
+            unused: 0,
+        }
+    }
+
+    fn of_piece(piece: KeyPiece, compute: Compute) -> Shape {
+        Shape { first: piece.first, ..Shape::new(piece.shape, [None, None], compute) }
+    }
+
+    fn queries(&self) -> u64 {
+        self.batch * self.heads * self.q_len
+    }
+
+    fn keys(&self) -> u64 {
+        self.batch * self.kv_heads * self.kv_capacity
+    }
+}
+
+/// Queries, keys, values and where documents begin.
+#[derive(Clone, Copy)]
+struct Inputs<'a> {
+    q: &'a Tensor,
+    k: &'a Tensor,
+    v: &'a Tensor,
+    documents: Option<&'a Tensor>,
+}
+
+pub(super) fn whole(op: Attention<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
+    match op {
+        Attention::WriteCache { x, cache, first, head_dim } => write_cache(emit, x, cache, first, head_dim),
+        Attention::Forward { q, k, v, documents, out, lse, probabilities, shape, compute } => {
+            let shape = Shape::new(shape, [Some(k), Some(v)], compute);
+            let results = (Some(out), Some(lse), probabilities);
+            forward(emit, Inputs { q, k, v, documents }, results, None, shape)
+        }
+        Attention::Backward {
+            q,
+            k,
+            v,
+            documents,
+            out,
+            lse,
+            probabilities,
+            dout,
+            delta,
+            dq,
+            dk,
+            dv,
+            shape,
+            compute,
+            ..
+        } => {
+            let shape = Shape::new(shape, [Some(k), Some(v)], compute);
+            deltas(emit, [out, dout, delta], shape)?;
+            let inputs = Inputs { q, k, v, documents };
+            backward(emit, inputs, [lse, delta, dout], probabilities, [dq, dk, dv], false, shape)
+        }
+    }
+}
+
+pub(super) fn pieced(op: PiecedAttention<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
+    match op {
+        PiecedAttention::Add { q, k, v, documents, running, piece, compute } => {
+            let inputs = Inputs { q, k, v, documents };
+            forward(emit, inputs, (None, None, None), Some(running), Shape::of_piece(piece, compute))
+        }
+        PiecedAttention::Finish { running: Running { sums, most, total }, out, lse, shape } => {
+            let shape = Shape::new(shape, [None, None], Compute::F32);
+            let kernel = emit.kernel("attention_finish", vector_blocks(out.elements()));
+            let kernel = [sums, most, total].into_iter().fold(kernel, |k, t| k.with(emit.address(t)));
+            emit.launch(kernel.with(emit.view(out)).with(emit.address(lse)).with(shape))
+        }
+        PiecedAttention::Deltas { out, dout, delta, shape } => {
+            deltas(emit, [out, dout, delta], Shape::new(shape, [None, None], Compute::F32))
+        }
+        PiecedAttention::Backward { q, k, v, documents, lse, delta, dout, dq, dk, dv, piece, compute } => {
+            let inputs = Inputs { q, k, v, documents };
+            let shape = Shape::of_piece(piece, compute);
+            backward(emit, inputs, [lse, delta, dout], None, [dq, dk, dv], true, shape)
+        }
+    }
+}
+
+fn forward(
+    emit: &mut Emit<'_>,
+    Inputs { q, k, v, documents }: Inputs<'_>,
+    (out, lse, probabilities): (Option<&Tensor>, Option<&Tensor>, Option<&Tensor>),
+    running: Option<Running<'_>>,
+    shape: Shape,
+) -> Result<(), CudaError> {
+    if shape.queries() == 0 || shape.kv_capacity == 0 {
+        return Ok(());
+    }
+    let blocks = emit.blocks(shape.queries())?;
+    let kernel = emit.kernel("attention", [blocks, 1]).shared(4 * (2 * TOGETHER + shape.head_dim));
+    let kernel =
+        kernel.with(emit.view(q)).with(emit.view(k)).with(emit.view(v)).with(emit.address(documents));
+    let kernel = kernel.with(out.map_or(View::NONE, |out| emit.view(out)));
+    let kernel = kernel.with(emit.address(lse)).with(emit.address(probabilities));
+    let state = running.map_or([None; 3], |r| [r.sums, r.most, r.total].map(Some));
+    let kernel = state.into_iter().fold(kernel, |kernel, t| kernel.with(emit.address(t)));
+    emit.launch(kernel.with(shape))
+}
+
+fn deltas(emit: &mut Emit<'_>, [out, dout, delta]: [&Tensor; 3], shape: Shape) -> Result<(), CudaError> {
+    let kernel = emit.kernel("attention_deltas", vector_blocks(shape.queries())).with(emit.view(out));
+    emit.launch(kernel.with(emit.view(dout)).with(emit.address(delta)).with(shape))
+}
+
+fn backward(
+    emit: &mut Emit<'_>,
+    Inputs { q, k, v, documents }: Inputs<'_>,
+    [lse, delta, dout]: [&Tensor; 3],
+    probabilities: Option<&Tensor>,
+    [dq, dk, dv]: [&Tensor; 3],
+    accumulate: bool,
+    shape: Shape,
+) -> Result<(), CudaError> {
+    let shared = 4 * (2 * TOGETHER + 2 * shape.head_dim);
+    for (name, count, gradients) in [
+        ("attention_backward_queries", shape.queries(), &[dq][..]),
+        ("attention_backward_keys", shape.keys(), &[dk, dv]),
+    ] {
+        if count == 0 || shape.kv_capacity == 0 {
+            continue;
+        }
+        let blocks = emit.blocks(count)?;
+        let kernel = emit.kernel(name, [blocks, 1]).shared(shared).with(emit.view(q)).with(emit.view(k));
+        let kernel = kernel.with(emit.view(v)).with(emit.address(documents)).with(emit.address(lse));
+        let kernel = kernel.with(emit.address(delta)).with(emit.address(probabilities)).with(emit.view(dout));
+        let kernel = gradients.iter().fold(kernel, |kernel, t| kernel.with(emit.view(t)));
+        emit.launch(kernel.with(u32::from(accumulate)).with(shape))?;
+    }
+    Ok(())
+}
+
+fn write_cache(
+    emit: &mut Emit<'_>,
+    x: &Tensor,
+    cache: &Tensor,
+    first: u64,
+    head_dim: u64,
+) -> Result<(), CudaError> {
+    let (heads, dtype) = (x.columns() / head_dim.max(1), cache.dtype());
+    let blocks = head_dim.div_ceil(dtype.block_elements());
+    let parts = x.rows() * heads * blocks;
+    let kernel = emit.kernel("write_cache", vector_blocks(parts)).with(emit.view(x)).with(emit.view(cache));
+    let numbers = [x.rows(), cache.rows(), first, heads, head_dim, blocks, dtype.block_bytes()];
+    emit.launch(numbers.into_iter().fold(kernel, super::Launch::with))
+}

@@ -1,0 +1,181 @@
+//! From operations to kernels: which ones an operation is, over how many blocks, with which parameters. A file for each group of
+//! families.
+//!
+//! An operation that has no kernel is refused here, before anything is launched; a plan asks the same.
+
+mod attention;
+mod elementwise;
+mod loss;
+mod parameters;
+mod product;
+mod reduction;
+mod rows;
+mod subspace;
+mod update;
+
+pub(super) use parameters::{Check, Launch, Places};
+
+use super::CudaError;
+use crate::op::RowPieces;
+use crate::{Op, Tensor};
+use parameters::{Emit, View, vector_blocks};
+
+/// Every kernel, by its name in the sources.
+pub(super) const KERNELS: [&str; 66] = [
+    "accumulate_all",
+    "activate",
+    "activate_backward",
+    "adafactor",
+    "adafactor_full",
+    "adafactor_means",
+    "adam_direction",
+    "adam_mini",
+    "adam_mini_moments",
+    "adamw",
+    "adamw_8bit",
+    "add",
+    "add_exact",
+    "add_partials",
+    "add_sum",
+    "apollo",
+    "apollo_norm",
+    "attention",
+    "attention_backward_keys",
+    "attention_backward_queries",
+    "attention_deltas",
+    "attention_finish",
+    "carry_exact",
+    "cast",
+    "channel_squares",
+    "check_places",
+    "clear_words",
+    "clip_factor",
+    "column_sums",
+    "cross_entropy",
+    "dequantize_int8",
+    "dropout",
+    "eigenvectors",
+    "embedding",
+    "embedding_backward",
+    "exact_squares",
+    "fill",
+    "gated",
+    "gated_backward",
+    "gradient_of_runs",
+    "int8_scales",
+    "largest_magnitude",
+    "layer_norm",
+    "lion",
+    "lion_8bit",
+    "logit_runs",
+    "loss_of_runs",
+    "mean_of",
+    "norm_backward",
+    "norm_ratios",
+    "orthonormalize",
+    "partial_squares",
+    "product",
+    "quantize_fp8",
+    "quantize_int8",
+    "random_normal",
+    "rms_norm",
+    "rope",
+    "round_exact",
+    "row_lengths",
+    "row_squares",
+    "scale",
+    "scale_columns",
+    "sgd",
+    "sum_partials",
+    "write_cache",
+];
+
+/// Bytes of workspace that kernels have beside the arena: for partial sums. More is needed for vectors of over a million.
+pub(super) const WORKSPACE_BYTES: u64 = 16 << 20;
+
+/// Lowers an operation that has been checked: `launch` gets its kernels in their order.
+pub(super) fn lower(
+    op: Op<'_>,
+    places: Places,
+    launch: &mut dyn FnMut(Launch) -> Result<(), CudaError>,
+) -> Result<(), CudaError> {
+    let emit = &mut Emit::new(op.name(), places, launch);
+    // A family that is new has no kernels yet: that is an error of the plan, not of the build.
+    #[allow(unreachable_patterns)]
+    match op {
+        Op::Activation(op) => elementwise::activation(op, emit),
+        Op::Attention(op) => attention::whole(op, emit),
+        Op::Elementwise(op) => elementwise::elementwise(op, emit),
+        Op::Embedding(op) => rows::embedding(op, emit),
+        Op::Loss(op) => loss::loss(op, emit),
+        Op::Magnitude(op) => rows::magnitude(op, emit),
+        Op::Norm(op) => rows::norm(op, emit),
+        Op::PiecedAttention(op) => attention::pieced(op, emit),
+        Op::Position(op) => rows::position(op, emit),
+        Op::Product(op) => product::product(op, emit),
+        Op::Quantization(op) => elementwise::quantization(op, emit),
+        Op::Reduction(op) => reduction::reduction(op, emit),
+        Op::Subspace(op) => subspace::subspace(op, emit),
+        Op::Update(op) => update::update(op, emit),
+        _ => Err(emit.not_yet(None)),
+    }
+}
+
+/// What a kernel sums over rows.
+#[derive(Clone, Copy)]
+enum Summed<'a> {
+    /// A tensor.
+    Values(&'a Tensor),
+    /// The products of two, over divisors of the columns.
+    Products(&'a Tensor, &'a Tensor, &'a Tensor),
+    /// The first times the second as a norm has it: with the means, if it takes them, and one over the deviations.
+    Units(&'a Tensor, &'a Tensor, Option<&'a Tensor>, &'a Tensor),
+}
+
+/// out (+)= sums over rows, one for each column: pieces of rows by themselves, then these in order. More columns than the
+/// workspace has room for are taken by turns.
+fn sum_rows(emit: &mut Emit<'_>, what: Summed<'_>, out: &Tensor, accumulate: bool) -> Result<(), CudaError> {
+    let (number, a, b, mean, rstd, divisors) = match what {
+        Summed::Values(a) => (0u32, a, None, None, None, None),
+        Summed::Products(a, b, divisors) => (1, a, Some(b), None, None, Some(divisors)),
+        Summed::Units(a, x, mean, rstd) => (2, a, Some(x), mean, Some(rstd), None),
+    };
+    let (rows, columns) = (a.rows(), a.columns());
+    let most = WORKSPACE_BYTES / size_of::<f32>() as u64 / 32;
+    for first in (0..columns).step_by(most as usize) {
+        let width = most.min(columns - first);
+        let pieces = RowPieces::new(rows as usize, width as usize);
+        let (count, piece_rows) = (pieces.count as u64, pieces.rows as u64);
+        if count > 0 {
+            let blocks = [emit.blocks(width.div_ceil(256))?, count as u32];
+            let sums = emit.kernel("column_sums", blocks).with(number).with(emit.view(a)).with(match b {
+                Some(b) => emit.view(b),
+                None => View::NONE,
+            });
+            let sums = [mean, rstd, divisors].into_iter().fold(sums, |sums, x| sums.with(emit.address(x)));
+            let sums = [rows, columns, first, width, piece_rows].into_iter().fold(sums, Launch::with);
+            emit.launch(sums.with(emit.workspace(0)).with(width))?;
+        }
+        let add = emit.kernel("add_partials", vector_blocks(width)).with(emit.workspace(0));
+        let add = add.with(count).with(width).with(emit.view(out)).with(first).with(width);
+        emit.launch(add.with(u32::from(accumulate)))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::SOURCES;
+    use super::*;
+
+    #[test]
+    fn every_kernel_of_the_sources_is_known_and_no_other() {
+        let mut written: Vec<&str> = SOURCES
+            .iter()
+            .flat_map(|(_, source)| source.lines())
+            .filter_map(|line| line.strip_prefix("KERNEL(")?.split(',').next())
+            .collect();
+        written.sort_unstable();
+        assert_eq!(written, KERNELS);
+    }
+}

@@ -1,0 +1,109 @@
+//! Row by row: norms, positions, rows of tables, lengths of rows.
+
+use super::parameters::{Emit, Rounding, View, row_blocks, vector_blocks};
+use super::{Summed, sum_rows};
+use crate::cuda::CudaError;
+use crate::{Embedding, Magnitude, Norm, Position, Tensor};
+
+pub(super) fn norm(op: Norm<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
+    match op {
+        Norm::RmsNorm { x, weight, weight_offset, epsilon, out, rstd } => {
+            let kernel = emit.kernel("rms_norm", row_blocks(x.rows())).scratch::<f32>().with(emit.view(x));
+            let kernel = kernel.with(emit.view(weight)).with(weight_offset).with(epsilon);
+            let kernel = kernel.with(emit.view(out)).with(emit.address(rstd));
+            emit.launch(kernel.with(x.rows()).with(x.columns()))
+        }
+        Norm::LayerNorm { x, weight, bias, epsilon, out, mean, rstd } => {
+            let kernel = emit.kernel("layer_norm", row_blocks(x.rows())).scratch::<f32>().with(emit.view(x));
+            let kernel = kernel.with(emit.view(weight)).with(emit.view(bias)).with(epsilon);
+            let kernel = kernel.with(emit.view(out)).with(emit.address(mean)).with(emit.address(rstd));
+            emit.launch(kernel.with(x.rows()).with(x.columns()))
+        }
+        Norm::RmsNormBackward { x, weight, weight_offset, rstd, dout, dx, dweight, accumulate_weight } => {
+            backward(emit, [x, weight, dout, dx], weight_offset, None, rstd)?;
+            let units = Summed::Units(dout, x, None, rstd);
+            dweight.map_or(Ok(()), |dweight| sum_rows(emit, units, dweight, accumulate_weight))
+        }
+        Norm::LayerNormBackward { x, weight, mean, rstd, dout, dx, dweight, dbias, accumulate_weight } => {
+            backward(emit, [x, weight, dout, dx], 0.0, Some(mean), rstd)?;
+            let units = Summed::Units(dout, x, Some(mean), rstd);
+            dweight.map_or(Ok(()), |dweight| sum_rows(emit, units, dweight, accumulate_weight))?;
+            dbias.map_or(Ok(()), |dbias| sum_rows(emit, Summed::Values(dout), dbias, accumulate_weight))
+        }
+    }
+}
+
+fn backward(
+    emit: &mut Emit<'_>,
+    [x, weight, dout, dx]: [&Tensor; 4],
+    offset: f32,
+    mean: Option<&Tensor>,
+    rstd: &Tensor,
+) -> Result<(), CudaError> {
+    let kernel = emit.kernel("norm_backward", row_blocks(x.rows())).scratch::<f32>().with(emit.view(x));
+    let kernel =
+        kernel.with(emit.view(weight)).with(offset).with(emit.address(mean)).with(emit.address(rstd));
+    let kernel = kernel.with(emit.view(dout)).with(emit.view(dx));
+    emit.launch(kernel.with(x.rows()).with(x.columns()))
+}
+
+pub(super) fn position(op: Position<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
+    let Position::Rope { x, positions, cos, sin, head_dim, inverse } = op;
+    emit.check("position", positions, cos.rows(), cos, false)?;
+    let (rows, heads, pairs) = (x.rows(), x.columns() / head_dim.max(1), cos.columns());
+    let kernel = emit.kernel("rope", vector_blocks(rows * heads * pairs)).with(emit.view(x));
+    let kernel = [positions, cos, sin].into_iter().fold(kernel, |kernel, t| kernel.with(emit.address(t)));
+    let numbers = [cos.rows(), rows, heads, head_dim, pairs];
+    let kernel = numbers.into_iter().fold(kernel, super::Launch::with);
+    emit.launch(kernel.with(u32::from(inverse)))
+}
+
+pub(super) fn embedding(op: Embedding<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
+    let look_up = |emit: &mut Emit<'_>, tokens: &Tensor, table: &Tensor, first_row: u64, out: &Tensor| {
+        let kernel = emit.kernel("embedding", vector_blocks(out.elements())).with(emit.address(tokens));
+        let kernel = kernel.with(emit.view(table)).with(first_row).with(table.rows()).with(emit.view(out));
+        emit.launch(kernel.with(tokens.elements()).with(table.columns()))
+    };
+    match op {
+        Embedding::Lookup { tokens, table, out } => {
+            emit.check("token", tokens, table.rows(), table, false)?;
+            look_up(emit, tokens, table, 0, out)
+        }
+        Embedding::LookupPiece { tokens, table, first_row, out } => {
+            look_up(emit, tokens, table, first_row, out)
+        }
+        Embedding::Backward { tokens, dout, dtable, first_row, rounding } => {
+            let rows = tokens.elements();
+            let kernel = emit.kernel("embedding_backward", row_blocks(rows)).scratch::<u32>();
+            let kernel = kernel.with(emit.address(tokens)).with(emit.view(dout)).with(emit.view(dtable));
+            let kernel = kernel.with(first_row).with(dtable.rows()).with(rows).with(dtable.columns());
+            emit.launch(kernel.with(Rounding::from(rounding)))
+        }
+    }
+}
+
+pub(super) fn magnitude(op: Magnitude<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
+    let kernel = match op {
+        Magnitude::RowSquares { x, out } => {
+            let kernel = emit.kernel("row_squares", row_blocks(x.rows())).scratch::<f64>().with(emit.view(x));
+            kernel.with(emit.address(out)).with(x.rows()).with(x.columns())
+        }
+        Magnitude::RowLengths { squares, cross, gram, b, scale, lengths } => {
+            let kernel = emit.kernel("row_lengths", vector_blocks(b.rows()));
+            let tensors = [squares, cross, gram, b];
+            let kernel = tensors.into_iter().fold(kernel, |kernel, t| kernel.with(emit.address(t)));
+            kernel.with(scale).with(emit.address(lengths)).with(b.rows()).with(b.columns())
+        }
+        Magnitude::ScaleColumns { x, factors, divisors, bias, out, accumulate } => {
+            let n = out.elements();
+            let kernel = emit.kernel("scale_columns", vector_blocks(n)).with(emit.view(x));
+            let kernel = kernel.with(emit.address(factors)).with(emit.address(divisors));
+            let kernel = kernel.with(bias.map_or(View::NONE, |bias| emit.view(bias))).with(emit.view(out));
+            kernel.with(n).with(x.columns()).with(u32::from(accumulate))
+        }
+        Magnitude::ColumnDots { a, b, divisors, out, accumulate } => {
+            return sum_rows(emit, Summed::Products(a, b, divisors), out, accumulate);
+        }
+    };
+    emit.launch(kernel)
+}

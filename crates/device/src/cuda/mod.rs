@@ -1,0 +1,44 @@
+//! NVIDIA GPUs: the third device. It needs nothing but the driver, which is loaded when it is asked for.
+//!
+//! `driver` is the library and what can go wrong with it, `context` a card in use: memory, streams, events, kernels. `lower` says
+//! which kernels an operation is; their sources are CUDA C++ in `kernels/`, shipped as PTX that the driver compiles for its card.
+//! [`Cuda`] puts these together. What the card cannot do yet is an error of the plan: [`missing`].
+
+mod context;
+mod device;
+mod driver;
+mod host;
+mod lower;
+mod tables;
+
+pub use device::{Cuda, OpenCard};
+pub use driver::{Card, CudaError, Driver, LEAST_CAPABILITY, LEAST_DRIVER};
+
+use crate::{DeviceTraits, Op};
+
+/// The kernels, as the driver takes them.
+pub(crate) const PTX: &str = include_str!("kernels.ptx");
+
+/// The sources of the kernels, in the order in which they make one program.
+pub const SOURCES: [(&str, &str); 10] = [
+    ("prelude.cuh", include_str!("kernels/prelude.cuh")),
+    ("elementwise.cu", include_str!("kernels/elementwise.cu")),
+    ("rows.cu", include_str!("kernels/rows.cu")),
+    ("product.cu", include_str!("kernels/product.cu")),
+    ("attention.cu", include_str!("kernels/attention.cu")),
+    ("loss.cu", include_str!("kernels/loss.cu")),
+    ("reduction.cu", include_str!("kernels/reduction.cu")),
+    ("update.cu", include_str!("kernels/update.cu")),
+    ("quantization.cu", include_str!("kernels/quantization.cu")),
+    ("subspace.cu", include_str!("kernels/subspace.cu")),
+];
+
+impl DeviceTraits {
+    /// A GPU's: memory of its own, in which tensors begin at multiples of 256 bytes.
+    pub const CUDA: DeviceTraits = DeviceTraits { unified: false, alignment: 256, cuda: true };
+}
+
+/// Why a GPU cannot carry out an operation yet, if it cannot.
+pub(crate) fn missing(op: Op<'_>) -> Option<CudaError> {
+    lower::lower(op, lower::Places::default(), &mut |_| Ok(())).err()
+}

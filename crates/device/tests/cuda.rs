@@ -1,0 +1,252 @@
+//! The device of NVIDIA GPUs on a driver without one: what it takes and gives back, what it says when something fails.
+
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use plimsoll_device::cuda::{Driver, LEAST_DRIVER, OpenCard, SOURCES};
+use plimsoll_device::{
+    Channels, Cuda, CudaError, DType, Device, DeviceError, DeviceExt, DeviceTraits, Dry, Elementwise,
+    Embedding, Lent, Rounding, Subspace, Tensor,
+};
+use plimsoll_memory::{HostPool, Library, Loan, Tag};
+use sha2::{Digest, Sha256};
+
+#[path = "cuda/mock.rs"]
+mod mock;
+
+/// The driver's books are the process's: one test at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// The switches of the driver without a GPU. They are the calling thread's.
+struct Mock {
+    path: &'static Path,
+    library: Library,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl Mock {
+    fn new() -> Option<Mock> {
+        let path = mock::library()?;
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let mock = Mock { path, library: Library::open(path).unwrap(), _alone: alone };
+        mock.machine(1, 90, 12_040, 8 << 30);
+        mock.fail_after(-1, 0);
+        Some(mock)
+    }
+
+    fn machine(&self, cards: u64, capability: u64, driver: u64, memory: u64) {
+        type Set = extern "C" fn(u64, u64, u64, u64);
+        // SAFETY: that is the function's type in `driver.cpp`.
+        let set: Set = unsafe { self.library.function(c"mock_machine") }.unwrap();
+        set(cards, capability, driver, memory);
+    }
+
+    /// The call after so many fails with a code.
+    fn fail_after(&self, calls: i64, code: i32) {
+        type Set = extern "C" fn(i64, i32);
+        // SAFETY: as above.
+        let set: Set = unsafe { self.library.function(c"mock_fail_after") }.unwrap();
+        set(calls, code);
+    }
+
+    fn calls(&self) -> u64 {
+        type Get = extern "C" fn() -> u64;
+        // SAFETY: as above.
+        let get: Get = unsafe { self.library.function(c"mock_calls") }.unwrap();
+        get()
+    }
+
+    /// Contexts, streams, events, modules, allocations and page-locked ranges that nobody has given back.
+    fn live(&self) -> i64 {
+        type Get = extern "C" fn() -> i64;
+        // SAFETY: as above.
+        let get: Get = unsafe { self.library.function(c"mock_live") }.unwrap();
+        get()
+    }
+
+    fn card(&self) -> Result<std::sync::Arc<OpenCard>, CudaError> {
+        OpenCard::new(&Driver::open(self.path)?, 0)
+    }
+}
+
+impl Drop for Mock {
+    fn drop(&mut self) {
+        self.machine(1, 90, 12_040, 8 << 30);
+        self.fail_after(-1, 0);
+    }
+}
+
+fn tensor(device: &dyn Device, dtype: DType, sizes: &[u64]) -> Tensor {
+    device.alloc(dtype, sizes, Tag::Workspace, "t").unwrap()
+}
+
+/// Something of everything: writing, computing, lending, copying both ways, reading. What comes out is checked.
+fn everything(mock: &Mock) -> Result<(), DeviceError> {
+    let card = mock.card()?;
+    let device = Cuda::new(&card, 1 << 20)?;
+    let pool = HostPool::new(device.host_memory(1 << 16)?);
+    let [x, y] = [0, 1].map(|_| tensor(&device, DType::F32, &[1000]));
+    let values: Vec<f32> = (0..1000).map(|i| i as f32).collect();
+    device.write_f32(&x, &values)?;
+    device.run(Elementwise::Cast { x: &x, out: &y, rounding: Rounding::Nearest })?;
+    device.run(Elementwise::Scale { x: &y, factor: 2.0 })?;
+    let Lent::Memory(Loan::Far(mut far)) = device.lend(y)? else { panic!("a GPU's memory is far") };
+    let copied = std::thread::scope(|scope| {
+        let copy = || -> Result<_, plimsoll_memory::CopyError> {
+            let mut region = pool.take(4000, Tag::Staging, "s").unwrap();
+            far.copy_out(0, &mut region.bytes_mut()[..4000])?;
+            region.bytes_mut().reverse();
+            region.bytes_mut().reverse();
+            far.copy_in(0, &region.bytes()[..2000])?;
+            Ok(far)
+        };
+        scope.spawn(copy).join().unwrap()
+    });
+    let far = copied.map_err(|error| DeviceError::Mismatch { op: "copy", reason: error.to_string() })?;
+    let whole = device.reclaim(Loan::Far(far))?;
+    let y = whole.view(0, DType::F32, &[1000]).unwrap();
+    device.run(Elementwise::Add { a: &x, b: &y, out: &y })?;
+    let got = device.read_f32(&y)?;
+    assert!(got.iter().zip(&values).all(|(got, x)| *got == 3.0 * x), "{got:?}");
+    Ok(())
+}
+
+#[test]
+fn what_is_taken_is_given_back_whatever_fails_and_wherever() {
+    let Some(mock) = Mock::new() else { return };
+    let before = mock.calls();
+    everything(&mock).unwrap();
+    let calls = (mock.calls() - before) as i64;
+    assert_eq!(mock.live(), 0);
+    for code in [1, 2, 719, 999] {
+        for call in 0..calls {
+            mock.fail_after(call, code);
+            let error = everything(&mock).err();
+            mock.fail_after(-1, 0);
+            assert_eq!(mock.live(), 0, "call {call} failed with {code}: {error:?}");
+            // Entering a context to give something back may fail unheard; all else is told.
+            if let Some(DeviceError::Cuda(error)) = error {
+                let lost = matches!(error, CudaError::Lost { .. });
+                assert_eq!(lost, code > 2, "{error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_missing_is_said_in_words() {
+    let Some(mock) = Mock::new() else { return };
+    let none = Driver::open(Path::new("/no/such/libcuda.so.1")).unwrap_err();
+    assert!(
+        matches!(none, CudaError::NoDriver(_)) && none.to_string().contains("install the driver"),
+        "{none}"
+    );
+    mock.machine(0, 90, 12_040, 1 << 30);
+    assert_eq!(mock.card().unwrap_err(), CudaError::NoCard);
+    mock.machine(1, 90, u64::from(LEAST_DRIVER) - 10, 1 << 30);
+    let old = mock.card().unwrap_err().to_string();
+    assert_eq!(
+        old,
+        "the NVIDIA driver is too old: it is for CUDA 11.7; CUDA 11.8 is needed, driver 520 or later"
+    );
+    mock.machine(1, 70, 12_040, 1 << 30);
+    let card = mock.card().unwrap_err().to_string();
+    assert_eq!(card, "Mock 0 has compute capability 7.0; 7.5 is needed: Turing (2018) or later");
+    mock.machine(2, 75, 12_040, 1 << 30);
+    let driver = Driver::open(mock.path).unwrap();
+    assert_eq!(driver.cards().unwrap().len(), 2);
+    assert_eq!(OpenCard::new(&driver, 1).unwrap().card().index, 1);
+    let outside = OpenCard::new(&driver, 2).unwrap_err().to_string();
+    assert_eq!(outside, "there is no card 2: the driver finds 2, numbered from 0");
+    let all = "1: Mock 1, 1.00 GiB, 4 multiprocessors, compute capability 7.5";
+    assert_eq!(driver.cards().unwrap()[1].to_string(), all);
+}
+
+/// The arena takes as many bytes as were planned and no more; what else is taken is known before.
+#[test]
+fn memory_is_counted_to_the_byte() {
+    let Some(mock) = Mock::new() else { return };
+    let card = mock.card().unwrap();
+    let beside = card.taken_bytes().unwrap();
+    assert!(beside > (16 << 20) && beside < (1 << 30), "{beside}");
+    let bytes = 12_345 * 256;
+    let device = Cuda::new(&card, bytes).unwrap();
+    assert_eq!(card.taken_bytes().unwrap(), beside + bytes);
+    assert_eq!(device.arena().capacity(), bytes);
+    drop(device);
+    assert_eq!(card.taken_bytes().unwrap(), beside);
+    let free = card.free_bytes().unwrap();
+    let error = Cuda::new(&card, free + 1).err().unwrap().to_string();
+    assert!(error.starts_with("the card has no") && error.contains("are free"), "{error}");
+    drop(Cuda::new(&card, free).unwrap());
+    drop(card);
+    assert_eq!(mock.live(), 0);
+}
+
+#[test]
+fn a_token_outside_the_table_is_told_when_something_is_read() {
+    let Some(mock) = Mock::new() else { return };
+    let card = mock.card().unwrap();
+    let device = Cuda::new(&card, 1 << 20).unwrap();
+    let (tokens, table) = (tensor(&device, DType::U32, &[3]), tensor(&device, DType::F32, &[11, 2]));
+    let out = tensor(&device, DType::F32, &[3, 2]);
+    device.write_f32(&table, &[1.0; 22]).unwrap();
+    let look_up = |numbers: [u32; 3]| {
+        device.write_u32(&tokens, &numbers).unwrap();
+        device.run(Embedding::Lookup { tokens: &tokens, table: &table, out: &out }).unwrap();
+        device.read_f32(&out)
+    };
+    let error = look_up([3, 11, 12]).unwrap_err().to_string();
+    assert_eq!(error, "embedding: the token at 1 is outside t f32[11, 2]");
+    assert_eq!(look_up([3, 0, 10]).unwrap(), [1.0; 6]);
+}
+
+#[test]
+fn nothing_is_written_where_a_flag_says_so() {
+    let Some(mock) = Mock::new() else { return };
+    let card = mock.card().unwrap();
+    let device = Cuda::new(&card, 1 << 20).unwrap();
+    let (flag, x) = (tensor(&device, DType::F32, &[1]), tensor(&device, DType::F32, &[5]));
+    for (value, expected) in [(0.0, 1.0), (1.0, 2.0)] {
+        device.write_f32(&flag, &[value]).unwrap();
+        device.write_f32(&x, &[1.0; 5]).unwrap();
+        device.run_unless_zero(&flag, Elementwise::Fill { out: &x, value: 2.0 }).unwrap();
+        assert_eq!(device.read_f32(&x).unwrap(), [expected; 5]);
+    }
+    let other = Cuda::new(&card, 1 << 20).unwrap();
+    assert!(device.read_f32(&tensor(&other, DType::F32, &[5])).is_err());
+    assert!(device.lend(tensor(&other, DType::U8, &[5])).is_err());
+}
+
+/// What no kernel can do is refused by the plan, before anything is computed.
+#[test]
+fn a_plan_for_a_gpu_refuses_what_it_cannot_do() {
+    let ratios = |device: &Dry, channels: u64| {
+        let [a, b] = [0, 1].map(|_| tensor(device, DType::F32, &[1, channels]));
+        let out = tensor(device, DType::F32, &[channels]);
+        let (a, b, out) = (&a, &b, &out);
+        device.run(Subspace::NormRatios { a, b, out, channels: Channels::Columns, epsilon: 1e-8 })
+    };
+    let gpu = Dry::new().standing_for(DeviceTraits::CUDA);
+    assert!(ratios(&gpu, 1 << 20).is_ok());
+    let error = ratios(&gpu, 2 << 20).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "norm_ratios does not run on NVIDIA cards yet (its partial sums need more workspace than there is); use \
+         `--device cpu`"
+    );
+    assert!(ratios(&Dry::new(), 2 << 20).is_ok());
+}
+
+#[test]
+fn the_shipped_kernels_are_those_of_the_sources() {
+    let mut hasher = Sha256::new();
+    SOURCES.iter().for_each(|(_, source)| hasher.update(source.as_bytes()));
+    let hash: String = hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    let ptx = include_str!("../src/cuda/kernels.ptx");
+    assert_eq!(
+        ptx.lines().next(),
+        Some(&*format!("// sources: sha256 {hash}")),
+        "kernels.ptx is stale: run docs/bench/gpu_kernels.py"
+    );
+}

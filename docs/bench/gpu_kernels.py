@@ -1,0 +1,88 @@
+"""Makes crates/device/src/cuda/kernels.ptx of the sources beside it, and a table of what an assembler makes of that.
+
+    pip install nvidia-cuda-nvrtc-cu11==11.8.89      # PTX 7.8: drivers from 520 on take it
+    python docs/bench/gpu_kernels.py
+    python docs/bench/gpu_kernels.py --ptxas path/to/ptxas      # of the wheel nvidia-cuda-nvcc-cu12: a table, for every architecture
+
+No GPU is needed. The first line of the PTX names the sources that it was made of; a test compares it with those that are there.
+"""
+
+import argparse
+import ctypes
+import hashlib
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+FOLDER = pathlib.Path(__file__).parents[2] / "crates/device/src/cuda"
+# In the order of `SOURCES` in crates/device/src/cuda/mod.rs.
+PARTS = ["prelude.cuh", "elementwise.cu", "rows.cu", "product.cu", "attention.cu", "loss.cu", "reduction.cu", "update.cu",
+         "quantization.cu", "subspace.cu"]
+ARCHITECTURES = ["75", "80", "86", "89", "90", "90a", "100", "120"]
+
+
+def nvrtc(path):
+    """The library, by its path or from a wheel."""
+    if path:
+        return ctypes.CDLL(path)
+    for folder in map(pathlib.Path, sys.path):
+        for found in sorted(folder.glob("nvidia/cuda_nvrtc/lib/libnvrtc.so.*")):
+            return ctypes.CDLL(str(found))
+    sys.exit("NVRTC is not there: pip install nvidia-cuda-nvrtc-cu11==11.8.89")
+
+
+def compile_ptx(library, source):
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    options = [b"--gpu-architecture=compute_75", b"--std=c++17"]
+    library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None)
+    code = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(program, log)
+    if code:
+        sys.exit(log.value.decode())
+    library.nvrtcGetPTXSize(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetPTX(program, text)
+    return text.value
+
+
+def resources(ptxas, architecture, ptx):
+    """Registers, stack and spills of each kernel, as the assembler counts them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as out:
+        command = [ptxas, "-v", f"-arch=sm_{architecture}", "-o", out.name, str(ptx)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
+    found = {}
+    for part in done.stderr.split("Compiling entry function ")[1:]:
+        name = part.split("'")[1]
+        numbers = [int(re.search(rf"(\d+) {what}", part).group(1)) for what in ("bytes stack", "bytes spill stores")]
+        found[name] = [int(re.search(r"Used (\d+) registers", part).group(1)), *numbers]
+    return found
+
+
+def main():
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--nvrtc", help="libnvrtc.so, if it is not that of an installed wheel")
+    arguments.add_argument("--ptxas", help="assemble the PTX that is there, and print a table")
+    given = arguments.parse_args()
+    ptx = FOLDER / "kernels.ptx"
+    if given.ptxas:
+        all_of_them = {name: resources(given.ptxas, name, ptx) for name in ARCHITECTURES}
+        print("| kernel |" + "".join(f" sm_{name} |" for name in ARCHITECTURES))
+        print("|---|" + "---:|" * len(ARCHITECTURES))
+        for kernel in sorted(all_of_them[ARCHITECTURES[0]]):
+            cells = [all_of_them[name][kernel] for name in ARCHITECTURES]
+            print(f"| {kernel} |" + "".join(f" {r}{f', {s} spilled' if s else ''} |" for r, _, s in cells))
+        return
+    source = b"".join((FOLDER / "kernels" / part).read_bytes() for part in PARTS)
+    head = f"// sources: sha256 {hashlib.sha256(source).hexdigest()}\n".encode()
+    ptx.write_bytes(head + compile_ptx(nvrtc(given.nvrtc), source))
+    print(f"{ptx}: {ptx.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
