@@ -195,7 +195,18 @@ fn what_a_run_does_besides_is_a_phase() {
     let arguments = r#"{"per_device_train_batch_size": 4, "output_dir": "out", "eval_strategy": "steps", "per_device_eval_batch_size": 32,
         "resume_from_checkpoint": "out/checkpoint-10", "dataloader_num_workers": 2, "learning_rate": 1e-4}"#;
     let folder = folder_with("training_args.json", arguments);
-    let flags = ["--model", "smollm2-135m", "--lora-rank", "8", "--merge", "--hardware", "t4", "--json"];
+    let flags = [
+        "--model",
+        "smollm2-135m",
+        "--lora-rank",
+        "8",
+        "--sequence-length",
+        "256",
+        "--merge",
+        "--hardware",
+        "a100-80",
+        "--json",
+    ];
     let answer = document(&ok(folder.path(), &[&["estimate", "training_args.json"][..], &flags].concat()));
     let phases: Vec<&str> =
         answer["phases"].as_array().unwrap().iter().map(|phase| phase["phase"].as_str().unwrap()).collect();

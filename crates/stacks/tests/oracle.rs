@@ -6,7 +6,7 @@ mod case;
 
 use std::collections::BTreeMap;
 
-use plimsoll_stacks::{TorchType, trace};
+use plimsoll_stacks::{Offload, Outputs, Sharding, TorchType, trace};
 use serde_json::Value;
 
 const FIXTURE: &str = include_str!("data/torch_oracle.json");
@@ -101,4 +101,37 @@ fn peaks_and_saved_tensors_are_those_of_pytorch() {
         problems.join("\n")
     );
     println!("{} cases, worst peak {worst:.3} %", cases.len());
+}
+
+/// A rank of FSDP and of DeepSpeed against those libraries themselves on two CPUs (`docs/bench/sharded_oracle.py`): what it holds after
+/// loading, and of FSDP the most that lives in a step. DeepSpeed makes its optimizer's states while it loads, ours in the first step.
+#[test]
+fn a_rank_has_what_fsdp_and_deepspeed_give_it() {
+    let fixture: Value = serde_json::from_str(include_str!("data/sharded_oracle.json")).expect("JSON");
+    let of_torch: Value = serde_json::from_str(FIXTURE).expect("JSON");
+    for (case, expected) in fixture["cases"].as_object().expect("cases") {
+        let mut run = case::run_of(&of_torch, "llama-f32-full-eager-off").expect("a case of the oracle");
+        run.devices = fixture["ranks"].as_u64().expect("ranks");
+        run.outputs = Outputs::Dropped;
+        let offload = Offload::default();
+        run.sharding = match case.as_str() {
+            "fsdp1" => Sharding::Fsdp1 { keep_gathered: false, offload },
+            "fsdp2" => Sharding::Fsdp2 { keep_gathered: false, offload },
+            zero => Sharding::Zero { stage: zero[4..].parse().expect("a stage"), offload },
+        };
+        let (mut loaded, peak) = loaded_and_peak(&trace(&run).expect("a program"));
+        let [their_loaded, their_peak] = ["loaded", "peak"].map(|key| expected[key].as_i64().expect(key));
+        if let Sharding::Zero { .. } = run.sharding {
+            let share = 4 * run.model.parameter_count() / run.devices;
+            loaded += 2 * share.cast_signed();
+        } else {
+            assert!(
+                peak.abs_diff(their_peak) < their_peak.unsigned_abs() / 1000,
+                "{case}: {peak}, {their_peak}"
+            );
+        }
+        // Small tensors are rounded up one by one where they are shared one by one.
+        let off = loaded.abs_diff(their_loaded);
+        assert!(off < their_loaded.unsigned_abs() / 1000, "{case}: {loaded}, {their_loaded}");
+    }
 }
