@@ -113,8 +113,9 @@ def main():
         offset += (size(shape, kind) + 31) // 32 * 32
     head += b"".join(infos)
     random = np.random.default_rng(7)
-    pool = random.integers(0, 256, (POOL_BLOCKS, 18), dtype=np.uint8)
-    # Codes are -8 to 7: with this scale weights have a deviation of about 0.02.
+    # Values from -7 to 7, without the -8 that would give all weights a mean, and all tokens the same experts. With this scale weights
+    # have a deviation of about 0.02.
+    pool = random.integers(1, 16, (POOL_BLOCKS, 18), dtype=np.uint8) + 16 * random.integers(1, 16, (POOL_BLOCKS, 18), dtype=np.uint8)
     pool[:, :2] = np.frombuffer(np.float16(0.0043).tobytes(), dtype=np.uint8)
     with open(a.out, "wb") as out:
         out.write(head + b"\0" * (-len(head) % 32))

@@ -187,7 +187,7 @@ impl PlanSpeeds {
     /// Those of a machine of the catalogue.
     pub fn of_catalogue(target: &Target) -> PlanSpeeds {
         let mut words = "shares of what the vendor states, as measured elsewhere (plimsoll hardware shows the figures);\n\
-                         this version trains on CPUs: what the same step takes on that device is the plan's claim"
+                         kernels of GPUs were never timed: what the step takes on that device is the plan's claim"
             .to_owned();
         if target.disk.is_none() {
             words.push_str("\na disk of 2 GB/s read and 1 GB/s written, of any size, is assumed");

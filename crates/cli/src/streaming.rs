@@ -42,10 +42,16 @@ pub fn open(
     let resident_layers = residency.map_or(layers, |residency| residency.layers(layers));
     let folder = disk.disk_path.clone().unwrap_or_else(default_folder);
     if residency.is_some() && !quiet {
-        errln!(
-            "memory holds {resident_layers} of {layers} layers at once; {} are read from disk in every pass",
-            ByteSize(dry_run.moved.read)
-        );
+        let read = ByteSize(dry_run.moved.read);
+        match residency.map_or(0, Residency::expert_slots) {
+            0 => errln!(
+                "memory holds {resident_layers} of {layers} layers at once; {read} are read from disk in every pass"
+            ),
+            slots => errln!(
+                "memory holds {resident_layers} of {layers} layers without their experts, and {slots} experts; a token whose experts are \
+                 all others reads {read} from disk"
+            ),
+        }
     }
     if spilled_bytes > 0 {
         let free = disk_space(&folder).ok().map(|space| space.available);

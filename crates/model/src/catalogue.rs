@@ -621,7 +621,9 @@ mod tests {
             let spec = find(name).unwrap();
             let found = [spec.parameter_count(), spec.active_parameter_count()].map(|n| n as f64 / 1e9);
             assert!((found[0] / all - 1.0).abs() < 0.005, "{name}: {found:?}");
-            assert!((found[1] / active - 1.0).abs() < 0.12, "{name}: {found:?}");
+            // GLM-4.5-Air's is said to be 12 billion in round numbers.
+            let near = if name == "glm-4.5-air" { 0.12 } else { 0.06 };
+            assert!((found[1] / active - 1.0).abs() < near, "{name}: {found:?}");
         }
     }
 

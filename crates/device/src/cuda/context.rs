@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_uint, c_void};
-use std::ptr::null_mut;
+use std::ptr::{null_mut, without_provenance_mut};
 use std::sync::Arc;
 
 use super::driver::{Address, Driver, Handle, is_out_of_memory};
@@ -17,8 +17,8 @@ const THREADS: c_uint = 256;
 const NON_BLOCKING: c_uint = 1;
 const DISABLE_TIMING: c_uint = 2;
 /// What follows in a list of a launch's extras.
-const PARAMETERS: *mut c_void = 1 as *mut c_void;
-const PARAMETER_BYTES: *mut c_void = 2 as *mut c_void;
+const PARAMETERS: *mut c_void = without_provenance_mut(1);
+const PARAMETER_BYTES: *mut c_void = without_provenance_mut(2);
 
 /// A card's primary context.
 #[derive(Debug)]

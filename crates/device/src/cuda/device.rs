@@ -251,7 +251,8 @@ impl Device for Cuda {
         self.with_bounce("write", out.bytes(), |bytes| {
             fill(bytes);
             // SAFETY: the buffer is waited for before anybody has it again.
-            Ok(unsafe { self.compute.copy_in(address, bytes)? })
+            unsafe { self.compute.copy_in(address, bytes)? };
+            Ok(())
         })
     }
 

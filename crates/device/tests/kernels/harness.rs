@@ -78,7 +78,7 @@ pub fn check_costly(
     let elements: u64 = operands.iter().map(|operand| operand.sizes.iter().product::<u64>()).sum();
     let mut hasher = DefaultHasher::new();
     label.hash(&mut hasher);
-    let chosen = elements < 4096 || hasher.finish() % 4 == 0;
+    let chosen = elements < 4096 || hasher.finish().is_multiple_of(4);
     check_on_all(label, operands, op, expected, workspace, if chosen { &ORDERS[..2] } else { &[] });
 }
 

@@ -12,11 +12,11 @@ pub(super) fn run(op: GroupedProduct<'_>, job: KernelCall<'_>) -> Result<(), Str
     let (exec, t) = (job.exec, job.t);
     match op {
         GroupedProduct::Linear { x, weight, bias, offsets, out, accumulate, compute } => {
-            let (groups, rest) = groups(t.u32s(offsets), out)?;
+            let rest = rest(t.u32s(offsets), out)?;
             if !accumulate {
                 fill(exec, t.floats_mut(out).slice(elements(&rest, out)), 0.0);
             }
-            for (group, rows) in groups.filter(|(_, rows)| !rows.is_empty()) {
+            for (group, rows) in groups(t.u32s(offsets)).filter(|(_, rows)| !rows.is_empty()) {
                 if let Some(bias) = bias {
                     let bias = t.floats(bias).row(group, out.columns() as usize);
                     add_rows(exec, bias, t.floats_mut(out).slice(elements(&rows, out)), accumulate);
@@ -27,19 +27,20 @@ pub(super) fn run(op: GroupedProduct<'_>, job: KernelCall<'_>) -> Result<(), Str
             }
         }
         GroupedProduct::LinearBackwardInput { dout, weight, offsets, dx, accumulate, compute } => {
-            let (groups, rest) = groups(t.u32s(offsets), dx)?;
+            let rest = rest(t.u32s(offsets), dx)?;
             if !accumulate {
                 fill(exec, t.floats_mut(dx).slice(elements(&rest, dx)), 0.0);
             }
-            for (group, rows) in groups.filter(|(_, rows)| !rows.is_empty()) {
+            for (group, rows) in groups(t.u32s(offsets)).filter(|(_, rows)| !rows.is_empty()) {
                 let dout = part(t.matrix(dout), &rows);
                 let weight = matrix(t.matrix(weight), group, dout.columns);
                 job.matmul(compute, dout, weight, part_of_output(t.output(dx), &rows), accumulate);
             }
         }
         GroupedProduct::LinearBackwardWeight { dout, x, offsets, dweight, accumulate, rounding, compute } => {
+            rest(t.u32s(offsets), dout)?;
             let outputs = dout.columns() as usize;
-            for (group, rows) in groups(t.u32s(offsets), dout)?.0 {
+            for (group, rows) in groups(t.u32s(offsets)) {
                 let own = group * outputs..(group + 1) * outputs;
                 if rows.is_empty() {
                     if !accumulate {
@@ -53,12 +54,12 @@ pub(super) fn run(op: GroupedProduct<'_>, job: KernelCall<'_>) -> Result<(), Str
             }
         }
         GroupedProduct::BiasBackward { dout, offsets, dbias, accumulate } => {
+            rest(t.u32s(offsets), dout)?;
             let workspace: &mut [f32] = job.workspace();
-            for (group, rows) in groups(t.u32s(offsets), dout)?.0 {
+            for (group, rows) in groups(t.u32s(offsets)) {
                 let dout = t.floats(dout).slice(elements(&rows, dout));
                 let columns = dbias.columns() as usize;
-                let dbias = t.floats_mut(dbias);
-                let mut dbias = dbias;
+                let mut dbias = t.floats_mut(dbias);
                 bias_backward(exec, dout, dbias.row(group, columns), accumulate, workspace);
             }
         }
@@ -66,18 +67,19 @@ pub(super) fn run(op: GroupedProduct<'_>, job: KernelCall<'_>) -> Result<(), Str
     Ok(())
 }
 
-/// The rows of each group, and those of none.
-fn groups<'o>(
-    offsets: &'o [u32],
-    x: &Tensor,
-) -> Result<(impl Iterator<Item = (usize, Range<usize>)> + use<'o>, Range<usize>), String> {
+/// The rows of each group.
+fn groups(offsets: &[u32]) -> impl Iterator<Item = (usize, Range<usize>)> {
+    offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize).enumerate()
+}
+
+/// The rows of x that are of no group. Refuses offsets that do not cut its rows.
+fn rest(offsets: &[u32], x: &Tensor) -> Result<Range<usize>, String> {
     let rows = x.rows() as usize;
     let last = offsets.last().map_or(0, |last| *last as usize);
     if offsets.first() != Some(&0) || !offsets.is_sorted() || last > rows {
         return Err(format!("offsets do not cut the rows of {x:?} into groups"));
     }
-    let each = offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize);
-    Ok((each.enumerate(), last..rows))
+    Ok(last..rows)
 }
 
 fn elements(rows: &Range<usize>, x: &Tensor) -> Range<usize> {
