@@ -482,6 +482,9 @@ pub struct ConvertArgs {
     /// Model: a folder, a .safetensors or a .gguf file
     #[arg(long)]
     pub model: String,
+    /// Make a mixture of experts of a dense model: N copies of each feed-forward part, of which a token goes to two by a random router
+    #[arg(long, value_name = "N")]
+    pub upcycle: Option<u64>,
     #[command(flatten)]
     pub output: OutputArgs,
 }

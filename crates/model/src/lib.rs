@@ -23,6 +23,7 @@ pub mod source;
 pub mod spec;
 pub mod tokenizer;
 pub mod transcode;
+pub mod upcycle;
 
 pub use adapter::{AdaptedModule, Adapter, AdapterConfig, AdapterError, AdapterLayout};
 pub use parameters::{
@@ -40,3 +41,4 @@ pub use spec::{
     SpecError,
 };
 pub use transcode::{RowSource, Target, Transcoder};
+pub use upcycle::{UpcycleError, Upcycled};

@@ -4,7 +4,7 @@ use plimsoll_device::DType;
 use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::quantize::four_bit::FourBit;
 use plimsoll_model::gguf::ggml_type;
-use plimsoll_model::{ModelError, ModelFiles, ModelSpec, Parameter, RowSource, Target, Transcoder};
+use plimsoll_model::{ModelError, ModelFiles, ModelSpec, Parameter, RowSource, Target, Transcoder, Upcycled};
 use plimsoll_train::OutputFolder;
 use serde_json::json;
 
@@ -14,9 +14,19 @@ use crate::models;
 use crate::output::outln;
 use crate::progress;
 
+/// Of the first values of routers, which are the same each time.
+const ROUTER_SEED: u64 = 0;
+
 pub fn run(args: &ConvertArgs) -> Result<(), Failure> {
     let files = models::with_weights(&args.model, "convert", args.output.json)?;
-    write(&files, files.spec(), files.weights(), &args.output)
+    match args.upcycle {
+        None => write(&files, files.spec(), files.weights(), &args.output),
+        Some(experts) => {
+            let upcycled = Upcycled::new(files.spec(), files.weights(), experts, ROUTER_SEED)
+                .map_err(|error| Failure::usage(format!("--upcycle {experts}: {error}")))?;
+            write(&files, upcycled.spec(), &upcycled, &args.output)
+        }
+    }
 }
 
 /// What `--output` and `--dtype` ask for together.

@@ -10,7 +10,7 @@ use plimsoll_model::convert::convert;
 use plimsoll_model::gguf::GgufFile;
 use plimsoll_model::{
     ExpertGroups, ModelFiles, ModelSpec, Parameter, QkNorm, Role, SafetensorsFile, SaveError, SaveWriter,
-    Scoring, SharedExpert, Target, Transcoder, hf_config,
+    Scoring, SharedExpert, Target, Transcoder, Upcycled, hf_config,
 };
 use serde_json::{Value, json};
 
@@ -370,5 +370,47 @@ fn quantised_experts_are_read_as_they_are() {
         }
         let router = spec.parameters().into_iter().find(|p| p.role == Role::Router).unwrap();
         assert_eq!(quantised.weights().inference_dtype(&router, DType::Bf16), DType::Bf16);
+    }
+}
+
+/// Copies of feed-forward parts, and routers that are no copies of each other; what is no expert's stays.
+#[test]
+fn dense_models_become_mixtures() {
+    let place = tempfile::tempdir().unwrap();
+    let (dense, mixed) = (place.path().join("dense"), place.path().join("mixed"));
+    let spec = super::support::tiny_spec();
+    super::support::save_tiny(&dense, &spec, DType::F32);
+    let files = ModelFiles::open(&dense).unwrap();
+    let upcycled = Upcycled::new(files.spec(), files.weights(), 3, 7).unwrap();
+    Transcoder::new(upcycled.spec(), &upcycled, &mut |_, _| {})
+        .write_folder(&mixed, Target::HuggingFace(DType::F32))
+        .unwrap();
+    let (before, after) = (tensors(&dense), tensors(&mixed));
+    for (name, bytes) in &before {
+        let experts = |expert: u64| {
+            let part = [("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")];
+            let (own, theirs) = part.into_iter().find(|(own, _)| name.contains(&format!("mlp.{own}")))?;
+            let to = format!("block_sparse_moe.experts.{expert}.{theirs}");
+            Some(name.replace(&format!("mlp.{own}"), &to))
+        };
+        match experts(0) {
+            None => assert_eq!(&after[name], bytes, "{name}"),
+            Some(_) => {
+                (0..3).for_each(|expert| assert_eq!(&after[&experts(expert).unwrap()], bytes, "{name}"))
+            }
+        }
+    }
+    let router = |layer: u32| &after[&format!("model.layers.{layer}.block_sparse_moe.gate.weight")];
+    assert_eq!(router(0).len(), 3 * 64 * 4);
+    assert!(router(0) != router(1) && router(0).iter().any(|byte| *byte != 0));
+    let mixture = ModelFiles::open(&mixed).unwrap();
+    assert_eq!(mixture.spec().experts.as_ref().unwrap().per_token, 2);
+    for (spec, experts, words) in [
+        (mixture.spec(), 2, "mixtral"),
+        (files.spec(), 0, "num_experts: must be at least 1"),
+        (files.spec(), 5000, "beyond any model"),
+    ] {
+        let error = Upcycled::new(spec, files.weights(), experts, 7).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
     }
 }
