@@ -7,7 +7,7 @@ use plimsoll_disk::{IoMeter, LowerTiers, SpillSettings, default_folder, is_in_me
 use plimsoll_memory::{ByteSize, Tag};
 use plimsoll_plan::DryRun;
 use plimsoll_plan::hardware::disk_space;
-use plimsoll_step::Residency;
+use plimsoll_step::{ExpertTraffic, Residency};
 use serde_json::{Value, json};
 
 use crate::args::DiskArgs;
@@ -132,4 +132,14 @@ impl Streaming {
             );
         }
     }
+}
+
+/// Says how many experts had to be read.
+pub fn report_experts(traffic: ExpertTraffic) {
+    let ExpertTraffic { used, read, bytes } = traffic;
+    errln!(
+        "{:.0} % of the experts that tokens were sent to had to be read: {read} of {used}, {}",
+        100.0 * read as f64 / used.max(1) as f64,
+        ByteSize(bytes)
+    );
 }

@@ -1,6 +1,6 @@
 //! A decoder that knows which tokens are in its cache, so that a common prefix of two prompts is computed once.
 
-use plimsoll_step::{DecodeSettings, Decoder};
+use plimsoll_step::{DecodeSettings, Decoder, ExpertTraffic};
 
 use crate::GenerateError;
 
@@ -63,6 +63,11 @@ impl<'a> Session<'a> {
     /// One of them is gone.
     pub fn dismiss(&mut self) -> Result<(), GenerateError> {
         Ok(self.decoder.dismiss()?)
+    }
+
+    /// How often experts that come by themselves were used, and read for it; `None` where they do not.
+    pub fn expert_traffic(&self) -> Option<ExpertTraffic> {
+        self.decoder.expert_traffic()
     }
 
     /// Tokens that prompt and answer may have together.

@@ -14,7 +14,7 @@ use crate::inference::Inference;
 use crate::load_line::PlannedProcess;
 use crate::output::{out, outln};
 use crate::ranks;
-use crate::streaming::Streaming;
+use crate::streaming::{self, Streaming};
 use prompts::PromptText;
 
 /// A prompt as text and as tokens.
@@ -83,6 +83,9 @@ fn run_rank(args: &GenerateArgs, ranks: &dyn Communicator) -> Result<(), Failure
     prompts.iter().try_for_each(|prompt| if args.json { run.document(prompt) } else { run.show(prompt) })?;
     if let Some(streaming) = run.streaming.filter(|_| leads && !args.json) {
         streaming.report();
+        if let Some(traffic) = run.session.expert_traffic() {
+            streaming::report_experts(traffic);
+        }
     }
     Ok(())
 }
