@@ -89,7 +89,7 @@ impl Grid {
             let mut walk = self.walk();
             walk.everywhere(&aim);
             let config = |walk: &Walk<'_>, point: &Point| walk.space.config(point).to_yaml().unwrap();
-            let nothing = || panic!("{}: nothing at {share}\n{}", self.set, config(&grid, &best));
+            let nothing = || panic!("{}: nothing at {share}\n{}", self.set, config(grid, &best));
             let (point, found) = walk.chosen(&aim).unwrap_or_else(nothing);
             assert!(bytes(&found) <= room as f64);
             let ratio = found.footprint.seconds() / made.footprint.seconds();
@@ -97,7 +97,7 @@ impl Grid {
                 ratio <= SLACK,
                 "{} at {share}: {ratio}\n{}\n{}",
                 self.set,
-                config(&grid, &best),
+                config(grid, &best),
                 config(&walk, &point)
             );
             worst.0 = worst.0.max(ratio);
