@@ -280,7 +280,7 @@ mod tests {
     impl Gpus for OneGpu {
         fn sample(&mut self, index: u32) -> Result<GpuSample, NvmlError> {
             let gpu = GpuSample { index, used_bytes: 30, total_bytes: 40, processes: Vec::new() };
-            if index == 0 { Ok(gpu) } else { Err(NvmlError::NoFunction("x")) }
+            if index == 0 { Ok(gpu) } else { Err(NvmlError::NoFunction("x".to_owned())) }
         }
     }
 
