@@ -364,8 +364,8 @@ pub struct TrainArgs {
     /// Threads of a rank; by default one a core that may be used. The results do not depend on it
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
-    /// What computes: auto, cpu, cuda or cuda:N. auto is a card that can be used, if there is one (docs/gpu.md)
-    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    /// What computes: cpu, cuda or cuda:N, or auto: a card that can be used, if there is one (docs/gpu.md)
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub device: DeviceChoice,
     /// Show the run on the whole terminal: curves, memory against the load line, the step, tiers, events. Lines where there is no
     /// terminal

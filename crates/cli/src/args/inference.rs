@@ -44,8 +44,8 @@ pub struct InferenceArgs {
     pub memory: Option<ByteSize>,
     #[command(flatten)]
     pub disk: DiskArgs,
-    /// What computes: auto, cpu, cuda or cuda:N. auto is a card that can be used, if there is one (docs/gpu.md)
-    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    /// What computes: cpu, cuda or cuda:N, or auto: a card that can be used, if there is one (docs/gpu.md)
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub device: DeviceChoice,
     /// Threads; by default one a core that may be used. The results do not depend on it
     #[arg(long, value_name = "N")]
