@@ -10,11 +10,12 @@ use common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tier};
-use plimsoll_model::{BlockId, ModelSpec, Parameter};
+use plimsoll_model::{AdapterConfig, AdapterLayout, BlockId, ModelSpec, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
-    AdamSettings, Checkpointing, Compression, EightBit, GradientClipping, Group, KeptLayers, MicroBatch,
-    NormSource, Offload, OptimizerKind, Precision, StepError, StepSettings, Trainer, UpdateTiming,
+    AdamSettings, Adapters, Checkpointing, Compression, EightBit, GradientClipping, Group, KeptLayers,
+    MicroBatch, NormSource, Offload, OptimizerKind, Precision, StepError, StepSettings, Trainer,
+    TrainingMethod, UpdateTiming,
 };
 
 /// Enough tokens for a table of several pieces, the last of them no multiple of anything.
@@ -122,7 +123,7 @@ fn cases() -> Vec<StepSettings> {
 #[test]
 fn no_tier_changes_a_bit() {
     let folder = tempfile::tempdir().unwrap();
-    for spec in [llama(), olmo(), gemma()].map(large) {
+    for spec in [llama(), olmo(), gemma(), mixture(), grouped_mixture()].map(large) {
         for settings in cases() {
             let resident = train_in(folder.path(), &spec, &settings);
             let plain = StepSettings { checkpointing: Checkpointing::None, ..settings.clone() };
@@ -271,4 +272,22 @@ fn a_table_is_brought_to_its_tier_a_part_at_a_time() {
         });
         assert!(matches!(failed, Err(StepError::MissingWeight { role, .. }) if role == table.role));
     }
+}
+
+/// Gradients and states of adapters are small, but for those of experts, which live below the device with the rest.
+#[test]
+fn adapters_of_experts_go_below_the_device() {
+    let folder = tempfile::tempdir().unwrap();
+    let spec = large(mixture());
+    let config = AdapterConfig { rank: 3, ..AdapterConfig::default() };
+    let layout = AdapterLayout::new(&config, &spec).unwrap();
+    let (weight_types, in_files) = (Default::default(), Default::default());
+    let adapters = Adapters { layout, dropout: 0.0, weight_types, in_files };
+    let method = TrainingMethod::Adapters(Arc::new(adapters));
+    let here = StepSettings { method, ..settings(4, 24) };
+    let resident = train_in(folder.path(), &spec, &here);
+    let below = Offload { gradients: Tier::Disk, optimizer: Tier::Disk, ..Offload::NONE };
+    let away = StepSettings { offload: below, ..here.clone() };
+    assert!(train_in(folder.path(), &spec, &away) == resident);
+    assert!(planned(&spec, &away)[0] < planned(&spec, &here)[0]);
 }

@@ -3,7 +3,8 @@
 use plimsoll_device::{Compute, DType, DeviceExt, GroupedProduct, Product, Rounding, Router, Routing};
 
 use crate::harness::{
-    Expected, Operand, check, check_gradient_within, check_in_place, decode, noise, refusal, run, storages,
+    Expected, Operand, check_gradient_within, check_in_place_on_cpu, check_on_cpu, decode, noise, refusal,
+    run, storages,
 };
 use DType::{F32, F64, U32};
 use plimsoll_device::cpu::Isa;
@@ -58,7 +59,7 @@ fn grouped_products() {
             };
             let values = (0..r * o).map(value).collect();
             let tolerance = 2e-6 + if with_bias && out == DType::Bf16 { 0.01 } else { 0.0 };
-            check(
+            check_on_cpu(
                 &label,
                 &operands,
                 |cpu, t| {
@@ -106,7 +107,7 @@ fn grouped_products() {
             };
             let dbias = |at: usize| old(db, at) + own(at / o).map(|row| douts[row * o + at % o]).sum::<f64>();
             let expected = |operand, values| Expected { operand, values, tolerance: 4e-6 };
-            check(
+            check_on_cpu(
                 &label,
                 &operands,
                 |cpu, t| {
@@ -321,7 +322,7 @@ fn rows_are_sorted_by_expert_and_found_again() {
         values: values.iter().map(|x| f64::from(*x)).collect(),
         tolerance: 0.0,
     };
-    check(
+    check_on_cpu(
         "sort",
         &operands,
         |cpu, t| cpu.run(Routing::Sort { choice: &t[0], sources: &t[1], places: &t[2], offsets: &t[3] }),
@@ -373,7 +374,7 @@ fn rows_go_out_and_come_back() {
             let dot = |place: usize| row(places[place] as usize).iter().map(|x| x * x).sum::<f64>();
             let dots = (0..rows).map(dot).collect();
             let expected = |operand, values, tolerance| Expected { operand, values, tolerance };
-            check(
+            check_on_cpu(
                 &format!("{x} {out} {accumulate}"),
                 &operands,
                 |cpu, t| {
@@ -398,7 +399,7 @@ fn rows_go_out_and_come_back() {
         Operand::new(F32, &[3], noise(2)),
     ];
     let within = [apart[0].clone(), apart[2].clone()];
-    check_in_place(
+    check_in_place_on_cpu(
         "scale in place",
         (
             &apart,

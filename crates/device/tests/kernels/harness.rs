@@ -82,6 +82,20 @@ pub fn check_costly(
     check_on_all(label, operands, op, expected, workspace, if chosen { &ORDERS[..2] } else { &[] });
 }
 
+/// The same of an operation that no GPU has a kernel for yet: there it is refused.
+pub fn check_on_cpu(
+    label: &str,
+    operands: &[Operand],
+    op: impl Fn(&dyn Device, &[Tensor]) -> Result<(), DeviceError>,
+    expected: &[Expected],
+) {
+    check_on_all(label, operands, &op, expected, &[], &[]);
+    if let Some(gpu) = gpu() {
+        let refusal = run_on(&gpu.cuda, operands, &op).unwrap_err().to_string();
+        assert!(refusal.contains("does not run on NVIDIA cards yet"), "{label}: {refusal}");
+    }
+}
+
 fn check_on_all(
     label: &str,
     operands: &[Operand],
@@ -140,14 +154,23 @@ pub fn check_in_place(
     apart: (&[Operand], RunOp<'_>, usize),
     in_place: (&[Operand], RunOp<'_>, usize),
 ) {
+    check_in_place_on_cpu(label, apart, in_place);
+    if let Some(gpu) = gpu() {
+        let [want, got] = [apart, in_place].map(|(operands, op, _)| run_on(&gpu.cuda, operands, op).unwrap());
+        assert!(want[apart.2] == got[in_place.2], "{label}, GPU: in place gives other bits");
+    }
+}
+
+/// The same of an operation that no GPU has a kernel for yet.
+pub fn check_in_place_on_cpu(
+    label: &str,
+    apart: (&[Operand], RunOp<'_>, usize),
+    in_place: (&[Operand], RunOp<'_>, usize),
+) {
     for isa in Isa::available() {
         let want = run(isa, 2, apart.0, apart.1).unwrap();
         let got = run(isa, 2, in_place.0, in_place.1).unwrap_or_else(|error| panic!("{label}: {error}"));
         assert!(want[apart.2] == got[in_place.2], "{label}, {isa}: in place gives other bits");
-    }
-    if let Some(gpu) = gpu() {
-        let [want, got] = [apart, in_place].map(|(operands, op, _)| run_on(&gpu.cuda, operands, op).unwrap());
-        assert!(want[apart.2] == got[in_place.2], "{label}, GPU: in place gives other bits");
     }
 }
 

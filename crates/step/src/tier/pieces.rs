@@ -87,11 +87,13 @@ impl Pieces {
     }
 }
 
-/// Whether a parameter is large: a matrix of a layer, a stack of them, or a table. The others stay where they are.
+/// Whether a parameter is large: a matrix of a layer, a stack of them, of adapters of experts too, or a table. The others stay where
+/// they are.
 pub(crate) fn is_matrix(parameter: &Parameter) -> bool {
-    let small = matches!(
-        parameter.role,
-        Role::PositionEmbedding | Role::Lora(..) | Role::Router | Role::SharedRouter
-    );
+    let small = match parameter.role {
+        Role::PositionEmbedding | Role::Router | Role::SharedRouter => true,
+        Role::Lora(..) => !parameter.is_of_experts(),
+        _ => false,
+    };
     parameter.shape.len() >= 2 && parameter.role.kind() != ParameterKind::Bias && !small
 }
