@@ -331,7 +331,7 @@ impl GenerationRequest<'_> {
         for cache_tier in tiers.iter().rev().copied().chain([Tier::Device]) {
             let settings = DecodeSettings { cache_tier, ..self.settings(cache, most, chunk) };
             for head in heads {
-                let residency = head.map(|head| Residency::Spread { layers: 0, head, expert_slots: 0 });
+                let residency = head.map(|head| self.least(head));
                 let room = self.room.saturating_sub(residency.map_or(0, |_| self.streaming_bytes()));
                 let found = self.footprint(settings, residency, lowest)?;
                 if found.peak_bytes <= room && self.allows_below(&found) {
@@ -340,6 +340,12 @@ impl GenerationRequest<'_> {
             }
         }
         Ok(false)
+    }
+
+    /// What keeps least on the device, with or without the head: no layer, and no more experts than a token goes to.
+    fn least(&self, head: bool) -> Residency {
+        let expert_slots = self.spec.experts.as_ref().map_or(0, |experts| experts.per_token as u32);
+        Residency::Spread { layers: 0, head, expert_slots }
     }
 
     /// Whether the host and the disk have as much.
@@ -370,7 +376,7 @@ impl GenerationRequest<'_> {
         let below = Below::on(Tier::Disk);
         let mut smallest: Option<GenerationPlan> = None;
         for head in [true, false] {
-            let residency = self.in_files.map(|_| Residency::Spread { layers: 0, head, expert_slots: 0 });
+            let residency = self.in_files.map(|_| self.least(head));
             let plan = self.plan(Found { settings, residency, below })?;
             if smallest.as_ref().is_none_or(|best| plan.dry_run.peak_bytes() < best.dry_run.peak_bytes()) {
                 smallest = Some(plan);

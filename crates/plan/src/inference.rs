@@ -274,6 +274,11 @@ pub struct LayerPlaces {
 }
 
 impl InferenceStage {
+    /// Slots for experts that come when a token is sent to them; 0 where they are where their layers are.
+    pub fn expert_slots(&self) -> u32 {
+        self.generation.residency.map_or(0, Residency::expert_slots)
+    }
+
     /// Where its layers are.
     pub fn layers(&self) -> LayerPlaces {
         let (all, plan) = (self.spec.num_layers, &self.generation);
@@ -373,6 +378,7 @@ impl InferencePlan {
                 "pass_tokens": settings.prompt_chunk_tokens,
                 "devices": self.stages.len(),
                 "layers": { "device": layers.device, "host": layers.host, "disk": layers.disk },
+                "expert_slots": self.stages.iter().map(InferenceStage::expert_slots).sum::<u32>(),
             },
             "fits": self.fits(),
             "memory": {

@@ -202,3 +202,33 @@ fn what_does_not_fit_waits_on_disk() {
     assert_eq!(error.weights, tags.get(Tag::Weights) + tags.get(Tag::Staging));
     assert_eq!((error.needed, error.streamed), (smallest.peak_bytes() + overhead, true));
 }
+
+/// A mixture of experts that does not fit is run with slots for experts, in much less memory than a layer's experts take.
+#[test]
+fn experts_have_slots_where_their_layers_do_not_fit() {
+    let spec = catalogue::find("qwen3-30b-a3b").unwrap();
+    let files = StoredWeights::new();
+    let types =
+        |p: &Parameter| if p.role.is_block_matrix() || p.is_table() { DType::Q4_0 } else { DType::F32 };
+    let settings = DecodeSettings {
+        precision: Precision::F32,
+        cache: DType::F16,
+        cache_tier: Tier::Device,
+        context: 512,
+        prompt_chunk_tokens: 16,
+        sequences: 1,
+    };
+    let peak = |layers, head, expert_slots| {
+        let residency = Residency::Spread { layers, head, expert_slots };
+        let offload = WeightOffload { tier: Tier::Disk, in_files: Some(&files), residency, host_layers: 0 };
+        let storage = WeightStorage { offload: Some(offload), ..WeightStorage::new(&types) };
+        let found = DryRun::generation_footprint(DeviceTraits::CPU, &spec, settings, storage, 16).unwrap();
+        (found.peak_bytes, found.read_bytes)
+    };
+    let (layers, mib) = (spec.num_layers, 1 << 20);
+    for (kept, head, slots) in [(layers, true, 8), (layers, false, 8), (0, false, 8), (0, false, 0)] {
+        let (peak, read) = peak(kept, head, slots);
+        println!("{kept} {head} {slots}: {} MiB, {} MiB read", peak / mib, read / mib);
+    }
+    assert!(peak(0, false, 8).0 < 300 * mib);
+}

@@ -155,7 +155,12 @@ fn places(plan: &InferencePlan) -> String {
     let lower = [(host, "on the host"), (disk, "on disk")];
     let lower = lower.into_iter().filter(|(layers, _)| *layers > 0);
     let lower: String = lower.map(|(layers, place)| format!(", {layers} {place}")).collect();
-    format!("layers: {device} of {} {on_devices}{lower}\n", plan.spec.num_layers)
+    let slots: u32 = plan.stages.iter().map(InferenceStage::expert_slots).sum();
+    let experts = match slots {
+        0 => String::new(),
+        slots => format!("; without experts, {slots} of which are there at a time"),
+    };
+    format!("layers: {device} of {} {on_devices}{lower}{experts}\n", plan.spec.num_layers)
 }
 
 /// What is in memory at the peak of the device that takes most.
