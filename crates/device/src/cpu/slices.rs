@@ -128,15 +128,7 @@ impl<'a> Slices<'a> {
 
     /// The transposed matrix.
     pub fn transposed(self, tensor: &Tensor) -> Operand {
-        let Operand { data, dtype, rows, columns, row_stride, column_stride } = self.matrix(tensor);
-        Operand {
-            data,
-            dtype,
-            rows: columns,
-            columns: rows,
-            row_stride: column_stride,
-            column_stride: row_stride,
-        }
+        self.matrix(tensor).transposed()
     }
 
     /// A tensor as a matrix to write.

@@ -2,7 +2,7 @@
 //!
 //! `driver` is the library and what can go wrong with it, `context` a card in use: memory, streams, events, kernels. `lower` says
 //! which kernels an operation is; their sources are CUDA C++ in `kernels/`, shipped as PTX that the driver compiles for its card.
-//! [`Cuda`] puts these together. What the card cannot do yet is an error of the plan: [`missing`].
+//! [`Cuda`] puts these together. What the card cannot do yet is an error of the plan: `missing`.
 
 mod context;
 mod device;

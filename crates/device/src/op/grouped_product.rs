@@ -12,7 +12,7 @@ use crate::{Cost, Tensor};
 #[allow(missing_docs)]
 #[derive(Clone, Copy, Debug)]
 pub enum GroupedProduct<'a> {
-    /// out (+)= x weight[e]^T + bias[e]; x `[R, I]`, weight `[E, O, I]`, bias `[E, O]`, out `[R, O]`.
+    /// `out (+)= x weight[e]^T + bias[e]`; x `[R, I]`, weight `[E, O, I]`, bias `[E, O]`, out `[R, O]`.
     Linear {
         x: &'a Tensor,
         weight: &'a Tensor,
@@ -22,7 +22,7 @@ pub enum GroupedProduct<'a> {
         accumulate: bool,
         compute: Compute,
     },
-    /// dx (+)= dout weight[e]; dout `[R, O]`, weight `[E, O, I]`, dx `[R, I]`.
+    /// `dx (+)= dout weight[e]`; dout `[R, O]`, weight `[E, O, I]`, dx `[R, I]`.
     LinearBackwardInput {
         dout: &'a Tensor,
         weight: &'a Tensor,
@@ -31,7 +31,7 @@ pub enum GroupedProduct<'a> {
         accumulate: bool,
         compute: Compute,
     },
-    /// dweight[e] (+)= dout^T x over the rows of e; dout `[R, O]`, x `[R, I]`, dweight `[E, O, I]`. `rounding` as in
+    /// `dweight[e] (+)= dout^T x` over the rows of e; dout `[R, O]`, x `[R, I]`, dweight `[E, O, I]`. `rounding` as in
     /// [`Product::LinearBackwardWeight`](crate::Product::LinearBackwardWeight).
     LinearBackwardWeight {
         dout: &'a Tensor,
@@ -42,7 +42,7 @@ pub enum GroupedProduct<'a> {
         rounding: Rounding,
         compute: Compute,
     },
-    /// dbias[e] (+)= sum over the rows of e of dout; dout `[R, O]`, dbias `[E, O]`.
+    /// `dbias[e]` (+)= sum over the rows of e of dout; dout `[R, O]`, dbias `[E, O]`.
     BiasBackward { dout: &'a Tensor, offsets: &'a Tensor, dbias: &'a Tensor, accumulate: bool },
 }
 

@@ -32,6 +32,21 @@ pub struct Operand {
     pub column_stride: usize,
 }
 
+impl Operand {
+    /// The transposed matrix.
+    pub fn transposed(self) -> Operand {
+        let Operand { data, dtype, rows, columns, row_stride, column_stride } = self;
+        Operand {
+            data,
+            dtype,
+            rows: columns,
+            columns: rows,
+            row_stride: column_stride,
+            column_stride: row_stride,
+        }
+    }
+}
+
 /// A matrix to write, rows contiguous, f32 or bf16.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]

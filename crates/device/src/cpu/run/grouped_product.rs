@@ -22,7 +22,7 @@ pub(super) fn run(op: GroupedProduct<'_>, job: KernelCall<'_>) -> Result<(), Str
                     add_rows(exec, bias, t.floats_mut(out).slice(elements(&rows, out)), accumulate);
                 }
                 let (x, out) = (part(t.matrix(x), &rows), part_of_output(t.output(out), &rows));
-                let weight = transposed(matrix(t.matrix(weight), group, out.columns));
+                let weight = matrix(t.matrix(weight), group, out.columns).transposed();
                 job.matmul(compute, x, weight, out, accumulate || bias.is_some());
             }
         }
@@ -48,7 +48,7 @@ pub(super) fn run(op: GroupedProduct<'_>, job: KernelCall<'_>) -> Result<(), Str
                     }
                     continue;
                 }
-                let (dout, x) = (transposed(part(t.matrix(dout), &rows)), part(t.matrix(x), &rows));
+                let (dout, x) = (part(t.matrix(dout), &rows).transposed(), part(t.matrix(x), &rows));
                 let out = part_of_output(t.sums(dweight, rounding), &own);
                 job.matmul(compute, dout, x, out, accumulate);
             }
@@ -101,16 +101,4 @@ fn part_of_output(out: Output, rows: &Range<usize>) -> Output {
 /// Matrix `index` of a stack of matrices of so many rows.
 fn matrix(stack: Operand, index: usize, rows: usize) -> Operand {
     part(stack, &(index * rows..(index + 1) * rows))
-}
-
-fn transposed(x: Operand) -> Operand {
-    let Operand { data, dtype, rows, columns, row_stride, column_stride } = x;
-    Operand {
-        data,
-        dtype,
-        rows: columns,
-        columns: rows,
-        row_stride: column_stride,
-        column_stride: row_stride,
-    }
 }
