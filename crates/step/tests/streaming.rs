@@ -219,10 +219,19 @@ fn every_block_comes_once_in_a_pass() {
 
 #[test]
 fn a_disk_that_fails_once_is_an_error_once() {
+    fails_once(biased(), residency(0, false));
+}
+
+/// An expert that could not be read is read again, and is not what its slot held.
+#[test]
+fn an_expert_that_could_not_be_read_is_read_again() {
+    fails_once(mixture(), Residency::Spread { layers: 3, head: true, expert_slots: 10 });
+}
+
+fn fails_once(spec: ModelSpec, residency: Residency) {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let spec = biased();
     let stored = model_file(folder.path(), &spec, &|_| true);
-    let storage = on_disk(&stored, residency(0, false));
+    let storage = on_disk(&stored, residency);
     let exact = decoded(folder.path(), &spec, WeightStorage::new(TYPES)).1;
     let (device, tiers) = (cpu(1 << 20), tiers(folder.path(), 0));
     let mut decoder = Decoder::new(&device, &tiers, spec, settings(), storage).unwrap();

@@ -58,6 +58,8 @@ struct State {
 
 struct Slot {
     content: Content,
+    /// The expert that is in it, or on its way there.
+    expert: Option<Unit>,
     /// When what is in it was last used or asked for.
     used: u64,
     /// Whether somebody waits for it.
@@ -82,7 +84,7 @@ impl<'a> ExpertSlots<'a> {
         let bytes = parcels.values().map(Parcel::bytes).max().unwrap_or(0);
         let slot = |_| {
             let content = Content::Here(buffer(device, bytes, Tag::Staging, "experts.slot")?);
-            Ok(Slot { content, used: 0, is_wanted: false })
+            Ok(Slot { content, expert: None, used: 0, is_wanted: false })
         };
         let slots = (0..count).map(slot).collect::<Result<Vec<_>, StepError>>()?;
         let to_disk = parcels.values().any(Parcel::uses_disk);
@@ -104,8 +106,10 @@ impl<'a> ExpertSlots<'a> {
             let free = state.slots.iter().enumerate().filter(|(_, slot)| !slot.is_wanted);
             let Some((place, _)) = free.min_by_key(|(_, slot)| slot.used) else { return Ok(()) };
             state.waiting.pop();
-            state.places.retain(|_, at| *at != place);
             let slot = &mut state.slots[place];
+            if let Some(before) = slot.expert.replace(unit) {
+                state.places.remove(&before);
+            }
             let buffer = match std::mem::replace(&mut slot.content, Content::Nothing) {
                 Content::Here(buffer) => buffer,
                 // Nobody waits for it any more: a pass has failed.
@@ -161,7 +165,12 @@ impl ExpertWeights for ExpertSlots<'_> {
         {
             let (buffer, outcome) = self.transits.wait(transit)?;
             slot.content = Content::Here(buffer);
-            outcome?;
+            if let Err(error) = outcome {
+                // What is there is not the expert: whoever asks for it again has it read again.
+                slot.expert = None;
+                state.places.remove(&unit);
+                return Err(error.into());
+            }
         }
         state.taken = Some(place);
         let Content::Here(buffer) = &slot.content else { return Err(LOST) };
