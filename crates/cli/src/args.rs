@@ -162,17 +162,22 @@ pub struct ConfigSource {
 impl ConfigSource {
     /// Whether a flag goes over the file.
     pub fn changes_anything(&self) -> bool {
+        self.model.is_some() || self.changes_more_than_the_model()
+    }
+
+    /// Whether a flag goes over the file that is not the model's.
+    pub fn changes_more_than_the_model(&self) -> bool {
         let ConfigSource {
             config: _,
             set,
-            model,
+            model: _,
             batch_size,
             sequence_length,
             memory,
             mixed_precision,
             gradient_checkpointing,
         } = self;
-        let flags = [model, batch_size, sequence_length, memory, mixed_precision, gradient_checkpointing];
+        let flags = [batch_size, sequence_length, memory, mixed_precision, gradient_checkpointing];
         !set.is_empty() || flags.iter().any(|flag| flag.is_some())
     }
 }

@@ -27,8 +27,8 @@ pub mod upcycle;
 
 pub use adapter::{AdaptedModule, Adapter, AdapterConfig, AdapterError, AdapterLayout};
 pub use parameters::{
-    Adapted, BlockId, FeedForwardRoles, Initialisation, LoraPart, Parameter, ParameterGroup, ParameterKind,
-    Role,
+    Adapted, BlockId, FeedForwardRoles, Initialisation, LinearRoles, LoraPart, Parameter, ParameterGroup,
+    ParameterKind, Role,
 };
 pub use safetensors::{NewTensor, SafetensorsError, SafetensorsFile, StoredDType, write_tensors};
 pub use save::{SaveError, SaveWriter};

@@ -621,16 +621,15 @@ impl ModelSpec {
         &self,
         add: &mut impl FnMut(String, Role, &[u64]),
         at: &str,
-        roles: FeedForwardRoles,
+        FeedForwardRoles { gate, up, down }: FeedForwardRoles,
         stack: &[u64],
         inner: u64,
     ) {
-        let (hidden, [gate, up, down]) = (self.hidden_size, roles.weights());
-        let gate = self.mlp.gated.then_some(("gate_proj", gate, roles.biases.map(|b| b[0]), inner, hidden));
-        for (part, weight, bias, out, inp) in gate.into_iter().chain([
-            ("up_proj", up, roles.biases.map(|b| b[1]), inner, hidden),
-            ("down_proj", down, roles.biases.map(|b| b[2]), hidden, inner),
-        ]) {
+        let hidden = self.hidden_size;
+        let gate = self.mlp.gated.then_some(("gate_proj", gate, inner, hidden));
+        for (part, LinearRoles { weight, bias }, out, inp) in
+            gate.into_iter().chain([("up_proj", up, inner, hidden), ("down_proj", down, hidden, inner)])
+        {
             let of_stack = |rest: &[u64]| [stack, rest].concat();
             add(format!("{at}.{part}.weight"), weight, &of_stack(&[out, inp]));
             if let Some(bias) = bias.filter(|_| self.mlp.bias) {
@@ -640,36 +639,37 @@ impl ModelSpec {
     }
 }
 
+/// The roles of a linear.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinearRoles {
+    /// That of its matrix.
+    pub weight: Role,
+    /// That of its bias, where it can have one.
+    pub bias: Option<Role>,
+}
+
 /// The roles of the linears of a feed-forward part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FeedForwardRoles {
-    /// The gate's matrix, where there is a gate.
-    pub gate: Role,
-    /// That of the up projection.
-    pub up: Role,
-    /// That of the down projection.
-    pub down: Role,
-    /// Their biases, in this order, where they can have any.
-    pub biases: Option<[Role; 3]>,
+    /// The gate, where there is one.
+    pub gate: LinearRoles,
+    /// The up projection.
+    pub up: LinearRoles,
+    /// The down projection.
+    pub down: LinearRoles,
 }
 
 impl FeedForwardRoles {
     /// Those of a layer's feed-forward part, or of its experts.
     pub const DENSE: FeedForwardRoles = FeedForwardRoles {
-        gate: Role::GateProj,
-        up: Role::UpProj,
-        down: Role::DownProj,
-        biases: Some([Role::GateBias, Role::UpBias, Role::DownBias]),
+        gate: LinearRoles { weight: Role::GateProj, bias: Some(Role::GateBias) },
+        up: LinearRoles { weight: Role::UpProj, bias: Some(Role::UpBias) },
+        down: LinearRoles { weight: Role::DownProj, bias: Some(Role::DownBias) },
     };
     /// Those of a shared expert.
     pub const SHARED: FeedForwardRoles = FeedForwardRoles {
-        gate: Role::SharedGateProj,
-        up: Role::SharedUpProj,
-        down: Role::SharedDownProj,
-        biases: None,
+        gate: LinearRoles { weight: Role::SharedGateProj, bias: None },
+        up: LinearRoles { weight: Role::SharedUpProj, bias: None },
+        down: LinearRoles { weight: Role::SharedDownProj, bias: None },
     };
-
-    fn weights(self) -> [Role; 3] {
-        [self.gate, self.up, self.down]
-    }
 }

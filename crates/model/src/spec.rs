@@ -6,14 +6,12 @@
 use std::fmt;
 use std::ops::Range;
 
+use plimsoll_device::{MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN};
+
 use crate::parameters::{BlockId, Parameter};
 
 /// 2^50: a thousand times the largest models, and small enough that no size in bytes overflows.
 const MAX_PARAMETERS: u128 = 1 << 50;
-/// Experts of a layer at most: four times those of the largest models.
-const MAX_EXPERTS: u64 = 2048;
-/// Experts of a token at most.
-const MAX_EXPERTS_PER_TOKEN: u64 = 64;
 
 /// A model's shape.
 #[derive(Clone, Debug, PartialEq)]
@@ -431,6 +429,12 @@ impl AttentionSpec {
 }
 
 impl ExpertsSpec {
+    /// The rows of a stack that are one expert's.
+    pub fn rows_of(&self, parameter: &Parameter, expert: u64) -> Range<u64> {
+        let each = parameter.rows() / self.count.max(1);
+        expert * each..(expert + 1) * each
+    }
+
     fn check(&self) -> Result<(), SpecError> {
         let fail = |key, reason: fmt::Arguments<'_>| Err(SpecError { key, reason: reason.to_string() });
         let shared = self.shared.map_or(1, |shared| shared.intermediate_size);

@@ -1,6 +1,8 @@
 //! How much of a model stays in memory where not all of it fits: as much as dry runs find room for. The rest is
 //! streamed from disk.
 
+use std::ops::Range;
+
 use plimsoll_disk::LowerTiers;
 use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_step::{Residency, StepError, WeightStorage};
@@ -26,63 +28,61 @@ pub fn fitting_residency(
     mut run: impl FnMut(Residency) -> Result<PassFootprint, StepError>,
 ) -> Result<Option<Residency>, StepError> {
     let mut best: Option<(Residency, u64)> = None;
+    let mut fits = |residency: Residency| -> Result<Option<(Residency, u64)>, StepError> {
+        let PassFootprint { peak_bytes, read_bytes, .. } = run(residency)?;
+        Ok((peak_bytes <= room).then_some((residency, read_bytes)))
+    };
     // A head that is larger than layers makes every buffer larger, so that it may be better kept.
     for head in [true, false] {
-        let mut fits = |layers: u32| -> Result<Option<(Residency, u64)>, StepError> {
-            let residency = Residency::Spread { layers, head, expert_slots: 0 };
-            let PassFootprint { peak_bytes, read_bytes, .. } = run(residency)?;
-            Ok((peak_bytes <= room).then_some((residency, read_bytes)))
-        };
-        let Some(mut fitting) = fits(0)? else { continue };
-        // `low` layers fit, `high` do not.
-        let (mut low, mut high) = (0, spec.num_layers + 1);
-        while low + 1 < high {
-            let middle = low.midpoint(high);
-            match fits(middle)? {
-                Some(found) => (low, fitting) = (middle, found),
-                None => high = middle,
-            }
-        }
-        if best.is_none_or(|(_, read_bytes)| fitting.1 < read_bytes) {
-            best = Some(fitting);
+        let with = |layers| Residency::Spread { layers, head, expert_slots: 0 };
+        let fitting = most(0..spec.num_layers + 1, |layers| fits(with(layers)))?;
+        best = better(best, fitting);
+    }
+    Ok(better(best, fitting_slots(spec, &mut fits)?).map(|(residency, _)| residency))
+}
+
+/// The one with which fewer bytes are read; of equals the first.
+fn better(one: Option<(Residency, u64)>, other: Option<(Residency, u64)>) -> Option<(Residency, u64)> {
+    match (one, other) {
+        (Some(one), Some(other)) => Some(if other.1 < one.1 { other } else { one }),
+        (one, other) => one.or(other),
+    }
+}
+
+/// What the largest number of a range gives that fits; `None` where the first does not. What fits with a number fits with a smaller one.
+fn most<T>(
+    numbers: Range<u32>,
+    mut fits: impl FnMut(u32) -> Result<Option<T>, StepError>,
+) -> Result<Option<T>, StepError> {
+    let Some(mut fitting) = fits(numbers.start)? else { return Ok(None) };
+    // `low` fits, `high` does not.
+    let (mut low, mut high) = (numbers.start, numbers.end);
+    while low + 1 < high {
+        let middle = low.midpoint(high);
+        match fits(middle)? {
+            Some(found) => (low, fitting) = (middle, found),
+            None => high = middle,
         }
     }
-    if let Some(with_slots) = fitting_slots(spec, room, &mut run)?
-        && best.is_none_or(|(_, read_bytes)| with_slots.1 < read_bytes)
-    {
-        best = Some(with_slots);
-    }
-    Ok(best.map(|(residency, _)| residency))
+    Ok(Some(fitting))
 }
 
 /// Of a mixture of experts, as many slots for experts as fit beside as much of everything else as fits: that is used for every token.
 /// With what a pass then reads.
 fn fitting_slots(
     spec: &ModelSpec,
-    room: u64,
-    run: &mut impl FnMut(Residency) -> Result<PassFootprint, StepError>,
+    fits: &mut impl FnMut(Residency) -> Result<Option<(Residency, u64)>, StepError>,
 ) -> Result<Option<(Residency, u64)>, StepError> {
     let Some(experts) = &spec.experts else { return Ok(None) };
     let layers_of_experts = experts.layers.iter().filter(|has| **has).count() as u64;
-    let all = u32::try_from(experts.count * layers_of_experts).unwrap_or(u32::MAX);
+    let all = u32::try_from(experts.count * layers_of_experts).unwrap_or(u32::MAX - 1);
     let least = (experts.per_token as u32).min(all);
     for (layers, head) in [(spec.num_layers, true), (spec.num_layers, false), (0, false)] {
-        let mut fits = |expert_slots: u32| -> Result<Option<(Residency, u64)>, StepError> {
-            let residency = Residency::Spread { layers, head, expert_slots };
-            let PassFootprint { peak_bytes, read_bytes, .. } = run(residency)?;
-            Ok((peak_bytes <= room).then_some((residency, read_bytes)))
-        };
-        let Some(mut fitting) = fits(least)? else { continue };
-        // `low` slots fit, `high` do not.
-        let (mut low, mut high) = (least, all + 1);
-        while low + 1 < high {
-            let middle = low.midpoint(high);
-            match fits(middle)? {
-                Some(found) => (low, fitting) = (middle, found),
-                None => high = middle,
-            }
+        let with = |expert_slots| Residency::Spread { layers, head, expert_slots };
+        let fitting = most(least..all + 1, |slots| fits(with(slots)))?;
+        if fitting.is_some() {
+            return Ok(fitting);
         }
-        return Ok(Some(fitting));
     }
     Ok(None)
 }

@@ -61,7 +61,7 @@ impl Head {
         // An embedding's adapter is none of the head's.
         let adapter = if self.tied.is_some() { None } else { weights.adapter(role)? };
         let (block, weight) = (weights.block(), weights.get(role)?);
-        Ok(Linear { block, role, weight, bias_role: role, bias: None, adapter, offsets: None })
+        Ok(Linear { block, role, weight, bias: None, adapter, offsets: None })
     }
 }
 

@@ -69,9 +69,8 @@ pub(crate) struct Linear<'a> {
     pub role: Role,
     /// `[O, I]`; of experts `[E, O, I]`.
     pub weight: &'a Tensor,
-    pub bias_role: Role,
     /// `[O]`; of experts `[E, O]`.
-    pub bias: Option<&'a Tensor>,
+    pub bias: Option<(Role, &'a Tensor)>,
     pub adapter: Option<LowRank<'a>>,
     /// The rows of each expert, u32 `[E + 1]`.
     pub offsets: Option<&'a Tensor>,
@@ -116,7 +115,7 @@ impl<'a> Linear<'a> {
         accumulate: bool,
     ) -> Result<(), StepError> {
         let adds_bias = ctx.products.is_none_or(|products| products.adds_bias(self.role));
-        let bias = self.bias.filter(|_| adds_bias);
+        let bias = self.bias.filter(|_| adds_bias).map(|(_, bias)| bias);
         if let Some((adapter, dora)) = self.dora() {
             let y = self.undirected(ctx, adapter, x)?;
             let lengths = adapter.lengths(ctx, dora, self.weight)?;
@@ -185,8 +184,8 @@ impl<'a> Linear<'a> {
             let (narrow, x) = (&multiply.gradient(ctx.device, dout)?, &multiply.input(ctx.device, x)?);
             gradients.add_product(self.block, self.role, narrow, x, self.offsets, multiply.compute())?;
         }
-        if self.bias.is_some() && gradients.wants(self.block, self.bias_role) {
-            let Target { tensor: dbias, accumulate, .. } = gradients.target(self.block, self.bias_role)?;
+        if let Some((role, _)) = self.bias.filter(|(role, _)| gradients.wants(self.block, *role)) {
+            let Target { tensor: dbias, accumulate, .. } = gradients.target(self.block, role)?;
             let dbias = &dbias;
             let op: Op<'_> = match self.offsets {
                 None => Product::BiasBackward { dout, dbias, accumulate }.into(),

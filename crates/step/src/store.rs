@@ -132,13 +132,12 @@ impl BlockWeights {
         self.tensors.iter().find(|(r, _)| *r == role).map(|(_, tensor)| tensor)
     }
 
-    pub(crate) fn linear(&self, weight: Role, bias: Role) -> Result<Linear<'_>, StepError> {
+    pub(crate) fn linear(&self, weight: Role, bias: Option<Role>) -> Result<Linear<'_>, StepError> {
         Ok(Linear {
             block: self.block,
             role: weight,
             weight: self.get(weight)?,
-            bias_role: bias,
-            bias: self.find(bias),
+            bias: bias.and_then(|role| Some((role, self.find(role)?))),
             adapter: self.adapter(weight)?,
             offsets: None,
         })

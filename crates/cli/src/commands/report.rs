@@ -58,23 +58,12 @@ fn can_be_written(file: &Path) -> Result<(), Failure> {
 
 /// A run of another stack, answered again; the flags that a request has words for go over it.
 fn of_estimate(args: &ReportArgs, mut request: Request) -> Result<Document, Failure> {
-    let ConfigSource {
-        config: _,
-        set,
-        model,
-        batch_size,
-        sequence_length,
-        memory,
-        mixed_precision,
-        gradient_checkpointing,
-    } = &args.source;
-    let others = [batch_size, sequence_length, memory, mixed_precision, gradient_checkpointing];
-    if !set.is_empty() || others.iter().any(|flag| flag.is_some()) || args.machine.ranks.is_some() {
+    if args.source.changes_more_than_the_model() || args.machine.ranks.is_some() {
         return Err(Failure::usage(
             "a run of another stack is not changed by flags of plan; write another request with `plimsoll estimate ... --json`",
         ));
     }
-    if let Some(model) = model {
+    if let Some(model) = &args.source.model {
         request.model.clone_from(model);
     }
     if args.machine.hardware.is_some() {

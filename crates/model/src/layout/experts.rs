@@ -1,8 +1,6 @@
 //! Names and shapes of a layer with experts in Hugging Face's checkpoints: a tensor for each matrix of each expert, or one for all
 //! gates and ups of a layer and one for all downs, as transformers has them in memory since its version 5.
 
-use std::ops::Range;
-
 use super::{StoredPart, StoredTensor};
 use crate::parameters::{Parameter, Role};
 use crate::spec::{ExpertsSpec, ModelSpec};
@@ -28,19 +26,13 @@ pub(super) fn hf_layer(
         // Matrix by matrix, so that a stack is written in order.
         for parameter in &of_experts {
             tensors.extend((0..experts.count).map(|expert| {
-                let rows = rows_of(parameter, experts, expert);
+                let rows = experts.rows_of(parameter, expert);
                 let part = StoredPart { parameter: parameter.clone(), rows };
                 StoredTensor::of_rows(single_name(family, parameter, expert), vec![part])
             }));
         }
     }
     tensors
-}
-
-/// The rows of a stack that one expert's matrix has.
-fn rows_of(parameter: &Parameter, experts: &ExpertsSpec, expert: u64) -> Range<u64> {
-    let each = parameter.rows() / experts.count.max(1);
-    expert * each..(expert + 1) * each
 }
 
 /// `gate_up_proj [E, 2 I, H]`, each expert's gate before its up, and `down_proj [E, H, I]`; both without `.weight`.
@@ -52,7 +44,7 @@ fn stacks(experts: &ExpertsSpec, parameters: Vec<Parameter>) -> Vec<StoredTensor
         let at = of.first()?.name.rsplit_once(".experts.")?.0;
         let each = |expert| of.iter().map(move |parameter| (parameter, expert));
         let parts = (0..experts.count).flat_map(each).map(|(parameter, expert)| StoredPart {
-            rows: rows_of(parameter, experts, expert),
+            rows: experts.rows_of(parameter, expert),
             parameter: parameter.clone(),
         });
         let tensor = StoredTensor::of_rows(format!("{at}.experts.{part}"), parts.collect());

@@ -22,7 +22,7 @@ pub(super) fn project_qkv(
     normed: &Tensor,
 ) -> Result<Qkv, StepError> {
     let project = |weight, bias, name| -> Result<Tensor, StepError> {
-        let linear = weights.linear(weight, bias)?;
+        let linear = weights.linear(weight, Some(bias))?;
         let out =
             ctx.device.alloc(ctx.activations, &[normed.rows(), linear.outputs()], Tag::Attention, name)?;
         linear.forward(ctx, normed, &out, false)?;
@@ -143,7 +143,7 @@ pub(super) fn project_out(
     out: &Tensor,
     accumulate: bool,
 ) -> Result<(), StepError> {
-    let o_proj = weights.linear(Role::OProj, Role::OBias)?;
+    let o_proj = weights.linear(Role::OProj, Some(Role::OBias))?;
     o_proj.forward(ctx, attended, out, accumulate)
 }
 
@@ -161,7 +161,7 @@ pub(super) fn backward(
     let device = ctx.device;
     let alloc =
         |like: &Tensor, name| device.alloc(ctx.activations, &[rows, like.columns()], Tag::Attention, name);
-    let o_proj = weights.linear(Role::OProj, Role::OBias)?;
+    let o_proj = weights.linear(Role::OProj, Some(Role::OBias))?;
     let through = o_proj.backward_weight(ctx, gradients, dx, &attended.out)?;
     let dout = alloc(&attended.out, "dattention")?;
     o_proj.backward_input(ctx, through, dx, &dout, false)?;
@@ -185,7 +185,7 @@ pub(super) fn backward(
     for (gradient, weight, bias) in
         [(dq, Role::QProj, Role::QBias), (dk, Role::KProj, Role::KBias), (dv, Role::VProj, Role::VBias)]
     {
-        let linear = weights.linear(weight, bias)?;
+        let linear = weights.linear(weight, Some(bias))?;
         let through = linear.backward_weight(ctx, gradients, &gradient, normed)?;
         let (out, accumulate) = match dnormed.take() {
             Some(out) => (out, true),

@@ -5,7 +5,8 @@
 //! choice, so that a plan holds for every routing. The weights of a token's experts multiply the input of their down projections, which
 //! is linear; so the outputs of experts are never kept.
 
-use std::ops::Range;
+mod shared;
+mod slots;
 
 use plimsoll_device::{DType, DeviceExt, Router, Routing, Tensor};
 use plimsoll_memory::Tag;
@@ -20,10 +21,11 @@ use super::saved::{Held, Inner};
 use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
-use crate::head::{reshaped, rows};
+use crate::head::rows;
 use crate::linear::Linear;
 use crate::policy::{LayerPolicy, Save};
-use crate::store::{BlockWeights, ExpertWeights};
+use crate::store::BlockWeights;
+use shared::Shared;
 
 /// What the router says of some tokens.
 struct Routed {
@@ -95,12 +97,8 @@ pub(super) fn forward<R>(
     if let Some(weights) = ctx.expert_weights {
         let outputs = experts.through_slots(weights, &order, &routed.weights, normed)?;
         let out = add(&|out, accumulate| {
-            let places = &order.places;
-            ctx.device.run(Routing::Combine { x: &outputs, places, out, accumulate })?;
-            match &shared {
-                Some((shared, activated)) => shared.part.down()?.forward(ctx, activated, out, true),
-                None => Ok(()),
-            }
+            experts.combine(&order, &outputs, out, accumulate)?;
+            add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)
         })?;
         return Ok((out, SavedWithin::dropped()));
     }
@@ -110,10 +108,7 @@ pub(super) fn forward<R>(
     let (inner, activated) = kept_inner(ctx, policy, inner, Some(factors))?;
     let out = add(&|out, accumulate| {
         experts.write(&order, &activated, out, accumulate)?;
-        match &shared {
-            Some((shared, activated)) => shared.part.down()?.forward(ctx, activated, out, true),
-            None => Ok(()),
-        }
+        add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)
     })?;
     let activation = Held::new(ctx, policy.activation, activated)?;
     let shared_activation = match shared {
@@ -159,8 +154,16 @@ pub(super) fn backward(
             let inner = project_inner(ctx, experts.part(&order), &experts.gather(&normed, &order)?)?;
             let activation = scaled(ctx, activated(ctx, &inner)?, Some(&factors))?;
             let dweights = rows(&dweights, start, end)?;
-            experts
-                .rows_backward(inner, activation, &factors, &normed, &dout, &dweights, &dnormed, gradients)?;
+            experts.rows_backward(
+                inner,
+                activation,
+                (&routed.weights, &order),
+                &normed,
+                &dout,
+                &dweights,
+                &dnormed,
+                gradients,
+            )?;
             if let Some(shared) = experts.shared(&normed)? {
                 let inner = shared.inner(ctx, &normed)?;
                 let activation = scaled(ctx, activated(ctx, &inner)?, shared.factors().as_ref())?;
@@ -187,14 +190,20 @@ pub(super) fn backward(
         };
         let again = |out: &Tensor, accumulate| {
             experts.write(&order, &activation, out, accumulate)?;
-            match &shared {
-                Some((shared, _, activation)) => shared.part.down()?.forward(ctx, activation, out, true),
-                None => Ok(()),
-            }
+            add_shared(ctx, shared.as_ref().map(|(shared, _, activation)| (shared, activation)), out)
         };
         let dout = dout(&again, gradients)?;
         dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
-        experts.rows_backward(inner, activation, &factors, normed, &dout, &dweights, &dnormed, gradients)?;
+        experts.rows_backward(
+            inner,
+            activation,
+            (&routed.weights, &order),
+            normed,
+            &dout,
+            &dweights,
+            &dnormed,
+            gradients,
+        )?;
         if let Some((shared, inner, activation)) = shared {
             shared.backward(&experts, inner, activation, normed, &dout, &dnormed, gradients)?;
         }
@@ -207,6 +216,15 @@ pub(super) fn backward(
 }
 
 const NO_LOGITS: StepError = StepError::Invariant { what: "logits that were kept cannot be made again" };
+
+/// out += what the shared expert makes of its activation, where there is one.
+fn add_shared(
+    ctx: &Context<'_>,
+    shared: Option<(&Shared<'_>, &Tensor)>,
+    out: &Tensor,
+) -> Result<(), StepError> {
+    shared.map_or(Ok(()), |(shared, activation)| shared.part.down()?.forward(ctx, activation, out, true))
+}
 
 /// What is kept of gate and up projections, and their activation times its factors.
 fn kept_inner(
@@ -249,8 +267,7 @@ fn scaled_backward(
 
 impl<'e> Experts<'e, '_> {
     fn router(&self) -> Result<Linear<'e>, StepError> {
-        let linear = self.weights.linear(Role::Router, Role::Router)?;
-        Ok(Linear { bias: None, ..linear })
+        self.weights.linear(Role::Router, None)
     }
 
     fn rule(&self) -> Router {
@@ -334,61 +351,13 @@ impl<'e> Experts<'e, '_> {
         let down = self.part(order).down()?;
         let y = activation_tensor(self.ctx, activation.rows(), down.outputs(), "expert.outputs")?;
         down.forward(self.ctx, activation, &y, false)?;
+        self.combine(order, &y, out, accumulate)
+    }
+
+    /// out `[N, H]` (+)= the rows of each token's experts, added up.
+    fn combine(&self, order: &Order, x: &Tensor, out: &Tensor, accumulate: bool) -> Result<(), StepError> {
         let places = &order.places;
-        Ok(self.ctx.device.run(Routing::Combine { x: &y, places, out, accumulate })?)
-    }
-
-    /// What experts that come one by one make of their rows, `[R, H]`. Each has the bits that it has in a stack.
-    fn through_slots(
-        &self,
-        slots: &dyn ExpertWeights,
-        order: &Order,
-        weights: &Tensor,
-        normed: &Tensor,
-    ) -> Result<Tensor, StepError> {
-        let (ctx, block) = (self.ctx, self.weights.block());
-        let layer = block.layer().unwrap_or(0);
-        let routed = self.gather(normed, order)?;
-        let (count, inner) = (routed.rows(), self.spec.intermediate_size);
-        let gate = match ctx.mlp.gated {
-            true => Some(activation_tensor(ctx, count, inner, "gate")?),
-            false => None,
-        };
-        let up = activation_tensor(ctx, count, inner, "up")?;
-        let outputs = activation_tensor(ctx, count, normed.columns(), "expert.outputs")?;
-        let sources = reshaped(&order.sources, &[count, 1])?;
-        let runs = self.runs(order)?;
-        let used: Vec<u32> = (0..).zip(&runs).filter(|(_, rows)| !rows.is_empty()).map(|(e, _)| e).collect();
-        for expert in slots.announce(layer, &used)? {
-            let own = runs.get(expert as usize).cloned().unwrap_or_default();
-            let part = |x: &Tensor| rows(x, own.start, own.end);
-            let weights_of_expert = BlockWeights::new(block, slots.take(layer, expert)?);
-            let (weights_of_expert, roles) = (&weights_of_expert, FeedForwardRoles::DENSE);
-            let linears = FeedForward { weights: weights_of_expert, roles, offsets: None };
-            let (x, up) = (part(&routed)?, part(&up)?);
-            let gate = gate.as_ref().map(&part).transpose()?;
-            if let Some(gate) = &gate {
-                linears.gate()?.forward(ctx, &x, gate, false)?;
-            }
-            linears.up()?.forward(ctx, &x, &up, false)?;
-            let activated = activated_in_place(ctx, Inner { gate, up })?;
-            let sources = Some(&part(&sources)?).cloned();
-            let (x, sources) = (&activated, sources.as_ref());
-            ctx.device.run(Routing::ScaleRows { x, factors: weights, sources, out: x })?;
-            linears.down()?.forward(ctx, x, &part(&outputs)?, false)?;
-        }
-        Ok(outputs)
-    }
-
-    /// The rows of each expert. A device without memory takes every expert that there may be tokens for as one with tokens.
-    fn runs(&self, order: &Order) -> Result<Vec<Range<u64>>, StepError> {
-        let (count, total) = (self.spec.count, order.sources.elements());
-        if self.ctx.device.is_dry() {
-            let cut = |expert: u64| (expert * total).div_ceil(count);
-            return Ok((0..count).map(|expert| cut(expert)..cut(expert + 1)).collect());
-        }
-        let offsets = self.ctx.device.read_u32(&order.offsets)?;
-        Ok(offsets.windows(2).map(|pair| u64::from(pair[0])..u64::from(pair[1])).collect())
+        Ok(self.ctx.device.run(Routing::Combine { x, places, out, accumulate })?)
     }
 
     /// out (+)= the whole part, of which nothing is kept: only the rows of a chunk of tokens are `[., I]` wide at a time.
@@ -413,7 +382,7 @@ impl<'e> Experts<'e, '_> {
             let Some(shared) = experts.shared(&normed)? else { return Ok(()) };
             let activation = activated_in_place(ctx, shared.inner(ctx, &normed)?)?;
             let activation = scaled(ctx, activation, shared.factors().as_ref())?;
-            shared.part.down()?.forward(ctx, &activation, &out, true)
+            add_shared(ctx, Some((&shared, &activation)), &out)
         })
     }
 
@@ -423,7 +392,7 @@ impl<'e> Experts<'e, '_> {
         &self,
         inner: Inner,
         activation: Tensor,
-        factors: &Factors<'_>,
+        (weights, order): (&Tensor, &Order),
         normed: &Tensor,
         dout: &Tensor,
         dweights: &Tensor,
@@ -431,20 +400,19 @@ impl<'e> Experts<'e, '_> {
         gradients: &mut Gradients<'_>,
     ) -> Result<(), StepError> {
         let ctx = self.ctx;
-        let Some(order) = factors.order else { return Err(NO_ORDER) };
         let part = self.part(order);
         let drows = self.gather(dout, order)?;
         let dactivation = down_backward(ctx, part, activation, &drows, gradients)?;
         drop(drows);
-        scaled_backward(ctx, &inner, &dactivation, factors, dweights)?;
+        let factors = Factors { values: weights, order: Some(order) };
+        scaled_backward(ctx, &inner, &dactivation, &factors, dweights)?;
         let dinner = activation_backward(ctx, inner, &dactivation)?;
         drop(dactivation);
         let through = weights_backward(ctx, part, &dinner, &self.gather(normed, order)?, gradients)?;
         let drows = activation_tensor(ctx, order.sources.elements(), normed.columns(), "drouted")?;
         input_backward(ctx, part, through, &dinner, &drows, false)?;
         drop(dinner);
-        let places = &order.places;
-        Ok(ctx.device.run(Routing::Combine { x: &drows, places, out: dnormed, accumulate: false })?)
+        self.combine(order, &drows, dnormed, false)
     }
 
     /// dnormed += what comes through the router; adds to the gradient of its matrix.
@@ -467,80 +435,5 @@ impl<'e> Experts<'e, '_> {
         let linear = self.router()?;
         let through = linear.backward_weight(self.ctx, gradients, &dlogits, normed)?;
         linear.backward_input(self.ctx, through, &dlogits, dnormed, true)
-    }
-
-    /// The shared expert, where there is one, with its gate for these tokens.
-    fn shared(&self, normed: &Tensor) -> Result<Option<Shared<'e>>, StepError> {
-        let Some(spec) = self.spec.shared else { return Ok(None) };
-        let part = FeedForward { weights: self.weights, roles: FeedForwardRoles::SHARED, offsets: None };
-        if !spec.gated {
-            return Ok(Some(Shared { part, gate: None }));
-        }
-        let device = self.ctx.device;
-        let alloc = |name| device.alloc(DType::F32, &[normed.rows(), 1], Tag::Activations, name);
-        let (logits, values) = (alloc("shared.gate")?, alloc("shared.factor")?);
-        let linear = Linear { bias: None, ..self.weights.linear(Role::SharedRouter, Role::SharedRouter)? };
-        linear.forward(self.ctx, normed, &logits, false)?;
-        device.run(Routing::Weigh { logits: &logits, choice: None, router: GATE, weights: &values })?;
-        Ok(Some(Shared { part, gate: Some(Gate { linear, logits, values }) }))
-    }
-}
-
-const NO_ORDER: StepError = StepError::Invariant { what: "rows of experts without an order" };
-
-/// A gate is the sigmoid of a logit.
-const GATE: Router = Router { sigmoid: true, normalise: false, scale: 1.0, groups: None };
-
-/// What every token goes through beside its experts.
-struct Shared<'w> {
-    part: FeedForward<'w>,
-    gate: Option<Gate<'w>>,
-}
-
-/// What the output of a shared expert is multiplied with.
-struct Gate<'w> {
-    linear: Linear<'w>,
-    /// f32 `[N, 1]`
-    logits: Tensor,
-    /// Their sigmoids.
-    values: Tensor,
-}
-
-impl Shared<'_> {
-    fn factors(&self) -> Option<Factors<'_>> {
-        self.gate.as_ref().map(|gate| Factors { values: &gate.values, order: None })
-    }
-
-    fn inner(&self, ctx: &Context<'_>, normed: &Tensor) -> Result<Inner, StepError> {
-        project_inner(ctx, self.part, normed)
-    }
-
-    /// dnormed += what comes through it; adds to the gradients of its matrices.
-    fn backward(
-        &self,
-        experts: &Experts<'_, '_>,
-        inner: Inner,
-        activation: Tensor,
-        normed: &Tensor,
-        dout: &Tensor,
-        dnormed: &Tensor,
-        gradients: &mut Gradients<'_>,
-    ) -> Result<(), StepError> {
-        let (ctx, device) = (experts.ctx, experts.ctx.device);
-        let dactivation = down_backward(ctx, self.part, activation, dout, gradients)?;
-        if let (Some(gate), Some(factors)) = (&self.gate, self.factors()) {
-            let alloc = |name| device.alloc(DType::F32, &[normed.rows(), 1], Tag::Activations, name);
-            let (dvalues, dlogits) = (alloc("dshared.factor")?, alloc("dshared.gate")?);
-            scaled_backward(ctx, &inner, &dactivation, &factors, &dvalues)?;
-            let (logits, choice, router) = (&gate.logits, None, GATE);
-            let (dweights, dlogits) = (&dvalues, &dlogits);
-            device.run(Routing::WeighBackward { logits, choice, router, dweights, dlogits })?;
-            let through = gate.linear.backward_weight(ctx, gradients, dlogits, normed)?;
-            gate.linear.backward_input(ctx, through, dlogits, dnormed, true)?;
-        }
-        let dinner = activation_backward(ctx, inner, &dactivation)?;
-        drop(dactivation);
-        let through = weights_backward(ctx, self.part, &dinner, normed, gradients)?;
-        input_backward(ctx, self.part, through, &dinner, dnormed, true)
     }
 }

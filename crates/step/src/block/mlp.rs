@@ -2,7 +2,7 @@
 //! too, which their file sends tokens to.
 
 use plimsoll_device::{Activation, DeviceExt, Tensor};
-use plimsoll_model::{FeedForwardRoles, Role};
+use plimsoll_model::{FeedForwardRoles, LinearRoles};
 
 use super::experts;
 use super::mover::Mover;
@@ -45,11 +45,7 @@ impl SavedMlp {
     /// Begins to bring back what is away.
     pub fn fetch(&mut self, away: Option<&Mover<'_>>) -> Result<(), StepError> {
         self.norm.fetch(away)?;
-        self.within.inner.fetch(away)?;
-        self.within.activation.fetch(away)?;
-        self.within.logits.fetch(away)?;
-        self.within.shared_inner.fetch(away)?;
-        self.within.shared_activation.fetch(away)
+        self.within.fetch(away)
     }
 }
 
@@ -62,6 +58,14 @@ impl SavedWithin {
             shared_inner: Held::Dropped,
             shared_activation: Held::Dropped,
         }
+    }
+
+    fn fetch(&mut self, away: Option<&Mover<'_>>) -> Result<(), StepError> {
+        self.inner.fetch(away)?;
+        self.activation.fetch(away)?;
+        self.logits.fetch(away)?;
+        self.shared_inner.fetch(away)?;
+        self.shared_activation.fetch(away)
     }
 }
 
@@ -79,24 +83,20 @@ impl<'w> FeedForward<'w> {
         FeedForward { weights, roles: FeedForwardRoles::DENSE, offsets: None }
     }
 
-    /// The number of a linear is its place among gate, up and down.
-    fn linear(self, weight: Role, number: usize) -> Result<Linear<'w>, StepError> {
-        // A weight stands for a bias that there is not.
-        let bias = self.roles.biases.map_or(weight, |biases| biases[number]);
-        let linear = self.weights.linear(weight, bias)?.grouped(self.offsets);
-        Ok(Linear { bias: linear.bias.filter(|_| bias != weight), ..linear })
+    fn linear(self, LinearRoles { weight, bias }: LinearRoles) -> Result<Linear<'w>, StepError> {
+        Ok(self.weights.linear(weight, bias)?.grouped(self.offsets))
     }
 
     pub fn gate(self) -> Result<Linear<'w>, StepError> {
-        self.linear(self.roles.gate, 0)
+        self.linear(self.roles.gate)
     }
 
     pub fn up(self) -> Result<Linear<'w>, StepError> {
-        self.linear(self.roles.up, 1)
+        self.linear(self.roles.up)
     }
 
     pub fn down(self) -> Result<Linear<'w>, StepError> {
-        self.linear(self.roles.down, 2)
+        self.linear(self.roles.down)
     }
 }
 

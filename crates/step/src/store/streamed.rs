@@ -135,8 +135,7 @@ impl<'a> WeightStore<'a> {
                 let experts = block.layer().and_then(|layer| spec.experts_of(layer));
                 let pieces = match experts {
                     Some(experts) if by_expert => {
-                        let rows = parameter.rows() / experts.count;
-                        (0..experts.count).map(|expert| expert * rows..(expert + 1) * rows).collect()
+                        (0..experts.count).map(|expert| experts.rows_of(&parameter, expert)).collect()
                     }
                     _ if divisible && !has_adapter(&parameter) => cut.of(&parameter),
                     _ => std::iter::once(parameter.all_rows()).collect(),
