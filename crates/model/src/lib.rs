@@ -36,7 +36,7 @@ pub use source::{
     Format, ModelError, ModelFiles, RowOrder, StoredView, StoredWeight, StoredWeights, WeightSource,
 };
 pub use spec::{
-    Activation, AttentionSpec, ExpertGroups, ExpertsSpec, MlpSpec, ModelPart, ModelSpec, NormKind,
+    Activation, AttentionSpec, ExpertGroups, ExpertsSpec, LayerKind, MlpSpec, ModelPart, ModelSpec, NormKind,
     NormPlacement, NormSpec, QkNorm, RopeScaling, RopeSpec, RouterSpec, Scoring, SharedExpert, SlidingWindow,
     SpecError,
 };

@@ -204,6 +204,15 @@ pub struct ExpertsSpec {
     pub stacked_files: bool,
 }
 
+/// What distinguishes the layers of a model from each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerKind {
+    /// Positions that a token sees, its own included; `None` for all before it.
+    pub window: Option<u64>,
+    /// Whether the layer has experts.
+    pub experts: bool,
+}
+
 /// What every token goes through beside its experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SharedExpert {
@@ -488,6 +497,11 @@ impl ModelSpec {
     /// The feed-forward part of a layer.
     pub fn feed_forward(&self, _layer: u32) -> &MlpSpec {
         &self.mlp
+    }
+
+    /// What a layer has that others may not have.
+    pub fn layer_kind(&self, layer: u32) -> LayerKind {
+        LayerKind { window: self.attention.window(layer), experts: self.experts_of(layer).is_some() }
     }
 
     /// The experts of a layer, if it has any.

@@ -1,6 +1,6 @@
 //! Which stages of a pipeline say what all of them take: of stages that do the same with as many micro-batches or fewer under way, one.
 
-use plimsoll_model::ModelSpec;
+use plimsoll_model::{LayerKind, ModelSpec};
 use plimsoll_step::{PipelineSchedule, Stage, StepSettings, TrainingMethod};
 
 use crate::Network;
@@ -8,8 +8,7 @@ use crate::Network;
 /// What a stage between the first and the last one does, beside the micro-batches that it has under way.
 #[derive(PartialEq)]
 struct Kind {
-    /// Its layers, by the window of their attention.
-    windows: Vec<Option<u64>>,
+    layers: Vec<LayerKind>,
     /// Its place among the ranks of its machine: who else is there.
     of_machine: u32,
 }
@@ -36,8 +35,8 @@ pub(crate) fn telling(spec: &ModelSpec, settings: &StepSettings, network: Option
                 return true;
             }
             let part = Stage::part(spec, own, count);
-            let windows = part.layers().map(|layer| spec.attention.window(layer)).collect();
-            let kind = Kind { windows, of_machine: rank % of_machine };
+            let layers = part.layers().map(|layer| spec.layer_kind(layer)).collect();
+            let kind = Kind { layers, of_machine: rank % of_machine };
             let is_new = !kinds.contains(&kind);
             if is_new {
                 kinds.push(kind);
@@ -96,8 +95,13 @@ mod tests {
             ("llama-3.1-8b", 30, &["parallel.tensor_parallel=4", "parallel.pipeline_parallel=8"][..]),
             ("llama-3.1-8b", 22, &["parallel.pipeline_parallel=8", "parallel.pipeline_schedule=gpipe"]),
             ("gemma-3-12b", 48, &["parallel.tensor_parallel=8", "parallel.pipeline_parallel=4"]),
+            ("olmoe-1b-7b", 16, &["parallel.pipeline_parallel=8"]),
         ] {
-            let spec = ModelSpec { num_layers: layers, ..catalogue::find(model).unwrap() };
+            let mut spec = ModelSpec { num_layers: layers, ..catalogue::find(model).unwrap() };
+            // Half of the stages between the first and the last have experts.
+            if let Some(experts) = &mut spec.experts {
+                experts.layers = (0..layers).map(|layer| layer >= layers / 2).collect();
+            }
             let mut config = RawConfig::from_str("model: m", "test").unwrap();
             let fixed = ["data.sequence_length=256", "training.gradient_accumulation_steps=12"];
             set.iter().chain(&fixed).for_each(|assignment| config.apply_set(assignment).unwrap());

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use plimsoll_device::DType;
 use plimsoll_memory::Tier;
-use plimsoll_model::{BlockId, ModelSpec, Role};
+use plimsoll_model::{BlockId, LayerKind, ModelSpec, Role};
 use plimsoll_step::{
     Adapters, Checkpointing, KeptLayers, LayerPolicy, Offload, SavePolicy, Stage, StepSettings,
     TrainingMethod, ZeroStage,
@@ -40,8 +40,7 @@ pub(super) struct Gap {
 /// What distinguishes a layer from others, for memory and costs.
 #[derive(PartialEq)]
 struct Layer {
-    window: Option<u64>,
-    experts: bool,
+    kind: LayerKind,
     saved: LayerPolicy,
     /// Whether its parameters, gradients, states and activations stay on the device.
     stays: [bool; 4],
@@ -191,11 +190,14 @@ fn stays(spec: &ModelSpec, layer: u32, kept: u32) -> bool {
 fn layers(spec: &ModelSpec, settings: &StepSettings, policy: &SavePolicy) -> Vec<Layer> {
     let KeptLayers { parameters, gradients, optimizer, activations } = settings.kept_layers;
     let kept = [parameters, gradients, optimizer, activations];
+    let kind = |layer| {
+        let LayerKind { window, experts } = spec.layer_kind(layer);
+        // A window that reaches over all positions is none.
+        LayerKind { window: window.filter(|window| *window < settings.sequence_length), experts }
+    };
     let mut all: Vec<Layer> = (0..spec.num_layers)
         .map(|layer| Layer {
-            // One that reaches over all positions is none.
-            window: spec.attention.window(layer).filter(|window| *window < settings.sequence_length),
-            experts: spec.experts_of(layer).is_some(),
+            kind: kind(layer),
             saved: policy.layer(layer),
             stays: kept.map(|kept| stays(spec, layer, kept)),
             trained: Vec::new(),
