@@ -478,20 +478,27 @@ impl ModelSpec {
         self.part.vocabulary.map_or(self.vocab_size, |(start, end)| end - start)
     }
 
-    /// What one of so many ranks has of the model that share every product: some heads, a part of the feed-forward width, and these
-    /// rows of the tables.
-    pub fn share_of_products(&self, ranks: u64, vocabulary: Option<(u64, u64)>) -> ModelSpec {
-        let mut spec = self.clone();
+    /// What the `rank`-th of so many ranks has of the model that share every product: some heads, a part of the feed-forward width,
+    /// some of the experts of each layer as a whole, and these rows of the tables.
+    pub fn share_of_products(&self, rank: u64, ranks: u64, vocabulary: Option<(u64, u64)>) -> ModelSpec {
+        let mut spec = self.share_of_experts(rank, ranks);
         spec.attention.heads /= ranks.max(1);
         spec.attention.kv_heads /= ranks.max(1);
         spec.mlp.intermediate_size /= ranks.max(1);
         if let Some(experts) = &mut spec.experts {
-            experts.intermediate_size /= ranks.max(1);
             if let Some(shared) = &mut experts.shared {
                 shared.intermediate_size /= ranks.max(1);
             }
         }
         spec.part.vocabulary = vocabulary;
+        spec
+    }
+
+    /// What the `rank`-th of so many ranks has of the model that have different experts, and all else alike.
+    pub fn share_of_experts(&self, rank: u64, ranks: u64) -> ModelSpec {
+        let mut spec = self.clone();
+        let count = spec.experts.as_ref().map_or(0, |experts| experts.count / ranks.max(1));
+        spec.part.experts = Some((rank * count, (rank + 1) * count));
         spec
     }
 
@@ -582,13 +589,15 @@ impl ModelSpec {
                     }
                     Some(experts) => {
                         let (count, inner) = (experts.count, experts.intermediate_size);
+                        let own = self.own_experts(experts);
                         add(name("mlp.gate.weight"), Role::Router, &[count, hidden]);
                         if experts.router.correction {
                             let role = Role::RouterCorrection;
                             add(name("mlp.gate.e_score_correction_bias"), role, &[count]);
                         }
                         let roles = FeedForwardRoles::DENSE;
-                        self.feed_forward_parameters(&mut add, &name("mlp.experts"), roles, &[count], inner);
+                        let stack = [own.end - own.start];
+                        self.feed_forward_parameters(&mut add, &name("mlp.experts"), roles, &stack, inner);
                         if let Some(shared) = experts.shared {
                             let (at, inner) = (name("mlp.shared_expert"), shared.intermediate_size);
                             self.feed_forward_parameters(&mut add, &at, FeedForwardRoles::SHARED, &[], inner);

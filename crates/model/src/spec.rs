@@ -63,12 +63,14 @@ pub struct ModelPart {
     pub head: bool,
     /// The first row of the tables, and the one behind the last, where it does not have all.
     pub vocabulary: Option<(u64, u64)>,
+    /// The first of a layer's experts, and the one behind the last, where it does not have all. Routers choose among all.
+    pub experts: Option<(u64, u64)>,
 }
 
 impl ModelPart {
     /// All of a model.
     pub const WHOLE: ModelPart =
-        ModelPart { runs: Vec::new(), embedding: true, head: true, vocabulary: None };
+        ModelPart { runs: Vec::new(), embedding: true, head: true, vocabulary: None, experts: None };
 }
 
 impl Default for ModelPart {
@@ -507,6 +509,11 @@ impl ModelSpec {
     /// The experts of a layer, if it has any.
     pub fn experts_of(&self, layer: u32) -> Option<&ExpertsSpec> {
         self.experts.as_ref().filter(|experts| experts.layers.get(layer as usize) == Some(&true))
+    }
+
+    /// The experts of a layer that it has the matrices of.
+    pub fn own_experts(&self, experts: &ExpertsSpec) -> Range<u64> {
+        self.part.experts.map_or(0..experts.count, |(start, end)| start..end)
     }
 
     /// Number of parameters that one token is multiplied with or looked up in: all but those of experts that it does not go to.

@@ -318,7 +318,7 @@ impl Among<'_> {
     }
 
     fn division(&self, choice: &Choice) -> Division {
-        let Mesh { data, context, pipeline, tensor } = choice.settings.ranks.mesh;
+        let Mesh { data, context, pipeline, tensor, .. } = choice.settings.ranks.mesh;
         Division {
             data_parallel: data,
             context_parallel: context,

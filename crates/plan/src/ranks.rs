@@ -70,7 +70,7 @@ pub(crate) fn rank_groups(
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(new) => {
                 let place = mesh.place(rank);
-                let rank = |replica| mesh.rank(place.stage, replica, place.tensor);
+                let rank = |replica| mesh.rank(place.stage, replica, place.part());
                 new.insert(replicas(mesh.replicas(), mesh.size() <= FEW, &|replica| alone(rank(replica)))?)
             }
         };
@@ -88,7 +88,7 @@ pub(crate) fn rank_groups(
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Kind {
     stage: u32,
-    /// Whether it takes the norms of what all that share products have.
+    /// Whether it takes the norms of what all that have parts of the same layers have alike.
     leads: bool,
     /// Rows of the tables.
     table_rows: u64,
@@ -98,7 +98,7 @@ impl Kind {
     fn of(spec: &ModelSpec, settings: &StepSettings, rank: u32) -> Kind {
         let place = settings.ranks.mesh.place(rank);
         let table_rows = Stage::table_rows(spec, place.tensor, settings.ranks.mesh.tensor);
-        Kind { stage: place.stage, leads: place.tensor == 0, table_rows }
+        Kind { stage: place.stage, leads: place.part() == 0, table_rows }
     }
 }
 

@@ -63,6 +63,7 @@ impl Technique {
         Technique::SequenceChunks,
         Technique::Zero,
         Technique::Tensor,
+        Technique::Experts,
         Technique::Pipeline,
         Technique::Context,
         Technique::Offload(TensorKind::Optimizer),
@@ -94,6 +95,7 @@ impl Technique {
             Technique::SequenceChunks => &["training.sequence_chunk_tokens"],
             Technique::Zero => &["parallel.zero_stage", "parallel.sharding_strategy", "parallel.shard_size"],
             Technique::Tensor => &["parallel.tensor_parallel", "parallel.sequence_parallel"],
+            Technique::Experts => &["parallel.expert_parallel"],
             Technique::Pipeline => &["parallel.pipeline_parallel", "parallel.pipeline_schedule"],
             Technique::Context => &["parallel.context_parallel"],
             Technique::Offload(TensorKind::Optimizer) => {
@@ -197,6 +199,7 @@ impl<'a> Techniques<'a> {
                 step.sharding = Sharding { stage, among, ..step.sharding };
             }
             Technique::Tensor => step.ranks = alone(step.ranks, |mesh| mesh.tensor = 1),
+            Technique::Experts => step.ranks = alone(step.ranks, |mesh| mesh.expert = 1),
             Technique::Pipeline => step.ranks = alone(step.ranks, |mesh| mesh.pipeline = 1),
             Technique::Context => step.ranks = alone(step.ranks, |mesh| mesh.context = 1),
             Technique::Offload(kind) => {
@@ -246,6 +249,7 @@ impl<'a> Techniques<'a> {
             }
             Technique::Zero => format!("ZeRO stage {}", step.sharding.stage.number()),
             Technique::Tensor => format!("{} tensor parallel ranks for each", mesh.tensor),
+            Technique::Experts => format!("experts divided among {} ranks", mesh.expert),
             Technique::Pipeline => format!("{} pipeline stages", mesh.pipeline),
             Technique::Context => format!("{} context parallel ranks for each", mesh.context),
             Technique::Offload(kind) => {
@@ -338,7 +342,8 @@ fn alone(ranks: Ranks, take_away: impl Fn(&mut Mesh)) -> Ranks {
     }
     let along = |place: u32, ranks: u32| if ranks > 1 { place } else { 0 };
     let context = along(place.context, mesh.context);
-    let replica = place.data * mesh.context.max(1) + context;
-    let rank = mesh.rank(along(place.stage, mesh.pipeline), replica, along(place.tensor, mesh.tensor));
+    let replica = place.data / mesh.expert.max(1) * mesh.context.max(1) + context;
+    let part = along(place.tensor, mesh.tensor).max(along(place.expert, mesh.expert));
+    let rank = mesh.rank(along(place.stage, mesh.pipeline), replica, part);
     Ranks { rank, mesh }
 }

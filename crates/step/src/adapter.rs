@@ -198,9 +198,10 @@ impl LowRank<'_> {
     ) -> Op<'t> {
         // Linears that read the same input drop different elements of it.
         let seed = splitmix64(dropout.seed, self.block.parameter_number(self.b_role));
-        // Ranks that have other columns of an input make a choice of their own.
-        let columns = ctx.products.filter(|_| Split::of(self.a_role) == Split::Columns);
-        let seed = columns.map_or(seed, |products| splitmix64(seed, u64::from(products.ranks().rank())));
+        // Ranks that have other columns of an input, or rows of other experts, make a choice of their own.
+        let has_others = self.offsets.is_some() || Split::of(self.a_role) == Split::Columns;
+        let apart = ctx.products.filter(|_| has_others);
+        let seed = apart.map_or(seed, |products| splitmix64(seed, u64::from(products.ranks().rank())));
         let first = dropout.first_row * x.columns();
         Elementwise::Dropout { x, out, probability: dropout.probability, seed, first, accumulate }.into()
     }

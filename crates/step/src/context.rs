@@ -53,6 +53,8 @@ pub(crate) struct Context<'a> {
     pub products: Option<&'a Products<'a>>,
     /// The same, where each has some rows of the residual stream between the halves of layers.
     pub rows: Option<&'a Products<'a>>,
+    /// The ranks that have different experts, where no rank has all.
+    pub expert_ranks: Option<&'a Products<'a>>,
 }
 
 impl<'a> Context<'a> {
@@ -87,6 +89,7 @@ impl<'a> Context<'a> {
             chunk: None,
             around: None,
             products: None,
+            expert_ranks: None,
             rows: None,
         }
     }
@@ -117,8 +120,11 @@ impl<'a> Context<'a> {
         self.mlp_chunk_tokens.filter(|chunk| *chunk < tokens)
     }
 
-    /// The same for ranks that share every product of so many tokens.
+    /// The same for ranks that share every product of so many tokens, or have different experts.
     pub fn sharing(self, products: Option<&'a Products<'a>>, tokens: u64) -> Context<'a> {
+        if let Some(ranks) = products.filter(|products| products.shares_experts_alone()) {
+            return Context { expert_ranks: Some(ranks), ..self };
+        }
         let rows = products.filter(|products| products.shares_rows(tokens));
         Context { products, rows, ..self }
     }

@@ -71,6 +71,16 @@ pub enum StepError {
         /// How many there are.
         size: u64,
     },
+    /// Ranks with different experts do not come out even.
+    #[error(
+        "a layer's {size} experts are not divisible by {ranks} ranks; set parallel.expert_parallel to a divisor"
+    )]
+    UnevenExperts {
+        /// Ranks with different experts.
+        ranks: u32,
+        /// Experts of a layer.
+        size: u64,
+    },
     /// A pipeline has more stages than there are layers.
     #[error(
         "{stages} stages are more than the model has layers, which are {layers}; set parallel.pipeline_parallel to {layers} or less"

@@ -114,7 +114,9 @@ impl<'a> Linear<'a> {
         out: &Tensor,
         accumulate: bool,
     ) -> Result<(), StepError> {
-        let adds_bias = ctx.products.is_none_or(|products| products.adds_bias(self.role));
+        // Of experts that ranks have apart, nobody else adds the bias.
+        let adds_bias =
+            self.offsets.is_some() || ctx.products.is_none_or(|products| products.adds_bias(self.role));
         let bias = self.bias.filter(|_| adds_bias).map(|(_, bias)| bias);
         if let Some((adapter, dora)) = self.dora() {
             let y = self.undirected(ctx, adapter, x)?;

@@ -4,32 +4,46 @@
 //!
 //! With sequence parallelism (Korthikanti et al. 2022) the residual stream is divided between the halves: each rank has some of its rows,
 //! normalises them and keeps them for the backward pass. A half gathers the rows of all ranks, and each rank gets the sum of its own rows.
+//!
+//! Ranks may have different experts and share nothing else: then experts alone gather and add up so, tokens of other micro-batches.
 
-use plimsoll_device::{Collective, Communicated, Device, DeviceExt, Elementwise, Rounding, Tensor};
+use plimsoll_device::{
+    Collective, Communicated, DType, Device, DeviceExt, Elementwise, Rounding, Routing, Tensor,
+};
 use plimsoll_memory::Tag;
 use plimsoll_model::Role;
 use plimsoll_parallel::{Collectives, Communicator};
 
 use crate::StepError;
 use crate::head::reshaped;
+use crate::stage::LayerParts;
 
 /// The ranks that share every product with this one.
 pub(crate) struct Products<'a> {
     ranks: Box<dyn Communicator + 'a>,
     /// The rows of the tables that this one has, where it does not have all.
     pub vocabulary: Option<(u64, u64)>,
-    /// Whether each has some rows of the residual stream between the halves of layers.
-    shares_rows: bool,
+    sharing: LayerParts,
 }
 
 impl<'a> Products<'a> {
-    pub fn new(ranks: Box<dyn Communicator + 'a>, vocabulary: Option<(u64, u64)>, shares_rows: bool) -> Self {
-        Products { ranks, vocabulary, shares_rows }
+    pub fn new(
+        ranks: Box<dyn Communicator + 'a>,
+        vocabulary: Option<(u64, u64)>,
+        sharing: LayerParts,
+    ) -> Self {
+        Products { ranks, vocabulary, sharing }
+    }
+
+    /// Whether they have different experts, and share nothing else.
+    pub fn shares_experts_alone(&self) -> bool {
+        self.sharing == LayerParts::Experts
     }
 
     /// Whether each has some rows of the residual stream of so many tokens.
     pub fn shares_rows(&self, tokens: u64) -> bool {
-        self.shares_rows && tokens.is_multiple_of(u64::from(self.ranks.size()))
+        self.sharing == LayerParts::Products { rows: true }
+            && tokens.is_multiple_of(u64::from(self.ranks.size()))
     }
 
     /// All of them.
@@ -87,7 +101,10 @@ impl<'a> Products<'a> {
         let shares = self.shares(&all);
         let own =
             shares.of(self.rank()).ok_or(StepError::Invariant { what: "a rank has no rows to give" })?;
-        device.run(Elementwise::Cast { x, out: &own, rounding: Rounding::Nearest })?;
+        match x.dtype() {
+            DType::U32 => device.run(Routing::Copy { x, out: &own })?,
+            _ => device.run(Elementwise::Cast { x, out: &own, rounding: Rounding::Nearest })?,
+        }
         self.ranks.all_gather(device, Collective::AllGather, &|rank| shares.of(rank))?;
         Ok(all)
     }

@@ -10,6 +10,7 @@ use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter, QkNorm, Role,
 use plimsoll_parallel::{Mesh, MeshPlace};
 
 use crate::inputs::Places;
+use crate::stage::Split;
 use crate::{Checkpointing, Compression, OptimizerSettings, PipelineSchedule, Stage, StepError};
 
 /// Storage types of a step.
@@ -473,6 +474,7 @@ impl StepSettings {
         self.check_context()?;
         self.check_pipeline(spec)?;
         self.check_products(spec)?;
+        self.check_experts(spec)?;
         self.check_sharers()
     }
 
@@ -563,26 +565,30 @@ impl StepSettings {
                 return Err(of_mesh(what, "divide the layers by parallel.pipeline_parallel"));
             }
             () if has_lengths => "lengths of rows need whole rows",
-            () if spec.experts.is_some() => {
-                let what = "experts are not divided by their widths";
-                return Err(of_mesh(what, "divide the layers by parallel.pipeline_parallel"));
-            }
             () if adapts_tables => {
                 let what = "an adapter of the embedding or the head needs all of its table";
                 return Err(of_mesh(what, "leave them out of training.lora.target_modules"));
             }
             () if self.stage.is_some() => return Ok(()),
             () => {
+                let ranks = u64::from(ranks);
+                let experts = spec.experts.as_ref();
+                let is_dense = spec.layers().any(|layer| spec.experts_of(layer).is_none());
+                let shared = experts.and_then(|experts| experts.shared);
                 let sizes = [
                     ("attention heads", spec.attention.heads),
                     ("key-value heads", spec.attention.kv_heads),
-                    ("columns of the feed-forward part", spec.mlp.intermediate_size),
+                    (
+                        "columns of the feed-forward part",
+                        if is_dense { spec.mlp.intermediate_size } else { ranks },
+                    ),
+                    ("experts", experts.map_or(ranks, |experts| experts.count)),
+                    ("columns of the shared expert", shared.map_or(ranks, |shared| shared.intermediate_size)),
                 ];
-                let ranks = u64::from(ranks);
                 let blocks = |p: &Parameter| {
                     let types = &self.method.adapters()?.weight_types;
                     let elements = types.get(&(p.block, p.role))?.block_elements();
-                    let is_cut = matches!(p.role, Role::OProj | Role::DownProj);
+                    let is_cut = Split::of_parameter(p) == Split::Columns;
                     (is_cut && !(p.columns() / ranks).is_multiple_of(elements))
                         .then(|| p.columns() / elements)
                 };
@@ -593,6 +599,30 @@ impl StepSettings {
                 let ranks = self.ranks.mesh.tensor;
                 return Err(StepError::UnevenProducts { ranks, what, size });
             }
+        };
+        Err(StepError::Invariant { what })
+    }
+
+    /// What stands in the way of ranks that have different experts, if they do.
+    fn check_experts(&self, spec: &ModelSpec) -> Result<(), StepError> {
+        let Mesh { data, expert: ranks, tensor, .. } = self.ranks.mesh;
+        if ranks <= 1 {
+            return Ok(());
+        }
+        let of_mesh = |what, remedy| StepError::Mesh { key: "parallel.expert_parallel", what, remedy };
+        let what = match (&spec.experts, &self.stage) {
+            _ if tensor > 1 => "ranks that share every product have different experts",
+            _ if !data.is_multiple_of(ranks) => "ranks with different experts take other micro-batches",
+            _ if self.chunk_tokens().is_some() => "sequences in chunks go through experts of one rank",
+            _ if !self.optimizer.kind.has_states_of_elements() => {
+                "an optimizer whose states are of rows or blocks needs whole stacks"
+            }
+            (None, _) => return Err(of_mesh("the model has no experts", "leave it away")),
+            (Some(experts), None) if !experts.count.is_multiple_of(u64::from(ranks)) => {
+                let size = experts.count;
+                return Err(StepError::UnevenExperts { ranks, size });
+            }
+            (Some(_), _) => return Ok(()),
         };
         Err(StepError::Invariant { what })
     }

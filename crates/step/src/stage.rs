@@ -5,14 +5,12 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::PIECE_ROWS;
-use plimsoll_model::{Adapted, BlockId, LoraPart, ModelPart, ModelSpec, Parameter, ParameterGroup, Role};
-use plimsoll_parallel::{Mesh, MeshPlace};
-
 use crate::StepSettings;
 use crate::settings::{Adapters, TrainingMethod};
 use crate::tier::Pieces;
 use crate::trainer::Parts;
+use plimsoll_device::PIECE_ROWS;
+use plimsoll_model::{Adapted, BlockId, LoraPart, ModelPart, ModelSpec, Parameter, ParameterGroup, Role};
 
 /// When a stage takes micro-batches back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -56,8 +54,8 @@ pub struct Stage {
     pub tensor: u32,
     /// In how many parts.
     pub tensors: u32,
-    /// Whether each has some rows of the residual stream.
-    pub(crate) shares_rows: bool,
+    /// What they share.
+    pub(crate) sharing: LayerParts,
     /// The whole model, and how it is trained.
     pub(crate) whole: Arc<(ModelSpec, TrainingMethod)>,
     /// Parts that each rank of the whole model measures of each of its runs of layers: for each round stage after stage, and of a stage
@@ -87,7 +85,8 @@ impl Stage {
             Stage::run(spec.num_layers, u64::from(round) * u64::from(count) + u64::from(number), all)
         };
         let runs = (0..rounds).map(run).collect();
-        spec.stage(ModelPart { runs, embedding: number == 0, head: number + 1 == count, vocabulary: None })
+        let (embedding, head) = (number == 0, number + 1 == count);
+        spec.stage(ModelPart { runs, embedding, head, ..ModelPart::WHOLE })
     }
 
     /// A stage of a model that is not trained.
@@ -99,7 +98,7 @@ impl Stage {
             rounds: 1,
             tensor: 0,
             tensors: 1,
-            shares_rows: false,
+            sharing: LayerParts::default(),
             whole,
             parts: Vec::new(),
             ties_training: false,
@@ -173,8 +172,8 @@ impl Stage {
 
     /// The parameters that a rank of the whole model trains, as it has them.
     pub(crate) fn trained_by(&self, number: u32, tensor: u32) -> Vec<Parameter> {
-        let place =
-            Place { stage: (number, self.count), rounds: self.rounds, tensor: (tensor, self.tensors) };
+        let (stage, tensor) = ((number, self.count), (tensor, self.tensors));
+        let place = Place { stage, rounds: self.rounds, tensor, sharing: self.sharing };
         let (spec, method) = cut(&self.whole.0, &self.whole.1, place);
         method.trained(&spec)
     }
@@ -191,17 +190,25 @@ impl Stage {
 
     /// How the ranks that share products have a parameter.
     pub(crate) fn split(&self, p: &Parameter) -> Split {
-        match self.tensors > 1 {
-            true if p.is_table() && vocabulary(&self.whole.0, 0, self.tensors).is_none() => Split::Whole,
-            true => Split::of(p.role),
-            false => Split::Whole,
+        match self.sharing {
+            _ if self.tensors <= 1 => Split::Whole,
+            LayerParts::Experts if p.is_of_experts() => Split::Rows,
+            LayerParts::Experts => Split::Whole,
+            LayerParts::Products { .. } if p.is_table() && self.vocabulary(0).is_none() => Split::Whole,
+            LayerParts::Products { .. } => Split::of_parameter(p),
         }
+    }
+
+    /// The rows that a rank has of the tables of the vocabulary, where it does not have all.
+    fn vocabulary(&self, tensor: u32) -> Option<(u64, u64)> {
+        let shares_tables = self.sharing != LayerParts::Experts;
+        vocabulary(&self.whole.0, tensor, self.tensors).filter(|_| shares_tables)
     }
 
     /// The rows or columns that a rank has of a parameter, which is given whole.
     pub(crate) fn share(&self, whole: &Parameter, tensor: u32) -> Range<u64> {
         if whole.is_table()
-            && let Some((start, end)) = vocabulary(&self.whole.0, tensor, self.tensors)
+            && let Some((start, end)) = self.vocabulary(tensor)
         {
             return start..end;
         }
@@ -221,11 +228,12 @@ impl Stage {
         let (share, mut own) = (self.share(whole, tensor), whole.clone());
         let place = match self.split(whole) {
             Split::Whole => None,
-            Split::Rows => own.shape.first_mut(),
-            Split::Columns => own.shape.last_mut(),
+            Split::Rows => own.shape.first_mut().map(|size| (size, whole.rows())),
+            Split::Columns => own.shape.last_mut().map(|size| (size, whole.columns())),
         };
-        if let Some(place) = place {
-            *place = share.end - share.start;
+        if let Some((size, all)) = place {
+            // A stack of matrices has several rows for each of its first size.
+            *size = (share.end - share.start) / (all / (*size).max(1)).max(1);
         }
         own
     }
@@ -243,11 +251,13 @@ impl Stage {
         base.iter().chain(adapters).find(same).cloned().unwrap_or(p)
     }
 
-    /// Whether each rank that shares products has its own sum of a gradient, of a parameter that all of them have.
+    /// Whether each of the ranks that have parts of layers has its own sum of a gradient, of a parameter that all of them have.
     pub(crate) fn is_partial(&self, p: &Parameter) -> bool {
-        let of_part = match p.role {
-            Role::QNorm | Role::KNorm | Role::Lora(LoraPart::A | LoraPart::B, _) => true,
-            role => self.shares_rows && role.group() == ParameterGroup::Norms,
+        let of_part = match (self.sharing, p.role) {
+            // They take other micro-batches.
+            (LayerParts::Experts, _)
+            | (_, Role::QNorm | Role::KNorm | Role::Lora(LoraPart::A | LoraPart::B, _)) => true,
+            (LayerParts::Products { rows }, role) => rows && role.group() == ParameterGroup::Norms,
         };
         self.tensors > 1 && of_part && self.split(p) == Split::Whole
     }
@@ -272,6 +282,24 @@ impl Stage {
     }
 }
 
+/// What ranks share that have parts of the same layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LayerParts {
+    /// Every product (Megatron-LM, Shoeybi et al. 2019); perhaps some rows each of the residual stream.
+    Products {
+        /// Whether they do.
+        rows: bool,
+    },
+    /// Experts alone: each has some of every layer, as a whole (GShard, Lepikhin et al. 2020). They take other micro-batches.
+    Experts,
+}
+
+impl Default for LayerParts {
+    fn default() -> Self {
+        LayerParts::Products { rows: false }
+    }
+}
+
 /// How ranks that share products have a parameter (Megatron-LM, Shoeybi et al. 2019).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Split {
@@ -284,8 +312,15 @@ pub(crate) enum Split {
 }
 
 impl Split {
+    /// How they have a parameter: of a layer's experts, each has some as a whole.
+    pub fn of_parameter(p: &Parameter) -> Split {
+        if p.is_of_experts() { Split::Rows } else { Split::of(p.role) }
+    }
+
+    /// How they have what has this role, where it does not belong to experts.
     pub fn of(role: Role) -> Split {
         use Adapted::{DownProj, GateProj, KProj, OProj, QProj, UpProj, VProj};
+        use Adapted::{SharedDownProj, SharedGateProj, SharedUpProj};
         match role {
             Role::QProj
             | Role::KProj
@@ -295,12 +330,20 @@ impl Split {
             | Role::VBias
             | Role::GateProj
             | Role::UpProj
+            | Role::SharedGateProj
+            | Role::SharedUpProj
             | Role::GateBias
             | Role::UpBias
             | Role::TokenEmbedding
             | Role::LmHead
-            | Role::Lora(LoraPart::B, QProj | KProj | VProj | GateProj | UpProj) => Split::Rows,
-            Role::OProj | Role::DownProj | Role::Lora(LoraPart::A, OProj | DownProj) => Split::Columns,
+            | Role::Lora(
+                LoraPart::B,
+                QProj | KProj | VProj | GateProj | UpProj | SharedGateProj | SharedUpProj,
+            ) => Split::Rows,
+            Role::OProj
+            | Role::DownProj
+            | Role::SharedDownProj
+            | Role::Lora(LoraPart::A, OProj | DownProj | SharedDownProj) => Split::Columns,
             _ => Split::Whole,
         }
     }
@@ -320,15 +363,22 @@ struct Place {
     stage: (u32, u32),
     rounds: u32,
     tensor: (u32, u32),
+    sharing: LayerParts,
 }
 
 /// What a rank has of a model and of what is trained.
 fn cut(spec: &ModelSpec, method: &TrainingMethod, place: Place) -> (ModelSpec, TrainingMethod) {
-    let Place { stage: (number, count), rounds, tensor: (tensor, tensors) } = place;
+    let Place { stage: (number, count), rounds, tensor: (tensor, tensors), sharing } = place;
     let mut own = Stage::part_of(spec, number, (count, rounds));
     let has_head = own.part.head;
     if tensors > 1 {
-        own = own.share_of_products(u64::from(tensors), vocabulary(spec, tensor, tensors));
+        let (rank, ranks) = (u64::from(tensor), u64::from(tensors));
+        own = match sharing {
+            LayerParts::Products { .. } => {
+                own.share_of_products(rank, ranks, vocabulary(spec, tensor, tensors))
+            }
+            LayerParts::Experts => own.share_of_experts(rank, ranks),
+        };
     }
     let Some(adapters) = method.adapters() else { return (own, TrainingMethod::Full) };
     let blocks: Vec<BlockId> = own.blocks().collect();
@@ -359,8 +409,9 @@ fn cut(spec: &ModelSpec, method: &TrainingMethod, place: Place) -> (ModelSpec, T
         weight_types: own_of(&adapters.weight_types, &blocks, copied),
         in_files: own_of(&adapters.in_files, &blocks, copied),
     };
-    // Files hold whole matrices.
-    adapters.in_files.retain(|(_, role), _| tensors <= 1 || Split::of(*role) == Split::Whole);
+    // Files hold whole matrices, and stacks of all experts.
+    let is_cut = |role: Role| role.is_expert_part() || Split::of(role) != Split::Whole;
+    adapters.in_files.retain(|(_, role), _| tensors <= 1 || !is_cut(*role));
     (own, TrainingMethod::Adapters(Arc::new(adapters)))
 }
 
@@ -368,20 +419,23 @@ impl StepSettings {
     /// What the rank that these settings are of has of a model, and the settings for that; both as they are where a rank has all
     /// layers, or where they are of a stage already.
     pub fn of_stage(&self, spec: &ModelSpec) -> (ModelSpec, StepSettings) {
-        let Mesh { pipeline: count, tensor: tensors, .. } = self.ranks.mesh;
+        let (count, tensors) = (self.ranks.mesh.pipeline, self.ranks.mesh.parts());
         if count <= 1 && tensors <= 1 || self.stage.is_some() {
             return (spec.clone(), self.clone());
         }
         let (count, tensors) = (count.max(1), tensors.max(1));
-        let MeshPlace { stage: number, tensor, .. } = self.ranks.place();
+        let (number, tensor) = (self.ranks.place().stage, self.ranks.place().part());
+        let sharing = match self.ranks.mesh.expert {
+            0 | 1 => LayerParts::Products { rows: self.shares_rows() },
+            _ => LayerParts::Experts,
+        };
         let rounds = if count > 1 { self.pipeline_schedule.rounds() } else { 1 };
-        let place = Place { stage: (number, count), rounds, tensor: (tensor, tensors) };
+        let place = Place { stage: (number, count), rounds, tensor: (tensor, tensors), sharing };
         let (own, method) = cut(spec, &self.method, place);
         let whole = Arc::new((spec.clone(), self.method.clone()));
         let (parts, ties_training) = (Vec::new(), false);
-        let shares_rows = self.shares_rows();
         let mut stage =
-            Stage { number, count, rounds, tensor, tensors, shares_rows, whole, parts, ties_training };
+            Stage { number, count, rounds, tensor, tensors, sharing, whole, parts, ties_training };
         stage.ties_training =
             count > 1 && stage.is_tied() && stage.trained().iter().any(|p| p.role == Role::TokenEmbedding);
         let (pieces, kind) = (Pieces::new(spec, &self.optimizer.kind), &self.optimizer.kind);

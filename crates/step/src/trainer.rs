@@ -194,8 +194,8 @@ impl<'a> Trainer<'a> {
                 stages = Some(Rc::new(Stages { ranks, stage: stage.clone() }));
             }
             if stage.tensors > 1 {
-                let ranks = group(mesh.tensor_group(communicator.rank()))?;
-                products = Some(Rc::new(Products::new(ranks, spec.part.vocabulary, settings.shares_rows())));
+                let ranks = group(mesh.parts_group(communicator.rank()))?;
+                products = Some(Rc::new(Products::new(ranks, spec.part.vocabulary, stage.sharing)));
             }
             let ranks = group(mesh.model_group(communicator.rank()))?;
             model = Some(Model { ranks });

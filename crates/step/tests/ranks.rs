@@ -13,7 +13,8 @@ use plimsoll_device::{Collective, Communicated, Cpu, CpuOptions, DType, Device, 
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Phase, Region, Tag, Tier};
 use plimsoll_model::{
-    AdapterConfig, AdapterLayout, AttentionSpec, BlockId, MlpSpec, ModelSpec, Parameter, QkNorm, RopeSpec,
+    AdapterConfig, AdapterLayout, AttentionSpec, BlockId, ExpertsSpec, MlpSpec, ModelSpec, Parameter, QkNorm,
+    RopeSpec, SharedExpert,
 };
 use plimsoll_parallel::{
     Collectives, Communicator, Deal, DryRanks, Mesh, ThreadRank, Transport, Wired, thread_ranks,
@@ -33,7 +34,9 @@ const STEPS: u64 = 3;
 fn wider(spec: ModelSpec) -> ModelSpec {
     let local_rope = spec.attention.local_rope.as_ref().map(|_| RopeSpec::plain(8, 100.0));
     let rope = spec.attention.rope.as_ref().map(|_| RopeSpec::plain(8, 10_000.0));
+    let experts = spec.experts.map(|experts| ExpertsSpec { count: 6, ..experts });
     ModelSpec {
+        experts,
         hidden_size: 32,
         attention: AttentionSpec { head_dim: 8, rope, local_rope, ..spec.attention },
         mlp: MlpSpec { intermediate_size: 96, ..spec.mlp },
@@ -92,7 +95,9 @@ fn steps(trainer: &mut Trainer<'_>, ranks: &dyn Communicator) -> (Vec<f64>, Vec<
     }
     let (tokens, targets) = tokens(7, settings.batch_size, settings.sequence_length);
     let own = trainer.evaluate(settings.batch_size, &MicroBatch::new(&tokens, &targets)).unwrap().0;
-    ended.0.push(ranks.sum(own).unwrap() / f64::from(settings.ranks.mesh.data));
+    // Ranks with different experts have counted once what all of them have evaluated.
+    let Mesh { data, expert, .. } = settings.ranks.mesh;
+    ended.0.push(ranks.sum(own).unwrap() / f64::from(data / expert));
     ended
 }
 
@@ -751,16 +756,67 @@ fn sharing_products(settings: StepSettings, tensor: u32) -> StepSettings {
     StepSettings { ranks: Ranks { rank: 0, mesh }, sequence_parallel: true, ..settings }
 }
 
+/// Ranks of which so many have different experts.
+fn sharing_experts(settings: StepSettings, expert: u32) -> StepSettings {
+    let mesh = Mesh { expert, ..settings.ranks.mesh };
+    StepSettings { ranks: Ranks { rank: 0, mesh }, ..settings }
+}
+
+/// Each takes its own micro-batches, and has a loss of its own that balances its experts.
+#[test]
+fn ranks_with_different_experts_come_near_one() {
+    for spec in families().map(wider).into_iter().filter(|spec| spec.experts.is_some()) {
+        for precision in [Precision::F32, PURE_BF16] {
+            let settings = StepSettings { precision, balance_loss: 0.05, ..settings(1, 12) };
+            let one = run(&spec, &settings, 1);
+            let tolerance = if precision == Precision::F32 { 2e-5 } else { 5e-2 };
+            for ranks in [2, 4, 8] {
+                let shared = sharing_experts(settings.clone(), 2);
+                let what = format!("{} {precision:?} {ranks}", spec.name);
+                assert_close(&run(&spec, &shared, ranks), &one, tolerance, &what);
+            }
+        }
+    }
+}
+
+/// Weights, gradients and states of experts are a part of the whole, and those of all else are whole.
+#[test]
+fn a_rank_has_its_own_experts() {
+    let spec = wider(mixture());
+    let alone = settings(1, 12);
+    let shared = sharing_experts(alone.clone(), 2);
+    let experts: u64 = spec.parameters().iter().filter(|p| p.is_of_experts()).map(Parameter::elements).sum();
+    for tag in [Tag::Weights, Tag::Optimizer, Tag::Gradients] {
+        let of = |settings, ranks| at_peak(&spec, settings, DryRanks::new(ranks - 1, ranks), tag);
+        let each = if tag == Tag::Optimizer { 8 } else { 4 };
+        let (whole, own) = (of(&alone, 1), of(&shared, 2));
+        assert!(whole - own >= experts / 2 * each && whole - own < experts / 2 * each * 11 / 10, "{tag:?}");
+    }
+}
+
+#[test]
+fn experts_that_do_not_come_out_even_are_refused() {
+    let error = |spec: &ModelSpec, experts: u32| {
+        let (dry, ranks) = (Dry::new(), DryRanks::new(0, experts));
+        let settings = of_rank(&sharing_experts(settings(1, 12), experts), &ranks);
+        Trainer::new(&dry, Arc::default(), spec.clone(), settings, &ranks).err().unwrap().to_string()
+    };
+    let odd = error(&wider(mixture()), 4);
+    assert!(odd.contains("6 experts are not divisible by 4 ranks"), "{odd}");
+    assert!(error(&llama(), 2).contains("parallel.expert_parallel"), "{}", error(&llama(), 2));
+}
+
 #[test]
 fn ranks_that_share_products_come_near_one() {
-    for spec in families().map(wider).into_iter().filter(|spec| spec.experts.is_none()) {
+    for spec in families().map(wider) {
         // A vocabulary that each rank has some rows of.
         for spec in [spec.clone(), ModelSpec { vocab_size: 3101, ..spec }] {
             if spec.attention.qk_norm == Some(QkNorm::Whole) {
                 continue;
             }
             for precision in [Precision::F32, PURE_BF16] {
-                let settings = StepSettings { precision, ..settings(1, 12) };
+                let balance_loss = if spec.experts.is_some() { 0.05 } else { 0.0 };
+                let settings = StepSettings { precision, balance_loss, ..settings(1, 12) };
                 let one = run(&spec, &settings, 1);
                 let tolerance = if precision == Precision::F32 { 2e-5 } else { 5e-2 };
                 for (ranks, sequence_parallel) in [(2, false), (2, true), (4, true)] {
@@ -789,11 +845,40 @@ fn whatever_else_is_asked_ranks_that_share_products_come_near_one() {
         mlp: MlpSpec { intermediate_size: 256, ..sizes.mlp },
         ..sizes
     };
+    whatever_else_is_asked_they_come_near_one(&spec, &settings(1, 16), sharing_products);
+}
+
+/// The same where each has some of a layer's experts: beside its part of every product, or alone.
+#[test]
+fn whatever_else_is_asked_ranks_that_share_experts_come_near_one() {
+    let sizes = deeper(wider(mixture()), 4);
+    let shared = SharedExpert { intermediate_size: 128, gated: true };
+    let experts = sizes.experts.clone().map(|experts| ExpertsSpec {
+        intermediate_size: 1024,
+        shared: Some(shared),
+        ..experts
+    });
+    let spec = ModelSpec {
+        vocab_size: 3101,
+        attention: AttentionSpec { head_dim: 32, rope: Some(RopeSpec::plain(32, 1e4)), ..sizes.attention },
+        mlp: MlpSpec { intermediate_size: 256, ..sizes.mlp },
+        experts,
+        ..sizes
+    };
+    for share in [sharing_products, sharing_experts] {
+        whatever_else_is_asked_they_come_near_one(&spec, &settings(1, 16), share);
+    }
+}
+
+fn whatever_else_is_asked_they_come_near_one(
+    spec: &ModelSpec,
+    base: &StepSettings,
+    share: fn(StepSettings, u32) -> StepSettings,
+) {
     let untied = ModelSpec { tie_word_embeddings: false, ..spec.clone() };
-    let base = settings(1, 16);
     let everything = away(Tier::Disk, Tier::Disk, Tier::Disk, Tier::Disk);
     let adapters =
-        |weights| without_dropout(&StepSettings { method: adapters(&spec, false, weights), ..base.clone() });
+        |weights| without_dropout(&StepSettings { method: adapters(spec, false, weights), ..base.clone() });
     let lion = OptimizerKind::Lion(LionSettings { beta1: 0.9, beta2: 0.99 });
     for (settings, tolerance) in [
         (StepSettings { document_end: Some(3), mlp_chunk_tokens: Some(5), ..base.clone() }, 2e-5),
@@ -808,9 +893,9 @@ fn whatever_else_is_asked_ranks_that_share_products_come_near_one() {
         (StepSettings { method: adapters(DType::Q8_0), ..base.clone() }, 2e-5),
         (StepSettings { method: adapters(DType::Nf4), ..base.clone() }, 2e-2),
     ] {
-        for spec in [&spec, &untied] {
+        for spec in [spec, &untied] {
             let one = run(spec, &settings, 1);
-            let shared = sharing_products(settings.clone(), 2);
+            let shared = share(settings.clone(), 2);
             for (stage, ranks, sequence_parallel) in [
                 (ZeroStage::Nothing, 2, true),
                 (ZeroStage::States, 4, false),
@@ -822,7 +907,7 @@ fn whatever_else_is_asked_ranks_that_share_products_come_near_one() {
                 let what = format!("{ranks} ranks, {shared:?}");
                 assert_close(&run(spec, &shared, ranks), &one, tolerance, &what);
             }
-            let sequences = sharing_products(sharing_sequences(settings.clone(), 2), 2);
+            let sequences = share(sharing_sequences(settings.clone(), 2), 2);
             assert_close(&run(spec, &sequences, 4), &one, tolerance, &format!("{sequences:?}"));
             let after =
                 settings.update == UpdateTiming::AfterBackward && settings.micro_batches_per_pass == 1;
@@ -980,10 +1065,13 @@ fn resumed(spec: &ModelSpec, settings: &StepSettings, ranks: u32) -> [[f64; 2]; 
 /// Every rank finds its own part of what was saved.
 #[test]
 fn what_was_saved_goes_on_with_the_same_bits() {
-    let spec = ModelSpec { num_layers: 4, ..wider(llama()) };
-    for stage in [ZeroStage::Nothing, ZeroStage::States, ZeroStage::Gradients, ZeroStage::Weights] {
+    let dense = ModelSpec { num_layers: 4, ..wider(llama()) };
+    let experts = deeper(wider(mixture()), 4);
+    let stages = [ZeroStage::Nothing, ZeroStage::States, ZeroStage::Gradients, ZeroStage::Weights];
+    for (spec, stage) in [&dense, &experts].into_iter().flat_map(|spec| stages.map(|stage| (spec, stage))) {
         let base = sharded(settings(1, 12), stage, false);
         let among = Sharding { among: Some(2), ..base.sharding };
+        let apart = (sharing_experts(base.clone(), 2), 4);
         for (settings, ranks) in [
             (sharing_products(base.clone(), 2), 4),
             (in_stages(base.clone(), 2, SCHEDULES[0]), 4),
@@ -991,8 +1079,11 @@ fn what_was_saved_goes_on_with_the_same_bits() {
             (in_stages(sharing_products(base.clone(), 2), 2, SCHEDULES[0]), 8),
             (sharing_sequences(base.clone(), 2), 4),
             (StepSettings { sharding: among, ..base.clone() }, 4),
-        ] {
-            let [unbroken, resumed] = resumed(&spec, &settings, ranks);
+        ]
+        .into_iter()
+        .chain(Some(apart).filter(|_| spec.experts.is_some()))
+        {
+            let [unbroken, resumed] = resumed(spec, &settings, ranks);
             assert_eq!(unbroken, resumed, "{settings:?}");
         }
     }

@@ -478,7 +478,9 @@ fn validation_loss(
     let mut batch = dataset.buffer(batch_size);
     let batches = dataset.windows().div_ceil(batch_size.max(1));
     let (place, mesh) = (trainer.settings().ranks.place(), trainer.settings().ranks.mesh);
-    let (rank, size) = (u64::from(place.data), u64::from(mesh.data));
+    // Ranks with different experts take the same, since the last batch may have fewer sequences than others.
+    let experts = mesh.expert.max(1);
+    let (rank, size) = (u64::from(place.data / experts), u64::from(mesh.data / experts));
     for round in 0..batches.div_ceil(size) {
         // Weights that ranks share come together on all of them: who has no batch left takes the last one without counting it.
         let number = round * size + rank;
@@ -488,7 +490,7 @@ fn validation_loss(
         let micro_batch = micro_batch(&batch);
         let (loss, _) = trainer.evaluate(end - first, &micro_batch)?;
         if number < batches {
-            let counted = if place.leads() { micro_batch.target_weight() } else { 0.0 };
+            let counted = if place.leads() && place.expert == 0 { micro_batch.target_weight() } else { 0.0 };
             (sum, weight) = (sum + loss, weight + counted);
         }
     }

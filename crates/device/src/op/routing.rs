@@ -43,9 +43,11 @@ pub enum Routing<'a> {
         dlogits: &'a Tensor,
     },
     /// Sorts places by expert, those of an expert in order: `sources[r]` is the place in row r, `places[n, j]` the row of a place,
-    /// and rows `offsets[e]..offsets[e + 1]` are of expert e. Places of experts from E on come last, in order. choice and places u32 `[N, k]`, sources u32 `[R]`, offsets u32
-    /// `[E + 1]`.
-    Sort { choice: &'a Tensor, sources: &'a Tensor, places: &'a Tensor, offsets: &'a Tensor },
+    /// and rows `offsets[e]..offsets[e + 1]` are of expert `first + e`. Places of other experts come last, in order. choice and places
+    /// u32 `[N, k]`, sources u32 `[R]`, offsets u32 `[E + 1]`.
+    Sort { choice: &'a Tensor, first: u32, sources: &'a Tensor, places: &'a Tensor, offsets: &'a Tensor },
+    /// `out = x`: choices that go to other ranks; u32 of the same size.
+    Copy { x: &'a Tensor, out: &'a Tensor },
     /// `out[r] = x[sources[r] / k]`; x `[N, H]`, out `[R, H]` of the same type.
     Gather { x: &'a Tensor, sources: &'a Tensor, out: &'a Tensor },
     /// `out[n]` (+)= the sum over j of `x[places[n, j]]`, in order; x `[R, H]`, out `[N, H]`.
@@ -96,7 +98,7 @@ impl<'a> Family<'a> for Routing<'a> {
                     .f32s([dlogits])
                     .same_size(logits, [dlogits])
             }
-            Routing::Sort { choice, sources, places, offsets } => {
+            Routing::Sort { choice, sources, places, offsets, .. } => {
                 Description::new("sort_by_expert", [choice], [sources, places, offsets])
                     .choice(choice, choice.rows())
                     .u32_vector(sources, choice.elements())
@@ -106,6 +108,9 @@ impl<'a> Family<'a> for Routing<'a> {
                     .that((2..=MAX_EXPERTS + 1).contains(&offsets.elements()), || {
                         format!("{offsets:?} are no offsets of 1 to {MAX_EXPERTS} experts")
                     })
+            }
+            Routing::Copy { x, out } => {
+                Description::new("copy_choice", [x], [out]).u32(x).u32(out).same_size(x, [out])
             }
             Routing::Gather { x, sources, out } => {
                 let routed = sources.elements();

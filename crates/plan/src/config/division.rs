@@ -193,7 +193,8 @@ impl RawConfig {
         if let (true, None, Some(machine)) = (is_hybrid, parallel.shard_size, started.of_each_machine) {
             // Those of a machine that hold the same weights.
             let replicas = u64::from(parallel.mesh().replicas());
-            parallel.shard_size = Some((u64::from(machine) / together.tensor).clamp(1, replicas));
+            let parts = together.tensor.saturating_mul(parallel.expert_parallel()).max(1);
+            parallel.shard_size = Some((u64::from(machine) / parts).clamp(1, replicas));
         }
         Ok(own)
     }

@@ -40,6 +40,9 @@ section! {
         /// Whether they divide the tokens between the halves of layers too: each normalises and keeps its part. Where it does not divide
         /// the tokens of a micro-batch, and in fp8, each has all of them.
         sequence_parallel: bool = true;
+        /// Data parallel ranks that each have some of the experts of a mixture; divides data_parallel. Tokens go to the ranks of their
+        /// experts. Ranks of tensor_parallel have different experts without it.
+        expert_parallel: u64 = 1, RANKS;
         /// Stages that the model's layers are divided into. A stage is a rank, or as many as there are others along the other ways.
         pipeline_parallel: Auto<u64>, "1", RANKS;
         /// When a stage takes micro-batches back: gpipe all of them at the end, 1f1b as soon as they can come. interleaved does as 1f1b
@@ -149,7 +152,13 @@ impl ParallelConfig {
         let [data, context, pipeline, tensor] =
             [self.data_parallel(), self.context_parallel(), self.pipeline_parallel(), self.tensor_parallel()];
         let count = |ranks: u64| u32::try_from(ranks).unwrap_or(u32::MAX);
-        Mesh { data: count(data), context: count(context), pipeline: count(pipeline), tensor: count(tensor) }
+        Mesh {
+            data: count(data),
+            expert: count(self.expert_parallel()),
+            context: count(context),
+            pipeline: count(pipeline),
+            tensor: count(tensor),
+        }
     }
 }
 
@@ -177,7 +186,8 @@ impl RawConfig {
                 remedy: "set parallel.shard_size to it".to_owned(),
             });
         }
-        let replicas = data.saturating_mul(context);
+        self.check_experts(data, is_open, errors);
+        let replicas = (data / parallel.expert_parallel().max(1)).saturating_mul(context);
         if let Some(size) = parallel.shard_size.filter(|size| !is_open && !replicas.is_multiple_of(*size)) {
             conflicts(self.conflicting("parallel.shard_size", size), errors)(
                 self.conflicting("parallel.data_parallel", data),
@@ -265,6 +275,45 @@ impl RawConfig {
                 self.conflicting("training.lora.use_dora", true),
                 "the lengths of rows are of whole matrices",
                 "set training.lora.use_dora to false",
+            );
+        }
+    }
+
+    /// Experts that data parallel ranks divide.
+    fn check_experts(&self, data: u64, is_open: bool, errors: &mut Vec<ConfigError>) {
+        let experts = self.parallel.expert_parallel();
+        if experts <= 1 {
+            return;
+        }
+        let own = self.conflicting("parallel.expert_parallel", experts);
+        let mut conflict = conflicts(own, errors);
+        let tensor = self.parallel.tensor_parallel();
+        if tensor > 1 {
+            conflict(
+                self.conflicting("parallel.tensor_parallel", tensor),
+                "ranks that share every product divide the experts already",
+                "leave parallel.expert_parallel away",
+            );
+        }
+        if !is_open && !data.is_multiple_of(experts) {
+            conflict(
+                self.conflicting("parallel.data_parallel", data),
+                &format!("{data} data parallel ranks fall into no groups of {experts}"),
+                &format!("set parallel.data_parallel to a multiple of {experts}"),
+            );
+        }
+        if let Some(chunk) = self.sequence_chunk() {
+            conflict(
+                self.conflicting("training.sequence_chunk_tokens", chunk),
+                "sequences in chunks go through experts of one rank",
+                "leave one of the two away",
+            );
+        }
+        if !optimizer_settings(&self.training).kind.has_states_of_elements() {
+            conflict(
+                self.conflicting("training.optimizer", self.training.optimizer()),
+                "each rank has a part of every stack of experts, and states of its kind are of whole ones",
+                "set training.optimizer to adamw, adamw_bf16, lion or sgd",
             );
         }
     }

@@ -428,7 +428,7 @@ impl<'a> Folded<'a> {
         let squares = self.fold.missing_parts() * size_of::<f32>() as u64;
         shares.plus(Communicated::of_many(
             Collective::AllGather,
-            others(mesh.pipeline * mesh.tensor) * squares,
+            others(mesh.pipeline * mesh.parts()) * squares,
             0,
         ))
     }

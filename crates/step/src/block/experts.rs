@@ -4,7 +4,11 @@
 //! Shapes: N tokens, E experts, k of them for each token, R = N * k routed rows, I an expert's inner width. No shape depends on the
 //! choice, so that a plan holds for every routing. The weights of a token's experts multiply the input of their down projections, which
 //! is linear; so the outputs of experts are never kept.
+//!
+//! Of ranks that share products each has some experts as a whole, and all tokens: rows of other ranks' experts are products of zeros here
+//! (expert parallelism within the ranks of tensor parallelism). Routers are computed alike on each.
 
+mod ranks;
 mod shared;
 mod slots;
 
@@ -24,7 +28,9 @@ use crate::gradients::Gradients;
 use crate::head::rows;
 use crate::linear::Linear;
 use crate::policy::{LayerPolicy, Save};
+use crate::products::Products;
 use crate::store::BlockWeights;
+use ranks::Tokens;
 use shared::Shared;
 
 /// What the router says of some tokens.
@@ -93,9 +99,10 @@ pub(super) fn forward<R>(
             (inner, Some((shared, activated)))
         }
     };
-    let order = experts.sort(&routed.choice)?;
+    let all = experts.of_all_ranks(normed, &routed)?;
+    let order = experts.sort(&all.choice)?;
     if let Some(weights) = ctx.expert_weights {
-        let outputs = experts.through_slots(weights, &order, &routed.weights, normed)?;
+        let outputs = experts.through_slots(weights, &order, &all.weights, &all.normed)?;
         let out = add(&|out, accumulate| {
             experts.combine(&order, &outputs, out, accumulate)?;
             add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)
@@ -103,9 +110,10 @@ pub(super) fn forward<R>(
         return Ok((out, SavedWithin::dropped()));
     }
     let part = experts.part(&order);
-    let inner = project_inner(ctx, part, &experts.gather(normed, &order)?)?;
-    let factors = Factors { values: &routed.weights, order: Some(&order) };
+    let inner = project_inner(ctx, part, &experts.gather(&all.normed, &order)?)?;
+    let factors = Factors { values: &all.weights, order: Some(&order) };
     let (inner, activated) = kept_inner(ctx, policy, inner, Some(factors))?;
+    drop(all);
     let out = add(&|out, accumulate| {
         experts.write(&order, &activated, out, accumulate)?;
         add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)
@@ -149,21 +157,13 @@ pub(super) fn backward(
             let experts = Experts { ctx, ..experts };
             let (routed, normed) = (routed.part(start, end)?, rows(normed, start, end)?);
             let (dout, dnormed) = (rows(&dout, start, end)?, rows(&dnormed, start, end)?);
-            let order = experts.sort(&routed.choice)?;
-            let factors = Factors { values: &routed.weights, order: Some(&order) };
-            let inner = project_inner(ctx, experts.part(&order), &experts.gather(&normed, &order)?)?;
+            let all = experts.of_all_ranks(&normed, &routed)?;
+            let order = experts.sort(&all.choice)?;
+            let factors = Factors { values: &all.weights, order: Some(&order) };
+            let inner = project_inner(ctx, experts.part(&order), &experts.gather(&all.normed, &order)?)?;
             let activation = scaled(ctx, activated(ctx, &inner)?, Some(&factors))?;
             let dweights = rows(&dweights, start, end)?;
-            experts.rows_backward(
-                inner,
-                activation,
-                (&routed.weights, &order),
-                &normed,
-                &dout,
-                &dweights,
-                &dnormed,
-                gradients,
-            )?;
+            experts.rows_backward(inner, activation, all, &order, &dout, &dweights, &dnormed, gradients)?;
             if let Some(shared) = experts.shared(&normed)? {
                 let inner = shared.inner(ctx, &normed)?;
                 let activation = scaled(ctx, activated(ctx, &inner)?, shared.factors().as_ref())?;
@@ -172,10 +172,11 @@ pub(super) fn backward(
             Ok(())
         })?;
     } else {
-        let order = experts.sort(&routed.choice)?;
+        let all = experts.of_all_ranks(normed, &routed)?;
+        let order = experts.sort(&all.choice)?;
         let part = experts.part(&order);
-        let factors = Factors { values: &routed.weights, order: Some(&order) };
-        let again = || project_inner(ctx, part, &experts.gather(normed, &order)?);
+        let factors = Factors { values: &all.weights, order: Some(&order) };
+        let again = || project_inner(ctx, part, &experts.gather(&all.normed, &order)?);
         let inner = within.inner.restore(ctx, again)?;
         let again = || scaled(ctx, activated(ctx, &inner)?, Some(&factors));
         let activation = within.activation.restore(ctx, again)?;
@@ -194,16 +195,7 @@ pub(super) fn backward(
         };
         let dout = dout(&again, gradients)?;
         dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
-        experts.rows_backward(
-            inner,
-            activation,
-            (&routed.weights, &order),
-            normed,
-            &dout,
-            &dweights,
-            &dnormed,
-            gradients,
-        )?;
+        experts.rows_backward(inner, activation, all, &order, &dout, &dweights, &dnormed, gradients)?;
         if let Some((shared, inner, activation)) = shared {
             shared.backward(&experts, inner, activation, normed, &dout, &dnormed, gradients)?;
         }
@@ -266,6 +258,11 @@ fn scaled_backward(
 }
 
 impl<'e> Experts<'e, '_> {
+    /// Adds to dnormed what all ranks that share products have alike: one of them does, since what they have is added up.
+    fn once(&self, add: impl FnOnce() -> Result<(), StepError>) -> Result<(), StepError> {
+        if self.ctx.products.is_none_or(Products::is_first) { add() } else { Ok(()) }
+    }
+
     fn router(&self) -> Result<Linear<'e>, StepError> {
         self.weights.linear(Role::Router, None)
     }
@@ -320,10 +317,12 @@ impl<'e> Experts<'e, '_> {
         let alloc = |sizes: &[u64], name| self.ctx.device.alloc(DType::U32, sizes, Tag::Activations, name);
         let (sources, places) =
             (alloc(&[choice.elements()], "sources")?, alloc(choice.shape().dims(), "places")?);
-        let offsets = alloc(&[self.spec.count + 1], "offsets")?;
+        let own = self.ctx.spec.own_experts(self.spec);
+        let offsets = alloc(&[own.end - own.start + 1], "offsets")?;
         let order = Order { sources, places, offsets };
         let Order { sources, places, offsets } = &order;
-        self.ctx.device.run(Routing::Sort { choice, sources, places, offsets })?;
+        let first = own.start as u32;
+        self.ctx.device.run(Routing::Sort { choice, first, sources, places, offsets })?;
         Ok(order)
     }
 
@@ -357,6 +356,9 @@ impl<'e> Experts<'e, '_> {
     /// out `[N, H]` (+)= the rows of each token's experts, added up.
     fn combine(&self, order: &Order, x: &Tensor, out: &Tensor, accumulate: bool) -> Result<(), StepError> {
         let places = &order.places;
+        if let Some(ranks) = self.ctx.expert_ranks {
+            return self.combine_ranks(ranks, places, x, out, accumulate);
+        }
         Ok(self.ctx.device.run(Routing::Combine { x, places, out, accumulate })?)
     }
 
@@ -373,10 +375,12 @@ impl<'e> Experts<'e, '_> {
             let experts = Experts { ctx, ..*self };
             let (routed, normed) = (routed.part(start, end)?, rows(normed, start, end)?);
             let out = rows(out, start, end)?;
-            let order = experts.sort(&routed.choice)?;
-            let inner = project_inner(ctx, experts.part(&order), &experts.gather(&normed, &order)?)?;
-            let factors = Factors { values: &routed.weights, order: Some(&order) };
+            let all = experts.of_all_ranks(&normed, &routed)?;
+            let order = experts.sort(&all.choice)?;
+            let inner = project_inner(ctx, experts.part(&order), &experts.gather(&all.normed, &order)?)?;
+            let factors = Factors { values: &all.weights, order: Some(&order) };
             let activation = scaled(ctx, activated_in_place(ctx, inner)?, Some(&factors))?;
+            drop(all);
             experts.write(&order, &activation, &out, accumulate)?;
             drop(activation);
             let Some(shared) = experts.shared(&normed)? else { return Ok(()) };
@@ -392,8 +396,8 @@ impl<'e> Experts<'e, '_> {
         &self,
         inner: Inner,
         activation: Tensor,
-        (weights, order): (&Tensor, &Order),
-        normed: &Tensor,
+        all: Tokens,
+        order: &Order,
         dout: &Tensor,
         dweights: &Tensor,
         dnormed: &Tensor,
@@ -401,15 +405,18 @@ impl<'e> Experts<'e, '_> {
     ) -> Result<(), StepError> {
         let ctx = self.ctx;
         let part = self.part(order);
-        let drows = self.gather(dout, order)?;
+        let drows = self.gather(&self.rows_of_all_ranks(dout)?, order)?;
         let dactivation = down_backward(ctx, part, activation, &drows, gradients)?;
         drop(drows);
-        let factors = Factors { values: weights, order: Some(order) };
-        scaled_backward(ctx, &inner, &dactivation, &factors, dweights)?;
+        let factors = Factors { values: &all.weights, order: Some(order) };
+        self.sum_of_ranks(dweights, |dweights| {
+            scaled_backward(ctx, &inner, &dactivation, &factors, dweights)
+        })?;
         let dinner = activation_backward(ctx, inner, &dactivation)?;
         drop(dactivation);
-        let through = weights_backward(ctx, part, &dinner, &self.gather(normed, order)?, gradients)?;
-        let drows = activation_tensor(ctx, order.sources.elements(), normed.columns(), "drouted")?;
+        let through = weights_backward(ctx, part, &dinner, &self.gather(&all.normed, order)?, gradients)?;
+        let drows = activation_tensor(ctx, order.sources.elements(), all.normed.columns(), "drouted")?;
+        drop(all);
         input_backward(ctx, part, through, &dinner, &drows, false)?;
         drop(dinner);
         self.combine(order, &drows, dnormed, false)
@@ -424,7 +431,9 @@ impl<'e> Experts<'e, '_> {
         dnormed: &Tensor,
         gradients: &mut Gradients<'_>,
     ) -> Result<(), StepError> {
-        let device = self.ctx.device;
+        let (device, products) = (self.ctx.device, self.ctx.products);
+        // Each rank has what its own experts make of them.
+        products.map_or(Ok(()), |products| products.sum(device, dweights))?;
         let Routed { logits, choice, .. } = routed;
         let dlogits = device.alloc(DType::F32, logits.shape().dims(), Tag::Activations, "drouter")?;
         let (choice, router) = (Some(choice), self.rule());
@@ -434,6 +443,6 @@ impl<'e> Experts<'e, '_> {
         }
         let linear = self.router()?;
         let through = linear.backward_weight(self.ctx, gradients, &dlogits, normed)?;
-        linear.backward_input(self.ctx, through, &dlogits, dnormed, true)
+        self.once(|| linear.backward_input(self.ctx, through, &dlogits, dnormed, true))
     }
 }

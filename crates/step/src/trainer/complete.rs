@@ -15,6 +15,7 @@ use super::schedule::{Action, Schedule};
 use super::{Passed, StepOutcome, Trainer};
 use crate::StepError;
 use crate::optimizer::Update;
+use crate::products::Products;
 use crate::settings::UpdateTiming;
 use crate::store::BlockWeights;
 use crate::tier::Unit;
@@ -79,8 +80,9 @@ impl Trainer<'_> {
                 if !pass.is_empty() && self.settings.update != UpdateTiming::AfterBackward {
                     self.numbers.agree_on_flag(self.device, &*self.replicas)?;
                     // Of tables they may have other numbers of pieces.
-                    let products = self.products.as_ref().filter(|_| !matches!(unit, Unit::Piece(..)));
-                    if let Some(products) = products {
+                    let is_piece = matches!(unit, Unit::Piece(..));
+                    let agrees = |products: &&Rc<Products<'_>>| !is_piece || products.shares_experts_alone();
+                    if let Some(products) = self.products.as_ref().filter(agrees) {
                         self.numbers.agree_on_flag(self.device, products.ranks())?;
                     }
                 }

@@ -386,7 +386,7 @@ impl Trainer<'_> {
         let elsewhere = self.is_elsewhere(tensor.parameter.0);
         let is_whole = self.split(self.parameter_of(tensor)?) == Split::Whole;
         // What is not cut, all ranks of a stage have that share products.
-        let is_here = |number| !elsewhere && (is_whole || number == own.tensor);
+        let is_here = |number| !elsewhere && (is_whole || number == own.part());
         for Share { rank, tensor: number, part, bytes } in self.shares_of_state(tensor)? {
             if of.is_some_and(|of| of != number) {
                 continue;

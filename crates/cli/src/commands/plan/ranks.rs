@@ -23,7 +23,8 @@ fn ways(mesh: Mesh, runs: u32) -> String {
     };
     let all = [
         of(mesh.pipeline, &stages),
-        of(mesh.data, "data parallel"),
+        of(mesh.data / mesh.expert.max(1), "data parallel"),
+        of(mesh.expert, "expert parallel"),
         of(mesh.context, "context parallel"),
         of(mesh.tensor, "tensor parallel"),
     ];

@@ -203,12 +203,19 @@ pub(in crate::cpu) fn weigh_backward(
     });
 }
 
-/// Places by expert; those of experts that have no offset come last.
-pub(in crate::cpu) fn sort(choice: &[u32], sources: &mut [u32], places: &mut [u32], offsets: &mut [u32]) {
+/// Places by expert, from the first one that has an offset on; those of experts without come last.
+pub(in crate::cpu) fn sort(
+    choice: &[u32],
+    first: u32,
+    sources: &mut [u32],
+    places: &mut [u32],
+    offsets: &mut [u32],
+) {
     let experts = offsets.len() - 1;
     let mut next = [0u32; MAX_EXPERTS as usize + 1];
     let next = &mut next[..=experts];
-    let number = |expert: u32| (expert as usize).min(experts);
+    // Experts before the first wrap around to numbers beyond all others.
+    let number = |expert: u32| (expert.wrapping_sub(first) as usize).min(experts);
     choice.iter().for_each(|expert| next[number(*expert)] += 1);
     let mut sum = 0;
     for (offset, next) in offsets.iter_mut().zip(next.iter_mut()) {

@@ -27,9 +27,10 @@ pub(super) fn run(op: Routing<'_>, KernelCall { exec, t, .. }: KernelCall<'_>) -
             let dlogits = t.f32s_mut(dlogits);
             weigh_backward(exec, t.f32s(logits), chosen, router, t.f32s(dweights), dlogits, experts);
         }
-        Routing::Sort { choice, sources, places, offsets } => {
-            sort(t.u32s(choice), t.u32s_mut(sources), t.u32s_mut(places), t.u32s_mut(offsets));
+        Routing::Sort { choice, first, sources, places, offsets } => {
+            sort(t.u32s(choice), first, t.u32s_mut(sources), t.u32s_mut(places), t.u32s_mut(offsets));
         }
+        Routing::Copy { x, out } => t.u32s_mut(out).copy_from_slice(t.u32s(x)),
         Routing::Gather { x, sources, out } => {
             let rows = t.u32s(sources);
             check(Some(rows), sources.elements(), "place")?;

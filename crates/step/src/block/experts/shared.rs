@@ -59,11 +59,12 @@ impl Shared<'_> {
             let alloc = |name| device.alloc(DType::F32, &[normed.rows(), 1], Tag::Activations, name);
             let (dvalues, dlogits) = (alloc("dshared.factor")?, alloc("dshared.gate")?);
             scaled_backward(ctx, &inner, &dactivation, &factors, &dvalues)?;
+            ctx.products.map_or(Ok(()), |products| products.sum(device, &dvalues))?;
             let (logits, choice, router) = (&gate.logits, None, GATE);
             let (dweights, dlogits) = (&dvalues, &dlogits);
             device.run(Routing::WeighBackward { logits, choice, router, dweights, dlogits })?;
             let through = gate.linear.backward_weight(ctx, gradients, dlogits, normed)?;
-            gate.linear.backward_input(ctx, through, dlogits, dnormed, true)?;
+            experts.once(|| gate.linear.backward_input(ctx, through, dlogits, dnormed, true))?;
         }
         let dinner = activation_backward(ctx, inner, &dactivation)?;
         drop(dactivation);

@@ -1,0 +1,73 @@
+//! Ranks that have different experts, and each its own tokens (GShard, Lepikhin et al. 2020): the tokens of all come together, each rank
+//! computes the rows of its own experts, and gets the sum of what all ranks have made of its own tokens. Every rank sends all of its tokens
+//! to all others, so that no size depends on the routing.
+
+use plimsoll_device::{DType, DeviceExt, Elementwise, Rounding, Routing, Tensor};
+use plimsoll_memory::Tag;
+
+use super::{Experts, Routed};
+use crate::StepError;
+use crate::products::Products;
+
+/// Tokens that experts are computed for.
+pub(super) struct Tokens {
+    /// `[N, H]`
+    pub normed: Tensor,
+    /// u32 `[N, k]`
+    pub choice: Tensor,
+    /// f32 `[N, k]`
+    pub weights: Tensor,
+}
+
+impl Experts<'_, '_> {
+    /// The tokens of all ranks that have different experts; this one's, where it has all experts.
+    pub(super) fn of_all_ranks(&self, normed: &Tensor, routed: &Routed) -> Result<Tokens, StepError> {
+        let of_all = |x| self.rows_of_all_ranks(x);
+        Ok(Tokens {
+            normed: of_all(normed)?,
+            choice: of_all(&routed.choice)?,
+            weights: of_all(&routed.weights)?,
+        })
+    }
+
+    /// What all of them have of x.
+    pub(super) fn rows_of_all_ranks(&self, x: &Tensor) -> Result<Tensor, StepError> {
+        let (ranks, device) = (self.ctx.expert_ranks, self.ctx.device);
+        ranks.map_or_else(|| Ok(x.clone()), |ranks| ranks.rows_of_all(device, x))
+    }
+
+    /// Sets out, f32 `[N, k]`, to the sum over the ranks of what `write` makes of the tokens of all.
+    pub(super) fn sum_of_ranks(
+        &self,
+        out: &Tensor,
+        write: impl FnOnce(&Tensor) -> Result<(), StepError>,
+    ) -> Result<(), StepError> {
+        let (Some(ranks), device) = (self.ctx.expert_ranks, self.ctx.device) else { return write(out) };
+        let sizes = [out.rows() * u64::from(ranks.ranks().size()), out.columns()];
+        let all = device.alloc(DType::F32, &sizes, Tag::Communication, "experts.partial")?;
+        write(&all)?;
+        let x = &ranks.sum_of_own_rows(device, &all, "experts.sum")?;
+        Ok(device.run(Elementwise::Cast { x, out, rounding: Rounding::Nearest })?)
+    }
+
+    /// out `[N, H]` (+)= the rows of this rank's tokens on all ranks, added up.
+    pub(super) fn combine_ranks(
+        &self,
+        ranks: &Products<'_>,
+        places: &Tensor,
+        x: &Tensor,
+        out: &Tensor,
+        accumulate: bool,
+    ) -> Result<(), StepError> {
+        let (device, sizes) = (self.ctx.device, [places.rows(), x.columns()]);
+        let all = device.alloc(out.dtype(), &sizes, Tag::Communication, "experts.partial")?;
+        device.run(Routing::Combine { x, places, out: &all, accumulate: false })?;
+        let own = ranks.sum_of_own_rows(device, &all, "experts.sum")?;
+        drop(all);
+        match accumulate {
+            true => device.run(Elementwise::Add { a: &own, b: out, out })?,
+            false => device.run(Elementwise::Cast { x: &own, out, rounding: Rounding::Nearest })?,
+        }
+        Ok(())
+    }
+}
