@@ -40,6 +40,7 @@ pub(crate) enum Technique {
     SequenceChunks,
     Zero,
     Tensor,
+    Experts,
     Pipeline,
     Context,
     Offload(TensorKind),
@@ -49,7 +50,7 @@ pub(crate) enum Technique {
 
 impl Technique {
     /// All of them, in the order in which they are taken away.
-    pub const ALL: [Technique; 24] = [
+    pub const ALL: [Technique; 25] = [
         Technique::Attention,
         Technique::NoMasters,
         Technique::NarrowGradients,

@@ -519,7 +519,9 @@ fn parameters_of(spec: &ModelSpec, modules: &[AdaptedModule], dora: bool) -> Vec
             let Some(weight) = find(part) else { continue };
             let (rows, columns) = (weight.rows(), weight.columns());
             let name = &module.name;
-            if let Some(experts) = module.stack {
+            if module.stack.is_some() {
+                // A rank may have some of them.
+                let experts = weight.shape.first().copied().unwrap_or(1);
                 let each = rows / experts.max(1);
                 add(LoraPart::A, *part, format!("{name}.lora_A.weight"), vec![experts, rank, columns]);
                 add(LoraPart::B, *part, format!("{name}.lora_B.weight"), vec![experts, each, rank]);

@@ -417,6 +417,9 @@ impl Schedule {
         for unit in units.filter(|unit| !parts.is_copy(*unit)) {
             if looked_up && matches!(unit, Unit::Piece(BlockId::Embedding, _)) {
                 actions.push(Action::GatherLookedUp { unit });
+                if parts.is_partial(unit) {
+                    actions.push(Action::AddTerms { unit });
+                }
                 if ranks.sum_once {
                     actions.push(Action::Sum { unit });
                 }

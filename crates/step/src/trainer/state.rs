@@ -213,9 +213,10 @@ impl Trainer<'_> {
     /// Whether each of the ranks that have a block has its own rows of a tensor.
     fn has_shares(&self, tensor: &NamedTensor) -> bool {
         match (tensor.kind, tensor.parameter) {
-            // Whoever has shares of weights has shares of all matrices.
-            (StateKind::Weight, (block, _)) if self.is_elsewhere(block) => {
-                shares_weights(&self.settings) && self.parameter_of(tensor).is_ok_and(is_matrix)
+            // Whoever has shares of weights has shares of all matrices of the model; adapters are whole.
+            (StateKind::Weight, (block, role)) if self.is_elsewhere(block) => {
+                let is_shared = |p| is_matrix(p) && !matches!(role, Role::Lora(..));
+                shares_weights(&self.settings) && self.parameter_of(tensor).is_ok_and(is_shared)
             }
             (StateKind::Weight, (block, role)) => self.weights.shares(block, role),
             _ => self.shares_updates(),

@@ -82,7 +82,7 @@ fn bad_assignments_are_named_and_change_nothing() {
         ("training.batch_size=[", "--set training.batch_size=[: not valid YAML: unclosed bracket '['"),
         (
             "parallel=4",
-            "--set parallel=4: parallel: expected a mapping of data_parallel, context_parallel, zero_stage, sharding_strategy, shard_size, reproducible, overlap_communication, tensor_parallel, sequence_parallel, pipeline_parallel, pipeline_schedule, virtual_stages, got the number 4",
+            "--set parallel=4: parallel: expected a mapping of data_parallel, context_parallel, zero_stage, sharding_strategy, shard_size, reproducible, overlap_communication, tensor_parallel, sequence_parallel, expert_parallel, pipeline_parallel, pipeline_schedule, virtual_stages, got the number 4",
         ),
         (
             "memory={device_budget: 1GiB, host_bugdet: 1}",

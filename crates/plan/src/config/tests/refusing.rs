@@ -319,6 +319,22 @@ fn contradictions_are_refused_with_both_places() {
             "sequences in chunks go through products of one rank; leave one of the two away",
         ),
         (
+            "model: x\nparallel: {data_parallel: 6, expert_parallel: 4}",
+            "6 data parallel ranks fall into no groups of 4; set parallel.data_parallel to a multiple of 4",
+        ),
+        (
+            "model: x\nparallel: {data_parallel: 2, expert_parallel: 2, tensor_parallel: 2}",
+            "ranks that share every product divide the experts already; leave parallel.expert_parallel away",
+        ),
+        (
+            "model: x\ntraining: {optimizer: adamw_8bit}\nparallel: {data_parallel: 2, expert_parallel: 2}",
+            "each rank has a part of every stack of experts, and states of its kind are of whole ones; set training.optimizer to adamw, adamw_bf16, lion or sgd",
+        ),
+        (
+            "model: x\ndata: {sequence_length: 4096}\ntraining: {sequence_chunk_tokens: 1024}\nparallel: {data_parallel: 2, expert_parallel: 2}",
+            "sequences in chunks go through experts of one rank; leave one of the two away",
+        ),
+        (
             "model: x\ntraining: {gradient_accumulation_steps: 1000}\nparallel: {pipeline_parallel: 2, pipeline_schedule: gpipe}",
             "gpipe has every micro-batch of a step under way at once, 256 at most; set parallel.pipeline_schedule to 1f1b",
         ),
