@@ -219,6 +219,9 @@ fn put_parallel(sheet: &mut Sheet<'_>, page: &mut Page) {
         own.put("pipeline_parallel_microbatch_size", sheet.settings().batch_size);
     }
     own.put("context_parallel_degree", mesh.context);
+    if mesh.expert > 1 {
+        own.put("expert_parallel_degree", mesh.expert);
+    }
     sheet.carry(&["parallel."]);
     page.put("parallelism", own);
 }
