@@ -31,7 +31,7 @@ impl BlockId {
 }
 
 /// What a parameter does in its block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[allow(missing_docs)]
 pub enum Role {
     TokenEmbedding,

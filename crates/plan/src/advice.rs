@@ -453,6 +453,7 @@ impl Question<'_> {
             "memory.offload",
             "{optimizer: auto, gradients: auto, activations: auto, parameters: auto}",
         ));
+        common.push(set("memory.expert_slots", "auto"));
         common.push(set(
             "memory.kept_layers",
             "{optimizer: auto, gradients: auto, activations: auto, parameters: auto}",

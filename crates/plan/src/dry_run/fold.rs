@@ -58,6 +58,10 @@ impl Fold {
         if settings.offload.parameters == Tier::Disk && settings.method.adapters().is_some_and(from_files) {
             return None;
         }
+        // Layers share slots for experts.
+        if settings.expert_slots > 0 && settings.experts_can_come(spec) {
+            return None;
+        }
         // Whole matrices are dealt out: layers differ.
         if settings.sharers() > 1 && !settings.optimizer.kind.shares_rows() {
             return None;

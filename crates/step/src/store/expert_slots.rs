@@ -1,34 +1,41 @@
-//! Experts that live below the device and come when a token is sent to them: a planned number of slots, in which the experts that
-//! were used last stay.
+//! Experts that live below the device and come when a token is sent to them: for each kind of their matrices a planned number of slots,
+//! in which those that were used last stay.
 //!
 //! The order in which experts come changes no result: each has rows of its own.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use plimsoll_device::{Device, Tensor};
-use plimsoll_disk::{Direction, LowerTiers};
+use plimsoll_disk::{Direction, DiskError, LowerTiers};
 use plimsoll_memory::Tag;
 use plimsoll_model::Role;
 
 use crate::StepError;
 use crate::tier::{Parcel, Source, Transit, Transits, Unit, buffer};
 
-/// Experts by layer and number, which a pass takes one after the other.
+/// Matrices of experts by layer, kind and number. Those of a kind are taken one after the other.
 pub(crate) trait ExpertWeights {
-    /// Begins to bring experts of a layer, as many as there is room for, and says in which order to take them: those that are
-    /// here first.
-    fn announce(&self, layer: u32, experts: &[u32]) -> Result<Vec<u32>, StepError>;
+    /// Inputs and outputs of a kind of matrix; `None` of what does not come by itself.
+    fn sides(&self, layer: u32, role: Role) -> Option<[u64; 2]>;
 
-    /// The matrices of an expert, waiting for them where they are not here yet. They stay until the next is taken.
-    fn take(&self, layer: u32, expert: u32) -> Result<Vec<(Role, Tensor)>, StepError>;
+    /// Begins to bring all matrices of experts of a layer, as many as there is room for.
+    fn expect(&self, layer: u32, experts: &[u32]) -> Result<(), StepError>;
+
+    /// The same for one kind of matrix, which is taken next of these experts; says in which order to take them: those that are here
+    /// first.
+    fn announce(&self, layer: u32, role: Role, experts: &[u32]) -> Result<Vec<u32>, StepError>;
+
+    /// The matrix of an expert, waiting for it where it is not here yet. It stays until the next of its kind is taken.
+    fn take(&self, layer: u32, role: Role, expert: u32) -> Result<Tensor, StepError>;
 }
 
-/// How often experts were used, and how often they had to be read for it.
+/// How often matrices of experts were used, and how often they had to be read for it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExpertTraffic {
-    /// Times that an expert was used by tokens of a pass.
+    /// Times that a matrix of an expert was used by tokens of a pass.
     pub used: u64,
     /// Times that it had to be read first.
     pub read: u64,
@@ -39,6 +46,11 @@ pub struct ExpertTraffic {
 /// Slots for experts, with what lives below them.
 pub(crate) struct ExpertSlots<'a> {
     transits: Transits<'a>,
+    kinds: BTreeMap<Role, Kind>,
+}
+
+/// One kind of matrix.
+struct Kind {
     parcels: HashMap<Unit, Parcel<Role>>,
     state: RefCell<State>,
 }
@@ -74,37 +86,80 @@ enum Content {
 }
 
 impl<'a> ExpertSlots<'a> {
-    /// Takes memory for `count` slots.
+    /// Takes memory for `count` experts.
     pub fn new(
         device: &'a dyn Device,
         tiers: &Arc<LowerTiers>,
         parcels: HashMap<Unit, Parcel<Role>>,
         count: u32,
     ) -> Result<Self, StepError> {
+        let to_disk = parcels.values().any(Parcel::uses_disk);
+        let transits = Transits::new(device, tiers, to_disk)?;
+        let mut by_role: BTreeMap<Role, HashMap<Unit, Parcel<Role>>> = BTreeMap::new();
+        for (unit, parcel) in parcels {
+            if let Unit::Expert(_, _, role) = unit {
+                by_role.entry(role).or_default().insert(unit, parcel);
+            }
+        }
+        let kind = |(role, parcels)| Ok((role, Kind::new(device, parcels, count)?));
+        let kinds = by_role.into_iter().map(kind).collect::<Result<_, StepError>>()?;
+        Ok(ExpertSlots { transits, kinds })
+    }
+
+    /// What has come and gone so far.
+    pub fn traffic(&self) -> ExpertTraffic {
+        let all = self.kinds.values().map(|kind| kind.state.borrow().traffic);
+        all.fold(ExpertTraffic::default(), |all, own| ExpertTraffic {
+            used: all.used + own.used,
+            read: all.read + own.read,
+            bytes: all.bytes + own.bytes,
+        })
+    }
+
+    /// Feeds to a hasher what decides which experts will be read: those that are here, in the order of their last use.
+    pub fn hash_slots(&self, hasher: &mut impl Hasher) {
+        for kind in self.kinds.values() {
+            let state = kind.state.borrow();
+            let mut here: Vec<(u64, Option<Unit>, bool)> =
+                state.slots.iter().map(|slot| (slot.used, slot.expert, slot.is_wanted)).collect();
+            here.sort_unstable();
+            let (mut last, mut turn) = (None, 0u64);
+            for (used, expert, is_wanted) in here {
+                turn += u64::from(last != Some(used));
+                last = Some(used);
+                (turn, expert, is_wanted).hash(hasher);
+            }
+        }
+    }
+
+    fn kind(&self, role: Role) -> Result<&Kind, StepError> {
+        self.kinds.get(&role).ok_or(NO_SUCH)
+    }
+}
+
+const LOST: StepError = StepError::Invariant { what: "a slot for experts has lost its buffer" };
+const NO_SUCH: StepError = StepError::Invariant { what: "an expert was asked for that lives nowhere" };
+
+impl Kind {
+    fn new(device: &dyn Device, parcels: HashMap<Unit, Parcel<Role>>, count: u32) -> Result<Kind, StepError> {
         let bytes = parcels.values().map(Parcel::bytes).max().unwrap_or(0);
         let slot = |_| {
             let content = Content::Here(buffer(device, bytes, Tag::Staging, "experts.slot")?);
             Ok(Slot { content, expert: None, used: 0, is_wanted: false })
         };
         let slots = (0..count).map(slot).collect::<Result<Vec<_>, StepError>>()?;
-        let to_disk = parcels.values().any(Parcel::uses_disk);
-        let transits = Transits::new(device, tiers, to_disk)?;
         let (places, waiting, traffic) = (HashMap::new(), Vec::new(), ExpertTraffic::default());
         let state = State { slots, places, taken: None, clock: 0, waiting, traffic };
-        let state = RefCell::new(state);
-        Ok(ExpertSlots { transits, parcels, state })
-    }
-
-    /// What has come and gone so far.
-    pub fn traffic(&self) -> ExpertTraffic {
-        self.state.borrow().traffic
+        Ok(Kind { parcels, state: RefCell::new(state) })
     }
 
     /// Begins to bring those that wait, in slots that nobody waits for.
-    fn begin(&self, state: &mut State) -> Result<(), StepError> {
+    fn begin(&self, transits: &Transits<'_>, state: &mut State) -> Result<(), StepError> {
         while let Some(unit) = state.waiting.last().copied() {
             let free = state.slots.iter().enumerate().filter(|(_, slot)| !slot.is_wanted);
-            let Some((place, _)) = free.min_by_key(|(_, slot)| slot.used) else { return Ok(()) };
+            let Some((place, _)) = free.min_by_key(|(_, slot)| (slot.used, slot.expert)) else {
+                return Ok(());
+            };
             state.waiting.pop();
             let slot = &mut state.slots[place];
             if let Some(before) = slot.expert.replace(unit) {
@@ -113,12 +168,12 @@ impl<'a> ExpertSlots<'a> {
             let buffer = match std::mem::replace(&mut slot.content, Content::Nothing) {
                 Content::Here(buffer) => buffer,
                 // Nobody waits for it any more: a pass has failed.
-                Content::Coming(transit) => self.transits.wait(transit)?.0,
+                Content::Coming(transit) => transits.wait(transit)?.0,
                 Content::Nothing => return Err(LOST),
             };
             let parcel = self.parcels.get(&unit).ok_or(NO_SUCH)?;
             slot.content =
-                Content::Coming(self.transits.begin(parcel, Direction::Prefetch, Source::Buffer(buffer))?);
+                Content::Coming(transits.begin(parcel, Direction::Prefetch, Source::Buffer(buffer))?);
             (slot.used, slot.is_wanted) = (state.clock, true);
             state.places.insert(unit, place);
             state.traffic.read += 1;
@@ -126,55 +181,109 @@ impl<'a> ExpertSlots<'a> {
         }
         Ok(())
     }
-}
 
-const LOST: StepError = StepError::Invariant { what: "a slot for experts has lost its buffer" };
-const NO_SUCH: StepError = StepError::Invariant { what: "an expert was asked for that lives nowhere" };
-
-impl ExpertWeights for ExpertSlots<'_> {
-    fn announce(&self, layer: u32, experts: &[u32]) -> Result<Vec<u32>, StepError> {
+    /// Begins to bring experts, and says in which order they are there.
+    fn expect(&self, transits: &Transits<'_>, units: &[Unit]) -> Result<Vec<Unit>, StepError> {
         let state = &mut *self.state.borrow_mut();
         state.clock += 1;
         state.taken = None;
         state.slots.iter_mut().for_each(|slot| slot.is_wanted = false);
-        let unit = |expert: u32| Unit::Expert(layer, expert);
-        let (here, absent): (Vec<u32>, Vec<u32>) =
-            experts.iter().partition(|expert| state.places.contains_key(&unit(**expert)));
-        for expert in &here {
-            if let Some(place) = state.places.get(&unit(*expert)) {
+        let (here, absent): (Vec<Unit>, Vec<Unit>) =
+            units.iter().partition(|unit| state.places.contains_key(*unit));
+        for unit in &here {
+            if let Some(place) = state.places.get(unit) {
                 let slot = &mut state.slots[*place];
                 (slot.used, slot.is_wanted) = (state.clock, true);
             }
         }
-        state.waiting = absent.iter().rev().map(|expert| unit(*expert)).collect();
-        state.traffic.used += experts.len() as u64;
-        self.begin(state)?;
+        state.waiting = absent.iter().rev().copied().collect();
+        self.begin(transits, state)?;
         Ok([here, absent].concat())
     }
 
-    fn take(&self, layer: u32, expert: u32) -> Result<Vec<(Role, Tensor)>, StepError> {
-        let (state, unit) = (&mut *self.state.borrow_mut(), Unit::Expert(layer, expert));
+    fn take(&self, transits: &Transits<'_>, unit: Unit) -> Result<Tensor, StepError> {
+        let state = &mut *self.state.borrow_mut();
         if let Some(slot) = state.taken.take().and_then(|place| state.slots.get_mut(place)) {
             slot.is_wanted = false;
         }
-        self.begin(state)?;
+        self.begin(transits, state)?;
         let place = *state.places.get(&unit).ok_or(NO_SUCH)?;
-        let slot = &mut state.slots[place];
-        if matches!(slot.content, Content::Coming(_))
-            && let Content::Coming(transit) = std::mem::replace(&mut slot.content, Content::Nothing)
+        state.arrive(transits, place)??;
+        state.taken = Some(place);
+        let Some(Slot { content: Content::Here(buffer), .. }) = state.slots.get(place) else {
+            return Err(LOST);
+        };
+        let views = self.parcels.get(&unit).and_then(|parcel| parcel.views(buffer));
+        let matrix = views.and_then(|views| views.into_iter().next());
+        let too_large = StepError::Invariant { what: "an expert is larger than its slot" };
+        matrix.map(|(_, matrix)| matrix).ok_or(too_large)
+    }
+}
+
+impl State {
+    /// Waits until what is on its way to a slot is there, and says what came of it. What failed is not the expert: whoever asks for it
+    /// again has it read again.
+    ///
+    /// # Errors
+    /// The buffer is lost.
+    fn arrive(&mut self, transits: &Transits<'_>, place: usize) -> Result<Result<(), DiskError>, StepError> {
+        let slot = self.slots.get_mut(place).ok_or(LOST)?;
+        let transit = match std::mem::replace(&mut slot.content, Content::Nothing) {
+            Content::Coming(transit) => transit,
+            there => {
+                slot.content = there;
+                return Ok(Ok(()));
+            }
+        };
+        let (buffer, outcome) = transits.wait(transit)?;
+        slot.content = Content::Here(buffer);
+        if outcome.is_err()
+            && let Some(expert) = slot.expert.take()
         {
-            let (buffer, outcome) = self.transits.wait(transit)?;
-            slot.content = Content::Here(buffer);
-            if let Err(error) = outcome {
-                // What is there is not the expert: whoever asks for it again has it read again.
-                slot.expert = None;
-                state.places.remove(&unit);
-                return Err(error.into());
+            self.places.remove(&expert);
+        }
+        Ok(outcome)
+    }
+}
+
+impl ExpertWeights for ExpertSlots<'_> {
+    fn sides(&self, layer: u32, role: Role) -> Option<[u64; 2]> {
+        let parcel = self.kinds.get(&role)?.parcels.get(&Unit::Expert(layer, 0, role))?;
+        match parcel.tensors() {
+            [matrix] => {
+                let inputs = *matrix.shape.last()?;
+                Some([inputs, matrix.shape.iter().product::<u64>() / inputs.max(1)])
+            }
+            _ => None,
+        }
+    }
+
+    fn expect(&self, layer: u32, experts: &[u32]) -> Result<(), StepError> {
+        self.kinds.iter().try_for_each(|(role, kind)| {
+            let units: Vec<Unit> = experts.iter().map(|expert| Unit::Expert(layer, *expert, *role)).collect();
+            kind.expect(&self.transits, &units).map(|_| ())
+        })
+    }
+
+    fn announce(&self, layer: u32, role: Role, experts: &[u32]) -> Result<Vec<u32>, StepError> {
+        let kind = self.kind(role)?;
+        let units: Vec<Unit> = experts.iter().map(|expert| Unit::Expert(layer, *expert, role)).collect();
+        let order = kind.expect(&self.transits, &units)?;
+        kind.state.borrow_mut().traffic.used += experts.len() as u64;
+        let number = |unit| if let Unit::Expert(_, expert, _) = unit { Some(expert) } else { None };
+        Ok(order.into_iter().filter_map(number).collect())
+    }
+
+    fn take(&self, layer: u32, role: Role, expert: u32) -> Result<Tensor, StepError> {
+        let taken = self.kind(role)?.take(&self.transits, Unit::Expert(layer, expert, role));
+        if taken.is_err() {
+            // What else is on its way may have failed too.
+            for kind in self.kinds.values() {
+                let state = &mut *kind.state.borrow_mut();
+                (0..state.slots.len())
+                    .try_for_each(|place| state.arrive(&self.transits, place).map(|_| ()))?;
             }
         }
-        state.taken = Some(place);
-        let Content::Here(buffer) = &slot.content else { return Err(LOST) };
-        let views = self.parcels.get(&unit).and_then(|parcel| parcel.views(buffer));
-        views.ok_or(StepError::Invariant { what: "an expert is larger than its slot" })
+        taken
     }
 }

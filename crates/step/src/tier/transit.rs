@@ -142,6 +142,9 @@ pub(super) fn transferred<T>(parcel: &Parcel<T>, direction: Direction, unified: 
     if direction == Direction::Prefetch {
         parcel.files().for_each(|(home, page_bytes)| add(home, page_bytes));
     }
+    if parcel.is_of_expert {
+        all.experts = all.read.max(all.copied_in);
+    }
     all
 }
 
