@@ -58,8 +58,8 @@ impl Fold {
         if settings.offload.parameters == Tier::Disk && settings.method.adapters().is_some_and(from_files) {
             return None;
         }
-        // Layers share slots for experts.
-        if settings.expert_slots > 0 && settings.experts_can_come(spec) {
+        // Slots for more than the experts of a layer hold those of layers that are not its neighbours.
+        if spec.experts.as_ref().is_some_and(|experts| u64::from(settings.expert_slots) > experts.count) {
             return None;
         }
         // Whole matrices are dealt out: layers differ.

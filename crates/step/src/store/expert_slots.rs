@@ -4,7 +4,7 @@
 //! The order in which experts come changes no result: each has rows of its own.
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
@@ -59,6 +59,8 @@ struct State {
     slots: Vec<Slot>,
     /// The slot of each expert that is here or on its way.
     places: HashMap<Unit, usize>,
+    /// Those that nobody waits for, the one that was used the longest time ago first.
+    free: BTreeSet<(u64, Option<Unit>, usize)>,
     /// The slot of the expert that was taken last, whose buffer may be in use.
     taken: Option<usize>,
     /// Counts uses.
@@ -148,20 +150,18 @@ impl Kind {
             Ok(Slot { content, expert: None, used: 0, is_wanted: false })
         };
         let slots = (0..count).map(slot).collect::<Result<Vec<_>, StepError>>()?;
+        let free = (0..slots.len()).map(|place| (0, None, place)).collect();
         let (places, waiting, traffic) = (HashMap::new(), Vec::new(), ExpertTraffic::default());
-        let state = State { slots, places, taken: None, clock: 0, waiting, traffic };
+        let state = State { slots, places, free, taken: None, clock: 0, waiting, traffic };
         Ok(Kind { parcels, state: RefCell::new(state) })
     }
 
     /// Begins to bring those that wait, in slots that nobody waits for.
     fn begin(&self, transits: &Transits<'_>, state: &mut State) -> Result<(), StepError> {
         while let Some(unit) = state.waiting.last().copied() {
-            let free = state.slots.iter().enumerate().filter(|(_, slot)| !slot.is_wanted);
-            let Some((place, _)) = free.min_by_key(|(_, slot)| (slot.used, slot.expert)) else {
-                return Ok(());
-            };
+            let Some((.., place)) = state.free.pop_first() else { return Ok(()) };
             state.waiting.pop();
-            let slot = &mut state.slots[place];
+            let slot = state.slots.get_mut(place).ok_or(LOST)?;
             if let Some(before) = slot.expert.replace(unit) {
                 state.places.remove(&before);
             }
@@ -187,12 +187,14 @@ impl Kind {
         let state = &mut *self.state.borrow_mut();
         state.clock += 1;
         state.taken = None;
-        state.slots.iter_mut().for_each(|slot| slot.is_wanted = false);
+        (0..state.slots.len()).for_each(|place| state.let_go(place));
         let (here, absent): (Vec<Unit>, Vec<Unit>) =
             units.iter().partition(|unit| state.places.contains_key(*unit));
         for unit in &here {
-            if let Some(place) = state.places.get(unit) {
-                let slot = &mut state.slots[*place];
+            if let Some(place) = state.places.get(unit).copied()
+                && let Some(slot) = state.slots.get_mut(place)
+            {
+                state.free.remove(&(slot.used, slot.expert, place));
                 (slot.used, slot.is_wanted) = (state.clock, true);
             }
         }
@@ -203,8 +205,8 @@ impl Kind {
 
     fn take(&self, transits: &Transits<'_>, unit: Unit) -> Result<Tensor, StepError> {
         let state = &mut *self.state.borrow_mut();
-        if let Some(slot) = state.taken.take().and_then(|place| state.slots.get_mut(place)) {
-            slot.is_wanted = false;
+        if let Some(place) = state.taken.take() {
+            state.let_go(place);
         }
         self.begin(transits, state)?;
         let place = *state.places.get(&unit).ok_or(NO_SUCH)?;
@@ -221,6 +223,14 @@ impl Kind {
 }
 
 impl State {
+    /// Nobody waits for a slot any more.
+    fn let_go(&mut self, place: usize) {
+        if let Some(slot) = self.slots.get_mut(place).filter(|slot| slot.is_wanted) {
+            slot.is_wanted = false;
+            self.free.insert((slot.used, slot.expert, place));
+        }
+    }
+
     /// Waits until what is on its way to a slot is there, and says what came of it. What failed is not the expert: whoever asks for it
     /// again has it read again.
     ///
@@ -238,9 +248,14 @@ impl State {
         let (buffer, outcome) = transits.wait(transit)?;
         slot.content = Content::Here(buffer);
         if outcome.is_err()
-            && let Some(expert) = slot.expert.take()
+            && let Some(expert) = slot.expert
         {
+            let was_free = self.free.remove(&(slot.used, slot.expert, place));
+            slot.expert = None;
             self.places.remove(&expert);
+            if was_free {
+                self.free.insert((slot.used, None, place));
+            }
         }
         Ok(outcome)
     }
