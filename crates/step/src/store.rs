@@ -2,6 +2,7 @@
 //! there all along or came from a file is the store's affair.
 
 mod away;
+mod counted_experts;
 mod expert_slots;
 mod expert_visit;
 mod shared;

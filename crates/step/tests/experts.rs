@@ -149,16 +149,17 @@ fn run(
     routers: Routers,
     threads: usize,
 ) -> (Left, Option<ExpertTraffic>) {
-    let [device_bytes, host_bytes, disk_bytes] = {
+    let ([device_bytes, host_bytes, disk_bytes], at_most) = {
         let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
         let mut planned =
             Trainer::new(&dry, Arc::clone(&tiers), spec.clone(), settings.clone(), &Solo).unwrap();
         planned.load::<StepError>(|_, _, _, _| Ok(())).unwrap();
-        for step in 0..2 {
+        for step in 0..3 {
             one_step(&mut planned, settings, step);
         }
         evaluated(&mut planned, settings);
-        [dry.arena().high_water(), tiers.host().high_water(), tiers.disk().high_water()]
+        let peaks = [dry.arena().high_water(), tiers.host().high_water(), tiers.disk().high_water()];
+        (peaks, dry.moved().experts)
     };
     let device = Cpu::new(device_bytes, CpuOptions { threads: Some(threads), isa: None }).unwrap();
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -171,7 +172,10 @@ fn run(
     let evaluated = evaluated(&mut trainer, settings);
     let peaks = [device.arena().high_water(), tiers.host().high_water(), tiers.disk().high_water()];
     assert_eq!(peaks, [device_bytes, host_bytes, disk_bytes], "{routers:?} {settings:?}");
-    (Left { losses, evaluated, state: state(&trainer) }, trainer.expert_traffic())
+    let traffic = trainer.expert_traffic();
+    let read = traffic.map_or(0, |traffic| traffic.bytes);
+    assert!(read <= at_most, "{read} of {at_most}: {routers:?} {} slots", settings.expert_slots);
+    (Left { losses, evaluated, state: state(&trainer) }, traffic)
 }
 
 /// Wherever frozen experts live, in however few slots they come, whatever the router does: the bits of experts in memory, within the

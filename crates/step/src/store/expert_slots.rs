@@ -13,6 +13,7 @@ use plimsoll_disk::{Direction, DiskError, LowerTiers};
 use plimsoll_memory::Tag;
 use plimsoll_model::Role;
 
+use super::counted_experts::{Counted, Groups};
 use crate::StepError;
 use crate::tier::{Parcel, Source, Transit, Transits, Unit, buffer};
 
@@ -30,6 +31,12 @@ pub(crate) trait ExpertWeights {
 
     /// The matrix of an expert, waiting for it where it is not here yet. It stays until the next of its kind is taken.
     fn take(&self, layer: u32, role: Role, expert: u32) -> Result<Tensor, StepError>;
+
+    /// In a dry run, in the place of [`announce`](Self::announce): how many of so many experts are here, on their way, and neither.
+    fn count(&self, layer: u32, role: Role, used: u32) -> Result<Groups, StepError>;
+
+    /// The matrix of one of such a group, waiting for all of them. Groups are taken in their order.
+    fn take_group(&self, layer: u32, role: Role, groups: Groups, group: usize) -> Result<Tensor, StepError>;
 }
 
 /// How often matrices of experts were used, and how often they had to be read for it.
@@ -47,6 +54,8 @@ pub struct ExpertTraffic {
 pub(crate) struct ExpertSlots<'a> {
     transits: Transits<'a>,
     kinds: BTreeMap<Role, Kind>,
+    /// In a dry run, in the place of these.
+    counted: BTreeMap<Role, Counted>,
 }
 
 /// One kind of matrix.
@@ -103,14 +112,24 @@ impl<'a> ExpertSlots<'a> {
                 by_role.entry(role).or_default().insert(unit, parcel);
             }
         }
-        let kind = |(role, parcels)| Ok((role, Kind::new(device, parcels, count)?));
-        let kinds = by_role.into_iter().map(kind).collect::<Result<_, StepError>>()?;
-        Ok(ExpertSlots { transits, kinds })
+        let (mut kinds, mut counted) = (BTreeMap::new(), BTreeMap::new());
+        for (role, parcels) in by_role {
+            let bytes = parcels.values().map(Parcel::bytes).max().unwrap_or(0);
+            let slot = |_| buffer(device, bytes, Tag::Staging, "experts.slot");
+            let buffers = (0..count).map(slot).collect::<Result<Vec<_>, StepError>>()?;
+            if device.is_dry() {
+                counted.insert(role, Counted::new(&transits, parcels, buffers));
+            } else {
+                kinds.insert(role, Kind::new(parcels, buffers));
+            }
+        }
+        Ok(ExpertSlots { transits, kinds, counted })
     }
 
     /// What has come and gone so far.
     pub fn traffic(&self) -> ExpertTraffic {
-        let all = self.kinds.values().map(|kind| kind.state.borrow().traffic);
+        let counted = self.counted.values().map(Counted::traffic);
+        let all = self.kinds.values().map(|kind| kind.state.borrow().traffic).chain(counted);
         all.fold(ExpertTraffic::default(), |all, own| ExpertTraffic {
             used: all.used + own.used,
             read: all.read + own.read,
@@ -120,6 +139,7 @@ impl<'a> ExpertSlots<'a> {
 
     /// Feeds to a hasher what decides which experts will be read: those that are here, in the order of their last use.
     pub fn hash_slots(&self, hasher: &mut impl Hasher) {
+        self.counted.values().for_each(|kind| kind.hash(hasher));
         for kind in self.kinds.values() {
             let state = kind.state.borrow();
             let mut here: Vec<(u64, Option<Unit>, bool)> =
@@ -143,17 +163,13 @@ const LOST: StepError = StepError::Invariant { what: "a slot for experts has los
 const NO_SUCH: StepError = StepError::Invariant { what: "an expert was asked for that lives nowhere" };
 
 impl Kind {
-    fn new(device: &dyn Device, parcels: HashMap<Unit, Parcel<Role>>, count: u32) -> Result<Kind, StepError> {
-        let bytes = parcels.values().map(Parcel::bytes).max().unwrap_or(0);
-        let slot = |_| {
-            let content = Content::Here(buffer(device, bytes, Tag::Staging, "experts.slot")?);
-            Ok(Slot { content, expert: None, used: 0, is_wanted: false })
-        };
-        let slots = (0..count).map(slot).collect::<Result<Vec<_>, StepError>>()?;
+    fn new(parcels: HashMap<Unit, Parcel<Role>>, buffers: Vec<Tensor>) -> Kind {
+        let slot = |buffer| Slot { content: Content::Here(buffer), expert: None, used: 0, is_wanted: false };
+        let slots: Vec<Slot> = buffers.into_iter().map(slot).collect();
         let free = (0..slots.len()).map(|place| (0, None, place)).collect();
         let (places, waiting, traffic) = (HashMap::new(), Vec::new(), ExpertTraffic::default());
         let state = State { slots, places, free, taken: None, clock: 0, waiting, traffic };
-        Ok(Kind { parcels, state: RefCell::new(state) })
+        Kind { parcels, state: RefCell::new(state) }
     }
 
     /// Begins to bring those that wait, in slots that nobody waits for.
@@ -263,7 +279,10 @@ impl State {
 
 impl ExpertWeights for ExpertSlots<'_> {
     fn sides(&self, layer: u32, role: Role) -> Option<[u64; 2]> {
-        let parcel = self.kinds.get(&role)?.parcels.get(&Unit::Expert(layer, 0, role))?;
+        let parcel = match self.kinds.get(&role) {
+            Some(kind) => kind.parcels.get(&Unit::Expert(layer, 0, role))?,
+            None => self.counted.get(&role)?.first(layer)?,
+        };
         match parcel.tensors() {
             [matrix] => {
                 let inputs = *matrix.shape.last()?;
@@ -274,6 +293,8 @@ impl ExpertWeights for ExpertSlots<'_> {
     }
 
     fn expect(&self, layer: u32, experts: &[u32]) -> Result<(), StepError> {
+        let used = experts.len() as u32;
+        self.counted.values().for_each(|kind| kind.expect(self.transits.device, layer, used));
         self.kinds.iter().try_for_each(|(role, kind)| {
             let units: Vec<Unit> = experts.iter().map(|expert| Unit::Expert(layer, *expert, *role)).collect();
             kind.expect(&self.transits, &units).map(|_| ())
@@ -300,5 +321,13 @@ impl ExpertWeights for ExpertSlots<'_> {
             }
         }
         taken
+    }
+
+    fn count(&self, layer: u32, role: Role, used: u32) -> Result<Groups, StepError> {
+        Ok(self.counted.get(&role).ok_or(NO_SUCH)?.announce(self.transits.device, layer, used))
+    }
+
+    fn take_group(&self, layer: u32, role: Role, groups: Groups, group: usize) -> Result<Tensor, StepError> {
+        self.counted.get(&role).ok_or(NO_SUCH)?.take(self.transits.device, layer, groups, group)
     }
 }

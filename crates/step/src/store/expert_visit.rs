@@ -19,6 +19,7 @@ pub(crate) struct ExpertVisit<'w> {
     runs: Vec<Range<u64>>,
     /// The experts that have rows.
     used: Vec<u32>,
+    is_dry: bool,
 }
 
 impl<'w> ExpertVisit<'w> {
@@ -41,7 +42,7 @@ impl<'w> ExpertVisit<'w> {
         };
         let used: Vec<u32> = (0..).zip(&runs).filter(|(_, rows)| !rows.is_empty()).map(|(e, _)| e).collect();
         weights.expect(layer, &used)?;
-        Ok(ExpertVisit { weights, layer, runs, used })
+        Ok(ExpertVisit { weights, layer, runs, used, is_dry: device.is_dry() })
     }
 
     /// Inputs and outputs of a kind of matrix; `None` of what does not come by itself.
@@ -94,10 +95,35 @@ impl<'w> ExpertVisit<'w> {
         role: Role,
         mut work: impl FnMut(u32, &Range<u64>, Matrices<'_>) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
+        if self.is_dry {
+            return self.each_group(role, work);
+        }
         for expert in self.weights.announce(self.layer, role, &self.used)? {
             let matrix = self.weights.take(self.layer, role, expert)?;
             let own = self.runs.get(expert as usize).ok_or(StepError::Invariant { what: NO_ROWS })?;
             work(expert, own, Matrices { all: &matrix, offsets: None })?;
+        }
+        Ok(())
+    }
+
+    /// The same in a dry run: experts that come together are one, with as many of the rows.
+    fn each_group(
+        &self,
+        role: Role,
+        mut work: impl FnMut(u32, &Range<u64>, Matrices<'_>) -> Result<(), StepError>,
+    ) -> Result<(), StepError> {
+        let used = self.used.len() as u32;
+        let total = self.runs.last().map_or(0, |run| run.end);
+        let groups = self.weights.count(self.layer, role, used)?;
+        let (mut experts, mut start) = (0, 0);
+        for (group, count) in groups.into_iter().enumerate() {
+            let matrix = self.weights.take_group(self.layer, role, groups, group)?;
+            experts += u64::from(count);
+            let end = total * experts / u64::from(used.max(1));
+            if end > start {
+                work(0, &(start..end), Matrices { all: &matrix, offsets: None })?;
+            }
+            start = end;
         }
         Ok(())
     }
