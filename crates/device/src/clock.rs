@@ -31,6 +31,8 @@ pub struct Transferred {
     pub copied_in: u64,
     /// Copied from the device to the host.
     pub copied_out: u64,
+    /// What comes of either in experts that come by themselves: bytes among these, on their last way.
+    pub experts: u64,
     /// Sent to other ranks.
     pub sent: Communicated,
 }
@@ -57,6 +59,7 @@ impl Transferred {
             written: with(self.written, other.written),
             copied_in: with(self.copied_in, other.copied_in),
             copied_out: with(self.copied_out, other.copied_out),
+            experts: with(self.experts, other.experts),
             sent: self.sent.combine(other.sent, with),
         }
     }

@@ -31,7 +31,7 @@ impl BlockId {
 }
 
 /// What a parameter does in its block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[allow(missing_docs)]
 pub enum Role {
     TokenEmbedding,
@@ -347,6 +347,17 @@ impl Parameter {
     pub fn is_of_experts(&self) -> bool {
         let of_one = if self.role.kind() == ParameterKind::Bias { 1 } else { 2 };
         self.role.is_expert_part() && self.shape.len() > of_one
+    }
+
+    /// Experts that it has a part for; 1 where it belongs to none.
+    pub fn experts(&self) -> u64 {
+        self.shape.first().copied().filter(|_| self.is_of_experts()).unwrap_or(1).max(1)
+    }
+
+    /// The rows that are one expert's.
+    pub fn rows_of_expert(&self, expert: u64) -> Range<u64> {
+        let each = self.rows() / self.experts();
+        expert * each..(expert + 1) * each
     }
 
     /// Rows of a matrix or of a stack of matrices, elements of a vector.

@@ -440,12 +440,6 @@ impl AttentionSpec {
 }
 
 impl ExpertsSpec {
-    /// The rows of a stack that are one expert's.
-    pub fn rows_of(&self, parameter: &Parameter, expert: u64) -> Range<u64> {
-        let each = parameter.rows() / self.count.max(1);
-        expert * each..(expert + 1) * each
-    }
-
     fn check(&self) -> Result<(), SpecError> {
         let fail = |key, reason: fmt::Arguments<'_>| Err(SpecError { key, reason: reason.to_string() });
         let shared = self.shared.map_or(1, |shared| shared.intermediate_size);

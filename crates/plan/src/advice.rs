@@ -453,6 +453,9 @@ impl Question<'_> {
             "memory.offload",
             "{optimizer: auto, gradients: auto, activations: auto, parameters: auto}",
         ));
+        if self.runs.spec.experts.is_some() {
+            common.push(set("memory.expert_slots", "auto"));
+        }
         common.push(set(
             "memory.kept_layers",
             "{optimizer: auto, gradients: auto, activations: auto, parameters: auto}",

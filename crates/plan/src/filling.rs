@@ -1,6 +1,7 @@
 //! Tensors that the planner offloaded come back as far as there is room, so that automatic choices use the load line.
 
 use plimsoll_memory::Tier;
+use plimsoll_model::ModelSpec;
 use plimsoll_step::{StepError, StepSettings};
 
 use crate::limits::Limits;
@@ -111,9 +112,11 @@ impl Search<'_> {
             kind.is_open(&self.config.memory) && kind.tier(choice.settings.offload) != Tier::Device
         };
         let kinds: Vec<TensorKind> = TensorKind::IN_ORDER.into_iter().filter(away).collect();
+        let choice = self.with_slots(choice, room)?;
         if kinds.is_empty() || !self.fits(&choice, room) {
             return Ok(choice);
         }
+        let with_home = |choice: &Choice, kind| with_home(self.runs.spec, choice, kind);
         self.runs.ahead(kinds.iter().map(|kind| (with_home(&choice, *kind), choice.accumulation)));
         let mut by_worth = Vec::new();
         for kind in kinds {
@@ -191,9 +194,14 @@ impl Search<'_> {
     }
 }
 
-/// The same step with a kind of tensor on the device.
-fn with_home(choice: &Choice, kind: TensorKind) -> StepSettings {
+/// The same step with a kind of tensor on the device; of weights whose experts come by themselves, all layers but for experts.
+fn with_home(spec: &ModelSpec, choice: &Choice, kind: TensorKind) -> StepSettings {
     let mut settings = choice.settings.clone();
-    *kind.tier_mut(&mut settings.offload) = Tier::Device;
+    match kind {
+        TensorKind::Parameters if settings.expert_slots > 0 => {
+            settings.kept_layers.parameters = spec.num_layers;
+        }
+        kind => *kind.tier_mut(&mut settings.offload) = Tier::Device,
+    }
     settings
 }

@@ -9,7 +9,7 @@ use plimsoll_memory::{ByteSize, Tag, Tier};
 use plimsoll_model::{ModelSpec, StoredWeights};
 use plimsoll_step::{DecodeSettings, Precision, Residency, StepError, WeightOffload, WeightStorage};
 
-use crate::{DryRun, PassFootprint, fitting_residency, streaming_overhead_bytes};
+use crate::{DryRun, PassFootprint, expert_slots, fitting_residency, streaming_overhead_bytes};
 
 /// Tokens of a pass over the prompt, the fastest first.
 const CHUNKS: [u64; 3] = [256, 64, 16];
@@ -344,7 +344,7 @@ impl GenerationRequest<'_> {
 
     /// What keeps least on the device, with or without the head: no layer, and no more experts than a token goes to.
     fn least(&self, head: bool) -> Residency {
-        let expert_slots = self.spec.experts.as_ref().map_or(0, |experts| experts.per_token as u32);
+        let expert_slots = expert_slots::of_use(self.spec).map_or(0, |slots| *slots.start());
         Residency::Spread { layers: 0, head, expert_slots }
     }
 

@@ -18,6 +18,7 @@ use crate::config::{
     RawConfig, TrainingConfig,
 };
 use crate::dry_run::DryRun;
+use crate::expert_slots;
 use crate::limits::Limits;
 use crate::offload::{self, TensorKind, as_said, kept_as_said, stages};
 use crate::optimizer::optimizer_settings;
@@ -266,7 +267,7 @@ pub(crate) fn ladder(
             for batch in batches(config).iter().filter_map(|batches| shortest(batches)) {
                 for form in lightest_forms(training) {
                     let settings = step_settings(config, spec, method, precision, form, batch.0);
-                    all.push((at_home(config, settings, offload), batch.1));
+                    all.push((at_home(config, spec, settings, offload), batch.1));
                 }
             }
         }
@@ -275,8 +276,9 @@ pub(crate) fn ladder(
 }
 
 /// A step with its tensors on these tiers, and its sequences in chunks where they are to be.
-fn at_home(config: &RawConfig, settings: StepSettings, offload: Offload) -> StepSettings {
-    StepSettings { offload, sequence_chunk_tokens: config.sequence_chunk(), ..settings }
+fn at_home(config: &RawConfig, spec: &ModelSpec, settings: StepSettings, offload: Offload) -> StepSettings {
+    let sequence_chunk_tokens = config.sequence_chunk();
+    expert_slots::settled(config, spec, StepSettings { offload, sequence_chunk_tokens, ..settings })
 }
 
 /// The batch of the fewest sequences.
@@ -305,7 +307,7 @@ impl Search<'_> {
     ) -> Wanted {
         let Search { config, method, runs, .. } = self;
         let settings = step_settings(config, runs.spec, method, precision, checkpointing, batch_size);
-        (at_home(config, settings, offload), accumulation)
+        (at_home(config, runs.spec, settings, offload), accumulation)
     }
 
     /// The best of all candidates with an offload.
@@ -455,7 +457,11 @@ impl Search<'_> {
             }
             next = low.midpoint(high);
         }
-        let faster = |other: &Choice| other.time.tokens_per_second > choice.time.tokens_per_second * AS_FAST;
+        // Micro-batches share experts in the slots that there will be.
+        let faster = |other: &Choice| {
+            other.settings.expert_slots > 0
+                || other.time.tokens_per_second > choice.time.tokens_per_second * AS_FAST
+        };
         Ok(most.filter(faster))
     }
 
@@ -569,7 +575,7 @@ pub fn lighter_choices(
             micro_batches_per_pass: 1,
             ..own.clone()
         };
-        (settings, effective / batch_size)
+        (expert_slots::fewest(spec, settings, own.expert_slots), effective / batch_size)
     };
     let made = |wanted: Vec<Wanted>| -> Result<Vec<Choice>, StepError> {
         let made = at_once(&wanted, threads(), |(settings, accumulation)| {
@@ -828,6 +834,7 @@ pub(crate) fn step_settings(
         method: method.clone(),
         offload: Offload::NONE,
         kept_layers: kept_as_said(&config.memory.kept_layers),
+        expert_slots: 0,
         micro_batches_per_pass: training.micro_batches_per_pass().set().unwrap_or(1),
         ranks: Ranks { rank: config.rank, mesh: config.parallel.mesh() },
         sharding: config.parallel.sharding(),
@@ -859,7 +866,7 @@ pub(crate) fn settled(config: &RawConfig, spec: &ModelSpec, method: &TrainingMet
     let form = checkpointings(&config.training).first().copied()?;
     let (batch_size, accumulation) = batches(config).first()?.first().copied()?;
     let settings = step_settings(config, spec, method, precision, form, batch_size);
-    Some((at_home(config, settings, as_said(&config.memory.offload)), accumulation))
+    Some((at_home(config, spec, settings, as_said(&config.memory.offload)), accumulation))
 }
 
 /// Tokens of a chunk whose logits take about 32 MiB: a power of two, so that products stay on whole tiles.
@@ -884,6 +891,9 @@ pub(crate) fn resolved_with(config: &RawConfig, settings: &StepSettings, accumul
     let narrow = fp8 || weights != DType::F32;
     resolved.memory.offload = offload::resolved(settings.offload);
     resolved.memory.kept_layers = offload::kept_resolved(settings.kept_layers);
+    if settings.expert_slots > 0 {
+        resolved.memory.expert_slots = Some(Auto::Set(u64::from(settings.expert_slots)));
+    }
     if settings.can_overlap() {
         resolved.parallel.overlap_communication = Some(Auto::Set(settings.overlap_communication));
     }

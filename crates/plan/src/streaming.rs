@@ -1,11 +1,13 @@
 //! How much of a model stays in memory where not all of it fits: as much as dry runs find room for. The rest is
 //! streamed from disk.
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 use plimsoll_disk::LowerTiers;
 use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_step::{Residency, StepError, WeightStorage};
+
+use crate::expert_slots;
 
 /// What a dry run of a forward pass found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,10 +75,9 @@ fn fitting_slots(
     spec: &ModelSpec,
     fits: &mut impl FnMut(Residency) -> Result<Option<(Residency, u64)>, StepError>,
 ) -> Result<Option<(Residency, u64)>, StepError> {
-    let Some(experts) = &spec.experts else { return Ok(None) };
-    let layers_of_experts = experts.layers.iter().filter(|has| **has).count() as u64;
-    let all = u32::try_from(experts.count * layers_of_experts).unwrap_or(u32::MAX - 1);
-    let least = (experts.per_token as u32).min(all);
+    let Some((least, all)) = expert_slots::of_use(spec).map(RangeInclusive::into_inner) else {
+        return Ok(None);
+    };
     for (layers, head) in [(spec.num_layers, true), (spec.num_layers, false), (0, false)] {
         let with = |expert_slots| Residency::Spread { layers, head, expert_slots };
         let fitting = most(least..all + 1, |slots| fits(with(slots)))?;

@@ -206,6 +206,9 @@ impl<'a> Techniques<'a> {
             Technique::Offload(kind) => {
                 *kind.tier_mut(&mut step.offload) = Tier::Device;
                 *kind.kept_mut(&mut step.kept_layers) = 0;
+                if kind == TensorKind::Parameters {
+                    step.expert_slots = 0;
+                }
             }
             Technique::Together => step.micro_batches_per_pass = 1,
             Technique::Overlap => step.overlap_communication = false,

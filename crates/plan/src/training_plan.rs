@@ -14,6 +14,7 @@ use crate::config::RawConfig;
 use crate::divide::{Divided, Division, divide};
 use crate::dry_run::DryRun;
 use crate::evaluating::evaluating;
+use crate::expert_slots::ExpertReads;
 use crate::limits::{Limits, PipelineBytes, load_line};
 use crate::load_line::{LoadLine, ProcessLimits};
 use crate::method::training_method;
@@ -403,6 +404,11 @@ impl TrainingPlan {
         disk
     }
 
+    /// What a step reads of experts that come by themselves; `None` where they do not.
+    pub fn expert_reads(&self) -> Option<ExpertReads> {
+        ExpertReads::of(&self.spec, &self.choice)
+    }
+
     /// The document of `plan --json`.
     pub fn to_json(&self) -> Value {
         let time = &self.choice.time;
@@ -454,6 +460,9 @@ impl TrainingPlan {
             "shortages": self.shortages(),
             "refusal": self.refusal,
         });
+        if let Some(reads) = self.expert_reads() {
+            document["memory"]["experts"] = json!(reads);
+        }
         if self.spec.experts.is_some() {
             document["model"]["active_parameters"] = self.spec.active_parameter_count().into();
         }

@@ -191,7 +191,15 @@ fn peaks_are_what_they_were() {
 }
 
 /// Forms that layers can take which the file's cases have not, or of too few layers.
-const OF_MANY_LAYERS: [(&str, &str); 52] = [
+const OF_MANY_LAYERS: [(&str, &str); 54] = [
+    (
+        "qwen3-30b-a3b",
+        "training.method=qlora; training.lora={rank: 2}; training.gradient_checkpointing=full; memory.offload.parameters=host; memory.expert_slots=16; training.gradient_accumulation_steps=3",
+    ),
+    (
+        "mixtral-8x7b",
+        "training.method=lora; memory.offload.parameters=disk; memory.kept_layers.parameters=7; memory.expert_slots=8; training.micro_batches_per_pass=2; training.gradient_accumulation_steps=6",
+    ),
     ("gemma-3-12b", "training.mixed_precision=bf16"),
     ("gemma-3-12b", "data.sequence_length=1024; memory.offload.parameters=disk"),
     ("gemma-3-12b", "data.sequence_length=1025; memory.offload.parameters=disk"),

@@ -161,3 +161,44 @@ fn accumulation_takes_memory_of_the_host() {
     };
     assert_eq!([host(1), host(1000) - host(1)], [32 * 64, 999 * 64 * 8]);
 }
+
+/// Frozen experts of weights that are away come by themselves: the plan finds how many of them are there at a time, and what they make
+/// a step read.
+#[test]
+fn frozen_experts_have_slots_where_weights_are_away() {
+    let spec = catalogue::find("qwen3-30b-a3b").unwrap().of_layers(&[0, 1, 2, 3]);
+    let base = [
+        "training.method=qlora",
+        "training.lora.target_modules=[q_proj, k_proj, v_proj, o_proj]",
+        "training.batch_size=1",
+        "training.gradient_accumulation_steps=4",
+        "training.gradient_checkpointing=full",
+        "memory.offload={parameters: disk, gradients: device, optimizer: device, activations: device}",
+        "memory.kept_layers.parameters=0",
+    ];
+    let with = |budget: u64, set: &[&str]| {
+        TrainingPlan::new(&config(budget, &[&base[..], set].concat()), &spec, &machine()).unwrap()
+    };
+    let few = with(64 << 30, &["memory.expert_slots=8", "training.micro_batches_per_pass=1"]);
+    let all = with(64 << 30, &[]);
+    let [of_few, of_all] = [&few, &all].map(|plan| plan.expert_reads().unwrap());
+    assert_eq!((of_few.slots, of_all.slots, of_all.experts), (8, 128, 4 * 128));
+    // Four micro-batches share a pass and what it reads.
+    assert_eq!(all.choice.settings.micro_batches_per_pass, 4);
+    assert!(of_all.worst_bytes * 4 < of_few.worst_bytes, "{of_all:?} {of_few:?}");
+    assert!(of_all.even_bytes < of_all.worst_bytes && of_all.even_bytes > of_all.worst_bytes / 10 * 9);
+    assert_eq!(all.to_json()["memory"]["experts"]["slots"], 128);
+    // As many as there is room for, which is what the configuration then says.
+    let one = ["training.micro_batches_per_pass=1"];
+    let [least, most] = [few.process_bytes(), with(64 << 30, &one).process_bytes()];
+    let some = with(least.midpoint(most), &[&one[..], &["memory.target_utilization=1"]].concat());
+    let slots = some.expert_reads().unwrap().slots;
+    assert!(some.fits() && slots > 40 && slots < 128, "{slots}");
+    assert_eq!(some.config.memory.expert_slots, Some(Auto::Set(u64::from(slots))));
+    let again = TrainingPlan::new(&some.config, &spec, &machine()).unwrap();
+    assert_eq!(again.choice.settings, some.choice.settings);
+    // With their layers, where that is asked for or experts are trained.
+    let layers = with(64 << 30, &["memory.expert_slots=0"]);
+    assert!(layers.expert_reads().is_none() && layers.process_bytes() > few.process_bytes());
+    assert!(with(64 << 30, &["training.method=full"]).expert_reads().is_none());
+}

@@ -191,6 +191,7 @@ mod tests {
             io: None,
             ranks_rss_bytes: Vec::new(),
             experts: Vec::new(),
+            expert_reads: None,
         }
     }
 

@@ -255,6 +255,7 @@ fn step(step: u64) -> StepMetrics {
         io: None,
         ranks_rss_bytes: Vec::new(),
         experts: Vec::new(),
+        expert_reads: None,
     }
 }
 

@@ -11,7 +11,7 @@ use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
 use crate::inputs::Labels;
-use crate::linear::Linear;
+use crate::linear::{Linear, Weight};
 use crate::norm::{Norm, Statistics};
 use crate::store::{BlockWeights, WeightStore};
 use crate::tier::Unit;
@@ -61,6 +61,7 @@ impl Head {
         // An embedding's adapter is none of the head's.
         let adapter = if self.tied.is_some() { None } else { weights.adapter(role)? };
         let (block, weight) = (weights.block(), weights.get(role)?);
+        let weight = Weight::Here(weight);
         Ok(Linear { block, role, weight, bias: None, adapter, offsets: None })
     }
 }
@@ -79,7 +80,7 @@ pub(crate) fn loss_of(
     let Some(pieces) = store.pieces(block, role) else {
         let head = Head::gather(store, tied)?;
         if ctx.tables().is_some() {
-            let (norm, weight) = (head.norm(&ctx.spec.norm)?, head.linear()?.weight);
+            let (norm, weight) = (head.norm(&ctx.spec.norm)?, head.linear()?.whole()?);
             let (piece, rows) = (0, 0..weight.rows());
             let pieces = std::slice::from_ref(&rows);
             let loss = PiecedLoss::begin(ctx, norm, x.clone(), labels, chunk_tokens, pieces)?;

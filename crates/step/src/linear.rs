@@ -15,6 +15,7 @@ use crate::context::Context;
 use crate::gradients::{Gradients, Target};
 use crate::matrices::Matrices;
 use crate::settings::{Linears, Precision};
+use crate::store::ExpertVisit;
 
 /// How operands are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,13 +68,21 @@ impl Multiply {
 pub(crate) struct Linear<'a> {
     pub block: BlockId,
     pub role: Role,
-    /// `[O, I]`; of experts `[E, O, I]`.
-    pub weight: &'a Tensor,
+    pub weight: Weight<'a>,
     /// `[O]`; of experts `[E, O]`.
     pub bias: Option<(Role, &'a Tensor)>,
     pub adapter: Option<LowRank<'a>>,
     /// The rows of each expert, u32 `[E + 1]`.
     pub offsets: Option<&'a Tensor>,
+}
+
+/// Where the weight of a linear is.
+#[derive(Clone, Copy)]
+pub(crate) enum Weight<'a> {
+    /// `[O, I]`; of experts `[E, O, I]`.
+    Here(&'a Tensor),
+    /// With experts that come by themselves.
+    Coming(&'a ExpertVisit<'a>),
 }
 
 /// What the gradient of a linear's input needs of the gradients of its weights.
@@ -94,12 +103,26 @@ impl<'a> Linear<'a> {
 
     /// Outputs of one token.
     pub fn outputs(&self) -> u64 {
-        self.matrices(self.weight).outputs()
+        match self.weight {
+            Weight::Here(weight) => self.matrices(weight).outputs(),
+            Weight::Coming(visit) => visit.sides(self.role).map_or(0, |[_, outputs]| outputs),
+        }
     }
 
     /// Inputs of one token.
     pub fn inputs(&self) -> u64 {
-        self.weight.columns()
+        match self.weight {
+            Weight::Here(weight) => weight.columns(),
+            Weight::Coming(visit) => visit.sides(self.role).map_or(0, |[inputs, _]| inputs),
+        }
+    }
+
+    /// The whole weight, for what reads more of it than its products.
+    pub fn whole(&self) -> Result<&'a Tensor, StepError> {
+        match self.weight {
+            Weight::Here(weight) => Ok(weight),
+            Weight::Coming(_) => Err(StepError::MissingWeight { block: self.block, role: self.role }),
+        }
     }
 
     fn matrices<'t>(&'t self, all: &'t Tensor) -> Matrices<'t> {
@@ -120,7 +143,7 @@ impl<'a> Linear<'a> {
         let bias = self.bias.filter(|_| adds_bias).map(|(_, bias)| bias);
         if let Some((adapter, dora)) = self.dora() {
             let y = self.undirected(ctx, adapter, x)?;
-            let lengths = adapter.lengths(ctx, dora, self.weight)?;
+            let lengths = adapter.lengths(ctx, dora, self.whole()?)?;
             let (factors, divisors) = (dora.magnitude, lengths.as_ref());
             let x = &y;
             return Ok(ctx.device.run(Magnitude::ScaleColumns {
@@ -155,7 +178,13 @@ impl<'a> Linear<'a> {
         accumulate: bool,
     ) -> Result<(), StepError> {
         let multiply = self.multiply(ctx);
-        let (x, weight) = (&multiply.input(ctx.device, x)?, &multiply.input(ctx.device, self.weight)?);
+        let weight = match self.weight {
+            Weight::Here(weight) => weight,
+            Weight::Coming(visit) => {
+                return visit.forward(ctx.device, self.role, x, bias, out, accumulate, multiply.compute());
+            }
+        };
+        let (x, weight) = (&multiply.input(ctx.device, x)?, &multiply.input(ctx.device, weight)?);
         self.matrices(weight).forward(ctx.device, x, bias, out, accumulate, multiply.compute())
     }
 
@@ -201,7 +230,7 @@ impl<'a> Linear<'a> {
             return Ok(Through { inner, dout: None });
         };
         let y = self.undirected(ctx, adapter, x)?;
-        let lengths = adapter.lengths(ctx, dora, self.weight)?;
+        let lengths = adapter.lengths(ctx, dora, self.whole()?)?;
         if let (Some(divisors), true) = (&lengths, gradients.wants(self.block, dora.role)) {
             let Target { tensor: out, accumulate, .. } = gradients.target(self.block, dora.role)?;
             ctx.device.run(Magnitude::ColumnDots { a: dout, b: &y, divisors, out: &out, accumulate })?;
@@ -231,9 +260,22 @@ impl<'a> Linear<'a> {
     ) -> Result<(), StepError> {
         let dout = through.dout.as_ref().unwrap_or(dout);
         let multiply = self.multiply(ctx);
-        let (narrow, weight) =
-            (&multiply.gradient(ctx.device, dout)?, &multiply.input(ctx.device, self.weight)?);
-        self.matrices(weight).backward_input(ctx.device, narrow, dx, accumulate, multiply.compute())?;
+        match self.weight {
+            Weight::Here(weight) => {
+                let (narrow, weight) =
+                    (&multiply.gradient(ctx.device, dout)?, &multiply.input(ctx.device, weight)?);
+                self.matrices(weight).backward_input(
+                    ctx.device,
+                    narrow,
+                    dx,
+                    accumulate,
+                    multiply.compute(),
+                )?;
+            }
+            Weight::Coming(visit) => {
+                visit.backward_input(ctx.device, self.role, dout, dx, accumulate, multiply.compute())?;
+            }
+        }
         match (&self.adapter, through.inner) {
             (Some(adapter), Some(dh)) => adapter.backward_input(ctx, &dh, dx),
             _ => Ok(()),

@@ -11,6 +11,7 @@ use plimsoll_parallel::{Mesh, MeshPlace};
 
 use crate::inputs::Places;
 use crate::stage::Split;
+use crate::store::experts_can_come;
 use crate::{Checkpointing, Compression, OptimizerSettings, PipelineSchedule, Stage, StepError};
 
 /// Storage types of a step.
@@ -310,6 +311,9 @@ pub struct StepSettings {
     pub offload: Offload,
     /// The layers that are left out of it.
     pub kept_layers: KeptLayers,
+    /// Experts that are on the device at a time where weights live below it and experts are frozen: they come by themselves, when a
+    /// token is sent to them. With 0 they come with their layers. Changes no bit.
+    pub expert_slots: u32,
     /// Micro-batches that go through a block before the next block's turn. More than one bring what is offloaded fewer
     /// times and hold the activations of all; the gradient of a tied embedding is then summed in another order.
     pub micro_batches_per_pass: u64,
@@ -410,6 +414,7 @@ impl StepSettings {
             method: TrainingMethod::Full,
             offload: Offload::NONE,
             kept_layers: KeptLayers::NONE,
+            expert_slots: 0,
             micro_batches_per_pass: 1,
             ranks: Ranks::default(),
             sharding: Sharding::default(),
@@ -428,6 +433,20 @@ impl StepSettings {
     pub fn can_overlap(&self) -> bool {
         let shares = self.sharding.reduces_each_pass() || self.sharding.stage >= ZeroStage::States;
         self.ranks.mesh.replicas() > 1 && shares
+    }
+
+    /// Whether experts of the model can come by themselves: they are frozen, live below the device, and are not divided among ranks.
+    pub fn experts_can_come(&self, spec: &ModelSpec) -> bool {
+        let Some(adapters) = self.method.adapters() else { return false };
+        let types = |p: &Parameter| self.method.weight_type(p, self.precision.weights);
+        let trains = |p: &Parameter| adapters.layout.trains_base(p.block, p.role);
+        let alone = self.sharding.stage < ZeroStage::Weights && self.ranks.mesh.tensor <= 1;
+        self.offload.parameters != Tier::Device && alone && experts_can_come(spec, &types, &trains)
+    }
+
+    /// Slots for experts that come by themselves; 0 where they do not.
+    pub(crate) fn slots_for_experts(&self, spec: &ModelSpec) -> u32 {
+        if self.experts_can_come(spec) { self.expert_slots } else { 0 }
     }
 
     /// Bytes of what goes into a layer, for all micro-batches of a pass: what checkpointing may keep or spare of each layer.

@@ -2,7 +2,9 @@
 //! there all along or came from a file is the store's affair.
 
 mod away;
+mod counted_experts;
 mod expert_slots;
+mod expert_visit;
 mod shared;
 mod streamed;
 
@@ -17,14 +19,15 @@ use plimsoll_model::{
 use crate::StepError;
 use crate::adapter::{Dora, LowRank};
 use crate::head::reshaped;
-use crate::linear::Linear;
+use crate::linear::{Linear, Weight};
 use crate::norm::Norm;
 use crate::settings::stays;
 
 pub use expert_slots::ExpertTraffic;
 pub(crate) use expert_slots::ExpertWeights;
+pub(crate) use expert_visit::ExpertVisit;
 pub(crate) use shared::Sharing;
-pub(crate) use streamed::{Training, WeightStore};
+pub(crate) use streamed::{Training, WeightStore, experts_can_come};
 
 /// The weights of one block, for as long as the step works on it.
 #[derive(Clone, Debug)]
@@ -133,12 +136,22 @@ impl BlockWeights {
     }
 
     pub(crate) fn linear(&self, weight: Role, bias: Option<Role>) -> Result<Linear<'_>, StepError> {
+        self.linear_of(weight, bias, Weight::Here(self.get(weight)?))
+    }
+
+    /// A linear whose weight may be somewhere else than with the others.
+    pub(crate) fn linear_of<'w>(
+        &'w self,
+        role: Role,
+        bias: Option<Role>,
+        weight: Weight<'w>,
+    ) -> Result<Linear<'w>, StepError> {
         Ok(Linear {
             block: self.block,
-            role: weight,
-            weight: self.get(weight)?,
+            role,
+            weight,
             bias: bias.and_then(|role| Some((role, self.find(role)?))),
-            adapter: self.adapter(weight)?,
+            adapter: self.adapter(role)?,
             offsets: None,
         })
     }
@@ -225,25 +238,29 @@ pub enum Residency {
         /// Whether the head's table stays.
         head: bool,
         /// Slots for experts, which then come by themselves when a token is sent to them, whatever else stays of their layers; with 0
-        /// they come or stay with their layers. Of weights that nothing trains or adapts.
+        /// they come or stay with their layers. Of weights that nothing trains.
         expert_slots: u32,
     },
     /// So many layers, counted from the last one: the backward pass begins with them.
-    Last(u32),
+    Last {
+        /// Layers.
+        layers: u32,
+        /// As in `Spread`; of experts that nothing trains.
+        expert_slots: u32,
+    },
 }
 
 impl Residency {
     /// Slots for experts that come by themselves.
     pub fn expert_slots(self) -> u32 {
         match self {
-            Residency::Spread { expert_slots, .. } => expert_slots,
-            Residency::Last(_) => 0,
+            Residency::Spread { expert_slots, .. } | Residency::Last { expert_slots, .. } => expert_slots,
         }
     }
 
     /// Layers that stay of `num_layers`.
     pub fn layers(self, num_layers: u32) -> u32 {
-        let (Residency::Spread { layers, .. } | Residency::Last(layers)) = self;
+        let (Residency::Spread { layers, .. } | Residency::Last { layers, .. }) = self;
         layers.min(num_layers)
     }
 
@@ -256,7 +273,7 @@ impl Residency {
             }
             (Residency::Spread { head, .. }, BlockId::Embedding) => head && spec.tie_word_embeddings,
             (Residency::Spread { head, .. }, BlockId::Head) => head,
-            (Residency::Last(kept), block) => stays(block, kept, spec),
+            (Residency::Last { layers, .. }, block) => stays(block, layers, spec),
         }
     }
 }

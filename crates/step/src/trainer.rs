@@ -39,7 +39,7 @@ use crate::settings::{
     GradientClipping, MicroBatch, MicroBatches, NormSource, Ranks, StepSettings, UpdateTiming, stays,
 };
 use crate::stage::Stage;
-use crate::store::{Residency, Sharing, Training, WeightOffload, WeightStorage, WeightStore};
+use crate::store::{ExpertTraffic, Residency, Sharing, Training, WeightOffload, WeightStorage, WeightStore};
 use crate::tier::Pieces;
 
 pub use numbers::Numbers;
@@ -218,7 +218,10 @@ impl<'a> Trainer<'a> {
         let below = WeightOffload {
             tier: offload.parameters,
             in_files: method.adapters().map(|adapters| &adapters.in_files),
-            residency: Residency::Last(kept.parameters),
+            residency: Residency::Last {
+                layers: kept.parameters,
+                expert_slots: settings.slots_for_experts(&spec),
+            },
             host_layers: 0,
         };
         let below = (offload.parameters != Tier::Device).then_some(below);
@@ -537,6 +540,11 @@ impl<'a> Trainer<'a> {
     /// The device cannot be read.
     pub fn expert_loads(&self) -> Result<Vec<(u32, Vec<u32>)>, StepError> {
         self.weights.resident().loads(self.device)
+    }
+
+    /// How often experts that come by themselves were used, and read for it, so far; `None` where they come with their layers.
+    pub fn expert_traffic(&self) -> Option<ExpertTraffic> {
+        self.weights.expert_traffic()
     }
 
     /// What adapters drop in a micro-batch of this step.

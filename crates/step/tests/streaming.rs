@@ -225,7 +225,7 @@ fn a_disk_that_fails_once_is_an_error_once() {
 /// An expert that could not be read is read again, and is not what its slot held.
 #[test]
 fn an_expert_that_could_not_be_read_is_read_again() {
-    fails_once(mixture(), Residency::Spread { layers: 3, head: true, expert_slots: 10 });
+    fails_once(mixture(), Residency::Spread { layers: 3, head: true, expert_slots: 2 });
 }
 
 fn fails_once(spec: ModelSpec, residency: Residency) {
@@ -330,7 +330,7 @@ fn experts_come_when_they_are_needed() {
             // More slots take more memory, and spare reads.
             assert!(taken[1] < taken[3]);
             assert!(read.iter().all(|traffic| traffic.used == read[0].used));
-            assert!(read[0].read > read[3].read && read[3].read <= u64::from(experts), "{read:?}");
+            assert!(read[0].read > read[3].read && read[3].read <= 3 * u64::from(experts), "{read:?}");
             assert!(read[0].bytes > read[3].bytes);
         }
     }

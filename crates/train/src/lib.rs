@@ -26,7 +26,7 @@ pub use checkpoint::{Checkpoint, TrainerState};
 pub use diagnostic::{BadOutput, Diagnostic};
 pub use error::TrainError;
 pub use ladder::Surroundings;
-pub use metrics::{ExpertLoad, MemoryHealth, MemoryMetrics, StepMetrics};
+pub use metrics::{ExpertLoad, ExpertReads, MemoryHealth, MemoryMetrics, StepMetrics};
 pub use observer::{Observer, RunEvent};
 pub use output_folder::OutputFolder;
 pub use prepared::{CONFIG_FILE, Prepared, host_bytes_per_token};

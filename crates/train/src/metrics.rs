@@ -10,6 +10,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
 use plimsoll_monitor::Status;
+use plimsoll_step::ExpertTraffic;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use self::appended::Appended;
@@ -68,6 +69,31 @@ pub struct StepMetrics {
     /// How evenly a mixture of experts is used, layer by layer; of the tokens of the first rank.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub experts: Vec<ExpertLoad>,
+    /// How frozen experts came; `None` where they come with their layers, or are in memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expert_reads: Option<ExpertReads>,
+}
+
+/// How often matrices of experts were used in a step, and read for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExpertReads {
+    /// Times that a matrix of an expert was used for tokens of a micro-batch.
+    pub used: u64,
+    /// Times that it had to be read first.
+    pub read: u64,
+    /// Bytes of that.
+    pub bytes: u64,
+}
+
+impl ExpertReads {
+    /// What has come since an earlier moment.
+    pub(crate) fn between(before: ExpertTraffic, now: ExpertTraffic) -> ExpertReads {
+        ExpertReads {
+            used: now.used - before.used,
+            read: now.read - before.read,
+            bytes: now.bytes - before.bytes,
+        }
+    }
 }
 
 /// How evenly the experts of a layer were used in a step.
@@ -284,6 +310,7 @@ mod tests {
             io: None,
             ranks_rss_bytes: Vec::new(),
             experts: Vec::new(),
+            expert_reads: None,
         }
     }
 

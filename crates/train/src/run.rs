@@ -16,7 +16,9 @@ use plimsoll_step::{MicroBatch, StepError, StepOutcome, Trainer};
 use crate::checkpoint::{Checkpoint, TrainerState, tidy};
 use crate::diagnostic::Diagnostic;
 use crate::flight::Flight;
-use crate::metrics::{ExpertLoad, MemoryHealth, MemoryMetrics, MetricsFormats, MetricsLog, StepMetrics};
+use crate::metrics::{
+    ExpertLoad, ExpertReads, MemoryHealth, MemoryMetrics, MetricsFormats, MetricsLog, StepMetrics,
+};
 use crate::pressure::RungChange;
 use crate::relief::Relief;
 use crate::report::{Io, Measured, Planned, RankReport, Report, median};
@@ -231,6 +233,7 @@ fn one_step<'a>(
     let begun = Instant::now();
     let meter = trainer.tiers().meter();
     let moved_before = meter.as_ref().map(IoMeter::totals);
+    let experts_before = trainer.expert_traffic();
     let batches =
         (0..settings.accumulation).map(|_| with.batches.next_batch()).collect::<Result<Vec<Batch>, _>>()?;
     let micro_batches: Vec<MicroBatch<'_>> = batches.iter().map(micro_batch).collect();
@@ -316,6 +319,9 @@ fn one_step<'a>(
         io: meter.zip(moved_before).map(|(meter, before)| Io::of(meter.totals().since(&before))),
         ranks_rss_bytes,
         experts: loads.iter().map(|(layer, counts)| ExpertLoad::new(*layer, counts)).collect(),
+        expert_reads: experts_before
+            .zip(trainer.expert_traffic())
+            .map(|(before, now)| ExpertReads::between(before, now)),
     })
 }
 

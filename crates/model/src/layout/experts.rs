@@ -26,7 +26,7 @@ pub(super) fn hf_layer(
         // Matrix by matrix, so that a stack is written in order.
         for parameter in &of_experts {
             tensors.extend((0..experts.count).map(|expert| {
-                let rows = experts.rows_of(parameter, expert);
+                let rows = parameter.rows_of_expert(expert);
                 let part = StoredPart { parameter: parameter.clone(), rows };
                 StoredTensor::of_rows(single_name(family, parameter, expert), vec![part])
             }));
@@ -44,7 +44,7 @@ fn stacks(experts: &ExpertsSpec, parameters: Vec<Parameter>) -> Vec<StoredTensor
         let at = of.first()?.name.rsplit_once(".experts.")?.0;
         let each = |expert| of.iter().map(move |parameter| (parameter, expert));
         let parts = (0..experts.count).flat_map(each).map(|(parameter, expert)| StoredPart {
-            rows: experts.rows_of(parameter, expert),
+            rows: parameter.rows_of_expert(expert),
             parameter: parameter.clone(),
         });
         let tensor = StoredTensor::of_rows(format!("{at}.experts.{part}"), parts.collect());

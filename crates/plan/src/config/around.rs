@@ -119,6 +119,7 @@ const ALL: &[Shaping] = &[
     shaping("memory.kept_layers.gradients", Halves, Fastest),
     shaping("memory.kept_layers.activations", Halves, Fastest),
     shaping("memory.kept_layers.parameters", Halves, Fastest),
+    shaping("memory.expert_slots", Halves, Fastest),
     shaping("parallel.zero_stage", These(&["0", "1", "2", "3"]), Fastest)
         .unsetting(&["parallel.sharding_strategy"]),
     shaping("parallel.overlap_communication", SWITCH, Fastest),

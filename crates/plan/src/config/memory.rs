@@ -22,6 +22,9 @@ section! {
         disk_budget: Auto<ByteSize> = Auto::Auto;
         /// The folder of their file, which has no name and is gone with the process.
         disk_path: PathBuf, "spill in output.dir";
+        /// Experts of a mixture that are on the device at a time where its weights are offloaded and its experts frozen: they come when
+        /// a token is sent to them. 0: with their layers; auto: as many of a layer's as there is room for.
+        expert_slots: Auto<u64> = Auto::Auto, LAYERS_OR_NONE;
         /// How near to a budget a run may come: the four shares below, where they are not given.
         threshold_profile: ThresholdProfile = ThresholdProfile::Balanced;
         /// The share of a budget that automatic choices may fill.

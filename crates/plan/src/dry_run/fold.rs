@@ -58,6 +58,10 @@ impl Fold {
         if settings.offload.parameters == Tier::Disk && settings.method.adapters().is_some_and(from_files) {
             return None;
         }
+        // Slots for more than the experts of a layer hold those of layers that are not its neighbours.
+        if spec.experts.as_ref().is_some_and(|experts| u64::from(settings.expert_slots) > experts.count) {
+            return None;
+        }
         // Whole matrices are dealt out: layers differ.
         if settings.sharers() > 1 && !settings.optimizer.kind.shares_rows() {
             return None;

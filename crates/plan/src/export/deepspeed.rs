@@ -37,7 +37,7 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Page {
     sheet.carry(&["training.steps", "training.epochs", "training.seed"]);
     sheet.whole_logits("A fused loss (Liger's) avoids them.");
     leave_mesh(sheet);
-    sheet.leave(&["training.", "memory.offload.", "memory.kept_layers.", "parallel."]);
+    sheet.leave(&["training.", "memory.offload.", "memory.kept_layers.", "memory.expert_slots", "parallel."]);
     page
 }
 

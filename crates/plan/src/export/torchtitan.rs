@@ -44,7 +44,14 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Result<Page, ExportError> {
     put_parallel(sheet, &mut page);
     put_checkpointing(sheet, &mut page);
     sheet.whole_logits("compile.enable with the component loss fuses their copies.");
-    sheet.leave(&["training.", "memory.offload.", "memory.kept_layers.", "parallel.", "data."]);
+    sheet.leave(&[
+        "training.",
+        "memory.offload.",
+        "memory.kept_layers.",
+        "memory.expert_slots",
+        "parallel.",
+        "data.",
+    ]);
     Ok(page)
 }
 

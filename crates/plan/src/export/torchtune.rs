@@ -103,7 +103,14 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Result<Page, ExportError> {
     put_optimizer(sheet, &mut page);
     put_run(sheet, &mut page);
     put_memory(sheet, &mut page);
-    sheet.leave(&["training.", "memory.offload.", "memory.kept_layers.", "parallel.", "data."]);
+    sheet.leave(&[
+        "training.",
+        "memory.offload.",
+        "memory.kept_layers.",
+        "memory.expert_slots",
+        "parallel.",
+        "data.",
+    ]);
     Ok(page)
 }
 

@@ -21,14 +21,14 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Page {
     }
     if sheet.ranks() > 1 || !sheet.settings().offload.is_none() {
         sheet.say("parallel and memory.offload are the launcher's: start with the file of `plimsoll export accelerate`, or set deepspeed to that of `plimsoll export deepspeed`.");
-        sheet.carry(&["parallel.", "memory.offload.", "memory.kept_layers."]);
+        sheet.carry(&["parallel.", "memory.offload.", "memory.kept_layers.", "memory.expert_slots"]);
     }
     sheet.note_sequence(
         "a property of the data: cut the samples to it, or set max_length in trl's SFTConfig.",
     );
     sheet.note_attention("attn_implementation in from_pretrained");
     sheet.whole_logits("use_liger_kernel=True avoids them.");
-    sheet.leave(&["training.", "memory.offload.", "memory.kept_layers.", "parallel."]);
+    sheet.leave(&["training.", "memory.offload.", "memory.kept_layers.", "memory.expert_slots", "parallel."]);
     page
 }
 

@@ -10,7 +10,6 @@
 
 mod ranks;
 mod shared;
-mod slots;
 
 use plimsoll_device::{DType, DeviceExt, Router, Routing, Tensor};
 use plimsoll_memory::Tag;
@@ -29,7 +28,7 @@ use crate::head::rows;
 use crate::linear::Linear;
 use crate::policy::{LayerPolicy, Save};
 use crate::products::Products;
-use crate::store::BlockWeights;
+use crate::store::{BlockWeights, ExpertVisit};
 use ranks::Tokens;
 use shared::Shared;
 
@@ -52,20 +51,22 @@ impl Routed {
 }
 
 /// Where the rows of experts come from and go to.
-struct Order {
+struct Order<'v> {
     /// u32 `[R]`: the place of each row.
     sources: Tensor,
     /// u32 `[N, k]`: the row of each place.
     places: Tensor,
     /// u32 `[E + 1]`: the first row of each expert.
     offsets: Tensor,
+    /// The experts on their way, where they come by themselves.
+    visit: Option<ExpertVisit<'v>>,
 }
 
 /// What multiplies the rows of an activation: the weights of experts, or the gate of a shared expert.
 struct Factors<'f> {
     /// f32, one for each place.
     values: &'f Tensor,
-    order: Option<&'f Order>,
+    order: Option<&'f Order<'f>>,
 }
 
 /// The experts of a layer, with what they are computed by.
@@ -101,14 +102,6 @@ pub(super) fn forward<R>(
     };
     let all = experts.of_all_ranks(normed, &routed)?;
     let order = experts.sort(&all.choice)?;
-    if let Some(weights) = ctx.expert_weights {
-        let outputs = experts.through_slots(weights, &order, &all.weights, &all.normed)?;
-        let out = add(&|out, accumulate| {
-            experts.combine(&order, &outputs, out, accumulate)?;
-            add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)
-        })?;
-        return Ok((out, SavedWithin::dropped()));
-    }
     let part = experts.part(&order);
     let inner = project_inner(ctx, part, &experts.gather(&all.normed, &order)?)?;
     let factors = Factors { values: &all.weights, order: Some(&order) };
@@ -257,7 +250,7 @@ fn scaled_backward(
     Ok(ctx.device.run(Routing::ScaleRows { x: dscaled, factors: factors.values, sources, out: dscaled })?)
 }
 
-impl<'e> Experts<'e, '_> {
+impl<'e, 'c> Experts<'e, 'c> {
     /// Adds to dnormed what all ranks that share products have alike: one of them does, since what they have is added up.
     fn once(&self, add: impl FnOnce() -> Result<(), StepError>) -> Result<(), StepError> {
         if self.ctx.products.is_none_or(Products::is_first) { add() } else { Ok(()) }
@@ -313,26 +306,28 @@ impl<'e> Experts<'e, '_> {
         Ok(Routed { logits, choice, weights })
     }
 
-    fn sort(&self, choice: &Tensor) -> Result<Order, StepError> {
+    /// Sorts the rows, and begins to bring experts that come by themselves.
+    fn sort(&self, choice: &Tensor) -> Result<Order<'c>, StepError> {
         let alloc = |sizes: &[u64], name| self.ctx.device.alloc(DType::U32, sizes, Tag::Activations, name);
         let (sources, places) =
             (alloc(&[choice.elements()], "sources")?, alloc(choice.shape().dims(), "places")?);
         let own = self.ctx.spec.own_experts(self.spec);
         let offsets = alloc(&[own.end - own.start + 1], "offsets")?;
-        let order = Order { sources, places, offsets };
-        let Order { sources, places, offsets } = &order;
-        let first = own.start as u32;
-        self.ctx.device.run(Routing::Sort { choice, first, sources, places, offsets })?;
-        Ok(order)
+        let (device, first) = (self.ctx.device, own.start as u32);
+        device.run(Routing::Sort { choice, first, sources: &sources, places: &places, offsets: &offsets })?;
+        let layer = self.weights.block().layer().unwrap_or(0);
+        let begin = |weights| ExpertVisit::begin(device, weights, layer, &offsets, choice.elements());
+        let visit = self.ctx.expert_weights.map(begin).transpose()?;
+        Ok(Order { sources, places, offsets, visit })
     }
 
-    fn part<'o>(&'o self, order: &'o Order) -> FeedForward<'o> {
-        let offsets = Some(&order.offsets);
-        FeedForward { weights: self.weights, roles: FeedForwardRoles::DENSE, offsets }
+    fn part<'o>(&'o self, order: &'o Order<'_>) -> FeedForward<'o> {
+        let (offsets, visit) = (Some(&order.offsets), order.visit.as_ref());
+        FeedForward { weights: self.weights, roles: FeedForwardRoles::DENSE, offsets, visit }
     }
 
     /// Rows `[R, H]` for the experts, of x `[N, H]`.
-    fn gather(&self, x: &Tensor, order: &Order) -> Result<Tensor, StepError> {
+    fn gather(&self, x: &Tensor, order: &Order<'_>) -> Result<Tensor, StepError> {
         let sizes = [order.sources.elements(), x.columns()];
         let out = self.ctx.device.alloc(x.dtype(), &sizes, Tag::Activations, "routed")?;
         self.ctx.device.run(Routing::Gather { x, sources: &order.sources, out: &out })?;
@@ -342,7 +337,7 @@ impl<'e> Experts<'e, '_> {
     /// out (+)= what the experts make of their rows' activations.
     fn write(
         &self,
-        order: &Order,
+        order: &Order<'_>,
         activation: &Tensor,
         out: &Tensor,
         accumulate: bool,
@@ -354,7 +349,13 @@ impl<'e> Experts<'e, '_> {
     }
 
     /// out `[N, H]` (+)= the rows of each token's experts, added up.
-    fn combine(&self, order: &Order, x: &Tensor, out: &Tensor, accumulate: bool) -> Result<(), StepError> {
+    fn combine(
+        &self,
+        order: &Order<'_>,
+        x: &Tensor,
+        out: &Tensor,
+        accumulate: bool,
+    ) -> Result<(), StepError> {
         let places = &order.places;
         if let Some(ranks) = self.ctx.expert_ranks {
             return self.combine_ranks(ranks, places, x, out, accumulate);
@@ -397,7 +398,7 @@ impl<'e> Experts<'e, '_> {
         inner: Inner,
         activation: Tensor,
         all: Tokens,
-        order: &Order,
+        order: &Order<'_>,
         dout: &Tensor,
         dweights: &Tensor,
         dnormed: &Tensor,

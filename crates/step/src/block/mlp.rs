@@ -12,10 +12,10 @@ use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
 use crate::head::{for_each_range, rows};
-use crate::linear::{Linear, Through};
+use crate::linear::{Linear, Through, Weight};
 use crate::norm::Normed;
 use crate::policy::{LayerPolicy, Save};
-use crate::store::BlockWeights;
+use crate::store::{BlockWeights, ExpertVisit};
 
 /// What the backward pass will need of the part.
 pub(crate) struct SavedMlp {
@@ -76,15 +76,21 @@ pub(super) struct FeedForward<'w> {
     pub roles: FeedForwardRoles,
     /// The rows of each expert.
     pub offsets: Option<&'w Tensor>,
+    /// Where experts come by themselves.
+    pub visit: Option<&'w ExpertVisit<'w>>,
 }
 
 impl<'w> FeedForward<'w> {
     fn of_layer(weights: &'w BlockWeights) -> FeedForward<'w> {
-        FeedForward { weights, roles: FeedForwardRoles::DENSE, offsets: None }
+        FeedForward { weights, roles: FeedForwardRoles::DENSE, offsets: None, visit: None }
     }
 
     fn linear(self, LinearRoles { weight, bias }: LinearRoles) -> Result<Linear<'w>, StepError> {
-        Ok(self.weights.linear(weight, bias)?.grouped(self.offsets))
+        let linear = match self.visit {
+            Some(visit) => self.weights.linear_of(weight, bias, Weight::Coming(visit))?,
+            None => self.weights.linear(weight, bias)?,
+        };
+        Ok(linear.grouped(self.offsets))
     }
 
     pub fn gate(self) -> Result<Linear<'w>, StepError> {

@@ -43,7 +43,7 @@ impl AwayParameter {
     /// What a piece travels with.
     fn unit(&self, number: u32) -> Unit {
         match (self.by_expert, self.parameter.block) {
-            (true, BlockId::Layer(layer)) => Unit::Expert(layer, number),
+            (true, BlockId::Layer(layer)) => Unit::Expert(layer, number, self.parameter.role),
             (_, block) => Unit::of_matrices(block, number),
         }
     }
@@ -178,6 +178,7 @@ pub(super) fn lodge(
     }
     for (unit, mut parcel) in own {
         parcel.settle(tiers, tier, Tag::Weights, "weights")?;
+        parcel.is_of_expert = matches!(unit, Unit::Expert(..));
         parcels.insert(unit, parcel);
     }
     for (matrix, starts) in matrices.iter_mut().zip(starts) {

@@ -1,34 +1,48 @@
-//! Experts that live below the device and come when a token is sent to them: a planned number of slots, in which the experts that
-//! were used last stay.
+//! Experts that live below the device and come when a token is sent to them: for each kind of their matrices a planned number of slots,
+//! in which those that were used last stay.
 //!
 //! The order in which experts come changes no result: each has rows of its own.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use plimsoll_device::{Device, Tensor};
-use plimsoll_disk::{Direction, LowerTiers};
+use plimsoll_disk::{Direction, DiskError, LowerTiers};
 use plimsoll_memory::Tag;
 use plimsoll_model::Role;
 
+use super::counted_experts::{Counted, Groups};
 use crate::StepError;
 use crate::tier::{Parcel, Source, Transit, Transits, Unit, buffer};
 
-/// Experts by layer and number, which a pass takes one after the other.
+/// Matrices of experts by layer, kind and number. Those of a kind are taken one after the other.
 pub(crate) trait ExpertWeights {
-    /// Begins to bring experts of a layer, as many as there is room for, and says in which order to take them: those that are
-    /// here first.
-    fn announce(&self, layer: u32, experts: &[u32]) -> Result<Vec<u32>, StepError>;
+    /// Inputs and outputs of a kind of matrix; `None` of what does not come by itself.
+    fn sides(&self, layer: u32, role: Role) -> Option<[u64; 2]>;
 
-    /// The matrices of an expert, waiting for them where they are not here yet. They stay until the next is taken.
-    fn take(&self, layer: u32, expert: u32) -> Result<Vec<(Role, Tensor)>, StepError>;
+    /// Begins to bring all matrices of experts of a layer, as many as there is room for.
+    fn expect(&self, layer: u32, experts: &[u32]) -> Result<(), StepError>;
+
+    /// The same for one kind of matrix, which is taken next of these experts; says in which order to take them: those that are here
+    /// first.
+    fn announce(&self, layer: u32, role: Role, experts: &[u32]) -> Result<Vec<u32>, StepError>;
+
+    /// The matrix of an expert, waiting for it where it is not here yet. It stays until the next of its kind is taken.
+    fn take(&self, layer: u32, role: Role, expert: u32) -> Result<Tensor, StepError>;
+
+    /// In a dry run, in the place of [`announce`](Self::announce): how many of so many experts are here, on their way, and neither.
+    fn count(&self, layer: u32, role: Role, used: u32) -> Result<Groups, StepError>;
+
+    /// The matrix of one of such a group, waiting for all of them. Groups are taken in their order.
+    fn take_group(&self, layer: u32, role: Role, groups: Groups, group: usize) -> Result<Tensor, StepError>;
 }
 
-/// How often experts were used, and how often they had to be read for it.
+/// How often matrices of experts were used, and how often they had to be read for it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExpertTraffic {
-    /// Times that an expert was used by tokens of a pass.
+    /// Times that a matrix of an expert was used by tokens of a pass.
     pub used: u64,
     /// Times that it had to be read first.
     pub read: u64,
@@ -39,6 +53,13 @@ pub struct ExpertTraffic {
 /// Slots for experts, with what lives below them.
 pub(crate) struct ExpertSlots<'a> {
     transits: Transits<'a>,
+    kinds: BTreeMap<Role, Kind>,
+    /// In a dry run, in the place of these.
+    counted: BTreeMap<Role, Counted>,
+}
+
+/// One kind of matrix.
+struct Kind {
     parcels: HashMap<Unit, Parcel<Role>>,
     state: RefCell<State>,
 }
@@ -47,6 +68,8 @@ struct State {
     slots: Vec<Slot>,
     /// The slot of each expert that is here or on its way.
     places: HashMap<Unit, usize>,
+    /// Those that nobody waits for, the one that was used the longest time ago first.
+    free: BTreeSet<(u64, Option<Unit>, usize)>,
     /// The slot of the expert that was taken last, whose buffer may be in use.
     taken: Option<usize>,
     /// Counts uses.
@@ -74,51 +97,99 @@ enum Content {
 }
 
 impl<'a> ExpertSlots<'a> {
-    /// Takes memory for `count` slots.
+    /// Takes memory for `count` experts.
     pub fn new(
         device: &'a dyn Device,
         tiers: &Arc<LowerTiers>,
         parcels: HashMap<Unit, Parcel<Role>>,
         count: u32,
     ) -> Result<Self, StepError> {
-        let bytes = parcels.values().map(Parcel::bytes).max().unwrap_or(0);
-        let slot = |_| {
-            let content = Content::Here(buffer(device, bytes, Tag::Staging, "experts.slot")?);
-            Ok(Slot { content, expert: None, used: 0, is_wanted: false })
-        };
-        let slots = (0..count).map(slot).collect::<Result<Vec<_>, StepError>>()?;
         let to_disk = parcels.values().any(Parcel::uses_disk);
         let transits = Transits::new(device, tiers, to_disk)?;
-        let (places, waiting, traffic) = (HashMap::new(), Vec::new(), ExpertTraffic::default());
-        let state = State { slots, places, taken: None, clock: 0, waiting, traffic };
-        let state = RefCell::new(state);
-        Ok(ExpertSlots { transits, parcels, state })
+        let mut by_role: BTreeMap<Role, HashMap<Unit, Parcel<Role>>> = BTreeMap::new();
+        for (unit, parcel) in parcels {
+            if let Unit::Expert(_, _, role) = unit {
+                by_role.entry(role).or_default().insert(unit, parcel);
+            }
+        }
+        let (mut kinds, mut counted) = (BTreeMap::new(), BTreeMap::new());
+        for (role, parcels) in by_role {
+            let bytes = parcels.values().map(Parcel::bytes).max().unwrap_or(0);
+            let slot = |_| buffer(device, bytes, Tag::Staging, "experts.slot");
+            let buffers = (0..count).map(slot).collect::<Result<Vec<_>, StepError>>()?;
+            if device.is_dry() {
+                counted.insert(role, Counted::new(&transits, parcels, buffers));
+            } else {
+                kinds.insert(role, Kind::new(parcels, buffers));
+            }
+        }
+        Ok(ExpertSlots { transits, kinds, counted })
     }
 
     /// What has come and gone so far.
     pub fn traffic(&self) -> ExpertTraffic {
-        self.state.borrow().traffic
+        let counted = self.counted.values().map(Counted::traffic);
+        let all = self.kinds.values().map(|kind| kind.state.borrow().traffic).chain(counted);
+        all.fold(ExpertTraffic::default(), |all, own| ExpertTraffic {
+            used: all.used + own.used,
+            read: all.read + own.read,
+            bytes: all.bytes + own.bytes,
+        })
+    }
+
+    /// Feeds to a hasher what decides which experts will be read: those that are here, in the order of their last use.
+    pub fn hash_slots(&self, hasher: &mut impl Hasher) {
+        self.counted.values().for_each(|kind| kind.hash(hasher));
+        for kind in self.kinds.values() {
+            let state = kind.state.borrow();
+            let mut here: Vec<(u64, Option<Unit>, bool)> =
+                state.slots.iter().map(|slot| (slot.used, slot.expert, slot.is_wanted)).collect();
+            here.sort_unstable();
+            let (mut last, mut turn) = (None, 0u64);
+            for (used, expert, is_wanted) in here {
+                turn += u64::from(last != Some(used));
+                last = Some(used);
+                (turn, expert, is_wanted).hash(hasher);
+            }
+        }
+    }
+
+    fn kind(&self, role: Role) -> Result<&Kind, StepError> {
+        self.kinds.get(&role).ok_or(NO_SUCH)
+    }
+}
+
+const LOST: StepError = StepError::Invariant { what: "a slot for experts has lost its buffer" };
+const NO_SUCH: StepError = StepError::Invariant { what: "an expert was asked for that lives nowhere" };
+
+impl Kind {
+    fn new(parcels: HashMap<Unit, Parcel<Role>>, buffers: Vec<Tensor>) -> Kind {
+        let slot = |buffer| Slot { content: Content::Here(buffer), expert: None, used: 0, is_wanted: false };
+        let slots: Vec<Slot> = buffers.into_iter().map(slot).collect();
+        let free = (0..slots.len()).map(|place| (0, None, place)).collect();
+        let (places, waiting, traffic) = (HashMap::new(), Vec::new(), ExpertTraffic::default());
+        let state = State { slots, places, free, taken: None, clock: 0, waiting, traffic };
+        Kind { parcels, state: RefCell::new(state) }
     }
 
     /// Begins to bring those that wait, in slots that nobody waits for.
-    fn begin(&self, state: &mut State) -> Result<(), StepError> {
+    fn begin(&self, transits: &Transits<'_>, state: &mut State) -> Result<(), StepError> {
         while let Some(unit) = state.waiting.last().copied() {
-            let free = state.slots.iter().enumerate().filter(|(_, slot)| !slot.is_wanted);
-            let Some((place, _)) = free.min_by_key(|(_, slot)| slot.used) else { return Ok(()) };
+            let Some((.., place)) = state.free.pop_first() else { return Ok(()) };
             state.waiting.pop();
-            let slot = &mut state.slots[place];
+            let slot = state.slots.get_mut(place).ok_or(LOST)?;
             if let Some(before) = slot.expert.replace(unit) {
                 state.places.remove(&before);
             }
             let buffer = match std::mem::replace(&mut slot.content, Content::Nothing) {
                 Content::Here(buffer) => buffer,
                 // Nobody waits for it any more: a pass has failed.
-                Content::Coming(transit) => self.transits.wait(transit)?.0,
+                Content::Coming(transit) => transits.wait(transit)?.0,
                 Content::Nothing => return Err(LOST),
             };
             let parcel = self.parcels.get(&unit).ok_or(NO_SUCH)?;
             slot.content =
-                Content::Coming(self.transits.begin(parcel, Direction::Prefetch, Source::Buffer(buffer))?);
+                Content::Coming(transits.begin(parcel, Direction::Prefetch, Source::Buffer(buffer))?);
             (slot.used, slot.is_wanted) = (state.clock, true);
             state.places.insert(unit, place);
             state.traffic.read += 1;
@@ -126,55 +197,137 @@ impl<'a> ExpertSlots<'a> {
         }
         Ok(())
     }
-}
 
-const LOST: StepError = StepError::Invariant { what: "a slot for experts has lost its buffer" };
-const NO_SUCH: StepError = StepError::Invariant { what: "an expert was asked for that lives nowhere" };
-
-impl ExpertWeights for ExpertSlots<'_> {
-    fn announce(&self, layer: u32, experts: &[u32]) -> Result<Vec<u32>, StepError> {
+    /// Begins to bring experts, and says in which order they are there.
+    fn expect(&self, transits: &Transits<'_>, units: &[Unit]) -> Result<Vec<Unit>, StepError> {
         let state = &mut *self.state.borrow_mut();
         state.clock += 1;
         state.taken = None;
-        state.slots.iter_mut().for_each(|slot| slot.is_wanted = false);
-        let unit = |expert: u32| Unit::Expert(layer, expert);
-        let (here, absent): (Vec<u32>, Vec<u32>) =
-            experts.iter().partition(|expert| state.places.contains_key(&unit(**expert)));
-        for expert in &here {
-            if let Some(place) = state.places.get(&unit(*expert)) {
-                let slot = &mut state.slots[*place];
+        (0..state.slots.len()).for_each(|place| state.let_go(place));
+        let (here, absent): (Vec<Unit>, Vec<Unit>) =
+            units.iter().partition(|unit| state.places.contains_key(*unit));
+        for unit in &here {
+            if let Some(place) = state.places.get(unit).copied()
+                && let Some(slot) = state.slots.get_mut(place)
+            {
+                state.free.remove(&(slot.used, slot.expert, place));
                 (slot.used, slot.is_wanted) = (state.clock, true);
             }
         }
-        state.waiting = absent.iter().rev().map(|expert| unit(*expert)).collect();
-        state.traffic.used += experts.len() as u64;
-        self.begin(state)?;
+        state.waiting = absent.iter().rev().copied().collect();
+        self.begin(transits, state)?;
         Ok([here, absent].concat())
     }
 
-    fn take(&self, layer: u32, expert: u32) -> Result<Vec<(Role, Tensor)>, StepError> {
-        let (state, unit) = (&mut *self.state.borrow_mut(), Unit::Expert(layer, expert));
-        if let Some(slot) = state.taken.take().and_then(|place| state.slots.get_mut(place)) {
-            slot.is_wanted = false;
+    fn take(&self, transits: &Transits<'_>, unit: Unit) -> Result<Tensor, StepError> {
+        let state = &mut *self.state.borrow_mut();
+        if let Some(place) = state.taken.take() {
+            state.let_go(place);
         }
-        self.begin(state)?;
+        self.begin(transits, state)?;
         let place = *state.places.get(&unit).ok_or(NO_SUCH)?;
-        let slot = &mut state.slots[place];
-        if matches!(slot.content, Content::Coming(_))
-            && let Content::Coming(transit) = std::mem::replace(&mut slot.content, Content::Nothing)
+        state.arrive(transits, place)??;
+        state.taken = Some(place);
+        let Some(Slot { content: Content::Here(buffer), .. }) = state.slots.get(place) else {
+            return Err(LOST);
+        };
+        let views = self.parcels.get(&unit).and_then(|parcel| parcel.views(buffer));
+        let matrix = views.and_then(|views| views.into_iter().next());
+        let too_large = StepError::Invariant { what: "an expert is larger than its slot" };
+        matrix.map(|(_, matrix)| matrix).ok_or(too_large)
+    }
+}
+
+impl State {
+    /// Nobody waits for a slot any more.
+    fn let_go(&mut self, place: usize) {
+        if let Some(slot) = self.slots.get_mut(place).filter(|slot| slot.is_wanted) {
+            slot.is_wanted = false;
+            self.free.insert((slot.used, slot.expert, place));
+        }
+    }
+
+    /// Waits until what is on its way to a slot is there, and says what came of it. What failed is not the expert: whoever asks for it
+    /// again has it read again.
+    ///
+    /// # Errors
+    /// The buffer is lost.
+    fn arrive(&mut self, transits: &Transits<'_>, place: usize) -> Result<Result<(), DiskError>, StepError> {
+        let slot = self.slots.get_mut(place).ok_or(LOST)?;
+        let transit = match std::mem::replace(&mut slot.content, Content::Nothing) {
+            Content::Coming(transit) => transit,
+            there => {
+                slot.content = there;
+                return Ok(Ok(()));
+            }
+        };
+        let (buffer, outcome) = transits.wait(transit)?;
+        slot.content = Content::Here(buffer);
+        if outcome.is_err()
+            && let Some(expert) = slot.expert
         {
-            let (buffer, outcome) = self.transits.wait(transit)?;
-            slot.content = Content::Here(buffer);
-            if let Err(error) = outcome {
-                // What is there is not the expert: whoever asks for it again has it read again.
-                slot.expert = None;
-                state.places.remove(&unit);
-                return Err(error.into());
+            let was_free = self.free.remove(&(slot.used, slot.expert, place));
+            slot.expert = None;
+            self.places.remove(&expert);
+            if was_free {
+                self.free.insert((slot.used, None, place));
             }
         }
-        state.taken = Some(place);
-        let Content::Here(buffer) = &slot.content else { return Err(LOST) };
-        let views = self.parcels.get(&unit).and_then(|parcel| parcel.views(buffer));
-        views.ok_or(StepError::Invariant { what: "an expert is larger than its slot" })
+        Ok(outcome)
+    }
+}
+
+impl ExpertWeights for ExpertSlots<'_> {
+    fn sides(&self, layer: u32, role: Role) -> Option<[u64; 2]> {
+        let parcel = match self.kinds.get(&role) {
+            Some(kind) => kind.parcels.get(&Unit::Expert(layer, 0, role))?,
+            None => self.counted.get(&role)?.first(layer)?,
+        };
+        match parcel.tensors() {
+            [matrix] => {
+                let inputs = *matrix.shape.last()?;
+                Some([inputs, matrix.shape.iter().product::<u64>() / inputs.max(1)])
+            }
+            _ => None,
+        }
+    }
+
+    fn expect(&self, layer: u32, experts: &[u32]) -> Result<(), StepError> {
+        let used = experts.len() as u32;
+        self.counted.values().for_each(|kind| kind.expect(self.transits.device, layer, used));
+        self.kinds.iter().try_for_each(|(role, kind)| {
+            let units: Vec<Unit> = experts.iter().map(|expert| Unit::Expert(layer, *expert, *role)).collect();
+            kind.expect(&self.transits, &units).map(|_| ())
+        })
+    }
+
+    fn announce(&self, layer: u32, role: Role, experts: &[u32]) -> Result<Vec<u32>, StepError> {
+        let kind = self.kind(role)?;
+        let units: Vec<Unit> = experts.iter().map(|expert| Unit::Expert(layer, *expert, role)).collect();
+        let order = kind.expect(&self.transits, &units)?;
+        kind.state.borrow_mut().traffic.used += experts.len() as u64;
+        let number = |unit| if let Unit::Expert(_, expert, _) = unit { Some(expert) } else { None };
+        Ok(order.into_iter().filter_map(number).collect())
+    }
+
+    fn take(&self, layer: u32, role: Role, expert: u32) -> Result<Tensor, StepError> {
+        let taken = self.kind(role)?.take(&self.transits, Unit::Expert(layer, expert, role));
+        if taken.is_err() {
+            // What else is on its way may have failed too.
+            for kind in self.kinds.values() {
+                let state = &mut *kind.state.borrow_mut();
+                (0..state.slots.len())
+                    .try_for_each(|place| state.arrive(&self.transits, place).map(|_| ()))?;
+            }
+        }
+        taken
+    }
+
+    fn count(&self, layer: u32, role: Role, used: u32) -> Result<Groups, StepError> {
+        Ok(self.counted.get(&role).ok_or(NO_SUCH)?.announce(self.transits.device, layer, used))
+    }
+
+    fn take_group(&self, layer: u32, role: Role, groups: Groups, group: usize) -> Result<Tensor, StepError> {
+        self.counted.get(&role).ok_or(NO_SUCH)?.take(self.transits.device, layer, groups, group)
     }
 }

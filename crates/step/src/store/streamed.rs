@@ -61,19 +61,27 @@ pub(crate) struct Training<'s, 'a> {
 /// The f32 weights behind a parameter: some rows, and where they are.
 type Masters<'s> = dyn Fn(&Parameter) -> Vec<(Range<u64>, Contents)> + 's;
 
-/// Whether experts come by themselves: what is neither trained nor adapted, and of which each matrix can be read alone.
-fn comes_by_expert(spec: &ModelSpec, storage: WeightStorage<'_>) -> bool {
-    let asked = storage.offload.is_some_and(|offload| offload.residency.expert_slots() > 0);
-    let asked = asked && !storage.trained;
-    let modules = storage.adapters.map(AdapterLayout::modules).unwrap_or_default();
-    let is_adapted = modules.iter().any(|module| module.parts.iter().any(|of| of.role().is_expert_part()));
-    let Some(experts) = spec.experts.as_ref().filter(|_| asked && !is_adapted) else { return false };
+/// Whether the experts of a model can come by themselves: its weights are frozen but for what adapters train, and each matrix of these
+/// types can be read alone.
+pub(crate) fn experts_can_come(
+    spec: &ModelSpec,
+    types: &dyn Fn(&Parameter) -> DType,
+    trains: &dyn Fn(&Parameter) -> bool,
+) -> bool {
     let of_experts = |p: &Parameter| p.is_of_experts() && is_matrix(p);
     let alone = |p: &Parameter| {
-        let dtype = (storage.types)(p);
-        (p.elements() / experts.count.max(1)).is_multiple_of(dtype.run_elements())
+        (p.elements() / p.experts()).is_multiple_of(types(p).run_elements()) && !trains(p)
     };
-    spec.parameters().iter().filter(|p| of_experts(p)).all(alone)
+    spec.experts.is_some() && spec.parameters().iter().filter(|p| of_experts(p)).all(alone)
+}
+
+/// Whether they do.
+fn comes_by_expert(spec: &ModelSpec, storage: WeightStorage<'_>, is_shared: bool) -> bool {
+    let asked = storage.offload.is_some_and(|offload| offload.residency.expert_slots() > 0);
+    let trains = |p: &Parameter| {
+        storage.trained && storage.adapters.is_none_or(|layout| layout.trains_base(p.block, p.role))
+    };
+    asked && !is_shared && experts_can_come(spec, storage.types, &trains)
 }
 
 impl<'a> WeightStore<'a> {
@@ -95,7 +103,7 @@ impl<'a> WeightStore<'a> {
         };
         let goes_below =
             |block: BlockId| storage.offload.filter(|offload| !offload.residency.keeps(spec, block));
-        let slots = storage.offload.filter(|_| comes_by_expert(spec, storage));
+        let slots = storage.offload.filter(|_| comes_by_expert(spec, storage, sharing.is_some()));
         let by_expert = |p: &Parameter| slots.is_some() && is_matrix(p) && p.is_of_experts();
         let goes = |p: &Parameter| {
             let below = (sharing.is_some() || goes_below(p.block).is_some()) && is_matrix(p);
@@ -132,10 +140,10 @@ impl<'a> WeightStore<'a> {
                 let cut = training.map(|training| training.cut);
                 let cut = cut.unwrap_or_else(|| Pieces::of_bytes(layer_bytes, row_bytes));
                 let by_expert = by_expert(&parameter);
-                let experts = block.layer().and_then(|layer| spec.experts_of(layer));
-                let pieces = match experts {
-                    Some(experts) if by_expert => {
-                        (0..experts.count).map(|expert| experts.rows_of(&parameter, expert)).collect()
+                let pieces = match by_expert {
+                    true => {
+                        let rows = |expert| parameter.rows_of_expert(expert);
+                        (0..parameter.experts()).map(rows).collect()
                     }
                     _ if divisible && !has_adapter(&parameter) => cut.of(&parameter),
                     _ => std::iter::once(parameter.all_rows()).collect(),
@@ -335,6 +343,7 @@ impl<'a> WeightStore<'a> {
     /// Feeds what lies in the buffers to a hasher.
     pub(crate) fn hash_buffers(&self, hasher: &mut impl Hasher) {
         self.pool.hash_buffers(hasher);
+        self.experts.iter().for_each(|experts| experts.hash_slots(hasher));
     }
 
     /// The units that will be gathered next, in order: they are brought ahead of their use. Nothing of before is in use any

@@ -23,6 +23,8 @@ pub(crate) struct Parcel<T> {
     files: Vec<FilePages>,
     /// Of its own home, where not all bytes matter.
     pub extents: Option<Extents>,
+    /// Whether it is of an expert that comes by itself.
+    pub is_of_expert: bool,
 }
 
 /// A tensor in a parcel.
@@ -74,7 +76,8 @@ impl<T> Parcel<T> {
     /// An empty one.
     pub fn new() -> Self {
         let (tensors, files) = (Vec::new(), Vec::new());
-        Parcel { tensors, own_bytes: 0, lodging: Lodging::None, files, extents: None }
+        let (own_bytes, lodging) = (0, Lodging::None);
+        Parcel { tensors, own_bytes, lodging, files, extents: None, is_of_expert: false }
     }
 
     /// Adds a tensor that lives in the parcel's own home, before any that a file holds. Gives its place in that home.

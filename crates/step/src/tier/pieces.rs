@@ -15,8 +15,8 @@ pub(crate) enum Unit {
     Layer(u32),
     /// Some rows of the table of the embedding or of the head.
     Piece(BlockId, u32),
-    /// The matrices of one expert of a layer, where experts come by themselves.
-    Expert(u32, u32),
+    /// A matrix of one expert of a layer, where experts come by themselves.
+    Expert(u32, u32, Role),
     /// What the embedding's or the head's block has beside its table: norms, learned positions, adapters. It never leaves the
     /// device.
     Rest(BlockId),
@@ -42,7 +42,7 @@ impl Unit {
     /// The block that it belongs to.
     pub fn block(self) -> BlockId {
         match self {
-            Unit::Layer(layer) | Unit::Expert(layer, _) => BlockId::Layer(layer),
+            Unit::Layer(layer) | Unit::Expert(layer, ..) => BlockId::Layer(layer),
             Unit::Piece(block, _) | Unit::Rest(block) => block,
         }
     }

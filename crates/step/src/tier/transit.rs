@@ -42,6 +42,11 @@ impl<'a> Transits<'a> {
         Ok(Transits { device, tiers: Arc::clone(tiers) })
     }
 
+    /// The bytes that a move of a parcel moves.
+    pub fn moved<T>(&self, parcel: &Parcel<T>, direction: Direction) -> Transferred {
+        transferred(parcel, direction, self.device.traits().unified)
+    }
+
     /// Begins to move a parcel between its homes and a buffer; in a dry run counts what would move.
     pub fn begin<T>(
         &self,
@@ -50,8 +55,7 @@ impl<'a> Transits<'a> {
         source: Source<Transit>,
     ) -> Result<Transit, StepError> {
         let count = |tensor, behind| {
-            let moved = transferred(parcel, direction, self.device.traits().unified);
-            Ok(Transit::Dry(tensor, self.device.transfer(moved, behind)))
+            Ok(Transit::Dry(tensor, self.device.transfer(self.moved(parcel, direction), behind)))
         };
         let memory = match source {
             Source::Buffer(tensor) => match self.device.lend(tensor)? {
@@ -141,6 +145,9 @@ pub(super) fn transferred<T>(parcel: &Parcel<T>, direction: Direction, unified: 
     }
     if direction == Direction::Prefetch {
         parcel.files().for_each(|(home, page_bytes)| add(home, page_bytes));
+    }
+    if parcel.is_of_expert {
+        all.experts = all.read.max(all.copied_in);
     }
     all
 }

@@ -20,6 +20,7 @@ use crate::products::Products;
 use crate::rope::RopeTables;
 use crate::routes::{Balance, Routes};
 use crate::settings::{MicroBatch, StepSettings};
+use crate::store::ExpertWeights;
 
 /// One micro-batch on its way, or one chunk of a sequence.
 pub(super) struct Lane<'c> {
@@ -63,6 +64,7 @@ pub(super) struct Env<'a> {
     pub keys: Option<Rc<Keys<'a>>>,
     pub ring: Option<Rc<Ring<'a>>>,
     pub products: Option<Rc<Products<'a>>>,
+    pub experts: Option<Rc<dyn ExpertWeights + 'a>>,
 }
 
 /// What a forward pass left of a segment.
@@ -207,7 +209,16 @@ impl<'a> Trainer<'a> {
     pub(super) fn env(&self) -> Env<'a> {
         let Trainer { spec, ropes, mover, keys, ring, products, .. } = self;
         let (spec, ropes, ring) = (Rc::clone(spec), ropes.clone(), ring.clone());
-        Env { spec, ropes, mover: mover.clone(), keys: keys.clone(), ring, products: products.clone() }
+        let experts = self.weights.expert_weights();
+        Env {
+            spec,
+            ropes,
+            mover: mover.clone(),
+            keys: keys.clone(),
+            ring,
+            products: products.clone(),
+            experts,
+        }
     }
 
     /// What a lane's turn needs to know.
@@ -231,7 +242,9 @@ impl<'a> Trainer<'a> {
         let around = env.ring.as_deref().map(|ring| Around { ring, length: lane.places.length });
         let ctx = self.context(&ready.inputs, &env.spec, ropes);
         let routes = Some(&*ready.routes);
-        let ctx = Context { dropout, away: env.mover.as_deref(), chunk, around, routes, ..ctx };
+        let expert_weights = env.experts.as_deref();
+        let ctx =
+            Context { dropout, away: env.mover.as_deref(), chunk, around, routes, expert_weights, ..ctx };
         Ok(ctx.sharing(env.products.as_deref(), lane.places.rows()))
     }
 

@@ -48,6 +48,7 @@ pub fn metrics(step: u64) -> StepMetrics {
         }),
         ranks_rss_bytes: vec![240 * MIB, 200 * MIB],
         experts: Vec::new(),
+        expert_reads: None,
     }
 }
 

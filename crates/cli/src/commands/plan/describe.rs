@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use plimsoll_memory::{AtPeak, ByteSize, Tag};
 use plimsoll_model::ModelSpec;
 use plimsoll_plan::config::GradientCheckpointing;
-use plimsoll_plan::{TimeEstimate, TrainingPlan};
+use plimsoll_plan::{ExpertReads, TimeEstimate, TrainingPlan};
 use plimsoll_step::{Adapters, Linears};
 
 use super::ranks;
@@ -36,6 +36,20 @@ pub fn step(plan: &TrainingPlan) -> String {
         checkpointing(plan),
         settings.loss_chunk_tokens
     )
+}
+
+/// Experts that come when a token is sent to them, in a line, where they do.
+fn experts(plan: &TrainingPlan) -> String {
+    let Some(ExpertReads { slots, experts, worst_bytes, even_bytes }) = plan.expert_reads() else {
+        return String::new();
+    };
+    let (worst, even) = (ByteSize(worst_bytes), ByteSize(even_bytes));
+    let even = if even.to_string() == worst.to_string() {
+        String::new()
+    } else {
+        format!(", {even} where all are used alike")
+    };
+    format!("experts: {slots} of {experts} in memory at a time; a step reads at most {worst} of them{even}\n")
 }
 
 /// The model in a line.
@@ -76,6 +90,7 @@ pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
         ));
     }
     out.push_str(&step(plan));
+    out.push_str(&experts(plan));
     out.push_str(&plan.division.as_ref().map_or(String::new(), ranks::division));
     out.push_str(&ranks::words(plan));
     let at_peak = plan.at_peak();

@@ -77,7 +77,12 @@ impl<'e> Experts<'e, '_> {
     /// The shared expert, where there is one, with its gate for these tokens.
     pub(super) fn shared(&self, normed: &Tensor) -> Result<Option<Shared<'e>>, StepError> {
         let Some(spec) = self.spec.shared else { return Ok(None) };
-        let part = FeedForward { weights: self.weights, roles: FeedForwardRoles::SHARED, offsets: None };
+        let part = FeedForward {
+            weights: self.weights,
+            roles: FeedForwardRoles::SHARED,
+            offsets: None,
+            visit: None,
+        };
         if !spec.gated {
             return Ok(Some(Shared { part, gate: None }));
         }

@@ -31,7 +31,7 @@ fn unit(unit: Unit) -> String {
     match unit {
         Unit::Layer(layer) => format!("{layer}"),
         Unit::Piece(block, piece) => format!("{block:?}.{piece}"),
-        Unit::Expert(layer, expert) => format!("{layer}.{expert}"),
+        Unit::Expert(layer, expert, role) => format!("{layer}.{expert}.{}", role.name()),
         Unit::Rest(block) => format!("{block:?}"),
     }
 }
