@@ -1,14 +1,18 @@
 //! A feed-forward part of experts: the router's choice, rows sorted by expert, products with each expert's matrices, and the sum of
 //! what comes back (Shazeer et al. 2017; rows by expert without dropping as in MegaBlocks, Gale et al. 2022).
 //!
-//! Shapes: N tokens, E experts, k of them for each token, R = N * k routed rows, I an expert's inner width. No shape depends on the
-//! choice, so that a plan holds for every routing. The weights of a token's experts multiply the input of their down projections, which
-//! is linear; so the outputs of experts are never kept.
+//! Shapes: N tokens, E experts, k of them for each token, R = N * k routed rows, or fewer where the experts' capacity is less; I an
+//! expert's inner width. No shape depends on the choice, so that a plan holds for every routing. The weights of a token's experts
+//! multiply the input of their down projections, which is linear; so the outputs of experts are never kept.
 
+mod capacity;
+mod gating_residual;
+mod jitter;
 mod shared;
 mod slots;
+mod zero_computation;
 
-use plimsoll_device::{DType, DeviceExt, Router, Routing, Tensor};
+use plimsoll_device::{Capacity, DType, DeviceExt, Router, Routing, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{ExpertsSpec, FeedForwardRoles, Role, Scoring};
 
@@ -24,7 +28,7 @@ use crate::gradients::Gradients;
 use crate::head::rows;
 use crate::linear::Linear;
 use crate::policy::{LayerPolicy, Save};
-use crate::store::BlockWeights;
+use crate::store::{BlockWeights, load_parts};
 use shared::Shared;
 
 /// What the router says of some tokens.
@@ -35,13 +39,25 @@ struct Routed {
     choice: Tensor,
     /// f32 `[N, k]`
     weights: Tensor,
+    /// The choice without what is dropped, where experts take no more than their capacity.
+    taken: Option<(Tensor, Capacity)>,
 }
 
 impl Routed {
     /// That of some of the tokens.
     fn part(&self, start: u64, end: u64) -> Result<Routed, StepError> {
         let part = |x: &Tensor| rows(x, start, end);
-        Ok(Routed { logits: part(&self.logits)?, choice: part(&self.choice)?, weights: part(&self.weights)? })
+        let taken = match &self.taken {
+            Some((taken, capacity)) => Some((part(taken)?, *capacity)),
+            None => None,
+        };
+        let (logits, choice, weights) = (part(&self.logits)?, part(&self.choice)?, part(&self.weights)?);
+        Ok(Routed { logits, choice, weights, taken })
+    }
+
+    /// The places that experts take.
+    fn sent(&self) -> &Tensor {
+        self.taken.as_ref().map_or(&self.choice, |(taken, _)| taken)
     }
 }
 
@@ -81,9 +97,14 @@ pub(super) fn forward<R>(
     let experts = Experts { ctx, weights, spec };
     let routed = experts.route(normed, None)?;
     // Logits are few, and a rounding of theirs is one of the weights: they are kept as they are.
-    let of_logits = if policy.gate_up == Save::Recompute { Save::Recompute } else { Save::Keep };
+    // Where a later layer reads them, they stay anyway.
+    let is_kept = policy.gate_up != Save::Recompute && experts.carried().is_none();
+    let of_logits = if is_kept { Save::Keep } else { Save::Recompute };
     if let Some(chunk) = ctx.mlp_chunk(normed.rows()) {
-        let out = add(&|out, accumulate| experts.in_chunks(chunk, &routed, normed, out, accumulate))?;
+        let out = add(&|out, accumulate| {
+            experts.in_chunks(chunk, &routed, normed, out, accumulate)?;
+            experts.add_zero_computation(&routed, normed, out)
+        })?;
         return Ok((out, SavedWithin::dropped()));
     }
     let (shared_inner, shared) = match experts.shared(normed)? {
@@ -93,11 +114,12 @@ pub(super) fn forward<R>(
             (inner, Some((shared, activated)))
         }
     };
-    let order = experts.sort(&routed.choice)?;
+    let order = experts.sort(&routed)?;
     if let Some(weights) = ctx.expert_weights {
         let outputs = experts.through_slots(weights, &order, &routed.weights, normed)?;
         let out = add(&|out, accumulate| {
             experts.combine(&order, &outputs, out, accumulate)?;
+            experts.add_zero_computation(&routed, normed, out)?;
             add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)
         })?;
         return Ok((out, SavedWithin::dropped()));
@@ -108,6 +130,7 @@ pub(super) fn forward<R>(
     let (inner, activated) = kept_inner(ctx, policy, inner, Some(factors))?;
     let out = add(&|out, accumulate| {
         experts.write(&order, &activated, out, accumulate)?;
+        experts.add_zero_computation(&routed, normed, out)?;
         add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)
     })?;
     let activation = Held::new(ctx, policy.activation, activated)?;
@@ -142,14 +165,17 @@ pub(super) fn backward(
         ctx.device.alloc(DType::F32, routed.weights.shape().dims(), Tag::Activations, "dweights")?;
     let dnormed;
     if let Some(chunk) = ctx.mlp_chunk(normed.rows()) {
-        let again = |out: &Tensor, accumulate| experts.in_chunks(chunk, &routed, normed, out, accumulate);
-        let dout = dout(&again, gradients)?;
+        let again = |out: &Tensor, accumulate| {
+            experts.in_chunks(chunk, &routed, normed, out, accumulate)?;
+            experts.add_zero_computation(&routed, normed, out)
+        };
+        let dout = &dout(&again, gradients)?;
         dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
         for_each_chunk(ctx, normed.rows(), chunk, |ctx, start, end| {
             let experts = Experts { ctx, ..experts };
             let (routed, normed) = (routed.part(start, end)?, rows(normed, start, end)?);
-            let (dout, dnormed) = (rows(&dout, start, end)?, rows(&dnormed, start, end)?);
-            let order = experts.sort(&routed.choice)?;
+            let (dout, dnormed) = (rows(dout, start, end)?, rows(&dnormed, start, end)?);
+            let order = experts.sort(&routed)?;
             let factors = Factors { values: &routed.weights, order: Some(&order) };
             let inner = project_inner(ctx, experts.part(&order), &experts.gather(&normed, &order)?)?;
             let activation = scaled(ctx, activated(ctx, &inner)?, Some(&factors))?;
@@ -171,8 +197,9 @@ pub(super) fn backward(
             }
             Ok(())
         })?;
+        experts.zero_computation_backward(&routed, normed, dout, &dweights, &dnormed, gradients)?;
     } else {
-        let order = experts.sort(&routed.choice)?;
+        let order = experts.sort(&routed)?;
         let part = experts.part(&order);
         let factors = Factors { values: &routed.weights, order: Some(&order) };
         let again = || project_inner(ctx, part, &experts.gather(normed, &order)?);
@@ -190,6 +217,7 @@ pub(super) fn backward(
         };
         let again = |out: &Tensor, accumulate| {
             experts.write(&order, &activation, out, accumulate)?;
+            experts.add_zero_computation(&routed, normed, out)?;
             add_shared(ctx, shared.as_ref().map(|(shared, _, activation)| (shared, activation)), out)
         };
         let dout = dout(&again, gradients)?;
@@ -204,6 +232,7 @@ pub(super) fn backward(
             &dnormed,
             gradients,
         )?;
+        experts.zero_computation_backward(&routed, normed, &dout, &dweights, &dnormed, gradients)?;
         if let Some((shared, inner, activation)) = shared {
             shared.backward(&experts, inner, activation, normed, &dout, &dnormed, gradients)?;
         }
@@ -286,26 +315,34 @@ impl<'e> Experts<'e, '_> {
         let (device, router) = (self.ctx.device, self.rule());
         let alloc =
             |dtype, columns, name| device.alloc(dtype, &[normed.rows(), columns], Tag::Activations, name);
-        let logits = match logits {
+        let layer = self.weights.block().layer().unwrap_or(0);
+        let carried = self.carried();
+        let logits = match logits.or_else(|| carried?.logits(layer)) {
             Some(logits) => logits,
             None => {
-                let logits = alloc(DType::F32, self.spec.count, "router")?;
-                self.router()?.forward(self.ctx, normed, &logits, false)?;
+                let logits = alloc(DType::F32, self.spec.total(), "router")?;
+                self.router()?.forward(self.ctx, &self.router_input(normed)?, &logits, false)?;
+                self.add_residual(&logits)?;
+                if let Some(carried) = carried {
+                    carried.keep_logits(layer, &logits);
+                }
                 logits
             }
         };
-        let layer = self.weights.block().layer().unwrap_or(0);
         let made = self.ctx.routes.and_then(|routes| routes.choice(layer));
+        let mut dropped = None;
         let choice = match made {
             Some(choice) => choice,
             None => {
                 let choice = alloc(DType::U32, self.spec.per_token, "experts")?;
                 let correction = self.weights.find(Role::RouterCorrection);
                 device.run(Routing::Choose { logits: &logits, correction, router, choice: &choice })?;
-                if let Some(routes) = self.ctx.routes {
+                if let Some(routes) = self.ctx.routes.filter(|routes| routes.training().is_some()) {
                     routes.keep(device, layer, &logits, &choice)?;
-                    if let Some(counts) = self.weights.find(Role::RouterLoad) {
-                        device.run(Routing::Count { choice: &choice, counts })?;
+                    if let Some(load) = self.weights.find(Role::RouterLoad) {
+                        let (counts, of_dropped) = load_parts(load)?;
+                        device.run(Routing::Count { choice: &choice, counts: &counts })?;
+                        dropped = Some(of_dropped);
                     }
                 }
                 choice
@@ -313,13 +350,15 @@ impl<'e> Experts<'e, '_> {
         };
         let weights = alloc(DType::F32, self.spec.per_token, "expert.weights")?;
         device.run(Routing::Weigh { logits: &logits, choice: Some(&choice), router, weights: &weights })?;
-        Ok(Routed { logits, choice, weights })
+        let taken = self.limit(&choice, dropped.as_ref())?;
+        Ok(Routed { logits, choice, weights, taken })
     }
 
-    fn sort(&self, choice: &Tensor) -> Result<Order, StepError> {
+    fn sort(&self, routed: &Routed) -> Result<Order, StepError> {
+        let choice = routed.sent();
         let alloc = |sizes: &[u64], name| self.ctx.device.alloc(DType::U32, sizes, Tag::Activations, name);
         let (sources, places) =
-            (alloc(&[choice.elements()], "sources")?, alloc(choice.shape().dims(), "places")?);
+            (alloc(&[self.row_bound(routed)], "sources")?, alloc(choice.shape().dims(), "places")?);
         let offsets = alloc(&[self.spec.count + 1], "offsets")?;
         let order = Order { sources, places, offsets };
         let Order { sources, places, offsets } = &order;
@@ -336,7 +375,8 @@ impl<'e> Experts<'e, '_> {
     fn gather(&self, x: &Tensor, order: &Order) -> Result<Tensor, StepError> {
         let sizes = [order.sources.elements(), x.columns()];
         let out = self.ctx.device.alloc(x.dtype(), &sizes, Tag::Activations, "routed")?;
-        self.ctx.device.run(Routing::Gather { x, sources: &order.sources, out: &out })?;
+        let each = order.places.columns();
+        self.ctx.device.run(Routing::Gather { x, sources: &order.sources, each, out: &out })?;
         Ok(out)
     }
 
@@ -373,7 +413,7 @@ impl<'e> Experts<'e, '_> {
             let experts = Experts { ctx, ..*self };
             let (routed, normed) = (routed.part(start, end)?, rows(normed, start, end)?);
             let out = rows(out, start, end)?;
-            let order = experts.sort(&routed.choice)?;
+            let order = experts.sort(&routed)?;
             let inner = project_inner(ctx, experts.part(&order), &experts.gather(&normed, &order)?)?;
             let factors = Factors { values: &routed.weights, order: Some(&order) };
             let activation = scaled(ctx, activated_in_place(ctx, inner)?, Some(&factors))?;
@@ -429,11 +469,12 @@ impl<'e> Experts<'e, '_> {
         let dlogits = device.alloc(DType::F32, logits.shape().dims(), Tag::Activations, "drouter")?;
         let (choice, router) = (Some(choice), self.rule());
         device.run(Routing::WeighBackward { logits, choice, router, dweights, dlogits: &dlogits })?;
-        if let Some(balance) = self.ctx.routes.and_then(|routes| routes.balance()) {
-            balance.backward(device, logits, &dlogits)?;
+        if let Some(losses) = self.ctx.routes.and_then(|routes| routes.training()?.losses.as_ref()) {
+            losses.backward(device, logits, &dlogits)?;
         }
+        self.residual_backward(&dlogits, gradients)?;
         let linear = self.router()?;
-        let through = linear.backward_weight(self.ctx, gradients, &dlogits, normed)?;
-        linear.backward_input(self.ctx, through, &dlogits, dnormed, true)
+        let through = linear.backward_weight(self.ctx, gradients, &dlogits, &self.router_input(normed)?)?;
+        self.router_input_backward(&linear, through, &dlogits, dnormed)
     }
 }
