@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use common::*;
-use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceExt};
+use plimsoll_device::{Cpu, CpuOptions, DType, Device};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};
