@@ -64,6 +64,48 @@ fn every_family_trains_is_saved_and_loads_again() {
     }
 }
 
+/// Experts without matrices, with a capacity: the run takes what was planned, and its model loads, answers, and is no GGUF.
+#[test]
+fn moe_plus_plus_trains_is_saved_and_answers() {
+    let folder = folder();
+    let values = set(&[
+        "model.from_scratch.architecture=moe",
+        "model.from_scratch.num_experts=4",
+        "model.from_scratch.shared_experts=1",
+        "model.from_scratch.zero_experts=1",
+        "model.from_scratch.copy_experts=1",
+        "model.from_scratch.constant_experts=2",
+        "training.expert_capacity_factor=0.8",
+        "training.router_z_loss_coef=0.001",
+        "training.router_jitter_noise=0.01",
+        "training.steps=2",
+    ]);
+    let arguments: Vec<&str> =
+        ["train", "c.yaml", "--json"].into_iter().chain(values.iter().map(String::as_str)).collect();
+    let report: Value = serde_json::from_str(&ok(folder.path(), &arguments)).unwrap();
+    assert_eq!(report["planned"]["device_peak_bytes"], report["measured"]["device_peak_bytes"]);
+    let metrics = std::fs::read_to_string(folder.path().join("out/metrics.jsonl")).unwrap();
+    let last: Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
+    let load = &last["experts"][0];
+    assert_eq!(load["fractions"].as_array().unwrap().len(), 8);
+    assert!(load["dropped"].as_f64().unwrap() > 0.0, "{load}");
+    let saved = ["final", "model", "."]
+        .map(|name| folder.path().join("out").join(name))
+        .into_iter()
+        .find(|path| path.join("config.json").is_file())
+        .unwrap();
+    let config: Value = serde_json::from_slice(&std::fs::read(saved.join("config.json")).unwrap()).unwrap();
+    assert_eq!((&config["model_type"], &config["moe_tau"]), (&"plimsoll_moe".into(), &0.75.into()));
+    let model = saved.to_str().unwrap();
+    ok(
+        folder.path(),
+        &["generate", "--model", model, "--prompt", "a", "--max-tokens", "3", "--temperature", "0"],
+    );
+    let output = plimsoll(folder.path(), &["convert", "--model", model, "--output", "m.gguf"]);
+    assert!(!output.status.success() && !folder.path().join("m.gguf").exists());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("a family of Plimsoll's own"), "{output:?}");
+}
+
 #[test]
 fn a_trained_tokenizer_is_kept_with_the_run() {
     let folder = folder();

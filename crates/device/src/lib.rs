@@ -32,10 +32,11 @@ pub use dtype::DType;
 pub use exact::ExactSum;
 pub use links::{Collective, Communicated};
 pub use op::{
-    Activation, Adafactor, Adam, Apollo, Attention, BLOCK_8BIT, Channels, Codes, Compute, Elementwise,
-    Embedding, Glu, GroupedProduct, IGNORED_TARGET, KeyPiece, Lion, Loss, MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN,
-    Magnitude, Norm, Op, PIECE_ROWS, PiecedAttention, Position, Product, Quantization, Reduction, Rounding,
-    Router, Routing, Rule, Running, SecondMoment, Sgd, Subspace, Update, Workspace,
+    Activation, Adafactor, Adam, Apollo, Attention, BLOCK_8BIT, Capacity, Channels, Codes, Compute,
+    Elementwise, Embedding, Glu, GroupedProduct, IGNORED_TARGET, KeyPiece, Lion, LoadRatio, Loss,
+    MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, Magnitude, NOWHERE, Norm, Op, PIECE_ROWS, PiecedAttention, Position,
+    Product, Quantization, Reduction, Rounding, Router, Routing, Rule, Running, SecondMoment, Sgd, Subspace,
+    Update, Workspace, ZeroComputation, ZeroExperts,
 };
 pub use repeat::{Iterations, KnownRounds};
 pub use tensor::{Shape, Tensor};

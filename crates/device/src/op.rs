@@ -25,6 +25,7 @@ mod routing;
 mod subspace;
 mod update;
 mod workspace;
+mod zero_computation;
 
 pub use activation::{Activation, Glu};
 pub use attention::Attention;
@@ -41,13 +42,14 @@ pub use product::{Compute, Product};
 pub use quantization::Quantization;
 pub use reduction::Reduction;
 pub(crate) use reduction::{RUN_ELEMENTS, SUM_ELEMENTS};
-pub use routing::{MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, Router, Routing};
+pub use routing::{Capacity, LoadRatio, MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, NOWHERE, Router, Routing};
 pub use subspace::Subspace;
 pub use update::{
     Adafactor, Adam, Apollo, BLOCK_8BIT, Channels, Codes, Lion, Rule, SecondMoment, Sgd, Update,
 };
 pub use workspace::Workspace;
 pub(crate) use workspace::{MAX_PARTIAL_COLUMNS, PIECE, RowPieces, rows_per_task, task_elements};
+pub use zero_computation::{ZeroComputation, ZeroExperts};
 
 use plimsoll_memory::Arena;
 
@@ -125,6 +127,8 @@ families! {
     Subspace,
     /// A step of an optimizer.
     Update,
+    /// Experts without matrices.
+    ZeroComputation,
 }
 
 impl<'a> Op<'a> {

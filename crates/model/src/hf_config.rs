@@ -25,7 +25,7 @@ pub const CONFIG_NAME: &str = "config.json";
 pub const GENERATION_CONFIG_NAME: &str = "generation_config.json";
 
 /// Values of `model_type` that are read.
-pub const SUPPORTED_MODEL_TYPES: [&str; 16] = [
+pub const SUPPORTED_MODEL_TYPES: [&str; 17] = [
     "llama",
     "mistral",
     "qwen2",
@@ -42,7 +42,11 @@ pub const SUPPORTED_MODEL_TYPES: [&str; 16] = [
     "olmoe",
     "glm4_moe",
     "deepseek",
+    OWN_MIXTURE,
 ];
+
+/// The `model_type` of mixtures in the shape of Llama whose routers may choose experts without matrices (MoE++).
+pub(crate) const OWN_MIXTURE: &str = "plimsoll_moe";
 
 /// Values of `model_type` that are known and not read, and what they have that is missing here.
 const MISSING: [(&str, &str); 6] = [

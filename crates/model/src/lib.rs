@@ -38,7 +38,7 @@ pub use source::{
 pub use spec::{
     Activation, AttentionSpec, ExpertGroups, ExpertsSpec, LayerKind, MlpSpec, ModelPart, ModelSpec, NormKind,
     NormPlacement, NormSpec, QkNorm, RopeScaling, RopeSpec, RouterSpec, Scoring, SharedExpert, SlidingWindow,
-    SpecError,
+    SpecError, ZeroComputationSpec,
 };
 pub use transcode::{RowSource, Target, Transcoder};
 pub use upcycle::{UpcycleError, Upcycled};

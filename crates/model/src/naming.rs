@@ -57,6 +57,9 @@ impl Role {
             Role::Router => "router",
             Role::RouterCorrection => "router_correction",
             Role::RouterLoad => "router_load",
+            Role::RouterResidual => "router_residual",
+            Role::ConstantGate => "constant_gate",
+            Role::ConstantVectors => "constant_vectors",
             Role::SharedGateProj => "shared_gate_proj",
             Role::SharedUpProj => "shared_up_proj",
             Role::SharedDownProj => "shared_down_proj",
@@ -108,6 +111,9 @@ impl Role {
             // Behind all parts of adapters.
             Role::RouterCorrection => 5 << 5,
             Role::RouterLoad => 6 << 5,
+            Role::RouterResidual => 7 << 5 | 16,
+            Role::ConstantGate => 7 << 5 | 17,
+            Role::ConstantVectors => 7 << 5 | 18,
             // Weights with adapters are below 32.
             Role::Lora(part, adapted) => (1 + part as u64) << 5 | adapted.role().number(),
         }

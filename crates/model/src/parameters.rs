@@ -63,8 +63,14 @@ pub enum Role {
     Router,
     /// What is added to the scores of experts for their choice; no gradient reaches it.
     RouterCorrection,
-    /// How often each expert was chosen in a step: no parameter, but what is told of it.
+    /// How often each expert was chosen in a step, and how much was dropped: no parameter, but what is told of it.
     RouterLoad,
+    /// What the logits of the layer with experts before are multiplied with for those of this one, `[E, E]`.
+    RouterResidual,
+    /// What a token is multiplied with for the shares of its input and of its vector in each constant expert, `[2 C, H]`.
+    ConstantGate,
+    /// The vectors of constant experts, `[C, H]`.
+    ConstantVectors,
     SharedGateProj,
     SharedUpProj,
     SharedDownProj,
@@ -200,6 +206,9 @@ impl Role {
             | Role::UpProj
             | Role::DownProj
             | Role::Router
+            | Role::RouterResidual
+            | Role::ConstantGate
+            | Role::ConstantVectors
             | Role::SharedGateProj
             | Role::SharedUpProj
             | Role::SharedDownProj
@@ -289,9 +298,12 @@ impl Role {
             | Role::SharedGateProj
             | Role::SharedUpProj
             | Role::SharedDownProj => ParameterGroup::FeedForward,
-            Role::Router | Role::RouterCorrection | Role::RouterLoad | Role::SharedRouter => {
-                ParameterGroup::Routers
-            }
+            Role::Router
+            | Role::RouterCorrection
+            | Role::RouterLoad
+            | Role::RouterResidual
+            | Role::SharedRouter => ParameterGroup::Routers,
+            Role::ConstantGate | Role::ConstantVectors => ParameterGroup::Experts,
             Role::LmHead => ParameterGroup::Head,
             Role::Lora(..) => ParameterGroup::Adapters,
             Role::AttentionNorm
@@ -310,8 +322,20 @@ impl Role {
     /// Whether it is the matrix of a linear in a transformer block, or a stack of them. Routers are small, and a rounding of theirs
     /// sends tokens elsewhere: they are none.
     pub fn is_block_matrix(self) -> bool {
-        let others = matches!(self, Role::LmHead | Role::Lora(..) | Role::Router | Role::SharedRouter);
+        let others = matches!(self, Role::LmHead | Role::Lora(..)) || self.is_small_matrix();
         self.kind() == ParameterKind::Matrix && !others
+    }
+
+    /// Whether it is a matrix of a few rows that stays as it is: a router, or what constant experts have.
+    pub fn is_small_matrix(self) -> bool {
+        matches!(
+            self,
+            Role::Router
+                | Role::SharedRouter
+                | Role::RouterResidual
+                | Role::ConstantGate
+                | Role::ConstantVectors
+        )
     }
 
     /// Whether it belongs to the feed-forward part proper, of which experts have one each.
@@ -326,6 +350,12 @@ impl Role {
             Role::Lora(_, of) => of.role().is_expert_part(),
             _ => false,
         }
+    }
+
+    /// The type that it is saved in, where weights are saved in this one: training adds small numbers to the corrections of
+    /// routers, which narrow types would lose.
+    pub fn saved_as(self, usual: DType) -> DType {
+        if self == Role::RouterCorrection { DType::F32 } else { usual }
     }
 
     /// Whether gradients reach it.
@@ -599,12 +629,21 @@ impl ModelSpec {
                         );
                     }
                     Some(experts) => {
-                        let (count, inner) = (experts.count, experts.intermediate_size);
-                        let own = self.own_experts(experts);
-                        add(name("mlp.gate.weight"), Role::Router, &[count, hidden]);
+                        let inner = experts.intermediate_size;
+                        let (own, total) = (self.own_experts(experts), experts.total());
+                        add(name("mlp.gate.weight"), Role::Router, &[total, hidden]);
                         if experts.router.correction {
                             let role = Role::RouterCorrection;
-                            add(name("mlp.gate.e_score_correction_bias"), role, &[count]);
+                            add(name("mlp.gate.e_score_correction_bias"), role, &[total]);
+                        }
+                        if self.gating_residual_of(i).is_some() {
+                            add(name("mlp.gate_residual.weight"), Role::RouterResidual, &[total, total]);
+                        }
+                        let constant = experts.zero_experts().map_or(0, |own| own.constant);
+                        if constant > 0 {
+                            let at = name("mlp.constant_experts");
+                            add(format!("{at}.gate.weight"), Role::ConstantGate, &[2 * constant, hidden]);
+                            add(format!("{at}.vectors"), Role::ConstantVectors, &[constant, hidden]);
                         }
                         let roles = FeedForwardRoles::DENSE;
                         let stack = [own.end - own.start];

@@ -12,7 +12,7 @@ use plimsoll_device::DType;
 use serde_json::json;
 
 use crate::hf_config::{CONFIG_NAME, GENERATION_CONFIG_NAME, config_json, generation_config_json};
-use crate::layout::{StoredTensor, hf_block};
+use crate::layout::{StoredPart, StoredTensor, hf_block};
 use crate::parameters::{BlockId, Parameter, Role};
 use crate::safetensors::{
     INDEX_NAME, NewTensor, Placed, SINGLE_NAME, Span, StoredDType, sync_folder, write_placed,
@@ -50,8 +50,8 @@ impl<'a> SaveWriter<'a> {
     /// Writes `config.json`, `generation_config.json`, and the weights into `folder`, which is made if it is not
     /// there; files of these names are replaced. Returns the bytes written.
     ///
-    /// `weights` is asked for every parameter once, block by block, and writes its little-endian values in the writer's
-    /// type, row by row. Where a family stores matrices transposed, one of them at a time is kept in memory.
+    /// `weights` is asked for every parameter once, block by block, and writes its little-endian values in the writer's type, or in
+    /// that which its role is always [saved in](Role::saved_as), row by row. Where a family stores matrices transposed, one of them at a time is kept in memory.
     pub fn write(
         &self,
         folder: &Path,
@@ -89,13 +89,12 @@ impl<'a> SaveWriter<'a> {
         file: &mut Placed<'_>,
         weights: &mut impl FnMut(&Parameter, &mut dyn Write) -> io::Result<()>,
     ) -> Result<(), SaveError> {
-        let size = self.dtype.block_bytes();
         let mut parts: HashMap<(BlockId, Role), Vec<(u64, Span)>> = HashMap::new();
         for (tensor, stored) in tensors.iter().enumerate() {
             let mut end = 0;
             for part in &stored.parts {
                 let begin = end;
-                end += part.elements() * size;
+                end += part.elements() * part.role().saved_as(self.dtype).block_bytes();
                 let key = (part.parameter.block, part.role());
                 parts.entry(key).or_default().push((part.rows.start, Span { tensor, bytes: begin..end }));
             }
@@ -170,18 +169,24 @@ impl<'a> SaveWriter<'a> {
     }
 
     pub(crate) fn tensor_bytes(&self, tensor: &StoredTensor) -> u64 {
-        tensor.parts.iter().map(|part| part.elements() * self.dtype.block_bytes()).sum()
+        let bytes = |part: &StoredPart| part.elements() * part.role().saved_as(self.dtype).block_bytes();
+        tensor.parts.iter().map(bytes).sum()
     }
 
     fn headers(&self, tensors: &[StoredTensor]) -> Result<Vec<NewTensor>, SaveError> {
-        let dtype = StoredDType::from_device(self.dtype).ok_or_else(|| SaveError::Inexpressible {
-            model: self.spec.name.clone(),
-            target: "safetensors",
-            reason: format!("weights cannot be stored as {}", self.dtype),
-        })?;
-        let header =
-            |tensor: &StoredTensor| NewTensor { name: tensor.name.clone(), dtype, shape: tensor.shape() };
-        Ok(tensors.iter().map(header).collect())
+        let stored = |dtype| {
+            StoredDType::from_device(dtype).ok_or_else(|| SaveError::Inexpressible {
+                model: self.spec.name.clone(),
+                target: "safetensors",
+                reason: format!("weights cannot be stored as {dtype}"),
+            })
+        };
+        let header = |tensor: &StoredTensor| {
+            let role = tensor.parts.first().map(StoredPart::role);
+            let dtype = stored(role.map_or(self.dtype, |role| role.saved_as(self.dtype)))?;
+            Ok(NewTensor { name: tensor.name.clone(), dtype, shape: tensor.shape() })
+        };
+        tensors.iter().map(header).collect()
     }
 }
 

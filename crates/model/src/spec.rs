@@ -6,7 +6,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use plimsoll_device::{MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN};
+use plimsoll_device::{MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, ZeroExperts};
 
 use crate::parameters::{BlockId, Parameter};
 
@@ -198,6 +198,8 @@ pub struct ExpertsSpec {
     pub intermediate_size: u64,
     /// A feed-forward part beside them that every token goes through.
     pub shared: Option<SharedExpert>,
+    /// Experts without matrices, which routers choose among as well (MoE++).
+    pub zero_computation: Option<ZeroComputationSpec>,
     /// How experts are chosen and weighed.
     pub router: RouterSpec,
     /// For each layer whether it has experts; the others have a feed-forward part.
@@ -213,6 +215,24 @@ pub struct LayerKind {
     pub window: Option<u64>,
     /// Whether the layer has experts.
     pub experts: bool,
+    /// Whether its router reads what that of a layer before said.
+    pub gating_residual: bool,
+}
+
+/// Experts without matrices beside those with them, and what routers have for these (MoE++, Jin et al. 2024). They have the numbers
+/// behind the others: zero experts give nothing, those that copy give their input, constant ones a mixture of it with a vector.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ZeroComputationSpec {
+    /// Zero experts of a layer.
+    pub zero: u64,
+    /// Experts that copy.
+    pub copy: u64,
+    /// Constant experts.
+    pub constant: u64,
+    /// Whether a router adds to its logits a matrix times the logits of the layer with experts before.
+    pub gating_residuals: bool,
+    /// tau: what an expert with matrices gets of tokens where one without gets 1, in the balance and in capacities.
+    pub tau: f64,
 }
 
 /// What every token goes through beside its experts.
@@ -440,6 +460,23 @@ impl AttentionSpec {
 }
 
 impl ExpertsSpec {
+    /// All experts that a router chooses among, those without matrices too.
+    pub fn total(&self) -> u64 {
+        let without = self.zero_computation.map_or(0, |own| own.zero + own.copy + own.constant);
+        self.count + without
+    }
+
+    /// Which experts have no matrices.
+    pub fn zero_experts(&self) -> Option<ZeroExperts> {
+        let ZeroComputationSpec { zero, copy, constant, .. } = self.zero_computation?;
+        Some(ZeroExperts { first: self.count, zero, copy, constant })
+    }
+
+    /// tau, 1 where no expert is without matrices.
+    pub fn tau(&self) -> f64 {
+        self.zero_computation.map_or(1.0, |own| own.tau)
+    }
+
     fn check(&self) -> Result<(), SpecError> {
         let fail = |key, reason: fmt::Arguments<'_>| Err(SpecError { key, reason: reason.to_string() });
         let shared = self.shared.map_or(1, |shared| shared.intermediate_size);
@@ -456,8 +493,26 @@ impl ExpertsSpec {
                 return fail(key, format_args!("{value} is beyond any model (at most {most})"));
             }
         }
-        if self.per_token > self.count {
-            let (chosen, count) = (self.per_token, self.count);
+        if let Some(ZeroComputationSpec { zero, copy, constant, tau, .. }) = self.zero_computation {
+            for (key, value) in
+                [("num_zero_experts", zero), ("num_copy_experts", copy), ("num_constant_experts", constant)]
+            {
+                if value > MAX_EXPERTS {
+                    return fail(key, format_args!("{value} is beyond any model (at most {MAX_EXPERTS})"));
+                }
+            }
+            if self.total() > MAX_EXPERTS {
+                return fail("num_experts", format_args!("{} in all are beyond any model", self.total()));
+            }
+            if !(tau.is_finite() && tau > 0.0) {
+                return fail("moe_tau", format_args!("{tau} is not positive"));
+            }
+            if self.router.groups.is_some() {
+                return fail("n_group", format_args!("experts without matrices stand in no groups"));
+            }
+        }
+        if self.per_token > self.total() {
+            let (chosen, count) = (self.per_token, self.total());
             return fail("num_experts_per_tok", format_args!("{chosen} of {count} experts cannot be chosen"));
         }
         if let Some(ExpertGroups { count, chosen }) = self.router.groups {
@@ -497,7 +552,17 @@ impl ModelSpec {
 
     /// What a layer has that others may not have.
     pub fn layer_kind(&self, layer: u32) -> LayerKind {
-        LayerKind { window: self.attention.window(layer), experts: self.experts_of(layer).is_some() }
+        LayerKind {
+            window: self.attention.window(layer),
+            experts: self.experts_of(layer).is_some(),
+            gating_residual: self.gating_residual_of(layer).is_some(),
+        }
+    }
+
+    /// The layer with experts before a layer, whose router its own reads, if it does.
+    pub fn gating_residual_of(&self, layer: u32) -> Option<u32> {
+        self.experts_of(layer)?.zero_computation.filter(|own| own.gating_residuals)?;
+        (0..layer).rev().find(|before| self.experts_of(*before).is_some())
     }
 
     /// The experts of a layer, if it has any.
@@ -514,7 +579,7 @@ impl ModelSpec {
     pub fn active_parameter_count(&self) -> u64 {
         let active = |p: &Parameter| match (p.role.is_expert_part(), p.block.layer()) {
             (true, Some(layer)) => match self.experts_of(layer) {
-                Some(experts) => p.elements() / experts.count.max(1) * experts.per_token,
+                Some(experts) => p.elements() / experts.count.max(1) * experts.per_token.min(experts.count),
                 None => p.elements(),
             },
             _ => p.elements(),
@@ -591,6 +656,13 @@ impl ModelSpec {
         }
         if let Some(experts) = &self.experts {
             experts.check()?;
+            let is_whole = self.part.embedding && self.part.head;
+            if experts.zero_computation.is_some_and(|own| own.gating_residuals) && !is_whole {
+                return fail(
+                    "gating_residuals",
+                    format_args!("go from layer to layer; a model with them is not divided into stages"),
+                );
+            }
             let (given, layers) =
                 (experts.layers.len(), self.layers().next_back().map_or(0, |last| last + 1));
             let tells_of_all = given == layers as usize || !self.part.head && given > layers as usize;

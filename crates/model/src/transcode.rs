@@ -81,7 +81,7 @@ impl<'a> Transcoder<'a> {
         match target {
             Target::HuggingFace(dtype) => SaveWriter::new(self.spec, dtype)
                 .shard_bytes(self.shard_bytes)
-                .write(folder, |parameter, out| self.stream(parameter, dtype, out)),
+                .write(folder, |parameter, out| self.stream(parameter, parameter.role.saved_as(dtype), out)),
             Target::FourBit { .. } | Target::EightBit => self.write_packed(folder, target),
             Target::Gguf(_) => Err(SaveError::Inexpressible {
                 model: self.spec.name.clone(),
@@ -191,7 +191,8 @@ impl<'a> Transcoder<'a> {
 fn gguf_dtype(tensor: &StoredTensor, wanted: DType) -> DType {
     let role = tensor.parts.first().map(StoredPart::role);
     let matrix = role.is_some_and(|role| {
-        !matches!(role, Role::PositionEmbedding | Role::Router | Role::SharedRouter)
+        role != Role::PositionEmbedding
+            && !role.is_small_matrix()
             && !matches!(role.kind(), ParameterKind::Norm | ParameterKind::Bias)
     });
     if !matrix {

@@ -67,6 +67,7 @@ impl<'a> Upcycled<'a> {
             per_token: PER_TOKEN.min(experts),
             intermediate_size: dense.mlp.intermediate_size,
             shared: None,
+            zero_computation: None,
             router: RouterSpec {
                 scoring: Scoring::Softmax,
                 normalise: true,

@@ -9,8 +9,8 @@ use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};
 use plimsoll_step::{
     AttentionKind, Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling,
-    MOST_INTERLEAVED, NormSource, Offload, Precision, Ranks, StepError, StepSettings, TrainingMethod,
-    UpdateTiming,
+    MOST_INTERLEAVED, NormSource, Offload, Precision, Ranks, RouterTraining, StepError, StepSettings,
+    TrainingMethod, UpdateTiming,
 };
 
 use crate::config::{
@@ -844,6 +844,7 @@ pub(crate) fn step_settings(
         sequence_parallel: config.parallel.sequence_parallel(),
         evaluation_batch_size: training.eval_batch_size().set(),
         balance_loss: balance_loss(config, spec, method),
+        routers: router_training(config, spec, method),
         stage: None,
         seed: training.seed(),
     }
@@ -858,6 +859,24 @@ fn balance_loss(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod) -
         _ => 0.0,
     };
     config.training.router_aux_loss_coef().set().unwrap_or(usual)
+}
+
+/// How fast the bias of a router changes that is balanced by it (DeepSeek-V3).
+const BIAS_UPDATE_SPEED: f64 = 1e-3;
+
+/// What else is done with routers.
+fn router_training(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod) -> RouterTraining {
+    let Some(experts) = &spec.experts else { return RouterTraining::default() };
+    let training = &config.training;
+    let from_scratch = config.model.path.is_none() && *method == TrainingMethod::Full;
+    let speed = if from_scratch { BIAS_UPDATE_SPEED } else { 0.0 };
+    let speed = training.router_bias_update_speed().set().unwrap_or(speed);
+    RouterTraining {
+        z_loss: training.router_z_loss_coef(),
+        jitter: training.router_jitter_noise() as f32,
+        capacity: training.expert_capacity_factor,
+        correction_speed: if experts.router.correction { speed } else { 0.0 },
+    }
 }
 
 /// The step of a configuration of which nothing is left open, or the first of its candidates.
@@ -922,6 +941,9 @@ pub(crate) fn resolved_with(config: &RawConfig, settings: &StepSettings, accumul
     training.sequence_chunk_tokens = settings.sequence_chunk_tokens.or(training.sequence_chunk_tokens);
     if settings.balance_loss > 0.0 {
         training.router_aux_loss_coef = Some(Auto::Set(settings.balance_loss));
+    }
+    if settings.routers.correction_speed > 0.0 {
+        training.router_bias_update_speed = Some(Auto::Set(settings.routers.correction_speed));
     }
     if config.data.validation.is_some() {
         training.eval_batch_size = Some(Auto::Set(settings.evaluated()));

@@ -190,6 +190,12 @@ mod tests {
         assert!(!qwen2.router.normalise && qwen2.router.balance_loss == 0.001);
         let qwen3 = of("architecture: qwen3_moe, num_experts: 4, norm_topk_prob: false");
         assert!(!qwen3.router.normalise && qwen3.shared.is_none());
+        let moe = of(
+            "architecture: moe, num_experts: 4, zero_experts: 1, constant_experts: 2, expert_intermediate_size: 16",
+        );
+        assert_eq!((moe.count, moe.total(), moe.shared, moe.tau()), (4, 7, None, 0.75));
+        assert!(moe.zero_computation.unwrap().gating_residuals && !moe.router.normalise);
+        assert_eq!(of("architecture: moe, num_experts: 4").zero_computation, None);
         let glm = of("architecture: glm4_moe, num_experts: 4, expert_intermediate_size: 16, dense_layers: 1");
         assert_eq!((glm.shared.unwrap().intermediate_size, &glm.layers[..]), (16, &[false, true][..]));
         assert!(glm.router.correction && glm.router.balance_loss == 0.0);
@@ -208,6 +214,11 @@ mod tests {
             ("dense_layers: 1", "model.from_scratch.dense_layers: llama has no experts"),
             ("architecture: mixtral, num_experts: 4, expert_intermediate_size: 8", "intermediate_size"),
             ("architecture: mixtral, num_experts: 4, shared_experts: 1", "shared_experts: mixtral has none"),
+            (
+                "architecture: mixtral, num_experts: 4, zero_experts: 1",
+                "zero_experts: mixtral has none; moe has",
+            ),
+            ("tau: 0.5", "tau: llama has none; moe has"),
             ("architecture: mixtral, num_experts: 4, norm_topk_prob: false", "norm_topk_prob"),
             ("architecture: olmoe, num_experts: 4, dense_layers: 1", "dense_layers: in olmoe"),
             ("architecture: olmoe, num_experts: 4, num_experts_per_token: 5", "5 of 4 experts"),

@@ -26,7 +26,7 @@ pub(crate) struct Context<'a> {
     pub mlp: &'a MlpSpec,
     /// Its experts, where it has any.
     pub experts: Option<&'a ExpertsSpec>,
-    /// What routers have decided in this pass, where it goes backward as well.
+    /// What routers have decided in this pass.
     pub routes: Option<&'a Routes>,
     /// Experts that come when a token is sent to them, where they do.
     pub expert_weights: Option<&'a dyn ExpertWeights>,

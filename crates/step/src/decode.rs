@@ -21,6 +21,7 @@ use crate::embedding;
 use crate::head::{self, Head, reshaped, rows};
 use crate::inputs::{Labels, check_tokens, positions, sum};
 use crate::rope::RopeTables;
+use crate::routes::Routes;
 use crate::settings::{MicroBatch, Precision};
 use crate::store::{ExpertTraffic, WeightStorage, WeightStore};
 use crate::tier::Unit;
@@ -304,7 +305,8 @@ impl<'a> Decoder<'a> {
         let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions);
         let part = self.spec.part.clone();
         let experts = self.weights.expert_weights();
-        let ctx = Context { expert_weights: experts.as_deref(), ..ctx };
+        let routes = Routes::default();
+        let ctx = Context { expert_weights: experts.as_deref(), routes: Some(&routes), ..ctx };
         self.weights.announce_forward(&self.spec, with_head && part.head)?;
         let mut x = match part.embedding {
             true => embedding::forward(&ctx, &mut self.weights, (&ids, tokens))?,

@@ -17,6 +17,7 @@ use crate::head;
 use crate::inputs::{Inputs, Places, sum};
 use crate::products::Products;
 use crate::rope::RopeTables;
+use crate::routes::Routes;
 use crate::settings::{MicroBatch, Precision};
 use crate::stage::Stage;
 use crate::store::{WeightStorage, WeightStore};
@@ -82,7 +83,8 @@ impl Evaluation<'_> {
         let ctx = Context { mlp_chunk_tokens: self.mlp_chunk_tokens, around, ..ctx };
         let ctx = ctx.sharing(products, places.rows());
         let experts = store.expert_weights();
-        let ctx = Context { expert_weights: experts.as_deref(), ..ctx };
+        let routes = Routes::default();
+        let ctx = Context { expert_weights: experts.as_deref(), routes: Some(&routes), ..ctx };
         store.announce_forward(self.spec, self.spec.part.head)?;
         let tokens = (&inputs.tokens, &*inputs.ids);
         let (runs, mut out) = (self.spec.runs(), None);

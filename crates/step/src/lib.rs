@@ -23,6 +23,7 @@ mod optimizer;
 mod policy;
 mod products;
 mod rope;
+mod router_losses;
 mod routes;
 mod settings;
 mod stage;
@@ -50,8 +51,9 @@ pub use optimizer::{
 pub use policy::{Checkpointing, Compression, Group, Groups, LayerPolicy, Save, SavePolicy};
 pub use settings::{
     Adapters, AttentionKind, GradientClipping, KeptLayers, Linears, LossScaling, MOST_CHUNKS, MicroBatch,
-    NormSource, Offload, Precision, Ranks, Sharding, StepSettings, TrainingMethod, UpdateTiming, ZeroStage,
+    NormSource, Offload, Precision, Ranks, RouterTraining, Sharding, StepSettings, TrainingMethod,
+    UpdateTiming, ZeroStage,
 };
 pub use stage::{MOST_AT_ONCE, MOST_INTERLEAVED, PipelineSchedule, Stage};
-pub use store::{ExpertTraffic, Residency, WeightOffload, WeightStorage};
+pub use store::{ExpertCounts, ExpertTraffic, Residency, WeightOffload, WeightStorage};
 pub use trainer::{NamedTensor, Numbers, StepOutcome, StepProgress, Trainer};

@@ -201,6 +201,25 @@ impl<'a> Linear<'a> {
         Ok(y)
     }
 
+    /// out += x W: the weight's rows, each by its factor; x `[N, O]`, out `[N, I]`.
+    pub fn add_rows(&self, ctx: &Context<'_>, x: &Tensor, out: &Tensor) -> Result<(), StepError> {
+        self.matrices(self.whole()?).backward_input(ctx.device, x, out, true, ctx.compute)
+    }
+
+    /// Adds to the weight's gradient that of its rows, where it is trained; x `[N, O]`, dout `[N, I]`.
+    pub fn add_row_gradients(
+        &self,
+        ctx: &Context<'_>,
+        gradients: &mut Gradients<'_>,
+        x: &Tensor,
+        dout: &Tensor,
+    ) -> Result<(), StepError> {
+        match gradients.wants(self.block, self.role) {
+            true => gradients.add_product(self.block, self.role, x, dout, None, ctx.compute),
+            false => Ok(()),
+        }
+    }
+
     /// Adds dout^T x to the weight's gradient and the sum of dout to the bias's, where they are trained, and to those
     /// of the adapter.
     pub fn backward_weight(

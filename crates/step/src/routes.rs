@@ -1,31 +1,58 @@
-//! What routers decide in the forward pass of a micro-batch, and what the backward pass needs of it: the experts of every token, and
-//! how evenly all layers have used them.
+//! What routers decide for some tokens, and what other visits of theirs need of it.
 //!
-//! A choice is kept from the first forward pass of a layer to its backward pass, whatever else is dropped: what is computed again
-//! goes to the same experts, even where activations come back from 8-bit codes.
+//! In training a choice is kept from the first forward pass of a layer to its backward pass, whatever else is dropped: what is computed
+//! again goes to the same experts, even where activations come back from 8-bit codes. Logits that a later layer reads are kept alike; in
+//! inference those of the last layer alone.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-use plimsoll_device::{DType, Device, DeviceExt, Routing, Tensor};
-use plimsoll_memory::Tag;
+use plimsoll_device::{Device, Tensor};
 
 use crate::StepError;
+use crate::router_losses::RouterLosses;
 
 /// The decisions for some tokens.
 #[derive(Default)]
 pub(crate) struct Routes {
     /// u32 `[N, k]` of each layer that has been visited and not yet gone back through.
     choices: RefCell<BTreeMap<u32, Tensor>>,
-    /// What the load-balancing loss is made of, where there is one.
-    balance: Option<Rc<Balance>>,
+    /// f32 `[N, E]`: what routers said, where a later one reads it.
+    logits: RefCell<BTreeMap<u32, Tensor>>,
+    /// The gradients of those that a later layer has sent.
+    gradients: RefCell<BTreeMap<u32, Tensor>>,
+    /// What training does with routers; `None` where nothing goes backward.
+    training: Option<ForTraining>,
+}
+
+/// What training does with the routers of a micro-batch.
+#[derive(Clone, Default)]
+pub(crate) struct ForTraining {
+    pub losses: Option<Rc<RouterLosses>>,
+    pub jitter: Option<Jitter>,
+    /// Places that experts take, in even shares.
+    pub capacity: Option<f64>,
+}
+
+/// What shakes the input of routers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Jitter {
+    pub noise: f32,
+    pub seed: u64,
+    /// The first token, of a chunk of a sequence.
+    pub first_row: u64,
 }
 
 impl Routes {
-    /// Of tokens of a micro-batch whose experts are balanced, if any are.
-    pub fn new(balance: Option<Rc<Balance>>) -> Routes {
-        Routes { choices: RefCell::default(), balance }
+    /// Of tokens of a micro-batch, which go backward as well where they are trained on.
+    pub fn new(training: Option<ForTraining>) -> Routes {
+        Routes { training, ..Routes::default() }
+    }
+
+    /// What training does, where there is any.
+    pub fn training(&self) -> Option<&ForTraining> {
+        self.training.as_ref()
     }
 
     /// The choice of a layer, where it has been made.
@@ -41,68 +68,38 @@ impl Routes {
         logits: &Tensor,
         choice: &Tensor,
     ) -> Result<(), StepError> {
+        let Some(training) = &self.training else { return Ok(()) };
         self.choices.borrow_mut().insert(layer, choice.clone());
-        self.balance.as_ref().map_or(Ok(()), |balance| balance.add(device, logits, choice))
+        training.losses.as_ref().map_or(Ok(()), |losses| losses.add(device, logits, choice))
     }
 
-    /// A layer's choice is needed no more.
+    /// The logits of a layer, where they are kept.
+    pub fn logits(&self, layer: u32) -> Option<Tensor> {
+        self.logits.borrow().get(&layer).cloned()
+    }
+
+    /// Keeps the logits of a layer for one that reads them, and for its own backward pass.
+    pub fn keep_logits(&self, layer: u32, logits: &Tensor) {
+        let mut all = self.logits.borrow_mut();
+        if self.training.is_none() {
+            all.clear();
+        }
+        all.insert(layer, logits.clone());
+    }
+
+    /// Sends a layer the gradient of its logits.
+    pub fn send_gradient(&self, layer: u32, dlogits: Tensor) {
+        self.gradients.borrow_mut().insert(layer, dlogits);
+    }
+
+    /// What a later layer has sent.
+    pub fn take_gradient(&self, layer: u32) -> Option<Tensor> {
+        self.gradients.borrow_mut().remove(&layer)
+    }
+
+    /// What a layer has decided is needed no more.
     pub fn forget(&self, layer: u32) {
         self.choices.borrow_mut().remove(&layer);
-    }
-
-    /// What experts are balanced by.
-    pub fn balance(&self) -> Option<&Balance> {
-        self.balance.as_deref()
-    }
-}
-
-/// How evenly the tokens of a micro-batch use the experts of all layers together, as transformers has it.
-pub(crate) struct Balance {
-    /// u32 `[E]`: how often each was chosen.
-    counts: Tensor,
-    /// f64 `[E]`: the softmax of the logits, added up.
-    mass: Tensor,
-    /// Tokens times layers with experts.
-    rows: u64,
-    /// Factor on the loss among sums of token losses.
-    factor: f64,
-    /// Factor on its gradient.
-    pub gradient_factor: f64,
-}
-
-impl Balance {
-    /// Takes memory. `factor` is that of the loss among sums of token losses, `scale` that of gradients of such sums.
-    pub fn new(
-        device: &dyn Device,
-        experts: u64,
-        rows: u64,
-        factor: f64,
-        scale: f64,
-    ) -> Result<Balance, StepError> {
-        let alloc = |dtype, name| device.alloc(dtype, &[experts], Tag::Activations, name);
-        let (counts, mass) = (alloc(DType::U32, "experts.counts")?, alloc(DType::F64, "experts.mass")?);
-        for tensor in [&counts, &mass] {
-            device.write(tensor, &mut |bytes| bytes.fill(0))?;
-        }
-        Ok(Balance { counts, mass, rows, factor, gradient_factor: factor * scale })
-    }
-
-    fn add(&self, device: &dyn Device, logits: &Tensor, choice: &Tensor) -> Result<(), StepError> {
-        device.run(Routing::Count { choice, counts: &self.counts })?;
-        Ok(device.run(Routing::Mass { logits, mass: &self.mass })?)
-    }
-
-    /// The loss, f32 `[1]`, when all layers have been visited.
-    pub fn loss(&self, device: &dyn Device) -> Result<Tensor, StepError> {
-        let Balance { counts, mass, rows, factor, .. } = self;
-        let out = device.alloc(DType::F32, &[1], Tag::Activations, "balance.loss")?;
-        device.run(Routing::BalanceLoss { counts, mass, rows: *rows, factor: *factor, out: &out })?;
-        Ok(out)
-    }
-
-    /// dlogits += its gradient.
-    pub fn backward(&self, device: &dyn Device, logits: &Tensor, dlogits: &Tensor) -> Result<(), StepError> {
-        let (counts, rows, factor) = (&self.counts, self.rows, self.gradient_factor);
-        Ok(device.run(Routing::BalanceBackward { logits, counts, rows, factor, dlogits })?)
+        self.logits.borrow_mut().remove(&layer);
     }
 }

@@ -336,11 +336,27 @@ pub struct StepSettings {
     pub evaluation_batch_size: Option<u64>,
     /// Factor on the load-balancing loss of experts, which is added to the loss; 0 for none.
     pub balance_loss: f64,
+    /// What else training does with the routers of experts.
+    pub routers: RouterTraining,
     /// The stage that these settings are of, where they say what they say of its layers alone
     /// ([`of_stage`](StepSettings::of_stage)).
     pub stage: Option<Stage>,
     /// Seed of stochastic rounding and dropout.
     pub seed: u64,
+}
+
+/// What training does with the routers of experts beside balancing them by a loss. By default nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RouterTraining {
+    /// Factor on the router z-loss (Zoph et al. 2022), which is added to the loss; 0 for none.
+    pub z_loss: f64,
+    /// Each element of a router's input is multiplied with a number that is at most so far from 1 (Fedus et al. 2021); 0 for none.
+    pub jitter: f32,
+    /// An expert takes at most so many even shares of the places of a micro-batch, or of a chunk of a sequence, rounded up; the first
+    /// in the order of tokens, and none of the others. `None`: as many as there are.
+    pub capacity: Option<f64>,
+    /// How much a router's correction of an expert's score changes in a step (DeepSeek-V3); 0: it stays as it is.
+    pub correction_speed: f64,
 }
 
 /// Which weights a step trains.
@@ -387,6 +403,7 @@ impl TrainingMethod {
 
     /// The type that a weight of the model is stored in.
     pub fn weight_type(&self, parameter: &Parameter, usual: DType) -> DType {
+        let usual = parameter.role.saved_as(usual);
         let own = self.adapters().and_then(|a| a.weight_types.get(&(parameter.block, parameter.role)));
         own.copied().unwrap_or(usual)
     }
@@ -424,6 +441,7 @@ impl StepSettings {
             sequence_parallel: false,
             evaluation_batch_size: None,
             balance_loss: 0.0,
+            routers: RouterTraining::default(),
             stage: None,
             seed: 0,
         }
@@ -535,6 +553,20 @@ impl StepSettings {
                 let (rounds, layers) = (self.pipeline_schedule.rounds(), spec.num_layers);
                 return Err(StepError::TooManyRounds { stages, rounds, layers });
             }
+            _ if spec.layers().any(|layer| spec.gating_residual_of(layer).is_some()) => {
+                return Err(StepError::Mesh {
+                    key: "parallel.pipeline_parallel",
+                    what: "gating residuals go from layer to layer, past the ends of stages",
+                    remedy: "give ranks other micro-batches, or parts of sequences, and all layers",
+                });
+            }
+            _ if spec.experts.is_some() && (self.balance_loss > 0.0 || self.routers.z_loss > 0.0) => {
+                return Err(StepError::Mesh {
+                    key: "parallel.pipeline_parallel",
+                    what: "the losses of routers are of all layers, which no stage has",
+                    remedy: "set training.router_aux_loss_coef and training.router_z_loss_coef to 0",
+                });
+            }
             _ if self.chunk_tokens().is_some() => "sequences in chunks go through no pipeline",
             _ if self.micro_batches_per_pass > 1 => "micro-batches go through a pipeline one by one",
             _ if self.update != UpdateTiming::AfterBackward => {
@@ -584,6 +616,10 @@ impl StepSettings {
                 return Err(of_mesh(what, "divide the layers by parallel.pipeline_parallel"));
             }
             () if has_lengths => "lengths of rows need whole rows",
+            () if spec.experts.as_ref().is_some_and(|experts| experts.zero_computation.is_some()) => {
+                let what = "experts without matrices are on every rank";
+                return Err(of_mesh(what, "divide the others by parallel.expert_parallel"));
+            }
             () if adapts_tables => {
                 let what = "an adapter of the embedding or the head needs all of its table";
                 return Err(of_mesh(what, "leave them out of training.lora.target_modules"));

@@ -18,7 +18,7 @@ use plimsoll_model::{
 
 use crate::StepError;
 use crate::adapter::{Dora, LowRank};
-use crate::head::reshaped;
+use crate::head::{reshaped, rows};
 use crate::linear::{Linear, Weight};
 use crate::norm::Norm;
 use crate::settings::stays;
@@ -285,6 +285,23 @@ impl<'a> WeightStorage<'a> {
     }
 }
 
+/// What the router of a layer has done in a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExpertCounts {
+    /// The layer.
+    pub layer: u32,
+    /// How often each expert was chosen.
+    pub chosen: Vec<u32>,
+    /// Of these choices, how many no expert took.
+    pub dropped: u32,
+}
+
+/// The parts of [`Role::RouterLoad`]: how often each expert was chosen `[E, 1]`, and how much was dropped `[1, 1]`.
+pub(crate) fn load_parts(load: &Tensor) -> Result<(Tensor, Tensor), StepError> {
+    let experts = load.rows().saturating_sub(1);
+    Ok((rows(load, 0, experts)?, rows(load, experts, experts + 1)?))
+}
+
 /// What a store has in the arena all the time.
 #[derive(Debug)]
 pub(crate) struct ResidentStore {
@@ -327,7 +344,7 @@ impl ResidentStore {
             let experts = block.layer().and_then(|layer| spec.experts_of(layer));
             if let Some(experts) = experts.filter(|_| storage.trained) {
                 let name = Role::RouterLoad.name();
-                let load = device.alloc(DType::U32, &[experts.count], Tag::Workspace, name)?;
+                let load = device.alloc(DType::U32, &[experts.total() + 1, 1], Tag::Workspace, name)?;
                 device.write(&load, &mut |bytes| bytes.fill(0))?;
                 tensors.push((Role::RouterLoad, load));
             }
@@ -352,7 +369,7 @@ impl ResidentStore {
     }
 
     /// The layers whose experts are counted, with the counts.
-    fn counted(&self) -> impl Iterator<Item = (u32, &Tensor)> {
+    pub fn counted(&self) -> impl Iterator<Item = (u32, &Tensor)> {
         self.blocks.iter().filter_map(|(block, own)| Some((block.layer()?, own.find(Role::RouterLoad)?)))
     }
 
@@ -362,8 +379,13 @@ impl ResidentStore {
     }
 
     /// How often each was chosen since.
-    pub fn loads(&self, device: &dyn Device) -> Result<Vec<(u32, Vec<u32>)>, StepError> {
-        self.counted().map(|(layer, load)| Ok((layer, device.read_u32(load)?))).collect()
+    pub fn loads(&self, device: &dyn Device) -> Result<Vec<ExpertCounts>, StepError> {
+        let of = |(layer, load)| {
+            let mut chosen = device.read_u32(load)?;
+            let dropped = chosen.pop().unwrap_or(0);
+            Ok(ExpertCounts { layer, chosen, dropped })
+        };
+        self.counted().map(of).collect()
     }
 
     /// What it has of a block.

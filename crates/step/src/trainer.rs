@@ -2,6 +2,7 @@
 //! update`. What is done in which order is a [`Schedule`](schedule::Schedule).
 
 mod complete;
+mod corrections;
 mod interleaved;
 mod lanes;
 mod look;
@@ -35,11 +36,14 @@ use crate::optimizer::{Optimizer, OwnParts, StateStorage, Update};
 use crate::policy::SavePolicy;
 use crate::products::Products;
 use crate::rope::RopeTables;
+use crate::router_losses::LossFactors;
 use crate::settings::{
     GradientClipping, MicroBatch, MicroBatches, NormSource, Ranks, StepSettings, UpdateTiming, stays,
 };
 use crate::stage::Stage;
-use crate::store::{ExpertTraffic, Residency, Sharing, Training, WeightOffload, WeightStorage, WeightStore};
+use crate::store::{
+    ExpertCounts, ExpertTraffic, Residency, Sharing, Training, WeightOffload, WeightStorage, WeightStore,
+};
 use crate::tier::Pieces;
 
 pub use numbers::Numbers;
@@ -99,19 +103,12 @@ pub struct Trainer<'a> {
     progress: StepProgress,
     /// How the micro-batches of the present step were dealt to the ranks.
     deal: Deal,
-    /// Of the load-balancing loss of each micro-batch of the present step.
-    balance_factors: BalanceFactors,
+    /// Of the losses of routers in the present step.
+    loss_factors: LossFactors,
+    /// What routers add to scores for their choice, by whatever stage: no gradient reaches it, but training may adjust it.
+    corrections: Vec<Parameter>,
     /// What a dry run has found the passes of a step to repeat.
     known_passes: KnownRounds,
-}
-
-/// Factors on the load-balancing loss of a micro-batch.
-#[derive(Clone, Copy, Debug, Default)]
-struct BalanceFactors {
-    /// Among sums of token losses.
-    loss: f64,
-    /// From such sums to their gradients.
-    gradients: f64,
 }
 
 /// How far training has come, as far as the step itself needs to know.
@@ -314,6 +311,10 @@ impl<'a> Trainer<'a> {
         let policy = SavePolicy::new(settings.checkpointing, settings.compression, spec.num_layers);
         let policy = policy.numbered(spec.runs());
         let trained_by_all = settings.stage.as_ref().map(Stage::trained);
+        let corrections = {
+            let whole = settings.stage.as_ref().map_or(&spec, |stage| &stage.whole.0);
+            whole.parameters().into_iter().filter(|p| p.role == Role::RouterCorrection).collect()
+        };
         Ok(Trainer {
             device,
             spec: Rc::new(spec),
@@ -341,7 +342,8 @@ impl<'a> Trainer<'a> {
             exchanged: Exchanged::default(),
             progress,
             deal: Deal::ALONE,
-            balance_factors: BalanceFactors::default(),
+            loss_factors: LossFactors::default(),
+            corrections,
             known_passes: KnownRounds::default(),
         })
     }
@@ -407,6 +409,7 @@ impl<'a> Trainer<'a> {
         if self.settings.update != UpdateTiming::AfterBackward {
             self.agree()?;
         }
+        self.adjust_corrections()?;
         let found = self.numbers.read(self.device)?;
         self.conclude(passed, &found)
     }
@@ -513,8 +516,8 @@ impl<'a> Trainer<'a> {
         };
         let gradient_scale = (scale * self.loss_scale()) as f32;
         let micro_batches_of_all = own.saturating_mul(u64::from(mesh.data) * u64::from(mesh.context)).max(1);
-        let loss = self.settings.balance_loss * weight / micro_batches_of_all as f64;
-        self.balance_factors = BalanceFactors { loss, gradients: f64::from(gradient_scale) };
+        let share = weight / micro_batches_of_all as f64;
+        self.loss_factors = LossFactors { share, gradients: f64::from(gradient_scale) };
         let (device, first) = (self.device, before_last * together);
         if self.keeps_looked_up() {
             let StepSettings { batch_size, precision, .. } = self.settings;
@@ -538,7 +541,7 @@ impl<'a> Trainer<'a> {
     ///
     /// # Errors
     /// The device cannot be read.
-    pub fn expert_loads(&self) -> Result<Vec<(u32, Vec<u32>)>, StepError> {
+    pub fn expert_loads(&self) -> Result<Vec<ExpertCounts>, StepError> {
         self.weights.resident().loads(self.device)
     }
 
@@ -550,14 +553,19 @@ impl<'a> Trainer<'a> {
     /// What adapters drop in a micro-batch of this step.
     fn dropout(&self, micro_batch: u64) -> Option<Dropout> {
         let probability = self.settings.method.adapters().map_or(0.0, |adapters| adapters.dropout);
+        let seed = self.seed_of(DROPOUT, micro_batch);
+        (probability > 0.0).then_some(Dropout { probability, seed, first_row: 0 })
+    }
+
+    /// The seed of what is drawn for a micro-batch of this step.
+    fn seed_of(&self, purpose: u64, micro_batch: u64) -> u64 {
         let seed =
-            splitmix64(splitmix64(splitmix64(self.settings.seed, DROPOUT), self.progress.steps), micro_batch);
+            splitmix64(splitmix64(splitmix64(self.settings.seed, purpose), self.progress.steps), micro_batch);
         // Other tokens of the same sequences have a choice of their own.
-        let seed = match self.settings.ranks.place().context {
+        match self.settings.ranks.place().context {
             0 => seed,
             context => splitmix64(seed, u64::from(context)),
-        };
-        (probability > 0.0).then_some(Dropout { probability, seed, first_row: 0 })
+        }
     }
 }
 

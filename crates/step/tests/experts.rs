@@ -1,5 +1,5 @@
-//! Mixtures of experts under routers that do their worst: the plan holds, what nobody uses has no gradient, the load-balancing
-//! loss is that of its definition, and frozen experts that come by themselves change no bit.
+//! Mixtures of experts under routers that do their worst: the plan holds, what nobody uses has no gradient, what training does with
+//! routers is that of its definitions, and frozen experts that come by themselves change no bit.
 
 mod common;
 
@@ -14,8 +14,8 @@ use plimsoll_model::adapter::TargetModules;
 use plimsoll_model::{AdapterConfig, AdapterLayout, ModelSpec, Parameter, Role};
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
-    Adapters, Checkpointing, Compression, ExpertTraffic, KeptLayers, MicroBatch, Offload, Precision,
-    StepError, StepSettings, Trainer, TrainingMethod,
+    Adapters, Checkpointing, Compression, ExpertTraffic, Group, KeptLayers, MicroBatch, Offload, Precision,
+    RouterTraining, StepError, StepSettings, Trainer, TrainingMethod,
 };
 
 /// What a router's weights are.
@@ -29,7 +29,7 @@ enum Routers {
 
 fn fill_with(routers: Routers) -> impl Fn(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), StepError> {
     move |p, rows, dtype, out| {
-        let is_router = matches!(p.role, Role::Router | Role::RouterCorrection);
+        let is_router = matches!(p.role, Role::Router | Role::RouterCorrection | Role::RouterResidual);
         match routers {
             _ if !is_router => return fill(p, rows, dtype, out),
             Routers::Indifferent => write_values(&vec![0.0; p.elements() as usize], dtype, out),
@@ -43,8 +43,8 @@ fn fill_with(routers: Routers) -> impl Fn(&Parameter, Range<u64>, DType, &mut [u
     }
 }
 
-fn mixtures() -> [ModelSpec; 2] {
-    [mixture(), grouped_mixture()]
+fn mixtures() -> [ModelSpec; 3] {
+    [mixture(), grouped_mixture(), moe_plus_plus()]
 }
 
 /// The device has the planned size and no byte more: a run that needed more would fail.
@@ -57,7 +57,15 @@ fn the_plan_holds_whatever_the_router_does() {
                 let balanced = StepSettings { balance_loss: 0.1, ..base.clone() };
                 let compressed =
                     StepSettings { compression: Compression::Int8 { block: 64 }, ..base.clone() };
-                for settings in [base, balanced, compressed] {
+                let limited = |capacity| RouterTraining {
+                    z_loss: 0.01,
+                    jitter: 0.1,
+                    capacity: Some(capacity),
+                    correction_speed: 0.01,
+                };
+                let [tight, wide] = [0.6, 1.75]
+                    .map(|capacity| StepSettings { routers: limited(capacity), ..balanced.clone() });
+                for settings in [base, balanced, compressed, tight, wide] {
                     let planned = planned_peak(&spec, &settings, 2);
                     for routers in [Routers::Indifferent, Routers::Erratic(1), Routers::Erratic(2)] {
                         let device = device(&spec, &settings, 2);
@@ -251,4 +259,158 @@ fn micro_batches_of_a_pass_share_experts() {
     // Once forward and once backward; what is still there from the pass before need not come.
     assert!(together * 2 <= apart + apart / 4 && together > 0, "{apart} {together}");
     assert!(few > 2 * together, "{few} {together}");
+}
+
+/// What training can do with routers, all at once.
+const EVERYTHING: RouterTraining =
+    RouterTraining { z_loss: 0.05, jitter: 0.2, capacity: Some(0.8), correction_speed: 0.02 };
+
+/// With logits of nothing, the logarithm of the sum of exponentials is that of the number of experts.
+#[test]
+fn the_z_loss_is_added_to_the_mean_loss() {
+    for spec in mixtures() {
+        let loss = |z_loss: f64, sequence_chunk_tokens| {
+            let routers = RouterTraining { z_loss, ..RouterTraining::default() };
+            let mut settings = StepSettings { routers, ..settings(1, 9) };
+            settings.sequence_chunk_tokens = sequence_chunk_tokens;
+            settings.checkpointing = Checkpointing::Full;
+            settings.offload.activations = Tier::Host;
+            let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+            let spill = SpillSettings { folder: folder.path().to_owned(), budget: None, direct: true };
+            let tiers = Arc::new(LowerTiers::open(Region::new(1 << 20).unwrap(), 0, &spill).unwrap());
+            let device = Cpu::new(1 << 24, CpuOptions { threads: Some(2), isa: None }).unwrap();
+            let mut trainer = Trainer::new(&device, tiers, spec.clone(), settings, &Solo).unwrap();
+            trainer.load(fill_with(Routers::Indifferent)).unwrap();
+            let halves = [tokens(5, 1, 9), tokens(6, 1, 9)];
+            let batches = halves.each_ref().map(|(tokens, targets)| MicroBatch::new(tokens, targets));
+            trainer.accumulate(&batches).unwrap().0
+        };
+        let expected = (spec.experts.as_ref().unwrap().total() as f64).ln().powi(2);
+        for chunk in [None, Some(4)] {
+            let more = loss(0.25, chunk) - loss(0.0, chunk);
+            assert!((more - 0.25 * expected).abs() < 1e-6, "{more} {expected}");
+        }
+    }
+}
+
+/// The derivative along a gradient is its squared norm, with every loss of routers, noise that is drawn again, and dropped places.
+#[test]
+fn gradients_hold_whatever_routers_do() {
+    for spec in mixtures() {
+        let settings = StepSettings { balance_loss: 0.3, routers: EVERYTHING, ..settings(1, 12) };
+        let (tokens, targets) = tokens(9, 1, 12);
+        let batch = MicroBatch::new(&tokens, &targets);
+        let device = device(&spec, &settings, 2);
+        let mut trainer = trainer(&device, &spec, &settings);
+        for p in spec.parameters().into_iter().filter(|p| p.role.has_gradient()) {
+            trainer.load(fill).unwrap();
+            trainer.accumulate(&[batch]).unwrap();
+            let gradient = device.read_f32(trainer.gradient(&p).unwrap()).unwrap();
+            let square: f64 = gradient.iter().map(|g| f64::from(*g).powi(2)).sum();
+            assert!(square > 0.0, "{}", p.name);
+            // So small a step changes no choice.
+            let size = 1e-4 / square.sqrt();
+            let mut loss_at = |distance: f64| {
+                trainer
+                    .load::<StepError>(|q, rows, dtype, out| {
+                        if q.name != p.name {
+                            return fill(q, rows, dtype, out);
+                        }
+                        let mut values = values(q);
+                        for (v, g) in values.iter_mut().zip(&gradient) {
+                            *v += (distance * f64::from(*g)) as f32;
+                        }
+                        write_values(&values, dtype, out);
+                        Ok(())
+                    })
+                    .unwrap();
+                trainer.accumulate(&[batch]).unwrap().0
+            };
+            let slope = (loss_at(size) - loss_at(-size)) / (2.0 * size);
+            let noise = 1e-6 / (size * square);
+            assert!((slope / square - 1.0).abs() < 0.02 + noise, "{}: {slope} {square}", p.name);
+        }
+    }
+}
+
+/// What is computed again draws the same noise and drops the same places.
+#[test]
+fn checkpointing_changes_no_bit_of_what_routers_do() {
+    for spec in mixtures() {
+        let trained = |checkpointing| {
+            let settings =
+                StepSettings { checkpointing, balance_loss: 0.1, routers: EVERYTHING, ..settings(2, 9) };
+            train(&spec, &settings, 2, 3)
+        };
+        let kept = trained(Checkpointing::None);
+        let groups = |group| Checkpointing::Selective([group].into_iter().collect());
+        let mut forms = vec![Checkpointing::Full, Checkpointing::Every(2)];
+        forms.extend(Group::ALL.map(groups));
+        for form in forms {
+            assert!(kept == trained(form), "{form:?}");
+        }
+        let plain = StepSettings { balance_loss: 0.1, ..settings(2, 9) };
+        assert!(kept.0 != train(&spec, &plain, 2, 3).0);
+    }
+}
+
+/// All tokens want the first experts, which take so many even shares, rounded up, of the choices of a micro-batch; those of the first
+/// tokens. Less room is planned for less capacity.
+#[test]
+fn experts_take_no_more_than_their_capacity() {
+    for spec in mixtures() {
+        let experts = spec.experts.clone().unwrap();
+        let planned = |capacity| {
+            let routers = RouterTraining { capacity, ..RouterTraining::default() };
+            planned_peak(&spec, &StepSettings { routers, ..settings(2, 9) }, 2)
+        };
+        assert!(planned(Some(0.5)) < planned(None));
+        let (tau, without) = (experts.tau(), experts.total() - experts.count);
+        let shares = tau * experts.count as f64 + without as f64;
+        for (factor, places) in [(0.5, 18 * experts.per_token), (1.0, 18 * experts.per_token), (100.0, 0)] {
+            let routers = RouterTraining { capacity: Some(factor), ..RouterTraining::default() };
+            let settings = StepSettings { routers, ..settings(2, 9) };
+            let device = device(&spec, &settings, 2);
+            let mut trainer =
+                Trainer::new(&device, Arc::default(), spec.clone(), settings.clone(), &Solo).unwrap();
+            trainer.load(fill_with(Routers::Indifferent)).unwrap();
+            one_step(&mut trainer, &settings, 0);
+            let each = (factor * places as f64 * tau / shares).ceil() as u64;
+            for counts in trainer.expert_loads().unwrap() {
+                let used = counts.chosen.iter().filter(|chosen| **chosen == 2 * 18).count() as u64;
+                assert_eq!(used, experts.per_token, "{counts:?}");
+                // Two micro-batches.
+                let dropped = if places == 0 { 0 } else { 2 * experts.per_token * (18 - each) };
+                assert_eq!(u64::from(counts.dropped), dropped, "{factor}");
+            }
+        }
+    }
+}
+
+/// A layer's corrections move by the speed, by the counts of all micro-batches; a step that is not taken moves none.
+#[test]
+fn corrections_follow_the_load() {
+    let spec = grouped_mixture();
+    let routers = RouterTraining { correction_speed: 0.125, ..RouterTraining::default() };
+    let settings = StepSettings { routers, ..settings(2, 9) };
+    let device = device(&spec, &settings, 2);
+    let mut trainer = Trainer::new(&device, Arc::default(), spec.clone(), settings.clone(), &Solo).unwrap();
+    trainer.load(fill_with(Routers::Indifferent)).unwrap();
+    let corrections: Vec<Parameter> =
+        spec.parameters().into_iter().filter(|p| p.role == Role::RouterCorrection).collect();
+    let read = |trainer: &Trainer<'_>| -> Vec<Vec<f32>> {
+        corrections.iter().map(|p| trainer.values(p).unwrap()).collect()
+    };
+    one_step(&mut trainer, &settings, 0);
+    // Of the three groups, the first two are as good as the third: three of their four experts get all tokens.
+    let expected: Vec<f32> = vec![-0.125, -0.125, -0.125, 0.125, 0.125, 0.125];
+    assert_eq!(read(&trainer), [expected.clone(), expected.clone(), expected.clone()]);
+    let state = trainer.state().unwrap();
+    assert_eq!(state.iter().filter(|named| named.name.contains("e_score_correction_bias")).count(), 3);
+    let poisoned = trainer.weight(&spec.parameters()[0]).unwrap().clone();
+    device.write(&poisoned, &mut |bytes| bytes[..4].copy_from_slice(&f32::NAN.to_ne_bytes())).unwrap();
+    let (mut tokens, targets) = tokens(5, 2, 9);
+    tokens[0] = 0;
+    trainer.step(&[MicroBatch::new(&tokens, &targets)], 1e-3).unwrap_err();
+    assert_eq!(read(&trainer), [expected.clone(), expected.clone(), expected]);
 }

@@ -144,7 +144,6 @@ fn gradients_are_derivatives_of_the_loss() {
                 assert!(p.role == Role::KBias && spec.attention.rope.is_none(), "{}: {square}", p.name);
                 continue;
             }
-            let size = 2e-3 / square.sqrt();
             let mut loss_at = |distance: f64| {
                 trainer
                     .load::<plimsoll_step::StepError>(|q, _, dtype, out| {
@@ -161,8 +160,13 @@ fn gradients_are_derivatives_of_the_loss() {
                 let (sum, count) = trainer.evaluate(1, &batch).unwrap();
                 sum / count as f64
             };
-            let slope = (loss_at(size) - loss_at(-size)) / (2.0 * size);
-            assert!((slope / square - 1.0).abs() < 0.02, "{}: {slope} {square}", p.name);
+            // A token that goes to another expert is a step of the loss: where one lies on the way, a shorter one is gone.
+            let slopes = [2e-3, 2e-4].map(|length| {
+                let size = length / square.sqrt();
+                (loss_at(size) - loss_at(-size)) / (2.0 * size)
+            });
+            let is_square = |slope: &f64| (slope / square - 1.0).abs() < 0.02;
+            assert!(slopes.iter().any(is_square), "{}: {slopes:?} {square}", p.name);
         }
     }
 }

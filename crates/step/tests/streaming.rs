@@ -25,7 +25,7 @@ const APART: DeviceTraits = DeviceTraits { unified: false, alignment: 256, cuda:
 const TYPES: &dyn Fn(&Parameter) -> DType = &|_| DType::F32;
 
 fn is_matrix(p: &Parameter) -> bool {
-    let stays = matches!(p.role, Role::PositionEmbedding | Role::Router | Role::SharedRouter);
+    let stays = p.role == Role::PositionEmbedding || p.role.is_small_matrix();
     p.shape.len() >= 2 && !stays
 }
 

@@ -10,7 +10,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
 use plimsoll_monitor::Status;
-use plimsoll_step::ExpertTraffic;
+use plimsoll_step::{ExpertCounts, ExpertTraffic};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use self::appended::Appended;
@@ -109,17 +109,21 @@ pub struct ExpertLoad {
     pub idle: u32,
     /// The share of each expert.
     pub fractions: Vec<f32>,
+    /// The share of all choices that no expert took, where experts take no more than their capacity.
+    #[serde(default)]
+    pub dropped: f64,
 }
 
 impl ExpertLoad {
     /// Of how often each expert of a layer was chosen.
-    pub fn new(layer: u32, counts: &[u32]) -> ExpertLoad {
+    pub fn new(ExpertCounts { layer, chosen: counts, dropped }: &ExpertCounts) -> ExpertLoad {
         let total = counts.iter().copied().map(f64::from).sum::<f64>().max(1.0);
         let shares: Vec<f64> = counts.iter().map(|count| f64::from(*count) / total).collect();
         let entropy: f64 = shares.iter().filter(|share| **share > 0.0).map(|share| -share * share.ln()).sum();
         let even = (counts.len() as f64).ln();
         ExpertLoad {
-            layer,
+            layer: *layer,
+            dropped: f64::from(*dropped) / total,
             entropy: if even > 0.0 { entropy / even } else { 1.0 },
             busiest: shares.iter().copied().fold(0.0, f64::max) * counts.len() as f64,
             idle: counts.iter().filter(|count| **count == 0).count() as u32,
@@ -316,11 +320,15 @@ mod tests {
 
     #[test]
     fn loads_are_told_in_even_shares() {
-        let ExpertLoad { entropy, busiest, idle, fractions, .. } = ExpertLoad::new(3, &[6, 2, 0, 0]);
+        let load = |chosen: &[u32], dropped| {
+            ExpertLoad::new(&ExpertCounts { layer: 3, chosen: chosen.to_vec(), dropped })
+        };
+        let ExpertLoad { entropy, busiest, idle, fractions, dropped, .. } = load(&[6, 2, 0, 0], 2);
+        assert_eq!(dropped, 0.25);
         assert!((entropy - 0.4056).abs() < 1e-4 && busiest == 3.0 && idle == 2);
         assert_eq!(fractions, [0.75, 0.25, 0.0, 0.0]);
-        assert_eq!(ExpertLoad::new(0, &[5, 5]).entropy, 1.0);
-        assert_eq!(ExpertLoad::new(0, &[0, 0]).idle, 2);
+        assert_eq!(load(&[5, 5], 0).entropy, 1.0);
+        assert_eq!(load(&[0, 0], 0).idle, 2);
     }
 
     #[test]

@@ -318,7 +318,7 @@ fn one_step<'a>(
         validation_loss: None,
         io: meter.zip(moved_before).map(|(meter, before)| Io::of(meter.totals().since(&before))),
         ranks_rss_bytes,
-        experts: loads.iter().map(|(layer, counts)| ExpertLoad::new(*layer, counts)).collect(),
+        experts: loads.iter().map(ExpertLoad::new).collect(),
         expert_reads: experts_before
             .zip(trainer.expert_traffic())
             .map(|(before, now)| ExpertReads::between(before, now)),

@@ -16,6 +16,7 @@ mod reduction;
 mod routing;
 mod subspace;
 mod update;
+mod zero_computation;
 
 use bytemuck::Pod;
 
@@ -53,6 +54,7 @@ pub(super) fn run(op: Op<'_>, job: KernelCall<'_>) -> Result<(), String> {
         Op::Routing(op) => return routing::run(op, job),
         Op::Subspace(op) => subspace::run(op, job),
         Op::Update(step) => update::run(step, job),
+        Op::ZeroComputation(op) => zero_computation::run(op, job),
     }
     Ok(())
 }

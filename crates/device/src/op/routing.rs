@@ -11,6 +11,8 @@ use crate::{Cost, DType, Tensor};
 pub const MAX_EXPERTS: u64 = 2048;
 /// Experts of a token at most.
 pub const MAX_EXPERTS_PER_TOKEN: u64 = 64;
+/// The expert of a place that nobody takes, the row of a place without one, and the place of a row without one.
+pub const NOWHERE: u32 = u32::MAX;
 
 /// How a router makes scores of logits, and weights of scores.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -23,6 +25,36 @@ pub struct Router {
     pub scale: f32,
     /// Groups of experts, and how many of them the experts of a token may be in; a group counts for its two best experts together.
     pub groups: Option<(u64, u64)>,
+}
+
+/// How many places experts take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capacity {
+    /// Each of the first experts.
+    pub each: u64,
+    /// How many these are.
+    pub first: u64,
+    /// Each of the others.
+    pub others: u64,
+}
+
+/// What experts count in the load-balancing loss.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LoadRatio {
+    /// So many experts count 1.
+    pub first: u64,
+    /// The others count so much.
+    pub of_others: f64,
+}
+
+impl LoadRatio {
+    /// All experts count alike.
+    pub const EVEN: LoadRatio = LoadRatio { first: u64::MAX, of_others: 1.0 };
+
+    /// What an expert counts.
+    pub fn of(self, expert: usize) -> f64 {
+        if (expert as u64) < self.first { 1.0 } else { self.of_others }
+    }
 }
 
 /// A part of the way of tokens to experts and back.
@@ -43,29 +75,60 @@ pub enum Routing<'a> {
         dlogits: &'a Tensor,
     },
     /// Sorts places by expert, those of an expert in order: `sources[r]` is the place in row r, `places[n, j]` the row of a place,
-    /// and rows `offsets[e]..offsets[e + 1]` are of expert `first + e`. Places of other experts come last, in order. choice and places
-    /// u32 `[N, k]`, sources u32 `[R]`, offsets u32 `[E + 1]`.
+    /// and rows `offsets[e]..offsets[e + 1]` are of expert `first + e`. Places of other experts come last, in order, as far as there are
+    /// rows for them. What has none is [`NOWHERE`], as is the place of a row that nobody needs, and a place of nobody. choice and places
+    /// u32 `[N, k]`, sources u32 `[R]`, at least as many as places of these experts, offsets u32 `[E + 1]`.
     Sort { choice: &'a Tensor, first: u32, sources: &'a Tensor, places: &'a Tensor, offsets: &'a Tensor },
-    /// `out = x`: choices that go to other ranks; u32 of the same size.
+    /// `out = x`: choices and counts that go to other ranks; u32 of the same size.
     Copy { x: &'a Tensor, out: &'a Tensor },
-    /// `out[r] = x[sources[r] / k]`; x `[N, H]`, out `[R, H]` of the same type.
-    Gather { x: &'a Tensor, sources: &'a Tensor, out: &'a Tensor },
-    /// `out[n]` (+)= the sum over j of `x[places[n, j]]`, in order; x `[R, H]`, out `[N, H]`.
+    /// `out[r] = x[sources[r] / each]`, 0 where that is nowhere; x `[N, H]`, out `[R, H]` of the same type.
+    Gather { x: &'a Tensor, sources: &'a Tensor, each: u64, out: &'a Tensor },
+    /// `out[n]` (+)= the sum over j of `x[places[n, j]]`, in order, of places that have a row; x `[R, H]`, out `[N, H]`.
     Combine { x: &'a Tensor, places: &'a Tensor, out: &'a Tensor, accumulate: bool },
     /// `out[r] = x[r] * factors[sources[r]]`, of row r itself without sources; x, out `[R, I]`, factors f32, one for
-    /// each place. In place: out = x.
+    /// each place; a row of nobody becomes 0. In place: out = x.
     ScaleRows { x: &'a Tensor, factors: &'a Tensor, sources: Option<&'a Tensor>, out: &'a Tensor },
-    /// `out[p]` = the dot product of rows `places[p]` of a and b, of rows p without places; a, b `[R, I]`, out f32 `[R]`.
+    /// `out[p]` = the dot product of rows `places[p]` of a and b, 0 of none, of rows p without places; a, b `[R, I]`, out f32, one for
+    /// each place.
     RowDots { a: &'a Tensor, b: &'a Tensor, places: Option<&'a Tensor>, out: &'a Tensor },
     /// `counts[e]` += how often e was chosen; counts u32 `[E]`.
     Count { choice: &'a Tensor, counts: &'a Tensor },
+    /// `taken[n, j]` = `choice[n, j]`, or [`NOWHERE`] where as many places before it, in the order of tokens, have the same expert as it
+    /// takes; `dropped[0]` += how many. choice, taken u32 `[N, k]`, dropped u32 `[1]`.
+    Limit { choice: &'a Tensor, capacity: Capacity, taken: &'a Tensor, dropped: Option<&'a Tensor> },
+    /// out += counts; u32 `[E]`.
+    AddCounts { counts: &'a Tensor, out: &'a Tensor },
+    /// `correction[e]` += speed * sign(mean of counts - `counts[e]`): balance without a loss (Wang et al. 2024; DeepSeek-V3). counts u32
+    /// `[E]`, correction f32 `[E]`.
+    AdjustCorrection { counts: &'a Tensor, speed: f32, correction: &'a Tensor },
+    /// out (+)= x times 1 + u, with u between -noise and noise for each element: a function of `seed` and `first` + its index. In place:
+    /// out = x.
+    Jitter { x: &'a Tensor, out: &'a Tensor, noise: f32, seed: u64, first: u64, accumulate: bool },
+    /// `out[0]` += factor * the sum over tokens of logsumexp(logits)^2 (the router z-loss, Zoph et al. 2022); out f32 `[1]`.
+    ZLoss { logits: &'a Tensor, factor: f64, out: &'a Tensor },
+    /// dlogits += the gradient of that; f32 `[N, E]`.
+    ZBackward { logits: &'a Tensor, factor: f64, dlogits: &'a Tensor },
     /// `mass[e]` += the softmax of logits in e, of each token in turn; mass f64 `[E]`.
     Mass { logits: &'a Tensor, mass: &'a Tensor },
     /// The load-balancing loss (Fedus et al. 2021) of so many rows of logits: `out[0]` = factor * E * the sum over e of
-    /// `counts[e] / rows * mass[e] / rows`; out f32 `[1]`.
-    BalanceLoss { counts: &'a Tensor, mass: &'a Tensor, rows: u64, factor: f64, out: &'a Tensor },
+    /// `ratio[e] * counts[e] / rows * mass[e] / rows`; out f32 `[1]`.
+    BalanceLoss {
+        counts: &'a Tensor,
+        mass: &'a Tensor,
+        rows: u64,
+        ratio: LoadRatio,
+        factor: f64,
+        out: &'a Tensor,
+    },
     /// dlogits += the gradient of that loss; f32 `[N, E]`.
-    BalanceBackward { logits: &'a Tensor, counts: &'a Tensor, rows: u64, factor: f64, dlogits: &'a Tensor },
+    BalanceBackward {
+        logits: &'a Tensor,
+        counts: &'a Tensor,
+        rows: u64,
+        ratio: LoadRatio,
+        factor: f64,
+        dlogits: &'a Tensor,
+    },
 }
 
 impl<'a> Family<'a> for Routing<'a> {
@@ -101,7 +164,10 @@ impl<'a> Family<'a> for Routing<'a> {
             Routing::Sort { choice, sources, places, offsets, .. } => {
                 Description::new("sort_by_expert", [choice], [sources, places, offsets])
                     .choice(choice, choice.rows())
-                    .u32_vector(sources, choice.elements())
+                    .u32(sources)
+                    .that(sources.elements() <= choice.elements(), || {
+                        format!("{sources:?} are more rows than places of {choice:?}")
+                    })
                     .u32(places)
                     .same_size(choice, [places])
                     .u32(offsets)
@@ -112,20 +178,16 @@ impl<'a> Family<'a> for Routing<'a> {
             Routing::Copy { x, out } => {
                 Description::new("copy_choice", [x], [out]).u32(x).u32(out).same_size(x, [out])
             }
-            Routing::Gather { x, sources, out } => {
-                let routed = sources.elements();
-                let whole = x.rows() > 0 && routed.is_multiple_of(x.rows());
-                Description::new("gather_rows", [x, sources], [out])
-                    .floats([x, out])
-                    .u32(sources)
-                    .that(x.dtype() == out.dtype(), || format!("{x:?} and {out:?} differ in type"))
-                    .that(whole || routed == 0, || format!("{sources:?} are not as many for each of {x:?}"))
-                    .size(out, routed, x.columns())
-            }
+            Routing::Gather { x, sources, each, out } => Description::new("gather_rows", [x, sources], [out])
+                .floats([x, out])
+                .u32(sources)
+                .that(x.dtype() == out.dtype(), || format!("{x:?} and {out:?} differ in type"))
+                .that((1..=MAX_EXPERTS_PER_TOKEN).contains(&each), || format!("{each} experts of a token"))
+                .size(out, sources.elements(), x.columns()),
             Routing::Combine { x, places, out, .. } => Description::new("combine_rows", [x, places], [out])
                 .floats([x, out])
                 .choice(places, out.rows())
-                .size(x, places.elements(), out.columns()),
+                .size(x, x.rows(), out.columns()),
             Routing::ScaleRows { x, factors, sources, out } => {
                 Description::new("scale_rows", [x, factors], [out])
                     .reading(sources)
@@ -142,12 +204,48 @@ impl<'a> Family<'a> for Routing<'a> {
                 .reading(places)
                 .floats([a, b])
                 .same_size(a, [b])
-                .f32_vectors([out], a.rows())
-                .each(places, |op, places| op.u32(places).vectors([places], a.rows())),
+                .f32s([out])
+                .that(out.elements() == places.map_or(a.rows(), Tensor::elements), || {
+                    format!("{out:?} is not one for each place of {a:?}")
+                })
+                .each(places, |op, places| op.u32(places)),
             Routing::Count { choice, counts } => Description::new("count_experts", [choice], [])
                 .changing([counts])
                 .choice(choice, choice.rows())
                 .u32(counts),
+            Routing::Limit { choice, taken, dropped, .. } => {
+                Description::new("limit_experts", [choice], [taken])
+                    .changing(dropped)
+                    .choice(choice, choice.rows())
+                    .u32(taken)
+                    .same_size(choice, [taken])
+                    .each(dropped, |op, dropped| op.u32_vector(dropped, 1))
+            }
+            Routing::AddCounts { counts, out } => Description::new("add_counts", [counts], [])
+                .changing([out])
+                .u32_vector(counts, out.elements())
+                .u32(out),
+            Routing::AdjustCorrection { counts, speed, correction } => {
+                Description::new("adjust_correction", [counts], [])
+                    .changing([correction])
+                    .u32_vector(counts, correction.elements())
+                    .f32s([correction])
+                    .that(speed.is_finite(), || format!("{speed} is no speed"))
+            }
+            Routing::Jitter { x, out, noise, .. } => Description::new("jitter", [x], [out])
+                .in_place([(out, x)])
+                .floats([x, out])
+                .same_size(x, [out])
+                .that((0.0..=1.0).contains(&noise), || format!("{noise} is no noise")),
+            Routing::ZLoss { logits, out, .. } => Description::new("router_z_loss", [logits], [])
+                .changing([out])
+                .logits(logits)
+                .f32_vectors([out], 1),
+            Routing::ZBackward { logits, dlogits, .. } => Description::new("router_z_backward", [logits], [])
+                .changing([dlogits])
+                .logits(logits)
+                .f32s([dlogits])
+                .same_size(logits, [dlogits]),
             Routing::Mass { logits, mass } => Description::new("router_mass", [logits], [])
                 .changing([mass])
                 .logits(logits)
@@ -175,6 +273,8 @@ impl<'a> Family<'a> for Routing<'a> {
             Routing::Weigh { logits, .. }
             | Routing::WeighBackward { logits, .. }
             | Routing::Mass { logits, .. }
+            | Routing::ZLoss { logits, .. }
+            | Routing::ZBackward { logits, .. }
             | Routing::BalanceBackward { logits, .. } => logits.elements(),
             _ => 0,
         };

@@ -1,6 +1,9 @@
 //! The way of tokens to experts and back, and products with a matrix for each group of rows, against plain f64.
 
-use plimsoll_device::{Compute, DType, DeviceExt, GroupedProduct, Product, Rounding, Router, Routing};
+use plimsoll_device::{
+    Capacity, Compute, DType, DeviceExt, GroupedProduct, LoadRatio, NOWHERE, Product, Rounding, Router,
+    Routing,
+};
 
 use crate::harness::{
     Expected, Operand, check_gradient_within, check_in_place_on_cpu, check_on_cpu, decode, noise, refusal,
@@ -341,6 +344,159 @@ fn rows_are_sorted_by_expert_and_found_again() {
     }
 }
 
+/// With fewer rows than places: nobody's places have none, nor those of experts without an offset that find no more room.
+#[test]
+fn places_without_a_row_are_nowhere() {
+    let sorted =
+        |choice: [u32; 8], rows: usize| {
+            let operands = [
+                Operand::new(U32, &[4, 2], choice.map(f64::from)),
+                Operand::garbage(U32, &[rows]),
+                Operand::garbage(U32, &[4, 2]),
+                Operand::garbage(U32, &[4]),
+            ];
+            let written = run(Isa::detect(), 2, &operands, &|cpu, t| {
+                cpu.run(Routing::Sort { choice: &t[0], sources: &t[1], places: &t[2], offsets: &t[3] })
+            })?;
+            Ok::<_, String>([1, 2, 3].map(|operand| {
+                decode(U32, &written[operand]).into_iter().map(|x| x as u32).collect::<Vec<_>>()
+            }))
+        };
+    let [sources, places, offsets] = sorted([2, 0, NOWHERE, 7, 1, NOWHERE, 7, 0], 6).unwrap();
+    assert_eq!(sources, [1, 7, 4, 0, 3, 6]);
+    assert_eq!(places, [3, 0, NOWHERE, 4, 2, NOWHERE, 5, 1]);
+    assert_eq!(offsets, [0, 2, 3, 4]);
+    let [sources, places, _] = sorted([2, 0, NOWHERE, 7, 1, NOWHERE, 7, 0], 5).unwrap();
+    assert_eq!((sources[4], places[6]), (3, NOWHERE));
+    let [sources, ..] = sorted([NOWHERE, 0, NOWHERE, NOWHERE, 1, NOWHERE, NOWHERE, 0], 5).unwrap();
+    assert_eq!(sources, [1, 7, 4, NOWHERE, NOWHERE]);
+    let message = sorted([0, 1, 2, 0, 1, 2, 0, 1], 7).unwrap_err();
+    assert!(message.contains("fewer rows than experts have places"), "{message}");
+}
+
+#[test]
+fn nobody_gives_zeros_and_takes_nothing() {
+    let no = f64::from(NOWHERE);
+    let operands = [
+        Operand::new(F32, &[2, 3], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
+        Operand::new(U32, &[3], [2.0, 1.0, no]),
+        Operand::garbage(F32, &[3, 3]),
+        Operand::new(U32, &[2, 2], [no, 1.0, 0.0, no]),
+        Operand::garbage(F32, &[2, 3]),
+        Operand::new(F32, &[4], [1.0, 10.0, 100.0, 1000.0]),
+        Operand::garbage(F32, &[3, 3]),
+        Operand::garbage(F32, &[4]),
+    ];
+    let expected = |operand, values: &[f64]| Expected { operand, values: values.to_vec(), tolerance: 0.0 };
+    check_on_cpu(
+        "nowhere",
+        &operands,
+        |cpu, t| {
+            let sources = Some(&t[1]);
+            cpu.run(Routing::Gather { x: &t[0], sources: &t[1], each: 2, out: &t[2] })?;
+            cpu.run(Routing::Combine { x: &t[2], places: &t[3], out: &t[4], accumulate: false })?;
+            cpu.run(Routing::ScaleRows { x: &t[2], factors: &t[5], sources, out: &t[6] })?;
+            cpu.run(Routing::RowDots { a: &t[2], b: &t[2], places: Some(&t[3]), out: &t[7] })
+        },
+        &[
+            expected(2, &[4.0, 5.0, 6.0, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0]),
+            expected(4, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
+            expected(6, &[400.0, 500.0, 600.0, 10.0, 20.0, 30.0, 0.0, 0.0, 0.0]),
+            expected(7, &[0.0, 14.0, 77.0, 0.0]),
+        ],
+    );
+}
+
+/// The first places in the order of tokens are taken.
+#[test]
+fn experts_take_their_capacity_and_no_more() {
+    let operands = [
+        Operand::new(U32, &[4, 2], [0.0, 1.0, 0.0, 2.0, 1.0, 0.0, 2.0, 0.0]),
+        Operand::garbage(U32, &[4, 2]),
+        Operand::new(U32, &[1], [5.0]),
+    ];
+    let no = f64::from(NOWHERE);
+    check_on_cpu(
+        "limit",
+        &operands,
+        |cpu, t| {
+            let capacity = Capacity { each: 2, first: 2, others: 1 };
+            cpu.run(Routing::Limit { choice: &t[0], capacity, taken: &t[1], dropped: Some(&t[2]) })
+        },
+        &[
+            Expected { operand: 1, values: vec![0.0, 1.0, 0.0, 2.0, 1.0, no, no, no], tolerance: 0.0 },
+            Expected { operand: 2, values: vec![8.0], tolerance: 0.0 },
+        ],
+    );
+}
+
+#[test]
+fn corrections_follow_the_sign_of_the_load() {
+    let operands = [
+        Operand::new(U32, &[4], [3.0, 1.0, 2.0, 2.0]),
+        Operand::new(F32, &[4], [0.5, 0.0, -1.0, 0.25]),
+        Operand::new(U32, &[4], [1.0, 1.0, 0.0, 0.0]),
+    ];
+    check_on_cpu(
+        "corrections",
+        &operands,
+        |cpu, t| {
+            cpu.run(Routing::AdjustCorrection { counts: &t[0], speed: 0.125, correction: &t[1] })?;
+            cpu.run(Routing::AddCounts { counts: &t[0], out: &t[2] })
+        },
+        &[
+            Expected { operand: 1, values: vec![0.375, 0.125, -1.0, 0.25], tolerance: 0.0 },
+            Expected { operand: 2, values: vec![4.0, 2.0, 2.0, 2.0], tolerance: 0.0 },
+        ],
+    );
+}
+
+/// Factors are near 1, in the mean as well; the same for the same elements, and others for another seed.
+#[test]
+fn jitter_multiplies_by_numbers_near_one() {
+    let (count, noise) = (20_000, 0.125);
+    let ones = |columns: usize| Operand::new(F32, &[1, columns], vec![1.0; columns]);
+    let shaken = |columns: usize, seed, first| {
+        let operands = [ones(columns), Operand::garbage(F32, &[1, columns])];
+        let written = run(Isa::detect(), 3, &operands, &|cpu, t| {
+            let (x, out, accumulate) = (&t[0], &t[1], false);
+            cpu.run(Routing::Jitter { x, out, noise, seed, first, accumulate })
+        });
+        decode(F32, &written.unwrap()[1])
+    };
+    let all = shaken(count, 7, 0);
+    assert!(all.iter().all(|x| (x - 1.0).abs() <= f64::from(noise)));
+    let moments = all.iter().fold([0.0; 2], |[a, b], x| [a + x - 1.0, b + (x - 1.0).powi(2)]);
+    let [mean, square] = moments.map(|sum| sum / count as f64);
+    // A uniform distribution has a third of the square of its half width as variance.
+    assert!(mean.abs() < 2e-3 && (square / (f64::from(noise).powi(2) / 3.0) - 1.0).abs() < 0.03);
+    assert_eq!(shaken(1000, 7, 5000), all[5000..6000]);
+    assert_ne!(shaken(1000, 8, 5000), all[5000..6000]);
+}
+
+#[test]
+fn the_z_loss_and_its_gradient() {
+    let (tokens, experts, factor) = (50, 5, 0.02);
+    let logits = Operand::new(F32, &[tokens, experts], noise(1).map(|x| 4.0 * x));
+    let loss = |logits: &[f64]| -> f64 {
+        let of_token = |logits: &[f64]| logits.iter().map(|x| x.exp()).sum::<f64>().ln().powi(2);
+        factor * logits.chunks(experts).map(of_token).sum::<f64>()
+    };
+    let operands = [
+        logits.clone(),
+        Operand::new(F32, &[1], [2.0]),
+        Operand::new(F32, &[tokens, experts], vec![0.0; tokens * experts]),
+    ];
+    let written = run(Isa::detect(), 2, &operands, &|cpu, t| {
+        cpu.run(Routing::ZLoss { logits: &t[0], factor, out: &t[1] })?;
+        cpu.run(Routing::ZBackward { logits: &t[0], factor, dlogits: &t[2] })
+    })
+    .unwrap();
+    let found = decode(F32, &written[1])[0];
+    assert!((found - 2.0 - loss(&logits.values)).abs() < 1e-6 * found, "{found}");
+    check_gradient_within(2e-6, "z-loss", &logits.values, &decode(F32, &written[2]), loss);
+}
+
 #[test]
 fn rows_go_out_and_come_back() {
     let (tokens, each, columns) = (9, 2, 1300);
@@ -385,7 +541,7 @@ fn rows_go_out_and_come_back() {
                 &format!("{x} {out} {accumulate}"),
                 &operands,
                 |cpu, t| {
-                    cpu.run(Routing::Gather { x: &t[0], sources: &t[1], out: &t[2] })?;
+                    cpu.run(Routing::Gather { x: &t[0], sources: &t[1], each: 2, out: &t[2] })?;
                     cpu.run(Routing::Combine { x: &t[2], places: &t[3], out: &t[4], accumulate })?;
                     let sources = Some(&t[1]);
                     cpu.run(Routing::ScaleRows { x: &t[2], factors: &t[5], sources, out: &t[6] })?;
@@ -424,6 +580,8 @@ fn rows_go_out_and_come_back() {
 #[test]
 fn the_balance_loss_and_its_gradient() {
     let (tokens, experts, factor) = (50, 5, 0.3);
+    // The last two experts count less.
+    let ratio = LoadRatio { first: 3, of_others: 0.75 };
     let logits = Operand::new(F32, &[tokens, experts], noise(1).map(|x| 2.0 * x));
     let choice = chosen(&logits.values, experts, 2, None, PLAIN);
     let mut counts = vec![0.0; experts];
@@ -440,7 +598,9 @@ fn the_balance_loss_and_its_gradient() {
     };
     let loss_of = |mass: &[f64], counts: &[f64]| -> f64 {
         let n = rows as f64;
-        let products = mass.iter().zip(counts).map(|(mass, count)| mass / n * count / n);
+        let weight = |expert| if expert < 3 { 1.0 } else { 0.75 };
+        let pairs = mass.iter().zip(counts).enumerate();
+        let products = pairs.map(|(expert, (mass, count))| weight(expert) * mass / n * count / n);
         factor * experts as f64 * products.sum::<f64>()
     };
     let operands = [
@@ -455,8 +615,8 @@ fn the_balance_loss_and_its_gradient() {
         let (logits, choice, counts, mass) = (&t[0], &t[1], &t[2], &t[3]);
         cpu.run(Routing::Count { choice, counts })?;
         cpu.run(Routing::Mass { logits, mass })?;
-        cpu.run(Routing::BalanceLoss { counts, mass, rows, factor, out: &t[4] })?;
-        cpu.run(Routing::BalanceBackward { logits, counts, rows, factor, dlogits: &t[5] })
+        cpu.run(Routing::BalanceLoss { counts, mass, rows, ratio, factor, out: &t[4] })?;
+        cpu.run(Routing::BalanceBackward { logits, counts, rows, ratio, factor, dlogits: &t[5] })
     })
     .unwrap();
     let twice: Vec<f64> = counts.iter().map(|count| 2.0 * count).collect();
@@ -478,7 +638,7 @@ fn numbers_that_are_of_nobody_are_refused() {
     let x = Operand::new(F32, &[2, 4], noise(1));
     let gathered = Operand::garbage(F32, &[4, 4]);
     let message = refusal(&[x.clone(), Operand::u32s(&[0, 1, 4, 2]), gathered], |cpu, t| {
-        cpu.run(Routing::Gather { x: &t[0], sources: &t[1], out: &t[2] })
+        cpu.run(Routing::Gather { x: &t[0], sources: &t[1], each: 2, out: &t[2] })
     });
     assert!(message.contains("place 4 at 2 is not one of 4"), "{message}");
     let places = Operand::new(U32, &[1, 2], [0.0, 9.0]);

@@ -21,3 +21,4 @@ mod pieced_attention;
 mod pieces;
 mod reference;
 mod step_numbers;
+mod zero_computation;

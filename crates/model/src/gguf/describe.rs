@@ -7,6 +7,7 @@ use super::families::{
     window_rhythm,
 };
 use super::write::GgufValue;
+use crate::hf_config::OWN_MIXTURE;
 use crate::save_error::SaveError;
 use crate::spec::{ModelSpec, NormKind, RopeScaling};
 use crate::tokenizer::GgufTokenizerFields;
@@ -30,6 +31,9 @@ pub(crate) fn describe(spec: &ModelSpec) -> Result<Description, SaveError> {
         "mistral" | "mixtral" => "llama",
         other => other,
     };
+    if family == OWN_MIXTURE {
+        return Err(fail(format!("{OWN_MIXTURE} is a family of Plimsoll's own; save it in a folder")));
+    }
     let Some((architecture, _)) = ARCHITECTURES.into_iter().find(|(_, ours)| *ours == family) else {
         return Err(fail(format!("it is a {:?} model", spec.architecture)));
     };

@@ -76,6 +76,7 @@ pub(super) fn read(
         per_token: keys.require_u64("expert_used_count")?,
         intermediate_size,
         shared,
+        zero_computation: None,
         router: RouterSpec {
             scoring,
             normalise: keys.bool("expert_weights_norm")?.unwrap_or(normalises(family)),

@@ -92,8 +92,12 @@ fn plain_name(parameter: &Parameter) -> String {
         Role::SharedUpProj => "ffn_up_shexp.weight",
         Role::SharedDownProj => "ffn_down_shexp.weight",
         Role::SharedRouter => SHARED_ROUTER,
-        // Adapters have files of their own, and loads none.
-        Role::RouterLoad | Role::Lora(..) => return parameter.name.clone(),
+        // Adapters have files of their own, and loads none; models with experts without matrices are not written.
+        Role::RouterLoad
+        | Role::RouterResidual
+        | Role::ConstantGate
+        | Role::ConstantVectors
+        | Role::Lora(..) => return parameter.name.clone(),
     };
     in_layer(parameter, part)
 }

@@ -4,16 +4,18 @@ use std::collections::HashSet;
 
 use serde_json::{Map, Value, json};
 
-use super::ConfigError;
 use super::keys::Keys;
-use crate::spec::{ExpertGroups, ExpertsSpec, ModelSpec, RouterSpec, Scoring, SharedExpert};
+use super::{ConfigError, OWN_MIXTURE};
+use crate::spec::{
+    ExpertGroups, ExpertsSpec, ModelSpec, RouterSpec, Scoring, SharedExpert, ZeroComputationSpec,
+};
 
 /// The experts of a family that has any.
 pub(super) fn read(config: &Keys, family: &str, num_layers: u32) -> Result<Option<ExpertsSpec>, ConfigError> {
     let number = |key: &str, usual: u64| Ok(config.u64(key)?.unwrap_or(usual));
     let layers: Vec<bool> = match family {
         "mixtral" | "olmoe" => vec![true; num_layers as usize],
-        "qwen2_moe" | "qwen3_moe" => {
+        "qwen2_moe" | "qwen3_moe" | OWN_MIXTURE => {
             let step = number("decoder_sparse_step", 1)?;
             let dense: HashSet<u64> = config.numbers("mlp_only_layers")?.into_iter().flatten().collect();
             let sparse = |layer: u64| (layer + 1).checked_rem(step) == Some(0) && !dense.contains(&layer);
@@ -49,6 +51,11 @@ pub(super) fn read(config: &Keys, family: &str, num_layers: u32) -> Result<Optio
             (count("num_experts", "num_local_experts", 60)?, 4, inner(1408)?, shared(width, true))
         }
         "qwen3_moe" => (count("num_experts", "num_local_experts", 128)?, 8, inner(768)?, None),
+        OWN_MIXTURE => {
+            let width = number("shared_expert_intermediate_size", 0)?;
+            let own = config.require_u64("moe_intermediate_size")?;
+            (config.require_u64("num_experts")?, 2, own, shared(width, false))
+        }
         _ => {
             let (glm, width) = (family == "glm4_moe", inner(1408)?);
             let beside = number("n_shared_experts", u64::from(glm))?.saturating_mul(width);
@@ -66,10 +73,28 @@ pub(super) fn read(config: &Keys, family: &str, num_layers: u32) -> Result<Optio
         per_token,
         intermediate_size,
         shared,
+        zero_computation: if family == OWN_MIXTURE { zero_computation(config)? } else { None },
         router,
         layers,
         stacked_files: false,
     }))
+}
+
+/// tau of the authors' models.
+const USUAL_TAU: f64 = 0.75;
+
+/// Experts without matrices, where there are any, or what routers have for them.
+fn zero_computation(config: &Keys) -> Result<Option<ZeroComputationSpec>, ConfigError> {
+    let number = |key| Ok::<_, ConfigError>(config.u64(key)?.unwrap_or(0));
+    let own = ZeroComputationSpec {
+        zero: number("num_zero_experts")?,
+        copy: number("num_copy_experts")?,
+        constant: number("num_constant_experts")?,
+        gating_residuals: config.bool("gating_residuals")?.unwrap_or(false),
+        tau: config.f64("moe_tau")?.unwrap_or(USUAL_TAU),
+    };
+    let is_any = own.gating_residuals || [own.zero, own.copy, own.constant].iter().any(|count| *count > 0);
+    Ok(is_any.then_some(own))
 }
 
 fn router(config: &Keys, family: &str) -> Result<RouterSpec, ConfigError> {
@@ -124,7 +149,7 @@ pub(super) fn write(family: &str, experts: &ExpertsSpec) -> Map<String, Value> {
     let mut own = match family {
         "mixtral" => json!({ "num_local_experts": count }),
         "olmoe" => json!({ "num_experts": count, "norm_topk_prob": router.normalise, "clip_qkv": null }),
-        "qwen2_moe" | "qwen3_moe" => json!({
+        "qwen2_moe" | "qwen3_moe" | OWN_MIXTURE => json!({
             "num_experts": count,
             "moe_intermediate_size": inner,
             "norm_topk_prob": router.normalise,
@@ -142,6 +167,16 @@ pub(super) fn write(family: &str, experts: &ExpertsSpec) -> Map<String, Value> {
     own["num_experts_per_tok"] = json!(per_token);
     match family {
         "qwen2_moe" => own["shared_expert_intermediate_size"] = json!(width),
+        OWN_MIXTURE => {
+            own["shared_expert_intermediate_size"] = json!(width);
+            if let Some(without) = experts.zero_computation {
+                own["num_zero_experts"] = json!(without.zero);
+                own["num_copy_experts"] = json!(without.copy);
+                own["num_constant_experts"] = json!(without.constant);
+                own["gating_residuals"] = json!(without.gating_residuals);
+                own["moe_tau"] = json!(without.tau);
+            }
+        }
         "glm4_moe" => {
             own["routed_scaling_factor"] = json!(router.scale);
             own["n_group"] = json!(router.groups.map_or(1, |groups| groups.count));

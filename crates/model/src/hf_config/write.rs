@@ -3,7 +3,7 @@
 use plimsoll_device::DType;
 use serde_json::{Map, Value, json};
 
-use super::{SUPPORTED_MODEL_TYPES, experts, families, keys::Keys, rope};
+use super::{OWN_MIXTURE, SUPPORTED_MODEL_TYPES, experts, families, keys::Keys, rope};
 use crate::save_error::SaveError;
 use crate::spec::{Activation, ModelSpec};
 
@@ -25,6 +25,7 @@ fn class(architecture: &str) -> &'static str {
         "olmoe" => "OlmoeForCausalLM",
         "glm4_moe" => "Glm4MoeForCausalLM",
         "deepseek" => "DeepseekForCausalLM",
+        OWN_MIXTURE => "PlimsollMoeForCausalLM",
         _ => "LlamaForCausalLM",
     }
 }

@@ -35,13 +35,23 @@ section! {
         /// Inner width of the feed-forward part.
         intermediate_size: u64, "none; required", COUNT;
         /// Experts of a block, in a mixture of experts.
-        num_experts: u64, "none; required for mixtral, qwen2_moe, qwen3_moe, olmoe and glm4_moe", EXPERTS;
+        num_experts: u64, "none; required for mixtral, qwen2_moe, qwen3_moe, olmoe, glm4_moe and moe", EXPERTS;
         /// Experts that a token goes to.
         num_experts_per_token: u64 = 2, TOKEN_EXPERTS;
         /// Inner width of an expert; in mixtral and olmoe it is intermediate_size.
         expert_intermediate_size: u64, "intermediate_size", COUNT;
         /// Experts that every token goes through besides, as one of their width together.
         shared_experts: u64, "1 in qwen2_moe and glm4_moe, else 0", SHARED_EXPERTS;
+        /// Experts that give nothing, among which routers of moe choose as well (MoE++).
+        zero_experts: u64 = 0, SHARED_EXPERTS;
+        /// Experts that give their input, in moe.
+        copy_experts: u64 = 0, SHARED_EXPERTS;
+        /// Experts that give a mixture of their input and a vector of their own, in moe.
+        constant_experts: u64 = 0, SHARED_EXPERTS;
+        /// Whether a router of moe adds to its logits a matrix times those of the layer before.
+        gating_residuals: bool, "true where moe has zero, copy or constant experts, else false";
+        /// What an expert with matrices gets of tokens where one without gets 1, in the balance and in capacities of moe.
+        tau: f64 = 0.75, POSITIVE;
         /// The first blocks, which have a feed-forward part and no experts.
         dense_layers: u64 = 0, LAYERS_OR_NONE;
         /// Whether the weights of a token's experts are divided by their sum.
@@ -104,13 +114,19 @@ choice! {
         Olmoe = "olmoe",
         /// GLM 4.5: experts by sigmoid, beside shared ones; half of each head rotated.
         Glm4Moe = "glm4_moe",
+        /// Llama with experts, shared ones where they are asked for, and experts without matrices (MoE++).
+        Moe = "moe",
     }
 }
 
 impl Architecture {
     /// What a `config.json` calls it.
     pub fn model_type(self) -> &'static str {
-        if self == Architecture::Gemma3 { "gemma3_text" } else { self.name() }
+        match self {
+            Architecture::Gemma3 => "gemma3_text",
+            Architecture::Moe => "plimsoll_moe",
+            _ => self.name(),
+        }
     }
 
     /// Whether the output head is usually the embedding's matrix.
@@ -127,8 +143,8 @@ impl Architecture {
 
     /// Whether blocks have experts.
     pub fn has_experts(self) -> bool {
-        use Architecture::{Glm4Moe, Mixtral, Olmoe, Qwen2Moe, Qwen3Moe};
-        matches!(self, Mixtral | Qwen2Moe | Qwen3Moe | Olmoe | Glm4Moe)
+        use Architecture::{Glm4Moe, Mixtral, Moe, Olmoe, Qwen2Moe, Qwen3Moe};
+        matches!(self, Mixtral | Qwen2Moe | Qwen3Moe | Olmoe | Glm4Moe | Moe)
     }
 }
 

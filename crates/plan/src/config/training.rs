@@ -70,6 +70,15 @@ section! {
         /// Factor on the load-balancing loss of a mixture of experts, which is added to the loss; auto: the model's own where its
         /// routers are trained by ranks with all layers, else 0.
         router_aux_loss_coef: Auto<f64> = Auto::Auto, NOT_NEGATIVE;
+        /// Factor on the router z-loss of a mixture of experts, the mean of logsumexp(logits)^2, which is added to the loss.
+        router_z_loss_coef: f64 = 0.0, NOT_NEGATIVE;
+        /// In training, each element of what routers see is multiplied with a random number that is at most so far from 1.
+        router_jitter_noise: f64 = 0.0, FRACTION;
+        /// In training, an expert takes at most so many even shares of the places of a micro-batch, and what comes later is dropped.
+        expert_capacity_factor: f64, "none: nothing is dropped", POSITIVE;
+        /// How much a router's bias for the choice of experts changes in a step, towards an even load; auto: 0.001 where a model with such a
+        /// bias is trained from scratch, else 0.
+        router_bias_update_speed: Auto<f64> = Auto::Auto, NOT_NEGATIVE;
         /// What happens when a step's loss or gradients are not finite.
         not_finite: NotFinite = NotFinite::Stop;
         /// What the backward pass computes again instead of keeping it.

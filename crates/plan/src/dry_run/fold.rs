@@ -195,9 +195,9 @@ fn layers(spec: &ModelSpec, settings: &StepSettings, policy: &SavePolicy) -> Vec
     let KeptLayers { parameters, gradients, optimizer, activations } = settings.kept_layers;
     let kept = [parameters, gradients, optimizer, activations];
     let kind = |layer| {
-        let LayerKind { window, experts } = spec.layer_kind(layer);
+        let kind = spec.layer_kind(layer);
         // A window that reaches over all positions is none.
-        LayerKind { window: window.filter(|window| *window < settings.sequence_length), experts }
+        LayerKind { window: kind.window.filter(|window| *window < settings.sequence_length), ..kind }
     };
     let mut all: Vec<Layer> = (0..spec.num_layers)
         .map(|layer| Layer {

@@ -21,9 +21,22 @@ pub(super) fn keys(
     intermediate_size: u64,
     layers: u64,
 ) -> Result<Vec<(&'static str, Value)>, OriginError> {
-    use Architecture::{Glm4Moe, Mixtral, Olmoe, Qwen2Moe, Qwen3Moe};
+    use Architecture::{Glm4Moe, Mixtral, Moe, Olmoe, Qwen2Moe, Qwen3Moe};
     let (family, name) = (sizes.architecture(), sizes.architecture().name());
     let wrong = |key, reason: String| Err(SpecError { key, reason }.into());
+    let without = [
+        ("zero_experts", sizes.zero_experts),
+        ("copy_experts", sizes.copy_experts),
+        ("constant_experts", sizes.constant_experts),
+    ];
+    if family != Moe {
+        let own = without.map(|(key, count)| (key, count.is_some()));
+        let residuals = ("gating_residuals", sizes.gating_residuals.is_some());
+        let given = own.into_iter().chain([residuals, ("tau", sizes.tau.is_some())]);
+        if let Some((key, _)) = given.into_iter().find(|(_, given)| *given) {
+            return wrong(key, format!("{name} has none; moe has: set architecture"));
+        }
+    }
     if !family.has_experts() {
         let given = [
             ("num_experts", sizes.num_experts.is_some()),
@@ -55,8 +68,8 @@ pub(super) fn keys(
     }
     let usual_shared = u64::from(matches!(family, Qwen2Moe | Glm4Moe));
     let shared = sizes.shared_experts.unwrap_or(usual_shared);
-    if usual_shared == 0 && shared > 0 {
-        return wrong("shared_experts", format!("{name} has none; qwen2_moe and glm4_moe have"));
+    if usual_shared == 0 && shared > 0 && family != Moe {
+        return wrong("shared_experts", format!("{name} has none; qwen2_moe, glm4_moe and moe have"));
     }
     if family == Mixtral && sizes.norm_topk_prob == Some(false) {
         return wrong("norm_topk_prob", "in mixtral weights are always divided by their sum".to_owned());
@@ -87,6 +100,16 @@ pub(super) fn keys(
             ("shared_expert_intermediate_size", json!(shared.saturating_mul(width))),
             ("mlp_only_layers", json!((0..dense).collect::<Vec<u64>>())),
         ]),
+    }
+    if family == Moe {
+        let has_any = without.into_iter().any(|(_, count)| count.unwrap_or(0) > 0);
+        keys.extend([
+            ("num_zero_experts", json!(sizes.zero_experts())),
+            ("num_copy_experts", json!(sizes.copy_experts())),
+            ("num_constant_experts", json!(sizes.constant_experts())),
+            ("gating_residuals", json!(sizes.gating_residuals.unwrap_or(has_any))),
+            ("moe_tau", json!(sizes.tau())),
+        ]);
     }
     Ok(keys)
 }

@@ -1,17 +1,21 @@
 //! A feed-forward part of experts: the router's choice, rows sorted by expert, products with each expert's matrices, and the sum of
 //! what comes back (Shazeer et al. 2017; rows by expert without dropping as in MegaBlocks, Gale et al. 2022).
 //!
-//! Shapes: N tokens, E experts, k of them for each token, R = N * k routed rows, I an expert's inner width. No shape depends on the
-//! choice, so that a plan holds for every routing. The weights of a token's experts multiply the input of their down projections, which
-//! is linear; so the outputs of experts are never kept.
+//! Shapes: N tokens, E experts, k of them for each token, R = N * k routed rows, or fewer where the experts' capacity is less; I an
+//! expert's inner width. No shape depends on the choice, so that a plan holds for every routing. The weights of a token's experts
+//! multiply the input of their down projections, which is linear; so the outputs of experts are never kept.
 //!
 //! Of ranks that share products each has some experts as a whole, and all tokens: rows of other ranks' experts are products of zeros here
 //! (expert parallelism within the ranks of tensor parallelism). Routers are computed alike on each.
 
+mod capacity;
+mod gating_residual;
+mod jitter;
 mod ranks;
 mod shared;
+mod zero_computation;
 
-use plimsoll_device::{DType, DeviceExt, Router, Routing, Tensor};
+use plimsoll_device::{Capacity, DType, DeviceExt, Router, Routing, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{ExpertsSpec, FeedForwardRoles, Role, Scoring};
 
@@ -28,7 +32,7 @@ use crate::head::rows;
 use crate::linear::Linear;
 use crate::policy::{LayerPolicy, Save};
 use crate::products::Products;
-use crate::store::{BlockWeights, ExpertVisit};
+use crate::store::{BlockWeights, ExpertVisit, load_parts};
 use ranks::Tokens;
 use shared::Shared;
 
@@ -40,13 +44,25 @@ struct Routed {
     choice: Tensor,
     /// f32 `[N, k]`
     weights: Tensor,
+    /// The choice without what is dropped, where experts take no more than their capacity.
+    taken: Option<(Tensor, Capacity)>,
 }
 
 impl Routed {
     /// That of some of the tokens.
     fn part(&self, start: u64, end: u64) -> Result<Routed, StepError> {
         let part = |x: &Tensor| rows(x, start, end);
-        Ok(Routed { logits: part(&self.logits)?, choice: part(&self.choice)?, weights: part(&self.weights)? })
+        let taken = match &self.taken {
+            Some((taken, capacity)) => Some((part(taken)?, *capacity)),
+            None => None,
+        };
+        let (logits, choice, weights) = (part(&self.logits)?, part(&self.choice)?, part(&self.weights)?);
+        Ok(Routed { logits, choice, weights, taken })
+    }
+
+    /// The places that experts take.
+    fn sent(&self) -> &Tensor {
+        self.taken.as_ref().map_or(&self.choice, |(taken, _)| taken)
     }
 }
 
@@ -88,9 +104,14 @@ pub(super) fn forward<R>(
     let experts = Experts { ctx, weights, spec };
     let routed = experts.route(normed, None)?;
     // Logits are few, and a rounding of theirs is one of the weights: they are kept as they are.
-    let of_logits = if policy.gate_up == Save::Recompute { Save::Recompute } else { Save::Keep };
+    // Where a later layer reads them, they stay anyway.
+    let is_kept = policy.gate_up != Save::Recompute && experts.carried().is_none();
+    let of_logits = if is_kept { Save::Keep } else { Save::Recompute };
     if let Some(chunk) = ctx.mlp_chunk(normed.rows()) {
-        let out = add(&|out, accumulate| experts.in_chunks(chunk, &routed, normed, out, accumulate))?;
+        let out = add(&|out, accumulate| {
+            experts.in_chunks(chunk, &routed, normed, out, accumulate)?;
+            experts.add_zero_computation(&routed, normed, out)
+        })?;
         return Ok((out, SavedWithin::dropped()));
     }
     let (shared_inner, shared) = match experts.shared(normed)? {
@@ -101,7 +122,7 @@ pub(super) fn forward<R>(
         }
     };
     let all = experts.of_all_ranks(normed, &routed)?;
-    let order = experts.sort(&all.choice)?;
+    let order = experts.sort(&all)?;
     let part = experts.part(&order);
     let inner = project_inner(ctx, part, &experts.gather(&all.normed, &order)?)?;
     let factors = Factors { values: &all.weights, order: Some(&order) };
@@ -109,6 +130,7 @@ pub(super) fn forward<R>(
     drop(all);
     let out = add(&|out, accumulate| {
         experts.write(&order, &activated, out, accumulate)?;
+        experts.add_zero_computation(&routed, normed, out)?;
         add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)
     })?;
     let activation = Held::new(ctx, policy.activation, activated)?;
@@ -143,15 +165,18 @@ pub(super) fn backward(
         ctx.device.alloc(DType::F32, routed.weights.shape().dims(), Tag::Activations, "dweights")?;
     let dnormed;
     if let Some(chunk) = ctx.mlp_chunk(normed.rows()) {
-        let again = |out: &Tensor, accumulate| experts.in_chunks(chunk, &routed, normed, out, accumulate);
-        let dout = dout(&again, gradients)?;
+        let again = |out: &Tensor, accumulate| {
+            experts.in_chunks(chunk, &routed, normed, out, accumulate)?;
+            experts.add_zero_computation(&routed, normed, out)
+        };
+        let dout = &dout(&again, gradients)?;
         dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
         for_each_chunk(ctx, normed.rows(), chunk, |ctx, start, end| {
             let experts = Experts { ctx, ..experts };
             let (routed, normed) = (routed.part(start, end)?, rows(normed, start, end)?);
-            let (dout, dnormed) = (rows(&dout, start, end)?, rows(&dnormed, start, end)?);
+            let (dout, dnormed) = (rows(dout, start, end)?, rows(&dnormed, start, end)?);
             let all = experts.of_all_ranks(&normed, &routed)?;
-            let order = experts.sort(&all.choice)?;
+            let order = experts.sort(&all)?;
             let factors = Factors { values: &all.weights, order: Some(&order) };
             let inner = project_inner(ctx, experts.part(&order), &experts.gather(&all.normed, &order)?)?;
             let activation = scaled(ctx, activated(ctx, &inner)?, Some(&factors))?;
@@ -164,9 +189,10 @@ pub(super) fn backward(
             }
             Ok(())
         })?;
+        experts.zero_computation_backward(&routed, normed, dout, &dweights, &dnormed, gradients)?;
     } else {
         let all = experts.of_all_ranks(normed, &routed)?;
-        let order = experts.sort(&all.choice)?;
+        let order = experts.sort(&all)?;
         let part = experts.part(&order);
         let factors = Factors { values: &all.weights, order: Some(&order) };
         let again = || project_inner(ctx, part, &experts.gather(&all.normed, &order)?);
@@ -184,11 +210,13 @@ pub(super) fn backward(
         };
         let again = |out: &Tensor, accumulate| {
             experts.write(&order, &activation, out, accumulate)?;
+            experts.add_zero_computation(&routed, normed, out)?;
             add_shared(ctx, shared.as_ref().map(|(shared, _, activation)| (shared, activation)), out)
         };
         let dout = dout(&again, gradients)?;
         dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
         experts.rows_backward(inner, activation, all, &order, &dout, &dweights, &dnormed, gradients)?;
+        experts.zero_computation_backward(&routed, normed, &dout, &dweights, &dnormed, gradients)?;
         if let Some((shared, inner, activation)) = shared {
             shared.backward(&experts, inner, activation, normed, &dout, &dnormed, gradients)?;
         }
@@ -276,26 +304,34 @@ impl<'e, 'c> Experts<'e, 'c> {
         let (device, router) = (self.ctx.device, self.rule());
         let alloc =
             |dtype, columns, name| device.alloc(dtype, &[normed.rows(), columns], Tag::Activations, name);
-        let logits = match logits {
+        let layer = self.weights.block().layer().unwrap_or(0);
+        let carried = self.carried();
+        let logits = match logits.or_else(|| carried?.logits(layer)) {
             Some(logits) => logits,
             None => {
-                let logits = alloc(DType::F32, self.spec.count, "router")?;
-                self.router()?.forward(self.ctx, normed, &logits, false)?;
+                let logits = alloc(DType::F32, self.spec.total(), "router")?;
+                self.router()?.forward(self.ctx, &self.router_input(normed)?, &logits, false)?;
+                self.add_residual(&logits)?;
+                if let Some(carried) = carried {
+                    carried.keep_logits(layer, &logits);
+                }
                 logits
             }
         };
-        let layer = self.weights.block().layer().unwrap_or(0);
         let made = self.ctx.routes.and_then(|routes| routes.choice(layer));
+        let mut dropped = None;
         let choice = match made {
             Some(choice) => choice,
             None => {
                 let choice = alloc(DType::U32, self.spec.per_token, "experts")?;
                 let correction = self.weights.find(Role::RouterCorrection);
                 device.run(Routing::Choose { logits: &logits, correction, router, choice: &choice })?;
-                if let Some(routes) = self.ctx.routes {
+                if let Some(routes) = self.ctx.routes.filter(|routes| routes.training().is_some()) {
                     routes.keep(device, layer, &logits, &choice)?;
-                    if let Some(counts) = self.weights.find(Role::RouterLoad) {
-                        device.run(Routing::Count { choice: &choice, counts })?;
+                    if let Some(load) = self.weights.find(Role::RouterLoad) {
+                        let (counts, of_dropped) = load_parts(load)?;
+                        device.run(Routing::Count { choice: &choice, counts: &counts })?;
+                        dropped = Some(of_dropped);
                     }
                 }
                 choice
@@ -303,20 +339,24 @@ impl<'e, 'c> Experts<'e, 'c> {
         };
         let weights = alloc(DType::F32, self.spec.per_token, "expert.weights")?;
         device.run(Routing::Weigh { logits: &logits, choice: Some(&choice), router, weights: &weights })?;
-        Ok(Routed { logits, choice, weights })
+        let taken = self.limit(&choice, dropped.as_ref())?;
+        Ok(Routed { logits, choice, weights, taken })
     }
 
     /// Sorts the rows, and begins to bring experts that come by themselves.
-    fn sort(&self, choice: &Tensor) -> Result<Order<'c>, StepError> {
-        let alloc = |sizes: &[u64], name| self.ctx.device.alloc(DType::U32, sizes, Tag::Activations, name);
-        let (sources, places) =
-            (alloc(&[choice.elements()], "sources")?, alloc(choice.shape().dims(), "places")?);
+    fn sort(&self, all: &Tokens) -> Result<Order<'c>, StepError> {
+        let (device, choice) = (self.ctx.device, &all.choice);
+        let alloc = |sizes: &[u64], name| device.alloc(DType::U32, sizes, Tag::Activations, name);
         let own = self.ctx.spec.own_experts(self.spec);
+        let (sources, places) = (
+            alloc(&[all.row_bound(own.end - own.start)], "sources")?,
+            alloc(choice.shape().dims(), "places")?,
+        );
         let offsets = alloc(&[own.end - own.start + 1], "offsets")?;
-        let (device, first) = (self.ctx.device, own.start as u32);
+        let first = own.start as u32;
         device.run(Routing::Sort { choice, first, sources: &sources, places: &places, offsets: &offsets })?;
         let layer = self.weights.block().layer().unwrap_or(0);
-        let begin = |weights| ExpertVisit::begin(device, weights, layer, &offsets, choice.elements());
+        let begin = |weights| ExpertVisit::begin(device, weights, layer, &offsets, sources.elements());
         let visit = self.ctx.expert_weights.map(begin).transpose()?;
         Ok(Order { sources, places, offsets, visit })
     }
@@ -330,7 +370,8 @@ impl<'e, 'c> Experts<'e, 'c> {
     fn gather(&self, x: &Tensor, order: &Order<'_>) -> Result<Tensor, StepError> {
         let sizes = [order.sources.elements(), x.columns()];
         let out = self.ctx.device.alloc(x.dtype(), &sizes, Tag::Activations, "routed")?;
-        self.ctx.device.run(Routing::Gather { x, sources: &order.sources, out: &out })?;
+        let each = order.places.columns();
+        self.ctx.device.run(Routing::Gather { x, sources: &order.sources, each, out: &out })?;
         Ok(out)
     }
 
@@ -377,7 +418,7 @@ impl<'e, 'c> Experts<'e, 'c> {
             let (routed, normed) = (routed.part(start, end)?, rows(normed, start, end)?);
             let out = rows(out, start, end)?;
             let all = experts.of_all_ranks(&normed, &routed)?;
-            let order = experts.sort(&all.choice)?;
+            let order = experts.sort(&all)?;
             let inner = project_inner(ctx, experts.part(&order), &experts.gather(&all.normed, &order)?)?;
             let factors = Factors { values: &all.weights, order: Some(&order) };
             let activation = scaled(ctx, activated_in_place(ctx, inner)?, Some(&factors))?;
@@ -439,11 +480,12 @@ impl<'e, 'c> Experts<'e, 'c> {
         let dlogits = device.alloc(DType::F32, logits.shape().dims(), Tag::Activations, "drouter")?;
         let (choice, router) = (Some(choice), self.rule());
         device.run(Routing::WeighBackward { logits, choice, router, dweights, dlogits: &dlogits })?;
-        if let Some(balance) = self.ctx.routes.and_then(|routes| routes.balance()) {
-            balance.backward(device, logits, &dlogits)?;
+        if let Some(losses) = self.ctx.routes.and_then(|routes| routes.training()?.losses.as_ref()) {
+            losses.backward(device, logits, &dlogits)?;
         }
+        self.residual_backward(&dlogits, gradients)?;
         let linear = self.router()?;
-        let through = linear.backward_weight(self.ctx, gradients, &dlogits, normed)?;
-        self.once(|| linear.backward_input(self.ctx, through, &dlogits, dnormed, true))
+        let through = linear.backward_weight(self.ctx, gradients, &dlogits, &self.router_input(normed)?)?;
+        self.once(|| self.router_input_backward(&linear, through, &dlogits, dnormed))
     }
 }

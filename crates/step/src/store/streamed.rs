@@ -69,9 +69,8 @@ pub(crate) fn experts_can_come(
     trains: &dyn Fn(&Parameter) -> bool,
 ) -> bool {
     let of_experts = |p: &Parameter| p.is_of_experts() && is_matrix(p);
-    let alone = |p: &Parameter| {
-        (p.elements() / p.experts()).is_multiple_of(types(p).run_elements()) && !trains(p)
-    };
+    let alone =
+        |p: &Parameter| (p.elements() / p.experts()).is_multiple_of(types(p).run_elements()) && !trains(p);
     spec.experts.is_some() && spec.parameters().iter().filter(|p| of_experts(p)).all(alone)
 }
 

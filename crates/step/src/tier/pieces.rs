@@ -91,9 +91,9 @@ impl Pieces {
 /// they are.
 pub(crate) fn is_matrix(parameter: &Parameter) -> bool {
     let small = match parameter.role {
-        Role::PositionEmbedding | Role::Router | Role::SharedRouter => true,
+        Role::PositionEmbedding => true,
         Role::Lora(..) => !parameter.is_of_experts(),
-        _ => false,
+        role => role.is_small_matrix(),
     };
     parameter.shape.len() >= 2 && parameter.role.kind() != ParameterKind::Bias && !small
 }

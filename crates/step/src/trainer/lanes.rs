@@ -8,7 +8,7 @@ use std::rc::Rc;
 use plimsoll_device::Tensor;
 use plimsoll_model::ModelSpec;
 
-use super::{BalanceFactors, Trainer};
+use super::Trainer;
 use crate::StepError;
 use crate::adapter::Dropout;
 use crate::block::{Around, Attend, Chunk, Held, Keys, Mover, Ring, Saved, Turn, Visit, chunks};
@@ -18,9 +18,13 @@ use crate::inputs::{Inputs, Places, starts_after};
 use crate::policy::Save;
 use crate::products::Products;
 use crate::rope::RopeTables;
-use crate::routes::{Balance, Routes};
+use crate::router_losses::{Balance, RouterLosses, ZLoss};
+use crate::routes::{ForTraining, Jitter, Routes};
 use crate::settings::{MicroBatch, StepSettings};
 use crate::store::ExpertWeights;
+
+/// Sets the seeds of routers' noise apart from others.
+const JITTER: u64 = 0x717e;
 
 /// One micro-batch on its way, or one chunk of a sequence.
 pub(super) struct Lane<'c> {
@@ -139,15 +143,17 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// A lane for each micro-batch, with its tokens on the device; or for each chunk of the only one.
+    /// A lane for each micro-batch, with its tokens on the device; or for each chunk of the only one. What is only looked at is not
+    /// trained.
     pub(super) fn lanes<'c>(
         &self,
         micro_batches: &[MicroBatch<'c>],
         first: u64,
         starts: Option<&'c [u32]>,
+        visit: Visit,
     ) -> Result<Vec<Lane<'c>>, StepError> {
         let StepSettings { batch_size, sequence_length: length, .. } = self.settings;
-        let lane = |number, source, runs, chunk, balance| Lane {
+        let lane = |number, source, runs, chunk, routes: Option<ForTraining>| Lane {
             number,
             source,
             places: Places { batch_size, length, runs },
@@ -159,22 +165,31 @@ impl<'a> Trainer<'a> {
             again: Vec::new(),
             loss: None,
             dx: None,
-            routes: Rc::new(Routes::new(balance)),
+            routes: Rc::new(Routes::new(routes)),
+        };
+        let training = |number| match visit {
+            Visit::Evaluate => Ok(None),
+            Visit::Forward | Visit::Backward => self.routers(number).map(Some),
         };
         let Some(chunk) = self.settings.chunk_tokens() else {
             let numbered = (first..).zip(micro_batches);
             let ready = |(number, source): (u64, &MicroBatch<'c>)| {
-                let lane = lane(number, *source, self.settings.own_runs(length), None, self.balance()?);
+                let runs = self.settings.own_runs(length);
+                let lane = lane(number, *source, runs, None, training(number)?);
                 Ok(Lane { ready: Some(self.ready(&lane)?), ..lane })
             };
             return numbered.map(ready).collect();
         };
         let Some(whole) = micro_batches.first() else { return Ok(Vec::new()) };
         let source = MicroBatch { document_starts: starts, ..*whole };
-        // All chunks of a sequence balance experts together.
-        let balance = self.balance()?;
+        // All chunks of a sequence have their losses together.
+        let training = training(first)?;
         let of_chunk = |(number, tokens): (u32, Range<u64>)| {
-            lane(first, source, vec![tokens], Some(number), balance.clone())
+            let training = training.clone().map(|training| {
+                let jitter = training.jitter.map(|jitter| Jitter { first_row: tokens.start, ..jitter });
+                ForTraining { jitter, ..training }
+            });
+            lane(first, source, vec![tokens], Some(number), training)
         };
         Ok((0..).zip(chunks(length, chunk)).map(of_chunk).collect())
     }
@@ -195,15 +210,28 @@ impl<'a> Trainer<'a> {
         Ok(Rc::new(Ready { inputs, ropes, routes: Rc::clone(&lane.routes) }))
     }
 
-    /// What the experts of a micro-batch are balanced by, where they are.
-    fn balance(&self) -> Result<Option<Rc<Balance>>, StepError> {
-        let Some(experts) = self.spec.experts.as_ref().filter(|_| self.settings.balance_loss > 0.0) else {
-            return Ok(None);
-        };
+    /// What training does with the routers of a micro-batch.
+    fn routers(&self, number: u64) -> Result<ForTraining, StepError> {
+        let Some(experts) = &self.spec.experts else { return Ok(ForTraining::default()) };
+        let (StepSettings { balance_loss, routers, .. }, factors) = (&self.settings, self.loss_factors);
         let layers = self.spec.layers().filter(|layer| self.spec.experts_of(*layer).is_some()).count() as u64;
         let rows = layers * self.settings.batch_size.saturating_mul(self.settings.own_tokens());
-        let BalanceFactors { loss, gradients } = self.balance_factors;
-        Ok(Some(Rc::new(Balance::new(self.device, experts.count, rows, loss, gradients)?)))
+        let balance = match *balance_loss > 0.0 {
+            true => Some(Balance::new(self.device, experts, rows, *balance_loss, factors)?),
+            false => None,
+        };
+        let z = match routers.z_loss > 0.0 {
+            true => Some(ZLoss::new(self.device, rows, routers.z_loss, factors)?),
+            false => None,
+        };
+        let has_losses = balance.is_some() || z.is_some();
+        let seed = self.seed_of(JITTER, self.deal.place(number));
+        let jitter = Jitter { noise: routers.jitter, seed, first_row: 0 };
+        Ok(ForTraining {
+            losses: has_losses.then(|| Rc::new(RouterLosses { balance, z })),
+            jitter: (routers.jitter > 0.0).then_some(jitter),
+            capacity: routers.capacity,
+        })
     }
 
     pub(super) fn env(&self) -> Env<'a> {

@@ -41,7 +41,7 @@ impl<'a> Trainer<'a> {
         }
         let (device, env, runs) = (self.device, &self.env(), self.spec.runs());
         device.enter(Phase::Forward, None);
-        let lanes = self.lanes(std::slice::from_ref(micro_batch), 0, None)?;
+        let lanes = self.lanes(std::slice::from_ref(micro_batch), 0, None, Visit::Evaluate)?;
         let lane = lanes.first().ok_or(NOTHING_LEFT)?;
         let ready = self.ready(lane)?;
         let ctx = Context { dropout: None, away: None, ..self.turn(env, lane, &ready, Visit::Evaluate)? };
@@ -82,7 +82,7 @@ impl<'a> Trainer<'a> {
     ) -> Result<Vec<Lane<'c>>, StepError> {
         let (device, env) = (self.device, &self.env());
         device.enter(Phase::Forward, None);
-        let mut lanes = self.lanes(std::slice::from_ref(micro_batch), 0, starts)?;
+        let mut lanes = self.lanes(std::slice::from_ref(micro_batch), 0, starts, Visit::Evaluate)?;
         for lane in &mut lanes {
             let ready = self.ready(lane)?;
             let ctx = self.turn(env, lane, &ready, Visit::Evaluate)?;

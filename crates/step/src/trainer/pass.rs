@@ -83,7 +83,7 @@ impl<'a> Trainer<'a> {
         }
         device.enter(Phase::Forward, None);
         let starts = micro_batches.first().and_then(|m| self.starts_of_chunks(m));
-        let lanes = self.lanes(micro_batches, first, starts.as_deref())?;
+        let lanes = self.lanes(micro_batches, first, starts.as_deref(), Visit::Forward)?;
         if let Some(mover) = &self.mover {
             mover.settle()?;
         }
@@ -229,7 +229,7 @@ impl<'a> Trainer<'a> {
                     let ctx = self.turn(env, lane, &ready, Visit::Forward)?;
                     lane.loss.as_ref().ok_or(NOTHING_LEFT)?.losses(&ctx)?;
                     self.numbers.add_losses(device, &ready.inputs.labels.losses)?;
-                    self.add_balance_loss(lane)?;
+                    self.add_router_losses(lane)?;
                 }
             }
             Action::LossBackward { unit, lanes, last } => {
@@ -402,15 +402,17 @@ impl<'a> Trainer<'a> {
         lane.dx = until_next(&ctx, dx)?;
         head.release(&mut self.weights);
         self.numbers.add_losses(self.device, &labels.losses)?;
-        self.add_balance_loss(lane)
+        self.add_router_losses(lane)
     }
 
-    /// Adds the load-balancing loss of a micro-batch, where it has one, when all of its layers have been visited.
-    fn add_balance_loss(&self, lane: &Lane<'_>) -> Result<(), StepError> {
-        match lane.routes.balance().filter(|_| lane.chunk.is_none_or(|chunk| chunk == 0)) {
-            Some(balance) => self.numbers.add_losses(self.device, &balance.loss(self.device)?),
-            None => Ok(()),
-        }
+    /// Adds the losses of a micro-batch's routers, where it has any, when all of its layers have been visited.
+    fn add_router_losses(&self, lane: &Lane<'_>) -> Result<(), StepError> {
+        let losses = lane.routes.training().and_then(|training| training.losses.as_ref());
+        let Some(losses) = losses.filter(|_| lane.chunk.is_none_or(|chunk| chunk == 0)) else {
+            return Ok(());
+        };
+        let losses = losses.losses(self.device)?;
+        losses.iter().try_for_each(|loss| self.numbers.add_losses(self.device, loss))
     }
 
     fn embed_backward(&mut self, env: &Env<'a>, lane: &mut Lane<'_>) -> Result<(), StepError> {

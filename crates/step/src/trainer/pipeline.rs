@@ -350,7 +350,7 @@ impl Way<'_, '_, '_> {
         let lane = self.free.pop().unwrap_or(self.pass.lanes.len());
         let leg = self.leg(run, lane, number);
         let source = self.micro_batches.group(number, 1);
-        let mut new = self.trainer.lanes(&source, number, None)?.pop().ok_or(NOTHING_LEFT)?;
+        let mut new = self.trainer.lanes(&source, number, None, Visit::Forward)?.pop().ok_or(NOTHING_LEFT)?;
         new.kept.resize_with(leg.segments.start, || None);
         match self.pass.lanes.get_mut(lane) {
             Some(old) => *old = new,

@@ -78,6 +78,9 @@ impl Trainer<'_> {
     /// Every tensor that a run must keep to continue to the same bits.
     pub fn state(&self) -> Result<Vec<NamedTensor>, StepError> {
         let mut all = Vec::new();
+        if self.settings.routers.correction_speed > 0.0 {
+            all.extend(self.corrections.iter().map(|p| self.weight_named(p)));
+        }
         for p in self.trained() {
             let parameter = (p.block, p.role);
             let mut add = |kind, dtype, shape| {
@@ -91,6 +94,12 @@ impl Trainer<'_> {
         Ok(all)
     }
 
+    /// A weight as a state.
+    fn weight_named(&self, p: &Parameter) -> NamedTensor {
+        let (name, shape, parameter) = (p.name.clone(), p.shape.clone(), (p.block, p.role));
+        NamedTensor { name, kind: StateKind::Weight, dtype: self.weight_dtype(p), shape, parameter }
+    }
+
     /// The type in which a parameter is computed with.
     fn weight_dtype(&self, p: &Parameter) -> DType {
         match (p.role, &self.settings.stage) {
@@ -100,10 +109,15 @@ impl Trainer<'_> {
         }
     }
 
-    /// What is trained, by whatever stage.
+    /// What training changes, by whatever stage: what is trained, and what routers are corrected by.
+    fn changed(&self) -> impl Iterator<Item = &Parameter> {
+        self.trained().iter().chain(&self.corrections)
+    }
+
+    /// The parameter of a state.
     fn parameter_of(&self, tensor: &NamedTensor) -> Result<&Parameter, StepError> {
         let (block, role) = tensor.parameter;
-        let found = self.trained().iter().find(|p| (p.block, p.role) == tensor.parameter);
+        let found = self.changed().find(|p| (p.block, p.role) == tensor.parameter);
         found.ok_or(StepError::MissingWeight { block, role })
     }
 
@@ -111,7 +125,7 @@ impl Trainer<'_> {
         let (block, role) = tensor.parameter;
         let missing = || StepError::MissingWeight { block, role };
         let own = |p: &&Parameter| (p.block, p.role) == tensor.parameter;
-        let p = self.trained.iter().find(own).ok_or_else(missing)?;
+        let p = self.trained.iter().chain(&self.corrections).find(own).ok_or_else(missing)?;
         match tensor.kind {
             StateKind::Weight => Ok(self.weight_contents(p)?.0),
             kind => self.optimizer.contents(p, kind).ok_or(missing()),
@@ -140,10 +154,14 @@ impl Trainer<'_> {
         }
         let state = self.state()?;
         while let Some((parameter, kind)) = self.asked()? {
-            let of = self.trained().get(parameter).map(|p| (p.block, p.role));
+            let p = self.changed().nth(parameter);
+            let of = p.map(|p| (p.block, p.role));
             let tensor =
                 state.iter().find(|tensor| Some(tensor.parameter) == of && tensor.kind as u8 == kind);
+            // A correction that is not adjusted is no state, and still saved.
+            let correction = p.filter(|p| p.role == Role::RouterCorrection).map(|p| self.weight_named(p));
             let what = "the first rank asks for a state that this rank does not know";
+            let tensor = tensor.or(correction.as_ref());
             self.send_shares(tensor.ok_or(StepError::Invariant { what })?)?;
         }
         Ok(None)
@@ -156,7 +174,7 @@ impl Trainer<'_> {
         }
         let number = |tensor: &NamedTensor| {
             let (block, role) = tensor.parameter;
-            let place = self.trained().iter().position(|p| (p.block, p.role) == tensor.parameter);
+            let place = self.changed().position(|p| (p.block, p.role) == tensor.parameter);
             let place = place.ok_or(StepError::MissingWeight { block, role })?;
             Ok::<_, StepError>([(place + 1) as f64, f64::from(tensor.kind as u8)])
         };
@@ -421,13 +439,11 @@ impl Trainer<'_> {
     /// Shows the bytes of a weight of the model, or of an adapter, in the type that it is stored in. Where ranks share it, it is
     /// trained and the first one reads it, within [`Trainer::on_first_rank`].
     pub fn read_weight(&self, p: &Parameter, look: &mut dyn FnMut(&[u8])) -> Result<(), StepError> {
-        let dtype = self.weight_dtype(p);
         let is_here = !self.is_elsewhere(p.block) && self.split(p) == Split::Whole;
         if is_here && !self.weights.shares(p.block, p.role) {
             return self.weight_contents(p)?.0.read(self.device, &self.tiers, look);
         }
-        let (name, shape, parameter) = (p.name.clone(), p.shape.clone(), (p.block, p.role));
-        self.read_shares(&NamedTensor { name, kind: StateKind::Weight, dtype, shape, parameter }, look)
+        self.read_shares(&self.weight_named(p), look)
     }
 
     /// The values of a parameter's f32 master, or of the weight itself where there is none.

@@ -6,8 +6,10 @@ mod common;
 
 mod lengths;
 mod loss;
+mod moe_plus_plus;
 mod norm;
 mod plain_llama;
+mod plain_mixture;
 mod rules;
 mod seeds;
 mod weights;

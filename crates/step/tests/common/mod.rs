@@ -18,6 +18,7 @@ use plimsoll_memory::{Arena, Loan};
 use plimsoll_model::{
     Activation, AttentionSpec, ExpertGroups, ExpertsSpec, MlpSpec, ModelSpec, NormKind, NormPlacement,
     NormSpec, Parameter, ParameterKind, QkNorm, RopeSpec, RouterSpec, Scoring, SharedExpert, SlidingWindow,
+    ZeroComputationSpec,
 };
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
@@ -123,6 +124,7 @@ pub fn mixture() -> ModelSpec {
         per_token: 2,
         intermediate_size: 20,
         shared: Some(SharedExpert { intermediate_size: 12, gated: true }),
+        zero_computation: None,
         router,
         layers: vec![true, false, true],
         stacked_files: false,
@@ -145,6 +147,7 @@ pub fn grouped_mixture() -> ModelSpec {
         per_token: 3,
         intermediate_size: 16,
         shared: Some(SharedExpert { intermediate_size: 8, gated: false }),
+        zero_computation: None,
         router,
         layers: vec![true; 3],
         stacked_files: false,
@@ -152,9 +155,40 @@ pub fn grouped_mixture() -> ModelSpec {
     ModelSpec { experts: Some(experts), ..gemma() }
 }
 
+/// MoE++: experts without matrices beside others and a shared one, and routers that read each other across a layer without experts.
+pub fn moe_plus_plus() -> ModelSpec {
+    let router = RouterSpec {
+        scoring: Scoring::Softmax,
+        normalise: false,
+        scale: 1.0,
+        groups: None,
+        correction: false,
+        balance_loss: 0.01,
+    };
+    let zero_computation =
+        ZeroComputationSpec { zero: 1, copy: 1, constant: 2, gating_residuals: true, tau: 0.75 };
+    let experts = ExpertsSpec {
+        count: 4,
+        per_token: 3,
+        intermediate_size: 20,
+        shared: Some(SharedExpert { intermediate_size: 12, gated: false }),
+        zero_computation: Some(zero_computation),
+        router,
+        layers: vec![true, false, true],
+        stacked_files: false,
+    };
+    ModelSpec { experts: Some(experts), ..llama() }
+}
+
 /// A block of every kind.
-pub fn families() -> [ModelSpec; 7] {
-    [llama(), biased(), gemma(), olmo(), gpt2(), mixture(), grouped_mixture()]
+pub fn families() -> [ModelSpec; 8] {
+    [llama(), biased(), gemma(), olmo(), gpt2(), mixture(), grouped_mixture(), moe_plus_plus()]
+}
+
+/// Those that can be divided into stages: no layer reads what another's router said.
+pub fn divisible() -> Vec<ModelSpec> {
+    let reads = |spec: &ModelSpec| spec.layers().any(|layer| spec.gating_residual_of(layer).is_some());
+    families().into_iter().filter(|spec| !reads(spec)).collect()
 }
 
 /// A model of so many layers, in the pattern of its own.

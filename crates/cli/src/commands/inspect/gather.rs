@@ -251,6 +251,7 @@ fn experts(experts: &ExpertsSpec) -> Experts {
         routed_scaling_factor: router.scale,
         groups: router.groups.map(|groups| [groups.count, groups.chosen]),
         correction_bias: router.correction,
+        without_matrices: experts.zero_experts().map(|own| [own.zero, own.copy, own.constant]),
     }
 }
 

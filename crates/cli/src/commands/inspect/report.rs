@@ -118,6 +118,9 @@ pub struct Experts {
     pub groups: Option<[u64; 2]>,
     /// Whether a vector corrects the choice.
     pub correction_bias: bool,
+    /// Zero, copy and constant experts beside those with matrices.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub without_matrices: Option<[u64; 3]>,
 }
 
 /// How the tensors are stored.

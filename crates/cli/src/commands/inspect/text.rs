@@ -95,10 +95,14 @@ fn experts(report: &Report) -> String {
     if experts.correction_bias {
         router.push("a bias corrects the choice".to_owned());
     }
+    let mut number = experts.num_experts.to_string();
+    if let Some([zero, copy, constant]) = experts.without_matrices {
+        number = format!("{number} and {zero} zero, {copy} copy, {constant} constant ones");
+    }
     let shared = experts.shared_expert_intermediate_size;
     let layers = format!("{} of {}", experts.layers_with_experts, model.num_hidden_layers);
     pairs(&[
-        ("experts", format!("{}, {} for each token", experts.num_experts, experts.num_experts_per_tok)),
+        ("experts", format!("{number}, {} for each token", experts.num_experts_per_tok)),
         ("inner size", experts.moe_intermediate_size.to_string()),
         ("shared expert", shared.map_or("none".to_owned(), |width| format!("inner size {width}"))),
         ("layers", layers),

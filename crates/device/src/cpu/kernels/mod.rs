@@ -29,6 +29,7 @@ mod storage;
 pub(super) mod subspace;
 pub(super) mod sum_squares;
 pub(super) mod update;
+pub(super) mod zero_computation;
 
 pub(super) use elementwise::Input;
 pub(super) use rounding::Dither;

@@ -1,13 +1,15 @@
 //! To experts and back: choices and weights of tokens, rows sorted by expert, and the load-balancing loss.
 
+use std::cmp::Ordering;
+
 use super::column_sums::add_assign;
 use super::elementwise::Input;
 use super::math::{exp, sigmoid};
 use super::split::{Shared, SharedFloats, for_each_part};
 use super::storage::{Tile, tiles};
 use super::{Exec, Floats, FloatsMut, rows_per_task};
-use crate::Router;
-use crate::op::{MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN};
+use crate::op::{MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, NOWHERE};
+use crate::{Capacity, LoadRatio, Router};
 
 /// The scores of one token.
 struct Scores([f32; MAX_EXPERTS as usize]);
@@ -203,31 +205,74 @@ pub(in crate::cpu) fn weigh_backward(
     });
 }
 
-/// Places by expert, from the first one that has an offset on; those of experts without come last.
+/// Places by expert, from the first one that has an offset on; those of experts that have none come last, as far as there are rows. Says
+/// whether there are rows for all others.
 pub(in crate::cpu) fn sort(
     choice: &[u32],
     first: u32,
     sources: &mut [u32],
     places: &mut [u32],
     offsets: &mut [u32],
-) {
+) -> bool {
     let experts = offsets.len() - 1;
     let mut next = [0u32; MAX_EXPERTS as usize + 1];
     let next = &mut next[..=experts];
     // Experts before the first wrap around to numbers beyond all others.
-    let number = |expert: u32| (expert.wrapping_sub(first) as usize).min(experts);
-    choice.iter().for_each(|expert| next[number(*expert)] += 1);
+    let number =
+        |expert: u32| (expert != NOWHERE).then(|| (expert.wrapping_sub(first) as usize).min(experts));
+    choice.iter().filter_map(|expert| number(*expert)).for_each(|number| next[number] += 1);
     let mut sum = 0;
     for (offset, next) in offsets.iter_mut().zip(next.iter_mut()) {
         *offset = sum;
         sum += *next;
         *next = *offset;
     }
+    if offsets[experts] as usize > sources.len() {
+        return false;
+    }
     for (place, expert) in choice.iter().enumerate() {
-        let next = &mut next[number(*expert)];
-        sources[*next as usize] = place as u32;
-        places[place] = *next;
-        *next += 1;
+        let next = number(*expert).map(|number| &mut next[number]);
+        places[place] = match next {
+            Some(next) if (*next as usize) < sources.len() => {
+                sources[*next as usize] = place as u32;
+                *next += 1;
+                *next - 1
+            }
+            _ => NOWHERE,
+        };
+    }
+    sources[next[experts] as usize..].fill(NOWHERE);
+    true
+}
+
+/// The choice without what is beyond an expert's capacity; how many places that leaves out.
+pub(in crate::cpu) fn limit(choice: &[u32], capacity: Capacity, taken: &mut [u32]) -> u32 {
+    let mut counts = [0u32; MAX_EXPERTS as usize];
+    let mut dropped = 0;
+    for (expert, taken) in choice.iter().zip(taken) {
+        let most = if u64::from(*expert) < capacity.first { capacity.each } else { capacity.others };
+        let count = &mut counts[*expert as usize];
+        *taken = *expert;
+        if u64::from(*count) < most {
+            *count += 1;
+        } else {
+            *taken = NOWHERE;
+            dropped += 1;
+        }
+    }
+    dropped
+}
+
+/// correction[e] += speed * sign(mean of counts - counts[e])
+pub(in crate::cpu) fn adjust_correction(counts: &[u32], speed: f32, correction: &mut [f32]) {
+    let total: u128 = counts.iter().map(|count| u128::from(*count)).sum();
+    for (count, correction) in counts.iter().zip(correction) {
+        // Compared as whole numbers: a mean has no rounding.
+        match (u128::from(*count) * counts.len() as u128).cmp(&total) {
+            Ordering::Less => *correction += speed,
+            Ordering::Greater => *correction -= speed,
+            Ordering::Equal => {}
+        }
     }
 }
 
@@ -245,6 +290,10 @@ pub(in crate::cpu) fn gather(
     let tasks = sources.len().div_ceil(rows);
     for_each_part(exec, tasks, Shared::new(out, rows * row_bytes), |task, out, _| {
         for (source, out) in sources[task * rows..].iter().zip(out.chunks_mut(row_bytes)) {
+            if *source == NOWHERE {
+                out.fill(0);
+                continue;
+            }
             let token = *source as usize / each;
             out.copy_from_slice(&x[token * row_bytes..(token + 1) * row_bytes]);
         }
@@ -277,7 +326,7 @@ pub(in crate::cpu) fn combine(
                     sum.fill(0.0);
                     sum
                 };
-                for place in places {
+                for place in places.iter().filter(|place| **place != NOWHERE) {
                     let x = x.row(*place as usize, columns);
                     add_assign(exec.simd, x.load(exec.simd, range.clone(), &mut x_tile), sum);
                 }
@@ -302,10 +351,16 @@ pub(in crate::cpu) fn scale_rows(
         let [mut x_tile, mut out_tile] = Tile::array();
         for index in 0..out.len() / columns.max(1) {
             let row = task * task_rows + index;
-            let factor = factors[sources.map_or(row, |sources| sources[row] as usize)];
+            let source = sources.map_or(row as u32, |sources| sources[row]);
+            let factor = if source == NOWHERE { None } else { Some(factors[source as usize]) };
             let mut out = out.row(index, columns);
             for range in tiles(columns) {
                 let n = range.len();
+                let Some(factor) = factor else {
+                    out.target(range.clone(), &mut out_tile).fill(0.0);
+                    out.store(exec.simd, range, &out_tile);
+                    continue;
+                };
                 let x = match x {
                     Input::Apart(x) => x.row(row, columns).load(exec.simd, range.clone(), &mut x_tile),
                     Input::InPlace(_) => {
@@ -350,8 +405,11 @@ pub(in crate::cpu) fn row_dots(
         let [mut a_tile, mut b_tile] = Tile::array();
         for (place, out) in (task * task_rows..).zip(out) {
             let row = places.map_or(place, |places| places[place] as usize);
-            let (a, b) = (a.row(row, columns), b.row(row, columns));
             *out = 0.0;
+            if row == NOWHERE as usize {
+                continue;
+            }
+            let (a, b) = (a.row(row, columns), b.row(row, columns));
             // Tiles, whatever the types: sums are cut alike.
             for range in tiles(columns) {
                 let a = a.load(exec.simd, range.clone(), &mut a_tile);
@@ -366,6 +424,40 @@ pub(in crate::cpu) fn count(choice: &[u32], counts: &mut [u32]) {
     choice.iter().for_each(|expert| counts[*expert as usize] = counts[*expert as usize].saturating_add(1));
 }
 
+/// The logarithm of the sum of a token's exponentials; its softmax is left in the scores.
+fn log_sum_exp(scores: &mut Scores, logits: &[f32]) -> f64 {
+    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let best = logits.iter().position(|logit| *logit == most).unwrap_or(0);
+    // The largest score is one over the sum.
+    f64::from(most) - f64::from(scores.of(logits, false)[best]).ln()
+}
+
+/// factor * the sum of squared logarithms of every token, in the order of tokens.
+pub(in crate::cpu) fn z_loss(logits: &[f32], experts: usize, factor: f64) -> f32 {
+    let mut scores = Scores::new();
+    let squares = logits.chunks_exact(experts.max(1)).map(|logits| log_sum_exp(&mut scores, logits).powi(2));
+    (factor * squares.sum::<f64>()) as f32
+}
+
+/// dlogits += the gradient of that.
+pub(in crate::cpu) fn z_backward(
+    exec: Exec<'_>,
+    logits: &[f32],
+    factor: f64,
+    dlogits: &mut [f32],
+    experts: usize,
+) {
+    let (tokens, rows) = (logits.len() / experts.max(1), rows_per_task(experts));
+    for_each_part(exec, tokens.div_ceil(rows), Shared::new(dlogits, rows * experts), |task, dlogits, _| {
+        let mut scores = Scores::new();
+        for (token, dlogits) in (task * rows..).zip(dlogits.chunks_mut(experts)) {
+            let logits = &logits[token * experts..(token + 1) * experts];
+            let each = (2.0 * factor * log_sum_exp(&mut scores, logits)) as f32;
+            dlogits.iter_mut().zip(&scores.0).for_each(|(d, score)| *d += each * score);
+        }
+    });
+}
+
 /// mass += the softmax of every token, in the order of tokens.
 pub(in crate::cpu) fn add_mass(logits: &[f32], mass: &mut [f64]) {
     let mut scores = Scores::new();
@@ -375,10 +467,17 @@ pub(in crate::cpu) fn add_mass(logits: &[f32], mass: &mut [f64]) {
     }
 }
 
-/// factor * E * sum over e of counts[e] / rows * mass[e] / rows
-pub(in crate::cpu) fn balance_loss(counts: &[u32], mass: &[f64], rows: u64, factor: f64) -> f32 {
+/// factor * E * sum over e of ratio[e] * counts[e] / rows * mass[e] / rows
+pub(in crate::cpu) fn balance_loss(
+    counts: &[u32],
+    mass: &[f64],
+    rows: u64,
+    ratio: LoadRatio,
+    factor: f64,
+) -> f32 {
     let rows = rows.max(1) as f64;
-    let products = counts.iter().zip(mass).map(|(count, mass)| f64::from(*count) / rows * (mass / rows));
+    let pairs = counts.iter().zip(mass).enumerate();
+    let products = pairs.map(|(e, (count, mass))| ratio.of(e) * f64::from(*count) / rows * (mass / rows));
     (factor * counts.len() as f64 * products.sum::<f64>()) as f32
 }
 
@@ -388,6 +487,7 @@ pub(in crate::cpu) fn balance_backward(
     logits: &[f32],
     counts: &[u32],
     rows: u64,
+    ratio: LoadRatio,
     factor: f64,
     dlogits: &mut [f32],
 ) {
@@ -395,8 +495,8 @@ pub(in crate::cpu) fn balance_backward(
     let all = rows.max(1) as f64;
     let each = (factor * experts as f64 / all) as f32;
     let mut shares = Scores::new();
-    for (share, count) in shares.0.iter_mut().zip(counts) {
-        *share = (f64::from(*count) / all) as f32;
+    for (expert, (share, count)) in shares.0.iter_mut().zip(counts).enumerate() {
+        *share = (ratio.of(expert) * f64::from(*count) / all) as f32;
     }
     let shares = &shares.0[..experts];
     let (tokens, rows) = (logits.len() / experts.max(1), rows_per_task(experts));

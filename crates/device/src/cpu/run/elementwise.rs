@@ -29,8 +29,8 @@ pub(super) fn run(op: Elementwise<'_>, KernelCall { exec, t, .. }: KernelCall<'_
             scale(exec, t.floats_mut(x), t.f32s(factor).iter().product());
         }
         Elementwise::Dropout { x, out, probability, seed, first, accumulate } => {
-            let mask = dropout::Mask { probability, seed, first };
-            dropout::dropout(exec, t.input(x, &[out]), t.floats_mut(out), mask, accumulate);
+            let (x, words) = (t.input(x, &[out]), dropout::Words { seed, first });
+            dropout::dropout(exec, x, t.floats_mut(out), probability, words, accumulate);
         }
     }
 }

@@ -13,20 +13,33 @@ use crate::products::Products;
 pub(super) struct Tokens {
     /// `[N, H]`
     pub normed: Tensor,
-    /// u32 `[N, k]`
+    /// u32 `[N, k]`: the places that experts take.
     pub choice: Tensor,
     /// f32 `[N, k]`
     pub weights: Tensor,
+    /// What an expert takes of them at most.
+    most: u64,
+}
+
+impl Tokens {
+    /// Rows that there is room for, of so many experts.
+    pub fn row_bound(&self, experts: u64) -> u64 {
+        let (tokens, per_token) = (self.choice.rows(), self.choice.columns());
+        (tokens * per_token.min(experts)).min(experts.saturating_mul(self.most))
+    }
 }
 
 impl Experts<'_, '_> {
     /// The tokens of all ranks that have different experts; this one's, where it has all experts.
     pub(super) fn of_all_ranks(&self, normed: &Tensor, routed: &Routed) -> Result<Tokens, StepError> {
         let of_all = |x| self.rows_of_all_ranks(x);
+        let ranks = self.ctx.expert_ranks.map_or(1, |ranks| u64::from(ranks.ranks().size()));
+        let most = routed.taken.as_ref().map_or(u64::MAX, |(_, capacity)| capacity.each * ranks);
         Ok(Tokens {
             normed: of_all(normed)?,
-            choice: of_all(&routed.choice)?,
+            choice: of_all(routed.sent())?,
             weights: of_all(&routed.weights)?,
+            most,
         })
     }
 
