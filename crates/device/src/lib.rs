@@ -35,7 +35,7 @@ pub use op::{
     Activation, Adafactor, Adam, Apollo, Attention, BLOCK_8BIT, Channels, Codes, Compute, Elementwise,
     Embedding, Glu, GroupedProduct, IGNORED_TARGET, KeyPiece, Lion, Loss, MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN,
     Magnitude, Norm, Op, PIECE_ROWS, PiecedAttention, Position, Product, Quantization, Reduction, Rounding,
-    Router, Routing, Rule, Running, SecondMoment, Sgd, Subspace, Update, Workspace,
+    Router, Routing, Rule, Running, SecondMoment, Sgd, Sink, Subspace, Update, WeightedBias, Workspace,
 };
 pub use repeat::{Iterations, KnownRounds};
 pub use tensor::{Shape, Tensor};

@@ -48,13 +48,14 @@ impl Role {
             Role::OProj | Role::OBias => "o_proj",
             Role::QNorm => "q_norm",
             Role::KNorm => "k_norm",
+            Role::Sinks => "sinks",
             Role::PostAttentionNorm => "attention_out_layernorm",
             Role::MlpNorm | Role::MlpNormBias => "mlp_layernorm",
             Role::PostMlpNorm => "mlp_out_layernorm",
             Role::GateProj | Role::GateBias => "gate_proj",
             Role::UpProj | Role::UpBias => "up_proj",
             Role::DownProj | Role::DownBias => "down_proj",
-            Role::Router => "router",
+            Role::Router | Role::RouterBias => "router",
             Role::RouterCorrection => "router_correction",
             Role::RouterLoad => "router_load",
             Role::SharedGateProj => "shared_gate_proj",
@@ -108,6 +109,8 @@ impl Role {
             // Behind all parts of adapters.
             Role::RouterCorrection => 5 << 5,
             Role::RouterLoad => 6 << 5,
+            Role::Sinks => 5 << 5 | 16,
+            Role::RouterBias => 6 << 5 | 16,
             // Weights with adapters are below 32.
             Role::Lora(part, adapted) => (1 + part as u64) << 5 | adapted.role().number(),
         }

@@ -48,6 +48,8 @@ pub enum Role {
     OBias,
     QNorm,
     KNorm,
+    /// A score of each head that has no value, `[heads]`.
+    Sinks,
     PostAttentionNorm,
     MlpNorm,
     MlpNormBias,
@@ -61,6 +63,8 @@ pub enum Role {
     /// What a token is multiplied with for the logits of experts, `[E, H]`. The matrices of all experts of a layer are the
     /// stacks `GateProj`, `UpProj` and `DownProj`, `[E, out, in]`.
     Router,
+    /// What is added to logits.
+    RouterBias,
     /// What is added to the scores of experts for their choice; no gradient reaches it.
     RouterCorrection,
     /// How often each expert was chosen in a step: no parameter, but what is told of it.
@@ -219,10 +223,12 @@ impl Role {
             | Role::KBias
             | Role::VBias
             | Role::OBias
+            | Role::Sinks
             | Role::MlpNormBias
             | Role::GateBias
             | Role::UpBias
             | Role::DownBias
+            | Role::RouterBias
             | Role::RouterCorrection
             | Role::RouterLoad
             | Role::FinalNormBias => ParameterKind::Bias,
@@ -279,7 +285,8 @@ impl Role {
             | Role::QBias
             | Role::KBias
             | Role::VBias
-            | Role::OBias => ParameterGroup::Attention,
+            | Role::OBias
+            | Role::Sinks => ParameterGroup::Attention,
             Role::GateProj
             | Role::UpProj
             | Role::DownProj
@@ -289,9 +296,11 @@ impl Role {
             | Role::SharedGateProj
             | Role::SharedUpProj
             | Role::SharedDownProj => ParameterGroup::FeedForward,
-            Role::Router | Role::RouterCorrection | Role::RouterLoad | Role::SharedRouter => {
-                ParameterGroup::Routers
-            }
+            Role::Router
+            | Role::RouterBias
+            | Role::RouterCorrection
+            | Role::RouterLoad
+            | Role::SharedRouter => ParameterGroup::Routers,
             Role::LmHead => ParameterGroup::Head,
             Role::Lora(..) => ParameterGroup::Adapters,
             Role::AttentionNorm
@@ -558,6 +567,9 @@ impl ModelSpec {
                 if self.attention.output_bias {
                     add(name("self_attn.o_proj.bias"), Role::OBias, &[hidden]);
                 }
+                if self.attention.sinks {
+                    add(name("self_attn.sinks"), Role::Sinks, &[self.attention.heads]);
+                }
                 // Llama's name for the norm before the feed-forward part says where it stands.
                 if after {
                     add(name("post_attention_layernorm.weight"), Role::PostAttentionNorm, &[hidden]);
@@ -583,6 +595,9 @@ impl ModelSpec {
                     Some(experts) => {
                         let (count, inner) = (experts.count, experts.intermediate_size);
                         add(name("mlp.gate.weight"), Role::Router, &[count, hidden]);
+                        if experts.router.bias {
+                            add(name("mlp.gate.bias"), Role::RouterBias, &[count]);
+                        }
                         if experts.router.correction {
                             let role = Role::RouterCorrection;
                             add(name("mlp.gate.e_score_correction_bias"), role, &[count]);
@@ -665,6 +680,11 @@ impl FeedForwardRoles {
         gate: LinearRoles { weight: Role::GateProj, bias: Some(Role::GateBias) },
         up: LinearRoles { weight: Role::UpProj, bias: Some(Role::UpBias) },
         down: LinearRoles { weight: Role::DownProj, bias: Some(Role::DownBias) },
+    };
+    /// What experts are computed with: the biases of their down projections come behind the weights of experts.
+    pub const EXPERTS: FeedForwardRoles = FeedForwardRoles {
+        down: LinearRoles { weight: Role::DownProj, bias: None },
+        ..FeedForwardRoles::DENSE
     };
     /// Those of a shared expert.
     pub const SHARED: FeedForwardRoles = FeedForwardRoles {

@@ -293,6 +293,7 @@ impl Split {
             | Role::QBias
             | Role::KBias
             | Role::VBias
+            | Role::Sinks
             | Role::GateProj
             | Role::UpProj
             | Role::GateBias

@@ -20,4 +20,5 @@ mod optimizer;
 mod pieced_attention;
 mod pieces;
 mod reference;
+mod sinks;
 mod step_numbers;

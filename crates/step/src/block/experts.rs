@@ -5,10 +5,11 @@
 //! choice, so that a plan holds for every routing. The weights of a token's experts multiply the input of their down projections, which
 //! is linear; so the outputs of experts are never kept.
 
+mod biases;
 mod shared;
 mod slots;
 
-use plimsoll_device::{DType, DeviceExt, Router, Routing, Tensor};
+use plimsoll_device::{DType, DeviceExt, Elementwise, Router, Routing, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{ExpertsSpec, FeedForwardRoles, Role, Scoring};
 
@@ -107,7 +108,7 @@ pub(super) fn forward<R>(
     let factors = Factors { values: &routed.weights, order: Some(&order) };
     let (inner, activated) = kept_inner(ctx, policy, inner, Some(factors))?;
     let out = add(&|out, accumulate| {
-        experts.write(&order, &activated, out, accumulate)?;
+        experts.write((&routed.weights, &order), &activated, out, accumulate)?;
         add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)
     })?;
     let activation = Held::new(ctx, policy.activation, activated)?;
@@ -189,7 +190,7 @@ pub(super) fn backward(
             }
         };
         let again = |out: &Tensor, accumulate| {
-            experts.write(&order, &activation, out, accumulate)?;
+            experts.write((&routed.weights, &order), &activation, out, accumulate)?;
             add_shared(ctx, shared.as_ref().map(|(shared, _, activation)| (shared, activation)), out)
         };
         let dout = dout(&again, gradients)?;
@@ -267,7 +268,7 @@ fn scaled_backward(
 
 impl<'e> Experts<'e, '_> {
     fn router(&self) -> Result<Linear<'e>, StepError> {
-        self.weights.linear(Role::Router, None)
+        self.weights.linear(Role::Router, Some(Role::RouterBias))
     }
 
     fn rule(&self) -> Router {
@@ -329,7 +330,7 @@ impl<'e> Experts<'e, '_> {
 
     fn part<'o>(&'o self, order: &'o Order) -> FeedForward<'o> {
         let offsets = Some(&order.offsets);
-        FeedForward { weights: self.weights, roles: FeedForwardRoles::DENSE, offsets }
+        FeedForward { weights: self.weights, roles: FeedForwardRoles::EXPERTS, offsets }
     }
 
     /// Rows `[R, H]` for the experts, of x `[N, H]`.
@@ -343,7 +344,7 @@ impl<'e> Experts<'e, '_> {
     /// out (+)= what the experts make of their rows' activations.
     fn write(
         &self,
-        order: &Order,
+        (weights, order): (&Tensor, &Order),
         activation: &Tensor,
         out: &Tensor,
         accumulate: bool,
@@ -351,6 +352,7 @@ impl<'e> Experts<'e, '_> {
         let down = self.part(order).down()?;
         let y = activation_tensor(self.ctx, activation.rows(), down.outputs(), "expert.outputs")?;
         down.forward(self.ctx, activation, &y, false)?;
+        self.add_down_bias(order, weights, &y)?;
         self.combine(order, &y, out, accumulate)
     }
 
@@ -377,7 +379,7 @@ impl<'e> Experts<'e, '_> {
             let inner = project_inner(ctx, experts.part(&order), &experts.gather(&normed, &order)?)?;
             let factors = Factors { values: &routed.weights, order: Some(&order) };
             let activation = scaled(ctx, activated_in_place(ctx, inner)?, Some(&factors))?;
-            experts.write(&order, &activation, &out, accumulate)?;
+            experts.write((&routed.weights, &order), &activation, &out, accumulate)?;
             drop(activation);
             let Some(shared) = experts.shared(&normed)? else { return Ok(()) };
             let activation = activated_in_place(ctx, shared.inner(ctx, &normed)?)?;
@@ -403,9 +405,13 @@ impl<'e> Experts<'e, '_> {
         let part = self.part(order);
         let drows = self.gather(dout, order)?;
         let dactivation = down_backward(ctx, part, activation, &drows, gradients)?;
+        let of_biases = self.down_bias_backward((weights, order), &drows, gradients)?;
         drop(drows);
         let factors = Factors { values: weights, order: Some(order) };
         scaled_backward(ctx, &inner, &dactivation, &factors, dweights)?;
+        if let Some(owed) = of_biases {
+            ctx.device.run(Elementwise::Add { a: dweights, b: &owed, out: dweights })?;
+        }
         let dinner = activation_backward(ctx, inner, &dactivation)?;
         drop(dactivation);
         let through = weights_backward(ctx, part, &dinner, &self.gather(normed, order)?, gradients)?;

@@ -69,7 +69,7 @@ pub(super) fn run(op: Routing<'_>, KernelCall { exec, t, .. }: KernelCall<'_>) -
 }
 
 /// Refuses numbers that are not below a limit.
-fn check(numbers: Option<&[u32]>, limit: u64, what: &str) -> Result<(), String> {
+pub(super) fn check(numbers: Option<&[u32]>, limit: u64, what: &str) -> Result<(), String> {
     let Some(numbers) = numbers else { return Ok(()) };
     match numbers.iter().position(|number| u64::from(*number) >= limit) {
         None => Ok(()),

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use plimsoll_device::{DeviceExt, Routing, Tensor};
-use plimsoll_model::FeedForwardRoles;
+use plimsoll_model::{FeedForwardRoles, Role};
 
 use super::super::mlp::{FeedForward, activated_in_place};
 use super::super::parts::activation_tensor;
@@ -38,8 +38,15 @@ impl Experts<'_, '_> {
         for expert in slots.announce(layer, &used)? {
             let own = runs.get(expert as usize).cloned().unwrap_or_default();
             let part = |x: &Tensor| rows(x, own.start, own.end);
-            let weights_of_expert = BlockWeights::new(block, slots.take(layer, expert)?);
-            let (weights_of_expert, roles) = (&weights_of_expert, FeedForwardRoles::DENSE);
+            let number = u64::from(expert);
+            let bias_of = |all: &Tensor| rows(all, number, number + 1);
+            let mut own_weights = slots.take(layer, expert)?;
+            for role in [Role::GateBias, Role::UpBias] {
+                own_weights
+                    .extend(self.weights.find(role).map(bias_of).transpose()?.map(|bias| (role, bias)));
+            }
+            let weights_of_expert = BlockWeights::new(block, own_weights);
+            let (weights_of_expert, roles) = (&weights_of_expert, FeedForwardRoles::EXPERTS);
             let linears = FeedForward { weights: weights_of_expert, roles, offsets: None };
             let (x, up) = (part(&routed)?, part(&up)?);
             let gate = gate.as_ref().map(&part).transpose()?;
@@ -50,7 +57,11 @@ impl Experts<'_, '_> {
             let activated = activated_in_place(ctx, Inner { gate, up })?;
             let (x, sources) = (&activated, Some(&part(&sources)?));
             ctx.device.run(Routing::ScaleRows { x, factors: weights, sources, out: x })?;
-            linears.down()?.forward(ctx, x, &part(&outputs)?, false)?;
+            let outputs = &part(&outputs)?;
+            linears.down()?.forward(ctx, x, outputs, false)?;
+            if let (Some(all), Some(sources)) = (self.down_bias(), sources) {
+                self.add_down_bias_of(&bias_of(all)?, sources, weights, outputs)?;
+            }
         }
         Ok(outputs)
     }
