@@ -3,9 +3,10 @@
 
     docs/bench/tiny_models.py crates/train/tests/data/families
     docs/bench/tiny_models.py crates/train/tests/data/experts
+    docs/bench/tiny_models.py crates/train/tests/data/mxfp4
 
-The last part of the path says which: families with one feed-forward part, or mixtures of experts. Needs torch and
-transformers. Writes for each family a folder as save_pretrained() makes it, and `expected.json`: token ids, the mean loss
+The last part of the path says which: families with one feed-forward part, mixtures of experts, or mixtures whose files have experts in
+MXFP4; names behind the path make these alone. Needs torch and transformers. Writes for each family a folder as save_pretrained() makes it, and `expected.json`: token ids, the mean loss
 over all but the first, a greedy continuation of a prompt, and the norm of every stored tensor's gradient. Of a mixture also
 the tokens of each expert in each layer and, where the family has one, the load-balancing loss, which the gradients then
 are of as well: `loss + router_aux_loss_coef * router_aux_loss`. Tests of `crates/train` compare with these; they need no
@@ -68,6 +69,8 @@ BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.02)
 QWEN2_MOE = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=12, shared_expert_intermediate_size=20)
 QWEN3_MOE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, head_dim=8)
 GLM4_MOE = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, first_k_dense_replace=1, head_dim=8)
+GPT_OSS = dict(num_local_experts=6, num_experts_per_tok=3, intermediate_size=20, head_dim=8, sliding_window=5, output_router_logits=True,
+               rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8.0, beta_slow=1.0, truncate=False))
 EXPERTS = {
     "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=20, **BALANCED)),
     "qwen2-moe": ("Qwen2Moe", dict(norm_topk_prob=False, mlp_only_layers=[1], **QWEN2_MOE, **BALANCED)),
@@ -77,8 +80,12 @@ EXPERTS = {
     "qwen3-moe-stacked": ("Qwen3Moe", dict(norm_topk_prob=False, **QWEN3_MOE)),
     "olmoe": ("Olmoe", dict(num_experts=8, num_experts_per_tok=2, intermediate_size=12, **BALANCED)),
     "glm4-moe": ("Glm4Moe", dict(n_group=4, topk_group=2, n_shared_experts=2, routed_scaling_factor=1.5, **GLM4_MOE)),
+    # The limit of the other is out of reach of random weights.
+    "gpt-oss": ("GptOss", dict(router_aux_loss_coef=0.02, **GPT_OSS)),
+    "gpt-oss-clamped": ("GptOss", dict(swiglu_limit=0.4, swiglu_alpha=1.3, **{**GPT_OSS, "output_router_logits": False})),
     "glm4-moe-biased": ("Glm4Moe", dict(use_qk_norm=True, attention_bias=True, norm_topk_prob=False, **GLM4_MOE)),
 }
+MXFP4 = {"gpt-oss": ("GptOss", {**GPT_OSS, "hidden_size": 32, "intermediate_size": 64, "output_router_logits": False})}
 # Far more than what another order of sums changes.
 ROUNDING = 1e-4
 
@@ -108,6 +115,33 @@ def stored_norms(model, name):
     return {key: float(grad.double().norm()) for key, grad in stored.items() if key not in buffers}
 
 
+def packed_experts(model):
+    """Gives experts the values of random blocks of MXFP4, as transformers reads them, and returns the tensors of a file with them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors = {key: value.detach().to(torch.bfloat16).clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(tensors[key].float())
+            if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                count, inputs, outputs = parameter.shape
+                blocks = torch.randint(0, 256, (count, outputs, inputs // 32, 16), dtype=torch.uint8)
+                scales = torch.randint(121, 125, (count, outputs, inputs // 32), dtype=torch.uint8)
+                parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).reshape(parameter.shape))
+                del tensors[key]
+                tensors.update({f"{key}_blocks": blocks, f"{key}_scales": scales})
+    return tensors
+
+
+def save_packed(model, folder, tensors):
+    model.config.dtype = torch.bfloat16
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def watch_routers(model):
     """Notes the tokens of each expert at every call of a router, and refuses choices that another order of sums may change."""
     counts = []
@@ -127,18 +161,20 @@ def watch_routers(model):
 
 def main():
     out = Path(sys.argv[1])
-    families = dict(families=FAMILIES, experts=EXPERTS)[out.name]
-    for name, (family, changes) in families.items():
+    families = dict(families=FAMILIES, experts=EXPERTS, mxfp4=MXFP4)[out.name]
+    for name in sys.argv[2:] or families:
+        family, changes = families[name]
         torch.manual_seed(len(name))
         model = model_of(family, config_of(family, changes)).float().eval()
         # Norms and biases too are random: ones and zeros would hide mistakes.
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
+            for key, parameter in model.named_parameters():
+                if parameter.dim() == 1 or key.endswith("_bias"):
                     parameter.add_(torch.randn_like(parameter) * 0.2)
             for key, buffer in model.named_buffers():
                 if key.endswith("e_score_correction_bias"):
                     buffer.add_(torch.randn_like(buffer) * 0.2)
+        packed = packed_experts(model) if out.name == "mxfp4" else None
         expert_tokens = watch_routers(model)
         generator = torch.Generator().manual_seed(5)
         tokens = torch.randint(3, VOCAB, (LENGTH,), generator=generator)
@@ -156,14 +192,18 @@ def main():
             of_experts.update(router_aux_loss=float(balance.detach()), router_aux_loss_coef=coefficient)
             total = loss + coefficient * balance
         total.backward()
-        norms = stored_norms(model, name)
+        norms = {} if packed else stored_norms(model, name)
         greedy = tokens[:PROMPT].tolist()
         with torch.no_grad():
             for _ in range(CONTINUATION):
                 last = model(torch.tensor([greedy]), use_cache=False).logits[0, -1]
                 greedy.append(int(last.argmax()))
         folder = out / name
-        saved(model, folder, name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if packed:
+            save_packed(model, folder, packed)
+        else:
+            saved(model, folder, name)
         expected = {
             "note": f"transformers {transformers.__version__}, torch {torch.__version__}, f32, eager attention",
             "tokens": tokens.tolist(),

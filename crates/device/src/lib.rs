@@ -35,8 +35,8 @@ pub use op::{
     Activation, Adafactor, Adam, Apollo, Attention, BLOCK_8BIT, Capacity, Channels, Codes, Compute,
     Elementwise, Embedding, Glu, GroupedProduct, IGNORED_TARGET, KeyPiece, Lion, LoadRatio, Loss,
     MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, Magnitude, NOWHERE, Norm, Op, PIECE_ROWS, PiecedAttention, Position,
-    Product, Quantization, Reduction, Rounding, Router, Routing, Rule, Running, SecondMoment, Sgd, Subspace,
-    Update, Workspace, ZeroComputation, ZeroExperts,
+    Product, Quantization, Reduction, Rounding, Router, Routing, Rule, Running, SecondMoment, Sgd, Sink,
+    Subspace, Update, WeightedBias, Workspace, ZeroComputation, ZeroExperts,
 };
 pub use repeat::{Iterations, KnownRounds};
 pub use tensor::{Shape, Tensor};

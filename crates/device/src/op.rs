@@ -22,8 +22,10 @@ mod product;
 mod quantization;
 mod reduction;
 mod routing;
+mod sink;
 mod subspace;
 mod update;
+mod weighted_bias;
 mod workspace;
 mod zero_computation;
 
@@ -43,10 +45,12 @@ pub use quantization::Quantization;
 pub use reduction::Reduction;
 pub(crate) use reduction::{RUN_ELEMENTS, SUM_ELEMENTS};
 pub use routing::{Capacity, LoadRatio, MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, NOWHERE, Router, Routing};
+pub use sink::Sink;
 pub use subspace::Subspace;
 pub use update::{
     Adafactor, Adam, Apollo, BLOCK_8BIT, Channels, Codes, Lion, Rule, SecondMoment, Sgd, Update,
 };
+pub use weighted_bias::WeightedBias;
 pub use workspace::Workspace;
 pub(crate) use workspace::{MAX_PARTIAL_COLUMNS, PIECE, RowPieces, rows_per_task, task_elements};
 pub use zero_computation::{ZeroComputation, ZeroExperts};
@@ -123,10 +127,14 @@ families! {
     Reduction,
     /// To experts and back.
     Routing,
+    /// One more score of each head, which has no value.
+    Sink,
     /// What optimizers in a subspace of the gradients need.
     Subspace,
     /// A step of an optimizer.
     Update,
+    /// Biases of experts behind weights.
+    WeightedBias,
     /// Experts without matrices.
     ZeroComputation,
 }

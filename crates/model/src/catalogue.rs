@@ -45,6 +45,11 @@ const LLAMA_3_2: &str = r#"{"rope_scaling": {"rope_type": "llama3", "factor": 32
 const GEMMA_3_LARGE: &str = r#"{"rms_norm_eps": 1e-6, "sliding_window": 1024,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0}}"#;
 
+const GPT_OSS_20B: &str =
+    r#"{"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}"#;
+const GPT_OSS_120B: &str =
+    r#"{"head_dim": 64, "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128}"#;
+
 #[allow(clippy::too_many_arguments)]
 const fn entry(
     name: &'static str,
@@ -357,6 +362,20 @@ const GROUPS: &[Group] = &[
         ],
     },
     Group {
+        model_type: "gpt_oss",
+        extra: GPT_OSS_20B,
+        entries: &[
+            entry("openai/gpt-oss-20b",                    [201088,  2880,  2880,  24], [ 64,  8], 131072, 1.5e5, 0),
+        ],
+    },
+    Group {
+        model_type: "gpt_oss",
+        extra: GPT_OSS_120B,
+        entries: &[
+            entry("openai/gpt-oss-120b",                   [201088,  2880,  2880,  36], [ 64,  8], 131072, 1.5e5, 0),
+        ],
+    },
+    Group {
         model_type: "deepseek",
         extra: r#"{"rms_norm_eps": 1e-6, "n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
             "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": false}"#,
@@ -367,12 +386,11 @@ const GROUPS: &[Group] = &[
 ];
 
 /// Known models that are not here, by how their names begin, and the `model_type` that says what is missing for them.
-const MISSING: [(&str, &str); 6] = [
+const MISSING: [(&str, &str); 5] = [
     ("deepseek-v2", "deepseek_v2"),
     ("deepseek-v3", "deepseek_v3"),
     ("deepseek-r1", "deepseek_v3"),
     ("kimi-k2", "kimi_k2"),
-    ("gpt-oss", "gpt_oss"),
     ("glm-4.7-flash", "glm4_moe_lite"),
 ];
 
@@ -598,6 +616,8 @@ mod tests {
             ("qwen3-235b-a22b", 235_093_634_560),
             ("olmoe-1b-7b", 6_919_161_856),
             ("deepseek-moe-16b", 16_375_728_128),
+            ("gpt-oss-20b", 20_914_757_184),
+            ("gpt-oss-120b", 116_829_156_672),
         ] {
             assert_eq!(find(name).unwrap().parameter_count(), count, "{name}");
         }
@@ -632,7 +652,6 @@ mod tests {
         for (name, words) in [
             ("deepseek-ai/DeepSeek-V3", "multi-head latent attention"),
             ("moonshotai/Kimi-K2-Instruct", "multi-head latent attention"),
-            ("openai/gpt-oss-120b", "sinks"),
         ] {
             assert!(find(name).is_err() && what_is_missing(name).contains(words), "{name}");
         }

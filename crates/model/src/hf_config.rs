@@ -25,7 +25,7 @@ pub const CONFIG_NAME: &str = "config.json";
 pub const GENERATION_CONFIG_NAME: &str = "generation_config.json";
 
 /// Values of `model_type` that are read.
-pub const SUPPORTED_MODEL_TYPES: [&str; 17] = [
+pub const SUPPORTED_MODEL_TYPES: [&str; 18] = [
     "llama",
     "mistral",
     "qwen2",
@@ -42,6 +42,7 @@ pub const SUPPORTED_MODEL_TYPES: [&str; 17] = [
     "olmoe",
     "glm4_moe",
     "deepseek",
+    "gpt_oss",
     OWN_MIXTURE,
 ];
 
@@ -49,16 +50,12 @@ pub const SUPPORTED_MODEL_TYPES: [&str; 17] = [
 pub(crate) const OWN_MIXTURE: &str = "plimsoll_moe";
 
 /// Values of `model_type` that are known and not read, and what they have that is missing here.
-const MISSING: [(&str, &str); 6] = [
+const MISSING: [(&str, &str); 5] = [
     ("deepseek_v2", LATENT_ATTENTION),
     ("deepseek_v3", LATENT_ATTENTION),
     ("deepseek_v32", LATENT_ATTENTION),
     ("kimi_k2", LATENT_ATTENTION),
     ("glm4_moe_lite", LATENT_ATTENTION),
-    (
-        "gpt_oss",
-        "has attention with sinks and clamped activations in its experts, which are not supported yet",
-    ),
 ];
 const LATENT_ATTENTION: &str = "has multi-head latent attention, which is not supported";
 
@@ -169,6 +166,8 @@ pub(crate) enum Quantization {
     },
     /// AWQ, 4 bits, arranged for matrix products.
     Awq,
+    /// Blocks of 32 values with a power of two as scale: the experts of gpt-oss.
+    Mxfp4,
 }
 
 /// The packing of the checkpoint in a folder, if any.
@@ -186,6 +185,7 @@ fn quantization(config: &Keys) -> Result<Option<Quantization>, ConfigError> {
     };
     match method {
         "bitsandbytes" => Ok(Some(Quantization::BitsAndBytes)),
+        "mxfp4" => Ok(Some(Quantization::Mxfp4)),
         "gptq" => {
             let bits = keys.require_u64("bits")?;
             if ![2, 4, 8].contains(&bits) {
@@ -213,7 +213,7 @@ fn quantization(config: &Keys) -> Result<Option<Quantization>, ConfigError> {
         }
         other => {
             let reason = format!(
-                "the weights are quantised by {}; bitsandbytes, gptq and awq are read; use the original weights",
+                "the weights are quantised by {}; bitsandbytes, gptq, awq and mxfp4 are read; use the original weights",
                 Shown(other)
             );
             Err(config.refuse("quantization_config", reason))

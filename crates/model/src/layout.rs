@@ -4,6 +4,7 @@
 //! Both formats answer the same question, block by block: [`hf_block`] for Hugging Face checkpoints, `gguf::gguf_block` for
 //! GGUF. Reading finds each parameter's parts of stored tensors by it, and saving writes by it.
 
+mod columns;
 mod experts;
 
 use std::ops::Range;
@@ -11,6 +12,7 @@ use std::ops::Range;
 use crate::parameters::{BlockId, Parameter, Role};
 use crate::source::RowOrder;
 use crate::spec::ModelSpec;
+pub(crate) use columns::Columns;
 
 /// Rows of a parameter that a stored tensor holds.
 #[derive(Clone, Debug, PartialEq)]
@@ -46,7 +48,8 @@ impl StoredPart {
 pub(crate) struct StoredTensor {
     pub name: String,
     pub parts: Vec<StoredPart>,
-    /// The order of each part's rows; [`RowOrder::Transposed`] for the tensor as a whole.
+    /// The order of each part's rows; of [`RowOrder::Transposed`] and [`RowOrder::Alternating`] that of the tensor as a whole, or of
+    /// each matrix in it.
     pub rows: RowOrder,
     /// Whether what is stored is 1 + the parameter.
     pub plus_one: bool,
@@ -88,8 +91,12 @@ impl StoredTensor {
         if self.parts.first().is_some_and(|part| part.parameter.shape.len() > 1) {
             shape.push(self.columns());
         }
-        if matches!(self.rows, RowOrder::Transposed { .. }) {
-            shape.reverse();
+        match (self.rows, &mut shape[..]) {
+            (RowOrder::Transposed { .. }, [.., inputs, outputs]) => std::mem::swap(inputs, outputs),
+            (RowOrder::Alternating { of, .. }, [rows, columns]) => {
+                (*rows, *columns) = (*rows / of.max(1), *columns * of);
+            }
+            _ => {}
         }
         shape
     }
@@ -163,7 +170,7 @@ pub(crate) fn fuse(
     if transpose_matrices {
         for tensor in &mut tensors {
             if tensor.is_of(Role::is_block_matrix) {
-                tensor.rows = RowOrder::Transposed { total: tensor.total_rows(), first: 0 };
+                tensor.rows = RowOrder::Transposed { total: tensor.total_rows(), first: 0, step: 1 };
             }
         }
     }

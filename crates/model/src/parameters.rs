@@ -48,6 +48,8 @@ pub enum Role {
     OBias,
     QNorm,
     KNorm,
+    /// A score of each head that has no value, `[heads]`.
+    Sinks,
     PostAttentionNorm,
     MlpNorm,
     MlpNormBias,
@@ -61,6 +63,8 @@ pub enum Role {
     /// What a token is multiplied with for the logits of experts, `[E, H]`. The matrices of all experts of a layer are the
     /// stacks `GateProj`, `UpProj` and `DownProj`, `[E, out, in]`.
     Router,
+    /// What is added to logits.
+    RouterBias,
     /// What is added to the scores of experts for their choice; no gradient reaches it.
     RouterCorrection,
     /// How often each expert was chosen in a step, and how much was dropped: no parameter, but what is told of it.
@@ -228,10 +232,12 @@ impl Role {
             | Role::KBias
             | Role::VBias
             | Role::OBias
+            | Role::Sinks
             | Role::MlpNormBias
             | Role::GateBias
             | Role::UpBias
             | Role::DownBias
+            | Role::RouterBias
             | Role::RouterCorrection
             | Role::RouterLoad
             | Role::FinalNormBias => ParameterKind::Bias,
@@ -288,7 +294,8 @@ impl Role {
             | Role::QBias
             | Role::KBias
             | Role::VBias
-            | Role::OBias => ParameterGroup::Attention,
+            | Role::OBias
+            | Role::Sinks => ParameterGroup::Attention,
             Role::GateProj
             | Role::UpProj
             | Role::DownProj
@@ -299,6 +306,7 @@ impl Role {
             | Role::SharedUpProj
             | Role::SharedDownProj => ParameterGroup::FeedForward,
             Role::Router
+            | Role::RouterBias
             | Role::RouterCorrection
             | Role::RouterLoad
             | Role::RouterResidual
@@ -606,6 +614,9 @@ impl ModelSpec {
                 if self.attention.output_bias {
                     add(name("self_attn.o_proj.bias"), Role::OBias, &[hidden]);
                 }
+                if self.attention.sinks {
+                    add(name("self_attn.sinks"), Role::Sinks, &[self.attention.heads]);
+                }
                 // Llama's name for the norm before the feed-forward part says where it stands.
                 if after {
                     add(name("post_attention_layernorm.weight"), Role::PostAttentionNorm, &[hidden]);
@@ -632,6 +643,9 @@ impl ModelSpec {
                         let inner = experts.intermediate_size;
                         let (own, total) = (self.own_experts(experts), experts.total());
                         add(name("mlp.gate.weight"), Role::Router, &[total, hidden]);
+                        if experts.router.bias {
+                            add(name("mlp.gate.bias"), Role::RouterBias, &[total]);
+                        }
                         if experts.router.correction {
                             let role = Role::RouterCorrection;
                             add(name("mlp.gate.e_score_correction_bias"), role, &[total]);
@@ -724,6 +738,11 @@ impl FeedForwardRoles {
         gate: LinearRoles { weight: Role::GateProj, bias: Some(Role::GateBias) },
         up: LinearRoles { weight: Role::UpProj, bias: Some(Role::UpBias) },
         down: LinearRoles { weight: Role::DownProj, bias: Some(Role::DownBias) },
+    };
+    /// What experts are computed with: the biases of their down projections come behind the weights of experts.
+    pub const EXPERTS: FeedForwardRoles = FeedForwardRoles {
+        down: LinearRoles { weight: Role::DownProj, bias: None },
+        ..FeedForwardRoles::DENSE
     };
     /// Those of a shared expert.
     pub const SHARED: FeedForwardRoles = FeedForwardRoles {

@@ -45,13 +45,15 @@ impl RopeSpec {
                 beta_fast,
                 beta_slow,
                 original_max_position_embeddings,
+                truncate,
             } => {
                 // The dimension whose wavelength makes `rotations` turns within the original context.
                 let dimension = |rotations: f64| {
                     d * (original_max_position_embeddings / (rotations * TAU)).ln() / (2.0 * self.theta.ln())
                 };
-                let low = dimension(*beta_fast).floor().max(0.0);
-                let high = dimension(*beta_slow).ceil().min(d - 1.0);
+                let (low, high) = (dimension(*beta_fast), dimension(*beta_slow));
+                let (low, high) = if *truncate { (low.floor(), high.ceil()) } else { (low, high) };
+                let (low, high) = (low.max(0.0), high.min(d - 1.0));
                 let width = if high > low { high - low } else { 0.001 };
                 let blended = |(i, f): (usize, f64)| {
                     let ramp = ((i as f64 - low) / width).clamp(0.0, 1.0);
@@ -126,10 +128,25 @@ mod tests {
             beta_fast: 32.0,
             beta_slow: 1.0,
             original_max_position_embeddings: 4096.0,
+            truncate: true,
         };
         check(yarn.clone(), 64, 1, 0.1, 1.5);
         check(yarn.clone(), 64, 2, 0.01 * (0.5 / 4.0 + 0.5), 1.5);
         check(yarn, 64, 3, 0.001 / 4.0, 1.5);
+        // gpt-oss: the ramp goes from the first of these dimensions to the second as they are.
+        let exact = RopeScaling::Yarn {
+            factor: 4.0,
+            attention_factor: 1.5,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            original_max_position_embeddings: 4096.0,
+            truncate: false,
+        };
+        let dimension = |turns: f64| 8.0 * (4096.0 / (turns * TAU)).ln() / (2.0 * 1e4f64.ln());
+        let ramp = (2.0 - dimension(32.0)) / (dimension(1.0) - dimension(32.0));
+        check(exact.clone(), 64, 1, 0.1, 1.5);
+        check(exact.clone(), 64, 2, 0.01 * (ramp / 4.0 + 1.0 - ramp), 1.5);
+        check(exact, 64, 3, 0.001 / 4.0, 1.5);
         let long = RopeScaling::LongRope {
             short_factor: vec![1.0; 4],
             long_factor: vec![2.0; 4],
@@ -165,6 +182,7 @@ mod tests {
             beta_fast,
             beta_slow: 1.0,
             original_max_position_embeddings,
+            truncate: true,
         };
         // With theta 10, 8 ln(4096/(300 tau)) / (2 ln 10) = 1.35, floor 1; 8 ln(4096/tau) / (2 ln 10) = 11.3, which is 7 at most.
         let rope = RopeSpec { dims: 8, theta: 10.0, scaling: yarn(300.0, 4096.0) };

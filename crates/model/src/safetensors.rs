@@ -4,6 +4,7 @@
 //! [`write_tensors`] writes one by streaming. What the names mean is left to `source` and `save`.
 //! Format: <https://huggingface.co/docs/safetensors>.
 
+mod columns;
 mod dtype;
 mod error;
 mod header;

@@ -12,13 +12,12 @@ use plimsoll_device::DType;
 use serde_json::json;
 
 use crate::hf_config::{CONFIG_NAME, GENERATION_CONFIG_NAME, config_json, generation_config_json};
-use crate::layout::{StoredPart, StoredTensor, hf_block};
+use crate::layout::{Columns, StoredPart, StoredTensor, hf_block};
 use crate::parameters::{BlockId, Parameter, Role};
 use crate::safetensors::{
     INDEX_NAME, NewTensor, Placed, SINGLE_NAME, Span, StoredDType, sync_folder, write_placed,
 };
 pub use crate::save_error::SaveError;
-use crate::source::RowOrder;
 use crate::spec::ModelSpec;
 
 /// The size of a weights file above which a further one is begun.
@@ -51,7 +50,8 @@ impl<'a> SaveWriter<'a> {
     /// there; files of these names are replaced. Returns the bytes written.
     ///
     /// `weights` is asked for every parameter once, block by block, and writes its little-endian values in the writer's type, or in
-    /// that which its role is always [saved in](Role::saved_as), row by row. Where a family stores matrices transposed, one of them at a time is kept in memory.
+    /// that which its role is always [saved in](Role::saved_as), row by row. Where a family stores matrices transposed, one of them at a
+    /// time is kept in memory, and of a stack one of its matrices.
     pub fn write(
         &self,
         folder: &Path,
@@ -100,9 +100,20 @@ impl<'a> SaveWriter<'a> {
             }
         }
         for (tensor, stored) in tensors.iter().enumerate() {
-            if let RowOrder::Transposed { total, .. } = stored.rows {
-                let whole = Span { tensor, bytes: 0..file.size(tensor) };
-                file.fill(&[whole], |out| self.write_transposed(stored, total, out, weights))?;
+            if let Some(columns) = stored.columns_of_parts() {
+                // Parameter by parameter, each in its columns of every matrix.
+                let mut written: Vec<Role> = Vec::new();
+                for part in &stored.parts {
+                    if written.contains(&part.role()) {
+                        continue;
+                    }
+                    written.push(part.role());
+                    let own =
+                        stored.parts.iter().zip(&columns).filter(|(other, _)| other.role() == part.role());
+                    let own: Vec<Columns> = own.map(|(_, columns)| *columns).collect();
+                    let size = part.role().saved_as(self.dtype).block_bytes();
+                    file.fill_columns(tensor, &own, size, |out| weights(&part.parameter, out))?;
+                }
                 continue;
             }
             for part in &stored.parts {
@@ -114,31 +125,6 @@ impl<'a> SaveWriter<'a> {
             }
         }
         Ok(())
-    }
-
-    fn write_transposed(
-        &self,
-        tensor: &StoredTensor,
-        total: u64,
-        out: &mut dyn Write,
-        weights: &mut impl FnMut(&Parameter, &mut dyn Write) -> io::Result<()>,
-    ) -> io::Result<()> {
-        let size = self.dtype.block_bytes() as usize;
-        let columns = tensor.columns() as usize;
-        let mut stored = vec![0; total as usize * columns * size];
-        let mut first = 0;
-        for part in &tensor.parts {
-            let mut rows = Vec::with_capacity(part.elements() as usize * size);
-            weights(&part.parameter, &mut rows)?;
-            for row in rows.chunks_exact(columns * size) {
-                for (column, value) in row.chunks_exact(size).enumerate() {
-                    let at = (column * total as usize + first) * size;
-                    stored[at..at + size].copy_from_slice(value);
-                }
-                first += 1;
-            }
-        }
-        out.write_all(&stored)
     }
 
     /// The tensors of each file. All parts of a parameter are in one file.

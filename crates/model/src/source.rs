@@ -24,7 +24,7 @@ use plimsoll_memory::FileMap;
 
 pub use error::{ModelError, NameList};
 
-use crate::parameters::{BlockId, Parameter, Role};
+use crate::parameters::{BlockId, Parameter, ParameterKind, Role};
 use crate::spec::ModelSpec;
 use packed::Packed;
 
@@ -53,6 +53,15 @@ pub enum RowOrder {
         total: u64,
         /// The column that is the parameter's first row.
         first: u64,
+        /// Columns from a row to the next: more than 1 where parameters have columns by turns.
+        step: u64,
+    },
+    /// Elements `first`, `first + of` and so on of a row: those of `of` parameters by turns.
+    Alternating {
+        /// How many have elements by turns.
+        of: u64,
+        /// The element that is the parameter's first.
+        first: u64,
     },
 }
 
@@ -60,8 +69,8 @@ impl RowOrder {
     /// Where the parameter's row is stored, as a row or as a column.
     pub fn stored_row(self, row: u64) -> u64 {
         match self {
-            RowOrder::Natural => row,
-            RowOrder::Transposed { first, .. } => first + row,
+            RowOrder::Natural | RowOrder::Alternating { .. } => row,
+            RowOrder::Transposed { first, step, .. } => first + row * step,
             RowOrder::Interleaved { head_dim } => {
                 let (head, within) = (row / head_dim, row % head_dim);
                 let half = head_dim / 2;
@@ -115,11 +124,25 @@ struct StoredAt {
     packed: Option<PackedRows>,
 }
 
-/// Rows of a packed matrix, from `first` on.
+/// Rows of a packed matrix: every `step`-th, from `first` on.
 #[derive(Clone, Debug)]
 struct PackedRows {
     matrix: Arc<Packed>,
     first: usize,
+    step: usize,
+}
+
+impl PackedRows {
+    /// The runs of the matrix's rows that some of these are.
+    fn runs(&self, rows: Range<u64>) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (first, step) = (self.first, self.step.max(1));
+        let (start, end) = (rows.start as usize, rows.end as usize);
+        let each = if step == 1 { end.saturating_sub(start).max(1) } else { 1 };
+        (start..end).step_by(each).map(move |row| {
+            let at = first + row * step;
+            at..at + each
+        })
+    }
 }
 
 impl StoredAt {
@@ -234,13 +257,19 @@ impl WeightSource {
     /// The type in which a parameter is best kept to be computed with and not changed: a matrix as it is stored, so that
     /// no copy of it is converted, unless `widest` takes less room; everything else as `widest`.
     pub fn inference_dtype(&self, parameter: &Parameter, widest: DType) -> DType {
-        let cut = |part: &StoredAt| part.packed.as_ref().is_some_and(|packed| !part.is_whole(packed));
+        let cut = |part: &StoredAt| {
+            part.packed.as_ref().is_some_and(|packed| !part.is_whole(packed) && !packed.matrix.keeps_rows())
+        };
         let stored = self.place(parameter).map(|place| match place.parts.iter().any(cut) {
             true => widest,
             false => place.dtype(),
         });
         match stored {
-            Ok(stored) if parameter.shape.len() >= 2 && stored != DType::U32 => {
+            Ok(stored)
+                if parameter.shape.len() >= 2
+                    && parameter.role.kind() != ParameterKind::Bias
+                    && stored != DType::U32 =>
+            {
                 let bytes = |dtype: DType| dtype.bytes_for(parameter.elements());
                 if bytes(stored) <= bytes(widest) { stored } else { widest }
             }

@@ -104,6 +104,8 @@ pub struct AttentionSpec {
     pub scale: Option<f64>,
     /// Scores become cap * tanh(score / cap).
     pub soft_cap: Option<f64>,
+    /// Whether each head has a sink: one more score, learned, which takes part in the softmax and has no value (gpt-oss).
+    pub sinks: bool,
 }
 
 /// What of queries and keys an RMSNorm of their own sees.
@@ -160,6 +162,8 @@ pub enum RopeScaling {
         beta_fast: f64,
         beta_slow: f64,
         original_max_position_embeddings: f64,
+        /// Whether the ramp between turning and stretched dimensions begins and ends with whole ones.
+        truncate: bool,
     },
     LongRope {
         short_factor: Vec<f64>,
@@ -257,6 +261,8 @@ pub struct RouterSpec {
     pub groups: Option<ExpertGroups>,
     /// Whether a vector is added to the scores for the choice, and not for the weights (DeepSeek-V3).
     pub correction: bool,
+    /// Whether logits have a bias (gpt-oss).
+    pub bias: bool,
     /// Factor on the load-balancing loss (Fedus et al. 2021), where it is asked for.
     pub balance_loss: f64,
 }
@@ -280,7 +286,7 @@ pub struct ExpertGroups {
 }
 
 /// Non-linearities of the feed-forward part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Activation {
     /// x * sigmoid(x)
     Silu,
@@ -288,6 +294,13 @@ pub enum Activation {
     Gelu,
     /// The tanh approximation (`gelu_new`, `gelu_pytorch_tanh`).
     GeluTanh,
+    /// (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit` and up between -limit and limit (gpt-oss).
+    ClampedSwiglu {
+        /// Factor in the sigmoid.
+        alpha: f64,
+        /// Where gate and up end.
+        limit: f64,
+    },
 }
 
 /// Normalisation over the hidden dimension.
@@ -387,6 +400,7 @@ impl RopeScaling {
                 beta_fast,
                 beta_slow,
                 original_max_position_embeddings,
+                truncate: _,
             } => {
                 let original = *original_max_position_embeddings;
                 (vec![*factor, *attention_factor, *beta_fast, *beta_slow, original], vec![])
@@ -449,6 +463,7 @@ impl AttentionSpec {
             sliding_window: None,
             scale: None,
             soft_cap: None,
+            sinks: false,
         }
     }
 
@@ -681,6 +696,14 @@ impl ModelSpec {
         ] {
             if let Some(number) = number.filter(|number| !(number.is_finite() && *number > 0.0)) {
                 return fail(key, format_args!("{number} is not positive"));
+            }
+        }
+        if let Activation::ClampedSwiglu { alpha, limit } = self.mlp.activation {
+            if !(alpha.is_finite() && limit.is_finite() && limit > 0.0) {
+                return fail("swiglu_limit", format_args!("{limit} with swiglu_alpha {alpha} is no limit"));
+            }
+            if !self.mlp.gated {
+                return fail("hidden_act", format_args!("a clamped activation needs a gate"));
             }
         }
         if self.norm.kind == NormKind::Layer && (self.norm.one_plus_weight || self.norm.placement.after()) {

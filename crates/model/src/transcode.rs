@@ -1,6 +1,7 @@
 //! A model from one format or type to another, a few rows at a time, so that memory does not grow with the model; with an
 //! adapter merged into it on the way, where the rows come from [`Adapter::merged`](crate::Adapter::merged).
 
+mod mxfp4;
 mod packed;
 
 use std::io::{self, Write};
@@ -25,11 +26,32 @@ use crate::tokenizer::GgufTokenizerFields;
 pub trait RowSource {
     /// Writes the f32 values of some rows of a parameter into `out`, which has room for just them.
     fn rows(&self, parameter: &Parameter, rows: Range<u64>, out: &mut [f32]) -> Result<(), ModelError>;
+
+    /// Writes some rows into `out` in the blocks that they are stored in, bits only moved, if they are stored in this type; else `false`.
+    fn blocks(
+        &self,
+        _parameter: &Parameter,
+        _rows: Range<u64>,
+        _dtype: DType,
+        _out: &mut [u8],
+    ) -> Result<bool, ModelError> {
+        Ok(false)
+    }
 }
 
 impl RowSource for WeightSource {
     fn rows(&self, parameter: &Parameter, rows: Range<u64>, out: &mut [f32]) -> Result<(), ModelError> {
         self.read_rows(parameter, rows, out)
+    }
+
+    fn blocks(
+        &self,
+        parameter: &Parameter,
+        rows: Range<u64>,
+        dtype: DType,
+        out: &mut [u8],
+    ) -> Result<bool, ModelError> {
+        self.read_stored_rows_of(parameter, rows, dtype, out)
     }
 }
 
@@ -47,6 +69,8 @@ pub enum Target {
     },
     /// A Hugging Face folder whose linears bitsandbytes has in 8 bits, a scale for each row; the rest is bf16.
     EightBit,
+    /// A Hugging Face folder of gpt-oss whose experts are MXFP4; the rest is bf16.
+    Mxfp4,
     /// A GGUF file, its matrices in this type. Where rows are not whole blocks of it, in the next larger one that fits.
     Gguf(DType),
 }
@@ -83,6 +107,7 @@ impl<'a> Transcoder<'a> {
                 .shard_bytes(self.shard_bytes)
                 .write(folder, |parameter, out| self.stream(parameter, parameter.role.saved_as(dtype), out)),
             Target::FourBit { .. } | Target::EightBit => self.write_packed(folder, target),
+            Target::Mxfp4 => self.write_mxfp4(folder),
             Target::Gguf(_) => Err(SaveError::Inexpressible {
                 model: self.spec.name.clone(),
                 target: "a folder",
@@ -132,10 +157,31 @@ impl<'a> Transcoder<'a> {
 
     /// A stored tensor's values, part after part.
     fn stream_stored(&mut self, tensor: &StoredTensor, dtype: DType, out: &mut dyn Write) -> io::Result<()> {
+        if let RowOrder::Alternating { of, .. } = tensor.rows {
+            return tensor
+                .parts
+                .chunks(of.max(1) as usize)
+                .try_for_each(|parts| self.stream_by_turns(parts, dtype, out));
+        }
         tensor
             .parts
             .iter()
             .try_for_each(|part| self.stream_rows(part, tensor.rows, tensor.plus_one, dtype, out))
+    }
+
+    /// Elements of as many parts by turns.
+    fn stream_by_turns(&mut self, parts: &[StoredPart], dtype: DType, out: &mut dyn Write) -> io::Result<()> {
+        let mut ordered = vec![0.0f32; parts.iter().map(StoredPart::elements).sum::<u64>() as usize];
+        for (place, part) in parts.iter().enumerate() {
+            let mut values = vec![0.0f32; part.elements() as usize];
+            self.source.rows(&part.parameter, part.rows.clone(), &mut values).map_err(io::Error::other)?;
+            let own = ordered.iter_mut().skip(place).step_by(parts.len());
+            own.zip(values).for_each(|(to, value)| *to = value);
+        }
+        let mut bytes = vec![0; dtype.bytes_for(ordered.len() as u64).unwrap_or(0) as usize];
+        encode_stripe(&ordered, dtype, &mut bytes).map_err(io::Error::other)?;
+        self.advance(ordered.len() as u64);
+        out.write_all(&bytes)
     }
 
     fn stream_rows(
@@ -157,6 +203,15 @@ impl<'a> Transcoder<'a> {
             let rows = part.rows.start + rows.start..part.rows.start + rows.end;
             let first = rows.start;
             let count = ((rows.end - rows.start) * columns) as usize;
+            if dtype.is_block() && order == RowOrder::Natural && !plus_one {
+                bytes.resize(dtype.bytes_for(count as u64).unwrap_or(0) as usize, 0);
+                let stored = self.source.blocks(parameter, rows.clone(), dtype, &mut bytes);
+                if stored.map_err(io::Error::other)? {
+                    out.write_all(&bytes)?;
+                    self.advance(count as u64);
+                    continue;
+                }
+            }
             values.resize(count, 0.0f32);
             self.source.rows(parameter, rows, &mut values).map_err(io::Error::other)?;
             if plus_one {

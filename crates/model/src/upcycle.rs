@@ -74,6 +74,7 @@ impl<'a> Upcycled<'a> {
                 scale: 1.0,
                 groups: None,
                 correction: false,
+                bias: false,
                 balance_loss: 0.0,
             },
             layers: vec![true; dense.num_layers as usize],

@@ -13,6 +13,7 @@ mod mover;
 mod parts;
 mod ring;
 mod saved;
+mod sinks;
 
 use plimsoll_device::Tensor;
 use plimsoll_model::Role;
@@ -47,7 +48,7 @@ pub(crate) fn forward(
     // Where there is no norm, its output is the stream itself.
     let kept = |save, has_norm: bool| if has_norm { save } else { Save::Recompute };
     let attention_norm = Held::new(ctx, kept(policy.norms, normed.statistics.is_some()), normed)?;
-    let attended = attention::attend(ctx, &qkv)?;
+    let attended = attention::attend(ctx, &qkv, weights.find(Role::Sinks))?;
     let qkv = Held::new(ctx, policy.qkv, qkv)?;
     let stream = match policy.input {
         // An input that the block does not keep is its caller's.
@@ -83,20 +84,20 @@ fn own_or_shared(save: Save, stream: &Tensor) -> Stream<'_> {
     }
 }
 
-/// The same for inference: nothing is kept. `attend` makes what attention gives of queries, keys and values, `[N, Q]`, and what lives
-/// as long as that.
+/// The same for inference: nothing is kept. `attend` makes what attention gives of queries, keys and values, beside the sinks of heads if
+/// there are any, `[N, Q]`, and what lives as long as that.
 pub(crate) fn infer<K>(
     ctx: &Context<'_>,
     weights: &BlockWeights,
     input: Tensor,
-    attend: impl FnOnce(&Qkv) -> Result<(Tensor, K), StepError>,
+    attend: impl FnOnce(&Qkv, Option<&Tensor>) -> Result<(Tensor, K), StepError>,
 ) -> Result<Tensor, StepError> {
     let norms = Norms::of(ctx, weights)?;
     let normed = before(ctx, norms.attention, &input)?;
     let mut qkv = attention::project_qkv(ctx, weights, &ctx.of_all_rows(&normed.out)?)?;
     drop(normed);
     qkv.raw = None;
-    let attended = attend(&qkv)?;
+    let attended = attend(&qkv, weights.find(Role::Sinks))?;
     drop(qkv.q);
     let summed = add_part(ctx, norms.attention_out, Stream::Own(input), "middle", |out, accumulate| {
         attention::project_out(ctx, weights, &attended.0, out, accumulate)
@@ -136,7 +137,7 @@ pub(crate) fn backward(
         }
         Ok(qkv)
     })?;
-    let attended = attention.restore(ctx, || attention::attend(ctx, &qkv))?;
+    let attended = attention.restore(ctx, || attention::attend(ctx, &qkv, weights.find(Role::Sinks)))?;
     let middle = middle.restore(ctx, || {
         add_part(ctx, norms()?.attention_out, Stream::Shared(&input), "middle", |out, accumulate| {
             attention::project_out(ctx, weights, &attended.out, out, accumulate)

@@ -13,6 +13,15 @@ use crate::routes::Routes;
 use crate::settings::{AttentionKind, Precision};
 use crate::store::ExpertWeights;
 
+/// The activation function of a feed-forward part, as kernels know it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum NonLinearity {
+    /// With a gate or without.
+    Plain(Glu),
+    /// The clamped SwiGLU, which has a gate.
+    Clamped { alpha: f32, limit: f32 },
+}
+
 /// What a block needs to know of its pass. N = batch * q_len tokens.
 pub(crate) struct Context<'a> {
     pub device: &'a dyn Device,
@@ -176,11 +185,14 @@ impl<'a> Context<'a> {
     }
 
     /// The activation function of the feed-forward part.
-    pub fn activation(&self) -> Glu {
+    pub fn activation(&self) -> NonLinearity {
         match self.mlp.activation {
-            Activation::Silu => Glu::Silu,
-            Activation::Gelu => Glu::Gelu,
-            Activation::GeluTanh => Glu::GeluTanh,
+            Activation::Silu => NonLinearity::Plain(Glu::Silu),
+            Activation::Gelu => NonLinearity::Plain(Glu::Gelu),
+            Activation::GeluTanh => NonLinearity::Plain(Glu::GeluTanh),
+            Activation::ClampedSwiglu { alpha, limit } => {
+                NonLinearity::Clamped { alpha: alpha as f32, limit: limit as f32 }
+            }
         }
     }
 }

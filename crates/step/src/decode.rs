@@ -317,7 +317,7 @@ impl<'a> Decoder<'a> {
             device.enter(Phase::Generate, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
             let (ctx, cache) = (ctx.layer(layer), &mut self.cache);
-            x = block::infer(&ctx, &weights, x, |qkv| cache.attend(&ctx, place, runs, qkv))?;
+            x = block::infer(&ctx, &weights, x, |qkv, sinks| cache.attend(&ctx, place, runs, (qkv, sinks)))?;
             drop(weights);
             self.weights.release(Unit::Layer(layer), false);
         }

@@ -95,8 +95,8 @@ impl Evaluation<'_> {
                 self.device.enter(Phase::Forward, Some(layer));
                 let weights = store.gather(BlockId::Layer(layer))?;
                 let ctx = ctx.layer(layer);
-                x = block::infer(&ctx, &weights, x, |qkv| {
-                    let attended = block::attend(&ctx, qkv)?;
+                x = block::infer(&ctx, &weights, x, |qkv, sinks| {
+                    let attended = block::attend(&ctx, qkv, sinks)?;
                     Ok((attended.out.clone(), attended))
                 })?;
                 drop(weights);

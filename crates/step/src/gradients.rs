@@ -14,7 +14,7 @@ use plimsoll_device::{
 };
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier, splitmix64};
-use plimsoll_model::{BlockId, Parameter, Role};
+use plimsoll_model::{BlockId, Parameter, ParameterKind, Role};
 
 use crate::StepError;
 use crate::head::rows;
@@ -416,17 +416,17 @@ impl<'a> Gradients<'a> {
 
     /// The type of a part's gradient.
     pub fn dtype_of(&self, part: &Part) -> DType {
-        self.dtype_of_shape(&part.parameter.shape)
+        self.dtype_of_shape(part.parameter.role, &part.parameter.shape)
     }
 
-    fn dtype_of_shape(&self, shape: &[u64]) -> DType {
+    fn dtype_of_shape(&self, role: Role, shape: &[u64]) -> DType {
         // Vectors are too small to save anything on, and many sums end in each of their elements.
-        if shape.len() < 2 { DType::F32 } else { self.dtype }
+        if shape.len() < 2 || role.kind() == ParameterKind::Bias { DType::F32 } else { self.dtype }
     }
 
     fn new_gradient(&self, block: BlockId, role: Role) -> Result<Tensor, StepError> {
         let shape = self.shapes.get(&(block, role)).ok_or(StepError::MissingWeight { block, role })?;
-        let dtype = self.dtype_of_shape(shape);
+        let dtype = self.dtype_of_shape(role, shape);
         Ok(self.device.alloc(dtype, shape, Tag::Gradients, role.name())?)
     }
 

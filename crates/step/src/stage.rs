@@ -328,6 +328,7 @@ impl Split {
             | Role::QBias
             | Role::KBias
             | Role::VBias
+            | Role::Sinks
             | Role::GateProj
             | Role::UpProj
             | Role::SharedGateProj

@@ -6,20 +6,29 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use plimsoll_device::{Cpu, CpuOptions, DType, IGNORED_TARGET};
+use plimsoll_memory::Tier;
 use plimsoll_model::gguf::GgufFile;
-use plimsoll_model::{ModelFiles, SafetensorsFile, SaveError, Target, Transcoder};
+use plimsoll_model::{ModelFiles, Parameter, SafetensorsFile, SaveError, Target, Transcoder};
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
-use plimsoll_step::{MicroBatch, StepError, StepSettings, Trainer};
+use plimsoll_step::{
+    DecodeSettings, Decoder, MicroBatch, Precision, StepError, StepSettings, Trainer, WeightStorage,
+};
 use serde_json::{Value, json};
 
-fn data() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/families")
+fn all_data() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data")
+}
+
+/// The folder of a family, with one feed-forward part or experts.
+fn data(family: &str) -> PathBuf {
+    let own = ["families", "experts"].map(|kind| all_data().join(kind).join(family));
+    own.into_iter().find(|folder| folder.exists()).unwrap()
 }
 
 /// A folder of the test's own with the family's model, keys of its configuration changed.
 fn changed(family: &str, keys: &Value, place: &Path) -> PathBuf {
-    let (from, to) = (data().join(family), place.join(family));
+    let (from, to) = (data(family), place.join(family));
     std::fs::create_dir(&to).unwrap();
     let mut config: Value =
         serde_json::from_slice(&std::fs::read(from.join("config.json")).unwrap()).unwrap();
@@ -30,7 +39,7 @@ fn changed(family: &str, keys: &Value, place: &Path) -> PathBuf {
 }
 
 fn expected(family: &str) -> Value {
-    serde_json::from_slice(&std::fs::read(data().join(family).join("expected.json")).unwrap()).unwrap()
+    serde_json::from_slice(&std::fs::read(data(family).join("expected.json")).unwrap()).unwrap()
 }
 
 fn loss(files: &ModelFiles, tokens: &[u32]) -> f64 {
@@ -79,6 +88,7 @@ fn losses_are_kept_and_tensors_come_back() {
         ("phi3", &same),
         ("phi3-longrope", &same),
         ("olmo2", &same),
+        ("gpt-oss", &same),
     ] {
         let folder = changed(family, keys, place.path());
         let (files, reference) = (ModelFiles::open(&folder).unwrap(), expected(family));
@@ -109,6 +119,10 @@ fn losses_are_kept_and_tensors_come_back() {
         assert!((back - wanted).abs() < 1e-5, "{family}: loss {back} of the folder instead of {wanted}");
     }
 }
+
+const GATE_UP: &str = "model.layers.1.mlp.experts.gate_up_proj";
+const GATE_UP_BIAS: &str = "model.layers.1.mlp.experts.gate_up_proj_bias";
+const DOWN: &str = "model.layers.1.mlp.experts.down_proj";
 
 /// Tensors have the names of llama.cpp's own converter, and its orders of rows.
 #[test]
@@ -148,6 +162,20 @@ fn names_and_orders_are_those_of_llama_cpp() {
         (("blk.1.post_attention_norm.weight", 2), ("model.layers.1.post_attention_layernorm.weight", 2), 0.0),
         (("blk.1.post_ffw_norm.weight", 2), ("model.layers.1.post_feedforward_layernorm.weight", 2), 0.0),
     ];
+    // Six experts of 20, of 24 inputs: columns of gate and up by turns.
+    let of_gpt_oss: &[Pair] = &[
+        (("blk.1.ffn_gate_exps.weight", (2 * 20 + 3) * 24 + 5), (GATE_UP, (2 * 24 + 5) * 40 + 6), 0.0),
+        (("blk.1.ffn_up_exps.weight", (2 * 20 + 3) * 24 + 5), (GATE_UP, (2 * 24 + 5) * 40 + 7), 0.0),
+        (("blk.1.ffn_down_exps.weight", (24 + 4) * 20 + 7), (DOWN, (20 + 7) * 24 + 4), 0.0),
+        (("blk.1.ffn_gate_exps.bias", 2 * 20 + 3), (GATE_UP_BIAS, 2 * 40 + 6), 0.0),
+        (("blk.1.ffn_up_exps.bias", 2 * 20 + 3), (GATE_UP_BIAS, 2 * 40 + 7), 0.0),
+        (("blk.1.ffn_down_exps.bias", 30), ("model.layers.1.mlp.experts.down_proj_bias", 30), 0.0),
+        (("blk.1.ffn_gate_inp.weight", 30), ("model.layers.1.mlp.router.weight", 30), 0.0),
+        (("blk.1.ffn_gate_inp.bias", 3), ("model.layers.1.mlp.router.bias", 3), 0.0),
+        (("blk.1.attn_sinks.weight", 2), ("model.layers.1.self_attn.sinks", 2), 0.0),
+        (("blk.1.attn_output.bias", 2), ("model.layers.1.self_attn.o_proj.bias", 2), 0.0),
+        (("blk.1.post_attention_norm.weight", 2), ("model.layers.1.post_attention_layernorm.weight", 2), 0.0),
+    ];
     let usual_scale = json!({ "query_pre_attn_scalar": 8 });
     for (family, keys, pairs) in [
         ("llama", &json!({}), of_llama),
@@ -155,6 +183,7 @@ fn names_and_orders_are_those_of_llama_cpp() {
         ("phi3", &json!({}), of_phi3),
         ("gemma3", &usual_scale, of_gemma3),
         ("olmo2", &json!({}), of_olmo2),
+        ("gpt-oss", &json!({}), of_gpt_oss),
     ] {
         let folder = changed(family, keys, place.path());
         let files = ModelFiles::open(&folder).unwrap();
@@ -178,6 +207,7 @@ fn what_gguf_has_no_words_for_is_refused() {
         ("gemma2", json!({}), "factor on attention scores"),
         ("gemma3", json!({ "query_pre_attn_scalar": 8, "final_logit_softcapping": 30.0 }), "soft caps"),
         ("llama", json!({ "hidden_act": "gelu" }), "activation"),
+        ("gpt-oss", json!({ "swiglu_limit": 5.0 }), "activation"),
     ] {
         let folder = changed(family, &keys, place.path());
         let files = ModelFiles::open(&folder).unwrap();
@@ -185,5 +215,114 @@ fn what_gguf_has_no_words_for_is_refused() {
         let error = write_gguf(&files, &path, DType::F32).unwrap_err().to_string();
         assert!(error.contains(told), "{family}: {error}");
         assert!(!path.exists(), "{family}");
+    }
+}
+
+/// Experts in MXFP4, as OpenAI's files have them: PyTorch's loss, and each block's bits in a GGUF file and in a folder that are made
+/// of it.
+#[test]
+fn experts_in_mxfp4_keep_their_bits() {
+    let folder = all_data().join("mxfp4/gpt-oss");
+    let reference: Value =
+        serde_json::from_slice(&std::fs::read(folder.join("expected.json")).unwrap()).unwrap();
+    let tokens: Vec<u32> = serde_json::from_value(reference["tokens"].clone()).unwrap();
+    let files = ModelFiles::open(&folder).unwrap();
+    let check = |files: &ModelFiles, what: &str| {
+        let (found, wanted) = (loss(files, &tokens), reference["loss"].as_f64().unwrap());
+        assert!((found - wanted).abs() < 1e-5, "{what}: loss {found} instead of {wanted}");
+    };
+    check(&files, "the folder");
+    let experts: Vec<_> = files.spec().parameters().into_iter().filter(is_expert_matrix).collect();
+    assert_eq!(experts.len(), 9);
+    let blocks = |files: &ModelFiles| -> Vec<Vec<u8>> {
+        let of = |parameter: &Parameter| {
+            assert_eq!(files.weights().stored_dtype(parameter).unwrap(), DType::Mxfp4);
+            assert_eq!(files.weights().inference_dtype(parameter, DType::Bf16), DType::Mxfp4);
+            let mut bytes = vec![0; DType::Mxfp4.bytes_for(parameter.elements()).unwrap() as usize];
+            files.weights().read_into(parameter, DType::Mxfp4, &mut bytes).unwrap();
+            bytes
+        };
+        experts.iter().map(of).collect()
+    };
+    let wanted = blocks(&files);
+    let place = tempfile::tempdir().unwrap();
+    let back = place.path().join("back");
+    let write = |files: &ModelFiles, folder: &Path| {
+        let mut ignore = |_: u64, _: u64| {};
+        Transcoder::new(files.spec(), files.weights(), &mut ignore).write_folder(folder, Target::Mxfp4)
+    };
+    write(&files, &back).unwrap();
+    assert_eq!(tensors(&back), tensors(&folder));
+    check(&ModelFiles::open(&back).unwrap(), "the same folder again");
+
+    let path = place.path().join("model.gguf");
+    write_gguf(&files, &path, DType::Mxfp4).unwrap();
+    let through = ModelFiles::open(&path).unwrap();
+    assert!(blocks(&through) == wanted);
+    // ggml's order: value i and value i + 16 of a block share a byte. The second expert's fourth row of gate is its seventh there.
+    let file = SafetensorsFile::open(&folder.join("model.safetensors")).unwrap();
+    let stored =
+        |suffix: &str| file.bytes(&format!("model.layers.0.mlp.experts.gate_up_proj_{suffix}")).unwrap();
+    let gguf = GgufFile::open(&path).unwrap();
+    let ours = gguf.bytes(gguf.tensor("blk.0.ffn_gate_exps.weight").unwrap());
+    let (own, theirs) = (64 + 3, 128 + 6);
+    assert_eq!(ours[own * 17], stored("scales")[theirs]);
+    for i in 0..16 {
+        let code = |place: usize| stored("blocks")[theirs * 16 + place / 2] >> (4 * (place % 2)) & 15;
+        assert_eq!(ours[own * 17 + 1 + i], code(i) | code(i + 16) << 4, "{i}");
+    }
+    // From GGUF back to the folder, whose other matrices were quantised on the way.
+    let again = place.path().join("again");
+    write(&through, &again).unwrap();
+    let (first, last) = (tensors(&folder), tensors(&again));
+    for (name, bytes) in first.iter().filter(|(name, _)| name.contains("experts.")) {
+        assert!(bytes == &last[name], "{name}");
+    }
+
+    // What is no gpt-oss has no such folder, and what is damaged is refused by name.
+    let other = ModelFiles::open(&data("mixtral")).unwrap();
+    let error = write(&other, &place.path().join("none")).unwrap_err().to_string();
+    assert!(error.contains("gpt-oss alone"), "{error}");
+}
+
+fn is_expert_matrix(parameter: &Parameter) -> bool {
+    parameter.is_of_experts() && parameter.shape.len() == 3
+}
+
+/// Experts in MXFP4 are computed with as they are: greedy words are PyTorch's.
+#[test]
+fn experts_in_mxfp4_answer_as_pytorch_does() {
+    let folder = all_data().join("mxfp4/gpt-oss");
+    let reference: Value =
+        serde_json::from_slice(&std::fs::read(folder.join("expected.json")).unwrap()).unwrap();
+    let [tokens, greedy]: [Vec<u32>; 2] =
+        ["tokens", "greedy"].map(|key| serde_json::from_value(reference[key].clone()).unwrap());
+    let prompt = reference["prompt_tokens"].as_u64().unwrap() as usize;
+    let files = ModelFiles::open(&folder).unwrap();
+    let settings = DecodeSettings {
+        precision: Precision::F32,
+        cache: DType::F32,
+        cache_tier: Tier::Device,
+        context: 32,
+        prompt_chunk_tokens: 4,
+        sequences: 1,
+    };
+    let types = |p: &Parameter| files.weights().inference_dtype(p, DType::F32);
+    let storage = || WeightStorage::new(&types);
+    let dry = DryRun::generation(files.spec(), settings, storage(), 16).unwrap();
+    let device = Cpu::new(dry.peak_bytes(), CpuOptions { threads: Some(2), isa: None }).unwrap();
+    let mut decoder =
+        Decoder::new(&device, &Arc::default(), files.spec().clone(), settings, storage()).unwrap();
+    decoder
+        .load(|parameter, rows, dtype, out| {
+            files.weights().read_rows_into(parameter, rows, dtype, out).unwrap();
+            Ok::<(), StepError>(())
+        })
+        .unwrap();
+    let mut logits = decoder.append(&tokens[..prompt]).unwrap();
+    for wanted in greedy {
+        let best = (0..logits.len()).max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap() as u32;
+        assert_eq!(best, wanted);
+        logits = decoder.append(&[best]).unwrap();
     }
 }

@@ -39,13 +39,14 @@ fn target(args: &OutputArgs) -> Result<Target, Failure> {
         Some(dtype) if gguf && in_gguf(dtype) => Ok(Target::Gguf(dtype)),
         Some(dtype) if !gguf && dtype.is_float() => Ok(Target::HuggingFace(dtype)),
         Some(DType::Int8) if !gguf => Ok(Target::EightBit),
+        Some(DType::Mxfp4) if !gguf => Ok(Target::Mxfp4),
         Some(dtype) if !gguf && FourBit::of(dtype).is_some() => {
             let kind = FourBit::of(dtype).unwrap_or(FourBit::Nf4);
             Ok(Target::FourBit { kind, doubly: !dtype.has_rows() })
         }
         _ => Err(Failure::usage(format!(
-            "--dtype {}: a GGUF file holds f32, bf16, f16, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k or q6_k; a folder f32, \
-             bf16, f16, nf4, nf4_f32, fp4, fp4_f32 or int8",
+            "--dtype {}: a GGUF file holds f32, bf16, f16, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k, q6_k or mxfp4; a folder \
+             f32, bf16, f16, nf4, nf4_f32, fp4, fp4_f32, int8 or mxfp4",
             args.dtype
         ))),
     }

@@ -14,8 +14,10 @@ mod product;
 mod quantization;
 mod reduction;
 mod routing;
+mod sink;
 mod subspace;
 mod update;
+mod weighted_bias;
 mod zero_computation;
 
 use bytemuck::Pod;
@@ -52,8 +54,10 @@ pub(super) fn run(op: Op<'_>, job: KernelCall<'_>) -> Result<(), String> {
         Op::Quantization(op) => quantization::run(op, job),
         Op::Reduction(op) => reduction::run(op, job),
         Op::Routing(op) => return routing::run(op, job),
+        Op::Sink(op) => sink::run(op, job),
         Op::Subspace(op) => subspace::run(op, job),
         Op::Update(step) => update::run(step, job),
+        Op::WeightedBias(op) => return weighted_bias::run(op, job),
         Op::ZeroComputation(op) => zero_computation::run(op, job),
     }
     Ok(())

@@ -2,7 +2,10 @@
 
 use plimsoll_device::{Activation, DType, DeviceExt, Glu, Tensor};
 
-use crate::harness::{Expected, Operand, check, check_gradient, check_in_place, noise, storages};
+use crate::harness::{
+    Expected, Operand, check, check_gradient, check_in_place, check_in_place_on_cpu, check_on_cpu, noise,
+    storages,
+};
 use crate::reference::{act, act_slope};
 
 const SIZES: [usize; 5] = [1, 7, 63, 1000, 20_000];
@@ -247,4 +250,100 @@ fn the_reference_slopes_are_derivatives() {
             x.iter().map(|x| act(activation, *x)).sum()
         });
     }
+}
+
+/// The clamped SwiGLU and its slopes: value, that of the gate, that of up.
+fn clamped(gate: f64, up: f64, alpha: f64, limit: f64) -> [f64; 3] {
+    let (held_gate, held_up) = (gate.min(limit), up.clamp(-limit, limit));
+    let s = 1.0 / (1.0 + (-alpha * held_gate).exp());
+    let slope = s * (1.0 + alpha * held_gate * (1.0 - s));
+    let of_gate = if gate > limit { 0.0 } else { (held_up + 1.0) * slope };
+    let of_up = if up.abs() > limit { 0.0 } else { held_gate * s };
+    [(held_up + 1.0) * held_gate * s, of_gate, of_up]
+}
+
+#[test]
+fn clamped_swiglu() {
+    let (alpha, limit) = (1.702f32, 2.5f32);
+    for types in storages() {
+        let [gate, up, dout, out, dgate, dup] = types;
+        for n in [1, 63, 5000] {
+            let operands = [
+                Operand::new(gate, &[n], noise(1).map(|x| 5.0 * x)),
+                Operand::new(up, &[n], noise(2).map(|x| 5.0 * x)),
+                Operand::new(dout, &[n], noise(3)),
+                Operand::garbage(out, &[n]),
+                Operand::garbage(dgate, &[n]),
+                Operand::garbage(dup, &[n]),
+            ];
+            let [gates, ups, douts, ..] = operands.each_ref().map(|o| &o.values);
+            let of = |i: usize| clamped(gates[i], ups[i], f64::from(alpha), f64::from(limit));
+            let values = |slope: usize| (0..n).map(|i| douts[i] * of(i)[slope]).collect();
+            check_on_cpu(
+                &format!("{n} {types:?}"),
+                &operands,
+                |cpu, t| {
+                    let (gate, up, dout) = (&t[0], &t[1], &t[2]);
+                    cpu.run(Activation::ClampedSwiglu { gate, up, out: &t[3], alpha, limit })?;
+                    let (dgate, dup) = (&t[4], &t[5]);
+                    cpu.run(Activation::ClampedSwigluBackward { gate, up, dout, dgate, dup, alpha, limit })
+                },
+                &[
+                    Expected { operand: 3, values: (0..n).map(|i| of(i)[0]).collect(), tolerance: TOLERANCE },
+                    Expected { operand: 4, values: values(1), tolerance: 4.0 * TOLERANCE },
+                    Expected { operand: 5, values: values(2), tolerance: TOLERANCE },
+                ],
+            );
+        }
+    }
+}
+
+#[test]
+fn clamped_swiglu_in_place_and_of_special_values() {
+    let (alpha, limit) = (1.702f32, 7.0f32);
+    for [a, b] in storages() {
+        let inputs = [
+            Operand::new(a, &[2500], noise(1).map(|x| 9.0 * x)),
+            Operand::new(b, &[2500], noise(2).map(|x| 9.0 * x)),
+            Operand::garbage(b, &[2500]),
+        ];
+        check_in_place_on_cpu(
+            &format!("{a} {b}"),
+            (
+                &inputs,
+                &|cpu, t| {
+                    cpu.run(Activation::ClampedSwiglu { gate: &t[0], up: &t[1], out: &t[2], alpha, limit })
+                },
+                2,
+            ),
+            (
+                &inputs,
+                &|cpu, t| {
+                    cpu.run(Activation::ClampedSwiglu { gate: &t[0], up: &t[1], out: &t[1], alpha, limit })
+                },
+                1,
+            ),
+        );
+    }
+    let gates = [f64::NAN, 1.0, 1e30, -1e30, 7.5];
+    let ups = [1.0, f64::NAN, 1e30, 1e30, -1e30];
+    let value = |(gate, up): (f64, f64)| match gate.is_nan() || up.is_nan() {
+        true => f64::NAN,
+        false => clamped(gate, up, f64::from(alpha), f64::from(limit))[0],
+    };
+    let operands = [
+        Operand::new(DType::F32, &[5], gates),
+        Operand::new(DType::F32, &[5], ups),
+        Operand::garbage(DType::F32, &[5]),
+    ];
+    check_on_cpu(
+        "special values",
+        &operands,
+        |cpu, t| cpu.run(Activation::ClampedSwiglu { gate: &t[0], up: &t[1], out: &t[2], alpha, limit }),
+        &[Expected {
+            operand: 2,
+            values: gates.into_iter().zip(ups).map(value).collect(),
+            tolerance: TOLERANCE,
+        }],
+    );
 }

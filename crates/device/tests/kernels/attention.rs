@@ -71,11 +71,11 @@ pub fn decoding_shapes() -> Vec<AttentionShape> {
 }
 
 /// Where element t of a row's head lies.
-fn query(s: &AttentionShape, batch: u64, i: u64, head: u64, t: u64) -> usize {
+pub fn query(s: &AttentionShape, batch: u64, i: u64, head: u64, t: u64) -> usize {
     (((batch * s.q_len + i) * s.heads + head) * s.head_dim + t) as usize
 }
 
-fn key(s: &AttentionShape, batch: u64, j: u64, head: u64, t: u64) -> usize {
+pub fn key(s: &AttentionShape, batch: u64, j: u64, head: u64, t: u64) -> usize {
     let row = batch * s.kv_capacity + j % s.kv_capacity;
     ((row * s.kv_heads + head / (s.heads / s.kv_heads)) * s.head_dim + t) as usize
 }
@@ -149,7 +149,7 @@ fn cap(s: &AttentionShape, score: f64) -> f64 {
 }
 
 /// Visits every row of every head with its log-sum-exp, its keys, raw scores and probabilities.
-fn for_each_row(
+pub fn for_each_row(
     s: &AttentionShape,
     documents: &[u64],
     q: &[f64],

@@ -2,7 +2,7 @@
 
 use plimsoll_device::{
     Capacity, Compute, DType, DeviceExt, GroupedProduct, LoadRatio, NOWHERE, Product, Rounding, Router,
-    Routing,
+    Routing, WeightedBias,
 };
 
 use crate::harness::{
@@ -646,4 +646,63 @@ fn numbers_that_are_of_nobody_are_refused() {
         cpu.run(Routing::Combine { x: &t[0], places: &t[1], out: &t[2], accumulate: false })
     });
     assert!(message.contains("row 9 at 1 is not one of 2"), "{message}");
+}
+
+/// Biases that come after weights: each row's is its group's times the weight of its place.
+#[test]
+fn weighted_biases_and_their_gradients() {
+    for ((r, _, o, each), [bias, out]) in GROUPS.iter().flat_map(|g| storages().map(|t| (*g, t))) {
+        let (offsets, groups) = (offsets(each), each.len());
+        let owners = owners(r, &offsets);
+        // Some order of the places.
+        let sources: Vec<u32> = (0..r as u32).rev().collect();
+        for accumulate in [false, true] {
+            let operands = [
+                Operand::new(bias, &[groups, o], noise(1)),
+                Operand::new(F32, &[r], noise(2)),
+                Operand::u32s(&sources),
+                Operand::u32s(&offsets),
+                Operand::new(out, &[r, o], noise(3)),
+                Operand::new(out, &[r, o], noise(4)),
+                Operand::new(bias, &[groups, o], noise(5)),
+                Operand::new(F32, &[r], noise(6)),
+            ];
+            let [biases, factors, _, _, before, dout, dbias_before, dfactors_before] =
+                operands.each_ref().map(|operand| &operand.values);
+            let factor = |row: usize| factors[r - 1 - row];
+            let value = |at: usize| {
+                let of = |group: usize| factor(at / o) * biases[group * o + at % o];
+                before[at] + owners[at / o].map_or(0.0, of)
+            };
+            let dbias = |at: usize| {
+                let own = (0..r).filter(|row| owners[*row] == Some(at / o));
+                let sum: f64 = own.map(|row| factor(row) * dout[row * o + at % o]).sum();
+                sum + if accumulate { dbias_before[at] } else { 0.0 }
+            };
+            // The reversal is its own inverse: places are as sources.
+            let dfactor = |place: usize| {
+                let row = r - 1 - place;
+                let dot = |group: usize| (0..o).map(|c| dout[row * o + c] * biases[group * o + c]).sum();
+                dfactors_before[place] + owners[row].map_or(0.0, dot)
+            };
+            let expected = |operand, values| Expected { operand, values, tolerance: 2e-6 };
+            check_on_cpu(
+                &format!("{r} {o} {bias} {out} {accumulate}"),
+                &operands,
+                |cpu, t| {
+                    let (bias, factors, sources, offsets) = (&t[0], &t[1], &t[2], &t[3]);
+                    let (out, dout, dbias, dfactors, places) = (&t[4], &t[5], &t[6], &t[7], sources);
+
+                    cpu.run(WeightedBias::Add { bias, factors, sources, offsets, out })?;
+                    cpu.run(WeightedBias::Backward { dout, factors, sources, offsets, dbias, accumulate })?;
+                    cpu.run(WeightedBias::FactorsBackward { dout, bias, places, offsets, dfactors })
+                },
+                &[
+                    expected(4, (0..r * o).map(value).collect()),
+                    expected(6, (0..groups * o).map(dbias).collect()),
+                    expected(7, (0..r).map(dfactor).collect()),
+                ],
+            );
+        }
+    }
 }

@@ -20,5 +20,6 @@ mod optimizer;
 mod pieced_attention;
 mod pieces;
 mod reference;
+mod sinks;
 mod step_numbers;
 mod zero_computation;

@@ -112,7 +112,11 @@ fn split(
                 columns: a.columns,
                 values: a.values.get(own).unwrap_or_default().to_vec(),
             };
-            let row = |row: usize| (0..rank).map(move |r| (nth * rows + row, r * count + expert));
+            // gpt-oss has gates and ups by turns.
+            let by_turns = spec.architecture == "gpt_oss";
+            let of_stack =
+                move |row: usize| if by_turns { row * roles.len() + nth } else { nth * rows + row };
+            let row = |row: usize| (0..rank).map(move |r| (of_stack(row), r * count + expert));
             let at = |(row, column): (usize, usize)| b.row(row).get(column).copied().unwrap_or(0.0);
             // Patterns are for the stack; saved again, the matrix has the factor that its own name gives.
             let name = tensor.name.trim_end_matches(".weight");

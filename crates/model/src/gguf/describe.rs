@@ -4,7 +4,7 @@
 use super::experts;
 use super::families::{
     ARCHITECTURES, ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, activation, attention_scale,
-    window_rhythm,
+    truncates, window_rhythm,
 };
 use super::write::GgufValue;
 use crate::hf_config::OWN_MIXTURE;
@@ -94,7 +94,11 @@ pub(crate) fn describe(spec: &ModelSpec) -> Result<Description, SaveError> {
                 beta_fast,
                 beta_slow,
                 original_max_position_embeddings,
+                truncate,
             } => {
+                if *truncate != truncates(architecture) {
+                    return Err(fail(format!("truncate: {truncate} of its YaRN has no words there")));
+                }
                 scaling("yarn", *factor);
                 let usual = 0.1 * factor.max(1.0).ln() + 1.0;
                 set("rope.scaling.attn_factor", GgufValue::F32((attention_factor / usual) as f32));
@@ -167,6 +171,9 @@ fn unsaid(spec: &ModelSpec, family: &str) -> Option<String> {
     let capped = [attention.soft_cap, spec.logit_soft_cap].map(|cap| cap.is_some());
     if capped != [family == "gemma2"; 2] {
         return Some("soft caps other than its family's have no words there".to_owned());
+    }
+    if attention.sinks != (family == "gpt_oss") {
+        return Some("sinks in attention are in files of gpt-oss alone, and in all of them".to_owned());
     }
     if spec.mlp.activation != activation(family) {
         return Some(format!("the activation {:?} is not its family's", spec.mlp.activation));

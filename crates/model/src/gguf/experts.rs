@@ -10,7 +10,7 @@ const ROUTER: &str = "ffn_gate_inp.weight";
 
 /// Whether the weights of a token's experts are divided by their sum in files of a family that do not say it.
 fn normalises(family: &str) -> bool {
-    matches!(family, "mixtral" | "qwen3_moe")
+    matches!(family, "mixtral" | "qwen3_moe" | "gpt_oss")
 }
 
 fn scoring(family: &str) -> Scoring {
@@ -58,12 +58,16 @@ pub(super) fn read(
         }
         _ => None,
     };
-    let scoring = match keys.u64("expert_gating_func")? {
+    // The softmax of the chosen logits is that of all, normalised.
+    let function = keys.u64("expert_gating_func")?;
+    let of_chosen = function == Some(3);
+    let scoring = match function {
         None | Some(0) => scoring(family),
-        Some(1) => Scoring::Softmax,
+        Some(1 | 3) => Scoring::Softmax,
         Some(2) => Scoring::Sigmoid,
         Some(other) => {
-            let reason = format!("is {other}; 1 (softmax) and 2 (sigmoid) are supported");
+            let reason =
+                format!("is {other}; 1 (softmax), 2 (sigmoid) and 3 (softmax of the chosen) are supported");
             return Err(keys.refuse("expert_gating_func", reason));
         }
     };
@@ -79,15 +83,16 @@ pub(super) fn read(
         zero_computation: None,
         router: RouterSpec {
             scoring,
-            normalise: keys.bool("expert_weights_norm")?.unwrap_or(normalises(family)),
+            normalise: of_chosen || keys.bool("expert_weights_norm")?.unwrap_or(normalises(family)),
             // Files without a factor have 0.
             scale: keys.f64("expert_weights_scale")?.filter(|scale| *scale != 0.0).unwrap_or(1.0),
             groups,
             correction: shape(&format!("blk.{first}.exp_probs_b.bias")).is_some(),
+            bias: shape(&format!("blk.{first}.ffn_gate_inp.bias")).is_some(),
             balance_loss: 0.0,
         },
         layers,
-        stacked_files: false,
+        stacked_files: family == "gpt_oss",
     }))
 }
 
@@ -142,6 +147,9 @@ pub(super) fn unsaid(spec: &ModelSpec) -> Option<String> {
         if router.normalise != normalises(family) || router.scoring != scoring(family) || router.scale != 1.0
         {
             return Some("its router weighs experts in another way than its family's files".to_owned());
+        }
+        if router.bias != (family == "gpt_oss") {
+            return Some("its router's bias is not its family's".to_owned());
         }
         let shared = experts.shared.is_some_and(|shared| shared.gated);
         if shared != (family == "qwen2_moe") {

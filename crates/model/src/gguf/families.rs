@@ -11,7 +11,7 @@ use crate::spec::{
 };
 
 /// Values of `general.architecture` that are read, and Hugging Face's `model_type` of each.
-pub(super) const ARCHITECTURES: [(&str, &str); 14] = [
+pub(super) const ARCHITECTURES: [(&str, &str); 15] = [
     ("llama", "llama"),
     ("qwen2", "qwen2"),
     ("qwen3", "qwen3"),
@@ -26,10 +26,11 @@ pub(super) const ARCHITECTURES: [(&str, &str); 14] = [
     ("olmoe", "olmoe"),
     ("glm4moe", "glm4_moe"),
     ("deepseek", "deepseek"),
+    ("gpt-oss", "gpt_oss"),
 ];
 
 /// Values of `general.architecture` that are known and not read, as what a `model_type` they are.
-const MISSING: [(&str, &str); 2] = [("deepseek2", "deepseek_v3"), ("gpt-oss", "gpt_oss")];
+const MISSING: [(&str, &str); 1] = [("deepseek2", "deepseek_v3")];
 
 /// The tensor that holds one factor for every rotary frequency, and those for contexts up to the original one and
 /// beyond.
@@ -113,6 +114,7 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
         sliding_window: sliding_window(&keys, family, num_layers)?,
         scale: None,
         soft_cap: None,
+        sinks: has("blk.0.attn_sinks.weight"),
     };
     if !gpt2 {
         attention.rope = Some(rope(file, &keys, head_dim)?);
@@ -154,7 +156,7 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
             intermediate_size,
             activation: activation(family),
             gated: !gpt2,
-            bias: has("blk.0.ffn_down.bias"),
+            bias: has("blk.0.ffn_down.bias") || has("blk.0.ffn_down_exps.bias"),
         },
         experts,
         norm: NormSpec {
@@ -187,7 +189,12 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
 
 /// The activation, which no key says.
 pub(super) fn activation(family: &str) -> Activation {
-    if family.starts_with("gemma") || family == "gpt2" { Activation::GeluTanh } else { Activation::Silu }
+    match family {
+        "gpt2" => Activation::GeluTanh,
+        "gpt_oss" => Activation::ClampedSwiglu { alpha: 1.702, limit: 7.0 },
+        _ if family.starts_with("gemma") => Activation::GeluTanh,
+        _ => Activation::Silu,
+    }
 }
 
 /// The factor on scores where it is not the usual one, which no key says either: the 27B models of Gemma 2 and 3 scale by
@@ -201,7 +208,7 @@ pub(super) fn attention_scale(family: &str, num_layers: u32, hidden_size: u64, h
 /// of the family have no windows.
 pub(super) fn window_rhythm(family: &str) -> Option<fn(u32) -> bool> {
     match family {
-        "gemma2" => Some(|layer| layer % 2 == 0),
+        "gemma2" | "gpt_oss" => Some(|layer| layer % 2 == 0),
         "gemma3_text" => Some(|layer| layer % 6 != 5),
         "phi3" | "llama" => Some(|_| true),
         _ => None,
@@ -275,6 +282,11 @@ fn head_dim(keys: &Keys<'_>, hidden_size: u64, heads: u64) -> Result<u64, GgufEr
     Ok(head_dim)
 }
 
+/// Whether the ramp of YaRN begins and ends with whole dimensions in models of an architecture, which no key says.
+pub(super) fn truncates(architecture: &str) -> bool {
+    architecture != "gpt-oss"
+}
+
 fn rope(file: &GgufFile, keys: &Keys<'_>, head_dim: u64) -> Result<RopeSpec, GgufError> {
     let dims = keys.u64("rope.dimension_count")?.unwrap_or(head_dim);
     if keys.prefix == "llama" && dims != head_dim {
@@ -308,6 +320,7 @@ fn rope_scaling(file: &GgufFile, keys: &Keys<'_>, dims: u64) -> Result<RopeScali
                 beta_fast: keys.f64("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
                 beta_slow: keys.f64("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
                 original_max_position_embeddings: keys.require_f64(original)?,
+                truncate: truncates(keys.prefix),
             }
         }
         Some(other) => {

@@ -17,7 +17,7 @@ pub(crate) fn gguf_block(spec: &ModelSpec, block: BlockId) -> Vec<StoredTensor> 
     let parameters = spec.block_parameters(block);
     let mut tensors = match spec.architecture.as_str() {
         "gpt2" | "phi3" => fuse(parameters, fused_name, false),
-        "glm4_moe" => fuse(parameters, glm_name, false),
+        "glm4_moe" | "gpt_oss" => fuse(parameters, glm_name, false),
         _ => fuse(parameters, plain_name, false),
     };
     for tensor in &mut tensors {
@@ -43,7 +43,7 @@ fn fused_name(parameter: &Parameter) -> String {
     in_layer(parameter, part)
 }
 
-/// GLM's norm before the feed-forward part is called after what is before it.
+/// The norm of GLM and gpt-oss before the feed-forward part is called after what is before it.
 fn glm_name(parameter: &Parameter) -> String {
     match parameter.role {
         Role::MlpNorm => in_layer(parameter, "post_attention_norm.weight"),
@@ -70,6 +70,7 @@ fn plain_name(parameter: &Parameter) -> String {
         Role::OBias => "attn_output.bias",
         Role::QNorm => "attn_q_norm.weight",
         Role::KNorm => "attn_k_norm.weight",
+        Role::Sinks => "attn_sinks.weight",
         Role::PostAttentionNorm => "post_attention_norm.weight",
         Role::MlpNorm => "ffn_norm.weight",
         Role::MlpNormBias => "ffn_norm.bias",
@@ -87,6 +88,7 @@ fn plain_name(parameter: &Parameter) -> String {
         Role::DownBias => "ffn_down.bias",
         Role::PostMlpNorm => "post_ffw_norm.weight",
         Role::Router => "ffn_gate_inp.weight",
+        Role::RouterBias => "ffn_gate_inp.bias",
         Role::RouterCorrection => "exp_probs_b.bias",
         Role::SharedGateProj => "ffn_gate_shexp.weight",
         Role::SharedUpProj => "ffn_up_shexp.weight",

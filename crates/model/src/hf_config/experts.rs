@@ -14,7 +14,7 @@ use crate::spec::{
 pub(super) fn read(config: &Keys, family: &str, num_layers: u32) -> Result<Option<ExpertsSpec>, ConfigError> {
     let number = |key: &str, usual: u64| Ok(config.u64(key)?.unwrap_or(usual));
     let layers: Vec<bool> = match family {
-        "mixtral" | "olmoe" => vec![true; num_layers as usize],
+        "mixtral" | "olmoe" | "gpt_oss" => vec![true; num_layers as usize],
         "qwen2_moe" | "qwen3_moe" | OWN_MIXTURE => {
             let step = number("decoder_sparse_step", 1)?;
             let dense: HashSet<u64> = config.numbers("mlp_only_layers")?.into_iter().flatten().collect();
@@ -40,6 +40,12 @@ pub(super) fn read(config: &Keys, family: &str, num_layers: u32) -> Result<Optio
         "mixtral" => {
             (count("num_local_experts", "num_experts", 8)?, 2, config.require_u64("intermediate_size")?, None)
         }
+        "gpt_oss" => (
+            count("num_local_experts", "num_experts", 128)?,
+            4,
+            config.require_u64("intermediate_size")?,
+            None,
+        ),
         "olmoe" => (
             count("num_experts", "num_local_experts", 64)?,
             8,
@@ -76,7 +82,7 @@ pub(super) fn read(config: &Keys, family: &str, num_layers: u32) -> Result<Optio
         zero_computation: if family == OWN_MIXTURE { zero_computation(config)? } else { None },
         router,
         layers,
-        stacked_files: false,
+        stacked_files: family == "gpt_oss",
     }))
 }
 
@@ -116,10 +122,12 @@ fn router(config: &Keys, family: &str) -> Result<RouterSpec, ConfigError> {
     };
     Ok(RouterSpec {
         scoring: if glm { Scoring::Sigmoid } else { Scoring::Softmax },
-        normalise: family == "mixtral" || config.bool("norm_topk_prob")?.unwrap_or(glm),
+        // gpt-oss takes the softmax of the chosen logits, which is that of all, normalised.
+        normalise: matches!(family, "mixtral" | "gpt_oss") || config.bool("norm_topk_prob")?.unwrap_or(glm),
         scale: if glm { config.f64("routed_scaling_factor")?.unwrap_or(1.0) } else { 1.0 },
         groups,
         correction: glm,
+        bias: family == "gpt_oss",
         balance_loss,
     })
 }
@@ -147,7 +155,7 @@ pub(super) fn write(family: &str, experts: &ExpertsSpec) -> Map<String, Value> {
     let dense = layers.iter().enumerate().filter(|(_, sparse)| !**sparse).map(|(layer, _)| layer);
     let width = shared.map_or(0, |shared| shared.intermediate_size);
     let mut own = match family {
-        "mixtral" => json!({ "num_local_experts": count }),
+        "mixtral" | "gpt_oss" => json!({ "num_local_experts": count }),
         "olmoe" => json!({ "num_experts": count, "norm_topk_prob": router.normalise, "clip_qkv": null }),
         "qwen2_moe" | "qwen3_moe" | OWN_MIXTURE => json!({
             "num_experts": count,

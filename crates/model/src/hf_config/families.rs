@@ -16,19 +16,21 @@ pub(super) fn read(config: &Keys, model_type: &str, name: String) -> Result<Mode
             config.refuse("clip_qkv", "queries, keys and values that are clipped are not supported".into())
         );
     }
-    let gemma = model_type.starts_with("gemma");
+    let (gemma, gpt_oss) = (model_type.starts_with("gemma"), model_type == "gpt_oss");
     let hidden_size = config.require_u64("hidden_size")?;
     let heads = config.require_u64("num_attention_heads")?;
     let usual_head_dim = match model_type {
         "qwen3" => Some(128),
+        "gpt_oss" => Some(64),
         _ if gemma => Some(256),
         _ => None,
     };
     let head_dim = head_dim(config, usual_head_dim, hidden_size, heads)?;
     let num_layers = layers(config, "num_hidden_layers")?;
     let vocab_size = config.require_u64("vocab_size")?;
-    let max_position_embeddings = config.u64("max_position_embeddings")?.unwrap_or(2048);
-    let attention_bias = config.bool("attention_bias")?.unwrap_or(false);
+    let usual_context = if gpt_oss { 131_072 } else { 2048 };
+    let max_position_embeddings = config.u64("max_position_embeddings")?.unwrap_or(usual_context);
+    let attention_bias = config.bool("attention_bias")?.unwrap_or(gpt_oss);
     let qkv_bias = match model_type {
         "qwen2" => true,
         "qwen2_moe" => config.bool("qkv_bias")?.unwrap_or(true),
@@ -71,18 +73,25 @@ pub(super) fn read(config: &Keys, model_type: &str, name: String) -> Result<Mode
             sliding_window: sliding_window(config, model_type, num_layers)?,
             scale,
             soft_cap: soft_cap("attn_logit_softcapping", 50.0)?,
+            sinks: gpt_oss,
         },
         mlp: MlpSpec {
             intermediate_size: config.require_u64("intermediate_size")?,
-            activation: gated_activation(config, gemma)?,
+            activation: match gpt_oss {
+                true => Activation::ClampedSwiglu {
+                    alpha: config.f64("swiglu_alpha")?.unwrap_or(1.702),
+                    limit: config.f64("swiglu_limit")?.unwrap_or(7.0),
+                },
+                false => gated_activation(config, gemma)?,
+            },
             gated: true,
-            bias: config.bool("mlp_bias")?.unwrap_or(false),
+            bias: gpt_oss || config.bool("mlp_bias")?.unwrap_or(false),
         },
         experts: experts::read(config, model_type, num_layers)?,
         norm: NormSpec {
             kind: NormKind::Rms,
             epsilon: config.f64("rms_norm_eps")?.unwrap_or(match model_type {
-                "phi3" | "olmo2" | "olmoe" | "mixtral" | "glm4_moe" => 1e-5,
+                "phi3" | "olmo2" | "olmoe" | "mixtral" | "glm4_moe" | "gpt_oss" => 1e-5,
                 _ => 1e-6,
             }),
             one_plus_weight: gemma,
@@ -139,6 +148,7 @@ fn read_gpt2(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {
             sliding_window: None,
             scale: None,
             soft_cap: None,
+            sinks: false,
         },
         mlp: MlpSpec {
             intermediate_size: config.u64("n_inner")?.unwrap_or(hidden_size.saturating_mul(4)),
@@ -198,13 +208,14 @@ fn sliding_window(
         }
         "mistral" | "phi3" | "qwen2" | "qwen3" | "mixtral" => None,
         "qwen2_moe" | "qwen3_moe" => Some(4096),
+        "gpt_oss" => Some(128),
         _ => return Ok(None),
     };
     let Some(size) = config.u64("sliding_window")?.or(usual_size) else { return Ok(None) };
     let pattern = config.u64("sliding_window_pattern")?.unwrap_or(6).max(1);
     let first_sliding = config.u64("max_window_layers")?.unwrap_or(28);
     let slides = |layer: u64| match model_type {
-        "gemma2" => layer.is_multiple_of(2),
+        "gemma2" | "gpt_oss" => layer.is_multiple_of(2),
         "gemma3_text" => !(layer + 1).is_multiple_of(pattern),
         "qwen2" | "qwen3" => layer >= first_sliding,
         "qwen2_moe" => layer.is_multiple_of(2) && layer < first_sliding,

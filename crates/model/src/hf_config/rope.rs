@@ -13,6 +13,8 @@ const DEFAULT_THETA: f64 = 10_000.0;
 /// Of Gemma 3's layers without a window, and of Mixtral.
 const LARGE_THETA: f64 = 1_000_000.0;
 
+const GPT_OSS_THETA: f64 = 150_000.0;
+
 /// The factors of a Llama 3.1 or 3.2 model: (low, high, original context).
 const LLAMA3: (f64, f64, f64) = (1.0, 4.0, 8192.0);
 
@@ -33,11 +35,26 @@ pub(super) fn read(
         None => (None, None),
     };
     let usual = Usual {
-        theta: if matches!(family, "gemma3_text" | "mixtral") { LARGE_THETA } else { DEFAULT_THETA },
+        theta: match family {
+            "gemma3_text" | "mixtral" => LARGE_THETA,
+            "gpt_oss" => GPT_OSS_THETA,
+            _ => DEFAULT_THETA,
+        },
         partial: usual_partial(family),
     };
     let global = global.or(parameters);
-    let global = read_one(config, global.as_ref(), "rope_theta", usual, head_dim, max_positions)?;
+    let is_silent = global.is_none();
+    let mut global = read_one(config, global.as_ref(), "rope_theta", usual, head_dim, max_positions)?;
+    if family == "gpt_oss" && is_silent {
+        global.scaling = RopeScaling::Yarn {
+            factor: 32.0,
+            attention_factor: yarn_scale(32.0, 1.0),
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            original_max_position_embeddings: 4096.0,
+            truncate: false,
+        };
+    }
     if family != "gemma3_text" {
         return Ok((global, None));
     }
@@ -136,11 +153,8 @@ fn read_scaling(config: &Keys, rope: &Keys, max_positions: f64) -> Result<RopeSc
 }
 
 fn read_yarn(rope: &Keys, original: f64) -> Result<RopeScaling, ConfigError> {
-    if rope.bool("truncate")? == Some(false) {
-        return Err(rope.refuse("truncate", "false is not supported".to_owned()));
-    }
     let factor = rope.require_f64("factor")?;
-    let scale = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
+    let scale = |weight: f64| yarn_scale(factor, weight);
     let attention_factor =
         match (rope.f64("attention_factor")?, rope.f64("mscale")?, rope.f64("mscale_all_dim")?) {
             (Some(given), _, _) => given,
@@ -153,7 +167,13 @@ fn read_yarn(rope: &Keys, original: f64) -> Result<RopeScaling, ConfigError> {
         beta_fast: rope.f64("beta_fast")?.unwrap_or(32.0),
         beta_slow: rope.f64("beta_slow")?.unwrap_or(1.0),
         original_max_position_embeddings: original,
+        truncate: rope.bool("truncate")?.unwrap_or(true),
     })
+}
+
+/// The factor of YaRN on cos and sin.
+fn yarn_scale(factor: f64, weight: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 }
 }
 
 /// The `rope_scaling` object, or null.
@@ -188,6 +208,7 @@ pub(super) fn write_scaling(spec: &ModelSpec, rope: &RopeSpec) -> Value {
             beta_fast,
             beta_slow,
             original_max_position_embeddings,
+            truncate,
         } => json!({
             "rope_type": "yarn",
             "factor": factor,
@@ -195,6 +216,7 @@ pub(super) fn write_scaling(spec: &ModelSpec, rope: &RopeSpec) -> Value {
             "beta_fast": beta_fast,
             "beta_slow": beta_slow,
             "original_max_position_embeddings": whole(*original_max_position_embeddings),
+            "truncate": truncate,
         }),
         RopeScaling::LongRope {
             short_factor,

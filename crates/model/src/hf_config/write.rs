@@ -25,6 +25,7 @@ fn class(architecture: &str) -> &'static str {
         "olmoe" => "OlmoeForCausalLM",
         "glm4_moe" => "Glm4MoeForCausalLM",
         "deepseek" => "DeepseekForCausalLM",
+        "gpt_oss" => "GptOssForCausalLM",
         OWN_MIXTURE => "PlimsollMoeForCausalLM",
         _ => "LlamaForCausalLM",
     }
@@ -127,6 +128,10 @@ fn llama_like(spec: &ModelSpec) -> Map<String, Value> {
     if family == "llama" {
         set("mlp_bias", json!(spec.mlp.bias));
     }
+    if let Activation::ClampedSwiglu { alpha, limit } = spec.mlp.activation {
+        set("swiglu_alpha", json!(alpha));
+        set("swiglu_limit", json!(limit));
+    }
     if let Some(rope) = &attention.rope {
         set("rope_theta", json!(rope.theta));
         set("rope_scaling", rope::write_scaling(spec, rope));
@@ -202,7 +207,7 @@ fn gpt2(spec: &ModelSpec) -> Map<String, Value> {
 
 fn activation(activation: Activation) -> &'static str {
     match activation {
-        Activation::Silu => "silu",
+        Activation::Silu | Activation::ClampedSwiglu { .. } => "silu",
         Activation::Gelu => "gelu",
         Activation::GeluTanh => "gelu_pytorch_tanh",
     }

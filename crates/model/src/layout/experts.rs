@@ -3,6 +3,7 @@
 
 use super::{StoredPart, StoredTensor};
 use crate::parameters::{Parameter, Role};
+use crate::source::RowOrder;
 use crate::spec::{ExpertsSpec, ModelSpec};
 
 /// What a checkpoint stores of a layer with experts.
@@ -20,7 +21,9 @@ pub(super) fn hf_layer(
             tensors.push(StoredTensor::plain(name(family, experts.stacked_files, &parameter), parameter));
         }
     }
-    if experts.stacked_files {
+    if experts.stacked_files && family == "gpt_oss" {
+        tensors.extend(alternating_stacks(experts, &of_experts));
+    } else if experts.stacked_files {
         tensors.extend(stacks(experts, of_experts));
     } else {
         // Matrix by matrix, so that a stack is written in order.
@@ -57,6 +60,43 @@ fn stacks(experts: &ExpertsSpec, parameters: Vec<Parameter>) -> Vec<StoredTensor
     stack("gate_up_proj", &inner).into_iter().chain(down).collect()
 }
 
+/// gpt-oss: `gate_up_proj [E, H, 2 I]`, whose columns are gate and up by turns, `down_proj [E, I, H]`, and their biases `[E, 2 I]` and `[E,
+/// H]`.
+fn alternating_stacks(experts: &ExpertsSpec, parameters: &[Parameter]) -> Vec<StoredTensor> {
+    let stack = |name: &str, roles: &[Role], rows: &dyn Fn(u64) -> RowOrder, of_matrices: bool| {
+        let of: Vec<&Parameter> =
+            roles.iter().filter_map(|role| parameters.iter().find(|p| p.role == *role)).collect();
+        let at = of.first()?.name.rsplit_once(".experts.")?.0;
+        let each = |expert| of.iter().map(move |parameter| (*parameter, expert));
+        let parts: Vec<StoredPart> = (0..experts.count)
+            .flat_map(each)
+            .map(|(parameter, expert)| StoredPart {
+                rows: parameter.rows_of_expert(expert),
+                parameter: parameter.clone(),
+            })
+            .collect();
+        let total = parts.iter().take(of.len()).map(StoredPart::count).sum();
+        let tensor = StoredTensor::of_rows(format!("{at}.experts.{name}"), parts);
+        let stack = of_matrices.then_some(experts.count);
+        Some(StoredTensor { rows: rows(total), stack, ..tensor })
+    };
+    let transposed = |step| move |total| RowOrder::Transposed { total, first: 0, step };
+    [
+        stack("gate_up_proj", &[Role::GateProj, Role::UpProj], &transposed(2), true),
+        stack(
+            "gate_up_proj_bias",
+            &[Role::GateBias, Role::UpBias],
+            &|_| RowOrder::Alternating { of: 2, first: 0 },
+            false,
+        ),
+        stack("down_proj", &[Role::DownProj], &transposed(1), true),
+        stack("down_proj_bias", &[Role::DownBias], &|_| RowOrder::Natural, false),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}
+
 /// The name of a matrix of one expert.
 fn single_name(family: &str, parameter: &Parameter, expert: u64) -> String {
     let numbered = parameter.name.replace(".experts.", &format!(".experts.{expert}."));
@@ -77,6 +117,7 @@ fn single_name(family: &str, parameter: &Parameter, expert: u64) -> String {
 fn name(family: &str, stacked: bool, parameter: &Parameter) -> String {
     let name = &parameter.name;
     match (family, parameter.role) {
+        ("gpt_oss", Role::Router | Role::RouterBias) => name.replace(".mlp.gate.", ".mlp.router."),
         ("mixtral", Role::Router) if !stacked => name.replace(".mlp.", ".block_sparse_moe."),
         ("glm4_moe" | "deepseek", Role::SharedGateProj | Role::SharedUpProj | Role::SharedDownProj) => {
             name.replace(".shared_expert.", ".shared_experts.")

@@ -68,14 +68,14 @@ pub(crate) struct Span {
 
 /// A file whose tensors are filled in any order.
 pub(crate) struct Placed<'a> {
-    path: &'a Path,
-    order: &'a [&'a NewTensor],
+    pub(super) path: &'a Path,
+    pub(super) order: &'a [&'a NewTensor],
     /// Where each tensor begins, and how long it is.
-    places: Vec<(u64, u64)>,
-    out: BufWriter<tempfile::NamedTempFile>,
+    pub(super) places: Vec<(u64, u64)>,
+    pub(super) out: BufWriter<tempfile::NamedTempFile>,
     /// Where the next byte goes.
-    at: u64,
-    filled: u64,
+    pub(super) at: u64,
+    pub(super) filled: u64,
 }
 
 impl Placed<'_> {

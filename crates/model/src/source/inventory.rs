@@ -75,7 +75,12 @@ impl Inventory {
                 return Err(ModelError::Shape { path: path(), tensor, found, expected, shape_from });
             }
             let packed = packed.map(Arc::new);
-            if packed.is_some() && stored.rows != RowOrder::Natural {
+            let is_turned = matches!(stored.rows, RowOrder::Transposed { .. });
+            let fits = |packed: &Packed| match packed.keeps_rows() {
+                true => is_turned,
+                false => stored.rows == RowOrder::Natural,
+            };
+            if packed.as_deref().is_some_and(|packed| !fits(packed)) {
                 let (path, reason) =
                     (path(), "is packed, which is not supported where matrices are transposed".into());
                 return Err(ModelError::Packed { path, tensor, reason });
@@ -114,24 +119,39 @@ fn parts(
     packed: Option<Arc<Packed>>,
 ) -> impl Iterator<Item = (Parameter, StoredAt)> {
     let row_bytes = bytes.len() / stored.total_rows().max(1) as usize;
+    let size = bytes.len() / (stored.total_rows() * stored.columns()).max(1) as usize;
+    let mut in_columns = stored.columns_of_parts().unwrap_or_default().into_iter();
     let StoredTensor { parts, rows, plus_one, .. } = stored;
     let mut before = 0;
     parts.into_iter().map(move |StoredPart { parameter, rows: own }| {
         let (first, count, columns) = (own.start, own.end - own.start, parameter.columns());
-        let part_of = packed.clone().map(|matrix| PackedRows { matrix, first: before as usize });
-        let (bytes, rows) = match rows {
-            _ if part_of.is_some() => (bytes.clone(), rows),
-            // Columns lie all over the tensor.
-            RowOrder::Transposed { total, .. } => {
-                (bytes.clone(), RowOrder::Transposed { total, first: before })
+        let in_columns = in_columns.next();
+        let packed = packed.clone().map(|matrix| match in_columns {
+            // Packed the other way round: columns are rows.
+            Some(own) => {
+                let first = own.matrix * own.total + own.first;
+                PackedRows { matrix, first: first as usize, step: own.step as usize }
             }
-            other => {
+            None => PackedRows { matrix, first: before as usize, step: 1 },
+        });
+        let (bytes, rows) = match (in_columns, rows) {
+            _ if packed.is_some() => (bytes.clone(), RowOrder::Natural),
+            // Columns lie all over their matrix.
+            (Some(own), rows) => {
+                let length = own.matrix_elements() as usize * size;
+                let start = bytes.start + own.matrix as usize * length;
+                let rows = match rows {
+                    RowOrder::Alternating { of, .. } => RowOrder::Alternating { of, first: own.first },
+                    _ => RowOrder::Transposed { total: own.total, first: own.first, step: own.step },
+                };
+                (start..start + length, rows)
+            }
+            (None, other) => {
                 let start = bytes.start + before as usize * row_bytes;
                 (start..start + count as usize * row_bytes, other)
             }
         };
         before += count;
-        let packed = part_of;
         (parameter, StoredAt { file, bytes, dtype, first, count, columns, rows, plus_one, packed })
     })
 }

@@ -71,7 +71,8 @@ fn open_safetensors(path: &Path, folder: &Path, set: SafetensorsSet) -> Result<M
     let mut spec = hf_config::read_config(folder, name_of(path))?;
     if let Some(experts) = &mut spec.experts {
         let mut all = set.files().iter().flat_map(|file| file.tensors());
-        experts.stacked_files = all.any(|tensor| tensor.name.ends_with(".mlp.experts.gate_up_proj"));
+        experts.stacked_files = spec.architecture == "gpt_oss"
+            || all.any(|tensor| tensor.name.ends_with(".mlp.experts.gate_up_proj"));
     }
     // A checkpoint of the bare model, without a head, has no prefix.
     let prefix = hf_prefix(&spec);
@@ -84,7 +85,7 @@ fn open_safetensors(path: &Path, folder: &Path, set: SafetensorsSet) -> Result<M
     };
     let taken: HashSet<String> = taken.into_iter().collect();
     for Found { name, packed } in packed {
-        let shape = vec![packed.rows as u64, packed.columns as u64];
+        let shape = packed.shape();
         let (dtype, Span { file, bytes, .. }) = (Ok(packed.dtype()), packed.codes().clone());
         let packed = Some(packed);
         inventory.add(named(&name), Candidate { tensor: name, file, bytes, dtype, shape, packed });

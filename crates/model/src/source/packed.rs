@@ -6,6 +6,8 @@
 //! - bitsandbytes, 8 bits (LLM.int8, Dettmers et al. 2022): signed bytes, and each row's largest magnitude, `SCB`.
 //! - GPTQ (Frantar et al. 2022): `qweight [in * bits / 32, out]`, 32-bit words along the inputs; `qzeros [groups, out * bits
 //!   / 32]`; `scales [groups, out]`; `g_idx [in]`, each input's group.
+//! - MXFP4 of gpt-oss (OCP Microscaling Formats 1.0): `_blocks [E, out, in / 32, 16]`, bytes with a value in the lower half before that
+//!   in the upper one, and `_scales [E, out, in / 32]`, exponents of two. A stack, where transformers has `[E, in, out]` in memory.
 //! - AWQ (Lin et al. 2023): `qweight [in, out / 8]`, words along the outputs with the places 0 2 4 6 1 3 5 7; `qzeros` alike.
 
 mod find;
@@ -101,7 +103,16 @@ pub(super) enum Packing {
         scales: Span,
         group: usize,
     },
+    Mxfp4 {
+        codes: Span,
+        scales: Span,
+        /// Matrices of the stack.
+        stack: usize,
+    },
 }
+
+/// Values of a block of MXFP4, and bytes of it as ggml and this engine keep it.
+const MXFP4: (usize, usize) = (32, 17);
 
 /// A packed matrix `[rows, columns]`.
 #[derive(Clone, Debug)]
@@ -123,14 +134,65 @@ impl Packed {
                 kind.dtype(doubly)
             }
             Packing::EightBit { .. } if self.columns.is_multiple_of(64) => DType::Int8,
+            Packing::Mxfp4 { .. } => DType::Mxfp4,
             _ => DType::F32,
         }
+    }
+
+    /// Whether any of its rows can be had as they are stored: those of a stack whose matrices are stored the other way round than
+    /// transformers has them.
+    pub fn keeps_rows(&self) -> bool {
+        matches!(self.packing, Packing::Mxfp4 { .. })
+    }
+
+    /// The shape of what it stands for in a checkpoint that is not packed.
+    pub fn shape(&self) -> Vec<u64> {
+        match self.packing {
+            Packing::Mxfp4 { stack, .. } => {
+                vec![stack as u64, self.columns as u64, (self.rows / stack.max(1)) as u64]
+            }
+            _ => vec![self.rows as u64, self.columns as u64],
+        }
+    }
+
+    /// Writes rows as they are stored, bits only moved; `None` where they cannot be had so.
+    pub fn keep_rows(&self, files: &[FileMap], rows: Range<usize>, out: &mut [u8]) -> Option<()> {
+        let Packing::Mxfp4 { codes, scales, .. } = &self.packing else { return None };
+        let blocks = self.mxfp4_blocks(&rows);
+        let codes = codes.of(files).get(blocks.start * 16..blocks.end * 16)?;
+        let scales = scales.of(files).get(blocks)?;
+        let all = out.chunks_exact_mut(MXFP4.1).zip(codes.chunks_exact(16)).zip(scales);
+        for ((out, codes), scale) in all {
+            let (head, own) = out.split_first_mut()?;
+            *head = *scale;
+            let code = |place: usize| codes[place / 2] >> (place % 2 * 4) & 15;
+            own.iter_mut().enumerate().for_each(|(i, byte)| *byte = code(i) | code(i + 16) << 4);
+        }
+        Some(())
+    }
+
+    /// Gives the pages of some rows back to the system.
+    pub fn release_rows(&self, files: &[FileMap], rows: Range<usize>) {
+        let Packing::Mxfp4 { codes, scales, .. } = &self.packing else { return };
+        let blocks = self.mxfp4_blocks(&rows);
+        for (span, size) in [(codes, 16), (scales, 1)] {
+            if let Some(file) = files.get(span.file) {
+                let start = span.bytes.start;
+                file.release(start + blocks.start * size..start + blocks.end * size);
+            }
+        }
+    }
+
+    fn mxfp4_blocks(&self, rows: &Range<usize>) -> Range<usize> {
+        let each = self.columns / MXFP4.0;
+        rows.start * each..rows.end * each
     }
 
     /// The tensor with the codes.
     pub fn codes(&self) -> &Span {
         match &self.packing {
             Packing::FourBit { codes, .. } | Packing::EightBit { codes, .. } => codes,
+            Packing::Mxfp4 { codes, .. } => codes,
             Packing::Gptq { words, .. } | Packing::Awq { words, .. } => words,
         }
     }
@@ -146,6 +208,7 @@ impl Packed {
                 ..
             } => vec![all, codes, factors],
             Packing::EightBit { codes, magnitudes } => vec![codes, magnitudes],
+            Packing::Mxfp4 { codes, scales, .. } => vec![codes, scales],
             Packing::Gptq { words, zeros, scales, groups, .. } => {
                 [words, zeros, scales].into_iter().chain(groups).collect()
             }
@@ -252,6 +315,26 @@ impl Packed {
                     let codes = codes.get(row * self.columns..).unwrap_or_default();
                     for (code, out) in codes.iter().zip(out) {
                         *out = f32::from(code.cast_signed()) * scale;
+                    }
+                }
+            }
+            Packing::Mxfp4 { codes, scales, .. } => {
+                /// Values of E2M1; the upper half are the negative ones.
+                const VALUES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+                let (codes, scales) = (codes.of(files), scales.of(files));
+                for (block, out) in self.mxfp4_blocks(&rows).zip(out.chunks_exact_mut(MXFP4.0)) {
+                    let exponent = scales.get(block).copied().unwrap_or(0);
+                    // 2^(exponent - 127), of which the smallest is no normal number.
+                    let scale = match exponent {
+                        0 => f32::from_bits(1 << 22),
+                        other => f32::from_bits(u32::from(other) << 23),
+                    };
+                    let own = codes.get(block * 16..).unwrap_or_default();
+                    for (pair, byte) in out.chunks_exact_mut(2).zip(own) {
+                        for (out, code) in pair.iter_mut().zip([byte & 15, byte >> 4]) {
+                            let value = VALUES[usize::from(code & 7)] * scale;
+                            *out = if code & 8 == 0 { value } else { -value };
+                        }
                     }
                 }
             }

@@ -45,14 +45,20 @@ impl WeightSource {
             };
         };
         let Some(file) = self.files.get(part.file) else { return Ok(()) };
-        if part.packed.is_some() || (dtype.is_block() && dtype != part.dtype) {
+        let by_rows = matches!(part.rows, RowOrder::Alternating { .. });
+        if by_rows || part.packed.is_some() || (dtype.is_block() && dtype != part.dtype) {
+            if self.read_stored_blocks(place, parameter.all_rows(), dtype, out) {
+                return Ok(());
+            }
             return self.read_by_rows(parameter, place, parameter.all_rows(), dtype, out);
         }
         let read = match part.rows {
             RowOrder::Natural if !part.plus_one => read_plain(file, part, dtype, out),
-            RowOrder::Natural => Ok(()),
+            RowOrder::Natural | RowOrder::Alternating { .. } => Ok(()),
             RowOrder::Interleaved { head_dim } => read_heads(file, part, head_dim, dtype, out),
-            RowOrder::Transposed { total, first } => read_columns(file, part, [total, first], dtype, out),
+            RowOrder::Transposed { total, first, step } => {
+                read_columns(file, part, [total, first, step], dtype, out)
+            }
         };
         let read = match part.plus_one {
             true => read.and_then(|()| read_less_one(file, part, dtype, out)),
@@ -68,6 +74,17 @@ impl WeightSource {
 
     /// Writes rows in the blocks that they are stored in, bits only moved. `false` where they are not stored so, or where blocks
     /// go from one row to the next; what `out` holds is then undefined.
+    pub(crate) fn read_stored_rows_of(
+        &self,
+        parameter: &Parameter,
+        rows: Range<u64>,
+        dtype: DType,
+        out: &mut [u8],
+    ) -> Result<bool, ModelError> {
+        Ok(self.read_stored_blocks(self.place(parameter)?, rows, dtype, out))
+    }
+
+    /// The same by places.
     fn read_stored_blocks(&self, place: &Places, rows: Range<u64>, dtype: DType, out: &mut [u8]) -> bool {
         if !dtype.is_block() || dtype != place.dtype() {
             return false;
@@ -82,6 +99,20 @@ impl WeightSource {
             let Some((to, rest)) = std::mem::take(&mut out).split_at_mut_checked(bytes) else { return false };
             out = rest;
             let whole = own == part.own_rows();
+            if let Some(packed) = part.packed.as_ref().filter(|packed| packed.matrix.keeps_rows()) {
+                let rows = own.start - part.first..own.end - part.first;
+                let row_bytes = bytes / (rows.end - rows.start).max(1) as usize;
+                let mut to = to;
+                for run in packed.runs(rows) {
+                    let (own, rest) = std::mem::take(&mut to).split_at_mut(run.len() * row_bytes);
+                    to = rest;
+                    if packed.matrix.keep_rows(&self.files, run.clone(), own).is_none() {
+                        return false;
+                    }
+                    packed.matrix.release_rows(&self.files, run);
+                }
+                continue;
+            }
             if let Some(packed) = &part.packed {
                 if !whole || !part.is_whole(packed) || packed.matrix.keep(&self.files, dtype, to).is_none() {
                     return false;
@@ -133,11 +164,11 @@ fn read_less_one(file: &FileMap, place: &StoredAt, to: DType, out: &mut [u8]) ->
     encode(&values, to, out)
 }
 
-/// Columns `first..` of a matrix of `total` columns, as rows.
+/// Columns `first`, `first + step` and so on of a matrix of `total` columns, as rows.
 fn read_columns(
     file: &FileMap,
     place: &StoredAt,
-    [total, first]: [u64; 2],
+    [total, first, step]: [u64; 3],
     to: DType,
     out: &mut [u8],
 ) -> Result<(), ConversionError> {
@@ -151,11 +182,14 @@ fn read_columns(
         let (from, source_bytes) = (place.dtype, bytes.len());
         return Err(ConversionError::Length { from, source_bytes, to, out_bytes: out.len() });
     }
-    let mut line = vec![0; rows * to_size];
+    let mut line = Vec::new();
     for (column, stored) in bytes.chunks_exact(total as usize * from_size).enumerate() {
-        let own = &stored[first as usize * from_size..][..rows * from_size];
-        convert(place.dtype, own, to, &mut line)?;
-        for (value, row) in line.chunks_exact(to_size).zip(out.chunks_exact_mut(columns * to_size)) {
+        let own = &stored[first as usize * from_size..];
+        let span = (rows.saturating_sub(1) * step as usize + 1) * from_size;
+        line.resize(span / from_size * to_size, 0);
+        convert(place.dtype, &own[..span], to, &mut line)?;
+        let values = line.chunks_exact(to_size).step_by(step.max(1) as usize);
+        for (value, row) in values.zip(out.chunks_exact_mut(columns * to_size)) {
             row[column * to_size..][..to_size].copy_from_slice(value);
         }
     }

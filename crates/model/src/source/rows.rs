@@ -64,9 +64,12 @@ impl WeightSource {
             out = rest;
             let own = own.start - part.first..own.end - part.first;
             if let Some(packed) = &part.packed {
-                let first = packed.first + own.start as usize;
-                let rows = first..first + (own.end - own.start) as usize;
-                packed.matrix.read_rows(&self.files, rows, values);
+                let mut values = &mut *values;
+                for run in packed.runs(own) {
+                    let (own, rest) = std::mem::take(&mut values).split_at_mut(run.len() * columns as usize);
+                    values = rest;
+                    packed.matrix.read_rows(&self.files, run, own);
+                }
             } else {
                 self.read_stored_rows(part, own, values)
                     .map_err(|source| self.conversion(parameter, DType::F32, source))?;
@@ -117,14 +120,22 @@ impl WeightSource {
                         ..place.bytes.start + done as usize * row_bytes,
                 );
             }
-            RowOrder::Transposed { total, first } => {
+            RowOrder::Alternating { of, first } => {
+                let mut line = vec![0.0; columns * of as usize];
+                read(bytes, &mut line)?;
+                let own = line.iter().skip(first as usize).step_by(of.max(1) as usize);
+                out.iter_mut().zip(own).for_each(|(out, value)| *out = *value);
+                file.release(place.bytes.clone());
+            }
+            RowOrder::Transposed { total, first, step } => {
                 let size = place.dtype.block_bytes() as usize;
-                let count = (rows.end - rows.start) as usize;
-                let mut line = vec![0.0; count];
+                let (count, step) = ((rows.end - rows.start) as usize, step.max(1) as usize);
+                let mut line = vec![0.0; count.saturating_sub(1) * step + 1];
                 for (column, stored) in bytes.chunks_exact((total as usize * size).max(1)).enumerate() {
-                    let at = (first + rows.start) as usize * size;
-                    read(stored.get(at..at + count * size).ok_or_else(missing)?, &mut line)?;
-                    for (value, row) in line.iter().zip(out.chunks_exact_mut(columns.max(1))) {
+                    let at = (first as usize + rows.start as usize * step) * size;
+                    read(stored.get(at..at + line.len() * size).ok_or_else(missing)?, &mut line)?;
+                    let own = line.iter().step_by(step);
+                    for (value, row) in own.zip(out.chunks_exact_mut(columns.max(1))) {
                         if let Some(out) = row.get_mut(column) {
                             *out = *value;
                         }

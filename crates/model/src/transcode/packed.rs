@@ -71,6 +71,9 @@ impl Transcoder<'_> {
             target: "a bitsandbytes checkpoint",
             reason: reason.to_owned(),
         };
+        if spec.architecture == "gpt_oss" {
+            return Err(fail("transformers has its experts as stacks, which the library does not pack"));
+        }
         let mut config: Value = serde_json::from_str(&config_json(spec, REST)?)
             .map_err(|error| fail(&format!("its configuration is no JSON: {error}")))?;
         config["quantization_config"] = quantization_config(target);

@@ -9,12 +9,12 @@ use plimsoll_device::cpu::quantize::four_bit::FourBit;
 use plimsoll_model::convert::convert;
 use plimsoll_model::gguf::GgufFile;
 use plimsoll_model::{
-    ExpertGroups, ModelFiles, ModelSpec, Parameter, QkNorm, Role, SafetensorsFile, SaveError, SaveWriter,
-    Scoring, SharedExpert, Target, Transcoder, Upcycled, hf_config,
+    ExpertGroups, ModelFiles, ModelSpec, NewTensor, Parameter, QkNorm, Role, SafetensorsFile, SaveError,
+    SaveWriter, Scoring, SharedExpert, Target, Transcoder, Upcycled, hf_config, write_tensors,
 };
 use serde_json::{Value, json};
 
-const FAMILIES: [&str; 8] = [
+const FAMILIES: [&str; 10] = [
     "mixtral",
     "qwen2-moe",
     "qwen2-moe-normalised",
@@ -23,6 +23,8 @@ const FAMILIES: [&str; 8] = [
     "olmoe",
     "glm4-moe",
     "glm4-moe-biased",
+    "gpt-oss",
+    "gpt-oss-clamped",
 ];
 
 pub fn folder(family: &str) -> PathBuf {
@@ -186,6 +188,9 @@ fn what_cannot_be_is_refused_by_name() {
         ("olmoe", json!({ "clip_qkv": 8.0 }), "clip_qkv"),
         ("olmoe", json!({ "router_aux_loss_coef": -1.0 }), "router_aux_loss_coef"),
         ("olmoe", json!({ "model_type": "gpt_oss" }), "sinks"),
+        ("gpt-oss", json!({ "num_local_experts": 5 }), "router"),
+        ("gpt-oss", json!({ "swiglu_limit": 0.0 }), "swiglu_limit"),
+        ("gpt-oss", json!({ "quantization_config": { "quant_method": "fp9" } }), "quantised by"),
         ("olmoe", json!({ "model_type": "deepseek_v3" }), "multi-head latent attention"),
     ] {
         let folder = changed(family, &keys, place.path());
@@ -251,6 +256,7 @@ fn gguf_files_keep_everything() {
         ("olmoe", ["blk.2.ffn_up_exps.weight", "blk.0.attn_k_norm.weight"]),
         ("glm4-moe", ["blk.1.exp_probs_b.bias", "blk.0.post_attention_norm.weight"]),
         ("glm4-moe-biased", ["blk.0.attn_q.bias", "blk.1.ffn_gate_shexp.weight"]),
+        ("gpt-oss", ["blk.0.attn_sinks.weight", "blk.0.ffn_gate_exps.bias"]),
     ] {
         let (original, folder) = (folder(family), place.path().join(family));
         let files = open(family);
@@ -412,5 +418,56 @@ fn dense_models_become_mixtures() {
     ] {
         let error = Upcycled::new(spec, files.weights(), experts, 7).unwrap_err().to_string();
         assert!(error.contains(words), "{error}");
+    }
+}
+
+/// Stacks in MXFP4 that are not whole are refused by name.
+#[test]
+fn damaged_blocks_of_mxfp4_are_refused() {
+    let place = tempfile::tempdir().unwrap();
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../train/tests/data/mxfp4/gpt-oss");
+    std::fs::copy(from.join("config.json"), place.path().join("config.json")).unwrap();
+    let file = SafetensorsFile::open(&from.join("model.safetensors")).unwrap();
+    let stack = "model.layers.1.mlp.experts.down_proj";
+    let write = |change: &dyn Fn(&mut NewTensor) -> bool| {
+        let all = file.tensors().iter().map(|t| NewTensor {
+            name: t.name.clone(),
+            dtype: t.dtype,
+            shape: t.shape.clone(),
+        });
+        let mut tensors: Vec<NewTensor> = all.collect();
+        tensors.retain_mut(|tensor| change(tensor));
+        write_tensors(&place.path().join("model.safetensors"), &[], &tensors, |tensor, out| {
+            let size = tensor.dtype.bytes_for(&tensor.shape).unwrap() as usize;
+            let bytes = file.bytes(&tensor.name).unwrap_or_default();
+            out.write_all(&[bytes, &vec![0; size]].concat()[..size])
+        })
+        .unwrap();
+        ModelFiles::open(place.path())
+    };
+    assert!(write(&|_| true).is_ok());
+    let (blocks, scales) = (format!("{stack}_blocks"), format!("{stack}_scales"));
+    let reshaped = |name: &str, shape: &[u64]| {
+        let (name, shape) = (name.to_owned(), shape.to_vec());
+        move |tensor: &mut NewTensor| {
+            if tensor.name == name {
+                tensor.shape.clone_from(&shape);
+            }
+            true
+        }
+    };
+    for (change, words) in [
+        (
+            &(|t: &mut NewTensor| t.name != scales) as &dyn Fn(&mut NewTensor) -> bool,
+            "is not in the checkpoint",
+        ),
+        (&|t: &mut NewTensor| t.name != blocks, "down_proj"),
+        (&reshaped(&scales, &[6, 32, 3]), "needs 384 elements in U8"),
+        (&reshaped(&blocks, &[6, 32, 2, 8]), "blocks of MXFP4 are"),
+        (&reshaped(&blocks, &[6, 32, 0, 16]), "blocks of MXFP4 are"),
+        (&reshaped(&blocks, &[6, 64, 1, 16]), "has shape [6, 32, 64]"),
+    ] {
+        let error = write(change).unwrap_err().to_string();
+        assert!(error.contains(words), "{words}: {error}");
     }
 }

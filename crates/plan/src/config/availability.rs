@@ -12,9 +12,15 @@ pub(super) struct Refusal {
 static REFUSALS: &[Refusal] = &[
     Refusal {
         keys: &["model.from_scratch.architecture"],
-        values: &["gpt_neox", "gpt_oss"],
+        values: &["gpt_neox"],
         reason: "models of this family cannot be read either",
         instead: "llama",
+    },
+    Refusal {
+        keys: &["model.from_scratch.architecture"],
+        values: &["gpt_oss"],
+        reason: "models of this family are fine-tuned, converted and run, and none begins from nothing",
+        instead: "qwen3_moe",
     },
     Refusal {
         keys: &["data.format"],

@@ -6,6 +6,7 @@ use plimsoll_model::Role;
 
 use super::parts::{activation_tensor, zeroed};
 use super::saved::{Attended, Qkv, Raw};
+use super::sinks;
 use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
@@ -86,15 +87,15 @@ fn rotate(ctx: &Context<'_>, x: &Tensor, inverse: bool) -> Result<(), StepError>
     Ok(())
 }
 
-/// Attention of the queries over the keys and values.
-pub(crate) fn attend(ctx: &Context<'_>, qkv: &Qkv) -> Result<Attended, StepError> {
+/// Attention of the queries over the keys and values, beside the sinks of heads where there are any.
+pub(crate) fn attend(ctx: &Context<'_>, qkv: &Qkv, sinks: Option<&Tensor>) -> Result<Attended, StepError> {
     match (ctx.chunk, ctx.around) {
-        (Some(chunk), _) => return chunk.keys.attend(chunk.turn, ctx, qkv),
-        (None, Some(around)) => return around.attend(ctx, qkv),
+        (Some(chunk), _) => return chunk.keys.attend(chunk.turn, ctx, (qkv, sinks)),
+        (None, Some(around)) => return around.attend(ctx, qkv, sinks),
         (None, None) => {}
     }
     let out = attended(ctx, qkv)?;
-    let (lse, probabilities) = attend_into(ctx, [&qkv.q, &qkv.k, &qkv.v], &out, ctx.attention)?;
+    let (lse, probabilities) = attend_into(ctx, [&qkv.q, &qkv.k, &qkv.v], sinks, &out, ctx.attention)?;
     Ok(Attended { out, lse, probabilities })
 }
 
@@ -109,6 +110,7 @@ pub(crate) fn attended(ctx: &Context<'_>, qkv: &Qkv) -> Result<Tensor, StepError
 pub(crate) fn attend_into(
     ctx: &Context<'_>,
     [q, k, v]: [&Tensor; 3],
+    sinks: Option<&Tensor>,
     out: &Tensor,
     shape: AttentionShape,
 ) -> Result<(Tensor, Option<Tensor>), StepError> {
@@ -132,6 +134,7 @@ pub(crate) fn attend_into(
         shape,
         compute: ctx.compute,
     })?;
+    sinks::apply(ctx, sinks, out, &lse, probabilities.as_ref(), shape)?;
     Ok((lse, probabilities))
 }
 
@@ -165,6 +168,7 @@ pub(super) fn backward(
     let through = o_proj.backward_weight(ctx, gradients, dx, &attended.out)?;
     let dout = alloc(&attended.out, "dattention")?;
     o_proj.backward_input(ctx, through, dx, &dout, false)?;
+    sinks::backward(ctx, weights, &attended, &dout, gradients)?;
     let raw = qkv.raw.clone();
     let [dq, dk, dv] = match (ctx.chunk, ctx.around) {
         (Some(chunk), _) => chunk.keys.backward(chunk.turn, ctx, &qkv, &attended, &dout)?,

@@ -8,6 +8,7 @@
 //! Of ranks that share products each has some experts as a whole, and all tokens: rows of other ranks' experts are products of zeros here
 //! (expert parallelism within the ranks of tensor parallelism). Routers are computed alike on each.
 
+mod biases;
 mod capacity;
 mod gating_residual;
 mod jitter;
@@ -15,7 +16,7 @@ mod ranks;
 mod shared;
 mod zero_computation;
 
-use plimsoll_device::{Capacity, DType, DeviceExt, Router, Routing, Tensor};
+use plimsoll_device::{Capacity, DType, DeviceExt, Elementwise, Router, Routing, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::{ExpertsSpec, FeedForwardRoles, Role, Scoring};
 
@@ -127,9 +128,10 @@ pub(super) fn forward<R>(
     let inner = project_inner(ctx, part, &experts.gather(&all.normed, &order)?)?;
     let factors = Factors { values: &all.weights, order: Some(&order) };
     let (inner, activated) = kept_inner(ctx, policy, inner, Some(factors))?;
+    let weights_of_all = all.weights.clone();
     drop(all);
     let out = add(&|out, accumulate| {
-        experts.write(&order, &activated, out, accumulate)?;
+        experts.write((&weights_of_all, &order), &activated, out, accumulate)?;
         experts.add_zero_computation(&routed, normed, out)?;
         add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)
     })?;
@@ -209,7 +211,7 @@ pub(super) fn backward(
             }
         };
         let again = |out: &Tensor, accumulate| {
-            experts.write(&order, &activation, out, accumulate)?;
+            experts.write((&all.weights, &order), &activation, out, accumulate)?;
             experts.add_zero_computation(&routed, normed, out)?;
             add_shared(ctx, shared.as_ref().map(|(shared, _, activation)| (shared, activation)), out)
         };
@@ -285,7 +287,7 @@ impl<'e, 'c> Experts<'e, 'c> {
     }
 
     fn router(&self) -> Result<Linear<'e>, StepError> {
-        self.weights.linear(Role::Router, None)
+        self.weights.linear(Role::Router, Some(Role::RouterBias))
     }
 
     fn rule(&self) -> Router {
@@ -363,7 +365,7 @@ impl<'e, 'c> Experts<'e, 'c> {
 
     fn part<'o>(&'o self, order: &'o Order<'_>) -> FeedForward<'o> {
         let (offsets, visit) = (Some(&order.offsets), order.visit.as_ref());
-        FeedForward { weights: self.weights, roles: FeedForwardRoles::DENSE, offsets, visit }
+        FeedForward { weights: self.weights, roles: FeedForwardRoles::EXPERTS, offsets, visit }
     }
 
     /// Rows `[R, H]` for the experts, of x `[N, H]`.
@@ -378,7 +380,7 @@ impl<'e, 'c> Experts<'e, 'c> {
     /// out (+)= what the experts make of their rows' activations.
     fn write(
         &self,
-        order: &Order<'_>,
+        (weights, order): (&Tensor, &Order<'_>),
         activation: &Tensor,
         out: &Tensor,
         accumulate: bool,
@@ -386,6 +388,7 @@ impl<'e, 'c> Experts<'e, 'c> {
         let down = self.part(order).down()?;
         let y = activation_tensor(self.ctx, activation.rows(), down.outputs(), "expert.outputs")?;
         down.forward(self.ctx, activation, &y, false)?;
+        self.add_down_bias(order, weights, &y)?;
         self.combine(order, &y, out, accumulate)
     }
 
@@ -422,8 +425,9 @@ impl<'e, 'c> Experts<'e, 'c> {
             let inner = project_inner(ctx, experts.part(&order), &experts.gather(&all.normed, &order)?)?;
             let factors = Factors { values: &all.weights, order: Some(&order) };
             let activation = scaled(ctx, activated_in_place(ctx, inner)?, Some(&factors))?;
+            let weights = all.weights.clone();
             drop(all);
-            experts.write(&order, &activation, &out, accumulate)?;
+            experts.write((&weights, &order), &activation, &out, accumulate)?;
             drop(activation);
             let Some(shared) = experts.shared(&normed)? else { return Ok(()) };
             let activation = activated_in_place(ctx, shared.inner(ctx, &normed)?)?;
@@ -449,10 +453,15 @@ impl<'e, 'c> Experts<'e, 'c> {
         let part = self.part(order);
         let drows = self.gather(&self.rows_of_all_ranks(dout)?, order)?;
         let dactivation = down_backward(ctx, part, activation, &drows, gradients)?;
+        let of_biases = self.down_bias_backward((&all.weights, order), &drows, gradients)?;
         drop(drows);
         let factors = Factors { values: &all.weights, order: Some(order) };
         self.sum_of_ranks(dweights, |dweights| {
-            scaled_backward(ctx, &inner, &dactivation, &factors, dweights)
+            scaled_backward(ctx, &inner, &dactivation, &factors, dweights)?;
+            match &of_biases {
+                Some(owed) => Ok(ctx.device.run(Elementwise::Add { a: dweights, b: owed, out: dweights })?),
+                None => Ok(()),
+            }
         })?;
         let dinner = activation_backward(ctx, inner, &dactivation)?;
         drop(dactivation);

@@ -19,6 +19,7 @@ use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::ModelSpec;
 
 use super::saved::{Attended, Qkv};
+use super::sinks;
 use crate::StepError;
 use crate::context::Context;
 use crate::tier::{Parcel, Parcels, Use};
@@ -86,8 +87,13 @@ pub(crate) struct Turn {
 
 /// What attends to the keys of a sequence in chunks.
 pub(crate) trait Attend {
-    /// Attention of a chunk's queries over its own keys and those of all chunks before it.
-    fn attend(&self, turn: Turn, ctx: &Context<'_>, qkv: &Qkv) -> Result<Attended, StepError>;
+    /// Attention of a chunk's queries over its own keys and those of all chunks before it, beside the sinks of heads.
+    fn attend(
+        &self,
+        turn: Turn,
+        ctx: &Context<'_>,
+        qkv: (&Qkv, Option<&Tensor>),
+    ) -> Result<Attended, StepError>;
 
     /// The gradients of the chunk's queries, keys and values, from that of what its attention gave.
     fn backward(
@@ -207,7 +213,12 @@ impl Keys<'_> {
 }
 
 impl Attend for Keys<'_> {
-    fn attend(&self, turn: Turn, ctx: &Context<'_>, qkv: &Qkv) -> Result<Attended, StepError> {
+    fn attend(
+        &self,
+        turn: Turn,
+        ctx: &Context<'_>,
+        (qkv, sinks): (&Qkv, Option<&Tensor>),
+    ) -> Result<Attended, StepError> {
         let (device, shape) = (ctx.device, ctx.attention);
         let alloc = |dtype, sizes: &[u64], name| device.alloc(dtype, sizes, Tag::Attention, name);
         let out = alloc(ctx.activations, &[qkv.q.rows(), qkv.q.columns()], "attention")?;
@@ -254,6 +265,7 @@ impl Attend for Keys<'_> {
         }
         add(&qkv.k, &qkv.v, turn.number)?;
         device.run(PiecedAttention::Finish { running, out: &out, lse: &lse, shape })?;
+        sinks::apply(ctx, sinks, &out, &lse, None, shape)?;
         if turn.visit == Visit::Forward {
             let kept = pool.gather(turn.kept_attended())?;
             self.copy(&out, of(&kept, Kind::Out)?)?;

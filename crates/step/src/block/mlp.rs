@@ -9,7 +9,7 @@ use super::mover::Mover;
 use super::parts::activation_tensor;
 use super::saved::{Held, Inner};
 use crate::StepError;
-use crate::context::Context;
+use crate::context::{Context, NonLinearity};
 use crate::gradients::Gradients;
 use crate::head::{for_each_range, rows};
 use crate::linear::{Linear, Through, Weight};
@@ -212,11 +212,17 @@ pub(super) fn activated_in_place(ctx: &Context<'_>, inner: Inner) -> Result<Tens
     Ok(inner.up)
 }
 
+const NO_GATE: StepError = StepError::Invariant { what: "a clamped activation has a gate" };
+
 fn activate_into(ctx: &Context<'_>, inner: &Inner, out: &Tensor) -> Result<(), StepError> {
-    let activation = ctx.activation();
-    Ok(ctx.device.run(match &inner.gate {
-        Some(gate) => Activation::Gated { gate, up: &inner.up, out, activation },
-        None => Activation::Activate { x: &inner.up, out, activation },
+    let up = &inner.up;
+    Ok(ctx.device.run(match (&inner.gate, ctx.activation()) {
+        (Some(gate), NonLinearity::Plain(activation)) => Activation::Gated { gate, up, out, activation },
+        (None, NonLinearity::Plain(activation)) => Activation::Activate { x: up, out, activation },
+        (Some(gate), NonLinearity::Clamped { alpha, limit }) => {
+            Activation::ClampedSwiglu { gate, up, out, alpha, limit }
+        }
+        (None, NonLinearity::Clamped { .. }) => return Err(NO_GATE),
     })?)
 }
 
@@ -314,12 +320,18 @@ pub(super) fn activation_backward(
     inner: Inner,
     dactivation: &Tensor,
 ) -> Result<Inner, StepError> {
-    let (up, activation) = (&inner.up, ctx.activation());
-    ctx.device.run(match &inner.gate {
-        Some(gate) => {
-            Activation::GatedBackward { gate, up, dout: dactivation, dgate: gate, dup: up, activation }
+    let (up, dout) = (&inner.up, dactivation);
+    ctx.device.run(match (&inner.gate, ctx.activation()) {
+        (Some(gate), NonLinearity::Plain(activation)) => {
+            Activation::GatedBackward { gate, up, dout, dgate: gate, dup: up, activation }
         }
-        None => Activation::ActivateBackward { x: up, dout: dactivation, dx: up, activation },
+        (None, NonLinearity::Plain(activation)) => {
+            Activation::ActivateBackward { x: up, dout, dx: up, activation }
+        }
+        (Some(gate), NonLinearity::Clamped { alpha, limit }) => {
+            Activation::ClampedSwigluBackward { gate, up, dout, dgate: gate, dup: up, alpha, limit }
+        }
+        (None, NonLinearity::Clamped { .. }) => return Err(NO_GATE),
     })?;
     Ok(inner)
 }

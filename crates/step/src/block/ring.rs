@@ -16,6 +16,7 @@ use plimsoll_parallel::{Collectives, Communicator, Mesh};
 
 use super::keys::sees;
 use super::saved::{Attended, Qkv};
+use super::sinks;
 use crate::StepError;
 use crate::context::Context;
 use crate::head::{reshaped, rows};
@@ -92,8 +93,18 @@ impl Around<'_> {
         self.runs(self.ring.ranks.rank(), ctx.attention.batch)
     }
 
-    /// Attention of this rank's queries over the keys and values of all ranks.
-    pub fn attend(&self, ctx: &Context<'_>, qkv: &Qkv) -> Result<Attended, StepError> {
+    /// The rows of this rank's runs of queries, and what attention of each is.
+    pub fn own_queries(&self, ctx: &Context<'_>) -> Vec<(Range<u64>, AttentionShape)> {
+        self.own(ctx).into_iter().map(|run| (run.rows.clone(), run.queries(ctx))).collect()
+    }
+
+    /// Attention of this rank's queries over the keys and values of all ranks, beside the sinks of heads where there are any.
+    pub fn attend(
+        &self,
+        ctx: &Context<'_>,
+        qkv: &Qkv,
+        sinks: Option<&Tensor>,
+    ) -> Result<Attended, StepError> {
         let device = ctx.device;
         let alloc = |dtype, sizes: &[u64], name| device.alloc(dtype, sizes, Tag::Attention, name);
         let (tokens, heads) = (qkv.q.rows(), ctx.attention.heads);
@@ -134,6 +145,7 @@ impl Around<'_> {
             let running = Running { sums, most, total };
             let (out, lse, shape) = (&queries.of(&out)?, &queries.of(&lse)?, queries.queries(ctx));
             device.run(PiecedAttention::Finish { running, out, lse, shape })?;
+            sinks::apply(ctx, sinks, out, lse, None, shape)?;
         }
         Ok(Attended { out, lse, probabilities: None })
     }

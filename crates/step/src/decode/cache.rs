@@ -138,13 +138,13 @@ impl<'a> KvCache<'a> {
     }
 
     /// Attention of a layer `[N, heads * D]`, with the log-sum-exps of the runs: the keys and values of every run are put into the cache,
-    /// and its queries see all that is there of its sequence.
+    /// and its queries see all that is there of its sequence, beside the sinks of heads where there are any.
     pub fn attend(
         &mut self,
         ctx: &Context<'_>,
         layer: u32,
         runs: &[Run],
-        qkv: &Qkv,
+        (qkv, sinks): (&Qkv, Option<&Tensor>),
     ) -> Result<(Tensor, Vec<Tensor>), StepError> {
         let out = block::attended(ctx, qkv)?;
         let (mut first, mut sums) = (0, Vec::with_capacity(runs.len()));
@@ -153,7 +153,7 @@ impl<'a> KvCache<'a> {
             let (k, v) = self.write(layer, *run, &own(&qkv.k)?, &own(&qkv.v)?)?;
             let (q_len, kv_len) = (run.tokens, run.past + run.tokens);
             let shape = AttentionShape { q_len, kv_len, kv_capacity: self.capacity(layer), ..ctx.attention };
-            let (lse, _) = block::attend_into(ctx, [&own(&qkv.q)?, &k, &v], &own(&out)?, shape)?;
+            let (lse, _) = block::attend_into(ctx, [&own(&qkv.q)?, &k, &v], sinks, &own(&out)?, shape)?;
             sums.push(lse);
             drop((k, v));
             self.leave((layer, run.sequence))?;

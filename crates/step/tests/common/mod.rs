@@ -117,6 +117,7 @@ pub fn mixture() -> ModelSpec {
         scale: 1.0,
         groups: None,
         correction: false,
+        bias: false,
         balance_loss: 0.02,
     };
     let experts = ExpertsSpec {
@@ -140,6 +141,7 @@ pub fn grouped_mixture() -> ModelSpec {
         scale: 1.5,
         groups: Some(ExpertGroups { count: 3, chosen: 2 }),
         correction: true,
+        bias: false,
         balance_loss: 0.0,
     };
     let experts = ExpertsSpec {
@@ -162,6 +164,7 @@ pub fn moe_plus_plus() -> ModelSpec {
         normalise: false,
         scale: 1.0,
         groups: None,
+        bias: false,
         correction: false,
         balance_loss: 0.01,
     };
@@ -180,9 +183,48 @@ pub fn moe_plus_plus() -> ModelSpec {
     ModelSpec { experts: Some(experts), ..llama() }
 }
 
+/// gpt-oss's: sinks in attention with windows by turns, biases everywhere, the router's and those of experts too, and the clamped SwiGLU.
+pub fn biased_mixture() -> ModelSpec {
+    let base = mixture();
+    let experts = base.experts.clone().map(|experts| ExpertsSpec {
+        shared: None,
+        router: RouterSpec { normalise: true, bias: true, ..experts.router },
+        layers: vec![true; 3],
+        ..experts
+    });
+    ModelSpec {
+        attention: AttentionSpec {
+            qkv_bias: true,
+            output_bias: true,
+            sliding_window: Some(SlidingWindow { size: 3, layers: vec![true, false, true] }),
+            sinks: true,
+            ..base.attention
+        },
+        // Limits that values of tests reach.
+        mlp: MlpSpec {
+            activation: Activation::ClampedSwiglu { alpha: 1.702, limit: 0.9 },
+            bias: true,
+            ..base.mlp
+        },
+        experts,
+        tie_word_embeddings: false,
+        ..base
+    }
+}
+
 /// A block of every kind.
-pub fn families() -> [ModelSpec; 8] {
-    [llama(), biased(), gemma(), olmo(), gpt2(), mixture(), grouped_mixture(), moe_plus_plus()]
+pub fn families() -> [ModelSpec; 9] {
+    [
+        llama(),
+        biased(),
+        gemma(),
+        olmo(),
+        gpt2(),
+        mixture(),
+        grouped_mixture(),
+        moe_plus_plus(),
+        biased_mixture(),
+    ]
 }
 
 /// Those that can be divided into stages: no layer reads what another's router said.

@@ -1,10 +1,14 @@
-//! SiLU, GELU and GELU's tanh approximation, alone and gated, forward and backward.
+//! SiLU, GELU and GELU's tanh approximation, alone and gated, forward and backward; gpt-oss's clamped gate is in a file of its own.
+
+mod clamped;
 
 use super::elementwise::{Input, for_each_tile};
 use super::math::{normal, sigmoid, sigmoids};
 use super::simd::{mul_add, per_isa};
 use super::{Exec, FloatsMut};
 use crate::Glu;
+
+pub(in crate::cpu) use clamped::{clamped_swiglu, clamped_swiglu_backward};
 
 /// out = act(x)
 pub(in crate::cpu) fn activate(exec: Exec<'_>, x: Input<'_>, out: FloatsMut<'_>, activation: Glu) {

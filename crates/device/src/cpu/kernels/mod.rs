@@ -23,12 +23,14 @@ pub(super) mod rope;
 mod rounding;
 pub(super) mod routing;
 mod simd;
+pub(super) mod sink;
 mod soft_cap;
 mod split;
 mod storage;
 pub(super) mod subspace;
 pub(super) mod sum_squares;
 pub(super) mod update;
+pub(super) mod weighted_bias;
 pub(super) mod zero_computation;
 
 pub(super) use elementwise::Input;

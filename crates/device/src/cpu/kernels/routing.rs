@@ -377,7 +377,7 @@ pub(in crate::cpu) fn scale_rows(
 }
 
 /// Sums of products that lie beside each other: sixteen chains, added up in order.
-fn dot(a: &[f32], b: &[f32]) -> f32 {
+pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0f32; 16];
     let (a_runs, b_runs) = (a.as_chunks::<16>(), b.as_chunks::<16>());
     for (a, b) in a_runs.0.iter().zip(b_runs.0) {

@@ -92,6 +92,25 @@ pub(super) fn q5_1(values: &[f32], out: &mut [u8]) {
     put_five_bits(|x| ((x - min) * by + 0.5).clamp(0.0, 31.0) as u8, values, codes);
 }
 
+/// Values of four bits with a power of two as scale (OCP Microscaling Formats 1.0): that of the largest magnitude over 4, so that
+/// what lies between 6 and 8 times the scale becomes 6.
+pub(super) fn mxfp4(values: &[f32], out: &mut [u8]) {
+    /// Between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
+    const LIMITS: [f32; 7] = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0];
+    let exponent = (largest(values).to_bits() >> 23).saturating_sub(2).min(254);
+    // The inverse of 2^(exponent - 127), in two steps: it may be beyond a normal number by itself.
+    let (half, rest) = (exponent / 2, exponent - exponent / 2);
+    let power = |exponent: u32| f32::from_bits((127 + 63 - exponent) << 23);
+    let (head, codes) = out.split_at_mut(1);
+    head[0] = exponent as u8;
+    let code = |x: f32| {
+        let size = x.abs() * power(half) * power(rest) * 2.0;
+        let code = LIMITS.iter().filter(|limit| size > **limit).count() as u8;
+        if code > 0 && x < 0.0 { code | 8 } else { code }
+    };
+    put_nibbles(code, values, codes);
+}
+
 pub(super) fn int8(values: &[f32], out: &mut [u8]) {
     int8_scaled(values, int8_scale(largest(values)), out);
 }

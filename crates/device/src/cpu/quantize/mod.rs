@@ -112,6 +112,7 @@ fn quantizer(dtype: DType) -> Option<Quantizer> {
         DType::Q4K => Some(k_quants::q4_k),
         DType::Q6K => Some(k_quants::q6_k),
         DType::Int8 => Some(blocks::int8),
+        DType::Mxfp4 => Some(blocks::mxfp4),
         _ => None,
     }
 }

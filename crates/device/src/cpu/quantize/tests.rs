@@ -38,6 +38,7 @@ fn errors_are_those_of_the_types() {
         (DType::Q4K, 0.075),
         (DType::Q6K, 0.02),
         (DType::Int8, 0.007),
+        (DType::Mxfp4, 0.15),
         (DType::Nf4, 0.1),
         (DType::Nf4F32, 0.1),
         (DType::Fp4, 0.13),
@@ -123,6 +124,32 @@ proptest! {
             let mut back = vec![f32::NAN; 512];
             dequantize(Isa::detect(), dtype, &stored, &mut back).unwrap();
             prop_assert!(back.iter().all(|x| x.is_finite()), "{dtype}");
+        }
+    }
+}
+
+/// Blocks whose largest magnitude is 4 or 6 times their scale come back byte by byte; all come back as the same values.
+#[test]
+fn mxfp4_values_stay() {
+    for exponent in [0u8, 1, 2, 100, 127, 200, 250] {
+        for top in [7u8, 6, 5, 2] {
+            let mut block = vec![exponent];
+            block.extend((0..16u8).map(|i| (i * 7 % 8).min(top) | (i * 5 % (top + 1)) << 4 | (i & 1) << 7));
+            block[1] = top;
+            // A negative zero is a zero.
+            for byte in &mut block[1..] {
+                let low = if *byte & 15 == 8 { 0 } else { *byte & 15 };
+                *byte = low | if *byte >> 4 == 8 { 0 } else { *byte & 0xf0 };
+            }
+            let (mut values, mut again) = ([0.0; 32], [0; 17]);
+            dequantize(Isa::detect(), DType::Mxfp4, &block, &mut values).unwrap();
+            quantize(DType::Mxfp4, &values, &mut again, 1).unwrap();
+            if top >= 6 && exponent > 0 {
+                assert_eq!(again[..], block[..], "{exponent} {top}");
+            }
+            let mut back = [1.0; 32];
+            dequantize(Isa::detect(), DType::Mxfp4, &again, &mut back).unwrap();
+            assert_eq!(back, values, "{exponent} {top}");
         }
     }
 }

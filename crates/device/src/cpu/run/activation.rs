@@ -2,7 +2,9 @@
 
 use super::KernelCall;
 use crate::Activation;
-use crate::cpu::kernels::activation::{activate, activate_backward, gated, gated_backward};
+use crate::cpu::kernels::activation::{
+    activate, activate_backward, clamped_swiglu, clamped_swiglu_backward, gated, gated_backward,
+};
 
 pub(super) fn run(op: Activation<'_>, KernelCall { exec, t, .. }: KernelCall<'_>) {
     match op {
@@ -20,6 +22,14 @@ pub(super) fn run(op: Activation<'_>, KernelCall { exec, t, .. }: KernelCall<'_>
         Activation::ActivateBackward { x, dout, dx, activation } => {
             let (x, dout) = (t.input(x, &[dx]), t.input(dout, &[dx]));
             activate_backward(exec, x, dout, t.floats_mut(dx), activation);
+        }
+        Activation::ClampedSwiglu { gate, up, out, alpha, limit } => {
+            let inputs = [gate, up].map(|x| t.input(x, &[out]));
+            clamped_swiglu(exec, inputs, t.floats_mut(out), alpha, limit);
+        }
+        Activation::ClampedSwigluBackward { gate, up, dout, dgate, dup, alpha, limit } => {
+            let inputs = [gate, up, dout].map(|x| t.input(x, &[dgate, dup]));
+            clamped_swiglu_backward(exec, inputs, [dgate, dup].map(|x| t.floats_mut(x)), alpha, limit);
         }
     }
 }

@@ -68,12 +68,12 @@ pub(super) fn run(op: GroupedProduct<'_>, job: KernelCall<'_>) -> Result<(), Str
 }
 
 /// The rows of each group.
-fn groups(offsets: &[u32]) -> impl Iterator<Item = (usize, Range<usize>)> {
+pub(super) fn groups(offsets: &[u32]) -> impl Iterator<Item = (usize, Range<usize>)> {
     offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize).enumerate()
 }
 
 /// The rows of x that are of no group. Refuses offsets that do not cut its rows.
-fn rest(offsets: &[u32], x: &Tensor) -> Result<Range<usize>, String> {
+pub(super) fn rest(offsets: &[u32], x: &Tensor) -> Result<Range<usize>, String> {
     let rows = x.rows() as usize;
     let last = offsets.last().map_or(0, |last| *last as usize);
     if offsets.first() != Some(&0) || !offsets.is_sorted() || last > rows {

@@ -62,6 +62,9 @@ pub(super) fn activation(op: Activation<'_>, emit: &mut Emit<'_>) -> Result<(), 
         Activation::ActivateBackward { x, dout, dx, activation } => {
             ("activate_backward", vec![x, dout, dx], activation)
         }
+        Activation::ClampedSwiglu { .. } | Activation::ClampedSwigluBackward { .. } => {
+            return Err(emit.not_yet(None));
+        }
     };
     let n = tensors.first().map_or(0, |tensor| tensor.elements());
     let kernel = emit.kernel(name, vector_blocks(n));

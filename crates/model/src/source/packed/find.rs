@@ -66,6 +66,10 @@ pub(in crate::source) fn find(
                 Some(linear) => Some((format!("{linear}.weight"), tensors.awq(linear, name)?)),
                 None => None,
             },
+            Quantization::Mxfp4 => match name.strip_suffix("_blocks") {
+                Some(stack) => Some((stack.to_owned(), tensors.mxfp4(stack, name)?)),
+                None => None,
+            },
         };
         if let Some((name, packed)) = packed {
             found.push(Found { name, packed });
@@ -295,6 +299,29 @@ impl<'a> Tensors<'a> {
         let zero_offset = if second { 0 } else { 1 };
         let packing = Packing::Gptq { bits, words, zeros, scales, groups: groups_of, group, zero_offset };
         Ok(Packed { packing, rows, columns })
+    }
+
+    fn mxfp4(&mut self, stack: &str, name: &str) -> Result<Packed, ModelError> {
+        let (codes, tensor) = self.require(name, name)?;
+        let sizes = match (tensor.dtype, &tensor.shape[..]) {
+            (StoredDType::U8, [stack, rows, blocks, 16]) => Some([*stack, *rows, *blocks]),
+            _ => None,
+        };
+        let usable = sizes.and_then(|[stack, rows, blocks]| {
+            let all = stack.checked_mul(rows)?;
+            all.checked_mul(blocks).filter(|count| *count > 0)?;
+            Some([stack, all, blocks].map(|size| size as usize))
+        });
+        let Some([count, rows, blocks]) = usable else {
+            let reason = format!(
+                "is {:?} in {}; blocks of MXFP4 are [experts, outputs, inputs / 32, 16] in U8",
+                tensor.shape, tensor.dtype
+            );
+            return Err(self.fail(name, reason));
+        };
+        let scales = self.exactly(&format!("{stack}_scales"), name, &[StoredDType::U8], rows * blocks)?;
+        let packing = Packing::Mxfp4 { codes, scales, stack: count };
+        Ok(Packed { packing, rows, columns: blocks * super::MXFP4.0 })
     }
 
     fn awq(&mut self, linear: &str, name: &str) -> Result<Packed, ModelError> {
