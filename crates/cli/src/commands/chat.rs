@@ -95,7 +95,8 @@ fn run_rank(args: &ChatArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
 
     let interrupts = Interrupts::listen(ranks)?;
     let engine = model.start(ranks)?;
-    let draft_memory = guessing.prepare(&engine, &mut model, most_context(&model))?;
+    let most = most_context(&model);
+    let draft_memory = guessing.prepare(&engine, &mut model, most)?;
     let plan = plan(&model, ranks, &engine)?;
     let context = usize::try_from(plan.settings.context).unwrap_or(usize::MAX);
     if least >= context {
