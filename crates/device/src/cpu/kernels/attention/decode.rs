@@ -194,9 +194,12 @@ impl Decode<'_> {
         std::iter::from_fn(move || {
             let run = left.start..g.run_end(&left);
             left.start = run.end;
-            let data = stored.at(element(run.start));
-            let rows = CachedRows { data, dtype: stored.dtype, rows: run.len(), columns: g.d, stride };
-            (!run.is_empty()).then(|| (run.start - begin..run.end - begin, rows))
+            // Behind the last position there need not be a row.
+            (!run.is_empty()).then(|| {
+                let data = stored.at(element(run.start));
+                let rows = CachedRows { data, dtype: stored.dtype, rows: run.len(), columns: g.d, stride };
+                (run.start - begin..run.end - begin, rows)
+            })
         })
     }
 }
