@@ -8,6 +8,7 @@ mod monitor;
 mod plan_inference;
 mod sampling;
 mod snapshot;
+mod speculation;
 mod stopping;
 mod watch;
 
@@ -28,6 +29,7 @@ pub use monitor::MonitorArgs;
 pub use plan_inference::PlanInferenceArgs;
 pub use sampling::SamplingArgs;
 pub use snapshot::SnapshotArgs;
+pub use speculation::SpeculationArgs;
 pub use stopping::StoppingArgs;
 pub use watch::WatchArgs;
 
@@ -430,9 +432,14 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "TEXT")]
     pub prompt: Option<String>,
     /// File of prompts: one a line, or with the ending .jsonl an object a line with a text called prompt. Empty lines
-    /// are left out. Prints an object a line, as --json does for one prompt
+    /// are left out. Several are answered at once. Off a terminal it prints an object a line, as --json does for one prompt
     #[arg(long, value_name = "FILE")]
     pub prompts: Option<PathBuf>,
+    /// Prompts of a file that are answered at once; by default as many as memory allows, up to 16
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1024), conflicts_with = "prompt")]
+    pub parallel: Option<u64>,
+    #[command(flatten)]
+    pub speculation: SpeculationArgs,
     /// New tokens at most
     #[arg(long, visible_alias = "max-new-tokens", value_name = "N", default_value_t = 128)]
     #[arg(value_parser = inference::tokens)]

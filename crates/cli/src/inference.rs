@@ -2,8 +2,8 @@
 
 use std::ops::RangeInclusive;
 
-use plimsoll_device::{DType, Device, DeviceTraits};
-use plimsoll_generate::Session;
+use plimsoll_device::{DType, Device, DeviceTraits, FEW_ROWS};
+use plimsoll_generate::{Batch, Session};
 use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{ModelSpec, Parameter};
@@ -38,6 +38,21 @@ pub struct Inference<'a> {
     threads: Option<usize>,
     /// What `--context` says.
     asked_context: Option<usize>,
+    /// Tokens of a guess.
+    drafted_tokens: u64,
+    /// Sequences at once at most, and whether somebody asked for so many.
+    parallel: Option<(u64, bool)>,
+    /// Bytes that another model takes.
+    others_bytes: u64,
+}
+
+/// What ranks have to agree on.
+#[derive(Clone, Copy)]
+struct Decided {
+    pass_tokens: u64,
+    cache: DType,
+    sequences: u64,
+    pages: u64,
 }
 
 impl<'a> Inference<'a> {
@@ -60,6 +75,9 @@ impl<'a> Inference<'a> {
             device: args.device,
             threads: args.threads,
             asked_context: args.context,
+            drafted_tokens: 0,
+            parallel: None,
+            others_bytes: 0,
         };
         match args.context {
             Some(0) => Err(Failure::usage("--context must be at least 1")),
@@ -103,6 +121,21 @@ impl<'a> Inference<'a> {
         self.spec().attention.rope.is_none()
     }
 
+    /// From here on guesses of so many tokens are verified.
+    pub fn verify(&mut self, drafted_tokens: u64) {
+        self.drafted_tokens = drafted_tokens;
+    }
+
+    /// From here on several sequences are planned, up to `most`, which somebody `asked` for or not.
+    pub fn answer_at_once(&mut self, most: u64, asked: bool) {
+        self.parallel = Some((most, asked));
+    }
+
+    /// From here on another model has so many bytes of the memory.
+    pub fn make_room(&mut self, bytes: u64) {
+        self.others_bytes = bytes;
+    }
+
     /// The machine, its threads started and measured.
     pub fn start(&self, ranks: &dyn Communicator) -> Result<Engine, Failure> {
         Ok(Engine::start(self.threads)?.with_card(card::open(self.device, ranks)?))
@@ -142,18 +175,22 @@ impl<'a> Inference<'a> {
     ) -> Result<(GenerationPlan, PlannedProcess), Failure> {
         let mut planned = self.plan(engine, context, longest, enough)?;
         loop {
-            let DecodeSettings { context, prompt_chunk_tokens, cache, .. } = planned.0.settings;
+            let DecodeSettings { context, prompt_chunk_tokens, cache, sequences, pages, .. } =
+                planned.0.settings;
             let place = CACHES.iter().position(|known| *known == cache).unwrap_or(0);
-            let own = [context as f64, prompt_chunk_tokens as f64, -(place as f64)];
+            let pages = pages.unwrap_or(0) as f64;
+            let own = [context as f64, prompt_chunk_tokens as f64, -(place as f64), sequences as f64, pages];
             let all = ranks.gather_numbers(&own).map_err(|error| Failure::other(error.to_string()))?;
             if all.iter().all(|other| other[..] == own) {
                 return Ok(planned);
             }
             let least =
                 |nth: usize| all.iter().filter_map(|of| of.get(nth).copied()).fold(f64::MAX, f64::min);
-            let (context, tokens) = (least(0) as usize, least(1) as u64);
+            let context = least(0) as usize;
             let cache = CACHES.get(-least(2) as usize).copied().unwrap_or(cache);
-            planned = self.plan_with(engine, context..=context, longest, context, Some((tokens, cache)))?;
+            let [pass_tokens, sequences, pages] = [1, 3, 4].map(|nth| least(nth) as u64);
+            let decided = Some(Decided { pass_tokens, cache, sequences, pages });
+            planned = self.plan_with(engine, context..=context, longest, context, decided)?;
         }
     }
 
@@ -163,7 +200,7 @@ impl<'a> Inference<'a> {
         context: RangeInclusive<usize>,
         longest: Option<usize>,
         enough: usize,
-        decided: Option<(u64, DType)>,
+        decided: Option<Decided>,
     ) -> Result<(GenerationPlan, PlannedProcess), Failure> {
         let line = self.line(engine);
         let mut room = PlanningRoom::below(line);
@@ -181,12 +218,13 @@ impl<'a> Inference<'a> {
                 storage: self.weights.storage(&types, None),
                 prompt_tokens: longest.map(|n| n as u64),
                 context: *context.start() as u64..=*context.end() as u64,
-                cache: decided.map_or(self.cache, |(_, cache)| Some(cache)),
-                room: room.bytes(self.overhead_bytes(engine)?),
+                cache: decided.map_or(self.cache, |decided| Some(decided.cache)),
+                room: room.bytes(self.overhead_bytes(engine)?.saturating_add(self.others_bytes)),
                 in_files: self.weights.can_stream().then_some(self.weights.in_files()),
                 enough_context: enough as u64,
-                pass_tokens: decided.map(|(tokens, _)| tokens),
+                pass_tokens: decided.map(|decided| decided.pass_tokens),
                 sequences: 1,
+                drafted_tokens: self.drafted_tokens,
                 apart,
                 // Whether the disk has room is asked where its file is opened.
                 disk_room: u64::MAX,
@@ -198,13 +236,62 @@ impl<'a> Inference<'a> {
                 )),
                 GenerationPlanError::Step(error) => error.into(),
             })?;
+            let plan = match self.parallel {
+                None => plan,
+                Some((most, asked)) => {
+                    let most = decided.map_or(most, |decided| decided.sequences);
+                    let pages = decided.map(|decided| decided.pages);
+                    let room = request.room.saturating_sub(self.logits_bytes(most));
+                    plan.with_sequences(&GenerationRequest { room, ..request }, most, asked, pages)?
+                }
+            };
             release_free_heap();
             let streams = if apart.is_some() { 0 } else { self.stream_bytes(&plan) };
-            let beside = self.overhead_bytes(engine)?.saturating_add(streams);
+            let others = self.others_bytes.saturating_add(self.logits_bytes(plan.settings.sequences));
+            let beside = self.overhead_bytes(engine)?.saturating_add(streams).saturating_add(others);
             if let Some(planned) = room.settle(plan.dry_run.peak_bytes(), beside)? {
                 return Ok((plan, planned));
             }
         }
+    }
+
+    /// What the logits of a pass take beside the arena, where it has those of several tokens.
+    fn logits_bytes(&self, sequences: u64) -> u64 {
+        match sequences.saturating_mul(self.drafted_tokens + 1).min(FEW_ROWS as u64) {
+            0..=1 => 0,
+            // As they are read, and a row at a time.
+            rows => rows.saturating_mul(2 * size_of::<f32>() as u64).saturating_mul(self.spec().vocab_size),
+        }
+    }
+
+    /// What this model takes that guesses for another: all of its weights are in memory.
+    ///
+    /// # Errors
+    /// There is not as much.
+    pub fn plan_in_memory(&self, engine: &Engine, context: usize) -> Result<GenerationPlan, Failure> {
+        let types = |p: &Parameter| self.weights.weight_type(p);
+        let request = GenerationRequest {
+            spec: self.weights.own_spec(),
+            precision: self.weights.precision,
+            storage: self.weights.storage(&types, None),
+            prompt_tokens: None,
+            context: context as u64..=context as u64,
+            cache: self.cache,
+            room: self.line(engine).bytes.saturating_sub(self.overhead_bytes(engine)?),
+            in_files: None,
+            enough_context: context as u64,
+            pass_tokens: None,
+            sequences: 1,
+            drafted_tokens: 0,
+            apart: None,
+            disk_room: u64::MAX,
+        };
+        GenerationPlan::resolve(&request).map_err(|error| match error {
+            GenerationPlanError::DoesNotFit(error) => {
+                Failure::does_not_fit(format!("the model that guesses does not fit: {error}"))
+            }
+            GenerationPlanError::Step(error) => error.into(),
+        })
     }
 
     /// What streaming takes beside the arena, where the plan has it.
@@ -226,6 +313,27 @@ impl<'a> Inference<'a> {
         device: &'d dyn Device,
         plan: &GenerationPlan,
     ) -> Result<(Session<'d>, Option<Streaming>), Failure> {
+        let (decoder, streaming) = self.decoder_of(ranks, device, plan)?;
+        Ok((Session::new(decoder, &plan.settings), streaming))
+    }
+
+    /// The same for many prompts.
+    pub fn batch_of<'d>(
+        &self,
+        ranks: &'d dyn Communicator,
+        device: &'d dyn Device,
+        plan: &GenerationPlan,
+    ) -> Result<(Batch<'d>, Option<Streaming>), Failure> {
+        let (decoder, streaming) = self.decoder_of(ranks, device, plan)?;
+        Ok((Batch::new(decoder, &plan.settings, self.spec().vocab_size), streaming))
+    }
+
+    fn decoder_of<'d>(
+        &self,
+        ranks: &'d dyn Communicator,
+        device: &'d dyn Device,
+        plan: &GenerationPlan,
+    ) -> Result<(Decoder<'d>, Option<Streaming>), Failure> {
         let layers = self.weights.own_spec().num_layers;
         let (tiers, streaming) =
             streaming::open(device, &plan.dry_run, plan.residency, self.disk, (layers, ranks.rank() > 0))?;
@@ -238,6 +346,6 @@ impl<'a> Inference<'a> {
         if !ranks.is_alone() {
             decoder.join(everybody(ranks)?);
         }
-        Ok((Session::new(decoder, &plan.settings), streaming))
+        Ok((decoder, streaming))
     }
 }

@@ -11,6 +11,7 @@ mod chat_format;
 mod commands;
 mod dashboard;
 mod failure;
+mod guessing;
 mod http;
 mod inference;
 mod load_line;

@@ -153,6 +153,103 @@ fn generate_takes_prompts_from_input_and_files_and_gives_several_samples() {
     assert_eq!(alone["tokens"], plain[1]["tokens"]);
 }
 
+/// However many are answered at once, each prompt has its own answer, in the order of the file.
+#[test]
+fn prompts_are_answered_at_once_and_as_alone() {
+    let folder = folder();
+    let path = folder.path();
+    let prompts: Vec<String> = (0..7).map(|i| format!("word{i} and{}", " so on".repeat(i))).collect();
+    std::fs::write(path.join("p.txt"), prompts.join("\n")).unwrap();
+    let drawn = ["--temperature", "1", "--seed", "3", "--max-tokens", "20", "--stop", "e", "--json"];
+    let alone: Vec<Value> = prompts
+        .iter()
+        .map(|prompt| {
+            serde_json::from_str(&ok(path, &with(&generate(&["--prompt", prompt]), &drawn), "")).unwrap()
+        })
+        .collect();
+    for parallel in ["1", "3", "7"] {
+        let args = with(&generate(&["--prompts", "p.txt", "--parallel", parallel]), &drawn);
+        let all: Value = serde_json::from_str(&ok(path, &args, "")).unwrap();
+        let all = all.as_array().unwrap();
+        for (one, alone) in all.iter().zip(&alone) {
+            for key in ["tokens", "text", "stop_reason", "prompt_tokens", "seed"] {
+                assert_eq!(one[key], alone[key], "{parallel}: {key}");
+            }
+        }
+        let batch = &all[6]["batch"];
+        assert_eq!(batch["parallel"].as_u64().unwrap().to_string(), parallel);
+        assert!(batch["at_once"].as_u64() <= batch["parallel"].as_u64(), "{batch}");
+        let tokens: usize = all.iter().map(|one| one["tokens"].as_array().unwrap().len()).sum();
+        assert_eq!((batch["tokens"].as_u64().unwrap() as usize, batch["waits"].as_u64()), (tokens, Some(0)));
+        assert!(batch["tokens_per_second"].as_f64().unwrap() > 0.0);
+        assert_eq!(batch["kv_cache_pages"].is_null(), parallel == "1");
+        assert_eq!(all.len(), 7);
+    }
+    // Samples are answers of their own.
+    let args = with(&generate(&["--prompts", "p.txt", "--samples", "2"]), &drawn);
+    let all: Value = serde_json::from_str(&ok(path, &args, "")).unwrap();
+    assert_eq!(all[2]["samples"][0]["tokens"], alone[2]["tokens"]);
+    assert_eq!((&all[2]["samples"][1]["seed"], &all[6]["batch"]["parallel"]), (&4.into(), &14.into()));
+}
+
+#[test]
+fn guesses_change_no_token_and_are_refused_where_they_cannot_be() {
+    let folder = folder();
+    let path = folder.path();
+    let prompt = "word3 word10 word17 word1 word8 word3 word10";
+    for drawn in [["--temperature", "0"], ["--temperature", "0.8"]] {
+        let one = |more: &[&str]| -> Value {
+            let usual = generate(&["--prompt", prompt, "--max-tokens", "30", "--json"]);
+            serde_json::from_str(&ok(path, &[&usual, &drawn[..], more].concat(), "")).unwrap()
+        };
+        let plain = one(&[]);
+        assert!(plain["acceptance_rate"].is_null());
+        let looked_up = one(&["--speculative", "lookup", "--draft-tokens", "6"]);
+        let by_itself = one(&["--draft-model", "out"]);
+        for guessed in [&looked_up, &by_itself] {
+            assert_eq!((&guessed["tokens"], &guessed["text"]), (&plain["tokens"], &plain["text"]));
+        }
+        if drawn[1] == "0" {
+            assert_eq!(by_itself["acceptance_rate"], 1.0);
+        }
+        let planned = |of: &Value| of["memory"]["planned_bytes"].as_u64().unwrap();
+        assert!(planned(&by_itself) > planned(&plain) / 2);
+    }
+    // A conversation is the same, too.
+    let turns = |more: &[&str]| -> Vec<Value> {
+        let lines = lines(&ok(path, &with(&chat(&["--json"]), more), "word3\nword3 word10\n"));
+        lines.iter().map(|line| line["tokens"].clone()).collect()
+    };
+    assert_eq!(turns(&["--speculative", "lookup"]), turns(&[]));
+
+    let other = path.join("other");
+    std::fs::create_dir(&other).unwrap();
+    for entry in std::fs::read_dir(path.join("out")).unwrap().map(Result::unwrap) {
+        if entry.file_type().unwrap().is_file() {
+            std::fs::copy(entry.path(), other.join(entry.file_name())).unwrap();
+        }
+    }
+    let file = other.join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let vocabulary = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+    let (one, two) = (vocabulary["a"].clone(), vocabulary["b"].clone());
+    vocabulary.extend([("a".to_owned(), two), ("b".to_owned(), one)]);
+    std::fs::write(&file, tokenizer.to_string()).unwrap();
+    std::fs::write(path.join("p.txt"), "word\nword\n").unwrap();
+    for (more, words) in [
+        (&["--prompt", "word", "--draft-model", "other"][..], &["other", "\"b\"", "vocabulary"][..]),
+        (&["--prompt", "word", "--draft-model", "missing"], &["missing"]),
+        (&["--prompt", "word", "--speculative", "lookup", "--ranks", "2"], &["--ranks"]),
+        (&["--prompt", "word", "--speculative", "lookup", "--draft-model", "out"], &["--draft-model"]),
+        (&["--prompt", "word", "--speculative", "lookup", "--draft-tokens", "24"], &["24"]),
+        (&["--prompts", "p.txt", "--speculative", "lookup", "--parallel", "2"], &["--parallel"]),
+        (&["--prompt", "word", "--parallel", "2"], &["--parallel"]),
+    ] {
+        let error = fails(path, 2, &generate(more), "");
+        assert!(words.iter().all(|word| error.contains(word)), "{more:?}: {error}");
+    }
+}
+
 #[test]
 fn prompts_that_cannot_be_continued_are_refused_with_place_and_remedy() {
     let folder = folder();

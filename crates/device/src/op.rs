@@ -30,8 +30,8 @@ mod workspace;
 mod zero_computation;
 
 pub use activation::{Activation, Glu};
-pub use attention::Attention;
-pub(crate) use attention::{KeyPieces, MAX_HEAD_DIM, MAX_POSITIONS};
+pub use attention::{Attention, PagedRun, page_positions};
+pub(crate) use attention::{KeyPieces, MAX_HEAD_DIM, MAX_POSITIONS, TILE_POSITIONS, TOGETHER_BYTES};
 pub use elementwise::{Elementwise, Rounding};
 pub use embedding::Embedding;
 pub use grouped_product::GroupedProduct;
@@ -64,6 +64,10 @@ use crate::{Cost, DType, DeviceError, Tensor};
 /// the other, has the bits of what is computed from the whole. That holds for products, the loss and its gradient,
 /// the gradient of a table and updates that take every element by itself.
 pub const PIECE_ROWS: u64 = 1024;
+
+/// Rows of x, at most, with which a product with a weight that is contiguous along its inputs has the same bits for each row,
+/// whatever the others: the passes of a decoder.
+pub const FEW_ROWS: usize = 24;
 
 /// What a family says about each of its operations. It holds for every device.
 pub(crate) trait Family<'a> {

@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
-use plimsoll_model::tokenizer::{SpecialTokens, Tokenizer, TokenizerError};
+use plimsoll_model::tokenizer::{Tokenizer, TokenizerError};
 use plimsoll_step::StepError;
 
+use crate::answer::Answer;
 use crate::{Sampler, Session, StopStrings};
 
 /// A generation that could not go on.
@@ -73,6 +74,27 @@ impl StopReason {
     }
 }
 
+/// What became of guesses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Drafted {
+    /// Tokens that were guessed and verified.
+    pub tokens: u64,
+    /// Those that were the answer's next ones.
+    pub accepted: u64,
+}
+
+impl Drafted {
+    /// What has been added to an earlier count.
+    pub(crate) fn since(self, before: Drafted) -> Drafted {
+        Drafted { tokens: self.tokens - before.tokens, accepted: self.accepted - before.accepted }
+    }
+
+    /// The share that came true; `None` where nothing was guessed.
+    pub fn acceptance_rate(&self) -> Option<f64> {
+        (self.tokens > 0).then(|| self.accepted as f64 / self.tokens as f64)
+    }
+}
+
 /// What came out.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Generated {
@@ -84,6 +106,8 @@ pub struct Generated {
     pub stop_reason: StopReason,
     /// How many of the prompt's tokens were in the cache already.
     pub reused_tokens: usize,
+    /// Tokens that a [`Draft`](crate::Draft) guessed, and how many of them came true.
+    pub drafted: Drafted,
     /// Seconds that the prompt took.
     pub prompt_seconds: f64,
     /// Seconds from the first new token to the last one.
@@ -113,60 +137,37 @@ impl Session<'_> {
         interrupted: &dyn Fn() -> bool,
         mut on_text: impl FnMut(&str) -> Result<(), E>,
     ) -> Result<Generated, E> {
-        let begun = Instant::now();
+        let (begun, drafted) = (Instant::now(), self.drafted());
         let prefill = self.prefill(prompt, interrupted)?;
-        let mut out = Generated {
-            tokens: Vec::new(),
-            text: String::new(),
-            stop_reason: StopReason::Interrupted,
-            reused_tokens: prefill.reused,
-            prompt_seconds: begun.elapsed().as_secs_f64(),
-            decode_seconds: 0.0,
-        };
-        let Some(mut logits) = prefill.logits else { return Ok(out) };
-        sampler.observe(prompt);
-        let mut characters = tokenizer.stream_decoder(SpecialTokens::Skip);
-        let mut certain = limits.stop_strings.stream();
-        let mut show = |text: &mut String, piece: &str| -> Result<(), E> {
-            text.push_str(piece);
-            if piece.is_empty() { Ok(()) } else { on_text(piece) }
-        };
         let room = self.context().saturating_sub(prompt.len());
+        let mut answer = Answer::new(tokenizer, limits, room);
+        answer.out.reused_tokens = prefill.reused;
+        answer.out.prompt_seconds = begun.elapsed().as_secs_f64();
+        let Some(mut logits) = prefill.logits else { return Ok(answer.out) };
+        sampler.observe(prompt);
+        let mut show = |piece: String| if piece.is_empty() { Ok(()) } else { on_text(&piece) };
         let begun = Instant::now();
-        out.stop_reason = loop {
-            if out.tokens.len() >= limits.max_tokens {
-                break StopReason::MaxTokens;
-            }
-            if out.tokens.len() >= room {
-                break StopReason::Context;
+        let reason = loop {
+            if let Some(full) = answer.is_full() {
+                break full;
             }
             if interrupted() {
                 break StopReason::Interrupted;
             }
-            if let Some(last) = out.tokens.last() {
-                logits = self.append(&[*last])?;
+            if let Some(last) = answer.out.tokens.last() {
+                logits = self.next(*last, answer.left().saturating_sub(1))?;
             }
-            let known = logits.get(..tokenizer.vocab_size()).unwrap_or(&logits);
-            let token = sampler.sample(known).ok_or(GenerateError::NoLogits)?;
-            if limits.stop_tokens.contains(&token) {
-                break StopReason::StopToken(token);
-            }
-            out.tokens.push(token);
-            sampler.observe(&[token]);
-            let piece = certain.push(&characters.push(token).map_err(GenerateError::from)?);
-            show(&mut out.text, &piece)?;
-            if let Some(stop) = certain.found() {
-                break StopReason::StopString(stop.to_owned());
+            let (piece, end) = answer.take(&logits, sampler)?;
+            show(piece)?;
+            if let Some(end) = end {
+                break end;
             }
         };
-        out.decode_seconds = begun.elapsed().as_secs_f64();
-        // The rest may hold a stop string, too: some tokenizers give all of their text at the end.
-        let rest = certain.push(&characters.finish().map_err(GenerateError::from)?);
-        show(&mut out.text, &rest)?;
-        if let (Some(stop), false) = (certain.found(), matches!(out.stop_reason, StopReason::StopString(_))) {
-            out.stop_reason = StopReason::StopString(stop.to_owned());
-        }
-        show(&mut out.text, &certain.finish())?;
+        self.forget_guesses()?;
+        answer.out.decode_seconds = begun.elapsed().as_secs_f64();
+        answer.out.drafted = self.drafted().since(drafted);
+        let (rest, out) = answer.finish(reason)?;
+        show(rest)?;
         Ok(out)
     }
 }

@@ -13,6 +13,7 @@ mod step;
 mod tests;
 
 use candidates::Candidates;
+pub(crate) use candidates::likeliest;
 pub use error::SamplerError;
 use history::History;
 use plimsoll_memory::splitmix64;
@@ -123,6 +124,9 @@ impl Sampler {
     /// The next token for these logits, one a token; the first of the likeliest ones where several are equal
     /// and the temperature is 0. Logits that are no number count as minus infinity. `None` for no logits.
     pub fn sample(&mut self, logits: &[f32]) -> Option<u32> {
+        if let [SamplerStep::Temperature(0.0)] = self.steps[..] {
+            return likeliest(logits);
+        }
         let mut candidates = Candidates::new(logits);
         for step in &self.steps {
             step.apply(&mut candidates, &self.history);

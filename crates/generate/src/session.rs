@@ -1,8 +1,12 @@
-//! A decoder that knows which tokens are in its cache, so that a common prefix of two prompts is computed once.
+//! A decoder that knows which tokens are in its cache, so that a common prefix of two prompts is computed once; and guesses of what comes
+//! next, which are computed with it.
+
+use std::collections::VecDeque;
 
 use plimsoll_step::{DecodeSettings, Decoder, ExpertTraffic};
 
-use crate::GenerateError;
+use crate::generate::Drafted;
+use crate::{Draft, GenerateError};
 
 /// A decoder with a cache for one sequence at a time.
 pub struct Session<'a> {
@@ -13,6 +17,12 @@ pub struct Session<'a> {
     cached: Vec<u32>,
     /// What follows the prompt that was read last, as long as the prompt is in the cache.
     after_prompt: Option<AfterPrompt>,
+    draft: Option<Box<dyn Draft + 'a>>,
+    /// Tokens of a guess at most.
+    drafted_tokens: usize,
+    /// Guessed tokens at the end of the cache, with the logits of what would follow each of them.
+    ahead: VecDeque<(u32, Vec<f32>)>,
+    drafted: Drafted,
 }
 
 /// The logits that a prompt ended with: further samples of it begin with them.
@@ -41,7 +51,22 @@ impl<'a> Session<'a> {
             pass_tokens: tokens(settings.prompt_chunk_tokens).max(1),
             cached: Vec::new(),
             after_prompt: None,
+            draft: None,
+            drafted_tokens: tokens(settings.drafted_tokens),
+            ahead: VecDeque::new(),
+            drafted: Drafted::default(),
         }
+    }
+
+    /// From here on `draft` guesses as many tokens as the decoder was made to verify at once.
+    #[must_use]
+    pub fn with_draft(self, draft: Box<dyn Draft + 'a>) -> Session<'a> {
+        Session { draft: Some(draft), ..self }
+    }
+
+    /// What became of all guesses so far.
+    pub fn drafted(&self) -> Drafted {
+        self.drafted
     }
 
     /// From here on the other ranks, which have the other layers, [`follow`](Self::follow) this one, the first.
@@ -90,6 +115,7 @@ impl<'a> Session<'a> {
         prompt: &[u32],
         interrupted: &dyn Fn() -> bool,
     ) -> Result<Prefill, GenerateError> {
+        self.forget_guesses()?;
         let (tokens, context) = (prompt.len(), self.context);
         let Some(before_last) = tokens.checked_sub(1) else { return Err(GenerateError::EmptyPrompt) };
         if tokens > context {
@@ -116,6 +142,62 @@ impl<'a> Session<'a> {
         Ok(Prefill { logits: Some(logits), reused })
     }
 
+    /// The logits `[V]` of what follows `token`, the next one of the answer: known already where it was guessed, else computed with
+    /// up to `most` guesses of what comes behind it.
+    ///
+    /// # Errors
+    /// As of [`append`](Self::append).
+    pub(crate) fn next(&mut self, token: u32, most: usize) -> Result<Vec<f32>, GenerateError> {
+        if self.ahead.front().is_some_and(|(guess, _)| *guess == token)
+            && let Some((_, logits)) = self.ahead.pop_front()
+        {
+            self.drafted.accepted += 1;
+            return Ok(logits);
+        }
+        self.forget_guesses()?;
+        let room = self.context.saturating_sub(self.cached.len() + 1);
+        let most = most.min(room).min(self.drafted_tokens);
+        let Some(draft) = self.draft.as_mut().filter(|_| most > 0) else { return self.append(&[token]) };
+        let mut tokens: Vec<u32> = self.cached.iter().copied().chain([token]).collect();
+        let mut guess = draft.propose(&tokens, most)?;
+        guess.truncate(most);
+        let mut pass = tokens.split_off(self.cached.len());
+        pass.extend_from_slice(&guess);
+        if guess.is_empty() {
+            return self.append(&pass);
+        }
+        let logits = match self.decoder.decode(&[(0, &pass)]) {
+            Ok(logits) => logits,
+            Err(error) => {
+                self.go_back_to(self.cached.len());
+                return Err(error.into());
+            }
+        };
+        self.cached.extend_from_slice(&pass);
+        self.drafted.tokens += guess.len() as u64;
+        let mut rows = logits.chunks((logits.len() / pass.len()).max(1)).map(<[f32]>::to_vec);
+        let first = rows.next().unwrap_or_default();
+        self.ahead = guess.into_iter().zip(rows).collect();
+        Ok(first)
+    }
+
+    /// Takes what was guessed and has not come true out of the cache.
+    pub(crate) fn forget_guesses(&mut self) -> Result<(), GenerateError> {
+        if self.ahead.is_empty() {
+            return Ok(());
+        }
+        let certain = self.cached.len() - self.ahead.len();
+        self.ahead.clear();
+        let mut kept = self.cached.clone();
+        kept.truncate(certain);
+        self.go_back_to(certain);
+        // A cache that could not be cut there was emptied.
+        match kept.get(self.cached.len()..) {
+            Some(lost) if !lost.is_empty() => self.append(lost).map(drop),
+            _ => Ok(()),
+        }
+    }
+
     /// Appends tokens to the cache; the logits `[V]` of what follows them.
     ///
     /// # Errors
@@ -135,6 +217,7 @@ impl<'a> Session<'a> {
 
     /// Forgets all tokens.
     pub fn clear(&mut self) {
+        self.ahead.clear();
         self.go_back_to(0);
     }
 

@@ -19,6 +19,8 @@ fn a_shorter_pass_never_needs_more_memory() {
             context: 1024,
             prompt_chunk_tokens: 512,
             sequences: 1,
+            pages: None,
+            drafted_tokens: 0,
         };
         let peak = |tokens: usize| {
             let dry = Dry::new();

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use plimsoll_device::{Cpu, CpuOptions, DType};
 use plimsoll_generate::{
-    Conversation, ConversationError, GenerateError, Generated, Limits, Sampler, SamplerSettings, Session,
-    StopReason, StopStrings,
+    Batch, BatchSummary, Conversation, ConversationError, Draft, DraftModel, GenerateError, Generated,
+    Limits, Lookup, Request, Sampler, SamplerSettings, Session, StopReason, StopStrings,
 };
 use plimsoll_memory::Tier;
 use plimsoll_model::chat_template::ChatTemplate;
@@ -48,14 +48,21 @@ fn session(device: &Cpu) -> Session<'_> {
 }
 
 fn session_of(device: &Cpu, spec: ModelSpec) -> Session<'_> {
-    let settings = DecodeSettings {
-        cache_tier: Tier::Device,
-        precision: Precision::F32,
-        cache: DType::F32,
-        context: CONTEXT as u64,
-        prompt_chunk_tokens: 7,
-        sequences: 1,
-    };
+    Session::new(decoder_of(device, spec, SETTINGS), &SETTINGS)
+}
+
+const SETTINGS: DecodeSettings = DecodeSettings {
+    cache_tier: Tier::Device,
+    precision: Precision::F32,
+    cache: DType::F32,
+    context: CONTEXT as u64,
+    prompt_chunk_tokens: 7,
+    sequences: 1,
+    pages: None,
+    drafted_tokens: 0,
+};
+
+fn decoder_of(device: &Cpu, spec: ModelSpec, settings: DecodeSettings) -> Decoder<'_> {
     let mut decoder = Decoder::new(
         device,
         &Arc::default(),
@@ -70,7 +77,7 @@ fn session_of(device: &Cpu, spec: ModelSpec) -> Session<'_> {
             Ok(())
         })
         .unwrap();
-    Session::new(decoder, &settings)
+    decoder
 }
 
 fn sampler(seed: u64) -> Sampler {
@@ -242,6 +249,148 @@ fn rows_that_have_no_token_are_never_drawn() {
     let show = |_: &str| Ok::<(), GenerateError>(());
     let generated = session.generate(&tokenizer, &[1, 2], &mut sampler, &limits(3), &|| false, show).unwrap();
     assert_eq!(generated.text, "BBB");
+}
+
+/// A batch's answers in the order of its requests.
+fn answers(
+    settings: DecodeSettings,
+    spec: ModelSpec,
+    prompts: &[Vec<u32>],
+    limits: &Limits,
+) -> (Vec<Generated>, BatchSummary) {
+    let device = Cpu::new(1 << 22, CpuOptions { threads: Some(2), isa: None }).unwrap();
+    let vocabulary = spec.vocab_size;
+    let mut batch = Batch::new(decoder_of(&device, spec, settings), &settings, vocabulary);
+    let seeds = (0..).zip(prompts);
+    let requests =
+        seeds.map(|(seed, prompt)| Request { prompt: prompt.clone(), sampler: sampler(seed) }).collect();
+    let mut ended = vec![None; prompts.len()];
+    let summary = batch
+        .run(&Tokenizer::byte_level().unwrap(), requests, limits, |number, generated| {
+            assert!(ended[number].replace(generated).is_none());
+            Ok::<(), GenerateError>(())
+        })
+        .unwrap();
+    (ended.into_iter().map(Option::unwrap).collect(), summary)
+}
+
+/// Nine prompts of different lengths, up to four at once, with pages for all and with too few: each answer is the one that its prompt has
+/// alone.
+#[test]
+fn prompts_that_are_answered_at_once_have_the_answers_that_they_have_alone() {
+    let prompts: Vec<Vec<u32>> = [3, 40, 9, 70, 1, 22, 14, 55, 8]
+        .into_iter()
+        .map(|length| (0..length).map(|i| (i * 7 + length) % 200).collect())
+        .collect();
+    // Some end early, and some with the context.
+    let limits = Limits { stop_tokens: vec![66, 131], ..limits(60) };
+    let windowed = {
+        let mut spec = spec();
+        spec.attention.sliding_window =
+            Some(plimsoll_model::SlidingWindow { size: 10, layers: vec![true, false] });
+        spec
+    };
+    for spec in [spec(), windowed] {
+        let alone: Vec<Generated> = (0..)
+            .zip(&prompts)
+            .map(|(seed, prompt)| {
+                let device = device();
+                answer(&mut session_of(&device, spec.clone()), prompt, seed, &limits).unwrap().0
+            })
+            .collect();
+        let said = |all: &[Generated]| -> Vec<_> {
+            all.iter().map(|one| (one.tokens.clone(), one.text.clone(), one.stop_reason.clone())).collect()
+        };
+        let many = DecodeSettings { sequences: 4, ..SETTINGS };
+        assert_eq!((many.page_tokens(&spec), many.most_pages(&spec), many.least_pages(&spec)), (64, 8, 5));
+        for pages in [None, Some(8), Some(5), Some(2)] {
+            let (all, summary) = answers(DecodeSettings { pages, ..many }, spec.clone(), &prompts, &limits);
+            assert_eq!(said(&all), said(&alone), "{pages:?}");
+            let tokens: u64 = alone.iter().map(|one| one.tokens.len() as u64).sum();
+            assert_eq!(summary.tokens, tokens);
+            match pages {
+                Some(2) => assert!(summary.at_once == 2 && summary.waits > 0, "{summary:?}"),
+                Some(5) => assert!(summary.at_once > 2, "{summary:?}"),
+                _ => assert!(summary.at_once == 4 && summary.waits == 0, "{summary:?}"),
+            }
+            assert!(summary.passes < tokens);
+        }
+    }
+}
+
+#[test]
+fn a_batch_refuses_what_a_session_refuses() {
+    let device = device();
+    let mut batch = Batch::new(decoder_of(&device, spec(), SETTINGS), &SETTINGS, 257);
+    let tokenizer = Tokenizer::byte_level().unwrap();
+    let mut refused = |prompt: Vec<u32>| {
+        let requests = vec![Request { prompt, sampler: sampler(1) }];
+        let run = batch.run(&tokenizer, requests, &limits(3), |_, _| Ok::<(), GenerateError>(()));
+        run.unwrap_err().to_string()
+    };
+    assert!(refused(vec![]).contains("no tokens"));
+    assert!(refused(vec![1; CONTEXT + 1]).contains("97"));
+    assert!(refused(vec![999]).contains("999"));
+}
+
+/// Guesses whatever it was told to: the continuation itself, with a wrong token here and there.
+struct Told(Vec<u32>);
+
+impl Draft for Told {
+    fn propose(&mut self, context: &[u32], most: usize) -> Result<Vec<u32>, GenerateError> {
+        let wrong = context.len() % 3;
+        let next = self.0.get(context.len()..).unwrap_or_default().iter().take(most + 2);
+        Ok(next.enumerate().map(|(i, token)| if i == wrong { (token + 1) % 257 } else { *token }).collect())
+    }
+}
+
+#[test]
+fn guesses_change_no_token_and_are_counted() {
+    let windowed = {
+        let mut spec = spec();
+        spec.attention.sliding_window =
+            Some(plimsoll_model::SlidingWindow { size: 10, layers: vec![true, false] });
+        spec
+    };
+    let prompt = bytes("abcabcabcabc");
+    for spec in [spec(), windowed] {
+        let device = device();
+        let mut plain = session_of(&device, spec.clone());
+        for (seed, limits) in
+            [(1, limits(40)), (2, limits(usize::MAX)), (3, Limits { stop_tokens: vec![66, 3], ..limits(70) })]
+        {
+            let (expected, _) = answer(&mut plain, &prompt, seed, &limits).unwrap();
+            let told = [prompt.as_slice(), &expected.tokens].concat();
+            let small = self::device();
+            let smaller = Session::new(decoder_of(&small, spec.clone(), SETTINGS), &SETTINGS);
+            let drafts: [Box<dyn Draft>; 3] =
+                [Box::new(Told(told)), Box::new(Lookup), Box::new(DraftModel::new(smaller, 257))];
+            for (which, draft) in drafts.into_iter().enumerate() {
+                let other = Cpu::new(1 << 20, CpuOptions { threads: Some(2), isa: None }).unwrap();
+                let settings = DecodeSettings { drafted_tokens: 5, ..SETTINGS };
+                let decoder = decoder_of(&other, spec.clone(), settings);
+                let mut session = Session::new(decoder, &settings).with_draft(draft);
+                let (drafted, shown) = answer(&mut session, &prompt, seed, &limits).unwrap();
+                assert_eq!(
+                    (&drafted.tokens, &drafted.stop_reason),
+                    (&expected.tokens, &expected.stop_reason)
+                );
+                assert_eq!(shown, expected.text);
+                let count = drafted.drafted;
+                assert!(count.accepted <= count.tokens, "{count:?}");
+                if which == 0 && expected.tokens.len() > 9 {
+                    let rate = count.acceptance_rate().unwrap();
+                    assert!(count.accepted > 3 && rate > 0.1 && rate < 0.9, "{count:?}");
+                }
+                // What was guessed and did not come true is no longer in the cache: the next answer is as good.
+                let certain = prompt.len() + expected.tokens.len();
+                assert!(session.cached().len() <= certain);
+                assert_eq!(session.cached()[..prompt.len()], prompt);
+                let (again, _) = answer(&mut session, &prompt, seed, &limits).unwrap();
+                assert_eq!(again.tokens, expected.tokens);
+            }
+        }
+    }
 }
 
 fn template(source: &str) -> ChatTemplate {

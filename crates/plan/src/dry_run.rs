@@ -451,7 +451,8 @@ fn sequences(settings: DecodeSettings) -> u32 {
     u32::try_from(settings.sequences.max(1)).unwrap_or(u32::MAX)
 }
 
-/// A prompt in the first sequence; the others have so many tokens by then, from passes that take the same.
+/// A prompt in the first sequence; the others have so many tokens by then, from passes that take the same, or as many as the pages
+/// allow that all share.
 fn append_prompts(
     decoder: &mut Decoder<'_>,
     settings: DecodeSettings,
@@ -459,13 +460,28 @@ fn append_prompts(
     others: u64,
 ) -> Result<(), StepError> {
     decoder.append(&vec![0; prompt as usize])?;
-    (1..sequences(settings)).try_for_each(|sequence| decoder.suppose(sequence, others))
+    for sequence in 1..sequences(settings) {
+        let later = (sequence + 1..sequences(settings)).map(|later| (later, 1));
+        let fits = |tokens: u64| {
+            let all: Vec<(u32, u64)> = later.clone().chain([(sequence, tokens + 1), (0, 1)]).collect();
+            decoder.has_pages_for(&all)
+        };
+        let own = if fits(others) { others } else { 0 };
+        decoder.suppose(sequence, own)?;
+    }
+    Ok(())
 }
 
-/// A token in every sequence.
+/// A token in every sequence, with as many behind it as are verified at once.
 fn append_tokens(decoder: &mut Decoder<'_>, settings: DecodeSettings) -> Result<(), StepError> {
-    let tokens: Vec<(u32, u32)> = (0..sequences(settings)).map(|sequence| (sequence, 0)).collect();
-    decoder.append_each(&tokens).map(drop)
+    let tokens = vec![0; settings.drafted_tokens.saturating_add(1).min(settings.context) as usize];
+    let most = settings.context.saturating_sub(tokens.len() as u64);
+    for sequence in (0..sequences(settings)).filter(|_| settings.drafted_tokens > 0) {
+        decoder.suppose(sequence, decoder.len_of(sequence).min(most))?;
+    }
+    let runs: Vec<(u32, &[u32])> =
+        (0..sequences(settings)).map(|sequence| (sequence, tokens.as_slice())).collect();
+    decoder.decode(&runs).map(drop)
 }
 
 /// A batch of any size, for a device without memory.

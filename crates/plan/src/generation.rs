@@ -49,6 +49,8 @@ pub struct GenerationRequest<'a> {
     pub pass_tokens: Option<u64>,
     /// Sequences that are decoded beside each other, each of such a context.
     pub sequences: u64,
+    /// Tokens that are verified with a sequence's next one.
+    pub drafted_tokens: u64,
     /// The memory below a device that has its own; `None` where the device's memory is the host's.
     pub apart: Option<Apart>,
     /// Bytes of disk that weights and caches may take.
@@ -223,6 +225,61 @@ impl GenerationPlan {
         Err(Box::new(DoesNotFit { context, cache, needed, weights, streamed, room: request.room, possible })
             .into())
     }
+
+    /// The same with as many sequences beside each other as fit, up to `most`: each says what this plan's only one says, for the
+    /// cache's type and the length of passes stay. Sequences share pages where the cache is in memory, `pages` of them if that is
+    /// said. There may be fewer than all would fill: half as many where `most` is a suggestion, as few as sequences can begin with
+    /// where it is asked for.
+    pub fn with_sequences(
+        &self,
+        request: &GenerationRequest<'_>,
+        most: u64,
+        asked: bool,
+        pages: Option<u64>,
+    ) -> Result<GenerationPlan, StepError> {
+        for sequences in (2..=most).rev() {
+            let settings = request.paged(DecodeSettings { sequences, ..self.settings });
+            let fitting = |pages: u64| -> Result<Option<Found>, StepError> {
+                let pages = settings.pages.map(|_| pages);
+                self.fitting_with(request, DecodeSettings { pages, ..settings })
+            };
+            let all = pages.unwrap_or(settings.pages.unwrap_or(0));
+            if let Some(found) = fitting(all)? {
+                return request.plan(found);
+            }
+            let least = settings.least_pages(request.spec).min(all);
+            let (mut low, mut high) = (if asked { least } else { least.max(all / 2) }, all);
+            if settings.pages.is_none() || pages.is_some() || low >= high {
+                continue;
+            }
+            let Some(mut best) = fitting(low)? else { continue };
+            // `low` fits, `high` does not.
+            while low + 1 < high {
+                let middle = low.midpoint(high);
+                match fitting(middle)? {
+                    Some(found) => (low, best) = (middle, found),
+                    None => high = middle,
+                }
+            }
+            return request.plan(best);
+        }
+        Ok(self.clone())
+    }
+
+    /// Whether settings fit: with what this plan keeps in memory, or where it brings weights with as many as then can be.
+    fn fitting_with(
+        &self,
+        request: &GenerationRequest<'_>,
+        settings: DecodeSettings,
+    ) -> Result<Option<Found>, StepError> {
+        if self.residency.is_some() {
+            let found = request.residency(settings)?;
+            return Ok(found.map(|(residency, below)| Found { settings, residency: Some(residency), below }));
+        }
+        let footprint = request.footprint(settings, None, self.below)?;
+        let fits = footprint.peak_bytes <= request.room && request.allows_below(&footprint);
+        Ok(fits.then_some(Found { settings, residency: None, below: self.below }))
+    }
 }
 
 /// Settings that fit, with what stays in memory for that.
@@ -241,7 +298,8 @@ impl GenerationRequest<'_> {
         if self.precision.activations == DType::Bf16 {
             return Ok(vec![DType::Bf16, DType::Q8_0]);
         }
-        let settings = self.settings(DType::F32, context, 1);
+        // Whether sequences stand beside each other changes no type.
+        let settings = DecodeSettings { sequences: 1, pages: None, ..self.settings(DType::F32, context, 1) };
         let dry_run = DryRun::generation(self.spec, settings, self.storage, 1)?;
         let small = dry_run.tags_at_peak().get(Tag::KvCache) <= SMALL_CACHE;
         let exact = small.then_some(DType::F32);
@@ -249,14 +307,23 @@ impl GenerationRequest<'_> {
     }
 
     fn settings(&self, cache: DType, context: u64, chunk: u64) -> DecodeSettings {
-        DecodeSettings {
+        let settings = DecodeSettings {
             precision: self.precision,
             cache,
             cache_tier: Tier::Device,
             context,
             prompt_chunk_tokens: chunk,
             sequences: self.sequences,
-        }
+            pages: None,
+            drafted_tokens: self.drafted_tokens,
+        };
+        self.paged(settings)
+    }
+
+    /// The same with pages for all sequences, where they share any: a card reads no pages.
+    fn paged(&self, settings: DecodeSettings) -> DecodeSettings {
+        let shared = settings.sequences > 1 && self.apart.is_none() && settings.cache_tier == Tier::Device;
+        DecodeSettings { pages: shared.then(|| settings.most_pages(self.spec)), ..settings }
     }
 
     fn prompt(&self, context: u64) -> u64 {
@@ -329,7 +396,7 @@ impl GenerationRequest<'_> {
         let heads: &[Option<bool>] =
             if self.in_files.is_some() { &[Some(false), Some(true), None] } else { &[None] };
         for cache_tier in tiers.iter().rev().copied().chain([Tier::Device]) {
-            let settings = DecodeSettings { cache_tier, ..self.settings(cache, most, chunk) };
+            let settings = self.paged(DecodeSettings { cache_tier, ..self.settings(cache, most, chunk) });
             for head in heads {
                 let residency = head.map(|head| self.least(head));
                 let room = self.room.saturating_sub(residency.map_or(0, |_| self.streaming_bytes()));
@@ -400,7 +467,7 @@ impl GenerationRequest<'_> {
         cache_tier: Tier,
     ) -> Result<Option<Found>, StepError> {
         for chunk in self.chunks() {
-            let settings = DecodeSettings { cache_tier, ..self.settings(cache, context, chunk) };
+            let settings = self.paged(DecodeSettings { cache_tier, ..self.settings(cache, context, chunk) });
             if !stream {
                 let below = Below::on(Tier::Disk);
                 if self.footprint(settings, None, below)?.peak_bytes <= self.room {
@@ -509,6 +576,7 @@ mod tests {
             enough_context: 1,
             pass_tokens: None,
             sequences: 1,
+            drafted_tokens: 0,
             apart: None,
             disk_room: u64::MAX,
         }
@@ -590,6 +658,8 @@ mod tests {
                     context,
                     prompt_chunk_tokens: chunk,
                     sequences: 1,
+                    pages: None,
+                    drafted_tokens: 0,
                 };
                 let types = |_: &Parameter| DType::F32;
                 let storage = WeightStorage::new(&types);

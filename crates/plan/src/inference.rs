@@ -233,6 +233,7 @@ impl InferenceQuestion<'_> {
             enough_context: self.context,
             pass_tokens: decided.map(|(tokens, _)| tokens),
             sequences: self.sequences,
+            drafted_tokens: 0,
             apart,
             disk_room: limits.disk_bytes,
         })
@@ -370,6 +371,8 @@ impl InferencePlan {
             "inference": {
                 "context": settings.context,
                 "parallel": settings.sequences,
+                "kv_cache_pages": settings.pages,
+                "page_tokens": settings.pages.map(|_| settings.page_tokens(&largest.spec)),
                 "weights": self.weight_types.iter().map(|dtype| dtype.name()).collect::<Vec<_>>(),
                 "activations": settings.precision.activations.name(),
                 "kv_cache": settings.cache.name(),

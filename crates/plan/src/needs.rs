@@ -68,6 +68,8 @@ pub fn needs(
             context: tokens,
             prompt_chunk_tokens: PROMPT_CHUNK_TOKENS,
             sequences: 1,
+            pages: None,
+            drafted_tokens: 0,
         };
         DryRun::generation(spec, settings, WeightStorage::new(weight_types), tokens - 1)
     };

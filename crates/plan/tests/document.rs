@@ -284,6 +284,8 @@ fn needs_at_a_glance_are_those_of_dry_runs() {
             context: 300,
             prompt_chunk_tokens: 512,
             sequences: 1,
+            pages: None,
+            drafted_tokens: 0,
         };
         DryRun::generation(&spec, settings, WeightStorage::new(&types), 299).unwrap().peak_bytes()
     };

@@ -115,9 +115,48 @@ fn request<'a>(spec: &'a ModelSpec, context: [u64; 2], room: u64) -> GenerationR
         enough_context: 1,
         pass_tokens: None,
         sequences: 1,
+        drafted_tokens: 0,
         apart: None,
         disk_room: u64::MAX,
     }
+}
+
+/// As many sequences as fit share the pages that fit; their cache and their passes are those of one.
+#[test]
+fn sequences_beside_each_other_take_what_room_there_is() {
+    let spec = spec();
+    let request = |room| request(&spec, [1000, 1000], room);
+    let alone = GenerationPlan::resolve(&request(u64::MAX)).unwrap();
+    let with = |room, most, asked| alone.with_sequences(&request(room), most, asked, None).unwrap();
+    let all = with(u64::MAX, 4, false);
+    assert_eq!((all.settings.sequences, all.settings.pages), (4, Some(4 * 16)));
+    assert_eq!((all.settings.cache, all.settings.context), (alone.settings.cache, alone.settings.context));
+    assert_eq!(all.settings.prompt_chunk_tokens, alone.settings.prompt_chunk_tokens);
+    // Half of the pages will do, and then fewer sequences.
+    let pages = |plan: &GenerationPlan| plan.settings.pages.unwrap();
+    let mut seen = Vec::new();
+    let mut room = all.dry_run.peak_bytes();
+    while room > alone.dry_run.peak_bytes() {
+        let plan = with(room, 4, false);
+        assert!(plan.dry_run.peak_bytes() <= room);
+        if plan.settings.sequences > 1 {
+            let most = plan.settings.most_pages(&spec);
+            assert!(pages(&plan) >= (most / 2).max(plan.settings.least_pages(&spec)), "{:?}", plan.settings);
+        }
+        seen.push(plan.settings.sequences);
+        room -= 1 << 19;
+    }
+    assert!(
+        seen.is_sorted_by(|a, b| a >= b) && seen.first() == Some(&4) && seen.last() < Some(&4),
+        "{seen:?}"
+    );
+    // What is asked for is kept, with the least pages if need be.
+    let (peak, least) = (all.dry_run.peak_bytes(), all.settings.least_pages(&spec));
+    let fewer = with(peak - 1, 4, true);
+    let page = (peak - fewer.dry_run.peak_bytes()) / (64 - pages(&fewer));
+    let tight = with(peak - (64 - least) * page, 4, true);
+    assert_eq!((tight.settings.sequences, pages(&tight)), (4, least));
+    assert_eq!(with(alone.dry_run.peak_bytes(), 4, true).settings.sequences, 1);
 }
 
 fn refused(request: &GenerationRequest<'_>) -> DoesNotFit {
@@ -135,6 +174,8 @@ fn settings(cache_tier: Tier, context: u64) -> DecodeSettings {
         context,
         prompt_chunk_tokens: 16,
         sequences: 1,
+        pages: None,
+        drafted_tokens: 0,
     }
 }
 
@@ -217,6 +258,8 @@ fn experts_have_slots_where_their_layers_do_not_fit() {
         context: 512,
         prompt_chunk_tokens: 16,
         sequences: 1,
+        pages: None,
+        drafted_tokens: 0,
     };
     let peak = |layers, head, expert_slots| {
         let residency = Residency::Spread { layers, head, expert_slots };

@@ -33,6 +33,7 @@ pub(crate) use keys::{Attend, Chunk, Keys, Turn, Visit, chunks};
 pub(crate) use mover::Mover;
 pub(crate) use ring::{Around, Ring};
 pub(crate) use saved::{Held, Qkv, Saved};
+pub(crate) use sinks::apply as apply_sinks;
 
 /// x `[N, H]` through the block; the result and what was kept of the way.
 pub(crate) fn forward(

@@ -3,12 +3,13 @@
 
 mod cache;
 mod follow;
+mod pages;
 
 use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{Collective, DType, Device, DeviceExt, Product, Tensor};
+use plimsoll_device::{Collective, DType, Device, DeviceExt, FEW_ROWS, Product, Tensor, page_positions};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
@@ -40,8 +41,30 @@ pub struct DecodeSettings {
     pub context: u64,
     /// Tokens of the prompt that are taken in one pass. Layers with a sliding window hold their window and these.
     pub prompt_chunk_tokens: u64,
-    /// Sequences that are decoded beside each other, each with a cache of its own; at least one.
+    /// Sequences that are decoded beside each other; at least one.
     pub sequences: u64,
+    /// Pages that the sequences share for the keys and values of layers that see everything, on the device: a sequence has as many as
+    /// its tokens need. Where `None`, each has room for the whole context.
+    pub pages: Option<u64>,
+    /// Tokens that may follow a sequence's next one in a decoding pass, to be verified.
+    pub drafted_tokens: u64,
+}
+
+impl DecodeSettings {
+    /// Positions of a page.
+    pub fn page_tokens(&self, spec: &ModelSpec) -> u64 {
+        page_positions(self.cache, spec.attention.head_dim).min(self.context.max(1))
+    }
+
+    /// Pages with which no sequence has to wait for another.
+    pub fn most_pages(&self, spec: &ModelSpec) -> u64 {
+        self.context.div_ceil(self.page_tokens(spec)).saturating_mul(self.sequences.max(1))
+    }
+
+    /// Pages without which there is no room for a sequence of the whole context beside others that have just begun.
+    pub fn least_pages(&self, spec: &ModelSpec) -> u64 {
+        self.context.div_ceil(self.page_tokens(spec)) + self.sequences.max(1) - 1
+    }
 }
 
 /// A model with a key-value cache for some sequences; or a stage of one, beside ranks that have the other layers.
@@ -117,6 +140,11 @@ impl<'a> Decoder<'a> {
         self.len() == 0
     }
 
+    /// Tokens of any sequence.
+    pub fn len_of(&self, sequence: u32) -> u64 {
+        self.length(sequence)
+    }
+
     /// Forgets tokens from the end of the first sequence until at most `length` are left, and returns how many are. It forgets
     /// them all where what the next token would see of them is gone, which only happens to layers with a sliding window.
     pub fn truncate(&mut self, length: u64) -> u64 {
@@ -132,6 +160,7 @@ impl<'a> Decoder<'a> {
         if own.length == 0 {
             own.written = 0;
         }
+        self.cache.keep(sequence, own.length);
         own.length
     }
 
@@ -162,30 +191,65 @@ impl<'a> Decoder<'a> {
     /// Appends a token to each of some sequences in one pass, and returns the logits `[V]` of what follows each of them.
     ///
     /// # Errors
-    /// There is no such sequence, or it is named twice, or its context is full. Ranks that [`follow`](Self::follow) are told of one
-    /// sequence alone.
+    /// As of [`decode`](Self::decode).
     pub fn append_each(&mut self, tokens: &[(u32, u32)]) -> Result<Vec<Vec<f32>>, StepError> {
-        if self.leads {
+        let runs: Vec<(u32, &[u32])> =
+            tokens.iter().map(|(sequence, token)| (*sequence, std::slice::from_ref(token))).collect();
+        let logits = self.decode(&runs)?;
+        Ok(logits.chunks(self.spec.vocab_size.max(1) as usize).map(<[f32]>::to_vec).collect())
+    }
+
+    /// Appends tokens to some sequences in passes that they share, and returns the logits `[N, V]` of what follows each token, in their
+    /// order. Each token is attended to by itself, and on a CPU a pass has at most [`FEW_ROWS`] of them: the logits have the bits of
+    /// tokens that were appended one after the other, in passes of their own.
+    ///
+    /// # Errors
+    /// There is no such sequence, or it is named twice, or its context is full, or there are too few pages. Ranks that
+    /// [`follow`](Self::follow) are told of one sequence alone.
+    pub fn decode(&mut self, runs: &[(u32, &[u32])]) -> Result<Vec<f32>, StepError> {
+        if self.leads && self.stages.is_some() {
             return Err(StepError::Invariant { what: "ranks that follow are told of one sequence alone" });
         }
-        let mut runs = Vec::with_capacity(tokens.len());
         let mut named = HashSet::new();
-        for (sequence, token) in tokens {
-            self.check_room(*sequence, std::slice::from_ref(token))?;
+        for (sequence, tokens) in runs {
+            self.check_room(*sequence, tokens)?;
             if !named.insert(*sequence) {
                 return Err(self.no_such(*sequence));
             }
-            runs.push(self.run(*sequence, std::slice::from_ref(token)));
         }
-        if runs.is_empty() {
-            return Ok(Vec::new());
+        let singles: Vec<(u32, u32)> = runs
+            .iter()
+            .flat_map(|(sequence, tokens)| tokens.iter().map(|token| (*sequence, *token)))
+            .collect();
+        let mut logits = Vec::new();
+        // What weights cost that come to a device is worth no bits.
+        let most = if self.device.traits().unified { FEW_ROWS } else { singles.len().max(1) };
+        for pass in singles.chunks(most) {
+            let own: Vec<Run> = (pass.chunk_by(|a, b| a.0 == b.0))
+                .filter_map(|run| {
+                    let (sequence, tokens) = (run.first()?.0, run.len() as u64);
+                    Some(Run { sequence, past: self.length(sequence), tokens, singly: true })
+                })
+                .collect();
+            let ids: Vec<u32> = pass.iter().map(|(_, token)| *token).collect();
+            let x = self.forward(&ids, &own, true)?;
+            let places: Vec<u64> = own.iter().flat_map(|run| run.past..run.past + run.tokens).collect();
+            let own = x.map(|x| self.logits(x, &places)).transpose()?;
+            let all = self.everybodys(own, pass.len())?;
+            if logits.is_empty() {
+                logits = all;
+            } else {
+                logits.extend_from_slice(&all);
+            }
         }
-        let ids: Vec<u32> = tokens.iter().map(|(_, token)| *token).collect();
-        let x = self.forward(&ids, &runs, true)?;
-        let places: Vec<u64> = runs.iter().map(|run| run.past).collect();
-        let own = x.map(|x| self.logits(x, &places)).transpose()?;
-        let logits = self.everybodys(own, runs.len())?;
-        Ok(logits.chunks(self.spec.vocab_size.max(1) as usize).map(<[f32]>::to_vec).collect())
+        Ok(logits)
+    }
+
+    /// Whether there are pages for so many more tokens of some sequences. There always are where sequences have room for the whole
+    /// context.
+    pub fn has_pages_for(&self, more: &[(u32, u64)]) -> bool {
+        let wanted = more.iter().map(|(sequence, tokens)| (*sequence, self.length(*sequence) + tokens));
+        self.cache.has_pages_for(wanted)
     }
 
     /// How often experts that come by themselves were used, and read for it; `None` where they do not.
@@ -205,7 +269,8 @@ impl<'a> Decoder<'a> {
         let no_such = self.no_such(sequence);
         let own = self.sequences.get_mut(sequence as usize).ok_or(no_such)?;
         *own = Sequence { length, written: length };
-        Ok(())
+        self.cache.keep(sequence, length);
+        self.cache.reserve(sequence, length)
     }
 
     /// Appends the tokens of one sequence and returns the sum of their losses against the targets and the number of
@@ -246,7 +311,7 @@ impl<'a> Decoder<'a> {
 
     /// The tokens that come next in a sequence.
     fn run(&self, sequence: u32, tokens: &[u32]) -> Run {
-        Run { sequence, past: self.length(sequence), tokens: tokens.len() as u64 }
+        Run { sequence, past: self.length(sequence), tokens: tokens.len() as u64, singly: false }
     }
 
     fn check_room(&self, sequence: u32, tokens: &[u32]) -> Result<(), StepError> {

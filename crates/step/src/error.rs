@@ -179,6 +179,14 @@ pub enum StepError {
         /// Size of the cache.
         capacity: u64,
     },
+    /// All pages of the cache are in use.
+    #[error("{wanted} tokens need {missing} more pages of the cache than are free")]
+    PagesInUse {
+        /// Tokens of a sequence in all.
+        wanted: u64,
+        /// Pages.
+        missing: u64,
+    },
     /// A pass names a sequence that the decoder does not have, or names one twice.
     #[error("sequence {sequence} is not one of {sequences}, or comes twice in a pass")]
     NoSuchSequence {

@@ -1171,6 +1171,8 @@ fn answers(spec: &ModelSpec, cache: DType, ranks: u32) -> Vec<Vec<Vec<f32>>> {
         context: 24,
         prompt_chunk_tokens: 5,
         sequences: 1,
+        pages: None,
+        drafted_tokens: 0,
     };
     let types = |_: &Parameter| DType::F32;
     let (prompt, _) = tokens(5, 1, 12);
@@ -1279,6 +1281,8 @@ fn told(spec: &ModelSpec, ranks: u32) -> Vec<Vec<f32>> {
         context: 24,
         prompt_chunk_tokens: 5,
         sequences: 1,
+        pages: None,
+        drafted_tokens: 0,
     };
     let of_rank = |rank: ThreadRank| -> Vec<Vec<f32>> {
         let ranks = Wired::new(rank).unwrap();

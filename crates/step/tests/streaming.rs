@@ -62,6 +62,8 @@ fn settings() -> DecodeSettings {
         context: 20,
         prompt_chunk_tokens: 5,
         sequences: 1,
+        pages: None,
+        drafted_tokens: 0,
     }
 }
 

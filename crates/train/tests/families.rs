@@ -120,6 +120,8 @@ fn greedy_continuations_are_those_of_pytorch() {
                 context,
                 prompt_chunk_tokens,
                 sequences: 1,
+                pages: None,
+                drafted_tokens: 0,
             };
             let device = cpu(DryRun::generation(&spec, settings, WeightStorage::new(&|_| DType::F32), 16)
                 .unwrap()

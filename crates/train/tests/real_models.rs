@@ -209,6 +209,8 @@ fn greedy_continuations_are_identical() {
             context: 128,
             prompt_chunk_tokens: 512,
             sequences: 1,
+            pages: None,
+            drafted_tokens: 0,
         };
         let types = |p: &Parameter| files.weights().inference_dtype(p, DType::F32);
         let device =

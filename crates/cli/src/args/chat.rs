@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use super::{InferenceArgs, SamplingArgs, StoppingArgs, inference};
+use super::{InferenceArgs, SamplingArgs, SpeculationArgs, StoppingArgs, inference};
 
 #[derive(Debug, Args)]
 pub struct ChatArgs {
@@ -27,6 +27,8 @@ pub struct ChatArgs {
     pub sampling: SamplingArgs,
     #[command(flatten)]
     pub stopping: StoppingArgs,
+    #[command(flatten)]
+    pub speculation: SpeculationArgs,
     /// Keep no file of the lines that were typed (else plimsoll/chat_history in XDG_STATE_HOME or ~/.local/state)
     #[arg(long)]
     pub no_history: bool,

@@ -53,7 +53,7 @@ pub struct InferenceArgs {
 }
 
 /// The disk for weights that do not fit in memory and cannot be read from the model's files as they are.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct DiskArgs {
     /// Folder for weights that do not fit in memory and have to be converted first; by default the system's for large
     /// temporary files. Nothing is left there

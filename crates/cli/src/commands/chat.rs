@@ -17,6 +17,7 @@ use plimsoll_plan::GenerationPlan;
 use crate::args::ChatArgs;
 use crate::chat_format::ChatFormat;
 use crate::failure::Failure;
+use crate::guessing::{DraftArgs, Guessing};
 use crate::inference::Inference;
 use crate::ranks::{self, Lines};
 use crate::session::Engine;
@@ -81,6 +82,8 @@ fn run_rank(args: &ChatArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     Sampler::new(&settings)?;
     let mut model = Inference::open(&args.inference, "talk with", args.json || !leads)?;
     model.divide(ranks)?;
+    let draft_args = DraftArgs::new(&args.speculation, &args.inference);
+    let guessing = Guessing::open(&args.speculation, &draft_args, &mut model, ranks, args.json || !leads)?;
     let format = ChatFormat::new(&model.tokenizer, args.chat_template.as_deref(), &model.end_tokens())?;
     let max_tokens = args.max_tokens.unwrap_or(usize::MAX);
     let limits = args.stopping.limits(&model.tokenizer, max_tokens, format.ends)?;
@@ -92,6 +95,8 @@ fn run_rank(args: &ChatArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
 
     let interrupts = Interrupts::listen(ranks)?;
     let engine = model.start(ranks)?;
+    let most = most_context(&model);
+    let draft_memory = guessing.prepare(&engine, &mut model, most)?;
     let plan = plan(&model, ranks, &engine)?;
     let context = usize::try_from(plan.settings.context).unwrap_or(usize::MAX);
     if least >= context {
@@ -105,6 +110,9 @@ fn run_rank(args: &ChatArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         return Ok(session.follow()?);
     }
     session.lead();
+    if let Some(draft) = guessing.draft(ranks, draft_memory.as_ref())? {
+        session = session.with_draft(draft);
+    }
     let console = Console { json: args.json };
     let input = match ranks.is_alone() {
         true => Input::new(!args.json, if args.no_history { None } else { history_file() })?,
@@ -137,12 +145,17 @@ fn run_rank(args: &ChatArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     outcome
 }
 
+/// The context that is asked for, or the usual one.
+fn most_context(model: &Inference<'_>) -> usize {
+    model.asked_context().unwrap_or(model.trained_context().clamp(1, USUAL_CONTEXT))
+}
+
 /// The context and what it needs. Where none is asked for: the usual one, or the largest that memory allows.
 fn plan(model: &Inference<'_>, ranks: &dyn Communicator, engine: &Engine) -> Result<GenerationPlan, Failure> {
     let (context, enough) = match model.asked_context() {
         Some(asked) => (asked..=asked, asked),
         None => {
-            let usual = model.trained_context().clamp(1, USUAL_CONTEXT);
+            let usual = most_context(model);
             (SMALLEST_CONTEXT.min(usual)..=usual, usual / ENOUGH)
         }
     };

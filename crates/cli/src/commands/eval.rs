@@ -179,6 +179,8 @@ fn through_the_cache(
         context,
         prompt_chunk_tokens: CACHED_CHUNK_TOKENS,
         sequences: 1,
+        pages: None,
+        drafted_tokens: 0,
     };
     let chunk = loss_chunk_tokens(files.spec().vocab_size, CACHED_CHUNK_TOKENS);
     let passes = Passes::plan(task, engine, 1, |_, storage| {

@@ -1,21 +1,27 @@
 //! `plimsoll generate`: continues a prompt, once or more often, or every prompt of a file.
 
+mod document;
+mod many;
 mod prompts;
 
 use plimsoll_generate::{Generated, Limits, Sampler, SamplerSettings, Session, StopReason};
 use plimsoll_model::chat_template::{ChatMessage, ChatOptions};
 use plimsoll_parallel::{Collectives, Communicator};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::args::GenerateArgs;
 use crate::chat_format::ChatFormat;
 use crate::failure::Failure;
+use crate::guessing::{DraftArgs, Guessing};
 use crate::inference::Inference;
-use crate::load_line::PlannedProcess;
 use crate::output::{out, outln};
 use crate::ranks;
-use crate::streaming::{self, Streaming};
+use crate::streaming;
+use document::Document;
 use prompts::PromptText;
+
+/// Prompts of a file that are answered at once where nobody says how many.
+const USUAL_PARALLEL: u64 = 16;
 
 /// A prompt as text and as tokens.
 struct Prompt {
@@ -38,10 +44,17 @@ fn run_rank(args: &GenerateArgs, ranks: &dyn Communicator) -> Result<(), Failure
             "standard input reaches one rank; give the prompt with --prompt or --prompts",
         ));
     }
+    if args.speculation.is_wanted() && args.parallel.is_some_and(|parallel| parallel > 1) {
+        return Err(Failure::usage(
+            "--parallel answers several prompts at once, and guesses are for one; leave out --parallel, or --speculative and --draft-model",
+        ));
+    }
     let settings = args.sampling.settings();
     Sampler::new(&settings)?;
     let mut model = Inference::open(&args.inference, "generate from", args.json || !leads)?;
     model.divide(ranks)?;
+    let draft_args = DraftArgs::new(&args.speculation, &args.inference);
+    let guessing = Guessing::open(&args.speculation, &draft_args, &mut model, ranks, args.json || !leads)?;
     let end_tokens = if args.stop_at_eos || args.chat { model.end_tokens() } else { Vec::new() };
     let format = match args.chat {
         true => Some(ChatFormat::new(&model.tokenizer, args.chat_template.as_deref(), &end_tokens)?),
@@ -70,18 +83,36 @@ fn run_rank(args: &GenerateArgs, ranks: &dyn Communicator) -> Result<(), Failure
         Some(_) => context,
         None => context.min(longest.saturating_add(args.max_tokens.min(1))),
     };
+    let draft_memory = guessing.prepare(&engine, &mut model, context)?;
+    let at_once = args.prompts.is_some() && !args.speculation.is_wanted();
+    if at_once {
+        let requests = (prompts.len() as u64).saturating_mul(args.samples);
+        let most = args.parallel.unwrap_or(USUAL_PARALLEL).min(requests);
+        model.answer_at_once(most, args.parallel.is_some());
+    }
     let (plan, planned) = model.plan_together(ranks, &engine, least..=context, Some(longest), context)?;
     if leads && plan.settings.context < context as u64 {
         eprintln!("memory allows a context of {} tokens instead of {context}", plan.settings.context);
     }
     let device = model.device(&engine, &plan)?;
+    if at_once {
+        let (batch, streaming) = model.batch_of(ranks, &*device, &plan)?;
+        let document = Document { planned, streaming, batch: Some(plan.settings) };
+        let many = many::Many { args, tokenizer: &model.tokenizer, settings, limits, document, tells: leads };
+        return many.answer(batch, &prompts);
+    }
     let (session, streaming) = model.session_of(ranks, &*device, &plan)?;
-    let mut run = Run { args, model: &model, settings, limits, session, streaming, planned, tells: leads };
+    let session = match guessing.draft(ranks, draft_memory.as_ref())? {
+        Some(draft) => session.with_draft(draft),
+        None => session,
+    };
+    let document = Document { planned, streaming, batch: None };
+    let mut run = Run { args, model: &model, settings, limits, session, document, tells: leads };
     if args.prompts.is_some() {
         return run.every(&prompts);
     }
     prompts.iter().try_for_each(|prompt| if args.json { run.document(prompt) } else { run.show(prompt) })?;
-    if let Some(streaming) = run.streaming.filter(|_| leads && !args.json) {
+    if let Some(streaming) = run.document.streaming.filter(|_| leads && !args.json) {
         streaming.report();
         if let Some(traffic) = run.session.expert_traffic() {
             streaming::report_experts(traffic);
@@ -149,8 +180,7 @@ struct Run<'r> {
     settings: SamplerSettings,
     limits: Limits,
     session: Session<'r>,
-    streaming: Option<Streaming>,
-    planned: PlannedProcess,
+    document: Document,
     /// Whether what was done is told, too: other ranks have done the same.
     tells: bool,
 }
@@ -186,11 +216,12 @@ impl Run<'_> {
                 continue;
             }
             eprintln!(
-                "{} tokens at {:.1} tokens/s after a prompt of {} in {:.2} s{}",
+                "{} tokens at {:.1} tokens/s after a prompt of {} in {:.2} s{}{}",
                 generated.tokens.len(),
                 generated.tokens_per_second(),
                 prompt.tokens.len(),
                 generated.prompt_seconds,
+                document::guesses(&generated.drafted),
                 match &generated.stop_reason {
                     StopReason::Context =>
                         format!("; the context of {} tokens is full", self.session.context()),
@@ -207,12 +238,11 @@ impl Run<'_> {
         outln!("{document}")
     }
 
-    /// Every prompt of a file: an object a line as they are done, or one JSON document.
+    /// Every prompt of a file, one after the other: an object a line as they are done, or one JSON document.
     fn every(&mut self, prompts: &[Prompt]) -> Result<(), Failure> {
         let mut all = Vec::new();
         for prompt in prompts {
-            let mut document = json!({ "prompt": prompt.text });
-            merge(&mut document, self.described(prompt)?);
+            let document = document::with_prompt(prompt, self.described(prompt)?);
             match self.args.json {
                 true => all.push(document),
                 false => outln!("{document}")?,
@@ -229,39 +259,8 @@ impl Run<'_> {
         let mut samples = Vec::new();
         for sample in 0..self.args.samples {
             let generated = self.sample(prompt, sample, |_| Ok(()))?;
-            let mut document = json!({
-                "tokens": generated.tokens,
-                "text": generated.text,
-                "tokens_per_second": generated.tokens_per_second(),
-                "stop_reason": generated.stop_reason.name(),
-                "reused_tokens": generated.reused_tokens,
-                "prompt_seconds": generated.prompt_seconds,
-                "seed": self.seed(sample),
-            });
-            match generated.stop_reason {
-                StopReason::StopString(stop) => merge(&mut document, json!({ "stop": stop })),
-                StopReason::StopToken(stop) => merge(&mut document, json!({ "stop": stop })),
-                _ => {}
-            }
-            samples.push(document);
+            samples.push(document::sample(&generated, self.seed(sample)));
         }
-        let mut document = json!({ "prompt_tokens": prompt.tokens, "memory": self.planned.document() });
-        if let Some(first) = samples.first() {
-            merge(&mut document, first.clone());
-        }
-        if let Some(streaming) = &self.streaming {
-            merge(&mut document, json!({ "streaming": streaming.document() }));
-        }
-        if samples.len() > 1 {
-            merge(&mut document, json!({ "samples": samples }));
-        }
-        Ok(document)
-    }
-}
-
-/// Adds an object's fields to another.
-fn merge(into: &mut Value, fields: Value) {
-    if let (Value::Object(into), Value::Object(fields)) = (into, fields) {
-        into.extend(fields);
+        Ok(self.document.of(prompt, samples))
     }
 }

@@ -1,5 +1,7 @@
 //! Attention, and the cache of keys and values that it reads.
 
+use std::ops::Range;
+
 use super::{Family, Workspace};
 use crate::check::Description;
 use crate::cost::product_of;
@@ -14,6 +16,42 @@ const POSITIONS: u64 = 128;
 const MAX_PIECES: u64 = 64;
 /// Positions of a piece at most.
 pub(crate) const MAX_POSITIONS: u64 = 16 * 1024;
+
+/// Keys of a tile: a page that is no multiple of them has its rows put together in a tile's own memory.
+pub(crate) const TILE_POSITIONS: u64 = 256;
+/// Bytes of that memory.
+pub(crate) const TOGETHER_BYTES: u64 = 128 << 10;
+
+/// Positions of a page of keys or values of this type, heads of `head_dim`: few, so that little of a sequence's last page is
+/// empty, as long as a tile of them can be put together.
+#[must_use]
+pub fn page_positions(dtype: DType, head_dim: u64) -> u64 {
+    if can_be_put_together(dtype, head_dim) { 64 } else { TILE_POSITIONS }
+}
+
+fn can_be_put_together(dtype: DType, head_dim: u64) -> bool {
+    let bytes = dtype.bytes_for(dtype.cached_columns(head_dim));
+    bytes.is_some_and(|bytes| bytes.saturating_mul(TILE_POSITIONS) <= TOGETHER_BYTES)
+}
+
+/// The last positions of a sequence, whose keys and values lie in pages.
+#[derive(Clone, Copy, Debug)]
+pub struct PagedRun<'a> {
+    /// Queries: those of the last positions.
+    pub q_len: u64,
+    /// Positions, those of the queries included.
+    pub kv_len: u64,
+    /// The pages, in the order of the positions: page n is rows `n * page` up to `(n + 1) * page` of the cache.
+    pub pages: &'a [u32],
+}
+
+impl PagedRun<'_> {
+    /// The shape of a sequence that is alone with its pages.
+    pub(crate) fn shape(&self, page: u64, of_all: AttentionShape) -> AttentionShape {
+        let kv_capacity = (self.pages.len() as u64).saturating_mul(page);
+        AttentionShape { batch: 1, q_len: self.q_len, kv_len: self.kv_len, kv_capacity, ..of_all }
+    }
+}
 
 /// How the positions that the only query of each head sees are cut: by the shape alone. Each piece leaves a maximum, a
 /// sum of exponentials and a weighted sum of values for each query head.
@@ -50,6 +88,31 @@ impl KeyPieces {
     fn bytes(&self, shape: &AttentionShape) -> u64 {
         KeyPieces::part_bytes(shape).saturating_mul(self.count)
     }
+
+    /// Runs of one query that follow each other and whose parts have room at the same time, as many as can be, from each of
+    /// `runs` on that is in no group yet; other runs are groups of their own. With the bytes of the parts.
+    pub fn groups(
+        runs: &[PagedRun<'_>],
+        page: u64,
+        shape: AttentionShape,
+    ) -> impl Iterator<Item = (Range<usize>, u64)> {
+        let bytes = move |run: &PagedRun<'_>| {
+            let shape = run.shape(page, shape);
+            KeyPieces::of(&shape, false).map(|pieces| pieces.bytes(&shape))
+        };
+        let mut first = 0;
+        std::iter::from_fn(move || {
+            let (start, mut total) = (first, bytes(runs.get(first)?));
+            first += 1;
+            while let (Some(sum), Some(Some(more))) = (total, runs.get(first).map(bytes)) {
+                if sum.saturating_add(more) > Workspace::MOST.shared {
+                    break;
+                }
+                (first, total) = (first + 1, Some(sum + more));
+            }
+            Some((start..first, total.unwrap_or(0)))
+        })
+    }
 }
 
 /// Attention, its backward pass, or a write to its cache.
@@ -60,6 +123,8 @@ pub enum Attention<'a> {
     /// nearest. x `[N, heads * head_dim]`, N at most C; cache `[C, heads * D']` of a plain type, Q8_0, Q4_0 or Q4_1, D'
     /// being `head_dim` filled up with zeros to whole blocks.
     WriteCache { x: &'a Tensor, cache: &'a Tensor, first: u64, head_dim: u64 },
+    /// The same with a row of the cache for each row of x: row `rows[n]` of cache = row n of x. No row is named twice.
+    WriteRows { x: &'a Tensor, cache: &'a Tensor, rows: &'a [u32], head_dim: u64 },
 
     /// Causal attention by tiles with an online softmax (FlashAttention-2, Dao 2023). lse f32 `[batch, heads, q_len]` is
     /// the log of the sum of the exponentials of each row's scaled scores. k and v may be of any type that
@@ -74,6 +139,20 @@ pub enum Attention<'a> {
         out: &'a Tensor,
         lse: &'a Tensor,
         probabilities: Option<&'a Tensor>,
+        shape: AttentionShape,
+        compute: Compute,
+    },
+    /// The same of sequences whose keys and values lie in pages of `page` rows of one cache, to the bit: q and out have the
+    /// queries of each run behind those of the run before, and lse `[heads, q_len]` of each run likewise. `shape` says what
+    /// all runs have in common; its batch and its lengths do not count. A page may be that of several runs.
+    Paged {
+        q: &'a Tensor,
+        k: &'a Tensor,
+        v: &'a Tensor,
+        out: &'a Tensor,
+        lse: &'a Tensor,
+        runs: &'a [PagedRun<'a>],
+        page: u64,
         shape: AttentionShape,
         compute: Compute,
     },
@@ -110,6 +189,52 @@ impl<'a> Family<'a> for Attention<'a> {
                     .heads(x, head_dim)
                     .that(x.rows() <= cache.rows(), || format!("{x:?} has more rows than {cache:?}"))
                     .size(cache, cache.rows(), heads * cache.dtype().cached_columns(head_dim))
+            }
+            Attention::WriteRows { x, cache, rows, head_dim } => {
+                let heads = x.columns() / head_dim.max(1);
+                let mut sorted = rows.to_vec();
+                sorted.sort_unstable();
+                let fit = sorted.windows(2).all(|pair| pair[0] < pair[1])
+                    && sorted.last().is_none_or(|last| u64::from(*last) < cache.rows());
+                Description::new("write_rows", [x], [cache])
+                    .floats([x])
+                    .cached([cache])
+                    .heads(x, head_dim)
+                    .that(x.rows() == rows.len() as u64, || format!("{x:?} has not {} rows", rows.len()))
+                    .that(fit, || format!("{rows:?} are no different rows of {cache:?}"))
+                    .size(cache, cache.rows(), heads * cache.dtype().cached_columns(head_dim))
+            }
+            Attention::Paged { q, k, v, out, lse, runs, page, shape, .. } => {
+                let queries = runs.iter().map(|run| run.q_len).sum();
+                let whole = page > 0 && [k, v].iter().all(|t| t.rows().is_multiple_of(page));
+                let pages = k.rows().checked_div(page).unwrap_or(0);
+                let mut named = runs.iter().flat_map(|run| run.pages);
+                let there = named.all(|number| u64::from(*number) < pages);
+                let tiles = page.is_multiple_of(TILE_POSITIONS)
+                    || runs.iter().all(|run| run.pages.len() <= 1)
+                    || [k, v].iter().all(|t| can_be_put_together(t.dtype(), shape.head_dim));
+                let groups = KeyPieces::groups(runs, page, shape).map(|(_, bytes)| bytes);
+                let shapes = runs.iter().map(|run| run.shape(page, shape));
+                let described = Description::new("paged_attention", [q, k, v], [out, lse])
+                    .floats([q, out])
+                    .cached([k, v])
+                    .that(whole, || format!("{k:?} and {v:?} are no pages of {page} rows"))
+                    .that(there, || format!("there are {pages} pages"))
+                    .that(tiles, || format!("pages of {page} rows are too wide for {shape:?}"))
+                    .that(shape.block_sparse.is_none(), || format!("{shape:?}: pages have no pattern"))
+                    .that(k.rows() == v.rows(), || format!("{k:?} and {v:?} differ in shape"))
+                    .size(q, queries, shape.heads * shape.head_dim)
+                    .same_size(q, [out])
+                    .f32_vectors([lse], shape.heads * queries)
+                    .each([k, v], |op, t| {
+                        op.size(t, t.rows(), shape.kv_heads * t.dtype().cached_columns(shape.head_dim))
+                    })
+                    .shared(groups.max().unwrap_or(0));
+                shapes.fold(described, |op, shape| {
+                    op.queries(shape).that(shape.kv_len <= shape.kv_capacity, || {
+                        format!("{} positions are more than their pages have", shape.kv_len)
+                    })
+                })
             }
             Attention::Forward { q, k, v, documents, out, lse, probabilities, shape, .. } => {
                 let parts = KeyPieces::of(&shape, documents.is_some()).filter(|_| probabilities.is_none());
@@ -167,6 +292,22 @@ impl<'a> Family<'a> for Attention<'a> {
             Attention::WriteCache { x, cache, .. } => {
                 let row = cache.bytes() / cache.rows().max(1);
                 Cost { bytes: x.bytes() + x.rows() * row, ..once }
+            }
+            Attention::WriteRows { x, cache, .. } => {
+                let row = cache.bytes() / cache.rows().max(1);
+                Cost { bytes: x.bytes() + x.rows() * row, ..once }
+            }
+            Attention::Paged { q, k, v, runs, page, shape, compute, .. } => {
+                let shapes = || runs.iter().map(|run| run.shape(page, shape));
+                let scores = shapes().map(|shape| shape.score_count()).fold(0, u64::saturating_add);
+                let row = (k.bytes() + v.bytes()) / k.rows().max(1);
+                let read: u64 = shapes().map(|shape| (shape.kv_len - shape.first_seen()) * row).sum();
+                Cost {
+                    attention: Some((compute, product_of(&[4, scores, shape.head_dim]))),
+                    bytes: 2 * q.bytes() + read,
+                    exps: scores,
+                    ..once
+                }
             }
             Attention::Forward { q, k, v, probabilities, shape, compute, .. } => {
                 let seen = (shape.kv_len - shape.first_seen()).min(shape.kv_capacity);

@@ -1,7 +1,7 @@
 //! Caches of keys and values: what is written into them, and attention that reads them as they are stored.
 
 use plimsoll_device::cpu::{Isa, dequantize};
-use plimsoll_device::{Attention, AttentionShape, Compute, DType, DeviceExt};
+use plimsoll_device::{Attention, AttentionShape, Compute, DType, DeviceExt, PagedRun, page_positions};
 
 use crate::attention::{decoding_shapes, forward, shape};
 use crate::harness::{Expected, Operand, check_costly, decode, noise, refusal, run};
@@ -157,6 +157,121 @@ fn attention_reads_what_is_stored() {
     }
 }
 
+/// Three sequences, of 300, 70 and 5 positions: their rows in pages that lie anywhere, and in caches of their own.
+#[test]
+fn rows_in_pages_have_the_bits_of_rows_in_a_row() {
+    let lengths = [300, 70, 5];
+    for (dtype, [heads, kv_heads, d], window, soft_cap) in [
+        (DType::F32, [9, 3, 64], None, None),
+        (DType::F16, [4, 4, 40], Some(50), None),
+        (DType::Q8_0, [8, 1, 128], None, Some(20.0)),
+        (DType::Q4_1, [2, 1, 64], Some(290), None),
+        // Too wide for a tile of rows to be put together.
+        (DType::F32, [2, 1, 256], None, None),
+    ] {
+        let page = page_positions(dtype, d);
+        assert_eq!(page, if d == 256 { 256 } else { 64 });
+        let common = AttentionShape { window, soft_cap, ..shape(1, [1, 1, 1], [heads, kv_heads, d]) };
+        let columns = (kv_heads * dtype.cached_columns(d)) as usize;
+        // Pages of all sequences, the last ones first, and one that nobody has between them.
+        let mut next = 20u32;
+        let pages = lengths.map(|length: u64| -> Vec<u32> {
+            next -= 1;
+            (0..length.div_ceil(page))
+                .map(|_| {
+                    next -= 1;
+                    next
+                })
+                .collect()
+        });
+        let row = |own: usize, position: u64| {
+            pages[own][(position / page) as usize] * page as u32 + (position % page) as u32
+        };
+        let x: Vec<[Operand; 2]> = (0..3)
+            .map(|own| {
+                [2, 3].map(|seed| {
+                    let sizes = [lengths[own] as usize, (kv_heads * d) as usize];
+                    Operand::new(DType::F32, &sizes, noise(seed + 10 * own as u64))
+                })
+            })
+            .collect();
+        for q_lens in [[1, 1, 1], [90, 1, 5], [150, 70, 1]] {
+            let queries: u64 = q_lens.iter().sum();
+            let q = Operand::new(DType::F32, &[queries as usize, (heads * d) as usize], noise(1));
+            let (out, lse) = (
+                Operand::garbage(DType::F32, &[queries as usize, (heads * d) as usize]),
+                Operand::garbage(DType::F32, &[queries as usize, heads as usize]),
+            );
+            let pool = || zeros(dtype, 20 * page as usize, kv_heads as usize, d as usize);
+            let mut operands = vec![q.clone(), pool(), pool(), out, lse];
+            operands.extend(x.iter().flatten().cloned());
+            let runs: Vec<PagedRun<'_>> = (0..3)
+                .map(|own| PagedRun { q_len: q_lens[own], kv_len: lengths[own], pages: &pages[own] })
+                .collect();
+            let paged = run(Isa::detect(), 2, &operands, &|cpu, t| {
+                for own in 0..3 {
+                    let rows: Vec<u32> = (0..lengths[own]).map(|position| row(own, position)).collect();
+                    for part in 0..2 {
+                        let (x, cache) = (&t[5 + 2 * own + part], &t[1 + part]);
+                        cpu.run(Attention::WriteRows { x, cache, rows: &rows, head_dim: d })?;
+                    }
+                }
+                let (q, k, v, out, lse) = (&t[0], &t[1], &t[2], &t[3], &t[4]);
+                let compute = Compute::F32;
+                cpu.run(Attention::Paged { q, k, v, out, lse, runs: &runs, page, shape: common, compute })
+            })
+            .unwrap();
+            let (mut first, width) = (0, (heads * d) as usize);
+            for own in 0..3 {
+                let [length, q_len] = [lengths[own], q_lens[own]];
+                let s = AttentionShape { q_len, kv_len: length, kv_capacity: length, ..common };
+                let mut operands = vec![
+                    Operand::new(
+                        DType::F32,
+                        &[q_len as usize, width],
+                        q.values[first * width..].iter().copied(),
+                    ),
+                    Operand::garbage(DType::F32, &[q_len as usize, width]),
+                    Operand::garbage(DType::F32, &[q_len as usize, heads as usize]),
+                ];
+                for _ in 0..2 {
+                    let bytes = dtype.bytes_for(length * columns as u64).unwrap() as usize;
+                    operands.push(Operand::blocks(dtype, &[length as usize, columns], vec![0; bytes]));
+                }
+                operands.extend(x[own].clone());
+                let alone = run(Isa::detect(), 2, &operands, &|cpu, t| {
+                    for part in 0..2 {
+                        let (x, cache) = (&t[5 + part], &t[3 + part]);
+                        cpu.run(Attention::WriteCache { x, cache, first: 0, head_dim: d })?;
+                    }
+                    let (q, k, v, out, lse) = (&t[0], &t[3], &t[4], &t[1], &t[2]);
+                    let (documents, probabilities, compute) = (None, None, Compute::F32);
+                    cpu.run(Attention::Forward {
+                        q,
+                        k,
+                        v,
+                        documents,
+                        out,
+                        lse,
+                        probabilities,
+                        shape: s,
+                        compute,
+                    })
+                })
+                .unwrap();
+                let at = first * width * 4;
+                assert!(paged[3][at..at + alone[1].len()] == alone[1], "{dtype} {d} {q_lens:?}: {own}");
+                let at = first * heads as usize * 4;
+                assert!(
+                    paged[4][at..at + alone[2].len()] == alone[2],
+                    "{dtype} {d} {q_lens:?}: lse of {own}"
+                );
+                first += q_len as usize;
+            }
+        }
+    }
+}
+
 #[test]
 fn what_does_not_fit_is_refused() {
     let x = Operand::new(DType::F32, &[3, 8], noise(1));
@@ -174,5 +289,32 @@ fn what_does_not_fit_is_refused() {
         (zeros(DType::F32, 3, 2, 4), 0),
     ] {
         assert!(write(cache, head_dim).starts_with("write_cache: "));
+    }
+    let rows = |rows: &[u32]| {
+        refusal(&[x.clone(), zeros(DType::F32, 5, 2, 4)], |cpu, t| {
+            cpu.run(Attention::WriteRows { x: &t[0], cache: &t[1], rows, head_dim: 4 })
+        })
+    };
+    assert_eq!(rows(&[4, 0, 2]), "accepted");
+    for wrong in [&[4, 0][..], &[4, 0, 4], &[4, 0, 5]] {
+        assert!(rows(wrong).starts_with("write_rows: "), "{wrong:?}");
+    }
+    let cache = zeros(DType::F32, 4, 2, 4);
+    let vectors = [Operand::garbage(DType::F32, &[3, 8]), Operand::garbage(DType::F32, &[3, 2])];
+    let attend = |page, pages: &[u32], kv_len| {
+        let operands = [vec![x.clone(), cache.clone(), cache.clone()], vectors.to_vec()].concat();
+        refusal(&operands, |cpu, t| {
+            let (q, k, v, out, lse) = (&t[0], &t[1], &t[2], &t[3], &t[4]);
+            let (runs, compute) = (&[PagedRun { q_len: 3, kv_len, pages }], Compute::F32);
+            let shape = shape(1, [1, 1, 1], [2, 2, 4]);
+            cpu.run(Attention::Paged { q, k, v, out, lse, runs, page, shape, compute })
+        })
+    };
+    assert_eq!(attend(2, &[1, 0], 4), "accepted");
+    for (page, pages, kv_len) in
+        [(3, &[0][..], 3), (0, &[0], 3), (2, &[0, 2], 4), (2, &[1], 3), (2, &[0, 1], 2), (2, &[0, 1], 5)]
+    {
+        let refusal = attend(page, pages, kv_len);
+        assert!(refusal.starts_with("paged_attention: "), "{page} {pages:?} {kv_len}: {refusal}");
     }
 }

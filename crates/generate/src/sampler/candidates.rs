@@ -23,6 +23,20 @@ fn comparable(logit: f64) -> f64 {
     if logit.is_nan() { f64::NEG_INFINITY } else { logit + 0.0 }
 }
 
+/// The likeliest token; the first of equal ones. Logits that are no number count as minus infinity.
+pub fn likeliest(logits: &[f32]) -> Option<u32> {
+    const LANES: usize = 16;
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let higher = |best: &mut f32, logit: &f32| *best = if *logit > *best { *logit } else { *best };
+    let chunks = logits.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    chunks.for_each(|chunk| lanes.iter_mut().zip(chunk).for_each(|(best, logit)| higher(best, logit)));
+    let mut best = f32::NEG_INFINITY;
+    lanes.iter().chain(rest).for_each(|logit| higher(&mut best, logit));
+    let is_best = |logit: &f32| *logit == best || (logit.is_nan() && best == f32::NEG_INFINITY);
+    (0..).zip(logits).find(|(_, logit)| is_best(logit)).map(|(token, _)| token)
+}
+
 impl Candidates {
     pub fn new(logits: &[f32]) -> Candidates {
         let all = (0..).zip(logits).map(|(token, l)| Candidate { token, logit: comparable(f64::from(*l)) });

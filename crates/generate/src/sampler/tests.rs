@@ -68,6 +68,25 @@ fn temperature_zero_takes_the_first_of_the_likeliest() {
     assert_eq!(sampler(0.7, 1).sample(&[0.0, f32::INFINITY, 1.0]), Some(1));
 }
 
+/// Many logits, odd ones among them: the shortcut takes what the steps take.
+#[test]
+fn the_likeliest_is_found_without_steps_as_with_them() {
+    let odd = [f32::NAN, f32::NEG_INFINITY, -0.0, 0.0, 3.5, 3.5, f32::INFINITY];
+    for most in 0..=odd.len() {
+        for length in [0, 1, 15, 16, 17, 100] {
+            for shift in 0..7 {
+                let logits: Vec<f32> = (0..length)
+                    .map(|i| odd.get((i * 5 + shift) % 11).filter(|_| (i + shift) % 7 < most))
+                    .map(|odd| odd.copied().unwrap_or(-1.0))
+                    .collect();
+                let steps = vec![SamplerStep::TopK(1), SamplerStep::Temperature(0.0)];
+                let wanted = Sampler::of_steps(steps, 1).unwrap().sample(&logits);
+                assert_eq!(sampler(0.0, 1).sample(&logits), wanted, "{logits:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn draws_follow_the_distribution_and_the_seed() {
     let logits = [0.0, (3.0f32).ln(), f32::NEG_INFINITY];

@@ -12,7 +12,7 @@ use crate::head::rows;
 use crate::store::BlockWeights;
 
 /// What attention gave, beside sinks; nothing where there are none.
-pub(super) fn apply(
+pub(crate) fn apply(
     ctx: &Context<'_>,
     sinks: Option<&Tensor>,
     out: &Tensor,

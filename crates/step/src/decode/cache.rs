@@ -1,16 +1,18 @@
 //! The key-value cache: keys and values of every layer, of layers with a sliding window only as many as are still seen.
-//! They are in memory, or on a lower tier, from where a layer's come when its turn is near.
+//! They are in memory, or on a lower tier, from where a layer's come when its turn is near. In memory those of layers that see
+//! everything may lie in pages that all sequences share ([`pages`](super::pages)).
 
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{Attention, AttentionShape, Device, DeviceExt, Tensor};
+use plimsoll_device::{Attention, AttentionShape, DType, Device, DeviceExt, PagedRun, Tensor};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec, Role};
 
 use super::DecodeSettings;
+use super::pages::Pages;
 use crate::StepError;
 use crate::block::{self, Qkv};
 use crate::context::Context;
@@ -20,7 +22,7 @@ use crate::tier::{Extents, Parcel, Parcels, Use};
 /// Buffers of layers whose keys and values live on a lower tier: one in use, one on its way and one on its way back.
 const BUFFERS: usize = 3;
 
-/// Keys and values of some sequences. Position p of a layer lies in row p modulo the layer's capacity.
+/// Keys and values of some sequences. Position p of a layer lies in row p modulo the layer's capacity, or in a page.
 pub(super) struct KvCache<'a> {
     device: &'a dyn Device,
     layers: Vec<Geometry>,
@@ -28,6 +30,11 @@ pub(super) struct KvCache<'a> {
     row_bytes: u64,
     /// Those that live on the device.
     resident: HashMap<Place, [Tensor; 2]>,
+    /// Those of layers whose sequences share pages.
+    pooled: HashMap<u32, [Tensor; 2]>,
+    pages: Option<Pages>,
+    /// The rows of the pools in which the new tokens of the pass lie.
+    new_rows: Vec<u32>,
     /// Those that live on a lower tier.
     away: Parcels<'a, Place, usize>,
 }
@@ -42,6 +49,17 @@ pub(super) struct Run {
     /// Positions of the sequence that are in the cache already.
     pub past: u64,
     pub tokens: u64,
+    /// Whether each token is attended to as if the others came in later passes.
+    pub singly: bool,
+}
+
+impl Run {
+    /// Queries that are attended to together, and the positions until the last of them.
+    fn parts(self) -> impl Iterator<Item = (u64, u64)> {
+        let end = self.past + self.tokens;
+        let step = if self.singly { 1 } else { self.tokens.max(1) };
+        (0..self.tokens).step_by(step as usize).map(move |first| (step, (self.past + first + step).min(end)))
+    }
 }
 
 /// How a layer's keys and values lie.
@@ -70,16 +88,26 @@ impl<'a> KvCache<'a> {
             let window = attention.window(layer);
             let capacity = window.map_or(context, |window| {
                 // The first query of a chunk sees its window, all others of the chunk come after it.
-                context.min(window.saturating_add(settings.prompt_chunk_tokens.max(1) - 1))
+                let ahead = settings.prompt_chunk_tokens.max(settings.drafted_tokens.saturating_add(1));
+                context.min(window.saturating_add(ahead.max(1) - 1))
             });
             Geometry { capacity, window }
         };
         let layers: Vec<Geometry> = spec.layers().map(geometry).collect();
-        let (mut resident, mut parcels) = (HashMap::new(), HashMap::new());
-        for (layer, Geometry { capacity, .. }) in (0..).zip(&layers) {
+        let pages = match settings.pages {
+            Some(count) if tier == Tier::Device => Some(Pages::new(settings.page_tokens(spec), count)?),
+            _ => None,
+        };
+        let (mut resident, mut pooled, mut parcels) = (HashMap::new(), HashMap::new(), HashMap::new());
+        for (layer, Geometry { capacity, window }) in (0..).zip(&layers) {
             let sizes = [*capacity, columns];
             device.enter(Phase::Setup, Some(layer));
             tiers.enter(Phase::Setup, Some(layer));
+            if let (Some(pages), None) = (&pages, window) {
+                let alloc = |name| device.alloc(dtype, &[pages.rows(), columns], Tag::KvCache, name);
+                pooled.insert(layer, [alloc("k.pages")?, alloc("v.pages")?]);
+                continue;
+            }
             let sequences = u32::try_from(sequences.max(1)).unwrap_or(u32::MAX);
             for place in (0..sequences).map(|sequence| (layer, sequence)) {
                 if tier == Tier::Device {
@@ -98,7 +126,25 @@ impl<'a> KvCache<'a> {
         device.enter(Phase::Setup, None);
         let away = Parcels::of(device, tiers, parcels, BUFFERS, "kv.staging")?;
         let row_bytes = dtype.bytes_for(columns).unwrap_or(0);
-        Ok(KvCache { device, layers, head_dim: attention.head_dim, row_bytes, resident, away })
+        let (head_dim, new_rows) = (attention.head_dim, Vec::new());
+        Ok(KvCache { device, layers, head_dim, row_bytes, resident, pooled, pages, new_rows, away })
+    }
+
+    /// Whether there are pages for sequences that become so long.
+    pub fn has_pages_for(&self, lengths: impl Iterator<Item = (u32, u64)>) -> bool {
+        self.pages.as_ref().is_none_or(|pages| pages.has_for(lengths))
+    }
+
+    /// Takes the pages that a sequence of so many tokens needs beyond its own.
+    pub fn reserve(&mut self, sequence: u32, length: u64) -> Result<(), StepError> {
+        self.pages.as_mut().map_or(Ok(()), |pages| pages.reserve(sequence, length))
+    }
+
+    /// Gives back the pages behind so many tokens of a sequence.
+    pub fn keep(&mut self, sequence: u32, length: u64) {
+        if let Some(pages) = &mut self.pages {
+            pages.keep(sequence, length);
+        }
     }
 
     /// Whether a query at `position` finds all that it sees, after `written` positions have been written.
@@ -116,8 +162,15 @@ impl<'a> KvCache<'a> {
 
     /// Prepares for a pass of these runs through all layers.
     pub fn begin(&mut self, runs: &[Run]) -> Result<(), StepError> {
+        if let Some(pages) = &mut self.pages {
+            self.new_rows.clear();
+            for run in runs {
+                pages.reserve(run.sequence, run.past + run.tokens)?;
+                self.new_rows.extend(pages.rows_of(run.sequence, run.past..run.past + run.tokens));
+            }
+        }
         for (layer, geometry) in (0..).zip(&self.layers) {
-            for Run { sequence, past, tokens } in runs.iter().copied() {
+            for Run { sequence, past, tokens, .. } in runs.iter().copied() {
                 let Some(parcel) = self.away.get_mut((layer, sequence)) else { continue };
                 let row_bytes = self.row_bytes;
                 // A ring may hold them anywhere.
@@ -147,19 +200,61 @@ impl<'a> KvCache<'a> {
         (qkv, sinks): (&Qkv, Option<&Tensor>),
     ) -> Result<(Tensor, Vec<Tensor>), StepError> {
         let out = block::attended(ctx, qkv)?;
+        if let (Some(pages), Some(pools)) = (&self.pages, self.pooled.get(&layer)) {
+            let lse = self.attend_pages(ctx, pages, pools, runs, qkv, &out)?;
+            let shape = AttentionShape { batch: out.rows(), q_len: 1, ..ctx.attention };
+            block::apply_sinks(ctx, sinks, &out, &lse, None, shape)?;
+            return Ok((out, vec![lse]));
+        }
         let (mut first, mut sums) = (0, Vec::with_capacity(runs.len()));
         for run in runs {
             let own = |x: &Tensor| rows(x, first, first + run.tokens);
             let (k, v) = self.write(layer, *run, &own(&qkv.k)?, &own(&qkv.v)?)?;
-            let (q_len, kv_len) = (run.tokens, run.past + run.tokens);
-            let shape = AttentionShape { q_len, kv_len, kv_capacity: self.capacity(layer), ..ctx.attention };
-            let (lse, _) = block::attend_into(ctx, [&own(&qkv.q)?, &k, &v], sinks, &own(&out)?, shape)?;
-            sums.push(lse);
+            let kv_capacity = self.capacity(layer);
+            for (q_len, kv_len) in run.parts() {
+                let own = |x: &Tensor| rows(x, first, first + q_len);
+                let shape = AttentionShape { q_len, kv_len, kv_capacity, ..ctx.attention };
+                let (lse, _) = block::attend_into(ctx, [&own(&qkv.q)?, &k, &v], sinks, &own(&out)?, shape)?;
+                sums.push(lse);
+                first += q_len;
+            }
             drop((k, v));
             self.leave((layer, run.sequence))?;
-            first += run.tokens;
         }
         Ok((out, sums))
+    }
+
+    /// The same of a layer whose sequences share pages: all runs at once.
+    fn attend_pages(
+        &self,
+        ctx: &Context<'_>,
+        pages: &Pages,
+        [k, v]: &[Tensor; 2],
+        runs: &[Run],
+        qkv: &Qkv,
+        out: &Tensor,
+    ) -> Result<Tensor, StepError> {
+        let (device, head_dim) = (self.device, self.head_dim);
+        for (x, cache) in [(&qkv.k, k), (&qkv.v, v)] {
+            device.run(Attention::WriteRows { x, cache, rows: &self.new_rows, head_dim })?;
+        }
+        let parts = runs.iter().flat_map(|run| run.parts().map(|part| (run.sequence, part)));
+        let paged: Vec<PagedRun<'_>> = parts
+            .map(|(sequence, (q_len, kv_len))| PagedRun { q_len, kv_len, pages: pages.of(sequence) })
+            .collect();
+        let lse = device.alloc(DType::F32, &[qkv.q.rows(), ctx.attention.heads], Tag::Attention, "lse")?;
+        device.run(Attention::Paged {
+            q: &qkv.q,
+            k,
+            v,
+            out,
+            lse: &lse,
+            runs: &paged,
+            page: pages.tokens(),
+            shape: ctx.attention,
+            compute: ctx.compute,
+        })?;
+        Ok(lse)
     }
 
     /// Puts keys and values `[N, kv_heads * D]` of a run in their rows of a layer, and gives back all that it holds,
@@ -225,9 +320,11 @@ mod tests {
                 context: 60,
                 prompt_chunk_tokens: 8,
                 sequences: 2,
+                pages: None,
+                drafted_tokens: 0,
             };
             let mut cache = KvCache::new(&dry, &spec, &settings, &tiers).unwrap();
-            let run = Run { sequence: 1, past, tokens: n };
+            let run = Run { sequence: 1, past, tokens: n, singly: false };
             cache.begin(&[run]).unwrap();
             for layer in 0..5 {
                 let new = dry.alloc(DType::F32, &[n, 256], Tag::Activations, "test").unwrap();

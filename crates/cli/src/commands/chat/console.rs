@@ -45,6 +45,9 @@ impl Console {
             StopReason::StopToken(stop) => line["stop"] = (*stop).into(),
             _ => {}
         }
+        if let Some(rate) = answer.drafted.acceptance_rate() {
+            line["acceptance_rate"] = rate.into();
+        }
         outln!("{line}")
     }
 

@@ -8,6 +8,7 @@
 mod backward;
 mod decode;
 mod geometry;
+mod paged;
 mod pieces;
 mod standard;
 
@@ -25,18 +26,21 @@ use crate::{Compute, DType};
 pub(in crate::cpu) use backward::{backward, deltas};
 use geometry::Block;
 pub(in crate::cpu) use geometry::Geometry;
+pub(in crate::cpu) use paged::{Paged, paged};
 pub(in crate::cpu) use pieces::{add_piece, add_piece_gradients, finish};
 
 /// Queries of a block.
 const QUERIES: usize = 128;
 /// Keys of a tile.
-const KEYS: usize = 256;
+const KEYS: usize = crate::op::TILE_POSITIONS as usize;
 /// The widest head.
 const MAX_HEAD_DIM: usize = crate::op::MAX_HEAD_DIM as usize;
 
 /// Scratch for two tiles of scores and a block of results, and for the products.
 pub(in crate::cpu) const SCRATCH_BYTES: usize =
     4 * (2 * QUERIES * KEYS + QUERIES * MAX_HEAD_DIM) + MATMUL_SCRATCH_BYTES;
+
+const _: () = assert!(crate::op::TOGETHER_BYTES as usize <= 4 * QUERIES * KEYS);
 
 /// Rows of all heads, to read.
 #[derive(Clone, Copy)]
@@ -227,12 +231,22 @@ pub(in crate::cpu) fn forward(
     if let Some(probabilities) = probabilities {
         return standard::forward(exec, q, [k, v], out, lse, probabilities, g, compute);
     }
-    if let Some(parts) = decode::Parts::of(&g, workspace) {
-        return decode::forward(exec, q, [k, v], out, lse, g, parts);
+    let (out, lse) = (RowsMut::new(out), Shared::new(lse, 1));
+    if decode::forward(exec, q, [k, v], out, &lse, &[g], workspace) {
+        return;
     }
-    let q = Rows::new(q);
-    let out = RowsMut::new(out);
-    let lse = Shared::new(lse, 1);
+    by_tiles(exec, [Rows::new(q), k, v], out, &lse, g, compute);
+}
+
+/// The same by tiles of keys.
+fn by_tiles(
+    exec: Exec<'_>,
+    [q, k, v]: [Rows; 3],
+    out: RowsMut,
+    lse: &Shared<'_, f32>,
+    g: Geometry<'_>,
+    compute: Compute,
+) {
     exec.pool.run(g.query_tasks(), &|task, worker| {
         let block = g.query_task(task);
         let (rows, d) = (block.rows, g.d);
@@ -275,8 +289,8 @@ fn over_keys(
     for range in g.tiles(block) {
         let keys = range.len();
         let queries = q.operand(block.start, rows, d, g.q_stride());
-        let at = g.key(block.batch, block.kv_head, range.start);
-        let key_rows = k.operand(at, keys, d, g.k_stride());
+        let key = |position| g.key(block.batch, block.kv_head, position);
+        let key_rows = together(k, g, &range, key, g.k_stride(), scratch.other);
         let scores = &mut scratch.scores[..rows * keys];
         // SAFETY: the operands lie in slices that outlive this call, the tile in scratch.
         unsafe {
@@ -301,8 +315,8 @@ fn over_keys(
             }
             max[row] = higher;
         }
-        let at = g.value(block.batch, block.kv_head, range.start);
-        let value_rows = v.operand(at, keys, d, g.v_stride());
+        let value = |position| g.value(block.batch, block.kv_head, position);
+        let value_rows = together(v, g, &range, value, g.v_stride(), scratch.other);
         // SAFETY: as above.
         unsafe {
             let p = tile_operand(scores, rows, keys);
@@ -310,6 +324,29 @@ fn over_keys(
             matmul_serial(exec.simd.isa(), compute, p, value_rows, c, true, scratch.matmul);
         }
     }
+}
+
+/// The rows of a head at some positions: where they lie, `stride` elements apart, or one behind the other in `memory` where they
+/// lie in several pages. `element` is where a position's row begins.
+fn together(
+    stored: Rows,
+    g: &Geometry<'_>,
+    positions: &Range<usize>,
+    element: impl Fn(usize) -> usize,
+    stride: usize,
+    memory: &mut [f32],
+) -> Operand {
+    if g.run_end(positions) == positions.end {
+        return stored.operand(element(positions.start), positions.len(), g.d, stride);
+    }
+    let width = stored.dtype.cached_columns(g.d as u64);
+    let row_bytes = stored.dtype.bytes_for(width).unwrap_or(0) as usize;
+    let memory: &mut [u8] = bytemuck::cast_slice_mut(memory);
+    for (position, row) in positions.clone().zip(memory.chunks_exact_mut(row_bytes)) {
+        // SAFETY: the position's row exists in whole blocks, and is no memory of this thread's own.
+        row.copy_from_slice(unsafe { std::slice::from_raw_parts(stored.at(element(position)), row_bytes) });
+    }
+    Rows::stored(memory, stored.dtype).operand(0, positions.len(), g.d, width as usize)
 }
 
 per_isa! {

@@ -5,7 +5,7 @@
 use half::{bf16, f16};
 
 use super::simd::per_isa;
-use super::split::{Shared, for_each_part};
+use super::split::{Shared, Split};
 use super::storage::{Floats, FloatsMut};
 use super::{Exec, rows_per_task};
 use crate::{DType, Rounding};
@@ -20,13 +20,16 @@ pub(in crate::cpu) struct Cache<'a> {
     pub bytes: &'a mut [u8],
 }
 
-/// Row `(first + n) % C` of the cache = row n of x, `rows` of them, heads of `head_dim` in whole blocks.
-pub(in crate::cpu) fn write(
+/// Row `place(n)` of the cache = row n of x, `rows` of them, heads of `head_dim` in whole blocks.
+///
+/// # Safety
+/// The places of different rows differ.
+pub(in crate::cpu) unsafe fn write(
     exec: Exec<'_>,
     x: Floats<'_>,
     cache: Cache<'_>,
     rows: usize,
-    first: u64,
+    place: impl Fn(usize) -> usize + Sync,
     head_dim: usize,
 ) {
     if rows == 0 || cache.rows == 0 || head_dim == 0 {
@@ -34,21 +37,15 @@ pub(in crate::cpu) fn write(
     }
     let columns = x.len() / rows;
     let row_bytes = cache.bytes.len() / cache.rows;
-    let first = (first % cache.rows as u64) as usize;
-    // The rows up to the cache's end, and those that go on at its beginning.
-    let before = rows.min(cache.rows - first);
-    let (beginning, end) = cache.bytes.split_at_mut(first * row_bytes);
     let task_rows = rows_per_task(columns);
-    for (range, out) in [(0..before, end), (before..rows, beginning)] {
-        let out = &mut out[..range.len() * row_bytes];
-        let tasks = range.len().div_ceil(task_rows);
-        for_each_part(exec, tasks, Shared::new(out, task_rows * row_bytes), |task, out, _| {
-            for (row, out) in out.chunks_exact_mut(row_bytes).enumerate() {
-                let x = x.row(range.start + task * task_rows + row, columns);
-                write_row(exec, x, cache.dtype, head_dim, out);
-            }
-        });
-    }
+    let out = Shared::new(cache.bytes, row_bytes);
+    exec.pool.run(rows.div_ceil(task_rows), &|task, _| {
+        for row in task * task_rows..rows.min((task + 1) * task_rows) {
+            // SAFETY: each row of x is one task's, and the caller vouches that its place is no other's.
+            let out = unsafe { out.part(place(row)) };
+            write_row(exec, x.row(row, columns), cache.dtype, head_dim, out);
+        }
+    });
 }
 
 fn write_row(exec: Exec<'_>, x: Floats<'_>, dtype: DType, head_dim: usize, out: &mut [u8]) {

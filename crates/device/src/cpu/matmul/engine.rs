@@ -11,8 +11,6 @@ pub(super) trait Engine {
     type V: Vector;
     /// Values of k in one unit.
     const K_PER_UNIT: usize;
-    /// Whether operands are taken as they are, in f32.
-    const EXACT: bool = false;
 
     /// `LANES` units that follow each other along k, where k is contiguous.
     unsafe fn along(from: impl Elements<Self::V>) -> Self::V;
@@ -36,7 +34,6 @@ pub(super) struct Rounded<V>(std::marker::PhantomData<V>);
 impl<V: Vector> Engine for Single<V> {
     type V = V;
     const K_PER_UNIT: usize = 1;
-    const EXACT: bool = true;
 
     #[inline(always)]
     unsafe fn along(from: impl Elements<V>) -> V {

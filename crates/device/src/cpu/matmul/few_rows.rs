@@ -2,13 +2,13 @@
 //!
 //! B is streamed once, as it is stored, and nothing of it is packed: time is what its bytes take to arrive. Each value
 //! of C is a dot product whose partial sums lie in the lanes of one vector; its order does not depend on the number of
-//! rows, but it is another order than that of the blocked product. A single row in f32 has an order of its own for types
-//! of codes with shared factors: these are multiplied once a block.
+//! rows, so that a decoder's passes over several tokens have the bits of those over one. It is another order than that of the
+//! blocked product.
 
 use super::crew::Crew;
 use super::engine::Engine;
 use super::pack::{Lines, along_end};
-use super::storage::{self, At, GROUP, InBlock, Shared, Storage};
+use super::storage::{self, At, GROUP, InBlock, Storage};
 use super::tile::{LINE, prefetch};
 use super::vector::{MAX_LANES, Vector, bf16_bits, bf16_value, f16_bits, f16_value};
 use super::{Dithered, Output, Product};
@@ -16,7 +16,7 @@ use crate::DType;
 use crate::cpu::kernels::Dither;
 
 /// Rows of A at most: with more of them it pays to pack B.
-const MAX_ROWS: usize = 24;
+const MAX_ROWS: usize = crate::op::FEW_ROWS;
 /// Bytes of B that a task streams, about.
 const TASK_BYTES: usize = 32 << 10;
 /// How far ahead of its use B is fetched, in bytes at least.
@@ -44,11 +44,9 @@ pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
     let Product { kernels, a, b, k, c, accumulate } = *product;
     let common = crew.common();
     let row_bytes = row_units(k, kernels.k_per_unit) * size_of::<f32>();
-    let fits = |rows: &usize| padded_rows(*rows) * row_bytes + row_bytes / GROUP <= common.bytes;
+    let fits = |rows: &usize| padded_rows(*rows) * row_bytes <= common.bytes;
     let group = [MAX_ROWS, 16, 8, 4, 2].into_iter().find(fits).unwrap_or(1);
     let column_bytes = b.dtype.bytes_for(b.stride as u64).unwrap_or(0) as usize;
-    let alone = a.count == 1;
-    let with_sums = alone && storage::has_minima(b.dtype);
     let each = (TASK_BYTES / column_bytes.max(1)).max(1).next_multiple_of(4);
     for first in (0..a.count).step_by(group) {
         let a = a.part(first..a.count.min(first + group));
@@ -56,8 +54,8 @@ pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
         let c = Output { data: c.data.wrapping_add(first * c.row_stride * c_bytes), rows: a.count, ..c };
         let rows = common.start.cast::<f32>();
         // SAFETY: the rows fit in the common memory, which no task uses yet.
-        unsafe { (kernels.pack_rows)(a, k, with_sums, rows) };
-        let all = Columns { rows, alone, b, k, c, accumulate, start: 0, end: b.count };
+        unsafe { (kernels.pack_rows)(a, k, rows) };
+        let all = Columns { rows, b, k, c, accumulate, start: 0, end: b.count };
         crew.run(b.count.div_ceil(each), &|task, _| {
             // SAFETY: no other task has these columns of C, and the rows stay as they are.
             unsafe { (kernels.multiply_columns)(&all.part(task * each, each)) };
@@ -80,12 +78,12 @@ pub(super) fn padded_rows(rows: usize) -> usize {
 }
 
 /// Packs rows of A one after the other, [`row_units`] each, zero after their end; then rows of zeros up to
-/// [`padded_rows`]. If it is only one, the sums of its groups may come after it.
+/// [`padded_rows`].
 ///
 /// # Safety
-/// The machine has the engine's instruction set, the operand is valid and `to` has room for its rows and their sums.
+/// The machine has the engine's instruction set, the operand is valid and `to` has room for its rows.
 #[inline(always)]
-pub(super) unsafe fn pack_rows<E: Engine>(a: Lines, k: usize, with_sums: bool, to: *mut f32) {
+pub(super) unsafe fn pack_rows<E: Engine>(a: Lines, k: usize, to: *mut f32) {
     let lanes = E::V::LANES;
     let whole = lanes * E::K_PER_UNIT;
     let units = row_units(k, E::K_PER_UNIT);
@@ -108,10 +106,6 @@ pub(super) unsafe fn pack_rows<E: Engine>(a: Lines, k: usize, with_sums: bool, t
             }
         }
     }
-    if with_sums && E::EXACT {
-        // SAFETY: the row was just packed, and the caller has left room after it.
-        unsafe { sum_groups::<E>(to, k) };
-    }
 }
 
 /// Some columns of C to be computed.
@@ -119,8 +113,6 @@ pub(super) unsafe fn pack_rows<E: Engine>(a: Lines, k: usize, with_sums: bool, t
 pub(super) struct Columns {
     /// What [`pack_rows`] made of A.
     pub rows: *const f32,
-    /// Whether A has this one row and no other.
-    pub alone: bool,
     /// Columns of B, contiguous along k; whole blocks if its type has blocks.
     pub b: Lines,
     pub k: usize,
@@ -170,18 +162,7 @@ unsafe fn some_columns<E: Engine, S: Storage, const R: usize, const N: usize>(ta
             unsafe {
                 let rows = task.rows.add(row * units);
                 let mut sums = [[0.0; N]; R];
-                if R == 1 && task.alone && E::EXACT && S::SHARED.is_some() && task.k.is_multiple_of(S::BLOCK)
-                {
-                    if count == N {
-                        dot_codes::<E, S, N>(rows, task.b, task.k, column, &mut sums[0]);
-                    } else {
-                        for (j, sum) in sums[0].iter_mut().enumerate().take(count) {
-                            let mut one = [0.0; 1];
-                            dot_codes::<E, S, 1>(rows, task.b, task.k, column + j, &mut one);
-                            *sum = one[0];
-                        }
-                    }
-                } else if count == N {
+                if count == N {
                     dot::<E, S, R, N>(rows, task.b, task.k, column, &mut sums);
                 } else {
                     for j in 0..count {
@@ -198,72 +179,6 @@ unsafe fn some_columns<E: Engine, S: Storage, const R: usize, const N: usize>(ta
                     }
                 }
             }
-        }
-    }
-}
-
-/// Dot products of a packed row with `N` columns from `column` on, of a type whose blocks' elements share factors: codes
-/// are multiplied as they are, and scales and minima once a block, of [`GROUP`] elements.
-#[inline(always)]
-unsafe fn dot_codes<E: Engine, S: Storage, const N: usize>(
-    row: *const f32,
-    b: Lines,
-    k: usize,
-    column: usize,
-    out: &mut [f32; N],
-) {
-    let lanes = E::V::LANES;
-    let block_bytes = S::offset(S::BLOCK).max(1);
-    let together = S::offset(N * b.stride).max(1);
-    let ahead = AHEAD.div_ceil(together) * together;
-    // SAFETY: the columns hold `k` values, in whole blocks, as does the packed row; its blocks' sums follow it.
-    unsafe {
-        let mut row = row;
-        let mut sums_of_row = row.add(row_units(k, 1));
-        let mut sums = [E::V::splat(0.0); N];
-        let mut minima = [0.0; N];
-        let mut columns = [S::place(b.data, column * b.stride); N];
-        for (j, place) in columns.iter_mut().enumerate().skip(1) {
-            *place = S::place(b.data, (column + j) * b.stride);
-        }
-        for _ in 0..k / S::BLOCK {
-            let sum_of_row = if S::SHARED == Some(Shared::ScaleAndMinimum) { *sums_of_row } else { 0.0 };
-            for j in 0..N {
-                let mut part = S::code::<E::V>(columns[j], 0).times(E::V::load(row));
-                for at in (lanes..S::BLOCK).step_by(lanes) {
-                    part = part.plus_product(S::code::<E::V>(columns[j], at), E::V::load(row.add(at)));
-                }
-                let [scale, minimum] = S::factors::<E::V>(columns[j]);
-                sums[j] = sums[j].plus_product(part, E::V::splat(scale));
-                if S::SHARED == Some(Shared::ScaleAndMinimum) {
-                    minima[j] += minimum * sum_of_row;
-                }
-                for line in (0..block_bytes).step_by(LINE) {
-                    prefetch(S::address(columns[j]).wrapping_add(ahead + line));
-                }
-                columns[j] = S::next(columns[j]);
-            }
-            row = row.add(S::BLOCK);
-            sums_of_row = sums_of_row.add(1);
-        }
-        for j in 0..N {
-            out[j] = sums[j].sum() + minima[j];
-        }
-    }
-}
-
-/// Sums of each [`GROUP`] elements of a row of `k`, for [`dot_codes`].
-#[inline(always)]
-unsafe fn sum_groups<E: Engine>(row: *mut f32, k: usize) {
-    // SAFETY: the row holds `k` values, and there is room for the sums after it.
-    unsafe {
-        let sums = row.add(row_units(k, 1));
-        for i in 0..k / GROUP {
-            let mut sum = E::V::load(row.add(i * GROUP));
-            for at in (E::V::LANES..GROUP).step_by(E::V::LANES) {
-                sum = sum.plus(E::V::load(row.add(i * GROUP + at)));
-            }
-            *sums.add(i) = sum.sum();
         }
     }
 }

@@ -29,8 +29,8 @@ pub(super) struct Kernels {
     pub k_per_unit: usize,
     pub pack: unsafe fn(Lines, Range<usize>, Range<usize>, Panels),
     pub multiply: unsafe fn(&Block),
-    /// Rows of A for `multiply_columns`: the rows, the values of k, whether sums are wanted, the place for them.
-    pub pack_rows: unsafe fn(Lines, usize, bool, *mut f32),
+    /// Rows of A for `multiply_columns`: the rows, the values of k, the place for them.
+    pub pack_rows: unsafe fn(Lines, usize, *mut f32),
     pub multiply_columns: unsafe fn(&Columns),
     /// Elements of a type, from the first block on, as f32: the pointer, their number, the place for them.
     pub dequantize: unsafe fn(DType, *const u8, usize, *mut f32),
@@ -106,9 +106,9 @@ macro_rules! kernels {
             }
 
             $(#[target_feature(enable = $features)])?
-            unsafe fn pack_rows(a: Lines, k: usize, with_sums: bool, to: *mut f32) {
+            unsafe fn pack_rows(a: Lines, k: usize, to: *mut f32) {
                 // SAFETY: as above.
-                unsafe { few_rows::pack_rows::<$engine>(a, k, with_sums, to) }
+                unsafe { few_rows::pack_rows::<$engine>(a, k, to) }
             }
 
             $(#[target_feature(enable = $features)])?

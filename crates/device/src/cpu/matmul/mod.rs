@@ -77,7 +77,7 @@ pub const SCRATCH_BYTES: usize = 1 << 20;
 /// C = A B, or C += A B where `accumulate`, on all threads of the pool.
 ///
 /// What the bits of the result do not depend on: the number of threads; the other rows and columns computed with an
-/// element, as long as A has one row, at most 24, or more in both cases, or B is not contiguous along k. Sums are made
+/// element, as long as A has at most 24 rows, or more in both cases, or B is not contiguous along k. Sums are made
 /// of chains of 256 additions (of pairs, where the machine has an instruction for pairs of bf16), so that their error
 /// does not grow with k. A bf16 C is rounded once, to nearest even, after the old value was added. f32 products of more
 /// than 24 rows are the same on AVX2 and AVX-512.

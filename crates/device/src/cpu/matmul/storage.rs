@@ -58,34 +58,8 @@ pub(super) trait Storage {
     /// Where the bits of `load` in bf16 can be had as they are: the address of element `at`.
     fn bf16_at(place: Self::Place, at: usize) -> Option<*const u16>;
 
-    /// What the elements of a block share, if they are made of codes: then an element is its code, times a scale, plus a
-    /// minimum.
-    const SHARED: Option<Shared> = None;
-
-    /// The codes of `V::LANES` elements from `at` on, if there are any.
-    #[inline(always)]
-    unsafe fn code<V: Vector>(place: Self::Place, at: usize) -> V {
-        // SAFETY: as the trait says.
-        unsafe { Self::load_alone(place, at) }
-    }
-
-    /// Scale and minimum of a block, if there are any.
-    #[inline(always)]
-    unsafe fn factors<V: Vector>(_place: Self::Place) -> [f32; 2] {
-        [1.0, 0.0]
-    }
-
     /// Bytes from the start to element `index`, or to its block; about, to fetch it, where blocks share factors.
     fn offset(index: usize) -> usize;
-}
-
-/// What the elements of a block share.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Shared {
-    /// A scale.
-    Scale,
-    /// A scale and a minimum.
-    ScaleAndMinimum,
 }
 
 /// A storage type whose blocks need nothing but themselves, one after the other.
@@ -111,22 +85,6 @@ pub(super) trait Blocks {
     unsafe fn load_alone<V: Vector>(block: *const u8, at: usize) -> V {
         // SAFETY: as the trait says.
         unsafe { Self::load(block, at, &Self::scales(block)) }
-    }
-
-    /// As [`Storage::SHARED`].
-    const SHARED: Option<Shared> = None;
-
-    /// As [`Storage::code`].
-    #[inline(always)]
-    unsafe fn code<V: Vector>(block: *const u8, at: usize) -> V {
-        // SAFETY: as the trait says.
-        unsafe { Self::load_alone(block, at) }
-    }
-
-    /// As [`Storage::factors`].
-    #[inline(always)]
-    unsafe fn factors<V: Vector>(_block: *const u8) -> [f32; 2] {
-        [1.0, 0.0]
     }
 
     #[inline(always)]
@@ -182,20 +140,6 @@ impl<T: Blocks> Storage for T {
     #[inline(always)]
     fn offset(index: usize) -> usize {
         index / <T as Blocks>::BLOCK * <T as Blocks>::BYTES
-    }
-
-    const SHARED: Option<Shared> = <T as Blocks>::SHARED;
-
-    #[inline(always)]
-    unsafe fn code<V: Vector>(place: *const u8, at: usize) -> V {
-        // SAFETY: as the trait says.
-        unsafe { <T as Blocks>::code(place, at) }
-    }
-
-    #[inline(always)]
-    unsafe fn factors<V: Vector>(place: *const u8) -> [f32; 2] {
-        // SAFETY: as the trait says.
-        unsafe { <T as Blocks>::factors::<V>(place) }
     }
 }
 
@@ -329,15 +273,6 @@ macro_rules! by_storage {
     };
 }
 pub(super) use by_storage;
-
-/// Whether the elements of a block share a minimum.
-pub(super) fn has_minima(dtype: DType) -> bool {
-    fn stored<S: Storage>() -> bool {
-        S::SHARED == Some(Shared::ScaleAndMinimum)
-    }
-    use super::storage;
-    by_storage!(dtype, stored::<[]>())
-}
 
 /// One element, of any type.
 ///

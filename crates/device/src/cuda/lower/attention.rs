@@ -86,6 +86,9 @@ pub(super) fn whole(op: Attention<'_>, emit: &mut Emit<'_>) -> Result<(), CudaEr
             let results = (Some(out), Some(lse), probabilities);
             forward(emit, Inputs { q, k, v, documents }, results, None, shape)
         }
+        Attention::WriteRows { .. } | Attention::Paged { .. } => {
+            Err(emit.not_yet(Some("keys and values in pages")))
+        }
         Attention::Backward {
             q,
             k,

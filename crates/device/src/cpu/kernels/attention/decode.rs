@@ -11,7 +11,7 @@ use super::geometry::Geometry;
 use super::{MAX_HEAD_DIM, Rows, RowsMut, exponentials, row_max};
 use crate::cpu::kernels::split::{Shared, Split};
 use crate::cpu::kernels::storage::buffers;
-use crate::cpu::kernels::{Exec, Floats, FloatsMut};
+use crate::cpu::kernels::{Exec, Floats};
 use crate::cpu::matmul::cached::{CachedRows, MAX_TOGETHER, add_weighted, dots};
 use crate::op;
 
@@ -24,70 +24,94 @@ const HEADS_TOGETHER: usize = 16;
 
 const _: () = assert!(4 * MAX_TOGETHER * (MAX_POSITIONS + 2 * PADDED) <= super::SCRATCH_BYTES);
 
-/// Where the pieces leave what they found: for each query head of each sequence and each piece its maximum, its sum of
-/// exponentials and its weighted sum of values.
-pub(super) struct Parts<'a> {
-    values: &'a mut [f32],
+/// A sequence, or several of one shape, and where its pieces leave what they found: for each query head of each sequence and each piece
+/// its maximum, its sum of exponentials and its weighted sum of values.
+struct Parts<'a> {
+    g: Geometry<'a>,
+    /// Number of the first part.
+    start: usize,
     /// Positions of a piece.
     positions: usize,
     /// Number of the first piece, and how many there are.
     first: usize,
     pieces: usize,
+    /// Tasks of those before.
+    tasks: usize,
 }
 
 impl<'a> Parts<'a> {
     /// `None` where all positions are better taken by tiles.
-    pub fn of(g: &Geometry<'_>, workspace: &'a mut [f32]) -> Option<Parts<'a>> {
+    fn of(g: Geometry<'a>, start: usize, tasks: usize) -> Option<Parts<'a>> {
         let pieces = g.key_pieces()?;
         let [positions, first, pieces] = [pieces.positions, pieces.first, pieces.count].map(|n| n as usize);
-        let values = workspace.get_mut(..g.batch * g.heads * (2 + g.d) * pieces)?;
-        Some(Parts { values, positions, first, pieces })
+        Some(Parts { g, start, positions, first, pieces, tasks })
+    }
+
+    /// Query heads of all sequences.
+    fn rows(&self) -> usize {
+        self.g.batch * self.g.heads
     }
 }
 
+/// Sequences of one query, all with heads of one kind. False where any of them is better taken by tiles; then nothing is done.
 pub(super) fn forward(
     exec: Exec<'_>,
     q: Floats<'_>,
     [k, v]: [Rows; 2],
-    out: FloatsMut<'_>,
-    lse: &mut [f32],
-    g: Geometry<'_>,
-    parts: Parts<'_>,
-) {
-    let Parts { values, positions, first, pieces } = parts;
-    let part = 2 + g.d;
-    let decode = Decode { exec, g, q, k, v };
+    out: RowsMut,
+    lse: &Shared<'_, f32>,
+    sequences: &[Geometry<'_>],
+    workspace: &mut [f32],
+) -> bool {
+    let Some(d) = sequences.first().map(|g| g.d) else { return true };
+    let part = 2 + d;
+    let (mut all, mut count, mut tasks) = (Vec::with_capacity(sequences.len()), 0, 0);
+    for g in sequences {
+        let Some(own) = Parts::of(*g, count, tasks) else { return false };
+        count += own.rows() * own.pieces;
+        tasks += g.batch * g.kv_heads * own.pieces;
+        all.push(own);
+    }
+    let Some(values) = workspace.get_mut(..count * part) else { return false };
     let shared = Shared::new(values, part);
-    let units = g.batch * g.kv_heads;
-    exec.pool.run(units * pieces, &|task, worker| {
+    exec.pool.run(tasks, &|task, worker| {
+        let own = &all[all.partition_point(|own| own.tasks <= task) - 1];
+        let Parts { g, start, positions, first, pieces, tasks } = *own;
+        let decode = Decode { exec, g, q, k, v };
+        let (task, units) = (task - tasks, g.batch * g.kv_heads);
         let (unit, piece) = (task % units, task / units);
         let (batch, kv_head) = (unit / g.kv_heads, unit % g.kv_heads);
-        let start = (first + piece) * positions;
+        let begin = (first + piece) * positions;
         for head in (kv_head * g.group()..(kv_head + 1) * g.group()).step_by(MAX_TOGETHER) {
             let count = MAX_TOGETHER.min((kv_head + 1) * g.group() - head);
-            let index = |i: usize| (batch * g.heads + head + i) * pieces + piece;
+            let index = |i: usize| start + (batch * g.heads + head + i) * pieces + piece;
             // SAFETY: every part of every head is written by one task.
             let parts = std::array::from_fn(|i| (i < count).then(|| unsafe { shared.part(index(i)) }));
-            decode.piece(batch, head, start..start + positions, parts, worker.scratch);
+            decode.piece(batch, head, begin..begin + positions, parts, worker.scratch);
         }
     });
-    let (rows, out, lse) = (g.batch * g.heads, RowsMut::new(out), Shared::new(lse, 1));
     let values = &*values;
+    // Sequences have the same heads, so that those of all are numbered through.
+    let each = all.first().map_or(1, Parts::rows).max(1);
+    let rows = each * all.len();
     exec.pool.run(rows.div_ceil(HEADS_TOGETHER), &|task, _| {
         let mut sum = [0.0; MAX_HEAD_DIM];
-        for row in (task * HEADS_TOGETHER..rows).take(HEADS_TOGETHER) {
-            let sum = &mut sum[..g.d];
-            let parts = &values[row * pieces * part..(row + 1) * pieces * part];
+        for number in (task * HEADS_TOGETHER..rows).take(HEADS_TOGETHER) {
+            let (Parts { g, start, pieces, .. }, row) = (&all[number / each], number % each);
+            let sum = &mut sum[..d];
+            let parts = &values[(start + row * pieces) * part..(start + (row + 1) * pieces) * part];
             let (max, total) = put_together(parts, sum);
+            let row = g.first_row() + row;
             // SAFETY: each row is written by one task, and so is its statistic.
             unsafe {
-                out.write(exec.simd, row * g.d, sum, 1.0 / total);
+                out.write(exec.simd, row * d, sum, 1.0 / total);
                 if let Some(lse) = lse.part(row).first_mut() {
                     *lse = max + total.ln();
                 }
             }
         }
     });
+    true
 }
 
 struct Decode<'a> {
@@ -168,11 +192,14 @@ impl Decode<'_> {
         let (g, begin) = (self.g, positions.start);
         let mut left = positions.clone();
         std::iter::from_fn(move || {
-            let run = left.start..g.piece_end(&left, usize::MAX);
+            let run = left.start..g.run_end(&left);
             left.start = run.end;
-            let data = stored.at(element(run.start));
-            let rows = CachedRows { data, dtype: stored.dtype, rows: run.len(), columns: g.d, stride };
-            (!run.is_empty()).then(|| (run.start - begin..run.end - begin, rows))
+            // Behind the last position there need not be a row.
+            (!run.is_empty()).then(|| {
+                let data = stored.at(element(run.start));
+                let rows = CachedRows { data, dtype: stored.dtype, rows: run.len(), columns: g.d, stride };
+                (run.start - begin..run.end - begin, rows)
+            })
         })
     }
 }

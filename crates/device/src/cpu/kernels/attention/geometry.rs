@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use super::{KEYS, QUERIES};
-use crate::KeyPiece;
 use crate::cpu::kernels::Simd;
 use crate::cpu::kernels::soft_cap::soft_cap;
 use crate::op::KeyPieces;
 use crate::{AttentionShape, DType};
+use crate::{KeyPiece, PagedRun};
 
 /// The shape as indices.
 #[derive(Clone, Copy)]
@@ -29,6 +29,10 @@ pub(in crate::cpu) struct Geometry<'a> {
     documents: Option<&'a [u32]>,
     /// The positions of the keys that are there, where they are a piece.
     piece: Option<(usize, usize)>,
+    /// Rows of a page and the pages of the only sequence, where its rows lie in pages.
+    pages: Option<(usize, &'a [u32])>,
+    /// Number of the first query among the rows of q.
+    first_query: usize,
 }
 
 /// Queries that are handled together: consecutive positions of one head.
@@ -64,7 +68,15 @@ impl<'a> Geometry<'a> {
             soft_cap: s.soft_cap,
             documents,
             piece: None,
+            pages: None,
+            first_query: 0,
         }
+    }
+
+    /// A sequence in pages of so many rows, whose queries begin at a row of q.
+    pub fn of_run(run: &PagedRun<'a>, page: u64, shape: AttentionShape, first_query: usize) -> Geometry<'a> {
+        let pages = Some((page as usize, run.pages));
+        Geometry { pages, first_query, ..Geometry::new(run.shape(page, shape), None) }
     }
 
     /// The same with a piece of the keys.
@@ -102,9 +114,9 @@ impl<'a> Geometry<'a> {
     /// The block whose first row is query number `first`.
     pub fn block(&self, batch: usize, head: usize, first: usize) -> Block {
         Block {
-            start: ((batch * self.q_len + first) * self.heads + head) * self.d,
+            start: ((self.first_query + batch * self.q_len + first) * self.heads + head) * self.d,
             rows: QUERIES.min(self.q_len - first),
-            statistics: (batch * self.heads + head) * self.q_len + first,
+            statistics: self.first_row() + (batch * self.heads + head) * self.q_len + first,
             batch,
             kv_head: head / self.group(),
             position: self.kv_len - self.q_len + first,
@@ -112,11 +124,17 @@ impl<'a> Geometry<'a> {
         }
     }
 
+    /// Number of the first query's first head among the rows of all heads: where its statistics begin.
+    pub fn first_row(&self) -> usize {
+        self.first_query * self.heads
+    }
+
     /// Row of a key or value; heads are as many places along the row.
     fn row(&self, batch: usize, position: usize) -> usize {
-        let place = match self.piece {
-            Some((first, _)) => position - first,
-            None => position % self.kv_capacity.max(1),
+        let place = match (self.pages, self.piece) {
+            (Some((page, pages)), _) => pages[position / page] as usize * page + position % page,
+            (None, Some((first, _))) => position - first,
+            (None, None) => position % self.kv_capacity.max(1),
         };
         batch * self.kv_capacity + place
     }
@@ -146,8 +164,17 @@ impl<'a> Geometry<'a> {
         self.kv_heads * self.v_columns
     }
 
-    /// The end of a piece of `positions` whose rows follow each other, `most` of them at most.
-    pub fn piece_end(&self, positions: &Range<usize>, most: usize) -> usize {
+    /// The end of the beginning of `positions` whose rows follow each other.
+    pub fn run_end(&self, positions: &Range<usize>) -> usize {
+        match self.pages {
+            Some((page, _)) => positions.end.min((positions.start / page + 1) * page),
+            None => self.piece_end(positions, usize::MAX),
+        }
+    }
+
+    /// The end of a piece of `positions` that are taken together, `most` of them at most: their rows follow each other, or lie in
+    /// pages.
+    fn piece_end(&self, positions: &Range<usize>, most: usize) -> usize {
         let capacity = self.kv_capacity.max(1);
         let wrap = match self.piece {
             Some(_) => usize::MAX,

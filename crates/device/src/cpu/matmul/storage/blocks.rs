@@ -3,7 +3,7 @@
 //! A value is code * scale + minimum. The product is exact in f32 (an f16 has 11 bits, a code at most 8), so that it
 //! makes no difference whether the sum is fused.
 
-use super::{Blocks, GROUP, Shared};
+use super::{Blocks, GROUP};
 use crate::cpu::matmul::vector::Vector;
 
 pub(in super::super) struct Q8_0;
@@ -30,20 +30,6 @@ impl Blocks for Q8_0 {
     unsafe fn load<V: Vector>(block: *const u8, at: usize, scale: &V) -> V {
         // SAFETY: 32 codes follow the scale.
         unsafe { V::load_i8(block.add(2 + at).cast()).times(*scale) }
-    }
-
-    const SHARED: Option<Shared> = Some(Shared::Scale);
-
-    #[inline(always)]
-    unsafe fn code<V: Vector>(block: *const u8, at: usize) -> V {
-        // SAFETY: as for `load`.
-        unsafe { V::load_i8(block.add(2 + at).cast()) }
-    }
-
-    #[inline(always)]
-    unsafe fn factors<V: Vector>(block: *const u8) -> [f32; 2] {
-        // SAFETY: as the trait says.
-        unsafe { [V::two_f16(block)[0], 0.0] }
     }
 }
 
@@ -87,22 +73,6 @@ impl Blocks for Q4_0 {
         // SAFETY: 16 bytes of codes follow the scale.
         unsafe { V::scaled_nibbles(nibbles::<V>(block.add(2), at), *scale, *minimum) }
     }
-
-    const SHARED: Option<Shared> = Some(Shared::Scale);
-
-    #[inline(always)]
-    unsafe fn code<V: Vector>(block: *const u8, at: usize) -> V {
-        const CODES: [f32; 16] =
-            [-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
-        // SAFETY: as for `load`.
-        unsafe { V::look_up(nibbles::<V>(block.add(2), at), &CODES) }
-    }
-
-    #[inline(always)]
-    unsafe fn factors<V: Vector>(block: *const u8) -> [f32; 2] {
-        // SAFETY: as the trait says.
-        unsafe { [V::two_f16(block)[0], 0.0] }
-    }
 }
 
 impl Blocks for Q4_1 {
@@ -120,22 +90,6 @@ impl Blocks for Q4_1 {
     unsafe fn load<V: Vector>(block: *const u8, at: usize, (scale, minimum): &(V, V)) -> V {
         // SAFETY: 16 bytes of codes follow scale and minimum.
         unsafe { V::scaled_nibbles(nibbles::<V>(block.add(4), at), *scale, *minimum) }
-    }
-
-    const SHARED: Option<Shared> = Some(Shared::ScaleAndMinimum);
-
-    #[inline(always)]
-    unsafe fn code<V: Vector>(block: *const u8, at: usize) -> V {
-        const CODES: [f32; 16] =
-            [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
-        // SAFETY: as for `load`.
-        unsafe { V::look_up(nibbles::<V>(block.add(4), at), &CODES) }
-    }
-
-    #[inline(always)]
-    unsafe fn factors<V: Vector>(block: *const u8) -> [f32; 2] {
-        // SAFETY: as the trait says.
-        unsafe { V::two_f16(block) }
     }
 }
 
