@@ -52,6 +52,7 @@ KEYS = {
     "memory.disk_budget": ["0", "2GiB", "40GiB"],
     "memory.host_budget": ["256MiB", "16GiB"],
 }
+TEXT = "The load line is a mark on the hull of a ship.\n" * 400
 GOALS = [None, None, None, None, "fastest", "least_memory", "largest_batch", "longest_sequence"]
 
 
@@ -143,6 +144,10 @@ def check_changes(plimsoll, question, configuration, plan, counts):
 
 
 def check_run(plimsoll, configuration, plan, folder, counts):
+    # The longest sequence that fits a machine may be longer than the text.
+    if plan["config"]["data"]["sequence_length"] >= len(TEXT):
+        counts["plans of sequences longer than the text"] += 1
+        return
     output = folder / "run"
     shutil.rmtree(output, ignore_errors=True)
     # The plan as a configuration: what a search has found is not searched again.
@@ -179,7 +184,7 @@ def main():
     numbers = range(args.questions) if args.only is None else [args.only]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "data.txt").write_text("The load line is a mark on the hull of a ship.\n" * 400)
+        (folder / "data.txt").write_text(TEXT)
         for number in numbers:
             question = Question(number, args.seed)
             configuration = folder / "run.yaml"

@@ -3,7 +3,7 @@
 use plimsoll_plan::Target;
 
 use crate::estimate::{Estimate, Uncertain};
-use crate::program::{EstimateError, estimate_beside};
+use crate::program::{EstimateError, Outside, estimate_beside};
 use crate::request::{Request, RequestError};
 use crate::resolve::Resolved;
 use crate::run::Versions;
@@ -46,7 +46,8 @@ impl Request {
     pub fn answer(&self) -> Result<Answer, AnswerError> {
         let resolved = self.resolve()?;
         let devices = resolved.run.devices;
-        let outside = outside_bytes(&resolved.target, devices, &resolved.run.versions);
+        let outside_of = |devices| outside_bytes(&resolved.target, devices, &resolved.run.versions);
+        let outside = Outside { bytes: outside_of(devices), least: outside_of(1) };
         let mut estimate = estimate_beside(&resolved.run, outside)?;
         if devices > 1 {
             estimate.uncertain.push(Uncertain {

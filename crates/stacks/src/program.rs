@@ -56,23 +56,37 @@ const MICRO_BATCHES: u64 = 3;
 /// Micro-batches of different lengths that a step has at most, so that there are several steps.
 const MOST_OF_A_STEP: u64 = 16;
 
+/// Bytes of a device that belong to nobody's tensors.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Outside {
+    /// A context, kernels, and communicators.
+    pub bytes: u64,
+    /// Without the communicators, which may take next to nothing.
+    pub least: u64,
+}
+
 /// Runs it dry.
 ///
 /// # Errors
 /// Where nothing is known of such a run. One that does not fit the card is answered as if the card were large enough.
 pub fn estimate(run: &Run) -> Result<Estimate, EstimateError> {
-    estimate_beside(run, CONTEXT)
+    estimate_beside(run, Outside { bytes: CONTEXT, least: CONTEXT })
 }
 
-/// The same where `outside` bytes of the device belong to a context, kernels and communicators.
-pub(crate) fn estimate_beside(run: &Run, outside: u64) -> Result<Estimate, EstimateError> {
+/// The same beside what else is on the device.
+pub(crate) fn estimate_beside(run: &Run, outside: Outside) -> Result<Estimate, EstimateError> {
     known(run)?;
-    let capacity = run.card.memory.saturating_sub(outside);
-    let process = Process::run(run, capacity, false);
-    let process = match process.torch.memory().refused() {
-        None => process,
-        Some(_) => Process::run(run, u64::MAX / 2, false),
-    };
+    // A full card makes the allocator give back what it only keeps, so that less is reserved than on a larger one.
+    let mut cards = vec![run.card.memory.saturating_sub(outside.bytes)];
+    if outside.least < outside.bytes {
+        cards.push(run.card.memory.saturating_sub(outside.least));
+    }
+    let fitting = cards
+        .into_iter()
+        .map(|capacity| Process::run(run, capacity, false))
+        .find(|process| process.torch.memory().refused().is_none());
+    let process = fitting.unwrap_or_else(|| Process::run(run, u64::MAX / 2, false));
+    let outside = outside.bytes;
     let highest = process.phases.iter().map(|(_, highest, _, _)| highest).max_by_key(|highest| highest.bytes);
     let highest = highest.cloned().unwrap_or_default();
     let phase = process.phases.iter().find(|(_, phase, _, _)| phase.bytes == highest.bytes);
@@ -124,6 +138,9 @@ fn known(run: &Run) -> Result<(), EstimateError> {
     }
     if run.sharding != Sharding::None && run.phase != Phase::Train {
         return unknown("inference with shared weights");
+    }
+    if model.experts.is_some() && matches!(run.stack, Stack::Torchtune | Stack::Unsloth) {
+        return unknown("experts in torchtune or Unsloth");
     }
     let dora = run.adapter.as_ref().is_some_and(|adapter| adapter.dora);
     if dora && !matches!(run.stack, Stack::Plain | Stack::Transformers) {
@@ -280,6 +297,9 @@ impl<'a> Process<'a> {
         for (step, lengths) in steps.iter().enumerate() {
             let last = step + 1 == steps.len();
             for (micro_batch, length) in lengths.iter().enumerate() {
+                if self.torch.memory().refused().is_some() {
+                    return;
+                }
                 if last && self.logged && micro_batch == 0 {
                     self.torch.list_saved();
                 }

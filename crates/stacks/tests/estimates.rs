@@ -324,3 +324,112 @@ fn a_run_that_does_not_fit_is_answered_as_on_a_larger_card() {
     run.card.memory = 1 << 20;
     assert_eq!(checked(&run).allocated_peak_bytes, fits.allocated_peak_bytes);
 }
+
+/// The tensors that the last forward pass keeps.
+fn kept(run: &Run) -> Vec<Vec<u64>> {
+    trace(run).expect("a program").saved.into_iter().map(|(shape, _)| shape).collect()
+}
+
+/// `_update_causal_mask` of transformers 4.38 and 4.39 made a mask for Llama where nothing was padded, and PyTorch's flash kernel takes none.
+#[test]
+fn llama_had_a_mask_for_every_batch_in_transformers_4_39() {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    let mask = vec![run.batch, 1, run.sequence, run.sequence];
+    let masks = |run: &Run| kept(run).iter().filter(|shape| **shape == mask).count();
+    for (transformers, expected) in [((4, 37), 0), ((4, 38), 3), ((4, 39), 3), ((4, 40), 0), ((5, 23), 0)] {
+        run.versions.transformers = transformers;
+        assert_eq!(masks(&run), expected, "{transformers:?}, three layers");
+    }
+    // Mistral's model asked whether there is anything to mask.
+    let mut run = self::run("mistral-bf16-full-sdpa-off");
+    run.versions.transformers = (4, 39);
+    assert_eq!(masks(&run), 0);
+}
+
+/// `sdpa_attention_forward` of 4.48 to 4.55 made queries contiguous, so that the kernel's output has heads before tokens: its transpose is
+/// copied, and both are kept.
+#[test]
+fn contiguous_queries_cost_a_copy_of_each_layers_attention() {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    let mut at = |transformers| {
+        run.versions.transformers = transformers;
+        phase(&checked(&run), "forward")
+    };
+    let (before, with, after) = (at((4, 56)), at((4, 55)), at((5, 23)));
+    assert_eq!(before, after);
+    let copies = 3 * run.batch * run.sequence * run.model.q_size() * 2;
+    assert!(with >= before + copies, "{with} against {before} and {copies}");
+    assert!(with < before + 2 * copies, "{with} against {before} and {copies}");
+}
+
+/// A mixture of the catalogue, with few layers.
+fn mixture(name: &str, transformers: (u32, u32)) -> Run {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    run.model = plimsoll_model::catalogue::find(name).expect("a model of the catalogue").of_layers(&[2, 3]);
+    run.versions.transformers = transformers;
+    run
+}
+
+/// Modules of a loop up to transformers 4, two tensors from 5 on: the weights are those of all experts either way.
+#[test]
+fn all_experts_of_a_mixture_are_loaded() {
+    for name in ["mixtral-8x7b", "qwen3-30b-a3b", "qwen1.5-moe-a2.7b", "olmoe-1b-7b", "glm-4.5-air"] {
+        for transformers in [(4, 57), (5, 23)] {
+            let run = mixture(name, transformers);
+            let loaded = phase(&checked(&run), "load");
+            let weights = 2 * run.model.parameter_count();
+            // Of a matrix of 11 MiB the allocator hands out a segment of 12.
+            assert!(
+                loaded >= weights && loaded < weights / 10 * 11,
+                "{name} {transformers:?}: {loaded}, {weights}"
+            );
+            // Each parameter has a gradient and two states, and in a step over lists a root.
+            let peak = peak(&run);
+            assert!(
+                peak > 5 * weights && 10 * peak < 55 * weights,
+                "{name} {transformers:?}: {peak}, {weights}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_token_takes_what_its_experts_keep_of_it() {
+    for transformers in [(4, 57), (5, 23)] {
+        let mut run = mixture("qwen3-30b-a3b", transformers);
+        (run.batch, run.sequence) = (4, 2048);
+        let few = phase(&checked(&run), "forward");
+        let experts = run.model.experts.as_mut().expect("a mixture");
+        experts.per_token *= 2;
+        let (inner, hidden, count) =
+            (experts.intermediate_size, run.model.hidden_size, experts.per_token / 2);
+        let more = phase(&checked(&run), "forward") - few;
+        // Of each expert more: its input, two halves, the active one, their product, and its output, in two layers.
+        let rows = 2 * run.batch * run.sequence * count;
+        let least = rows * (2 * hidden + 4 * inner) * 2;
+        assert!(more >= least && more < 2 * least, "{transformers:?}: {more}, at least {least}");
+    }
+}
+
+/// bitsandbytes quantises modules: from transformers 5 on experts are tensors, which stay as they are.
+#[test]
+fn experts_that_are_tensors_are_not_quantised() {
+    let loaded = |transformers| {
+        let mut run = run("llama-bf16-qlora-sdpa-off");
+        run.model = mixture("mixtral-8x7b", transformers).model;
+        run.versions.transformers = transformers;
+        let seen = checked(&run);
+        (phase(&seen, "load"), run.model.parameter_count())
+    };
+    let (modules, parameters) = loaded((4, 57));
+    assert!(modules < parameters, "{modules} bytes of {parameters} parameters");
+    let (tensors, _) = loaded((5, 23));
+    assert!(tensors > 3 * parameters, "{tensors} bytes of {parameters} parameters");
+}
+
+#[test]
+fn a_mixture_in_a_stack_whose_experts_are_not_known_is_refused() {
+    let mut run = mixture("mixtral-8x7b", (5, 23));
+    run.stack = Stack::Torchtune;
+    assert!(estimate(&run).unwrap_err().to_string().contains("experts"));
+}

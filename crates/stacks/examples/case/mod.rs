@@ -22,6 +22,7 @@ pub fn run_of(fixture: &Value, case: &str) -> Result<Run, String> {
     let targets: &[&str] = match family {
         "phi3" => &["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
         "gpt2" => &["c_attn", "c_proj", "c_fc"],
+        "mixtral" | "qwen2moe" | "qwen3moe" | "glm4moe" => &["q_proj", "k_proj", "v_proj", "o_proj"],
         _ => &["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     };
     let adapter = (method != "full").then(|| -> Result<Adapter, String> {

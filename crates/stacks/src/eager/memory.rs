@@ -108,7 +108,10 @@ impl Memory {
         let id = state.next;
         state.next += 1;
         let (mut block, mut size) = (None, 0);
-        if bytes > 0 {
+        // Behind a refusal nothing is asked for: the run has ended there.
+        if bytes > 0 && state.refused.is_some() {
+            size = bytes.next_multiple_of(512);
+        } else if bytes > 0 {
             let before = state.allocator.statistics().allocated.current;
             match state.allocator.malloc(bytes, self.stream.get()) {
                 Ok(made) => {

@@ -1,10 +1,18 @@
 //! Self-attention as transformers has it.
 
+use plimsoll_model::QkNorm;
+
 use super::decoder::Context;
 use super::layers::{Linear, Maker, Norm, NormForm, by_heads};
-use super::positions::apply_rotary;
+use super::positions::{apply_rotary, is_of_transformers};
 use crate::eager::{Tensor, Torch, Unary};
 use crate::run::{Attention as Implementation, Stack, TorchType};
+
+/// From this version on attention is a function that all models call (`integrations/sdpa_attention.py`): the layer keeps what it passes on.
+const SHARED_FUNCTION: (u32, u32) = (4, 48);
+
+/// Up to this version that function made queries, keys and values contiguous; models before it did where there is a mask.
+const COPIES_UNTIL: (u32, u32) = (4, 56);
 
 /// The projections to queries, keys and values.
 enum Projections {
@@ -20,6 +28,8 @@ pub(crate) struct Attention {
     norms: Option<[Norm; 2]>,
     /// Whether the norms come before heads are transposed (Qwen 3) or after (Gemma 3).
     norms_first: bool,
+    /// Whether they are of all heads together (OLMo 2, OLMoE).
+    norms_whole: bool,
     output: Linear,
     heads: u64,
     kv_heads: u64,
@@ -30,6 +40,8 @@ pub(crate) struct Attention {
     window: Option<u64>,
     /// Whether key and value heads are repeated whatever PyTorch can do.
     expands: bool,
+    /// Whether its code is that of transformers.
+    of_transformers: bool,
     /// Whether queries, keys and values come from one product, as litgpt has them.
     at_once: bool,
 }
@@ -59,11 +71,15 @@ impl Attention {
         } else {
             maker.linear("o_proj", [q, hidden], spec.output_bias)
         };
-        let per_head =
-            || [maker.norm("q_norm", form, spec.head_dim), maker.norm("k_norm", form, spec.head_dim)];
+        let norms = |[q, k]: [u64; 2]| [maker.norm("q_norm", form, q), maker.norm("k_norm", form, k)];
+        let norm_widths = |kind| match kind {
+            QkNorm::PerHead => [spec.head_dim; 2],
+            QkNorm::Whole => [q, kv],
+        };
         Attention {
             projections,
-            norms: spec.qk_norm.map(|_| per_head()),
+            norms: spec.qk_norm.map(|kind| norms(norm_widths(kind))),
+            norms_whole: spec.qk_norm == Some(QkNorm::Whole),
             norms_first: !model.norm.one_plus_weight,
             output,
             heads: spec.heads,
@@ -75,6 +91,7 @@ impl Attention {
             window: spec.window(layer),
             at_once: maker.run.stack == Stack::Litgpt && spec.qk_norm.is_none(),
             expands: matches!(maker.run.stack, Stack::Torchtune | Stack::Litgpt),
+            of_transformers: is_of_transformers(maker.run),
         }
     }
 
@@ -107,9 +124,12 @@ impl Attention {
     }
 
     fn heads(&self, torch: &Torch, x: &Tensor, norm: Option<&Norm>) -> Tensor {
+        let whole = norm.filter(|_| self.norms_whole).map(|norm| norm.forward(torch, x));
+        let x = whole.as_ref().unwrap_or(x);
         let split = torch.reshape(x, &by_heads(x, self.width));
         match norm {
             None => torch.transpose(&split, 1, 2),
+            Some(_) if self.norms_whole => torch.transpose(&split, 1, 2),
             Some(norm) if self.norms_first => torch.transpose(&norm.forward(torch, &split), 1, 2),
             Some(norm) => norm.forward(torch, &torch.transpose(&split, 1, 2)),
         }
@@ -173,11 +193,12 @@ impl Attention {
         layer: usize,
     ) -> (Tensor, Option<Tensor>) {
         let [mut q, mut k, mut v] = self.project(torch, x);
-        if let Some((cos, sin)) = context.rotation(self.window.is_some()) {
+        let own = context.rotation_of_layer(torch, q.dtype());
+        if let Some((cos, sin)) = own.as_ref().or(context.rotation(self.window.is_some())) {
             let (cos, sin) = (torch.unsqueeze(cos, 1), torch.unsqueeze(sin, 1));
             let rotate = |x: &Tensor| match context.liger {
                 true => torch.liger_rope(x, &cos, &sin),
-                false => apply_rotary(torch, x, &cos, &sin, self.phi3),
+                false => apply_rotary(torch, x, &cos, &sin, self.phi3 || cos.shape().last() < self.width),
             };
             let (turned_q, turned_k) = (rotate(&q), rotate(&k));
             (q, k) = (turned_q, turned_k);
@@ -188,7 +209,14 @@ impl Attention {
         let mask = context.mask(self.window.is_some());
         let (out, weights) = match context.attention {
             Implementation::Eager => self.eager(torch, &q, &k, &v, mask),
-            Implementation::Sdpa => (self.sdpa(torch, &q, &k, &v, mask), None),
+            Implementation::Sdpa if torch.versions().transformers < SHARED_FUNCTION => {
+                [q, k, v] = self.prepare(torch, [q, k, v], mask);
+                (self.sdpa(torch, [&q, &k, &v], mask), None)
+            }
+            Implementation::Sdpa => {
+                let passed = self.prepare(torch, [q.clone(), k.clone(), v.clone()], mask);
+                (self.sdpa(torch, passed.each_ref(), mask), None)
+            }
             Implementation::Flash2 => (self.flash(torch, &q, &k, &v), None),
         };
         let out = {
@@ -237,18 +265,39 @@ impl Attention {
         (out, Some(weights))
     }
 
-    /// `integrations/sdpa_attention.py`: key and value heads are repeated where there is a mask, PyTorch is older than 2.5, or
-    /// transformers is older than its pull request 39412 (2025-07). torchtune and litgpt expand them always.
-    fn sdpa(&self, torch: &Torch, q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Tensor {
+    /// Queries, keys and values as `scaled_dot_product_attention` gets them. Key and value heads are repeated where there is a mask, PyTorch is
+    /// older than 2.5, or transformers is older than its pull request 39412 (2025-07). torchtune and litgpt expand them always.
+    fn prepare(
+        &self,
+        torch: &Torch,
+        [mut q, mut k, mut v]: [Tensor; 3],
+        mask: Option<&Tensor>,
+    ) -> [Tensor; 3] {
         let groups = self.heads / self.kv_heads;
+        let version = torch.versions().transformers;
         let repeats = groups > 1
-            && (self.expands
-                || mask.is_some()
-                || torch.versions().torch < (2, 5)
-                || torch.versions().transformers < (4, 54));
-        let repeat = |x: &Tensor| if repeats { torch.repeat_heads(x, groups) } else { x.clone() };
-        let (k, v) = (repeat(k), repeat(v));
-        let out = torch.scaled_dot_product_attention(q, &k, &v, mask);
+            && (self.expands || mask.is_some() || torch.versions().torch < (2, 5) || version < (4, 54));
+        if repeats {
+            k = torch.repeat_heads(&k, groups);
+            v = torch.repeat_heads(&v, groups);
+        }
+        let copies =
+            (SHARED_FUNCTION..COPIES_UNTIL).contains(&version) || mask.is_some() && version < SHARED_FUNCTION;
+        if self.of_transformers && copies {
+            q = torch.contiguous(&q);
+            k = torch.contiguous(&k);
+            v = torch.contiguous(&v);
+        }
+        [q, k, v]
+    }
+
+    fn sdpa(&self, torch: &Torch, [q, k, v]: [&Tensor; 3], mask: Option<&Tensor>) -> Tensor {
+        let (rows, columns) = (q.size(2), k.size(2));
+        // A mask of all positions is indexed by those that there are.
+        let indexed = mask
+            .filter(|mask| mask.size(2) > rows)
+            .map(|mask| torch.empty(&[mask.size(0), 1, rows, columns], mask.dtype(), "index"));
+        let out = torch.scaled_dot_product_attention(q, k, v, indexed.as_ref().or(mask));
         torch.contiguous(&torch.transpose(&out, 1, 2))
     }
 

@@ -6,10 +6,11 @@ use std::rc::Rc;
 use plimsoll_model::NormKind;
 
 use super::attention::Attention;
+use super::experts::Experts;
 use super::layers::{Linear, Maker, Norm, NormForm};
 use super::loss::logits_and_loss;
 use super::mlp::Mlp;
-use super::positions::{Rotary, causal_mask};
+use super::positions::{Rotary, causal_mask, rotates_by_layer};
 use crate::eager::{Segment, Tensor, Torch};
 use crate::estimate::Kind;
 use crate::run::{Attention as Implementation, Checkpointing, Run, Stack, TorchType};
@@ -83,7 +84,9 @@ pub(crate) struct Context {
     local_rotation: Option<(Tensor, Tensor)>,
     mask: Option<Tensor>,
     window_mask: Option<Tensor>,
-    _positions: Tensor,
+    positions: Tensor,
+    /// Where every layer makes its own cos and sin.
+    by_layer: Option<Rc<Rotary>>,
 }
 
 impl Context {
@@ -100,6 +103,11 @@ impl Context {
         own
     }
 
+    /// cos and sin that a layer makes for itself.
+    pub fn rotation_of_layer(&self, torch: &Torch, dtype: TorchType) -> Option<(Tensor, Tensor)> {
+        self.by_layer.as_ref().map(|rotary| rotary.forward(torch, &self.positions, dtype))
+    }
+
     /// cos and sin for a layer, with a window or without.
     pub fn rotation(&self, windowed: bool) -> Option<&(Tensor, Tensor)> {
         self.local_rotation.as_ref().filter(|_| windowed).or(self.rotation.as_ref())
@@ -111,12 +119,48 @@ impl Context {
     }
 }
 
+/// The second half of a block.
+enum FeedForward {
+    Dense(Mlp),
+    Experts(Box<Experts>),
+}
+
+impl FeedForward {
+    fn linears(&mut self) -> Vec<&mut Linear> {
+        match self {
+            FeedForward::Dense(mlp) => mlp.linears(),
+            FeedForward::Experts(experts) => experts.linears(),
+        }
+    }
+
+    fn all(&self) -> Vec<&Linear> {
+        match self {
+            FeedForward::Dense(mlp) => mlp.all(),
+            FeedForward::Experts(experts) => experts.all(),
+        }
+    }
+
+    fn trained(&self) -> Vec<Tensor> {
+        match self {
+            FeedForward::Dense(mlp) => mlp.trained(),
+            FeedForward::Experts(experts) => experts.trained(),
+        }
+    }
+
+    fn forward(&self, torch: &Torch, x: &Tensor, liger: bool) -> Tensor {
+        match self {
+            FeedForward::Dense(mlp) => mlp.forward(torch, x, liger),
+            FeedForward::Experts(experts) => experts.forward(torch, x, liger),
+        }
+    }
+}
+
 struct Block {
     before_attention: Option<Norm>,
     attention: Attention,
     after_attention: Option<Norm>,
     before_mlp: Option<Norm>,
-    mlp: Mlp,
+    mlp: FeedForward,
     after_mlp: Option<Norm>,
     gpt2: bool,
 }
@@ -128,7 +172,10 @@ impl Block {
         let norm = |name, there: bool| there.then(|| maker.norm(name, form, model.hidden_size));
         Block {
             attention: Attention::new(maker, form, layer),
-            mlp: Mlp::new(maker),
+            mlp: match model.experts_of(layer) {
+                Some(experts) => FeedForward::Experts(Box::new(Experts::new(maker, experts))),
+                None => FeedForward::Dense(Mlp::new(maker)),
+            },
             before_attention: norm("input_layernorm", placement.before()),
             after_attention: norm("post_attention_layernorm", placement.after()),
             before_mlp: norm("pre_feedforward_layernorm", placement.before()),
@@ -196,7 +243,7 @@ pub(crate) struct Decoder {
     blocks: Vec<Rc<Block>>,
     norm: Norm,
     head: Linear,
-    rotary: Option<Rotary>,
+    rotary: Option<Rc<Rotary>>,
     local_rotary: Option<Rotary>,
     /// What PEFT's `ModulesToSaveWrapper` keeps of a table beside its trained copy.
     _originals: Vec<Tensor>,
@@ -259,7 +306,7 @@ impl Decoder {
             embedding,
             positions,
             embedding_scale,
-            rotary: rotary(&model.attention.rope, false),
+            rotary: rotary(&model.attention.rope, false).map(Rc::new),
             local_rotary: rotary(&model.attention.local_rope, true),
             blocks: blocks.into_iter().map(Rc::new).collect(),
             norm,
@@ -341,17 +388,18 @@ impl Decoder {
             }
             _ => None,
         };
-        let turn =
-            |rotary: &Option<Rotary>| rotary.as_ref().map(|rotary| rotary.forward(torch, &positions, dtype));
+        let turn = |rotary: Option<&Rotary>| rotary.map(|rotary| rotary.forward(torch, &positions, dtype));
+        let by_layer = self.rotary.clone().filter(|_| rotates_by_layer(torch, run));
         let context = Context {
             attention: run.attention,
             cache: cache.clone(),
             liger: run.liger_layers,
-            rotation: turn(&self.rotary),
-            local_rotation: turn(&self.local_rotary),
+            rotation: turn(self.rotary.as_deref().filter(|_| by_layer.is_none())),
+            local_rotation: turn(self.local_rotary.as_ref()),
             mask,
             window_mask,
-            _positions: positions,
+            positions,
+            by_layer,
         };
         for (layer, block) in self.blocks.iter().enumerate() {
             let (block, context) = (Rc::clone(block), context.for_layer(block.attention.is_windowed()));

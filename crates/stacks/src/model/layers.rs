@@ -230,6 +230,15 @@ impl Linear {
         })
     }
 
+    /// The product in another type than the weight's: `F.linear(x.type(dtype), weight.type(dtype))`.
+    pub fn forward_in(&self, torch: &Torch, x: &Tensor, dtype: TorchType) -> Tensor {
+        let x = torch.to(x, dtype);
+        torch.module(&self.name, || match &self.weight {
+            Weight::Full(weight) => torch.linear(&x, &torch.to(weight, dtype), self.bias.as_ref()),
+            _ => self.base(torch, &x),
+        })
+    }
+
     /// The same where the adapter's input has lost its elements already: litgpt has one adapter for queries, keys and values
     /// (`LoRAQKVLinear`), and its types are those of the model.
     pub fn forward_dropped(&self, torch: &Torch, x: &Tensor, dropped: &Tensor) -> Tensor {

@@ -25,8 +25,13 @@ pub(crate) struct Mlp {
 
 impl Mlp {
     pub fn new(maker: &Maker<'_>) -> Mlp {
+        Mlp::of_width(maker, maker.run.model.mlp.intermediate_size)
+    }
+
+    /// Of another inner width than the model's, as experts have.
+    pub fn of_width(maker: &Maker<'_>, inner: u64) -> Mlp {
         let model = &maker.run.model;
-        let (hidden, inner, bias) = (model.hidden_size, model.mlp.intermediate_size, model.mlp.bias);
+        let (hidden, bias) = (model.hidden_size, model.mlp.bias);
         let gpt2 = model.architecture == "gpt2";
         let linear = |name, shape| Box::new(maker.linear(name, shape, bias));
         let conv1d = |name, shape| Box::new(maker.conv1d(name, shape));

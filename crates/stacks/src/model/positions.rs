@@ -87,6 +87,69 @@ pub(crate) fn apply_rotary(torch: &Torch, x: &Tensor, cos: &Tensor, sin: &Tensor
     }
 }
 
+/// From these versions of transformers on a family's model makes cos and sin once for all layers; of those that are not listed, from
+/// [`ONCE`] on.
+const ONCE_BY_FAMILY: [(&str, (u32, u32)); 2] = [("llama", (4, 43)), ("qwen2", (4, 45))];
+const ONCE: (u32, u32) = (4, 48);
+
+/// Whether every layer makes its own cos and sin, which its rotations then save.
+pub(crate) fn rotates_by_layer(torch: &Torch, run: &Run) -> bool {
+    let known = ONCE_BY_FAMILY.iter().find(|(architecture, _)| *architecture == run.model.architecture);
+    let once = known.map_or(ONCE, |(_, version)| *version);
+    is_of_transformers(run) && torch.versions().transformers < once
+}
+
+/// Whether the model's code is that of transformers as it was released.
+pub(crate) fn is_of_transformers(run: &Run) -> bool {
+    matches!(run.stack, Stack::Plain | Stack::Transformers) && !is_first_qwen(&run.model)
+}
+
+/// The models of these families made a mask for every pass in transformers 4.38 and 4.39, also where all tokens count
+/// (`_update_causal_mask`). 4.38 made it for all positions that the model knows.
+const ALWAYS_MASKED: [&str; 2] = ["llama", "gemma"];
+const MASKED_FROM: (u32, u32) = (4, 38);
+const MASKED_UNTIL: (u32, u32) = (4, 40);
+
+/// From this version on the mask for `scaled_dot_product_attention` knows of windows (`_prepare_4d_causal_attention_mask_for_sdpa`); before, no
+/// model asked for one where all tokens count.
+const WINDOWS_IN_MASKS: (u32, u32) = (4, 40);
+
+/// From this version on a mask for `scaled_dot_product_attention` is boolean (`masking_utils.py`); before, what is added to the scores.
+const BOOLEAN_MASKS: (u32, u32) = (4, 53);
+
+/// A mask for `scaled_dot_product_attention`.
+fn mask_for_sdpa(
+    torch: &Torch,
+    run: &Run,
+    dtype: TorchType,
+    [rows, columns]: [u64; 2],
+    windowed: bool,
+) -> Option<Tensor> {
+    let version = torch.versions().transformers;
+    let needed = run.padded || windowed && (!is_of_transformers(run) || version >= WINDOWS_IN_MASKS);
+    let always = is_of_transformers(run)
+        && ALWAYS_MASKED.contains(&run.model.architecture.as_str())
+        && (MASKED_FROM..MASKED_UNTIL).contains(&version);
+    if !needed && !always {
+        return None;
+    }
+    if !is_of_transformers(run) || version >= BOOLEAN_MASKS {
+        return Some(torch.empty(&[run.batch, 1, rows, columns], TorchType::Bool, "bitwise_and"));
+    }
+    let all = run.model.max_position_embeddings.max(columns);
+    let [rows, columns] = if always && version == MASKED_FROM { [all, all] } else { [rows, columns] };
+    let shape = [run.batch, 1, rows, columns];
+    let one = torch.empty(&[rows, columns], dtype, "full");
+    let upper = torch.map(&one, dtype, "triu");
+    drop(one);
+    let mask = torch.empty(&shape, dtype, "clone");
+    drop(upper);
+    // What is padding is found by a comparison, filled in a copy, and copied back.
+    let padding = torch.empty(&shape, TorchType::Bool, "mul");
+    drop((torch.empty(&shape, dtype, "masked_fill"), padding));
+    Some(mask)
+}
+
 /// The mask that a model makes for its layers: `None` where the kernel knows that attention is causal.
 pub(crate) fn causal_mask(
     torch: &Torch,
@@ -97,8 +160,7 @@ pub(crate) fn causal_mask(
 ) -> Option<Tensor> {
     match run.attention {
         Attention::Flash2 => None,
-        Attention::Sdpa if !run.padded && !windowed => None,
-        Attention::Sdpa => Some(torch.empty(&[run.batch, 1, rows, columns], TorchType::Bool, "bitwise_and")),
+        Attention::Sdpa => mask_for_sdpa(torch, run, dtype, [rows, columns], windowed),
         Attention::Eager => {
             let allowed = torch.empty(&[1, 1, rows, columns], TorchType::Bool, "le");
             let mask = torch.empty(&[run.batch, 1, rows, columns], dtype, "where");

@@ -2,6 +2,7 @@
 
 use plimsoll_model::parameters::BlockId;
 
+use crate::model::are_modules;
 use crate::run::{Offload, Quantization, Run, Sharding, TorchType};
 
 /// Values for each scale of 4-bit matrices (`bitsandbytes/functional.py`).
@@ -72,10 +73,15 @@ fn tensors_of(run: &Run, blocks: &[BlockId]) -> Vec<u64> {
         Some(Quantization::Int8) if is_linear => elements,
         _ => elements * run.weights.bytes(),
     };
-    let in_block = matches!(blocks[0], BlockId::Layer(_));
     parameters
-        .map(|parameter| bytes(parameter.shape.iter().product(), in_block && parameter.shape.len() == 2))
+        .map(|parameter| bytes(parameter.shape.iter().product(), is_linear(run, blocks, &parameter.shape)))
         .collect()
+}
+
+/// Whether a parameter of a unit is a matrix of a linear, or the matrices of experts that are modules: what can be quantised.
+fn is_linear(run: &Run, blocks: &[BlockId], shape: &[u64]) -> bool {
+    let is_matrix = shape.len() == 2 || shape.len() == 3 && are_modules(run);
+    is_matrix && matches!(blocks[0], BlockId::Layer(_))
 }
 
 /// Frozen parameters of a unit: none where all weights are trained.
@@ -87,7 +93,7 @@ fn of_block(run: &Run, inner: &Run, blocks: &[BlockId]) -> [u64; 3] {
     let mut sums = [0; 3];
     for parameter in parameters {
         let elements: u64 = parameter.shape.iter().product();
-        let is_linear = parameter.shape.len() == 2 && matches!(blocks[0], BlockId::Layer(_));
+        let is_linear = is_linear(run, blocks, &parameter.shape);
         let [shared, own] = match run.quantization {
             // Packed weights are shared; their scales are attributes that every rank has.
             Some(Quantization::FourBit { double, .. }) if is_linear => {

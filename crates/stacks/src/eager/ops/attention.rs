@@ -80,8 +80,12 @@ impl Torch {
             Backend::Efficient => "_scaled_dot_product_efficient_attention",
             Backend::Flash | Backend::Math => "_scaled_dot_product_flash_attention",
         };
-        // A boolean mask becomes a bias of the queries' type; the memory-efficient kernel wants its rows aligned to 16 bytes.
-        let bias = mask.map(|mask| self.empty_as(&mask.shape, q.dtype, "where"));
+        // A boolean mask becomes a bias of the queries' type; the memory-efficient kernel wants its rows aligned to 16 elements.
+        let bias =
+            mask.map(|mask| match mask.dtype == TorchType::Bool || !mask.shape.last().is_multiple_of(16) {
+                true => self.empty_as(&mask.shape, q.dtype, "where"),
+                false => mask.detach(),
+            });
         // The memory-efficient kernel writes [B, S, H, D]; the others in the order that the queries have in memory.
         let out = match backend {
             Backend::Efficient => {

@@ -8,6 +8,7 @@ mod loss;
 mod normalise;
 mod pointwise;
 mod quantised;
+mod routing;
 mod views;
 
 pub use pointwise::Unary;

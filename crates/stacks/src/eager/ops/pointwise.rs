@@ -15,6 +15,8 @@ pub enum Unary {
     Gelu,
     /// `tanh(x)`; keeps its result.
     Tanh,
+    /// `sigmoid(x)`; keeps its result.
+    Sigmoid,
 }
 
 /// The type of a result of two operands.
@@ -169,9 +171,11 @@ impl Torch {
             Unary::Silu => ("SiluBackward", "silu", "silu_backward"),
             Unary::Gelu => ("GeluBackward", "gelu", "gelu_backward"),
             Unary::Tanh => ("TanhBackward", "tanh", "tanh_backward"),
+            Unary::Sigmoid => ("SigmoidBackward", "sigmoid", "sigmoid_backward"),
         };
         let out = self.elementwise(&[x], x.dtype, operation);
-        let kept = if function == Unary::Tanh { out.detach() } else { x.detach() };
+        let keeps_result = matches!(function, Unary::Tanh | Unary::Sigmoid);
+        let kept = if keeps_result { out.detach() } else { x.detach() };
         self.recorded(name, &[x], out, |_| {
             let kept = self.save(&kept);
             Box::new(move |torch, grads| {
