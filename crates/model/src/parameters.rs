@@ -534,10 +534,8 @@ impl ModelSpec {
         spec.attention.heads /= ranks.max(1);
         spec.attention.kv_heads /= ranks.max(1);
         spec.mlp.intermediate_size /= ranks.max(1);
-        if let Some(experts) = &mut spec.experts {
-            if let Some(shared) = &mut experts.shared {
-                shared.intermediate_size /= ranks.max(1);
-            }
+        if let Some(shared) = spec.experts.as_mut().and_then(|experts| experts.shared.as_mut()) {
+            shared.intermediate_size /= ranks.max(1);
         }
         spec.part.vocabulary = vocabulary;
         spec
