@@ -119,8 +119,8 @@ pub(super) fn forward<R>(
         let outputs = experts.through_slots(weights, &order, &routed.weights, normed)?;
         let out = add(&|out, accumulate| {
             experts.combine(&order, &outputs, out, accumulate)?;
-            experts.add_zero_computation(&routed, normed, out)?;
-            add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)
+            add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)?;
+            experts.add_zero_computation(&routed, normed, out)
         })?;
         return Ok((out, SavedWithin::dropped()));
     }
@@ -130,8 +130,8 @@ pub(super) fn forward<R>(
     let (inner, activated) = kept_inner(ctx, policy, inner, Some(factors))?;
     let out = add(&|out, accumulate| {
         experts.write(&order, &activated, out, accumulate)?;
-        experts.add_zero_computation(&routed, normed, out)?;
-        add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)
+        add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)?;
+        experts.add_zero_computation(&routed, normed, out)
     })?;
     let activation = Held::new(ctx, policy.activation, activated)?;
     let shared_activation = match shared {
@@ -217,8 +217,8 @@ pub(super) fn backward(
         };
         let again = |out: &Tensor, accumulate| {
             experts.write(&order, &activation, out, accumulate)?;
-            experts.add_zero_computation(&routed, normed, out)?;
-            add_shared(ctx, shared.as_ref().map(|(shared, _, activation)| (shared, activation)), out)
+            add_shared(ctx, shared.as_ref().map(|(shared, _, activation)| (shared, activation)), out)?;
+            experts.add_zero_computation(&routed, normed, out)
         };
         let dout = dout(&again, gradients)?;
         dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
@@ -232,10 +232,10 @@ pub(super) fn backward(
             &dnormed,
             gradients,
         )?;
-        experts.zero_computation_backward(&routed, normed, &dout, &dweights, &dnormed, gradients)?;
         if let Some((shared, inner, activation)) = shared {
             shared.backward(&experts, inner, activation, normed, &dout, &dnormed, gradients)?;
         }
+        experts.zero_computation_backward(&routed, normed, &dout, &dweights, &dnormed, gradients)?;
     }
     experts.router_backward(&routed, &dweights, normed, &dnormed, gradients)?;
     if let (Some(routes), Some(layer)) = (ctx.routes, weights.block().layer()) {
