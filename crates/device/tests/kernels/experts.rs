@@ -357,7 +357,8 @@ fn places_without_a_row_are_nowhere() {
             ];
             let written = run(Isa::detect(), 2, &operands, &|cpu, t| {
                 cpu.run(Routing::Sort { choice: &t[0], sources: &t[1], places: &t[2], offsets: &t[3] })
-            })?;
+            })
+            .map_err(|error| error.to_string())?;
             Ok::<_, String>([1, 2, 3].map(|operand| {
                 decode(U32, &written[operand]).into_iter().map(|x| x as u32).collect::<Vec<_>>()
             }))

@@ -132,8 +132,8 @@ pub(super) fn forward<R>(
     drop(all);
     let out = add(&|out, accumulate| {
         experts.write((&weights_of_all, &order), &activated, out, accumulate)?;
-        experts.add_zero_computation(&routed, normed, out)?;
-        add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)
+        add_shared(ctx, shared.as_ref().map(|(shared, activated)| (shared, activated)), out)?;
+        experts.add_zero_computation(&routed, normed, out)
     })?;
     let activation = Held::new(ctx, policy.activation, activated)?;
     let shared_activation = match shared {
@@ -212,16 +212,16 @@ pub(super) fn backward(
         };
         let again = |out: &Tensor, accumulate| {
             experts.write((&all.weights, &order), &activation, out, accumulate)?;
-            experts.add_zero_computation(&routed, normed, out)?;
-            add_shared(ctx, shared.as_ref().map(|(shared, _, activation)| (shared, activation)), out)
+            add_shared(ctx, shared.as_ref().map(|(shared, _, activation)| (shared, activation)), out)?;
+            experts.add_zero_computation(&routed, normed, out)
         };
         let dout = dout(&again, gradients)?;
         dnormed = activation_tensor(ctx, normed.rows(), normed.columns(), "dnorm")?;
         experts.rows_backward(inner, activation, all, &order, &dout, &dweights, &dnormed, gradients)?;
-        experts.zero_computation_backward(&routed, normed, &dout, &dweights, &dnormed, gradients)?;
         if let Some((shared, inner, activation)) = shared {
             shared.backward(&experts, inner, activation, normed, &dout, &dnormed, gradients)?;
         }
+        experts.zero_computation_backward(&routed, normed, &dout, &dweights, &dnormed, gradients)?;
     }
     experts.router_backward(&routed, &dweights, normed, &dnormed, gradients)?;
     if let (Some(routes), Some(layer)) = (ctx.routes, weights.block().layer()) {
