@@ -72,6 +72,10 @@ fn split(
     let (Some(a), Some(b)) = (pair.a, pair.b) else {
         return Err("it has one of lora_A and lora_B alone".to_owned());
     };
+    if spec.architecture == "gpt_oss" {
+        return Err("adapters of whole stacks of gpt-oss, whose gates and ups stand by turns, are not read"
+            .to_owned());
+    }
     let at = module.trim_end_matches(".base_layer");
     let layer = at.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
     let of_layer = layer.filter(|layer| spec.layers().any(|own| own == *layer));
@@ -112,11 +116,7 @@ fn split(
                 columns: a.columns,
                 values: a.values.get(own).unwrap_or_default().to_vec(),
             };
-            // gpt-oss has gates and ups by turns.
-            let by_turns = spec.architecture == "gpt_oss";
-            let of_stack =
-                move |row: usize| if by_turns { row * roles.len() + nth } else { nth * rows + row };
-            let row = |row: usize| (0..rank).map(move |r| (of_stack(row), r * count + expert));
+            let row = |row: usize| (0..rank).map(move |r| (nth * rows + row, r * count + expert));
             let at = |(row, column): (usize, usize)| b.row(row).get(column).copied().unwrap_or(0.0);
             // Patterns are for the stack; saved again, the matrix has the factor that its own name gives.
             let name = tensor.name.trim_end_matches(".weight");

@@ -146,7 +146,12 @@ fn an_expert_is_read_by_itself() {
                 files.weights().read_rows_into(&parameter, rows.clone(), DType::F32, &mut own).unwrap();
                 let start = (rows.start * columns * 4) as usize;
                 assert_eq!(own, whole[start..start + own.len()], "{family} {}", parameter.name);
-                let weight = files.weights().stored_rows_as(&parameter, rows.clone(), DType::F32).unwrap();
+                let stored_alone = files.weights().stored_rows_as(&parameter, rows.clone(), DType::F32);
+                let Some(weight) = stored_alone else {
+                    // Columns, and elements by turns.
+                    assert!(family.starts_with("gpt-oss"), "{family} {}", parameter.name);
+                    continue;
+                };
                 let file = std::fs::read(&weight.path).unwrap();
                 assert_eq!(file[weight.bytes.start as usize..weight.bytes.end as usize], own);
                 let (name, _) = places.iter().find(|(_, own)| *own == rows).unwrap_or(&places[0]);
@@ -187,7 +192,7 @@ fn what_cannot_be_is_refused_by_name() {
         ("glm4-moe", json!({ "n_shared_experts": 3 }), "shared_experts"),
         ("olmoe", json!({ "clip_qkv": 8.0 }), "clip_qkv"),
         ("olmoe", json!({ "router_aux_loss_coef": -1.0 }), "router_aux_loss_coef"),
-        ("olmoe", json!({ "model_type": "gpt_oss" }), "sinks"),
+        ("olmoe", json!({ "model_type": "gpt_oss" }), "self_attn.q_proj.weight"),
         ("gpt-oss", json!({ "num_local_experts": 5 }), "router"),
         ("gpt-oss", json!({ "swiglu_limit": 0.0 }), "swiglu_limit"),
         ("gpt-oss", json!({ "quantization_config": { "quant_method": "fp9" } }), "quantised by"),

@@ -144,6 +144,7 @@ fn what_is_written_is_read_back() {
             beta_fast: 32.0,
             beta_slow: 1.0,
             original_max_position_embeddings: 64.0,
+            truncate: false,
         },
         RopeScaling::LongRope {
             short_factor: factors(1.0),
