@@ -5,7 +5,7 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::hash::{Hash, Hasher};
+use std::hash::Hasher;
 use std::sync::Arc;
 
 use plimsoll_device::{Device, Tensor};
@@ -137,21 +137,9 @@ impl<'a> ExpertSlots<'a> {
         })
     }
 
-    /// Feeds to a hasher what decides which experts will be read: those that are here, in the order of their last use.
+    /// Feeds to a hasher what decides, in a dry run, how many experts will be read.
     pub fn hash_slots(&self, hasher: &mut impl Hasher) {
         self.counted.values().for_each(|kind| kind.hash(hasher));
-        for kind in self.kinds.values() {
-            let state = kind.state.borrow();
-            let mut here: Vec<(u64, Option<Unit>, bool)> =
-                state.slots.iter().map(|slot| (slot.used, slot.expert, slot.is_wanted)).collect();
-            here.sort_unstable();
-            let (mut last, mut turn) = (None, 0u64);
-            for (used, expert, is_wanted) in here {
-                turn += u64::from(last != Some(used));
-                last = Some(used);
-                (turn, expert, is_wanted).hash(hasher);
-            }
-        }
     }
 
     fn kind(&self, role: Role) -> Result<&Kind, StepError> {
