@@ -306,6 +306,8 @@ fn experts_in_mxfp4_answer_as_pytorch_does() {
         context: 32,
         prompt_chunk_tokens: 4,
         sequences: 1,
+        pages: None,
+        drafted_tokens: 0,
     };
     let types = |p: &Parameter| files.weights().inference_dtype(p, DType::F32);
     let storage = || WeightStorage::new(&types);

@@ -331,7 +331,7 @@ fn rows_are_sorted_by_expert_and_found_again() {
     ];
     for (first, offsets, sources, places) in cases {
         let mut operands = operands.clone();
-        operands[3] = Operand::garbage(U32, &[offsets.len() as u64]);
+        operands[3] = Operand::garbage(U32, &[offsets.len()]);
         check_on_cpu(
             "sort",
             &operands,
@@ -347,22 +347,23 @@ fn rows_are_sorted_by_expert_and_found_again() {
 /// With fewer rows than places: nobody's places have none, nor those of experts without an offset that find no more room.
 #[test]
 fn places_without_a_row_are_nowhere() {
-    let sorted =
-        |choice: [u32; 8], rows: usize| {
-            let operands = [
-                Operand::new(U32, &[4, 2], choice.map(f64::from)),
-                Operand::garbage(U32, &[rows]),
-                Operand::garbage(U32, &[4, 2]),
-                Operand::garbage(U32, &[4]),
-            ];
-            let written = run(Isa::detect(), 2, &operands, &|cpu, t| {
-                cpu.run(Routing::Sort { choice: &t[0], sources: &t[1], places: &t[2], offsets: &t[3] })
-            })
-            .map_err(|error| error.to_string())?;
-            Ok::<_, String>([1, 2, 3].map(|operand| {
+    let sorted = |choice: [u32; 8], rows: usize| {
+        let operands = [
+            Operand::new(U32, &[4, 2], choice.map(f64::from)),
+            Operand::garbage(U32, &[rows]),
+            Operand::garbage(U32, &[4, 2]),
+            Operand::garbage(U32, &[4]),
+        ];
+        let written = run(Isa::detect(), 2, &operands, &|cpu, t| {
+            cpu.run(Routing::Sort { choice: &t[0], first: 0, sources: &t[1], places: &t[2], offsets: &t[3] })
+        })
+        .map_err(|error| error.to_string())?;
+        Ok::<_, String>(
+            [1, 2, 3].map(|operand| {
                 decode(U32, &written[operand]).into_iter().map(|x| x as u32).collect::<Vec<_>>()
-            }))
-        };
+            }),
+        )
+    };
     let [sources, places, offsets] = sorted([2, 0, NOWHERE, 7, 1, NOWHERE, 7, 0], 6).unwrap();
     assert_eq!(sources, [1, 7, 4, 0, 3, 6]);
     assert_eq!(places, [3, 0, NOWHERE, 4, 2, NOWHERE, 5, 1]);
