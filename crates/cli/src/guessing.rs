@@ -3,7 +3,7 @@
 use plimsoll_device::Device;
 use plimsoll_generate::{Draft, DraftModel, Lookup};
 use plimsoll_model::tokenizer::Tokenizer;
-use plimsoll_parallel::{Collectives, Communicator};
+use plimsoll_parallel::Communicator;
 use plimsoll_plan::GenerationPlan;
 
 use crate::args::{InferenceArgs, SpeculationArgs, WeightArgs};
@@ -46,6 +46,17 @@ pub struct DraftMemory {
     device: Box<dyn Device>,
 }
 
+/// Refuses guesses on several ranks, before any of them starts.
+///
+/// # Errors
+/// They are asked for.
+pub fn check_ranks(speculation: &SpeculationArgs, ranks: Option<u32>) -> Result<(), Failure> {
+    match speculation.is_wanted() && ranks.is_some_and(|ranks| ranks > 1) {
+        true => Err(Failure::usage("--speculative and --draft-model go with one process; leave out --ranks")),
+        false => Ok(()),
+    }
+}
+
 impl<'a> Guessing<'a> {
     /// Reads everything but the weights, and tells `model` what is verified.
     ///
@@ -61,11 +72,7 @@ impl<'a> Guessing<'a> {
         if !speculation.is_wanted() {
             return Ok(Guessing::Nobody);
         }
-        if !ranks.is_alone() {
-            return Err(Failure::usage(
-                "--speculative and --draft-model go with one process; leave out --ranks",
-            ));
-        }
+        check_ranks(speculation, Some(ranks.size()))?;
         model.verify(speculation.draft_tokens);
         let Some(args) = &draft.0 else { return Ok(Guessing::Lookup) };
         let draft = Inference::open(args, "guess with", quiet)?;

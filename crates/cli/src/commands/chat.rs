@@ -17,7 +17,7 @@ use plimsoll_plan::GenerationPlan;
 use crate::args::ChatArgs;
 use crate::chat_format::ChatFormat;
 use crate::failure::Failure;
-use crate::guessing::{DraftArgs, Guessing};
+use crate::guessing::{self, DraftArgs, Guessing};
 use crate::inference::Inference;
 use crate::ranks::{self, Lines};
 use crate::session::Engine;
@@ -69,6 +69,7 @@ impl Interrupts {
 }
 
 pub fn run(args: &ChatArgs) -> Result<(), Failure> {
+    guessing::check_ranks(&args.speculation, args.ranks)?;
     ranks::on_each_with(Lines::OfFirst, args.ranks, |ranks| run_rank(args, ranks))
 }
 

@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::args::GenerateArgs;
 use crate::chat_format::ChatFormat;
 use crate::failure::Failure;
-use crate::guessing::{DraftArgs, Guessing};
+use crate::guessing::{self, DraftArgs, Guessing};
 use crate::inference::Inference;
 use crate::output::{out, outln};
 use crate::ranks;
@@ -30,6 +30,7 @@ struct Prompt {
 }
 
 pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
+    guessing::check_ranks(&args.speculation, args.ranks)?;
     ranks::on_each(args.ranks, |ranks| run_rank(args, ranks))
 }
 

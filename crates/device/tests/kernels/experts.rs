@@ -325,8 +325,8 @@ fn rows_are_sorted_by_expert_and_found_again() {
         tolerance: 0.0,
     };
     // Those that have no offset come last: expert 7, or all but two.
-    let cases: [(u32, &[u32], [u32; 8], [u32; 8]); 2] = [
-        (0, &[0, 2, 3, 6, 7], [1, 7, 4, 0, 2, 5, 3, 6], [3, 0, 4, 6, 2, 5, 7, 1]),
+    let cases = [
+        (0, &[0, 2, 3, 6, 7][..], [1, 7, 4, 0, 2, 5, 3, 6], [3, 0, 4, 6, 2, 5, 7, 1]),
         (2, &[0, 3, 4], [0, 2, 5, 3, 1, 4, 6, 7], [0, 4, 1, 3, 5, 2, 6, 7]),
     ];
     for (first, offsets, sources, places) in cases {

@@ -82,6 +82,16 @@ pub fn check_costly(
     check_on_all(label, operands, op, expected, workspace, if chosen { &ORDERS[..2] } else { &[] });
 }
 
+/// The same of several operations of which a GPU has kernels for the first alone: nothing is begun there.
+pub fn check_on_cpu_alone(
+    label: &str,
+    operands: &[Operand],
+    op: impl Fn(&dyn Device, &[Tensor]) -> Result<(), DeviceError>,
+    expected: &[Expected],
+) {
+    check_on_isas(label, operands, &op, expected);
+}
+
 /// The same of an operation that no GPU has a kernel for yet: there it is refused.
 pub fn check_on_cpu(
     label: &str,
@@ -104,14 +114,7 @@ fn check_on_all(
     workspace: &[usize],
     orders: &[u64],
 ) {
-    for isa in Isa::available() {
-        let alone = run(isa, 1, operands, &op).unwrap_or_else(|error| panic!("{label}, {isa}: {error}"));
-        for threads in [2, 3] {
-            let together = run(isa, threads, operands, &op).unwrap();
-            assert!(together == alone, "{label}, {isa}: {threads} threads give other bits than one");
-        }
-        check_results(&format!("{label}, {isa}"), operands, &alone, expected, &[]);
-    }
+    check_on_isas(label, operands, &op, expected);
     let Some(gpu) = gpu() else { return };
     let mut first = None;
     for order in orders {
@@ -121,6 +124,17 @@ fn check_on_all(
         check_results(&format!("{label}, GPU"), operands, &got, expected, workspace);
         let first = first.get_or_insert_with(|| got.clone());
         assert!(*first == got, "{label}, GPU: threads in another order give other bits");
+    }
+}
+
+fn check_on_isas(label: &str, operands: &[Operand], op: RunOp<'_>, expected: &[Expected]) {
+    for isa in Isa::available() {
+        let alone = run(isa, 1, operands, op).unwrap_or_else(|error| panic!("{label}, {isa}: {error}"));
+        for threads in [2, 3] {
+            let together = run(isa, threads, operands, op).unwrap();
+            assert!(together == alone, "{label}, {isa}: {threads} threads give other bits than one");
+        }
+        check_results(&format!("{label}, {isa}"), operands, &alone, expected, &[]);
     }
 }
 

@@ -3,7 +3,9 @@
 use plimsoll_device::{Attention, AttentionShape, BlockSparse, Compute, DType, DeviceExt, Sink};
 
 use crate::attention::{KINDS, for_each_row, inputs, key, query, shape, starts, tolerance};
-use crate::harness::{Expected, Operand, check_gradient_within, check_on_cpu, decode, noise, refusal, run};
+use crate::harness::{
+    Expected, Operand, check_gradient_within, check_on_cpu, check_on_cpu_alone, decode, noise, refusal, run,
+};
 use plimsoll_device::cpu::Isa;
 
 /// Shapes with documents where there are any: groups, windows, patterns, caps, a past, single queries.
@@ -85,7 +87,7 @@ fn attention_with_sinks() {
             if standard {
                 expected.push(Expected { operand: 6, values: p, tolerance: (3.0 * tolerance).max(6e-5) });
             }
-            check_on_cpu(
+            check_on_cpu_alone(
                 &format!("{s:?} {dtype} {compute:?}, standard: {standard}"),
                 &operands,
                 |cpu, t| {

@@ -202,8 +202,15 @@ impl<'a> KvCache<'a> {
         let out = block::attended(ctx, qkv)?;
         if let (Some(pages), Some(pools)) = (&self.pages, self.pooled.get(&layer)) {
             let lse = self.attend_pages(ctx, pages, pools, runs, qkv, &out)?;
-            let shape = AttentionShape { batch: out.rows(), q_len: 1, ..ctx.attention };
-            block::apply_sinks(ctx, sinks, &out, &lse, None, shape)?;
+            let (mut first, heads) = (0, ctx.attention.heads);
+            for (q_len, _) in runs.iter().copied().flat_map(Run::parts).filter(|_| sinks.is_some()) {
+                let shape = AttentionShape { batch: 1, q_len, ..ctx.attention };
+                let start = first * heads * size_of::<f32>() as u64;
+                let what = StepError::Invariant { what: "a run has no statistics of its attention" };
+                let of_run = lse.view(start, DType::F32, &[1, heads, q_len]).ok_or(what)?;
+                block::apply_sinks(ctx, sinks, &rows(&out, first, first + q_len)?, &of_run, None, shape)?;
+                first += q_len;
+            }
             return Ok((out, vec![lse]));
         }
         let (mut first, mut sums) = (0, Vec::with_capacity(runs.len()));
