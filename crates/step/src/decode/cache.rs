@@ -16,7 +16,7 @@ use super::pages::Pages;
 use crate::StepError;
 use crate::block::{self, Qkv};
 use crate::context::Context;
-use crate::head::rows;
+use crate::head::{reshaped, rows};
 use crate::tier::{Extents, Parcel, Parcels, Use};
 
 /// Buffers of layers whose keys and values live on a lower tier: one in use, one on its way and one on its way back.
@@ -205,10 +205,9 @@ impl<'a> KvCache<'a> {
             let (mut first, heads) = (0, ctx.attention.heads);
             for (q_len, _) in runs.iter().copied().flat_map(Run::parts).filter(|_| sinks.is_some()) {
                 let shape = AttentionShape { batch: 1, q_len, ..ctx.attention };
-                let start = first * heads * size_of::<f32>() as u64;
-                let what = StepError::Invariant { what: "a run has no statistics of its attention" };
-                let of_run = lse.view(start, DType::F32, &[1, heads, q_len]).ok_or(what)?;
-                block::apply_sinks(ctx, sinks, &rows(&out, first, first + q_len)?, &of_run, None, shape)?;
+                let own = |x: &Tensor| rows(x, first, first + q_len);
+                let of_run = reshaped(&own(&lse)?, &[1, heads, q_len])?;
+                block::apply_sinks(ctx, sinks, &own(&out)?, &of_run, None, shape)?;
                 first += q_len;
             }
             return Ok((out, vec![lse]));
