@@ -458,7 +458,7 @@ impl StepSettings {
         let Some(adapters) = self.method.adapters() else { return false };
         let types = |p: &Parameter| self.method.weight_type(p, self.precision.weights);
         let trains = |p: &Parameter| adapters.layout.trains_base(p.block, p.role);
-        let alone = self.sharding.stage < ZeroStage::Weights && self.ranks.mesh.tensor <= 1;
+        let alone = self.sharding.stage < ZeroStage::Weights && self.ranks.mesh.parts() <= 1;
         self.offload.parameters != Tier::Device && alone && experts_can_come(spec, &types, &trains)
     }
 
